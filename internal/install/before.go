@@ -20,12 +20,13 @@ import (
 	"github.com/isthmus-net/isthmus/internal/safetext"
 )
 
-// Checks and reads that precede all writes: the choices behind an installation that remembers none,
-// and what forbids an installation.
+// This file has the checks and reads that precede all writes: the reasons to refuse an
+// installation, and the values of an installation that remembers none.
 
-// valuesOfOlder returns the values that show in an installation that remembers none, because it is
-// old or was made with kubectl; nil if there is no installation. With the defaults instead, the
-// address that peers use might change.
+// valuesOfOlder returns the values that an existing installation visibly uses but does not
+// remember, because it is old or was made with kubectl. It returns nil if there is no
+// installation. With the defaults instead of these values, the address that peers use might
+// change.
 func valuesOfOlder(ctx context.Context, c *cluster.Cluster, o Options) (chart.Values, error) {
 	var account corev1.ServiceAccount
 	key := client.ObjectKey{Namespace: c.Namespace, Name: deploy.ManagerServiceAccount}
@@ -36,7 +37,7 @@ func valuesOfOlder(ctx context.Context, c *cluster.Cluster, o Options) (chart.Va
 	for kind, names := range map[string][]string{
 		"Deployment": {deploy.ManagerServiceAccount, deploy.GatewayServiceAccount}, "DaemonSet": {deploy.RouteAgentServiceAccount},
 	} {
-		for _, name := range names { // workloads have the names of their ServiceAccounts
+		for _, name := range names { // workloads have the same names as their ServiceAccounts
 			u, err := c.Get(ctx, appsv1.SchemeGroupVersion.WithKind(kind), c.Namespace, name)
 			if err != nil {
 				return nil, err
@@ -48,7 +49,7 @@ func valuesOfOlder(ctx context.Context, c *cluster.Cluster, o Options) (chart.Va
 	}
 	chart.Set(values, workloads, "workloads")
 	var s corev1.Service
-	key.Name = deploy.GatewayServiceAccount // the Service has the same name
+	key.Name = deploy.GatewayServiceAccount // the Service has this name, too
 	if err := c.Client.Get(ctx, key, &s); apierrors.IsNotFound(err) {
 		chart.Set(values, "", "gateway", "service", "type")
 		return values, nil
@@ -63,7 +64,7 @@ func valuesOfOlder(ctx context.Context, c *cluster.Cluster, o Options) (chart.Va
 		chart.Set(values, *class, "gateway", "service", "loadBalancerClass")
 	}
 	if chart.Get(o.Values, "gateway", "port") != nil || chart.Get(o.Values, "gateway", "service", "type") != nil {
-		return values, nil // the person has chosen
+		return values, nil // the person has chosen this value
 	}
 	port, ok := inARow(s.Spec.Ports)
 	if !ok {
@@ -81,7 +82,8 @@ func onHostNetwork(deployment *unstructured.Unstructured) bool {
 	return on
 }
 
-// inARow returns the first of the ports of our Service. ok is false unless they are consecutive.
+// inARow returns the first of the ports of our Service. ok reports whether the ports are
+// consecutive.
 func inARow(ports []corev1.ServicePort) (first int32, ok bool) {
 	for i, p := range ports {
 		if i == 0 {
@@ -94,9 +96,9 @@ func inARow(ports []corev1.ServicePort) (first int32, ok bool) {
 	return first, len(ports) > 0
 }
 
-// NotElsewhere refuses a cluster with an installation in another namespace: its ClusterRoleBindings
-// have the same names, so it would lose its rights. One whose ServiceAccount is gone is no
-// installation.
+// NotElsewhere returns an error if there is an installation in another namespace. The new
+// ClusterRoleBindings would have the same names, so the other installation would lose its
+// rights. An installation without its ServiceAccount does not count.
 func NotElsewhere(ctx context.Context, c *cluster.Cluster) error {
 	var binding rbacv1.ClusterRoleBinding
 	if err := c.Client.Get(ctx, client.ObjectKey{Name: deploy.ManagerServiceAccount}, &binding); err != nil {
@@ -119,8 +121,8 @@ func NotElsewhere(ctx context.Context, c *cluster.Cluster) error {
 	return nil
 }
 
-// inTheWay returns an error about an existing object that we cannot replace, or must not run
-// beside.
+// inTheWay returns an error about an existing object that Install cannot replace, or beside
+// which Isthmus must not run.
 func inTheWay(ctx context.Context, c *cluster.Cluster, objects []*unstructured.Unstructured) error {
 	workloads := false
 	for _, u := range objects {
@@ -186,8 +188,8 @@ func inTheWay(ctx context.Context, c *cluster.Cluster, objects []*unstructured.U
 	return nil
 }
 
-// agentsFirst waits, before gateways leave the networks of their nodes, until each node has the new
-// agent. Older agents let no packet through to a gateway's Pod.
+// agentsFirst waits until each node has the new agent, before gateways leave the networks of
+// their nodes. Older agents forward no packet to a gateway's Pod.
 func agentsFirst(ctx context.Context, c *cluster.Cluster, object *unstructured.Unstructured, objects []*unstructured.Unstructured, o Options) error {
 	if object.GetKind() != "Deployment" || object.GetName() != deploy.GatewayServiceAccount || o.Wait == 0 || onHostNetwork(object) {
 		return nil
@@ -200,7 +202,8 @@ func agentsFirst(ctx context.Context, c *cluster.Cluster, object *unstructured.U
 	return rolledOut(ctx, c, agents, o, "the gateways stay on the host network until each node has the new route agent (--timeout 0 does not wait)")
 }
 
-// keepLiqo refuses to install over a Liqo unless its definitions stay.
+// keepLiqo returns an error if the cluster has Liqo and the values would replace Liqo's
+// definitions.
 func keepLiqo(c *cluster.Cluster, chosen chart.Values) error {
 	if chart.Get(chosen, "crds", "liqo") == false || chart.Get(chosen, "crds", "install") == false {
 		return nil

@@ -18,15 +18,17 @@ import (
 	"github.com/isthmus-net/isthmus/internal/cluster"
 )
 
-// annotationHurried is when Hurry last changed a definition that is being deleted.
+// annotationHurried has the time at which Hurry last changed a definition that is being
+// deleted.
 const annotationHurried = "isthmus.net/hurried"
 
 // hurriedAfter is how long Hurry waits for the API server before it changes a definition.
 const hurriedAfter = 3 * time.Second
 
-// Hurry changes a definition whose deletion takes long. The API server's controller of definitions
-// gives up if another writer interferes. It continues at the next change, or else after five
-// minutes (apiextensions-apiserver, pkg/controller/finalizer; seen in Kubernetes 1.31.0).
+// Hurry changes a definition whose deletion takes long, so that the API server's controller
+// continues the deletion. The controller gives up if another writer interferes. It continues at
+// the next change, or else after five minutes (apiextensions-apiserver,
+// pkg/controller/finalizer; seen in Kubernetes 1.31.0).
 func Hurry(ctx context.Context, c *cluster.Cluster, going *unstructured.Unstructured) error {
 	if since := going.GetDeletionTimestamp(); since == nil || time.Since(since.Time) < hurriedAfter {
 		return nil
@@ -38,10 +40,11 @@ func Hurry(ctx context.Context, c *cluster.Cluster, going *unstructured.Unstruct
 	return c.Explain("change "+cluster.Describe(going), client.IgnoreNotFound(c.Client.Patch(ctx, going, client.RawPatch("application/merge-patch+json", patch))))
 }
 
-// untilNoneGoes waits until no definition among objects is being deleted: applying it would not
-// stop its deletion, nor that of all objects of its kind. held are those that only components can
-// release, so that waiting is useless before they run; it is empty unless installs is set, which
-// means that they will run.
+// untilNoneGoes waits until no definition in objects is being deleted. Applying a definition
+// would not stop its deletion, nor the deletion of all objects of its kind. held are the
+// definitions that only our components can release, so waiting for them is useless before the
+// components run. held is empty unless installs is set, which means that the components will
+// run.
 func untilNoneGoes(ctx context.Context, c *cluster.Cluster, objects []*unstructured.Unstructured, installs bool) (held []*unstructured.Unstructured, err error) {
 	for _, o := range objects {
 		if o.GetKind() != DefinitionKind.Kind {
@@ -68,11 +71,11 @@ func untilNoneGoes(ctx context.Context, c *cluster.Cluster, objects []*unstructu
 	return held, nil
 }
 
-// finalizers are those that our components remove from objects being deleted.
+// finalizers are the finalizers that our components remove from objects that are being deleted.
 var finalizers = []string{isthmus.FinalizerPeering, v1alpha1.FinalizerReplicator, v1alpha1.FinalizerTunnelEndpointCreator, v1alpha1.FinalizerGateway}
 
-// heldByUs reports whether a definition is being deleted, only finalizers of our components keep
-// it, and no manager is active.
+// heldByUs reports whether a definition is being deleted, only finalizers of our components
+// prevent it, and no manager is active.
 func heldByUs(ctx context.Context, c *cluster.Cluster, definition *unstructured.Unstructured) (bool, error) {
 	if definition == nil || definition.GetDeletionTimestamp() == nil {
 		return false, nil
@@ -87,7 +90,7 @@ func heldByUs(ctx context.Context, c *cluster.Cluster, definition *unstructured.
 		objects.SetGroupVersionKind(kind)
 		err := c.Client.List(ctx, &objects)
 		if apierrors.IsNotFound(err) || meta.IsNoMatchError(err) {
-			continue // it is gone now
+			continue // it was deleted in the meantime
 		}
 		if err != nil {
 			return false, c.Explain("objects of "+cluster.Describe(definition), err)
@@ -103,8 +106,8 @@ func heldByUs(ctx context.Context, c *cluster.Cluster, definition *unstructured.
 	return some, nil
 }
 
-// defineAgain applies each of the held definitions once the components have released it. It handles
-// all at once, because a starting manager needs all of them.
+// defineAgain applies each held definition once the components have released it. It handles all
+// definitions concurrently, because a starting manager needs all of them.
 func defineAgain(ctx context.Context, c *cluster.Cluster, held []*unstructured.Unstructured, o Options) error {
 	var group sync.WaitGroup
 	var reporting sync.Mutex
@@ -130,8 +133,8 @@ func defineAgain(ctx context.Context, c *cluster.Cluster, held []*unstructured.U
 	return errors.Join(errs...)
 }
 
-// mustGo waits until a definition is not being deleted any more, at most for patience. state
-// describes the installation in the error after that.
+// mustGo waits until a definition is no longer being deleted, at most for patience. After that
+// it returns an error, in which state describes the installation.
 func mustGo(ctx context.Context, c *cluster.Cluster, name string, patience time.Duration, state string) error {
 	if _, err := untilGone(ctx, c, name, patience); err != nil {
 		return err
@@ -144,10 +147,11 @@ func mustGo(ctx context.Context, c *cluster.Cluster, name string, patience time.
 		c, cluster.Describe(have), have.GetDeletionTimestamp().UTC().Format(time.RFC3339), patience, have.GetName(), state)
 }
 
-// goes is how long the deletion of a definition may take.
+// goes is the time that the deletion of a definition may take.
 const goes = time.Minute
 
-// untilGone waits until a definition is not being deleted any more. gone is true if there is none.
+// untilGone waits until a definition is no longer being deleted. gone is true if it does not
+// exist.
 func untilGone(ctx context.Context, c *cluster.Cluster, name string, patience time.Duration) (gone bool, err error) {
 	for deadline := time.Now().Add(patience); ; {
 		have, err := c.Get(ctx, DefinitionKind, "", name)

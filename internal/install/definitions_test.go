@@ -16,8 +16,8 @@ import (
 	"github.com/isthmus-net/isthmus/internal/clustertest"
 )
 
-// A definition that somebody's finalizer keeps, as an API server does that has overlooked it, is changed until it is
-// gone.
+// If the deletion of a definition is stuck, here by a finalizer, the definition is changed
+// until it is deleted. That makes an API server continue that has overlooked the deletion.
 func TestAStuckDefinitionIsTouchedUntilItIsGone(t *testing.T) {
 	t.Parallel()
 	c := clustertest.ConnectTo(t, cluster.Access{Kubeconfig: clustertest.Kubeconfigs.A})
@@ -58,7 +58,8 @@ func TestAStuckDefinitionIsTouchedUntilItIsGone(t *testing.T) {
 	}
 }
 
-// A manager that has let one definition go needs it, while others still go.
+// A manager that has released one definition needs it again while others are still being
+// deleted.
 func TestADefinitionIsRecreatedWhileAnotherIsDeleted(t *testing.T) {
 	t.Parallel()
 	c := clustertest.ConnectTo(t, cluster.Access{Kubeconfig: clustertest.Kubeconfigs.A})
@@ -100,7 +101,7 @@ func TestADefinitionIsRecreatedWhileAnotherIsDeleted(t *testing.T) {
 	}
 }
 
-// What is applied to a definition that is being deleted goes with it.
+// A definition that is applied while it is being deleted is deleted nevertheless.
 func TestInstallWaitsForDeletedDefinitions(t *testing.T) {
 	t.Parallel()
 	c := clustertest.ConnectTo(t, cluster.Access{Kubeconfig: clustertest.Kubeconfigs.A})
@@ -120,9 +121,9 @@ func TestInstallWaitsForDeletedDefinitions(t *testing.T) {
 		_, err := untilNoneGoes(t.Context(), c, objects, true)
 		return err
 	}
-	must(t, wait()) // it is not there
+	must(t, wait()) // the definition does not exist
 	must(t, c.Client.Create(t.Context(), u.DeepCopy()))
-	must(t, wait()) // it is there and stays
+	must(t, wait()) // the definition exists and is not being deleted
 	must(t, c.Client.Delete(t.Context(), u))
 	ended := make(chan error, 1)
 	go func() { ended <- wait() }()
@@ -138,8 +139,8 @@ func TestInstallWaitsForDeletedDefinitions(t *testing.T) {
 	must(t, <-ended)
 }
 
-// Somebody deleted the definitions after the components were gone: nobody removes our finalizers but the manager that is to be
-// installed.
+// The definitions were deleted after the components. Then only the manager of the new
+// installation removes our finalizers.
 func TestAnInstallationDoesNotWaitForFinalizersOfItsOwnManager(t *testing.T) {
 	t.Parallel()
 	c, _ := clustertest.NewCluster(t, "held")
@@ -197,7 +198,7 @@ func TestAnInstallationDoesNotWaitForFinalizersOfItsOwnManager(t *testing.T) {
 		default:
 		}
 	}
-	finalizers("null") // as the manager does
+	finalizers("null") // what the manager does
 	must(t, <-ended)
 	must(t, c.Client.Get(t.Context(), client.ObjectKeyFromObject(definition), definition))
 	if definition.GetDeletionTimestamp() != nil || !servesKind(t.Context(), c, definition) {

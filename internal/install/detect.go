@@ -22,9 +22,9 @@ import (
 	"github.com/isthmus-net/isthmus/internal/safetext"
 )
 
-// detect finds the values of the cluster that the chart needs and that were not set, and reports
-// their sources. It refuses a cluster without IPv4 pods, and a newly chosen PodCIDR that contains
-// nothing of the cluster. Of its results, Install remembers the PodCIDR.
+// detect finds the values that the chart needs and nobody has set, and reports their sources.
+// It returns an error for a cluster without IPv4 pods, and for a newly chosen PodCIDR that
+// contains no node and no Pod. Of its results, Install remembers only the PodCIDR.
 func detect(ctx context.Context, c *cluster.Cluster, chosen chart.Values, o Options) (chart.Values, error) {
 	var nodes corev1.NodeList
 	if err := c.Client.List(ctx, &nodes); err != nil {
@@ -75,7 +75,7 @@ func detect(ctx context.Context, c *cluster.Cluster, chosen chart.Values, o Opti
 		}
 		usually, _ := chart.Get(usual, "gateway", "replicas").(float64)
 		switch {
-		case float64(have) >= usually: // the other node may be away for a while
+		case float64(have) >= usually: // do not reduce the number: the other node may only be down
 			chart.Set(found, float64(have), "gateway", "replicas")
 		case schedulable(nodes.Items) == 1:
 			o.Report(fmt.Sprintf("%s: one gateway, because only one node is schedulable, and each gateway needs its own node", c))
@@ -85,10 +85,10 @@ func detect(ctx context.Context, c *cluster.Cluster, chosen chart.Values, o Opti
 	return found, nil
 }
 
-// gatewayReplicas returns how many gateways the present Deployment asks for.
+// gatewayReplicas returns the number of replicas in the Deployment of gateways.
 func gatewayReplicas(ctx context.Context, c *cluster.Cluster) (int32, error) {
 	var d appsv1.Deployment
-	key := client.ObjectKey{Namespace: c.Namespace, Name: deploy.GatewayServiceAccount} // the Deployment has the same name
+	key := client.ObjectKey{Namespace: c.Namespace, Name: deploy.GatewayServiceAccount} // the Deployment has this name, too
 	if err := c.Client.Get(ctx, key, &d); err != nil {
 		return 0, c.Explain("Deployment "+key.String(), client.IgnoreNotFound(err))
 	}
@@ -101,8 +101,8 @@ type address struct {
 	addr netip.Addr
 }
 
-// podAddresses returns the IPv4 addresses of all Pods, and whether any Pod has an IPv6 address.
-// Without permission to read Pods it returns none.
+// podAddresses returns the IPv4 addresses of all Pods. six reports whether any Pod has an IPv6
+// address. Without permission to read Pods it returns none.
 func podAddresses(ctx context.Context, c *cluster.Cluster) (all []address, six bool, err error) {
 	for next, more := "", true; more; more = next != "" {
 		var pods corev1.PodList
@@ -138,9 +138,9 @@ func anyIPv6(nodes []corev1.Node) bool {
 	})
 }
 
-// nothingIn returns a sentence if the nodes have podCIDRs, none of them overlaps the PodCIDR, and
-// no Pod is in it; otherwise it is empty. A CNI that allocates addresses by itself does not use the
-// podCIDRs of nodes.
+// nothingIn returns a warning if the nodes have podCIDRs, none of them overlaps podCIDR, and no
+// Pod has an address in it. Otherwise it returns "". It requires a Pod outside as well because
+// a CNI that allocates addresses by itself does not use the podCIDRs of nodes.
 func nothingIn(podCIDR string, ofNodes []netip.Prefix, pods []address) string {
 	p, err := netip.ParsePrefix(podCIDR)
 	if err != nil || len(ofNodes) == 0 || slices.ContainsFunc(ofNodes, p.Overlaps) ||
@@ -150,11 +150,11 @@ func nothingIn(podCIDR string, ofNodes []netip.Prefix, pods []address) string {
 	return fmt.Sprintf("PodCIDR %v: no Pod has an address in it, and every node's podCIDR lies outside, such as %v", p, ofNodes[0])
 }
 
-// schedulable counts the nodes that take Pods without tolerations.
+// schedulable returns the number of nodes that accept Pods without tolerations.
 func schedulable(nodes []corev1.Node) (n int) {
 	for i := range nodes {
 		if !nodes[i].Spec.Unschedulable && !slices.ContainsFunc(nodes[i].Spec.Taints, func(t corev1.Taint) bool {
-			return t.Effect != corev1.TaintEffectPreferNoSchedule && !strings.HasPrefix(t.Key, "node.kubernetes.io/") // such taints are temporary
+			return t.Effect != corev1.TaintEffectPreferNoSchedule && !strings.HasPrefix(t.Key, "node.kubernetes.io/") // taints with this prefix are temporary
 		}) {
 			n++
 		}
@@ -162,9 +162,10 @@ func schedulable(nodes []corev1.Node) (n int) {
 	return n
 }
 
-// serviceNetwork reports the network of the Services and the cluster's DNS. The manager reads a
-// ServiceCIDR itself. If the API server does not serve that kind (before Kubernetes 1.33),
-// serviceNetwork returns the network from another source, or an error if no source has it.
+// serviceNetwork reports the network of the Services and the address of the cluster's DNS. The
+// manager itself reads a ServiceCIDR. If the API server does not serve that kind (before
+// Kubernetes 1.33), serviceNetwork returns the network from another source, or an error if no
+// source has it.
 func serviceNetwork(ctx context.Context, c *cluster.Cluster, chosen chart.Values, nodes []corev1.Node, report func(string)) (network string, err error) {
 	if said, _ := chart.Get(chosen, "networks", "serviceCIDR").(string); said != "" {
 		return "", nil
@@ -192,8 +193,8 @@ func serviceNetwork(ctx context.Context, c *cluster.Cluster, chosen chart.Values
 	return network, nil
 }
 
-// servicesElsewhere returns the IPv4 network of the Services and its source; both are empty if no
-// source has one.
+// servicesElsewhere returns the IPv4 network of the Services, and the source from which it was
+// read. Both are empty if no source has it.
 func servicesElsewhere(ctx context.Context, c *cluster.Cluster, nodes []corev1.Node) (network, source string, err error) {
 	text, err := configMap(ctx, c, metav1.NamespaceSystem, "kubeadm-config", "ClusterConfiguration")
 	var cluster struct {
@@ -221,8 +222,8 @@ func servicesElsewhere(ctx context.Context, c *cluster.Cluster, nodes []corev1.N
 	return "", "", nil
 }
 
-// componentFlag returns a flag of a control plane component that runs as Pods; empty if it is not
-// visible.
+// componentFlag returns the value of a flag of a control plane component that runs in Pods. It
+// is empty if no such Pod can be seen.
 func componentFlag(ctx context.Context, c *cluster.Cluster, component, name string) (string, error) {
 	var pods corev1.PodList
 	err := c.Client.List(ctx, &pods, client.InNamespace(metav1.NamespaceSystem), client.MatchingLabels{"component": component})

@@ -73,8 +73,9 @@ func TestInstallIsIdempotentAndKeepsTheIdentity(t *testing.T) {
 	}
 }
 
-// A gateway that carries on without an API server is not ready, and the kubelet's first report when
-// that is back must not take it out of the Service. Services of older installations are told so.
+// A gateway that runs from its saved state is not ready. When the API server is back, the
+// kubelet's first report must not remove the gateway from the Service. Existing Services are
+// updated.
 func TestTheServiceSelectsAnUnreadyActiveGateway(t *testing.T) {
 	t.Parallel()
 	c := clustertest.ConnectTo(t, cluster.Access{Kubeconfig: clustertest.Kubeconfigs.B, Namespace: "ready-or-not"})
@@ -120,7 +121,7 @@ func TestInstallChangesTheNumberOfTunnelsOfTheService(t *testing.T) {
 	}
 }
 
-// gatewayService is the Service of the chart.
+// gatewayService returns the Service of the chart.
 func gatewayService(t *testing.T, namespace string, port, tunnels int) *unstructured.Unstructured {
 	t.Helper()
 	values := chart.Merge(clustertest.NodePortService(port, tunnels), chart.Values{"cluster": chart.Values{"name": "x"}})

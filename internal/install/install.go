@@ -32,40 +32,43 @@ import (
 
 // Options are the choices of an installation.
 type Options struct {
-	// Identity is the wanted identity of the cluster. An empty ClusterID means the present one, or
-	// the UID of the namespace kube-system; an empty ClusterName means the present one.
+	// Identity is the wanted identity of the cluster. An empty ClusterID means the existing ID,
+	// or the UID of the namespace kube-system. An empty ClusterName means the existing name.
 	Identity v1alpha1.ClusterIdentity
-	// Values are the chart's values that a person chose. The cluster remembers them, so that nobody
-	// needs to choose again. Without workloads, the gateway's Service is created only if Values ask
-	// for it.
+	// Values are the chart values that a person chose. The cluster remembers them, so that they
+	// need not be repeated. If the workloads are off, the gateway's Service is created only if
+	// Values request it.
 	Values chart.Values
-	// Forget ignores the remembered values.
+	// Forget ignores and replaces the remembered values.
 	Forget bool
-	// Force accepts a PodCIDR in Values that contains nothing of the cluster.
+	// Force accepts a PodCIDR in Values that contains no node and no Pod.
 	Force bool
-	// Version is the tag of the image unless Values have one.
+	// Version is the tag of the image, unless Values contain a tag.
 	Version string
-	// ConfigureDNS adds the zone of services to the Corefile of CoreDNS, or takes it back; nil
+	// ConfigureDNS adds the zone of services to the Corefile of CoreDNS, or removes it; nil
 	// changes nothing.
 	ConfigureDNS *bool
 	// Wait is how long to wait until the components run; 0: do not wait.
 	Wait time.Duration
-	// Report gets a line for each object, each detected value and each step of the wait.
+	// Report is called with a line for each object, each detected value and each step of the
+	// wait.
 	Report func(line string)
 }
 
-// Where Install remembers the values that a person chose.
+// Name and key of the ConfigMap in which Install remembers the values that a person chose.
 const (
 	ConfigMap = "isthmus-install"
 	keyValues = "values.yaml"
 )
 
-// annotationSchema, on a custom resource definition, is a number that grows with each change of it.
+// annotationSchema is an annotation of custom resource definitions. Its number grows with each
+// change of the definition.
 const annotationSchema = "isthmus.net/schema"
 
-// Run renders the chart of Isthmus and applies it: the custom resource definitions, the namespace,
-// the rights of the components, the identity of the cluster, and the components. A cluster never
-// changes its identity: Run refuses another one before it writes anything.
+// Run renders the chart of Isthmus and applies it: the custom resource definitions, the
+// namespace, the rights of the components, the identity of the cluster, and the components. The
+// identity of a cluster never changes: if o requests another one, Run returns an error before
+// it writes anything.
 func Run(ctx context.Context, c *cluster.Cluster, o Options) error {
 	if err := c.ReadUID(ctx); err != nil {
 		return err
@@ -104,10 +107,10 @@ func Run(ctx context.Context, c *cluster.Cluster, o Options) error {
 		if found, err = detect(ctx, c, chosen, o); err != nil {
 			return err
 		}
-		if p := chart.Get(found, "networks", "podCIDR"); p != nil { // peers use it from now on
+		if p := chart.Get(found, "networks", "podCIDR"); p != nil { // remember it, because peers use it from now on
 			keep = chart.Merge(chosen, chart.Values{"networks": chart.Values{"podCIDR": p}})
 		}
-	case withWorkloads(o.Values): // an earlier installation left them out
+	case withWorkloads(o.Values): // an earlier installation had no workloads
 		o.Report(fmt.Sprintf("%s: installing without the components, as before; --without-workloads=false adds them", c))
 	}
 	objects, err := chart.Objects(o.chart(c.Namespace, c.Identity, have == nil || where == cluster.IdentityConfigMap, chosen, found))
@@ -129,8 +132,9 @@ func Run(ctx context.Context, c *cluster.Cluster, o Options) error {
 		return err
 	}
 	for _, object := range objects {
-		// New values are remembered once they are applied, because the API server may refuse them. But a
-		// first installation that is interrupted must not look like one without workloads.
+		// New values are remembered once they are applied, because the API server may refuse
+		// them. But a first installation that is interrupted must not look like one without
+		// workloads.
 		if !known && object.GetKind() != "Namespace" {
 			if err := remember(ctx, c, before); err != nil {
 				return err
@@ -178,13 +182,13 @@ func Run(ctx context.Context, c *cluster.Cluster, o Options) error {
 			return err
 		}
 	}
-	return prune(ctx, c, o, chosen, found, objects) // at last, when no component uses it
+	return prune(ctx, c, o, chosen, found, objects) // after everything else, when no component uses these objects any more
 }
 
-// prune deletes objects of an earlier installation that belong to optional parts which are now off.
-// An object that somebody else created under the same name stays, such as a NetworkPolicy applied
-// by hand. An object that the person may not read stays too, without an error: most clusters have
-// none.
+// prune deletes objects of an earlier installation that belong to optional parts which are now
+// off. It keeps objects that another client created under the same name, such as a
+// NetworkPolicy applied by hand. It also skips objects that the person may not read, without an
+// error, because most clusters have none of them.
 func prune(ctx context.Context, c *cluster.Cluster, o Options, chosen, found chart.Values, objects []*unstructured.Unstructured) error {
 	with, err := WithEveryPart(c, func(on chart.Values) chart.Options {
 		return o.chart(c.Namespace, c.Identity, false, chart.Merge(chosen, on), found)
@@ -215,7 +219,7 @@ func prune(ctx context.Context, c *cluster.Cluster, o Options, chosen, found cha
 	return nil
 }
 
-// appliedByUs reports whether apply has written an object, perhaps among others.
+// appliedByUs reports whether Apply has written an object, perhaps besides other clients.
 func appliedByUs(u *unstructured.Unstructured) bool {
 	return slices.ContainsFunc(u.GetManagedFields(), func(f metav1.ManagedFieldsEntry) bool {
 		return f.Manager == cluster.FieldManager && f.Operation == metav1.ManagedFieldsOperationApply
@@ -243,7 +247,7 @@ func WithEveryPart(c *cluster.Cluster, options func(on chart.Values) chart.Optio
 	return all, nil
 }
 
-// Manifests returns the text of what Run would apply in a cluster that it cannot read.
+// Manifests returns the text of the objects that Run would apply, without reading the cluster.
 func (o Options) Manifests(namespace string) (string, error) {
 	text, err := chart.Manifests(o.chart(namespace, o.Identity, true, o.Values, nil))
 	if err != nil || !WithServices(o.Values) {
@@ -253,8 +257,8 @@ func (o Options) Manifests(namespace string) (string, error) {
 	return more + text, err
 }
 
-// chart returns what to render. Chosen values take precedence over found ones, and those over
-// defaults. own means that the ConfigMap with the identity is ours.
+// chart returns the input of the renderer. Chosen values take precedence over found values, and
+// found values over defaults. own means that Isthmus creates the ConfigMap with the identity.
 func (o Options) chart(namespace string, who v1alpha1.ClusterIdentity, own bool, chosen, found chart.Values) chart.Options {
 	usual := chart.Values{"namespace": chart.Values{"create": true}, "cluster": chart.Values{"configMap": own}}
 	if !withWorkloads(chosen) {
@@ -272,7 +276,7 @@ func (o Options) chart(namespace string, who v1alpha1.ClusterIdentity, own bool,
 
 func withWorkloads(chosen chart.Values) bool { return chart.Get(chosen, "workloads") != false }
 
-// valuesBefore returns the values that were chosen in earlier installations and stay in force, and
+// valuesBefore returns the values of earlier installations that stay in force. known reports
 // whether the cluster remembers any.
 func valuesBefore(ctx context.Context, c *cluster.Cluster, o Options) (before chart.Values, known bool, err error) {
 	if o.Forget {
@@ -300,7 +304,8 @@ func Remembered(ctx context.Context, c *cluster.Cluster) (chart.Values, error) {
 	if err != nil {
 		return nil, fmt.Errorf("%s: %s, %s: %w", c, what, keyValues, err)
 	}
-	// The former name of the number of nodes that an upgrade works on at once.
+	// An earlier version used this name for the number of nodes that an upgrade works on at
+	// once.
 	if agents, is := values["routeAgent"].(chart.Values); is {
 		if most, was := agents["maxUnavailable"]; was {
 			agents["maxSurge"] = cmp.Or(agents["maxSurge"], most)
@@ -325,8 +330,8 @@ func remember(ctx context.Context, c *cluster.Cluster, chosen chart.Values) erro
 	return err
 }
 
-// NotByHelm refuses an installation by Helm, since two writers would overwrite each other. command
-// is the one of Helm that does the same.
+// NotByHelm returns an error if Helm manages the installation, because two writers would
+// overwrite each other's changes. command is the Helm command to use instead.
 func NotByHelm(ctx context.Context, c *cluster.Cluster, command string) error {
 	release, err := HelmRelease(ctx, c)
 	if err != nil || release == "" {
@@ -336,11 +341,12 @@ func NotByHelm(ctx context.Context, c *cluster.Cluster, command string) error {
 		c, c.Namespace, safetext.Of(release), command, safetext.Of(release))
 }
 
-// HelmRelease returns the name of the Helm release that the installation belongs to; empty: none.
+// HelmRelease returns the name of the Helm release to which the installation belongs; empty:
+// none.
 func HelmRelease(ctx context.Context, c *cluster.Cluster) (string, error) {
 	for _, o := range []client.Object{&appsv1.Deployment{}, &corev1.ServiceAccount{}} {
 		o.SetNamespace(c.Namespace)
-		o.SetName(deploy.ManagerServiceAccount) // the Deployment has the same name
+		o.SetName(deploy.ManagerServiceAccount) // the Deployment has this name, too
 		err := c.Client.Get(ctx, client.ObjectKeyFromObject(o), o)
 		if client.IgnoreNotFound(err) != nil {
 			return "", c.Explain(c.Namespace+"/"+o.GetName(), err)
@@ -352,8 +358,9 @@ func HelmRelease(ctx context.Context, c *cluster.Cluster) (string, error) {
 	return "", nil
 }
 
-// applyManifest applies an object of the chart. It keeps a custom resource definition of a newer
-// release: an older one would remove its unknown fields from every object.
+// applyManifest applies an object of the chart. It keeps a custom resource definition of a
+// newer release, because an older definition would remove the fields that it does not know from
+// every object.
 func applyManifest(ctx context.Context, c *cluster.Cluster, u *unstructured.Unstructured) (cluster.Outcome, error) {
 	if u.GetKind() != "CustomResourceDefinition" {
 		return c.Apply(ctx, u)
@@ -373,9 +380,9 @@ func applyManifest(ctx context.Context, c *cluster.Cluster, u *unstructured.Unst
 	return c.Apply(ctx, u)
 }
 
-// chooseIdentity returns the identity of the cluster: the present one (nil: none yet), or the
-// wanted one, with the UID of kube-system as its default ID. A wanted identity that differs from
-// the present one is an error.
+// chooseIdentity returns the identity of the cluster. That is the existing identity or, if
+// there is none (nil), the wanted one, with the UID of kube-system as the default ID. It
+// returns an error if the wanted identity differs from the existing one.
 func chooseIdentity(have *v1alpha1.ClusterIdentity, want v1alpha1.ClusterIdentity, uid string) (v1alpha1.ClusterIdentity, error) {
 	if have != nil {
 		want = v1alpha1.ClusterIdentity{ClusterID: cmp.Or(want.ClusterID, have.ClusterID), ClusterName: cmp.Or(want.ClusterName, have.ClusterName)}
@@ -391,9 +398,9 @@ func chooseIdentity(have *v1alpha1.ClusterIdentity, want v1alpha1.ClusterIdentit
 	return want, cluster.CheckIdentity(want)
 }
 
-// established waits until the API server serves the custom resources, which the next steps need.
-// The condition is not enough: the API server sets it before it serves the kind, under load by
-// seconds.
+// established waits until the API server serves the custom resources, which the next steps
+// need. The condition Established is not sufficient: the API server sets it before it serves
+// the kind, under load by seconds.
 func established(ctx context.Context, c *cluster.Cluster, manifests []*unstructured.Unstructured) error {
 	ctx, cancel := context.WithTimeout(ctx, time.Minute)
 	defer cancel()
@@ -420,8 +427,8 @@ func established(ctx context.Context, c *cluster.Cluster, manifests []*unstructu
 	return nil
 }
 
-// servesKind reports whether the API server serves the kind of a custom resource definition. The
-// answer "forbidden" shows that it does.
+// servesKind reports whether the API server serves the kind of a custom resource definition.
+// The error "forbidden" also shows that it does.
 func servesKind(ctx context.Context, c *cluster.Cluster, crd *unstructured.Unstructured) bool {
 	for _, kind := range served(crd) {
 		var list unstructured.UnstructuredList
@@ -449,7 +456,7 @@ func served(crd *unstructured.Unstructured) (lists []schema.GroupVersionKind) {
 }
 
 func isEstablished(crd *unstructured.Unstructured) bool {
-	conditions, _, _ := unstructured.NestedSlice(crd.Object, "status", "conditions") // absent at first
+	conditions, _, _ := unstructured.NestedSlice(crd.Object, "status", "conditions") // there is no status at first
 	return slices.ContainsFunc(conditions, func(c any) bool {
 		condition, ok := c.(map[string]any)
 		return ok && condition["type"] == "Established" && condition["status"] == "True"
@@ -459,8 +466,9 @@ func isEstablished(crd *unstructured.Unstructured) bool {
 // DefinitionKind is the kind of custom resource definitions.
 var DefinitionKind = schema.GroupVersionKind{Group: "apiextensions.k8s.io", Version: "v1", Kind: "CustomResourceDefinition"}
 
-// MadeByUs reports whether a namespace is ours: it has our label, or nil: we will create it. Only
-// such a namespace gets the label, and is deleted.
+// MadeByUs reports whether a namespace belongs to Isthmus: it has our label, or it is nil and
+// we will create it. Only such a namespace gets our label, and only such a namespace is
+// deleted.
 func MadeByUs(namespace *unstructured.Unstructured) bool {
 	return namespace == nil || namespace.GetLabels()[cluster.LabelName] == cluster.ManagedBy
 }

@@ -32,7 +32,7 @@ import (
 
 var must = expect.NoError
 
-// The API server judges every object that the chart can make, and defaults what it leaves out.
+// The API server validates every object that the chart can create, and adds its defaults.
 func TestInstallingTwiceChangesNothing(t *testing.T) {
 	t.Parallel()
 	c, kubeconfig := clustertest.NewCluster(t, "twice")
@@ -47,7 +47,7 @@ func TestInstallingTwiceChangesNothing(t *testing.T) {
 	var first, second clustertest.Lines
 	options.Report = first.Report
 
-	// Over a Liqo nothing is written.
+	// In a cluster with Liqo, nothing is written.
 	foreign := foreignClusterDefinition()
 	must(t, c.Client.Create(t.Context(), foreign))
 	for begin := time.Now(); ; time.Sleep(100 * time.Millisecond) {
@@ -58,7 +58,7 @@ func TestInstallingTwiceChangesNothing(t *testing.T) {
 			t.Fatal("the API server does not serve ForeignClusters")
 		}
 	}
-	c = clustertest.ConnectTo(t, cluster.Access{Kubeconfig: kubeconfig, Namespace: "twice"}) // which kinds there are is asked once
+	c = clustertest.ConnectTo(t, cluster.Access{Kubeconfig: kubeconfig, Namespace: "twice"}) // a client reads the list of kinds only once
 	if err := Run(t.Context(), c, options); !errors.Is(err, cluster.ErrLiqo) || !strings.Contains(err.Error(), "--set crds.liqo=false") || !clustertest.Gone(t, c, &corev1.Namespace{}, "twice") {
 		t.Errorf("over a Liqo: %v", err)
 	}
@@ -83,7 +83,7 @@ func TestInstallingTwiceChangesNothing(t *testing.T) {
 			t.Errorf("no %q in\n%s", want, strings.Join(first, "\n"))
 		}
 	}
-	// What was chosen is remembered.
+	// Chosen values are remembered.
 	options.Values, options.Identity, options.Report = nil, v1alpha1.ClusterIdentity{}, second.Report
 	must(t, Run(t.Context(), c, options))
 	for _, line := range second {
@@ -96,7 +96,7 @@ func TestInstallingTwiceChangesNothing(t *testing.T) {
 	if *gateway.Spec.Replicas != 3 {
 		t.Errorf("%d gateways; want the 3 of the first time", *gateway.Spec.Replicas)
 	}
-	// Values that the chart or the API server refuses are not remembered.
+	// Values that the chart or the API server rejects are not remembered.
 	for nodePort, want := range map[float64]string{99999: "value gateway.service.nodePort: want a number from 0 to 65535", 20000: "nodePort"} {
 		options.Values = chart.Values{"gateway": chart.Values{"service": chart.Values{"nodePort": nodePort}}}
 		if err := Run(t.Context(), c, options); err == nil || !strings.Contains(err.Error(), want) {
@@ -106,7 +106,7 @@ func TestInstallingTwiceChangesNothing(t *testing.T) {
 	options.Values = nil
 	must(t, Run(t.Context(), c, options))
 
-	// A value that has another name since keeps its meaning.
+	// A remembered value under a former name keeps its meaning.
 	remembered := &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Namespace: "twice", Name: ConfigMap}}
 	must(t, c.Client.Get(t.Context(), client.ObjectKeyFromObject(remembered), remembered))
 	remembered.Data[keyValues] += "routeAgent: {maxUnavailable: 3}\n"
@@ -117,7 +117,7 @@ func TestInstallingTwiceChangesNothing(t *testing.T) {
 	if surge := agents.Spec.UpdateStrategy.RollingUpdate.MaxSurge; surge.IntValue() != 3 {
 		t.Errorf("on %v nodes at a time; want the 3 of before", surge)
 	}
-	// Nothing runs here, and that is said.
+	// No component runs here, and Install reports that.
 	options.Wait, options.Version = time.Second, "v2"
 	err := Run(t.Context(), c, options)
 	if !errors.Is(err, cluster.ErrNotReady) || !strings.Contains(err.Error(), "everything is applied") || !strings.Contains(err.Error(), "twice/isthmus-") {
@@ -128,7 +128,8 @@ func TestInstallingTwiceChangesNothing(t *testing.T) {
 		t.Errorf("after an upgrade the image is %s", got)
 	}
 
-	// Gateways leave the networks of their nodes when all agents are new; here none ever is.
+	// Gateways leave the networks of their nodes only when all agents are new, which never
+	// happens here.
 	onHost := func(want bool) {
 		t.Helper()
 		must(t, c.Client.Get(t.Context(), client.ObjectKeyFromObject(&gateway), &gateway))
@@ -148,7 +149,7 @@ func TestInstallingTwiceChangesNothing(t *testing.T) {
 		onHost(tc.want)
 	}
 
-	// A second installation would take away the rights of this one.
+	// A second installation would remove the rights of this one.
 	said := clustertest.Lines{}
 	other := clustertest.ConnectTo(t, cluster.Access{Kubeconfig: kubeconfig, Namespace: "elsewhere"})
 	err = Run(t.Context(), other, Options{Identity: v1alpha1.ClusterIdentity{ClusterName: "x"}, Values: clustertest.WithoutWorkloads, Report: said.Report})
@@ -156,7 +157,7 @@ func TestInstallingTwiceChangesNothing(t *testing.T) {
 		t.Errorf("in another namespace: %v\n%s", err, strings.Join(said, "\n"))
 	}
 
-	// An installation of which nobody has noted what was chosen is found at the same place afterwards.
+	// If an installation does not remember its values, a new run still finds them.
 	service := func() *corev1.Service {
 		t.Helper()
 		var s corev1.Service
@@ -183,7 +184,7 @@ func TestInstallingTwiceChangesNothing(t *testing.T) {
 		t.Errorf("%d gateways with %v", *gateway.Spec.Replicas, args)
 	}
 
-	// What is in the way is named before anything is written.
+	// Objects in the way are reported before anything is written.
 	refused := func(want string) {
 		t.Helper()
 		if err := install(nil); err == nil || !strings.Contains(err.Error(), want) || said.Has("changed") || said.Has("created") {
@@ -208,7 +209,7 @@ func TestInstallingTwiceChangesNothing(t *testing.T) {
 	must(t, c.Client.Create(t.Context(), byHand))
 	refused("Deployment twice/isthmus-gateway: the immutable spec.selector is map[matchLabels:map[mine:yes]]")
 
-	// Whose components run elsewhere gets none, then and later.
+	// An installation whose components run elsewhere gets no workloads, now and later.
 	must(t, c.Client.Delete(t.Context(), byHand))
 	must(t, c.Client.Delete(t.Context(), &appsv1.Deployment{ObjectMeta: metav1.ObjectMeta{Namespace: "twice", Name: "isthmus-manager"}}))
 	must(t, c.Client.Delete(t.Context(), &appsv1.DaemonSet{ObjectMeta: metav1.ObjectMeta{Namespace: "twice", Name: "isthmus-route-agent"}}))
@@ -221,7 +222,7 @@ func TestInstallingTwiceChangesNothing(t *testing.T) {
 	}
 }
 
-// foreignClusterDefinition is by what one knows a Liqo.
+// foreignClusterDefinition returns the definition by which Liqo is recognized.
 func foreignClusterDefinition() *unstructured.Unstructured {
 	return &unstructured.Unstructured{Object: map[string]any{
 		"apiVersion": "apiextensions.k8s.io/v1", "kind": "CustomResourceDefinition", "metadata": map[string]any{"name": "foreignclusters.discovery.liqo.io"},
@@ -233,8 +234,8 @@ func foreignClusterDefinition() *unstructured.Unstructured {
 	}}
 }
 
-// One gateway that runs is an installation that works; a second one for which there is no node is
-// worth a warning. One that fails is more.
+// With one running gateway the installation works. If there is no node for the second gateway,
+// that is only a warning. A gateway that fails is an error.
 func TestAGatewayWithoutASuitableNodeCausesAWarning(t *testing.T) {
 	t.Parallel()
 	c := clustertest.ConnectTo(t, cluster.Access{Kubeconfig: clustertest.Kubeconfigs.B, Namespace: "one-node"})
@@ -249,7 +250,7 @@ func TestAGatewayWithoutASuitableNodeCausesAWarning(t *testing.T) {
 	must(t, c.Client.Status().Update(t.Context(), d))
 	p := &corev1.Pod{ObjectMeta: metav1.ObjectMeta{Namespace: c.Namespace, Name: "g-2", Labels: labels},
 		Spec: corev1.PodSpec{Containers: container, AutomountServiceAccountToken: new(false), ServiceAccountName: "default"}}
-	for begin := time.Now(); ; time.Sleep(100 * time.Millisecond) { // the ServiceAccount comes a moment after its namespace
+	for begin := time.Now(); ; time.Sleep(100 * time.Millisecond) { // the ServiceAccount is created a moment after its namespace
 		err := c.Client.Create(t.Context(), p)
 		if err == nil {
 			break
@@ -274,7 +275,7 @@ func TestAGatewayWithoutASuitableNodeCausesAWarning(t *testing.T) {
 	}
 }
 
-// Not parallel: the definitions are of all tests.
+// Not parallel, because all tests share the definitions.
 func TestAnOlderProgramDoesNotReplaceNewerDefinitions(t *testing.T) {
 	c := clustertest.ConnectTo(t, cluster.Access{Kubeconfig: clustertest.Kubeconfigs.B})
 	crd := &unstructured.Unstructured{}
@@ -291,7 +292,7 @@ func TestAnOlderProgramDoesNotReplaceNewerDefinitions(t *testing.T) {
 	}{
 		{`"999999"`, "peerings.isthmus.net belongs to a newer release (schema 999999, not "},
 		{`"0"`, "peerings.isthmus.net changed"},
-		{`null`, "peerings.isthmus.net changed"}, // of the time before it had a number
+		{`null`, "peerings.isthmus.net changed"}, // from before definitions had a number
 	} {
 		annotate(tc.there)
 		var said clustertest.Lines
@@ -350,18 +351,18 @@ func TestInstallRemovesDisabledParts(t *testing.T) {
 	if did := install(6000); did != without {
 		t.Errorf("without metrics and NetworkPolicies it deletes %s\nwant %s", did, without)
 	}
-	// What others made has our names where they took it from our files.
+	// Objects of other people may have our names, because they took them from our manifests.
 	foreign := &rbacv1.ClusterRole{ObjectMeta: metav1.ObjectMeta{Name: "isthmus-metrics-reader"}}
 	must(t, c.Client.Create(t.Context(), foreign))
 	policy := &networkingv1.NetworkPolicy{ObjectMeta: metav1.ObjectMeta{Namespace: c.Namespace, Name: "isthmus-ipam"}}
-	must(t, c.Client.Create(t.Context(), policy, client.FieldOwner(cluster.FieldManager))) // the name alone does not tell
+	must(t, c.Client.Create(t.Context(), policy, client.FieldOwner(cluster.FieldManager))) // the same name alone does not mark it as ours
 	if did := install(0); did != strings.Replace(want, "NetworkPolicy twice/isthmus-ipam, ", "", 1) {
 		t.Errorf("beside what others made it deletes %s", did)
 	}
 	for _, o := range []client.Object{foreign, policy} {
 		must(t, c.Client.Get(t.Context(), client.ObjectKeyFromObject(o), o))
 	}
-	// A person who may not look for it has installed all the same.
+	// If a person may not read such objects, the installation succeeds nevertheless.
 	c.Client = mayNotGet{c.Client, "NetworkPolicy"}
 	if did := install(0); did != "" {
 		t.Errorf("without the right to get NetworkPolicies it deletes %s", did)
@@ -371,7 +372,7 @@ func TestInstallRemovesDisabledParts(t *testing.T) {
 	}
 }
 
-// mayNotGet is a client that the API server lets get all but objects of one kind.
+// mayNotGet is a client that may get all objects except those of one kind.
 type mayNotGet struct {
 	client.Client
 	kind string
@@ -384,7 +385,7 @@ func (m mayNotGet) Get(ctx context.Context, key client.ObjectKey, o client.Objec
 	return m.Client.Get(ctx, key, o, opts...)
 }
 
-// Whatever the values can turn on is among what prune and Uninstall look for.
+// Prune and Uninstall look for every object that the values can turn on.
 func TestPruneCoversEveryOptionalPart(t *testing.T) {
 	defaults, err := chart.Defaults()
 	must(t, err)
@@ -431,7 +432,7 @@ func TestInstallLeavesARelaseOfHelmAlone(t *testing.T) {
 	}
 }
 
-// The ConfigMap of a Helm release has no ID where nobody chose one.
+// The ConfigMap of a Helm release has no ID unless somebody chose one.
 func TestTheDefaultClusterIDIsTheUIDOfKubeSystem(t *testing.T) {
 	t.Parallel()
 	c := clustertest.ConnectTo(t, cluster.Access{Kubeconfig: clustertest.Kubeconfigs.B, Namespace: "no-id"})
@@ -465,8 +466,8 @@ func TestPodCIDRIsReadFromTheCluster(t *testing.T) {
 	if p != netip.MustParsePrefix("10.50.0.0/16") || !strings.Contains(source, "kube-flannel-cfg") {
 		t.Errorf("%v from %s", p, source)
 	}
-	// What the cluster was made with need not be what its CNI uses, and a CNI with an IPAM of its own
-	// does not use what the Nodes have.
+	// The CNI need not use the network with which the cluster was created. A CNI with its own
+	// IPAM does not use the podCIDRs of Nodes.
 	must(t, c.Client.Create(t.Context(), &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Namespace: "kube-system", Name: "kubeadm-config"},
 		Data: map[string]string{"ClusterConfiguration": "networking: {podSubnet: 10.0.0.0/8}"}}))
 	must(t, c.Client.Create(t.Context(), &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Namespace: "kube-system", Name: "cilium-config"},
@@ -481,7 +482,7 @@ func TestPodCIDRIsReadFromTheCluster(t *testing.T) {
 	for _, name := range []string{"kubeadm-config", "cilium-config"} {
 		must(t, c.Client.Delete(t.Context(), &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Namespace: "kube-system", Name: name}}))
 	}
-	// What a Pod or a node contradicts is not believed.
+	// A network that does not contain all Pods and nodes is rejected.
 	outside := []address{pods[0], {"x/out", netip.MustParseAddr("10.7.1.7")}}
 	if _, _, err = podCIDR(t.Context(), c, nodes, outside); err == nil || !strings.Contains(err.Error(), ": 10.50.0.0/16 does not contain 10.7.1.7 of Pod x/out") || !strings.Contains(err.Error(), "want --pod-cidr") {
 		t.Errorf("when a Pod is elsewhere: %v", err)
@@ -492,8 +493,8 @@ func TestPodCIDRIsReadFromTheCluster(t *testing.T) {
 	}
 }
 
-// refusesBeforeItWrites checks that an installation that cannot work, or not with the chosen values,
-// changes nothing in the cluster.
+// refusesBeforeItWrites checks that an installation changes nothing in the cluster if it cannot
+// work, or cannot work with the chosen values.
 func refusesBeforeItWrites(t *testing.T, c *cluster.Cluster, o Options) {
 	t.Helper()
 	var said clustertest.Lines
@@ -519,7 +520,7 @@ func refusesBeforeItWrites(t *testing.T, c *cluster.Cluster, o Options) {
 		must(t, c.Client.Delete(t.Context(), node))
 	}
 
-	// Without the kind ServiceCIDR the network of the Services must come from another source.
+	// Without the kind ServiceCIDR, the network of the Services must come from another source.
 	old := *c
 	old.Client = withoutServiceCIDRs{c.Client}
 	if _, err := serviceNetwork(t.Context(), &old, nil, nil, said.Report); err == nil || !strings.Contains(err.Error(), "want --set networks.serviceCIDR=NETWORK") {
@@ -541,7 +542,7 @@ func refusesBeforeItWrites(t *testing.T, c *cluster.Cluster, o Options) {
 	}
 }
 
-// withoutServiceCIDRs is an API server before Kubernetes 1.33.
+// withoutServiceCIDRs is a client of an API server before Kubernetes 1.33.
 type withoutServiceCIDRs struct{ client.Client }
 
 func (w withoutServiceCIDRs) Get(ctx context.Context, key client.ObjectKey, o client.Object, options ...client.GetOption) error {
@@ -597,8 +598,8 @@ func TestTheSurroundingNetworkIsChosen(t *testing.T) {
 	}
 }
 
-// What the cluster was made with is not believed when it leaves out a pool of the CNI, which no Pod has
-// used yet.
+// The network with which the cluster was created is rejected if it does not contain every pool
+// of the CNI, even a pool that no Pod has used yet.
 func TestPodCIDRHoldsEachPoolOfTheCNI(t *testing.T) {
 	said := func(what string, own bool, text string) podSource {
 		return podSource{what, own, func(context.Context, *cluster.Cluster) (string, error) { return text, nil }}
@@ -641,7 +642,7 @@ func TestOneNodeGetsOneGateway(t *testing.T) {
 	}
 	nodes := []corev1.Node{
 		taint("node-role.kubernetes.io/control-plane", corev1.TaintEffectNoSchedule), {Spec: corev1.NodeSpec{Unschedulable: true}},
-		taint("node.kubernetes.io/not-ready", corev1.TaintEffectNoSchedule), // of a while
+		taint("node.kubernetes.io/not-ready", corev1.TaintEffectNoSchedule), // a temporary taint
 	}
 	if n := schedulable(nodes); n != 1 {
 		t.Errorf("%d nodes take Pods, want the one that is not ready yet", n)

@@ -29,7 +29,7 @@ import (
 
 const mcsGroup = "multicluster.x-k8s.io"
 
-// mcsVersions are the versions that a definition of the Multi-Cluster Services API has to serve.
+// mcsVersions are the versions that a definition of the Multi-Cluster Services API must serve.
 // CoreDNS watches v1alpha1 (1.15.0, checked 2026-11).
 var mcsVersions = []string{"v1alpha1", "v1beta1"}
 
@@ -52,17 +52,17 @@ func ServiceDefinitions() (all []*unstructured.Unstructured, err error) {
 // WithServices reports whether services by name are on.
 func WithServices(chosen chart.Values) bool { return chart.Get(chosen, "services", "enabled") == true }
 
-// A servicesPlan is the changes for services by name that are not in the chart.
+// A servicesPlan has the changes for services by name that are not part of the chart.
 type servicesPlan struct {
-	definitions []*unstructured.Unstructured // all
-	apply       []*unstructured.Unstructured // those to apply
+	definitions []*unstructured.Unstructured // all definitions
+	apply       []*unstructured.Unstructured // definitions to apply
 	dns         *coredns.Server              // nil: not found
-	corefile    string                       // to be written; empty: no change
-	advice      string                       // what a person has to do; empty: nothing
+	corefile    string                       // Corefile to write; empty: no change
+	advice      string                       // manual steps for a person; empty: none
 }
 
-// planServices plans the changes for services; nil: services are off. It writes nothing, so
-// an impossible plan is reported before anything changes.
+// planServices plans the changes for services; nil: services are off. It writes nothing. So if
+// the plan is impossible, this is reported before anything changes.
 func planServices(ctx context.Context, c *cluster.Cluster, chosen chart.Values, o Options) (*servicesPlan, error) {
 	configure := o.ConfigureDNS != nil && *o.ConfigureDNS
 	if !WithServices(chosen) {
@@ -123,7 +123,7 @@ func (p *servicesPlan) applied() []*unstructured.Unstructured {
 	return slices.Clone(p.apply)
 }
 
-// lacksVersion returns a version that a definition does not serve.
+// lacksVersion returns a version that is missing in a definition; empty: none is missing.
 func lacksVersion(crd *unstructured.Unstructured) string {
 	if crd == nil {
 		return ""
@@ -140,15 +140,15 @@ func lacksVersion(crd *unstructured.Unstructured) string {
 	return ""
 }
 
-// newer reports whether a definition is of a newer release of mcs-api.
+// newer reports whether a definition belongs to a newer release of mcs-api.
 func newer(have, want *unstructured.Unstructured) bool {
 	h, err := version.ParseGeneric(have.GetLabels()[mcscrd.ReleaseVersionLabel])
 	w, wrong := version.ParseGeneric(want.GetLabels()[mcscrd.ReleaseVersionLabel])
 	return err == nil && wrong == nil && w.LessThan(h)
 }
 
-// defineServices applies the definitions. It runs before the manager starts, which watches their
-// objects.
+// defineServices applies the definitions. It must run before the manager starts, because the
+// manager watches objects of these kinds.
 func defineServices(ctx context.Context, c *cluster.Cluster, p *servicesPlan, report func(string)) error {
 	if p == nil {
 		return nil
@@ -166,8 +166,8 @@ func defineServices(ctx context.Context, c *cluster.Cluster, p *servicesPlan, re
 	return established(ctx, c, p.definitions)
 }
 
-// nameServices makes CoreDNS answer for imported services. The definitions and the rights must come
-// first: without them, a CoreDNS with the zone answers for no Service at all.
+// nameServices makes CoreDNS answer for imported services. The definitions and the rights must
+// exist before: without them, a CoreDNS with the zone answers for no Service at all.
 func nameServices(ctx context.Context, c *cluster.Cluster, p *servicesPlan, report func(string)) error {
 	if p == nil {
 		return nil
@@ -196,8 +196,8 @@ func nameServices(ctx context.Context, c *cluster.Cluster, p *servicesPlan, repo
 	return nil
 }
 
-// UnnameServices undoes defineServices and nameServices: the Corefile first, then the rights, then
-// the definitions. It keeps and reports what CoreDNS or somebody else still needs.
+// UnnameServices reverts defineServices and nameServices: first the Corefile, then the rights,
+// then the definitions. It keeps and reports everything that CoreDNS or others still need.
 func UnnameServices(ctx context.Context, c *cluster.Cluster, keepDefinitions bool, report func(string)) error {
 	definitions, err := ServiceDefinitions()
 	if err != nil {
@@ -211,7 +211,7 @@ func UnnameServices(ctx context.Context, c *cluster.Cluster, keepDefinitions boo
 	for _, u := range append(rights, definitions...) {
 		have, err := c.Get(ctx, u.GroupVersionKind(), "", u.GetName())
 		switch {
-		case kubeerr.Forbidden(err): // a person without the right to read it has not created it
+		case kubeerr.Forbidden(err): // a person without the right to read it did not create it either
 		case err != nil:
 			return err
 		case have != nil && have.GetDeletionTimestamp() == nil && appliedByUs(have):
@@ -219,7 +219,7 @@ func UnnameServices(ctx context.Context, c *cluster.Cluster, keepDefinitions boo
 		}
 	}
 	dns, err := coredns.Find(ctx, c)
-	needs := "" // why CoreDNS needs ServiceImports
+	needs := "" // the reason why CoreDNS still needs ServiceImports
 	switch {
 	case errors.Is(err, coredns.ErrNone):
 	case err != nil && len(ours) == 0:
@@ -276,8 +276,9 @@ func UnnameServices(ctx context.Context, c *cluster.Cluster, keepDefinitions boo
 	return nil
 }
 
-// removeImports deletes what the manager created for imported services. The ServiceImport owns
-// these objects, but the garbage collector does not find owners whose definition is gone.
+// removeImports deletes the objects that the manager created for imported services. The
+// ServiceImport owns them, but the garbage collector does not find owners whose definition was
+// deleted.
 func removeImports(ctx context.Context, c *cluster.Cluster, report func(string)) error {
 	for _, kind := range []schema.GroupVersionKind{
 		{Group: mcsGroup, Version: mcsVersions[1], Kind: "ServiceImport"},
@@ -304,7 +305,8 @@ func removeImports(ctx context.Context, c *cluster.Cluster, report func(string))
 	return nil
 }
 
-// othersNeed returns why a definition that we applied must stay; empty: nobody else uses it.
+// othersNeed returns the reason why a definition that we applied must stay; empty: nobody else
+// uses it.
 func othersNeed(ctx context.Context, c *cluster.Cluster, crd *unstructured.Unstructured) (string, error) {
 	for _, f := range crd.GetManagedFields() {
 		if f.Manager != cluster.FieldManager && f.Subresource == "" {
@@ -329,7 +331,7 @@ func othersNeed(ctx context.Context, c *cluster.Cluster, crd *unstructured.Unstr
 	return fmt.Sprintf("there are %ss that are not ours: %s; delete it when nobody needs them: kubectl delete crd %s", kind, safetext.FirstFew(foreign, ", "), crd.GetName()), nil
 }
 
-// servicesManifests returns the further objects for `isthmus install --print`.
+// servicesManifests returns the additional objects for `isthmus install --print`.
 func servicesManifests() (string, error) {
 	definitions, err := ServiceDefinitions()
 	if err != nil {

@@ -16,8 +16,8 @@ import (
 	"github.com/isthmus-net/isthmus/internal/clustertest"
 )
 
-// The API server takes the policy that goes with `isthmus manager --ipam-plain`, and read as
-// Kubernetes defines it, it says who comes to which port.
+// The API server accepts the policy for `isthmus manager --ipam-plain`. By the rules of
+// Kubernetes, the policy allows the intended clients on each port.
 func TestTheNetworkPolicyOfAPlainIPAMAllowsVirtualKubelets(t *testing.T) {
 	t.Parallel()
 	text, err := os.ReadFile("../../deploy/networkpolicy/ipam.yaml")

@@ -20,7 +20,8 @@ import (
 	"github.com/isthmus-net/isthmus/internal/safetext"
 )
 
-// A podSource is one place that may have the network of all pods. If it has none, that is no error.
+// A podSource is a place from which the network of all pods may be read. A source without the
+// network is not an error.
 type podSource struct {
 	what string
 	// own means that the CNI allocates Pod addresses itself, regardless of the Node's podCIDR.
@@ -28,8 +29,8 @@ type podSource struct {
 	read func(context.Context, *cluster.Cluster) (networks string, err error)
 }
 
-// podSources begins with the CNIs, because they may not use the network that the cluster was
-// created with.
+// podSources begins with the CNIs, because a CNI may use another network than the one with
+// which the cluster was created.
 var podSources = []podSource{
 	{"IPPools of Calico", true, func(ctx context.Context, c *cluster.Cluster) (string, error) {
 		var pools unstructured.UnstructuredList
@@ -84,7 +85,7 @@ func calicoNetworks(pools []unstructured.Unstructured) string {
 	var all []string
 	for i := range pools {
 		spec, _, _ := unstructured.NestedMap(pools[i].Object, "spec")
-		uses, limited := spec["allowedUses"].([]any) // default: workloads and tunnels
+		uses, limited := spec["allowedUses"].([]any) // if it is absent, the pool is for workloads and tunnels
 		if disabled, _ := spec["disabled"].(bool); !disabled && (!limited || slices.Contains(uses, any("Workload"))) {
 			cidr, _ := spec["cidr"].(string)
 			all = append(all, cidr)
@@ -93,8 +94,8 @@ func calicoNetworks(pools []unstructured.Unstructured) string {
 	return strings.Join(all, ",")
 }
 
-// k3s returns the value of a flag that k3s or RKE2 records on its servers' Nodes, else usual, the
-// default of both; empty if the nodes belong to neither.
+// k3s returns the value of a flag that k3s or RKE2 records in its servers' Nodes, or usual, the
+// default of both. It returns "" if the nodes belong to neither.
 func k3s(nodes []corev1.Node, flag, usual string) string {
 	is := false
 	for i := range nodes {
@@ -122,15 +123,15 @@ func k3s(nodes []corev1.Node, flag, usual string) string {
 	return ""
 }
 
-// podCIDR tries one source after the other. It accepts a network only if it contains those of the
-// Nodes, unless the CNI ignores them, and the addresses of all running Pods.
+// podCIDR tries one source after the other. It accepts a network only if it contains the
+// addresses of all running Pods and, unless the CNI ignores them, the podCIDRs of all Nodes.
 func podCIDR(ctx context.Context, c *cluster.Cluster, nodes []corev1.Node, pods []address) (netip.Prefix, string, error) {
 	return podCIDRFrom(ctx, c, podSources, nodes, pods)
 }
 
 func podCIDRFrom(ctx context.Context, c *cluster.Cluster, sources []podSource, nodes []corev1.Node, pods []address) (netip.Prefix, string, error) {
 	var outside []string
-	var several []netip.Prefix // of a CNI; the result must contain each of them
+	var several []netip.Prefix // networks of the CNI, all of which the result must contain
 	ofNodes := nodeNetworks(nodes)
 	for _, source := range sources {
 		text, err := source.read(ctx, c)
@@ -140,7 +141,7 @@ func podCIDRFrom(ctx context.Context, c *cluster.Cluster, sources []podSource, n
 		all := ofIPv4(text)
 		p, ok := around(all)
 		if !ok {
-			if source.own && len(all) > 0 { // Pods need not have used all of them yet
+			if source.own && len(all) > 0 { // Pods may not have used all of them yet
 				several = append(several, all...)
 				outside = append(outside, fmt.Sprintf("%s: more than one network, %s", source.what, safetext.Of(text)))
 			}
@@ -189,8 +190,8 @@ func ofIPv4(text string) (all []netip.Prefix) {
 	return all
 }
 
-// around returns the network that contains all others. ok is false if there is none; then a person
-// must choose.
+// around returns the network in all that contains all others. ok is false if there is none, and
+// then a person must choose.
 func around(all []netip.Prefix) (netip.Prefix, bool) {
 	i := slices.IndexFunc(all, func(p netip.Prefix) bool {
 		return !slices.ContainsFunc(all, func(n netip.Prefix) bool { return !holds(p, n) })
@@ -205,7 +206,7 @@ func holds(outer, inner netip.Prefix) bool {
 	return outer.Bits() <= inner.Bits() && outer.Contains(inner.Addr())
 }
 
-// cover returns the smallest network that contains all, but at least a /16.
+// cover returns the smallest network that contains all networks, but at least a /16.
 func cover(all []netip.Prefix) netip.Prefix {
 	for bits := 16; ; bits-- {
 		p := netip.PrefixFrom(all[0].Addr(), bits).Masked()
@@ -215,14 +216,15 @@ func cover(all []netip.Prefix) netip.Prefix {
 	}
 }
 
-// configMap returns one key of a ConfigMap, empty if there is none.
+// configMap returns the value of one key of a ConfigMap; empty: it does not exist.
 func configMap(ctx context.Context, c *cluster.Cluster, namespace, name, key string) (string, error) {
 	var m corev1.ConfigMap
 	err := c.Client.Get(ctx, client.ObjectKey{Namespace: namespace, Name: name}, &m)
 	return m.Data[key], kubeerr.IgnoreUnknown(err)
 }
 
-// read parses a text into into and returns get's result; empty if the text cannot be parsed.
+// read parses text into into, and returns the result of get. It returns "" if text cannot be
+// parsed.
 func read(text string, err error, into any, get func() string) (string, error) {
 	if err != nil || text == "" || yaml.Unmarshal([]byte(text), into) != nil {
 		return "", err

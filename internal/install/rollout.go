@@ -17,8 +17,8 @@ import (
 	"github.com/isthmus-net/isthmus/internal/safetext"
 )
 
-// rolledOut waits until the components run as applied, and reports what it waits for whenever that
-// changes. state describes the installation in the error if time runs out.
+// rolledOut waits until the applied components run. It reports the reason for waiting whenever
+// the reason changes. state describes the installation in the error when time has run out.
 func rolledOut(ctx context.Context, c *cluster.Cluster, objects []*unstructured.Unstructured, o Options, state string) error {
 	ctx, cancel := context.WithTimeoutCause(ctx, o.Wait, cluster.ErrNotReady)
 	defer cancel()
@@ -34,7 +34,7 @@ func rolledOut(ctx context.Context, c *cluster.Cluster, objects []*unstructured.
 					told = fmt.Sprintf("%s: %s", c, cluster.Describe(u))
 				}
 				return fmt.Errorf("%w: the components do not run after %v; %s; run the same command again to continue waiting\n%s", cluster.ErrNotReady, o.Wait, state, told)
-			case errors.Is(err, cluster.ErrUnreachable): // the API server may come back
+			case errors.Is(err, cluster.ErrUnreachable): // the API server may become reachable again
 				wait = safetext.Of(err.Error())
 			case err != nil:
 				return err
@@ -61,8 +61,9 @@ func rolledOut(ctx context.Context, c *cluster.Cluster, objects []*unstructured.
 	return nil
 }
 
-// waitsFor returns what a Deployment or DaemonSet lacks; "" if nothing, and for other kinds. One
-// Pod of a Deployment is enough to work, so Pods for which no node has room are only a warning.
+// waitsFor returns the reason why a Deployment or DaemonSet does not run completely; "": it
+// does, or u has another kind. One Pod of a Deployment is sufficient, so Pods for which no node
+// has room cause only a warning.
 func waitsFor(ctx context.Context, c *cluster.Cluster, u *unstructured.Unstructured) (wait, warning string, err error) {
 	var selector *metav1.LabelSelector
 	var want, updated, available int32
@@ -78,7 +79,7 @@ func waitsFor(ctx context.Context, c *cluster.Cluster, u *unstructured.Unstructu
 		seen, one = d.Status.ObservedGeneration >= d.Generation && d.Status.Replicas == want, true
 		for _, condition := range d.Status.Conditions {
 			if condition.Type == appsv1.DeploymentReplicaFailure && condition.Status == corev1.ConditionTrue {
-				why = safetext.Of(condition.Message) // such as a quota, or an admission policy that refuses Pods
+				why = safetext.Of(condition.Message) // for example a quota, or an admission policy that rejects Pods
 			}
 		}
 	case "DaemonSet":
@@ -105,12 +106,13 @@ func waitsFor(ctx context.Context, c *cluster.Cluster, u *unstructured.Unstructu
 	return text, "", nil
 }
 
-// whyNot returns the problem of the first Pod that is not ready, and how many Pods the scheduler
-// cannot place. That number is 0 while a Pod is being deleted, since it will make room.
+// whyNot returns the problem of the first Pod that is not ready, and the number of Pods for
+// which the scheduler finds no node. The number is 0 while a Pod is being deleted, because that
+// makes room.
 func whyNot(ctx context.Context, c *cluster.Cluster, namespace string, selector *metav1.LabelSelector) (why string, unscheduled int32) {
 	var pods corev1.PodList
 	if err := c.Client.List(ctx, &pods, client.InNamespace(namespace), client.MatchingLabels(selector.MatchLabels)); err != nil {
-		return "", 0 // only the explanation is missing
+		return "", 0 // only the explanation is missing then
 	}
 	leaving := false
 	for i := range pods.Items {

@@ -21,20 +21,20 @@ import (
 	"github.com/isthmus-net/isthmus/internal/safetext"
 )
 
-// cleaning has the data for the Pods that clean the kernels of nodes.
+// cleaning has the data to make the Pods that clean the kernels of nodes.
 type cleaning struct {
 	Image          string                        `json:"image"`
 	PullSecrets    []corev1.LocalObjectReference `json:"pullSecrets,omitempty"`
 	PullPolicy     corev1.PullPolicy             `json:"pullPolicy,omitempty"`
 	StateDirectory string                        `json:"stateDirectory"`
-	HostGateways   bool                          `json:"hostGateways,omitempty"` // gateways were in the nodes' networks
+	HostGateways   bool                          `json:"hostGateways,omitempty"` // gateways ran in the nodes' networks
 }
 
-// howToClean finds out how to clean nodes while the DaemonSet exists, and stores it for later runs.
-// It returns nil if nothing shows that agents ran here.
+// howToClean determines how to clean nodes while the DaemonSet exists, and stores that for
+// later runs. It returns nil if there is no sign that agents ran here.
 func howToClean(ctx context.Context, c *cluster.Cluster, o Options) (*cleaning, error) {
 	how := cleaning{Image: o.Image, StateDirectory: "/var/lib/isthmus"}
-	key := client.ObjectKey{Namespace: c.Namespace, Name: deploy.RouteAgentServiceAccount} // the DaemonSet has the same name
+	key := client.ObjectKey{Namespace: c.Namespace, Name: deploy.RouteAgentServiceAccount} // the DaemonSet has this name, too
 	var agents appsv1.DaemonSet
 	var memory corev1.ConfigMap
 	err := c.Client.Get(ctx, key, &agents)
@@ -59,7 +59,7 @@ func howToClean(ctx context.Context, c *cluster.Cluster, o Options) (*cleaning, 
 		}
 		_, err = c.Apply(ctx, &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Namespace: c.Namespace, Name: uninstallConfigMap}, Data: map[string]string{keyCleaning: string(text)}})
 		if apierrors.HasStatusCause(err, corev1.NamespaceTerminatingCause) {
-			err = nil // the namespace is being deleted and takes no new objects
+			err = nil // the namespace is being deleted and accepts no new objects
 		}
 		return &how, err
 	case !apierrors.IsNotFound(err):
@@ -75,7 +75,7 @@ func howToClean(ctx context.Context, c *cluster.Cluster, o Options) (*cleaning, 
 	if !apierrors.IsNotFound(err) {
 		return nil, c.Explain("ConfigMap "+key.String(), err)
 	}
-	// The person asks to clean the nodes.
+	// The person has requested to clean the nodes.
 	if o.Image != "" {
 		how.HostGateways = true
 		return &how, nil
@@ -84,18 +84,19 @@ func howToClean(ctx context.Context, c *cluster.Cluster, o Options) (*cleaning, 
 	return nil, nil
 }
 
-// labelCleans marks the Pods that clean nodes. All have the same value.
+// labelCleans marks the Pods that clean nodes. They all have the same value.
 const labelCleans = "isthmus.net/cleans"
 
-// cleanNodes runs a Pod on each node that removes what components left in its kernel.
+// cleanNodes runs a Pod on each node, which removes everything that the components left in the
+// kernel.
 func cleanNodes(ctx context.Context, c *cluster.Cluster, how cleaning, o Options) error {
-	if !o.BeforeHelm { // otherwise this runs in the namespace itself
+	if !o.BeforeHelm { // otherwise this process itself runs in the namespace
 		if err := untilNothing(ctx, c, o, func() (string, error) {
 			have, err := c.Get(ctx, corev1.SchemeGroupVersion.WithKind("Namespace"), "", c.Namespace)
 			if err != nil {
 				return "", err
 			}
-			if have != nil && have.GetDeletionTimestamp() != nil { // it takes no new Pods
+			if have != nil && have.GetDeletionTimestamp() != nil { // it accepts no new Pods
 				return "namespace " + c.Namespace + " is being deleted; waiting to create it again for the Pods that clean the nodes", nil
 			}
 			labels := map[string]string{"pod-security.kubernetes.io/enforce": "privileged"}
@@ -130,7 +131,7 @@ func cleanNodes(ctx context.Context, c *cluster.Cluster, how cleaning, o Options
 			var p corev1.Pod
 			err := c.Client.Get(ctx, client.ObjectKeyFromObject(want), &p)
 			if apierrors.IsNotFound(err) && nodeGone(ctx, c, node) {
-				delete(todo, node) // its kernel is gone too
+				delete(todo, node) // the node was deleted, and its kernel with it
 				continue
 			}
 			if apierrors.IsNotFound(err) {
@@ -138,7 +139,7 @@ func cleanNodes(ctx context.Context, c *cluster.Cluster, how cleaning, o Options
 				err = c.Client.Create(ctx, &p)
 			}
 			switch {
-			case apierrors.IsForbidden(err): // the ServiceAccount of a new namespace appears a moment later
+			case apierrors.IsForbidden(err): // the ServiceAccount of a new namespace is created a moment later
 				waiting = append(waiting, node+" ("+safetext.Of(err.Error())+")")
 			case err != nil:
 				return "", c.Explain("Pod "+want.Namespace+"/"+want.Name, err)
@@ -179,11 +180,12 @@ func cleaningProblem(p *corev1.Pod) string {
 	return ""
 }
 
-// xtablesLock is the lock of iptables-legacy, from which the Pods remove the agents' rules.
+// xtablesLock is the lock file of iptables-legacy. The Pods need it to remove the agents'
+// rules.
 const xtablesLock = "/run/xtables.lock"
 
-// cleaningPod returns a Pod that ends when its node is clean. It bypasses the scheduler, to run on
-// nodes that take no Pods.
+// cleaningPod returns a Pod that ends when its node is clean. It names its node and bypasses
+// the scheduler, so that it also runs on nodes that accept no Pods.
 func cleaningPod(namespace, node string, how cleaning) *corev1.Pod {
 	sum := fnv.New64a()
 	sum.Write([]byte(node))
@@ -227,7 +229,7 @@ func isReady(n *corev1.Node) bool {
 	})
 }
 
-// nodeReady reports whether the kubelet of a node answers.
+// nodeReady reports whether the kubelet of a node reports that the node is ready.
 func nodeReady(ctx context.Context, c *cluster.Cluster, name string) bool {
 	var n corev1.Node
 	return c.Client.Get(ctx, client.ObjectKey{Name: name}, &n) == nil && isReady(&n)

@@ -1,6 +1,6 @@
-// Package uninstall removes Isthmus from a cluster, for `isthmus uninstall`: peerings, workloads,
-// what they left in the kernels of nodes, objects and definitions. A repeated run goes on where the
-// last one ended.
+// Package uninstall removes Isthmus from a cluster, for `isthmus uninstall`: peerings,
+// workloads, the state that these left in the kernels of nodes, objects and definitions. A
+// repeated run continues where the last one ended.
 package uninstall
 
 import (
@@ -36,23 +36,24 @@ import (
 
 // Options are the choices of Uninstall.
 type Options struct {
-	// Force waits neither for peers nor for absent nodes, and reports what stays there.
+	// Force does not wait for peers or for unreachable nodes, and reports what remains there.
 	Force bool
-	// KeepDefinitions leaves the custom resource definitions, and the IPAM state in them.
+	// KeepDefinitions keeps the custom resource definitions, and with them the IPAM state.
 	KeepDefinitions bool
-	// BeforeHelm leaves the objects of a Helm release to Helm, which deletes them next. It still
-	// removes the workloads, because they would restore what is cleaned.
+	// BeforeHelm leaves the objects of a Helm release to Helm, which deletes them next. It
+	// still removes the workloads, because they would restore the cleaned state.
 	BeforeHelm bool
-	// Image is the image of the Pods that clean the nodes, for a cluster that no longer shows it.
+	// Image is the image of the Pods that clean the nodes, for a cluster whose DaemonSet was
+	// deleted already.
 	Image string
-	// Timeout bounds the wait.
+	// Timeout is the maximum time to wait.
 	Timeout time.Duration
-	// Report gets a line for each thing done or waited for.
+	// Report is called with a line for each change and for each reason to wait.
 	Report func(line string)
 }
 
-// uninstallConfigMap stores how to clean the nodes, from before the workloads are deleted until the
-// end, so that an interrupted run can go on.
+// uninstallConfigMap stores how to clean the nodes, from before the workloads are deleted until
+// the end. With it, an interrupted run can be continued.
 const (
 	uninstallConfigMap = "isthmus-uninstall"
 	keyCleaning        = "cleaning.json"
@@ -61,10 +62,11 @@ const (
 // keysSecret is the Secret with the gateways' key.
 const keysSecret = "wireguard-pubkey"
 
-// Run removes an installation in an order that leaves nothing behind and leaks no packet: peerings,
-// whose networks nodes refuse to the last; workloads; what they left in the kernels of nodes;
-// objects and definitions; the namespace. Each step finds out what is left to do. So the same
-// command goes on where one ended, and copes with objects that were deleted in another order.
+// Run removes an installation in an order that leaves nothing behind and leaks no packet:
+// peerings, whose networks the nodes refuse until the end; workloads; their state in the
+// kernels of nodes; objects and definitions; the namespace. Each step determines what is left
+// to do. So the same command continues an interrupted run, and also works if objects were
+// deleted in another order.
 func Run(ctx context.Context, c *cluster.Cluster, o Options) error {
 	if err := c.ReadUID(ctx); err != nil {
 		return err
@@ -137,7 +139,7 @@ func everyObject(ctx context.Context, c *cluster.Cluster) ([]*unstructured.Unstr
 	if err != nil {
 		return nil, err
 	}
-	anyway := chart.Values{ // the other values do not matter, and may even be invalid by now
+	anyway := chart.Values{ // the other values do not matter, and may even be invalid now
 		"cluster": chart.Values{"name": cmp.Or(c.Identity.ClusterName, "x"), "configMap": true}, "workloads": true,
 		"gateway": chart.Values{"service": chart.Values{"type": "NodePort"}},
 	}
@@ -162,9 +164,9 @@ func anyOf(ctx context.Context, c *cluster.Cluster, objects []*unstructured.Unst
 	return false, nil
 }
 
-// installedObjects returns the objects that are in no manifest: those that Install, Uninstall and
-// the components create. It includes the Secret with the key only if our gateway created it,
-// because Liqo creates one of the same name in its namespace.
+// installedObjects returns the objects that are in no manifest: those that Install, Uninstall
+// and the components create. It includes the Secret with the key only if our gateway created
+// it, because Liqo creates a Secret with the same name in its namespace.
 func installedObjects(ctx context.Context, c *cluster.Cluster) (all []*unstructured.Unstructured, err error) {
 	for _, o := range []struct{ version, kind, name string }{
 		{"v1", "ConfigMap", install.ConfigMap}, {"v1", "ConfigMap", uninstallConfigMap},
@@ -202,11 +204,12 @@ func removeInstalled(ctx context.Context, c *cluster.Cluster, o Options) error {
 	return nil
 }
 
-// helmUninstalls returns an error unless Helm is about to delete a release in the namespace, which
-// it records before it runs the hooks (Helm 3.22 and 4.3, pkg/action/uninstall.go). Without Helm
-// the rendered hook is an ordinary Job, which must not uninstall anything.
+// helmUninstalls returns an error unless Helm is deleting a release in the namespace. Helm
+// records that in the release before it runs the hooks (Helm 3.22 and 4.3,
+// pkg/action/uninstall.go). Rendered without Helm, the hook is an ordinary Job, which must not
+// uninstall anything.
 func helmUninstalls(ctx context.Context, c *cluster.Cluster) error {
-	for _, list := range []client.ObjectList{&corev1.SecretList{}, &corev1.ConfigMapList{}} { // where Helm stores releases in a cluster
+	for _, list := range []client.ObjectList{&corev1.SecretList{}, &corev1.ConfigMapList{}} { // Helm stores releases in one of these kinds
 		err := c.Client.List(ctx, list, client.InNamespace(c.Namespace), client.MatchingLabels{"owner": "helm", "status": "uninstalling"})
 		if err != nil {
 			return c.Explain("releases of Helm in "+c.Namespace, err)
@@ -218,8 +221,8 @@ func helmUninstalls(ctx context.Context, c *cluster.Cluster) error {
 	return fmt.Errorf("%s: Helm is not uninstalling a release in namespace %s: --before-helm is for the chart's hook; nothing was changed", c, c.Namespace)
 }
 
-// unpeerAll parts the cluster from each of its peers. Without an active manager, our objects stay
-// at the peer, and unpeerAll removes the manager's finalizers.
+// unpeerAll separates the cluster from all its peers. Without an active manager, it removes the
+// manager's finalizers, and our objects stay at the peer.
 func unpeerAll(ctx context.Context, c *cluster.Cluster, o Options) error {
 	var list isthmus.PeeringList
 	if err := c.Client.List(ctx, &list); meta.IsNoMatchError(err) || apierrors.IsNotFound(err) {
@@ -250,13 +253,14 @@ func unpeerAll(ctx context.Context, c *cluster.Cluster, o Options) error {
 	return nil
 }
 
-// managerWait is how long a manager may take to start, or to take over from another one.
+// managerWait is the time that a manager may take to start, or to take over from another
+// manager.
 const managerWait = 30 * time.Second
 
-// managerAtWork returns the holder of the managers' Lease. While there is a Deployment of managers
-// it waits for one, because only a manager removes our objects from peers.
+// managerAtWork returns the holder of the managers' Lease. If the Deployment of managers
+// exists, it waits for a holder, because only a manager removes our objects from peers.
 func managerAtWork(ctx context.Context, c *cluster.Cluster, o Options) (h health.Holder, err error) {
-	key := client.ObjectKey{Namespace: c.Namespace, Name: deploy.ManagerServiceAccount} // the Deployment has the same name
+	key := client.ObjectKey{Namespace: c.Namespace, Name: deploy.ManagerServiceAccount} // the Deployment has this name, too
 	until := time.Now().Add(managerWait)
 	err = untilNothing(ctx, c, o, func() (string, error) {
 		var err error
@@ -274,7 +278,7 @@ func managerAtWork(ctx context.Context, c *cluster.Cluster, o Options) (h health
 }
 
 // removeWorkloads deletes the workloads and waits until their Pods are gone, because a running
-// agent would restore what is cleaned.
+// agent would restore the cleaned state.
 func removeWorkloads(ctx context.Context, c *cluster.Cluster, o Options, objects []*unstructured.Unstructured) error {
 	for _, u := range objects {
 		if u.GetKind() == "Deployment" || u.GetKind() == "DaemonSet" {
@@ -294,7 +298,7 @@ func removeWorkloads(ctx context.Context, c *cluster.Cluster, o Options, objects
 				continue
 			}
 			if o.Force && p.DeletionTimestamp != nil && !nodeReady(ctx, c, p.Spec.NodeName) {
-				continue // no kubelet is there to end it
+				continue // its node has no kubelet that could end it
 			}
 			return fmt.Sprintf("waiting until Pod %s on %s has ended", p.Name, p.Spec.NodeName), nil
 		}
@@ -302,7 +306,7 @@ func removeWorkloads(ctx context.Context, c *cluster.Cluster, o Options, objects
 	})
 }
 
-// removeObjects deletes the rest: rights, policies, definitions and the namespace.
+// removeObjects deletes the remaining objects: rights, policies, definitions and the namespace.
 func removeObjects(ctx context.Context, c *cluster.Cluster, o Options, objects []*unstructured.Unstructured) error {
 	liqo, err := c.Get(ctx, install.DefinitionKind, "", "foreignclusters.discovery.liqo.io")
 	if err != nil {
@@ -360,7 +364,7 @@ func removeObjects(ctx context.Context, c *cluster.Cluster, o Options, objects [
 		}
 		return err
 	}
-	var pods corev1.PodList // foreign ones must not go with the namespace
+	var pods corev1.PodList // foreign Pods must not be deleted with the namespace
 	if err := c.Client.List(ctx, &pods, client.InNamespace(c.Namespace)); err != nil {
 		return c.Explain("Pods in "+c.Namespace, err)
 	}
@@ -391,8 +395,8 @@ func removeObject(ctx context.Context, c *cluster.Cluster, u *unstructured.Unstr
 	return install.DeleteObject(ctx, c, have, o.Report)
 }
 
-// untilNothing repeats a step until it waits for nothing, and reports what it waits for whenever
-// that changes.
+// untilNothing repeats a step until the step has nothing to wait for. It reports the reason for
+// waiting whenever the reason changes.
 func untilNothing(ctx context.Context, c *cluster.Cluster, o Options, step func() (waitsFor string, err error)) error {
 	told := ""
 	for begun := time.Now(); ; {
@@ -402,7 +406,7 @@ func untilNothing(ctx context.Context, c *cluster.Cluster, o Options, step func(
 			return errors.New("interrupted; run the same command again to continue")
 		case ctx.Err() != nil:
 			return fmt.Errorf("%w: not uninstalled within %v; run the same command again to continue, with --force if peers or nodes are away\n%s: %s", cluster.ErrNotReady, o.Timeout, c, told)
-		case errors.Is(err, cluster.ErrUnreachable): // the API server may come back
+		case errors.Is(err, cluster.ErrUnreachable): // the API server may become reachable again
 			wait = safetext.Of(err.Error())
 		case err != nil:
 			return err

@@ -40,8 +40,8 @@ var must = expect.NoError
 
 func TestMain(m *testing.M) { os.Exit(kubetest.Rounds(m.Run)) }
 
-// inventory names every object of a cluster but for what the API server and its controllers keep
-// for themselves.
+// inventory returns the names of all objects of a cluster, except those that the API server and
+// its controllers maintain.
 func inventory(t *testing.T, c *cluster.Cluster) map[string]bool {
 	t.Helper()
 	lists, err := discovery.NewDiscoveryClientForConfigOrDie(c.Config).ServerPreferredResources()
@@ -57,7 +57,7 @@ func inventory(t *testing.T, c *cluster.Cluster) map[string]bool {
 			}
 			found, err := objects.Resource(version.WithResource(r.Name)).List(t.Context(), metav1.ListOptions{})
 			if err != nil {
-				continue // a kind that has just gone
+				continue // a kind that was just removed
 			}
 			for _, o := range found.Items {
 				all[r.Kind+" "+o.Namespace+"/"+o.Name] = true
@@ -81,8 +81,8 @@ func difference(before, after map[string]bool) (all []string) {
 	return all
 }
 
-// kubelets do for Pods that clean nodes what a person sees of kubelets: they end well, except on the
-// nodes that are away. It returns how often which node was cleaned.
+// kubelets imitates kubelets for the Pods that clean nodes: the Pods succeed, except on nodes
+// that are away. It records in cleaned which nodes were cleaned.
 func kubelets(ctx context.Context, c *cluster.Cluster, away func(node string) bool, cleaned map[string]string) {
 	for ctx.Err() == nil {
 		var pods corev1.PodList
@@ -110,7 +110,8 @@ func kubelets(ctx context.Context, c *cluster.Cluster, away func(node string) bo
 	}
 }
 
-// Install, uninstall, and the list of objects is what it was; also when the order was another one.
+// After Install and Uninstall, the list of objects is the same as before, whatever was deleted
+// first.
 func TestUninstallLeavesNothing(t *testing.T) {
 	server, err := kubetest.Start(t.Context(), kubetest.Options{Name: "u", Controllers: true})
 	must(t, err)
@@ -121,7 +122,7 @@ func TestUninstallLeavesNothing(t *testing.T) {
 	for _, name := range []string{"n1", "n2"} {
 		must(t, c.Client.Create(t.Context(), &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: name}}))
 	}
-	for begin := time.Now(); ; time.Sleep(100 * time.Millisecond) { // what controllers make in a new cluster
+	for begin := time.Now(); ; time.Sleep(100 * time.Millisecond) { // controllers create objects in a new cluster
 		var namespaces corev1.NamespaceList
 		var accounts corev1.ServiceAccountList
 		must(t, c.Client.List(t.Context(), &namespaces))
@@ -139,10 +140,10 @@ func TestUninstallLeavesNothing(t *testing.T) {
 		t.Helper()
 		values = chart.Merge(chart.Values{"networks": chart.Values{"podCIDR": "10.9.0.0/16"}}, values)
 		must(t, install.Run(t.Context(), c, install.Options{Identity: v1alpha1.ClusterIdentity{ClusterName: "u"}, Version: "v1", Values: clustertest.WithServiceNetwork(t, c, values), Report: func(string) {}}))
-		must(t, client.IgnoreAlreadyExists(c.Client.Create(t.Context(), &corev1.Secret{ObjectMeta: metav1.ObjectMeta{ // a gateway's
+		must(t, client.IgnoreAlreadyExists(c.Client.Create(t.Context(), &corev1.Secret{ObjectMeta: metav1.ObjectMeta{ // the Secret that a gateway creates
 			Namespace: c.Namespace, Name: keysSecret, Labels: map[string]string{"app.kubernetes.io/managed-by": "isthmus"}}})))
 	}
-	peer := func() { // as `isthmus peer` and a manager that is gone leave it
+	peer := func() { // the objects of `isthmus peer`, with a manager that no longer runs
 		t.Helper()
 		tenant := &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: "liqo-tenant-p", Labels: map[string]string{
 			v1alpha1.LabelTenantNamespace: "true", v1alpha1.LabelTenantClusterID: "P", cluster.LabelManagedBy: cluster.ManagedBy}}}
@@ -151,7 +152,7 @@ func TestUninstallLeavesNothing(t *testing.T) {
 		controllerutil.AddFinalizer(p, isthmus.FinalizerPeering)
 		must(t, c.Client.Create(t.Context(), p))
 	}
-	// until is what is said when the time is up.
+	// until is part of the message when time has run out.
 	uninstall := func(o Options, away func(string) bool, until string) (map[string]string, error) {
 		t.Helper()
 		said = nil
@@ -180,15 +181,16 @@ func TestUninstallLeavesNothing(t *testing.T) {
 	}
 
 	install(chart.Values{"metrics": chart.Values{"enabled": true}, "image": chart.Values{"repository": "r", "tag": "t"}})
-	// One in another namespace would take away the rights of this one.
+	// A second installation in another namespace would remove the rights of this one.
 	other := clustertest.ConnectTo(t, cluster.Access{Kubeconfig: file, Namespace: "elsewhere"})
 	if err := Run(t.Context(), other, Options{Timeout: clustertest.Patient, Report: said.Report}); err == nil || !strings.Contains(err.Error(), "already installed in namespace "+c.Namespace) || len(said) > 0 {
 		t.Errorf("in another namespace: %v\n%s", err, strings.Join(said, "\n"))
 	}
 	peer()
-	// A node is away, and nothing that would not be repaired is taken away before it is back.
+	// While a node is away, Run cleans the other nodes and then fails. It finishes when the
+	// node is back.
 	cleaned, err := uninstall(Options{}, func(node string) bool { return node == "n2" }, "waiting until nodes are clean: n2")
-	if first := said[0]; !strings.Contains(first, "follow the default route") { // before anything is done
+	if first := said[0]; !strings.Contains(first, "follow the default route") { // before any change
 		t.Errorf("it begins with %q", first)
 	}
 	if !errors.Is(err, cluster.ErrNotReady) || cleaned["n1"] == "" || !strings.Contains(err.Error(), "n2") {
@@ -200,7 +202,7 @@ func TestUninstallLeavesNothing(t *testing.T) {
 	}
 	same("after an uninstallation in two runs")
 
-	// The namespace goes first, while there is a peering.
+	// The namespace is deleted first, while a peering exists.
 	install(nil)
 	peer()
 	must(t, c.Client.Delete(t.Context(), &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: c.Namespace}}))
@@ -219,11 +221,12 @@ func TestUninstallLeavesNothing(t *testing.T) {
 		t.Errorf("without an installation: %v; cleaned %v; %v", err, cleaned, said)
 	}
 
-	// A namespace that we did not make stays unchanged, and so does ours while a foreign Pod is in it.
+	// A namespace that Isthmus did not create stays unchanged. Our own namespace stays while a
+	// foreign Pod is in it.
 	for name, marks := range map[string]map[string]string{"foreign": nil, "ours with a foreign Pod": {cluster.LabelName: cluster.ManagedBy}} {
 		must(t, c.Client.Create(t.Context(), &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: c.Namespace, Labels: marks}}))
 		key := &corev1.Secret{ObjectMeta: metav1.ObjectMeta{Namespace: c.Namespace, Name: keysSecret, Labels: map[string]string{v1alpha1.LabelKey: "wireguard"}}}
-		if marks == nil { // of a Liqo
+		if marks == nil { // objects of a Liqo
 			must(t, c.Client.Create(t.Context(), key))
 		}
 		install(nil)
@@ -262,7 +265,7 @@ func TestUninstallLeavesNothing(t *testing.T) {
 		}
 	}
 
-	// What Helm installed is Helm's to delete, and the rest goes before it.
+	// Helm deletes the objects that it installed; everything else is removed before.
 	install(nil)
 	peer()
 	manager := &appsv1.Deployment{ObjectMeta: metav1.ObjectMeta{Namespace: c.Namespace, Name: deploy.ManagerServiceAccount}}
