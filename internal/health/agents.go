@@ -17,7 +17,7 @@ import (
 	"github.com/isthmus-net/isthmus/internal/safetext"
 )
 
-// AgentHops returns a hop for the nodes, if some are not ready, and one for the agents.
+// AgentHops returns a hop for the nodes if some are not ready, and a hop for the agents.
 func AgentHops(cluster, source string, found Components, a Agents) (hops []Hop) {
 	hop := Hop{Cluster: cluster, Name: HopAgents, Source: source}
 	if len(a.Unready) > 0 {
@@ -42,8 +42,8 @@ func AgentHops(cluster, source string, found Components, a Agents) (hops []Hop) 
 	return append(hops, hop)
 }
 
-// CheckKernels summarises the problems that route agents report for nodes that exist; an empty
-// text: none. The state is Broken if one drops packets, else Limited.
+// CheckKernels summarizes the problems that route agents report for existing nodes. The text is
+// empty if there are none. The state is Broken if a problem drops packets, else Limited.
 func CheckKernels(reports []isthmus.NodeNetworks, nodes []corev1.Node) (HopState, string) {
 	on := make(map[isthmus.NodeProblem][]string)
 	for i := range reports {
@@ -75,13 +75,13 @@ func CheckKernels(reports []isthmus.NodeNetworks, nodes []corev1.Node) (HopState
 	return state, safetext.FirstFew(texts, "; ")
 }
 
-// pastTheNode is a problem that no agent detects, because the packets never enter the node's
+// pastTheNode is a problem that no agent can detect, because the packets never enter the node's
 // kernel.
 var pastTheNode = isthmus.NodeProblem{Reason: "PodsPassBy", Message: "OVN-Kubernetes uses shared gateways: packets from pods to peers bypass the node's kernel and leave in the clear; " +
 	"want local gateways (`--gateway-mode local`, on OpenShift `gatewayConfig.routingViaHost: true`)"}
 
-// sharedGateway reports whether pods of a node leave by br-ex, by OVN-Kubernetes' annotation of the
-// node.
+// sharedGateway reports whether packets of a node's pods leave through br-ex, according to
+// OVN-Kubernetes' annotation of the node.
 func sharedGateway(n *corev1.Node) bool {
 	var networks map[string]struct {
 		Mode string `json:"mode"`
@@ -90,7 +90,8 @@ func sharedGateway(n *corev1.Node) bool {
 	return err == nil && networks["default"].Mode == "shared"
 }
 
-// Severity is 0 for a node problem that keeps packets from arriving, and more for others.
+// Severity returns 0 for a node problem that prevents packets from arriving, and 1 for any
+// other.
 func Severity(p isthmus.NodeProblem) int {
 	if p.Reason == kernel.LimitForwarding || p.Reason == kernel.LimitGateway || p == pastTheNode {
 		return 0
@@ -100,19 +101,19 @@ func Severity(p isthmus.NodeProblem) int {
 
 // Agents is the state of the route agents of a cluster.
 type Agents struct {
-	Nodes     int      // ready nodes that take an agent
-	lacking   int      // those of them without a working agent
-	Unreached int      // those of them whose agent runs, and may lack only the gateway
-	Missing   []string // the nodes that lacking and Unreached count, and why
-	Unready   []string // nodes, and why
+	Nodes     int      // ready nodes that accept an agent
+	lacking   int      // of Nodes, how many have no working agent
+	Unreached int      // of Nodes, how many have a running agent whose only problem may be the gateway
+	Missing   []string // descriptions of the nodes in lacking and Unreached
+	Unready   []string // descriptions of the nodes that are not ready
 	unwanted  []string // nodes without an agent on which the DaemonSet wants none
-	versions  []string // images
+	versions  []string // images of the agents
 }
 
-// virtual are labels of Nodes that run no route agent: they have no kernel of their own with
-// routes.
+// virtual are labels of Nodes that run no route agent, because they have no kernel of their own
+// with routes.
 var virtual = map[string]string{
-	"liqo.io/type":                   "virtual-node", // it stands for another cluster
+	"liqo.io/type":                   "virtual-node", // represents another cluster
 	"type":                           "virtual-kubelet",
 	"eks.amazonaws.com/compute-type": "fargate",
 }
@@ -130,15 +131,15 @@ func takesAgents(n *corev1.Node) bool {
 	return true
 }
 
-// stillWanted returns on how many further nodes the agents' DaemonSets want a Pod. told is false if
-// no DaemonSet shows that.
+// stillWanted returns the number of Pods that the agents' DaemonSets want in addition to the
+// existing ones. told is false if no DaemonSet has that number.
 func stillWanted(sets []appsv1.DaemonSet) (more int, told bool) {
 	for i := range sets {
 		s := &sets[i]
 		if s.Spec.Template.Spec.ServiceAccountName != deploy.RouteAgentServiceAccount {
 			continue
 		}
-		if s.Status.ObservedGeneration != s.Generation || s.Status.DesiredNumberScheduled == 0 { // not counted yet, or no node matches
+		if s.Status.ObservedGeneration != s.Generation || s.Status.DesiredNumberScheduled == 0 { // not evaluated yet, or no node matches
 			return 0, false
 		}
 		more, told = more+max(0, int(s.Status.DesiredNumberScheduled-s.Status.CurrentNumberScheduled)), true
@@ -147,7 +148,7 @@ func stillWanted(sets []appsv1.DaemonSet) (more int, told bool) {
 }
 
 // AgentsOf finds the agent of each node. The DaemonSet decides by labels and taints which nodes
-// want one; without it all do.
+// get an agent. Without its status, every node counts as one that should have an agent.
 func AgentsOf(nodes []corev1.Node, found Components, sets []appsv1.DaemonSet) (a Agents) {
 	on := make(map[string]*corev1.Pod)
 	images := make(map[string]bool)
@@ -156,7 +157,7 @@ func AgentsOf(nodes []corev1.Node, found Components, sets []appsv1.DaemonSet) (a
 		if p.Spec.ServiceAccountName != deploy.RouteAgentServiceAccount || p.Spec.NodeName == "" {
 			continue
 		}
-		if other := on[p.Spec.NodeName]; other == nil || PodProblem(other) != "" { // an old Pod may still end beside the new one
+		if other := on[p.Spec.NodeName]; other == nil || PodProblem(other) != "" { // prefer a working Pod: an old one may still be ending beside it
 			on[p.Spec.NodeName] = p
 		}
 		for _, container := range p.Spec.Containers {
@@ -164,7 +165,7 @@ func AgentsOf(nodes []corev1.Node, found Components, sets []appsv1.DaemonSet) (a
 		}
 	}
 	more, told := stillWanted(sets)
-	var without []string // names of nodes
+	var without []string // names of nodes without an agent
 	for i := range nodes {
 		n := &nodes[i]
 		if !takesAgents(n) {
@@ -198,7 +199,7 @@ func AgentsOf(nodes []corev1.Node, found Components, sets []appsv1.DaemonSet) (a
 	a.lacking = len(a.Missing)
 	const remedy = "no Pod of ServiceAccount " + deploy.RouteAgentServiceAccount + "; check the DaemonSet and the node's taints"
 	switch {
-	case !told || more >= len(without): // all
+	case !told || more >= len(without): // every node without an agent should have one
 		for _, name := range without {
 			a.Missing = append(a.Missing, "Node "+name+" has "+remedy)
 		}

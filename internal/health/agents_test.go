@@ -54,7 +54,7 @@ func TestNodesWithoutAWorkingAgentAreListed(t *testing.T) {
 		for _, f := range change {
 			f(&s)
 		}
-		return []appsv1.DaemonSet{{Status: appsv1.DaemonSetStatus{DesiredNumberScheduled: 99}}, s} // and somebody else's
+		return []appsv1.DaemonSet{{Status: appsv1.DaemonSetStatus{DesiredNumberScheduled: 99}}, s} // the first one is a foreign DaemonSet
 	}
 	labelled := func(key, value string) func(*corev1.Node) {
 		return func(n *corev1.Node) { n.Labels = map[string]string{key: value} }
@@ -95,7 +95,7 @@ func TestNodesWithoutAWorkingAgentAreListed(t *testing.T) {
 	}
 }
 
-// Agents find out seconds later that a new gateway is there, and their kubelets after them.
+// Agents notice a new gateway only after some seconds, and their kubelets even later.
 func TestRunningAgentsAreNotBlamedWhileTheGatewayIsNew(t *testing.T) {
 	now := time.Date(2026, 11, 29, 12, 0, 0, 0, time.UTC)
 	agent := func(state corev1.ContainerState) corev1.Pod {
@@ -109,7 +109,7 @@ func TestRunningAgentsAreNotBlamedWhileTheGatewayIsNew(t *testing.T) {
 		name    string
 		agent   corev1.ContainerState
 		gateway HopState
-		age     time.Duration // of the gateway
+		age     time.Duration // time since the gateway became active
 		want    HopState
 	}{
 		{"no gateway", running, Broken, time.Hour, Waits},
@@ -156,7 +156,8 @@ func TestMissingNodeFeaturesAreListedWithTheNodes(t *testing.T) {
 	if _, text := CheckKernels(nil, ovn("local")); text != "" {
 		t.Errorf("local gateways: %q", text)
 	}
-	// It works, so that nothing else waits for it, and is said all the same.
+	// A limited hop counts as working, so that no other hop waits for it, but is still
+	// reported.
 	d := Diagnosis{Hops: []Hop{{Cluster: "a", Name: HopKernels, State: Limited, Text: "PodsMasqueraded on n1: no NAT"}}}
 	var b strings.Builder
 	if err := d.Print(&b); err != nil || !strings.Contains(b.String(), "with limits: a: node problems: PodsMasqueraded on n1: no NAT") || !d.Fine() {
@@ -164,7 +165,7 @@ func TestMissingNodeFeaturesAreListedWithTheNodes(t *testing.T) {
 	}
 }
 
-// The hops of both clusters alternate on the path, and each cluster is one block in print.
+// On the path, the hops of both clusters alternate. In the output, each cluster has one block.
 func TestADiagnosisHasOneBlockForEachCluster(t *testing.T) {
 	d := Diagnosis{Hops: []Hop{{Cluster: "a", Name: "manager", State: Works}, {Cluster: "b", Name: "manager", State: Works},
 		{Cluster: "a", Peering: "b-1", Name: "tunnel", State: Works}, {Cluster: "a", Name: "gateway", State: Works}}}

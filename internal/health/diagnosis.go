@@ -13,15 +13,15 @@ import (
 	"github.com/isthmus-net/isthmus/internal/safetext"
 )
 
-// A Diagnosis is the result of a check of the path between two clusters, or from one to all its
-// peers.
+// A Diagnosis is the result of a check of the path between two clusters, or from one cluster to
+// all its peers.
 type Diagnosis struct {
-	// Broken is the first hop to repair; nil: none is broken.
+	// Broken is the hop to repair first; nil: none is broken.
 	Broken *Hop `json:"broken,omitempty"`
-	// Hops are all hops that were checked, in the order of the path. The other side's hops stand
-	// beside ours, if it was queried.
+	// Hops are all checked hops, in the order of the path. If the other side was queried, its
+	// hops are next to ours.
 	Hops []Hop `json:"hops"`
-	// NotAsked is what could not be checked, and why.
+	// NotAsked lists the checks that were not possible, and the reasons.
 	NotAsked []string `json:"notAsked,omitempty"`
 	// At is the time of the check.
 	At time.Time `json:"at"`
@@ -41,7 +41,7 @@ type Side struct {
 	NotAsked []string
 }
 
-// AllHops returns all hops, in the order of the path.
+// AllHops returns all hops of the side, in the order of the path.
 func (e *Side) AllHops() []Hop {
 	all := slices.Clone(e.Own)
 	for _, p := range e.Peerings {
@@ -50,14 +50,15 @@ func (e *Side) AllHops() []Hop {
 	return all
 }
 
-// lacks reports whether the cluster's own setup is why its Peering is not ready.
+// lacks reports whether a Peering of this cluster is not ready because of the cluster's own
+// setup.
 func (e *Side) lacks() bool {
 	return slices.ContainsFunc(slices.Concat(e.Peerings...), func(h Hop) bool { return h.State == Broken && h.Reason == isthmus.ReasonLocalSetup })
 }
 
-// Between merges the hops of two clusters from both sides: first what each side needs by itself,
-// and then the peering hop by hop. A side that only waits for a broken part of the other is not
-// broken itself.
+// Between merges the hops of two clusters: first the hops that each cluster needs by itself,
+// and then those of the peering, alternating. A hop that only waits for a broken hop of the
+// other side does not count as broken.
 func Between(a, b *Side) []Hop {
 	sides := [2]*Side{a, b}
 	var all []Hop
@@ -83,8 +84,8 @@ func Between(a, b *Side) []Hop {
 						continue
 					}
 					stuck := (broken(other, HopManager) || len(other.Peerings) == 0) && slices.Contains(isthmus.WaitReasons, h.Reason) || broken(other, HopGateway) && step == isthmus.ConditionConnected
-					// If the other side cannot publish, its networks are missing here. If it took
-					// the tunnel down, the tunnel is silent here.
+					// If the other side cannot publish, its networks are missing here. If the
+					// other side has removed the tunnel, the tunnel is silent here.
 					stuck = stuck || step == isthmus.ConditionPeerConfig && h.Reason == isthmus.ReasonPeerWithdrew && stands(all, other.Cluster, isthmus.ConditionPublished) ||
 						step == isthmus.ConditionConnected && slices.Contains(followsWithdrawal, h.Reason) && stands(all, other.Cluster, isthmus.ConditionPeerConfig)
 					stuck = stuck || other.lacks() && slices.Contains(followsSetup, h.Reason)
@@ -101,21 +102,23 @@ func Between(a, b *Side) []Hop {
 	return all
 }
 
-// stands reports whether that hop of a side's Peering is broken or waits.
+// stands reports whether the hop for condition step of a Peering in cluster at is broken or
+// waits.
 func stands(hops []Hop, at, step string) bool {
 	return slices.ContainsFunc(hops, func(h Hop) bool {
 		return h.Cluster == at && h.Name == StepNames[step] && (h.State == Broken || h.State == Waits)
 	})
 }
 
-// told reports whether a broken hop already shows the fault that Ready of a Peering would repeat.
+// told reports whether a broken hop already shows the fault that Ready of a Peering would
+// repeat.
 func told(hops []Hop) bool {
 	first := FirstBroken(hops)
 	return first != nil && !comesLast(first)
 }
 
-// blameOne keeps one of the two sides of a tunnel broken, the one that FirstBroken names, because
-// the other side shows the same fault.
+// blameOne leaves only one side of a tunnel broken, the one that FirstBroken names, because the
+// other side shows the same fault.
 func blameOne(hops []Hop) {
 	tunnel := StepNames[isthmus.ConditionConnected]
 	var tunnels []Hop
@@ -132,8 +135,8 @@ func blameOne(hops []Hop) {
 	}
 }
 
-// Print writes a diagnosis for people, the hops of each cluster and peering together. It escapes text
-// that others wrote.
+// Print writes a diagnosis for people, with the hops of each cluster and peering in one block.
+// It escapes text from outside this cluster.
 func (d *Diagnosis) Print(w io.Writer) error {
 	var headings []string
 	hops := make(map[string][]*Hop)
@@ -172,7 +175,7 @@ func (h *Hop) print(w io.Writer) {
 	fmt.Fprintf(w, "  %-16s %-8s %s%s\n", h.Name, h.State, text, since)
 }
 
-// conclude writes the remedy.
+// conclude writes the remedy of the first broken hop, or a summary if none is broken.
 func (d *Diagnosis) conclude(w io.Writer) (err error) {
 	var unknown, limited []string
 	for _, h := range d.Hops {

@@ -12,14 +12,14 @@ import (
 	"github.com/isthmus-net/isthmus/internal/safetext"
 )
 
-// IsTrue reports whether a condition is true of the present generation of the Peering.
+// IsTrue reports whether a condition is true for the current generation of the Peering.
 func IsTrue(p *isthmus.Peering, t string) bool {
 	c := meta.FindStatusCondition(p.Status.Conditions, t)
 	return c != nil && c.Status == metav1.ConditionTrue && max(c.ObservedGeneration, p.Status.ObservedGeneration) >= p.Generation
 }
 
-// FirstProblem returns the first condition, in the order in which they become true, that is not
-// true; nil when the Peering is ready.
+// FirstProblem returns the first condition that is not true, in the order in which they become
+// true. It returns nil if the Peering is ready.
 func FirstProblem(p *isthmus.Peering) *metav1.Condition {
 	if IsTrue(p, isthmus.ConditionReady) {
 		return nil
@@ -36,8 +36,8 @@ func FirstProblem(p *isthmus.Peering) *metav1.Condition {
 		if c == nil || IsTrue(p, t) {
 			continue
 		}
-		// An early condition may be unknown although Ready has a reason of its own: the Peering is
-		// being deleted, or conflicts with another one. Otherwise Ready repeats the early
+		// An early condition may be unknown while Ready has a reason of its own: the Peering is
+		// being deleted, or conflicts with another Peering. Otherwise Ready repeats the early
 		// condition.
 		if c.Status == metav1.ConditionUnknown && ready != nil && ready.Status == metav1.ConditionFalse && !strings.HasPrefix(ready.Message, t+": ") {
 			return ready
@@ -47,8 +47,8 @@ func FirstProblem(p *isthmus.Peering) *metav1.Condition {
 	return unseen
 }
 
-// Problems returns all conditions of a Peering that describe a fault, FirstProblem first. There may
-// be two, because each side may refuse the other.
+// Problems returns all conditions of a Peering that describe a fault, with FirstProblem first.
+// Several are possible, because each side may refuse the other.
 func Problems(p *isthmus.Peering) (all []metav1.Condition) {
 	first := FirstProblem(p)
 	if first == nil {

@@ -14,25 +14,26 @@ import (
 	"github.com/isthmus-net/isthmus/internal/safetext"
 )
 
-// A Holder is the holder of a Lease.
+// A Holder is the holder of a Lease, or the reason why there is none.
 type Holder struct {
-	Name  string       `json:"name,omitempty"`  // empty: nobody
-	Epoch int32        `json:"epoch,omitempty"` // each new holder has a higher one
-	Since *metav1.Time `json:"since,omitempty"` // when the holder got it; nil: nobody holds it, or unknown
-	// Takeover is why the active gateway became active; nil: it is a manager, or that is unknown.
+	Name  string       `json:"name,omitempty"`  // empty: nobody holds the Lease
+	Epoch int32        `json:"epoch,omitempty"` // increases with each new holder
+	Since *metav1.Time `json:"since,omitempty"` // when the holder acquired the Lease; nil: there is no holder, or the time is unknown
+	// Takeover is the reason why the active gateway became active; nil: the holder is a
+	// manager, or the reason is unknown.
 	Takeover *isthmus.Takeover `json:"takeover,omitempty"`
-	// Problem is why nobody holds it.
+	// Problem is the reason why there is no holder.
 	Problem string `json:"problem,omitempty"`
 
-	Absent bool          `json:"-"` // there is no Lease
-	Rolls  bool          `json:"-"` // nobody holds it, because a rollout replaces the holder
+	Absent bool          `json:"-"` // the Lease does not exist
+	Rolls  bool          `json:"-"` // there is no holder because a rollout replaces it
 	Ahead  time.Duration `json:"-"` // how far the holder's clock is ahead of the API server's; 0: unknown
 }
 
-// EndWithPod clears a holder whose Pod has no running container: its Lease lasts some seconds more,
-// but nobody renews it. A holder has the name of its Pod; electors of client-go append an
-// underscore and more. hasPod is set if every holder of this Lease runs in a Pod: then a missing
-// Pod clears it too.
+// EndWithPod clears a holder whose Pod has no running container: its Lease stays valid for some
+// seconds, but nobody renews it. A holder's name is the name of its Pod; electors of client-go
+// append an underscore and more. hasPod states that every holder of this Lease runs in a Pod,
+// so a missing Pod clears the holder, too.
 func (h *Holder) EndWithPod(pods []corev1.Pod, lease string, hasPod bool) {
 	name, _, _ := strings.Cut(h.Name, "_")
 	if name == "" {
@@ -47,8 +48,9 @@ func (h *Holder) EndWithPod(pods []corev1.Pod, lease string, hasPod bool) {
 	}
 }
 
-// ended reports whether no container of a Pod runs, according to its kubelet. For a second or two
-// after a container has restarted in place, the kubelet still reports that it does not run.
+// ended reports whether a Pod has no running container, according to its kubelet. For a second
+// or two after a container was restarted in place, the kubelet still reports that it does not
+// run.
 func ended(p *corev1.Pod) bool {
 	if p.Status.Phase == corev1.PodFailed || p.Status.Phase == corev1.PodSucceeded {
 		return true
@@ -57,10 +59,10 @@ func ended(p *corev1.Pod) bool {
 		!slices.ContainsFunc(p.Status.ContainerStatuses, func(s corev1.ContainerStatus) bool { return s.State.Running != nil })
 }
 
-// HolderOf returns the holder of a Lease at now. It uses the time at which the API server received
-// the last renewal, if known, because the holder's clock may be wrong. If now is by the API
-// server's clock too (exact), the Lease ends at its stated duration; otherwise half a minute later,
-// since the clocks may differ.
+// HolderOf returns the holder of a Lease at now. If known, it uses the time at which the API
+// server received the last renewal, because the holder's clock may be wrong. If now is by the
+// API server's clock as well (exact), the Lease ends after its stated duration. Otherwise it
+// ends half a minute later, because the clocks may differ.
 func HolderOf(name string, lease *coordinationv1.Lease, now time.Time, exact bool) Holder {
 	l := lease.Spec
 	if l.HolderIdentity == nil || *l.HolderIdentity == "" {
@@ -97,17 +99,17 @@ func HolderOf(name string, lease *coordinationv1.Lease, now time.Time, exact boo
 	return h
 }
 
-// clocksDiffer is how far a clock may be from the API server's. Code that uses times of other
-// clocks allows for that much, and for a slow API server, which receives a renewal seconds after
-// its date.
+// clocksDiffer is the maximum difference between a clock and the API server's for which this
+// package allows. It also covers a slow API server, which receives a renewal seconds after the
+// time in it.
 const clocksDiffer = 30 * time.Second
 
-// SecondsOff is the uncertainty of the difference of two clocks: the API server returns whole
-// seconds, and a request takes time.
+// SecondsOff is the uncertainty of the difference between two clocks. The API server returns
+// whole seconds, and a request takes time.
 const SecondsOff = 2 * time.Second
 
-// byServer converts a time by a clock that is ahead to the API server's clock. It returns zero,
-// unknown, for a time in the future.
+// byServer converts a time from a clock that is ahead of the API server's clock to the latter.
+// For a time in the future it returns zero, which means unknown.
 func byServer(at metav1.Time, ahead time.Duration, now time.Time) metav1.Time {
 	if ahead.Abs() > SecondsOff && !at.IsZero() {
 		at.Time = at.Add(-ahead)
@@ -118,7 +120,8 @@ func byServer(at metav1.Time, ahead time.Duration, now time.Time) metav1.Time {
 	return at
 }
 
-// DateByServer converts the times that the manager has written into Peerings.
+// DateByServer converts the times that the manager has written into Peerings to the API
+// server's clock.
 func DateByServer(peerings []isthmus.Peering, manager Holder, now time.Time) {
 	for i := range peerings {
 		for j := range peerings[i].Status.Conditions {
@@ -128,8 +131,8 @@ func DateByServer(peerings []isthmus.Peering, manager Holder, now time.Time) {
 	}
 }
 
-// writtenAt is when the API server received the last version of an object, by its own clock and to
-// a second.
+// writtenAt returns the time at which the API server received the last version of an object, by
+// its own clock, in whole seconds.
 func writtenAt(o metav1.Object) time.Time {
 	at := o.GetCreationTimestamp().Time
 	for _, f := range o.GetManagedFields() {
@@ -140,8 +143,8 @@ func writtenAt(o metav1.Object) time.Time {
 	return at
 }
 
-// takenAt is when the API server received the last renewal of a Lease, by its own clock and to a
-// second. known is false if metadata.managedFields does not show it.
+// takenAt returns the time at which the API server received the last renewal of a Lease, by its
+// own clock, in whole seconds. known is false if metadata.managedFields does not contain it.
 func takenAt(l *coordinationv1.Lease) (at time.Time, known bool) {
 	for _, f := range l.ManagedFields {
 		if f.Time != nil && f.FieldsV1 != nil && strings.Contains(f.FieldsV1.GetRawString(), `"f:renewTime"`) && f.Time.After(at) {
@@ -151,8 +154,8 @@ func takenAt(l *coordinationv1.Lease) (at time.Time, known bool) {
 	return at, known
 }
 
-// CheckClocks compares the times that manager, gateway and kubelets write into their Leases with
-// the times at which the API server received them. It returns false if none differs.
+// CheckClocks compares the times that manager, gateway and kubelets write into their Leases
+// with the times at which the API server received them. It returns false if no clock differs.
 func CheckClocks(cluster string, manager, gateway Holder, leases []coordinationv1.Lease) (Hop, bool) {
 	hop := Hop{Cluster: cluster, Name: HopClocks, State: Limited, Source: "Leases"}
 	var wrong []string

@@ -22,7 +22,7 @@ func TestALeaseThatIsNotRenewedIsHeldByNobody(t *testing.T) {
 		problem string
 	}{
 		{held("m", 10*time.Second), "m", ""},
-		{held("m", 40*time.Second), "m", ""}, // the clocks of two machines
+		{held("m", 40*time.Second), "m", ""}, // the clocks of two machines may differ by this much
 		{held("m", -time.Hour), "m", ""},
 		{held("m", time.Minute), "", "L was last renewed by m at 2026-11-21T11:59:00Z"},
 		{held("", time.Second), "", "L has no holder"},
@@ -63,7 +63,7 @@ func TestALeaseThatIsNotRenewedIsHeldByNobody(t *testing.T) {
 	transitions := int32(7)
 	by := held("m", time.Second)
 	by.LeaseTransitions = &transitions
-	for _, pod := range []string{"m", "another"} { // an older version leaves the annotation of its predecessor
+	for _, pod := range []string{"m", "another"} { // an older version does not replace the annotation of its predecessor
 		t7 := isthmus.Takeover{Pod: pod, Reason: isthmus.TakeoverReleased, Previous: "n"}
 		lease := &coordinationv1.Lease{ObjectMeta: metav1.ObjectMeta{Annotations: map[string]string{isthmus.AnnotationTakeover: t7.Annotation()}}, Spec: by}
 		got := HolderOf("L", lease, now, true)
@@ -73,7 +73,7 @@ func TestALeaseThatIsNotRenewedIsHeldByNobody(t *testing.T) {
 	}
 }
 
-// A Lease is good for some seconds after the last of its holder's containers has ended.
+// A Lease stays valid for some seconds after the last container of its holder has ended.
 func TestAHolderWhosePodEndedIsNotActive(t *testing.T) {
 	pod := func(name string, phase corev1.PodPhase, containers ...corev1.ContainerState) corev1.Pod {
 		p := corev1.Pod{ObjectMeta: metav1.ObjectMeta{Name: name}, Status: corev1.PodStatus{Phase: phase}}
@@ -89,7 +89,7 @@ func TestAHolderWhosePodEndedIsNotActive(t *testing.T) {
 		holder string
 		pods   []corev1.Pod
 		hasPod bool
-		want   string // the problem
+		want   string // the problem; empty: the holder stays
 	}{
 		{"it runs", "g1", []corev1.Pod{pod("g1", corev1.PodRunning, runs)}, true, ""},
 		{"no kubelet has said anything", "g1", []corev1.Pod{pod("g1", corev1.PodRunning)}, true, ""},

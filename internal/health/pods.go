@@ -19,31 +19,32 @@ import (
 	"github.com/isthmus-net/isthmus/internal/safetext"
 )
 
-// Components is what the API server shows of the Pods of an installation.
+// Components is the state of the Pods of an installation, as read from the API server.
 type Components struct {
 	Pods     []corev1.Pod
-	Services []string                          // by which peers reach the gateway; nil: they may not be listed
-	Events   map[string]string                 // the latest warning of each Pod, by its name
-	Broken   map[string]*isthmus.BrokenOverlay // reports of route agents, by node
-	Refuses  map[string]string                 // problems by which nodes drop packets of pods, by node
+	Services []string                          // names of the Services by which peers reach the gateway; nil: they may not be listed
+	Events   map[string]string                 // Pod → its latest warning
+	Broken   map[string]*isthmus.BrokenOverlay // node → its agent's report of a broken overlay
+	Refuses  map[string]string                 // node → the problem because of which it drops packets of pods
 }
 
-// eventsOfLate is the age up to which an Event of a Pod is shown as the reason why it is not ready.
-// Components repeat theirs every ten minutes.
+// eventsOfLate is the maximum age of an Event that is shown as the reason why a Pod is not
+// ready. Components repeat their Events every ten minutes.
 const eventsOfLate = 12 * time.Minute
 
-// readyLag is how much later than a Pod's own Event the kubelet may notice that the Pod is not
-// ready.
+// readyLag is the time after a Pod's own Event within which the kubelet may notice that the Pod
+// is not ready.
 const readyLag = 2 * time.Minute
 
-// unrelated are reasons of Events that do not explain why a Pod is not ready.
+// unrelated are reasons of Events that cannot explain why a Pod is not ready.
 var unrelated = []string{"MissingClusterDNS", "DNSConfigForming"}
 
-// LastWarnings returns the latest current warning about each Pod: not an old one, not one from
-// before the Pod was ready, and not one that its reporter has taken back. A warning of our own
-// components comes before those of a kubelet, which only repeat that the Pod is not ready. now is
-// by the API server's clock, which gives the age of an Event. The order of a Pod's Events is by its
-// node's clock, which dates all of them.
+// LastWarnings returns the latest warning about each Pod that still applies. It skips old
+// warnings, warnings from before the Pod was ready, and warnings that their reporter has
+// revoked. A warning of our own components takes precedence over those of a kubelet, which only
+// repeat that the Pod is not ready. now is by the API server's clock, which determines the age
+// of an Event. The Events of one Pod are ordered by its node's clock, which sets all their
+// times.
 func LastWarnings(warnings, over []corev1.Event, pods []corev1.Pod, now time.Time) map[string]string {
 	after := make(map[string]time.Time)
 	for i := range pods {
@@ -78,17 +79,18 @@ func LastWarnings(warnings, over []corev1.Event, pods []corev1.Pod, now time.Tim
 	return said
 }
 
-// AgentsLag is how long an agent may take to notice that packets come back to its node again, or
+// AgentsLag is the time within which an agent notices that packets return to its node again, or
 // that a gateway is active again.
 const AgentsLag = 20 * time.Second
 
-// ConnectedBefore reports whether the tunnel of a Peering is up, and was before a time.
+// ConnectedBefore reports whether the tunnel of a Peering is up, and has been since before a
+// time.
 func ConnectedBefore(p *isthmus.Peering, at time.Time) bool {
 	c := meta.FindStatusCondition(p.Status.Conditions, isthmus.ConditionConnected)
 	return c != nil && c.Status == metav1.ConditionTrue && c.LastTransitionTime.Time.Before(at)
 }
 
-// eventTime is when an Event was last observed.
+// eventTime returns the time at which an Event was last observed.
 func eventTime(e *corev1.Event) time.Time {
 	at := e.EventTime.Time
 	for _, t := range []time.Time{e.LastTimestamp.Time, e.FirstTimestamp.Time} {
@@ -102,7 +104,8 @@ func eventTime(e *corev1.Event) time.Time {
 	return at
 }
 
-// problem returns why a Pod does not work, with the Pod's own message; empty: it works.
+// problem returns the reason why a Pod does not work, with the Pod's own message; empty: it
+// works.
 func (f Components) problem(p *corev1.Pod) string {
 	why := PodProblem(p)
 	if event := f.Events[p.Name]; why != "" && event != "" {
@@ -111,7 +114,7 @@ func (f Components) problem(p *corev1.Pod) string {
 	return why
 }
 
-// Gateways returns the Pods of the gateway, sorted by name.
+// Gateways returns the gateway Pods, sorted by name.
 func (f Components) Gateways() (all []*corev1.Pod) {
 	for i := range f.Pods {
 		if p := &f.Pods[i]; p.Labels["app.kubernetes.io/name"] == "gateway" || p.Spec.ServiceAccountName == deploy.GatewayServiceAccount {
@@ -122,7 +125,7 @@ func (f Components) Gateways() (all []*corev1.Pod) {
 	return all
 }
 
-// Reasons of the gateway's hop with which a gateway is nevertheless active.
+// Reasons of the gateway's hop for which a gateway is active nevertheless.
 const (
 	reasonSeveralActive = "SeveralActive"
 	reasonNoneMarked    = "NoneMarked"
@@ -136,7 +139,7 @@ const markedFor = 15 * time.Second
 func (f Components) CheckGateway(hop *Hop, h Holder, now time.Time) {
 	gateways := f.Gateways()
 	if hop.State != Works {
-		if hop.State == Unknown && len(gateways) > 0 { // there are some, and they are ours
+		if hop.State == Unknown && len(gateways) > 0 { // there are gateway Pods, so the gateway belongs to this installation
 			hop.State = Broken
 		}
 		var pods []string
@@ -183,9 +186,9 @@ func (f Components) CheckGateway(hop *Hop, h Holder, now time.Time) {
 // ReasonNoStandby is the reason of the hop standby.
 const ReasonNoStandby = "NoStandby"
 
-// NoStandby returns why no Pod of the gateway can take over from the active one; empty: one can, or
-// only one gateway is wanted. wanted is the number of wanted Pods; -1: unknown, so the existing
-// ones count.
+// NoStandby returns the reason why no gateway Pod can take over from the active one. Empty: one
+// can, or only one gateway is wanted. wanted is the number of wanted Pods; -1: unknown, so
+// NoStandby uses the number of existing Pods.
 func (f Components) NoStandby(active string, wanted int) string {
 	gateways := f.Gateways()
 	if wanted < 0 {
@@ -212,8 +215,8 @@ func (f Components) NoStandby(active string, wanted int) string {
 	return fmt.Sprintf("no standby can take over: if Pod %s or its node fails, no pod reaches any peer until another gateway starts: %s", safetext.Of(active), why)
 }
 
-// versions lists the images of the components with their numbers of Pods; empty if all have the
-// same.
+// versions lists the images of the components with the number of Pods of each. It returns "" if
+// all Pods have the same image.
 func (f Components) versions() string {
 	images := make(map[string]map[string]int)
 	for i := range f.Pods {
@@ -257,8 +260,8 @@ func (f Components) versions() string {
 // labelVersion is the label with the version on the Pods of an installation.
 const labelVersion = "app.kubernetes.io/version"
 
-// otherVersion returns the version of a component that differs from the given one; empty if none
-// shows.
+// otherVersion returns the version of a component if it differs from the given version; empty:
+// no component has another version.
 func (f Components) otherVersion(version string) string {
 	for i := range f.Pods {
 		p := &f.Pods[i]
@@ -269,13 +272,13 @@ func (f Components) otherVersion(version string) string {
 	return ""
 }
 
-// Accounts are the ServiceAccounts of the components, by their hops.
+// Accounts are the ServiceAccounts of the components, by hop.
 var Accounts = map[string]string{
 	HopManager: deploy.ManagerServiceAccount, HopGateway: deploy.GatewayServiceAccount, HopAgents: deploy.RouteAgentServiceAccount,
 }
 
-// PodProblem returns why a Pod does not work; empty: it does. A running Pod without further status
-// counts as working.
+// PodProblem returns the reason why a Pod does not work; empty: it works. A running Pod without
+// further status counts as working.
 func PodProblem(p *corev1.Pod) string {
 	if why := stopped(p); why != "" {
 		return why
@@ -288,7 +291,7 @@ func PodProblem(p *corev1.Pod) string {
 	return ""
 }
 
-// stopped returns why a Pod does not run; empty: it does, although it may not be ready.
+// stopped returns the reason why a Pod does not run; empty: it runs, but may not be ready.
 func stopped(p *corev1.Pod) string {
 	if !p.DeletionTimestamp.IsZero() {
 		return "is being deleted"
@@ -312,7 +315,7 @@ func stopped(p *corev1.Pod) string {
 	return ""
 }
 
-// pendingFor returns, after a colon, why a Pod does not run; empty: unknown.
+// pendingFor returns, after a colon, the reason why a Pod does not run yet; empty: unknown.
 func pendingFor(p *corev1.Pod) string {
 	why := func(reason, message string) string {
 		if reason == "" {
@@ -336,18 +339,18 @@ func pendingFor(p *corev1.Pod) string {
 	return why(p.Status.Reason, p.Status.Message)
 }
 
-// rolloutStep is how long after a step of a rollout another manager may still be taking over: the
-// Lease of a killed one lasts 15 seconds.
+// rolloutStep is how long after a step of a rollout another manager may still be taking over.
+// The Lease of a killed manager stays valid for 15 seconds.
 const rolloutStep = 30 * time.Second
 
-// Rolls returns a sentence if a Deployment is or was just being rolled out, and one of its Pods is
-// available to take over; otherwise it is empty.
+// Rolls returns a sentence if a Deployment is or was just being rolled out, and one of its Pods
+// is available to take over. Otherwise it returns "".
 func Rolls(deployments []appsv1.Deployment, now time.Time) string {
 	for i := range deployments {
 		d := &deployments[i]
 		for _, p := range d.Status.Conditions {
-			// Its controller updates the condition at each Pod that comes or goes in a rollout, but
-			// not for a Pod that crashes later.
+			// During a rollout, the controller updates the condition for each Pod that it
+			// creates or deletes. It does not do so for a Pod that crashes later.
 			if p.Type == appsv1.DeploymentProgressing && p.Status == corev1.ConditionTrue && now.Sub(p.LastUpdateTime.Time) < rolloutStep && d.Status.AvailableReplicas > 0 {
 				return fmt.Sprintf("another one is taking over: Deployment %s is being rolled out, and %d of its Pods are available", safetext.Of(d.Name), d.Status.AvailableReplicas)
 			}
@@ -356,8 +359,9 @@ func Rolls(deployments []appsv1.Deployment, now time.Time) string {
 	return ""
 }
 
-// ExcuseRights excuses missing rights in an installation whose version differs from this program's:
-// its components may never use them. It does not if a component that lacks a right is broken.
+// ExcuseRights excuses missing rights if the installation has another version than this
+// program, because its components may never use these rights. It does not excuse them if a
+// component that lacks a right is broken.
 func (f Components) ExcuseRights(rights *Hop, hops []Hop, lacking []string, program string) {
 	other := f.otherVersion(program)
 	if rights.State != Broken || other == "" || slices.ContainsFunc(hops, func(h Hop) bool { return h.State == Broken && slices.Contains(lacking, Accounts[h.Name]) }) {

@@ -84,7 +84,7 @@ func TestAGatewayWithoutAStandbyIsReported(t *testing.T) {
 		name   string
 		wanted int
 		pods   []corev1.Pod
-		says   string // "": nothing
+		says   string // expected text; "": no hop
 	}{
 		{"there is one", 2, []corev1.Pod{active, pod("g2", corev1.PodRunning, nil)}, ""},
 		{"there is one, beside one that cannot start", 2, []corev1.Pod{active, pulled, pod("g3", corev1.PodRunning, nil)}, ""},
@@ -105,7 +105,8 @@ func TestAGatewayWithoutAStandbyIsReported(t *testing.T) {
 	}
 }
 
-// After an outage between the clusters, what agents found during it blames no overlay.
+// After an outage between the clusters, reports that agents wrote during the outage must not
+// blame the overlay.
 func TestTheOverlayIsBlamedOnlyIfPeersStayConnected(t *testing.T) {
 	now := time.Date(2026, 11, 22, 12, 0, 0, 0, time.UTC)
 	for _, tc := range []struct {
@@ -133,7 +134,7 @@ func TestOutdatedWarningsAreHidden(t *testing.T) {
 			Conditions: []corev1.PodCondition{{Type: corev1.PodReady, Status: corev1.ConditionFalse, LastTransitionTime: metav1.NewTime(now.Add(-ago))}}}}}
 	}
 	disk, kubelet := event(5*time.Minute, "isthmus.net/route-agent", "no space left"), event(4*time.Minute, "kubelet", "Back-off")
-	// The API server's clock says how old one is, whatever the writer's shows.
+	// The API server's clock determines the age of an Event, whatever the writer's clock shows.
 	taken := func(e corev1.Event, ago time.Duration) corev1.Event {
 		at := metav1.NewTime(now.Add(-ago))
 		e.CreationTimestamp, e.ManagedFields = metav1.Time{Time: at.Add(-time.Hour)}, []metav1.ManagedFieldsEntry{{Time: &at}}
@@ -203,8 +204,8 @@ func TestMixedVersionsAreReported(t *testing.T) {
 	}
 }
 
-// Rights that only another version asks for are no fault of this one, until a component that lacks
-// them is in trouble.
+// A right that only another version requires is no fault, unless a component that lacks it is
+// broken.
 func TestRightsOfAnotherVersionMatterOnlyForABrokenComponent(t *testing.T) {
 	pod := func(account, version string) corev1.Pod {
 		return corev1.Pod{ObjectMeta: metav1.ObjectMeta{Labels: map[string]string{labelVersion: version}}, Spec: corev1.PodSpec{ServiceAccountName: account}}

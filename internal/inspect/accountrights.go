@@ -48,8 +48,8 @@ func (n need) String() string {
 	return fmt.Sprintf("%s is not allowed to %s %s", n.account, a.Verb, what)
 }
 
-// needs returns the rights that deploy/rbac grants to the components, except the right to write
-// Events, without which everything works.
+// needs returns the rights that deploy/rbac grants to the components. It leaves out the right
+// to write Events, because everything works without it.
 func needs(namespace string) (all []need, err error) {
 	paths, err := fs.Glob(deploy.Files, "rbac/*.yaml")
 	if err != nil {
@@ -62,7 +62,7 @@ func needs(namespace string) (all []need, err error) {
 		}
 		d := utilyaml.NewYAMLOrJSONDecoder(bytes.NewReader(text), 4096)
 		for {
-			var role rbacv1.ClusterRole // what is read here is the same in a Role
+			var role rbacv1.ClusterRole // the fields read here are the same in a Role
 			if err := d.Decode(&role); errors.Is(err, io.EOF) {
 				break
 			} else if err != nil {
@@ -108,11 +108,11 @@ func needsOf(account, namespace string, rule rbacv1.PolicyRule) (all []need) {
 	return all
 }
 
-// requestsAtOnce is how many requests are sent at once.
+// requestsAtOnce is the maximum number of concurrent requests.
 const requestsAtOnce = 16
 
-// rightsHop asks the API server whether the components have the rights that they need. lacking are
-// the accounts that do not. hop is nil if the person may not ask.
+// rightsHop asks the API server whether the components have the rights that they need. lacking
+// lists the accounts that do not. hop is nil if the person may not ask.
 func rightsHop(ctx context.Context, c *cluster.Cluster) (hop *health.Hop, lacking []string, err error) {
 	all, err := needs(c.Namespace)
 	if err != nil {
@@ -150,14 +150,14 @@ func rightsHop(ctx context.Context, c *cluster.Cluster) (hop *health.Hop, lackin
 		}
 	}
 	if len(missing) > 0 {
-		release, _ := install.HelmRelease(ctx, c) // if the release may not be read, `isthmus install` reports it
+		release, _ := install.HelmRelease(ctx, c) // ignore the error: `isthmus install` reports it
 		hop.State, hop.Reason = health.Broken, "RightsMissing"
 		hop.Text = fmt.Sprintf("%s; run %s, which repairs them", safetext.FirstFew(missing, "; "), giver(c, release))
 	}
 	return hop, lacking, nil
 }
 
-// giver returns the command that grants the components their rights.
+// giver returns the command that grants the rights to the components.
 func giver(c *cluster.Cluster, release string) string {
 	if release != "" {
 		return fmt.Sprintf("`helm upgrade %s` with this program's chart", safetext.Of(release))

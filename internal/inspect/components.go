@@ -17,7 +17,8 @@ import (
 	"github.com/isthmus-net/isthmus/internal/cluster"
 )
 
-// components reads the components. Missing rights are an error, except those to read Events.
+// components reads the state of the components. Only the Pods are required: if other objects
+// may not be read, that is no error.
 func components(ctx context.Context, c *cluster.Cluster, now time.Time) (found health.Components, err error) {
 	var pods corev1.PodList
 	if err := c.Client.List(ctx, &pods, client.InNamespace(c.Namespace)); err != nil {
@@ -32,7 +33,7 @@ func components(ctx context.Context, c *cluster.Cluster, now time.Time) (found h
 		}
 	}
 	found.Broken, found.Refuses = make(map[string]*isthmus.BrokenOverlay), make(map[string]string)
-	var reports isthmus.NodeNetworksList // optional: the agents' Pods are enough
+	var reports isthmus.NodeNetworksList // optional: the agents' Pods suffice
 	_ = c.Client.List(ctx, &reports, client.InNamespace(c.Namespace))
 	connected := sync.OnceValue(func() bool { return anyConnected(ctx, c, now) })
 	for i := range reports.Items {
@@ -46,7 +47,7 @@ func components(ctx context.Context, c *cluster.Cluster, now time.Time) (found h
 			}
 		}
 	}
-	var warnings, over corev1.EventList // optional: they only add detail
+	var warnings, over corev1.EventList // optional: Events only add detail
 	about := client.MatchingFields{"type": corev1.EventTypeWarning, "involvedObject.kind": "Pod"}
 	if c.Client.List(ctx, &warnings, client.InNamespace(c.Namespace), about) == nil {
 		about = client.MatchingFields{"type": corev1.EventTypeNormal, "reason": isthmus.EventApplied, "involvedObject.kind": "Pod"}
@@ -57,8 +58,9 @@ func components(ctx context.Context, c *cluster.Cluster, now time.Time) (found h
 	return found, nil
 }
 
-// anyConnected reports whether packets have gone both ways between this cluster and some peer for
-// agentsLag. If not, an outage between the clusters explains why a node received none.
+// anyConnected reports whether packets have gone both ways between this cluster and some peer
+// for at least AgentsLag. If not, an outage between the clusters explains why a node received
+// none.
 func anyConnected(ctx context.Context, c *cluster.Cluster, now time.Time) bool {
 	var list isthmus.PeeringList
 	return c.Client.List(ctx, &list) == nil && slices.ContainsFunc(list.Items, func(p isthmus.Peering) bool { return health.ConnectedBefore(&p, now.Add(-health.AgentsLag)) })

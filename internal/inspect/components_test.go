@@ -17,7 +17,8 @@ func TestMissingRightsNameTheInstallCommand(t *testing.T) {
 	}
 }
 
-// What is asked about is what is installed: each account, each scope, and names where a rule has some.
+// The checked rights are the installed ones: of each account, in each scope, and with object
+// names where a rule has them.
 func TestCheckedRightsMatchTheManifests(t *testing.T) {
 	all, err := needs("elsewhere")
 	if err != nil {

@@ -14,16 +14,16 @@ import (
 	"github.com/isthmus-net/isthmus/internal/cluster"
 )
 
-// Diagnose checks the path from a cluster to the peer of that name, or to all peers if name is
-// empty, hop by hop. remote is the other side, or nil if it cannot be queried. The error is
-// ErrOtherPeer if both are given and disagree. If querying the other side fails, Diagnose returns
-// the diagnosis of this side and an error.
+// Diagnose checks, hop by hop, the path from a cluster to the peer with this name, or to all
+// peers if name is empty. remote is the other side; nil: it cannot be queried. The error is
+// ErrOtherPeer if name and remote are two different clusters. If querying the other side fails,
+// Diagnose returns the diagnosis of this side and an error.
 func Diagnose(ctx context.Context, local, remote *cluster.Cluster, name string) (*health.Diagnosis, error) {
 	if err := local.Identify(ctx); err != nil {
 		return nil, err
 	}
 	meant := func(p *isthmus.Peering) bool { return name == "" || called(p, name) }
-	var unasked error // about the other side
+	var unasked error // why the other side was not queried
 	if remote != nil {
 		if unasked = remote.Identify(ctx); unasked != nil {
 			remote = nil
@@ -41,7 +41,7 @@ func Diagnose(ctx context.Context, local, remote *cluster.Cluster, name string) 
 	}
 	d := &health.Diagnosis{At: time.Now()}
 	if remote == nil {
-		if len(here.Peerings) == 0 && name != "" && unasked != nil { // name may be the other side's name for itself
+		if len(here.Peerings) == 0 && name != "" && unasked != nil { // perhaps name is the name that the other side has for itself
 			return nil, unasked
 		}
 		if len(here.Peerings) == 0 && name != "" {
@@ -67,15 +67,16 @@ func Diagnose(ctx context.Context, local, remote *cluster.Cluster, name string) 
 	return d, unasked
 }
 
-// ErrOtherPeer is returned when a name and the other cluster's access lead to two different peers.
+// ErrOtherPeer is returned when the name and the access to the other cluster belong to two
+// different peers.
 var ErrOtherPeer = errors.New("another peer")
 
-// called reports whether a Peering, or the cluster that it is with, has that name.
+// called reports whether a Peering, or its peer, has this name.
 func called(p *isthmus.Peering, name string) bool {
 	return p.Name == name || p.Spec.Cluster.ClusterName == name
 }
 
-// sameAs returns an error if name is not that of the remote cluster.
+// sameAs returns an error if name is not a name of the remote cluster.
 func sameAs(e *health.Side, name string, remote *cluster.Cluster) error {
 	if name == "" || name == remote.Identity.ClusterName || slices.ContainsFunc(e.Found, func(p *isthmus.Peering) bool { return called(p, name) }) {
 		return nil

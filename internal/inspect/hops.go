@@ -25,7 +25,8 @@ import (
 	"github.com/isthmus-net/isthmus/internal/kubeerr"
 )
 
-// clusterHops returns the hops that all peerings of a cluster share.
+// clusterHops returns the hops that all peerings of a cluster share, and the active manager and
+// gateway.
 func clusterHops(ctx context.Context, c *cluster.Cluster) (hops []health.Hop, manager, gateway health.Holder, err error) {
 	if manager, err = cluster.HolderOf(ctx, c, cluster.ManagerLease, true); err != nil {
 		return nil, manager, gateway, err
@@ -79,15 +80,15 @@ func clusterHops(ctx context.Context, c *cluster.Cluster) (hops []health.Hop, ma
 	found.ExcuseRights(rights, hops, lacking, cli.ImageTag())
 	for i := range hops {
 		if h := &hops[i]; h.State == health.Broken && slices.Contains(lacking, health.Accounts[h.Name]) {
-			h.State = health.Waits // for its rights
+			h.State = health.Waits // it waits for its rights
 		}
 	}
 	return append([]health.Hop{*rights}, hops...), manager, gateway, nil
 }
 
-// nodeHops checks that every node that takes a route agent has one, as the kubelets report. A node
-// that is not ready becomes a hop of its own. It is not called broken: its kubelet may have lost
-// only the API server, while its pods are reachable.
+// nodeHops checks that every node that accepts a route agent has one, as the kubelets report.
+// The nodes that are not ready get a hop of their own. That hop is not broken: a kubelet may
+// have lost only the API server, while its pods are reachable.
 func nodeHops(ctx context.Context, c *cluster.Cluster, found health.Components) ([]health.Hop, error) {
 	source := "Nodes, Pods in " + c.Namespace
 	var nodes corev1.NodeList
@@ -108,15 +109,15 @@ func nodeHops(ctx context.Context, c *cluster.Cluster, found health.Components) 
 	return hops, nil
 }
 
-// kernelHop returns the kernel features that route agents report as missing, for nodes that exist;
-// false: none. A missing feature that drops packets makes the hop broken, any other makes it
-// limited.
+// kernelHop returns a hop with the missing kernel features that route agents report for
+// existing nodes. It returns false if none is missing. A missing feature that drops packets
+// makes the hop broken; any other makes it limited.
 func kernelHop(ctx context.Context, c *cluster.Cluster, nodes []corev1.Node) (health.Hop, bool) {
 	hop := health.Hop{Cluster: c.String(), Name: health.HopKernels, State: health.Limited, Source: "NodeNetworks in " + c.Namespace}
 	var reports isthmus.NodeNetworksList
 	if err := c.Client.List(ctx, &reports, client.InNamespace(c.Namespace)); err != nil {
 		if meta.IsNoMatchError(err) {
-			return hop, false // an older version, whose agents report nothing
+			return hop, false // an older version, whose agents write no reports
 		}
 		hop.State, hop.Text = health.Unknown, "NodeNetworks cannot be read: "+safetext.Of(kubeerr.Plain("the API server", err).Error())
 		return hop, true
@@ -125,9 +126,9 @@ func kernelHop(ctx context.Context, c *cluster.Cluster, nodes []corev1.Node) (he
 	return hop, hop.Text != ""
 }
 
-// gatewaysWanted returns how many Pods of the gateway the Deployments want; -1: unknown.
+// gatewaysWanted returns the number of gateway Pods that the Deployments request; -1: unknown.
 func gatewaysWanted(ctx context.Context, c *cluster.Cluster) int {
-	var deployments appsv1.DeploymentList // optional: the Pods are enough
+	var deployments appsv1.DeploymentList // optional: the Pods suffice
 	if c.Client.List(ctx, &deployments, client.InNamespace(c.Namespace), client.MatchingLabels{"app.kubernetes.io/name": "gateway"}) != nil || len(deployments.Items) == 0 {
 		return -1
 	}
@@ -139,7 +140,8 @@ func gatewaysWanted(ctx context.Context, c *cluster.Cluster) int {
 }
 
 // managersRoll returns a sentence if the Deployment of the managers is or was just being rolled
-// out, and a manager is available to take over. Empty: no, or not known.
+// out, and a manager is available to take over. It returns "" otherwise, or if that cannot be
+// read.
 func managersRoll(ctx context.Context, c *cluster.Cluster, now time.Time) string {
 	var deployments appsv1.DeploymentList // optional, as in gatewaysWanted
 	if c.Client.List(ctx, &deployments, client.InNamespace(c.Namespace), client.MatchingLabels{"app.kubernetes.io/name": "manager"}) != nil {
@@ -148,8 +150,8 @@ func managersRoll(ctx context.Context, c *cluster.Cluster, now time.Time) string
 	return health.Rolls(deployments.Items, now)
 }
 
-// identityExpiry returns when the token of a Peering's identity expires; false if that is unknown
-// or may not be read.
+// identityExpiry returns the time at which the token of a Peering's identity expires. It
+// returns false if the time is unknown or may not be read.
 func identityExpiry(ctx context.Context, c *cluster.Cluster, p *isthmus.Peering) (time.Time, bool) {
 	var secret corev1.Secret
 	if err := c.Client.Get(ctx, client.ObjectKey{Namespace: p.Spec.TenantNamespace.Local, Name: p.Spec.IdentitySecretName}, &secret); err != nil {
@@ -167,8 +169,8 @@ func identityExpiry(ctx context.Context, c *cluster.Cluster, p *isthmus.Peering)
 	return time.Time{}, false
 }
 
-// tokenExpiry reads the expiry of a JSON Web Token (RFC 7519, section 4.1.4). The API server
-// verifies the signature, not this function.
+// tokenExpiry reads the expiry of a JSON Web Token (RFC 7519, section 4.1.4). It does not
+// verify the signature; the API server does.
 func tokenExpiry(token string) (time.Time, bool) {
 	parts := strings.Split(token, ".")
 	if len(parts) != 3 {
@@ -187,11 +189,11 @@ func tokenExpiry(token string) (time.Time, bool) {
 	return time.Unix(claims.Expires, 0).UTC(), true
 }
 
-// clockHop compares the times that manager, gateway and kubelets write into their Leases with the
-// times at which the API server received them. It skips Leases that may not be read, and returns
-// false if no other one differs.
+// clockHop compares the times that manager, gateway and kubelets write into their Leases with
+// the times at which the API server received them. It skips Leases that may not be read. It
+// returns false if no clock differs.
 func clockHop(ctx context.Context, c *cluster.Cluster, manager, gateway health.Holder) (health.Hop, bool) {
-	var leases coordinationv1.LeaseList // optional: the manager's and the gateway's are known
+	var leases coordinationv1.LeaseList // optional: the Leases of manager and gateway are known already
 	_ = c.Client.List(ctx, &leases, client.InNamespace(corev1.NamespaceNodeLease))
 	return health.CheckClocks(c.String(), manager, gateway, leases.Items)
 }

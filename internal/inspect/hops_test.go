@@ -23,7 +23,7 @@ import (
 	"github.com/isthmus-net/isthmus/internal/kubeerr"
 )
 
-// named is a Peering with these conditions, as in conditions.
+// named returns a Peering with these conditions, in the format of conditions.
 func named(name string, ready string, others ...string) *isthmus.Peering {
 	return &isthmus.Peering{ObjectMeta: metav1.ObjectMeta{Name: name, Generation: 1}, Spec: isthmus.PeeringSpec{Cluster: v1alpha1.ClusterIdentity{ClusterID: name}},
 		Status: isthmus.PeeringStatus{Conditions: conditions(ready, others...)}}
@@ -63,8 +63,8 @@ func TestOnlyTheFirstBrokenHopIsBlamed(t *testing.T) {
 	}
 	for _, tc := range []struct {
 		name  string
-		a, b  *health.Side // b nil: not asked
-		first string       // cluster/hop, with the reason
+		a, b  *health.Side // b is nil if the other side was not queried
+		first string       // the first broken hop: cluster/hop and reason
 		all   string
 	}{
 		{"all is well", side(alpha, nil, "True"), side(bravo, nil, "True"), "", ""},
@@ -187,11 +187,11 @@ func TestForbiddenRequiresThatEveryErrorIsForbidden(t *testing.T) {
 	}
 }
 
-// The same against an API server, with somebody who renews the Leases.
+// The same checks against an API server, where a test manager renews the Leases.
 func TestDiagnoseAsksBothSides(t *testing.T) {
 	t.Parallel()
 	p := clustertest.NewPair(t, "diagnose")
-	for _, c := range []*cluster.Cluster{p.A, p.B} { // whose components would lack rights, as the pair was not installed
+	for _, c := range []*cluster.Cluster{p.A, p.B} { // the pair was not installed, so the components would lack rights
 		must(t, c.Client.Create(t.Context(), &rbacv1.ClusterRoleBinding{ObjectMeta: metav1.ObjectMeta{Name: c.Namespace},
 			RoleRef:  rbacv1.RoleRef{APIGroup: rbacv1.GroupName, Kind: "ClusterRole", Name: "cluster-admin"},
 			Subjects: []rbacv1.Subject{{APIGroup: rbacv1.GroupName, Kind: rbacv1.GroupKind, Name: "system:serviceaccounts:" + c.Namespace}}}))

@@ -28,11 +28,11 @@ import (
 	"github.com/isthmus-net/isthmus/internal/uninstall"
 )
 
-// A nameServer is a cluster with a CoreDNS as kubeadm makes it, on an API server of its own.
+// A nameServer is a cluster on an API server of its own, with CoreDNS as kubeadm configures it.
 type nameServer struct {
 	*cluster.Cluster
 	t        *testing.T
-	corefile string // kubeadm's
+	corefile string // as kubeadm writes it
 	said     clustertest.Lines
 }
 
@@ -72,7 +72,7 @@ func (n *nameServer) uninstall() {
 	must(n.t, uninstall.Run(n.t.Context(), n.Cluster, uninstall.Options{Timeout: clustertest.Patient, Report: n.said.Report}))
 }
 
-// setCorefile has somebody write another Corefile.
+// setCorefile writes another Corefile, as a person would.
 func (n *nameServer) setCorefile(text string) {
 	n.t.Helper()
 	m := &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Namespace: metav1.NamespaceSystem, Name: "coredns"}}
@@ -81,7 +81,7 @@ func (n *nameServer) setCorefile(text string) {
 	must(n.t, n.Client.Update(n.t.Context(), m))
 }
 
-// setImage has somebody run another CoreDNS.
+// setImage changes the image of CoreDNS, as a person would.
 func (n *nameServer) setImage(image string) {
 	n.t.Helper()
 	d := &appsv1.Deployment{ObjectMeta: metav1.ObjectMeta{Namespace: metav1.NamespaceSystem, Name: "coredns"}}
@@ -89,8 +89,8 @@ func (n *nameServer) setImage(image string) {
 		[]byte(`{"spec":{"template":{"spec":{"containers":[{"name":"coredns","image":"`+image+`"}]}}}}`))))
 }
 
-// wants fails the test unless the Corefile is this one, and each definition and the right of CoreDNS is there
-// or not: exports, imports, right.
+// wants fails the test unless the Corefile is text, and each object exists or not as there
+// states: the definition of exports, the definition of imports, the right of CoreDNS.
 func (n *nameServer) wants(what, text string, there ...bool) {
 	n.t.Helper()
 	var m corev1.ConfigMap
@@ -126,7 +126,7 @@ func TestServiceNamesResolveUntilTheFeatureIsDisabled(t *testing.T) {
 	with, err := corefile.Add(n.corefile)
 	must(t, err)
 
-	// A person edits the Corefile, or has it done.
+	// Without --configure-dns, a person must edit the Corefile; with it, install does.
 	must(t, n.install(install.Options{Values: servicesOn}))
 	n.wants("without --configure-dns", n.corefile, true, true, true)
 	if h, _, err := namesHop(t.Context(), n.Cluster); err != nil || h.State != health.Broken || h.Reason != reasonNoZone || !strings.Contains(h.Text, "--configure-dns") {
@@ -150,7 +150,7 @@ func TestServiceNamesResolveUntilTheFeatureIsDisabled(t *testing.T) {
 		t.Errorf("%+v, %q, %v", h, notAsked, err)
 	}
 
-	// Later, what was chosen stays.
+	// Later runs keep the choices.
 	for _, o := range []install.Options{{}, {ConfigureDNS: new(true)}} {
 		must(t, n.install(o))
 		n.wants("the second time", with, true, true, true)
@@ -174,7 +174,7 @@ func TestServiceNamesResolveUntilTheFeatureIsDisabled(t *testing.T) {
 	n.uninstall()
 	n.wants("uninstalled", n.corefile, false, false, false)
 
-	// One who has added the zone by hand may still have the cache configured.
+	// A person who has added the zone by hand may have left the cache configured for it.
 	zone := strings.Replace(strings.ReplaceAll(with, " # added by isthmus install, with the zone", ""), "denial cluster.local clusterset.local", "denial cluster.local", 1)
 	n.setCorefile(zone)
 	must(t, n.install(install.Options{Values: servicesOn}))
@@ -187,7 +187,7 @@ func TestServiceNamesResolveUntilTheFeatureIsDisabled(t *testing.T) {
 	n.wants("cache, uninstalled", zone, false, true, true)
 }
 
-// What others have stored, written or need is not taken from them.
+// Objects and changes of other clients are kept, and so is everything that they need.
 func TestUninstallKeepsForeignObjects(t *testing.T) {
 	t.Parallel()
 	n := newNameServer(t)
@@ -202,7 +202,7 @@ func TestUninstallKeepsForeignObjects(t *testing.T) {
 	}
 	must(t, n.Client.Delete(t.Context(), export))
 
-	// What the manager made goes, and another implementation's import stays.
+	// The manager's objects are removed, and another implementation's import stays.
 	must(t, n.install(install.Options{Values: servicesOn}))
 	mine := map[string]string{isthmus.LabelService: "shop"}
 	imports := func(name string, labels map[string]string) *unstructured.Unstructured {
@@ -228,7 +228,8 @@ func TestUninstallKeepsForeignObjects(t *testing.T) {
 	}
 	must(t, n.Client.Delete(t.Context(), theirs))
 
-	// By hand it is not ours to remove, and CoreDNS goes on to need its right and the definition.
+	// A zone that was added by hand is not removed. CoreDNS then still needs its right and the
+	// definition.
 	byHand, err := corefile.Add(n.corefile)
 	must(t, err)
 	byHand = strings.ReplaceAll(byHand, " # added by isthmus install, with the zone", "")
@@ -244,7 +245,7 @@ func TestUninstallKeepsForeignObjects(t *testing.T) {
 	n.uninstall()
 	n.wants("no more", n.corefile, false, false, false)
 
-	// Somebody else applies the definition as well.
+	// Another client also applies the definition.
 	must(t, n.install(install.Options{Values: servicesOn}))
 	definitions, err := install.ServiceDefinitions()
 	must(t, err)
@@ -271,7 +272,7 @@ func TestForeignDefinitionsStay(t *testing.T) {
 	n.uninstall()
 	n.wants("uninstalled", n.corefile, false, true, false)
 
-	// One that is too old is an error, before anything is changed.
+	// A definition that is too old is an error, before anything is changed.
 	must(t, n.Client.Get(t.Context(), client.ObjectKeyFromObject(theirs), theirs))
 	versions, _, err := unstructured.NestedSlice(theirs.Object, "spec", "versions")
 	must(t, err)
@@ -288,7 +289,7 @@ func TestForeignDefinitionsStay(t *testing.T) {
 	n.wants("too old", n.corefile, false, true, false)
 }
 
-// The Corefile of a CoreDNS that would refuse the zone is not changed.
+// If CoreDNS would reject the zone, its Corefile is not changed.
 func TestConfigureDNSRefusesUnsafeCorefiles(t *testing.T) {
 	t.Parallel()
 	n := newNameServer(t)

@@ -17,7 +17,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 )
 
-// In a rolling upgrade of the managers nobody holds their Lease for some seconds.
+// During a rolling upgrade of the managers, nobody holds their Lease for some seconds.
 func TestAManagerIsNotBrokenDuringARollout(t *testing.T) {
 	t.Parallel()
 	p := clustertest.NewPair(t, "rollout")
@@ -31,7 +31,7 @@ func TestAManagerIsNotBrokenDuringARollout(t *testing.T) {
 	must(t, p.A.Client.Create(t.Context(), d))
 	for _, tc := range []struct {
 		name      string
-		ago       time.Duration // the last step of the rollout
+		ago       time.Duration // time since the last step of the rollout
 		available int32
 		limited   bool
 	}{
@@ -39,7 +39,8 @@ func TestAManagerIsNotBrokenDuringARollout(t *testing.T) {
 		{"no Pod is available", 0, 0, false},
 		{"it was long ago", time.Hour, 1, false},
 	} {
-		// A minute later than now, because a busy machine may take long until it looks.
+		// The time is a minute in the future, because a busy machine may take long before it
+		// reads it.
 		step := metav1.NewTime(time.Now().Add(time.Minute - tc.ago))
 		d.Status = appsv1.DeploymentStatus{Replicas: 2, UpdatedReplicas: 1, ReadyReplicas: tc.available, AvailableReplicas: tc.available,
 			Conditions: []appsv1.DeploymentCondition{{Type: appsv1.DeploymentProgressing, Status: corev1.ConditionTrue, LastUpdateTime: step, LastTransitionTime: step}}}

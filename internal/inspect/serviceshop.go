@@ -39,13 +39,13 @@ const (
 	reasonNoAnswer  = "NoAnswer"
 )
 
-// sharesServices reports whether services are on, by the remembered choice or by the manager's
-// flags.
+// sharesServices reports whether services are on, according to the remembered choice or the
+// manager's flags.
 func sharesServices(ctx context.Context, c *cluster.Cluster) bool {
 	if chosen, err := install.Remembered(ctx, c); err == nil && install.WithServices(chosen) {
 		return true
 	}
-	var d appsv1.Deployment // optional: without the right to read it there is no hop for services
+	var d appsv1.Deployment // optional: without the right to read it, there is no hop for services
 	if c.Client.Get(ctx, client.ObjectKey{Namespace: c.Namespace, Name: deploy.ManagerServiceAccount}, &d) != nil {
 		return false
 	}
@@ -54,8 +54,8 @@ func sharesServices(ctx context.Context, c *cluster.Cluster) bool {
 	})
 }
 
-// namesHop checks whether CoreDNS answers for imported services. notAsked is what could not be
-// checked.
+// namesHop checks whether CoreDNS answers for imported services. notAsked explains which part
+// could not be checked.
 func namesHop(ctx context.Context, c *cluster.Cluster) (hop health.Hop, notAsked string, err error) {
 	hop = health.Hop{Cluster: c.String(), Name: health.HopNames, State: health.Works, Source: "Deployments in kube-system"}
 	d, err := coredns.Find(ctx, c)
@@ -138,13 +138,13 @@ func askDNS(ctx context.Context, c *cluster.Cluster, pod string, port uint16) (d
 	if err != nil {
 		return 0, err
 	}
-	defer context.AfterFunc(ctx, func() { conn.Close() })() // the connection has no deadlines
+	defer context.AfterFunc(ctx, func() { conn.Close() })() // the connection does not support deadlines
 	defer conn.Close()
 	return askSOA(conn, corefile.Zone)
 }
 
-// askSOA asks for the SOA of a zone over TCP (RFC 1035; section 4.2.2 puts a length before each
-// message).
+// askSOA requests the SOA of a zone over TCP. By RFC 1035, section 4.2.2, the length precedes
+// each message.
 func askSOA(conn net.Conn, zone string) (dnsmessage.RCode, error) {
 	name, err := dnsmessage.NewName(zone + ".")
 	if err != nil {
@@ -182,13 +182,13 @@ func askSOA(conn net.Conn, zone string) (dnsmessage.RCode, error) {
 	return header.RCode, nil
 }
 
-// ServiceCounts are the services of a peer.
+// ServiceCounts counts the services of one peer.
 type ServiceCounts struct {
 	Imported int `json:"imported"`
 	Refused  int `json:"refused,omitempty"`
-	Waiting  int `json:"waiting,omitempty"` // not processed yet
+	Waiting  int `json:"waiting,omitempty"` // neither imported nor refused yet
 
-	reasons []string // of the refused ones
+	reasons []string // reasons of the refusals
 }
 
 func (s *ServiceCounts) String() string {
@@ -202,7 +202,7 @@ func (s *ServiceCounts) String() string {
 	return text
 }
 
-// problems returns a line for each of the first problems of the services.
+// problems returns one line for each of the first few problems of the services.
 func (s *ServiceCounts) problems() (all []string) {
 	const few = 5
 	for _, reason := range s.reasons[:min(few, len(s.reasons))] {
@@ -214,8 +214,8 @@ func (s *ServiceCounts) problems() (all []string) {
 	return all
 }
 
-// importedServices counts the services that peers export to this cluster, by tenant namespace. It
-// returns nil if the kind does not exist or may not be read.
+// importedServices counts the services that peers export to this cluster, by tenant namespace.
+// It returns nil if the kind does not exist or may not be read.
 func importedServices(ctx context.Context, c *cluster.Cluster) (map[string]*ServiceCounts, error) {
 	var list isthmus.PeerServicesList
 	switch err := c.Client.List(ctx, &list); {
@@ -257,7 +257,7 @@ func (s *ServiceCounts) add(p *isthmus.PeerServices) {
 	}
 }
 
-// servicesHop reports how many of the services that a peer exports are served here.
+// servicesHop reports how many of the services that a peer exports can be used here.
 func servicesHop(c *cluster.Cluster, p *isthmus.Peering, counts map[string]*ServiceCounts) health.Hop {
 	hop := health.Hop{Cluster: c.String(), Peering: p.Name, Name: health.HopServices, State: health.Works, Source: "PeerServices in " + p.Spec.TenantNamespace.Local}
 	s := counts[p.Spec.TenantNamespace.Local]

@@ -21,7 +21,7 @@ import (
 func TestServiceCheckSendsAValidDNSQuery(t *testing.T) {
 	for _, tc := range []struct {
 		code  dnsmessage.RCode
-		other bool // answers to another question
+		other bool // the response has another ID
 		short bool
 	}{{code: dnsmessage.RCodeSuccess}, {code: dnsmessage.RCodeNameError}, {code: dnsmessage.RCodeServerFailure}, {other: true}, {short: true}} {
 		ours, theirs := net.Pipe()

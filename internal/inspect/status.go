@@ -1,5 +1,5 @@
-// Package inspect reads the state of a cluster and its peerings, for `isthmus status`, `diagnose`
-// and `trace`. It only reads; package health evaluates the results.
+// Package inspect reads the state of a cluster and its peerings, for `isthmus status`,
+// `diagnose` and `trace`. It changes nothing. Package health evaluates what inspect has read.
 package inspect
 
 import (
@@ -29,13 +29,13 @@ import (
 // Status is the state of a cluster's peerings.
 type Status struct {
 	Cluster   v1alpha1.ClusterIdentity `json:"cluster"`
-	Namespace string                   `json:"namespace"` // of the installation
-	Manager   health.Holder            `json:"manager"`   // the active one
-	Gateway   health.Holder            `json:"gateway"`   // the active one
-	Gateways  []GatewayPod             `json:"gateways"`  // Pods marked as active: one, when all is well
-	Hops      []health.Hop             `json:"hops"`      // what all peerings share
+	Namespace string                   `json:"namespace"` // namespace of the installation
+	Manager   health.Holder            `json:"manager"`   // the active manager
+	Gateway   health.Holder            `json:"gateway"`   // the active gateway
+	Gateways  []GatewayPod             `json:"gateways"`  // Pods that are marked as active; normally one
+	Hops      []health.Hop             `json:"hops"`      // hops that all peerings share
 	Peerings  []Row                    `json:"peerings"`  // sorted by name
-	At        time.Time                `json:"at"`        // when this was read, by the API server's clock
+	At        time.Time                `json:"at"`        // when the status was read, by the API server's clock
 }
 
 // A GatewayPod is the Pod of an active gateway.
@@ -50,26 +50,27 @@ type Row struct {
 	Name      string                   `json:"name"`
 	Cluster   v1alpha1.ClusterIdentity `json:"cluster"`
 	Ready     bool                     `json:"ready"`
-	Status    metav1.ConditionStatus   `json:"status"`             // of the condition Ready; Unknown too while no component updates it
+	Status    metav1.ConditionStatus   `json:"status"`             // of the condition Ready; also Unknown while no component updates the condition
 	Reason    string                   `json:"reason"`             // of the condition Ready
 	Problem   string                   `json:"problem,omitempty"`  // the first problem
 	Problems  []string                 `json:"problems,omitempty"` // all problems, the first one first
 	Deleting  bool                     `json:"deleting,omitempty"`
-	Namespace string                   `json:"namespace"` // the tenant namespace
-	Local     isthmus.Networks         `json:"local"`     // our networks, and as the peer sees them
-	Remote    isthmus.Networks         `json:"remote"`    // its networks, and as we see them
+	Namespace string                   `json:"namespace"` // tenant namespace
+	Local     isthmus.Networks         `json:"local"`     // our networks, and the networks that the peer sees instead
+	Remote    isthmus.Networks         `json:"remote"`    // the peer's networks, and the networks that we see instead
 	Endpoint  string                   `json:"endpoint,omitempty"`
 	Latency   string                   `json:"latency,omitempty"`
-	// PostQuantum is the kind of the tunnel's preshared key; zero: not known.
+	// PostQuantum is the state of the tunnel's preshared key; zero: unknown.
 	PostQuantum isthmus.PostQuantumStatus `json:"postQuantum,omitzero"`
-	// Keys are the WireGuard keys of the present sessions.
+	// Keys are the WireGuard keys that the current sessions use.
 	Keys isthmus.KeysStatus `json:"keys,omitzero"`
-	// Services are those that the peer exports to this cluster; nil: none, or they may not be read.
+	// Services counts the services that the peer exports to this cluster; nil: none, or they
+	// may not be read.
 	Services *ServiceCounts `json:"services,omitempty"`
-	// IdentityUntil is when our token at the peer expires; nil: there is none, or it may not be
-	// read.
+	// IdentityUntil is the time at which our token at the peer expires; nil: there is no token,
+	// or it may not be read.
 	IdentityUntil *metav1.Time       `json:"identityUntil,omitempty"`
-	Since         *metav1.Time       `json:"since,omitempty"` // of Status, by the API server's clock; nil: unknown
+	Since         *metav1.Time       `json:"since,omitempty"` // since when Status holds, by the API server's clock; nil: unknown
 	Conditions    []metav1.Condition `json:"conditions"`
 }
 
@@ -112,7 +113,8 @@ func StatusOf(ctx context.Context, c *cluster.Cluster) (s Status, err error) {
 	return s, nil
 }
 
-// noGateway returns why no gateway is active. Empty: one is, or the gateway is not ours.
+// noGateway returns the reason why no gateway is active. Empty: a gateway is active, or the
+// gateway is not ours.
 func (s *Status) noGateway() string {
 	for i := range s.Hops {
 		if h := &s.Hops[i]; health.NoneAtWork(h) {
@@ -125,14 +127,14 @@ func (s *Status) noGateway() string {
 	return ""
 }
 
-// doubt marks Peerings that report Ready as Unknown while no component is active that would update
-// them: their status is then stale.
+// doubt changes Peerings from Ready to Unknown while no component is active that would update
+// them, because their status is then stale.
 func (s *Status) doubt() {
 	why, reason := "", isthmus.ReasonUnknown
 	if s.Manager.Name == "" && !s.Manager.Rolls {
 		why = "no manager is active, so this may be outdated: " + s.Manager.Problem
 	} else if none := s.noGateway(); none != "" {
-		why, reason = "no gateway is active: "+none, isthmus.ReasonGatewaySilent // the manager will write the same
+		why, reason = "no gateway is active: "+none, isthmus.ReasonGatewaySilent // the manager will write the same reason
 	}
 	if why == "" {
 		return
@@ -170,7 +172,7 @@ func rowOf(p *isthmus.Peering) Row {
 	return s
 }
 
-// keyText returns a key with its age.
+// keyText returns the text about a key with its age.
 func keyText(key string, since *metav1.Time, at time.Time, lags bool) string {
 	if key == "" {
 		return ""
@@ -181,8 +183,8 @@ func keyText(key string, since *metav1.Time, at time.Time, lags bool) string {
 	return key
 }
 
-// Ready reports whether all peerings are ready and everything works that they need of this cluster.
-// Without a peering it is true.
+// Ready reports whether all peerings are ready, and everything works that they need in this
+// cluster. It is true if there is no peering.
 func (s Status) Ready() bool {
 	if len(s.Peerings) == 0 {
 		return true
@@ -190,7 +192,8 @@ func (s Status) Ready() bool {
 	return health.FirstBroken(s.Hops) == nil && !slices.ContainsFunc(s.Peerings, func(p Row) bool { return !p.Ready })
 }
 
-// mandate returns since when, by which epoch and why the gateway is active, after a comma.
+// mandate returns, after a comma, since when the gateway is active, with which epoch, and the
+// reason.
 func (s Status) mandate() string {
 	text := ""
 	if since := ago(s.Gateway.Since, s.At); since != "" {
@@ -205,7 +208,7 @@ func (s Status) mandate() string {
 	return text
 }
 
-// Print writes the status for people. It escapes text that others wrote.
+// Print writes the status for people. It escapes text from outside this cluster's components.
 func (s Status) Print(w io.Writer, wide bool) error {
 	manager := safetext.Of(s.Manager.Name)
 	if s.Manager.Name == "" {
@@ -213,7 +216,7 @@ func (s Status) Print(w io.Writer, wide bool) error {
 	}
 	gateways := make([]string, 0, len(s.Gateways))
 	if none := s.noGateway(); none != "" {
-		gateways, s.Gateways = []string{"none: " + none}, nil // regardless of their labels
+		gateways, s.Gateways = []string{"none: " + none}, nil // ignore labels of earlier gateways
 	}
 	for _, g := range s.Gateways {
 		text := safetext.Of(g.Pod) + " on node " + safetext.OrDash(g.Node)
@@ -255,7 +258,7 @@ func (s Status) Print(w io.Writer, wide bool) error {
 		}
 		printRow(t, cells...)
 	}
-	if wide { // in a table of its own, so that both fit a screen
+	if wide { // a table of its own, so that both tables fit on a screen
 		fmt.Fprintln(t, "\nPEERING\tCLUSTER ID\tNAMESPACE\tTHEIR EXTERNAL HERE\tOUR EXTERNAL THERE\tIDENTITY UNTIL\tOUR KEY\tTHEIR KEY\tPOST-QUANTUM")
 		for _, p := range s.Peerings {
 			until := ""
@@ -289,7 +292,8 @@ func printRow(w io.Writer, cells ...string) {
 	fmt.Fprintln(w, strings.Join(cells, "\t"))
 }
 
-// identitiesUntil returns when the identity of each Peering at the peer expires.
+// identitiesUntil returns, for each Peering, the time at which our identity at the peer
+// expires.
 func identitiesUntil(ctx context.Context, c *cluster.Cluster, peerings []isthmus.Peering) []*metav1.Time {
 	all := make([]*metav1.Time, len(peerings))
 	var group sync.WaitGroup
@@ -307,7 +311,7 @@ func identitiesUntil(ctx context.Context, c *cluster.Cluster, peerings []isthmus
 	return all
 }
 
-// ago is how long ago something was.
+// ago formats the time since an event.
 func ago(since *metav1.Time, now time.Time) string {
 	if since == nil || since.IsZero() || now.IsZero() {
 		return ""

@@ -18,7 +18,8 @@ import (
 
 var must = expect.NoError
 
-// conditions makes those of a Peering: "Type=Status(Reason) message", the rest True.
+// conditions returns the conditions of a Peering. ready and others are of the form
+// "Type=Status(Reason) message"; all other conditions are True.
 func conditions(ready string, others ...string) []metav1.Condition {
 	set := map[string]string{isthmus.ConditionReady: ready}
 	for _, o := range others {
@@ -43,7 +44,7 @@ func TestTheFirstProblemIsTheOneToActOn(t *testing.T) {
 		name       string
 		generation int64
 		conditions []metav1.Condition
-		want       string // "" none
+		want       string // text of the first problem; "": none
 	}{
 		{"all is well", 1, conditions("True"), ""},
 		{"not looked at yet", 1, nil, "Ready is Unknown (Unknown): the manager has not checked it yet"},
@@ -63,7 +64,7 @@ func TestTheFirstProblemIsTheOneToActOn(t *testing.T) {
 	}
 }
 
-// Traffic decides whether a Peering is ready; what does not work beside it is a problem all the same.
+// Traffic alone decides whether a Peering is ready. Other faults are still listed as problems.
 func TestAReadyPeeringShowsItsProblems(t *testing.T) {
 	p := &isthmus.Peering{ObjectMeta: metav1.ObjectMeta{Generation: 1}, Status: isthmus.PeeringStatus{
 		Conditions: conditions("True(Unreachable) traffic flows", "IdentityReady=False(Unreachable) https://b does not answer")}}
@@ -147,19 +148,19 @@ c-4d5e6f, cluster c (C):
 	clustertest.Contains(t, b.String(), "no peerings")
 }
 
-// What the manager says is dated by its clock, and shown by the API server's.
+// The manager writes times by its own clock. They are shown by the API server's clock.
 func TestAgesUseTheAPIServerClock(t *testing.T) {
 	now := time.Date(2026, 11, 22, 12, 0, 0, 0, time.UTC)
 	for _, tc := range []struct {
-		ahead, written time.Duration // from now
+		ahead, written time.Duration // relative to now
 		want           string
 	}{
 		{0, -time.Minute, "60s"},
-		{time.Second, -time.Minute, "60s"}, // no more than is uncertain
+		{time.Second, -time.Minute, "60s"}, // within the uncertainty of the difference
 		{time.Hour, 59 * time.Minute, "60s"},
 		{-time.Hour, -61 * time.Minute, "60s"},
 		{0, time.Second, "0s"},
-		{0, time.Hour, ""}, // of a clock that was set back since
+		{0, time.Hour, ""}, // the manager's clock was set back after it wrote
 	} {
 		p := isthmus.Peering{Status: isthmus.PeeringStatus{Conditions: []metav1.Condition{{Type: isthmus.ConditionReady, LastTransitionTime: metav1.NewTime(now.Add(tc.written))}}}}
 		list := []isthmus.Peering{p}

@@ -19,9 +19,10 @@ import (
 	"github.com/isthmus-net/isthmus/natengine"
 )
 
-// NodeHop checks the part of a path between a Pod's node and the gateway: the rules and the overlay
-// of that node's route agent. An empty node means that no Pod is known. If only the path to the
-// gateway is broken, the hop waits while no gateway is active, and is unknown while one is new.
+// NodeHop checks the path between a Pod's node and the gateway: the rules and the overlay of
+// that node's route agent. An empty node means that no Pod has the address. If only the path to
+// the gateway is broken, the hop waits while no gateway is active, and is unknown while the
+// gateway is new.
 func NodeHop(ctx context.Context, c *cluster.Cluster, node string) (health.Hop, error) {
 	hop := health.Hop{Cluster: c.String(), Name: "node", State: health.Works, Source: "Nodes, Pods in " + c.Namespace}
 	if node == "" {
@@ -60,12 +61,13 @@ func NodeHop(ctx context.Context, c *cluster.Cluster, node string) (health.Hop, 
 	return way[0], nil
 }
 
-// VacantHop returns a hop for an address in the PodCIDR of a node that no running Pod has. The hop
-// says that nobody may answer: the address may still be the node's own, such as that of its bridge.
+// VacantHop returns a hop for an address that is in the PodCIDR of a node but belongs to no
+// running Pod; is reports whether that is so. The hop states that nothing may answer: the
+// address may still be the node's own, for example that of its bridge.
 func VacantHop(ctx context.Context, c *cluster.Cluster, addr netip.Addr) (hop health.Hop, is bool, err error) {
 	var nodes corev1.NodeList
 	switch err := c.Client.List(ctx, &nodes); {
-	case kubeerr.Forbidden(err): // then it counts as another machine's, like any address without a Pod
+	case kubeerr.Forbidden(err): // then it is treated as an address outside the Pods
 		return hop, false, nil
 	case err != nil:
 		return hop, false, c.Explain("Nodes", err)
@@ -99,7 +101,8 @@ func GatewayHop(ctx context.Context, c *cluster.Cluster) (health.Hop, error) {
 	return hops[i], nil
 }
 
-// TunnelHop checks whether packets go both ways between the gateways of this cluster and of a peer.
+// TunnelHop checks whether packets go both ways between the gateways of this cluster and of a
+// peer.
 func TunnelHop(ctx context.Context, c *cluster.Cluster, peer string) (health.Hop, error) {
 	e, err := examine(ctx, c, func(p *isthmus.Peering) bool { return p.Spec.Cluster.ClusterID == peer })
 	if err != nil {
@@ -116,7 +119,8 @@ func TunnelHop(ctx context.Context, c *cluster.Cluster, peer string) (health.Hop
 	return hop, nil
 }
 
-// SeenFrom returns the address under which this cluster reaches a Pod of a peer, as the two agreed.
+// SeenFrom returns the address at which this cluster reaches a Pod of a peer, by the networks
+// on which both clusters agreed.
 func SeenFrom(ctx context.Context, c *cluster.Cluster, peer string, at netip.AddrPort) (netip.AddrPort, error) {
 	var list isthmus.PeeringList
 	if err := c.Client.List(ctx, &list); err != nil {
