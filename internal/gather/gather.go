@@ -1,6 +1,6 @@
 // Package gather collects the state of a cluster in one archive for a bug report, for `isthmus
-// gather`: objects, status and diagnosis, logs, metrics, and what the components serve about
-// themselves. Secrets stay out. The archive lists what could not be read, with the reason.
+// gather`: objects, status and diagnosis, logs, metrics, and the components' own pages. It
+// removes secrets. The archive lists everything that could not be read, with the reason.
 //
 //	API server ─┬─ objects, logs ──────────────┐
 //	            └─ kubelet ─ ports of the Pods ┴─► files ─► redact ─► tar, gzip
@@ -42,28 +42,29 @@ import (
 )
 
 const (
-	// maxLog bounds the log of one container, maxAnswer an answer of a component, both in octets.
+	// maxLog is the maximum size of one container's log, and maxAnswer that of a page of a
+	// component, both in octets.
 	maxLog, maxAnswer = 2 << 20, 32 << 20
-	// maxAgents is how many route agents it reads logs and answers of, those that are not ready
-	// first: a cluster may have thousands.
+	// maxAgents is the maximum number of route agents whose logs and pages are read. Agents
+	// that are not ready are read first. A cluster may have thousands of agents.
 	maxAgents = 30
-	// atOnce is how many Pods it queries at a time.
+	// atOnce is the number of Pods that are queried concurrently.
 	atOnce = 8
-	// patience is how long one answer may take.
+	// patience is the timeout of one query.
 	patience = 20 * time.Second
 )
 
-// Options select what to gather.
+// Options control what to gather.
 type Options struct {
 	Version  string       // of this program
-	LogLines int64        // of each container's log, the last ones
-	Report   func(string) // gets a line for each step
+	LogLines int64        // number of last lines of each container's log
+	Report   func(string) // called with a line for each step
 }
 
-// Missing is something that could not be read, and the reason.
+// Missing names a part that could not be read, and the reason.
 type Missing struct{ What, Why string }
 
-// gathering is one run.
+// gathering is the state of one run.
 type gathering struct {
 	Options
 	cluster *cluster.Cluster
@@ -75,9 +76,9 @@ type gathering struct {
 	redact  redact.Redactor
 }
 
-// Write gathers from a cluster and writes the archive, a tar compressed with gzip. The error is
-// about the archive, or that of ctx. What could not be read of the cluster is in the result, and in
-// the archive.
+// Write gathers from a cluster and writes the archive, a tar file compressed with gzip. The
+// error is about the archive, or is that of ctx. The result lists the parts of the cluster that
+// could not be read; the archive has the same list.
 func Write(ctx context.Context, c *cluster.Cluster, w io.Writer, o Options) ([]Missing, error) {
 	g := &gathering{Options: o, cluster: c, at: time.Now().UTC(), files: map[string][]byte{}}
 	if err := c.Identify(ctx); err != nil {
@@ -128,8 +129,8 @@ func (g *gathering) tenants(ctx context.Context) (names []string) {
 	return names
 }
 
-// secrets lists the Secrets without their values. It registers these values with the redactor, so
-// that they are removed wherever else they appear.
+// secrets lists the Secrets without their values. It registers the values with the redactor, so
+// that they are removed from all other files as well.
 func (g *gathering) secrets(ctx context.Context, namespaces []string) {
 	type key struct {
 		Name   string `json:"name"`
@@ -163,7 +164,7 @@ func (g *gathering) secrets(ctx context.Context, namespaces []string) {
 	g.yaml("secrets.yaml", all)
 }
 
-// public are keys of Secrets whose values are not secret, and may appear elsewhere.
+// public are keys in the data of Secrets whose values are not secret and may be shown.
 var public = map[string]bool{"publicKey": true, "tunnels": true, "nextPublicKey": true, "nextTunnels": true, "offeredKey": true, "since": true, "nextSince": true, "ca.crt": true, "tls.crt": true, "certificate": true, "namespace": true, "apiServerUrl": true, "apiServerCa": true}
 
 func (g *gathering) learn(name string, value []byte) {
@@ -174,7 +175,7 @@ func (g *gathering) learn(name string, value []byte) {
 	var exchange postquantum.State
 	if json.Unmarshal(value, &exchange) == nil {
 		for _, secret := range exchange.Secrets() {
-			// Secret registers the decoded octets too.
+			// Secret also registers the decoded octets.
 			g.redact.Secret([]byte(base64.StdEncoding.EncodeToString(secret)))
 		}
 	}
@@ -189,7 +190,7 @@ func (g *gathering) learn(name string, value []byte) {
 	}
 }
 
-// judge returns the output of `isthmus status` and `isthmus diagnose`.
+// judge returns the output of `isthmus status` and of `isthmus diagnose`.
 func (g *gathering) judge(ctx context.Context) (status, diagnosis string) {
 	if s, err := inspect.StatusOf(ctx, g.cluster); err != nil {
 		g.miss("status", err)
@@ -208,14 +209,14 @@ func (g *gathering) judge(ctx context.Context) (status, diagnosis string) {
 
 func printed(print func(io.Writer) error) string {
 	var b strings.Builder
-	_ = print(&b) // a Builder returns no error
+	_ = print(&b) // writing to a Builder cannot fail
 	return b.String()
 }
 
 const statusFile = "status.json"
 
-// components are the kinds of Pods by their ServiceAccounts, with the pages that each serves at its
-// loopback address.
+// components are the kinds of Pods, by ServiceAccount, with the pages that each kind serves at
+// its loopback address.
 var components = map[string][]struct {
 	port uint16
 	path string
@@ -226,7 +227,7 @@ var components = map[string][]struct {
 	deploy.ManagerServiceAccount:    {{5876, "/metrics", "metrics.txt"}},
 }
 
-// pods returns the Pods of the installation, but at most maxAgents route agents.
+// pods returns the Pods of the installation, with at most maxAgents route agents.
 func (g *gathering) pods(ctx context.Context) (all []corev1.Pod) {
 	var list corev1.PodList
 	if err := g.cluster.Client.List(ctx, &list, client.InNamespace(g.cluster.Namespace)); err != nil {
@@ -257,7 +258,7 @@ func (g *gathering) pods(ctx context.Context) (all []corev1.Pod) {
 	return all
 }
 
-// askAll queries all Pods, atOnce at a time.
+// askAll queries all Pods, atOnce of them concurrently.
 func (g *gathering) askAll(ctx context.Context, pods []corev1.Pod) {
 	core, err := corev1client.NewForConfig(g.cluster.Config)
 	if err != nil {
@@ -273,7 +274,7 @@ func (g *gathering) askAll(ctx context.Context, pods []corev1.Pod) {
 			g.logs(ctx, core, &pods[i])
 			for _, c := range components[pods[i].Spec.ServiceAccountName] {
 				if c.file == statusFile && pods[i].Labels[v1alpha1.LabelGateway] == v1alpha1.GatewayStandby {
-					continue // a standby has no status
+					continue // a standby has no status page
 				}
 				g.ask(ctx, &pods[i], c.port, c.path, c.file)
 			}
@@ -342,7 +343,7 @@ func (g *gathering) ask(ctx context.Context, p *corev1.Pod, port uint16, at, fil
 	g.put(name, text)
 }
 
-// write redacts all files and makes an archive of them.
+// write redacts all files and writes them into an archive.
 func (g *gathering) write(w io.Writer) error {
 	compressed := gzip.NewWriter(w)
 	archive := tar.NewWriter(compressed)
@@ -360,7 +361,7 @@ func (g *gathering) write(w io.Writer) error {
 	return errors.Join(archive.Close(), compressed.Close())
 }
 
-// summary is the page to read first.
+// summary returns the page that a reader should read first.
 func (g *gathering) summary(status, diagnosis string, pods []corev1.Pod) []byte {
 	var b bytes.Buffer
 	identity := g.cluster.Identity

@@ -37,7 +37,7 @@ import (
 
 var must = expect.NoError
 
-// unpack returns the files of an archive by their names below its folder.
+// unpack returns the files of an archive by their names inside its folder.
 func unpack(t *testing.T, archive []byte) map[string]string {
 	t.Helper()
 	plain, err := gzip.NewReader(bytes.NewReader(archive))
@@ -59,7 +59,7 @@ func unpack(t *testing.T, archive []byte) map[string]string {
 	}
 }
 
-// planted are secrets, and where people put them.
+// planted are secrets that the test puts where people put them.
 type planted struct{ private, public, token, client, password string }
 
 func plant(t *testing.T, c client.Client) (p planted, all map[string][]byte) {
@@ -67,7 +67,7 @@ func plant(t *testing.T, c client.Client) (p planted, all map[string][]byte) {
 	seed := make([]byte, 32)
 	_, _ = rand.Read(seed)
 	seed[0] &= 248
-	seed[31] = seed[31]&127 | 64 // as wg genkey makes them
+	seed[31] = seed[31]&127 | 64 // the form that wg genkey produces
 	key, err := ecdh.X25519().NewPrivateKey(seed)
 	must(t, err)
 	random := func(n int) string {
@@ -88,7 +88,7 @@ func plant(t *testing.T, c client.Client) (p planted, all map[string][]byte) {
 	here := func(name string) metav1.ObjectMeta { return metav1.ObjectMeta{Namespace: deploy.Namespace, Name: name} }
 	exchange := postquantum.State{Use: postquantum.Key{ID: "of today"}}
 	_, _ = rand.Read(exchange.Use.Secret[:])
-	exchange.Use.Secret[0] |= 1 // it has not the form of a WireGuard key
+	exchange.Use.Secret[0] |= 1 // not in the form of a WireGuard key
 	stored, err := json.Marshal(exchange)
 	must(t, err)
 	preshared := exchange.Use.Secret[:]
@@ -127,7 +127,8 @@ func plant(t *testing.T, c client.Client) (p planted, all map[string][]byte) {
 		"the password": []byte(p.password), "the kubeconfig": kubeconfig, "the preshared key": preshared, "its text": []byte(base64.StdEncoding.EncodeToString(preshared))}
 }
 
-// An archive has what a bug report needs, of what can be read, and no secret in any form.
+// An archive contains everything that a bug report needs and the person may read, and no secret
+// in any form.
 func TestAnArchiveIsCompleteAndHasNoSecret(t *testing.T) {
 	if testing.Short() {
 		t.Skip("needs an API server")
@@ -206,10 +207,11 @@ func TestAnArchiveIsCompleteAndHasNoSecret(t *testing.T) {
 		must(t, clientcmd.WriteToFile(*config, limited))
 		c, err := cluster.Connect(cluster.Access{Kubeconfig: limited})
 		must(t, err)
-		// The password stands in an annotation of a ConfigMap, where only whoever reads the Secret can know it.
+		// The password is also in an annotation of a ConfigMap. It can be recognized there only
+		// by a person who may read the Secret.
 		delete(secrets, "the password")
 		delete(secrets, "the preshared key")
-		delete(secrets, "its text") // the same
+		delete(secrets, "its text") // the same password in base64
 		files := gathered(t, c)
 		for _, want := range []string{"Secrets in isthmus-system", "cannot list resource", "Pods in isthmus-system"} {
 			if !strings.Contains(files["summary.md"], want) {

@@ -12,12 +12,12 @@ import (
 	"sigs.k8s.io/yaml"
 )
 
-// wanted is a kind of objects to read. Without a namespace it means cluster-scoped objects, or
-// those in all namespaces.
+// wanted is a kind of objects to read. Without a namespace, it is cluster-scoped or is read in
+// all namespaces.
 type wanted struct {
 	version, kind string
 	where         place
-	named         string // prefix of the names; empty: all
+	named         string // prefix of the objects' names; empty: all objects
 }
 
 type place int
@@ -58,7 +58,7 @@ var kinds = []wanted{
 	{"flowcontrol.apiserver.k8s.io/v1", "PriorityLevelConfiguration", everywhere, "isthmus"},
 }
 
-// objects reads the objects into a file for each kind and namespace.
+// objects reads the objects, and makes a file for each kind and namespace.
 func (g *gathering) objects(ctx context.Context, tenants []string) {
 	for _, k := range kinds {
 		var namespaces []string
@@ -96,7 +96,8 @@ func (g *gathering) objects(ctx context.Context, tenants []string) {
 	}
 }
 
-// clean removes metadata that nobody reads, and registers public keys with the redactor.
+// clean removes metadata that is of no use in a bug report, and registers public keys with the
+// redactor.
 func (g *gathering) clean(u *unstructured.Unstructured) {
 	u.SetManagedFields(nil)
 	annotations := u.GetAnnotations()

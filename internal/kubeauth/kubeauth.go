@@ -1,11 +1,11 @@
-// Package kubeauth answers only HTTP requests of clients that the API server authenticates and
-// authorizes. It does what controller-runtime's filter WithAuthenticationAndAuthorization does,
-// without the dependencies of k8s.io/apiserver.
+// Package kubeauth serves HTTP requests only to clients that the API server authenticates and
+// authorizes. It has the same effect as controller-runtime's filter
+// WithAuthenticationAndAuthorization, without the dependencies of k8s.io/apiserver.
 //
 //	Authorization: Bearer TOKEN ─ TokenReview ─► user, groups ─ SubjectAccessReview ─► may get /metrics
 //
-// If the API server does not answer, it refuses the request. A decision counts for a minute, even
-// if the token is revoked meanwhile.
+// If the API server does not answer, the request is refused. A decision is valid for a minute,
+// even if the token is revoked in that time.
 package kubeauth
 
 import (
@@ -29,22 +29,25 @@ import (
 )
 
 const (
-	remembered = time.Minute // how long a decision of the API server counts
-	// maxAllowed and maxDenied bound the remembered decisions. They are separate, so that a flood
-	// of wrong tokens does not displace clients that were allowed.
+	remembered = time.Minute // how long a decision of the API server is valid
+	// maxAllowed and maxDenied are the maximum numbers of remembered decisions. They are
+	// separate, so that a flood of wrong tokens does not displace the clients that were
+	// allowed.
 	maxAllowed = 256
 	maxDenied  = 1024
-	// perSecond and burst bound the requests to the API server about tokens that were not allowed
-	// before, so that a flood of wrong tokens does not become a flood of reviews.
+	// perSecond and burst limit the requests to the API server about tokens that were not
+	// allowed before. So a flood of wrong tokens does not become a flood of reviews.
 	perSecond = 5
 	burst     = 20
-	// patience is how long the API server may take for both answers.
+	// patience is the time within which the API server must answer both reviews.
 	patience = 5 * time.Second
-	// complain is how often the log reports that the API server does not answer.
+	// complain is the minimum interval between log messages that the API server does not
+	// answer.
 	complain = 30 * time.Second
 )
 
-// A Reviewer asks the API server. Its methods may be called concurrently.
+// A Reviewer authorizes requests by asking the API server. Its methods may be called
+// concurrently.
 type Reviewer struct {
 	tokens authenticationclient.TokenReviewInterface
 	access authorizationclient.SubjectAccessReviewInterface
@@ -58,27 +61,27 @@ type Reviewer struct {
 	complained      time.Time
 }
 
-// key is the SHA-256 of method, path and token: tokens are not kept.
+// key is the SHA-256 of method, path and token, so that no token is stored.
 type key [sha256.Size]byte
 
-// decision is the answer to a request for permission.
+// decision is the API server's decision about a key.
 type decision struct {
 	code  int // HTTP status; 200: permitted
 	why   string
-	until time.Time // when it expires, and the API server is asked again
+	until time.Time // expiry; after that the API server is asked again
 }
 
-// question is a request to the API server in progress. Requests with the same key wait for its
-// decision.
+// question is a review in progress. Further requests with the same key wait for its decision.
 type question struct {
 	done     chan struct{}
-	decision decision // valid once done is closed
+	decision decision // may be read once done is closed
 }
 
-// New returns a Reviewer that uses the identity of config. It does not connect yet.
+// New returns a Reviewer that authenticates to the API server with config. It does not connect
+// yet.
 func New(config *rest.Config, log *slog.Logger) (*Reviewer, error) {
 	config = rest.CopyConfig(config)
-	config.QPS = -1 // limit bounds it
+	config.QPS = -1 // the Reviewer has its own limit
 	client, err := rest.HTTPClientFor(config)
 	if err != nil {
 		return nil, err
@@ -98,7 +101,7 @@ func New(config *rest.Config, log *slog.Logger) (*Reviewer, error) {
 	}, nil
 }
 
-// Guard passes requests to h whose token permits the method and path.
+// Guard returns a handler that passes a request to h if its token permits the method and path.
 func (r *Reviewer) Guard(h http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
 		v := r.decide(req)
@@ -115,7 +118,7 @@ func (r *Reviewer) Guard(h http.Handler) http.Handler {
 	})
 }
 
-// decide returns a remembered decision, waits for one under way, or asks the API server.
+// decide returns a remembered decision, waits for a review in progress, or asks the API server.
 func (r *Reviewer) decide(req *http.Request) decision {
 	scheme, token, _ := strings.Cut(req.Header.Get("Authorization"), " ")
 	if token = strings.TrimSpace(token); !strings.EqualFold(scheme, "Bearer") || token == "" {
@@ -144,7 +147,7 @@ func (r *Reviewer) decide(req *http.Request) decision {
 			return decision{code: http.StatusServiceUnavailable, why: "gave up"}
 		}
 	}
-	// A token that was allowed before does not count, so that a flood does not lock it out.
+	// A token that was allowed before is exempt, so that a flood does not lock its client out.
 	if !known && !r.limit.AllowN(now, 1) {
 		r.mu.Unlock()
 		return decision{code: http.StatusTooManyRequests, why: "too many unknown tokens; try again"}
@@ -153,7 +156,7 @@ func (r *Reviewer) decide(req *http.Request) decision {
 	r.asking[k] = q
 	r.mu.Unlock()
 
-	ctx, cancel := context.WithTimeout(context.WithoutCancel(req.Context()), patience) // other requests may wait for it
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(req.Context()), patience) // not canceled with this request, because other requests may wait for the decision
 	defer cancel()
 	q.decision = r.review(ctx, token, verb, path)
 	r.mu.Lock()
@@ -165,7 +168,7 @@ func (r *Reviewer) decide(req *http.Request) decision {
 	return q.decision
 }
 
-// remember stores a decision of the API server, but not the lack of one.
+// remember stores a decision of the API server. It does not store a failure to get one.
 func (r *Reviewer) remember(k key, v decision) {
 	switch v.code {
 	case http.StatusOK:
@@ -177,7 +180,7 @@ func (r *Reviewer) remember(k key, v decision) {
 	}
 }
 
-// keep stores a decision. If there is no room, it replaces the oldest.
+// keep stores a decision. If all is full, it replaces the oldest decision.
 func keep(all map[key]decision, k key, v decision, most int) {
 	if _, there := all[k]; !there && len(all) >= most {
 		var oldest key
@@ -192,7 +195,7 @@ func keep(all map[key]decision, k key, v decision, most int) {
 	all[k] = v
 }
 
-// review asks the API server who sent the token, and whether they may get the path.
+// review asks the API server who the token's user is, and whether that user may get the path.
 func (r *Reviewer) review(ctx context.Context, token, verb, path string) decision {
 	who, err := r.tokens.Create(ctx, &authentication.TokenReview{Spec: authentication.TokenReviewSpec{Token: token}}, metav1.CreateOptions{})
 	if err != nil {
@@ -220,8 +223,8 @@ func (r *Reviewer) review(ctx context.Context, token, verb, path string) decisio
 	return decision{code: http.StatusOK}
 }
 
-// cannot refuses a request because the API server has not answered. Only the log has the reason,
-// because the client is not authenticated.
+// cannot refuses a request because the API server has not answered. It writes the reason only
+// into the log, because the client is not authenticated.
 func (r *Reviewer) cannot(kind string, err error) decision {
 	r.mu.Lock()
 	say := r.now().Sub(r.complained) > complain

@@ -29,11 +29,11 @@ import (
 
 var must = expect.NoError
 
-// world is an API server with the optional rights installed.
+// world is an API server on which the optional rights can be installed.
 type world struct {
 	t      *testing.T
 	server *kubetest.Server
-	config *rest.Config // of an administrator
+	config *rest.Config // authenticates as an administrator
 	client *kubernetes.Clientset
 }
 
@@ -76,7 +76,7 @@ func (w *world) install() {
 	}
 }
 
-// token makes a ServiceAccount and returns a token of it.
+// token creates a ServiceAccount and returns a token for it.
 func (w *world) token(account string) string {
 	w.t.Helper()
 	accounts := w.client.CoreV1().ServiceAccounts(deploy.Namespace)
@@ -87,7 +87,7 @@ func (w *world) token(account string) string {
 	return token.Status.Token
 }
 
-// reader lets an account read metrics.
+// reader permits an account to read metrics.
 func (w *world) reader(account string) {
 	w.t.Helper()
 	_, err := w.client.RbacV1().ClusterRoleBindings().Create(w.t.Context(), &rbacv1.ClusterRoleBinding{
@@ -98,7 +98,7 @@ func (w *world) reader(account string) {
 	must(w.t, err)
 }
 
-// counted are the requests that a Reviewer makes.
+// counted counts the requests of a Reviewer.
 type counted struct {
 	next  http.RoundTripper
 	count *atomic.Int64
@@ -111,8 +111,8 @@ func (c counted) RoundTrip(r *http.Request) (*http.Response, error) {
 	return c.next.RoundTrip(r)
 }
 
-// guarded is a Reviewer with the rights of a component and a clock of its own, before a handler
-// that says "secrets".
+// guarded is a Reviewer with a component's rights and a clock of its own, in front of a handler
+// that returns "secrets".
 type guarded struct {
 	t       *testing.T
 	handler http.Handler
@@ -142,7 +142,8 @@ func (g *guarded) later(d time.Duration) {
 	g.now = g.now.Add(d)
 }
 
-// ask returns the status and the text; only a 200 has the secrets.
+// ask returns the status code and the body. Only a response with code 200 may contain
+// "secrets".
 func (g *guarded) ask(authorization string) (int, string) {
 	g.t.Helper()
 	w := httptest.NewRecorder()
@@ -157,7 +158,7 @@ func (g *guarded) ask(authorization string) (int, string) {
 	return w.Code, w.Body.String()
 }
 
-// until waits for what the API server's authorizer sees a moment later.
+// until waits until the API server's authorizer has seen a change.
 func (g *guarded) until(authorization string, want int) {
 	g.t.Helper()
 	for begin := time.Now(); ; time.Sleep(50 * time.Millisecond) {
@@ -177,7 +178,8 @@ func TestMetricsRequireAuthorizationByTheAPIServer(t *testing.T) {
 	g := w.guard(w.token(deploy.GatewayServiceAccount))
 	stranger, scraper := "Bearer "+w.token("stranger"), "Bearer "+w.token("scraper")
 
-	// Without the rights to ask, nobody is let in, and the log says what is missing.
+	// Without the right to create reviews, every request is refused, and the log names the
+	// missing right.
 	if code, text := g.ask(scraper); code != http.StatusServiceUnavailable || !strings.Contains(text, "cannot check the token at the API server") {
 		t.Errorf("%d %q", code, text)
 	}
@@ -208,7 +210,7 @@ func TestMetricsRequireAuthorizationByTheAPIServer(t *testing.T) {
 		}
 	}
 
-	// An answer counts for a minute: a right that is given, and one that is taken.
+	// A decision is valid for a minute, whether the right was granted or revoked since.
 	asked := g.reviews.Load()
 	for range 100 {
 		g.ask(scraper)
@@ -246,13 +248,14 @@ func TestWrongTokensCauseFewTokenReviews(t *testing.T) {
 		group.Wait()
 		return codes[http.StatusUnauthorized].Load(), codes[http.StatusTooManyRequests].Load()
 	}
-	g.later(time.Hour) // all that is known is old, and the budget full
+	g.later(time.Hour) // all remembered decisions have expired, and the limit is fully available
 	asked := g.reviews.Load()
 	refused, tooMany := flood()
 	if more := g.reviews.Load() - asked; more != burst || refused != burst || tooMany != 32*64-burst {
 		t.Errorf("%d reviews, want %d; %d refused, %d told to come back", more, burst, refused, tooMany)
 	}
-	// Whoever was let in before is not shut out by it, although the API server has to be asked.
+	// The flood does not lock out a client that was allowed before, although the API server
+	// must be asked again.
 	if code, text := g.ask(scraper); code != http.StatusOK {
 		t.Errorf("the scraper gets %d %q", code, text)
 	}

@@ -6,7 +6,7 @@ import (
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 )
 
-// Forbidden reports whether an error is about the caller's rights.
+// Forbidden reports whether an error means that the caller lacks a right.
 func Forbidden(err error) bool {
 	if err == nil {
 		return false

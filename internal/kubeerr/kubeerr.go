@@ -1,5 +1,5 @@
 // Package kubeerr describes failed requests to an API server for people. The errors of client
-// libraries name the request and the socket, which only a log needs.
+// libraries contain the request and the socket, which belong only in a log.
 package kubeerr
 
 import (
@@ -18,9 +18,9 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 )
 
-// Plain returns err with a text for people. If a request got no answer, the text says what
-// happened, with server as its subject. An answer of the server keeps its text. The result unwraps
-// to err, which is what logs should print.
+// Plain returns err with a text for people. If there was no response, the text states the
+// cause, with server as its subject. A response of the server keeps its text. The result
+// unwraps to err, which logs should print.
 func Plain(server string, err error) error {
 	if err == nil {
 		return nil
@@ -45,9 +45,9 @@ type plain struct {
 func (p *plain) Error() string { return p.text }
 func (p *plain) Unwrap() error { return p.err }
 
-// unanswered returns the errors in a tree that stand for one request or watch without an answer,
-// each with the prefix of controller-runtime ("failed to get server groups"). No error of ours has
-// such a prefix.
+// unanswered returns the errors in a tree that each represent one request or watch without a
+// response, including the prefix of controller-runtime ("failed to get server groups"). None of
+// our own errors has such a prefix.
 func unanswered(err error) []error {
 	switch e := err.(type) { //nolint:errorlint // it walks the tree itself
 	case *url.Error:
@@ -72,8 +72,8 @@ func unanswered(err error) []error {
 }
 
 // Cause describes what a server did instead of answering a request, such as "does not answer in
-// time". The same cause has the same text, without our ports and without times of day. It returns
-// false if err is an answer, or not of a known kind.
+// time". The same cause always has the same text, without port numbers of ours and without
+// times. It returns false if err is a response, or not of a known kind.
 func Cause(err error) (string, bool) {
 	var (
 		name    *net.DNSError
@@ -87,14 +87,14 @@ func Cause(err error) (string, bool) {
 	switch {
 	case errors.As(err, &name):
 		return fmt.Sprintf("has a name that does not resolve: %s: %s", name.Name, name.Err), true
-	case errors.As(err, &invalid) && invalid.Reason == x509.Expired: // the library's text contains the time of day
+	case errors.As(err, &invalid) && invalid.Reason == x509.Expired: // replace the library's text, which contains the time
 		return fmt.Sprintf("has a certificate that is valid only from %s to %s",
 			invalid.Cert.NotBefore.Format(time.RFC3339), invalid.Cert.NotAfter.Format(time.RFC3339)), true
-	case errors.As(err, &network) && errors.As(err, &number): // without a network error the number may come from a file
+	case errors.As(err, &network) && errors.As(err, &number): // without a network error, the number may come from a file operation
 		return "does not answer: " + number.Error(), true
 	case errors.Is(err, context.DeadlineExceeded), errors.As(err, &timeout) && timeout.Timeout():
 		return "does not answer in time", true
-	case strings.Contains(text, "connection lost"): // it does not answer pings of HTTP/2
+	case strings.Contains(text, "connection lost"): // the server does not answer HTTP/2 pings
 		return "stopped answering: the connection was lost", true
 	case errors.Is(err, io.EOF), errors.Is(err, io.ErrUnexpectedEOF), strings.Contains(text, "GOAWAY"):
 		return "closes the connection", true
@@ -104,17 +104,18 @@ func Cause(err error) (string, bool) {
 	return "", false
 }
 
-// clientWatchDecoding marks a Status that client-go itself creates, with code 500, when the stream
-// of a watch breaks (newStreamWatcher in rest/request.go). It is no answer of the server.
+// clientWatchDecoding marks a Status that client-go itself creates, with code 500, when the
+// stream of a watch breaks (newStreamWatcher in rest/request.go). Such a Status is no response
+// of the server.
 const clientWatchDecoding metav1.CauseType = "ClientWatchDecoding"
 
-// brokenWatch returns why the stream of a watch broke.
+// brokenWatch returns the reason why the stream of a watch broke.
 func brokenWatch(err error) (string, bool) {
 	cause, ok := apierrors.StatusCause(err, clientWatchDecoding)
 	return strings.TrimPrefix(cause.Message, "unable to decode an event from the watch stream: "), ok
 }
 
-// Answered reports whether err is an answer of the server.
+// Answered reports whether err is a response of the server.
 func Answered(err error) bool {
 	var status apierrors.APIStatus
 	_, broken := brokenWatch(err)

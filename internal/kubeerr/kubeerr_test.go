@@ -48,7 +48,7 @@ func TestARequestWithoutAnAnswerIsExplained(t *testing.T) {
 		{fmt.Errorf("NatMapping: %w", fmt.Errorf("failed to get restmapping: %w", fmt.Errorf("failed to get server groups: %w", onSocket(syscall.ECONNREFUSED)))),
 			"NatMapping: the API server does not answer: connection refused"},
 		{errors.Join(onSocket(syscall.ECONNREFUSED), errors.New("and more")), "the API server does not answer: connection refused\nand more"},
-		// Neither an answer nor what is not known here loses its words.
+		// Responses and unknown errors keep their text.
 		{forbidden, forbidden.Error()},
 		{get(fmt.Errorf("getting credentials: exec: %w", &os.PathError{Op: "fork/exec", Path: "aws", Err: syscall.ENOENT})),
 			`Get "https://10.96.0.1:443/api/v1/pods": getting credentials: exec: fork/exec aws: no such file or directory`},
@@ -64,7 +64,7 @@ func TestARequestWithoutAnAnswerIsExplained(t *testing.T) {
 	}
 }
 
-// The error is the one that client-go makes.
+// The test uses the error that client-go really creates.
 func TestABrokenWatchIsNotAnAnswer(t *testing.T) {
 	for name, tc := range map[string]struct {
 		lost bool
@@ -105,7 +105,7 @@ func TestABrokenWatchIsNotAnAnswer(t *testing.T) {
 	}
 }
 
-// breaks is a transport whose answers end as those of HTTP/2 do when pings are not answered.
+// breaks is a transport whose responses end like those of HTTP/2 when pings are not answered.
 type breaks struct{ next http.RoundTripper }
 
 func (b breaks) RoundTrip(r *http.Request) (*http.Response, error) {

@@ -31,12 +31,13 @@ func IsImportedName(name string) bool {
 	return strings.HasSuffix(strings.TrimSuffix(bare, "."), underZone)
 }
 
-// An importedName is the name of an imported Service, or of one endpoint of a headless one.
+// An importedName is the parsed name of an imported Service, or of one endpoint of a headless
+// one.
 type importedName struct {
 	text            string // without the port
 	namespace, name string
-	host, cluster   string // of the endpoint; empty: any
-	port            uint16 // 0: none given
+	host, cluster   string // host name and cluster of the endpoint; empty: any endpoint
+	port            uint16 // 0: the name has no port
 }
 
 func parseImportedName(text string) (n importedName, err error) {
@@ -54,8 +55,9 @@ func parseImportedName(text string) (n importedName, err error) {
 	return n, nil
 }
 
-// Imported finds a ready endpoint behind the name of an imported Service: one of the given peer,
-// else of any peer, else of this cluster. With an empty peer none is preferred.
+// Imported finds a ready endpoint behind the name of an imported Service. It prefers endpoints
+// of the given peer, then those of any peer, then those of this cluster. If peer is empty, it
+// prefers no peer.
 func Imported(ctx context.Context, c *cluster.Cluster, text, peer string) (Place, error) {
 	n, err := parseImportedName(text)
 	if err != nil {
@@ -88,7 +90,7 @@ func Imported(ctx context.Context, c *cluster.Cluster, text, peer string) (Place
 	return p, err
 }
 
-// notImported returns why there is no ServiceImport.
+// notImported returns an error that explains why there is no ServiceImport.
 func notImported(ctx context.Context, c *cluster.Cluster, n importedName) error {
 	var all isthmus.PeerServicesList
 	if err := c.Client.List(ctx, &all); err != nil {
@@ -124,10 +126,10 @@ func notImported(ctx context.Context, c *cluster.Cluster, n importedName) error 
 	return fmt.Errorf("%s: Service %s is not imported: %s", c, safetext.Of(n.namespace+"/"+n.name), safetext.FirstFew(why, "; "))
 }
 
-// choose picks an endpoint of an imported Service. by names its cluster, and says how many there
-// are.
+// choose selects an endpoint of an imported Service. by names the endpoint's cluster, and
+// states the number of other endpoints.
 func (n importedName) choose(i *mcs.ServiceImport, list []discoveryv1.EndpointSlice, peerings []isthmus.Peering, peer string) (at netip.AddrPort, by string, err error) {
-	var named *string // the name of the endpoints' port
+	var named *string // name of the endpoints' port
 	if i.Spec.Type != mcs.Headless {
 		for _, p := range i.Spec.Ports {
 			if int32(n.port) == p.Port || n.port == 0 && len(i.Spec.Ports) == 1 {
@@ -140,14 +142,14 @@ func (n importedName) choose(i *mcs.ServiceImport, list []discoveryv1.EndpointSl
 	}
 	type cluster struct {
 		ready, all int
-		down       string // why it is not connected
+		down       string // why the peer is not connected; empty: it is
 	}
 	clusters := map[string]*cluster{}
 	for _, s := range i.Status.Clusters {
 		clusters[s.Cluster] = &cluster{}
 	}
 	var from string
-	best := 3 // lowest rank of a ready endpoint: 0 the given peer's, 1 another peer's, 2 our own
+	best := 3 // lowest rank of a ready endpoint: 0 for the given peer, 1 for another peer, 2 for this cluster
 	for _, e := range endpointsIn(list, named, n.port) {
 		if n.host != "" && (n.host != e.host || n.cluster != e.cluster) {
 			continue

@@ -26,7 +26,8 @@ var must = expect.NoError
 
 func TestMain(m *testing.M) { os.Exit(kubetest.Rounds(m.Run)) }
 
-// importedSlice has one endpoint of a cluster, at 8080 behind the port http.
+// importedSlice returns a slice with one endpoint of a cluster, at port 8080 with the name
+// http.
 func importedSlice(service, cluster, host, address string, ready bool) discoveryv1.EndpointSlice {
 	return discoveryv1.EndpointSlice{
 		ObjectMeta:  metav1.ObjectMeta{Namespace: "prod", GenerateName: "derived-", Labels: map[string]string{mcs.LabelServiceName: service, mcs.LabelSourceCluster: cluster}},

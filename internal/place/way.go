@@ -1,5 +1,5 @@
-// Package place finds the Pod behind a name or an address, for `isthmus trace`, imported services
-// included.
+// Package place finds the Pod behind a name or an address, including names of imported
+// Services, for `isthmus trace`.
 package place
 
 import (
@@ -25,11 +25,11 @@ import (
 type Place struct {
 	Addr netip.AddrPort // the port may be 0
 	Pod  string         // NAMESPACE/NAME of the Pod with the address; empty: no Pod of this cluster
-	Node string         // of the Pod
-	By   string         // the name of an imported Service that was resolved, and to what else it leads; empty: none was
+	Node string         // of that Pod
+	By   string         // the imported Service whose name was resolved, and its other endpoints; empty: no such name
 }
 
-// String returns the place for people.
+// String formats the place for people.
 func (p Place) String() string {
 	text := p.Addr.String()
 	if p.Addr.Port() == 0 {
@@ -44,10 +44,11 @@ func (p Place) String() string {
 	return text
 }
 
-// ErrNone is returned for a name that leads nowhere.
+// ErrNone is returned for a name that does not exist or has no ready endpoint.
 var ErrNone = errors.New("not found")
 
-// At finds the Pod with an address, if it is in this cluster.
+// At returns the Place of an address, with the Pod that has the address if that Pod is in this
+// cluster.
 func At(ctx context.Context, c *cluster.Cluster, at netip.AddrPort) (Place, error) {
 	p := Place{Addr: at}
 	var pods corev1.PodList
@@ -63,7 +64,8 @@ func At(ctx context.Context, c *cluster.Cluster, at netip.AddrPort) (Place, erro
 }
 
 // Find resolves NAMESPACE/POD, or svc/NAME or svc/NAMESPACE/NAME, which means the first ready
-// endpoint. Each may end in :PORT. A Service without a namespace is in the namespace default.
+// endpoint of the Service. Each form may end in :PORT. A Service without a namespace is in the
+// namespace default.
 func Find(ctx context.Context, c *cluster.Cluster, name string) (Place, error) {
 	bare, port, err := splitPort(name)
 	if err != nil {
@@ -115,7 +117,8 @@ func podAt(ctx context.Context, c *cluster.Cluster, namespace, name string, port
 	return p, nil
 }
 
-// endpointOf returns the first ready endpoint of a Service, at the target port of the given one.
+// endpointOf returns the first ready endpoint of a Service, at the target port of the given
+// port.
 func endpointOf(ctx context.Context, c *cluster.Cluster, namespace, name string, port uint16) (Place, error) {
 	what := fmt.Sprintf("Service %s/%s", safetext.Of(namespace), safetext.Of(name))
 	var service corev1.Service
@@ -154,11 +157,11 @@ func endpointOf(ctx context.Context, c *cluster.Cluster, namespace, name string,
 type endpoint struct {
 	at            netip.AddrPort
 	ready         bool
-	host, cluster string // of an imported Service
+	host, cluster string // only for an imported Service
 }
 
-// endpointsIn returns the endpoints of slices, each at its port called named. If named is nil, or
-// the slice has no such port, the endpoint is at port.
+// endpointsIn returns the endpoints in slices, each at the port called named. If named is nil,
+// or the slice has no port with this name, the endpoint is at port.
 func endpointsIn(list []discoveryv1.EndpointSlice, named *string, port uint16) (all []endpoint) {
 	for i := range list {
 		slice := &list[i]
@@ -179,10 +182,10 @@ func endpointsIn(list []discoveryv1.EndpointSlice, named *string, port uint16) (
 	return all
 }
 
-// mostCompleted bounds the Pods that are offered to a shell.
+// mostCompleted is the maximum number of Pods to offer to a shell.
 const mostCompleted = 500
 
-// Pods returns names of Pods in the form that Find takes, for completion.
+// Pods returns the names of Pods in the form that Find accepts, for shell completion.
 func Pods(ctx context.Context, c *cluster.Cluster) (names []string, err error) {
 	var list corev1.PodList
 	if err := c.Client.List(ctx, &list, client.Limit(mostCompleted)); err != nil {

@@ -1,5 +1,5 @@
-// Package redact removes secrets from texts that people will show to others: secrets that it was
-// given, and text that looks like one, in plain, in base64 and in hexadecimal.
+// Package redact removes secrets from texts that people will show to others: secrets that were
+// registered, and text that looks like a secret, in plain form, in base64 and in hexadecimal.
 package redact
 
 import (
@@ -14,18 +14,20 @@ import (
 // Mark replaces a removed text.
 const Mark = "[REDACTED]"
 
-// A Redactor removes secrets. The zero value knows only what secrets look like. Add secrets first;
-// after that its methods may be called concurrently.
+// A Redactor removes secrets. The zero value recognizes only text that looks like a secret. Add
+// all secrets first; after that its methods may be called concurrently.
 type Redactor struct {
-	known  map[string]bool // every form of the given secrets
-	order  []string        // the longest first
+	known  map[string]bool // every form of the registered secrets
+	order  []string        // the keys of known, the longest first
 	public map[string]bool // WireGuard public keys, which look like private ones
 }
 
-// least is the least length of a secret to look for: shorter ones are parts of words.
+// least is the minimum length of a secret to remove, in octets. Shorter ones may be parts of
+// words.
 const least = 8
 
-// Secret adds a secret. Each line of the body of a PEM text counts as one.
+// Secret registers a secret. In a PEM text, each line of the body counts as a secret of its
+// own.
 func (r *Redactor) Secret(value []byte) {
 	value = bytes.TrimSpace(value)
 	if len(value) < least {
@@ -35,11 +37,11 @@ func (r *Redactor) Secret(value []byte) {
 	for _, e := range encodings {
 		forms = append(forms, e.EncodeToString(value))
 	}
-	if raw, ok := decoded(string(value)); ok && len(raw) >= least { // such as a key, which others print in hexadecimal
+	if raw, ok := decoded(string(value)); ok && len(raw) >= least { // such as a key, which other programs print in hexadecimal
 		forms = append(forms, hex.EncodeToString(raw), strings.ToUpper(hex.EncodeToString(raw)))
 	}
-	// In the base64 of a larger text a value has three forms, depending on its offset. Their first
-	// and last characters depend on the neighbouring octets.
+	// Within the base64 of a larger text, a value has three possible forms, depending on its
+	// offset. Their first and last characters depend on the neighbouring octets.
 	for shift := range 3 {
 		inner := base64.StdEncoding.EncodeToString(append(make([]byte, shift), value...))
 		inner = strings.TrimRight(inner, "=")
@@ -67,7 +69,7 @@ func (r *Redactor) Secret(value []byte) {
 	slices.SortFunc(r.order, func(a, b string) int { return len(b) - len(a) })
 }
 
-// Public adds a WireGuard public key, which is not removed.
+// Public registers a WireGuard public key, which is not removed.
 func (r *Redactor) Public(key string) {
 	if r.public == nil {
 		r.public = make(map[string]bool)
@@ -86,28 +88,29 @@ func decoded(text string) ([]byte, bool) {
 	return nil, false
 }
 
-// The forms of secrets.
+// The forms by which secrets are recognized.
 var (
-	// Without an end, the match extends as far as a key can. No pattern looks far ahead: a file
-	// with many beginnings would take for ever.
+	// Without an END line, the match extends as far as a key can. No pattern looks far ahead,
+	// so a file with many BEGIN lines takes no excessive time.
 	pemKey = regexp.MustCompile(`-----BEGIN [A-Z0-9 ]*PRIVATE KEY-----(?:(?:\s|\\[nr])+[A-Za-z-]+: [^\n\\]*)*[A-Za-z0-9+/=\s\\]*(?:-----END [A-Z0-9 ]*PRIVATE KEY-----)?`)
 	jwt    = regexp.MustCompile(`eyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]*)?`)
 	bearer = regexp.MustCompile(`(?i)\b(bearer|basic) +[A-Za-z0-9._~+/=-]{8,}`)
-	// A field whose name shows that its value is secret, in YAML, JSON, an environment or a header.
-	// The value may begin like a path, as one base64 text in 64 does; fields for paths have other
-	// names, such as privateKeyFile. A field without a value may precede another one.
+	// A field whose name shows that its value is secret, in YAML, JSON, an environment or a
+	// header. The value may begin like a path, as one base64 text in 64 does. Fields for paths
+	// have other names, such as privateKeyFile. A field without a value may precede another
+	// field.
 	named    = regexp.MustCompile(`(?i)((?:(?:[\w.-]*(?:password|passwd|secret[_-]?key|client-key-data|private[_-]?key|gateway[_-]?key|preshared[_-]?key|access[_-]?key|api[_-]?key|auth[_-]?token|id-token|refresh-token)|\btoken)\\?["']?\s*[:=]\s*\\?["']?)+)[^\s"'\\,}\[]{4,}`)
 	userinfo = regexp.MustCompile(`(://)[^/\s:@"']+:[^/\s@"']+@`)
-	// 32 octets, the length of WireGuard's keys, and longer texts that may contain some.
+	// Text that may encode 32 octets, the length of WireGuard's keys, or more.
 	blob       = regexp.MustCompile(`[A-Za-z0-9+/_-]{40,}={0,2}`)
 	onlyDigits = regexp.MustCompile(`^[0-9a-fA-F]+$`)
 	digits     = regexp.MustCompile(`(?:sha256:)?\b[0-9a-fA-F]{64,}\b`)
 )
 
-// Text returns text without secrets. It does not change text.
+// Text returns a copy of text without secrets. It does not modify its argument.
 func (r *Redactor) Text(text []byte) []byte { return r.text(text, 3) }
 
-// text is Text for text inside depth levels of encoding at most.
+// text is like Text, and decodes at most depth levels of nested encoding.
 func (r *Redactor) text(text []byte, depth int) []byte {
 	out := text
 	for _, secret := range r.order {
@@ -123,11 +126,11 @@ func (r *Redactor) text(text []byte, depth int) []byte {
 		return out
 	}
 	out = digits.ReplaceAllFunc(out, func(found []byte) []byte {
-		if bytes.HasPrefix(found, []byte("sha256:")) { // the digest of an image
+		if bytes.HasPrefix(found, []byte("sha256:")) { // it is the digest of an image
 			return found
 		}
 		raw := make([]byte, len(found)/2)
-		_, _ = hex.Decode(raw, found[:len(found)/2*2]) // they are digits
+		_, _ = hex.Decode(raw, found[:len(found)/2*2]) // all characters are hexadecimal digits
 		key := len(raw) == 32 && clamped(raw) && !r.public[base64.StdEncoding.EncodeToString(raw)]
 		if key || r.hides(raw, depth) {
 			return mark
@@ -152,6 +155,6 @@ func (r *Redactor) text(text []byte, depth int) []byte {
 // hides reports whether decoded octets contain a secret.
 func (r *Redactor) hides(raw []byte, depth int) bool { return !bytes.Equal(r.text(raw, depth-1), raw) }
 
-// clamped reports whether 32 octets have the form of a private key for X25519 (RFC 7748, section
-// 5), as wg(8) and we create them. One public key in 32 has that form too.
+// clamped reports whether 32 octets have the form of an X25519 private key (RFC 7748, section
+// 5), as wg(8) and Isthmus create it. One public key in 32 has this form, too.
 func clamped(key []byte) bool { return key[0]&7 == 0 && key[31]&0xc0 == 0x40 }

@@ -30,7 +30,7 @@ func wireguardKeys(t testing.TB) (private, public []byte) {
 	return seed, k.PublicKey().Bytes()
 }
 
-// forms are those in which a secret is looked for in what comes out.
+// forms returns the forms in which the output must not contain a secret.
 func forms(secret []byte) map[string]string {
 	all := map[string]string{"plain": string(secret), "hex": hex.EncodeToString(secret), "HEX": strings.ToUpper(hex.EncodeToString(secret))}
 	for name, e := range map[string]*base64.Encoding{"base64": base64.StdEncoding, "raw base64": base64.RawStdEncoding, "URL base64": base64.RawURLEncoding} {
@@ -39,7 +39,7 @@ func forms(secret []byte) map[string]string {
 	return all
 }
 
-// Whatever looks like a secret goes, though nobody told of it.
+// Text that looks like a secret is removed without being registered.
 func TestTextThatLooksLikeASecretIsHidden(t *testing.T) {
 	private, _ := wireguardKeys(t)
 	key := base64.StdEncoding.EncodeToString(private)
@@ -89,13 +89,13 @@ func TestRegisteredSecretsAreHiddenInEveryEncoding(t *testing.T) {
 	}
 }
 
-// What people need to find a fault stays.
+// Text that people need to find a fault is kept.
 func TestOrdinaryTextIsKept(t *testing.T) {
 	_, public := wireguardKeys(t)
 	key := base64.StdEncoding.EncodeToString(public)
 	r := &Redactor{}
 	r.Public(key)
-	r.Secret([]byte("short")) // too short to be looked for
+	r.Secret([]byte("short")) // too short to be removed
 	text := "publicKey: " + key + "\nimage: x@sha256:" + strings.Repeat("0a", 32) + "\npodCIDR: 10.0.0.0/8\ntokenSecret: {name: a, key: token}\nprivateKeyFile: /etc/key\n" +
 		"uid: 11111111-1111-4111-8111-111111111111\nserviceAccountToken:\n  path: token\nshort and sweet\nmessage: the token of the peer expires 2026-12-01\n" +
 		"-----BEGIN CERTIFICATE-----\nMIIB\n-----END CERTIFICATE-----\n"
@@ -104,7 +104,7 @@ func TestOrdinaryTextIsKept(t *testing.T) {
 	}
 }
 
-// Logs are large, and what is in them is anybody's.
+// Logs are large, and may contain text from attackers.
 func TestHostileTextsTakeBoundedTime(t *testing.T) {
 	for _, piece := range []string{"aB3+", "eyJ-----BEGIN PRIVATE KEY-----token=", "eyJabcdefgh.a", "://a:", "password", "0a", "-----BEGIN PRIVATE KEY-----\nProc-Type: 4"} {
 		text := bytes.Repeat([]byte(piece), 200_000/len(piece))

@@ -1,4 +1,4 @@
-// Package safetext makes texts that others wrote safe for a person's terminal.
+// Package safetext makes texts from other systems safe to show on a person's terminal.
 package safetext
 
 import (
@@ -8,17 +8,18 @@ import (
 )
 
 const (
-	// most is how many octets of a text of unknown origin are shown.
+	// most is the maximum number of octets that are shown of a text of unknown origin.
 	most = 400
-	// Message is the limit for the message of a condition: all that our manager writes.
+	// Message is the limit for the message of a condition. Our manager writes no longer
+	// messages.
 	Message = 1024
 )
 
-// Of escapes unprintable characters (control and bidirectional characters, line ends) and cuts a
-// long text.
+// Of escapes unprintable characters (control and bidirectional characters, line ends) and
+// shortens a long text.
 func Of(s string) string { return Cut(s, most) }
 
-// Cut is Of with another limit.
+// Cut is like Of, with another maximum length.
 func Cut(s string, limit int) string {
 	if s == "" {
 		return `""`
@@ -38,7 +39,7 @@ func Cut(s string, limit int) string {
 	return b.String()
 }
 
-// OrDash is Of for a cell of a table: an empty text becomes a dash.
+// OrDash is like Of, for a cell of a table: an empty text becomes a dash.
 func OrDash(s string) string {
 	if s == "" {
 		return "-"
@@ -46,7 +47,7 @@ func OrDash(s string) string {
 	return Of(s)
 }
 
-// FirstFew joins the first few of a list that may be long.
+// FirstFew joins the first five elements of a list, and states how many more there are.
 func FirstFew(all []string, between string) string {
 	const few = 5
 	text := strings.Join(all[:min(len(all), few)], between)

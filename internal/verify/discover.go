@@ -21,19 +21,20 @@ import (
 	"github.com/isthmus-net/isthmus/natengine"
 )
 
-// maxFound is how many targets of each sort are checked, each way.
+// maxFound is the maximum number of targets of each sort, in each direction.
 const maxFound = 16
 
-// tunnelEndpoint is the endpoint that every peer has: the gateway itself.
+// tunnelEndpoint is an endpoint that every peer maps: the gateway itself.
 const tunnelEndpoint = "169.254.0.1"
 
-// agreed are the networks of another cluster as one cluster uses them, by its Peering.
+// agreed are another cluster's networks as one cluster uses them, according to its Peering.
 type agreed struct {
-	pods     natengine.Remap // from the other cluster's own addresses
-	external netip.Prefix    // mapped addresses; not valid: none
+	pods     natengine.Remap // from the other cluster's own pod addresses
+	external netip.Prefix    // network of mapped addresses; invalid: none
 }
 
-// agreedBy returns the networks of cluster of that cluster at uses, by its Peering.
+// agreedBy returns the networks of cluster of, as cluster at uses them according to its
+// Peering.
 func agreedBy(ctx context.Context, at, of *cluster.Cluster) (a agreed, err error) {
 	var list isthmus.PeeringList
 	if err := at.Client.List(ctx, &list); err != nil {
@@ -49,13 +50,13 @@ func agreedBy(ctx context.Context, at, of *cluster.Cluster) (a agreed, err error
 			return a, fmt.Errorf("%s has not agreed with %s on networks yet; `isthmus diagnose` shows why", at, of)
 		}
 		a.pods = natengine.Remap{From: from, To: to}
-		a.external, _ = netip.ParsePrefix(p.Status.Remote.ExternalCIDRSeen) // without it, mapped addresses are not checked
+		a.external, _ = netip.ParsePrefix(p.Status.Remote.ExternalCIDRSeen) // if it is invalid, mapped addresses are not checked
 		return a, nil
 	}
 	return a, fmt.Errorf("%s has no Peering with %s: %w; `isthmus peer` joins them", at, of, ErrNotPeered)
 }
 
-// seen returns the address that a pod of the other cluster has here.
+// seen returns the address at which a pod of the other cluster is reached here.
 func (a agreed) seen(pod netip.Addr) (netip.Addr, error) {
 	seen, ok := a.pods.Map(pod)
 	if !ok {
@@ -66,15 +67,15 @@ func (a agreed) seen(pod netip.Addr) (netip.Addr, error) {
 
 // A Target is a destination other than the Pods of a run.
 type Target struct {
-	Host string // HOST, which gets a ping, or HOST:PORT, which gets a connection
-	What string // what it is, if it was found; empty: a person named it
-	Own  string // its address, or that of an endpoint of it, in its own cluster; empty: unknown
+	Host string // HOST, to which a ping is sent, or HOST:PORT, to which a connection is made
+	What string // description of a target that was found; empty: a person named the target
+	Own  string // the target's address in its own cluster, or that of one of its endpoints; empty: unknown
 }
 
-// discover finds the destinations in another cluster besides the Pods of this run: mapped
-// addresses, which get a ping, and TCP ports of Services with endpoints in the other cluster,
-// imported ones included, which get a connection, by address and by name. It reports and leaves out
-// what it may not read.
+// discover finds targets in cluster of, in addition to the Pods of this run. Mapped addresses
+// get a ping. TCP ports of Services, imported ones included, with endpoints in cluster of get a
+// connection, by address and by name. It reports and leaves out everything that it may not
+// read.
 func discover(ctx context.Context, at, of *cluster.Cluster, a agreed, tell func(string)) (all []Target) {
 	some := func(what string, targets []Target, err error) {
 		if err != nil {
@@ -113,9 +114,9 @@ func discover(ctx context.Context, at, of *cluster.Cluster, a agreed, tell func(
 	return all
 }
 
-// mappedIn returns the addresses that a cluster has mapped for a peer, with the endpoints behind
-// them, if they are in the network that the peer has agreed on. The tunnel's own endpoint is left
-// out.
+// mappedIn returns the addresses that a cluster has mapped for a peer, each with the endpoint
+// behind it. Only addresses in external, the network on which the peer has agreed, are
+// returned. The tunnel's own endpoint is left out.
 func mappedIn(all []v1alpha1.NatMapping, peer v1alpha1.ClusterID, external netip.Prefix) map[netip.Addr]netip.Addr {
 	mapped := map[netip.Addr]netip.Addr{}
 	for _, m := range all {
@@ -133,9 +134,9 @@ func mappedIn(all []v1alpha1.NatMapping, peer v1alpha1.ClusterID, external netip
 	return mapped
 }
 
-// servicesIn returns the TCP ports of Services with endpoints in the other cluster: each ready
-// endpoint, and the name of the Service. remote translates an address of the other cluster to its
-// own.
+// servicesIn returns the TCP ports of Services with endpoints in the other cluster: one target
+// for each ready endpoint, and one for the name of the Service. remote translates an address of
+// the other cluster, as it is used here, to the other cluster's own address.
 func servicesIn(endpoints []discoveryv1.EndpointSlice, services []corev1.Service, remote func(netip.Addr) (own netip.Addr, is bool)) (all []Target) {
 	for i := range endpoints {
 		s := &endpoints[i]
@@ -155,7 +156,7 @@ func servicesIn(endpoints []discoveryv1.EndpointSlice, services []corev1.Service
 				continue
 			}
 			port := uint16(*p.Port) //nolint:gosec // the API server takes no other
-			home := ""              // the own address of one endpoint
+			home := ""              // own address of one of the endpoints
 			for _, e := range s.Endpoints {
 				for _, text := range e.Addresses {
 					addr, err := netip.ParseAddr(text)
@@ -182,12 +183,12 @@ func servicesIn(endpoints []discoveryv1.EndpointSlice, services []corev1.Service
 	return slices.Compact(all)
 }
 
-// importsIn returns the Services that a cluster imports from another one and that are ready there,
-// each with its first TCP port: its name, which may lead to any exporter, and an endpoint of this
-// one.
+// importsIn returns the Services that a cluster imports from another cluster and that are ready
+// there. Each Service gives two targets at its first TCP port: its name, which may resolve to
+// any exporter, and an endpoint of the other cluster.
 func importsIn(endpoints []discoveryv1.EndpointSlice, services []corev1.Service, remote func(netip.Addr) (own netip.Addr, is bool)) (names, ends []Target) {
 	type pair struct{ name, end Target }
-	found := map[string]pair{} // by the Service
+	found := map[string]pair{} // by Service
 	for i := range endpoints {
 		s := &endpoints[i]
 		name := s.Labels[isthmus.LabelService]
@@ -199,7 +200,7 @@ func importsIn(endpoints []discoveryv1.EndpointSlice, services []corev1.Service,
 		}
 		behind := uint16(*s.Ports[at].Port) //nolint:gosec // the API server takes no other
 		port := behind
-		for _, of := range services { // a headless one has none
+		for _, of := range services { // a headless Service is not in services
 			for _, p := range of.Spec.Ports {
 				if of.Namespace == s.Namespace && of.Name == s.Labels[discoveryv1.LabelServiceName] && p.Name == *s.Ports[at].Name {
 					port = uint16(p.Port) //nolint:gosec // the API server takes no other
@@ -228,8 +229,9 @@ func importsIn(endpoints []discoveryv1.EndpointSlice, services []corev1.Service,
 	return names, ends
 }
 
-// control repeats failed checks of found targets in the targets' own cluster. A target that does
-// not answer there either shows nothing about the path between the clusters.
+// control repeats failed checks of discovered targets from within the targets' own cluster. If
+// a target does not answer there either, its failure says nothing about the path between the
+// clusters.
 func control(ctx context.Context, own *site, results []Result) {
 	var which []int
 	var checks []Check

@@ -19,7 +19,8 @@ import (
 	"github.com/isthmus-net/isthmus/natengine"
 )
 
-// What the other cluster says is mapped elsewhere than where it may be is not asked: it is anybody's.
+// Mapped addresses outside the peer's agreed network are not probed, because they may belong to
+// anybody.
 func TestMappedAddressesAreInThePeersNetworks(t *testing.T) {
 	var all []v1alpha1.NatMapping
 	for id, mappings := range map[string]v1alpha1.EndpointMap{
@@ -91,8 +92,8 @@ func TestImportedServicesAreProbedByNameAndEndpoint(t *testing.T) {
 	}
 	pods := natengine.Remap{From: netip.MustParsePrefix("10.248.0.0/16"), To: netip.MustParsePrefix("10.244.0.0/16")}
 	all := []discoveryv1.EndpointSlice{
-		slice("shop", "derived-1", true, "10.248.1.9"), slice("shop", "derived-1", true, "10.248.1.8"), slice("shop", "derived-1", true, "10.250.1.1"), // of another exporter
-		slice("db", "derived-2", true, "10.248.1.7"), // headless
+		slice("shop", "derived-1", true, "10.248.1.9"), slice("shop", "derived-1", true, "10.248.1.8"), slice("shop", "derived-1", true, "10.250.1.1"), // another exporter's endpoint
+		slice("db", "derived-2", true, "10.248.1.7"), // a headless Service
 		slice("sick", "derived-3", false, "10.248.1.6"), slice("theirs", "derived-4", true, "10.250.1.2"),
 	}
 	services := []corev1.Service{derived("derived-1"), derived("derived-3"), derived("derived-4")}
@@ -114,8 +115,8 @@ func TestImportedServicesAreProbedByNameAndEndpoint(t *testing.T) {
 	}
 }
 
-// What does not answer in its own cluster either is nobody's fault between the clusters, and what does
-// is.
+// A target that does not answer in its own cluster either is not counted as failed. A target
+// that does answer there is.
 func TestTargetsThatFailAtHomeAreNotCounted(t *testing.T) {
 	home := func(r *http.Request) (*http.Response, error) {
 		var requests []Request

@@ -17,11 +17,11 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 )
 
-// idle is how long the container in a given Pod waits for a request before it ends: it can neither
-// be deleted nor have a deadline.
+// idle is how long the container in a given Pod waits for a request before it ends. Such a
+// container cannot be deleted and cannot have a deadline.
 const idle = 10 * time.Minute
 
-// CheckPods refuses names that are not NAMESPACE/NAME, and duplicates.
+// CheckPods returns an error for names that are not NAMESPACE/NAME, and for duplicates.
 func CheckPods(given []string) error {
 	for i, text := range given {
 		namespace, name, _ := strings.Cut(text, "/")
@@ -35,8 +35,8 @@ func CheckPods(given []string) error {
 	return nil
 }
 
-// borrow adds a container to each given Pod, and waits until all accept requests. The Pods' own
-// containers are not disturbed.
+// borrow adds a container to each given Pod, and waits until all of these accept requests. The
+// Pods' own containers are not disturbed.
 func (s *site) borrow(ctx context.Context) error {
 	if s.image == "" {
 		if _, err := s.gateway(ctx); err != nil {
@@ -78,7 +78,8 @@ func (s *site) join(ctx context.Context, key client.ObjectKey) error {
 	})
 }
 
-// guest returns the container. It complies with the strictest Pod security standard (restricted).
+// guest returns the container to add. It complies with the strictest Pod security standard
+// (restricted).
 func (s *site) guest(m *member) corev1.EphemeralContainer {
 	no, yes, nobody := false, true, int64(65532)
 	return corev1.EphemeralContainer{EphemeralContainerCommon: corev1.EphemeralContainerCommon{
@@ -91,7 +92,7 @@ func (s *site) guest(m *member) corev1.EphemeralContainer {
 	}}
 }
 
-// part ends the containers in given Pods, and waits until they have ended.
+// part ends the added containers, and waits until they have ended.
 func (s *site) part(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), cleaning)
 	defer cancel()
@@ -108,7 +109,7 @@ func (s *site) part(ctx context.Context) error {
 	return errors.Join(errs...)
 }
 
-// end ends the member's container.
+// end ends the member's container, and waits until it has ended.
 func (m *member) end(ctx context.Context, c client.Client) error {
 	last := errors.New("its state is unknown")
 	_ = wait.PollUntilContextCancel(ctx, 500*time.Millisecond, true, func(ctx context.Context) (bool, error) {
@@ -124,14 +125,14 @@ func (m *member) end(ctx context.Context, c client.Client) error {
 		}
 		last = errors.New("it has not ended")
 		if m.http != nil {
-			_ = m.ask(ctx, http.MethodPost, "/end", nil, nil) // the next look shows whether it ended
+			_ = m.ask(ctx, http.MethodPost, "/end", nil, nil) // ignore the error: the next iteration checks whether it ended
 		}
 		return false, nil
 	})
 	return last
 }
 
-// status returns the status of the member's container, nil if there is none yet.
+// status returns the status of the member's container; nil: there is none yet.
 func (m *member) status(p *corev1.Pod) *corev1.ContainerStatus {
 	all := p.Status.ContainerStatuses
 	if m.container != "" {

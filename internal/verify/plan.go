@@ -1,10 +1,11 @@
-// Package verify sends traffic between two clusters, from Pods that it creates, and reports what
-// arrived, for `isthmus verify`.
+// Package verify sends traffic between two clusters, from Pods that it creates, and reports
+// which packets arrived, for `isthmus verify`.
 //
 //	Plan ─► Pods in both clusters ─► each gets its requests ─► Results ─► Pods are deleted
 //
-// The Pods run this program (Serve), so no other image is pulled. A pure function decides what to
-// send. The Pods get their requests over ports at their loopback addresses.
+// The Pods run this program (Serve), so no other image is pulled. Plan, a pure function,
+// decides what to send. The Pods get their requests through port-forwarding to their loopback
+// addresses.
 package verify
 
 import (
@@ -21,26 +22,26 @@ const (
 	TCP  = "tcp"
 	UDP  = "udp"
 	ICMP = "icmp"
-	// Connect is a TCP connection to any listener, which is closed at once.
+	// Connect is a TCP connection to any listener. It is closed at once.
 	Connect = "connect"
 )
 
-// Sizes are the octets to send and to get back, for each protocol: a few, about as many as fit into
-// one packet, and more than any MTU of the path, so that UDP and ICMP are fragmented.
+// Sizes are the numbers of octets to send and to receive, by protocol: a few, about as many as
+// fit into one packet, and more than any MTU of the path, so that UDP and ICMP are fragmented.
 var Sizes = map[string][]int{TCP: {1000, 500_000}, UDP: {100, 1300, 4000}, ICMP: {56, 1300, 4000}}
 
-// least is the minimum size: for UDP a cookie and room for the answer, for ICMP the cookie.
+// least is the minimum size: for UDP the cookie and room for the Answer, for ICMP the cookie.
 var least = map[string]int{UDP: cookie + answerRoom, ICMP: cookie}
 
 // An End is a Pod that sends or receives.
 type End struct {
 	Cluster string     `json:"cluster"`
 	Network string     `json:"network"`         // "pod" or "host"
-	Place   string     `json:"place,omitempty"` // "gateway": the node of the active gateway; "other": another one
-	Pod     string     `json:"pod,omitempty"`   // instead of Place: the given Pod, NAMESPACE/NAME
+	Place   string     `json:"place,omitempty"` // "gateway": the node of the active gateway; "other": another node
+	Pod     string     `json:"pod,omitempty"`   // NAMESPACE/NAME of a given Pod; then Place is empty
 	Node    string     `json:"node"`
 	Addr    netip.Addr `json:"addr"` // of the Pod
-	Seen    netip.Addr `json:"seen"` // its address in the other cluster; only in the pod network
+	Seen    netip.Addr `json:"seen"` // the Pod's address as the other cluster uses it; only in the pod network
 }
 
 // String identifies the End for people.
@@ -62,25 +63,25 @@ const (
 	other       = "other"
 )
 
-// A Check is one request and its expected answer.
+// A Check is one request, for which an answer is expected.
 type Check struct {
 	From     End    `json:"from"`
 	To       End    `json:"to,omitzero"`
-	Target   string `json:"target,omitempty"` // instead of To: HOST or HOST:PORT, see Targets
-	What     string `json:"what,omitempty"`   // what Target is, if it was found; empty: a person named it
+	Target   string `json:"target,omitempty"` // HOST or HOST:PORT, see Targets; then To is empty
+	What     string `json:"what,omitempty"`   // description of a Target that was found; empty: a person named it
 	Protocol string `json:"protocol"`
 	Size     int    `json:"size"` // octets of the payload
 
 	own string // see Target.Own
 }
 
-// Only selects checks; an empty list selects all.
+// Only selects checks. An empty list selects all values.
 type Only struct{ protocols, networks, directions []string }
 
-// Words are those that ParseOnly accepts.
+// Words are the words that ParseOnly accepts.
 var Words = []string{TCP, UDP, ICMP, podNetwork, hostNetwork, "out", "in"}
 
-// ParseOnly parses words: protocols, the network of the sender, and the direction.
+// ParseOnly parses a selection: words name protocols, networks of the sender, and directions.
 func ParseOnly(words []string) (o Only, err error) {
 	var wrong []error
 	for _, w := range words {
@@ -99,9 +100,9 @@ func ParseOnly(words []string) (o Only, err error) {
 }
 
 // Targets returns the checks of targets from every End in a cluster: a ping to HOST, and a
-// connection to HOST:PORT. HOST is an address as that cluster sees it, such as that of a mapped
-// endpoint, or a name, which the Pods resolve. Targets that a person named are checked even if only
-// excludes their protocol.
+// connection to HOST:PORT. HOST is an address as that cluster uses it, such as that of a mapped
+// endpoint, or a name that the Pods resolve. Targets that a person named are checked even if
+// only excludes their protocol.
 func Targets(local []End, only Only, targets []Target) (checks []Check) {
 	for _, t := range targets {
 		protocol, word, size := ICMP, ICMP, Sizes[ICMP][0]
@@ -117,7 +118,7 @@ func Targets(local []End, only Only, targets []Target) (checks []Check) {
 	return checks
 }
 
-// whom names the receiver.
+// whom returns the name of the receiver.
 func (c Check) whom() string {
 	switch {
 	case c.What != "":
@@ -130,9 +131,10 @@ func (c Check) whom() string {
 
 func among(all []string, one string) bool { return len(all) == 0 || slices.Contains(all, one) }
 
-// Plan returns the checks from every End in one cluster to every pod of the other, both ways. Host
-// networks only send, since no cluster reaches the other's. sizes replaces the Sizes of a protocol;
-// a size below the protocol's minimum becomes the minimum, once.
+// Plan returns the checks from every End in one cluster to every pod of the other, in both
+// directions. Ends in the host network only send, because a cluster cannot reach the other's
+// host network. sizes replaces the Sizes of a protocol. Sizes below the protocol's minimum
+// become one check of the minimum.
 func Plan(local, remote []End, only Only, sizes map[string][]int) (checks []Check) {
 	known := map[Check]bool{}
 	for _, way := range []struct {

@@ -28,40 +28,40 @@ import (
 )
 
 const (
-	// label is on the Pods of all runs; its value identifies the run.
+	// label marks the Pods of all runs. Its value identifies the run.
 	label = "isthmus.net/verify"
-	// echoPort is the port of the echo in Pods in the pod network.
+	// echoPort is the port at which Pods in the pod network echo.
 	echoPort = 7468
-	// lifetime ends Pods that remain when this program was killed.
+	// lifetime ends Pods that remain because this program was killed.
 	lifetime = 24 * time.Hour
-	// start is how long Pods may take to run: an image may have to be pulled.
+	// start is the time that Pods may take to run. The image may have to be pulled.
 	start = 3 * time.Minute
-	// cleaning is how long deleting the Pods may take.
+	// cleaning is the time that deleting the Pods may take.
 	cleaning = 30 * time.Second
 )
 
-// A site is one cluster, and the Pods of this run in it.
+// A site is one cluster with the Pods of this run in it.
 type site struct {
 	*cluster.Cluster
 	run     string
 	image   string
 	secrets []corev1.LocalObjectReference
-	given   []string // Pods to use instead of creating some, NAMESPACE/NAME
-	as      agreed   // the networks of this cluster as the other one uses them
-	control uint16   // port
+	given   []string // Pods to use instead of creating some, each NAMESPACE/NAME
+	as      agreed   // this cluster's networks as the other cluster uses them
+	control uint16   // port for requests
 	pods    []*member
 }
 
-// A member is a Pod and the connection for its requests.
+// A member is a Pod of the run with the connection for its requests.
 type member struct {
 	End
 	namespace, name string
-	container       string // the container in a given Pod; empty: the only one
+	container       string // the added container of a given Pod; empty: the Pod has only one
 	http            *http.Client
 }
 
 func newSite(c *cluster.Cluster, run, image string, given []string) *site {
-	// In the host network a Pod shares the ports of its node.
+	// The port is random, because Pods in the host network share the ports of their node.
 	return &site{Cluster: c, run: run, image: image, given: given, control: uint16(20000 + rand.N(10000))}
 }
 
@@ -98,10 +98,11 @@ func (s *site) waitForAll(ctx context.Context) error {
 	return errors.Join(errs...)
 }
 
-// A place is a node on which there are Pods.
+// A place is a node for Pods of the run.
 type place struct{ place, node string }
 
-// gateway returns the Pod of the active gateway, after which the new Pods are modelled.
+// gateway returns the Pod of the active gateway, from which the new Pods take image and
+// settings.
 func (s *site) gateway(ctx context.Context) (*corev1.Pod, error) {
 	var gateways corev1.PodList
 	if err := s.Client.List(ctx, &gateways, client.InNamespace(s.Namespace), client.MatchingLabels{v1alpha1.LabelGateway: v1alpha1.GatewayActive}); err != nil {
@@ -147,7 +148,7 @@ func takesPods(n *corev1.Node) bool {
 	})
 }
 
-// args are the arguments of the program in a Pod.
+// args returns the arguments of the program in a Pod.
 func (s *site) args(network string) []string {
 	args := []string{"probe", fmt.Sprintf("--control=%d", s.control)}
 	if network == podNetwork {
@@ -156,8 +157,8 @@ func (s *site) args(network string) []string {
 	return args
 }
 
-// pod returns a Pod that runs Serve, in the namespace of the installation, where Pods may have raw
-// sockets and the host network.
+// pod returns a Pod that runs Serve, in the namespace of the installation, where Pods may use
+// raw sockets and the host network.
 func (s *site) pod(node, place, network string) *corev1.Pod {
 	no, root, life, grace := false, int64(0), int64(lifetime.Seconds()), int64(1)
 	return &corev1.Pod{
@@ -174,16 +175,17 @@ func (s *site) pod(node, place, network string) *corev1.Pod {
 			Containers: []corev1.Container{{
 				Name: "probe", Image: s.image, Args: s.args(network),
 				SecurityContext: &corev1.SecurityContext{
-					// Only root has capabilities: those of a container are not ambient.
+					// Run as root: another user's process would not get the container's
+					// capabilities, which are not ambient.
 					RunAsUser: &root, AllowPrivilegeEscalation: &no, ReadOnlyRootFilesystem: new(true),
-					Capabilities: &corev1.Capabilities{Drop: []corev1.Capability{"ALL"}, Add: []corev1.Capability{"NET_RAW"}}, // pings
+					Capabilities: &corev1.Capabilities{Drop: []corev1.Capability{"ALL"}, Add: []corev1.Capability{"NET_RAW"}}, // for pings
 				},
 			}},
 		},
 	}
 }
 
-// wait waits until a Pod runs; the error has the reason why it does not.
+// wait waits until a Pod runs. The error contains the reason why it does not.
 func (s *site) wait(ctx context.Context, m *member) error {
 	last := errors.New("its state is unknown")
 	err := wait.PollUntilContextCancel(ctx, 500*time.Millisecond, true, func(ctx context.Context) (bool, error) {
@@ -228,7 +230,8 @@ func (s *site) wait(ctx context.Context, m *member) error {
 	return nil
 }
 
-// endOfWait returns why a wait ended with its context: an interrupt, or the last error that it saw.
+// endOfWait returns the error for a wait whose context has ended: an interrupt, or the last
+// error that the wait saw.
 func endOfWait(ctx context.Context, last error) error {
 	if errors.Is(ctx.Err(), context.Canceled) {
 		return &stoppedError{last}
@@ -236,13 +239,14 @@ func endOfWait(ctx context.Context, last error) error {
 	return last
 }
 
-// stoppedError is context.Canceled with the last error that a wait saw. cli adds "interrupted".
+// stoppedError is context.Canceled together with the last error that a wait saw. Package cli
+// adds "interrupted".
 type stoppedError struct{ last error }
 
 func (e *stoppedError) Error() string   { return "stopped waiting: " + e.last.Error() }
 func (e *stoppedError) Unwrap() []error { return []error{context.Canceled, e.last} }
 
-// state returns the state that the kubelet reports of a container.
+// state returns the state of a Pod's container as the kubelet reports it.
 func state(p *corev1.Pod) string {
 	for _, c := range p.Status.ContainerStatuses {
 		if text := stateOf(c); text != "" {
@@ -252,7 +256,7 @@ func state(p *corev1.Pod) string {
 	return safetext.Of(p.Status.Reason + " " + p.Status.Message)
 }
 
-// stateOf returns the state of a container, empty while it runs.
+// stateOf returns the state of a container; empty: it runs.
 func stateOf(c corev1.ContainerStatus) string {
 	if w := c.State.Waiting; w != nil {
 		return safetext.Of(w.Reason + " " + w.Message)
@@ -294,7 +298,7 @@ func (m *member) ask(ctx context.Context, method, path string, in, out any) erro
 	return json.Unmarshal(text, out)
 }
 
-// remove deletes the Pods of this run, and those of other runs that have ended.
+// remove deletes the Pods of this run, and the Pods of other runs that have ended.
 func (s *site) remove(ctx context.Context) error {
 	if len(s.given) > 0 {
 		return s.part(ctx)

@@ -23,41 +23,42 @@ import (
 )
 
 const (
-	// maxSize bounds a payload in octets, maxRequests the requests that a Pod gets at once.
+	// maxSize is the maximum payload in octets. maxRequests is the maximum number of requests
+	// that a Pod accepts at once.
 	maxSize, maxRequests = 16 << 20, 1000
-	// senders is how many requests a Pod handles at a time.
+	// senders is the number of requests that a Pod handles concurrently.
 	senders = 8
-	// attempt is how long one attempt may take without an octet, and attempts how many there are. A
-	// transfer that makes progress may take slowest.
+	// attempt is how long an attempt may take without receiving an octet, and attempts is the
+	// number of attempts. A transfer that makes progress may take slowest.
 	attempt, attempts = 3 * time.Second, 3
 	slowest           = 20 * time.Second
 	// large is the size from which a transfer may be slow on a busy machine.
 	large = 64 << 10
-	// maxConnections is how many clients an echo serves at a time.
+	// maxConnections is the number of clients that an echo serves concurrently.
 	maxConnections = 64
 )
 
-// A Request tells one Pod to send packets.
+// A Request makes one Pod send packets.
 type Request struct {
 	Protocol string `json:"protocol"`
-	Host     string `json:"host"`           // an address, or a name that the sender resolves
-	Port     uint16 `json:"port,omitempty"` // not of ICMP
+	Host     string `json:"host"`           // address, or a name that the sender resolves
+	Port     uint16 `json:"port,omitempty"` // not for ICMP
 	Size     int    `json:"size"`
 	Once     bool   `json:"once,omitempty"` // do not resend lost packets
 }
 
-// An Answer is the outcome of a Request.
+// An Answer is the result of a Request.
 type Answer struct {
 	Error   string     `json:"error,omitempty"`
-	Unable  string     `json:"unable,omitempty"` // why it could not send
-	Seconds float64    `json:"seconds"`          // of the attempt that was answered
-	Tries   int        `json:"tries"`            // attempts
-	SeenAs  netip.Addr `json:"seenAs,omitzero"`  // the source that the receiver saw; not of ICMP
+	Unable  string     `json:"unable,omitempty"` // the reason why it could not send
+	Seconds float64    `json:"seconds"`          // duration of the attempt that was answered
+	Tries   int        `json:"tries"`            // number of attempts
+	SeenAs  netip.Addr `json:"seenAs,omitzero"`  // the source address that the receiver saw; not for ICMP
 }
 
-// Serve echoes TCP and UDP at port echo, unless that is 0, and takes requests at port control of
-// the loopback address. It returns when ctx ends, when a request says so, or after idle without a
-// request (0: never).
+// Serve echoes TCP and UDP at port echo, unless that is 0, and accepts requests at port control
+// of the loopback address. It returns when ctx ends, when it is requested to end, or after the
+// duration idle without a request (0: never).
 func Serve(ctx context.Context, echo, control uint16, idle time.Duration) error {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
@@ -99,12 +100,12 @@ func Serve(ctx context.Context, echo, control uint16, idle time.Duration) error 
 	case err = <-errs:
 	}
 	for _, c := range closers {
-		_ = c.Close() // this ends its goroutine
+		_ = c.Close() // closing ends the goroutine that reads
 	}
 	return err
 }
 
-// afterIdle calls end when alive has not been called for the duration idle; 0: never.
+// afterIdle calls end once alive has not been called for the duration idle; 0: never.
 func afterIdle(idle time.Duration, end func()) (alive func()) {
 	if idle <= 0 {
 		return func() {}
@@ -113,8 +114,8 @@ func afterIdle(idle time.Duration, end func()) (alive func()) {
 	return func() { timer.Reset(idle) }
 }
 
-// A TCP question is a length in four octets, and as many octets. Its answer has two parts of this
-// form: an Answer in JSON, and the octets of the question.
+// A TCP question is a length in four octets, followed by that number of octets. Its answer has
+// two parts of this form: an Answer in JSON, and the octets of the question.
 func echoTCP(l net.Listener) error {
 	seats := make(chan struct{}, maxConnections)
 	for {
@@ -126,13 +127,13 @@ func echoTCP(l net.Listener) error {
 		go func() {
 			defer func() { <-seats }()
 			defer c.Close()
-			_ = answerTCP(c) // the client tries again
+			_ = answerTCP(c) // ignore the error: the client tries again
 		}()
 	}
 }
 
 func answerTCP(c net.Conn) error {
-	t := &transfer{Conn: c, end: time.Now().Add(slowest)} // its client waits no longer
+	t := &transfer{Conn: c, end: time.Now().Add(slowest)} // by then, the client no longer waits
 	payload, err := readPiece(t)
 	if err != nil {
 		return err
@@ -140,11 +141,12 @@ func answerTCP(c net.Conn) error {
 	return errors.Join(writePiece(t, seenBy(c.RemoteAddr())), writePiece(t, payload))
 }
 
-// A transfer is a connection that may stand still for one attempt, and lasts until end.
+// A transfer is a connection with two limits: it may make no progress for the duration of one
+// attempt, and must finish before end.
 type transfer struct {
 	net.Conn
 	end  time.Time
-	came int // octets read
+	came int // number of octets read
 }
 
 func (t *transfer) Read(b []byte) (n int, err error) {
@@ -182,7 +184,7 @@ func readPiece(r io.Reader) ([]byte, error) {
 	if n > maxSize {
 		return nil, fmt.Errorf("%d octets are too many", n)
 	}
-	var b bytes.Buffer // it grows with the octets that come, not with the announced length
+	var b bytes.Buffer // grows with the octets received, whatever length was announced
 	if _, err := io.CopyN(&b, r, int64(n)); err != nil {
 		return nil, err
 	}
@@ -201,18 +203,18 @@ func seenBy(from net.Addr) []byte {
 	return text
 }
 
-// A UDP answer is as long as its question and begins with the same 16 octets, except for one bit.
-// After them comes an Answer, as far as it fits.
+// A UDP answer is as long as its question and begins with the same 16 octets, except for one
+// bit. They are followed by an Answer, as far as it fits.
 const cookie = 16
 
-// question is a bit of the first octet that is set in questions only. Since no echo answers an
-// answer, two of them cannot be made to talk to each other.
+// question is a bit of the first octet that is set only in questions. An echo answers only
+// questions, so two echoes cannot be made to answer each other for ever.
 const question = 0x80
 
-// answerRoom is the size of an echo's Answer: SeenAs of up to 39 octets, and its JSON.
+// answerRoom is the maximum size of an echo's Answer in JSON, with a SeenAs of 39 octets.
 const answerRoom = 80
 
-// echoUDP answers questions, except those that seem to come from another echo.
+// echoUDP answers questions, except questions that seem to come from another echo.
 func echoUDP(c net.PacketConn) error {
 	own := portOf(c.LocalAddr())
 	b := make([]byte, 64<<10)
@@ -225,7 +227,7 @@ func echoUDP(c net.PacketConn) error {
 			b[0] &^= question
 			clear(b[cookie:n])
 			copy(b[cookie:n], seenBy(from))
-			_, _ = c.WriteTo(b[:n], from) // the client tries again
+			_, _ = c.WriteTo(b[:n], from) // ignore the error: the client tries again
 		}
 	}
 }
@@ -235,7 +237,7 @@ func portOf(a net.Addr) uint16 {
 	return at.Port()
 }
 
-// run sends the packets of a request.
+// run performs the requests in an HTTP request.
 func run(w http.ResponseWriter, r *http.Request) {
 	var requests []Request
 	if err := json.NewDecoder(io.LimitReader(r.Body, 1<<20)).Decode(&requests); err != nil || len(requests) > maxRequests {
@@ -254,10 +256,10 @@ func run(w http.ResponseWriter, r *http.Request) {
 	}
 	group.Wait()
 	w.Header().Set("Content-Type", "application/json")
-	_ = json.NewEncoder(w).Encode(answers) // the client ended the connection
+	_ = json.NewEncoder(w).Encode(answers) // fails only if the client has closed the connection
 }
 
-// Do sends until an answer comes, at most attempts times.
+// Do performs a request. It sends until an answer arrives, at most attempts times.
 func Do(ctx context.Context, r Request) (a Answer) {
 	send := map[string]func(context.Context, netip.AddrPort, int) (netip.Addr, error){TCP: overTCP, UDP: overUDP, ICMP: echo, Connect: knock}[r.Protocol]
 	if send == nil || r.Size < 0 || r.Size > maxSize {
@@ -299,7 +301,7 @@ func (r Request) resolve(ctx context.Context) (to netip.AddrPort, err error) {
 	return netip.AddrPortFrom(addrs[0].Unmap(), r.Port), nil
 }
 
-// knock connects and closes.
+// knock opens a connection and closes it.
 func knock(ctx context.Context, to netip.AddrPort, _ int) (netip.Addr, error) {
 	c, err := connect(ctx, "tcp", to)
 	if err == nil {
@@ -315,11 +317,11 @@ func isTimeout(err error) bool {
 
 func payload(n int) []byte {
 	b := make([]byte, n)
-	_, _ = rand.Read(b) // it never fails
+	_, _ = rand.Read(b) // never fails
 	return b
 }
 
-// connect dials and sets the deadline of ctx.
+// connect dials, and sets the deadline of ctx on the connection.
 func connect(ctx context.Context, network string, to netip.AddrPort) (net.Conn, error) {
 	c, err := new(net.Dialer).DialContext(ctx, network, to.String())
 	if err != nil {
@@ -331,7 +333,7 @@ func connect(ctx context.Context, network string, to netip.AddrPort) (net.Conn, 
 	return c, err
 }
 
-// A slowError means that a transfer made progress but did not end in time.
+// A slowError reports a transfer that made progress but did not finish in time.
 type slowError struct{ came, of int }
 
 func (e slowError) Error() string {
@@ -347,7 +349,7 @@ func overTCP(ctx context.Context, to netip.AddrPort, size int) (from netip.Addr,
 	return exchange(conn, size)
 }
 
-// exchange sends size octets and reads them back. It sets its own deadlines, see transfer.
+// exchange sends size octets and reads them back. It sets deadlines by itself, see transfer.
 func exchange(conn net.Conn, size int) (from netip.Addr, err error) {
 	c := &transfer{Conn: conn, end: time.Now().Add(slowest)}
 	defer func() {
@@ -374,7 +376,7 @@ func exchange(conn net.Conn, size int) (from netip.Addr, err error) {
 	return seen.SeenAs, err
 }
 
-// overUDP uses a connected socket, which ignores answers from other addresses.
+// overUDP uses a connected socket, which ignores datagrams from other addresses.
 func overUDP(ctx context.Context, to netip.AddrPort, size int) (from netip.Addr, err error) {
 	c, err := connect(ctx, "udp", to)
 	if err != nil {
@@ -395,7 +397,7 @@ func overUDP(ctx context.Context, to netip.AddrPort, size int) (from netip.Addr,
 			return from, err
 		}
 		if n != len(sent) || !bytes.Equal(b[:cookie], want) {
-			continue // an answer to an earlier attempt
+			continue // answers an earlier attempt
 		}
 		var seen Answer
 		if err := json.Unmarshal(bytes.TrimRight(b[cookie:n], "\x00"), &seen); err != nil {
@@ -405,14 +407,14 @@ func overUDP(ctx context.Context, to netip.AddrPort, size int) (from netip.Addr,
 	}
 }
 
-// errUnable means that nothing was sent.
+// errUnable is returned if the Pod was not permitted to send.
 var errUnable = errors.New("it may not send them: it has no CAP_NET_RAW, and its group is not in net.ipv4.ping_group_range, which the securityContext.sysctls of a Pod can set")
 
 func echo(ctx context.Context, to netip.AddrPort, size int) (from netip.Addr, err error) {
 	at := to.Addr()
 	network, all := ping.Raw(at)
 	c, err := icmp.ListenPacket(network, all)
-	// Where net.ipv4.ping_group_range permits it, a ping needs no raw socket.
+	// If net.ipv4.ping_group_range permits it, a ping needs no raw socket.
 	if errors.Is(err, os.ErrPermission) {
 		c, err = icmp.ListenPacket(map[bool]string{false: "udp4", true: "udp6"}[at.Is6()], all)
 	}
@@ -424,6 +426,6 @@ func echo(ctx context.Context, to netip.AddrPort, size int) (from netip.Addr, er
 	}
 	defer func() { _ = c.Close() }() // fails only if it is already closed
 	_, _, err = ping.Echo(ctx, c, at, max(size, least[ICMP]))
-	// A ping does not show the source that the receiver saw.
+	// A ping does not return the source address that the receiver saw.
 	return from, err
 }

@@ -14,12 +14,12 @@ import (
 type Result struct {
 	Check
 	Answer
-	// Unknown is why there is no result: the sender got no request, or the receiver does not answer
-	// in its own cluster either.
+	// Unknown is the reason why there is no result: the sender got no request, or the receiver
+	// does not answer in its own cluster either.
 	Unknown string `json:"unknown,omitempty"`
 }
 
-// A Report is the results of a run.
+// A Report has the results of a run.
 type Report struct {
 	Local   string    `json:"local"` // names of the clusters
 	Remote  string    `json:"remote"`
@@ -28,7 +28,7 @@ type Report struct {
 	Failed  int       `json:"failed"`
 	Unknown int       `json:"unknown"` // see Result.Unknown; not among Failed
 	Results []Result  `json:"results"`
-	// LeftOut is what was not checked, and why.
+	// LeftOut lists the checks that were not performed, with the reasons.
 	LeftOut []string `json:"leftOut,omitempty"`
 }
 

@@ -23,35 +23,37 @@ import (
 // Options select the checks.
 type Options struct {
 	Only  Only
-	Sizes map[string][]int // by protocol; Sizes are the defaults
-	To    []string         // targets in the remote cluster besides those found there, see Targets
-	Image string           // of the Pods; empty: the gateway's image in each cluster
-	// Pods of the local and the remote cluster to use instead of creating some, each
-	// NAMESPACE/NAME, see CheckPods.
+	Sizes map[string][]int // by protocol, instead of the package's Sizes
+	To    []string         // targets in the remote cluster, in addition to those found there; see Targets
+	Image string           // image of the Pods; empty: the gateway's image in each cluster
+	// Pods and RemotePods are Pods of the local and the remote cluster to use instead of
+	// creating some, each NAMESPACE/NAME; see CheckPods.
 	Pods, RemotePods []string
-	Report           func(string) // gets a line for each step
-	// Continuous makes the run last until the context ends, with one small UDP packet a second for
-	// each pair. It gets the counts every second and at the end. The callee owns the slice.
+	Report           func(string) // called with a line for each step
+	// Continuous makes the run last until the context ends, with one small UDP packet per
+	// second for each pair. It is called with the counts every second and at the end, and owns
+	// the slice.
 	Continuous func([]Loss)
 }
 
-// A Loss counts the packets from one Pod to another, and those that were lost.
+// A Loss counts the packets from one Pod to another, and how many of these were lost.
 type Loss struct {
 	From     End       `json:"from"`
 	To       End       `json:"to"`
 	Sent     int       `json:"sent"`
 	Lost     int       `json:"lost"`
-	Last     time.Time `json:"last,omitzero"` // when one was last lost; zero: never
-	Why      string    `json:"why,omitempty"` // the reason of the last loss
-	NotAsked int       `json:"notAsked"`      // how often the sender got no request, so that nothing is known
+	Last     time.Time `json:"last,omitzero"` // when a packet was last lost; zero: never
+	Why      string    `json:"why,omitempty"` // reason of the last loss
+	NotAsked int       `json:"notAsked"`      // how often the sender could not be asked to send, so that the result is unknown
 	WhyNot   string    `json:"whyNot,omitempty"`
 }
 
-// ErrNotPeered is returned for two clusters that are not joined.
+// ErrNotPeered is returned for two clusters that are not peered.
 var ErrNotPeered = errors.New("not peered")
 
-// Run creates Pods in both clusters, makes them send, and deletes them, also when ctx ends. The
-// Report has the results before an error. The end of ctx is an error, unless Continuous had begun.
+// Run creates Pods in both clusters, makes them send, and deletes them, even if ctx ends. If
+// there is an error, the Report has the results before it. The end of ctx is an error, unless
+// Continuous had begun.
 func Run(ctx context.Context, local, remote *cluster.Cluster, o Options) (report *Report, err error) {
 	report = &Report{At: time.Now(), Results: []Result{}}
 	clusters := [2]*cluster.Cluster{local, remote}
@@ -98,13 +100,13 @@ func Run(ctx context.Context, local, remote *cluster.Cluster, o Options) (report
 	return report, verify(ctx, sites, found, o, report)
 }
 
-// verify makes the Pods send what o selects, and to the targets that each cluster found in the
-// other.
+// verify performs the checks that o selects, and those of the targets found in each other's
+// cluster.
 func verify(ctx context.Context, sites [2]*site, found [2][]Target, o Options, report *Report) error {
 	checks := Plan(sites[0].ends(), sites[1].ends(), o.Only, o.Sizes)
 	if o.Continuous != nil {
 		watch(ctx, sites, pairs(checks), o.Continuous)
-		return nil // a continuous run ends with ctx
+		return nil // a continuous run has no other end than that of ctx
 	}
 	for _, target := range o.To {
 		checks = append(checks, Targets(sites[0].ends(), o.Only, []Target{{Host: target}})...)
@@ -124,9 +126,9 @@ func verify(ctx context.Context, sites [2]*site, found [2][]Target, o Options, r
 	return ctx.Err()
 }
 
-// withoutUnable leaves out pings between Pods one of which may not send them, and names that Pod:
-// its TCP and UDP take the same path. It keeps, as unknown, pings that a person asked for and pings
-// to targets, to which nothing else may be sent.
+// withoutUnable leaves out pings between Pods if one of the two may not send pings, and names
+// that Pod. Its TCP and UDP packets use the same path. Pings that a person requested, and pings
+// to targets that can only be pinged, are kept as unknown.
 func withoutUnable(results []Result, only Only) (some []Result, leftOut []string) {
 	for _, r := range results {
 		if r.Unable == "" || r.Target != "" || slices.Contains(only.protocols, ICMP) {
@@ -140,7 +142,8 @@ func withoutUnable(results []Result, only Only) (some []Result, leftOut []string
 	return some, leftOut
 }
 
-// story returns a line about the Pods of a site, created or given.
+// story returns a line about the Pods of a site: made if they were created, given if they were
+// given.
 func (s *site) story(made, given string) string {
 	if len(s.given) > 0 {
 		return fmt.Sprintf("%s: %s %s", s, given, strings.Join(s.given, ", "))
@@ -163,7 +166,7 @@ func (s *site) ends() (all []End) {
 	return all
 }
 
-// send makes all Pods send at once, each its own checks, and returns the results in the order of
+// send performs checks. All Pods send concurrently. It returns the results in the order of
 // checks.
 func send(ctx context.Context, sites [2]*site, checks []Check) []Result {
 	results := make([]Result, len(checks))
@@ -179,7 +182,7 @@ func send(ctx context.Context, sites [2]*site, checks []Check) []Result {
 	return results
 }
 
-// senderOf returns the indexes of the checks that each Pod sends.
+// senderOf returns the indexes of the checks that each Pod has to send.
 func senderOf(sites [2]*site, checks []Check) map[*member][]int {
 	of := map[*member][]int{}
 	for _, s := range sites {
@@ -202,8 +205,8 @@ func pick(checks []Check, which []int) []Check {
 	return some
 }
 
-// send makes one Pod send packets. A connection to a node that is gone gets no error, so it has a
-// timeout: the time that the Pod may take, and a margin.
+// send makes one Pod perform checks. A connection to a node that was lost returns no error, so
+// it has a timeout: the time that the Pod may take, and a margin.
 func (m *member) send(ctx context.Context, checks []Check, once bool) []Result {
 	requests := make([]Request, len(checks))
 	for i, c := range checks {
@@ -231,8 +234,8 @@ func (m *member) send(ctx context.Context, checks []Check, once bool) []Result {
 	return results
 }
 
-// patience is how long a Pod may take for requests if none is answered, with a margin for the
-// connection to it. A large transfer may be slow too.
+// patience returns the maximum time that a Pod takes for requests, even if none is answered,
+// with a margin for the connection to the Pod. Large transfers may be slow, too.
 func patience(requests []Request, once bool) time.Duration {
 	rounds := (len(requests) + senders - 1) / senders
 	if once {
@@ -253,14 +256,14 @@ func (c Check) request() Request {
 	if c.Target != "" {
 		r.Host, r.Port = c.Target, 0
 		if host, port, err := net.SplitHostPort(c.Target); err == nil {
-			n, _ := strconv.ParseUint(port, 10, 16) // CheckTarget has validated it
+			n, _ := strconv.ParseUint(port, 10, 16) // CheckTarget has validated the port
 			r.Host, r.Port = host, uint16(n)
 		}
 	}
 	return r
 }
 
-// CheckTarget refuses a text that is neither HOST nor HOST:PORT.
+// CheckTarget returns an error for a text that is neither HOST nor HOST:PORT.
 func CheckTarget(text string) error {
 	host, port, err := net.SplitHostPort(text)
 	if err == nil {
@@ -276,7 +279,7 @@ func CheckTarget(text string) error {
 	return fmt.Errorf("%q: want HOST for a ping, or HOST:PORT for a connection, such as 10.0.0.1:443", text)
 }
 
-// pairs returns the checks of Continuous: one for each pair.
+// pairs returns the checks for Continuous: one for each pair of Ends.
 func pairs(checks []Check) (few []Check) {
 	known := map[[2]End]bool{}
 	for _, c := range checks {
@@ -288,18 +291,18 @@ func pairs(checks []Check) (few []Check) {
 	return few
 }
 
-// watch makes each Pod send once a second, independently of the others. It calls tell with the
-// counts once a second and at the end, as soon as there are any.
+// watch makes each Pod send once per second, independently of the others. It calls tell with
+// the counts once per second and at the end, as soon as there are any.
 func watch(ctx context.Context, sites [2]*site, checks []Check, tell func([]Loss)) {
 	losses := make([]Loss, len(checks))
 	for i, c := range checks {
 		losses[i].From, losses[i].To = c.From, c.To
 	}
-	var mu sync.Mutex // of losses
+	var mu sync.Mutex // guards losses
 	var group sync.WaitGroup
 	senders := senderOf(sites, checks)
 	for _, m := range slices.Concat(sites[0].pods, sites[1].pods) {
-		// A Pod that only answers needs requests too, or it ends as idle.
+		// A Pod that only answers must get requests, too, or it would end as idle.
 		if _, sends := senders[m]; !sends {
 			group.Go(func() {
 				every(ctx, idle/10, func() { _ = m.ask(ctx, http.MethodGet, "/ready", nil, nil) })
@@ -310,7 +313,7 @@ func watch(ctx context.Context, sites [2]*site, checks []Check, tell func([]Loss
 		group.Go(func() {
 			every(ctx, time.Second, func() {
 				results := m.send(ctx, pick(checks, mine), true)
-				if ctx.Err() != nil { // packets under way do not count as lost
+				if ctx.Err() != nil { // packets in transit do not count as lost
 					return
 				}
 				mu.Lock()
@@ -334,7 +337,7 @@ func watch(ctx context.Context, sites [2]*site, checks []Check, tell func([]Loss
 	say()
 }
 
-// every calls do at once and then at each interval. It returns when ctx has ended.
+// every calls do at once, and then after each interval. It returns when ctx has ended.
 func every(ctx context.Context, interval time.Duration, do func()) {
 	tick := time.NewTicker(interval)
 	defer tick.Stop()

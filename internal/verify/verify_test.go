@@ -30,8 +30,8 @@ func ends(cluster string, nodes int) (all []End) {
 	return all
 }
 
-// Every sender asks every pod of the other cluster, by each protocol and size; nobody asks a host
-// of the other cluster, or anybody of their own.
+// Every sender sends to every pod of the other cluster, with each protocol and size. Nobody
+// sends to a host of the other cluster, or within a cluster.
 func TestThePlanHasEveryPairInBothDirections(t *testing.T) {
 	a, b := ends("a", 2), ends("b", 1)
 	seen := map[Check]bool{}
@@ -80,7 +80,8 @@ func TestOnlySelectsTheNamedChecks(t *testing.T) {
 	}
 }
 
-// A report tells the octets that were sent, and the answer to the least of them fits.
+// A report states the octets that were really sent, and the Answer to the smallest question
+// fits.
 func TestProbesBelowTheMinimumSizeAreNotPlanned(t *testing.T) {
 	sizes := map[string][]int{}
 	for protocol := range Sizes {
@@ -116,10 +117,10 @@ func TestTargetsAreProbedByPingOrConnection(t *testing.T) {
 	}
 }
 
-// serve runs Serve on ports that are free.
+// serve runs Serve on free ports.
 func serve(t *testing.T) (echo, control uint16) {
 	t.Helper()
-	for range 10 { // whoever takes a port meanwhile
+	for range 10 { // another process may take a port in the meantime
 		for _, p := range []*uint16{&echo, &control} {
 			l, err := net.Listen("tcp", "127.0.0.1:0")
 			if err != nil {
@@ -179,7 +180,7 @@ func TestProbesOfEverySizeAreAnswered(t *testing.T) {
 	var requests []Request
 	for protocol, sizes := range Sizes {
 		if protocol == ICMP && os.Geteuid() != 0 {
-			continue // raw sockets
+			continue // needs raw sockets
 		}
 		for _, size := range append([]int{0, 1}, sizes...) {
 			requests = append(requests, Request{Protocol: protocol, Host: "127.0.0.1", Port: echo, Size: size})
@@ -201,7 +202,7 @@ func TestProbesOfEverySizeAreAnswered(t *testing.T) {
 	}
 	for _, a := range tell(t, control, []Request{
 		{Protocol: Connect, Host: "nowhere.invalid", Port: 80, Once: true},
-		{Protocol: UDP, Host: "127.0.0.1", Port: 9, Once: true}, // nobody is there
+		{Protocol: UDP, Host: "127.0.0.1", Port: 9, Once: true}, // no process listens at this port
 		{Protocol: "sctp", Host: "127.0.0.1", Port: echo}, {Protocol: TCP, Host: "127.0.0.1", Port: echo, Size: maxSize + 1}, {Protocol: TCP, Host: "127.0.0.1", Port: echo, Size: -1},
 	}) {
 		if a.Error == "" {
@@ -210,13 +211,14 @@ func TestProbesOfEverySizeAreAnswered(t *testing.T) {
 	}
 }
 
-// A transfer that goes on is not given up, however slow the machine is; one that stands still is.
+// A transfer that makes progress is not abandoned, however slow the machine is. One that stops
+// is.
 func TestASlowTransferIsNotReportedLost(t *testing.T) {
 	const size = 160 << 10
 	for _, tc := range []struct {
 		name  string
-		pause time.Duration // before each of ten pieces of the answer
-		most  int           // octets that come back
+		pause time.Duration // pause before each of ten parts of the answer
+		most  int           // octets of the answer that are sent
 		want  string        // part of the error; empty: none
 	}{
 		{"slow", 1500 * time.Millisecond, 1 << 20, ""},
@@ -243,10 +245,10 @@ func TestASlowTransferIsNotReportedLost(t *testing.T) {
 						time.Sleep(tc.pause)
 						n, err := there.Write(b[:min(len(b), size/10+1)])
 						if b = b[n:]; err != nil {
-							return // given up
+							return // the client has given up
 						}
 					}
-					_, _ = there.Read(make([]byte, 1)) // until the other end closes
+					_, _ = there.Read(make([]byte, 1)) // wait until the client closes
 				}()
 				_, err := exchange(here, size)
 				here.Close()
@@ -259,7 +261,8 @@ func TestASlowTransferIsNotReportedLost(t *testing.T) {
 	}
 }
 
-// An echo that anybody reaches believes no length, and sends nobody more than they sent.
+// Anybody can reach an echo. So it must not trust a length, and must not send more than it
+// received.
 func TestAnEchoDoesNotTrustTheStatedLength(t *testing.T) {
 	echo, _ := serve(t)
 	at := fmt.Sprintf("127.0.0.1:%d", echo)
@@ -279,7 +282,7 @@ func TestAnEchoDoesNotTrustTheStatedLength(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer u.Close()
-	for _, n := range []int{1, cookie, cookie + 1, cookie + 5} { // the first two are not answered
+	for _, n := range []int{1, cookie, cookie + 1, cookie + 5} { // too short to be answered: the first two
 		if _, err := u.Write(append([]byte{question}, make([]byte, n-1)...)); err != nil {
 			t.Fatal(err)
 		}
@@ -295,10 +298,10 @@ func TestAnEchoDoesNotTrustTheStatedLength(t *testing.T) {
 	}
 }
 
-// heard is a socket to which some datagrams came, and that keeps what is sent.
+// heard is a socket with datagrams to read, which records the datagrams that are written.
 type heard struct {
 	net.PacketConn
-	from [][2]string // address and payload
+	from [][2]string // address and payload of each datagram
 	sent [][2]string
 }
 
@@ -320,12 +323,12 @@ func (h *heard) WriteTo(b []byte, to net.Addr) (int, error) {
 	return len(b), nil
 }
 
-// One datagram with a forged source makes no two echoes talk to each other for ever: not at their
-// own port, and not at others where something translates it.
+// A datagram with a forged source must not make two echoes answer each other for ever, whether
+// they use echoPort or an address translation has changed the port.
 func TestAnEchoDoesNotAnswerAnEcho(t *testing.T) {
 	asked := string([]byte{question | 5}) + strings.Repeat("x", 100)
 	c := &heard{from: [][2]string{
-		{"10.0.0.1:7468", asked}, {"[::ffff:10.0.0.1]:7468", asked}, {"[fd00::1]:7468", asked}, // as if from an echo
+		{"10.0.0.1:7468", asked}, {"[::ffff:10.0.0.1]:7468", asked}, {"[fd00::1]:7468", asked}, // the source looks like an echo
 		{"10.0.0.1:40000", asked}, {"[fd00::1]:40001", asked},
 	}}
 	if err := echoUDP(c); !errors.Is(err, io.EOF) {
@@ -379,7 +382,7 @@ func TestAReportIsATableAndJUnit(t *testing.T) {
 	}
 }
 
-// A Pod that may not send pings is no reason to doubt the way that TCP and UDP go.
+// If a Pod may not send pings, that is no failure of the path that its TCP and UDP packets use.
 func TestForbiddenPingsAreLeftOut(t *testing.T) {
 	const why = "Pod web-0: it may not send them"
 	may, mayNot := End{Cluster: "a", Pod: "shop/web-1"}, End{Cluster: "a", Pod: "shop/web-0"}
@@ -388,8 +391,8 @@ func TestForbiddenPingsAreLeftOut(t *testing.T) {
 	}
 	results := []Result{
 		{Check: Check{From: may, Protocol: ICMP}}, unable(Check{From: mayNot, Protocol: ICMP, Size: 56}), unable(Check{From: mayNot, Protocol: ICMP, Size: 1300}),
-		{Check: Check{From: mayNot, Protocol: UDP}}, unable(Check{From: mayNot, Protocol: ICMP, Target: "10.80.0.1", What: "mapped address"}), // by nothing but pings
-		unable(Check{From: mayNot, Protocol: ICMP, Target: "192.0.2.1"}), // that somebody named
+		{Check: Check{From: mayNot, Protocol: UDP}}, unable(Check{From: mayNot, Protocol: ICMP, Target: "10.80.0.1", What: "mapped address"}), // its target can only be pinged
+		unable(Check{From: mayNot, Protocol: ICMP, Target: "192.0.2.1"}), // a person named it
 	}
 	some, leftOut := withoutUnable(results, Only{})
 	r := &Report{LeftOut: leftOut}
@@ -437,12 +440,12 @@ func TestALineSummarizesLosses(t *testing.T) {
 	}
 }
 
-// A way is an http.RoundTripper: what is between this program and a Pod.
+// A way is an http.RoundTripper in place of the connection to a Pod.
 type way func(*http.Request) (*http.Response, error)
 
 func (w way) RoundTrip(r *http.Request) (*http.Response, error) { return w(r) }
 
-// fine is the way to a Pod to which everything is answered.
+// fine is the connection to a Pod whose requests are all answered.
 func fine(r *http.Request) (*http.Response, error) {
 	var requests []Request
 	if err := json.NewDecoder(r.Body).Decode(&requests); err != nil {
@@ -452,13 +455,13 @@ func fine(r *http.Request) (*http.Response, error) {
 	return &http.Response{StatusCode: http.StatusOK, Body: io.NopCloser(bytes.NewReader(text)), Request: r}, err
 }
 
-// hung is the way to a Pod whose node was powered off.
+// hung is the connection to a Pod whose node was powered off.
 func hung(r *http.Request) (*http.Response, error) {
 	<-r.Context().Done()
 	return nil, r.Context().Err()
 }
 
-// between returns two clusters with a Pod each, and the checks between them.
+// between returns two clusters with one Pod each, and the checks between them.
 func between(a, b way) (sites [2]*site, checks []Check) {
 	for i, w := range []way{a, b} {
 		end := ends(string(rune('a'+i)), 1)[0]
@@ -484,7 +487,7 @@ func TestThePodOfALostNodeIsNotAwaitedForever(t *testing.T) {
 	})
 }
 
-// A Pod that does not answer any more keeps nobody else from sending each second.
+// While one Pod does not answer requests, all others continue to send each second.
 func TestOtherPodsContinueWhenANodeIsLost(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		sites, checks := between(fine, hung)
@@ -502,7 +505,8 @@ func TestOtherPodsContinueWhenANodeIsLost(t *testing.T) {
 	})
 }
 
-// That Pods are left is told by an error; nothing else is one when Continuous is ended.
+// When a continuous run is interrupted, that is no error. Only Pods that cannot be removed are
+// one.
 func TestEndingContinuousIsNotAnError(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		sites, _ := between(fine, fine)
@@ -530,8 +534,8 @@ func TestChosenPodsAreListedOnce(t *testing.T) {
 	}
 }
 
-// Nobody can delete a container of a Pod that was given: it ends when it is told to, and when nobody
-// tells it anything.
+// The container added to a given Pod cannot be deleted. So it ends when it gets the request to
+// end, or gets no request for a while.
 func TestAProbeTerminates(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		var asked time.Time
@@ -549,7 +553,7 @@ func TestAProbeTerminates(t *testing.T) {
 	for {
 		resp, err := http.Post(fmt.Sprintf("http://127.0.0.1:%d/end", control), "", nil)
 		if err != nil {
-			return // nobody listens any more
+			return // the server has ended
 		}
 		resp.Body.Close()
 	}
