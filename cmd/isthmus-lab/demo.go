@@ -55,7 +55,7 @@ gone.`,
 					return cli.Usage("%w", err)
 				}
 				o.Kube = func(ctx context.Context) (string, error) { return kubetest.BuildNodes(ctx, cmd.ErrOrStderr()) }
-				kube.UseLogger(slog.New(slog.DiscardHandler)) // the client library would ask for one
+				kube.UseLogger(slog.New(slog.DiscardHandler)) // otherwise the client library would complain
 				return downHint(demo.RunKubernetes(cmd.Context(), o), o.Name)
 			}
 			fmt.Fprintln(o.Out, "Two clusters joined by files, then three with API servers, all on this machine, with real traffic between their pods.")
@@ -72,12 +72,13 @@ gone.`,
 	return cmd
 }
 
-// A building compiles the API servers' programs while the demo shows something else.
+// A building compiles the API servers' programs in the background while the demo shows other
+// steps.
 type building struct {
 	cancel context.CancelFunc
 	done   chan struct{}
 	shown  *gate
-	dir    string // valid after done, as is err
+	dir    string // may be read once done is closed, like err
 	err    error
 }
 
@@ -91,7 +92,7 @@ func build(ctx context.Context, progress io.Writer) *building {
 	return b
 }
 
-// wait shows the progress from now on, and returns the folder of the finished programs.
+// wait shows the progress from now on, and returns the directory of the finished programs.
 func (b *building) wait(ctx context.Context) (string, error) {
 	b.shown.open()
 	select {
@@ -102,14 +103,14 @@ func (b *building) wait(ctx context.Context) (string, error) {
 	}
 }
 
-// end stops an unfinished build.
+// end cancels an unfinished build.
 func (b *building) end() {
 	b.cancel()
 	<-b.done
 }
 
-// A gate keeps only the last write while it is closed. When it opens it passes that on, and then
-// everything.
+// A gate holds back output. While it is closed it keeps only the last write. When it opens, it
+// passes on that write and everything that follows.
 type gate struct {
 	w io.Writer
 
@@ -132,11 +133,12 @@ func (g *gate) open() {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	if g.opened = true; len(g.newest) > 0 {
-		_, _ = g.w.Write(append([]byte("\n"), g.newest...)) // an error only hides progress
+		_, _ = g.w.Write(append([]byte("\n"), g.newest...)) // ignore the error: only the progress would be missing
 	}
 }
 
-// isTerminal reports whether f shows colours and the user allows them (https://no-color.org).
+// isTerminal reports whether f is a terminal on which the user permits colours
+// (https://no-color.org).
 func isTerminal(f *os.File) bool {
 	_, err := unix.IoctlGetTermios(int(f.Fd()), unix.TCGETS)
 	return err == nil && os.Getenv("NO_COLOR") == "" && os.Getenv("TERM") != "dumb"

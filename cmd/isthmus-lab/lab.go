@@ -94,7 +94,7 @@ func up(ctx context.Context, out io.Writer, spec lab.Spec, binary string, bare b
 	return show(out, l)
 }
 
-// downHint adds to an error about an existing lab how to remove it.
+// downHint adds to an error about an existing lab the command to remove it.
 func downHint(err error, name string) error {
 	if errors.Is(err, lab.ErrExists) {
 		return fmt.Errorf("%w; \"isthmus-lab show --name %s\" shows it, \"isthmus-lab down --name %s\" removes it", err, name, name)
@@ -102,7 +102,8 @@ func downHint(err error, name string) error {
 	return err
 }
 
-// startServer runs the lab's web server in a process of its own, which outlives this one.
+// startServer runs the lab's web server in a process of its own, which continues after this one
+// has ended.
 func startServer(ctx context.Context, l *lab.Lab) error {
 	self, err := os.Executable()
 	if err != nil {
@@ -119,16 +120,16 @@ func startServer(ctx context.Context, l *lab.Lab) error {
 	if err := cmd.Start(); err != nil {
 		return err
 	}
-	stop := context.AfterFunc(ctx, func() { _ = cmd.Process.Kill() }) // the read below then ends
+	stop := context.AfterFunc(ctx, func() { _ = cmd.Process.Kill() }) // killing it ends the read below
 	defer stop()
 	if said, err := io.ReadAll(stdout); err != nil || string(said) != serving {
-		_ = cmd.Process.Kill() // if it has not ended by itself
+		_ = cmd.Process.Kill() // in case it is still running
 		return fmt.Errorf("the lab's web server: %w: %s", errors.Join(err, cmd.Wait()), strings.TrimSpace(text.String()))
 	}
 	return cmd.Process.Release()
 }
 
-// serving is what "serve" prints before it closes its standard output.
+// serving is the line that "serve" prints before it closes its standard output.
 const serving = "serving\n"
 
 func newServeCommand() *cobra.Command {
@@ -136,7 +137,7 @@ func newServeCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:    "serve",
 		Short:  "Serve HTTP in the pods and servers of a lab, until ended",
-		Hidden: true, // "up" starts it
+		Hidden: true, // "up" starts this command
 		Args:   cobra.NoArgs,
 		RunE: needsRoot(func(cmd *cobra.Command, _ []string) error {
 			l, err := lab.Open(name)
@@ -200,8 +201,8 @@ type row struct {
 	Name     string `json:"name"`
 	Clusters int    `json:"clusters"`
 	Hosts    int    `json:"hosts"`
-	Gateways int    `json:"gateways"`          // that run
-	Problem  string `json:"problem,omitempty"` // why the rest is unknown
+	Gateways int    `json:"gateways"`          // number of running gateways
+	Problem  string `json:"problem,omitempty"` // why the other fields are unknown
 }
 
 func newListCommand() *cobra.Command {

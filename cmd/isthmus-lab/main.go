@@ -1,9 +1,9 @@
-// Command isthmus-lab makes clusters out of network namespaces of one machine, for trials and
+// Command isthmus-lab builds clusters out of network namespaces on one machine, for trials and
 // demonstrations.
 //
 //	isthmus-lab demo        three clusters with API servers, peered, with real traffic, step by step
 //	isthmus-lab up | down   clusters without API servers, whose gateways are configured by files
-//	isthmus-lab kube        build etcd, kube-apiserver and kube-controller-manager, which the demo needs
+//	isthmus-lab kube        build etcd, kube-apiserver and kube-controller-manager for the demo
 //
 // The clusters run the program isthmus.
 package main
@@ -26,7 +26,7 @@ func main() {
 	os.Exit(run(os.Args[1:], os.Stdin, os.Stdout, os.Stderr))
 }
 
-// run is the whole program; it returns the exit code.
+// run executes the program with these arguments and returns its exit code.
 func run(args []string, stdin io.Reader, stdout, stderr io.Writer) int {
 	return cli.Run(newRootCommand(), args, stdin, stdout, stderr)
 }
@@ -56,8 +56,8 @@ A lab exists until "isthmus-lab down" or a reboot.
 	return root
 }
 
-// needsRoot refuses to run a command as another user than root, who would see only some of the
-// processes of a lab.
+// needsRoot returns a function that fails unless the user is root. Other users would see only
+// some of the processes of a lab.
 func needsRoot(do func(*cobra.Command, []string) error) func(*cobra.Command, []string) error {
 	return func(cmd *cobra.Command, args []string) error {
 		if os.Geteuid() != 0 {
@@ -98,12 +98,12 @@ const defaultName = "lab"
 func addNameFlag(cmd *cobra.Command, name *string) {
 	cmd.Flags().StringVar(name, "name", defaultName, "name of the lab; several labs may exist at a time")
 	_ = cmd.RegisterFlagCompletionFunc("name", func(*cobra.Command, []string, string) ([]string, cobra.ShellCompDirective) {
-		names, _ := lab.List() // without a list the shell completes nothing
+		names, _ := lab.List() // on an error the list is empty, and the shell completes nothing
 		return names, cobra.ShellCompDirectiveNoFileComp
 	})
 }
 
-// completeHosts completes the names of hosts, for up to most arguments.
+// completeHosts completes the names of hosts, for at most most arguments.
 func completeHosts(name *string, most int) cobra.CompletionFunc {
 	return func(_ *cobra.Command, args []string, _ string) (hosts []string, _ cobra.ShellCompDirective) {
 		if l, err := lab.Open(*name); err == nil && len(args) < most {
@@ -115,8 +115,8 @@ func completeHosts(name *string, most int) cobra.CompletionFunc {
 	}
 }
 
-// hint returns the flag that names the lab, for commands shown to people; empty for the default
-// lab.
+// hint returns the flag that selects the lab, for commands shown to people. It is empty for the
+// default lab.
 func hint(name string) string {
 	if name == defaultName {
 		return ""

@@ -9,7 +9,7 @@ import (
 	"testing"
 )
 
-// isthmusLab runs the program.
+// isthmusLab runs the program with these arguments.
 func isthmusLab(args ...string) (stdout, stderr string, code int) {
 	var out, errs bytes.Buffer
 	code = run(args, strings.NewReader(""), &out, &errs)

@@ -50,7 +50,7 @@ of the active gateway. The gateway logs the user and the filter of each capture.
   kubectl exec -n isthmus-system POD -- isthmus capture > gateway.pcapng`,
 		Args: cobra.MaximumNArgs(3),
 		ValidArgsFunction: func(_ *cobra.Command, args []string, begin string) ([]string, cobra.ShellCompDirective) {
-			if len(args) != 2 { // an address
+			if len(args) != 2 { // the arguments are addresses
 				return nil, cobra.ShellCompDirectiveNoFileComp
 			}
 			return words(capture.Protocols, begin)
@@ -104,15 +104,15 @@ of the active gateway. The gateway logs the user and the filter of each capture.
 	complete := func(flag string, all []string) {
 		_ = cmd.RegisterFlagCompletionFunc(flag, func(_ *cobra.Command, _ []string, begin string) ([]string, cobra.ShellCompDirective) {
 			return words(all, begin)
-		}) // fails only for a flag that does not exist
+		}) // fails only if the flag does not exist
 	}
 	complete("at", capture.PlaceNames())
 	complete("drop", capture.DropNames())
 	return cmd
 }
 
-// captureTo writes a capture to out until it ends or ctx does. When ctx ends, it asks the gateway
-// to complete the file.
+// captureTo writes a capture to out until the capture or ctx ends. When ctx ends, it asks the
+// gateway to complete the file.
 func captureTo(ctx context.Context, out io.Writer, query string) (s capture.Summary, err error) {
 	var conn net.Conn
 	client := &http.Client{Transport: &http.Transport{DisableKeepAlives: true, DialContext: func(ctx context.Context, _, _ string) (c net.Conn, err error) {
@@ -131,12 +131,12 @@ func captureTo(ctx context.Context, out io.Writer, query string) (s capture.Summ
 	}
 	defer resp.Body.Close()
 	if resp.StatusCode != http.StatusOK {
-		text, _ := io.ReadAll(io.LimitReader(resp.Body, 4096)) // the gateway's error
+		text, _ := io.ReadAll(io.LimitReader(resp.Body, 4096)) // the response is the gateway's error message
 		return s, cli.Unreachable(fmt.Errorf("gateway: %s", strings.TrimSpace(string(text))))
 	}
 	stop := context.AfterFunc(ctx, func() {
 		if c, ok := conn.(*net.UnixConn); ok {
-			_ = c.CloseWrite() // asks the gateway to stop; the rest is still read
+			_ = c.CloseWrite() // asks the gateway to stop, and still permits to read the rest
 		}
 	})
 	defer stop()

@@ -22,14 +22,14 @@ import (
 	"github.com/isthmus-net/isthmus/internal/kubetest"
 )
 
-// noCluster makes the environment one without any kubeconfig.
+// noCluster removes every kubeconfig from the environment.
 func noCluster(t *testing.T) {
 	t.Helper()
 	t.Setenv("KUBECONFIG", filepath.Join(t.TempDir(), "none"))
 	t.Setenv("KUBERNETES_SERVICE_HOST", "")
 }
 
-// unreachableCluster is a kubeconfig for an API server that is not there.
+// unreachableCluster returns a kubeconfig with an API server that does not exist.
 func unreachableCluster(t *testing.T) (path string) {
 	t.Helper()
 	path = filepath.Join(t.TempDir(), "kubeconfig")
@@ -95,7 +95,7 @@ func TestClusterCommandsExplainAMissingContext(t *testing.T) {
 	}
 }
 
-// Client libraries log through klog, by default on standard error.
+// Client libraries log through klog, whose default is standard error.
 func TestLogsOfClientLibrariesAreNotPrinted(t *testing.T) {
 	noCluster(t)
 	var text bytes.Buffer
@@ -179,7 +179,7 @@ func TestCommandLinePeersTwoClusters(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	peer := func(from, to string, more ...string) []string { // at loopback addresses, which has to be said
+	peer := func(from, to string, more ...string) []string { // the loopback addresses of these API servers must be chosen explicitly
 		args := []string{"peer", "--context", from, "--remote-context", to}
 		for flag, name := range map[string]string{"--server": from, "--remote-server": to} {
 			args = append(args, flag, contexts.Clusters[contexts.Contexts[name].Cluster].Server)

@@ -8,11 +8,11 @@ import (
 	"github.com/isthmus-net/isthmus/internal/inspect"
 )
 
-// aboutCluster reports whether `isthmus status` or `isthmus trace` is about a cluster, not about
-// the gateway on this machine. Flags decide; without any, a kubeconfig or our running in a Pod
-// means a cluster.
+// aboutCluster reports whether `isthmus status` or `isthmus trace` is about a cluster, and not
+// about the gateway on this machine. Flags decide. Without any, it is about a cluster if there
+// is a kubeconfig or the program runs in a Pod.
 func aboutCluster(cmd *cobra.Command) bool {
-	for _, flag := range []string{"gateway", "address", "flows"} { // a command need not have them all
+	for _, flag := range []string{"gateway", "address", "flows"} { // not every command has all of these flags
 		if cmd.Flags().Changed(flag) {
 			return false
 		}

@@ -19,26 +19,26 @@ import (
 	"github.com/isthmus-net/isthmus/internal/source/kube"
 )
 
-// A way is the path of a packet through clusters, hop by hop.
+// A way is the path of a packet through the clusters, hop by hop.
 type way struct {
-	Direction string   `json:"direction"` // "out", or "in" for the answer
+	Direction string   `json:"direction"` // "out", or "in" for the path of the answer
 	Protocol  string   `json:"protocol"`
 	From      string   `json:"from"`
 	To        string   `json:"to"`
 	Hops      []wayHop `json:"hops"`
 	Arrives   bool     `json:"arrives"`
-	// Leaves is set if the packet leaves for a peer that was not queried, so that it is unknown
-	// whether it arrives.
+	// Leaves is true if the packet leaves for a peer that was not queried, so that it is
+	// unknown whether the packet arrives.
 	Leaves bool `json:"leaves,omitempty"`
-	// Verdict says in a sentence whether the packet arrives, or where it ends and why.
+	// Verdict is a sentence that states whether the packet arrives, or where and why it ends.
 	Verdict string `json:"verdict"`
 }
 
-// hopOtherSide stands for the peer's cluster if that is not queried. It ends a path that works so
-// far.
+// hopOtherSide is the name of a hop that represents the peer's cluster if that cluster is not
+// queried. It ends a path that works up to there.
 const hopOtherSide = "other side"
 
-// A wayHop is a hop, with the gateway's step if it is one.
+// A wayHop is a hop. The gateway's hop also has the gateway's step.
 type wayHop struct {
 	health.Hop
 	Step *gateway.TraceStep `json:"step,omitempty"`
@@ -47,8 +47,8 @@ type wayHop struct {
 // clusterTrace is one run of `isthmus trace` on clusters.
 type clusterTrace struct {
 	ctx           context.Context
-	query         gateway.TraceQuery // without addresses
-	local, remote *cluster.Cluster   // remote: nil if it is not queried
+	query         gateway.TraceQuery // without the addresses
+	local, remote *cluster.Cluster   // remote is nil if the other cluster is not queried
 }
 
 func (t *clusterTrace) run(cmd *cobra.Command, local, remote cluster.Access, src, dst string, output cli.Output) (err error) {
@@ -84,7 +84,7 @@ func (t *clusterTrace) run(cmd *cobra.Command, local, remote cluster.Access, src
 	return err
 }
 
-// ways returns the path of the packet and that of its answer, or one of the two.
+// ways returns the path of the packet and the path of its answer, or only one of them.
 func (t *clusterTrace) ways(src, dst string) ([]way, error) {
 	from, err := t.end(t.local, src)
 	if err != nil {
@@ -111,7 +111,7 @@ func (t *clusterTrace) ways(src, dst string) ([]way, error) {
 	return []way{out, in}, nil
 }
 
-// end finds one end of the path, in its own cluster.
+// end finds one end of the path in the cluster to which it belongs.
 func (t *clusterTrace) end(c *cluster.Cluster, name string) (place.Place, error) {
 	if !strings.Contains(name, "/") {
 		at, err := gateway.ParseTraceAddr(name)
@@ -123,8 +123,9 @@ func (t *clusterTrace) end(c *cluster.Cluster, name string) (place.Place, error)
 	return place.Find(t.ctx, c, name)
 }
 
-// destination finds the destination, and its address in this cluster. If the other cluster is
-// queried, a name is looked up there, except the name of a Service that this cluster imports.
+// destination finds the destination and its address in this cluster. If the other cluster is
+// queried, a name is resolved there. The exception is the name of a Service that this cluster
+// imports.
 func (t *clusterTrace) destination(name string) (place.Place, error) {
 	if place.IsImportedName(name) {
 		peer := ""
@@ -144,7 +145,7 @@ func (t *clusterTrace) destination(name string) (place.Place, error) {
 	return p, err
 }
 
-// out follows the packet. there is what the gateway made of it, nil if it drops the packet.
+// out follows the packet. there is the gateway's step; nil: the gateway drops the packet.
 func (t *clusterTrace) out(from, to place.Place) (w way, there *gateway.TraceStep, err error) {
 	w = way{Direction: "out", Protocol: t.query.Protocol, From: from.String(), To: to.String()}
 	if err := w.add(inspect.NodeHop(t.ctx, t.local, from.Node)); err != nil {
@@ -172,7 +173,8 @@ func (t *clusterTrace) out(from, to place.Place) (w way, there *gateway.TraceSte
 	return w.judge(), step, nil
 }
 
-// arrive follows a packet that the other gateway sent, through its own cluster to the Pod's node.
+// arrive follows a packet that the other gateway has sent, through its own cluster to the Pod's
+// node.
 func (t *clusterTrace) arrive(w *way, c *cluster.Cluster, sent *gateway.TraceStep) (*gateway.TraceStep, error) {
 	src, dst, err := after(sent)
 	if err != nil {
@@ -231,7 +233,7 @@ func (t *clusterTrace) back(from, to place.Place, sent *gateway.TraceStep) (w wa
 		return w, err
 	}
 	as, own, err := after(seen)
-	if err != nil { // the answer is dropped there
+	if err != nil { // the peer's gateway drops the answer
 		w.Verdict = "no answer: the packet does not arrive"
 		return w, nil //nolint:nilerr // the verdict has the reason
 	}
@@ -257,11 +259,11 @@ func (t *clusterTrace) back(from, to place.Place, sent *gateway.TraceStep) (w wa
 }
 
 func mustAfterDst(s *gateway.TraceStep) netip.AddrPort {
-	_, dst, _ := after(s) // it was parsed before
+	_, dst, _ := after(s) // cannot fail: it was parsed before
 	return dst
 }
 
-// after returns the addresses of a packet that leaves the gateway.
+// after returns the addresses that a packet has when it leaves the gateway.
 func after(s *gateway.TraceStep) (src, dst netip.AddrPort, err error) {
 	if src, err = gateway.ParseTraceAddr(s.NewSrc); err != nil {
 		return src, dst, err
@@ -270,7 +272,8 @@ func after(s *gateway.TraceStep) (src, dst netip.AddrPort, err error) {
 	return src, dst, err
 }
 
-// engineStep runs the packet through an engine with the rules of a cluster's objects.
+// engineStep runs a packet through an engine with the rules that follow from a cluster's
+// objects.
 func (t *clusterTrace) engineStep(c *cluster.Cluster, direction string, src, dst netip.AddrPort) (*gateway.TraceStep, error) {
 	gw, _, err := kube.GatewayOf(t.ctx, c.Client, c.Config.Host, c.Identity)
 	if err != nil {
@@ -285,8 +288,8 @@ func (t *clusterTrace) engineStep(c *cluster.Cluster, direction string, src, dst
 	return &steps[0], nil
 }
 
-// engine adds the step of a cluster's gateway to a path. It returns nil if the gateway drops the
-// packet.
+// engine adds the step of a cluster's gateway to a path. It returns nil if the gateway drops
+// the packet.
 func (t *clusterTrace) engine(w *way, c *cluster.Cluster, direction string, src, dst netip.AddrPort) (*gateway.TraceStep, error) {
 	step, err := t.engineStep(c, direction, src, dst)
 	if err != nil {
@@ -308,7 +311,7 @@ func (t *clusterTrace) engine(w *way, c *cluster.Cluster, direction string, src,
 	return step, nil
 }
 
-// rewrites describes in one line how the addresses change.
+// rewrites describes, in one line, the changes of the addresses.
 func rewrites(s *gateway.TraceStep) string {
 	var all []string
 	if s.NewSrc != s.Src {
@@ -331,8 +334,8 @@ func (w *way) add(h health.Hop, err error) error {
 	return nil
 }
 
-// judge ends a path at the first hop that is broken or whose state is unknown. A node on which no
-// Pod is known does not end it.
+// judge ends a path at the first hop that is broken or unknown. An unknown node does not end
+// it: no Pod may be known there.
 func (w *way) judge() way {
 	w.Arrives, w.Verdict = true, "it arrives"
 	if w.Direction == "in" {
@@ -389,8 +392,8 @@ func printWays(out io.Writer, ways []way) error {
 	return nil
 }
 
-// completePlace completes Pods: of this cluster for SRC, and of the other one for DST if that is
-// queried.
+// completePlace completes Pods: those of this cluster for SRC, and those of the other cluster
+// for DST if that cluster is queried.
 func completePlace(cmd *cobra.Command, local, remote *cluster.Access, args []string, begin string) ([]string, cobra.ShellCompDirective) {
 	access := *local
 	if len(args) == 1 && otherCluster(local, remote) {

@@ -10,10 +10,11 @@ import (
 	"github.com/isthmus-net/isthmus/internal/cluster"
 )
 
-// completionTime is how long completion waits for the API server. After that it completes nothing.
+// completionTime is how long shell completion waits for the API server before it completes
+// nothing.
 const completionTime = 2 * time.Second
 
-// words returns those that start with begin.
+// words returns the words in all that start with begin.
 func words(all []string, begin string) ([]string, cobra.ShellCompDirective) {
 	var fit []string
 	for _, w := range all {
@@ -24,19 +25,19 @@ func words(all []string, begin string) ([]string, cobra.ShellCompDirective) {
 	return fit, cobra.ShellCompDirectiveNoFileComp
 }
 
-// completeAccess completes the flags that addAccessFlags has added.
+// completeAccess adds completion to the flags of addAccessFlags.
 func completeAccess(cmd *cobra.Command, a *cluster.Access, prefix string) {
 	contexts := func(cmd *cobra.Command, _ []string, begin string) ([]string, cobra.ShellCompDirective) {
 		file := a.Kubeconfig
 		if file == "" && prefix != "" {
-			file, _ = cmd.Flags().GetString("kubeconfig") // --kubeconfig counts for both clusters
+			file, _ = cmd.Flags().GetString("kubeconfig") // --kubeconfig is also the default for the other cluster
 		}
 		return words(cluster.Contexts(file), begin)
 	}
-	_ = cmd.RegisterFlagCompletionFunc(prefix+"context", contexts) // fails only for a flag that does not exist
+	_ = cmd.RegisterFlagCompletionFunc(prefix+"context", contexts) // fails only if the flag does not exist
 }
 
-// completePeering completes the name of a Peering or of a peer.
+// completePeering completes the name of a Peering or of its peer.
 func completePeering(a *cluster.Access) cobra.CompletionFunc {
 	return func(cmd *cobra.Command, args []string, begin string) ([]string, cobra.ShellCompDirective) {
 		c, err := cluster.Connect(*a)

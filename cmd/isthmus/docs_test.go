@@ -8,8 +8,8 @@ import (
 	"testing"
 )
 
-// Every command of the program that a page shows is one that it has, with the flags and arguments
-// that it takes. What the commands do is tested on clusters (docs/lifecycle.md by test/nodes).
+// Every command that a page shows must exist, with the flags and arguments shown. Other tests
+// run the commands on clusters (test/nodes runs those of docs/lifecycle.md).
 func TestCommandsOfTheDocumentationExist(t *testing.T) {
 	pages, err := filepath.Glob("../../docs/*.md")
 	if err != nil {
@@ -23,7 +23,7 @@ func TestCommandsOfTheDocumentationExist(t *testing.T) {
 			t.Fatal(err)
 		}
 		if filepath.Base(page) == "cli.md" {
-			continue // made from the commands
+			continue // generated from the commands
 		}
 		for _, m := range line.FindAllStringSubmatch(string(text), -1) {
 			command, _, _ := strings.Cut(m[1], " #")

@@ -94,7 +94,7 @@ network; probes then need "host: 127.0.0.1".`,
 	return cmd
 }
 
-// cleanUp removes what gateways left on this node.
+// cleanUp removes everything that gateways left on this node.
 func cleanUp(stateDirectory string, log *slog.Logger) error {
 	var forgotten error
 	if stateDirectory != "" {
@@ -103,7 +103,7 @@ func cleanUp(stateDirectory string, log *slog.Logger) error {
 	return errors.Join(gateway.Clear(false, log), forgotten)
 }
 
-// firstChanged returns the first of the flags that the user gave.
+// firstChanged returns the first of the named flags that the user has set.
 func firstChanged(cmd *cobra.Command, names []string) string {
 	for _, name := range names {
 		if cmd.Flags().Changed(name) {
@@ -113,15 +113,15 @@ func firstChanged(cmd *cobra.Command, names []string) string {
 	return ""
 }
 
-// shareProcessors lets the gateway use half of the processors that it may have, at least one,
-// unless GOMAXPROCS says otherwise. See docs/decisions/0005.
+// shareProcessors limits the gateway to half of the processors that it may use, at least one.
+// GOMAXPROCS takes precedence. See docs/decisions/0005.
 func shareProcessors() {
 	if os.Getenv("GOMAXPROCS") == "" {
 		runtime.GOMAXPROCS(max(1, runtime.GOMAXPROCS(0)/2))
 	}
 }
 
-// fileSource watches a directory.
+// fileSource returns a source that watches a directory.
 func fileSource(dir string, log *slog.Logger) gateway.Source {
 	return func(ctx context.Context, deliver func(gateway.Config, error)) {
 		file.Watch(ctx, dir, func(s file.Snapshot, err error) {
@@ -140,7 +140,7 @@ func configOf(s file.Snapshot) gateway.Config {
 		NextKey:        gateway.Key(s.NextKey),
 		ListenPort:     s.File.ListenPort,
 		Tunnels:        s.File.Tunnels,
-		MTU:            int(s.File.MTU), // AutoMTU is 0 in both
+		MTU:            int(s.File.MTU), // AutoMTU is 0, as in gateway.Config
 		NAT:            s.File.NAT.Config(),
 		MetricsAddress: s.File.MetricsAddress,
 		StatusAddress:  s.File.StatusAddress,

@@ -17,25 +17,26 @@ import (
 	"github.com/isthmus-net/isthmus/internal/source/kube"
 )
 
-// front answers HTTP requests of a replica, whether or not that is the active one.
+// front serves HTTP for a replica, whether the replica is active or a standby.
 type front struct {
 	replica *kube.Gateway
 	flows   *flowsync.Keeper
-	own     *prometheus.Registry // of the replica
-	idle    *prometheus.Registry // of the process; a running gateway registers the same metrics itself
+	own     *prometheus.Registry // metrics of the replica
+	idle    *prometheus.Registry // metrics of the process; a running gateway registers the same metrics itself
 
-	mu      sync.RWMutex // held for reading while running is used
+	mu      sync.RWMutex // held for reading while running is in use
 	running *gateway.Running
 }
 
-// set replaces the running gateway, nil for none. It waits until no request uses the previous one.
+// set replaces the running gateway; nil: there is none. It waits until no request uses the
+// previous one.
 func (f *front) set(r *gateway.Running) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	f.running = r
 }
 
-// yield makes the running gateway, if there is one, relay packets of nodes to peers.
+// yield makes the running gateway, if there is one, relay packets from nodes to its successor.
 func (f *front) yield() {
 	f.mu.RLock()
 	defer f.mu.RUnlock()
@@ -44,7 +45,7 @@ func (f *front) yield() {
 	}
 }
 
-// serve answers until stop is called.
+// serve starts the servers. The caller ends them with stop.
 func (f *front) serve(metricsAddr string, secure *httpserve.Secure, statusAddr string, log *slog.Logger) (stop func(), err error) {
 	servers := httpserve.New(log)
 	for _, l := range []struct {
@@ -66,7 +67,7 @@ func (f *front) serve(metricsAddr string, secure *httpserve.Secure, statusAddr s
 	return servers.Close, nil
 }
 
-// private serves whoever may read the status, which includes the metrics.
+// private returns the handler for clients that may read the status, which includes the metrics.
 func (f *front) private() http.Handler {
 	mux := http.NewServeMux()
 	mux.HandleFunc("GET /metrics", f.using(f.scrape))
@@ -82,8 +83,8 @@ func (f *front) scrape(w http.ResponseWriter, r *http.Request) {
 	promhttp.HandlerFor(all, promhttp.HandlerOpts{DisableCompression: true}).ServeHTTP(w, r)
 }
 
-// capture serves a capture. It may last long, so unlike status it must not hold the lock: set would
-// wait.
+// capture serves a capture. A capture may last long, so unlike the status it must not hold the
+// lock, for which set would have to wait.
 func (f *front) capture(w http.ResponseWriter, r *http.Request) {
 	f.mu.RLock()
 	running := f.running
@@ -98,9 +99,11 @@ func (f *front) capture(w http.ResponseWriter, r *http.Request) {
 func (f *front) metrics(secure *httpserve.Secure) http.Handler {
 	mux := http.NewServeMux()
 	mux.Handle("GET /metrics", secure.Guarded(f.using(f.scrape)))
-	// Alive: the process answers. An absent peer or API server must not get it killed.
+	// The process is alive if it answers. It must not be killed because a peer or the API
+	// server is unavailable.
 	mux.HandleFunc("GET /healthz", func(w http.ResponseWriter, _ *http.Request) { fmt.Fprintln(w, "ok") })
-	// Ready: the replica is active and its data plane runs, or it could become active and has copied the flows.
+	// The replica is ready if it is active and its data plane runs, or if it could become
+	// active and has copied the flows.
 	mux.HandleFunc("GET /readyz", func(w http.ResponseWriter, _ *http.Request) {
 		pod, self := f.replica.Active()
 		f.mu.RLock()
@@ -120,7 +123,8 @@ func (f *front) metrics(secure *httpserve.Secure) http.Handler {
 	return mux
 }
 
-// readiness returns the answer of /readyz. err is what the replica and its data plane report.
+// readiness returns the response of /readyz. err is the problem of the replica or its data
+// plane.
 func (f *front) readiness(pod string, self, running bool, err error) (text string, ready bool) {
 	switch {
 	case err != nil:
@@ -138,8 +142,8 @@ func (f *front) readiness(pod string, self, running bool, err error) (text strin
 	return "ok, standby for " + pod, true
 }
 
-// using calls handler with f.running locked, and sends its answer after unlocking: a slow client
-// must not keep the gateway from ending.
+// using calls handler with f.running locked, and sends the response after unlocking, so that a
+// slow client does not delay the end of the gateway.
 func (f *front) using(handler http.HandlerFunc) http.HandlerFunc {
 	return func(w http.ResponseWriter, r *http.Request) {
 		answer := answer{header: w.Header(), code: http.StatusOK}
@@ -147,11 +151,11 @@ func (f *front) using(handler http.HandlerFunc) http.HandlerFunc {
 		handler(&answer, r)
 		f.mu.RUnlock()
 		w.WriteHeader(answer.code)
-		_, _ = answer.body.WriteTo(w) // the client ended the connection
+		_, _ = answer.body.WriteTo(w) // fails only if the client has closed the connection
 	}
 }
 
-// answer is a http.ResponseWriter in memory.
+// answer is an http.ResponseWriter that stores the response.
 type answer struct {
 	header http.Header
 	code   int

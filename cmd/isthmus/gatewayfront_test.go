@@ -8,7 +8,8 @@ import (
 	"github.com/isthmus-net/isthmus/gateway/flowsync"
 )
 
-// A standby that has just started waits for the flows of the active gateway. Nothing else waits for them.
+// A standby that has just started is not ready until it has the flows of the active gateway. An
+// active gateway does not wait for flows.
 func TestAStandbyIsNotReadyBeforeItHasTheFlows(t *testing.T) {
 	f := &front{flows: flowsync.NewKeeper()}
 	for _, c := range []struct {
@@ -28,7 +29,7 @@ func TestAStandbyIsNotReadyBeforeItHasTheFlows(t *testing.T) {
 			t.Errorf("%s: %q, ready: %v; want %q and %v", c.what, text, ready, c.text, c.ready)
 		}
 	}
-	f.flows.Activate(struct{ flowsync.Flows }{}) // it waits for nothing from then on
+	f.flows.Activate(struct{ flowsync.Flows }{}) // from now on it is active and waits for no flows
 	if text, ready := f.readiness("gateway-1", false, false, nil); !ready || text != "ok, standby for gateway-1" {
 		t.Errorf("with the flows: %q, ready: %v", text, ready)
 	}

@@ -32,7 +32,7 @@ import (
 	"github.com/isthmus-net/isthmus/internal/lab"
 )
 
-// The tests run the program as processes: this binary, called again.
+// With this environment variable the test binary acts as the program isthmus.
 const beProgram = "ISTHMUS_TEST_BE_PROGRAM"
 
 func TestMain(m *testing.M) {
@@ -42,7 +42,7 @@ func TestMain(m *testing.M) {
 	os.Exit(m.Run())
 }
 
-// kubeSite is a lab's cluster with an API server on its control machine.
+// kubeSite is a cluster of the lab with an API server on its control machine.
 type kubeSite struct {
 	*lab.Cluster
 	t      *testing.T
@@ -89,7 +89,7 @@ func newKubeSite(t *testing.T, c *lab.Cluster) *kubeSite {
 	return s
 }
 
-// identity gives the gateways the rights of their ServiceAccount and no more.
+// identity gives the gateways an identity with the rights of their ServiceAccount.
 func (s *kubeSite) identity() {
 	s.t.Helper()
 	token := &authenticationv1.TokenRequest{}
@@ -106,7 +106,7 @@ func (s *kubeSite) identity() {
 
 func replicaName(i int) string { return fmt.Sprintf("gateway-%d", i+1) }
 
-// replica is a gateway process.
+// replica is a process of a gateway.
 type replica struct {
 	cmd  *lab.Cmd
 	done chan struct{}
@@ -153,7 +153,7 @@ func (r *replica) running() bool {
 	}
 }
 
-// ready waits for /readyz and returns what it says.
+// ready waits for a successful /readyz and returns its text.
 func (s *kubeSite) ready(i int) (text string) {
 	s.t.Helper()
 	s.within(replicaName(i)+" ready", func() (err error) {
@@ -179,7 +179,8 @@ func (s *kubeSite) must(err error) {
 	}
 }
 
-// within waits for what has to come true, on however busy a machine.
+// within retries try until it succeeds. It fails the test if that takes too long even for a
+// busy machine.
 func (s *kubeSite) within(what string, try func() error) {
 	s.t.Helper()
 	const limit = time.Minute
@@ -205,7 +206,7 @@ func (s *kubeSite) publicKey() string {
 	return string(secret.Data["publicKey"])
 }
 
-// view is how a cluster's networks are called by its peer.
+// view has the networks of a cluster, each with the network by which its peer replaces it.
 type view struct{ pod, podThere, external, externalThere string }
 
 func (s *kubeSite) tunnelEndpoint(mine, its view, peer *kubeSite) *v1alpha1.TunnelEndpoint {
@@ -239,8 +240,9 @@ func (s *kubeSite) connected(name, gatewayIP string) {
 	})
 }
 
-// versions are the resource versions of everything that a gateway may write but the Lease. Of a
-// TunnelEndpoint it is all but the latency, which is news twice a minute where a machine is busy.
+// versions returns the resource versions of everything that a gateway may write, except the
+// Lease. For a TunnelEndpoint it returns the status without the latency, which is written twice
+// a minute on a busy machine.
 func (s *kubeSite) versions() map[string]string {
 	s.t.Helper()
 	all := make(map[string]string)
@@ -261,8 +263,8 @@ func (s *kubeSite) versions() map[string]string {
 	return all
 }
 
-// pinging pings until the returned function is called, which says how many were sent and how many
-// got no answer.
+// pinging sends pings until stop is called. stop returns the number of pings sent, and the
+// number of those without an answer.
 func pinging(t *testing.T, from *lab.Host, to netip.Addr) (stop func() (sent, lost int)) {
 	ctx, cancel := context.WithCancel(t.Context())
 	var group sync.WaitGroup
@@ -287,8 +289,8 @@ func holder(s *kubeSite) string {
 	return *lease.Spec.HolderIdentity
 }
 
-// Two clusters whose PodCIDRs overlap, with masks of different lengths. Cluster a has two replicas.
-// What each part leaves is where the next one begins.
+// Two clusters have overlapping PodCIDRs with masks of different lengths. Cluster a has two
+// replicas. Each part of the test continues with the state that the previous one has left.
 func TestGatewaysReadTheirConfigurationFromAPIServers(t *testing.T) {
 	if testing.Short() {
 		t.Skip("needs API servers and a minute")
@@ -318,7 +320,7 @@ func TestGatewaysReadTheirConfigurationFromAPIServers(t *testing.T) {
 	viewB := view{"10.244.0.0/18", "10.246.0.0/18", "10.245.0.0/18", "10.246.64.0/18"}
 	podB := lab.Move(b.Pods[0].Addr, prefix(viewB.pod), prefix(viewB.podThere))
 
-	// The first replica is active; the key is made by whoever is first.
+	// The first replica is active. The replica that starts first creates the key.
 	a1, b1 := a.start(0), b.start(0)
 	if text := a.ready(0) + b.ready(0); strings.Count(text, "active") != 2 {
 		t.Fatalf("ready: %q", text)
@@ -439,7 +441,7 @@ func TestGatewaysReadTheirConfigurationFromAPIServers(t *testing.T) {
 
 	t.Run("a broken TunnelEndpoint concerns no other", func(t *testing.T) {
 		stop := pinging(t, a.Pods[0].Host, podB)
-		broken := a.tunnelEndpoint(viewA, viewB, b) // claims the networks and the key of b
+		broken := a.tunnelEndpoint(viewA, viewB, b) // has the networks and the key of b
 		broken.Name, broken.Spec.ClusterIdentity = "mallory", v1alpha1.ClusterIdentity{ClusterID: "mallory", ClusterName: "mallory"}
 		a.must(a.client.Create(t.Context(), broken))
 		a.within("refusal", func() error {
@@ -464,8 +466,8 @@ func TestGatewaysReadTheirConfigurationFromAPIServers(t *testing.T) {
 	})
 
 	t.Run("a frozen API server touches nothing, and at rest nothing is written", func(t *testing.T) {
-		marked(t, 0)            // the last that is written
-		time.Sleep(time.Second) // and counted
+		marked(t, 0)            // the last object that is written
+		time.Sleep(time.Second) // until the metrics have counted it
 		generation := a.metric(0, "isthmus_config_generation")
 		beforeA, before := a.versions(), b.versions()
 		stop := pinging(t, a.Pods[0].Host, podB)
@@ -480,7 +482,7 @@ func TestGatewaysReadTheirConfigurationFromAPIServers(t *testing.T) {
 			}
 		}
 		a.must(a.server.Thaw())
-		time.Sleep(9 * time.Second) // longer than a lease
+		time.Sleep(9 * time.Second) // longer than the Lease is valid
 		if sent, lost := stop(); lost > 0 || sent < 30 {
 			t.Errorf("%d of %d pings lost", lost, sent)
 		}
@@ -526,7 +528,7 @@ func TestGatewaysReadTheirConfigurationFromAPIServers(t *testing.T) {
 		a1.end(syscall.SIGKILL)
 		took := firstPing(t, a.Pods[1].Host, begin)
 		t.Logf("first ping through the standby %v after the kill", took.Round(time.Millisecond))
-		if took > 40*time.Second { // 7 s where the machine is not busy
+		if took > 40*time.Second { // usually 7 s
 			t.Errorf("took %v", took)
 		}
 		marked(t, 1)
@@ -568,7 +570,7 @@ func TestGatewaysReadTheirConfigurationFromAPIServers(t *testing.T) {
 		}
 		took := firstPing(t, a.Pods[0].Host, begin)
 		t.Logf("ended after %v, first ping through the standby after %v", ended.Round(time.Millisecond), took.Round(time.Millisecond))
-		if took > 40*time.Second { // 0.2 s
+		if took > 40*time.Second { // usually 0.2 s
 			t.Errorf("took %v", took)
 		}
 		for name := range before {

@@ -95,7 +95,7 @@ no cluster.`,
 	return cmd
 }
 
-// installFlags are the shorthands for values of the chart.
+// installFlags are flags that set values of the chart.
 type installFlags struct {
 	file                       string
 	set                        []string
@@ -121,10 +121,10 @@ func (f *installFlags) add(cmd *cobra.Command) {
 	flags.BoolVar(&f.metricsAuth, "metrics-auth", false, "serve metrics to clients with the ClusterRole isthmus-metrics-reader, and give the components the rights to check this")
 }
 
-// defaultRepository is where releases are.
+// defaultRepository is the repository with the images of releases.
 const defaultRepository = "ghcr.io/isthmus-net/isthmus"
 
-// values returns the chart's values for the flags that were given.
+// values returns the chart values for the flags that the user has set.
 func (f *installFlags) values(cmd *cobra.Command) (chart.Values, error) {
 	changed := cmd.Flags().Changed
 	values := chart.Values{}
@@ -188,15 +188,15 @@ func (f *installFlags) values(cmd *cobra.Command) (chart.Values, error) {
 		if repository == "" || !byDigest && tag == "" {
 			return nil, cli.Usage("--image %q: want a name with a tag or a digest, such as %s:v1.0.0", f.image, defaultRepository)
 		}
-		for key, value := range map[string]string{"repository": repository, "tag": tag, "digest": digest} { // the pull policy stays
+		for key, value := range map[string]string{"repository": repository, "tag": tag, "digest": digest} { // keeps the pull policy
 			chart.Set(values, value, "image", key)
 		}
 	}
 	return values, nil
 }
 
-// addAccessFlags adds the flags that select a cluster, named as kubectl's. The prefix "remote-" is
-// for the other cluster.
+// addAccessFlags adds the flags that select a cluster, with the names that kubectl uses. The
+// flags for the other cluster have the prefix "remote-".
 func addAccessFlags(cmd *cobra.Command, a *cluster.Access, prefix, of string) {
 	flags := cmd.Flags()
 	flags.StringVar(&a.Kubeconfig, prefix+"kubeconfig", "", "kubeconfig file"+of+" (default $KUBECONFIG or ~/.kube/config)")
@@ -212,14 +212,15 @@ func addAccessFlags(cmd *cobra.Command, a *cluster.Access, prefix, of string) {
 	completeAccess(cmd, a, prefix)
 }
 
-// requestTimeout is the value of --request-timeout. Like kubectl, it takes a number as seconds.
+// requestTimeout is the value of --request-timeout. As for kubectl, a number without a unit
+// means seconds.
 type requestTimeout time.Duration
 
 func (d *requestTimeout) Type() string { return "duration" }
 
 func (d *requestTimeout) String() string {
 	if *d == 0 {
-		return "" // the help shows no default
+		return "" // so that the help shows no default
 	}
 	return time.Duration(*d).String()
 }
@@ -237,8 +238,8 @@ func (d *requestTimeout) Set(text string) error {
 	return nil
 }
 
-// otherCluster gives the other cluster's access the kubeconfig and timeout of this one where it has
-// none. It reports whether a flag named the other cluster.
+// otherCluster copies the kubeconfig and timeout of local to remote, unless remote has its own.
+// It reports whether a flag selects the other cluster.
 func otherCluster(local, remote *cluster.Access) bool {
 	named := remote.Context != "" || remote.Kubeconfig != ""
 	if named && remote.Kubeconfig == "" {
@@ -251,7 +252,7 @@ func otherCluster(local, remote *cluster.Access) bool {
 }
 
 func connect(a cluster.Access) (*cluster.Cluster, error) {
-	klog.SetLogger(logr.Discard()) // our own error covers what klog prints about an unreachable server
+	klog.SetLogger(logr.Discard()) // our own error replaces klog's message about an unreachable server
 	c, err := cluster.Connect(a)
 	if err != nil {
 		return nil, cli.Unreachable(err)
@@ -259,7 +260,7 @@ func connect(a cluster.Access) (*cluster.Cluster, error) {
 	return c, nil
 }
 
-// clusterError gives an error its exit code.
+// clusterError returns the error with its exit code.
 func clusterError(err error) error {
 	if errors.Is(err, cluster.ErrUnreachable) && !errors.Is(err, cluster.ErrNotReady) {
 		return cli.Unreachable(err)
@@ -267,7 +268,7 @@ func clusterError(err error) error {
 	return err
 }
 
-// reporter prints a line at a time.
+// reporter returns a function that prints a line.
 func reporter(cmd *cobra.Command) func(string) {
 	return func(line string) { fmt.Fprintln(cmd.OutOrStdout(), line) }
 }

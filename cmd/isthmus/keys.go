@@ -24,7 +24,7 @@ func newGenkeyCommand() *cobra.Command {
 			if _, err := rand.Read(key[:]); err != nil {
 				return err
 			}
-			// As wg(8) prints it: clamped (RFC 7748, section 5).
+			// Clamp the key as wg(8) does before it prints one (RFC 7748, section 5).
 			key[0] &= 248
 			key[31] = key[31]&127 | 64
 			_, err := fmt.Fprintln(cmd.OutOrStdout(), base64.StdEncoding.EncodeToString(key[:]))

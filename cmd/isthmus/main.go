@@ -1,10 +1,10 @@
-// Command isthmus joins the pod networks of Kubernetes clusters. It contains the components that
-// run in a cluster, and the commands for people.
+// Command isthmus joins the pod networks of Kubernetes clusters. It contains the components
+// that run in a cluster, and the commands for people.
 //
 //	isthmus install | uninstall      in a cluster
-//	isthmus peer | unpeer            join two clusters, part them
-//	isthmus status                   what is joined, and what is wrong
-//	isthmus diagnose                 the first thing that is broken on the path to a peer
+//	isthmus peer | unpeer            join two clusters, separate them
+//	isthmus status                   state of the cluster and its peerings
+//	isthmus diagnose                 the first broken part of the path to a peer
 //	isthmus verify                   traffic between two clusters, both ways
 //	isthmus gather                   an archive for a bug report
 //	isthmus trace SRC DST            what a gateway would do with a packet
@@ -13,7 +13,7 @@
 //	isthmus route-agent              routes to the gateway, on every node
 //	isthmus genkey | pubkey          WireGuard keys
 //
-// isthmus-lab makes clusters for trials.
+// The program isthmus-lab builds clusters for trials.
 package main
 
 //go:generate sh -ec "{ cat cli.md; go run . reference; go run ../isthmus-lab reference; } > ../../docs/cli.md"
@@ -67,7 +67,8 @@ PodCIDR.
 	return root
 }
 
-// logger returns a logger that writes machine-readable lines. The flag has checked level.
+// logger returns a logger that writes machine-readable lines. level has been validated with the
+// flags.
 func logger(cmd *cobra.Command, level string) *slog.Logger {
 	var l slog.Level
 	if err := l.UnmarshalText([]byte(level)); err != nil {

@@ -22,12 +22,12 @@ import (
 	"github.com/isthmus-net/isthmus/internal/cli"
 )
 
-// run is the whole program; it returns the exit code.
+// run executes the program with these arguments and returns its exit code.
 func run(args []string, stdin io.Reader, stdout, stderr io.Writer) int {
 	return cli.Run(newRootCommand(), args, stdin, stdout, stderr)
 }
 
-// isthmus runs the program.
+// isthmus runs the program with these arguments and standard input.
 func isthmus(stdin string, args ...string) (stdout, stderr string, code int) {
 	var out, errs bytes.Buffer
 	code = run(args, strings.NewReader(stdin), &out, &errs)
@@ -101,7 +101,7 @@ func TestStatusTable(t *testing.T) {
 	}
 }
 
-// gatewayWith answers as a gateway with that status does.
+// gatewayWith starts a server that responds like a gateway with this status.
 func gatewayWith(t *testing.T, s gateway.Status) (address string) {
 	t.Helper()
 	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
@@ -176,7 +176,7 @@ func TestUnreachableClusterAndWrongUsageExitWithTwo(t *testing.T) {
 }
 
 func TestKeysAreThoseOfWireGuard(t *testing.T) {
-	// RFC 7748, section 6.1: Alice's keys.
+	// Alice's keys in RFC 7748, section 6.1.
 	out, _, code := isthmus("dwdtCnMYpX08FsFyUbJmRd9ML4frwJkqsXf7pR25LCo=\n", "pubkey")
 	if out != "hSDwCYkwp1R0i33ctD73Wg2/Og0mOBr066SpjqqbTmo=\n" || code != 0 {
 		t.Errorf("code %d, %q", code, out)
@@ -194,7 +194,7 @@ func TestKeysAreThoseOfWireGuard(t *testing.T) {
 	}
 }
 
-// config is a directory as a bug report has it.
+// config returns a directory such as a bug report contains.
 func config(t *testing.T) string {
 	t.Helper()
 	dir := t.TempDir()
@@ -235,7 +235,8 @@ func TestTracePrintsAReadableResult(t *testing.T) {
 	}{
 		{"trace-out.txt", 0, []string{"10.244.1.10:5000", "10.246.1.20:80", "--direction", "out"}},
 		{"trace-in.txt", 0, []string{"10.246.1.20:80", "10.246.1.10:5000", "--direction", "in"}},
-		// Both clusters see each other as 10.246: the addresses mean something both ways.
+		// Both clusters use 10.246 for each other, so the addresses are valid in both
+		// directions.
 		{"trace-both.txt", 0, []string{"10.246.1.20", "10.246.1.10", "udp"}},
 		{"trace-node.txt", 0, []string{"192.168.1.1", "10.246.1.20", "icmp"}},
 		{"trace-self.txt", 0, []string{"10.246.0.0:12345", "10.247.0.1:12345", "udp", "--direction", "in"}},
@@ -301,7 +302,7 @@ func TestShellCompletesContextsAndChoices(t *testing.T) {
 		args[len(args)-1] = strings.TrimSuffix(args[len(args)-1], "|")
 		out, _, code := isthmus("", append([]string{"__complete"}, args...)...)
 		words := strings.Split(strings.TrimSpace(out), "\n")
-		words = words[:len(words)-1] // the directive
+		words = words[:len(words)-1] // remove the directive
 		slices.Sort(words)
 		if got := strings.Join(words, " "); got != tc.want || code != 0 {
 			t.Errorf("%s: %q, code %d; want %q", tc.args, got, code, tc.want)
@@ -309,7 +310,7 @@ func TestShellCompletesContextsAndChoices(t *testing.T) {
 	}
 }
 
-// pflag takes what stands between backquotes in a flag's usage for the name of its value.
+// pflag displays text between backquotes in a flag's usage as the name of its value.
 func TestHelpOfFlagsHasPlainPlaceholders(t *testing.T) {
 	for _, cmd := range newRootCommand().Commands() {
 		cmd.Flags().VisitAll(func(f *pflag.Flag) {

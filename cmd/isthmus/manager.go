@@ -17,7 +17,7 @@ import (
 	"github.com/isthmus-net/isthmus/manager/ipamrpc"
 )
 
-// managerFlags are the manager's flags, as text where they have to be parsed.
+// managerFlags are the manager's flags. Flags that must be parsed are kept as text.
 type managerFlags struct {
 	options                            manager.Options
 	podCIDR, serviceCIDR, externalCIDR string
@@ -92,7 +92,7 @@ takes its own Lease over at once.`,
 	return cmd
 }
 
-// complete checks flags and environment.
+// complete validates the flags, and reads defaults from the environment.
 func (f *managerFlags) complete() (err error) {
 	o := &f.options
 	o.Name, o.Instance, o.Version = os.Getenv("POD_NAME"), os.Getenv("POD_UID"), cli.Version()
@@ -155,7 +155,8 @@ func (f *managerFlags) complete() (err error) {
 	return checkProfileAddress(f.profileAddress)
 }
 
-// completeIPAM refuses to open the IPAM without client certificates, unless a flag says so.
+// completeIPAM returns an error if the IPAM would be open without client certificates, unless a
+// flag permits that.
 func (f *managerFlags) completeIPAM() (err error) {
 	if f.options.IPAMService != "" {
 		if f.options.PodIP, err = netip.ParseAddr(os.Getenv("POD_IP")); err != nil {

@@ -12,7 +12,7 @@ import (
 	"github.com/isthmus-net/isthmus/internal/owncluster"
 )
 
-// metricsFlags select who may read metrics.
+// metricsFlags control who may read the metrics.
 type metricsFlags struct {
 	on      bool
 	certDir string
@@ -23,8 +23,8 @@ func (m *metricsFlags) add(f *pflag.FlagSet) {
 	f.StringVar(&m.certDir, "metrics-cert-dir", "", "directory with tls.crt and tls.key for --metrics-secure (default: a self-signed certificate)")
 }
 
-// secure returns the check by the API server of a kubeconfig, connected as by
-// owncluster.RESTConfig; nil without --metrics-secure.
+// secure returns the authorization of requests by the API server. kubeconfig selects the API
+// server as for owncluster.RESTConfig. The result is nil without --metrics-secure.
 func (m *metricsFlags) secure(kubeconfig string, log *slog.Logger) (*httpserve.Secure, error) {
 	if !m.on {
 		return nil, nil
@@ -44,7 +44,7 @@ func (m *metricsFlags) secure(kubeconfig string, log *slog.Logger) (*httpserve.S
 	return &httpserve.Secure{TLS: tls, Guard: reviewer.Guard}, nil
 }
 
-// complete checks the flags.
+// complete validates the flags.
 func (m *metricsFlags) complete() error {
 	if m.certDir != "" && !m.on {
 		return cli.Usage("--metrics-cert-dir needs --metrics-secure")

@@ -27,7 +27,7 @@ import (
 	"github.com/isthmus-net/isthmus/internal/lab"
 )
 
-// tokenOf is a token of a ServiceAccount that is made where there is none.
+// tokenOf returns a token of a ServiceAccount, which it creates if necessary.
 func (s *kubeSite) tokenOf(account string) string {
 	s.t.Helper()
 	sa := &corev1.ServiceAccount{ObjectMeta: metav1.ObjectMeta{Namespace: deploy.Namespace, Name: account}}
@@ -39,8 +39,8 @@ func (s *kubeSite) tokenOf(account string) string {
 	return token.Status.Token
 }
 
-// component runs a component on a host, with the rights of its ServiceAccount, until the returned
-// function is called.
+// component runs a component on a host, with the rights of its ServiceAccount, until stop is
+// called.
 func (s *kubeSite) component(host *lab.Host, at netip.Addr, account string, args ...string) (stop func()) {
 	s.t.Helper()
 	config, err := clientcmd.Load(s.server.Kubeconfig())
@@ -69,7 +69,7 @@ func (s *kubeSite) component(host *lab.Host, at netip.Addr, account string, args
 	return func() { r.end(syscall.SIGTERM) }
 }
 
-// fetch is a request from a host to one that shows a certificate of its own making.
+// fetch sends a request from a host to a server with a self-signed certificate.
 func fetch(from *lab.Host, url, token string) (code int, text string, err error) {
 	req, err := http.NewRequest(http.MethodGet, url, http.NoBody)
 	if err != nil {
@@ -80,7 +80,7 @@ func fetch(from *lab.Host, url, token string) (code int, text string, err error)
 	}
 	client := from.Client()
 	client.Timeout = 30 * time.Second
-	client.Transport.(*http.Transport).TLSClientConfig = &tls.Config{InsecureSkipVerify: true} // as a scraper without the certificate does
+	client.Transport.(*http.Transport).TLSClientConfig = &tls.Config{InsecureSkipVerify: true} // like a scraper that does not have the certificate
 	res, err := client.Do(req)
 	if err != nil {
 		return 0, "", err
@@ -90,8 +90,8 @@ func fetch(from *lab.Host, url, token string) (code int, text string, err error)
 	return res.StatusCode, string(body), err
 }
 
-// Another node of the cluster is where a pod of the host's network, or any host of the network,
-// asks.
+// Requests from another node represent those of a pod in the host network, or of any other
+// host.
 func TestMetricsAndStatusAreNotReachableFromOtherHosts(t *testing.T) {
 	if testing.Short() {
 		t.Skip("needs an API server")
@@ -126,7 +126,7 @@ func TestMetricsAndStatusAreNotReachableFromOtherHosts(t *testing.T) {
 		account string
 		args    []string
 		metrics int
-		series  string // one of those that it serves
+		series  string // a metric that it exports
 	}{
 		{control, s.Control.Addr, deploy.ManagerServiceAccount, []string{"manager", "--pod-cidr", "10.244.0.0/18"}, 5876, "isthmus_build_info"},
 		{first, s.Nodes[0].Addr, deploy.GatewayServiceAccount, []string{"gateway", "--host-network"}, 5872, "isthmus_build_info"},
@@ -164,9 +164,9 @@ func TestMetricsAndStatusAreNotReachableFromOtherHosts(t *testing.T) {
 				}
 				return err
 			})
-			for _, port := range []int{c.metrics, c.metrics + 1} { // that one has the status
+			for _, port := range []int{c.metrics, c.metrics + 1} { // the next port serves the status
 				if c.host == control && port != c.metrics {
-					continue // of the manager, it has the health
+					continue // the manager serves its health there instead
 				}
 				if conn, err := other.Dial(t.Context(), "tcp", net.JoinHostPort(c.addr.String(), fmt.Sprint(port))); err == nil {
 					conn.Close()
@@ -223,7 +223,7 @@ func TestMetricsAndStatusAreNotReachableFromOtherHosts(t *testing.T) {
 			if c.host == first {
 				s.within("the kubelet", func() error {
 					code, text, err := fetch(other, at("https", c.addr, c.metrics, "/readyz"), "")
-					if err == nil && code != http.StatusOK && c.metrics == 5872 { // without a peer's network the agent is what its node is
+					if err == nil && code != http.StatusOK && c.metrics == 5872 { // the agent is not required to be ready
 						err = fmt.Errorf("%d %s", code, text)
 					}
 					return err

@@ -109,7 +109,7 @@ consent. The command prints what is missing, and on which side.`,
 	return cmd
 }
 
-// join peers two clusters and puts their Peerings into result.
+// join peers two clusters and stores their Peerings in result.
 func join(cmd *cobra.Command, a *cluster.Cluster, remote cluster.Access, o peering.PeerOptions, result map[string]any) error {
 	b, err := connect(remote)
 	if err != nil {
@@ -122,7 +122,7 @@ func join(cmd *cobra.Command, a *cluster.Cluster, remote cluster.Access, o peeri
 	return err
 }
 
-// aboutOne refuses flags that need two clusters when only one was named.
+// aboutOne returns an error for flags that require two clusters if only one was selected.
 func aboutOne(cmd *cobra.Command, name string) error {
 	for _, flag := range []string{"name", "remote-name", "replace", "services", "in-band", "server", "remote-server", "remote-namespace"} {
 		if cmd.Flags().Changed(flag) {
@@ -132,7 +132,8 @@ func aboutOne(cmd *cobra.Command, name string) error {
 	return nil
 }
 
-// review shows the Peering of that name, changes its claims as o says, and puts it into result.
+// review changes the claims of the named Peering according to o, reports the result, and stores
+// the Peering in result.
 func review(cmd *cobra.Command, a *cluster.Cluster, name string, o peering.PeerOptions, result map[string]any) error {
 	p, err := peering.Review(cmd.Context(), a, name, o)
 	if p != nil {
@@ -141,7 +142,7 @@ func review(cmd *cobra.Command, a *cluster.Cluster, name string, o peering.PeerO
 	return err
 }
 
-// claimFlags are the flags for the networks that the other cluster advertises.
+// claimFlags are the flags about the networks that the other cluster advertises.
 type claimFlags struct {
 	allowed     []string
 	alwaysRemap bool

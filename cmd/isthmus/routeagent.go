@@ -20,7 +20,7 @@ import (
 	"github.com/isthmus-net/isthmus/routeagent"
 )
 
-// Ports of the route agent, beside those of a gateway on the same node.
+// Ports of the route agent. They differ from those of a gateway on the same node.
 const (
 	agentMetricsAddress = "127.0.0.1:5874"
 	agentStatusAddress  = "127.0.0.1:5875"
@@ -85,7 +85,7 @@ servers; probes need "host: 127.0.0.1".`, kernel.OverlayDevice, kernel.OverlayPo
 			kube.UseLogger(o.Log)
 			installed := cmp.Or(namespace, os.Getenv("POD_NAMESPACE"), deploy.Namespace)
 			var voter *voting.Voter
-			if o.StateDirectory != "" { // without state a restart would forget the agent's promises
+			if o.StateDirectory != "" { // without a state directory, a restart would lose the agent's promise
 				voter = &voting.Voter{Node: o.Node, Directory: o.StateDirectory, Log: o.Log}
 				o.Voter = voter
 			}

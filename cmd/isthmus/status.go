@@ -86,7 +86,7 @@ func addAddressFlag(cmd *cobra.Command, address *string) {
 	cmd.Flags().StringVar(address, "address", file.DefaultStatusAddress, "status address of the gateway (--status-address)")
 }
 
-// ask gets a path from the running gateway.
+// ask requests a path from the running gateway.
 func ask(ctx context.Context, address, path string) ([]byte, error) {
 	ctx, cancel := context.WithTimeout(ctx, 5*time.Second)
 	defer cancel()
@@ -94,7 +94,7 @@ func ask(ctx context.Context, address, path string) ([]byte, error) {
 	if err != nil {
 		return nil, cli.Usage("--address %q: want host:port, such as %s", address, file.DefaultStatusAddress)
 	}
-	client := &http.Client{Transport: &http.Transport{DisableKeepAlives: true}} // no proxy: the gateway is on this machine
+	client := &http.Client{Transport: &http.Transport{DisableKeepAlives: true}} // without a proxy, because the gateway is on this machine
 	resp, err := client.Do(req)
 	if err != nil {
 		if u := (*url.Error)(nil); errors.As(err, &u) {
@@ -203,7 +203,7 @@ func printPeers(w io.Writer, s gateway.Status, wide bool) error {
 			p.Rules.RemotePodsHere, p.Rules.LocalPodsThere, total(p.Drops))
 		fmt.Fprintln(t)
 	}
-	if wide { // in tables of their own, so that each fits a screen
+	if wide { // separate tables, so that each fits on a screen
 		fmt.Fprintln(t, "\nPEER\tID\tMTU\tTUNNELS\tMAPPED\tSESSIONS\tRX PACKETS\tTX PACKETS")
 		for _, p := range s.Peers {
 			fmt.Fprintf(t, "%s\t%s\t%d\t%s\t%d\t%d\t%d\t%d\n", nameOrID(p.Name, p.ID), p.ID, p.MTU, tunnels(p), len(p.Rules.Endpoints), p.Sessions, p.Receive.Packets, p.Transmit.Packets)
@@ -216,8 +216,8 @@ func printPeers(w io.Writer, s gateway.Status, wide bool) error {
 	return t.Flush()
 }
 
-// dropsShown is the age up to which drops are shown, so that a healed fault leaves the screen. Wide
-// output shows all.
+// dropsShown is the maximum age of drops that are shown, so that a repaired fault disappears.
+// Wide output shows all drops.
 const dropsShown = 10 * time.Minute
 
 func printDrops(w io.Writer, s gateway.Status, wide bool) error {
@@ -318,7 +318,7 @@ func size(bytes uint64) string {
 	return fmt.Sprintf("%.1f %ciB", v, "KMGTP"[unit])
 }
 
-// tunnels returns how many tunnels carry flows, and how many there are.
+// tunnels returns the number of tunnels that carry flows, and the total number.
 func tunnels(p gateway.PeerStatus) string {
 	if len(p.Tunnels) == 0 {
 		return "1/1"

@@ -104,7 +104,7 @@ The exit code is then 2 if nothing failed; with --continuous only if nothing was
 				return watchLoss(cmd, a, b, o, output)
 			}
 			report, err := verify.Run(cmd.Context(), a, b, o)
-			if report.Checks > 0 { // an interrupted run reports what it has
+			if report.Checks > 0 { // an interrupted run still reports its results so far
 				err = errors.Join(err, printReport(cmd, report, output))
 			}
 			switch {
@@ -123,7 +123,7 @@ The exit code is then 2 if nothing failed; with --continuous only if nothing was
 	addAccessFlags(cmd, &local, "", "")
 	addAccessFlags(cmd, &remote, "remote-", " of the other cluster")
 	cmd.Flags().StringSliceVar(&only, "only", nil, "send only some packets: tcp, udp, icmp; pod or host, the network of the sender; out (from A to B), in")
-	_ = cmd.RegisterFlagCompletionFunc("only", cobra.FixedCompletions(verify.Words, cobra.ShellCompDirectiveNoFileComp)) // fails only for a flag that does not exist
+	_ = cmd.RegisterFlagCompletionFunc("only", cobra.FixedCompletions(verify.Words, cobra.ShellCompDirectiveNoFileComp)) // fails only if the flag does not exist
 	cmd.Flags().IntSliceVar(&sizes, "sizes", nil, "octets to send (default 56 to 4000, TCP up to 500000); UDP sends at least 96, ICMP 16")
 	cmd.Flags().StringSliceVar(&o.To, "to", nil, "also ping HOST, or connect to HOST:PORT, from the Pods in A")
 	cmd.Flags().StringSliceVar(&o.Pods, "pod", nil, "use this Pod of A, NAMESPACE/NAME, instead of temporary Pods")
@@ -145,8 +145,8 @@ func printReport(cmd *cobra.Command, r *verify.Report, output cli.Output) error 
 }
 
 // watchLoss shows the losses until it is interrupted: on a terminal in one line that changes,
-// elsewhere in a line every ten seconds. When the output is for programs, the lines go to standard
-// error, and the final counts to standard output.
+// otherwise in a new line every ten seconds. If the output is for programs, these lines are
+// written to standard error, and the final counts to standard output.
 func watchLoss(cmd *cobra.Command, a, b *cluster.Cluster, o verify.Options, output cli.Output) error {
 	out := cmd.OutOrStdout()
 	if output.ForPrograms() {
@@ -189,7 +189,8 @@ func watchLoss(cmd *cobra.Command, a, b *cluster.Cluster, o verify.Options, outp
 	return lossError(last, err)
 }
 
-// lossError returns the error of --continuous: the counts, and the error of verify.Run.
+// lossError returns the error of --continuous: that of verify.Run or, if there is none, an
+// error if packets were lost or none was sent.
 func lossError(losses []verify.Loss, err error) error {
 	sent, lost := 0, 0
 	for _, l := range losses {
@@ -206,7 +207,7 @@ func lossError(losses []verify.Loss, err error) error {
 	return nil
 }
 
-// newProbeCommand makes the command that runs in the Pods of verify.
+// newProbeCommand returns the hidden command that runs in the Pods of verify.
 func newProbeCommand() *cobra.Command {
 	var echo, control uint16
 	var idle time.Duration
