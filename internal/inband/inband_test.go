@@ -123,7 +123,7 @@ func ends(t *testing.T, c net.Conn) {
 	}
 }
 
-func TestAManagerReachesAPeerThatAgreed(t *testing.T) {
+func TestManagerReachesAPeerWithInBandControl(t *testing.T) {
 	w := newWorld(t)
 	w.Set(agreed)
 	c, err := w.manager(secret, "b")
@@ -148,7 +148,7 @@ func TestAManagerReachesAPeerThatAgreed(t *testing.T) {
 
 // Somebody who has stolen the gateways' key may have an open connection. It must end with the
 // key.
-func TestAConnectionEndsWithTheKeyOfTheGateways(t *testing.T) {
+func TestConnectionIsClosedWhenTheGatewaysChangeTheirKey(t *testing.T) {
 	w := newWorld(t)
 	w.Set(agreed)
 	c, err := w.manager(secret, "b")
@@ -196,7 +196,7 @@ func TestAManagerGetsTheReasonForARefusedConnection(t *testing.T) {
 	}
 }
 
-func TestStrangersAreRefused(t *testing.T) {
+func TestManagerPortRefusesClientsWithoutTheKey(t *testing.T) {
 	w := newWorld(t)
 	w.Set(agreed)
 	refused := func() uint64 {
@@ -289,7 +289,7 @@ func TestConnectionsOfARemovedPeerAreClosed(t *testing.T) {
 
 // While a peering ends, the peer's manager has no access to our API server. Our manager still
 // has objects to delete at the peer.
-func TestALeavingPeerIsRefused(t *testing.T) {
+func TestLeavingPeerCannotReachOurAPIServer(t *testing.T) {
 	w := newWorld(t)
 	w.Set([]Peer{{ID: "b", Source: source, Gateway: gateway, Leaving: true}})
 	refused := false
@@ -305,7 +305,7 @@ func TestALeavingPeerIsRefused(t *testing.T) {
 	echoes(t, c)
 }
 
-func TestAPeersOctetsAreBounded(t *testing.T) {
+func TestPeerBandwidthIsLimited(t *testing.T) {
 	w := newWorld(t)
 	w.Set(agreed)
 	c, err := w.manager(secret, "b")
@@ -326,7 +326,7 @@ func TestAPeersOctetsAreBounded(t *testing.T) {
 }
 
 // Each connection occupies a port of the gateway for a minute.
-func TestAPeerOpensConnectionsAtABoundedRate(t *testing.T) {
+func TestPeerConnectionRateIsLimited(t *testing.T) {
 	w := newWorld(t)
 	w.Set(agreed)
 	taken := 0
@@ -352,7 +352,7 @@ func (f far) Close() error {
 	return nil
 }
 
-func TestAConnectionCountsUntilBothSidesAreClosed(t *testing.T) {
+func TestConnectionCountsUntilBothSidesAreClosed(t *testing.T) {
 	w := newWorld(t)
 	w.Set(agreed)
 	ours, theirs := net.Pipe()
@@ -402,7 +402,7 @@ func TestTheManagerPortSurvivesAnAcceptError(t *testing.T) {
 	c.Close()
 }
 
-func TestOneAddressCannotBlockTheManager(t *testing.T) {
+func TestOneAddressCannotBlockTheManagerPort(t *testing.T) {
 	var p places
 	a, b := netip.MustParseAddr("10.0.0.1"), netip.MustParseAddr("10.0.0.2")
 	for range asking {

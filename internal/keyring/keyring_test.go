@@ -31,7 +31,7 @@ func read(t *testing.T, data map[string][]byte) keyring.Ring {
 	return r
 }
 
-func TestStepsOfARotation(t *testing.T) {
+func TestRotationStepDependsOnSecretAndObservations(t *testing.T) {
 	private, next := keyring.New(), keyring.New()
 	first := secretOf(private)
 	begun := keyring.Begin(first, next, start)
@@ -86,7 +86,7 @@ func TestStepsOfARotation(t *testing.T) {
 	}
 }
 
-func TestARotationChangesTheKeyAndKeepsWhatGatewaysShare(t *testing.T) {
+func TestRotationKeepsTheKeyThatGatewaysShare(t *testing.T) {
 	private, next, after := keyring.New(), keyring.New(), keyring.New()
 	first := secretOf(private)
 	begun := keyring.Begin(first, next, start)
@@ -123,7 +123,7 @@ func TestARotationChangesTheKeyAndKeepsWhatGatewaysShare(t *testing.T) {
 	}
 }
 
-func TestAnOfferedKeyIsTheNextOne(t *testing.T) {
+func TestOfferedKeyBecomesTheNextKey(t *testing.T) {
 	private, offered := keyring.New(), keyring.New()
 	first := secretOf(private)
 	taken := keyring.Take(first, read(t, first), offered, start)
@@ -148,7 +148,7 @@ func TestKeyAgeIgnoresTheTimestampOfTheNextKey(t *testing.T) {
 	}
 }
 
-func TestInvalidFieldsAreNamedAndLeftOut(t *testing.T) {
+func TestInvalidKeyFieldsAreReportedAndLeftOut(t *testing.T) {
 	private := keyring.New()
 	data := secretOf(private)
 	data[keyring.FieldNext], data[keyring.FieldGateways] = []byte("x"), []byte("y")
@@ -201,7 +201,7 @@ func TestOnlyKeysThatGatewaysAcceptArePublished(t *testing.T) {
 	}
 }
 
-func TestARingPrintsNoKey(t *testing.T) {
+func TestKeyRingIsNotPrinted(t *testing.T) {
 	r := keyring.Ring{Private: keyring.New(), Next: keyring.New()}
 	text, err := json.Marshal(r)
 	if err != nil {
@@ -400,25 +400,25 @@ func TestEveryStepOfARotationSurvivesEveryFault(t *testing.T) {
 	steps := []event{
 		{"nothing has begun", func(*testing.T, *model) {}},
 		{"the next key is in the Secret", func(t *testing.T, m *model) { m.begin(t) }},
-		{"the standby answers to it", func(t *testing.T, m *model) { m.reads(t, 1) }},
-		{"the active gateway answers to it", func(t *testing.T, m *model) { m.reads(t, 0) }},
+		{"the standby responds to it", func(t *testing.T, m *model) { m.reads(t, 1) }},
+		{"the active gateway responds to it", func(t *testing.T, m *model) { m.reads(t, 0) }},
 		{"it is announced", func(t *testing.T, m *model) { m.writes(t) }},
-		{"the gateways have read that", func(t *testing.T, m *model) { m.reads(t, 0); m.reads(t, 1) }},
-		{"the manager has told the peer", func(t *testing.T, m *model) { m.publishes(t) }},
-		{"the peer has moved", func(_ *testing.T, m *model) { m.moves() }},
-		{"the gateway has seen that", func(t *testing.T, m *model) { m.writes(t) }},
-		{"all have moved for long enough", later(keyring.Settled)},
+		{"the gateways have read the announcement", func(t *testing.T, m *model) { m.reads(t, 0); m.reads(t, 1) }},
+		{"the manager has published it", func(t *testing.T, m *model) { m.publishes(t) }},
+		{"the peer uses it", func(_ *testing.T, m *model) { m.moves() }},
+		{"the gateway has seen the peer use it", func(t *testing.T, m *model) { m.writes(t) }},
+		{"all peers have used it for long enough", later(keyring.Settled)},
 		{"the next key is the current one", func(t *testing.T, m *model) { m.writes(t) }},
-		{"the active gateway has forgotten the former one", func(t *testing.T, m *model) { m.reads(t, 0) }},
+		{"the active gateway has dropped the former key", func(t *testing.T, m *model) { m.reads(t, 0) }},
 		{"the manager publishes the current key", func(t *testing.T, m *model) { m.publishes(t) }},
 	}
 	faults := []event{
 		{"the active gateway restarts", func(t *testing.T, m *model) { m.restart(t) }},
 		{"the standby takes over", func(t *testing.T, m *model) { m.failover(t) }},
-		{"it takes over, and gives back", func(t *testing.T, m *model) { m.failover(t); m.failover(t) }},
+		{"the standby takes over and hands back", func(t *testing.T, m *model) { m.failover(t); m.failover(t) }},
 		{"the manager restarts, and publishes what it reads", func(t *testing.T, m *model) { m.publishes(t) }},
-		{"the API server is away for an hour", later(time.Hour)},
-		{"the active gateway writes the same again", func(t *testing.T, m *model) { m.writes(t); m.writes(t) }},
+		{"the API server is unavailable for an hour", later(time.Hour)},
+		{"the active gateway repeats its write", func(t *testing.T, m *model) { m.writes(t); m.writes(t) }},
 		{"somebody runs rotate-key again", func(t *testing.T, m *model) { m.begin(t) }},
 	}
 	for n := range steps {

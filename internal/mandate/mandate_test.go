@@ -40,8 +40,8 @@ var systems = map[string]system{
 	"another voter, in two steps":       {2, limits{claims: 2, raises: 1, proposals: 2}, []List{list(0, 0), list(1, 0, 1), list(2, 1)}, true},
 	"two voters fewer":                  {3, limits{claims: 2, raises: 1, proposals: 2}, []List{list(0, 0, 1, 2), list(1, 0, 1), list(2, 1)}, true},
 	"another voter at once":             {2, limits{claims: 2, raises: 1, proposals: 1}, []List{list(0, 0), list(1, 1)}, true},
-	"held, a voter ends":                {1, limits{held: true, claims: 1, ends: 1}, []List{list(0, 0)}, true},
-	"held, two voters fewer":            {3, limits{held: true, claims: 1, proposals: 2}, []List{list(0, 0, 1, 2), list(1, 0, 1), list(2, 1)}, true},
+	"with a mandate, a voter ends":      {1, limits{held: true, claims: 1, ends: 1}, []List{list(0, 0)}, true},
+	"with a mandate, two voters fewer":  {3, limits{held: true, claims: 1, proposals: 2}, []List{list(0, 0, 1, 2), list(1, 0, 1), list(2, 1)}, true},
 }
 
 const (
@@ -71,7 +71,7 @@ func TestNeverTwoMandates(t *testing.T) {
 
 // The search visits only one of the worlds with equal keys. That is correct only if equal
 // worlds lead to equal worlds.
-func TestEqualStatesHaveEqualSuccessors(t *testing.T) {
+func TestStatesWithEqualKeysHaveEqualSuccessors(t *testing.T) {
 	for name, s := range systems {
 		t.Run(name, func(t *testing.T) {
 			random := rand.New(rand.NewPCG(26, 28))
@@ -119,9 +119,9 @@ var bugs = []bug{
 	{rule: "6: a farewell is not stored", large: true, where: "a voter ends", started: func(v *Voter, _ *Promise) { v.farewell = 0 }},
 	{rule: "6: a farewell is forgotten at the next change", large: true, where: "a voter ends and is killed", asked: func(v *Voter, _ *Ask, _ Time) { v.farewell = 0 }},
 	{rule: "6: a farewell counts as long when the next voter has answered", large: true, where: "a voter ends", heard: func(g *Gateway, v *vote, a Answer) { v.incarnation = a.Incarnation }},
-	{rule: "6: a farewell is not stored, in mid-mandate", where: "held, a voter ends", started: func(v *Voter, _ *Promise) { v.farewell = 0 }},
-	{rule: "6: a farewell ends with any ask", where: "held, a voter ends", asked: func(v *Voter, _ *Ask, _ Time) { v.farewell = 0 }},
-	{rule: "6: a farewell counts as long when the next voter has answered, in mid-mandate", where: "held, a voter ends", timing: func(t *Timing) { t.Farewell, t.FarewellMandate = 6, 5 },
+	{rule: "6: a farewell is not stored, in mid-mandate", where: "with a mandate, a voter ends", started: func(v *Voter, _ *Promise) { v.farewell = 0 }},
+	{rule: "6: a farewell ends with any ask", where: "with a mandate, a voter ends", asked: func(v *Voter, _ *Ask, _ Time) { v.farewell = 0 }},
+	{rule: "6: a farewell counts as long when the next voter has answered, in mid-mandate", where: "with a mandate, a voter ends", timing: func(t *Timing) { t.Farewell, t.FarewellMandate = 6, 5 },
 		heard: func(g *Gateway, v *vote, a Answer) { v.incarnation = a.Incarnation }},
 	{rule: "7: a voter without a promise votes for anybody", where: "a promise is lost", asked: func(v *Voter, a *Ask, _ Time) { a.Holds = a.Holds || v.empty }},
 	{rule: "5: a mandate lives on after a release", where: "a gateway releases", freed: func(g *Gateway, was Gateway) { *g = was }},
@@ -135,13 +135,13 @@ var bugs = []bug{
 		g.next = &l
 		g.arrange()
 	}},
-	{rule: "8: the next list counts at once", where: "held, two voters fewer", proposes: func(g *Gateway, l List) {
+	{rule: "8: the next list counts at once", where: "with a mandate, two voters fewer", proposes: func(g *Gateway, l List) {
 		g.list = l
 		g.arrange()
 	}},
 }
 
-func TestTheSearchFindsABugInEachRule(t *testing.T) {
+func TestSearchFindsTwoMandatesIfAnyRuleIsBroken(t *testing.T) {
 	for _, b := range bugs {
 		if b.large && !*whole { // takes more than a million worlds
 			continue
@@ -193,7 +193,7 @@ func (p *pair) frees(now Time) bool {
 	return answer.Granted
 }
 
-func TestAFinalVoteBindsUntilTheHolderKnowsTheNextVoter(t *testing.T) {
+func TestFarewellBindsUntilTheHolderKnowsTheNextVoter(t *testing.T) {
 	p := newPair(t)
 	p.g.Claim(1 * time.Second)
 	_, answer := p.asks(1 * time.Second)
@@ -224,7 +224,7 @@ func TestAFinalVoteBindsUntilTheHolderKnowsTheNextVoter(t *testing.T) {
 	}
 }
 
-func TestAReleaseOfAnEarlierIncarnationIsIgnored(t *testing.T) {
+func TestReleaseByAnEarlierGatewayProcessIsIgnored(t *testing.T) {
 	p := newPair(t)
 	const now = time.Second
 	p.g.Claim(now)
@@ -326,7 +326,7 @@ func TestOneGatewayFinallyGetsAMandate(t *testing.T) {
 	}
 }
 
-func TestALaterRefusalOfTheSameAskCounts(t *testing.T) {
+func TestGatewayAcceptsALaterRefusalOfTheSameAsk(t *testing.T) {
 	p := newPair(t)
 	holder := Ask{Kind: Claim, From: "b", Epoch: 100, Sent: 1, Nonce: 9, Heard: p.v.incarnation}
 	if !p.v.Receive(holder, time.Second).Granted {
@@ -346,7 +346,7 @@ func TestALaterRefusalOfTheSameAskCounts(t *testing.T) {
 
 // If the vote counted, a late farewell of the earlier voter would count again, although it no
 // longer binds the node.
-func TestALaterVoteForTheSameAskByTheNextVoterIsIgnored(t *testing.T) {
+func TestVoteOfTheNextVoterForAnAnsweredAskIsIgnored(t *testing.T) {
 	p := newPair(t)
 	p.g.Claim(1 * time.Second)
 	claim := p.g.asks(Claim, 1*time.Second, false)["1"]
@@ -384,7 +384,7 @@ func TestAnEndedMandateReleasesReachableVoters(t *testing.T) {
 	}
 }
 
-func TestAGatewayWithoutVotesGetsNoMandate(t *testing.T) {
+func TestVoterGrantsItsVoteOnlyByTheRules(t *testing.T) {
 	stored := Promise{Epoch: 5, Holder: "a", List: 3}
 	last := Ask{Kind: Claim, From: "a", Epoch: 5, List: 3, Sent: time.Second, Nonce: 1, Heard: 7}
 	for _, tc := range []struct {
@@ -421,7 +421,7 @@ func TestAGatewayWithoutVotesGetsNoMandate(t *testing.T) {
 
 // The gateway counts votes by its proposed list once two of the three voters of the current
 // list have stored the proposed list's version.
-func TestTheNextListCountsWhenAMajorityHasStoredIt(t *testing.T) {
+func TestNextListCountsOnceAMajorityHasStoredIt(t *testing.T) {
 	before, next, now := list(1, 0, 1, 2), list(2, 0, 1, 2, 3), time.Second
 	g, voters := NewGateway("a", Usual, 1, before), make(map[ID]*Voter)
 	for _, id := range next.Voters {
@@ -471,7 +471,7 @@ func TestTheNextListCountsWhenAMajorityHasStoredIt(t *testing.T) {
 }
 
 // Another gateway has written the foreign list, so that gateway has a mandate or will get one.
-func TestAForeignListEndsTheMandate(t *testing.T) {
+func TestListOfAnotherGatewayEndsTheMandate(t *testing.T) {
 	for _, tc := range []struct {
 		name            string
 		proposes, reads List

@@ -144,16 +144,16 @@ func TestAlteredMessagesMakeNoKey(t *testing.T) {
 		{"answer to another key", "a", flip("kemFor"), postquantum.Other},
 		{"answer too short", "a", func(w, _, _ postquantum.Words) { w["kem0"] = w["kem0"][4:] }, postquantum.Malformed},
 		{"answer too long", "a", func(w, _, _ postquantum.Words) { w["kem0"] += "AAAA" }, postquantum.Malformed},
-		{"no base64", "a", func(w, _, _ postquantum.Words) { w["kem1"] = "?" + w["kem1"][1:] }, postquantum.Malformed},
+		{"not base64", "a", func(w, _, _ postquantum.Words) { w["kem1"] = "?" + w["kem1"][1:] }, postquantum.Malformed},
 		{"no tag", "a", func(w, _, _ postquantum.Words) { delete(w, "kemTag") }, postquantum.Malformed},
 		{"answer replayed", "a", func(w, old, _ postquantum.Words) { clear(w); maps.Copy(w, old) }, postquantum.Other},
 		{"answer of a third peer", "a", func(w, _, third postquantum.Words) { clear(w); maps.Copy(w, third) }, postquantum.Other},
 		{"answer of a third peer for this key", "a", func(w, _, third postquantum.Words) { w["kem0"], w["kem1"] = third["kem0"], third["kem1"] }, postquantum.Altered},
 		{"our own key", "a", func(w, _, _ postquantum.Words) { w["kem0"] = strings.Repeat("A", 790); w["kem1"] = w["kem0"] }, postquantum.Malformed},
 		{"tag of the key altered", "b", flip("kemTag"), postquantum.Altered},
-		{"tag of the answer as that of the key", "b", func(w, _, third postquantum.Words) { w["kemTag"] = third["kemTag"] }, postquantum.Altered},
+		{"tag of the answer in place of the tag of the key", "b", func(w, _, third postquantum.Words) { w["kemTag"] = third["kemTag"] }, postquantum.Altered},
 		{"key altered", "b", flip("kem1"), postquantum.Altered},
-		{"key with a coefficient that is none", "b", func(w, _, _ postquantum.Words) { w["kem0"] = strings.Repeat("/", len(w["kem0"])) }, postquantum.Malformed},
+		{"key with an invalid coefficient", "b", func(w, _, _ postquantum.Words) { w["kem0"] = strings.Repeat("/", len(w["kem0"])) }, postquantum.Malformed},
 		{"key too short", "b", func(w, _, _ postquantum.Words) { w["kem1"] = w["kem1"][:len(w["kem1"])-4] }, postquantum.Malformed},
 		{"key replayed", "b", func(w, old, _ postquantum.Words) { clear(w); maps.Copy(w, old) }, postquantum.Altered},
 		{"key of a third peer", "b", func(w, _, third postquantum.Words) { clear(w); maps.Copy(w, third) }, postquantum.Altered},
@@ -195,7 +195,7 @@ func TestAlteredMessagesMakeNoKey(t *testing.T) {
 // Managers stop before or after they publish, and read outdated publications, while the
 // WireGuard keys change. At each moment the two gateways can make a handshake. In the end both
 // sides use the same new key.
-func TestACrashAtAnyStepConverges(t *testing.T) {
+func TestExchangeConvergesAfterACrashAtAnyStep(t *testing.T) {
 	for seed := range uint64(3000) {
 		rng := rand.New(rand.NewPCG(28, seed))
 		sides := [2]*side{newSide("a", 1), newSide("b", 2)}
@@ -256,7 +256,7 @@ func TestKeyAndAnswerAreReadFromThePublication(t *testing.T) {
 
 // If the publication does not match the stored State, the exchange starts again and the key in
 // use stays. The same holds for a State of an earlier version, which has no hash.
-func TestAStateWithoutItsPublicationStartsAgain(t *testing.T) {
+func TestExchangeStartsAgainWithoutItsPublication(t *testing.T) {
 	for name, spoil := range map[string]func(s, third *side){
 		"nothing":         func(s, _ *side) { s.published = nil },
 		"altered":         func(s, _ *side) { s.published["kem1"] = "AAAA" + s.published["kem1"][4:] },

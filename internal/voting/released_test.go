@@ -11,7 +11,7 @@ import (
 
 // A voter that is free long before its holder's time has ended was released. A voter that was
 // only late to answer was not.
-func TestTheReleaseOfAMajorityIsNoticed(t *testing.T) {
+func TestCandidateNoticesTheReleaseOfAMajority(t *testing.T) {
 	c := NewCandidate("me", netip.MustParseAddr("192.0.2.9"), func() [32]byte { return private }, slog.New(slog.DiscardHandler))
 	list := List{Version: 1, Voters: make(map[string]netip.Addr)}
 	for i, name := range []string{"n1", "n2", "n3"} {

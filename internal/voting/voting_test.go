@@ -119,7 +119,7 @@ func TestNodesVoteForOneGatewayAtATime(t *testing.T) {
 	t.Logf("the third has the mandate after %v", within(t, "the third mandate", third.Gate.Open))
 }
 
-func TestAVoterThatEndsKeepsItsHolder(t *testing.T) {
+func TestGatewayKeepsItsMandateWhileVotersAreReplaced(t *testing.T) {
 	e := newElectorate(t, 2, 3)
 	c, _ := e.candidate("gateway-1", 101, true)
 	within(t, "a mandate", c.Gate.Open)
@@ -139,7 +139,7 @@ func TestAVoterThatEndsKeepsItsHolder(t *testing.T) {
 	}
 }
 
-func TestOnlyGatewaysGetVotes(t *testing.T) {
+func TestOnlyGatewaysWithTheKeyGetVotes(t *testing.T) {
 	e := newElectorate(t, 3, 1)
 	v := e.votes["n1"]
 	within(t, "the voter", func() bool {
@@ -165,7 +165,7 @@ func TestOnlyGatewaysGetVotes(t *testing.T) {
 }
 
 // Datagrams from unknown addresses are dropped unread.
-func TestAVoterDoesNotReadAFloodOfStrangers(t *testing.T) {
+func TestVoterDoesNotReadAFloodFromUnknownAddresses(t *testing.T) {
 	conn, err := net.ListenUDP("udp", &net.UDPAddr{IP: net.IPv4(127, 0, 0, 1)})
 	if err != nil {
 		t.Fatal(err)
@@ -199,7 +199,7 @@ func TestAVoterDoesNotReadAFloodOfStrangers(t *testing.T) {
 }
 
 // A gateway that waits for the vote learns of its release at once, not only from its next ask.
-func TestAWaitingGatewayLearnsOfARelease(t *testing.T) {
+func TestWaitingGatewayIsNotifiedOfARelease(t *testing.T) {
 	key := KeyOf(private)
 	v := &Voter{Node: "n1", Directory: t.TempDir(), Log: slog.New(slog.DiscardHandler)}
 	v.Set(key.Public().(ed25519.PublicKey))
@@ -292,7 +292,7 @@ func TestAVoterSendsOnlyStoredPromises(t *testing.T) {
 	}
 }
 
-func TestANodeThatCannotVoteSaysWhy(t *testing.T) {
+func TestNodeThatCannotVoteReportsWhy(t *testing.T) {
 	e := newElectorate(t, 4, 1)
 	v := e.votes["n1"]
 	c, _ := e.candidate("gateway-1", 101, true)
@@ -315,7 +315,7 @@ func TestANodeThatCannotVoteSaysWhy(t *testing.T) {
 
 // A gateway that gets a majority announces it at once, not with its next beat, because nodes
 // follow the gateway only from then on.
-func TestAGatewayWithAMajorityDoesNotWaitForTheNextBeat(t *testing.T) {
+func TestGatewayAnnouncesItsMajorityBeforeTheNextBeat(t *testing.T) {
 	v := &Voter{Node: "n1", Directory: t.TempDir(), Log: slog.New(slog.DiscardHandler)}
 	key, at := KeyOf(private), &net.UDPAddr{IP: net.IPv4(127, 0, 0, 1), Port: Port}
 	v.Set(key.Public().(ed25519.PublicKey))

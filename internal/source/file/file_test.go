@@ -23,7 +23,7 @@ var update = flag.Bool("update", false, "write the golden files anew")
 
 // Each directory of testdata is a configuration. Its want.txt has the expected plan or
 // problems.
-func TestDirectories(t *testing.T) {
+func TestDirectoriesGiveTheExpectedPlanOrProblems(t *testing.T) {
 	dirs, err := filepath.Glob("testdata/*/want.txt")
 	if err != nil || len(dirs) == 0 {
 		t.Fatal("no test directories", err)
@@ -149,7 +149,7 @@ func valid(changes map[string]string) map[string]string {
 	return files
 }
 
-func TestLoadReadsEverything(t *testing.T) {
+func TestLoadReadsAllObjectsOfADirectory(t *testing.T) {
 	dir := writeDir(t, valid(nil))
 	got, err := Load(dir)
 	if err != nil {
@@ -170,7 +170,7 @@ func TestLoadReadsEverything(t *testing.T) {
 	}
 }
 
-func TestTheNextKeyIsReadUntilItIsThePrivateKey(t *testing.T) {
+func TestNextKeyIsReadWhileGatewayFileNamesIt(t *testing.T) {
 	dir := writeDir(t, valid(map[string]string{"gateway.yaml": gatewayYAML + "nextPrivateKeyFile: next.key\n", "next.key": keyText('n')}))
 	want := func(private, next PrivateKey) {
 		t.Helper()
@@ -246,7 +246,7 @@ func TestNATFieldsReachTheEngine(t *testing.T) {
 	}
 }
 
-func TestLoadAccepts(t *testing.T) {
+func TestLoadAcceptsUnusualValidFiles(t *testing.T) {
 	outside := filepath.Join(t.TempDir(), "key")
 	write(t, outside, "  "+keyText('k')+"\r\n\n")
 	for name, changes := range map[string]map[string]string{
@@ -271,7 +271,7 @@ func TestLoadAccepts(t *testing.T) {
 	}
 }
 
-func TestLoadRefuses(t *testing.T) {
+func TestLoadReportsEachProblem(t *testing.T) {
 	const te, gw = "peers.yaml: TunnelEndpoint tenant/peer1: ", "gateway.yaml: Gateway: "
 	const kinds = `; want TunnelEndpoint or NatMapping (net.liqo.io/v1alpha1), Gateway (isthmus.net/v1alpha1), or a List (v1) of them`
 	peer := func(old, new string) map[string]string {
@@ -444,7 +444,7 @@ func TestLoadNeverShowsAKey(t *testing.T) {
 	}
 }
 
-func TestLoadIsBounded(t *testing.T) {
+func TestLoadLimitsSizeAndNumberOfFiles(t *testing.T) {
 	dir := writeDir(t, valid(nil))
 	big := filepath.Join(dir, "big.yaml")
 	write(t, big, "")
@@ -536,7 +536,7 @@ func FuzzLoad(f *testing.F) {
 	})
 }
 
-func TestAKeyReadableByOthersIsNamed(t *testing.T) {
+func TestKeyFileReadableByOthersIsReported(t *testing.T) {
 	dir := t.TempDir()
 	key, next := filepath.Join(dir, "private.key"), filepath.Join(dir, "next.key")
 	for path, text := range map[string]string{filepath.Join(dir, "gateway.yaml"): gatewayYAML + "nextPrivateKeyFile: next.key\n", key: keyText('k'), next: keyText('n')} {

@@ -104,7 +104,7 @@ func TestWatchCallsBackOnChangeOnly(t *testing.T) {
 	})
 }
 
-func TestWatchReportsABrokenDirectoryOnce(t *testing.T) {
+func TestWatchReportsAnInvalidDirectoryOnce(t *testing.T) {
 	dir := writeDir(t, valid(nil))
 	peers := filepath.Join(dir, "peers.yaml")
 	synctest.Test(t, func(t *testing.T) {
@@ -132,7 +132,7 @@ func TestWatchReportsABrokenDirectoryOnce(t *testing.T) {
 	})
 }
 
-func TestWatchBeginsWithAnError(t *testing.T) {
+func TestWatchReportsAnErrorAtTheStart(t *testing.T) {
 	dir := filepath.Join(t.TempDir(), "later")
 	synctest.Test(t, func(t *testing.T) {
 		w := watch(t, dir)
@@ -247,7 +247,7 @@ func TestWatchNoticesAFileReplacedWithItsOldTime(t *testing.T) {
 
 // If the clock of the file system is coarse, a write right after the first read may leave size
 // and time unchanged.
-func TestWatchLooksTwice(t *testing.T) {
+func TestWatchNoticesAChangeRightAfterAnother(t *testing.T) {
 	dir := writeDir(t, valid(nil))
 	peers := filepath.Join(dir, "peers.yaml")
 	synctest.Test(t, func(t *testing.T) {
@@ -303,7 +303,7 @@ func TestWatchNeverCallsBackAfterTheEndOfItsContext(t *testing.T) {
 	Watch(ctx, writeDir(t, valid(nil)), func(Snapshot, error) { t.Error("called back") })
 }
 
-func TestWatchEndsWhileItWaits(t *testing.T) {
+func TestWatchEndsWhileItWaitsForAWriter(t *testing.T) {
 	dir := writeDir(t, valid(nil))
 	synctest.Test(t, func(t *testing.T) {
 		w := watch(t, dir)

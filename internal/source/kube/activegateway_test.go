@@ -12,7 +12,7 @@ import (
 	"github.com/isthmus-net/isthmus/fabric"
 )
 
-func TestTheActiveGatewayIsAPodOnTheNodeOfTheService(t *testing.T) {
+func TestActiveGatewayMustBeOnTheNodeNamedByTheService(t *testing.T) {
 	gateways := []fabric.GatewayPod{
 		{Addr: netip.MustParseAddr("10.64.1.254"), Host: netip.MustParseAddr("172.30.1.12")},
 		{Addr: netip.MustParseAddr("172.30.1.13"), Host: netip.MustParseAddr("172.30.1.13"), HostNetwork: true},

@@ -76,7 +76,7 @@ func TestTheListChangesByOneVoterAtATime(t *testing.T) {
 	}
 }
 
-func TestVotersStayAsLongAsTheirNodes(t *testing.T) {
+func TestVotersAreKeptWhileTheirNodesExist(t *testing.T) {
 	nodes := make(map[string]netip.Addr)
 	for i := range 20 {
 		nodes[fmt.Sprint("n", i)] = netip.AddrFrom4([4]byte{10, 0, 0, byte(i)})
@@ -133,7 +133,7 @@ func TestALongSilentVoterIsRemoved(t *testing.T) {
 	}
 }
 
-func TestAnUnreadableListIsIgnored(t *testing.T) {
+func TestUnreadableVoterListIsIgnored(t *testing.T) {
 	for _, text := range []string{"", "{", "[]", `{"version":-1}`, `{"version":1,"voters":{"n1":"here"}}`} {
 		lease := &coordinationv1.Lease{ObjectMeta: metav1.ObjectMeta{Annotations: map[string]string{isthmus.AnnotationVoters: text}}}
 		if l := listOf(lease); l.Version != 0 || len(l.Voters) > 0 {
@@ -194,7 +194,7 @@ func TestANodeFollowsTheNewerGateway(t *testing.T) {
 
 // A standby that restarts after a takeover remembers the number of the takeover, but not the
 // name of the gateway that took over.
-func TestAStandbyThatStartsAgainLearnsWhoIsActive(t *testing.T) {
+func TestRestartedStandbyLearnsTheActiveGateway(t *testing.T) {
 	list := voting.List{Version: 3, Voters: map[string]netip.Addr{"a": netip.MustParseAddr("192.0.2.1")}}
 	holder, transitions := "you", int32(11)
 	lease := &coordinationv1.Lease{ObjectMeta: metav1.ObjectMeta{ResourceVersion: "1"}, Spec: coordinationv1.LeaseSpec{HolderIdentity: &holder, LeaseTransitions: &transitions}}
@@ -359,7 +359,7 @@ func TestAGatewayYieldsBeforeItReleasesTheVotes(t *testing.T) {
 // A standby may give its list a newer version only if its list differs from the nodes' list by
 // at most one voter. An older list may share no voter with the list that elects the active
 // gateway.
-func TestAStandbyRepairsTheLeaseOnlyByOneStep(t *testing.T) {
+func TestStandbyAdvancesTheListInTheLeaseByOneStepOnly(t *testing.T) {
 	all := make(map[string]netip.Addr)
 	for i, name := range []string{"a", "b", "c"} {
 		all[name] = netip.AddrFrom4([4]byte{192, 0, 2, byte(i)})
@@ -407,7 +407,7 @@ func TestAStandbyRepairsTheLeaseOnlyByOneStep(t *testing.T) {
 // If the Lease was restored from an old copy or lost its annotation, a gateway that knows the
 // newer list keeps that list. The holder of the votes writes the newer list into the Lease
 // again.
-func TestVotersRemainWithoutTheirAnnotation(t *testing.T) {
+func TestVotersAreKeptIfTheLeaseLosesItsAnnotation(t *testing.T) {
 	voters := map[string]netip.Addr{"a": netip.MustParseAddr("192.0.2.1"), "b": netip.MustParseAddr("192.0.2.2"), "c": netip.MustParseAddr("192.0.2.3")}
 	fewer := map[string]netip.Addr{"a": voters["a"]}
 	for _, tc := range []struct {
@@ -517,7 +517,7 @@ func (s *threeVoters) until(what string, is func() bool) {
 // When votes are switched off, the Lease decides only after a majority of the nodes has stored
 // that they elect no gateway. So another gateway that has missed the change and requests votes
 // with the former list gets no majority.
-func TestTheLeaseDecidesOnceNodesElectNobody(t *testing.T) {
+func TestLeaseDecidesOnlyAfterNodesElectNoGateway(t *testing.T) {
 	s := newThreeVoters(t, 0)
 	e, former := s.election, s.election.newestList()
 	e.votes.wanted = false
@@ -567,7 +567,7 @@ func TestNodesElectAfterANodeWasMissing(t *testing.T) {
 
 // A pending fence may already use the version of the next list, so no other list may be
 // proposed.
-func TestNoListIsProposedBesideAPendingFence(t *testing.T) {
+func TestNoListIsProposedWhileAFenceIsPending(t *testing.T) {
 	s := newThreeVoters(t, 2)
 	moved := maps.Clone(s.nodes)
 	moved["a"] = s.at(50)
@@ -584,7 +584,7 @@ func TestNoListIsProposedBesideAPendingFence(t *testing.T) {
 
 // A gateway that fell silent and becomes active again reports the reason for that, and not the
 // reason of its first election.
-func TestAGatewayThatWasSilentSaysWhyItIsActiveAgain(t *testing.T) {
+func TestGatewayReportsWhyItIsActiveAgainAfterSilence(t *testing.T) {
 	e := electionWith(new(storedLease), "me", nil, quiet)
 	e.votes = &ballot{}
 	e.list = voting.List{Version: 1, Voters: map[string]netip.Addr{"a": {}, "b": {}, "c": {}}}

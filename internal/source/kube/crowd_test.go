@@ -14,7 +14,7 @@ import (
 
 // Datagrams from unknown addresses are dropped unread, and a known gateway is answered
 // meanwhile.
-func TestAFloodFromStrangersIsNotRead(t *testing.T) {
+func TestFloodFromUnknownAddressesIsNotRead(t *testing.T) {
 	for _, loopback := range []string{"127.0.0.1", "::1"} {
 		t.Run(loopback, func(t *testing.T) { floodOfStrangers(t, netip.MustParseAddr(loopback)) })
 	}

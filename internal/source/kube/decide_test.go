@@ -50,7 +50,7 @@ var self = v1alpha1.ClusterIdentity{ClusterID: "id-self", ClusterName: "self"}
 
 // The addresses of our own cluster do not change the result for a peer. They are added to a
 // result that was made without them.
-func TestPeerAddressesInTheSiteDoNotDependOnOurs(t *testing.T) {
+func TestSiteAddedLaterGivesTheSameGateway(t *testing.T) {
 	private := [32]byte{8, 200}
 	endpoints := []v1alpha1.TunnelEndpoint{endpoint(1), endpoint(2), endpoint(3)}
 	endpoints[2].Spec.RemoteNATPodCIDR = endpoints[1].Spec.RemoteNATPodCIDR // peer 3 is refused, because peer 2 has this network
@@ -123,7 +123,7 @@ func TestOnlyTheInvalidObjectIsLeftOut(t *testing.T) {
 	}
 }
 
-func TestStatusOfAPeer(t *testing.T) {
+func TestStatusDescribesThePeersConnection(t *testing.T) {
 	now := time.Date(2026, 11, 21, 12, 0, 30, 123456789, time.UTC)
 	node := netip.MustParseAddr("172.30.1.11")
 	report := Report{Interface: "isthmus.host", Index: 7, NextHop: netip.MustParseAddr("169.254.100.1")}
@@ -224,7 +224,7 @@ func TestStatusOfAPeer(t *testing.T) {
 	}
 }
 
-func TestOneLateAnswerIsSmoothed(t *testing.T) {
+func TestOneLateAnswerBarelyChangesTheLatency(t *testing.T) {
 	rtt := 2 * time.Millisecond
 	if got := smooth(rtt, 8*time.Millisecond); got != 2750*time.Microsecond {
 		t.Errorf("one late answer: %v", got)
@@ -240,7 +240,7 @@ func TestOneLateAnswerIsSmoothed(t *testing.T) {
 	}
 }
 
-func TestRulesForTakingTheLease(t *testing.T) {
+func TestStandbyTakesTheLeaseOnlyAfterItExpires(t *testing.T) {
 	seen := time.Unix(1000, 0)
 	lease := func(holder string, seconds int32) *coordinationv1.Lease {
 		return &coordinationv1.Lease{Spec: coordinationv1.LeaseSpec{HolderIdentity: &holder, LeaseDurationSeconds: &seconds}}
@@ -276,7 +276,7 @@ func TestRulesForTakingTheLease(t *testing.T) {
 
 // After a gap in its contact to the API server, a standby counts the age of the Lease from
 // zero. The holder may have been unable to renew the Lease, too.
-func TestTimeWithoutAnAPIServerDoesNotCount(t *testing.T) {
+func TestLeaseAgeExcludesAPIServerOutages(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) { // time passes only where the test moves it
 		e := &election{identity: "me", log: quiet, changed: newSignal(), look: newSignal()}
 		holder := "you"
@@ -299,7 +299,7 @@ func TestTimeWithoutAnAPIServerDoesNotCount(t *testing.T) {
 	})
 }
 
-func TestKeySecret(t *testing.T) {
+func TestKeySecretIsWrittenAndParsed(t *testing.T) {
 	private := keyring.New()
 	good := keySecret("ns", ringOf(private), 1, noon)
 	if good.Labels["app.kubernetes.io/managed-by"] != "isthmus" {
@@ -349,7 +349,7 @@ func TestKeySecret(t *testing.T) {
 	}
 }
 
-func TestSimultaneousSignalsAreMerged(t *testing.T) {
+func TestSignalsCloseTogetherAreMerged(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		ctx, cancel := context.WithCancel(t.Context())
 		s, urgent, looks := newSignal(), newSignal(), make(chan time.Time, 100)

@@ -223,7 +223,7 @@ func TestGatewayAgainstAnAPIServer(t *testing.T) {
 		}
 	})
 
-	t.Run("without the CRDs it waits and says so", func(t *testing.T) {
+	t.Run("without the CRDs it waits and reports the reason", func(t *testing.T) {
 		s.namespace(t, "waits")
 		r := start(t, GatewayOptions{Config: s.config, Namespace: "waits", Pod: "p"})
 		within(t, "reason", func() error {
@@ -246,8 +246,8 @@ func TestGatewayAgainstAnAPIServer(t *testing.T) {
 		}
 	})
 
-	t.Run("what is wrong is told once by Events of the Pod", func(t *testing.T) { podEventsAreToldOnce(t, s) })
-	t.Run("it knows where no gateway of a peer is", func(t *testing.T) {
+	t.Run("a problem is reported once by an Event of the Pod", func(t *testing.T) { podEventsAreToldOnce(t, s) })
+	t.Run("it refuses endpoints that no peer's gateway can have", func(t *testing.T) {
 		s.namespace(t, "site")
 		node := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "site"}}
 		s.create(t, node, &isthmus.NetworkAllocation{ObjectMeta: metav1.ObjectMeta{Name: "site"}, Spec: isthmus.NetworkAllocationSpec{
@@ -285,7 +285,7 @@ func TestGatewayAgainstAnAPIServer(t *testing.T) {
 		refused("198.51.100.7", "")
 	})
 
-	t.Run("without an API server it waits and says so", func(t *testing.T) {
+	t.Run("without an API server it waits and reports the reason", func(t *testing.T) {
 		config := rest.CopyConfig(s.config)
 		config.Host = "https://127.0.0.1:1"
 		r := start(t, GatewayOptions{Config: config, Namespace: "waits", Pod: "p"})
@@ -297,7 +297,7 @@ func TestGatewayAgainstAnAPIServer(t *testing.T) {
 		})
 	})
 
-	t.Run("replicas that start together agree on one key and one active", func(t *testing.T) {
+	t.Run("replicas that start together agree on one key and one active replica", func(t *testing.T) {
 		s.namespace(t, "together")
 		s.create(t, &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Namespace: "together", Name: "any", Labels: map[string]string{"app.kubernetes.io/name": "clusterid-configmap"}},
 			Data: map[string]string{"CLUSTER_ID": "id-self", "CLUSTER_NAME": "self"}})
@@ -368,11 +368,11 @@ func TestGatewayAgainstAnAPIServer(t *testing.T) {
 		}
 	})
 
-	t.Run("one that ends carries on until another one has taken over", func(t *testing.T) { testHandOver(t, s) })
+	t.Run("an ending replica serves until another has taken over", func(t *testing.T) { testHandOver(t, s) })
 
-	t.Run("one that is cut off from the API server alone goes on, and is silent when it does not hear the other either", func(t *testing.T) { testCutOff(t, s) })
+	t.Run("a replica without the API server sends as long as the other replica answers", func(t *testing.T) { testCutOff(t, s) })
 
-	t.Run("the loss of a Secret keeps the key, and a broken one changes nothing", func(t *testing.T) {
+	t.Run("a deleted or invalid Secret does not change the key", func(t *testing.T) {
 		s.namespace(t, "keys")
 		r := start(t, GatewayOptions{Config: s.config, Namespace: "keys", Pod: "p", Cluster: self})
 		<-r.serving
@@ -415,7 +415,7 @@ func TestGatewayAgainstAnAPIServer(t *testing.T) {
 		}
 	})
 
-	t.Run("the Secret tells of the tunnels of the replica that started last", func(t *testing.T) {
+	t.Run("the Secret has the tunnels of the replica that started last", func(t *testing.T) {
 		s.namespace(t, "tunnels")
 		key := client.ObjectKey{Namespace: "tunnels", Name: keyring.SecretName}
 		var secret corev1.Secret
@@ -489,7 +489,7 @@ func TestGatewayAgainstAnAPIServer(t *testing.T) {
 		})
 	})
 
-	t.Run("a gateway that may not write the Secret says so and goes on", func(t *testing.T) {
+	t.Run("a gateway that may not write the Secret reports this and continues", func(t *testing.T) {
 		s.namespace(t, "forbidden")
 		private := keyring.New()
 		s.create(t, keySecret("forbidden", ringOf(private), 1, noon))
@@ -511,7 +511,7 @@ func TestGatewayAgainstAnAPIServer(t *testing.T) {
 		})
 	})
 
-	t.Run("a gateway that may not read agents' reports goes on without", func(t *testing.T) {
+	t.Run("a gateway that may not read agents' reports continues without them", func(t *testing.T) {
 		s.namespace(t, "rollback")
 		s.installCRDs(t)
 		s.installReports(t)
@@ -536,7 +536,7 @@ func TestGatewayAgainstAnAPIServer(t *testing.T) {
 		})
 	})
 
-	t.Run("an API server that was away for long is watched again at once", func(t *testing.T) {
+	t.Run("watches resume at once after a long outage of the API server", func(t *testing.T) {
 		s.namespace(t, "away")
 		way, config := newWay(t, s)
 		r := start(t, GatewayOptions{Config: config, Namespace: "away", Pod: "p", Cluster: self})
@@ -574,9 +574,9 @@ func TestGatewayAgainstAnAPIServer(t *testing.T) {
 		}
 	})
 
-	t.Run("a replica that starts while the API server is away", func(t *testing.T) { testCarryingOn(t, s) })
+	t.Run("a replica starts while the API server is unavailable", func(t *testing.T) { testCarryingOn(t, s) })
 
-	t.Run("a status that cannot be written holds up no other", func(t *testing.T) {
+	t.Run("a failing status write delays no other", func(t *testing.T) {
 		s.namespace(t, "writes")
 		s.namespace(t, "tenants")
 		all := []string{"get", "list", "watch", "create", "update", "patch"}
@@ -839,7 +839,7 @@ func compact(replicas []*testReplica) (some []*testReplica) {
 
 // An older admission policy rejects the deletion cost of Pods. That must not delay the label by
 // which peers find the active gateway.
-func TestARefusedPodFieldDoesNotBlockTheLabel(t *testing.T) {
+func TestRejectedDeletionCostDoesNotDelayThePodLabel(t *testing.T) {
 	s := newAPIServer(t)
 	s.namespace(t, "refused")
 	g, err := NewGateway(GatewayOptions{Config: s.config, Namespace: "refused", Pod: "p", Cluster: self})

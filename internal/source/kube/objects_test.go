@@ -36,7 +36,7 @@ type unreadRegistration struct {
 
 func (unreadRegistration) HasSynced() bool { return false }
 
-func TestAGatewayReportsInPlainWordsWhatItCannotRead(t *testing.T) {
+func TestGatewayReportsUnreadableObjectsInPlainWords(t *testing.T) {
 	var logged strings.Builder
 	g := &Gateway{log: slog.New(slog.DiscardHandler), keeper: new(keeper)}
 	o := &objects{Cache: unread{}, log: slog.New(slog.NewTextHandler(&logged, nil)), trouble: make(map[string]error)}

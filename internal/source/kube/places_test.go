@@ -17,7 +17,7 @@ import (
 // After any sequence of added, changed and deleted nodes, site returns the addresses of all
 // present nodes. A Site returned earlier does not change. Every change of the result is
 // reported. The old version in an event, which may be wrong, does not matter.
-func TestNodeAddressesMatchAllNodes(t *testing.T) {
+func TestSiteHasTheAddressesOfAllNodes(t *testing.T) {
 	rng := rand.New(rand.NewPCG(1, 2))
 	texts := []string{"192.0.2.1", "192.0.2.2", "::ffff:192.0.2.1", "fd00::1", "fe80::1%eth0", "a-host-name", "198.51.100.7"}
 	var p places

@@ -25,11 +25,11 @@ func TestAnAgentThatStartsWithoutAnAPIServerFollowsTheVotes(t *testing.T) {
 		holder voting.Holder
 		want   *fabric.NodeIntent
 	}{
-		{"another gateway since", 3, voting.Holder{Epoch: 4, Addr: second}, &moved},
+		{"another gateway elected since", 3, voting.Holder{Epoch: 4, Addr: second}, &moved},
 		{"the same gateway", 3, voting.Holder{Epoch: 3, Addr: first}, nil},
-		{"one from before", 3, voting.Holder{Epoch: 2, Addr: second}, nil},
-		{"one that was no Pod of a gateway", 3, voting.Holder{Epoch: 4, Addr: netip.MustParseAddr("10.0.0.3")}, nil},
-		{"where nodes did not vote", 0, voting.Holder{Epoch: 4, Addr: second}, nil},
+		{"an older holder", 3, voting.Holder{Epoch: 2, Addr: second}, nil},
+		{"a holder that is not a gateway's Pod", 3, voting.Holder{Epoch: 4, Addr: netip.MustParseAddr("10.0.0.3")}, nil},
+		{"an intent saved while nodes did not vote", 0, voting.Holder{Epoch: 4, Addr: second}, nil},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
 			directory := t.TempDir()

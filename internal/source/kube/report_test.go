@@ -16,7 +16,7 @@ import (
 )
 
 // An older CRD allows fewer routes in a report.
-func TestAReportThatAnOlderDefinitionRefusesNamesTheRemedy(t *testing.T) {
+func TestReportRejectedByAnOlderCRDNamesTheRemedy(t *testing.T) {
 	refusal := apierrors.NewInvalid(isthmus.GroupVersion.WithKind("NodeNetworks").GroupKind(), "n1",
 		field.ErrorList{field.TooMany(field.NewPath("spec", "routes"), 40, 32)})
 	r := &NodeReporter{namespace: "isthmus-system", node: "n1", api: interceptor.NewClient(nil, interceptor.Funcs{

@@ -19,7 +19,7 @@ import (
 	"github.com/isthmus-net/isthmus/internal/keyring"
 )
 
-func TestNoPeerIsNamedIfAllConnectedPeersLag(t *testing.T) {
+func TestNextKeyCountsAsUntoldIfAllConnectedPeersLag(t *testing.T) {
 	peer := func(id string, status v1alpha1.ConnectionStatus) PeerReport {
 		return PeerReport{ID: id, Status: status}
 	}
@@ -43,7 +43,7 @@ func TestNoPeerIsNamedIfAllConnectedPeersLag(t *testing.T) {
 
 // An administrator who offers a key must learn that the gateway may not read it. An API server
 // that cannot be reached is not logged here.
-func TestAForbiddenOfferIsReportedOnce(t *testing.T) {
+func TestForbiddenKeyOfferIsLoggedOnce(t *testing.T) {
 	var log bytes.Buffer
 	forbidden := apierrors.NewForbidden(schema.GroupResource{Resource: "secrets"}, keyring.OfferName, errors.New("no rights"))
 	for _, tc := range []struct {
@@ -70,7 +70,7 @@ func TestAForbiddenOfferIsReportedOnce(t *testing.T) {
 
 // Rotation by age resumes after the Secret with the offered key was deleted, but a single
 // failed read does not count as deletion.
-func TestAnOfferIsGoneOnlyAfterRepeatedReads(t *testing.T) {
+func TestKeyOfferIsMissingOnlyAfterRepeatedReads(t *testing.T) {
 	absent := apierrors.NewNotFound(schema.GroupResource{Resource: "secrets"}, keyring.OfferName)
 	var err error
 	offered := keyring.New()

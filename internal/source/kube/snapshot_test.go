@@ -79,7 +79,7 @@ func TestARestoredSnapshotGivesTheSameDecision(t *testing.T) {
 	}
 }
 
-func TestOnlyARecentlyActiveGatewayCarriesOn(t *testing.T) {
+func TestOnlyARecentlyActiveGatewayUsesItsSnapshot(t *testing.T) {
 	o, _ := saved(t)
 	for _, tc := range []struct {
 		name string
@@ -181,7 +181,7 @@ func TestAStandbyRemovesTheSnapshotOfAnActiveGateway(t *testing.T) {
 
 // The locations of nodes take a megabyte in a large cluster. They are written together with a
 // change of the peers' objects, and otherwise every noteInterval.
-func TestNewNodesAreStoredAfterPeers(t *testing.T) {
+func TestNodeLocationsAreStoredWithPeersOrAtTheInterval(t *testing.T) {
 	o, _ := saved(t)
 	k := newKeeper(o, func() {})
 	private := keyring.New()
@@ -401,7 +401,7 @@ func testCarryingOn(t *testing.T, s *apiServer) {
 		return first.s, (<-got).err
 	}
 
-	t.Run("it carries on and follows the API server when that is back", func(t *testing.T) {
+	t.Run("it uses its snapshot until the API server is back", func(t *testing.T) {
 		o, way := begin(t, "carries")
 		r := start(t, o)
 		serves(t, r, true)
@@ -444,7 +444,7 @@ func testCarryingOn(t *testing.T, s *apiServer) {
 		files(t, o, 0)
 	})
 
-	t.Run("it gives way to a successor that it could not know of", func(t *testing.T) {
+	t.Run("it yields to a successor as soon as it can read the Lease", func(t *testing.T) {
 		o, way := begin(t, "gives-way")
 		r := start(t, o)
 		serves(t, r, true)
@@ -472,7 +472,7 @@ func testCarryingOn(t *testing.T, s *apiServer) {
 		}
 	})
 
-	t.Run("one that can read the Lease does not carry on by memory", func(t *testing.T) {
+	t.Run("a replica that can read the Lease does not use its snapshot", func(t *testing.T) {
 		o, way := begin(t, "reads")
 		r := start(t, o)
 		serves(t, r, true)
@@ -496,7 +496,7 @@ func testCarryingOn(t *testing.T, s *apiServer) {
 		}
 	})
 
-	t.Run("a damaged snapshot is told, changes nothing and is replaced", func(t *testing.T) {
+	t.Run("a damaged snapshot is reported, ignored and replaced", func(t *testing.T) {
 		o, way := begin(t, "damaged")
 		r := start(t, o)
 		serves(t, r, true)

@@ -22,7 +22,7 @@ import (
 	"github.com/isthmus-net/isthmus/internal/keyring"
 )
 
-func TestRulesForSending(t *testing.T) {
+func TestDecisionWhetherAGatewayMaySend(t *testing.T) {
 	holder := func(confirmed bool, others ...account) view {
 		return view{claim: claim{holds: true, confirmed: confirmed, transition: 5}, others: others}
 	}
@@ -543,7 +543,7 @@ func allLinks() (all []links) {
 	return all
 }
 
-func TestNeverTwoGatewaysSpeakAndAlwaysOneThatCan(t *testing.T) {
+func TestAtMostOneGatewaySendsAndOneThatCanDoes(t *testing.T) {
 	for i, l := range allLinks() { // starting from a working state, with each kind of failure
 		for _, hung := range []bool{false, true} {
 			t.Run(fmt.Sprintf("%v hung %v", l, hung), func(t *testing.T) {
@@ -566,7 +566,7 @@ func TestNeverTwoGatewaysSpeakAndAlwaysOneThatCan(t *testing.T) {
 }
 
 // A restarted gateway has forgotten its own promises, and the promises made to it.
-func TestNeverTwoGatewaysSpeakThoughTheyStartAgain(t *testing.T) {
+func TestAtMostOneGatewaySendsAcrossRestarts(t *testing.T) {
 	states := allLinks()
 	for seed := range uint64(20) {
 		t.Run(fmt.Sprint(seed), func(t *testing.T) {
@@ -590,7 +590,7 @@ func TestNeverTwoGatewaysSpeakThoughTheyStartAgain(t *testing.T) {
 // Without an API server, a gateway does not know whether a Pod that it asks was deleted or has
 // taken over, and does not know a new Pod in its place. The new Pod may be able to read the API
 // server, and learns from answers that the holder of the Lease is silent.
-func TestNeverTwoGatewaysSpeakThoughTheirPodsAreReplaced(t *testing.T) {
+func TestAtMostOneGatewaySendsWhilePodsAreReplaced(t *testing.T) {
 	joined := [2]bool{true, true}
 	for i := range 2 { // either gateway may be the holder
 		var cut [2]bool
@@ -628,7 +628,7 @@ func TestNeverTwoGatewaysSpeakThoughTheirPodsAreReplaced(t *testing.T) {
 // A gateway that has only asked counts once it has answered. Until then, answers to it do not
 // contain that the holder is silent. What it may do afterwards is safe, because the silent
 // holder needs its promise before it speaks again.
-func TestAStartingGatewayIsAskedAfterItAnswers(t *testing.T) {
+func TestUnlistedGatewayCountsOnceItAnswers(t *testing.T) {
 	now := time.Now()
 	known := acquaintance{Transition: 3, Others: map[string]netip.Addr{"b": netip.MustParseAddr("10.0.0.2")}}
 	a := electionWith(nil, "a", nil, quiet)
@@ -749,7 +749,7 @@ func TestAStandbyRenewsTheLeaseOfAHolderThatAnswers(t *testing.T) {
 
 // A gateway that restarts without an API server asks the gateways that it knew before it
 // speaks.
-func TestAGatewayThatCarriesOnAsksFirst(t *testing.T) {
+func TestRestartedGatewayAsksOthersBeforeItSends(t *testing.T) {
 	known := acquaintance{Transition: 3, Others: map[string]netip.Addr{"b": netip.MustParseAddr("10.0.0.2")}}
 	now := time.Now()
 	start := func(claim claim, defers time.Duration) *election {
@@ -782,7 +782,7 @@ func TestAGatewayThatCarriesOnAsksFirst(t *testing.T) {
 
 // From the moment at which a standby sends a request for the Lease until it knows the result,
 // it promises nothing to the holder.
-func TestAStandbyThatTakesTheLeasePromisesNothing(t *testing.T) {
+func TestStandbyPromisesNothingWhileItTakesTheLease(t *testing.T) {
 	now := time.Now()
 	lease := func(version string) *coordinationv1.Lease {
 		l := take(nil, "a", now)
@@ -822,7 +822,7 @@ func TestAStandbyThatTakesTheLeasePromisesNothing(t *testing.T) {
 }
 
 // Without an API server, the election of a restarted gateway begins before objects is set.
-func TestAnUnwatchedLeaseHasNoHolder(t *testing.T) {
+func TestLeaseHasNoKnownHolderBeforeItIsWatched(t *testing.T) {
 	g := &Gateway{o: GatewayOptions{Namespace: "isthmus", Pod: "a"}}
 	if holder := g.holder(t.Context()); holder != "" {
 		t.Errorf("the holder is %q", holder)
@@ -831,7 +831,7 @@ func TestAnUnwatchedLeaseHasNoHolder(t *testing.T) {
 
 // A restarted gateway that is silent and learns that it lost the election removes what its
 // earlier process left.
-func TestASilentGatewayThatLostTheElectionIsAStandby(t *testing.T) {
+func TestSilentGatewayCleansUpAfterItLostTheElection(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		g := &Gateway{log: quiet, keeper: newKeeper(GatewayOptions{}, func() {})}
 		e := electionWith(nil, "a", nil, quiet)

@@ -46,7 +46,7 @@ func (l *storedLease) put(lease *coordinationv1.Lease) *coordinationv1.Lease {
 	return l.lease.DeepCopy()
 }
 
-func TestTheLeaseSaysWhyItsHolderIsActive(t *testing.T) {
+func TestLeaseRecordsWhyItsHolderIsActive(t *testing.T) {
 	for _, tc := range []struct {
 		name           string
 		held, released bool // the Lease, before the test starts
@@ -93,7 +93,7 @@ func TestTheLeaseSaysWhyItsHolderIsActive(t *testing.T) {
 }
 
 // While nodes vote, the Lease is updated after the election.
-func TestTheLeaseSaysWhyTheNodesElectedItsHolder(t *testing.T) {
+func TestLeaseRecordsWhyTheNodesElectedItsHolder(t *testing.T) {
 	for _, tc := range []struct {
 		former   string
 		released bool
