@@ -19,7 +19,7 @@ var must = expect.NoError
 
 // A displayed holder is judged by the API server's clock, at the time of the request. An action
 // that requires that there is no holder needs both clocks to agree that the Lease has expired.
-func TestALeaseExpiresForActionsByBothClocks(t *testing.T) {
+func TestLeaseIsExpiredForActionsOnlyByBothClocks(t *testing.T) {
 	for _, tc := range []struct {
 		name         string
 		ago, took    time.Duration // by our clock: the time from the renewal to the request, and from the request to the response
@@ -69,7 +69,7 @@ func (l leaseAfter) Get(_ context.Context, _ client.ObjectKey, o client.Object, 
 
 // Each response narrows the bounds of the difference between the clocks. A response that
 // contradicts the bounds shows that a clock was set.
-func TestTheAPIServerClockIsEstimatedFromAnswers(t *testing.T) {
+func TestAPIServerClockIsEstimatedFromResponses(t *testing.T) {
 	rng := rand.New(rand.NewPCG(1, 2))
 	base := time.Date(2026, 11, 22, 12, 0, 0, 0, time.UTC)
 	var c serverClock

@@ -190,7 +190,7 @@ func TestAnArchiveIsCompleteAndHasNoSecret(t *testing.T) {
 		}
 	}
 
-	t.Run("by somebody who may read little", func(t *testing.T) {
+	t.Run("with few permissions", func(t *testing.T) {
 		must(t, c.Client.Create(t.Context(), &rbacv1.ClusterRole{ObjectMeta: metav1.ObjectMeta{Name: "little"}, Rules: []rbacv1.PolicyRule{
 			{APIGroups: []string{""}, Resources: []string{"namespaces", "configmaps"}, Verbs: []string{"get", "list"}},
 			{APIGroups: []string{isthmus.GroupVersion.Group}, Resources: []string{"peerings"}, Verbs: []string{"list"}},

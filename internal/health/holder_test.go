@@ -11,7 +11,7 @@ import (
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 )
 
-func TestALeaseThatIsNotRenewedIsHeldByNobody(t *testing.T) {
+func TestLeaseThatIsNotRenewedHasNoHolder(t *testing.T) {
 	now := time.Date(2026, 11, 21, 12, 0, 0, 0, time.UTC)
 	held := func(by string, ago time.Duration) coordinationv1.LeaseSpec {
 		return coordinationv1.LeaseSpec{HolderIdentity: &by, LeaseDurationSeconds: new(int32(15)), RenewTime: &metav1.MicroTime{Time: now.Add(-ago)}}

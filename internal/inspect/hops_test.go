@@ -112,7 +112,7 @@ func TestOnlyTheFirstBrokenHopIsBlamed(t *testing.T) {
 	}
 }
 
-func TestASilentGatewayReportedByTheManagerIsBroken(t *testing.T) {
+func TestGatewayThatTheManagerReportsSilentIsBroken(t *testing.T) {
 	silent := named("p", "Unknown(GatewaySilent) x", "Connected=Unknown(GatewaySilent) no gateway is active")
 	own := []health.Hop{{Cluster: "a", Name: health.HopManager, State: health.Works}, {Cluster: "a", Name: health.HopGateway, State: health.Works},
 		{Cluster: "a", Name: health.HopAgents, State: health.Broken, FollowsGateway: true}, {Cluster: "a", Name: health.HopNodes, State: health.Broken}}
@@ -175,7 +175,7 @@ func TestTokenExpiryIsReadFromTheToken(t *testing.T) {
 	}
 }
 
-func TestForbiddenRequiresThatEveryErrorIsForbidden(t *testing.T) {
+func TestJoinedErrorIsForbiddenOnlyIfEachPartIs(t *testing.T) {
 	no := apierrors.NewForbidden(schema.GroupResource{}, "x", nil)
 	for _, tc := range []struct {
 		err  error

@@ -257,7 +257,7 @@ func TestUninstallKeepsForeignObjects(t *testing.T) {
 	}
 }
 
-func TestForeignDefinitionsStay(t *testing.T) {
+func TestForeignServiceDefinitionsAreKept(t *testing.T) {
 	t.Parallel()
 	n := newNameServer(t)
 	definitions, err := install.ServiceDefinitions()

@@ -39,7 +39,7 @@ func conditions(ready string, others ...string) []metav1.Condition {
 	return all
 }
 
-func TestTheFirstProblemIsTheOneToActOn(t *testing.T) {
+func TestFirstProblemIsTheEarliestFailedCondition(t *testing.T) {
 	for _, tc := range []struct {
 		name       string
 		generation int64

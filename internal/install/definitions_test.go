@@ -18,7 +18,7 @@ import (
 
 // If the deletion of a definition is stuck, here by a finalizer, the definition is changed
 // until it is deleted. That makes an API server continue that has overlooked the deletion.
-func TestAStuckDefinitionIsTouchedUntilItIsGone(t *testing.T) {
+func TestStuckDefinitionIsChangedUntilItIsDeleted(t *testing.T) {
 	t.Parallel()
 	c := clustertest.ConnectTo(t, cluster.Access{Kubeconfig: clustertest.Kubeconfigs.A})
 	u := &unstructured.Unstructured{Object: map[string]any{

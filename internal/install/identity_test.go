@@ -18,7 +18,7 @@ import (
 	"github.com/isthmus-net/isthmus/internal/clustertest"
 )
 
-func TestTheIdentityNeverChanges(t *testing.T) {
+func TestClusterIdentityNeverChanges(t *testing.T) {
 	id := func(id, name string) v1alpha1.ClusterIdentity {
 		return v1alpha1.ClusterIdentity{ClusterID: id, ClusterName: name}
 	}

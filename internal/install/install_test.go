@@ -419,7 +419,7 @@ func TestPruneCoversEveryOptionalPart(t *testing.T) {
 	}
 }
 
-func TestInstallLeavesARelaseOfHelmAlone(t *testing.T) {
+func TestInstallRefusesToChangeAHelmRelease(t *testing.T) {
 	t.Parallel()
 	c := clustertest.ConnectTo(t, cluster.Access{Kubeconfig: clustertest.Kubeconfigs.B, Namespace: "of-helm"})
 	must(t, c.Client.Create(t.Context(), &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: c.Namespace}}))
@@ -552,7 +552,7 @@ func (w withoutServiceCIDRs) Get(ctx context.Context, key client.ObjectKey, o cl
 	return w.Client.Get(ctx, key, o, options...)
 }
 
-func TestAPodCIDRWithNodesOrPodsIsAccepted(t *testing.T) {
+func TestPodCIDRThatContainsNodesOrPodsIsAccepted(t *testing.T) {
 	network, pod := netip.MustParsePrefix, address{"x/y", netip.MustParseAddr("10.9.3.4")}
 	for name, tc := range map[string]struct {
 		ofNodes []netip.Prefix
@@ -583,7 +583,7 @@ func TestCalicoPoolsAreReadAsPodNetworks(t *testing.T) {
 	}
 }
 
-func TestTheSurroundingNetworkIsChosen(t *testing.T) {
+func TestNetworkThatContainsAllOthersIsChosen(t *testing.T) {
 	for text, want := range map[string]string{
 		"10.1.0.0/16": "10.1.0.0/16", "10.1.0.0/16,fd00::/64": "10.1.0.0/16", "10.1.0.0/24 10.1.0.0/16,10.1.7.0/24": "10.1.0.0/16",
 		"10.1.0.0/16,10.2.0.0/16": "", "fd00::/64": "", "": "",
@@ -600,7 +600,7 @@ func TestTheSurroundingNetworkIsChosen(t *testing.T) {
 
 // The network with which the cluster was created is rejected if it does not contain every pool
 // of the CNI, even a pool that no Pod has used yet.
-func TestPodCIDRHoldsEachPoolOfTheCNI(t *testing.T) {
+func TestPodCIDRMustContainEachPoolOfTheCNI(t *testing.T) {
 	said := func(what string, own bool, text string) podSource {
 		return podSource{what, own, func(context.Context, *cluster.Cluster) (string, error) { return text, nil }}
 	}
@@ -636,7 +636,7 @@ func TestPodCIDROfK3sIsReadFromItsArguments(t *testing.T) {
 	}
 }
 
-func TestOneNodeGetsOneGateway(t *testing.T) {
+func TestClusterWithOneNodeGetsOneGateway(t *testing.T) {
 	taint := func(key string, effect corev1.TaintEffect) corev1.Node {
 		return corev1.Node{Spec: corev1.NodeSpec{Taints: []corev1.Taint{{Key: key, Effect: effect}}}}
 	}

@@ -297,7 +297,7 @@ func TestWithoutAnAPIServerAccessIsDenied(t *testing.T) {
 	}
 }
 
-func TestTheCacheIsBounded(t *testing.T) {
+func TestDecisionCacheIsBounded(t *testing.T) {
 	all, begin := make(map[key]decision), time.Unix(1_700_000_000, 0)
 	for i := range 100 {
 		keep(all, key{byte(i)}, decision{code: i, until: begin.Add(time.Duration(i) * time.Second)}, 10)

@@ -32,7 +32,7 @@ func onSocket(err error) error {
 	return get(&net.OpError{Op: "dial", Net: "tcp", Source: &net.TCPAddr{Port: 40000}, Err: os.NewSyscallError("connect", err)})
 }
 
-func TestARequestWithoutAnAnswerIsExplained(t *testing.T) {
+func TestRequestWithoutAResponseIsExplained(t *testing.T) {
 	forbidden := apierrors.NewForbidden(schema.GroupResource{Resource: "pods"}, "", errors.New("no rule"))
 	for _, tc := range []struct {
 		err  error
@@ -65,7 +65,7 @@ func TestARequestWithoutAnAnswerIsExplained(t *testing.T) {
 }
 
 // The test uses the error that client-go really creates.
-func TestABrokenWatchIsNotAnAnswer(t *testing.T) {
+func TestBrokenWatchIsNotAResponse(t *testing.T) {
 	for name, tc := range map[string]struct {
 		lost bool
 		want string

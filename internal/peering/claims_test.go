@@ -91,7 +91,7 @@ func peeringOf(t *testing.T, p *clustertest.Pair) *isthmus.Peering {
 	return &peering
 }
 
-func TestClaimsAreMerged(t *testing.T) {
+func TestChosenClaimsAreMergedIntoThePeering(t *testing.T) {
 	yes, no := true, false
 	allowed := []netip.Prefix{netip.MustParsePrefix("203.0.112.0/20"), netip.MustParsePrefix("8.0.0.0/12")}
 	have := isthmus.Claims{Allowed: []string{"8.0.0.0/12"}, AlwaysRemap: true}

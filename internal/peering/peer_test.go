@@ -156,7 +156,7 @@ func TestPeerNamesTheMissingConditionAndSide(t *testing.T) {
 	must(t, peerUp(t, p))
 }
 
-func TestPeerCanBeInterruptedAndGoesOn(t *testing.T) {
+func TestInterruptedPeerCommandCanBeRepeated(t *testing.T) {
 	t.Parallel()
 	p := clustertest.NewPair(t, "stop")
 	p.Managers[0].Set(isthmus.ConditionAnswered, "later")
@@ -173,7 +173,7 @@ func TestPeerCanBeInterruptedAndGoesOn(t *testing.T) {
 	must(t, peerUp(t, p))
 }
 
-func TestPeerRefusesBeforeItWrites(t *testing.T) {
+func TestPeerChecksEverythingBeforeItWrites(t *testing.T) {
 	t.Parallel()
 	p := clustertest.NewPair(t, "no")
 	again := clustertest.ConnectTo(t, cluster.Access{Kubeconfig: clustertest.Kubeconfigs.A, Namespace: p.A.Namespace})
@@ -259,7 +259,7 @@ func TestPeerRefusesBeforeItWrites(t *testing.T) {
 	refused("missing rights", p.A, viewer, PeerOptions{}, "no-b: you are not allowed to create namespaces, patch namespaces", "create peerings", "create secrets", "create serviceaccounts/token")
 }
 
-func TestALocalAPIServerAddressIsNotForPeers(t *testing.T) {
+func TestLoopbackAPIServerAddressIsRefusedForPeers(t *testing.T) {
 	for server, right := range map[string]bool{
 		"https://127.0.0.1:6443": false, "https://127.8.9.1": false, "https://localhost:6443": false, "https://[::1]:6443": false, "https://[::ffff:127.0.0.1]:6443": false,
 		"https://0.0.0.0:41234": false, "https://[::]:6443": false, "https://[::ffff:0.0.0.0]:6443": false,

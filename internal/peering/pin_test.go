@@ -141,7 +141,7 @@ func TestAnAccountWithoutAPeeringIsRevoked(t *testing.T) {
 	}
 }
 
-func TestAnAuthorityIsItsCertificates(t *testing.T) {
+func TestAuthorityFingerprintDependsOnlyOnItsCertificates(t *testing.T) {
 	block := func(s string) string {
 		return string(pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: []byte(s)}))
 	}

@@ -15,7 +15,7 @@ import (
 )
 
 // An unreadable key can be replaced, but not rotated. The final report describes the new key.
-func TestAKeyCanBeReplacedInAnySecret(t *testing.T) {
+func TestUnreadableKeyCanBeReplacedButNotRotated(t *testing.T) {
 	for name, data := range map[string]map[string][]byte{
 		"nothing":                nil,
 		"a key that is none":     {keyring.FieldPrivate: []byte("x"), keyring.FieldNext: []byte("y")},
@@ -46,7 +46,7 @@ func TestAKeyCanBeReplacedInAnySecret(t *testing.T) {
 }
 
 // A rotation can be aborted until a peer may have the next key.
-func TestARotationCanBeAbortedBeforePublication(t *testing.T) {
+func TestRotationCanBeAbortedBeforeItsPublication(t *testing.T) {
 	private, next, now := keyring.New(), keyring.New(), time.Now()
 	first := keyring.Replace(map[string][]byte{}, private, now)
 	begun := keyring.Begin(first, next, now)

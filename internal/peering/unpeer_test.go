@@ -201,7 +201,7 @@ func TestUnpeerOfAnUnknownPeerIsAnError(t *testing.T) {
 	}
 }
 
-func TestUnpeerFinishesWhatWasInterrupted(t *testing.T) {
+func TestUnpeerFinishesAnInterruptedRun(t *testing.T) {
 	t.Parallel()
 	p := clustertest.NewPair(t, "again")
 	must(t, peerUp(t, p))

@@ -21,7 +21,7 @@ import (
 
 // Mapped addresses outside the peer's agreed network are not probed, because they may belong to
 // anybody.
-func TestMappedAddressesAreInThePeersNetworks(t *testing.T) {
+func TestMappedAddressesOutsideThePeersNetworkAreSkipped(t *testing.T) {
 	var all []v1alpha1.NatMapping
 	for id, mappings := range map[string]v1alpha1.EndpointMap{
 		"a": {"172.30.3.3": "10.249.0.7", "169.254.0.1": "10.249.0.1", "172.30.3.4": "169.254.169.254"},
@@ -117,7 +117,7 @@ func TestImportedServicesAreProbedByNameAndEndpoint(t *testing.T) {
 
 // A target that does not answer in its own cluster either is not counted as failed. A target
 // that does answer there is.
-func TestTargetsThatFailAtHomeAreNotCounted(t *testing.T) {
+func TestTargetsThatFailInTheirOwnClusterAreNotCounted(t *testing.T) {
 	home := func(r *http.Request) (*http.Response, error) {
 		var requests []Request
 		if err := json.NewDecoder(r.Body).Decode(&requests); err != nil {

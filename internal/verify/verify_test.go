@@ -47,7 +47,7 @@ func TestThePlanHasEveryPairInBothDirections(t *testing.T) {
 	}
 }
 
-func TestOnlySelectsTheNamedChecks(t *testing.T) {
+func TestOnlyFlagSelectsTheNamedChecks(t *testing.T) {
 	a, b := ends("a", 2), ends("b", 2)
 	for words, keeps := range map[string]func(Check) bool{
 		"tcp":         func(c Check) bool { return c.Protocol == TCP },
@@ -343,7 +343,7 @@ func TestAnEchoDoesNotAnswerAnEcho(t *testing.T) {
 	}
 }
 
-func TestAReportIsATableAndJUnit(t *testing.T) {
+func TestReportIsPrintedAsTableAndJUnit(t *testing.T) {
 	a, b := ends("a", 1), ends("b\x1b[31m", 1)
 	r := &Report{Local: "a", Remote: "b", At: time.Unix(0, 0)}
 	r.add(Result{Check{From: a[0], To: b[0], Protocol: UDP, Size: 100}, Answer{Seconds: 0.0012, Tries: 1, SeenAs: netip.MustParseAddr("10.9.0.1")}, ""},
@@ -425,7 +425,7 @@ func TestForbiddenPingsAreLeftOut(t *testing.T) {
 	}
 }
 
-func TestALineSummarizesLosses(t *testing.T) {
+func TestLineSummarizesLosses(t *testing.T) {
 	a, b := ends("a", 1)[0], ends("b", 1)[0]
 	if got := Line([]Loss{{From: a, To: b, Sent: 10}}); got != "10 sent, 0 lost (0.00 %)" {
 		t.Error(got)
@@ -470,7 +470,7 @@ func between(a, b way) (sites [2]*site, checks []Check) {
 	return sites, Plan(sites[0].ends(), sites[1].ends(), Only{}, nil)
 }
 
-func TestThePodOfALostNodeIsNotAwaitedForever(t *testing.T) {
+func TestPodOnALostNodeIsNotAwaitedForever(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		sites, checks := between(fine, hung)
 		start := time.Now()
@@ -507,7 +507,7 @@ func TestOtherPodsContinueWhenANodeIsLost(t *testing.T) {
 
 // When a continuous run is interrupted, that is no error. Only Pods that cannot be removed are
 // one.
-func TestEndingContinuousIsNotAnError(t *testing.T) {
+func TestInterruptingAContinuousRunIsNotAnError(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		sites, _ := between(fine, fine)
 		ctx, cancel := context.WithTimeout(t.Context(), 10*time.Second)
@@ -523,7 +523,7 @@ func TestEndingContinuousIsNotAnError(t *testing.T) {
 	})
 }
 
-func TestChosenPodsAreListedOnce(t *testing.T) {
+func TestGivenPodsMustBeValidAndUnique(t *testing.T) {
 	for text, good := range map[string]bool{"shop/web-0": true, "shop/web-0,db/web-0": true, "web-0": false, "/web-0": false, "shop/": false, "shop/web/0": false, "a/b,a/b": false, "Shop/web": false} {
 		if err := CheckPods(strings.Split(text, ",")); (err == nil) != good {
 			t.Errorf("%s: %v", text, err)
@@ -536,7 +536,7 @@ func TestChosenPodsAreListedOnce(t *testing.T) {
 
 // The container added to a given Pod cannot be deleted. So it ends when it gets the request to
 // end, or gets no request for a while.
-func TestAProbeTerminates(t *testing.T) {
+func TestProbeEndsOnRequestOrWhenIdle(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		var asked time.Time
 		begin := time.Now()
