@@ -31,7 +31,7 @@ func TestHelpNamesEveryCommand(t *testing.T) {
 	}
 }
 
-func TestLabsAreHiddenWithoutRoot(t *testing.T) {
+func TestLabCommandsNeedRoot(t *testing.T) {
 	if os.Geteuid() == 0 {
 		if err := syscall.Setresuid(-1, 65534, -1); err != nil {
 			t.Fatal(err)
@@ -50,7 +50,7 @@ func TestLabsAreHiddenWithoutRoot(t *testing.T) {
 	}
 }
 
-func TestImpossibleLabIsAUsageError(t *testing.T) {
+func TestInvalidLabOptionsAreUsageErrors(t *testing.T) {
 	if os.Geteuid() != 0 {
 		t.Skip("without root the command says that first")
 	}
@@ -62,7 +62,7 @@ func TestImpossibleLabIsAUsageError(t *testing.T) {
 	}
 }
 
-func TestProgramIsTheNamedOneOrTheNeighbour(t *testing.T) {
+func TestLabUsesTheNamedOrTheNeighbouringProgram(t *testing.T) {
 	self, err := os.Executable()
 	if err != nil {
 		t.Fatal(err)

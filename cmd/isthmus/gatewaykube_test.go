@@ -384,9 +384,9 @@ func TestGatewaysReadTheirConfigurationFromAPIServers(t *testing.T) {
 			return nil
 		})
 	}
-	t.Run("Pods and Service say who is active", func(t *testing.T) { marked(t, 0) })
+	t.Run("Pods and Service name the active gateway", func(t *testing.T) { marked(t, 0) })
 
-	t.Run("both gateways say since when and how", func(t *testing.T) {
+	t.Run("both gateways report since when and why one is active", func(t *testing.T) {
 		for i, want := range []string{"\nactive for ", "this gateway is a standby; the active one is Pod gateway-1; the copy of its NAT flows has 0, and was complete "} {
 			cmd := a.Nodes[i].Command(t.Context(), "/proc/self/exe", "status", "--gateway")
 			cmd.Env = append(os.Environ(), beProgram+"=1")
@@ -405,7 +405,7 @@ func TestGatewaysReadTheirConfigurationFromAPIServers(t *testing.T) {
 		}
 	})
 
-	t.Run("a capture is the active gateway's to make", func(t *testing.T) {
+	t.Run("only the active gateway makes captures", func(t *testing.T) {
 		for i, want := range []string{"4 packets, 0 missed", "this gateway is a standby; the active one is Pod " + replicaName(0)} {
 			cmd := a.Nodes[i].Command(t.Context(), "/proc/self/exe", "capture", "--packets", "4", "--write", "/dev/null")
 			cmd.Env = append(os.Environ(), beProgram+"=1")
@@ -415,7 +415,7 @@ func TestGatewaysReadTheirConfigurationFromAPIServers(t *testing.T) {
 		}
 	})
 
-	t.Run("an endpoint that becomes ours is given up, and the peer found where it shows itself", func(t *testing.T) {
+	t.Run("an endpoint that becomes an address of ours is abandoned until the peer connects", func(t *testing.T) {
 		ours := func(are bool) {
 			t.Helper()
 			a.within("what the status says of b's endpoint", func() error {
@@ -439,7 +439,7 @@ func TestGatewaysReadTheirConfigurationFromAPIServers(t *testing.T) {
 		ours(false)
 	})
 
-	t.Run("a broken TunnelEndpoint concerns no other", func(t *testing.T) {
+	t.Run("an invalid TunnelEndpoint affects no other", func(t *testing.T) {
 		stop := pinging(t, a.Pods[0].Host, podB)
 		broken := a.tunnelEndpoint(viewA, viewB, b) // has the networks and the key of b
 		broken.Name, broken.Spec.ClusterIdentity = "mallory", v1alpha1.ClusterIdentity{ClusterID: "mallory", ClusterName: "mallory"}
@@ -465,7 +465,7 @@ func TestGatewaysReadTheirConfigurationFromAPIServers(t *testing.T) {
 		a.connected("b", a.Nodes[0].Addr.String())
 	})
 
-	t.Run("a frozen API server touches nothing, and at rest nothing is written", func(t *testing.T) {
+	t.Run("a frozen API server has no effect, and nothing is written without a change", func(t *testing.T) {
 		marked(t, 0)            // the last object that is written
 		time.Sleep(time.Second) // until the metrics have counted it
 		generation := a.metric(0, "isthmus_config_generation")
@@ -513,7 +513,7 @@ func TestGatewaysReadTheirConfigurationFromAPIServers(t *testing.T) {
 		return 0
 	}
 
-	t.Run("a gateway that is restarted goes on", func(t *testing.T) {
+	t.Run("a restarted gateway stays active", func(t *testing.T) {
 		begin := time.Now()
 		a1.end(syscall.SIGKILL)
 		a1 = a.start(0)
@@ -535,7 +535,7 @@ func TestGatewaysReadTheirConfigurationFromAPIServers(t *testing.T) {
 		a.connected("b", a.Nodes[1].Addr.String())
 	})
 
-	t.Run("the killed one comes back as a standby that leaves nothing in the way", func(t *testing.T) {
+	t.Run("a killed gateway returns as a standby and removes its routes", func(t *testing.T) {
 		if out, err := a.Nodes[0].Command(t.Context(), "ip", "route", "show", "table", "4200").Output(); err != nil || !strings.Contains(string(out), "unreachable") {
 			t.Errorf("before: %v\n%s", err, out)
 		}
@@ -557,7 +557,7 @@ func TestGatewaysReadTheirConfigurationFromAPIServers(t *testing.T) {
 		})
 	})
 
-	t.Run("a gateway that ends hands over at once", func(t *testing.T) {
+	t.Run("a gateway that ends hands over immediately", func(t *testing.T) {
 		before := a.versions()
 		begin := time.Now()
 		a2.end(syscall.SIGTERM)
@@ -582,7 +582,7 @@ func TestGatewaysReadTheirConfigurationFromAPIServers(t *testing.T) {
 		a.connected("b", a.Nodes[0].Addr.String())
 	})
 
-	t.Run("another name in the Lease ends it", func(t *testing.T) {
+	t.Run("another holder in the Lease makes it a standby", func(t *testing.T) {
 		a2 = a.start(1)
 		a.ready(1)
 		var lease coordinationv1.Lease
@@ -605,7 +605,7 @@ func TestGatewaysReadTheirConfigurationFromAPIServers(t *testing.T) {
 		}
 	})
 
-	t.Run("a deleted key Secret comes back as it was", func(t *testing.T) {
+	t.Run("a deleted key Secret is recreated with the same key", func(t *testing.T) {
 		key := b.publicKey()
 		b.must(b.client.Delete(t.Context(), &corev1.Secret{ObjectMeta: metav1.ObjectMeta{Namespace: deploy.Namespace, Name: "wireguard-pubkey"}}))
 		b.within("Secret", func() error {
@@ -637,7 +637,7 @@ func TestGatewaysReadTheirConfigurationFromAPIServers(t *testing.T) {
 	})
 }
 
-func TestGatewayNamesTheFlagThatIsWrong(t *testing.T) {
+func TestGatewayNamesTheInvalidFlag(t *testing.T) {
 	kubeconfig := filepath.Join(t.TempDir(), "kubeconfig")
 	if err := os.WriteFile(kubeconfig, []byte("apiVersion: v1\nkind: Config\nclusters: [{name: x, cluster: {server: https://127.0.0.1:1}}]\n"+
 		"contexts: [{name: x, context: {cluster: x}}]\ncurrent-context: x\n"), 0o600); err != nil {

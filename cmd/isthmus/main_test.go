@@ -78,7 +78,7 @@ func golden(t *testing.T, name, got string) {
 	}
 }
 
-func TestStatusTable(t *testing.T) {
+func TestStatusIsPrintedAsATable(t *testing.T) {
 	for _, tc := range []struct {
 		file string
 		wide bool
@@ -115,7 +115,7 @@ func gatewayWith(t *testing.T, s gateway.Status) (address string) {
 	return strings.TrimPrefix(server.URL, "http://")
 }
 
-func TestStatusExitsByHealth(t *testing.T) {
+func TestStatusExitCodeReflectsHealth(t *testing.T) {
 	bad := sample()
 	good := sample()
 	good.Config.Errors, good.Peers = nil, good.Peers[:1]
@@ -139,7 +139,7 @@ func TestStatusExitsByHealth(t *testing.T) {
 	}
 }
 
-func TestUnreachableClusterAndWrongUsageExitWithTwo(t *testing.T) {
+func TestUnreachableClusterAndWrongUsageExitWithCodeTwo(t *testing.T) {
 	dir := t.TempDir()
 	for _, tc := range []struct {
 		args []string
@@ -175,7 +175,7 @@ func TestUnreachableClusterAndWrongUsageExitWithTwo(t *testing.T) {
 	}
 }
 
-func TestKeysAreThoseOfWireGuard(t *testing.T) {
+func TestKeyCommandsMatchWireGuard(t *testing.T) {
 	// Alice's keys in RFC 7748, section 6.1.
 	out, _, code := isthmus("dwdtCnMYpX08FsFyUbJmRd9ML4frwJkqsXf7pR25LCo=\n", "pubkey")
 	if out != "hSDwCYkwp1R0i33ctD73Wg2/Og0mOBr066SpjqqbTmo=\n" || code != 0 {

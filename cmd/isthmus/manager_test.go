@@ -40,7 +40,7 @@ func TestManagerNamesTheFlagThatIsWrong(t *testing.T) {
 	}
 }
 
-func TestManagerWithoutClusterSaysSo(t *testing.T) {
+func TestManagerWithoutAClusterReportsTheError(t *testing.T) {
 	t.Setenv("KUBERNETES_SERVICE_HOST", "")
 	_, stderr, code := isthmus("", "manager", "--kubeconfig", "testdata/there-is-none")
 	if code != cli.Problem || !strings.Contains(stderr, "path to the API server") {

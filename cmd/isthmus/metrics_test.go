@@ -152,7 +152,7 @@ func TestMetricsAndStatusAreNotReachableFromOtherHosts(t *testing.T) {
 		})
 	}
 
-	t.Run("by default, on the machine itself", func(t *testing.T) {
+	t.Run("by default only from the machine itself", func(t *testing.T) {
 		for _, c := range components {
 			defer s.component(c.host, c.addr, c.account, c.args...)()
 		}
@@ -185,7 +185,7 @@ func TestMetricsAndStatusAreNotReachableFromOtherHosts(t *testing.T) {
 		status(t)
 	})
 
-	t.Run("with --metrics-secure, to those who may", func(t *testing.T) {
+	t.Run("with --metrics-secure only for authorized clients", func(t *testing.T) {
 		install := control.Command(t.Context(), "/proc/self/exe", "install", "--without-workloads", "--kubeconfig", filepath.Join(s.dir, "admin.kubeconfig"), "--metrics-auth")
 		install.Env = append(os.Environ(), beProgram+"=1")
 		if out, err := install.CombinedOutput(); err != nil || !strings.Contains(string(out), "isthmus-metrics-auth created") {
