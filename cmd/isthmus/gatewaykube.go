@@ -34,7 +34,7 @@ import (
 	"github.com/isthmus-net/isthmus/internal/source/kube"
 )
 
-// kubeGateway is `isthmus gateway` configured by a cluster.
+// kubeGateway is the command `isthmus gateway` when objects of a cluster configure it.
 type kubeGateway struct {
 	kubeconfig, namespace   string
 	cluster                 v1alpha1.ClusterIdentity
@@ -51,10 +51,10 @@ type kubeGateway struct {
 
 	// complete sets the fields below.
 	source kube.GatewayOptions
-	tunnel int // MTU; 0: derived
+	tunnel int // in octets; 0: derived from the path to the peers
 }
 
-// kubeGatewayFlags are the flags that addFlags adds.
+// kubeGatewayFlags returns the names of the flags that addFlags adds.
 func kubeGatewayFlags() []string {
 	names := []string{"kubeconfig", "namespace", "cluster-id", "cluster-name", "port", "tunnels", "mtu", "metrics-address", "metrics-secure", "metrics-cert-dir", "status-address", "flow-log", "flow-log-sample", "flow-log-per-second", "state-directory", "host-network", "votes", "rotate-keys", "rotation-patience"}
 	for _, f := range new(file.NAT).Fields() {
@@ -89,7 +89,7 @@ func (k *kubeGateway) addFlags(f *pflag.FlagSet) {
 	f.StringVar(&k.stateDirectory, "state-directory", "", "directory for the private key and the configuration, which a restarted gateway uses until the API server answers; empty disables it")
 }
 
-// complete checks flags and environment.
+// complete validates the flags, and reads defaults from the environment.
 func (k *kubeGateway) complete() error {
 	if k.namespace == "" {
 		k.namespace = os.Getenv("POD_NAMESPACE")
@@ -165,7 +165,7 @@ func (k *kubeGateway) complete() error {
 	case k.hostNetwork && k.votes:
 		return cli.Usage("--votes cannot be combined with --host-network: nodes vote only for gateways with their own network")
 	case k.hostNetwork:
-		node = "" // packets leave through the host
+		node = "" // packets leave through the host's network
 	case node == "":
 		return cli.Usage("NODE_NAME is not set; want the name of the Node of this Pod (downward API, spec.nodeName), or --host-network")
 	case !ip.Unmap().Is4():
@@ -177,12 +177,12 @@ func (k *kubeGateway) complete() error {
 	return nil
 }
 
-// nodesFollow is how long nodes have to switch to a gateway that has published its address, before
-// it sends handshakes to its peers.
+// nodesFollow is how long nodes may take to switch to a gateway that has published its address.
+// The gateway sends handshakes to its peers only after that time.
 const nodesFollow = time.Second
 
-// run is one replica, until ctx ends. options are the gateway's; run sets Source, Beside and what
-// depends on the replica.
+// run runs one replica until ctx ends. It completes options with Source, Beside and the other
+// fields that depend on the replica.
 func (k *kubeGateway) run(ctx context.Context, options gateway.Options) error {
 	log := options.Log
 	k.source.Log = log
@@ -241,7 +241,7 @@ func (k *kubeGateway) run(ctx context.Context, options gateway.Options) error {
 		options.Beside = func(ctx context.Context, r gateway.Running) {
 			front.set(&r)
 			defer front.set(nil)
-			time.AfterFunc(2*nodesFollow, call) // in case no API server takes the address
+			time.AfterFunc(2*nodesFollow, call) // in case no API server accepts the address
 			announce := sync.OnceFunc(func() { tellActive(ctx, events, replica, log) })
 			replica.Write(ctx, placed, func() (kube.Report, error) {
 				s := r.Status()
@@ -249,11 +249,11 @@ func (k *kubeGateway) run(ctx context.Context, options gateway.Options) error {
 				tellPod(ctx, events, s, log)
 				return reportOf(s), nil
 			})
-			<-ctx.Done() // it forwards until the nodes use another gateway
+			<-ctx.Done() // the gateway keeps forwarding until the nodes use another one
 		}
 		known := make(chan struct{})
 		options.Begin = known
-		go func() { // ends with ctx
+		go func() { // ends when ctx ends
 			select {
 			case <-begin:
 				if link.Await(ctx); ctx.Err() == nil {
@@ -273,12 +273,13 @@ func (k *kubeGateway) run(ctx context.Context, options gateway.Options) error {
 	return err
 }
 
-// ended is the message of an Event about a gateway that ended; the log has the whole error.
+// ended returns the message of an Event about a gateway that ended with an error. The log has
+// the whole error.
 func ended(err error) string {
 	return "the gateway ended: " + kubeerr.Plain("the API server", err).Error()
 }
 
-// presharedOf converts preshared keys for the gateway.
+// presharedOf converts preshared keys to the gateway's type.
 func presharedOf(keys map[string]kube.PresharedKey) map[string]datapath.PresharedKeys {
 	all := make(map[string]datapath.PresharedKeys, len(keys))
 	for id, k := range keys {
@@ -287,7 +288,8 @@ func presharedOf(keys map[string]kube.PresharedKey) map[string]datapath.Preshare
 	return all
 }
 
-// links returns how the gateways of the installation connect to each other to copy flows.
+// links returns the options for the connections by which the gateways of the installation copy
+// flows.
 func (k *kubeGateway) links(replica *kube.Gateway) flowsync.Options {
 	return flowsync.Options{
 		Listen: func() (net.Listener, error) {
@@ -300,7 +302,7 @@ func (k *kubeGateway) links(replica *kube.Gateway) flowsync.Options {
 	}
 }
 
-// inBand returns how managers use the tunnel.
+// inBand returns the options for managers that use the tunnel.
 func (k *kubeGateway) inBand(replica *kube.Gateway) *gateway.InBand {
 	return &gateway.InBand{
 		Listen: func() (net.Listener, error) {
@@ -311,7 +313,7 @@ func (k *kubeGateway) inBand(replica *kube.Gateway) *gateway.InBand {
 	}
 }
 
-// tellActive sends an Event that this replica is active, and why.
+// tellActive sends an Event that this replica is active, with the reason.
 func tellActive(ctx context.Context, events *kube.PodEvents, replica *kube.Gateway, log *slog.Logger) {
 	m := replica.Mandate()
 	if m == nil {
@@ -322,11 +324,12 @@ func tellActive(ctx context.Context, events *kube.PodEvents, replica *kube.Gatew
 		note += ": " + why
 	}
 	if err := events.Note(ctx, isthmusv1alpha1.EventActive, note); err != nil && ctx.Err() == nil {
-		log.Debug("cannot send an Event that this gateway is active", "error", err) // the Lease has it too
+		log.Debug("cannot send an Event that this gateway is active", "error", err) // not a warning: the Lease has the same information
 	}
 }
 
-// tellPod sends Events about faults of this gateway itself; TunnelEndpoints report those of peers.
+// tellPod sends Events about faults of this gateway itself. Faults of peers are reported in
+// TunnelEndpoints.
 func tellPod(ctx context.Context, events *kube.PodEvents, s gateway.Status, log *slog.Logger) {
 	var err error
 	if wrong := slices.Concat(s.Config.Errors, s.Config.Problems); len(wrong) > 0 {
@@ -335,14 +338,15 @@ func tellPod(ctx context.Context, events *kube.PodEvents, s gateway.Status, log 
 		err = events.Mended(ctx, "the gateway's configuration is applied again")
 	}
 	if err != nil && ctx.Err() == nil {
-		log.Debug("cannot send an Event", "error", err) // Pod and status have the fault too
+		log.Debug("cannot send an Event", "error", err) // not a warning: readiness and status show the fault, too
 	}
 }
 
 // standbyInterval is how often a standby checks whether it could take over.
 const standbyInterval = 10 * time.Second
 
-// tellStandby sends Events about a standby that could not take over, until ctx ends.
+// tellStandby sends Events while this replica, as a standby, could not take over. It returns
+// when ctx ends.
 func tellStandby(ctx context.Context, events *kube.PodEvents, replica *kube.Gateway, log *slog.Logger) {
 	told := false
 	for {
@@ -359,12 +363,12 @@ func tellStandby(ctx context.Context, events *kube.PodEvents, replica *kube.Gate
 			told, err = false, events.Mended(ctx, "a majority of the nodes that vote answers this gateway again")
 		}
 		if err != nil && ctx.Err() == nil {
-			log.Debug("cannot send an Event that this standby cannot take over", "error", err) // /readyz has it too
+			log.Debug("cannot send an Event that this standby cannot take over", "error", err) // not a warning: /readyz has the same information
 		}
 	}
 }
 
-// reportOf returns the part of a status that goes into TunnelEndpoints.
+// reportOf returns the part of a status that is written into TunnelEndpoints.
 func reportOf(s gateway.Status) kube.Report {
 	r := kube.Report{Interface: s.Host.Interface, Index: s.Host.Index, NextHop: s.Host.NextHop}
 	for _, p := range s.Peers {

@@ -1,6 +1,6 @@
-// Package health evaluates the state of a cluster and its peerings, and finds what to repair first.
-// Its input is what package inspect has read; its output is hops with a state, a reason and a
-// remedy. It accesses neither an API server nor a clock.
+// Package health evaluates the state of a cluster and its peerings, and finds what to repair
+// first. Its input is the data that package inspect has read. Its output is hops, each with a
+// state, a reason and a remedy. It accesses neither an API server nor a clock.
 //
 //	Components, Holder, Nodes, Peerings ─► Hops ─► FirstBroken
 //	Hops of both sides ─► Between ─► Diagnosis
@@ -19,44 +19,46 @@ import (
 	"github.com/isthmus-net/isthmus/internal/safetext"
 )
 
-// HopState is the result for a hop.
+// HopState is the result of checking a hop.
 type HopState string
 
 const (
 	Works   HopState = "works"
 	Broken  HopState = "broken"
 	Waits   HopState = "waits"   // an earlier hop is broken
-	Unknown HopState = "unknown" // nothing shows it, or it may not be read
-	// Limited: it works, but not fully. Later hops do not wait for it.
+	Unknown HopState = "unknown" // there is no information, or it may not be read
+	// Limited means that the hop works, but not fully. Later hops do not wait for it.
 	Limited HopState = "limited"
 )
 
-// A Hop is one thing that has to work so that packets go both ways. `isthmus status` and `isthmus
-// diagnose` use the same hops.
+// A Hop is a part of the path or of its control that must work so that packets go both ways.
+// `isthmus status` and `isthmus diagnose` use the same hops.
 type Hop struct {
 	Cluster string   `json:"cluster"`
-	Peering string   `json:"peering,omitempty"` // empty: the hop is the cluster's, and all peerings need it
+	Peering string   `json:"peering,omitempty"` // empty: the hop belongs to the cluster, and all peerings need it
 	Name    string   `json:"hop"`
 	State   HopState `json:"state"`
-	Reason  string   `json:"reason,omitempty"` // of the condition that it comes from
+	Reason  string   `json:"reason,omitempty"` // reason of the condition from which the hop was made
 	// Text describes the state and, if it is broken, the remedy.
 	Text string `json:"text"`
-	// Source is where the state was read, and Since is when its reporter noticed it, if known.
+	// Source is the place where the state was read. Since is the time at which its reporter
+	// noticed the state; nil: unknown.
 	Source string       `json:"source"`
 	Since  *metav1.Time `json:"since,omitempty"`
 
-	// FollowsGateway marks a failure that the lack of an active gateway would explain: that of the
-	// path to the gateway, or of agents that run and are not ready.
+	// FollowsGateway marks a failure that the lack of an active gateway would explain: a
+	// failure of the path to the gateway, or of agents that run and are not ready.
 	FollowsGateway bool `json:"-"`
 }
 
-// NoneAtWork reports whether a hop of the gateway shows that none is active.
+// NoneAtWork reports whether a hop of the gateway shows that no gateway is active.
 func NoneAtWork(h *Hop) bool {
 	return h.Name == HopGateway && (h.State == Broken || h.State == Waits) && !slices.Contains([]string{reasonSeveralActive, reasonNoneMarked, reasonServices}, h.Reason)
 }
 
-// ExcuseByGateway makes such hops wait while no gateway is active. For AgentsLag after a takeover,
-// while agents may not have noticed the new one, it makes them unknown.
+// ExcuseByGateway makes broken hops with FollowsGateway wait while no gateway is active. For
+// AgentsLag after a takeover it makes them unknown, because agents may not have noticed the new
+// gateway.
 func ExcuseByGateway(hops []Hop, gateway *Hop, now time.Time) {
 	for i := range hops {
 		switch h := &hops[i]; {
@@ -71,25 +73,25 @@ func ExcuseByGateway(hops []Hop, gateway *Hop, now time.Time) {
 	}
 }
 
-// Names of the hops of a cluster; those of a peering are the types of its conditions.
+// Names of the hops of a cluster. StepNames has those of a peering.
 const (
 	HopManager = "manager"
 	HopGateway = "gateway"
-	HopStandby = "standby" // only if there should be a standby, and none could take over
-	HopNodes   = "nodes"   // only if one is not ready
+	HopStandby = "standby" // only if there should be a standby, and no gateway could take over
+	HopNodes   = "nodes"   // only if a node is not ready
 	HopAgents  = "route agents"
 	HopKernels = "node problems" // only if an agent reports a problem
-	HopRights  = "rights"        // of the ServiceAccounts of the three components
-	HopClocks  = "clocks"        // only if one differs from the API server's
+	HopRights  = "rights"        // rights of the ServiceAccounts of the three components
+	HopClocks  = "clocks"        // only if a clock differs from the API server's
 )
 
-// LeaseHop evaluates a component by the Lease that it renews.
+// LeaseHop evaluates a component by the Lease that the component renews.
 func LeaseHop(cluster, name, lease string, h Holder, remedy string) Hop {
 	hop := Hop{Cluster: cluster, Name: name, State: Works, Source: lease, Since: h.Since}
 	switch {
 	case h.Name != "":
 		hop.Text = safetext.Of(h.Name) + " is active"
-	case h.Absent && name == HopGateway: // it is configured by files, or not ours
+	case h.Absent && name == HopGateway: // the gateway is configured by files, or belongs to another program
 		hop.State, hop.Text = Unknown, h.Problem+", so no gateway of this cluster was ever elected; "+remedy
 	default:
 		hop.State, hop.Text = Broken, "no "+name+" is active: "+h.Problem+"; "+remedy
@@ -101,8 +103,8 @@ func LeaseHop(cluster, name, lease string, h Holder, remedy string) Hop {
 	return hop
 }
 
-// Heed takes the state of the gateways from a Peering. The manager reads their Lease every few
-// seconds, by one clock, and notices earlier that nobody renews it.
+// Heed updates the state of the gateway from a Peering. The manager reads the gateways' Lease
+// every few seconds, by a single clock, and so notices earlier that nobody renews the Lease.
 func Heed(own []Hop, p *isthmus.Peering) {
 	c := meta.FindStatusCondition(p.Status.Conditions, isthmus.ConditionConnected)
 	if c == nil || c.Reason != isthmus.ReasonGatewaySilent {
@@ -110,7 +112,7 @@ func Heed(own []Hop, p *isthmus.Peering) {
 	}
 	for i := range own {
 		if h := &own[i]; h.Name == HopManager && h.State == Broken {
-			return // then the Peering is stale
+			return // without a manager the Peering is stale
 		}
 	}
 	for i := range own {
@@ -122,26 +124,26 @@ func Heed(own []Hop, p *isthmus.Peering) {
 	}
 }
 
-// StepNames are the names of a Peering's conditions as hops.
+// StepNames maps the conditions of a Peering to the names of their hops.
 var StepNames = map[string]string{
 	isthmus.ConditionIdentity: "identity", isthmus.ConditionPublished: "publishing", isthmus.ConditionAnswered: "answer",
 	isthmus.ConditionPeerConfig: "peer's networks", isthmus.ConditionTunnelEndpoint: "agreement", isthmus.ConditionConnected: "tunnel",
 	isthmus.ConditionReady: "peering",
 }
 
-// followsWithdrawal are the reasons that a tunnel shows when the peer has taken it down, because
-// our NetworkConfig is no longer there.
+// followsWithdrawal are the reasons that a tunnel has after the peer removed it because our
+// NetworkConfig was missing there.
 var followsWithdrawal = []string{v1alpha1.CausePeerSilent, v1alpha1.CauseNoAnswer}
 
-// followsSetup are the reasons that a Peering shows when the peer lacks something, such as the
-// tenant namespace with the account of our identity.
+// followsSetup are the reasons that a Peering has when the peer lacks a part of its setup, such
+// as the tenant namespace with the account of our identity.
 var followsSetup = slices.Concat(isthmus.WaitReasons, followsWithdrawal, []string{
 	isthmus.ReasonUnauthorized, isthmus.ReasonForbidden, isthmus.ReasonNamespaceGone, isthmus.ReasonPeerWithdrew, v1alpha1.ReasonNotPeered,
 })
 
-// PeeringHops returns the hops of one Peering, by its conditions. before are the cluster's hops.
-// Without an active manager all conditions are stale; without an active gateway, that of the tunnel
-// is.
+// PeeringHops returns the hops of one Peering, made from its conditions. before are the
+// cluster's hops. Without an active manager, all conditions are stale; without an active
+// gateway, the tunnel's condition is stale.
 func PeeringHops(cluster string, p *isthmus.Peering, before []Hop) (hops []Hop) {
 	var manager, gateway *Hop
 	for i := range before {
@@ -171,13 +173,13 @@ func PeeringHops(cluster string, p *isthmus.Peering, before []Hop) (hops []Hop) 
 			case gateway != nil && (step == isthmus.ConditionConnected || step == isthmus.ConditionReady):
 				hop.State, hop.Text = Waits, "unknown while no gateway is active"
 			case isthmus.Limited(condition):
-				if hop.State = Limited; step == isthmus.ConditionReady { // it repeats an earlier one
+				if hop.State = Limited; step == isthmus.ConditionReady { // it repeats an earlier condition
 					continue
 				}
 			case condition.Status == metav1.ConditionTrue:
-			case lacking && step != isthmus.ConditionReady: // Ready names what this cluster lacks; the rest may follow from it
+			case lacking && step != isthmus.ConditionReady: // Ready has the reason for which this cluster lacks setup; the other faults may follow from it
 				hop.State = Waits
-			case step == isthmus.ConditionReady && broken: // it repeats an earlier one
+			case step == isthmus.ConditionReady && broken: // it repeats an earlier condition
 				continue
 			case condition.Status == metav1.ConditionUnknown || condition.Reason == isthmus.ReasonConnecting || broken && slices.Contains(isthmus.WaitReasons, condition.Reason):
 				hop.State = Waits
@@ -186,7 +188,7 @@ func PeeringHops(cluster string, p *isthmus.Peering, before []Hop) (hops []Hop) 
 				}
 			case refused && step == isthmus.ConditionConnected && slices.Contains(followsWithdrawal, condition.Reason):
 				hop.State = Waits
-			case left && condition.Reason == isthmus.ReasonPeerWithdrew: // the same fault in other words
+			case left && condition.Reason == isthmus.ReasonPeerWithdrew: // the same fault as NotPeered, in other words
 				hop.State = Waits
 			default:
 				hop.State, broken = Broken, true
@@ -200,8 +202,8 @@ func PeeringHops(cluster string, p *isthmus.Peering, before []Hop) (hops []Hop) 
 }
 
 // FirstBroken returns the broken hop to repair first, or nil. Of the two sides of a tunnel it
-// returns the one with the most specific reason. A fault of single nodes, or of names, comes last,
-// because nothing else depends on it.
+// returns the one with the more specific reason. A fault of single nodes, or of names, comes
+// last, because no other hop depends on it.
 func FirstBroken(hops []Hop) *Hop {
 	var first *Hop
 	for i := range hops {
@@ -222,8 +224,8 @@ func OfNodes(h *Hop) bool { return h.Name == HopNodes || h.Name == HopAgents || 
 
 func comesLast(h *Hop) bool { return OfNodes(h) || h.Name == HopNames }
 
-// telling ranks the reasons of a tunnel by how specific they are. A side that merely hears nothing
-// ranks lowest.
+// telling ranks the reasons of a tunnel by how specific they are. A side that only receives
+// nothing ranks lowest.
 func telling(reason string) int {
 	return slices.Index([]string{
 		isthmus.ReasonLost, v1alpha1.CauseNoAnswer, v1alpha1.CausePeerSilent, v1alpha1.CauseProbeUnanswered, v1alpha1.CauseAnswersLost,
@@ -232,14 +234,14 @@ func telling(reason string) int {
 	}, reason)
 }
 
-// Steps are the conditions in the order in which they become true.
+// Steps are the conditions of a Peering in the order in which they become true.
 var Steps = []string{
 	isthmus.ConditionIdentity, isthmus.ConditionPublished, isthmus.ConditionAnswered,
 	isthmus.ConditionPeerConfig, isthmus.ConditionTunnelEndpoint, isthmus.ConditionConnected,
 }
 
-// Names of the hops of services. They come last: packets need none of them.
+// Names of the hops of services. They are last, because packets do not depend on them.
 const (
-	HopNames    = "names"    // of a cluster, where services are on
-	HopServices = "services" // of a peering, where services are on
+	HopNames    = "names"    // hop of a cluster with services on
+	HopServices = "services" // hop of a peering with services on
 )

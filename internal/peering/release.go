@@ -20,17 +20,17 @@ import (
 	"github.com/isthmus-net/isthmus/internal/safetext"
 )
 
-// ReleaseOptions of ReleaseGateway.
+// ReleaseOptions are the choices of ReleaseGateway.
 type ReleaseOptions struct {
 	Timeout time.Duration
-	Report  func(string) // gets a line for each thing done
+	Report  func(string) // called with a line for each change
 }
 
-// ReleaseGateway moves the work of the active gateway to a standby, and returns when that is
-// active. It evicts the Pod of the active gateway, which hands over as in a drain or a rollout; the
-// Deployment makes another Pod, the next standby. Without a ready standby it changes nothing. The
-// eviction fails as well if the PodDisruptionBudget forbids it, for example because the standby
-// has just become unready.
+// ReleaseGateway makes the active gateway hand over to a standby, and returns once the standby
+// is active. It evicts the Pod of the active gateway, which hands over as it does when its node
+// is drained. The Deployment creates another Pod, the next standby. Without a ready standby,
+// ReleaseGateway changes nothing. The eviction also fails if the PodDisruptionBudget forbids
+// it, for example because the standby has just become unready.
 func ReleaseGateway(ctx context.Context, c *cluster.Cluster, o ReleaseOptions) error {
 	ctx, cancel := context.WithTimeoutCause(ctx, o.Timeout, cluster.ErrNotReady)
 	defer cancel()
@@ -63,7 +63,7 @@ func ReleaseGateway(ctx context.Context, c *cluster.Cluster, o ReleaseOptions) e
 	default:
 		o.Report(fmt.Sprintf("Pod %s on node %s is evicted, and hands over", safetext.Of(active.Name), safetext.OrDash(active.Spec.NodeName)))
 	}
-	var unread error // of the last attempt to read the Lease
+	var unread error // error of the last attempt to read the Lease
 	for {
 		now, err := cluster.HolderOf(ctx, c, isthmus.LeaseGateway, true)
 		if err == nil && now.Name != "" && now.Name != before.Name {
@@ -71,7 +71,7 @@ func ReleaseGateway(ctx context.Context, c *cluster.Cluster, o ReleaseOptions) e
 			return nil
 		}
 		if ctx.Err() == nil {
-			unread = err // the API server may come back
+			unread = err // the API server may become reachable again
 		}
 		select {
 		case <-ctx.Done():
@@ -81,7 +81,8 @@ func ReleaseGateway(ctx context.Context, c *cluster.Cluster, o ReleaseOptions) e
 	}
 }
 
-// releasable returns the Pod of the active gateway if another gateway is ready to take over.
+// releasable returns the Pod of the active gateway. It returns an error unless another gateway
+// is ready to take over.
 func releasable(active string, pods []corev1.Pod) (*corev1.Pod, error) {
 	gateways := health.Components{Pods: pods}.Gateways()
 	i := slices.IndexFunc(gateways, func(p *corev1.Pod) bool { return p.Name == active })
@@ -110,7 +111,7 @@ func releasable(active string, pods []corev1.Pod) (*corev1.Pod, error) {
 	return nil, fmt.Errorf("the gateway stays on Pod %s, because no standby is ready: %s", safetext.Of(active), strings.Join(others, "; "))
 }
 
-// nodeOf returns the node of a Pod, or a dash.
+// nodeOf returns the name of a Pod's node, or a dash.
 func nodeOf(name string, pods []corev1.Pod) string {
 	for i := range pods {
 		if pods[i].Name == name {

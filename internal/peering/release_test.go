@@ -20,8 +20,8 @@ import (
 	"github.com/isthmus-net/isthmus/internal/source/kube"
 )
 
-// gatewayInPod runs the election of a gateway, and imitates the kubelet: once the Pod is being deleted, it ends the gateway and
-// then removes the Pod.
+// gatewayInPod runs the election of a gateway, and imitates the kubelet: once the Pod is being
+// deleted, it ends the gateway and then removes the Pod.
 func gatewayInPod(t *testing.T, c *cluster.Cluster, name, node string, addr netip.Addr) (*kube.Gateway, *corev1.Pod) {
 	t.Helper()
 	p := &corev1.Pod{ObjectMeta: metav1.ObjectMeta{Namespace: c.Namespace, Name: name, Labels: map[string]string{"app.kubernetes.io/name": "gateway", "app.kubernetes.io/component": "networking"}},
@@ -41,7 +41,7 @@ func gatewayInPod(t *testing.T, c *cluster.Cluster, name, node string, addr neti
 			var now corev1.Pod
 			if c.Client.Get(ctx, key, &now) == nil && now.DeletionTimestamp != nil {
 				end()
-				_ = c.Client.Delete(t.Context(), &now, client.GracePeriodSeconds(0)) // the garbage collector may have been faster
+				_ = c.Client.Delete(t.Context(), &now, client.GracePeriodSeconds(0)) // ignore the error: the garbage collector may have removed the Pod
 			}
 			return false, nil
 		})
@@ -56,7 +56,8 @@ func gatewayInPod(t *testing.T, c *cluster.Cluster, name, node string, addr neti
 	return g, p
 }
 
-// eventually waits for something that a busy machine may delay.
+// eventually retries try until it succeeds. It fails the test if that takes too long even for a
+// busy machine.
 func eventually(t *testing.T, what string, try func() error) {
 	t.Helper()
 	var last error
@@ -76,7 +77,8 @@ func setReady(t *testing.T, c *cluster.Cluster, p *corev1.Pod, ready corev1.Cond
 	must(t, c.Client.Status().Patch(t.Context(), p, client.Merge))
 }
 
-// busyLease answers three reads of Leases after the eviction like an API server without etcd.
+// busyLease is a client that fails the first three reads of Leases after the eviction, as if
+// the API server had lost etcd.
 type busyLease struct {
 	client.Client
 	pair     *clustertest.Pair

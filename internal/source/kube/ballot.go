@@ -22,21 +22,22 @@ import (
 )
 
 const (
-	// votersMost and votersLeast bound how many nodes vote. With two voters, one that crashes would
-	// silence the gateways.
+	// votersMost and votersLeast limit the number of nodes that vote. With two voters, one
+	// crash would silence the gateways.
 	votersMost  = 9
 	votersLeast = 3
 
-	// trialMost is how long all voters of a list have to answer. After that, the trial goes on
-	// without the silent ones.
+	// trialMost is how long a trial waits for all voters of a list to answer. After that, it
+	// continues without the silent voters.
 	trialMost = 5 * time.Second
 
 	// quietMost is how long a voter may be silent before another node replaces it. It is longer
-	// than the boot of a node.
+	// than a node takes to reboot.
 	quietMost = 5 * time.Minute
 
-	// agentGone is how long a node may be without a route agent's Pod and still vote. It is longer
-	// than a DaemonSet takes to replace a Pod, and shorter than mandate.Usual.FarewellMandate.
+	// agentGone is how long a node may be without a route agent's Pod and still vote. It is
+	// longer than a DaemonSet takes to replace a Pod, and shorter than
+	// mandate.Usual.FarewellMandate.
 	agentGone = 10 * time.Second
 
 	// goneMost is how long the Nodes of a majority of voters must be missing before the Lease
@@ -44,7 +45,7 @@ const (
 	goneMost = 30 * time.Second
 )
 
-// listOf returns the list of voters in a Lease. Without voters, the Lease decides.
+// listOf returns the list of voters in a Lease. If it has no voters, the Lease decides.
 func listOf(lease *coordinationv1.Lease) (l voting.List) {
 	if lease == nil {
 		return l
@@ -70,15 +71,16 @@ func withList(lease *coordinationv1.Lease, l voting.List) {
 	lease.Annotations[isthmus.AnnotationVoters] = string(b)
 }
 
-// votesMark is the value of AnnotationVotes.
+// votesMark is the value of AnnotationVotes, by which a gateway tells the nodes whether and how
+// to vote.
 type votesMark struct {
 	Epoch  int32  `json:"epoch"`
 	Key    []byte `json:"key"`
 	Voting bool   `json:"voting"` // votes decide, not the Lease
-	wanted bool   // votes are to decide, or do already
+	wanted bool   // not in the annotation: votes decide or are to decide
 }
 
-// String returns the annotation.
+// String returns the text of the annotation.
 func (m votesMark) String() string {
 	b, err := json.Marshal(m)
 	if err != nil {
@@ -95,7 +97,7 @@ func votesOf(annotation string) (m votesMark) {
 	return m
 }
 
-// votes returns what nodes need to know to vote.
+// votes returns the current value of the annotation, for the Service.
 func (g *Gateway) votes() votesMark {
 	g.mu.Lock()
 	e, shared := g.election, g.shared
@@ -108,8 +110,8 @@ func (g *Gateway) votes() votesMark {
 	return votesMark{e.transition, voting.KeyOf(shared).Public().(ed25519.PublicKey), e.byVotesLocked(), e.votes.wanted || e.byVotesLocked()}
 }
 
-// tellKey writes the public key into the Service if it has another one. Without it no node votes,
-// and no gateway can become active.
+// tellKey writes the public key into the Service if the Service has another key. Without the
+// right key no node votes, and no gateway can become active.
 func (g *Gateway) tellKey(ctx context.Context) {
 	var services corev1.ServiceList
 	if !g.reading.Load() || g.objects.List(ctx, &services) != nil || len(services.Items) != 1 {
@@ -132,27 +134,27 @@ func (g *Gateway) tellKey(ctx context.Context) {
 	}
 }
 
-// ballot is the part of an election that concerns votes. Only the election's run may use it, except
-// for Candidate, wanted and the list of the election.
+// ballot is the part of an election that concerns votes. Only the election's run may use it.
+// The exceptions are Candidate, wanted and the election's list.
 type ballot struct {
 	*voting.Candidate
-	wanted bool // the installation wants votes
+	wanted bool // the installation is configured to use votes
 
-	trial  voting.List          // list that the holder of the Lease tries
-	tried  time.Time            // since when it tries
+	trial  voting.List          // list with which the holder of the Lease tries to get a majority
+	tried  time.Time            // time at which the trial began
 	silent map[string]bool      // nodes that did not answer in the trial
-	gone   time.Time            // since when the Nodes of a majority of voters are missing; zero: they exist
-	quiet  map[string]time.Time // since when each silent voter is silent
-	key    func()               // writes the key for checking gateways' signatures into the Service, if it has another one
+	gone   time.Time            // since when the Nodes of a majority of voters have been missing; zero: they exist
+	quiet  map[string]time.Time // silent voter → since when it has been silent
+	key    func()               // writes the key for checking gateways' signatures into the Service, if the Service has another key
 
-	agents func() *map[string]bool // nodes with a route agent; nil: all may have one
-	manned map[string]time.Time    // when each node was last seen with an agent
+	agents func() *map[string]bool // returns the nodes with a route agent; nil: any node may have one
+	manned map[string]time.Time    // node → when it was last seen with an agent
 
-	outdated string // what was logged last, see staleList
+	outdated string // last logged result of staleList
 }
 
-// voters chooses the nodes that vote: present voters first as long as they exist, then others in a
-// stable order.
+// voters chooses the nodes that vote: first the present voters whose Nodes still exist, then
+// other nodes in a stable order.
 func voters(nodes, before map[string]netip.Addr, without map[string]bool) map[string]netip.Addr {
 	var all []string
 	for name := range nodes {
@@ -160,7 +162,7 @@ func voters(nodes, before map[string]netip.Addr, without map[string]bool) map[st
 			all = append(all, name)
 		}
 	}
-	n := min(votersMost, len(all)-(len(all)+1)%2) // an odd number, so that there is a clear majority
+	n := min(votersMost, len(all)-(len(all)+1)%2) // an odd number: an even one would not tolerate more failures
 	if n < votersLeast {
 		return nil
 	}
@@ -183,12 +185,13 @@ func voters(nodes, before map[string]netip.Addr, without map[string]bool) map[st
 	return chosen
 }
 
-// step returns a list that is one voter closer to want, or have if nothing differs.
+// step returns the next list on the way from have to want. It differs from have by one voter.
+// If have equals want, step returns have.
 func step(have voting.List, want map[string]netip.Addr) voting.List {
 	next := voting.List{Version: have.Version + 1, Voters: maps.Clone(have.Voters)}
 	for _, name := range slices.Sorted(maps.Keys(want)) {
 		if at, ok := have.Voters[name]; ok && at != want[name] {
-			next.Voters[name] = want[name] // the node has another address
+			next.Voters[name] = want[name] // the node's address has changed
 			return next
 		}
 	}
@@ -242,7 +245,8 @@ func (e *election) sinceSeen() time.Time {
 	return e.seen
 }
 
-// voters returns how many nodes vote, and how many of them have answered recently.
+// voters returns the number of nodes that vote, and the number of those that have answered
+// recently.
 func (e *election) voters() (all, heard int) {
 	e.mu.Lock()
 	all = len(e.list.Voters)
@@ -262,9 +266,10 @@ func (e *election) hearsLocked(v voting.View) bool {
 	return heard > len(e.list.Voters)/2
 }
 
-// staleList explains why nobody gets votes by a list that is two or more versions older than the
-// nodes' state, or returns "". The newest list may have elected another gateway, and have no voter
-// in common with a majority of this one. So nobody may give the old list a newer version.
+// staleList explains why no gateway can get votes with a list that is two or more versions
+// older than the nodes' list; empty: the list is recent enough. The nodes' list may have
+// elected another gateway, and may share no voter with a majority of the old list. Therefore no
+// gateway may give the old list a newer version.
 func staleList(list voting.List, v voting.View) string {
 	if v.Newest <= list.Version+1 {
 		return ""
@@ -278,7 +283,7 @@ func (e *election) judgeVotesLocked(v voting.View, now time.Time) {
 	if hears := e.hearsLocked(v) && staleList(e.list, v) == ""; hears || e.hears {
 		e.hears, e.heardAt = hears, now
 	}
-	name, again := e.name, v.Holds && v.Epoch > uint64(e.transition) // perhaps without another one in between
+	name, again := e.name, v.Holds && v.Epoch > uint64(e.transition) // this replica may have got the votes again without another gateway in between
 	switch {
 	case v.Holds:
 		name, e.transition = e.identity, max(e.transition, int32(v.Epoch))
@@ -299,8 +304,8 @@ func (e *election) judgeVotesLocked(v voting.View, now time.Time) {
 	}
 }
 
-// stepVotes is step while votes decide. Then the Lease only publishes who is active and which nodes
-// vote.
+// stepVotes replaces step while votes decide. The Lease then only publishes which gateway is
+// active and which nodes vote.
 func (e *election) stepVotes(v voting.View, now time.Time) (want *coordinationv1.Lease) {
 	b := e.votes
 	e.mu.Lock()
@@ -323,7 +328,7 @@ func (e *election) stepVotes(v voting.View, now time.Time) (want *coordinationv1
 				b.outdated = why
 				e.log.Warn("nodes elect no gateway: " + why)
 			}
-		case !gone && v.Newest == list.Version+1: // the next list is not in the Lease; both differ by one voter at most
+		case !gone && v.Newest == list.Version+1: // the Lease lacks the next list, which differs from its list by at most one voter
 			want = e.lease.DeepCopy()
 			withList(want, voting.List{Version: v.Newest, Voters: list.Voters})
 		case !gone:
@@ -343,16 +348,17 @@ func (e *election) stepVotes(v voting.View, now time.Time) (want *coordinationv1
 	next := list
 	nodes := b.electable(now)
 	useful := b.useful(b.Answering(), list.Voters, nodes, now)
-	// With two voters left of three, the next one that crashes would silence the gateways.
+	// If only two of three voters remained, the next crash of a voter would silence the
+	// gateways.
 	switch off := !b.wanted || min(len(nodes), len(useful)) < votersLeast; {
 	case off && v.List == list.Version:
 		b.Fence()
-	case v.List > list.Version: // the fence is complete
+	case v.List > list.Version: // the fence is complete: a majority has stored that it elects nobody
 		next = voting.List{Version: v.List}
-		if !off { // but not wanted any more, as after a Node was replaced
+		if !off { // votes may stay on, for example because a missing Node was replaced
 			next.Voters = list.Voters
 		}
-	case v.List == list.Version && !v.Pending: // a fence that is pending may have the next version
+	case v.List == list.Version && !v.Pending: // a pending fence may already use the next version
 		if chosen := voters(useful, list.Voters, nil); chosen != nil {
 			next = step(list, chosen)
 		}
@@ -373,7 +379,7 @@ func (e *election) stepVotes(v voting.View, now time.Time) (want *coordinationv1
 	return want
 }
 
-// electable returns the nodes that may vote, which are those with an agent.
+// electable returns the nodes that may vote: those with a route agent.
 func (b *ballot) electable(now time.Time) map[string]netip.Addr {
 	nodes, agents := b.Nodes(), b.agents()
 	if agents == nil {
@@ -395,9 +401,9 @@ func (b *ballot) electable(now time.Time) map[string]netip.Addr {
 	return all
 }
 
-// useful adds to the answering nodes in all the voters that have been silent for less than
-// quietMost, and returns all. These nodes may vote from now on. A silent voter counts like a vote
-// against the holder.
+// useful returns the nodes that may vote from now on. To all, which has the answering nodes, it
+// adds the voters in list that still exist in nodes and have been silent for less than
+// quietMost. A silent voter counts as a vote against the holder.
 func (b *ballot) useful(all, list, nodes map[string]netip.Addr, now time.Time) map[string]netip.Addr {
 	if b.quiet == nil {
 		b.quiet = make(map[string]time.Time)
@@ -417,8 +423,9 @@ func (b *ballot) useful(all, list, nodes map[string]netip.Addr, now time.Time) m
 	return all
 }
 
-// try makes the holder of the Lease collect votes before votes decide. It returns the list to write
-// once all voters of a list have voted for it; until then, the zero List.
+// try makes the holder of the Lease collect votes before votes decide. Once all voters of a
+// list have voted for the holder, it returns the list to write. Until then, it returns the zero
+// List.
 func (b *ballot) try(before voting.List, now time.Time) voting.List {
 	if !b.wanted {
 		return voting.List{}
@@ -444,7 +451,7 @@ func (b *ballot) try(before voting.List, now time.Time) voting.List {
 		return voting.List{}
 	}
 	version := before.Version + 1
-	if v.Newest > b.trial.Version { // rejected: a forgotten earlier election used higher versions
+	if v.Newest > b.trial.Version { // rejected: an earlier election, which the Lease no longer records, used higher versions
 		version = max(version, v.Newest+1)
 	}
 	if !maps.Equal(chosen, b.trial.Voters) || b.trial.Version < version {
