@@ -123,7 +123,7 @@ func startServer(ctx context.Context, l *lab.Lab) error {
 	stop := context.AfterFunc(ctx, func() { _ = cmd.Process.Kill() }) // killing it ends the read below
 	defer stop()
 	if said, err := io.ReadAll(stdout); err != nil || string(said) != serving {
-		_ = cmd.Process.Kill() // in case it is still running
+		_ = cmd.Process.Kill() // the child may still be running
 		return fmt.Errorf("the lab's web server: %w: %s", errors.Join(err, cmd.Wait()), strings.TrimSpace(text.String()))
 	}
 	return cmd.Process.Release()
@@ -202,7 +202,7 @@ type row struct {
 	Clusters int    `json:"clusters"`
 	Hosts    int    `json:"hosts"`
 	Gateways int    `json:"gateways"`          // number of running gateways
-	Problem  string `json:"problem,omitempty"` // why the other fields are unknown
+	Problem  string `json:"problem,omitempty"` // reason why the other fields are unknown; empty: they are known
 }
 
 func newListCommand() *cobra.Command {

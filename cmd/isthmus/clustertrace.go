@@ -47,7 +47,7 @@ type wayHop struct {
 // clusterTrace is one run of `isthmus trace` on clusters.
 type clusterTrace struct {
 	ctx           context.Context
-	query         gateway.TraceQuery // without the addresses
+	query         gateway.TraceQuery // its addresses are not set
 	local, remote *cluster.Cluster   // remote is nil if the other cluster is not queried
 }
 
@@ -259,7 +259,7 @@ func (t *clusterTrace) back(from, to place.Place, sent *gateway.TraceStep) (w wa
 }
 
 func mustAfterDst(s *gateway.TraceStep) netip.AddrPort {
-	_, dst, _ := after(s) // cannot fail: it was parsed before
+	_, dst, _ := after(s) // cannot fail: s was parsed before
 	return dst
 }
 

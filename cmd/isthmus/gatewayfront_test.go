@@ -29,7 +29,7 @@ func TestAStandbyIsNotReadyBeforeItHasTheFlows(t *testing.T) {
 			t.Errorf("%s: %q, ready: %v; want %q and %v", c.what, text, ready, c.text, c.ready)
 		}
 	}
-	f.flows.Activate(struct{ flowsync.Flows }{}) // from now on it is active and waits for no flows
+	f.flows.Activate(struct{ flowsync.Flows }{}) // from now on the replica is active and waits for no flows
 	if text, ready := f.readiness("gateway-1", false, false, nil); !ready || text != "ok, standby for gateway-1" {
 		t.Errorf("with the flows: %q, ready: %v", text, ready)
 	}

@@ -51,7 +51,7 @@ type kubeGateway struct {
 
 	// complete sets the fields below.
 	source kube.GatewayOptions
-	tunnel int // in octets; 0: derived from the path to the peers
+	tunnel int // MTU of the tunnel in octets; 0: derived from the path to the peers
 }
 
 // kubeGatewayFlags returns the names of the flags that addFlags adds.
@@ -241,7 +241,7 @@ func (k *kubeGateway) run(ctx context.Context, options gateway.Options) error {
 		options.Beside = func(ctx context.Context, r gateway.Running) {
 			front.set(&r)
 			defer front.set(nil)
-			time.AfterFunc(2*nodesFollow, call) // in case no API server accepts the address
+			time.AfterFunc(2*nodesFollow, call) // called anyway, in case no API server accepts the address
 			announce := sync.OnceFunc(func() { tellActive(ctx, events, replica, log) })
 			replica.Write(ctx, placed, func() (kube.Report, error) {
 				s := r.Status()
@@ -324,7 +324,7 @@ func tellActive(ctx context.Context, events *kube.PodEvents, replica *kube.Gatew
 		note += ": " + why
 	}
 	if err := events.Note(ctx, isthmusv1alpha1.EventActive, note); err != nil && ctx.Err() == nil {
-		log.Debug("cannot send an Event that this gateway is active", "error", err) // not a warning: the Lease has the same information
+		log.Debug("cannot send an Event that this gateway is active", "error", err) // not a warning, because the Lease has the same information
 	}
 }
 
@@ -338,7 +338,7 @@ func tellPod(ctx context.Context, events *kube.PodEvents, s gateway.Status, log 
 		err = events.Mended(ctx, "the gateway's configuration is applied again")
 	}
 	if err != nil && ctx.Err() == nil {
-		log.Debug("cannot send an Event", "error", err) // not a warning: readiness and status show the fault, too
+		log.Debug("cannot send an Event", "error", err) // not a warning, because readiness and status show the fault, too
 	}
 }
 
@@ -363,7 +363,7 @@ func tellStandby(ctx context.Context, events *kube.PodEvents, replica *kube.Gate
 			told, err = false, events.Mended(ctx, "a majority of the nodes that vote answers this gateway again")
 		}
 		if err != nil && ctx.Err() == nil {
-			log.Debug("cannot send an Event that this standby cannot take over", "error", err) // not a warning: /readyz has the same information
+			log.Debug("cannot send an Event that this standby cannot take over", "error", err) // not a warning, because /readyz has the same information
 		}
 	}
 }

@@ -466,8 +466,8 @@ func TestGatewaysReadTheirConfigurationFromAPIServers(t *testing.T) {
 	})
 
 	t.Run("a frozen API server has no effect, and nothing is written without a change", func(t *testing.T) {
-		marked(t, 0)            // the last object that is written
-		time.Sleep(time.Second) // until the metrics have counted it
+		marked(t, 0)            // wait for the last write
+		time.Sleep(time.Second) // give the metrics time to count the write
 		generation := a.metric(0, "isthmus_config_generation")
 		beforeA, before := a.versions(), b.versions()
 		stop := pinging(t, a.Pods[0].Host, podB)
@@ -528,7 +528,7 @@ func TestGatewaysReadTheirConfigurationFromAPIServers(t *testing.T) {
 		a1.end(syscall.SIGKILL)
 		took := firstPing(t, a.Pods[1].Host, begin)
 		t.Logf("first ping through the standby %v after the kill", took.Round(time.Millisecond))
-		if took > 40*time.Second { // usually 7 s
+		if took > 40*time.Second { // it usually takes 7 s
 			t.Errorf("took %v", took)
 		}
 		marked(t, 1)
@@ -570,7 +570,7 @@ func TestGatewaysReadTheirConfigurationFromAPIServers(t *testing.T) {
 		}
 		took := firstPing(t, a.Pods[0].Host, begin)
 		t.Logf("ended after %v, first ping through the standby after %v", ended.Round(time.Millisecond), took.Round(time.Millisecond))
-		if took > 40*time.Second { // usually 0.2 s
+		if took > 40*time.Second { // it usually takes 0.2 s
 			t.Errorf("took %v", took)
 		}
 		for name := range before {

@@ -302,7 +302,7 @@ func TestShellCompletesContextsAndChoices(t *testing.T) {
 		args[len(args)-1] = strings.TrimSuffix(args[len(args)-1], "|")
 		out, _, code := isthmus("", append([]string{"__complete"}, args...)...)
 		words := strings.Split(strings.TrimSpace(out), "\n")
-		words = words[:len(words)-1] // remove the directive
+		words = words[:len(words)-1] // remove the completion directive
 		slices.Sort(words)
 		if got := strings.Join(words, " "); got != tc.want || code != 0 {
 			t.Errorf("%s: %q, code %d; want %q", tc.args, got, code, tc.want)

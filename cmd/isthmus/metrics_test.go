@@ -80,7 +80,7 @@ func fetch(from *lab.Host, url, token string) (code int, text string, err error)
 	}
 	client := from.Client()
 	client.Timeout = 30 * time.Second
-	client.Transport.(*http.Transport).TLSClientConfig = &tls.Config{InsecureSkipVerify: true} // like a scraper that does not have the certificate
+	client.Transport.(*http.Transport).TLSClientConfig = &tls.Config{InsecureSkipVerify: true} // a scraper need not have the CA's certificate
 	res, err := client.Do(req)
 	if err != nil {
 		return 0, "", err
@@ -126,7 +126,7 @@ func TestMetricsAndStatusAreNotReachableFromOtherHosts(t *testing.T) {
 		account string
 		args    []string
 		metrics int
-		series  string // a metric that it exports
+		series  string // name of a metric that the component exports
 	}{
 		{control, s.Control.Addr, deploy.ManagerServiceAccount, []string{"manager", "--pod-cidr", "10.244.0.0/18"}, 5876, "isthmus_build_info"},
 		{first, s.Nodes[0].Addr, deploy.GatewayServiceAccount, []string{"gateway", "--host-network"}, 5872, "isthmus_build_info"},
@@ -166,7 +166,7 @@ func TestMetricsAndStatusAreNotReachableFromOtherHosts(t *testing.T) {
 			})
 			for _, port := range []int{c.metrics, c.metrics + 1} { // the next port serves the status
 				if c.host == control && port != c.metrics {
-					continue // the manager serves its health there instead
+					continue // the manager serves its health at the next port, which others may reach
 				}
 				if conn, err := other.Dial(t.Context(), "tcp", net.JoinHostPort(c.addr.String(), fmt.Sprint(port))); err == nil {
 					conn.Close()

@@ -104,7 +104,7 @@ The exit code is then 2 if nothing failed; with --continuous only if nothing was
 				return watchLoss(cmd, a, b, o, output)
 			}
 			report, err := verify.Run(cmd.Context(), a, b, o)
-			if report.Checks > 0 { // an interrupted run still reports its results so far
+			if report.Checks > 0 { // report the results even if the run was interrupted
 				err = errors.Join(err, printReport(cmd, report, output))
 			}
 			switch {

@@ -56,7 +56,7 @@ const (
 
 // Options control what to gather.
 type Options struct {
-	Version  string       // of this program
+	Version  string       // version of this program
 	LogLines int64        // number of last lines of each container's log
 	Report   func(string) // called with a line for each step
 }

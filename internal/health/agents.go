@@ -102,8 +102,8 @@ func Severity(p isthmus.NodeProblem) int {
 // Agents is the state of the route agents of a cluster.
 type Agents struct {
 	Nodes     int      // ready nodes that accept an agent
-	lacking   int      // of Nodes, how many have no working agent
-	Unreached int      // of Nodes, how many have a running agent whose only problem may be the gateway
+	lacking   int      // number of Nodes without a working agent
+	Unreached int      // number of Nodes whose agent runs and may lack only the gateway
 	Missing   []string // descriptions of the nodes in lacking and Unreached
 	Unready   []string // descriptions of the nodes that are not ready
 	unwanted  []string // nodes without an agent on which the DaemonSet wants none

@@ -37,7 +37,7 @@ type Side struct {
 	Cluster  string
 	Own      []Hop
 	Peerings [][]Hop
-	Found    []*isthmus.Peering // parallel to Peerings
+	Found    []*isthmus.Peering // the Peering of each element of Peerings
 	NotAsked []string
 }
 

@@ -26,7 +26,7 @@ type Holder struct {
 	Problem string `json:"problem,omitempty"`
 
 	Absent bool          `json:"-"` // the Lease does not exist
-	Rolls  bool          `json:"-"` // there is no holder because a rollout replaces it
+	Rolls  bool          `json:"-"` // there is no holder because a rollout is replacing the manager
 	Ahead  time.Duration `json:"-"` // how far the holder's clock is ahead of the API server's; 0: unknown
 }
 

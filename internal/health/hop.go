@@ -26,12 +26,12 @@ const (
 	Works   HopState = "works"
 	Broken  HopState = "broken"
 	Waits   HopState = "waits"   // an earlier hop is broken
-	Unknown HopState = "unknown" // there is no information, or it may not be read
+	Unknown HopState = "unknown" // nothing shows the state, or the state may not be read
 	// Limited means that the hop works, but not fully. Later hops do not wait for it.
 	Limited HopState = "limited"
 )
 
-// A Hop is a part of the path or of its control that must work so that packets go both ways.
+// A Hop is one condition for packets to go both ways: a component, or a step of a peering.
 // `isthmus status` and `isthmus diagnose` use the same hops.
 type Hop struct {
 	Cluster string   `json:"cluster"`
@@ -173,13 +173,13 @@ func PeeringHops(cluster string, p *isthmus.Peering, before []Hop) (hops []Hop) 
 			case gateway != nil && (step == isthmus.ConditionConnected || step == isthmus.ConditionReady):
 				hop.State, hop.Text = Waits, "unknown while no gateway is active"
 			case isthmus.Limited(condition):
-				if hop.State = Limited; step == isthmus.ConditionReady { // it repeats an earlier condition
+				if hop.State = Limited; step == isthmus.ConditionReady { // Ready only repeats an earlier condition
 					continue
 				}
 			case condition.Status == metav1.ConditionTrue:
-			case lacking && step != isthmus.ConditionReady: // Ready has the reason for which this cluster lacks setup; the other faults may follow from it
+			case lacking && step != isthmus.ConditionReady: // Ready has the reason; the faults of other conditions may follow from it
 				hop.State = Waits
-			case step == isthmus.ConditionReady && broken: // it repeats an earlier condition
+			case step == isthmus.ConditionReady && broken: // Ready only repeats an earlier condition
 				continue
 			case condition.Status == metav1.ConditionUnknown || condition.Reason == isthmus.ReasonConnecting || broken && slices.Contains(isthmus.WaitReasons, condition.Reason):
 				hop.State = Waits

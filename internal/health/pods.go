@@ -25,7 +25,7 @@ type Components struct {
 	Services []string                          // names of the Services by which peers reach the gateway; nil: they may not be listed
 	Events   map[string]string                 // Pod → its latest warning
 	Broken   map[string]*isthmus.BrokenOverlay // node → its agent's report of a broken overlay
-	Refuses  map[string]string                 // node → the problem because of which it drops packets of pods
+	Refuses  map[string]string                 // node → the problem that makes it drop packets of pods
 }
 
 // eventsOfLate is the maximum age of an Event that is shown as the reason why a Pod is not

@@ -156,7 +156,7 @@ func TestConnectionIsClosedWhenTheGatewaysChangeTheirKey(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer c.Close()
-	w.Set(agreed) // the same key
+	w.Set(agreed) // the key has not changed
 	echoes(t, c)
 	next := [32]byte{4, 5, 6}
 	w.key.Store(next)

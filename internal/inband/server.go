@@ -85,7 +85,7 @@ type Server struct {
 	key      [32]byte     // the key that managers must prove
 	secure   *tls.Config  // made for key; nil: not made yet
 
-	oursCtx context.Context // its end closes the connections of managers that proved key
+	oursCtx context.Context // canceled to close the connections of managers that proved key
 	endOurs context.CancelFunc
 }
 
@@ -95,7 +95,7 @@ type peer struct {
 	ctx    context.Context
 	cancel context.CancelFunc
 
-	theirCtx  context.Context // its end closes the connections of the peer's manager
+	theirCtx  context.Context // canceled to close the connections of the peer's manager
 	endTheirs context.CancelFunc
 
 	ours, theirs   atomic.Int64   // number of open connections, by the side whose manager opened them
@@ -371,7 +371,7 @@ func (s *Server) Take(from netip.Addr, accept func() (net.Conn, error), refuse f
 	defer cancel()
 	c, err := s.o.API(ctx)
 	if err != nil {
-		if p.theirCtx.Err() == nil { // not because the peer was removed
+		if p.theirCtx.Err() == nil { // the API server failed, and the peer was not removed
 			p.refused[reasonAPI].Add(1)
 			p.warned.Do(func() {
 				s.o.Log.Warn("in-band control: peer cannot reach our API server", "peer", p.ID, "error", err)

@@ -23,7 +23,7 @@ func Diagnose(ctx context.Context, local, remote *cluster.Cluster, name string) 
 		return nil, err
 	}
 	meant := func(p *isthmus.Peering) bool { return name == "" || called(p, name) }
-	var unasked error // why the other side was not queried
+	var unasked error // error of querying the other side
 	if remote != nil {
 		if unasked = remote.Identify(ctx); unasked != nil {
 			remote = nil
@@ -41,7 +41,7 @@ func Diagnose(ctx context.Context, local, remote *cluster.Cluster, name string) 
 	}
 	d := &health.Diagnosis{At: time.Now()}
 	if remote == nil {
-		if len(here.Peerings) == 0 && name != "" && unasked != nil { // perhaps name is the name that the other side has for itself
+		if len(here.Peerings) == 0 && name != "" && unasked != nil { // name may be the name by which the other side calls itself
 			return nil, unasked
 		}
 		if len(here.Peerings) == 0 && name != "" {

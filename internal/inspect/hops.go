@@ -80,7 +80,7 @@ func clusterHops(ctx context.Context, c *cluster.Cluster) (hops []health.Hop, ma
 	found.ExcuseRights(rights, hops, lacking, cli.ImageTag())
 	for i := range hops {
 		if h := &hops[i]; h.State == health.Broken && slices.Contains(lacking, health.Accounts[h.Name]) {
-			h.State = health.Waits // it waits for its rights
+			h.State = health.Waits // the component waits for its rights
 		}
 	}
 	return append([]health.Hop{*rights}, hops...), manager, gateway, nil

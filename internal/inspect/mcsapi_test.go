@@ -32,7 +32,7 @@ import (
 type nameServer struct {
 	*cluster.Cluster
 	t        *testing.T
-	corefile string // as kubeadm writes it
+	corefile string // the Corefile that kubeadm writes
 	said     clustertest.Lines
 }
 

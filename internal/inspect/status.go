@@ -50,8 +50,8 @@ type Row struct {
 	Name      string                   `json:"name"`
 	Cluster   v1alpha1.ClusterIdentity `json:"cluster"`
 	Ready     bool                     `json:"ready"`
-	Status    metav1.ConditionStatus   `json:"status"`             // of the condition Ready; also Unknown while no component updates the condition
-	Reason    string                   `json:"reason"`             // of the condition Ready
+	Status    metav1.ConditionStatus   `json:"status"`             // status of the condition Ready; also Unknown while no component updates the condition
+	Reason    string                   `json:"reason"`             // reason of the condition Ready
 	Problem   string                   `json:"problem,omitempty"`  // the first problem
 	Problems  []string                 `json:"problems,omitempty"` // all problems, the first one first
 	Deleting  bool                     `json:"deleting,omitempty"`

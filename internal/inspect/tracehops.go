@@ -67,7 +67,7 @@ func NodeHop(ctx context.Context, c *cluster.Cluster, node string) (health.Hop, 
 func VacantHop(ctx context.Context, c *cluster.Cluster, addr netip.Addr) (hop health.Hop, is bool, err error) {
 	var nodes corev1.NodeList
 	switch err := c.Client.List(ctx, &nodes); {
-	case kubeerr.Forbidden(err): // then it is treated as an address outside the Pods
+	case kubeerr.Forbidden(err): // without this right, the address is treated as one of another machine
 		return hop, false, nil
 	case err != nil:
 		return hop, false, c.Explain("Nodes", err)

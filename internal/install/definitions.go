@@ -90,7 +90,7 @@ func heldByUs(ctx context.Context, c *cluster.Cluster, definition *unstructured.
 		objects.SetGroupVersionKind(kind)
 		err := c.Client.List(ctx, &objects)
 		if apierrors.IsNotFound(err) || meta.IsNoMatchError(err) {
-			continue // it was deleted in the meantime
+			continue // the object was deleted in the meantime
 		}
 		if err != nil {
 			return false, c.Explain("objects of "+cluster.Describe(definition), err)

@@ -75,7 +75,7 @@ func detect(ctx context.Context, c *cluster.Cluster, chosen chart.Values, o Opti
 		}
 		usually, _ := chart.Get(usual, "gateway", "replicas").(float64)
 		switch {
-		case float64(have) >= usually: // do not reduce the number: the other node may only be down
+		case float64(have) >= usually: // keep the number of replicas: the other node may only be down
 			chart.Set(found, float64(have), "gateway", "replicas")
 		case schedulable(nodes.Items) == 1:
 			o.Report(fmt.Sprintf("%s: one gateway, because only one node is schedulable, and each gateway needs its own node", c))

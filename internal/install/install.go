@@ -107,7 +107,7 @@ func Run(ctx context.Context, c *cluster.Cluster, o Options) error {
 		if found, err = detect(ctx, c, chosen, o); err != nil {
 			return err
 		}
-		if p := chart.Get(found, "networks", "podCIDR"); p != nil { // remember it, because peers use it from now on
+		if p := chart.Get(found, "networks", "podCIDR"); p != nil { // remember the PodCIDR, because peers use it from now on
 			keep = chart.Merge(chosen, chart.Values{"networks": chart.Values{"podCIDR": p}})
 		}
 	case withWorkloads(o.Values): // an earlier installation had no workloads

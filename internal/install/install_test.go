@@ -292,7 +292,7 @@ func TestAnOlderProgramDoesNotReplaceNewerDefinitions(t *testing.T) {
 	}{
 		{`"999999"`, "peerings.isthmus.net belongs to a newer release (schema 999999, not "},
 		{`"0"`, "peerings.isthmus.net changed"},
-		{`null`, "peerings.isthmus.net changed"}, // from before definitions had a number
+		{`null`, "peerings.isthmus.net changed"}, // a definition from before definitions had a number
 	} {
 		annotate(tc.there)
 		var said clustertest.Lines

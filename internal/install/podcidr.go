@@ -85,7 +85,7 @@ func calicoNetworks(pools []unstructured.Unstructured) string {
 	var all []string
 	for i := range pools {
 		spec, _, _ := unstructured.NestedMap(pools[i].Object, "spec")
-		uses, limited := spec["allowedUses"].([]any) // if it is absent, the pool is for workloads and tunnels
+		uses, limited := spec["allowedUses"].([]any) // without allowedUses, the pool is for workloads and tunnels
 		if disabled, _ := spec["disabled"].(bool); !disabled && (!limited || slices.Contains(uses, any("Workload"))) {
 			cidr, _ := spec["cidr"].(string)
 			all = append(all, cidr)
@@ -141,7 +141,7 @@ func podCIDRFrom(ctx context.Context, c *cluster.Cluster, sources []podSource, n
 		all := ofIPv4(text)
 		p, ok := around(all)
 		if !ok {
-			if source.own && len(all) > 0 { // Pods may not have used all of them yet
+			if source.own && len(all) > 0 { // Pods may not have used all pools yet
 				several = append(several, all...)
 				outside = append(outside, fmt.Sprintf("%s: more than one network, %s", source.what, safetext.Of(text)))
 			}

@@ -263,7 +263,7 @@ type Seen struct {
 	Answering bool          // the gateway responds to Ring.Next
 	Lagging   int           // number of peers without a session with the next key
 	Moved     time.Duration // how long Lagging has been 0
-	Age       time.Duration // rotate a key that is older; 0: never
+	Age       time.Duration // keys older than this are rotated; 0: never
 	Offered   [32]byte      // private key in the Secret OfferName; zero: none. While the Secret exists, age starts no rotation.
 	Gone      time.Duration // how long the Secret OfferName has been missing
 	Untold    bool          // peers are connected but all lag: perhaps no peer has learned the next key

@@ -44,7 +44,7 @@ type world struct {
 	trail    *step
 
 	latest uint64 // highest epoch of a mandate so far
-	by     ID     // gateway with that mandate
+	by     ID     // gateway that had the mandate with epoch latest
 	bug    *bug   // nil: the rules are intact
 
 	amnesia bool // nodes may lose their promises
@@ -89,7 +89,7 @@ func newWorld(gateways, voters int, left limits, lists []List, b *bug) *world {
 		w.gateways = append(w.gateways, *NewGateway(ID(rune('a'+i)), timing, uint64(i+1), lists[0]))
 		w.gateways[i].seen = uint64(i) // lets the second gateway win at once
 		for j := range w.gateways[i].votes {
-			w.gateways[i].votes[j].incarnation = 1 // as if each gateway had asked before
+			w.gateways[i].votes[j].incarnation = 1 // each gateway knows the voters from an earlier answer
 		}
 		w.slots, w.released = append(w.slots, make([]slot, voters)), append(w.released, make([]slot, voters))
 	}
@@ -189,17 +189,17 @@ func (w *world) key(b []byte) []byte {
 			}
 			if a := m.answer; m.what == 2 && (!asks || a.Nonce != w.gateways[i].nonce || a.Sent < heard ||
 				a.Sent == heard && a.Granted && !a.Farewell) {
-				m = slot{} // the gateway would ignore it
+				m = slot{} // the gateway would ignore this answer
 			}
 			if r.ask.Epoch < v.promise.Epoch && !w.amnesia {
-				r = new(slot) // the epochs of a voter only grow, so it would ignore the release
+				r = new(slot) // the voter would ignore this release, because its epochs only grow
 			}
 			if b = append(b, r.what, m.what); r.what == 1 {
 				number(r.ask.Epoch)
 				number(r.ask.Nonce)
 				back(r.ask.Sent)
 			}
-			switch m.what { // only relative to the last message that arrived
+			switch m.what { // the time matters only relative to the last message that arrived
 			case 1:
 				b = append(b, byte(m.ask.Kind), byte(1+cmp.Compare(m.ask.Sent, heard)))
 				number(m.ask.Epoch)
@@ -227,7 +227,7 @@ func (w *world) key(b []byte) []byte {
 		flag(v.released)
 		flag(v.empty)
 		number(v.last.Nonce)
-		if w.left.ends > 0 { // its farewell answers that ask again
+		if w.left.ends > 0 { // a farewell answers the last ask once more
 			back(v.last.Sent)
 		}
 		columns[j] = string(b[begin:])

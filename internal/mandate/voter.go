@@ -71,9 +71,9 @@ type Answer struct {
 	Farewell    bool // the voter has ended but stays bound for Timing.Farewell without further asks
 	Promise     Promise
 	Free        time.Duration // time until the asking gateway can get the vote; 0: now
-	Sent        Time          // of the Ask
-	Nonce       uint64        // of the Ask
-	Incarnation uint64        // of the voter
+	Sent        Time          // copied from the Ask
+	Nonce       uint64        // copied from the Ask
+	Incarnation uint64        // incarnation of the voter
 }
 
 // A Voter is the vote of one node. It is not safe for concurrent use.
@@ -83,8 +83,8 @@ type Voter struct {
 	incarnation uint64
 	promise     Promise
 	empty       bool // there is no promise; until farewell, vote only for a gateway with a mandate
-	bound       Time // no other gateway gets the vote before this time
-	farewell    Time // nor before this time, until the holder knows this incarnation; 0: does not apply
+	bound       Time // until this time, no other gateway gets the vote
+	farewell    Time // until this time, no other gateway gets the vote unless the holder knows this incarnation; 0: does not apply
 	released    bool // the holder has released the epoch of the promise
 	last        Ask  // the ask that last got the vote; zero: none since the start
 }

@@ -135,7 +135,7 @@ func Connect(c net.Conn, own *ecdh.PrivateKey, peer *ecdh.PublicKey, preshared [
 			if last = err; err != nil {
 				break
 			}
-			if buf[0] != ResponseType { // such as an initiation by the gateway
+			if buf[0] != ResponseType { // for example an initiation by the gateway
 				continue
 			}
 			if s, err := h.Finish(buf[:n]); err == nil {

@@ -65,7 +65,7 @@ func Respond(own *ecdh.PrivateKey, m []byte, index uint32) (response []byte, s *
 		}
 		chain = expand(chain, secret, 1)
 	}
-	keys = expand(chain, make([]byte, 32), 3) // no preshared key
+	keys = expand(chain, make([]byte, 32), 3) // mix in zeros, which means no preshared key
 	mix(keys[32:64])
 	response = append(response, aead(keys[64:]).Seal(nil, make([]byte, 12), nil, hash)...)
 	mac, err := blake2s.New128(hashed([]byte("mac1----"), static))

@@ -93,7 +93,7 @@ func (s *side) carry(ctx context.Context) error {
 	original := &v1alpha1.NetworkConfig{}
 	name := client.ObjectKey{Namespace: s.namespace, Name: s.peer.Identity.UniqueName()}
 	if err := s.Client.Get(ctx, name, original); apierrors.IsNotFound(err) || err == nil && !original.DeletionTimestamp.IsZero() {
-		return nil // the manager creates it
+		return nil // the manager creates the NetworkConfig
 	} else if err != nil {
 		return s.Explain("NetworkConfig "+name.String(), err)
 	}

@@ -55,7 +55,7 @@ func everything(t *testing.T, p *clustertest.Pair) map[string]string {
 				all[key] = string(o.GetUID()) + " " + o.GetResourceVersion()
 			}
 			if _, ok := o.(*flowcontrolv1.FlowSchema); ok && err == nil {
-				all[key] = string(o.GetUID()) // the API server writes its status
+				all[key] = string(o.GetUID()) // ignore its version, because the API server writes its status
 			}
 		}
 	}

@@ -29,12 +29,12 @@ type teardown struct {
 	peering   string // name of the Peering; empty: already deleted
 	namespace string // tenant namespace; empty: not found
 	secret    string // name of the Secret in the tenant namespace with our identity at the peer
-	remains   string // description of what stays at the peer if we do not wait for it
-	waitsFor  string // what it last waited for, with the cluster's name
+	remains   string // description of our objects that stay at the peer if nobody waits
+	waitsFor  string // last reason for waiting, with the cluster's name
 	told      string // last reported text
 	inBand    bool   // spec.inBand
-	carried   bool   // both clusters part in-band: the command itself removes each manager's objects at the peer, which the managers cannot reach without the tunnel
-	abandoned bool   // it was reported that there is no manager to remove the Peering's objects
+	carried   bool   // both clusters part in-band: the command itself removes each manager's objects at the peer, because the managers lose the tunnel
+	abandoned bool   // the lack of a manager has been reported
 }
 
 // findTeardowns finds the peering that o names, and its remains on each side.

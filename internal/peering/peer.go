@@ -306,7 +306,7 @@ func (w *waiter) look(ctx context.Context, i int, s *side, quiet bool) bool {
 	w.trial[i], s.peering = nil, p
 	for _, t := range health.Steps {
 		if !health.IsTrue(p, t) {
-			delete(w.told[i], t) // it may become true again later
+			delete(w.told[i], t) // report the condition again if it becomes true again
 			continue
 		}
 		if !w.told[i][t] && !quiet {

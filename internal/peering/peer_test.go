@@ -117,7 +117,7 @@ func TestPeerRepairsWhatIsMissing(t *testing.T) {
 		after := everything(t, p)
 		var changed []string
 		for _, k := range diff(before, after) {
-			if !strings.Contains(k, "Peering") { // its status may have changed and changed back
+			if !strings.Contains(k, "Peering") { // the status of a Peering may have changed and changed back
 				changed = append(changed, k)
 			}
 		}

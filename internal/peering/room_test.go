@@ -61,7 +61,7 @@ func TestAPeerMayWriteOnlyItsOwnSmallObject(t *testing.T) {
 	for _, tc := range []struct {
 		name   string
 		change func(*v1alpha1.NetworkConfig)
-		want   string // part of the error; empty: it is accepted
+		want   string // part of the error; empty: the object is accepted
 	}{
 		{"what a manager writes", func(*v1alpha1.NetworkConfig) {}, ""},
 		{"annotations of the original", func(nc *v1alpha1.NetworkConfig) {

@@ -26,7 +26,7 @@ func (s *side) checkServices(ctx context.Context) error {
 	switch {
 	case err == nil:
 		s.shares = true
-	case apierrors.IsForbidden(err): // checkRights reports it with all other missing rights
+	case apierrors.IsForbidden(err): // checkRights reports all missing rights together
 		return nil
 	case !apierrors.IsNotFound(err):
 		return s.Explain("ValidatingAdmissionPolicy "+policy.Name, err)

@@ -142,7 +142,7 @@ func (n importedName) choose(i *mcs.ServiceImport, list []discoveryv1.EndpointSl
 	}
 	type cluster struct {
 		ready, all int
-		down       string // why the peer is not connected; empty: it is
+		down       string // reason why the peer is not connected; empty: the peer is connected
 	}
 	clusters := map[string]*cluster{}
 	for _, s := range i.Status.Clusters {

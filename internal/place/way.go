@@ -24,9 +24,9 @@ import (
 // A Place is one end of a packet's path.
 type Place struct {
 	Addr netip.AddrPort // the port may be 0
-	Pod  string         // NAMESPACE/NAME of the Pod with the address; empty: no Pod of this cluster
-	Node string         // of that Pod
-	By   string         // the imported Service whose name was resolved, and its other endpoints; empty: no such name
+	Pod  string         // NAMESPACE/NAME of the Pod with this address; empty: no Pod in this cluster has it
+	Node string         // node of the Pod
+	By   string         // the imported Service through whose name the place was found, and its other endpoints; empty: none
 }
 
 // String formats the place for people.

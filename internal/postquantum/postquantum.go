@@ -46,7 +46,7 @@ const MaxStored = 642
 const (
 	wordFirst  = "kem0"   // first half of a key or answer, in base64
 	wordSecond = "kem1"   // second half
-	wordFor    = "kemFor" // only of the answer: ID of the exchange that it answers
+	wordFor    = "kemFor" // in an answer: ID of the exchange that is answered
 	wordUse    = "kemUse" // only of the answer: ID of the exchange whose key is in use; absent: none
 	wordTag    = "kemTag" // proves that the sender has the preshared key
 )
@@ -77,8 +77,8 @@ type Identity struct {
 
 // A State is one side's state of an exchange with a peer. It is secret.
 type State struct {
-	ID      string `json:"id,omitempty"`         // the exchange: a hash of the key and both identities
-	Seed    []byte `json:"privateKey,omitempty"` // of the decapsulation key; erased once there is a valid answer
+	ID      string `json:"id,omitempty"`         // ID of the exchange: a hash of the key and both identities
+	Seed    []byte `json:"privateKey,omitempty"` // seed of the decapsulation key; erased once there is a valid answer
 	Message []byte `json:"-"`                    // our key or our answer; nil: read it from the publication
 	Sum     []byte `json:"sum,omitempty"`        // hash of Message
 	Tag     []byte `json:"tag,omitempty"`        // our tag

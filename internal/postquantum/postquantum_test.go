@@ -133,7 +133,7 @@ func TestAlteredMessagesMakeNoKey(t *testing.T) {
 	}
 	cases := []struct {
 		name string
-		to   string // the side that reads the changed publication
+		to   string // ID of the side that reads the changed publication
 		do   func(w, old, third postquantum.Words)
 		want postquantum.Progress
 	}{

@@ -96,7 +96,7 @@ func cleanNodes(ctx context.Context, c *cluster.Cluster, how cleaning, o Options
 			if err != nil {
 				return "", err
 			}
-			if have != nil && have.GetDeletionTimestamp() != nil { // it accepts no new Pods
+			if have != nil && have.GetDeletionTimestamp() != nil { // the namespace accepts no new Pods
 				return "namespace " + c.Namespace + " is being deleted; waiting to create it again for the Pods that clean the nodes", nil
 			}
 			labels := map[string]string{"pod-security.kubernetes.io/enforce": "privileged"}

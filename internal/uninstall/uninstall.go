@@ -298,7 +298,7 @@ func removeWorkloads(ctx context.Context, c *cluster.Cluster, o Options, objects
 				continue
 			}
 			if o.Force && p.DeletionTimestamp != nil && !nodeReady(ctx, c, p.Spec.NodeName) {
-				continue // its node has no kubelet that could end it
+				continue // the Pod's node has no kubelet that could end it
 			}
 			return fmt.Sprintf("waiting until Pod %s on %s has ended", p.Name, p.Spec.NodeName), nil
 		}

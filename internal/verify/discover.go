@@ -29,7 +29,7 @@ const tunnelEndpoint = "169.254.0.1"
 
 // agreed are another cluster's networks as one cluster uses them, according to its Peering.
 type agreed struct {
-	pods     natengine.Remap // from the other cluster's own pod addresses
+	pods     natengine.Remap // maps the other cluster's own pod addresses to those used here
 	external netip.Prefix    // network of mapped addresses; invalid: none
 }
 
@@ -50,7 +50,7 @@ func agreedBy(ctx context.Context, at, of *cluster.Cluster) (a agreed, err error
 			return a, fmt.Errorf("%s has not agreed with %s on networks yet; `isthmus diagnose` shows why", at, of)
 		}
 		a.pods = natengine.Remap{From: from, To: to}
-		a.external, _ = netip.ParsePrefix(p.Status.Remote.ExternalCIDRSeen) // if it is invalid, mapped addresses are not checked
+		a.external, _ = netip.ParsePrefix(p.Status.Remote.ExternalCIDRSeen) // if the network is invalid, mapped addresses are not checked
 		return a, nil
 	}
 	return a, fmt.Errorf("%s has no Peering with %s: %w; `isthmus peer` joins them", at, of, ErrNotPeered)
@@ -140,7 +140,7 @@ func mappedIn(all []v1alpha1.NatMapping, peer v1alpha1.ClusterID, external netip
 func servicesIn(endpoints []discoveryv1.EndpointSlice, services []corev1.Service, remote func(netip.Addr) (own netip.Addr, is bool)) (all []Target) {
 	for i := range endpoints {
 		s := &endpoints[i]
-		if s.Labels[isthmus.LabelService] != "" { // see importsIn
+		if s.Labels[isthmus.LabelService] != "" { // importsIn handles these
 			continue
 		}
 		at := slices.IndexFunc(services, func(of corev1.Service) bool {
@@ -188,7 +188,7 @@ func servicesIn(endpoints []discoveryv1.EndpointSlice, services []corev1.Service
 // any exporter, and an endpoint of the other cluster.
 func importsIn(endpoints []discoveryv1.EndpointSlice, services []corev1.Service, remote func(netip.Addr) (own netip.Addr, is bool)) (names, ends []Target) {
 	type pair struct{ name, end Target }
-	found := map[string]pair{} // by Service
+	found := map[string]pair{} // the targets of each Service
 	for i := range endpoints {
 		s := &endpoints[i]
 		name := s.Labels[isthmus.LabelService]

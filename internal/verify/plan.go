@@ -40,7 +40,7 @@ type End struct {
 	Place   string     `json:"place,omitempty"` // "gateway": the node of the active gateway; "other": another node
 	Pod     string     `json:"pod,omitempty"`   // NAMESPACE/NAME of a given Pod; then Place is empty
 	Node    string     `json:"node"`
-	Addr    netip.Addr `json:"addr"` // of the Pod
+	Addr    netip.Addr `json:"addr"` // address of the Pod
 	Seen    netip.Addr `json:"seen"` // the Pod's address as the other cluster uses it; only in the pod network
 }
 

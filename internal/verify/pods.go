@@ -48,7 +48,7 @@ type site struct {
 	secrets []corev1.LocalObjectReference
 	given   []string // Pods to use instead of creating some, each NAMESPACE/NAME
 	as      agreed   // this cluster's networks as the other cluster uses them
-	control uint16   // port for requests
+	control uint16   // port at which the Pods accept requests
 	pods    []*member
 }
 
@@ -56,7 +56,7 @@ type site struct {
 type member struct {
 	End
 	namespace, name string
-	container       string // the added container of a given Pod; empty: the Pod has only one
+	container       string // name of the added container in a given Pod; empty: the Pod has only one container
 	http            *http.Client
 }
 
@@ -178,7 +178,7 @@ func (s *site) pod(node, place, network string) *corev1.Pod {
 					// Run as root: another user's process would not get the container's
 					// capabilities, which are not ambient.
 					RunAsUser: &root, AllowPrivilegeEscalation: &no, ReadOnlyRootFilesystem: new(true),
-					Capabilities: &corev1.Capabilities{Drop: []corev1.Capability{"ALL"}, Add: []corev1.Capability{"NET_RAW"}}, // for pings
+					Capabilities: &corev1.Capabilities{Drop: []corev1.Capability{"ALL"}, Add: []corev1.Capability{"NET_RAW"}}, // pings need NET_RAW
 				},
 			}},
 		},

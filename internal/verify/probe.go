@@ -41,8 +41,8 @@ const (
 // A Request makes one Pod send packets.
 type Request struct {
 	Protocol string `json:"protocol"`
-	Host     string `json:"host"`           // address, or a name that the sender resolves
-	Port     uint16 `json:"port,omitempty"` // not for ICMP
+	Host     string `json:"host"`           // address, or name that the sender resolves
+	Port     uint16 `json:"port,omitempty"` // not set for ICMP
 	Size     int    `json:"size"`
 	Once     bool   `json:"once,omitempty"` // do not resend lost packets
 }
@@ -50,10 +50,10 @@ type Request struct {
 // An Answer is the result of a Request.
 type Answer struct {
 	Error   string     `json:"error,omitempty"`
-	Unable  string     `json:"unable,omitempty"` // the reason why it could not send
+	Unable  string     `json:"unable,omitempty"` // reason why the Pod could not send
 	Seconds float64    `json:"seconds"`          // duration of the attempt that was answered
 	Tries   int        `json:"tries"`            // number of attempts
-	SeenAs  netip.Addr `json:"seenAs,omitzero"`  // the source address that the receiver saw; not for ICMP
+	SeenAs  netip.Addr `json:"seenAs,omitzero"`  // source address that the receiver saw; not set for ICMP
 }
 
 // Serve echoes TCP and UDP at port echo, unless that is 0, and accepts requests at port control

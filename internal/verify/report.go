@@ -26,7 +26,7 @@ type Report struct {
 	At      time.Time `json:"at"`
 	Checks  int       `json:"checks"`
 	Failed  int       `json:"failed"`
-	Unknown int       `json:"unknown"` // see Result.Unknown; not among Failed
+	Unknown int       `json:"unknown"` // number of results with Unknown; they are not counted in Failed
 	Results []Result  `json:"results"`
 	// LeftOut lists the checks that were not performed, with the reasons.
 	LeftOut []string `json:"leftOut,omitempty"`

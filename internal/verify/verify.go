@@ -23,7 +23,7 @@ import (
 // Options select the checks.
 type Options struct {
 	Only  Only
-	Sizes map[string][]int // by protocol, instead of the package's Sizes
+	Sizes map[string][]int // sizes to use for a protocol instead of those in the package's Sizes
 	To    []string         // targets in the remote cluster, in addition to those found there; see Targets
 	Image string           // image of the Pods; empty: the gateway's image in each cluster
 	// Pods and RemotePods are Pods of the local and the remote cluster to use instead of
@@ -44,7 +44,7 @@ type Loss struct {
 	Lost     int       `json:"lost"`
 	Last     time.Time `json:"last,omitzero"` // when a packet was last lost; zero: never
 	Why      string    `json:"why,omitempty"` // reason of the last loss
-	NotAsked int       `json:"notAsked"`      // how often the sender could not be asked to send, so that the result is unknown
+	NotAsked int       `json:"notAsked"`      // how often the sender could not be asked to send
 	WhyNot   string    `json:"whyNot,omitempty"`
 }
 
@@ -106,7 +106,7 @@ func verify(ctx context.Context, sites [2]*site, found [2][]Target, o Options, r
 	checks := Plan(sites[0].ends(), sites[1].ends(), o.Only, o.Sizes)
 	if o.Continuous != nil {
 		watch(ctx, sites, pairs(checks), o.Continuous)
-		return nil // a continuous run has no other end than that of ctx
+		return nil // only the end of ctx ends a continuous run
 	}
 	for _, target := range o.To {
 		checks = append(checks, Targets(sites[0].ends(), o.Only, []Target{{Host: target}})...)

@@ -48,13 +48,13 @@ func (l List) list() mandate.List {
 
 // A View is the state of a candidate.
 type View struct {
-	Epoch  uint64   // epoch of its mandate or claim; 0: it claims no epoch
-	Holds  bool     // it has a mandate
+	Epoch  uint64   // epoch of the mandate or claim; 0: the candidate claims no epoch
+	Holds  bool     // the candidate has a mandate
 	Holder string   // the Pod that a majority has voted for; empty: unknown
 	Since  uint64   // the epoch of Holder
 	Heard  []string // nodes that have answered an ask recently, sorted
 	Newest uint64   // version below which a list gets no majority
-	List   uint64   // version of the list by which it counts votes
+	List   uint64   // version of the list by which the candidate counts votes
 	// Pending reports that a proposed list, or a fence, does not count yet.
 	Pending bool
 	// Released reports that the former holder has released a majority of the voters. Otherwise
@@ -70,7 +70,7 @@ type Candidate struct {
 	Key    func() [32]byte                // the WireGuard private key; zero: not known yet
 	Gate   *Gate                          // see Allow
 	Change func()                         // called when View changes; it must not call the candidate
-	Listen func() (net.PacketConn, error) // nil: any UDP port at Addr
+	Listen func() (net.PacketConn, error) // opens the socket; nil: on a free UDP port at Addr
 	Log    *slog.Logger
 
 	soon chan struct{} // makes Run send before the next beat
@@ -91,8 +91,8 @@ type target struct {
 	addr   netip.Addr
 	cookie cookie
 
-	free     mandate.Time // when the vote becomes free if its holder, another gateway, sends nothing more
-	released bool         // the vote became free before that, so the holder has released it
+	free     mandate.Time // when the vote becomes free if its holder (another gateway) sends nothing more
+	released bool         // the vote became free earlier, so the holder has released it
 }
 
 // heard records an answer to the candidate of a Pod. The margin of two beats allows for late
@@ -109,14 +109,14 @@ func (t *target) heard(a mandate.Answer, pod mandate.ID, now mandate.Time) {
 
 // telling has the progress of notifying one node without a vote.
 type telling struct {
-	heard mandate.Time // time at which the last answered ask was sent; 0: it never answered
+	heard mandate.Time // time at which the last answered ask was sent; 0: the node never answered
 	tries int          // notices sent for the current epoch
 	again mandate.Time
 }
 
 const (
 	tellMost  = 20               // number of beats in which a node is notified of a new mandate
-	tellAgain = 10 * time.Second // interval after that, because a node may have been unreachable
+	tellAgain = 10 * time.Second // interval of notices after that, because a node may have been unreachable
 )
 
 // NewCandidate returns a candidate that asks no node yet. Its fields may be changed until Run
@@ -145,7 +145,7 @@ func (c *Candidate) Learn(l List, own bool) {
 	for name, addr := range l.Voters {
 		c.target(before, mandate.ID(name), addr)
 	}
-	for _, id := range c.machine.List().Voters { // they still vote until the next list counts
+	for _, id := range c.machine.List().Voters { // the voters of the current list still vote until the next list counts
 		if old := before[id]; c.voters[id] == nil && old != nil {
 			c.target(before, id, old.addr)
 		}

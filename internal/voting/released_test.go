@@ -26,7 +26,7 @@ func TestCandidateNoticesTheReleaseOfAMajority(t *testing.T) {
 		{"n1", "you", 0, false},
 		{"n1", "you", time.Hour, false},
 		{"n2", "you", time.Hour, false},
-		{"n1", "me", 0, false}, // it votes for this gateway, which may be the reason why it is free
+		{"n1", "me", 0, false}, // the voter votes for this gateway, and may be free for that reason only
 		{"n2", "me", 0, false},
 		{"n3", "you", 2 * mandate.Usual.Beat, false},
 		{"n3", "you", 0, false}, // the holder's time may have ended

@@ -26,7 +26,7 @@ import (
 
 const (
 	promiseName  = "vote.json"
-	promiseLimit = 1 << 10 // octets
+	promiseLimit = 1 << 10 // in octets
 
 	listenAgain = time.Second // delay after an error of the socket
 
@@ -52,7 +52,7 @@ type Holder struct {
 type Voter struct {
 	Node      string
 	Directory string                                   // directory of the stored promise
-	Listen    func(netip.Addr) (net.PacketConn, error) // nil: UDP at Port
+	Listen    func(netip.Addr) (net.PacketConn, error) // opens the socket; nil: on UDP port Port
 	Log       *slog.Logger
 
 	refused, unread atomic.Uint64 // see Refused

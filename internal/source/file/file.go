@@ -42,7 +42,7 @@ type Snapshot struct {
 	File       GatewayFile
 	PrivateKey PrivateKey     // the key in File.PrivateKeyFile
 	NextKey    PrivateKey     // the key in File.NextPrivateKeyFile; zero: the key is not being rotated
-	Gateway    fabric.Gateway // without any Problem
+	Gateway    fabric.Gateway // has no Problem
 	// OpenKeys lists the files with private keys that other users can access, each with its mode,
 	// such as "private.key (0644)".
 	OpenKeys []string

@@ -50,7 +50,7 @@ type GatewayFile struct {
 	APIVersion string `json:"apiVersion"` // always GatewayAPIVersion
 	Kind       string `json:"kind"`       // always GatewayKind
 
-	ClusterID   string `json:"clusterID"`             // of our own cluster; a valid Kubernetes label value
+	ClusterID   string `json:"clusterID"`             // ID of our own cluster; a valid Kubernetes label value
 	ClusterName string `json:"clusterName,omitempty"` // only shown to people; may be empty
 
 	// PrivateKeyFile names the file with our WireGuard private key, in base64 as wg(8) prints it. A
@@ -63,7 +63,7 @@ type GatewayFile struct {
 
 	ListenPort     uint16 `json:"listenPort,omitempty"`     // UDP, default 5871
 	Tunnels        int    `json:"tunnels,omitempty"`        // maximum number per peer, on UDP ports from listenPort upwards, default 1
-	MTU            MTU    `json:"mtu"`                      // of the tunnel in octets, or "auto" (default)
+	MTU            MTU    `json:"mtu"`                      // MTU of the tunnel in octets, or "auto" (default)
 	MetricsAddress string `json:"metricsAddress,omitempty"` // TCP "host:port" of /metrics, /healthz, /readyz, default "127.0.0.1:5872"
 	StatusAddress  string `json:"statusAddress,omitempty"`  // TCP "host:port" of the JSON status, default "127.0.0.1:5873"
 
@@ -71,7 +71,7 @@ type GatewayFile struct {
 	// opens, closes or is refused; "-" is standard output. Empty, the default: no log.
 	FlowLog          string `json:"flowLog,omitempty"`
 	FlowLogSample    int    `json:"flowLogSample,omitempty"`    // log one in this many flows, default 1
-	FlowLogPerSecond int    `json:"flowLogPerSecond,omitempty"` // log at most this many lines, default 1000
+	FlowLogPerSecond int    `json:"flowLogPerSecond,omitempty"` // maximum number of lines per second, default 1000
 
 	NAT
 }

@@ -85,14 +85,14 @@ func settle(ctx context.Context, dir string, before fingerprint) bool {
 
 // fingerprint detects changes of files without reading them.
 type fingerprint struct {
-	err   string   // why the directory cannot be listed; empty: it can
+	err   string   // reason why the directory cannot be listed; empty: it can be listed
 	keys  []string // paths of the private key files found so far
 	files []stamp
 }
 
 type stamp struct {
 	name string
-	info os.FileInfo // nil if the file does not exist
+	info os.FileInfo // nil: the file does not exist
 }
 
 func fingerprintOf(dir string, keys []string) fingerprint {

@@ -216,8 +216,8 @@ func TestWatchFollowsAConfigMap(t *testing.T) {
 	})
 }
 
-// A new file with the name, time and size of the old one, or with its name, time and inode, is
-// still another file.
+// A file is replaced by one with the same name, time and size, or with the same name, time and
+// inode. Watch must notice both.
 func TestWatchNoticesAFileReplacedWithItsOldTime(t *testing.T) {
 	dir := writeDir(t, valid(nil))
 	peers := filepath.Join(dir, "peers.yaml")

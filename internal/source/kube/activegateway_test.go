@@ -22,7 +22,7 @@ func TestActiveGatewayMustBeOnTheNodeNamedByTheService(t *testing.T) {
 		{"10.64.1.254", "172.30.1.14", "invalid IP"}, // the Service names a host-network gateway that has taken over
 		{"10.64.1.254", "", "invalid IP"},
 		{"10.64.1.253", "172.30.1.12", "invalid IP"},
-		{"172.30.1.13", "172.30.1.13", "invalid IP"}, // an address in the network of its node
+		{"172.30.1.13", "172.30.1.13", "invalid IP"}, // a host-network gateway cannot be named by its address
 		{"", "", "invalid IP"},
 	} {
 		slim, err := slimService(&corev1.Service{ObjectMeta: metav1.ObjectMeta{

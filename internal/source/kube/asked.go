@@ -41,13 +41,13 @@ func (r *refresher) ask(ctx context.Context, ring keyring.Ring) error {
 // addresses of our own cluster.
 type asked struct {
 	private  [32]byte
-	gateway  fabric.Gateway // as decided for an empty Site
+	gateway  fabric.Gateway // decided for an empty Site
 	problems []fabric.Problem
-	saved    savedObjects // without places
+	saved    savedObjects // its places are not set
 
 	secret, preshared map[string]PresharedKey // as read from the Secret, and as handshakes may use them
 
-	ours, networks []fabric.SiteNetwork // networks of the last Site; the same networks and those of peers
+	ours, networks []fabric.SiteNetwork // networks of the last Site, without and with those of peers
 }
 
 // gatewayFor returns the configuration that the objects request. It leaves out invalid objects.

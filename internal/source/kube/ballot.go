@@ -328,7 +328,7 @@ func (e *election) stepVotes(v voting.View, now time.Time) (want *coordinationv1
 				b.outdated = why
 				e.log.Warn("nodes elect no gateway: " + why)
 			}
-		case !gone && v.Newest == list.Version+1: // the Lease lacks the next list, which differs from its list by at most one voter
+		case !gone && v.Newest == list.Version+1: // the nodes' list is one version newer than that in the Lease, so the two differ by at most one voter
 			want = e.lease.DeepCopy()
 			withList(want, voting.List{Version: v.Newest, Voters: list.Voters})
 		case !gone:
@@ -353,7 +353,7 @@ func (e *election) stepVotes(v voting.View, now time.Time) (want *coordinationv1
 	switch off := !b.wanted || min(len(nodes), len(useful)) < votersLeast; {
 	case off && v.List == list.Version:
 		b.Fence()
-	case v.List > list.Version: // the fence is complete: a majority has stored that it elects nobody
+	case v.List > list.Version: // a majority of voters has stored a list without voters
 		next = voting.List{Version: v.List}
 		if !off { // votes may stay on, for example because a missing Node was replaced
 			next.Voters = list.Voters

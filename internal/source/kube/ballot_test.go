@@ -338,7 +338,7 @@ func TestAGatewayYieldsBeforeItReleasesTheVotes(t *testing.T) {
 		event := func(name string) func() { return func() { events = append(events, name) } }
 		e := electionWith(noLease{read: event("Lease")}, "me", nil, quiet)
 		candidate := voting.NewCandidate("me", netip.Addr{}, func() [32]byte { return [32]byte{1} }, quiet)
-		candidate.Listen = func() (net.PacketConn, error) { // to announce the release to the voters
+		candidate.Listen = func() (net.PacketConn, error) { // opened to announce the release to the voters
 			event("votes")()
 			return nil, errors.New("no network")
 		}

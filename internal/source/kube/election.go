@@ -55,7 +55,7 @@ const (
 // A replica counts as active if it is the holder and may send to peers.
 type election struct {
 	leases   coordination.LeaseInterface
-	web      *http.Client // only for leases
+	web      *http.Client // HTTP client of leases only
 	identity string
 	id       gatewayID // hash of identity
 	log      *slog.Logger
@@ -74,11 +74,11 @@ type election struct {
 
 	mu           sync.Mutex
 	name         string      // last holder seen in the Lease, or elected by votes; kept when the Lease is freed
-	transition   int32       // transitions of that Lease, or epoch of the votes
-	taken        takeover    // of this replica, from when it last became active
-	list         voting.List // list of voters in that Lease
-	switching    bool        // a request is pending or was lost, so it is unknown whether the Lease or votes decide
-	switchedFrom string      // version of the Lease before that request
+	transition   int32       // transitions of the Lease, or epoch of the votes
+	taken        takeover    // why and when this replica last became active
+	list         voting.List // list of voters in the Lease
+	switching    bool        // a request to change between Lease and votes is pending or was lost, so it is unknown which of them decides
+	switchedFrom string      // version of the Lease before the request of switching
 	lacking      bool        // this replica is the holder but lacks a majority of votes
 	hears        bool        // a majority of the voters has answered recently
 	heardAt      time.Time   // when hears was last true; zero: never
@@ -356,7 +356,7 @@ func (e *election) judgeLocked(now time.Time) {
 		e.log.Warn("another gateway answers that it has taken over", "pod", r.successor)
 		e.name = r.successor
 		e.look.set()    // read the Lease if possible
-		e.changed.set() // also if this replica was not sending before
+		e.changed.set() // also set if this replica was not sending before
 	}
 	e.unheard = r.unheard
 	if r.speak == e.speaking {

@@ -62,7 +62,7 @@ func podEventsAreToldOnce(t *testing.T, s *apiServer) {
 	if got := list(); len(got) != 2 {
 		t.Fatalf("mended: %v", got)
 	}
-	must(e.Warn(t.Context(), "NotApplied", "no such device")) // the same problem as at first
+	must(e.Warn(t.Context(), "NotApplied", "no such device")) // the first problem again
 	if got := strings.Join(list(), ", "); !strings.Contains(got, "NotApplied again") {
 		t.Fatalf("the same fault again: %v", got)
 	}

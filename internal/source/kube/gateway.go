@@ -33,7 +33,7 @@ type GatewayOptions struct {
 	Config    *rest.Config
 	Namespace string     // namespace of the installation, with the key Secret, Lease, Service and Pods
 	Pod       string     // name of this replica's Pod
-	PodIP     netip.Addr // address of the Pod; with the host network, of its node
+	PodIP     netip.Addr // address of the Pod; a Pod in the host network has the address of its node
 	// Node is the name of this replica's Node, if the replica has its own network namespace,
 	// where the overlay ends. Empty: the replica uses the host network.
 	Node string
@@ -80,7 +80,7 @@ type Gateway struct {
 	shared   [32]byte  // key with which the gateways of the installation authenticate each other; zero: unknown
 	started  *election // nil until Run
 	election *election // same as started, but nil until the first Snapshot
-	wait     error     // why there is no Snapshot from the API server yet
+	wait     error     // reason why there is no Snapshot from the API server yet
 	desired  desired
 	replaced chan struct{} // closed when desired is replaced
 

@@ -19,13 +19,13 @@ type Snapshot struct {
 	Problems   []fabric.Problem // problems of objects that were left out; other objects are not affected
 	Keys       keyring.Ring
 	PodNetwork fabric.PodNetwork       // nodes and pods to which a replica with its own network namespace delivers
-	Preshared  map[string]PresharedKey // by cluster ID; never modified
+	Preshared  map[string]PresharedKey // cluster ID → key; never modified
 }
 
 // desired is the last Snapshot with its validity.
 type desired struct {
 	snapshot   Snapshot
-	err        error // why snapshot is out of date; nil: it is up to date
+	err        error // reason why snapshot is out of date; nil: it is up to date
 	valid      bool
 	remembered error // set if snapshot comes from the state directory: the reason, and since when
 }

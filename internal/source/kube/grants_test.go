@@ -81,7 +81,7 @@ func TestAnAgentReadsTheNetworkAllocations(t *testing.T) {
 	named("another", 3, "10.10.0.0/16", "10.11.0.0/16", "10.110.0.0/20", "10.111.0.0/20")
 	b.Spec.ReleasedAt = time.Now().UTC().Format(time.RFC3339)
 	s.must(s.admin.Update(ctx, b))
-	s.until(func(d delivery) bool { // the agent reports this version to the manager
+	s.until(func(d delivery) bool { // version that the agent reports to the manager
 		return strconv.FormatInt(d.intent.Version, 10) == b.ResourceVersion && len(d.intent.Named) == 4
 	})
 	b.Spec.Revision, b.Spec.Networks, b.Spec.Freed = 4, nil, []isthmus.FreedNetwork{{Network: "10.11.0.0/16", Revision: 4}, {Network: "10.111.0.0/20", Revision: 4}}

@@ -174,7 +174,7 @@ func (r *refresher) key(ctx context.Context, inUse keyring.Ring) (keyring.Ring, 
 	missing := fmt.Errorf("the Secret %s/%s: not there", r.o.Namespace, keyring.SecretName)
 	if now := time.Now(); now.After(r.keyTries) {
 		r.keyTries = now.Add(time.Second)
-		time.AfterFunc(time.Second, r.look.set) // whether this succeeds or not
+		time.AfterFunc(time.Second, r.look.set) // tries again later, whether or not this attempt succeeds
 		if err := r.createKey(ctx, inUse); err != nil {
 			missing = err
 		}

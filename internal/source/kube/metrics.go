@@ -50,7 +50,7 @@ func newGatewayMetrics(g *Gateway) *gatewayMetrics {
 		writes:    prometheus.NewCounterVec(familyWrites.Options(), familyWrites.Labels),
 		refused:   prometheus.NewCounterVec(familyRefused.Options(), familyRefused.Labels),
 	}
-	for _, reason := range isthmus.TakeoverReasons { // a series that begins at 1 shows no increase
+	for _, reason := range isthmus.TakeoverReasons { // start at 0: a series that begins at 1 shows no increase
 		m.takeovers.WithLabelValues(reason)
 	}
 	return m

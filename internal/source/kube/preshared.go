@@ -23,7 +23,7 @@ import (
 // A PresharedKey is the key for handshakes with one peer; see datapath.PresharedKeys. The zero
 // value is no key.
 type PresharedKey struct {
-	ID       string             `json:"id,omitempty"` // the exchange that made Key
+	ID       string             `json:"id,omitempty"` // ID of the exchange that made Key
 	Key      postquantum.Secret `json:"presharedKey,omitzero"`
 	Former   postquantum.Secret `json:"formerPresharedKey,omitzero"`
 	Changing bool               `json:"changing,omitempty"`
@@ -38,7 +38,7 @@ type presharedKeys struct {
 	objects *objects
 	synced  atomic.Bool             // the Secret has been read once; reading the cache earlier would block
 	version string                  // version of the Secret from which keys was read
-	keys    map[string]PresharedKey // by cluster ID; never modified
+	keys    map[string]PresharedKey // cluster ID → key; never modified
 }
 
 // watchPreshared returns once the Secret has been read. No handshake may begin earlier, because

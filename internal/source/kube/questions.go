@@ -287,13 +287,13 @@ type other struct {
 	id       gatewayID
 	addr     netip.Addr // address of the Pod as last read; zero: none yet
 	listed   bool       // the API server has listed the Pod since this process started
-	asks     time.Time  // time of its last question
-	leaving  bool       // its Pod is being deleted, so it will not take the Lease
-	answered bool       // it has answered at least once
-	last     account    // its last answer; age is not set
+	asks     time.Time  // time of the other gateway's last question
+	leaving  bool       // the Pod is being deleted, so the other gateway will not take the Lease
+	answered bool       // the other gateway has answered at least once
+	last     account    // last answer of the other gateway; age is not set
 	asked    time.Time  // time at which the question of the last answer was sent
-	promised time.Time  // end of this gateway's promise to leave the Lease to it
-	missed   int        // unanswered questions in a row while the API server answered without listing its Pod
+	promised time.Time  // end of this gateway's promise to leave the Lease to the other one
+	missed   int        // unanswered questions in a row while the API server answered without listing the Pod
 	open     map[nonce]time.Time
 }
 
@@ -483,7 +483,7 @@ func (e *election) standbys(now time.Time) (n int, ok bool) {
 
 // acquaintance is the knowledge about the Lease and the other gateways that survives a restart.
 type acquaintance struct {
-	Transition int32                 `json:"transition,omitempty"` // of the Lease
+	Transition int32                 `json:"transition,omitempty"` // transitions of the Lease
 	Others     map[string]netip.Addr `json:"others,omitempty"`     // Pod → address, only of gateways that have answered
 	List       voting.List           `json:"list,omitzero"`        // the nodes that vote
 }

@@ -21,7 +21,7 @@ func TestAnAgentThatStartsWithoutAnAPIServerFollowsTheVotes(t *testing.T) {
 	moved.Gateway = second
 	for _, tc := range []struct {
 		name   string
-		epoch  uint64 // of the saved intent
+		epoch  uint64 // epoch in the saved intent
 		holder voting.Holder
 		want   *fabric.NodeIntent
 	}{

@@ -39,7 +39,7 @@ func siteOf(ctx context.Context, reader client.Reader, host string, site fabric.
 	}{
 		{own.PodCIDR, "our PodCIDR", true}, {own.ServiceCIDR, "our ServiceCIDR", false}, {own.ExternalCIDR, "our ExternalCIDR", false},
 	} {
-		if p, err := netip.ParsePrefix(n.text); err == nil { // empty until the manager knows it
+		if p, err := netip.ParsePrefix(n.text); err == nil { // the text is empty until the manager knows the network
 			site.Networks = append(site.Networks, fabric.SiteNetwork{Prefix: p, What: n.what, Relay: n.relay})
 		}
 	}

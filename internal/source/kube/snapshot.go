@@ -57,7 +57,7 @@ const (
 type savedKey struct {
 	Version    int    `json:"version"`
 	PrivateKey string `json:"privateKey"`
-	Next       string `json:"nextPrivateKey,omitempty"` // during a rotation
+	Next       string `json:"nextPrivateKey,omitempty"` // next private key during a rotation; empty: no rotation
 	Gateways   string `json:"gatewayKey,omitempty"`     // empty: the same as PrivateKey
 	// Since and NextSince are the fields of keyring.Ring with these names.
 	Since     time.Time `json:"since,omitzero"`
@@ -92,7 +92,7 @@ type savedPlaces struct {
 // savedLease identifies the active replica.
 type savedLease struct {
 	Version   int       `json:"version"`
-	Namespace string    `json:"namespace"` // of the Lease
+	Namespace string    `json:"namespace"` // namespace of the Lease
 	Pod       string    `json:"pod"`
 	Renewed   time.Time `json:"renewed"` // last contact with the API server
 	Active    time.Time `json:"active"`  // when this file was written
@@ -267,11 +267,11 @@ type keeper struct {
 	mu   sync.Mutex
 	want savedObjects
 	keys keyring.Ring // belongs to want; zero: nothing to save yet
-	err  error        // why the directory is out of date; nil: it is up to date
+	err  error        // reason why the directory is out of date; nil: it is up to date
 
 	// Only the goroutine of run uses these.
-	others  savedOthers  // as written
-	have    savedObjects // as written; Version 0: not written
+	others  savedOthers  // content of the file as last written
+	have    savedObjects // content of the files as last written; Version 0: not written
 	renewed time.Time    // last contact with the API server before a restart
 	noted   time.Time    // when savedLease was written
 	placed  time.Time    // when savedPlaces was written
@@ -395,7 +395,7 @@ func (k *keeper) round(holder string, renewed, now time.Time) bool {
 	}
 	k.kept = true
 	var err error
-	if moved { // before the files that need the new key
+	if moved { // written before the files that need the new key
 		if err = statefile.Write(k.o.StateDirectory, placesFile, objectsLimit, places); err == nil {
 			want.places, k.placed = places, now
 		}

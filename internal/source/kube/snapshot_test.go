@@ -369,7 +369,7 @@ func testCarryingOn(t *testing.T, s *apiServer) {
 		t.Helper()
 		within(t, fmt.Sprintf("%d files", n), func() error {
 			entries, err := os.ReadDir(o.StateDirectory)
-			entries = slices.DeleteFunc(entries, func(e fs.DirEntry) bool { return e.Name() == othersFile }) // a standby keeps this file, too
+			entries = slices.DeleteFunc(entries, func(e fs.DirEntry) bool { return e.Name() == othersFile }) // keep out the file that a standby has, too
 			if len(entries) != n {
 				return fmt.Errorf("%v, %w", entries, err)
 			}

@@ -39,7 +39,7 @@ type account struct {
 	// defers is how long after that question the other gateway leaves the Lease to this
 	// gateway; 0: it may take the Lease at any time.
 	defers time.Duration
-	mute   time.Duration // for how long its answers have contained silent
+	mute   time.Duration // how long the other gateway has answered that it is silent
 	// promised is for how much longer this gateway has promised to leave the Lease to the other
 	// one; 0 or less: no promise.
 	promised time.Duration

@@ -160,8 +160,8 @@ type world struct {
 
 // links are the connections that work.
 type links struct {
-	api [2]bool // from each gateway to the API server
-	to  [2]bool // from the other gateway to this one
+	api [2]bool // whether each gateway reaches the API server
+	to  [2]bool // whether each gateway receives from the other one
 }
 
 func (l links) String() string {
@@ -177,11 +177,11 @@ func (l links) joined() bool { return l.to[0] && l.to[1] }
 type simGateway struct {
 	w     *world
 	i     int
-	life  int          // number of earlier Pods in its place; written with w.mu held
-	known acquaintance // content of its state directory
-	held  bool         // it was the holder when it last stopped
-	waits bool         // it waits for the API server before it takes part
-	join  func()       // lets it take part
+	life  int          // number of earlier Pods of this gateway; written with w.mu held
+	known acquaintance // content of the gateway's state directory
+	held  bool         // the gateway was the holder when it last stopped
+	waits bool         // the gateway waits for the API server before it takes part
+	join  func()       // makes the gateway take part
 	stop  func()
 
 	mu    sync.Mutex
@@ -258,7 +258,7 @@ func (g *simGateway) start() {
 			select {
 			case <-ctx.Done():
 				return
-			case <-time.After(2 * time.Second): // await does the same
+			case <-time.After(2 * time.Second): // await waits as long
 			}
 			if !e.superseded(known, time.Now()) {
 				e.carryOn(known)
@@ -436,7 +436,7 @@ type phase struct {
 	lasts   time.Duration
 	hung    bool
 	restart [2]bool // whose process restarts at the beginning
-	replace [2]bool // whose Pod is replaced by a new one at the beginning
+	replace [2]bool // whose Pod is replaced at the beginning
 	dead    [2]bool // whose process does not run
 }
 
@@ -465,7 +465,7 @@ func play(t *testing.T, seed uint64, phases []phase) {
 					g.stop()
 				}
 			}
-			time.Sleep(time.Second) // for pending requests
+			time.Sleep(time.Second) // for pending requests to end
 		}()
 		phases = append([]phase{{links: all, lasts: 30 * time.Second}}, phases...)
 		phases = append(phases, phase{links: all, lasts: 30 * time.Second})
@@ -520,7 +520,7 @@ func play(t *testing.T, seed uint64, phases []phase) {
 				if a && b {
 					failed(n, after, "two gateways speak")
 				}
-				can := p.joined() && w.gw[0].e != nil && w.gw[1].e != nil && holders == 1 && w.gw[0].knows() && w.gw[1].knows() // each asks the other
+				can := p.joined() && w.gw[0].e != nil && w.gw[1].e != nil && holders == 1 && w.gw[0].knows() && w.gw[1].knows() // each gateway asks the other
 				for i, g := range w.gw {
 					can = can || g.e != nil && p.api[i]
 				}
@@ -625,9 +625,9 @@ func TestAtMostOneGatewaySendsWhilePodsAreReplaced(t *testing.T) {
 	}
 }
 
-// A gateway that has only asked counts once it has answered. Until then, answers to it do not
-// contain that the holder is silent. What it may do afterwards is safe, because the silent
-// holder needs its promise before it speaks again.
+// A gateway that is not listed yet counts only after it has answered a question. Until then it
+// is not told that the holder is silent. Afterwards it may act on that knowledge, because the
+// silent holder sends nothing before it has a promise of this gateway.
 func TestUnlistedGatewayCountsOnceItAnswers(t *testing.T) {
 	now := time.Now()
 	known := acquaintance{Transition: 3, Others: map[string]netip.Addr{"b": netip.MustParseAddr("10.0.0.2")}}

@@ -151,7 +151,7 @@ type said struct {
 	iface   string
 	index   int
 	nextHop netip.Addr
-	peer    PeerReport // RTT is 0
+	peer    PeerReport // its RTT is always 0
 }
 
 func saidOf(te *v1alpha1.TunnelEndpoint, r Report, p PeerReport) said {

@@ -56,7 +56,7 @@ func (e *election) takes(now time.Time) takeover {
 func (e *election) elected(released bool) isthmus.Takeover {
 	t := isthmus.Takeover{Pod: e.identity, Reason: isthmus.TakeoverNotHeard, Previous: e.name}
 	switch {
-	case e.name == e.identity: // it was active already and had to fall silent in between
+	case e.name == e.identity: // this replica was the holder before, and fell silent in between
 	case released:
 		t.Reason = isthmus.TakeoverReleased
 	case e.name == "":
