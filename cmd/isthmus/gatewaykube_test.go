@@ -528,7 +528,7 @@ func TestGatewaysReadTheirConfigurationFromAPIServers(t *testing.T) {
 		a1.end(syscall.SIGKILL)
 		took := firstPing(t, a.Pods[1].Host, begin)
 		t.Logf("first ping through the standby %v after the kill", took.Round(time.Millisecond))
-		if took > 40*time.Second { // it usually takes 7 s
+		if took > 40*time.Second { // usually 7 s
 			t.Errorf("took %v", took)
 		}
 		marked(t, 1)
@@ -570,7 +570,7 @@ func TestGatewaysReadTheirConfigurationFromAPIServers(t *testing.T) {
 		}
 		took := firstPing(t, a.Pods[0].Host, begin)
 		t.Logf("ended after %v, first ping through the standby after %v", ended.Round(time.Millisecond), took.Round(time.Millisecond))
-		if took > 40*time.Second { // it usually takes 0.2 s
+		if took > 40*time.Second { // usually 0.2 s
 			t.Errorf("took %v", took)
 		}
 		for name := range before {

@@ -149,7 +149,7 @@ func (s *Server) Set(peers []Peer) {
 			was := p
 			p = &peer{Peer: want, opening: rate.NewLimiter(Openings, AtOnce), warned: rate.Sometimes{Interval: time.Minute},
 				in: rate.NewLimiter(Rate, Burst), out: rate.NewLimiter(Rate, Burst)}
-			if was != nil && was.leavesAs(want) { // keep the connections, with which our manager may be about to delete its objects there
+			if was != nil && was.leavesAs(want) { // keep our manager's connections: it may be deleting its objects at the peer
 				p.ctx, p.cancel = was.ctx, was.cancel
 				was.endTheirs()
 				delete(before, want.ID)
@@ -263,9 +263,9 @@ func (s *Server) rekey(key [32]byte) {
 	s.oursCtx, s.endOurs = context.WithCancel(s.ctx)
 }
 
-// config returns the TLS configuration for our manager, and the context with which its
-// connections end. It generates a certificate only once for each key, and not for each stranger
-// that connects.
+// config returns the TLS configuration for our manager, and the context that is canceled to
+// close its connections. It generates a certificate only once for each key, and not for each
+// stranger that connects.
 func (s *Server) config() (context.Context, *tls.Config, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()

@@ -192,7 +192,7 @@ func (s Status) Ready() bool {
 	return health.FirstBroken(s.Hops) == nil && !slices.ContainsFunc(s.Peerings, func(p Row) bool { return !p.Ready })
 }
 
-// mandate returns, after a comma, since when the gateway is active, with which epoch, and the
+// mandate returns a comma, and then since when the gateway is active, its epoch, and the
 // reason.
 func (s Status) mandate() string {
 	text := ""

@@ -390,7 +390,7 @@ func TestVoterGrantsItsVoteOnlyByTheRules(t *testing.T) {
 	for _, tc := range []struct {
 		name   string
 		change func(*Ask)
-		at     time.Duration // time since the vote for last
+		at     time.Duration // time from the vote for the ask last
 		want   bool
 	}{
 		{"a newer ask", func(a *Ask) { a.Sent++ }, 1, true},

@@ -80,7 +80,7 @@ func (s *side) setInBand(ctx context.Context, on bool) (string, error) {
 }
 
 // told reports whether our manager has reached the peer's API server and published our
-// NetworkConfig there. Once traffic flows, Ready alone does not imply that.
+// NetworkConfig there. Ready alone does not imply this once traffic flows.
 func (s *side) told(p *isthmus.Peering) bool {
 	return health.IsTrue(p, isthmus.ConditionIdentity) && health.IsTrue(p, isthmus.ConditionPublished)
 }

@@ -1,5 +1,5 @@
-// Package postquantum agrees with a peer on a preshared key that an attacker cannot compute who
-// records traffic now and has a quantum computer later. It is an ML-KEM-768 exchange (FIPS 203)
+// Package postquantum agrees with a peer on a preshared key. An attacker who records traffic now
+// and has a quantum computer later cannot compute the key. It is an ML-KEM-768 exchange (FIPS 203)
 // by published objects.
 //
 //	lower cluster ID  ── key ────────────►  higher cluster ID

@@ -199,7 +199,7 @@ func writePiece(w io.Writer, b []byte) error {
 // seenBy returns the Answer with the client's address.
 func seenBy(from net.Addr) []byte {
 	at, _ := netip.ParseAddrPort(from.String())
-	text, _ := json.Marshal(Answer{SeenAs: at.Addr().Unmap()}) // addresses can be marshalled
+	text, _ := json.Marshal(Answer{SeenAs: at.Addr().Unmap()}) // cannot fail: addresses can be marshalled
 	return text
 }
 

@@ -32,10 +32,10 @@ const (
 
 	crowdInterval = 250 * time.Millisecond // the interval of Crowd.Open, see package crowd
 
-	// knownRate is how many signatures per second a voter checks of asks that name its
-	// incarnation, which only receivers of its answers know. The same rate applies to other
-	// asks from the addresses of gateways. strangeRate applies to all remaining asks. A gateway
-	// sends seven asks per second.
+	// knownRate is the number of asks per second whose signatures a voter checks, for asks that
+	// name its incarnation. Only receivers of its answers know that. The same rate applies to
+	// other asks from the addresses of gateways, and strangeRate to all remaining asks. A
+	// gateway sends seven asks per second.
 	knownRate   = 500
 	strangeRate = 50
 )

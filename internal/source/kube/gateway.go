@@ -259,7 +259,7 @@ func (g *Gateway) follow(ctx context.Context, e *election, serve func(context.Co
 			return err
 		}
 		select {
-		case <-g.leaving: // this replica will not become active, so do not prepare it
+		case <-g.leaving: // this replica is ending and need not prepare again
 			<-ctx.Done()
 		default:
 		}

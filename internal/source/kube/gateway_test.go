@@ -543,9 +543,8 @@ func TestGatewayAgainstAnAPIServer(t *testing.T) {
 		<-r.serving
 		way.cut()
 		before := way.tried.Load()
-		// Five kinds are watched, and each watch is repeated once a second. The reflectors of
-		// client-go alone would make six or seven attempts in a minute, and the Lease causes
-		// thirty.
+		// Each of five kinds is watched again once a second. In a minute, the reflectors of
+		// client-go alone would make six or seven attempts, and the election thirty.
 		within(t, "trying again at once", func() error {
 			if n := way.tried.Load() - before; n < 90 {
 				return fmt.Errorf("%d times", n)

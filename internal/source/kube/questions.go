@@ -283,7 +283,7 @@ func (q *questioner) read(conn net.PacketConn, strangers *crowd.Crowd) {
 
 // other is another gateway, identified by its Pod.
 type other struct {
-	pod      string // the result of unnamed until the API server lists the Pod
+	pod      string // name of the Pod; until the API server lists the Pod, the result of unnamed
 	id       gatewayID
 	addr     netip.Addr // address of the Pod as last read; zero: none yet
 	listed   bool       // the API server has listed the Pod since this process started

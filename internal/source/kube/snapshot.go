@@ -41,8 +41,8 @@ const (
 )
 
 const (
-	// noteInterval is how often the active replica renews the file that marks it as active. If
-	// only locations of nodes and pods have changed, these are written as rarely: with
+	// noteInterval is how often the active replica renews the file that marks it as active.
+	// Changes of the locations of nodes and pods alone are written at this interval, too: with
 	// thousands of nodes they take a megabyte. writeGap is the minimum time between two rounds
 	// of writing, because a peer may change its objects often.
 	noteInterval = 30 * time.Second

@@ -238,8 +238,9 @@ func acceptedAsIs(te *v1alpha1.TunnelEndpoint) bool {
 }
 
 // liqoMessage returns Liqo's message for a status, or else the message of the condition
-// Connected. With this message the manager detects a stale condition: a gateway version without
-// conditions writes another message and leaves the condition unchanged.
+// Connected. The manager compares it with the condition's message. They differ if the condition
+// is stale: a gateway version without this condition writes another message and leaves the
+// condition unchanged.
 func liqoMessage(p PeerReport) string {
 	switch {
 	case p.Status == v1alpha1.Connecting:

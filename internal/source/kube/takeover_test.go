@@ -49,7 +49,7 @@ func (l *storedLease) put(lease *coordinationv1.Lease) *coordinationv1.Lease {
 func TestLeaseRecordsWhyItsHolderIsActive(t *testing.T) {
 	for _, tc := range []struct {
 		name           string
-		held, released bool // the Lease, before the test starts
+		held, released bool // whether another gateway held the Lease, and released it, before the test starts
 		want           isthmus.Takeover
 		text           string
 	}{
