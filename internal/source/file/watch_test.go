@@ -247,7 +247,7 @@ func TestWatchNoticesAFileReplacedWithItsOldTime(t *testing.T) {
 
 // If the clock of the file system is coarse, a write right after the first read may leave size
 // and time unchanged.
-func TestWatchNoticesAChangeRightAfterAnother(t *testing.T) {
+func TestWatchNoticesAWriteWithinTheClockResolution(t *testing.T) {
 	dir := writeDir(t, valid(nil))
 	peers := filepath.Join(dir, "peers.yaml")
 	synctest.Test(t, func(t *testing.T) {

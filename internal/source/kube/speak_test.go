@@ -22,7 +22,7 @@ import (
 	"github.com/isthmus-net/isthmus/internal/keyring"
 )
 
-func TestDecisionWhetherAGatewayMaySend(t *testing.T) {
+func TestDecideWhetherAGatewayMaySend(t *testing.T) {
 	holder := func(confirmed bool, others ...account) view {
 		return view{claim: claim{holds: true, confirmed: confirmed, transition: 5}, others: others}
 	}
