@@ -311,7 +311,7 @@ func TestShellCompletesContextsAndChoices(t *testing.T) {
 }
 
 // pflag displays text between backquotes in a flag's usage as the name of its value.
-func TestHelpOfFlagsHasPlainPlaceholders(t *testing.T) {
+func TestFlagHelpHasPlainValueNames(t *testing.T) {
 	for _, cmd := range newRootCommand().Commands() {
 		cmd.Flags().VisitAll(func(f *pflag.Flag) {
 			if strings.Contains(f.Usage, "`") {

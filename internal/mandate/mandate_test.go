@@ -346,7 +346,7 @@ func TestGatewayAcceptsALaterRefusalOfTheSameAsk(t *testing.T) {
 
 // If the vote counted, a late farewell of the earlier voter would count again, although it no
 // longer binds the node.
-func TestVoteOfTheNextVoterForAnAnsweredAskIsIgnored(t *testing.T) {
+func TestLateVoteByTheNextVoterIsIgnored(t *testing.T) {
 	p := newPair(t)
 	p.g.Claim(1 * time.Second)
 	claim := p.g.asks(Claim, 1*time.Second, false)["1"]

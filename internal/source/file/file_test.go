@@ -316,7 +316,7 @@ func TestLoadReportsEachProblem(t *testing.T) {
 		{map[string]string{"x.yaml": "apiVersion: v1\nkind: List\nitems: {}\n"}, []string{"x.yaml: items: is of type object; want a list"}},
 		{map[string]string{"x.yaml": "kind: \"\\e[2J\"\n"}, []string{`x.yaml: "\x1b[2J": is of kind "\x1b[2J", apiVersion ""` + kinds}},
 		{peer("net.liqo.io/v1alpha1", "net.liqo.io/v1beta1"), []string{te + `is of kind "TunnelEndpoint", apiVersion "net.liqo.io/v1beta1"` + kinds}},
-		// Objects.
+		// Problems of other objects.
 		{peer("  name: peer1\n", ""), []string{"peers.yaml: TunnelEndpoint tenant: metadata.name: is empty; want the name of the object"}},
 		{peer(`"5871"`, "5871"), []string{te + "spec.backend_config: is of type number; want a string (in quotes, if it looks like something else)"}},
 		{peer("remotePodCIDR", "remotePodCidr"), []string{te + "spec.remotePodCIDR: is empty; want a CIDR such as 10.244.0.0/16"}},
@@ -339,7 +339,7 @@ func TestLoadReportsEachProblem(t *testing.T) {
 		{map[string]string{"gateway.yaml": strings.Replace(gatewayYAML, "alpha-id", "id1", 1)},
 			[]string{te + `spec.clusterIdentity.clusterID: "id1" is our own cluster ID; want the ID of the remote cluster`}},
 		{peer(keyText('b'), wantPublicKey), []string{te + `spec.backend_config.publicKey: is our own public key; want that of cluster "id1"`}},
-		// The gateway.
+		// Problems of the Gateway object.
 		{map[string]string{"gateway.yaml": "-"}, []string{"no object of kind Gateway (isthmus.net/v1alpha1); want one, usually in gateway.yaml"}},
 		{map[string]string{"h.yaml": gatewayYAML}, []string{"h.yaml: Gateway: is a second Gateway, because gateway.yaml has one; want only one"}},
 		{gateway("listenport: 1"), []string{gw + "listenport: is not a field of this kind; want it removed or spelled as documented"}},

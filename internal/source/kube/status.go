@@ -284,7 +284,7 @@ func latencyText(d time.Duration) string {
 }
 
 func parseLatency(text string) (time.Duration, bool) {
-	d, err := time.ParseDuration(text) // ParseDuration accepts both letters
+	d, err := time.ParseDuration(text) // ParseDuration accepts both the Greek mu and the micro sign
 	return d, err == nil
 }
 
