@@ -8,13 +8,15 @@ import (
 	"github.com/isthmus-net/isthmus/fabric"
 )
 
-// An update is a new configuration, or the reason why there is none.
+// An update is the result of one delivery by the Source: a new configuration, or the error that
+// made the newest one invalid.
 type update struct {
 	config Config
 	err    error
 }
 
-// update puts a new configuration into force, or reports why there is none.
+// update applies a new configuration. If it is invalid, update logs the error once and keeps the
+// last valid one.
 func (l *loop) update(u update) {
 	err := u.err
 	if err == nil {
@@ -22,8 +24,8 @@ func (l *loop) update(u update) {
 			if reflect.DeepEqual(u.config.PodNetwork, l.now.config.PodNetwork) && u.config.Gateway.Site.Equal(l.now.config.Gateway.Site) {
 				return
 			}
-			// only Nodes, Pods and addresses that no peer's gateway can have differ: keep rules and
-			// peers
+			// Only Nodes, Pods and the addresses that no gateway of a peer may use have changed, so the
+			// rules and peers stay.
 			l.now.config = u.config
 			l.publish()
 			l.reapply(false)
@@ -45,7 +47,7 @@ func (l *loop) update(u update) {
 	}
 }
 
-// unjoin returns the errors of an errors.Join.
+// unjoin splits an error that errors.Join made, however deeply nested, into its parts.
 func unjoin(err error) []error {
 	if j, ok := err.(interface{ Unwrap() []error }); ok {
 		var all []error
@@ -57,7 +59,8 @@ func unjoin(err error) []error {
 	return []error{err}
 }
 
-// errorAttrs returns the log attributes of a problem.
+// errorAttrs returns the log attributes of err. For a fabric.Problem they include its file,
+// object and field.
 func errorAttrs(err error) []any {
 	attrs := []any{"error", err}
 	if p := (fabric.Problem{}); errors.As(err, &p) {
@@ -66,8 +69,8 @@ func errorAttrs(err error) []any {
 	return attrs
 }
 
-// accept puts a whole configuration into force. After an error nothing has changed. The parts that could not
-// be applied are in applyErr.
+// accept validates a configuration and applies all of it. If it returns an error, nothing has
+// changed. Parts that the kernel or the tunnels refuse are recorded in applyErr instead.
 func (l *loop) accept(c Config) error {
 	gw := c.Gateway
 	if err := checkMTU(c.MTU, gw.Peers); err != nil {
@@ -102,29 +105,30 @@ func (l *loop) accept(c Config) error {
 	if l.flows != nil {
 		l.flows.name(gw.Peers)
 	}
-	if l.acting { // the rules are in force, and no packet has been read yet
+	// The rules are in force, and the TUNs have not been read yet.
+	if l.acting {
 		l.adopt()
 	}
 	l.put(&survey)
-	l.now.generation++ // last: when a caller sees the generation, it is in force
+	l.now.generation++ // Last, so that a caller who sees the generation sees all of it in force.
 	l.now.reloaded = time.Now()
 	l.publish()
 	l.log.Info("configuration in force", "generation", l.now.generation, "peers", len(gw.Peers))
 	return nil
 }
 
-// reapply applies the configuration in force again after a change around the gateway. ways says
-// that routes to peers may have changed, too. After a failed attempt it applies the whole
-// configuration.
+// reapply applies the current configuration again, after an event such as a netlink message, a
+// DNS answer or a roaming peer. ways reports whether routes to peers may have changed as well.
+// After a failed attempt reapply applies everything, changed or not.
 func (l *loop) reapply(ways bool) {
 	peers := l.now.wanted()
 	l.locate(peers, l.now.config.Gateway.Site)
 	survey := l.survey(l.now.config, peers, ways)
 	if err := l.setRules(&survey); err != nil {
-		if ways { // otherwise the result of the probes would be lost
+		if ways { // otherwise the next reapply would not query the routes again
 			l.ways.Store(true)
 		}
-		// the rules differ only in MTU and MSS
+		// The rules differ from those in force only in MTU and MSS, so this error is not fatal.
 		l.log.Error("cannot set the NAT rules for a new MTU", "mtu", survey.tunnel, "error", err)
 		return
 	}

@@ -9,15 +9,16 @@ import (
 	"github.com/isthmus-net/isthmus/gateway/capture"
 )
 
-// CaptureSocket is the name of an abstract socket in the network namespace of the gateway or its
-// host. There CaptureHandler answers root and the gateway's own user only, because a capture shows
-// the addresses of all traffic and, on request, its content.
+// CaptureSocket is the name of an abstract Unix socket in the network namespace of the gateway or
+// its host, on which CaptureHandler is served. Only root and the gateway's own user may connect,
+// because a capture shows the addresses of all traffic and, on request, its content.
 const CaptureSocket = "isthmus-gateway-capture"
 
-// CaptureSummary is a trailer of the answer: the capture.Summary as JSON.
+// CaptureSummary is the name of a trailer of the response, which holds the capture.Summary as
+// JSON.
 const CaptureSummary = "Isthmus-Capture"
 
-// captureWrite is how long a client may take to read a piece of the file.
+// captureWrite is how long one write to the client may block before the capture ends.
 const captureWrite = 10 * time.Second
 
 // captureHandler answers GET /capture with a pcapng file that grows until the capture ends.
@@ -64,21 +65,22 @@ func (g *gateway) captureHandler() http.Handler {
 		_ = c.WriteTo(r.Context(), writerFunc(func(b []byte) (int, error) {
 			_ = control.SetWriteDeadline(time.Now().Add(captureWrite))
 			return w.Write(b)
-		}), control.Flush) // an error is the client's fault
-		summary, _ := json.Marshal(c.Summary()) // three plain fields
+		}), control.Flush) // an error here means that the client has left
+		summary, _ := json.Marshal(c.Summary()) // marshalling three plain fields cannot fail
 		w.Header().Set(CaptureSummary, string(summary))
 	})
 	return mux
 }
 
-// show sets the capture for all tunnels.
+// show starts (or, with nil, stops) copying the packets of all tunnels to a capture.
 func (g *gateway) show(c *capture.Capture) {
 	for _, e := range g.ends {
 		e.SetCapture(c)
 	}
 }
 
-// endCapture ends a running capture, so that nothing waits for its reader.
+// endCapture ends a running capture, so that its HTTP handler returns and does not delay the
+// shutdown.
 func (g *gateway) endCapture() {
 	if c := g.capturing.Load(); c != nil {
 		c.End("the gateway ends")

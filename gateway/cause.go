@@ -15,54 +15,56 @@ import (
 	"github.com/isthmus-net/isthmus/natengine"
 )
 
-// A Cause says why a peer is connected or not: a word from a closed list (v1alpha1.Causes), and a
-// sentence that names the observation and the remedy. Status, metrics, TunnelEndpoint and Peering
-// show the same Cause.
+// A Cause explains why a peer is connected or not. It consists of a word from a closed list
+// (v1alpha1.Causes) and a sentence with the observation and the remedy. Status, metrics,
+// TunnelEndpoint and Peering show the same Cause.
 type Cause struct {
 	Reason string
 	Text   string
 }
 
-// How recent an observation must be to count as evidence.
+// The maximum ages of an observation that counts as evidence.
 const (
-	// recently is for events that a live peer causes every two seconds: PINGs.
+	// recently is for events that a live peer causes every two seconds, such as PINGs.
 	recently = 6 * time.Second
-	// ofLate is for events that an unconnected peer causes every five seconds: handshakes. With
-	// many peers away they are rarer, see gateway/check/away.go.
+	// ofLate is for events that an unconnected peer causes every five seconds, such as handshakes.
+	// While many peers are away, their handshakes are rarer (gateway/check/away.go).
 	ofLate = 20 * time.Second
 )
 
-// evidence is the input of the decision about one peer.
+// evidence is everything that is known about one peer when its Cause is determined.
 type evidence struct {
 	now        time.Time
 	check      check.Result
 	endpoint   netip.AddrPort // current endpoint of the peer; zero: none yet
 	hidden     bool           // endpoint is an address of our own Service's relay, which hides the peer's address
 	configured string         // endpoint in the configuration
-	unresolved error          // why the name has no address, or an outdated one
-	failed     error          // what the local machine refuses, for this peer or for all
+	unresolved error          // why configured has no address, or an outdated one
+	failed     error          // part of the configuration that this machine refuses, for this peer or for all
 	handshake  time.Time      // of the present session; zero: never
 	heard      time.Time      // last authentic message; zero: never
 	signs      datapath.Signs
 	alone      bool // every other peer answers
-	// When packets of the peer were last dropped because of their source, and because of their
-	// destination.
+	// source and destination are the times when packets from the peer were last dropped because of
+	// their source or their destination address.
 	source, destination time.Time
 	remote, local       ranges
 }
 
-// ranges are the two networks that a message names.
+// ranges are the two networks of a cluster that a Cause's sentence names.
 type ranges struct{ pods, external netip.Prefix }
 
 func (n ranges) String() string { return fmt.Sprintf("%v and %v", n.pods, n.external) }
 
-// since reports whether something happened at most that long ago.
+// since reports whether an event at the time at is at most atMost old. The zero time is never
+// recent.
 func (e *evidence) since(at time.Time, atMost time.Duration) bool {
 	return !at.IsZero() && e.now.Sub(at) <= atMost
 }
 
-// cause decides. It reports the first thing to mend: first problems of this machine, then of the
-// address, the path, the keys and the networks.
+// cause returns the Cause that fits the evidence. If several fit, it returns the first in this
+// order: problems of this machine, of the peer's address, of the path, of the keys, of the
+// networks.
 func (e *evidence) cause() Cause {
 	const compare = "; compare the TunnelEndpoints of both clusters"
 	sentTo := e.configured
@@ -73,9 +75,9 @@ func (e *evidence) cause() Cause {
 	if e.hidden {
 		at = e.configured + " (our Service hides the source of what comes from there)"
 	}
-	hears := e.since(e.heard, recently) // then a session exists, whatever other evidence there is
-	// PINGs of the peer use addresses that both sides agree upon. Other dropped packets belong to
-	// some pod, and are no reason for missing answers.
+	hears := e.since(e.heard, recently) // If true, a session exists, and signs of failed handshakes do not matter.
+	// PINGs from the peer use addresses that both sides agree on. If they arrive, packets dropped
+	// for other addresses come from single pods and do not explain missing answers.
 	agreed := e.since(e.check.Asked, recently)
 	switch {
 	case e.failed != nil:
@@ -103,7 +105,8 @@ func (e *evidence) cause() Cause {
 	case !hears && e.since(e.signs.Refused, ofLate):
 		return Cause{v1alpha1.CauseWrongKey, fmt.Sprintf("handshakes from %s are for this gateway's key, but not from the peer's key that is configured here: "+
 			"this cluster has an old or wrong key of the peer, or the peer's clock was set back", at)}
-	case e.since(e.signs.Answered, ofLate) && e.signs.Answered.Sub(e.handshake) > time.Second: // otherwise the answer has made a session
+	// An answer less than a second younger than the session is the one that created the session.
+	case e.since(e.signs.Answered, ofLate) && e.signs.Answered.Sub(e.handshake) > time.Second:
 		return Cause{v1alpha1.CauseAnswersLost, fmt.Sprintf("handshakes of the peer arrive, but our answers do not arrive at %s: a firewall of this cluster or of the peer drops UDP in that direction", at)}
 	case !hears && e.alone && e.since(e.signs.RelayedOtherKey, ofLate):
 		return Cause{v1alpha1.CauseWrongKey, fmt.Sprintf("nothing comes from %s, but handshakes for another key than this gateway's come through our Service, which hides their source "+
@@ -130,8 +133,8 @@ func (e *evidence) cause() Cause {
 		"check there what arrives and what is dropped (source, destination): `isthmus status --gateway`, or the log of Liqo's gateway if the peer is a Liqo"}
 }
 
-// relayed ends a message about one of several unconnected peers when handshakes arrive through a
-// Service, so that their sender is not known.
+// relayed returns a second possible explanation to append to a message: if handshakes with a
+// wrong key arrive through a Service, any of the unconnected peers may have sent them.
 func (e *evidence) relayed() string {
 	if !e.since(e.signs.RelayedOtherKey, ofLate) && !e.since(e.signs.RelayedRefused, ofLate) {
 		return ""
@@ -146,7 +149,7 @@ func (e *evidence) sinceHeard() string {
 	return " since " + e.heard.UTC().Format("15:04:05") + " UTC"
 }
 
-// kernelSays returns the kernel's own text of an error.
+// kernelSays returns the kernel's text for an error, without the context that Go adds.
 func kernelSays(err error) string {
 	if no := unix.Errno(0); errors.As(err, &no) {
 		return no.Error()
@@ -154,7 +157,7 @@ func kernelSays(err error) string {
 	return err.Error()
 }
 
-// sendRemedy returns the remedy for an error of the kernel.
+// sendRemedy returns advice for an error that the kernel returned for a sent message.
 func sendRemedy(err error) string {
 	switch {
 	case errors.Is(err, unix.EPERM), errors.Is(err, unix.EACCES):
@@ -167,7 +170,8 @@ func sendRemedy(err error) string {
 	return "run `ip route get` for that address on this host"
 }
 
-// failedOf returns the errors that concern a peer: all except those that name another peer.
+// failedOf returns the errors that concern the peer id: those that name this peer, and those that
+// name no peer.
 func failedOf(id string, failed error) error {
 	var of []error
 	for _, e := range unjoin(failed) {
@@ -184,7 +188,7 @@ func (g *gateway) hidden(endpoint netip.AddrPort) bool {
 	return endpoint.IsValid() && g.resolver.relaysFrom(endpoint.Addr())
 }
 
-// causeOf returns the cause of a peer's state.
+// causeOf collects the evidence about a peer and returns the Cause of its state.
 func (g *gateway) causeOf(v *view, failed error, now time.Time) Cause {
 	first := v.leading()
 	e := evidence{

@@ -6,16 +6,17 @@ import (
 	"github.com/isthmus-net/isthmus/natengine"
 )
 
-// How long a gateway in a Pod goes on after it was asked to end.
+// How long a gateway in a Pod keeps running after SIGTERM.
 const (
-	drainMost = 3 * time.Second // in any case
-	// without packets from nodes and peers: they have followed another gateway
+	drainMost = 3 * time.Second // upper limit
+	// drainQuiet ends the wait early: if no packet has come from nodes or peers for this long, they
+	// already use another gateway.
 	drainQuiet = 250 * time.Millisecond
 	drainLook  = 50 * time.Millisecond
 )
 
-// yield relays packets for peers to the gateway that becomes active, instead of sending them. When
-// yield returns, no packet is on its way to a peer.
+// yield makes the gateway relay packets for peers to the gateway that becomes active, instead of
+// encrypting them. When yield returns, no packet is on its way to a peer.
 func (g *gateway) yield() {
 	if g.keeper == nil {
 		return
@@ -32,7 +33,8 @@ func (g *gateway) yield() {
 	})
 }
 
-// drain delays the end until nodes and peers follow another gateway, or send nothing.
+// drain waits until no more packets come from nodes and peers (drainQuiet), or until drainMost
+// has passed.
 func (g *gateway) drain() {
 	begin := time.Now()
 	sent, since := uint64(0), begin

@@ -8,14 +8,15 @@ import (
 	"github.com/isthmus-net/isthmus/natengine"
 )
 
-// dropTimes records when packets were last dropped, to a second. It reads the counters once a
-// second, so a drop itself costs no more. Methods may be called concurrently.
+// dropTimes records when each drop counter last increased, to a second. It polls the counters
+// once a second, so that a drop on the packet path costs nothing more. Methods may be called
+// concurrently.
 type dropTimes struct {
 	mu   sync.Mutex
 	seen map[dropKey]dropSeen
 }
 
-// dropKey identifies one counter; a nil peer is for packets that belong to no peer.
+// dropKey identifies one drop counter. peer is nil for packets that belong to no peer.
 type dropKey struct {
 	peer      *natengine.PeerState
 	direction natengine.Direction
@@ -24,11 +25,11 @@ type dropKey struct {
 
 type dropSeen struct {
 	count uint64
-	at    time.Time // when look last saw it grow
+	at    time.Time // when look last saw the counter increase
 }
 
-// look reads the counters, without a lock of the engine. It stores nothing for counters that are 0,
-// and removes those of removed peers.
+// look polls all drop counters; it takes no lock of the engine. It stores no entry for a counter
+// that is 0, and deletes the entries of removed peers.
 func (d *dropTimes) look(e *natengine.Engine, now time.Time) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -61,15 +62,15 @@ func (d *dropTimes) look(e *natengine.Engine, now time.Time) {
 	}
 }
 
-// last returns when look last saw a counter grow; zero: never.
+// last returns the time when look last saw the counter increase; zero: never.
 func (d *dropTimes) last(peer *natengine.PeerState, direction natengine.Direction, reason natengine.Drop) time.Time {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	return d.seen[dropKey{peer, direction, reason}].at
 }
 
-// lastOf returns when a counter last grew. count is its present value: if that is higher than at
-// the last look, the result is now.
+// lastOf returns the time of the counter's last increase. If count, its present value, is higher
+// than at the last look, that time is now.
 func (d *dropTimes) lastOf(peer *natengine.PeerState, direction natengine.Direction, reason natengine.Drop, count uint64, now time.Time) time.Time {
 	d.mu.Lock()
 	defer d.mu.Unlock()

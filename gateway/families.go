@@ -12,18 +12,18 @@ import (
 	"github.com/isthmus-net/isthmus/internal/metric"
 )
 
-// families are the metrics of the gateway.
+// families is the catalogue of the gateway's metrics.
 var families metric.Catalogue
 
-// Families are the metrics of a running gateway, by name.
+// Families returns the metrics of a running gateway, sorted by name.
 func Families() []*metric.Family { return families.Families() }
 
-// A family is one metric of the gateway.
+// A family is one metric of the gateway, with all its series.
 //
-// With a thousand peers a scrape has tens of thousands of series. A prometheus.Collector pays for
-// each of them several times: a Desc's hash, labels that are checked and sorted, and a comparison
-// with every other series. Here the series are written as the messages that the encoder takes, and
-// those of one peer share their labels.
+// With a thousand peers a scrape has tens of thousands of series. A prometheus.Collector
+// processes each of them several times: it hashes the Desc, checks and sorts the labels, and
+// compares the series with all others. The gateway builds the encoder's protobuf messages
+// directly instead, and all series of a peer share their labels.
 type family = metric.Family
 
 func gauge(name, help string, labels ...string) *family { return families.Gauge(name, help, labels...) }
@@ -32,13 +32,14 @@ func counter(name, help string, labels ...string) *family {
 	return families.Counter(name, help, labels...)
 }
 
-// labels are the labels of a series, sorted by name. Series may share them, so nobody changes them.
+// labels are the labels of a series, sorted by name. Several series may share them, so they are
+// immutable.
 type labels []*dto.LabelPair
 
-// labelled makes labels from alternating names and values.
+// labelled returns labels made from alternating names and values.
 func labelled(pairs ...string) labels { return labels(nil).with(pairs...) }
 
-// with returns the labels with others added.
+// with returns a copy of l with further labels, given as alternating names and values.
 func (l labels) with(pairs ...string) labels {
 	all := append(make(labels, 0, len(l)+len(pairs)/2), l...)
 	for i := 0; i < len(pairs); i += 2 {
@@ -48,21 +49,22 @@ func (l labels) with(pairs ...string) labels {
 	return all
 }
 
-// A scrape collects the series for one request.
+// A scrape builds the series for one scrape request.
 type scrape struct {
 	families map[*family]*dto.MetricFamily
 
-	// Rests of larger allocations, so that a series needs no allocation of its own.
+	// The unused parts of larger allocations, so that a series needs no allocation of its own.
 	metrics  []dto.Metric
 	gauges   []dto.Gauge
 	counters []dto.Counter
 	values   []float64
 }
 
-// scrapeChunk is how many series share a piece of memory.
+// scrapeChunk is the number of series that share one allocation.
 const scrapeChunk = 512
 
-// next returns one element of an allocation, and makes a new allocation when that is used up.
+// next returns a pointer to the next unused element of rest. If none is left, it allocates
+// scrapeChunk new ones.
 func next[T any](rest *[]T) *T {
 	if len(*rest) == 0 {
 		*rest = make([]T, scrapeChunk)
@@ -72,7 +74,7 @@ func next[T any](rest *[]T) *T {
 	return p
 }
 
-// add adds one series. Its labels must be unique in the family.
+// add adds a series with the value v. Its labels must be unique in the family.
 func (s *scrape) add(f *family, v float64, l labels) {
 	all := s.families[f]
 	if all == nil {
@@ -91,15 +93,16 @@ func (s *scrape) add(f *family, v float64, l labels) {
 	all.Metric = append(all.Metric, m)
 }
 
-// count adds a series of a counter that is 0 for most peers, unless it is 0.
+// count adds a series for a counter, but only if n is not 0: most of these counters are 0 for
+// most peers.
 func (s *scrape) count(f *family, n uint64, l labels, more ...string) {
 	if n > 0 {
 		s.add(f, float64(n), l.with(more...))
 	}
 }
 
-// Gatherers joins the families of several gatherers, which must have no name in common. Unlike
-// prometheus.Gatherers it does not compare each series with all others.
+// Gatherers joins the metrics of several gatherers, which must have no metric name in common.
+// Unlike prometheus.Gatherers it does not compare each series with all others.
 type Gatherers []prometheus.Gatherer
 
 // Gather implements prometheus.Gatherer.

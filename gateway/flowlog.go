@@ -19,53 +19,58 @@ import (
 	"github.com/isthmus-net/isthmus/natengine"
 )
 
-// FlowLog says where and how flows are logged, as lines of JSON. The zero value logs none.
+// FlowLog configures the flow log, which has one JSON object per line. The zero value disables
+// it.
 type FlowLog struct {
 	File      string // name of the file to append to, or "-" for standard output; empty: no log
 	Sample    int    // log one flow in Sample; 0 means 1
-	PerSecond int    // largest number of lines a second; 0 means DefaultFlowLogRate
+	PerSecond int    // maximum number of lines a second; 0 means DefaultFlowLogRate
 }
 
-// DefaultFlowLogRate is how many lines a second a flow log has at most.
+// DefaultFlowLogRate is the default of FlowLog.PerSecond.
 const DefaultFlowLogRate = 1000
 
-// flowQueue bounds the events that wait for the writer. Further ones are left out and counted.
+// flowQueue is the maximum number of events that wait for the writer. Further events are dropped
+// and counted.
 const flowQueue = 4096
 
-// flowLog writes the engine's events of flows. The engine never waits for it.
+// flowLog writes the engine's flow events to a file. The engine never blocks on it.
 type flowLog struct {
 	queue   chan natengine.FlowEvent
 	omitted atomic.Uint64
 	limit   *rate.Limiter
 	file    *reopened
-	names   atomic.Pointer[map[string]string] // of peers, by ID; never modified
-	// returns the owner of an address of this cluster; nil: owners are not known
+	names   atomic.Pointer[map[string]string] // names of the peers by cluster ID; the map is never modified
+	// owner returns the pod or node that has an address of this cluster; nil if the log has no
+	// owners.
 	owner func(netip.Addr) fabric.Owner
 	log   *slog.Logger
 }
 
-// FlowRecord is a line of the flow log.
+// FlowRecord is one line of the flow log.
 type FlowRecord struct {
 	Time      time.Time `json:"time"`
 	Event     string    `json:"event"` // "opened", "closed", "refused", or "omitted"
 	Peer      string    `json:"peer,omitempty"`
 	PeerName  string    `json:"peerName,omitempty"`
 	Kind      string    `json:"kind,omitempty"`      // "napt", "endpoint" or "pod"
-	Direction string    `json:"direction,omitempty"` // of the first packet, or the refused one: "outbound" or "inbound"
+	Direction string    `json:"direction,omitempty"` // "outbound" or "inbound": of the flow's first packet, or of the refused packet
 	Protocol  string    `json:"protocol,omitempty"`
-	Local     string    `json:"local,omitempty"` // our end
-	// namespace/name of the pod that has the address when the line is written, if any
+	Local     string    `json:"local,omitempty"` // our end of the flow
+	// LocalPod is the namespace/name of the pod that has the address Local when the line is written,
+	// if any.
 	LocalPod string `json:"localPod,omitempty"`
-	// node of that pod, or the node that has the address itself
+	// LocalNode is the node of that pod, or the node that has the address Local itself.
 	LocalNode string   `json:"localNode,omitempty"`
-	Mapped    string   `json:"mapped,omitempty"`  // our end as the peer knows it
-	Remote    string   `json:"remote,omitempty"`  // the peer's end
-	Reason    string   `json:"reason,omitempty"`  // of "closed" and "refused"
-	Seconds   *float64 `json:"seconds,omitempty"` // of "closed": from the first packet to the last
-	Count     uint64   `json:"count,omitempty"`   // of "omitted": lines left out since the last such line
+	Mapped    string   `json:"mapped,omitempty"`  // our end, as the peer sees it
+	Remote    string   `json:"remote,omitempty"`  // the peer's end of the flow
+	Reason    string   `json:"reason,omitempty"`  // for "closed" and "refused"
+	Seconds   *float64 `json:"seconds,omitempty"` // for "closed": seconds from the first packet to the last
+	Count     uint64   `json:"count,omitempty"`   // for "omitted": number of lines left out since the last such line
 }
 
-// openFlowLog opens the file, so that a wrong name is an error at the start.
+// openFlowLog opens the file at once, so that a wrong file name makes the gateway fail at its
+// start.
 func openFlowLog(c FlowLog, owner func(netip.Addr) fabric.Owner, log *slog.Logger) (*flowLog, error) {
 	f, err := reopen(c.File)
 	if err != nil {
@@ -80,7 +85,7 @@ func openFlowLog(c FlowLog, owner func(netip.Addr) fabric.Owner, log *slog.Logge
 	}, nil
 }
 
-// name sets the names of peers. It may be called while run works.
+// name sets the names of the peers. It may be called while run runs.
 func (l *flowLog) name(peers []*fabric.GatewayPeer) {
 	names := make(map[string]string, len(peers))
 	for _, p := range peers {
@@ -89,7 +94,7 @@ func (l *flowLog) name(peers []*fabric.GatewayPeer) {
 	l.names.Store(&names)
 }
 
-// observe takes an event. It never waits.
+// observe queues an event for the writer. It never blocks.
 func (l *flowLog) observe(ev natengine.FlowEvent) {
 	select {
 	case l.queue <- ev:
@@ -98,7 +103,8 @@ func (l *flowLog) observe(ev natengine.FlowEvent) {
 	}
 }
 
-// run writes until done is closed. Lines are flushed when no event waits, and once a second.
+// run writes queued events until done is closed. It flushes when the queue is empty, and at least
+// once a second.
 func (l *flowLog) run(done <-chan struct{}) {
 	defer l.file.Close()
 	ctx, cancel := context.WithCancel(context.Background())
@@ -117,12 +123,12 @@ func (l *flowLog) run(done <-chan struct{}) {
 	var failed error
 	write := func(r FlowRecord) {
 		r.Time = time.Now().UTC()
-		_ = lines.Encode(r) // Flush returns the error again
+		_ = lines.Encode(r) // a bufio.Writer keeps its error, so Flush returns it as well
 	}
 	flush := func() {
 		err := w.Flush()
 		if err != nil {
-			w.Reset(l.file) // otherwise all later writes would fail
+			w.Reset(l.file) // clears the error, which would fail all later writes
 		}
 		if err != nil && (failed == nil || failed.Error() != err.Error()) {
 			l.log.Error("cannot write the flow log", "error", err)
@@ -145,7 +151,7 @@ func (l *flowLog) run(done <-chan struct{}) {
 			if len(l.queue) == 0 {
 				flush()
 			}
-			_ = l.limit.Wait(ctx) // the loop above notices its end
+			_ = l.limit.Wait(ctx) // an error means that ctx has ended, which the loop above notices
 		case <-tick.C:
 			if n := l.omitted.Swap(0); n > 0 {
 				write(FlowRecord{Event: "omitted", Count: n})
@@ -166,8 +172,8 @@ func (l *flowLog) record(ev natengine.FlowEvent) FlowRecord {
 			r.PeerName = (*names)[r.Peer]
 		}
 	}
-	// A refused inbound packet has our end as the peer calls it. The same address may mean another
-	// pod here.
+	// In a refused inbound packet, Local is our end as the peer sees it. The same address may belong
+	// to another pod here, so the record gets no owner.
 	if l.owner != nil && (ev.Change != natengine.FlowRefused || ev.Direction == natengine.Outbound) {
 		whose := l.owner(ev.Local.Addr())
 		r.LocalPod, r.LocalNode = whose.Pod, whose.Node
@@ -191,7 +197,7 @@ func endOf(a netip.AddrPort) string {
 	return end(a)
 }
 
-// reopened is a file to append to. It is made again after another program has moved it away.
+// reopened is a file opened for appending. follow opens it again after log rotation.
 type reopened struct {
 	name string
 	io.WriteCloser
@@ -211,7 +217,8 @@ func (r *reopened) open() (err error) {
 	return err
 }
 
-// follow opens the file again when its name no longer leads to it.
+// follow opens the file again if its name now refers to another file or to none, as after log
+// rotation.
 func (r *reopened) follow() error {
 	f, ok := r.WriteCloser.(*os.File)
 	if !ok {
@@ -232,7 +239,7 @@ func (r *reopened) follow() error {
 	return f.Close()
 }
 
-// standard output is not closed.
+// standard is standard output; closing it does nothing.
 type standard struct{ io.Writer }
 
 func (standard) Close() error { return nil }

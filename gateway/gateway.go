@@ -1,5 +1,6 @@
-// Package gateway applies a fabric.Gateway on Linux: the namespace with the TUN, the routes to it,
-// WireGuard, the NAT rules and the connection check, with metrics and a status page.
+// Package gateway applies a fabric.Gateway on Linux: the network namespace with the TUN, the
+// routes to it, WireGuard, the NAT rules and the connection check. It also serves metrics and a
+// status page.
 //
 //	Source ─ Config, with fabric.Gateway ─► engine rules   (natengine, swapped at once)
 //	                                    ├─► WireGuard      (tunnels.go, datapath)
@@ -10,11 +11,12 @@
 //	  rule 420 ──► table 4200 ─ isthmus.host ════ isthmus.gw ─ forwarding ─ isthmus0 (TUN)
 //	  UDP socket of WireGuard ◄───────────── process ─────────────────────────┘
 //
-// In a Pod's network there is no second namespace: the overlay of the cluster ends beside the TUN
-// (fabric.GatewayPodFor), and nodes deliver.
+// A gateway in a Pod needs no second namespace. The cluster's overlay ends in the Pod's
+// namespace, beside the TUN (fabric.GatewayPodFor), and nodes deliver the packets to pods.
 //
-// A loop owns the configuration and applies it. A change of one peer does not affect the others. An
-// event of the kernel, a name server or a peer only wakes the loop, which then compares again.
+// One goroutine, the control loop, owns the configuration and applies it. A change of one peer
+// does not affect the others. An event from the kernel, a name server or a peer only wakes the
+// loop, which then compares the desired state with the actual state again.
 package gateway
 
 import (
@@ -40,26 +42,27 @@ import (
 
 // Timing of the control loop.
 const (
-	// compareDelay collects the netlink events of one change; with it a deleted route is back well
-	// within a second.
+	// compareDelay is the time during which the loop collects the netlink events that one change
+	// causes. It is short enough to restore a deleted route well within a second.
 	compareDelay = 100 * time.Millisecond
-	// compareInterval is the interval of the comparison that makes up for lost events.
+	// compareInterval is how often the loop compares without an event, in case one was lost.
 	compareInterval = 10 * time.Second
 
-	// sessionFirst is how long a new peer may take for its first handshake before its packets are
-	// dropped rather than queued.
+	// sessionFirst is the time a new peer has for its first handshake. After it, packets for the
+	// peer are dropped instead of queued.
 	sessionFirst = 30 * time.Second
 )
 
 // Run runs a gateway: it applies the Configs of o.Source in the network namespace of the process
-// until ctx ends. Then it removes its kernel objects, except the unreachable routes for its peers'
-// networks: without these, packets for peers would leave in the clear. Clear removes them. Run returns
-// an error if it cannot start, for example because the first Config is invalid, or if its TUN disappears. A later
-// invalid Config is logged and reported in status and metrics, and the last good one stays in
-// force.
+// until ctx ends. At the end it removes its kernel objects, except the unreachable routes for its
+// peers' networks: without these, packets for peers would leave in the clear. Clear removes them.
 //
-// Run needs CAP_NET_ADMIN, /dev/net/tun and, unless it has a Pod's network, CAP_SYS_ADMIN (for the
-// namespace). There can be one gateway in a network namespace.
+// Run returns an error if it cannot start, for example because the first Config is invalid, or if
+// its TUN disappears. If a later Config is invalid, Run logs that, reports it in status and
+// metrics, and keeps the last valid one in force.
+//
+// Run needs CAP_NET_ADMIN and /dev/net/tun. In the host's network it also needs CAP_SYS_ADMIN, to
+// create the namespace. Only one gateway can run in a network namespace.
 func Run(ctx context.Context, o Options) error {
 	if o.Log == nil {
 		o.Log = slog.Default()
@@ -95,10 +98,11 @@ func Run(ctx context.Context, o Options) error {
 	}
 }
 
-// Clear removes the unreachable routes that a gateway left in the network namespace of the process.
-// They keep packets for its peers from leaving in the clear. Clear is for a process that does not
-// become a gateway, on a node whose route agent refuses such packets, and for the end of an
-// installation. It does not touch objects of a running gateway. podNetwork is as in Options.
+// Clear removes the unreachable routes that an ended gateway left in the network namespace of the
+// process. These routes keep packets for its peers from leaving in the clear, so call Clear only
+// where something else does that, such as a route agent that refuses those packets, or when
+// uninstalling. It does not touch the objects of a running gateway. podNetwork is
+// Options.PodNetwork.
 func Clear(podNetwork bool, log *slog.Logger) error {
 	h, err := rtnl.Open(ownerOf(podNetwork), log)
 	switch {
@@ -119,7 +123,7 @@ func ownerOf(podNetwork bool) kernel.Owner {
 	return kernel.Gateway
 }
 
-// gateway is a running gateway.
+// A gateway is everything that a running gateway needs, apart from the state of the control loop.
 type gateway struct {
 	log     *slog.Logger
 	version string
@@ -127,10 +131,11 @@ type gateway struct {
 	ready   func() error            // Options.Ready; nil: always ready
 	mandate func() *isthmus.Mandate // Options.Mandate; may be nil
 
-	host   *rtnl.Kernel
-	mtuTo  func(addr netip.Addr, links map[int]int) (int, error) // of the host
+	host *rtnl.Kernel
+	// mtuTo returns the MTU of the host's route to an address. links caches the MTU of each link.
+	mtuTo  func(addr netip.Addr, links map[int]int) (int, error)
 	engine *natengine.Engine
-	ends   []*tunnelEnd // one for each tunnel; the first always exists
+	ends   []*tunnelEnd // our end of each tunnel; at least one
 
 	podNetwork bool // Options.PodNetwork
 	udpOffload bool // UDP superpackets cross the TUN
@@ -138,24 +143,24 @@ type gateway struct {
 	metrics    *metrics
 	drops      dropTimes
 	servers    *httpserve.Servers
-	capturing  atomic.Pointer[capture.Capture] // nil: none
-	flows      *flowLog                        // nil: none
-	keeper     *flowsync.Keeper                // nil: none
-	inBand     *inBand                         // nil: none
+	capturing  atomic.Pointer[capture.Capture] // nil: no capture is running
+	flows      *flowLog                        // nil: no flow log
+	keeper     *flowsync.Keeper                // nil: flows are not copied
+	inBand     *inBand                         // nil: managers do not use the tunnels
 
 	yielding sync.Once
-	relayed  atomic.Uint64 // packets relayed since yield
+	relayed  atomic.Uint64 // number of packets relayed since yield
 
-	wake chan struct{} // something may have changed: compare
-	ways atomic.Bool   // also ask the kernel for the route to every peer
-	done chan struct{} // ends sweep
+	wake chan struct{} // a message makes the loop compare
+	ways atomic.Bool   // the next comparison also queries the kernel's route to every peer
+	done chan struct{} // closed at the end; ends sweep and the flow log
 	wg   sync.WaitGroup
 
-	published atomic.Pointer[current] // by the loop
+	published atomic.Pointer[current] // stored by the loop, read by any goroutine
 }
 
-// open does everything that can fail before the first packet. When it returns, nothing outside the
-// process and its unnamed namespace has changed.
+// open makes everything that can fail before the first packet. When it returns, nothing has
+// changed outside the process and its unnamed namespace.
 func open(o Options, c Config) (_ *gateway, err error) {
 	g := &gateway{log: o.Log, version: o.Version, started: time.Now(), ready: o.Ready, mandate: o.Mandate, keeper: o.Flows, podNetwork: o.PodNetwork,
 		wake: make(chan struct{}, 1), done: make(chan struct{})}
@@ -225,7 +230,8 @@ func (g *gateway) compareSoon() {
 	}
 }
 
-// sweep expires flows, off the control loop, because a full table takes a while.
+// sweep deletes expired flows once a second. It has a goroutine of its own, because a full table
+// takes a while.
 func (g *gateway) sweep() {
 	tick := time.NewTicker(time.Second)
 	defer tick.Stop()

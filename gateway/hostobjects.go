@@ -11,14 +11,16 @@ import (
 	"github.com/isthmus-net/isthmus/internal/kernel/rtnl"
 )
 
-// located has the last arguments of locate, and their results.
+// located holds the addresses of the last locate, so that the next one need not build the Site
+// again while nothing has changed.
 type located struct {
 	site, all fabric.Site
 	own       []netip.Addr
 }
 
-// locate tells the resolver at which addresses peers may be: not at an address of the gateway's
-// host. Those addresses change without a new configuration.
+// locate passes the peers to the resolver, with a Site that also refuses the addresses of the
+// gateway's own host: no peer can be there. These addresses may change without a new
+// configuration.
 func (l *loop) locate(peers []*fabric.GatewayPeer, site fabric.Site) {
 	own, err := net.InterfaceAddrs()
 	if err != nil {
@@ -42,8 +44,8 @@ func (l *loop) locate(peers []*fabric.GatewayPeer, site fabric.Site) {
 	}
 }
 
-// put applies everything except the engine's rules, which are already in force. It goes on after an
-// error. Failed parts are tried again every second.
+// put applies everything of a survey except the engine's rules, which are already in force. It
+// continues after an error; the loop tries failed parts again every second.
 func (l *loop) put(s *survey) {
 	if was := l.now.mtu; s.tunnel != was {
 		if was != 0 {
@@ -69,7 +71,8 @@ func (l *loop) put(s *survey) {
 	if l.host.Busy() {
 		l.compareSoon()
 	}
-	// without the filter, the overlay would accept packets from anybody
+	// Without its packet filter, the overlay would accept packets from anybody. So remove the
+	// overlay.
 	if errors.Is(err, rtnl.ErrFilter) {
 		if _, err := l.host.Apply(l.left()); err != nil {
 			errs = append(errs, err)
@@ -96,11 +99,12 @@ func (l *loop) put(s *survey) {
 	l.publish()
 }
 
-// fewNodes nodes are enough to find the MTU of a Pod's routes, which is the same for all nodes.
-// Some CNIs set it on the routes, and not on the Pod's device.
+// fewNodes is the number of nodes whose routes are queried for their MTU. Some CNIs set the MTU
+// on a Pod's routes instead of its device, but all nodes have the same.
 const fewNodes = 16
 
-// objectsFor returns the kernel objects for the peers.
+// objectsFor returns the desired kernel objects for the peers, and the nodes and networks that a
+// gateway in a Pod cannot reach.
 func (l *loop) objectsFor(s *survey) (kernel.State, []fabric.Problem, error) {
 	if !l.podNetwork && !s.routed {
 		return l.objects, nil, nil

@@ -14,10 +14,11 @@ import (
 	"github.com/isthmus-net/isthmus/internal/kernel/rtnl"
 )
 
-// maxFlows bounds the flows of one answer of /status.
+// maxFlows is the largest number of flows in one response of /status.
 const maxFlows = 10_000
 
-// listen opens the sockets of the configuration, so that a wrong address is an error at the start.
+// listen opens the configured addresses at once, so that a wrong address makes the gateway fail
+// at its start.
 func (g *gateway) listen(c Config) error {
 	g.servers = httpserve.New(g.log)
 	for _, s := range []struct {
@@ -47,9 +48,9 @@ func (g *gateway) scrapeHandler() http.Handler {
 func (g *gateway) metricsHandler() http.Handler {
 	mux := http.NewServeMux()
 	mux.Handle("GET /metrics", g.scrapeHandler())
-	// Alive means that it answers. A peer that is away must not kill the process.
+	// A gateway is alive if it answers. An unreachable peer must not get the process killed.
 	mux.HandleFunc("GET /healthz", func(w http.ResponseWriter, _ *http.Request) { fmt.Fprintln(w, "ok") })
-	// Ready means that TUN, socket, routes and packet filter exist.
+	// A gateway is ready if its TUN, socket, routes and packet filter exist.
 	mux.HandleFunc("GET /readyz", func(w http.ResponseWriter, _ *http.Request) {
 		if err := g.unready(); err != nil {
 			http.Error(w, err.Error(), http.StatusServiceUnavailable)
@@ -60,12 +61,13 @@ func (g *gateway) metricsHandler() http.Handler {
 	return mux
 }
 
-// unready returns why the data plane carries no packets, or nil. A fault of one peer is no reason.
+// unready returns the reason why the data plane carries no packets, or nil. A problem of one peer
+// does not count.
 func (g *gateway) unready() error {
 	switch now := g.current(); {
 	case !now.ready:
 		return errors.New("starting")
-	case errors.Is(now.applyErr, rtnl.ErrFilter): // see put
+	case errors.Is(now.applyErr, rtnl.ErrFilter): // then put has removed the overlay
 		return fmt.Errorf("no traffic of peers is carried: %w", now.applyErr)
 	}
 	return nil
@@ -73,7 +75,7 @@ func (g *gateway) unready() error {
 
 func (g *gateway) statusHandler() http.Handler {
 	mux := http.NewServeMux()
-	// everybody who may read the status may read the metrics without a token
+	// On this address metrics need no token: a client that may read the status may read them, too.
 	mux.Handle("GET /metrics", g.scrapeHandler())
 	mux.HandleFunc("GET /status", func(w http.ResponseWriter, r *http.Request) {
 		flows := 0
@@ -121,5 +123,5 @@ func writeJSON(w http.ResponseWriter, v any) {
 	w.Header().Set("Content-Type", "application/json")
 	e := json.NewEncoder(w)
 	e.SetIndent("", "  ")
-	_ = e.Encode(v) // an error is the client's fault
+	_ = e.Encode(v) // an error means that the client has left
 }

@@ -13,21 +13,22 @@ import (
 	"github.com/isthmus-net/isthmus/internal/inband"
 )
 
-// InBand says how a gateway serves managers: see package inband.
+// InBand configures how a gateway carries the managers' connections to a peer's API server: see
+// package inband.
 type InBand struct {
 	Listen func() (net.Listener, error)                // listens for the manager of this cluster
-	Key    func() [32]byte                             // the gateways' private key
+	Key    func() [32]byte                             // returns the private key that all gateways of this cluster share
 	API    func(ctx context.Context) (net.Conn, error) // connects to the API server of this cluster
 }
 
-// inBand connects a Server with the in-process endpoint of the first tunnel. A nil inBand does
-// nothing.
+// inBand connects an inband.Server with the in-process endpoint of the first tunnel. The methods
+// of a nil inBand do nothing.
 type inBand struct {
 	server *inband.Server
 	end    *tunnelEnd
 
 	mu      sync.Mutex
-	streams *datapath.Streams // nil: no peer has agreed yet
+	streams *datapath.Streams // nil until a peer has agreed
 }
 
 func newInBand(o InBand, end *tunnelEnd, log *slog.Logger) *inBand {
@@ -37,7 +38,8 @@ func newInBand(o InBand, end *tunnelEnd, log *slog.Logger) *inBand {
 	return b
 }
 
-// set replaces the peers that have agreed. The first one opens the port in the tunnel.
+// set replaces the list of peers that agreed to in-band management. It opens the port in the
+// tunnel when the first one has agreed.
 func (b *inBand) set(peers []peer) error {
 	if b == nil {
 		return nil
@@ -69,10 +71,10 @@ func (b *inBand) dial(ctx context.Context, gateway netip.Addr) (net.Conn, error)
 	b.mu.Lock()
 	streams := b.streams
 	b.mu.Unlock()
-	return streams.Dial(ctx, gateway) // the Server has peers, so streams are open
+	return streams.Dial(ctx, gateway) // the Server has peers, so set has opened streams
 }
 
-// observe adds the metrics.
+// observe adds the metrics of in-band management to a scrape.
 func (b *inBand) observe(s *scrape) {
 	if b == nil {
 		return

@@ -13,38 +13,38 @@ import (
 	"github.com/isthmus-net/isthmus/internal/kernel"
 )
 
-// A loop applies configurations to a gateway. It belongs to one goroutine.
+// A loop is the control loop: it applies configurations to a gateway. Only one goroutine uses it.
 type loop struct {
 	*gateway
 	now      current
-	acting   bool // Options.Begin is closed
+	acting   bool // this gateway is active: Options.Begin is nil or closed
 	adopted  bool
 	located  located
-	objects  kernel.State      // the last wanted objects on the gateway's host
-	delivery fabric.PodDecider // if podNetwork
+	objects  kernel.State      // the last desired objects on the gateway's host
+	delivery fabric.PodDecider // used only if podNetwork
 }
 
-// current is the configuration in force and its results.
+// current is the configuration in force and the result of applying it.
 type current struct {
 	config      Config
 	peers       []peer
-	mtu         int              // of the tunnel, octets
+	mtu         int              // of the tunnel, in octets
 	generation  int              // number of applied configurations
-	reloaded    time.Time        // when the last one was applied
-	configErr   error            // why the newest configuration is not in force
-	applyErr    error            // what of the configuration could not be applied
+	reloaded    time.Time        // when the last configuration was applied
+	configErr   error            // why the newest configuration was rejected; nil if it is in force
+	applyErr    error            // the parts of the configuration that could not be applied
 	undelivered []fabric.Problem // nodes and networks that a gateway in a Pod cannot reach
 	ready       bool
 }
 
-// publish makes now what current returns.
+// publish makes a copy of l.now available to other goroutines, which read it with current.
 func (l *loop) publish() {
 	now := l.now
 	l.published.Store(&now)
 }
 
-// close ends the gateway and removes its objects: first the routes to it, then the handlers of the
-// packets. Unreachable routes stay.
+// close ends the gateway and removes its kernel objects: first the routes to it, then the sockets
+// and TUNs. Unreachable routes stay, so that no packet for a peer leaves in the clear.
 func (l *loop) close() error {
 	close(l.done)
 	if l.keeper != nil {
@@ -75,7 +75,7 @@ func (l *loop) left() kernel.State {
 	return fabric.GatewayHostLeft(l.now.wanted())
 }
 
-// adopt takes over the flows of the previous gateway, once.
+// adopt takes over the flows of the previous gateway. It does so only once.
 func (l *loop) adopt() {
 	if l.keeper == nil || l.adopted {
 		return
@@ -86,16 +86,17 @@ func (l *loop) adopt() {
 	}
 }
 
-// first waits for the first configuration.
+// first applies the first configuration. Unlike later ones, it must apply completely.
 func (l *loop) first(c Config) error {
 	if err := l.accept(c); err != nil {
 		return fmt.Errorf("configuration: %w", err)
 	}
-	return l.now.applyErr // at the start this is a missing privilege or the like
+	return l.now.applyErr // at the start the cause is a missing privilege or the like, so retrying would not help
 }
 
-// begin opens the sockets and applies the configuration as the first one. If it was prepared,
-// packets already wait in the TUNs. They are read last, once there are flows and peers.
+// begin makes the gateway active: it opens the sockets and applies the configuration as the first
+// one. A standby was prepared before, and packets already wait in its TUNs. Its TUNs are read
+// last, once flows and peers are in place.
 func (l *loop) begin(c Config) error {
 	prepared := l.now.generation > 0
 	if l.acting = true; prepared {
@@ -119,7 +120,7 @@ func (l *loop) begin(c Config) error {
 	return nil
 }
 
-// run applies the first configuration, then the updates.
+// run applies the first configuration, then handles updates and events until ctx ends.
 func (l *loop) run(ctx context.Context, c Config, updates <-chan update, o Options) error {
 	start, begin := l.begin, o.Begin
 	if begin != nil {
@@ -154,7 +155,7 @@ func (l *loop) run(ctx context.Context, c Config, updates <-chan update, o Optio
 	second := time.NewTicker(time.Second)
 	defer second.Stop()
 	var (
-		compare  <-chan time.Time // runs while events are collected
+		compare  <-chan time.Time // fires compareDelay after the first event; nil: no event waits
 		compared = time.Now()
 	)
 	for {
@@ -198,7 +199,7 @@ func (l *loop) run(ctx context.Context, c Config, updates <-chan update, o Optio
 	}
 }
 
-// tick checks the sessions, once a second.
+// tick updates the state of the peers' sessions. It runs once a second.
 func (l *loop) tick(now time.Time) {
 	stats := make([]map[[32]byte]datapath.Stats, len(l.ends))
 	for i, e := range l.ends {
@@ -221,7 +222,7 @@ func (l *loop) tick(now time.Time) {
 			p.state.SetDown(down)
 		}
 		l.resolver.heard(p.ID, now.Sub(p.heard()) < silence)
-		// A peer that fell silent after it had roamed may be back at its configured endpoint.
+		// A peer that roamed and then fell silent may have returned to its configured endpoint.
 		at, _ := l.resolver.endpoint(p.ID)
 		for i, s := range p.sessions {
 			theirs, _ := theirEnd(p.GatewayPeer, i)
@@ -231,7 +232,7 @@ func (l *loop) tick(now time.Time) {
 			}
 		}
 		if p.session.stats.Endpoint.Addr() != was.session.stats.Endpoint.Addr() {
-			changed = true // the route to it may have another MTU
+			changed = true // the route to the new address may have another MTU
 			if was.session.stats.Endpoint.IsValid() {
 				l.ends[0].checker.OtherPath(p.ID)
 			}

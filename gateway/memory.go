@@ -6,23 +6,24 @@ import (
 	measures "runtime/metrics"
 )
 
-// The garbage collector lets a heap grow to twice its live size before it collects. A gateway makes
-// little garbage. But with a million flows, twice the live size wastes 100 MiB, although the
-// collector need not scan their tables. So we cap uncollected garbage. A large heap then costs a
-// collection every few seconds; a small one is unaffected.
+// By default the garbage collector lets the heap grow to twice its live size. A gateway makes
+// little garbage, but with a million flows twice the live size would waste 100 MiB. So the amount
+// of garbage is capped. The flow tables hold no pointers for the collector to follow, so with a
+// large heap a collection every few seconds is cheap. A small heap is unaffected.
 const (
 	maxGarbage   = 24 << 20
 	minGCPercent = 10
 )
 
-// collector sets the garbage collector's target. The zero value is ready; one goroutine uses it.
+// A collector adjusts the garbage collector's target (GOGC). The zero value is ready for use by
+// one goroutine.
 type collector struct {
 	percent int
 	sample  [1]measures.Sample
 }
 
-// adjust sets the target by the heap's size after the last collection, unless the environment sets
-// one (GOGC).
+// adjust sets the target according to the size of the heap after the last collection. If the
+// environment variable GOGC is set, adjust does nothing.
 func (c *collector) adjust() {
 	if os.Getenv("GOGC") != "" {
 		return
@@ -33,13 +34,14 @@ func (c *collector) adjust() {
 	if c.percent == 0 {
 		c.percent = 100
 	}
-	if percent != c.percent && (percent*4 < c.percent*3 || percent*3 > c.percent*4 || percent == 100) { // each change stops the world
+	// Ignore small changes, because each one stops the world.
+	if percent != c.percent && (percent*4 < c.percent*3 || percent*3 > c.percent*4 || percent == 100) {
 		debug.SetGCPercent(percent)
 		c.percent = percent
 	}
 }
 
-// gcPercent returns the GOGC for a live heap of that size.
+// gcPercent returns the GOGC to use with live octets of reachable heap.
 func gcPercent(live uint64) int {
 	return int(min(100, max(minGCPercent, 100*maxGarbage/max(live, 1))))
 }

@@ -17,16 +17,17 @@ import (
 	"github.com/isthmus-net/isthmus/natengine"
 )
 
-// metrics are the gateway's Prometheus series. Most are read from the live counters at each scrape,
-// so that a peer's series vanish with the peer. "Receive" and "inbound" are from the tunnel,
-// "transmit" and "outbound" towards it. The label peer is the cluster ID; isthmus_peer_info has its
-// name.
+// metrics are the gateway's Prometheus series. Most are read from live counters at each scrape,
+// so that a peer's series vanish with the peer. "Receive" and "inbound" mean from the tunnel,
+// "transmit" and "outbound" towards it. The label peer is the cluster ID; isthmus_peer_info has
+// its name.
 //
-// There are many peers, so each has few series: those of drops, events and results appear with
-// their first count, those of ports only for the address families of the peer, and the round trips
-// of all peers share a histogram. A new metric is a family below and a line in ofGateway or ofPeer.
+// There may be a thousand peers, so the number of series for each is kept small. A series of
+// drops, events or results appears with its first count. Port series exist only for the address
+// families of the peer. The round trips of all peers share one histogram. To add a metric, add a
+// family below and a line in ofGateway or ofPeer.
 type metrics struct {
-	registry *prometheus.Registry // of the process, and of metrics counted here
+	registry *prometheus.Registry // series of the Go process, and of metrics that are not read from elsewhere
 	gateway  *gateway
 
 	rtt     prometheus.Histogram
@@ -97,16 +98,17 @@ func newMetrics(g *gateway) *metrics {
 	return m
 }
 
-// observeRTT counts an answer of the connection check.
+// observeRTT records the round-trip time of one answered PING.
 func (m *metrics) observeRTT(_ string, rtt time.Duration) { m.rtt.Observe(rtt.Seconds()) }
 
-// Gather implements prometheus.Gatherer. It blocks no other goroutine for long: the control loop
-// publishes an immutable value, and counters are read under at most one peer's lock.
+// Gather implements prometheus.Gatherer. It blocks no other goroutine for long: it reads an
+// immutable value that the control loop publishes, and counters under the lock of at most one
+// peer at a time.
 func (m *metrics) Gather() ([]*dto.MetricFamily, error) {
 	return Gatherers{prometheus.GathererFunc(m.own), m.registry}.Gather()
 }
 
-// own returns the series that are read at each scrape.
+// own returns the series that are computed at each scrape.
 func (m *metrics) own() ([]*dto.MetricFamily, error) {
 	s := scrape{families: make(map[*family]*dto.MetricFamily)}
 	now, stats := m.gateway.current(), m.gateway.engine.Stats()
@@ -143,14 +145,14 @@ func (m *metrics) ofGateway(s *scrape, now current, stats natengine.Stats) {
 		refused += e.wire.SegmentationRefused()
 	}
 	s.count(familySegments, refused, nil)
-	if g.podNetwork { // otherwise the filter is the route agent's
-		if dropped, err := rtnl.Dropped(); err == nil { // after an error the series is missing
+	if g.podNetwork { // on a host, the route agent reports the filter
+		if dropped, err := rtnl.Dropped(); err == nil { // after an error the series is left out
 			for reason, n := range dropped {
 				s.count(familyFiltered, n, nil, "reason", reason)
 			}
 		}
 	}
-	_ = g.host.Inside(func() error { // after an error the series is missing
+	_ = g.host.Inside(func() error { // after an error the series is left out
 		dropped, err := rtnl.DroppedByIP()
 		for reason, n := range dropped {
 			s.count(familyKernel, n, nil, "reason", reason)
@@ -222,7 +224,8 @@ func ofPeer(s *scrape, p *view) {
 
 var directions = []natengine.Direction{natengine.Outbound, natengine.Inbound}
 
-// noPeerDrops counts the packets that belong to no peer.
+// noPeerDrops returns the number of packets dropped for a reason in a direction that belong to no
+// peer.
 func noPeerDrops(s natengine.Stats, d natengine.Direction, reason natengine.Drop) uint64 {
 	if int(reason) >= len(s.NoPeerDrops[d]) {
 		return 0

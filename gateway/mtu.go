@@ -12,38 +12,38 @@ import (
 )
 
 const (
-	// What WireGuard and the outer headers add to a packet: message header and tag 32, UDP 8, and
-	// 20 for IPv4 or 40 for IPv6.
+	// overhead4 and overhead6 are the octets that encapsulation adds to a packet: 32 for WireGuard's
+	// header and tag, 8 for UDP, and 20 for IPv4 or 40 for IPv6.
 	overhead4 = 60
 	overhead6 = 80
 
-	// WireGuard pads a packet to a multiple of padding, but never beyond the MTU of the device. A
-	// smaller MTU of a peer must therefore be a multiple of padding, or a padded packet would
-	// exceed it.
+	// WireGuard pads a packet to a multiple of padding, but never beyond the MTU of the device. If a
+	// peer has a smaller MTU than the device, that MTU must be a multiple of padding, or a padded
+	// packet would exceed it.
 	padding = 16
 
-	// defaultMTU is for a path that is not known yet: Ethernet.
+	// defaultMTU assumes Ethernet. It is used while the path is not known.
 	defaultMTU = 1500 - overhead4
-	// minAutoMTU fits into 1280 octets under either outer header, and minAutoMTU6 is what IPv6
-	// requires of a link (RFC 8200, section 5). Both are multiples of padding. A report of a
-	// smaller path MTU is mostly a forged ICMP error; if it is true, routers fragment the outer
-	// packets, see bind.IgnorePath.
+	// minAutoMTU fits into 1280 octets with either outer header. minAutoMTU6 is the minimum that
+	// IPv6 requires of a link (RFC 8200, section 5). Both are multiples of padding. A smaller path
+	// MTU is mostly a forged ICMP error. If it is real, routers fragment the outer packets (see
+	// bind.IgnorePath).
 	minAutoMTU  = 1280 - overhead6
 	minAutoMTU6 = 1280
-	// maxAutoMTU is for jumbo frames. Only loopback and virtual links have more, and their MTU says
-	// nothing about the path behind them.
+	// maxAutoMTU allows for jumbo frames. Only loopback and virtual links have a larger MTU, and it
+	// does not tell the MTU of the path behind them.
 	maxAutoMTU = 9000 - overhead4
 )
 
-// An underlay is the path to one peer.
+// An underlay is the network path to one peer, outside the tunnel.
 type underlay struct {
 	addr netip.Addr
 	mtu  int  // of the path; 0: unknown
-	last int  // MTU in the tunnel that this path gave last; 0: none yet
-	six  bool // IPv6 goes through the tunnel
+	last int  // the tunnel MTU that was last derived from this path, in octets; 0: none yet
+	six  bool // the tunnel carries IPv6
 }
 
-// leastMTU returns the size of packets that every path to a peer should carry.
+// leastMTU returns the size of the largest packet that every path to the peer should carry.
 func leastMTU(p *fabric.GatewayPeer) int {
 	if inner6(p) {
 		return minAutoMTU6
@@ -51,14 +51,14 @@ func leastMTU(p *fabric.GatewayPeer) int {
 	return minAutoMTU
 }
 
-// inner6 reports whether IPv6 goes through the tunnel to a peer.
+// inner6 reports whether the tunnel to a peer carries IPv6.
 func inner6(p *fabric.GatewayPeer) bool {
 	return p.AllowedIPs[0].Addr().Is6() || p.AllowedIPs[1].Addr().Is6()
 }
 
-// autoMTUs returns for each peer the size of the largest packet that fits into one outer packet on
-// the path to it. For the device it returns the largest of these, or last if no path is known. A
-// path that is no longer known keeps its last value, and one that never was counts as Ethernet.
+// autoMTUs returns in each, for every path, the size of the largest packet that fits into one
+// outer packet. tunnel, the device's MTU, is the largest of these, or last if no path is known. A
+// path that is no longer known keeps its last value; one that never was known counts as Ethernet.
 func autoMTUs(ways []underlay, last int) (tunnel int, each []int) {
 	each = make([]int, len(ways))
 	for i := range ways {
@@ -75,8 +75,8 @@ func autoMTUs(ways []underlay, last int) (tunnel int, each []int) {
 	return tunnel, each
 }
 
-// inner returns the size of packets that fit into one outer packet, or 0 if the path was never
-// known.
+// inner returns the size of the largest packet that fits into one outer packet on this path, or 0
+// if the path was never known.
 func (w *underlay) inner() int {
 	if w.mtu == 0 {
 		return w.last
@@ -95,11 +95,11 @@ func overheadTo(outer netip.Addr) int {
 	return overhead4
 }
 
-// mssFor is the TCP segment size for IPv4 that fits the MTU: 20 octets of IP header, 20 of TCP
-// header. The engine takes 20 more off for IPv6.
+// mssFor returns the TCP segment size for IPv4 that fits the MTU: it subtracts 20 octets of IP
+// header and 20 of TCP header. The engine subtracts 20 more for IPv6.
 func mssFor(mtu int) uint16 { return uint16(mtu - 40) }
 
-// rulesFor returns the rules for a peer, with the MTU towards it.
+// rulesFor returns the engine's rules for a peer, with the given MTU towards it.
 func rulesFor(p *fabric.GatewayPeer, mtu int) natengine.Peer {
 	r := p.Rules
 	r.MTU, r.MSS = uint16(mtu), mssFor(mtu)
@@ -107,7 +107,7 @@ func rulesFor(p *fabric.GatewayPeer, mtu int) natengine.Peer {
 }
 
 // checkMTU returns an error if a configured MTU is invalid; 0 means that none is configured. IPv6
-// has no link below 1280 octets, and Linux disables it on a device with less.
+// needs at least 1280 octets, and Linux disables IPv6 on a device with less.
 func checkMTU(mtu int, peers []*fabric.GatewayPeer) error {
 	if mtu == 0 || mtu >= minAutoMTU6 {
 		return nil
@@ -121,12 +121,12 @@ func checkMTU(mtu int, peers []*fabric.GatewayPeer) error {
 	return nil
 }
 
-// measure finds the MTU of the tunnel and towards each of peers. If c sets none, it derives them
-// from the MTU that the kernel knows for the path to a peer: to its current address, or else to the
-// configured one. That includes what routers on the path have reported, which the kernel remembers
-// for ten minutes without an event. It asks the kernel only about peers whose address has changed,
-// or, with all, about every peer. A peer whose path drops packets of that size gets a smaller MTU,
-// see narrowPaths.
+// measure determines the MTU of the tunnel and, in peers, the MTU towards each peer. If c sets
+// none, measure derives it from the kernel's MTU for the path to the peer's current address, or
+// else to its configured one. The kernel's value includes reports by routers on the path, which
+// the kernel forgets after ten minutes without an event. So with all, measure queries the kernel
+// for every peer, and otherwise only for peers whose address has changed. A peer whose path
+// silently drops packets of that size gets a smaller MTU (check.Monitor.NarrowPaths).
 func (l *loop) measure(c Config, peers []peer, all bool) (tunnel int) {
 	if tunnel = c.MTU; tunnel != 0 {
 		for i := range peers {
@@ -155,12 +155,12 @@ func (l *loop) measureWays(peers []peer, all bool) (tunnel int) {
 			at = e // the peer may have roamed, or its name was never resolved
 		}
 		if addr := at.Addr(); addr.IsValid() && (all || addr != p.asked) {
-			if asked++; asked%32 == 0 { // about every millisecond, let packets through
+			if asked++; asked%32 == 0 { // about every millisecond, yield the CPU to the packet path
 				time.Sleep(time.Millisecond)
 			}
 			mtu, err := l.mtuTo(addr, links)
 			if err != nil {
-				// Without a path to the peer, no packet is too large.
+				// No route is no reason to reduce the MTU, so this is no warning.
 				l.log.Debug("no route to the peer", "peer", p.ID, "error", err)
 			}
 			p.asked, p.kernel = addr, mtu

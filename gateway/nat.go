@@ -7,7 +7,7 @@ import (
 	"github.com/isthmus-net/isthmus/natengine"
 )
 
-// engineConfig returns the configuration of the engine: c.NAT with the gateway's own addresses.
+// engineConfig returns the configuration of the engine: c.NAT plus the gateway's own addresses.
 func engineConfig(c Config) natengine.Config {
 	e := c.NAT
 	e.Self4, e.Self6 = fabric.GatewayAddr, fabric.GatewayAddr6
@@ -15,7 +15,7 @@ func engineConfig(c Config) natengine.Config {
 	return e
 }
 
-// running gives package flowsync the flows and tunnels of a running gateway.
+// running implements flowsync.Flows for the flows and tunnels of a running gateway.
 type running struct {
 	*natengine.Engine
 	ends []*tunnelEnd
@@ -29,8 +29,8 @@ func (r running) Adopt(peer string, f natengine.Flow) (opened bool, drop natengi
 // Bring implements flowsync.Flows.
 func (r running) Bring(tunnel int, p []byte) { r.ends[min(tunnel, len(r.ends)-1)].Bring(p) }
 
-// Bounds of the NAT engine and how much of them is used. Each bound has a series, so that an alert
-// can compare the two.
+// The bounds of the NAT engine, and the use of each. Every bound has a series of its own, so that
+// an alert can compare use and bound.
 var (
 	familyPeerHalfOpen  = gauge("peer_nat_sessions_half_open", "NAT flows of the peer that may be evicted at a limit.", "peer")
 	familyHosts         = gauge("peer_nat_hosts", "Hosts with NAT flows: ours with NAPT flows, the peer's with flows to mapped endpoints.", "peer")
@@ -47,7 +47,7 @@ var (
 	familyTimeout       = gauge("nat_timeout_seconds", "How long a NAT flow, or a held fragment, lasts without a packet.", "of")
 )
 
-// addBounds adds the bounds that are the same for all peers, and the use of those of the whole
+// addBounds adds the bounds that apply to all peers, and the use of those that apply to the whole
 // engine.
 func addBounds(s *scrape, c natengine.Config, stats natengine.Stats) {
 	s.add(familySessions, float64(stats.Flows), nil)
@@ -71,7 +71,8 @@ func addBounds(s *scrape, c natengine.Config, stats natengine.Stats) {
 	}
 }
 
-// addUse adds how much of its bounds one peer uses. Ports are those of the family of its networks.
+// addUse adds one peer's use of its bounds. Ports are counted only for the address family of the
+// peer's networks.
 func addUse(s *scrape, peer labels, is4 bool, use natengine.PeerStats) {
 	s.add(familyPeerFlows, float64(use.Flows), peer)
 	s.add(familyPeerLimit, float64(use.MaxFlows), peer)

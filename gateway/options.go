@@ -17,29 +17,30 @@ import (
 	"github.com/isthmus-net/isthmus/natengine"
 )
 
-// Config is a complete configuration. A later one replaces it.
+// A Config is a complete configuration. Each one replaces the previous one as a whole.
 type Config struct {
-	Gateway    fabric.Gateway   // as fabric.GatewayFor decided; never modified
-	Refused    []fabric.Problem // what Gateway leaves out, for display
+	Gateway    fabric.Gateway   // the result of fabric.GatewayFor; never modified
+	Refused    []fabric.Problem // API objects and fields that Gateway leaves out as invalid, for display
 	PrivateKey Key
-	NextKey    Key    // while the key rotates, the gateway accepts this one, too; zero: none
+	NextKey    Key    // while the key rotates, the gateway also accepts this one; zero: none
 	ListenPort uint16 // UDP, WireGuard
 	MTU        int    // of the tunnel in octets; 0: derived from the paths to the peers
-	// PodNetwork has the nodes and pods of the cluster, for a gateway with its Pod's network. See
-	// Options.PodNetwork.
+	// PodNetwork holds the nodes and pods of the cluster. Only a gateway that uses its Pod's network
+	// needs it (Options.PodNetwork).
 	PodNetwork fabric.PodNetwork
-	// Preshared holds the preshared keys by cluster ID, for all tunnels to a peer. Never modified.
+	// Preshared holds the preshared keys by cluster ID. They apply to all tunnels to a peer. It is
+	// never modified.
 	Preshared map[string]datapath.PresharedKeys
 
-	// The rest is read once, when the gateway starts.
-	Tunnels        int    // at most this many to one peer, on ports from ListenPort upwards; 0 means 1
+	// The fields below are read only once, when the gateway starts.
+	Tunnels        int    // maximum number of tunnels to one peer, on ports from ListenPort upwards; 0 means 1
 	MetricsAddress string // TCP address of /metrics, /healthz and /readyz; empty: none
 	StatusAddress  string // TCP address of /status and /trace; empty: none
 	FlowLog        FlowLog
 	NAT            natengine.Config // bounds and timeouts; the gateway sets the addresses
 }
 
-// Key is a WireGuard private key. It does not print itself.
+// A Key is a WireGuard private key. Formatting it, with any verb for values, does not reveal it.
 type Key [32]byte
 
 // String hides the key.
@@ -48,63 +49,67 @@ func (Key) String() string { return "(private key)" }
 // GoString hides the key from %#v.
 func (Key) GoString() string { return "(private key)" }
 
-// Source delivers the first Config and every later change, or an error while the present
-// configuration is invalid. It makes one call at a time, and returns when ctx ends.
+// A Source delivers the first Config and every later change. While the configuration is invalid,
+// it delivers an error instead. It makes one call of deliver at a time, and returns when ctx
+// ends.
 type Source func(ctx context.Context, deliver func(Config, error))
 
-// Options of Run. Source is required.
+// Options are the options of Run. Source is required.
 type Options struct {
 	Source  Source
 	Log     *slog.Logger // nil: slog.Default()
 	Version string       // for metrics and status
 
-	// UDPOffload lets UDP superpackets cross the TUN in both directions: from senders that use
-	// UDP_SEGMENT, and towards hosts, made from datagrams of one flow that came together. Before
-	// Linux 6.2 it has no effect. See tun.TrustsUSO.
+	// UDPOffload lets UDP superpackets cross the TUN in both directions. Local senders may pass
+	// superpackets (UDP_SEGMENT), and datagrams of one flow that arrived together are passed to
+	// hosts as one. It has no effect before Linux 6.2. See tun.TrustsUSO.
 	UDPOffload bool
 
-	// PodNetwork says that the network namespace of the process is the gateway's own, a Pod's, and
-	// that the overlay of the cluster ends in it. Otherwise the process runs in the host's
-	// namespace, and the gateway creates its own.
+	// PodNetwork is true if the process runs in the network namespace of a Pod, in which the
+	// cluster's overlay ends. Otherwise the process runs in the host's namespace, and the gateway
+	// creates a namespace of its own.
 	PodNetwork bool
 
-	// Ready, if any, returns a reason why the status must not call the gateway ready although it
-	// works, for example because its Source delivers remembered objects. It may be called
-	// concurrently.
+	// Ready, if not nil, returns the reason why the status must not report the gateway as ready
+	// although it works, or nil. An example is a Source that delivers remembered objects. Ready may
+	// be called concurrently.
 	Ready func() error
 
-	// Mandate, if any, returns since when and why this gateway is active, for the status; nil: it is
-	// not known. It may be called concurrently.
+	// Mandate, if not nil, returns the time since which this gateway is active, and the reason, for
+	// the status. It returns nil while these are unknown. It may be called concurrently.
 	Mandate func() *isthmus.Mandate
 
-	// Owner, if any, returns who has an address of this cluster, for the flow log. It may be called
-	// concurrently.
+	// Owner, if not nil, returns the pod or node that has an address of this cluster, for the flow
+	// log. It may be called concurrently.
 	Owner func(netip.Addr) fabric.Owner
 
-	// Calls, if not nil, is closed when this gateway may start handshakes with its peers by itself.
-	// A handshake makes a peer send to this gateway instead of the previous one, which is too early
-	// before the nodes have moved. Until then a packet from a node still starts a handshake at
-	// once, and the gateway answers those that peers start.
+	// Calls, if not nil, is closed when this gateway may start handshakes with its peers without a
+	// packet to send. A handshake makes a peer send to this gateway instead of the previous one,
+	// which is too early while the nodes still use the previous one. Until Calls is closed, the
+	// gateway starts a handshake only when a node sends a packet, and it answers handshakes that
+	// peers start.
 	Calls <-chan struct{}
 
-	// Gate, if any, is called right before each system call that sends to a peer. While it returns
-	// false, the gateway sends nothing. It is called concurrently.
+	// Gate, if not nil, is called right before each system call that sends to a peer. While it
+	// returns false, the gateway sends nothing. It is called concurrently.
 	Gate func() bool
 
-	// Begin, if not nil, is closed when this gateway becomes active. Until then it prepares the
-	// slow parts: the TUNs, the rules and the kernel's objects. It has no UDP port and no key of a
-	// peer, and uses neither Flows nor Beside.
+	// Begin, if not nil, is closed when this gateway becomes active. Until then the gateway prepares
+	// only the parts that take long: the TUNs, the rules and the kernel objects. It opens no UDP
+	// port, has no peer's key, and does not use Flows and Beside.
 	Begin <-chan struct{}
 
-	// Flows, if not nil, has the flows of the previous gateway, which this one adopts before it
-	// handles the first packet. From then on the other gateways copy this one's flows from it.
+	// Flows, if not nil, holds copies of the flows of the previous active gateway. When this gateway
+	// becomes active, it adopts these flows before it handles the first packet. From then on, the
+	// standby gateways copy their flows from this one.
 	Flows *flowsync.Keeper
 
-	// InBand, if not nil, lets managers use the tunnel to the peers that agreed to it.
+	// InBand, if not nil, lets managers connect through the tunnel to peers that have agreed to
+	// that.
 	InBand *InBand
 
-	// Beside, if any, runs while the gateway is active. It starts when the first Config is in
-	// force, and its context ends before the gateway takes anything down.
+	// Beside, if not nil, runs in a goroutine of its own while the gateway is active. It starts when
+	// the first Config is in force. Its context ends before the gateway removes anything.
 	Beside func(ctx context.Context, r Running)
 }
 
@@ -112,28 +117,30 @@ type Options struct {
 // returned.
 type Running struct{ g *gateway }
 
-// Status describes the gateway, without its flows.
+// Status returns the gateway's status, without a list of flows.
 func (r Running) Status() Status { return r.g.status(0) }
 
-// Ready returns why the gateway carries nothing, or nil.
+// Ready returns the reason why the gateway carries no packets, or nil.
 func (r Running) Ready() error { return r.g.unready() }
 
-// Yield prepares for another gateway to become active. From now on this one relays packets that
-// nodes send to peers to the gateways that copy its flows (Options.Flows), and sends none to peers.
-// It delivers packets from peers until the end. Yield returns when no packet to a peer is under
-// way.
+// Yield prepares for another gateway to become active. From now on this gateway sends no packets
+// to peers: it relays those that nodes send to peers to the gateways that copy its flows
+// (Options.Flows). It still delivers packets from peers until it ends. When Yield returns, no
+// packet is on its way to a peer.
 func (r Running) Yield() { r.g.yield() }
 
-// StatusHandler answers /status and /trace, as on Config.StatusAddress.
+// StatusHandler returns the handler of /status, /trace and the other paths that are served at
+// Config.StatusAddress.
 func (r Running) StatusHandler() http.Handler { return r.g.statusHandler() }
 
-// CaptureHandler answers /capture, as at CaptureSocket. A response ends when the gateway does.
+// CaptureHandler returns the handler of /capture, which is also served at CaptureSocket. A
+// response ends when the gateway ends.
 func (r Running) CaptureHandler() http.Handler { return r.g.captureHandler() }
 
 // Gatherer returns the gateway's metrics.
 func (r Running) Gatherer() prometheus.Gatherer { return r.g.metrics }
 
-// samePeers reports whether both are equal, apart from PodNetwork and Gateway.Site.
+// samePeers reports whether two configurations are equal, apart from PodNetwork and Gateway.Site.
 func (c Config) samePeers(other Config) bool {
 	if !slices.EqualFunc(c.Gateway.Peers, other.Gateway.Peers, samePeer) {
 		return false

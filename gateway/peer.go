@@ -11,41 +11,42 @@ import (
 	"github.com/isthmus-net/isthmus/natengine"
 )
 
-// A peer is what the control loop knows about one peer. Only the loop makes and replaces it, as a
-// value; one that is published in current is never modified. The engine, the tunnels, the
-// connection checks and the resolver keep their own data about a peer, which a view collects.
+// A peer is the control loop's state of one peer. Only the loop makes peers, and it replaces them
+// as values: a peer that was published in current is never modified. The engine, the tunnels, the
+// connection checks and the resolver keep data of their own about a peer; a view joins all of it.
 type peer struct {
 	*fabric.GatewayPeer                  // desired state; replaced when it changes, never modified
 	session             session          // in tunnel 0
 	further             []session        // in additional tunnels, nil if none; never modified
-	at                  netip.AddrPort   // where its configured endpoint is; zero: unknown
-	refused             bool             // we must not send to its last address any more
-	asked               netip.Addr       // the kernel gave the path MTU to this address; zero: none
-	kernel              int              // that MTU, in octets; 0: there is no path
-	way                 int              // largest packet in the tunnel for this path, in octets
-	mtu                 int              // largest packet towards it; below way if the path drops those
+	at                  netip.AddrPort   // address of its configured endpoint; zero: unknown
+	refused             bool             // the address in use is now refused: send nothing more there
+	asked               netip.Addr       // address for which the kernel was queried for the path MTU; zero: none
+	kernel              int              // the kernel's path MTU to asked, in octets; 0: no path
+	way                 int              // largest packet in the tunnel that this path MTU allows, in octets
+	mtu                 int              // largest packet to the peer; less than way if the path silently drops those
 	inUse               fabric.TunnelSet // tunnels that carry flows; empty: tunnel 0
-	forgotten           bool             // the tunnels need its endpoint again
+	forgotten           bool             // the tunnels were made to forget its endpoint, so it must be set again
 	preshared           datapath.PresharedKeys
 	keyed               time.Time // when the preshared key last changed; zero: never
 	rekeyed             time.Time // when a new preshared key last started a handshake
 	state               *natengine.PeerState
 }
 
-// A session is what the control loop knows about a peer's WireGuard session in one tunnel.
+// A session is the control loop's state of a peer's WireGuard session in one tunnel.
 type session struct {
-	key      [32]byte  // the peer's public key; only in additional tunnels
+	key      [32]byte  // the peer's public key; set only for additional tunnels
 	since    time.Time // when the peer was configured
 	received uint64
-	heard    time.Time // when received last grew
+	heard    time.Time // when received last increased
 	down     bool
-	asserted time.Time      // when we last set its endpoint again
-	stats    datapath.Stats // at the last look
+	asserted time.Time      // when the loop last reset the endpoint to the configured one
+	stats    datapath.Stats // at the last update
 }
 
-// after returns the session, updated from stats. Both now and the handshake have monotonic clock
-// readings, so a step of the wall clock changes no age. down does not depend on heard: WireGuard
-// accepts no message in a session that old.
+// after returns the session, updated from stats. Both now and the time of the handshake have
+// monotonic clock readings, so a step of the wall clock does not change an age. down depends only
+// on the age of the handshake, not on heard: WireGuard accepts no messages of a session older
+// than check.SessionGone.
 func (s session) after(stats datapath.Stats, now time.Time) session {
 	s.stats = stats
 	if stats.Received != s.received {
@@ -71,7 +72,7 @@ func (p *peer) sessions(yield func(tunnel int, s *session) bool) {
 	}
 }
 
-// down reports whether the peer has had no session for long, in any tunnel.
+// down reports whether the peer has had no session in any tunnel for some time.
 func (p *peer) down() bool {
 	for _, s := range p.sessions {
 		if !s.down {
@@ -81,7 +82,8 @@ func (p *peer) down() bool {
 	return true
 }
 
-// heard returns when an authenticated message last came from the peer, in any tunnel; zero: never.
+// heard returns the time when an authenticated message last came from the peer, in any tunnel;
+// zero: never.
 func (p *peer) heard() (last time.Time) {
 	for _, s := range p.sessions {
 		if s.heard.After(last) {
@@ -91,7 +93,7 @@ func (p *peer) heard() (last time.Time) {
 	return last
 }
 
-// look updates the sessions from the stats of each tunnel.
+// look updates the sessions of the peer. stats holds, for each tunnel, the stats by public key.
 func (p *peer) look(stats []map[[32]byte]datapath.Stats, now time.Time) {
 	p.session = p.session.after(stats[0][p.PublicKey], now)
 	if len(p.Tunnels) == 0 {
@@ -119,26 +121,26 @@ func (c current) wanted() []*fabric.GatewayPeer {
 	return all
 }
 
-// A survey is the new state of all peers, and how it differs from the one in force. A peer that has
-// not changed costs one comparison.
+// A survey is the new state of all peers, with the differences from the state in force. For a
+// peer that has not changed, computing these takes one comparison.
 type survey struct {
 	peers  []peer // sorted by ID
 	tunnel int    // MTU of the tunnel, octets
 	all    bool   // apply everything again, changed or not
-	ruled  []int  // peers whose rules for the engine have changed
-	other  []int  // peers that have changed for tunnels and connection checks
+	ruled  []int  // indexes of peers whose rules for the engine have changed
+	other  []int  // indexes of peers that have changed for tunnels and connection checks
 	gone   []peer // removed peers, in their last state
 	routed bool   // the routes to the tunnels have changed
 }
 
-// survey locates the peers, measures the MTU towards them (see measure; ways is its all) and
-// compares the result with what is in force. At the start, after a failure and with a new key,
-// everything counts as changed.
+// survey determines the address of each peer and the MTU towards it, and compares the result with
+// the state in force. At the start, after a failure and after a change of the private key,
+// everything counts as changed. ways makes measure query the route to every peer.
 func (l *loop) survey(c Config, want []*fabric.GatewayPeer, ways bool) survey {
 	all := l.now.generation == 0 || l.now.applyErr != nil || c.PrivateKey != l.now.config.PrivateKey || c.NextKey != l.now.config.NextKey
 	s := survey{peers: make([]peer, len(want)), all: all}
 	now, old := time.Now(), l.now.peers
-	before := make([]int, len(want)) // index in old; -1: not there
+	before := make([]int, len(want)) // index of the peer in old; -1: a new peer
 	j := 0
 	for i, w := range want {
 		for ; j < len(old) && old[j].ID < w.ID; j++ {
@@ -182,7 +184,7 @@ func (l *loop) survey(c Config, want []*fabric.GatewayPeer, ways bool) survey {
 	return s
 }
 
-// setRules gives the engine the rules of a survey.
+// setRules passes the rules of a survey to the engine.
 func (l *loop) setRules(s *survey) error {
 	rules := func(i int) natengine.Peer { return rulesFor(s.peers[i].GatewayPeer, s.peers[i].mtu) }
 	if s.all {
@@ -213,27 +215,27 @@ func (l *loop) setRules(s *survey) error {
 	return nil
 }
 
-// A view is a peer with the current data of the engine, tunnels, connection checks and resolver.
-// Status and metrics are made from it.
+// A view joins a peer with the current data of the engine, tunnels, connection checks and
+// resolver. Status and metrics are made from views.
 type view struct {
 	*peer
-	tunnels    []tunnelView // to it, in order
+	tunnels    []tunnelView // all tunnels to the peer, in order
 	nat        natengine.PeerStats
-	translated bool           // nat is valid; the engine forgets a removed peer before others do
+	translated bool           // nat is valid: the engine may already have deleted a peer that others still have
 	resolved   netip.AddrPort // address of the configured endpoint
 	unresolved error          // why resolved is missing or outdated
-	alone      bool           // all other peers answer
+	alone      bool           // every other peer is connected
 }
 
-// A tunnelView is one tunnel to a peer.
+// A tunnelView is the current state of one tunnel to a peer.
 type tunnelView struct {
-	key   [32]byte // the peer's
+	key   [32]byte // the peer's public key
 	check check.Result
 	stats datapath.Stats
 	inUse bool // it carries a share of the flows
 }
 
-// leading returns the tunnel that stands for the peer in its status: the first one that carries
+// leading returns the tunnel whose state is shown as the peer's: the first one that carries
 // flows.
 func (v *view) leading() *tunnelView {
 	for i := range v.tunnels {
@@ -245,11 +247,13 @@ func (v *view) leading() *tunnelView {
 }
 
 // presharedID returns the ID of the preshared key that protects all sessions with the peer. It is
-// empty if a session has none, if they differ, or if there is no session.
+// empty if a session has no preshared key, if the sessions' keys differ, or if there is no
+// session.
 func (v *view) presharedID() (id string) {
 	for _, e := range v.tunnels {
 		switch of := e.stats.PresharedID; {
-		case e.stats.Handshake.IsZero() || time.Since(e.stats.Handshake) > check.SessionGone: // no session: a firewall may block the tunnel
+		// A tunnel without a session does not count: a firewall may block it.
+		case e.stats.Handshake.IsZero() || time.Since(e.stats.Handshake) > check.SessionGone:
 		case of == "" || id != "" && of != id:
 			return ""
 		default:
@@ -259,13 +263,14 @@ func (v *view) presharedID() (id string) {
 	return id
 }
 
-// lags reports whether a session with the peer does not use our next key yet, or there is no
-// session.
+// lags reports whether a session with the peer still uses another key of ours than next, which
+// has our next key for each tunnel. It also reports true if there is no session.
 func (v *view) lags(next [][32]byte) bool {
 	moved := false
 	for i, e := range v.tunnels {
 		switch {
-		case e.stats.Handshake.IsZero() || time.Since(e.stats.Handshake) > check.SessionGone: // no session: a firewall may block the tunnel
+		// A tunnel without a session does not count: a firewall may block it.
+		case e.stats.Handshake.IsZero() || time.Since(e.stats.Handshake) > check.SessionGone:
 		case e.stats.Own != next[i]:
 			return true
 		default:
@@ -275,7 +280,7 @@ func (v *view) lags(next [][32]byte) bool {
 	return !moved
 }
 
-// octets returns the octets of WireGuard messages in all tunnels.
+// octets returns the octets of WireGuard messages exchanged with the peer, in all tunnels.
 func (v *view) octets() (received, sent uint64) {
 	for _, e := range v.tunnels {
 		received += e.stats.Received
@@ -284,7 +289,7 @@ func (v *view) octets() (received, sent uint64) {
 	return received, sent
 }
 
-// views returns a view of each peer of now, in the same order. stats are the engine's.
+// views returns a view of each peer in now, in the same order. stats are the engine's statistics.
 func (g *gateway) views(now current, stats natengine.Stats) []view {
 	views, at := make([]view, len(now.peers)), make(map[string]int, len(now.peers))
 	for i := range now.peers {

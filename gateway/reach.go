@@ -9,7 +9,8 @@ import (
 	"github.com/isthmus-net/isthmus/gateway/datapath"
 )
 
-// reach looks in every tunnel for peers that are away, by the statistics of the tunnel.
+// reach finds, in the statistics of each tunnel, the peers that are away, and starts handshakes
+// with them.
 func (g *gateway) reach(stats []map[[32]byte]datapath.Stats, now time.Time) {
 	for i, e := range g.ends {
 		if try, rest := e.checker.Sessions(stats[i], now); len(try)+len(rest) > 0 {
@@ -19,13 +20,15 @@ func (g *gateway) reach(stats []map[[32]byte]datapath.Stats, now time.Time) {
 }
 
 const (
-	// rekeyTime is how long handshakes try a new preshared key. The peer gets the key within seconds.
+	// rekeyTime is how long handshakes with a new preshared key are tried. The peer receives the key
+	// within seconds.
 	rekeyTime = 30 * time.Second
-	// rekeysPerSecond is the most of these handshakes in a second. Packets wait for more.
+	// rekeysPerSecond is the maximum number of these handshakes in a second. With more of them,
+	// packets would have to wait.
 	rekeysPerSecond = 250
 )
 
-// rekey begins handshakes with peers whose sessions are older than their preshared key. Otherwise
+// rekey starts handshakes with peers whose sessions are older than their preshared key. Otherwise
 // these sessions would carry packets for two more minutes.
 func (g *gateway) rekey(peers []peer, now time.Time) {
 	try, left := make([][][32]byte, len(g.ends)), rekeysPerSecond
@@ -49,8 +52,9 @@ func (g *gateway) rekey(peers []peer, now time.Time) {
 	}
 }
 
-// reach begins handshakes with the peers of try, and ends the attempts with those of rest. It
-// spreads them over most of a second, so that packets do not wait for many handshakes at once.
+// reach starts handshakes with the peers whose public keys are in try, and stops attempts to
+// reach those in rest. It spreads the calls over most of a second, so that packets do not wait
+// for many handshakes at once.
 func (e *tunnelEnd) reach(try, rest [][32]byte, done <-chan struct{}) {
 	pause := time.NewTicker(900 * time.Millisecond / time.Duration(len(try)+len(rest)))
 	defer pause.Stop()

@@ -15,24 +15,25 @@ import (
 	"github.com/isthmus-net/isthmus/fabric"
 )
 
-// How often a name is looked up: seldom while its peer is heard, often while it is not.
+// How often a peer's name is looked up: every lookupInterval while messages come from the peer,
+// every lookupRetry while none come.
 const (
 	lookupInterval = time.Minute
 	lookupRetry    = 10 * time.Second
 	lookupTimeout  = 5 * time.Second
-	// silence is how long a peer may send nothing before we look for another address. A peer that
-	// is online answers our probe every two seconds.
+	// silence is the time without messages after which a peer counts as silent, and its name is
+	// looked up again. A peer that is online answers our PING every two seconds.
 	silence = 15 * time.Second
 )
 
-// A resolver knows where each peer's gateway is. It looks up names and prefers IPv4; it keeps the
-// previous address while that is among the answers (docs/liqo-v0.md, section 6.2). While a peer is
-// heard, a new answer waits, because WireGuard has found the peer where it is, roaming included.
-// Methods may be called concurrently.
+// A resolver determines the address of each peer's gateway. It looks up names and prefers IPv4.
+// It keeps the previous address while that is among the answers (docs/liqo-v0.md, section 6.2).
+// While messages come from a peer, a new answer is only remembered, because WireGuard already
+// knows the peer's address, even if the peer roams. Methods may be called concurrently.
 //
-// fabric.Site checks literal addresses and every answer. A refused answer never replaces an address
-// in use, so that a lying name server cuts nobody off. The resolver gives up an address in use only
-// when the Site changes and refuses it.
+// fabric.Site checks literal addresses and every answer. A refused answer never replaces the
+// address in use, so that a lying name server cannot cut off a peer. The resolver gives up the
+// address in use only when the Site changes and refuses it.
 type resolver struct {
 	lookup  func(ctx context.Context, host string) ([]netip.Addr, error)
 	changed func() // called from any goroutine after an endpoint has changed
@@ -44,39 +45,39 @@ type resolver struct {
 
 	mu    sync.Mutex
 	peers map[string]*location
-	last  []*fabric.GatewayPeer // of the last call of set
+	last  []*fabric.GatewayPeer // argument of the last call of set
 	round uint64                // number of calls of set that changed something
 	site  fabric.Site
 	index *fabric.SiteIndex // of site
 
-	// sources is what mayCome checks. set replaces it, and nobody modifies it.
+	// sources is read by mayCome. set replaces it; a stored value is never modified.
 	sources atomic.Pointer[sources]
 }
 
-// sources are the addresses from which messages of peers may come: those that a peer's gateway can
-// have, those that Services relay from, and those in said.
+// sources are the addresses from which messages of peers may come: addresses that a peer's
+// gateway can have, addresses from which Services relay, and those in said.
 type sources struct {
 	index *fabric.SiteIndex
-	said  map[netip.Addr]bool // literal endpoints of peers, and addresses that were given up
+	said  map[netip.Addr]bool // literal endpoints of peers, and addresses that the resolver gave up
 }
 
-// A location is where one peer is.
+// A location is the resolver's state of one peer.
 type location struct {
 	host string
 	port uint16
 
 	literal bool
-	addr    netip.Addr // in use; zero: unknown yet, or given up
-	was     netip.Addr // the last one that was given up
-	latest  netip.Addr // last answer, taken over when the peer is silent
-	err     error      // of the last lookup, or why addr was given up
-	gaveUp  bool       // the address in use was given up, and there is no new one yet
+	addr    netip.Addr // the address in use; zero: not known yet, or given up
+	was     netip.Addr // the address that was last given up
+	latest  netip.Addr // last answer; replaces addr when the peer is silent
+	err     error      // error of the last lookup, or the reason why addr was given up
+	gaveUp  bool       // the address in use was given up, and no other one is known
 
 	silent bool
-	next   time.Time // of the next lookup
-	busy   bool      // one is under way
+	next   time.Time // time of the next lookup
+	busy   bool      // a lookup is running
 
-	round uint64 // of the last set that had this peer
+	round uint64 // resolver.round of the last set with this peer
 }
 
 func newResolver(lookup func(context.Context, string) ([]netip.Addr, error), changed func(), log *slog.Logger) *resolver {
@@ -93,7 +94,7 @@ func (r *resolver) close() {
 }
 
 // set replaces the peers and the Site, and reports whether anything has changed. A peer whose
-// endpoint stays keeps its address, unless the Site refuses that now.
+// configured endpoint stays the same keeps its address, unless the new Site refuses that address.
 func (r *resolver) set(peers []*fabric.GatewayPeer, site fabric.Site) (changed bool) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -101,7 +102,7 @@ func (r *resolver) set(peers []*fabric.GatewayPeer, site fabric.Site) (changed b
 	if !same {
 		r.site, r.index = site, site.Index()
 	}
-	if same && slices.Equal(peers, r.last) { // the same pointers
+	if same && slices.Equal(peers, r.last) { // compares pointers
 		return false
 	}
 	r.last = peers
@@ -139,11 +140,13 @@ func (r *resolver) set(peers []*fabric.GatewayPeer, site fabric.Site) (changed b
 	return changed
 }
 
-// mayCome reports whether a message of a peer may come from an address. It also accepts literal
-// endpoints and previous addresses that the Site refuses now, for example because a Node has them.
-// The gateway sends there only after the peer has sent from them. The gateway calls mayCome for
-// each message whose source differs from that of the previous one, so it takes no lock and reads no
-// list.
+// mayCome reports whether a message from a peer may come from an address. Besides the addresses
+// that the Site allows, these are literal endpoints and given-up addresses that the Site refuses
+// now, for example because a Node has them. The gateway sends to such an address only after the
+// peer has sent from it.
+//
+// mayCome is called for each message whose source differs from that of the previous message, so
+// it takes no lock and reads no list.
 func (r *resolver) mayCome(addr netip.Addr) bool {
 	s := r.sources.Load()
 	return s.index.CheckSource(addr) == "" || s.said[addr.Unmap()]
@@ -152,7 +155,8 @@ func (r *resolver) mayCome(addr netip.Addr) bool {
 // relaysFrom reports whether Services relay messages of peers from an address.
 func (r *resolver) relaysFrom(addr netip.Addr) bool { return r.sources.Load().index.RelaysFrom(addr) }
 
-// try gives up an address that the Site refuses, and takes a literal address that it allows.
+// try checks a location against the Site: it gives up an address in use that the Site refuses,
+// and starts to use a literal address that the Site allows.
 func (r *resolver) try(id string, l *location) {
 	if l.latest.IsValid() && r.index.CheckEndpoint(l.latest) != "" {
 		l.latest = netip.Addr{}
@@ -163,7 +167,7 @@ func (r *resolver) try(id string, l *location) {
 		addr = addr.Unmap()
 	}
 	switch wrong := r.index.CheckEndpoint(addr); {
-	case !addr.IsValid(): // a name that has not been looked up
+	case !addr.IsValid(): // the name has not been looked up yet
 	case wrong == "":
 		if l.addr = addr; l.literal {
 			l.err, l.gaveUp = nil, false
@@ -180,8 +184,9 @@ func (r *resolver) try(id string, l *location) {
 	}
 }
 
-// endpoint returns where to send packets for the peer. It is zero if the name was never resolved,
-// or if the address is refused. The error is that of the last lookup, or the refusal.
+// endpoint returns the address to which packets for the peer are sent. It is zero if the name was
+// never resolved, or if the Site refuses the address. The error is that of the last lookup or the
+// reason of the refusal; it may be set beside a valid address.
 func (r *resolver) endpoint(id string) (netip.AddrPort, error) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -195,8 +200,7 @@ func (r *resolver) endpoint(id string) (netip.AddrPort, error) {
 	return netip.AddrPortFrom(l.addr, l.port), l.err
 }
 
-// locate sets in each peer where to send packets for it (at), and whether they must not go to its
-// last address any more (refused).
+// locate sets the fields at and refused of each peer.
 func (r *resolver) locate(peers []peer) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -212,7 +216,7 @@ func (r *resolver) locate(peers []peer) {
 	}
 }
 
-// heard notes whether the peer has sent something lately.
+// heard records whether messages came from the peer lately.
 func (r *resolver) heard(id string, heard bool) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -228,7 +232,7 @@ func (r *resolver) heard(id string, heard bool) {
 	}
 }
 
-// take uses the latest answer from now on, and reports whether that is another address.
+// take starts to use the latest answer, and reports whether the address has changed.
 func (l *location) take() bool {
 	if !l.latest.IsValid() || l.latest == l.addr {
 		return false
@@ -237,7 +241,7 @@ func (l *location) take() bool {
 	return true
 }
 
-// tick starts the lookups that are due. Call it about once a second.
+// tick starts the lookups that are due. It should be called about once a second.
 func (r *resolver) tick(now time.Time) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -282,7 +286,8 @@ func (r *resolver) resolve(id string, l *location) {
 	}
 }
 
-// choose returns the address to use out of the answers, never one that site refuses.
+// choose returns one of the answers: current if it is among them, else the first IPv4 address,
+// else the first address. It ignores answers that the Site refuses.
 func choose(addrs []netip.Addr, current netip.Addr, site *fabric.SiteIndex) (netip.Addr, error) {
 	var usable []netip.Addr
 	err := errors.New("no address")

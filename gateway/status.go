@@ -17,94 +17,95 @@ import (
 	"github.com/isthmus-net/isthmus/natengine"
 )
 
-// Status is the answer of /status. Sizes are in octets and times in seconds. Unknown values are
+// Status is the response of /status. Sizes are in octets and times in seconds. Unknown values are
 // left out.
 type Status struct {
 	Version     string `json:"version"`
 	ClusterID   string `json:"clusterID"`
 	ClusterName string `json:"clusterName,omitempty"`
 	PublicKey   string `json:"publicKey"`
-	// NextPublicKey belongs to the key that all tunnels accept, too, while the key rotates; empty
-	// if none.
+	// NextPublicKey is set while the key rotates, once all tunnels also accept the next key. It is
+	// the public key of NextKey.
 	NextPublicKey string    `json:"nextPublicKey,omitempty"`
-	NextKey       Key       `json:"-"` // the private key of NextPublicKey
+	NextKey       Key       `json:"-"` // the next private key; zero: none
 	ListenPort    uint16    `json:"listenPort"`
 	Started       time.Time `json:"started"`
-	// Mandate says since when and why this gateway is active; nil: it is configured by files.
+	// Mandate is the time since which this gateway is active, and the reason. It is nil if the
+	// gateway is configured by files.
 	Mandate *isthmus.Mandate `json:"mandate,omitempty"`
 	Ready   bool             `json:"ready"`
 
-	// Namespace is the gateway's network namespace, for `nsenter --net=`; empty when it is that of
-	// its Pod.
+	// Namespace is the path of the gateway's network namespace, for `nsenter --net=`. It is empty if
+	// the gateway uses its Pod's namespace.
 	Namespace string `json:"namespace"`
 	Host      Way    `json:"host"`
 	TUN       string `json:"tun"`
 	MTU       int    `json:"mtu"`
-	MTUAuto   bool   `json:"mtuAuto"` // derived from the paths to the peers
-	// UDPOffload says whether UDP superpackets cross the TUN: they are enabled, and the kernel
-	// supports them.
+	MTUAuto   bool   `json:"mtuAuto"` // the MTU is derived from the paths to the peers
+	// UDPOffload reports whether UDP superpackets cross the TUN, because they are enabled and the
+	// kernel supports them.
 	UDPOffload bool `json:"udpOffload"`
 
 	Config   ConfigStatus   `json:"config"`
 	Sessions SessionsStatus `json:"sessions"`
 	Peers    []PeerStatus   `json:"peers"`
-	Drops    []DropStatus   `json:"drops,omitempty"` // of packets that belong to no peer
+	Drops    []DropStatus   `json:"drops,omitempty"` // packets that belong to no peer
 	Waiting  []string       `json:"waiting,omitempty"`
 	Check    CheckStatus    `json:"check"`
 
-	// Flows are only in the answer of /status?flows=N.
+	// Flows is set only in the response of /status?flows=N.
 	Flows []FlowStatus `json:"flows,omitempty"`
 }
 
-// Way is how nodes reach the gateway: through its host's veth, or through the overlay if it is a
-// Pod.
+// Way is the interface by which nodes reach the gateway: its host's veth, or the overlay if the
+// gateway runs in a Pod.
 type Way struct {
 	Interface string     `json:"interface"`
-	Index     int        `json:"index"` // of the interface; 0 while it is missing
+	Index     int        `json:"index"` // of the interface; 0 while it does not exist
 	NextHop   netip.Addr `json:"nextHop"`
 }
 
-// ConfigStatus says which configuration is in force.
+// ConfigStatus describes the configuration in force.
 type ConfigStatus struct {
 	Generation int       `json:"generation"`
 	Since      time.Time `json:"since"`
-	Errors     []string  `json:"errors,omitempty"`   // why the newest configuration is not in force
-	Problems   []string  `json:"problems,omitempty"` // what could not be applied; it is tried again
-	Refused    []string  `json:"refused,omitempty"`  // what it leaves out, with object and field
+	Errors     []string  `json:"errors,omitempty"`   // reasons why the newest configuration is not in force
+	Problems   []string  `json:"problems,omitempty"` // parts that could not be applied; retried
+	Refused    []string  `json:"refused,omitempty"`  // parts left out as invalid, with object and field
 }
 
-// SessionsStatus is the state of the NAT engine over all peers.
+// SessionsStatus is the state of the NAT engine, summed over all peers.
 type SessionsStatus struct {
 	Flows  int `json:"flows"`
 	Limit  int `json:"limit"`
 	Memory int `json:"memoryBytes"`
 }
 
-// CheckStatus is the connection check over all peers.
+// CheckStatus is the state of the connection check, summed over all peers.
 type CheckStatus struct {
-	Answered uint64            `json:"answered"` // PINGs of peers
+	Answered uint64            `json:"answered"` // number of PINGs from peers that were answered
 	Rejected map[string]uint64 `json:"rejected,omitempty"`
 }
 
-// PeerStatus is one peer.
+// PeerStatus is the status of one peer.
 type PeerStatus struct {
 	ID      string      `json:"id"`
 	Name    string      `json:"name,omitempty"`
-	State   check.State `json:"state"`          // Connected, Connecting or Error, by the connection check
-	Reason  string      `json:"reason"`         // of the state, in a word: v1alpha1.Causes
-	Message string      `json:"message"`        // the reason in a sentence
-	Since   time.Time   `json:"since"`          // of the state
-	Down    bool        `json:"down,omitempty"` // no WireGuard session for long: packets to it are dropped
+	State   check.State `json:"state"`          // result of the connection check: Connected, Connecting or Error
+	Reason  string      `json:"reason"`         // reason of State, a word of v1alpha1.Causes
+	Message string      `json:"message"`        // the reason as a sentence, with a remedy
+	Since   time.Time   `json:"since"`          // when State last changed
+	Down    bool        `json:"down,omitempty"` // no WireGuard session for some time: packets to the peer are dropped
 	Problem string      `json:"problem,omitempty"`
 
-	Endpoint   string         `json:"endpoint,omitempty"` // where it is now
+	Endpoint   string         `json:"endpoint,omitempty"` // address and port to which packets are sent now
 	Configured string         `json:"configuredEndpoint"`
 	Hidden     bool           `json:"sourceHidden,omitempty"`    // Endpoint is an address of our own Service's relay
-	Resolved   netip.AddrPort `json:"resolvedEndpoint,omitzero"` // address of the configured one
+	Resolved   netip.AddrPort `json:"resolvedEndpoint,omitzero"` // address of the configured endpoint
 	PublicKey  string         `json:"publicKey"`
-	OwnKey     string         `json:"ownPublicKey,omitempty"`      // our key of the present session
-	Lags       bool           `json:"lagsBehindKey,omitempty"`     // it has no session with our next key
-	Preshared  string         `json:"presharedExchange,omitempty"` // exchange of the sessions' preshared key
+	OwnKey     string         `json:"ownPublicKey,omitempty"`      // our public key in the present session
+	Lags       bool           `json:"lagsBehindKey,omitempty"`     // no session with the peer uses our next key yet
+	Preshared  string         `json:"presharedExchange,omitempty"` // ID of the exchange that made the preshared key of all sessions
 
 	LastHeard     *time.Time `json:"lastHeard,omitempty"` // when an authenticated message last came
 	LastHandshake *time.Time `json:"lastHandshake,omitempty"`
@@ -120,22 +121,22 @@ type PeerStatus struct {
 		Transmit uint64 `json:"transmitBytes"`
 	} `json:"wireguard"`
 
-	// Tunnels lists all tunnels to the peer if there are several. The WireGuard fields above
-	// describe the first one that carries flows, but octets count all tunnels.
+	// Tunnels lists all tunnels to the peer, if there are several. Then the fields above describe
+	// the first tunnel that carries flows, except that WireGuard counts the octets of all tunnels.
 	Tunnels []TunnelStatus `json:"tunnels,omitempty"`
 
-	MTU      int           `json:"mtu"` // largest packet towards it
+	MTU      int           `json:"mtu"` // size of the largest packet to the peer
 	PathMTU  check.PathMTU `json:"pathMTU"`
 	Rules    RulesStatus   `json:"rules"`
 	Sessions int           `json:"sessions"`
 	Drops    []DropStatus  `json:"drops,omitempty"`
 }
 
-// TunnelStatus is one of several tunnels to a peer.
+// TunnelStatus is the status of one tunnel to a peer that has several.
 type TunnelStatus struct {
-	Tunnel       int         `json:"tunnel"` // 0 upwards
-	State        check.State `json:"state"`  // Connected, Connecting or Error, by its own connection check
-	InUse        bool        `json:"inUse"`  // it carries its share of the flows, because it is connected
+	Tunnel       int         `json:"tunnel"` // number of the tunnel, from 0
+	State        check.State `json:"state"`  // result of this tunnel's connection check: Connected, Connecting or Error
+	InUse        bool        `json:"inUse"`  // carries a share of the flows, because it is connected
 	Endpoint     string      `json:"endpoint,omitempty"`
 	PublicKey    string      `json:"publicKey"`
 	HandshakeAge float64     `json:"handshakeAgeSeconds,omitempty"`
@@ -145,38 +146,39 @@ type TunnelStatus struct {
 	Transmit     uint64      `json:"transmitBytes"`
 }
 
-// TrafficStatus counts IP packets in the tunnel.
+// TrafficStatus counts IP packets inside the tunnel.
 type TrafficStatus struct {
 	Packets uint64 `json:"packets"`
 	Bytes   uint64 `json:"bytes"`
 }
 
-// RulesStatus has the translations for one peer.
+// RulesStatus lists the address translations for one peer.
 type RulesStatus struct {
-	RemotePods     netip.Prefix     `json:"remotePodCIDR"`      // as the peer uses it
-	RemotePodsHere netip.Prefix     `json:"remotePodCIDRHere"`  // as we see it
-	RemoteExternal netip.Prefix     `json:"remoteExternalHere"` // as we see it
-	LocalPods      netip.Prefix     `json:"localPodCIDR"`       // as we use it
+	RemotePods     netip.Prefix     `json:"remotePodCIDR"`      // as the peer itself uses it
+	RemotePodsHere netip.Prefix     `json:"remotePodCIDRHere"`  // as this cluster sees it
+	RemoteExternal netip.Prefix     `json:"remoteExternalHere"` // as this cluster sees it
+	LocalPods      netip.Prefix     `json:"localPodCIDR"`       // as this cluster itself uses it
 	LocalPodsThere netip.Prefix     `json:"localPodCIDRThere"`  // as the peer sees it
 	LocalExternal  netip.Prefix     `json:"localExternalThere"` // as the peer sees it
-	NAPT           netip.Addr       `json:"naptAddress"`        // the peer sees it as source of all but pods
+	NAPT           netip.Addr       `json:"naptAddress"`        // source address, as the peer sees it, of packets that do not come from pods
 	Endpoints      []EndpointStatus `json:"endpoints,omitempty"`
 	MSS            uint16           `json:"mss,omitempty"`
 }
 
-// EndpointStatus is one mapped endpoint.
+// EndpointStatus is one mapped external endpoint: Real is its address in this cluster, Seen its
+// address at the peer.
 type EndpointStatus struct {
 	Real netip.Addr `json:"real"`
 	Seen netip.Addr `json:"seen"`
 }
 
-// DropStatus is a counter that is not 0.
+// DropStatus is one drop counter that is not 0.
 type DropStatus struct {
 	Direction string     `json:"direction"`
 	Reason    string     `json:"reason"`
 	Packets   uint64     `json:"packets"`
 	Text      string     `json:"text"`
-	LastSeen  *time.Time `json:"lastSeen,omitempty"` // time of the last one, to a second
+	LastSeen  *time.Time `json:"lastSeen,omitempty"` // when it last increased, to a second
 }
 
 // FlowStatus is one NAT flow.
@@ -189,14 +191,16 @@ type FlowStatus struct {
 	Remote   netip.AddrPort `json:"remote"`
 	State    string         `json:"state"`
 	Idle     float64        `json:"idleSeconds"`
-	Expires  float64        `json:"expiresSeconds"` // until it expires if no packet comes
+	Expires  float64        `json:"expiresSeconds"` // time until the flow expires without further packets
 }
 
-// current returns a copy of what is in force. Nobody modifies what it points to.
+// current returns a copy of the state that the loop last published. The values that it points to
+// are immutable.
 func (g *gateway) current() current { return *g.published.Load() }
 
-// failed returns what keeps a peer's packets from being delivered: what could not be applied or,
-// for a gateway in a Pod, why it has no path to the peer or to its own node.
+// failed returns the errors that may keep a peer's packets from being delivered: the parts of the
+// configuration that could not be applied, and, for a gateway in a Pod, the reason why it cannot
+// reach the peer's networks or its own node.
 func (c *current) failed(peer fabric.Origin) error {
 	err := c.applyErr
 	for _, p := range c.undelivered {
@@ -207,7 +211,7 @@ func (c *current) failed(peer fabric.Origin) error {
 	return err
 }
 
-// nextKey returns the next key if all tunnels accept it, and otherwise the zero Key.
+// nextKey returns the next private key if all tunnels accept it, and otherwise the zero Key.
 func (g *gateway) nextKey(c Config) Key {
 	if c.NextKey == (Key{}) {
 		return Key{}
@@ -220,7 +224,7 @@ func (g *gateway) nextKey(c Config) Key {
 	return c.NextKey
 }
 
-// status describes the gateway, with at most flows NAT flows.
+// status returns the gateway's status, with at most flows NAT flows.
 func (g *gateway) status(flows int) Status {
 	now := g.current()
 	checker := g.ends[0].checker
@@ -285,7 +289,7 @@ func (g *gateway) status(flows int) Status {
 		next = fabric.PublicKeys(s.NextKey, len(g.ends))
 		s.NextPublicKey = base64.StdEncoding.EncodeToString(next[0][:])
 	}
-	s.Peers = make([]PeerStatus, 0, len(views)) // once: one is nearly a KiB
+	s.Peers = make([]PeerStatus, 0, len(views)) // allocate once, because a PeerStatus is nearly 1 KiB
 	for i := range views {
 		s.Peers = append(s.Peers, g.peerStatus(&views[i], &now, next, at))
 	}
@@ -298,7 +302,8 @@ func (g *gateway) status(flows int) Status {
 	return s
 }
 
-// peerStatus describes a peer. next are our next public keys, or nil without a rotation.
+// peerStatus returns the status of a peer. next holds our next public key for each tunnel; it is
+// nil while no key rotates.
 func (g *gateway) peerStatus(p *view, now *current, next [][32]byte, at time.Time) PeerStatus {
 	first, cause := p.leading(), g.causeOf(p, now.failed(p.Origin), at)
 	ps := PeerStatus{
@@ -379,13 +384,13 @@ func texts(err error) []string {
 func publicKey(private Key) []byte {
 	k, err := ecdh.X25519().NewPrivateKey(private[:])
 	if err != nil {
-		return nil // only for keys of another length
+		return nil // happens only if the key has another length
 	}
 	return k.PublicKey().Bytes()
 }
 
-// Healthy reports whether the newest configuration is in force and applied, and every peer answers.
-// If not, the text names the problem.
+// Healthy reports whether the newest configuration is in force and applied, and every peer
+// answers. If not, it also returns a sentence about each problem.
 func (s Status) Healthy() (bool, []string) {
 	var wrong []string
 	wrong = append(wrong, s.Config.Errors...)

@@ -14,15 +14,15 @@ import (
 	"github.com/isthmus-net/isthmus/packet"
 )
 
-// A TraceQuery describes a packet. Ports that are 0 are filled in; for ICMP a port is the
-// identifier of an echo request.
+// A TraceQuery describes the packet to trace. If a port is 0, Trace chooses one. For ICMP, a port
+// is the identifier of an echo request.
 type TraceQuery struct {
 	Src, Dst  netip.AddrPort
 	Protocol  string // "tcp", "udp" or "icmp"
-	Direction string // "out", "in", or "" for whichever makes sense, possibly both
+	Direction string // "out", "in", or "" for the directions in which the addresses make sense, possibly both
 }
 
-// TraceStep is what the engine would do with the packet in one direction.
+// A TraceStep is the engine's treatment of the packet in one direction.
 type TraceStep struct {
 	Direction string `json:"direction"` // "outbound": from here into the tunnel; "inbound": from the tunnel
 	Protocol  string `json:"protocol"`
@@ -37,20 +37,20 @@ type TraceStep struct {
 	NewDst   string `json:"newDst,omitempty"`
 	Action   string `json:"action"` // "forward", "deliver", "hold" or "discard"
 	Drop     string `json:"drop,omitempty"`
-	Text     string `json:"text,omitempty"` // explains Drop to users
-	// PeerDown says why the peer does not answer, so that a forwarded packet will not arrive.
+	Text     string `json:"text,omitempty"` // explains Drop to people
+	// PeerDown is the reason why a forwarded packet will not arrive: the peer does not answer.
 	PeerDown string `json:"peerDown,omitempty"`
 }
 
-// Ports and ICMP identifier of a packet if the query has none.
+// The ports and the ICMP identifier of a packet if the query has none.
 const (
 	traceSrcPort = 40000
 	traceDstPort = 80
 	traceID      = 1
 )
 
-// ParseTraceAddr reads "10.0.0.1", "10.0.0.1:80", "fd00::1" or "[fd00::1]:80". Without a port the
-// port is 0.
+// ParseTraceAddr parses an address with an optional port: "10.0.0.1", "10.0.0.1:80", "fd00::1" or
+// "[fd00::1]:80". Without a port, the result has port 0.
 func ParseTraceAddr(s string) (netip.AddrPort, error) {
 	if ap, err := netip.ParseAddrPort(s); err == nil {
 		return netip.AddrPortFrom(ap.Addr().Unmap(), ap.Port()), nil
@@ -66,7 +66,7 @@ func ParseTraceAddr(s string) (netip.AddrPort, error) {
 	return netip.AddrPortFrom(a.Unmap(), 0), nil
 }
 
-// Trace asks the engine what it would do with the packet. Nothing is sent and no state changes. now
+// Trace returns the engine's treatment of a packet, without sending it or changing any state. now
 // is the engine's time.
 func Trace(e *natengine.Engine, q TraceQuery, now time.Duration) ([]TraceStep, error) {
 	b, err := q.packet()
@@ -81,7 +81,7 @@ func Trace(e *natengine.Engine, q TraceQuery, now time.Duration) ([]TraceStep, e
 		trace := e.Trace(&v, d, now)
 		if trace.Drop == natengine.DropNone && d == natengine.Outbound {
 			for _, p := range e.Peers() {
-				if p.ID() == trace.Peer && p.Down() { // the datapath drops these, not the engine
+				if p.ID() == trace.Peer && p.Down() { // the datapath drops these packets, after the engine has passed them
 					trace.Action, trace.Drop = natengine.Discard, natengine.DropPeerDown
 				}
 			}
@@ -108,8 +108,8 @@ func Trace(e *natengine.Engine, q TraceQuery, now time.Duration) ([]TraceStep, e
 	if err != nil {
 		return nil, err
 	}
-	// The same addresses can make sense in both directions, if both clusters see each other under
-	// the same range.
+	// The same addresses can make sense in both directions if both clusters see each other under the
+	// same range.
 	switch noPeer := natengine.DropNoPeer.String(); {
 	case out.Drop == noPeer && in.Drop != noPeer:
 		return []TraceStep{in}, nil
@@ -144,8 +144,8 @@ func end(ap netip.AddrPort) string {
 	return ap.String()
 }
 
-// packet makes an IP packet that may begin a flow: a TCP SYN, a UDP datagram without data, or an
-// ICMP echo request.
+// packet returns an IP packet that may begin a flow: a TCP SYN, a UDP datagram without data, or
+// an ICMP echo request.
 func (q TraceQuery) packet() ([]byte, error) {
 	src, dst := q.Src.Addr(), q.Dst.Addr()
 	if !src.IsValid() || !dst.IsValid() {
@@ -203,7 +203,7 @@ func (q TraceQuery) packet() ([]byte, error) {
 		copy(b[8:], src.AsSlice())
 		copy(b[24:], dst.AsSlice())
 	}
-	var pseudo []byte // RFC 9293 section 3.1, RFC 8200 section 8.1
+	var pseudo []byte // pseudo-header: RFC 9293 section 3.1, RFC 8200 section 8.1
 	if proto != packet.ICMP {
 		pseudo = append(append(src.AsSlice(), dst.AsSlice()...), 0, proto, 0, byte(len(t)))
 	}
@@ -227,7 +227,8 @@ func onesSum(b []byte) uint16 {
 	return uint16(sum)
 }
 
-// TraceOffline is Trace with a new engine made from a configuration, which has no flows.
+// TraceOffline traces a packet with a new engine, made from a configuration. That engine has no
+// flows.
 func TraceOffline(c Config, q TraceQuery) ([]TraceStep, error) {
 	mtu := c.MTU
 	if mtu == 0 {
@@ -246,7 +247,7 @@ func TraceOffline(c Config, q TraceQuery) ([]TraceStep, error) {
 	return steps, err
 }
 
-// named adds the names of the peers.
+// named sets the peer names of the steps. of returns the ID and name of a peer.
 func named[P any](steps []TraceStep, peers []P, of func(P) (id, name string)) {
 	for i := range steps {
 		for _, p := range peers {

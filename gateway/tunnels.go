@@ -18,33 +18,33 @@ import (
 )
 
 // The flows of a peer with several tunnels are spread over them. Each tunnel is a complete data
-// path, so packets of different flows meet only in the NAT engine, where they share no lock:
+// path. Packets of different flows meet only in the NAT engine, where they share no lock:
 //
 //	              ┌─ TUN isthmus0 ─ datapath.Tunnel, key 0 ─ UDP 5871 ══ tunnel 0 of the peer
 //	kernel's hash ┤
 //	of the flow   └─ TUN isthmus1 ─ datapath.Tunnel, key 1 ─ UDP 5872 ══ tunnel 1 of the peer
 //
-// A tunnel carries flows while its own connection check is answered. Each side checks that for
+// A tunnel carries flows while its own connection check is answered. Each side decides that by
 // itself, so the two need not configure a tunnel, or open a firewall for it, at the same moment.
 // While no tunnel is answered, the first one carries all flows.
 
-// severalThreshold is the number of intervals without an answer after which one of several tunnels
-// carries no flows. It is less than the five of a single tunnel, because the flows have another
-// path.
+// severalThreshold is the number of intervals without an answer after which a tunnel carries no
+// flows, if the peer has several tunnels. It is less than the five intervals for a single tunnel,
+// because the flows have another path.
 const severalThreshold = 2
 
-// tunnelEnd is our end of one tunnel to each peer.
+// tunnelEnd is our end of one tunnel, to all peers.
 type tunnelEnd struct {
 	*datapath.Tunnel
 	local   *datapath.Local
 	checker *check.Monitor
-	observe func(id string) check.Result // checker.Observe; tests replace it
+	observe func(id string) check.Result // is checker.Observe, except in tests
 	wire    *bind.Bind
 	link    *tun.Device
 }
 
-// openEnds makes the TUNs and the tunnels behind them, which do not listen yet. After an error,
-// closeEnds closes those that exist.
+// openEnds creates the TUNs and the tunnels behind them. The tunnels do not listen yet. After an
+// error, closeEnds closes those that were created.
 func (g *gateway) openEnds(o Options, tunnels, mtu int) error {
 	for i := range tunnels {
 		e, err := g.openEnd(o, i, mtu)
@@ -97,7 +97,7 @@ func newTunnelEnd(t *datapath.Tunnel, local *datapath.Local, port *datapath.Port
 	return &tunnelEnd{t, local, c, c.Observe, wire, link}
 }
 
-// startEnds opens the sockets.
+// startEnds opens the UDP sockets of all tunnels.
 func (g *gateway) startEnds(c Config) error {
 	for i, e := range g.ends {
 		port := c.ListenPort + uint16(i)
@@ -108,8 +108,8 @@ func (g *gateway) startEnds(c Config) error {
 	return nil
 }
 
-// discard drops the packets that wait in the TUNs of a gateway that is not active yet, so that it
-// sends no old packets when it becomes active.
+// discard drops the packets that wait in the TUNs of a standby gateway, so that it sends no old
+// packets when it becomes active.
 func (g *gateway) discard() {
 	const most = 1000 // the queue of a TUN holds 500
 	b := make([]byte, packet.VirtioHeaderLen+1<<16)
@@ -123,19 +123,19 @@ func (g *gateway) discard() {
 	}
 }
 
-// closeEnds closes the devices, and with them TUNs and in-process endpoints.
+// closeEnds closes the tunnels, with their TUNs and in-process endpoints.
 func (g *gateway) closeEnds() {
 	for _, e := range g.ends {
 		e.checker.Close()
-		_ = e.Close() // it is closed even after an error
+		_ = e.Close() // even after an error it is closed
 	}
 }
 
-// watchEnds returns a channel that gets the name of each TUN that is gone.
+// watchEnds returns a channel that receives the name of each TUN that has disappeared.
 func (g *gateway) watchEnds() <-chan string {
 	gone := make(chan string, len(g.ends))
 	for i, e := range g.ends {
-		go func() { // ends with the tunnel
+		go func() { // returns when the tunnel is closed
 			<-e.Wait()
 			gone <- fabric.TunName(i)
 		}()
@@ -143,8 +143,8 @@ func (g *gateway) watchEnds() <-chan string {
 	return gone
 }
 
-// moveEnds moves our ends to the ports from port upwards. If one is not available, its end keeps
-// the old one.
+// moveEnds makes the tunnels listen on consecutive ports from port upwards. If a port is not
+// available, that tunnel keeps its old port.
 func (g *gateway) moveEnds(port uint16) (errs []error) {
 	for i, e := range g.ends {
 		if err := e.listen(port + uint16(i)); err != nil {
@@ -154,7 +154,7 @@ func (g *gateway) moveEnds(port uint16) (errs []error) {
 	return errs
 }
 
-// apply brings our end i to its desired state.
+// apply brings our end of tunnel i to its desired state.
 func (g *gateway) apply(i int, c Config, s *survey) error {
 	e := g.ends[i]
 	var next [32]byte
@@ -171,7 +171,7 @@ func (g *gateway) apply(i int, c Config, s *survey) error {
 		}
 		for _, at := range s.other {
 			if p := &s.peers[at]; i > len(p.Tunnels) {
-				gone = append(gone, p.state) // it has no such tunnel any more
+				gone = append(gone, p.state) // the peer no longer has this tunnel
 			}
 		}
 		errs = append(errs, e.Change(tunnelPeers(i, s.peers, s.other), gone))
@@ -179,12 +179,13 @@ func (g *gateway) apply(i int, c Config, s *survey) error {
 	return errors.Join(errs...)
 }
 
-// listen moves our end to another port.
+// listen moves our end of a tunnel to another UDP port.
 func (e *tunnelEnd) listen(port uint16) error {
 	if e.Port() == port {
 		return nil
 	}
-	err := portFree(port) // the tunnel closes its socket before it opens the next: test first
+	// Test first, because the tunnel closes its socket before it opens the next one.
+	err := portFree(port)
 	if err == nil {
 		err = e.SetPort(port)
 	}
@@ -194,7 +195,7 @@ func (e *tunnelEnd) listen(port uint16) error {
 	return nil
 }
 
-// tunnelPeers returns those of the peers at the indexes of that have tunnel i.
+// tunnelPeers returns the peers with an index in of that have tunnel i.
 func tunnelPeers(i int, peers []peer, of []int) (list []datapath.Peer) {
 	for _, j := range of {
 		p := &peers[j]
@@ -212,14 +213,14 @@ func tunnelPeers(i int, peers []peer, of []int) (list []datapath.Peer) {
 	return list
 }
 
-// gatewayOf returns the addresses of a peer's gateway inside the tunnel. Its PINGs come from the network
-// address of the peer's PodCIDR, as all packets of non-pods do (docs/liqo-v0.md, section 7.2). Its PONGs
-// come from the address to which we send PINGs.
+// gatewayOf returns the addresses of a peer's gateway inside the tunnel. Its PINGs come from the
+// network address of the peer's PodCIDR, like all its packets that do not come from pods
+// (docs/liqo-v0.md, section 7.2). Its PONGs come from the address to which we send PINGs.
 func gatewayOf(p *fabric.GatewayPeer) [2]netip.Addr {
 	return [2]netip.Addr{p.AllowedIPs[0].Addr(), p.Probe.Addr()}
 }
 
-// theirEnd is a peer's end of tunnel i.
+// theirEnd returns a peer's end of tunnel i, if the peer has that tunnel.
 func theirEnd(p *fabric.GatewayPeer, i int) (fabric.TunnelEnd, bool) {
 	if i == 0 {
 		return fabric.TunnelEnd{PublicKey: p.PublicKey, Port: p.Port}, true
@@ -230,9 +231,9 @@ func theirEnd(p *fabric.GatewayPeer, i int) (fabric.TunnelEnd, bool) {
 	return p.Tunnels[i-1], true
 }
 
-// applyEnds brings all our ends to their desired state, except for their ports, and then updates
-// the connection checks. In this order, because the first PING goes out at once, and would be lost
-// in a tunnel that does not know its peer yet.
+// applyEnds brings our ends of all tunnels to their desired state, except for their ports.
+// Afterwards it updates the connection checks, which send the first PING at once: before that,
+// the tunnel must know the peer.
 func (g *gateway) applyEnds(c Config, s *survey) (errs []error) {
 	for i, e := range g.ends {
 		if err := g.apply(i, c, s); err != nil {
@@ -251,8 +252,8 @@ func (g *gateway) applyEnds(c Config, s *survey) (errs []error) {
 	return errs
 }
 
-// checkPeers returns those of the peers at the indexes of that have tunnel i, for its connection
-// check, and the IDs of those that do not.
+// checkPeers returns the connection-check settings of the peers with an index in of that have
+// tunnel i, and the IDs of those peers that do not have it.
 func checkPeers(i int, peers []peer, of []int) (all []check.Peer, without []string) {
 	for _, j := range of {
 		p := &peers[j]
@@ -272,7 +273,7 @@ func checkPeers(i int, peers []peer, of []int) (all []check.Peer, without []stri
 	return all, without
 }
 
-// status describes one of several tunnels to a peer.
+// status returns the status of one of several tunnels to a peer.
 func (e tunnelView) status(tunnel int, now time.Time) TunnelStatus {
 	s := TunnelStatus{Tunnel: tunnel, State: e.check.State, InUse: e.inUse, PublicKey: base64.StdEncoding.EncodeToString(e.key[:]),
 		RTT: e.check.RTT.Seconds(), Loss: e.check.Loss, Receive: e.stats.Received, Transmit: e.stats.Sent}
@@ -285,8 +286,8 @@ func (e tunnelView) status(tunnel int, now time.Time) TunnelStatus {
 	return s
 }
 
-// working returns the tunnels that carry the flows of a peer. The empty set means the first one, as
-// for every peer with a single tunnel.
+// working returns the set of tunnels that carry the flows of a peer. The empty set means the
+// first tunnel, which is always so for a peer with a single tunnel.
 func (g *gateway) working(id string, now time.Time) (set fabric.TunnelSet) {
 	for i, e := range g.ends[1:] {
 		if e.observe(id).State == check.Connected {
@@ -302,9 +303,9 @@ func (g *gateway) working(id string, now time.Time) (set fabric.TunnelSet) {
 	return set
 }
 
-// cutTunnels removes the further tunnels of each peer for which we have no end. A peer that has not
-// changed since old, which has the same order, becomes the pointer in old, so that later
-// comparisons compare only pointers.
+// cutTunnels removes from each peer the additional tunnels for which we have no end. If a peer
+// has not changed since old, the result has the pointer from old, so that later comparisons need
+// to compare only pointers. peers and old are both sorted by ID.
 func (g *gateway) cutTunnels(peers []*fabric.GatewayPeer, old []peer) []*fabric.GatewayPeer {
 	peers = slices.Clone(peers)
 	j := 0
@@ -325,5 +326,5 @@ func (g *gateway) cutTunnels(peers []*fabric.GatewayPeer, old []peer) []*fabric.
 	return peers
 }
 
-// samePeer reports whether both have the same content.
+// samePeer reports whether two peers have the same content.
 func samePeer(a, b *fabric.GatewayPeer) bool { return a == b || reflect.DeepEqual(a, b) }

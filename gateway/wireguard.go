@@ -13,7 +13,7 @@ import (
 	"golang.zx2c4.com/wireguard/device"
 )
 
-// portFree returns an error if the device could not use a UDP port, in either family.
+// portFree returns an error if the tunnel could not open a UDP port, in either address family.
 func portFree(port uint16) error {
 	for _, network := range []string{"udp4", "udp6"} {
 		c, err := net.ListenPacket(network, hostPort("", port))
@@ -28,7 +28,7 @@ func portFree(port uint16) error {
 	return nil
 }
 
-// portError makes an error about the UDP socket readable.
+// portError adds a readable explanation to an error from opening the UDP socket.
 func portError(err error, port uint16) error {
 	switch {
 	case errors.Is(err, unix.EADDRINUSE):
@@ -39,13 +39,13 @@ func portError(err error, port uint16) error {
 	return fmt.Errorf("wireguard: %w", err)
 }
 
-// wgLogger passes the device's messages to log: details at debug level, errors as warnings. It logs
-// each kind of error at most every half minute, because an unreachable peer causes one with every
-// handshake that the device tries.
+// wgLogger returns a logger for wireguard-go that passes messages to log: details at debug level,
+// errors as warnings. It logs each kind of error at most every half minute, because an
+// unreachable peer causes one with every handshake attempt.
 func wgLogger(log *slog.Logger) *device.Logger {
 	var (
 		mu   sync.Mutex
-		last = make(map[string]time.Time) // by format: a constant of wireguard-go
+		last = make(map[string]time.Time) // by format string, which identifies the kind of error
 	)
 	return &device.Logger{
 		Verbosef: func(format string, args ...any) {
