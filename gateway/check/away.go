@@ -10,30 +10,33 @@ import (
 	"github.com/isthmus-net/isthmus/gateway/datapath"
 )
 
-// Handshakes show whether a peer that is away has returned. wireguard-go would begin one every five
-// seconds for each such peer. With a thousand of them this takes 3 % of a core and delays packets.
-// So each peer gets one handshake at first, and then all such peers together get a few a second. A
-// peer that returns begins a handshake itself, and is answered at once.
+// A handshake shows whether a peer that was away has returned. wireguard-go by itself would start
+// one every five seconds for each peer that is away. With a thousand such peers this takes 3 % of
+// a core and delays packets. So each of them gets one handshake at first, and afterwards all of
+// them together get a few a second (leastPerSecond). A peer that returns starts a handshake
+// itself, and is answered at once.
 //
-// If only some handshakes are answered, others may have been lost: on a busy machine, the queue of
-// handshakes overflows, or wireguard-go asks for cookies because it believes itself under load. The
-// lost ones are then begun again at the pace of the first ones, as long as some are answered.
+// If only some handshakes are answered, the others may have been lost: on a busy machine, the
+// queue of handshakes overflows, or wireguard-go demands cookies because it believes that it is
+// under load. Then unanswered handshakes are started again at a higher rate (mostPerSecond), as
+// long as some are answered.
 const (
-	// SessionGone is the age of the last handshake at which a session counts as gone. WireGuard
-	// refuses it after 180 s (REJECT_AFTER_TIME), and has tried to make a new one since 120 s.
+	// SessionGone is the age of the last handshake at which its session counts as gone. WireGuard
+	// refuses a session after 180 s (REJECT_AFTER_TIME), and starts to renew it after 120 s.
 	SessionGone = 195 * time.Second
 
-	awayAfter         = 2 * time.Second // without a session since its configuration
-	mostPerSecond     = 250             // per second, never tried before; packets wait for more
-	leastPerSecond    = 20              // handshakes with all other peers
-	handshakePatience = 3 * time.Second // for an answer; after five seconds wireguard-go tries again by itself
-	handshakesLost    = 8               // unanswered handshakes that are begun again, for each one that is answered
-	handshakesOver    = 8               // answers are counted over about this many seconds
+	awayAfter         = 2 * time.Second // a new peer without a session counts as away after this time
+	mostPerSecond     = 250             // handshakes per second with peers that were never tried; with more, packets would have to wait
+	leastPerSecond    = 20              // handshakes per second with all other peers that are away
+	handshakePatience = 3 * time.Second // wait for an answer; after five seconds wireguard-go would try again by itself
+	handshakesLost    = 8               // repeat at mostPerSecond if at most this many handshakes fail for each answered one
+	handshakesOver    = 8               // seconds over which answers are averaged
 )
 
-// Sessions records which peers have a WireGuard session. The caller calls it once a second. It
-// returns the peers that now get a handshake, and those with which wireguard-go must begin none by
-// itself. If few peers are away, wireguard-go may go on by itself.
+// Sessions updates which peers have a WireGuard session, from stats by public key. It must be
+// called once a second. It returns the public keys of the peers to start a handshake with now
+// (try), and of the peers with which wireguard-go must not start handshakes by itself any more
+// (rest). If few peers are away, wireguard-go need not be stopped.
 func (m *Monitor) Sessions(stats map[[32]byte]datapath.Stats, now time.Time) (try, rest [][32]byte) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -54,11 +57,11 @@ func (m *Monitor) Sessions(stats map[[32]byte]datapath.Stats, now time.Time) (tr
 			continue
 		case p.away:
 		case !never:
-			p.away, p.tried, p.rests = true, now, false // wireguard-go tried until now
+			p.away, p.tried, p.rests = true, now, false // wireguard-go has tried until now
 		case now.Sub(p.begun) <= awayAfter:
 			continue
 		default:
-			p.away, p.tried, p.rests = true, p.begun, false // its first PING began the handshake
+			p.away, p.tried, p.rests = true, p.begun, false // its first PING started a handshake
 		}
 		if s.Endpoint.IsValid() {
 			away = append(away, p)
@@ -79,7 +82,7 @@ func (m *Monitor) Sessions(stats map[[32]byte]datapath.Stats, now time.Time) (tr
 	pause := max(device.RekeyTimeout, time.Duration(len(away))*time.Second/time.Duration(again))
 	slices.SortFunc(away, func(a, b *checked) int { return cmp.Or(a.tried.Compare(b.tried), cmp.Compare(a.ID, b.ID)) })
 	first := mostPerSecond
-	for _, p := range away { // peers that were never tried come first
+	for _, p := range away { // the sort puts peers that were never tried first
 		left, due := &again, now.Sub(p.tried) >= pause
 		if p.tried.IsZero() {
 			left, due = &first, true
@@ -99,11 +102,12 @@ func (m *Monitor) Sessions(stats map[[32]byte]datapath.Stats, now time.Time) (tr
 	return try, rest
 }
 
-// doubtPatience is added to the round trip: a peer that still has our session answers within both.
+// doubtPatience is the time beyond the round trip within which a peer that still has our session
+// must answer.
 const doubtPatience = 300 * time.Millisecond
 
-// Doubt notes that a peer sends under a session that we do not have. It does not block: if many
-// peers do so at once, it ignores some.
+// Doubt makes the Monitor test a peer that sends under a session that this gateway does not have.
+// It never blocks: if many peers are reported at once, it ignores some.
 func (m *Monitor) Doubt(key [32]byte) {
 	select {
 	case m.doubts <- key:
@@ -111,8 +115,8 @@ func (m *Monitor) Doubt(key [32]byte) {
 	}
 }
 
-// test pings a peer after Doubt, and begins a handshake if no answer comes. WireGuard alone would
-// begin one after 15 seconds.
+// test pings a peer reported by Doubt, and starts a handshake if no answer comes. WireGuard alone
+// would start one only after 15 seconds.
 func (m *Monitor) test(key [32]byte) {
 	m.mu.Lock()
 	var p *checked

@@ -1,16 +1,16 @@
 // Package check finds out which peers of a gateway answer, and how large packets to them may be.
 //
-// A Monitor has both roles of Liqo's connection check (docs/liqo-v0.md, section 8) for all peers of
-// one tunnel: it pings them, and answers their PINGs.
+// A Monitor has both roles of Liqo's connection check (docs/liqo-v0.md, section 8) for all peers
+// of one tunnel: it pings them, and it answers their PINGs.
 //
 //	Set, Change ─► peers ─► PING ─► Port ─► PONG ─► Result ─► Observe
 //	                 ▲        └ padded: search for the path MTU (pathmtu.go)
-//	Sessions ────────┘ who is away, and with whom to begin a handshake (away.go)
+//	Sessions ────────┘ peers that are away, and handshakes with them (away.go)
 //
-// The Monitor owns its Port and the results. It knows peers by cluster ID and address, and nothing
-// of the gateway. Package gateway, its only user, has one Monitor for each tunnel. All methods may
-// be called concurrently. The Monitor calls the functions of Options from its own goroutines,
-// without a lock.
+// The Monitor owns its Port and the results. It identifies peers by cluster ID and address, and
+// does not depend on the gateway. Package gateway, its only user, has one Monitor for each
+// tunnel. All methods may be called concurrently. The Monitor calls the functions of Options from
+// its own goroutines, while it holds no lock.
 package check
 
 import (
@@ -24,78 +24,81 @@ import (
 	"time"
 )
 
-// MaxMessage is the longest message in octets. A real one has about 113, and Liqo reads 1024.
+// MaxMessage is the length of the longest accepted message, in octets. A real message has about
+// 113. Liqo accepts up to 1024.
 const MaxMessage = 512
 
-// Liqo's connection check: UDP port 12345 of the gateways' own addresses, one JSON object a
-// message. Each side sends PING every two seconds and answers PING with PONG. Messages and states
-// follow Liqo to the letter, because Liqo derives the readiness of a virtual node from them. The
-// Monitor accepts fewer PONGs than Liqo, see take.
+// Liqo's connection check uses UDP port 12345 of the gateways' own addresses, with one JSON
+// object in each message. Each side sends a PING every two seconds and answers a PING with a
+// PONG. Messages and states are exactly Liqo's, because Liqo derives the readiness of a virtual
+// node from them. The Monitor accepts fewer PONGs than Liqo does (see take).
 const (
 	interval        = 2 * time.Second
-	threshold       = 5 // intervals without an answer until the peer counts as lost
+	threshold       = 5 // intervals without an answer after which the peer counts as lost
 	observeInterval = threshold * interval / 10
-	maxColons       = 16 // bounds the members of a message; a real one has 6
+	maxColons       = 16 // limits the members of a message's JSON object; a real one has 6 colons
 
-	// window is the number of probes over which loss is measured: those of one minute.
+	// window is the number of PINGs over which loss is measured: those of the last minute.
 	window = 30
 
-	// slots is the number of turns of slotTime in an interval. Each peer has one turn: PINGs to a
-	// thousand peers at once would overflow the queue of the in-process endpoint, and delay packets
-	// on the same processor.
+	// slots is the number of turns, each slotTime long, in an interval. Each peer is pinged in one
+	// turn: PINGs to a thousand peers at once would overflow the queue of the in-process endpoint
+	// and delay packets on the same processor.
 	slots    = 100
 	slotTime = interval / slots
-	// new peers that are pinged at once; if more are new, the rest counts as away, see Sessions
+	// burst is the number of new peers that are pinged at once. Further new peers count as away (see
+	// Sessions).
 	burst = 64
 
-	// pathMessages is about how many path probes are sent at once. Packets wait until they are
-	// sent.
+	// pathMessages is the approximate number of path probes sent at once. It is small because other
+	// packets wait while probes are sent.
 	pathMessages = 128
 )
 
-// State is the state of a peer by the connection check, in Liqo's words.
+// State is the connection check's state of a peer. The values are Liqo's.
 type State string
 
-// All values of State.
+// The values of State.
 const (
 	Connecting   State = "Connecting" // no answer yet, for less than ten seconds
 	Connected    State = "Connected"  // answers
 	Disconnected State = "Error"      // no answer for ten seconds
 )
 
-// Peer is the configuration of a peer for the check. If it changes, the peer starts again as
-// Connecting. Exceptions are Key, the endpoint of a connected peer (see moved), and the bounds of
-// the path MTU.
+// Peer is the configuration of one peer for the connection check. If it changes, the state of the
+// peer becomes Connecting again. Exceptions are a new Key, a new endpoint of a connected peer
+// (see moved), and new bounds of the path MTU.
 type Peer struct {
 	ID       string          // cluster ID
-	Probe    netip.AddrPort  // where PINGs go, and PONGs come from
-	Allowed  [2]netip.Prefix // the peer's PINGs come from the network address of the first one
-	Key      [32]byte        // public key of WireGuard
-	Endpoint string          // as configured
+	Probe    netip.AddrPort  // destination of PINGs, and source of PONGs
+	Allowed  [2]netip.Prefix // AllowedIPs; the peer's PINGs come from the network address of the first prefix
+	Key      [32]byte        // the peer's WireGuard public key
+	Endpoint string          // host name or address, as configured
 	Port     uint16
 	// Threshold is the number of intervals without an answer after which the peer counts as lost;
 	// 0: five.
 	Threshold int
-	// The search for the path MTU has these bounds: every path should carry packets of BaseMTU
-	// octets in the tunnel, and none is known to carry more than MaxMTU. 0: no search.
+	// BaseMTU and MaxMTU are the bounds of the search for the path MTU: every path should carry
+	// packets of BaseMTU octets in the tunnel, and no path is known to carry more than MaxMTU. 0: no
+	// search.
 	BaseMTU, MaxMTU int
 }
 
-// Result is the result of the check for one peer.
+// Result is the result of the connection check for one peer.
 type Result struct {
 	State    State
-	RTT      time.Duration // by the last answer; 0 when not connected
-	Loss     float64       // share of the probes of the last minute without an answer, 0 to 1
-	Sent     int           // number of probes in Loss
-	Since    time.Time     // start of the state
-	Answered time.Time     // last answer; zero: never
+	RTT      time.Duration // round-trip time of the last answer; 0 if not connected
+	Loss     float64       // share of the last minute's PINGs that were not answered, 0 to 1
+	Sent     int           // number of PINGs that Loss is based on
+	Since    time.Time     // when State last changed
+	Answered time.Time     // when the peer last answered; zero: never
 	Asked    time.Time     // when we last answered a PING of the peer; zero: never
 	Path     PathMTU
 }
 
-// Unasked reports whether the PINGs of the peer are missing. A peer that can reach us sends one
-// every two seconds. PINGs come from the network address of the peer's pods. So this side alone
-// notices when the two disagree about that network, and only about that one.
+// Unasked reports whether no PINGs come from the peer. A peer that can reach us sends one every
+// two seconds, from the network address of its PodCIDR. If the two sides disagree about that
+// network, this side drops the PINGs, and only this side notices.
 func (r *Result) Unasked(now time.Time) bool {
 	last := r.Since
 	if r.Asked.After(last) {
@@ -104,73 +107,74 @@ func (r *Result) Unasked(now time.Time) bool {
 	return now.Sub(last) > threshold*interval
 }
 
-// Late reports whether the last answer is older than that many intervals.
+// Late reports whether the last answer is older than a number of intervals.
 func (r *Result) Late(now time.Time, intervals int) bool {
 	return now.Sub(r.Answered) > time.Duration(intervals)*interval+r.RTT
 }
 
-// A Port sends and receives messages: a datapath.Port. It limits the messages of each peer, and so
-// bounds the work of the Monitor per peer.
+// A Port sends and receives messages: it is a datapath.Port. It limits the messages from each
+// peer, and thereby the work that a peer can cause in the Monitor.
 type Port interface {
-	Receive() (message []byte, from netip.AddrPort, err error) // net.ErrClosed after Close
-	Send(message []byte, to netip.AddrPort, size int) error    // in a packet of size octets, if not 0
+	Receive() (message []byte, from netip.AddrPort, err error) // returns net.ErrClosed after Close
+	Send(message []byte, to netip.AddrPort, size int) error    // pads the packet to size octets; 0: no padding
 	Close()
 }
 
-// Options are the options of Start. All but Log may be left out.
+// Options are the options of Start. All except Log are optional.
 type Options struct {
 	Log *slog.Logger
-	// RTT is called with the round trip of each answer.
+	// RTT is called with the round-trip time of each answer.
 	RTT func(id string, rtt time.Duration)
-	// Handshake begins a handshake with a peer. Doubt needs it.
+	// Handshake starts a handshake with a peer. It is required if Doubt is used.
 	Handshake func(key [32]byte)
-	// Hold, if not nil, delays the first PINGs to all peers until it is closed.
+	// Hold, if not nil, is closed when the first PINGs may be sent.
 	Hold <-chan struct{}
-	// PathChanged is called when another path MTU is in force. nil: the Monitor does not search for
-	// path MTUs.
+	// PathChanged is called when the path MTU of a peer has changed. If it is nil, the Monitor does
+	// not search for path MTUs.
 	PathChanged func()
 }
 
-// Monitor has both roles of the check for all peers.
+// A Monitor has both roles of the connection check, for all peers.
 type Monitor struct {
 	port Port
 	o    Options
 
-	fresh  chan struct{} // holds a token while there are peers that were never pinged
-	doubts chan [32]byte // keys of peers, see Doubt
+	fresh  chan struct{} // wakes send: there are peers that were never pinged
+	doubts chan [32]byte // public keys passed to Doubt
 	done   chan struct{}
 	wg     sync.WaitGroup
 
-	more time.Time   // when the next new peers may be pinged; used by send only
-	held atomic.Bool // new peers are not pinged yet
+	more time.Time   // when more new peers may be pinged; used only by send
+	held atomic.Bool // Options.Hold is not closed yet: new peers are not pinged
 
 	rejected [numRejections]atomic.Uint64
-	answered atomic.Uint64 // PINGs answered
+	answered atomic.Uint64 // number of answered PINGs
 
 	mu    sync.Mutex
 	peers map[string]*checked
-	at    map[netip.Addr]*checked // by the address from which a peer pings
+	at    map[netip.Addr]*checked // peers by the source address of their PINGs
 	slots [slots][]*checked
-	// Handshakes of the last seconds, per second: answered, and not answered, see Sessions.
+	// answers holds moving averages of the handshakes per second that peers answered and did not
+	// answer (see Sessions).
 	answers struct{ answered, lost float64 }
 }
 
-// checked is the state of one peer.
+// checked is the Monitor's state of one peer.
 type checked struct {
 	Peer
 	result Result
 	slot   int
 	begun  time.Time // when the peer was configured
-	newest time.Time // sending time of the newest answered PING
+	newest time.Time // when the newest answered PING was sent
 
 	away  bool      // the peer has no session, see Sessions
-	back  bool      // the peer has a session again, and was not pinged since
-	tried time.Time // when a handshake was last begun
-	rests bool      // that handshake was given up
+	back  bool      // the peer has a session again, and was not pinged since then
+	tried time.Time // when a handshake was last started
+	rests bool      // wireguard-go was stopped from repeating that handshake
 	waits bool      // that handshake may still be answered
 
-	sent [window]probe // ring
-	n    int           // probes ever sent
+	sent [window]probe // ring buffer of the last PINGs
+	n    int           // number of PINGs ever sent
 
 	path pathSearch
 }
@@ -180,7 +184,7 @@ type probe struct {
 	answered bool
 }
 
-// Start starts both roles on port, which it owns.
+// Start starts both roles. The Monitor owns port.
 func Start(port Port, o Options) *Monitor {
 	m := &Monitor{port: port, o: o,
 		fresh: make(chan struct{}, 1), doubts: make(chan [32]byte, burst), done: make(chan struct{}), peers: make(map[string]*checked), at: make(map[netip.Addr]*checked)}
@@ -192,7 +196,7 @@ func Start(port Port, o Options) *Monitor {
 	return m
 }
 
-// Close ends both roles and the socket.
+// Close ends both roles and closes the port.
 func (m *Monitor) Close() {
 	close(m.done)
 	m.port.Close()
@@ -216,7 +220,7 @@ func (m *Monitor) Set(peers []Peer) {
 	m.Change(peers, gone)
 }
 
-// Change is Set for the changed and removed peers only.
+// Change does the same as Set, but is given only the changed and the removed peers.
 func (m *Monitor) Change(peers []Peer, gone []string) {
 	now := time.Now()
 	m.mu.Lock()
@@ -247,17 +251,17 @@ func (m *Monitor) Change(peers []Peer, gone []string) {
 			}
 		}
 		m.peers[p.ID] = p
-		m.at[p.Allowed[0].Addr()] = p // see gatewayOf
+		m.at[p.Allowed[0].Addr()] = p // the address that gateway.gatewayOf derives, too
 		m.slots[p.slot] = append(m.slots[p.slot], p)
 		p.away = i >= burst
 		m.look()
 	}
 }
 
-// moved gives a peer another key or endpoint, and reports whether the peer keeps its state. It does
-// after a rotation of the key, which keeps sessions, and if it was connected while its gateway
-// moved. The Monitor then pings it at once, and it stays connected until the usual threshold. The
-// caller holds m.mu.
+// moved applies a new key or endpoint of a peer, and reports whether the peer keeps its state. It
+// keeps its state in two cases: after a rotation of the key, because sessions survive that, and
+// if it is connected while the configured endpoint of its gateway changes. In the second case it
+// is pinged at once, and counts as lost only after the usual threshold. The caller holds m.mu.
 func (m *Monitor) moved(p *checked, to Peer, now time.Time) bool {
 	from := p.Peer
 	rotated := from
@@ -285,7 +289,7 @@ func (m *Monitor) forget(p *checked) {
 	m.slots[p.slot] = slices.DeleteFunc(m.slots[p.slot], func(other *checked) bool { return other == p })
 }
 
-// look wakes send for a peer that was never pinged.
+// look makes send ping new peers.
 func (m *Monitor) look() {
 	select {
 	case m.fresh <- struct{}{}:
@@ -293,7 +297,7 @@ func (m *Monitor) look() {
 	}
 }
 
-// hold delays the first PINGs to all peers until released is closed.
+// hold delays the first PING to every peer until released is closed.
 func (m *Monitor) hold(released <-chan struct{}) {
 	m.held.Store(true)
 	m.wg.Go(func() {
@@ -306,7 +310,8 @@ func (m *Monitor) hold(released <-chan struct{}) {
 	})
 }
 
-// Observe returns the result for one peer; zero: the check does not have that peer.
+// Observe returns the result for one peer, or the zero Result if the Monitor does not have that
+// peer.
 func (m *Monitor) Observe(id string) Result {
 	now := time.Now()
 	m.mu.Lock()
@@ -321,7 +326,7 @@ func (m *Monitor) Observe(id string) Result {
 	return r
 }
 
-// Peers returns the peers, in no order.
+// Peers returns the peers in random order.
 func (m *Monitor) Peers() []Peer {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -332,8 +337,9 @@ func (m *Monitor) Peers() []Peer {
 	return all
 }
 
-// send pings a new peer at once, and every peer once per interval at its turn. In between it looks
-// for peers that have not answered.
+// send is the goroutine that pings: new peers at once, and every peer once per interval, in the
+// peer's turn. It also looks for peers that have not answered, and sends the probes of the path
+// MTU.
 func (m *Monitor) send() {
 	began, turn := time.Now(), 1
 	turns := time.NewTimer(interval)
@@ -367,7 +373,7 @@ func (m *Monitor) send() {
 	}
 }
 
-// idle returns the number of turns without a PING, from this one on.
+// idle returns the number of turns from turn on in which no peer is pinged.
 func (m *Monitor) idle(turn int) int {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -379,8 +385,8 @@ func (m *Monitor) idle(turn int) int {
 	return slots
 }
 
-// due returns the peers to ping in a turn. It leaves out peers whose first PING was sent a moment
-// ago, or is still to be sent.
+// due returns the peers to ping in a turn. It leaves out new peers whose first PING is delayed or
+// was sent a moment ago.
 func (m *Monitor) due(turn int) (peers []*checked) {
 	now := time.Now()
 	m.mu.Lock()
@@ -400,7 +406,7 @@ func (m *Monitor) due(turn int) (peers []*checked) {
 	return peers
 }
 
-// pingNew pings some of the peers that were never pinged, or are back.
+// pingNew pings peers that were never pinged or that have a session again, up to burst at once.
 func (m *Monitor) pingNew() {
 	now := time.Now()
 	if now.Before(m.more) || m.held.Load() {
@@ -424,8 +430,8 @@ func (m *Monitor) pingNew() {
 	m.ping(peers)
 }
 
-// ping pings peers. A PING to a peer that is away counts as sent, but is not sent: it could only
-// wait for a session and occupy memory.
+// ping pings peers. For a peer that is away, the PING only counts as sent: the packet could only
+// occupy memory until there is a session.
 func (m *Monitor) ping(peers []*checked) {
 	type ping struct {
 		to   netip.AddrPort
@@ -447,11 +453,11 @@ func (m *Monitor) ping(peers []*checked) {
 	}
 	m.mu.Unlock()
 	for _, p := range pings {
-		_ = m.port.Send(p.text, p.to, 0) // lost or refused: the missing answer counts
+		_ = m.port.Send(p.text, p.to, 0) // after an error the answer will be missing, which counts
 	}
 }
 
-// findLate changes the state of peers that have not answered for too long.
+// findLate marks the peers that have not answered for too long as Disconnected.
 func (m *Monitor) findLate(now time.Time) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -467,8 +473,8 @@ func (m *Monitor) findLate(now time.Time) {
 	}
 }
 
-// loss returns the share of unanswered probes. A probe of the last interval may still be answered
-// and does not count yet.
+// loss returns the share of unanswered PINGs, and the number of PINGs that it is based on. PINGs
+// of the last interval may still be answered, so they do not count.
 func (p *checked) loss(now time.Time) (share float64, of int) {
 	lost := 0
 	for _, s := range p.sent[:min(p.n, window)] {

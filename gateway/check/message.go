@@ -9,24 +9,24 @@ import (
 	"time"
 )
 
-// message is the JSON object, its fields in Liqo's order.
+// message is the JSON object of a PING or PONG. The order of the fields is Liqo's.
 type message struct {
-	ClusterID string `json:"clusterID"` // in a PING: the cluster that is pinged; in a PONG: the same
+	ClusterID string `json:"clusterID"` // the pinged cluster; a PONG repeats it
 	MsgType   string `json:"msgType"`
-	Timestamp string `json:"timeStamp"` // RFC 3339 with nanoseconds, of the PING, by the pinger's clock
+	Timestamp string `json:"timeStamp"` // when the PING was sent, by the sender's clock: RFC 3339 with nanoseconds; a PONG repeats it
 }
 
-// rejection is the reason why a message of the check was ignored. The list is closed; the strings
-// are values of the metric's label.
+// A rejection is the reason why a message was ignored. The list is closed; the strings are values
+// of a metric's label.
 type rejection uint8
 
 const (
 	rejectOversize  rejection = iota // longer than MaxMessage
-	rejectMalformed                  // not the JSON object it should be
+	rejectMalformed                  // not the expected JSON object
 	rejectType                       // neither PING nor PONG
-	rejectSource                     // from an address that is not that peer's
-	rejectPeer                       // a PONG about a cluster that is no peer
-	rejectTimestamp                  // a PONG to no PING of ours, or to an answered one
+	rejectSource                     // from an address that does not belong to the peer
+	rejectPeer                       // a PONG for an unknown cluster
+	rejectTimestamp                  // a PONG for a PING that was not sent, or was already answered
 	numRejections
 )
 
@@ -42,14 +42,15 @@ func (m *Monitor) receive() {
 	}
 }
 
-// message handles one message. An invalid message is only counted.
+// message handles one message. Invalid messages are ignored and counted.
 func (m *Monitor) message(b []byte, from netip.AddrPort) {
 	if len(b) > MaxMessage {
 		m.reject(rejectOversize)
 		return
 	}
 	var msg message
-	if bytes.Count(b, []byte{':'}) > maxColons || json.Unmarshal(b, &msg) != nil { // like Liqo, ignore unknown fields
+	// Unknown fields are ignored, as Liqo does.
+	if bytes.Count(b, []byte{':'}) > maxColons || json.Unmarshal(b, &msg) != nil {
 		m.reject(rejectMalformed)
 		return
 	}
@@ -68,13 +69,13 @@ func (m *Monitor) message(b []byte, from netip.AddrPort) {
 	}
 }
 
-// answer returns the object as a PONG. It does not check the cluster ID and the time, which only
-// the pinger uses. An answer is no longer than the PING and goes to the same peer, so it cannot
-// amplify.
+// answer answers a PING with a PONG that repeats its content. It does not check the cluster ID
+// and the time, which matter only to the sender. The PONG is no longer than the PING and returns
+// to the same peer, so it cannot amplify traffic.
 func (m *Monitor) answer(msg message, from netip.AddrPort) {
 	msg.MsgType = "PONG"
 	text, err := json.Marshal(msg)
-	if err != nil || len(text) > MaxMessage { // the JSON escapes may be longer
+	if err != nil || len(text) > MaxMessage { // re-encoding may have lengthened JSON escapes
 		m.reject(rejectOversize)
 		return
 	}
@@ -83,7 +84,7 @@ func (m *Monitor) answer(msg message, from netip.AddrPort) {
 	if p != nil {
 		p.result.Asked = time.Now()
 		if p.away {
-			p.back, p.away = true, false // there is a session
+			p.back, p.away = true, false // the PING arrived, so there is a session
 			m.look()
 		}
 	}
@@ -93,13 +94,13 @@ func (m *Monitor) answer(msg message, from netip.AddrPort) {
 		return
 	}
 	m.answered.Add(1)
-	_ = m.port.Send(text, from, 0) // a lost answer counts as missing at the peer
+	_ = m.port.Send(text, from, 0) // after an error the peer notices that the answer is missing
 }
 
-// take handles a PONG. It accepts only one that comes from the pinged address and repeats the time
-// of one of our own PINGs to the nanosecond. So a peer can neither speak for another peer nor
-// invent a round trip. The round trip is measured by our own record of that PING, so steps of the
-// wall clock do not matter.
+// take handles a PONG. It accepts only a PONG that comes from the pinged address and repeats the
+// time of one of our own PINGs to the nanosecond. So a peer can neither answer for another peer
+// nor forge a round-trip time. That time is measured from our own record of the PING, so steps of
+// the wall clock do not matter.
 func (m *Monitor) take(msg message, stamp time.Time, from netip.AddrPort) {
 	now := time.Now()
 	m.mu.Lock()
@@ -118,7 +119,7 @@ func (m *Monitor) take(msg message, stamp time.Time, from netip.AddrPort) {
 	if i < 0 {
 		ofPath := p.path.answer(stamp)
 		if ofPath {
-			// probes of the path MTU are PINGs, too, and show as well that the peer lives
+			// Probes of the path MTU are PINGs, too, so their answers also show that the peer is alive.
 			p.result.Answered = now
 		}
 		m.mu.Unlock()
@@ -129,7 +130,8 @@ func (m *Monitor) take(msg message, stamp time.Time, from netip.AddrPort) {
 	}
 	p.sent[i].answered = true
 	at := p.sent[i].at
-	if at.Before(p.newest) { // a newer answer came first: this one is late, not lost
+	// The answer to a newer PING came first. This one is late, not lost.
+	if at.Before(p.newest) {
 		m.mu.Unlock()
 		return
 	}
@@ -146,7 +148,7 @@ func (m *Monitor) take(msg message, stamp time.Time, from netip.AddrPort) {
 
 func (m *Monitor) reject(r rejection) { m.rejected[r].Add(1) }
 
-// Rejected returns the number of ignored messages for each reason.
+// Rejected yields the number of ignored messages for each reason.
 func (m *Monitor) Rejected() iter.Seq2[string, uint64] {
 	return func(yield func(string, uint64) bool) {
 		for r := range m.rejected {

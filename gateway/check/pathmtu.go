@@ -9,95 +9,96 @@ import (
 	"golang.zx2c4.com/wireguard/device"
 )
 
-// Packetization layer path MTU discovery (RFC 8899) for each peer. The kernel learns only the sizes
-// that routers report. Probes find a path that drops large datagrams silently. A probe is a PING of
-// the connection check that WireGuard pads to a given size (datapath.Port.Send). So every peer
-// answers it, even a Liqo, and the answer is small: each side learns about the direction in which
-// it sends.
+// This file contains packetization layer path MTU discovery (RFC 8899) for each peer. The kernel
+// knows only the limits that routers report. Probes also detect a path that drops large datagrams
+// silently. A probe is a PING of the connection check that WireGuard pads to a given size
+// (datapath.Port.Send). Every peer answers it, even a Liqo gateway, and the answer is small. So
+// each side measures the direction in which it sends.
 //
 // PLPMTU, the size in force, is the size of an IP packet in the tunnel. Three things differ from
-// the RFC. A search begins with the largest size rather than the base, because a TCP connection
+// the RFC. A search starts with the largest size rather than the base, because a TCP connection
 // never raises the segment size of its first second. Several sizes are probed at once, because a
 // probe carries no user data. After a size was lowered, larger ones are probed again after half a
 // minute, or after ten minutes if that has failed before.
 const (
-	// pathTimeout plus the round trip is PROBE_TIMER (RFC 8899, section 5.1.1). If the small
-	// message that a round sends last is answered, the round ends earlier: pathMoment plus
-	// pathTrips round trips after its beginning.
+	// pathTimeout plus the round trip is PROBE_TIMER (RFC 8899, section 5.1.1). A round ends earlier
+	// if the small message that it sends last is answered: then it ends pathMoment plus pathTrips
+	// round trips after its beginning.
 	pathTimeout = time.Second
 	pathMoment  = pathTimeout / 5
 	pathTrips   = 4
 
 	pathLook = interval / 8
 
-	// pathRate is how many peers are confirmed in a second at most. With up to 100 peers, each is
-	// confirmed in each interval.
+	// pathRate is the maximum number of peers whose size in force is confirmed in a second. With up
+	// to 100 peers, each is confirmed in each interval.
 	pathRate = 50
 
-	// pathRaise and pathRaiseMost bound PMTU_RAISE_TIMER.
+	// PMTU_RAISE_TIMER is pathRaise, or pathRaiseMost after a raise has failed.
 	pathRaise     = 30 * time.Second
 	pathRaiseMost = 10 * time.Minute
 
-	// pathRetry is how often a path in PathError is probed again. A short interruption may have
-	// caused the error, and the peer is not ready until the error is gone.
+	// pathRetry is the interval at which a path in PathError is probed again. A short interruption
+	// may have caused the error, and the peer is not ready while it lasts.
 	pathRetry = 5 * time.Second
 
-	// pathSizes is how many sizes one round probes, besides the largest, the smallest and the
-	// present one. Each is probed twice. With the small messages, that is less than a peer answers
-	// in a second.
+	// pathSizes is the number of sizes that one round probes besides the largest, the smallest and
+	// the present one. Each size is probed twice. Together with the small messages, these are fewer
+	// probes than a peer answers in a second.
 	pathSizes = 5
 
-	// padding is the multiple to which WireGuard pads a packet, but never beyond the MTU of the
-	// device.
+	// padding is the number of octets to a multiple of which WireGuard pads a packet, but never
+	// beyond the MTU of the device.
 	padding = device.PaddingMultiple
 )
 
-// PathState is a state of RFC 8899, section 5.2.
+// PathState is a state of the search (RFC 8899, section 5.2).
 type PathState string
 
-// All values of PathState.
+// The values of PathState.
 const (
-	PathDisabled       PathState = "Disabled"       // no answers at all, so sizes are not known
-	PathSearching      PathState = "Searching"      // probes are under way
-	PathSearchComplete PathState = "SearchComplete" // the largest size that passes is in force
-	PathError          PathState = "Error"          // not even the base passes
+	PathDisabled       PathState = "Disabled"       // the peer does not answer at all, so sizes cannot be probed
+	PathSearching      PathState = "Searching"      // probes are being sent
+	PathSearchComplete PathState = "SearchComplete" // the largest size that the path carries is in force
+	PathError          PathState = "Error"          // the path does not even carry the base size
 )
 
-// PathMTU is the state of the search for the path MTU of a peer.
+// PathMTU is the state of the search for the path MTU to one peer.
 type PathMTU struct {
 	State   PathState `json:"state"`
-	Bytes   int       `json:"bytes"`   // largest IP packet in the tunnel that the path takes
-	Ceiling int       `json:"ceiling"` // the size that it should take, as far as the kernel knows
-	Since   time.Time `json:"since"`   // of Bytes
-	// Confirmed is when a packet of that size arrived last; zero: none has yet.
+	Bytes   int       `json:"bytes"`   // largest IP packet in the tunnel that the path carries
+	Ceiling int       `json:"ceiling"` // largest that it should carry, according to the kernel
+	Since   time.Time `json:"since"`   // when Bytes last changed
+	// Confirmed is the time when a packet of Bytes octets was last answered; zero: never.
 	Confirmed time.Time `json:"confirmed,omitzero"`
 }
 
-// Narrow reports whether the path loses packets that should fit.
+// Narrow reports whether the path carries less than it should.
 func (p PathMTU) Narrow() bool { return p.Bytes < p.Ceiling }
 
-// pathProbe is a message of a probe. Its time names it.
+// A pathProbe is one message of a round. Its time identifies its answer.
 type pathProbe struct {
 	at       time.Time
-	size     int // 0: a control, as small as any PING
+	size     int // octets; 0: a control message, as small as any PING
 	answered bool
 }
 
-// pathSearch is the search on one path. It reads no clock and sends nothing. The zero value does
-// nothing until a ceiling is set.
+// A pathSearch is the search on the path to one peer. It reads no clock and sends nothing. The
+// zero value does nothing until a ceiling is set.
 type pathSearch struct {
 	PathMTU
 	floor  int           // BASE_PLPMTU
-	base   int           // as requested; floor is the same, but at most the ceiling
+	base   int           // BaseMTU; floor is the smaller of base and the ceiling
 	raise  time.Duration // PMTU_RAISE_TIMER
-	raised time.Time     // when it last began
-	fell   time.Time     // when the size was last lowered
+	raised time.Time     // when the timer last started
+	fell   time.Time     // when Bytes was last lowered
 
-	// Of the search: the largest step that passes, -1 for none, and the smallest that does not.
+	// The bounds of the search, as steps: low is the largest that passes, -1 for none; high is the
+	// smallest that does not pass.
 	low, high int
-	doubt     bool // one round has found that the size in force does not pass
+	doubt     bool // one round was answered but for the size in force: confirm the loss before lowering it
 
-	round []pathProbe // under way
+	round []pathProbe // being sent; nil: none
 	began time.Time
 	kind  pathKind
 }
@@ -105,19 +106,21 @@ type pathSearch struct {
 type pathKind uint8
 
 const (
-	pathConfirm  pathKind = iota // does the size in force still pass?
-	pathSearches                 // which one does?
-	pathUpwards                  // does a larger one?
+	pathConfirm  pathKind = iota // does the path still carry the size in force?
+	pathSearches                 // find the largest size that it carries
+	pathUpwards                  // does it carry a larger size now?
 )
 
-// The possible sizes: floor, multiples of padding, ceiling.
+// steps returns the number of possible sizes: the floor, then each further multiple of padding,
+// then the ceiling.
 func (s *pathSearch) steps() int { return (s.Ceiling-s.floor+padding-1)/padding + 1 }
 
 func (s *pathSearch) sizeOf(step int) int { return min(s.floor+step*padding, s.Ceiling) }
 
 func (s *pathSearch) stepOf(size int) int { return (size - s.floor + padding - 1) / padding }
 
-// limit sets the bounds of the search: base, and the ceiling that the kernel knows for the path.
+// limit sets the bounds of the search: the base, and the ceiling that the kernel reports for the
+// path.
 func (s *pathSearch) limit(base, ceiling int, now time.Time) {
 	if s.base == base && s.Ceiling == ceiling {
 		return
@@ -127,7 +130,7 @@ func (s *pathSearch) limit(base, ceiling int, now time.Time) {
 		was = ceiling
 	}
 	s.base, s.floor, s.Ceiling = base, min(base, ceiling), ceiling
-	if was = max(was, s.floor); was < ceiling { // a step
+	if was = max(was, s.floor); was < ceiling { // round down to a step
 		was -= (was - s.floor) % padding
 	}
 	if s.Bytes != was {
@@ -142,7 +145,7 @@ func (s *pathSearch) limit(base, ceiling int, now time.Time) {
 	}
 }
 
-// begin starts a new search, as for a new path.
+// begin starts a new search from the beginning, as for a new path.
 func (s *pathSearch) begin(now time.Time) {
 	if s.Ceiling == 0 {
 		return
@@ -151,12 +154,12 @@ func (s *pathSearch) begin(now time.Time) {
 	s.raise, s.raised, s.round = pathRaise, now, nil
 }
 
-// end stops the search. While not even small messages are answered, missing answers to large ones
+// end stops the search. While even small messages are not answered, missing answers to large ones
 // prove nothing.
 func (s *pathSearch) end() { s.State, s.round = PathDisabled, nil }
 
-// next returns the probes to send now, if any. every is the interval at which the size in force is
-// confirmed.
+// next returns the probes to send now, if any. every is the interval at which the size in force
+// is confirmed.
 func (s *pathSearch) next(now time.Time, every time.Duration) []pathProbe {
 	if s.round != nil || s.Ceiling == 0 {
 		return nil
@@ -165,7 +168,7 @@ func (s *pathSearch) next(now time.Time, every time.Duration) []pathProbe {
 	case s.State == PathDisabled:
 		return nil
 	case s.State == PathSearching && s.low >= 0 && now.Sub(s.began) < pathTimeout:
-		return nil // a peer answers only so many in a second
+		return nil // the peer limits its answers per second
 	case s.State == PathSearching:
 		return s.probe(pathSearches, now)
 	case s.State == PathError && now.Sub(s.raised) >= pathRetry, s.Narrow() && now.Sub(s.raised) >= s.raise:
@@ -180,7 +183,7 @@ func (s *pathSearch) next(now time.Time, every time.Duration) []pathProbe {
 	return nil
 }
 
-// probe begins a round.
+// probe starts a round and returns its messages.
 func (s *pathSearch) probe(kind pathKind, now time.Time) []pathProbe {
 	s.kind, s.began, s.round = kind, now, nil
 	add := func(size, times int) {
@@ -204,8 +207,8 @@ func (s *pathSearch) probe(kind pathKind, now time.Time) []pathProbe {
 	return s.round
 }
 
-// candidates returns the steps to probe: the largest one in question, the size in force while it is
-// in question, the smallest one while none is known to pass, and others between them.
+// candidates returns the steps to probe in a round: the largest open one, the size in force if it
+// is open, the smallest one if none is known to pass, and others evenly between the bounds.
 func (s *pathSearch) candidates() []int {
 	var steps []int
 	add := func(step int) {
@@ -224,8 +227,8 @@ func (s *pathSearch) candidates() []int {
 	return steps
 }
 
-// answer records an answer to the message sent at that time, and reports whether that message
-// belongs to the round.
+// answer records the answer to the message that was sent at a time, and reports whether that
+// message belongs to the round.
 func (s *pathSearch) answer(at time.Time) bool {
 	for i := range s.round {
 		if p := &s.round[i]; p.at.Equal(at) && !p.answered {
@@ -236,7 +239,7 @@ func (s *pathSearch) answer(at time.Time) bool {
 	return false
 }
 
-// look evaluates a finished round, and reports whether the size in force has changed.
+// look evaluates the round if it is finished, and reports whether the size in force has changed.
 func (s *pathSearch) look(now time.Time, rtt time.Duration) (changed bool) {
 	if s.round == nil {
 		return false
@@ -260,7 +263,7 @@ func (s *pathSearch) look(now time.Time, rtt time.Duration) (changed bool) {
 	if best >= s.Bytes {
 		s.Confirmed, s.doubt = now, false
 	}
-	if !control { // no answer at all: everything was lost, or the peer is gone
+	if !control { // not even a control message was answered, so sizes say nothing
 		return false
 	}
 	if s.kind == pathConfirm {
@@ -272,7 +275,8 @@ func (s *pathSearch) look(now time.Time, rtt time.Duration) (changed bool) {
 	return s.conclude(round, best, now)
 }
 
-// conclude narrows the search by the answers to a round.
+// conclude narrows the search by the answers to a round, of which best is the largest. It reports
+// whether the size in force has changed.
 func (s *pathSearch) conclude(round []pathProbe, best int, now time.Time) (changed bool) {
 	if best != 0 {
 		s.low = max(s.low, s.stepOf(best))
@@ -282,14 +286,15 @@ func (s *pathSearch) conclude(round []pathProbe, best int, now time.Time) (chang
 			s.high = min(s.high, s.stepOf(p.size))
 		}
 	}
-	if s.kind == pathUpwards && best == 0 { // nothing larger
+	if s.kind == pathUpwards && best == 0 { // no larger size passes
 		s.high = s.low + 1
 	}
 	size := s.floor
 	if s.low >= 0 {
 		size = s.sizeOf(s.low)
 	}
-	// A queue may have been full for a moment: probe again.
+	// The loss may come from a queue that was full for a moment, so probe again before the size is
+	// lowered.
 	if s.kind == pathSearches && !s.doubt && (s.low < 0 || size < s.Bytes) {
 		s.doubt, s.low, s.high = true, -1, s.steps()
 		return false
@@ -315,13 +320,13 @@ func (s *pathSearch) conclude(round []pathProbe, best int, now time.Time) (chang
 	return changed
 }
 
-// limit sets the bounds of the search for the path MTU of a peer.
+// limit sets the bounds of the search for the path MTU to a peer.
 func (p *checked) limit(base, most int, now time.Time) {
 	p.BaseMTU, p.MaxMTU = base, most
 	p.path.limit(base, most, now)
 }
 
-// OtherPath records that packets to a peer take another path from now on.
+// OtherPath starts a new search, because packets to a peer take another path from now on.
 func (m *Monitor) OtherPath(id string) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -330,8 +335,8 @@ func (m *Monitor) OtherPath(id string) {
 	}
 }
 
-// NarrowPaths returns the path MTU in octets, by peer, of the paths that carry less than the kernel
-// believes.
+// NarrowPaths returns the path MTU, in octets, of each peer whose path carries less than the
+// kernel reports.
 func (m *Monitor) NarrowPaths() map[string]int {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -344,7 +349,7 @@ func (m *Monitor) NarrowPaths() map[string]int {
 	return narrow
 }
 
-// searchPaths sends the probes of all peers that are due.
+// searchPaths evaluates the rounds of all peers and sends the probes that are due.
 func (m *Monitor) searchPaths(now time.Time) {
 	type ping struct {
 		to   netip.AddrPort
@@ -375,7 +380,7 @@ func (m *Monitor) searchPaths(now time.Time) {
 	}
 	m.mu.Unlock()
 	for _, ping := range pings {
-		_ = m.port.Send(ping.text, ping.to, ping.size) // lost or refused: the missing answer counts
+		_ = m.port.Send(ping.text, ping.to, ping.size) // after an error the answer will be missing, which counts
 	}
 	if changed {
 		m.o.PathChanged()

@@ -6,52 +6,55 @@ import (
 	"github.com/isthmus-net/isthmus/gateway/bind"
 )
 
-// Decrypting, translating and writing a message takes several times as long as receiving it. Under
-// overload, messages therefore wait here and not in the socket, where all peers share one queue. Here each
-// peer has a queue, and the queues take turns by deficit round robin. A peer that sends too much fills
-// only its own queue.
+// Decrypting, translating and writing a message takes several times as long as receiving it.
+// Under overload messages therefore wait in a backlog and not in the socket, where all peers
+// share one queue. In the backlog each peer has its own queue, and the queues are served by
+// deficit round robin. So a peer that sends too much fills only its own queue.
 
 const (
-	// messageCost is the fixed cost of a message, in octets: about the time of the smallest message
-	// compared with a full one.
+	// messageCost is the fixed cost of a message, in octets. It is chosen so that the ratio of the
+	// costs of a small and of a full-size message is about the ratio of their processing times.
 	messageCost = 1000
 
-	// quantum is the cost that one peer may use per turn. Messages without a peer have a smaller quantum:
-	// junk gets a fifth of the time of a peer at most, while messages of a peer that has moved still pass.
+	// quantum is the cost that one peer may use per turn. Messages that cannot be attributed to a
+	// peer have a smaller quantum: junk gets at most a fifth of the time of a peer, while messages
+	// of a peer with a new address still pass.
 	quantum       = 64 << 10
 	nobodyQuantum = quantum / 4
 
-	// backlogLimit bounds the total cost of waiting messages, and thereby their delay: some 8,000 small or
-	// 3,400 full messages. Each queue gets an equal share, and at least leastQueue, so that the first
-	// flight of a connection fits.
+	// backlogLimit is the limit of the total cost of waiting messages, and thereby of their delay:
+	// about 8,000 small or 3,400 full-size messages. Each queue gets an equal share of it, but at
+	// least leastQueue, so that the first flight of a TCP connection fits.
 	backlogLimit = 8 << 20
 	leastQueue   = 128 << 10
 	nobodyLimit  = 256 << 10
 
-	// maxSlabs bounds the memory of waiting messages to 14 MiB. While all of it is in use, further
-	// messages stay in the socket. Refused messages use none of it, so what one peer uses is bounded by its
-	// queue. keptSlabs, enough for a burst of one connection, are kept for the next one.
+	// maxSlabs limits the memory of waiting messages to 14 MiB. While all of it is in use, further
+	// messages stay in the socket. Refused messages use none of it, so the size of a peer's queue
+	// limits the memory that the peer can use. keptSlabs slabs, enough for a burst of one
+	// connection, are not released afterwards.
 	maxSlabs  = 24
 	keptSlabs = 4
 
-	// drainCalls is how often the socket is read before messages are decrypted. A call returns up to 384
-	// messages, so a full buffer of small ones is drained at once. With fewer calls, the messages of all
-	// peers would stay in one queue whenever the process was not scheduled for a while.
+	// drainCalls is the maximum number of times that the socket is read before messages are
+	// decrypted. One call returns up to 384 messages, so even a socket buffer full of small messages
+	// is drained. With fewer calls, the messages of all peers would share one queue whenever the
+	// process was not scheduled for a while.
 	drainCalls = 32
 
-	// workMessages messages, or messages of cost workCost, are decrypted before the socket is drained
-	// again.
+	// At most workMessages messages, or messages with a total cost of workCost, are decrypted before
+	// the socket is drained again.
 	workMessages = 384
 	workCost     = 1 << 20
 )
 
-// slab is the memory of received messages, some of which wait.
+// A slab is a piece of memory for received messages. It is kept while any of its messages waits.
 type slab struct {
 	bind.Batch
 	waiting int
 }
 
-// waiting is a data message in a queue.
+// waiting is a data message in the queue of a peer.
 type waiting struct {
 	b    []byte
 	from conn.Endpoint
@@ -60,27 +63,28 @@ type waiting struct {
 
 func (w *waiting) cost() int { return messageCost + len(w.b) }
 
-// queue holds the waiting messages of one peer, in order of arrival.
+// A queue holds the waiting messages of one peer, in order of arrival.
 type queue struct {
-	peer     *peer     // nil: messages without a peer
-	messages []waiting // the waiting ones start at first
+	peer     *peer     // nil: messages that cannot be attributed to a peer
+	messages []waiting // those from index first on are waiting
 	first    int
-	cost     int    // of the waiting messages
-	deficit  int    // cost that is left in this turn
-	next     *queue // in the order of turns; nil for the last
+	cost     int    // total cost of the waiting messages
+	deficit  int    // cost that may still be used in this turn
+	next     *queue // in the order of turns; nil for the last queue
 }
 
-// backlog holds the queues of waiting messages. One goroutine uses it. The zero value is empty.
+// A backlog holds the queues of waiting messages. Only one goroutine uses it. The zero value is
+// empty.
 type backlog struct {
-	queues      map[*peer]*queue // queues with messages
-	first, last *queue           // in the order of their turns
-	spare       []*queue         // empty queues for reuse
+	queues      map[*peer]*queue // the queues that are not empty
+	first, last *queue           // the same queues, in the order of their turns
+	spare       []*queue         // empty queues, for reuse
 }
 
 func (b *backlog) empty() bool { return b.first == nil }
 
-// push queues a message of a peer, or of no peer (nil). The message is the last one taken from its
-// slab. push reports false when there is no room.
+// push adds a message to the queue of p, or to that of messages without a peer (nil). The message
+// must be the last one in its slab. push returns false if there is no room.
 func (b *backlog) push(p *peer, w waiting) bool {
 	q := b.queues[p]
 	if q == nil {
@@ -95,7 +99,7 @@ func (b *backlog) push(p *peer, w waiting) bool {
 	return true
 }
 
-// limit is the greatest cost of the queue of a peer, or of the queue without a peer (nil).
+// limit returns the maximum cost of the queue of a peer, or of the queue without a peer (nil).
 func (b *backlog) limit(p *peer) int {
 	if p == nil {
 		return nobodyLimit
@@ -103,7 +107,7 @@ func (b *backlog) limit(p *peer) int {
 	return max(leastQueue, backlogLimit/len(b.queues))
 }
 
-// begin makes a queue and appends it to the turns.
+// begin adds an empty queue for a peer, which has its turn after all others.
 func (b *backlog) begin(p *peer) *queue {
 	if b.queues == nil {
 		b.queues = make(map[*peer]*queue)
@@ -138,7 +142,7 @@ func (b *backlog) append(q *queue) {
 	b.last = q
 }
 
-// pop takes the next message in turn. The backlog must not be empty.
+// pop removes and returns the next message in turn. The backlog must not be empty.
 func (b *backlog) pop() waiting {
 	for b.first.deficit <= 0 {
 		q := b.first
@@ -157,7 +161,8 @@ func (b *backlog) pop() waiting {
 		delete(b.queues, q.peer)
 		*q = queue{messages: q.messages[:0]}
 		b.spare = append(b.spare, q)
-	} else if q.first >= 1024 && q.first > len(q.messages)/2 { // moves at most as many messages as were taken
+		// Amortised, this moves at most one message for each message taken.
+	} else if q.first >= 1024 && q.first > len(q.messages)/2 {
 		n := copy(q.messages, q.messages[q.first:])
 		clear(q.messages[n:])
 		q.messages, q.first = q.messages[:n], 0
@@ -165,7 +170,7 @@ func (b *backlog) pop() waiting {
 	return w
 }
 
-// trim frees the memory that a flood needed.
+// trim releases memory that was needed during a flood.
 func (b *backlog) trim() {
 	if len(b.spare) > 1 {
 		clear(b.spare[1:])

@@ -10,27 +10,28 @@ import (
 	"golang.zx2c4.com/wireguard/device"
 )
 
-// budget identifies a budget: for handshakes from the address of a peer, from a source that
-// returned a cookie, or, as the zero value, from all other sources; or for cookies that are sent or
-// received.
+// A budget is the key of a rate limit. It limits handshakes from the address of a peer, or
+// handshakes from a source that returned a cookie (proven), or, as the zero value, handshakes
+// from all other sources. Further budgets limit cookies that are sent (cookie) or received
+// (replies).
 type budget struct {
 	addr   netip.Addr
-	source string // behind a relay: address and port
+	source string // address and port of a source behind a relay; otherwise empty
 	proven bool
-	cookie bool // of the cookies that we send; with proven: of those to addresses of peers
+	cookie bool // limits the cookies that we send; with proven, those that we send to addresses of peers
 
-	replies *device.Peer // cookie replies to handshakes with this peer
+	replies *device.Peer // limits cookie replies to our handshakes with this peer
 }
 
-// budgets stores for each budget when it is full again (GCRA). A full budget uses no memory. The
-// zero value is ready.
+// budgets stores, for each budget, the time when it will be full again (GCRA). A full budget uses
+// no memory. The zero value is ready for use.
 type budgets struct {
 	spent map[budget]time.Time
 	swept time.Time // when full budgets were last removed
 }
 
-// spend takes one token from a budget that gains one per interval every and holds at most burst. It
-// reports false when the budget is empty.
+// spend takes one token from the budget k, which gains a token in each interval every, up to
+// burst tokens. It returns false if the budget is empty.
 func (b *budgets) spend(k budget, now time.Time, every time.Duration, burst int) bool {
 	at, ok := b.spent[k]
 	if at.Before(now) {
@@ -53,9 +54,10 @@ func (b *budgets) spend(k budget, now time.Time, every time.Duration, burst int)
 	return true
 }
 
-// peersAt returns the number of peers at an address: those last heard from there, or else one that
-// is configured there. Anybody may send from the address of a relay, so there it returns the number
-// of peers last heard from that address and port.
+// peersAt returns the number of peers at an address: those whose last authentic message came from
+// there, or 1 if there are none but a peer's configured endpoint is there. Anybody may send from
+// the address of a relay. So for a relay the result is the number of peers whose last message
+// came from that address and port.
 func (t *Tunnel) peersAt(at netip.AddrPort) (n int) {
 	if n = t.heard.at(at.Addr()); n == 0 && t.peers.Load().byAddr[at.Addr()] != nil {
 		n = 1
@@ -81,23 +83,23 @@ func (t *Tunnel) relay(addr netip.Addr) bool {
 	return relays != nil && (*relays)(addr)
 }
 
-// heard holds the addresses from which peers last sent authentic messages. Methods may be called
-// concurrently.
+// heard counts peers by the address from which their last authentic message came. Methods may be
+// called concurrently.
 type heard struct {
 	mu     sync.RWMutex
 	byAddr map[netip.Addr]int     // number of peers at an address
 	byPort map[netip.AddrPort]int // number of peers at an address and port
 }
 
-// whereabouts is the address and port of a peer, and since when the peer counts there.
+// whereabouts is the address and port at which a peer is counted, and the time since when.
 type whereabouts struct {
 	at    netip.AddrPort
 	since time.Time
 }
 
-// note records the address and port of a peer. A peer that moves counts at its new place only
-// movePause after its last move, because the budget there may be full. For an unchanged place, note
-// costs one comparison.
+// note records the address and port from which a peer has sent. A peer that moves is counted at
+// its new address only movePause after its last move, because it may have used up the budget of
+// the new address, too. If the address is unchanged, note costs one comparison.
 func (h *heard) note(p *peer, from conn.Endpoint, now time.Time) {
 	at := remoteOf(from)
 	if was := p.heardAt.Load(); was == nil || was.at != at && now.Sub(was.since) >= movePause {
@@ -105,7 +107,8 @@ func (h *heard) note(p *peer, from conn.Endpoint, now time.Time) {
 	}
 }
 
-// move records a new place of a peer; nil removes the peer, and later calls have no effect.
+// move changes the address at which a peer is counted. With nil it removes the peer; later calls
+// then have no effect.
 func (h *heard) move(p *peer, to *whereabouts) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -125,7 +128,7 @@ func (h *heard) move(p *peer, to *whereabouts) {
 	add(&h.byPort, to.at, 1)
 }
 
-// add changes a counter. A counter of zero uses no memory.
+// add adds n to a counter, and deletes a counter that becomes zero.
 func add[K comparable](counters *map[K]int, k K, n int) {
 	if *counters == nil {
 		*counters = make(map[K]int)
@@ -135,14 +138,14 @@ func add[K comparable](counters *map[K]int, k K, n int) {
 	}
 }
 
-// at returns the number of peers at an address.
+// at returns the number of peers whose last message came from an address.
 func (h *heard) at(addr netip.Addr) int {
 	h.mu.RLock()
 	defer h.mu.RUnlock()
 	return h.byAddr[addr]
 }
 
-// exactly returns the number of peers at an address and port.
+// exactly returns the number of peers whose last message came from an address and port.
 func (h *heard) exactly(at netip.AddrPort) int {
 	h.mu.RLock()
 	defer h.mu.RUnlock()

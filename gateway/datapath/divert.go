@@ -7,20 +7,24 @@ import (
 	"github.com/isthmus-net/isthmus/natengine"
 )
 
-// maxBrought bounds the octets that wait in a Tunnel for its outbound goroutine after Bring.
+// maxBrought is the maximum number of octets that wait in a Tunnel, after Bring, for its outbound
+// goroutine.
 const maxBrought = 4 << 20
 
-// A diversion hands the packets of the link to f.
+// A diversion is the state of Divert.
 type diversion struct {
 	f     func(p []byte)
-	begun chan struct{} // closed when f gets every packet, and none is still on its way to a peer
+	begun chan struct{} // closed when f gets every packet and no packet is on its way to a peer
 	once  sync.Once
 }
 
-// Divert gives f each packet that the link delivers from now on, virtio header first, instead of
-// sending it to a peer. When Divert returns, all earlier packets are sent, dropped, or wait for a
-// session. The outbound goroutine calls f, which must neither block nor keep the packet. Packets of
-// the in-process endpoint and of Bring still go to peers. Call Divert once, after Up.
+// Divert makes the tunnel pass each further packet of the link to f instead of sending it to a
+// peer. When Divert returns, every earlier packet has been sent or dropped, or waits for a
+// session.
+//
+// The outbound goroutine calls f, which must neither block nor keep the packet. The packet starts
+// with the virtio header. Packets of the in-process endpoint and of Bring still go to peers. Call
+// Divert once, after Up.
 func (t *Tunnel) Divert(f func(p []byte)) {
 	d := &diversion{f: f, begun: make(chan struct{})}
 	t.diverted.Store(d)
@@ -31,15 +35,17 @@ func (t *Tunnel) Divert(f func(p []byte)) {
 	}
 }
 
-// divert notes that the batch is empty. So no packet is on its way, and f gets all later packets.
+// divert is called between batches, when no packet is on its way. From then on, f gets all
+// packets of the link.
 func (o *outbound) divert() {
 	if d := o.t.diverted.Load(); d != nil {
 		d.once.Do(func() { close(d.begun) })
 	}
 }
 
-// Bring sends a packet, virtio header first, as if the link had delivered it. It copies the packet.
-// If there is no room, it drops the packet and counts it as DropNoMandate. Before Up packets wait.
+// Bring sends a packet to its peer, as if the link had delivered the packet. p starts with the
+// virtio header; Bring copies it. If there is no room, the packet is dropped and counted as
+// DropNoMandate. Before Up, packets wait.
 func (t *Tunnel) Bring(p []byte) {
 	if !t.brought.push(p) {
 		t.engine.Count(nil, natengine.Outbound, natengine.DropNoMandate)
@@ -48,7 +54,7 @@ func (t *Tunnel) Bring(p []byte) {
 	t.link.Wake()
 }
 
-// readBrought hands on packets of Bring. If some remain queued, the batch is full.
+// readBrought adds the packets of Bring to a batch, until the batch is full.
 func (o *outbound) readBrought(b *batch) {
 	for !b.full {
 		n := o.t.brought.pop(o.scratch)
@@ -59,9 +65,9 @@ func (o *outbound) readBrought(b *batch) {
 	}
 }
 
-// parcels is a queue of packets, first in first out.
+// parcels is a first-in, first-out queue of packets.
 type parcels struct {
-	some   atomic.Bool // the queue is not empty; testing this spares most batches the lock
+	some   atomic.Bool // the queue is not empty; lets most batches skip the lock
 	mu     sync.Mutex
 	all    [][]byte
 	octets int
@@ -79,7 +85,8 @@ func (q *parcels) push(p []byte) bool {
 	return true
 }
 
-// pop copies the oldest packet into p and returns its length, 0 if the queue is empty.
+// pop removes the oldest packet, copies it into p, and returns its length. It returns 0 if the
+// queue is empty.
 func (q *parcels) pop(p []byte) int {
 	if !q.some.Load() {
 		return 0

@@ -17,82 +17,88 @@ import (
 	"github.com/isthmus-net/isthmus/natengine"
 )
 
-// wireguard-go's device gets only handshakes. Its conn.Bind holds handshake messages, the newest first, and
-// its tun.Device carries no packets.
+// wireguard-go's device processes only handshakes. Its conn.Bind delivers handshake messages, the
+// newest first, and its tun.Device carries no packets.
 //
 //	socket ─ inbound ─┬─ data ─► open, NAT, write
 //	                  └─ handshakes ─ admit ─┬─ of known sources ─┬─► device ─ handshakes, keepalives ─► socket
 //	                                         └─ of others ────────┴─► cookies ─► socket
 //
-// To answer a handshake, the device needs as much time as for a hundred packets. Anybody who knows our
-// public key can make it process an initiation, with a forged source. So addresses of peers go first, and
-// each has a budget. All other sources share one budget. Beyond its budget a message must carry a cookie
-// (section 5.4.7 of the WireGuard paper), which proves that its source is not forged. All of that is checked
-// before a message takes a place, so that forged ones fill no stack. The device's own queue stays so short
-// that the device never asks for cookies itself.
+// Answering a handshake takes the device as long as processing a hundred packets. Anybody who
+// knows our public key can make it process an initiation, with a forged source. Therefore
+// addresses of peers have priority, and each has a budget. All other sources share one budget. A
+// message beyond its budget must carry a cookie (section 5.4.7 of the WireGuard paper), which
+// proves that its source is not forged. All of this is checked before a message is queued, so
+// that forged messages do not fill the stacks. The device's own queue is kept so short that the
+// device never demands cookies itself.
 
 const (
-	// knownHandshakes and otherHandshakes bound the two stacks. The first holds one handshake each of a
-	// thousand peers, which may all start at once when this gateway returns.
+	// knownHandshakes and otherHandshakes are the capacities of the two stacks. The first one holds
+	// one handshake each of a thousand peers, which may all start at once when this gateway returns.
 	knownHandshakes = 1024
 	otherHandshakes = 512
-	// One in cookieShare places of a stack may hold a message that only gets a cookie.
+	// At most one in cookieShare places of a stack holds a message whose sender only gets a cookie.
 	cookieShare = 4
-	// handshakeBatch is how many the device takes at once. It has a buffer of 64 KiB for each.
+	// handshakeBatch is the number of messages that the device receives at once. It has a buffer of
+	// 64 KiB for each.
 	handshakeBatch = 16
-	// deviceHandshakes bounds the messages that wait in the device when it gets more. The device answers
-	// in order of arrival, and asks for cookies when 128 wait.
+	// deviceHandshakes is the number of messages waiting in the device above which it gets no more.
+	// The device answers them in order of arrival, and demands cookies if 128 wait.
 	deviceHandshakes = 16
-	// devicePause is the delay before the next batch when that many wait.
+	// devicePause is the interval at which the length of the device's queue is checked while it is
+	// above deviceHandshakes.
 	devicePause = time.Millisecond
 
-	// Budgets for handshakes: interval and burst. A peer starts one handshake in five seconds, and an
-	// address has a budget for each peer there. All other sources share one budget. An address (IPv6: a
-	// /64 network) that returned a cookie has a second budget for each peer there. If no peer is there,
-	// it has one, and shares another with all such addresses. Behind a relay, all this is true of each
-	// port, because anybody may send from the relay's address.
+	// Each budget for handshakes has an interval and a burst. A peer starts one handshake in five
+	// seconds. An address of peers has a known budget for each peer there. All other sources share
+	// the stranger budget. An address (IPv6: a /64 network) that returned a cookie also has a proven
+	// budget for each peer there. If no peer is there, it has one proven budget, and also uses the
+	// guest budget, which all such addresses share. Behind a relay, each port has budgets of its
+	// own, because anybody may send from the relay's address.
 	knownEvery, knownBurst       = time.Second / 10, 20
 	strangerEvery, strangerBurst = time.Second / 200, 100
 	provenEvery, provenBurst     = time.Second / 20, 20
 	guestEvery, guestBurst       = time.Second / 500, 200
-	// Anybody can ask for cookies.
+	// Anybody can request cookies, so these have budgets, too.
 	cookieEvery, cookieBurst = time.Second / 10_000, 200
 
-	// movePause is the least time between two moves of a peer: the time in which a budget fills. So a peer that
-	// sends from many addresses has two budgets: that of one of them, and that of its configured address.
+	// movePause is the minimum time between two moves of a peer to another address. It is the time
+	// in which a budget fills. So a peer that sends from many addresses can use only two budgets:
+	// that of one of them and that of its configured address.
 	movePause = knownBurst * knownEvery
 
-	// maxBudgets bounds the sources whose budgets are stored, not counting peers.
+	// maxBudgets is the maximum number of budgets of sources without a peer.
 	maxBudgets = 8192
 
-	// receivePause is for a socket that fails without being closed.
+	// receivePause is the pause after an error of a socket that is not closed.
 	receivePause = 100 * time.Millisecond
 )
 
-// Wire is the UDP side of a tunnel: *bind.Bind, or memory. All methods may be called concurrently.
+// Wire is the UDP side of a tunnel: a *bind.Bind, or a network in memory. All methods may be
+// called concurrently.
 type Wire interface {
-	// Listen opens a port, 0 for any free one. Each of the functions appends the datagrams of its socket
-	// to the Batch. With wait it first waits for a datagram. One goroutine calls it, and it returns
-	// net.ErrClosed after Close.
+	// Listen opens a port; 0 means any free one. It returns a receive function for each of its
+	// sockets, and the port. A receive function appends the waiting datagrams to b; with wait, it
+	// first waits for one. Only one goroutine may call it. It returns net.ErrClosed after Close.
 	Listen(port uint16) ([]func(b *bind.Batch, wait bool) error, uint16, error)
-	// Close ends what Listen began. Listen may be called again.
+	// Close closes the sockets that Listen opened. Listen may be called again.
 	Close() error
-	// Send sends datagrams in order, and goes on after an error.
+	// Send sends datagrams in order, and continues after an error.
 	Send(bufs [][]byte, to conn.Endpoint) error
-	// Endpoint is a place to send to.
+	// Endpoint returns the endpoint for an address and port.
 	Endpoint(netip.AddrPort) conn.Endpoint
 }
 
-// handshake is a handshake message and where it came from.
+// handshake is a handshake message and its source.
 type handshake struct {
 	from     conn.Endpoint
-	unproven bool // it was refused, but its sender gets a cookie
+	unproven bool // the message was refused; its sender only gets a cookie
 	n        int
 	b        [device.MessageHandshakeSize]byte
 }
 
-// handshakeLen is the length of handshake messages by their type (section 5.4), 0 for anything
-// else.
+// handshakeLen returns the length of a handshake message by its type (section 5.4), and 0 for any
+// other message.
 func handshakeLen(messageType uint32) int {
 	switch messageType {
 	case device.MessageInitiationType:
@@ -105,24 +111,25 @@ func handshakeLen(messageType uint32) int {
 	return 0
 }
 
-// handshakes is the conn.Bind of a device: it receives from the stacks and sends to the wire.
+// handshakes is the conn.Bind of a device. It delivers the messages of its stacks to the device,
+// and sends the device's messages to the wire.
 type handshakes struct {
 	t             *Tunnel
 	of            *identity
 	known, others *handshakeStack
 
 	mu     sync.Mutex
-	closed chan struct{} // nil while not open
+	closed chan struct{} // closed by Close; nil while not open
 
-	crossings sync.Mutex // guards forgotten, and begun of peers
-	// by sender's index: our handshakes that the device forgot when it answered one from the same
-	// peer
+	crossings sync.Mutex // guards forgotten and peer.begun
+	// forgotten holds, by sender index, our initiations that the device forgot when it answered an
+	// initiation from the same peer.
 	forgotten map[uint32]*peer
 }
 
-// initiation is our last handshake initiation to a peer.
+// initiation is our last initiation of a handshake with a peer.
 type initiation struct {
-	index uint32 // sender index, which the answer repeats
+	index uint32 // sender index, which the response repeats
 	at    time.Time
 }
 
@@ -135,7 +142,8 @@ func newHandshakes(of *identity) *handshakes {
 	}
 }
 
-// offer queues a copy of a handshake message, received at now, for the device. It never blocks.
+// offer queues a copy of a handshake message for the device, if admit allows that. now is the
+// time of its arrival. offer never blocks.
 func (h *handshakes) offer(m []byte, from conn.Endpoint, now time.Time) {
 	peers := h.t.peersAt(remoteOf(from))
 	why, unproven := h.admit(m, from, peers, now)
@@ -146,7 +154,7 @@ func (h *handshakes) offer(m []byte, from conn.Endpoint, now time.Time) {
 		if peers > 0 {
 			stack = h.known
 		}
-		// unproven messages are counted on arrival
+		// Unproven messages were counted when they arrived.
 		if lost, dropped := stack.push(msg); dropped && !lost.unproven {
 			h.refuse(lost.b[:lost.n], lost.from, natengine.DropHandshakeQueue)
 		}
@@ -156,7 +164,7 @@ func (h *handshakes) offer(m []byte, from conn.Endpoint, now time.Time) {
 	}
 }
 
-// refuse counts a handshake message.
+// refuse counts a refused handshake message, and shows it to a capture.
 func (h *handshakes) refuse(m []byte, from conn.Endpoint, why natengine.Drop) {
 	h.t.engine.Count(nil, natengine.Inbound, why)
 	if c := h.t.capture.Load(); c != nil {
@@ -164,8 +172,8 @@ func (h *handshakes) refuse(m []byte, from conn.Endpoint, why natengine.Drop) {
 	}
 }
 
-// next takes a message, preferring known sources. With wait it waits for one. It reports false when there
-// is none or the wire is closed.
+// next returns a queued message, preferring those of known sources. With wait it waits for one.
+// ok is false if there is none, or if the wire is closed.
 func (h *handshakes) next(closed <-chan struct{}, wait bool) (m handshake, ok bool) {
 	for {
 		if m, ok = h.known.pop(); ok {
@@ -183,8 +191,8 @@ func (h *handshakes) next(closed <-chan struct{}, wait bool) (m handshake, ok bo
 	}
 }
 
-// receive fills bufs with messages for the device and waits for the first of them. Unproven
-// messages only get a cookie.
+// receive fills bufs with messages for the device. It waits only for the first one. To the sender
+// of an unproven message it sends a cookie instead.
 func (h *handshakes) receive(closed <-chan struct{}, bufs [][]byte, sizes []int, eps []conn.Endpoint) (int, error) {
 	for handshakesWaiting(h.of.dev) > deviceHandshakes {
 		select {
@@ -201,7 +209,7 @@ func (h *handshakes) receive(closed <-chan struct{}, bufs [][]byte, sizes []int,
 			return n, nil
 		}
 		if m.unproven {
-			if h.sendCookie(&m); n > 0 { // with messages in hand, do not wait for another
+			if h.sendCookie(&m); n > 0 { // n messages must not wait for another one
 				return n, nil
 			}
 			continue
@@ -217,11 +225,13 @@ func (h *handshakes) receive(closed <-chan struct{}, bufs [][]byte, sizes []int,
 	}
 }
 
-// admit returns the reason why the device may not process a message, or none. peers is the number
-// of peers at its address. A message that exceeds its budget may be unproven: its sender then gets
-// a cookie. A cookie reply carries no MAC, so it must name a handshake of ours, and that peer's
-// budget is charged. Otherwise somebody who forges the peer's address could keep the peer's cookies
-// from us.
+// admit decides whether the device may process a message, and returns DropNone or the reason why
+// not. peers is the number of peers at the source address. If the message exceeds its budget,
+// unproven reports whether its sender gets a cookie.
+//
+// A cookie reply carries no MAC. So it must refer to an initiation of ours, and uses a budget of
+// that peer. If it used the budget of its source address, somebody who forges that address could
+// keep the peer's cookies from us.
 func (h *handshakes) admit(m []byte, from conn.Endpoint, peers int, now time.Time) (why natengine.Drop, unproven bool) {
 	t, checker := h.t, h.of.checker.Load()
 	if m[0] == device.MessageCookieReplyType {
@@ -245,7 +255,7 @@ func (h *handshakes) admit(m []byte, from conn.Endpoint, peers int, now time.Tim
 	addr, source := from.DstIP(), from.DstToBytes()
 	if peers > 0 {
 		known := budget{addr: addr}
-		if t.relay(addr) { // others behind it must not use up the budget
+		if t.relay(addr) { // other senders behind the relay must not use up the budget
 			known.source = string(source)
 		}
 		if t.budgets.spend(known, now, knownEvery/time.Duration(peers), knownBurst*peers) {
@@ -259,9 +269,9 @@ func (h *handshakes) admit(m []byte, from conn.Endpoint, peers int, now time.Tim
 	}
 	proven, n := budget{addr: addr, proven: true}, max(1, peers)
 	switch {
-	case t.relay(addr): // many peers share the address, and guests bounds them all
+	case t.relay(addr): // many peers share the address; the guest budget limits all of them
 		proven.source = string(source)
-	case addr.Is6(): // a host has many addresses in its network
+	case addr.Is6(): // a host can use many addresses of its network
 		proven.addr = netip.PrefixFrom(addr, 64).Masked().Addr()
 	}
 	if t.budgets.spend(proven, now, provenEvery/time.Duration(n), provenBurst*n) &&
@@ -271,22 +281,24 @@ func (h *handshakes) admit(m []byte, from conn.Endpoint, peers int, now time.Tim
 	return natengine.DropHandshakeQueue, false
 }
 
-// noMAC2 is the second MAC of a message without a cookie: most messages of a flood have it.
+// noMAC2 is the second MAC of a message that was made without a cookie, as most messages of a
+// flood are.
 var noMAC2 [16]byte
 
-// sendCookie answers a message with a cookie. If the cookie is lost, the sender asks again.
+// sendCookie answers a message with a cookie. If the cookie is lost, the sender will send another
+// message.
 func (h *handshakes) sendCookie(msg *handshake) {
 	m := msg.b[:msg.n]
 	reply, err := h.of.checker.Load().CreateReply(m, binary.LittleEndian.Uint32(m[4:]), msg.from.DstToBytes())
 	if err != nil {
 		return
 	}
-	b, _ := binary.Append(nil, binary.LittleEndian, reply) // never fails
+	b, _ := binary.Append(nil, binary.LittleEndian, reply) // cannot fail
 	_ = h.Send([][]byte{b}, msg.from)
 }
 
-// Open implements conn.Bind. The Tunnel opens the wire itself, because it has several devices while
-// its key rotates.
+// Open implements conn.Bind. It opens no socket: the Tunnel opens the wire itself, because
+// several devices use it while our key rotates.
 func (h *handshakes) Open(port uint16) ([]conn.ReceiveFunc, uint16, error) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -301,7 +313,7 @@ func (h *handshakes) Open(port uint16) ([]conn.ReceiveFunc, uint16, error) {
 	return []conn.ReceiveFunc{receive}, port, nil
 }
 
-// Close ends the ReceiveFuncs.
+// Close makes the ReceiveFuncs return. It implements conn.Bind.
 func (h *handshakes) Close() error {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -312,9 +324,8 @@ func (h *handshakes) Close() error {
 	return nil
 }
 
-// Send sends the device's messages, which are handshakes and keepalives, and the data messages of
-// the outbound goroutine. The device chose the sender index of a handshake, so the index identifies
-// the peer.
+// Send sends the device's messages, which are handshakes and keepalives. The outbound goroutine
+// also sends data messages with it. It implements conn.Bind.
 func (h *handshakes) Send(bufs [][]byte, to conn.Endpoint) error {
 	m := bufs[0]
 	alone := len(bufs) == 1 && len(m) <= device.MessageHandshakeSize
@@ -322,7 +333,7 @@ func (h *handshakes) Send(bufs [][]byte, to conn.Endpoint) error {
 		if c := h.t.capture.Load(); c != nil && (binary.LittleEndian.Uint32(m) != device.MessageTransportType || len(m) == device.MessageKeepaliveSize) {
 			c.handshake(h.t, natengine.Outbound, m, to, natengine.DropNone)
 		}
-		h.observe(binary.LittleEndian.Uint32(m), m, to) // before sending, as in flush
+		h.observe(binary.LittleEndian.Uint32(m), m, to) // before sending, for the reason given in flush
 	}
 	err := h.t.wire.Send(bufs, to)
 	if err != nil && alone {
@@ -333,7 +344,8 @@ func (h *handshakes) Send(bufs [][]byte, to conn.Endpoint) error {
 	return err
 }
 
-// peerOf returns the peer for which the device made a handshake message; nil: unknown.
+// peerOf returns the peer for which the device made a handshake message; nil: unknown. It finds
+// the peer by the sender index, which the device chose.
 func (h *handshakes) peerOf(m []byte) *peer {
 	switch binary.LittleEndian.Uint32(m) {
 	case device.MessageInitiationType, device.MessageResponseType:
@@ -343,12 +355,12 @@ func (h *handshakes) peerOf(m []byte) *peer {
 	return nil
 }
 
-// observe updates the timers of data, and wakes the sender of waiting packets, by a message that
-// the device sends.
+// observe handles a message that the device sends: it updates the timers of the peer's data and,
+// if there may be a new session, makes waiting packets be sent.
 func (h *handshakes) observe(messageType uint32, m []byte, to conn.Endpoint) {
 	switch messageType {
 	case device.MessageTransportType:
-		// the device sends one after an answer to our handshake, for example
+		// Among other things, the device sends a keepalive after a response to our initiation.
 		if len(m) == device.MessageKeepaliveSize {
 			h.t.lookSoon()
 		}
@@ -375,7 +387,7 @@ func (h *handshakes) observe(messageType uint32, m []byte, to conn.Endpoint) {
 			p.begun = initiation{index, time.Now()}
 			return
 		}
-		p.receivedAny() // the device responds only to an authentic initiation
+		p.receivedAny() // the device responds only to authentic initiations
 		p.answers.Add(1)
 		p.answered.Store(h.t.at(time.Now()))
 		if time.Since(p.begun.at) < device.RekeyTimeout {
@@ -384,8 +396,8 @@ func (h *handshakes) observe(messageType uint32, m []byte, to conn.Endpoint) {
 	}
 }
 
-// forgot reports whether a message answers a handshake that the device has forgotten, so that it
-// would refuse the answer.
+// forgot reports whether a message is a response to an initiation that the device has forgotten.
+// The device would refuse it.
 func (h *handshakes) forgot(m []byte) bool {
 	if m[0] != device.MessageResponseType {
 		return false
@@ -403,14 +415,14 @@ func (h *handshakes) forgot(m []byte) bool {
 	return true
 }
 
-// forget removes the record of our handshake with a peer.
+// forget deletes the record of our last initiation to a peer.
 func (h *handshakes) forget(p *peer) {
 	h.crossings.Lock()
 	defer h.crossings.Unlock()
 	delete(h.forgotten, p.begun.index)
 }
 
-// SetMark implements conn.Bind. The gateway uses none.
+// SetMark implements conn.Bind. The gateway sets no mark.
 func (h *handshakes) SetMark(uint32) error { return nil }
 
 // ParseEndpoint implements conn.Bind.
@@ -425,8 +437,7 @@ func (h *handshakes) ParseEndpoint(s string) (conn.Endpoint, error) {
 // BatchSize implements conn.Bind.
 func (h *handshakes) BatchSize() int { return handshakeBatch }
 
-// noPackets is the tun.Device of the device: nothing ever arrives on it, and nothing is written to
-// it.
+// noPackets is the tun.Device of the device. No packet arrives on it, and none is written to it.
 type noPackets struct {
 	events chan tun.Event
 	once   sync.Once
@@ -438,7 +449,7 @@ func newNoPackets() *noPackets { return &noPackets{events: make(chan tun.Event)}
 
 func (*noPackets) File() *os.File { return nil }
 
-// Read waits for Close.
+// Read blocks until Close.
 func (n *noPackets) Read([][]byte, []int, int) (int, error) {
 	<-n.events
 	return 0, os.ErrClosed

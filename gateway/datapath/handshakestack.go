@@ -2,17 +2,21 @@ package datapath
 
 import "sync"
 
-// handshakeStack holds handshake messages for the device. It hands out the newest first and, when it is full,
-// drops the oldest. Under overload a queue would be full of messages that came too late: a peer that got no
-// answer within RekeyTimeout begins anew, and the answer to its earlier initiation is worthless. If the
-// device needed longer than that for a full queue, it would do worthless work only, and no peer would ever
-// connect. Methods may be called concurrently.
+// A handshakeStack holds handshake messages for the device. It returns the newest first. When it
+// is full, it drops the oldest.
+//
+// Under overload, a first-in first-out queue would be full of messages that are too old: a peer
+// without an answer starts again after RekeyTimeout, and then an answer to its earlier initiation
+// is worthless. If the device needed longer than that for a full queue, all its answers would be
+// worthless, and no peer would ever connect.
+//
+// Methods may be called concurrently.
 type handshakeStack struct {
 	ready chan struct{} // holds a token after a push
 
 	mu    sync.Mutex
 	ring  []handshake
-	first int // index of the oldest
+	first int // index of the oldest message
 	n     int
 }
 
@@ -20,9 +24,9 @@ func newHandshakeStack(most int) *handshakeStack {
 	return &handshakeStack{ready: make(chan struct{}, 1), ring: make([]handshake, most)}
 }
 
-// push adds a message. If the stack is full, the oldest one is dropped. An unproven message
-// displaces none, and only a part of the places is open to it. dropped reports whether push dropped
-// a message, which lost describes.
+// push adds a message. If the stack is full, it drops the oldest one. An unproven message may use
+// only a part of the places and never displaces another message. If push dropped a message,
+// dropped is true and lost is that message.
 func (s *handshakeStack) push(m handshake) (lost handshake, dropped bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -43,7 +47,7 @@ func (s *handshakeStack) push(m handshake) (lost handshake, dropped bool) {
 	return lost, dropped
 }
 
-// pop returns the newest message, if there is one.
+// pop removes and returns the newest message, if there is one.
 func (s *handshakeStack) pop() (m handshake, ok bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()

@@ -15,18 +15,20 @@ import (
 	"github.com/isthmus-net/isthmus/natengine"
 )
 
-// A key is rotated without loss by making the new session before the old one ends, on both sides:
+// To rotate a key without loss, both sides make the new session before the old one ends:
 //
 //	side that rotates   answers to its current and its next key, until the caller makes the next one current
 //	its peer            keeps the sessions with the former key of a peer, until there is one with the new key
 //
-// Each key of ours is an identity with a device of its own, because a device has one static key. All share the
-// socket. A handshake message is for the identity whose public key its mac1 was made with. All else is for the
-// device that knows the receiver's index; two devices choose the same one once in 2^32.
+// Each key of ours is an identity with a device of its own, because a device has only one static
+// key. All identities share the socket. A handshake message belongs to the identity for whose
+// public key its mac1 was made. Any other message belongs to the device that knows the receiver
+// index. Two devices choose the same index only once in 2^32.
 //
-// So a peer of the engine may have several peers of devices here. The newest of their sessions seals.
+// So several peers, of different devices, may correspond to one peer of the engine. The one with
+// the newest session encrypts.
 
-// An identity is a static key of ours and the device that answers to it.
+// An identity is one static key of ours, with the device that uses it.
 type identity struct {
 	t    *Tunnel
 	dev  *device.Device
@@ -34,13 +36,13 @@ type identity struct {
 
 	public  atomic.Pointer[device.NoisePublicKey]
 	private atomic.Pointer[device.NoisePrivateKey]
-	checker atomic.Pointer[device.CookieChecker] // recognises messages made for our public key
+	checker atomic.Pointer[device.CookieChecker] // recognizes messages made for our public key
 }
 
-// identities are the current one and the next one; nil: no rotation is in progress.
+// identities are the identities of a tunnel. next is nil unless a key rotates.
 type identities struct{ current, next *identity }
 
-// newIdentity makes an identity without a key.
+// newIdentity returns an identity without a key.
 func newIdentity(t *Tunnel) *identity {
 	id := &identity{t: t}
 	id.private.Store(new(device.NoisePrivateKey))
@@ -68,7 +70,7 @@ func (id *identity) setPrivate(private, public [32]byte) error {
 	return nil
 }
 
-// up lets the device take messages.
+// up lets the device process messages.
 func (id *identity) up(port uint16) error {
 	if err := id.dev.IpcSet(fmt.Sprintf("listen_port=%d\n", port)); err != nil {
 		return err
@@ -78,7 +80,7 @@ func (id *identity) up(port uint16) error {
 
 func (t *Tunnel) current() *identity { return t.ids.Load().current }
 
-// all returns the identities that exist, the current one first.
+// all returns the existing identities, the current one first.
 func (i *identities) all() []*identity {
 	if i.next == nil {
 		return []*identity{i.current}
@@ -86,7 +88,8 @@ func (i *identities) all() []*identity {
 	return []*identity{i.current, i.next}
 }
 
-// lookup returns the keypair and the peer of a receiver index, see the function of that name.
+// lookup returns the keypair and the peer with a receiver index, of any identity (see the
+// function lookup).
 func (t *Tunnel) lookup(index uint32) (*device.Peer, *device.Keypair) {
 	ids := t.ids.Load()
 	dev, k := lookup(ids.current.dev, index)
@@ -98,8 +101,8 @@ func (t *Tunnel) lookup(index uint32) (*device.Peer, *device.Keypair) {
 	return dev, k
 }
 
-// identityOf returns the identity for which a handshake message was made. If there is none, it
-// returns the current identity, which refuses the message.
+// identityOf returns the identity for whose public key a handshake message was made. If there is
+// none, it returns the current identity, which will refuse the message.
 func (t *Tunnel) identityOf(m []byte) *identity {
 	ids := t.ids.Load()
 	if ids.next == nil {
@@ -125,9 +128,10 @@ func (t *Tunnel) peerOf(m []byte) *peer {
 	return nil
 }
 
-// SetKeys changes our keys. The tunnel answers to both. The zero value of next means no next key.
-// When next becomes the current key, its sessions stay and those of the former key end. Any other
-// new current key ends all sessions. Calling SetKeys again with the same keys changes nothing.
+// SetKeys sets our current and next private keys. The tunnel answers to both; a zero next means
+// that there is no next key. When next becomes the current key, its sessions stay, and those of
+// the former key end. Any other new current key ends all sessions. Calling SetKeys again with the
+// same keys changes nothing.
 func (t *Tunnel) SetKeys(private, next [32]byte) error {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -137,7 +141,7 @@ func (t *Tunnel) SetKeys(private, next [32]byte) error {
 	return t.setKeys(private, next)
 }
 
-// NextKey returns the next private key, to which the tunnel answers, too; zero: none.
+// NextKey returns the next private key, to which the tunnel answers as well; zero: none.
 func (t *Tunnel) NextKey() [32]byte {
 	if next := t.ids.Load().next; next != nil {
 		return *next.private.Load()
@@ -168,21 +172,22 @@ func (t *Tunnel) setKeys(private, next [32]byte) error {
 	return t.prepare(next)
 }
 
-// replace gives the current identity another key. The caller holds t.mu.
+// replace sets another private key for the current identity. The caller holds t.mu.
 func (t *Tunnel) replace(private [32]byte) error {
 	public, err := curve25519.X25519(private[:], curve25519.Basepoint)
 	if err != nil {
 		return fmt.Errorf("private key: %w", err)
 	}
 	t.withdraw()
-	// The device silently removes a peer that has our own key. It then waits for the peer's timers
-	// while it holds its key's lock, for which those timers may wait.
+	// If a peer has our own public key, SetPrivateKey removes that peer. While doing so it holds the
+	// lock of its key and waits for the peer's timers, which may in turn wait for that lock. So such
+	// peers are removed before.
 	own := t.current()
 	t.keep(func(p *peer) bool { return !p.retired.Load() && p.key != device.NoisePublicKey(public) })
 	return own.setPrivate(private, [32]byte(public))
 }
 
-// prepare adds the next identity, with all peers. The caller holds t.mu.
+// prepare adds the next identity, with all current peers. The caller holds t.mu.
 func (t *Tunnel) prepare(private [32]byte) error {
 	public, err := curve25519.X25519(private[:], curve25519.Basepoint)
 	if err != nil {
@@ -223,8 +228,8 @@ func (t *Tunnel) prepare(private [32]byte) error {
 	return nil
 }
 
-// newTwin makes the peer of the next identity that corresponds to one of the current identity. The
-// caller holds t.mu.
+// newTwin returns the peer of the next identity that corresponds to p of the current identity.
+// The caller holds t.mu.
 func newTwin(id *identity, p *peer) (*peer, error) {
 	if p.key == *id.public.Load() {
 		return nil, errors.New("its public key is our next one")
@@ -242,7 +247,7 @@ func newTwin(id *identity, p *peer) (*peer, error) {
 	return q, nil
 }
 
-// withdraw ends the next identity. The caller holds t.mu.
+// withdraw closes the next identity. The caller holds t.mu.
 func (t *Tunnel) withdraw() {
 	ids := t.ids.Load()
 	if ids.next == nil {
@@ -253,7 +258,8 @@ func (t *Tunnel) withdraw() {
 	ids.next.dev.Close()
 }
 
-// promote makes the next identity the current one, and ends the former one. The caller holds t.mu.
+// promote makes the next identity the current one, and closes the former one. The caller holds
+// t.mu.
 func (t *Tunnel) promote() {
 	ids := t.ids.Load()
 	old := t.peers.Load()
@@ -278,7 +284,7 @@ func (t *Tunnel) promote() {
 	t.lookSoon()
 }
 
-// keep removes from the table the peers for which may returns false. The caller holds t.mu.
+// keep removes from the table all peers for which may returns false. The caller holds t.mu.
 func (t *Tunnel) keep(may func(p *peer) bool) {
 	table := t.peers.Load().clone()
 	for dev, p := range table.byDevice {
@@ -295,13 +301,13 @@ func (t *Tunnel) keep(may func(p *peer) bool) {
 	t.publish(table)
 }
 
-// clone returns a copy that may be modified, except for the slices in also.
+// clone returns a copy of the table that may be modified, except for the slices in also.
 func (t *peerTable) clone() *peerTable {
 	return &peerTable{byState: maps.Clone(t.byState), also: maps.Clone(t.also), byDevice: maps.Clone(t.byDevice),
 		at: maps.Clone(t.at), byAddr: t.byAddr}
 }
 
-// without removes a peer from also.
+// without removes a peer from the table's also.
 func (t *peerTable) without(p *peer) {
 	rest := slices.DeleteFunc(slices.Clone(t.also[p.state]), func(q *peer) bool { return q == p })
 	if t.also[p.state] = rest; len(rest) == 0 {
@@ -309,7 +315,8 @@ func (t *peerTable) without(p *peer) {
 	}
 }
 
-// living returns the peers of a state that may begin handshakes. The caller owns the slice.
+// living returns the peers of a state that may start handshakes, which excludes retired ones. The
+// caller owns the slice.
 func (t *peerTable) living(state *natengine.PeerState) []*peer {
 	p := t.byState[state]
 	if p == nil {
@@ -324,8 +331,8 @@ func (t *peerTable) living(state *natengine.PeerState) []*peer {
 	return all
 }
 
-// newest returns the session that encrypts for a peer, and the table's peer with that session; nil:
-// none.
+// newest returns the newest session that can encrypt for a peer, and the peer in the table that
+// has it. The keypair is nil if there is none.
 func (t *peerTable) newest(p *peer, now time.Time) (*peer, *device.Keypair) {
 	k := p.sending(now)
 	if len(t.also) == 0 {
@@ -347,8 +354,8 @@ func (t *peerTable) newest(p *peer, now time.Time) (*peer, *device.Keypair) {
 	return via, k
 }
 
-// follow gives the device the peer's address, if another device peer of the same peer has a newer
-// session.
+// follow sets the endpoint of the peer's device to that of another peer for the same engine peer,
+// if that one has a newer session.
 func (p *peer) follow(table *peerTable) {
 	if len(table.also) == 0 {
 		return
@@ -360,17 +367,18 @@ func (p *peer) follow(table *peerTable) {
 	}
 }
 
-// wanted returns the keys of the last set.
+// wanted returns the keys that set last set.
 func (s *preshared) wanted() PresharedKeys {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return s.keys
 }
 
-// key returns the public key.
+// key returns the public key of the identity.
 func (id *identity) key() [32]byte { return *id.public.Load() }
 
-// latest returns p or the other device peer of the same peer that has the newest session.
+// latest returns, of p and the other peers for the same engine peer, the one with the newest
+// session.
 func (t *peerTable) latest(p *peer, now time.Time) *peer {
 	if len(t.also) == 0 {
 		return p
@@ -383,7 +391,7 @@ func (t *peerTable) latest(p *peer, now time.Time) *peer {
 	return p
 }
 
-// octetsReceived and octetsSent return the octets of a peer, including those of the peers that it
-// replaced.
+// octetsReceived and octetsSent return the octets of WireGuard messages of a peer, including
+// those of the peers that it has replaced.
 func (p *peer) octetsReceived() uint64 { return p.received0.Load() + peerReceived.of(p.dev).Load() }
 func (p *peer) octetsSent() uint64     { return p.sent0.Load() + peerSent.of(p.dev).Load() }

@@ -15,19 +15,20 @@ import (
 	"github.com/isthmus-net/isthmus/natengine"
 )
 
-// inbound is the goroutine that receives from one socket, and its scratch. It waits only for the socket.
-// While it keeps up, messages go straight from the socket to their packets:
+// inbound is the goroutine that receives from one socket, with its scratch memory. It blocks only
+// on the socket. While it keeps up, messages pass directly from the socket to NAT:
 //
 //	socket ── slab ─┬───────────────────────────────── run ─ open, NAT, write
 //	                └─ backlog: a queue for each peer ──┘
 //
-// If more messages wait than one call receives, it drains the socket first. The messages then wait in the
-// backlog, in the slab where they were received.
+// If more messages wait in the socket than one call receives, inbound first drains the socket.
+// The messages then wait in the backlog, which refers to them in the slab where they were
+// received.
 type inbound struct {
 	t     *Tunnel
 	slab  *slab   // the slab being filled; nil: none
-	slabs int     // number of slabs, including free ones
-	free  []*slab // empty ones
+	slabs int     // number of allocated slabs, including free ones
+	free  []*slab // slabs without messages
 	now   time.Time
 	nonce [12]byte
 	run   run
@@ -35,22 +36,22 @@ type inbound struct {
 	write writer
 
 	backlog backlog
-	taken   []*slab // slabs of the backlog messages being decrypted
+	taken   []*slab // for each message taken from the backlog that is being decrypted, its slab
 
-	source struct { // source of the last message
+	source struct { // result of the last mayCome
 		from  conn.Endpoint
 		judge *func(netip.Addr) bool
 		may   bool
 	}
-	sender struct { // sender of the last queued message
-		session bool // some session has the index; otherwise the other fields are unset
+	sender struct { // result of the last senderOf
+		session bool // a session has the index; otherwise the other fields are not set
 		index   uint32
 		from    conn.Endpoint
 		peer    *peer
 	}
 }
 
-// run is a sequence of data messages with one receiver index.
+// A run is a sequence of data messages with the same receiver index.
 type run struct {
 	index    uint32
 	messages []message
@@ -58,9 +59,9 @@ type run struct {
 	packets  [][]byte
 }
 
-// message is a data message, and after decryption the packet in it.
+// message is a data message. After decryption, its content is a packet.
 type message struct {
-	b       []byte // nil: refused
+	b       []byte // nil if the message was refused
 	counter uint64
 	from    conn.Endpoint
 }
@@ -70,7 +71,7 @@ func newInbound(t *Tunnel) *inbound {
 	return &inbound{t: t, tap: shown, write: newWriter(t, shown)}
 }
 
-// receiveAll handles the datagrams of next until the socket is closed.
+// receiveAll receives datagrams with next and handles them, until the socket is closed.
 func (in *inbound) receiveAll(next func(b *bind.Batch, wait bool) error) {
 	for {
 		if err := in.drain(next); errors.Is(err, net.ErrClosed) {
@@ -81,16 +82,17 @@ func (in *inbound) receiveAll(next func(b *bind.Batch, wait bool) error) {
 		}
 		if !in.backlog.empty() {
 			in.work()
-			runtime.Gosched() // let other goroutines of this processor run
+			runtime.Gosched() // give other goroutines of this processor a turn
 		}
 	}
 }
 
-// drain receives until the socket is empty, and handles the messages if one call was enough. Otherwise it
-// moves them and all later ones into the backlog. It waits for a message only if the backlog is empty.
+// drain receives until the socket is empty. If one call empties it and the backlog is empty,
+// drain handles the messages at once. Otherwise it adds all of them to the backlog. It blocks
+// only if the backlog is empty.
 func (in *inbound) drain(next func(b *bind.Batch, wait bool) error) error {
 	wait := in.backlog.empty()
-	in.sender.session = false // addresses and sessions of peers may have changed
+	in.sender.session = false // forget it, because addresses and sessions of peers may have changed
 	for range drainCalls {
 		s := in.room()
 		if s == nil {
@@ -127,7 +129,7 @@ func (in *inbound) drain(next func(b *bind.Batch, wait bool) error) error {
 	return nil
 }
 
-// room returns a slab with room for a datagram, or nil when waiting messages use all slabs.
+// room returns a slab with room for a datagram, or nil if all slabs are full of waiting messages.
 func (in *inbound) room() *slab {
 	if s := in.slab; s != nil {
 		if s.waiting == 0 {
@@ -136,7 +138,7 @@ func (in *inbound) room() *slab {
 		if s.Space() != nil {
 			return s
 		}
-		in.slab = nil // release keeps it when its last message has gone
+		in.slab = nil // release reuses it when none of its messages waits any more
 	}
 	if n := len(in.free); n > 0 {
 		in.slab, in.free = in.free[n-1], in.free[:n-1]
@@ -147,7 +149,8 @@ func (in *inbound) room() *slab {
 	return in.slab
 }
 
-// release records that messages of slabs are no longer used.
+// release releases the messages taken from the backlog, and reuses the slabs that no longer hold
+// any.
 func (in *inbound) release() {
 	for i, s := range in.taken {
 		if s.waiting--; s.waiting == 0 && s != in.slab {
@@ -165,10 +168,11 @@ func (in *inbound) release() {
 	}
 }
 
-// wait queues a data message for its peer.
+// wait adds a data message to the backlog, or refuses it.
 func (in *inbound) wait(m []byte, from conn.Endpoint, s *slab) {
 	p, session := in.senderOf(m, from)
-	// no session can open it: it must not displace a message of a peer that has just moved
+	// A message that no session can open must not take the place of a message from a peer that has
+	// just moved.
 	if !session {
 		in.refuse(nil, m, from, natengine.DropTunnelSession)
 		in.t.strange(from, in.now)
@@ -184,11 +188,11 @@ func (in *inbound) wait(m []byte, from conn.Endpoint, s *slab) {
 	in.refuse(state, m, from, natengine.DropReceiveQueue)
 }
 
-// senderOf returns the peer that a data message is charged to before decryption: the peer with that
-// receiver index, if the message comes from its address. The index alone proves nothing, because an
-// observer on the path can read it and forge messages from elsewhere. The result is nil for all other
-// messages, also of a peer that has just moved, until its first message is decrypted. session reports
-// whether any session has the index.
+// senderOf returns the peer in whose queue a data message waits for decryption: the peer with the
+// message's receiver index, if the message comes from that peer's address. The index alone proves
+// nothing, because an observer on the path can read it and forge messages from elsewhere. All
+// other messages have no peer. They include those of a peer that has just moved, until its first
+// message is decrypted. session reports whether any session has the index.
 func (in *inbound) senderOf(m []byte, from conn.Endpoint) (p *peer, session bool) {
 	c, index := &in.sender, binary.LittleEndian.Uint32(m[4:])
 	if c.session && c.index == index && c.from == from {
@@ -214,7 +218,7 @@ func samePlace(a, b conn.Endpoint) bool {
 	return ok && too && x.AddrPort() == y.AddrPort()
 }
 
-// work handles some of the backlog.
+// work decrypts and handles a part of the backlog.
 func (in *inbound) work() {
 	in.now = time.Now()
 	in.tap.begin()
@@ -228,14 +232,15 @@ func (in *inbound) work() {
 	in.release()
 }
 
-// accept handles one message of a batch. After the last one, the caller calls open.
+// accept handles one message of a batch. After the last one, the caller must call open.
 func (in *inbound) accept(m []byte, from conn.Endpoint) {
 	if in.sort(m, from) {
 		in.add(m, from)
 	}
 }
 
-// add appends a data message to the run at hand.
+// add adds a data message to the current run. A message with another receiver index ends the run
+// and starts a new one.
 func (in *inbound) add(m []byte, from conn.Endpoint) {
 	if index := binary.LittleEndian.Uint32(m[4:]); index != in.run.index {
 		in.open()
@@ -244,8 +249,8 @@ func (in *inbound) add(m []byte, from conn.Endpoint) {
 	in.run.messages = append(in.run.messages, message{b: m, counter: binary.LittleEndian.Uint64(m[8:]), from: from})
 }
 
-// sort reports whether a message is data. It queues handshakes for the device and refuses all other
-// messages.
+// sort reports whether a message is data. It queues handshakes for the device, and refuses all
+// other messages.
 func (in *inbound) sort(m []byte, from conn.Endpoint) bool {
 	if !in.mayCome(from) {
 		in.refuse(nil, m, from, natengine.DropTunnelSource)
@@ -271,7 +276,7 @@ func (in *inbound) sort(m []byte, from conn.Endpoint) bool {
 	return false
 }
 
-// mayCome reports whether messages may come from an endpoint. It remembers the last one, because
+// mayCome reports whether messages may come from an endpoint. It caches its last result, because
 // consecutive messages mostly have the same source.
 func (in *inbound) mayCome(from conn.Endpoint) bool {
 	f := in.t.mayCome.Load()
@@ -284,7 +289,7 @@ func (in *inbound) mayCome(from conn.Endpoint) bool {
 	return in.source.may
 }
 
-// open decrypts the run at hand in place, and writes its packets.
+// open decrypts the current run in place, and passes its packets on.
 func (in *inbound) open() {
 	r := &in.run
 	if len(r.messages) == 0 {
@@ -303,7 +308,7 @@ func (in *inbound) open() {
 	r.messages, r.octets = r.messages[:0], 0
 }
 
-// openFor decrypts the run at hand with the keypair of a peer.
+// openFor decrypts the current run with the keypair k of p.
 func (in *inbound) openFor(p *peer, k *device.Keypair) {
 	r := &in.run
 	aead := *keypairReceive.of(k)
@@ -322,14 +327,14 @@ func (in *inbound) openFor(p *peer, k *device.Keypair) {
 	if from == nil {
 		return
 	}
-	p.sit(k, from) // before anything is sent, see send
+	p.sit(k, from) // before anything is sent, because send uses the result
 	p.dev.SetEndpointFromPacket(from)
 	in.t.heard.note(p, from, in.now)
 	peerReceived.of(p.dev).Add(uint64(r.octets))
 	p.received(k, in.now, data)
 	for i := range r.messages {
 		m := &r.messages[i]
-		if len(m.b) <= headerLen { // refused, or a keepalive
+		if len(m.b) <= headerLen { // nil if refused; otherwise a keepalive
 			if in.tap.on() && m.b != nil {
 				in.showKeepalive(p.state, m)
 			}
@@ -346,16 +351,17 @@ func (in *inbound) openFor(p *peer, k *device.Keypair) {
 		r.packets = append(r.packets, m.b[headerLen:headerLen+size])
 	}
 	if len(r.packets) > 0 {
-		// packets counts its drops; the outbound goroutine notices the end of the link
+		// packets counts dropped packets itself, and the outbound goroutine notices when the link has
+		// ended.
 		_ = in.write.packets(p, r.packets)
 		clear(r.packets)
 		r.packets = r.packets[:0]
 	}
 }
 
-// first refuses replayed messages. It returns the endpoint of the last message that it did not
-// refuse, nil for none, and whether any of those messages was more than a keepalive. It gets opened
-// messages only, so forged ones move no window.
+// first refuses the replayed messages of the current run. It returns the endpoint of the last
+// message that is no replay (nil: none), and whether any such message is more than a keepalive.
+// It ignores messages that failed decryption, so forged ones do not move the replay window.
 func (in *inbound) first(p *peer, k *device.Keypair) (from conn.Endpoint, data bool) {
 	r := &in.run
 	window := keypairWindow.of(k)
@@ -377,7 +383,7 @@ func (in *inbound) first(p *peer, k *device.Keypair) (from conn.Endpoint, data b
 	return from, data
 }
 
-// refuse counts a refused message, or the packet in it.
+// refuse counts a refused message and shows it to a capture.
 func (in *inbound) refuse(peer *natengine.PeerState, m []byte, from conn.Endpoint, why natengine.Drop) {
 	in.t.engine.Count(peer, natengine.Inbound, why)
 	if in.tap.on() && !in.tap.to.Narrow() {
@@ -385,8 +391,8 @@ func (in *inbound) refuse(peer *natengine.PeerState, m []byte, from conn.Endpoin
 	}
 }
 
-// show shows an opened message and its packet to a capture. The message still has its header, but
-// not its tag.
+// show shows an opened message and its packet to a capture. m.b includes the message's header,
+// but not its tag.
 func (in *inbound) show(peer *natengine.PeerState, m *message, size int) {
 	p := m.b[headerLen : headerLen+size]
 	if headers, wanted := in.tap.wantsInner(peer, p, false, time.Duration(in.t.at(in.now))); wanted {
@@ -401,8 +407,8 @@ func (in *inbound) showKeepalive(peer *natengine.PeerState, m *message) {
 	}
 }
 
-// packetLen returns the length in the header of an IP packet, which excludes WireGuard's padding;
-// negative if it is invalid.
+// packetLen returns the length given in the header of an IP packet, which excludes WireGuard's
+// padding. It returns a negative number if the length is invalid.
 func packetLen(p []byte) int {
 	size := -1
 	switch {

@@ -6,25 +6,29 @@ import (
 	"golang.zx2c4.com/wireguard/device"
 )
 
-// A plain WireGuard peer replaces our key by the next one at one moment. Its sessions with the former key end then, and it
-// begins no handshake until it has something to send: a peer that only answers falls silent. So while our key rotates, the
-// tunnel itself begins handshakes with the next key with silent peers. A peer that still has the former key refuses them, and its
-// session lasts.
+// A plain WireGuard peer changes from our current to our next key at some moment that we do not
+// see. Its sessions with the former key end then, and it starts a handshake only when it has
+// something to send. So a peer that only answers falls silent. While our key rotates, the tunnel
+// therefore starts handshakes with the next key with silent peers. A peer that still has only the
+// former key refuses them, and its session continues.
 
 const (
-	// laggardSilence is how long a peer may leave data unanswered. It is longer than most round trips, and the loss of a
-	// peer that only answers is hardly longer.
+	// laggardSilence is the time without an answer to data after which a peer counts as silent. It
+	// is longer than most round trips, and short enough that a peer that only answers is hardly
+	// interrupted.
 	laggardSilence = 250 * time.Millisecond
-	// laggardLook is how often silent peers are looked for while the key rotates, and laggardsAtOnce how many of them get
-	// a handshake then: 100 in a second take two hundredths of a processor.
+	// laggardLook is the interval at which silent peers are searched while our key rotates. At most
+	// laggardsAtOnce of them get a handshake in one interval: 100 in a second take 2 % of a
+	// processor.
 	laggardLook    = 100 * time.Millisecond
 	laggardsAtOnce = 10
-	// laggardPause is the least time between two handshakes with a peer. It grows up to RekeyTimeout, because a handshake
-	// ends the one before, whose answer may take long.
+	// laggardPause is the minimum time between two handshakes with a peer. It grows up to
+	// RekeyTimeout, because a new handshake ends the previous one, whose answer may take long.
 	laggardPause = time.Second
 )
 
-// lookForLaggards begins handshakes with the next key, and runs again until the rotation ends.
+// lookForLaggards starts handshakes with the next key with silent peers. It repeats itself until
+// the rotation ends.
 func (t *Tunnel) lookForLaggards() {
 	t.mu.Lock()
 	next := t.ids.Load().next
@@ -41,12 +45,12 @@ func (t *Tunnel) lookForLaggards() {
 	}
 }
 
-// laggards returns peers of the next identity that have no session and whose current session is
-// silent. The caller holds t.mu.
+// laggards returns the peers of the next identity that have no session and whose current session
+// is silent, at most laggardsAtOnce. The caller holds t.mu.
 func (t *peerTable) laggards(next *identity, now time.Time) (all []*peer) {
 	for state, others := range t.also {
 		p := t.byState[state]
-		if p == nil { // its own public key is our next key
+		if p == nil { // the peer's public key is our next one, so that it was refused
 			continue
 		}
 		since := p.unanswered.Load()
@@ -71,7 +75,8 @@ func (t *peerTable) laggards(next *identity, now time.Time) (all []*peer) {
 	return all
 }
 
-// introduce begins a handshake, even within RekeyTimeout of the last one. The device does not repeat it.
+// introduce starts a handshake, even within RekeyTimeout of the last one. The device will not
+// repeat it.
 func (p *peer) introduce(table *peerTable) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -80,11 +85,11 @@ func (p *peer) introduce(table *peerTable) {
 	}
 	p.follow(table)
 	p.forgetInitiation()
-	_ = p.dev.SendHandshakeInitiation(false) // the device has logged why not
+	_ = p.dev.SendHandshakeInitiation(false) // the device logs an error itself
 	(*peerRetransmit.of(p.dev)).Del()
 }
 
-// forgetInitiation lets the device begin a handshake within RekeyTimeout of the last one.
+// forgetInitiation lets the device start a handshake even within RekeyTimeout of the last one.
 func (p *peer) forgetInitiation() {
 	mu := peerHandshakeMu.of(p.dev)
 	mu.Lock()

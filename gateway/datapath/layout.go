@@ -15,22 +15,22 @@ import (
 	"golang.zx2c4.com/wireguard/replay"
 )
 
-// This file contains everything the package knows about unexported parts of wireguard-go: the keys
-// of a session, and the device's record of a peer and of a handshake.
-// TestReviewedWireGuardVersionMatchesGoMod fails when go.mod names another version. If a field is
-// missing or has another type, the process ends before main.
+// This file contains everything that the package knows about unexported parts of wireguard-go:
+// the keys of a session, and the device's state of a peer and of a handshake.
+// TestReviewedWireGuardVersionMatchesGoMod fails if go.mod has another version of wireguard-go.
+// If a field is missing or has another type, the process panics before main.
 
-// wireguardVersion is the version of golang.zx2c4.com/wireguard whose device package was read for
-// this file. An update of the module needs a person who reads what changed in
-// device/{keypair,peer,send,receive,timers,noise-protocol,indextable}.go, runs the tests of this
-// package and then changes this constant.
+// wireguardVersion is the version of golang.zx2c4.com/wireguard whose device package was reviewed
+// for this file. To update the module, review the changes in
+// device/{keypair,peer,send,receive,timers,noise-protocol,indextable}.go, run the tests of this
+// package, and then change this constant.
 const wireguardVersion = "v0.0.0-20260522210424-ecfc5a8d5446"
 
 // A field is the path to an unexported field of type F in a struct S.
 type field[S, F any] struct{ offset uintptr }
 
-// fieldOf finds a field by its names, outermost first. It panics if there is none with these names
-// and this type.
+// fieldOf returns the field with the given path of names, outermost first. It panics if there is
+// no such field of type F.
 func fieldOf[S, F any](names ...string) field[S, F] {
 	in, offset := reflect.TypeFor[S](), uintptr(0)
 	for _, name := range names {
@@ -52,9 +52,9 @@ func fieldOf[S, F any](names ...string) field[S, F] {
 // of returns a pointer to the field in s.
 func (f field[S, F]) of(s *S) *F { return (*F)(unsafe.Add(unsafe.Pointer(s), f.offset)) }
 
-// The fields of a Keypair do not change once lookup can find it, with two exceptions. Nonces come
-// from an atomic counter that the device shares, so no nonce is used twice. The replay window
-// belongs to this package alone, because the device never sees a data message.
+// The fields of a Keypair do not change after lookup can find it, with two exceptions. Nonces
+// come from an atomic counter that the device uses as well, so no nonce is used twice. The replay
+// window is used only by this package, because the device never sees a data message.
 var (
 	deviceIndexTable = fieldOf[device.Device, device.IndexTable]("indexTable")
 	entryPeer        = fieldOf[device.IndexTableEntry, *device.Peer]("peer")
@@ -74,7 +74,7 @@ var (
 	peerPreshared   = fieldOf[device.Peer, device.NoisePresharedKey]("handshake", "presharedKey")
 	peerEphemeral   = fieldOf[device.Peer, device.NoisePrivateKey]("handshake", "localEphemeral")
 	peerInitiated   = fieldOf[device.Peer, time.Time]("handshake", "lastSentHandshake")
-	peerIndex       = fieldOf[device.Peer, uint32]("handshake", "localIndex") // 0 once there is a keypair
+	peerIndex       = fieldOf[device.Peer, uint32]("handshake", "localIndex") // is 0 when the handshake has made a keypair
 
 	peerStatic = fieldOf[device.Peer, [device.NoisePublicKeySize]byte]("handshake", "precomputedStaticStatic")
 
@@ -90,20 +90,21 @@ var (
 	keypairLocal     = fieldOf[device.Keypair, uint32]("localIndex")
 )
 
-// handshakesWaiting returns how many handshake messages wait in the device.
+// handshakesWaiting returns the number of handshake messages that wait in the device.
 func handshakesWaiting(d *device.Device) int {
 	return reflect.ValueOf(d).Elem().FieldByIndex(deviceHandshakeQueue).Elem().FieldByIndex(queueChannel).Len()
 }
 
-// Paths to the device's queue of handshakes, whose type is not exported: first to the pointer, from there
-// to the channel.
+// Paths to the device's queue of handshakes, whose type is not exported: first to the pointer to
+// the queue, from there to its channel.
 var (
 	deviceHandshakeQueue = indexOf(reflect.TypeFor[device.Device](), "queue", "handshake")
 	queueChannel         = indexOf(reflect.TypeFor[device.Device]().FieldByIndex(deviceHandshakeQueue).Type.Elem(), "c")
 	_                    = reflect.TypeFor[device.Device]().FieldByIndex(deviceHandshakeQueue).Type.Elem().FieldByIndex(queueChannel).Type.ChanDir()
 )
 
-// indexOf returns the path to a field by its names, outermost first. It panics if there is none.
+// indexOf returns the index path of a field, given its path of names, outermost first. It panics
+// if there is no such field.
 func indexOf(in reflect.Type, names ...string) (path []int) {
 	for _, name := range names {
 		f, ok := in.FieldByName(name)
@@ -115,15 +116,15 @@ func indexOf(in reflect.Type, names ...string) (path []int) {
 	return path
 }
 
-// Texts that the device logs when it refuses a handshake message whose first MAC is valid. It reports the
-// refusal in no other way.
+// refusals are the texts that the device logs when it refuses a handshake message whose mac1 is
+// valid. It reports such a refusal in no other way.
 var refusals = [...]string{
 	"Received invalid initiation message from %s",
 	"Received invalid response message from %s",
 }
 
-// lookup returns the keypair and the peer of a receiver index. The keypair is nil if nobody has the
-// index, or if it belongs to a handshake in progress. lookup takes the read lock of the device's
+// lookup returns the keypair and the peer with a receiver index. The keypair is nil if the index
+// is unknown or belongs to a handshake in progress. lookup takes the read lock of the device's
 // index table.
 func lookup(d *device.Device, index uint32) (*device.Peer, *device.Keypair) {
 	entry := deviceIndexTable.of(d).Lookup(index)

@@ -2,33 +2,33 @@ package datapath
 
 import "errors"
 
-// A Link carries IP packets between the gateway and the hosts on its side of the tunnel: a Linux
-// TUN (gateway/tun) or memory (gateway/datapath/memlink). Each packet has the ten octets of the
-// legacy virtio-net header (struct virtio_net_hdr, include/uapi/linux/virtio_net.h) in front, so
-// that it may be a superpacket of up to 65535 octets and may leave its transport checksum to be
-// finished.
+// A Link carries IP packets between the gateway and the hosts on its side of the tunnel. It is a
+// Linux TUN (gateway/tun) or in memory (gateway/datapath/memlink). Each packet is preceded by the
+// ten octets of the legacy virtio-net header (struct virtio_net_hdr,
+// include/uapi/linux/virtio_net.h). So a packet may be a superpacket of up to 65535 octets, and
+// its transport checksum may be incomplete.
 //
-// There is one reader at a time; Write, Wake, Name, MTU and Close may be called from any goroutine
-// at any time.
+// Only one goroutine at a time may call Read. Write, Wake, Name, MTU and Close may be called from
+// any goroutine at any time.
 type Link interface {
-	// Read copies one packet, virtio header first, into p and returns its length. p must hold the
-	// largest packet: packet.VirtioHeaderLen + 65535 octets. Without wait it returns ErrAgain when
-	// no packet is there. With wait it blocks until there is a packet, until Wake (ErrWoken) or
-	// until Close (os.ErrClosed). Any other error is the end of the link.
+	// Read copies one packet, with its virtio header, into p and returns the total length. p must
+	// have room for the largest packet: packet.VirtioHeaderLen + 65535 octets. Without wait, Read
+	// returns ErrAgain if there is no packet. With wait it blocks until there is a packet, until
+	// Wake (ErrWoken) or until Close (os.ErrClosed). Any other error means that the link has ended.
 	Read(p []byte, wait bool) (int, error)
-	// Wake makes the blocked Read, or else the next Read that would block, return ErrWoken. Several
-	// calls before that count as one. Everything published before Wake is visible to the reader
-	// after ErrWoken.
+	// Wake makes a blocked Read return ErrWoken. If no Read is blocked, the next one that would
+	// block returns ErrWoken. Several calls before that count as one. Everything published before
+	// Wake is visible to the reader after ErrWoken.
 	Wake()
-	// Write sends one packet made of the concatenation of bufs, the first of which starts with the
-	// virtio header. It does not keep bufs. An error means that this packet was lost; os.ErrClosed
-	// means that all later ones will be lost, too.
+	// Write sends one packet, the concatenation of bufs, which starts with the virtio header. It
+	// does not keep bufs. An error means that this packet was lost; os.ErrClosed means that all
+	// later ones will be lost as well.
 	Write(bufs [][]byte) error
-	// Name is the interface name.
+	// Name returns the interface name.
 	Name() string
-	// MTU is the largest IP packet in octets that is not a superpacket.
+	// MTU returns the size of the largest IP packet, in octets, that is not a superpacket.
 	MTU() int
-	// Close ends Read and Write with os.ErrClosed. Further calls do nothing.
+	// Close makes Read and Write return os.ErrClosed. Further calls do nothing.
 	Close() error
 }
 

@@ -19,34 +19,35 @@ import (
 )
 
 const (
-	// localQueueLen bounds the packets in one queue of a localLink that the reader has not fetched yet. The
-	// newest is dropped and counted as DropLocalQueue.
+	// localQueueLen is the maximum number of packets that wait in one queue of a localLink. If a
+	// queue is full, a new packet is dropped and counted as DropLocalQueue.
 	localQueueLen = 256
 
 	localNIC = 1
 )
 
-// Local is the gateway's own endpoint. A TCP/IP stack inside the process answers ICMP echo. Messages
-// between gateways (Liqo's connection check on UDP port 12345) have a Port, which the stack does not
-// see. Local has no kernel address, so the kernel's addresses, routes and firewall cannot get in its
-// way. Packets to it are those with verdict Deliver; packets from it pass the engine like any pod's.
+// Local is the gateway's own endpoint in the tunnel. A TCP/IP stack inside the process answers
+// ICMP echo requests. Messages between gateways (Liqo's connection check on UDP port 12345)
+// bypass that stack and go to a Port. Local has no address in the kernel, so the kernel's
+// addresses, routes and firewall do not affect it. It receives the packets with verdict Deliver;
+// the packets that it sends pass the engine like those of a pod.
 //
 // Safe for concurrent use.
 type Local struct {
 	stack   *stack.Stack
 	link    *localLink
-	addrs   [2]netip.Addr // IPv4, IPv6; zero: no address
+	addrs   [2]netip.Addr // IPv4, IPv6; zero: none
 	port    atomic.Pointer[Port]
 	streams atomic.Pointer[Streams]
-	out     turns // whole packets of the port, by destination
+	out     turns // packets that the Port sends, by destination
 	closed  atomic.Bool
 
-	// deliver holds it, so that it can attribute the stack's refusals to its packet
+	// delivering is held by deliver, so that it can attribute a refusal by the stack to its packet.
 	delivering sync.Mutex
 }
 
-// NewLocal makes an endpoint with an IPv4 address (Liqo's 169.254.0.1), an IPv6 address, or both;
-// the zero Addr means that there is none. mtu is in octets; larger packets leave it as fragments.
+// NewLocal returns an endpoint with an IPv4 address (Liqo's 169.254.0.1), an IPv6 address, or
+// both; the zero Addr means none. mtu is in octets. Larger packets are sent as fragments.
 func NewLocal(addr4, addr6 netip.Addr, mtu int) (*Local, error) {
 	if addr4.IsValid() && !addr4.Is4() || addr6.IsValid() && !addr6.Is6() || !addr4.IsValid() && !addr6.IsValid() {
 		return nil, fmt.Errorf("in-process endpoint: addresses %v, %v: want IPv4, IPv6", addr4, addr6)
@@ -59,8 +60,8 @@ func NewLocal(addr4, addr6 netip.Addr, mtu int) (*Local, error) {
 		link:  newLocalLink(uint32(mtu)),
 		addrs: [2]netip.Addr{addr4, addr6},
 	}
-	// The stack has one limit for all peers, which a single peer could exhaust. Instead each peer
-	// has its own limit, see peer.others.
+	// The stack's own limit applies to all peers together, so a single peer could exhaust it.
+	// Instead, each peer has a limit of its own (peer.others).
 	l.stack.SetICMPLimit(rate.Inf)
 	if err := configure(l.stack, l.link, l.addrs); err != nil {
 		l.Close()
@@ -69,7 +70,7 @@ func NewLocal(addr4, addr6 netip.Addr, mtu int) (*Local, error) {
 	return l, nil
 }
 
-// configure gives a stack its IPv4 and IPv6 address, and routes everything to its link.
+// configure sets a stack's addresses, and adds routes that send everything to its link.
 func configure(s *stack.Stack, link *localLink, addrs [2]netip.Addr) error {
 	if err := s.CreateNIC(localNIC, link); err != nil {
 		return fmt.Errorf("interface: %s", err)
@@ -96,7 +97,7 @@ func configure(s *stack.Stack, link *localLink, addrs [2]netip.Addr) error {
 	return nil
 }
 
-// udp builds a whole packet that the endpoint sends.
+// udp returns a complete IP packet with a UDP datagram from the endpoint.
 func (l *Local) udp(payload []byte, from uint16, to netip.AddrPort) ([]byte, error) {
 	headers, src := header.IPv4MinimumSize, l.addrs[0]
 	if to.Addr().Is6() {
@@ -122,13 +123,13 @@ func (l *Local) udp(payload []byte, from uint16, to netip.AddrPort) ([]byte, err
 	copy(u.Payload(), payload)
 	sum := header.PseudoHeaderChecksum(udp.ProtocolNumber, ours, theirs, uint16(size))
 	if sum = ^u.CalculateChecksum(checksum.Checksum(payload, sum)); sum == 0 {
-		sum = 0xffff // zero would mean that there is no checksum
+		sum = 0xffff // zero would mean "no checksum"
 	}
 	u.SetChecksum(sum)
 	return b, nil
 }
 
-// SetMTU changes the size in octets above which packets leave as fragments.
+// SetMTU sets the size in octets above which packets are sent as fragments.
 func (l *Local) SetMTU(mtu int) {
 	l.link.SetMTU(uint32(mtu))
 	if s := l.streams.Load(); s != nil {
@@ -136,7 +137,7 @@ func (l *Local) SetMTU(mtu int) {
 	}
 }
 
-// Close ends the endpoint and its port. Further calls do nothing.
+// Close closes the endpoint and its port. Further calls do nothing.
 func (l *Local) Close() {
 	if l.closed.Swap(true) {
 		return
@@ -152,17 +153,19 @@ func (l *Local) Close() {
 	l.link.Endpoint.Close()
 }
 
-// attach sets the functions to call after a queue gets a packet, and after one overflows.
+// attach sets two functions: wake is called after a packet was queued, overflow after a full
+// queue has dropped one.
 func (l *Local) attach(wake, overflow func()) {
 	l.link.overflow.Store(&overflow)
 	l.link.wake.Store(&wake)
 }
 
-// next copies the next packet of the endpoint into p. It returns the length of the packet, 0 for none, and
-// the size to pad it to, 0 for no padding. Packets of the port go first: they are few, and they decide
-// whether peers count as connected.
+// next copies the next packet that the endpoint sends into p. n is its length, or 0 if there is
+// none. size is the length to which it must be padded, or 0. Packets of the Port have priority:
+// they are few, and they decide whether peers count as connected.
 func (l *Local) next(p []byte) (n, size int) {
-	if d, ok := l.out.pop(); ok { // one atomic load, as below, because this runs once per batch
+	// Both pops cost one atomic load if the queue is empty, because this runs once per batch.
+	if d, ok := l.out.pop(); ok {
 		return copy(p, d.b), d.size
 	}
 	if n := l.link.next(p); n > 0 {
@@ -174,11 +177,12 @@ func (l *Local) next(p []byte) (n, size int) {
 	return 0, 0
 }
 
-// hasPadded reports whether the next packet has to be padded.
+// hasPadded reports whether the next packet must be padded.
 func (l *Local) hasPadded() bool { return l.out.peek().size > 0 }
 
-// deliver passes one whole packet to the stack, which copies it, and reports whether the stack took it. Answers
-// (ICMP echo) may be queued before it returns. from is the peer that sent the packet, nil for none.
+// deliver passes one complete packet to the stack, which copies it, and reports whether the stack
+// accepted it. Answers (ICMP echo) may be queued before deliver returns. from is the peer that
+// sent the packet, or nil.
 func (l *Local) deliver(from *peer, b []byte) bool {
 	protocol := ipv4.ProtocolNumber
 	if b[0]>>4 == 6 {
@@ -195,17 +199,18 @@ func (l *Local) deliver(from *peer, b []byte) bool {
 	return l.refused() == before
 }
 
-// refused returns the number of packets that the stack has refused: malformed IP options, ICMP
-// messages that are too short.
+// refused returns the number of packets that the stack has refused, for example because of
+// malformed IP options or an ICMP message that is too short.
 func (l *Local) refused() uint64 {
 	s := l.stack.Stats()
 	return s.IP.MalformedPacketsReceived.Value() + s.ICMP.V4.PacketsReceived.Invalid.Value() + s.ICMP.V6.PacketsReceived.Invalid.Value()
 }
 
-// localLink is the link of a TCP/IP stack. Answers that the stack sends during deliver wait in one queue per peer,
-// all else waits in one queue per destination: a peer that makes the stack send a lot takes no room from other
-// peers. The link of Streams has no deliver, so all segments of a connection wait in one queue, in order. The queue
-// of channel.Endpoint is not used.
+// A localLink is the link of a TCP/IP stack. An answer that the stack sends during deliver waits
+// in a queue of the peer that is answered. Any other packet waits in a queue of its destination.
+// So a peer that makes the stack send a lot uses no room of other peers. Streams never call
+// deliver, so all segments of a connection wait in one queue, in order. The embedded
+// channel.Endpoint has a queue as well, which is not used.
 type localLink struct {
 	*channel.Endpoint
 	out            turns
@@ -217,7 +222,8 @@ func newLocalLink(mtu uint32) *localLink {
 	return &localLink{Endpoint: channel.New(0, mtu, ""), out: turns{each: localQueueLen}}
 }
 
-// next copies the next packet of the stack into p, and returns its length, 0 for none.
+// next copies the next packet that the stack sends into p, and returns its length, or 0 if there
+// is none.
 func (l *localLink) next(p []byte) int {
 	d, _ := l.out.pop()
 	return copy(p, d.b)
@@ -242,7 +248,7 @@ func (l *localLink) WritePackets(pkts stack.PacketBufferList) (int, tcpip.Error)
 	return queued, nil
 }
 
-// destination returns the destination of a packet of the stack.
+// destination returns the destination address of a packet from the stack.
 func destination(b []byte) netip.Addr {
 	if b[0]>>4 == 4 {
 		return netip.AddrFrom4([4]byte(b[16:20]))
@@ -250,7 +256,7 @@ func destination(b []byte) netip.Addr {
 	return netip.AddrFrom16([16]byte(b[24:40]))
 }
 
-// called calls f, unless it is nil.
+// called calls the stored function, unless it is nil.
 func (l *localLink) called(f *atomic.Pointer[func()]) {
 	if f := f.Load(); f != nil {
 		(*f)()

@@ -10,27 +10,27 @@ import (
 )
 
 const (
-	// scratchLen holds the largest packet. Its header is at an offset that puts the packet on a
-	// 16-octet boundary.
+	// scratchLen is large enough for any packet. The header starts at scratchPad, so that the packet
+	// starts at a multiple of 16 octets.
 	scratchPad = 16 - packet.VirtioHeaderLen
 	scratchLen = scratchPad + packet.VirtioHeaderLen + 65535
 
-	// localBurst is how many packets of the in-process endpoint go before those of the link in one
-	// batch.
+	// localBurst is the maximum number of packets of the in-process endpoint that one batch sends
+	// before those of the link.
 	localBurst = 32
 )
 
-// outbound is the goroutine that reads packets of the link and of the in-process endpoint, and its
-// scratch.
+// outbound is the goroutine that reads packets from the link and from the in-process endpoint,
+// with its scratch memory.
 type outbound struct {
 	t         *Tunnel
-	scratch   []byte // a packet of the link, virtio header first
+	scratch   []byte // the current packet of the link, with its virtio header
 	header    packet.VirtioHeader
 	view      packet.View
-	segmenter packet.Segmenter     // segments of the last superpacket that exceeded the batch; uses scratch
-	released  [][]byte             // fragments that exceeded the batch, owned
-	peer      *natengine.PeerState // of the current packet, and of the remaining segments
-	padTo     int                  // size that the current packet is padded to, 0: none
+	segmenter packet.Segmenter     // segments of the last superpacket that are left for the next batch; refers to scratch
+	released  [][]byte             // fragments that are left for the next batch, owned
+	peer      *natengine.PeerState // destination of the current packet and of the remaining segments
+	padTo     int                  // length to which the current packet must be padded; 0: no padding
 	big       tooBig
 	traffic   traffic
 	now       time.Duration
@@ -63,25 +63,25 @@ func (o *outbound) run() {
 	}
 }
 
-// A sink gets the packets of a batch, one after the other.
+// A sink consumes the packets of a batch, one after the other.
 type sink interface {
-	// take takes one whole packet, with complete checksums and no larger than the MTU of its peer.
-	// The slice may have a capacity for padding, up to most octets in total. The sink may change
-	// the octets until take returns. more reports whether there is room for another packet.
+	// take consumes one complete packet, with final checksums and no larger than the MTU of its
+	// peer. p may have capacity for padding, up to most octets in total. The sink may modify p until
+	// take returns. more reports whether there is room for another packet.
 	take(peer *natengine.PeerState, p []byte) (more bool)
 
-	// most returns the size in octets of the largest packet that the sink accepts now. It may grow
+	// most returns the size of the largest packet that the sink accepts now, in octets. It may grow
 	// while the batch is empty.
 	most() int
 }
 
-// batch has the packets of one read: until the link has no more, or until the sink is full. A
-// superpacket with more segments continues in the next batch.
+// A batch is the set of packets of one read. It ends when the link has no more packets or the
+// sink is full. If a superpacket has more segments than fit, the rest goes into the next batch.
 type batch struct {
 	to    sink
 	n     int // number of packets
 	full  bool
-	timed bool // the clock was read for this batch
+	timed bool // the clock has been read for this batch
 }
 
 func (b *batch) give(peer *natengine.PeerState, p []byte) {
@@ -89,9 +89,9 @@ func (b *batch) give(peer *natengine.PeerState, p []byte) {
 	b.full = !b.to.take(peer, p)
 }
 
-// read fills a batch. It waits only for the first packet. It returns an empty batch when packets
-// that wait for a session need attention. The only error is the end of the link, os.ErrClosed after
-// Close.
+// read fills a batch. It blocks only while the batch is empty. It returns an empty batch if
+// packets that wait for a session need attention. It returns an error only when the link has
+// ended: os.ErrClosed after Close.
 func (o *outbound) read(b *batch) error {
 	o.tap.begin()
 	o.readKept(b)
@@ -101,7 +101,7 @@ func (o *outbound) read(b *batch) error {
 	for !b.full {
 		wait := b.n == 0
 		if wait {
-			b.timed = false // the next packet may come much later
+			b.timed = false // the next packet may come much later, so read the clock again
 			o.divert()
 		}
 		var n int
@@ -122,7 +122,7 @@ func (o *outbound) read(b *batch) error {
 		}
 		if d := o.t.diverted.Load(); d != nil {
 			if d.f(o.scratch[:n]); b.n > 0 {
-				break // packets of the batch must not wait for more from the link
+				break // packets in the batch must not wait for further packets
 			}
 			continue
 		}
@@ -132,7 +132,7 @@ func (o *outbound) read(b *batch) error {
 	return err
 }
 
-// readKept passes on the packets that exceeded the previous batch.
+// readKept adds the packets that were left over from the previous batch.
 func (o *outbound) readKept(b *batch) {
 	for o.segmenter.Remaining() > 0 && !b.full {
 		b.give(o.peer, o.segmenter.Next())
@@ -142,7 +142,7 @@ func (o *outbound) readKept(b *batch) {
 	}
 }
 
-// readReleased hands on fragments that the engine had held, or that this goroutine made.
+// readReleased adds fragments that the engine had held, or that this goroutine has made.
 func (o *outbound) readReleased(b *batch) {
 	i := 0
 	for ; i < len(o.released) && !b.full; i++ {
@@ -153,14 +153,16 @@ func (o *outbound) readReleased(b *batch) {
 	o.released = o.released[:rest]
 }
 
-// readLocal hands on packets of the in-process endpoint. If some remain queued, the batch is not
-// empty, so Read will not wait. A padded packet gets a batch of its own: as a segment of a UDP
-// superpacket it would pass virtual links that drop packets of its size.
+// readLocal adds packets of the in-process endpoint. If some stay queued, the batch is not empty,
+// so read will not block. A padded packet gets a batch of its own: otherwise the kernel could
+// send its message as a segment of a UDP superpacket, which passes virtual links that would drop
+// a packet of its size.
 func (o *outbound) readLocal(b *batch) {
 	if o.t.local == nil {
 		return
 	}
-	// While scratch still holds segments of a superpacket, the batch is full.
+	// While scratch still holds segments of a superpacket, the batch is full, so this loop does not
+	// overwrite them.
 	for first := b.n; !b.full && b.n-first < localBurst; {
 		if b.n > 0 && o.t.local.hasPadded() {
 			b.full = true
@@ -183,7 +185,7 @@ func (o *outbound) readLocal(b *batch) {
 	}
 }
 
-// outbound handles one packet of the link.
+// outbound handles one packet from the link. p starts with the virtio header.
 func (o *outbound) outbound(b *batch, p []byte) {
 	if err := o.header.Decode(p); err != nil {
 		o.discard(p[min(len(p), packet.VirtioHeaderLen):], natengine.DropVirtioHeader)
@@ -200,7 +202,7 @@ func (o *outbound) outbound(b *batch, p []byte) {
 	o.translate(b, gsoSize, false)
 }
 
-// discard counts a packet that does not reach the engine.
+// discard counts a packet that is dropped before it reaches the engine.
 func (o *outbound) discard(p []byte, why natengine.Drop) {
 	o.t.engine.Count(nil, natengine.Outbound, why)
 	if o.tap.on() {
@@ -208,7 +210,7 @@ func (o *outbound) discard(p []byte, why natengine.Drop) {
 	}
 }
 
-// parse parses a packet of the link and checks its header against it.
+// parse parses a packet from the link and validates the virtio header against it.
 func (o *outbound) parse(p []byte) (gsoSize int, drop natengine.Drop) {
 	if err := o.view.Parse(p, o.header.ChecksumState()); err != nil {
 		return 0, dropOf(err)
@@ -220,9 +222,9 @@ func (o *outbound) parse(p []byte) (gsoSize int, drop natengine.Drop) {
 	return gsoSize, natengine.DropNone
 }
 
-// translate passes the parsed packet to the engine and carries out the verdict. local marks a
-// packet of the in-process endpoint. It may go to a peer that counts as down, because it is how the
-// peer is found to be back.
+// translate passes the parsed packet to the engine and acts on the verdict. local is true for a
+// packet of the in-process endpoint. Such a packet is sent even to a peer that counts as down,
+// because its answer shows that the peer is back.
 func (o *outbound) translate(b *batch, gsoSize int, local bool) {
 	if !b.timed {
 		o.now, b.timed = o.t.Now(), true
@@ -235,7 +237,7 @@ func (o *outbound) translate(b *batch, gsoSize int, local bool) {
 		o.show(v, gsoSize, local)
 	}
 	if v.Action != natengine.Forward {
-		return // the engine has counted the packet or holds it
+		return // the engine has dropped and counted the packet, or holds it
 	}
 	if v.Peer.Down() && !local {
 		for range 1 + len(v.Released()) {
@@ -250,7 +252,7 @@ func (o *outbound) translate(b *batch, gsoSize int, local bool) {
 	}
 }
 
-// show shows the packet to a capture, with its fate.
+// show shows a packet, with the verdict on it, to a capture.
 func (o *outbound) show(v natengine.Verdict, gsoSize int, local bool) {
 	drop, segments := v.Drop, 1
 	if v.Action == natengine.Forward && v.Peer.Down() && !local {
@@ -262,11 +264,12 @@ func (o *outbound) show(v natengine.Verdict, gsoSize int, local bool) {
 	o.tap.crossed(&o.view, v, drop, segments, nil, o.now)
 }
 
-// release hands on the fragments that the engine released after the packet before them.
+// release adds the fragments that the engine released together with the current packet.
 func (o *outbound) release(b *batch, v natengine.Verdict) {
 	for _, p := range v.Released() {
 		if most := limit(b, v.Peer); len(p) > most {
-			if o.view.Parse(p, packet.ChecksumComplete) == nil { // it parsed on arrival
+			// It cannot fail, because the fragment was parsed when it arrived.
+			if o.view.Parse(p, packet.ChecksumComplete) == nil {
 				o.splitOrTell(&o.view, most, v.Peer)
 			}
 			continue
@@ -277,7 +280,7 @@ func (o *outbound) release(b *batch, v natengine.Verdict) {
 	o.readReleased(b)
 }
 
-// forward puts the translated packet or its segments into the batch.
+// forward adds the translated packet, or its segments, to the batch.
 func (o *outbound) forward(b *batch, gsoSize int, peer *natengine.PeerState) {
 	if gsoSize == 0 {
 		o.view.CompleteChecksum()
@@ -304,8 +307,8 @@ func (o *outbound) forward(b *batch, gsoSize int, peer *natengine.PeerState) {
 	o.readKept(b)
 }
 
-// padded returns the packet, with zeros behind it if it has to be padded. Such a packet lies at the
-// beginning of scratch.
+// padded returns p, extended by zeros to padTo if that is set. Such a packet is at the beginning
+// of scratch.
 func (o *outbound) padded(p []byte, most int) []byte {
 	if size := min(o.padTo, most); size > len(p) {
 		clear(o.scratch[len(p):size])

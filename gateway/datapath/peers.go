@@ -11,13 +11,13 @@ import (
 	"github.com/isthmus-net/isthmus/natengine"
 )
 
-// peerTable is immutable once it is published.
+// A peerTable holds the peers of a tunnel. It is immutable after it is published.
 type peerTable struct {
-	byState  map[*natengine.PeerState]*peer   // of the current identity
-	also     map[*natengine.PeerState][]*peer // peers of the next identity, and retired ones
+	byState  map[*natengine.PeerState]*peer   // peers of the current identity
+	also     map[*natengine.PeerState][]*peer // peers of the next identity, and retired peers
 	byDevice map[*device.Peer]*peer           // all peers
 	at       map[*peer]netip.Addr             // configured address of each peer
-	byAddr   map[netip.Addr]*place            // places by address
+	byAddr   map[netip.Addr]*place            // places by configured address
 }
 
 func newPeerTable(peers int) *peerTable {
@@ -29,25 +29,26 @@ func newPeerTable(peers int) *peerTable {
 	}
 }
 
-// A Peer is a peer of the engine, its public key, and its endpoint. The zero AddrPort keeps the
-// endpoint. With Refused, nothing may be sent to the endpoint that was set before: the tunnel sends
-// nothing to the peer until the peer has sent something, from any address.
+// A Peer configures a peer of the tunnel: the corresponding peer of the engine, its public key,
+// and its endpoint. The zero AddrPort keeps the present endpoint. Refused means that nothing may
+// be sent to the last configured endpoint: the tunnel sends nothing to the peer until the peer
+// has sent something, from any address.
 type Peer struct {
 	State    *natengine.PeerState
 	Key      [32]byte
 	Endpoint netip.AddrPort
 	Refused  bool
-	// Gateway holds the two addresses of the peer's gateway inside the tunnel: the source of its messages,
-	// and the address at which it answers. The Port accepts messages only from these.
+	// Gateway holds the two addresses of the peer's gateway inside the tunnel: the source of its
+	// requests, and the address from which it answers. A Port accepts messages only from these.
 	Gateway   [2]netip.Addr
-	Streams   bool // this gateway and the peer's may use each other's Streams
+	Streams   bool // allow Streams between this gateway and the peer's
 	Preshared PresharedKeys
 }
 
-// SetPeers replaces the peers. Call it after each change of the engine's rules, which decide what a
-// peer may send: a range that moves between two peers moves there in one step. A peer that stays
-// keeps its sessions. Its endpoint is set only if Endpoint has changed since the last call, because
-// the peer may have roamed.
+// SetPeers replaces the peers. Call it after each change of the engine's rules. The rules decide
+// which addresses a peer may use, so a range moves from one peer to another in one step, in the
+// engine. A peer that stays keeps its sessions. Its endpoint is set only if Endpoint has changed
+// since the last call, because the peer may have roamed.
 func (t *Tunnel) SetPeers(peers []Peer) error {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -57,7 +58,7 @@ func (t *Tunnel) SetPeers(peers []Peer) error {
 	return t.set(newPeerTable(len(peers)), peers)
 }
 
-// Change updates the peers as SetPeers does. It takes only the changed and new peers, and those to
+// Change does the same as SetPeers, but is given only the changed and new peers, and those to
 // remove.
 func (t *Tunnel) Change(changed []Peer, gone []*natengine.PeerState) error {
 	t.mu.Lock()
@@ -94,7 +95,7 @@ func (t *Tunnel) Change(changed []Peer, gone []*natengine.PeerState) error {
 	return t.set(table, changed)
 }
 
-// set adds peers to a table, which then comes into force. The caller holds t.mu.
+// set adds peers to a table and publishes the table. The caller holds t.mu.
 func (t *Tunnel) set(table *peerTable, peers []Peer) error {
 	old, ids := t.peers.Load(), t.ids.Load()
 	var errs []error
@@ -110,7 +111,7 @@ func (t *Tunnel) set(table *peerTable, peers []Peer) error {
 		}
 		table.byState[want.State], table.byDevice[p.dev], table.at[p] = p, p, want.Endpoint.Addr().Unmap()
 		for _, q := range old.also[want.State] {
-			if q.retired.Load() && !q.stopped { // see member
+			if q.retired.Load() && !q.stopped { // member stops a retired peer whose key is in use again
 				table.byDevice[q.dev], table.also[want.State] = q, append(slices.Clone(table.also[want.State]), q)
 			}
 		}
@@ -135,7 +136,7 @@ func (t *Tunnel) set(table *peerTable, peers []Peer) error {
 	t.publish(table)
 	for _, p := range fresh {
 		if t.up {
-			p.dev.Start() // only now, so that its first message finds the peer in the table
+			p.dev.Start() // not earlier, so that its first message finds the peer in the table
 			if table.replaces(p) {
 				p.initiation.arm(0)
 			}
@@ -145,14 +146,15 @@ func (t *Tunnel) set(table *peerTable, peers []Peer) error {
 	return errors.Join(errs...)
 }
 
-// member returns the identity's peer for a Peer, and whether it is new. The caller holds t.mu.
+// member returns the identity's peer for want, and whether that peer is new. The caller holds
+// t.mu.
 func (t *Tunnel) member(table, old *peerTable, id *identity, want Peer) (p *peer, isNew bool, err error) {
 	key := device.NoisePublicKey(want.Key)
 	if key == *id.public.Load() {
 		return nil, false, errors.New("its public key is our own")
 	}
 	dev := id.dev.LookupPeer(key)
-	// the former key is in use again, by this peer or by another one
+	// The former key of a retired peer is in use again, by the same or another peer.
 	if p = old.byDevice[dev]; p != nil && p.retired.Load() {
 		delete(table.byDevice, dev)
 		table.without(p)
@@ -177,12 +179,13 @@ func (t *Tunnel) member(table, old *peerTable, id *identity, want Peer) (p *peer
 	return newPeer(id, want.State, key, dev, p), true, nil
 }
 
-// replaces reports whether a peer has retired predecessors.
+// replaces reports whether a peer has retired predecessors, which have former keys.
 func (t *peerTable) replaces(p *peer) bool {
 	return slices.ContainsFunc(t.also[p.state], func(q *peer) bool { return q.retired.Load() })
 }
 
-// place sets the endpoint of a peer and the addresses of its gateway. The caller holds t.mu.
+// place sets the endpoint of a peer, the addresses of its gateway and its preshared keys. The
+// caller holds t.mu.
 func (t *Tunnel) place(table *peerTable, want Peer) {
 	was, placed := t.places[want.Key]
 	for _, p := range append([]*peer{table.byState[want.State]}, table.also[want.State]...) {
@@ -204,15 +207,15 @@ func (t *Tunnel) place(table *peerTable, want Peer) {
 	}
 }
 
-// leave makes the device forget the configured endpoint of a peer. If the peer has roamed, it has
-// proved its new endpoint by its key, and keeps it.
+// leave makes the device forget the configured endpoint was of a peer. If the peer has roamed, it
+// keeps its new endpoint, because it has authenticated itself there.
 func leave(dev *device.Peer, was netip.AddrPort) {
 	if at, ok := endpointOf(dev).(interface{ AddrPort() netip.AddrPort }); ok && at.AddrPort() == was {
 		dev.SetEndpointFromPacket(nil)
 	}
 }
 
-// publish puts a table into force, and ends the peers that it lacks.
+// publish makes a table the current one, and stops the peers that are not in it.
 func (t *Tunnel) publish(table *peerTable) {
 	old := t.peers.Swap(table)
 	for dev, p := range old.byDevice {
@@ -220,8 +223,8 @@ func (t *Tunnel) publish(table *peerTable) {
 		if now == p {
 			continue
 		}
-		// before the removal: a timer that began a handshake with a removed peer would leave its
-		// index in the device's table for ever
+		// Stop it before it is removed: if a timer started a handshake with a removed peer, the index
+		// would stay in the device's table for ever.
 		p.stop()
 		if now != nil {
 			continue
@@ -233,7 +236,7 @@ func (t *Tunnel) publish(table *peerTable) {
 		if heir == nil || heir.key != p.key {
 			delete(t.places, p.key)
 		}
-		if heir != nil { // the counters of a peer never decrease
+		if heir != nil { // add the counters, so that those of a peer never decrease
 			heir.received0.Add(p.octetsReceived())
 			heir.sent0.Add(p.octetsSent())
 		}

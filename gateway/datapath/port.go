@@ -15,27 +15,29 @@ import (
 	"github.com/isthmus-net/isthmus/packet"
 )
 
-// These constants bound the packets of one peer to the in-process endpoint. Packets beyond them are
-// dropped before they touch anything that peers share.
+// Limits of the packets from one peer to the in-process endpoint. Packets beyond a limit are
+// dropped before they use anything that peers share.
 const (
-	// MessageRate and MessageBurst bound the messages from each of the two addresses of a peer's gateway.
-	// An honest gateway sends one PING and one PONG every two seconds, and briefly some twenty of each
-	// while it probes the path MTU.
+	// MessageRate and MessageBurst limit the messages from each of the two addresses of a peer's
+	// gateway. A regular gateway sends one PING and one PONG every two seconds, and about twenty of
+	// each in a short time while it probes the path MTU.
 	MessageRate  = 20 // per second
 	MessageBurst = 2 * MessageRate
 
-	// otherRate and otherBurst bound all other packets. Only ICMP echo among them is answered. A packet takes
-	// a token for each otherLen octets: an answer leaves in fragments of that size.
+	// otherRate and otherBurst limit all other packets. Of these, only ICMP echo requests are
+	// answered. A packet uses one token for each otherLen octets, because an answer is sent in
+	// fragments of that size.
 	otherRate  = 100 // per second
 	otherBurst = 64
 	otherLen   = 1280
 )
 
-// A bucket is a token bucket (RFC 1812, section 4.3.2.8). The zero value is full. Safe for concurrent
-// use.
-type bucket struct{ paid atomic.Int64 } // Tunnel.Now at which it is full again
+// A bucket is a token bucket (RFC 1812, section 4.3.2.8). The zero value is full. Safe for
+// concurrent use.
+type bucket struct{ paid atomic.Int64 } // value of Tunnel.Now at which the bucket will be full
 
-// take takes n tokens. The bucket gains rate tokens a second and holds at most burst.
+// take takes n tokens if the bucket has so many. The bucket gains rate tokens a second and holds
+// at most burst.
 func (b *bucket) take(now time.Duration, n, rate, burst int64) bool {
 	interval := int64(time.Second) / rate
 	for {
@@ -50,15 +52,15 @@ func (b *bucket) take(now time.Duration, n, rate, burst int64) bool {
 	}
 }
 
-// A datagram is an entry of turns.
+// A datagram is an entry of a turns queue.
 type datagram struct {
 	at   netip.AddrPort // inbound: source; outbound: destination
-	by   *peer          // outbound: the peer whose message is answered; nil: queued by destination address
-	b    []byte         // inbound: payload; outbound: whole packet; owned
-	size int            // outbound: octets to pad the packet to; 0: none
+	by   *peer          // outbound: the peer whose message is answered; nil: the queue is chosen by destination address
+	b    []byte         // inbound: payload; outbound: complete packet; owned
+	size int            // outbound: length to which the packet must be padded; 0: no padding
 }
 
-// A party is the owner of a queue in turns: a peer that gets answers, or an address.
+// A party identifies one queue in turns: that of a peer that is answered, or that of an address.
 type party struct {
 	peer *peer
 	addr netip.Addr
@@ -72,22 +74,22 @@ func (d datagram) party() party {
 }
 
 const (
-	turnsEach = 32   // datagrams of one party, unless turns says otherwise
-	turnsAll  = 4096 // of all parties; there is always room for one datagram per party
+	turnsEach = 32   // maximum number of datagrams of one party, unless turns.each is set
+	turnsAll  = 4096 // maximum number of all datagrams, except that each party may always queue one
 )
 
-// turns is a fair queue of datagrams. It serves parties in turn, and each party has its own room, so a
-// flood of one party delays another by at most one datagram. Datagrams of one party stay in order.
-// The zero value is empty. Safe for concurrent use.
+// turns is a fair queue of datagrams. It serves parties in turn and limits the datagrams of each,
+// so a flood from one party delays another party by at most one datagram. Datagrams of one party
+// stay in order. The zero value is empty. Safe for concurrent use.
 type turns struct {
-	each int          // datagrams of one party; 0: turnsEach
-	n    atomic.Int64 // number of datagrams; testing an empty queue costs one load
-	mu   sync.Mutex   // guards what follows
+	each int          // maximum number of datagrams of one party; 0: turnsEach
+	n    atomic.Int64 // number of datagrams; makes testing an empty queue cost one load
+	mu   sync.Mutex   // guards the following fields
 	of   map[party][]datagram
 	next []party // parties with datagrams, in the order of turns
 }
 
-// push adds a datagram and reports whether there was room.
+// push adds a datagram and reports whether there was room for it.
 func (t *turns) push(d datagram) bool {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -107,7 +109,7 @@ func (t *turns) push(d datagram) bool {
 	return true
 }
 
-// pop takes the next datagram, if there is one.
+// pop removes and returns the next datagram, if there is one.
 func (t *turns) pop() (d datagram, ok bool) {
 	if t.n.Load() == 0 {
 		return datagram{}, false
@@ -130,7 +132,7 @@ func (t *turns) pop() (d datagram, ok bool) {
 	return d, true
 }
 
-// peek returns the datagram that pop would take, or the zero datagram.
+// peek returns the next datagram without removing it, or the zero datagram.
 func (t *turns) peek() datagram {
 	if t.n.Load() == 0 {
 		return datagram{}
@@ -143,19 +145,21 @@ func (t *turns) peek() datagram {
 	return t.of[t.next[0]][0]
 }
 
-// A Port is the UDP port of the in-process endpoint for messages between gateways. It accepts messages
-// only from the gateways of peers (Peer.Gateway), and from each at a bounded rate.
+// A Port is the UDP port of the in-process endpoint for messages between gateways. It accepts
+// messages only from the gateways of peers (Peer.Gateway), and limits the rate from each of their
+// addresses.
 type Port struct {
 	local  *Local
 	number uint16
-	most   int // octets of a message; longer ones are truncated
+	most   int // maximum length of a message in octets; longer ones are truncated
 	in     turns
-	came   chan struct{} // holds one value when in may have a datagram
+	came   chan struct{} // wakes Receive: in may have a datagram
 	closed chan struct{}
 	once   sync.Once
 }
 
-// Listen opens the port and truncates messages to most octets. There can be one Port.
+// Listen opens the port number. Messages are truncated to most octets. An endpoint can have only
+// one Port.
 func (l *Local) Listen(number uint16, most int) (*Port, error) {
 	p := &Port{local: l, number: number, most: most, came: make(chan struct{}, 1), closed: make(chan struct{})}
 	if l.closed.Load() {
@@ -167,8 +171,8 @@ func (l *Local) Listen(number uint16, most int) (*Port, error) {
 	return p, nil
 }
 
-// Receive waits for a message, which the caller owns. One goroutine may call it. After Close of the port
-// or of its endpoint it returns net.ErrClosed.
+// Receive waits for a message, which the caller owns. Only one goroutine may call it. It returns
+// net.ErrClosed after the port or its endpoint is closed.
 func (p *Port) Receive() (message []byte, from netip.AddrPort, err error) {
 	for {
 		select {
@@ -186,10 +190,10 @@ func (p *Port) Receive() (message []byte, from netip.AddrPort, err error) {
 	}
 }
 
-// Send pads the WireGuard message to the length of a packet of size octets, which must not exceed the
-// tunnel's MTU; 0 adds no padding. The receiver removes the padding by the length in the IP header
-// (WireGuard paper, section 5.4.6). Without a session the packet waits for one, like any other packet.
-// Send does not keep message.
+// Send sends a message in a packet that WireGuard pads to size octets; 0 means no extra padding.
+// size must not exceed the tunnel's MTU. The receiver removes the padding, by the length in the
+// IP header (WireGuard paper, section 5.4.6). Without a session the packet waits for one, like
+// any other packet. Send does not keep message.
 func (p *Port) Send(message []byte, to netip.AddrPort, size int) error {
 	select {
 	case <-p.closed:
@@ -209,7 +213,7 @@ func (p *Port) Send(message []byte, to netip.AddrPort, size int) error {
 	return nil
 }
 
-// Close ends Receive and Send. Further calls do nothing.
+// Close makes Receive and Send return net.ErrClosed. Further calls do nothing.
 func (p *Port) Close() {
 	p.once.Do(func() { close(p.closed) })
 }
@@ -220,9 +224,10 @@ func (p *Port) isFor(v *packet.View) bool {
 	return p != nil && v.Proto() == packet.UDP && !fragment && v.DstPort() == p.number
 }
 
-// offer queues a copy of a message, or returns the reason why not.
+// offer queues a copy of a message, or returns the reason to drop it.
 func (p *Port) offer(v *packet.View) natengine.Drop {
-	size := int(binary.BigEndian.Uint16(v.Bytes()[v.TransportOffset()+4:])) // Parse has checked it
+	// Parse has checked the length field.
+	size := int(binary.BigEndian.Uint16(v.Bytes()[v.TransportOffset()+4:]))
 	message := v.Bytes()[v.PayloadOffset() : v.TransportOffset()+size]
 	d := datagram{at: netip.AddrPortFrom(v.Src(), v.SrcPort()), b: bytes.Clone(message[:min(len(message), p.most)])}
 	if !p.in.push(d) {
@@ -235,8 +240,8 @@ func (p *Port) offer(v *packet.View) natengine.Drop {
 	return natengine.DropNone
 }
 
-// toLocal hands the in-process endpoint a packet of a peer, or returns the reason to drop it. It takes a
-// token of the peer before it touches anything that peers share.
+// toLocal passes a packet from a peer to the in-process endpoint, or returns the reason to drop
+// it. It charges the peer's limits before it uses anything that peers share.
 func (t *Tunnel) toLocal(p *peer, v *packet.View, now time.Duration) natengine.Drop {
 	port := t.local.port.Load()
 	if port.isFor(v) {
@@ -267,9 +272,9 @@ func (t *Tunnel) toLocal(p *peer, v *packet.View, now time.Duration) natengine.D
 	return why
 }
 
-// useOf reports whether the stack gets a packet, and the reason if the packet counts as dropped. The stack
-// answers ICMP echo and handles ICMP errors. It also answers TCP and UDP with an ICMP error (RFC 1122,
-// section 3.2.2.1), but those packets count as dropped.
+// useOf reports whether the stack gets a packet, and the reason if the packet counts as dropped.
+// The stack answers ICMP echo requests and handles ICMP errors. It also answers TCP and UDP
+// packets with an ICMP error (RFC 1122, section 3.2.2.1), but those count as dropped.
 func useOf(v *packet.View) (stack bool, why natengine.Drop) {
 	_, _, _, fragment := v.Fragment()
 	echo, icmp := uint8(8), packet.ICMP

@@ -1,13 +1,13 @@
-// Package flowsync copies the NAT flows of the active gateway to the others, so that connections
-// survive when another one becomes active.
+// Package flowsync copies the NAT flows of the active gateway to the standby gateways, so that
+// connections survive when another gateway becomes active.
 //
 //	active ── TLS over TCP ──► standby      all flows, then each change
 //	standby ─────────────────► a gateway that has just started and has no flows: its copy
 //	active, as it ends ──────► standby      packets that nodes still send to it
 //
-// All gateways of an installation share the WireGuard private key. Both ends of a connection prove
-// that they have a key derived from it. When the private key is replaced, connections end and are
-// made again with the next key; copies stay.
+// All gateways of an installation share the WireGuard private key. Both ends of a connection
+// prove that they have a key derived from it. When the private key is replaced, connections end
+// and are made again with the next key; copies stay.
 package flowsync
 
 import (
@@ -19,31 +19,33 @@ import (
 	"github.com/isthmus-net/isthmus/natengine"
 )
 
-// Bounds of a copy.
+// Bounds of a copy of the flows.
 const (
-	// MaxFlows bounds the flows of a copy. Further ones are left out and counted.
+	// MaxFlows is the maximum number of flows in a copy. Further flows are left out and counted.
 	MaxFlows = 1 << 20
-	// keepFor is how long a copy stays valid without updates: as long as most flows live without a
-	// packet.
+	// keepFor is the time for which a copy stays valid without updates. Most flows expire after the
+	// same time without a packet.
 	keepFor = 5 * time.Minute
-	// adoptMost is how long a new active gateway waits until it has adopted its copy: a million
-	// flows take seconds.
+	// adoptMost is the maximum time that a new active gateway waits until it has adopted its copy,
+	// because adopting a million flows takes seconds.
 	adoptMost = 250 * time.Millisecond
-	// listMost is how long a standby waits, from its start, for the flows of the active gateway before
-	// it is ready. A gateway that cannot send them must not block an update.
+	// listMost is the maximum time from its start that a standby is unready because it waits for the
+	// flows of the active gateway. An active gateway that cannot send them must not block an update.
 	listMost = 10 * time.Second
 )
 
-// Flows are the flows of a running gateway. A natengine.Engine implements most of it.
+// Flows is the interface to the flows of a running gateway. A natengine.Engine implements most of
+// it.
 type Flows interface {
 	EachFlow(f func(peer string, flow natengine.Flow), between func() bool)
 	Follow(f func(peer string, flow natengine.Flow, ended bool)) (stop func())
 	Adopt(peer string, flow natengine.Flow) (opened bool, drop natengine.Drop)
-	// Bring sends a packet, virtio header first, as if the link of a tunnel had delivered it. It does not keep p.
+	// Bring sends a packet to its peer, as if the link of a tunnel had delivered the packet. p
+	// starts with the virtio header, and is not kept.
 	Bring(tunnel int, p []byte)
 }
 
-// A table holds flows, by peer and identity.
+// A table holds flows: for each peer, the state of each flow by its identity.
 type table struct {
 	flows map[string]map[natengine.Flow]uint8
 	n     int
@@ -86,28 +88,29 @@ func (t *table) remove(peer string, f natengine.Flow) {
 // active gateway's flows. While it is active, they are its own. Methods may be called concurrently.
 type Keeper struct {
 	mu      sync.Mutex
-	running Flows // nil: this gateway is not the active one
-	changes int   // how often running was set or cleared
+	running Flows // of this gateway while it is active; nil: it is a standby
+	changes int   // number of calls of Activate and Deactivate
 	copy    table
-	fresh   *table    // of a connection that is still sending its list of all flows; nil: none
+	fresh   *table    // incomplete table of a connection that still sends its list of all flows; nil: none
 	began   time.Time // when the Keeper was made
-	listed  bool      // copy has been complete
-	heard   time.Time // when copy was last complete; at first, when the Keeper was made
+	listed  bool      // a complete copy has been received from the active gateway
+	heard   time.Time // when copy was last up to date; at first, when the Keeper was made
 	counts  Counts
 
-	followers map[*queue]bool // queues of the connections that send each change
-	adopted   bool            // running has adopted the copied flows, or has stopped waiting
+	followers map[*queue]bool // queues of the connections on which each change is sent
+	adopted   bool            // Activate has adopted the copied flows, or has stopped waiting for that
 	held      held
 }
 
-// NewKeeper has no flows.
+// NewKeeper returns the Keeper of a standby, without flows.
 func NewKeeper() *Keeper {
 	now := time.Now()
 	return &Keeper{began: now, heard: now, followers: make(map[*queue]bool)}
 }
 
-// Ready returns an error while this gateway has not received the flows of the active one, for at
-// most listMost from its start. An update ends the active gateway once a standby is ready.
+// Ready returns an error while this gateway has not received the flows of the active one, but
+// only for listMost from its start. The error keeps an update of the Deployment from ending the
+// active gateway before a standby has its flows.
 func (k *Keeper) Ready() error {
 	k.mu.Lock()
 	defer k.mu.Unlock()
@@ -124,21 +127,21 @@ func (k *Keeper) Listed() bool {
 	return k.listed
 }
 
-// Counts counts received flows and relayed packets.
+// Counts are the numbers of received flows and relayed packets.
 type Counts struct {
-	Adopted uint64                    // when this gateway became active, or later
-	Refused map[natengine.Drop]uint64 // not adopted, by reason
-	Omitted uint64                    // not copied, because of MaxFlows
+	Adopted uint64                    // flows adopted when this gateway became active, or later
+	Refused map[natengine.Drop]uint64 // flows that could not be adopted, by reason
+	Omitted uint64                    // flows left out of the copy because of MaxFlows
 
-	Relayed   uint64 // packets of the previous gateway that this one gave to its tunnels
-	Unrelayed uint64 // packets of the previous gateway that were dropped: too many, too old, or incomplete
-	Unsent    uint64 // packets that this gateway relayed, and dropped: a connection had no room, or ended
+	Relayed   uint64 // packets relayed by the previous gateway that this one passed to its tunnels
+	Unrelayed uint64 // packets relayed by the previous gateway that were dropped here: too many, too old, or incomplete
+	Unsent    uint64 // packets dropped here instead of being relayed: a connection had no room, or ended
 }
 
-// Activate makes this gateway the active one. flows becomes its own and adopts the copied flows,
-// established ones first. Activate returns the number of adopted flows when all are adopted, or
-// after adoptMost; the rest then follows in the background. Flows that open connections still
-// deliver are adopted, too.
+// Activate makes this gateway the active one. From now on, flows are the gateway's own flows.
+// They adopt the copied flows, established ones first. Activate returns the number of adopted
+// flows when all are adopted, or after adoptMost; adoption then continues in the background.
+// Flows that still arrive on open connections are adopted, too.
 func (k *Keeper) Activate(flows Flows) (adopted int) {
 	k.mu.Lock()
 	before := k.counts.Adopted
@@ -154,7 +157,7 @@ func (k *Keeper) Activate(flows Flows) (adopted int) {
 	k.copy, k.fresh = table{}, nil
 	k.mu.Unlock()
 	done := make(chan struct{})
-	go func() { // ends after the last flow, or with Deactivate
+	go func() { // ends after the last flow, or after Deactivate
 		defer close(done)
 		for _, established := range []bool{true, false} {
 			for _, t := range all {
@@ -177,7 +180,7 @@ func (k *Keeper) Activate(flows Flows) (adopted int) {
 	return int(k.counts.Adopted - before)
 }
 
-// adoptAll adopts the flows of a table that are established, or those that are not. It returns
+// adoptAll adopts those flows of a table that are established, or those that are not. It returns
 // false if the gateway was deactivated meanwhile.
 func (k *Keeper) adoptAll(t table, established bool, changes int) bool {
 	for peer, of := range t.flows {
@@ -209,12 +212,13 @@ func (k *Keeper) Deactivate() {
 	k.heard = time.Now()
 }
 
-// adopt lets the running gateway adopt a flow. The caller holds mu.
+// adopt adds a flow to those of the running gateway. The caller holds mu.
 func (k *Keeper) adopt(peer string, f natengine.Flow) {
 	switch opened, drop := k.running.Adopt(peer, f); {
 	case opened:
 		k.counts.Adopted++
-	case drop == natengine.DropNone: // a packet has opened the flow already, or the flow came twice
+	// A packet has already opened the flow, or the flow arrived twice.
+	case drop == natengine.DropNone:
 	default:
 		if k.counts.Refused == nil {
 			k.counts.Refused = make(map[natengine.Drop]uint64)
@@ -223,22 +227,22 @@ func (k *Keeper) adopt(peer string, f natengine.Flow) {
 	}
 }
 
-// expire drops a copy that is too old. The caller holds mu.
+// expire deletes a copy that is too old. The caller holds mu.
 func (k *Keeper) expire(now time.Time) {
 	if now.Sub(k.heard) > keepFor {
 		k.copy = table{}
 	}
 }
 
-// A State describes a Keeper, for status and metrics.
+// A State is a snapshot of a Keeper, for status and metrics.
 type State struct {
 	Active bool
-	Copied int           // flows in the copy
-	Age    time.Duration // since the copy was last complete, or since the start; 0 while active
+	Copied int           // number of flows in the copy
+	Age    time.Duration // time since the copy was last up to date, or since the start; 0 while active
 	Counts Counts
 }
 
-// State returns the present State.
+// State returns the current State.
 func (k *Keeper) State() State {
 	k.mu.Lock()
 	defer k.mu.Unlock()
@@ -253,43 +257,44 @@ func (k *Keeper) State() State {
 	return s
 }
 
-// A receiver takes the flows of one connection.
+// A receiver handles the flows and packets that arrive on one connection.
 type receiver struct {
 	k       *Keeper
-	from    netip.Addr // the other end
+	from    netip.Addr // address of the other end
 	changes int        // Keeper.changes when the list began
 	active  bool       // the other end is the active gateway
 	table   table
 	age     time.Duration
-	begun   bool   // the other end has begun to send
+	begun   bool   // the first list has begun
 	all     bool   // the list of all flows is complete
-	parcel  []byte // the packet at hand, which may have several frames
-	// The list is all that is wanted. Packets come by another connection, if the other end is the
-	// active gateway.
+	parcel  []byte // the packet being received, which may consist of several frames
+	// once is set if the connection is needed only for its list of all flows. If the other end is
+	// the active gateway, another connection receives its packets.
 	once bool
 }
 
-// begin handles the first frame of a list of all flows.
+// begin handles the first frame of a list of all flows. age is the age of the other end's copy.
 func (r *receiver) begin(active bool, age time.Duration) {
 	r.k.mu.Lock()
 	defer r.k.mu.Unlock()
 	r.changes, r.active, r.age, r.all, r.table = r.k.changes, active, age, false, table{}
 	if r.k.running == nil && active {
 		r.k.fresh = &r.table
-		if !r.once && r.from != r.k.held.from { // the other end is active instead, and has the packets, too
+		// Another gateway has become active. It also receives and relays the packets.
+		if !r.once && r.from != r.k.held.from {
 			r.k.held = held{from: r.from}
 		}
 	}
 	r.begun = true
 }
 
-// flow handles a flow that exists, or has ended.
+// flow handles a flow of a list, a changed flow, or an ended flow.
 func (r *receiver) flow(peer string, f natengine.Flow, ended bool) {
 	r.k.mu.Lock()
 	defer r.k.mu.Unlock()
 	switch {
 	case r.k.running != nil:
-		if !ended { // an ended flow expires here by itself
+		if !ended { // an ended flow expires in the engine by itself
 			r.k.adopt(peer, f)
 		}
 	case ended:
@@ -299,7 +304,8 @@ func (r *receiver) flow(peer string, f natengine.Flow, ended bool) {
 	}
 }
 
-// into returns the table for the connection's flows. The caller holds mu.
+// into returns the table to which the flows of the connection belong: a table of its own until
+// the list is complete, and then the copy. The caller holds mu.
 func (r *receiver) into() *table {
 	if r.all {
 		return &r.k.copy
@@ -307,8 +313,8 @@ func (r *receiver) into() *table {
 	return &r.table
 }
 
-// end handles the last frame of a list. The list replaces the copy, unless it is only a standby's
-// copy and this Keeper has one.
+// end handles the last frame of a list. The list replaces the copy, except if the list comes from
+// a standby and this Keeper already has a copy.
 func (r *receiver) end() {
 	r.k.mu.Lock()
 	defer r.k.mu.Unlock()
@@ -325,7 +331,7 @@ func (r *receiver) end() {
 	r.table = table{}
 }
 
-// beat notes that the other end has sent everything it has.
+// beat records that the other end has sent everything it has.
 func (r *receiver) beat() {
 	r.k.mu.Lock()
 	defer r.k.mu.Unlock()
@@ -334,15 +340,15 @@ func (r *receiver) beat() {
 	}
 }
 
-// over reports whether this gateway has been active meanwhile and is a standby again. Flows
-// received in that time are in no copy, so it needs a new list.
+// over reports whether this gateway became active and then a standby again since the list began.
+// The copy lacks the flows received while it was active, so the receiver needs a new list.
 func (r *receiver) over() bool {
 	r.k.mu.Lock()
 	defer r.k.mu.Unlock()
 	return r.k.running == nil && r.k.changes != r.changes
 }
 
-// close ends the connection.
+// close handles the end of the connection.
 func (r *receiver) close() {
 	r.k.mu.Lock()
 	defer r.k.mu.Unlock()

@@ -8,7 +8,7 @@ import (
 
 var families metric.Catalogue
 
-// Families are the metrics of a Keeper, by name.
+// Families returns the metrics of a Keeper, sorted by name.
 func Families() []*metric.Family { return families.Families() }
 
 var (

@@ -8,20 +8,21 @@ import (
 
 // Bounds of the packets that an ending gateway relays.
 const (
-	relayMost = 4 << 20     // octets that wait for one connection, or until this gateway is active
-	relayFor  = time.Second // longest wait of a packet for that
+	relayMost = 4 << 20     // octets that wait for a connection, or for this gateway to become active
+	relayFor  = time.Second // maximum time for which a packet waits
 )
 
-// A parcel is a packet for a peer, virtio header first.
+// A parcel is a relayed packet for a peer.
 type parcel struct {
-	tunnel int // tunnel whose link delivered the packet
+	tunnel int // number of the tunnel whose link delivered the packet
 	p      []byte
-	at     time.Time // when this gateway received the packet; zero at the gateway that relays
+	at     time.Time // when this gateway received the parcel; zero if this gateway is the one that relays it
 }
 
-// Relay sends a packet for a peer, virtio header first, to the gateways that copy the flows of this
-// one. The one that becomes active sends it to the peer. Relay copies p, does not block, and reports
-// whether there is such a gateway. It counts each that does not get the packet.
+// Relay sends a packet for a peer to all gateways that copy the flows of this one. The gateway
+// that becomes active sends it on to the peer. p starts with the virtio header; Relay copies p
+// and never blocks. It reports whether any gateway copies the flows. For each of them that cannot
+// get the packet, Counts.Unsent increases.
 func (k *Keeper) Relay(tunnel int, p []byte) bool {
 	one := parcel{tunnel: tunnel, p: slices.Clone(p)}
 	k.mu.Lock()
@@ -34,8 +35,8 @@ func (k *Keeper) Relay(tunnel int, p []byte) bool {
 	return len(k.followers) > 0
 }
 
-// follow gives a connection the packets of Relay, until the caller calls the result. Those that
-// still wait then are dropped.
+// follow adds the queue of a connection to those that get the packets of Relay. end removes it
+// and drops the packets that still wait in it.
 func (k *Keeper) follow(q *queue) (end func()) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
@@ -44,7 +45,7 @@ func (k *Keeper) follow(q *queue) (end func()) {
 		k.mu.Lock()
 		defer k.mu.Unlock()
 		delete(k.followers, q)
-		k.counts.Unsent += uint64(len(q.parcels)) // only Relay adds some
+		k.counts.Unsent += uint64(len(q.parcels)) // only Relay adds more, and it needs mu
 	}
 }
 
@@ -60,34 +61,36 @@ func (q *queue) addParcel(one parcel) bool {
 	return !full
 }
 
-// hurries reports whether a packet waits, which must not be delayed to gather more.
+// hurries reports whether a packet waits. If so, the queue is sent at once, without gathering
+// more changes.
 func (q *queue) hurries() bool {
 	q.mu.Lock()
 	defer q.mu.Unlock()
 	return len(q.parcels) > 0
 }
 
-// held are relayed packets, oldest first. They wait until this gateway is active and has adopted
-// the flows.
+// held holds relayed packets, oldest first, until this gateway is active and has adopted the
+// flows.
 type held struct {
-	from   netip.Addr // the gateway that relayed them, or that this one follows and that may relay some
+	from   netip.Addr // the gateway that relayed them, or, if there are none, the active gateway
 	all    []parcel
 	octets int
 }
 
-// expire drops packets that are too old and returns their number.
+// expire drops the packets that are too old, and returns their number.
 func (h *held) expire(now time.Time) (n int) {
 	for n < len(h.all) && now.Sub(h.all[n].at) > relayFor {
 		h.octets -= len(h.all[n].p)
 		n++
 	}
 	if h.all = h.all[n:]; len(h.all) == 0 {
-		h.all = nil // its array would keep the packets
+		// Release the array, which still refers to the packets.
+		h.all = nil
 	}
 	return n
 }
 
-// brought handles a packet that another gateway has relayed.
+// brought handles a packet that another gateway has relayed to this one.
 func (k *Keeper) brought(one parcel) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
@@ -105,9 +108,9 @@ func (k *Keeper) brought(one parcel) {
 	k.held.octets += len(one.p)
 }
 
-// lose counts a packet that this connection has not received whole.
+// lose counts a packet that did not arrive completely on this connection.
 func (r *receiver) lose() {
-	if r.once { // it comes by another connection
+	if r.once { // another connection receives the packet, too
 		return
 	}
 	r.k.mu.Lock()
@@ -122,7 +125,7 @@ func (k *Keeper) expireHeld(now time.Time) {
 	k.counts.Unrelayed += uint64(k.held.expire(now))
 }
 
-// bringHeld gives the waiting packets to the running gateway. The caller holds mu.
+// bringHeld passes the waiting packets to the running gateway. The caller holds mu.
 func (k *Keeper) bringHeld() {
 	k.counts.Unrelayed += uint64(k.held.expire(time.Now()))
 	for _, one := range k.held.all {

@@ -16,15 +16,15 @@ import (
 	"github.com/isthmus-net/isthmus/internal/pinned"
 )
 
-// Port is the TCP port at which gateways copy flows from each other.
+// Port is the TCP port on which gateways copy flows from each other.
 const Port = 5870
 
-// purpose is the HKDF label of the key by which gateways authenticate each other.
+// purpose is the HKDF label of the key with which gateways authenticate each other.
 const purpose = "isthmus gateway flows"
 
 // Timing of connections.
 const (
-	look             = 250 * time.Millisecond // between two looks at the list of other gateways
+	look             = 250 * time.Millisecond // interval between checks of the list of other gateways
 	again            = time.Second            // pause after a connection has ended or failed
 	listenAgain      = 5 * time.Second
 	handshakeTimeout = 3 * time.Second
@@ -33,48 +33,49 @@ const (
 )
 
 // Bounds of incoming connections. Clients that have not proved that they have the key must not
-// displace the gateways that the API server names.
+// take the place of gateways, whose addresses come from the API server.
 const (
-	strangersMost = 8  // from addresses that are no gateway's
-	strangersRate = 10 // of these per second: a handshake takes CPU that packets need
-	strangersOnce = 16 // at once
-	addressMost   = 2  // from one address
+	strangersMost = 8  // connections from addresses that belong to no gateway
+	strangersRate = 10 // such connections accepted per second: a TLS handshake takes CPU time that packets need
+	strangersOnce = 16 // burst of such connections
+	addressMost   = 2  // connections from one address
 )
 
-// Options of Keeper.Run. All are required. The functions may be called concurrently.
+// Options are the options of a Link. All are required. The functions may be called concurrently.
 type Options struct {
 	Listen func() (net.Listener, error)
 	Dial   func(ctx context.Context, to netip.Addr) (net.Conn, error)
-	Key    func() [32]byte // the WireGuard private key; zero: not known yet
-	// Others returns the addresses of the other gateways of the installation; true: the active one.
+	Key    func() [32]byte // returns the WireGuard private key; zero: not known yet
+	// Others returns the addresses of the other gateways of the installation. The value is true for
+	// the active one.
 	Others func() map[netip.Addr]bool
 	Log    *slog.Logger
 }
 
-// A Link connects the Keeper of a gateway with the Keepers of the others.
+// A Link connects the Keeper of one gateway with the Keepers of the other gateways.
 type Link struct {
 	k *Keeper
 	o Options
 
-	settled chan struct{} // closed when every gateway known at the start has sent its flows, or cannot
+	settled chan struct{} // closed when each gateway known at the start has sent its flows or has failed to
 
 	mu       sync.Mutex
 	config   *tls.Config // nil: the key is not known yet
 	expired  context.Context
 	expire   context.CancelFunc // ends the connections that use config
-	incoming map[netip.Addr]int // connections by address
-	strange  *rate.Limiter      // limits connections of strangers
-	said     string             // last logged message
+	incoming map[netip.Addr]int // number of connections from each address
+	strange  *rate.Limiter      // limits connections from addresses that belong to no gateway
+	said     string             // last logged error
 }
 
-// NewLink makes a link. Run starts it.
+// NewLink returns a Link, which Run starts.
 func NewLink(k *Keeper, o Options) *Link {
 	return &Link{k: k, o: o, settled: make(chan struct{}), incoming: make(map[netip.Addr]int), strange: rate.NewLimiter(strangersRate, strangersOnce)}
 }
 
-// Await waits until the gateways known at the start have sent their flows, for at most a second. A
-// gateway that restarts and stays active has lost its flows, but another one has a copy. A standby
-// that has the active gateway's flows does not wait: one of the other gateways may have ended, and
+// Await waits until the gateways known at the start have sent their flows, for at most a second.
+// An active gateway that restarts has lost its flows, but a standby has a copy of them. A standby
+// that has all flows of the active gateway does not wait: another gateway may have ended, and
 // would never answer.
 func (l *Link) Await(ctx context.Context) {
 	if l.k.Listed() {
@@ -87,7 +88,7 @@ func (l *Link) Await(ctx context.Context) {
 	}
 }
 
-// Run sends flows to other gateways and gets theirs, until ctx ends.
+// Run sends flows to the other gateways and receives theirs, until ctx ends.
 func (l *Link) Run(ctx context.Context) {
 	var group sync.WaitGroup
 	defer group.Wait()
@@ -98,7 +99,7 @@ func (l *Link) Run(ctx context.Context) {
 	var private [32]byte
 	first := true
 	asked := make(map[netip.Addr]bool)
-	var following netip.Addr // the gateway whose changes arrive
+	var following netip.Addr // the active gateway, from which changes are received
 	var unfollow context.CancelFunc = func() {}
 	ended := make(chan netip.Addr)
 	next := make(map[netip.Addr]time.Time)
@@ -156,7 +157,7 @@ func (l *Link) Run(ctx context.Context) {
 	}
 }
 
-// change ends connections with the former key and makes the next ones with this one.
+// change sets the key for new connections, and ends the connections made with the former key.
 func (l *Link) change(ctx context.Context, private [32]byte) {
 	c, err := pinned.Config(private, purpose)
 	l.mu.Lock()
@@ -172,15 +173,16 @@ func (l *Link) change(ctx context.Context, private [32]byte) {
 	l.expired, l.expire = context.WithCancel(ctx)
 }
 
-// keyed returns the TLS configuration for connections now, and the context that ends them.
+// keyed returns the TLS configuration for new connections, and a context that ends when they must
+// end.
 func (l *Link) keyed() (*tls.Config, context.Context) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	return l.config, l.expired
 }
 
-// ask receives flows of another gateway until the connection ends, or only its list of all flows.
-// The active gateway does not end the connection.
+// ask connects to another gateway and receives its flows, until the connection ends. With once,
+// it ends after the list of all flows; otherwise an active gateway keeps the connection open.
 func (l *Link) ask(ctx context.Context, addr netip.Addr, once bool) {
 	config, expired := l.keyed()
 	dialing, cancel := context.WithTimeout(ctx, handshakeTimeout)
@@ -205,7 +207,8 @@ func (l *Link) ask(ctx context.Context, addr netip.Addr, once bool) {
 	l.say(ctx, addr, err)
 }
 
-// say logs why the flows of another gateway are not copied, unless it has just logged the same.
+// say logs the reason why the flows of another gateway are not copied, unless that was the last
+// logged error.
 func (l *Link) say(ctx context.Context, addr netip.Addr, err error) {
 	if ctx.Err() != nil {
 		return
@@ -222,7 +225,7 @@ func (l *Link) say(ctx context.Context, addr netip.Addr, err error) {
 	l.said = text
 }
 
-// listen accepts connections until ctx ends.
+// listen accepts connections until ctx ends. If the port is not available, it tries again.
 func (l *Link) listen(ctx context.Context, group *sync.WaitGroup) {
 	said := false
 	for ctx.Err() == nil {
@@ -253,7 +256,7 @@ func (l *Link) accept(ctx context.Context, listener net.Listener, group *sync.Wa
 			if failures++; failures > 100 || errors.Is(err, net.ErrClosed) {
 				return err
 			}
-			time.Sleep(look) // no file descriptor is left, for example
+			time.Sleep(look) // for example, no file descriptor may be left
 			continue
 		}
 		failures = 0
@@ -273,7 +276,7 @@ func (l *Link) accept(ctx context.Context, listener net.Listener, group *sync.Wa
 	}
 }
 
-// enter counts a new connection, unless there are too many.
+// enter counts a new connection and returns true, or returns false if there are too many.
 func (l *Link) enter(addr netip.Addr) bool {
 	gateways := l.o.Others()
 	_, known := gateways[addr]
@@ -300,7 +303,7 @@ func (l *Link) leave(addr netip.Addr) {
 	}
 }
 
-// serve sends the flows to another gateway if it has the key.
+// serve sends the flows to another gateway, once that gateway has proved that it has the key.
 func (l *Link) serve(ctx context.Context, conn net.Conn) {
 	config, expired := l.keyed()
 	if config == nil {
@@ -317,8 +320,8 @@ func (l *Link) serve(ctx context.Context, conn net.Conn) {
 		l.o.Log.Debug("refused a connection that is not from a gateway", "from", conn.RemoteAddr(), "error", err)
 		return
 	}
-	go func() { // ends with the connection
-		// the other end sends nothing, so this returns when it closes
+	go func() { // ends when the connection ends
+		// The other end sends nothing, so Read returns only when that end closes the connection.
 		_, _ = secure.Read(make([]byte, 1))
 		cancel()
 	}()

@@ -13,24 +13,25 @@ import (
 )
 
 const (
-	// queueMost bounds the changes that wait for one connection. A connection that is too slow
-	// begins again with all flows.
+	// queueMost is the maximum number of changes that wait for one connection. If a connection is
+	// too slow, all flows are sent again.
 	queueMost = 1 << 16
-	// gather is how long changes are collected before they are sent.
+	// gather is the time during which changes are collected before they are sent.
 	gather = 5 * time.Millisecond
-	// writeTimeout bounds one write.
+	// writeTimeout is the maximum duration of one write.
 	writeTimeout = 5 * time.Second
 )
 
-// A queue holds the data to send on one connection. The engine never waits for it.
+// A queue holds the data to send on one connection. Adding to it never blocks, so the engine does
+// not wait for the connection.
 type queue struct {
 	mu   sync.Mutex
 	all  []record
 	lost bool
 	wake chan struct{}
 
-	parcels []parcel // sent after the changes that came before them
-	octets  int      // of parcels
+	parcels []parcel // sent after the changes in all
+	octets  int      // total length of parcels
 }
 
 func (q *queue) add(peer string, f natengine.Flow, ended bool) {
@@ -51,8 +52,8 @@ func (q *queue) wakeUp() {
 	}
 }
 
-// take returns the waiting changes, and the packets to send after them. The caller passes the
-// previous changes back as spare, for reuse.
+// take removes and returns the waiting changes, and the packets to send after them. spare is the
+// slice of an earlier call, which take reuses.
 func (q *queue) take(spare []record) (all []record, parcels []parcel, err error) {
 	q.mu.Lock()
 	defer q.mu.Unlock()
@@ -64,11 +65,11 @@ func (q *queue) take(spare []record) (all []record, parcels []parcel, err error)
 	return all, parcels, nil
 }
 
-// errLost means that changes were lost, and everything has to be sent again.
+// errLost means that changes were lost, so that all flows have to be sent again.
 var errLost = errors.New("changes were lost")
 
-// send sends all flows to the other end of conn and, while this gateway is the active one, each
-// change, until ctx or the connection ends.
+// send sends all flows to the other end of conn. While this gateway is the active one, it then
+// sends each change, until ctx or the connection ends.
 func (k *Keeper) send(ctx context.Context, conn net.Conn) error {
 	w := writer{bufio.NewWriterSize(conn, 64<<10)}
 	for {
@@ -81,7 +82,8 @@ func (k *Keeper) send(ctx context.Context, conn net.Conn) error {
 		if err := k.sendRunning(ctx, conn, w, running, changes); !errors.Is(err, errLost) {
 			return err
 		}
-		select { // a flood of flows must not make this send list after list
+		// A flood of flows must not make this loop send one list after the other.
+		select {
 		case <-ctx.Done():
 			return ctx.Err()
 		case <-time.After(again):
@@ -89,7 +91,7 @@ func (k *Keeper) send(ctx context.Context, conn net.Conn) error {
 	}
 }
 
-// sendCopy sends the copy, once.
+// sendCopy sends the list of all flows in a standby's copy.
 func (k *Keeper) sendCopy(conn net.Conn, w writer) error {
 	k.mu.Lock()
 	k.expire(time.Now())
@@ -119,12 +121,13 @@ func flush(conn net.Conn, w writer) error {
 	return w.w.Flush()
 }
 
-// sendRunning sends the flows of the running gateway and all changes, until another one or none is running. errLost: everything has to be sent again.
+// sendRunning sends the flows of the running gateway and then all changes, until this gateway is
+// no longer the active one. It returns errLost if all flows have to be sent again.
 func (k *Keeper) sendRunning(ctx context.Context, conn net.Conn, w writer, running Flows, changes int) error {
 	q := &queue{wake: make(chan struct{}, 1)}
 	defer running.Follow(q.add)()
 	defer k.follow(q)()
-	unsent := 0 // packets that the last flush did not cover
+	unsent := 0 // packets that are counted as Unsent on return, because they were not flushed
 	defer func() {
 		k.mu.Lock()
 		k.counts.Unsent += uint64(unsent)

@@ -12,15 +12,17 @@ import (
 	"github.com/isthmus-net/isthmus/packet"
 )
 
-// A stream is a list of frames: the length of what follows (2 octets, big endian), the kind (1 octet), and
+// A stream is a sequence of frames. A frame is the length of the rest (2 octets, big endian), the
+// kind (1 octet), and a body:
 //
 //	frameBegin         1 octet: 1 of the active gateway, else 0; 4 octets: milliseconds since the copy was complete
 //	frameFlow, ended   1 octet: length of the peer's ID; the ID; flows of natengine.FlowSize octets
 //	frameEnd, beat     nothing
-//	framePacket        1 octet: index of the tunnel, plus 128 where the packet goes on in the next frame; octets of a packet
+//	framePacket        1 octet: index of the tunnel, plus 128 if the packet continues in the next frame; octets of a packet
 //
-// frameBegin starts a list of all flows, which frameEnd ends; frames of flows that end may be among it. Afterwards come
-// the changes, and frameBeat at least once in beatInterval. A stream may begin again.
+// frameBegin starts a list of all flows, and frameEnd ends it. In between, frameEnded may report
+// flows that have ended. After the list, the changes follow, and a frameBeat at least once in
+// beatInterval. A new frameBegin starts a new list.
 const (
 	frameBegin = iota
 	frameFlow
@@ -34,7 +36,7 @@ const (
 	beatInterval = time.Second
 	maxFrame     = 32 << 10
 	maxParcel    = packet.VirtioHeaderLen + 65535
-	goesOn       = 128 // see framePacket
+	goesOn       = 128 // framePacket: the packet continues in the next frame
 )
 
 // writer writes a stream.
@@ -50,7 +52,7 @@ func (w writer) frame(kind byte, parts ...[]byte) {
 	var head [3]byte
 	binary.BigEndian.PutUint16(head[:], uint16(n))
 	head[2] = kind
-	_, _ = w.w.Write(head[:]) // Flush returns the error
+	_, _ = w.w.Write(head[:]) // bufio keeps the error, so Flush returns it
 	for _, p := range parts {
 		_, _ = w.w.Write(p)
 	}
@@ -65,14 +67,15 @@ func (w writer) begin(active bool, age time.Duration) {
 	w.frame(frameBegin, b[:])
 }
 
-// record is a flow that exists, or has ended.
+// A record is a flow that exists or has ended.
 type record struct {
 	peer  string
 	flow  natengine.Flow
 	ended bool
 }
 
-// records writes flows in order. Consecutive flows of one peer and kind share a frame.
+// records writes frames for flows, in order. Consecutive flows of one peer and kind share a
+// frame.
 func (w writer) records(all []record) {
 	var body []byte
 	for len(all) > 0 {
@@ -92,7 +95,7 @@ func (w writer) records(all []record) {
 	}
 }
 
-// parcel writes a packet.
+// parcel writes a packet as one or more frames.
 func (w writer) parcel(one parcel) {
 	const most = maxFrame - 2
 	rest := one.p
@@ -102,10 +105,10 @@ func (w writer) parcel(one parcel) {
 	w.frame(framePacket, []byte{byte(one.tunnel)}, rest)
 }
 
-// receive reads a stream into r until the stream ends, and returns the reason, or until the end of
-// the first list, if r wants no more. It calls beat after each frame.
+// receive reads a stream into r. It returns an error when the stream ends, or nil after the first
+// list if r.once is set. It calls beat after each frame.
 func (r *receiver) receive(from io.Reader, beat func()) error {
-	incomplete := false // a packet has begun to arrive
+	incomplete := false // part of a packet has arrived
 	defer func() {
 		if incomplete {
 			r.lose()

@@ -15,16 +15,17 @@ import (
 	"github.com/isthmus-net/isthmus/gateway/datapath"
 )
 
-// bindQueueLen is how many datagrams a Bind holds before it drops, about what a UDP socket with 7
-// MiB of buffer holds.
+// bindQueueLen is the capacity of a Bind's queue, in datagrams. It is about what a UDP socket
+// with a buffer of 7 MiB holds.
 const bindQueueLen = 4096
 
-// Network connects Binds by address. The zero value drops packets only if a queue overflows.
+// A Network connects Binds by address. The zero value loses datagrams only when a queue
+// overflows.
 type Network struct {
-	// Loss and Reorder are the shares (0 to 1) of WireGuard data messages that are lost, and that
-	// are held back until the next one to the same receiver has passed. Handshake messages always
-	// pass, because their retry takes five seconds. Seed makes the choice repeatable. Set all three
-	// before use.
+	// Loss and Reorder are shares, from 0 to 1, of WireGuard data messages. Loss is the share that
+	// is lost. Reorder is the share that is held back until the next message to the same receiver
+	// has passed. Handshake messages always pass, because WireGuard repeats a lost one only after
+	// five seconds. Seed makes the random choice repeatable. Set all three before use.
 	Loss, Reorder float64
 	Seed          uint64
 
@@ -34,18 +35,18 @@ type Network struct {
 	lost, overflowed, reordered atomic.Uint64
 }
 
-// Lost counts the datagrams lost by Loss.
+// Lost returns the number of datagrams lost because of Loss.
 func (n *Network) Lost() uint64 { return n.lost.Load() }
 
-// Overflowed counts the datagrams that were lost because a queue was full or the receiver was
-// absent.
+// Overflowed returns the number of datagrams lost because a queue was full or there was no
+// receiver.
 func (n *Network) Overflowed() uint64 { return n.overflowed.Load() }
 
-// Reordered counts the datagrams that were overtaken.
+// Reordered returns the number of datagrams that a later datagram overtook.
 func (n *Network) Reordered() uint64 { return n.reordered.Load() }
 
-// Bind returns a bind with the given IP address. Its port is the one that wireguard-go opens it
-// with, or 51820 for 0.
+// Bind returns a Bind with the given IP address. Its port is set when wireguard-go opens it; port
+// 0 becomes 51820.
 func (n *Network) Bind(addr netip.Addr) *Bind {
 	return &Bind{
 		network: n,
@@ -55,8 +56,8 @@ func (n *Network) Bind(addr netip.Addr) *Bind {
 	}
 }
 
-// Bind is a UDP socket in memory. It implements datapath.Wire, and conn.Bind for a device of
-// wireguard-go.
+// A Bind is a UDP socket in memory. It implements datapath.Wire, and also conn.Bind for a device
+// of wireguard-go.
 type Bind struct {
 	network *Network
 	addr    netip.Addr
@@ -64,10 +65,10 @@ type Bind struct {
 
 	mu     sync.Mutex
 	local  netip.AddrPort
-	closed chan struct{} // nil while not open
+	closed chan struct{} // closed by Close; nil while not open
 
 	rng  *rand.Rand                   // guarded by mu
-	held map[netip.AddrPort]*datagram // per receiver, guarded by mu
+	held map[netip.AddrPort]*datagram // datagrams held back, by receiver; guarded by mu
 }
 
 type datagram struct {
@@ -123,7 +124,7 @@ func (b *Bind) Listen(port uint16) ([]func(*bind.Batch, bool) error, uint16, err
 	return []func(*bind.Batch, bool) error{receive}, port, nil
 }
 
-// open registers the bind in its network. Close closes the returned channel.
+// open registers the Bind in its network. Close closes the returned channel.
 func (b *Bind) open(port uint16) (closed chan struct{}, actual uint16, err error) {
 	if port == 0 {
 		port = 51820
@@ -149,7 +150,8 @@ func (b *Bind) open(port uint16) (closed chan struct{}, actual uint16, err error
 	return b.closed, port, nil
 }
 
-// receive waits for a datagram, and then takes at most most datagrams while take returns true.
+// receive waits for a datagram, then passes up to most datagrams to take, until take returns
+// false or none waits.
 func (b *Bind) receive(closed <-chan struct{}, most int, take func(i int, d *datagram) (more bool)) (int, error) {
 	select {
 	case <-closed:
@@ -205,7 +207,7 @@ func (b *Bind) ParseEndpoint(s string) (conn.Endpoint, error) {
 	return Endpoint{ap}, nil
 }
 
-// Send implements conn.Bind. It never waits.
+// Send implements conn.Bind. It never blocks.
 func (b *Bind) Send(bufs [][]byte, ep conn.Endpoint) error {
 	to, ok := ep.(Endpoint)
 	if !ok {
@@ -251,7 +253,7 @@ func (b *Bind) Send(bufs [][]byte, ep conn.Endpoint) error {
 	return nil
 }
 
-// enqueue takes no lock: two binds that send to each other would lock each other out.
+// enqueue takes no lock: two Binds that send to each other could deadlock.
 func (b *Bind) enqueue(d *datagram) {
 	select {
 	case b.queue <- d:
@@ -262,13 +264,14 @@ func (b *Bind) enqueue(d *datagram) {
 	}
 }
 
-// Endpoint is an address in a Network.
+// An Endpoint is an address and port in a Network.
 type Endpoint struct{ at netip.AddrPort }
 
-// AddrPort is the address.
+// AddrPort returns the address and port.
 func (e Endpoint) AddrPort() netip.AddrPort { return e.at }
 
-// ClearSrc implements conn.Endpoint. There is no source address to forget.
+// ClearSrc implements conn.Endpoint. It does nothing, because there is no source address to
+// forget.
 func (e Endpoint) ClearSrc() {}
 
 // SrcToString implements conn.Endpoint.
@@ -285,7 +288,7 @@ func (e Endpoint) DstToString() string { return e.at.String() }
 
 // DstToBytes implements conn.Endpoint.
 func (e Endpoint) DstToBytes() []byte {
-	b, _ := e.at.MarshalBinary() // never fails
+	b, _ := e.at.MarshalBinary() // cannot fail
 	return b
 }
 

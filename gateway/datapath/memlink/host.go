@@ -25,9 +25,9 @@ import (
 	"github.com/isthmus-net/isthmus/packet"
 )
 
-// Host is the network behind a Link: one TCP/IP stack that owns several addresses, of pods and
-// nodes alike. It offloads as the kernel does (TCP superpackets with partial checksums) and checks
-// packets as the kernel does.
+// A Host is the network behind a Link. It is one TCP/IP stack that owns several addresses, of
+// pods and nodes alike. Like the kernel, it sends TCP superpackets with partial checksums, and
+// validates packets.
 type Host struct {
 	Stack *stack.Stack
 	ep    *hostEndpoint
@@ -36,14 +36,14 @@ type Host struct {
 
 const hostNIC = 1
 
-// HostOptions describe a Host.
+// HostOptions are the options of NewHost.
 type HostOptions struct {
 	Addrs []netip.Addr
-	TSO   bool // superpackets with partial checksums
-	MTU   int  // MTU of the pods' interfaces; 0: the link's, which may be smaller, as a tunnel's is
+	TSO   bool // send TCP superpackets with partial checksums
+	MTU   int  // MTU of the pods' interfaces, at least the link's; 0: the link's
 }
 
-// NewHost attaches a stack to the link. Close ends it.
+// NewHost returns a Host whose stack is attached to the link. Close detaches it.
 func NewHost(link *Link, o HostOptions) (*Host, error) {
 	s := stack.New(stack.Options{
 		NetworkProtocols:   []stack.NetworkProtocolFactory{ipv4.NewProtocol, ipv6.NewProtocol},
@@ -75,29 +75,30 @@ func NewHost(link *Link, o HostOptions) (*Host, error) {
 	return h, nil
 }
 
-// Receive handles packets from the gateway. A test that inspects them sets its own function with
-// OnReceive, which then calls Receive.
+// Receive handles packets from the gateway. A test that inspects packets can replace it by
+// OnReceive, with a function that calls Receive.
 func (h *Host) Receive(bufs [][]byte) error { return h.ep.receive(bufs) }
 
-// Close ends the stack; the link stays open.
+// Close closes the stack. The link stays open.
 func (h *Host) Close() {
 	h.link.OnReceive(func([][]byte) error { return nil })
 	h.Stack.Destroy()
 }
 
-// Superpackets counts the superpackets sent and received.
+// Superpackets returns the numbers of superpackets sent and received.
 func (h *Host) Superpackets() (sent, received uint64) {
 	return h.ep.superOut.Load(), h.ep.superIn.Load()
 }
 
-// BadHeaders counts the packets from the gateway that a kernel would have refused.
+// BadHeaders returns the number of packets from the gateway that a kernel would have refused.
 func (h *Host) BadHeaders() uint64 { return h.ep.bad.Load() }
 
-// TooBig counts the packets that exceeded the link's MTU. They are lost without the ICMP error that
-// a kernel would send.
+// TooBig returns the number of packets that were larger than the link's MTU. They are lost
+// without the ICMP error that a kernel would send.
 func (h *Host) TooBig() uint64 { return h.ep.tooBig.Load() }
 
-// BadChecksums counts the packets from the gateway that the stack found damaged.
+// BadChecksums returns the number of packets from the gateway in which the stack found a wrong
+// checksum.
 func (h *Host) BadChecksums() uint64 {
 	s := h.Stack.Stats()
 	return s.TCP.ChecksumErrors.Value() + s.UDP.ChecksumErrors.Value() + s.IP.MalformedPacketsReceived.Value()
@@ -106,18 +107,18 @@ func (h *Host) BadChecksums() uint64 {
 // SetMTU changes the MTU of the pods' interfaces.
 func (h *Host) SetMTU(mtu int) { h.ep.mtu.Store(uint32(mtu)) }
 
-// ListenTCP listens on one of the host's addresses.
+// ListenTCP listens on an address of the host.
 func (h *Host) ListenTCP(at netip.AddrPort) (net.Listener, error) {
 	return gonet.ListenTCP(h.Stack, fullAddress(at), protocolOf(at.Addr()))
 }
 
-// DialTCP connects from one of the host's addresses.
+// DialTCP connects from an address of the host.
 func (h *Host) DialTCP(ctx context.Context, from netip.Addr, to netip.AddrPort) (net.Conn, error) {
 	return gonet.DialTCPWithBind(ctx, h.Stack, fullAddress(netip.AddrPortFrom(from, 0)), fullAddress(to), protocolOf(from))
 }
 
-// ListenUDP opens a socket on one of the host's addresses. noChecksum makes it send with UDP
-// checksum 0 (IPv4 only).
+// ListenUDP opens a UDP socket on an address of the host. With noChecksum, it sends datagrams
+// with UDP checksum 0 (IPv4 only).
 func (h *Host) ListenUDP(at netip.AddrPort, noChecksum bool) (net.PacketConn, error) {
 	var wq waiter.Queue
 	ep, err := h.Stack.NewEndpoint(udp.ProtocolNumber, protocolOf(at.Addr()), &wq)
@@ -132,8 +133,8 @@ func (h *Host) ListenUDP(at netip.AddrPort, noChecksum bool) (net.PacketConn, er
 	return gonet.NewUDPConn(&wq, ep), nil
 }
 
-// Ping sends ICMP echo requests with the given payload until one is answered, and checks the
-// answer.
+// Ping sends ICMP echo requests with the given payload until one is answered. It checks the
+// answer and returns the round-trip time.
 func (h *Host) Ping(ctx context.Context, from, to netip.Addr, payload []byte) (time.Duration, error) {
 	var wq waiter.Queue
 	proto, request, reply := icmp.ProtocolNumber4, byte(header.ICMPv4Echo), byte(header.ICMPv4EchoReply)
@@ -153,7 +154,7 @@ func (h *Host) Ping(ctx context.Context, from, to netip.Addr, payload []byte) (t
 		return 0, fmt.Errorf("connect %s: %s", to, err)
 	}
 	c := gonet.NewUDPConn(&wq, ep)
-	defer func() { _ = c.Close() }() // never fails
+	defer func() { _ = c.Close() }() // cannot fail
 	msg := make([]byte, 8+len(payload))
 	msg[0] = request
 	binary.BigEndian.PutUint16(msg[6:], 1)
@@ -190,7 +191,7 @@ func fullAddress(ap netip.AddrPort) tcpip.FullAddress {
 	return tcpip.FullAddress{NIC: hostNIC, Addr: tcpip.AddrFromSlice(ap.Addr().AsSlice()), Port: ap.Port()}
 }
 
-// From include/uapi/linux/virtio_net.h.
+// Constants of include/uapi/linux/virtio_net.h.
 const (
 	flagNeedsChecksum = 1
 	gsoTCPv4          = 1
@@ -198,17 +199,17 @@ const (
 	gsoUDPL4          = 5
 )
 
-// hostEndpoint connects the stack to the link.
+// A hostEndpoint connects the stack to the link.
 type hostEndpoint struct {
 	link       *Link
 	tso        bool
-	mtu        atomic.Uint32 // of the stack, at least the link's
+	mtu        atomic.Uint32 // of the stack; at least that of the link
 	dispatcher atomic.Pointer[stack.NetworkDispatcher]
 
 	superOut, superIn, bad, tooBig atomic.Uint64
 }
 
-// WritePackets sends the packets of the stack, each with a virtio header.
+// WritePackets sends packets from the stack, each with a virtio header.
 func (e *hostEndpoint) WritePackets(pkts stack.PacketBufferList) (int, tcpip.Error) {
 	for _, pkt := range pkts.AsSlice() {
 		var hdr packet.VirtioHeader
@@ -221,7 +222,7 @@ func (e *hostEndpoint) WritePackets(pkts stack.PacketBufferList) (int, tcpip.Err
 					hdr.GSOType = gsoTCPv6
 				}
 				hdr.GSOSize = gso.MSS
-				// on a forwarding path, the kernel may fill it in like this
+				// The kernel may set it like this for forwarded packets.
 				hdr.HdrLen = uint16(pkt.Size())
 				e.superOut.Add(1)
 			}
@@ -238,8 +239,8 @@ func (e *hostEndpoint) WritePackets(pkts stack.PacketBufferList) (int, tcpip.Err
 	return pkts.Len(), nil
 }
 
-// receive checks the virtio header, completes the checksum and hands the packet to the stack. The
-// stack verifies the checksum, which proves that the partial one was right.
+// receive validates the virtio header, completes the checksum and passes the packet to the stack.
+// The stack verifies the checksum, which proves that the partial checksum was right.
 func (e *hostEndpoint) receive(bufs [][]byte) error {
 	var b []byte
 	for _, part := range bufs {
@@ -259,8 +260,8 @@ func (e *hostEndpoint) receive(bufs [][]byte) error {
 	return nil
 }
 
-// splitUDP cuts a UDP superpacket into datagrams, which reach the socket one by one; gVisor accepts
-// TCP superpackets as they are.
+// splitUDP splits a UDP superpacket into its datagrams, because gVisor accepts only TCP
+// superpackets.
 func splitUDP(p []byte, size int) [][]byte {
 	if size == 0 {
 		return [][]byte{p}
@@ -311,8 +312,9 @@ func (e *hostEndpoint) deliver(b []byte) {
 	pkt.DecRef()
 }
 
-// check follows virtio_net_hdr_to_skb (include/linux/virtio_net.h) and the IP length checks. It
-// shares only the header's layout with package packet. It completes the checksum of a superpacket.
+// check validates a packet like virtio_net_hdr_to_skb (include/linux/virtio_net.h), and checks
+// the IP lengths. It completes the checksum of a superpacket. As an independent reference it
+// shares only the layout of the header with package packet.
 func (e *hostEndpoint) check(b []byte) error {
 	if len(b) < packet.VirtioHeaderLen+20 {
 		return fmt.Errorf("packet of %d octets", len(b))
@@ -344,7 +346,7 @@ func (e *hostEndpoint) check(b []byte) error {
 		if hdrLen+gsoSize > e.link.MTU() {
 			return fmt.Errorf("GSO size %d with header %d above MTU %d", gsoSize, hdrLen, e.link.MTU())
 		}
-	} else if len(p) > e.link.MTU() && (!v4 || p[6]&0x40 != 0) { // a kernel would fragment it
+	} else if len(p) > e.link.MTU() && (!v4 || p[6]&0x40 != 0) { // a kernel would fragment other packets
 		return fmt.Errorf("packet of %d octets above MTU %d", len(p), e.link.MTU())
 	}
 	if flags&flagNeedsChecksum != 0 {

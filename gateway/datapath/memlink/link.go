@@ -1,10 +1,10 @@
-// Package memlink puts the gateway's data path between hosts and a network in memory: tests need no
-// kernel, no privileges and no real addresses.
+// Package memlink connects the gateway's data path to hosts and a network in memory, so that
+// tests need no kernel, no privileges and no real addresses.
 //
 //	Host (gVisor) ⇄ Link (a TUN) ⇄ datapath ⇄ wireguard-go ⇄ Bind ⇄ Bind ⇄ …
 //
-// A Link behaves as a Linux TUN with virtio-net header and offloads does: it drops packets that
-// exceed its queue, and it handles a written packet before Write returns.
+// A Link behaves like a Linux TUN with virtio-net header and offloads: it drops packets when its
+// queue is full, and it handles a written packet before Write returns.
 package memlink
 
 import (
@@ -17,19 +17,20 @@ import (
 	"github.com/isthmus-net/isthmus/packet"
 )
 
-// queueLen is the default txqueuelen of a Linux TUN (drivers/net/tun.c, TUN_READQ_SIZE).
+// queueLen is the capacity of a link's queue in packets: the default txqueuelen of a Linux TUN
+// (drivers/net/tun.c, TUN_READQ_SIZE).
 const queueLen = 500
 
-// maxPacket is the largest packet with its virtio header.
+// maxPacket is the size of the largest packet with its virtio header.
 const maxPacket = packet.VirtioHeaderLen + 65535
 
-// Link is a TUN in memory. It implements datapath.Link.
+// A Link is a TUN in memory. It implements datapath.Link.
 type Link struct {
 	name    string
 	mtu     atomic.Int64
 	receive atomic.Pointer[func(bufs [][]byte) error]
 
-	queue  chan []byte // from the host to the gateway; the elements come from buffers
+	queue  chan []byte // packets from the host to the gateway; their memory comes from buffers
 	woken  chan struct{}
 	closed chan struct{}
 	once   sync.Once
@@ -40,8 +41,8 @@ type Link struct {
 
 var _ datapath.Link = (*Link)(nil)
 
-// NewLink returns a link whose host side does nothing yet: Inject sends to the gateway, OnReceive
-// sets the receiver of its packets. mtu is in octets.
+// NewLink returns a link. Its host side sends packets to the gateway with Inject, and receives
+// packets with the function set by OnReceive. mtu is in octets.
 func NewLink(name string, mtu int) *Link {
 	l := &Link{
 		name:   name,
@@ -54,9 +55,9 @@ func NewLink(name string, mtu int) *Link {
 	return l
 }
 
-// Inject sends one packet from the host to the gateway: the concatenation of bufs, virtio header
-// first. It copies bufs. It never blocks: like a TUN it drops the packet when the queue is full,
-// counts it, and returns false.
+// Inject sends one packet from the host to the gateway. The packet is the concatenation of bufs,
+// which starts with the virtio header. Inject copies bufs and never blocks: if the queue is full,
+// it drops and counts the packet, like a TUN, and returns false.
 func (l *Link) Inject(bufs ...[]byte) bool {
 	b := (*l.buffers.Get().(*[]byte))[:0]
 	for _, part := range bufs {
@@ -77,11 +78,11 @@ func (l *Link) Inject(bufs ...[]byte) bool {
 	}
 }
 
-// Dropped counts the packets that Inject dropped because the queue was full.
+// Dropped returns the number of packets that Inject dropped because the queue was full.
 func (l *Link) Dropped() uint64 { return l.dropped.Load() }
 
-// OnReceive sets the function that takes packets from the gateway. The goroutine that writes packets
-// calls f, and several may do so concurrently. bufs, each with its virtio header first, is borrowed
+// OnReceive sets the function that handles packets from the gateway. The goroutines that write
+// packets call f, possibly concurrently. bufs starts with the virtio header, and is borrowed
 // until f returns. Without f, packets are dropped.
 func (l *Link) OnReceive(f func(bufs [][]byte) error) { l.receive.Store(&f) }
 
@@ -147,7 +148,7 @@ func (l *Link) Name() string { return l.name }
 // MTU implements datapath.Link.
 func (l *Link) MTU() int { return int(l.mtu.Load()) }
 
-// SetMTU changes the MTU.
+// SetMTU sets the MTU.
 func (l *Link) SetMTU(mtu int) { l.mtu.Store(int64(mtu)) }
 
 // Close implements datapath.Link.
