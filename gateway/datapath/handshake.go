@@ -21,8 +21,8 @@ import (
 // newest first, and its tun.Device carries no packets.
 //
 //	socket ─ inbound ─┬─ data ─► open, NAT, write
-//	                  └─ handshakes ─ admit ─┬─ of known sources ─┬─► device ─ handshakes, keepalives ─► socket
-//	                                         └─ of others ────────┴─► cookies ─► socket
+//	                  └─ handshakes ─ admit ─┬─ known sources ─┬─► device ─ its messages ─► socket
+//	                                         └─ other sources ─┴─► cookies ─► socket
 //
 // Answering a handshake takes the device as long as processing a hundred packets. Anybody who
 // knows our public key can make it process an initiation, with a forged source. Therefore

@@ -17,8 +17,8 @@ import (
 
 // To rotate a key without loss, both sides make the new session before the old one ends:
 //
-//	side that rotates   answers to its current and its next key, until the caller makes the next one current
-//	its peer            keeps the sessions with the former key of a peer, until there is one with the new key
+//	side that rotates   answers to its current and its next key, until the caller promotes the next
+//	its peer            keeps the sessions with the former key until one with the new key exists
 //
 // Each key of ours is an identity with a device of its own, because a device has only one static
 // key. All identities share the socket. A handshake message belongs to the identity for whose

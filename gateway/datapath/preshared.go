@@ -12,21 +12,22 @@ import (
 	"golang.zx2c4.com/wireguard/device"
 )
 
-// A preshared key enters a handshake with the response (Noise's psk2), and the two sides never change it at
-// the same moment. While it changes, each side has two keys:
+// A preshared key is mixed into a handshake with its response (Noise's psk2). The two sides
+// cannot change it at the same moment. So while it changes, each side has two keys:
 //
-//	response made   with the new key and the former one in turn, since the peer may have only one of them
-//	response read   with the one that it was made with: its tag says which
+//	response made   with the new and the former key in turn, as the peer may have only one
+//	response read   with the key that it was made with, which its tag reveals
 //
-// So a handshake fails at most once, when the peer has only the former key, and is repeated after
-// RekeyTimeout. The session before it is good for a minute more. The first session with the new key ends
-// the change: both sides have it then.
+// So a handshake fails at most once, if the peer has only the former key, and is repeated after
+// RekeyTimeout. The previous session stays valid for a minute more. The first session with the
+// new key ends the change, because then both sides have that key.
 
-// PresharedKeys are the keys that handshakes with a peer may use. A zero key is none, as in WireGuard.
+// PresharedKeys are the preshared keys that handshakes with a peer may use. The zero key means no
+// preshared key, as in WireGuard.
 type PresharedKeys struct {
-	ID  string // of Key, for Stats
+	ID  string // identifies Key in Stats
 	Key [32]byte
-	// Former may be used, too, while Changing is set, which is until there is a session with Key.
+	// Former may also be used while Changing is set, until there is a session with Key.
 	Former   [32]byte
 	Changing bool
 }
@@ -42,22 +43,22 @@ func (PresharedKeys) LogValue() slog.Value { return slog.StringValue(hidden) }
 
 const hidden = "(preshared keys)"
 
-// presharedGrace is for a handshake in progress when a key changes: the longest time from when the
-// device reads the key until there is a session.
+// presharedGrace is the time allowed for a handshake that is in progress when the key changes:
+// the longest time from when the device reads the key until there is a session.
 const presharedGrace = time.Second
 
-// preshared are the keys of one peer of a device. Methods may be called concurrently.
+// preshared holds the preshared keys of one peer of a device. Methods may be called concurrently.
 type preshared struct {
 	mu      sync.Mutex
 	dev     *device.Peer
 	keys    PresharedKeys
-	begun   bool            // keys were set before: handshakes with other keys may be in progress
-	settled bool            // only keys.Key is used
-	since   time.Time       // sessions made later have keys.Key
-	certain *device.Keypair // an earlier session that has it, too; may be nil
-	next    [32]byte        // the device's present key
-	sent    [32]byte        // the key of the device's last response
-	made    keyOfResponse   // of the response that the device had made when its key changed
+	begun   bool            // set was called before, so handshakes with other keys may be in progress
+	settled bool            // the change is over: only keys.Key is used
+	since   time.Time       // if settled: sessions made from then on use keys.Key
+	certain *device.Keypair // an older session that also uses keys.Key; may be nil
+	next    [32]byte        // the key that the device uses now
+	sent    [32]byte        // the key of the response that the device sent last
+	made    keyOfResponse   // a response that the device had made, but not sent, when its key changed
 }
 
 type keyOfResponse struct {
@@ -65,7 +66,7 @@ type keyOfResponse struct {
 	key   [32]byte
 }
 
-// set changes the keys. The current session stays.
+// set changes the keys. Existing sessions stay.
 func (s *preshared) set(keys PresharedKeys) {
 	if !keys.Changing {
 		keys.Former = [32]byte{}
@@ -74,14 +75,14 @@ func (s *preshared) set(keys PresharedKeys) {
 	defer s.mu.Unlock()
 	grace := presharedGrace
 	if !s.begun {
-		grace = 0 // a gateway that takes over makes its sessions within a second
+		grace = 0 // there is no handshake in progress, and a gateway that takes over makes sessions within a second
 	}
 	s.begun = true
 	if s.keys == keys {
 		return
 	}
 	if s.settled && s.keys.Key == keys.Key {
-		s.keys = keys // a session has already shown that the peer has the key
+		s.keys = keys // a session has already shown that the peer has Key
 		return
 	}
 	s.keys, s.settled, s.certain = keys, false, nil
@@ -90,8 +91,8 @@ func (s *preshared) set(keys PresharedKeys) {
 	}
 }
 
-// use gives the device a key. A response that the device has made and not sent keeps the previous
-// key, so use records which key that is. The caller holds s.mu.
+// use sets the device's key. A response that the device has made but not sent keeps its key, so
+// use records that key in made. The caller holds s.mu.
 func (s *preshared) use(key [32]byte) {
 	mu := peerHandshakeMu.of(s.dev)
 	mu.Lock()
@@ -106,13 +107,14 @@ func (s *preshared) use(key [32]byte) {
 	s.next, *peerPreshared.of(s.dev) = key, key
 }
 
-// settle ends a change. The caller holds s.mu.
+// settle ends a change of the key. The caller holds s.mu.
 func (s *preshared) settle(grace time.Duration) {
 	s.use(s.keys.Key)
 	s.settled, s.since = true, time.Now().Add(grace)
 }
 
-// responded notes that the device sends a response, by its sender index.
+// responded records that the device sends a response, given its sender index. It then selects the
+// key for the next response.
 func (s *preshared) responded(index uint32) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -128,7 +130,8 @@ func (s *preshared) responded(index uint32) {
 	}
 }
 
-// confirmed notes that the peer has used the session of the last response.
+// confirmed records that the peer has used k, the session of the last response, and so has its
+// key.
 func (s *preshared) confirmed(k *device.Keypair) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -138,7 +141,7 @@ func (s *preshared) confirmed(k *device.Keypair) {
 	}
 }
 
-// choose gives the device the key with which a response was made.
+// choose sets the device's key to the one that was used in a response m of the peer.
 func (s *preshared) choose(private *device.NoisePrivateKey, m []byte) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -155,8 +158,8 @@ func (s *preshared) choose(private *device.NoisePrivateKey, m []byte) {
 	}
 }
 
-// tryKey makes the next response with the new key, after the peer's last response had the former
-// one. Otherwise two sides that begin handshakes in turn would both answer with the former key for
+// tryKey selects the new key for the next response, after the peer has used the former key in
+// one. Otherwise, if the two sides start handshakes in turn, both might use the former key for
 // ever.
 func (s *preshared) tryKey() {
 	s.mu.Lock()
@@ -166,8 +169,8 @@ func (s *preshared) tryKey() {
 	}
 }
 
-// crossed notes that the last response is void, because two handshakes have crossed. It is still
-// not known whether the peer has the new key, so the next response tries the same one.
+// crossed handles two handshakes that have crossed, so that our last response is void. It is
+// still unknown whether the peer has the new key, so the next response uses the same key.
 func (s *preshared) crossed() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -175,13 +178,13 @@ func (s *preshared) crossed() {
 	case s.settled || !s.keys.Changing:
 	case s.sent == s.keys.Former:
 		s.use(s.keys.Former)
-	default: // the keys may have changed since that response
+	default: // the new key; the keys may have changed since that response
 		s.use(s.keys.Key)
 	}
 }
 
-// protects reports whether a session was made with the present preshared key, which is not zero. id
-// is the key's ID.
+// protects reports whether a session was made with the current preshared key, and returns the ID
+// of that key. It returns false if that key is zero.
 func (s *preshared) protects(k *device.Keypair) (id string, ok bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -192,7 +195,7 @@ func (s *preshared) protects(k *device.Keypair) (id string, ok bool) {
 	return id, ok
 }
 
-// choose gives the peer of a response the key for it, before the device reads the response.
+// choose makes the device use the right preshared key for a response m, before it reads m.
 func (h *handshakes) choose(m []byte) {
 	if m[0] != device.MessageResponseType {
 		return
@@ -203,13 +206,13 @@ func (h *handshakes) choose(m []byte) {
 	}
 }
 
-// A response is the state of the initiator before it mixes in the preshared key.
+// A response is the initiator's state of a handshake just before the preshared key is mixed in.
 type response struct {
 	chain, hash [blake2s.Size]byte
-	tag         []byte // tag of the empty field
+	tag         []byte // tag of the encrypted empty field
 }
 
-// readResponse repeats the device's work on a response up to the preshared key.
+// readResponse repeats the device's processing of a response, up to the preshared key.
 func readResponse(dev *device.Peer, private *device.NoisePrivateKey, m []byte) (r response, ok bool) {
 	mu := peerHandshakeMu.of(dev)
 	mu.RLock()
@@ -234,7 +237,7 @@ func (r *response) mix(b []byte) {
 	r.hash = blake2s.Sum256(append(r.hash[:], b...))
 }
 
-// madeWith reports whether the response was made with a preshared key.
+// madeWith reports whether the response was made with the given preshared key.
 func (r response) madeWith(preshared [32]byte) bool {
 	var tau, key [blake2s.Size]byte
 	device.KDF3(&r.chain, &tau, &key, r.chain[:], preshared[:])

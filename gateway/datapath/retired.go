@@ -8,21 +8,22 @@ import (
 )
 
 const (
-	// retiredGrace is how long sessions with a peer's former key outlive the first session with its
-	// new key: as long as packets may be on their way.
+	// retiredGrace is the time for which sessions with a peer's former key continue after the first
+	// session with its new key. Packets may be on their way for that long.
 	retiredGrace = 10 * time.Second
-	// retiredMost is how long they live without such a session: the time of three handshakes. A
-	// longer time would hide a wrong key, and keep the session of somebody who stole the key.
+	// retiredMost is the time for which they continue if no session is made with the new key. It is
+	// enough for three handshakes. A longer time would hide a wrong key, and would keep the session
+	// of somebody who stole the former key.
 	retiredMost = 15 * time.Second
-	// maxRetired is how many peers with former keys a peer may have: two for each identity.
+	// maxRetired is the maximum number of retired peers that a peer may have: two for each identity.
 	maxRetired = 4
 	// retiredLook is the interval at which retired peers are checked.
 	retiredLook = time.Second
 )
 
-// retire keeps the sessions of a peer whose key was replaced, but lets it begin no new ones,
-// because somebody may have stolen the former key. It returns false if there is no session to keep.
-// The caller holds t.mu.
+// retire retires a peer whose key was replaced. Its sessions stay, but it can make no new ones,
+// because somebody may have stolen the former key. retire returns false if there is no session to
+// keep. The caller holds t.mu.
 func (p *peer) retire() bool {
 	k := peerKeypairs.of(p.dev)
 	if k.Current() == nil && keypairsNext.of(k).Load() == nil {
@@ -30,7 +31,7 @@ func (p *peer) retire() bool {
 	}
 	mu := peerHandshakeMu.of(p.dev)
 	mu.Lock()
-	clear(peerStatic.of(p.dev)[:]) // without it the device neither begins nor answers handshakes
+	clear(peerStatic.of(p.dev)[:]) // without it the device neither starts nor answers handshakes
 	mu.Unlock()
 	(*peerRetransmit.of(p.dev)).Del()
 	p.retiredAt = time.Now()
@@ -38,14 +39,14 @@ func (p *peer) retire() bool {
 	return true
 }
 
-// retireFor adds the peers that have former keys of want to the table, and begins handshakes with
-// the new key. The caller holds t.mu.
+// retireFor retires the predecessors of fresh, which have former keys, and adds them to the
+// table. The caller holds t.mu.
 func (t *Tunnel) retireFor(table, old *peerTable, fresh *peer) {
 	was := old.byState[fresh.state]
 	if was == nil || was.key == fresh.key {
 		return
 	}
-	// The peer with the former key knows the current address.
+	// The predecessor knows the peer's current address.
 	if e := endpointOf(was.dev); e != nil {
 		fresh.dev.SetEndpointFromPacket(e)
 		if at, ok := t.places[was.key]; ok {
@@ -64,7 +65,8 @@ func (t *Tunnel) retireFor(table, old *peerTable, fresh *peer) {
 	}
 }
 
-// limitRetired removes the oldest of too many retired peers from a table. The caller holds t.mu.
+// limitRetired removes the oldest retired peers of a state from the table if there are more than
+// maxRetired. The caller holds t.mu.
 func (t *peerTable) limitRetired(state *natengine.PeerState) {
 	retired := 0
 	for _, p := range slices.Backward(t.also[state]) {
@@ -78,7 +80,8 @@ func (t *peerTable) limitRetired(state *natengine.PeerState) {
 	}
 }
 
-// sweepRetired removes retired peers that are not needed any more.
+// sweepRetired removes retired peers that are no longer needed. It repeats itself while any are
+// left.
 func (t *Tunnel) sweepRetired() {
 	t.mu.Lock()
 	defer t.mu.Unlock()

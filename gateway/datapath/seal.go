@@ -17,38 +17,39 @@ const (
 	headerLen = device.MessageTransportHeaderSize
 	tagLen    = 16
 
-	// Bounds of a batch that is sealed before it is sent. Packets wait at most half a millisecond
-	// here, and would otherwise wait in the queue of the TUN. With half of the octets or less, TCP
-	// was slower; with twice as many it was not faster.
-	slabLen  = 512 << 10 // octets of messages, about
+	// The size of a batch, whose packets are encrypted before any is sent. Packets wait here for at
+	// most half a millisecond; otherwise they would wait in the queue of the TUN. TCP was slower
+	// with at most half of the octets, and not faster with twice as many.
+	slabLen  = 512 << 10 // approximate octets of messages
 	maxBatch = 512       // packets
 )
 
-// sealer is the second half of the outbound goroutine. It encrypts each packet at once, out of the
-// memory that holds it, and sends the messages of a run of packets for one peer together.
+// sealer is the second half of the outbound goroutine. It encrypts each packet at once, directly
+// from the memory that holds it. It sends the messages of consecutive packets for one peer, a
+// run, together.
 type sealer struct {
 	t     *Tunnel
-	tap   *tap   // of the outbound goroutine, whose batch this is
+	tap   *tap   // shared with the first half of the outbound goroutine
 	slab  []byte // messages: header, packet, padding, tag
-	slot  int    // most octets of slab that one message takes
-	used  int    // octets of slab
-	large int    // size of the largest packet
+	slot  int    // maximum octets of slab that one message uses
+	used  int    // octets of slab in use
+	large int    // size of the largest packet for which there is room
 	mtu   int
 	nonce [12]byte
 
-	// State of the batch at hand.
+	// State of the current batch.
 	taken int // number of packets
 	table *peerTable
 	now   time.Time
 
-	// State of the run at hand.
+	// State of the current run.
 	state   *natengine.PeerState
-	peer    *peer           // nil: the tunnel does not (yet) have the peer
+	peer    *peer           // nil: the tunnel does not have this peer, or not yet
 	via     *peer           // the device peer that has keypair
-	keypair *device.Keypair // nil: packets have to wait
+	keypair *device.Keypair // nil: packets must wait for a session
 	sealed  [][]byte
 
-	staged []*peer // peers with waiting packets
+	staged []*peer // peers whose packets wait for a session
 	expiry *time.Timer
 }
 
@@ -58,8 +59,8 @@ func newSealer(t *Tunnel, shown *tap) sealer {
 	return s
 }
 
-// fit makes room for packets of the tunnel's MTU. Room only grows, because the previous batch may
-// have left larger packets.
+// fit makes room for packets of the given MTU. It never reduces the room, because the previous
+// batch may have left larger packets to be sent.
 func (s *sealer) fit(mtu int) {
 	s.mtu = mtu
 	if mtu > s.large {
@@ -69,13 +70,14 @@ func (s *sealer) fit(mtu int) {
 	}
 }
 
-// slotFor returns the octets of slab for a packet's message: whole cache lines.
+// slotFor returns the octets of slab that the message of a packet uses: a multiple of a cache
+// line.
 func slotFor(size int) int {
 	return (headerLen + size + device.PaddingMultiple - 1 + tagLen + 63) &^ 63
 }
 
-// most implements sink. The goroutine may have waited long for the first packet of a batch, so it
-// reads the MTU again.
+// most implements sink. The goroutine may have waited long for the first packet of a batch, so
+// most reads the MTU anew for it.
 func (s *sealer) most() int {
 	if s.taken == 0 {
 		s.fit(s.t.MTU())
@@ -98,10 +100,11 @@ func (s *sealer) take(state *natengine.PeerState, p []byte) (more bool) {
 	return s.taken < maxBatch && s.used+s.slot <= len(s.slab)
 }
 
-// begin begins a batch.
+// begin begins a batch, with the current peers and time.
 func (s *sealer) begin() { s.table, s.now = s.t.peers.Load(), time.Now() }
 
-// turnTo sends the sealed messages and begins the run of another peer with its waiting packets.
+// turnTo ends the current run and begins one for another peer. If packets of that peer wait,
+// turnTo encrypts them first.
 func (s *sealer) turnTo(state *natengine.PeerState, p *peer) {
 	s.flush()
 	s.state, s.peer, s.keypair = state, p, nil
@@ -116,12 +119,12 @@ func (s *sealer) turnTo(state *natengine.PeerState, p *peer) {
 		p.staged.drop()
 	}
 	if len(p.staged.ring) > 0 {
-		s.keypair = nil // the waiting packets have used up its nonces
+		s.keypair = nil // the waiting packets have used up the session's nonces
 	}
 }
 
-// seal encrypts a packet. came says that the packet is from the batch at hand, and has not waited.
-// It returns false when the session has no nonce left.
+// seal encrypts a packet. came is true if the packet belongs to the current batch, and false if
+// it has waited for a session. seal returns false if the session has no nonce left.
 func (s *sealer) seal(p []byte, came bool) bool {
 	k := s.keypair
 	counter := keypairNonce.of(k).Add(1) - 1
@@ -153,12 +156,13 @@ func (s *sealer) seal(p []byte, came bool) bool {
 	return true
 }
 
-// flush sends the sealed messages, after which the slab is free.
+// flush sends the encrypted messages. Afterwards the slab is free.
 func (s *sealer) flush() {
 	if len(s.sealed) == 0 {
 		return
 	}
-	// Note it before sending. Otherwise it would count as later than the peer's immediate answer.
+	// Record the sending time first. Otherwise it could seem to be later than an immediate answer of
+	// the peer.
 	s.via.sent(s.keypair, s.now)
 	if err := s.via.send(s.keypair, s.sealed, s.now); err != nil {
 		reason := natengine.DropTunnelSend
@@ -172,8 +176,8 @@ func (s *sealer) flush() {
 	s.sealed, s.used = s.sealed[:0], 0
 }
 
-// finish ends a batch. It drops the references to keys and peers, which may end before the next
-// batch.
+// finish ends a batch. It drops the references to keys and peers, which may be removed before the
+// next batch.
 func (s *sealer) finish() {
 	s.flush()
 	if s.t.look.Swap(false) && len(s.staged) > 0 {
@@ -182,8 +186,9 @@ func (s *sealer) finish() {
 	s.taken, s.table, s.state, s.peer, s.via, s.keypair = 0, nil, nil, nil, nil, nil
 }
 
-// sendStaged sends or expires the waiting packets of all peers. It runs after the first packet of a
-// peer began to wait, and after lookSoon, which new sessions and the expiry call.
+// sendStaged sends or expires the waiting packets of all peers. It runs when the first packet of
+// a peer has started to wait, and when lookSoon was called: after a new session, or by the expiry
+// timer.
 func (s *sealer) sendStaged() {
 	s.begin()
 	s.staged = slices.DeleteFunc(s.staged, func(p *peer) bool {
@@ -202,7 +207,7 @@ func (s *sealer) sendStaged() {
 	}
 }
 
-// stage keeps a packet for a peer without a session, and begins a handshake.
+// stage makes a packet wait for a session with its peer, and starts a handshake.
 func (s *sealer) stage(p []byte) {
 	if s.peer == nil {
 		s.count(s.state, 1, natengine.DropPeerDown)
@@ -215,11 +220,12 @@ func (s *sealer) stage(p []byte) {
 	if len(s.peer.staged.ring) == 0 && !slices.Contains(s.staged, s.peer) {
 		s.staged = append(s.staged, s.peer)
 		s.t.waiting.Store(true)
-		s.t.look.Store(true) // a session may have been made meanwhile
+		s.t.look.Store(true) // a session may have been made in the meantime
 	}
 	s.count(s.state, s.peer.staged.push(p, time.Duration(at)), natengine.DropTunnelQueue)
 	s.peer.ask(at)
-	for _, q := range s.table.also[s.state] { // it is not known which of our keys the peer has
+	// It is not known which of our keys the peer has, so each identity tries.
+	for _, q := range s.table.also[s.state] {
 		if !q.retired.Load() {
 			q.ask(at)
 		}

@@ -15,41 +15,42 @@ import (
 	"github.com/isthmus-net/isthmus/natengine"
 )
 
-// A session is a device.Keypair: two keys, a counter of nonces, a replay window, two indices and a
-// creation time. wireguard-go's device makes it by a handshake, finds it by its index, and replaces
-// it by the next one. This file has the rest: the data under a session, and the timers that data
-// moves (WireGuard paper, section 6).
+// A session is a device.Keypair: two keys, a nonce counter, a replay window, two indices and a
+// creation time. wireguard-go's device makes sessions by handshakes, finds them by their index,
+// and replaces a session by the next one. This file does the rest: it records which data passes
+// under a session, and runs the timers that depend on data (WireGuard paper, section 6).
 
 const (
-	// crossedPause is the least time between two initiations of handshakes that cross: their
-	// timestamps have to differ by 17 ms (package tai64n), and a peer accepts one in 20 ms.
+	// crossedPause is the minimum time between two initiations of handshakes that cross. Their
+	// timestamps must differ by 17 ms (package tai64n), and a peer accepts one initiation in 20 ms.
 	crossedPause = 100 * time.Millisecond
-	// crossedGrace is how much longer the side with the higher key waits, beyond crossedPause and a
-	// round trip.
+	// crossedGrace is the time that the side with the higher public key waits in addition to
+	// crossedPause and a round trip.
 	crossedGrace = 50 * time.Millisecond
 
-	// askAgain is the least time between two requests for a handshake with one peer. The device
+	// askAgain is the minimum time between two requests for a handshake with one peer. The device
 	// itself sends no two initiations within RekeyTimeout.
 	askAgain = time.Second
 
-	// A handshake that packets wait for is begun again after hurryAfter, at most hurries times until
-	// there is a session: the Service of the peer, or ours, may still lead to a former gateway. In
-	// all, hurriesPerSecond take two hundredths of a processor.
+	// If packets wait for a session, a handshake is repeated after hurryAfter instead of
+	// RekeyTimeout, at most hurries times until there is a session. The reason is that the peer's
+	// Service, or ours, may still send messages to a former gateway. hurriesPerSecond limits these
+	// handshakes with all peers to 2 % of a processor.
 	hurryAfter       = 900 * time.Millisecond
 	hurries          = 5
 	hurriesPerSecond = 100
 
-	// confirmMost is how long messages still go to the previous address after the peer has begun
-	// another session from elsewhere. The first message under the other session ends this, usually
-	// within a round trip.
+	// confirmMost is the maximum time for which messages are still sent to the previous address
+	// after the peer has started another session from a new address. It ends earlier with the first
+	// message of the new session, usually within a round trip.
 	confirmMost = time.Second
 
 	silenceTimeout = device.KeepaliveTimeout + device.RekeyTimeout
 	lastMinute     = device.RejectAfterTime - device.KeepaliveTimeout - device.RekeyTimeout
 )
 
-// A peer is a peer of a tunnel: its peer in the engine, its keys in the device, packets that wait
-// for a session, and the timers of its data. Times are those of Tunnel.Now; 0 means never.
+// A peer combines a peer of the engine with its keys in a device, the packets that wait for a
+// session, and the timers of its data. Times are values of Tunnel.Now; 0 means never.
 type peer struct {
 	t     *Tunnel
 	of    *identity
@@ -57,61 +58,63 @@ type peer struct {
 	key   device.NoisePublicKey
 	dev   *device.Peer
 
-	// the peer has another key: existing sessions last, and no new ones are made
+	// retired is set when the peer has another key. Its existing sessions stay, and it makes no new
+	// ones.
 	retired          atomic.Bool
-	retiredAt        time.Time     // with t.mu
-	replaced         time.Time     // when a session with the new key was first seen; with t.mu
-	received0, sent0 atomic.Uint64 // octets of the peers that it replaced
+	retiredAt        time.Time     // guarded by t.mu
+	replaced         time.Time     // when a session with the new key was first seen; guarded by t.mu
+	received0, sent0 atomic.Uint64 // octets counted by the peers that this one has replaced
 
-	introductions int       // since the peer fell silent, see laggards.go; with t.mu
-	introduced    time.Time // time of the last one; with t.mu
+	introductions int       // number of calls of introduce since the peer fell silent (laggards.go); guarded by t.mu
+	introduced    time.Time // time of the last one; guarded by t.mu
 
-	staged staging // used by the outbound goroutine only
+	staged staging // used only by the outbound goroutine
 
-	// Limits for packets to the in-process endpoint: messages, for each address of the peer's
-	// gateway, and all other packets.
-	gateway  atomic.Pointer[[2]netip.Addr] // Peer.Gateway; nil: none
+	// Limits of the packets to the in-process endpoint: messages from each address of the peer's
+	// gateway, all other packets, and segments of streams.
+	gateway  atomic.Pointer[[2]netip.Addr] // Peer.Gateway; nil: not set
 	messages [2]bucket
 	others   bucket
-	segments bucket      // of streams
+	segments bucket
 	streams  atomic.Bool // Peer.Streams
 
 	// windows guards the replay windows of all keypairs of dev, because messages may arrive over
-	// IPv4 and IPv6 at once. A peer shares it with its predecessor that has the same dev, because
-	// an inbound goroutine may still use the predecessor.
+	// IPv4 and IPv6 at the same time. A peer shares the mutex with its predecessor that has the same
+	// dev, because an inbound goroutine may still use that predecessor.
 	windows *sync.Mutex
-	// preshared has the keys of dev, so it is shared in the same way.
+	// preshared holds the preshared keys of dev, so it is shared with the predecessor as well.
 	preshared *preshared
 
-	unanswered     atomic.Int64 // time of the first data sent since the last message received
-	unacknowledged atomic.Int64 // time of the first data received since the last message sent
-	more           atomic.Bool  // further data was received since
+	unanswered     atomic.Int64 // time of the first data sent after the last message received; 0: all data was answered
+	unacknowledged atomic.Int64 // time of the first data received after the last message sent; 0: all data was acknowledged
+	more           atomic.Bool  // further data was received after unacknowledged
 	asked          atomic.Int64 // time of the last request for a handshake
-	answers        atomic.Int64 // number of handshakes of the peer that the device answered
-	answered       atomic.Int64 // time of the last of them
-	made           atomic.Int64 // creation time of the last session, see session
+	answers        atomic.Int64 // number of the peer's handshakes that the device answered
+	answered       atomic.Int64 // time of the last such answer
+	made           atomic.Int64 // creation time of the last session; stored by the method session
 	unsent         atomic.Pointer[unsent]
-	heardAt        atomic.Pointer[whereabouts] // set by heard
-	gone           bool                        // the peer is removed; guarded by heard
-	renewed        atomic.Int64                // of the session that received last asked to renew
-	doubted        atomic.Int64                // time of the last report that the peer may have another session
+	heardAt        atomic.Pointer[whereabouts] // written only by type heard
+	gone           bool                        // the peer was removed; guarded by heard.mu
+	renewed        atomic.Int64                // creation time of the session for which received last requested a handshake
+	doubted        atomic.Int64                // when it was last reported that the peer may have another session
 
-	// endpoint of the session under which the peer last sent; nil: its endpoint was set since
+	// seat is the session under which the peer last sent, with its endpoint; nil: the endpoint was
+	// set by configuration since then.
 	seat   atomic.Pointer[seat]
 	called atomic.Pointer[called] // the peer's last answered initiation
 
-	crossedAt atomic.Int64 // value of answers when two handshakes crossed
+	crossedAt atomic.Int64 // value of answers when two handshakes last crossed
 	begun     initiation   // our last initiation, guarded by handshakes.crossings
 
-	// held while a timer acts, so that no timer acts after stop
+	// mu is held while a timer's function runs, so that none runs after stop.
 	mu                                       sync.Mutex
 	stopped                                  bool
-	hurried                                  int   // handshakes that hurry let begin, with mu
-	hurriedSince                             int64 // value of made then, with mu
+	hurried                                  int   // number of handshakes that hurry has allowed since hurriedSince; guarded by mu
+	hurriedSince                             int64 // value of made at that time; guarded by mu
 	keepalive, silence, initiation, crossing deadline
 }
 
-// newPeer makes a peer. old is the predecessor with the same dev; nil: none.
+// newPeer returns a new peer. old is its predecessor with the same dev; nil: none.
 func newPeer(of *identity, state *natengine.PeerState, key device.NoisePublicKey, dev *device.Peer, old *peer) *peer {
 	p := &peer{t: of.t, of: of, state: state, key: key, dev: dev, windows: new(sync.Mutex), preshared: &preshared{dev: dev}}
 	if old != nil {
@@ -131,20 +134,20 @@ func (p *peer) deadlines() []*deadline {
 	return []*deadline{&p.keepalive, &p.silence, &p.initiation, &p.crossing}
 }
 
-// A seat is the endpoint from which messages under a session come. The peer's index names the
-// session: a pointer to the keypair would keep its keys in memory.
+// A seat is the endpoint from which messages of a session come. The session is identified by the
+// peer's index, because a pointer to the keypair would keep its keys in memory.
 type seat struct {
 	session uint32
 	at      conn.Endpoint
 }
 
-// called is the endpoint and the time of an answered initiation.
+// called is an initiation that was answered: its source and the time.
 type called struct {
 	from conn.Endpoint
 	at   time.Time
 }
 
-// sit records the endpoint from which messages under k come.
+// sit records the endpoint from which messages of the session k come.
 func (p *peer) sit(k *device.Keypair, from conn.Endpoint) {
 	session := *keypairRemote.of(k)
 	if was := p.seat.Load(); was == nil || was.session != session || !samePlace(was.at, from) {
@@ -152,10 +155,10 @@ func (p *peer) sit(k *device.Keypair, from conn.Endpoint) {
 	}
 }
 
-// send sends messages encrypted with k. The device sends to the endpoint where it last heard the
-// peer, initiations included. An initiation may come from another gateway of the peer's cluster,
-// which does not have this session. So until that gateway has confirmed its own session, messages
-// go to the previous endpoint.
+// send sends messages encrypted with k. The device would send them to the endpoint from which the
+// peer last sent anything, including initiations. But an initiation may come from another gateway
+// of the peer's cluster, which does not have this session. So until that gateway has confirmed
+// its own session, send uses the previous endpoint.
 func (p *peer) send(k *device.Keypair, messages [][]byte, now time.Time) error {
 	s, at := p.seat.Load(), endpointOf(p.dev)
 	if s == nil || s.session != *keypairRemote.of(k) || samePlace(s.at, at) {
@@ -170,7 +173,8 @@ func (p *peer) send(k *device.Keypair, messages [][]byte, now time.Time) error {
 	return p.of.bind.Send(messages, s.at)
 }
 
-// gatewayOf returns the index of a among the addresses of the peer's gateway; -1: none of them.
+// gatewayOf returns the index of a among the addresses of the peer's gateway; -1: a is not among
+// them.
 func (p *peer) gatewayOf(a netip.Addr) int {
 	if gateway := p.gateway.Load(); gateway != nil {
 		return slices.Index(gateway[:], a)
@@ -178,7 +182,7 @@ func (p *peer) gatewayOf(a netip.Addr) int {
 	return -1
 }
 
-// stop ends the timers. None of them acts afterwards.
+// stop stops the timers. Their functions do not run afterwards.
 func (p *peer) stop() {
 	p.of.bind.forget(p)
 	p.t.heard.move(p, nil)
@@ -190,8 +194,8 @@ func (p *peer) stop() {
 	}
 }
 
-// A deadline is a timer. Any goroutine with a reason arms it, and it checks the reason again when
-// it fires. Arming an armed deadline costs a load.
+// A deadline is a timer that any goroutine may arm. Its function checks again whether the reason
+// still holds. Arming an armed deadline costs only a load.
 type deadline struct {
 	timer *time.Timer
 	armed atomic.Bool
@@ -203,7 +207,7 @@ func (d *deadline) arm(after time.Duration) {
 	}
 }
 
-// act runs the function of a deadline. The function may arm the deadline again.
+// act runs f, the function of the deadline d. f may arm d again.
 func (p *peer) act(d *deadline, f func()) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -213,7 +217,8 @@ func (p *peer) act(d *deadline, f func()) {
 	}
 }
 
-// sending returns the keypair that encrypts; nil: there is no usable one (section 6.1).
+// sending returns the keypair that encrypts messages to the peer; nil: there is no usable one
+// (section 6.1).
 func (p *peer) sending(now time.Time) *device.Keypair {
 	k := peerKeypairs.of(p.dev).Current()
 	if k == nil || !fresh(k, now) || keypairNonce.of(k).Load() >= device.RejectAfterMessages {
@@ -222,12 +227,12 @@ func (p *peer) sending(now time.Time) *device.Keypair {
 	return k
 }
 
-// fresh reports whether k is young enough to send and to accept messages.
+// fresh reports whether k is young enough to send and accept messages.
 func fresh(k *device.Keypair, now time.Time) bool {
 	return now.Sub(*keypairCreated.of(k)) < device.RejectAfterTime
 }
 
-// sent notes that data was sent under k at now.
+// sent records that data was sent under k at now.
 func (p *peer) sent(k *device.Keypair, now time.Time) {
 	at := p.t.at(now)
 	p.sentAny()
@@ -241,7 +246,8 @@ func (p *peer) sent(k *device.Keypair, now time.Time) {
 	}
 }
 
-// sentAny notes that the peer was sent an authentic message, so it needs no keepalive.
+// sentAny records that an authenticated message was sent to the peer, which therefore needs no
+// keepalive.
 func (p *peer) sentAny() {
 	if p.unacknowledged.Load() != 0 {
 		p.more.Store(false)
@@ -249,8 +255,8 @@ func (p *peer) sentAny() {
 	}
 }
 
-// received notes that messages under k were received at now, none of them replayed. data says that
-// one of them was more than a keepalive.
+// received records that messages which are no replays were received under k at now. data is true
+// if one of them was more than a keepalive.
 func (p *peer) received(k *device.Keypair, now time.Time, data bool) {
 	at := p.t.at(now)
 	p.receivedAny()
@@ -262,7 +268,7 @@ func (p *peer) received(k *device.Keypair, now time.Time, data bool) {
 			p.more.Store(true)
 		}
 	}
-	if p.dev.ReceivedWithKeypair(k) { // k was made as responder, and this is its first message
+	if p.dev.ReceivedWithKeypair(k) { // we were responder, and this is the first message under k
 		p.confirmed()
 		p.preshared.confirmed(k)
 	}
@@ -274,14 +280,14 @@ func (p *peer) received(k *device.Keypair, now time.Time, data bool) {
 	}
 }
 
-// receivedAny notes that the peer has sent an authentic message.
+// receivedAny records that the peer has sent an authenticated message.
 func (p *peer) receivedAny() {
 	if p.unanswered.Load() != 0 {
 		p.unanswered.Store(0)
 	}
 }
 
-// confirmed repeats what the device's own receiver would do for a confirmed session, so that the
+// confirmed does what the device's own receiver would do for a confirmed session, so that the
 // device stops repeating its initiation.
 func (p *peer) confirmed() {
 	(*peerRetransmit.of(p.dev)).Del()
@@ -289,9 +295,9 @@ func (p *peer) confirmed() {
 	p.t.lookSoon()
 }
 
-// session returns the creation time of the present session, or of the last one if the device has erased
-// its keys; zero: there was none. Its age by the monotonic clock decides whether messages are sent and
-// accepted (see fresh).
+// session returns the creation time of the current session, or of the last one if the device has
+// erased its keys; zero: there was none. The session's age by the monotonic clock decides whether
+// messages are sent and accepted (see fresh).
 func (p *peer) session(now time.Time) time.Time {
 	if k := peerKeypairs.of(p.dev).Current(); k != nil {
 		p.made.Store(p.t.at(*keypairCreated.of(k)))
@@ -299,7 +305,7 @@ func (p *peer) session(now time.Time) time.Time {
 	return p.t.when(p.made.Load(), now)
 }
 
-// acknowledge sends a passive keepalive (section 6.5).
+// acknowledge sends a passive keepalive if received data still needs one (section 6.5).
 func (p *peer) acknowledge() {
 	since := p.unacknowledged.Load()
 	if since == 0 {
@@ -312,7 +318,7 @@ func (p *peer) acknowledge() {
 	more := p.more.Swap(false)
 	p.unacknowledged.Store(0)
 	if p.t.peers.Load().latest(p, time.Now()) != p {
-		return // a newer session carries our data, and the peer may have dropped this one
+		return // another, newer session carries our data, and the peer may have dropped this one
 	}
 	p.dev.SendKeepalive()
 	if more {
@@ -321,13 +327,14 @@ func (p *peer) acknowledge() {
 	}
 }
 
-// breakSilence begins a handshake when the peer has not answered data (section 6.5).
+// breakSilence starts a handshake if the peer has not answered data for too long (section 6.5).
 func (p *peer) breakSilence() {
 	since := p.unanswered.Load()
 	if since == 0 {
 		return
 	}
-	// the answer to it, or its confirmation, made the session
+	// If a session was made after the data was sent, the wait starts with that session: its
+	// handshake was an answer.
 	if k := peerKeypairs.of(p.dev).Current(); k != nil {
 		since = max(since, p.t.at(*keypairCreated.of(k)))
 	}
@@ -337,16 +344,16 @@ func (p *peer) breakSilence() {
 	}
 	p.unanswered.Store(0)
 	if p.t.peers.Load().latest(p, time.Now()) != p {
-		return // a newer session carries our data, and has its own silence
+		return // another, newer session carries our data, and has its own timer
 	}
 	if e := endpointOf(p.dev); e != nil {
-		e.ClearSrc() // the source address may be the cause
+		e.ClearSrc() // a wrong source address may be the cause
 	}
 	p.begin()
 }
 
-// ask requests a handshake from another goroutine, because making an initiation takes longer than
-// encrypting a hundred packets.
+// ask requests a handshake. A timer's goroutine makes it, because making an initiation takes
+// longer than encrypting a hundred packets.
 func (p *peer) ask(at int64) {
 	if asked := p.asked.Load(); asked == 0 || time.Duration(at-asked) >= askAgain {
 		p.asked.Store(at)
@@ -354,8 +361,8 @@ func (p *peer) ask(at int64) {
 	}
 }
 
-// begin begins a handshake. The device begins none within RekeyTimeout of the last one. If it has
-// no handshake in progress either, begin runs again later.
+// begin starts a handshake. The device refuses to start one within RekeyTimeout of the last one.
+// If it then has no handshake in progress either, begin runs again later.
 func (p *peer) begin() {
 	table := p.t.peers.Load()
 	if p.retired.Load() {
@@ -367,7 +374,7 @@ func (p *peer) begin() {
 	p.follow(table)
 	last, hurried := p.hurry(time.Now())
 	if p.dev.SendHandshakeInitiation(false) != nil {
-		return // the device has logged the reason, and tries again if that can help
+		return // the device logs the reason, and tries again if that can help
 	}
 	if hurried {
 		p.keepPace(last)
@@ -377,8 +384,9 @@ func (p *peer) begin() {
 	}
 }
 
-// hurry lets the device begin a handshake within RekeyTimeout of the last one, if that has brought
-// no session. It returns when that was. The caller holds mu.
+// hurry allows the device to start a handshake within RekeyTimeout of the last one, if that one
+// has made no session. If it allows that, it returns the time of the last one and true. The
+// caller holds mu.
 func (p *peer) hurry(now time.Time) (last time.Time, hurried bool) {
 	if made := p.made.Load(); p.hurriedSince != made {
 		p.hurried, p.hurriedSince = 0, made
@@ -399,8 +407,8 @@ func (p *peer) hurry(now time.Time) (last time.Time, hurried bool) {
 	return last, true
 }
 
-// keepPace makes the device begin its next handshake as if it had begun none since last, unless an
-// answer has come meanwhile.
+// keepPace sets the device's times back, so that its next handshake is as late as if the hurried
+// one had not been started. last is the time of the handshake before that one.
 func (p *peer) keepPace(last time.Time) {
 	lock := peerHandshakeMu.of(p.dev)
 	lock.Lock()
@@ -411,11 +419,11 @@ func (p *peer) keepPace(last time.Time) {
 	}
 }
 
-// crossed runs when the peer answers our handshake, begun roundTrip ago, after the device has
-// dropped it to answer one of the peer's: the two have crossed. The peer has dropped its own
-// handshake, too, so both would begin again only after RekeyTimeout. Instead the side with the
-// lower public key begins at once. The other side begins if that does not help, for example because
-// the peer is not an Isthmus.
+// crossed handles two handshakes that have crossed: the peer has answered our initiation, sent
+// roundTrip ago, after the device had dropped it to answer one from the peer. The peer has
+// dropped its own initiation as well, so both sides would start again only after RekeyTimeout.
+// Instead, the side with the lower public key starts a handshake at once. The other side starts
+// one later if that does not help, for example because the peer is not an Isthmus gateway.
 func (p *peer) crossed(roundTrip time.Duration) {
 	if roundTrip >= device.RekeyTimeout {
 		return
@@ -432,9 +440,9 @@ func (p *peer) uncross() {
 	if p.answers.Load() != p.crossedAt.Load() || p.sending(time.Now()) != nil || !(*peerRetransmit.of(p.dev)).IsPending() {
 		return
 	}
-	p.dev.ExpireCurrentKeypairs() // no usable session is among them; the device then begins anew
+	p.dev.ExpireCurrentKeypairs() // none of them is usable; without them the device starts a new handshake
 	p.begin()
 }
 
-// jitter keeps peers from beginning handshakes at the same moment.
+// jitter returns a random delay, so that peers do not start handshakes at the same moment.
 func jitter() time.Duration { return rand.N(device.RekeyTimeoutJitterMaxMs * time.Millisecond) }

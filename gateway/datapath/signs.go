@@ -12,49 +12,51 @@ import (
 	"github.com/isthmus-net/isthmus/natengine"
 )
 
-// Signs are observations of a tunnel that may explain why a peer has no session. A zero time means
-// never. Anybody who can forge the peer's address can cause the first three. So Signs explain, and
-// nothing is decided by them.
+// Signs are observations of a tunnel that may explain why a peer has no session. A zero time
+// means never. Anybody who can forge the peer's address can cause the first three. So Signs are
+// only for explanations, and no decision depends on them.
 type Signs struct {
-	// OtherKey is when a handshake from the peer's address was last made for another public key
-	// than ours (its mac1 is wrong, section 5.4.4 of the WireGuard paper).
+	// OtherKey is the time of the last handshake from the peer's address that was made for another
+	// public key than ours: its mac1 is wrong (section 5.4.4 of the WireGuard paper).
 	OtherKey time.Time
-	// Refused is when a handshake from that address was last made for our key and got no answer:
-	// its public key is no peer's, or its timestamp is not newer than that of an earlier one.
+	// Refused is the time of the last handshake from that address that was made for our key but got
+	// no answer. Either its public key belongs to no peer, or its timestamp is not newer than that
+	// of an earlier handshake.
 	Refused time.Time
-	// Earlier is when a data message last came from that address under a session that we do not
-	// have: one from before this tunnel knew the peer, or from before its key changed.
+	// Earlier is the time of the last data message from that address under a session that we do not
+	// have. Such a session was made before this tunnel knew the peer, or before the peer's key
+	// changed.
 	Earlier time.Time
-	// RelayedOtherKey and RelayedRefused are the same for handshakes through the relays of our
-	// Services. All peers share them, because any sender may use a relay.
+	// RelayedOtherKey and RelayedRefused are OtherKey and Refused for handshakes that the relays of
+	// our Services pass on. They are the same for all peers, because any sender may use a relay.
 	RelayedOtherKey, RelayedRefused time.Time
-	// Answered is when we last answered a handshake of the peer.
+	// Answered is the time when we last answered a handshake of the peer.
 	Answered time.Time
-	// Unsent is why the kernel last refused a message for the peer, and UnsentAt when.
+	// Unsent is the kernel's last error when a message for the peer was sent. UnsentAt is its time.
 	Unsent   error
 	UnsentAt time.Time
 }
 
-// refusedAfter is how long a handshake may wait for our answer until it counts as refused. The
-// device has several workers, and the machine may be busy.
+// refusedAfter is the time without an answer of ours after which a handshake counts as refused.
+// It is long because the device has several workers, and the machine may be busy.
 const refusedAfter = 2 * time.Second
 
-// searchPause is the least time between two searches for the peer at an address. A search takes
-// some ten microseconds with a thousand peers.
+// searchPause is the minimum time between two searches for the peer at an address. With a
+// thousand peers a search takes some ten microseconds.
 const searchPause = 10 * time.Millisecond
 
-// A place is the configured address of one or several peers, with the unexplained messages from
-// there. Peers behind one address share it. All messages through a Service share another one.
+// A place records unexplained messages from one configured address. Peers with the same address
+// share a place. All messages that come through a Service share another one (Tunnel.relayed).
 type place struct {
 	mu       sync.Mutex
 	otherKey time.Time
-	index    uint32    // of the last handshake for our key
-	came     time.Time // time of that handshake; zero: it was answered
+	index    uint32    // sender index of the last handshake for our key
+	came     time.Time // when that handshake arrived; zero: it was answered
 	refused  time.Time // when a handshake was last refused
-	earlier  time.Time // when data last came under a session that we do not have
+	earlier  time.Time // when data of a session that we do not have last arrived
 }
 
-// signs is a copy of the signs of a place.
+// signs returns the signs that a place has recorded.
 func (p *place) signs(now time.Time) (s Signs) {
 	if p == nil {
 		return s
@@ -65,14 +67,15 @@ func (p *place) signs(now time.Time) (s Signs) {
 	return Signs{OtherKey: p.otherKey, Refused: p.refused, Earlier: p.earlier}
 }
 
-// settle records an old unanswered handshake as refused. The caller holds mu.
+// settle records a handshake that has waited too long for an answer as refused. The caller holds
+// mu.
 func (p *place) settle(now time.Time) {
 	if !p.came.IsZero() && now.Sub(p.came) > refusedAfter {
 		p.refused = p.came
 	}
 }
 
-// placeAt returns the place of a source address; nil: no signs are recorded for it.
+// placeAt returns the place for a source address; nil: no peer is configured there.
 func (t *Tunnel) placeAt(addr netip.Addr) *place {
 	if p := t.peers.Load().byAddr[addr.Unmap()]; p != nil {
 		return p
@@ -83,8 +86,8 @@ func (t *Tunnel) placeAt(addr netip.Addr) *place {
 	return nil
 }
 
-// came notes a handshake message from a place, before the device sees it. ours says that it was
-// made for our key. For an address without peers it costs one lookup.
+// came records a handshake message before the device processes it. ours is true if the message
+// was made for our key. If no peer is at its source address, came costs one lookup.
 func (t *Tunnel) came(m []byte, from conn.Endpoint, ours bool) {
 	if m[0] != device.MessageInitiationType {
 		return
@@ -104,9 +107,9 @@ func (t *Tunnel) came(m []byte, from conn.Endpoint, ours bool) {
 	p.index, p.came = binary.LittleEndian.Uint32(m[4:]), now
 }
 
-// strange notes data of an unknown session. If it comes from the address of a peer, that peer may
-// have dropped our session and use one with another gateway of ours. Anybody can forge such data:
-// see SetDoubts.
+// strange handles data of an unknown session. If it comes from a peer's address, the peer may
+// have dropped our session and use one with another gateway of ours. Anybody can forge such data
+// (see SetDoubts).
 func (t *Tunnel) strange(from conn.Endpoint, now time.Time) {
 	addr := from.DstIP().Unmap()
 	table := t.peers.Load()
@@ -129,7 +132,8 @@ func (t *Tunnel) strange(from conn.Endpoint, now time.Time) {
 	}
 }
 
-// doubt begins a handshake with a peer that has no session, and otherwise has the session tested.
+// doubt starts a handshake if there is no session with the peer. Otherwise it requests a test of
+// the session, at most once in RekeyTimeout.
 func (p *peer) doubt(now time.Time) {
 	at := p.t.at(now)
 	if p.sending(now) == nil {
@@ -144,8 +148,8 @@ func (p *peer) doubt(now time.Time) {
 	(*f)(p.key)
 }
 
-// answered notes that the device answers a handshake of a place: by a response or, under load, by a
-// cookie.
+// answered records that the device answers the handshake with the sender index index: by a
+// response or, under load, by a cookie.
 func (t *Tunnel) answered(index uint32, to conn.Endpoint) {
 	p := t.placeAt(to.DstIP())
 	if p == nil {
@@ -157,12 +161,14 @@ func (t *Tunnel) answered(index uint32, to conn.Endpoint) {
 		return
 	}
 	p.came = time.Time{}
-	if p != &t.relayed { // an answer to one peer behind a relay explains nothing about another
+	// Behind a relay, an answer to one peer explains nothing about another peer.
+	if p != &t.relayed {
 		p.refused, p.otherKey = time.Time{}, time.Time{}
 	}
 }
 
-// placesOf returns the places of the configured addresses. An address that stays keeps its signs.
+// placesOf returns a place for each configured address in at. An address that is in old keeps its
+// place.
 func placesOf(at map[*peer]netip.Addr, old map[netip.Addr]*place) map[netip.Addr]*place {
 	all := make(map[netip.Addr]*place, len(at))
 	for _, addr := range at {
@@ -176,21 +182,21 @@ func placesOf(at map[*peer]netip.Addr, old map[netip.Addr]*place) map[netip.Addr
 	return all
 }
 
-// unsent is a send error of the kernel, and its time.
+// unsent is an error of the kernel when a message was sent, and its time.
 type unsent struct {
 	err error
 	at  time.Time
 }
 
-// fail notes why messages for a peer were not sent. It keeps the first error for a second, so that
-// a flood of failing messages costs no more.
+// fail records the error with which messages to a peer could not be sent. It keeps an error for a
+// second, so that a flood of failing messages costs little.
 func (p *peer) fail(err error, now time.Time) {
 	if was := p.unsent.Load(); was == nil || now.Sub(was.at) > time.Second {
 		p.unsent.Store(&unsent{err, now})
 	}
 }
 
-// signs returns the signs of a peer. A session explains everything before it.
+// signs returns the signs of a peer, without those that a later session has made obsolete.
 func (p *peer) signs(table *peerTable, now time.Time) Signs {
 	s := table.byAddr[table.at[p]].signs(now)
 	relayed := p.t.relayed.signs(now)
@@ -212,7 +218,7 @@ func (p *peer) signs(table *peerTable, now time.Time) Signs {
 	return s
 }
 
-// Signs returns the events that may explain why a peer has no session.
+// Signs returns the observations that may explain why a peer has no session.
 func (t *Tunnel) Signs(state *natengine.PeerState) Signs {
 	table := t.peers.Load()
 	p := table.byState[state]

@@ -5,23 +5,23 @@ import (
 	"time"
 )
 
-// Bounds of the packets that wait for a peer's session. The first flight of a TCP connection, or a
-// burst of datagrams in one superpacket, fits.
+// Limits of the packets that wait for a peer's session. They leave room for the first flight of a
+// TCP connection, or for a burst of datagrams in one superpacket.
 const (
 	maxStaged      = 128       // packets
 	maxStagedBytes = 256 << 10 // octets
 	stagedTimeout  = 10 * time.Second
 )
 
-// staging holds packets for a peer until it has a session. When it is full, it drops the oldest.
-// The zero value is empty.
+// staging holds packets for a peer until there is a session. When it is full, it drops the oldest
+// packets. The zero value is empty.
 type staging struct {
-	ring  [][]byte // packets in order, the oldest at first
+	ring  [][]byte // packets, the oldest first
 	times []time.Duration
 	bytes int
 }
 
-// push keeps a copy of p and returns how many packets it dropped to make room.
+// push adds a copy of p and returns the number of packets that it dropped to make room.
 func (s *staging) push(p []byte, now time.Duration) (gone int) {
 	for len(s.ring) > 0 && (len(s.ring) == maxStaged || s.bytes+len(p) > maxStagedBytes) {
 		s.drop()
@@ -33,7 +33,7 @@ func (s *staging) push(p []byte, now time.Duration) (gone int) {
 	return gone
 }
 
-// expire drops packets that have waited too long and returns their number.
+// expire drops packets that have waited too long, and returns their number.
 func (s *staging) expire(now time.Duration) (gone int) {
 	for len(s.ring) > 0 && now-s.times[0] >= stagedTimeout {
 		s.drop()
@@ -42,7 +42,7 @@ func (s *staging) expire(now time.Duration) (gone int) {
 	return gone
 }
 
-// drop drops the oldest packet; there must be one.
+// drop drops the oldest packet. There must be one.
 func (s *staging) drop() {
 	s.bytes -= len(s.ring[0])
 	s.ring[0] = nil

@@ -7,17 +7,17 @@ import (
 	"github.com/isthmus-net/isthmus/natengine"
 )
 
-// Stats describes one peer.
+// Stats describes the tunnel to one peer.
 type Stats struct {
-	Endpoint  netip.AddrPort // source of its last packet, else as configured; zero: unknown
-	Handshake time.Time      // when the present session was made, with a monotonic clock reading; zero: never
-	Received  uint64         // octets of WireGuard messages
+	Endpoint  netip.AddrPort // source of the peer's last packet, or else as configured; zero: unknown
+	Handshake time.Time      // when the current session was made, with a monotonic clock reading; zero: never
+	Received  uint64         // octets of WireGuard messages from the peer; Sent: to the peer
 	Sent      uint64
-	// Preshared says that the present session was made with PresharedKeys.Key of the peer, whose ID
+	// Preshared is true if the current session was made with PresharedKeys.Key of the peer, whose ID
 	// is PresharedID.
 	Preshared   bool
 	PresharedID string
-	// Own is our public key that the present session was made with; zero: there is no session.
+	// Own is our public key in the current session; zero: there is no session.
 	Own [32]byte
 }
 
@@ -46,15 +46,15 @@ func (t *Tunnel) Stats() map[[32]byte]Stats {
 	return all
 }
 
-// traffic adds up the packets of one batch. Other goroutines read the counters of a peer, so each
-// batch touches them once per peer.
+// traffic sums the packets of one batch, so that a batch updates the counters of each peer only
+// once. Other goroutines read these counters.
 type traffic struct {
 	direction      natengine.Direction
 	peer           *natengine.PeerState
 	packets, bytes int
 }
 
-// add counts packets and octets of IP, as in the tunnel.
+// add adds packets, and octets of IP packets in the tunnel.
 func (t *traffic) add(peer *natengine.PeerState, packets, bytes int) {
 	if peer != t.peer {
 		t.flush()

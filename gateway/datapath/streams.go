@@ -23,28 +23,28 @@ import (
 )
 
 const (
-	// StreamRate and StreamBurst bound the TCP segments of one peer to the in-process endpoint.
+	// StreamRate and StreamBurst limit the TCP segments from one peer to the in-process endpoint.
 	StreamRate  = 8000 // per second
 	StreamBurst = 1000
 
-	// streamBuffer bounds what a connection keeps in memory in each direction, in octets. At a round trip of
-	// 100 ms it lets 640 kB through in a second.
+	// streamBuffer is the size in octets of a connection's buffer in each direction. At a round trip
+	// of 100 ms it allows 640 kB a second.
 	streamBuffer = 64 << 10
 
-	// streamTimeout ends a connection whose other end acknowledges nothing.
+	// streamTimeout is the time after which a connection ends if the other end acknowledges nothing.
 	streamTimeout = 30 * time.Second
-	// streamClosing is how long Close waits for the other end before it resets the connection.
+	// streamClosing is the time that Close waits for the other end before it resets the connection.
 	streamClosing = time.Second
 
-	// streamsOpening bounds the unfinished handshakes of all peers. The caller of Accept bounds
-	// those of each peer.
+	// streamsOpening is the maximum number of unfinished TCP handshakes of all peers. The caller of
+	// Accept must limit those of each peer.
 	streamsOpening = 4096
 )
 
-// Streams are TCP connections between the in-process endpoint and the gateways of peers for which
-// Peer.Streams is set. No other host can reach them: a segment is accepted only if the peer's key
-// opened it and its source is an address of the peer's gateway. They have their own TCP/IP stack,
-// so they delay neither connection checks nor ICMP.
+// Streams makes TCP connections between the in-process endpoint and the gateways of those peers
+// for which Peer.Streams is set. No other host can reach it: a segment is accepted only if it was
+// encrypted with the peer's key and comes from an address of the peer's gateway. Streams has its
+// own TCP/IP stack, so connections do not delay connection checks or ICMP.
 type Streams struct {
 	local  *Local
 	number uint16
@@ -52,13 +52,13 @@ type Streams struct {
 	link   *localLink
 }
 
-// A StreamRequest is a peer's request to connect. Call Accept or Refuse, once.
+// A StreamRequest is a peer's request to connect. Call either Accept or Refuse, once.
 type StreamRequest struct {
-	From    netip.Addr // of the peer's gateway, as this cluster sees it
+	From    netip.Addr // address of the peer's gateway, as this cluster sees it
 	request *tcp.ForwarderRequest
 }
 
-// Accept completes the handshake. The peer can delay it.
+// Accept completes the TCP handshake. It waits for the peer, which may delay it.
 func (r *StreamRequest) Accept() (net.Conn, error) {
 	var queue waiter.Queue
 	ep, err := r.request.CreateEndpoint(&queue)
@@ -69,10 +69,10 @@ func (r *StreamRequest) Accept() (net.Conn, error) {
 	return newStream(&queue, ep), nil
 }
 
-// Refuse answers with a reset.
+// Refuse answers the request with a reset.
 func (r *StreamRequest) Refuse() { r.request.Complete(true) }
 
-// A stream is a connection that leaves nothing in memory after Close.
+// A stream is a connection whose Close releases all its memory.
 type stream struct {
 	*gonet.TCPConn
 	ep   tcpip.Endpoint
@@ -86,11 +86,12 @@ func newStream(queue *waiter.Queue, ep tcpip.Endpoint) *stream {
 
 func bounded(ep tcpip.Endpoint) {
 	timeout := tcpip.TCPUserTimeoutOption(streamTimeout)
-	_ = ep.SetSockOpt(&timeout) // never fails
+	_ = ep.SetSockOpt(&timeout) // cannot fail
 }
 
-// Close sends the data already written, if the other end accepts it soon. Otherwise the connection
-// would stay in memory as long as that end acknowledges probes of its closed window.
+// Close sends data already written, if the other end accepts it within streamClosing. Otherwise
+// it resets the connection, which would stay in memory as long as the other end acknowledges
+// probes of its closed window.
 func (s *stream) Close() error {
 	s.once.Do(func() {
 		_ = s.SetDeadline(time.Unix(1, 0))
@@ -104,7 +105,8 @@ func (s *stream) Close() error {
 	return nil
 }
 
-// closing reports whether the other end still has data to receive, or has not closed its direction.
+// closing reports whether the other end has not yet received all data or has not yet closed its
+// direction.
 func (s *stream) closing() bool {
 	switch tcp.EndpointState(s.ep.State()) {
 	case tcp.StateEstablished, tcp.StateFinWait1, tcp.StateFinWait2, tcp.StateCloseWait, tcp.StateClosing, tcp.StateLastAck:
@@ -113,8 +115,8 @@ func (s *stream) closing() bool {
 	return false
 }
 
-// OpenStreams opens a port for streams. It calls accept for each request, in a goroutine of its own. There can
-// be one for each endpoint.
+// OpenStreams opens a TCP port for streams. It calls accept for each request, in a new goroutine.
+// An endpoint can have only one Streams.
 func (l *Local) OpenStreams(number uint16, accept func(*StreamRequest)) (*Streams, error) {
 	s := &Streams{local: l, number: number, link: newLocalLink(l.link.MTU()), stack: stack.New(stack.Options{
 		NetworkProtocols:   []stack.NetworkProtocolFactory{ipv4.NewProtocol, ipv6.NewProtocol},
@@ -149,7 +151,7 @@ func (l *Local) OpenStreams(number uint16, accept func(*StreamRequest)) (*Stream
 	return s, nil
 }
 
-// Dial connects to the gateway of a peer at its port of the same number.
+// Dial connects to the gateway of a peer, at the same port number as that of s.
 func (s *Streams) Dial(ctx context.Context, to netip.Addr) (net.Conn, error) {
 	protocol := ipv4.ProtocolNumber
 	if to.Is6() {
@@ -188,16 +190,17 @@ func (s *Streams) close() {
 	s.link.Endpoint.Close()
 }
 
-// has reports whether a packet belongs to the streams: a segment to their port, or of a connection to the
-// peer's.
+// has reports whether a packet is a TCP segment of streams: to our port, or of a connection to
+// the peer's port.
 func (s *Streams) has(v *packet.View) bool {
 	_, _, _, fragment := v.Fragment()
 	return s != nil && v.Proto() == packet.TCP && !fragment && (v.DstPort() == s.number || v.SrcPort() == s.number)
 }
 
-// deliver passes a segment of a peer to the stack, or returns the reason to drop it.
+// deliver passes a segment from a peer to the stack, or returns the reason to drop it.
 func (s *Streams) deliver(p *peer, v *packet.View, now time.Duration) natengine.Drop {
-	// A peer connects from the address of its messages, and answers from the address that we dial.
+	// A peer connects from the source address of its messages. It accepts connections at the address
+	// to which we send.
 	from := p.gatewayOf(v.Src())
 	switch {
 	case from != 0 && (from < 0 || v.SrcPort() != s.number), from == 0 && v.DstPort() != s.number:

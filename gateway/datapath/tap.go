@@ -17,19 +17,19 @@ import (
 	"github.com/isthmus-net/isthmus/packet"
 )
 
-// SetCapture shows packets to c from the next batch on; nil ends this. The goroutines of the data
-// path call the capture, which never makes them wait.
+// SetCapture makes the tunnel show packets to c, from the next batch on. With nil it stops that.
+// The goroutines of the data path call c, which never blocks them.
 func (t *Tunnel) SetCapture(c *capture.Capture) {
 	if c == nil {
 		t.capture.Store(nil)
 		return
 	}
 	t.capture.Store(&captured{c, t.Port()})
-	t.link.Wake() // the outbound goroutine may wait for the first packet of a batch
+	t.link.Wake() // the outbound goroutine may be waiting for the first packet of a batch
 }
 
-// captured is a capture with the names and the port that its comments need. The port is the one at
-// the beginning: asking for the present one could wait for a socket that is being closed and that
+// captured is a capture with the UDP port for generated headers. It is the port at the start of
+// the capture: querying the current port could deadlock with a socket that is being closed and
 // waits for this goroutine.
 type captured struct {
 	*capture.Capture
@@ -37,28 +37,28 @@ type captured struct {
 }
 
 const (
-	// tapHead is room for the headers of a packet before NAT, and for all of an ICMP error that NAT
-	// may change.
+	// tapHead is the room for the headers of a packet before NAT. An ICMP error, which NAT changes
+	// in more places, fits completely.
 	tapHead = 2048
-	// tapWhole bounds the packets that a trace needs whole.
+	// tapWhole is the maximum size of packets that are traced completely, not only by their headers.
 	tapWhole = 2048
 )
 
-// tap shows the packets of one goroutine to a capture. It owns its scratch. Without a capture, to
-// is nil and no method is called: callers test on first.
+// tap shows the packets of one goroutine to a capture. It owns its scratch memory. While no
+// capture runs, to is nil, and no method except begin and on may be called.
 type tap struct {
 	t   *Tunnel
 	dir natengine.Direction
-	to  *captured // nil or the capture, for the batch at hand; loaded once
+	to  *captured // the capture for the current batch; nil: none
 
-	head     [tapHead]byte // of the packet before NAT
+	head     [tapHead]byte // the first octets of the packet before NAT
 	kept     int
-	size     int // of the packet before NAT, or of the run
+	size     int // length of the packet or run before NAT
 	checksum packet.ChecksumState
 	before   natengine.Tuple
-	headers  int  // octets of the packet's headers
-	fragment bool // the packet is a fragment, from which inbound may make the whole datagram
-	wanted   bool // the capture takes the last packet that passed the engine, and so its segments
+	headers  int  // octets of headers in the packet
+	fragment bool // the packet is a fragment; inbound, NAT may turn it into the complete datagram
+	wanted   bool // the capture wants the packet that passed the engine last, and so its segments
 
 	view   packet.View
 	small  [tapHead]byte
@@ -66,20 +66,20 @@ type tap struct {
 		telling
 		comment string
 	}
-	last struct { // result of the last wantsEnds, because packets of a flow come together
+	last struct { // cached result of wantsEnds, because packets of a flow mostly follow each other
 		to     *captured
 		tuple  natengine.Tuple
 		wanted bool
 	}
 }
 
-// begin looks for a capture, once per batch.
+// begin loads the capture. It is called once per batch.
 func (p *tap) begin() { p.to = p.t.capture.Load() }
 
-// on reports whether there is a capture.
+// on reports whether a capture is running.
 func (p *tap) on() bool { return p.to != nil }
 
-// came saves a packet or run before the engine changes its headers.
+// came saves the headers of a packet or run before the engine changes them.
 func (p *tap) came(v *packet.View) {
 	b := v.Bytes()
 	p.headers = headersOf(v)
@@ -91,8 +91,8 @@ func (p *tap) came(v *packet.View) {
 	p.size, p.checksum, p.before = v.Len(), v.Checksum(), natengine.TupleOf(v, p.dir)
 }
 
-// crossed shows the packet before and after the engine. segments is the number of packets in the
-// tunnel. tail holds the payloads of the second and later packets of a run.
+// crossed shows a packet before and after the engine. segments is the number of packets that it
+// has in the tunnel. tail holds the payloads of the second and later packets of a run.
 func (p *tap) crossed(v *packet.View, verdict natengine.Verdict, drop natengine.Drop, segments int, tail [][]byte, now time.Duration) {
 	c := p.to
 	after := p.before
@@ -110,7 +110,7 @@ func (p *tap) crossed(v *packet.View, verdict natengine.Verdict, drop natengine.
 		head := p.head[:min(p.kept, keep)]
 		rest := body[min(len(head), len(body)):]
 		if p.fragment && p.dir == natengine.Inbound {
-			rest = nil // of the whole datagram
+			rest = nil // body is the complete datagram now
 		}
 		p.add(capture.BeforeNAT, p.size, comment, keep, head, rest, tail)
 	}
@@ -119,7 +119,7 @@ func (p *tap) crossed(v *packet.View, verdict natengine.Verdict, drop natengine.
 	}
 }
 
-// keep returns how many octets of a packet with these headers to keep.
+// keep returns the number of octets to capture of a packet with the given length of headers.
 func (p *tap) keep(headers int) int {
 	if p.to.Snap > 0 {
 		return p.to.Snap
@@ -127,7 +127,8 @@ func (p *tap) keep(headers int) int {
 	return headers
 }
 
-// add shows the first keep octets of a packet that consists of several pieces.
+// add captures the first keep octets of a packet, which is the concatenation of head, rest and
+// tail.
 func (p *tap) add(place capture.Place, size int, comment string, keep int, head, rest []byte, tail [][]byte) {
 	var parts [2 + 64][]byte
 	n := 0
@@ -146,7 +147,8 @@ func (p *tap) add(place capture.Place, size int, comment string, keep int, head,
 	p.to.Add(place, p.dir, size, comment, parts[:n]...)
 }
 
-// told returns story, computed once for consecutive packets of a flow.
+// told returns the result of story. It computes a story only once for consecutive packets of a
+// flow.
 func (p *tap) told(verdict natengine.Verdict, drop natengine.Drop, after natengine.Tuple, segments int, now time.Duration) string {
 	if verdict.Action == natengine.Hold || len(verdict.Released()) > 0 {
 		return p.story(verdict, drop, after, segments, now)
@@ -158,7 +160,8 @@ func (p *tap) told(verdict natengine.Verdict, drop natengine.Drop, after natengi
 	return p.latest.comment
 }
 
-// telling is the input of a story. It includes the second, because rules may change.
+// telling is the input of story, and the cache key of told. It includes the current second,
+// because rules may change.
 type telling struct {
 	to            *captured
 	peer          *natengine.PeerState
@@ -168,8 +171,8 @@ type telling struct {
 	second        int64
 }
 
-// story returns the comment: the packet's peer, and the rule that rewrote it, or the reason for the
-// drop.
+// story returns the comment of a packet: its peer, and the rule that rewrote the packet or the
+// reason why it was dropped.
 func (p *tap) story(verdict natengine.Verdict, drop natengine.Drop, after natengine.Tuple, segments int, now time.Duration) string {
 	var b strings.Builder
 	if verdict.Peer != nil {
@@ -212,7 +215,7 @@ func endText(a netip.AddrPort) string {
 	return a.String()
 }
 
-// rule describes the rule by which the engine handled the packet.
+// rule returns a description of the rule with which the engine handled the packet.
 func (p *tap) rule(now time.Duration) string {
 	trace, ok := p.trace(p.head[:p.kept], p.checksum, now)
 	switch {
@@ -224,8 +227,8 @@ func (p *tap) rule(now time.Duration) string {
 	return trace.Rule
 }
 
-// trace asks the engine for its verdict on a packet that begins with b: the headers, or all of it.
-// It corrects the lengths in the headers accordingly.
+// trace returns the engine's trace of a packet of which b is the beginning: the headers, or all
+// of it. It adapts the lengths in the headers to b.
 func (p *tap) trace(b []byte, checksum packet.ChecksumState, now time.Duration) (natengine.Trace, bool) {
 	small := p.small[:copy(p.small[:], b)]
 	if !shorten(small) || p.view.Parse(small, checksum) != nil {
@@ -234,8 +237,8 @@ func (p *tap) trace(b []byte, checksum packet.ChecksumState, now time.Duration) 
 	return p.t.engine.Trace(&p.view, p.dir, now), true
 }
 
-// shorten turns the beginning of a packet into a valid packet. It returns false when the beginning
-// is too short.
+// shorten turns the beginning of a packet into a valid, shorter packet. It returns false if the
+// beginning is too short.
 func shorten(b []byte) bool {
 	udp := -1
 	switch {
@@ -258,8 +261,8 @@ func shorten(b []byte) bool {
 	return true
 }
 
-// headersOf returns how many octets of a packet are headers. For an ICMP error this includes the
-// quoted headers without options.
+// headersOf returns the number of octets of a packet that are headers. In an ICMP error they
+// include the quoted headers without options.
 func headersOf(v *packet.View) int {
 	n := v.PayloadOffset()
 	if v.IsICMPError() {
@@ -275,8 +278,8 @@ func (p *tap) dropped(place capture.Place, peer *natengine.PeerState, b []byte, 
 	p.packet(place, peer, b, why, dropText(why))
 }
 
-// packet shows a packet b with its own comment. If b does not parse, it shows at most the length of
-// an IP header.
+// packet shows a packet b with the given comment. If b does not parse, packet captures at most
+// the length of an IP header.
 func (p *tap) packet(place capture.Place, peer *natengine.PeerState, b []byte, drop natengine.Drop, comment string) {
 	c := p.to
 	if !c.Wants(place, p.dir, peer, drop) {
@@ -296,9 +299,9 @@ func (p *tap) packet(place capture.Place, peer *natengine.PeerState, b []byte, d
 	p.add(place, len(b), comment, p.keep(headers), b, nil, nil)
 }
 
-// inner shows a packet inside the tunnel, by the outbound goroutine, and reports whether the
-// capture takes it. crossed says that it belongs to the packet that passed the engine last, whose
-// ends before and after NAT are known.
+// inner shows an outbound packet as it is inside the tunnel, and reports whether the capture
+// wants it. crossed is true if it belongs to the packet that passed the engine last, for which
+// that is already known.
 func (p *tap) inner(peer *natengine.PeerState, b []byte, crossed bool) bool {
 	headers, wanted := p.wantsInner(peer, b, crossed && p.wanted, 0)
 	if wanted {
@@ -307,8 +310,8 @@ func (p *tap) inner(peer *natengine.PeerState, b []byte, crossed bool) bool {
 	return wanted
 }
 
-// wantsInner reports whether the capture takes a packet inside the tunnel, and returns the length
-// of its headers.
+// wantsInner reports whether the capture wants a packet inside the tunnel, and returns the length
+// of its headers. known is true if it is already known that the capture wants the packet's ends.
 func (p *tap) wantsInner(peer *natengine.PeerState, b []byte, known bool, now time.Duration) (headers int, wanted bool) {
 	c := p.to
 	if !c.WantsPeer(peer) || !c.WantsDrop(natengine.DropNone) || p.view.Parse(b, packet.ChecksumComplete) != nil {
@@ -329,8 +332,8 @@ func (p *tap) showInner(peer *natengine.PeerState, b []byte, headers int) {
 	p.add(capture.Tunnel, len(b), way+" peer "+p.to.PeerName(peer), p.keep(headers), b, nil, nil)
 }
 
-// wantsEnds reports whether the capture selects the ends of the packet in view, before or after
-// NAT.
+// wantsEnds reports whether the capture wants the ends of the parsed packet, either before or
+// after NAT.
 func (p *tap) wantsEnds(b []byte, now time.Duration) bool {
 	c, v := p.to, &p.view
 	tuple := natengine.TupleOf(v, p.dir)
@@ -342,7 +345,7 @@ func (p *tap) wantsEnds(b []byte, now time.Duration) bool {
 		remote = tuple.Dst
 	}
 	if p.dir == natengine.Outbound || !v.IsICMPError() && !c.WantsRemote(tuple.Proto, remote) {
-		return false // outbound, NAT has already happened
+		return false // an outbound packet has already passed NAT
 	}
 	if p.last.to == c && p.last.tuple == tuple {
 		return p.last.wanted
@@ -357,8 +360,8 @@ func (p *tap) wantsEnds(b []byte, now time.Duration) bool {
 	return wanted
 }
 
-// outer shows a WireGuard message. It keeps only the header of a data message: its packet is shown
-// inside the tunnel.
+// outer shows a WireGuard message. Of a data message it captures only the header, because its
+// packet is captured inside the tunnel.
 func (p *tap) outer(peer *natengine.PeerState, m []byte, at conn.Endpoint, drop natengine.Drop) {
 	if p.to.Wants(capture.Underlay, p.dir, peer, drop) {
 		p.to.message(p.dir, p.nameOf(peer), m, at, drop)
@@ -372,8 +375,9 @@ func (p *tap) nameOf(peer *natengine.PeerState) string {
 	return p.to.PeerName(peer)
 }
 
-// handshake shows a handshake message, received or sent. A stranger could write any received one.
-// So the peer is the one that is configured at the address.
+// handshake shows a handshake message, received or sent. Anybody can send one with the index of
+// any peer, so a received message is attributed to the peer that is configured at its source
+// address.
 func (c *captured) handshake(t *Tunnel, dir natengine.Direction, m []byte, at conn.Endpoint, drop natengine.Drop) {
 	if c.Narrow() {
 		return
@@ -382,7 +386,7 @@ func (c *captured) handshake(t *Tunnel, dir natengine.Direction, m []byte, at co
 	table := t.peers.Load()
 	if to := t.peerOf(m); dir == natengine.Outbound && to != nil {
 		peer = to.state
-	} else if table.byAddr[at.DstIP().Unmap()] != nil { // otherwise a flood of strangers would make it search all peers
+	} else if table.byAddr[at.DstIP().Unmap()] != nil { // without this test, a flood of unknown senders would cost a search of all peers each
 		for p, addr := range table.at {
 			if addr == at.DstIP().Unmap() {
 				peer = p.state
@@ -405,7 +409,7 @@ var messageNames = map[uint32]string{
 	device.MessageCookieReplyType: "cookie reply", device.MessageTransportType: "data",
 }
 
-// message adds a WireGuard message behind generated headers.
+// message captures a WireGuard message, with generated IP and UDP headers before it.
 func (c *captured) message(dir natengine.Direction, peer string, m []byte, at conn.Endpoint, drop natengine.Drop) {
 	if at == nil {
 		return
@@ -438,7 +442,7 @@ func (c *captured) message(dir natengine.Direction, peer string, m []byte, at co
 	}
 	body, tail := m, []byte(nil)
 	if len(m) == 0 || len(m) != handshakeLen(kind) {
-		// The octets behind the header may be decrypted by now.
+		// The octets after the header may already be decrypted, so they are replaced.
 		body, tail = m[:min(len(m), headerLen)], noContent[:min(len(m)-min(len(m), headerLen), len(noContent))]
 	}
 	remote := netip.AddrPortFrom(at.DstIP().Unmap(), 0)
@@ -455,5 +459,6 @@ func (c *captured) message(dir natengine.Direction, peer string, m []byte, at co
 	c.Add(capture.Underlay, dir, len(h)+len(m), comment, h, body, tail)
 }
 
-// noContent replaces the content of a data message. Wireshark calls a shorter message malformed.
+// noContent replaces the content of a data message. It has the length of a tag, because Wireshark
+// calls a shorter message malformed.
 var noContent [tagLen]byte

@@ -7,7 +7,7 @@ import (
 	"github.com/isthmus-net/isthmus/packet"
 )
 
-// udpHeader appends the IP and UDP header of a datagram. An unknown address is written as the
+// udpHeader appends the IP and UDP headers of a datagram to b. An unknown address becomes the
 // unspecified address.
 func udpHeader(b []byte, src, dst netip.AddrPort, data []byte) []byte {
 	be := binary.BigEndian
@@ -21,7 +21,7 @@ func udpHeader(b []byte, src, dst netip.AddrPort, data []byte) []byte {
 		b = be.AppendUint16(b, src.Port())
 		b = be.AppendUint16(b, dst.Port())
 		b = be.AppendUint16(b, uint16(size))
-		return append(b, 0, 0) // no checksum, as IPv4 allows
+		return append(b, 0, 0) // no checksum, which IPv4 allows
 	}
 	s, d := as16(src.Addr()), as16(dst.Addr())
 	b = append(b, 0x60, 0, 0, 0, 0, 0, packet.UDP, 64)
@@ -51,7 +51,7 @@ func as16(a netip.Addr) (b [16]byte) {
 	return b
 }
 
-// sum adds the 16-bit words of b (RFC 1071).
+// sum returns n plus the sum of the 16-bit words of b (RFC 1071).
 func sum(n uint32, b []byte) uint32 {
 	for ; len(b) >= 2; b = b[2:] {
 		n += uint32(b[0])<<8 | uint32(b[1])

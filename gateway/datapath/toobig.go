@@ -8,13 +8,13 @@ import (
 	"github.com/isthmus-net/isthmus/packet"
 )
 
-// tooBig is the scratch for packets larger than the path to their peer allows.
+// tooBig is scratch memory for packets that are larger than the path to their peer allows.
 type tooBig struct {
-	answer [packet.VirtioHeaderLen + packet.MaxTooBig]byte // to the sender, virtio header first
-	view   packet.View                                     // of a segment of a superpacket
+	answer [packet.VirtioHeaderLen + packet.MaxTooBig]byte // the ICMP error, with its virtio header
+	view   packet.View                                     // a segment of a superpacket
 }
 
-// limit returns the size of the largest packet that may go to the peer in this batch.
+// limit returns the size of the largest packet that may be sent to the peer in this batch.
 func limit(b *batch, peer *natengine.PeerState) int {
 	most := b.to.most()
 	if mtu := peer.MTU(); mtu != 0 {
@@ -23,9 +23,9 @@ func limit(b *batch, peer *natengine.PeerState) int {
 	return most
 }
 
-// tooBig handles a translated packet, or a superpacket with segments of gsoSize, that is larger
-// than limit. It fragments the packet if the sender allows that. Otherwise it drops the packet and
-// answers with an ICMP error where permitted.
+// tooBig handles a translated packet, or a superpacket with segments of gsoSize octets, that is
+// larger than limit. If the sender allows it, tooBig fragments the packet. Otherwise it drops the
+// packet and answers with an ICMP error, unless a standard forbids that.
 func (o *outbound) tooBig(b *batch, gsoSize, limit int, peer *natengine.PeerState) {
 	if gsoSize == 0 {
 		o.splitOrTell(&o.view, limit, peer)
@@ -42,7 +42,7 @@ func (o *outbound) tooBig(b *batch, gsoSize, limit int, peer *natengine.PeerStat
 			o.t.engine.Count(peer, natengine.Outbound, dropOf(err))
 			continue
 		}
-		if !o.splitOrTell(&o.big.view, limit, peer) { // one error for all segments
+		if !o.splitOrTell(&o.big.view, limit, peer) { // one ICMP error is enough for all segments
 			*s = packet.Segmenter{}
 			break
 		}
@@ -50,7 +50,7 @@ func (o *outbound) tooBig(b *batch, gsoSize, limit int, peer *natengine.PeerStat
 	o.readReleased(b)
 }
 
-// splitOrTell queues the fragments of v. If v may not be fragmented, it drops v, sends the ICMP
+// splitOrTell queues the fragments of v. If v must not be fragmented, it drops v, sends an ICMP
 // error, and returns false.
 func (o *outbound) splitOrTell(v *packet.View, limit int, peer *natengine.PeerState) bool {
 	if fragments := v.Split(limit, uint16(1+rand.N(1<<16-1))); fragments != nil {
@@ -71,12 +71,12 @@ func (o *outbound) splitOrTell(v *packet.View, limit int, peer *natengine.PeerSt
 	answer, action := o.t.engine.TooBig(v, limit, packetAt, o.now)
 	switch action {
 	case natengine.Forward:
-		// The virtio header in front of it is all zero: a plain packet.
+		// The virtio header of a packet without offloads is all zero.
 		if err := o.t.link.Write([][]byte{o.big.answer[:packet.VirtioHeaderLen+len(answer)]}); err != nil {
 			o.t.engine.Count(peer, natengine.Inbound, natengine.DropTUNWrite)
 		}
 	case natengine.Deliver:
-		if o.t.local != nil { // otherwise a host has forged our address
+		if o.t.local != nil { // nil: there is no such endpoint, so a host has forged the source
 			o.t.local.deliver(nil, answer)
 		}
 	}

@@ -1,19 +1,20 @@
-// Package datapath carries packets between the hosts of this cluster and the peers. It has one path
-// in each direction, and a single goroutine handles a packet on its whole path.
+// Package datapath carries packets between the hosts of this cluster and the peers. It has one
+// path in each direction. A single goroutine handles a packet on its whole path.
 //
-//	outbound.go  Link ─ read ─► parse ─► NAT ─► segment ─┐      seal.go   ─► seal ─► send ─► Wire
-//	                 ▲ packets of Local                  └──────────────►
-//	write.go     Link ◄─ write ◄─ NAT ◄─ coalesce ◄──────┐      inbound.go ◄─ window ◄─ open ◄─ receive ─ Wire
-//	                 ▼ or Local                          └◄─────────────
+//	outbound.go  Link ─ read ─► parse ─► NAT ─► segment ─┐
+//	                 ▲ packets of Local                  └─► seal ─► send ─► Wire      seal.go
+//	write.go     Link ◄─ write ◄─ NAT ◄─ coalesce ◄──────┐
+//	                 ▼ or Local                          └◄─ window ◄─ open ◄─ receive ─ Wire
+//	                                                                                inbound.go
 //
 // A superpacket passes the engine once: outbound before it is segmented, inbound after it is
-// coalesced. For a known flow neither path allocates, logs, or takes a lock that packets share; the
-// clock is read once per batch.
+// coalesced. For a known flow neither path allocates, logs, or takes a lock that packets share.
+// The clock is read once per batch.
 //
-// wireguard-go's device does handshakes, cookies and rate limits, keys, the index table and
+// wireguard-go's device handles handshakes, cookies and rate limits, keys, the index table and
 // endpoints. It never sees data (handshake.go). session.go has the timers that depend on data,
-// staging.go the ring in which packets wait for a session of their peer, and layout.go the access
-// to unexported fields of the device.
+// staging.go the ring in which packets wait for a session, and layout.go the access to unexported
+// fields of the device.
 package datapath
 
 import (
@@ -32,17 +33,17 @@ import (
 	"github.com/isthmus-net/isthmus/packet"
 )
 
-// Options of a Tunnel. The zero value is the default.
+// Options are the options of a Tunnel. The zero value has the defaults.
 type Options struct {
-	// CoalesceUDP joins UDP datagrams of one flow and size into superpackets for the link, until
-	// the link refuses one with EINVAL. The kernel accepts them from Linux 6.2 on; see
-	// tun.TrustsUSO.
+	// CoalesceUDP joins UDP datagrams of the same flow and size into superpackets for the link,
+	// until the link refuses one with EINVAL. Linux accepts them from version 6.2 on (see
+	// tun.TrustsUSO).
 	CoalesceUDP bool
-	// Logger gets the log lines of wireguard-go's device; nil discards them.
+	// Logger receives the log lines of wireguard-go's device; nil discards them.
 	Logger *device.Logger
 }
 
-// A Tunnel is the packet path and its WireGuard. Methods may be called from any goroutine.
+// A Tunnel is the packet path with its WireGuard. Its methods may be called concurrently.
 type Tunnel struct {
 	link    Link
 	wire    Wire
@@ -61,44 +62,45 @@ type Tunnel struct {
 	admission sync.Mutex // guards budgets
 	budgets   budgets    // of handshakes
 
-	mayCome atomic.Pointer[func(netip.Addr) bool] // allowed sources of messages; nil: all
-	relays  atomic.Pointer[func(netip.Addr) bool] // addresses of relays; nil: none
-	relayed place                                 // signs of messages through relays
+	mayCome atomic.Pointer[func(netip.Addr) bool] // reports whether a source of messages is allowed; nil: all are
+	relays  atomic.Pointer[func(netip.Addr) bool] // reports whether an address is a relay's; nil: none is
+	relayed place                                 // signs of messages that came through relays
 
 	doubts   atomic.Pointer[func(key [32]byte)] // nil: doubts are not reported
 	searched atomic.Int64                       // when strange last searched for a peer
 
-	capture atomic.Pointer[captured] // nil: none
+	capture atomic.Pointer[captured] // nil: no capture is running
 
 	diverted atomic.Pointer[diversion] // nil: the link's packets go to peers
-	brought  parcels                   // from another gateway
+	brought  parcels                   // packets from another gateway
 
-	hurry   *rate.Limiter // of handshakes within RekeyTimeout, see peer.hurry
-	waiting atomic.Bool   // packets wait for a session
-	look    atomic.Bool   // waiting packets may have a session now, or have waited too long
+	hurry   *rate.Limiter // limits handshakes within RekeyTimeout (peer.hurry)
+	waiting atomic.Bool   // some packets wait for a session
+	look    atomic.Bool   // check them: they may have a session now, or have waited too long
 	out     outbound      // state of the outbound goroutine
 	running sync.WaitGroup
-	ended   chan struct{} // closed when the link is gone, or by Close
+	ended   chan struct{} // closed when the link has ended, or by Close
 
-	mu       sync.Mutex                               // guards the configuration, which follows
-	places   map[device.NoisePublicKey]netip.AddrPort // the endpoints of the last set
-	port     uint16                                   // 0: there is no socket
-	receiver sync.WaitGroup                           // goroutines of the socket
-	sweep    *time.Timer                              // for retired peers; nil: there was never one
-	laggards *time.Timer                              // runs while our key rotates; nil: there was no rotation
+	mu       sync.Mutex                               // guards the configuration, which is the following fields
+	places   map[device.NoisePublicKey]netip.AddrPort // the endpoints of the last SetPeers or Change
+	port     uint16                                   // 0: no socket is open
+	receiver sync.WaitGroup                           // goroutines that receive from the sockets
+	sweep    *time.Timer                              // runs sweepRetired; nil: no peer was ever retired
+	laggards *time.Timer                              // runs lookForLaggards; nil: no key was ever rotated
 	up       bool
 	closed   bool
 }
 
-// New joins a link, a wire, an engine and, unless nil, an in-process endpoint. The Tunnel owns
-// link, wire and local: its Close closes them. It carries nothing before Up.
+// New returns a Tunnel that connects a link, a wire, an engine and, unless it is nil, an
+// in-process endpoint. The Tunnel owns link, wire and local: Close closes them. It carries no
+// packets before Up.
 func New(link Link, wire Wire, engine *natengine.Engine, local *Local, o Options) *Tunnel {
 	return newTunnel(link, wire, engine, local, time.Now(), o)
 }
 
-// Beside makes another tunnel of the same gateway. It shares the engine and the clock of t, and has
-// its own link, wire and in-process endpoint. That endpoint has the same addresses as t's, and
-// answers the packets of its own tunnel.
+// Beside returns another tunnel of the same gateway. It shares t's engine and clock, and has a
+// link, a wire and an in-process endpoint of its own. That endpoint has the same addresses as
+// t's, and answers only packets of its own tunnel.
 func (t *Tunnel) Beside(link Link, wire Wire, local *Local, logger *device.Logger) *Tunnel {
 	o := t.options
 	o.Logger = logger
@@ -125,7 +127,7 @@ func newTunnel(link Link, wire Wire, engine *natengine.Engine, local *Local, sta
 	return t
 }
 
-// logger logs and counts the messages that the device refuses.
+// logger returns a logger for the device that also counts the handshakes that the device refuses.
 func (t *Tunnel) logger() *device.Logger {
 	to := t.options.Logger
 	return &device.Logger{Errorf: to.Errorf, Verbosef: func(format string, args ...any) {
@@ -136,15 +138,15 @@ func (t *Tunnel) logger() *device.Logger {
 	}}
 }
 
-// Now is the monotonic time since New. It is what the engine is given, so Sweep and Trace of the
-// same engine must be called with it too.
+// Now returns the monotonic time since New. The engine's clock has this value, so Sweep and Trace
+// of the engine must be called with it.
 func (t *Tunnel) Now() time.Duration { return time.Since(t.start) }
 
-// at converts a time to the form that peers store: never 0, which means never.
+// at converts a time to the form in which peers store it. It never returns 0, which means never.
 func (t *Tunnel) at(now time.Time) int64 { return max(1, int64(now.Sub(t.start))) }
 
-// when converts the result of at back to a time, zero for none. Its age is right even if the wall clock
-// was set in between.
+// when converts the result of at back to a time; 0 becomes the zero time. The age of the result
+// is right even if the wall clock was set in between.
 func (t *Tunnel) when(at int64, now time.Time) time.Time {
 	if at == 0 {
 		return time.Time{}
@@ -152,8 +154,8 @@ func (t *Tunnel) when(at int64, now time.Time) time.Time {
 	return now.Add(time.Duration(at - t.at(now)))
 }
 
-// Up sets the private key, opens the port, 0 for a free one, and starts the tunnel. Call it once. A
-// next key from SetKeys stays.
+// Up sets the private key, opens the UDP port (0: any free one), and starts the tunnel. Call it
+// only once. A next key that SetKeys has set stays.
 func (t *Tunnel) Up(private [32]byte, port uint16) error {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -173,8 +175,8 @@ func (t *Tunnel) Up(private [32]byte, port uint16) error {
 	return nil
 }
 
-// listen opens the wire, for data and handshakes, and starts a goroutine that receives for each of
-// its sockets. The caller holds t.mu.
+// listen opens the wire, and starts a goroutine for each of its sockets, which receives data and
+// handshakes. The caller holds t.mu.
 func (t *Tunnel) listen(port uint16) error {
 	sockets, port, err := t.wire.Listen(port)
 	if err != nil {
@@ -187,8 +189,8 @@ func (t *Tunnel) listen(port uint16) error {
 	return nil
 }
 
-// unlisten closes the wire and waits for its goroutines, none of which waits for t.mu or a device.
-// The caller holds t.mu.
+// unlisten closes the wire and waits for its goroutines. None of them ever waits for t.mu or a
+// device. The caller holds t.mu.
 func (t *Tunnel) unlisten() error {
 	if t.port == 0 {
 		return nil
@@ -199,14 +201,14 @@ func (t *Tunnel) unlisten() error {
 	return err
 }
 
-// Port is the UDP port, 0 while there is no socket.
+// Port returns the UDP port, or 0 while no socket is open.
 func (t *Tunnel) Port() uint16 {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	return t.port
 }
 
-// SetPort moves the tunnel to another UDP port. After an error there is no socket until the next
+// SetPort moves the tunnel to another UDP port. After an error no socket is open until the next
 // call.
 func (t *Tunnel) SetPort(port uint16) error {
 	t.mu.Lock()
@@ -218,14 +220,15 @@ func (t *Tunnel) SetPort(port uint16) error {
 		return err
 	}
 	var errs []error
-	for _, id := range t.ids.Load().all() { // forget the source addresses of peers
+	// Forget our source addresses, which belong to the old socket.
+	for _, id := range t.ids.Load().all() {
 		errs = append(errs, id.dev.IpcSet(fmt.Sprintf("listen_port=%d\n", t.port)))
 	}
 	return errors.Join(errs...)
 }
 
-// SetMTU changes the size of the largest packet in the tunnel, in octets. Padding never makes a
-// message larger. The caller sets the link's own MTU.
+// SetMTU sets the size of the largest packet in the tunnel, in octets. Padding never makes a
+// packet larger than that. The caller must set the link's own MTU.
 func (t *Tunnel) SetMTU(mtu int) {
 	t.mtu.Store(int64(mtu))
 	if t.local != nil {
@@ -233,36 +236,39 @@ func (t *Tunnel) SetMTU(mtu int) {
 	}
 }
 
-// MTU is the largest packet of the tunnel in octets.
+// MTU returns the size of the largest packet in the tunnel, in octets.
 func (t *Tunnel) MTU() int { return int(t.mtu.Load()) }
 
 // SetSources sets the test for the sources of messages. The tunnel drops messages from other
-// sources before anything else, because answers go to the source of the last message (roaming), and
-// anybody who has a key may forge a source. The tunnel remembers the result for each source until
+// sources before it does anything else. The reason is that answers are sent to the source of the
+// last message (roaming), and anybody who has a key may forge a source. Results are cached until
 // the next call of SetSources.
 func (t *Tunnel) SetSources(mayCome func(netip.Addr) bool) { t.mayCome.Store(&mayCome) }
 
-// SetRelays sets the test for addresses from which our own Services relay messages of peers. A
-// handshake from such an address does not show its sender.
+// SetRelays sets the test for addresses from which our own Services relay messages of peers. The
+// source address of a relayed handshake does not identify its sender.
 func (t *Tunnel) SetRelays(relays func(netip.Addr) bool) { t.relays.Store(&relays) }
 
-// SetDoubts sets a function for data of an unknown session that comes from the address of a peer
-// that has a session here. It is called at most once in five seconds for each peer. Anybody can
-// forge such data, so it proves nothing. f must not block.
+// SetDoubts sets the function that is called when data of an unknown session comes from the
+// address of a peer that has a session here. It is called at most once in five seconds for each
+// peer, with the peer's public key. Anybody can forge such data, so it proves nothing. f must not
+// block.
 func (t *Tunnel) SetDoubts(f func(key [32]byte)) { t.doubts.Store(&f) }
 
-// Forget makes the next SetPeers set the peer's endpoint again, even if the peer has roamed.
+// Forget makes the next SetPeers set the peer's endpoint to the configured one, even if the peer
+// has roamed.
 func (t *Tunnel) Forget(key [32]byte) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	delete(t.places, key)
 }
 
-// Handshake begins a handshake with a peer, unless one began within RekeyTimeout. It takes a fifth
-// of a millisecond.
+// Handshake starts a handshake with a peer, unless one was started within RekeyTimeout. It takes
+// a fifth of a millisecond.
 func (t *Tunnel) Handshake(key [32]byte) { t.handshake(key, false) }
 
-// HandshakeNow does so, too, if one began within RekeyTimeout. An answer to that one is then refused.
+// HandshakeNow starts a handshake with a peer even if one was started within RekeyTimeout. An
+// answer to the earlier one will be refused.
 func (t *Tunnel) HandshakeNow(key [32]byte) { t.handshake(key, true) }
 
 func (t *Tunnel) handshake(key [32]byte, now bool) {
@@ -276,12 +282,12 @@ func (t *Tunnel) handshake(key [32]byte, now bool) {
 		if now {
 			q.forgetInitiation()
 		}
-		_ = q.dev.SendHandshakeInitiation(false) // the device has logged the reason
+		_ = q.dev.SendHandshakeInitiation(false) // the device logs an error itself
 	}
 }
 
-// Rest ends the attempts to reach a peer until there is a packet for it. A session that it has by
-// now stays.
+// Rest stops attempts to reach a peer until there is a packet for the peer. A session that has
+// been made in the meantime stays.
 func (t *Tunnel) Rest(key [32]byte) {
 	if p := t.peer(key); p != nil {
 		for _, q := range t.peers.Load().living(p.state) {
@@ -294,8 +300,8 @@ func (t *Tunnel) peer(key [32]byte) *peer {
 	return t.peers.Load().byDevice[t.current().dev.LookupPeer(key)]
 }
 
-// Wait returns a channel that is closed when the tunnel has ended: its link is gone, or Close was
-// called.
+// Wait returns a channel that is closed when the tunnel has ended, because its link has ended or
+// Close was called.
 func (t *Tunnel) Wait() <-chan struct{} { return t.ended }
 
 // Close ends the tunnel and waits for its goroutines. Further calls do nothing.
@@ -329,7 +335,8 @@ func (t *Tunnel) Close() error {
 	return err
 }
 
-// lookSoon makes the outbound goroutine look after waiting packets, if there are any.
+// lookSoon makes the outbound goroutine check the packets that wait for a session, if there are
+// any.
 func (t *Tunnel) lookSoon() {
 	if t.waiting.Load() {
 		t.look.Store(true)
@@ -337,7 +344,7 @@ func (t *Tunnel) lookSoon() {
 	}
 }
 
-// dropOf returns the reason to drop a packet that does not parse.
+// dropOf returns the reason to drop a packet, given the error of Parse.
 func dropOf(err error) natengine.Drop {
 	if errors.Is(err, packet.ErrTinyFragment) || errors.Is(err, packet.ErrFragmentRange) {
 		return natengine.DropFragment

@@ -11,21 +11,22 @@ import (
 	"github.com/isthmus-net/isthmus/packet"
 )
 
-// writer is the second half of an inbound goroutine, and its scratch. It joins decrypted packets to
-// runs, translates them, and writes them to the link or hands them to the in-process endpoint.
+// writer is the second half of an inbound goroutine, with its scratch memory. It joins decrypted
+// packets into runs, translates the runs, and writes them to the link or passes them to the
+// in-process endpoint.
 type writer struct {
 	t         *Tunnel
-	tap       *tap // of the inbound goroutine, whose batch this is
+	tap       *tap // shared with the first half of the inbound goroutine
 	coalescer packet.Coalescer
 	ahead     natengine.Lookahead
 	header    [packet.VirtioHeaderLen]byte
-	vector    [][]byte // header, packet, payloads: the arguments of one Link.Write
-	whole     []byte   // a run as one packet, for readers that know no runs
+	vector    [][]byte // arguments of one Link.Write: header, packet, payloads
+	whole     []byte   // a run as one contiguous packet
 	segmenter packet.Segmenter
 	view      packet.View
-	local     packet.View // a packet for the in-process endpoint
+	local     packet.View // the current packet for the in-process endpoint
 	traffic   traffic
-	from      *peer // of the packets at hand
+	from      *peer // the peer that sent the current packets
 	now       time.Duration
 	closed    bool
 }
@@ -34,8 +35,8 @@ func newWriter(t *Tunnel, shown *tap) writer {
 	return writer{t: t, tap: shown, traffic: traffic{direction: natengine.Inbound}}
 }
 
-// packets translates packets of one peer, in order. It changes their octets and does not keep them.
-// Dropped packets are counted and are no error; os.ErrClosed means that the link is closed.
+// packets translates packets from one peer, in order. It modifies them and does not keep them. A
+// dropped packet is counted and is no error. os.ErrClosed means that the link is closed.
 func (w *writer) packets(from *peer, packets [][]byte) error {
 	peer := from.state
 	w.from, w.now, w.closed = from, w.t.Now(), false
@@ -66,8 +67,8 @@ func (w *writer) packets(from *peer, packets [][]byte) error {
 	return nil
 }
 
-// run handles one run. The key that opened its packets identifies the peer; the engine drops
-// packets whose source is not an address of that peer.
+// run translates one run and delivers it. The key that decrypted its packets identifies the peer.
+// The engine drops packets whose source address does not belong to that peer.
 func (w *writer) run(peer *natengine.PeerState, run *packet.Run) {
 	if w.tap.on() {
 		w.tap.came(&run.View)
@@ -83,14 +84,14 @@ func (w *writer) run(peer *natengine.PeerState, run *packet.Run) {
 		w.writeRun(v.Peer, run)
 	case natengine.Deliver:
 		w.traffic.add(v.Peer, run.Segments, run.View.Len()+(run.Segments-1)*run.View.PayloadOffset())
-		// Packet by packet, because the sockets of the endpoint know no superpackets.
+		// Deliver the packets one by one, because the endpoint's stack cannot handle superpackets.
 		w.each(v.Peer, run, func(p []byte) { w.deliver(v.Peer, p) })
-	case natengine.Discard: // the engine has counted one packet of the run
+	case natengine.Discard: // the engine has counted one packet of the run; count the others
 		for range run.Segments - 1 {
 			w.t.engine.Count(v.Peer, natengine.Inbound, v.Drop)
 		}
 		return
-	default: // the engine holds it
+	default: // the engine holds the packet
 		return
 	}
 	for _, p := range v.Released() {
@@ -103,8 +104,8 @@ func (w *writer) run(peer *natengine.PeerState, run *packet.Run) {
 	}
 }
 
-// writeRun writes a run to the link, as a superpacket if it has several packets. If the link
-// refuses UDP superpackets, as some kernels do, it sends no more of them.
+// writeRun writes a run to the link, as a superpacket if it consists of several packets. If the
+// link refuses UDP superpackets, as some kernels do, writeRun stops making them.
 func (w *writer) writeRun(peer *natengine.PeerState, run *packet.Run) {
 	err := w.writeLink(run.Header, run.View.Bytes(), run.Tail)
 	if run.Segments > 1 && run.View.Proto() == packet.UDP && errors.Is(err, syscall.EINVAL) {
@@ -122,11 +123,11 @@ func (w *writer) writeLink(h packet.VirtioHeader, head []byte, tail [][]byte) er
 	h.Encode(w.header[:])
 	w.vector = append(append(w.vector[:0], w.header[:], head), tail...)
 	err := w.t.link.Write(w.vector)
-	clear(w.vector) // the pool must not keep packets alive
+	clear(w.vector) // do not keep packets in memory
 	return err
 }
 
-// written counts packets that the link did not accept.
+// written counts packets that the link has refused.
 func (w *writer) written(peer *natengine.PeerState, packets int, err error) {
 	if err == nil {
 		return
@@ -137,7 +138,7 @@ func (w *writer) written(peer *natengine.PeerState, packets int, err error) {
 	}
 }
 
-// each calls f with each packet of a run, complete and in order; f must not keep it.
+// each calls f with each packet of a run, complete and in order. f must not keep the packet.
 func (w *writer) each(peer *natengine.PeerState, run *packet.Run, f func([]byte)) {
 	if run.Segments == 1 {
 		f(run.View.Bytes())
@@ -160,9 +161,9 @@ func (w *writer) each(peer *natengine.PeerState, run *packet.Run, f func([]byte)
 	}
 }
 
-// deliver hands one packet to the in-process endpoint, or counts the reason for its drop.
+// deliver passes one packet to the in-process endpoint, or counts it as dropped.
 func (w *writer) deliver(peer *natengine.PeerState, p []byte) {
-	why := natengine.DropLocalQueue // there is no endpoint
+	why := natengine.DropLocalQueue // used if there is no endpoint
 	if w.t.local != nil {
 		if err := w.local.Parse(p, packet.ChecksumComplete); err != nil {
 			why = dropOf(err)

@@ -15,10 +15,12 @@ import (
 // A stream is a sequence of frames. A frame is the length of the rest (2 octets, big endian), the
 // kind (1 octet), and a body:
 //
-//	frameBegin         1 octet: 1 of the active gateway, else 0; 4 octets: milliseconds since the copy was complete
-//	frameFlow, ended   1 octet: length of the peer's ID; the ID; flows of natengine.FlowSize octets
-//	frameEnd, beat     nothing
-//	framePacket        1 octet: index of the tunnel, plus 128 if the packet continues in the next frame; octets of a packet
+//	frameBegin        1 octet: 1 if from the active gateway, else 0;
+//	                  4 octets: age of a standby's copy in milliseconds
+//	frameFlow, ended  1 octet: length of the peer's ID; the ID; flows of natengine.FlowSize octets
+//	frameEnd, beat    nothing
+//	framePacket       1 octet: index of the tunnel, plus 128 if the packet continues in the
+//	                  next frame; octets of the packet
 //
 // frameBegin starts a list of all flows, and frameEnd ends it. In between, frameEnded may report
 // flows that have ended. After the list, the changes follow, and a frameBeat at least once in
