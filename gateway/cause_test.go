@@ -168,7 +168,7 @@ func TestADropHasATimeAndLosesItWithItsPeer(t *testing.T) {
 	if s := g.status(0); len(s.Peers[0].Drops) != 0 {
 		t.Fatalf("drops before any: %+v", s.Peers[0].Drops)
 	}
-	g.send(t, natengine.Inbound, "10.246.1.1", "10.99.0.1", 1, 2) // not ours
+	g.send(t, natengine.Inbound, "10.246.1.1", "10.99.0.1", 1, 2) // the destination is not in our networks
 	g.send(t, natengine.Outbound, "10.244.1.1", "10.99.0.1", 1, 2)
 	if d := g.status(0).Peers[0].Drops; len(d) != 1 || d[0].LastSeen == nil || time.Since(*d[0].LastSeen) > time.Hour {
 		t.Errorf("%+v before anybody has looked; want the time of now", d)

@@ -22,31 +22,31 @@ import (
 	"github.com/isthmus-net/isthmus/packet/packettest"
 )
 
-// farPeer is the gateway of a peer that has a session with ours.
+// farPeer is the gateway of a peer that has a session with our gateway.
 type farPeer struct {
 	key     *ecdh.PrivateKey
-	index   uint32 // of its end of the session: messages for it carry that
+	index   uint32 // receiver index of messages to this gateway
 	session *noise.Session
-	at      netip.Prefix // its pods as ours knows them; its gateway has the network address
+	at      netip.Prefix // the peer's pods as our cluster sees them; its gateway has the network address
 }
 
-// ping is a sealed PING from an address of the peer.
+// ping returns an encrypted PING whose source is the address from.
 func (f *farPeer) ping(from netip.Addr) []byte {
 	text := `{"clusterID":"11111111-0000-4000-8000-000000000000","msgType":"PING","timeStamp":"2026-01-01T00:00:00.000000001Z"}`
 	return f.session.SealPadded(packettest.Build(packettest.IP{Src: from, Dst: netip.MustParseAddr("10.251.0.1")},
 		packettest.UDP{SrcPort: 12345, DstPort: 12345, Data: []byte(text)}))
 }
 
-// farSocket is the socket of the gateways of all peers.
+// farSocket is the UDP socket that the gateways of all peers share.
 type farSocket struct {
-	net.Conn // nil
+	net.Conn // nil; the methods below are enough
 	wire     *memlink.Bind
 	gateway  netip.AddrPort
-	index    uint32 // of the initiation that was sent last
+	index    uint32 // sender index of the last initiation
 	answers  chan []byte
 
 	mu   sync.Mutex
-	data map[uint32]int // data messages with content, by index
+	data map[uint32]int // number of received data messages with content, by receiver index
 }
 
 func (s *farSocket) SetReadDeadline(time.Time) error { return nil }
@@ -58,7 +58,7 @@ func (s *farSocket) Write(m []byte) (int, error) {
 	return len(m), s.wire.Send([][]byte{m}, s.wire.Endpoint(s.gateway))
 }
 
-// Read waits for a handshake message, but not for ever.
+// Read waits for a handshake message. If none arrives, it fails after a while.
 func (s *farSocket) Read(b []byte) (int, error) {
 	select {
 	case m := <-s.answers:
@@ -68,7 +68,7 @@ func (s *farSocket) Read(b []byte) (int, error) {
 	}
 }
 
-// receive sorts what comes until the socket is closed.
+// receive handles the arriving messages until the socket is closed.
 func (s *farSocket) receive(next func(*bind.Batch, bool) error) {
 	var batch bind.Batch
 	for next(&batch, true) == nil {
@@ -78,7 +78,7 @@ func (s *farSocket) receive(next func(*bind.Batch, bool) error) {
 			case m[0] != noise.DataType:
 				select {
 				case s.answers <- append([]byte(nil), m...):
-				default: // nobody waits for one
+				default: // no reader waits for this handshake message
 				}
 			case len(m) > noise.HeaderLen+noise.TagLen:
 				s.mu.Lock()
@@ -95,7 +95,7 @@ func (s *farSocket) received(index uint32) int {
 	return s.data[index]
 }
 
-// crowd is a gateway without a kernel, with real sessions with many peers.
+// crowd is a gateway without a kernel, which has real sessions with many peers.
 type crowd struct {
 	*gateway
 	end     *tunnelEnd
@@ -136,7 +136,7 @@ func newCrowd(t *testing.T, peers int) *crowd {
 	if err != nil {
 		t.Fatal(err)
 	}
-	e := &tunnelEnd{ // its check asks nobody, so that whatever comes is an answer
+	e := &tunnelEnd{ // its check sends no PINGs, so every message that it sends is an answer
 		Tunnel:  datapath.New(memlink.NewLink("mem", 1440), network.Bind(netip.MustParseAddr("198.51.100.1")), g.engine, local, datapath.Options{}),
 		checker: check.Start(port, check.Options{Log: quiet, Hold: make(chan struct{})}),
 	}
@@ -164,7 +164,7 @@ func newCrowd(t *testing.T, peers int) *crowd {
 		group.Wait()
 	})
 	group.Go(func() { socket.receive(sockets[0]) })
-	// All peers are behind one address, as behind a Service that hides theirs.
+	// All peers are behind one address, as behind a Service that hides their addresses.
 	e.SetRelays(func(netip.Addr) bool { return true })
 	for _, f := range far {
 		for end := time.Now().Add(patience); f.session == nil; {
@@ -177,12 +177,13 @@ func newCrowd(t *testing.T, peers int) *crowd {
 	return &crowd{g, e, s.peers, far, socket, network}
 }
 
-// A pod of one peer and its gateway flood ours with PINGs. Every PING of every other peer is answered, and
-// every message of the flood is answered or counted for that peer.
+// A pod of one peer floods our gateway with PINGs, and so does that peer's gateway. Every PING of
+// every other peer must be answered. Every message of the flood must be answered, or counted as
+// dropped for its peer.
 func TestAPINGFloodOfOnePeerDoesNotSlowTheOthers(t *testing.T) {
 	const (
 		peers  = 1000
-		rounds = 20 // in each, so many PINGs come mixed:
+		rounds = 20 // number of rounds; in each one, the following numbers of PINGs are sent:
 		flood  = 100
 		honest = peers / rounds
 	)
@@ -206,7 +207,8 @@ func TestAPINGFloodOfOnePeerDoesNotSlowTheOthers(t *testing.T) {
 			}
 			sent += len(messages)
 		}
-		for end := time.Now().Add(patience); counted() < sent; time.Sleep(time.Millisecond) { // so that no queue of the network overflows
+		// Wait here, so that no queue of the network overflows.
+		for end := time.Now().Add(patience); counted() < sent; time.Sleep(time.Millisecond) {
 			if time.Now().After(end) {
 				t.Fatalf("%d of %d messages are answered or counted", counted(), sent)
 			}
@@ -218,13 +220,13 @@ func TestAPINGFloodOfOnePeerDoesNotSlowTheOthers(t *testing.T) {
 	if n, early := dropped(natengine.DropLocalSource), dropped(natengine.DropReceiveQueue); n > rounds*flood || n+early < rounds*flood {
 		t.Errorf("%d of the pod's %d messages are counted as local_source, %d of the peer as receive_queue", n, rounds*flood, early)
 	}
-	passed := int(e.checker.Answered()) - (peers - 1) // of the hostile gateway
+	passed := int(e.checker.Answered()) - (peers - 1) // answered PINGs of the hostile gateway
 	if most := datapath.MessageBurst + 1 + int(time.Since(begin)*datapath.MessageRate/time.Second); passed > most {
 		t.Errorf("%d PINGs of the hostile gateway were answered, want %d at most", passed, most)
 	}
 	for i, f := range far[1:] {
 		for end := time.Now().Add(patience); socket.received(f.index) == 0 && time.Now().Before(end); {
-			time.Sleep(time.Millisecond) // the answers go out by another goroutine
+			time.Sleep(time.Millisecond) // another goroutine sends the answers
 		}
 		if n := socket.received(f.index); n != 1 {
 			t.Fatalf("peer %d: %d answers", i+1, n)
@@ -242,11 +244,13 @@ func TestAPINGFloodOfOnePeerDoesNotSlowTheOthers(t *testing.T) {
 	}
 }
 
-// stepped returns now with the wall clock set forward by d, whole seconds, after the process started.
+// stepped returns now as if the wall clock had been set forward by d, in whole seconds, after the
+// process started. The monotonic reading stays.
 func stepped(t *testing.T, now time.Time, d time.Duration) time.Time {
 	t.Helper()
 	is := now
-	// The first word of a time with a monotonic reading has the seconds of the wall clock from bit 30 on.
+	// If a time has a monotonic reading, bits 30 and up of its first word are the seconds of the
+	// wall clock.
 	*(*uint64)(unsafe.Pointer(&is)) += uint64(d/time.Second) << 30
 	if is.Sub(now) != 0 || is.Round(0).Sub(now.Round(0)) != d {
 		t.Fatal("package time keeps times in another way")
@@ -254,8 +258,8 @@ func stepped(t *testing.T, now time.Time, d time.Duration) time.Time {
 	return is
 }
 
-// A step of the wall clock changes nothing: peers with a working session are neither down nor away, and a
-// peer whose session has ended is both.
+// A step of the wall clock changes nothing: peers with a valid session count neither as down nor
+// as away, and a peer whose session has expired counts as both.
 func TestAWallClockStepDisconnectsNoPeer(t *testing.T) {
 	c := newCrowd(t, 30)
 	for _, f := range c.far { // the first message confirms the session
@@ -282,7 +286,7 @@ func TestAWallClockStepDisconnectsNoPeer(t *testing.T) {
 					t.Fatalf("clock stepped by %v, old session %t: down %t", d, old, is.down)
 				}
 			}
-			away := make(map[[32]byte]bool) // peers that get a handshake
+			away := make(map[[32]byte]bool) // peers that Sessions returns for a handshake
 			for second := range 10 {
 				try, _ := c.end.checker.Sessions(stats, now.Add(time.Duration(second)*time.Second))
 				for _, key := range try {

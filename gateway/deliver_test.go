@@ -7,8 +7,8 @@ import (
 	"github.com/isthmus-net/isthmus/fabric"
 )
 
-// A node that comes is another place to deliver to, and one where no peer's gateway is: the rules of peers
-// are not made anew.
+// A new node is one more place to which pods' packets are delivered, and its address cannot be
+// that of a peer's gateway. Neither changes the rules of peers, so these must not be rebuilt.
 func TestANewNodeDoesNotRebuildPeerRules(t *testing.T) {
 	at := func(addr string) Config {
 		c := Config{Gateway: fabric.Gateway{ClusterID: "us", Peers: []*fabric.GatewayPeer{{ID: "them"}}}, ListenPort: 5871}

@@ -9,7 +9,7 @@ import (
 	"github.com/isthmus-net/isthmus/natengine"
 )
 
-// A gateway that ends goes on while nodes or peers still send to it.
+// A gateway that ends keeps running while nodes or peers still send to it.
 func TestAGatewayThatEndsWaitsForNodesAndPeers(t *testing.T) {
 	for _, direction := range []natengine.Direction{natengine.Outbound, natengine.Inbound} {
 		synctest.Test(t, func(t *testing.T) {

@@ -35,20 +35,21 @@ import (
 	"github.com/isthmus-net/isthmus/packet/packettest"
 )
 
-// TestOneHostilePeerAmongThousands measures in real time how a hostile peer affects an honest one. A
-// victim with thousands of peers, an honest peer and a hostile one are real tunnels over UDP sockets of
-// this machine, in one process with 80 % of a processor, where CPU is scarce as on a small node:
+// TestOneHostilePeerAmongThousands measures in real time how much a hostile peer affects an
+// honest one. The victim is a gateway with thousands of peers. The victim, an honest peer and a
+// hostile peer are real tunnels over UDP sockets of this machine, in one process. The process
+// gets 80 % of a processor, because CPU time is scarce on a small node:
 //
-//	pods (memory) ── victim ══ 127.0.0.1 ══ honest peer ── pods (memory): echo, new flows, a stream, PINGs
+//	pods (memory) ── victim ══ 127.0.0.1 ══ honest peer ── pods: echo, new flows, stream, PINGs
 //	                   ╠═══════════════════ hostile peer, or a host that has no key
 //	                   ╚═══════════════════ the crowd: all other peers, in another process
 //
-// Each row compares an attack with a quiet time right before it. A failed row is repeated twice. It is
-// skipped if the process gets less than half of a processor, or if the quiet time itself is bad, so a busy
-// machine fails no row.
+// Each row of the result compares an attack with a quiet time right before it. A row that fails
+// is repeated up to twice. A row is skipped if the process gets less than half of a processor, or
+// if even the quiet time is bad. So a busy machine makes no row fail.
 //
-// go test ./gateway -run OneHostilePeer -v prints the table of docs/fairness.md; -long has 4,000 peers
-// and takes longer.
+// go test ./gateway -run OneHostilePeer -v prints the table of docs/fairness.md; -long has 4,000
+// peers and takes longer.
 func TestOneHostilePeerAmongThousands(t *testing.T) {
 	if peers, err := strconv.Atoi(os.Getenv(crowdChild)); err == nil {
 		runCrowd(t, peers)
@@ -79,33 +80,34 @@ func TestOneHostilePeerAmongThousands(t *testing.T) {
 const fairnessChild = "ISTHMUS_FAIRNESS_CHILD"
 
 const (
-	fairPort  = 4000 // of the pods; new flows have others
+	fairPort  = 4000 // port of the pods; new flows use other ports
 	honestID  = 1
 	hostileID = 2
-	backID    = 3 // an honest peer that starts again
+	backID    = 3 // an honest peer that restarts
 
-	// mostTimes attacks' time after the start, no row is repeated.
+	// mostTimes limits the duration of the test: no row is repeated once the test has taken as long
+	// as mostTimes attacks.
 	mostTimes = 22
 
-	// writeTime simulates writing one run of packets to a TUN and forwarding it, on a node with a slow
-	// CPU. The links here are memory and cost nothing.
+	// writeTime simulates the time for writing one run of packets to a TUN and forwarding it, on a
+	// node with a slow CPU. The links of this test are in memory and take no time.
 	writeTime = 15 * time.Microsecond
 
 	echoEvery   = 10 * time.Millisecond
 	flowEvery   = 50 * time.Millisecond
 	streamEvery = 5 * time.Millisecond
-	streamBurst = 5 // packets of streamLen octets: 1.4 MB/s, a fraction of what the victim can do
+	streamBurst = 5 // packets of streamLen octets at once: 1.4 MB/s, a fraction of the victim's capacity
 	streamLen   = 1380
 )
 
 var (
-	victimPods     = netip.MustParsePrefix("10.71.0.0/16") // as peers see them
+	victimPods     = netip.MustParsePrefix("10.71.0.0/16") // as peers see these pods
 	victimExternal = netip.MustParsePrefix("10.90.0.0/24")
 	victimPod      = netip.MustParseAddr("10.71.0.9")
-	victimMapped   = netip.MustParseAddr("10.90.0.9") // stands for a host that is no pod: each flow to it has state
+	victimMapped   = netip.MustParseAddr("10.90.0.9") // mapped address of a host that is no pod; each flow to it has state
 )
 
-// nthPods and nthExternal are the networks of a peer, as the victim sees them.
+// nthPods and nthExternal return the networks of a peer as the victim sees them.
 func nthPods(n int) netip.Prefix {
 	return netip.PrefixFrom(netip.AddrFrom4([4]byte{11, byte(n >> 4), byte(n << 4)}), 20)
 }
@@ -122,8 +124,8 @@ func nthKey(n int) (private, public [32]byte) {
 	return private, [32]byte(k.PublicKey().Bytes())
 }
 
-// fairWire keeps the last data message that was sent, which an observer on the underlay can read. While it
-// records, it keeps messages and sends none.
+// fairWire remembers the last data message that was sent, which an observer on the underlay could
+// read. While it records, it keeps messages instead of sending them.
 type fairWire struct {
 	*bind.Bind
 	mu       sync.Mutex
@@ -147,7 +149,7 @@ func (w *fairWire) Send(bufs [][]byte, to conn.Endpoint) error {
 	return w.Bind.Send(bufs, to)
 }
 
-// record switches recording and returns the recorded messages.
+// record starts or stops recording, and returns the messages recorded since the last call.
 func (w *fairWire) record(on bool) [][]byte {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -157,7 +159,7 @@ func (w *fairWire) record(on bool) [][]byte {
 	return recorded
 }
 
-// junk returns a data message that cannot be decrypted, under the session that was seen last.
+// junk returns a data message of the last session seen, which cannot be decrypted.
 func (w *fairWire) junk() []byte {
 	m := make([]byte, 96)
 	w.mu.Lock()
@@ -167,7 +169,7 @@ func (w *fairWire) junk() []byte {
 	return m
 }
 
-// fairEnd is one gateway.
+// fairEnd is one gateway of the test.
 type fairEnd struct {
 	*datapath.Tunnel
 	engine  *natengine.Engine
@@ -177,7 +179,7 @@ type fairEnd struct {
 	public  [32]byte
 }
 
-// check starts the connection check of these peers at an end.
+// check starts the connection check of a gateway with the given peers.
 func (e *fairEnd) check(t *testing.T, local *datapath.Local, peers []check.Peer) {
 	port, err := local.Listen(fabric.ProbePort, check.MaxMessage+1)
 	if err != nil {
@@ -188,7 +190,7 @@ func (e *fairEnd) check(t *testing.T, local *datapath.Local, peers []check.Peer)
 	t.Cleanup(e.checker.Close)
 }
 
-// reach looks for peers without a session every second, as a gateway does.
+// reach starts handshakes with peers without a session every second, as a gateway does.
 func (e *fairEnd) reach(t *testing.T) {
 	end, done := &tunnelEnd{Tunnel: e.Tunnel, checker: e.checker}, make(chan struct{})
 	var group sync.WaitGroup
@@ -231,7 +233,7 @@ func (f *fairness) open(n int, rules []natengine.Peer, port uint16) (*fairEnd, *
 	return e, local
 }
 
-// peer is a gateway whose only peer is the victim.
+// peer starts a gateway whose only peer is the victim.
 func (f *fairness) peer(n int, port uint16) (*fairEnd, *datapath.Local) {
 	e, local := f.open(n, []natengine.Peer{{
 		ID: "victim", RemotePods: []netip.Prefix{victimPods}, RemoteExternal: []netip.Prefix{victimExternal},
@@ -245,23 +247,23 @@ func (f *fairness) peer(n int, port uint16) (*fairEnd, *datapath.Local) {
 	return e, local
 }
 
-// fairness is the test.
+// fairness is the state of the test.
 type fairness struct {
 	t                       *testing.T
 	peers                   int
-	quiet, time             time.Duration // how long the quiet time and the attack of a row take
+	quiet, time             time.Duration // durations of the quiet time and of the attack in a row
 	victim, honest, hostile *fairEnd
-	crowd                   int            // other peers, see startCrowd
-	at                      netip.AddrPort // of the victim
+	crowd                   int            // number of all other peers (startCrowd)
+	at                      netip.AddrPort // address and port of the victim
 	states                  map[string]*natengine.PeerState
 
-	passedBefore uint64 // see passed
+	passedBefore uint64 // value of passed when the attack began
 
 	mu     sync.Mutex
-	sent   map[uint64]time.Time // echoes and new flows under way, by number
-	rtts   [2][]time.Duration   // of echoes, of new flows
+	sent   map[uint64]time.Time // when each unanswered echo or new flow was sent, by number
+	rtts   [2][]time.Duration   // round trips: of echoes, of new flows
 	next   uint64
-	octets atomic.Int64 // of the stream, at the victim
+	octets atomic.Int64 // of the stream, received by the victim
 	rows   []string
 }
 
@@ -320,7 +322,8 @@ func newFairness(t *testing.T) *fairness {
 	return f
 }
 
-// answer plays the victim's pods: they consume the stream and return everything else.
+// answer acts as the victim's pods: it consumes the stream and returns every other packet to its
+// sender.
 func (f *fairness) answer(bufs [][]byte) error {
 	for begin := time.Now(); time.Since(begin) < writeTime; {
 	}
@@ -329,7 +332,7 @@ func (f *fairness) answer(bufs [][]byte) error {
 		f.octets.Add(int64(len(b)))
 		return nil
 	}
-	if binary.BigEndian.Uint64(b[28:]) == 0 { // the flood
+	if binary.BigEndian.Uint64(b[28:]) == 0 { // a packet of the flood
 		return nil
 	}
 	src, dst := [4]byte(b[12:16]), [4]byte(b[16:20])
@@ -342,7 +345,7 @@ func (f *fairness) answer(bufs [][]byte) error {
 	return nil
 }
 
-// came plays the honest peer's pods: they consume the answers.
+// came acts as the honest peer's pods: it records the answers.
 func (f *fairness) came(bufs [][]byte) error {
 	n := binary.BigEndian.Uint64(bufs[1][28:])
 	f.mu.Lock()
@@ -354,8 +357,8 @@ func (f *fairness) came(bufs [][]byte) error {
 	return nil
 }
 
-// fairPacket is a datagram of a peer's pod to the victim's, with a number. The last bit of the number is
-// 1 for a new flow.
+// fairPacket returns a datagram from a peer's pod to one of the victim's, with a number. The last
+// bit of the number is 1 for a new flow.
 func fairPacket(peer int, to netip.Addr, port uint16, number uint64, size int) []byte {
 	data := make([]byte, size)
 	binary.BigEndian.PutUint64(data, number)
@@ -365,17 +368,17 @@ func fairPacket(peer int, to netip.Addr, port uint16, number uint64, size int) [
 
 func inject(e *fairEnd, b []byte) bool { return e.link.Inject(make([]byte, packet.VirtioHeaderLen), b) }
 
-// noticed holds the measurements of the honest peer.
+// noticed holds measurements of the honest peer.
 type noticed struct {
-	median, worst [2]time.Duration // round trips, of known flows and of new ones
-	lost          [2]float64       // shares
-	offered       float64          // share of the stream that was sent
-	check         [2]check.Result  // of the honest peer, of the victim about it
-	crowd         int              // peers of the crowd whose check is answered, by the victim
-	got           float64          // share of the time that the process wanted to run and did
+	median, worst [2]time.Duration // round trips: of known flows, of new flows
+	lost          [2]float64       // lost shares, 0 to 1, of the same
+	offered       float64          // share of the stream that the peer managed to send
+	check         [2]check.Result  // of the honest peer about the victim, and the reverse
+	crowd         int              // peers of the crowd that answer the victim's check
+	got           float64          // share of the wanted processor time that the process got
 }
 
-// notice measures the honest peer for some time.
+// notice measures the honest peer for the time d.
 func (f *fairness) notice(d time.Duration) (r noticed) {
 	f.mu.Lock()
 	clear(f.sent)
@@ -420,7 +423,8 @@ func (f *fairness) notice(d time.Duration) (r noticed) {
 	if bursts > 0 {
 		r.offered = octets / float64(bursts*streamBurst*streamLen)
 	}
-	for end := time.Now().Add(time.Second); time.Now().Before(end); time.Sleep(10 * time.Millisecond) { // for answers that are late
+	// Wait for late answers.
+	for end := time.Now().Add(time.Second); time.Now().Before(end); time.Sleep(10 * time.Millisecond) {
 		f.mu.Lock()
 		left := len(f.sent)
 		f.mu.Unlock()
@@ -443,7 +447,7 @@ func (f *fairness) notice(d time.Duration) (r noticed) {
 	return r
 }
 
-// connected is how many peers of the crowd have a check that is answered, by the victim.
+// connected returns the number of peers of the crowd that answer the victim's connection check.
 func (f *fairness) connected() (n int) {
 	for k := crowdFirst; k < f.peers; k++ {
 		if f.victim.checker.Observe(fmt.Sprint(k)).State == check.Connected {
@@ -453,8 +457,8 @@ func (f *fairness) connected() (n int) {
 	return n
 }
 
-// schedstat returns how long each thread of this process has run, and how long it was runnable without
-// running.
+// schedstat returns, for each thread of this process, the time that it has run, and the time that
+// it was runnable but did not run.
 func schedstat() map[string][2]time.Duration {
 	all := make(map[string][2]time.Duration)
 	tasks, _ := filepath.Glob("/proc/self/task/*/schedstat")
@@ -467,8 +471,9 @@ func schedstat() map[string][2]time.Duration {
 	return all
 }
 
-// got returns the share of the wanted CPU time that the process got. Only one of its threads runs at a
-// time, so the longest wait counts against the run time of all.
+// got returns the share of the wanted processor time that the process got. Only one of its
+// threads runs at a time, so it compares the longest waiting time of a thread with the total
+// running time.
 func got(before, after map[string][2]time.Duration) float64 {
 	var ran, waited time.Duration
 	for name, now := range after {
@@ -478,7 +483,8 @@ func got(before, after map[string][2]time.Duration) float64 {
 	return float64(ran) / float64(max(1, ran+waited))
 }
 
-// bad returns why a quiet time is too bad to compare an attack with it. crowd is the size of the crowd.
+// bad returns the reason why a quiet time is too bad to be compared with an attack; empty: it is
+// not. crowd is the size of the crowd.
 func (r *noticed) bad(crowd int) string {
 	switch {
 	case r.lost[0] > 0.02 || r.lost[1] > 0.05 || r.offered < 0.95:
@@ -493,7 +499,8 @@ func (r *noticed) bad(crowd int) string {
 	return ""
 }
 
-// suffers returns how the attack affects the honest peer, compared with the quiet time before it.
+// suffers returns the harms that an attack did to the honest peer, compared with the quiet time
+// before it.
 func (r *noticed) suffers(quiet *noticed) (list []string) {
 	for kind, name := range []string{"echoes", "new flows"} {
 		if most := 10*quiet.median[kind] + 60*time.Millisecond; r.median[kind] > most {
@@ -520,17 +527,18 @@ func (r *noticed) suffers(quiet *noticed) (list []string) {
 	return list
 }
 
-// An attack sends messages.
+// An attack is a row of the test: messages that are sent to the victim.
 type attack struct {
 	name string
-	rate int // messages a second
-	// prepare returns what sends n messages, and reports how many were sent.
+	rate int // messages per second
+	// prepare returns a function that sends n messages and reports how many of them were sent.
 	prepare func(f *fairness) (send func(n int) int)
-	// handled is the number of messages of the attack that the victim has counted or delivered.
+	// handled returns the number of messages of the attack that the victim has delivered or counted
+	// as dropped.
 	handled func(f *fairness) uint64
 }
 
-// paced calls send a thousand times a second with the number of messages that are due.
+// paced calls send a thousand times a second, each time with the number of messages that are due.
 func paced(stop <-chan struct{}, perSecond int, send func(n int) int) (sent int) {
 	for begin, due := time.Now(), 0; ; time.Sleep(time.Millisecond) {
 		select {
@@ -538,7 +546,7 @@ func paced(stop <-chan struct{}, perSecond int, send func(n int) int) (sent int)
 			return sent
 		default:
 		}
-		n := min(int(time.Since(begin).Seconds()*float64(perSecond))-due, perSecond/50) // what is late by more is not made up for
+		n := min(int(time.Since(begin).Seconds()*float64(perSecond))-due, perSecond/50) // a longer delay is not made up for
 		due = int(time.Since(begin).Seconds() * float64(perSecond))
 		if n > 0 {
 			sent += send(n)
@@ -546,7 +554,8 @@ func paced(stop <-chan struct{}, perSecond int, send func(n int) int) (sent int)
 	}
 }
 
-// batches sends messages of one size from next, as many at once as the kernel accepts.
+// batches returns a function that sends messages of one size, made by next, in batches as large
+// as the kernel accepts.
 func batches(w *bind.Bind, to netip.AddrPort, next func(n int) [][]byte) func(n int) int {
 	at := w.Endpoint(to)
 	return func(n int) (sent int) {
@@ -564,14 +573,15 @@ func batches(w *bind.Bind, to netip.AddrPort, next func(n int) [][]byte) func(n 
 	}
 }
 
-// same returns one message again and again.
+// same returns a function that returns the same message n times.
 func same(m []byte) func(n int) [][]byte {
 	batch := slices.Repeat([][]byte{m}, 64)
 	return func(n int) [][]byte { return batch[:n] }
 }
 
-// sealed are at least n messages that seal a packet of the hostile peer. Its wire goes on recording: a keepalive that it sent after
-// these messages were sealed would turn them all into replays.
+// sealed returns at least n messages of the hostile peer with the packet b. Afterwards its wire
+// continues to record instead of sending: if it sent a keepalive after these messages were
+// sealed, all of them would count as replays.
 func (f *fairness) sealed(b []byte, n int) (all [][]byte) {
 	for f.hostile.wire.record(true); len(all) < n; all = append(all, f.hostile.wire.record(true)...) {
 		for range 400 {
@@ -582,13 +592,13 @@ func (f *fairness) sealed(b []byte, n int) (all [][]byte) {
 	return append(all, f.hostile.wire.record(true)...)
 }
 
-// podsFlood sends small packets of a pod of the hostile peer.
+// podsFlood floods the victim with small packets from a pod of the hostile peer.
 func (f *fairness) podsFlood() func(n int) int {
 	return f.flood(fairPacket(hostileID, victimPod, fairPort, 0, 36), podsRate)
 }
 
-// flood sends one packet of the hostile peer again and again. Enough of them for this rate are sealed in advance, so sending is
-// the only cost.
+// flood returns a function that sends the packet b of the hostile peer again and again. Enough
+// messages for the rate are encrypted in advance, so that only sending takes time.
 func (f *fairness) flood(b []byte, rate int) func(n int) int {
 	all := f.sealed(b, rate*int(f.time/time.Second))
 	return batches(f.hostile.wire.Bind, f.at, func(n int) [][]byte {
@@ -599,7 +609,7 @@ func (f *fairness) flood(b []byte, rate int) func(n int) int {
 	})
 }
 
-// stranger is a socket without a key at an address.
+// stranger returns a function that sends messages from a socket at an address that has no key.
 func (f *fairness) stranger(at netip.Addr, next func() []byte) func(n int) int {
 	c, err := net.DialUDP("udp4", net.UDPAddrFromAddrPort(netip.AddrPortFrom(at, 0)), net.UDPAddrFromAddrPort(f.at))
 	if err != nil {
@@ -616,7 +626,8 @@ func (f *fairness) stranger(at netip.Addr, next func() []byte) func(n int) int {
 	}
 }
 
-// charged returns what the victim counts for peer n: delivered packets, and drops for these reasons.
+// charged returns the number of packets that the victim has counted for peer n: delivered ones if
+// delivered is set, and those dropped for the given reasons.
 func (f *fairness) charged(n int, delivered bool, reasons ...natengine.Drop) (sum uint64) {
 	state := f.states[fmt.Sprint(n)]
 	if delivered {
@@ -632,17 +643,19 @@ func (f *fairness) nobodys(reason natengine.Drop) uint64 {
 	return f.victim.engine.NoPeerDrops(natengine.Inbound, reason)
 }
 
-// podsRate is packets a second: more than the victim can write.
+// podsRate is the number of packets per second of the flood: more than the victim can write.
 const podsRate = 100_000
 
-// pingsRate is four times as many PINGs a second as it took to fail the checks of 4,000 peers, when one queue served all.
+// pingsRate is the number of PINGs per second of the flood: four times the rate that failed the
+// checks of 4,000 peers when all peers shared one queue.
 const pingsRate = 20_000
 
 func (f *fairness) ofPods() uint64 {
 	return f.charged(hostileID, true, natengine.DropReceiveQueue, natengine.DropTunnelForged)
 }
 
-// passed is how many packets of the hostile peer the victim has delivered, to its pods or to its own address.
+// passed returns the number of packets from the hostile peer that the victim has delivered, to
+// its pods or to its own address.
 func (f *fairness) passed() uint64 {
 	return f.charged(hostileID, true) - f.charged(hostileID, false, natengine.DropLocalSource, natengine.DropLocalRate)
 }
@@ -677,7 +690,8 @@ var attacks = []attack{
 		f.passedBefore = f.passed()
 		return f.pings(nthPods(hostileID).Addr())
 	}, func(f *fairness) uint64 {
-		rate := uint64(datapath.MessageBurst + datapath.MessageRate*int(2*f.time/time.Second)) // what passes beyond it is not counted
+		// No PING beyond the rate limit may pass, so more than these are not counted as handled.
+		rate := uint64(datapath.MessageBurst + datapath.MessageRate*int(2*f.time/time.Second))
 		return f.charged(hostileID, false, natengine.DropReceiveQueue, natengine.DropTunnelForged, natengine.DropLocalRate) + min(f.passed()-f.passedBefore, rate)
 	}},
 	{"a host on the underlay sends 10,000 initiations a second", 10_000, func(f *fairness) func(n int) int {
@@ -687,28 +701,30 @@ var attacks = []attack{
 		return f.ofPods() + f.nobodys(natengine.DropReceiveQueue) + f.ofHandshakes()
 	}},
 	{"a host sends 10,000 initiations a second through the relay that the peers use, too", 10_000, func(f *fairness) func(n int) int {
-		f.victim.SetRelays(func(addr netip.Addr) bool { return addr == f.at.Addr() }) // the address of all peers but the crowd
+		f.victim.SetRelays(func(addr netip.Addr) bool { return addr == f.at.Addr() }) // the address of all peers except the crowd
 		return f.stranger(f.at.Addr(), f.initiations())
 	}, (*fairness).ofHandshakes},
 }
 
-// byInitiations is the number of attacks at the end of attacks that send initiations.
+// byInitiations is the number of attacks that send initiations. They are the last ones in
+// attacks.
 const byInitiations = 3
 
-// prepare prepares an attack. Only the attack itself may bring a relay.
+// prepare prepares an attack. It first removes the relays that a previous attack has set.
 func (f *fairness) prepare(a *attack) (send func(n int) int) {
 	f.victim.SetRelays(func(netip.Addr) bool { return false })
 	return a.prepare(f)
 }
 
-// pings sends PINGs of the hostile peer from an address.
+// pings returns a function that sends PINGs of the hostile peer from an address.
 func (f *fairness) pings(from netip.Addr) func(n int) int {
 	text := fmt.Appendf(nil, `{"clusterID":"asker","msgType":"PING","timeStamp":%q}`, time.Now().UTC().Format(time.RFC3339Nano))
 	return f.flood(packettest.Build(packettest.IP{Src: from, Dst: fabric.FirstHost(victimExternal)},
 		packettest.UDP{SrcPort: fabric.ProbePort, DstPort: fabric.ProbePort, NoChecksum: true, Data: text}), pingsRate)
 }
 
-// roaming has the hostile peer show itself by a packet at each of its addresses before it sends 20 initiations from there.
+// roaming returns a function that makes the hostile peer roam: at each address it sends a data
+// packet, so that the victim learns the address, and then 20 initiations.
 func (f *fairness) roaming() func(n int) int {
 	socket, err := net.ListenUDP("udp4", nil)
 	if err != nil {
@@ -734,7 +750,7 @@ func (f *fairness) roaming() func(n int) int {
 	}
 }
 
-// initiations makes initiations whose first MAC is right.
+// initiations returns a function that makes initiations with a valid mac1.
 func (f *fairness) initiations() func() []byte {
 	var g device.CookieGenerator
 	g.Init(f.victim.public)
@@ -753,7 +769,7 @@ func (f *fairness) initiations() func() []byte {
 
 func (f *fairness) run() {
 	t := f.t
-	inject(f.hostile, fairPacket(hostileID, victimPod, fairPort, 0, 36)) // it has a session
+	inject(f.hostile, fairPacket(hostileID, victimPod, fairPort, 0, 36)) // makes a session
 	for end := time.Now().Add(10 * f.time); time.Now().Before(end); time.Sleep(50 * time.Millisecond) {
 		if f.honest.checker.Observe("victim").State == check.Connected && f.victim.checker.Observe(fmt.Sprint(honestID)).State == check.Connected && f.connected() == f.crowd {
 			break
@@ -796,7 +812,8 @@ func (f *fairness) run() {
 	}
 }
 
-// attack judges one row.
+// attack measures one row. It returns the failures, and the reason why the machine was too busy,
+// if it was.
 func (f *fairness) attack(a *attack) (failed []string, busy string) {
 	send := f.prepare(a)
 	quiet := f.notice(f.quiet)
@@ -810,8 +827,8 @@ func (f *fairness) attack(a *attack) (failed []string, busy string) {
 	close(stop)
 	sent := <-done
 	failed = r.suffers(&quiet)
-	// All messages are counted at the latest when the queues are empty. The kernel reports its drops with
-	// the next message, and counts 64 datagrams that it joined as one.
+	// All messages are counted when the queues are empty. The kernel reports drops of the socket
+	// only with the next message, and counts up to 64 datagrams that it has joined as one.
 	var missing, most int
 	for end := time.Now().Add(3 * time.Second); time.Now().Before(end); time.Sleep(20 * time.Millisecond) {
 		inject(f.honest, fairPacket(honestID, victimPod, fairPort, 2, 36))
@@ -839,9 +856,9 @@ func (r *noticed) times() string {
 	return strings.Join(cells, " | ")
 }
 
-// restart measures how soon a restarted peer is back during an attack.
+// restart measures how soon a restarted peer is connected again during an attack.
 func (f *fairness) restart(a *attack) (failed []string, busy string) {
-	time.Sleep(100 * time.Millisecond) // the device takes one handshake of a peer in 20 ms
+	time.Sleep(100 * time.Millisecond) // a device accepts one initiation of a peer in 20 ms
 	quiet := f.returns()
 	if quiet > time.Second {
 		return nil, fmt.Sprintf("even in quiet a peer is back after %v", quiet)
@@ -860,7 +877,7 @@ func (f *fairness) restart(a *attack) (failed []string, busy string) {
 	return failed, ""
 }
 
-// returns is how long a peer takes from its start to its first answer.
+// returns returns the time from the start of a peer to its first answer.
 func (f *fairness) returns() time.Duration {
 	port := f.backPort()
 	begin := time.Now()
@@ -882,7 +899,7 @@ func (f *fairness) returns() time.Duration {
 	return time.Since(begin)
 }
 
-// backPort is where the victim expects the peer that starts again.
+// backPort returns the UDP port at which the victim expects the restarting peer.
 func (f *fairness) backPort() uint16 {
 	_, public := nthKey(backID)
 	return f.victim.Stats()[public].Endpoint.Port()

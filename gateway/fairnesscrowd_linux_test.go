@@ -27,21 +27,22 @@ import (
 	"github.com/isthmus-net/isthmus/packet/packettest"
 )
 
-// The crowd of TestOneHostilePeerAmongThousands is all other peers of the victim, in a process of its own. Each
-// has an address of the loopback network, makes a session with the victim, sends a PING every two seconds
-// and answers the victim's.
+// The crowd of TestOneHostilePeerAmongThousands consists of all other peers of the victim. It is
+// a process of its own. Each of its peers has an address of the loopback network, makes a session
+// with the victim, sends a PING every two seconds and answers the victim's PINGs.
 
 const (
-	crowdChild = "ISTHMUS_FAIRNESS_CROWD" // the number of peers
-	crowdFirst = backID + 1               // the peers before it are not of the crowd
-	crowdAgain = 5 * time.Second          // until a lost handshake is begun again
+	crowdChild = "ISTHMUS_FAIRNESS_CROWD" // environment variable with the number of peers; set in the crowd's process
+	crowdFirst = backID + 1               // ID of the first peer of the crowd
+	crowdAgain = 5 * time.Second          // interval at which an unanswered handshake is repeated
 )
 
-// crowdAddr is the address of a peer of the crowd.
+// crowdAddr returns the address of a peer of the crowd.
 func crowdAddr(n int) netip.Addr { return netip.AddrFrom4([4]byte{127, 64, byte(n >> 8), byte(n)}) }
 
-// startCrowd starts the process. It returns the UDP port of all its peers, and a function that names the victim, with which
-// they then begin handshakes.
+// startCrowd starts the crowd's process. It returns the UDP port of all its peers. It also
+// returns a function that passes the victim's address to the process, which then starts
+// handshakes.
 func startCrowd(t *testing.T, peers int) (port uint16, meet func(victim netip.AddrPort)) {
 	cmd := exec.CommandContext(t.Context(), os.Args[0], "-test.run=^TestOneHostilePeerAmongThousands$")
 	cmd.Env = append(os.Environ(), fmt.Sprintf("%s=%d", crowdChild, peers))
@@ -58,7 +59,7 @@ func startCrowd(t *testing.T, peers int) (port uint16, meet func(victim netip.Ad
 		t.Fatal(err)
 	}
 	t.Cleanup(func() {
-		_ = in.Close() // which ends it
+		_ = in.Close() // makes the process exit
 		_ = cmd.Wait()
 	})
 	if _, err := fmt.Fscan(bufio.NewReader(out), &port); err != nil {
@@ -67,17 +68,17 @@ func startCrowd(t *testing.T, peers int) (port uint16, meet func(victim netip.Ad
 	return port, func(victim netip.AddrPort) { fmt.Fprintln(in, victim) }
 }
 
-// crowdPeer is a peer of the crowd.
+// crowdPeer is one peer of the crowd.
 type crowdPeer struct {
 	n         int
 	own       *ecdh.PrivateKey
-	handshake *noise.Handshake // begun and not answered
+	handshake *noise.Handshake // started, and not answered yet; nil: none
 	begun     time.Time
-	session   *noise.Session            // to send with
-	receive   map[uint32]*noise.Session // by our index
+	session   *noise.Session            // the session for sending
+	receive   map[uint32]*noise.Session // sessions for receiving, by our index
 }
 
-// fairCrowd is the crowd's process.
+// fairCrowd is the state of the crowd's process.
 type fairCrowd struct {
 	conn   *ipv4.PacketConn
 	victim netip.AddrPort
@@ -87,7 +88,7 @@ type fairCrowd struct {
 	peers []*crowdPeer
 }
 
-// runCrowd is the process. It ends with its standard input.
+// runCrowd is the main function of the crowd's process. It returns when standard input is closed.
 func runCrowd(t *testing.T, peers int) {
 	socket, err := net.ListenUDP("udp4", nil)
 	if err != nil {
@@ -145,7 +146,8 @@ func runCrowd(t *testing.T, peers int) {
 	}
 }
 
-// turns gives each peer a turn every two seconds: a PING or, without a session, a handshake.
+// turns gives each peer a turn every two seconds. In its turn a peer sends a PING or, without a
+// session, starts a handshake.
 func (c *fairCrowd) turns() {
 	const slots = 200
 	tick := time.NewTicker(2 * time.Second / slots)
@@ -170,7 +172,7 @@ func (c *fairCrowd) turns() {
 	}
 }
 
-// take handles a message to a peer.
+// take handles a message that a peer has received.
 func (c *fairCrowd) take(p *crowdPeer, m []byte) {
 	switch index := binary.LittleEndian.Uint32(m[4:]); m[0] {
 	case noise.InitiationType:
@@ -179,7 +181,7 @@ func (c *fairCrowd) take(p *crowdPeer, m []byte) {
 		if err != nil {
 			return
 		}
-		p.receive[index] = s // to send with when the first message has come
+		p.receive[index] = s // becomes the session for sending with the first message under it
 		c.send(p, response)
 	case noise.ResponseType:
 		if p.handshake == nil {
@@ -191,7 +193,7 @@ func (c *fairCrowd) take(p *crowdPeer, m []byte) {
 		}
 		p.session, p.handshake = s, nil
 		p.receive[binary.LittleEndian.Uint32(m[8:])] = s
-		c.send(p, s.Seal(nil)) // confirms it
+		c.send(p, s.Seal(nil)) // confirms the session
 	case noise.DataType:
 		s := p.receive[index]
 		if s == nil {
@@ -210,12 +212,13 @@ func (c *fairCrowd) take(p *crowdPeer, m []byte) {
 	}
 }
 
-// message sends a message of the connection check.
+// message sends a PING or PONG of the connection check.
 func (c *fairCrowd) message(p *crowdPeer, from, to netip.Addr, text []byte) {
 	c.send(p, p.session.SealPadded(packettest.Build(packettest.IP{Src: from, Dst: to},
 		packettest.UDP{SrcPort: fabric.ProbePort, DstPort: fabric.ProbePort, Data: text})))
 }
 
 func (c *fairCrowd) send(p *crowdPeer, m []byte) {
-	_, _ = c.conn.WriteTo(slices.Clip(m), &ipv4.ControlMessage{Src: crowdAddr(p.n).AsSlice()}, net.UDPAddrFromAddrPort(c.victim)) // a lost one is sent again
+	// If it is lost, the peer will send it again.
+	_, _ = c.conn.WriteTo(slices.Clip(m), &ipv4.ControlMessage{Src: crowdAddr(p.n).AsSlice()}, net.UDPAddrFromAddrPort(c.victim))
 }

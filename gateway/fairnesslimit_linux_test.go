@@ -15,14 +15,16 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// cpuQuotas set a quota of 80 % of a processor, in a control group of version 2 or 1.
+// cpuQuotas are the files of control groups, of version 2 or 1, that set a quota of 80 % of a
+// processor.
 var cpuQuotas = []struct{ root, file, value string }{
 	{"/sys/fs/cgroup", "cpu.max", "80000 100000"},
-	{"/sys/fs/cgroup/cpu", "cpu.cfs_quota_us", "80000"}, // of a period of 100 ms, the default
+	{"/sys/fs/cgroup/cpu", "cpu.cfs_quota_us", "80000"}, // microseconds of a period of 100 ms, the default
 }
 
-// startLimited starts a process under a CPU quota or, where control groups allow none, on one processor
-// beside a busy thread. It returns which.
+// startLimited starts a process with limited CPU time: under a CPU quota or, if control groups
+// are not available, on one processor together with a busy thread. It returns a description of
+// the limit.
 func startLimited(t *testing.T, cmd *exec.Cmd) (limit string) {
 	for _, q := range cpuQuotas {
 		group, err := os.MkdirTemp(q.root, "isthmus-fairness-")
@@ -48,7 +50,7 @@ func startLimited(t *testing.T, cmd *exec.Cmd) (limit string) {
 	return "one processor beside a busy thread"
 }
 
-// writeExisting writes a file of the kernel. Where the kernel has none, it makes none.
+// writeExisting writes a file of the kernel. It creates no file.
 func writeExisting(name, text string) error {
 	f, err := os.OpenFile(name, os.O_WRONLY, 0)
 	if err != nil {
@@ -58,14 +60,15 @@ func writeExisting(name, text string) error {
 	return errors.Join(err, f.Close())
 }
 
-// startBesideBusyThread starts a process that shares one processor with a thread of this process until the
-// test ends. By its nice value the thread takes a quarter.
+// startBesideBusyThread starts a process on one processor that it shares with a busy thread of
+// this process until the test ends. By its nice value, the thread takes a quarter of the
+// processor.
 func startBesideBusyThread(t *testing.T, cmd *exec.Cmd) error {
 	started := make(chan error)
 	var stop atomic.Bool
 	t.Cleanup(func() { stop.Store(true) })
 	go func() {
-		runtime.LockOSThread() // for ever: the thread ends with the goroutine
+		runtime.LockOSThread() // never unlocked, so the thread ends with the goroutine
 		var all, one unix.CPUSet
 		err := unix.SchedGetaffinity(0, &all)
 		for cpu := range len(all) * 64 {
@@ -74,12 +77,12 @@ func startBesideBusyThread(t *testing.T, cmd *exec.Cmd) error {
 			}
 		}
 		if err = errors.Join(err, unix.SchedSetaffinity(0, &one)); err == nil {
-			err = cmd.Start() // which inherits the processor
+			err = cmd.Start() // the process inherits the processor
 		}
 		if started <- errors.Join(err, unix.Setpriority(unix.PRIO_PROCESS, 0, 5)); err != nil {
 			return
 		}
-		for !stop.Load() { // it is to be busy
+		for !stop.Load() { // keep the processor busy
 		}
 	}()
 	return <-started

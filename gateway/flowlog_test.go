@@ -19,7 +19,7 @@ import (
 	"github.com/isthmus-net/isthmus/packet/packettest"
 )
 
-// startFlowLog runs a flow log until stop is called.
+// startFlowLog starts a flow log, which runs until stop is called.
 func startFlowLog(t *testing.T, c FlowLog) (l *flowLog, stop func()) {
 	t.Helper()
 	l, err := openFlowLog(c, func(a netip.Addr) fabric.Owner {
@@ -85,7 +85,7 @@ func TestFlowLogIsLinesOfJSON(t *testing.T) {
 	all[0].Seconds = nil
 	for i, want := range []FlowRecord{
 		{Event: "closed", Peer: "b", PeerName: "name of b", Kind: "napt", Protocol: "tcp", Local: "172.16.0.9:4000", LocalNode: "n1", Mapped: "10.71.0.0:4001", Remote: "10.71.0.5:80", Reason: "evicted"},
-		{Event: "refused", Direction: "inbound", Protocol: "udp", Local: "[fd00::1]:5", Remote: "fd00::2", Reason: "no_flow"}, // as the peer calls it
+		{Event: "refused", Direction: "inbound", Protocol: "udp", Local: "[fd00::1]:5", Remote: "fd00::2", Reason: "no_flow"}, // as the peer sees it
 		{Event: "refused", Direction: "outbound", Protocol: "udp", Local: "[fd00::1]:5", LocalPod: "shop/web", LocalNode: "n2", Remote: "fd00::2", Reason: "no_peer"},
 	} {
 		want.Time = all[i].Time
@@ -95,7 +95,7 @@ func TestFlowLogIsLinesOfJSON(t *testing.T) {
 	}
 }
 
-// What comes faster than it may is left out and counted; whoever tells of it never waits.
+// Events beyond the rate are left out and counted. Reporting an event never blocks.
 func TestFlowLogIsBounded(t *testing.T) {
 	name := filepath.Join(t.TempDir(), "flows.json")
 	l, stop := startFlowLog(t, FlowLog{File: name, PerSecond: 10})
@@ -155,8 +155,9 @@ func TestFlowLogThatCannotBeOpenedIsAnErrorAtTheStart(t *testing.T) {
 	}
 }
 
-// BenchmarkFlowLog is a packet's way through the engine without a flow log and with one that writes
-// to a file: of a known flow, of a pod, of a new flow each, and refused. Compare within one run:
+// BenchmarkFlowLog measures a packet's way through the engine, without a flow log and with one
+// that writes to a file. The packets belong to a known flow, to a pod, to a new flow each, or are
+// refused. Compare results of one run only:
 //
 //	for i in 1 2 3 4 5 6; do go test -run '^$' -bench FlowLog ./gateway; done
 func BenchmarkFlowLog(b *testing.B) {
@@ -217,7 +218,7 @@ func BenchmarkFlowLog(b *testing.B) {
 	}
 }
 
-// The lines that collectors are tested with (test/otel) are those that the gateway writes.
+// The collectors' test data (test/otel) must be the lines that the gateway really writes.
 func TestCollectorTestDataMatchesTheFlowLog(t *testing.T) {
 	l, stop := startFlowLog(t, FlowLog{File: filepath.Join(t.TempDir(), "flows.json")})
 	defer stop()
@@ -228,7 +229,7 @@ func TestCollectorTestDataMatchesTheFlowLog(t *testing.T) {
 	lines := json.NewEncoder(&b)
 	records := []FlowRecord{l.record(opened), l.record(closedFlow), l.record(refused), {Event: "omitted", Count: 512}}
 	for i, r := range records {
-		r.Time = time.Date(2026, 11, 23, 3, 10, 11, i*200_000_100, time.UTC) // also without a fraction
+		r.Time = time.Date(2026, 11, 23, 3, 10, 11, i*200_000_100, time.UTC) // the first one has no fraction of a second
 		if err := lines.Encode(r); err != nil {
 			t.Fatal(err)
 		}

@@ -38,18 +38,19 @@ import (
 	"github.com/isthmus-net/isthmus/internal/source/file"
 )
 
-// The tests run gateways as processes of their own, because a gateway serves the namespace of its
-// process: this binary, called again with childConfig set.
+// A gateway serves the network namespace of its process. So the tests run each gateway as a
+// process of its own: this binary, started with the environment variable childConfig.
 const childConfig = "ISTHMUS_TEST_GATEWAY_CONFIG"
 
-// childBegins, if it is set, says when the gateway may begin: beginsLater or beginsAtOnce.
+// childBegins is the environment variable that tells a gateway when it becomes active:
+// beginsLater or beginsAtOnce. Without it, the gateway is active from its start.
 const (
 	childBegins  = "ISTHMUS_TEST_GATEWAY_BEGINS"
 	beginsLater  = "at SIGUSR1"
 	beginsAtOnce = "at once"
 )
 
-// patience is how long tests wait for what has to happen, however slow the machine is.
+// patience is the time limit for expected events, on a machine however slow.
 const patience = time.Minute
 
 func TestMain(m *testing.M) {
@@ -59,7 +60,7 @@ func TestMain(m *testing.M) {
 	os.Exit(m.Run())
 }
 
-// child is a gateway that also looks whether it left anything in its process.
+// child runs a gateway, and afterwards checks that it has left nothing behind in its process.
 func child(dir string) int {
 	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGTERM)
 	o := Options{
@@ -89,7 +90,7 @@ func child(dir string) int {
 	}
 	err = left()
 	for end := time.Now().Add(patience); err != nil && time.Now().Before(end); err = left() {
-		time.Sleep(10 * time.Millisecond) // goroutines and threads take a moment to end
+		time.Sleep(10 * time.Millisecond) // goroutines and threads need a moment to end
 	}
 	if err != nil {
 		fmt.Fprintln(os.Stderr, err)
@@ -98,7 +99,7 @@ func child(dir string) int {
 	return 0
 }
 
-// left is what there is in the process that a gateway should not leave.
+// left returns an error that describes what a gateway has left behind in its process.
 func left() error {
 	if err := goleak.Find(goleak.IgnoreAnyFunction("os/signal.loop"), goleak.IgnoreAnyFunction("os/signal.signal_recv")); err != nil {
 		return fmt.Errorf("left behind: %w", err)
@@ -141,7 +142,7 @@ func needRoot(t *testing.T) {
 	}
 }
 
-// space is a network namespace of a test.
+// A space is a network namespace of a test.
 type space struct {
 	t    *testing.T
 	name string
@@ -205,7 +206,7 @@ func (s *space) address(link, prefix string) {
 	s.must(s.nl.LinkSetUp(s.link(link)))
 }
 
-// veth joins two namespaces.
+// veth2 connects two namespaces by a veth pair.
 func veth2(a *space, nameA string, b *space, nameB string, mtu int) {
 	a.t.Helper()
 	l := netlink.NewVeth(netlink.LinkAttrs{Name: nameA, MTU: mtu, TxQLen: -1})
@@ -215,18 +216,18 @@ func veth2(a *space, nameA string, b *space, nameB string, mtu int) {
 	b.must(b.nl.LinkSetUp(b.link(nameB)))
 }
 
-// site is one cluster: a node with a gateway and a pod. All sites have the same PodCIDR and
+// A site is one cluster: a node with a gateway and a pod. All sites have the same PodCIDR and
 // ExternalCIDR.
 type site struct {
 	*space
 	pod     *space
 	id      string
-	addr    string // underlay
+	addr    string // on the underlay
 	dir     string
 	private [32]byte
 	gateway *process
-	dropped uintptr // a capability that gateways are to lack
-	begins  string  // childBegins
+	dropped uintptr // a capability that gateways must not have
+	begins  string  // value of childBegins
 }
 
 const podAddr = "10.244.1.10"
@@ -271,8 +272,9 @@ func (s *site) publicKey() string {
 	return base64.StdEncoding.EncodeToString(k.PublicKey().Bytes())
 }
 
-// peering is how s sees other: pods as 10.pods.0.0/16, external addresses as 10.(pods+1).0.0/16;
-// other sees s as 10.theirs.0.0/16 and the next.
+// peering returns the configuration of s for the peer other. s sees other's pods as
+// 10.pods.0.0/16 and its external addresses as 10.(pods+1).0.0/16. other sees those of s as
+// 10.theirs.0.0/16 and 10.(theirs+1).0.0/16.
 func (s *site) peering(other *site, pods, theirs int, endpoint string) string {
 	return fmt.Sprintf(`apiVersion: net.liqo.io/v1alpha1
 kind: TunnelEndpoint
@@ -293,7 +295,7 @@ spec:
 `, other.name, other.id, theirs, theirs+1, pods, pods+1, endpoint, other.publicKey())
 }
 
-// overIPv6 gives a site IPv6 in addition: on the underlay and for its pod.
+// overIPv6 adds IPv6 to a site: on the underlay and for its pod.
 func (s *site) overIPv6(n int) {
 	s.address("eth0", fmt.Sprintf("2001:db8::%d/64", n))
 	s.address("pod", "fd00:244::1/64")
@@ -302,7 +304,7 @@ func (s *site) overIPv6(n int) {
 	s.sysctl("net/ipv6/conf/all/forwarding", "1")
 }
 
-// peering6 is peering with IPv6 inside and outside.
+// peering6 is like peering, with IPv6 inside and outside the tunnel.
 func (s *site) peering6(other *site, pods, theirs int, endpoint string) string {
 	text := s.peering(other, pods, theirs, endpoint)
 	for _, n := range []int{244, 245, pods, pods + 1, theirs, theirs + 1} {
@@ -311,7 +313,7 @@ func (s *site) peering6(other *site, pods, theirs int, endpoint string) string {
 	return text
 }
 
-// process is a gateway that runs.
+// A process is a running gateway.
 type process struct {
 	cmd  *exec.Cmd
 	done chan error
@@ -331,14 +333,15 @@ func (p *process) text() string {
 	return p.log.String()
 }
 
-// launch starts a gateway without waiting for it to be ready.
+// launch starts a gateway without waiting until it is ready.
 func (s *site) launch() *process {
 	s.t.Helper()
 	p := &process{done: make(chan error, 1)}
 	p.cmd = exec.Command("/proc/self/exe")
 	p.cmd.Env = append(os.Environ(), childConfig+"="+s.dir, childBegins+"="+s.begins)
 	p.cmd.Stderr, p.cmd.Stdout = p, p
-	s.do(func() error { // a child starts in the namespace, and with the bounding set, of the thread that starts it
+	// A child inherits the namespace and the bounding set of the thread that starts it.
+	s.do(func() error {
 		if s.dropped != 0 {
 			if err := unix.Prctl(unix.PR_CAPBSET_DROP, s.dropped, 0, 0, 0); err != nil {
 				return err
@@ -440,7 +443,7 @@ func (s *site) metric(line string) string {
 	return ""
 }
 
-// pinger sends echo requests from the namespace.
+// A pinger sends ICMP echo requests from the namespace.
 type pinger struct {
 	conn *net.IPConn
 	dst  net.IP
@@ -464,7 +467,8 @@ func (s *space) pinger(dst string) *pinger {
 	s.t.Cleanup(func() { p.conn.Close() })
 	raw, err := p.conn.SyscallConn()
 	s.must(err)
-	raw.Control(func(fd uintptr) { // it gets all ICMP of the namespace, and the test may be slow to read
+	// The socket receives all ICMP of the namespace, and the test may be slow to read it.
+	raw.Control(func(fd uintptr) {
 		err = unix.SetsockoptInt(int(fd), unix.SOL_SOCKET, unix.SO_RCVBUFFORCE, 16<<20)
 	})
 	s.must(err)
@@ -474,7 +478,7 @@ func (s *space) pinger(dst string) *pinger {
 func (p *pinger) send(seq, size int) error {
 	m := icmp.Message{Type: ipv4.ICMPTypeEcho, Body: &icmp.Echo{ID: p.id, Seq: seq, Data: make([]byte, size)}}
 	if p.six {
-		m.Type = ipv6.ICMPTypeEchoRequest // the kernel sets the checksum
+		m.Type = ipv6.ICMPTypeEchoRequest // the kernel computes the checksum
 	}
 	b, err := m.Marshal(nil)
 	if err == nil {
@@ -483,7 +487,7 @@ func (p *pinger) send(seq, size int) error {
 	return err
 }
 
-// receive returns the number of an answer.
+// receive returns the sequence number of an answer.
 func (p *pinger) receive(deadline time.Time) (int, error) {
 	buf := make([]byte, 65536)
 	p.conn.SetReadDeadline(deadline)
@@ -506,7 +510,7 @@ func (p *pinger) receive(deadline time.Time) (int, error) {
 	}
 }
 
-// ping tries until there is an answer, each time for half a second.
+// ping sends pings until one is answered. It waits half a second for each answer.
 func (s *space) ping(dst string) {
 	s.t.Helper()
 	p := s.pinger(dst)
@@ -522,9 +526,9 @@ func (s *space) ping(dst string) {
 	s.t.Fatalf("%s: no answer from %s: %v", s.name, dst, err)
 }
 
-// flood pings until the returned function is called, which gives what was sent and what came back.
-// So few are under way at a time that no queue on the way overflows while somebody there waits for
-// a processor.
+// flood pings until stop is called, which returns the numbers of sent and answered pings. It
+// keeps few pings in flight, so that no queue on the path overflows while a process there waits
+// for a processor.
 func (s *space) flood(dst string, every time.Duration) (stop func() (sent, got int)) {
 	s.t.Helper()
 	const least, underWay = 300, 100
@@ -570,9 +574,9 @@ func (s *space) flood(dst string, every time.Duration) (stop func() (sent, got i
 	}
 }
 
-// restores wants what is deleted to be back before the gateway compares by itself, which it does
-// after compareInterval: the kernel's event has to tell it. Only the quickest of some times counts,
-// because in the others the machine may have been busy.
+// restores checks that a deleted object is restored soon. The kernel's event must cause that,
+// because the gateway by itself compares only every compareInterval. It tries several times, and
+// one quick restoration is enough: the machine may be busy in the others.
 func (s *site) restores(what, dst string, del func() error) {
 	s.t.Helper()
 	before := s.ours()
@@ -595,8 +599,8 @@ func (s *site) restores(what, dst string, del func() error) {
 	s.t.Fatalf("%s: %s back after %v only", s.name, what, took)
 }
 
-// onlyRefuses checks what a gateway that ended has left: rules, and routes that refuse packets,
-// such as for an address if it is a peer's.
+// onlyRefuses checks that an ended gateway has left only rules and unreachable routes. peers
+// reports whether addr belongs to a peer, so that packets for it must be refused.
 func (s *space) onlyRefuses(addr string, peers bool) {
 	s.t.Helper()
 	for _, o := range s.ours() {
@@ -609,7 +613,7 @@ func (s *space) onlyRefuses(addr string, peers bool) {
 	}
 }
 
-// clear runs Clear, which leaves nothing.
+// clear runs Clear, and checks that nothing is left.
 func (s *space) clear() {
 	s.t.Helper()
 	s.do(func() error { return Clear(false, slog.New(slog.DiscardHandler)) })
@@ -618,7 +622,7 @@ func (s *space) clear() {
 	}
 }
 
-// ours lists what a gateway has in its host's namespace.
+// ours lists the gateway's kernel objects in the host's namespace.
 func (s *space) ours() []string {
 	s.t.Helper()
 	var all []string
@@ -648,7 +652,7 @@ func (s *space) ours() []string {
 	return all
 }
 
-// Three clusters with the same PodCIDR; a is joined with b and with c.
+// Three clusters have the same PodCIDR. Cluster a is joined with b and with c.
 func TestGatewaysJoinClustersWithTheSamePodCIDR(t *testing.T) {
 	needRoot(t)
 	wire := newWire(t)
@@ -657,7 +661,7 @@ func TestGatewaysJoinClustersWithTheSamePodCIDR(t *testing.T) {
 	a.write("c.yaml", a.peering(c, 248, 246, c.addr))
 	b.write("a.yaml", b.peering(a, 250, 246, a.addr))
 	c.write("a.yaml", c.peering(a, 246, 248, a.addr))
-	// Foreign objects near ours, which have to survive.
+	// These are foreign objects similar to ours, which must survive.
 	foreign := netlink.NewRule()
 	foreign.Priority, foreign.Table, foreign.Family = kernel.GatewayRulePriority+1, kernel.GatewayTable, netlink.FAMILY_V4
 	a.must(a.nl.RuleAdd(foreign))
@@ -769,12 +773,12 @@ func TestGatewaysJoinClustersWithTheSamePodCIDR(t *testing.T) {
 			})
 		}
 		g := a.status().Config.Generation
-		a.write("c.yaml", a.peering(c, 248, 246, "192.0.2.33")) // endpoint
+		a.write("c.yaml", a.peering(c, 248, 246, "192.0.2.33")) // change the endpoint
 		generation(g + 1)
-		rand.Read(c.private[:]) // key
+		rand.Read(c.private[:]) // change the key
 		a.write("c.yaml", a.peering(c, 252, 246, c.addr))
 		generation(g + 2)
-		os.Remove(filepath.Join(a.dir, "c.yaml")) // removed
+		os.Remove(filepath.Join(a.dir, "c.yaml")) // remove the peer
 		generation(g + 3)
 		if m := a.metric(`isthmus_peer_up{peer="` + c.id + `"}`); m != "" {
 			t.Errorf("the removed peer still has a series: %q", m)
@@ -786,15 +790,15 @@ func TestGatewaysJoinClustersWithTheSamePodCIDR(t *testing.T) {
 		} else {
 			t.Logf("%d of %d", got, sent)
 		}
-		// Not the time of the handshake: wireguard-go sometimes repeats one that was answered
-		// before it had set its timer.
+		// Do not compare the time of the handshake: wireguard-go sometimes repeats a handshake whose
+		// answer came before its timer was set.
 		key := b.publicKey()
 		if text := "peer(" + key[:4] + "…" + key[39:43] + ") - Starting"; strings.Contains(a.gateway.text()[logged:], text) {
 			t.Error("b was touched in WireGuard")
 		} else if !strings.Contains(a.gateway.text()[:logged], text) {
 			t.Errorf("no %q in the log when b was added", text)
 		}
-		// c learns its new key.
+		// c gets its own new key, too.
 		c.write("private.key", base64.StdEncoding.EncodeToString(c.private[:]))
 		c.pod.ping("10.246.1.10")
 		a.pod.ping("10.248.1.10")
@@ -811,7 +815,7 @@ func TestGatewaysJoinClustersWithTheSamePodCIDR(t *testing.T) {
 		if m := a.metric("isthmus_config_last_reload_successful"); m != "0" {
 			t.Errorf("isthmus_config_last_reload_successful is %q", m)
 		}
-		a.eventually("not logged", func() error { // after it is in the status
+		a.eventually("not logged", func() error { // it is logged after the status has changed
 			if !strings.Contains(a.gateway.text(), "configuration rejected") {
 				return errors.New("no line")
 			}
@@ -877,7 +881,7 @@ func TestGatewaysJoinClustersWithTheSamePodCIDR(t *testing.T) {
 	})
 }
 
-// Liqo has no IPv6; the gateway does, with the same TunnelEndpoint.
+// Liqo does not support IPv6. The gateway does, with the same TunnelEndpoint.
 func TestGatewaysJoinClustersOverIPv6(t *testing.T) {
 	needRoot(t)
 	wire := newWire(t)
@@ -890,7 +894,7 @@ func TestGatewaysJoinClustersOverIPv6(t *testing.T) {
 	b.start()
 	a.pod.ping("fd00:246::10")
 	b.pod.ping("fd00:250::10")
-	a.ping("fd00:246::10") // the node, by NAPT
+	a.ping("fd00:246::10") // from the node, so by NAPT
 	a.eventually("not connected", func() error {
 		st := a.status()
 		if fine, wrong := st.Healthy(); !fine || st.MTU != 1420 || !strings.HasPrefix(st.Peers[0].Endpoint, "[2001:db8::2]:") {
@@ -925,14 +929,14 @@ func TestAPreparedGatewayIsSilentUntilItStarts(t *testing.T) {
 	if len(a.ours()) == 0 {
 		t.Error("it has prepared nothing in the kernel")
 	}
-	a.do(func() error { // nobody listens
+	a.do(func() error { // no socket is open
 		c, err := net.ListenPacket("udp", ":5871")
 		if err == nil {
 			c.Close()
 		}
 		return err
 	})
-	silent := a.pod.pinger("10.246.1.10") // what it gets does not make it speak
+	silent := a.pod.pinger("10.246.1.10") // its packets do not make the gateway send
 	for seq := range 20 {
 		a.must(silent.send(seq, 8))
 	}
@@ -948,7 +952,8 @@ func TestAPreparedGatewayIsSilentUntilItStarts(t *testing.T) {
 	a.must(p.cmd.Process.Signal(syscall.SIGUSR1))
 	a.pod.ping("10.246.1.10")
 	b.pod.ping("10.250.1.10")
-	if seq, err := silent.receive(time.Now().Add(100 * time.Millisecond)); err == nil { // nor does it send that later
+	// Nor are its packets sent later.
+	if seq, err := silent.receive(time.Now().Add(100 * time.Millisecond)); err == nil {
 		t.Errorf("ping %d was answered", seq)
 	}
 	a.gateway = p

@@ -8,7 +8,8 @@ import (
 	"github.com/isthmus-net/isthmus/internal/kernel/rtnl"
 )
 
-// What the kernel drops in the gateway's namespace is a metric: a packet of a peer with a bad inner header, for one.
+// Packets that the kernel drops in the gateway's namespace are counted in a metric. An example is
+// a peer's packet with a bad inner header.
 func TestKernelDropsAreCounted(t *testing.T) {
 	namespace, err := rtnl.NewNamespace()
 	if err != nil {

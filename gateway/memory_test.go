@@ -21,7 +21,7 @@ func TestGCTargetFollowsTheHeap(t *testing.T) {
 	defer debug.SetGCPercent(debug.SetGCPercent(100))
 	var c collector
 	big := make([]byte, 160<<20)
-	debug.FreeOSMemory() // collects
+	debug.FreeOSMemory() // runs a garbage collection
 	c.adjust()
 	set := debug.SetGCPercent(100)
 	if set > 15 || set < minGCPercent {
@@ -30,7 +30,8 @@ func TestGCTargetFollowsTheHeap(t *testing.T) {
 	clear(big[:1])
 	debug.FreeOSMemory()
 	c.adjust()
-	if now := debug.SetGCPercent(100); now < 2*set { // tests before this one may have left some in use
+	// Memory of earlier tests may still be in use.
+	if now := debug.SetGCPercent(100); now < 2*set {
 		t.Errorf("%d %% when they are gone, %d %% before", now, set)
 	}
 	t.Setenv("GOGC", "50")

@@ -18,7 +18,7 @@ import (
 
 var long = flag.Bool("long", false, "also what takes long: half a minute until a path is tried again that has dropped large packets, and fairness among 4,000 peers")
 
-// dontFragment makes the pinger send with DF and follow what the path says.
+// dontFragment makes the pinger send with DF, and fail if the kernel knows a smaller path MTU.
 func (p *pinger) dontFragment(t *testing.T) *pinger {
 	t.Helper()
 	raw, err := p.conn.SyscallConn()
@@ -34,7 +34,7 @@ func (p *pinger) dontFragment(t *testing.T) *pinger {
 	return p
 }
 
-// passes pings with IPv4 packets of a size.
+// passes checks that a ping with IPv4 packets of the given size is answered.
 func (s *space) passes(p *pinger, size int) {
 	s.t.Helper()
 	if err := p.send(size, size-28); err != nil {
@@ -46,8 +46,8 @@ func (s *space) passes(p *pinger, size int) {
 	}
 }
 
-// learns sends a packet that is too big, unless the kernel knows that already, and wants it to know
-// the MTU of the path then.
+// learns checks that the kernel of s learns the path MTU from the answer to a packet that is too
+// large. It may know that MTU already.
 func (s *space) learns(p *pinger, size, mtu int) {
 	s.t.Helper()
 	if err := p.send(size, size-28); err != nil && !errors.Is(err, unix.EMSGSIZE) {
@@ -71,8 +71,9 @@ func (s *space) learns(p *pinger, size, mtu int) {
 	s.passes(p, mtu)
 }
 
-// One peer behind a smaller path: its packets alone are bounded, and each sender learns that from
-// the engine. A router whose next link becomes smaller still is heard too.
+// One peer is behind a path with a smaller MTU. Only packets for that peer are limited, and each
+// sender learns the limit from the engine. If a router's next link becomes even smaller, the
+// gateway finds that out as well.
 func TestEachPeerHasItsOwnMTU(t *testing.T) {
 	needRoot(t)
 	wire, far := newWire(t), newWire(t)
@@ -97,7 +98,7 @@ func TestEachPeerHasItsOwnMTU(t *testing.T) {
 	route(c.space, a.addr, "eth0", net.ParseIP("192.0.2.254"), 0)
 	route(a.space, c.addr, "eth0", net.ParseIP("192.0.2.254"), 1400)
 	a.write("b.yaml", a.peering(b, 246, 250, b.addr))
-	a.write("c.yaml", a.peering(c, 248, 246, "c.invalid")) // its address is what its packets come from
+	a.write("c.yaml", a.peering(c, 248, 246, "c.invalid")) // a learns c's address only from c's messages
 	b.write("a.yaml", b.peering(a, 250, 246, a.addr))
 	c.write("a.yaml", c.peering(a, 246, 248, a.addr))
 	for _, s := range []*site{a, b, c} {
@@ -124,15 +125,15 @@ func TestEachPeerHasItsOwnMTU(t *testing.T) {
 	toC := a.pod.pinger("10.248.1.10").dontFragment(t)
 	a.pod.passes(toC, 1328)
 	a.pod.learns(toC, 1440, 1328)
-	a.learns(a.pinger("10.248.1.10").dontFragment(t), 1329, 1328) // a node, behind the NAPT address
+	a.learns(a.pinger("10.248.1.10").dontFragment(t), 1329, 1328) // from a node, behind the NAPT address
 
 	b.pod.passes(b.pod.pinger("10.250.1.10").dontFragment(t), 1440)
 	if n := a.metric(`isthmus_peer_too_big_total{peer="` + c.id + `",result="told"}`); n != "2" {
 		t.Errorf("%s errors were sent", n)
 	}
 
-	// What may be cut is cut: by the pod's kernel to what it learned, and by the engine for who
-	// ignores that.
+	// Packets that may be fragmented are: by the pod's kernel once it has learned the MTU, and by
+	// the engine for a sender that ignores it.
 	cut := a.pod.pinger("10.248.1.10")
 	raw, err := cut.conn.SyscallConn()
 	if err != nil {
@@ -151,8 +152,8 @@ func TestEachPeerHasItsOwnMTU(t *testing.T) {
 		t.Errorf("%s packets were fragmented", n)
 	}
 
-	// The next link of the router shrinks. The kernel hears of it from the router, the gateway asks
-	// the kernel.
+	// The router's next link gets a smaller MTU. The kernel learns of it from the router, and the
+	// gateway queries the kernel.
 	router.must(router.nl.LinkSetMTU(router.link("far"), 1300))
 	start := time.Now()
 	a.eventually("the smaller path was not noticed", func() error {
@@ -170,8 +171,8 @@ func TestEachPeerHasItsOwnMTU(t *testing.T) {
 	}
 }
 
-// Over IPv6 inside it is the same by packet too big, and never less than 1280: on a way that leaves
-// less, the outer packets are fragmented.
+// With IPv6 in the tunnel, "packet too big" has the same effect. The limit is never below 1280
+// octets: on a path that carries less, the outer packets are fragmented.
 func TestEachPeerHasItsOwnMTUOverIPv6(t *testing.T) {
 	needRoot(t)
 	wire := newWire(t)
@@ -219,7 +220,7 @@ func TestEachPeerHasItsOwnMTUOverIPv6(t *testing.T) {
 	toC := a.pod.pinger("fd00:248::10")
 	pass(toC, 1328)
 	learn(a.pod, toC, 1329, 1328)
-	pass(toC, 1400) // as fragments, of the pod
+	pass(toC, 1400) // the pod sends it as fragments
 	node := a.pinger("fd00:248::10")
 	learn(a.space, node, 1329, 1328)
 
@@ -228,9 +229,10 @@ func TestEachPeerHasItsOwnMTUOverIPv6(t *testing.T) {
 	pass(toC, 1280)
 }
 
-// A path that drops large packets and says nothing, as a bridge does whose port has a smaller MTU; it
-// passes superpackets of any size, so WireGuard's are segmented before.
-// Both sides find out, tell their senders, and go back to what the way takes when it heals.
+// A path drops large packets without an ICMP error, like a bridge whose port has a smaller MTU.
+// Such a bridge passes superpackets of any size, so the test makes the kernel segment WireGuard's
+// before. Both sides must find out and inform their senders. When the path is repaired, they must
+// return to the full size.
 func TestABlackHoleIsDetectedAndCleared(t *testing.T) {
 	needRoot(t)
 	wire := newWire(t)

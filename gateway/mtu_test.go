@@ -43,8 +43,8 @@ func TestMTUFitsThePathToEachPeer(t *testing.T) {
 	}
 }
 
-// What WireGuard makes of a packet, padding included, never exceeds the way to the peer, however
-// the MTUs of the peers lie.
+// The padded packet in a WireGuard message never exceeds the path to its peer, whatever the MTUs
+// of the peers are.
 func TestPaddedPacketsFitThePath(t *testing.T) {
 	v4 := netip.MustParseAddr("192.0.2.1")
 	for mtu := minAutoMTU + overhead4; mtu <= 1600; mtu++ {

@@ -20,8 +20,8 @@ import (
 	"github.com/isthmus-net/isthmus/packet"
 )
 
-// changing is a gateway without a kernel and with a further tunnel, to which nothing was told yet. Its
-// connection checks find out nothing by themselves.
+// changing returns a gateway without a kernel, with a second tunnel and no configuration yet. Its
+// connection checks never get an answer.
 func changing(t *testing.T) *loop {
 	g := without(t)
 	second := &tunnelEnd{
@@ -36,7 +36,7 @@ func changing(t *testing.T) *loop {
 	return g
 }
 
-// take is what accept, reapply and put do, without a kernel.
+// take applies a configuration as accept, reapply and put do, but without a kernel.
 func (l *loop) take(t *testing.T, c Config, ways bool) kernel.State {
 	t.Helper()
 	want := l.cutTunnels(c.Gateway.Peers, l.now.peers)
@@ -54,7 +54,7 @@ func (l *loop) take(t *testing.T, c Config, ways bool) kernel.State {
 	return objects
 }
 
-// says is what can be seen of a gateway, in lines.
+// says returns all that can be observed of a gateway, as sorted lines.
 func (l *loop) says(t *testing.T, objects kernel.State) (all []string) {
 	t.Helper()
 	say := func(v ...any) { all = append(all, fmt.Sprint(v...)) }
@@ -74,7 +74,7 @@ func (l *loop) says(t *testing.T, objects kernel.State) (all []string) {
 			say("packet to ", p.ID, " goes to ", verdict.Peer.ID(), verdict.Action, fmt.Sprintf(" as %x", b))
 		}
 	}
-	kept := make(map[[32]byte]bool) // keys of peers of which nobody knows where they are: they stay where they were
+	kept := make(map[[32]byte]bool) // keys of peers whose address is unknown: their endpoints stay as they were
 	for _, p := range l.now.peers {
 		kept[p.PublicKey] = !p.at.IsValid() && !p.refused
 		for _, e := range p.Tunnels {
@@ -96,11 +96,12 @@ func (l *loop) says(t *testing.T, objects kernel.State) (all []string) {
 	return all
 }
 
-// Whatever changes of peers, of where they are and of ways to them, a gateway that takes the change is as one
-// that is told all at once: of tunnels, rules, connection checks and routes, and of what is wrong.
+// After any changes of peers, of their addresses and of the paths to them, an incrementally
+// updated gateway must equal a new one that gets the whole configuration at once. The comparison
+// covers tunnels, rules, connection checks, routes, and the reported error.
 func TestAPeerChangeEqualsAFullConfiguration(t *testing.T) {
 	rng := rand.New(rand.NewPCG(7, 8))
-	privates := [2]Key{key(40), key(48)} // the second one is a peer's, too
+	privates := [2]Key{key(40), key(48)} // the second one is also the key of a peer
 	theirs, err := curve25519.X25519(privates[1][:], curve25519.Basepoint)
 	if err != nil {
 		t.Fatal(err)
@@ -108,7 +109,7 @@ func TestAPeerChangeEqualsAFullConfiguration(t *testing.T) {
 	var (
 		base      = crowdOf(12)
 		peers     = make(map[int]fabric.Peer)
-		connected = make(map[string]bool) // over the further tunnel
+		connected = make(map[string]bool) // peers that answer in the additional tunnel
 		mtus      = make(map[netip.Addr]int)
 		nowhere   fabric.Site
 		c         = Config{MTU: 1440, PrivateKey: privates[0]}
@@ -147,7 +148,7 @@ func TestAPeerChangeEqualsAFullConfiguration(t *testing.T) {
 					k[15] = byte(1 + rng.IntN(2))
 					p.Tunnels = []fabric.TunnelEnd{{PublicKey: k, Port: uint16(6000 + rng.IntN(2))}}
 				}
-			case 5: // keys or networks are another peer's now, and its are ours
+			case 5: // swap keys or networks with another peer
 				j := rng.IntN(len(base))
 				if q, is := peers[j]; is && j != i {
 					if rng.IntN(2) == 0 {
@@ -161,7 +162,7 @@ func TestAPeerChangeEqualsAFullConfiguration(t *testing.T) {
 				}
 			case 6:
 				c.MTU = []int{1440, 1400, 0, 0, 0}[rng.IntN(5)]
-			case 7: // the kernel learns of other ways
+			case 7: // the kernel's path MTUs change
 				mtus[netip.AddrFrom4([4]byte{192, 0, 2, byte(1 + rng.IntN(5))})] = rng.IntN(3) * 100
 				ways = true
 			case 8:
@@ -185,12 +186,12 @@ func TestAPeerChangeEqualsAFullConfiguration(t *testing.T) {
 			c.PrivateKey = privates[0]
 		}
 		in := fabric.Intent{ClusterID: "11111111-0000-4000-8000-000000000000"}
-		for _, p := range peers { // in any order
+		for _, p := range peers { // in random order
 			in.Peers = append(in.Peers, p)
 		}
 		c.Gateway, _ = fabric.GatewayFor(in)
 		c.Gateway.Site = nowhere
-		if want := c.Gateway.Peers; len(want) > 1 && rng.IntN(8) == 0 { // of which the tunnels refuse one
+		if want := c.Gateway.Peers; len(want) > 1 && rng.IntN(8) == 0 { // two peers with one key, of which the tunnels refuse one
 			p := *want[0]
 			p.PublicKey = want[1].PublicKey
 			c.Gateway.Peers = slices.Clone(want)
@@ -199,7 +200,8 @@ func TestAPeerChangeEqualsAFullConfiguration(t *testing.T) {
 		g.now.peers = slices.Clone(g.now.peers)
 		for i := range g.now.peers {
 			p := &g.now.peers[i]
-			if g.ends[0].Stats()[p.PublicKey].Endpoint.IsValid() && rng.IntN(20) == 0 { // it is led back from where it roamed to, as tick does
+			// As in tick, the tunnels forget the endpoint of a peer that has roamed.
+			if g.ends[0].Stats()[p.PublicKey].Endpoint.IsValid() && rng.IntN(20) == 0 {
 				if err := g.ends[0].Change([]datapath.Peer{{State: p.state, Key: p.PublicKey, Endpoint: netip.MustParseAddrPort("198.51.100.1:9")}}, nil); err != nil && g.now.applyErr == nil {
 					t.Fatal(err)
 				}
@@ -211,7 +213,7 @@ func TestAPeerChangeEqualsAFullConfiguration(t *testing.T) {
 			happened["ways"]++
 		}
 
-		ref := changing(t) // with what is remembered of ways and places, and nothing else
+		ref := changing(t) // the new gateway; it shares only resolved addresses and measured MTUs
 		ref.resolver, ref.mtuTo = g.resolver, mtuTo
 		ref.now.mtu, ref.now.peers = g.now.mtu, slices.Clone(g.now.peers)
 		for i := range ref.now.peers {
@@ -228,7 +230,7 @@ func TestAPeerChangeEqualsAFullConfiguration(t *testing.T) {
 			}
 			e.finds(states)
 		}
-		if rng.IntN(4) == 0 { // where a peer is becomes known, and is refused before anybody asked
+		if rng.IntN(4) == 0 { // the Site changes before this configuration, as when a lookup is refused in between
 			g.resolver.set(g.now.wanted(), fabric.Site{})
 		}
 		objects := g.take(t, c, ways)
@@ -244,7 +246,7 @@ func TestAPeerChangeEqualsAFullConfiguration(t *testing.T) {
 		if g.now.applyErr != nil && c.PrivateKey == privates[1] {
 			happened["a peer with our key"]++
 		}
-		if got, want := g.now.applyErr, ref.now.applyErr; (got == nil) != (want == nil) { // of two with one key either may be named
+		if got, want := g.now.applyErr, ref.now.applyErr; (got == nil) != (want == nil) { // for two peers with one key, the error may name either
 			t.Fatalf("step %d: not applied: %v; want %v", step, got, want)
 		}
 		if g.now.applyErr != nil {
@@ -265,7 +267,7 @@ func TestAPeerChangeEqualsAFullConfiguration(t *testing.T) {
 	}
 }
 
-// linesWithout are the lines of some that are not among others.
+// linesWithout returns the lines of some that are not in others.
 func linesWithout(some, others []string) (all []string) {
 	for _, s := range some {
 		if !slices.Contains(others, s) {
@@ -275,13 +277,14 @@ func linesWithout(some, others []string) (all []string) {
 	return all
 }
 
-// Ways to peers that are others, of which the rules were refused, are asked for again with the next comparison.
+// If the rules for peers with new paths are refused, the next comparison measures the paths
+// again.
 func TestPathsAreReadAgainAfterRefusedRules(t *testing.T) {
 	for _, ways := range []bool{true, false} {
 		g := without(t, alphaBravo, charlie)
 		g.now.config.MTU = 1440
 		p := *g.now.peers[1].GatewayPeer
-		p.Rules = g.now.peers[0].Rules // what the engine refuses
+		p.Rules = g.now.peers[0].Rules // the engine refuses the same rules for two peers
 		p.Rules.ID = p.ID
 		g.now.peers[1].GatewayPeer = &p
 		g.now.applyErr = errors.New("of the time before")

@@ -8,7 +8,7 @@ import (
 	"github.com/isthmus-net/isthmus/gateway/datapath"
 )
 
-// A preshared key that changes is told to all tunnels of its peer, and to nobody else's.
+// A changed preshared key is set in all tunnels of its peer, and in those of no other peer.
 func TestAPresharedKeyReachesAllTunnelsOfItsPeer(t *testing.T) {
 	g := changing(t)
 	in := fabric.Intent{ClusterID: "11111111-0000-4000-8000-000000000000"}

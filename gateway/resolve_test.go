@@ -18,7 +18,7 @@ import (
 	"github.com/isthmus-net/isthmus/internal/cputime"
 )
 
-// names is a name server.
+// names is a simulated name server.
 type names struct {
 	mu      sync.Mutex
 	answer  []netip.Addr
@@ -48,7 +48,7 @@ func named1(endpoint string) []*fabric.GatewayPeer {
 		netip.MustParsePrefix("10.246.0.0/16"), netip.MustParsePrefix("10.247.0.0/16")}}}
 }
 
-// set1 is set where nothing but the peers' own networks is known.
+// set1 sets the peers, with a Site that contains only the peers' own networks.
 func (r *resolver) set1(peers []*fabric.GatewayPeer) { r.set(peers, siteOf(peers)) }
 
 func (r *resolver) refused(id string) bool {
@@ -66,8 +66,8 @@ func siteOf(peers []*fabric.GatewayPeer) (site fabric.Site) {
 	return site
 }
 
-// resolving runs a test with a resolver, a name server and a clock of its own. step lets seconds
-// pass.
+// resolving runs a test with a resolver, a name server and a simulated clock. step lets seconds
+// pass. at returns the resolver's result.
 func resolving(t *testing.T, test func(r *resolver, n *names, step func(seconds int), at func() string)) {
 	synctest.Test(t, func(t *testing.T) {
 		n := &names{}
@@ -125,7 +125,7 @@ func TestANameIsResolvedPreferringIPv4AndKeepsItsAnswer(t *testing.T) {
 		if at() != "192.0.2.2:5871" || n.changes != 1 {
 			t.Errorf("%s after %d changes, although the old answer is among the new", at(), n.changes)
 		}
-		// The same peer with another port, then with another name.
+		// First the peer gets another port, then another name.
 		moved := named1("gw.example")
 		moved[0].Port = 9999
 		r.set1(moved)
@@ -158,7 +158,7 @@ func TestANewAnswerWaitsUntilThePeerIsSilent(t *testing.T) {
 		if at() != "192.0.2.9:5871" || n.changes != 2 {
 			t.Errorf("%s after %d changes", at(), n.changes)
 		}
-		// Silent and the name changes: soon.
+		// If the name changes while the peer is silent, the new address is used soon.
 		n.set(nil, "192.0.2.10")
 		r.heard("b", false)
 		step(11)
@@ -190,7 +190,7 @@ func TestAFailedLookupKeepsTheAnswerAndIsRepeated(t *testing.T) {
 	})
 }
 
-// here is a cluster: two nodes, an API server, and the gateway's own host.
+// here is a cluster with two nodes, an API server, and the gateway's own host.
 var here = fabric.Site{Networks: []fabric.SiteNetwork{
 	{Prefix: netip.MustParsePrefix("10.244.0.0/18"), What: "our PodCIDR"},
 	{Prefix: netip.MustParsePrefix("10.96.0.0/12"), What: "our ServiceCIDR"},
@@ -200,7 +200,8 @@ var here = fabric.Site{Networks: []fabric.SiteNetwork{
 	With([]netip.Addr{netip.MustParseAddr("198.51.100.9")}, "an API server of ours").
 	With([]netip.Addr{netip.MustParseAddr("::ffff:192.0.2.77")}, "an address of the gateway's own host")
 
-// judged says for addresses why no gateway can be there; empty: it can.
+// judged maps addresses to a part of the reason why no peer's gateway can be there; empty: it can
+// be there.
 var judged = map[string]string{
 	"192.0.2.1": "", "10.0.0.1": "", "100.64.1.1": "", "2001:db8::1": "", "fd00::1": "", "64:ff9b::c000:201": "", "2002:c000:201::1": "",
 
@@ -237,7 +238,7 @@ func TestLiteralsAndNamesPassTheSameChecks(t *testing.T) {
 			}
 		})
 	}
-	// An IPv4 address in IPv6 form is the IPv4 address.
+	// An IPv4-mapped IPv6 address is handled as the IPv4 address.
 	resolving(t, func(r *resolver, n *names, step func(int), _ func() string) {
 		n.set(nil, "::ffff:127.0.0.1", "::ffff:198.51.100.7", "fe80::1%eth0")
 		r.set([]*fabric.GatewayPeer{{ID: "name", Endpoint: "gw.example", Port: 1}}, here)
@@ -262,7 +263,7 @@ func TestChooseReturnsNothingThatIsRefused(t *testing.T) {
 	slices.SortFunc(pool, netip.Addr.Compare)
 	one := func() netip.Addr {
 		a := pool[rng.IntN(len(pool))]
-		if b := a.As16(); rng.IntN(2) == 0 { // one beside it, with a part of another
+		if b := a.As16(); rng.IntN(2) == 0 { // change a random part of the address
 			other := pool[rng.IntN(len(pool))].As16()
 			copy(b[rng.IntN(16):], other[:rng.IntN(16)])
 			a = netip.AddrFrom16(b)
@@ -286,7 +287,7 @@ func TestChooseReturnsNothingThatIsRefused(t *testing.T) {
 	}
 }
 
-// A name first leads to a gateway, then elsewhere: DNS rebinding.
+// A name first resolves to a gateway's address, and later to an internal one: DNS rebinding.
 func TestDNSRebindingIsRefused(t *testing.T) {
 	resolving(t, func(r *resolver, n *names, step func(int), at func() string) {
 		n.set(nil, "192.0.2.1")
@@ -294,7 +295,7 @@ func TestDNSRebindingIsRefused(t *testing.T) {
 		step(1)
 		for _, answer := range []string{"127.0.0.1", "169.254.169.254", "10.96.0.1", "198.51.100.9", "64:ff9b::7f00:1"} {
 			n.set(nil, answer)
-			r.heard("b", false) // it is looked up soon, and taken when it may be
+			r.heard("b", false) // a silent peer's name is looked up soon, and an allowed answer is used
 			step(70)
 			_, err := r.endpoint("b")
 			if at() != "192.0.2.1:5871" || err == nil || !strings.Contains(err.Error(), "resolving gw.example: "+answer) || r.refused("b") {
@@ -325,7 +326,7 @@ func TestAnEndpointAddressIsDroppedWhenItBecomesOurs(t *testing.T) {
 		}
 		asked := n.asked
 		n.set(nil, "192.0.2.3")
-		step(2) // the name is looked up at once
+		step(2) // the name is looked up again at once
 		if at, err := r.endpoint("b"); at.String() != "192.0.2.3:5871" || err != nil || r.refused("b") || n.asked == asked {
 			t.Errorf("afterwards: %v, %v", at, err)
 		}
@@ -349,7 +350,7 @@ func TestAPeerIsDownWithoutASession(t *testing.T) {
 		stats   datapath.Stats
 		down    bool
 	}{
-		{1, datapath.Stats{}, false}, // its first packets wait for the handshake
+		{1, datapath.Stats{}, false}, // the first packets wait for the handshake
 		{29, datapath.Stats{}, false},
 		{31, datapath.Stats{}, true},
 		{41, handshake, false},
@@ -365,8 +366,8 @@ func TestAPeerIsDownWithoutASession(t *testing.T) {
 	}
 }
 
-// Where a message comes from is asked for each that has another source than the one before, by whoever
-// sends it, so that the answer must not cost what the peers are many.
+// The gateway checks the source of each message that differs from the previous message's source.
+// Any sender can cause that, so the cost must not depend on the number of peers.
 func TestSourceLookupDoesNotScanAllPeers(t *testing.T) {
 	var peers []*fabric.GatewayPeer
 	for _, p := range crowdOf(1000) {
@@ -389,7 +390,7 @@ func TestSourceLookupDoesNotScanAllPeers(t *testing.T) {
 	}
 }
 
-// BenchmarkMayCome judges the source of a message, as with messages of peers in turns.
+// BenchmarkMayCome measures the check of a message's source, for messages of many peers in turn.
 func BenchmarkMayCome(b *testing.B) {
 	for _, n := range []int{10, 1000, 4000} {
 		b.Run(fmt.Sprintf("peers=%d", n), func(b *testing.B) {

@@ -19,7 +19,7 @@ import (
 	"github.com/isthmus-net/isthmus/natengine"
 )
 
-// crowdOf are n peers that all have a /20 and a /24 here.
+// crowdOf returns n peers, each with a /20 and a /24 as its networks here.
 func crowdOf(n int) []fabric.Peer {
 	peers := make([]fabric.Peer, n)
 	for i := range peers {
@@ -36,7 +36,7 @@ func crowdOf(n int) []fabric.Peer {
 	return peers
 }
 
-// BenchmarkScrape is one answer of /metrics, with the fourth of the peers that have had drops.
+// BenchmarkScrape measures one response of /metrics, if a quarter of the peers have had drops.
 func BenchmarkScrape(b *testing.B) {
 	for _, n := range []int{10, 100, 1000, 4000} {
 		b.Run(fmt.Sprintf("peers=%d", n), func(b *testing.B) {
@@ -63,7 +63,8 @@ func BenchmarkScrape(b *testing.B) {
 	}
 }
 
-// A peer at rest has no series for what has not happened, and none for a family that it lacks.
+// An idle peer has no series for events that have not happened, and none for an address family
+// that it does not use.
 func TestAScrapeOmitsSeriesThatAreAlwaysZero(t *testing.T) {
 	g := without(t, crowdOf(50)...)
 	text := g.scrape(t)
@@ -83,7 +84,8 @@ func TestAScrapeOmitsSeriesThatAreAlwaysZero(t *testing.T) {
 	}
 }
 
-// What is written without the checks of a registry has to pass them.
+// The series are written without the checks of a Prometheus registry, so the test makes these
+// checks.
 func TestAScrapePassesTheChecksOfARegistry(t *testing.T) {
 	g := without(t, crowdOf(50)...)
 	for i, p := range g.now.peers {
@@ -129,7 +131,7 @@ func TestGatherersRefuseANameFromTwoSources(t *testing.T) {
 	}
 }
 
-// A scrape while peers come and go is whole, and holds up nobody.
+// A scrape while peers are added and removed is consistent, and blocks nothing.
 func TestScrapesWhilePeersChange(t *testing.T) {
 	g := without(t, crowdOf(40)...)
 	stop := make(chan struct{})
@@ -151,7 +153,8 @@ func TestScrapesWhilePeersChange(t *testing.T) {
 	}
 	for i := range 20 {
 		peers := decided(t, fabric.Intent{ClusterID: "11111111-0000-4000-8000-000000000000", Peers: crowdOf(20 + i)}).Peers
-		survey := g.survey(Config{MTU: 1440, PrivateKey: g.now.config.PrivateKey}, peers, false) // as accept and put do, which the control loop calls
+		// As the control loop does in accept and put.
+		survey := g.survey(Config{MTU: 1440, PrivateKey: g.now.config.PrivateKey}, peers, false)
 		if err := g.setRules(&survey); err != nil {
 			t.Error(err)
 		}

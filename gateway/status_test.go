@@ -41,7 +41,8 @@ var (
 	charlie    = fabricPeer(2, "33333333-0000-4000-8000-000000000000", "charlie", "10.248.0.0/16", "10.249.0.0/16")
 )
 
-// silent is the port of a connection check that nobody answers. It receives what a test puts in.
+// silent is the port of a connection check that gets no answers. Receive returns the messages
+// that a test puts in.
 type silent chan []byte
 
 func (s silent) Receive() ([]byte, netip.AddrPort, error) {
@@ -56,13 +57,13 @@ func (s silent) Send([]byte, netip.AddrPort, int) error { return nil }
 
 func (s silent) Close() { close(s) }
 
-// without is a gateway without a kernel: all but host and datapath is real.
+// without returns a gateway without a kernel. Everything except host and datapath is real.
 func without(t testing.TB, peers ...fabric.Peer) *loop {
 	t.Helper()
 	return withPort(t, make(silent), peers...)
 }
 
-// withPort is without, with a port for the connection check.
+// withPort is like without, with a given port for the connection check.
 func withPort(t testing.TB, port silent, peers ...fabric.Peer) *loop {
 	t.Helper()
 	g := &loop{gateway: &gateway{log: quiet, version: "v1", started: time.Now(), host: new(rtnl.Kernel), wake: make(chan struct{}, 1)}}
@@ -90,7 +91,7 @@ func decided(t testing.TB, in fabric.Intent) fabric.Gateway {
 	return gw
 }
 
-// put0 is what accept and put do, without a kernel.
+// put0 applies peers as accept and put do, but without a kernel.
 func (l *loop) put0(t testing.TB, peers ...fabric.Peer) {
 	t.Helper()
 	gw := decided(t, fabric.Intent{ClusterID: "11111111-0000-4000-8000-000000000000", ClusterName: "alpha", Peers: peers})
@@ -112,7 +113,7 @@ func (l *loop) put0(t testing.TB, peers ...fabric.Peer) {
 	l.publish()
 }
 
-// finds makes the connection check of an end find peers in these states.
+// finds makes the connection check of a tunnel report the given states of peers.
 func (e *tunnelEnd) finds(states map[string]check.State) {
 	e.observe = func(id string) check.Result {
 		r := e.checker.Observe(id)
@@ -121,7 +122,7 @@ func (e *tunnelEnd) finds(states map[string]check.State) {
 	}
 }
 
-// send puts a packet through the engine and returns whether it passed.
+// send passes a packet through the engine, and reports whether the engine forwards it.
 func (g *gateway) send(t *testing.T, d natengine.Direction, src, dst string, sport, dport uint16) bool {
 	t.Helper()
 	b, err := TraceQuery{Src: netip.AddrPortFrom(netip.MustParseAddr(src), sport), Dst: netip.AddrPortFrom(netip.MustParseAddr(dst), dport), Protocol: "udp"}.packet()
@@ -153,11 +154,11 @@ func TestMetricsCountWhatHappens(t *testing.T) {
 	}
 	g.send(t, natengine.Inbound, "10.246.1.1", "10.250.1.1", 2, 1)
 	g.send(t, natengine.Outbound, "192.168.0.1", "10.246.1.1", 1, 2) // NAPT
-	g.send(t, natengine.Outbound, "10.244.1.1", "10.99.0.1", 1, 2)   // nobody's
-	g.send(t, natengine.Inbound, "10.246.1.1", "10.99.0.1", 1, 2)    // not ours
+	g.send(t, natengine.Outbound, "10.244.1.1", "10.99.0.1", 1, 2)   // to no peer
+	g.send(t, natengine.Inbound, "10.246.1.1", "10.99.0.1", 1, 2)    // to none of our networks
 	g.metrics.observeRTT(bravo, 3*time.Millisecond)
 	port <- []byte(`{"clusterID":"x","msgType":"PUNG","timeStamp":"2026-01-01T00:00:00Z"}`)
-	port <- nil // is received when the message before is counted
+	port <- nil // when the check receives it, the previous message has been counted
 
 	want := `
 # HELP isthmus_config_generation Configurations applied since the start.
@@ -245,7 +246,7 @@ func TestSeriesVanishWithTheirPeer(t *testing.T) {
 		t.Fatal("no series of bravo")
 	}
 	g.put0(t, charlie)
-	g.metrics.observeRTT(bravo, time.Millisecond) // an answer that was under way
+	g.metrics.observeRTT(bravo, time.Millisecond) // an answer that arrives late
 	if text := g.scrape(t); strings.Contains(text, bravo) {
 		t.Error("series of bravo remain")
 	} else if !strings.Contains(text, charlie.ID) {
@@ -253,7 +254,7 @@ func TestSeriesVanishWithTheirPeer(t *testing.T) {
 	}
 }
 
-// A peer that goes leaves the engine a moment before the list of peers.
+// A removed peer disappears from the engine a moment before it disappears from the list of peers.
 func TestAScrapeBetweenTheStepsOfARemovalIsWhole(t *testing.T) {
 	g := without(t, alphaBravo, charlie)
 	if err := g.engine.Change(nil, []string{g.now.peers[1].ID}); err != nil {
@@ -262,7 +263,7 @@ func TestAScrapeBetweenTheStepsOfARemovalIsWhole(t *testing.T) {
 	if text := g.scrape(t); !strings.Contains(text, `isthmus_peer_nat_sessions{peer="`+bravo+`"}`) {
 		t.Error("no series of bravo, who stays")
 	}
-	g.now.peers = g.now.peers[1:] // and the other way around, with another peer
+	g.now.peers = g.now.peers[1:] // the reverse order, with another peer
 	g.publish()
 	g.scrape(t)
 }
@@ -342,7 +343,7 @@ func TestTracePacketsAreWhole(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			if _, err := packettest.Decode(b); err != nil { // checks lengths and checksums by itself
+			if _, err := packettest.Decode(b); err != nil { // also checks lengths and checksums
 				t.Errorf("%s %v: %v", protocol, ends, err)
 			}
 			var v packet.View
@@ -353,7 +354,7 @@ func TestTracePacketsAreWhole(t *testing.T) {
 	}
 }
 
-// Zero in the checksum field of UDP would say that there is none (RFC 768).
+// A zero UDP checksum would mean that there is none (RFC 768).
 func TestTraceDatagramsHaveAChecksum(t *testing.T) {
 	q := TraceQuery{Src: netip.MustParseAddrPort("10.244.1.1:1"), Dst: netip.MustParseAddrPort("10.246.1.1:80"), Protocol: "udp"}
 	for port := 1; port < 65536; port++ {
@@ -368,7 +369,7 @@ func TestTrace(t *testing.T) {
 	c := Config{Gateway: decided(t, fabric.Intent{Peers: []fabric.Peer{alphaBravo, charlie}})}
 	for _, tc := range []struct {
 		src, dst, protocol, direction string
-		want                          []string // direction, peer, new source, new destination, drop
+		want                          []string // direction, peer, translated source, translated destination, drop
 	}{
 		{"10.244.1.1:5", "10.246.1.1:6", "tcp", "", []string{"outbound bravo 10.250.1.1:5 10.246.1.1:6 "}},
 		{"10.244.1.1", "10.246.1.1", "tcp", "out", []string{"outbound bravo 10.250.1.1:40000 10.246.1.1:80 "}},

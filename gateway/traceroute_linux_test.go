@@ -24,8 +24,9 @@ import (
 	"github.com/isthmus-net/isthmus/gateway/check"
 )
 
-// A traceroute by UDP, ICMP or TCP, one probe for each TTL. The answer of a hop is the source of
-// the ICMP error that quotes the probe as it was sent; the end is who answers otherwise.
+// traceroute sends one probe by UDP, ICMP or TCP for each TTL. It returns the source of each
+// hop's ICMP error, which must quote the probe as it was sent, and last the address that answers
+// in any other way.
 func (s *space) traceroute(method, dst string) (hops []string) {
 	s.t.Helper()
 	for ttl := 1; ttl <= 8; ttl++ {
@@ -37,7 +38,8 @@ func (s *space) traceroute(method, dst string) (hops []string) {
 	return hops
 }
 
-// probe sends one probe and returns who answers, "*" for nobody within the given time.
+// probe sends one probe and returns the address that answers, or "*" if none does in time. last
+// reports that the answer is no ICMP error of a hop.
 func (s *space) probe(method string, dst netip.Addr, ttl int, wait time.Duration) (from string, last bool) {
 	s.t.Helper()
 	ctx, cancel := context.WithTimeout(context.Background(), wait)
@@ -51,7 +53,7 @@ func (s *space) probe(method string, dst netip.Addr, ttl int, wait time.Duration
 	const port = 33434
 	var listener *net.IPConn
 	var udp *net.UDPConn
-	var connected atomic.Bool // or refused, which is the end as well
+	var connected atomic.Bool // or refused, which also shows that the destination was reached
 	source := 0               // source port, or identifier of the echo request
 	s.do(func() (err error) {
 		if listener, err = net.ListenIP(network, nil); err != nil {
@@ -152,8 +154,8 @@ func (s *space) probe(method string, dst netip.Addr, ttl int, wait time.Duration
 	}
 }
 
-// quotes tells whether the quoted packet is the probe, with the addresses and ports it was sent
-// with.
+// quotes reports whether an ICMP error quotes the probe with the addresses and ports with which
+// it was sent.
 func (s *space) quotes(b []byte, dst netip.Addr, method string, source, port int) bool {
 	header, at := 20, 16
 	if dst.Is6() {
@@ -173,10 +175,10 @@ func (s *space) quotes(b []byte, dst netip.Addr, method string, source, port int
 	return int(t[0])<<8|int(t[1]) == source && int(t[2])<<8|int(t[3]) == port
 }
 
-// Every hop on the way answers with an address that the sender knows, and all of them differ: our
-// node, our gateway, the other gateway as the address that the connection check uses, the other
-// node (as the NAPT address or, where its kernel answers with an address out of the PodCIDR, as
-// that), the pod.
+// Every hop on the path answers with an address that the sender knows, and all of these differ:
+// our node, our gateway, the other gateway (with the address that the connection check uses), the
+// other node, and the pod. The other node answers with the NAPT address or, if its kernel uses an
+// address of the PodCIDR, with that one.
 func TestTracerouteThroughTwoGateways(t *testing.T) {
 	needRoot(t)
 	for _, six := range []bool{false, true} {
@@ -212,10 +214,10 @@ func TestTracerouteThroughTwoGateways(t *testing.T) {
 	}
 }
 
-// Two gateways that send a packet back and forth: each maps an address of its own for the other,
-// and it leads to the other's. Both kernels count the TTL down, so that one packet becomes at most
-// as many as its TTL says, and one time exceeded, which finds its way back through all the flows to
-// who sent the packet.
+// Two gateways send a packet back and forth, because each has mapped an address for the other
+// that leads to the other's mapped address. Both kernels decrement the TTL, so one packet crosses
+// the tunnel at most TTL times. It also causes at most one ICMP "time exceeded", which must find
+// its way back through all the flows to the sender.
 func TestALoopBetweenGatewaysEndsByTTL(t *testing.T) {
 	needRoot(t)
 	wire := newWire(t)
@@ -262,7 +264,7 @@ spec:
 		before := sent()
 		wait := patience
 		if ttl == 64 {
-			wait = 600 * time.Millisecond // the time exceeded may have had too long a way itself
+			wait = 600 * time.Millisecond // the path back may be too long for the "time exceeded" itself
 		}
 		from, _ := a.pod.probe("icmp", loop, ttl, wait)
 		if ttl < 64 && from == "*" {
@@ -272,8 +274,8 @@ spec:
 		for end := time.Now().Add(patience); n < ttl-2 && time.Now().Before(end); n = sent() - before {
 			time.Sleep(300 * time.Millisecond)
 		}
-		// Out and back again: the packet, and the error. A second has at most three messages of each
-		// connection check, two of them for the path MTU, and their answers.
+		// The packet and the ICMP error cross the tunnel. In addition, each connection check sends at
+		// most three messages per second, two of them for the path MTU, and their answers.
 		most := 2*ttl + 12*int(1+time.Since(start)/time.Second)
 		if n > most || n < ttl-2 {
 			t.Errorf("TTL %d: %d packets in the tunnel, want %d to %d", ttl, n, ttl-2, most)

@@ -26,14 +26,15 @@ func twoTunnels(p fabric.Peer) fabric.Peer {
 	return p
 }
 
-// Each tunnel carries flows only while its connection check is answered, the first one included.
+// Each tunnel, including the first one, carries flows only while its connection check is
+// answered.
 func TestFlowsUseTunnelsThatAnswer(t *testing.T) {
 	g, p := withTwoTunnels(t)
 	now := time.Now()
 	for _, tc := range []struct {
 		name          string
 		first, second check.State
-		answered      time.Duration // since the last answer in the first tunnel
+		answered      time.Duration // time since the last answer in the first tunnel
 		want          fabric.TunnelSet
 	}{
 		{"none", check.Disconnected, check.Disconnected, time.Hour, 0},
@@ -61,7 +62,8 @@ func TestFlowsUseTunnelsThatAnswer(t *testing.T) {
 	}
 }
 
-// A peer is down, and its packets are dropped, only when no tunnel has had a session for long.
+// A peer counts as down, so that its packets are dropped, only when no tunnel has had a session
+// for some time.
 func TestAPeerIsDownOnlyWithoutASessionInAllTunnels(t *testing.T) {
 	_, p := withTwoTunnels(t)
 	begin := time.Now()
@@ -90,10 +92,11 @@ func TestAPeerIsDownOnlyWithoutASessionInAllTunnels(t *testing.T) {
 	}
 }
 
-// A tunnel in which the peer has roamed and is heard keeps its endpoint while another tunnel is silent.
+// If a peer has roamed in two tunnels and is heard in one of them, that tunnel keeps its endpoint
+// while the other one is silent.
 func TestASilentTunnelResetsNoOther(t *testing.T) {
 	g, p := withTwoTunnels(t)
-	at := netip.MustParseAddrPort("198.51.100.7:4000") // where both tunnels have roamed to
+	at := netip.MustParseAddrPort("198.51.100.7:4000") // the address to which both tunnels have roamed
 	for i, e := range g.ends {
 		theirs, _ := theirEnd(p.GatewayPeer, i)
 		if err := e.Change([]datapath.Peer{{State: p.state, Key: theirs.PublicKey, Endpoint: at}}, nil); err != nil {

@@ -17,7 +17,7 @@ func key(n byte) (k [32]byte) { k[0], k[31] = n, 64; return k }
 
 var quiet = slog.New(slog.DiscardHandler)
 
-// newEnd is an end of a tunnel on real sockets, with nothing behind it.
+// newEnd returns a tunnel end with real sockets and nothing else.
 func newEnd(t *testing.T) *tunnelEnd {
 	t.Helper()
 	e := &tunnelEnd{Tunnel: datapath.New(memlink.NewLink("mem", 1420), bind.New(), natengine.New(natengine.Config{}), nil, datapath.Options{})}
@@ -40,7 +40,7 @@ func TestAListenPortInUseIsNamedAndTheOldOneStays(t *testing.T) {
 		t.Fatal(err)
 	}
 	free := e.Port()
-	for range 2 { // it is tried again
+	for range 2 { // the second time tests a retry
 		if err := e.listen(port); err == nil || !strings.Contains(err.Error(), "is in use") {
 			t.Errorf("change: %v", err)
 		}
