@@ -19,10 +19,10 @@ import (
 	"github.com/isthmus-net/isthmus/gateway/datapath"
 )
 
-// socket is a Port in memory that works inside synctest's bubble.
+// socket is a Port in memory. It works inside a synctest bubble.
 type socket struct {
 	in     chan datagram
-	out    func(b []byte, to netip.AddrPort, size int) // what the Monitor sends
+	out    func(b []byte, to netip.AddrPort, size int) // receives the messages that the Monitor sends
 	closed chan struct{}
 }
 
@@ -61,8 +61,8 @@ var bravoPeer = Peer{
 	Allowed: [2]netip.Prefix{netip.MustParsePrefix("10.246.0.0/16"), netip.MustParsePrefix("10.247.0.0/16")},
 }
 
-// liqo answers PINGs as a real Liqo gateway does: it decodes the object with a time.Time, changes
-// the type and encodes it again.
+// liqo answers PINGs as a real Liqo gateway does: it decodes the JSON object with a time.Time,
+// changes the type and encodes it again.
 type liqo struct {
 	mu     sync.Mutex
 	silent bool
@@ -98,17 +98,17 @@ func (l *liqo) receive(b []byte, to netip.AddrPort, _ int) {
 	time.AfterFunc(l.delay, func() { l.socket.in <- datagram{answer, to} })
 }
 
-// pinged is how many PINGs have come.
+// pinged returns the number of received PINGs.
 func (l *liqo) pinged() int { l.mu.Lock(); defer l.mu.Unlock(); return len(l.pings) }
 
 func (l *liqo) set(silent bool) { l.mu.Lock(); l.silent = silent; l.mu.Unlock() }
 
-// bubble runs a test with a Monitor, a peer and a clock of its own.
+// bubble runs a test with a Monitor, one peer that answers, and a simulated clock.
 func bubble(t *testing.T, test func(c *Monitor, l *liqo, result func() Result)) {
 	bubbleWith(t, false, test)
 }
 
-// bubbleWith is bubble with a peer that answers the first PING, or is silent.
+// bubbleWith is like bubble. With silent, the peer does not answer the first PINGs.
 func bubbleWith(t *testing.T, silent bool, test func(c *Monitor, l *liqo, result func() Result)) {
 	synctest.Test(t, func(t *testing.T) {
 		l := &liqo{delay: 7 * time.Millisecond, silent: silent}
@@ -127,7 +127,7 @@ func TestCheckSendsLiqosObjectEveryTwoSeconds(t *testing.T) {
 		synctest.Wait()
 		l.mu.Lock()
 		defer l.mu.Unlock()
-		if n := len(l.pings); n != 11 { // one at once
+		if n := len(l.pings); n != 11 { // the first PING is sent at once
 			t.Errorf("%d PINGs in 20 s", n)
 		}
 		for i, p := range l.pings {
@@ -156,7 +156,7 @@ func TestCheckStateFollowsTheAnswers(t *testing.T) {
 		if r := result(); r.State != Connected || r.RTT != 7*time.Millisecond || r.Loss != 0 {
 			t.Errorf("after an answer: %+v", r)
 		}
-		l.set(true) // the last answer came at 2.007 s
+		l.set(true) // the last answer arrived at 2.007 s
 		time.Sleep(9 * time.Second)
 		if r := result(); r.State != Connected {
 			t.Errorf("after 9 s of silence: %+v", r)
@@ -188,7 +188,7 @@ func TestCheckGivesUpConnectingAfterTenSeconds(t *testing.T) {
 
 func TestCheckMeasuresLossOverOneMinute(t *testing.T) {
 	bubbleWith(t, true, func(c *Monitor, l *liqo, result func() Result) {
-		time.Sleep(4*time.Second + time.Millisecond) // three unanswered, the last too young
+		time.Sleep(4*time.Second + time.Millisecond) // three PINGs are unanswered; the last one is too recent to count
 		if r := result(); r.Loss != 1 || r.Sent != 2 {
 			t.Errorf("%+v", r)
 		}
@@ -224,7 +224,8 @@ func TestCheckRestartsOnlyForAChangedPeer(t *testing.T) {
 	})
 }
 
-// A peer whose gateway moves is not called lost, nor new, before it has had the time that every peer has to answer.
+// A connected peer whose gateway moves is reported neither as lost nor as new before the time
+// that every peer has for an answer.
 func TestCheckKeepsAConnectedPeerThatMoves(t *testing.T) {
 	bubble(t, func(c *Monitor, l *liqo, result func() Result) {
 		time.Sleep(2500 * time.Millisecond)
@@ -250,7 +251,7 @@ func TestCheckKeepsAConnectedPeerThatMoves(t *testing.T) {
 
 func TestCheckAnswersWithTheSameObject(t *testing.T) {
 	bubble(t, func(c *Monitor, l *liqo, result func() Result) {
-		// The pinger's NAPT address, any cluster ID, a clock far away: all its own business.
+		// The source (the sender's NAPT address), the cluster ID and the clock are up to the sender.
 		from := netip.MustParseAddrPort("10.246.0.0:33333")
 		for _, stamp := range []string{"2001-02-03T04:05:06.070000001+02:00", "2999-01-01T00:00:00Z"} {
 			l.socket.in <- datagram{[]byte(`{"clusterID":"me","msgType":"PING","timeStamp":"` + stamp + `","more":1}`), from}
@@ -330,7 +331,7 @@ func TestCheckIgnoresAndCountsHostileMessages(t *testing.T) {
 	}
 }
 
-// pong is the answer to a PING that was sent: 0 the first, -1 the last.
+// pong returns the answer to the ith PING; -1 is the last one.
 func (l *liqo) pong(i int) string {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -375,8 +376,8 @@ func FuzzCheckMessage(f *testing.F) {
 	})
 }
 
-// TestCheckSpreadsItsPingsOverTheInterval: a thousand peers are pinged once each interval, at no
-// time many of them.
+// Each of a thousand peers is pinged once per interval, and never are many peers pinged at the
+// same time.
 func TestCheckSpreadsItsPingsOverTheInterval(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		const peers = 1000
@@ -430,8 +431,9 @@ func TestCheckSpreadsItsPingsOverTheInterval(t *testing.T) {
 	})
 }
 
-// However peers change, come and go, a check that was told of each change has the peers of one that was told of
-// all of them, and shares them out among its turns.
+// After any changes, additions and removals of peers, an incrementally updated Monitor must have
+// the same peers as a new one that gets all of them at once. Each peer must have exactly one
+// turn.
 func TestCheckAfterPeerChangesEqualsAFullConfiguration(t *testing.T) {
 	rng := rand.New(rand.NewPCG(14, 3))
 	fresh := func() *Monitor {
@@ -451,7 +453,7 @@ func TestCheckAfterPeerChangesEqualsAFullConfiguration(t *testing.T) {
 		for i := range 20 {
 			switch rng.IntN(10) {
 			case 0:
-				gone = append(gone, fmt.Sprint(i)) // perhaps it is none
+				gone = append(gone, fmt.Sprint(i)) // it may not exist
 				delete(now, fmt.Sprint(i))
 			case 1:
 				p := peerOf(i)
@@ -497,7 +499,7 @@ func TestCheckAfterPeerChangesEqualsAFullConfiguration(t *testing.T) {
 	}
 }
 
-// A gateway that takes over calls nobody before the nodes have followed it.
+// A gateway that takes over sends no PING before the nodes use it.
 func TestCheckHoldsItsFirstPings(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		var sent atomic.Int64
@@ -529,8 +531,9 @@ func manyPeers(n int) (peers []Peer) {
 	return peers
 }
 
-// Of four thousand peers that come back at once, half of the handshakes get lost in the first twenty seconds: they
-// are begun again as fast as they were begun, and not at the pace for peers that are away for long.
+// Four thousand peers come back at the same time, and half of the handshakes in the first twenty
+// seconds get lost. They must be repeated at the rate of first handshakes, not at the rate for
+// peers that are away for long.
 func TestLostHandshakesAreRetriedSoon(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := Start(newSocket(func([]byte, netip.AddrPort, int) {}), Options{Log: quiet})
@@ -542,7 +545,7 @@ func TestLostHandshakesAreRetriedSoon(t *testing.T) {
 			stats[p.Key] = datapath.Stats{Endpoint: p.Probe}
 		}
 		rng := rand.New(rand.NewPCG(1, 2))
-		dead := peers[:300] // that nobody answers for
+		dead := peers[:300] // no gateway answers for these
 		back, begin := 0, time.Now()
 		try := func(keys [][32]byte) {
 			for _, key := range keys {
@@ -568,7 +571,8 @@ func TestLostHandshakesAreRetriedSoon(t *testing.T) {
 		} else {
 			t.Log(took)
 		}
-		for range 120 { // and with those that are dead it begins few
+		// Only dead peers are left now, so few handshakes are started.
+		for range 120 {
 			time.Sleep(time.Second)
 			for key, s := range stats {
 				if !s.Handshake.IsZero() {
@@ -585,9 +589,9 @@ func TestLostHandshakesAreRetriedSoon(t *testing.T) {
 	})
 }
 
-// TestCheckRetriesAbsentPeers: who has no session gets no PINGs, which count as lost all the
-// same, but a handshake every five seconds, or 20 a second are shared out among all of them and
-// wireguard-go is kept from trying more; who has one again is pinged at once.
+// A peer without a session gets no PINGs, which count as lost anyway. It gets a handshake every
+// five seconds or, with many such peers, its share of 20 a second; then wireguard-go is kept from
+// starting more. A peer that has a session again is pinged at once.
 func TestCheckRetriesAbsentPeers(t *testing.T) {
 	for _, tc := range []struct {
 		peers int
@@ -654,7 +658,8 @@ func TestCheckRetriesAbsentPeers(t *testing.T) {
 	}
 }
 
-// Data under an unknown session says nothing by itself: only a peer that does not answer under ours has forgotten it.
+// Data under an unknown session starts a handshake only if the peer does not answer under our
+// session. Otherwise the data proves nothing.
 func TestUnknownSessionDataStartsAHandshakeOnlyWithASilentPeer(t *testing.T) {
 	bubble(t, func(c *Monitor, l *liqo, result func() Result) {
 		var begun []time.Time
@@ -674,7 +679,7 @@ func TestUnknownSessionDataStartsAHandshakeOnlyWithASilentPeer(t *testing.T) {
 		l.set(true)
 		at := time.Now()
 		c.Doubt(bravoPeer.Key)
-		c.Doubt([32]byte{1}) // nobody's
+		c.Doubt([32]byte{1}) // the key of no peer
 		time.Sleep(time.Second)
 		synctest.Wait()
 		if want := []time.Time{at.Add(doubtPatience + rtt)}; !slices.Equal(begun, want) {

@@ -13,13 +13,14 @@ import (
 	"github.com/isthmus-net/isthmus/gateway/datapath"
 )
 
-// minAutoMTU is the smallest MTU that the gateway wants of a path.
+// minAutoMTU is the size that the gateway expects every path to carry, in octets.
 const minAutoMTU = 1200
 
-// bravoPath is bravoPeer with a path to search.
+// bravoPath is bravoPeer with bounds for the search.
 var bravoPath = func(p Peer) Peer { p.BaseMTU, p.MaxMTU = minAutoMTU, 1440; return p }(bravoPeer)
 
-// path is a path that drops what is larger than takes, and others by chance, and says nothing.
+// path is a path that silently drops packets larger than takes, and a share of all packets at
+// random.
 type path struct {
 	takes int
 	loss  float64
@@ -28,8 +29,8 @@ type path struct {
 
 func (p *path) passes(size int) bool { return size <= p.takes && p.rng.Float64() >= p.loss }
 
-// drive lets a search run for a while and returns when its size was first the one that is wanted
-// for good.
+// drive runs a search for the time d. after is the time from when on the size in force was want
+// without interruption, and messages is the number of probes.
 func drive(s *pathSearch, p *path, now *time.Time, d time.Duration, want int) (after time.Duration, messages int) {
 	begin, since := *now, *now
 	for end := now.Add(d); now.Before(end); *now = now.Add(pathLook) {
@@ -47,8 +48,8 @@ func drive(s *pathSearch, p *path, now *time.Time, d time.Duration, want int) (a
 	return since.Sub(begin), messages
 }
 
-// The size in force ends at the largest that the path takes: multiples of WireGuard's padding, or
-// the ceiling itself.
+// The search ends with the largest size that the path carries and that is possible: a multiple of
+// WireGuard's padding, or the ceiling.
 func TestPathSearchFindsThePathMTU(t *testing.T) {
 	rng := rand.New(rand.NewPCG(1, 2))
 	for range 2000 {
@@ -70,7 +71,7 @@ func TestPathSearchFindsThePathMTU(t *testing.T) {
 		if s.Bytes != want || s.State != PathSearchComplete || after > 8*time.Second {
 			t.Fatalf("ceiling %d, path takes %d: %+v after %v, want %d", ceiling, takes, s.PathMTU, after, want)
 		}
-		if p.takes = ceiling; want < ceiling { // it heals
+		if p.takes = ceiling; want < ceiling { // the path is repaired
 			if after, _ := drive(&s, p, &now, time.Minute, ceiling); s.Bytes != ceiling || after > pathRaise+2*time.Second {
 				t.Fatalf("ceiling %d, path took %d: %+v after %v, want all of it", ceiling, takes, s.PathMTU, after)
 			}
@@ -103,7 +104,7 @@ func TestPathSearchSeesABlackHoleWithinSeconds(t *testing.T) {
 	}
 }
 
-// Loss is no black hole: of a path that loses a tenth of all packets nothing is believed but that.
+// A path that loses a tenth of all packets is not mistaken for one that drops large packets.
 func TestPathSearchSurvivesLoss(t *testing.T) {
 	rng := rand.New(rand.NewPCG(5, 6))
 	lowered := 0
@@ -113,7 +114,7 @@ func TestPathSearchSurvivesLoss(t *testing.T) {
 		p := &path{1440, 0.1, rng}
 		s.limit(minAutoMTU, 1440, now)
 		s.begin(now)
-		for range 10 { // ten minutes
+		for range 10 { // ten minutes in total
 			if drive(&s, p, &now, time.Minute, 1440); s.Bytes != 1440 {
 				lowered++
 			}
@@ -145,8 +146,8 @@ func TestPathSearchReportsThatTheBaseSizeDoesNotPass(t *testing.T) {
 	}
 }
 
-// When nothing at all comes back, that says nothing of sizes.
-// Where the way takes no more than the base there is nothing to raise, but an error to leave.
+// If the base size is also the ceiling, no larger size can be tried. The search must leave the
+// state PathError anyway when the path is repaired.
 func TestPathSearchRecoversFromAnErrorAtTheBaseSize(t *testing.T) {
 	var s pathSearch
 	now := time.Now()
@@ -179,8 +180,8 @@ func TestPathSearchDoesNotMistakeAnOutageForABlackHole(t *testing.T) {
 	}
 }
 
-// A confirmation is one message of the size and one small one in an interval, and none to a peer
-// that does not answer.
+// A confirmation takes one message of the size in force and one small message per interval. A
+// peer that does not answer gets none.
 func TestPathSearchCostsLittle(t *testing.T) {
 	var s pathSearch
 	now := time.Now()
@@ -198,8 +199,8 @@ func TestPathSearchCostsLittle(t *testing.T) {
 	}
 }
 
-// A Liqo answers the probes, as the PINGs that they are, and so does a gateway of ours, whose limit
-// for PINGs they must not reach.
+// A Liqo gateway answers the probes, because they are PINGs. A gateway of ours does so, too, and
+// the probes must not exceed its rate limit for PINGs.
 func TestPathSearchWorksWithLiqoAndIsthmus(t *testing.T) {
 	for _, peer := range []string{"Liqo", "Isthmus"} {
 		t.Run(peer, func(t *testing.T) {
@@ -215,7 +216,8 @@ func TestPathSearchWorksWithLiqoAndIsthmus(t *testing.T) {
 							l.socket.in <- datagram{b, bravoPeer.Probe}
 						}
 					})
-					arrived := make(map[netip.AddrPort]*rate.Limiter) // by sender: what a datapath.Port lets pass of each
+					// The limiters simulate the rate limit of a datapath.Port for each sender.
+					arrived := make(map[netip.AddrPort]*rate.Limiter)
 					limit := func(from netip.AddrPort) {
 						if arrived[from] == nil {
 							arrived[from] = rate.NewLimiter(datapath.MessageRate, datapath.MessageBurst)
@@ -278,8 +280,8 @@ func TestPathSearchWorksWithLiqoAndIsthmus(t *testing.T) {
 	}
 }
 
-// Whoever answers a probe of a path is there, as with any other PING: the peer is given up as long
-// after its last answer as ever, whichever that was.
+// An answer to a probe of the path MTU counts like an answer to any other PING. So the peer
+// counts as lost only at the usual time after its last answer of either kind.
 func TestPathProbeAnswersKeepThePeerConnected(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		l := &liqo{delay: 7 * time.Millisecond}

@@ -15,7 +15,7 @@ import (
 	"github.com/isthmus-net/isthmus/natengine"
 )
 
-// from is a waiting message of peer n; 0: without a peer.
+// from returns a message of size octets that belongs to peer n; 0: to no peer.
 func from(n byte, size int) []byte {
 	m := make([]byte, size)
 	m[0] = n
@@ -43,8 +43,8 @@ func TestAMessageWaitsForAtMostOneTurnOfTheOthers(t *testing.T) {
 	}
 }
 
-// Each peer gets the same share for large and small messages. Messages without a peer get a quarter of
-// that.
+// Each peer gets the same share, whether its messages are large or small. Messages without a peer
+// get a quarter of a peer's share.
 func TestPeersShareByCost(t *testing.T) {
 	sizes := map[byte]int{0: 64, 1: 64, 2: 1452, 3: 9000}
 	var b datapath.Backlog
@@ -67,7 +67,8 @@ func TestPeersShareByCost(t *testing.T) {
 	}
 }
 
-// The messages of each peer keep their order, none is lost or invented, and the backlog is bounded.
+// The messages of each peer stay in order, no message is lost or invented, and the size of the
+// backlog is limited.
 func TestTheBacklogKeepsOrderAndBounds(t *testing.T) {
 	rng := rand.New(rand.NewPCG(1, 2))
 	var b datapath.Backlog
@@ -112,15 +113,16 @@ func TestTheBacklogKeepsOrderAndBounds(t *testing.T) {
 	}
 }
 
-// --- with messages
+// --- tests with an inbound goroutine
 
-// arrival is a message and where it came from.
+// arrival is a received message and its source.
 type arrival struct {
 	b    []byte
 	from conn.Endpoint
 }
 
-// socket returns batches one after the other, all immediately available, and is then closed.
+// socket simulates a socket in which all batches wait, one after the other. It is closed after
+// the last one.
 func socket(batches [][]arrival) func(*bind.Batch, bool) error {
 	return func(b *bind.Batch, wait bool) error {
 		if len(batches) == 0 {
@@ -142,8 +144,8 @@ func socket(batches [][]arrival) func(*bind.Batch, bool) error {
 	}
 }
 
-// flooded fills a socket with batches of 300 flood messages and one message of a in each batch. It reports
-// how many flood messages were handled before each message of a.
+// flooded lets end b receive batches that each have 300 messages of a flood and one message of a.
+// For each message of a, it returns the number of flood messages that were handled before it.
 func flooded(t *testing.T, b, a *end, batches int, flood func() arrival) (before []int) {
 	t.Helper()
 	all := make([][]arrival, batches)
@@ -179,7 +181,8 @@ func TestAPeerAboveItsRateDelaysOnlyItself(t *testing.T) {
 		if len(before) != 60 {
 			t.Fatalf("%d messages of the honest peer arrived: want 60", len(before))
 		}
-		// More than eight batches are received at once, and eight messages are of less than a turn.
+		// b drains more than eight batches before it decrypts any, and the eight messages of a cost
+		// less than one turn.
 		if n := before[7]; n > 2*datapath.Quantum/datapath.MessageCost {
 			t.Errorf("%d messages of the flood were handled before the first eight of the honest peer", n)
 		}
@@ -193,8 +196,9 @@ func TestAPeerAboveItsRateDelaysOnlyItself(t *testing.T) {
 	})
 }
 
-// A host on the underlay reads the index of a peer and sends junk with it from another address. This junk
-// has a small separate queue. So have the peer's messages from a new address, until one is decrypted.
+// A host on the underlay reads the receiver index of a peer and sends junk with that index from
+// another address. This junk has a small queue of its own. Messages of the peer from a new
+// address are in the same queue until one of them is decrypted.
 func TestJunkWithTheIndexOfAPeerHurtsNobody(t *testing.T) {
 	inPair(t, func(t *testing.T, p *pair, a, b *end) {
 		bad, n := b.wire.Endpoint(netip.MustParseAddrPort("192.0.2.66:9999")), uint64(0)
@@ -215,20 +219,20 @@ func TestJunkWithTheIndexOfAPeerHurtsNobody(t *testing.T) {
 		if queue == 0 || forged+queue != n {
 			t.Errorf("%d counted as forged, %d without a place: want %d together", forged, queue, n)
 		}
-		a.place = netip.MustParseAddrPort("192.0.2.77:4711") // it has moved
+		a.place = netip.MustParseAddrPort("192.0.2.77:4711") // a moves
 		if before := flooded(t, b, a, 200, junk); len(before) < 100 || b.Stats()[a.key.public].Endpoint != a.place {
 			t.Errorf("%d messages arrived of a peer that has moved, and it is at %s for us", len(before), b.Stats()[a.key.public].Endpoint)
 		}
 	})
 }
 
-// Refused messages use no memory, also if a flooding peer mixes them with messages that wait. Otherwise they would
-// use up the slabs, and messages of others would wait in the socket.
+// Refused messages use no memory, even if a flooding peer mixes them with messages that wait.
+// Otherwise they would use up the slabs, and messages of other peers would wait in the socket.
 func TestRefusedMessagesUseNoMemory(t *testing.T) {
 	inPair(t, func(t *testing.T, p *pair, a, b *end) {
 		c := p.third(t)
 		flooder, host := b.wire.Endpoint(c.place), b.wire.Endpoint(netip.MustParseAddrPort("192.0.2.66:9999"))
-		junk := make([]byte, 1452) // of no session
+		junk := make([]byte, 1452) // belongs to no session
 		junk[0], junk[4] = 4, 1
 		const calls, each = 30, 340 // about a slab per call
 		all, sent := make([][]arrival, calls), uint32(0)
@@ -255,7 +259,7 @@ func TestRefusedMessagesUseNoMemory(t *testing.T) {
 	})
 }
 
-// Drops of the kernel are counted like all others.
+// Drops that the kernel reports for a socket are counted like all other drops.
 func TestDropsOfTheSocketAreCounted(t *testing.T) {
 	e := newEngine(t)
 	d := newDevice(t, newScript(), e, datapath.Options{})

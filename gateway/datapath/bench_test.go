@@ -12,8 +12,8 @@ import (
 	"github.com/isthmus-net/isthmus/internal/cputime"
 )
 
-// The shapes of traffic on the way out: each name with the packets that the link repeats, and how
-// many it gives before it has no more.
+// outShapes returns outbound traffic patterns by name: the packets that the link repeats, and how
+// many of them it returns before it has no more.
 func outShapes() map[string]*scriptLink {
 	shapes := map[string]*scriptLink{}
 	add := func(name string, every int, packets ...[]byte) {
@@ -29,9 +29,9 @@ func outShapes() map[string]*scriptLink {
 	return shapes
 }
 
-// inBatch is a decrypted batch that can be given to Write again and again.
+// inBatch is a decrypted batch that can be passed to Write again and again.
 type inBatch struct {
-	bufs, headers [][]byte // headers restores what Write changes
+	bufs, headers [][]byte // headers is a copy of the octets that Write changes
 	octets        int
 }
 
@@ -50,7 +50,7 @@ func (b *inBatch) restore() {
 	}
 }
 
-// inShapes are batches on the way in.
+// inShapes returns inbound batches by name.
 func inShapes() map[string]*inBatch {
 	run, _ := segments(45, 1380)
 	var interleaved, small [][]byte
@@ -149,8 +149,8 @@ func BenchmarkDeviceWrite(b *testing.B) {
 	}
 }
 
-// BenchmarkGateways is the whole way from one cluster's link to the other's, encryption on both
-// sides included, the kernel and the hosts' TCP left out.
+// BenchmarkGateways measures the whole path from the link of one cluster to that of the other,
+// including encryption and decryption, but without the kernel and the hosts' TCP.
 func BenchmarkGateways(b *testing.B) {
 	network := &memlink.Network{}
 	from, to := startGateways(b, network, plans[0], datapath.Options{})
@@ -173,18 +173,18 @@ func BenchmarkGateways(b *testing.B) {
 		name    string
 		window  int // packets in flight
 		packet  []byte
-		segment int // packets in the tunnel per packet
+		segment int // segments in the tunnel per superpacket
 	}{
 		{"superpacket", 8, super4(at(pod, 4000), at(remote, 80), 1000, 1380, random(45*1380)), 45},
 		{"small", 256, plain(udp4(at(pod, 4000), at(remote, 80), random(36))), 1},
 		{"small-alone", 1, plain(udp4(at(pod, 4000), at(remote, 80), random(36))), 1},
 	} {
 		b.Run(tc.name, func(b *testing.B) {
-			// Runs may be cut anywhere on the way in, so octets of payload are counted: what is
-			// missing is headers, at most as many as there are segments.
+			// On the receiving side, segments may be joined into runs of any length, so the benchmark
+			// counts octets. Headers of joined segments are missing: at most one per segment.
 			size := int64(len(tc.packet) - 10)
 			if from.link.Inject(tc.packet) {
-				time.Sleep(200 * time.Millisecond) // the handshake
+				time.Sleep(200 * time.Millisecond) // time for the handshake
 			}
 			received.Store(0)
 			b.SetBytes(size)

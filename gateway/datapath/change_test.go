@@ -12,15 +12,15 @@ import (
 	"github.com/isthmus-net/isthmus/natengine"
 )
 
-// silent is a Link without packets.
+// silent is a Link that never has a packet.
 type silent struct{ Link }
 
 func (silent) MTU() int     { return 1440 }
 func (silent) Wake()        {}
 func (silent) Close() error { return nil }
 
-// However peers change, come and go, a tunnel that was told of each change has the peers of one that was told
-// of all of them at once.
+// After any changes, additions and removals of peers, an incrementally updated tunnel must equal
+// a new one that gets all peers at once.
 func TestTunnelAfterPeerChangesEqualsAFullConfiguration(t *testing.T) {
 	rng := rand.New(rand.NewPCG(14, 2))
 	engine := natengine.New(natengine.Config{})
@@ -58,7 +58,7 @@ func TestTunnelAfterPeerChangesEqualsAFullConfiguration(t *testing.T) {
 		var changed []Peer
 		var gone []*natengine.PeerState
 		if rng.IntN(3) == 0 {
-			rng.Shuffle(len(keys), func(i, j int) { keys[i], keys[j] = keys[j], keys[i] }) // keys that move from one to another
+			rng.Shuffle(len(keys), func(i, j int) { keys[i], keys[j] = keys[j], keys[i] }) // move keys between peers
 		}
 		for i, state := range states {
 			was, is := now[state]

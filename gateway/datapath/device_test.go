@@ -26,7 +26,7 @@ import (
 
 var self = netip.MustParseAddr("169.254.0.1")
 
-// rules are ours for a peer that uses the same range for its pods as it sees us in.
+// rules returns our rules for a peer whose own pods use the same range as it sees our pods in.
 func rules(id string) natengine.Peer {
 	return natengine.Peer{
 		ID:             id,
@@ -62,7 +62,7 @@ func newDevice(t testing.TB, link datapath.Link, e *natengine.Engine, o datapath
 	return d
 }
 
-// listen opens the port of the connection check.
+// listen opens the port of the connection check in an endpoint.
 func listen(t testing.TB, local *datapath.Local) *datapath.Port {
 	t.Helper()
 	port, err := local.Listen(12345, 1024)
@@ -73,7 +73,7 @@ func listen(t testing.TB, local *datapath.Local) *datapath.Port {
 	return port
 }
 
-// setGateway makes the engine's peer that of the tunnel, with a gateway at that address.
+// setGateway adds the engine's peer to the tunnel, with its gateway at the given address.
 func setGateway(t testing.TB, d *datapath.Tunnel, e *natengine.Engine, gateway netip.Addr) {
 	t.Helper()
 	if err := d.SetPeers([]datapath.Peer{{State: e.Peers()[0], Key: newKey(9).public, Gateway: [2]netip.Addr{gateway}}}); err != nil {
@@ -90,7 +90,8 @@ func read(t testing.TB, d *datapath.Tunnel, b *buffers) int {
 	return n
 }
 
-// drops is what the engine counted for peer "b" and for no peer.
+// drops returns the number of packets that the engine has dropped, for peer "b" and for no peer
+// together.
 func drops(e *natengine.Engine, dir natengine.Direction, d natengine.Drop) uint64 {
 	n := e.Stats().NoPeerDrops[dir][d]
 	for _, p := range e.Peers() {
@@ -108,7 +109,7 @@ func random(n int) []byte {
 	return b
 }
 
-// --- out
+// --- outbound
 
 func TestReadSegmentsASuperpacketAfterTranslatingIt(t *testing.T) {
 	payload := random(10*1380 + 100)
@@ -142,7 +143,7 @@ func TestReadSegmentsASuperpacketAfterTranslatingIt(t *testing.T) {
 func TestReadGoesOnWithASuperpacketThatIsLargerThanTheBatch(t *testing.T) {
 	payload := random(60_000)
 	script := newScript(
-		super4(at(podA, 4000), at(podB, 80), 0, 300, payload), // 200 segments
+		super4(at(podA, 4000), at(podB, 80), 0, 300, payload), // is cut into 200 segments
 		plain(udp4(at(podA, 5), at(podB, 6), []byte("after"))),
 	)
 	d := newDevice(t, script, newEngine(t), datapath.Options{})
@@ -201,7 +202,7 @@ func TestReadStopsAtAFullBatch(t *testing.T) {
 
 func TestReadCompletesAPartialChecksum(t *testing.T) {
 	p := super4(at(podA, 4000), at(podB, 80), 0, 0, random(100))
-	p[1] = 0 // no GSO: NEEDS_CSUM alone
+	p[1] = 0 // GSO type none; the flag NEEDS_CSUM stays
 	d := newDevice(t, newScript(p), newEngine(t), datapath.Options{})
 	b := newBuffers(8, 2048)
 	if n := read(t, d, b); n != 1 {
@@ -210,8 +211,8 @@ func TestReadCompletesAPartialChecksum(t *testing.T) {
 	checkPacket(t, b.packet(0), podASee, podB)
 }
 
-// A pod with a tunnel of its own leaves the checksum of what is inside to the device: VXLAN and
-// IPIP of the kernel do, seen from a TUN with TUN_F_CSUM.
+// A pod with a tunnel of its own leaves the checksum of the inner packet to the device. The
+// kernel does so for VXLAN and IPIP, and a TUN with TUN_F_CSUM sees it.
 func TestReadCompletesTheChecksumInsideAPodsOwnTunnel(t *testing.T) {
 	inner := packettest.IP{Src: netip.MustParseAddr("192.168.1.1"), Dst: netip.MustParseAddr("192.168.1.2"), TTL: 64}
 	tcp := packettest.TCP{SrcPort: 1, DstPort: 2, Flags: packettest.ACK, Data: random(101)}
@@ -220,7 +221,7 @@ func TestReadCompletesTheChecksumInsideAPodsOwnTunnel(t *testing.T) {
 	for _, tc := range []struct {
 		name  string
 		b     []byte
-		inner int // where the inner IP packet begins
+		inner int // offset of the inner IP packet
 	}{
 		{"VXLAN", packettest.Build(outer, packettest.UDP{SrcPort: 5, DstPort: 4789, NoChecksum: true, Data: vxlan}), 20 + 8 + 8 + 14},
 		{"IPIP", packettest.Build(outer, packettest.Raw{Proto: 4, Data: vxlan[8+14:]}), 20},
@@ -292,7 +293,7 @@ func TestReadDropsForAPeerThatIsDownExceptOurOwn(t *testing.T) {
 	if n := read(t, d, b); n != 1 || !bytes.HasSuffix(b.packet(0), []byte("ping")) {
 		t.Fatalf("%d packets: want the endpoint's alone", n)
 	}
-	// Non-pod source: it leaves from the network address of the remapped PodCIDR.
+	// The source is not a pod, so it is translated to the network address of the remapped PodCIDR.
 	checkPacket(t, b.packet(0), netip.MustParseAddr("10.71.0.0"), netip.MustParseAddr("10.90.0.1"))
 	if got := drops(e, natengine.Outbound, natengine.DropPeerDown); got != 1 {
 		t.Errorf("peer_down counted %d times: want 1", got)
@@ -300,8 +301,8 @@ func TestReadDropsForAPeerThatIsDownExceptOurOwn(t *testing.T) {
 }
 
 func TestReadReleasesHeldFragmentsAfterTheFirst(t *testing.T) {
-	// A node's address is translated by ports, so later fragments wait for the first. More of them
-	// than fit one batch.
+	// A node's address is translated with its port, so later fragments wait for the first one. There
+	// are more fragments than fit into one batch.
 	frags := fragments(ip4(nodeA, podB, header.UDPProtocolNumber, 77, udpPart(at(nodeA, 3000), at(podB, 80), random(6*512-8))), 512)
 	if len(frags) != 6 {
 		t.Fatalf("%d fragments", len(frags))
@@ -361,7 +362,7 @@ func TestReadWaitsForPacketsOfTheEndpointToo(t *testing.T) {
 	}
 }
 
-// The engine must not be given the time at which a wait began.
+// The engine must not be given the time at which the wait for a packet began.
 func TestReadTakesTheTimeAfterEachWait(t *testing.T) {
 	synctest.Test(t, readAsksForTheTimeAfterEachWait)
 }
@@ -370,7 +371,7 @@ func readAsksForTheTimeAfterEachWait(t *testing.T) {
 	e := newEngine(t)
 	link := newScript(plain(udp4(at(podA, 1), at(netip.MustParseAddr("10.99.0.1"), 2), []byte("for no peer"))))
 	d := newDevice(t, link, e, datapath.Options{})
-	go func() { // meanwhile Read has dropped the first packet and waits again
+	go func() { // by now Read has dropped the first packet and waits again
 		time.Sleep(300 * time.Millisecond)
 		link.add(plain(udp4(at(nodeA, 3000), at(podB, 80), []byte("begins a flow"))))
 		link.Wake()
@@ -413,9 +414,10 @@ func TestEndpointQueueIsBoundedAndDoesNotStarveTheLink(t *testing.T) {
 	}
 }
 
-// --- in
+// --- inbound
 
-// segments is a stream of TCP packets as the peer's gateway sends them to podA.
+// segments returns a stream of TCP packets to podA, as the peer's gateway sends them, and their
+// payload.
 func segments(n, mss int) (packets [][]byte, payload []byte) {
 	payload = random(n * mss)
 	for i := range n {
@@ -483,7 +485,8 @@ func TestWriteLeavesUDPAloneUnlessSwitchedOn(t *testing.T) {
 	}
 }
 
-// A kernel that takes no superpackets of UDP loses nothing by them, and is given no more.
+// If the kernel accepts no UDP superpackets, none of their datagrams is lost, and Write makes no
+// more superpackets.
 func TestWriteSplitsWhatTheLinkRefuses(t *testing.T) {
 	link := newScript()
 	link.refuseUDP = true
@@ -514,7 +517,7 @@ func TestWriteSplitsWhatTheLinkRefuses(t *testing.T) {
 		t.Errorf("%d drops", n)
 	}
 
-	// Any other error loses the packets of the run, and each is counted.
+	// With any other error the packets of the run are lost, and each is counted.
 	link = newScript()
 	link.fail = syscall.EIO
 	d = newDevice(t, link, e, datapath.Options{CoalesceUDP: true})
@@ -625,7 +628,7 @@ func TestWriteCountsWhatTheLinkRefuses(t *testing.T) {
 }
 
 func TestWriteJoinsFragments(t *testing.T) {
-	// Replies to the NAPT address, whose fragments arrive the wrong way round.
+	// These are replies to the NAPT address, whose fragments arrive in reverse order.
 	e := newEngine(t)
 	link := newScript(plain(udp4(at(nodeA, 3000), at(podB, 80), []byte("request"))))
 	d := newDevice(t, link, e, datapath.Options{})
@@ -649,7 +652,7 @@ func TestWriteJoinsFragments(t *testing.T) {
 	}
 }
 
-// --- life
+// --- start and end
 
 func TestCloseEndsReadWriteAndSockets(t *testing.T) {
 	link := newScript()
@@ -691,7 +694,7 @@ func TestCloseEndsReadWriteAndSockets(t *testing.T) {
 	}
 }
 
-// The receiving goroutines may still be writing while the tunnel is closed.
+// Close is called while receiving goroutines may still be writing.
 func TestCloseDuringWriteAndRead(t *testing.T) {
 	for range 50 {
 		link := newScript()

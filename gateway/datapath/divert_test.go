@@ -13,7 +13,7 @@ import (
 	"github.com/isthmus-net/isthmus/packet"
 )
 
-// A packet that is diverted and brought back passes as if nothing had been done with it, whatever it is.
+// Any packet that is diverted and then brought back passes as if it had not been diverted.
 func TestDivertedPacketsCanBeReinjectedUnaltered(t *testing.T) {
 	network := &memlink.Network{}
 	a, b := startGateways(t, network, plans[0], datapath.Options{})
@@ -32,8 +32,8 @@ func TestDivertedPacketsCanBeReinjectedUnaltered(t *testing.T) {
 	checkHealthy(t, a, b)
 }
 
-// When Divert has returned, a gateway sends no peer what its link delivers, and a pod that never stops sending does not
-// keep it waiting.
+// After Divert has returned, the gateway sends to no peer a packet that its link delivers. A pod
+// that never stops sending does not keep Divert from returning.
 func TestDivertWaitsForPacketsInFlight(t *testing.T) {
 	for range 5 {
 		a, b := startGateways(t, &memlink.Network{}, plans[0], datapath.Options{})
@@ -61,7 +61,7 @@ func TestDivertWaitsForPacketsInFlight(t *testing.T) {
 		returned := make(chan struct{})
 		go func() {
 			defer close(returned)
-			a.tunnel.Divert(func([]byte) { time.Sleep(10 * time.Microsecond) }) // slower than the flood
+			a.tunnel.Divert(func([]byte) { time.Sleep(10 * time.Microsecond) }) // slower than the pod sends
 		}()
 		select {
 		case <-returned:
@@ -78,7 +78,8 @@ func TestDivertWaitsForPacketsInFlight(t *testing.T) {
 	}
 }
 
-// Packets wait for a tunnel that is not up yet. Those for which there is no room are counted.
+// Packets wait for a tunnel that is not up yet. If there is no room for a packet, it is counted
+// as dropped.
 func TestReinjectedPacketsWaitForTheTunnel(t *testing.T) {
 	engine := natengine.New(natengine.Config{})
 	tunnel := datapath.New(memlink.NewLink("mem", tunnelMTU), new(memlink.Network).Bind(self), engine, nil, datapath.Options{})

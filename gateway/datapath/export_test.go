@@ -16,19 +16,20 @@ import (
 	"github.com/isthmus-net/isthmus/natengine"
 )
 
-// MaxBrought is the bound of Bring.
+// MaxBrought exports maxBrought.
 const MaxBrought = maxBrought
 
-// The two halves of a Tunnel between link and engine, without what seals and opens.
+// Read and Write are the two halves of a Tunnel between link and engine, without encryption and
+// decryption.
 
-// Attach gives the tunnel an in-process endpoint, which its Close will close.
+// Attach adds an in-process endpoint to the tunnel, whose Close will close it.
 func (t *Tunnel) Attach(local *Local) {
 	t.local = local
 	local.attach(t.link.Wake, func() {})
 }
 
-// Read fills bufs with translated packets, each at offset of its buffer. All buffers are of one
-// length.
+// Read fills bufs with translated packets, each at offset in its buffer. All buffers must have
+// the same length.
 func (t *Tunnel) Read(bufs [][]byte, sizes []int, offset int) (int, error) {
 	b := reads.Get().(*buffers)
 	defer reads.Put(b)
@@ -41,7 +42,7 @@ type buffers struct {
 	bufs   [][]byte
 	sizes  []int
 	offset int
-	n      int // are full
+	n      int // number of full buffers
 }
 
 func (b *buffers) most() int { return len(b.bufs[0]) - b.offset - 31 }
@@ -52,8 +53,8 @@ func (b *buffers) take(_ *natengine.PeerState, p []byte) (more bool) {
 	return b.n < len(b.bufs)
 }
 
-// Write translates packets, each at offset of its buffer, of the tunnel's peer, or without a peer if the
-// tunnel has none.
+// Write translates packets, each at offset in its buffer. They count as packets from the tunnel's
+// peer, or from no peer if the tunnel has none.
 func (t *Tunnel) Write(bufs [][]byte, offset int) (int, error) {
 	w := writes.Get().(*write)
 	defer writes.Put(w)
@@ -85,9 +86,9 @@ var (
 	writes = sync.Pool{New: func() any { return &write{writer: newWriter(nil, &tap{dir: natengine.Inbound}), anyone: new(peer)} }}
 )
 
-// What tests have to see and set of a session.
+// The functions below give tests access to the state of a session.
 
-// Keypair is what a tunnel seals with for a peer, nil for nothing.
+// Keypair returns the keypair with which a tunnel encrypts for a peer; nil: none.
 func (t *Tunnel) Keypair(key [32]byte) *device.Keypair {
 	p := t.peer(key)
 	if p == nil {
@@ -96,27 +97,28 @@ func (t *Tunnel) Keypair(key [32]byte) *device.Keypair {
 	return peerKeypairs.of(p.dev).Current()
 }
 
-// Unconfirmed reports whether the peer has to confirm a session that it began.
+// Unconfirmed reports whether there is a session with the peer that the peer has started and not
+// yet confirmed.
 func (t *Tunnel) Unconfirmed(key [32]byte) bool {
 	return keypairsNext.of(peerKeypairs.of(t.peer(key).dev)).Load() != nil
 }
 
-// Initiator reports whether this side began the session.
+// Initiator reports whether this side started the session.
 func Initiator(k *device.Keypair) bool { return *keypairInitiator.of(k) }
 
-// Created is when a session was made.
+// Created returns the creation time of a session.
 func Created(k *device.Keypair) time.Time { return *keypairCreated.of(k) }
 
-// SetNonce makes n the next nonce.
+// SetNonce sets the next nonce of a session.
 func SetNonce(k *device.Keypair, n uint64) { keypairNonce.of(k).Store(n) }
 
-// Seal makes a data message of any content, with the next nonce of the session.
+// Seal returns a data message with the given content and the next nonce of the session.
 func (t *Tunnel) Seal(key [32]byte, content []byte) []byte {
 	k := t.Keypair(key)
 	return SealWith(k, keypairNonce.of(k).Add(1)-1, content)
 }
 
-// SealWith makes a data message with a nonce of the caller's.
+// SealWith returns a data message with the given nonce and content.
 func SealWith(k *device.Keypair, counter uint64, content []byte) []byte {
 	m := make([]byte, headerLen, headerLen+len(content)+tagLen)
 	binary.LittleEndian.PutUint32(m, device.MessageTransportType)
@@ -127,32 +129,32 @@ func SealWith(k *device.Keypair, counter uint64, content []byte) []byte {
 	return (*keypairSend.of(k)).Seal(m, nonce[:], content, nil)
 }
 
-// Initiation makes a handshake message that the peer has to believe.
+// Initiation returns a valid handshake initiation.
 func (t *Tunnel) Initiation(key [32]byte) []byte {
 	dev := t.peer(key).dev
 	msg, err := t.current().dev.CreateMessageInitiation(dev)
 	if err != nil {
 		panic(err)
 	}
-	m, _ := binary.Append(nil, binary.LittleEndian, msg) // never fails
+	m, _ := binary.Append(nil, binary.LittleEndian, msg) // cannot fail
 	var macs device.CookieGenerator
 	macs.Init(key)
 	macs.AddMacs(m)
 	return m
 }
 
-// Keepalive has the device send a keepalive.
+// Keepalive makes the device send a keepalive.
 func (t *Tunnel) Keepalive(key [32]byte) { t.peer(key).dev.SendKeepalive() }
 
 // Waiting reports whether packets wait for a session.
 func (t *Tunnel) Waiting() bool { return t.waiting.Load() }
 
-// A Receiver is an inbound goroutine without a socket.
+// A Receiver does the work of an inbound goroutine, without a socket.
 type Receiver struct{ in *inbound }
 
 func NewReceiver(t *Tunnel) Receiver { return Receiver{newInbound(t)} }
 
-// Receive handles a batch of datagrams, which it changes.
+// Receive handles a batch of datagrams and modifies them.
 func (r Receiver) Receive(datagrams [][]byte, from conn.Endpoint) {
 	r.in.now = time.Now()
 	for _, m := range datagrams {
@@ -161,13 +163,13 @@ func (r Receiver) Receive(datagrams [][]byte, from conn.Endpoint) {
 	r.in.open()
 }
 
-// ReceiveAll does the work of an inbound goroutine for the datagrams of next, until it is closed.
+// ReceiveAll handles the datagrams that next returns, until next returns net.ErrClosed.
 func (r Receiver) ReceiveAll(next func(b *bind.Batch, wait bool) error) { r.in.receiveAll(next) }
 
-// Slabs is how many slabs there are.
+// Slabs returns the number of allocated slabs.
 func (r Receiver) Slabs() int { return r.in.slabs }
 
-// FieldOf is fieldOf.
+// FieldOf exports fieldOf.
 func FieldOf[S, F any](names ...string) (offset uintptr) { return fieldOf[S, F](names...).offset }
 
 const (
@@ -178,7 +180,7 @@ const (
 	LaggardLook      = laggardLook
 )
 
-// Staging is staging.
+// Staging exports staging.
 type Staging struct{ s staging }
 
 func (s *Staging) Push(p []byte, now time.Duration) (gone int) { return s.s.push(p, now) }
@@ -188,15 +190,15 @@ func (s *Staging) Drop()                                       { s.s.drop() }
 func (s *Staging) Len() (packets, octets int)                  { return len(s.s.ring), s.s.bytes }
 func (s *Staging) Empty() bool                                 { return s.s.ring == nil && s.s.times == nil && s.s.bytes == 0 }
 
-// WithoutFinalizers makes the peers of a tunnel fit for a bubble of testing/synctest: a finalizer
-// that wireguard-go sets reads from a channel, outside the bubble, which ends the process.
+// WithoutFinalizers makes the peers of a tunnel usable in a testing/synctest bubble. wireguard-go
+// sets a finalizer that reads from a channel; outside of the bubble, that would end the process.
 func (t *Tunnel) WithoutFinalizers() {
 	for dev := range t.peers.Load().byDevice {
 		WithoutFinalizers(dev)
 	}
 }
 
-// WithoutFinalizers does so for one peer.
+// WithoutFinalizers does the same for one peer.
 func WithoutFinalizers(p *device.Peer) {
 	for _, name := range []string{"inbound", "outbound"} {
 		f := reflect.ValueOf(p).Elem().FieldByName("queue").FieldByName(name)
@@ -204,7 +206,7 @@ func WithoutFinalizers(p *device.Peer) {
 	}
 }
 
-// Asked says whether a handshake is to be begun with a peer.
+// Asked returns 1 if a handshake with a peer is requested or scheduled, and otherwise 0.
 func (t *Tunnel) Asked(key [32]byte) int {
 	if t.peer(key).initiation.armed.Load() {
 		return 1
@@ -212,14 +214,14 @@ func (t *Tunnel) Asked(key [32]byte) int {
 	return 0
 }
 
-// Backlog is a backlog of messages of numbered peers; 0: without a peer.
+// Backlog is a backlog with messages of numbered peers; 0: without a peer.
 type Backlog struct {
 	b     backlog
 	peers map[int]*peer
 	slab  slab
 }
 
-// Push queues a message, whose first octet is the number of its peer.
+// Push adds a message, whose first octet is the number of its peer.
 func (b *Backlog) Push(m []byte) bool {
 	p := b.peers[int(m[0])]
 	if p == nil && m[0] != 0 {
@@ -244,7 +246,7 @@ const (
 	NobodyLimit   = nobodyLimit
 )
 
-// Budgets are budgets of numbered addresses.
+// Budgets exports budgets, with numbered addresses.
 type Budgets struct{ b budgets }
 
 func (b *Budgets) Spend(addr netip.Addr, proven bool, now time.Time, every time.Duration, burst int) bool {
@@ -254,10 +256,10 @@ func (b *Budgets) Len() int { return len(b.b.spent) }
 
 const MaxBudgets = maxBudgets
 
-// Knows reports whether handshakes from a source are those of a peer.
+// Knows reports whether handshakes from an address use the budget of a peer.
 func (t *Tunnel) Knows(at netip.AddrPort) bool { return t.peersAt(at) > 0 }
 
-// HeardPlaces returns the number of places that are stored for peers.
+// HeardPlaces returns the number of addresses that are stored for peers.
 func (t *Tunnel) HeardPlaces() int { return len(t.heard.byAddr) + len(t.heard.byPort) }
 
 // Turns exports turns.
@@ -282,36 +284,36 @@ const (
 	TurnsAll   = turnsAll
 )
 
-// A Held has the lock of a peer's timers.
+// A Held holds the lock of a peer's timers.
 type Held struct{ p *peer }
 
-// Hold blocks the timers of a peer, and those who wait for them, until Release.
+// Hold locks the timers of a peer until Release.
 func (t *Tunnel) Hold(key [32]byte) Held {
 	p := t.peer(key)
 	p.mu.Lock()
 	return Held{p}
 }
 
-// Release ends Hold.
+// Release unlocks the timers.
 func (h Held) Release() { h.p.mu.Unlock() }
 
-// Peers is how many peers the tunnel has.
+// Peers returns the number of peers of all devices.
 func (t *Tunnel) Peers() int { return len(t.peers.Load().byDevice) }
 
 // HasPeer reports whether the device has a peer.
 func (t *Tunnel) HasPeer(key [32]byte) bool { return t.current().dev.LookupPeer(key) != nil }
 
-// Replay is a session and its peer in the tunnel at one moment.
+// Replay is a session, with the peer that the tunnel had for it at some moment.
 type Replay struct {
 	p *peer
 	k *device.Keypair
 }
 
-// Replay returns the present session with a peer.
+// Replay returns the current session with a peer.
 func (t *Tunnel) Replay(key [32]byte) Replay { return Replay{t.peer(key), t.Keypair(key)} }
 
-// First checks a message against the replay window, as an inbound goroutine does, and reports whether its
-// counter is new.
+// First checks a counter against the replay window, as an inbound goroutine does, and reports
+// whether the counter is new.
 func (r Replay) First(counter uint64) bool {
 	in := newInbound(r.p.t)
 	in.run.messages = []message{{b: make([]byte, headerLen+1), counter: counter, from: endpointOf(r.p.dev)}}
@@ -319,38 +321,38 @@ func (r Replay) First(counter uint64) bool {
 	return from != nil
 }
 
-// SameLock reports whether two peers share one lock.
+// SameLock reports whether two different peers share the lock of their replay windows.
 func SameLock(a, b Replay) bool { return a.p != b.p && a.p.windows == b.p.windows }
 
-// Cookie is the cookie reply to a handshake message from an address.
+// Cookie returns the cookie reply to a handshake message from an address.
 func (t *Tunnel) Cookie(m []byte, to conn.Endpoint) *device.MessageCookieReply {
-	reply, _ := t.current().checker.Load().CreateReply(m, binary.LittleEndian.Uint32(m[4:]), to.DstToBytes()) // never fails
+	reply, _ := t.current().checker.Load().CreateReply(m, binary.LittleEndian.Uint32(m[4:]), to.DstToBytes()) // cannot fail
 	return reply
 }
 
-// AskForCookies makes the secret that cookies are checked with.
+// AskForCookies makes the device create the secret with which cookies are checked.
 func (t *Tunnel) AskForCookies() {
 	_, _ = t.current().checker.Load().CreateReply(make([]byte, device.MessageInitiationSize), 0, nil)
 }
 
-// Left is how many connections the stack keeps.
+// Left returns the number of connections that the stack still has.
 func (s *Streams) Left() int {
 	return len(s.stack.RegisteredEndpoints()) + len(s.stack.CleanupEndpoints())
 }
 
-// A Sender is a peer that sends to the endpoint.
+// A Sender is a peer that sends to the in-process endpoint.
 type Sender struct{ p peer }
 
-// DeliverFrom is deliver.
+// DeliverFrom exports deliver.
 func (l *Local) DeliverFrom(s *Sender, b []byte) bool { return l.deliver(&s.p, b) }
 
-// LocalQueueLen is how many packets wait in one queue of the stack's link.
+// LocalQueueLen exports localQueueLen.
 const LocalQueueLen = localQueueLen
 
-// Waiting is how many packets of streams wait for the reader.
+// Waiting returns the number of packets of streams that wait to be sent.
 func (l *Local) Waiting() int { return int(l.streams.Load().link.out.n.Load()) }
 
-// Next is the packet that the reader gets next.
+// Next copies the next packet that the endpoint sends into p, and returns its length.
 func (l *Local) Next(p []byte) int {
 	n, _ := l.next(p)
 	return n

@@ -25,24 +25,24 @@ import (
 	"github.com/isthmus-net/isthmus/natengine"
 )
 
-// Two gateways without a kernel: everything between two pods is ours or wireguard-go's, and runs
-// with real handshakes.
+// These tests run two gateways without a kernel. Everything between two pods is our code or
+// wireguard-go's, with real handshakes.
 //
 //	pods, node (gVisor) ⇄ link ⇄ Tunnel ⇄ memory ⇄ Tunnel ⇄ link ⇄ pods, node
 
 const (
 	tunnelMTU = 1420
-	podMTU    = 1500 // of the pods: only the MSS clamp keeps their TCP inside the tunnel
+	podMTU    = 1500 // MTU of the pods; only the MSS clamp keeps their TCP segments small enough for the tunnel
 )
 
-// plan is the address plan of two clusters a and b.
+// A plan is the address plan of two clusters, a and b.
 type plan struct {
 	name         string
 	pods         [2]string // Pa, Pb
 	podsSeen     [2]string // Pa@B, Pb@A
 	externalSeen [2]string // Xa@B, Xb@A
-	node         [2]string // of the cluster, not a pod
-	external     [2]string // a mapped endpoint
+	node         [2]string // address of a node, outside the PodCIDR
+	external     [2]string // address of a mapped endpoint
 }
 
 var plans = []plan{
@@ -74,7 +74,7 @@ var plans = []plan{
 
 var self6 = netip.MustParseAddr("fd00:ffff::1")
 
-// side is one cluster with its gateway.
+// A side is one cluster with its gateway.
 type side struct {
 	host   *memlink.Host
 	link   *memlink.Link
@@ -84,10 +84,10 @@ type side struct {
 	peer   datapath.Peer
 	rules  natengine.Peer
 
-	pod, pod2, node, external, self netip.Addr // of this cluster, as they are
+	pod, pod2, node, external, self netip.Addr // addresses in this cluster
 }
 
-// seen is an address of this cluster as the other one sees it.
+// seen returns an address of this cluster as the other cluster sees it.
 func (s *side) seen(a netip.Addr) netip.Addr {
 	for _, e := range s.rules.Endpoints {
 		if e.Real == a {
@@ -105,7 +105,7 @@ func startGateways(t testing.TB, network *memlink.Network, p plan, o datapath.Op
 	sides := [2]*side{}
 	keys := [2]key{newKey(1), newKey(2)}
 	wan := [2]netip.Addr{netip.MustParseAddr("192.0.2.1"), netip.MustParseAddr("192.0.2.2")}
-	for i, id := range []string{"b", "a"} { // the peer's
+	for i, id := range []string{"b", "a"} { // the ID of each side's peer
 		j := 1 - i
 		pods, podsSeen := netip.MustParsePrefix(p.pods[i]), netip.MustParsePrefix(p.podsSeen[i])
 		external := netip.MustParsePrefix(p.externalSeen[i])
@@ -160,14 +160,14 @@ func startGateways(t testing.TB, network *memlink.Network, p plan, o datapath.Op
 		sides[i] = s
 		t.Cleanup(func() {
 			s.host.Close()
-			s.tunnel.Close() // closes link and endpoint
+			s.tunnel.Close() // also closes link and endpoint
 		})
 	}
 	meet(t, sides[0], sides[1])
 	return sides[0], sides[1]
 }
 
-// meet lets a begin the first session with b.
+// meet makes a start the first session with b.
 func meet(t testing.TB, a, b *side) {
 	t.Helper()
 	a.tunnel.Handshake(a.peer.Key)
@@ -195,7 +195,7 @@ func newKey(seed byte) key {
 	return key{private, [32]byte(public)}
 }
 
-// checkHealthy fails the test if anything was damaged on the way.
+// checkHealthy fails the test if any packet was damaged on its way.
 func checkHealthy(t *testing.T, sides ...*side) {
 	t.Helper()
 	for _, s := range sides {
@@ -208,7 +208,7 @@ func checkHealthy(t *testing.T, sides ...*side) {
 	}
 }
 
-// lost describes everything that was dropped anywhere; "" when nothing was.
+// lost describes all packets that were dropped anywhere; "" if there are none.
 func lost(network *memlink.Network, sides ...*side) string {
 	var out []string
 	add := func(what string, n uint64) {
@@ -229,8 +229,8 @@ func lost(network *memlink.Network, sides ...*side) string {
 	return strings.Join(out, ", ")
 }
 
-// transfer opens a connection and sends size octets of a stream of its own in each direction at
-// once, comparing hashes.
+// transfer opens a connection and sends a different stream of size octets in each direction at
+// the same time. It compares hashes.
 func transfer(ctx context.Context, client *side, from netip.Addr, server *side, at netip.Addr, port uint16, size int) error {
 	l, err := server.host.ListenTCP(netip.AddrPortFrom(at, port))
 	if err != nil {
@@ -296,7 +296,7 @@ func transfer(ctx context.Context, client *side, from netip.Addr, server *side, 
 	return nil
 }
 
-// transfers runs flows of pods, both ways, at once.
+// transfers runs several transfers between pods at the same time, in both directions.
 func transfers(t *testing.T, a, b *side, flows, size int) {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(context.Background(), 3*time.Minute)
@@ -333,12 +333,12 @@ func TestTwoGatewaysCarryTCPUnaltered(t *testing.T) {
 					t.Errorf("superpackets sent %d, received %d: want both", sent, received)
 				}
 			}
-			// Every octet that a has sent through the tunnel, b receives.
+			// b receives every octet that a has sent through the tunnel.
 			if l := lost(network, a, b); l != "" {
 				t.Logf("lost on the way and sent again by TCP: %s", l)
 			} else {
 				var ap, ab, bp, bb uint64
-				for end := time.Now().Add(time.Minute); time.Now().Before(end); { // the last acknowledgements are still on their way
+				for end := time.Now().Add(time.Minute); time.Now().Before(end); { // the last acknowledgements may still be on their way
 					ap, ab = a.engine.Peers()[0].Traffic(natengine.Outbound)
 					bp, bb = b.engine.Peers()[0].Traffic(natengine.Inbound)
 					if ap == bp && ab == bb {
@@ -356,7 +356,7 @@ func TestTwoGatewaysCarryTCPOfNodesAndExternalEndpoints(t *testing.T) {
 	eachPlan(t, nodesAndExternalEndpoints)
 }
 
-// eachPlan runs a test with two gateways of each address plan.
+// eachPlan runs a test for each address plan, with two new gateways.
 func eachPlan(t *testing.T, f func(t *testing.T, a, b *side)) {
 	for _, p := range plans {
 		t.Run(p.name, func(t *testing.T) {
@@ -377,7 +377,7 @@ func nodesAndExternalEndpoints(t *testing.T, a, b *side) {
 		at     netip.Addr
 	}{
 		{a, a.node, b, b.pod},     // NAPT to the network address of Pa@B
-		{b, b.node, a, a.pod},     // and the other way
+		{b, b.node, a, a.pod},     // the same from b to a
 		{a, a.pod, b, b.external}, // a mapped endpoint, whose replies leave as the mapped address
 		{b, b.node, a, a.external},
 	} {
@@ -446,8 +446,8 @@ func TestTwoGatewaysCarryUDP(t *testing.T) {
 	}
 }
 
-// echoUDP sends n datagrams of different sizes and wants each back, unaltered and from the address
-// it was sent to.
+// echoUDP sends n datagrams of different sizes. Each must come back, unaltered and from the
+// address to which it was sent.
 func echoUDP(client *side, from netip.Addr, server *side, at netip.Addr, n int, noChecksum bool, between func(i int)) error {
 	const port = 7
 	s, err := server.host.ListenUDP(netip.AddrPortFrom(at, port), noChecksum)
@@ -492,7 +492,8 @@ func echoUDP(client *side, from netip.Addr, server *side, at netip.Addr, n int, 
 	return nil
 }
 
-// What a peer has shown by its key is not ours to doubt; what it, or a name server, has said is.
+// The configured endpoint of a peer is refused, so nothing is sent there. Once the peer itself
+// sends from that address, its key proves that it is there.
 func TestNothingIsSentToARefusedEndpointUntilThePeerUsesIt(t *testing.T) {
 	a, b := startGateways(t, &memlink.Network{}, plans[0], datapath.Options{})
 	at := func() netip.AddrPort { return a.tunnel.Stats()[a.peer.Key].Endpoint }
@@ -552,7 +553,7 @@ func bigPings(t *testing.T, a, b *side) {
 	b.host.SetMTU(tunnelMTU)
 	ctx, cancel := context.WithTimeout(context.Background(), 2*time.Minute)
 	defer cancel()
-	for _, from := range []netip.Addr{a.pod, a.node} { // stateless, and by the store of NAPT
+	for _, from := range []netip.Addr{a.pod, a.node} { // translated statelessly, and by NAPT
 		for _, to := range []netip.Addr{b.seen(b.pod), b.seen(b.external), b.seen(b.self)} {
 			if _, err := a.host.Ping(ctx, from, to, random(5000)); err != nil {
 				t.Errorf("%v -> %v: %v", from, to, err)
@@ -561,13 +562,13 @@ func bigPings(t *testing.T, a, b *side) {
 	}
 }
 
-// The connection check: both sides' endpoints speak UDP 12345 to the first address of the other's
+// The endpoints of both sides send PINGs to UDP port 12345 of the first address of the other's
 // ExternalCIDR.
 func TestTwoGatewaysConnectionCheck(t *testing.T) { eachPlan(t, connectionCheck) }
 
 func connectionCheck(t *testing.T, a, b *side) {
 	ours, theirs := listen(t, a.local), listen(t, b.local)
-	go func() { // b answers
+	go func() { // b's side answers
 		for {
 			m, from, err := theirs.Receive()
 			if err != nil {
@@ -608,7 +609,7 @@ func TestRuleChangeInTheMiddleOfATransferLosesNothing(t *testing.T) {
 				for i := range int(changes.Load() % 4) {
 					peers = append(peers, other(i))
 				}
-				if changes.Load()%2 == 1 { // the peer itself changes too: one more mapping
+				if changes.Load()%2 == 1 { // also change the peer itself: one more mapping
 					peers[0].Endpoints = append([]natengine.Endpoint{{
 						Real: netip.MustParseAddr("10.0.50.99"), Seen: peers[0].External[0].Addr().Next().Next().Next(),
 					}}, peers[0].Endpoints...)
@@ -636,7 +637,7 @@ func TestRuleChangeInTheMiddleOfATransferLosesNothing(t *testing.T) {
 				}
 			})
 		}
-		wg.Go(func() { // nothing sends a datagram again
+		wg.Go(func() { // UDP: a lost datagram is not sent again
 			if err := echoUDP(a, a.node, b, b.pod, 300, false, nil); err != nil {
 				t.Errorf("UDP: %v; lost: %s", err, lost(network, a, b))
 			}
@@ -670,7 +671,7 @@ func TestTwoGatewaysOverALossyReorderingNetwork(t *testing.T) {
 }
 
 func TestTwoGatewaysCoalesceUDPWhenSwitchedOn(t *testing.T) {
-	defer runtime.GOMAXPROCS(runtime.GOMAXPROCS(1)) // so that the datagrams of a burst share a batch
+	defer runtime.GOMAXPROCS(runtime.GOMAXPROCS(1)) // so that the datagrams of a burst arrive in one batch
 	network := &memlink.Network{}
 	a, b := startGateways(t, network, plans[0], datapath.Options{CoalesceUDP: true})
 	s, err := b.host.ListenUDP(netip.AddrPortFrom(b.pod, 7), false)
@@ -683,8 +684,8 @@ func TestTwoGatewaysCoalesceUDPWhenSwitchedOn(t *testing.T) {
 	got, buf := 0, make([]byte, 2000)
 	for i := 0; i < n; i += 20 {
 		for j := range 20 {
-			// Not by a socket: gVisor gives each datagram a random identification, which keeps it
-			// from being joined.
+			// Do not use a socket: gVisor gives each datagram a random identification, which prevents that
+			// datagrams are joined.
 			a.link.Inject(plain(udp4(at(a.pod, 9), to, bytes.Repeat([]byte{byte(i + j)}, 400))))
 		}
 		for j := range 20 {

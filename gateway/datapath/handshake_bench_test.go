@@ -8,10 +8,12 @@ import (
 	"github.com/isthmus-net/isthmus/gateway/datapath/memlink"
 )
 
-// BenchmarkHandshakeRefused is what the inbound goroutine pays for an initiation of a flood that was made for
-// another key, that is beyond the budget of its source, or that shows a wrong cookie there.
+// BenchmarkHandshakeRefused measures the inbound goroutine's work for one initiation of a flood.
+// The initiation was made for another key, exceeds the budget of its source, or in addition
+// carries a wrong cookie.
 func BenchmarkHandshakeRefused(b *testing.B) {
-	d := newDevice(b, newScript(), newEngine(b), datapath.Options{}) // is not up, so nobody takes from the queue
+	// The tunnel is not up, so nothing takes messages from the queue.
+	d := newDevice(b, newScript(), newEngine(b), datapath.Options{})
 	r := datapath.NewReceiver(d)
 	from := (&memlink.Bind{}).Endpoint(netip.MustParseAddrPort("192.0.2.66:1"))
 	for _, name := range []string{"key", "budget", "cookie"} {

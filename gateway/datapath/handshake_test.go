@@ -21,7 +21,8 @@ import (
 	"github.com/isthmus-net/isthmus/natengine"
 )
 
-// latencies are one way. A handshake takes one and a half round trips until both sides may send.
+// latencies are one-way latencies. One and a half round trips after the start of a handshake,
+// both sides may send.
 var latencies = []time.Duration{100 * time.Microsecond, time.Millisecond, 30 * time.Millisecond, 75 * time.Millisecond, 150 * time.Millisecond}
 
 func TestCrossingHandshakesMakeASessionWithinASecond(t *testing.T) {
@@ -63,7 +64,7 @@ func crossing(t *testing.T, lower bool, latency time.Duration) {
 			t.Errorf("end %d sent %d initiations: want at most 2", i, n)
 		}
 	}
-	time.Sleep(30 * time.Second) // and none is repeated once there is a session
+	time.Sleep(30 * time.Second) // no initiation may be repeated once there is a session
 	for i, e := range p.ends {
 		e.wire.forget()
 		e.send(t, 7)
@@ -75,7 +76,8 @@ func crossing(t *testing.T, lower bool, latency time.Duration) {
 	}
 }
 
-// Farther apart than anybody is, it takes the round trips that it takes.
+// On a path with a longer latency than any real one, the session takes a number of round trips
+// instead of a second.
 func TestCrossingHandshakesMakeASessionOnASlowPath(t *testing.T) {
 	for _, lower := range []bool{true, false} {
 		for _, latency := range []time.Duration{200 * time.Millisecond, 300 * time.Millisecond, 600 * time.Millisecond} {
@@ -99,8 +101,8 @@ func TestCrossingHandshakesMakeASessionOnASlowPath(t *testing.T) {
 	}
 }
 
-// A handshake that has not crossed another is left alone: the peer that is back begins one, while
-// ours to it were lost.
+// An initiation that has not crossed another one is not repeated early: a's initiations were
+// lost, and the peer that is reachable again starts a handshake.
 func TestAHandshakeThatDidNotCrossAnotherIsKept(t *testing.T) {
 	for _, lower := range []bool{true, false} {
 		t.Run(fmt.Sprintf("lower key %v", lower), func(t *testing.T) {
@@ -111,7 +113,7 @@ func TestAHandshakeThatDidNotCrossAnotherIsKept(t *testing.T) {
 				a.wire.dropAll(everything)
 				a.send(t, 1)
 				time.Sleep(3 * time.Second)
-				a.wire.dropAll(nil) // a's next would go after 5 s
+				a.wire.dropAll(nil) // a would send its next initiation after 5 s
 				a.wire.forget()
 				b.send(t, 2)
 				time.Sleep(time.Second)
@@ -125,13 +127,13 @@ func TestAHandshakeThatDidNotCrossAnotherIsKept(t *testing.T) {
 	}
 }
 
-// A change of our key changes which side goes first.
+// A change of our key may change which side starts again first.
 func TestHandshakesCrossAfterAChangeOfTheKey(t *testing.T) {
 	for _, lower := range []bool{true, false} {
 		t.Run(fmt.Sprintf("lower key before %v", lower), func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				keys, after := orderedKeys(lower), key{}
-				for n := uint32(10); ; n++ { // on the other side of the peer's
+				for n := uint32(10); ; n++ { // find a key that compares to the peer's key the other way round
 					after = numberedKey(n)
 					if (string(after.public[:]) < string(keys[1].public[:])) != lower {
 						break
@@ -157,7 +159,7 @@ func TestHandshakesCrossAfterAChangeOfTheKey(t *testing.T) {
 	}
 }
 
-// --- against an unmodified device of wireguard-go
+// --- tests with an unmodified wireguard-go device
 
 // packets is the TUN of a wireguard-go device.
 type packets struct {
@@ -242,7 +244,7 @@ func crossingWireGuardGo(t *testing.T, lower bool, latency time.Duration) {
 		t.Errorf("wireguard-go got %v: want [0 1 2]", packets.got)
 	}
 	a.mu.Lock()
-	slices.Sort(a.got) // wireguard-go's two goroutines that empty its queue may overtake each other
+	slices.Sort(a.got) // wireguard-go empties its queue with two goroutines, which may overtake each other
 	a.mu.Unlock()
 	a.wants(t, 100, 101, 102)
 	if n := len(theirs.messages(initiations)) + len(a.wire.messages(initiations)); n < 3 {
@@ -252,7 +254,7 @@ func crossingWireGuardGo(t *testing.T, lower bool, latency time.Duration) {
 
 // --- cookies
 
-// initiationFor is an initiation that nobody can read, with a first MAC that is right for the
+// initiationFor returns an initiation with random content, but with a mac1 that is right for the
 // receiver (section 5.4.4).
 func initiationFor(public [32]byte, n uint32) []byte {
 	m := make([]byte, device.MessageInitiationSize)
@@ -266,7 +268,7 @@ func initiationFor(public [32]byte, n uint32) []byte {
 	return m
 }
 
-// flood sends initiations to an end, 5,000 a second, until the test ends.
+// flood sends 5,000 initiations a second to an end, until the test ends.
 func (p *pair) flood(t *testing.T, to *end, offer func(m [][]byte)) {
 	stop := make(chan struct{})
 	var flooding sync.WaitGroup
@@ -292,10 +294,11 @@ func (p *pair) floodFromElsewhere(t *testing.T, to *end) {
 	p.flood(t, to, func(m [][]byte) { _ = bad.Send(m, to.wire.Endpoint(to.place)) })
 }
 
-// cookied reports whether an initiation carries a cookie.
+// cookied reports whether an initiation was made with a cookie.
 func cookied(m message) bool { return string(m.b[132:]) != string(make([]byte, 16)) }
 
-// A peer at its known address is answered at once during a flood of other initiations.
+// A peer at its known address is answered at once while initiations from other addresses flood
+// the gateway.
 func TestAKnownPeerReconnectsDuringAFlood(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		p := newPair(t, orderedKeys(true))
@@ -314,8 +317,9 @@ func TestAKnownPeerReconnectsDuringAFlood(t *testing.T) {
 	})
 }
 
-// A Service relays the messages of all peers, and a flood, from one address. A peer that starts again at the port that
-// it had there is answered at once, whether strangers or another peer behind the relay send the flood.
+// A Service relays the messages of all peers, and also a flood, from one address. A peer that
+// restarts at its previous port is answered at once, whether the flood comes from strangers or
+// from another peer behind the relay.
 func TestAKnownPeerBehindARelayReconnectsDuringAFlood(t *testing.T) {
 	for _, name := range []string{"strangers", "another peer"} {
 		t.Run(name, func(t *testing.T) {
@@ -326,7 +330,7 @@ func TestAKnownPeerBehindARelayReconnectsDuringAFlood(t *testing.T) {
 				at := func() conn.Endpoint { return b.wire.Endpoint(netip.AddrPortFrom(relay, port)) }
 				if name == "another peer" {
 					c := p.third(t)
-					time.Sleep(2 * time.Second) // until it may move
+					time.Sleep(2 * time.Second) // the peer may move only after this time
 					r.Receive([][]byte{c.Seal(b.key.public, nil)}, at())
 				}
 				p.flood(t, b, func(m [][]byte) {
@@ -352,8 +356,8 @@ func TestAKnownPeerBehindARelayReconnectsDuringAFlood(t *testing.T) {
 	}
 }
 
-// roam has a peer of an end send 40,000 initiations in ten seconds: 20 each from 2,000 addresses, at which it shows
-// itself first.
+// roam makes a peer of the end to send 40,000 initiations in ten seconds: 20 from each of 2,000
+// addresses. At each address it first sends a data message.
 func (e *end) roam(t *testing.T, to *end, nth func(i int) netip.AddrPort) {
 	t.Helper()
 	r := datapath.NewReceiver(to.Tunnel)
@@ -369,8 +373,8 @@ func (e *end) roam(t *testing.T, to *end, nth func(i int) netip.AddrPort) {
 	}
 }
 
-// A peer that roams has the budget of one address at a time, and its other initiations are those of a stranger.
-// Meanwhile a restarted peer is back at once.
+// A peer that roams has the budget of only one address at a time. Its other initiations use the
+// budget of strangers. Meanwhile, a restarted peer is connected again at once.
 func TestAPeerThatRoamsHasOneBudget(t *testing.T) {
 	relay := netip.MustParseAddr("198.18.255.1")
 	for _, tc := range []struct {
@@ -408,7 +412,8 @@ func TestAPeerThatRoamsHasOneBudget(t *testing.T) {
 				c.roam(t, b, tc.nth)
 				restart.Wait()
 				synctest.Wait()
-				// Each six times: the burst of an address, and what it gains in two seconds. And what strangers may send.
+				// The budget of an address can be used six times: a burst, plus the tokens of two seconds. In
+				// addition, there is the budget of strangers.
 				most := uint64(6*(20+20) + 100 + 10*200)
 				if n := b.drops(natengine.Inbound, natengine.DropHandshakeRefused) - before; n > most {
 					t.Errorf("the device had to read %d initiations of one peer: want %d at most", n, most)
@@ -418,7 +423,8 @@ func TestAPeerThatRoamsHasOneBudget(t *testing.T) {
 	}
 }
 
-// An unknown source gets in with a cookie. So does a peer whose own address is forged.
+// A peer at an unknown address connects with the help of a cookie. So does a peer whose address
+// is forged in a flood.
 func TestCookiesLetAPeerInWhileOthersFlood(t *testing.T) {
 	for _, forged := range []bool{false, true} {
 		t.Run(fmt.Sprintf("forged=%v", forged), func(t *testing.T) {
@@ -448,7 +454,7 @@ func TestCookiesLetAPeerInWhileOthersFlood(t *testing.T) {
 	}
 }
 
-// provenFor is initiationFor with the cookie of an end for a source.
+// provenFor is like initiationFor, with a valid cookie of the end to for a source.
 func provenFor(to *end, n uint32, from conn.Endpoint) []byte {
 	m := initiationFor(to.key.public, n)
 	var g device.CookieGenerator
@@ -459,14 +465,15 @@ func provenFor(to *end, n uint32, from conn.Endpoint) []byte {
 	return m
 }
 
-// A host behind the address of several peers has many ports there, and gets a cookie for each.
+// Several peers share an address. A host behind that address uses many ports, and gets a cookie
+// for each of them.
 func TestPortsOfOneAddressShareOneBudget(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		p := newPair(t, orderedKeys(true))
 		a, b := p.ends[0], p.ends[1]
 		c := p.third(t)
 		a.Handshake(b.key.public)
-		time.Sleep(3 * time.Second) // until both may move
+		time.Sleep(3 * time.Second) // both peers may move only after this time
 		synctest.Wait()
 		at := netip.MustParseAddr("192.0.2.66")
 		r := datapath.NewReceiver(b.Tunnel)
@@ -484,23 +491,24 @@ func TestPortsOfOneAddressShareOneBudget(t *testing.T) {
 		}
 		time.Sleep(time.Second) // the device pauses between batches
 		synctest.Wait()
-		const want = 2*20 + 2*20 // bursts of two peers, without a cookie and with one
+		const want = 2*20 + 2*20 // bursts of the two peers' budgets: known and proven
 		if n := b.drops(natengine.Inbound, natengine.DropHandshakeRefused) - before; n != want {
 			t.Errorf("the device had to read %d initiations from one address: want %d", n, want)
 		}
 	})
 }
 
-// A peer knows an index of ours, that of its session, and can send cookie replies for it.
+// A peer knows one index of ours, that of its session, and could flood us with cookie replies to
+// that index.
 func TestCookieRepliesHaveTheBudgetOfHandshakes(t *testing.T) {
 	inPair(t, func(t *testing.T, p *pair, a, b *end) {
 		reply := make([]byte, device.MessageCookieReplySize)
 		reply[0] = device.MessageCookieReplyType
 		copy(reply[4:8], a.Seal(b.key.public, nil)[4:8])
-		time.Sleep(2 * time.Second) // the handshake of the pair is paid
+		time.Sleep(2 * time.Second) // the budget is full again after the first handshake
 		const n = 5000
 		r := datapath.NewReceiver(b.Tunnel)
-		for i := range uint32(1000) { // of somebody who forges a's address: they take nothing from replies
+		for i := range uint32(1000) { // a host that forges a's address sends them; they use no budget of cookie replies
 			r.Receive([][]byte{initiationFor(b.key.public, i)}, b.wire.Endpoint(a.place))
 		}
 		before := b.drops(natengine.Inbound, natengine.DropHandshakeQueue)
@@ -514,13 +522,13 @@ func TestCookieRepliesHaveTheBudgetOfHandshakes(t *testing.T) {
 	})
 }
 
-// Anybody can ask for a cookie.
+// Anybody can request a cookie, so the rate of cookies is limited.
 func TestCookiesAreSentAtABoundedRate(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		p := newPair(t, orderedKeys(true))
 		b := p.ends[1]
 		r, from := datapath.NewReceiver(b.Tunnel), b.wire.Endpoint(netip.MustParseAddrPort("192.0.2.66:1"))
-		for i := range uint32(500) { // 50,000 in half a second
+		for i := range uint32(500) { // 50,000 initiations in half a second
 			var flood [][]byte
 			for n := range uint32(100) {
 				flood = append(flood, initiationFor(b.key.public, 100*i+n))
@@ -556,8 +564,9 @@ func TestEachRefusedHandshakeIsCounted(t *testing.T) {
 	})
 }
 
-// A peer is known at its configured address and where it was heard last, and nowhere after its removal. It moves once
-// in two seconds. Behind a relay it is known at its own port only.
+// A peer is known at its configured address and at the address where it was last heard. After its
+// removal it is known nowhere. It moves at most once in two seconds. Behind a relay, it is known
+// only at its own port.
 func TestAPeerIsKnownAtItsConfiguredAndLastAddress(t *testing.T) {
 	inPair(t, func(t *testing.T, p *pair, a, b *end) {
 		elsewhere := netip.MustParseAddr("192.0.2.66")
@@ -639,7 +648,8 @@ func TestABudgetIsSpentAndGrows(t *testing.T) {
 	}
 }
 
-// crowd is a tunnel with n peers, at crowdAt(0) and so on. It is not up, so nobody takes from its queues.
+// crowd returns a tunnel with n peers, at crowdAt(0) and so on. The tunnel is not up, so nothing
+// takes messages from its queues.
 func crowd(t *testing.T, n int) (*datapath.Tunnel, *natengine.Engine) {
 	t.Helper()
 	var all []natengine.Peer
@@ -666,7 +676,7 @@ func crowdAt(i int) netip.AddrPort {
 }
 
 func TestTheQueueOfKnownHandshakesIsBoundedAndCounted(t *testing.T) {
-	const peers, each = 60, 20 // as many as an address may send at once
+	const peers, each = 60, 20 // each is the burst of an address
 	d, e := crowd(t, peers)
 	r, wire := datapath.NewReceiver(d), &memlink.Bind{}
 	for i := range peers {
@@ -681,8 +691,8 @@ func TestTheQueueOfKnownHandshakesIsBoundedAndCounted(t *testing.T) {
 	}
 }
 
-// Messages that were made for another key, or that exceed the budget of their source, take no place from a
-// peer at another address.
+// Handshakes that were made for another key, or that exceed the budget of their source, do not
+// take the place of one from a peer at another address.
 func TestForgedHandshakesDisplaceNoPeer(t *testing.T) {
 	victim, honest, elsewhere := crowdAt(0), crowdAt(1), netip.MustParseAddrPort("192.0.2.66:1")
 	key, ours := [32]byte{1}, [32]byte{}

@@ -14,7 +14,7 @@ import (
 	"github.com/isthmus-net/isthmus/natengine"
 )
 
-// peersHandshake is message number n of a peer.
+// peersHandshake returns message number n of a peer.
 func peersHandshake(peer, n int) (m handshake) {
 	m.n = 8
 	binary.BigEndian.PutUint32(m.b[:], uint32(peer))
@@ -26,9 +26,9 @@ func (m *handshake) numbers() (peer, n int) {
 	return int(binary.BigEndian.Uint32(m.b[:])), int(binary.BigEndian.Uint32(m.b[4:]))
 }
 
-// 4,000 peers begin a handshake every five seconds until one is answered in time. The device answers 50 a
-// second, a fraction of what comes, as on a processor that does other work. Nine of ten answers are worth
-// their time, and every peer connects.
+// 4,000 peers each start a handshake every five seconds until one is answered in time. The device
+// answers only 50 a second, as on a processor that is busy with other work. At least nine of ten
+// answers must be in time, and every peer must connect.
 func TestHandshakesSucceedWhenMoreComeThanCanBeAnswered(t *testing.T) {
 	const (
 		peers  = 4000
@@ -69,7 +69,7 @@ func TestHandshakesSucceedWhenMoreComeThanCanBeAnswered(t *testing.T) {
 	}
 }
 
-// countingWire counts what is sent.
+// countingWire counts the sent messages.
 type countingWire struct {
 	Wire
 	sent int
@@ -80,7 +80,8 @@ func (w *countingWire) Send(bufs [][]byte, _ conn.Endpoint) error {
 	return nil
 }
 
-// A handshake that the device may have does not wait until the sources of a flood have their cookies.
+// A handshake that the device may process does not wait while cookies are sent to all sources of
+// a flood.
 func TestAHandshakeWaitsForAtMostOneCookie(t *testing.T) {
 	wire := &countingWire{Wire: bind.New()}
 	tunnel := New(silent{}, wire, natengine.New(natengine.Config{}), nil, Options{})

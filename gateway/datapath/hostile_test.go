@@ -15,12 +15,12 @@ import (
 	"github.com/isthmus-net/isthmus/natengine"
 )
 
-// badMessages are messages that end b has to refuse, by kind: from makes number n of them, under
-// the session of a peer that end has.
+// badMessages are the kinds of messages that end b must refuse. from makes message number n, for
+// a session with the given end.
 var badMessages = []struct {
 	name   string
 	reason natengine.Drop
-	known  bool // the peer that it is counted for
+	known  bool // the drop is counted for that peer
 	n      int
 	from   func(e *end, n int) []byte
 }{
@@ -126,7 +126,7 @@ func TestAReplayedMessageIsRefusedFromAnyAddress(t *testing.T) {
 			for _, m := range recorded {
 				b.tell(t, s, m.b, m.b)
 				if err := s.Send([][]byte{m.b}, b.wire.Endpoint(netip.MustParseAddrPort("[2001:db8::2]:5871"))); err != nil {
-					t.Fatal(err) // to its other socket
+					t.Fatal(err) // b's other socket
 				}
 				want += 3
 			}
@@ -149,7 +149,7 @@ func TestAReplayedMessageIsRefusedFromAnyAddress(t *testing.T) {
 		}
 		a.send(t, 5)
 		b.wants(t, 5)
-		again() // under the key of the session before
+		again() // now b has a newer session
 	})
 }
 
@@ -199,7 +199,8 @@ func TestEightThousandMessagesMayComeInAnyOrder(t *testing.T) {
 	})
 }
 
-// A packet is whose key opened it: another peer's source is refused, whichever family.
+// A packet belongs to the peer whose key decrypted it. A source address of another peer is
+// refused, in both address families.
 func TestAPacketWithAnotherPeersSourceIsDropped(t *testing.T) {
 	v6 := func(i, j int) natengine.Peer {
 		prefix := func(format string, n int) netip.Prefix { return netip.MustParsePrefix(fmt.Sprintf(format, n)) }
@@ -244,8 +245,9 @@ func TestAPacketWithAnotherPeersSourceIsDropped(t *testing.T) {
 	}
 }
 
-// A range moves from one peer to another while packets of the first arrive: each is judged by the
-// rules of before or by those of after, never by the key of one and the rules of the other.
+// A range moves from one peer to another while packets of the first peer arrive. Each packet is
+// checked either against the old rules or against the new ones, never with the key of one and the
+// rules of the other.
 func TestAMovingRangeIsNeverCheckedAgainstMixedRules(t *testing.T) {
 	p := newPair(t, orderedKeys(true))
 	a, b := p.ends[0], p.ends[1]
@@ -254,7 +256,7 @@ func TestAMovingRangeIsNeverCheckedAgainstMixedRules(t *testing.T) {
 	}
 	moving := netip.MustParsePrefix("10.82.16.0/20")
 	ofA, ofC := rulesOf(1, 0), rulesOf(1, 2)
-	ofC.Pods = []natengine.Remap{{From: netip.MustParsePrefix("10.201.64.0/18"), To: ofA.Pods[0].To}} // other pods here
+	ofC.Pods = []natengine.Remap{{From: netip.MustParsePrefix("10.201.64.0/18"), To: ofA.Pods[0].To}} // maps to other pods
 	withA, withC := ofA, ofC
 	withA.RemotePods = append([]netip.Prefix{moving}, ofA.RemotePods...)
 	ofC.RemotePods = []netip.Prefix{netip.MustParsePrefix("10.83.0.0/24")}
@@ -324,7 +326,7 @@ func TestAFloodOfOnePeerCostsAnotherNothing(t *testing.T) {
 				}
 				s := p.stranger(t, "192.0.2.66")
 				var want []uint32
-				const flood = 3000 // a second
+				const flood = 3000 // messages per second
 				for i := range 100 {
 					a.send(t, uint32(i))
 					want = append(want, uint32(i))
@@ -354,7 +356,7 @@ func TestValidInitiationsDoNotHoldUpData(t *testing.T) {
 	inPair(t, func(t *testing.T, p *pair, a, b *end) {
 		c := p.third(t)
 		s := p.stranger(t, "192.0.2.66")
-		const each = 80 // in a hundredth of a second
+		const each = 80 // initiations in 10 ms
 		rounds := 50
 		if testing.Short() || raceEnabled {
 			rounds = 10
@@ -405,14 +407,14 @@ func TestAReconnectedPeerKeepsItsSession(t *testing.T) {
 			list = append(list, datapath.Peer{State: s, Key: keys[s.ID()].public, Endpoint: netip.MustParseAddrPort("192.0.2.77:1")})
 		}
 		b.wire.dropAll(everything)
-		b.setPeers(t, list...) // a, too, is elsewhere for b
+		b.setPeers(t, list...) // with a wrong endpoint for all of them, including a
 		for _, k := range keys {
 			b.Handshake(k.public)
 		}
 		time.Sleep(rekeyTimeout)
 		b.wire.dropAll(nil)
 		a.SetKeys(a.key.private, [32]byte{})
-		a.Close() // and comes back
+		a.Close() // restart a
 		back := p.newEnd(t, 0, 1, a.key, b.key)
 		back.other, b.other = b, back
 		back.send(t, 1)
@@ -438,7 +440,7 @@ func TestAReconnectedPeerKeepsItsSession(t *testing.T) {
 	})
 }
 
-// --- what nobody thought of
+// --- fuzzing
 
 func FuzzReceive(f *testing.F) {
 	f.Add([]byte{0, 4, 0, 0, 0}, uint8(0))
@@ -455,11 +457,11 @@ func FuzzReceive(f *testing.F) {
 	var delivered atomic.Uint64
 	b.link.OnReceive(func([][]byte) error { delivered.Add(1); return nil })
 	r, from := datapath.NewReceiver(b.Tunnel), b.wire.Endpoint(a.place)
-	// The octets are messages, each behind a length. Those that seal has a bit for are sealed as
-	// the content of a message.
+	// octets are messages, each preceded by its length. If its bit in seal is set, a message is
+	// encrypted as the content of a data message.
 	f.Fuzz(func(t *testing.T, octets []byte, seal uint8) {
 		var batch [][]byte
-		passed := uint64(0) // without being counted or delivered: handshakes and keepalives
+		passed := uint64(0) // messages that are neither counted nor delivered: handshakes and keepalives
 		for i := 0; len(octets) > 0; i++ {
 			n := min(int(octets[0]), len(octets)-1)
 			m := bytes.Clone(octets[1 : 1+n])

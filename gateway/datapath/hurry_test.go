@@ -6,9 +6,9 @@ import (
 	"time"
 )
 
-// The first handshakes of a gateway that has just become active get lost while a Service still leads
-// to the former one. Packets do not wait for the device then, which begins another one after five
-// seconds.
+// The first handshakes of a gateway that has just become active get lost while a Service still
+// sends to the former gateway. If packets wait, the gateway repeats the handshake earlier than
+// the device, which would repeat it after five seconds.
 func TestALostHandshakeIsRetriedSoonForWaitingPackets(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		p := newPair(t, orderedKeys(true))
@@ -30,11 +30,11 @@ func TestALostHandshakeIsRetriedSoonForWaitingPackets(t *testing.T) {
 	})
 }
 
-// A gateway that doubts its session begins another one, however young the last handshake is.
+// A gateway that doubts its session starts a handshake, no matter how recent the last one is.
 func TestHandshakeNowIgnoresTheRekeyTimeout(t *testing.T) {
 	inPair(t, func(t *testing.T, _ *pair, a, b *end) {
 		first := a.session()
-		time.Sleep(100 * time.Millisecond) // a peer accepts one handshake in 20 ms
+		time.Sleep(100 * time.Millisecond) // a peer accepts one initiation in 20 ms
 		a.Handshake(b.key.public)
 		synctest.Wait()
 		if a.session() != first {

@@ -7,14 +7,15 @@ import (
 	"github.com/isthmus-net/isthmus/internal/noise"
 )
 
-// A thousand peers that fall silent at once are no storm of handshakes, and each has its turn.
+// If a thousand peers fall silent at once, they do not cause a burst of handshakes, and each gets
+// its turn.
 func TestSilentPeersAreServedInTurn(t *testing.T) {
 	const peers, minutes = 300, 2
 	tunnel, own, _ := benchTunnel(t, PresharedKeys{}, peers)
 	if err := tunnel.SetKeys([32]byte(own.Bytes()), [32]byte(noise.NewKey().Bytes())); err != nil {
 		t.Fatal(err)
 	}
-	tunnel.mu.Lock() // the tunnel itself does not look meanwhile
+	tunnel.mu.Lock() // keeps lookForLaggards from running
 	defer tunnel.mu.Unlock()
 	table, next := tunnel.peers.Load(), tunnel.ids.Load().next
 	for _, p := range table.byState {
@@ -37,13 +38,14 @@ func TestSilentPeersAreServedInTurn(t *testing.T) {
 		}
 	}
 	for _, p := range next.peers(table) {
-		if turns[p] < 10*minutes { // one in five seconds if there is room
+		if turns[p] < 10*minutes { // with room for all, a peer would have one turn in five seconds: 12 a minute
 			t.Errorf("a peer had %d turns in %d minutes", turns[p], minutes)
 		}
 	}
 }
 
-// A peer that the current identity refuses, since its key is our next one, is nobody's laggard.
+// A peer of the next identity has no counterpart in the current identity, because that peer's key
+// is our next key. It does not count as a laggard.
 func TestAPeerWithoutACurrentIdentityIsNotALaggard(t *testing.T) {
 	tunnel, own, _ := benchTunnel(t, PresharedKeys{}, 1)
 	if err := tunnel.SetKeys([32]byte(own.Bytes()), [32]byte(noise.NewKey().Bytes())); err != nil {
@@ -58,7 +60,7 @@ func TestAPeerWithoutACurrentIdentityIsNotALaggard(t *testing.T) {
 	}
 }
 
-// peers are those of an identity.
+// peers returns the peers of an identity.
 func (id *identity) peers(table *peerTable) (all []*peer) {
 	for _, p := range table.byDevice {
 		if p.of == id {

@@ -11,8 +11,8 @@ import (
 	"github.com/isthmus-net/isthmus/packet"
 )
 
-// manyFlows opens so many flows that Write looks ahead: 40 nodes with 1,000 ports each, all
-// different, so that each is kept.
+// manyFlows opens so many flows that Write uses its lookahead: 1,000 for each of 40 nodes. The
+// ports are all different, so NAPT keeps them.
 func manyFlows(t testing.TB, e *natengine.Engine) (nodes int) {
 	t.Helper()
 	const n = 40
@@ -33,8 +33,7 @@ func node(i int) netip.Addr { return netip.AddrFrom4([4]byte{172, 16, 1, byte(i)
 
 func portOf(node, i int) uint16 { return uint16(1024 + 1000*node + i) }
 
-// TestWriteTranslatesABatchOfManyFlows: with more flows than lookahead waits for, each packet of a
-// batch still finds its own.
+// If there are enough flows for lookahead, each packet of a batch still finds its own flow.
 func TestWriteTranslatesABatchOfManyFlows(t *testing.T) {
 	link := newScript()
 	e := newEngine(t)

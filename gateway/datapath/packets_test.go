@@ -20,17 +20,17 @@ import (
 
 func TestMain(m *testing.M) { leaktest.Main(m) }
 
-// The packets of these tests are built and judged with gVisor's header package, which shares no
-// line with ours.
+// The packets of these tests are built and checked with gVisor's header package, which is
+// independent of our code.
 
 var (
 	podA    = netip.MustParseAddr("10.244.1.2")
-	podB    = netip.MustParseAddr("10.71.3.4") // of the peer, as we see it
+	podB    = netip.MustParseAddr("10.71.3.4") // a pod of the peer, as we see it
 	podASee = netip.MustParseAddr("10.71.1.2") // podA as the peer sees it
 	nodeA   = netip.MustParseAddr("172.16.0.9")
 )
 
-// virtio is a virtio-net header in front of the packet p.
+// virtio returns the packet p preceded by a virtio-net header.
 func virtio(flags, gsoType uint8, hdrLen, gsoSize, start, offset int, p []byte) []byte {
 	b := make([]byte, packet.VirtioHeaderLen, packet.VirtioHeaderLen+len(p))
 	b[0], b[1] = flags, gsoType
@@ -40,12 +40,12 @@ func virtio(flags, gsoType uint8, hdrLen, gsoSize, start, offset int, p []byte) 
 	return append(b, p...)
 }
 
-// plain is a packet without offload, as the TUN gives it.
+// plain returns a packet without offloads, as the TUN delivers it.
 func plain(p []byte) []byte { return virtio(0, 0, 0, 0, 0, 0, p) }
 
 func addrOf(a netip.Addr) tcpip.Address { return tcpip.AddrFromSlice(a.AsSlice()) }
 
-// ip4 puts an IPv4 header with DF in front of a payload.
+// ip4 returns an IPv4 packet with DF.
 func ip4(src, dst netip.Addr, proto tcpip.TransportProtocolNumber, id uint16, payload []byte) []byte {
 	b := make([]byte, header.IPv4MinimumSize, header.IPv4MinimumSize+len(payload))
 	h := header.IPv4(b)
@@ -57,7 +57,7 @@ func ip4(src, dst netip.Addr, proto tcpip.TransportProtocolNumber, id uint16, pa
 	return append(b, payload...)
 }
 
-// tcp4 is a TCP packet with a complete checksum.
+// tcp4 returns a TCP packet with a complete checksum.
 func tcp4(src, dst netip.AddrPort, seq uint32, flags header.TCPFlags, payload []byte) []byte {
 	b := make([]byte, header.TCPMinimumSize, header.TCPMinimumSize+len(payload))
 	h := header.TCP(b)
@@ -71,8 +71,8 @@ func tcp4(src, dst netip.AddrPort, seq uint32, flags header.TCPFlags, payload []
 	return ip4(src.Addr(), dst.Addr(), header.TCPProtocolNumber, 0, append(b, payload...))
 }
 
-// super4 is a TCP superpacket as the kernel gives it: partial checksum, and a hdr_len that covers
-// more than the headers.
+// super4 returns a TCP superpacket as the kernel delivers it: with a partial checksum, and with
+// an hdr_len that covers more than the headers.
 func super4(src, dst netip.AddrPort, seq uint32, mss int, payload []byte) []byte {
 	b := tcp4(src, dst, seq, header.TCPFlagAck|header.TCPFlagPsh, payload)
 	sum := header.PseudoHeaderChecksum(header.TCPProtocolNumber, addrOf(src.Addr()), addrOf(dst.Addr()), uint16(len(b)-20))
@@ -80,7 +80,7 @@ func super4(src, dst netip.AddrPort, seq uint32, mss int, payload []byte) []byte
 	return virtio(1, 1, min(len(b), 1400), mss, 20, 16, b)
 }
 
-// udp4 is a UDP packet with a complete checksum.
+// udp4 returns a UDP packet with a complete checksum.
 func udp4(src, dst netip.AddrPort, payload []byte) []byte {
 	return ip4(src.Addr(), dst.Addr(), header.UDPProtocolNumber, 9, udpPart(src, dst, payload))
 }
@@ -95,7 +95,7 @@ func udpPart(src, dst netip.AddrPort, payload []byte) []byte {
 	return append(b, payload...)
 }
 
-// echo4 is an ICMP echo request.
+// echo4 returns an ICMP echo request.
 func echo4(src, dst netip.Addr, id, seq uint16) []byte {
 	b := make([]byte, header.ICMPv4MinimumSize+16)
 	h := header.ICMPv4(b)
@@ -106,7 +106,7 @@ func echo4(src, dst netip.Addr, id, seq uint16) []byte {
 	return ip4(src, dst, header.ICMPv4ProtocolNumber, seq, b)
 }
 
-// fragments cuts an IPv4 packet into pieces of size octets of payload (a multiple of 8).
+// fragments cuts an IPv4 packet into fragments with size octets of payload, a multiple of 8.
 func fragments(p []byte, size int) [][]byte {
 	var out [][]byte
 	for at := 20; at < len(p); at += size {
@@ -126,8 +126,8 @@ func fragments(p []byte, size int) [][]byte {
 	return out
 }
 
-// checkPacket fails the test unless p is one whole IPv4 packet with valid checksums and the given
-// addresses.
+// checkPacket fails the test unless p is one complete IPv4 packet with valid checksums and the
+// given addresses.
 func checkPacket(t testing.TB, p []byte, src, dst netip.Addr) {
 	t.Helper()
 	h := header.IPv4(p)
@@ -157,19 +157,20 @@ func checkPacket(t testing.TB, p []byte, src, dst netip.Addr) {
 	}
 }
 
-// scriptLink gives the packets of a script and keeps or counts what it is given.
+// scriptLink is a Link that delivers the packets of a script. It keeps or counts the packets
+// written to it.
 type scriptLink struct {
 	mu      sync.Mutex
 	packets [][]byte
 	next    int
-	repeat  bool // without end, one at a time: every second read without wait says ErrAgain
-	every   int  // with repeat: packets until ErrAgain
+	repeat  bool // repeat the script for ever; every second Read without wait returns ErrAgain
+	every   int  // with repeat: number of packets before each ErrAgain
 	given   int
 
 	written   [][]byte
 	discard   bool
 	fail      error
-	refuseUDP bool // superpackets of it, as a kernel without USO
+	refuseUDP bool // refuse UDP superpackets, like a kernel without USO
 	refused   int
 	wakeups   chan struct{}
 	closeOnce sync.Once
@@ -215,7 +216,7 @@ func (l *scriptLink) Read(p []byte, wait bool) (int, error) {
 	}
 }
 
-// add appends to the script; the reader must not be waiting.
+// add appends packets to the script. No Read may be waiting.
 func (l *scriptLink) add(packets ...[]byte) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -254,7 +255,7 @@ func (l *scriptLink) Name() string { return "script" }
 func (l *scriptLink) MTU() int     { return 1420 }
 func (l *scriptLink) Close() error { l.closeOnce.Do(func() { close(l.closed) }); return nil }
 
-// buffers are what wireguard-go gives to Read.
+// buffers are like those that wireguard-go passes to Read.
 type buffers struct {
 	bufs  [][]byte
 	sizes []int
@@ -272,7 +273,7 @@ func newBuffers(n, size int) *buffers {
 
 func (b *buffers) packet(i int) []byte { return b.bufs[i][offset : offset+b.sizes[i]] }
 
-// behindOffset is what wireguard-go gives to Write.
+// behindOffset returns packets in buffers like those that wireguard-go passes to Write.
 func behindOffset(packets ...[]byte) [][]byte {
 	var out [][]byte
 	for _, p := range packets {

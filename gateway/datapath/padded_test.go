@@ -15,7 +15,7 @@ import (
 	"github.com/isthmus-net/isthmus/packet/packettest"
 )
 
-// What is sent padded is the packet that the socket would send, with zeros behind it.
+// Send with a size pads the packet that it would otherwise send with zeros.
 func TestSendPadded(t *testing.T) {
 	local, err := datapath.NewLocal(self, self6, 1420)
 	if err != nil {
@@ -53,8 +53,8 @@ func TestSendPadded(t *testing.T) {
 	}
 }
 
-// A padded packet arrives without its padding, and its message has the length of one of that size,
-// however small the MTU towards the peer is.
+// A padded packet arrives without its padding. Its message is as long as that of a packet of the
+// stated size, even if the MTU towards the peer is smaller.
 func TestPaddedPacketsHaveTheirStatedLength(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		p := newPair(t, orderedKeys(true))

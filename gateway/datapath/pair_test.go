@@ -24,23 +24,23 @@ import (
 	"github.com/isthmus-net/isthmus/packet/packettest"
 )
 
-// wire is a network interface of one end that a test listens to. It sees, drops and delays what its
-// end sends. It has two sockets, and so two receiving goroutines, as a socket for IPv4 and one for
-// IPv6 have.
+// A wire is the network interface of one end. A test can use it to observe, drop and delay the
+// messages that the end sends. It has two sockets, and so two receiving goroutines, like a
+// gateway with an IPv4 and an IPv6 socket.
 type wire struct {
 	*memlink.Bind
 	second *memlink.Bind
 
 	mu      sync.Mutex
-	drop    func(m []byte) bool // of what is sent; may be nil
-	refuse  func(m []byte) bool // of what is sent, as a kernel does; may be nil
-	see     func(m []byte)      // what is sent, instead of sent; may be nil
+	drop    func(m []byte) bool // reports whether a sent message gets lost; may be nil
+	refuse  func(m []byte) bool // reports whether sending a message fails, as it may in a kernel; may be nil
+	see     func(m []byte)      // is called with each sent message, which is then not recorded; may be nil
 	delay   time.Duration
 	delayed []func()
 	sent    []message
 }
 
-// message is a message as it was sent, dropped or not.
+// message is a recorded message, whether it was dropped or not.
 type message struct {
 	at time.Time
 	b  []byte
@@ -88,8 +88,8 @@ func (w *wire) Send(bufs [][]byte, to conn.Endpoint) error {
 	}
 	delay := w.delay
 	if delay == 0 && len(pass) == 1 && !anyData(pass[0]) {
-		// wireguard-go arms the timer that repeats an initiation after it was sent: an answer must
-		// not be faster than that.
+		// wireguard-go starts the timer that repeats an initiation only after it has sent the
+		// initiation. An answer must not arrive earlier.
 		delay = 100 * time.Microsecond
 	}
 	if delay == 0 {
@@ -103,9 +103,9 @@ func (w *wire) Send(bufs [][]byte, to conn.Endpoint) error {
 	for i := range pass {
 		pass[i] = bytes.Clone(pass[i])
 	}
-	w.delayed = append(w.delayed, func() { _ = w.Bind.Send(pass, to) }) // closed meanwhile: lost
+	w.delayed = append(w.delayed, func() { _ = w.Bind.Send(pass, to) }) // lost if the Bind was closed in the meantime
 	w.mu.Unlock()
-	time.AfterFunc(delay, func() { // each takes the oldest, so that all keep their order
+	time.AfterFunc(delay, func() { // each call sends the oldest one, so that messages stay in order
 		w.mu.Lock()
 		f := w.delayed[0]
 		w.delayed = w.delayed[1:]
@@ -115,14 +115,14 @@ func (w *wire) Send(bufs [][]byte, to conn.Endpoint) error {
 	return nil
 }
 
-// dropAll makes the wire drop what f names, nothing for nil.
+// dropAll makes the wire drop the messages for which f returns true; nil: none.
 func (w *wire) dropAll(f func(m []byte) bool) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	w.drop = f
 }
 
-// messages are what was sent and f names.
+// messages returns the recorded messages for which f returns true.
 func (w *wire) messages(f func(m []byte) bool) (list []message) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -134,15 +134,15 @@ func (w *wire) messages(f func(m []byte) bool) (list []message) {
 	return list
 }
 
-// forget begins the list of messages anew.
+// forget clears the list of recorded messages.
 func (w *wire) forget() {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	w.sent = nil
 }
 
-// What a message is (WireGuard paper, section 5.4): type 1 and so on, and a keepalive is data
-// without content.
+// Kinds of messages (WireGuard paper, section 5.4). The first octet is the type; a keepalive is a
+// data message without content.
 func initiations(m []byte) bool { return m[0] == 1 }
 func cookies(m []byte) bool     { return m[0] == 3 }
 func anyData(m []byte) bool     { return m[0] == 4 }
@@ -150,7 +150,7 @@ func data(m []byte) bool        { return m[0] == 4 && len(m) > 32 }
 func keepalives(m []byte) bool  { return m[0] == 4 && len(m) == 32 }
 func everything([]byte) bool    { return true }
 
-// end is one of two gateways.
+// An end is one of two gateways.
 type end struct {
 	*datapath.Tunnel
 	engine *natengine.Engine
@@ -158,23 +158,23 @@ type end struct {
 	wire   *wire
 	key    key
 	place  netip.AddrPort
-	rules  natengine.Peer // ours for the other
+	rules  natengine.Peer // our rules for the other end
 	other  *end
 
-	from, to netip.Addr // a pod here, and one of the other, by its address here
+	from, to netip.Addr // a pod of this cluster, and one of the other cluster as this one sees it
 
 	mu  sync.Mutex
-	got []uint32 // numbers of packets that came, in order
+	got []uint32 // numbers of received packets, in order
 	on  func(number uint32)
 }
 
-// pair is two gateways with memory between them. Their networks have different sizes.
+// A pair is two gateways connected in memory. Their networks have different sizes.
 type pair struct {
 	network memlink.Network
 	ends    [2]*end
 }
 
-// pairPlan is what the clusters are: the two of a pair, and a third one.
+// pairPlan has the addresses of three clusters: the two of a pair and a third one.
 var pairPlan = [3]struct{ pods, seen, external, wan, wan6 string }{
 	{"10.244.0.0/16", "10.71.0.0/16", "10.90.0.0/24", "192.0.2.1", "2001:db8::1"},
 	{"10.200.64.0/18", "10.80.128.0/18", "10.91.0.0/20", "192.0.2.2", "2001:db8::2"},
@@ -191,7 +191,8 @@ func numberedKey(n uint32) key {
 	return k
 }
 
-// orderedKeys are two keys, the first with the lower public key, or with the higher.
+// orderedKeys returns two keys. The first one has the lower public key if lower is set, and
+// otherwise the higher one.
 func orderedKeys(lower bool) [2]key {
 	keys := [2]key{numberedKey(1), numberedKey(2)}
 	if (bytes.Compare(keys[0].public[:], keys[1].public[:]) < 0) != lower {
@@ -210,7 +211,7 @@ func newPair(t testing.TB, keys [2]key) *pair {
 	return p
 }
 
-// newEnd is the gateway of cluster i, with j as its only peer.
+// newEnd returns the gateway of cluster i, with that of cluster j as its only peer.
 func (p *pair) newEnd(t testing.TB, i, j int, ours, theirs key) *end {
 	t.Helper()
 	e := &end{
@@ -225,7 +226,7 @@ func (p *pair) newEnd(t testing.TB, i, j int, ours, theirs key) *end {
 	return e
 }
 
-// rulesOf are the rules of cluster i for j.
+// rulesOf returns the rules of cluster i for cluster j.
 func rulesOf(i, j int) natengine.Peer {
 	prefix := netip.MustParsePrefix
 	return natengine.Peer{
@@ -236,7 +237,7 @@ func rulesOf(i, j int) natengine.Peer {
 	}
 }
 
-// sibling is another gateway of the second end's cluster, which has the same key.
+// sibling returns another gateway of the second end's cluster, which has the same key.
 func (p *pair) sibling(t testing.TB) *end {
 	t.Helper()
 	a, b := p.ends[0], p.ends[1]
@@ -246,7 +247,8 @@ func (p *pair) sibling(t testing.TB) *end {
 	return e
 }
 
-// third adds a gateway as another peer of the second end, and has it meet that.
+// third returns a third gateway, which is another peer of the second end, and makes a session
+// between the two.
 func (p *pair) third(t testing.TB) *end {
 	t.Helper()
 	a, b := p.ends[0], p.ends[1]
@@ -264,7 +266,7 @@ func (p *pair) third(t testing.TB) *end {
 	return c
 }
 
-// state is what the engine knows of a peer.
+// state returns the engine's state of a peer.
 func (e *end) state(t testing.TB, id string) *natengine.PeerState {
 	for _, p := range e.engine.Peers() {
 		if p.ID() == id {
@@ -275,7 +277,7 @@ func (e *end) state(t testing.TB, id string) *natengine.PeerState {
 	return nil
 }
 
-// open makes the tunnel and the rules of an end.
+// open creates and starts the tunnel of an end, with the rules for its peer.
 func (e *end) open(t testing.TB, network *memlink.Network, theirs key, place netip.AddrPort, wan6 string) {
 	t.Helper()
 	e.prepare(t, network, wan6)
@@ -288,7 +290,7 @@ func (e *end) open(t testing.TB, network *memlink.Network, theirs key, place net
 	e.setPeer(t, theirs, place)
 }
 
-// prepare makes the tunnel of an end, which is not up.
+// prepare creates the tunnel of an end, which is not up yet.
 func (e *end) prepare(t testing.TB, network *memlink.Network, wan6 string) {
 	t.Helper()
 	e.link = memlink.NewLink("mem", 1420)
@@ -313,7 +315,7 @@ func (e *end) setPeers(t testing.TB, peers ...datapath.Peer) {
 	e.WithoutFinalizers()
 }
 
-// receive notes the number of a packet.
+// receive records the number of a received packet.
 func (e *end) receive(bufs [][]byte) error {
 	b := bufs[1]
 	at := 28
@@ -331,7 +333,7 @@ func (e *end) receive(bufs [][]byte) error {
 	return nil
 }
 
-// numbered is a datagram with a number. Size is that of the packet.
+// numbered returns a datagram with a number. size is the length of the whole packet.
 func numbered(from, to netip.Addr, number uint32, size int) []byte {
 	headers := 28
 	if from.Is6() {
@@ -343,7 +345,7 @@ func numbered(from, to netip.Addr, number uint32, size int) []byte {
 		packettest.UDP{SrcPort: 4000, DstPort: 5000, NoChecksum: from.Is4(), Data: payload})
 }
 
-// send has a pod send packets with these numbers to the other side.
+// send makes a pod send packets with these numbers to the other side.
 func (e *end) send(t testing.TB, numbers ...uint32) {
 	t.Helper()
 	for _, n := range numbers {
@@ -353,7 +355,8 @@ func (e *end) send(t testing.TB, numbers ...uint32) {
 	}
 }
 
-// wants fails the test unless exactly these packets came, in order, and begins anew.
+// wants fails the test unless exactly these packets have arrived, in this order. It then clears
+// the list.
 func (e *end) wants(t testing.TB, numbers ...uint32) {
 	t.Helper()
 	synctest.Wait()
@@ -365,13 +368,13 @@ func (e *end) wants(t testing.TB, numbers ...uint32) {
 	e.got = nil
 }
 
-// session is the key of the current session, nil for none.
+// session returns the keypair of the current session; nil: none.
 func (e *end) session() *device.Keypair { return e.Keypair(e.other.key.public) }
 
-// drops is what the engine of an end counted, for its peer and for none.
+// drops returns the number of packets that an end has dropped, for its peer and for no peer.
 func (e *end) drops(dir natengine.Direction, d natengine.Drop) uint64 { return drops(e.engine, dir, d) }
 
-// allDrops is everything that an end counted as dropped.
+// allDrops returns the number of all packets that an end has dropped, and a description of them.
 func (e *end) allDrops() (n uint64, what string) {
 	for _, dir := range []natengine.Direction{natengine.Outbound, natengine.Inbound} {
 		for _, d := range natengine.Drops() {
@@ -384,8 +387,8 @@ func (e *end) allDrops() (n uint64, what string) {
 	return n, what
 }
 
-// meet has the first end begin a session; after it, both have it, and both lists of messages are
-// empty.
+// meet makes the first end start a session. When it returns, both ends have it, and their lists
+// of messages are empty.
 func (p *pair) meet(t testing.TB) {
 	t.Helper()
 	a, b := p.ends[0], p.ends[1]
@@ -403,7 +406,7 @@ func (p *pair) meet(t testing.TB) {
 	b.wire.forget()
 }
 
-// inPair runs a test of two gateways that have met, in a bubble.
+// inPair runs a test in a bubble, with two gateways that have a session.
 func inPair(t *testing.T, test func(t *testing.T, p *pair, a, b *end)) {
 	t.Helper()
 	synctest.Test(t, func(t *testing.T) {
@@ -413,7 +416,7 @@ func inPair(t *testing.T, test func(t *testing.T, p *pair, a, b *end)) {
 	})
 }
 
-// stranger is somebody else in the network.
+// stranger returns a socket of a host that is no peer.
 func (p *pair) stranger(t testing.TB, addr string) *memlink.Bind {
 	t.Helper()
 	b := p.network.Bind(netip.MustParseAddr(addr))
@@ -424,7 +427,7 @@ func (p *pair) stranger(t testing.TB, addr string) *memlink.Bind {
 	return b
 }
 
-// tell has the network bring messages to an end, from b.
+// tell sends messages to an end, from the socket b.
 func (e *end) tell(t testing.TB, b conn.Bind, messages ...[]byte) {
 	t.Helper()
 	if err := b.Send(messages, e.wire.Endpoint(e.place)); err != nil {
@@ -433,7 +436,7 @@ func (e *end) tell(t testing.TB, b conn.Bind, messages ...[]byte) {
 	synctest.Wait()
 }
 
-// nonces is a set of what must not repeat: an index and a counter. It counts those that did.
+// nonces records pairs of index and counter, none of which may repeat. It counts those that did.
 type nonces struct {
 	mu       sync.Mutex
 	seen     map[[12]byte]bool
@@ -455,5 +458,5 @@ func (n *nonces) see(m []byte) {
 
 func counter(m []byte) uint64 { return binary.LittleEndian.Uint64(m[8:]) }
 
-// podOf is the pod of an end as the other knows it.
+// podOf returns the address of a pod of cluster i as its peer sees it.
 func podOf(i int) netip.Addr { return netip.MustParsePrefix(pairPlan[i].seen).Addr().Next().Next() }

@@ -17,24 +17,25 @@ import (
 	"github.com/isthmus-net/isthmus/packet/packettest"
 )
 
-// endpointSeen is where peers of newEngine reach the in-process endpoint.
+// endpointSeen is the address of the in-process endpoint as the peers of newEngine see it.
 var endpointSeen = netip.MustParseAddr("10.90.0.1")
 
-// --- turns and buckets
+// --- queues and token buckets
 
-// For any pushes and pops, addresses are served in turn, each in its order, and none takes the room of
-// another.
+// For random calls of push and pop, addresses are served in turn, the datagrams of each stay in
+// order, and none uses the room of another.
 func TestTurnsServeAddressesInTurn(t *testing.T) {
 	rng := rand.New(rand.NewPCG(24, 1))
 	var turns datapath.Turns
 	waiting := make(map[netip.AddrPort][]uint32)
-	passed := make(map[netip.AddrPort]int) // by others, since it was served last or came
+	passed := make(map[netip.AddrPort]int) // datagrams of others since an address was last served, or queued its first datagram
 	total := 0
 	for n := range uint32(200_000) {
 		if rng.IntN(16) < 9 || total < 100 && n%50_000 < 25_000 {
 			from := netip.AddrPortFrom(netip.AddrFrom4([4]byte{10, 0, byte(rng.IntN(2)), byte(rng.IntN(200))}), 1)
 			if rng.IntN(2) == 0 {
-				from = netip.MustParseAddrPort("10.0.0.1:1") // one of them floods
+				// One address floods the queue.
+				from = netip.MustParseAddrPort("10.0.0.1:1")
 			}
 			room := len(waiting[from]) < datapath.TurnsEach && (len(waiting[from]) == 0 || total < datapath.TurnsAll)
 			if got := turns.Push(from, binary.BigEndian.AppendUint32(nil, n)); got != room {
@@ -99,14 +100,14 @@ func TestTurnsAreBoundedAndEachNewAddressGetsOne(t *testing.T) {
 	t.Error("it was not served")
 }
 
-// A bucket agrees with a slow and obvious one.
+// The bucket agrees with a slow and simple reference.
 func TestBucketIsATokenBucket(t *testing.T) {
 	rng := rand.New(rand.NewPCG(24, 2))
 	for range 200 {
 		rate, burst := int64(1+rng.IntN(1000)), int64(1+rng.IntN(100))
 		interval := int64(time.Second) / rate
 		var b datapath.Bucket
-		now, debt := int64(rng.IntN(1e9)), int64(0) // time until it is full again
+		now, debt := int64(rng.IntN(1e9)), int64(0) // debt: time until the bucket is full again
 		for range 2000 {
 			step := rng.Int64N(2*interval + 1)
 			now, debt = now+step, max(0, debt-step)
@@ -121,14 +122,14 @@ func TestBucketIsATokenBucket(t *testing.T) {
 	}
 }
 
-// --- what the endpoint takes
+// --- packets to the in-process endpoint
 
 func datagramFrom(from netip.Addr, text string) []byte {
 	return packettest.Build(packettest.IP{Src: from, Dst: endpointSeen}, packettest.UDP{SrcPort: 12345, DstPort: 12345, Data: []byte(text)})
 }
 
-// Only the peer's gateway may send messages, at a bounded rate. Nothing else from the peer counts against
-// that rate.
+// Only the peer's gateway may send messages, at a limited rate. No other packets of the peer use
+// up that rate.
 func TestPortAcceptsOnlyGatewayMessages(t *testing.T) {
 	gateway, probe := netip.MustParseAddr("10.71.0.0"), netip.MustParseAddr("10.90.8.1")
 	local, err := datapath.NewLocal(self, netip.Addr{}, 1420)
@@ -162,7 +163,7 @@ func TestPortAcceptsOnlyGatewayMessages(t *testing.T) {
 		}
 	}
 	const flood = 2000
-	for range flood { // by a pod, and by everything else that a pod may send
+	for range flood { // messages from a pod, and all other kinds of packets that a pod may send
 		write(datagramFrom(podB, "flood"), echo4(podB, endpointSeen, 1, 1))
 	}
 	counts(natengine.DropLocalSource, flood)
@@ -181,7 +182,7 @@ func TestPortAcceptsOnlyGatewayMessages(t *testing.T) {
 		}
 	}
 	start := time.Now()
-	for range flood { // by the gateway
+	for range flood { // messages from the gateway
 		write(datagramFrom(gateway, "flood"))
 	}
 	most := datapath.MessageBurst + 1 + int(time.Since(start)*datapath.MessageRate/time.Second)
@@ -189,7 +190,7 @@ func TestPortAcceptsOnlyGatewayMessages(t *testing.T) {
 	if over < flood-most {
 		t.Errorf("%d of %d refused: at most %d may pass", over, flood, most)
 	}
-	for range datapath.TurnsEach { // the rest found no room
+	for range datapath.TurnsEach { // further messages found the queue full
 		if m, _, err := port.Receive(); string(m) != "flood" || err != nil {
 			t.Fatalf("%q, %v", m, err)
 		}
@@ -199,7 +200,7 @@ func TestPortAcceptsOnlyGatewayMessages(t *testing.T) {
 	}
 	b := newBuffers(8, 2048)
 	read(t, d, b)
-	asked := header.IPv4(b.packet(0)) // without which nothing from there has a flow
+	asked := header.IPv4(b.packet(0)) // creates the flow, without which packets from there are dropped
 	answer := func(text string) []byte {
 		return packettest.Build(packettest.IP{Src: probe, Dst: netip.AddrFrom4(asked.SourceAddress().As4())},
 			packettest.UDP{SrcPort: 12345, DstPort: header.UDP(asked.Payload()).SourcePort(), Data: []byte(text)})
@@ -217,8 +218,8 @@ func TestPortAcceptsOnlyGatewayMessages(t *testing.T) {
 	}
 }
 
-// Every packet that the endpoint does not use is counted for its peer under a reason. Where RFC 1122
-// demands it, the sender gets an error.
+// Every packet that the endpoint does not use is counted as dropped, for its peer and with a
+// reason. If RFC 1122 requires it, the sender gets an ICMP error.
 func TestEndpointCountsWhatItDoesNotAnswer(t *testing.T) {
 	ip := packettest.IP{Src: podB, Dst: endpointSeen}
 	raw := func(proto uint8, data ...byte) []byte {
@@ -244,7 +245,7 @@ func TestEndpointCountsWhatItDoesNotAnswer(t *testing.T) {
 		{"echo with a bad timestamp option", packettest.Build(packettest.IP{Src: podB, Dst: endpointSeen, Options: []byte{68, 5, 5, 0, 0}},
 			packettest.Echo{ID: 1, Data: []byte("x")}), natengine.DropMalformed, true},
 		{"UDP port", udp4(at(podB, 9), at(endpointSeen, 53), []byte("x")), natengine.DropLocalPort, true},
-		{"first fragment alone", fragments(udp4(at(podB, 9), at(endpointSeen, 53), make([]byte, 100)), 48)[0], natengine.DropNone, false}, // held until it is whole
+		{"first fragment alone", fragments(udp4(at(podB, 9), at(endpointSeen, 53), make([]byte, 100)), 48)[0], natengine.DropNone, false}, // held until the datagram is complete
 		{"TCP", tcp4(at(podB, 9), at(endpointSeen, 22), 1, 2, nil), natengine.DropLocalProtocol, true},
 		{"IGMP", raw(2, 0x16, 0, 0, 0, 0, 0, 0, 0), natengine.DropLocalProtocol, false},
 		{"protocol 255", raw(255, 1, 2, 3, 4), natengine.DropLocalProtocol, false},
@@ -279,7 +280,8 @@ func TestEndpointCountsWhatItDoesNotAnswer(t *testing.T) {
 	}
 }
 
-// A peer chooses its source addresses, and thereby the destinations of the answers.
+// A peer can choose its source addresses, and so the destinations of answers. All answers to it
+// must share one queue anyway.
 func TestAnswersToOnePeerShareOneTurnAcrossAddresses(t *testing.T) {
 	local, err := datapath.NewLocal(self, netip.Addr{}, 1420)
 	if err != nil {
@@ -308,8 +310,8 @@ func TestAnswersToOnePeerShareOneTurnAcrossAddresses(t *testing.T) {
 	}
 }
 
-// The limit of a peer does not depend on how its messages are interleaved with others. Anybody may send
-// messages with an unknown index in between.
+// The limit of a peer does not depend on how its messages are interleaved with other messages.
+// For example, anybody may send messages with an unknown index in between.
 func TestEndpointLimitHoldsForInterleavedMessages(t *testing.T) {
 	inPair(t, func(t *testing.T, p *pair, a, b *end) {
 		external := netip.MustParsePrefix(pairPlan[1].external)
@@ -341,7 +343,7 @@ func TestEndpointLimitHoldsForInterleavedMessages(t *testing.T) {
 			if got := b.drops(natengine.Inbound, natengine.DropLocalRate) - before; got != echoes-datapath.OtherBurst {
 				t.Errorf("messages in between: %t: %d of %d refused, want all but %d", between, got, echoes, datapath.OtherBurst)
 			}
-			time.Sleep(time.Second) // the tokens are back
+			time.Sleep(time.Second) // the bucket is full again
 		}
 	})
 }

@@ -15,12 +15,12 @@ import (
 	"github.com/isthmus-net/isthmus/natengine"
 )
 
-// benchPeers is how many peers a benchmark has: a device takes one handshake of each in 20 ms. Run it with
-// -benchtime=500x.
+// benchPeers is the number of peers of a benchmark. A device accepts one handshake of a peer in
+// 20 ms, so run it with -benchtime=500x, which uses each peer once.
 const benchPeers = 500
 
-// BenchmarkPresharedKey measures what a handshake takes on each side: one without a preshared key, one with it,
-// and one while it changes.
+// BenchmarkPresharedKey measures the work of each side for a handshake: without a preshared key,
+// with one, and while the key changes.
 func BenchmarkPresharedKey(b *testing.B) {
 	for _, c := range []struct {
 		name string
@@ -51,7 +51,7 @@ func BenchmarkPresharedKey(b *testing.B) {
 			}
 		})
 		if name == "one" {
-			continue // package noise answers without
+			continue // in package noise, the responder supports no preshared key
 		}
 		b.Run("finish/"+name, func(b *testing.B) {
 			tunnel, _, far := benchTunnel(b, keys, benchPeers)

@@ -18,7 +18,7 @@ import (
 	"github.com/isthmus-net/isthmus/natengine"
 )
 
-// preshare gives an end preshared keys for the other.
+// preshare sets an end's preshared keys for the other end.
 func (e *end) preshare(t testing.TB, keys datapath.PresharedKeys) {
 	t.Helper()
 	if err := e.Change([]datapath.Peer{{State: e.engine.Peers()[0], Key: e.other.key.public, Preshared: keys}}, nil); err != nil {
@@ -26,11 +26,12 @@ func (e *end) preshare(t testing.TB, keys datapath.PresharedKeys) {
 	}
 }
 
-// preshared reports whether the session of an end has its preshared key.
+// preshared reports whether the session of an end was made with the current preshared key.
 func (e *end) preshared() bool { return e.Stats()[e.other.key.public].Preshared }
 
-// Two gateways change their preshared key up to a minute apart, under traffic of both directions, and
-// no packet is lost, and at most one handshake. In the end the session has the new key, and a handshake with the former one fails.
+// Two gateways change their preshared key up to a minute apart, under traffic in both directions.
+// No packet is lost, and at most one handshake. At the end, the session has the new key, and a
+// handshake with the former key fails.
 func TestAPresharedKeyChangesWithoutLoss(t *testing.T) {
 	none, first, second := [32]byte{}, [32]byte{1}, [32]byte{2}
 	for _, change := range [][2][32]byte{{none, first}, {first, second}, {first, none}} {
@@ -93,8 +94,9 @@ func changes(t *testing.T, a, b *end, keys datapath.PresharedKeys, at, later tim
 	}
 }
 
-// Two managers make exchange after exchange, late, at random times and with crashes between store and
-// publication, while packets go both ways: none is lost, and in the end the session has the last key.
+// Two managers make one key exchange after the other, late, at random times, and with crashes
+// between storing and publishing. Packets pass in both directions. None is lost, and at the end
+// the session has the last key.
 func TestPresharedKeyExchangesLoseNoPacket(t *testing.T) {
 	for seed := range uint64(20) {
 		t.Run(fmt.Sprint(seed), func(t *testing.T) {
@@ -103,7 +105,8 @@ func TestPresharedKeyExchangesLoseNoPacket(t *testing.T) {
 	}
 }
 
-// exchanging is the manager of an end, with what it stores, publishes and has read.
+// exchanging is an end with its manager: the state that the manager stores, and the data that it
+// has published and read.
 type exchanging struct {
 	*end
 	id              postquantum.Identity
@@ -111,7 +114,8 @@ type exchanging struct {
 	published, read postquantum.Words
 }
 
-// step is one of the manager's, of which the gateway hears even if nothing is published.
+// step makes the manager do one step of the exchange. The gateway gets the resulting keys even if
+// publish is false.
 func (x *exchanging) step(t *testing.T, other *exchanging, publish bool) postquantum.Progress {
 	next, progress, err := x.state.Step(x.id, other.id, x.read, x.published)
 	if err != nil {
@@ -145,7 +149,7 @@ func exchanges(t *testing.T, a, b *end, rng *rand.Rand) {
 				made, changed = made+1, now
 			}
 		case n == 8 && crashing && rng.IntN(3) == 0:
-			x.id.Keys = [][32]byte{{byte(rng.IntN(256))}} // as a new WireGuard key does
+			x.id.Keys = [][32]byte{{byte(rng.IntN(256))}} // as after a change of the WireGuard key
 		}
 		number := uint32(now / step)
 		want = append(want, number)
@@ -161,8 +165,9 @@ func exchanges(t *testing.T, a, b *end, rng *rand.Rand) {
 	}
 }
 
-// The side that has a new preshared key first has read a response with the former one by then. From the moment when both have
-// it, two handshakes are enough, also when the two sides begin them in turn.
+// The side that gets a new preshared key first has then read a response with the former key. Once
+// both sides have the new key, two handshakes are enough to use it, even if the two sides start
+// them in turn.
 func TestSidesThatBeginHandshakesInTurnUseANewPresharedKey(t *testing.T) {
 	inPair(t, func(t *testing.T, _ *pair, a, b *end) {
 		keys := shareFirst(t, a, b)
@@ -180,7 +185,7 @@ func TestSidesThatBeginHandshakesInTurnUseANewPresharedKey(t *testing.T) {
 	})
 }
 
-// Two sides that always begin at the same moment use it, too.
+// The new key is also used if both sides always start handshakes at the same moment.
 func TestSidesThatBeginHandshakesAtOnceUseANewPresharedKey(t *testing.T) {
 	inPair(t, func(t *testing.T, _ *pair, a, b *end) {
 		keys := shareFirst(t, a, b)
@@ -201,7 +206,8 @@ func TestSidesThatBeginHandshakesAtOnceUseANewPresharedKey(t *testing.T) {
 	})
 }
 
-// shareFirst gives both ends a preshared key and a session with it, and returns what they have once it changes.
+// shareFirst sets a preshared key at both ends and makes a session with it. It returns the keys
+// for a change to a second one.
 func shareFirst(t *testing.T, a, b *end) datapath.PresharedKeys {
 	t.Helper()
 	first, second := [32]byte{1}, [32]byte{2}
@@ -217,7 +223,8 @@ func shareFirst(t *testing.T, a, b *end) datapath.PresharedKeys {
 	return datapath.PresharedKeys{Key: second, Former: first, Changing: true}
 }
 
-// A key that only one side has makes no session, and none is said to be protected.
+// If only one side has the preshared key, no new session is made, and the existing session is not
+// reported as protected.
 func TestAPresharedKeyOfOneSideMakesNoSession(t *testing.T) {
 	inPair(t, func(t *testing.T, _ *pair, a, b *end) {
 		before := a.session()
@@ -234,7 +241,8 @@ func TestAPresharedKeyOfOneSideMakesNoSession(t *testing.T) {
 	})
 }
 
-// The session that was there before a preshared key is not said to have it, and the next one is.
+// A session made before the preshared key was set is not reported as protected. The next session
+// is.
 func TestASessionReportsItsPresharedKey(t *testing.T) {
 	inPair(t, func(t *testing.T, _ *pair, a, b *end) {
 		for _, e := range []*end{a, b} {
@@ -252,9 +260,10 @@ func TestASessionReportsItsPresharedKey(t *testing.T) {
 	})
 }
 
-// A quantum attacker records everything between two sides and computes all X25519 private keys. That opens every
-// message of a session without a preshared key, and none of one with it. Which of them it is, the status of the
-// gateway says. TestPresharedKeys in test/fleet does the same to a peering.
+// A quantum attacker records all messages between two sides and can compute all X25519 private
+// keys. That decrypts every message of a session without a preshared key, and none of a session
+// with one. The gateway's status tells which sessions have one. TestPresharedKeys in test/fleet
+// does the same with a whole peering.
 func TestAQuantumAttackerOpensNothingThatHasAPresharedKey(t *testing.T) {
 	for _, agreed := range []bool{false, true} {
 		for _, changing := range []bool{false, true} {
@@ -265,7 +274,7 @@ func TestAQuantumAttackerOpensNothingThatHasAPresharedKey(t *testing.T) {
 	}
 }
 
-// agreedUpon is the key that an exchange of two sides leads to.
+// agreedUpon returns the key that a complete exchange between two sides yields.
 func agreedUpon(t *testing.T, keys ...[32]byte) [32]byte {
 	t.Helper()
 	var ids [2]postquantum.Identity
@@ -371,7 +380,7 @@ func TestPresharedKeysAreNotPrinted(t *testing.T) {
 	fmt.Fprintf(&out, "%v %+v %#v %v %+v", keys, keys, keys, []datapath.PresharedKeys{keys}, datapath.Peer{Preshared: keys})
 	noTime := &slog.HandlerOptions{ReplaceAttr: func(groups []string, a slog.Attr) slog.Attr {
 		if len(groups) == 0 && a.Key == slog.TimeKey {
-			return slog.Attr{} // its digits may be those of a key
+			return slog.Attr{} // the digits of the time could look like those of a key
 		}
 		return a
 	}}

@@ -10,8 +10,9 @@ import (
 	"github.com/isthmus-net/isthmus/internal/noise"
 )
 
-// While a preshared key changes, the device's key may change after it has made a response and before it sends
-// it. What the response was made with counts, so that no session is said to have a key that it lacks.
+// While a preshared key changes, the device's key may change after the device has made a response
+// and before it sends the response. The key with which the response was made must be recorded.
+// Otherwise a session could be reported with a key that it does not have.
 func TestAResponseKeepsItsKey(t *testing.T) {
 	former, key := [32]byte{1}, [32]byte{2}
 	for name, step := range map[string]func(*device.Peer) error{
@@ -27,7 +28,7 @@ func TestAResponseKeepsItsKey(t *testing.T) {
 			}
 			answer := func() uint32 {
 				t.Helper()
-				time.Sleep(50 * time.Millisecond) // the device takes one initiation of a peer in 20 ms
+				time.Sleep(50 * time.Millisecond) // the device accepts one initiation of a peer in 20 ms
 				m, _ := noise.Initiate(far[0], own.PublicKey(), time.Now())
 				var initiation device.MessageInitiation
 				if _, err := binary.Decode(m, binary.LittleEndian, &initiation); err != nil {
@@ -65,7 +66,8 @@ func TestAResponseKeepsItsKey(t *testing.T) {
 	}
 }
 
-// Two handshakes may cross after the keys were replaced: the next response has one of the present keys.
+// If two handshakes cross after the keys were replaced, the next response uses one of the current
+// keys.
 func TestCrossingHandshakesUseNoReplacedKey(t *testing.T) {
 	tunnel, _, _ := benchTunnel(t, PresharedKeys{Key: [32]byte{1}}, 1)
 	for _, p := range tunnel.peers.Load().byDevice {

@@ -2,6 +2,6 @@
 
 package datapath_test
 
-// raceEnabled: sync.Pool then throws away part of what it is given, so that allocations say
-// nothing.
+// raceEnabled is true under the race detector. There, sync.Pool drops a part of the values put
+// into it, so counts of allocations are meaningless.
 const raceEnabled = true

@@ -8,9 +8,10 @@ import (
 	"github.com/isthmus-net/isthmus/internal/noise"
 )
 
-// BenchmarkRotation measures what a rotation of our key takes with 1,000 peers: to answer to the next key, and to end the former
-// one. Each handshake that it brings is one of BenchmarkPresharedKey. Run it with -benchtime=5x. Processor time is reported,
-// because other work on the machine lengthens the time that passes.
+// BenchmarkRotation measures the two steps of a rotation of our key with 1,000 peers: answering
+// to the next key, and ending the former one. BenchmarkPresharedKey measures the handshakes that
+// a rotation causes. Run it with -benchtime=5x. It reports processor time, because other work on
+// the machine increases the elapsed time.
 func BenchmarkRotation(b *testing.B) {
 	tunnel, own, _ := benchTunnel(b, PresharedKeys{Key: [32]byte{1}}, 1000)
 	current := [32]byte(own.Bytes())
@@ -32,7 +33,8 @@ func BenchmarkRotation(b *testing.B) {
 	}
 }
 
-// reportProcessorTime begins to count what this process uses; the function that it returns reports that.
+// reportProcessorTime starts measuring the processor time of this process. The function that it
+// returns reports the result.
 func reportProcessorTime(b *testing.B) func() {
 	b.Helper()
 	begin := cputime.Used(b)

@@ -29,7 +29,7 @@ func (r *rotating) set(t testing.TB, now, next key) {
 	r.WithoutFinalizers()
 }
 
-// learn gives an end another key of its peer.
+// learn tells an end the new key of its peer.
 func (e *end) learn(t testing.TB, k key) {
 	t.Helper()
 	if err := e.Change([]datapath.Peer{{State: e.engine.Peers()[0], Key: k.public, Endpoint: e.other.place}}, nil); err != nil {
@@ -38,10 +38,11 @@ func (e *end) learn(t testing.TB, k key) {
 	e.WithoutFinalizers()
 }
 
-// own is our public key of the session that an end seals with, by the present key of its peer.
+// own returns our public key in the session with a peer, given the peer's current key.
 func (e *end) own(k key) [32]byte { return e.Stats()[k.public].Own }
 
-// steps runs actions at their times, while both ends send a packet every 10 ms until end. All packets arrive.
+// steps runs actions at their times while both ends send a packet every 10 ms, until the time
+// until. All packets must arrive.
 func steps(t *testing.T, a, b *end, until time.Duration, actions map[time.Duration]func()) {
 	t.Helper()
 	const step = 10 * time.Millisecond
@@ -76,7 +77,8 @@ func steps(t *testing.T, a, b *end, until time.Duration, actions map[time.Durati
 	}
 }
 
-// One side rotates its key, the other one learns of it earlier or later, also in the middle of a rekeying: no packet is lost.
+// One side rotates its key. The other side learns the next key earlier or later, also in the
+// middle of a handshake. No packet is lost.
 func TestARotationLosesNoPacket(t *testing.T) {
 	for _, at := range []time.Duration{time.Second, 100 * time.Second, 119990 * time.Millisecond, 121 * time.Second} {
 		for _, later := range []time.Duration{0, 500 * time.Millisecond, 70 * time.Second} {
@@ -112,7 +114,7 @@ func TestARotationLosesNoPacket(t *testing.T) {
 	}
 }
 
-// Both sides rotate at once, in any order of what they learn.
+// Both sides rotate at the same time and learn each other's next key in any order.
 func TestBothSidesRotateAtOnce(t *testing.T) {
 	for _, order := range [][2]time.Duration{{0, 0}, {0, 300}, {300, 0}, {0, 15000}, {15000, 0}} {
 		t.Run(fmt.Sprint(order), func(t *testing.T) {
@@ -134,7 +136,8 @@ func TestBothSidesRotateAtOnce(t *testing.T) {
 	}
 }
 
-// A rotation every 20 seconds, promoted as soon as the peer has moved for a while.
+// A rotation starts every 20 seconds. The next key becomes current some time after the peer has
+// learned it.
 func TestRotationsInARowLoseNoPacket(t *testing.T) {
 	inPair(t, func(t *testing.T, _ *pair, a, b *end) {
 		ra, rb := &rotating{end: a, now: a.key}, &rotating{end: b, now: b.key}
@@ -153,11 +156,12 @@ func TestRotationsInARowLoseNoPacket(t *testing.T) {
 	})
 }
 
-// A key that is replaced at once answers nothing any more, and a former key begins no session with a peer that has learnt the new one.
+// A key that is replaced without a rotation stops working at once. A former key makes no session
+// with a peer that has learned the new one.
 func TestAPreviousKeyMakesNoSession(t *testing.T) {
 	inPair(t, func(t *testing.T, p *pair, a, b *end) {
 		next := numberedKey(7)
-		b.learn(t, next) // and a has the former key alone
+		b.learn(t, next) // a still has only the former key
 		before := b.Stats()[next.public].Handshake
 		for range 3 {
 			a.Handshake(b.key.public)
@@ -179,7 +183,7 @@ func TestAPreviousKeyMakesNoSession(t *testing.T) {
 	})
 }
 
-// A rotation that is given up, and a peer that gets its former key again.
+// A rotation is given up, and the peer is set back to the former key.
 func TestARotationCanBeReverted(t *testing.T) {
 	inPair(t, func(t *testing.T, _ *pair, a, b *end) {
 		next := numberedKey(7)
@@ -202,7 +206,7 @@ func TestARotationCanBeReverted(t *testing.T) {
 	})
 }
 
-// What is counted for a peer never becomes less while keys change.
+// The octets counted for a peer never decrease while keys change.
 func TestOctetsOfAPeerOnlyGrow(t *testing.T) {
 	inPair(t, func(t *testing.T, _ *pair, a, b *end) {
 		next := numberedKey(7)
@@ -227,19 +231,22 @@ func TestOctetsOfAPeerOnlyGrow(t *testing.T) {
 
 const wireGuardLatency, wireGuardStep = 15 * time.Millisecond, 10 * time.Millisecond
 
-// A peer that only knows WireGuard has its former peer removed and the new one added. It loses what is under way, and what comes
-// until its next packet has made a session: the responder may not use that before the initiator has (section 5.4.3).
+// A plain WireGuard peer can only remove its former peer and add the new one. It loses packets
+// that are in flight, and packets that arrive until its next packet has made a session: a
+// responder may not use a session before the initiator does (section 5.4.3).
 func TestAPeerWithWireGuardGoLosesOneHandshake(t *testing.T) {
 	rotateBesideWireGuardGo(t, false, 4*wireGuardLatency)
 }
 
-// One that only answers begins no handshake. It loses what comes until its silence is noticed, too.
+// A plain WireGuard peer that only answers starts no handshake. It also loses the packets that
+// arrive until the gateway notices its silence.
 func TestRotationReachesAPassiveWireGuardGoPeer(t *testing.T) {
 	rotateBesideWireGuardGo(t, true, datapath.LaggardSilence+datapath.LaggardLook+4*wireGuardLatency)
 }
 
-// rotateBesideWireGuardGo rotates the key of a gateway that sends a packet in each step to a peer with wireguard-go. The peer
-// answers each, or sends one by itself. No packets may be lost for longer than most.
+// rotateBesideWireGuardGo rotates the key of a gateway whose peer runs wireguard-go. The gateway
+// sends a packet in each step. The peer either answers each packet or sends packets by itself.
+// Packets may be lost for at most the duration most.
 func rotateBesideWireGuardGo(t *testing.T, answers bool, most time.Duration) {
 	synctest.Test(t, func(t *testing.T) {
 		keys := orderedKeys(true)
@@ -304,7 +311,8 @@ func rotateBesideWireGuardGo(t *testing.T, answers bool, most time.Duration) {
 	})
 }
 
-// A peer that answers, or has nothing to answer, gets no handshake with the next key. A silent one gets them ever more rarely.
+// A peer that answers, or has nothing to answer, gets no handshake with the next key. A silent
+// peer gets such handshakes at growing intervals.
 func TestOnlySilentPeersAreSentTheNextKey(t *testing.T) {
 	inPair(t, func(t *testing.T, _ *pair, a, b *end) {
 		r, next := &rotating{end: a, now: a.key}, numberedKey(7)
@@ -324,7 +332,8 @@ func TestOnlySilentPeersAreSentTheNextKey(t *testing.T) {
 			t.Errorf("%d handshakes with a peer that answers", n)
 		}
 		b.wire.dropAll(everything)
-		if n := talk(10 * time.Second); n != 4 { // after 0.25, 1.25, 3.25 and 6.25 s, each up to 0.1 s later
+		// Handshakes are due after 0.25, 1.25, 3.25 and 6.25 s, each up to 0.1 s later.
+		if n := talk(10 * time.Second); n != 4 {
 			t.Errorf("%d handshakes with a silent peer in 10 s", n)
 		}
 		b.wire.dropAll(nil)
@@ -335,7 +344,8 @@ func TestOnlySilentPeersAreSentTheNextKey(t *testing.T) {
 	})
 }
 
-// A gateway that was prepared during a rotation answers to the next key from its first moment: a peer may know that alone.
+// A gateway that was prepared during a rotation answers to the next key from its first moment,
+// because a peer may know only that key.
 func TestANewActiveGatewayAcceptsTheNextKeyAtOnce(t *testing.T) {
 	inPair(t, func(t *testing.T, p *pair, a, b *end) {
 		next := numberedKey(7)
@@ -355,14 +365,16 @@ func TestANewActiveGatewayAcceptsTheNextKeyAtOnce(t *testing.T) {
 		if a.NextKey() != next.private {
 			t.Error("the next key is gone")
 		}
-		time.Sleep(6 * time.Second) // then b tries again
+		time.Sleep(6 * time.Second) // the interval after which b starts a handshake again
 		b.send(t, 1)
 		time.Sleep(time.Second)
 		a.wants(t, 1)
 	})
 }
 
-// What was sent under the former key just before the peer moved is answered under the next one, if at all: that is no silence.
+// Data sent under the former key, just before the peer changes to the next one, is answered only
+// under the next key. The former session must not count the missing answer as silence and start a
+// handshake.
 func TestAReplacedSessionDoesNotEndTheSilence(t *testing.T) {
 	inPair(t, func(t *testing.T, _ *pair, a, b *end) {
 		r, next := &rotating{end: a, now: a.key}, numberedKey(7)

@@ -16,8 +16,8 @@ import (
 	"github.com/isthmus-net/isthmus/natengine"
 )
 
-// The timers of the WireGuard paper ("WireGuard: Next Generation Kernel Network Tunnel", NDSS 2017,
-// revision of 2020), section 6, by its own numbers.
+// The constants of the WireGuard paper ("WireGuard: Next Generation Kernel Network Tunnel", NDSS
+// 2017, revision of 2020), section 6. They are copied from the paper and not from wireguard-go.
 const (
 	rekeyAfterMessages  = 1 << 60             // 2^60
 	rejectAfterMessages = 1<<64 - 1<<13 - 1   // 2^64 - 2^13 - 1
@@ -29,8 +29,8 @@ const (
 	mostJitter          = time.Second/3 + 1e6 // section 6.1, in whole milliseconds
 )
 
-// wantMessages fails the test unless an end has sent messages of a kind at these times after begin,
-// to the millisecond.
+// wantMessages fails the test unless an end has sent messages of a kind exactly at the times at
+// after begin, to the millisecond.
 func wantMessages(t *testing.T, e *end, what string, kind func([]byte) bool, begin time.Time, at ...time.Duration) {
 	t.Helper()
 	synctest.Wait()
@@ -47,12 +47,12 @@ func wantMessages(t *testing.T, e *end, what string, kind func([]byte) bool, beg
 	}
 }
 
-// until sleeps until some time after another.
+// until sleeps until the duration after has passed since begin.
 func until(begin time.Time, after time.Duration) { time.Sleep(time.Until(begin.Add(after))) }
 
 func TestAPassiveKeepaliveAnswersDataAfterTenSeconds(t *testing.T) {
 	inPair(t, func(t *testing.T, _ *pair, a, b *end) {
-		time.Sleep(20 * time.Second) // whatever the handshake left behind
+		time.Sleep(20 * time.Second) // let the timers of the handshake end
 		b.wire.forget()
 		begin := time.Now()
 		a.send(t, 1)
@@ -103,7 +103,7 @@ func TestTheInitiatorRekeysWhenItSendsAfter120Seconds(t *testing.T) {
 			until(begin, time.Duration(at)*time.Second)
 			a.send(t, uint32(at))
 			synctest.Wait()
-			b.send(t, uint32(at)) // so that it has no reason but the age of the session
+			b.send(t, uint32(at)) // so that the age of the session is a's only reason to rekey
 			synctest.Wait()
 		}
 		old := a.session()
@@ -122,7 +122,7 @@ func TestTheResponderNeverRekeysByTime(t *testing.T) {
 	inPair(t, func(t *testing.T, _ *pair, a, b *end) {
 		begin := time.Now()
 		time.Sleep(rekeyAfterTime + time.Second)
-		for n := range uint32(8) { // a is silent until it has to answer
+		for n := range uint32(8) { // a does not send anything until it must answer
 			b.send(t, n)
 			time.Sleep(time.Second)
 		}
@@ -142,7 +142,7 @@ func TestTheInitiatorThatOnlyReceivesRekeysAfter165SecondsOnce(t *testing.T) {
 		b.send(t, 2)
 		synctest.Wait()
 		wantMessages(t, a, "initiations", initiations, begin, 166*time.Second)
-		a.Rest(b.key.public) // no retransmission
+		a.Rest(b.key.public) // no repetition of the initiation
 		for n := range uint32(7) {
 			time.Sleep(time.Second)
 			b.send(t, n)
@@ -158,10 +158,10 @@ func TestARekeyHappensBeforeTheNoncesRunOut(t *testing.T) {
 				if of == "responder" {
 					a, b = b, a
 				}
-				time.Sleep(2 * rekeyTimeout) // since the last handshake
+				time.Sleep(2 * rekeyTimeout) // long enough after the last handshake
 				datapath.SetNonce(a.session(), rekeyAfterMessages-1)
 				begin := time.Now()
-				a.send(t, 1) // has the nonce 2^60 - 1
+				a.send(t, 1) // uses the nonce 2^60 - 1
 				wantMessages(t, a, "initiations", initiations, begin)
 				a.send(t, 2)
 				wantMessages(t, a, "initiations", initiations, begin, 0)
@@ -185,7 +185,7 @@ func TestNothingIsSealedWithTheLastNonces(t *testing.T) {
 		if n, what := a.allDrops(); n != 0 {
 			t.Errorf("dropped:%s", what)
 		}
-		a.Keepalive(b.key.public) // the device draws from the same counter
+		a.Keepalive(b.key.public) // the device uses the same counter
 		synctest.Wait()
 		under := map[string][]uint64{}
 		for _, m := range a.wire.messages(anyData) {
@@ -204,8 +204,9 @@ func TestNothingIsSealedWithTheLastNonces(t *testing.T) {
 	})
 }
 
-// Where a message comes from is where answers go: one from where no gateway of a peer can be is not
-// taken, whatever it is, and moves nothing.
+// Answers are sent to the source of the last message. So a message from an address where no
+// gateway of a peer can be is dropped, whatever it contains, and does not change the peer's
+// endpoint.
 func TestMessagesFromWhereNoGatewayIsAreDropped(t *testing.T) {
 	inPair(t, func(t *testing.T, p *pair, a, b *end) {
 		s := p.stranger(t, "192.0.2.9")
@@ -221,7 +222,7 @@ func TestMessagesFromWhereNoGatewayIsAreDropped(t *testing.T) {
 				t.Errorf("the peer is at %v, and was at %v", stats.Endpoint, before[key].Endpoint)
 			}
 		}
-		b.SetSources(func(netip.Addr) bool { return true }) // it is asked again
+		b.SetSources(func(netip.Addr) bool { return true }) // the cached result must no longer be used
 		b.tell(t, s, datapath.SealWith(a.session(), 101, numbered(b.to, podOf(1), 8, 100)))
 		b.wants(t, 8)
 	})
@@ -277,7 +278,7 @@ func TestAHandshakeStartsAfter15SecondsWithoutAnAnswer(t *testing.T) {
 		begin := time.Now()
 		a.send(t, 1)
 		time.Sleep(7 * time.Second)
-		a.send(t, 2) // the first counts
+		a.send(t, 2) // the time counts from the first packet
 		time.Sleep(keepaliveTimeout + rekeyTimeout + mostJitter - 7*time.Second)
 		synctest.Wait()
 		list := a.wire.messages(initiations)
@@ -294,7 +295,7 @@ func TestNoHandshakeBeginsWhileAnswersCome(t *testing.T) {
 	inPair(t, func(t *testing.T, _ *pair, a, b *end) {
 		begin := time.Now()
 		for n := range uint32(100) {
-			a.send(t, n) // b answers by keepalives
+			a.send(t, n) // b answers with keepalives
 			time.Sleep(time.Second)
 		}
 		wantMessages(t, a, "initiations", initiations, begin)
@@ -322,7 +323,7 @@ func TestInitiationsAreRepeatedEveryFiveSecondsFor90Seconds(t *testing.T) {
 				t.Errorf("initiation %d came %v after the one before: want 5 s and at most a third", i, d)
 			}
 		}
-		// wireguard-go, like Linux, counts 90/5 attempts and tries twice more.
+		// wireguard-go, like Linux, counts 90/5 attempts, and makes two more.
 		if last := list[len(list)-1].at.Sub(begin); last < rekeyAttemptTime || last > rekeyAttemptTime+2*(rekeyTimeout+mostJitter)+2*time.Second {
 			t.Errorf("the last initiation after %v: want about 90 s", last)
 		}
@@ -332,7 +333,8 @@ func TestInitiationsAreRepeatedEveryFiveSecondsFor90Seconds(t *testing.T) {
 	})
 }
 
-// Packets that wait for a session begin at most five handshakes more than one in REKEY_TIMEOUT.
+// Packets that wait for a session cause at most five handshakes in addition to one per
+// REKEY_TIMEOUT.
 func TestWaitingPacketsStartFewHandshakes(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		a := newPair(t, orderedKeys(true)).ends[0]
@@ -343,7 +345,8 @@ func TestWaitingPacketsStartFewHandshakes(t *testing.T) {
 			time.Sleep(100 * time.Millisecond)
 		}
 		synctest.Wait()
-		// One in five seconds, those of the limit, and one at each end.
+		// This allows for one in five seconds, the five additional ones, and one at each end of the
+		// time.
 		if n := len(a.wire.messages(initiations)); n < 15 || n > 90/5+5+2 {
 			t.Errorf("%d initiations in 90 s; want 15 to 25", n)
 		}
@@ -368,7 +371,7 @@ func TestTheResponderSendsNothingBeforeTheSessionIsConfirmed(t *testing.T) {
 		a.wire.dropAll(nil)
 		a.send(t, 2)
 		b.wants(t, 2)
-		a.wants(t, 1) // what had waited
+		a.wants(t, 1) // the packet that had waited
 	})
 }
 
@@ -378,7 +381,7 @@ func TestKeysAreGoneAfterThreeTimes180Seconds(t *testing.T) {
 		a.wire.dropAll(initiations)
 		b.wire.dropAll(initiations)
 		a.send(t, 1)
-		b.send(t, 2) // rekeys in vain for its age
+		b.send(t, 2) // its age makes b rekey, which fails
 		synctest.Wait()
 		keys := weak.Make(a.session())
 		time.Sleep(3*rejectAfterTime - 167*time.Second)
@@ -404,7 +407,7 @@ func TestKeysAreGoneAfterThreeTimes180Seconds(t *testing.T) {
 func TestAPeerWithOurOwnKeyIsRefusedAndWorksWhenOurKeyChanges(t *testing.T) {
 	inPair(t, func(t *testing.T, _ *pair, a, b *end) {
 		ours, other := a.key, numberedKey(9)
-		if err := a.SetKeys(b.key.private, [32]byte{}); err != nil { // the key of its peer
+		if err := a.SetKeys(b.key.private, [32]byte{}); err != nil { // a gets the key of its own peer
 			t.Fatal(err)
 		}
 		a.send(t, 1)
@@ -419,7 +422,7 @@ func TestAPeerWithOurOwnKeyIsRefusedAndWorksWhenOurKeyChanges(t *testing.T) {
 		if err := a.SetKeys(other.private, [32]byte{}); err != nil {
 			t.Fatal(err)
 		}
-		for _, key := range []key{other, ours} { // twice: the second time the peer is there already
+		for _, key := range []key{other, ours} { // the second time, the peer already exists
 			if err := a.SetKeys(key.private, [32]byte{}); err != nil {
 				t.Fatal(err)
 			}
@@ -450,7 +453,7 @@ func TestAnImpossibleKeyIsNotRetriedForever(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		p := newPair(t, orderedKeys(true))
 		a := p.ends[0]
-		a.setPeer(t, key{public: [32]byte{1}}, a.other.place) // of low order
+		a.setPeer(t, key{public: [32]byte{1}}, a.other.place) // a point of low order
 		a.send(t, 1)
 		time.Sleep(time.Minute)
 		synctest.Wait()
@@ -470,14 +473,15 @@ func TestAKeyOfEitherSideMayChange(t *testing.T) {
 			if err := e.SetKeys(e.key.private, [32]byte{}); err != nil {
 				t.Fatal(err)
 			}
-			e.send(t, 1, 2) // under way before the other knows
+			e.send(t, 1, 2) // sent before the other end knows the new key
 			time.Sleep(time.Second)
 			e.other.setPeer(t, e.key, e.place)
 			e.other.send(t, 3, 4)
 			time.Sleep(2*rekeyTimeout + time.Second)
 			e.other.wants(t, 1, 2)
 			e.wants(t, 3, 4)
-			refused := e.drops(natengine.Inbound, natengine.DropHandshakeRefused) // under a key that was not known yet
+			// Handshakes under a key that was not known yet.
+			refused := e.drops(natengine.Inbound, natengine.DropHandshakeRefused)
 			if n, what := e.allDrops(); n != refused {
 				t.Errorf("dropped:%s", what)
 			}
@@ -491,11 +495,11 @@ func TestAGatewayMayRestart(t *testing.T) {
 		b.wants(t, 1)
 		time.Sleep(20 * time.Second)
 		b.Close()
-		a.send(t, 2) // lost: nobody is there
+		a.send(t, 2) // lost, because b is closed
 		time.Sleep(time.Second)
 		back := p.newEnd(t, 1, 0, b.key, a.key)
 		back.other, a.other = a, back
-		a.send(t, 3) // under a session that b does not have any more
+		a.send(t, 3) // under a session that b no longer has
 		time.Sleep(time.Millisecond)
 		if n := back.drops(natengine.Inbound, natengine.DropTunnelSession); n != 1 {
 			t.Errorf("%d counted for a session that is gone: want 1", n)
@@ -522,7 +526,7 @@ func TestAPeerMayRoam(t *testing.T) {
 				t.Errorf("change %d: the peer is at %s", i, at)
 			}
 		}
-		s := p.stranger(t, "192.0.2.40") // its messages come from there
+		s := p.stranger(t, "192.0.2.40") // the peer's new address
 		b.tell(t, s, a.Seal(b.key.public, numbered(podOf(0), a.to, 3, 100)))
 		if at := b.Stats()[a.key.public].Endpoint; at.Addr().String() != "192.0.2.40" {
 			t.Errorf("the peer is at %s: want 192.0.2.40", at)
@@ -550,7 +554,7 @@ func TestARemovedPeerIsCountedAndComesBack(t *testing.T) {
 		a.setPeers(t, peer)
 		a.send(t, 3, 4)
 		synctest.Wait()
-		a.setPeers(t) // while these wait
+		a.setPeers(t) // remove the peer while packets 3 and 4 wait
 		time.Sleep(2 * time.Second)
 		if n := a.drops(natengine.Outbound, natengine.DropTunnelQueue); n != 2 || a.Waiting() {
 			t.Errorf("%d counted of those that waited: want 2", n)
@@ -566,8 +570,8 @@ func TestARemovedPeerIsCountedAndComesBack(t *testing.T) {
 
 // --- traffic across rekeys
 
-// stream sends packets both ways at once, with another session each time that some were sent, and
-// wants them all in order. beside runs for each end during each burst.
+// stream sends packets in both directions at the same time, in bursts, and makes a new session
+// for each burst. All packets must arrive in order. beside runs for each end during each burst.
 func stream(t *testing.T, p *pair, packets int, every int, rekey func(), beside func(e *end)) {
 	var next [2]uint32
 	for i, e := range p.ends {
@@ -617,7 +621,7 @@ func stream(t *testing.T, p *pair, packets int, every int, rekey func(), beside 
 
 func TestAMillionPacketsCrossRekeysInOrder(t *testing.T) {
 	inPair(t, func(t *testing.T, p *pair, a, b *end) {
-		packets := 500_000 // each way
+		packets := 500_000 // in each direction
 		if testing.Short() || raceEnabled {
 			packets = 50_000
 		}
@@ -630,7 +634,7 @@ func TestAMillionPacketsCrossRekeysInOrder(t *testing.T) {
 		b.wire.see = func([]byte) {}
 		stream(t, p, packets, packets/5, func() {
 			time.Sleep(rekeyTimeout)
-			a.Handshake(b.key.public) // meanwhile both send
+			a.Handshake(b.key.public) // while both sides send
 		}, func(*end) {})
 		if len(sessions) < 4 {
 			t.Errorf("%d sessions: want more", len(sessions))
@@ -653,7 +657,7 @@ func TestNoNonceIsUsedTwice(t *testing.T) {
 			time.Sleep(rekeyTimeout)
 			b.Handshake(a.key.public)
 		}, func(e *end) {
-			for range 500 { // the device draws from the same counter
+			for range 500 { // the device uses the same counter
 				e.Keepalive(e.other.key.public)
 			}
 		})
@@ -668,13 +672,13 @@ func TestNoNonceIsUsedTwice(t *testing.T) {
 	})
 }
 
-// --- the end
+// --- closing
 
 func TestCloseLeavesNothingBehindAtAnyTime(t *testing.T) {
 	for _, during := range []string{"nothing", "a handshake", "data that waits", "traffic", "a change of the port"} {
 		t.Run(during, func(t *testing.T) {
 			for range 5 {
-				synctest.Test(t, func(t *testing.T) { // which fails when a goroutine is left
+				synctest.Test(t, func(t *testing.T) { // fails if a goroutine is left
 					p := newPair(t, orderedKeys(true))
 					a, b := p.ends[0], p.ends[1]
 					var busy sync.WaitGroup
@@ -699,7 +703,7 @@ func TestCloseLeavesNothingBehindAtAnyTime(t *testing.T) {
 					if during == "a change of the port" {
 						busy.Go(func() {
 							for port := range uint16(20) {
-								_ = a.SetPort(7000 + port) // closed meanwhile
+								_ = a.SetPort(7000 + port) // fails if the tunnel was closed in the meantime
 							}
 						})
 					}
@@ -755,13 +759,13 @@ func TestAChangeOfThePortDoesNotHang(t *testing.T) {
 	})
 }
 
-// --- peers that change
+// --- replaced peers
 
-// The timers of a peer end before the device forgets it.
+// The timers of a removed peer are stopped before the device deletes the peer.
 func TestTimersOfAPeerEndBeforeTheDeviceForgetsIt(t *testing.T) {
 	p := newPair(t, orderedKeys(true))
 	a, key := p.ends[0], p.ends[1].key.public
-	acting := a.Hold(key) // one of them acts
+	acting := a.Hold(key) // as if the function of a timer were running
 	removed := make(chan error)
 	go func() { removed <- a.SetPeers(nil) }()
 	for a.Peers() > 0 {
@@ -777,8 +781,9 @@ func TestTimersOfAPeerEndBeforeTheDeviceForgetsIt(t *testing.T) {
 	}
 }
 
-// While a peer is replaced by another one with its key, one inbound goroutine may use the old peer and
-// another the new one. Together they accept each counter once.
+// While a peer is replaced by another peer with the same key, one inbound goroutine may still use
+// the old peer and another one already the new peer. Together they must accept each counter only
+// once.
 func TestTheReplayWindowIsSharedWhileItsPeerIsReplaced(t *testing.T) {
 	inPair(t, func(t *testing.T, _ *pair, a, b *end) {
 		before := a.Replay(b.key.public)
@@ -811,11 +816,11 @@ func TestTheReplayWindowIsSharedWhileItsPeerIsReplaced(t *testing.T) {
 	})
 }
 
-// A packet that arrives after the MTU has grown meets the new MTU, even if the goroutine began to wait
-// before the change.
+// A packet that arrives after the MTU has grown is sent with the new MTU, even if the outbound
+// goroutine started to wait for it before the change.
 func TestALargerMTUIsInForceForTheFirstPacket(t *testing.T) {
 	inPair(t, func(t *testing.T, _ *pair, a, b *end) {
-		synctest.Wait() // it waits
+		synctest.Wait() // until the goroutine waits for a packet
 		a.SetMTU(3000)
 		a.link.SetMTU(3000)
 		if !a.link.Inject(plain(numbered(a.from, a.to, 1, 2900))) {
@@ -828,16 +833,17 @@ func TestALargerMTUIsInForceForTheFirstPacket(t *testing.T) {
 	})
 }
 
-// When another gateway of the peer's cluster takes over in order, the one before still takes what is sent to it.
+// While another gateway of the peer's cluster takes over in an orderly way, the previous gateway
+// still accepts the messages sent to it.
 func TestASessionStaysCurrentUntilTheNextIsConfirmed(t *testing.T) {
 	inPair(t, func(t *testing.T, p *pair, a, b *end) {
 		next := p.sibling(t)
-		b.send(t, 100) // a knows now where that session is
+		b.send(t, 100) // a learns b's address under the session
 		synctest.Wait()
 		a.wants(t, 100)
 		time.Sleep(rekeyTimeout + time.Second)
 		a.wire.mu.Lock()
-		a.wire.delay = 20 * time.Millisecond // the answer is under way for long
+		a.wire.delay = 20 * time.Millisecond // delays the response
 		a.wire.mu.Unlock()
 		next.Handshake(a.key.public)
 		for n := range uint32(30) {
@@ -858,7 +864,8 @@ func TestASessionStaysCurrentUntilTheNextIsConfirmed(t *testing.T) {
 	})
 }
 
-// A peer that has really moved, and whose confirmation is lost, is not sent to where it was for long.
+// A peer has really moved, but its confirmation was lost. Messages are sent to its previous
+// address only for a limited time.
 func TestASessionFollowsAMovedPeerAfterASecond(t *testing.T) {
 	inPair(t, func(t *testing.T, p *pair, a, b *end) {
 		next := p.sibling(t)

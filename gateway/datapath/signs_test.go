@@ -13,7 +13,7 @@ import (
 	"github.com/isthmus-net/isthmus/gateway/datapath"
 )
 
-// strangers runs a test of two gateways that have not met, in a bubble.
+// strangers runs a test in a bubble, with two gateways that have no session.
 func strangers(t *testing.T, test func(t *testing.T, a, b *end)) {
 	t.Helper()
 	synctest.Test(t, func(t *testing.T) {
@@ -29,7 +29,7 @@ func (e *end) signs() datapath.Signs {
 
 func TestBothSidesDetectAWrongKey(t *testing.T) {
 	strangers(t, func(t *testing.T, a, b *end) {
-		b.setPeer(t, numberedKey(9), a.place) // b has another key for a
+		b.setPeer(t, numberedKey(9), a.place) // b has a wrong key for a
 		begin := time.Now()
 		a.Handshake(b.key.public)
 		b.Handshake(numberedKey(9).public)
@@ -94,7 +94,7 @@ func TestKernelSendErrorsAreASign(t *testing.T) {
 func TestDataOfAnEarlierSessionIsASign(t *testing.T) {
 	inPair(t, func(t *testing.T, _ *pair, a, b *end) {
 		b.setPeers(t)
-		b.setPeer(t, numberedKey(9), a.place) // another key than before it was gone, and a does not know
+		b.setPeer(t, numberedKey(9), a.place) // a does not know that its key at b has changed
 		a.send(t, 1)
 		if s := b.signs(); s.Earlier.IsZero() || s != (datapath.Signs{Earlier: s.Earlier}) {
 			t.Errorf("after data of the old session: %+v", s)
@@ -108,7 +108,8 @@ func TestDataOfAnEarlierSessionIsASign(t *testing.T) {
 	})
 }
 
-// A Service whose externalTrafficPolicy is Cluster gives each message the address of a node.
+// A Service with externalTrafficPolicy: Cluster replaces the source of each message by an address
+// of a node.
 func TestRelayedHandshakesAreASeparateSign(t *testing.T) {
 	strangers(t, func(t *testing.T, a, b *end) {
 		elsewhere, other := netip.MustParseAddrPort("192.0.2.77:5871"), numberedKey(9)
@@ -142,7 +143,7 @@ func TestRelayedHandshakesAreASeparateSign(t *testing.T) {
 
 func TestForeignHandshakesAreNotASign(t *testing.T) {
 	strangers(t, func(t *testing.T, a, b *end) {
-		b.setPeer(t, a.key, netip.MustParseAddrPort("192.0.2.77:5871")) // a is elsewhere
+		b.setPeer(t, a.key, netip.MustParseAddrPort("192.0.2.77:5871")) // b has another address for a
 		other := numberedKey(9)
 		a.setPeer(t, other, b.place)
 		a.Handshake(other.public)
@@ -153,7 +154,8 @@ func TestForeignHandshakesAreNotASign(t *testing.T) {
 	})
 }
 
-// A peer may have another session with us than we have with it: another gateway of ours made it, which is no more.
+// A peer may use another session with us than the one we have: another gateway of ours, which no
+// longer exists, made it.
 func TestDataFromAPeersAddressUnderAnotherSessionIsReported(t *testing.T) {
 	inPair(t, func(t *testing.T, p *pair, a, b *end) {
 		other := p.sibling(t)
@@ -168,7 +170,7 @@ func TestDataFromAPeersAddressUnderAnotherSessionIsReported(t *testing.T) {
 		other.Handshake(a.key.public)
 		time.Sleep(time.Second)
 		other.Close()
-		b.send(t, 1) // under the session before, which a still takes
+		b.send(t, 1) // under the earlier session, which a still accepts
 		synctest.Wait()
 		a.wants(t, 1)
 		begin := time.Now()
@@ -189,15 +191,16 @@ func TestForgedDataFromElsewhereIsNotASign(t *testing.T) {
 		b.SetDoubts(func([32]byte) { told++ })
 		forged := make([]byte, 64)
 		forged[0] = 4
-		b.tell(t, p.stranger(t, "192.0.2.9"), forged)             // where no peer is
-		b.tell(t, p.stranger(t, a.place.Addr().String()), forged) // from another port than the peer's
+		b.tell(t, p.stranger(t, "192.0.2.9"), forged)             // from an address without a peer
+		b.tell(t, p.stranger(t, a.place.Addr().String()), forged) // from the peer's address, but another port
 		if told != 0 {
 			t.Errorf("told %d times", told)
 		}
 	})
 }
 
-// A gateway that has just begun, and has nothing to send, hears its peer at once.
+// A gateway that has just started, and has nothing to send, starts a handshake as soon as its
+// peer sends data.
 func TestDataFromAPeersAddressWithoutASessionStartsAHandshake(t *testing.T) {
 	inPair(t, func(t *testing.T, p *pair, a, b *end) {
 		time.Sleep(rekeyTimeout)

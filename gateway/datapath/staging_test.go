@@ -20,7 +20,7 @@ func TestStagingKeepsTheNewestWithinItsBounds(t *testing.T) {
 		{"packets", datapath.MaxStaged + 7, 100, datapath.MaxStaged},
 		{"octets", 10, datapath.MaxStagedBytes / 4, 4},
 		{"the largest", 6, 65535, 4},
-		{"larger than all", 2, datapath.MaxStagedBytes + 1, 1}, // cannot be: it may hold no more than one of these
+		{"larger than all", 2, datapath.MaxStagedBytes + 1, 1}, // does not occur in practice; it may keep one such packet
 	} {
 		t.Run(tc.name, func(t *testing.T) {
 			var s datapath.Staging
@@ -29,7 +29,7 @@ func TestStagingKeepsTheNewestWithinItsBounds(t *testing.T) {
 				p := make([]byte, tc.size)
 				p[0], p[1] = byte(i), byte(i>>8)
 				gone += s.Push(p, time.Duration(i))
-				p[0], p[1] = 0xff, 0xff // it keeps a copy
+				p[0], p[1] = 0xff, 0xff // staging must have made a copy
 				last = i
 			}
 			if gone != tc.pushed-tc.kept {
@@ -121,8 +121,8 @@ func TestWaitingPacketsAreDroppedAfterTenSeconds(t *testing.T) {
 	})
 }
 
-// What waits for one peer costs packets of others nothing: it is looked at when something has
-// happened to it.
+// Packets that wait for one peer do not slow down packets for another peer. They are checked only
+// after an event of their own peer.
 func TestPacketsWaitingForOnePeerDoNotDelayAnother(t *testing.T) {
 	inPair(t, func(t *testing.T, p *pair, a, b *end) {
 		c := p.third(t)
@@ -139,7 +139,7 @@ func TestPacketsWaitingForOnePeerDoNotDelayAnother(t *testing.T) {
 		}
 		a.wants(t, want...)
 		back := p.newEnd(t, 2, 1, c.key, b.key)
-		back.Handshake(b.key.public) // its session comes while b is busy
+		back.Handshake(b.key.public) // makes the session while b is busy
 		var came []uint32
 		for n := uint32(200); n < 1200; n++ {
 			b.send(t, n)
@@ -153,8 +153,8 @@ func TestPacketsWaitingForOnePeerDoNotDelayAnother(t *testing.T) {
 	})
 }
 
-// What waited goes out in one batch. Of that the wire refuses a part, which is counted, and the rest
-// arrives.
+// The packets that waited are sent in one batch. The wire refuses a part of them. Those are
+// counted, and the others arrive.
 func TestOnlyUnsentMessagesAreCounted(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		p := newPair(t, orderedKeys(true))

@@ -17,7 +17,8 @@ import (
 
 const streamPort = 6443
 
-// streams opens the port of both gateways. b echoes; what it sees as the source of a connection is in from.
+// streams opens the port for streams of both gateways. b's side echoes, and reports in from the
+// source address of each connection as b sees it.
 func streams(t *testing.T, a, b *side) (ours *datapath.Streams, from chan netip.Addr) {
 	t.Helper()
 	from = make(chan netip.Addr, 16)
@@ -106,7 +107,7 @@ func TestOnlyGatewaysMayOpenStreams(t *testing.T) {
 	})
 }
 
-// Without the consent of b, TCP to its gateway is answered as if there were no streams.
+// If b has not agreed to streams, it answers TCP to its gateway as if streams did not exist.
 func TestStreamsNeedConsent(t *testing.T) {
 	a, b := startGateways(t, &memlink.Network{}, plans[0], datapath.Options{})
 	ours, from := streams(t, a, b)
@@ -125,7 +126,8 @@ func TestStreamsNeedConsent(t *testing.T) {
 	}
 }
 
-// Each connection to a peer that is away repeats its SYN, and a manager of ours may ask for many.
+// Each connection to an unreachable peer repeats its SYN, and a manager may request many such
+// connections.
 func TestStreamsOfOnePeerLeaveRoomForOthers(t *testing.T) {
 	local, err := datapath.NewLocal(netip.MustParseAddr("169.254.0.1"), netip.Addr{}, 1420)
 	if err != nil {
@@ -162,7 +164,7 @@ func TestStreamsOfOnePeerLeaveRoomForOthers(t *testing.T) {
 	dial(busy, 2*datapath.LocalQueueLen)
 	dial(quiet, 1)
 	b := make([]byte, 1500)
-	for range 2 { // each in turn
+	for range 2 { // each stream gets its turn
 		if n := local.Next(b); n == 0 {
 			t.Fatal("nothing more is sent")
 		}
@@ -205,7 +207,7 @@ func TestStreamsEndWithTheirEndpoint(t *testing.T) {
 	}
 }
 
-// A peer that takes nothing and acknowledges each probe would keep what it was sent in our memory.
+// A peer that reads nothing but acknowledges every window probe must not keep data in our memory.
 func TestAClosedStreamLeavesNothingBehind(t *testing.T) {
 	a, b := startGateways(t, &memlink.Network{}, plans[0], datapath.Options{})
 	for _, s := range []*side{a, b} {

@@ -20,7 +20,7 @@ import (
 	"github.com/isthmus-net/isthmus/packet/packettest"
 )
 
-// record is a packet of a file of pcapng, as this test reads it.
+// record is a packet of a pcapng file.
 type record struct {
 	place, comment string
 	outbound       bool
@@ -50,7 +50,7 @@ func (r record) String() string {
 	return fmt.Sprintf("%s %s %s>%s %d/%d %q", r.place, way, r.src(), r.dst(), len(r.data), r.length, r.comment)
 }
 
-// options reads a list of options.
+// pcapngOptions parses a list of pcapng options.
 func pcapngOptions(b []byte) map[uint16]string {
 	all := make(map[uint16]string)
 	for len(b) >= 4 {
@@ -64,7 +64,7 @@ func pcapngOptions(b []byte) map[uint16]string {
 	return all
 }
 
-// records reads a file. It fails the test for what is no pcapng.
+// records parses a pcapng file. It fails the test if the file is invalid.
 func records(t testing.TB, file []byte) (all []record, ifdrop uint64) {
 	t.Helper()
 	le := binary.LittleEndian
@@ -93,7 +93,7 @@ func records(t testing.TB, file []byte) (all []record, ifdrop uint64) {
 	return all, ifdrop
 }
 
-// A recorder captures what a tunnel shows.
+// A recorder records a capture of a tunnel.
 type recorder struct {
 	*capture.Capture
 	tunnel *datapath.Tunnel
@@ -118,13 +118,14 @@ func (r *recorder) stop(t testing.TB) []byte {
 	return r.file.Bytes()
 }
 
-// scene is two gateways that have met; arrived waits for packets of a pod at the other side.
+// scene is two gateways that have a session; the channels receive the packets that arrive at each
+// side.
 type scene struct {
 	a, b       *side
 	atA, atB   chan []byte
 	secret     []byte
-	remote     netip.Addr // b's pod as a sees it
-	seenRemote netip.Addr // a's pod as b sees it
+	remote     netip.Addr // b's pod, as a sees it
+	seenRemote netip.Addr // a's pod, as b sees it
 }
 
 func newScene(t testing.TB, p plan) *scene {
@@ -151,7 +152,7 @@ func (s *scene) datagram(from, to netip.Addr) []byte {
 	return plain(packettest.Build(packettest.IP{Src: from, Dst: to}, packettest.UDP{SrcPort: 4000, DstPort: 5300, Data: s.secret}))
 }
 
-// send has a side send a packet, and waits until it is there.
+// send makes a side send a packet, and waits until it arrives in the channel there.
 func (s *scene) send(t testing.TB, from *side, there chan []byte, p []byte) {
 	t.Helper()
 	if !from.link.Inject(p) {
@@ -171,8 +172,8 @@ func arrived(t testing.TB, there chan []byte) []byte {
 	}
 }
 
-// settle waits until the outbound goroutine has done with what came before, and the other side, too: a
-// superpacket arrives in as many pieces as the other side likes.
+// settle waits until the outbound goroutine and the other side have handled everything sent
+// before. The other side may deliver a superpacket in any number of pieces.
 func (s *scene) settle(t testing.TB) {
 	t.Helper()
 	if !s.a.link.Inject(s.datagram(s.a.node, s.b.seen(s.b.external))) {
@@ -235,7 +236,7 @@ func TestCaptureShowsThePointsAndTheFateOfAPacket(t *testing.T) {
 				for _, r := range all {
 					src := r.src()
 					if r.place == "underlay" && r.outbound {
-						src = want.src // memory knows no local address
+						src = want.src // a Bind in memory knows no local address
 					}
 					dst := r.dst()
 					if r.place == "underlay" && !r.outbound {
@@ -287,7 +288,7 @@ func TestCaptureFilters(t *testing.T) {
 	for _, tc := range []struct {
 		name string
 		set  func(*capture.Options)
-		want map[string]int // by place and direction
+		want map[string]int // number of packets, by place and direction
 	}{
 		{"everything but other pods", ends(at(a.pod, 0), netip.AddrPort{}), map[string]int{
 			"before-nat out": 2, "after-nat out": 1, "tunnel out": 1, "underlay out": 1, "underlay in": 1, "tunnel in": 1, "before-nat in": 1, "after-nat in": 1}},
@@ -350,16 +351,18 @@ func TestCaptureKeepsPayloadOnlyWhenAsked(t *testing.T) {
 	}
 }
 
-// A superpacket is one packet before the tunnel and 45 in it, and comes back as one.
+// A superpacket is one packet outside the tunnel and 45 packets inside. At the receiver it is one
+// packet again.
 func TestCaptureOfASuperpacket(t *testing.T) {
-	for try := 1; !superpacketIsCaptured(t); try++ { // a machine that is busy with other tests misses records, and says so
+	// While other tests keep the machine busy, the capture may miss records, which it reports.
+	for try := 1; !superpacketIsCaptured(t); try++ {
 		if try == 20 {
 			t.Fatal("each recorder was too slow")
 		}
 	}
 }
 
-// superpacketIsCaptured reports whether no record was missed, which else proves nothing.
+// superpacketIsCaptured returns false if records were missed, so that the test proves nothing.
 func superpacketIsCaptured(t *testing.T) bool {
 	s := newScene(t, plans[0])
 	o := capture.DefaultOptions()
@@ -394,7 +397,7 @@ func superpacketIsCaptured(t *testing.T) bool {
 	return true
 }
 
-// Nobody reads: the road goes on, and what was missed is counted.
+// If nobody reads the capture, the data path continues, and missed packets are counted.
 func TestASlowCaptureReaderLosesOnlyItsOwnPackets(t *testing.T) {
 	s := newScene(t, plans[0])
 	o := capture.DefaultOptions()
@@ -402,7 +405,7 @@ func TestASlowCaptureReaderLosesOnlyItsOwnPackets(t *testing.T) {
 	c := capture.New(o, "test", nil)
 	s.a.tunnel.SetCapture(c)
 	big := super4(at(s.a.pod, 4000), at(s.remote, 80), 1000, 1380, random(45*1380))
-	for range 30 { // 1.8 MB, and as much once more after NAT and in the tunnel
+	for range 30 { // 1.8 MB of packets, captured again after NAT and in the tunnel
 		s.send(t, s.a, s.atB, big)
 	}
 	s.settle(t)
@@ -430,7 +433,7 @@ func TestTsharkReadsACapture(t *testing.T) {
 	}
 	s := newScene(t, plans[0])
 	r := startRecorder(s.a, capture.DefaultOptions())
-	s.a.tunnel.Handshake(s.a.peer.Key) // another one, unless the first is too new
+	s.a.tunnel.Handshake(s.a.peer.Key) // captures a handshake, unless the last one is too recent
 	s.send(t, s.a, s.atB, s.datagram(s.a.pod, s.remote))
 	s.send(t, s.a, s.atB, s.datagram(s.a.node, s.remote))
 	if !s.a.link.Inject(s.datagram(s.a.pod, netip.MustParseAddr("10.99.0.1"))) {

@@ -23,7 +23,7 @@ func smallPeer() natengine.Peer {
 	return p
 }
 
-// cuttable clears DF of a packet of the link.
+// cuttable clears DF in a packet with a virtio header.
 func cuttable(p []byte) []byte {
 	h := header.IPv4(p[packet.VirtioHeaderLen:])
 	h.SetFlagsFragmentOffset(0, 0)
@@ -32,7 +32,7 @@ func cuttable(p []byte) []byte {
 	return p
 }
 
-// joined puts the fragments of one datagram together.
+// joined reassembles the fragments of one datagram.
 func joined(t *testing.T, fragments [][]byte) []byte {
 	t.Helper()
 	whole := bytes.Clone(fragments[0])
@@ -58,7 +58,7 @@ func TestReadAnswersAPacketThatIsTooBigForItsPeer(t *testing.T) {
 	for _, c := range []struct {
 		name  string
 		p     []byte
-		quote int // length in the quoted header
+		quote int // length in the IP header that the ICMP error quotes
 	}{
 		{"packet", plain(udp4(at(podA, 4000), at(podB, 80), random(smallMTU-27))), smallMTU + 1},
 		{"superpacket", super4(at(podA, 4000), at(podB, 80), 7, smallMTU-39, random(5000)), smallMTU + 1},
@@ -68,7 +68,7 @@ func TestReadAnswersAPacketThatIsTooBigForItsPeer(t *testing.T) {
 			link := newScript(c.p, fits, fits)
 			d := newDevice(t, link, e, datapath.Options{})
 			b := newBuffers(1, 2048)
-			for range 2 { // the second would go on with what is left of a superpacket
+			for range 2 { // the second round checks that nothing of the superpacket is left over
 				if n := read(t, d, b); n != 1 || len(b.packet(0)) != smallMTU {
 					t.Fatalf("%d packets, the first of %d octets", n, len(b.packet(0)))
 				}
@@ -102,7 +102,7 @@ func TestReadFragmentsLargePacketsIfAllowed(t *testing.T) {
 	e := newEngine(t, smallPeer())
 	link := newScript(cuttable(plain(udp4(at(podA, 4000), at(podB, 80), payload))), plain(udp4(at(podA, 1), at(podB, 2), []byte("after"))))
 	d := newDevice(t, link, e, datapath.Options{})
-	b := newBuffers(2, 2048) // the fragments go on in the next batch
+	b := newBuffers(2, 2048) // too few buffers, so the other fragments come in the next batch
 	var got [][]byte
 	for range 3 {
 		n := read(t, d, b)
@@ -146,7 +146,7 @@ func TestReadFragmentsTheSegmentsOfASuperpacket(t *testing.T) {
 	}
 }
 
-// Without an MTU of the peer, or with a larger one, the buffers are the bound.
+// If a peer has no MTU or a larger one, the size of the buffers limits packets.
 func TestBuffersBoundPacketsToo(t *testing.T) {
 	for _, mtu := range []uint16{0, 1500} {
 		p := rules("b")
@@ -162,7 +162,7 @@ func TestBuffersBoundPacketsToo(t *testing.T) {
 	}
 }
 
-// A fragment that the engine held is cut again when it is too big.
+// A fragment that the engine held is fragmented again if it is too big for the peer.
 func TestReleasedFragmentsAreCutAgain(t *testing.T) {
 	whole := cuttable(plain(udp4(at(nodeA, 4000), at(podB, 80), random(2800))))[packet.VirtioHeaderLen:]
 	pieces := fragments(whole, 1400)
@@ -171,7 +171,7 @@ func TestReleasedFragmentsAreCutAgain(t *testing.T) {
 	if n := read(t, d, b); n != 5 {
 		t.Fatalf("%d fragments, want 5", n)
 	}
-	order := []int{0, 1, 3, 4, 2} // the first of the datagram, then in the order of their coming
+	order := []int{0, 1, 3, 4, 2} // the first fragment is forwarded first, the others in order of arrival
 	var sorted [][]byte
 	for _, i := range order {
 		sorted = append(sorted, b.packet(i))
@@ -179,7 +179,8 @@ func TestReleasedFragmentsAreCutAgain(t *testing.T) {
 	checkPacket(t, joined(t, sorted), netip.MustParseAddr("10.71.0.0"), podB)
 }
 
-// The in-process endpoint knows the tunnel's MTU, not the peer's: what it sends may be cut, and is.
+// The in-process endpoint knows only the tunnel's MTU. Its packets that exceed the peer's MTU are
+// fragmented.
 func TestPacketsOfTheLocalEndpointAreCut(t *testing.T) {
 	p := smallPeer()
 	p.MTU = 500
@@ -190,7 +191,7 @@ func TestPacketsOfTheLocalEndpointAreCut(t *testing.T) {
 	if _, err := d.Write(behindOffset(request), offset); err != nil {
 		t.Fatal(err)
 	}
-	if n := read(t, d, newBuffers(16, 2048)); n != 3 { // gVisor sends without DF
+	if n := read(t, d, newBuffers(16, 2048)); n != 3 { // gVisor does not set DF
 		t.Fatalf("%d packets", n)
 	}
 	if len(link.written) != 0 {
@@ -198,7 +199,8 @@ func TestPacketsOfTheLocalEndpointAreCut(t *testing.T) {
 	}
 }
 
-// A flood of packets that are too big costs the link no more than the allowed errors.
+// For a flood of packets that are too big, only as many ICMP errors are written to the link as
+// the rate limit allows.
 func TestErrorsAboutAFloodAreLimited(t *testing.T) {
 	big := plain(udp4(at(podA, 4000), at(podB, 80), random(1400)))
 	var flood [][]byte
@@ -216,7 +218,8 @@ func TestErrorsAboutAFloodAreLimited(t *testing.T) {
 	}
 }
 
-// Over IPv6 nobody but itself may cut its packets: it is told, and the link is not.
+// With IPv6, only the sender may fragment a packet. So the endpoint gets the ICMP error, and the
+// link does not.
 func TestLocalEndpointGetsTooBigErrorsOverIPv6(t *testing.T) {
 	pre, self6 := netip.MustParsePrefix, netip.MustParseAddr("fd69::1")
 	e := natengine.New(natengine.Config{Self4: self, Self6: self6})

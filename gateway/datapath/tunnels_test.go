@@ -14,11 +14,11 @@ import (
 	"github.com/isthmus-net/isthmus/internal/cputime"
 )
 
-// BenchmarkTunnels is how well several tunnels run side by side: each goroutine is one, with a path
-// at both ends and a cipher of its own, and all of them share the two engines. One operation is a
-// superpacket there. Run it with -cpu 1,2,...: without anything shared the time of an operation is
-// that of one processor divided by their number. "cipher" shares nothing, and so is what this
-// machine can do.
+// BenchmarkTunnels measures how well several tunnels run in parallel. Each goroutine runs one
+// tunnel from end to end, with a cipher of its own, and all of them share the two engines. One
+// operation carries a superpacket. Run it with -cpu 1,2,...: if nothing were shared, the time per
+// operation would be that of one processor divided by their number. The sub-benchmark "cipher"
+// shares nothing, and so shows what the machine can do.
 func BenchmarkTunnels(b *testing.B) {
 	for _, tc := range []struct {
 		name string

@@ -26,7 +26,7 @@ import (
 	"github.com/isthmus-net/isthmus/packet/packettest"
 )
 
-// A running is an engine as a gateway that runs has it.
+// A running is the engine of a running gateway.
 type running struct {
 	*natengine.Engine
 	now     func() time.Duration
@@ -49,7 +49,7 @@ func newRunning(t testing.TB, pods string) running {
 	return running{e, func() time.Duration { return 0 }, make(chan parcel, 1<<16)}
 }
 
-// open opens the nth flow of a node, whose port has to change.
+// open opens the nth flow of a node, whose source port NAPT must change.
 func (r running) open(t testing.TB, n int) {
 	t.Helper()
 	for _, node := range []string{"192.168.1.1", "192.168.1.2"} {
@@ -79,11 +79,11 @@ func (r running) flows() []string {
 	return all
 }
 
-// A place is where gateways reach each other in a test.
+// A place is the network of a test, in which gateways reach each other.
 type place struct {
 	mu   sync.Mutex
 	at   map[netip.Addr]net.Listener
-	role map[netip.Addr]bool // is the active one, by what the API server says
+	role map[netip.Addr]bool // whether the gateway is the active one according to the API server
 	key  map[netip.Addr][32]byte
 }
 
@@ -97,7 +97,7 @@ func (p *place) set(addr netip.Addr, active bool, key byte) {
 	p.role[addr], p.key[addr] = active, [32]byte{key}
 }
 
-// start starts the link of a gateway; stop is its death.
+// start starts the Link of a gateway. stop simulates the gateway's end.
 func (p *place) start(t *testing.T, k *Keeper, own netip.Addr) (l *Link, stop func()) {
 	ctx, cancel := context.WithCancel(t.Context())
 	l = NewLink(k, Options{
@@ -184,11 +184,11 @@ func TestFlowsSurviveFailoversAndRestarts(t *testing.T) {
 	copied(100)
 	want := first.flows()
 
-	// The gateway restarts and stays active: the other one has its flows.
+	// The active gateway restarts and stays active. The standby still has its flows.
 	die()
 	second, a := newRunning(t, "10.246.0.0/16"), NewKeeper()
 	link, die := p.start(t, a, one)
-	link.Await(t.Context()) // on a busy machine that is not long enough
+	link.Await(t.Context()) // its time limit may be too short on a busy machine
 	eventually(t, "the copy of a copy", func() bool { return a.State().Copied == 100 })
 	a.Activate(second)
 	eventually(t, "the same flows after a restart", func() bool { return reflect.DeepEqual(second.flows(), want) })
@@ -196,7 +196,7 @@ func TestFlowsSurviveFailoversAndRestarts(t *testing.T) {
 	copied(102)
 	want = second.flows()
 
-	// It dies, and the other one takes over.
+	// The active gateway ends, and the other one becomes active.
 	die()
 	p.set(one, false, 1)
 	p.set(two, true, 1)
@@ -207,7 +207,7 @@ func TestFlowsSurviveFailoversAndRestarts(t *testing.T) {
 	if s := b.State(); s.Copied != 0 || !s.Active || s.Counts.Adopted != 102 {
 		t.Errorf("state %+v", s)
 	}
-	// The next standby copies, under another key, too.
+	// A new standby copies the flows, even after a change of the key.
 	a = NewKeeper()
 	_, die = p.start(t, a, one)
 	defer die()
@@ -220,7 +220,8 @@ func TestFlowsSurviveFailoversAndRestarts(t *testing.T) {
 	eventually(t, "copy with another key is followed", func() bool { return a.State().Copied == 0 })
 }
 
-// A planned move: what the gateway before opens while the next one is active already is adopted, too.
+// In a planned move, the previous gateway still opens flows while the next one is already active.
+// Those flows are adopted, too.
 func TestLateFlowsOfThePreviousGatewayAreAdopted(t *testing.T) {
 	p := newPlace()
 	p.set(one, true, 1)
@@ -236,7 +237,7 @@ func TestLateFlowsOfThePreviousGatewayAreAdopted(t *testing.T) {
 	b.Activate(after)
 	before.open(t, 1)
 	eventually(t, "late flows", func() bool { return reflect.DeepEqual(after.flows(), before.flows()) })
-	// The peer may have other networks by then.
+	// The peer may have got other networks in the meantime.
 	c := NewKeeper()
 	r := receiver{k: c}
 	r.begin(true, 0)
@@ -249,19 +250,20 @@ func TestLateFlowsOfThePreviousGatewayAreAdopted(t *testing.T) {
 	}
 }
 
-// Of the flows that arrive, each is adopted, there already, or counted with the reason.
+// Each received flow is adopted, exists already, or is counted with the reason why it was
+// refused.
 func TestAFlowThatIsNotAdoptedIsCounted(t *testing.T) {
 	before, after := newRunning(t, "10.246.0.0/16"), newRunning(t, "10.246.0.0/16")
 	for n := range 3 {
 		before.open(t, n)
 	}
 	after.openFrom(t, "192.168.1.1", 0) // the same flow
-	after.openFrom(t, "192.168.1.2", 1) // it keeps the port that 192.168.1.1 has in the first engine: both flows clash
+	after.openFrom(t, "192.168.1.2", 1) // it uses the NAPT port that 192.168.1.1 uses in the first engine, so both flows clash
 	k := NewKeeper()
 	k.Activate(after)
 	r := receiver{k: k}
 	r.begin(true, 0)
-	for range 2 { // a flow is sent again when its state changes
+	for range 2 { // flows are sent again when their state changes
 		before.EachFlow(func(peer string, f natengine.Flow) { r.flow(peer, f, false) }, func() bool { return true })
 	}
 	want := map[natengine.Drop]uint64{natengine.DropFlowClash: 4} // two flows, twice
@@ -288,7 +290,8 @@ func TestFlowsAreSentOnlyToHoldersOfTheKey(t *testing.T) {
 		listener = p.at[one]
 		return listener != nil
 	})
-	// Strangers who say nothing, or anything, take no place of a gateway. They all come from one address here.
+	// Strangers that send nothing, or anything, do not take the place of a gateway. In this test all
+	// of them have the same address.
 	var open []net.Conn
 	for i := range 2 * addressMost {
 		conn, err := net.Dial("tcp4", listener.Addr().String())
@@ -300,7 +303,7 @@ func TestFlowsAreSentOnlyToHoldersOfTheKey(t *testing.T) {
 		fmt.Fprintf(conn, "GET /%d HTTP/1.0\r\n\r\n", i)
 	}
 	for _, conn := range open {
-		if b, err := io.ReadAll(conn); err == nil && len(b) > 7 { // an alert of TLS
+		if b, err := io.ReadAll(conn); err == nil && len(b) > 7 { // longer than a TLS alert
 			t.Errorf("a stranger is told %q", b)
 		}
 	}
@@ -312,7 +315,9 @@ func TestFlowsAreSentOnlyToHoldersOfTheKey(t *testing.T) {
 	eventually(t, "copy", func() bool { return b.State().Copied == 2 })
 }
 
-// A standby that starts does not know yet which gateway is active. It waits for what that one has, and not for its end.
+// A starting standby does not know yet which gateway is active. Await waits until it has the
+// active gateway's flows. The connection to that gateway stays open, and Await must not wait for
+// its end.
 func TestAwaitDoesNotWaitForTheActiveGatewayToStop(t *testing.T) {
 	p := newPlace()
 	p.set(one, false, 1)
@@ -407,7 +412,8 @@ func TestHandshakesOfStrangersAreBounded(t *testing.T) {
 	}
 }
 
-// What is told while this gateway is active is in no copy: a list from before must not go on as one.
+// Flows received while this gateway is active are in no copy. So a list that began before must
+// not continue as a copy afterwards.
 func TestAStandbyThatWasActiveNeedsANewFlowList(t *testing.T) {
 	k, flows := NewKeeper(), randomFlows(t)
 	near, far := net.Pipe()
@@ -443,7 +449,7 @@ func TestAStandbyThatWasActiveNeedsANewFlowList(t *testing.T) {
 	}
 }
 
-// slow is a connection whose other end reads only while it may.
+// slow is a connection whose other end reads only when it is allowed to.
 type slow struct {
 	net.Conn
 	may sync.Mutex
@@ -455,7 +461,8 @@ func (s *slow) Write(b []byte) (int, error) {
 	return s.Conn.Write(b)
 }
 
-// SetWriteDeadline sets none: on a busy machine the test takes longer than a write may.
+// SetWriteDeadline does nothing: on a busy machine a write of the test may take longer than the
+// deadline.
 func (s *slow) SetWriteDeadline(time.Time) error { return nil }
 
 func TestAStandbyThatIsTooSlowGetsEverythingAgain(t *testing.T) {
@@ -497,7 +504,7 @@ func TestAStandbyThatIsTooSlowGetsEverythingAgain(t *testing.T) {
 	<-done
 }
 
-// randomFlows are flows of an engine.
+// randomFlows returns the flows of an engine.
 func randomFlows(t testing.TB) (flows []natengine.Flow) {
 	e := newRunning(t, "10.246.0.0/16")
 	for n := range 200 {
@@ -507,7 +514,8 @@ func randomFlows(t testing.TB) (flows []natengine.Flow) {
 	return flows
 }
 
-// What a stream says arrives, in whatever order flows come and go.
+// The receiver of a stream ends up with the sender's flows, in whatever order flows are opened
+// and ended.
 func TestAStreamArrives(t *testing.T) {
 	flows := randomFlows(t)
 	for seed := range uint64(50) {
@@ -587,7 +595,7 @@ func TestAnIndirectCopyReplacesNoCopy(t *testing.T) {
 	}
 }
 
-// A standby is ready when it has all flows of the active gateway, or has waited for them long enough.
+// A standby is ready when it has all flows of the active gateway, or after the maximum wait.
 func TestAStandbyIsReadyWithTheFlowsOfTheActiveGateway(t *testing.T) {
 	list := func(k *Keeper, active bool) (end func()) {
 		r := receiver{k: k}
@@ -623,7 +631,7 @@ func TestAStandbyIsReadyWithTheFlowsOfTheActiveGateway(t *testing.T) {
 	ready("then", true)
 }
 
-// Whatever an end with the key sends: an error, and a copy that is in order.
+// Whatever an end with the key sends, receive returns an error and leaves a consistent copy.
 func FuzzReceive(f *testing.F) {
 	flows := randomFlows(f)
 	var b bytes.Buffer
@@ -666,7 +674,8 @@ func FuzzReceive(f *testing.F) {
 	})
 }
 
-// What a flow costs the process that opens and ends it, and with a standby in the same process, both ends of the copy.
+// BenchmarkFlows measures the cost of a flow for the process that opens and ends it. With a
+// standby in the same process, it includes both ends of the copy.
 func BenchmarkFlows(b *testing.B) {
 	for _, copied := range []bool{false, true} {
 		b.Run(map[bool]string{false: "nobody copies", true: "a standby copies"}[copied], func(b *testing.B) {
@@ -705,7 +714,7 @@ func BenchmarkFlows(b *testing.B) {
 			var v packet.View
 			buf := make([]byte, 100)
 			for n := range b.N {
-				if n%len(packets) == 0 { // 10,000 flows a second
+				if n%len(packets) == 0 { // limits the rate to 10,000 flows a second
 					e.Sweep(time.Duration(n) * time.Hour)
 					time.Sleep(time.Duration(len(packets)) * 100 * time.Microsecond)
 				}

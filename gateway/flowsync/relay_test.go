@@ -16,7 +16,8 @@ import (
 	"github.com/isthmus-net/isthmus/natengine"
 )
 
-// What a gateway relays while it ends waits for the next one, and arrives in order and whole, of whatever size it is.
+// Packets that an ending gateway relays wait for the next gateway. They arrive in order and
+// complete, whatever their size.
 func TestRelayedPacketsReachTheNextGateway(t *testing.T) {
 	p := newPlace()
 	p.set(one, true, 1)
@@ -54,7 +55,7 @@ func TestRelayedPacketsReachTheNextGateway(t *testing.T) {
 	}
 	eventually(t, "packets that wait", func() bool { return held() == len(want) })
 	b.mu.Lock()
-	for i := range b.held.all { // on a busy machine too
+	for i := range b.held.all { // keep them from expiring on a busy machine
 		b.held.all[i].at = time.Now()
 	}
 	b.mu.Unlock()
@@ -70,7 +71,8 @@ func TestRelayedPacketsReachTheNextGateway(t *testing.T) {
 	}
 }
 
-// Where a gateway has two connections to the active one, it takes each packet once.
+// If a gateway has two connections to the active one, it accepts packets only from the connection
+// that follows.
 func TestOnlyAFollowingConnectionTakesPackets(t *testing.T) {
 	for name, once := range map[string]bool{"follows": false, "asks": true} {
 		var b bytes.Buffer
@@ -91,11 +93,12 @@ func TestOnlyAFollowingConnectionTakesPackets(t *testing.T) {
 	}
 }
 
-// A gatedList sends its first list of all flows when it may. Later ones do not wait for that.
+// A gatedList delays the first list of all flows until it is released. Later lists are not
+// delayed.
 type gatedList struct {
 	running
-	other atomic.Bool   // it is not the first one
-	begun chan struct{} // closed when the first one is begun
+	other atomic.Bool   // the first list has begun
+	begun chan struct{} // closed when the first list begins
 	may   chan struct{}
 }
 
@@ -107,8 +110,8 @@ func (g *gatedList) EachFlow(f func(peer string, flow natengine.Flow), between f
 	g.running.EachFlow(f, between)
 }
 
-// A standby that starts asks all gateways for their flows, and follows one as soon as it knows which is active. While it
-// does both, packets come over two connections.
+// A starting standby requests the flows of all gateways. As soon as it knows which one is active,
+// it also follows that one. During that time, packets arrive on two connections.
 func TestAStandbyTakesEachPacketOnceFromTwoConnections(t *testing.T) {
 	before := &gatedList{running: newRunning(t, "10.246.0.0/16"), begun: make(chan struct{}), may: make(chan struct{})}
 	after, a, b := newRunning(t, "10.246.0.0/16"), NewKeeper(), NewKeeper()
@@ -119,7 +122,7 @@ func TestAStandbyTakesEachPacketOnceFromTwoConnections(t *testing.T) {
 		ctx, cancel := context.WithCancel(t.Context())
 		done := make(chan error, 1)
 		go func() { done <- a.send(ctx, &slow{Conn: far}) }()
-		go func() { // as Link.ask
+		go func() { // does the same as Link.ask
 			r := receiver{k: b, once: once}
 			_ = r.receive(near, func() {})
 			r.close()
@@ -167,7 +170,7 @@ func TestAStandbyTakesEachPacketOnceFromTwoConnections(t *testing.T) {
 	}
 }
 
-// A gateway that does not become active keeps no packets.
+// Packets that wait for this gateway to become active are limited in size and time.
 func TestWaitingRelayedPacketsAreBounded(t *testing.T) {
 	k := NewKeeper()
 	p := make([]byte, 60000)
@@ -194,8 +197,8 @@ func TestWaitingRelayedPacketsAreBounded(t *testing.T) {
 	}
 }
 
-// Where another gateway becomes active, it has the packets, too. A second connection to the gateway that
-// relayed them does not say so.
+// If another gateway becomes active, it gets the packets as well, so this one drops them. A
+// second connection to the gateway that relayed them is not a sign of that.
 func TestAFollowerOfTheNextGatewayKeepsNoPackets(t *testing.T) {
 	k := NewKeeper()
 	first, second := netip.MustParseAddr("10.244.1.254"), netip.MustParseAddr("10.244.2.254")
@@ -221,7 +224,7 @@ func TestAFollowerOfTheNextGatewayKeepsNoPackets(t *testing.T) {
 	waiting("it begins its list anew, as it ends", 1)
 }
 
-// Each packet that a connection does not get is counted, whether another connection gets it or not.
+// Each packet that a connection does not get is counted, even if another connection gets it.
 func TestUnsentPacketsAreCounted(t *testing.T) {
 	k := NewKeeper()
 	p := make([]byte, 60000)
@@ -269,7 +272,7 @@ func TestUnsentPacketsAreCounted(t *testing.T) {
 	check("nobody, which the caller counts", 0)
 }
 
-// A failing is a connection on which Write fails, once it may return.
+// A failing is a connection whose Write waits until it is released, and then fails.
 type failing struct {
 	slow
 	fails atomic.Bool
@@ -284,7 +287,8 @@ func (f *failing) Write(b []byte) (int, error) {
 	return 0, errors.New("it fails")
 }
 
-// Packets that were written are counted too, where the connection ends before they have left.
+// Packets that were written to the buffer are counted, too, if the connection ends before they
+// were sent.
 func TestPacketsOfAFailedConnectionAreCounted(t *testing.T) {
 	near, far := net.Pipe()
 	defer near.Close()
@@ -313,7 +317,7 @@ func TestPacketsOfAFailedConnectionAreCounted(t *testing.T) {
 		if !a.Relay(0, []byte{1}) {
 			t.Fatal("there is nobody")
 		}
-		time.Sleep(10 * gather) // the first is written before the second comes
+		time.Sleep(10 * gather) // the first packet is written before the second one is added
 	}
 	conn.may.Unlock()
 	if err := <-done; err == nil {
@@ -324,15 +328,16 @@ func TestPacketsOfAFailedConnectionAreCounted(t *testing.T) {
 	}
 }
 
-// A packet of which only a part arrives, or in a broken stream, or when there is nobody for it any more, is counted.
+// A packet is counted as lost if only a part of it arrives, if the stream is invalid, or if this
+// gateway no longer needs packets.
 func TestTruncatedPacketsAreCounted(t *testing.T) {
 	long := make([]byte, maxFrame)
 	for _, c := range []struct {
 		what  string
 		once  bool
 		write func(w writer)
-		cut   int  // octets that are missing at the end
-		moved bool // this gateway was active and is a standby again
+		cut   int  // number of octets missing at the end
+		moved bool // this gateway became active and is a standby again
 		lost  uint64
 	}{
 		{"whole", false, func(w writer) { w.parcel(parcel{p: long}) }, 0, false, 0},
@@ -370,7 +375,8 @@ func TestTruncatedPacketsAreCounted(t *testing.T) {
 	}
 }
 
-// A gateway that does not become active keeps no packets, though none follows that would displace them.
+// A gateway that does not become active drops waiting packets after a while, even if no further
+// packets arrive.
 func TestOldRelayedPacketsAreDropped(t *testing.T) {
 	p, k := newPlace(), NewKeeper()
 	k.brought(parcel{p: make([]byte, 1000), at: time.Now()})
