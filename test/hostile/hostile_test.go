@@ -1,5 +1,5 @@
-// Package hostile floods a real gateway, over real sockets, with what a peer or a stranger may
-// send, beside an honest peer with a stream and pings:
+// Package hostile floods a real gateway, over real sockets, with messages that a peer or a
+// stranger can send. Meanwhile an honest peer has a TCP stream and pings:
 //
 //	b: pod ── isthmus gateway ══ underlay ══ isthmus gateway ── pod :a
 //	c: a socket, with the key of a peer ═══╝
@@ -38,21 +38,20 @@ import (
 var must = expect.NoError
 
 const (
-	// patience is how long a test waits for what has to come, on a machine that is busy with other
-	// things.
+	// patience is the time limit for expected events, on a machine that may be busy.
 	patience = time.Minute
 
 	wireGuardPort = 5871
 	checkPort     = 12345
 	streamPort    = 9
-	streamRate    = 4 << 20 // octets a second: the machine has room for it beside a flood
+	streamRate    = 4 << 20 // octets a second; the machine can carry it during a flood
 
 	floodRate  = 3000 // messages a second
 	floodTime  = time.Second
-	atMostTime = 300 * time.Millisecond // of as many as fit
+	atMostTime = 300 * time.Millisecond // duration of a flood at the maximum rate
 
 	pingEvery = 50 * time.Millisecond
-	pingWait  = 10 * time.Second // a second is much; the stall that this test is about took 47
+	pingWait  = 10 * time.Second // a ping takes less than a second; the stall for which this test was written took 47 s
 )
 
 var (
@@ -61,14 +60,14 @@ var (
 	podsOfC = netip.MustParsePrefix("10.60.0.0/18")
 )
 
-// overflow are the reasons of what is too much: handshakes, of which those within the budgets are
-// answered or refused.
+// overflow are the drop reasons of handshakes when there are too many. Handshakes within the
+// budgets are answered or refused.
 var overflow = []string{"handshake_queue", "handshake_key", "handshake_refused"}
 
-// A flood is messages of one kind.
+// A flood is a kind of messages that a test sends.
 type flood struct {
 	name   string
-	reason string // that isthmus_drops_total gives for each; empty: it may have overflow of queues alone
+	reason string // label of isthmus_drops_total that counts each message; empty: they may be counted only by the reasons in overflow
 	next   func() []byte
 }
 
@@ -78,8 +77,8 @@ func TestAHostilePeerDoesNotAffectAnHonestOne(t *testing.T) {
 	for _, f := range s.floods(t) {
 		t.Run(f.name, func(t *testing.T) {
 			p := s.flood(t, f, floodRate, floodTime)
-			// A stall loses nearly all pings. A machine that is busy with other tests may lose
-			// one, and takes throughput for itself, which is therefore told and not judged.
+			// A stall loses nearly all pings. A machine that is busy with other tests may lose a single
+			// one, and has less throughput. So the throughput is only reported.
 			if p.lost > p.pings/4 {
 				t.Errorf("%d of %d pings lost", p.lost, p.pings)
 			}
@@ -96,12 +95,12 @@ func TestAHostilePeerDoesNotAffectAnHonestOne(t *testing.T) {
 type site struct {
 	*lab.Lab
 	a, b, c *lab.Cluster
-	public  *ecdh.PublicKey  // of a
-	own     *ecdh.PrivateKey // of c
+	public  *ecdh.PublicKey  // public key of a's gateway
+	own     *ecdh.PrivateKey // private key of c
 	socket  net.Conn         // of c, connected to a's gateway
 	session *noise.Session   // of c
 	honest  recorder
-	stream  atomic.Int64 // octets of the honest peer that arrived
+	stream  atomic.Int64 // received octets of the honest peer's stream
 }
 
 func newSite(t *testing.T) *site {
@@ -144,7 +143,8 @@ func newSite(t *testing.T) *site {
 	return s
 }
 
-// sniff lets the test fail if the honest clusters' nodes send anything of their peers in the clear.
+// sniff makes the test fail if a node of the honest clusters sends a packet for a peer in the
+// clear.
 func (s *site) sniff(t *testing.T) {
 	sniffer, err := s.Sniff(nil)
 	must(t, err)
@@ -173,7 +173,7 @@ func keyOf(t *testing.T, c *lab.Cluster) *ecdh.PrivateKey {
 	return key
 }
 
-// startStream begins a stream of TCP from b to a, which ends with the test.
+// startStream starts a TCP stream from b to a, which ends with the test.
 func (s *site) startStream(t *testing.T) {
 	port := ":" + strconv.Itoa(streamPort)
 	l, err := s.a.Pods[0].Listen("tcp4", port)
@@ -210,7 +210,7 @@ func (c counter) Write(b []byte) (int, error) {
 	return len(b), nil
 }
 
-// --- what is sent
+// --- messages to send
 
 func (s *site) floods(t *testing.T) []flood {
 	honest, ours := s.b.Pods[0].Addr, s.c.Pods[0].Addr
@@ -219,7 +219,7 @@ func (s *site) floods(t *testing.T) []flood {
 		change(b)
 		return func() []byte { return s.session.Seal(b) }
 	}
-	length := func(m, from, to int) func() []byte { // of a message of type m, from from octets on
+	length := func(m, from, to int) func() []byte { // the function returns messages of type m; their lengths cycle through from..to octets
 		n := from
 		return func() []byte {
 			b := make([]byte, n)
@@ -276,7 +276,8 @@ func (s *site) floods(t *testing.T) []flood {
 	}
 }
 
-// initiations makes valid ones, each later than the one before, and after a while begins again.
+// initiations returns a function that returns valid initiations, each later than the previous
+// one. After some number it starts again with the first.
 func (s *site) initiations(own *ecdh.PrivateKey) func() []byte {
 	all := make([][]byte, floodRate)
 	var once sync.Once
@@ -293,7 +294,7 @@ func (s *site) initiations(own *ecdh.PrivateKey) func() []byte {
 	}
 }
 
-// datagram is an IPv4 packet of UDP with no checksum for UDP.
+// datagram returns an IPv4 packet with a UDP datagram without checksum.
 func datagram(src, dst netip.AddrPort, payload string) []byte {
 	b := make([]byte, 20+8, 20+8+len(payload))
 	b[0], b[8], b[9] = 0x45, 64, unix.IPPROTO_UDP
@@ -311,8 +312,7 @@ func datagram(src, dst netip.AddrPort, payload string) []byte {
 	return append(b, payload...)
 }
 
-// recorder keeps data messages that arrive at a gateway from a peer, as a tap on the wire sees
-// them.
+// A recorder keeps data messages that arrive at a gateway from a peer, like a tap on the wire.
 type recorder struct {
 	mu     sync.Mutex
 	recent [][]byte
@@ -339,11 +339,11 @@ func (r *recorder) listen(t *testing.T, at *lab.Node, from netip.Addr) {
 			}
 			n, _, err := unix.Recvfrom(fd, buf, 0)
 			const headers = 20 + 8
-			// Those that the kernel has put together are left out: where one of them ends is not
-			// said here.
+			// Datagrams that the kernel has joined are left out, because the length of a single one is not
+			// known here.
 			if err != nil || n < headers+noise.HeaderLen+noise.TagLen || n > 1500 || buf[9] != unix.IPPROTO_UDP ||
 				!bytes.Equal(buf[12:16], from.AsSlice()) || buf[headers] != noise.DataType ||
-				bytes.Contains(buf[headers+8:n], buf[headers:headers+8]) { // the next one begins as the first does
+				bytes.Contains(buf[headers+8:n], buf[headers:headers+8]) { // the start of a message occurs again, so datagrams were joined
 				continue
 			}
 			r.mu.Lock()
@@ -362,7 +362,7 @@ func (r *recorder) listen(t *testing.T, at *lab.Node, from netip.Addr) {
 	})
 }
 
-// message is a message that was received some time ago.
+// message returns a message that was received some time ago.
 func (r *recorder) message(t *testing.T) []byte {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -372,12 +372,12 @@ func (r *recorder) message(t *testing.T) []byte {
 	return r.recent[(r.n+1)%len(r.recent)]
 }
 
-// index is the receiver's name for the session of the peer.
+// index returns the receiver index of the peer's session.
 func (r *recorder) index(t *testing.T) uint32 { return binary.LittleEndian.Uint32(r.message(t)[4:]) }
 
-// --- what comes of it
+// --- results
 
-// phase is what the honest peer had during a flood.
+// A phase is what the honest peer measured during a flood.
 type phase struct {
 	octets      int64
 	took        time.Duration
@@ -387,7 +387,7 @@ type phase struct {
 
 func (p phase) rate() float64 { return float64(p.octets) / p.took.Seconds() }
 
-// during pings while f runs, and waits for the last answer.
+// during sends pings while f runs, and waits for the last answer.
 func (s *site) during(t *testing.T, name string, f func()) phase {
 	ctx, cancel := context.WithCancel(t.Context())
 	var (
@@ -425,10 +425,10 @@ func (s *site) during(t *testing.T, name string, f func()) phase {
 	return p
 }
 
-// flood sends messages of a kind, rate a second or, with 0, as many as fit, and wants each of them
-// counted for the reason of the kind, or as beyond the peer's share, and none for another.
+// flood sends messages of a kind: rate a second or, with 0, as fast as possible. Each message
+// must be counted with the reason of its kind or as receive_queue, and none with another reason.
 func (s *site) flood(t *testing.T, f flood, rate int, d time.Duration) phase {
-	f.next() // what has to be made once
+	f.next() // the first call may take long
 	before, lostBefore := s.drops(t), s.kernelDrops(t)
 	sent := 0
 	p := s.during(t, f.name, func() {
@@ -461,7 +461,7 @@ func (s *site) flood(t *testing.T, f flood, rate int, d time.Duration) phase {
 			switch n -= before[reason]; {
 			case reason == f.reason, reason == "receive_queue":
 				counted += n
-			case reason == "socket_buffer": // lost has them, and those that the gateway learns of with the next message
+			case reason == "socket_buffer": // these are in lost, but the gateway may learn of them only with a later message
 			case n != 0 && (f.reason != "" || !slices.Contains(overflow, reason)):
 				others += fmt.Sprintf(" %s: %d", reason, n)
 			}
@@ -480,7 +480,7 @@ func (s *site) flood(t *testing.T, f flood, rate int, d time.Duration) phase {
 	}
 }
 
-// drops are the inbound packets that a's gateway has dropped, by reason.
+// drops returns the numbers of inbound packets that a's gateway has dropped, by reason.
 func (s *site) drops(t *testing.T) map[string]int {
 	text, err := s.Metrics(t.Context(), s.a)
 	must(t, err)
@@ -499,8 +499,8 @@ func (s *site) drops(t *testing.T) map[string]int {
 	return all
 }
 
-// kernelDrops is what the kernel lost between c and a's gateway: at the devices on the way, and at
-// the socket.
+// kernelDrops returns the number of packets that the kernel lost between c and a's gateway: at
+// the devices on the path, and at the socket.
 func (s *site) kernelDrops(t *testing.T) (n int) {
 	number := func(s string) int {
 		n, err := strconv.Atoi(s)
@@ -518,7 +518,7 @@ func (s *site) kernelDrops(t *testing.T) (n int) {
 		}))
 		for line := range strings.Lines(string(devices)) {
 			if _, values, ok := strings.Cut(line, ":"); ok {
-				fields := strings.Fields(values) // received, sent: octets, packets, errors, drops, ...
+				fields := strings.Fields(values) // octets, packets, errors, drops and more: 8 of received packets, then the same of sent ones
 				n += number(fields[3]) + number(fields[11])
 			}
 		}

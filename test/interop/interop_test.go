@@ -1,11 +1,11 @@
-// Package interop joins a real `isthmus gateway` with a peer that shares no code with it: Debian's
-// wireguard-go package, a hand-made kernel configuration without any NAT, and a ping/pong peer
-// written from section 8 of docs/liqo-v0.md.
+// Package interop connects a real `isthmus gateway` with a peer that shares no code with it. The
+// peer consists of Debian's wireguard-go package, a hand-made kernel configuration without NAT,
+// and a ping/pong implementation written from section 8 of docs/liqo-v0.md.
 //
-//	pod a ── node of A ═ isthmus gateway ══ UDP ══ wireguard-go ─ all of cluster B, addresses as A sees them
+//	pod a ── node of A ═ isthmus gateway ══ UDP ══ wireguard-go ─ cluster B, as A sees it
 //
-// Where a real gateway of B would translate b@A to b, the peer simply owns b@A: what is in the
-// tunnel is the same.
+// A real gateway of B would translate b@A to b. The peer simply owns b@A, so the packets in the
+// tunnel are the same.
 package interop
 
 import (
@@ -33,8 +33,7 @@ import (
 	"github.com/isthmus-net/isthmus/test/internal/hosts"
 )
 
-// patience is how long a test waits for what has to come, on a machine that is busy with other
-// things.
+// patience is the time limit for expected events, on a machine that may be busy.
 const patience = time.Minute
 
 const (
@@ -42,20 +41,19 @@ const (
 	idB = "bbbbbbbb-2222-4222-8222-222222222222"
 )
 
-// Both clusters have the PodCIDR 10.244.0.0/16 and the ExternalCIDR 10.247.0.0/16; each side
-// remapped the other's, to ranges of its own choice. The notation is that of docs/liqo-v0.md:
-// podsAatB is Pa@B.
+// Both clusters have the PodCIDR 10.244.0.0/16 and the ExternalCIDR 10.247.0.0/16. Each side has
+// remapped the other side's networks. The notation is that of docs/liqo-v0.md: podsAatB is Pa@B.
 var (
 	podsAatB, extAatB = netip.MustParsePrefix("10.246.0.0/16"), netip.MustParsePrefix("10.248.0.0/16")
 	podsBatA, extBatA = netip.MustParsePrefix("10.245.0.0/16"), netip.MustParsePrefix("10.249.0.0/16")
 
 	a, aAtB   = netip.MustParseAddr("10.244.1.10"), netip.MustParseAddr("10.246.1.10")
 	bAtA      = netip.MustParseAddr("10.245.1.20")
-	endpoint  = netip.MustParseAddr("198.51.100.7") // no pod, beside pod a
-	endpointX = netip.MustParseAddr("10.248.0.9")   // x@B: how B reaches it
-	serverX   = netip.MustParseAddr("10.249.0.5")   // x@A: an endpoint of B as A reaches it
+	endpoint  = netip.MustParseAddr("198.51.100.7") // an external endpoint of A, not a pod
+	endpointX = netip.MustParseAddr("10.248.0.9")   // x@B: the address at which B reaches it
+	serverX   = netip.MustParseAddr("10.249.0.5")   // x@A: the address at which A reaches an endpoint of B
 
-	natIPofA = podsAatB.Addr() // everything of A that is no pod, as B sees it
+	natIPofA = podsAatB.Addr() // source, as B sees it, of everything in A that is no pod
 	natIPofB = podsBatA.Addr()
 	checkA   = extAatB.Addr().Next()
 	checkB   = extBatA.Addr().Next()
@@ -69,12 +67,12 @@ type site struct {
 	pod, node, peer *hosts.Host
 	wg              *wgDevice
 	keyA, keyB      *ecdh.PrivateKey
-	tap             *hosts.Raw // the peer's tunnel device, both directions
+	tap             *hosts.Raw // captures both directions on the peer's tunnel device
 	responder       *responder
 
-	config      string // directory of the gateway's configuration
-	gatewayYAML string // as it is there, without a next key
-	keyFile     string // of keyA
+	config      string // directory with the gateway's configuration
+	gatewayYAML string // the configuration in it, without a next key
+	keyFile     string // file with keyA
 }
 
 func TestInteropWithWireGuardGo(t *testing.T) {
@@ -101,7 +99,7 @@ func (s *site) step(name string, f func(*site)) {
 	})
 }
 
-// newSite builds both sides and waits until each has seen the other.
+// newSite starts both sides and waits until each has heard from the other.
 func newSite(t *testing.T) *site {
 	hosts.Need(t, "wireguard-go")
 	if _, err := os.Stat("/dev/net/tun"); err != nil {
@@ -135,8 +133,8 @@ func newSite(t *testing.T) *site {
 	return s
 }
 
-// startGateway builds isthmus, writes a configuration as `kubectl get -o yaml` would print it, and
-// runs the gateway.
+// startGateway builds isthmus, writes a configuration like the output of `kubectl get -o yaml`,
+// and starts the gateway.
 func (s *site) startGateway() {
 	s.Helper()
 	dir := s.TempDir()
@@ -231,7 +229,7 @@ spec:
     198.51.100.7: 10.248.0.9
 `
 
-// gatewayStatus is what this test reads of the gateway's status.
+// gatewayStatus is the part of the gateway's status that this test reads.
 type gatewayStatus struct {
 	PublicKey     string       `json:"publicKey"`
 	NextPublicKey string       `json:"nextPublicKey"`
@@ -272,7 +270,7 @@ func (s *site) status() (st gatewayStatus, err error) {
 	return st, json.NewDecoder(resp.Body).Decode(&st)
 }
 
-// inState waits until the gateway says that about its only peer.
+// inState waits until the gateway reports its only peer in the given state.
 func (s *site) inState(want string) {
 	s.Helper()
 	s.eventually("the peer is "+want, func() error {
@@ -287,7 +285,7 @@ func (s *site) inState(want string) {
 	})
 }
 
-// drops is how many inbound packets of the peer were dropped for a reason.
+// drops returns the number of the peer's inbound packets that were dropped for a reason.
 func (s *site) drops(reason string) (n uint64) {
 	s.Helper()
 	st, err := s.status()
@@ -329,7 +327,7 @@ func (s *site) handshake() {
 	s.inState("Connected")
 }
 
-// sentAt is the time stamp of a PING.
+// sentAt parses the time stamp of a PING.
 func sentAt(raw string) (time.Time, error) {
 	var ping struct {
 		TimeStamp time.Time `json:"timeStamp"`
@@ -338,8 +336,9 @@ func sentAt(raw string) (time.Time, error) {
 	return ping.TimeStamp, err
 }
 
-// withoutBursts are the times that have no other one within a microsecond: those of the connection
-// check. Probes of the path's MTU are several PINGs with time stamps a nanosecond apart.
+// withoutBursts returns the times that have no other time within a microsecond: those of the
+// connection check. Probes of the path MTU are several PINGs whose time stamps differ by a
+// nanosecond.
 func withoutBursts(said []time.Time) (alone []time.Time) {
 	said = slices.SortedFunc(slices.Values(said), time.Time.Compare)
 	for i, at := range said {
@@ -350,7 +349,7 @@ func withoutBursts(said []time.Time) (alone []time.Time) {
 	return alone
 }
 
-// ourPings looks at what the gateway asked, letter by letter.
+// ourPings checks the gateway's PINGs byte by byte.
 func (s *site) ourPings() {
 	s.eventually("seven PINGs of the connection check", func() error {
 		pings, _ := s.responder.heard()
@@ -390,10 +389,11 @@ func (s *site) ourPings() {
 		}
 		said = append(said, sent)
 	}
-	// Most of the pauses: on a busy machine one is longer, and the next one shorter.
+	// Check only the median of the intervals: on a busy machine, one is longer and the next one
+	// shorter.
 	var gaps []time.Duration
 	said = withoutBursts(said)
-	for i := range said[2:] { // the first PING is early: a new peer does not wait for its turn
+	for i := range said[2:] { // the first PING is sent early, because a new peer is pinged before its turn
 		gaps = append(gaps, said[i+2].Sub(said[i+1]))
 	}
 	slices.Sort(gaps)
@@ -409,11 +409,11 @@ func (s *site) ourPings() {
 	}
 }
 
-// ourPongs asks as the peer's gateway would, from its NAPT address.
+// ourPongs sends PINGs from the NAPT address of the peer's gateway, and checks the answers.
 func (s *site) ourPongs() {
 	c := s.peer.ListenUDP(netip.AddrPortFrom(natIPofB, checkPort))
 	to := netip.AddrPortFrom(checkA, checkPort)
-	// The answer is the same object, whatever the clusterID says.
+	// The answer is the same object, whatever clusterID it contains.
 	for _, id := range []string{idA, idB, "somebody-else"} {
 		m := message{ClusterID: id, MsgType: "PING", TimeStamp: time.Now().Truncate(0)}
 		got, from := askPong(s.T, c, to, m)
@@ -430,8 +430,8 @@ func (s *site) ourPongs() {
 	}
 }
 
-// addressesInTheTunnel captures a ping each way on the peer's tunnel device: the table of section
-// 7.2 of docs/liqo-v0.md.
+// addressesInTheTunnel captures a ping in each direction on the peer's tunnel device, and
+// compares the addresses with the table in section 7.2 of docs/liqo-v0.md.
 func (s *site) addressesInTheTunnel() {
 	s.Run("pod to pod", func(t *testing.T) {
 		s := s.in(t)
@@ -459,7 +459,8 @@ func (s *site) in(t *testing.T) *site {
 	return &sub
 }
 
-// captured wants an echo request and its reply on the tap, with these sources and destinations.
+// captured waits for an echo request and its reply on the tap, with these sources and
+// destinations.
 func (s *site) captured(id uint16, request, reply [2]netip.Addr) {
 	s.Helper()
 	found := map[byte]bool{}
@@ -469,7 +470,7 @@ func (s *site) captured(id uint16, request, reply [2]netip.Addr) {
 			break
 		}
 		if len(b) < 28 || b[0] != 0x45 || b[9] != 1 || binary.BigEndian.Uint16(b[24:]) != id {
-			continue // the connection check, mostly
+			continue // mostly messages of the connection check
 		}
 		want, kind := request, b[20]
 		if kind == 0 {
@@ -486,7 +487,7 @@ func (s *site) captured(id uint16, request, reply [2]netip.Addr) {
 	}
 }
 
-// ping sends one echo request of that many octets of data and waits for its reply.
+// ping sends one echo request with size octets of data and waits for its reply.
 func (s *site) ping(from *hosts.Host, src, dst netip.Addr, id uint16, size int) {
 	s.Helper()
 	c := from.ListenICMP(src)
@@ -525,7 +526,7 @@ func (s *site) ping(from *hosts.Host, src, dst netip.Addr, id uint16, size int) 
 	}
 }
 
-// bigPing has to be fragmented, once on the way out and once on the way in.
+// bigPing sends pings that must be fragmented: one outbound and one inbound.
 func (s *site) bigPing() {
 	s.ping(s.pod, a, bAtA, 0xb001, 4000)
 	s.ping(s.peer, bAtA, aAtB, 0xb002, 4000)
@@ -536,8 +537,8 @@ func (s *site) tcpBothWays() {
 	s.transfer(s.peer, bAtA, s.pod, netip.AddrPortFrom(aAtB, 8080), netip.AddrPortFrom(a, 8080), bAtA)
 }
 
-// nodeToPod goes out from the node's own address: from the one it has in the pod network it would
-// be a pod.
+// nodeToPod connects from the node's own address. Its address in the pod network would count as a
+// pod's.
 func (s *site) nodeToPod() {
 	s.transfer(s.node, nodeUnderlay, s.peer, netip.AddrPortFrom(bAtA, 8081), netip.AddrPortFrom(bAtA, 8081), natIPofA)
 }
@@ -550,8 +551,8 @@ func (s *site) peerToEndpoint() {
 	s.transfer(s.peer, bAtA, s.pod, netip.AddrPortFrom(endpointX, 8083), netip.AddrPortFrom(endpoint, 8083), bAtA)
 }
 
-// transfer opens a connection and sends ten megabytes each way at the same time, compared by their
-// hash. The server has to see the client as seen.
+// transfer opens a connection and sends ten megabytes in each direction at the same time,
+// comparing hashes. The server must see the client's address as seen.
 func (s *site) transfer(client *hosts.Host, src netip.Addr, server *hosts.Host, dst, listen netip.AddrPort, seen netip.Addr) {
 	s.Helper()
 	const size = 10 << 20
@@ -584,7 +585,7 @@ func (s *site) transfer(client *hosts.Host, src netip.Addr, server *hosts.Host, 
 	l.Close()
 }
 
-// exchange writes a stream of one pattern and reads one of another.
+// exchange writes one pattern, and reads and checks another one.
 func exchange(c *net.TCPConn, mine, theirs byte, size int64) error {
 	if err := c.SetDeadline(time.Now().Add(2 * patience)); err != nil {
 		return err
@@ -599,7 +600,7 @@ func exchange(c *net.TCPConn, mine, theirs byte, size int64) error {
 	got, want := sha256.New(), sha256.New()
 	n, err := io.Copy(got, c)
 	written.Wait()
-	io.CopyN(want, &pattern{seed: theirs}, size) // a hash takes everything
+	io.CopyN(want, &pattern{seed: theirs}, size) // writing to a hash cannot fail
 	switch {
 	case err != nil:
 		return fmt.Errorf("read after %d octets: %w", n, err)
@@ -611,7 +612,7 @@ func exchange(c *net.TCPConn, mine, theirs byte, size int64) error {
 	return nil
 }
 
-// pattern is an endless stream that does not repeat at packet boundaries.
+// A pattern is an endless stream that does not repeat at packet boundaries.
 type pattern struct {
 	seed byte
 	n    uint64
@@ -625,19 +626,19 @@ func (p *pattern) Read(b []byte) (int, error) {
 	return len(b), nil
 }
 
-// allowedIPs: of all sources the peer may invent, only those in its two networks get through. The
-// others are dropped by WireGuard itself.
+// allowedIPs checks that only sources inside the peer's two networks pass. WireGuard itself drops
+// packets from other sources.
 func (s *site) allowedIPs() {
 	at := netip.AddrPortFrom(a, 9000)
 	inbox := s.pod.ListenUDP(at)
 	to := netip.AddrPortFrom(aAtB, at.Port())
 	last := netip.AddrPortFrom(lastOf(podsBatA), 0)
 	for _, src := range []string{
-		"192.168.77.1",                 // anybody
-		"10.244.1.20",                  // the pod's real address, which is also one of ours
-		"10.244.255.255",               // one below the pod network as we see it
-		"10.246.0.1",                   // one above it, and our own pods as the peer sees them
-		"10.248.255.255", "10.250.0.0", // around the external network
+		"192.168.77.1",                 // an arbitrary address
+		"10.244.1.20",                  // the pod's real address, which also exists in our cluster
+		"10.244.255.255",               // one below the peer's pod network, as we see it
+		"10.246.0.1",                   // one above it; also our own pods' network, as the peer sees it
+		"10.248.255.255", "10.250.0.0", // just below and above the peer's external network
 		"169.254.0.1", "192.0.2.2",
 	} {
 		s.sendFrom(netip.MustParseAddr(src), to, src)
@@ -653,8 +654,8 @@ func (s *site) allowedIPs() {
 	s.nothing(inbox)
 }
 
-// defaultDeny: a hostile peer routes anything to us; only pods and mapped endpoints are reached,
-// the rest is counted.
+// defaultDeny checks that a hostile peer, which sends packets to any address, reaches only pods
+// and mapped endpoints. All other packets are counted as dropped.
 func (s *site) defaultDeny() {
 	everything := netip.MustParsePrefix("0.0.0.0/0")
 	s.wg.configure(s.keyB, 51820, s.keyA.PublicKey(), netip.AddrPortFrom(nodeUnderlay, 5871), everything)
@@ -662,12 +663,12 @@ func (s *site) defaultDeny() {
 	any := netip.AddrPortFrom(netip.IPv4Unspecified(), 9001)
 	inboxes := []*net.UDPConn{s.pod.ListenUDP(any), s.node.ListenUDP(any)}
 	for _, c := range []struct{ dst, reason string }{
-		{"10.246.0.0", "no_flow"},                                      // the NAPT address, no flow
+		{"10.246.0.0", "no_flow"},                                      // the NAPT address, without a flow
 		{"10.248.0.77", "no_mapping"},                                  // nothing is mapped there
-		{"10.244.1.10", "destination"},                                 // a pod's real address
-		{"10.244.1.1", "destination"}, {"198.51.100.7", "destination"}, // the node; the endpoint by its own address
-		{"169.254.0.1", "destination"}, {"169.254.100.1", "destination"}, // the gateway's own
-		{"10.249.0.9", "destination"}, {"8.8.8.8", "destination"}, // nobody here
+		{"10.244.1.10", "destination"},                                 // the real address of a pod
+		{"10.244.1.1", "destination"}, {"198.51.100.7", "destination"}, // the node, and the endpoint's real address
+		{"169.254.0.1", "destination"}, {"169.254.100.1", "destination"}, // the gateway's own addresses
+		{"10.249.0.9", "destination"}, {"8.8.8.8", "destination"}, // addresses outside this cluster
 	} {
 		before := s.drops(c.reason)
 		dst := netip.MustParseAddr(c.dst)
@@ -687,7 +688,7 @@ func (s *site) defaultDeny() {
 	}
 }
 
-// sendFrom sends a datagram into the tunnel from an address the peer need not have.
+// sendFrom sends a datagram into the tunnel from any source address.
 func (s *site) sendFrom(src netip.Addr, to netip.AddrPort, what string) {
 	s.Helper()
 	c := s.peer.ListenTransparent(s.T, src)
@@ -721,8 +722,8 @@ func (s *site) nothing(c *net.UDPConn) {
 	}
 }
 
-// silence takes the longest: ten seconds without an answer are needed, counted from the last one
-// (docs/liqo-v0.md, section 8).
+// silence checks that the peer counts as lost ten seconds after its last answer (docs/liqo-v0.md,
+// section 8), so it is the slowest step.
 func (s *site) silence() {
 	before, _ := s.responder.heard()
 	s.eventually("one more PING", func() error {

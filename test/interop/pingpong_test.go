@@ -11,24 +11,25 @@ import (
 	"github.com/isthmus-net/isthmus/test/internal/hosts"
 )
 
-// checkPort is where Liqo's gateways ping each other (docs/liqo-v0.md, section 8).
+// checkPort is the UDP port on which Liqo's gateways ping each other (docs/liqo-v0.md, section
+// 8).
 const checkPort = 12345
 
-// A message of the connection check. In a PING, ClusterID is that of the peer being pinged.
+// A message of the connection check. In a PING, ClusterID is that of the pinged peer.
 type message struct {
 	ClusterID string    `json:"clusterID"`
 	MsgType   string    `json:"msgType"`
 	TimeStamp time.Time `json:"timeStamp"`
 }
 
-// A responder answers PINGs as Liqo's gateway does: the same object with another msgType, to where
-// it came from.
+// A responder answers PINGs as Liqo's gateway does: it returns the same object, with another
+// msgType, to the sender.
 type responder struct {
 	conn *net.UDPConn
 
 	mu       sync.Mutex
 	mute     bool
-	answered time.Time // a moment before the last answer
+	answered time.Time // just before the last answer
 	pings    []ping
 	broken   []string
 }
@@ -69,7 +70,8 @@ func (r *responder) serve() {
 	}
 }
 
-// silence makes the peer deaf and dumb, or not, and returns a time just before its last answer.
+// silence makes the peer ignore PINGs, or answer again. It returns a time just before the peer's
+// last answer.
 func (r *responder) silence(on bool) time.Time {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -77,14 +79,14 @@ func (r *responder) silence(on bool) time.Time {
 	return r.answered
 }
 
-// heard returns the PINGs so far and what was no PING.
+// heard returns the PINGs received so far, and the messages that were no PINGs.
 func (r *responder) heard() (pings []ping, broken []string) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	return append(pings, r.pings...), append(broken, r.broken...)
 }
 
-// askPong sends one PING and returns the answer and who sent it.
+// askPong sends one PING and returns the answer and its source.
 func askPong(t *testing.T, c *net.UDPConn, to netip.AddrPort, m message) (answer string, from netip.AddrPort) {
 	t.Helper()
 	b, err := json.Marshal(m)

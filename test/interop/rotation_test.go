@@ -20,25 +20,28 @@ import (
 
 var long = flag.Bool("long", false, "rotate the key for ten minutes")
 
-// Bounds of a rotation. The peer drops the sessions with the former key, so it loses packets under
-// way, and those that come until its next packet has made a session: two round trips at most
-// (WireGuard's paper, section 5.4.3). One is shorter than the interval here: one datagram for each.
+// Limits of the loss in a rotation. When the peer replaces our key, it drops the sessions with
+// the former key. So it loses packets in flight, and packets that arrive until its next packet
+// has made a session: at most those of two round trips (WireGuard's paper, section 5.4.3). A
+// round trip is shorter than the interval between datagrams here, so that is one datagram for
+// each round trip.
 //
-// A peer that only answers begins no handshake. The gateway begins one up to 350 ms after its last
-// answer.
+// A peer that only answers starts no handshake. The gateway starts one within 350 ms after the
+// peer's last answer.
 const (
 	interval        = 10 * time.Millisecond // between two datagrams
 	lostByRotation  = 2
 	lostByAnswering = 35 + lostByRotation
 )
 
-// TestRotationWithWireGuardGo rotates the gateway's key, while its peer replaces the key as Liqo's
+// TestRotationWithWireGuardGo rotates the gateway's key. Its peer replaces the key as Liqo's
 // gateway does: it removes the former peer and adds the new one.
 func TestRotationWithWireGuardGo(t *testing.T) {
 	s := newSite(t)
 	s.handshake()
-	// A machine that does other work loses datagrams in one of the runs alone, so the short form allows more, and has
-	// three tries. A tunnel that is closed from the peer's change to the end of the rotation loses a hundred and more.
+	// A machine that does other work may lose more datagrams in a single run. So the short form
+	// allows more of them, and three tries. If the tunnel were closed from the peer's change until
+	// the end of the rotation, more than a hundred would be lost.
 	length, every, settle, streams, busy, tries := 15*time.Second, 5*time.Second, time.Second, 4, 20, 3
 	if *long {
 		length, every, settle, streams, busy, tries = 10*time.Minute, 20*time.Second, 10*time.Second, 50, 0, 1
@@ -59,7 +62,8 @@ func TestRotationWithWireGuardGo(t *testing.T) {
 	}
 }
 
-// rotate gives the gateway a next key, and the peer half a second after the gateway answers to it.
+// rotate sets a next key in the gateway, and in the peer half a second after the gateway accepts
+// it.
 func (s *site) rotate(settle time.Duration) {
 	next := newKey(s.T)
 	file := hex.EncodeToString(next.PublicKey().Bytes()[:8]) + ".key"
@@ -109,25 +113,25 @@ func (d *wgDevice) replacePeer(former, next *ecdh.PublicKey, endpoint netip.Addr
 	d.talk(b.String())
 }
 
-// A loss is what became of datagrams that were echoed.
+// A loss describes which echoed datagrams were lost.
 type loss struct {
 	sent, lost int
-	gaps       []time.Duration // the longest time between two echoes, of each period
+	gaps       []time.Duration // the longest time between two echoes in each period
 }
 
 func (l loss) String() string {
 	return fmt.Sprintf("%d of %d datagrams lost, longest gaps %v", l.lost, l.sent, l.gaps)
 }
 
-// traffic sends a datagram each interval from the peer to pod a, which sends it back, beside TCP
-// streams, none of which may break. With answers the pod sends, and the peer only answers: its
-// WireGuard begins no handshake. It calls again once in each period.
+// traffic sends datagrams from the peer to pod a, one per interval, and counts the echoes.
+// Meanwhile TCP streams run, none of which may break. With answers, the pod sends and the peer
+// echoes, so the peer's WireGuard starts no handshake. traffic calls again once in each period.
 func (s *site) traffic(length, every time.Duration, streams int, answers bool, again func()) loss {
 	s.Helper()
 	const port = 7
 	there := netip.AddrPortFrom(bAtA, port)
 	var client, server *net.UDPConn
-	var to netip.AddrPort // the server's, as the client knows it
+	var to netip.AddrPort // address of the server, as the client sees it
 	if answers {
 		client, server, to = s.pod.ListenUDP(netip.AddrPortFrom(a, 0)), s.peer.ListenUDP(there), there
 	} else {
@@ -200,7 +204,7 @@ func (s *site) traffic(length, every time.Duration, streams int, answers bool, a
 			s.Errorf("a TCP stream: %v", err)
 		}
 	}
-	time.Sleep(2 * time.Second) // for the last echoes
+	time.Sleep(2 * time.Second) // wait for the last echoes
 	client.Close()
 	server.Close()
 	listener.Close()
@@ -222,7 +226,7 @@ func (s *site) traffic(length, every time.Duration, streams int, answers bool, a
 	return l
 }
 
-// speak writes a line every 50 ms and wants it back, until done.
+// speak writes a line every 50 ms and checks that it is echoed, until done is closed.
 func speak(c *net.TCPConn, done <-chan struct{}) error {
 	defer c.Close()
 	for n := uint64(0); ; n++ {
@@ -247,7 +251,7 @@ func speak(c *net.TCPConn, done <-chan struct{}) error {
 	}
 }
 
-// repeat sends back all that comes.
+// repeat echoes everything it receives.
 func repeat(c *net.TCPConn) error {
 	defer c.Close()
 	_, err := io.Copy(c, c)

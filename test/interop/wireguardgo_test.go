@@ -20,16 +20,16 @@ import (
 	"github.com/isthmus-net/isthmus/test/internal/hosts"
 )
 
-// A wgDevice is a device of Debian's wireguard-go, configured by its own protocol
-// (https://www.wireguard.com/xplatform/) through its socket.
+// A wgDevice is a device of Debian's wireguard-go. It is configured by wireguard-go's own
+// protocol (https://www.wireguard.com/xplatform/) through a Unix socket.
 type wgDevice struct {
 	t      *testing.T
 	name   string
 	socket string
 }
 
-// startWireGuardGo starts the daemon in a namespace. The device's name is also that of a socket in
-// a directory that all namespaces share, so it has the process in it.
+// startWireGuardGo starts the daemon in a namespace. The device's name is also the name of a
+// socket in a directory that all namespaces share, so it includes the ID of this process.
 func startWireGuardGo(t *testing.T, h *hosts.Host) *wgDevice {
 	t.Helper()
 	name := fmt.Sprintf("ist%d", os.Getpid())
@@ -68,7 +68,7 @@ func startWireGuardGo(t *testing.T, h *hosts.Host) *wgDevice {
 	}
 }
 
-// talk sends one request and returns the answer without its errno line, which has to say 0.
+// talk sends one request and returns the answer without its errno line. errno must be 0.
 func (d *wgDevice) talk(request string) (answer []string) {
 	d.t.Helper()
 	c, err := net.Dial("unix", d.socket)
@@ -89,7 +89,7 @@ func (d *wgDevice) talk(request string) (answer []string) {
 	return answer
 }
 
-// configure makes the device a peer of another one.
+// configure sets the device's key and its only peer.
 func (d *wgDevice) configure(key *ecdh.PrivateKey, port uint16, peer *ecdh.PublicKey, endpoint netip.AddrPort, allowed ...netip.Prefix) {
 	d.t.Helper()
 	var b strings.Builder
@@ -101,7 +101,7 @@ func (d *wgDevice) configure(key *ecdh.PrivateKey, port uint16, peer *ecdh.Publi
 	d.talk(b.String())
 }
 
-// value returns a value of the device's state, "" when there is none.
+// value returns a value of the device's state, or "" if it is not set.
 func (d *wgDevice) value(key string) string {
 	d.t.Helper()
 	for _, line := range d.talk("get=1\n") {
@@ -121,7 +121,7 @@ func newKey(t *testing.T) *ecdh.PrivateKey {
 	return key
 }
 
-// text is how wg(8) and Kubernetes objects write a key.
+// text returns a key in the form that wg(8) and Kubernetes objects use.
 func text(key []byte) string { return base64.StdEncoding.EncodeToString(key) }
 
 func tail(s string, lines int) string {
