@@ -19,7 +19,7 @@ import (
 	"github.com/isthmus-net/isthmus/natengine"
 )
 
-func TestTheCauseIsTheFirstThingToFix(t *testing.T) {
+func TestCauseReportsTheFirstProblemToFix(t *testing.T) {
 	now := time.Date(2026, 11, 22, 12, 0, 0, 0, time.UTC)
 	ago := func(seconds int) time.Time { return now.Add(-time.Duration(seconds) * time.Second) }
 	lost := func(change func(*evidence)) evidence {
@@ -39,75 +39,75 @@ func TestTheCauseIsTheFirstThingToFix(t *testing.T) {
 		reason string
 		says   string
 	}{
-		{"it answers", func(e *evidence) { session(e); e.check.State = check.Connected }, v1alpha1.CauseConnected, "answers"},
-		{"it answers by a narrow path", func(e *evidence) {
+		{"the peer answers", func(e *evidence) { session(e); e.check.State = check.Connected }, v1alpha1.CauseConnected, "answers"},
+		{"the peer answers, and the path drops large packets", func(e *evidence) {
 			session(e)
 			e.check.State, e.check.Path = check.Connected, check.PathMTU{State: check.PathSearchComplete, Bytes: 1232, Ceiling: 1440}
 		}, v1alpha1.CauseNarrowPath, "at most 1232 octets instead of 1440"},
-		{"it answers by a path that takes nothing", func(e *evidence) {
+		{"the peer answers, and the path drops packets of the base size", func(e *evidence) {
 			session(e)
 			e.check.State, e.check.Path = check.Connected, check.PathMTU{State: check.PathError, Bytes: 1200, Ceiling: 1440}
 		}, v1alpha1.CausePathMTU, "they have 1260 octets"},
-		{"new", func(e *evidence) { e.check.State = check.Connecting }, v1alpha1.CauseConnecting, "192.0.2.9:5871"},
-		{"our machine", func(e *evidence) {
+		{"configured a moment ago", func(e *evidence) { e.check.State = check.Connecting }, v1alpha1.CauseConnecting, "192.0.2.9:5871"},
+		{"our kernel refuses the configuration", func(e *evidence) {
 			session(e)
 			e.check.State, e.failed = check.Connected, errors.New("ip link: no such device")
 		}, v1alpha1.CauseNotApplied, "no such device"},
-		{"its name", func(e *evidence) {
+		{"the endpoint's name does not resolve", func(e *evidence) {
 			e.endpoint, e.unresolved, e.check.State = netip.AddrPort{}, errors.New("resolving gw.example: no such host"), check.Connecting
 		},
 			v1alpha1.CauseEndpointName, "no such host"},
 		{"a name server that is away does not matter to a peer that is found", func(e *evidence) { e.unresolved = errors.New("timeout") }, v1alpha1.CauseNoAnswer, "ever"},
-		{"our firewall", func(e *evidence) {
+		{"our firewall refuses outgoing messages", func(e *evidence) {
 			session(e)
 			e.signs.Unsent, e.signs.UnsentAt = fmt.Errorf("x: %w", unix.EPERM), ago(2)
 		}, v1alpha1.CauseSendError, "packet filter"},
-		{"our route", func(e *evidence) { e.signs.Unsent, e.signs.UnsentAt = unix.ENETUNREACH, ago(2) }, v1alpha1.CauseSendError, "network is unreachable"},
-		{"our route, some time ago", func(e *evidence) { e.signs.Unsent, e.signs.UnsentAt = unix.ENETUNREACH, ago(60) }, v1alpha1.CauseNoAnswer, "ever"},
+		{"no route to the peer", func(e *evidence) { e.signs.Unsent, e.signs.UnsentAt = unix.ENETUNREACH, ago(2) }, v1alpha1.CauseSendError, "network is unreachable"},
+		{"no route to the peer a minute ago", func(e *evidence) { e.signs.Unsent, e.signs.UnsentAt = unix.ENETUNREACH, ago(60) }, v1alpha1.CauseNoAnswer, "ever"},
 		{"a handshake for another key", func(e *evidence) { e.signs.OtherKey = ago(3) }, v1alpha1.CauseWrongKey, "of this cluster"},
 		{"a handshake from another key", func(e *evidence) { e.signs.Refused = ago(3) }, v1alpha1.CauseWrongKey, "of the peer"},
 		{"a handshake from another key beside a session", func(e *evidence) { session(e); e.signs.Refused = ago(3) }, v1alpha1.CauseProbeUnanswered, "`isthmus status --gateway`"},
 		{"a handshake from another key after a session", func(e *evidence) { e.handshake, e.heard, e.signs.Refused = ago(60), ago(12), ago(3) }, v1alpha1.CauseWrongKey, "of the peer"},
-		{"answers that are lost", func(e *evidence) { e.signs.Answered, e.heard = ago(3), ago(3) }, v1alpha1.CauseAnswersLost, "drops UDP in that direction"},
-		{"answers that are lost while an older session lasts", func(e *evidence) { session(e); e.signs.Answered = ago(3) }, v1alpha1.CauseAnswersLost, "drops UDP in that direction"},
-		{"answers of which the session came", func(e *evidence) { session(e); e.handshake, e.signs.Answered = ago(3), ago(3) }, v1alpha1.CauseProbeUnanswered, "arrive"},
-		{"a handshake for another key by way of a Service", func(e *evidence) { e.alone, e.signs.RelayedOtherKey = true, ago(3) }, v1alpha1.CauseWrongKey, "for another key than this gateway's come through our Service"},
-		{"a handshake from another key by way of a Service", func(e *evidence) {
+		{"our answers to handshakes are lost", func(e *evidence) { e.signs.Answered, e.heard = ago(3), ago(3) }, v1alpha1.CauseAnswersLost, "drops UDP in that direction"},
+		{"our answers to handshakes are lost while an older session lasts", func(e *evidence) { session(e); e.signs.Answered = ago(3) }, v1alpha1.CauseAnswersLost, "drops UDP in that direction"},
+		{"the answer that made the session", func(e *evidence) { session(e); e.handshake, e.signs.Answered = ago(3), ago(3) }, v1alpha1.CauseProbeUnanswered, "arrive"},
+		{"a handshake for another key through a Service", func(e *evidence) { e.alone, e.signs.RelayedOtherKey = true, ago(3) }, v1alpha1.CauseWrongKey, "for another key than this gateway's come through our Service"},
+		{"a handshake from another key through a Service", func(e *evidence) {
 			e.alone, e.handshake, e.heard, e.signs.RelayedRefused = true, ago(60), ago(12), ago(3)
 		}, v1alpha1.CauseWrongKey, "from a key that no peer has here"},
 		{"somebody else's handshakes by way of a Service beside a session", func(e *evidence) { session(e); e.alone, e.signs.RelayedRefused = true, ago(3) }, v1alpha1.CauseProbeUnanswered, "arrive"},
 		{"somebody else's by way of a Service, and answers that are lost", func(e *evidence) { e.signs.Answered, e.heard, e.signs.RelayedOtherKey = ago(3), ago(12), ago(3) }, v1alpha1.CauseAnswersLost, "drops UDP in that direction"},
-		{"the same, with another peer that does not answer", func(e *evidence) { e.signs.RelayedOtherKey = ago(3) }, v1alpha1.CauseNoAnswer, "with a wrong key"},
-		{"the same, after a session", func(e *evidence) { e.handshake, e.heard, e.signs.RelayedRefused = ago(60), ago(12), ago(3) }, v1alpha1.CausePeerSilent, "through our Service"},
-		{"never heard", func(*evidence) {}, v1alpha1.CauseNoAnswer, "nothing has ever come from 192.0.2.9:5871"},
-		{"heard once", func(e *evidence) { e.handshake, e.heard = ago(60), ago(12) }, v1alpha1.CausePeerSilent, "since 11:59:48 UTC"},
-		{"heard by way of a Service that hides the source", func(e *evidence) { e.handshake, e.heard, e.hidden = ago(60), ago(12), true }, v1alpha1.CausePeerSilent,
+		{"a handshake for another key through a Service, with two silent peers", func(e *evidence) { e.signs.RelayedOtherKey = ago(3) }, v1alpha1.CauseNoAnswer, "with a wrong key"},
+		{"a handshake from another key through a Service, after a session", func(e *evidence) { e.handshake, e.heard, e.signs.RelayedRefused = ago(60), ago(12), ago(3) }, v1alpha1.CausePeerSilent, "through our Service"},
+		{"nothing ever received", func(*evidence) {}, v1alpha1.CauseNoAnswer, "nothing has ever come from 192.0.2.9:5871"},
+		{"nothing received since a session a minute ago", func(e *evidence) { e.handshake, e.heard = ago(60), ago(12) }, v1alpha1.CausePeerSilent, "since 11:59:48 UTC"},
+		{"nothing received any more through a Service that hides the source", func(e *evidence) { e.handshake, e.heard, e.hidden = ago(60), ago(12), true }, v1alpha1.CausePeerSilent,
 			"nothing has come from gw.example:5871 (our Service hides the source of what comes from there) since"},
-		{"our firewall towards such a source", func(e *evidence) { e.hidden, e.signs.Unsent, e.signs.UnsentAt = true, unix.EPERM, ago(2) }, v1alpha1.CauseSendError, "send to 192.0.2.9:5871:"},
-		{"heard long ago", func(e *evidence) { e.handshake, e.heard = ago(3600), ago(3500) }, v1alpha1.CausePeerSilent, "since 11:01:40 UTC"},
-		{"its ranges", func(e *evidence) { session(e); e.source = ago(1) }, v1alpha1.CauseRangesDisagree, "the peer's networks; compare the TunnelEndpoints"},
-		{"pods send to nowhere, while the peer asks and hears no answer", func(e *evidence) { session(e); e.check.Asked, e.source, e.destination = ago(2), ago(1), ago(1) },
+		{"our firewall refuses messages to such a Service", func(e *evidence) { e.hidden, e.signs.Unsent, e.signs.UnsentAt = true, unix.EPERM, ago(2) }, v1alpha1.CauseSendError, "send to 192.0.2.9:5871:"},
+		{"nothing received since a session an hour ago", func(e *evidence) { e.handshake, e.heard = ago(3600), ago(3500) }, v1alpha1.CausePeerSilent, "since 11:01:40 UTC"},
+		{"packets from outside the peer's networks", func(e *evidence) { session(e); e.source = ago(1) }, v1alpha1.CauseRangesDisagree, "the peer's networks; compare the TunnelEndpoints"},
+		{"packets from and to wrong networks, while PINGs arrive", func(e *evidence) { session(e); e.check.Asked, e.source, e.destination = ago(2), ago(1), ago(1) },
 			v1alpha1.CauseProbeUnanswered, "no answer to the connection check"},
-		{"our ranges", func(e *evidence) { session(e); e.destination = ago(1) }, v1alpha1.CauseRangesDisagree, "this cluster's networks; compare the TunnelEndpoints"},
-		{"its ranges, once", func(e *evidence) { session(e); e.source = ago(60) }, v1alpha1.CauseProbeUnanswered, "source"},
-		{"its pods alone", func(e *evidence) {
+		{"packets to outside our networks", func(e *evidence) { session(e); e.destination = ago(1) }, v1alpha1.CauseRangesDisagree, "this cluster's networks; compare the TunnelEndpoints"},
+		{"a packet from outside the peer's networks a minute ago", func(e *evidence) { session(e); e.source = ago(60) }, v1alpha1.CauseProbeUnanswered, "source"},
+		{"the peer answers, but its PINGs come from outside its networks", func(e *evidence) {
 			session(e)
 			e.check, e.source = check.Result{State: check.Connected, Since: ago(60), Asked: ago(11)}, ago(1)
 		}, v1alpha1.CauseRangesDisagree, "the peer's PodCIDR; compare the TunnelEndpoints"},
-		{"a stray packet of a peer that asks", func(e *evidence) {
+		{"a packet from outside the peer's networks, while PINGs arrive", func(e *evidence) {
 			session(e)
 			e.check, e.source = check.Result{State: check.Connected, Since: ago(60), Asked: ago(3)}, ago(1)
 		}, v1alpha1.CauseConnected, "answers"},
-		{"a stray packet of a peer that was connected a moment ago", func(e *evidence) {
+		{"a packet from outside the networks of a peer connected a moment ago", func(e *evidence) {
 			session(e)
 			e.check, e.source = check.Result{State: check.Connected, Since: ago(3)}, ago(1)
 		}, v1alpha1.CauseConnected, "answers"},
-		{"a peer that does not ask and sends nothing wrong", func(e *evidence) {
+		{"no PINGs arrive, and no packet is dropped", func(e *evidence) {
 			session(e)
 			e.check = check.Result{State: check.Connected, Since: ago(60)}
 		}, v1alpha1.CauseConnected, "answers"},
 		{"messages of an earlier session", func(e *evidence) { e.signs.Earlier = ago(1) }, v1alpha1.CauseNoAnswer, "of an earlier session come from 192.0.2.9:5871"},
-		{"its own reasons", session, v1alpha1.CauseProbeUnanswered, "or the log of Liqo's gateway"},
+		{"no answer for an unknown reason", session, v1alpha1.CauseProbeUnanswered, "or the log of Liqo's gateway"},
 	} {
 		e := lost(c.change)
 		got := e.cause()
@@ -129,7 +129,7 @@ func TestTheCauseIsTheFirstThingToFix(t *testing.T) {
 	}
 }
 
-func TestAnErrorOfOnePeerIsNotTheCauseOfAnother(t *testing.T) {
+func TestCauseIgnoresErrorsAboutOtherPeers(t *testing.T) {
 	failed := errors.Join(fmt.Errorf("peer 1: its public key is our own"), errors.Join(errors.New("peer 22: x")))
 	for id, want := range map[string]string{"1": "peer 1: its public key is our own", "2": "", "22": "peer 22: x"} {
 		got := ""
@@ -148,7 +148,7 @@ func TestAnErrorOfOnePeerIsNotTheCauseOfAnother(t *testing.T) {
 	}
 }
 
-func TestOnlyASinglePeerWithoutAnAnswerIsAlone(t *testing.T) {
+func TestPeerIsAloneOnlyIfAllOthersAnswer(t *testing.T) {
 	g := without(t, alphaBravo, charlie)
 	for _, tc := range []struct{ first, second check.State }{{check.Connected, check.Connected}, {check.Disconnected, check.Connected}, {check.Connected, check.Disconnected}, {check.Disconnected, check.Connecting}} {
 		g.ends[0].finds(map[string]check.State{g.now.peers[0].ID: tc.first, g.now.peers[1].ID: tc.second})
@@ -161,7 +161,7 @@ func TestOnlyASinglePeerWithoutAnAnswerIsAlone(t *testing.T) {
 	}
 }
 
-func TestADropHasATimeAndLosesItWithItsPeer(t *testing.T) {
+func TestDropTimesAreRecordedAndDeletedWithTheirPeer(t *testing.T) {
 	g := without(t, alphaBravo, charlie)
 	begin := time.Now()
 	g.tick(begin)
@@ -193,7 +193,7 @@ func TestADropHasATimeAndLosesItWithItsPeer(t *testing.T) {
 	}
 }
 
-func TestTheReasonIsAMetricWhileAPeerIsDisconnected(t *testing.T) {
+func TestMetricShowsTheReasonWhileAPeerIsDisconnected(t *testing.T) {
 	g := without(t, alphaBravo)
 	const series = "isthmus_peer_reason{"
 	if text := g.scrape(t); !strings.Contains(text, series+`peer="`+bravo+`",reason="`+v1alpha1.CauseConnecting+`"} 1`+"\n") {

@@ -10,7 +10,7 @@ import (
 )
 
 // A gateway that ends keeps running while nodes or peers still send to it.
-func TestAGatewayThatEndsWaitsForNodesAndPeers(t *testing.T) {
+func TestDrainWaitsUntilNodesAndPeersSendNothing(t *testing.T) {
 	for _, direction := range []natengine.Direction{natengine.Outbound, natengine.Inbound} {
 		synctest.Test(t, func(t *testing.T) {
 			g := &gateway{engine: natengine.New(natengine.Config{Self4: netip.MustParseAddr("169.254.0.1")})}

@@ -59,7 +59,7 @@ var closedFlow = natengine.FlowEvent{
 	Local: netip.MustParseAddrPort("172.16.0.9:4000"), Mapped: netip.MustParseAddrPort("10.71.0.0:4001"), Remote: netip.MustParseAddrPort("10.71.0.5:80"),
 }
 
-func TestFlowLogIsLinesOfJSON(t *testing.T) {
+func TestFlowLogWritesOneJSONObjectPerLine(t *testing.T) {
 	name := filepath.Join(t.TempDir(), "flows.json")
 	l, stop := startFlowLog(t, FlowLog{File: name})
 	engine := natengine.New(natengine.Config{})
@@ -96,7 +96,7 @@ func TestFlowLogIsLinesOfJSON(t *testing.T) {
 }
 
 // Events beyond the rate are left out and counted. Reporting an event never blocks.
-func TestFlowLogIsBounded(t *testing.T) {
+func TestFlowLogOmitsAndCountsEventsBeyondItsRate(t *testing.T) {
 	name := filepath.Join(t.TempDir(), "flows.json")
 	l, stop := startFlowLog(t, FlowLog{File: name, PerSecond: 10})
 	const told = 3 * flowQueue
@@ -125,7 +125,7 @@ func TestFlowLogIsBounded(t *testing.T) {
 	stop()
 }
 
-func TestFlowLogFollowsItsNameWhenTheFileIsMoved(t *testing.T) {
+func TestFlowLogReopensItsFileAfterRotation(t *testing.T) {
 	name := filepath.Join(t.TempDir(), "flows.json")
 	l, stop := startFlowLog(t, FlowLog{File: name})
 	defer stop()
@@ -148,7 +148,7 @@ func TestFlowLogFollowsItsNameWhenTheFileIsMoved(t *testing.T) {
 	}
 }
 
-func TestFlowLogThatCannotBeOpenedIsAnErrorAtTheStart(t *testing.T) {
+func TestGatewayFailsToStartIfTheFlowLogCannotBeOpened(t *testing.T) {
 	_, err := openFlowLog(FlowLog{File: filepath.Join(t.TempDir(), "nowhere", "flows.json")}, nil, nil)
 	if err == nil || !strings.HasPrefix(err.Error(), "flow log: open ") {
 		t.Errorf("%v", err)

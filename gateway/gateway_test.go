@@ -694,7 +694,7 @@ func TestGatewaysJoinClustersWithTheSamePodCIDR(t *testing.T) {
 			t.Errorf("received packets: %q", n)
 		}
 	})
-	t.Run("a full-size packet passes and a larger one is told the tunnel MTU", func(t *testing.T) {
+	t.Run("a full-size packet passes and the sender of a larger one learns the MTU", func(t *testing.T) {
 		p := a.pod.pinger("10.246.1.10")
 		raw, err := p.conn.SyscallConn()
 		if err != nil {
@@ -731,7 +731,7 @@ func TestGatewaysJoinClustersWithTheSamePodCIDR(t *testing.T) {
 			t.Error("no flows, although a node pinged and probes were sent")
 		}
 	})
-	t.Run("what somebody deletes is back at once", func(t *testing.T) {
+	t.Run("deleted objects are restored at once", func(t *testing.T) {
 		rule := netlink.NewRule()
 		rule.Priority, rule.Table, rule.Family = kernel.GatewayRulePriority, kernel.GatewayTable, netlink.FAMILY_V4
 		prefix := &net.IPNet{IP: net.IPv4(10, 246, 0, 0), Mask: net.CIDRMask(16, 32)}
@@ -761,7 +761,7 @@ func TestGatewaysJoinClustersWithTheSamePodCIDR(t *testing.T) {
 			a.restores(deleted.what, "10.246.1.10", deleted.del)
 		}
 	})
-	t.Run("a change of one peer costs another no packet", func(t *testing.T) {
+	t.Run("a change of one peer loses no packet of another", func(t *testing.T) {
 		logged := len(a.gateway.text())
 		stop := a.pod.flood("10.246.1.10", 2*time.Millisecond)
 		generation := func(n int) {
@@ -836,7 +836,7 @@ func TestGatewaysJoinClustersWithTheSamePodCIDR(t *testing.T) {
 			t.Errorf("sent %d, received %d", sent, got)
 		}
 	})
-	t.Run("one gateway in a namespace", func(t *testing.T) {
+	t.Run("a second gateway in the namespace is refused", func(t *testing.T) {
 		p := a.launch()
 		if err := <-p.done; err == nil || !strings.Contains(p.text(), "another isthmus gateway (process "+strconv.Itoa(a.gateway.cmd.Process.Pid)+")") {
 			t.Errorf("%v: %s", err, p.text())
@@ -868,7 +868,7 @@ func TestGatewaysJoinClustersWithTheSamePodCIDR(t *testing.T) {
 			t.Errorf("%d rules: %q", rules, a.ours())
 		}
 	})
-	t.Run("SIGTERM leaves what refuses packets and Clear nothing", func(t *testing.T) {
+	t.Run("SIGTERM leaves unreachable routes and Clear removes them", func(t *testing.T) {
 		for _, s := range []*site{a, b, c} {
 			s.stop()
 			s.onlyRefuses("10.246.1.10", s != b)
@@ -910,7 +910,7 @@ func TestGatewaysJoinClustersOverIPv6(t *testing.T) {
 	}
 }
 
-func TestAPreparedGatewayIsSilentUntilItStarts(t *testing.T) {
+func TestStandbyGatewaySendsNothingUntilItBegins(t *testing.T) {
 	needRoot(t)
 	wire := newWire(t)
 	a, b := newSite(t, "a", 1, wire, 1500), newSite(t, "b", 2, wire, 1500)
@@ -962,7 +962,7 @@ func TestAPreparedGatewayIsSilentUntilItStarts(t *testing.T) {
 	b.stop()
 }
 
-func TestAGatewayThatStartsAtOnceAppliesItsConfigurationOnce(t *testing.T) {
+func TestGatewayActiveFromItsStartAppliesItsConfigurationOnce(t *testing.T) {
 	needRoot(t)
 	wire := newWire(t)
 	a, b := newSite(t, "a", 1, wire, 1500), newSite(t, "b", 2, wire, 1500)
@@ -988,7 +988,7 @@ func inNamespace(path string, fn func() error) error {
 	return rtnl.Do(f, fn)
 }
 
-func TestAGatewayThatCannotStartSaysWhyAndLeavesNothing(t *testing.T) {
+func TestFailedStartReportsTheReasonAndLeavesNothing(t *testing.T) {
 	needRoot(t)
 	wire := newWire(t)
 	a, b := newSite(t, "a", 1, wire, 1500), newSite(t, "b", 2, wire, 1500)

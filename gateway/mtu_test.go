@@ -17,22 +17,22 @@ func TestMTUFitsThePathToEachPeer(t *testing.T) {
 		tunnel int
 		peers  []int
 	}{
-		{"nobody", nil, 0, 1440, nil},
-		{"one", []underlay{{addr: v4, mtu: 1500}}, 0, 1440, []int{1440}},
-		{"one over IPv6", []underlay{{addr: v6, mtu: 1500, six: true}}, 0, 1420, []int{1420}},
-		{"the smaller is a multiple of 16", []underlay{{addr: v4, mtu: 1500}, {addr: v6, mtu: 1500}}, 0, 1440, []int{1440, 1408}},
-		{"the largest need not be", []underlay{{addr: v4, mtu: 1400}, {addr: v4, mtu: 1300}, {addr: v4, mtu: 1400}}, 0, 1340, []int{1340, 1232, 1340}},
-		{"jumbo", []underlay{{addr: v4, mtu: 9001}, {addr: v4, mtu: 1500}}, 0, 8940, []int{8940, 1440}},
+		{"no peers", nil, 0, 1440, nil},
+		{"one peer", []underlay{{addr: v4, mtu: 1500}}, 0, 1440, []int{1440}},
+		{"one peer over IPv6", []underlay{{addr: v6, mtu: 1500, six: true}}, 0, 1420, []int{1420}},
+		{"a smaller MTU is rounded down to a multiple of 16", []underlay{{addr: v4, mtu: 1500}, {addr: v6, mtu: 1500}}, 0, 1440, []int{1440, 1408}},
+		{"the largest MTU is not rounded", []underlay{{addr: v4, mtu: 1400}, {addr: v4, mtu: 1300}, {addr: v4, mtu: 1400}}, 0, 1340, []int{1340, 1232, 1340}},
+		{"jumbo frames", []underlay{{addr: v4, mtu: 9001}, {addr: v4, mtu: 1500}}, 0, 8940, []int{8940, 1440}},
 		{"loopback", []underlay{{addr: v4, mtu: 65536}}, 0, 8940, []int{8940}},
-		{"small", []underlay{{addr: v4, mtu: 1280}}, 0, 1220, []int{1220}},
-		{"small with IPv6 inside", []underlay{{addr: v4, mtu: 1280, six: true}}, 0, 1280, []int{1280}},
-		{"small beside a large one", []underlay{{addr: v4, mtu: 1280, six: true}, {addr: v4, mtu: 1500}}, 0, 1440, []int{1280, 1440}},
-		{"tiny", []underlay{{addr: v4, mtu: 400}, {addr: v4, mtu: 1500}}, 0, 1440, []int{1200, 1440}},
-		{"not known", []underlay{{addr: v4, mtu: 9001}, {}}, 0, 8940, []int{8940, 1440}},
-		{"none known", []underlay{{}, {}}, 0, 1440, []int{1440, 1440}},
-		{"not known for the moment", []underlay{{addr: v4, mtu: 1500}, {last: 1328}}, 1440, 1440, []int{1440, 1328}},
-		{"none known for the moment", []underlay{{last: 8940}, {last: 1440}}, 8940, 8940, []int{8940, 1440}},
-		{"all removed", nil, 8940, 8940, nil},
+		{"small path MTU", []underlay{{addr: v4, mtu: 1280}}, 0, 1220, []int{1220}},
+		{"small path MTU with IPv6 inside", []underlay{{addr: v4, mtu: 1280, six: true}}, 0, 1280, []int{1280}},
+		{"small path MTU beside a large one", []underlay{{addr: v4, mtu: 1280, six: true}, {addr: v4, mtu: 1500}}, 0, 1440, []int{1280, 1440}},
+		{"path MTU below the minimum", []underlay{{addr: v4, mtu: 400}, {addr: v4, mtu: 1500}}, 0, 1440, []int{1200, 1440}},
+		{"one path was never known", []underlay{{addr: v4, mtu: 9001}, {}}, 0, 8940, []int{8940, 1440}},
+		{"no path was ever known", []underlay{{}, {}}, 0, 1440, []int{1440, 1440}},
+		{"one path is no longer known", []underlay{{addr: v4, mtu: 1500}, {last: 1328}}, 1440, 1440, []int{1440, 1328}},
+		{"no path is known any longer", []underlay{{last: 8940}, {last: 1440}}, 8940, 8940, []int{8940, 1440}},
+		{"all peers removed", nil, 8940, 8940, nil},
 	} {
 		if tunnel, each := autoMTUs(tc.ways, tc.last); tunnel != tc.tunnel || !slices.Equal(each, tc.peers) {
 			t.Errorf("%s: %d %v, want %d %v", tc.name, tunnel, each, tc.tunnel, tc.peers)

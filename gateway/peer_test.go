@@ -99,7 +99,7 @@ func (l *loop) says(t *testing.T, objects kernel.State) (all []string) {
 // After any changes of peers, of their addresses and of the paths to them, an incrementally
 // updated gateway must equal a new one that gets the whole configuration at once. The comparison
 // covers tunnels, rules, connection checks, routes, and the reported error.
-func TestAPeerChangeEqualsAFullConfiguration(t *testing.T) {
+func TestIncrementalPeerChangesEqualAFullConfiguration(t *testing.T) {
 	rng := rand.New(rand.NewPCG(7, 8))
 	privates := [2]Key{key(40), key(48)} // the second one is also the key of a peer
 	theirs, err := curve25519.X25519(privates[1][:], curve25519.Basepoint)
@@ -279,7 +279,7 @@ func linesWithout(some, others []string) (all []string) {
 
 // If the rules for peers with new paths are refused, the next comparison measures the paths
 // again.
-func TestPathsAreReadAgainAfterRefusedRules(t *testing.T) {
+func TestPathMTUsAreMeasuredAgainAfterRulesWereRefused(t *testing.T) {
 	for _, ways := range []bool{true, false} {
 		g := without(t, alphaBravo, charlie)
 		g.now.config.MTU = 1440

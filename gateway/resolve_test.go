@@ -86,7 +86,7 @@ func resolving(t *testing.T, test func(r *resolver, n *names, step func(seconds 
 	})
 }
 
-func TestTheAddressOfAServiceRelayIsHidden(t *testing.T) {
+func TestEndpointAtAServiceRelayCountsAsHidden(t *testing.T) {
 	resolving(t, func(r *resolver, _ *names, _ func(int), _ func() string) {
 		node := netip.MustParseAddrPort("10.244.1.1:8531")
 		r.set(named1("192.0.2.1"), fabric.Site{Relays: map[netip.Addr]bool{node.Addr(): true}})
@@ -108,7 +108,7 @@ func TestALiteralEndpointIsNeverLookedUp(t *testing.T) {
 	})
 }
 
-func TestANameIsResolvedPreferringIPv4AndKeepsItsAnswer(t *testing.T) {
+func TestResolverPrefersIPv4AndKeepsItsAnswer(t *testing.T) {
 	resolving(t, func(r *resolver, n *names, step func(int), at func() string) {
 		n.set(nil, "2001:db8::1", "192.0.2.2", "192.0.2.1")
 		r.set1(named1("gw.example"))
@@ -139,7 +139,7 @@ func TestANameIsResolvedPreferringIPv4AndKeepsItsAnswer(t *testing.T) {
 	})
 }
 
-func TestANewAnswerWaitsUntilThePeerIsSilent(t *testing.T) {
+func TestNewDNSAnswerIsUsedOnlyWhenThePeerIsSilent(t *testing.T) {
 	resolving(t, func(r *resolver, n *names, step func(int), at func() string) {
 		n.set(nil, "192.0.2.1")
 		r.set1(named1("gw.example"))
@@ -168,7 +168,7 @@ func TestANewAnswerWaitsUntilThePeerIsSilent(t *testing.T) {
 	})
 }
 
-func TestAFailedLookupKeepsTheAnswerAndIsRepeated(t *testing.T) {
+func TestFailedLookupKeepsTheAddressAndIsRepeated(t *testing.T) {
 	resolving(t, func(r *resolver, n *names, step func(int), at func() string) {
 		n.set(errors.New("server misbehaving"))
 		r.set1(named1("gw.example"))
@@ -221,7 +221,7 @@ var judged = map[string]string{
 	"64:ff9b::af4:304": "leads to 10.244.3.4", "2002:c633:6409::": "leads to 198.51.100.9 (6to4, RFC 3056): 198.51.100.9 is an API server of ours",
 }
 
-func TestLiteralsAndNamesPassTheSameChecks(t *testing.T) {
+func TestLiteralEndpointsAndDNSAnswersPassTheSameChecks(t *testing.T) {
 	for text, why := range judged {
 		resolving(t, func(r *resolver, n *names, step func(int), _ func() string) {
 			n.set(nil, text)
@@ -254,7 +254,7 @@ func TestLiteralsAndNamesPassTheSameChecks(t *testing.T) {
 	})
 }
 
-func TestChooseReturnsNothingThatIsRefused(t *testing.T) {
+func TestChooseNeverReturnsARefusedAddress(t *testing.T) {
 	rng := rand.New(rand.NewPCG(1, 2))
 	var pool []netip.Addr
 	for text := range judged {

@@ -124,7 +124,7 @@ func TestAScrapePassesTheChecksOfARegistry(t *testing.T) {
 	}
 }
 
-func TestGatherersRefuseANameFromTwoSources(t *testing.T) {
+func TestGatherersRefuseAMetricNameUsedTwice(t *testing.T) {
 	g := without(t, crowdOf(1)...)
 	if _, err := (Gatherers{g.metrics, g.metrics}).Gather(); err == nil {
 		t.Error("two sources of the same families are one answer")
@@ -132,7 +132,7 @@ func TestGatherersRefuseANameFromTwoSources(t *testing.T) {
 }
 
 // A scrape while peers are added and removed is consistent, and blocks nothing.
-func TestScrapesWhilePeersChange(t *testing.T) {
+func TestScrapesAreConsistentWhilePeersChange(t *testing.T) {
 	g := without(t, crowdOf(40)...)
 	stop := make(chan struct{})
 	var group sync.WaitGroup

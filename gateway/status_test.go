@@ -144,7 +144,7 @@ func (g *gateway) send(t *testing.T, d natengine.Direction, src, dst string, spo
 	return verdict.Action != natengine.Discard
 }
 
-func TestMetricsCountWhatHappens(t *testing.T) {
+func TestMetricsCountPacketsDropsFlowsAndProbes(t *testing.T) {
 	port := make(silent)
 	g := withPort(t, port, alphaBravo, charlie)
 	for range 3 {
@@ -255,7 +255,7 @@ func TestSeriesVanishWithTheirPeer(t *testing.T) {
 }
 
 // A removed peer disappears from the engine a moment before it disappears from the list of peers.
-func TestAScrapeBetweenTheStepsOfARemovalIsWhole(t *testing.T) {
+func TestScrapeDuringAPeerRemovalIsConsistent(t *testing.T) {
 	g := without(t, alphaBravo, charlie)
 	if err := g.engine.Change(nil, []string{g.now.peers[1].ID}); err != nil {
 		t.Fatal(err)
@@ -300,7 +300,7 @@ func TestStatusIsJSONWithoutSecrets(t *testing.T) {
 	}
 }
 
-func TestAPeerWithoutASessionIsDownForEngineStatusAndTrace(t *testing.T) {
+func TestEngineStatusAndTraceShowAPeerWithoutSessionAsDown(t *testing.T) {
 	g := without(t, alphaBravo, charlie)
 	q := TraceQuery{Src: netip.MustParseAddrPort("10.244.1.1:1"), Dst: netip.MustParseAddrPort("10.246.1.1:80"), Protocol: "tcp"}
 	for _, tc := range []struct {
@@ -320,7 +320,7 @@ func TestAPeerWithoutASessionIsDownForEngineStatusAndTrace(t *testing.T) {
 	}
 }
 
-func TestTraceAddressesInEveryForm(t *testing.T) {
+func TestParseTraceAddrAcceptsEveryForm(t *testing.T) {
 	for in, want := range map[string]string{
 		"10.0.0.1": "10.0.0.1:0", "10.0.0.1:80": "10.0.0.1:80", "fd00::1": "[fd00::1]:0", "[fd00::1]": "[fd00::1]:0", "[fd00::1]:80": "[fd00::1]:80",
 		"::ffff:10.0.0.1": "10.0.0.1:0",
@@ -336,7 +336,7 @@ func TestTraceAddressesInEveryForm(t *testing.T) {
 	}
 }
 
-func TestTracePacketsAreWhole(t *testing.T) {
+func TestTracePacketsAreValid(t *testing.T) {
 	for _, protocol := range []string{"tcp", "udp", "icmp"} {
 		for _, ends := range [][2]string{{"10.244.1.1:1234", "10.246.1.1:80"}, {"[fd00::1]:1234", "[fd01::1]:80"}} {
 			b, err := TraceQuery{Src: netip.MustParseAddrPort(ends[0]), Dst: netip.MustParseAddrPort(ends[1]), Protocol: protocol}.packet()

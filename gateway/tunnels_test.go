@@ -37,13 +37,13 @@ func TestFlowsUseTunnelsThatAnswer(t *testing.T) {
 		answered      time.Duration // time since the last answer in the first tunnel
 		want          fabric.TunnelSet
 	}{
-		{"none", check.Disconnected, check.Disconnected, time.Hour, 0},
-		{"none yet", check.Connecting, check.Connecting, time.Hour, 0},
-		{"the first", check.Connected, check.Disconnected, 0, 0},
-		{"both", check.Connected, check.Connected, time.Second, 0b11},
-		{"the second", check.Disconnected, check.Connected, time.Hour, 0b10},
-		{"the second, found first", check.Connecting, check.Connected, time.Hour, 0b10},
-		{"the second, the first silent for three intervals", check.Connected, check.Connected, 6 * time.Second, 0b10},
+		{"no tunnel answers any more", check.Disconnected, check.Disconnected, time.Hour, 0},
+		{"no tunnel has answered yet", check.Connecting, check.Connecting, time.Hour, 0},
+		{"only the first answers", check.Connected, check.Disconnected, 0, 0},
+		{"both answer", check.Connected, check.Connected, time.Second, 0b11},
+		{"only the second answers", check.Disconnected, check.Connected, time.Hour, 0b10},
+		{"the second answers before the first", check.Connecting, check.Connected, time.Hour, 0b10},
+		{"the first is silent for three intervals", check.Connected, check.Connected, 6 * time.Second, 0b10},
 	} {
 		g.ends[0].observe = func(string) check.Result { return check.Result{State: tc.first, Answered: now.Add(-tc.answered)} }
 		g.ends[1].observe = func(string) check.Result { return check.Result{State: tc.second} }
@@ -94,7 +94,7 @@ func TestAPeerIsDownOnlyWithoutASessionInAllTunnels(t *testing.T) {
 
 // If a peer has roamed in two tunnels and is heard in one of them, that tunnel keeps its endpoint
 // while the other one is silent.
-func TestASilentTunnelResetsNoOther(t *testing.T) {
+func TestSilentTunnelDoesNotResetTheEndpointOfAnother(t *testing.T) {
 	g, p := withTwoTunnels(t)
 	at := netip.MustParseAddrPort("198.51.100.7:4000") // the address to which both tunnels have roamed
 	for i, e := range g.ends {

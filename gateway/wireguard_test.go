@@ -25,7 +25,7 @@ func newEnd(t *testing.T) *tunnelEnd {
 	return e
 }
 
-func TestAListenPortInUseIsNamedAndTheOldOneStays(t *testing.T) {
+func TestListenPortInUseIsReportedAndTheOldPortKept(t *testing.T) {
 	taken, err := net.ListenPacket("udp", ":0")
 	if err != nil {
 		t.Fatal(err)

@@ -249,7 +249,7 @@ func TestCheckKeepsAConnectedPeerThatMoves(t *testing.T) {
 	})
 }
 
-func TestCheckAnswersWithTheSameObject(t *testing.T) {
+func TestCheckAnswersAPingWithTheSameObject(t *testing.T) {
 	bubble(t, func(c *Monitor, l *liqo, result func() Result) {
 		// The source (the sender's NAPT address), the cluster ID and the clock are up to the sender.
 		from := netip.MustParseAddrPort("10.246.0.0:33333")
@@ -274,34 +274,34 @@ func TestCheckIgnoresAndCountsHostileMessages(t *testing.T) {
 		from string
 		want rejection
 	}{
-		{"long", func(*liqo) string { return `{"clusterID":"` + strings.Repeat("x", MaxMessage) + `"}` }, "10.247.0.1:12345", rejectOversize},
+		{"too long", func(*liqo) string { return `{"clusterID":"` + strings.Repeat("x", MaxMessage) + `"}` }, "10.247.0.1:12345", rejectOversize},
 		{"grows when encoded", func(*liqo) string {
 			return `{"clusterID":"` + strings.Repeat("<", 400) + `","msgType":"PING","timeStamp":"` + now() + `"}`
 		}, "10.246.0.0:1", rejectOversize},
 		{"no JSON", func(*liqo) string { return "\x00\x01{" }, "10.247.0.1:12345", rejectMalformed},
 		{"empty", func(*liqo) string { return "" }, "10.247.0.1:12345", rejectMalformed},
 		{"array", func(*liqo) string { return "[1]" }, "10.247.0.1:12345", rejectMalformed},
-		{"deep", func(*liqo) string { return strings.Repeat("[", MaxMessage) }, "10.247.0.1:12345", rejectMalformed},
+		{"deeply nested", func(*liqo) string { return strings.Repeat("[", MaxMessage) }, "10.247.0.1:12345", rejectMalformed},
 		{"many members", func(*liqo) string {
 			return `{` + strings.Repeat(`"x":1,`, 60) + `"msgType":"PING","timeStamp":"` + now() + `"}`
 		}, "10.246.0.0:1", rejectMalformed},
 		{"wrong type of field", func(*liqo) string { return `{"clusterID":1,"msgType":"PONG","timeStamp":"` + now() + `"}` }, "10.247.0.1:12345", rejectMalformed},
-		{"no time", func(*liqo) string { return `{"clusterID":"` + bravo + `","msgType":"PONG","timeStamp":"noon"}` }, "10.247.0.1:12345", rejectMalformed},
-		{"other kind", func(*liqo) string {
+		{"invalid time", func(*liqo) string { return `{"clusterID":"` + bravo + `","msgType":"PONG","timeStamp":"noon"}` }, "10.247.0.1:12345", rejectMalformed},
+		{"unknown type", func(*liqo) string {
 			return `{"clusterID":"` + bravo + `","msgType":"PUNG","timeStamp":"` + now() + `"}`
 		}, "10.247.0.1:12345", rejectType},
-		{"PING of a pod", func(*liqo) string { return `{"clusterID":"x","msgType":"PING","timeStamp":"` + now() + `"}` }, "10.246.0.9:1", rejectSource},
-		{"PING of nobody", func(*liqo) string { return `{"clusterID":"x","msgType":"PING","timeStamp":"` + now() + `"}` }, "10.99.0.0:1", rejectSource},
-		{"PONG of nobody", func(*liqo) string { return `{"clusterID":"x","msgType":"PONG","timeStamp":"` + now() + `"}` }, "10.247.0.1:12345", rejectPeer},
-		{"PONG in the name of another", func(l *liqo) string { return l.pong(-1) }, "10.249.0.1:12345", rejectSource},
+		{"PING from a pod", func(*liqo) string { return `{"clusterID":"x","msgType":"PING","timeStamp":"` + now() + `"}` }, "10.246.0.9:1", rejectSource},
+		{"PING from no peer", func(*liqo) string { return `{"clusterID":"x","msgType":"PING","timeStamp":"` + now() + `"}` }, "10.99.0.0:1", rejectSource},
+		{"PONG for no peer", func(*liqo) string { return `{"clusterID":"x","msgType":"PONG","timeStamp":"` + now() + `"}` }, "10.247.0.1:12345", rejectPeer},
+		{"PONG from another peer", func(l *liqo) string { return l.pong(-1) }, "10.249.0.1:12345", rejectSource},
 		{"PONG from a pod", func(l *liqo) string { return l.pong(-1) }, "10.246.0.9:12345", rejectSource},
-		{"PONG of the future", func(*liqo) string {
+		{"PONG with a time in the future", func(*liqo) string {
 			return fmt.Sprintf(`{"clusterID":%q,"msgType":"PONG","timeStamp":%q}`, bravo, time.Now().Add(time.Hour).Format(time.RFC3339Nano))
 		}, "10.247.0.1:12345", rejectTimestamp},
-		{"PONG of the past", func(*liqo) string {
+		{"PONG with a time in the past", func(*liqo) string {
 			return fmt.Sprintf(`{"clusterID":%q,"msgType":"PONG","timeStamp":%q}`, bravo, time.Now().Add(-time.Hour).Format(time.RFC3339Nano))
 		}, "10.247.0.1:12345", rejectTimestamp},
-		{"PONG twice", func(l *liqo) string { return l.pong(0) }, "10.247.0.1:12345", rejectTimestamp},
+		{"PONG repeated", func(l *liqo) string { return l.pong(0) }, "10.247.0.1:12345", rejectTimestamp},
 	} {
 		bubble(t, func(c *Monitor, l *liqo, result func() Result) {
 			time.Sleep(3 * time.Second)
@@ -434,7 +434,7 @@ func TestCheckSpreadsItsPingsOverTheInterval(t *testing.T) {
 // After any changes, additions and removals of peers, an incrementally updated Monitor must have
 // the same peers as a new one that gets all of them at once. Each peer must have exactly one
 // turn.
-func TestCheckAfterPeerChangesEqualsAFullConfiguration(t *testing.T) {
+func TestIncrementalCheckChangesEqualAFullConfiguration(t *testing.T) {
 	rng := rand.New(rand.NewPCG(14, 3))
 	fresh := func() *Monitor {
 		return &Monitor{o: Options{Log: quiet}, peers: make(map[string]*checked), at: make(map[netip.Addr]*checked)}
@@ -500,7 +500,7 @@ func TestCheckAfterPeerChangesEqualsAFullConfiguration(t *testing.T) {
 }
 
 // A gateway that takes over sends no PING before the nodes use it.
-func TestCheckHoldsItsFirstPings(t *testing.T) {
+func TestCheckSendsNoPingUntilHoldIsClosed(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		var sent atomic.Int64
 		released := make(chan struct{})

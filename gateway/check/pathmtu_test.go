@@ -79,7 +79,7 @@ func TestPathSearchFindsThePathMTU(t *testing.T) {
 	}
 }
 
-func TestPathSearchSeesABlackHoleWithinSeconds(t *testing.T) {
+func TestPathSearchDetectsABlackHoleWithinSeconds(t *testing.T) {
 	rng := rand.New(rand.NewPCG(3, 4))
 	worst := time.Duration(0)
 	for range 1000 {
@@ -182,7 +182,7 @@ func TestPathSearchDoesNotMistakeAnOutageForABlackHole(t *testing.T) {
 
 // A confirmation takes one message of the size in force and one small message per interval. A
 // peer that does not answer gets none.
-func TestPathSearchCostsLittle(t *testing.T) {
+func TestPathSearchSendsFewProbes(t *testing.T) {
 	var s pathSearch
 	now := time.Now()
 	p := &path{1440, 0, rand.New(rand.NewPCG(11, 12))}

@@ -22,7 +22,7 @@ func from(n byte, size int) []byte {
 	return m
 }
 
-func TestAMessageWaitsForAtMostOneTurnOfTheOthers(t *testing.T) {
+func TestBacklogMessageWaitsAtMostOneTurnOfEachOtherPeer(t *testing.T) {
 	const floods = 5
 	var b datapath.Backlog
 	for range 20_000 {
@@ -45,7 +45,7 @@ func TestAMessageWaitsForAtMostOneTurnOfTheOthers(t *testing.T) {
 
 // Each peer gets the same share, whether its messages are large or small. Messages without a peer
 // get a quarter of a peer's share.
-func TestPeersShareByCost(t *testing.T) {
+func TestBacklogSharesTimeByMessageCost(t *testing.T) {
 	sizes := map[byte]int{0: 64, 1: 64, 2: 1452, 3: 9000}
 	var b datapath.Backlog
 	got := map[byte]int{}
@@ -199,7 +199,7 @@ func TestAPeerAboveItsRateDelaysOnlyItself(t *testing.T) {
 // A host on the underlay reads the receiver index of a peer and sends junk with that index from
 // another address. This junk has a small queue of its own. Messages of the peer from a new
 // address are in the same queue until one of them is decrypted.
-func TestJunkWithTheIndexOfAPeerHurtsNobody(t *testing.T) {
+func TestJunkWithTheIndexOfAPeerDoesNotAffectThatPeer(t *testing.T) {
 	inPair(t, func(t *testing.T, p *pair, a, b *end) {
 		bad, n := b.wire.Endpoint(netip.MustParseAddrPort("192.0.2.66:9999")), uint64(0)
 		junk := func() arrival {

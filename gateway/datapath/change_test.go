@@ -21,7 +21,7 @@ func (silent) Close() error { return nil }
 
 // After any changes, additions and removals of peers, an incrementally updated tunnel must equal
 // a new one that gets all peers at once.
-func TestTunnelAfterPeerChangesEqualsAFullConfiguration(t *testing.T) {
+func TestIncrementalTunnelChangesEqualAFullConfiguration(t *testing.T) {
 	rng := rand.New(rand.NewPCG(14, 2))
 	engine := natengine.New(natengine.Config{})
 	var rules []natengine.Peer

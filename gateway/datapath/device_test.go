@@ -140,7 +140,7 @@ func TestReadSegmentsASuperpacketAfterTranslatingIt(t *testing.T) {
 	}
 }
 
-func TestReadGoesOnWithASuperpacketThatIsLargerThanTheBatch(t *testing.T) {
+func TestReadContinuesALargeSuperpacketInTheNextBatch(t *testing.T) {
 	payload := random(60_000)
 	script := newScript(
 		super4(at(podA, 4000), at(podB, 80), 0, 300, payload), // is cut into 200 segments
@@ -238,7 +238,7 @@ func TestReadCompletesTheChecksumInsideAPodsOwnTunnel(t *testing.T) {
 	}
 }
 
-func TestReadCountsWhatItDropsAndGoesOn(t *testing.T) {
+func TestReadCountsDroppedPacketsAndContinues(t *testing.T) {
 	good := plain(udp4(at(podA, 4000), at(podB, 80), []byte("good")))
 	udp := func(dst netip.Addr, size int) []byte { return plain(udp4(at(podA, 1), at(dst, 2), random(size))) }
 	mangle := func(f func(p []byte)) []byte {
@@ -275,7 +275,7 @@ func TestReadCountsWhatItDropsAndGoesOn(t *testing.T) {
 	}
 }
 
-func TestReadDropsForAPeerThatIsDownExceptOurOwn(t *testing.T) {
+func TestReadDropsPacketsForADownPeerExceptTheGatewaysOwn(t *testing.T) {
 	e := newEngine(t)
 	e.Peers()[0].SetDown(true)
 	link := newScript(plain(udp4(at(podA, 4000), at(podB, 80), []byte("x"))))
@@ -333,7 +333,7 @@ func TestReadReleasesHeldFragmentsAfterTheFirst(t *testing.T) {
 	}
 }
 
-func TestReadWaitsForPacketsOfTheEndpointToo(t *testing.T) {
+func TestReadAlsoWaitsForPacketsOfTheEndpoint(t *testing.T) {
 	link := newScript()
 	local, err := datapath.NewLocal(self, netip.Addr{}, 1420)
 	if err != nil {
@@ -363,7 +363,7 @@ func TestReadWaitsForPacketsOfTheEndpointToo(t *testing.T) {
 }
 
 // The engine must not be given the time at which the wait for a packet began.
-func TestReadTakesTheTimeAfterEachWait(t *testing.T) {
+func TestReadUsesTheTimeAfterEachWait(t *testing.T) {
 	synctest.Test(t, readAsksForTheTimeAfterEachWait)
 }
 
@@ -458,7 +458,7 @@ func TestWriteHandsARunToTheLinkAsOneSuperpacket(t *testing.T) {
 	}
 }
 
-func TestWriteLeavesUDPAloneUnlessSwitchedOn(t *testing.T) {
+func TestWriteJoinsUDPDatagramsOnlyIfEnabled(t *testing.T) {
 	for _, on := range []bool{false, true} {
 		t.Run(fmt.Sprint(on), func(t *testing.T) {
 			link := newScript()
@@ -487,7 +487,7 @@ func TestWriteLeavesUDPAloneUnlessSwitchedOn(t *testing.T) {
 
 // If the kernel accepts no UDP superpackets, none of their datagrams is lost, and Write makes no
 // more superpackets.
-func TestWriteSplitsWhatTheLinkRefuses(t *testing.T) {
+func TestWriteSplitsUDPSuperpacketsThatTheLinkRefuses(t *testing.T) {
 	link := newScript()
 	link.refuseUDP = true
 	e := newEngine(t)
@@ -579,7 +579,7 @@ func TestWriteDeliversTheDatagramsOfARunOneByOne(t *testing.T) {
 	}
 }
 
-func TestWriteCountsWhatItDrops(t *testing.T) {
+func TestWriteCountsDroppedPackets(t *testing.T) {
 	good := udp4(at(podB, 80), at(podASee, 4000), []byte("good"))
 	for _, tc := range []struct {
 		name string
@@ -609,7 +609,7 @@ func TestWriteCountsWhatItDrops(t *testing.T) {
 	}
 }
 
-func TestWriteCountsWhatTheLinkRefuses(t *testing.T) {
+func TestWriteCountsPacketsThatTheLinkRefuses(t *testing.T) {
 	e := newEngine(t)
 	link := newScript()
 	d := newDevice(t, link, e, datapath.Options{})

@@ -564,7 +564,7 @@ func bigPings(t *testing.T, a, b *side) {
 
 // The endpoints of both sides send PINGs to UDP port 12345 of the first address of the other's
 // ExternalCIDR.
-func TestTwoGatewaysConnectionCheck(t *testing.T) { eachPlan(t, connectionCheck) }
+func TestTwoGatewaysAnswerTheConnectionCheck(t *testing.T) { eachPlan(t, connectionCheck) }
 
 func connectionCheck(t *testing.T, a, b *side) {
 	ours, theirs := listen(t, a.local), listen(t, b.local)
@@ -659,7 +659,7 @@ func TestRuleChangeInTheMiddleOfATransferLosesNothing(t *testing.T) {
 	checkHealthy(t, a, b)
 }
 
-func TestTwoGatewaysOverALossyReorderingNetwork(t *testing.T) {
+func TestTwoGatewaysCarryTCPOverALossyReorderingNetwork(t *testing.T) {
 	network := &memlink.Network{Loss: 0.01, Reorder: 0.01, Seed: 1}
 	a, b := startGateways(t, network, plans[0], datapath.Options{})
 	transfers(t, a, b, 2, 512<<10)
@@ -670,7 +670,7 @@ func TestTwoGatewaysOverALossyReorderingNetwork(t *testing.T) {
 	t.Logf("%d lost, %d reordered", network.Lost(), network.Reordered())
 }
 
-func TestTwoGatewaysCoalesceUDPWhenSwitchedOn(t *testing.T) {
+func TestTwoGatewaysCoalesceUDPIfEnabled(t *testing.T) {
 	defer runtime.GOMAXPROCS(runtime.GOMAXPROCS(1)) // so that the datagrams of a burst arrive in one batch
 	network := &memlink.Network{}
 	a, b := startGateways(t, network, plans[0], datapath.Options{CoalesceUDP: true})

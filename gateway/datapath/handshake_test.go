@@ -103,7 +103,7 @@ func TestCrossingHandshakesMakeASessionOnASlowPath(t *testing.T) {
 
 // An initiation that has not crossed another one is not repeated early: a's initiations were
 // lost, and the peer that is reachable again starts a handshake.
-func TestAHandshakeThatDidNotCrossAnotherIsKept(t *testing.T) {
+func TestHandshakeThatDidNotCrossIsNotRepeatedEarly(t *testing.T) {
 	for _, lower := range []bool{true, false} {
 		t.Run(fmt.Sprintf("lower key %v", lower), func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
@@ -128,7 +128,7 @@ func TestAHandshakeThatDidNotCrossAnotherIsKept(t *testing.T) {
 }
 
 // A change of our key may change which side starts again first.
-func TestHandshakesCrossAfterAChangeOfTheKey(t *testing.T) {
+func TestCrossingHandshakesMakeASessionAfterAKeyChange(t *testing.T) {
 	for _, lower := range []bool{true, false} {
 		t.Run(fmt.Sprintf("lower key before %v", lower), func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
@@ -375,7 +375,7 @@ func (e *end) roam(t *testing.T, to *end, nth func(i int) netip.AddrPort) {
 
 // A peer that roams has the budget of only one address at a time. Its other initiations use the
 // budget of strangers. Meanwhile, a restarted peer is connected again at once.
-func TestAPeerThatRoamsHasOneBudget(t *testing.T) {
+func TestRoamingPeerHasTheBudgetOfOneAddress(t *testing.T) {
 	relay := netip.MustParseAddr("198.18.255.1")
 	for _, tc := range []struct {
 		name string
@@ -425,7 +425,7 @@ func TestAPeerThatRoamsHasOneBudget(t *testing.T) {
 
 // A peer at an unknown address connects with the help of a cookie. So does a peer whose address
 // is forged in a flood.
-func TestCookiesLetAPeerInWhileOthersFlood(t *testing.T) {
+func TestPeerConnectsWithACookieDuringAFlood(t *testing.T) {
 	for _, forged := range []bool{false, true} {
 		t.Run(fmt.Sprintf("forged=%v", forged), func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
@@ -610,7 +610,7 @@ func TestAPeerIsKnownAtItsConfiguredAndLastAddress(t *testing.T) {
 	})
 }
 
-func TestABudgetIsSpentAndGrows(t *testing.T) {
+func TestBudgetAllowsItsBurstAndThenItsRate(t *testing.T) {
 	const every, burst = 100 * time.Millisecond, 20
 	var b datapath.Budgets
 	now := time.Unix(1, 0)

@@ -29,7 +29,7 @@ func (m *handshake) numbers() (peer, n int) {
 // 4,000 peers each start a handshake every five seconds until one is answered in time. The device
 // answers only 50 a second, as on a processor that is busy with other work. At least nine of ten
 // answers must be in time, and every peer must connect.
-func TestHandshakesSucceedWhenMoreComeThanCanBeAnswered(t *testing.T) {
+func TestHandshakesSucceedUnderOverload(t *testing.T) {
 	const (
 		peers  = 4000
 		every  = 5 * time.Second // RekeyTimeout

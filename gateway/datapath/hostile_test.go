@@ -38,7 +38,7 @@ var badMessages = []struct {
 		m[0] = byte(1 + n%6/2)
 		return m
 	}},
-	{"indices of nobody", natengine.DropTunnelSession, false, 50, func(e *end, n int) []byte {
+	{"unknown receiver indices", natengine.DropTunnelSession, false, 50, func(e *end, n int) []byte {
 		m := e.Seal(e.other.key.public, make([]byte, 64))
 		binary.LittleEndian.PutUint32(m[4:], binary.LittleEndian.Uint32(m[4:])+1+uint32(n))
 		return m
@@ -83,12 +83,12 @@ var badMessages = []struct {
 	{"sources of another peer", natengine.DropSource, true, 3, func(e *end, n int) []byte {
 		return e.Seal(e.other.key.public, numbered(netip.MustParseAddr("10.82.16.7"), podOf(1), uint32(n), 100))
 	}},
-	{"sources of nobody", natengine.DropSource, true, 3, func(e *end, n int) []byte {
+	{"sources that belong to no peer", natengine.DropSource, true, 3, func(e *end, n int) []byte {
 		return e.Seal(e.other.key.public, numbered(netip.MustParseAddr("10.99.0.7"), podOf(1), uint32(n), 100))
 	}},
 }
 
-func TestEachBadMessageIsCountedOnceUnderItsName(t *testing.T) {
+func TestEachBadMessageIsCountedOnceWithItsReason(t *testing.T) {
 	for _, kind := range badMessages {
 		t.Run(kind.name, func(t *testing.T) {
 			inPair(t, func(t *testing.T, p *pair, a, b *end) {
@@ -166,7 +166,7 @@ func TestForgedMessagesDoNotMoveTheReplayWindow(t *testing.T) {
 	})
 }
 
-func TestEightThousandMessagesMayComeInAnyOrder(t *testing.T) {
+func TestReplayWindowAcceptsEightThousandMessagesInAnyOrder(t *testing.T) {
 	inPair(t, func(t *testing.T, p *pair, a, b *end) {
 		s := p.stranger(t, "192.0.2.66")
 		const n = 8000
@@ -314,7 +314,7 @@ func TestAMovingRangeIsNeverCheckedAgainstMixedRules(t *testing.T) {
 
 // --- floods
 
-func TestAFloodOfOnePeerCostsAnotherNothing(t *testing.T) {
+func TestFloodOfOnePeerDoesNotAffectAnother(t *testing.T) {
 	for _, kind := range badMessages {
 		t.Run(kind.name, func(t *testing.T) {
 			inPair(t, func(t *testing.T, p *pair, a, b *end) {
@@ -352,7 +352,7 @@ func TestAFloodOfOnePeerCostsAnotherNothing(t *testing.T) {
 	}
 }
 
-func TestValidInitiationsDoNotHoldUpData(t *testing.T) {
+func TestFloodOfValidInitiationsDoesNotDelayData(t *testing.T) {
 	inPair(t, func(t *testing.T, p *pair, a, b *end) {
 		c := p.third(t)
 		s := p.stranger(t, "192.0.2.66")

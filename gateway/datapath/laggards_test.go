@@ -9,7 +9,7 @@ import (
 
 // If a thousand peers fall silent at once, they do not cause a burst of handshakes, and each gets
 // its turn.
-func TestSilentPeersAreServedInTurn(t *testing.T) {
+func TestSilentPeersGetHandshakesInTurn(t *testing.T) {
 	const peers, minutes = 300, 2
 	tunnel, own, _ := benchTunnel(t, PresharedKeys{}, peers)
 	if err := tunnel.SetKeys([32]byte(own.Bytes()), [32]byte(noise.NewKey().Bytes())); err != nil {
@@ -46,7 +46,7 @@ func TestSilentPeersAreServedInTurn(t *testing.T) {
 
 // A peer of the next identity has no counterpart in the current identity, because that peer's key
 // is our next key. It does not count as a laggard.
-func TestAPeerWithoutACurrentIdentityIsNotALaggard(t *testing.T) {
+func TestPeerOfOnlyTheNextIdentityIsNotALaggard(t *testing.T) {
 	tunnel, own, _ := benchTunnel(t, PresharedKeys{}, 1)
 	if err := tunnel.SetKeys([32]byte(own.Bytes()), [32]byte(noise.NewKey().Bytes())); err != nil {
 		t.Fatal(err)

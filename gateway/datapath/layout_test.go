@@ -44,9 +44,9 @@ func TestAnUnexpectedStructLayoutIsRefused(t *testing.T) {
 	}{
 		{"missing", "datapath_test.laidOut has no field Third", func() { datapath.FieldOf[laidOut, uint32]("Third") }},
 		{"another type", "datapath_test.laidOut.First is of type uint32, want uint64", func() { datapath.FieldOf[laidOut, uint64]("First") }},
-		{"moved out of its struct", "datapath_test.laidOut has no field First", func() { datapath.FieldOf[laidOut, uint32]("Second", "First") }},
-		{"moved into an embedded one", "datapath_test.laidOut has no field Promoted", func() { datapath.FieldOf[laidOut, bool]("Promoted") }},
-		{"inside of what is no struct", "datapath_test.laidOut has no field Inner", func() { datapath.FieldOf[laidOut, time.Time]("First", "Inner") }},
+		{"moved to another struct", "datapath_test.laidOut has no field First", func() { datapath.FieldOf[laidOut, uint32]("Second", "First") }},
+		{"moved into an embedded struct", "datapath_test.laidOut has no field Promoted", func() { datapath.FieldOf[laidOut, bool]("Promoted") }},
+		{"inside a field that is no struct", "datapath_test.laidOut has no field Inner", func() { datapath.FieldOf[laidOut, time.Time]("First", "Inner") }},
 		{"of the device", "device.Keypair has no field nonce", func() { datapath.FieldOf[device.Keypair, uint64]("nonce") }},
 	} {
 		t.Run(tc.name, func(t *testing.T) {

@@ -16,7 +16,7 @@ import (
 )
 
 // Send with a size pads the packet that it would otherwise send with zeros.
-func TestSendPadded(t *testing.T) {
+func TestSendPadsPacketsWithZeros(t *testing.T) {
 	local, err := datapath.NewLocal(self, self6, 1420)
 	if err != nil {
 		t.Fatal(err)

@@ -70,7 +70,7 @@ func TestTurnsServeAddressesInTurn(t *testing.T) {
 	}
 }
 
-func TestTurnsAreBoundedAndEachNewAddressGetsOne(t *testing.T) {
+func TestTurnsAreBoundedButEachNewAddressMayQueueADatagram(t *testing.T) {
 	var turns datapath.Turns
 	addr := func(i int) netip.AddrPort {
 		return netip.AddrPortFrom(netip.AddrFrom4([4]byte{10, 0, byte(i >> 8), byte(i)}), 1)
@@ -101,7 +101,7 @@ func TestTurnsAreBoundedAndEachNewAddressGetsOne(t *testing.T) {
 }
 
 // The bucket agrees with a slow and simple reference.
-func TestBucketIsATokenBucket(t *testing.T) {
+func TestBucketAgreesWithASimpleTokenBucket(t *testing.T) {
 	rng := rand.New(rand.NewPCG(24, 2))
 	for range 200 {
 		rate, burst := int64(1+rng.IntN(1000)), int64(1+rng.IntN(100))
@@ -220,7 +220,7 @@ func TestPortAcceptsOnlyGatewayMessages(t *testing.T) {
 
 // Every packet that the endpoint does not use is counted as dropped, for its peer and with a
 // reason. If RFC 1122 requires it, the sender gets an ICMP error.
-func TestEndpointCountsWhatItDoesNotAnswer(t *testing.T) {
+func TestEndpointCountsPacketsThatItDoesNotAnswer(t *testing.T) {
 	ip := packettest.IP{Src: podB, Dst: endpointSeen}
 	raw := func(proto uint8, data ...byte) []byte {
 		return packettest.Build(ip, packettest.Raw{Proto: proto, Data: data})
@@ -282,7 +282,7 @@ func TestEndpointCountsWhatItDoesNotAnswer(t *testing.T) {
 
 // A peer can choose its source addresses, and so the destinations of answers. All answers to it
 // must share one queue anyway.
-func TestAnswersToOnePeerShareOneTurnAcrossAddresses(t *testing.T) {
+func TestAnswersToOnePeerShareOneQueueForAllItsAddresses(t *testing.T) {
 	local, err := datapath.NewLocal(self, netip.Addr{}, 1420)
 	if err != nil {
 		t.Fatal(err)

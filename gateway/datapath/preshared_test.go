@@ -168,7 +168,7 @@ func exchanges(t *testing.T, a, b *end, rng *rand.Rand) {
 // The side that gets a new preshared key first has then read a response with the former key. Once
 // both sides have the new key, two handshakes are enough to use it, even if the two sides start
 // them in turn.
-func TestSidesThatBeginHandshakesInTurnUseANewPresharedKey(t *testing.T) {
+func TestAlternatingHandshakesAdoptANewPresharedKey(t *testing.T) {
 	inPair(t, func(t *testing.T, _ *pair, a, b *end) {
 		keys := shareFirst(t, a, b)
 		a.preshare(t, keys)
@@ -186,7 +186,7 @@ func TestSidesThatBeginHandshakesInTurnUseANewPresharedKey(t *testing.T) {
 }
 
 // The new key is also used if both sides always start handshakes at the same moment.
-func TestSidesThatBeginHandshakesAtOnceUseANewPresharedKey(t *testing.T) {
+func TestSimultaneousHandshakesAdoptANewPresharedKey(t *testing.T) {
 	inPair(t, func(t *testing.T, _ *pair, a, b *end) {
 		keys := shareFirst(t, a, b)
 		for _, e := range []*end{a, b} {
@@ -225,7 +225,7 @@ func shareFirst(t *testing.T, a, b *end) datapath.PresharedKeys {
 
 // If only one side has the preshared key, no new session is made, and the existing session is not
 // reported as protected.
-func TestAPresharedKeyOfOneSideMakesNoSession(t *testing.T) {
+func TestPresharedKeyOfOnlyOneSideMakesNoSession(t *testing.T) {
 	inPair(t, func(t *testing.T, _ *pair, a, b *end) {
 		before := a.session()
 		a.preshare(t, datapath.PresharedKeys{Key: [32]byte{1}})
@@ -264,7 +264,7 @@ func TestASessionReportsItsPresharedKey(t *testing.T) {
 // keys. That decrypts every message of a session without a preshared key, and none of a session
 // with one. The gateway's status tells which sessions have one. TestPresharedKeys in test/fleet
 // does the same with a whole peering.
-func TestAQuantumAttackerOpensNothingThatHasAPresharedKey(t *testing.T) {
+func TestQuantumAttackerDecryptsNoSessionWithAPresharedKey(t *testing.T) {
 	for _, agreed := range []bool{false, true} {
 		for _, changing := range []bool{false, true} {
 			t.Run(fmt.Sprintf("preshared key %v, changing %v", agreed, changing), func(t *testing.T) {

@@ -13,7 +13,7 @@ import (
 // While a preshared key changes, the device's key may change after the device has made a response
 // and before it sends the response. The key with which the response was made must be recorded.
 // Otherwise a session could be reported with a key that it does not have.
-func TestAResponseKeepsItsKey(t *testing.T) {
+func TestResponseKeepsThePresharedKeyItWasMadeWith(t *testing.T) {
 	former, key := [32]byte{1}, [32]byte{2}
 	for name, step := range map[string]func(*device.Peer) error{
 		"before its session": func(*device.Peer) error { return nil },

@@ -207,7 +207,7 @@ func TestARotationCanBeReverted(t *testing.T) {
 }
 
 // The octets counted for a peer never decrease while keys change.
-func TestOctetsOfAPeerOnlyGrow(t *testing.T) {
+func TestOctetCountersOfAPeerNeverDecrease(t *testing.T) {
 	inPair(t, func(t *testing.T, _ *pair, a, b *end) {
 		next := numberedKey(7)
 		r := &rotating{end: a, now: a.key}
@@ -234,7 +234,7 @@ const wireGuardLatency, wireGuardStep = 15 * time.Millisecond, 10 * time.Millise
 // A plain WireGuard peer can only remove its former peer and add the new one. It loses packets
 // that are in flight, and packets that arrive until its next packet has made a session: a
 // responder may not use a session before the initiator does (section 5.4.3).
-func TestAPeerWithWireGuardGoLosesOneHandshake(t *testing.T) {
+func TestRotationCostsAWireGuardGoPeerOneHandshake(t *testing.T) {
 	rotateBesideWireGuardGo(t, false, 4*wireGuardLatency)
 }
 
@@ -375,7 +375,7 @@ func TestANewActiveGatewayAcceptsTheNextKeyAtOnce(t *testing.T) {
 // Data sent under the former key, just before the peer changes to the next one, is answered only
 // under the next key. The former session must not count the missing answer as silence and start a
 // handshake.
-func TestAReplacedSessionDoesNotEndTheSilence(t *testing.T) {
+func TestUnansweredDataOfAReplacedSessionStartsNoHandshake(t *testing.T) {
 	inPair(t, func(t *testing.T, _ *pair, a, b *end) {
 		r, next := &rotating{end: a, now: a.key}, numberedKey(7)
 		r.set(t, a.key, next)

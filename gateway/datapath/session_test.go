@@ -76,7 +76,7 @@ func TestDataReplacesAKeepalive(t *testing.T) {
 	})
 }
 
-func TestASecondKeepaliveFollowsWhenMoreCame(t *testing.T) {
+func TestSecondKeepaliveAcknowledgesFurtherData(t *testing.T) {
 	inPair(t, func(t *testing.T, _ *pair, a, b *end) {
 		begin := time.Now()
 		a.send(t, 1)
@@ -207,7 +207,7 @@ func TestNothingIsSealedWithTheLastNonces(t *testing.T) {
 // Answers are sent to the source of the last message. So a message from an address where no
 // gateway of a peer can be is dropped, whatever it contains, and does not change the peer's
 // endpoint.
-func TestMessagesFromWhereNoGatewayIsAreDropped(t *testing.T) {
+func TestMessagesFromRefusedSourcesAreDropped(t *testing.T) {
 	inPair(t, func(t *testing.T, p *pair, a, b *end) {
 		s := p.stranger(t, "192.0.2.9")
 		before := b.Stats()
@@ -375,7 +375,7 @@ func TestTheResponderSendsNothingBeforeTheSessionIsConfirmed(t *testing.T) {
 	})
 }
 
-func TestKeysAreGoneAfterThreeTimes180Seconds(t *testing.T) {
+func TestSessionKeysAreErasedAfter540Seconds(t *testing.T) {
 	inPair(t, func(t *testing.T, _ *pair, a, b *end) {
 		time.Sleep(166 * time.Second)
 		a.wire.dropAll(initiations)
@@ -489,7 +489,7 @@ func TestAKeyOfEitherSideMayChange(t *testing.T) {
 	})
 }
 
-func TestAGatewayMayRestart(t *testing.T) {
+func TestPeersReconnectAfterAGatewayRestart(t *testing.T) {
 	inPair(t, func(t *testing.T, p *pair, a, b *end) {
 		a.send(t, 1)
 		b.wants(t, 1)
@@ -534,7 +534,7 @@ func TestAPeerMayRoam(t *testing.T) {
 	})
 }
 
-func TestARemovedPeerIsCountedAndComesBack(t *testing.T) {
+func TestPacketsOfARemovedPeerAreCountedAndItCanReturn(t *testing.T) {
 	inPair(t, func(t *testing.T, _ *pair, a, b *end) {
 		peer := datapath.Peer{State: a.engine.Peers()[0], Key: b.key.public, Endpoint: b.place}
 		a.setPeers(t)
@@ -818,7 +818,7 @@ func TestTheReplayWindowIsSharedWhileItsPeerIsReplaced(t *testing.T) {
 
 // A packet that arrives after the MTU has grown is sent with the new MTU, even if the outbound
 // goroutine started to wait for it before the change.
-func TestALargerMTUIsInForceForTheFirstPacket(t *testing.T) {
+func TestLargerMTUAppliesToTheFirstPacketAfterTheChange(t *testing.T) {
 	inPair(t, func(t *testing.T, _ *pair, a, b *end) {
 		synctest.Wait() // until the goroutine waits for a packet
 		a.SetMTU(3000)

@@ -69,7 +69,7 @@ func TestAnsweredHandshakesAreNotCountedAsRefused(t *testing.T) {
 	})
 }
 
-func TestKernelSendErrorsAreASign(t *testing.T) {
+func TestSignsIncludeKernelSendErrors(t *testing.T) {
 	inPair(t, func(t *testing.T, _ *pair, a, _ *end) {
 		if s := a.signs(); s.Unsent != nil {
 			t.Fatalf("before: %v", s.Unsent)
@@ -91,7 +91,7 @@ func TestKernelSendErrorsAreASign(t *testing.T) {
 	})
 }
 
-func TestDataOfAnEarlierSessionIsASign(t *testing.T) {
+func TestSignsIncludeDataOfAnEarlierSession(t *testing.T) {
 	inPair(t, func(t *testing.T, _ *pair, a, b *end) {
 		b.setPeers(t)
 		b.setPeer(t, numberedKey(9), a.place) // a does not know that its key at b has changed
@@ -110,7 +110,7 @@ func TestDataOfAnEarlierSessionIsASign(t *testing.T) {
 
 // A Service with externalTrafficPolicy: Cluster replaces the source of each message by an address
 // of a node.
-func TestRelayedHandshakesAreASeparateSign(t *testing.T) {
+func TestSignsReportRelayedHandshakesSeparately(t *testing.T) {
 	strangers(t, func(t *testing.T, a, b *end) {
 		elsewhere, other := netip.MustParseAddrPort("192.0.2.77:5871"), numberedKey(9)
 		b.SetRelays(func(addr netip.Addr) bool { return addr == a.place.Addr() })
@@ -141,7 +141,7 @@ func TestRelayedHandshakesAreASeparateSign(t *testing.T) {
 	})
 }
 
-func TestForeignHandshakesAreNotASign(t *testing.T) {
+func TestSignsIgnoreHandshakesFromOtherAddresses(t *testing.T) {
 	strangers(t, func(t *testing.T, a, b *end) {
 		b.setPeer(t, a.key, netip.MustParseAddrPort("192.0.2.77:5871")) // b has another address for a
 		other := numberedKey(9)
@@ -185,7 +185,7 @@ func TestDataFromAPeersAddressUnderAnotherSessionIsReported(t *testing.T) {
 	})
 }
 
-func TestForgedDataFromElsewhereIsNotASign(t *testing.T) {
+func TestSignsIgnoreForgedDataFromOtherAddresses(t *testing.T) {
 	inPair(t, func(t *testing.T, p *pair, a, b *end) {
 		told := 0
 		b.SetDoubts(func([32]byte) { told++ })

@@ -51,7 +51,7 @@ func TestStagingKeepsTheNewestWithinItsBounds(t *testing.T) {
 	}
 }
 
-func TestStagingGivesUpAfterTenSeconds(t *testing.T) {
+func TestStagingDropsPacketsAfterTenSeconds(t *testing.T) {
 	var s datapath.Staging
 	for i := range 5 {
 		s.Push([]byte{byte(i)}, time.Duration(i)*time.Second)
@@ -72,7 +72,7 @@ func TestStagingGivesUpAfterTenSeconds(t *testing.T) {
 	}
 }
 
-func TestWaitingPacketsLeaveInOrderOrAreCounted(t *testing.T) {
+func TestWaitingPacketsAreSentInOrderOrCounted(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		p := newPair(t, orderedKeys(true))
 		a, b := p.ends[0], p.ends[1]

@@ -183,7 +183,7 @@ func (s *scene) settle(t testing.TB) {
 	}
 }
 
-func TestCaptureShowsThePointsAndTheFateOfAPacket(t *testing.T) {
+func TestCaptureShowsAPacketAtEachPointWithItsVerdict(t *testing.T) {
 	for _, p := range plans {
 		t.Run(p.name, func(t *testing.T) {
 			s := newScene(t, p)
@@ -278,7 +278,7 @@ func lines(all []record) string {
 	return b.String()
 }
 
-func TestCaptureFilters(t *testing.T) {
+func TestCaptureContainsOnlySelectedPackets(t *testing.T) {
 	s := newScene(t, plans[0])
 	a := s.a
 	nowhere := netip.MustParseAddr("10.99.0.1")
@@ -353,7 +353,7 @@ func TestCaptureKeepsPayloadOnlyWhenAsked(t *testing.T) {
 
 // A superpacket is one packet outside the tunnel and 45 packets inside. At the receiver it is one
 // packet again.
-func TestCaptureOfASuperpacket(t *testing.T) {
+func TestCaptureShowsASuperpacketAndItsSegments(t *testing.T) {
 	// While other tests keep the machine busy, the capture may miss records, which it reports.
 	for try := 1; !superpacketIsCaptured(t); try++ {
 		if try == 20 {

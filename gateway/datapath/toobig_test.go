@@ -147,7 +147,7 @@ func TestReadFragmentsTheSegmentsOfASuperpacket(t *testing.T) {
 }
 
 // If a peer has no MTU or a larger one, the size of the buffers limits packets.
-func TestBuffersBoundPacketsToo(t *testing.T) {
+func TestBufferSizeLimitsPacketsWithoutAPeerMTU(t *testing.T) {
 	for _, mtu := range []uint16{0, 1500} {
 		p := rules("b")
 		p.MTU = mtu
@@ -163,7 +163,7 @@ func TestBuffersBoundPacketsToo(t *testing.T) {
 }
 
 // A fragment that the engine held is fragmented again if it is too big for the peer.
-func TestReleasedFragmentsAreCutAgain(t *testing.T) {
+func TestReleasedFragmentsAreFragmentedAgain(t *testing.T) {
 	whole := cuttable(plain(udp4(at(nodeA, 4000), at(podB, 80), random(2800))))[packet.VirtioHeaderLen:]
 	pieces := fragments(whole, 1400)
 	d := newDevice(t, newScript(plain(pieces[2]), plain(pieces[1]), plain(pieces[0])), newEngine(t, smallPeer()), datapath.Options{})
@@ -181,7 +181,7 @@ func TestReleasedFragmentsAreCutAgain(t *testing.T) {
 
 // The in-process endpoint knows only the tunnel's MTU. Its packets that exceed the peer's MTU are
 // fragmented.
-func TestPacketsOfTheLocalEndpointAreCut(t *testing.T) {
+func TestPacketsOfTheLocalEndpointAreFragmented(t *testing.T) {
 	p := smallPeer()
 	p.MTU = 500
 	e, link := newEngine(t, p), newScript()
@@ -201,7 +201,7 @@ func TestPacketsOfTheLocalEndpointAreCut(t *testing.T) {
 
 // For a flood of packets that are too big, only as many ICMP errors are written to the link as
 // the rate limit allows.
-func TestErrorsAboutAFloodAreLimited(t *testing.T) {
+func TestTooBigErrorsAboutAFloodAreLimited(t *testing.T) {
 	big := plain(udp4(at(podA, 4000), at(podB, 80), random(1400)))
 	var flood [][]byte
 	for range 1000 {

@@ -465,7 +465,7 @@ func (s *slow) Write(b []byte) (int, error) {
 // deadline.
 func (s *slow) SetWriteDeadline(time.Time) error { return nil }
 
-func TestAStandbyThatIsTooSlowGetsEverythingAgain(t *testing.T) {
+func TestTooSlowStandbyGetsTheWholeListAgain(t *testing.T) {
 	near, far := net.Pipe()
 	defer near.Close()
 	conn := &slow{Conn: far}
@@ -516,7 +516,7 @@ func randomFlows(t testing.TB) (flows []natengine.Flow) {
 
 // The receiver of a stream ends up with the sender's flows, in whatever order flows are opened
 // and ended.
-func TestAStreamArrives(t *testing.T) {
+func TestReceiverGetsTheFlowsOfTheSender(t *testing.T) {
 	flows := randomFlows(t)
 	for seed := range uint64(50) {
 		rng := rand.New(rand.NewPCG(seed, 1))
@@ -565,7 +565,7 @@ func TestAStreamArrives(t *testing.T) {
 	}
 }
 
-func TestAnIndirectCopyReplacesNoCopy(t *testing.T) {
+func TestCopyFromAStandbyReplacesNoExistingCopy(t *testing.T) {
 	flows := randomFlows(t)
 	k := NewKeeper()
 	tell := func(active bool, age time.Duration, n int) int {

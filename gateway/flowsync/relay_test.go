@@ -73,7 +73,7 @@ func TestRelayedPacketsReachTheNextGateway(t *testing.T) {
 
 // If a gateway has two connections to the active one, it accepts packets only from the connection
 // that follows.
-func TestOnlyAFollowingConnectionTakesPackets(t *testing.T) {
+func TestOnlyAFollowingConnectionAcceptsPackets(t *testing.T) {
 	for name, once := range map[string]bool{"follows": false, "asks": true} {
 		var b bytes.Buffer
 		w := writer{bufio.NewWriter(&b)}
@@ -112,7 +112,7 @@ func (g *gatedList) EachFlow(f func(peer string, flow natengine.Flow), between f
 
 // A starting standby requests the flows of all gateways. As soon as it knows which one is active,
 // it also follows that one. During that time, packets arrive on two connections.
-func TestAStandbyTakesEachPacketOnceFromTwoConnections(t *testing.T) {
+func TestStandbyAcceptsEachPacketOnceFromTwoConnections(t *testing.T) {
 	before := &gatedList{running: newRunning(t, "10.246.0.0/16"), begun: make(chan struct{}), may: make(chan struct{})}
 	after, a, b := newRunning(t, "10.246.0.0/16"), NewKeeper(), NewKeeper()
 	a.Activate(before)
@@ -199,7 +199,7 @@ func TestWaitingRelayedPacketsAreBounded(t *testing.T) {
 
 // If another gateway becomes active, it gets the packets as well, so this one drops them. A
 // second connection to the gateway that relayed them is not a sign of that.
-func TestAFollowerOfTheNextGatewayKeepsNoPackets(t *testing.T) {
+func TestStandbyDropsWaitingPacketsWhenAnotherGatewayIsActive(t *testing.T) {
 	k := NewKeeper()
 	first, second := netip.MustParseAddr("10.244.1.254"), netip.MustParseAddr("10.244.2.254")
 	(&receiver{k: k, from: first}).begin(true, 0)

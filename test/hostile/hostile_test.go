@@ -236,7 +236,7 @@ func (s *site) floods(t *testing.T) []flood {
 	kind := 0
 	return []flood{
 		{"source of the honest peer", "source", inner(honest, func([]byte) {})},
-		{"source of nobody", "source", inner(netip.MustParseAddr("192.0.2.77"), func([]byte) {})},
+		{"source that belongs to no peer", "source", inner(netip.MustParseAddr("192.0.2.77"), func([]byte) {})},
 		{"wrong version", "malformed", inner(ours, func(b []byte) { b[0] = 0x55 })},
 		{"wrong length", "malformed", inner(ours, func(b []byte) { b[2] = 0xff })},
 		{"short data messages", "tunnel_short", length(noise.DataType, 4, noise.HeaderLen+noise.TagLen-1)},

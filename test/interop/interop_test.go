@@ -88,7 +88,7 @@ func TestInteropWithWireGuardGo(t *testing.T) {
 	s.step("peer to an external endpoint of ours", (*site).peerToEndpoint)
 	s.step("allowed IPs are exactly the two networks", (*site).allowedIPs)
 	s.step("default deny towards everything else", (*site).defaultDeny)
-	s.step("a silent peer becomes Error, a speaking one Connected", (*site).silence)
+	s.step("a silent peer becomes Error, then Connected when it answers again", (*site).silence)
 }
 
 func (s *site) step(name string, f func(*site)) {
