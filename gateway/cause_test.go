@@ -115,7 +115,7 @@ func TestCauseReportsTheFirstProblemToFix(t *testing.T) {
 			t.Errorf("%s: %+v; want %s with %q", c.name, got, c.reason, c.says)
 		}
 		if got.Reason == v1alpha1.CauseProbeUnanswered && (strings.Contains(got.Text, "disagree") || !strings.HasPrefix(got.Text, "unanswered: ")) {
-			t.Errorf("%s: it claims to know why: %s", c.name, got.Text)
+			t.Errorf("%s: the text gives a reason: %s", c.name, got.Text)
 		}
 		told[c.reason] = true
 	}
@@ -141,7 +141,7 @@ func TestCauseIgnoresErrorsAboutOtherPeers(t *testing.T) {
 		}
 	}
 	if err := failedOf("1", errors.New("ip route: no such device")); err == nil {
-		t.Error("what concerns all concerns nobody")
+		t.Error("an error that names no peer does not concern the peer")
 	}
 	if err := failedOf("1", nil); err != nil {
 		t.Error(err)
@@ -171,7 +171,7 @@ func TestDropTimesAreRecordedAndDeletedWithTheirPeer(t *testing.T) {
 	g.send(t, natengine.Inbound, "10.246.1.1", "10.99.0.1", 1, 2) // the destination is not in our networks
 	g.send(t, natengine.Outbound, "10.244.1.1", "10.99.0.1", 1, 2)
 	if d := g.status(0).Peers[0].Drops; len(d) != 1 || d[0].LastSeen == nil || time.Since(*d[0].LastSeen) > time.Hour {
-		t.Errorf("%+v before anybody has looked; want the time of now", d)
+		t.Errorf("%+v before the first look; want the current time", d)
 	}
 	first := begin.Add(time.Second)
 	g.tick(first)

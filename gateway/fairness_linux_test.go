@@ -609,7 +609,7 @@ func (f *fairness) flood(b []byte, rate int) func(n int) int {
 	})
 }
 
-// stranger returns a function that sends messages from a socket at an address that has no key.
+// stranger returns a function that sends messages, made by next, from a socket at the address at.
 func (f *fairness) stranger(at netip.Addr, next func() []byte) func(n int) int {
 	c, err := net.DialUDP("udp4", net.UDPAddrFromAddrPort(netip.AddrPortFrom(at, 0)), net.UDPAddrFromAddrPort(f.at))
 	if err != nil {

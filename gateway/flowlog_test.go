@@ -118,7 +118,7 @@ func TestFlowLogOmitsAndCountsEventsBeyondItsRate(t *testing.T) {
 			break
 		}
 		if time.Now().After(deadline) {
-			t.Fatalf("%d of %d are said to be left out", omitted, told)
+			t.Fatalf("the log reports %d of %d events as omitted", omitted, told)
 		}
 		time.Sleep(50 * time.Millisecond)
 	}

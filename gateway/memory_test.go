@@ -32,12 +32,12 @@ func TestGCTargetFollowsTheHeap(t *testing.T) {
 	c.adjust()
 	// Memory of earlier tests may still be in use.
 	if now := debug.SetGCPercent(100); now < 2*set {
-		t.Errorf("%d %% when they are gone, %d %% before", now, set)
+		t.Errorf("GOGC is %d after the memory was released, and was %d before", now, set)
 	}
 	t.Setenv("GOGC", "50")
 	c.percent = 10
 	c.adjust()
 	if set := debug.SetGCPercent(100); set != 100 {
-		t.Errorf("%d %% though the environment says otherwise", set)
+		t.Errorf("set to %d %% although GOGC is set", set)
 	}
 }

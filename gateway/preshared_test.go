@@ -34,12 +34,12 @@ func TestAPresharedKeyReachesAllTunnelsOfItsPeer(t *testing.T) {
 		}
 		for i := range g.ends {
 			if told := tunnelPeers(i, s.peers, s.other); len(told) != 1 || told[0].Preshared != keys {
-				t.Errorf("tunnel %d is not told the keys, but of %d peers", i, len(told))
+				t.Errorf("tunnel %d did not get the keys, but %d peers", i, len(told))
 			}
 		}
 		g.take(t, c, false)
 		if s := g.survey(c, c.Gateway.Peers, false); len(s.other) > 0 {
-			t.Errorf("the same keys are told again, of peers %v", s.other)
+			t.Errorf("unchanged keys were set again for peers %v", s.other)
 		}
 	}
 }

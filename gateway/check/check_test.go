@@ -476,7 +476,7 @@ func TestIncrementalCheckChangesEqualAFullConfiguration(t *testing.T) {
 			inSlots += len(all)
 			for _, p := range all {
 				if p.slot != slot || c.peers[p.ID] != p {
-					t.Fatalf("step %d: peer %s is in turn %d, and nobody knows it", step, p.ID, slot)
+					t.Fatalf("step %d: peer %s in turn %d is not a peer of the Monitor", step, p.ID, slot)
 				}
 			}
 		}
@@ -633,7 +633,7 @@ func TestCheckRetriesAbsentPeers(t *testing.T) {
 				}
 				for _, key := range rest {
 					if d := now.Sub(tried[key]); rested[key] > 0 && (d < handshakePatience || d >= 5*time.Second) {
-						t.Fatalf("given up after %v", d)
+						t.Fatalf("a handshake was stopped after %v", d)
 					}
 					rested[key]++
 				}
@@ -642,7 +642,7 @@ func TestCheckRetriesAbsentPeers(t *testing.T) {
 				t.Errorf("handshakes with %d of %d peers", len(tried), tc.peers)
 			}
 			if tc.rests != (len(rested) == tc.peers) || !tc.rests && len(rested) != 0 {
-				t.Errorf("%d of %d handshakes are given up", len(rested), tc.peers)
+				t.Errorf("%d of %d handshakes were stopped", len(rested), tc.peers)
 			}
 			if r := c.Observe(peers[0].ID); r.State != Disconnected || r.Loss != 1 || r.Sent < 29 {
 				t.Errorf("%+v", r)
@@ -665,7 +665,7 @@ func TestUnknownSessionDataStartsAHandshakeOnlyWithASilentPeer(t *testing.T) {
 		var begun []time.Time
 		c.o.Handshake = func(key [32]byte) {
 			if key != bravoPeer.Key {
-				t.Error("a handshake with somebody else")
+				t.Error("a handshake with another peer")
 			}
 			begun = append(begun, time.Now())
 		}

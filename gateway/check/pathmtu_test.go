@@ -188,7 +188,7 @@ func TestPathSearchSendsFewProbes(t *testing.T) {
 	p := &path{1440, 0, rand.New(rand.NewPCG(11, 12))}
 	s.limit(minAutoMTU, 1440, now)
 	if _, n := drive(&s, p, &now, time.Minute, 0); n != 0 {
-		t.Errorf("%d messages to nobody", n)
+		t.Errorf("%d messages to a peer that does not answer", n)
 	}
 	s.begin(now)
 	if _, n := drive(&s, p, &now, 10*time.Second, 0); n > 30 {
@@ -223,7 +223,7 @@ func TestPathSearchWorksWithLiqoAndIsthmus(t *testing.T) {
 							arrived[from] = rate.NewLimiter(datapath.MessageRate, datapath.MessageBurst)
 						}
 						if !arrived[from].Allow() {
-							t.Errorf("%v sends more than a gateway may", from)
+							t.Errorf("%v exceeds the rate limit of a gateway", from)
 						}
 					}
 					other := Start(there, Options{Log: quiet})
@@ -268,7 +268,7 @@ func TestPathSearchWorksWithLiqoAndIsthmus(t *testing.T) {
 				time.Sleep(10 * time.Second)
 				wants(1248, PathSearchComplete)
 				if changes < 3 {
-					t.Errorf("told of %d changes", changes)
+					t.Errorf("PathChanged was called %d times", changes)
 				}
 				for reason, n := range c.Rejected() {
 					if n != 0 {

@@ -217,7 +217,7 @@ func TestJunkWithTheIndexOfAPeerDoesNotAffectThatPeer(t *testing.T) {
 		forged := b.state(t, "0").Drops(natengine.Inbound, natengine.DropTunnelForged)
 		queue := b.engine.Stats().NoPeerDrops[natengine.Inbound][natengine.DropReceiveQueue]
 		if queue == 0 || forged+queue != n {
-			t.Errorf("%d counted as forged, %d without a place: want %d together", forged, queue, n)
+			t.Errorf("%d counted as forged, %d as receive_queue: want %d together", forged, queue, n)
 		}
 		a.place = netip.MustParseAddrPort("192.0.2.77:4711") // a moves
 		if before := flooded(t, b, a, 200, junk); len(before) < 100 || b.Stats()[a.key.public].Endpoint != a.place {

@@ -605,7 +605,7 @@ func TestAPeerIsKnownAtItsConfiguredAndLastAddress(t *testing.T) {
 		knows(elsewhere, 2, false)
 		knows(a.place.Addr(), 1, false)
 		if n := b.HeardPlaces(); n != 0 {
-			t.Errorf("%d places of peers are remembered: want none", n)
+			t.Errorf("%d addresses of peers are still stored: want none", n)
 		}
 	})
 }
@@ -687,7 +687,7 @@ func TestTheQueueOfKnownHandshakesIsBoundedAndCounted(t *testing.T) {
 		r.Receive(batch, wire.Endpoint(crowdAt(i)))
 	}
 	if n := drops(e, natengine.Inbound, natengine.DropHandshakeQueue); n != peers*each-1024 {
-		t.Errorf("%d counted as without a place: want %d", n, peers*each-1024)
+		t.Errorf("%d counted as handshake_queue: want %d", n, peers*each-1024)
 	}
 }
 
@@ -723,7 +723,7 @@ func TestForgedHandshakesDisplaceNoPeer(t *testing.T) {
 			before := drops(e, natengine.Inbound, natengine.DropHandshakeQueue)
 			r.Receive([][]byte{initiationFor(ours, n)}, wire.Endpoint(honest))
 			if got := drops(e, natengine.Inbound, natengine.DropHandshakeQueue); got != before {
-				t.Error("the peer at the other address found no place")
+				t.Error("the handshake of the peer at the other address was dropped")
 			}
 		})
 	}

@@ -113,7 +113,7 @@ func TestAHandshakeStackIsBoundedAndDropsTheOldest(t *testing.T) {
 		}
 	}
 	if lost, dropped := s.push(unproven); !dropped || !lost.unproven {
-		t.Error("unproven messages have more than their places")
+		t.Error("unproven messages use more than their share of places")
 	}
 	for n := range 10 {
 		lost, dropped := s.push(peersHandshake(1, n))

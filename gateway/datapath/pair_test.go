@@ -350,7 +350,7 @@ func (e *end) send(t testing.TB, numbers ...uint32) {
 	t.Helper()
 	for _, n := range numbers {
 		if !e.link.Inject(plain(numbered(e.from, e.to, n, 100))) {
-			t.Fatalf("packet %d found no place in the queue of the link", n)
+			t.Fatalf("no room for packet %d in the queue of the link", n)
 		}
 	}
 }

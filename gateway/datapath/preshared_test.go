@@ -78,7 +78,7 @@ func changes(t *testing.T, a, b *end, keys datapath.PresharedKeys, at, later tim
 	b.wants(t, want...)
 	for i, e := range []*end{a, b} {
 		if got, want := e.preshared(), keys.Key != [32]byte{}; got != want {
-			t.Errorf("the session of end %d is said to have the preshared key: %v, want %v", i, got, want)
+			t.Errorf("the session of end %d is reported with the preshared key: %v, want %v", i, got, want)
 		}
 		refused := e.drops(natengine.Inbound, natengine.DropHandshakeRefused)
 		if n, what := e.allDrops(); n > refused || refused > 1 {
@@ -236,7 +236,7 @@ func TestPresharedKeyOfOnlyOneSideMakesNoSession(t *testing.T) {
 			t.Error("there is a session")
 		}
 		if a.preshared() || b.preshared() {
-			t.Error("a session without preshared key is said to have one")
+			t.Error("a session without preshared key is reported with one")
 		}
 	})
 }
@@ -249,20 +249,20 @@ func TestASessionReportsItsPresharedKey(t *testing.T) {
 			e.preshare(t, datapath.PresharedKeys{Key: [32]byte{1}})
 		}
 		if a.preshared() || b.preshared() {
-			t.Fatal("the earlier session is said to have the preshared key")
+			t.Fatal("the earlier session is reported with the preshared key")
 		}
 		time.Sleep(10 * time.Second)
 		a.Handshake(b.key.public)
 		time.Sleep(time.Second)
 		if synctest.Wait(); !a.preshared() || !b.preshared() {
-			t.Error("the session is not said to have the preshared key")
+			t.Error("the session is not reported with the preshared key")
 		}
 	})
 }
 
 // A quantum attacker records all messages between two sides and can compute all X25519 private
 // keys. That decrypts every message of a session without a preshared key, and none of a session
-// with one. The gateway's status tells which sessions have one. TestPresharedKeys in test/fleet
+// with one. The gateway's status shows which sessions have one. TestPresharedKeys in test/fleet
 // does the same with a whole peering.
 func TestQuantumAttackerDecryptsNoSessionWithAPresharedKey(t *testing.T) {
 	for _, agreed := range []bool{false, true} {
@@ -363,7 +363,7 @@ func recorded(t *testing.T, agreed, changing bool) {
 		want = 0
 	}
 	if safe != agreed || opened != want || certain == safe {
-		t.Errorf("the attacker opens %d of %d messages, certain %v; the session is said to have a preshared key: %v", opened, len(capture), certain, safe)
+		t.Errorf("the attacker opens %d of %d messages, certain %v; the session is reported with a preshared key: %v", opened, len(capture), certain, safe)
 	}
 }
 

@@ -328,7 +328,7 @@ func TestInitiationsAreRepeatedEveryFiveSecondsFor90Seconds(t *testing.T) {
 			t.Errorf("the last initiation after %v: want about 90 s", last)
 		}
 		if n := a.drops(natengine.Outbound, natengine.DropTunnelQueue); n != 1 {
-			t.Errorf("%d packets given up: want 1", n)
+			t.Errorf("%d waiting packets dropped: want 1", n)
 		}
 	})
 }
@@ -397,7 +397,7 @@ func TestSessionKeysAreErasedAfter540Seconds(t *testing.T) {
 			runtime.GC()
 		}
 		if keys.Value() != nil {
-			t.Error("somebody still holds the key")
+			t.Error("the key is still referenced")
 		}
 	})
 }
@@ -458,7 +458,7 @@ func TestAnImpossibleKeyIsNotRetriedForever(t *testing.T) {
 		time.Sleep(time.Minute)
 		synctest.Wait()
 		if n := a.drops(natengine.Outbound, natengine.DropTunnelQueue); n != 1 {
-			t.Errorf("%d given up: want 1", n)
+			t.Errorf("%d waiting packets dropped: want 1", n)
 		}
 		if n := a.Asked(key{public: [32]byte{1}}.public); n != 0 {
 			t.Error("a handshake is still tried")
@@ -548,7 +548,7 @@ func TestPacketsOfARemovedPeerAreCountedAndItCanReturn(t *testing.T) {
 			t.Errorf("%d counted for a session that is not there: want 1", n)
 		}
 		if len(a.Stats()) != 0 {
-			t.Error("the peer is still told of")
+			t.Error("the removed peer is still reported")
 		}
 		b.wire.dropAll(everything)
 		a.setPeers(t, peer)
@@ -596,7 +596,7 @@ func stream(t *testing.T, p *pair, packets int, every int, rekey func(), beside 
 				for n := at; n < min(at+burst, packets); n++ {
 					binary.BigEndian.PutUint32(b[10+28:], uint32(n))
 					if !e.link.Inject(b) {
-						t.Errorf("end %d: packet %d found no place in the queue of the link", i, n)
+						t.Errorf("end %d: no room for packet %d in the queue of the link", i, n)
 					}
 				}
 			})
@@ -824,7 +824,7 @@ func TestLargerMTUAppliesToTheFirstPacketAfterTheChange(t *testing.T) {
 		a.SetMTU(3000)
 		a.link.SetMTU(3000)
 		if !a.link.Inject(plain(numbered(a.from, a.to, 1, 2900))) {
-			t.Fatal("no place in the queue of the link")
+			t.Fatal("no room in the queue of the link")
 		}
 		b.wants(t, 1)
 		if n := a.drops(natengine.Outbound, natengine.DropTooBig); n != 0 {
@@ -859,7 +859,7 @@ func TestASessionStaysCurrentUntilTheNextIsConfirmed(t *testing.T) {
 		after := len(next.got)
 		next.mu.Unlock()
 		if before+after != 30 || before < 20 || after == 0 {
-			t.Errorf("%d packets came by the gateway before and %d by the next one; want all 30", before, after)
+			t.Errorf("%d packets arrived at the previous gateway and %d at the next one; want 30 together", before, after)
 		}
 	})
 }

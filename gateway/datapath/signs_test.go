@@ -180,7 +180,7 @@ func TestDataFromAPeersAddressUnderAnotherSessionIsReported(t *testing.T) {
 		}
 		b.wants(t)
 		if want := []time.Time{begin, begin.Add(5 * time.Second)}; !slices.Equal(told, want) {
-			t.Errorf("told at %v; want %v", told, want)
+			t.Errorf("reported at %v; want %v", told, want)
 		}
 	})
 }
@@ -194,7 +194,7 @@ func TestSignsIgnoreForgedDataFromOtherAddresses(t *testing.T) {
 		b.tell(t, p.stranger(t, "192.0.2.9"), forged)             // from an address without a peer
 		b.tell(t, p.stranger(t, a.place.Addr().String()), forged) // from the peer's address, but another port
 		if told != 0 {
-			t.Errorf("told %d times", told)
+			t.Errorf("reported %d times", told)
 		}
 	})
 }

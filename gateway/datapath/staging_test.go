@@ -33,7 +33,7 @@ func TestStagingKeepsTheNewestWithinItsBounds(t *testing.T) {
 				last = i
 			}
 			if gone != tc.pushed-tc.kept {
-				t.Errorf("%d gave way: want %d", gone, tc.pushed-tc.kept)
+				t.Errorf("%d dropped to make room: want %d", gone, tc.pushed-tc.kept)
 			}
 			if n, octets := s.Len(); n != tc.kept || octets != tc.kept*tc.size {
 				t.Errorf("%d packets, %d octets: want %d, %d", n, octets, tc.kept, tc.kept*tc.size)
@@ -87,14 +87,14 @@ func TestWaitingPacketsAreSentInOrderOrCounted(t *testing.T) {
 		}
 		time.Sleep(4 * time.Second)
 		if n := a.drops(natengine.Outbound, natengine.DropTunnelQueue); n != 20 {
-			t.Errorf("%d gave way: want 20", n)
+			t.Errorf("%d dropped to make room: want 20", n)
 		}
 		a.wire.dropAll(nil)
 		time.Sleep(2 * time.Second)
 		a.send(t, sent)
 		b.wants(t, append(want, sent)...)
 		if a.Waiting() {
-			t.Error("somebody still waits")
+			t.Error("packets are still waiting")
 		}
 	})
 }
@@ -110,7 +110,7 @@ func TestWaitingPacketsAreDroppedAfterTenSeconds(t *testing.T) {
 		time.Sleep(6 * time.Second)
 		synctest.Wait()
 		if n := a.drops(natengine.Outbound, natengine.DropTunnelQueue); n != 2 || !a.Waiting() {
-			t.Errorf("%d given up after 12 s: want 2", n)
+			t.Errorf("%d waiting packets dropped after 12 s: want 2", n)
 		}
 		a.wire.dropAll(nil)
 		time.Sleep(4 * time.Second)

@@ -150,7 +150,7 @@ func TestStreamsOfOnePeerLeaveRoomForOthers(t *testing.T) {
 			dials.Go(func() {
 				if c, err := s.Dial(ctx, to); err == nil {
 					c.Close()
-					t.Error("nobody is there, and a connection is")
+					t.Error("a connection was made though no gateway answers")
 				}
 			})
 		}
@@ -193,7 +193,7 @@ func TestStreamsEndWithTheirEndpoint(t *testing.T) {
 	select {
 	case err := <-ended:
 		if err == nil {
-			t.Error("the connection goes on")
+			t.Error("the connection still works")
 		}
 	case <-time.After(time.Minute):
 		t.Error("the connection hangs")
@@ -230,7 +230,7 @@ func TestAClosedStreamLeavesNothingBehind(t *testing.T) {
 		}
 		_ = c.SetWriteDeadline(time.Now().Add(time.Second))
 		if _, err := c.Write(make([]byte, 1<<20)); err == nil {
-			t.Error("the peer takes it all")
+			t.Error("the peer receives everything, so the test proves nothing")
 		}
 		c.Close()
 	})

@@ -202,7 +202,7 @@ func TestCaptureShowsAPacketAtEachPointWithItsVerdict(t *testing.T) {
 			s.settle(t)
 			file := r.stop(t)
 			if bytes.Contains(file, s.secret) {
-				t.Error("what a pod said is in the file")
+				t.Error("the file contains payload of a pod")
 			}
 			all, missed := records(t, file)
 			if missed != 0 {

@@ -304,7 +304,7 @@ func TestFlowsAreSentOnlyToHoldersOfTheKey(t *testing.T) {
 	}
 	for _, conn := range open {
 		if b, err := io.ReadAll(conn); err == nil && len(b) > 7 { // longer than a TLS alert
-			t.Errorf("a stranger is told %q", b)
+			t.Errorf("a stranger received %q", b)
 		}
 	}
 	time.Sleep(2 * look)
@@ -391,7 +391,7 @@ func TestConnectionsOfStrangersAreLimited(t *testing.T) {
 	}
 	l.leave(netip.AddrFrom4([4]byte{192, 0, 2, 0}))
 	if !l.enter(two) {
-		t.Error("a place that is free is not given")
+		t.Error("a connection is refused though there is room")
 	}
 }
 
@@ -408,7 +408,7 @@ func TestHandshakesOfStrangersAreBounded(t *testing.T) {
 		t.Errorf("%d connections of a stranger, want %d to %d", n, strangersOnce, most)
 	}
 	if !l.enter(one) {
-		t.Error("a gateway pays for strangers")
+		t.Error("connections of strangers use up the room of a gateway")
 	}
 }
 

@@ -25,7 +25,7 @@ func TestRelayedPacketsReachTheNextGateway(t *testing.T) {
 	before, after, a, b := newRunning(t, "10.246.0.0/16"), newRunning(t, "10.246.0.0/16"), NewKeeper(), NewKeeper()
 	a.Activate(before)
 	if a.Relay(0, []byte("nobody")) {
-		t.Error("a packet is relayed to nobody")
+		t.Error("Relay returned true without a follower")
 	}
 	_, die := p.start(t, a, one)
 	defer die()
@@ -240,7 +240,7 @@ func TestUnsentPacketsAreCounted(t *testing.T) {
 	}
 	relay := func() {
 		if !k.Relay(0, p) {
-			t.Error("there is nobody")
+			t.Error("Relay returned false")
 		}
 	}
 	for range fit + 2 {
@@ -267,9 +267,9 @@ func TestUnsentPacketsAreCounted(t *testing.T) {
 	endOther()
 	check("a connection that has sent all", 0)
 	if k.Relay(0, p) {
-		t.Error("a packet is relayed to nobody")
+		t.Error("Relay returned true without a follower")
 	}
-	check("nobody, which the caller counts", 0)
+	check("no connection left; the caller counts the packet", 0)
 }
 
 // A failing is a connection whose Write waits until it is released, and then fails.
@@ -304,7 +304,7 @@ func TestPacketsOfAFailedConnectionAreCounted(t *testing.T) {
 	e.open(t, 0)
 	eventually(t, "a copy", func() bool { return b.State().Copied == 2 })
 	if !a.Relay(0, []byte{1}) {
-		t.Fatal("there is nobody")
+		t.Fatal("Relay returned false")
 	}
 	eventually(t, "a packet that has arrived", func() bool {
 		b.mu.Lock()
@@ -315,7 +315,7 @@ func TestPacketsOfAFailedConnectionAreCounted(t *testing.T) {
 	conn.fails.Store(true)
 	for range 3 {
 		if !a.Relay(0, []byte{1}) {
-			t.Fatal("there is nobody")
+			t.Fatal("Relay returned false")
 		}
 		time.Sleep(10 * gather) // the first packet is written before the second one is added
 	}

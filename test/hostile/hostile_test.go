@@ -377,7 +377,7 @@ func (r *recorder) index(t *testing.T) uint32 { return binary.LittleEndian.Uint3
 
 // --- results
 
-// A phase is what the honest peer measured during a flood.
+// A phase holds the measurements of the honest peer during a flood.
 type phase struct {
 	octets      int64
 	took        time.Duration
