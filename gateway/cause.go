@@ -39,7 +39,7 @@ type evidence struct {
 	endpoint   netip.AddrPort // current endpoint of the peer; zero: none yet
 	hidden     bool           // endpoint is an address of our own Service's relay, which hides the peer's address
 	configured string         // endpoint in the configuration
-	unresolved error          // why configured has no address, or an outdated one
+	unresolved error          // reason why configured has no address, or an outdated one; nil: it has one
 	failed     error          // part of the configuration that this machine refuses, for this peer or for all
 	handshake  time.Time      // of the present session; zero: never
 	heard      time.Time      // last authentic message; zero: never

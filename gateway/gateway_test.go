@@ -50,7 +50,7 @@ const (
 	beginsAtOnce = "at once"
 )
 
-// patience is the time limit for expected events, on a machine however slow.
+// patience is the time limit for expected events, however slow the machine is.
 const patience = time.Minute
 
 func TestMain(m *testing.M) {

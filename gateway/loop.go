@@ -31,7 +31,7 @@ type current struct {
 	mtu         int              // of the tunnel, in octets
 	generation  int              // number of applied configurations
 	reloaded    time.Time        // when the last configuration was applied
-	configErr   error            // why the newest configuration was rejected; nil if it is in force
+	configErr   error            // reason why the newest configuration was rejected; nil if it is in force
 	applyErr    error            // the parts of the configuration that could not be applied
 	undelivered []fabric.Problem // nodes and networks that a gateway in a Pod cannot reach
 	ready       bool
@@ -104,7 +104,7 @@ func (l *loop) begin(c Config) error {
 	} else if err := l.startEnds(c); err != nil {
 		return err
 	}
-	newer := l.now.configErr // why the newest configuration is not c
+	newer := l.now.configErr // reason why a newer configuration than c was rejected; nil: none was
 	l.now.peers, l.now.generation = nil, 0
 	if err := l.first(c); err != nil {
 		return err

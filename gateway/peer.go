@@ -223,7 +223,7 @@ type view struct {
 	nat        natengine.PeerStats
 	translated bool           // nat is valid: the engine may already have deleted a peer that others still have
 	resolved   netip.AddrPort // address of the configured endpoint
-	unresolved error          // why resolved is missing or outdated
+	unresolved error          // reason why resolved is missing or outdated; nil: it is neither
 	alone      bool           // every other peer is connected
 }
 

@@ -365,7 +365,7 @@ func TestTraceDatagramsHaveAChecksum(t *testing.T) {
 	}
 }
 
-func TestTrace(t *testing.T) {
+func TestTraceShowsPeerAndTranslation(t *testing.T) {
 	c := Config{Gateway: decided(t, fabric.Intent{Peers: []fabric.Peer{alphaBravo, charlie}})}
 	for _, tc := range []struct {
 		src, dst, protocol, direction string

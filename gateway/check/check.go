@@ -170,8 +170,8 @@ type checked struct {
 	away  bool      // the peer has no session, see Sessions
 	back  bool      // the peer has a session again, and was not pinged since then
 	tried time.Time // when a handshake was last started
-	rests bool      // wireguard-go was stopped from repeating that handshake
-	waits bool      // that handshake may still be answered
+	rests bool      // wireguard-go was stopped from repeating the last handshake
+	waits bool      // the last handshake may still be answered
 
 	sent [window]probe // ring buffer of the last PINGs
 	n    int           // number of PINGs ever sent

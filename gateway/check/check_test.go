@@ -226,7 +226,7 @@ func TestCheckRestartsOnlyForAChangedPeer(t *testing.T) {
 
 // A connected peer whose gateway moves is reported neither as lost nor as new before the time
 // that every peer has for an answer.
-func TestCheckKeepsAConnectedPeerThatMoves(t *testing.T) {
+func TestCheckKeepsTheStateOfAConnectedPeerThatMoves(t *testing.T) {
 	bubble(t, func(c *Monitor, l *liqo, result func() Result) {
 		time.Sleep(2500 * time.Millisecond)
 		moved := bravoPeer

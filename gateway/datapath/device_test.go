@@ -757,7 +757,7 @@ func TestLocalCarriesIPv6(t *testing.T) {
 	}
 }
 
-func TestNewLocalRefusesWrongFamilies(t *testing.T) {
+func TestNewLocalRefusesWrongAddressFamilies(t *testing.T) {
 	for _, a := range [][2]netip.Addr{
 		{{}, {}},
 		{netip.MustParseAddr("fd00::1"), {}},

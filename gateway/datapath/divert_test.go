@@ -32,8 +32,8 @@ func TestDivertedPacketsCanBeReinjectedUnaltered(t *testing.T) {
 	checkHealthy(t, a, b)
 }
 
-// After Divert has returned, the gateway sends to no peer a packet that its link delivers. A pod
-// that never stops sending does not keep Divert from returning.
+// After Divert has returned, no packet of the link is sent to a peer. A pod that never stops
+// sending does not keep Divert from returning.
 func TestDivertWaitsForPacketsInFlight(t *testing.T) {
 	for range 5 {
 		a, b := startGateways(t, &memlink.Network{}, plans[0], datapath.Options{})

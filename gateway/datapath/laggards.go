@@ -9,8 +9,8 @@ import (
 // A plain WireGuard peer changes from our current to our next key at some moment that we do not
 // see. Its sessions with the former key end then, and it starts a handshake only when it has
 // something to send. So a peer that only answers falls silent. While our key rotates, the tunnel
-// therefore starts handshakes with the next key with silent peers. A peer that still has only the
-// former key refuses them, and its session continues.
+// therefore starts handshakes with silent peers itself, using the next key. A peer that still has
+// only the former key refuses such a handshake, and its session continues.
 
 const (
 	// laggardSilence is the time without an answer to data after which a peer counts as silent. It
@@ -27,8 +27,8 @@ const (
 	laggardPause = time.Second
 )
 
-// lookForLaggards starts handshakes with the next key with silent peers. It repeats itself until
-// the rotation ends.
+// lookForLaggards starts handshakes with silent peers, using the next key. It repeats itself
+// until the rotation ends.
 func (t *Tunnel) lookForLaggards() {
 	t.mu.Lock()
 	next := t.ids.Load().next

@@ -313,7 +313,7 @@ func rotateBesideWireGuardGo(t *testing.T, answers bool, most time.Duration) {
 
 // A peer that answers, or has nothing to answer, gets no handshake with the next key. A silent
 // peer gets such handshakes at growing intervals.
-func TestOnlySilentPeersAreSentTheNextKey(t *testing.T) {
+func TestOnlySilentPeersGetHandshakesWithTheNextKey(t *testing.T) {
 	inPair(t, func(t *testing.T, _ *pair, a, b *end) {
 		r, next := &rotating{end: a, now: a.key}, numberedKey(7)
 		b.on = func(n uint32) { b.send(t, n) }

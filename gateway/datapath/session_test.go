@@ -404,7 +404,7 @@ func TestSessionKeysAreErasedAfter540Seconds(t *testing.T) {
 
 // --- changes of peers and keys
 
-func TestAPeerWithOurOwnKeyIsRefusedAndWorksWhenOurKeyChanges(t *testing.T) {
+func TestAPeerWithOurOwnKeyIsRefusedUntilOurKeyChanges(t *testing.T) {
 	inPair(t, func(t *testing.T, _ *pair, a, b *end) {
 		ours, other := a.key, numberedKey(9)
 		if err := a.SetKeys(b.key.private, [32]byte{}); err != nil { // a gets the key of its own peer
@@ -449,7 +449,7 @@ func TestTwoPeersWithOneKeyAreAnError(t *testing.T) {
 	})
 }
 
-func TestAnImpossibleKeyIsNotRetriedForever(t *testing.T) {
+func TestHandshakesWithAnInvalidKeyAreNotRetriedForever(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		p := newPair(t, orderedKeys(true))
 		a := p.ends[0]

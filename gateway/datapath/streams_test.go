@@ -108,7 +108,7 @@ func TestOnlyGatewaysMayOpenStreams(t *testing.T) {
 }
 
 // If b has not agreed to streams, it answers TCP to its gateway as if streams did not exist.
-func TestStreamsNeedConsent(t *testing.T) {
+func TestStreamsNeedTheConsentOfThePeer(t *testing.T) {
 	a, b := startGateways(t, &memlink.Network{}, plans[0], datapath.Options{})
 	ours, from := streams(t, a, b)
 	b.peer.Streams = false

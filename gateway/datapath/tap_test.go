@@ -336,7 +336,7 @@ func TestCaptureContainsOnlySelectedPackets(t *testing.T) {
 	}
 }
 
-func TestCaptureKeepsPayloadOnlyWhenAsked(t *testing.T) {
+func TestCaptureKeepsPayloadOnlyIfRequested(t *testing.T) {
 	s := newScene(t, plans[0])
 	o := capture.DefaultOptions()
 	o.Snap = 1500
