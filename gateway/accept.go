@@ -24,7 +24,7 @@ func (l *loop) update(u update) {
 			if reflect.DeepEqual(u.config.PodNetwork, l.now.config.PodNetwork) && u.config.Gateway.Site.Equal(l.now.config.Gateway.Site) {
 				return
 			}
-			// Only Nodes, Pods and the addresses that no gateway of a peer may use have changed, so the
+			// Only Nodes, Pods and the addresses that peers' gateways must not use have changed, so the
 			// rules and peers stay.
 			l.now.config = u.config
 			l.publish()
@@ -110,7 +110,7 @@ func (l *loop) accept(c Config) error {
 		l.adopt()
 	}
 	l.put(&survey)
-	l.now.generation++ // Last, so that a caller who sees the generation sees all of it in force.
+	l.now.generation++ // last, so that a caller who sees the generation sees all of it in force
 	l.now.reloaded = time.Now()
 	l.publish()
 	l.log.Info("configuration in force", "generation", l.now.generation, "peers", len(gw.Peers))

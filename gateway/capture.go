@@ -59,7 +59,7 @@ func (g *gateway) captureHandler() http.Handler {
 			g.log.Info("capture ended", "packets", s.Packets, "missed", s.Missed, "reason", s.Ended)
 		}()
 		control := http.NewResponseController(w)
-		_ = control.SetReadDeadline(time.Time{}) // the capture has its own bound
+		_ = control.SetReadDeadline(time.Time{}) // the capture limits its own duration
 		w.Header().Set("Content-Type", "application/x-pcapng")
 		w.Header().Set("Trailer", CaptureSummary)
 		_ = c.WriteTo(r.Context(), writerFunc(func(b []byte) (int, error) {

@@ -40,9 +40,9 @@ type evidence struct {
 	hidden     bool           // endpoint is an address of our own Service's relay, which hides the peer's address
 	configured string         // endpoint in the configuration
 	unresolved error          // reason why configured has no address, or an outdated one; nil: it has one
-	failed     error          // part of the configuration that this machine refuses, for this peer or for all
-	handshake  time.Time      // of the present session; zero: never
-	heard      time.Time      // last authentic message; zero: never
+	failed     error          // error of this machine when it applied the configuration, for this peer or for all; nil: none
+	handshake  time.Time      // when the present session was made; zero: never
+	heard      time.Time      // when the last authentic message arrived; zero: never
 	signs      datapath.Signs
 	alone      bool // every other peer answers
 	// source and destination are the times when packets from the peer were last dropped because of
@@ -56,8 +56,8 @@ type ranges struct{ pods, external netip.Prefix }
 
 func (n ranges) String() string { return fmt.Sprintf("%v and %v", n.pods, n.external) }
 
-// since reports whether an event at the time at is at most atMost old. The zero time is never
-// recent.
+// since reports whether an event happened at most atMost ago. at is its time; the zero time is
+// never recent.
 func (e *evidence) since(at time.Time, atMost time.Duration) bool {
 	return !at.IsZero() && e.now.Sub(at) <= atMost
 }
@@ -75,7 +75,7 @@ func (e *evidence) cause() Cause {
 	if e.hidden {
 		at = e.configured + " (our Service hides the source of what comes from there)"
 	}
-	hears := e.since(e.heard, recently) // If true, a session exists, and signs of failed handshakes do not matter.
+	hears := e.since(e.heard, recently) // then a session exists, and signs of failed handshakes do not matter
 	// PINGs from the peer use addresses that both sides agree on. If they arrive, packets dropped
 	// for other addresses come from single pods and do not explain missing answers.
 	agreed := e.since(e.check.Asked, recently)

@@ -98,7 +98,8 @@ func runCrowd(t *testing.T, peers int) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	_ = raw.Control(func(fd uintptr) { // without CAP_NET_ADMIN the buffer is smaller
+	// Without CAP_NET_ADMIN the buffer stays smaller.
+	_ = raw.Control(func(fd uintptr) {
 		_ = unix.SetsockoptInt(int(fd), unix.SOL_SOCKET, unix.SO_RCVBUFFORCE, 4<<20)
 	})
 	_, public := nthKey(0xffff)

@@ -99,9 +99,9 @@ func Run(ctx context.Context, o Options) error {
 }
 
 // Clear removes the unreachable routes that an ended gateway left in the network namespace of the
-// process. These routes keep packets for its peers from leaving in the clear, so call Clear only
-// where something else does that, such as a route agent that refuses those packets, or when
-// uninstalling. It does not touch the objects of a running gateway. podNetwork is
+// process. These routes keep packets for its peers from leaving in the clear. So call Clear only
+// when uninstalling, or where something else holds these packets back, such as a route agent that
+// refuses them. Clear does not touch the objects of a running gateway. podNetwork is
 // Options.PodNetwork.
 func Clear(podNetwork bool, log *slog.Logger) error {
 	h, err := rtnl.Open(ownerOf(podNetwork), log)
@@ -123,7 +123,7 @@ func ownerOf(podNetwork bool) kernel.Owner {
 	return kernel.Gateway
 }
 
-// A gateway is everything that a running gateway needs, apart from the state of the control loop.
+// A gateway is a running gateway, without the state of the control loop.
 type gateway struct {
 	log     *slog.Logger
 	version string

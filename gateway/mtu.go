@@ -38,7 +38,7 @@ const (
 // An underlay is the network path to one peer, outside the tunnel.
 type underlay struct {
 	addr netip.Addr
-	mtu  int  // of the path; 0: unknown
+	mtu  int  // MTU of the path, in octets; 0: unknown
 	last int  // the tunnel MTU that was last derived from this path, in octets; 0: none yet
 	six  bool // the tunnel carries IPv6
 }
@@ -56,9 +56,10 @@ func inner6(p *fabric.GatewayPeer) bool {
 	return p.AllowedIPs[0].Addr().Is6() || p.AllowedIPs[1].Addr().Is6()
 }
 
-// autoMTUs returns in each, for every path, the size of the largest packet that fits into one
-// outer packet. tunnel, the device's MTU, is the largest of these, or last if no path is known. A
-// path that is no longer known keeps its last value; one that never was known counts as Ethernet.
+// autoMTUs derives MTUs from paths. The result each has, for every path, the size of the largest
+// packet that fits into one outer packet. The result tunnel is the device's MTU: the largest of
+// these, or last if no path is known. A path that is no longer known keeps its last value. A path
+// that was never known counts as Ethernet.
 func autoMTUs(ways []underlay, last int) (tunnel int, each []int) {
 	each = make([]int, len(ways))
 	for i := range ways {

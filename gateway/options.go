@@ -23,7 +23,7 @@ type Config struct {
 	Refused    []fabric.Problem // API objects and fields that Gateway leaves out as invalid, for display
 	PrivateKey Key
 	NextKey    Key    // while the key rotates, the gateway also accepts this one; zero: none
-	ListenPort uint16 // UDP, WireGuard
+	ListenPort uint16 // UDP port of WireGuard
 	MTU        int    // of the tunnel in octets; 0: derived from the paths to the peers
 	// PodNetwork holds the nodes and pods of the cluster. Only a gateway that uses its Pod's network
 	// needs it (Options.PodNetwork).
@@ -75,8 +75,8 @@ type Options struct {
 	// be called concurrently.
 	Ready func() error
 
-	// Mandate, if not nil, returns the time since which this gateway is active, and the reason, for
-	// the status. It returns nil while these are unknown. It may be called concurrently.
+	// Mandate, if not nil, returns when this gateway became active, and the reason, for the status.
+	// It returns nil while these are unknown. It may be called concurrently.
 	Mandate func() *isthmus.Mandate
 
 	// Owner, if not nil, returns the pod or node that has an address of this cluster, for the flow

@@ -23,7 +23,7 @@ type peer struct {
 	asked               netip.Addr       // address for which the kernel was queried for the path MTU; zero: none
 	kernel              int              // the kernel's path MTU to asked, in octets; 0: no path
 	way                 int              // largest packet in the tunnel that this path MTU allows, in octets
-	mtu                 int              // largest packet to the peer; less than way if the path silently drops those
+	mtu                 int              // largest packet to the peer; less than way if the path silently drops larger ones
 	inUse               fabric.TunnelSet // tunnels that carry flows; empty: tunnel 0
 	forgotten           bool             // the tunnels were made to forget its endpoint, so it must be set again
 	preshared           datapath.PresharedKeys

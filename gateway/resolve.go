@@ -48,7 +48,7 @@ type resolver struct {
 	last  []*fabric.GatewayPeer // argument of the last call of set
 	round uint64                // number of calls of set that changed something
 	site  fabric.Site
-	index *fabric.SiteIndex // of site
+	index *fabric.SiteIndex // made from site
 
 	// sources is read by mayCome. set replaces it; a stored value is never modified.
 	sources atomic.Pointer[sources]
@@ -140,10 +140,10 @@ func (r *resolver) set(peers []*fabric.GatewayPeer, site fabric.Site) (changed b
 	return changed
 }
 
-// mayCome reports whether a message from a peer may come from an address. Besides the addresses
-// that the Site allows, these are literal endpoints and given-up addresses that the Site refuses
-// now, for example because a Node has them. The gateway sends to such an address only after the
-// peer has sent from it.
+// mayCome reports whether a message from a peer may come from an address. It accepts the
+// addresses that the Site allows. In addition it accepts literal endpoints, and addresses that
+// the resolver gave up, even if the Site refuses them now, for example because a Node has them.
+// The gateway sends to such an address only after the peer has sent from it.
 //
 // mayCome is called for each message whose source differs from that of the previous message, so
 // it takes no lock and reads no list.
@@ -200,7 +200,7 @@ func (r *resolver) endpoint(id string) (netip.AddrPort, error) {
 	return netip.AddrPortFrom(l.addr, l.port), l.err
 }
 
-// locate sets the fields at and refused of each peer.
+// locate sets peer.at and peer.refused of each peer.
 func (r *resolver) locate(peers []peer) {
 	r.mu.Lock()
 	defer r.mu.Unlock()

@@ -30,8 +30,8 @@ type Status struct {
 	NextKey       Key       `json:"-"` // the next private key; zero: none
 	ListenPort    uint16    `json:"listenPort"`
 	Started       time.Time `json:"started"`
-	// Mandate is the time since which this gateway is active, and the reason. It is nil if the
-	// gateway is configured by files.
+	// Mandate has the time when this gateway became active, and the reason. It is nil if the gateway
+	// is configured by files.
 	Mandate *isthmus.Mandate `json:"mandate,omitempty"`
 	Ready   bool             `json:"ready"`
 

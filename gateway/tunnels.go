@@ -195,7 +195,7 @@ func (e *tunnelEnd) listen(port uint16) error {
 	return nil
 }
 
-// tunnelPeers returns the peers with an index in of that have tunnel i.
+// tunnelPeers returns the peers that have tunnel i, among those with the given indexes.
 func tunnelPeers(i int, peers []peer, of []int) (list []datapath.Peer) {
 	for _, j := range of {
 		p := &peers[j]
@@ -252,8 +252,8 @@ func (g *gateway) applyEnds(c Config, s *survey) (errs []error) {
 	return errs
 }
 
-// checkPeers returns the connection-check settings of the peers with an index in of that have
-// tunnel i, and the IDs of those peers that do not have it.
+// checkPeers returns the connection-check settings of the peers that have tunnel i, among those
+// with the given indexes. without has the IDs of the peers among them that do not have it.
 func checkPeers(i int, peers []peer, of []int) (all []check.Peer, without []string) {
 	for _, j := range of {
 		p := &peers[j]

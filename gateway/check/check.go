@@ -61,7 +61,7 @@ type State string
 // The values of State.
 const (
 	Connecting   State = "Connecting" // no answer yet, for less than ten seconds
-	Connected    State = "Connected"  // answers
+	Connected    State = "Connected"  // the peer answers
 	Disconnected State = "Error"      // no answer for ten seconds
 )
 

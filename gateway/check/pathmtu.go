@@ -96,7 +96,7 @@ type pathSearch struct {
 	// The bounds of the search, as steps: low is the largest that passes, -1 for none; high is the
 	// smallest that does not pass.
 	low, high int
-	doubt     bool // one round was answered but for the size in force: confirm the loss before lowering it
+	doubt     bool // a round suggests that the size in force must be lowered; another one has to confirm that
 
 	round []pathProbe // being sent; nil: none
 	began time.Time

@@ -91,7 +91,8 @@ type heard struct {
 	byPort map[netip.AddrPort]int // number of peers at an address and port
 }
 
-// whereabouts is the address and port at which a peer is counted, and the time since when.
+// whereabouts is the address and port at which a peer is counted, and the time when it was first
+// counted there.
 type whereabouts struct {
 	at    netip.AddrPort
 	since time.Time

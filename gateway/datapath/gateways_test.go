@@ -35,7 +35,7 @@ const (
 	podMTU    = 1500 // MTU of the pods; only the MSS clamp keeps their TCP segments small enough for the tunnel
 )
 
-// A plan is the address plan of two clusters, a and b.
+// A plan is the address plan of two clusters, a and b. The notation is that of docs/liqo-v0.md.
 type plan struct {
 	name         string
 	pods         [2]string // Pa, Pb
@@ -684,8 +684,8 @@ func TestTwoGatewaysCoalesceUDPIfEnabled(t *testing.T) {
 	got, buf := 0, make([]byte, 2000)
 	for i := 0; i < n; i += 20 {
 		for j := range 20 {
-			// Do not use a socket: gVisor gives each datagram a random identification, which prevents that
-			// datagrams are joined.
+			// Do not use a socket: gVisor gives each datagram a random identification, which keeps
+			// datagrams from being joined.
 			a.link.Inject(plain(udp4(at(a.pod, 9), to, bytes.Repeat([]byte{byte(i + j)}, 400))))
 		}
 		for j := range 20 {

@@ -126,7 +126,7 @@ func TestAReplayedMessageIsRefusedFromAnyAddress(t *testing.T) {
 			for _, m := range recorded {
 				b.tell(t, s, m.b, m.b)
 				if err := s.Send([][]byte{m.b}, b.wire.Endpoint(netip.MustParseAddrPort("[2001:db8::2]:5871"))); err != nil {
-					t.Fatal(err) // b's other socket
+					t.Fatal(err) // this message went to b's other socket
 				}
 				want += 3
 			}

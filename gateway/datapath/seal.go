@@ -45,7 +45,7 @@ type sealer struct {
 	// State of the current run.
 	state   *natengine.PeerState
 	peer    *peer           // nil: the tunnel does not have this peer, or not yet
-	via     *peer           // the device peer that has keypair
+	via     *peer           // the peer, of any identity, that has the session keypair
 	keypair *device.Keypair // nil: packets must wait for a session
 	sealed  [][]byte
 

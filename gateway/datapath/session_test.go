@@ -22,9 +22,9 @@ const (
 	rekeyAfterMessages  = 1 << 60             // 2^60
 	rejectAfterMessages = 1<<64 - 1<<13 - 1   // 2^64 - 2^13 - 1
 	rekeyAfterTime      = 120 * time.Second   // section 6.1
-	rejectAfterTime     = 180 * time.Second   //
+	rejectAfterTime     = 180 * time.Second   // section 6.1
 	rekeyAttemptTime    = 90 * time.Second    // section 6.4
-	rekeyTimeout        = 5 * time.Second     //
+	rekeyTimeout        = 5 * time.Second     // section 6.4
 	keepaliveTimeout    = 10 * time.Second    // section 6.5
 	mostJitter          = time.Second/3 + 1e6 // section 6.1, in whole milliseconds
 )
@@ -781,9 +781,9 @@ func TestTimersOfAPeerEndBeforeTheDeviceForgetsIt(t *testing.T) {
 	}
 }
 
-// While a peer is replaced by another peer with the same key, one inbound goroutine may still use
-// the old peer and another one already the new peer. Together they must accept each counter only
-// once.
+// While a peer is replaced by another peer with the same key, some inbound goroutines may still
+// use the old peer while others already use the new one. Together they must accept each counter
+// only once.
 func TestTheReplayWindowIsSharedWhileItsPeerIsReplaced(t *testing.T) {
 	inPair(t, func(t *testing.T, _ *pair, a, b *end) {
 		before := a.Replay(b.key.public)

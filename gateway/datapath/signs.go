@@ -148,8 +148,8 @@ func (p *peer) doubt(now time.Time) {
 	(*f)(p.key)
 }
 
-// answered records that the device answers the handshake with the sender index index: by a
-// response or, under load, by a cookie.
+// answered records that the device answers a handshake, which index identifies: by a response or,
+// under load, by a cookie.
 func (t *Tunnel) answered(index uint32, to conn.Endpoint) {
 	p := t.placeAt(to.DstIP())
 	if p == nil {

@@ -60,7 +60,7 @@ type Tunnel struct {
 	peers atomic.Pointer[peerTable]
 
 	admission sync.Mutex // guards budgets
-	budgets   budgets    // of handshakes
+	budgets   budgets    // limits of handshakes and cookies
 
 	mayCome atomic.Pointer[func(netip.Addr) bool] // reports whether a source of messages is allowed; nil: all are
 	relays  atomic.Pointer[func(netip.Addr) bool] // reports whether an address is a relay's; nil: none is
