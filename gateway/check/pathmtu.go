@@ -47,8 +47,8 @@ const (
 	// probes than a peer answers in a second.
 	pathSizes = 5
 
-	// padding is the number of octets to a multiple of which WireGuard pads a packet, but never
-	// beyond the MTU of the device.
+	// WireGuard pads a packet to a multiple of padding octets, but never beyond the MTU of the
+	// device.
 	padding = device.PaddingMultiple
 )
 

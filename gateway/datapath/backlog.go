@@ -161,7 +161,7 @@ func (b *backlog) pop() waiting {
 		delete(b.queues, q.peer)
 		*q = queue{messages: q.messages[:0]}
 		b.spare = append(b.spare, q)
-		// Amortised, this moves at most one message for each message taken.
+		// On average, this moves at most one message for each message taken.
 	} else if q.first >= 1024 && q.first > len(q.messages)/2 {
 		n := copy(q.messages, q.messages[q.first:])
 		clear(q.messages[n:])

@@ -50,7 +50,7 @@ func (t *Tunnel) lookForLaggards() {
 func (t *peerTable) laggards(next *identity, now time.Time) (all []*peer) {
 	for state, others := range t.also {
 		p := t.byState[state]
-		if p == nil { // the peer's public key is our next one, so that it was refused
+		if p == nil { // the current identity has no such peer, because its public key is one of ours
 			continue
 		}
 		since := p.unanswered.Load()

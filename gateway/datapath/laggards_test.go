@@ -44,8 +44,8 @@ func TestSilentPeersGetHandshakesInTurn(t *testing.T) {
 	}
 }
 
-// A peer of the next identity has no counterpart in the current identity, because that peer's key
-// is our next key. It does not count as a laggard.
+// A peer without a counterpart in the current identity, because its public key is one of ours,
+// does not count as a laggard.
 func TestPeerOfOnlyTheNextIdentityIsNotALaggard(t *testing.T) {
 	tunnel, own, _ := benchTunnel(t, PresharedKeys{}, 1)
 	if err := tunnel.SetKeys([32]byte(own.Bytes()), [32]byte(noise.NewKey().Bytes())); err != nil {

@@ -207,8 +207,8 @@ func (t *Tunnel) place(table *peerTable, want Peer) {
 	}
 }
 
-// leave makes the device forget the configured endpoint was of a peer. If the peer has roamed, it
-// keeps its new endpoint, because it has authenticated itself there.
+// leave makes the device forget was, the configured endpoint of a peer. If the peer has roamed,
+// it keeps its new endpoint, because it has authenticated itself there.
 func leave(dev *device.Peer, was netip.AddrPort) {
 	if at, ok := endpointOf(dev).(interface{ AddrPort() netip.AddrPort }); ok && at.AddrPort() == was {
 		dev.SetEndpointFromPacket(nil)

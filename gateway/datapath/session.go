@@ -66,7 +66,7 @@ type peer struct {
 	received0, sent0 atomic.Uint64 // octets counted by the peers that this one has replaced
 
 	introductions int       // number of calls of introduce since the peer fell silent (laggards.go); guarded by t.mu
-	introduced    time.Time // time of the last one; guarded by t.mu
+	introduced    time.Time // when introduce was last called; guarded by t.mu
 
 	staged staging // used only by the outbound goroutine
 

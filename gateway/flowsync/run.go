@@ -57,7 +57,7 @@ type Link struct {
 	k *Keeper
 	o Options
 
-	settled chan struct{} // closed when each gateway known at the start has sent its flows or has failed to
+	settled chan struct{} // closed when each gateway known at the start has sent its flows or has failed
 
 	mu       sync.Mutex
 	config   *tls.Config // nil: the key is not known yet
