@@ -5,14 +5,14 @@ import (
 	"testing"
 )
 
-// The gateway leaves out a peer whose network here overlaps a network of ours that another peer
-// still uses.
+// If a peer's network here overlaps one of our previous networks that another peer still uses, the
+// gateway does not set up the first peer.
 func TestOurPreviousNetworksInUseAreNotReallocated(t *testing.T) {
 	was := ours()
 	b, _ := allocate(t, configured(t, was), claim("b", "10.50.0.0/16", "10.51.0.0/16"))
 	c := was
 	c.PodCIDR, c.ExternalCIDR = pfx("10.200.0.0/16"), netip.Prefix{}
-	c.Agreed = []netip.Prefix{was.PodCIDR, was.ExternalCIDR, was.PodCIDR} // by the TunnelEndpoints of b and another peer
+	c.Agreed = []netip.Prefix{was.PodCIDR, was.ExternalCIDR, was.PodCIDR} // named by the TunnelEndpoints of b and of another peer
 	b, conflicts := b.Configure(c)
 	if own := b.Own(); own.ExternalCIDR != was.ExternalCIDR || len(own.Agreed) != 1 || len(conflicts) > 0 {
 		t.Errorf("ExternalCIDR %v, agreed %v, conflicts %v", own.ExternalCIDR, own.Agreed, conflicts)
@@ -26,16 +26,16 @@ func TestOurPreviousNetworksInUseAreNotReallocated(t *testing.T) {
 		t.Errorf("%v, %v", both, err)
 	}
 
-	c.Agreed = []netip.Prefix{c.PodCIDR, was.ExternalCIDR} // b has switched
+	c.Agreed = []netip.Prefix{c.PodCIDR, was.ExternalCIDR} // b uses the new PodCIDR
 	b, _ = b.Configure(c)
 	if _, g := allocate(t, b, d); g.Pod != pfx("10.244.128.0/17") {
 		t.Errorf("d gets %v after b has switched", g.Pod)
 	}
 }
 
-// While all peers have left but a TunnelEndpoint is not deleted yet, a chosen ExternalCIDR stays, and a
-// new PodCIDR may overlap the previous one.
-func TestPreviousNetworksDoNotConflict(t *testing.T) {
+// All peers have left, but a TunnelEndpoint still exists. An ExternalCIDR that we chose stays, and
+// a new PodCIDR may overlap the previous one.
+func TestOurPreviousNetworksAreNotReportedAsConflicts(t *testing.T) {
 	c := ours()
 	c.ExternalCIDR = netip.Prefix{}
 	b := configured(t, c)

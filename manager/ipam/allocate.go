@@ -10,8 +10,8 @@ import (
 	"github.com/isthmus-net/isthmus/fabric"
 )
 
-// refuse returns the refusal of a request. field is one of the NetworkConfig, or of the Peering for
-// an override.
+// refuse returns the refusal of a request. field is a field of the NetworkConfig; for an override,
+// it is a field of the Peering.
 func refuse(reason, field, format string, args ...any) *fabric.Refusal {
 	return &fabric.Refusal{Reason: reason, Problem: fabric.Problem{Field: field, Message: fmt.Sprintf(format, args...)}}
 }
@@ -19,18 +19,19 @@ func refuse(reason, field, format string, args ...any) *fabric.Refusal {
 // A Request asks for networks that represent a peer's claimed networks here.
 type Request struct {
 	ID            string
-	Pod, External netip.Prefix // as the peer uses them
-	// WantPod and WantExternal are the networks to use for them here, by override; zero: any.
+	Pod, External netip.Prefix // the claimed networks, as the peer's own cluster uses them
+	// WantPod and WantExternal are the networks that the overrides of our Peering demand here for Pod
+	// and External. Zero: any network will do.
 	WantPod, WantExternal netip.Prefix
 	// Allowed are networks outside of private space that may be used unchanged.
 	Allowed []netip.Prefix
 	// AlwaysRemap is true if neither network may be used unchanged.
 	AlwaysRemap bool
-	// Now is the present time. Networks that the peer has but does not keep are held from then on;
-	// if Now is zero, they are free at once.
+	// Now is the present time. From then on, the networks that the peer loses by this request are
+	// held. If Now is zero, those networks are free at once.
 	Now time.Time
-	// Consented is true if an administrator has agreed to this claim, so the peer may get new
-	// addresses for it.
+	// Consented is true if an administrator has agreed to this claim. The peer may then get addresses
+	// that it did not have before.
 	Consented bool
 }
 
@@ -41,7 +42,8 @@ var private = []netip.Prefix{
 	netip.MustParsePrefix("100.64.0.0/10"), netip.MustParsePrefix("fc00::/7"),
 }
 
-// outside explains which rule forbids to use p unchanged even if it is free, or returns "".
+// outside returns a clause with the rule that forbids to use p unchanged even if p is free. It
+// returns "" if no rule does.
 func outside(p netip.Prefix, allowed []netip.Prefix) string {
 	if !slices.ContainsFunc(slices.Concat(private, allowed), func(n netip.Prefix) bool { return contains(n, p) }) {
 		return "is neither in private space (RFC 1918, 6598 and 4193) nor among spec.claims.allowed of the receiver's Peering"
@@ -82,13 +84,13 @@ func (b State) UsedForAnother(id string, addr netip.Addr) bool {
 	return slices.ContainsFunc(b.replaced, func(r replaced) bool { return r.id != id && r.network.Contains(addr) })
 }
 
-// Allocate allocates the peer its two networks, or none: then the error is a *fabric.Refusal and the
-// State is unchanged.
+// Allocate allocates both networks of the peer. If it cannot, it returns the unchanged State and a
+// *fabric.Refusal.
 //
 //   - A returning peer gets its previous networks as far as they are free and permitted.
-//   - Its current networks stay if they have the claim's family and length and no override demands
-//     others. That holds even if the claim has changed, because both sides use them.
-//   - A network held for another peer is not free; one held for this peer is.
+//   - Current networks stay if they have the claim's family and length and no override demands
+//     others. They stay even if the claim has changed, because both clusters use them.
+//   - A network held for another peer is not free. A network held for this peer is free.
 func (b State) Allocate(c Request) (State, Allocation, error) {
 	held, at := b, c.Now
 	if p := b.peers[c.ID]; p != nil && !p.released.IsZero() {
@@ -131,8 +133,8 @@ func (b State) allocateFor(c Request) (State, Allocation, error) {
 		asks[i].remap, asks[i].outside = c.AlwaysRemap, outside(asks[i].claim, c.Allowed)
 	}
 
-	// Kept networks come first, then overrides, so that nothing is allocated in the place of an
-	// override.
+	// Kept networks are placed first and overrides second. Otherwise another allocation could occupy
+	// the network that an override demands.
 	changed := b
 	changed.replaced = slices.DeleteFunc(slices.Clone(b.replaced), func(r replaced) bool { return r.id == c.ID })
 	for i := range asks {
@@ -152,7 +154,7 @@ func (b State) allocateFor(c Request) (State, Allocation, error) {
 	}
 	p := *old
 	p.unused = time.Time{}
-	p.Allocation = Allocation{Pod: asks[0].got, External: asks[1].got} // for messages; p is not published yet
+	p.Allocation = Allocation{Pod: asks[0].got, External: asks[1].got} // messages about the second network name the first one; p is not published yet
 	changed = changed.withPeer(c.ID, &p)
 	changed.forget(c.ID)
 	for _, place := range []func(*State, *ask) *fabric.Refusal{(*State).placeWanted, (*State).placeBefore, (*State).placeAny} {
@@ -178,19 +180,19 @@ func (b State) allocateFor(c Request) (State, Allocation, error) {
 	return changed, p.Allocation, nil
 }
 
-// An ask is one network of a claim while Allocate places it.
+// An ask is one network of a claim, and its placement, while Allocate runs.
 type ask struct {
 	field     string
 	claim     netip.Prefix
-	want, had netip.Prefix // zero: none
-	before    netip.Prefix // when it left; zero: none
-	remap     bool         // the Peering forbids to use it unchanged
-	outside   string       // another reason not to use it unchanged; or ""
+	want, had netip.Prefix // by override, and the current network; zero: none
+	before    netip.Prefix // the network here when the peer left; zero: none
+	remap     bool         // the Peering forbids to use the claimed network unchanged
+	outside   string       // another reason not to use the claimed network unchanged; or ""
 	got       netip.Prefix
 }
 
-// needsConsent reports whether a change of the peer's own claim would give it addresses that it has
-// not had. An option of our Peering counts as consent.
+// needsConsent reports whether a change of the peer's own claim would give it addresses that it did
+// not have before. No consent is needed for a change that an option of our Peering causes.
 func (a *ask) needsConsent() bool {
 	byUs := a.want.IsValid() || a.remap && a.had == a.claim
 	return a.had.IsValid() && !byUs && !contains(a.had, a.got)
@@ -226,8 +228,8 @@ func (b *State) placeWanted(a *ask) *fabric.Refusal {
 	return nil
 }
 
-// placeBefore places the network of a returning peer where it was. A Liqo keeps to the networks
-// that it answered for.
+// placeBefore gives a returning peer the network that it had before. A Liqo peer keeps using the
+// networks of the first answer that it got.
 func (b *State) placeBefore(a *ask) *fabric.Refusal {
 	asItIs := a.before == a.claim
 	if a.before.IsValid() && fits(a.before, a.claim) && b.free(a.before) && !(asItIs && (a.remap || a.outside != "")) {
@@ -236,8 +238,8 @@ func (b *State) placeBefore(a *ask) *fabric.Refusal {
 	return nil
 }
 
-// inTheWay is holder for a refusal, which the refused peer reads: it must not disclose our other
-// peers.
+// inTheWay returns the obstacle that holder finds, for a refusal. The refused peer reads the
+// refusal, so the name must not disclose our other peers.
 func (b *State) inTheWay(p netip.Prefix) (name string, prefix netip.Prefix) {
 	by := b.holder(p, "")
 	return by.name + by.anonymous, by.prefix
@@ -276,8 +278,8 @@ func (b *State) free(p netip.Prefix) bool {
 	return !b.taken.overlaps(p) && !b.nodes.overlaps(p) && !slices.ContainsFunc(b.replaced, func(r replaced) bool { return r.network.Overlaps(p) })
 }
 
-// barred returns the networks that no peer gets, apart from the taken ones. They do not split free
-// blocks.
+// barred returns the networks that no peer gets, apart from those in taken. Barred networks do not
+// split free blocks.
 func (b *State) barred() tree {
 	barred := b.nodes
 	for _, r := range b.replaced {
@@ -326,7 +328,7 @@ func (b *State) allocate(p netip.Prefix) (netip.Prefix, bool) {
 	return netip.Prefix{}, false
 }
 
-// check validates a claim by itself.
+// check validates a claim without regard to other networks.
 func check(c Request) *fabric.Refusal {
 	invalid := func(field, format string, args ...any) *fabric.Refusal {
 		return refuse(v1alpha1.ReasonInvalid, field, format, args...)

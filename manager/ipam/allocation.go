@@ -60,7 +60,7 @@ func pairOf(pod, external netip.Prefix) *isthmus.NetworkPair {
 	return &isthmus.NetworkPair{PodCIDR: text(pod), ExternalCIDR: text(external)}
 }
 
-// behind returns those of our networks for which a peer has sent an answer.
+// behind returns those of our networks for which the peer has sent an answer; zero for the others.
 func (c Config) behind(p *account) (pod, external netip.Prefix) {
 	if p.podSeen.IsValid() {
 		pod = c.PodCIDR
@@ -185,7 +185,7 @@ func (r *reader) entry(spec *isthmus.NetworkAllocationSpec, own Config) (p *acco
 	if spec.UnusedSince != "" {
 		p.unused = r.time("spec.unusedSince", spec.UnusedSince)
 	}
-	if spec.Seen != nil { // readdress drops those that do not fit our networks
+	if spec.Seen != nil { // readdress drops answers that do not fit our networks
 		p.podSeen, p.externalSeen = r.network("spec.seen.podCIDR", spec.Seen.PodCIDR), r.network("spec.seen.externalCIDR", spec.Seen.ExternalCIDR)
 	}
 	local = own.ExternalCIDR
@@ -200,7 +200,8 @@ func (r *reader) entry(spec *isthmus.NetworkAllocationSpec, own Config) (p *acco
 	return p, local, held
 }
 
-// restore maps the endpoint m for the peer p, in maps that only b uses. m.Address is in local.
+// restore maps the endpoint m for the peer p. m.Address is in local. restore changes the maps of b,
+// which no other State may share.
 func (b *State) restore(p *account, m *isthmus.MappedEndpoint, local netip.Prefix, owners map[netip.Addr]netip.Addr) error {
 	external := b.own.ExternalCIDR
 	if !p.externalSeen.IsValid() || external.IsValid() && !fits(p.externalSeen, external) {

@@ -12,8 +12,8 @@ import (
 const (
 	// MaxAsked is how many mappings one caller may have.
 	MaxAsked = 4096
-	// MaxNotes bounds the total length of the recorded callers of one peer's mappings, in bytes.
-	// One object has to hold them.
+	// MaxNotes bounds the total length of the recorded callers of one peer's mappings, in bytes,
+	// because one object stores them all.
 	MaxNotes = 144 << 10
 	// maxCaller bounds the name of a caller, in bytes.
 	maxCaller = 256
@@ -22,9 +22,9 @@ const (
 // errAnothers means that another caller has requested the mapping.
 var errAnothers = errors.New("was mapped by another caller; only that caller can unmap it")
 
-// Asked records that a caller requested an existing mapping of the peer, and a description of the
-// endpoint, or "" if it is unknown. It changes nothing for a caller that is already recorded, or if
-// there is no mapping.
+// Asked records that the caller by requested an existing mapping of the peer. what describes the
+// endpoint; "" if its kind is unknown. Asked changes nothing if the caller is already recorded or
+// the mapping does not exist.
 func (b State) Asked(id string, ip netip.Addr, by, what string) (State, error) {
 	callers, mapped := b.peers[id].askedFor(ip)
 	if _, known := slices.BinarySearch(callers, by); known || !mapped {
@@ -55,9 +55,9 @@ func (b State) Asked(id string, ip netip.Addr, by, what string) (State, error) {
 	return next, nil
 }
 
-// Withdraw removes a caller's request for a mapping. The mapping stays while another requester has
-// it, unless that one is gone. Any caller may withdraw a mapping without a known requester.
-// Withdrawing a mapping that does not exist changes nothing.
+// Withdraw removes a caller's request for a mapping. The mapping stays while another caller
+// requests it, except callers in gone, which no longer exist. A mapping without a known requester
+// may be withdrawn by any caller. Withdrawing a mapping that does not exist changes nothing.
 func (b State) Withdraw(id string, ip netip.Addr, by string, gone []string) (State, error) {
 	callers, mapped := b.peers[id].askedFor(ip)
 	if !mapped {
@@ -90,9 +90,9 @@ func (p *account) askedFor(ip netip.Addr) (callers []string, mapped bool) {
 // An Endpoint is a mapped endpoint.
 type Endpoint struct {
 	IP netip.Addr
-	// What is the kind of endpoint at the time of the request, as passed to Asked.
+	// What is the kind of the endpoint when it was requested, as passed to Asked.
 	What string
-	// For has the IDs of the peers that it is mapped for, sorted.
+	// For has the sorted IDs of the peers for which the endpoint is mapped.
 	For []string
 }
 
@@ -128,7 +128,7 @@ func (b State) Expire(e Endpoint) State {
 	return b
 }
 
-// noted returns the length of the recorded callers, in bytes of JSON.
+// noted returns the length of the peer's recorded callers, in bytes of JSON.
 func (p *account) noted() (n int) {
 	for _, callers := range p.endpoints {
 		for _, by := range callers {
@@ -145,7 +145,7 @@ func (b State) withCallers(id string, ip netip.Addr, callers []string) State {
 	return b.withPeer(id, &p)
 }
 
-// note records the kind of an endpoint, in a map that only b uses.
+// note records the kind of an endpoint. It changes the map of b, which no other State may share.
 func (b *State) note(ip netip.Addr, what string) {
 	if e := b.endpoints[ip]; e != nil {
 		next := *e
@@ -154,7 +154,7 @@ func (b *State) note(ip netip.Addr, what string) {
 	}
 }
 
-// withCaller returns callers with by inserted in order. It does not change callers.
+// withCaller returns a copy of callers with by inserted in order.
 func withCaller(callers []string, by string) []string {
 	i, known := slices.BinarySearch(callers, by)
 	if known {

@@ -12,7 +12,7 @@ import (
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 )
 
-// asked maps an endpoint for peer b and notes who asked.
+// asked maps an endpoint for peer b and records the caller by as its requester.
 func asked(t *testing.T, b State, ip, by, what string) State {
 	t.Helper()
 	b, _, err := b.MapEndpoint("b", addr(ip))
@@ -25,7 +25,7 @@ func asked(t *testing.T, b State, ip, by, what string) State {
 	return b
 }
 
-// requests are who asked for what, as the NetworkAllocation of b has it.
+// requests returns the recorded requesters of b's mappings, in the order of b's NetworkAllocation.
 func requests(b State) string {
 	var text []string
 	for _, e := range b.Allocation("b").Endpoints {
@@ -39,7 +39,7 @@ func TestAllocationsRecordTheRequesters(t *testing.T) {
 	b := asked(t, empty, "198.51.100.7", "one", "pod")
 	b = asked(t, b, "198.51.100.7", "another", "")
 	b = asked(t, b, "198.51.100.6", "one", "")
-	b = asked(t, b, "10.244.3.4", "one", "") // a pod: nothing is mapped, and nothing noted
+	b = asked(t, b, "10.244.3.4", "one", "") // a pod: no mapping is needed, and no requester recorded
 	const want = "198.51.100.6 [one] ; 198.51.100.7 [another one] pod"
 	if got := requests(b); got != want {
 		t.Errorf("got  %s\nwant %s", got, want)
@@ -54,7 +54,7 @@ func TestAllocationsRecordTheRequesters(t *testing.T) {
 	if got := read.AskedFor("b", addr("198.51.100.7")); !slices.Equal(got, []string{"another", "one"}) || requests(read) != want {
 		t.Errorf("after a restart: %v, %s", got, requests(read))
 	}
-	// Another ExternalCIDR of the same length keeps mappings, and who asked for them.
+	// A new ExternalCIDR of the same length keeps the mappings and their requesters.
 	c := ours()
 	c.ExternalCIDR = pfx("172.20.0.0/16")
 	if moved, _ := read.Configure(c); requests(moved) != want {
@@ -65,7 +65,7 @@ func TestAllocationsRecordTheRequesters(t *testing.T) {
 	}
 }
 
-func TestOnlyRequestersMayWithdraw(t *testing.T) {
+func TestOnlyRequestersMayWithdrawAMapping(t *testing.T) {
 	ip, is := addr("198.51.100.7"), func(b State) bool { return b.Mapped("b", addr("198.51.100.7")) }
 	b := asked(t, joined(t, ours(), "10.200.0.0/16", "10.247.0.0/16"), "198.51.100.7", "one", "")
 	if next, err := b.Withdraw("b", ip, "another", nil); !errors.Is(err, errAnothers) || !is(next) {
@@ -121,7 +121,7 @@ func TestRecordedRequestersAreBounded(t *testing.T) {
 	}
 	var err error
 	more := b
-	for i := 0; err == nil && i < 1<<10; i++ { // long names fill the notes
+	for i := 0; err == nil && i < 1<<10; i++ { // long names use up the space for requesters
 		more, err = more.Asked("b", ip(i), fmt.Sprintf("%0250d", i), "")
 	}
 	if err == nil || !strings.Contains(err.Error(), "list of callers") || more.peers["b"].noted() > MaxNotes {
@@ -151,7 +151,7 @@ func TestExpireRemovesAnEndpointFromAllPeers(t *testing.T) {
 	}
 }
 
-// A manager may stop between the objects of one change of our networks.
+// A manager may stop between two of the objects that store one change of our networks.
 func TestOutdatedOwnNetworksOfAnObjectAreUpdated(t *testing.T) {
 	b := asked(t, joined(t, ours(), "10.200.0.0/16", "10.247.0.0/16"), "198.51.100.7", "one", "pod")
 	old := b.Allocation("b")
@@ -171,7 +171,7 @@ func TestOutdatedOwnNetworksOfAnObjectAreUpdated(t *testing.T) {
 			t.Errorf("%s: got\n%+v, %v\nwant\n%+v", name, got, wrong, want)
 		}
 	}
-	old.Local = nil // as somebody may write it by hand
+	old.Local = nil // as in an object that was edited by hand
 	if got, wrong := FromAllocations(b.Own(), []isthmus.NetworkAllocationSpec{old}); requests(got) != requests(b) || len(wrong) > 0 {
 		t.Errorf("without its networks: %s, %v", requests(got), wrong)
 	}

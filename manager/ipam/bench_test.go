@@ -6,7 +6,7 @@ import (
 	"testing"
 )
 
-// large is a State with 1,000 identical peers and 1,000 endpoints.
+// large returns a State with 1,000 peers, all with the same claim, and 1,000 endpoints.
 func large(b *testing.B) State {
 	b.Helper()
 	state, _ := State{}.Configure(Config{PodCIDR: pfx("10.244.0.0/20"), ServiceCIDR: pfx("10.96.0.0/16")})

@@ -49,13 +49,13 @@ func TestOnlyPrivateOrAllowedNetworksAreNotRemapped(t *testing.T) {
 			t.Errorf("%s: ExternalCIDR is %v", name, g.External)
 		}
 	}
-	// What is free may be what it claims.
+	// The claim has the networks that the allocator would choose, but AlwaysRemap forbids them.
 	_, g := allocate(t, b, Request{ID: "b", Pod: pfx("192.168.64.0/21"), External: pfx("192.168.200.0/22"), AlwaysRemap: true})
 	r := Request{ID: "b", Pod: g.Pod, External: g.External, AlwaysRemap: true}
 	if _, again := allocate(t, b, r); again.Pod == g.Pod || again.External == g.External {
 		t.Errorf("always remapped: %v is %v", g, again)
 	}
-	// Without room to remap it to, it is refused, and never used.
+	// A claim outside of private space is refused if no pool has room to remap it.
 	_, g, err := b.Allocate(Request{ID: "b", Pod: pfx("2a00:1450::/48"), External: pfx("fd01::/64")})
 	var refusal *fabric.Refusal
 	if !errors.As(err, &refusal) || refusal.Reason != v1alpha1.ReasonExhausted || refusal.Field != "spec.podCIDR" || g != (Allocation{}) {
@@ -116,8 +116,8 @@ func TestNewNetworksWaitForConsentWhileOldOnesStay(t *testing.T) {
 	}
 }
 
-// Whatever a peer claims one after the other, without consent it never has an address here that its
-// first claim did not give it.
+// No sequence of claims without consent gives a peer an address here outside of the networks that
+// its first claim got.
 func TestRepeatedClaimChangesGetNoNewNetworks(t *testing.T) {
 	rng := rand.New(rand.NewPCG(3, 4))
 	for range 200 {
@@ -138,8 +138,9 @@ func TestRepeatedClaimChangesGetNoNewNetworks(t *testing.T) {
 	}
 }
 
-// The IPAM state says that the peer has a network of ours, by an edit or because ours is another one now.
-func TestAPeerReturnsOurNetworkWithoutConsent(t *testing.T) {
+// The peer's network here overlaps one of ours, because somebody edited the IPAM state or our
+// networks have changed.
+func TestPeerNetworkThatOverlapsOursIsReplacedWithoutConsent(t *testing.T) {
 	b := configured(t, ours())
 	b, _ = allocate(t, b, Request{ID: "b", Pod: pfx("10.50.0.0/16"), External: pfx("10.60.0.0/20")})
 	b, _ = b.Configure(Config{PodCIDR: pfx("10.244.0.0/16"), ServiceCIDR: pfx("10.48.0.0/13"), ExternalCIDR: b.Own().ExternalCIDR})

@@ -15,10 +15,10 @@ var special = fabric.SpecialRanges()
 // A Conflict is an overlap that arose after a network was allocated, because this cluster has
 // changed or somebody has edited an object.
 type Conflict struct {
-	Peer    string       // the peer that has the network, as used here; empty: it is ours
+	Peer    string       // the peer that has the network, as used here; empty: the network is ours
 	Network string       // "PodCIDR", "ServiceCIDR" or "ExternalCIDR"
 	Prefix  netip.Prefix // zero: no ExternalCIDR could be chosen
-	With    string       // what it overlaps, such as "our ServiceCIDR"
+	With    string       // the overlapping network, such as "our ServiceCIDR"
 	Other   netip.Prefix
 }
 
@@ -64,7 +64,7 @@ func (b State) Configure(c Config) (State, []Conflict) {
 
 	was, pods := b.own.ExternalCIDR, b.own.PodCIDR
 	if !own.ExternalCIDR.IsValid() && (b.inUse() || slices.Contains(own.Agreed, was)) {
-		own.ExternalCIDR = was // peers may know it
+		own.ExternalCIDR = was // peers may know the previous network
 	}
 	own.Agreed = slices.DeleteFunc(own.Agreed, func(p netip.Prefix) bool { return p == own.PodCIDR || p == own.ExternalCIDR })
 	slices.SortFunc(own.Agreed, netip.Prefix.Compare)
@@ -189,7 +189,7 @@ func (b *State) readdress(was, pods netip.Prefix) {
 			continue
 		}
 		if external == was && p.podSeen == old.podSeen && p.externalSeen == old.externalSeen && len(p.endpoints) == len(old.endpoints) {
-			peers[id] = old // so that Changed does not name it
+			peers[id] = old // the unchanged account, so that Changed does not name the peer
 		} else {
 			peers[id] = &p
 		}
@@ -210,7 +210,7 @@ type obstacle struct {
 	// anonymous instead, because they must not disclose our nodes and our other peers.
 	whose, anonymous string
 	prefix           netip.Prefix
-	node             bool // belongs to a node, and changes with it
+	node             bool // whether it belongs to a node and changes with the cluster's nodes
 	previous         bool // a network of ours from before a change
 }
 
@@ -249,8 +249,8 @@ func (b *State) obstacles(yield func(obstacle) bool) {
 	}
 }
 
-// Conflicts returns all present overlaps: first ours, then at most one for each network of a peer,
-// sorted by peer.
+// Conflicts returns all present overlaps: first those of our own networks, then at most one for
+// each network of a peer, sorted by peer.
 func (b State) Conflicts() []Conflict {
 	var conflicts []Conflict
 	own := b.own
@@ -261,7 +261,7 @@ func (b State) Conflicts() []Conflict {
 	ours := []Conflict{{Network: "PodCIDR", Prefix: own.PodCIDR}, {Network: "ServiceCIDR", Prefix: own.ServiceCIDR}, {Network: "ExternalCIDR", Prefix: own.ExternalCIDR}}
 	for i, n := range ours {
 		for o := range b.obstacles {
-			itself := slices.ContainsFunc(ours[i:], func(c Conflict) bool { return "our "+c.Network == o.name }) // or the later network reports it
+			itself := slices.ContainsFunc(ours[i:], func(c Conflict) bool { return "our "+c.Network == o.name }) // in that case the later network reports the overlap
 			// Nodes inside the PodCIDR are normal: clouds allocate both from one network.
 			if !itself && !o.previous && n.Prefix.Overlaps(o.prefix) && (!o.node || n.Network == "ExternalCIDR") {
 				n.With, n.Other = o.name+o.whose, o.prefix
@@ -292,8 +292,8 @@ func (b State) ConflictsOf(id string) (conflicts []Conflict) {
 	return conflicts
 }
 
-// holder returns the first obstacle or network that overlaps p, ignoring the networks of peer
-// except.
+// holder returns the first obstacle or network that overlaps p. It ignores the networks of the peer
+// with the ID except.
 func (b *State) holder(p netip.Prefix, except string) obstacle {
 	for o := range b.obstacles {
 		if o.prefix.Overlaps(p) {

@@ -14,10 +14,12 @@ import (
 // errNoConfiguration means that a peer has no networks here, or has not answered yet.
 var errNoConfiguration = errors.New("has no network configuration yet")
 
-// MapEndpoint returns the address by which the peer reaches our endpoint ip. A pod's address is
-// translated into the network that the peer uses for our pods, without state. Any other endpoint
-// gets an address of our ExternalCIDR, the same for all peers, which is translated into the network
-// that the peer uses for that. Another call returns the same address.
+// MapEndpoint returns the address by which the peer reaches our endpoint ip. Another call returns
+// the same address.
+//
+// A pod's address is translated into the network that the peer uses for our pods, without state.
+// Any other endpoint gets an address of our ExternalCIDR, the same for all peers. The peer sees
+// that address in its own network for our ExternalCIDR.
 //
 // The endpoint may have any address except in our own ExternalCIDR and in special-purpose ranges,
 // where nothing can be reached. An address in a peer's network is valid: this is how a cluster
@@ -65,8 +67,8 @@ func (b State) Mapped(id string, ip netip.Addr) bool {
 	return mapped
 }
 
-// KnowsNodes reports whether Configure has been called with nodes. Before that Guarded cannot tell.
-// Every cluster has nodes, and they are not stored in any object.
+// KnowsNodes reports whether Configure has been called with nodes. Until then, Guarded cannot
+// recognize nodes: no object stores them, although every cluster has some.
 func (b State) KnowsNodes() bool { return len(b.own.Nodes) > 0 }
 
 // Guarded returns the kind of an endpoint that may be mapped for a peer only if an administrator
@@ -130,7 +132,8 @@ func (b State) RestoreEndpoint(id string, ip, seen netip.Addr) State {
 	return b.mapTo(id, ip, addr)
 }
 
-// mapTo maps the endpoint for the peer to addr, which must be free or already that endpoint's.
+// mapTo maps the endpoint for the peer to addr, which must be free or belong to that endpoint
+// already.
 func (b State) mapTo(id string, ip, addr netip.Addr) State {
 	p := *b.peers[id]
 	if _, mapped := p.endpoints[ip]; mapped {
@@ -151,8 +154,9 @@ func (b State) mapTo(id string, ip, addr netip.Addr) State {
 	return b.withPeer(id, &p)
 }
 
-// UnmapEndpoint undoes MapEndpoint for one peer. If it was the last one, the address is free at
-// once. An endpoint that is not mapped, and the gateway's own address, stay unchanged.
+// UnmapEndpoint undoes MapEndpoint for one peer. If no other peer uses the endpoint, its address is
+// free at once. UnmapEndpoint ignores an endpoint that is not mapped, and the gateway's own
+// address.
 func (b State) UnmapEndpoint(id string, ip netip.Addr) State {
 	p := b.peers[id]
 	if p == nil {
@@ -181,7 +185,7 @@ func (b State) unmapAll(p *account) State {
 	return b
 }
 
-// drop removes one peer from an endpoint, in a map that only b uses.
+// drop removes one peer from an endpoint. It changes the map of b, which no other State may share.
 func (b *State) drop(ip netip.Addr) {
 	e := *b.endpoints[ip]
 	if e.peers--; e.peers > 0 {
@@ -243,7 +247,7 @@ func (b *State) checkEndpoint(ip netip.Addr) error {
 	return nil
 }
 
-// gatewayAddr is the gateway's own address in the family of our ExternalCIDR.
+// gatewayAddr returns the gateway's own address in the family of our ExternalCIDR.
 func gatewayAddr(external netip.Prefix) netip.Addr {
 	if external.IsValid() && !external.Addr().Is4() {
 		return fabric.GatewayAddr6

@@ -13,7 +13,7 @@ import (
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 )
 
-// joined is a State with a peer that sees our networks under those two.
+// joined returns a State with the peer b, which sees our networks as the two given ones.
 func joined(t *testing.T, c Config, pod, external string) State {
 	t.Helper()
 	b, _ := allocate(t, configured(t, c), claim("b", "10.244.0.0/16", "10.245.0.0/16"))
@@ -30,19 +30,19 @@ func mapped(t *testing.T, b State, id, ip, want string) State {
 	return b
 }
 
-func TestMapEndpointAsLiqo(t *testing.T) {
+func TestMapEndpointReturnsTheSameAddressesAsLiqo(t *testing.T) {
 	b := joined(t, ours(), "10.200.0.0/16", "10.247.0.0/16")
 	if pod := mapped(t, b, "b", "10.244.3.4", "10.200.3.4"); len(pod.Changed(b)) > 0 {
 		t.Error("a pod's address is remembered")
 	}
 	mapped(t, b, "b", "169.254.0.1", "10.247.0.1")
 	b = mapped(t, b, "b", "198.51.100.7", "10.247.0.2")
-	b = mapped(t, b, "b", "10.246.9.9", "10.247.0.3") // in a network granted to a peer: a pod of a third cluster
+	b = mapped(t, b, "b", "10.246.9.9", "10.247.0.3") // in a peer's network here: a pod of a third cluster
 	if again := mapped(t, b, "b", "198.51.100.7", "10.247.0.2"); len(again.Changed(b)) > 0 {
 		t.Error("mapping again changes something")
 	}
 
-	// Another peer has the same address of ours, under its own network.
+	// Another peer sees the same address of ours in its own network.
 	b, _ = allocate(t, b, claim("c", "10.244.0.0/16", "10.245.0.0/16"))
 	if _, _, err := b.MapEndpoint("c", addr("198.51.100.7")); !errors.Is(err, errNoConfiguration) {
 		t.Errorf("mapped for a peer that has not answered: %v", err)
@@ -58,14 +58,14 @@ func TestMapEndpointAsLiqo(t *testing.T) {
 		t.Errorf("NatMapping %+v, want %+v", nm, want)
 	}
 
-	// The address is released with its last peer, and used again at once.
+	// The address is free once no peer uses it, and is allocated again at once.
 	b = b.UnmapEndpoint("b", addr("198.51.100.7")).UnmapEndpoint("b", addr("198.51.100.7")).UnmapEndpoint("b", addr("169.254.0.1"))
 	mapped(t, b, "b", "198.51.100.8", "10.247.0.4")
 	b = b.UnmapEndpoint("c", addr("198.51.100.7")).UnmapEndpoint("nobody", addr("198.51.100.7"))
 	b = mapped(t, b, "b", "198.51.100.8", "10.247.0.2")
 	mapped(t, b, "b", "169.254.0.1", "10.247.0.1")
 
-	// A release takes the mappings along.
+	// Release removes the peer's mappings.
 	b = b.Release("b")
 	if len(b.endpoints) > 0 {
 		t.Errorf("left over: %v", b.Spec().EndpointMappings)
@@ -90,7 +90,7 @@ func TestMapEndpointRefusesUnreachableAddresses(t *testing.T) {
 
 func TestEndpointsExhaustTheExternalCIDRAndRecover(t *testing.T) {
 	c := ours()
-	c.ExternalCIDR = pfx("192.0.2.0/28") // .0, .1 and .15 are not for endpoints
+	c.ExternalCIDR = pfx("192.0.2.0/28") // .0, .1 and .15 are not available to endpoints
 	b := joined(t, c, "10.200.0.0/16", "203.0.113.16/28")
 	for i := range 13 {
 		b = mapped(t, b, "b", fmt.Sprint("198.51.100.", i), fmt.Sprint("203.0.113.", 18+i))
@@ -102,8 +102,8 @@ func TestEndpointsExhaustTheExternalCIDRAndRecover(t *testing.T) {
 	mapped(t, b, "b", "198.51.100.13", "203.0.113.22")
 }
 
-// Each peer has its bound, since one object names all of its endpoints, and so have all together. The largest
-// object fits etcd.
+// The endpoints are bounded per peer, because one object names all endpoints of a peer, and in
+// total. The largest object fits into etcd.
 func TestEndpointsAreBounded(t *testing.T) {
 	c := ours()
 	c.PodCIDR, c.ServiceCIDR, c.ExternalCIDR = pfx("fd00:1::/112"), pfx("fd00:2::/112"), pfx("fd00:aaaa:bbbb:cccc:dddd:eeee:ffff::/112")
@@ -151,7 +151,7 @@ func TestEndpointsAreBounded(t *testing.T) {
 	}
 	sound(t, b)
 	largest := b.Allocation("peer-0")
-	for i := range largest.Endpoints { // as many callers as a peer may have
+	for i := range largest.Endpoints { // requesters as long as MaxNotes permits
 		largest.Endpoints[i].Requesters, largest.Endpoints[i].Target = []string{strings.Repeat("x", MaxNotes/MaxEndpointsOfPeer-3)}, "service"
 	}
 	if text, err := json.Marshal(largest); err != nil || len(text) > 1<<20 {
@@ -159,7 +159,7 @@ func TestEndpointsAreBounded(t *testing.T) {
 	}
 }
 
-func TestMappingsFollowChangesOfOurNetworksAndOfAnswers(t *testing.T) {
+func TestMappingsAreUpdatedWhenOurNetworksOrAnswersChange(t *testing.T) {
 	b := mapped(t, joined(t, ours(), "10.200.0.0/16", "10.247.0.0/16"), "b", "198.51.100.7", "10.247.0.2")
 	b = mapped(t, b, "b", "192.0.2.7", "10.247.0.3")
 	b = mapped(t, b.Answered("b", netip.Prefix{}, pfx("10.77.0.0/16")), "b", "198.51.100.7", "10.77.0.2")
@@ -169,7 +169,7 @@ func TestMappingsFollowChangesOfOurNetworksAndOfAnswers(t *testing.T) {
 
 	c := ours()
 	c.ExternalCIDR = pfx("172.20.0.0/16")
-	moved, _ := b.Configure(c) // the peer has not heard of it yet
+	moved, _ := b.Configure(c) // the peer has not answered for the new network yet
 	mapped(t, moved, "b", "192.0.2.7", "10.77.0.3")
 	if got := moved.Spec().EndpointMappings["192.0.2.7"].ExternalCIDROriginalIP; got != "172.20.0.3" {
 		t.Errorf("host bits are not kept: %s", got)
@@ -179,7 +179,7 @@ func TestMappingsFollowChangesOfOurNetworksAndOfAnswers(t *testing.T) {
 	if _, ok := shorter.NatMapping("b"); ok {
 		t.Error("an answer for another length still counts")
 	}
-	c.ExternalCIDR = pfx("198.51.0.0/16") // with an endpoint in it, which would stand for itself
+	c.ExternalCIDR = pfx("198.51.0.0/16") // contains a mapped endpoint, which would then be translated to itself
 	around, _ := b.Configure(c)
 	if nm, ok := around.NatMapping("b"); !ok || nm.ClusterMappings["198.51.100.7"] != "" || nm.ClusterMappings["192.0.2.7"] != "10.77.0.3" {
 		t.Errorf("mappings %v", nm.ClusterMappings)
@@ -189,7 +189,7 @@ func TestMappingsFollowChangesOfOurNetworksAndOfAnswers(t *testing.T) {
 	sound(t, around)
 }
 
-func TestHomePodIPMovesHostBits(t *testing.T) {
+func TestHomePodIPKeepsHostBits(t *testing.T) {
 	b := joined(t, ours(), "10.200.0.0/16", "10.247.0.0/16")
 	if got, err := b.HomePodIP("b", addr("10.244.3.4")); err != nil || got != addr("10.246.3.4") {
 		t.Errorf("got %v %v", got, err)
@@ -204,7 +204,7 @@ func TestHomePodIPMovesHostBits(t *testing.T) {
 	}
 }
 
-func TestLostMappingsKeepTheirAddresses(t *testing.T) {
+func TestRestoreEndpointKeepsAddressesOfLostMappings(t *testing.T) {
 	b := joined(t, ours(), "10.200.0.0/16", "10.247.0.0/16")
 	want := b
 	for i, ip := range []string{"198.51.100.1", "198.51.100.2", "198.51.100.3"} {
@@ -225,7 +225,7 @@ func TestLostMappingsKeepTheirAddresses(t *testing.T) {
 	}
 }
 
-// Until the peer has answered for the new network, it would send packets for what it knows of the old one.
+// Until the peer answers for the new PodCIDR, the address that it uses leads to the previous one.
 func TestPodsAreNotMappedUntilANewPodCIDRIsAnswered(t *testing.T) {
 	b := joined(t, ours(), "10.200.0.0/16", "10.247.0.0/16")
 	b = mapped(t, b, "b", "198.51.100.7", "10.247.0.2")
@@ -236,10 +236,10 @@ func TestPodsAreNotMappedUntilANewPodCIDRIsAnswered(t *testing.T) {
 		if _, got, err := b.MapEndpoint("b", addr("10.250.3.4")); !errors.Is(err, errNoConfiguration) {
 			t.Errorf("a pod is mapped to %v, %v", got, err)
 		}
-		mapped(t, b, "b", "198.51.100.7", "10.247.0.2") // what is no pod stays where it is
+		mapped(t, b, "b", "198.51.100.7", "10.247.0.2") // an endpoint that is not a pod keeps its address
 		spec := b.Spec()
 		var err error
-		if b, err = Read(&spec); err != nil { // after a restart
+		if b, err = Read(&spec); err != nil { // restart
 			t.Fatal(err)
 		}
 		b, _ = b.Configure(other)

@@ -7,15 +7,16 @@ import (
 	"strings"
 )
 
-// A Standing is one network of a peer as this cluster sees it, with the reason.
+// A Standing is one network of a peer, with the reason for its translation here.
 type Standing struct {
-	Claim netip.Prefix // as the peer uses it
+	Claim netip.Prefix // as the peer's own cluster uses it
 	Here  netip.Prefix // as this cluster uses it; equal to Claim if not remapped
 	Why   string       // a clause, such as "it overlaps our PodCIDR, 10.244.0.0/16"
 }
 
-// Explain returns the networks that a peer has, or would have with consent, for its request, each
-// with the reason; pods come first. The error is that of Allocate. The State does not change.
+// Explain returns the networks that the peer has, or would get with consent, for the request. Each
+// comes with its reason; the pods' network is first. The error is that of Allocate. The State does
+// not change.
 func (b State) Explain(c Request) (both [2]Standing, err error) {
 	c.Consented = true
 	next, got, err := b.Allocate(c)
@@ -35,8 +36,8 @@ func (b State) Explain(c Request) (both [2]Standing, err error) {
 // givenBefore is the reason for a remapped network whose original reason no longer exists.
 const givenBefore = "another network was allocated earlier"
 
-// why explains why a claim has the network here. b is the State without the peer's own networks. An
-// allocation outlives its reason, so the original reason may no longer exist.
+// why returns the reason why the network here represents claim. b is the State without the peer's
+// own networks. An allocation outlives its reason, so the original reason may no longer exist.
 func (b *State) why(c Request, field string, claim, here, want netip.Prefix) string {
 	forbidden, overlaps := outside(claim, c.Allowed), ""
 	if !b.free(claim) {
@@ -64,7 +65,7 @@ func (b *State) why(c Request, field string, claim, here, want netip.Prefix) str
 	return givenBefore
 }
 
-// space explains which rule permits a network unchanged.
+// space returns a clause with the rule that permits to use a network unchanged.
 func space(claim netip.Prefix, allowed []netip.Prefix) string {
 	if i := slices.IndexFunc(private, func(n netip.Prefix) bool { return contains(n, claim) }); i >= 0 {
 		rfc := 1918

@@ -5,14 +5,14 @@ import (
 	"testing"
 )
 
-func TestEveryNetworkOfAPeerHasAReason(t *testing.T) {
+func TestExplainReturnsAReasonForEachNetwork(t *testing.T) {
 	c := ours()
 	c.Nodes = []netip.Addr{addr("192.168.77.4")}
 	b := configured(t, c)
 	b, _ = allocate(t, b, claim("other", "172.20.0.0/20", "172.21.0.0/22"))
 	for name, tc := range map[string]struct {
 		change func(*Request)
-		want   string // "here: why" of the pods
+		want   string // "network here: reason" for the pods' network
 	}{
 		"private":       {func(r *Request) {}, "10.50.0.0/18: it is in private space (RFC 1918), and overlaps nothing here"},
 		"shared":        {func(r *Request) { r.Pod = pfx("100.80.0.0/18") }, "100.80.0.0/18: it is in private space (RFC 6598), and overlaps nothing here"},
@@ -36,13 +36,13 @@ func TestEveryNetworkOfAPeerHasAReason(t *testing.T) {
 		if _, there := b.AllocationOf("b"); there {
 			t.Fatal("something was given out")
 		}
-		// What is explained is what is given, before and after.
+		// Allocate returns the explained networks, and afterwards Explain returns the same.
 		next, g := allocate(t, b, r)
 		if again, err := next.Explain(r); err != nil || again != both || g != (Allocation{both[0].Here, both[1].Here}) {
 			t.Errorf("%s: given %v; explained before %v, after %v (%v)", name, g, both, again, err)
 		}
 	}
-	both, err := b.Explain(Request{ID: "b", Pod: pfx("10.244.0.0/17"), External: pfx("10.246.0.0/16")}) // where its pods go
+	both, err := b.Explain(Request{ID: "b", Pod: pfx("10.244.0.0/17"), External: pfx("10.246.0.0/16")}) // the network that its pods get here
 	if err != nil || both[1].Why != "it overlaps 10.246.0.0/17, which is used for its podCIDR here" {
 		t.Errorf("%+v %v", both, err)
 	}
@@ -51,7 +51,7 @@ func TestEveryNetworkOfAPeerHasAReason(t *testing.T) {
 	}
 }
 
-func TestKeptNetworksAreExplained(t *testing.T) {
+func TestExplainReturnsAReasonForNetworksAllocatedEarlier(t *testing.T) {
 	b := configured(t, ours())
 	r := Request{ID: "b", Pod: pfx("10.50.0.0/18"), External: pfx("203.0.113.0/24"), Allowed: []netip.Prefix{pfx("203.0.113.0/24")}}
 	b, _ = allocate(t, b, r)
@@ -63,7 +63,7 @@ func TestKeptNetworksAreExplained(t *testing.T) {
 	if err != nil || both[0].Why != "it was allocated earlier; now it overlaps the address of a node or an API server, 10.50.0.9/32" || both[1].Why != "it was allocated earlier" {
 		t.Errorf("%+v %v", both, err)
 	}
-	r.Pod = pfx("10.70.0.0/18") // of the same length: what stands for it stays
+	r.Pod = pfx("10.70.0.0/18") // of the same length, so the network here stays
 	if both, err = b.Explain(r); err != nil || both[0].Here != pfx("10.50.0.0/18") || both[0].Why != "another network was allocated earlier" {
 		t.Errorf("%+v %v", both, err)
 	}

@@ -8,14 +8,15 @@ import (
 // maxFormer is how many peers that have left are remembered; the oldest are dropped first.
 const maxFormer = 256
 
-// A former records the networks that a peer had here when it left. A Liqo keeps the first answer
-// that it gets, so a returning peer needs the same networks again, and other peers get them last.
+// A former records the networks that a peer had here when it left. A Liqo peer keeps the first
+// answer that it gets. So a returning peer needs the same networks again, and other peers get those
+// networks only when no other is free.
 type former struct {
 	ID       string
 	Pod, Ext netip.Prefix
 }
 
-// remember records the networks of a peer that leaves, as the last entry of a new slice: published
+// remember records the networks of a peer that leaves. It appends to a new slice, because published
 // slices never change.
 func (b *State) remember(id string, g Allocation) {
 	if !g.Pod.IsValid() {
@@ -28,7 +29,7 @@ func (b *State) remember(id string, g Allocation) {
 	b.formers = append(slices.Clone(b.formers), former{id, g.Pod, g.External})
 }
 
-// forget removes the record.
+// forget removes the record of the peer's former networks.
 func (b *State) forget(id string) {
 	for i, f := range b.formers {
 		if f.ID == id {
@@ -38,7 +39,8 @@ func (b *State) forget(id string) {
 	}
 }
 
-// FormerOf returns the networks that a peer had here when it left, until it comes back.
+// FormerOf returns the networks that a peer had here when it left. It returns false once the peer
+// has come back.
 func (b State) FormerOf(id string) (Allocation, bool) {
 	for _, f := range b.formers {
 		if f.ID == id {

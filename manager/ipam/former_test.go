@@ -10,7 +10,7 @@ import (
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 )
 
-// A Liqo keeps the first answer that it got (review of 2026-11-22).
+// A Liqo peer keeps the first answer that it got, so its networks here must not change.
 func TestAReturningPeerGetsItsNetworksBack(t *testing.T) {
 	b, had := allocate(t, configured(t, ours()), claim("b", "10.244.0.0/16", "10.245.0.0/16"))
 	b = b.Release("b")
@@ -28,7 +28,7 @@ func TestAReturningPeerGetsItsNetworksBack(t *testing.T) {
 	}
 }
 
-// restarted is the State after a restart, of the NetworkAllocations.
+// restarted returns the State as a restarted manager reads it from the NetworkAllocations.
 func restarted(t testing.TB, b State) State {
 	t.Helper()
 	networks := b.own.Networks()
@@ -49,11 +49,11 @@ func restarted(t testing.TB, b State) State {
 	return read
 }
 
-func TestPreviousNetworksAreReusedOnlyIfFreeAndPermitted(t *testing.T) {
+func TestReturningPeerGetsPreviousNetworksOnlyIfFreeAndPermitted(t *testing.T) {
 	b, had := allocate(t, configured(t, ours()), claim("b", "10.244.0.0/16", "10.50.0.0/16"))
 	left := b.Release("b")
 
-	taken, _ := allocate(t, left, claim("c", had.Pod.String(), "10.51.0.0/16")) // c's own network, and free
+	taken, _ := allocate(t, left, claim("c", had.Pod.String(), "10.51.0.0/16")) // c claims b's former network, which is free
 	if g, _ := taken.AllocationOf("c"); g.Pod != had.Pod {
 		t.Fatalf("a free claim is not used unchanged: %v", g)
 	}
@@ -77,7 +77,7 @@ func TestPreviousNetworksAreReusedOnlyIfFreeAndPermitted(t *testing.T) {
 	}
 }
 
-func TestPreviousNetworksAreReusedBeforeExhaustion(t *testing.T) {
+func TestNetworksOfFormerPeersAreReusedBeforeExhaustion(t *testing.T) {
 	c := ours()
 	c.Pools, c.ExternalCIDR = append(c.Pools, pfx("10.246.0.0/15")), pfx("10.245.0.0/16")
 	b, had := allocate(t, configured(t, c), claim("b", "10.244.0.0/16", "10.245.0.0/16"))
@@ -87,7 +87,7 @@ func TestPreviousNetworksAreReusedBeforeExhaustion(t *testing.T) {
 	}
 }
 
-func TestTheLatestPreviousNetworksAreKept(t *testing.T) {
+func TestOldestFormerPeersAreForgottenFirst(t *testing.T) {
 	b := configured(t, ours())
 	for i := range maxFormer + 10 {
 		id := fmt.Sprintf("%063d", i)
@@ -119,13 +119,13 @@ func TestAllocationAvoidsMetadataServices(t *testing.T) {
 		}
 		b = next
 	}
-	if n := len(b.Peers()); n != 127 { // of 256 networks one has the service
+	if n := len(b.Peers()); n != 127 { // the ServiceCIDR occupies one of 256 networks
 		t.Errorf("%d peers have networks; want 127", n)
 	}
 }
 
-// Left is what the IPAM then really gives out, when all peers are alike.
-func TestLeftCountsFurtherAllocations(t *testing.T) {
+// Left equals the number of peers that Allocate then accepts, if all have the same claim.
+func TestLeftReturnsTheNumberOfFurtherAllocations(t *testing.T) {
 	for _, c := range []Config{
 		ours(),
 		{PodCIDR: pfx("10.0.0.0/14"), ServiceCIDR: pfx("10.96.0.0/12")},
@@ -155,7 +155,7 @@ func TestLeftCountsFurtherAllocations(t *testing.T) {
 	}
 }
 
-func TestAThousandClustersWithOnePodCIDR(t *testing.T) {
+func TestAThousandPeersWithTheSamePodCIDRGetNetworks(t *testing.T) {
 	c := ours()
 	for _, pool := range strings.Fields("10.0.0.0/8 172.16.0.0/12 100.64.0.0/10 11.0.0.0/8 21.0.0.0/8 22.0.0.0/8 26.0.0.0/8") {
 		c.Pools = append(c.Pools, pfx(pool))

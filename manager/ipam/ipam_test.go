@@ -39,7 +39,7 @@ func configured(t *testing.T, c Config) State {
 	return b
 }
 
-// claim asks for networks of a peer, wherever in the world, to which somebody has agreed.
+// claim returns a request for networks with consent, which may be anywhere in the address space.
 func claim(id, pod, external string) Request {
 	return Request{ID: id, Pod: pfx(pod), External: pfx(external), Allowed: everywhere, Consented: true}
 }
@@ -55,13 +55,13 @@ func allocate(t *testing.T, b State, c Request) (State, Allocation) {
 	return b, g
 }
 
-// The sequences of docs/liqo-v0.md, section 5.
-func TestAllocateFollowsTheSequencesSeenWithLiqo(t *testing.T) {
+// The expected networks are the recorded ones of docs/liqo-v0.md, section 5.
+func TestAllocateReturnsTheNetworksRecordedFromLiqo(t *testing.T) {
 	for _, tc := range []struct {
 		name   string
 		config Config
 		claims [][2]string
-		want   string // ExternalCIDR, then pod and external network of each peer
+		want   string // our ExternalCIDR, then the pod and external network of each peer
 	}{
 		{"identical clusters", ours(), [][2]string{{"10.244.0.0/16", "10.245.0.0/16"}, {"10.244.0.0/16", "10.245.0.0/16"}},
 			"10.245.0.0/16 10.246.0.0/16 10.247.0.0/16 10.240.0.0/16 10.241.0.0/16"},
@@ -94,7 +94,7 @@ func TestAllocateFollowsTheSequencesSeenWithLiqo(t *testing.T) {
 	}
 }
 
-func TestNodesAreAvoidedWithoutChangingOtherChoices(t *testing.T) {
+func TestAllocateAvoidsNodesWithoutChangingOtherAllocations(t *testing.T) {
 	c := ours()
 	for i := range 20 {
 		c.Nodes = append(c.Nodes, netip.AddrFrom4([4]byte{10, 0, byte(i), 7}))
@@ -139,7 +139,7 @@ func TestAllocateIsStickyWhileFamilyAndLengthFit(t *testing.T) {
 func TestAllocateHonoursPreferredNetworks(t *testing.T) {
 	b := configured(t, ours())
 	want := claim("b", "10.244.0.0/16", "10.60.0.0/16")
-	want.WantPod, want.WantExternal = pfx("10.60.0.0/16"), pfx("203.0.0.0/16") // one where the other would stay
+	want.WantPod, want.WantExternal = pfx("10.60.0.0/16"), pfx("203.0.0.0/16") // WantPod is the network that the ExternalCIDR would keep otherwise
 	b, g := allocate(t, b, want)
 	if g != (Allocation{want.WantPod, want.WantExternal}) {
 		t.Fatalf("got %v", g)
@@ -206,9 +206,9 @@ func exhausted(err error) bool {
 	return errors.As(err, &refusal) && refusal.Reason == v1alpha1.ReasonExhausted
 }
 
-func TestExhaustionIsARefusalAndEndsWithARelease(t *testing.T) {
+func TestExhaustedPoolsRefuseUntilAPeerIsReleased(t *testing.T) {
 	c := ours()
-	c.Pools = []netip.Prefix{pfx("172.20.0.0/14")} // room for four
+	c.Pools = []netip.Prefix{pfx("172.20.0.0/14")} // room for four networks
 	c.ExternalCIDR = pfx("10.245.0.0/16")
 	b := configured(t, c)
 	b, _ = allocate(t, b, claim("b", "10.244.0.0/16", "10.245.0.0/16"))
@@ -236,7 +236,7 @@ func TestExhaustionIsARefusalAndEndsWithARelease(t *testing.T) {
 }
 
 // The API server takes requests of 3 MiB, and etcd values of 1.5 MiB.
-func TestTheNumberOfPeersIsLimitedByTheObject(t *testing.T) {
+func TestNumberOfPeersIsLimitedBySizeOfTheObject(t *testing.T) {
 	full := configured(t, ours()).Spec()
 	for i := range MaxPeers {
 		network := func(first byte) string { return fmt.Sprintf("%d.%d.%d.0/24", first, i>>8, i&0xff) }
@@ -268,7 +268,7 @@ func TestTheNumberOfPeersIsLimitedByTheObject(t *testing.T) {
 	}
 }
 
-func TestConfigureReportsConflictsAndMovesNothing(t *testing.T) {
+func TestConfigureReportsConflictsAndKeepsAllocations(t *testing.T) {
 	b, before := allocate(t, configured(t, ours()), claim("b", "10.244.0.0/16", "10.50.0.0/16"))
 	for name, tc := range map[string]struct {
 		change func(*Config)
@@ -306,10 +306,10 @@ func TestConfigureReportsConflictsAndMovesNothing(t *testing.T) {
 	}
 }
 
-func TestExternalCIDRIsFixedOnceAPeerKnowsIt(t *testing.T) {
+func TestExternalCIDRStaysOnceAPeerKnowsIt(t *testing.T) {
 	b := configured(t, ours())
 	for _, c := range []Config{
-		{PodCIDR: pfx("10.200.0.0/16"), ServiceCIDR: pfx("10.245.0.0/16")},   // in the way
+		{PodCIDR: pfx("10.200.0.0/16"), ServiceCIDR: pfx("10.245.0.0/16")},   // covers the ExternalCIDR
 		{PodCIDR: pfx("fd00::/64"), Pools: []netip.Prefix{pfx("fd10::/48")}}, // of another family
 	} {
 		moved := configured(t, c)
@@ -329,7 +329,7 @@ func TestExternalCIDRIsFixedOnceAPeerKnowsIt(t *testing.T) {
 	}
 }
 
-func TestOrderOfInitialFactsDoesNotMatter(t *testing.T) {
+func TestConfigureIgnoresTheOrderOfReservedNetworksAndNodes(t *testing.T) {
 	rng := rand.New(rand.NewPCG(3, 4))
 	c := ours()
 	for range 20 {
@@ -354,8 +354,8 @@ func TestOrderOfInitialFactsDoesNotMatter(t *testing.T) {
 	}
 }
 
-// A random walk through everything that can happen to a State.
-func TestAStateStaysSoundInRandomHistories(t *testing.T) {
+// The test runs random sequences of all operations of a State.
+func TestRandomOperationsKeepTheStateValid(t *testing.T) {
 	for seed := range uint64(8) {
 		rng := rand.New(rand.NewPCG(seed, 2))
 		config := randConfig(rng, 24)
@@ -413,7 +413,7 @@ func TestAStateStaysSoundInRandomHistories(t *testing.T) {
 	}
 }
 
-// granted checks what was newly given against everything else, one by one.
+// granted checks each new network against all others, with simple code.
 func granted(t *testing.T, b State, c Request, had, got Allocation) {
 	t.Helper()
 	if got.Pod.Bits() != c.Pod.Bits() || got.External.Bits() != c.External.Bits() || got.Pod.Overlaps(got.External) {
@@ -436,7 +436,7 @@ func granted(t *testing.T, b State, c Request, had, got Allocation) {
 	}
 }
 
-// sound checks the State by its text, and that its text is the whole State.
+// sound checks the networks in the State's text, and that the text represents the whole State.
 func sound(t *testing.T, b State) {
 	t.Helper()
 	spec := b.Spec()
@@ -476,7 +476,8 @@ func sound(t *testing.T, b State) {
 	}
 }
 
-// same compares everything, down to the shape of the trees, which follows from what is in them.
+// same compares all parts of two States, including the shape of the trees, which depends only on
+// their contents.
 func same(a, b State) bool {
 	if !reflect.DeepEqual(a.Spec(), b.Spec()) || !slices.Equal(a.own.Nodes, b.own.Nodes) {
 		return false
@@ -489,7 +490,7 @@ func same(a, b State) bool {
 	return reflect.DeepEqual(a.endpoints, b.endpoints) || len(a.endpoints)+len(b.endpoints) == 0
 }
 
-func TestChangedNamesOnlyChangedPeers(t *testing.T) {
+func TestChangedReturnsOnlyChangedPeers(t *testing.T) {
 	b := configured(t, ours())
 	for _, id := range []string{"b", "c", "d"} {
 		b, _ = allocate(t, b, claim(id, "10.244.0.0/16", "10.245.0.0/16"))

@@ -7,7 +7,8 @@ import (
 	"testing"
 )
 
-// Whatever nodes reach, no allocation overlaps it, and what is granted stays when they reach more.
+// No allocation overlaps a network that nodes reach. Existing allocations stay when nodes reach
+// more.
 func TestAllocationsAvoidNetworksReachedByNodes(t *testing.T) {
 	rng := rand.New(rand.NewPCG(12, 1))
 	for range 60 {
@@ -44,7 +45,7 @@ func TestAllocationsAvoidNetworksReachedByNodes(t *testing.T) {
 	}
 }
 
-func TestReachedKeepsTheWidest(t *testing.T) {
+func TestMergeReachedKeepsTheWidestNetworks(t *testing.T) {
 	got := MergeReached([]Reached{
 		{pfx("192.168.7.53/32"), "n1", true}, {pfx("10.9.0.0/16"), "n2", false}, {pfx("192.168.7.0/24"), "n3", false}, {pfx("10.9.0.0/16"), "n1", false},
 		{pfx("192.168.8.53/32"), "n2", true}, {pfx("192.168.8.53/32"), "n3", false}, {pfx("10.10.0.0/16"), "n1", false}, {pfx("fd00::/48"), "n1", false},

@@ -7,15 +7,15 @@ import (
 	"testing"
 )
 
-// unit is the length of the smallest network that the reference knows.
+// unit is the prefix length of the smallest network that the reference supports.
 const unit = 18
 
-// reference is the slow and obvious allocator: one flag per unit of IPv4. It shares nothing with
-// the tree.
+// reference is a slow and simple allocator with one flag for each unit of IPv4. It shares no code
+// with the tree.
 type reference struct {
 	pools []netip.Prefix
 	taken []netip.Prefix
-	sums  []int32 // how many of the first n units are taken
+	sums  []int32 // sums[n] is the number of units taken among the first n
 }
 
 func newReference(pools, taken []netip.Prefix) *reference {
@@ -42,7 +42,7 @@ func index(p netip.Prefix) int {
 
 func (r *reference) free(first, bits int) bool { return r.sums[first+1<<(unit-bits)] == r.sums[first] }
 
-// place says where a network goes, or the zero prefix.
+// place returns the network to allocate for p; zero if there is none.
 func (r *reference) place(p netip.Prefix) netip.Prefix {
 	covers := false
 	for _, pool := range r.pools {
@@ -53,11 +53,11 @@ func (r *reference) place(p netip.Prefix) netip.Prefix {
 		return p
 	}
 	for _, pool := range r.pools {
-		for length := p.Bits(); length >= pool.Bits(); length-- { // the smallest block first
+		for length := p.Bits(); length >= pool.Bits(); length-- { // smallest block first
 			step := 1 << (unit - length)
 			for first := index(pool); first < index(pool)+1<<(unit-pool.Bits()); first += step {
 				parent := first &^ step
-				whole := length > pool.Bits() && r.free(parent, length-1) // then the block is a larger one
+				whole := length > pool.Bits() && r.free(parent, length-1) // the free block is larger than this one
 				if r.free(first, length) && !whole {
 					return netip.PrefixFrom(netip.AddrFrom4([4]byte{byte(first >> (unit - 8)), byte(first << (24 - unit) >> 8), byte(first << (24 - unit))}), p.Bits())
 				}
@@ -81,15 +81,15 @@ func TestAllocateEqualsTheSlowReference(t *testing.T) {
 		b, _ := State{}.Configure(c)
 		ids := []string{}
 		for step := range 40 {
-			if len(ids) > 0 && rng.IntN(4) == 0 { // holes, so that best fit has something to choose
+			if len(ids) > 0 && rng.IntN(4) == 0 { // free some networks, so that best fit has a choice
 				i := rng.IntN(len(ids))
 				b = b.Release(ids[i])
-				b.formers = nil // the reference shuns nobody
+				b.formers = nil // the reference does not avoid networks of former peers
 				ids = append(ids[:i], ids[i+1:]...)
 			}
 			c := Request{ID: string(rune('a'+step/26)) + string(rune('a'+step%26)), Pod: randNetwork(rng, unit), External: randNetwork(rng, unit), Allowed: everywhere, Consented: true}
 			services := func(m netip.Prefix) bool { return m.Overlaps(c.Pod) || m.Overlaps(c.External) }
-			if c.Pod.Overlaps(c.External) || slices.ContainsFunc(metadata, services) { // of which the reference knows nothing
+			if c.Pod.Overlaps(c.External) || slices.ContainsFunc(metadata, services) { // the reference does not avoid metadata services
 				continue
 			}
 			taken := takenBy(b)
@@ -108,7 +108,7 @@ func TestAllocateEqualsTheSlowReference(t *testing.T) {
 	}
 }
 
-// takenBy is read from the State's data, not from its tree.
+// takenBy returns all taken networks, from the State's data instead of its tree.
 func takenBy(b State) []netip.Prefix {
 	taken := append([]netip.Prefix{b.own.PodCIDR, b.own.ServiceCIDR, b.own.ExternalCIDR}, b.own.Reserved...)
 	for _, s := range []string{"0.0.0.0/8", "127.0.0.0/8", "169.254.0.0/16", "224.0.0.0/4", "255.255.192.0/18"} {
@@ -124,13 +124,14 @@ func randConfig(rng *rand.Rand, longest int) Config {
 	c := Config{PodCIDR: randNetwork(rng, longest), ServiceCIDR: randNetwork(rng, longest)}
 	c.Reserved = []netip.Prefix{randNetwork(rng, longest), randNetwork(rng, longest)}
 	c.Pools = defaultPools()[:3]
-	if rng.IntN(2) == 0 { // without the metadata service in the upper half
+	if rng.IntN(2) == 0 { // the upper half contains a metadata service
 		c.Pools = append(c.Pools, pfx("100.64.0.0/11"))
 	}
 	return c
 }
 
-// randNetwork is mostly one that people have, so that there are many overlaps.
+// randNetwork returns a random network near ranges that are common in practice, so that many
+// overlap.
 func randNetwork(rng *rand.Rand, longest int) netip.Prefix {
 	starts := []string{"10.0.0.0", "10.96.0.0", "10.244.0.0", "172.16.0.0", "172.30.0.0", "192.168.0.0", "100.64.0.0", "203.0.113.0", "44.0.0.0"}
 	addr := netip.MustParseAddr(starts[rng.IntN(len(starts))]).As4()

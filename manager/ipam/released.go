@@ -12,18 +12,18 @@ import (
 )
 
 const (
-	// UnusedGrace is how long no object of a peering may name a peer before its networks are
-	// released.
+	// UnusedGrace is the time without any object of a peering that names the peer, after which its
+	// networks are released.
 	UnusedGrace = 24 * time.Hour
-	// maxReplaced and maxReplacedOfOne bound how many networks are held although their peer has
-	// other networks by now: for all peers together, and for one peer.
+	// maxReplaced and maxReplacedOfOne bound the held networks whose peer has got others: for all
+	// peers together, and for one peer.
 	maxReplaced, maxReplacedOfOne = 512, 8
-	// maxHeldOfOne bounds all networks held for one peer, apart from the two that it has: its
+	// maxHeldOfOne bounds all networks held for one peer, apart from its two present ones, because one
 	// NetworkAllocation lists them all.
 	maxHeldOfOne = 30
 )
 
-// A replaced network was released when its peer got another one, and is held since.
+// A replaced network is held since its peer got another one.
 type replaced struct {
 	id      string
 	network netip.Prefix
@@ -63,8 +63,8 @@ func (b State) Yield() (next State, ended []netip.Prefix) {
 	return b.EndHolds(func(_ string, p netip.Prefix) bool { return b.inOurWay(p) })
 }
 
-// EndHolds ends the hold of the networks for which over returns true, and returns them. It handles
-// the other network of a former peer as Yield does.
+// EndHolds ends the hold of the networks for which over returns true, and returns those networks.
+// It treats the second network of a former peer as Yield does.
 func (b State) EndHolds(over func(id string, p netip.Prefix) bool) (next State, ended []netip.Prefix) {
 	next = b
 	next.replaced = nil
@@ -134,10 +134,10 @@ func (b *State) hold(id string, now, had Allocation, at time.Time) {
 	}
 }
 
-// Regain holds networks that nodes refuse for a peer and that the State does not know, as if the
+// Regain holds networks that nodes refuse for a peer but that the State does not have, as if the
 // peer had released them now. If the peer is unknown, the first two count as its last networks,
-// which it gets again when it returns. left are the networks that cannot be held: they are in use,
-// or there is no room.
+// which it gets again when it returns. Regain returns the networks that cannot be held as left:
+// they are in use, or there is no room.
 func (b State) Regain(id string, networks []netip.Prefix, now time.Time) (next State, left []netip.Prefix) {
 	next = b
 	if b.peers[id] == nil && len(networks) > 1 {
@@ -181,12 +181,12 @@ func (b *State) overlapsAnother(id string, p netip.Prefix) bool {
 	return slices.ContainsFunc(b.replaced, func(r replaced) bool { return r.id != id && r.network.Overlaps(p) })
 }
 
-// tooManyHeld refuses a change that holds more networks for a peer than before and exceeds the
-// bounds.
+// tooManyHeld returns a refusal if a change makes the State hold more networks for the peer than
+// before, and more than the bounds allow.
 func (b *State) tooManyHeld(id string, before []replaced) *fabric.Refusal {
 	others := func(r replaced) bool { return r.id != id }
 	ofOne := slices.DeleteFunc(slices.Clone(b.replaced), others)
-	full := b.replaced // sorted: the first one is free first
+	full := b.replaced // sorted by time: the first one becomes free first
 	switch grown := len(b.replaced) > len(before); {
 	case grown && len(ofOne) > maxReplacedOfOne:
 		full = ofOne
@@ -197,8 +197,8 @@ func (b *State) tooManyHeld(id string, before []replaced) *fabric.Refusal {
 		fabric.ReleaseHold, until(full[0].at))
 }
 
-// NetworksOf returns the networks of a peer that nodes refuse outside of a tunnel, both present and
-// held.
+// NetworksOf returns the peer's networks, both present and held. Nodes refuse packets to them that
+// would not go through a tunnel.
 func (b State) NetworksOf(id string) (all []netip.Prefix) {
 	if p := b.peers[id]; p != nil && p.Pod.IsValid() {
 		all = append(all, p.Pod, p.External)
@@ -211,7 +211,7 @@ func (b State) NetworksOf(id string) (all []netip.Prefix) {
 	return all
 }
 
-// ReleasedAt returns when a peer left whose networks are held; zero: there is no such peer.
+// ReleasedAt returns the time when the peer left, while its networks are held; otherwise zero.
 func (b State) ReleasedAt(id string) time.Time {
 	if p := b.peers[id]; p != nil {
 		return p.released
@@ -219,11 +219,11 @@ func (b State) ReleasedAt(id string) time.Time {
 	return time.Time{}
 }
 
-// Age brings the State to the present time. It ends holds that have lasted long enough, and those
-// that Yield ends. It releases peers that no object has named for UnusedGrace, and returns their
-// IDs. named reports whether an object names a peer.
+// Age updates the State to the time now. It ends expired holds, and those that Yield would end. It
+// releases each peer that no object has named for UnusedGrace, and returns the IDs of those peers.
+// named reports whether some object names a peer.
 //
-// A recorded time in the future comes from a wrong clock and counts as now.
+// A recorded time in the future was written by a wrong clock, and counts as now.
 func (b State) Age(now time.Time, named func(id string) bool) (next State, abandoned []string) {
 	now = stored(now)
 	next = b
@@ -271,8 +271,8 @@ func heldObstacle(id string, network netip.Prefix, at time.Time) obstacle {
 
 func until(released time.Time) string { return released.Add(fabric.ReleaseHold).Format(time.RFC3339) }
 
-// freeSoon returns a clause about the held network that is free first and would fit the claim, or
-// "".
+// freeSoon returns a clause about the held network that becomes free first and would fit the claim.
+// It returns "" if there is none.
 func (b *State) freeSoon(claim netip.Prefix) string {
 	var first replaced
 	held, now := 0, b.replaced

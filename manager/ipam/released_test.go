@@ -36,7 +36,7 @@ func TestReleasedNetworksAreHeldForADay(t *testing.T) {
 	}
 	left = restarted(t, left)
 
-	// No other cluster gets them, the same cluster does.
+	// Another cluster does not get held networks; the same cluster does.
 	_, other := allocate(t, left, claim("c", had.Pod.String(), "10.50.0.0/16"))
 	for _, p := range []netip.Prefix{other.Pod, other.External} {
 		if p.Overlaps(had.Pod) || p.Overlaps(had.External) {
@@ -71,7 +71,7 @@ func TestReleasedNetworksAreHeldForADay(t *testing.T) {
 
 func TestNetworksThatAPeerReplacesAreHeld(t *testing.T) {
 	b, had := allocate(t, configured(t, ours()), claim("b", "10.50.0.0/16", "10.51.0.0/16"))
-	shorter := claim("b", "10.50.0.0/17", "10.51.0.0/16") // inside of what it had
+	shorter := claim("b", "10.50.0.0/17", "10.51.0.0/16") // inside its previous network
 	shorter.Now = noon
 	b, got := allocate(t, b, shorter)
 	if want := []netip.Prefix{pfx("10.50.0.0/17"), had.External, had.Pod}; !slices.Equal(b.NetworksOf("b"), want) {
@@ -90,7 +90,7 @@ func TestNetworksThatAPeerReplacesAreHeld(t *testing.T) {
 	if back, g := allocate(t, b, claim("b", "10.50.0.0/16", "10.51.0.0/16")); g != had || len(back.NetworksOf("b")) != 2 {
 		t.Errorf("the first claim again: %v, nodes refuse %v", g, back.NetworksOf("b"))
 	}
-	// Another network after it had left: the time is that of the release.
+	// The hold of the peer's previous networks counts from the time when it left, not from its return.
 	other := claim("b", "10.60.0.0/17", "10.51.0.0/16")
 	other.Now = noon.Add(time.Hour)
 	back, _ := allocate(t, b.Part("b", noon), other)
@@ -102,7 +102,7 @@ func TestNetworksThatAPeerReplacesAreHeld(t *testing.T) {
 		t.Errorf("after a day nodes refuse %v", over.NetworksOf("b"))
 	}
 
-	for i := range 20 { // a bound, and a reason
+	for i := range 20 { // a refusal with its reason ends this loop
 		c := claim("d", fmt.Sprintf("10.%d.0.0/%d", 70+i, 16+i%2), "10.200.0.0/24")
 		c.Now = noon
 		next, _, err := b.Allocate(c)
@@ -119,9 +119,9 @@ func TestNetworksThatAPeerReplacesAreHeld(t *testing.T) {
 	t.Error("no bound")
 }
 
-// Something of ours comes to lie in a network of a peer, and a person makes the peering anew, as Ready says:
-// nodes let go of the network at once.
-func TestNetworksInUseByUsAreNotHeld(t *testing.T) {
+// A network of ours comes to overlap a peer's network, and an administrator deletes the peering and
+// makes it again, as the Ready condition advises. Nodes stop refusing the peer's network at once.
+func TestPeerNetworksThatOverlapOursAreNotHeld(t *testing.T) {
 	peered, had := allocate(t, configured(t, ours()), claim("b", "10.50.0.0/16", "10.51.0.0/16"))
 	for name, change := range map[string]func(*Config){
 		"a node":                     func(c *Config) { c.Nodes = []netip.Addr{addr("10.49.0.1"), addr("10.50.3.4"), addr("192.0.2.1")} },
@@ -132,7 +132,7 @@ func TestNetworksInUseByUsAreNotHeld(t *testing.T) {
 		change(&c)
 		external := []netip.Prefix{had.External}
 		if name == "Services of another subnet" {
-			external = nil // it is in that, too
+			external = nil // the reserved network overlaps both networks of the peer
 		}
 		conflict, _ := peered.Configure(c)
 		if same, ended := conflict.Yield(); len(ended) > 0 || len(same.Changed(conflict)) > 0 || len(conflict.ConflictsOf("b")) == 0 {
@@ -150,7 +150,7 @@ func TestNetworksInUseByUsAreNotHeld(t *testing.T) {
 			t.Errorf("%s: peered again b has %v, and nodes refuse %v", name, g, got)
 		}
 
-		// It gets another network without leaving, or left before.
+		// The peer got another network without leaving, or had left before the change.
 		other := claim("b", "10.60.0.0/16", "10.51.0.0/16")
 		other.WantPod, other.Now = pfx("10.60.0.0/16"), noon
 		moved, _ := allocate(t, peered, other)
@@ -166,7 +166,7 @@ func TestNetworksInUseByUsAreNotHeld(t *testing.T) {
 			}
 		}
 	}
-	// A network that a node reaches is another one's, and stays refused.
+	// A network that nodes reach is foreign and does not end the hold.
 	c := ours()
 	c.Reached = []Reached{{Prefix: had.Pod, Node: "n1"}}
 	left, _ := peered.Part("b", noon).Configure(c)
@@ -175,7 +175,7 @@ func TestNetworksInUseByUsAreNotHeld(t *testing.T) {
 	}
 }
 
-func TestHeldPoolsReportTheirExpiry(t *testing.T) {
+func TestExhaustionErrorNamesWhenAHeldNetworkBecomesFree(t *testing.T) {
 	c := ours()
 	c.Pools, c.ExternalCIDR = []netip.Prefix{pfx("10.246.0.0/15")}, pfx("10.245.0.0/16")
 	b, _ := allocate(t, configured(t, c), claim("b", "10.244.0.0/16", "10.245.0.0/16"))
@@ -192,14 +192,14 @@ func TestUnreferencedPeersAreReleasedAfterADay(t *testing.T) {
 		t.Error("a peer that is named changes")
 	}
 	b, _ = b.Age(noon, nobody)
-	b = restarted(t, b) // a restart does not begin anew
+	b = restarted(t, b) // a restart does not reset the time
 	if again, _ := b.Age(noon.Add(time.Hour), nobody); len(again.Changed(b)) > 0 {
 		t.Error("the time begins anew")
 	}
 	if back, _ := b.Age(noon.Add(time.Hour), named); back.Allocation("b").UnusedSince != "" {
 		t.Errorf("named again: %v", back.Allocation("b").UnusedSince)
 	}
-	// Its networks are allocated again in the very moment.
+	// The peer gets its networks again at the moment when they would be released.
 	back, _ := allocate(t, b, claim("b", "10.244.0.0/16", "10.245.0.0/16"))
 	if _, gone := back.Age(noon.Add(UnusedGrace), nobody); len(gone) > 0 {
 		t.Error("a peer that has just got its networks is released")
@@ -213,8 +213,8 @@ func TestUnreferencedPeersAreReleasedAfterADay(t *testing.T) {
 	}
 }
 
-// An API server's clock that was ahead must not hold networks for as long, nor end holds.
-func TestFutureReleasesCountAsNow(t *testing.T) {
+// If an API server's clock was ahead, holds must neither last longer nor end early.
+func TestReleaseTimesInTheFutureCountAsNow(t *testing.T) {
 	b, _ := allocate(t, configured(t, ours()), claim("b", "10.244.0.0/16", "10.245.0.0/16"))
 	b = b.Part("b", noon.AddDate(10, 0, 0))
 	if b, _ = b.Age(noon, nobody); b.ReleasedAt("b") != noon {
@@ -222,7 +222,8 @@ func TestFutureReleasesCountAsNow(t *testing.T) {
 	}
 }
 
-// Peers that come with ever shorter networks stop at their own bound, far from that of all.
+// A peer that replaces its networks again and again reaches its own bound long before the total
+// bound.
 func TestReplacementsByOnePeerLeaveRoomForOthers(t *testing.T) {
 	b := configured(t, ours())
 	change := func(id string, i, bits int, now time.Time) error {
@@ -240,7 +241,7 @@ func TestReplacementsByOnePeerLeaveRoomForOthers(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		const when = "change them after 2026-11-26T12:18:00Z" // when the first of its own is free
+		const when = "change them after 2026-11-26T12:18:00Z" // when the first of its own networks becomes free
 		if err := change(fmt.Sprint("hostile-", i), 20+i, 28, noon.Add(time.Hour)); !exhausted(err) || !strings.Contains(err.Error(), when) {
 			t.Fatalf("%v; want %s", err, when)
 		}
@@ -262,7 +263,7 @@ func TestReplacementsByOnePeerLeaveRoomForOthers(t *testing.T) {
 	if err := change("honest", 60, 19, noon); !exhausted(err) || !strings.Contains(err.Error(), "change them after 2026-11-26T12:00:00Z") {
 		t.Errorf("beyond the bound of all: %v", err)
 	}
-	// Nothing is let go for which there is no room.
+	// A hold does not end if there is no room to keep the other network held.
 	left, _ := allocate(t, b, claim("left", "10.70.0.0/16", "10.71.0.0/16"))
 	c := ours()
 	c.Nodes = []netip.Addr{addr("10.70.0.1")}
@@ -304,13 +305,13 @@ func TestInvalidAllocationsAreLeftOut(t *testing.T) {
 	}
 }
 
-// While peers come and go, no other cluster ever gets a held address. A network leaves the set that nodes
-// refuse a day after its release at the earliest. A restart changes nothing.
+// While peers join and leave at random, no other cluster gets an address that is held. Nodes refuse
+// a network for a day after its release at least. Restarts change nothing.
 func TestNoAddressIsAllocatedToAnotherClusterWithinADay(t *testing.T) {
 	for seed := range uint64(20) {
 		rng := rand.New(rand.NewPCG(seed, 39))
 		b := configured(t, ours())
-		now, last := noon, map[netip.Prefix]time.Time{} // when a network was last in use
+		now, last := noon, map[netip.Prefix]time.Time{} // when each network was last in use
 		owner := map[netip.Prefix]string{}
 		for range 120 {
 			now = now.Add(time.Duration(rng.IntN(4*3600)) * time.Second)
@@ -328,7 +329,7 @@ func TestNoAddressIsAllocatedToAnotherClusterWithinADay(t *testing.T) {
 					b = next
 				}
 			}
-			for id := range before.peers { // in use until now
+			for id := range before.peers { // networks in use until now
 				if g, has := before.AllocationOf(id); has {
 					for _, p := range []netip.Prefix{g.Pod, g.External} {
 						last[p], owner[p] = now, id
@@ -362,8 +363,9 @@ func TestNoAddressIsAllocatedToAnotherClusterWithinADay(t *testing.T) {
 	}
 }
 
-// What nodes refuse for a peer and the State has lost is held for it, also beside a part of it that the peer has.
-// What is another's, or ours, is not.
+// Nodes refuse networks for a peer that the State has lost. Regain holds them for that peer, even
+// if the peer now has a part of one of them. It does not hold networks of other peers or of this
+// cluster.
 func TestLostNetworksAreHeldForTheirPeer(t *testing.T) {
 	b, _ := allocate(t, configured(t, ours()), claim("b", "10.66.0.0/17", "10.67.0.0/20"))
 	b, _ = allocate(t, b, claim("c", "10.68.0.0/16", "10.69.0.0/20"))
@@ -386,7 +388,8 @@ func TestLostNetworksAreHeldForTheirPeer(t *testing.T) {
 	}
 }
 
-// takesBack reports whether nodes may stop refusing a network of a peer that they had to refuse before.
+// takesBack reports whether nodes may stop refusing some network of a peer that they refused
+// before.
 func takesBack(is, since State) bool {
 	return slices.ContainsFunc(is.Changed(since), func(id string) bool {
 		now := is.NetworksOf(id)
@@ -394,8 +397,8 @@ func takesBack(is, since State) bool {
 	})
 }
 
-// A NetworkAllocation names 32 networks at most, whoever writes more of them into one.
-func TestAPeersNetworksFitIntoItsObject(t *testing.T) {
+// A NetworkAllocation lists 32 networks at most, even if somebody wrote more into it.
+func TestNetworksHeldForAPeerFitIntoItsObject(t *testing.T) {
 	b, _ := allocate(t, configured(t, ours()), claim("b", "10.64.0.0/16", "10.65.0.0/20"))
 	var lost []netip.Prefix
 	for i := range 40 {

@@ -42,36 +42,37 @@ const (
 // Host bits of a prefix are ignored.
 type Config struct {
 	PodCIDR, ServiceCIDR netip.Prefix
-	// ExternalCIDR is the network for our endpoints that are no pods. Zero: keep the one chosen
-	// before, or choose one once PodCIDR is known, of that length but no larger than /20.
+	// ExternalCIDR is the network for our endpoints that are not pods. If it is zero, Configure keeps
+	// the network that it chose before. Otherwise it chooses one once PodCIDR is known, with the
+	// length of PodCIDR but no larger than /20.
 	ExternalCIDR netip.Prefix
 	// Pools are the networks to allocate from, in this order; nil: defaultPools. Reserved are
 	// networks that no peer gets.
 	Pools, Reserved []netip.Prefix
-	// Services are those of the reserved networks that contain addresses of Services outside of
-	// ServiceCIDR. Spec stores them only as reserved networks.
+	// Services are the reserved networks with addresses of Services outside of ServiceCIDR. Spec
+	// stores them only as reserved networks.
 	Services []netip.Prefix
 	// Nodes are addresses that no peer's network may contain, including those of API servers. Spec
-	// contains neither them nor Reached and Agreed, because they change with the cluster.
+	// contains neither Nodes nor Reached nor Agreed, because they change with the cluster.
 	Nodes []netip.Addr
 	// Reached lists the networks that nodes reach without us.
 	Reached []Reached
-	// Agreed are the networks of ours that TunnelEndpoints name. Configure drops the present ones,
-	// so these are our networks before a change, which some peer still uses.
+	// Agreed are our networks that TunnelEndpoints name. Configure removes our present networks from
+	// them. The rest are our previous networks, which some peer still uses.
 	Agreed []netip.Prefix
 }
 
-// Reached is a network that a node reports to reach, so that no peer gets it.
+// A Reached is a network that a node can reach without us, so that no peer may get it.
 type Reached struct {
 	Prefix   netip.Prefix
 	Node     string // one of the nodes that report it
-	Resolver bool   // it is the address of a DNS server of the node
+	Resolver bool   // whether it is the address of a DNS server that the node uses
 }
 
-// MergeReached sorts the networks that nodes reach and removes those inside another one. It works
-// in place.
+// MergeReached sorts the networks that nodes reach and removes each network inside another one. It
+// changes all in place.
 func MergeReached(all []Reached) []Reached {
-	slices.SortFunc(all, func(a, b Reached) int { // a network comes before those inside it
+	slices.SortFunc(all, func(a, b Reached) int { // a network sorts before those inside it
 		c := a.Prefix.Compare(b.Prefix)
 		if c == 0 && a.Resolver != b.Resolver {
 			if c = 1; b.Resolver {
@@ -89,7 +90,7 @@ func MergeReached(all []Reached) []Reached {
 	return out
 }
 
-// Equal reports whether both are the same, including the order.
+// Equal reports whether both have the same values in the same order.
 func (c Config) Equal(other Config) bool {
 	return c.sameNetworks(other) && slices.Equal(c.Services, other.Services) && slices.Equal(c.Nodes, other.Nodes) &&
 		slices.Equal(c.Reached, other.Reached) && slices.Equal(c.Agreed, other.Agreed)
@@ -121,17 +122,17 @@ type State struct {
 	taken     tree                     // all networks unavailable to peers, including those of peers
 	nodes     tree                     // addresses of nodes, and the networks that nodes reach
 	formers   []former                 // peers that have left; immutable
-	replaced  []replaced               // held networks of peers that have others by now; immutable
+	replaced  []replaced               // held networks of peers that have got others; immutable
 	addresses tree                     // addresses of the ExternalCIDR that are in use or unusable
 }
 
-// An account is the IPAM state of one peer. Allocation is zero until the peer has claimed networks, and
-// podSeen and externalSeen are zero until it has answered.
+// An account is the IPAM state of one peer. Allocation is zero until the peer has claimed networks.
+// podSeen and externalSeen are zero until the peer has answered.
 type account struct {
 	Allocation
-	released              time.Time    // when the peer left, and its hold began; zero: it has not left
-	unused                time.Time    // since when no object names the peer; zero: some do, or nobody has checked
-	podSeen, externalSeen netip.Prefix // how it sees our PodCIDR and ExternalCIDR
+	released              time.Time    // when the peer left and its hold began; zero: the peer has not left
+	unused                time.Time    // since when no object names the peer; zero: some object does, or nobody has checked
+	podSeen, externalSeen netip.Prefix // the networks that represent our PodCIDR and ExternalCIDR at the peer
 	// endpoints are the real addresses mapped for the peer, without the gateway's own, each with
 	// its sorted requesters; none if they are unknown.
 	endpoints map[netip.Addr][]string
@@ -142,10 +143,10 @@ func (p *account) empty() bool {
 	return !p.Pod.IsValid() && !p.podSeen.IsValid() && !p.externalSeen.IsValid()
 }
 
-// An endpoint has an address out of our ExternalCIDR.
+// An endpoint is the address in our ExternalCIDR that a mapped endpoint got.
 type endpoint struct {
 	addr  netip.Addr
-	peers int    // number of peers that it is mapped for
+	peers int    // number of peers for which it is mapped
 	what  string // its kind when it was requested, see Asked; empty: unknown
 }
 
@@ -157,14 +158,17 @@ func (b State) Own() Config {
 	return c
 }
 
-// Peers returns the sorted IDs of all peers that have a network, present or held, or have answered.
+// Peers returns the sorted IDs of all peers that have answered, or that have a present or held
+// network.
 func (b State) Peers() []string { return slices.Sorted(maps.Keys(b.peers)) }
 
-// Answered records the networks by which the peer sees our PodCIDR and ExternalCIDR. They equal our
-// own if the peer does not remap them. From the first answer on, the gateway's own address is
-// mapped to the first host of the ExternalCIDR, for the connection check. A zero prefix, or one
-// that does not fit ours (another family or length, or no network that pods can have), keeps the
-// previous value. Answers may overlap any network here, because only the peer uses them.
+// Answered records the peer's answer: the networks that represent our PodCIDR and ExternalCIDR
+// there. They equal our own if the peer does not remap them. From the first answer on, the
+// gateway's own address is mapped to the first host of the ExternalCIDR, for the connection check.
+//
+// A zero prefix keeps the previous value, and so does a prefix that does not fit ours: another
+// family or length, or a network that pods cannot have. Answers may overlap any network here,
+// because only the peer uses them.
 func (b State) Answered(id string, podSeen, externalSeen netip.Prefix) State {
 	old := b.peers[id]
 	if old == nil {
@@ -189,8 +193,8 @@ func (b State) Answered(id string, podSeen, externalSeen netip.Prefix) State {
 	return b.withPeer(id, &p)
 }
 
-// AnswerOf returns the networks by which a peer sees our PodCIDR and ExternalCIDR; zero without an
-// answer.
+// AnswerOf returns the networks that represent our PodCIDR and ExternalCIDR at the peer; zero
+// without an answer.
 func (b State) AnswerOf(id string) (seen Allocation) {
 	if p := b.peers[id]; p != nil {
 		seen = Allocation{Pod: p.podSeen, External: p.externalSeen}
@@ -198,14 +202,14 @@ func (b State) AnswerOf(id string) (seen Allocation) {
 	return seen
 }
 
-// fits reports whether seen can represent own at a peer.
+// fits reports whether the network seen can represent our network own at a peer.
 func fits(seen, own netip.Prefix) bool {
 	return own.IsValid() && fabric.CheckNetwork(seen) == "" && seen.Addr().BitLen() == own.Addr().BitLen() && seen.Bits() == own.Bits()
 }
 
-// Release removes a peer: its answer and the endpoints mapped for it alone. Its networks are free
-// at once, but the peer gets them again if it returns while they are free. It does nothing for an
-// unknown peer. A peer that leaves is first parted with Part.
+// Release removes a peer with its answer and its mappings. The peer's networks are free at once,
+// but it gets them again if it returns while they are free. Release does nothing for an unknown
+// peer. For a peer that leaves, callers call Part first.
 func (b State) Release(id string) State {
 	p := b.peers[id]
 	if p == nil {
@@ -270,8 +274,8 @@ func (b State) Usage() []PoolUsage {
 	return usage
 }
 
-// Left returns how many more peers, with networks as long as ours, the pools have room for in their
-// present state; 0 while our own networks are unknown.
+// Left returns the number of further peers for which the pools have room at present, if each has
+// networks as long as ours. It returns 0 while our own networks are unknown.
 func (b State) Left() float64 {
 	pod, external := b.own.PodCIDR, b.own.ExternalCIDR
 	if !pod.IsValid() || !external.IsValid() {

@@ -17,7 +17,7 @@ func (b State) Spec() v1alpha1.IpamStorageSpec {
 	return b.part(slices.Collect(maps.Keys(b.peers)), slices.Collect(maps.Keys(b.endpoints)))
 }
 
-// Delta returns the differing parts of the Specs of two States, plus the little else that a
+// Delta returns the differing parts of the Specs of two States, and the fields that every
 // comparison needs. If one State was made from the other by changing a few peers, the cost depends
 // on those peers only.
 func Delta(was, is State) (have, want v1alpha1.IpamStorageSpec) {
@@ -38,7 +38,8 @@ func Delta(was, is State) (have, want v1alpha1.IpamStorageSpec) {
 	return was.part(ids, of), is.part(ids, of)
 }
 
-// part is the Spec of the given peers and endpoints. ips must include all endpoints of the peers.
+// part returns the Spec of the given peers and endpoints. ips must include all endpoints of the
+// peers.
 func (b State) part(ids []string, ips []netip.Addr) v1alpha1.IpamStorageSpec {
 	spec := v1alpha1.IpamStorageSpec{
 		Prefixes:              map[string][]byte{},
@@ -153,7 +154,7 @@ func Read(spec *v1alpha1.IpamStorageSpec) (State, error) {
 	return b, nil
 }
 
-// A reader records the first error. Results after an error are useless but harmless.
+// A reader records the first error. Results of a reader with an error are not used.
 type reader struct{ err error }
 
 func (r *reader) fail(field, format string, args ...any) {
@@ -179,7 +180,7 @@ func (r *reader) prefix(field, value string) netip.Prefix {
 	return p
 }
 
-// list never returns nil, which Configure would replace with defaultPools.
+// list parses networks. It never returns nil, which Configure would replace with defaultPools.
 func (r *reader) list(field string, values []string) []netip.Prefix {
 	out := []netip.Prefix{}
 	for i, v := range values {
@@ -195,7 +196,7 @@ func (r *reader) optional(field, value string) netip.Prefix {
 	return r.prefix(field, value)
 }
 
-// network parses an optional network, and checks that pods can have it.
+// network parses an optional network, and checks that pods can have its addresses.
 func (r *reader) network(field, value string) netip.Prefix {
 	p := r.optional(field, value)
 	if p.IsValid() {
@@ -206,7 +207,7 @@ func (r *reader) network(field, value string) netip.Prefix {
 	return p
 }
 
-// seen parses the network that represents one of ours at a peer.
+// seen parses the network that represents our network own at a peer.
 func (r *reader) seen(field, value string, own netip.Prefix, ownField string) netip.Prefix {
 	if value == "" {
 		return netip.Prefix{}

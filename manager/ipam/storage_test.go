@@ -11,8 +11,8 @@ import (
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 )
 
-// What people read with kubectl: a peer that was remapped and one that was not, the first of which
-// has not answered about our pods.
+// readable is the text that kubectl prints: one peer is remapped and has not answered about our
+// pods, the other is not remapped.
 const readable = `clusterSubnets:
   11111111-aaaa:
     localNATExternalCIDR: 10.70.0.0/16
@@ -72,9 +72,8 @@ func TestSpecIsReadableAndComplete(t *testing.T) {
 	}
 }
 
-// What Liqo leaves in the object besides: its allocator's memory, and the mark of a peer that is
-// gone.
-func TestReadAcceptsLiqosObject(t *testing.T) {
+// Liqo's object also has the memory of Liqo's allocator, and a mark of a peer that has left.
+func TestReadAcceptsIpamStorageWrittenByLiqo(t *testing.T) {
 	spec := readSpec(t, readable)
 	want, err := Read(&spec)
 	if err != nil {
@@ -159,7 +158,7 @@ func readSpec(t testing.TB, text string) (spec v1alpha1.IpamStorageSpec) {
 	return spec
 }
 
-// Whatever a person makes of the object: it is refused or it is a sound State.
+// Read either refuses an arbitrary object or returns a valid State.
 func FuzzRead(f *testing.F) {
 	f.Add(readable)
 	f.Add(strings.ReplaceAll(readable, "10.24", "fd00::10.24"))

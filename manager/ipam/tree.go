@@ -11,7 +11,8 @@ import (
 // trees intact.
 type tree struct{ v4, v6 *node }
 
-// A node represents the network that its path spells. A nil node has nothing but free space below.
+// A node represents one network: the path from the root spells its bits. All addresses below a nil
+// node are free.
 type node struct {
 	child [2]*node
 	count int     // how often the tree contains exactly this network
@@ -70,7 +71,8 @@ func change(old *node, p netip.Prefix, depth, delta int) *node {
 	return &n
 }
 
-// at returns the node of p, or of the network in the tree that covers it, and whether there is one.
+// at returns the node of p. If a network in the tree covers p, at returns that network's node and
+// true.
 func (t tree) at(p netip.Prefix) (n *node, covered bool) {
 	n = t.v6
 	if p.Addr().Is4() {
@@ -139,7 +141,8 @@ func (t tree) room(pool netip.Prefix, bits int, avoid tree) float64 {
 	return room(n, a, bits-pool.Bits())
 }
 
-// room does so for a network bits shorter than the networks that it counts.
+// room returns the number of free networks below n and avoid that are bits longer than their
+// network. n and avoid are the nodes of the same network in two trees.
 func room(n, avoid *node, bits int) float64 {
 	switch {
 	case n == nil && avoid == nil:
@@ -190,7 +193,7 @@ func (n *node) clear(p netip.Prefix, bits int) (netip.Prefix, bool) {
 	return n.child[1].clear(half(p, 1), bits)
 }
 
-// lowest returns the lowest free address of p.
+// lowest returns the lowest address of p that is not in the tree.
 func (t tree) lowest(p netip.Prefix) (netip.Addr, bool) {
 	n, _ := t.at(p)
 	for n != nil {

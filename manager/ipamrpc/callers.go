@@ -18,22 +18,23 @@ import (
 )
 
 const (
-	// maxConnections bounds all connections, maxPerAddress those from one address. An idle
-	// connection costs some 25 KiB.
+	// maxConnections bounds all connections. maxPerAddress bounds the connections from one address. An
+	// idle connection costs some 25 KiB.
 	maxConnections = 256
 	maxPerAddress  = 16
 	// perSecond and burst limit the requests of one caller. A virtual kubelet requests all its
 	// endpoints when it starts.
 	perSecond = 100
 	burst     = 1000
-	// maxCallers bounds the callers whose rate is tracked. ipam.MaxAsked bounds the mappings of
-	// each.
+	// maxCallers bounds the number of callers whose rate is tracked. ipam.MaxAsked bounds the mappings
+	// of each caller.
 	maxCallers = 1024
 )
 
-// TLS returns the configuration of a server that identifies callers by client certificates. It
-// takes the server's own certificate and key, and the callers' certificate authority, as PEM files.
-// They are read again for each connection, so that renewed files take effect at once.
+// TLS returns the configuration of a server that identifies callers by client certificates. cert,
+// key and clientCA are PEM files with the server's own certificate and key, and with the callers'
+// certificate authority. Each connection reads the files again, so that renewed files take effect
+// at once.
 func TLS(cert, key, clientCA string) (*tls.Config, error) {
 	load := func() (*tls.Config, error) {
 		pair, err := tls.LoadX509KeyPair(cert, key)
@@ -59,7 +60,7 @@ func TLS(cert, key, clientCA string) (*tls.Config, error) {
 	return c, nil
 }
 
-// byAddress is the prefix of the name of a caller that is only known by its address.
+// byAddress is the prefix of the name of a caller that is identified only by its address.
 const byAddress = "address "
 
 // callerOf returns the caller's name: the subject of its certificate or, without TLS, its address.
@@ -89,14 +90,14 @@ type callers struct {
 
 func newCallers() *callers { return &callers{known: make(map[string]*rate.Limiter)} }
 
-// admit counts a request of a caller. It returns an error if the caller sends too many, or if there
-// are too many callers.
+// admit counts a request of a caller. It returns an error if the caller has sent too many requests,
+// or if there are too many callers.
 func (c *callers) admit(name string, now time.Time) error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	limiter := c.known[name]
 	if limiter == nil {
-		if len(c.known) >= maxCallers { // a full bucket is the same as a new one
+		if len(c.known) >= maxCallers { // a caller with a full bucket can be forgotten: a new bucket is full as well
 			maps.DeleteFunc(c.known, func(_ string, l *rate.Limiter) bool { return l.TokensAt(now) >= burst })
 		}
 		if len(c.known) >= maxCallers {
@@ -140,7 +141,7 @@ func (g *gate) Accept() (net.Conn, error) {
 		if !full {
 			return &passed{Conn: conn, leave: sync.OnceFunc(func() { g.left(host) })}, nil
 		}
-		_ = conn.Close() // nobody will answer it
+		_ = conn.Close() // nobody would answer the client
 	}
 }
 
@@ -153,7 +154,7 @@ func (g *gate) left(host netip.Addr) {
 	}
 }
 
-// passed is a connection that the gate counts until it is closed.
+// A passed is a connection that the gate counts until it is closed.
 type passed struct {
 	net.Conn
 	leave func()

@@ -29,7 +29,7 @@ import (
 	"github.com/isthmus-net/isthmus/manager/ipamstore"
 )
 
-// An authority signs certificates.
+// An authority is a certificate authority.
 type authority struct {
 	t    *testing.T
 	cert *x509.Certificate
@@ -43,8 +43,8 @@ func newAuthority(t *testing.T) *authority {
 	return a
 }
 
-// sign makes a certificate for servers at 127.0.0.1 and for callers; without a key of its own that
-// of an authority.
+// sign makes a certificate for servers at 127.0.0.1 and for callers. If the authority has no key
+// yet, the certificate is its own.
 func (a *authority) sign(name string) tls.Certificate {
 	a.t.Helper()
 	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
@@ -76,7 +76,7 @@ func (a *authority) sign(name string) tls.Certificate {
 	return tls.Certificate{Certificate: [][]byte{der}, PrivateKey: key, Leaf: leaf}
 }
 
-// files writes a certificate of the server and the authority of its callers.
+// files writes a certificate of the server, and the certificate of its callers' authority.
 func (a *authority) files(dir string, callers *authority) (cert, key, clientCA string) {
 	a.t.Helper()
 	pair := a.sign("server")
@@ -95,7 +95,7 @@ func (a *authority) files(dir string, callers *authority) (cert, key, clientCA s
 	return cert, key, clientCA
 }
 
-// caller is what a caller shows.
+// caller returns the credentials of a caller with the given certificates.
 func (a *authority) caller(shows ...tls.Certificate) credentials.TransportCredentials {
 	roots := x509.NewCertPool()
 	roots.AddCert(a.cert)
@@ -106,14 +106,14 @@ func (k kubelet) belongs() error {
 	return k.call("BelongsToPodCIDR", &BelongsRequest{Ip: "10.244.0.1"}, &BelongsResponse{})
 }
 
-func TestWithoutCertificatesRequestsAreRefused(t *testing.T) {
+func TestServeRequiresCertificatesByDefault(t *testing.T) {
 	err := Serve(t.Context(), Options{Address: "127.0.0.1:0"}, nil, slog.New(slog.DiscardHandler))
 	if err == nil || !strings.Contains(err.Error(), "want certificates") {
 		t.Error(err)
 	}
 }
 
-func TestCallersAreKnownByCertificatesOfTheirAuthority(t *testing.T) {
+func TestOnlyCallersWithACertificateOfTheirAuthorityAreAnswered(t *testing.T) {
 	servers, callers, strangers := newAuthority(t), newAuthority(t), newAuthority(t)
 	dir := t.TempDir()
 	config, err := TLS(servers.files(dir, callers))
@@ -132,16 +132,16 @@ func TestCallersAreKnownByCertificatesOfTheirAuthority(t *testing.T) {
 	if err := dial(t, address, "127.0.0.1", servers.caller(callers.sign("bravo"))).belongs(); err != nil {
 		t.Error(err)
 	}
-	// Another authority counts as soon as the file has it.
+	// A new authority takes effect when the file has it.
 	servers.files(dir, strangers)
 	if err := dial(t, address, "127.0.0.1", servers.caller(callers.sign("bravo"))).belongs(); err == nil {
-		t.Error("the authority of before still counts")
+		t.Error("the previous authority is still accepted")
 	}
 	if err := dial(t, address, "127.0.0.1", servers.caller(strangers.sign("bravo"))).belongs(); err != nil {
 		t.Error(err)
 	}
 	if _, err := TLS(filepath.Join(dir, "none"), filepath.Join(dir, "key"), filepath.Join(dir, "ca")); err == nil {
-		t.Error("a file that is not there is no error")
+		t.Error("a missing file is not an error")
 	}
 	if _, err := TLS(filepath.Join(dir, "cert"), filepath.Join(dir, "key"), filepath.Join(dir, "key")); err == nil {
 		t.Error("a key is taken for an authority")
@@ -178,7 +178,7 @@ func TestOnlyTheRequesterMayUnmap(t *testing.T) {
 			if err := unmap(theirs); err == nil || !strings.Contains(err.Error(), "another caller") || !isMapped() {
 				t.Errorf("somebody else's is unmapped: %v, mapped %v", err, isMapped())
 			}
-			mapIt(theirs) // both have it now
+			mapIt(theirs) // both callers have requested the mapping now
 			if err := unmap(mine); err != nil || !isMapped() {
 				t.Errorf("what another caller has goes: %v, mapped %v", err, isMapped())
 			}
@@ -219,7 +219,7 @@ func TestOnlyTheRequesterMayUnmapAfterARestart(t *testing.T) {
 	if err := unmap(other); err == nil || !strings.Contains(err.Error(), "another caller") || !mapped() {
 		t.Errorf("somebody else's is unmapped: %v, mapped %v", err, mapped())
 	}
-	// Nothing is mapped until it is known which addresses are those of our nodes.
+	// No endpoint is mapped until the addresses of our nodes are known.
 	own := testStore.State().Own()
 	for _, ip := range []string{own.Nodes[0].String(), "203.0.113.81"} {
 		if err := dial(t, again, "127.0.0.1", servers.caller(one)).call("MapEndpointIP", &MapRequest{ClusterID: "india", Ip: ip}, &MapResponse{}); err == nil || !strings.Contains(err.Error(), "does not know the nodes") {
@@ -229,11 +229,12 @@ func TestOnlyTheRequesterMayUnmapAfterARestart(t *testing.T) {
 	if _, err := store.Update(t.Context(), func(b ipam.State) (ipam.State, error) { b, _ = b.Configure(own); return b, nil }); err != nil {
 		t.Fatal(err)
 	}
-	dial(t, again, "127.0.0.1", servers.caller(one)).mapIP("india", "203.0.113.81", "10.201.7.2") // as a kubelet that starts again
+	dial(t, again, "127.0.0.1", servers.caller(one)).mapIP("india", "203.0.113.81", "10.201.7.2") // a kubelet repeats its requests when it restarts
 	if err := unmap(one); err != nil || mapped() {
 		t.Errorf("its own: %v, mapped %v", err, mapped())
 	}
-	// Who asked for a mapping of Liqo's IPAM state is not known: it is anybody's.
+	// The requester of a mapping from Liqo's IPAM state is unknown, so any caller may remove the
+	// mapping.
 	if _, err := store.Update(t.Context(), func(b ipam.State) (ipam.State, error) {
 		b, _, err := b.MapEndpoint("india", netip.MustParseAddr("203.0.113.81"))
 		return b, err
@@ -245,9 +246,10 @@ func TestOnlyTheRequesterMayUnmapAfterARestart(t *testing.T) {
 	}
 }
 
-// A kubelet that is known by its address gets another one when its Pod is made anew. What it asked
-// for by the old one must not stay for ever, and that of a kubelet that is there is its own.
-func TestRequestsOfADeletedPodHoldNoMapping(t *testing.T) {
+// A kubelet that is identified by its address gets a new address when its Pod is recreated.
+// Mappings that it requested from the old address must not stay for ever. Mappings of a kubelet
+// that still exists must stay.
+func TestMappingCanBeRemovedOnceItsRequesterPodIsGone(t *testing.T) {
 	if testing.Short() {
 		t.Skip("needs an API server")
 	}
@@ -277,7 +279,7 @@ func TestRequestsOfADeletedPodHoldNoMapping(t *testing.T) {
 	if err := unmap("10.244.8.8"); err == nil || !mapped() {
 		t.Errorf("that of a Pod that is there: %v, mapped %v", err, mapped())
 	}
-	there = map[string]string{"10.244.8.8": "pod"} // the same kubelet, made anew
+	there = map[string]string{"10.244.8.8": "pod"} // the same kubelet in a new Pod
 	broken = true
 	if err := unmap("10.244.8.8"); err == nil || !mapped() {
 		t.Errorf("while nobody knows: %v, mapped %v", err, mapped())
@@ -287,14 +289,14 @@ func TestRequestsOfADeletedPodHoldNoMapping(t *testing.T) {
 	if err := unmap("10.244.8.8"); err != nil || mapped() {
 		t.Errorf("that of a Pod that is gone: %v, mapped %v", err, mapped())
 	}
-	// Of addresses outside of the pods' network the cluster may know nothing.
+	// The cluster may not know the owner of an address outside of the pods' network.
 	mapIt("192.0.2.200")
 	if err := unmap("10.244.8.8"); err == nil || !mapped() {
 		t.Errorf("that of a host outside: %v, mapped %v", err, mapped())
 	}
 }
 
-func TestOnlyAllowedAddressesAreMapped(t *testing.T) {
+func TestGuardedAddressesAreMappedOnlyIfAllowed(t *testing.T) {
 	peer(t, "juliett", "10.200.0.0/16", "10.201.7.0/24")
 	peer(t, "kilo", "10.200.0.0/16", "10.201.7.0/24")
 	allocation, _ := testStore.State().AllocationOf("kilo")
@@ -337,7 +339,8 @@ func TestConnectionsAreBounded(t *testing.T) {
 		t.Cleanup(func() { conn.Close() })
 		return conn
 	}
-	// kept is whether the server speaks on the connection: a gRPC server begins with its settings.
+	// kept reports whether the server keeps the connection open: a gRPC server sends its settings
+	// first.
 	kept := func(c net.Conn) bool {
 		t.Helper()
 		if err := c.SetReadDeadline(time.Now().Add(time.Minute)); err != nil {
@@ -369,7 +372,7 @@ func TestConnectionsAreBounded(t *testing.T) {
 			t.Fatal("a closed connection still counts")
 		}
 	}
-	// All addresses together.
+	// This is the bound for all addresses together.
 	for i := 3; i < 3+maxConnections/maxPerAddress; i++ {
 		for range maxPerAddress {
 			kept(idle(fmt.Sprintf("127.0.0.%d", i)))
@@ -401,7 +404,7 @@ func TestRequestsOfOneCallerAreBounded(t *testing.T) {
 		t.Errorf("%d in a second, want %d", n, perSecond)
 	}
 	for i := range 2 * maxCallers {
-		_ = c.admit(fmt.Sprint(i), now) // refusals are counted below
+		_ = c.admit(fmt.Sprint(i), now) // the test counts refusals below
 	}
 	if n := len(c.known); n != maxCallers {
 		t.Errorf("%d callers are remembered, want %d", n, maxCallers)

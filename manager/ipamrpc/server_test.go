@@ -34,8 +34,8 @@ import (
 	"github.com/isthmus-net/isthmus/manager/ipamstore"
 )
 
-// The API server and its one IpamStorage, of all tests of this package. Peers and endpoints are
-// each test's own.
+// All tests of this package share an API server with one IpamStorage. Each test has its own peers
+// and endpoints.
 var (
 	testServer *kubetest.Server
 	testClient client.Client
@@ -51,7 +51,7 @@ func TestMain(m *testing.M) {
 			code = m.Run()
 			return nil
 		}
-		ctx, cancel := context.WithTimeout(context.Background(), 10*time.Minute) // the first time it is built
+		ctx, cancel := context.WithTimeout(context.Background(), 10*time.Minute) // the first run builds the API server
 		defer cancel()
 		var err error
 		if testServer, err = kubetest.Start(ctx, kubetest.Options{Name: "ipamrpc"}); err != nil {
@@ -90,7 +90,7 @@ func newStore(ctx context.Context, server *kubetest.Server) (*ipamstore.Store, e
 		}
 	}
 	s := ipamstore.New(c, c, "us", slog.New(slog.DiscardHandler))
-	for s.Load(ctx) != nil { // until the CRDs are served
+	for s.Load(ctx) != nil { // until the API server serves the CRDs
 		if ctx.Err() != nil {
 			return nil, ctx.Err()
 		}
@@ -106,29 +106,29 @@ func newStore(ctx context.Context, server *kubetest.Server) (*ipamstore.Store, e
 
 func pfx(s string) netip.Prefix { return netip.MustParsePrefix(s) }
 
-// A kubelet is a virtual kubelet, as far as it asks for addresses. It knows the service by the
-// names and numbers of docs/liqo-v0.md (section 5.1) alone.
+// A kubelet is a virtual kubelet, reduced to its requests for addresses. It uses only the names and
+// numbers of the service in docs/liqo-v0.md (section 5.1).
 type kubelet struct {
 	t    *testing.T
 	conn *grpc.ClientConn
 }
 
-// liqo is how a server for Liqo's kubelets is told to answer, and what it may map.
+// liqo has the options of a server for Liqo's kubelets.
 var liqo = Options{Plain: true, Allow: []netip.Prefix{pfx("10.96.0.1/32"), pfx("10.128.0.0/9")}}
 
-// newKubelet starts a server of its own and connects to it.
+// newKubelet starts a server for the test and connects to it.
 func newKubelet(t *testing.T) kubelet {
 	t.Helper()
 	return dial(t, listen(t, liqo), "127.0.0.1", insecure.NewCredentials())
 }
 
-// listen starts a server of the test's own.
+// listen starts a server for the test on top of the shared IPAM state.
 func listen(t *testing.T, o Options) (address string) {
 	t.Helper()
 	return listenWith(t, o, testStore)
 }
 
-// listenWith starts one on top of the IPAM state as some process has it.
+// listenWith starts a server for the test on top of the given IPAM state.
 func listenWith(t *testing.T, o Options, store *ipamstore.Store) (address string) {
 	t.Helper()
 	if testing.Short() {
@@ -186,7 +186,7 @@ func (k kubelet) unmapIP(id, ip string) {
 	}
 }
 
-// peer is a cluster with networks like ours, which sees us under those two.
+// peer adds a peer with networks like ours, which sees our networks as podSeen and externalSeen.
 func peer(t *testing.T, id, podSeen, externalSeen string) {
 	t.Helper()
 	_, err := testStore.Update(t.Context(), func(b ipam.State) (ipam.State, error) {
@@ -206,13 +206,13 @@ func peer(t *testing.T, id, podSeen, externalSeen string) {
 func TestAVirtualKubeletMapsEndpoints(t *testing.T) {
 	k := newKubelet(t)
 	peer(t, "bravo", "10.200.0.0/16", "10.201.7.0/24")
-	peer(t, "charlie", "10.244.0.0/16", "10.245.0.0/24") // which remaps nothing
+	peer(t, "charlie", "10.244.0.0/16", "10.245.0.0/24") // this peer remaps nothing
 
 	k.mapIP("bravo", "10.244.3.4", "10.200.3.4") // a pod
 	k.mapIP("charlie", "10.244.3.4", "10.244.3.4")
-	k.mapIP("bravo", "169.254.0.1", "10.201.7.1") // mapped since the answer
+	k.mapIP("bravo", "169.254.0.1", "10.201.7.1") // the gateway's own address is mapped since the answer
 	k.mapIP("charlie", "169.254.0.1", "10.245.0.1")
-	k.mapIP("bravo", "198.51.100.1", "10.201.7.2") // a host outside
+	k.mapIP("bravo", "198.51.100.1", "10.201.7.2") // a host outside of the cluster
 	k.mapIP("bravo", "198.51.100.1", "10.201.7.2")
 	k.mapIP("bravo", "::ffff:198.51.100.1", "10.201.7.2")
 	k.mapIP("charlie", "198.51.100.1", "10.245.0.2")
@@ -227,16 +227,16 @@ func TestAVirtualKubeletMapsEndpoints(t *testing.T) {
 	}
 
 	k.unmapIP("bravo", "198.51.100.1")
-	k.mapIP("bravo", "198.51.100.9", "10.201.7.5") // charlie has .2 still
+	k.mapIP("bravo", "198.51.100.9", "10.201.7.5") // charlie still uses .2
 	k.unmapIP("charlie", "198.51.100.1")
 	k.unmapIP("charlie", "198.51.100.1")
-	k.unmapIP("charlie", "169.254.0.1") // is not his to undo
+	k.unmapIP("charlie", "169.254.0.1") // a peer cannot unmap the gateway's own address
 	k.unmapIP("nobody", "198.51.100.1")
-	k.mapIP("bravo", "198.51.100.8", "10.201.7.2") // used again at once
+	k.mapIP("bravo", "198.51.100.8", "10.201.7.2") // allocated again at once
 	k.mapIP("charlie", "169.254.0.1", "10.245.0.1")
 }
 
-func TestAVirtualKubeletAsksForHomeAddresses(t *testing.T) {
+func TestVirtualKubeletGetsHomeAddressesOfPods(t *testing.T) {
 	k := newKubelet(t)
 	peer(t, "delta", "10.200.0.0/16", "10.201.7.0/24")
 	g, _ := testStore.State().AllocationOf("delta")
@@ -279,7 +279,7 @@ func TestInvalidRequestsGetLiqosErrors(t *testing.T) {
 		{"BelongsToPodCIDR", "", "x", "not an IP address"},
 		{"MapEndpointIP", strings.Repeat("i", 2000), "198.51.100.1", "no network configuration"},
 	} {
-		in := proto.Message(&MapRequest{ClusterID: tc.id, Ip: tc.ip}) // the numbers are the same in all
+		in := proto.Message(&MapRequest{ClusterID: tc.id, Ip: tc.ip}) // all requests have the same field numbers
 		if tc.method == "BelongsToPodCIDR" {
 			in = &BelongsRequest{Ip: tc.ip}
 		}
@@ -310,7 +310,7 @@ func TestConcurrentKubeletsGetDistinctAddressesUntilExhaustion(t *testing.T) {
 	)
 	for i := range 8 {
 		wg.Go(func() {
-			for j := range 33 { // 264 for 253 addresses
+			for j := range 33 { // 264 requests for 253 addresses
 				ip := fmt.Sprintf("203.0.%d.%d", i, j)
 				var out MapResponse
 				err := k.call("MapEndpointIP", &MapRequest{ClusterID: "foxtrot", Ip: ip}, &out)
@@ -352,7 +352,7 @@ func TestExistingMappingsAreAnsweredWithoutTheAPIServer(t *testing.T) {
 
 // The field numbers on the wire, by hand: 0x0a is field 1, 0x12 field 2, both strings; 0x08 is
 // field 1, a varint.
-func TestMessagesHaveLiqosNumbers(t *testing.T) {
+func TestMessagesUseLiqosFieldNumbers(t *testing.T) {
 	for _, tc := range []struct {
 		m    proto.Message
 		want string
@@ -372,7 +372,7 @@ func TestMessagesHaveLiqosNumbers(t *testing.T) {
 	}
 }
 
-func TestServeEndsWithItsContextAndLeavesNothing(t *testing.T) {
+func TestServeEndsWithItsContextAndLeavesNoGoroutines(t *testing.T) {
 	if testing.Short() {
 		t.Skip("needs an API server")
 	}

@@ -21,23 +21,23 @@ import (
 	"github.com/isthmus-net/isthmus/manager/ipam"
 )
 
-// maxNetworks bounds the networks, and also the freed networks, of a NetworkAllocation; its schema
+// maxNetworks bounds the networks of a NetworkAllocation, and also its freed networks. The schema
 // has the same bound.
 const maxNetworks = 32
 
-// An allocation is one NetworkAllocation as last read or written.
+// An allocation is the content of one NetworkAllocation as last read or written.
 type allocation struct {
 	uid     types.UID
 	version string
-	since   int64 // the first version with its networks, as far as we know
+	since   int64 // the first version with the present networks, as far as we know
 	spec    isthmus.NetworkAllocationSpec
-	known   int64    // its revision when we first read it or last wrote it
-	cut     []string // networks that it no longer has room for; still to be freed
-	pending bool     // we wrote it, but the write that makes it count has not followed yet
+	known   int64    // the object's revision when we first read it or last wrote it
+	cut     []string // networks for which the object has no more room; still to be freed
+	pending bool     // we wrote it, but did not yet write the IpamStorage that makes it count
 }
 
-// sinceWith returns the first version with the networks of now. A node that refuses the networks of
-// that version need not report a later one.
+// sinceWith returns the first version of the object that had the networks of now. A node that
+// refuses the networks of that version does not need to report a later version.
 func (a allocation) sinceWith(now *isthmus.NetworkAllocation) int64 {
 	same := a.uid == now.UID && a.spec.Revision == now.Spec.Revision && slices.Equal(a.spec.Networks, now.Spec.Networks)
 	if !same || a.since > fabric.Version(now.ResourceVersion) {
@@ -58,7 +58,7 @@ func (s *Store) readAllocations(ctx context.Context) error {
 	for i := range list.Items {
 		o := &list.Items[i]
 		was := before[o.Name]
-		// An unknown version of our own session is a write of ours whose answer was lost.
+		// A version that we do not know, with our own session, is a write of ours whose answer was lost.
 		pending := was.pending && was.version == o.ResourceVersion || was.version != o.ResourceVersion && o.Spec.Session == s.read
 		s.allocations[o.Name] = allocation{o.UID, o.ResourceVersion, was.sinceWith(o), o.Spec, cmp.Or(was.known, o.Spec.Revision), was.cut, pending}
 		s.revision = max(s.revision, fabric.Revision(o.Spec.Revision, now))
@@ -82,8 +82,9 @@ func (s *Store) sameAllocations(ctx context.Context) (bool, error) {
 	return same, nil
 }
 
-// unallocated returns the NetworkAllocations that may differ from the State: object name → cluster
-// ID. An object whose name does not fit its cluster ID gets the cluster ID "".
+// unallocated returns the NetworkAllocations that may differ from the State, as a map from object
+// name to cluster ID. An object whose name does not fit its cluster ID has the cluster ID "" in the
+// map.
 func (s *Store) unallocated(state ipam.State) map[string]string {
 	names := make(map[string]string)
 	if !s.allocated {
@@ -106,10 +107,11 @@ func (s *Store) unallocated(state ipam.State) map[string]string {
 }
 
 // allocate writes the State of some clusters into their NetworkAllocations. clusters maps object
-// names to cluster IDs. With more, it only adds networks. That happens before the write of the
-// IpamStorage, and networks are freed after it, so that agents never lack a network of the
-// IpamStorage. It continues after an error, and returns all errors. The API server answers
-// Conflict, NotFound or AlreadyExists if an object is not as last read.
+// names to cluster IDs. If more is true, allocate only adds networks.
+//
+// Networks are added before the write of the IpamStorage and freed after it, so that agents never
+// lack a network of the IpamStorage. allocate continues after an error, and returns all errors. The
+// API server answers Conflict, NotFound or AlreadyExists if an object is not as last read.
 func (s *Store) allocate(ctx context.Context, state ipam.State, clusters map[string]string, more bool) error {
 	var failed []error
 	now := isthmus.UTCTimeOf(time.Now())
@@ -122,7 +124,7 @@ func (s *Store) allocate(ctx context.Context, state ipam.State, clusters map[str
 			continue
 		}
 		var cut []string
-		if more { // networks of the State come first
+		if more { // if there is too little room, networks of the State take precedence
 			place := max(0, min(len(gone), maxNetworks-len(want.Networks)))
 			for _, n := range gone[:place] {
 				want.Networks = append(want.Networks, n)
@@ -145,7 +147,8 @@ func without(list, other []string) []string {
 	return slices.DeleteFunc(slices.Clone(list), func(n string) bool { return slices.Contains(other, n) })
 }
 
-// allocationOf returns the NetworkAllocation of a cluster according to a State, without revisions.
+// allocationOf returns the NetworkAllocation of a cluster that follows from a State, without
+// revisions.
 func (s *Store) allocationOf(state ipam.State, id string) isthmus.NetworkAllocationSpec {
 	if id == "" {
 		return isthmus.NetworkAllocationSpec{}
@@ -158,7 +161,7 @@ func (s *Store) allocationOf(state ipam.State, id string) isthmus.NetworkAllocat
 }
 
 // writeAllocation writes an object unless it is up to date, and frees the networks in gone. It
-// remembers those in cut, to be freed by the next write.
+// stores the networks in cut, for the next write to free.
 func (s *Store) writeAllocation(ctx context.Context, name string, want isthmus.NetworkAllocationSpec, gone, cut []string) error {
 	was, exists := s.allocations[name]
 	have, now := was.spec, time.Now()
@@ -167,7 +170,7 @@ func (s *Store) writeAllocation(ctx context.Context, name string, want isthmus.N
 		return fabric.Revision(f.Revision, now) == 0 || slices.Contains(gone, f.Network)
 	})
 	counts := fabric.Revision(have.Revision, now) > 0 && have.Session <= s.session && (have.Session > 0 || len(want.Networks) == 0)
-	counts = counts && (!was.pending || have.Session == s.session) // other managers adopt it only with this session
+	counts = counts && (!was.pending || have.Session == s.session) // in any other session, another manager would not adopt the object
 	counts = counts && fabric.NamedSince(string(was.uid), was.version, &have) == was.since
 	want.NetworksSince = have.NetworksSince
 	if exists && len(gone) == 0 && counts && equality.Semantic.DeepEqual(have, want) {
@@ -207,8 +210,9 @@ func nextRevision(last int64, now time.Time) int64 {
 	return max(fabric.Revision(last, now)+1, now.UnixMilli())
 }
 
-// adopt returns the State with the entries that managers wrote after one of our sessions; nil if
-// there are none. before has the NetworkAllocations as we read them last.
+// adopt returns the State with the entries that other managers wrote in a session after the given
+// one of ours. It returns nil if there are none. before has the NetworkAllocations as we last read
+// them.
 func (s *Store) adopt(state ipam.State, session int64, before map[string]allocation) *ipam.State {
 	theirs := make(map[string]isthmus.NetworkAllocationSpec)
 	own := state.Own()
@@ -219,7 +223,7 @@ func (s *Store) adopt(state ipam.State, session int64, before map[string]allocat
 		}
 		if id == s.self && a.spec.Own != nil {
 			if c, err := ipam.ConfigFrom(a.spec.Own); err == nil {
-				c.Nodes, c.Reached, c.Services = own.Nodes, own.Reached, own.Services // the object does not store these
+				c.Nodes, c.Reached, c.Services = own.Nodes, own.Reached, own.Services // the object does not store these fields
 				own = c
 			}
 		} else if lost := s.lacks(a.spec, state.NetworksOf(id), before[name].spec.Revision); len(lost) > 0 {
@@ -244,7 +248,7 @@ func (s *Store) adopt(state ipam.State, session int64, before map[string]allocat
 	return &next
 }
 
-// lacks returns the networks of had that an object neither has nor has freed with a higher
+// lacks returns the networks in had that an object neither lists nor has freed with a higher
 // revision.
 func (s *Store) lacks(spec isthmus.NetworkAllocationSpec, had []netip.Prefix, revision int64) []netip.Prefix {
 	return slices.DeleteFunc(slices.Clone(had), func(p netip.Prefix) bool {
@@ -254,7 +258,7 @@ func (s *Store) lacks(spec isthmus.NetworkAllocationSpec, had []netip.Prefix, re
 	})
 }
 
-// latestFirst returns entries that managers wrote, the latest first.
+// latestFirst returns entries that other managers wrote, the latest first.
 func latestFirst(all map[string]isthmus.NetworkAllocationSpec) []isthmus.NetworkAllocationSpec {
 	return slices.SortedFunc(maps.Values(all), func(x, y isthmus.NetworkAllocationSpec) int {
 		return cmp.Or(cmp.Compare(y.Session, x.Session), cmp.Compare(y.Revision, x.Revision), cmp.Compare(x.ClusterID, y.ClusterID))
@@ -271,10 +275,10 @@ func (s *Store) stateOf(own ipam.Config, all []isthmus.NetworkAllocationSpec) ip
 }
 
 // freedByHand ends the holds of networks that somebody freed in a NetworkAllocation, with a
-// revision higher than our last one. Networks in use stay.
+// revision higher than the last one that we know. Networks in use stay.
 func (s *Store) freedByHand(state ipam.State) ipam.State {
 	if s.allocated {
-		return state // no object has been changed
+		return state // no object has changed
 	}
 	now := time.Now()
 	next, ended := state.EndHolds(func(id string, p netip.Prefix) bool {
@@ -289,7 +293,8 @@ func (s *Store) freedByHand(state ipam.State) ipam.State {
 	return next
 }
 
-// stale reports whether an error means that an object is not as last read or written.
+// stale reports whether an error means that an object differs from the version last read or
+// written.
 func stale(err error) bool {
 	var all interface{ Unwrap() []error }
 	if errors.As(err, &all) {

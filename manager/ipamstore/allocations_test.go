@@ -23,7 +23,7 @@ import (
 	"github.com/isthmus-net/isthmus/manager/ipam"
 )
 
-// allocations returns what agents read.
+// allocations returns all NetworkAllocations as agents read them.
 func allocations(t *testing.T) fabric.Allocations {
 	t.Helper()
 	var list isthmus.NetworkAllocationList
@@ -37,7 +37,7 @@ func allocations(t *testing.T) fabric.Allocations {
 	return all
 }
 
-// allocationOf returns the object of a cluster.
+// allocationOf returns the NetworkAllocation of a cluster.
 func allocationOf(t *testing.T, id string) isthmus.NetworkAllocation {
 	t.Helper()
 	var o isthmus.NetworkAllocation
@@ -47,7 +47,7 @@ func allocationOf(t *testing.T, id string) isthmus.NetworkAllocation {
 	return o
 }
 
-// texts are the networks of a list, and revisions their revisions.
+// texts returns the networks of a list as strings.
 func texts(list []fabric.Allocation) (networks []string) {
 	for _, a := range list {
 		networks = append(networks, a.Network.String())
@@ -97,7 +97,7 @@ func TestNetworkAllocationsContainTheState(t *testing.T) {
 	}
 	allocate(t, h.Store, "b", "10.64.0.0/16", "10.65.0.0/20")
 	want(t, "one peer", "10.64.0.0/16", "10.65.0.0/20")
-	allocate(t, h.Store, "Cluster_C", "10.66.0.0/16", "10.67.0.0/20") // an ID that is no object's name
+	allocate(t, h.Store, "Cluster_C", "10.66.0.0/16", "10.67.0.0/20") // an ID that is not a valid object name
 	want(t, "two", "10.64.0.0/16", "10.65.0.0/20", "10.66.0.0/16", "10.67.0.0/20")
 	if o := allocationOf(t, "Cluster_C"); o.Spec.ClusterID != "Cluster_C" || o.Spec.ReleasedAt != "" || len(o.Spec.Freed) > 0 {
 		t.Errorf("%+v", o.Spec)
@@ -114,8 +114,8 @@ func TestNetworkAllocationsContainTheState(t *testing.T) {
 		t.Errorf("freed: %+v after %+v", is, was)
 	}
 
-	// Whoever deletes or edits an object, or makes another one: it is written again, and what it should not
-	// have named is freed.
+	// Every deletion, edit or additional object is corrected, and networks that an object should not
+	// have named are freed.
 	name := fabric.AllocationName("Cluster_C")
 	if err := testClient.Delete(t.Context(), &isthmus.NetworkAllocation{ObjectMeta: metav1.ObjectMeta{Name: name}}); err != nil {
 		t.Fatal(err)
@@ -142,7 +142,7 @@ func TestNetworkAllocationsContainTheState(t *testing.T) {
 		t.Errorf("freed are %v", freed)
 	}
 	restored := &isthmus.NetworkAllocation{ObjectMeta: metav1.ObjectMeta{Name: "lost"}, Spec: isthmus.NetworkAllocationSpec{ClusterID: "restored", Revision: 7,
-		Freed: []isthmus.FreedNetwork{{Network: "10.97.0.0/16", Revision: 7}}}} // as docs/lifecycle.md has it
+		Freed: []isthmus.FreedNetwork{{Network: "10.97.0.0/16", Revision: 7}}}} // as docs/lifecycle.md tells administrators to write it
 	if err := testClient.Create(t.Context(), restored); err != nil {
 		t.Fatal(err)
 	}
@@ -161,7 +161,8 @@ func TestNetworkAllocationsContainTheState(t *testing.T) {
 		t.Errorf("nothing has changed, and it sends %v", methods)
 	}
 
-	// The first manager still believes to lead: what it writes is about what there is now.
+	// The first manager still believes that it leads. It must apply its change to the State that the
+	// other manager wrote.
 	another := loaded(t)
 	another.allocate(claim("d", "10.68.0.0/16", "10.69.0.0/20"))
 	another.update(func(b ipam.State) ipam.State { return b.Release("Cluster_C") })
@@ -172,9 +173,9 @@ func TestNetworkAllocationsContainTheState(t *testing.T) {
 	}
 }
 
-// An agent lets a network go by a revision: it is higher with each change of the networks of a cluster, also
-// after older objects were restored.
-func TestTheRevisionIncreasesOnlyWithNetworkChanges(t *testing.T) {
+// Agents stop refusing a network when they read a higher revision. So each change of a cluster's
+// networks must increase the revision, also after older objects were restored.
+func TestRevisionIncreasesOnlyWhenNetworksChange(t *testing.T) {
 	h := fresh(t)
 	h.allocate(claim("b", "10.244.0.0/16", "10.245.0.0/16"))
 	last := allocationOf(t, "b").Spec.Revision
@@ -235,7 +236,7 @@ func TestTheRevisionIncreasesOnlyWithNetworkChanges(t *testing.T) {
 	})
 }
 
-// A clock that was a month ahead, and is right again.
+// The clock was a month ahead, and is correct again.
 func TestRevisionsIncreaseWhenTheClockIsSetBack(t *testing.T) {
 	now := time.UnixMilli(1_800_000_000_000)
 	for last, want := range map[int64]int64{0: now.UnixMilli(), now.UnixMilli(): now.UnixMilli() + 1, now.Add(time.Hour).UnixMilli(): now.Add(time.Hour).UnixMilli() + 1,
@@ -246,11 +247,12 @@ func TestRevisionsIncreaseWhenTheClockIsSetBack(t *testing.T) {
 	}
 }
 
-// stopping is a client whose writes of one kind fail, which is what a manager that is killed leaves.
+// stopping is a client whose writes to some objects fail, as if the manager were killed before
+// them.
 type stopping struct {
 	client.Client
-	at  string // part of the Go type and the name
-	err error  // nil: any
+	at  string // part of the Go type and the name of an object; "": no write fails
+	err error  // the error of such a write; nil: some error
 }
 
 func (s *stopping) fails(o client.Object) error {
@@ -274,9 +276,10 @@ func (s *stopping) Patch(ctx context.Context, o client.Object, p client.Patch, o
 	return s.Client.Patch(ctx, o, p, opts...)
 }
 
-// What is granted is in a NetworkAllocation before it is in the IpamStorage, and what is freed leaves the
-// IpamStorage first: wherever a manager is stopped, nodes refuse all that the IpamStorage has.
-func TestNodesAlwaysRefuseEveryStoredNetwork(t *testing.T) {
+// A NetworkAllocation has a new network before the IpamStorage has it, and a freed network leaves
+// the IpamStorage first. So nodes refuse all networks of the IpamStorage, wherever a manager is
+// stopped.
+func TestNodesRefuseAllStoredNetworksWhereverAManagerStops(t *testing.T) {
 	h := fresh(t)
 	s := &stopping{Client: h.client}
 	h.client = s
@@ -316,12 +319,12 @@ func TestNodesAlwaysRefuseEveryStoredNetwork(t *testing.T) {
 		return b, err
 	})
 	want(t, "granted", "10.64.0.0/16", "10.65.0.0/20")
-	change(func(b ipam.State) (ipam.State, error) { // another network in the place of the first
+	change(func(b ipam.State) (ipam.State, error) { // another network replaces the first one
 		b, _, err := b.Release("b").Allocate(ipam.Request{ID: "b", Pod: pfx("10.80.0.0/16"), External: pfx("10.81.0.0/20"), WantPod: pfx("10.80.0.0/16"), WantExternal: pfx("10.81.0.0/20")})
 		return b, err
 	})
 	want(t, "another network", "10.80.0.0/16", "10.81.0.0/20")
-	s.at = "NetworkAllocation" // freed, and nodes do not know it yet
+	s.at = "NetworkAllocation" // the State has freed the networks, but nodes cannot read that yet
 	if _, err := h.Update(t.Context(), func(b ipam.State) (ipam.State, error) { return b.Release("b"), nil }); err != nil {
 		t.Fatal(err)
 	}
@@ -336,15 +339,16 @@ func TestNodesAlwaysRefuseEveryStoredNetwork(t *testing.T) {
 	want(t, "after a refresh")
 }
 
-// A NetworkAllocation that somebody has emptied names the peer's networks again before they have a version.
-func TestUnwrittenNetworksHaveNoVersion(t *testing.T) {
+// Somebody empties a NetworkAllocation. Its version is NotWritten until it names the peer's
+// networks again.
+func TestVersionIsNotWrittenUntilTheObjectHasTheNetworks(t *testing.T) {
 	h := fresh(t)
 	allocate(t, h.Store, "b", "10.64.0.0/16", "10.65.0.0/20")
 	version := h.versionOf("b")
 	if h.answered("b", "10.244.0.0/16", "10.245.0.0/16"); h.versionOf("b") != version {
 		t.Error("an answer has nodes report again before the peer gets its tunnel")
 	}
-	another := loaded(t) // so that there is something to publish
+	another := loaded(t) // an allocation to read, so that Refresh publishes a State
 	allocate(t, another.Store, "c", "10.66.0.0/16", "10.67.0.0/20")
 	patched(t, "b", `{"spec":{"networks":null}}`)
 	var seen []int64
@@ -356,11 +360,11 @@ func TestUnwrittenNetworksHaveNoVersion(t *testing.T) {
 	}
 }
 
-// Somebody fills the object of a peer: what is granted has a place before it is in the IpamStorage, and the
-// rest is freed.
-func TestAFullObjectDoesNotBlockNewPeers(t *testing.T) {
+// Somebody fills the object of a peer with networks. The allocated networks replace some of them
+// before the IpamStorage is written, and the rest are freed.
+func TestFullNetworkAllocationDoesNotBlockAnAllocation(t *testing.T) {
 	h := fresh(t)
-	s := &stopping{Client: h.client, at: "PartialObjectMetadata"} // the IpamStorage
+	s := &stopping{Client: h.client, at: "PartialObjectMetadata"} // the kind of the IpamStorage
 	h.client = s
 	full := &isthmus.NetworkAllocation{ObjectMeta: metav1.ObjectMeta{Name: "b"}, Spec: isthmus.NetworkAllocationSpec{ClusterID: "b", Revision: 1}}
 	for i := range maxNetworks {
@@ -396,16 +400,16 @@ func TestAFullObjectDoesNotBlockNewPeers(t *testing.T) {
 	}
 }
 
-// unread is a reader that is not answered.
+// unread is a reader without an answer from the API server.
 type unread struct{ client.Reader }
 
 func (unread) List(context.Context, client.ObjectList, ...client.ListOption) error {
 	return errors.New("no answer")
 }
 
-// The IpamStorage is written, a NetworkAllocation is another one, and the API server does not say which: the
-// State is as it was, and so is the IpamStorage after the next write.
-func TestTheIpamStorageIsComparedWithTheLastWrite(t *testing.T) {
+// The IpamStorage is written, but the write of a NetworkAllocation conflicts and it cannot be read
+// again. The State stays unchanged, and the next write restores the IpamStorage.
+func TestIpamStorageIsRestoredAfterAnotherObjectConflicted(t *testing.T) {
 	h := fresh(t)
 	allocate(t, h.Store, "b", "10.64.0.0/16", "10.65.0.0/16")
 	s, reader := &stopping{Client: h.client, at: "NetworkAllocation b", err: apierrors.NewConflict(schema.GroupResource{}, "b", nil)}, h.reader
@@ -425,8 +429,8 @@ func TestTheIpamStorageIsComparedWithTheLastWrite(t *testing.T) {
 	want(t, "afterwards", "10.64.0.0/16", "10.65.0.0/16")
 }
 
-// One object that cannot be written keeps no other one from being written.
-func TestAnErrorOfOneObjectDoesNotBlockOthers(t *testing.T) {
+// An object that cannot be written does not prevent writes of other objects.
+func TestFailedWriteOfOneObjectDoesNotBlockOthers(t *testing.T) {
 	h := fresh(t)
 	s := &stopping{Client: h.client, at: "NetworkAllocation b"}
 	h.client = s

@@ -10,8 +10,8 @@ import (
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 )
 
-// diff returns the spec of a JSON merge patch that turns have into want. It has only the fields
-// that differ.
+// diff returns the spec of a JSON merge patch that turns have into want. The patch has only the
+// differing fields.
 func diff(have, want *v1alpha1.IpamStorageSpec) map[string]any {
 	spec := make(map[string]any)
 	set := func(field string, differs bool, value any) {
@@ -54,20 +54,20 @@ func diff(have, want *v1alpha1.IpamStorageSpec) map[string]any {
 	return spec
 }
 
-// patchOf returns the merge patch with the given patch of the spec, or nil if that is empty. The
-// patch names the resourceVersion, so that it cannot undo another write.
+// patchOf returns the merge patch for an object with the given patch of its spec. It returns nil if
+// spec is empty. The patch contains the resourceVersion, so that it cannot undo another write.
 func patchOf(version string, spec map[string]any) []byte {
 	if len(spec) == 0 {
 		return nil
 	}
-	// One empty entry removes managedFields. They would be longer than all the rest, cost the API
-	// server more than the write itself, and come back with every response; the object has one
-	// writer.
+	// One empty entry removes managedFields. Otherwise these would be longer than all the rest of the
+	// object, cost the API server more than the write itself, and be part of every response. They are
+	// useless, because the object has one writer.
 	metadata := map[string]any{"resourceVersion": version, "managedFields": []any{map[string]any{}},
-		"annotations": map[string]any{isthmus.AnnotationTakenOver: nil}} // the write has changed the version, so the annotation is obsolete
+		"annotations": map[string]any{isthmus.AnnotationTakenOver: nil}} // this write changes the version, so the annotation is obsolete
 	patch, err := json.Marshal(map[string]any{"metadata": metadata, "spec": spec})
 	if err != nil {
-		panic(err) // maps of strings can be marshalled
+		panic(err) // maps of strings can always be marshalled
 	}
 	return patch
 }
@@ -79,7 +79,7 @@ func fields(v any) (m map[string]any) {
 		err = json.Unmarshal(text, &m)
 	}
 	if err != nil {
-		panic(err) // our own structs can be marshalled
+		panic(err) // our own structs can always be marshalled
 	}
 	return m
 }

@@ -17,8 +17,8 @@ import (
 	"github.com/isthmus-net/isthmus/manager/managertest"
 )
 
-// The API server of all tests of this package. A cluster has one IpamStorage, so the tests do not
-// run in parallel, and each begins without one.
+// All tests of this package share one API server. A cluster has one IpamStorage, so the tests do
+// not run in parallel, and each begins without one.
 var (
 	testScheme = kubetest.NewScheme()
 	testConfig *rest.Config
@@ -34,7 +34,7 @@ func TestMain(m *testing.M) {
 			code = m.Run()
 			return nil
 		}
-		ctx, cancel := context.WithTimeout(context.Background(), 10*time.Minute) // the first time it is built
+		ctx, cancel := context.WithTimeout(context.Background(), 10*time.Minute) // the first run builds the API server
 		defer cancel()
 		server, err := kubetest.Start(ctx, kubetest.Options{Name: "ipamstore"})
 		if err != nil {

@@ -18,9 +18,9 @@ import (
 	"github.com/isthmus-net/isthmus/manager/ipam"
 )
 
-// readAll builds the initial State from the NetworkAllocations. If our own cluster has none, it
-// first imports the IpamStorage that a Liqo left: its entries fill in for missing
-// NetworkAllocations.
+// readAll builds the initial State from the NetworkAllocations. If our own cluster has none,
+// readAll first imports the IpamStorage of an earlier Liqo installation: its entries fill in for
+// missing NetworkAllocations.
 func (s *Store) readAll(ctx context.Context) (state ipam.State, err error) {
 	if err := s.readAllocations(ctx); err != nil {
 		return state, err
@@ -59,11 +59,12 @@ func (s *Store) readAll(ctx context.Context) (state ipam.State, err error) {
 	return s.withAllocations(ctx, state)
 }
 
-// withTraces restores allocations from TunnelEndpoints where NetworkAllocations differ from them:
-// somebody edited, deleted or restored one while no manager ran. It also reverts an allocation of
-// ours that has not reached the TunnelEndpoint; that is then made again. Because a peer may write
-// NetworkConfigs, these count only if all is lost, only for the peer of their tenant namespace, and
-// only if they contradict nothing.
+// withTraces restores allocations from TunnelEndpoints if NetworkAllocations differ from them:
+// somebody edited, deleted or restored one while no manager ran. It also reverts an allocation that
+// has not reached the TunnelEndpoint yet; that allocation is then made again.
+//
+// Peers may write NetworkConfigs, so these count only if all NetworkAllocations are lost, only for
+// the peer of their tenant namespace, and only if they contradict no other object.
 func (s *Store) withTraces(ctx context.Context, own ipam.Config, all []isthmus.NetworkAllocationSpec, lost bool) (state ipam.State, err error) {
 	var (
 		endpoints  v1alpha1.TunnelEndpointList
@@ -96,7 +97,7 @@ func (s *Store) withTraces(ctx context.Context, own ipam.Config, all []isthmus.N
 		own = configured.Own()
 	}
 	state = s.stateOf(own, all)
-	settled, given := make(map[string]bool), make(map[string]bool) // peers that have the networks of a trace, and peers that had others before
+	settled, given := make(map[string]bool), make(map[string]bool) // peers that have the networks of a trace, and peers that had other networks before
 	for _, t := range traces {
 		had, has := state.AllocationOf(t.id)
 		switch {
@@ -134,9 +135,9 @@ func (s *Store) withTraces(ctx context.Context, own ipam.Config, all []isthmus.N
 	return state, nil
 }
 
-// withAllocations holds the networks that only NetworkAllocations have: nodes refuse them, and the
-// time of their release is unknown. Either the State has lost them, or a manager was stopped before
-// it freed them.
+// withAllocations holds the networks that are only in NetworkAllocations: nodes refuse them, and
+// the time of their release is unknown. Either the State has lost them, or a manager was stopped
+// before it freed them.
 func (s *Store) withAllocations(ctx context.Context, state ipam.State) (ipam.State, error) {
 	now, err := s.Now(ctx)
 	if err != nil {
@@ -162,11 +163,11 @@ func (s *Store) withAllocations(ctx context.Context, state ipam.State) (ipam.Sta
 	return state, nil
 }
 
-// A trace has the parts of a lost State that one object shows.
+// A trace is the part of a lost State that can be read from one object.
 type trace struct {
 	object, id            string
 	tunnel                bool         // from a TunnelEndpoint, which only we write
-	pod, external         netip.Prefix // networks of our cluster
+	pod, external         netip.Prefix // our own networks, as far as the object has them
 	podSeen, externalSeen netip.Prefix
 	allocation            ipam.Allocation
 }
@@ -216,7 +217,7 @@ func older(a, b client.Object) int {
 	return cmp.Or(a.GetCreationTimestamp().Compare(b.GetCreationTimestamp().Time), cmp.Compare(a.GetUID(), b.GetUID()))
 }
 
-// seen parses a NAT field; None stands for the original network.
+// seen parses the NAT field nat. The literal None stands for the original network, own.
 func seen(nat, own string) netip.Prefix {
 	if nat == v1alpha1.None {
 		nat = own
@@ -224,7 +225,7 @@ func seen(nat, own string) netip.Prefix {
 	return parse(nat)
 }
 
-// parse returns the zero prefix for anything that is not a prefix.
+// parse parses a prefix. It returns the zero value for any other text.
 func parse(s string) netip.Prefix {
 	p, err := netip.ParsePrefix(s)
 	if err != nil {

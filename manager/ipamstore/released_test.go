@@ -38,7 +38,7 @@ func TestAgentsReadHeldNetworksUntilTheManagerEndsTheHold(t *testing.T) {
 		want(t, when, slices.Clone(all)...)
 	}
 	agents("released")
-	again := loaded(t) // and the manager is started again
+	again := loaded(t) // the manager restarts
 	if methods, _, _ := again.sent(); !slices.Equal(methods, []string{"GET", "PATCH"}) {
 		t.Errorf("a restart sends %v", methods)
 	}
@@ -53,7 +53,8 @@ func TestAgentsReadHeldNetworksUntilTheManagerEndsTheHold(t *testing.T) {
 		t.Errorf("revision %d was %d, and nothing was freed", now, revision)
 	}
 
-	// Somebody takes the time out: the networks stay, and the time is back.
+	// Somebody removes the time of the release. The networks stay held, and the Store writes the time
+	// again.
 	patched(t, "b", `{"spec":{"releasedAt":null}}`)
 	refresh(t, again)
 	if got := again.State().NetworksOf("b"); !slices.Equal(got, []netip.Prefix{had.Pod, had.External}) || allocationOf(t, "b").Spec.ReleasedAt == "" {
@@ -77,9 +78,9 @@ func TestAgentsReadHeldNetworksUntilTheManagerEndsTheHold(t *testing.T) {
 	}
 }
 
-// All definitions and objects are deleted, and a manager starts without any state. Agents keep refusing
-// what they know, because no object frees it.
-func TestARecreatedIPAMStateFreesNothing(t *testing.T) {
+// All CRDs and objects are deleted, and a manager starts without any state. Agents keep refusing
+// the networks that they know, because no object frees them.
+func TestRecreatedIPAMStateFreesNoNetworks(t *testing.T) {
 	h := fresh(t)
 	h.allocate(claim("b", "10.64.0.0/16", "10.65.0.0/20"))
 	before := allocations(t).Revision
@@ -99,8 +100,8 @@ func TestARecreatedIPAMStateFreesNothing(t *testing.T) {
 	}
 }
 
-// A person ends a hold in the NetworkAllocation. A network that a peer has stays, and so does one that an older
-// object frees.
+// An administrator ends a hold in the NetworkAllocation. A network that a peer uses stays, and so
+// does a network that an object with an older revision frees.
 func TestAHoldEndsWhenSomebodyFreesTheNetwork(t *testing.T) {
 	h := fresh(t)
 	h.allocate(claim("b", "10.64.0.0/16", "10.65.0.0/20"))
@@ -129,8 +130,8 @@ func TestAHoldEndsWhenSomebodyFreesTheNetwork(t *testing.T) {
 	}
 }
 
-// Without the IpamStorage the NetworkAllocations still name the networks that nodes refuse.
-func TestHeldNetworksOutliveTheIPAMState(t *testing.T) {
+// The NetworkAllocations still name the held networks after the IpamStorage is deleted.
+func TestHeldNetworksSurviveDeletionOfTheIpamStorage(t *testing.T) {
 	h := fresh(t)
 	had := h.allocate(claim("b", "10.64.0.0/16", "10.65.0.0/20"))
 	h.update(func(b ipam.State) ipam.State { return b.Part("b", time.Now()) })
@@ -151,7 +152,7 @@ func TestHeldNetworksOutliveTheIPAMState(t *testing.T) {
 	}
 }
 
-func TestAStoreUsesItsClock(t *testing.T) {
+func TestStoreUsesTheConfiguredClock(t *testing.T) {
 	s := New(nil, nil, "", nil)
 	if now, err := s.Now(t.Context()); err != nil || time.Since(now).Abs() > time.Hour {
 		t.Errorf("%v, %v", now, err)

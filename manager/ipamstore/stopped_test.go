@@ -17,10 +17,10 @@ import (
 	"github.com/isthmus-net/isthmus/manager/ipam"
 )
 
-// killed is a client of a manager that is killed after some writes.
+// killed is the client of a manager that is killed after some number of writes.
 type killed struct {
 	client.Client
-	writes int // that are left
+	writes int // writes left until the manager is killed
 }
 
 func (k *killed) write() error {
@@ -44,14 +44,14 @@ func (k *killed) Patch(ctx context.Context, o client.Object, p client.Patch, opt
 	return k.Client.Patch(ctx, o, p, opts...)
 }
 
-// A change of our own networks changes the objects of all peers. A manager that is killed between two of them is
-// followed by one that ends up where it would have: no mapping is lost, and no answer is taken for one about
-// another network.
+// A change of our own networks changes the objects of all peers. If a manager is killed in the
+// middle, the next one completes the change: no mapping is lost, and no answer is applied to a
+// network that it was not about.
 func TestAManagerKilledDuringANetworkChangeLosesNothing(t *testing.T) {
 	external, pods, both := ours, ours, ours
 	external.ExternalCIDR, pods.PodCIDR = pfx("172.20.0.0/16"), pfx("172.24.0.0/16")
 	both.ExternalCIDR, both.PodCIDR = external.ExternalCIDR, pods.PodCIDR
-	peers := []string{"b", "c", "z"} // "us" is between them
+	peers := []string{"b", "c", "z"} // the object of "us", our own cluster, is written between theirs
 	for what, next := range map[string]ipam.Config{"ExternalCIDR": external, "PodCIDR": pods, "both": both} {
 		for writes := 0; ; writes++ {
 			when := fmt.Sprintf("%s, killed after %d writes", what, writes)
@@ -84,9 +84,9 @@ func TestAManagerKilledDuringANetworkChangeLosesNothing(t *testing.T) {
 	}
 }
 
-// Only networks are reported by nodes: what else changes of an object leaves the version that a node reports as it
-// was, also after the manager was started again.
-func TestAnswersAndMappingsDoNotChangeTheVersion(t *testing.T) {
+// Nodes report only networks. So other changes of an object must not change the version that nodes
+// report, even if the manager restarts.
+func TestAnswersAndMappingsDoNotChangeTheReportedVersion(t *testing.T) {
 	h := fresh(t)
 	h.allocate(claim("b", "10.64.0.0/16", "10.65.0.0/20"))
 	version := h.versionOf("b")
@@ -116,20 +116,21 @@ func TestAnswersAndMappingsDoNotChangeTheVersion(t *testing.T) {
 	if now := h.versionOf("b"); now != fabric.Version(o.ResourceVersion) || now != allocations(t).Version {
 		t.Errorf("another network has version %d in %s", now, o.ResourceVersion)
 	}
-	// As a restored state of the API server has it.
+	// This is the object's content after the API server's own state was restored from a backup.
 	o.Spec.NetworksSince = &isthmus.NetworksSince{ResourceVersion: 9_000_000_000, Revision: o.Spec.Revision, UID: string(o.UID)}
 	if got := fabric.NamedSince(string(o.UID), o.ResourceVersion, &o.Spec); got != fabric.Version(o.ResourceVersion) {
 		t.Errorf("a version of the future is %d", got)
 	}
-	known := allocation{uid: o.UID, since: 9_000_000_000, spec: o.Spec} // before the API server's own state was restored
+	known := allocation{uid: o.UID, since: 9_000_000_000, spec: o.Spec} // read before the API server's own state was restored
 	if got := known.sinceWith(&o); got != fabric.Version(o.ResourceVersion) {
 		t.Errorf("a version that was known before a restore is %d", got)
 	}
 }
 
-// An older manager changes the networks and the revision of an object, and leaves what it does not know. A backup
-// has the object as it was, and another UID when it is there again. Nodes have to report both.
-func TestAVersionIsBoundToRevisionAndObject(t *testing.T) {
+// An older manager changes the networks and the revision of an object but not its networksSince
+// field. A backup restores the content of an object with a new UID. In both cases nodes must report
+// again.
+func TestVersionChangesWithTheRevisionAndTheUID(t *testing.T) {
 	h := fresh(t)
 	h.allocate(claim("b", "10.64.0.0/16", "10.65.0.0/20"))
 	h.answered("b", "10.246.0.0/16", "10.247.0.0/16")
@@ -167,8 +168,8 @@ func TestAVersionIsBoundToRevisionAndObject(t *testing.T) {
 	reported("a backup", h)
 }
 
-// Somebody frees a network by hand, and the manager writes the object before it has looked.
-func TestAnEndedHoldStaysEnded(t *testing.T) {
+// Somebody frees a network by hand, and the manager writes the object before it reads that change.
+func TestHoldEndedByHandIsNotWrittenAgain(t *testing.T) {
 	h := fresh(t)
 	shorter := claim("c", "10.66.0.0/16", "10.67.0.0/20")
 	h.allocate(shorter)
@@ -183,8 +184,9 @@ func TestAnEndedHoldStaysEnded(t *testing.T) {
 	want(t, "a look", "10.66.0.0/17", "10.67.0.0/20")
 }
 
-// An IpamStorage that somebody's finalizer keeps is written until it is gone, and then there is another one.
-func TestADeletedIpamStorageDoesNotBlock(t *testing.T) {
+// Somebody's finalizer delays the deletion of an IpamStorage. The Store writes it until it is gone,
+// and then creates another one.
+func TestDelayedDeletionOfTheIpamStorageDoesNotBlockUpdates(t *testing.T) {
 	h := fresh(t)
 	h.allocate(claim("b", "10.64.0.0/16", "10.65.0.0/20"))
 	const finalizer = "test.isthmus.net/keep"

@@ -1,18 +1,19 @@
 // Package ipamstore stores the State of package ipam in one NetworkAllocation for each cluster.
-// They survive a restart, and people can read them. Route agents and gateways read the same
-// objects. The manager that leads owns the Store; all controllers change the State through Update.
+// These objects survive a restart, and people can read them. Route agents and gateways read the
+// same objects. The manager that leads owns the Store; all controllers change the State through
+// Update.
 //
 //	Load ──► State ──► Update ──► NetworkAllocations ──► IpamStorage ──► freed networks ──► State
 //	          ▲                        │ conflict: somebody else wrote
 //	          └──────── read again ◄───┘
 //
-// The IpamStorage is a copy in Liqo's format for Liqo's components. It is read once, to import the
-// state of a Liqo, if there is no NetworkAllocation of our own cluster. It is written after each
-// allocation. A changed resourceVersion shows a manager that another one has allocated something
-// meanwhile.
+// The IpamStorage is a copy in Liqo's format, for Liqo's components. The Store writes it after each
+// allocation. The Store reads it only to import the state of a Liqo installation, if our own
+// cluster has no NetworkAllocation yet. A changed resourceVersion of the IpamStorage shows a
+// manager that another manager has allocated networks.
 //
-// A write of another manager is accepted if its stateRevision is higher than ours and it removes no
-// network without freeing it. Anything else, such as an edit, a deletion or an older backup, is
+// A write of another manager is accepted if its session is later than ours and it removes no
+// network without freeing it. Any other change, such as an edit, a deletion or an older backup, is
 // overwritten.
 package ipamstore
 
@@ -43,13 +44,14 @@ import (
 	"github.com/isthmus-net/isthmus/manager/ipam"
 )
 
-// errNotLoaded means that Load has to succeed first.
+// errNotLoaded means that no call of Load has succeeded yet.
 var errNotLoaded = errors.New("the IPAM state is not loaded yet")
 
-// errUnread means that the writes of another manager have to be read first.
+// errUnread means that another manager has written, and that its writes must be read first.
 var errUnread = apierrors.NewConflict(schema.GroupResource{Group: v1alpha1.GroupVersion.Group, Resource: "ipamstorages"}, "", errors.New("another manager has written"))
 
-// errNotAllocated means that Refresh has to be called again.
+// errNotAllocated means that NetworkAllocations lack a part of the State, so Refresh must be called
+// again.
 var errNotAllocated = errors.New("NetworkAllocations do not have the IPAM state yet")
 
 // A Store stores one State. Its methods may be called concurrently.
@@ -58,20 +60,20 @@ type Store struct {
 	reader client.Reader
 	log    *slog.Logger
 
-	now func(context.Context) (time.Time, error) // implements Now
+	now func(context.Context) (time.Time, error) // implements the method Now
 
 	state atomic.Pointer[ipam.State]
 
-	mu          sync.Mutex // one update at a time
+	mu          sync.Mutex // held during an update
 	loaded      bool
 	object      *v1alpha1.IpamStorage // as last read; nil if it does not exist
-	synced      bool                  // object has the State and its version is current; its spec need not be
+	synced      bool                  // object's version is current and it has the State; its spec may be outdated
 	self        string                // ID of our own cluster, whose NetworkAllocation has our own networks
 	allocations map[string]allocation // by name, as last read or written
-	session     int64                 // resourceVersion of the IpamStorage when we began to write
-	read        int64                 // session for which all objects were read; if it is not session, read first
-	allocated   bool                  // all allocations match the State
-	revision    int64                 // the highest one read or written
+	session     int64                 // resourceVersion of the IpamStorage when this manager began to write
+	read        int64                 // session for which all objects were read; if it differs from session, they must be read first
+	allocated   bool                  // whether all NetworkAllocations match the State
+	revision    int64                 // the highest revision read or written
 	subscribers []chan event.GenericEvent
 	observers   []Observer
 
@@ -79,8 +81,7 @@ type Store struct {
 	queue   []*update // updates that wait for mu, or are in progress
 }
 
-// An update is one call of Update. Only the goroutine that holds Store.mu may use fields other than
-// f.
+// An update is one call of Update. Fields other than f belong to the goroutine that holds Store.mu.
 type update struct {
 	f     func(ipam.State) (ipam.State, error)
 	done  bool // state and err are set
@@ -89,7 +90,7 @@ type update struct {
 }
 
 // New makes a Store for the cluster with the given ID. c writes, and may read from a cache. reader
-// reads from the API server itself.
+// must read from the API server itself.
 func New(c client.Client, reader client.Reader, clusterID string, log *slog.Logger) *Store {
 	s := &Store{client: c, reader: reader, self: clusterID, log: log, now: func(context.Context) (time.Time, error) { return time.Now(), nil }}
 	s.state.Store(new(ipam.State))
@@ -107,8 +108,8 @@ func (s *Store) Now(ctx context.Context) (time.Time, error) { return s.now(ctx) 
 func (s *Store) State() ipam.State { return *s.state.Load() }
 
 // Load reads the NetworkAllocations. If our own cluster has none, Load imports the IpamStorage. If
-// that is missing or invalid, it rebuilds the State from TunnelEndpoints, NetworkConfigs and
-// NatMappings. It may be called again after an error.
+// the IpamStorage is missing or invalid, Load rebuilds the State from TunnelEndpoints,
+// NetworkConfigs and NatMappings. Load may be called again after an error.
 func (s *Store) Load(ctx context.Context) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -135,14 +136,14 @@ func (s *Store) Load(ctx context.Context) error {
 			return nil
 		case !stale(err) || ctx.Err() != nil:
 			return err
-		} // a previous leader has written meanwhile, and its allocations count
+		} // a previous leader has written in the meantime, and its allocations count
 	}
 }
 
-// Update changes the State by f, writes the difference and returns the new State, or the old one
-// and an error. If another process has written meanwhile, Update calls f again, so f must be pure.
-// If f fails, Update writes nothing and returns f's error unchanged. It does not write if nothing
-// changes.
+// Update applies f to the State, writes the difference and returns the new State. On an error it
+// returns the old State. If another process has written in the meantime, Update calls f again, so f
+// must be pure. If f fails, Update writes nothing and returns f's error unchanged. It does not
+// write if nothing changes.
 //
 // The first of several updates that arrive during a write writes them all together, because a patch
 // of many entries costs the API server no more than a patch of one.
@@ -174,7 +175,7 @@ func (s *Store) Update(ctx context.Context, f func(ipam.State) (ipam.State, erro
 		return b, nil
 	})
 	if err != nil {
-		return state, err // it may be about our ctx, so the other callers try by themselves
+		return state, err // the error may be about our ctx, so the other callers try by themselves
 	}
 	for _, u := range together {
 		u.done, u.state = true, state
@@ -186,8 +187,8 @@ func (s *Store) Update(ctx context.Context, f func(ipam.State) (ipam.State, erro
 }
 
 // Refresh checks whether another program has changed or deleted the IpamStorage or a
-// NetworkAllocation, and overwrites changes that are not accepted. Otherwise only the next Update
-// would notice.
+// NetworkAllocation, and overwrites changes that are not accepted. Without Refresh, only the next
+// Update would notice them.
 func (s *Store) Refresh(ctx context.Context) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -218,10 +219,10 @@ func (s *Store) Refresh(ctx context.Context) error {
 	return err
 }
 
-// Subscribe returns a channel with an event after every change. The name of its object is the ID of
-// the peer whose networks, answer or mappings changed. An empty name stands for our own networks or
-// all peers. Events of one peer that nobody has received yet become one event. A Store never waits
-// for a subscriber.
+// Subscribe returns a channel with an event after every change. The name of the event's object is
+// the ID of the peer whose networks, answer or mappings changed. An empty name stands for our own
+// networks or for all peers. Pending events of one peer are merged. A Store never waits for a
+// subscriber.
 func (s *Store) Subscribe() <-chan event.GenericEvent {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -230,14 +231,16 @@ func (s *Store) Subscribe() <-chan event.GenericEvent {
 	return ch
 }
 
-// An Observer gets a State and the resourceVersions of the peers' NetworkAllocations.
+// An Observer is called with a State. version returns the resourceVersion of a peer's
+// NetworkAllocation.
 type Observer func(state ipam.State, version func(id string) int64)
 
-// NotWritten is the resourceVersion of an allocation that is not written yet. No agent reports it.
+// NotWritten is the resourceVersion of an allocation that is not written yet. No agent ever reports
+// it.
 const NotWritten = math.MaxInt64
 
-// Observe calls f with the current State, and then with every State that was written, in order:
-// others may have read any of them. f must be fast, and must not call the Store.
+// Observe calls f with the current State, and then with every State that was written, in order,
+// because other processes may have read any of them. f must be fast, and must not call the Store.
 func (s *Store) Observe(f Observer) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -268,13 +271,13 @@ func (s *Store) write(ctx context.Context, f func(ipam.State) (ipam.State, error
 }
 
 // put writes the State into the NetworkAllocations and the IpamStorage. The API server answers
-// Conflict, NotFound or AlreadyExists if one of them is not as last read.
+// Conflict, NotFound or AlreadyExists if one of these objects is not as last read.
 func (s *Store) put(ctx context.Context, state ipam.State) error {
 	if s.read != s.session {
 		return errUnread
 	}
 	clusters := s.unallocated(state)
-	s.allocated = false // until all is written
+	s.allocated = false // until everything is written
 	if err := s.allocate(ctx, state, clusters, true); err != nil {
 		return err
 	}
@@ -289,7 +292,7 @@ func (s *Store) put(ctx context.Context, state ipam.State) error {
 			s.allocations[name] = a
 		}
 	case stale(err): // somebody may have freed a network of the State
-		s.object.Spec, s.synced = state.Spec(), false // it does not equal the State of the Store
+		s.object.Spec, s.synced = state.Spec(), false // the IpamStorage has this state, but the Store does not
 		return err
 	default:
 		s.log.Warn("cannot write NetworkAllocations; nodes refuse released networks until then", "error", err)
@@ -307,7 +310,7 @@ func (s *Store) mirror(ctx context.Context, state ipam.State) error {
 		have, want = s.object.Spec, state.Spec()
 	}
 	if patch := patchOf(s.object.ResourceVersion, diff(&have, &want)); patch != nil {
-		// The response has no spec, which would be as long as all peers together.
+		// PartialObjectMetadata makes the API server answer without the spec, which has all peers.
 		answer := Metadata()
 		answer.Name = s.object.Name
 		if err := s.client.Patch(ctx, answer, client.RawPatch(types.MergePatchType, patch)); err != nil {
@@ -319,16 +322,16 @@ func (s *Store) mirror(ctx context.Context, state ipam.State) error {
 	return nil
 }
 
-// Metadata returns an empty IpamStorage, for its metadata only. A cache needs no more than its
-// version, and the spec, with 300 octets for each peer, changes with every new peer.
+// Metadata returns an empty IpamStorage that has metadata only. A cache needs only the version of
+// the IpamStorage. The spec has 300 octets for each peer, and changes with every new peer.
 func Metadata() *metav1.PartialObjectMetadata {
 	m := new(metav1.PartialObjectMetadata)
 	m.SetGroupVersionKind(v1alpha1.GroupVersion.WithKind("IpamStorage"))
 	return m
 }
 
-// reread adopts the writes of other managers. It ignores all other changes, which write then
-// reverts.
+// reread adopts the writes of other managers. It ignores all other changes, and write then reverts
+// these.
 func (s *Store) reread(ctx context.Context) error {
 	object, err := s.find(ctx)
 	if err != nil {
@@ -360,14 +363,14 @@ func (s *Store) reread(ctx context.Context) error {
 	return nil
 }
 
-// ipamStorage is the name of the IpamStorage if no Liqo left one. It is fixed, so that only one of
-// two managers can create it.
+// ipamStorage is the name of the IpamStorage if no Liqo installation left one. The name is fixed,
+// so that only one of two managers can create it.
 const ipamStorage = "ipamstorage-isthmus"
 
-// takeOver begins a session by writing the IpamStorage; object is the result of find. From then on,
-// a manager with an earlier session cannot allocate: its next write of the IpamStorage conflicts.
-// So everything allocated before can be read now. The error is a conflict if another manager was
-// faster.
+// takeOver begins a session by writing the IpamStorage. object is the result of find. From then on,
+// a manager with an earlier session cannot allocate, because its next write of the IpamStorage
+// conflicts. So the manager with the new session can read all earlier allocations. takeOver returns
+// a conflict if another manager was faster.
 func (s *Store) takeOver(ctx context.Context, object *v1alpha1.IpamStorage) (err error) {
 	if object == nil {
 		object = &v1alpha1.IpamStorage{ObjectMeta: metav1.ObjectMeta{Name: ipamStorage, GenerateName: "ipamstorage-", Labels: map[string]string{v1alpha1.LabelIpamStorage: "true"}}, Spec: ipam.State{}.Spec()}
@@ -393,8 +396,8 @@ func (s *Store) takeOver(ctx context.Context, object *v1alpha1.IpamStorage) (err
 	return nil
 }
 
-// find returns the oldest IpamStorage, or nil. One that is being deleted counts until it is gone:
-// nobody can create another one with its name before, and it can still be written.
+// find returns the oldest IpamStorage, or nil. It also returns one that is being deleted: until
+// that is gone, it can still be written, and no other object can be created with its name.
 func (s *Store) find(ctx context.Context) (*v1alpha1.IpamStorage, error) {
 	var list v1alpha1.IpamStorageList
 	if err := s.reader.List(ctx, &list); err != nil {
@@ -424,8 +427,8 @@ func blank(spec *v1alpha1.IpamStorageSpec) bool {
 	return len(spec.ClusterSubnets) == 0 && len(spec.EndpointMappings) == 0 && spec.PodCIDR == "" && spec.ServiceCIDR == "" && spec.ExternalCIDR == ""
 }
 
-// versionOf returns the resourceVersion of a peer's NetworkAllocation, or NotWritten if that lacks
-// networks of the peer in the State.
+// versionOf returns the resourceVersion of a peer's NetworkAllocation. It returns NotWritten if the
+// object lacks a network that the peer has in the State.
 func (s *Store) versionOf(id string) int64 {
 	a := s.allocations[fabric.AllocationName(id)]
 	g, _ := s.State().AllocationOf(id)
@@ -437,8 +440,8 @@ func (s *Store) versionOf(id string) int64 {
 	return a.since
 }
 
-// publish replaces the State. It notifies all observers, because versions may have changed, and
-// subscribers of the peers that changed.
+// publish replaces the State. It notifies all observers, because versions may have changed. It
+// notifies subscribers only of the peers that changed.
 func (s *Store) publish(next ipam.State) {
 	was := s.state.Swap(&next)
 	for _, f := range s.observers {
@@ -456,8 +459,8 @@ func (s *Store) publish(next ipam.State) {
 	}
 }
 
-// send never blocks: it takes back the events that nobody has received yet and merges them with the
-// new ones. Only one goroutine may send to ch.
+// send sends an event for each name, and never blocks. It receives the events that nobody has
+// received yet from ch and merges them with the new ones. Only one goroutine may send to ch.
 func send(ch chan event.GenericEvent, names []string) {
 	pending := make(map[string]bool)
 	for waiting := true; waiting; {

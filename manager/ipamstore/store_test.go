@@ -40,15 +40,15 @@ func claim(id, pod, external string) ipam.Request {
 	return ipam.Request{ID: id, Pod: pfx(pod), External: pfx(external)}
 }
 
-// A harness is a Store with what it says and sends.
+// A harness is a Store with its log, its events and its requests.
 type harness struct {
 	*Store
 	t        *testing.T
 	mu       sync.Mutex
 	log      bytes.Buffer
-	requests []string // methods
-	sizes    []int    // of their bodies
-	answers  []int64  // lengths of the bodies of the answers
+	requests []string // HTTP methods of the requests
+	sizes    []int    // lengths of the requests' bodies
+	answers  []int64  // lengths of the responses' bodies
 }
 
 type roundTripper func(*http.Request) (*http.Response, error)
@@ -67,7 +67,8 @@ func (h *harness) said() string {
 	return h.log.String()
 }
 
-// sent returns the methods since the last call, and the sizes of their bodies.
+// sent returns the methods of all requests since the last call, and the lengths of request and
+// response bodies.
 func (h *harness) sent() ([]string, []int, []int64) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -76,7 +77,7 @@ func (h *harness) sent() ([]string, []int, []int64) {
 	return methods, sizes, answers
 }
 
-// newStore makes a Store as another process would have it.
+// newStore returns a Store without shared memory, like that of another process.
 func newStore(t *testing.T) *harness {
 	t.Helper()
 	if testing.Short() {
@@ -129,7 +130,7 @@ func loaded(t *testing.T) *harness {
 	return h
 }
 
-// fresh is a Store in a cluster that had none.
+// fresh returns a Store in a cluster without any IPAM state.
 func fresh(t *testing.T) *harness {
 	t.Helper()
 	h := newStore(t)
@@ -187,7 +188,7 @@ func (h *harness) mapEndpoint(id, ip string) (seen netip.Addr) {
 	return seen
 }
 
-// object is the one IpamStorage there is.
+// object returns the only IpamStorage.
 func object(t *testing.T) *v1alpha1.IpamStorage {
 	t.Helper()
 	var list v1alpha1.IpamStorageList
@@ -197,7 +198,7 @@ func object(t *testing.T) *v1alpha1.IpamStorage {
 	return &list.Items[0]
 }
 
-// agree checks that the object says what the State says.
+// agree checks that the IpamStorage equals the State, and returns it.
 func (h *harness) agree() *v1alpha1.IpamStorage {
 	h.t.Helper()
 	o := object(h.t)
@@ -207,7 +208,7 @@ func (h *harness) agree() *v1alpha1.IpamStorage {
 	return o
 }
 
-// versions are those of the NetworkAllocations.
+// versions returns the resourceVersions of the NetworkAllocations.
 func versions(t *testing.T) (all []string) {
 	t.Helper()
 	var list isthmus.NetworkAllocationList
@@ -229,7 +230,7 @@ func edit(t *testing.T, change func(*v1alpha1.IpamStorage)) {
 	}
 }
 
-func TestTheObjectIsLiqosAndReadable(t *testing.T) {
+func TestIpamStorageHasLiqosNameAndLabel(t *testing.T) {
 	h := fresh(t)
 	h.allocate(claim("bbbbbbbb-2222", "10.244.0.0/16", "10.245.0.0/16"))
 	h.answered("bbbbbbbb-2222", "10.246.0.0/16", "10.247.0.0/16")
@@ -245,7 +246,7 @@ func TestTheObjectIsLiqosAndReadable(t *testing.T) {
 	t.Logf("\n%s", text)
 }
 
-func TestARestartFindsEverythingAndWritesNothing(t *testing.T) {
+func TestRestartReadsTheWholeStateAndChangesNoObject(t *testing.T) {
 	h := fresh(t)
 	g := h.allocate(claim("b", "10.244.0.0/16", "10.245.0.0/16"))
 	h.answered("b", "10.246.0.0/16", "10.247.0.0/16")
@@ -272,7 +273,7 @@ func TestARestartFindsEverythingAndWritesNothing(t *testing.T) {
 	}
 }
 
-// ask maps an endpoint as somebody's.
+// ask maps an endpoint and records the caller by as its requester.
 func (h *harness) ask(id, ip, by, what string) {
 	h.t.Helper()
 	if _, err := h.Update(h.t.Context(), func(b ipam.State) (ipam.State, error) {
@@ -286,7 +287,7 @@ func (h *harness) ask(id, ip, by, what string) {
 	}
 }
 
-func TestARestartKnowsWhoAskedForAMapping(t *testing.T) {
+func TestRequestersOfAMappingSurviveARestart(t *testing.T) {
 	h := fresh(t)
 	h.allocate(claim("b", "10.244.0.0/16", "10.245.0.0/16"))
 	h.answered("b", "10.246.0.0/16", "10.247.0.0/16")
@@ -305,7 +306,7 @@ func TestARestartKnowsWhoAskedForAMapping(t *testing.T) {
 	if methods, _, _ := again.sent(); !slices.Equal(methods, []string{"GET", "PATCH"}) {
 		t.Errorf("a restart sends %v", methods)
 	}
-	// Both processes write; neither forgets what the other one noted.
+	// Both processes write, and each keeps the requesters that the other one recorded.
 	h.ask("b", "198.51.100.8", "certificate CN=one", "")
 	again.ask("b", "198.51.100.9", "certificate CN=another", "")
 	if by := again.State().AskedFor("b", netip.MustParseAddr("198.51.100.8")); !slices.Equal(by, []string{"certificate CN=one"}) {
@@ -396,7 +397,7 @@ func TestConcurrentUpdatesAreWrittenTogether(t *testing.T) {
 		switch {
 		case i == 0 && (err != refused || ok): //nolint:errorlint // it has to be that very error
 			t.Errorf("the update that has an error returned %v; the State has %v", err, have)
-		case i == gone: // another one may have written it, or not
+		case i == gone: // its caller gave up; another caller may have written its update
 		case i > 0 && (err != nil || have != granted[i]):
 			t.Errorf("peer-%d: %v, was told %v, the State has %v", i, err, granted[i], have)
 		}
@@ -410,7 +411,7 @@ func TestConcurrentUpdatesAreWrittenTogether(t *testing.T) {
 	h.agree()
 }
 
-func TestAnErrorWritesNothing(t *testing.T) {
+func TestFailedUpdateWritesNothing(t *testing.T) {
 	h := fresh(t)
 	h.sent()
 	want := errors.New("no")
@@ -437,7 +438,7 @@ func TestAnErrorWritesNothing(t *testing.T) {
 	}
 }
 
-func TestTwoStoresLoseNoUpdateAndAllocateNothingTwice(t *testing.T) {
+func TestConcurrentStoresLoseNoUpdateAndAllocateNoNetworkTwice(t *testing.T) {
 	a := fresh(t)
 	b := loaded(t)
 	const each = 25
@@ -468,7 +469,7 @@ func TestTwoStoresLoseNoUpdateAndAllocateNothingTwice(t *testing.T) {
 	if n := len(o.Spec.EndpointMappings); n != 4*each+1 {
 		t.Errorf("%d endpoints, want %d", n, 4*each+1)
 	}
-	if _, err := ipam.Read(&o.Spec); err != nil { // it refuses overlaps and addresses used twice
+	if _, err := ipam.Read(&o.Spec); err != nil { // Read refuses overlaps and addresses that are used twice
 		t.Error(err)
 	}
 	for _, h := range []*harness{a, b} {
@@ -482,7 +483,7 @@ func TestTwoStoresLoseNoUpdateAndAllocateNothingTwice(t *testing.T) {
 	}
 }
 
-// Nothing reads the IpamStorage. It is written again after any edit.
+// The Store does not use the content of the IpamStorage. It writes the object again after any edit.
 func TestEditsOfTheIpamStorageAreReverted(t *testing.T) {
 	subnets := func(s *v1alpha1.IpamStorageSpec, f func(*v1alpha1.Subnets)) {
 		v := s.ClusterSubnets["b"]
@@ -506,10 +507,10 @@ func TestEditsOfTheIpamStorageAreReverted(t *testing.T) {
 		{"another peer", func(s *v1alpha1.IpamStorageSpec) {
 			s.ClusterSubnets["d"] = v1alpha1.Subnets{RemotePodCIDR: "10.66.0.0/16", RemoteExternalCIDR: "10.67.0.0/20"}
 		}},
-		{"an endpoint of nobody", func(s *v1alpha1.IpamStorageSpec) {
+		{"an endpoint of an unknown peer", func(s *v1alpha1.IpamStorageSpec) {
 			s.EndpointMappings["198.51.100.7"].ClusterMappings["who"] = v1alpha1.ClusterMapping{ExternalCIDRNattedIP: "10.1.1.1"}
 		}},
-		{"an emptied object", func(s *v1alpha1.IpamStorageSpec) { *s = ipam.State{}.Spec() }},
+		{"an empty object", func(s *v1alpha1.IpamStorageSpec) { *s = ipam.State{}.Spec() }},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
 			h := fresh(t)
@@ -517,11 +518,11 @@ func TestEditsOfTheIpamStorageAreReverted(t *testing.T) {
 			h.answered("b", "10.246.0.0/16", "10.247.0.0/16")
 			h.mapEndpoint("b", "198.51.100.7")
 			for when, notice := range map[string]func() *harness{
-				"an update": func() *harness { // meets the edit as a conflict
+				"an update": func() *harness { // its write of the edited object conflicts
 					h.allocate(claim("c", "10.50.0.0/16", "10.51.0.0/16"))
 					return h
 				},
-				"a look":    func() *harness { refresh(t, h); return h },
+				"a refresh": func() *harness { refresh(t, h); return h },
 				"a restart": func() *harness { return loaded(t) },
 			} {
 				h.update(func(b ipam.State) ipam.State { return b.Release("c") })
@@ -538,8 +539,8 @@ func TestEditsOfTheIpamStorageAreReverted(t *testing.T) {
 	}
 }
 
-// No manager has written what a person, or a backup, puts into a NetworkAllocation: it is written over, also
-// when the IpamStorage was changed with it.
+// If a person or a restored backup changes a NetworkAllocation, the Store overwrites the change,
+// even if the IpamStorage was changed as well.
 func TestEditsOfANetworkAllocationAreReverted(t *testing.T) {
 	h := fresh(t)
 	h.allocate(claim("b", "10.244.0.0/16", "10.245.0.0/16"))
@@ -562,8 +563,8 @@ func TestEditsOfANetworkAllocationAreReverted(t *testing.T) {
 	}
 }
 
-// A Liqo was here before. What it has left is read once.
-func TestTheIpamStorageOfALiqoIsImportedOnce(t *testing.T) {
+// An earlier Liqo installation left an IpamStorage, which is read once.
+func TestIpamStorageOfEarlierLiqoIsImportedOnce(t *testing.T) {
 	h := fresh(t)
 	h.allocate(claim("b", "10.244.0.0/16", "10.245.0.0/16"))
 	h.answered("b", "10.246.0.0/16", "10.247.0.0/16")
@@ -585,7 +586,8 @@ func TestTheIpamStorageOfALiqoIsImportedOnce(t *testing.T) {
 			o.Spec.EndpointMappings = map[string]v1alpha1.EndpointMapping{}
 		})
 	}
-	// The object of our own cluster is lost: what the others have counts, and not the copy.
+	// Our own cluster's object is lost. The objects of the other clusters count, and the IpamStorage
+	// does not.
 	if err := testClient.Delete(t.Context(), &isthmus.NetworkAllocation{ObjectMeta: metav1.ObjectMeta{Name: "us"}}); err != nil {
 		t.Fatal(err)
 	}
@@ -594,9 +596,9 @@ func TestTheIpamStorageOfALiqoIsImportedOnce(t *testing.T) {
 	}
 }
 
-// Managers were stopped between two writes, or an older object was restored: where two objects name one
-// network, or one address, the later one counts.
-func TestTheLaterOfTwoConflictingObjectsCounts(t *testing.T) {
+// Managers were stopped between two writes, or an older object was restored. If two objects have
+// the same network or address, the later object counts.
+func TestLaterOfTwoConflictingNetworkAllocationsWins(t *testing.T) {
 	h := fresh(t)
 	for _, id := range []string{"b", "c"} {
 		h.allocate(claim(id, "10.244.0.0/16", "10.245.0.0/16"))
@@ -619,11 +621,12 @@ func TestTheLaterOfTwoConflictingObjectsCounts(t *testing.T) {
 	want(t, "afterwards", c.Spec.Networks...)
 }
 
-// What a leader before grants while another one starts stays granted: its networks are not taken back.
-func TestAnAllocationWhileAnotherManagerStarts(t *testing.T) {
+// The previous leader allocates networks while another manager starts. The new leader keeps the
+// allocation.
+func TestAllocationMadeWhileAnotherManagerStartsIsKept(t *testing.T) {
 	before := fresh(t)
 	before.allocate(claim("b", "10.244.0.0/16", "10.245.0.0/16"))
-	edit(t, func(o *v1alpha1.IpamStorage) { o.Spec.Pools = []string{} }) // so that the one that starts has something to write
+	edit(t, func(o *v1alpha1.IpamStorage) { o.Spec.Pools = []string{} }) // so that the starting manager has something to write
 	late := sync.OnceFunc(func() {
 		if err := before.Refresh(t.Context()); err != nil {
 			t.Error(err)
@@ -652,10 +655,10 @@ func TestAnAllocationWhileAnotherManagerStarts(t *testing.T) {
 	}
 }
 
-// A manager that starts finds a NetworkAllocation that somebody has edited, restored or deleted meanwhile.
+// While no manager ran, somebody edited, restored or deleted a NetworkAllocation.
 func TestNetworksOfATunnelEndpointAreRestored(t *testing.T) {
 	h := fresh(t)
-	for i, id := range []string{"a-0000", "b-0001"} { // b has a TunnelEndpoint
+	for i, id := range []string{"a-0000", "b-0001"} { // only b has a TunnelEndpoint
 		h.allocate(claim(id, "10.244.0.0/16", "10.245.0.0/16"))
 		h.answered(id, fmt.Sprintf("10.%d.0.0/16", 70+i), fmt.Sprintf("10.%d.0.0/16", 80+i))
 		h.mapEndpoint(id, "198.51.100.7")
@@ -691,7 +694,7 @@ func TestNetworksOfATunnelEndpointAreRestored(t *testing.T) {
 	}
 }
 
-func TestADeletedObjectIsRecreatedFromMemory(t *testing.T) {
+func TestDeletedIpamStorageIsRecreatedFromMemory(t *testing.T) {
 	h := fresh(t)
 	h.allocate(claim("b", "10.244.0.0/16", "10.245.0.0/16"))
 	for _, notice := range []func(){
@@ -712,7 +715,7 @@ func TestADeletedObjectIsRecreatedFromMemory(t *testing.T) {
 	}
 }
 
-func TestTheOldestOfSeveralObjectsCounts(t *testing.T) {
+func TestOldestOfSeveralIpamStoragesIsUsed(t *testing.T) {
 	h := fresh(t)
 	h.allocate(claim("b", "10.244.0.0/16", "10.245.0.0/16"))
 	other := &v1alpha1.IpamStorage{ObjectMeta: metav1.ObjectMeta{Name: "a-younger-one", UID: "", Labels: map[string]string{v1alpha1.LabelIpamStorage: "true"}}}
@@ -730,7 +733,7 @@ func TestTheOldestOfSeveralObjectsCounts(t *testing.T) {
 	}
 }
 
-func TestALostStateIsRebuiltFromItsResults(t *testing.T) {
+func TestLostStateIsRebuiltFromTunnelEndpointsAndNetworkConfigs(t *testing.T) {
 	h := fresh(t)
 	for i, id := range []string{"b-0001", "c-0002"} {
 		h.allocate(claim(id, "10.244.0.0/16", "10.245.0.0/16"))
@@ -746,14 +749,14 @@ func TestALostStateIsRebuiltFromItsResults(t *testing.T) {
 	for _, id := range []string{"b-0001", "c-0002", "d-0003"} {
 		makeTraces(t, h.State(), id)
 	}
-	// A peer claims the network of another one in its own namespace, and writes about a cluster
-	// that it is not.
+	// A hostile peer claims another peer's network in its own tenant namespace, and writes a
+	// NetworkConfig of another cluster.
 	evil := namespace(t, "evil-0004")
 	create(t, networkConfig(evil, "evil-0004", "evil-0004", "10.244.0.0/16", "10.246.0.0/16"))
 	create(t, networkConfig(evil, "b-0001", "b-0001", "10.244.0.0/16", "10.66.0.0/16"))
 	create(t, networkConfig(namespace(t, ""), "nobody", "nobody", "10.244.0.0/16", "10.67.0.0/16"))
 
-	for _, lose := range []func(*v1alpha1.IpamStorage){ // and no NetworkAllocation is left
+	for _, lose := range []func(*v1alpha1.IpamStorage){ // at the same time all NetworkAllocations are deleted
 		func(o *v1alpha1.IpamStorage) { o.Spec = ipam.State{}.Spec() },
 		func(o *v1alpha1.IpamStorage) {
 			o.Spec.ClusterSubnets["b-0001"] = v1alpha1.Subnets{RemotePodCIDR: "10.0.0.0/7"}
@@ -781,8 +784,8 @@ func TestALostStateIsRebuiltFromItsResults(t *testing.T) {
 	}
 }
 
-// makeTraces makes the objects that follow from the State for one peer: for d, which has not
-// answered, the copy alone.
+// makeTraces creates the objects that follow from the State for one peer. d, which has not
+// answered, gets only the copy of its NetworkConfig.
 func makeTraces(t *testing.T, b ipam.State, id string) {
 	t.Helper()
 	ns := namespace(t, id)
@@ -819,7 +822,7 @@ func makeTraces(t *testing.T, b ipam.State, id string) {
 	}
 }
 
-// networkConfig is the copy of a peer's, answered with a network for its pods.
+// networkConfig returns the copy of a peer's NetworkConfig, answered with a network for its pods.
 func networkConfig(ns, name, origin, pod, podNAT string) *v1alpha1.NetworkConfig {
 	return &v1alpha1.NetworkConfig{
 		ObjectMeta: metav1.ObjectMeta{Namespace: ns, Name: name, Labels: map[string]string{v1alpha1.LabelReplication: "false", v1alpha1.LabelOriginID: origin}},
@@ -833,8 +836,8 @@ func networkConfig(ns, name, origin, pod, podNAT string) *v1alpha1.NetworkConfig
 
 var namespaces int
 
-// namespace makes the tenant namespace of a peer, or of nobody if id is empty. The test empties it
-// in the end, since nothing here deletes namespaces.
+// namespace creates the tenant namespace of a peer; if id is empty, a namespace of no peer. At the
+// end the test deletes the objects in it, because no controller deletes namespaces here.
 func namespace(t *testing.T, id string) string {
 	t.Helper()
 	namespaces++
@@ -853,7 +856,7 @@ func namespace(t *testing.T, id string) string {
 	return ns.Name
 }
 
-// create makes the object, with its status.
+// create creates the object, including its status.
 func create(t *testing.T, o client.Object) {
 	t.Helper()
 	wanted := o.DeepCopyObject().(client.Object)
@@ -868,7 +871,7 @@ func create(t *testing.T, o client.Object) {
 	}
 }
 
-func TestSubscribersLearnChangesWithoutBlocking(t *testing.T) {
+func TestSubscribersGetEventsWithoutBlockingTheStore(t *testing.T) {
 	h := fresh(t)
 	lazy, lively := h.Subscribe(), h.Subscribe()
 	names := func(ch <-chan event.GenericEvent) (all []string) {
@@ -903,8 +906,8 @@ func TestSubscribersLearnChangesWithoutBlocking(t *testing.T) {
 	}
 }
 
-// Every patch is what its name says: applied as RFC 7386 demands, it makes one spec the other.
-func TestAPatchYieldsTheTargetSpec(t *testing.T) {
+// Each patch is applied as RFC 7386 demands, and then turns one spec into the other.
+func TestMergePatchTurnsOneSpecIntoTheOther(t *testing.T) {
 	base, _ := ipam.State{}.Configure(ours)
 	join := func(b ipam.State, ids ...string) ipam.State {
 		for _, id := range ids {
@@ -959,7 +962,7 @@ func tree(t *testing.T, v any) (out any) {
 	return out
 }
 
-// merge is the algorithm of RFC 7386, section 2.
+// merge implements the algorithm of RFC 7386, section 2.
 func merge(target, patch any) any {
 	p, ok := patch.(map[string]any)
 	if !ok {
@@ -979,7 +982,7 @@ func merge(target, patch any) any {
 	return m
 }
 
-func TestARestartKnowsNetworksOfRemovedPeers(t *testing.T) {
+func TestNetworksOfRemovedPeersSurviveARestart(t *testing.T) {
 	h := fresh(t)
 	had := h.allocate(claim("b", "10.244.0.0/16", "10.245.0.0/16"))
 	h.update(func(b ipam.State) ipam.State { return b.Release("b") })
@@ -1000,7 +1003,7 @@ func TestARestartKnowsNetworksOfRemovedPeers(t *testing.T) {
 		t.Errorf("all are here, but remembered: %v", got)
 	}
 
-	// Who deletes the object of a peer that has left has it forgotten by the next manager.
+	// If somebody deletes the object of a peer that has left, the next manager does not know the peer.
 	again.update(func(b ipam.State) ipam.State { return b.Release("b") })
 	if err := testClient.Delete(t.Context(), &isthmus.NetworkAllocation{ObjectMeta: metav1.ObjectMeta{Name: "b"}}); err != nil {
 		t.Fatal(err)
@@ -1011,9 +1014,9 @@ func TestARestartKnowsNetworksOfRemovedPeers(t *testing.T) {
 	}
 }
 
-// What another manager writes does not make this one forget the networks that nodes reach, which no object
-// contains.
-func TestReachedNetworksSurviveAForeignWrite(t *testing.T) {
+// No object stores the networks that nodes reach. So the Store must keep them when it reads the
+// writes of another manager.
+func TestReachedNetworksAreKeptWhenAnotherManagerWrites(t *testing.T) {
 	h := fresh(t)
 	reached := ours
 	reached.Reached = []ipam.Reached{{Prefix: pfx("10.70.0.0/16"), Node: "n1"}}
