@@ -1,6 +1,6 @@
-// Package controllers has what all controllers of the manager share: the number of concurrent
-// reconciles, the retry delay, the naming of requests, and the metric of the last success. All
-// packages of the manager may import it; it imports none of them.
+// Package controllers has the code that all controllers of the manager share: the number of
+// concurrent reconciles, the retry delay, the naming of requests, and the metric of the last
+// success. All packages of the manager may import it. It imports none of them.
 package controllers
 
 import (
@@ -19,11 +19,11 @@ import (
 )
 
 const (
-	Workers = 16                     // concurrent reconciles of a controller: a slow write delays a few peers, not all
-	Soon    = 100 * time.Millisecond // the delay of a retry after the cache was behind
+	Workers = 16                     // concurrent reconciles of a controller, so that a slow write delays only a few peers
+	Soon    = 100 * time.Millisecond // the delay of a retry after a read from an outdated cache
 )
 
-// RequestFor returns the request for a cluster ID.
+// RequestFor returns the request that is named by a cluster ID.
 func RequestFor(id string) reconcile.Request {
 	var r reconcile.Request
 	r.Name = id
@@ -37,10 +37,11 @@ func Families() []*metric.Family { return families.Families() }
 
 var familyReconciled = families.Gauge("manager_reconcile_success_timestamp_seconds", "When a controller last completed a reconciliation; no series before the first time.", "controller")
 
-// Reconciled is registered once per process, like the metrics of controller-runtime.
+// Reconciled has the time of each controller's last success. It is registered once per process,
+// like the metrics of controller-runtime.
 var Reconciled = prometheus.NewGaugeVec(prometheus.GaugeOpts(familyReconciled.Options()), familyReconciled.Labels)
 
-// Noted wraps a reconciler so that its successes appear in the metrics.
+// Noted wraps a reconciler so that its successes set Reconciled.
 func Noted(name string, r reconcile.Reconciler) reconcile.Reconciler {
 	return reconcile.Func(func(ctx context.Context, request reconcile.Request) (reconcile.Result, error) {
 		result, err := r.Reconcile(ctx, request)
@@ -51,13 +52,13 @@ func Noted(name string, r reconcile.Reconciler) reconcile.Reconciler {
 	})
 }
 
-// CompareAge orders objects by age, the oldest first, and by UID if their age is the same.
+// CompareAge orders objects by age, the oldest first, and objects of the same age by UID.
 func CompareAge(a, b client.Object) int {
 	at, bt := a.GetCreationTimestamp(), b.GetCreationTimestamp()
 	return cmp.Or(at.Compare(bt.Time), cmp.Compare(a.GetUID(), b.GetUID()))
 }
 
-// Found reads an object; nil if it does not exist.
+// Found reads an object into into. It returns nil if the object does not exist.
 func Found[T client.Object](ctx context.Context, reader client.Reader, name types.NamespacedName, into T) (T, error) {
 	var none T
 	switch err := reader.Get(ctx, name, into); {

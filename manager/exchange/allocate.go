@@ -15,14 +15,15 @@ import (
 	"github.com/isthmus-net/isthmus/manager/peers"
 )
 
-// errNotWanted aborts an update of the IPAM state because the peer has left meanwhile.
+// errNotWanted aborts an update of the IPAM state because the peer has left in the meantime.
 var errNotWanted = errors.New("the peering is being taken down")
 
 // errTooEarly means that a new peer has to wait until the nodes have reported; see Facts.Awaiting.
 // A change of the Facts causes a new request.
 var errTooEarly = errors.New("waiting until all nodes have reported the networks that they reach")
 
-// fewLeft is the number of further peers with room in the pools below which a warning is logged.
+// fewLeft is the number of further peers with room in the pools below which allocations log a
+// warning.
 const fewLeft = 16
 
 // decide validates the claim of a peer and allocates its networks.
@@ -45,8 +46,8 @@ func (r *answerReconciler) decide(ctx context.Context, peer peers.Peer, nc *v1al
 	}
 	before := r.Store.State()
 	after, err := r.Store.Update(ctx, func(b ipam.State) (ipam.State, error) {
-		// Peers are looked up inside Update, which serialises with releases: an allocation made
-		// after the peer has left would never be released.
+		// Update serialises this look-up with releases. An allocation made after the peer has left would
+		// never be released.
 		if now, err := r.Peers.ByID(ctx, id); errors.Is(err, peers.ErrNoPeer) || err == nil && (!now.Begun() || now.LocalNamespace != peer.LocalNamespace) {
 			return b, errNotWanted
 		} else if err != nil {
@@ -54,7 +55,7 @@ func (r *answerReconciler) decide(ctx context.Context, peer peers.Peer, nc *v1al
 		}
 		gateways := func(p netip.Prefix) ([]netip.Addr, error) { return gatewaysIn(ctx, r.Client, peer, claim, p) }
 		next, got, inside, err := allocateClearOf(b, asked, gateways)
-		if had, has := b.AllocationOf(id); err == nil && has && got != had { // the previous networks go on hold
+		if had, has := b.AllocationOf(id); err == nil && has && got != had { // the previous networks are held from now on
 			if asked.Now, err = r.Store.Now(ctx); err == nil {
 				next, got, inside, err = allocateClearOf(b, asked, gateways)
 				next, _ = next.Yield()
@@ -104,8 +105,9 @@ func requestFrom(peer peers.Peer, claim fabric.Claim) (r ipam.Request, wrong *fa
 	return r, wrong
 }
 
-// StandingOf explains which networks the claim of a peer has here, or would have with consent. It
-// is zero for an invalid claim; a condition of the NetworkConfig says why.
+// StandingOf returns the networks that represent a peer's claim here, or would with consent, and
+// the reasons. It returns zero values for an invalid claim; a condition of the NetworkConfig has
+// its error.
 func StandingOf(state ipam.State, peer peers.Peer, nc *v1alpha1.NetworkConfig) (standing [2]ipam.Standing) {
 	if claim, problems := fabric.ClaimFrom(nc, fabric.Origin{}); len(problems) == 0 {
 		if asked, wrong := requestFrom(peer, claim); wrong == nil {
@@ -115,9 +117,9 @@ func StandingOf(state ipam.State, peer peers.Peer, nc *v1alpha1.NetworkConfig) (
 	return standing
 }
 
-// allocateClearOf allocates networks for a claim and avoids those that contain the gateway of a peer:
-// packets to that gateway would be routed into a tunnel. inside has the gateways that they contain
-// nevertheless, because existing allocations do not move.
+// allocateClearOf allocates networks for a claim. It avoids networks that contain the gateway of a
+// peer, because packets to that gateway would be routed into a tunnel. Existing allocations do not
+// move; inside has the gateways in these.
 func allocateClearOf(b ipam.State, claim ipam.Request, gateways func(netip.Prefix) ([]netip.Addr, error)) (next ipam.State, allocation ipam.Allocation, inside []netip.Addr, err error) {
 	var avoid []netip.Addr
 	for {
@@ -149,8 +151,8 @@ func allocateClearOf(b ipam.State, claim ipam.Request, gateways func(netip.Prefi
 	}
 }
 
-// gatewaysIn returns the addresses of peers' gateways in a network, including the gateway of the
-// claim itself.
+// gatewaysIn returns the addresses in p of peers' gateways, including the gateway of the claim
+// itself.
 func gatewaysIn(ctx context.Context, reader client.Reader, peer peers.Peer, claim fabric.Claim, p netip.Prefix) (found []netip.Addr, err error) {
 	var list v1alpha1.TunnelEndpointList
 	if err := reader.List(ctx, &list, client.MatchingFields{indexGatewayIn: p.String()}); err != nil {
@@ -158,7 +160,7 @@ func gatewaysIn(ctx context.Context, reader client.Reader, peer peers.Peer, clai
 	}
 	for i := range list.Items {
 		if list.Items[i].Namespace == peer.LocalNamespace {
-			continue // its gateway may have moved; claim.Endpoint counts instead
+			continue // this peer's gateway may have moved; claim.Endpoint has its address
 		}
 		if addr, err := netip.ParseAddr(list.Items[i].Spec.EndpointIP); err == nil {
 			found = append(found, addr)

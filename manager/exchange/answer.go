@@ -36,8 +36,8 @@ import (
 // allocate networks for them, and writes the result into their status. A request is named by the
 // tenant namespace and the cluster ID in the label liqo.io/originID.
 //
-// A refusal is a condition, not an error. A change of anything that it depends on (the Facts, the
-// Peering, the IPAM state, the other peers) causes a new request.
+// A refusal is a condition, not an error. Any change that could end the refusal causes a new
+// request: of the Facts, the Peering, the IPAM state or the other peers.
 type answerReconciler struct {
 	Client      client.Client
 	Peers       peers.Peers
@@ -50,10 +50,10 @@ type answerReconciler struct {
 
 	queue     queue.Queue
 	waiting   requests // requests that wait for a free network or address, keyed by forRoom
-	claimants requests // requests that wait for a key of another peer, keyed by that key
+	claimants requests // requests that wait for a key that another peer has, keyed by that key
 
-	// pruned is true while the API server drops conditions: Liqo's definition of NetworkConfigs has
-	// none.
+	// pruned is true if the API server drops conditions, because Liqo's CRD of NetworkConfigs is
+	// installed, which has none.
 	pruned atomic.Bool
 }
 
@@ -79,7 +79,7 @@ func (r *answerReconciler) SetupWithManager(mgr ctrl.Manager) error {
 				return everyExchange(r.Peers, r.Log)(ctx, o)
 			}
 			all := r.waiting.with(forRoom)
-			if peer, err := r.Peers.ByID(ctx, o.GetName()); err == nil { // somebody may have edited its networks
+			if peer, err := r.Peers.ByID(ctx, o.GetName()); err == nil { // somebody may have edited the peer's networks
 				all = append(all, exchangeWith(peer))
 			}
 			return all
@@ -87,7 +87,7 @@ func (r *answerReconciler) SetupWithManager(mgr ctrl.Manager) error {
 	return r.Peers.Watch(b, func(p peers.Peer) []reconcile.Request { return []reconcile.Request{exchangeWith(p)} }).Complete(controllers.Noted("answer", r))
 }
 
-// claimantsOf returns the requests that claim one of the keys in config: a key may be free now.
+// claimantsOf returns the requests that wait for a key in config, because that key may be free now.
 func (r *answerReconciler) claimantsOf(config v1alpha1.BackendConfig) (all []reconcile.Request) {
 	for _, key := range publicKeysOf(config) {
 		all = append(all, r.claimants.with(key)...)
@@ -95,14 +95,14 @@ func (r *answerReconciler) claimantsOf(config v1alpha1.BackendConfig) (all []rec
 	return all
 }
 
-// Reconcile answers the copies of one sender in one namespace.
+// Reconcile answers the NetworkConfigs of one sender in one namespace.
 func (r *answerReconciler) Reconcile(ctx context.Context, req ctrl.Request) (ctrl.Result, error) {
 	err := r.reconcile(ctx, req)
 	switch {
 	case apierrors.IsConflict(err):
-		return ctrl.Result{RequeueAfter: controllers.Soon}, nil // the cache is behind
+		return ctrl.Result{RequeueAfter: controllers.Soon}, nil // the cache is outdated
 	case apierrors.IsInvalid(err):
-		// A retry would fail the same way. An edit of the object causes a new request.
+		// A retry would fail in the same way. An edit of the object causes a new request.
 		return ctrl.Result{}, reconcile.TerminalError(fmt.Errorf("NetworkConfig of %s in %s: %w", req.Name, req.Namespace, err))
 	case err != nil:
 		return ctrl.Result{}, fmt.Errorf("NetworkConfig of %s in %s: %w", req.Name, req.Namespace, err)
@@ -131,7 +131,7 @@ func (r *answerReconciler) reconcile(ctx context.Context, req ctrl.Request) erro
 			Message: fmt.Sprintf("there is more than one NetworkConfig of this cluster in namespace %s; want one", req.Namespace)}})
 	}
 	nc := &copies[0]
-	// Register before deciding, so that no release in between is missed.
+	// The request is registered before the decision, so that it misses no release in between.
 	r.waiting.add(req, forRoom)
 	r.claimants.add(req, publicKeysOf(nc.Spec.BackendConfig)...)
 	allocation, claim, refusals, err := r.decide(ctx, peer, nc)
@@ -156,7 +156,7 @@ func (r *answerReconciler) reconcile(ctx context.Context, req ctrl.Request) erro
 		Message: fmt.Sprintf("podCIDR is %v here, externalCIDR %v", allocation.Pod, allocation.External)})
 }
 
-// passing reports whether a refusal may end when the IPAM state changes.
+// passing reports whether a change of the IPAM state may end the refusal.
 func passing(r fabric.Refusal) bool {
 	switch r.Reason {
 	case v1alpha1.ReasonExhausted, v1alpha1.ReasonCIDRConflict, v1alpha1.ReasonEndpoint:
@@ -165,8 +165,8 @@ func passing(r fabric.Refusal) bool {
 	return false
 }
 
-// sender returns the peer that the NetworkConfigs with an origin label in a namespace belong to. It
-// returns a refusal if they belong to no peer.
+// sender returns the peer whose NetworkConfigs may have the origin label in the namespace. It
+// returns a refusal if there is no such peer.
 func sender(ctx context.Context, all peers.Peers, namespace, origin string) (peers.Peer, *fabric.Refusal, error) {
 	const field = "metadata.labels[" + v1alpha1.LabelOriginID + "]"
 	refusal := func(reason, format string, args ...any) *fabric.Refusal {
@@ -186,11 +186,12 @@ func sender(ctx context.Context, all peers.Peers, namespace, origin string) (pee
 	return peer, nil, nil
 }
 
-// maxRefused bounds how many objects of one namespace get a condition that explains their refusal.
-// A peer can fill its namespace, and must not cause unbounded writes.
+// maxRefused bounds the number of objects in one namespace that get a condition with the reason of
+// their refusal. A peer can fill its namespace, and must not cause unbounded writes.
 const maxRefused = 16
 
-// refuseStranger refuses the NetworkConfigs in a namespace where their origin does not belong.
+// refuseStranger refuses the NetworkConfigs in a namespace that is not their origin's tenant
+// namespace.
 func (r *answerReconciler) refuseStranger(ctx context.Context, copies []v1alpha1.NetworkConfig, refusal fabric.Refusal) error {
 	var list v1alpha1.NetworkConfigList
 	if err := r.Client.List(ctx, &list, client.InNamespace(copies[0].Namespace), client.Limit(maxRefused+1), client.UnsafeDisableDeepCopy); err != nil {
@@ -202,15 +203,15 @@ func (r *answerReconciler) refuseStranger(ctx context.Context, copies []v1alpha1
 	return r.refuse(ctx, copies, refusal)
 }
 
-// refuse writes the reasons into the conditions of the copies, the oldest maxRefused at most. An
-// earlier answer stays as long as it is still correct.
+// refuse writes the reasons into the conditions of the oldest maxRefused copies. An earlier answer
+// stays as long as it is still correct.
 func (r *answerReconciler) refuse(ctx context.Context, copies []v1alpha1.NetworkConfig, refusals ...fabric.Refusal) (err error) {
 	condition := metav1.Condition{Status: metav1.ConditionFalse, Reason: refusals[0].Reason, Message: textOf(refusals)}
 	for i := range copies[:min(len(copies), maxRefused)] {
 		nc := &copies[i]
 		var answer v1alpha1.NetworkConfigStatus
 		switch condition.Reason {
-		case v1alpha1.ReasonNotPeered, v1alpha1.ReasonWrongOrigin: // no peer can have an answer to keep
+		case v1alpha1.ReasonNotPeered, v1alpha1.ReasonWrongOrigin: // no peer exists whose answer could be kept
 		default:
 			if answerInForce(r.Store.State(), nc) {
 				answer = v1alpha1.NetworkConfigStatus{Processed: true, PodCIDRNAT: nc.Status.PodCIDRNAT, ExternalCIDRNAT: nc.Status.ExternalCIDRNAT}
@@ -230,16 +231,16 @@ func textOf(refusals []fabric.Refusal) string {
 	return strings.Join(messages, "; ")
 }
 
-// answerInForce reports whether the status of a copy answers what the sender claims, with the
-// networks that it has in the IPAM state.
+// answerInForce reports whether the status of a copy still answers the sender's claim with the
+// networks that the sender has in the IPAM state.
 func answerInForce(b ipam.State, nc *v1alpha1.NetworkConfig) bool {
 	allocation, granted := b.AllocationOf(nc.Labels[v1alpha1.LabelOriginID])
 	pod, external, answered := fabric.SeenBy(nc)
 	return granted && answered && allocation == ipam.Allocation{Pod: pod, External: external}
 }
 
-// write updates the status of a copy if the stored status would change. We own all of it, so
-// conditions that the sender wrote there are removed.
+// write updates the status of a copy if that changes the stored status. We own the whole status, so
+// conditions that the sender wrote into it are removed.
 func (r *answerReconciler) write(ctx context.Context, nc *v1alpha1.NetworkConfig, answer v1alpha1.NetworkConfigStatus, accepted metav1.Condition) error {
 	if old := meta.FindStatusCondition(nc.Status.Conditions, v1alpha1.ConditionAccepted); old != nil {
 		answer.Conditions = []metav1.Condition{*old}
@@ -255,7 +256,7 @@ func (r *answerReconciler) write(ctx context.Context, nc *v1alpha1.NetworkConfig
 	}
 	want := nc.DeepCopy()
 	want.Status = answer
-	// The optimistic lock, because the answer is only correct for the spec that was read.
+	// The patch has an optimistic lock, because the answer is only correct for the spec that was read.
 	if err := r.Client.Status().Patch(ctx, want, client.MergeFromWithOptions(nc, client.MergeFromWithOptimisticLock{})); err != nil {
 		return client.IgnoreNotFound(err)
 	}

@@ -25,8 +25,9 @@ import (
 
 func isConflict(err error) bool { return apierrors.IsConflict(err) }
 
-// The first is what Liqo answers (docs/liqo-v0.md, section 5); the masks differ from ours.
-func TestAnswersInTheFourCombinations(t *testing.T) {
+// The first answer is the one recorded from Liqo (docs/liqo-v0.md, section 5). The others are for
+// masks that differ from ours.
+func TestOnlyOverlappingNetworksAreRemapped(t *testing.T) {
 	a := newAnswering(t)
 	a.partner("both", 2).claims("10.244.0.0/16", "10.245.0.0/16").untilAccepted("10.246.0.0/16 10.247.0.0/16")
 	a.partner("pods", 3).claims("10.244.64.0/18", "100.64.0.0/20").untilAccepted("10.240.0.0/18 None")
@@ -34,12 +35,12 @@ func TestAnswersInTheFourCombinations(t *testing.T) {
 	a.partner("neither", 5).claims("10.64.0.0/14", "192.168.8.0/21").untilAccepted("None None")
 }
 
-func TestAnswersAreStickyAndSurviveARestart(t *testing.T) {
+func TestAnswersAreKeptAcrossClaimChangesAndRestarts(t *testing.T) {
 	a := newAnswering(t)
 	p := a.partner("bravo", 2).claims("10.244.0.0/16", "10.245.0.0/16")
 	p.untilAccepted("10.246.0.0/16 10.247.0.0/16")
 	edit(a, p.copied(), func(nc *v1alpha1.NetworkConfig) { nc.Spec.PodCIDR, nc.Spec.EndpointIP = "10.200.0.0/16", "192.0.2.99" })
-	p.untilAccepted("10.246.0.0/16 10.247.0.0/16") // of the same length: it stays
+	p.untilAccepted("10.246.0.0/16 10.247.0.0/16") // the new network has the same length, so the answer stays
 	edit(a, p.copied(), func(nc *v1alpha1.NetworkConfig) { nc.Spec.PodCIDR = "10.244.0.0/20" })
 	p.untilAccepted("10.246.0.0/20 10.247.0.0/16")
 
@@ -50,8 +51,8 @@ func TestAnswersAreStickyAndSurviveARestart(t *testing.T) {
 	a.partner("charlie", 3).claims("10.244.0.0/16", "10.245.0.0/16").untilAccepted("10.240.0.0/16 10.241.0.0/16")
 }
 
-// What the API server lets through makes no sense here.
-func TestInvalidNetworksAreRefusedByField(t *testing.T) {
+// These networks pass the CRD's validation, but no peer can have them.
+func TestRefusalsNameTheFieldWithTheInvalidNetwork(t *testing.T) {
 	a := newAnswering(t)
 	bravo := a.partner("bravo", 2).claims("10.244.0.0/16", "10.245.0.0/16").publish().answer("None", "None")
 	bravo.joined()
@@ -110,9 +111,9 @@ func TestOverlappingNetworksAreNotRefused(t *testing.T) {
 	}
 }
 
-func TestExhaustionIsAConditionUntilAPoolIsAdded(t *testing.T) {
+func TestExhaustedPoolsAreAConditionUntilAPoolIsAdded(t *testing.T) {
 	a := newAnswering(t)
-	a.configure([]netip.Prefix{netip.MustParsePrefix("10.244.0.0/15")}, nil) // both of ours
+	a.configure([]netip.Prefix{netip.MustParsePrefix("10.244.0.0/15")}, nil) // both of our networks
 	p := a.partner("bravo", 2).claims("10.244.0.0/16", "10.64.0.0/20")
 	p.untilAccepted("Exhausted: spec.podCIDR: 10.244.0.0/16 overlaps our PodCIDR, 10.244.0.0/16, and no /16 is free in the pools [10.244.0.0/15]; " +
 		"want a network that overlaps nothing, or a larger pool")
@@ -123,7 +124,7 @@ func TestExhaustionIsAConditionUntilAPoolIsAdded(t *testing.T) {
 	p.untilAccepted("172.16.0.0/16 None")
 }
 
-func TestExhaustionEndsWhenAnotherPeerLeaves(t *testing.T) {
+func TestRefusedPeerGetsNetworksWhenAnotherPeerLeaves(t *testing.T) {
 	a := newAnswering(t)
 	a.configure([]netip.Prefix{netip.MustParsePrefix("10.244.0.0/15"), netip.MustParsePrefix("172.16.0.0/16")}, nil)
 	bravo := a.partner("bravo", 2).claims("10.244.0.0/16", "10.64.0.0/20")
@@ -156,8 +157,9 @@ func TestOverridesAreFollowedOrRefused(t *testing.T) {
 	charlie.untilAccepted("10.9.0.0/16 None")
 }
 
-// Public keys are public: to claim one is easy, and must not push its owner out.
-func TestAKeyStaysWithItsOwner(t *testing.T) {
+// Public keys are public, so anybody can claim one. Such a claim must not take the key from its
+// owner.
+func TestClaimingAnotherPeersKeyIsRefused(t *testing.T) {
 	a := newAnswering(t)
 	older := a.partner("older", 2).claims("10.64.0.0/18", "10.65.0.0/20")
 	older.untilAccepted("None None")
@@ -166,7 +168,7 @@ func TestAKeyStaysWithItsOwner(t *testing.T) {
 	edit(a, older.copied(), func(nc *v1alpha1.NetworkConfig) { nc.Spec.BackendConfig["publicKey"] = managertest.KeyText(3) })
 	older.untilAccepted("KeyConflict: spec.backend_config.publicKey: is the key of another peer of the receiver; want a key for each cluster (None None)")
 	owner.untilAccepted("None None")
-	// A key that changes is a key that is free.
+	// A key that its owner replaces or removes is free.
 	edit(a, owner.copied(), func(nc *v1alpha1.NetworkConfig) { nc.Spec.BackendConfig["publicKey"] = managertest.KeyText(4) })
 	older.untilAccepted("None None")
 	edit(a, owner.copied(), func(nc *v1alpha1.NetworkConfig) { nc.Spec.BackendConfig["tunnels"] = "5872:" + managertest.KeyText(5) })
@@ -178,9 +180,9 @@ func TestAKeyStaysWithItsOwner(t *testing.T) {
 	a.Until("the TunnelEndpoint has the new key", func() bool { return owner.Endpoint().Spec.BackendConfig["publicKey"] == managertest.KeyText(4) })
 }
 
-// A peer that was here before another one cannot push it out by listing its key among its own
-// tunnels: the tunnel of the one stays, and the other is told.
-func TestAnOlderPeersTunnelKeyDoesNotDisplaceTheOwner(t *testing.T) {
+// A peer that joined earlier cannot take the key of another peer by listing it among its own
+// tunnels. The owner's tunnel stays, and the claim of the earlier peer is refused.
+func TestOlderPeerCannotTakeAKeyByListingItAmongItsTunnels(t *testing.T) {
 	a := newAnswering(t)
 	thief := a.partner("thief", 2).claims("10.64.0.0/18", "10.65.0.0/20").publish().answer("None", "None")
 	before := thief.joined()
@@ -197,14 +199,14 @@ func TestAnOlderPeersTunnelKeyDoesNotDisplaceTheOwner(t *testing.T) {
 	if after := owner.Endpoint(); after.ResourceVersion != owned.ResourceVersion {
 		t.Errorf("the owner's TunnelEndpoint has changed: %+v", after.Spec.BackendConfig)
 	}
-	// The owner gives it up, and whoever asked second has it then.
+	// The owner replaces the key, and the claim that was refused is accepted.
 	edit(a, owner.copied(), func(nc *v1alpha1.NetworkConfig) { nc.Spec.BackendConfig["publicKey"] = managertest.KeyText(4) })
 	thief.untilAccepted("None None")
 	a.Until("the TunnelEndpoint has the tunnels", func() bool { return thief.Endpoint().Spec.BackendConfig["tunnels"] != "" })
 }
 
-// A claim that was accepted has its key before there is a tunnel, also against a peer that is older
-// and after a restart.
+// An accepted claim holds its key before a TunnelEndpoint exists, even against an older peer and
+// after a restart.
 func TestAKeyBelongsToTheFirstAcceptedPeer(t *testing.T) {
 	a := newAnswering(t)
 	thief := a.partner("thief", 2).claims("10.64.0.0/18", "10.65.0.0/20")
@@ -221,16 +223,17 @@ func TestAKeyBelongsToTheFirstAcceptedPeer(t *testing.T) {
 	steal()
 	a.Stop()
 	a.start()
-	edit(a, thief.copied(), func(nc *v1alpha1.NetworkConfig) { nc.Spec.EndpointIP = "192.0.2.77" }) // to have it judged again
+	edit(a, thief.copied(), func(nc *v1alpha1.NetworkConfig) { nc.Spec.EndpointIP = "192.0.2.77" }) // the edit causes another decision
 	thief.untilAccepted(refused)
-	// The owner says something new, which does not cost it the key.
+	// An edit of another field does not cost the owner its key.
 	edit(a, owner.copied(), func(nc *v1alpha1.NetworkConfig) { nc.Spec.EndpointIP = "192.0.2.78" })
 	a.Until("the owner is answered again", func() bool {
 		nc := owner.copied()
 		return nc.Generation > 1 && accepted(nc) == "None None"
 	})
 	thief.untilAccepted(refused)
-	// It gives the key up, by another one and by leaving, and whoever asked second has it then.
+	// The owner gives the key up, first by a new key and then by leaving. Each time the claim that was
+	// refused is accepted.
 	edit(a, owner.copied(), func(nc *v1alpha1.NetworkConfig) { nc.Spec.BackendConfig["publicKey"] = managertest.KeyText(4) })
 	thief.untilAccepted("None None")
 	edit(a, thief.copied(), func(nc *v1alpha1.NetworkConfig) { nc.Spec.BackendConfig["publicKey"] = managertest.KeyText(2) })
@@ -242,8 +245,9 @@ func TestAKeyBelongsToTheFirstAcceptedPeer(t *testing.T) {
 	thief.untilAccepted("None None")
 }
 
-// Whoever is told of a key can claim it elsewhere before its owner does. The owner alone proves that it has the private key.
-func TestAKeyBelongsToThePeerThatProvesIt(t *testing.T) {
+// Anybody who learns a public key can claim it before its owner does. Only the owner can prove that
+// it has the private key.
+func TestKeyBelongsToThePeerThatProvesPossession(t *testing.T) {
 	a := newAnswering(t)
 	ours, next := keyring.New(), keyring.New()
 	told, public := fabric.PublicKeys(ours, 1)[0], keyText(fabric.PublicKeys(next, 1)[0])
@@ -266,7 +270,7 @@ func TestAKeyBelongsToThePeerThatProvesIt(t *testing.T) {
 	a.Until("the thief's tunnel has the key", func() bool { return thief.Endpoint().Spec.BackendConfig[v1alpha1.ConfigPublicKey] == public })
 	claim(owner, public, "")
 	owner.untilAccepted(refused)
-	claim(owner, public, proofOf(thief)) // it proves nothing of the owner
+	claim(owner, public, proofOf(thief)) // this proof is about the thief
 	owner.untilAccepted(refused)
 	claim(owner, public, proofOf(owner))
 	owner.untilAccepted("None None")
@@ -279,15 +283,16 @@ func TestAKeyBelongsToThePeerThatProvesIt(t *testing.T) {
 	claim(thief, managertest.KeyText(3), "")
 	thief.untilAccepted("None None")
 	thief.joined()
-	// Our own key rotates, too, and the owner has not heard of it.
+	// Our own key rotates as well, and the owner does not know the new key yet.
 	a.facts.change(func(f *facts.Facts) { f.Keys.Private, f.Keys.Next = keyring.New(), ours })
 	claim(thief, public, "")
 	thief.untilAccepted(refused)
 	owner.untilAccepted("None None")
 }
 
-// A proof names our key, too. Once that has rotated, whoever copied a private key can prove it before its owner does.
-func TestAProvenKeyStaysWithItsOwnerWhenOursRotates(t *testing.T) {
+// A proof is made for our present key. After our key has rotated, a thief of the private key can
+// prove possession before the owner does.
+func TestOwnerKeepsAProvenKeyWhenOurKeyRotates(t *testing.T) {
 	a := newAnswering(t)
 	ours, next, theirs := keyring.New(), keyring.New(), keyring.New()
 	public := keyText(fabric.PublicKeys(theirs, 1)[0])
@@ -308,7 +313,7 @@ func TestAProvenKeyStaysWithItsOwnerWhenOursRotates(t *testing.T) {
 	claim(thief, next)
 	thief.untilAccepted("KeyConflict: spec.backend_config.publicKey: is the key of another peer of the receiver; want a key for each cluster (None None)")
 	a.Always("the owner has its tunnel", func() bool { return owner.Endpoint() != nil && accepted(owner.copied()) == "None None" })
-	// It is another's once the owner has another one.
+	// The key is free for another peer once the owner has a new one.
 	edit(a, owner.copied(), func(nc *v1alpha1.NetworkConfig) {
 		nc.Spec.BackendConfig[v1alpha1.ConfigPublicKey] = managertest.KeyText(4)
 	})
@@ -316,8 +321,9 @@ func TestAProvenKeyStaysWithItsOwnerWhenOursRotates(t *testing.T) {
 	a.Until("what the owner proved is forgotten", func() bool { return owner.Endpoint().Annotations[isthmus.AnnotationKeyProved] == "" })
 }
 
-// Of the keys that a peer proves, each is taken back by itself from whoever proves nothing.
-func TestEachStolenKeyIsTakenBackSeparately(t *testing.T) {
+// A peer proves possession of two keys. Each key is taken back only from a peer that does not prove
+// it.
+func TestOnlyKeysWithoutProofAreTakenBack(t *testing.T) {
 	a := newAnswering(t)
 	ours, shared := keyring.New(), keyring.New()
 	told, keys := fabric.PublicKeys(ours, 1)[0], fabric.PublicKeys(shared, 2)
@@ -350,9 +356,9 @@ func TestEachStolenKeyIsTakenBackSeparately(t *testing.T) {
 	a.Always("whoever proves a key keeps its tunnel", func() bool { return rival.Endpoint() != nil && owner.Endpoint() != nil })
 }
 
-// A peer whose own claim is refused keeps nobody from a key, and of two that claim one at once one
-// has it.
-func TestARefusedClaimHoldsNoKey(t *testing.T) {
+// A refused claim does not hold its key. If two peers claim a key at the same time, exactly one
+// gets it.
+func TestRefusedClaimDoesNotHoldItsKey(t *testing.T) {
 	a := newAnswering(t)
 	refused := a.partner("refused", 2)
 	nc := refused.claim("10.64.0.0/18", "10.65.0.0/20")
@@ -370,7 +376,7 @@ func TestARefusedClaimHoldsNoKey(t *testing.T) {
 	one, other := a.partner("one", 7), a.partner("other", 7)
 	one.claims("10.68.0.0/18", "10.69.0.0/20")
 	other.claims("10.70.0.0/18", "10.71.0.0/20")
-	a.start() // and judge both at once
+	a.start() // the manager decides both claims at once
 	decided := func() bool {
 		x, y := accepted(one.copied()), accepted(other.copied())
 		return x == "None None" && strings.HasPrefix(y, "KeyConflict: ") || y == "None None" && strings.HasPrefix(x, "KeyConflict: ")
@@ -415,25 +421,26 @@ func TestAForgedStatusIsCorrected(t *testing.T) {
 	a.Until("the conditions are ours again", func() bool { return len(p.copied().Status.Conditions) == 1 })
 }
 
-func TestStrangersGetNothing(t *testing.T) {
+func TestNetworkConfigWithoutAPeeringGetsNoNetworks(t *testing.T) {
 	a := newAnswering(t)
-	r := a.Describe("stranger") // without a Peering
+	r := a.Describe("stranger") // the cluster has no Peering
 	p := &partner{Remote: r, a: a, key: 9}
 	a.Create(&corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: r.NS}})
 	p.claims("10.244.0.0/18", "10.65.0.0/20").untilAccepted("NotPeered: metadata.labels[liqo.io/originID]: no Peering here is for cluster " +
 		r.Cluster.ClusterID + " and namespace " + r.NS)
-	// Until somebody does.
+	// An administrator creates the Peering.
 	r.Peering.Finalizers = []string{isthmus.FinalizerPeering}
 	a.Create(r.Peering)
 	p.untilAccepted("10.246.0.0/18 None")
 }
 
-// A peer that fills its namespace gets few words, and stops nobody.
-func TestAFloodOfNetworkConfigsIsMostlyIgnored(t *testing.T) {
+// If a peer fills its namespace with objects, only some of them get a condition, and other peers
+// are still answered.
+func TestConditionsAreBoundedInAFloodOfNetworkConfigs(t *testing.T) {
 	a := newAnswering(t)
 	p := a.partner("flood", 2)
 	other := a.partner("other", 3)
-	a.Stop() // the first, if it came alone for a moment, would be answered
+	a.Stop() // a single first object would be answered
 	for i := range 60 {
 		if i == 10 {
 			a.start()
@@ -470,11 +477,11 @@ func TestAFloodOfNetworkConfigsIsMostlyIgnored(t *testing.T) {
 	}
 }
 
-func TestNoNetworkContainsAGateway(t *testing.T) {
+func TestAllocatedNetworksContainNoGateway(t *testing.T) {
 	a := newAnswering(t)
 	bravo := a.partner("bravo", 2)
 	nc := bravo.claim("100.64.0.0/18", "100.65.0.0/20")
-	nc.Spec.EndpointIP = "10.246.0.9" // an underlay out of the pools
+	nc.Spec.EndpointIP = "10.246.0.9" // the peer's gateway has an address inside a pool
 	a.Create(nc)
 	bravo.publish().answer("None", "None").joined()
 	a.Until("the cache has it", func() bool {
@@ -483,7 +490,7 @@ func TestNoNetworkContainsAGateway(t *testing.T) {
 		return len(list.Items) == 1
 	})
 	a.partner("charlie", 3).claims("10.244.0.0/16", "10.245.0.0/16").untilAccepted("10.247.0.0/16 10.240.0.0/16")
-	// Its own neither.
+	// A network also must not contain the gateway of its own peer.
 	delta := a.partner("delta", 4)
 	nc = delta.claim("10.244.0.0/17", "10.249.0.0/20")
 	nc.Spec.EndpointIP = "10.249.0.7"
@@ -500,7 +507,7 @@ func TestNoNetworkContainsAGateway(t *testing.T) {
 	}
 }
 
-func TestAnswersFollowClusterChanges(t *testing.T) {
+func TestAnswersAreUpdatedWhenNodesChange(t *testing.T) {
 	a := newAnswering(t)
 	p := a.partner("bravo", 2).claims("10.64.0.0/18", "10.65.0.0/20")
 	p.untilAccepted("None None")
@@ -510,11 +517,11 @@ func TestAnswersFollowClusterChanges(t *testing.T) {
 	p.untilAccepted("None None")
 }
 
-func TestAnswersFollowTheIPAMState(t *testing.T) {
+func TestAnswersAreUpdatedWhenTheIPAMStateChanges(t *testing.T) {
 	a := newAnswering(t)
 	p := a.partner("bravo", 2).claims("10.244.0.0/18", "10.65.0.0/20")
 	p.untilAccepted("10.246.0.0/18 None")
-	_, err := a.store.Update(a.Ctx, func(b ipam.State) (ipam.State, error) { // as after an edit of the IpamStorage
+	_, err := a.store.Update(a.Ctx, func(b ipam.State) (ipam.State, error) { // the result of an edit of the IPAM state
 		b, _, err := b.Release(p.Cluster.ClusterID).Allocate(ipam.Request{ID: p.Cluster.ClusterID,
 			Pod: netip.MustParsePrefix("10.244.0.0/18"), External: netip.MustParsePrefix("10.65.0.0/20"), WantPod: netip.MustParsePrefix("10.8.0.0/18")})
 		return b, err
@@ -523,14 +530,14 @@ func TestAnswersFollowTheIPAMState(t *testing.T) {
 	p.untilAccepted("10.8.0.0/18 None")
 }
 
-func TestAPeerWithoutNetworksWaitsForTheReportsOfTheNodes(t *testing.T) {
+func TestNewPeersWaitUntilAllNodesHaveReported(t *testing.T) {
 	a := newAnswering(t)
 	early := a.partner("early", 2).claims("10.50.0.0/18", "10.60.0.0/20")
 	early.untilAccepted("None None")
 	a.facts.change(func(f *facts.Facts) { f.Awaiting = true })
 	late := a.partner("late", 3).claims("192.168.32.0/22", "10.62.0.0/20")
 	edit(a, early.copied(), func(nc *v1alpha1.NetworkConfig) { nc.Spec.EndpointIP = "192.0.2.99" })
-	early.untilAccepted("None None") // whoever has networks is answered
+	early.untilAccepted("None None") // a peer that has networks is answered
 	a.Always("it is not answered, and gets nothing", func() bool { return accepted(late.copied()) == "no answer" && !late.granted() })
 	a.facts.change(func(f *facts.Facts) { f.Awaiting = false })
 	late.untilAccepted("None None")

@@ -29,8 +29,8 @@ import (
 	"github.com/isthmus-net/isthmus/manager/peers"
 )
 
-// answering is a cluster with the reconcilers of the answering half and a real store. The test stands
-// in for the other half of the manager and for the peers.
+// answering is a cluster with the reconcilers of Answers and a real Store. The test plays the rest
+// of the manager, and the peers.
 type answering struct {
 	*managertest.World
 	events *events.FakeRecorder
@@ -40,7 +40,7 @@ type answering struct {
 	mgr    ctrl.Manager
 }
 
-// stubFacts are what a test says.
+// stubFacts returns the Facts that the test sets.
 type stubFacts struct {
 	mu      sync.Mutex
 	facts   facts.Facts
@@ -60,7 +60,7 @@ func (f *stubFacts) change(change func(*facts.Facts)) {
 	f.changed <- event.GenericEvent{Object: new(metav1.PartialObjectMetadata)}
 }
 
-// newAnswering starts the reconcilers in a cluster on 10.244.0.0/16.
+// newAnswering starts the reconcilers in a cluster with the PodCIDR 10.244.0.0/16.
 func newAnswering(t *testing.T) *answering {
 	t.Helper()
 	w := managertest.Make(t, "ans")
@@ -77,7 +77,7 @@ func newAnswering(t *testing.T) *answering {
 	return a
 }
 
-// start starts a manager, the first one or one after another.
+// start starts a manager, or the next one after a.Stop.
 func (a *answering) start() {
 	a.T.Helper()
 	ctx, cancel := context.WithCancel(context.Background())
@@ -117,7 +117,8 @@ func (l testLog) Write(line []byte) (int, error) {
 	return len(line), nil
 }
 
-// configure tells the IPAM state what the Facts say; nil pools are Liqo's.
+// configure writes the networks of the Facts into the IPAM state. If pools is nil, Liqo's pools are
+// used.
 func (a *answering) configure(pools, reserved []netip.Prefix) {
 	a.T.Helper()
 	f, _ := a.facts.Facts(a.Ctx)
@@ -129,7 +130,7 @@ func (a *answering) configure(pools, reserved []netip.Prefix) {
 	a.OK(err)
 }
 
-// cleanUp leaves nothing from which the IPAM state of the next test could be rebuilt.
+// cleanUp deletes all objects from which the next test could rebuild the IPAM state.
 func (a *answering) cleanUp() {
 	a.World.CleanUp()
 	var mappings v1alpha1.NatMappingList
@@ -144,10 +145,10 @@ func (a *answering) cleanUp() {
 type partner struct {
 	*managertest.Remote
 	a   *answering
-	key byte // each has another
+	key byte // differs between partners
 }
 
-// partner makes a peer with a Peering that the other half of the manager has taken up.
+// partner creates a peer and its Peering, with the finalizer that package peerings would add.
 func (a *answering) partner(name string, key byte, change ...func(*isthmus.Peering)) *partner {
 	a.T.Helper()
 	r := a.Describe(name)
@@ -160,7 +161,7 @@ func (a *answering) partner(name string, key byte, change ...func(*isthmus.Peeri
 	return &partner{Remote: r, a: a, key: key}
 }
 
-// claim is the NetworkConfig that the partner's replicator brings.
+// claim returns the NetworkConfig that the partner's replicator would create here.
 func (p *partner) claim(pod, external string) *v1alpha1.NetworkConfig {
 	return &v1alpha1.NetworkConfig{
 		ObjectMeta: metav1.ObjectMeta{Namespace: p.NS, Name: p.a.Self.UniqueName(), Labels: map[string]string{
@@ -175,21 +176,21 @@ func (p *partner) claim(pod, external string) *v1alpha1.NetworkConfig {
 	}
 }
 
-// told reports whether the partner was told networks; that nobody wants it may be, before the Peering is
-// seen.
+// told reports whether the partner got an answer with networks. A condition NotPeered does not
+// count; it may appear before the cache has the Peering.
 func (p *partner) told() bool {
 	nc := p.copied()
 	return nc != nil && nc.Status.Processed
 }
 
-// claims creates that NetworkConfig.
+// claims creates the NetworkConfig that claim returns.
 func (p *partner) claims(pod, external string) *partner {
 	p.a.T.Helper()
 	p.a.Create(p.claim(pod, external))
 	return p
 }
 
-// copied is that NetworkConfig as it is now, nil when there is none.
+// copied returns the partner's NetworkConfig as stored, or nil if there is none.
 func (p *partner) copied() *v1alpha1.NetworkConfig {
 	p.a.T.Helper()
 	nc, err := controllers.Found(p.a.Ctx, managertest.Client, client.ObjectKey{Namespace: p.NS, Name: p.a.Self.UniqueName()}, new(v1alpha1.NetworkConfig))
@@ -197,7 +198,7 @@ func (p *partner) copied() *v1alpha1.NetworkConfig {
 	return nc
 }
 
-// edit changes an object as often as it takes.
+// edit changes an object, and tries again after a conflict.
 func edit[T client.Object](a *answering, o T, change func(T)) {
 	a.T.Helper()
 	a.Until("the object can be written", func() bool {
@@ -211,7 +212,7 @@ func edit[T client.Object](a *answering, o T, change func(T)) {
 	})
 }
 
-// editStatus is edit for the status.
+// editStatus changes the status of an object, and tries again after a conflict.
 func editStatus[T client.Object](a *answering, o T, change func(T)) {
 	a.T.Helper()
 	a.Until("the status can be written", func() bool {
@@ -225,7 +226,8 @@ func editStatus[T client.Object](a *answering, o T, change func(T)) {
 	})
 }
 
-// accepted is what the condition says, "reason: message", and the NAT fields.
+// accepted returns the NAT fields of an accepted NetworkConfig. For a refused one it returns the
+// condition as "reason: message", and the NAT fields in parentheses if there are any.
 func accepted(nc *v1alpha1.NetworkConfig) string {
 	if nc == nil {
 		return "no NetworkConfig"
@@ -242,7 +244,7 @@ func accepted(nc *v1alpha1.NetworkConfig) string {
 	return c.Reason + ": " + c.Message
 }
 
-// untilAccepted waits for the answer, as accepted prints it.
+// untilAccepted waits until accepted returns want.
 func (p *partner) untilAccepted(want string) {
 	p.a.T.Helper()
 	defer func() {
@@ -253,7 +255,7 @@ func (p *partner) untilAccepted(want string) {
 	p.a.Until("the answer is "+want, func() bool { return accepted(p.copied()) == want })
 }
 
-// publish makes our NetworkConfig for the partner, as the other half would.
+// publish creates our NetworkConfig for the partner, as the NetworkConfigReconciler would.
 func (p *partner) publish() *partner {
 	p.a.T.Helper()
 	var peering isthmus.Peering
@@ -269,7 +271,7 @@ func (p *partner) publish() *partner {
 	return p
 }
 
-// answer is what the partner answers us, brought back by the replicator.
+// answer writes the partner's answer into our NetworkConfig, as the replicator would.
 func (p *partner) answer(podNAT, externalNAT string) *partner {
 	p.a.T.Helper()
 	editStatus(p.a, p.Original(), func(nc *v1alpha1.NetworkConfig) {
@@ -285,7 +287,7 @@ func (p *partner) joined() *v1alpha1.TunnelEndpoint {
 	return p.Endpoint()
 }
 
-// mappings are the NatMappings for the partner.
+// mappings returns the NatMappings for the partner.
 func (p *partner) mappings() (all []v1alpha1.NatMapping) {
 	p.a.T.Helper()
 	var list v1alpha1.NatMappingList
@@ -303,7 +305,7 @@ func (p *partner) granted() bool {
 	return ok
 }
 
-// versions are the resource versions of everything that the reconcilers write.
+// versions returns the resourceVersions of all objects that the reconcilers write.
 func (a *answering) versions() map[string]string {
 	a.T.Helper()
 	all := make(map[string]string)

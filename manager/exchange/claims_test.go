@@ -12,9 +12,9 @@ import (
 	"github.com/isthmus-net/isthmus/manager/peers"
 )
 
-// A peer that was accepted edits its NetworkConfig. What it has stays in force, on the way to it,
-// too, until somebody agrees to that very claim.
-func TestAChangeOfAClaimWaitsForConsent(t *testing.T) {
+// An accepted peer edits its NetworkConfig. Its networks and its TunnelEndpoint stay unchanged
+// until an administrator consents to exactly the new claim.
+func TestChangedClaimWaitsForConsent(t *testing.T) {
 	a := newAnswering(t)
 	p := a.partner("bravo", 2).claims("10.50.0.0/18", "10.60.0.0/20").publish().answer("None", "None")
 	p.untilAccepted("None None")
@@ -48,11 +48,11 @@ func TestAChangeOfAClaimWaitsForConsent(t *testing.T) {
 	claim("192.168.32.0/22")
 	p.untilAccepted(asks("192.168.32.0/22", "192.168.32.0/22"))
 	unchanged("after it claimed an on-prem network")
-	consent("192.168.0.0/22") // to another claim
+	consent("192.168.0.0/22") // consent to another claim does not count
 	claim("8.8.8.0/24")
 	p.untilAccepted(asks("8.8.8.0/24", "10.60.16.0/24"))
 	unchanged("after it claimed a resolver in the Internet")
-	claim("10.50.0.0/18") // and back
+	claim("10.50.0.0/18") // the previous claim again
 	p.untilAccepted("None None")
 	unchanged("after it took its change back")
 
@@ -77,14 +77,14 @@ func TestAPublicNetworkIsRemappedUnlessThePeeringAllowsIt(t *testing.T) {
 		claims("203.0.113.0/24", "192.168.201.0/24").untilAccepted("None None")
 	always := a.partner("always", 6, func(p *isthmus.Peering) { p.Spec.Claims.AlwaysRemap = true }).claims("192.168.32.0/22", "192.168.202.0/24")
 	a.Until("the one that is always remapped is", func() bool { pod, external := remapped(always); return pod && external })
-	// A person who demands it later needs to agree to nothing else.
+	// If an administrator sets alwaysRemap later, the new networks need no other consent.
 	later := a.partner("later", 7).claims("192.168.64.0/22", "192.168.203.0/24")
 	later.untilAccepted("None None")
 	edit(a, later.Peering, func(p *isthmus.Peering) { p.Spec.Claims.AlwaysRemap = true })
 	a.Until("it is remapped, too", func() bool { pod, external := remapped(later); return pod && external })
 }
 
-func TestConsentIsToOneClaim(t *testing.T) {
+func TestConsentAppliesToOneClaimOnly(t *testing.T) {
 	claim := fabric.Claim{Pod: netip.MustParsePrefix("10.50.0.0/18"), External: netip.MustParsePrefix("10.60.0.0/20")}
 	for consent, want := range map[isthmus.Consent]bool{
 		{PodCIDR: "10.50.0.0/18", ExternalCIDR: "10.60.0.0/20"}: true,

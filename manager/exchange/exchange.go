@@ -1,11 +1,11 @@
 // Package exchange implements the exchange of NetworkConfigs with the peers. It publishes ours and
 // answers theirs with networks from the IPAM. It agrees on preshared keys, and joins both sides
 // into the TunnelEndpoint and the NatMapping of each peer. A RefusalGate holds an answer back until
-// the nodes refuse its networks. Releases frees the networks of a peer that is gone.
+// the nodes refuse its networks. Releases frees the networks of a peer that has left.
 //
-// It owns NetworkConfigs, TunnelEndpoints, NatMappings and the Secret of preshared keys. The
-// manager runs its controllers. Package peerings asks it why something is not agreed yet, and
-// deletes TunnelEndpoints when a Peering goes.
+// The package owns NetworkConfigs, TunnelEndpoints, NatMappings and the Secret of preshared keys.
+// The manager runs its controllers. Package peerings asks it for the reasons of a missing
+// agreement, and deletes TunnelEndpoints when a Peering is deleted.
 package exchange
 
 import (
@@ -51,8 +51,8 @@ type Answers struct {
 	Log          *slog.Logger
 }
 
-// SetupWithManager makes mgr run the three reconcilers, and its cache index the fields they look
-// up.
+// SetupWithManager makes mgr run the three reconcilers. It adds the indexes that they need to mgr's
+// cache.
 func (a *Answers) SetupWithManager(mgr ctrl.Manager) error {
 	if err := AddIndexes(mgr.GetFieldIndexer()); err != nil {
 		return fmt.Errorf("indexes: %w", err)
@@ -64,8 +64,8 @@ func (a *Answers) SetupWithManager(mgr ctrl.Manager) error {
 	)
 }
 
-// maxCopies bounds how many NetworkConfigs of one sender are read. A correct sender has one. With
-// 64, a flood can be refused and cleaned up a few objects at a time.
+// maxCopies bounds the number of NetworkConfigs that are read for one sender. A correct sender has
+// one. With 64, a flood can be refused and cleaned up a few objects at a time.
 const maxCopies = 64
 
 // CopiesOf returns the NetworkConfigs of a sender in a namespace, oldest first, at most maxCopies.
@@ -89,7 +89,7 @@ func exchangeWith(p peers.Peer) reconcile.Request {
 	return reconcile.Request{NamespacedName: types.NamespacedName{Namespace: p.LocalNamespace, Name: p.Cluster.ClusterID}}
 }
 
-// exchangeOf returns the requests for the clusters ids in the namespace of o.
+// exchangeOf returns the requests for the clusters with the given IDs in the namespace of o.
 func exchangeOf(o client.Object, ids ...string) (all []reconcile.Request) {
 	for _, id := range ids {
 		if id != "" {

@@ -17,14 +17,14 @@ import (
 const (
 	indexOrigin    = "originID"  // copies by the cluster ID of the sender
 	indexReceiver  = "remoteID"  // originals by the cluster ID of the receiver
-	indexPublicKey = "publicKey" // TunnelEndpoints and copies by each key of the peer's gateway
+	indexPublicKey = "publicKey" // TunnelEndpoints and copies by each public key of the peer's gateway
 	// indexGatewayIn has TunnelEndpoints by every network that contains their gateway's address, so
 	// that one look-up finds all gateways in a network.
 	indexGatewayIn = "gatewayIn"
 	indexMappedFor = "mappedFor" // NatMappings by the cluster ID of the peer
 )
 
-// AddIndexes adds these indexes to the cache.
+// AddIndexes adds the indexes of this package to the cache.
 func AddIndexes(indexer client.FieldIndexer) error {
 	ctx := context.Background() // IndexField does not block
 	return errors.Join(
@@ -55,10 +55,10 @@ func AddIndexes(indexer client.FieldIndexer) error {
 	)
 }
 
-// publicKeysOf returns the keys of all tunnels, as text.
+// publicKeysOf returns the public keys of all tunnels in config, as text.
 func publicKeysOf(config v1alpha1.BackendConfig) []string {
 	keys := []string{config[v1alpha1.ConfigPublicKey]}
-	further, _ := fabric.ParseTunnels(config[v1alpha1.ConfigTunnels]) // an invalid list has no keys; no gateway accepts it
+	further, _ := fabric.ParseTunnels(config[v1alpha1.ConfigTunnels]) // an invalid list has no keys, because no gateway accepts it
 	for _, t := range further {
 		keys = append(keys, keyText(t.PublicKey))
 	}
@@ -74,8 +74,8 @@ func valueOf(o client.Object, label string) []string {
 	return nil
 }
 
-// networksAround returns every prefix around an address that could be an allocated network; none
-// for a DNS name.
+// networksAround returns each prefix that contains the address and could be an allocated network.
+// It returns none for a DNS name.
 func networksAround(endpoint string) (all []string) {
 	addr, err := netip.ParseAddr(endpoint)
 	if err != nil {

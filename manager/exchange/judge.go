@@ -61,10 +61,9 @@ func (j Judge) judge(ctx context.Context, peer peers.Peer, nc *v1alpha1.NetworkC
 	return claim, fabric.CheckClaim(claim, receiver, others), nil
 }
 
-// Unstored returns the condition Accepted for a copy that has none, because Liqo's definition of
-// NetworkConfigs drops conditions. It derives what the answerReconciler decided: the claim is
-// refused, or the answer in the status is in force. It returns nil for a copy that is not answered
-// yet.
+// Unstored returns the condition Accepted for a copy whose conditions the API server drops, because
+// Liqo's CRD has none. It derives the decision of the answerReconciler: the claim is refused, or
+// the answer in the status is in force. It returns nil for a copy that is not answered yet.
 func (j Judge) Unstored(ctx context.Context, peer peers.Peer, nc *v1alpha1.NetworkConfig) (*metav1.Condition, error) {
 	claim, refusals, err := j.judge(ctx, peer, nc)
 	if err != nil {

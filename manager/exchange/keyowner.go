@@ -20,13 +20,14 @@ import (
 	"github.com/isthmus-net/isthmus/manager/peers"
 )
 
-// takenKeys returns the keys of a claim that belong to another peer. Public keys are public, so
-// being the first to list one counts least. The first of these rules that decides wins:
+// takenKeys returns the keys of a claim that belong to another peer. Anybody can list a public key,
+// so listing a key first proves little. The first of these rules that applies decides who has a
+// key:
 //
-//  1. A peer that proves to have the private key has it, and peers without a proof do not.
-//  2. The peer whose TunnelEndpoint has the key has it; of two such peers, which an edit by hand
-//     can cause, the one with the older TunnelEndpoint, as in fabric.GatewayFor.
-//  3. The peer whose claim was accepted with it has it.
+//  1. A peer that proves possession of the private key has it, and peers without a proof do not.
+//  2. The peer whose TunnelEndpoint has the key has it. An edit by hand can put the key into two
+//     TunnelEndpoints; then the older one counts, as in fabric.GatewayFor.
+//  3. The peer whose claim with the key was accepted has it.
 func (j Judge) takenKeys(ctx context.Context, peer peers.Peer, nc *v1alpha1.NetworkConfig, claim fabric.Claim) (taken [][32]byte, err error) {
 	for _, key := range claim.Keys() {
 		another, err := j.taken(ctx, peer, nc, keyText(key))
@@ -50,7 +51,7 @@ func (j Judge) taken(ctx context.Context, peer peers.Peer, nc *v1alpha1.NetworkC
 		return false, err
 	}
 	// The TunnelEndpoint of a peer without a proof counts until reclaim has deleted it, so that no
-	// gateway sees the key twice.
+	// gateway gets the key of two peers.
 	if len(tunnels) > 0 {
 		first := slices.MinFunc(tunnels, func(a, b v1alpha1.TunnelEndpoint) int { return controllers.CompareAge(&a, &b) })
 		return first.Namespace != peer.LocalNamespace, nil
@@ -67,8 +68,8 @@ func (j Judge) tunnelsWith(ctx context.Context, key string) ([]v1alpha1.TunnelEn
 	return slices.DeleteFunc(list.Items, func(te v1alpha1.TunnelEndpoint) bool { return !te.DeletionTimestamp.IsZero() }), nil
 }
 
-// provers returns the namespaces of the peers that prove to have a key, if more than one peer
-// claims it; else none.
+// provers returns the namespaces of the peers that prove possession of a key. It returns none if
+// only one peer claims the key.
 func (j Judge) provers(ctx context.Context, key string) (all []string, err error) {
 	var list v1alpha1.NetworkConfigList
 	if err := j.Reader.List(ctx, &list, client.MatchingFields{indexPublicKey: key}, client.UnsafeDisableDeepCopy); err != nil {
@@ -93,8 +94,8 @@ func (j Judge) provers(ctx context.Context, key string) (all []string, err error
 	return all, nil
 }
 
-// proved reports whether the peer of a tenant namespace claims a key and proves to have the private
-// key now, or proved it when its TunnelEndpoint got the key.
+// proved reports whether the peer of a tenant namespace claims a key and proves possession of the
+// private key, either now or when its TunnelEndpoint got the key.
 func (j Judge) proved(ctx context.Context, namespace, key string) (bool, error) {
 	peer, err := j.Peers.ByNamespace(ctx, namespace)
 	if errors.Is(err, peers.ErrNoPeer) || err == nil && peer.Leaving && !peer.Draining {
@@ -120,7 +121,7 @@ func (j Judge) proved(ctx context.Context, namespace, key string) (bool, error) 
 }
 
 // proves reports whether config proves possession of the private keys of all its tunnels. The proof
-// may be made for our current key or our next one.
+// may be made for our current key or for our next key.
 func proves(config v1alpha1.BackendConfig, ours keyring.Ring, self, peer string) bool {
 	var keys [][32]byte
 	for _, text := range publicKeysOf(config) {
@@ -135,9 +136,9 @@ func proves(config v1alpha1.BackendConfig, ours keyring.Ring, self, peer string)
 	})
 }
 
-// remember records on a TunnelEndpoint which of its keys the peer has proved. A record lasts as
-// long as the peer has the key. Otherwise a thief of a private key could take it over after a
-// rotation of our key, by proving it sooner than its owner.
+// remember records on a TunnelEndpoint the keys whose possession the peer has proved. A record
+// lasts as long as the TunnelEndpoint has the key. Without records, a thief of a private key could
+// get the key after a rotation of ours, if its new proof arrives before the owner's.
 func remember(te *v1alpha1.TunnelEndpoint, proves bool) {
 	keys := slices.DeleteFunc(publicKeysOf(te.Spec.BackendConfig), func(key string) bool { return !proves && !remembers(te, key) })
 	if delete(te.Annotations, isthmus.AnnotationKeyProved); len(keys) > 0 {
@@ -173,14 +174,14 @@ func (r *NetworkConfigReconciler) prove(ctx context.Context, peer peers.Peer, fa
 	return nil
 }
 
-// A proof is cached by peer: making one takes two X25519 operations for each tunnel, and every
-// change of a Node asks for it again.
+// A proof is cached by peer. Making a proof takes two X25519 operations for each tunnel, and every
+// change of a Node needs the proofs again.
 type proof struct {
 	of   proofOf
-	text string // empty: there is none
+	text string // empty: there is no proof
 }
 
-// A proofOf holds all inputs of a proof for a peer, apart from its cluster ID.
+// A proofOf has all inputs of a peer's proof except the peer's cluster ID.
 type proofOf struct {
 	keys           keyring.Ring
 	public, theirs [32]byte
@@ -196,8 +197,9 @@ func (of proofOf) prove(self, peer string) string {
 	return ""
 }
 
-// reclaim deletes the TunnelEndpoints of other peers with a key that this peer proves to have and
-// the other does not. So a peer that listed a foreign key before its owner did cannot keep it.
+// reclaim deletes the TunnelEndpoints of other peers with a key whose possession this peer proves
+// and the other peer does not. So a peer that lists a foreign key before its owner cannot keep the
+// key.
 func (r *tunnelEndpointReconciler) reclaim(ctx context.Context, peer peers.Peer, copied *v1alpha1.NetworkConfig) error {
 	j := Judge{Reader: r.Client, Peers: r.Peers, Facts: r.Facts, Store: r.Store}
 	for _, key := range publicKeysOf(copied.Spec.BackendConfig) {
@@ -231,10 +233,10 @@ func (r *tunnelEndpointReconciler) reclaim(ctx context.Context, peer peers.Peer,
 	return nil
 }
 
-// acceptedBefore reports whether the claim of another peer was accepted with a key before the given
-// one was; no TunnelEndpoint has that key. It reads the conditions of the NetworkConfigs, which
-// survive a restart. If both were accepted, the older object wins. If provers is not empty, only
-// their claims count.
+// acceptedBefore reports whether the claim of another peer with the key was accepted before the
+// claim nc. No TunnelEndpoint has the key. acceptedBefore reads the conditions of the
+// NetworkConfigs, which survive a restart. If both were accepted, the older object wins. If provers
+// is not empty, only claims in these namespaces count.
 func (j Judge) acceptedBefore(ctx context.Context, nc *v1alpha1.NetworkConfig, key string, provers []string) (bool, error) {
 	var list v1alpha1.NetworkConfigList
 	if err := j.Reader.List(ctx, &list, client.MatchingFields{indexPublicKey: key}, client.UnsafeDisableDeepCopy); err != nil {
@@ -258,8 +260,8 @@ func (j Judge) acceptedBefore(ctx context.Context, nc *v1alpha1.NetworkConfig, k
 	return false, nil
 }
 
-// KeyOwner names the other peer that has a key of nc, for people in this cluster; "" when none has.
-// The condition that the claimant reads does not name the owner.
+// KeyOwner returns the name of another peer that has a key of nc, or "". The name is for
+// administrators of this cluster only: the condition that the claimant reads does not contain it.
 func KeyOwner(ctx context.Context, reader client.Reader, nc *v1alpha1.NetworkConfig) (string, error) {
 	var list v1alpha1.TunnelEndpointList
 	if err := reader.List(ctx, &list, client.UnsafeDisableDeepCopy); err != nil {
@@ -284,8 +286,8 @@ func KeyOwner(ctx context.Context, reader client.Reader, nc *v1alpha1.NetworkCon
 }
 
 // standing ranks a copy: 2 if we accepted its present content, 1 if we accepted earlier content, 0
-// otherwise. So a copy edited to list another peer's key ranks behind that peer. Where the API
-// server stores no conditions, an answered copy ranks 1.
+// otherwise. So a copy that was edited to list another peer's key ranks behind that peer's copy. If
+// the API server drops conditions, an answered copy ranks 1.
 func standing(nc *v1alpha1.NetworkConfig) int {
 	accepted := meta.FindStatusCondition(nc.Status.Conditions, v1alpha1.ConditionAccepted)
 	switch {

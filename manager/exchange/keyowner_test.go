@@ -16,7 +16,7 @@ import (
 	"github.com/isthmus-net/isthmus/manager/peers"
 )
 
-func TestAProofIsRenewedWhenAKeyChanges(t *testing.T) {
+func TestProofIsMadeAgainOnlyWhenAKeyChanges(t *testing.T) {
 	ours, next, theirs := keyring.New(), keyring.New(), keyring.New()
 	var copied v1alpha1.NetworkConfig
 	tell := func(key [32]byte) {
@@ -40,7 +40,7 @@ func TestAProofIsRenewedWhenAKeyChanges(t *testing.T) {
 		}
 		return spec.BackendConfig[v1alpha1.ConfigKeyProof]
 	}
-	keep := func() { // a mark in the place of the proof
+	keep := func() { // keep replaces the cached proof by a mark
 		p, _ := r.proofs.Load("b")
 		r.proofs.Store("b", proof{p.(proof).of, "kept"})
 	}

@@ -45,7 +45,7 @@ func (r *natMappingReconciler) SetupWithManager(mgr ctrl.Manager) error {
 		})).
 		WatchesRawSource(source.Channel(r.Store.Subscribe(), handler.EnqueueRequestsFromMapFunc(r.changed))).
 		WatchesRawSource(source.Func(func(ctx context.Context, q workqueue.TypedRateLimitingInterface[reconcile.Request]) error {
-			for _, request := range r.changed(ctx, new(v1alpha1.NatMapping)) { // events before the start are unknown, so check all peers
+			for _, request := range r.changed(ctx, new(v1alpha1.NatMapping)) { // events before the start are unknown, so all peers are checked
 				q.Add(request)
 			}
 			return nil
@@ -53,8 +53,8 @@ func (r *natMappingReconciler) SetupWithManager(mgr ctrl.Manager) error {
 		Complete(controllers.Noted("natmapping", r))
 }
 
-// changed returns the request for the peer of an IPAM event; requests for all peers when it names
-// none.
+// changed returns the request for the peer that an IPAM event names, or requests for all peers if
+// the event names none.
 func (r *natMappingReconciler) changed(ctx context.Context, o client.Object) []reconcile.Request {
 	if id := o.GetName(); id != "" {
 		return mappedFor(id)
@@ -77,12 +77,12 @@ func mappedFor(ids ...string) (all []reconcile.Request) {
 	return all
 }
 
-// Reconcile makes, corrects or deletes the NatMapping of one peer.
+// Reconcile creates, corrects or deletes the NatMapping of one peer.
 func (r *natMappingReconciler) Reconcile(ctx context.Context, req ctrl.Request) (ctrl.Result, error) {
 	err := r.reconcile(ctx, req.Name)
 	switch {
 	case apierrors.IsConflict(err), apierrors.IsAlreadyExists(err):
-		return ctrl.Result{RequeueAfter: controllers.Soon}, nil // the cache is behind
+		return ctrl.Result{RequeueAfter: controllers.Soon}, nil // the cache is outdated
 	case apierrors.IsInvalid(err):
 		return ctrl.Result{}, reconcile.TerminalError(fmt.Errorf("NatMapping of %s: %w", req.Name, err))
 	case err != nil:
@@ -132,8 +132,8 @@ func (r *natMappingReconciler) reconcile(ctx context.Context, id string) error {
 	return nil
 }
 
-// create makes the NatMapping of a peer. Its name looks generated, as Liqo's does, but is derived
-// from the cluster ID, so that a stale cache cannot cause a second one.
+// create creates the NatMapping of a peer. Its name looks generated, as Liqo's names do, but is
+// derived from the cluster ID, so that an outdated cache cannot cause a second NatMapping.
 func (r *natMappingReconciler) create(ctx context.Context, id string, spec v1alpha1.NatMappingSpec) error {
 	nm := &v1alpha1.NatMapping{
 		ObjectMeta: metav1.ObjectMeta{
@@ -150,8 +150,8 @@ func (r *natMappingReconciler) create(ctx context.Context, id string, spec v1alp
 	return nil
 }
 
-// remove takes the label away before it deletes, as Liqo does: watches that select by the label
-// then see a deletion even while finalizers hold the object.
+// remove removes the label of a NatMapping before it deletes the object, as Liqo does. Watches that
+// select by the label then see a deletion even while finalizers hold the object.
 func (r *natMappingReconciler) remove(ctx context.Context, nm *v1alpha1.NatMapping) error {
 	if _, labelled := nm.Labels[v1alpha1.LabelNatMapping]; labelled {
 		before := nm.DeepCopy()
@@ -175,8 +175,8 @@ func natMappingName(id string) string {
 	return natMappingPrefix + hex.EncodeToString(sum[:5])
 }
 
-// natMappingsOf returns the NatMappings for a peer, oldest first. Label and spec can only disagree
-// after an edit by hand; then the name decides.
+// natMappingsOf returns the NatMappings for a peer, oldest first. The label and the spec differ
+// only after an edit by hand; then the object's name decides.
 func natMappingsOf(ctx context.Context, reader client.Reader, id string) ([]v1alpha1.NatMapping, error) {
 	var list v1alpha1.NatMappingList
 	if err := reader.List(ctx, &list, client.MatchingFields{indexMappedFor: id}); err != nil {

@@ -12,7 +12,7 @@ import (
 	"github.com/isthmus-net/isthmus/manager/managertest"
 )
 
-func TestNatMappingsFollowTheIPAMState(t *testing.T) {
+func TestNatMappingsAreUpdatedWhenTheIPAMStateChanges(t *testing.T) {
 	a := newAnswering(t)
 	bravo := a.partner("bravo", 2).claims("10.244.0.0/18", "10.130.0.0/20").publish().answer("None", "172.18.0.0/16")
 	charlie := a.partner("charlie", 3).claims("10.131.0.0/24", "10.132.0.0/20").publish().answer("None", "None")
@@ -76,7 +76,8 @@ func TestEachPeerHasOneNatMapping(t *testing.T) {
 		all := bravo.mappings()
 		return len(all) == 1 && all[0].UID == first.UID && len(nobody.mappings()) == 0
 	})
-	// One that changes sides by an edit: each peer has its own again.
+	// Somebody edits the NatMapping of one peer so that it belongs to another. Afterwards each peer
+	// has its own.
 	charlie := a.partner("charlie", 3).claims("10.131.0.0/24", "10.132.0.0/20").publish().answer("None", "None")
 	charlie.joined()
 	edit(a, &first, func(nm *v1alpha1.NatMapping) { nm.Spec.ClusterID = charlie.Cluster.ClusterID })
@@ -86,8 +87,8 @@ func TestEachPeerHasOneNatMapping(t *testing.T) {
 	})
 }
 
-// A NatMapping is not made only when something changes: a manager that starts has to make what its
-// predecessor did not come to.
+// The changes happened before this manager started, so no event reports them. The manager must
+// still create the missing NatMappings.
 func TestNatMappingsAreCreatedAfterARestart(t *testing.T) {
 	a := newAnswering(t)
 	bravo := a.partner("bravo", 2).claims("10.244.0.0/18", "10.130.0.0/20").publish().answer("None", "None")

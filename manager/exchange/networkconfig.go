@@ -35,15 +35,15 @@ import (
 	"github.com/isthmus-net/isthmus/manager/peers"
 )
 
-// NetworkConfigReconciler keeps one NetworkConfig for each peer, which describes this cluster's
-// network to it: the original. Requests are named by the cluster ID of the peer.
+// NetworkConfigReconciler keeps one NetworkConfig for each peer, the original. It describes this
+// cluster's network to the peer. Requests are named by the cluster ID of the peer.
 type NetworkConfigReconciler struct {
 	Client client.Client
 	Peers  peers.Peers
 	Facts  facts.Reader
 	// FactsChanged gets a value after every change of the Facts.
 	FactsChanged <-chan event.GenericEvent
-	// Keys stores preshared keys; nil: none are offered to peers.
+	// Keys stores preshared keys. If it is nil, no peer is offered one.
 	Keys *KeyStore
 	Log  *slog.Logger
 
@@ -51,7 +51,7 @@ type NetworkConfigReconciler struct {
 }
 
 // SetupWithManager makes mgr call Reconcile for each peer whose inputs changed, and for all peers
-// when the Facts changed.
+// when the Facts change.
 func (r *NetworkConfigReconciler) SetupWithManager(mgr ctrl.Manager) error {
 	b := ctrl.NewControllerManagedBy(mgr).Named("networkconfig").
 		WithOptions(controller.Options{MaxConcurrentReconciles: controllers.Workers}).
@@ -67,13 +67,14 @@ func (r *NetworkConfigReconciler) SetupWithManager(mgr ctrl.Manager) error {
 	}).Complete(controllers.Noted("networkconfig", r))
 }
 
-// peerOf returns the request for the peer that a NetworkConfig belongs to. It goes by the
-// namespace: somebody may have broken the labels, and a copy may use the name of our original.
+// peerOf returns the request for the peer that a NetworkConfig belongs to. Only the namespace
+// decides: somebody may have broken the labels, and a copy may have the name of our original.
 func (r *NetworkConfigReconciler) peerOf(ctx context.Context, o client.Object) []reconcile.Request {
 	return r.peerAt(ctx, o.GetNamespace())
 }
 
-// presharedChanged drops updates of a TunnelEndpoint that leave the key of its sessions.
+// presharedChanged drops updates of a TunnelEndpoint that do not change the preshared key of its
+// sessions.
 var presharedChanged = predicate.Funcs{UpdateFunc: func(e event.UpdateEvent) bool {
 	return PresharedIn(e.ObjectOld.(*v1alpha1.TunnelEndpoint)) != PresharedIn(e.ObjectNew.(*v1alpha1.TunnelEndpoint))
 }}
@@ -101,12 +102,12 @@ func (r *NetworkConfigReconciler) everyPeer(ctx context.Context, _ client.Object
 	return all
 }
 
-// Reconcile makes, corrects or deletes the original for the peer.
+// Reconcile creates, corrects or deletes the original for the peer.
 func (r *NetworkConfigReconciler) Reconcile(ctx context.Context, req ctrl.Request) (ctrl.Result, error) {
 	peer, err := r.Peers.ByID(ctx, req.Name)
 	if errors.Is(err, peers.ErrNoPeer) {
 		r.proofs.Delete(req.Name)
-		return ctrl.Result{}, r.Keys.Forget(ctx, req.Name) // owners and finalizers take care of everything else
+		return ctrl.Result{}, r.Keys.Forget(ctx, req.Name) // owners and finalizers remove everything else
 	}
 	if err != nil {
 		return ctrl.Result{}, fmt.Errorf("peer %s: %w", req.Name, err)
@@ -128,7 +129,7 @@ func (r *NetworkConfigReconciler) Reconcile(ctx context.Context, req ctrl.Reques
 		err = r.publish(ctx, peer, current)
 	}
 	if apierrors.IsAlreadyExists(err) || apierrors.IsConflict(err) {
-		return ctrl.Result{RequeueAfter: controllers.Soon}, nil // the cache is behind
+		return ctrl.Result{RequeueAfter: controllers.Soon}, nil // the cache is outdated
 	}
 	if err != nil {
 		return ctrl.Result{}, fmt.Errorf("peer %s: NetworkConfig %s/%s: %w", req.Name, peer.LocalNamespace, peer.Cluster.UniqueName(), err)
@@ -136,9 +137,9 @@ func (r *NetworkConfigReconciler) Reconcile(ctx context.Context, req ctrl.Reques
 	return ctrl.Result{}, nil
 }
 
-// free removes foreign finalizers from our original, and from copies that are being deleted. Nobody
-// here can tell whether the controller behind a foreign finalizer exists, and a peer that could
-// once write here must not be able to block the end of the peering.
+// free removes foreign finalizers from our original, and from copies that are being deleted. This
+// cluster may have no controller that would remove a foreign finalizer. A peer that could once
+// write to an object here must not be able to block the end of the peering.
 func (r *NetworkConfigReconciler) free(ctx context.Context, peer peers.Peer, original *v1alpha1.NetworkConfig) error {
 	var copies v1alpha1.NetworkConfigList
 	if err := r.Client.List(ctx, &copies, client.InNamespace(peer.LocalNamespace), client.Limit(maxRefused),
@@ -169,15 +170,15 @@ func (r *NetworkConfigReconciler) free(ctx context.Context, peer peers.Peer, ori
 	return errs
 }
 
-// foreignFinalizer reports whether a finalizer of a NetworkConfig is neither ours nor the garbage
-// collector's. Liqo's finalizers have the same names as ours.
+// foreignFinalizer reports whether a finalizer of a NetworkConfig belongs neither to us nor to the
+// garbage collector. Liqo's finalizers have the same names as ours.
 func foreignFinalizer(name string) bool {
 	return !slices.Contains([]string{v1alpha1.FinalizerReplicator, v1alpha1.FinalizerTunnelEndpointCreator,
 		metav1.FinalizerDeleteDependents, metav1.FinalizerOrphanDependents}, name)
 }
 
-// originals returns the original for the peer, or nil, and others labelled as our original. The
-// original has a fixed name, which the copy inherits.
+// originals returns the original for the peer, or nil, and other objects that are labelled as our
+// original. The original has a fixed name, which the copy inherits.
 func (r *NetworkConfigReconciler) originals(ctx context.Context, peer peers.Peer) (current *v1alpha1.NetworkConfig, others []v1alpha1.NetworkConfig, err error) {
 	current = new(v1alpha1.NetworkConfig)
 	name := types.NamespacedName{Namespace: peer.LocalNamespace, Name: peer.Cluster.UniqueName()}
@@ -197,14 +198,14 @@ func (r *NetworkConfigReconciler) originals(ctx context.Context, peer peers.Peer
 	return current, others, nil
 }
 
-// publish writes the original, once all that it needs is known.
+// publish writes the original, once all values in it are known.
 func (r *NetworkConfigReconciler) publish(ctx context.Context, peer peers.Peer, current *v1alpha1.NetworkConfig) error {
 	switch {
 	case current == nil:
 	case !current.DeletionTimestamp.IsZero(), notOurs(current, peer) != "":
-		return nil // a deleted object is recreated when it is gone
+		return nil // the original is recreated once the deleted object is gone
 	case current.Annotations[isthmus.AnnotationUnanswered] != "":
-		return r.withdraw(ctx, current) // even while the Facts are incomplete
+		return r.withdraw(ctx, current) // the answer is withdrawn even while the Facts are incomplete
 	}
 	facts, err := r.Facts.Facts(ctx)
 	if err != nil {
@@ -212,7 +213,7 @@ func (r *NetworkConfigReconciler) publish(ctx context.Context, peer peers.Peer, 
 	}
 	spec, problems := NetworkConfigFor(facts, peer)
 	if len(problems) > 0 {
-		return nil // the status of the Peering says so
+		return nil // the status of the Peering reports the problems
 	}
 	if err := r.prove(ctx, peer, facts, &spec); err != nil {
 		return err
@@ -233,8 +234,8 @@ func (r *NetworkConfigReconciler) publishSpec(ctx context.Context, peer peers.Pe
 		}
 		if spec.PodCIDR != current.Spec.PodCIDR || spec.ExternalCIDR != current.Spec.ExternalCIDR {
 			if !peer.Replicated() {
-				// Liqo's replicator copies back whichever answer it finds. Only a new NetworkConfig
-				// gets a new answer.
+				// Liqo's replicator copies back any answer that it finds, even one to our previous networks.
+				// Only a new NetworkConfig gets a new answer.
 				r.Log.Info("NetworkConfig recreated, because our networks have changed", "peer", peer.Cluster.ClusterID, "namespace", want.Namespace, "name", want.Name)
 				return r.remove(ctx, current)
 			}
@@ -261,7 +262,7 @@ func (r *NetworkConfigReconciler) publishSpec(ctx context.Context, peer peers.Pe
 }
 
 // withdraw removes an answer to our previous networks from our NetworkConfig, and then the
-// annotation that marks it. The replicator then copies back an answer to the new networks.
+// annotation that marks that answer. The replicator then copies back an answer to the new networks.
 func (r *NetworkConfigReconciler) withdraw(ctx context.Context, current *v1alpha1.NetworkConfig) error {
 	if !equality.Semantic.DeepEqual(current.Status, v1alpha1.NetworkConfigStatus{}) {
 		before := current.DeepCopy()
@@ -275,8 +276,8 @@ func (r *NetworkConfigReconciler) withdraw(ctx context.Context, current *v1alpha
 	return r.Client.Patch(ctx, current, client.MergeFromWithOptions(before, client.MergeFromWithOptimisticLock{}))
 }
 
-// OriginalFor returns our NetworkConfig for a peer, without an answer to our previous networks; nil
-// if there is none. problem says why the object with its name is not ours, or is "".
+// OriginalFor returns our NetworkConfig for a peer, or nil. It leaves out an answer to our previous
+// networks. problem is the reason if the object with its name is not ours; otherwise "".
 func OriginalFor(ctx context.Context, reader client.Reader, peer peers.Peer) (nc *v1alpha1.NetworkConfig, problem string, err error) {
 	name := types.NamespacedName{Namespace: peer.LocalNamespace, Name: peer.Cluster.UniqueName()}
 	if nc, err = controllers.Found(ctx, reader, name, new(v1alpha1.NetworkConfig)); nc == nil || err != nil {
@@ -298,7 +299,7 @@ func believed(nc *v1alpha1.NetworkConfig) *v1alpha1.NetworkConfig {
 	return nc
 }
 
-// shape sets everything that an original for the peer needs, and keeps the rest.
+// shape sets all fields that an original for the peer needs, and keeps the others.
 func shape(nc *v1alpha1.NetworkConfig, peer peers.Peer, spec v1alpha1.NetworkConfigSpec, scheme *runtime.Scheme) error {
 	nc.Spec = spec
 	if nc.Labels == nil {
@@ -314,12 +315,12 @@ func shape(nc *v1alpha1.NetworkConfig, peer peers.Peer, spec v1alpha1.NetworkCon
 	if metav1.IsControlledBy(nc, peer.Owner) {
 		return nil
 	}
-	nc.OwnerReferences = nil // left by an earlier Peering or set by a stranger
+	nc.OwnerReferences = nil // these are from an earlier Peering, or somebody else set them
 	return controllerutil.SetControllerReference(peer.Owner, nc, scheme)
 }
 
-// notOurs explains why the object with the name of our original is not ours, or returns "". The
-// peer may create objects in its tenant namespace, also with that name.
+// notOurs returns the reason if the object with the name of our original is not ours; otherwise "".
+// The peer may create objects in its tenant namespace, even with that name.
 func notOurs(nc *v1alpha1.NetworkConfig, peer peers.Peer) string {
 	if origin, ok := nc.Labels[v1alpha1.LabelOriginID]; ok && !metav1.IsControlledBy(nc, peer.Owner) {
 		return fmt.Sprintf("NetworkConfig %s/%s has the name of ours, but comes from cluster %q (label %s); delete it",
@@ -335,8 +336,8 @@ func (r *NetworkConfigReconciler) remove(ctx context.Context, nc *v1alpha1.Netwo
 	return client.IgnoreNotFound(r.Client.Delete(ctx, nc, client.Preconditions{UID: &nc.UID}))
 }
 
-// NetworkConfigFor decides the spec that a peer gets from this cluster. problems are sentences that
-// explain why there is none yet.
+// NetworkConfigFor decides the spec that this cluster publishes to a peer. If there is none yet,
+// problems has the reasons, as sentences.
 func NetworkConfigFor(f facts.Facts, p peers.Peer) (spec v1alpha1.NetworkConfigSpec, problems []string) {
 	endpoint, port := f.Endpoint, f.Port
 	if p.Overrides.Address != nil {

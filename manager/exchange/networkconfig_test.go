@@ -17,7 +17,7 @@ import (
 
 var bravo = v1alpha1.ClusterIdentity{ClusterID: "bbbbbbbb-2222-4222-8222-222222222222", ClusterName: "bravo"}
 
-func TestNetworkConfigFollowsTheClusterUnlessOverridden(t *testing.T) {
+func TestNetworkConfigHasTheClustersValuesUnlessOverridden(t *testing.T) {
 	key, err := base64.StdEncoding.DecodeString(managertest.SomeKey)
 	if err != nil {
 		t.Fatal(err)
@@ -38,19 +38,19 @@ func TestNetworkConfigFollowsTheClusterUnlessOverridden(t *testing.T) {
 		tunnels        string
 		problem        string
 	}{
-		{"as it is", func(*facts.Facts) {}, isthmus.Overrides{}, "192.0.2.1", "31871", "", ""},
+		{"no overrides", func(*facts.Facts) {}, isthmus.Overrides{}, "192.0.2.1", "31871", "", ""},
 		{"with three tunnels", two, isthmus.Overrides{}, "192.0.2.1", "31871", "31900:" + managertest.KeyText(2) + ",31899:" + managertest.KeyText(3), ""},
 		{"the port of three tunnels overridden", two, isthmus.Overrides{Port: 443}, "192.0.2.1", "443", "444:" + managertest.KeyText(2) + ",445:" + managertest.KeyText(3), ""},
 		{"the last port but one for three tunnels", two, isthmus.Overrides{Port: 65534}, "192.0.2.1", "65534", "65535:" + managertest.KeyText(2), ""},
 		{"the last port for three tunnels", two, isthmus.Overrides{Port: 65535}, "192.0.2.1", "65535", "", ""},
 		{"address overridden", func(*facts.Facts) {}, isthmus.Overrides{Address: &address}, address, "31871", "", ""},
 		{"port overridden", func(*facts.Facts) {}, isthmus.Overrides{Port: 443}, "192.0.2.1", "443", "", ""},
-		{"an override makes up for what is not known", func(f *facts.Facts) { f.Endpoint, f.Port, f.NoEndpoint = "", 0, "no Service" },
+		{"overrides replace an unknown endpoint and port", func(f *facts.Facts) { f.Endpoint, f.Port, f.NoEndpoint = "", 0, "no Service" },
 			isthmus.Overrides{Address: &address, Port: 443}, address, "443", "", ""},
-		{"half an override does not", func(f *facts.Facts) { f.Endpoint, f.Port, f.NoEndpoint = "", 0, "no Service" },
+		{"an address override does not replace an unknown port", func(f *facts.Facts) { f.Endpoint, f.Port, f.NoEndpoint = "", 0, "no Service" },
 			isthmus.Overrides{Address: &address}, "", "", "", "no Service"},
-		{"something is missing", func(f *facts.Facts) { f.Missing = []string{"PodCIDR: set --pod-cidr"} }, isthmus.Overrides{}, "", "", "", "set --pod-cidr"},
-		{"an address that no peer would take", func(f *facts.Facts) { f.Endpoint = "127.0.0.1" }, isthmus.Overrides{}, "", "", "", "spec.endpointIP"},
+		{"unknown PodCIDR", func(f *facts.Facts) { f.Missing = []string{"PodCIDR: set --pod-cidr"} }, isthmus.Overrides{}, "", "", "", "set --pod-cidr"},
+		{"loopback address", func(f *facts.Facts) { f.Endpoint = "127.0.0.1" }, isthmus.Overrides{}, "", "", "", "spec.endpointIP"},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			facts := all
@@ -82,8 +82,8 @@ func TestNetworkConfigFollowsTheClusterUnlessOverridden(t *testing.T) {
 	}
 }
 
-// Readers see no agreement while an answer to former networks is being withdrawn.
-func TestAnAnswerToOldNetworksIsIgnored(t *testing.T) {
+// While an answer to our previous networks is being withdrawn, readers ignore it.
+func TestAnswerToPreviousNetworksIsIgnored(t *testing.T) {
 	nc := &v1alpha1.NetworkConfig{Status: v1alpha1.NetworkConfigStatus{Processed: true, PodCIDRNAT: v1alpha1.None, ExternalCIDRNAT: v1alpha1.None}}
 	nc.Annotations = map[string]string{isthmus.AnnotationUnanswered: "true"}
 	if got := believed(nc); got.Status.Processed || !nc.Status.Processed {

@@ -12,13 +12,13 @@ import (
 	"github.com/isthmus-net/isthmus/manager/ipam"
 )
 
-// A peer can change its answer, endpoint and keys as often as it likes. We follow changesAtOnce
-// changes at once and then one per interval. It cannot flip its networks: a wider one needs
-// consent.
+// A peer can change its answer, endpoint and keys as often as it likes. We apply changesAtOnce
+// changes at once, and then one per interval. A peer cannot alternate between networks in this way,
+// because a wider network needs consent.
 const (
 	changesAtOnce = 8
-	answerEvery   = time.Minute // because each new answer is an event for every node
-	gatewayEvery  = time.Second // because a new endpoint or key is an event for the gateways only
+	answerEvery   = time.Minute // each new answer is an event for every node
+	gatewayEvery  = time.Second // a new endpoint or key is an event for the gateways only
 )
 
 // A pace limits how often each peer may change something. Its methods may be called concurrently.
@@ -29,7 +29,7 @@ type pace struct {
 	peers map[string]*rate.Limiter // by cluster ID; only peers that have changed something
 }
 
-// wait returns how long a change that arrives now has to wait. It does not count the change.
+// wait returns the time that a change arriving now has to wait. It does not count the change.
 func (p *pace) wait(id string, now time.Time) time.Duration {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -40,8 +40,8 @@ func (p *pace) wait(id string, now time.Time) time.Duration {
 	return max(0, time.Duration((1-l.TokensAt(now))*float64(p.every)))
 }
 
-// count counts a change that was written. last reports whether an immediate next one would have to
-// wait.
+// count counts a change that was written. last reports whether another change at the same time
+// would have to wait.
 func (p *pace) count(id string, now time.Time) (last bool) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -61,8 +61,8 @@ func (p *pace) forget(id string) {
 	delete(p.peers, id)
 }
 
-// paced returns our NetworkConfig with the answer to use, and how long the peer's present answer
-// has to wait. While it waits, the previous answer is used.
+// paced returns our NetworkConfig with the answer to use. It also returns the time for which the
+// peer's present answer has to wait; meanwhile the previous answer is used.
 func (r *tunnelEndpointReconciler) paced(id string, original *v1alpha1.NetworkConfig) (*v1alpha1.NetworkConfig, time.Duration) {
 	state := r.Store.State()
 	was := state.AnswerOf(id)
@@ -78,7 +78,7 @@ func (r *tunnelEndpointReconciler) paced(id string, original *v1alpha1.NetworkCo
 	return original, wait
 }
 
-// complete reports whether an answer covers both our networks. Only changes of a complete answer
+// complete reports whether an answer covers both of our networks. Only changes of a complete answer
 // are paced.
 func complete(answer ipam.Allocation) bool { return answer.Pod.IsValid() && answer.External.IsValid() }
 

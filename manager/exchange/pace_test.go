@@ -31,7 +31,7 @@ func TestPeerChangesAreLimitedAfterABurst(t *testing.T) {
 			t.Errorf("change %d is the last one: %v", i, last)
 		}
 	}
-	for range 100 { // asking costs nothing
+	for range 100 { // wait does not count as a change
 		if wait := p.wait("b", now); wait <= 0 || wait > time.Minute {
 			t.Fatalf("one too many waits for %v", wait)
 		}
@@ -52,8 +52,9 @@ func TestPeerChangesAreLimitedAfterABurst(t *testing.T) {
 	}
 }
 
-// Every node reads a peer's NetworkAllocation whenever it changes. A new endpoint or key is no event for nodes.
-func TestAPeerThatFlipsItsAnswerSoonChangesOnlyItsGateway(t *testing.T) {
+// Every change of a peer's NetworkAllocation is an event for all nodes. A new endpoint or key is
+// not.
+func TestFrequentAnswerChangesAreDelayedButEndpointChangesAreNot(t *testing.T) {
 	a := newAnswering(t)
 	b := a.partner("b", 2).claims("10.64.0.0/16", "10.65.0.0/20").publish().answer("None", "None")
 	b.joined()
@@ -84,7 +85,7 @@ func TestAPeerThatFlipsItsAnswerSoonChangesOnlyItsGateway(t *testing.T) {
 	})
 }
 
-func TestAPeerThatFlipsItsEndpointIsFollowedOnceASecond(t *testing.T) {
+func TestFrequentEndpointChangesAreAppliedOnceASecond(t *testing.T) {
 	a := newAnswering(t)
 	b := a.partner("b", 2).claims("10.64.0.0/16", "10.65.0.0/20").publish().answer("None", "None")
 	before, began := b.joined().Generation, time.Now()
@@ -100,7 +101,7 @@ func TestAPeerThatFlipsItsEndpointIsFollowedOnceASecond(t *testing.T) {
 	}
 }
 
-// pacing is a reconciler that a test calls itself.
+// pacing returns a reconciler for the test to call.
 func (a *answering) pacing() *tunnelEndpointReconciler {
 	return &tunnelEndpointReconciler{
 		Client: a.mgr.GetClient(), Peers: peers.Peers{Reader: a.mgr.GetCache(), Self: a.Self.ClusterID}, Store: a.store, Log: slog.New(slog.DiscardHandler),
@@ -108,21 +109,22 @@ func (a *answering) pacing() *tunnelEndpointReconciler {
 	}
 }
 
-// later records what is added to the queue of a controller after a while.
+// later is a queue that records delayed requests.
 type later struct {
-	workqueue.TypedRateLimitingInterface[reconcile.Request] // nil
+	workqueue.TypedRateLimitingInterface[reconcile.Request] // nil: all other methods panic
 	after                                                   map[reconcile.Request]time.Duration
 }
 
 func (l later) AddAfter(r reconcile.Request, after time.Duration) { l.after[r] = after }
 
-// What is followed meanwhile may lead to nothing, and no event may come when the answer's turn has come.
+// While an answer has to wait, nothing may change in the API. So the reconciler must schedule its
+// next try itself.
 func TestADelayedAnswerIsRetried(t *testing.T) {
 	a := newAnswering(t)
 	b := a.partner("b", 2).claims("10.64.0.0/16", "10.65.0.0/20").publish().answer("None", "None")
 	b.joined()
 	r, id := a.pacing(), b.Cluster.ClusterID
-	r.Facts = &stubFacts{} // whose networks are others: there is nothing to write
+	r.Facts = &stubFacts{} // different networks of ours, so that nothing is written
 	queue := later{after: make(map[reconcile.Request]time.Duration)}
 	a.OK(r.queue.Source().Start(a.Ctx, queue))
 	for range changesAtOnce {
@@ -164,8 +166,8 @@ func TestAFailedWriteDoesNotCountAgainstTheLimit(t *testing.T) {
 	}
 }
 
-// A peer cannot have the pace of another one forgotten by a NetworkConfig that names it.
-func TestTheRateLimitOfAPeerIsRemovedWithIt(t *testing.T) {
+// A NetworkConfig that names another peer must not reset that peer's rate limit.
+func TestRateLimitOfAPeerIsRemovedWhenItLeaves(t *testing.T) {
 	a := newAnswering(t)
 	r, now := a.pacing(), time.Now()
 	left := a.Prefix + "-left"

@@ -28,72 +28,76 @@ import (
 	"github.com/isthmus-net/isthmus/manager/queue"
 )
 
-// maxPreshared is how many peers have room in the Secret, also while all change their keys.
+// maxPreshared is the number of peers for which the Secret has room, even while all of them change
+// their keys.
 const maxPreshared = corev1.MaxSecretSize / postquantum.MaxStored
 
-// errPresharedFull says that there are too many peers.
+// errPresharedFull means that the Secret has no room for another peer.
 var errPresharedFull = fmt.Errorf("the Secret %s is full: it holds the keys of %d peers", postquantum.SecretName, maxPreshared)
 
 // A peer may begin exchangesAtOnce exchanges at once, and then one per exchangePause. Each exchange
-// replaces the whole Secret in etcd, and a peer may publish another key all the time.
+// replaces the whole Secret in etcd, and a peer may publish new keys all the time.
 const (
 	exchangePause   = 30 * time.Second
 	exchangesAtOnce = 4
 )
 
-// A write replaces the whole Secret in etcd, so after writesAtOnce the changes of all peers wait for the next one.
-// An exchange alone takes three.
+// Each write replaces the whole Secret in etcd. So after writesAtOnce writes, one write per
+// writePause stores the changes of all peers. One exchange takes three writes.
 const (
 	writePause   = time.Second
 	writesAtOnce = 4
 )
 
-// presharedCheck is how often the Secret is read again, since somebody may have deleted it.
+// presharedCheck is the interval at which the Secret is read again, because somebody may have
+// deleted it.
 const presharedCheck = time.Minute
 
-// The requests of the controller that a KeyStore is.
+// checkSecret and writeSecret are the requests of the KeyStore's controller.
 var (
 	checkSecret = controllers.RequestFor("check")
 	writeSecret = controllers.RequestFor("write")
 )
 
-// A KeyStore keeps the State of the exchange of preshared keys with each peer in one Secret, which the
-// manager that leads writes and gateways read. It is a controller that writes the changes of all peers together,
-// so that nobody waits for the API server. Its methods may be called concurrently.
+// A KeyStore stores the state of the key exchange with each peer in one Secret. The manager that
+// leads writes the Secret, and gateways read it. The KeyStore is a controller that writes the
+// changes of all peers together, so that its callers do not wait for the API server. Its methods
+// may be called concurrently.
 type KeyStore struct {
-	Client    client.Client // with a field owner
+	Client    client.Client // has a field owner
 	Direct    client.Reader // not cached
 	Namespace string
 	Peers     peers.Peers
 	Log       *slog.Logger
 
-	work    queue.Queue // checkSecret and writeSecret
-	again   queue.Queue // of the NetworkConfigReconciler: peers whose exchange may go on
+	work    queue.Queue // requests checkSecret and writeSecret
+	again   queue.Queue // the queue of the NetworkConfigReconciler, for peers whose exchange can continue
 	reading sync.Mutex  // held while the Secret is read or written
 
 	mu     sync.Mutex
-	stored map[string]storedState // nil: not read yet
-	due    map[string]storedState // of the next write; without data: of a peer that is gone
-	secret string                 // the version of the Secret
-	err    error                  // of the last write or read
+	stored map[string]storedState // by cluster ID; nil: the Secret was not read yet
+	due    map[string]storedState // changes for the next write, by cluster ID; no data: delete the entry
+	secret string                 // resourceVersion of the Secret as last read or written
+	err    error                  // of the last read or write
 	writes *rate.Limiter
 	begun  map[string]*rate.Limiter
 }
 
-// A storedState is a State, and its JSON.
+// A storedState is the state of an exchange, and its JSON.
 type storedState struct {
 	state postquantum.State
 	data  []byte
 }
 
-// SetupWithManager makes mgr call Reconcile, once it leads.
+// SetupWithManager makes mgr call Reconcile, once this manager leads.
 func (k *KeyStore) SetupWithManager(mgr ctrl.Manager) error {
 	k.work.Add(checkSecret, 0)
 	return ctrl.NewControllerManagedBy(mgr).Named("presharedkeys").WatchesRawSource(k.work.Source()).
 		Complete(controllers.Noted("presharedkeys", k))
 }
 
-// Reconcile writes what is due, or recreates a deleted Secret and removes former peers from it.
+// Reconcile writes the changes that are due. For checkSecret, it recreates a deleted Secret, and
+// removes former peers from the Secret.
 func (k *KeyStore) Reconcile(ctx context.Context, request ctrl.Request) (ctrl.Result, error) {
 	if request != writeSecret {
 		if err := k.check(ctx); err != nil {
@@ -102,7 +106,7 @@ func (k *KeyStore) Reconcile(ctx context.Context, request ctrl.Request) (ctrl.Re
 		return ctrl.Result{RequeueAfter: presharedCheck}, nil
 	}
 	if pace := k.pace(); pace == nil {
-		return ctrl.Result{}, nil // an earlier write had all that was due
+		return ctrl.Result{}, nil // an earlier write stored all changes
 	} else if err := pace.Wait(ctx); err != nil {
 		return ctrl.Result{}, err
 	}
@@ -126,7 +130,7 @@ func (k *KeyStore) check(ctx context.Context) error {
 	return nil
 }
 
-// pace returns the limiter of writes; nil: nothing is due.
+// pace returns the limiter of writes, or nil if no change is due.
 func (k *KeyStore) pace() *rate.Limiter {
 	k.mu.Lock()
 	defer k.mu.Unlock()
@@ -139,7 +143,7 @@ func (k *KeyStore) pace() *rate.Limiter {
 	return k.writes
 }
 
-// State returns what is stored for a peer; zero: nothing.
+// State returns the stored state of the exchange with a peer, or the zero State.
 func (k *KeyStore) State(ctx context.Context, id string) (postquantum.State, error) {
 	if err := k.known(ctx); err != nil {
 		return postquantum.State{}, err
@@ -149,7 +153,7 @@ func (k *KeyStore) State(ctx context.Context, id string) (postquantum.State, err
 	return k.stored[id].state, nil
 }
 
-// known reads the Secret if it was not read yet.
+// known reads the Secret unless it was read before.
 func (k *KeyStore) known(ctx context.Context) error {
 	k.mu.Lock()
 	known := k.stored != nil
@@ -160,7 +164,8 @@ func (k *KeyStore) known(ctx context.Context) error {
 	return k.read(ctx)
 }
 
-// Waits reports whether a state of a peer waits to be stored. Then the exchange goes on when it is.
+// Waits reports whether a new state of a peer is not stored yet. The peer's exchange continues once
+// it is.
 func (k *KeyStore) Waits(id string) bool {
 	k.mu.Lock()
 	defer k.mu.Unlock()
@@ -168,7 +173,7 @@ func (k *KeyStore) Waits(id string) bool {
 	return waits
 }
 
-// Put reports whether the state of a peer is stored. If it is not, it will be.
+// Put reports whether the state of a peer is stored. Otherwise Put schedules a write of the state.
 func (k *KeyStore) Put(ctx context.Context, id string, state postquantum.State) (stored bool, err error) {
 	data, err := json.Marshal(state)
 	if err != nil {
@@ -188,7 +193,7 @@ func (k *KeyStore) Put(ctx context.Context, id string, state postquantum.State) 
 	return false, nil
 }
 
-// Forget erases the state of a peer that is gone. k may be nil.
+// Forget erases the state of a peer that has left. k may be nil.
 func (k *KeyStore) Forget(ctx context.Context, id string) error {
 	if k == nil {
 		return nil
@@ -206,7 +211,7 @@ func (k *KeyStore) Forget(ctx context.Context, id string) error {
 	return nil
 }
 
-// put has a state written. With k.mu.
+// put schedules a write of a peer's state. The caller holds k.mu.
 func (k *KeyStore) put(id string, state storedState) {
 	if k.due == nil {
 		k.due = make(map[string]storedState)
@@ -215,7 +220,7 @@ func (k *KeyStore) put(id string, state storedState) {
 	k.work.Add(writeSecret, 0)
 }
 
-// mayBegin reports whether a peer may have a new exchange now, and counts it.
+// mayBegin reports whether a peer may begin an exchange now. If so, it counts that exchange.
 func (k *KeyStore) mayBegin(id string) bool {
 	k.mu.Lock()
 	defer k.mu.Unlock()
@@ -228,7 +233,7 @@ func (k *KeyStore) mayBegin(id string) bool {
 	return k.begun[id].Allow()
 }
 
-// Problem returns why the state of a peer is not stored, or nil if it is.
+// Problem returns the reason why the state of a peer cannot be stored, or nil.
 func (k *KeyStore) Problem(id string) error {
 	k.mu.Lock()
 	defer k.mu.Unlock()
@@ -238,7 +243,7 @@ func (k *KeyStore) Problem(id string) error {
 	return k.err
 }
 
-// full reports whether there is no room for one more peer. With k.mu.
+// full reports whether there is no room for another peer. The caller holds k.mu.
 func (k *KeyStore) full() bool {
 	n := len(k.stored)
 	for id := range k.due {
@@ -249,7 +254,7 @@ func (k *KeyStore) full() bool {
 	return n >= maxPreshared
 }
 
-// note names the Secret in an error, and remembers it.
+// note adds the name of the Secret to an error, and keeps the error for Problem.
 func (k *KeyStore) note(err error) error {
 	if err != nil {
 		err = fmt.Errorf("the Secret %s/%s: %w", k.Namespace, postquantum.SecretName, err)
@@ -260,7 +265,7 @@ func (k *KeyStore) note(err error) error {
 	return err
 }
 
-// read reads the Secret, and makes it if it is not there.
+// read reads the Secret, or creates it if it does not exist.
 func (k *KeyStore) read(ctx context.Context) error {
 	k.reading.Lock()
 	defer k.reading.Unlock()
@@ -279,8 +284,8 @@ func (k *KeyStore) readLocked(ctx context.Context) error {
 	return err
 }
 
-// create makes the Secret, with the states from before somebody deleted it. It applies the Secret
-// server-side, because RBAC can restrict that to one name, which it cannot for a create.
+// create creates the Secret, with the states from before somebody deleted it. It uses server-side
+// apply, because RBAC can restrict a patch, but not a create, to one name.
 func (k *KeyStore) create(ctx context.Context) error {
 	states := make(map[string][]byte)
 	k.mu.Lock()
@@ -306,8 +311,9 @@ func (k *KeyStore) create(ctx context.Context) error {
 	return err
 }
 
-// take takes the Secret as it is stored. A state that was due is not due any more if it is stored, or if
-// somebody has replaced the one that it comes from; the peer takes its step then.
+// take updates stored from the Secret, and drops changes that are no longer due: the Secret has the
+// new state already, or somebody has replaced the state from which the change was made. The
+// exchange with those peers then continues.
 func (k *KeyStore) take(secret *corev1.Secret) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
@@ -320,7 +326,7 @@ func (k *KeyStore) take(secret *corev1.Secret) {
 		case bytes.Equal(data, k.due[id].data):
 			s = k.due[id]
 		case json.Unmarshal(data, &s.state) != nil:
-			s.state = postquantum.State{} // somebody has edited it; the exchange begins anew
+			s.state = postquantum.State{} // somebody has edited the state; the exchange begins again
 		}
 		stored[id] = s
 	}
@@ -333,7 +339,8 @@ func (k *KeyStore) take(secret *corev1.Secret) {
 	k.stored, k.secret = stored, secret.ResourceVersion
 }
 
-// write writes what is due. A conflict means that another manager leads or that somebody edits the Secret.
+// write writes all changes that are due. A conflict means that another manager leads, or that
+// somebody edits the Secret.
 func (k *KeyStore) write(ctx context.Context) error {
 	k.reading.Lock()
 	defer k.reading.Unlock()
@@ -357,9 +364,9 @@ func (k *KeyStore) write(ctx context.Context) error {
 	return err
 }
 
-// agree moves the exchange with a peer on, has its state stored, and puts into spec what the peer has to
-// know of it. Until the state is stored, it leaves in spec what is published already: a Secret that
-// cannot be written, or that is full, keeps nothing else from the peer.
+// agree advances the key exchange with a peer, has the new state stored, and puts our part of the
+// exchange into spec. Until the state is stored, spec keeps the published part. So the peer gets
+// the rest of spec even if the Secret cannot be written or is full.
 func (r *NetworkConfigReconciler) agree(ctx context.Context, peer peers.Peer, current *v1alpha1.NetworkConfig, spec *v1alpha1.NetworkConfigSpec) error {
 	if r.Keys == nil || !peer.Replicated() {
 		return nil
@@ -371,20 +378,21 @@ func (r *NetworkConfigReconciler) agree(ctx context.Context, peer peers.Peer, cu
 	words, err := r.step(ctx, peer, published, spec)
 	maps.Copy(spec.BackendConfig, words)
 	if errors.Is(err, errPresharedFull) {
-		// The Peering says so. There is room once another peer has gone.
+		// The status of the Peering reports this. There may be room once another peer has left.
 		r.Keys.again.Add(controllers.RequestFor(peer.Cluster.ClusterID), presharedCheck)
 		return nil
 	}
 	return err
 }
 
-// step returns what is to be published: published, while there is no state that is stored and may be known.
+// step returns the words to publish. These are the words published before, until a new state is
+// stored.
 func (r *NetworkConfigReconciler) step(ctx context.Context, peer peers.Peer, published postquantum.Words, spec *v1alpha1.NetworkConfigSpec) (postquantum.Words, error) {
 	id := peer.Cluster.ClusterID
 	if r.Keys.Waits(id) {
 		return published, nil
 	}
-	was, err := r.Keys.State(ctx, id) // the last one, since only this peer's reconcile puts another
+	was, err := r.Keys.State(ctx, id) // the latest state, because only this peer's reconcile changes it
 	if err != nil {
 		return published, err
 	}
@@ -413,7 +421,8 @@ func (r *NetworkConfigReconciler) step(ctx context.Context, peer peers.Peer, pub
 	return state.Words(), nil
 }
 
-// StepOf is a step of the exchange by what both sides publish. published is what we have published of it so far.
+// StepOf computes one step of the exchange from the fields that both sides publish. published has
+// the words that we have published of the exchange.
 func StepOf(state postquantum.State, self string, ours v1alpha1.BackendConfig, id string, theirs v1alpha1.BackendConfig, published postquantum.Words) (postquantum.State, postquantum.Progress, error) {
 	return state.Step(identityOf(self, ours), identityOf(id, theirs), postquantum.WordsIn(theirs), published)
 }

@@ -31,12 +31,12 @@ import (
 	"github.com/isthmus-net/isthmus/manager/queue"
 )
 
-// secretAPI is an API server that has the Secret of preshared keys and no other object.
+// secretAPI is an API server whose only object is the Secret of preshared keys.
 type secretAPI struct {
 	data    map[string][]byte
 	version int
-	writes  []int // how many states were in each
-	meet    error // of the next writes
+	writes  []int // number of states in each write
+	meet    error // if set, the error of each write
 }
 
 func (a *secretAPI) client() client.WithWatch {
@@ -88,7 +88,7 @@ func (a *secretAPI) give(secret *corev1.Secret) {
 	secret.Data, secret.ResourceVersion = maps.Clone(a.data), strconv.Itoa(a.version)
 }
 
-// keyStore returns a KeyStore with an API server that has a Secret.
+// keyStore returns a KeyStore, and its API server that has a Secret with data.
 func keyStore(data map[string][]byte) (*KeyStore, *secretAPI) {
 	a := &secretAPI{data: data}
 	return &KeyStore{Client: a.client(), Direct: a.client(), Log: slog.New(slog.DiscardHandler)}, a
@@ -102,7 +102,7 @@ func write(t *testing.T, k *KeyStore) {
 	}
 }
 
-// asked returns the peers whose exchange may go on, once.
+// asked returns the peers whose exchange the KeyStore has asked to continue since the last call.
 func asked(t *testing.T, k *KeyStore) []string {
 	t.Helper()
 	var r requested
@@ -120,8 +120,8 @@ type requested struct {
 
 func (r *requested) Add(request reconcile.Request) { r.ids = append(r.ids, request.Name) }
 
-// A write replaces all states in etcd. However many peers there are, the first change is written at once, and
-// changes that come while a write has to wait are one write.
+// Each write replaces all states in etcd. The first change is written at once, for any number of
+// peers. Changes that arrive while a write waits are written together.
 func TestChangesOfAllPeersAreWrittenTogether(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		k, api := keyStore(map[string][]byte{})
@@ -138,7 +138,7 @@ func TestChangesOfAllPeersAreWrittenTogether(t *testing.T) {
 				}
 			}
 			write(t, k)
-			write(t, k) // the controller was asked again meanwhile
+			write(t, k) // another request of the controller arrived in the meantime
 			if ids := asked(t, k); len(ids) != peers {
 				t.Errorf("%d peers may go on, want %d", len(ids), peers)
 			}
@@ -152,9 +152,9 @@ func TestChangesOfAllPeersAreWrittenTogether(t *testing.T) {
 	})
 }
 
-// A gateway has a new key in the same order as the peer: no state is published that is not stored. Until it
-// is, the exchange stands still, because another step may make another answer.
-func TestAStateIsPublishedOnceItIsStored(t *testing.T) {
+// A state is only published after it is stored, so that our gateways read a new key before the peer
+// learns of it. The exchange waits until then, because another step may produce another answer.
+func TestKeyExchangeStateIsPublishedOnlyAfterItIsStored(t *testing.T) {
 	k, api := keyStore(map[string][]byte{})
 	agree := stepsOf(t, k)
 	if published := agree(); len(published) != 0 {
@@ -181,8 +181,8 @@ func TestAStateIsPublishedOnceItIsStored(t *testing.T) {
 	}
 }
 
-// What another manager, or a person, has written is what the exchange goes on from.
-func TestAConflictOverwritesNoState(t *testing.T) {
+// The exchange continues from a state that another manager or a person has written.
+func TestConflictingWriteOverwritesNoKeyExchangeState(t *testing.T) {
 	k, api := keyStore(map[string][]byte{"mine": []byte(`{"id":"1"}`), "theirs": []byte(`{"id":"1"}`), "erased": []byte(`{"id":"1"}`)})
 	for _, id := range []string{"mine", "theirs", "erased", "new"} {
 		if _, err := k.Put(t.Context(), id, postquantum.State{ID: "2"}); err != nil {
@@ -204,8 +204,8 @@ func TestAConflictOverwritesNoState(t *testing.T) {
 	}
 }
 
-// A Secret that somebody has deleted is made again with what was stored, and then has what was due.
-func TestADeletedSecretIsMadeAgain(t *testing.T) {
+// A deleted Secret is created again with the stored states, and then gets the changes that are due.
+func TestDeletedSecretIsRecreatedWithTheStoredStates(t *testing.T) {
 	k, api := keyStore(map[string][]byte{"stored": []byte(`{"id":"1"}`)})
 	if _, err := k.Put(t.Context(), "due", postquantum.State{ID: "1"}); err != nil {
 		t.Fatal(err)
@@ -223,8 +223,8 @@ func TestADeletedSecretIsMadeAgain(t *testing.T) {
 	}
 }
 
-// Forget erases a state, also one that waits to be written.
-func TestAPeerThatIsGoneIsErased(t *testing.T) {
+// Forget erases a stored state, and also a state that waits to be written.
+func TestForgetErasesTheStateOfAPeer(t *testing.T) {
 	k, api := keyStore(map[string][]byte{"stored": []byte(`{"id":"1"}`)})
 	for _, id := range []string{"stored", "due"} {
 		_, err := k.Put(t.Context(), id, postquantum.State{ID: "2"})
@@ -244,7 +244,7 @@ func TestAPeerThatIsGoneIsErased(t *testing.T) {
 	}
 }
 
-// fullSecret returns as many states as there is room for.
+// fullSecret returns as many states as the Secret has room for.
 func fullSecret() map[string][]byte {
 	data := make(map[string][]byte)
 	for i := range maxPreshared {
@@ -253,7 +253,7 @@ func fullSecret() map[string][]byte {
 	return data
 }
 
-func TestAFullSecretAcceptsNewKeysOfKnownPeers(t *testing.T) {
+func TestFullSecretAcceptsNewKeysOfKnownPeers(t *testing.T) {
 	data := fullSecret()
 	data["old"] = data["peer-0"]
 	delete(data, "peer-0")
@@ -272,8 +272,8 @@ func TestAFullSecretAcceptsNewKeysOfKnownPeers(t *testing.T) {
 	}
 }
 
-// stepsOf returns a function that takes a step of the exchange of a with b, which has offered nothing yet,
-// and returns what is published then.
+// stepsOf returns a function that advances the exchange of a with b, which has offered nothing yet,
+// and returns the words to publish.
 func stepsOf(t *testing.T, k *KeyStore) (agree func() postquantum.Words) {
 	t.Helper()
 	config := func() v1alpha1.BackendConfig {
@@ -301,7 +301,8 @@ func stepsOf(t *testing.T, k *KeyStore) (agree func() postquantum.Words) {
 	}
 }
 
-// A peer that finds the Secret full gets all else, and is looked at again without an error.
+// If the Secret is full, a new peer's NetworkConfig is published without a key. The KeyStore tries
+// again later, without an error.
 func TestAFullSecretDoesNotBlockThePeering(t *testing.T) {
 	k, _ := keyStore(fullSecret())
 	agree := stepsOf(t, k)

@@ -11,7 +11,7 @@ import (
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 )
 
-// pruning is an API server that stores one status of a NetworkConfig, without its conditions.
+// pruning is an API server that stores the status of one NetworkConfig without its conditions.
 type pruning struct {
 	client.Client
 	stored  v1alpha1.NetworkConfigStatus
@@ -33,9 +33,9 @@ func (s pruningStatus) Patch(_ context.Context, o client.Object, _ client.Patch,
 	return nil
 }
 
-// If the API server drops conditions, an unchanged status is not written again, whatever the condition
-// would be.
-func TestAStatusThatCannotHaveConditionsIsNotWrittenAgain(t *testing.T) {
+// If the API server drops conditions, an unchanged status is not written again, even if the
+// condition would change.
+func TestUnchangedStatusIsNotWrittenAgainIfConditionsAreDropped(t *testing.T) {
 	api := new(pruning)
 	var r *answerReconciler
 	restart := func() { r = &answerReconciler{Client: api, Log: slog.New(slog.DiscardHandler)} }
@@ -45,7 +45,7 @@ func TestAStatusThatCannotHaveConditionsIsNotWrittenAgain(t *testing.T) {
 		answer  v1alpha1.NetworkConfigStatus
 		reason  string
 		restart bool
-		patches int // of three writes
+		patches int // expected number of patches for three calls of write
 	}{
 		{"answered", v1alpha1.NetworkConfigStatus{Processed: true, PodCIDRNAT: v1alpha1.None, ExternalCIDRNAT: v1alpha1.None}, v1alpha1.ReasonAnswered, false, 1},
 		{"another manager finds out", v1alpha1.NetworkConfigStatus{Processed: true, PodCIDRNAT: v1alpha1.None, ExternalCIDRNAT: v1alpha1.None}, v1alpha1.ReasonAnswered, true, 1},

@@ -27,25 +27,27 @@ import (
 	"github.com/isthmus-net/isthmus/manager/queue"
 )
 
-// refusalGap is the time for which changed reports are collected before they are read together.
+// refusalGap is the delay after a node's report. Reports within this time are read together.
 const refusalGap = 20 * time.Millisecond
 
-// reasonNotRefused is the reason of the Event about a node that does not refuse allocated networks.
+// reasonNotRefused is the reason of the Event about a node that does not refuse allocated networks
+// in time.
 const reasonNotRefused = "NotRefused"
 
-// A RefusalGate is the convergence gate: it knows which allocated networks all nodes refuse, so
-// that the manager publishes no network that a node would still send to in the clear:
+// A RefusalGate is the convergence gate: it withholds allocated networks from the peers until all
+// nodes refuse them. Until then a node would send packets to these networks in the clear.
 //
 //	IPAM state ─► NetworkAllocation ─► route agent refuses it ─► NodeNetworks.spec.refusedResourceVersion ─► RefusalGate ─► answer, TunnelEndpoint
 //
 // An agent that reports a resourceVersion refuses the networks of all objects up to that version.
-// The gate does not wait for nodes that have never reported one: they have no agent. If it has
-// waited for a node in vain, it ignores that node until the node reports another version.
+// The gate does not wait for a node that has never reported one, because such a node has no agent.
+// If a node did not refuse a network within Patience, the gate ignores that node until it reports
+// another version.
 //
 // Its methods may be called concurrently.
 type RefusalGate struct {
-	Cache     client.Reader // NodeNetworks
-	Namespace string        // of the installation
+	Cache     client.Reader // reads NodeNetworks
+	Namespace string        // namespace of the installation
 	Events    events.EventRecorder
 	Log       *slog.Logger
 	// Patience is the maximum time for which an allocated network is withheld because a node does
@@ -54,24 +56,25 @@ type RefusalGate struct {
 
 	mu      sync.Mutex
 	granted map[string]granted
-	said    map[string]int64            // node → resourceVersion up to which it refuses
-	late    map[string]int64            // the same, of nodes that the gate no longer waits for
+	said    map[string]int64            // reported resourceVersion of each node, up to which the node refuses all networks
+	late    map[string]int64            // like said, for nodes that the gate no longer waits for
 	waiting map[reconcile.Request]await // requests that wait for nodes
 }
 
-// granted is the allocation of a peer.
+// granted is the allocation of a peer, as Observe got it.
 type granted struct {
 	allocation ipam.Allocation
 	version    int64     // resourceVersion of its NetworkAllocation
-	at         time.Time // when it entered the IPAM state
+	at         time.Time // when Observe first got it
 }
 
 type await struct {
-	id    string // of the peer
+	id    string // cluster ID of the peer
 	queue *queue.Queue
 }
 
-// Observe takes over each version of the IPAM state.
+// Observe replaces the allocations by those of a new version of the IPAM state. It is an
+// ipamstore.Observer.
 func (w *RefusalGate) Observe(state ipam.State, version func(id string) int64) {
 	now := make(map[string]granted)
 	w.mu.Lock()
@@ -93,15 +96,15 @@ func (w *RefusalGate) Observe(state ipam.State, version func(id string) int64) {
 	w.wake()
 }
 
-// refused reports whether the networks of a peer may be published. If not, it adds the request to
-// the queue once they may be.
+// refused reports whether the networks of a peer may be published, because all nodes refuse them or
+// Patience is over. Otherwise it adds the request to q once they may be published.
 func (w *RefusalGate) refused(id string, q *queue.Queue, request reconcile.Request) bool {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	g, ok := w.granted[id]
 	if g.version == ipamstore.NotWritten {
 		w.waiting[request] = await{id, q}
-		return false // Observe will be called once it is written
+		return false // the Store calls Observe once the allocation is written
 	}
 	if !ok || w.behind(g) == nil {
 		delete(w.waiting, request)
@@ -124,8 +127,8 @@ func (w *RefusalGate) refused(id string, q *queue.Queue, request reconcile.Reque
 	return true
 }
 
-// behind returns the nodes that the gate waits for and that do not refuse g yet. The caller holds
-// w.mu.
+// behind returns the nodes that the gate waits for because they do not refuse g yet. The caller
+// holds w.mu.
 func (w *RefusalGate) behind(g granted) (nodes []string) {
 	for node, version := range w.said {
 		if _, late := w.late[node]; !late && version < g.version {
@@ -136,7 +139,7 @@ func (w *RefusalGate) behind(g granted) (nodes []string) {
 	return nodes
 }
 
-// Late returns the number of nodes that did not confirm in time that they refuse a network.
+// Late returns the number of nodes that did not report in time that they refuse a network.
 func (w *RefusalGate) Late() int {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -183,7 +186,7 @@ func (w *RefusalGate) Reconcile(ctx context.Context, _ ctrl.Request) (ctrl.Resul
 	return ctrl.Result{}, nil
 }
 
-// wake queues the requests that need not wait any more. The caller holds w.mu.
+// wake queues the requests that no longer need to wait. The caller holds w.mu.
 func (w *RefusalGate) wake() {
 	least := int64(ipamstore.NotWritten - 1)
 	for node, version := range w.said {

@@ -22,7 +22,7 @@ import (
 	"github.com/isthmus-net/isthmus/manager/queue"
 )
 
-// refuses makes the report of a node say that it refuses all that is allocated, or nothing yet.
+// refuses reports for a node that it refuses all allocated networks, or none yet.
 func (a *answering) refuses(node string, all bool) {
 	a.T.Helper()
 	revision := int64(1)
@@ -43,7 +43,7 @@ func (a *answering) refuses(node string, all bool) {
 	a.OK(err)
 }
 
-// awaited waits until the RefusalGate waits for so many nodes.
+// awaited waits until the RefusalGate has the reports of n nodes.
 func (a *answering) awaited(n int) {
 	a.T.Helper()
 	a.Until("the reports are read", func() bool {
@@ -53,12 +53,12 @@ func (a *answering) awaited(n int) {
 	})
 }
 
-func TestANetworkIsPublishedOnceAllNodesRefuseIt(t *testing.T) {
+func TestNetworkIsPublishedOnlyAfterAllNodesRefuseIt(t *testing.T) {
 	a := newAnswering(t)
 	a.Create(&corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: a.System}})
 	a.refuses("n1", false)
 	a.refuses("n2", false)
-	a.Create(&isthmus.NodeNetworks{ObjectMeta: metav1.ObjectMeta{Namespace: a.System, Name: "older"}}) // says nothing
+	a.Create(&isthmus.NodeNetworks{ObjectMeta: metav1.ObjectMeta{Namespace: a.System, Name: "older"}}) // an older agent, which reports no version
 	a.awaited(2)
 
 	b := a.partner("b", 2).claims("10.50.0.0/18", "10.60.0.0/20")
@@ -69,7 +69,7 @@ func TestANetworkIsPublishedOnceAllNodesRefuseIt(t *testing.T) {
 	a.refuses("n2", true)
 	b.untilAccepted("None None")
 
-	// What an agent says of the older IPAM state counts, and so does all that comes later.
+	// A node's report counts for the version that it names, but not for later allocations.
 	c := a.partner("c", 3).claims("10.51.0.0/18", "10.61.0.0/20")
 	a.Until("its networks are in the IPAM state", c.granted)
 	a.refuses("n1", true)
@@ -83,8 +83,8 @@ func TestANetworkIsPublishedOnceAllNodesRefuseIt(t *testing.T) {
 	d.untilAccepted("None None")
 }
 
-// A node whose agent does not answer holds nobody up for long, and never again until it does.
-func TestAnUnresponsiveNodeIsNamedAndSkipped(t *testing.T) {
+// If a node's agent does not respond, allocations wait for it only once, until it reports again.
+func TestUnresponsiveNodeIsReportedAndSkipped(t *testing.T) {
 	a := newAnswering(t)
 	a.Create(&corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: a.System}})
 	a.nodes.Patience = time.Millisecond
@@ -105,7 +105,7 @@ func TestAnUnresponsiveNodeIsNamedAndSkipped(t *testing.T) {
 	c := a.partner("c", 3).claims("10.51.0.0/18", "10.61.0.0/20")
 	c.untilAccepted("None None")
 
-	a.refuses("n1", true) // it is there again
+	a.refuses("n1", true) // the agent responds again
 	a.Until("the report is read", func() bool { return a.nodes.Late() == 0 })
 	d := a.partner("d", 4).claims("10.52.0.0/18", "10.62.0.0/20")
 	a.Until("its networks are in the IPAM state", d.granted)
@@ -114,9 +114,9 @@ func TestAnUnresponsiveNodeIsNamedAndSkipped(t *testing.T) {
 	d.untilAccepted("None None")
 }
 
-// A network is in the IPAM state before its NetworkAllocation is written: nobody is told of it until then,
-// however long that takes.
-func TestAnUnwrittenNetworkIsNotPublished(t *testing.T) {
+// A network is in the IPAM state before its NetworkAllocation is written. It must not be published
+// before then, even after Patience.
+func TestNetworkIsNotPublishedBeforeItsNetworkAllocationIsWritten(t *testing.T) {
 	state, _ := ipam.State{}.Configure(ipam.Config{PodCIDR: netip.MustParsePrefix("10.64.0.0/14"), ServiceCIDR: netip.MustParsePrefix("10.96.0.0/12")})
 	state, _, err := state.Allocate(ipam.Request{ID: "b", Pod: netip.MustParsePrefix("10.50.0.0/18"), External: netip.MustParsePrefix("10.60.0.0/20")})
 	if err != nil {
@@ -128,7 +128,7 @@ func TestAnUnwrittenNetworkIsNotPublished(t *testing.T) {
 		told    bool
 	}{{ipamstore.NotWritten, false}, {7, true}, {9, false}, {9, false}, {7, true}, {ipamstore.NotWritten, false}, {ipamstore.NotWritten, false}} {
 		w.Observe(state, func(string) int64 { return step.version })
-		if w.said["n1"], w.Patience = 8, time.Hour; step.version == ipamstore.NotWritten { // patience is about nodes
+		if w.said["n1"], w.Patience = 8, time.Hour; step.version == ipamstore.NotWritten { // Patience applies only to nodes
 			w.Patience = 0
 			delete(w.said, "n1")
 		}

@@ -18,7 +18,7 @@ import (
 	"github.com/isthmus-net/isthmus/manager/peers"
 )
 
-// releaseInterval is how often look searches for expired holds and for peers without objects.
+// releaseInterval is the interval between two calls of look.
 const releaseInterval = 5 * time.Minute
 
 // reasonReleased is the reason of the Event about networks released because no object named their
@@ -52,7 +52,7 @@ func (r *Releases) Run(ctx context.Context) error {
 	}
 }
 
-// look applies the present time to the IPAM state.
+// look ends expired holds, and releases the networks of peers without objects.
 func (r *Releases) look(ctx context.Context) error {
 	named, err := r.named(ctx)
 	if err != nil {
@@ -81,7 +81,7 @@ func (r *Releases) look(ctx context.Context) error {
 	return nil
 }
 
-// named returns the IDs of the clusters that the objects of any peering name.
+// named returns the IDs of all clusters that some object of a peering names.
 func (r *Releases) named(ctx context.Context) (map[string]bool, error) {
 	var (
 		peerings  isthmus.PeeringList

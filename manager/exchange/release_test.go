@@ -27,9 +27,9 @@ func (a *answering) endHolds() {
 	a.OK(err)
 }
 
-// A peer vanished while no manager ran, because finalizers were removed or definitions deleted. Its
-// networks are released after a day, with an Event, and free after another one.
-func TestNetworksOfAVanishedPeerAreReleased(t *testing.T) {
+// A peer vanished while no manager ran, because somebody removed finalizers or deleted CRDs. Its
+// networks are released after a day, with an Event, and are free after another day.
+func TestNetworksOfAVanishedPeerAreReleasedAfterADay(t *testing.T) {
 	a := newAnswering(t)
 	there := a.partner("there", 2)
 	gone := a.Describe("gone").Cluster.ClusterID

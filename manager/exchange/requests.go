@@ -19,7 +19,7 @@ type requests struct {
 	keys  map[reconcile.Request][]string
 }
 
-// add replaces the keys of a request.
+// add adds a request, or replaces the keys of a request that is in the set.
 func (s *requests) add(r reconcile.Request, keys ...string) {
 	s.remove(r)
 	s.mu.Lock()

@@ -15,8 +15,8 @@ import (
 	"github.com/isthmus-net/isthmus/manager/peers"
 )
 
-// shut withdraws the access of a leaving peer's manager to our API server. The tunnel stays for our
-// manager or for clients.
+// shut withdraws the access of a leaving peer's manager to our API server. The tunnel itself stays,
+// because our manager or clients still use it.
 func (r *tunnelEndpointReconciler) shut(ctx context.Context, x *exchange) error {
 	for i := range x.endpoints {
 		te := &x.endpoints[i]
@@ -32,9 +32,9 @@ func (r *tunnelEndpointReconciler) shut(ctx context.Context, x *exchange) error 
 	return nil
 }
 
-// end removes everything for a cluster that is not, or no longer, a peer in this namespace.
-// Gateways and route agents have finalizers on the TunnelEndpoint: its networks are only released
-// after they have stopped using them.
+// end removes all objects for a cluster that is not a peer in this namespace. Gateways and route
+// agents have finalizers on the TunnelEndpoint. So its networks are only released after gateways
+// and route agents have stopped using them.
 func (r *tunnelEndpointReconciler) end(ctx context.Context, x *exchange) error {
 	if err := r.deleteEndpoints(ctx, x); err != nil {
 		return err
@@ -77,8 +77,8 @@ func (r *tunnelEndpointReconciler) deleteEndpoints(ctx context.Context, x *excha
 	return nil
 }
 
-// release releases the networks of a peer, which puts them on hold. It returns false until the
-// NatMapping, which follows the IPAM state, is gone.
+// release releases the networks of a peer, which puts them on hold. It returns false while the
+// NatMapping exists. The NatMapping is deleted after the IPAM state has changed.
 func (r *tunnelEndpointReconciler) release(ctx context.Context, x *exchange) (gone bool, err error) {
 	now, err := r.Store.Now(ctx)
 	if err != nil {
@@ -103,12 +103,13 @@ func (r *tunnelEndpointReconciler) release(ctx context.Context, x *exchange) (go
 
 var errWantedAgain = errors.New("there is a new peering with the cluster")
 
-// hold keeps a NetworkConfig until everything that was made from it is gone.
+// hold adds our finalizer to a NetworkConfig, so that it stays until everything that was made from
+// it is gone.
 func (r *tunnelEndpointReconciler) hold(ctx context.Context, nc *v1alpha1.NetworkConfig) error {
 	return r.finalizer(ctx, nc, controllerutil.AddFinalizer)
 }
 
-// letGo undoes hold.
+// letGo removes the finalizer that hold adds.
 func (r *tunnelEndpointReconciler) letGo(ctx context.Context, nc *v1alpha1.NetworkConfig) error {
 	return r.finalizer(ctx, nc, controllerutil.RemoveFinalizer)
 }
@@ -118,7 +119,8 @@ func (r *tunnelEndpointReconciler) finalizer(ctx context.Context, nc *v1alpha1.N
 	if !change(nc, v1alpha1.FinalizerTunnelEndpointCreator) {
 		return nil
 	}
-	// The patch replaces the whole list, which has finalizers of other controllers, too.
+	// The patch has an optimistic lock: it replaces the list of finalizers, and other controllers have
+	// finalizers in that list, too.
 	if err := r.Client.Patch(ctx, nc, client.MergeFromWithOptions(before, client.MergeFromWithOptimisticLock{})); client.IgnoreNotFound(err) != nil {
 		return fmt.Errorf("finalizer of NetworkConfig %s/%s: %w", nc.Namespace, nc.Name, err)
 	}

@@ -33,12 +33,13 @@ import (
 	"github.com/isthmus-net/isthmus/manager/queue"
 )
 
-// tunnelEndpointReconciler joins the two NetworkConfigs of each peering into the one TunnelEndpoint
-// that the gateway and the route agents apply, and removes it with them. Requests are named by the
-// tenant namespace and the cluster ID of the peer.
+// tunnelEndpointReconciler joins the two NetworkConfigs of each peering into one TunnelEndpoint,
+// which the gateway and the route agents apply. It deletes the TunnelEndpoint when either side
+// withdraws its NetworkConfig. Requests are named by the tenant namespace and the cluster ID of the
+// peer.
 //
-// It makes no partial changes: while the two NetworkConfigs disagree, the TunnelEndpoint stays. It
-// is deleted when either side withdraws. The gateway writes its status.
+// It makes no partial changes: while the two NetworkConfigs disagree, the TunnelEndpoint stays
+// unchanged. The gateway writes the status of the TunnelEndpoint.
 type tunnelEndpointReconciler struct {
 	Client      client.Client
 	Peers       peers.Peers
@@ -72,7 +73,7 @@ func (r *tunnelEndpointReconciler) SetupWithManager(mgr ctrl.Manager) error {
 			if o.GetName() == "" {
 				return everyExchange(r.Peers, r.Log)(ctx, o)
 			}
-			if peer, err := r.Peers.ByID(ctx, o.GetName()); err == nil { // somebody may have edited its answer
+			if peer, err := r.Peers.ByID(ctx, o.GetName()); err == nil { // somebody may have edited the peer's answer
 				return []reconcile.Request{exchangeWith(peer)}
 			}
 			return nil
@@ -80,8 +81,8 @@ func (r *tunnelEndpointReconciler) SetupWithManager(mgr ctrl.Manager) error {
 	return r.Peers.Watch(b, func(p peers.Peer) []reconcile.Request { return []reconcile.Request{exchangeWith(p)} }).Complete(controllers.Noted("tunnelendpoint", r))
 }
 
-// exchangesWith returns a request for the peer in every namespace with a NetworkConfig for it, also
-// where no Peering wants it any more.
+// exchangesWith returns a request for the peer in every namespace with a NetworkConfig for it,
+// including namespaces without a Peering.
 func (r *tunnelEndpointReconciler) exchangesWith(ctx context.Context, id string) (all []reconcile.Request) {
 	var list v1alpha1.NetworkConfigList
 	if err := r.Client.List(ctx, &list, client.MatchingFields{indexReceiver: id}, client.UnsafeDisableDeepCopy); err != nil {
@@ -93,12 +94,12 @@ func (r *tunnelEndpointReconciler) exchangesWith(ctx context.Context, id string)
 	return all
 }
 
-// Reconcile makes, corrects or deletes the TunnelEndpoint of one peer.
+// Reconcile creates, corrects or deletes the TunnelEndpoint of one peer.
 func (r *tunnelEndpointReconciler) Reconcile(ctx context.Context, req ctrl.Request) (ctrl.Result, error) {
 	after, err := r.reconcile(ctx, req)
 	switch {
 	case apierrors.IsConflict(err), apierrors.IsAlreadyExists(err):
-		return ctrl.Result{RequeueAfter: controllers.Soon}, nil // the cache is behind
+		return ctrl.Result{RequeueAfter: controllers.Soon}, nil // the cache is outdated
 	case apierrors.IsInvalid(err):
 		return ctrl.Result{}, reconcile.TerminalError(fmt.Errorf("exchange with %s in %s: %w", req.Name, req.Namespace, err))
 	case err != nil:
@@ -111,8 +112,8 @@ func (r *tunnelEndpointReconciler) Reconcile(ctx context.Context, req ctrl.Reque
 type exchange struct {
 	id        string
 	peer      peers.Peer                // zero if the namespace is not that of a peer
-	wanted    bool                      // the namespace is that of a peer that stays, or still drains
-	elsewhere bool                      // the cluster is a peer, but not in this namespace
+	wanted    bool                      // whether the namespace belongs to a peer that stays, or still drains
+	elsewhere bool                      // whether the cluster is a peer in another namespace
 	originals []v1alpha1.NetworkConfig  // labelled as ours, the one with the right name first
 	copies    []v1alpha1.NetworkConfig  // from the peer, oldest first
 	endpoints []v1alpha1.TunnelEndpoint // for the peer
@@ -154,7 +155,7 @@ func (r *tunnelEndpointReconciler) gather(ctx context.Context, req ctrl.Request)
 	return x, nil
 }
 
-// reconcile returns when to call it again; zero: the next event does.
+// reconcile returns the time after which it must be called again; zero: the next event is enough.
 func (r *tunnelEndpointReconciler) reconcile(ctx context.Context, req ctrl.Request) (after time.Duration, err error) {
 	x, err := r.gather(ctx, req)
 	if err != nil {
@@ -174,13 +175,14 @@ func (r *tunnelEndpointReconciler) reconcile(ctx context.Context, req ctrl.Reque
 	return 0, r.join(ctx, x)
 }
 
-// join makes the TunnelEndpoint match the agreement of both sides.
+// join creates or corrects the TunnelEndpoint if both sides agree, and deletes it if one has
+// withdrawn.
 func (r *tunnelEndpointReconciler) join(ctx context.Context, x *exchange) error {
 	live := slices.DeleteFunc(slices.Clone(x.copies), func(nc v1alpha1.NetworkConfig) bool { return !alive(nc) })
 	original := x.original()
 	if len(live) == 0 || original != nil && !alive(*original) {
-		// One side has withdrawn. If it is ours, somebody deleted it by mistake: the Peering stays,
-		// and so do the networks that the peer knows.
+		// One of the NetworkConfigs is missing or being deleted. If it is ours, somebody deleted it by
+		// mistake: the Peering stays, and so do the networks that the peer knows.
 		if err := r.deleteEndpoints(ctx, x); err != nil {
 			return err
 		}
@@ -214,7 +216,7 @@ func (r *tunnelEndpointReconciler) join(ctx context.Context, x *exchange) error 
 		return err
 	}
 	original, wait := r.paced(x.id, original)
-	if wait > 0 { // even if the previous answer leads nowhere
+	if wait > 0 { // even if the previous answer no longer works
 		r.queue.Add(exchangeWith(x.peer), wait)
 	}
 	spec, err := r.decide(ctx, x, original, copied)
@@ -222,7 +224,7 @@ func (r *tunnelEndpointReconciler) join(ctx context.Context, x *exchange) error 
 		return err
 	}
 	if !r.RefusalGate.refused(x.id, &r.queue, exchangeWith(x.peer)) {
-		return nil // under Liqo's rights the peer may have written the answer itself
+		return nil // with the permissions that Liqo grants, the peer may have written the answer itself
 	}
 	if ready, err := r.mapped(ctx, x.id, original); err != nil || !ready {
 		return err
@@ -241,14 +243,14 @@ func (x *exchange) original() *v1alpha1.NetworkConfig {
 	return &x.originals[0]
 }
 
-// decide returns the TunnelEndpoint that should exist. nil: keep the present one, because something
-// has not arrived yet, or because of a problem that a condition reports.
+// decide returns the TunnelEndpoint that should exist. It returns nil if the present one should
+// stay, because an object has not arrived yet or because of a problem that a condition reports.
 //
 // The peer may write both NetworkConfigs and, under Liqo's RBAC, their status. So decide compares
-// our parts of them with our own state, and ignores an edit that is about to be undone.
+// our parts of them with our own state, and ignores an edit that is about to be reverted.
 //
 // A refusal is often about the networks alone, such as a spec.overrides that is not free. Then the
-// tunnel keeps its networks, and takes the rest of the claim, such as a new endpoint or key.
+// tunnel keeps its networks but gets the rest of the claim, such as a new endpoint or key.
 func (r *tunnelEndpointReconciler) decide(ctx context.Context, x *exchange, original, copied *v1alpha1.NetworkConfig) (*v1alpha1.TunnelEndpointSpec, error) {
 	peer := x.peer
 	facts, err := r.Facts.Facts(ctx)
@@ -283,15 +285,15 @@ func (r *tunnelEndpointReconciler) decide(ctx context.Context, x *exchange, orig
 	return &spec, nil
 }
 
-// sameRemote reports whether both specs have the same networks of the peer, original and
-// translated.
+// sameRemote reports whether both specs have the same networks of the peer, both original and
+// translated ones.
 func sameRemote(a, b v1alpha1.TunnelEndpointSpec) bool {
 	return a.RemotePodCIDR == b.RemotePodCIDR && a.RemoteNATPodCIDR == b.RemoteNATPodCIDR &&
 		a.RemoteExternalCIDR == b.RemoteExternalCIDR && a.RemoteNATExternalCIDR == b.RemoteNATExternalCIDR
 }
 
 // mapped puts the answer of the peer into the IPAM state. It returns true once the matching
-// NatMapping exists, so that the gateway never sees a TunnelEndpoint without it.
+// NatMapping exists, so that the gateway never sees a TunnelEndpoint without a NatMapping.
 func (r *tunnelEndpointReconciler) mapped(ctx context.Context, id string, original *v1alpha1.NetworkConfig) (bool, error) {
 	pod, external, ok := fabric.SeenBy(original)
 	if !ok {
@@ -306,7 +308,7 @@ func (r *tunnelEndpointReconciler) mapped(ctx context.Context, id string, origin
 			return b, err
 		}
 		if _, granted := b.AllocationOf(id); !granted {
-			return b, errNotWanted // released meanwhile
+			return b, errNotWanted // the peer was released in the meantime
 		}
 		return b.Answered(id, pod, external), nil
 	})
@@ -329,9 +331,9 @@ func (r *tunnelEndpointReconciler) mapped(ctx context.Context, id string, origin
 	}), err
 }
 
-// inBand reports whether both sides want their managers to use the tunnel. If our side alone
-// decided, our API server would be open to every host with the address of the peer's gateway; in a
-// Liqo cluster that is every node.
+// inBand reports whether both sides want their managers to use the tunnel. If only our side had to
+// agree, our API server would be open to every host that has the address of the peer's gateway. In
+// a Liqo cluster every node has it.
 func inBand(peer peers.Peer, copied *v1alpha1.NetworkConfig) bool {
 	return peer.InBand && copied.Spec.BackendConfig[v1alpha1.ConfigInBand] == "true"
 }
@@ -365,7 +367,7 @@ func (r *tunnelEndpointReconciler) write(ctx context.Context, peer peers.Peer, o
 		metav1.SetMetaDataAnnotation(&want.ObjectMeta, isthmus.AnnotationInBand, "true")
 	}
 	remember(want, proves(copied.Spec.BackendConfig, facts.Keys, r.Peers.Self, peer.Cluster.ClusterID))
-	want.OwnerReferences = []metav1.OwnerReference{ // as Liqo has them
+	want.OwnerReferences = []metav1.OwnerReference{ // as in Liqo's objects
 		{APIVersion: v1alpha1.GroupVersion.String(), Kind: "NetworkConfig", Name: original.Name, UID: original.UID},
 		*metav1.NewControllerRef(peer.Owner, gvk),
 	}
@@ -380,7 +382,7 @@ func (r *tunnelEndpointReconciler) write(ctx context.Context, peer peers.Peer, o
 			r.Log.Info("TunnelEndpoint created", "peer", peer.Cluster.ClusterID, "namespace", name.Namespace, "name", name.Name)
 		}
 	case !current.DeletionTimestamp.IsZero():
-		return nil // recreated when it is gone
+		return nil // the TunnelEndpoint is recreated once the deleted object is gone
 	case equality.Semantic.DeepEqual(&current, want):
 		return nil
 	default:
@@ -407,8 +409,8 @@ func compareBool(a, b bool) int {
 	return -1
 }
 
-// PresharedIn returns the ID of the exchange whose key all present sessions use, as the gateway
-// reports it; empty: some or all sessions use none.
+// PresharedIn returns the ID of the exchange whose preshared key all present sessions use, as the
+// gateway reports it. It returns "" if a session uses another key or none.
 func PresharedIn(te *v1alpha1.TunnelEndpoint) string {
 	if te == nil {
 		return ""

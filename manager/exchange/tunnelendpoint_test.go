@@ -71,14 +71,14 @@ func TestTunnelEndpointJoinsBothSides(t *testing.T) {
 	a.Always("nothing is written at rest", func() bool { return maps.Equal(a.versions(), before) })
 }
 
-// The peer chooses what its answer says, and may write both NetworkConfigs.
-func TestHostileAnswersAreNotFollowed(t *testing.T) {
+// The peer can answer anything, and may write both NetworkConfigs.
+func TestInvalidAnswersDoNotChangeTheTunnelEndpoint(t *testing.T) {
 	a := newAnswering(t)
 	p := a.partner("bravo", 2).claims("10.244.0.0/18", "10.130.0.0/20").publish()
 	p.untilAccepted("10.246.0.0/18 None")
 	for _, answer := range [][2]string{
-		{"172.16.0.0/16", "172.16.0.0/16"}, // both the same
-		{"240.0.0.0/8", "None"},            // refused by the API server: another length
+		{"172.16.0.0/16", "172.16.0.0/16"}, // the same network twice
+		{"240.0.0.0/8", "None"},            // the API server refuses a network of another length
 		{"fd00::/16", "None"},
 	} {
 		nc := p.Original()
@@ -106,13 +106,14 @@ func TestHostileAnswersAreNotFollowed(t *testing.T) {
 	}
 }
 
-// A refusal that is about networks keeps those of the tunnel, and nothing else of it.
-func TestATunnelFollowsItsPeerWhileNetworksAreRefused(t *testing.T) {
+// While a refusal is only about networks, the tunnel keeps its networks but gets the peer's new
+// endpoint and keys.
+func TestTunnelGetsNewEndpointAndKeyWhileNetworksAreRefused(t *testing.T) {
 	a := newAnswering(t)
 	p := a.partner("bravo", 2).claims("10.244.0.0/18", "10.130.0.0/20").publish().answer("None", "None")
 	p.untilAccepted("10.246.0.0/18 None")
 	before := p.joined()
-	taken := "10.244.64.0/18" // in our PodCIDR
+	taken := "10.244.64.0/18" // inside our PodCIDR
 	edit(a, p.Peering, func(peering *isthmus.Peering) { peering.Spec.Overrides.PodCIDR = &taken })
 	refused := func() bool {
 		nc := p.copied()
@@ -141,7 +142,7 @@ func TestATunnelFollowsItsPeerWhileNetworksAreRefused(t *testing.T) {
 	}
 }
 
-func TestOnlyTheSpecOfATunnelEndpointIsRestored(t *testing.T) {
+func TestEditedTunnelEndpointIsRestoredExceptItsStatus(t *testing.T) {
 	a := newAnswering(t)
 	p := a.partner("bravo", 2).claims("10.244.0.0/18", "10.130.0.0/20").publish().answer("None", "None")
 	spec := p.joined().Spec
@@ -162,7 +163,7 @@ func TestOnlyTheSpecOfATunnelEndpointIsRestored(t *testing.T) {
 	a.Until("it is made again", func() bool { te := p.Endpoint(); return te != nil && te.UID != uid })
 }
 
-func TestAWithdrawalRemovesTheTunnelEndpointButKeepsNetworks(t *testing.T) {
+func TestPeersWithdrawalDeletesTheTunnelEndpointButKeepsNetworks(t *testing.T) {
 	a := newAnswering(t)
 	p := a.partner("bravo", 2).claims("10.244.0.0/18", "10.130.0.0/20").publish().answer("None", "None")
 	te := p.joined()
@@ -173,14 +174,14 @@ func TestAWithdrawalRemovesTheTunnelEndpointButKeepsNetworks(t *testing.T) {
 	if !p.granted() || !holds(p.Original()) || len(p.mappings()) != 1 {
 		t.Error("more went than the TunnelEndpoint")
 	}
-	// It is back before the gateway has let go.
+	// The peer returns before the gateway has removed its finalizer.
 	p.claims("10.244.0.0/18", "10.130.0.0/20").untilAccepted("10.246.0.0/18 None")
 	a.Always("the old one is still there", func() bool { return p.Endpoint().UID == te.UID })
 	edit(a, p.Endpoint(), func(te *v1alpha1.TunnelEndpoint) { te.Finalizers = nil })
 	a.Until("there is a new one", func() bool { now := p.Endpoint(); return now != nil && now.UID != te.UID })
 }
 
-func TestOurNetworkConfigDeletedByHandCostsNoNetworks(t *testing.T) {
+func TestNetworksAreKeptWhenOurNetworkConfigIsDeletedByHand(t *testing.T) {
 	a := newAnswering(t)
 	p := a.partner("bravo", 2).claims("10.244.0.0/18", "10.130.0.0/20").publish().answer("None", "None")
 	p.joined()
@@ -193,13 +194,13 @@ func TestOurNetworkConfigDeletedByHandCostsNoNetworks(t *testing.T) {
 	p.untilAccepted("10.246.0.0/18 None")
 }
 
-// un-peering: TunnelEndpoint, and only when the gateway has let go NatMapping and networks, then
-// our NetworkConfig.
-func TestUnpeeringTakesDownInOrder(t *testing.T) {
+// Un-peering first deletes the TunnelEndpoint. Once the gateway has removed its finalizer, the
+// NatMapping is deleted and the networks are released. Our NetworkConfig is deleted last.
+func TestUnpeeringDeletesObjectsInOrder(t *testing.T) {
 	a := newAnswering(t)
 	p := a.partner("bravo", 2).claims("10.244.0.0/18", "10.130.0.0/20").publish().answer("None", "None")
 	edit(a, p.joined(), func(te *v1alpha1.TunnelEndpoint) { controllerutil.AddFinalizer(te, v1alpha1.FinalizerGateway) })
-	a.OK(managertest.Client.Delete(a.Ctx, p.Peering)) // its finalizer is the other half's
+	a.OK(managertest.Client.Delete(a.Ctx, p.Peering)) // package peerings would handle the Peering's finalizer
 	a.Until("the TunnelEndpoint is deleted", func() bool { return !p.Endpoint().DeletionTimestamp.IsZero() })
 	a.OK(managertest.Client.Delete(a.Ctx, p.Original()))
 	a.Always("all waits for the gateway", func() bool {
@@ -225,8 +226,8 @@ func (p *partner) held(networks ...string) {
 	}
 }
 
-// Liqo's ForeignClusters have no finalizer of ours, and neither has a Peering whose definition is deleted:
-// they may be gone first.
+// ForeignClusters of Liqo have no finalizer of ours, and neither has a Peering whose CRD was
+// deleted. So these objects may disappear first.
 func TestLeftoversOfARemovedPeerAreDeleted(t *testing.T) {
 	a := newAnswering(t)
 	p := a.partner("bravo", 2).claims("10.244.0.0/18", "10.130.0.0/20").publish().answer("None", "None")
@@ -242,7 +243,7 @@ func TestLeftoversOfARemovedPeerAreDeleted(t *testing.T) {
 	p.held("10.246.0.0/18", "10.130.0.0/20")
 }
 
-func TestRepeeringLeavesNothingBehind(t *testing.T) {
+func TestRepeatedPeeringLeavesNothingBehind(t *testing.T) {
 	a := newAnswering(t)
 	rounds := 12
 	var goroutines int
@@ -255,12 +256,12 @@ func TestRepeeringLeavesNothingBehind(t *testing.T) {
 			a.Create(p.Peering)
 		}
 		p.claims("10.244.0.0/18", "10.130.0.0/20").publish().answer("None", "None").joined()
-		p.untilAccepted("10.246.0.0/18 None") // not one more each time
+		p.untilAccepted("10.246.0.0/18 None") // repeated peerings get the same networks
 		a.OK(managertest.Client.Delete(a.Ctx, p.Peering))
 		a.OK(managertest.Client.Delete(a.Ctx, p.Original()))
 		a.OK(managertest.Client.Delete(a.Ctx, p.copied()))
 		a.Until("all is gone", func() bool { return p.Original() == nil && p.copied() == nil && p.Endpoint() == nil })
-		if p.granted() || len(p.mappings()) != 0 || len(a.store.State().Peers()) != 1 { // its networks are held
+		if p.granted() || len(p.mappings()) != 0 || len(a.store.State().Peers()) != 1 { // the networks are held
 			t.Fatalf("round %d: %v are left", i, a.store.State().Peers())
 		}
 		edit(a, p.Peering, func(p *isthmus.Peering) { p.Finalizers = nil })
@@ -272,11 +273,11 @@ func TestRepeeringLeavesNothingBehind(t *testing.T) {
 		}
 	}
 	a.Until(fmt.Sprintf("there are no more goroutines than after the first round, %d", goroutines), func() bool {
-		return runtime.NumGoroutine() <= goroutines+5 // less what is still at work on the last events
+		return runtime.NumGoroutine() <= goroutines+5 // some goroutines may still handle the last events
 	})
 }
 
-func TestNetworksAroundAnAddress(t *testing.T) {
+func TestNetworksAroundReturnsAllPrefixesThatContainTheAddress(t *testing.T) {
 	all := networksAround("10.246.7.9")
 	for _, want := range []string{"10.0.0.0/8", "10.246.0.0/16", "10.246.7.8/30"} {
 		if !slices.Contains(all, want) {

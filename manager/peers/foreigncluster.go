@@ -26,7 +26,7 @@ type ForeignCluster struct {
 
 	Spec struct {
 		ClusterIdentity v1alpha1.ClusterIdentity `json:"clusterIdentity"`
-		// PeeringType is OutOfBand (also if empty) or InBand. With InBand, Liqo's CLI exchanges the
+		// PeeringType is OutOfBand or InBand; empty: OutOfBand. With InBand, Liqo's CLI exchanges the
 		// NetworkConfigs.
 		PeeringType string `json:"peeringType,omitempty"`
 	} `json:"spec"`
@@ -39,7 +39,8 @@ type ForeignCluster struct {
 	} `json:"status"`
 }
 
-// A PeeringCondition is Liqo's: type IncomingPeering, status Established.
+// A PeeringCondition is a condition of Liqo's ForeignCluster, such as type IncomingPeering with
+// status Established.
 type PeeringCondition struct {
 	Type   string `json:"type"`
 	Status string `json:"status"`
@@ -71,15 +72,15 @@ func (l *ForeignClusterList) DeepCopyObject() runtime.Object {
 	return &c
 }
 
-// AddForeignClusters adds the kind to a scheme.
+// AddForeignClusters adds the kind ForeignCluster to a scheme.
 func AddForeignClusters(scheme *runtime.Scheme) {
 	scheme.AddKnownTypes(ForeignClusterVersion, &ForeignCluster{}, &ForeignClusterList{})
 	metav1.AddToGroupVersion(scheme, ForeignClusterVersion)
 }
 
-// peerFromForeign returns the peer of a ForeignCluster. It returns false for one without identity
-// or tenant namespace, and for in-band peerings. A ForeignCluster without an established peering is
-// a leaving peer, so its objects get removed.
+// peerFromForeign returns the peer of a ForeignCluster. It returns false for a ForeignCluster
+// without identity or tenant namespace, and for in-band peerings. A ForeignCluster without an
+// established peering is a leaving peer, so that its objects are removed.
 func peerFromForeign(f *ForeignCluster) (Peer, bool) {
 	tenant := f.Status.TenantNamespace
 	if f.Spec.ClusterIdentity.ClusterID == "" || tenant.Local == "" || f.Spec.PeeringType != "" && f.Spec.PeeringType != "OutOfBand" {

@@ -6,7 +6,7 @@ import (
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 )
 
-func TestAForeignClusterNeedsIdentityAndNamespace(t *testing.T) {
+func TestForeignClusterIsAPeerOnlyWithIdentityAndNamespace(t *testing.T) {
 	for _, change := range []func(*ForeignCluster){
 		func(f *ForeignCluster) { f.Spec.ClusterIdentity.ClusterID = "" },
 		func(f *ForeignCluster) { f.Status.TenantNamespace.Local = "" },

@@ -25,8 +25,8 @@ import (
 	"github.com/isthmus-net/isthmus/manager/controllers"
 )
 
-// InBandPatience bounds how long a tunnel that managers use stays after the Peering is deleted, and
-// how long we wait for the peer.
+// InBandPatience bounds two times after the deletion of an in-band Peering: the time for which the
+// tunnel stays open for the managers, and the time for which we wait for the peer.
 const InBandPatience = 30 * time.Second
 
 // ErrNoPeer means that no object asks for a peering with the cluster.
@@ -38,33 +38,33 @@ type Peer struct {
 	Cluster v1alpha1.ClusterIdentity
 	// LocalNamespace is the tenant namespace here; RemoteNamespace is the one at the peer.
 	LocalNamespace, RemoteNamespace string
-	// Overrides and Claims are those of the Peering.
+	// Overrides and Claims are the fields of the Peering with these names.
 	Overrides isthmus.Overrides
 	Claims    isthmus.Claims
 	// KeyRequired is true if the tunnel must stay down without a preshared key.
 	KeyRequired bool
-	// InBand is true if the managers use the tunnel.
+	// InBand is true if the managers reach each other's API servers through the tunnel.
 	InBand bool
 	// IdentitySecret is the name of the Secret in LocalNamespace with our identity at the peer;
 	// empty if Liqo's crd-replicator copies the objects.
 	IdentitySecret string
-	// Leaving is true while the peering is being taken down; nothing new is made for it. Forced is
-	// true if nobody waits for the peer any more.
+	// Leaving is true while the peering is taken down, when no new objects are made for it. Forced is
+	// true if the teardown no longer waits for the peer.
 	Leaving, Forced bool
-	// Left is when Leaving began.
+	// Left is the time when Leaving became true.
 	Left time.Time
-	// Draining is true for a leaving peer while clients of shared services may still use the
-	// tunnel. Then everything stays for some seconds; see package peerings.
+	// Draining is true for a leaving peer while clients of shared services may still use the tunnel.
+	// All objects of the peering then stay for some seconds; see package peerings.
 	Draining bool
 	// Owner is the Peering or the ForeignCluster.
 	Owner client.Object
 }
 
-// Replicated reports whether we replicate the NetworkConfig to the peer ourselves.
+// Replicated reports whether this manager replicates the NetworkConfig to the peer.
 func (p Peer) Replicated() bool { return p.IdentitySecret != "" }
 
-// InBandLeft returns the remaining time to wait for a peer that leaves in band. Then the tunnel
-// closes, which is the only path to the peer's API server.
+// InBandLeft returns the remaining time to wait for a peer that leaves in band. After it, the
+// tunnel closes, which is the only path to the peer's API server.
 func (p Peer) InBandLeft(now time.Time) time.Duration {
 	return min(max(p.Left.Add(InBandPatience).Sub(now), 0), InBandPatience)
 }
@@ -74,8 +74,8 @@ func (p Peer) Abandoned(now time.Time) bool {
 	return p.Leaving && (p.Forced || p.InBand && p.InBandLeft(now) == 0)
 }
 
-// Begun reports whether objects may be made for the peer. The Peering needs the finalizer first,
-// which ensures their removal.
+// Begun reports whether objects may be made for the peer. A Peering must have its finalizer first,
+// which ensures that these objects are removed.
 func (p Peer) Begun() bool {
 	if _, ours := p.Owner.(*isthmus.Peering); ours && !controllerutil.ContainsFinalizer(p.Owner, isthmus.FinalizerPeering) {
 		return false
@@ -83,9 +83,9 @@ func (p Peer) Begun() bool {
 	return !p.Leaving
 }
 
-// NeedsTunnel returns the maximum time for which the tunnel to a leaving peer stays. We need it to
-// delete our NetworkConfig at the peer. The limit keeps a peer that refuses the deletion from
-// holding the tunnel.
+// NeedsTunnel returns the remaining time for which the tunnel to a leaving peer stays open, so that
+// we can delete our NetworkConfig at the peer. The time is bounded: otherwise a peer that refuses
+// the deletion could keep the tunnel open.
 func (p Peer) NeedsTunnel(original *v1alpha1.NetworkConfig, now time.Time) time.Duration {
 	if !p.InBand || !p.Leaving || p.Forced || original == nil || !controllerutil.ContainsFinalizer(original, v1alpha1.FinalizerReplicator) {
 		return 0
@@ -93,17 +93,17 @@ func (p Peer) NeedsTunnel(original *v1alpha1.NetworkConfig, now time.Time) time.
 	return p.InBandLeft(now)
 }
 
-// Peers finds the peers of this cluster. It reads a cache with the indexes that AddIndexes makes;
-// its methods may be called concurrently.
+// Peers finds the peers of this cluster. It reads from a cache with the indexes that AddIndexes
+// adds. Its methods may be called concurrently.
 //
-// A Peering is ignored if an older one (at the same age, one with a smaller UID) names the same
-// cluster or tenant namespace, or if it names this cluster itself. Any Peering takes precedence
-// over a ForeignCluster.
+// A Peering is ignored if an older Peering names the same cluster or tenant namespace, or if it
+// names this cluster itself. Of two Peerings with the same age, the one with the smaller UID
+// counts. Any Peering takes precedence over a ForeignCluster.
 type Peers struct {
 	Reader client.Reader
 	// Self is the ID of this cluster.
 	Self string
-	// ForeignClusters is true if this cluster serves that kind; then they are read, too.
+	// ForeignClusters is true if this cluster serves that kind. Peers then reads these objects, too.
 	ForeignClusters bool
 }
 
@@ -112,13 +112,13 @@ func (p Peers) ByID(ctx context.Context, id string) (Peer, error) {
 	return p.one(ctx, IndexClusterID, id)
 }
 
-// ByNamespace returns the peer whose tenant namespace here is the given one, or ErrNoPeer.
+// ByNamespace returns the peer with the given tenant namespace in this cluster, or ErrNoPeer.
 func (p Peers) ByNamespace(ctx context.Context, namespace string) (Peer, error) {
 	return p.one(ctx, IndexTenantNamespace, namespace)
 }
 
-// List returns all peers, sorted by cluster ID. They share memory with the cache, so the caller
-// must not change them.
+// List returns all peers, sorted by cluster ID. The peers share memory with the cache, so the
+// caller must not change them.
 func (p Peers) List(ctx context.Context) ([]Peer, error) {
 	byID := make(map[string]Peer)
 	var peerings isthmus.PeeringList
@@ -181,7 +181,7 @@ func (p Peers) one(ctx context.Context, index, value string) (Peer, error) {
 	return p.oneForeign(ctx, index, value)
 }
 
-// Conflict explains why a Peering is ignored, or returns "".
+// Conflict returns the reason for which a Peering is ignored, or "".
 func (p Peers) Conflict(ctx context.Context, peering *isthmus.Peering) (string, error) {
 	id, ns := peering.Spec.Cluster.ClusterID, peering.Spec.TenantNamespace.Local
 	if id == p.Self {
@@ -205,8 +205,8 @@ func (p Peers) Conflict(ctx context.Context, peering *isthmus.Peering) (string, 
 	return "", nil
 }
 
-// Neighbours returns the Peerings that a change of the given one may affect: those for the same
-// cluster or tenant namespace, including itself.
+// Neighbours returns the Peerings that a change of the given Peering may affect: all Peerings for
+// the same cluster or tenant namespace, including the given one.
 func (p Peers) Neighbours(ctx context.Context, peering *isthmus.Peering) []*isthmus.Peering {
 	found := []*isthmus.Peering{peering}
 	for index, value := range map[string]string{
@@ -215,7 +215,7 @@ func (p Peers) Neighbours(ctx context.Context, peering *isthmus.Peering) []*isth
 	} {
 		var list isthmus.PeeringList
 		if err := p.Reader.List(ctx, &list, client.MatchingFields{index: value}); err != nil {
-			continue // nothing works without the index, and other code reports that
+			continue // without the index nothing works, and other code reports the error
 		}
 		for i := range list.Items {
 			if list.Items[i].UID != peering.UID {
@@ -226,7 +226,7 @@ func (p Peers) Neighbours(ctx context.Context, peering *isthmus.Peering) []*isth
 	return found
 }
 
-// Peerings returns the Peerings that are not ignored. They must not be changed.
+// Peerings returns the Peerings that are not ignored. The caller must not change them.
 func (p Peers) Peerings(ctx context.Context) (all []*isthmus.Peering, err error) {
 	peers, err := p.List(ctx)
 	for _, peer := range peers {
@@ -237,8 +237,8 @@ func (p Peers) Peerings(ctx context.Context) (all []*isthmus.Peering, err error)
 	return all, err
 }
 
-// Watch makes b reconcile the given requests when a peer appears, disappears or changes other than
-// in its status.
+// Watch makes b reconcile the given requests when a peer appears, disappears or changes. Changes of
+// its status alone do not count.
 func (p Peers) Watch(b *builder.Builder, requests func(Peer) []reconcile.Request) *builder.Builder {
 	b = b.Watches(&isthmus.Peering{}, handler.EnqueueRequestsFromMapFunc(func(ctx context.Context, o client.Object) (all []reconcile.Request) {
 		for _, peering := range p.Neighbours(ctx, o.(*isthmus.Peering)) {
@@ -266,7 +266,7 @@ var peeringChanged = predicate.Funcs{UpdateFunc: func(e event.UpdateEvent) bool 
 		!slices.Equal(a.GetFinalizers(), b.GetFinalizers()) || !maps.Equal(a.GetAnnotations(), b.GetAnnotations())
 }}
 
-// oldest returns the Peering to use when several are for the same cluster or namespace. items must
+// oldest returns the Peering that counts if several name the same cluster or namespace. items must
 // not be empty.
 func oldest(items []isthmus.Peering) *isthmus.Peering {
 	best := &items[0]
@@ -301,7 +301,7 @@ func From(p *isthmus.Peering) Peer {
 	}
 }
 
-// draining reports whether a deleted Peering still keeps its tunnel for clients of shared services.
+// draining reports whether a deleted Peering keeps its tunnel for clients of shared services.
 func draining(p *isthmus.Peering) bool {
 	shares := len(p.Spec.Services.Export)+len(p.Spec.Services.Import) > 0
 	return !p.DeletionTimestamp.IsZero() && shares && p.Annotations[isthmus.AnnotationDrained] != "true" &&

@@ -16,7 +16,7 @@ import (
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 )
 
-// peeringList is a reader of Peerings with the indexes of AddIndexes.
+// peeringList is a client.Reader of Peerings, with the indexes of AddIndexes.
 type peeringList []isthmus.Peering
 
 func (peeringList) Get(context.Context, client.ObjectKey, client.Object, ...client.GetOption) error {
@@ -62,7 +62,7 @@ func TestAllLookupsFindTheSamePeer(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		chosen := make(map[string]bool) // by name of the Peering
+		chosen := make(map[string]bool) // keyed by the name of the Peering
 		ids, namespaces := make(map[string]bool), make(map[string]bool)
 		for _, p := range list {
 			id, ns := p.Cluster.ClusterID, p.LocalNamespace
@@ -94,7 +94,7 @@ func TestAllLookupsFindTheSamePeer(t *testing.T) {
 	}
 }
 
-func TestOnlyAPeeringThatSharesServicesIsDrained(t *testing.T) {
+func TestOnlyPeeringsThatShareServicesAreDrained(t *testing.T) {
 	now := metav1.Now()
 	is := func(want bool, change func(*isthmus.Peering)) {
 		t.Helper()

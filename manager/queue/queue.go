@@ -1,4 +1,5 @@
-// Package queue lets other code than its watches add requests to a controller's queue.
+// Package queue adds requests to the queue of a controller from code outside of the controller's
+// watches.
 package queue
 
 import (
@@ -19,7 +20,8 @@ type Queue struct {
 	early []reconcile.Request
 }
 
-// Source returns a source to watch: by starting it, the controller passes its queue to q.
+// Source returns a source for the controller to watch. When the controller starts the source, q
+// gets the controller's queue.
 func (q *Queue) Source() source.Source {
 	return source.Func(func(_ context.Context, queue workqueue.TypedRateLimitingInterface[reconcile.Request]) error {
 		q.mu.Lock()
