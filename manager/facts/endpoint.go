@@ -15,9 +15,10 @@ import (
 	"github.com/isthmus-net/isthmus/fabric"
 )
 
-// endpointOf returns the host and ports at which peers reach the gateway, by Liqo's rules, or a
-// sentence that explains why they are unknown. The first port is the gateway's; the others belong
-// to its further tunnels. Unlike Liqo, endpointOf prefers a node's ExternalIP.
+// endpointOf returns the host and ports at which peers reach the gateway, by Liqo's rules. The
+// first port is that of the gateway's first tunnel; the others are those of its further tunnels. If
+// host or ports are unknown, missing has the reason as a sentence. Unlike Liqo, endpointOf prefers
+// a node's ExternalIP.
 func endpointOf(namespace string, services []corev1.Service, nodes []corev1.Node) (host string, ports []uint16, missing string) {
 	const label = v1alpha1.LabelGateway + "=true"
 	if len(services) != 1 {
@@ -58,7 +59,8 @@ func endpointOf(namespace string, services []corev1.Service, nodes []corev1.Node
 }
 
 // servicePorts returns the UDP ports of a Service for tunnels 0, 1 and so on. It stops at the first
-// tunnel without a UDP port, and missing says so. A Service's only port may have any name.
+// tunnel without a UDP port, and returns a sentence about that tunnel as missing. If a Service has
+// only one port, the port may have any name.
 func servicePorts(s *corev1.Service) (ports []corev1.ServicePort, missing string) {
 	for i := range fabric.MaxTunnels {
 		name := v1alpha1.TunnelPortName(i)
@@ -77,8 +79,8 @@ func servicePorts(s *corev1.Service) (ports []corev1.ServicePort, missing string
 	return ports, ""
 }
 
-// exposed returns the endpoint that the Service itself states, and sentences about missing parts.
-// The ports are as in endpointOf.
+// exposed returns the endpoint in the Service's own spec and status. noHost and noPort have
+// sentences about missing parts. The ports are as in endpointOf.
 func exposed(s *corev1.Service, nodes []corev1.Node) (host string, ports []uint16, noHost, noPort string) {
 	all, missing := servicePorts(s)
 	if len(all) == 0 {
@@ -117,9 +119,9 @@ func exposed(s *corev1.Service, nodes []corev1.Node) (host string, ports []uint1
 	return host, ports, noHost, noPort
 }
 
-// outerAddress returns the address at which peers reach the node with the given address: its first
-// ExternalIP, else its first InternalIP, of a family of the Service. It returns the given address
-// if the node is unknown or has no address of these families.
+// outerAddress returns the address at which peers reach the node with the address inner: the node's
+// first ExternalIP, or otherwise its first InternalIP, in one of the Service's families. It returns
+// inner if the node is unknown or has no address in these families.
 func outerAddress(inner string, families []corev1.IPFamily, nodes []corev1.Node) string {
 	given, err := netip.ParseAddr(inner)
 	if err != nil {
@@ -137,7 +139,7 @@ func outerAddress(inner string, families []corev1.IPFamily, nodes []corev1.Node)
 	if at < 0 {
 		return inner
 	}
-	for _, family := range families { // the primary family first: a node need not be reachable by the other
+	for _, family := range families { // the primary family comes first, because nodes may not be reachable by the other
 		for _, kind := range []corev1.NodeAddressType{corev1.NodeExternalIP, corev1.NodeInternalIP} {
 			for _, a := range nodes[at].Status.Addresses {
 				if addr, err := netip.ParseAddr(a.Address); err == nil && a.Type == kind && addr.Is4() == (family == corev1.IPv4Protocol) {
@@ -149,9 +151,9 @@ func outerAddress(inner string, families []corev1.IPFamily, nodes []corev1.Node)
 	return inner
 }
 
-// tunnelsOf pairs the keys of the gateway's further tunnels with the ports of its Service. fewer
-// says why some tunnel has no pair. field names the keys in the Secret; first is the key of tunnel
-// 0.
+// tunnelsOf pairs the keys of the gateway's further tunnels with the ports of its Service. If a
+// tunnel lacks a key or port, fewer has the reason. field names the Secret's field with the keys;
+// first is the key of tunnel 0.
 func tunnelsOf(secret *corev1.Secret, field string, first [32]byte, ports []uint16) (further []fabric.TunnelEnd, fewer string) {
 	text := strings.TrimSpace(string(secret.Data[field]))
 	if text == "" {
@@ -178,7 +180,7 @@ func tunnelsOf(secret *corev1.Secret, field string, first [32]byte, ports []uint
 	return further, ""
 }
 
-// portsFrom returns up to n consecutive ports.
+// portsFrom returns up to n consecutive ports, beginning with first.
 func portsFrom(first uint16, n int) []uint16 {
 	ports := make([]uint16, min(n, 1<<16-int(first)))
 	for i := range ports {
@@ -187,8 +189,8 @@ func portsFrom(first uint16, n int) []uint16 {
 	return ports
 }
 
-// TunnelsAt returns our gateway's further tunnels for a peer whose Peering overrides the port: they
-// have the ports after it. Zero: no override.
+// TunnelsAt returns our gateway's further tunnels for a peer whose Peering overrides the port.
+// Their ports are the ones after that port. If port is zero, no override applies.
 func (f Facts) TunnelsAt(port uint16) []fabric.TunnelEnd {
 	if port == 0 {
 		return f.Tunnels

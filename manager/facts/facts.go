@@ -1,6 +1,6 @@
-// Package facts finds out what a cluster knows about itself: its networks, its gateway's endpoint
-// and keys, and the networks that its nodes reach without the gateway. It gives these networks to
-// the IPAM, and decides nothing about peers. The manager runs its Keeper; everybody else reads the
+// Package facts finds out a cluster's own networks, its gateway's endpoint and keys, and the
+// networks that its nodes reach without the gateway. It writes these networks into the IPAM state,
+// and decides nothing about peers. The manager runs its Keeper. All other packages only read the
 // Facts.
 package facts
 
@@ -14,8 +14,8 @@ import (
 	"github.com/isthmus-net/isthmus/manager/ipam"
 )
 
-// Facts are what this cluster knows about itself. A zero field is not known yet; Missing and
-// NoEndpoint say why.
+// Facts describe this cluster. A zero field is not known yet; Missing and NoEndpoint have the
+// reasons.
 type Facts struct {
 	Cluster      v1alpha1.ClusterIdentity
 	PodCIDR      netip.Prefix
@@ -24,8 +24,8 @@ type Facts struct {
 	ExternalCIDR netip.Prefix
 	Nodes        []netip.Addr   // addresses of the nodes, sorted
 	APIServers   []netip.Addr   // addresses behind the Service of the API server, sorted
-	Reached      []ipam.Reached // networks that nodes reach without us, as they report them
-	Endpoint     string         // where peers reach our gateway: IP address or DNS name
+	Reached      []ipam.Reached // networks that nodes report to reach without us
+	Endpoint     string         // IP address or DNS name at which peers reach our gateway
 	Port         uint16         // UDP
 	PublicKey    [32]byte       // WireGuard
 	Keys         keyring.Ring   // only the current and the next private key of the ring
@@ -33,20 +33,20 @@ type Facts struct {
 	// Only tunnels with both a key and a Service port are listed.
 	Tunnels []fabric.TunnelEnd
 
-	// Awaiting is true during the first seconds of a manager, while some nodes have not reported
-	// which networks they reach. Meanwhile new peers get no networks.
+	// Awaiting is true during the first seconds of a manager, while some nodes have not reported the
+	// networks that they reach. Meanwhile new peers get no networks.
 	Awaiting bool
-	// Ignored lists reports that are ignored, in whole or in part.
+	// Ignored lists nodes' reports that are ignored in whole or in part.
 	Ignored []fabric.Problem
 
 	// Missing has a sentence for each fact that is missing before a NetworkConfig can be published,
 	// such as `Secret isthmus-system/wireguard-pubkey: not there yet; the gateway makes it`.
 	Missing []string
-	// NoEndpoint is such a sentence about Endpoint or Port, which a Peering may override; empty
-	// when both are known.
+	// NoEndpoint is a sentence about a missing Endpoint or Port, which a Peering may override; empty
+	// if both are known.
 	NoEndpoint string
-	// FewerTunnels is such a sentence about the first key that is invalid or has no port; empty
-	// when Tunnels has all of the gateway's tunnels.
+	// FewerTunnels is a sentence about the first key that is invalid or has no port; empty if Tunnels
+	// has all of the gateway's further tunnels.
 	FewerTunnels string
 }
 

@@ -36,45 +36,45 @@ import (
 
 const (
 	retryFacts = 30 * time.Second
-	// apiServerInterval is how long the addresses of API servers are used before they are read
-	// again. Nothing watches them.
+	// apiServerInterval is the interval at which the addresses of API servers are read again, because
+	// nothing watches them.
 	apiServerInterval = time.Minute
-	// reportPatience is how long a manager waits after its start for the reports of all nodes
-	// before it allocates networks to new peers. Agents that start with it report within a second
-	// or two; nodes without an agent, such as virtual ones, never do.
+	// reportPatience bounds the time that a starting manager waits for the reports of all nodes before
+	// it allocates networks to new peers. Agents that start together with the manager report within a
+	// second or two. Nodes without an agent, such as virtual nodes, never report.
 	reportPatience = 10 * time.Second
 )
 
-// reportGap is the time for which changed reports are collected before they are read together.
-// Thousands arrive when the agents start, and a node may change its own as often as it likes.
+// reportGap is the delay after a changed report. Reports within this time are read together.
+// Thousands arrive when the agents start, and a node may change its report as often as it likes.
 const reportGap = 500 * time.Millisecond
 
 // A requestQueue is the queue of a controller.
 type requestQueue = workqueue.TypedRateLimitingInterface[reconcile.Request]
 
-// reasonIgnored is the reason of the Event about a report that is ignored.
+// reasonIgnored is the reason of the Event about an ignored report.
 const reasonIgnored = "Ignored"
 
-// An AddressPlan is the operator's configuration of this cluster's networks. A zero prefix means:
-// detect it.
+// An AddressPlan is the administrator's configuration of this cluster's networks. A zero prefix is
+// detected instead.
 type AddressPlan struct {
 	PodCIDR, ServiceCIDR, ExternalCIDR netip.Prefix
 	Pools, Reserved                    []netip.Prefix
 }
 
-// A Keeper keeps the Facts of this cluster: it gathers them whenever their sources change, gives
-// the networks among them to the IPAM, and notifies subscribers. Its methods may be called
+// A Keeper keeps the Facts of this cluster. It gathers them whenever their sources change, writes
+// the networks among them into the IPAM state, and notifies subscribers. Its methods may be called
 // concurrently.
 type Keeper struct {
 	Cache  client.Reader // Services, Secrets, Nodes, NodeNetworks and TunnelEndpoints
-	Direct client.Reader // the API server itself, for objects that are read once
-	Store  interface {   // the methods of ipamstore.Store that are used
+	Direct client.Reader // reads from the API server itself, for objects that are read once
+	Store  interface {   // the used methods of ipamstore.Store
 		Update(context.Context, func(ipam.State) (ipam.State, error)) (ipam.State, error)
 	}
 	Cluster   v1alpha1.ClusterIdentity
-	Namespace string // of the gateway's Service and Secret
+	Namespace string // namespace of the gateway's Service and Secret
 	Plan      AddressPlan
-	// ServiceCIDRs is true if the API server serves that kind; Cache then has it.
+	// ServiceCIDRs is true if the API server serves that kind. Cache then has its objects.
 	ServiceCIDRs bool
 	// StateChanged gets the events of the Store.
 	StateChanged <-chan event.GenericEvent
@@ -86,14 +86,14 @@ type Keeper struct {
 	facts       Facts
 	known       bool
 	detected    detected
-	podsIn      netip.Prefix // the PodCIDR in which Pods were seen
-	servers     []netip.Addr // API servers as last read
+	podsIn      netip.Prefix // the PodCIDR in which a Pod was seen
+	servers     []netip.Addr // addresses of API servers as last read
 	serversRead time.Time
 	conflicts   []ipam.Conflict
 	subscribers []chan event.GenericEvent
 }
 
-// Facts returns the Facts as gathered last.
+// Facts returns the Facts that were gathered last.
 func (k *Keeper) Facts(context.Context) (Facts, error) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
@@ -103,7 +103,7 @@ func (k *Keeper) Facts(context.Context) (Facts, error) {
 	return k.facts, nil
 }
 
-// Subscribe returns a channel that gets a value after changes of the Facts; one value may stand for
+// Subscribe returns a channel that gets a value after the Facts change. One value may stand for
 // several changes.
 func (k *Keeper) Subscribe() <-chan event.GenericEvent {
 	k.mu.Lock()
@@ -113,7 +113,7 @@ func (k *Keeper) Subscribe() <-chan event.GenericEvent {
 	return c
 }
 
-// SetupWithManager makes mgr call Reconcile after every change.
+// SetupWithManager makes mgr call Reconcile after every change of the Facts' sources.
 func (k *Keeper) SetupWithManager(mgr ctrl.Manager) error {
 	something := handler.EnqueueRequestsFromMapFunc(func(context.Context, client.Object) []reconcile.Request {
 		return []reconcile.Request{controllers.RequestFor("own")}
@@ -134,14 +134,14 @@ func (k *Keeper) SetupWithManager(mgr ctrl.Manager) error {
 		}, builder.WithPredicates(networksChanged)).
 		WatchesRawSource(source.Channel(k.StateChanged, handler.EnqueueRequestsFromMapFunc(func(_ context.Context, peer client.Object) []reconcile.Request {
 			if peer.GetName() != "" {
-				return nil // the allocation of a peer, not our networks
+				return nil // an allocation of a peer does not change our networks
 			}
 			return []reconcile.Request{controllers.RequestFor("own")}
 		}))).
 		Complete(controllers.Noted("own", k))
 }
 
-// addressesChanged drops heartbeats of Nodes. Of a Node we read only its addresses and pod
+// addressesChanged drops heartbeats of Nodes. The Keeper reads only a Node's addresses and pod
 // networks.
 var addressesChanged = predicate.Funcs{UpdateFunc: func(e event.UpdateEvent) bool {
 	before, after := e.ObjectOld.(*corev1.Node), e.ObjectNew.(*corev1.Node)
@@ -180,13 +180,13 @@ func (k *Keeper) Reconcile(ctx context.Context, _ ctrl.Request) (ctrl.Result, er
 	for _, c := range k.subscribers {
 		select {
 		case c <- event.GenericEvent{}:
-		default: // the value already in it has not been read, so it covers this change
+		default: // the channel holds a value that nobody has read yet, so it covers this change
 		}
 	}
 	return k.again(), nil
 }
 
-// tellIgnored records an Event on each ignored report, so that people see which node it is. Events
+// tellIgnored records an Event on each ignored report, so that people see the node's name. Events
 // that differ only in their note are counted as one.
 func (k *Keeper) tellIgnored(now []fabric.Problem) {
 	for _, p := range now {
@@ -199,7 +199,7 @@ func (k *Keeper) tellIgnored(now []fabric.Problem) {
 	}
 }
 
-// again returns when to look again at sources without a watch.
+// again returns the time after which sources without a watch are read again.
 func (k *Keeper) again() ctrl.Result {
 	if k.facts.Awaiting {
 		return ctrl.Result{RequeueAfter: time.Second}
@@ -267,8 +267,9 @@ func (k *Keeper) gather(ctx context.Context) (Facts, error) {
 	return f, k.configure(ctx, &f, agreed)
 }
 
-// agreed returns the networks of ours that TunnelEndpoints name. Nothing watches them for this: a
-// previous network that the last peer has left is free after apiServerInterval at the latest.
+// agreed returns the networks of ours that TunnelEndpoints name. No watch triggers it, so a
+// previous network that the last peer has stopped using is free after apiServerInterval at the
+// latest.
 func (k *Keeper) agreed(ctx context.Context) (all []netip.Prefix, err error) {
 	var tunnels v1alpha1.TunnelEndpointList
 	if err := k.Cache.List(ctx, &tunnels, client.UnsafeDisableDeepCopy); err != nil {
@@ -285,10 +286,10 @@ func (k *Keeper) agreed(ctx context.Context) (all []netip.Prefix, err error) {
 	return all, nil
 }
 
-// configure gives the IPAM our networks and learns the ExternalCIDR.
+// configure writes our networks into the IPAM state, and reads the chosen ExternalCIDR from it.
 func (k *Keeper) configure(ctx context.Context, f *Facts, agreed []netip.Prefix) error {
 	if !f.PodCIDR.IsValid() || !f.ServiceCIDR.IsValid() || f.PodCIDR.Overlaps(f.ServiceCIDR) {
-		return nil // with one network missing, the result would be wrong
+		return nil // the IPAM must not be configured with only one of the networks
 	}
 	n := k.Plan
 	config := ipam.Config{
@@ -354,10 +355,10 @@ func (k *Keeper) reports(ctx context.Context, f *Facts, nodes []corev1.Node) err
 	return nil
 }
 
-// unreported returns the pod networks outside of the PodCIDR of nodes whose agent has not reported,
-// which may have no agent at all: nothing else says that these networks are in use. As with
-// reports, networks wider than any cluster's pod network are returned as wide and take nothing from
-// peers.
+// unreported returns the pod networks outside of the PodCIDR of nodes whose agent has not reported.
+// Such a node may have no agent at all, so nothing else shows that these networks are in use.
+// Networks that are wider than any pod network are returned as wide; as with reports, they are not
+// kept from peers.
 func unreported(nodes []corev1.Node, reported map[string]bool, podCIDR netip.Prefix) (all []ipam.Reached, wide []fabric.Problem) {
 	for i := range nodes {
 		name := nodes[i].Name
@@ -380,7 +381,7 @@ func unreported(nodes []corev1.Node, reported map[string]bool, podCIDR netip.Pre
 func NodeAddresses(nodes []corev1.Node) (all []netip.Addr) {
 	for i := range nodes {
 		for _, a := range nodes[i].Status.Addresses {
-			if addr, err := netip.ParseAddr(a.Address); err == nil { // host names are not
+			if addr, err := netip.ParseAddr(a.Address); err == nil { // host names are not addresses
 				all = append(all, addr.Unmap())
 			}
 		}

@@ -65,7 +65,7 @@ func TestEndpointOfTheGatewayService(t *testing.T) {
 		services []corev1.Service
 		host     string
 		ports    []uint16
-		missing  string // part of it
+		missing  string // part of the expected sentence
 	}{
 		{"NodePort with the active gateway's node", []corev1.Service{with(corev1.ServiceTypeNodePort, ip, "192.0.2.7")}, "192.0.2.7", []uint16{30002}, ""},
 		{"NodePort without active gateway", []corev1.Service{with(corev1.ServiceTypeNodePort)}, "", []uint16{30002}, "no annotation " + ip},
@@ -106,7 +106,7 @@ func TestEndpointOfTheGatewayService(t *testing.T) {
 
 func TestPeersReachANodeAtItsExternalAddress(t *testing.T) {
 	const four, six = corev1.IPv4Protocol, corev1.IPv6Protocol
-	node := func(addresses ...string) (n corev1.Node) { // e: external, i: internal
+	node := func(addresses ...string) (n corev1.Node) { // prefix e: external address, i: internal address
 		for _, a := range addresses {
 			kind := corev1.NodeInternalIP
 			if a[0] == 'e' {
@@ -145,7 +145,7 @@ func TestPeersReachANodeAtItsExternalAddress(t *testing.T) {
 	}
 }
 
-func TestEachTunnelNeedsAKeyAndAPort(t *testing.T) {
+func TestOnlyTunnelsWithAKeyAndAPortAreListed(t *testing.T) {
 	keys := func(which ...byte) string {
 		texts := make([]string, len(which))
 		for i, k := range which {
@@ -188,8 +188,8 @@ func TestEachTunnelNeedsAKeyAndAPort(t *testing.T) {
 	}
 }
 
-// A next public key to which no gateway answers would cut off every peer that is told of it.
-func TestAPublicKeyIsNotPublishedWithoutThePrivateKey(t *testing.T) {
+// If a next public key is published that no gateway answers to, all peers that use it are cut off.
+func TestNextPublicKeyIsNotPublishedWithoutItsPrivateKey(t *testing.T) {
 	w := managertest.New(t)
 	private, next := keyring.New(), keyring.New()
 	now := time.Now()
@@ -212,7 +212,7 @@ func TestAPublicKeyIsNotPublishedWithoutThePrivateKey(t *testing.T) {
 	told(private, "a public key alone")
 }
 
-func TestPodsOfNodesWithoutAReportAreReached(t *testing.T) {
+func TestPodNetworksOfNodesWithoutAReportCountAsReached(t *testing.T) {
 	node := func(name string, podCIDRs ...string) corev1.Node {
 		return corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: name}, Spec: corev1.NodeSpec{PodCIDRs: podCIDRs}}
 	}
@@ -229,7 +229,7 @@ func TestPodsOfNodesWithoutAReportAreReached(t *testing.T) {
 	}
 }
 
-func TestNodeAddressesAreSortedAndAreAddresses(t *testing.T) {
+func TestNodeAddressesAreSortedAndContainNoHostNames(t *testing.T) {
 	node := func(addresses ...string) (n corev1.Node) {
 		for _, a := range addresses {
 			n.Status.Addresses = append(n.Status.Addresses, corev1.NodeAddress{Address: a})
@@ -243,7 +243,7 @@ func TestNodeAddressesAreSortedAndAreAddresses(t *testing.T) {
 	}
 }
 
-func TestKubeadmSubnets(t *testing.T) {
+func TestKubeadmSubnetsParsesClusterConfiguration(t *testing.T) {
 	for text, want := range map[string]string{
 		"networking:\n  podSubnet: 10.244.0.0/16\n  serviceSubnet: 10.96.0.0/12\n":                       "[10.244.0.0/16] [10.96.0.0/12]",
 		"networking:\n  podSubnet: 10.1.0.0/18,fd00:1::/48\n  serviceSubnet: 10.2.0.0/18,fd00:2::/112\n": "[10.1.0.0/18 fd00:1::/48] [10.2.0.0/18 fd00:2::/112]",
@@ -259,7 +259,7 @@ func TestKubeadmSubnets(t *testing.T) {
 	}
 }
 
-func TestOnlyAddressChangesOfANodeCount(t *testing.T) {
+func TestNodeHeartbeatsAreIgnored(t *testing.T) {
 	node := func(version, address string) *corev1.Node {
 		return &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "n1", ResourceVersion: version},
 			Status: corev1.NodeStatus{Addresses: []corev1.NodeAddress{{Type: corev1.NodeInternalIP, Address: address}}}}
@@ -273,7 +273,7 @@ func TestOnlyAddressChangesOfANodeCount(t *testing.T) {
 	}
 }
 
-func TestAHoldEndsWhenItContainsANode(t *testing.T) {
+func TestHoldEndsWhenANodeGetsAnAddressInTheHeldNetwork(t *testing.T) {
 	p := netip.MustParsePrefix
 	facts := Facts{PodCIDR: p("10.244.0.0/16"), ServiceCIDR: p("10.96.0.0/12")}
 	b := new(managertest.Store)

@@ -22,14 +22,14 @@ import (
 	"github.com/isthmus-net/isthmus/internal/owncluster"
 )
 
-// detected holds the networks found in the cluster's own configuration. They never change during
-// the life of a cluster, so they are read only once. services is unused where ServiceCIDRs are
+// detected has the networks that were found in the cluster's own configuration. They never change
+// during the life of a cluster, so they are read only once. services is unused if ServiceCIDRs are
 // watched.
 type detected struct{ pods, services []netip.Prefix }
 
-// networks sets PodCIDR and ServiceCIDR from the AddressPlan, else from the cluster's
+// networks sets PodCIDR and ServiceCIDR from the AddressPlan, or otherwise from the cluster's
 // configuration. It does not derive them from the podCIDRs of nodes: the smallest network around
-// those may be too small for the next node, or too large.
+// the podCIDRs may be too small for the next node, or too large.
 func (k *Keeper) networks(ctx context.Context, f *Facts) error {
 	if f.PodCIDR = k.Plan.PodCIDR; !f.PodCIDR.IsValid() {
 		if err := k.readKubeadm(ctx); err != nil {
@@ -68,8 +68,9 @@ func (k *Keeper) networks(ctx context.Context, f *Facts) error {
 	return nil
 }
 
-// serviceCIDRs returns the networks of all ServiceCIDRs, starting with those of the cluster's first
-// one, kubernetes. Others may come and go at any time. There are none if the kind is not served.
+// serviceCIDRs returns the networks of all ServiceCIDRs. Those of the cluster's first ServiceCIDR,
+// named kubernetes, come first. Other ServiceCIDRs may appear and disappear at any time. The result
+// is empty if the kind is not served.
 func (k *Keeper) serviceCIDRs(ctx context.Context) (all []netip.Prefix, err error) {
 	if !k.ServiceCIDRs {
 		return nil, nil
@@ -90,14 +91,15 @@ func (k *Keeper) serviceCIDRs(ctx context.Context) (all []netip.Prefix, err erro
 	return all, nil
 }
 
-// outside returns the addresses in all but not in inner, as sorted networks.
+// outside returns the addresses that are in all but not in inner, as sorted networks.
 func outside(all []netip.Prefix, inner netip.Prefix) (rest []netip.Prefix) {
 	for _, p := range all {
 		if !p.Overlaps(inner) {
 			rest = append(rest, p)
 			continue
 		}
-		// First the half of p without inner, then the half of the rest without inner, and so on.
+		// The first network is the half of p without inner, the next one the half of the rest without
+		// inner, and so on.
 		for bits := p.Bits() + 1; bits <= inner.Bits(); bits++ {
 			half := inner.Addr().AsSlice()
 			half[(bits-1)/8] ^= 0x80 >> ((bits - 1) % 8)
@@ -109,8 +111,8 @@ func outside(all []netip.Prefix, inner netip.Prefix) (rest []netip.Prefix) {
 	return slices.Compact(rest)
 }
 
-// checkPodCIDR adds a sentence to f.Missing when the PodCIDR contains no node's podCIDR and no Pod.
-// A CNI that allocates addresses by itself does not use the podCIDRs of nodes.
+// checkPodCIDR adds a sentence to f.Missing if the PodCIDR contains neither a node's podCIDR nor a
+// Pod. Pods are checked because some CNIs do not use the podCIDRs of nodes.
 func (k *Keeper) checkPodCIDR(ctx context.Context, f *Facts, nodes []corev1.Node) error {
 	network, node := strayNode(f.PodCIDR, nodes)
 	if node == "" || k.podsIn == f.PodCIDR {
@@ -122,7 +124,7 @@ func (k *Keeper) checkPodCIDR(ctx context.Context, f *Facts, nodes []corev1.Node
 		if kubeerr.IgnoreUnknown(err) != nil {
 			return fmt.Errorf("addresses of Pods: %w", err)
 		}
-		in := apierrors.IsForbidden(err) || slices.ContainsFunc(pods.Items, func(p corev1.Pod) bool { // if forbidden, nobody can tell
+		in := apierrors.IsForbidden(err) || slices.ContainsFunc(pods.Items, func(p corev1.Pod) bool { // without permission to list Pods, the check cannot fail
 			addr, err := netip.ParseAddr(p.Status.PodIP)
 			return err == nil && f.PodCIDR.Contains(addr)
 		})
@@ -137,8 +139,8 @@ func (k *Keeper) checkPodCIDR(ctx context.Context, f *Facts, nodes []corev1.Node
 	return nil
 }
 
-// strayNode returns the first node with a podCIDR of the PodCIDR's family, and that podCIDR, if the
-// PodCIDR overlaps no node's podCIDR. Otherwise node is "".
+// strayNode returns the first node with a podCIDR of the PodCIDR's family, and that podCIDR. If any
+// node's podCIDR overlaps the PodCIDR, or no node has one of its family, node is "".
 func strayNode(podCIDR netip.Prefix, nodes []corev1.Node) (stray netip.Prefix, node string) {
 	for i := range nodes {
 		for _, text := range nodes[i].Spec.PodCIDRs {
@@ -165,8 +167,8 @@ func (k *Keeper) readKubeadm(ctx context.Context) error {
 	return err
 }
 
-// kubeadm returns the networks in kubeadm's configuration, at most one of each family. A missing
-// ConfigMap, or a missing permission to read it, is no error.
+// kubeadm returns the networks in kubeadm's configuration, at most one of each family. It is not an
+// error if the ConfigMap is missing or may not be read.
 func (k *Keeper) kubeadm(ctx context.Context) (pods, services []netip.Prefix, err error) {
 	var cm corev1.ConfigMap
 	if err := k.Direct.Get(ctx, types.NamespacedName{Namespace: metav1.NamespaceSystem, Name: "kubeadm-config"}, &cm); kubeerr.IgnoreUnknown(err) != nil {
@@ -176,11 +178,12 @@ func (k *Keeper) kubeadm(ctx context.Context) (pods, services []netip.Prefix, er
 	return pods, services, nil
 }
 
-// serviceSources names what readServices reads, for messages.
+// serviceSources names the sources of readServices, for messages.
 const serviceSources = "ServiceCIDR kubernetes, ConfigMap kube-system/kubeadm-config and the flags of API servers"
 
-// readServices reads the network of the Services where ServiceCIDR is not served (Kubernetes 1.31
-// and 1.32). There only the cluster's configuration has it, if it is visible.
+// readServices reads the network of the Services if the kind ServiceCIDR is not served (Kubernetes
+// 1.31 and 1.32). In those versions, only the cluster's configuration contains the network, and it
+// may not be visible.
 func (k *Keeper) readServices(ctx context.Context) error {
 	if len(k.detected.services) > 0 {
 		return nil
@@ -207,10 +210,10 @@ func (k *Keeper) readServices(ctx context.Context) error {
 	return nil
 }
 
-// apiServers returns the addresses behind the Service kubernetes; none if they are missing or
-// reading them is forbidden.
+// apiServers returns the addresses behind the Service kubernetes. It returns none if they are
+// missing or may not be read.
 func (k *Keeper) apiServers(ctx context.Context) ([]netip.Addr, error) {
-	if now := time.Now(); now.Sub(k.serversRead) < apiServerInterval/2 { // every heartbeat of a node leads here
+	if now := time.Now(); now.Sub(k.serversRead) < apiServerInterval/2 { // every heartbeat of a node causes a call
 		return k.servers, nil
 	}
 	var slice discoveryv1.EndpointSlice

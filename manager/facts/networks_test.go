@@ -14,9 +14,9 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 )
 
-func TestOutsideNetworksPartitionTheRest(t *testing.T) {
+func TestOutsideReturnsExactlyTheAddressesOutsideOfInner(t *testing.T) {
 	rng := rand.New(rand.NewPCG(1, 2))
-	prefix := func() netip.Prefix { // in 10.0.0.0/24, so that they meet
+	prefix := func() netip.Prefix { // all in 10.0.0.0/24, so that many overlap
 		return netip.PrefixFrom(netip.AddrFrom4([4]byte{10, 0, 0, byte(rng.Uint32())}), 24+rng.IntN(9)).Masked()
 	}
 	in := func(all []netip.Prefix, a netip.Addr) bool {
@@ -38,7 +38,7 @@ func TestOutsideNetworksPartitionTheRest(t *testing.T) {
 	}
 }
 
-// A pods is a reader that has Pods, of which it gives a page at a time, and counts how often they are listed.
+// A pods is a reader of Pods. It returns them in pages, and counts the calls of List.
 type pods struct {
 	client.Reader
 	items []corev1.Pod
@@ -58,7 +58,7 @@ func (p *pods) List(_ context.Context, list client.ObjectList, options ...client
 	return nil
 }
 
-func TestAPodCIDRWithoutPodsCountsAsMissing(t *testing.T) {
+func TestPodCIDRWithoutAnyPodIsReportedAsMissing(t *testing.T) {
 	node := func(podCIDRs ...string) corev1.Node {
 		return corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "n" + podCIDRs[0]}, Spec: corev1.NodeSpec{PodCIDRs: podCIDRs}}
 	}

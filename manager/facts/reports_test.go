@@ -21,7 +21,8 @@ import (
 	"github.com/isthmus-net/isthmus/manager/managertest"
 )
 
-// newKeeper is one whose Reconcile the test calls, in a cluster on 10.244.0.0/16.
+// newKeeper returns a Keeper in a cluster with the PodCIDR 10.244.0.0/16. The test calls its
+// Reconcile.
 func newKeeper(w *managertest.World) (*Keeper, *managertest.Store, *events.FakeRecorder) {
 	store, told := new(managertest.Store), events.NewFakeRecorder(100)
 	return &Keeper{
@@ -31,7 +32,8 @@ func newKeeper(w *managertest.World) (*Keeper, *managertest.Store, *events.FakeR
 	}, store, told
 }
 
-// A peer that claims what any node reaches gets other networks, and those are clear of it as well.
+// If a peer claims a network that a node reaches, it gets another one, which no node reaches
+// either.
 func TestPeersGetNoNetworkThatANodeReaches(t *testing.T) {
 	w := managertest.New(t)
 	w.Report("n1", []string{"172.30.1.0/24", "192.168.77.0/24"}, "192.168.79.53", "2001:db8::53")
@@ -42,13 +44,13 @@ func TestPeersGetNoNetworkThatANodeReaches(t *testing.T) {
 	reached := []string{"172.30.1.0/24", "192.168.77.0/24", "192.168.79.53/32", "10.0.0.0/11", "192.168.32.0/22", "100.64.7.0/24", "fd00:5::/48"}
 	for pod, as := range map[string]bool{
 		"172.30.1.0/24":   false, // on-link
-		"172.30.0.0/16":   false, // around that
+		"172.30.0.0/16":   false, // contains the network above
 		"172.30.2.0/24":   true,
-		"192.168.77.0/26": false, // a part of a link of one node
-		"192.168.33.0/24": false, // a static route of one node
+		"192.168.77.0/26": false, // part of a node's on-link network
+		"192.168.33.0/24": false, // contains a static route of a node
 		"192.168.36.0/22": true,
 		"100.64.0.0/20":   false,
-		"192.168.79.0/24": false, // a DNS server
+		"192.168.79.0/24": false, // contains a DNS server
 		"192.168.78.0/24": true,
 		"10.9.0.0/16":     false,
 		"10.40.0.0/16":    true,
@@ -68,7 +70,7 @@ func TestPeersGetNoNetworkThatANodeReaches(t *testing.T) {
 			}
 		}
 	}
-	// Without room in the pools the peer is refused, and does not learn who our nodes are.
+	// If the pools have no room, the claim is refused. The refusal does not name our nodes.
 	_, _, err = store.State().Allocate(ipam.Request{ID: "b", Pod: netip.MustParsePrefix("fd00:5::/56"), External: netip.MustParsePrefix("fd00:7::/64")})
 	if err == nil || !strings.Contains(err.Error(), "fd00:5::/56 overlaps a network of a node, fd00:5::/48") {
 		t.Errorf("an IPv6 network of node n2: %v", err)
@@ -78,12 +80,13 @@ func TestPeersGetNoNetworkThatANodeReaches(t *testing.T) {
 	}
 }
 
-// A node that wants all peers refused is named, and refuses none by that.
-func TestAReportOfEverythingIsIgnoredAndNamesTheNode(t *testing.T) {
+// A node reports networks that contain those of all peers. The report is ignored, and an Event
+// names the node.
+func TestNodeReportOfTooWideNetworksIsIgnoredWithAnEvent(t *testing.T) {
 	w := managertest.New(t)
 	r := w.Report("n3", []string{"0.0.0.0/0", "128.0.0.0/1", "10.0.0.0/7", "::/0", "192.168.32.0/22"})
 	keeper, store, told := newKeeper(w)
-	for range 2 { // and says so once
+	for range 2 { // the second call records no other Event
 		_, err := keeper.Reconcile(w.Ctx, ctrl.Request{})
 		w.OK(err)
 	}
@@ -123,7 +126,7 @@ func TestNodeReportsAreAwaitedForALimitedTime(t *testing.T) {
 		}
 		return facts.Awaiting
 	}
-	keeper.began = time.Now().Add(time.Hour) // so that the machine's pace does not matter
+	keeper.began = time.Now().Add(time.Hour) // in the future, so that the speed of this machine does not matter
 	if !awaits() {
 		t.Error("a node has not reported, and nobody waits")
 	}
@@ -138,8 +141,8 @@ func TestNodeReportsAreAwaitedForALimitedTime(t *testing.T) {
 	}
 }
 
-// The API server is behind an address that no Node has. A network with it is not taken as it is.
-func TestTheAddressesOfAPIServersAreKnown(t *testing.T) {
+// An API server has an address that no Node has. A claimed network with that address is remapped.
+func TestNetworksWithAnAPIServersAddressAreRemapped(t *testing.T) {
 	w := managertest.New(t)
 	slice := &discoveryv1.EndpointSlice{
 		ObjectMeta:  metav1.ObjectMeta{Namespace: "default", Name: "kubernetes", Labels: map[string]string{discoveryv1.LabelServiceName: "kubernetes"}},
@@ -197,8 +200,8 @@ func TestClusterNetworksAreDetected(t *testing.T) {
 	}
 }
 
-// A TunnelEndpoint with our networks before a change keeps them from other peers.
-func TestANetworkOfATunnelEndpointIsNotReallocated(t *testing.T) {
+// A TunnelEndpoint names a previous network of ours, so no other peer gets that network.
+func TestPreviousNetworkNamedByATunnelEndpointIsNotReallocated(t *testing.T) {
 	w := managertest.New(t)
 	keeper, store, _ := newKeeper(w)
 	tunnel := &v1alpha1.TunnelEndpoint{ObjectMeta: metav1.ObjectMeta{Namespace: w.System, Name: "b"}, Spec: v1alpha1.TunnelEndpointSpec{

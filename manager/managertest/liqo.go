@@ -33,7 +33,7 @@ func InstallLiqo(t *testing.T) {
 		if err := Client.Delete(context.Background(), crd); err != nil {
 			t.Error(err)
 		}
-		for { // the next test needs an API server without that CRD and without its kind
+		for { // the next test needs an API server that no longer serves the kind
 			gone := apierrors.IsNotFound(Client.Get(context.Background(), client.ObjectKeyFromObject(crd), crd))
 			if _, err := kinds.ServerResourcesForGroupVersion(peers.ForeignClusterVersion.String()); gone && apierrors.IsNotFound(err) {
 				return

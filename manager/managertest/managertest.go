@@ -30,24 +30,24 @@ import (
 	"github.com/isthmus-net/isthmus/internal/kubetest"
 )
 
-// The API server of all tests of a package, with our CRDs. A test uses its own namespaces and
-// cluster IDs. It does not run in parallel with other tests that use the server, because managers
-// see all namespaces.
+// Server is the API server of all tests of a package, with our CRDs. A test uses its own namespaces
+// and cluster IDs. It does not run in parallel with other tests that use the server, because
+// managers see all namespaces.
 var (
 	Server *kubetest.Server
 	Config *rest.Config
 	Client client.Client // reads and writes without a cache
 
-	ServesServiceCIDRs bool // Kubernetes 1.31 and 1.32 do not
+	ServesServiceCIDRs bool // Kubernetes 1.31 and 1.32 do not serve the kind
 )
 
-// Two public keys.
+// SomeKey and AnotherKey are public keys.
 const (
 	SomeKey    = "AQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQE="
 	AnotherKey = "AgICAgICAgICAgICAgICAgICAgICAgICAgICAgICAgI="
 )
 
-// Key returns a key of 32 equal octets.
+// Key returns a key of 32 octets with the value b.
 func Key(b byte) (key [32]byte) {
 	for i := range key {
 		key[i] = b
@@ -55,14 +55,14 @@ func Key(b byte) (key [32]byte) {
 	return key
 }
 
-// KeyText returns a Key as text.
+// KeyText returns Key(b) in base64.
 func KeyText(b byte) string {
 	key := Key(b)
 	return base64.StdEncoding.EncodeToString(key[:])
 }
 
-// Main starts an API server, runs the tests of a package, and ends the process. With -short there
-// is no API server. TestMain calls it.
+// Main starts an API server, runs the tests of a package, and ends the process. TestMain calls it.
+// With -short, no API server is started.
 func Main(m *testing.M, name string) {
 	flag.Parse()
 	ctrl.SetLogger(logr.Discard())
@@ -95,8 +95,8 @@ func Main(m *testing.M, name string) {
 	os.Exit(code)
 }
 
-// ServicesWherePlanned returns the ServiceCIDR for an AddressPlan; an invalid prefix if a manager
-// can detect it on the Server.
+// ServicesWherePlanned returns the ServiceCIDR for an AddressPlan, or an invalid prefix if a
+// manager can detect the ServiceCIDR on the Server.
 func ServicesWherePlanned() (cidr netip.Prefix) {
 	if !ServesServiceCIDRs {
 		cidr = netip.MustParsePrefix("10.96.0.0/12")
@@ -104,7 +104,7 @@ func ServicesWherePlanned() (cidr netip.Prefix) {
 	return cidr
 }
 
-// Root returns the path of the module relative to the directory of a test.
+// Root returns the path of the module's root, relative to the directory of the running test.
 func Root() string {
 	dir := "."
 	for {
@@ -120,7 +120,7 @@ func Connect(ctx context.Context, server *kubetest.Server) (*rest.Config, client
 	return ConnectWith(ctx, server, filepath.Join(Root(), "deploy/crds"))
 }
 
-// ConnectWith is Connect with the CRDs in a directory.
+// ConnectWith does the same as Connect with the CRDs in a directory.
 func ConnectWith(ctx context.Context, server *kubetest.Server, crds string) (*rest.Config, client.Client, error) {
 	cfg, err := server.Config()
 	if err != nil {
@@ -153,7 +153,7 @@ func ApplyCRDs(ctx context.Context, api client.Client, dir string) error {
 		}
 		var list unstructured.UnstructuredList
 		list.SetGroupVersionKind(schema.GroupVersionKind{Group: crd.Spec.Group, Version: crd.Spec.Versions[0].Name, Kind: crd.Spec.Names.ListKind})
-		for err := api.List(ctx, &list); err != nil; err = api.List(ctx, &list) { // the kinds are not served all at once
+		for err := api.List(ctx, &list); err != nil; err = api.List(ctx, &list) { // the API server does not serve all kinds at once
 			if ctx.Err() != nil {
 				return fmt.Errorf("%s: %w", file, err)
 			}

@@ -22,7 +22,7 @@ type Remote struct {
 	NS      string
 }
 
-// Peer makes a Peering with a cluster, and the tenant namespace.
+// Peer creates a Peering with a cluster, and the tenant namespace.
 func (w *World) Peer(name string) *Remote {
 	w.T.Helper()
 	r := w.Describe(name)
@@ -31,7 +31,7 @@ func (w *World) Peer(name string) *Remote {
 	return r
 }
 
-// Describe returns the peer that Peer would make, without making objects.
+// Describe returns the peer that Peer would create, without creating objects.
 func (w *World) Describe(name string) *Remote {
 	c := v1alpha1.ClusterIdentity{ClusterID: w.Prefix + "." + name, ClusterName: w.Prefix + "-" + name}
 	ns := w.Prefix + "-tenant-" + name
@@ -50,13 +50,13 @@ func (r *Remote) Status() isthmus.PeeringStatus {
 	return p.Status
 }
 
-// Is reports whether a condition has a reason.
+// Is reports whether the Peering's condition has the reason.
 func (r *Remote) Is(condition, reason string) bool {
 	c := meta.FindStatusCondition(r.Status().Conditions, condition)
 	return c != nil && c.Reason == reason
 }
 
-// UntilIs waits until a condition has a reason.
+// UntilIs waits until the Peering's condition has the reason.
 func (r *Remote) UntilIs(condition, reason string) {
 	r.W.T.Helper()
 	defer func() {
@@ -75,12 +75,12 @@ func (r *Remote) Message(condition string) string {
 	return ""
 }
 
-// Key names our NetworkConfig and our TunnelEndpoint for the peer.
+// Key returns the namespace and name of our NetworkConfig and our TunnelEndpoint for the peer.
 func (r *Remote) Key() types.NamespacedName {
 	return types.NamespacedName{Namespace: r.NS, Name: r.Cluster.UniqueName()}
 }
 
-// Original returns our NetworkConfig for the peer, nil when there is none.
+// Original returns our NetworkConfig for the peer, or nil.
 func (r *Remote) Original() *v1alpha1.NetworkConfig {
 	r.W.T.Helper()
 	nc, err := controllers.Found(r.W.Ctx, r.W.API(), r.Key(), new(v1alpha1.NetworkConfig))
@@ -88,7 +88,7 @@ func (r *Remote) Original() *v1alpha1.NetworkConfig {
 	return nc
 }
 
-// Endpoint returns the TunnelEndpoint for the peer, nil when there is none.
+// Endpoint returns the TunnelEndpoint for the peer, or nil.
 func (r *Remote) Endpoint() *v1alpha1.TunnelEndpoint {
 	r.W.T.Helper()
 	te, err := controllers.Found(r.W.Ctx, r.W.API(), r.Key(), new(v1alpha1.TunnelEndpoint))
@@ -103,7 +103,7 @@ func (r *Remote) UntilPublished() *v1alpha1.NetworkConfig {
 	return r.Original()
 }
 
-// Theirs returns the peer's NetworkConfig: its pods are in a /18 that overlaps our PodCIDR.
+// Theirs returns the peer's NetworkConfig. Its PodCIDR is a /18 that overlaps ours.
 func (r *Remote) Theirs() *v1alpha1.NetworkConfig {
 	return &v1alpha1.NetworkConfig{
 		ObjectMeta: metav1.ObjectMeta{Namespace: r.NS, Name: r.W.Self.UniqueName(), Labels: map[string]string{
@@ -124,14 +124,14 @@ func (r *Remote) Delete() {
 	r.W.OK(r.W.API().Delete(r.W.Ctx, r.Peering))
 }
 
-// Gone reports whether the Peering is gone.
+// Gone reports whether the Peering no longer exists.
 func (r *Remote) Gone() bool {
 	p, err := controllers.Found(r.W.Ctx, r.W.API(), types.NamespacedName{Name: r.Peering.Name}, new(isthmus.Peering))
 	r.W.OK(err)
 	return p == nil
 }
 
-// CopyGone simulates the replicator after it has seen that the copy is gone.
+// CopyGone does what the replicator does once our NetworkConfig no longer exists at the peer.
 func (r *Remote) CopyGone() {
 	r.W.T.Helper()
 	nc := r.Original()

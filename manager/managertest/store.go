@@ -25,7 +25,7 @@ func (b *Store) Update(_ context.Context, f func(ipam.State) (ipam.State, error)
 	return b.state, err
 }
 
-// Now returns the time.
+// Now returns the time of this machine.
 func (b *Store) Now(context.Context) (time.Time, error) { return time.Now(), nil }
 
 // State returns the State.

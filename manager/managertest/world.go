@@ -31,15 +31,15 @@ import (
 // its objects contain its prefix.
 type World struct {
 	T      *testing.T
-	Other  client.Client // client of another API server; nil: that of all tests
+	Other  client.Client // client of another API server; nil: the Server is used
 	Ctx    context.Context
-	Prefix string // part of the names of all its objects
-	System string // the install namespace
+	Prefix string // part of the names of all objects
+	System string // the installation namespace
 	Self   v1alpha1.ClusterIdentity
 	Stop   func() // stops the reconcilers, if any
 }
 
-// Make makes a World without reconcilers or objects. The caller cleans up.
+// Make returns a World without reconcilers or objects. The caller must call CleanUp.
 func Make(t *testing.T, prefix string) *World {
 	t.Helper()
 	if testing.Short() {
@@ -52,8 +52,8 @@ func Make(t *testing.T, prefix string) *World {
 	}
 }
 
-// New makes a World without reconcilers, with an installation namespace. It lasts as long as the
-// test.
+// New returns a World without reconcilers, with an installation namespace. It is cleaned up when
+// the test ends.
 func New(t *testing.T) *World {
 	t.Helper()
 	w := Make(t, "own")
@@ -65,8 +65,8 @@ func New(t *testing.T) *World {
 	return w
 }
 
-// Manager returns a controller manager whose cache has the indexes of package peers. It is not
-// started.
+// Manager returns a controller manager whose cache has the indexes of package peers. The manager is
+// not started yet.
 func (w *World) Manager(foreignClusters bool) ctrl.Manager {
 	w.T.Helper()
 	scheme := runtime.NewScheme()
@@ -88,7 +88,7 @@ func (w *World) API() client.Client {
 	return Client
 }
 
-// CleanUp stops the reconcilers and removes the test's objects, ignoring finalizers.
+// CleanUp stops the reconcilers and deletes the test's objects, ignoring finalizers.
 func (w *World) CleanUp() {
 	w.Stop()
 	w.Ctx = context.Background()
@@ -106,7 +106,7 @@ func (w *World) CleanUp() {
 			w.Drop(o)
 		}
 	}
-	var endpoints v1alpha1.TunnelEndpointList // otherwise the next test would rebuild its IPAM state from them
+	var endpoints v1alpha1.TunnelEndpointList // the next test would rebuild its IPAM state from them
 	w.OK(w.API().List(w.Ctx, &endpoints))
 	for i := range endpoints.Items {
 		if o := &endpoints.Items[i]; strings.HasPrefix(o.Namespace, w.Prefix) {
@@ -122,8 +122,8 @@ func (w *World) CleanUp() {
 	}
 }
 
-// DropState deletes the IPAM state and the nodes' reports. Otherwise networks that a test released
-// would be on hold in the next.
+// DropState deletes the IPAM state and the nodes' reports. Otherwise networks that one test
+// released would be on hold in the next test.
 func (w *World) DropState() {
 	w.T.Helper()
 	for _, kind := range []client.Object{&v1alpha1.IpamStorage{}, &isthmus.NetworkAllocation{}} {
@@ -138,7 +138,7 @@ func (w *World) Drop(o client.Object) {
 	w.OK(client.IgnoreNotFound(w.API().Patch(w.Ctx, o, client.RawPatch(types.MergePatchType, []byte(`{"metadata":{"finalizers":null}}`)))))
 }
 
-// OK fails the test if there is an error.
+// OK fails the test if err is not nil.
 func (w *World) OK(err error) {
 	w.T.Helper()
 	if err != nil {
@@ -152,7 +152,7 @@ func (w *World) Create(o client.Object) {
 	w.OK(w.API().Create(w.Ctx, o))
 }
 
-// Until waits for something to become true.
+// Until waits until f returns true. what is part of the error message.
 func (w *World) Until(what string, f func() bool) {
 	w.T.Helper()
 	for deadline := time.Now().Add(time.Minute); !f(); time.Sleep(10 * time.Millisecond) {
@@ -162,7 +162,7 @@ func (w *World) Until(what string, f func() bool) {
 	}
 }
 
-// Always fails the test if f returns false at some moment of a short period.
+// Always fails the test if f returns false during a short period.
 func (w *World) Always(what string, f func() bool) {
 	w.T.Helper()
 	for deadline := time.Now().Add(700 * time.Millisecond); time.Now().Before(deadline); time.Sleep(20 * time.Millisecond) {
@@ -172,14 +172,14 @@ func (w *World) Always(what string, f func() bool) {
 	}
 }
 
-// Gateway makes the objects of a gateway: the Secret with the key, and the Service annotated with
-// the active gateway.
+// Gateway creates the objects of a gateway: the Secret with the public key, and the Service with an
+// annotation that names the active gateway.
 func (w *World) Gateway(nodeIP string) {
 	w.T.Helper()
 	w.GatewayWith(nodeIP, SomeKey)
 }
 
-// GatewayWith is Gateway with the given public key.
+// GatewayWith does the same as Gateway with the given public key.
 func (w *World) GatewayWith(nodeIP, key string) {
 	w.T.Helper()
 	w.Create(&corev1.Secret{
@@ -193,7 +193,7 @@ func (w *World) GatewayWith(nodeIP, key string) {
 	})
 }
 
-// Report makes the report of a node's agent, for as long as the test lasts.
+// Report creates the report of a node's agent, which is deleted when the test ends.
 func (w *World) Report(node string, networks []string, resolvers ...string) *isthmus.NodeNetworks {
 	w.T.Helper()
 	r := &isthmus.NodeNetworks{ObjectMeta: metav1.ObjectMeta{Namespace: w.System, Name: node},

@@ -17,24 +17,23 @@ import (
 // A Peer is an exporting cluster.
 type Peer struct {
 	ID      string   // clusterID
-	Cluster string   // its name in DNS; see clusterNames
+	Cluster string   // the cluster's name in DNS, as clusterNames returns it
 	Import  []string // namespaces into which its services are imported
 	Pods    Remap    // zero: the clusters have not agreed on networks yet
-	Down    bool     // the tunnel to it is down
+	Down    bool     // whether the tunnel to it is down
 }
 
-// An Export is what one cluster contributes to a service.
+// An Export is the contribution of one cluster to a service.
 type Export struct {
 	ID      string
 	Cluster string
-	// Since is when the export began. The oldest export wins a conflict.
+	// Since is the time when the export began. The oldest export wins a conflict.
 	Since   isthmus.UTCTime
 	Service isthmus.ExportedService
-	// Addresses maps the address of an endpoint in Service to its address in this cluster.
-	// Endpoints that must not be used are missing. For this cluster's own exports the two addresses
-	// are equal.
+	// Addresses maps the address of each usable endpoint in Service to its address in this cluster.
+	// For exports of this cluster the two addresses are equal.
 	Addresses map[string]netip.Addr
-	// Nodes is Own.Nodes.
+	// Nodes has the value of Own.Nodes.
 	Nodes map[string]string
 	Down  bool
 }
@@ -52,10 +51,10 @@ func ownExport(id, cluster string, own Own) Export {
 	return x
 }
 
-// Reasons for refusals, listed in the status of PeerServices along with the conflicts of
+// Reasons for refusals. The status of PeerServices lists them along with the conflicts of
 // ServiceExports.
 const (
-	RefusedShard     = "WrongShard"        // the service is in an object where it does not belong
+	RefusedShard     = "WrongShard"        // the service is in the wrong object
 	RefusedInvalid   = "Invalid"           // an invalid name, port or type
 	RefusedReserved  = "NamespaceReserved" // nothing may be imported into the namespace
 	RefusedConsent   = "NotImported"       // the Peering here does not import into the namespace
@@ -63,23 +62,24 @@ const (
 	RefusedNetworks  = "NetworksPending"   // the clusters have not agreed on networks yet
 	RefusedAddress   = "ForeignAddress"    // endpoints outside of the peer's PodCIDR; the others are served
 	RefusedMetadata  = "InvalidMetadata"   // labels or annotations that this cluster rejects; the service is served
-	RefusedForeign   = "ForeignObject"     // an object of somebody else has the name of ours
+	RefusedForeign   = "ForeignObject"     // a foreign object has the name of one of ours
 	RefusedFailed    = "NotWritten"        // the API server of the importing cluster rejects an object of ours
 )
 
 // A Refusal is one line of the status of PeerServices.
 type Refusal struct{ Reason, Message string }
 
-// Namespaces answers questions about the namespaces of this cluster.
+// Namespaces describes the namespaces of this cluster.
 type Namespaces interface {
-	// Reserved reports whether services are never imported into a namespace.
+	// Reserved reports whether services are never imported into the namespace.
 	Reserved(name string) bool
 	// Exists reports whether the namespace exists.
 	Exists(name string) bool
 }
 
-// Accept checks one service in the PeerServices named shard. It returns false if nothing of the
-// service is served here. Refusals explain that, or list the parts that are not served.
+// Accept checks one service in the PeerServices named shard. It returns false if no part of the
+// service is served here. Refusals have the reasons for that, or list the parts that are not
+// served.
 func (p Peer) Accept(shard string, s isthmus.ExportedService, where Namespaces, now time.Time) (x Export, refusals []Refusal, ok bool) {
 	refuse := func(reason, format string, args ...any) {
 		refusals = append(refusals, Refusal{reason, fmt.Sprintf(format, args...)})
@@ -138,8 +138,8 @@ func taken(m map[string]isthmus.MetadataValue, labels bool) map[string]isthmus.M
 	return kept
 }
 
-// guarded reports whether a peer must not set the key: it is invalid as a label, or has a meaning
-// to us or to the Multi-Cluster Services API.
+// guarded reports whether a peer must not set the key: it is not valid for a label, or has a
+// meaning to us or to the Multi-Cluster Services API.
 func guarded(key string) bool {
 	if len(validation.IsQualifiedName(key)) > 0 || key == "app.kubernetes.io/managed-by" {
 		return true
@@ -152,8 +152,8 @@ func guarded(key string) bool {
 
 func dnsLabel(name string) bool { return len(validation.IsDNS1123Label(name)) == 0 }
 
-// invalid explains why a service is invalid, or returns "". The API server validates the same,
-// unless its CRD is older or was edited.
+// invalid returns the reason if a service is invalid; otherwise "". The API server validates the
+// same fields, unless its CRD is older or was edited.
 func invalid(s isthmus.ExportedService) string {
 	if !dnsLabel(s.Namespace) || !dnsLabel(s.Name) {
 		return "namespace and name have to be DNS labels"

@@ -10,16 +10,16 @@ import (
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 )
 
-// A board collects the results of reconciling single services, for the code that needs all of them.
-// Its methods may be called concurrently.
+// A board collects the results of reconciling single services, for code that needs the results of
+// all services. Its methods may be called concurrently.
 type board struct {
 	mu       sync.Mutex
-	own      map[Key]*isthmus.ExportedService // exports of this cluster; nil: checked and invalid
+	own      map[Key]*isthmus.ExportedService // exports of this cluster; nil: the export was checked and is invalid
 	outcomes map[Key]map[string]outcome       // by service, and by cluster ID of the exporter
-	omitted  map[string]map[Key]bool          // exports that do not fit into a peer's shards, by its cluster ID
+	omitted  map[string]map[Key]bool          // exports for which a peer's shards have no room, by cluster ID of the peer
 }
 
-// An outcome is the state of the import of one peer's service.
+// An outcome is the result of importing a service from one peer.
 type outcome struct {
 	served    bool
 	endpoints int
@@ -41,7 +41,7 @@ func (b *board) setOwn(key Key, s *isthmus.ExportedService) {
 	b.own[key] = s
 }
 
-// dropOwn removes an export. It reports whether there was one.
+// dropOwn removes an export, and reports whether it existed.
 func (b *board) dropOwn(key Key) bool {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -65,7 +65,7 @@ func (b *board) ownKeys() []Key {
 	return slices.Collect(maps.Keys(b.own))
 }
 
-// exports returns the valid exports of this cluster, sorted. They must not be changed.
+// exports returns the valid exports of this cluster, sorted. The caller must not change them.
 func (b *board) exports() (all []isthmus.ExportedService) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -80,8 +80,8 @@ func (b *board) exports() (all []isthmus.ExportedService) {
 	return all
 }
 
-// setOmitted records the exports that do not fit into a peer's shards. It returns the exports for
-// which that changed.
+// setOmitted records the exports for which a peer's shards have no room. It returns the exports
+// whose state changed.
 func (b *board) setOmitted(id string, keys []Key) (changed []Key) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -101,7 +101,7 @@ func (b *board) setOmitted(id string, keys []Key) (changed []Key) {
 	return changed
 }
 
-// omits reports whether an export does not fit into the peer's shards.
+// omits reports whether the peer's shards have no room for an export.
 func (b *board) omits(id string, key Key) bool {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -132,7 +132,8 @@ func (b *board) setOutcomes(key Key, now map[string]outcome) (changed []string) 
 	return changed
 }
 
-// outcome returns the outcome for one peer's service; false: it has not been checked yet.
+// outcome returns the outcome for one peer's service, or false if the service has not been checked
+// yet.
 func (b *board) outcome(key Key, id string) (outcome, bool) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -145,7 +146,8 @@ type Imports struct {
 	Served, Endpoints int
 	// Refused counts services that are not served, or only with changes.
 	Refused int
-	// Foreign lists services whose name is taken by an object of another implementation, sorted.
+	// Foreign lists services that are not imported because another implementation's object has their
+	// name, sorted.
 	Foreign []string
 }
 

@@ -16,22 +16,23 @@ import (
 )
 
 // The budget of one peer, in tokens. Reconciling a service costs one token, plus one for each
-// hundred of its endpoints: that is an EndpointSlice that may have to be written.
+// hundred of its endpoints, because each hundred are an EndpointSlice that may have to be written.
 const (
 	looksPerSecond = 100
-	looksInTurn    = 500 // after spending these, a peer queues behind all others
+	looksInTurn    = 500 // after spending this many, a peer's services queue behind those of all other peers
 	// looksAtOnce is enough for all services that a peer can have.
 	looksAtOnce = isthmus.PeerServicesShards * (isthmus.MaxExportedServices + isthmus.MaxExportedEndpoints/100)
 
-	behindOthers = handler.LowPriority - 1                    // the priority of such a peer's services, also while a manager starts
+	behindOthers = handler.LowPriority - 1                    // the priority of those services, also while a manager starts
 	looksPause   = looksAtOnce / looksPerSecond * time.Second // the delay of a service whose peer has no tokens left
 )
 
-// budgets bounds how much work each peer can cause by changing its PeerServices, by tenant
-// namespace. Only one goroutine may use it.
+// budgets bounds the work that each peer can cause by changing its PeerServices. The keys are
+// tenant namespaces. Only one goroutine may use it.
 type budgets map[string]*rate.Limiter
 
-// charge spends the tokens for a changed service, and returns how to enqueue it.
+// charge spends the tokens for a changed service, and returns the options to enqueue the service
+// with.
 func (b budgets) charge(tenant string, s *isthmus.ExportedService, now time.Time) (o priorityqueue.AddOpts) {
 	left := b[tenant]
 	if left == nil {
@@ -48,7 +49,7 @@ func (b budgets) charge(tenant string, s *isthmus.ExportedService, now time.Time
 }
 
 // differing enqueues the services that differ between two versions of PeerServices, and charges the
-// peer.
+// peer for them.
 func differing(b budgets) handler.TypedFuncs[*isthmus.PeerServices, reconcile.Request] {
 	type workQueue = workqueue.TypedRateLimitingInterface[reconcile.Request]
 	add := func(q workQueue, tenant string, all ...*isthmus.ExportedService) {

@@ -14,8 +14,8 @@ import (
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 )
 
-// A peer whose services change all the time waits behind a peer with one change.
-func TestAPeerThatChangesAllServicesDelaysNobody(t *testing.T) {
+// If a peer changes its services all the time, they wait behind a single change of another peer.
+func TestPeerThatChangesAllServicesDoesNotDelayOtherPeers(t *testing.T) {
 	q := priorityqueue.New[reconcile.Request]("test")
 	defer q.ShutDown()
 	shard := func(tenant string, n, endpoints int) *isthmus.PeerServices {
@@ -54,7 +54,7 @@ func TestAPeerThatChangesAllServicesDelaysNobody(t *testing.T) {
 	}
 }
 
-func TestEachPeerHasARefillingBudget(t *testing.T) {
+func TestEachPeerHasItsOwnBudgetThatRefills(t *testing.T) {
 	b, now := budgets{}, time.Now()
 	large := &isthmus.ExportedService{Subsets: []isthmus.EndpointSubset{{Endpoints: make([]isthmus.ExportedEndpoint, isthmus.MaxExportedEndpoints)}}}
 	n := 0

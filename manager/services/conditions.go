@@ -62,8 +62,8 @@ func joined(set map[string]bool) string {
 	return strings.Join(all, ",")
 }
 
-// readiness computes the condition Ready from the state at the peers. It adds conflicts that they
-// report to conflicts.
+// readiness computes the condition Ready from the state at the peers. It adds the conflicts that
+// peers report to conflicts and texts.
 func (c *Controller) readiness(ctx context.Context, g gathered, conflicts map[string]bool, texts *[]string) metav1.Condition {
 	var have, pending, failed []string
 	for _, p := range g.peerings {
@@ -78,7 +78,7 @@ func (c *Controller) readiness(ctx context.Context, g gathered, conflicts map[st
 			var differs, others []string
 			for reason := range strings.SplitSeq(r.Reason, ",") {
 				switch {
-				case !slices.Contains(conflictReasons, reason): // a peer may write anything
+				case !slices.Contains(conflictReasons, reason): // a peer may write any reason
 					others = append(others, reason)
 				case !conflicts[reason]:
 					differs, conflicts[reason] = append(differs, reason), true
@@ -127,8 +127,8 @@ func (c *Controller) readiness(ctx context.Context, g gathered, conflicts map[st
 	return conditionOf(mcs.ServiceExportConditionReady, metav1.ConditionTrue, mcs.ServiceExportReasonExported, fit("exported to "+strings.Join(have, ", ")+left, maxMessage))
 }
 
-// maxMessage bounds the message of a condition, and maxRefusal that of a refused service, in
-// octets.
+// maxMessage bounds the message of a condition, and maxRefusal bounds the message of a refused
+// service, in octets.
 const maxMessage, maxRefusal = 4096, 512
 
 // fit shortens a message to at most most octets.

@@ -32,9 +32,9 @@ import (
 	"github.com/isthmus-net/isthmus/manager/replication"
 )
 
-// Patience is how long a tunnel may be disconnected before its endpoints become unready. A gateway
-// only reports a disconnect after ten seconds of silence; Patience is for a tunnel that has just
-// started.
+// Patience is the time for which a tunnel may be disconnected before its endpoints become unready.
+// A gateway reports a lost connection only after ten seconds of silence, so Patience matters only
+// for a tunnel that has just started.
 const Patience = 3 * time.Second
 
 // A Replicator writes PeerServices to the peers; see replication.Replicator.
@@ -47,37 +47,37 @@ type Replicator interface {
 type Options struct {
 	Config    *rest.Config // of our own API server
 	Client    client.Client
-	Cache     cache.Cache // the manager's cache of Peerings, TunnelEndpoints, and Namespaces as metadata
+	Cache     cache.Cache // the manager's cache, with Peerings, TunnelEndpoints and the metadata of Namespaces
 	Self      net.ClusterIdentity
-	Namespace string // of the installation
-	// Peerings returns the Peerings without those that conflict with an older one.
+	Namespace string // the installation namespace
+	// Peerings returns all Peerings except those that conflict with an older one.
 	Peerings func(context.Context) ([]*isthmus.Peering, error)
-	// Pods returns the PodCIDR of this cluster; an invalid prefix means that it is not known yet.
+	// Pods returns the PodCIDR of this cluster, or an invalid prefix if it is not known yet.
 	Pods func(context.Context) (netip.Prefix, error)
 	Replicator
-	// PeerChanged gets a value with the cluster ID after every change of a Sharing.
+	// PeerChanged gets a value with the peer's cluster ID after every change of a Sharing.
 	PeerChanged <-chan event.GenericEvent
 	Log         *slog.Logger
 }
 
 // A Controller shares Services with peers. It reconciles single services: it applies the result of
-// Merge and writes the conditions of ServiceExports. See also exporter and answerer.
+// Merge, and writes the conditions of ServiceExports. The exporter and the answerer do the rest.
 type Controller struct {
 	Options
-	objects cache.Cache // Services, ServiceExports, ServiceImports, PeerServices, and our EndpointSlices
+	objects cache.Cache // has Services, ServiceExports, ServiceImports, PeerServices, and our EndpointSlices
 	sources *sources
 	board   *board
 
 	again    queue.Queue // services to reconcile again
 	exported queue.Queue // the queue of the exporter
-	answers  queue.Queue // PeerServices whose status may have changed
+	answers  queue.Queue // the queue of the answerer: PeerServices whose status may have changed
 	imported queue.Queue // peers whose Imports changed
 
 	mu   sync.Mutex
-	down map[string]time.Time // since when each tunnel is disconnected, by cluster ID
+	down map[string]time.Time // since when each disconnected tunnel is disconnected, by cluster ID
 }
 
-// New returns a Controller, which does nothing before SetupWithManager.
+// New returns a Controller, which does nothing before SetupWithManager is called.
 func New(o Options) (*Controller, error) {
 	c := &Controller{
 		Options: o, board: newBoard(), down: make(map[string]time.Time),
@@ -105,14 +105,14 @@ func New(o Options) (*Controller, error) {
 	return c, err
 }
 
-// Imported gets the name of a Peering after each change of its Imports.
+// Imported returns a queue that gets the name of a Peering after each change of its Imports.
 func (c *Controller) Imported() *queue.Queue { return &c.imported }
 
 // Imports summarises the imports from a peer.
 func (c *Controller) Imports(id string) Imports { return c.board.imports(id) }
 
-// Looked reports whether all services that the peer of a tenant namespace exports to us have been
-// checked. Just after a start they have not.
+// Looked reports whether all services that a peer exports to us have been checked. tenant is the
+// peer's tenant namespace. Just after a start, some services are not checked yet.
 func (c *Controller) Looked(ctx context.Context, id, tenant string) bool {
 	var list isthmus.PeerServicesList
 	if err := c.objects.List(ctx, &list, client.InNamespace(tenant), client.UnsafeDisableDeepCopy); err != nil {
@@ -132,12 +132,12 @@ func (c *Controller) Looked(ctx context.Context, id, tenant string) bool {
 // Exports returns the number of valid exports of this cluster.
 func (c *Controller) Exports() int { return len(c.board.exports()) }
 
-// Reconcile makes the objects of one service match its exports.
+// Reconcile creates, corrects or deletes the objects of one service according to its exports.
 func (c *Controller) Reconcile(ctx context.Context, req ctrl.Request) (ctrl.Result, error) {
 	after, err := c.reconcile(ctx, req.NamespacedName)
 	switch {
 	case again(err):
-		return ctrl.Result{RequeueAfter: 100 * time.Millisecond}, nil // the cache is behind
+		return ctrl.Result{RequeueAfter: 100 * time.Millisecond}, nil // the cache is outdated
 	case err != nil:
 		return ctrl.Result{}, fmt.Errorf("service %s: %w", req.NamespacedName, err)
 	}
@@ -148,23 +148,22 @@ func (c *Controller) Reconcile(ctx context.Context, req ctrl.Request) (ctrl.Resu
 type gathered struct {
 	key       Key
 	export    *mcs.ServiceExport // nil: this cluster does not export it
-	invalid   *Invalid           // why export is invalid; nil: it is valid
+	invalid   *Invalid           // the reason why export is invalid; nil: it is valid
 	ownExport *Export
 	outcomes  map[string]outcome // of the peers' exports, by cluster ID
-	exports   []Export           // valid exports, including that of this cluster
+	exports   []Export           // all valid exports, including the one of this cluster
 	wait      bool               // the endpoints of our Service are not known yet
 	after     time.Duration      // when to reconcile again; zero: on the next event
 	peerings  []*isthmus.Peering
 }
 
-// lookAgain is how often a service is checked while a foreign EndpointSlice has the name of one of
-// ours.
+// lookAgain is the interval of checks while a foreign EndpointSlice has the name of one of ours.
 const lookAgain = time.Minute
 
-// again reports whether an error means that the cache was behind.
+// again reports whether an error means that the cache was outdated.
 func again(err error) bool { return apierrors.IsConflict(err) || apierrors.IsAlreadyExists(err) }
 
-// refused records that no peer's export is served.
+// refused records for each peer that its export is not served.
 func (g *gathered) refused(why Refusal) {
 	for id, o := range g.outcomes {
 		o.served, o.endpoints = false, 0
@@ -187,7 +186,7 @@ func (c *Controller) reconcile(ctx context.Context, key Key) (time.Duration, err
 	switch {
 	case foreign != "":
 		g.refused(Refusal{RefusedForeign, foreign})
-		err = c.remove(ctx, have.ours()) // nothing else would update or remove them later
+		err = c.remove(ctx, have.ours()) // nothing else would update or remove the objects later
 	case len(g.exports) == 0:
 		err = c.remove(ctx, have)
 	default:
@@ -203,7 +202,7 @@ func (c *Controller) reconcile(ctx context.Context, key Key) (time.Duration, err
 		err = c.apply(ctx, have, merged)
 		if other := errForeign(""); errors.As(err, &other) {
 			g.refused(Refusal{RefusedForeign, other.Error()})
-			g.after, err = lookAgain, nil // no event reports that the foreign object is gone
+			g.after, err = lookAgain, nil // no event reports the deletion of the foreign object
 		} else if err != nil && !again(err) {
 			g.refused(Refusal{RefusedFailed, "the importing cluster cannot write the service; see the log of its manager"})
 		}
@@ -231,7 +230,7 @@ func (c *Controller) gather(ctx context.Context, key Key) (g gathered, err error
 	if g.peerings, err = c.Peerings(ctx); err != nil {
 		return g, err
 	}
-	slices.SortFunc(g.peerings, func(a, b *isthmus.Peering) int { // clusterNames depends on the order by age
+	slices.SortFunc(g.peerings, func(a, b *isthmus.Peering) int { // the names that clusterNames chooses depend on the order by age
 		return a.CreationTimestamp.Compare(b.CreationTimestamp.Time)
 	})
 	clusters := []net.ClusterIdentity{c.Self}
@@ -300,7 +299,7 @@ func (c *Controller) gatherOwn(ctx context.Context, g *gathered, name string, wh
 		many = &Invalid{reasonTooMany, fmt.Sprintf("the namespace already has %d exported ServiceExports, which is the limit", exportsMost)}
 		svc, g.after = nil, lookAgain
 	}
-	if svc == nil { // the name may be invalid as a label value, so nobody could watch by it
+	if svc == nil { // the name may be invalid as a label value, so the Service's slices could not be watched by label
 		c.sources.forget(g.key)
 	} else if endpoints, g.wait = c.sources.slices(g.key); g.wait {
 		return nil
@@ -324,8 +323,8 @@ func (c *Controller) gatherOwn(ctx context.Context, g *gathered, name string, wh
 	return nil
 }
 
-// peer describes an exporting cluster. left is the time until its tunnel counts as down, if it is
-// disconnected but does not count as down yet.
+// peer describes an exporting cluster. left is the time after which its tunnel counts as down;
+// zero: it is connected, or counts as down already.
 func (c *Controller) peer(ctx context.Context, p *isthmus.Peering, name string, now time.Time) (peer Peer, left time.Duration, err error) {
 	id := p.Spec.Cluster.ClusterID
 	peer = Peer{ID: id, Cluster: name, Import: p.Spec.Services.Import}
@@ -353,10 +352,10 @@ func (c *Controller) peer(ctx context.Context, p *isthmus.Peering, name string, 
 	}
 	since, known := c.down[id]
 	if !known {
-		since = connected.LastTransitionTime.Time // survives a restart of the manager
+		since = connected.LastTransitionTime.Time // this time survives a restart of the manager
 		c.down[id] = since
 	}
-	// By the time a gateway counts as silent, our patience has run out.
+	// A gateway that counts as silent has been silent for longer than Patience.
 	if left = since.Add(Patience).Sub(now); left <= 0 || connected.Reason == isthmus.ReasonGatewaySilent {
 		peer.Down, left = true, 0
 	}

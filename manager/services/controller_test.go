@@ -17,16 +17,17 @@ import (
 	"github.com/isthmus-net/isthmus/manager/replication"
 )
 
-// answered is a Replicator to whose exports the peer has answered.
+// answered is a Replicator with the peer's answer to the exports.
 type answered replication.Sharing
 
 func (answered) Share(string, map[string]isthmus.PeerServicesSpec) {}
 func (a answered) Sharing(string) (replication.Sharing, bool)      { return replication.Sharing(a), true }
 
-// The API server takes no condition whose reason is not of this form: what a peer answers must not keep us from writing one.
+// formOfReason is the form that the API server demands for the reason of a condition. An answer of
+// a peer must not keep us from writing conditions.
 var formOfReason = regexp.MustCompile(`^[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?$`)
 
-func TestAnExportHasConditionsForAnyAnswer(t *testing.T) {
+func TestConditionsOfAnExportAreValidForAnyAnswerOfAPeer(t *testing.T) {
 	for answer, want := range map[string]struct{ ready, conflict string }{
 		"PortConflict":                           {"Exported", "PortConflict"},
 		"LabelsConflict,TypeConflict":            {"Exported", "LabelsConflict,TypeConflict"},

@@ -20,22 +20,23 @@ import (
 // Own is an export of this cluster.
 type Own struct {
 	Service isthmus.ExportedService
-	// Nodes maps the address of each endpoint to its node. It stays in this cluster.
+	// Nodes maps the address of each endpoint to its node. Peers do not get it.
 	Nodes map[string]string
 }
 
-// Invalid explains why a ServiceExport exports nothing. Its reason is one of the condition Valid.
+// Invalid is the reason why a ServiceExport exports nothing. Reason is a reason of the condition
+// Valid.
 type Invalid struct {
 	Reason  mcs.ServiceExportConditionReason
 	Message string
 }
 
-// reasonTooMany is the reason of exports beyond exportsMost. The Multi-Cluster Services API defines
-// none.
+// reasonTooMany is the reason of exports beyond exportsMost. The Multi-Cluster Services API has no
+// reason for this.
 const reasonTooMany mcs.ServiceExportConditionReason = "TooManyExports"
 
-// exportOf computes the export of a ServiceExport from its Service (nil if there is none) and the
-// Service's EndpointSlices.
+// exportOf computes the export of a ServiceExport from its Service and the Service's
+// EndpointSlices. svc is nil if there is no such Service.
 func exportOf(export *mcs.ServiceExport, svc *corev1.Service, endpoints []*discoveryv1.EndpointSlice) (Own, *Invalid) {
 	switch {
 	case svc == nil:
@@ -82,12 +83,12 @@ func exported(m map[string]string) map[string]isthmus.MetadataValue {
 	return all
 }
 
-// subsetsOf groups endpoints by the ports where they listen. The result is sorted, so that the same
-// endpoints always give the same text. An address in several slices counts once; it is ready if it
-// is ready in any of them.
+// subsetsOf groups endpoints by the ports on which they listen. The result is sorted, so that it is
+// the same for the same endpoints. An address in several slices counts once, and is ready if it is
+// ready in any of these slices.
 func subsetsOf(endpoints []*discoveryv1.EndpointSlice, nodes map[string]string) []isthmus.EndpointSubset {
 	groups := make(map[string]*isthmus.EndpointSubset)
-	index := make(map[string]map[string]int) // group, address: where it is in the group
+	index := make(map[string]map[string]int) // by group and address: the address's index in the group
 	for _, slice := range endpoints {
 		if slice.AddressType == discoveryv1.AddressTypeFQDN {
 			continue
@@ -101,7 +102,7 @@ func subsetsOf(endpoints []*discoveryv1.EndpointSlice, nodes map[string]string) 
 		}
 		for i := range slice.Endpoints {
 			e := &slice.Endpoints[i]
-			if len(e.Addresses) == 0 { // consumers use the first address
+			if len(e.Addresses) == 0 { // consumers use only the first address
 				continue
 			}
 			made := isthmus.ExportedEndpoint{
@@ -143,15 +144,15 @@ func targetsOf(ports []discoveryv1.EndpointPort) (all []isthmus.TargetPort) {
 	return all
 }
 
-// LeftOut counts the endpoints that forPeers leaves out.
+// LeftOut counts the endpoints that forPeers omits.
 type LeftOut struct {
-	NoPod   int // their address is outside of the PodCIDR, such as those of Pods on the host network
-	TooMany int // they exceed the bounds of PeerServices
+	NoPod   int // endpoints outside of the PodCIDR, such as Pods on the host network
+	TooMany int // endpoints beyond the bounds of PeerServices
 }
 
-// bounded drops everything that the CRD of PeerServices rejects; otherwise the peer's API server
-// would reject the other services of the shard, too. Users write ServiceExports and EndpointSlices
-// themselves, and nothing has validated these fields.
+// bounded drops all values that the CRD of PeerServices rejects. Otherwise the peer's API server
+// would reject the other services of the shard as well. The values come from ServiceExports and
+// EndpointSlices, which users write without validation of these bounds.
 func bounded(s isthmus.ExportedService) isthmus.ExportedService {
 	s.Ports = s.Ports[:min(len(s.Ports), maxPorts)]
 	s.Labels, s.Annotations = boundedMetadata(s.Labels), boundedMetadata(s.Annotations)
@@ -189,8 +190,8 @@ func boundedTargets(targets []isthmus.TargetPort) []isthmus.TargetPort {
 	return kept[:min(len(kept), maxPorts)]
 }
 
-// forPeers returns the export with the endpoints that peers can reach, which are those in our
-// PodCIDR, and counts those that it leaves out.
+// forPeers returns the export with only those endpoints that peers can reach, which are those in
+// our PodCIDR. It counts the endpoints that it omits.
 func forPeers(s isthmus.ExportedService, pods netip.Prefix) (isthmus.ExportedService, LeftOut) {
 	s = bounded(s)
 	var left LeftOut
@@ -228,7 +229,7 @@ func count(s isthmus.ExportedService) (n int) {
 	return n
 }
 
-// maxOctets bounds a shard, in octets of JSON: etcd accepts 1.5 MiB at once.
+// maxOctets bounds a shard, in octets of JSON. etcd accepts requests of 1.5 MiB.
 const maxOctets = 1 << 20
 
 // octets returns an upper bound of the size of s as JSON. A character of a label or an annotation
@@ -255,23 +256,24 @@ func octets(s isthmus.ExportedService) int {
 	return n
 }
 
-// part returns the fraction of a shard that a service takes.
+// part returns the fraction of a shard that a service takes up.
 func part(s isthmus.ExportedService) float64 {
 	return max(1./isthmus.MaxExportedServices, float64(count(s))/isthmus.MaxExportedEndpoints, float64(octets(s))/maxOctets)
 }
 
-// share is the fraction of a shard that each namespace gets before any namespace gets more.
+// share is the fraction of a shard that each namespace may use before other namespaces get more.
 const share = 1. / 4
 
-// shardsOf distributes exports over PeerServices, by name. The number of services, endpoints and
-// octets in each shard is bounded. Older exports come first, but exports with which a namespace
-// exceeds its share come last. omitted lists exports without a place.
+// shardsOf distributes exports over PeerServices. The keys of shards are object names. The number
+// of services, endpoints and octets in each shard is bounded. Older exports get their place first,
+// but those beyond the share of their namespace get theirs last. omitted lists the exports without
+// a place.
 func shardsOf(exports []isthmus.ExportedService) (shards map[string]isthmus.PeerServicesSpec, omitted []Key) {
 	byAge := slices.Clone(exports)
 	slices.SortFunc(byAge, func(a, b isthmus.ExportedService) int {
 		return cmp.Or(strings.Compare(a.Since, b.Since), strings.Compare(a.Namespace, b.Namespace), strings.Compare(a.Name, b.Name))
 	})
-	taken := make(map[Key]float64) // by shard and namespace
+	taken := make(map[Key]float64) // fraction taken, by shard and namespace
 	var fair, late []isthmus.ExportedService
 	for _, s := range byAge {
 		of := Key{Namespace: s.Namespace, Name: ShardOf(Key{Namespace: s.Namespace, Name: s.Name})}
@@ -304,7 +306,7 @@ func shardsOf(exports []isthmus.ExportedService) (shards map[string]isthmus.Peer
 	return shards, omitted
 }
 
-// A conditionOf is a condition of a ServiceExport without its time.
+// conditionOf returns a condition of a ServiceExport, without its time.
 func conditionOf(t mcs.ServiceExportConditionType, status metav1.ConditionStatus, reason mcs.ServiceExportConditionReason, message string) metav1.Condition {
 	return metav1.Condition{Type: string(t), Status: status, Reason: string(reason), Message: message}
 }

@@ -19,15 +19,15 @@ import (
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 )
 
-// An exporter passes the exports of this cluster to the Replicator, all exports for one peer
-// together.
+// An exporter passes the exports of this cluster to the Replicator. It passes all exports for one
+// peer together.
 type exporter struct {
 	*Controller
-	complete bool // each export has been checked once; only the reconciling goroutine uses it
+	complete bool // whether each export has been checked once; only Reconcile uses it
 }
 
-// pause is how long the exporter and the answerer wait between two runs. The first of many changes
-// takes effect at once, and the rest together.
+// pause is the time between two runs of the exporter or the answerer. The first of many changes
+// takes effect at once, and the rest together after the pause.
 const pause = 50 * time.Millisecond
 
 // allExports is the name of the only request of the exporter.
@@ -52,7 +52,8 @@ func (e *exporter) Reconcile(ctx context.Context, _ ctrl.Request) (ctrl.Result, 
 	if err != nil || !pods.IsValid() {
 		return ctrl.Result{RequeueAfter: time.Second}, err
 	}
-	// Withdraw first from peers that leave: this must not wait until all exports are known.
+	// Services are withdrawn from leaving peers first, because that must not wait until all exports
+	// are known.
 	for _, p := range peerings {
 		if !p.DeletionTimestamp.IsZero() {
 			e.Share(p.Spec.Cluster.ClusterID, nil)
@@ -65,7 +66,7 @@ func (e *exporter) Reconcile(ctx context.Context, _ ctrl.Request) (ctrl.Result, 
 	if err := e.objects.List(ctx, &list, client.UnsafeDisableDeepCopy); err != nil {
 		return ctrl.Result{}, fmt.Errorf("ServiceExports: %w", err)
 	}
-	for i := range list.Items { // right after a start, unchecked services would be withdrawn
+	for i := range list.Items { // services that are not checked yet, right after a start, would be withdrawn
 		if s := &list.Items[i]; !e.complete && s.DeletionTimestamp.IsZero() && !e.board.looked(client.ObjectKeyFromObject(s)) {
 			return ctrl.Result{RequeueAfter: 2 * pause}, nil
 		}
@@ -95,7 +96,7 @@ func (e *exporter) Reconcile(ctx context.Context, _ ctrl.Request) (ctrl.Result, 
 	return ctrl.Result{}, nil
 }
 
-// An answerer writes the refused services into the status of PeerServices.
+// An answerer writes the list of refused services into the status of PeerServices.
 type answerer struct{ *Controller }
 
 func (a *answerer) setup(mgr ctrl.Manager) error {
@@ -110,7 +111,7 @@ func (a *answerer) setup(mgr ctrl.Manager) error {
 
 // Reconcile writes the status of one PeerServices.
 func (a *answerer) Reconcile(ctx context.Context, req ctrl.Request) (ctrl.Result, error) {
-	select { // most services of an object change together
+	select { // most services of an object change together, so one write can cover them
 	case <-time.After(pause):
 	case <-ctx.Done():
 		return ctrl.Result{}, nil
@@ -131,10 +132,10 @@ func (a *answerer) Reconcile(ctx context.Context, req ctrl.Request) (ctrl.Result
 	for _, s := range object.Spec.Services {
 		key := Key{Namespace: s.Namespace, Name: s.Name}
 		o, looked := a.board.outcome(key, peerings[at].Spec.Cluster.ClusterID)
-		if shard := ShardOf(key); shard != object.Name { // it is never reconciled
+		if shard := ShardOf(key); shard != object.Name { // a service in the wrong object is never reconciled
 			o = outcome{refusals: []Refusal{{RefusedShard, "the service belongs in PeerServices " + shard}}}
 		} else if !looked {
-			return ctrl.Result{}, nil // its reconcile requests this again
+			return ctrl.Result{}, nil // reconciling the service requests this again
 		}
 		if len(o.refusals) == 0 {
 			continue

@@ -20,7 +20,7 @@ import (
 	net "github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 )
 
-// Merged has the objects that a cluster needs for one service. Owners are not set.
+// Merged has the objects that a cluster needs for one service, without owner references.
 type Merged struct {
 	Import  *mcs.ServiceImport          // without spec.ips; without spec.ipFamilies unless headless
 	Service *corev1.Service             // nil: the service is headless
@@ -30,11 +30,11 @@ type Merged struct {
 }
 
 // A Conflict is a property that differs between exports of the same service. The oldest export
-// wins; among exports of the same age, the one with the smaller cluster ID.
+// wins. Of exports with the same age, the one with the smaller cluster ID wins.
 type Conflict struct {
 	Reason  mcs.ServiceExportConditionReason
-	What    string // the property, or the ports
-	Message string // names the clusters
+	What    string // the property, or the list of ports
+	Message string // a sentence with the names of the clusters
 }
 
 // conflictReasons are the possible reasons of a Conflict.
@@ -45,8 +45,8 @@ var conflictReasons = []string{
 	string(mcs.ServiceExportReasonLabelsConflict), string(mcs.ServiceExportReasonAnnotationsConflict),
 }
 
-// Merge merges the exports of one service. There must be at least one, and one for each cluster at
-// most. Their order does not matter.
+// Merge merges the exports of one service. There must be at least one export, and at most one for
+// each cluster. The order of exports does not matter.
 func Merge(key Key, exports []Export) Merged {
 	byAge := slices.Clone(exports)
 	slices.SortFunc(byAge, func(a, b Export) int { return cmp.Or(strings.Compare(a.Since, b.Since), strings.Compare(a.ID, b.ID)) })
@@ -94,12 +94,12 @@ func Merge(key Key, exports []Export) Merged {
 	for _, x := range byAge {
 		withdrawn, ports := x.Down && replaced(x, byAge, ports), ports
 		if kind == mcs.Headless && portless(x) {
-			ports = nil // otherwise an export with ports would remove those without from DNS
+			ports = nil // with an export that has ports, DNS would omit the exports without ports
 		}
 		m.Slices = append(m.Slices, slicesOf(key, x, ports, withdrawn)...)
 	}
 	slices.SortFunc(m.Slices, func(a, b discoveryv1.EndpointSlice) int { return strings.Compare(a.Name, b.Name) })
-	if kind == mcs.Headless { // otherwise the addresses of the derived Service decide
+	if kind == mcs.Headless { // for other types, the addresses of the derived Service decide
 		m.Import.Spec.IPFamilies = familiesOf(m.Slices)
 	}
 	return m
@@ -116,12 +116,12 @@ func familiesOf(all []discoveryv1.EndpointSlice) (families []corev1.IPFamily) {
 	return families
 }
 
-// mergePorts returns the union of the ports of all exports. It leaves out a port with the name or
-// number of a different port in an older export. The conflict is nil if all exports have the same
+// mergePorts returns the union of the ports of all exports. It omits a port that has the name or
+// number of a different port in an older export. conflict is nil if all exports have the same
 // ports.
 func mergePorts(byAge []Export) (ports []isthmus.ExportedPort, conflict *Conflict) {
 	contradicts := func(p, q isthmus.ExportedPort) bool {
-		// With more than one port, each needs a name.
+		// A Service with more than one port needs a name for each of them.
 		return q.Name == p.Name || q.Protocol == p.Protocol && q.Port == p.Port || q.Name == "" || p.Name == ""
 	}
 	var owners, names, texts []string
@@ -214,8 +214,8 @@ func plainMetadata(m map[string]isthmus.MetadataValue) map[string]string {
 	return all
 }
 
-// derivedService returns the Service that represents the service in this cluster. It has no
-// selector: its endpoints are our slices.
+// derivedService returns the Service that represents the multi-cluster service in this cluster. It
+// has no selector, because its endpoints are our slices.
 func derivedService(key Key, i *mcs.ServiceImport) *corev1.Service {
 	s := &corev1.Service{
 		ObjectMeta: metav1.ObjectMeta{Namespace: key.Namespace, Name: DerivedName(key), Labels: map[string]string{LabelService: key.Name}},
@@ -240,13 +240,13 @@ func derivedService(key Key, i *mcs.ServiceImport) *corev1.Service {
 	return s
 }
 
-// portless reports whether an export has only addresses, as a headless one may.
+// portless reports whether an export has only addresses. A headless export may have no ports.
 func portless(x Export) bool {
 	return importType(x.Service) == mcs.Headless && len(x.Service.Ports) == 0
 }
 
-// served returns the ports of a subset that the merged service has unchanged. kube-proxy matches
-// the ports of a slice by name only, so a port with another number must not be in it.
+// served returns the ports of a subset that are unchanged in the merged service. kube-proxy matches
+// the ports of a slice only by name, so a slice must not contain a port with another number.
 func served(x Export, subset isthmus.EndpointSubset, merged []isthmus.ExportedPort) (all []discoveryv1.EndpointPort) {
 	for _, p := range x.Service.Ports {
 		if !slices.ContainsFunc(merged, func(q isthmus.ExportedPort) bool {
@@ -268,10 +268,10 @@ func served(x Export, subset isthmus.EndpointSubset, merged []isthmus.ExportedPo
 	return all
 }
 
-// replaced reports whether clusters with a working tunnel serve every port of an export that is
-// down. Otherwise its endpoints stay: they may still work.
+// replaced reports whether clusters with a working tunnel serve every port of an export whose
+// tunnel is down. If not, the endpoints of that export stay, because they may still work.
 func replaced(x Export, all []Export, merged []isthmus.ExportedPort) bool {
-	const anyPort = " " // not a valid name
+	const anyPort = " " // not a valid port name
 	names := func(x Export, readyOnly bool) map[string]bool {
 		have := make(map[string]bool)
 		for _, subset := range x.Service.Subsets {
@@ -308,18 +308,19 @@ func replaced(x Export, all []Export, merged []isthmus.ExportedPort) bool {
 // maxSlice is the maximum number of endpoints that an API server accepts in an EndpointSlice.
 const maxSlice = 1000
 
-// sliceSize is the average number of endpoints of our EndpointSlices, as in those of Kubernetes.
+// sliceSize is the average number of endpoints in our EndpointSlices. Kubernetes uses the same
+// number.
 const sliceSize = 100
 
-// slicesOf returns the EndpointSlices for one export. A hash of its address puts each endpoint into
-// a slice, so that adding or removing one changes one slice.
+// slicesOf returns the EndpointSlices for one export. A hash of its address assigns each endpoint
+// to a slice, so that adding or removing an endpoint changes only one slice.
 func slicesOf(key Key, x Export, ports []isthmus.ExportedPort, withdrawn bool) (all []discoveryv1.EndpointSlice) {
 	derived := DerivedName(key)
 	made := make(map[string]*discoveryv1.EndpointSlice)
 	type place struct {
 		address, ports string
 	}
-	seen := make(map[place]bool) // each endpoint is in one slice only
+	seen := make(map[place]bool) // each endpoint is in only one slice
 	for _, subset := range x.Service.Subsets {
 		listen := served(x, subset, ports)
 		if len(listen) == 0 && len(ports) > 0 {
@@ -412,9 +413,9 @@ func portsText(ports []discoveryv1.EndpointPort) string {
 	return b.String()
 }
 
-// clusterNames returns the name of each cluster in DNS and in labels. It is the clusterName if that
-// is a DNS label and unique among earlier clusters in the list, else the clusterID or a digest of
-// it.
+// clusterNames returns the name of each cluster in DNS and in labels. This is the clusterName if it
+// is a DNS label and no earlier cluster in the list has it. Otherwise it is the clusterID or a
+// digest of the clusterID.
 func clusterNames(clusters []net.ClusterIdentity) map[string]string {
 	names, taken := make(map[string]string, len(clusters)), make(map[string]bool, len(clusters))
 	for _, c := range clusters {

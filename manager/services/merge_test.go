@@ -27,13 +27,13 @@ var (
 	moved = Remap{netip.MustParsePrefix("10.244.0.0/16"), netip.MustParsePrefix("10.246.0.0/16")}
 )
 
-// open has all namespaces but kube-system.
+// open implements Namespaces. It reserves kube-system. All namespaces except "missing" exist.
 type open struct{}
 
 func (open) Reserved(name string) bool { return name == "kube-system" }
 func (open) Exists(name string) bool   { return name != "missing" }
 
-// service is an export of shop with one port and the given endpoints.
+// service returns an export of shop with one port and the given endpoints.
 func service(age time.Duration, addresses ...string) isthmus.ExportedService {
 	s := isthmus.ExportedService{
 		Namespace: shop.Namespace, Name: shop.Name, Since: isthmus.UTCTimeOf(epoch.Add(-age)), Type: "ClusterSetIP",
@@ -47,7 +47,7 @@ func service(age time.Duration, addresses ...string) isthmus.ExportedService {
 	return s
 }
 
-// from is the export of a peer, which has to be accepted.
+// from returns the export of a peer, and fails the test if it is refused.
 func from(t *testing.T, id string, s isthmus.ExportedService) Export {
 	t.Helper()
 	x, refusals, ok := Peer{ID: id, Cluster: id, Import: []string{"*"}, Pods: moved}.Accept(ShardOf(Key{Namespace: s.Namespace, Name: s.Name}), s, open{}, epoch)
@@ -57,7 +57,8 @@ func from(t *testing.T, id string, s isthmus.ExportedService) Export {
 	return x
 }
 
-// endpoints are those in the slices of a cluster; empty: of all. They are address:port, with ! if not ready.
+// endpoints returns the endpoints of a cluster, or of all clusters if cluster is empty. The form is
+// address:port, with ! if the endpoint is not ready.
 func endpoints(m Merged, cluster string) (all []string) {
 	for _, s := range m.Slices {
 		if cluster != "" && s.Labels[mcs.LabelSourceCluster] != cluster {
@@ -84,7 +85,7 @@ func same(t *testing.T, what string, got, want any) {
 	}
 }
 
-func TestMergeMovesEndpointsIntoTheNetworkOfThePeer(t *testing.T) {
+func TestMergeTranslatesEndpointsIntoThePeersNetwork(t *testing.T) {
 	own := ownExport("a", "a", Own{Service: service(0, "10.244.0.5")})
 	m := Merge(shop, []Export{own, from(t, "b", service(time.Hour, "10.244.0.5", "10.244.9.9"))})
 	same(t, "own endpoints", endpoints(m, "a"), []string{"10.244.0.5:8080"})
@@ -101,7 +102,7 @@ func TestMergeMovesEndpointsIntoTheNetworkOfThePeer(t *testing.T) {
 	same(t, "conflicts", len(m.Conflicts), 0)
 }
 
-func TestHostnameFollowsTheExportersAddress(t *testing.T) {
+func TestHostnameIsMadeFromTheAddressInTheExportingCluster(t *testing.T) {
 	s := service(0, "10.244.0.5")
 	s.Type = "Headless"
 	s.Subsets[0].Endpoints = append(s.Subsets[0].Endpoints, isthmus.ExportedEndpoint{Address: "10.244.0.6", Hostname: "web-0", Ready: true})
@@ -117,8 +118,9 @@ func TestHostnameFollowsTheExportersAddress(t *testing.T) {
 	same(t, "hostnames", names, map[string]string{"10.246.0.5": "10-244-0-5", "10.246.0.6": "web-0"})
 }
 
-// A port of the same name and another number is another port: kube-proxy would send its clients there.
-func TestAConflictingPortIsServedOnlyByTheOldestCluster(t *testing.T) {
+// A port with the same name but another number must not be served: kube-proxy would send clients of
+// the older cluster's port to it.
+func TestConflictingPortIsServedOnlyByTheOldestCluster(t *testing.T) {
 	younger := service(time.Hour, "10.244.0.7")
 	younger.Ports = []isthmus.ExportedPort{{Name: "http", Protocol: "TCP", Port: 81}, {Name: "dns", Protocol: "UDP", Port: 53}}
 	younger.Subsets[0].Targets = append(younger.Subsets[0].Targets, isthmus.TargetPort{Name: "dns", Port: 5353})
@@ -143,7 +145,7 @@ func TestPortsBeyondTheLimitAreAConflict(t *testing.T) {
 	}
 }
 
-func TestTheOldestExportWinsThenTheSmallerID(t *testing.T) {
+func TestOldestExportWinsAConflictThenTheSmallerClusterID(t *testing.T) {
 	b, c := service(time.Hour), service(time.Hour)
 	b.SessionAffinity, b.SessionAffinitySeconds, c.Type = "ClientIP", 60, "Headless"
 	for _, order := range [][]Export{{from(t, "b", b), from(t, "c", c)}, {from(t, "c", c), from(t, "b", b)}} {
@@ -157,13 +159,13 @@ func TestTheOldestExportWinsThenTheSmallerID(t *testing.T) {
 			{"TypeConflict", "type", "type of cluster b is used; it differs in c"},
 		})
 	}
-	future := service(-time.Hour) // younger than whatever is there now
+	future := service(-time.Hour) // the export begins in the future, so it is younger than any other
 	future.SessionAffinity = "ClientIP"
 	m := Merge(shop, []Export{from(t, "b", future), from(t, "c", service(time.Minute))})
 	same(t, "affinity", string(m.Service.Spec.SessionAffinity), "None")
 }
 
-func TestADeadClusterIsRemovedOnlyIfAnotherServes(t *testing.T) {
+func TestEndpointsOfADownClusterStayUnlessAnotherClusterServes(t *testing.T) {
 	b, c := from(t, "b", service(time.Hour, "10.244.0.7")), from(t, "c", service(0, "10.244.0.8"))
 	b.Down = true
 	same(t, "alone", endpoints(Merge(shop, []Export{b}), "b"), []string{"10.246.0.7:8080"})
@@ -189,19 +191,19 @@ func TestHeadlessExportsMayDifferInPorts(t *testing.T) {
 		return all
 	}
 	same(t, "both", addresses(Merge(shop, []Export{ours, theirs})), []string{"10.244.1.5 0 ports, ready true", "10.246.2.5 1 ports, ready true"})
-	theirs.Down = true // nobody else has its port
+	theirs.Down = true // no other cluster serves its port
 	same(t, "the one with a port is down", addresses(Merge(shop, []Export{ours, theirs})), []string{"10.244.1.5 0 ports, ready true", "10.246.2.5 1 ports, ready true"})
 	ours, theirs = ownExport("a", "a", Own{Service: younger}), from(t, "b", older)
-	theirs.Down = true // the name has other addresses
+	theirs.Down = true // another cluster serves the name with other addresses
 	same(t, "the one without is down", addresses(Merge(shop, []Export{ours, theirs})), []string{"10.244.2.5 1 ports, ready true", "10.246.1.5 0 ports, ready false"})
-	younger.Type = "ClusterSetIP" // and younger: a slice without ports would have all ports
+	younger.Type = "ClusterSetIP" // this export is younger; a slice without ports would mean all ports
 	m := Merge(shop, []Export{ownExport("a", "a", Own{Service: older}), from(t, "b", younger)})
 	same(t, "type of the older", m.Import.Spec.Type, mcs.Headless)
 	older.Since, younger.Since = younger.Since, older.Since
 	same(t, "as ClusterSetIP", addresses(Merge(shop, []Export{ownExport("a", "a", Own{Service: older}), from(t, "b", younger)})), []string{"10.246.2.5 1 ports, ready true"})
 }
 
-func TestAcceptRefuses(t *testing.T) {
+func TestAcceptRefusesInvalidServicesAndAddresses(t *testing.T) {
 	peer := Peer{ID: "b", Cluster: "b", Import: []string{"prod", "kube-system", "missing"}, Pods: moved}
 	for name, tc := range map[string]struct {
 		edit   func(*isthmus.ExportedService)
@@ -244,11 +246,12 @@ func TestAcceptRefuses(t *testing.T) {
 	}
 }
 
-// reference decides the ports and endpoints of a service by trying all of them, and shares nothing with Merge.
+// reference finds the ports and endpoints of a service by trying all of them. It shares no code
+// with Merge.
 func reference(exports []Export) (ports map[string]bool, ends map[string]bool) {
 	ports, ends = make(map[string]bool), make(map[string]bool)
 	rank := slices.Clone(exports)
-	for i := range rank { // the oldest first
+	for i := range rank { // the oldest export first
 		for j := i + 1; j < len(rank); j++ {
 			if rank[j].Since < rank[i].Since || rank[j].Since == rank[i].Since && rank[j].ID < rank[i].ID {
 				rank[i], rank[j] = rank[j], rank[i]
@@ -286,7 +289,7 @@ func reference(exports []Export) (ports map[string]bool, ends map[string]bool) {
 	return ports, ends
 }
 
-func TestMergeEqualsTheReference(t *testing.T) {
+func TestMergeEqualsTheSlowReference(t *testing.T) {
 	rng := rand.New(rand.NewPCG(1, 2))
 	for round := range 3000 {
 		var exports []Export
@@ -318,7 +321,7 @@ func TestMergeEqualsTheReference(t *testing.T) {
 				s.Subsets = append(s.Subsets, subset)
 			}
 			x, _, ok := Peer{ID: id, Cluster: id, Import: []string{"*"}, Pods: moved}.Accept(ShardOf(shop), s, open{}, epoch)
-			if !ok { // two ports had the same number
+			if !ok { // two ports have the same number
 				continue
 			}
 			exports = append(exports, x)
@@ -349,8 +352,9 @@ func TestMergeEqualsTheReference(t *testing.T) {
 	}
 }
 
-// One endpoint that comes or goes changes one slice, and no slice has more than an API server takes.
-func TestOneEndpointChangesOneSlice(t *testing.T) {
+// Adding or removing an endpoint changes only one slice, and no slice has more endpoints than the
+// API server accepts.
+func TestRemovingAnEndpointChangesOnlyOneSlice(t *testing.T) {
 	var all []string
 	for i := range 1000 {
 		all = append(all, fmt.Sprintf("10.244.%d.%d", i/250, i%250))
@@ -386,7 +390,7 @@ func TestRemapKeepsHostBits(t *testing.T) {
 	}
 }
 
-func TestShardsAreBoundedAndComplete(t *testing.T) {
+func TestShardsOfKeepsBoundsAndPlacesOrOmitsEachExport(t *testing.T) {
 	var exports []isthmus.ExportedService
 	for i := range 3000 {
 		s := service(time.Duration(i)*time.Second, "10.244.0.1")
@@ -411,7 +415,7 @@ func TestShardsAreBoundedAndComplete(t *testing.T) {
 	}
 }
 
-func TestOneNamespaceLeavesRoomForOtherExports(t *testing.T) {
+func TestExportsOfOneNamespaceLeaveRoomForOthers(t *testing.T) {
 	addresses := make([]string, isthmus.MaxExportedEndpoints)
 	for i := range addresses {
 		addresses[i] = fmt.Sprintf("10.244.%d.%d", i/250, i%250)
@@ -435,7 +439,7 @@ func TestOneNamespaceLeavesRoomForOtherExports(t *testing.T) {
 	}
 }
 
-// etcd takes 1.5 MiB at once: labels and endpoints as large as the definition allows have to leave room.
+// etcd accepts requests of 1.5 MiB. Labels and endpoints of the maximum size must leave some room.
 func TestShardsFitIntoEtcd(t *testing.T) {
 	var exports []isthmus.ExportedService
 	for i := range 5000 {
@@ -466,7 +470,7 @@ func TestShardsFitIntoEtcd(t *testing.T) {
 	}
 }
 
-func TestClusterNamesAreDNSLabelsAndDiffer(t *testing.T) {
+func TestClusterNamesAreUniqueDNSLabels(t *testing.T) {
 	long := strings.Repeat("x", 64)
 	names := clusterNames([]net.ClusterIdentity{
 		{ClusterID: "id-1", ClusterName: "alpha"}, {ClusterID: "id-2", ClusterName: "alpha"}, {ClusterID: "ID.3", ClusterName: "b.c"}, {ClusterID: "id-4", ClusterName: long},
@@ -481,7 +485,8 @@ func TestClusterNamesAreDNSLabelsAndDiffer(t *testing.T) {
 	same(t, "the first and the second", []string{names["id-1"], names["id-2"]}, []string{"alpha", "id-2"})
 }
 
-// FuzzAccept reads hostile bytes as a service, and checks that whatever is served names nothing but the peer's pods.
+// FuzzAccept reads hostile bytes as a service. It checks that a served service has only addresses
+// of the peer's pods.
 func FuzzAccept(f *testing.F) {
 	f.Add("prod", "shop", "ClusterSetIP", "http", "TCP", int32(80), int32(8080), "10.244.0.5", "web-0", "z", "team", "blue", "1970-01-01T00:00:00Z", true)
 	f.Add("kube-system", "a.b", "Headless", "", "SCTP", int32(-1), int32(0), "::ffff:10.244.0.5", "-", "/", "isthmus.net/service", "\x00", "9999-12-31T23:59:59Z", false)

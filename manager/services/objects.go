@@ -19,19 +19,19 @@ import (
 	mcs "sigs.k8s.io/mcs-api/pkg/apis/v1beta1"
 )
 
-// An existing has the objects that the cluster has for a service.
+// An existing has the present objects of a service in this cluster.
 type existing struct {
 	key     Key
-	imports *mcs.ServiceImport // nil: none
-	service *corev1.Service    // of the derived name
+	imports *mcs.ServiceImport // nil: there is none
+	service *corev1.Service    // has the name DerivedName(key)
 	slices  map[string]*discoveryv1.EndpointSlice
 }
 
-// indexService is the cache index of EndpointSlices by LabelService. A namespace may have
-// thousands.
+// indexService is the cache index of EndpointSlices by LabelService, because a namespace may have
+// thousands of slices.
 const indexService = "service"
 
-// read reads the objects from the cache. They must not be changed.
+// read reads the objects from the cache. The caller must not change them.
 func (c *Controller) read(ctx context.Context, key Key) (have existing, err error) {
 	have = existing{key: key, slices: make(map[string]*discoveryv1.EndpointSlice)}
 	var i mcs.ServiceImport
@@ -58,7 +58,8 @@ func (c *Controller) read(ctx context.Context, key Key) (have existing, err erro
 	return have, nil
 }
 
-// foreign describes a foreign object with the name of one of ours, or returns "".
+// foreign describes a foreign object that has the name of one of our objects. It returns "" if
+// there is none.
 func (e existing) foreign() string {
 	if e.imports != nil && e.imports.Labels[LabelService] != e.key.Name {
 		return "the ServiceImport of this name belongs to another implementation of the Multi-Cluster Services API"
@@ -69,7 +70,7 @@ func (e existing) foreign() string {
 	return ""
 }
 
-// ours returns our objects that depend on a ServiceImport.
+// ours returns those of our objects that depend on a ServiceImport.
 func (e existing) ours() existing {
 	e.imports = nil
 	if e.service != nil && e.service.Labels[LabelService] != e.key.Name {
@@ -78,7 +79,7 @@ func (e existing) ours() existing {
 	return e
 }
 
-// errForeign is the name of a foreign EndpointSlice with the name of one of ours.
+// errForeign is the name of a foreign EndpointSlice that has the name of one of ours.
 type errForeign string
 
 func (e errForeign) Error() string { return "EndpointSlice " + string(e) + " is not ours" }
@@ -107,9 +108,9 @@ func (c *Controller) delete(ctx context.Context, o client.Object) error {
 	return nil
 }
 
-// apply writes the objects that differ: first the ServiceImport, which owns the others, then the
-// Service, whose addresses go into the ServiceImport, then the slices. It adds slices before it
-// deletes others.
+// apply writes the differing objects in this order: the ServiceImport, which owns the others; the
+// Service, whose addresses the ServiceImport lists; the slices. It adds slices before it deletes
+// others.
 func (c *Controller) apply(ctx context.Context, have existing, want Merged) error {
 	i, err := c.applyImport(ctx, have.imports, want.Import)
 	if err != nil || i == nil {
@@ -149,8 +150,8 @@ func (c *Controller) apply(ctx context.Context, have existing, want Merged) erro
 	return errors.Join(foreign, c.completeImport(ctx, i, ips, want.Import))
 }
 
-// applyImport returns the ServiceImport, or nil while a previous one with its name is being
-// deleted.
+// applyImport writes the ServiceImport and returns it. It returns nil while a previous one with the
+// same name is being deleted.
 func (c *Controller) applyImport(ctx context.Context, have, want *mcs.ServiceImport) (*mcs.ServiceImport, error) {
 	if have == nil {
 		made := want.DeepCopy()
@@ -170,11 +171,11 @@ func (c *Controller) applyImport(ctx context.Context, have, want *mcs.ServiceImp
 	return changed, wrap("ServiceImport", c.Client.Patch(ctx, changed, client.MergeFrom(have)))
 }
 
-// completeImport writes the fields that depend on the other objects.
+// completeImport writes those fields of the ServiceImport that depend on the other objects.
 func (c *Controller) completeImport(ctx context.Context, i *mcs.ServiceImport, ips []string, merged *mcs.ServiceImport) error {
 	families := merged.Spec.IPFamilies
 	if merged.Spec.Type == mcs.Headless && len(families) == 0 {
-		families = i.Spec.IPFamilies // its endpoints may be gone only for a moment
+		families = i.Spec.IPFamilies // its endpoints may be missing only for a moment
 	}
 	for _, ip := range ips {
 		families = append(families, map[bool]corev1.IPFamily{false: corev1.IPv4Protocol, true: corev1.IPv6Protocol}[strings.Contains(ip, ":")])
@@ -209,7 +210,7 @@ func (c *Controller) applyService(ctx context.Context, have, want *corev1.Servic
 	s.Type, s.Ports, s.Selector, s.ExternalIPs, s.TrafficDistribution = w.Type, w.Ports, nil, nil, w.TrafficDistribution
 	s.InternalTrafficPolicy = ptr.To(ptr.Deref(w.InternalTrafficPolicy, corev1.ServiceInternalTrafficPolicyCluster))
 	if s.SessionAffinity = w.SessionAffinity; w.SessionAffinityConfig != nil || w.SessionAffinity == corev1.ServiceAffinityNone {
-		s.SessionAffinityConfig = w.SessionAffinityConfig // otherwise keeps the API server's default
+		s.SessionAffinityConfig = w.SessionAffinityConfig // otherwise the API server's default stays
 	}
 	if equality.Semantic.DeepEqual(have.Spec, changed.Spec) && maps.Equal(have.Labels, changed.Labels) && equality.Semantic.DeepEqual(have.OwnerReferences, changed.OwnerReferences) {
 		return have, nil
@@ -225,7 +226,7 @@ func (c *Controller) applySlice(ctx context.Context, have, want *discoveryv1.End
 		}
 		return wrap("create EndpointSlice", err)
 	}
-	if have.AddressType != want.AddressType { // the field is immutable; somebody has recreated the object
+	if have.AddressType != want.AddressType { // the field is immutable, so somebody else has created this object
 		return c.delete(ctx, have) // the deletion causes an event
 	}
 	changed := have.DeepCopy()

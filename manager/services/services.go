@@ -7,14 +7,13 @@
 //	        ▼                                                   │
 //	ExportedService ── shardsOf, package replication ──► PeerServices ── Peer.Accept
 //
-// Pure functions decide, without a client or a clock. A Controller reads their inputs and writes
-// their results. It owns the ServiceImports, Services and EndpointSlices with LabelService, the
-// status of PeerServices, and the conditions of ServiceExports. The manager runs it; package
-// peerings reads its Imports.
+// Pure functions make the decisions, without a client or a clock. A Controller reads their inputs
+// and writes their results. It owns the ServiceImports, Services and EndpointSlices with
+// LabelService, the status of PeerServices, and the conditions of ServiceExports. The manager runs
+// the Controller, and package peerings reads its Imports.
 //
-// A peer is hostile until proven otherwise. It sends its pods' own addresses, and the importer
-// translates them into the network that it uses for that peer. No other address of a peer gets into
-// a slice.
+// Peers are not trusted. A peer sends its pods' own addresses, and the importer translates them
+// into the network that it uses for that peer. No other address of a peer gets into a slice.
 package services
 
 import (
@@ -34,19 +33,20 @@ import (
 
 // Labels and annotations of the importer's objects.
 const (
-	// LabelService marks our ServiceImports, Services and EndpointSlices. Its value is the name of
-	// the multi-cluster service. Objects without it are never changed.
+	// LabelService marks our ServiceImports, Services and EndpointSlices. Its value is the name of the
+	// multi-cluster service. Objects without this label are never changed.
 	LabelService = isthmus.LabelService
 	// ManagedBy is the value of endpointslice.kubernetes.io/managed-by on our slices.
 	ManagedBy = "isthmus.net"
-	// AnnotationDerived on a ServiceImport names its derived Service in this cluster.
+	// AnnotationDerived on a ServiceImport has the name of its derived Service in this cluster.
 	AnnotationDerived = "multicluster.kubernetes.io/derived-service"
 )
 
-// A Key names a service.
+// A Key is the namespace and name of a service.
 type Key = types.NamespacedName
 
-// ShardOf returns the name of the PeerServices where a service belongs. Both sides compute it.
+// ShardOf returns the name of the PeerServices that contains a service. Exporter and importer both
+// compute it.
 func ShardOf(k Key) string {
 	h := fnv.New32a()
 	_, _ = h.Write([]byte(k.Namespace + "/" + k.Name))
@@ -55,14 +55,15 @@ func ShardOf(k Key) string {
 
 func shardName(n int) string { return fmt.Sprintf("%s%d", isthmus.PeerServicesPrefix, n) }
 
-// derivedPrefix is the prefix of the names of our Services and EndpointSlices. We write no others.
+// derivedPrefix is the prefix of the names of our Services and EndpointSlices. We write no Service
+// or EndpointSlice with another name.
 const derivedPrefix = "derived-"
 
-// DerivedName returns the name of the Service that represents a service of several clusters here.
-// Its digest is long enough that nobody can find another service with the same name.
+// DerivedName returns the name of the Service that represents a multi-cluster service here. Its
+// digest is long enough that nobody can find another service with the same digest.
 func DerivedName(k Key) string { return derivedPrefix + digest(16, k.Namespace, k.Name) }
 
-// digest returns n characters, valid in any name, that differ for different parts.
+// digest returns n characters that are valid in any name, and that differ for different parts.
 func digest(n int, parts ...string) string {
 	h := sha256.New()
 	for _, p := range parts {
@@ -79,11 +80,12 @@ func permits(list []string, namespace string) bool {
 // system lists the namespaces from and into which no service is shared.
 var system = []string{"kube-system", "kube-public", "kube-node-lease"}
 
-// A Remap translates the addresses of a peer's pods into the network that we use for them, as
-// NETMAP does: the network bits change, the host bits stay. Both networks have the same length.
+// A Remap translates the addresses of a peer's pods into the network that we use for them, like
+// NETMAP: the network bits change, and the host bits stay. Both networks have the same length.
 type Remap struct{ From, To netip.Prefix }
 
-// Map returns the address here of a pod of the peer. It returns false for any address outside From.
+// Map returns the address in To of a pod with an address in From. It returns false for any other
+// address.
 func (r Remap) Map(addr netip.Addr) (netip.Addr, bool) {
 	if !r.From.IsValid() || !r.To.IsValid() || r.From.Bits() != r.To.Bits() || r.From.Addr().BitLen() != r.To.Addr().BitLen() || !r.From.Contains(addr) {
 		return netip.Addr{}, false
@@ -103,8 +105,9 @@ func (r Remap) Map(addr netip.Addr) (netip.Addr, bool) {
 	return moved, ok
 }
 
-// hostnameOf returns the hostname of an endpoint that has none: its address in its own cluster,
-// which stays the same when this cluster uses another network for the peer.
+// hostnameOf returns the hostname of an endpoint without a hostname of its own. It is made from the
+// address in the endpoint's own cluster, which stays the same if this cluster uses another network
+// for the peer.
 func hostnameOf(addr netip.Addr) string {
 	return strings.NewReplacer(".", "-", ":", "-").Replace(addr.StringExpanded())
 }

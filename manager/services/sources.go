@@ -14,15 +14,15 @@ import (
 	toolscache "k8s.io/client-go/tools/cache"
 )
 
-// sources watches the EndpointSlices of exported Services, each Service with its own watch by
-// label: most endpoints of a cluster belong to Services that nobody exports. Its methods may be
+// sources watches the EndpointSlices of exported Services. Each Service has its own watch by label,
+// because most endpoints of a cluster belong to Services that nobody exports. Its methods may be
 // called concurrently.
 type sources struct {
 	client  discoveryclient.EndpointSlicesGetter
 	changed func(Key)
 
 	mu      sync.Mutex
-	ctx     context.Context // the context of run; nil before and after
+	ctx     context.Context // context of run; nil while run is not running
 	running sync.WaitGroup
 	of      map[Key]*origin
 }
@@ -44,7 +44,7 @@ func newSources(config *rest.Config, changed func(Key)) (*sources, error) {
 	return &sources{client: client, changed: changed, of: make(map[Key]*origin)}, nil
 }
 
-// run allows watches until ctx is done, and returns when all have ended.
+// run permits watches until ctx is done. It returns when all watches have ended.
 func (s *sources) run(ctx context.Context) {
 	s.mu.Lock()
 	s.ctx = ctx
@@ -59,7 +59,7 @@ func (s *sources) run(ctx context.Context) {
 // exportsMost bounds the watched Services of one namespace. Each watch takes some 80 KB.
 const exportsMost = 512
 
-// room reports whether a Service is watched or could be.
+// room reports whether a Service is watched, or whether there is room for another watch.
 func (s *sources) room(key Key) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -75,8 +75,8 @@ func (s *sources) room(key Key) bool {
 	return n < exportsMost
 }
 
-// slices returns the EndpointSlices of a Service, which must not be changed. wait is true until
-// they are known; then changed is called.
+// slices returns the EndpointSlices of a Service, which the caller must not change. wait is true if
+// they are not known yet. Once they are, sources calls changed.
 func (s *sources) slices(key Key) (all []*discoveryv1.EndpointSlice, wait bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -96,8 +96,8 @@ func (s *sources) slices(key Key) (all []*discoveryv1.EndpointSlice, wait bool) 
 	return all, false
 }
 
-// exists asks the API server for the EndpointSlice of this name. It returns false only if there is
-// one with another service or manager.
+// exists asks the API server whether an EndpointSlice like want may exist. It returns false only if
+// the slice with this name belongs to another service or manager.
 func (s *sources) exists(ctx context.Context, want *discoveryv1.EndpointSlice) bool {
 	list, err := s.client.EndpointSlices(want.Namespace).List(ctx, metav1.ListOptions{FieldSelector: "metadata.name=" + want.Name})
 	return err != nil || len(list.Items) == 0 || list.Items[0].Labels[LabelService] == want.Labels[LabelService] &&

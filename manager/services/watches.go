@@ -67,7 +67,7 @@ func (c *Controller) SetupWithManager(mgr ctrl.Manager) error {
 		WatchesRawSource(source.Kind(c.objects, &isthmus.PeerServices{}, differing(budgets{}))).
 		WatchesRawSource(source.Kind[client.Object](c.Cache, &net.TunnelEndpoint{}, handler.EnqueueRequestsFromMapFunc(func(ctx context.Context, o client.Object) []reconcile.Request {
 			return c.offered(ctx, o.GetNamespace())
-		}), predicate.GenerationChangedPredicate{})). // ignores status updates, such as the latency
+		}), predicate.GenerationChangedPredicate{})). // ignores status updates, such as those of the latency
 		WatchesRawSource(source.Kind[client.Object](c.Cache, &isthmus.Peering{}, handler.EnqueueRequestsFromMapFunc(func(ctx context.Context, o client.Object) []reconcile.Request {
 			return append(c.known(), c.offered(ctx, o.(*isthmus.Peering).Spec.TenantNamespace.Local)...)
 		}), peeringChanged)).
@@ -82,7 +82,7 @@ func (c *Controller) SetupWithManager(mgr ctrl.Manager) error {
 		WatchesRawSource(c.again.Source()).
 		WatchesRawSource(source.Channel(c.PeerChanged, handler.Funcs{
 			GenericFunc: func(_ context.Context, _ event.GenericEvent, q workqueue.TypedRateLimitingInterface[reconcile.Request]) {
-				for _, k := range c.board.ownKeys() { // their conditions depend on the peers' answers
+				for _, k := range c.board.ownKeys() { // the conditions of exports depend on the peers' answers
 					q.(priorityqueue.PriorityQueue[reconcile.Request]).AddWithOpts(priorityqueue.AddOpts{After: peersPause, Priority: ptr.To(behindOthers)}, request(k.Namespace, k.Name))
 				}
 			},
@@ -94,12 +94,12 @@ func (c *Controller) SetupWithManager(mgr ctrl.Manager) error {
 	return errors.Join((&exporter{Controller: c}).setup(mgr), (&answerer{c}).setup(mgr))
 }
 
-// peersPause is how long conditions wait before they follow changes of peers' answers or exports. A
-// peer may change these all the time, and must not cause more frequent checks of other services and
-// Peerings.
+// peersPause is the delay after which conditions are updated when peers' answers or exports have
+// changed. A peer may change these all the time, and must not cause more frequent checks of other
+// services and Peerings.
 const peersPause = time.Second
 
-// peeringChanged drops updates that do not matter to services, such as the latency.
+// peeringChanged drops updates that do not affect services, such as those of the latency.
 var peeringChanged = predicate.Funcs{UpdateFunc: func(e event.UpdateEvent) bool {
 	a, b := e.ObjectOld.(*isthmus.Peering), e.ObjectNew.(*isthmus.Peering)
 	was, is := meta.FindStatusCondition(a.Status.Conditions, isthmus.ConditionConnected), meta.FindStatusCondition(b.Status.Conditions, isthmus.ConditionConnected)
@@ -112,7 +112,7 @@ func (c *Controller) exports(ctx context.Context, k Key) bool {
 	return c.objects.Get(ctx, k, &mcs.ServiceExport{}) == nil
 }
 
-// known returns requests for the services on the board.
+// known returns requests for all services on the board.
 func (c *Controller) known() (all []reconcile.Request) {
 	for _, k := range c.board.keys() {
 		all = append(all, reconcile.Request{NamespacedName: k})
@@ -120,8 +120,8 @@ func (c *Controller) known() (all []reconcile.Request) {
 	return all
 }
 
-// offered returns requests for the services that the peer of a tenant namespace exports to us; for
-// those of all peers if tenant is "".
+// offered returns requests for the services that the peer with the tenant namespace exports to us.
+// If tenant is "", it returns requests for the services of all peers.
 func (c *Controller) offered(ctx context.Context, tenant string) (all []reconcile.Request) {
 	var list isthmus.PeerServicesList
 	if err := c.objects.List(ctx, &list, client.InNamespace(tenant), client.UnsafeDisableDeepCopy); err != nil {
@@ -135,8 +135,8 @@ func (c *Controller) offered(ctx context.Context, tenant string) (all []reconcil
 	return all
 }
 
-// displaced returns the request for the service whose derived Service has the given name. It finds
-// the service by name, because a foreign Service with that name does not have our label.
+// displaced returns the request for the service whose derived Service has the given name. It does
+// not use LabelService, because a foreign Service with that name does not have it.
 func (c *Controller) displaced(k Key) (all []reconcile.Request) {
 	if !strings.HasPrefix(k.Name, derivedPrefix) {
 		return nil
