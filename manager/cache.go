@@ -21,7 +21,7 @@ import (
 	"github.com/isthmus-net/isthmus/manager/peers"
 )
 
-// prepare sets up everything that a manager needs whether it leads or not: indexes, caches and
+// prepare sets up everything that a manager needs even while another one leads: indexes, caches and
 // health checks.
 func prepare(ctx context.Context, mgr ctrl.Manager, has present) error {
 	if err := peers.AddIndexes(ctx, mgr.GetFieldIndexer(), has.foreignClusters); err != nil {
@@ -42,7 +42,7 @@ func prepare(ctx context.Context, mgr ctrl.Manager, has present) error {
 	return nil
 }
 
-// installFirst adds the remedy to the error of an API server without some of our CRDs.
+// installFirst adds the remedy to an error about missing CRDs.
 func installFirst(err error) error {
 	if meta.IsNoMatchError(err) {
 		return fmt.Errorf("%w: the CRDs have to be installed first, see `isthmus install`", err)
@@ -50,9 +50,10 @@ func installFirst(err error) error {
 	return err
 }
 
-// cacheOptions restrict the cache to the data that is read: the gateway's Secrets and Services, the
-// addresses of Nodes, the names of Namespaces. It has the reports of nodes only from our namespace,
-// because only there does the API server make sure that each node writes just its own.
+// cacheOptions restricts the cache to the data that the manager reads: the gateway's Secrets and
+// Services, the addresses of Nodes, and the names of Namespaces. Reports of nodes are only cached
+// from the installation namespace, because only there the API server ensures that a node writes
+// only its own report.
 func cacheOptions(namespace string) cache.Options {
 	only := func(c cache.Config) cache.ByObject {
 		return cache.ByObject{Namespaces: map[string]cache.Config{namespace: c}}

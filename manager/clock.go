@@ -11,8 +11,9 @@ import (
 	"k8s.io/client-go/rest"
 )
 
-// serverClock returns a function that reads the API server's time, to a second, from the Date of a
-// response (RFC 9110, section 6.6.1). So a wrong clock on this machine cannot end a hold.
+// serverClock returns a function that reads the API server's time from the Date header of a
+// response (RFC 9110, section 6.6.1). The resolution is one second. With this clock, a wrong clock
+// on this machine cannot end a hold.
 func serverClock(cfg *rest.Config) (func(context.Context) (time.Time, error), error) {
 	cfg = rest.CopyConfig(cfg)
 	cfg.Timeout = 10 * time.Second
@@ -35,7 +36,7 @@ func serverClock(cfg *rest.Config) (func(context.Context) (time.Time, error), er
 			return time.Time{}, fmt.Errorf("time of the API server: %w", err)
 		}
 		defer answer.Body.Close()
-		if _, err := io.Copy(io.Discard, io.LimitReader(answer.Body, 1<<16)); err != nil { // lets the connection be reused
+		if _, err := io.Copy(io.Discard, io.LimitReader(answer.Body, 1<<16)); err != nil { // allows the connection to be reused
 			return time.Time{}, fmt.Errorf("time of the API server: %w", err)
 		}
 		date, err := http.ParseTime(answer.Header.Get("Date"))

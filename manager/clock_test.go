@@ -8,11 +8,11 @@ import (
 	"k8s.io/client-go/rest"
 )
 
-func TestTimeIsTakenFromTheAPIServer(t *testing.T) {
+func TestServerClockReturnsTheTimeOfTheAPIServer(t *testing.T) {
 	date := "Sun, 06 Nov 1994 08:49:37 GMT"
 	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
 		w.Header()["Date"] = []string{date}
-		w.WriteHeader(http.StatusForbidden) // its answer does not matter
+		w.WriteHeader(http.StatusForbidden) // only the Date header of the answer matters
 	}))
 	defer server.Close()
 	now, err := serverClock(&rest.Config{Host: server.URL})

@@ -11,8 +11,9 @@ import (
 	"github.com/isthmus-net/isthmus/manager/controllers"
 )
 
-// `isthmus install` starts a manager where our finalizers alone hold definitions that are being deleted.
-func TestAStartingManagerReleasesDeletedDefinitions(t *testing.T) {
+// `isthmus install` may start a manager while CRDs are being deleted and only wait for our
+// finalizers.
+func TestStartingManagerRemovesFinalizersWhileCRDsAreDeleted(t *testing.T) {
 	a, b := twoSides(t)
 	ready(a, b)
 	b.stop()

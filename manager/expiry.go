@@ -20,19 +20,19 @@ import (
 )
 
 const (
-	// expiryInterval is how often mapped endpoints are looked up. expiryGrace is how long an
-	// endpoint must be gone before its mappings end: a Pod or node that is recreated with its old
-	// address keeps them.
+	// expiryInterval is the interval between two look-ups of all mapped endpoints. expiryGrace is the
+	// time for which an endpoint must be gone before its mappings end. So a Pod or node that is
+	// recreated with its old address keeps its mappings.
 	expiryInterval = 5 * time.Minute
 	expiryGrace    = time.Hour
 	// For each look-up the API server scans all Pods in its memory, which takes some 2 µs per Pod.
-	// Our own look-ups are limited by lookupsPerSecond and lookupBurst, those for all callers
-	// together by askedPerSecond and askedBurst.
+	// lookupsPerSecond and lookupBurst limit the regular look-ups. askedPerSecond and askedBurst limit
+	// those for callers of the IPAM service, all callers together.
 	lookupsPerSecond, lookupBurst = 1, 20
 	askedPerSecond, askedBurst    = 10, 100
 )
 
-// An expiry ends the mappings of endpoints that are gone, so that a peer does not reach the next
+// An expiry ends the mappings of endpoints that are gone. Otherwise a peer would reach the next
 // owner of the address.
 //
 // The manager does not watch Pods and Services. When an endpoint is mapped, expiry looks up the
@@ -45,9 +45,9 @@ type expiry struct {
 	Store  expiryStore
 	Log    *slog.Logger
 
-	asked   *rate.Limiter            // limits the look-ups for callers
+	asked   *rate.Limiter            // limits the look-ups for callers of the IPAM service
 	expired atomic.Uint64            // number of expired mappings
-	since   map[netip.Addr]time.Time // when an endpoint was found to be gone; only run uses it
+	since   map[netip.Addr]time.Time // when each missing endpoint was first found to be gone; only run uses it
 }
 
 // An expiryStore is the part of ipamstore.Store that an expiry uses.
@@ -76,8 +76,9 @@ func (x *expiry) run(ctx context.Context) error {
 	}
 }
 
-// look ends the mappings of endpoints that have been gone for the grace period. If the owner of the
-// address has changed, it ends them at once. It continues after an error and returns the first one.
+// look ends the mappings of endpoints that have been gone for expiryGrace. If the owner of an
+// address has changed, it ends the mappings at once. It continues after an error and returns the
+// first error.
 func (x *expiry) look(ctx context.Context, now time.Time) (first error) {
 	known := x.Store.State().Known()
 	maps.DeleteFunc(x.since, func(ip netip.Addr, _ time.Time) bool {
@@ -116,7 +117,7 @@ func (x *expiry) lookFor(ctx context.Context, e ipam.Endpoint, now time.Time, pa
 	return nil
 }
 
-// end ends the mappings of one endpoint. is is the new kind of its address, or "".
+// end ends the mappings of one endpoint. is is the new kind of the address's owner, or "".
 func (x *expiry) end(ctx context.Context, e ipam.Endpoint, is string) error {
 	before := x.Store.State()
 	after, err := x.Store.Update(ctx, func(b ipam.State) (ipam.State, error) {
@@ -135,13 +136,14 @@ func (x *expiry) end(ctx context.Context, e ipam.Endpoint, is string) error {
 	return nil
 }
 
-// what is find with the limit for callers. It may be called concurrently.
+// what calls find with the limit for callers of the IPAM service. It may be called concurrently.
 func (x *expiry) what(ctx context.Context, ip netip.Addr) (string, error) {
 	return x.find(ctx, ip, x.asked)
 }
 
-// find returns the kind of the present owner of an address: a node, a Service, a peer or a Pod; ""
-// if neither the IPAM state nor the API server knows one. pace limits requests to the API server.
+// find returns the kind of an address's present owner: a node, a Service, a peer or a Pod. It
+// returns "" if neither the IPAM state nor the API server knows an owner. pace limits requests to
+// the API server.
 func (x *expiry) find(ctx context.Context, ip netip.Addr, pace *rate.Limiter) (string, error) {
 	b := x.Store.State()
 	if b.IsNode(ip) {
@@ -153,7 +155,7 @@ func (x *expiry) find(ctx context.Context, ip netip.Addr, pace *rate.Limiter) (s
 	if id, _ := b.PeerAt(ip); id != "" {
 		return "peer " + id, nil
 	}
-	// Pods that have ended have released their address, and Pods with hostNetwork have none.
+	// Pods that have ended have released their address. Pods with hostNetwork have the node's address.
 	return x.first(ctx, pace, "pod", "Pod", fields.AndSelectors(
 		fields.OneTermEqualSelector("status.podIP", ip.String()),
 		fields.OneTermEqualSelector("spec.hostNetwork", "false"),
@@ -161,15 +163,15 @@ func (x *expiry) find(ctx context.Context, ip netip.Addr, pace *rate.Limiter) (s
 		fields.OneTermNotEqualSelector("status.phase", string(corev1.PodFailed))))
 }
 
-// first returns word if the selector matches some object.
+// first returns word if the selector matches some object; otherwise "".
 func (x *expiry) first(ctx context.Context, pace *rate.Limiter, word, kind string, selector fields.Selector) (string, error) {
 	if err := pace.Wait(ctx); err != nil {
 		return "", err
 	}
 	var list metav1.PartialObjectMetadataList
 	list.SetGroupVersionKind(corev1.SchemeGroupVersion.WithKind(kind + "List"))
-	// Version 0 is answered from the API server's memory; with another one, some API servers would
-	// read all objects from etcd.
+	// The API server answers requests for version 0 from its memory. For any other version, some API
+	// servers would read all objects from etcd.
 	err := x.Reader.List(ctx, &list, &client.ListOptions{FieldSelector: selector, Raw: &metav1.ListOptions{ResourceVersion: "0"}})
 	if err != nil {
 		return "", fmt.Errorf("look for a %s by %v: %w", kind, selector, err)

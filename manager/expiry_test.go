@@ -18,7 +18,8 @@ import (
 	"github.com/isthmus-net/isthmus/manager/managertest"
 )
 
-// An aging is an expiry with an IPAM state in memory and a clock that the test moves, on a real API server.
+// An aging is an expiry with an IPAM state in memory and a clock that the test sets. The API server
+// is real.
 type aging struct {
 	*world
 	*expiry
@@ -31,7 +32,7 @@ func newAging(t *testing.T) *aging {
 	t.Helper()
 	a := &aging{world: bare(t), now: time.Unix(0, 0), nodes: []netip.Addr{netip.MustParseAddr("172.30.0.1"), netip.MustParseAddr("172.30.0.2")}}
 	a.expiry = newExpiry(managertest.Client, new(managertest.Store), slog.New(slog.NewTextHandler(&a.log, nil)))
-	a.asked.SetLimit(1000) // sees asks often
+	a.asked.SetLimit(1000) // sees calls what often
 	a.configure()
 	a.joined("p", "172.16.0.0/20")
 	a.OK(client.IgnoreAlreadyExists(managertest.Client.Create(a.Ctx, &corev1.ServiceAccount{ObjectMeta: metav1.ObjectMeta{Namespace: a.System, Name: "default"}})))
@@ -44,8 +45,8 @@ func (a *aging) update(f func(ipam.State) (ipam.State, error)) {
 	a.OK(err)
 }
 
-// configure tells the IPAM state which nodes there are. The pods' network is none of those that pods of
-// the test have.
+// configure writes the nodes into the IPAM state. The test's pods have addresses outside of the
+// PodCIDR.
 func (a *aging) configure() {
 	a.T.Helper()
 	a.update(func(b ipam.State) (ipam.State, error) {
@@ -55,7 +56,7 @@ func (a *aging) configure() {
 	})
 }
 
-// joined is a peer that has its own network here, and has answered.
+// joined adds a peer that has networks here and has answered.
 func (a *aging) joined(id, network string) {
 	a.T.Helper()
 	a.update(func(b ipam.State) (ipam.State, error) {
@@ -68,7 +69,7 @@ func (a *aging) joined(id, network string) {
 	})
 }
 
-// mapped maps an endpoint for peer p, as the service does.
+// mapped maps an endpoint for peer p, as the IPAM service does.
 func (a *aging) mapped(ip, want string) {
 	a.T.Helper()
 	addr := netip.MustParseAddr(ip)
@@ -85,7 +86,8 @@ func (a *aging) mapped(ip, want string) {
 	})
 }
 
-// is checks which endpoints are mapped after a look, some time after the one before.
+// is advances the clock by after, runs look, and checks that exactly the given endpoints are
+// mapped.
 func (a *aging) is(after time.Duration, ips ...string) {
 	a.T.Helper()
 	a.now = a.now.Add(after)
@@ -103,7 +105,7 @@ func (a *aging) is(after time.Duration, ips ...string) {
 	}
 }
 
-// pod makes a Pod with an address, and returns what removes it.
+// pod creates a Pod with an address, and returns a function that deletes the Pod.
 func (a *aging) pod(name, ip string, phase corev1.PodPhase) (remove func()) {
 	a.T.Helper()
 	pod := &corev1.Pod{ObjectMeta: metav1.ObjectMeta{Namespace: a.System, Name: name}, Spec: corev1.PodSpec{Containers: []corev1.Container{{Name: "main", Image: "isthmus:1"}}}}
@@ -121,7 +123,7 @@ func (a *aging) pod(name, ip string, phase corev1.PodPhase) (remove func()) {
 	}
 }
 
-// sees waits until the memory of the API server has what was written.
+// sees waits until the API server's memory has the kind of owner that was written.
 func (a *aging) sees(ip, want string) {
 	a.T.Helper()
 	a.Until(ip+" is "+want, func() bool {
@@ -136,8 +138,8 @@ func TestMappingsOfDeletedObjectsExpire(t *testing.T) {
 	a.joined("q", "172.16.16.0/20")
 	removePod := a.pod("gone", "10.9.7.1", corev1.PodRunning)
 	a.pod("stays", "10.9.7.2", corev1.PodRunning)
-	a.pod("done", "10.9.7.3", corev1.PodSucceeded)   // which has no address any more
-	a.pod("shares", "172.30.0.1", corev1.PodRunning) // its node's address
+	a.pod("done", "10.9.7.3", corev1.PodSucceeded)   // an ended Pod has no address any more
+	a.pod("shares", "172.30.0.1", corev1.PodRunning) // a Pod on the host network has its node's address
 	service := &corev1.Service{ObjectMeta: metav1.ObjectMeta{Namespace: a.System, Name: "gone"}, Spec: corev1.ServiceSpec{Ports: []corev1.ServicePort{{Port: 80}}}}
 	a.Create(service)
 	a.sees(service.Spec.ClusterIP, "service")
@@ -169,7 +171,7 @@ func TestMappingsOfDeletedObjectsExpire(t *testing.T) {
 	}
 }
 
-func TestARecreatedPodKeepsItsMappings(t *testing.T) {
+func TestPodRecreatedWithinTheGracePeriodKeepsItsMappings(t *testing.T) {
 	a := newAging(t)
 	remove := a.pod("one", "10.9.8.1", corev1.PodRunning)
 	a.mapped("10.9.8.1", "pod")
@@ -179,13 +181,13 @@ func TestARecreatedPodKeepsItsMappings(t *testing.T) {
 	remove = a.pod("two", "10.9.8.1", corev1.PodRunning)
 	a.is(expiryGrace, "10.9.8.1")
 	remove()
-	a.is(time.Minute, "10.9.8.1") // counted from now
+	a.is(time.Minute, "10.9.8.1") // the grace period begins again now
 	a.is(expiryGrace-time.Second, "10.9.8.1")
 	a.is(time.Second)
 }
 
-// The address is another peer's pod by now, and nobody mapped that.
-func TestAReusedAddressExpiresAtOnce(t *testing.T) {
+// The address belongs to a pod of another peer now, and that pod was never mapped.
+func TestMappingExpiresAtOnceWhenTheAddressHasAnotherOwner(t *testing.T) {
 	a := newAging(t)
 	a.joined("q", "172.16.16.0/20")
 	a.mapped("172.16.17.1", "peer q")
@@ -196,7 +198,7 @@ func TestAReusedAddressExpiresAtOnce(t *testing.T) {
 	a.is(0)
 }
 
-func TestNothingExpiresWhileTheAPIServerDoesNotAnswer(t *testing.T) {
+func TestNoMappingExpiresWhileTheAPIServerDoesNotAnswer(t *testing.T) {
 	a := newAging(t)
 	remove := a.pod("one", "10.9.9.1", corev1.PodRunning)
 	a.mapped("10.9.9.1", "pod")

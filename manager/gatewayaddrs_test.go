@@ -12,7 +12,7 @@ import (
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 )
 
-func TestTheActiveGatewayIsFoundByItsService(t *testing.T) {
+func TestGatewayAddrsReadsTheActiveGatewayFromItsService(t *testing.T) {
 	service := func(annotations map[string]string) corev1.Service {
 		return corev1.Service{ObjectMeta: metav1.ObjectMeta{Annotations: annotations}}
 	}

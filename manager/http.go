@@ -14,9 +14,9 @@ import (
 	"github.com/isthmus-net/isthmus/internal/httpserve"
 )
 
-// listen serves the addresses of o until the servers are closed. It replaces controller-runtime's
-// servers, which do not limit slow or numerous clients. waits holds the reason while a leading
-// manager cannot begin its work; a standby counts as ready.
+// listen serves the addresses of o until the returned servers are closed. It replaces
+// controller-runtime's servers, which do not limit slow or numerous clients. waits has the reason
+// while a leading manager cannot begin its work. A standby counts as ready.
 func listen(o Options, mgr ctrl.Manager, waits *atomic.Pointer[string]) (*httpserve.Servers, error) {
 	public, private := http.NewServeMux(), http.NewServeMux()
 	private.Handle("GET /metrics", o.MetricsSecure.Guarded(promhttp.HandlerFor(metrics.Registry, promhttp.HandlerOpts{ErrorHandling: promhttp.HTTPErrorOnError})))

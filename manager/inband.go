@@ -18,8 +18,8 @@ import (
 	"github.com/isthmus-net/isthmus/internal/keyring"
 )
 
-// dialInBand connects to the API server of a peer through the active gateway, which the gateway's
-// Service names.
+// dialInBand connects to the API server of a peer through the active gateway. The gateway's Service
+// names the active gateway.
 func (l *leader) dialInBand(ctx context.Context, peer string) (net.Conn, error) {
 	refuse := func(format string, args ...any) error {
 		return &inband.RefusedError{Reason: fmt.Sprintf(format, args...)}
@@ -52,8 +52,8 @@ func (l *leader) dialInBand(ctx context.Context, peer string) (net.Conn, error) 
 	return nil, refuse("our gateway does not answer: %v", failed[0])
 }
 
-// gatewayAddrs returns the addresses where the active gateway may be reached: that of its Pod, or
-// that of its node if it uses the host network.
+// gatewayAddrs returns the addresses of the active gateway: the address of its Pod, or the address
+// of its node if it uses the host network.
 func gatewayAddrs(services []corev1.Service) (addrs []netip.Addr) {
 	for i := range services {
 		for _, name := range []string{isthmus.AnnotationGateways, v1alpha1.AnnotationGatewayNodeIP} {

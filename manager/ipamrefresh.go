@@ -17,9 +17,9 @@ import (
 	"github.com/isthmus-net/isthmus/manager/ipamstore"
 )
 
-// ipamRefresher refreshes the Store after somebody else may have changed its objects. Most events
-// come from our own writes. A delay of a second merges them, so that a hundred new peers do not
-// cause a hundred refreshes.
+// ipamRefresher refreshes the Store when its objects have changed, because another program may have
+// changed them. Most events come from our own writes. A delay of one second merges them, so that a
+// hundred new peers do not cause a hundred refreshes.
 type ipamRefresher struct {
 	store *ipamstore.Store
 }
@@ -33,7 +33,7 @@ func (r *ipamRefresher) SetupWithManager(mgr ctrl.Manager) error {
 		UpdateFunc: func(_ context.Context, _ event.UpdateEvent, q queue) { later(q) },
 		DeleteFunc: func(_ context.Context, _ event.TypedDeleteEvent[client.Object], q queue) { later(q) },
 	}
-	allocations := look // somebody may create one with a name that we do not use
+	allocations := look // somebody may create an object with a name that we do not use
 	allocations.CreateFunc = func(_ context.Context, _ event.CreateEvent, q queue) { later(q) }
 	return ctrl.NewControllerManagedBy(mgr).Named("ipamstate").WatchesMetadata(&v1alpha1.IpamStorage{}, look).
 		Watches(&isthmus.NetworkAllocation{}, allocations).Complete(controllers.Noted("ipamstate", r))

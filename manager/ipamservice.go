@@ -13,26 +13,28 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 )
 
-// ipamLook is how often the leading manager checks that the IPAM's Service points to it, with one
-// small request.
+// ipamLook is the interval at which the leading manager checks that the IPAM's Service points to
+// it. A check is one small request.
 const ipamLook = 3 * time.Second
 
-// ipamRepeat is how often a failure to do so is logged again.
+// ipamRepeat is the time after which a persistent failure to point the Service at us is logged
+// again.
 const ipamRepeat = time.Minute
 
-// An ipamService points the IPAM's Service at the leading manager. The Service has no selector but
-// an EndpointSlice of the same name. A selector would add standby managers, which do not answer.
+// An ipamService points the IPAM's Service at the leading manager. The Service has no selector, but
+// an EndpointSlice with the same name. A selector would also select standby managers, which do not
+// serve the IPAM.
 type ipamService struct {
 	client    client.Client
-	reader    client.Reader // the API server itself: a cache would need permission to list
+	reader    client.Reader // reads from the API server itself, because a cache would need permission to list
 	namespace string
 	name      string     // name of the Service and the EndpointSlice
 	addr      netip.Addr // address of this manager
 	log       *slog.Logger
 }
 
-// run keeps the Service pointed at us until ctx ends. Then it marks us as not ready, because
-// another Pod may soon have our address.
+// run keeps the Service pointed at this manager until ctx ends. Then run marks the endpoint as not
+// ready, because another Pod may soon have this manager's address.
 func (s *ipamService) run(ctx context.Context) error {
 	said, at := "", time.Time{}
 	tick := time.NewTicker(ipamLook)
@@ -58,13 +60,14 @@ func (s *ipamService) run(ctx context.Context) error {
 	}
 }
 
-// lead writes the EndpointSlice, unless it is correct already or somebody else writes it meanwhile.
+// lead writes the EndpointSlice, unless it is already correct or another writer changes it at the
+// same time.
 func (s *ipamService) lead(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, ipamLook)
 	defer cancel()
 	have := &discoveryv1.EndpointSlice{}
 	if err := s.reader.Get(ctx, client.ObjectKey{Namespace: s.namespace, Name: s.name}, have); err != nil {
-		if apierrors.IsNotFound(err) { // we have no permission to create one
+		if apierrors.IsNotFound(err) { // we have no permission to create an EndpointSlice
 			return fmt.Errorf("EndpointSlice %s of the IPAM's Service is gone: apply the chart again", s.name)
 		}
 		return fmt.Errorf("EndpointSlice of the IPAM's Service: %w", err)
@@ -85,7 +88,7 @@ func (s *ipamService) lead(ctx context.Context) error {
 	return nil
 }
 
-// leave marks us as not ready, if the EndpointSlice still names us.
+// leave marks this manager as not ready if the EndpointSlice still names it.
 func (s *ipamService) leave() error {
 	ctx, cancel := context.WithTimeout(context.Background(), ipamLook)
 	defer cancel()

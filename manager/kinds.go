@@ -33,11 +33,11 @@ func hasForeignClusters(kinds *discovery.DiscoveryClient) (bool, error) {
 	return false, nil
 }
 
-// present tells which optional kinds a cluster has.
+// A present has the optional kinds that a cluster serves.
 type present struct {
-	foreignClusters bool // of Liqo's control plane
-	serviceCIDRs    bool // served since Kubernetes 1.33, and we may list them
-	sharedServices  bool // the kinds that Options.Services needs are served, and we may list them; false without the option
+	foreignClusters bool // the kind of Liqo's control plane
+	serviceCIDRs    bool // served since Kubernetes 1.33, and this manager may list them
+	sharedServices  bool // the kinds for Options.Services are served and may be listed; false if the option is off
 }
 
 func whatIsThere(ctx context.Context, kinds *discovery.DiscoveryClient, direct client.Reader, services bool) (p present, err error) {
@@ -51,20 +51,21 @@ func whatIsThere(ctx context.Context, kinds *discovery.DiscoveryClient, direct c
 	return p, err
 }
 
-// canList reports whether a kind is served and we may list it.
+// canList reports whether a kind is served and this manager may list its objects.
 func canList(ctx context.Context, direct client.Reader, list client.ObjectList) (bool, error) {
 	err := direct.List(ctx, list, client.Limit(1))
 	return err == nil, kubeerr.IgnoreUnknown(err)
 }
 
-// looksForAbsence is how often in a row a kind must be missing before it counts as removed. An API
-// server that starts or lags behind does not serve custom resources for a moment. Without
-// ForeignClusters the manager would take down the tunnels of all their peers.
+// looksForAbsence is the number of consecutive checks in which a kind must be missing before it
+// counts as removed. An API server that starts or lags behind does not serve custom resources for a
+// moment. If ForeignClusters counted as removed then, the manager would take down the tunnels of
+// all their peers.
 const looksForAbsence = 4
 
-// doubtAbsence returns an error if ForeignClusters are missing, for the n-th time since the start,
-// while TunnelEndpoints still belong to some. After looksForAbsence times it believes that they are
-// gone.
+// doubtAbsence returns an error if ForeignClusters are missing while TunnelEndpoints still belong
+// to some. n is the number of checks since the start. From looksForAbsence checks on, doubtAbsence
+// returns nil.
 func doubtAbsence(ctx context.Context, direct client.Reader, n int) error {
 	if n >= looksForAbsence {
 		return nil
@@ -83,8 +84,8 @@ func doubtAbsence(ctx context.Context, direct client.Reader, n int) error {
 	return nil
 }
 
-// watchKinds calls changed when kinds appear or disappear: Liqo may be installed, removed or
-// upgraded later.
+// watchKinds calls changed when kinds appear or disappear, because Liqo may be installed, removed
+// or upgraded later.
 func watchKinds(ctx context.Context, look func(context.Context) (present, error), had present, every time.Duration, changed func()) {
 	tick := time.NewTicker(every)
 	defer tick.Stop()
@@ -110,7 +111,7 @@ func watchKinds(ctx context.Context, look func(context.Context) (present, error)
 	}
 }
 
-// lost reports whether a kind of p is missing in now.
+// lost reports whether now lacks a kind that p has.
 func (p present) lost(now present) bool {
 	return p.foreignClusters && !now.foreignClusters || p.serviceCIDRs && !now.serviceCIDRs || p.sharedServices && !now.sharedServices
 }

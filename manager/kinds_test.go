@@ -11,12 +11,12 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 )
 
-func TestAKindIsGoneOnlyAfterSeveralChecks(t *testing.T) {
+func TestKindCountsAsRemovedOnlyAfterSeveralChecks(t *testing.T) {
 	with, without := present{foreignClusters: true, serviceCIDRs: true}, present{serviceCIDRs: true}
 	for name, tc := range map[string]struct {
 		had   present
-		looks []present // the last one again and again
-		after int       // looks
+		looks []present // the last one is repeated
+		after int       // number of checks until changed is called
 	}{
 		"gone for good":       {with, []present{without}, looksForAbsence},
 		"back in between":     {with, []present{without, without, without, with, without}, 4 + looksForAbsence},
@@ -40,7 +40,7 @@ func TestAKindIsGoneOnlyAfterSeveralChecks(t *testing.T) {
 	}
 }
 
-// owned is a reader that has one TunnelEndpoint.
+// owned is a reader with one TunnelEndpoint, which belongs to an object of the kind by.
 type owned struct {
 	client.Reader
 	by string
@@ -52,7 +52,7 @@ func (o owned) List(_ context.Context, list client.ObjectList, _ ...client.ListO
 	return nil
 }
 
-func TestAStartingManagerVerifiesThatForeignClustersAreGone(t *testing.T) {
+func TestStartingManagerChecksRepeatedlyThatForeignClustersAreRemoved(t *testing.T) {
 	for n := 1; n <= looksForAbsence; n++ {
 		if err := doubtAbsence(t.Context(), owned{by: "ForeignCluster"}, n); (err == nil) != (n == looksForAbsence) {
 			t.Errorf("look %d: %v", n, err)

@@ -5,11 +5,11 @@
 //	manager ─► peerings ─► exchange ─┬► facts ─┐
 //	                                 └► peers ─┴► controllers
 //
-// Package facts finds out what this cluster is, and package peers lists its peers. Package exchange
-// publishes NetworkConfigs, answers those of the peers, and makes the TunnelEndpoints and
-// NatMappings that gateways and route agents apply. Package peerings reports all that in the
-// statuses of Peerings. The other packages (ipam, ipamstore, ipamrpc, queue, replication, services)
-// import none of these.
+// Package facts finds out this cluster's networks, gateway and keys. Package peers lists its peers.
+// Package exchange publishes NetworkConfigs, answers those of the peers, and makes the
+// TunnelEndpoints and NatMappings that gateways and route agents apply. Package peerings reports
+// the result in the statuses of Peerings. The other packages (ipam, ipamstore, ipamrpc, queue,
+// replication, services) import none of these.
 package manager
 
 import (
@@ -56,50 +56,49 @@ import (
 	"github.com/isthmus-net/isthmus/manager/replication"
 )
 
-// component names the Lease and the reporter of Events.
+// component is the name of the Lease, and of the reporter of Events.
 const component = "isthmus-manager"
 
-// renewDeadline is how long a leader works without renewing its Lease; controller-runtime's
-// default.
+// renewDeadline is the time for which a leader continues without renewing its Lease. It equals
+// controller-runtime's default.
 const renewDeadline = 10 * time.Second
 
-// lookForKinds is how often watchKinds checks whether Liqo was installed, with a few small
+// lookForKinds is the interval at which watchKinds checks the served kinds, with a few small
 // requests.
 const lookForKinds = 30 * time.Second
 
 // refusalPatience is the Patience of the RefusalGate. An agent refuses new networks within a tenth
-// of a second; with thousands of nodes the last report arrives within two.
+// of a second. With thousands of nodes, the last report arrives within two seconds.
 const refusalPatience = 5 * time.Second
 
 // Options of Run.
 type Options struct {
-	// Kubeconfig is the path of a kubeconfig of this cluster; empty means the service account of
-	// the Pod that we run in.
+	// Kubeconfig is the path of a kubeconfig of this cluster; empty: the service account of this Pod.
 	Kubeconfig string
-	// Namespace contains the gateway's Service and Secret, and our Lease.
+	// Namespace is the namespace of the gateway's Service and Secret, and of our Lease.
 	Namespace string
 	// Cluster is the identity of this cluster. Empty fields are detected; see identify.
 	Cluster v1alpha1.ClusterIdentity
-	// Plan is the operator's configuration of this cluster's networks.
+	// Plan is the administrator's configuration of this cluster's networks.
 	Plan facts.AddressPlan
-	// LeaderElect allows several managers, of which one leads.
+	// LeaderElect is true if several managers may run. One of them leads.
 	LeaderElect bool
 	// Name identifies this manager to people, such as the name of its Pod.
 	Name string
-	// Instance is unique among managers, such as the UID of the Pod. A manager that restarts with
-	// the same Instance leads again at once. Empty: each start uses a new one, and waits until the
-	// previous Lease has expired.
+	// Instance is unique among managers, such as the UID of the Pod. A manager that restarts with the
+	// same Instance leads again at once. If it is empty, each start uses a new Instance, and waits
+	// until the previous Lease has expired.
 	Instance string
-	// Version is the version in isthmus_build_info.
+	// Version is the version that the metric isthmus_build_info shows.
 	Version string
 	// IPAM configures Liqo's gRPC service; it is off without an Address.
 	IPAM ipamrpc.Options
-	// IPAMService names a Service without a selector and its EndpointSlice, which this manager
-	// points to PodIP while it leads. Empty: it leaves them alone.
+	// IPAMService is the name of a Service without a selector, and of its EndpointSlice. While this
+	// manager leads, it points them to PodIP. Empty: it leaves them unchanged.
 	IPAMService string
 	PodIP       netip.Addr
-	// Services shares Services with peers that do so, too. It needs the CRDs of the Multi-Cluster
-	// Services API and further permissions.
+	// Services enables the sharing of Services with peers that share Services as well. It needs the
+	// CRDs of the Multi-Cluster Services API and further permissions.
 	Services bool
 	// MetricsAddress and HealthAddress are TCP addresses to listen on, such as ":5876"; empty means
 	// off. Metrics are registered once per process, so only one of several managers in a process
@@ -110,10 +109,11 @@ type Options struct {
 	Log           *slog.Logger
 }
 
-// errAgain ends a run because the kinds that the cluster serves have changed.
+// errAgain ends a run because the kinds that the cluster serves have changed. Run then starts
+// another run.
 var errAgain = errors.New("ForeignClusters, ServiceCIDRs or the kinds of shared services have come or gone")
 
-// lostLease is the text of an error of controller-runtime that is not exported.
+// lostLease is the text of an error that controller-runtime does not export.
 const lostLease = "leader election lost"
 
 // Run runs the manager until ctx ends. It waits for an API server that does not answer. If it loses
@@ -135,7 +135,7 @@ func Run(ctx context.Context, o Options) error {
 			return err
 		}
 		if lost {
-			time.Sleep(time.Second) // for requests to end and listeners to close
+			time.Sleep(time.Second) // gives requests time to end and listeners time to close
 		}
 		o.Log.Warn("restarting the controllers", "reason", err)
 	}
@@ -143,8 +143,8 @@ func Run(ctx context.Context, o Options) error {
 
 var logOnce sync.Once
 
-// logToSlog directs the logs of the Kubernetes libraries to log. They log per process, so only the
-// first call has an effect.
+// logToSlog directs the logs of the Kubernetes libraries to log. These libraries have one log per
+// process, so only the first call has an effect.
 func logToSlog(log *slog.Logger) {
 	logOnce.Do(func() {
 		ctrl.SetLogger(logr.FromSlogHandler(log.Handler()))
@@ -157,15 +157,15 @@ func restConfig(kubeconfig string) (*rest.Config, error) {
 	if err != nil {
 		return nil, err
 	}
-	cfg.QPS = -1 // the API server limits clients itself; our own limit would only delay bursts of peerings
+	cfg.QPS = -1 // the API server limits clients itself; a limit here would only delay bursts of peerings
 	cfg.UserAgent = component
-	cfg.WarningHandler = rest.NoWarnings{} // Liqo's finalizers have no slash, and each causes a warning
+	cfg.WarningHandler = rest.NoWarnings{} // Liqo's finalizers have no slash, so each causes a warning
 	return cfg, nil
 }
 
-// leaseClient returns a client that only the election uses. Thousands of other requests may be
-// waiting when a manager starts, and a Lease that is not renewed in time ends all work. done closes
-// its connections.
+// leaseClient returns a client that only the election uses. When a manager starts, thousands of
+// other requests may wait, and all work ends if the Lease is not renewed in time. done closes the
+// client's connections.
 func leaseClient(cfg *rest.Config) (leases coordination.LeasesGetter, done func(), err error) {
 	cfg = rest.AddUserAgent(rest.CopyConfig(cfg), "leader-election")
 	cfg.Timeout = renewDeadline / 2
@@ -181,7 +181,7 @@ func leaseClient(cfg *rest.Config) (leases coordination.LeasesGetter, done func(
 	return client, func() { utilnet.CloseIdleConnectionsFor(web.Transport) }, err
 }
 
-// runOnce runs the manager for the kinds that the cluster serves now.
+// runOnce runs the manager until the kinds change that the cluster serves.
 func runOnce(ctx context.Context, o Options, cfg *rest.Config) error {
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
@@ -233,7 +233,7 @@ func runOnce(ctx context.Context, o Options, cfg *rest.Config) error {
 		LeaderElectionResourceLockInterface: lock,
 		RenewDeadline:                       ptr.To(renewDeadline),
 		GracefulShutdownTimeout:             ptr.To(10 * time.Second),
-		Metrics:                             metricsserver.Options{BindAddress: "0"},             // off: listen serves them with limits
+		Metrics:                             metricsserver.Options{BindAddress: "0"},             // off, because listen serves the metrics with limits
 		Controller:                          config.Controller{SkipNameValidation: ptr.To(true)}, // after errAgain, controllers with the same names start again
 	})
 	if err != nil {
@@ -278,7 +278,7 @@ func runOnce(ctx context.Context, o Options, cfg *rest.Config) error {
 	return nil
 }
 
-// leaseLock returns the managers' Lease; nil without an election. done ends its client.
+// leaseLock returns the managers' Lease, or nil without an election. done closes its client.
 func leaseLock(o Options, cfg *rest.Config) (lock resourcelock.Interface, done func(), err error) {
 	if !o.LeaderElect {
 		return nil, func() {}, nil
@@ -324,14 +324,14 @@ type leader struct {
 	store    *ipamstore.Store
 	expiry   *expiry
 	leads    *atomic.Pointer[leading]
-	waits    *atomic.Pointer[string] // why this leader cannot begin its work; nil inside: it has begun, or does not lead
+	waits    *atomic.Pointer[string] // the reason why this leader cannot begin its work; a nil pointer: it works, or does not lead
 	config   *rest.Config
-	services bool // present.serviceCIDRs
-	shared   bool // present.sharedServices
+	services bool // value of present.serviceCIDRs
+	shared   bool // value of present.sharedServices
 }
 
-// lead works until ctx ends. Controllers start once the IPAM state has been read and contains our
-// own networks: an earlier answer could allocate a network that is in use.
+// lead works until ctx ends. It starts the controllers after the IPAM state has been read and
+// contains our own networks: an earlier answer to a peer could allocate a network that is in use.
 func (l *leader) lead(ctx context.Context) error {
 	own := &facts.Keeper{
 		Cache: l.mgr.GetCache(), Direct: l.mgr.GetAPIReader(), Store: l.store,
@@ -422,7 +422,7 @@ func (l *leader) begin(ctx context.Context, own *facts.Keeper, gate *exchange.Re
 	return err
 }
 
-// untilDone calls f until it succeeds, with growing pauses. It returns false if ctx ends first.
+// untilDone calls f until it succeeds, with increasing pauses. It returns false if ctx ends first.
 func untilDone(ctx context.Context, log *slog.Logger, f func() error) bool {
 	for pause := 250 * time.Millisecond; ; pause = min(2*pause, 10*time.Second) {
 		err := f()
@@ -438,8 +438,8 @@ func untilDone(ctx context.Context, log *slog.Logger, f func() error) bool {
 	}
 }
 
-// untilAnswered is untilDone, but gives up if the API server answers with an error that a retry
-// would not change.
+// untilAnswered calls f like untilDone, but gives up if the API server answers with an error that a
+// retry would not change.
 func untilAnswered(ctx context.Context, log *slog.Logger, f func() error) error {
 	var final error
 	untilDone(ctx, log, func() error {
@@ -453,8 +453,8 @@ func untilAnswered(ctx context.Context, log *slog.Logger, f func() error) error 
 	return final
 }
 
-// identify completes the identity of this cluster. The manager needs a name, because it is part of
-// object names.
+// identify completes the identity of this cluster. The manager needs a name, because names of
+// objects contain it.
 func identify(ctx context.Context, reader client.Reader, namespace string, said v1alpha1.ClusterIdentity) (v1alpha1.ClusterIdentity, error) {
 	id, err := owncluster.Identify(ctx, reader, namespace, said)
 	if err == nil && id.ClusterName == "" {

@@ -63,7 +63,7 @@ func (w *world) runManager(o Options) (stop func()) {
 		select {
 		case err := <-ended:
 			switch {
-			case err != nil && strings.Contains(err.Error(), "grace period"): // a machine that stands still for ten seconds
+			case err != nil && strings.Contains(err.Error(), "grace period"): // a machine that stalls for ten seconds causes this error
 				w.T.Logf("the manager ended with: %v", err)
 			case err != nil:
 				w.T.Errorf("the manager ended with: %v", err)
@@ -75,29 +75,29 @@ func (w *world) runManager(o Options) (stop func()) {
 	return stop
 }
 
-// A side is one of two clusters with API servers of their own, its manager, and stand-ins for its
+// A side is one of two clusters, each with its own API server and manager. The test plays its
 // gateway.
 type side struct {
 	*world
 	server          *kubetest.Server
 	pods            string
-	peer            *managertest.Remote // the other side, as this one has it
+	peer            *managertest.Remote // the other side, as a peer of this one
 	stop            func()
 	health, metrics string
-	services        bool  // they are shared
-	old             bool  // its API server has no ServiceCIDRs
-	log             lines // of its managers, warnings and errors
+	services        bool  // whether services are shared
+	old             bool  // whether its API server has no ServiceCIDRs
+	log             lines // warnings and errors of its managers
 }
 
-// twoSides starts two managers whose pods have networks of different lengths, the second one inside
-// the first one, and peers them as ` + "`isthmus peer`" + ` would.
+// twoSides starts two managers and peers their clusters as `isthmus peer` would. Their PodCIDRs
+// have different lengths, and the first contains the second.
 func twoSides(t *testing.T) (a, b *side) {
 	t.Helper()
 	return twoSidesWith(t, managertest.Connect)
 }
 
-// twoSidesWith is twoSides with a function that returns the ways to the server of the second side, after
-// the CRDs are there, and with edits of both before their managers start.
+// twoSidesWith does the same as twoSides. connect installs CRDs on the API server of the second
+// side, and returns its configuration and client. edits change each side before its manager starts.
 func twoSidesWith(t *testing.T, connect func(context.Context, *kubetest.Server) (*rest.Config, client.Client, error), edits ...func(*side)) (a, b *side) {
 	t.Helper()
 	w := bare(t)
@@ -147,8 +147,8 @@ func (l *lines) String() string {
 	return l.text.String()
 }
 
-// permit makes the ServiceAccount's rights of deploy/rbac, in the namespace of the test, and
-// returns a kubeconfig of a client that has those and no others.
+// permit creates the roles of the manager's ServiceAccount from deploy/rbac, in the namespace of
+// the test. It returns a kubeconfig of a client that has only these permissions.
 func (s *side) permit() (kubeconfig string) {
 	s.T.Helper()
 	text, err := os.ReadFile("../deploy/rbac/manager.yaml")
@@ -176,7 +176,7 @@ func (s *side) permit() (kubeconfig string) {
 	return kubeconfig
 }
 
-// manage runs the manager of a side, with the rights that it has in a cluster.
+// manage runs the manager of a side, with the permissions that it has in a cluster.
 func (s *side) manage() {
 	s.T.Helper()
 	kubeconfig, plan := s.permit(), facts.AddressPlan{PodCIDR: netip.MustParsePrefix(s.pods), ServiceCIDR: managertest.ServicesWherePlanned()}
@@ -195,7 +195,7 @@ func (s *side) manage() {
 	s.T.Cleanup(s.stop)
 }
 
-// peerWith makes namespace, identity and Peering for the other side.
+// peerWith creates the namespace, the identity and the Peering for the other side.
 func (s *side) peerWith(other *side) {
 	s.T.Helper()
 	s.peer = &managertest.Remote{W: s.World, Cluster: other.Self, NS: other.Self.TenantNamespace(), Peering: &isthmus.Peering{
@@ -215,7 +215,7 @@ func (s *side) peerWith(other *side) {
 	s.Create(s.peer.Peering)
 }
 
-// connected says, for the gateway, that the tunnel works.
+// connected writes into the TunnelEndpoint, as the gateway would, that the tunnel is connected.
 func (s *side) connected() {
 	s.T.Helper()
 	s.Until("there is a TunnelEndpoint", func() bool { return s.peer.Endpoint() != nil })
@@ -224,7 +224,7 @@ func (s *side) connected() {
 	s.OK(s.API().Status().Update(s.Ctx, te))
 }
 
-// preshared is what a side stores of the exchange of a preshared key with another one.
+// preshared returns the stored state of the exchange of a preshared key with the other side.
 func (s *side) preshared(with *side) (state postquantum.State) {
 	s.T.Helper()
 	var secret corev1.Secret
@@ -233,7 +233,8 @@ func (s *side) preshared(with *side) (state postquantum.State) {
 	return state
 }
 
-// atRest returns the versions of all objects when the two sides have exchanged a preshared key, which they do last.
+// atRest waits until both sides have a preshared key, which they agree on last. It returns the
+// versions of all objects.
 func atRest(a, b *side) (versions string) {
 	a.T.Helper()
 	a.Until("both sides have a preshared key, and nothing is written", func() bool {
@@ -262,7 +263,7 @@ func TestTwoManagersPeerAndUnpeer(t *testing.T) {
 		if n.PodCIDRWhy == "" || n.ExternalCIDRWhy == "" {
 			t.Errorf("nobody says why: %+v", n)
 		}
-		n.PodCIDRWhy, n.ExternalCIDRWhy = "", "" // our reasons are ours
+		n.PodCIDRWhy, n.ExternalCIDRWhy = "", "" // each side writes its own reasons
 	}
 	if as.Local != bs.Remote || as.Remote != bs.Local {
 		t.Errorf("the two sides do not mirror each other:\n%+v\n%+v", as, bs)
@@ -275,10 +276,10 @@ func TestTwoManagersPeerAndUnpeer(t *testing.T) {
 		"http://" + a.health + "/readyz":   "ok",
 		"http://" + a.metrics + "/metrics": fmt.Sprintf(`isthmus_manager_peering_ready{peer=%q,peering=%q,reason="Connected"} 1`, b.Self.ClusterID, a.peer.Peering.Name),
 	} {
-		a.Until(fmt.Sprintf("%s says %q", url, want), func() bool { return strings.Contains(get(t, url), want) }) // the cache may be behind
+		a.Until(fmt.Sprintf("%s says %q", url, want), func() bool { return strings.Contains(get(t, url), want) }) // the cache may be outdated
 	}
 
-	// A manager that starts again finds everything as it is and writes nothing.
+	// A restarted manager finds everything as it was, and writes nothing.
 	before := atRest(a, b)
 	if ours, theirs := a.preshared(b), b.preshared(a); ours.Use != theirs.Use || ours.Use.ID == "" || !ours.Changing() {
 		t.Error("the two sides have no preshared key in common, or trust it before there was a session")
@@ -299,7 +300,7 @@ func TestTwoManagersPeerAndUnpeer(t *testing.T) {
 		t.Errorf("resource versions were\n%s and are\n%s", before, after)
 	}
 
-	// One side parts: the other one says so and keeps nothing that works.
+	// One side un-peers. The other side reports this, and keeps no working tunnel.
 	b.peer.Delete()
 	b.Until("the Peering of the one side is gone", b.peer.Gone)
 	a.peer.UntilIs(isthmus.ConditionPeerConfig, isthmus.ReasonPeerWithdrew)
@@ -321,7 +322,7 @@ func TestTwoManagersPeerAndUnpeer(t *testing.T) {
 		}
 		s.stop()
 		for line := range strings.Lines(s.log.String()) {
-			// What stop cuts off in the middle ends with an error.
+			// A reconcile that stop interrupts ends with an error.
 			if strings.Contains(line, "forbidden") || strings.Contains(line, "Reconciler error") && !strings.Contains(line, "context canceled") {
 				t.Errorf("the manager of %s had trouble: %s", s.Self.ClusterName, line)
 			}
@@ -330,10 +331,10 @@ func TestTwoManagersPeerAndUnpeer(t *testing.T) {
 	http.DefaultClient.CloseIdleConnections()
 	if err := leaktest.Find(leaks,
 		goleak.IgnoreAnyFunction("k8s.io/klog/v2.(*flushDaemon).run.func1"),
-		// controller-runtime v0.25.2: a cache that ends with an event on its way leaves its sender
-		// behind.
+		// In controller-runtime v0.25.2, a cache that ends during an event leaves the goroutine of the
+		// event's sender behind.
 		goleak.IgnoreAnyFunction("k8s.io/apimachinery/pkg/watch.(*filteredWatch).loop"),
-		// of the second API server and the test's ways to it
+		// goroutines of the second API server, and of the test's connections to it
 		goleak.IgnoreAnyFunction("github.com/isthmus-net/isthmus/internal/kubetest.(*guard).start.func1"),
 		goleak.IgnoreAnyFunction("net/http.(*persistConn).readLoop"), goleak.IgnoreAnyFunction("net/http.(*persistConn).writeLoop"),
 		goleak.IgnoreAnyFunction("internal/poll.runtime_pollWait"),
@@ -342,7 +343,7 @@ func TestTwoManagersPeerAndUnpeer(t *testing.T) {
 	}
 }
 
-// versions are the resource versions of all objects of the peering.
+// versions returns the resourceVersions of all objects of the peering.
 func (s *side) versions() string {
 	s.T.Helper()
 	var all strings.Builder
@@ -383,12 +384,13 @@ func TestOneOfTwoManagersWithTheSameNameLeads(t *testing.T) {
 		})
 		t.Cleanup(stops[i])
 	}
-	// A controller-runtime that is stopped while something is added to it does not end in time, so
-	// none is stopped before all is added.
+	// If controller-runtime is stopped while a runnable is added, it does not end in time. So no
+	// manager is stopped before everything has been added.
 	leads := func(i int) bool { return strings.Contains(logs[i].String(), "manager is the leader") }
 	w.Until("one leads", func() bool { return leads(0) || leads(1) })
-	// More than two rounds of asking for the Lease. A machine that stands still meanwhile may take it
-	// away from the first, and the Lease counts that; of two that are one holder it counts nothing.
+	// This is longer than two attempts to acquire the Lease. If the machine stalls meanwhile, the
+	// second manager may acquire it, and LeaseTransitions counts that. It counts nothing if both
+	// managers are one holder.
 	time.Sleep(5 * time.Second)
 	if both := leads(0) && leads(1); both {
 		var lease coordinationv1.Lease
@@ -396,7 +398,7 @@ func TestOneOfTwoManagersWithTheSameNameLeads(t *testing.T) {
 		if ptr.Deref(lease.Spec.LeaseTransitions, 0) == 0 {
 			t.Errorf("both lead: %+v", lease.Spec)
 		}
-		return // the other one has followed
+		return // the other manager has already taken over
 	}
 	first := 0
 	if leads(1) {
@@ -410,7 +412,7 @@ func TestOneOfTwoManagersWithTheSameNameLeads(t *testing.T) {
 	}
 }
 
-// kubeconfigOf writes an administrator's way to the server of all tests.
+// kubeconfigOf writes an administrator's kubeconfig for the server of all tests.
 func kubeconfigOf(t *testing.T) string {
 	t.Helper()
 	path := filepath.Join(t.TempDir(), "kubeconfig")
@@ -458,7 +460,7 @@ func TestClusterIdentityIsStable(t *testing.T) {
 	check("bad ID", id("a b", "y"), id("", ""), "character")
 }
 
-func TestInstallationOfLiqoIsNoticed(t *testing.T) {
+func TestManagerDetectsWhenLiqoIsInstalled(t *testing.T) {
 	if testing.Short() {
 		t.Skip("needs an API server")
 	}
@@ -490,10 +492,10 @@ func TestInstallationOfLiqoIsNoticed(t *testing.T) {
 	}
 }
 
-// A server that is asked for thousands of things at once still has a connection for the Lease.
-func TestTheLeaseUsesItsOwnConnection(t *testing.T) {
+// Even if the API server is handling thousands of requests, the Lease has a connection of its own.
+func TestLeaseRequestsUseTheirOwnConnection(t *testing.T) {
 	var mu sync.Mutex
-	by := make(map[string]string) // what was asked: from where, by which protocol
+	by := make(map[string]string) // by requested object: client address and protocol
 	server := httptest.NewUnstartedServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		mu.Lock()
 		defer mu.Unlock()

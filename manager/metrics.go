@@ -47,28 +47,28 @@ var (
 )
 
 // collector reads the manager's own series from their sources at each scrape, so that the series of
-// a peer vanish with it.
+// a peer vanish when the peer leaves.
 type collector struct {
 	peers   client.Reader
 	store   interface{ State() ipam.State }
 	expired *atomic.Uint64
-	leads   *atomic.Pointer[leading] // nil inside: another manager leads
+	leads   *atomic.Pointer[leading] // a nil pointer: another manager leads
 }
 
 // leading has the sources that only a leading manager has.
 type leading struct {
 	gate       *exchange.RefusalGate
 	replicator *replication.Replicator
-	services   *services.Controller // nil: sharing of services is off
+	services   *services.Controller // nil: services are not shared
 }
 
-// Describe sends the descriptions of all series.
+// Describe implements prometheus.Collector.
 func (c *collector) Describe(out chan<- *prometheus.Desc) {
 	families.Describe(out)
 	controllers.Reconciled.Describe(out)
 }
 
-// Collect sends the series.
+// Collect implements prometheus.Collector.
 func (c *collector) Collect(out chan<- prometheus.Metric) {
 	ctx, cancel := context.WithTimeout(context.Background(), 5*time.Second)
 	defer cancel()

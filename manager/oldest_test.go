@@ -32,14 +32,14 @@ import (
 	"github.com/isthmus-net/isthmus/manager/managertest"
 )
 
-// An oldServer makes the API server of all tests look like Kubernetes 1.31 and 1.32: it does not serve the
-// kind ServiceCIDR.
+// An oldServer is a proxy that makes the API server of all tests look like Kubernetes 1.31 and
+// 1.32: it does not serve the kind ServiceCIDR.
 type oldServer struct {
 	url  string
-	fail atomic.Pointer[failure] // nil inside: nothing fails
+	fail atomic.Pointer[failure] // a nil pointer: no request fails
 }
 
-// A failure answers the requests for a path with a status; 0 closes the connection.
+// A failure answers the requests for a path with a status. The status 0 closes the connection.
 type failure struct {
 	path   string
 	status int
@@ -60,7 +60,7 @@ func startOldServer(t *testing.T) *oldServer {
 		Transport: transport, FlushInterval: -1, ErrorLog: slog.NewLogLogger(slog.DiscardHandler, slog.LevelError),
 		Rewrite: func(r *httputil.ProxyRequest) {
 			r.SetURL(target)
-			if path := r.In.URL.Path; path == "/apis" || path == group { // the old form of discovery, and readable
+			if path := r.In.URL.Path; path == "/apis" || path == group { // the old form of discovery, as JSON that ModifyResponse can edit
 				r.Out.Header.Set("Accept", "application/json")
 				r.Out.Header.Del("Accept-Encoding")
 			}
@@ -128,7 +128,7 @@ func (s *oldServer) kubeconfig(t *testing.T) string {
 	return file
 }
 
-func TestServiceCIDRIsFoundWithoutItsKind(t *testing.T) {
+func TestServiceCIDRIsDetectedIfTheKindIsNotServed(t *testing.T) {
 	w := bare(t)
 	api := startOldServer(t).client(t)
 	gather := func() facts.Facts {
@@ -151,7 +151,7 @@ func TestServiceCIDRIsFoundWithoutItsKind(t *testing.T) {
 	}
 	w.Until("namespace kube-system takes Pods", func() bool { return w.API().Create(w.Ctx, server.DeepCopy()) == nil })
 	t.Cleanup(func() { w.OK(w.API().Delete(context.Background(), server, client.GracePeriodSeconds(0))) })
-	if f := gather(); f.ServiceCIDR.String() != "10.97.0.0/16" || len(f.Missing) != 1 { // and no key
+	if f := gather(); f.ServiceCIDR.String() != "10.97.0.0/16" || len(f.Missing) != 1 { // the missing fact is the gateway's key
 		t.Errorf("flags of the API server: %v, missing %q", f.ServiceCIDR, f.Missing)
 	}
 	kubeadm := &corev1.ConfigMap{
@@ -165,7 +165,8 @@ func TestServiceCIDRIsFoundWithoutItsKind(t *testing.T) {
 	}
 }
 
-// A manager of Kubernetes 1.31 or 1.32 peers like any other once it is told the ServiceCIDR.
+// A manager on Kubernetes 1.31 or 1.32 peers like any other, if its configuration has the
+// ServiceCIDR.
 func TestManagerWithoutServiceCIDRsPeers(t *testing.T) {
 	a, b := twoSidesWith(t, managertest.Connect, func(s *side) { s.old = s.server == managertest.Server })
 	for _, s := range []*side{a, b} {
@@ -183,9 +184,9 @@ func TestManagerWithoutServiceCIDRsPeers(t *testing.T) {
 	}
 }
 
-// If two managers cannot read the cluster's configuration, the leader is not ready and reports why. The
-// other one has nothing to do and is ready.
-func TestAManagerThatCannotStartIsNotReady(t *testing.T) {
+// If managers cannot read the cluster's configuration, the leader is not ready and reports the
+// reason. The standby is ready, because it has no work.
+func TestLeaderThatCannotBeginIsNotReady(t *testing.T) {
 	w := bare(t)
 	old := startOldServer(t)
 	const configuration = "/api/v1/namespaces/kube-system/configmaps/kubeadm-config"

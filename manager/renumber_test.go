@@ -16,7 +16,7 @@ import (
 	"github.com/isthmus-net/isthmus/manager/managertest"
 )
 
-// connectToLiqo is connect for a server with Liqo's definitions of the kinds of net.liqo.io.
+// connectToLiqo returns a connect function for a server with Liqo's CRDs of net.liqo.io.
 func connectToLiqo(t *testing.T) func(context.Context, *kubetest.Server) (*rest.Config, client.Client, error) {
 	dir := t.TempDir()
 	return func(ctx context.Context, server *kubetest.Server) (*rest.Config, client.Client, error) {
@@ -41,7 +41,7 @@ func connectToLiqo(t *testing.T) func(context.Context, *kubetest.Server) (*rest.
 	}
 }
 
-// ready brings both sides to Ready.
+// ready waits until both sides are Ready.
 func ready(sides ...*side) {
 	for _, s := range sides {
 		s.T.Helper()
@@ -53,8 +53,8 @@ func ready(sides ...*side) {
 	}
 }
 
-// renumber restarts the manager of a side with another PodCIDR. The manager of the other side may or may
-// not run.
+// renumber restarts the manager of a side with another PodCIDR. The other side's manager may be
+// stopped.
 func (s *side) renumber(pods string) {
 	s.T.Helper()
 	s.stop()
@@ -71,9 +71,9 @@ func (s *side) claims(other *side) *v1alpha1.NetworkConfig {
 	return nc
 }
 
-// While the peer's manager is away, its answer to our former networks does not count as an answer to the
-// present ones.
-func TestAnAnswerCountsOnlyForItsNetworks(t *testing.T) {
+// While the peer's manager is stopped, its answer to our previous networks does not count for our
+// present networks.
+func TestAnswerCountsOnlyForTheNetworksItWasGivenFor(t *testing.T) {
 	a, b := twoSides(t)
 	ready(a, b)
 	before := a.peer.Endpoint().Spec
@@ -92,9 +92,9 @@ func TestAnAnswerCountsOnlyForItsNetworks(t *testing.T) {
 	part(a, b)
 }
 
-// With Liqo's definitions, which have no conditions, a Peering becomes ready, also after a change of
-// networks. At rest nothing is written.
-func TestAPeeringBecomesReadyWithLiqosDefinitions(t *testing.T) {
+// Liqo's CRDs have no conditions. A Peering still becomes ready, also after a change of networks,
+// and then nothing is written any more.
+func TestPeeringBecomesReadyWithLiqosCRDs(t *testing.T) {
 	a, b := twoSidesWith(t, connectToLiqo(t))
 	ready(a, b)
 	before := atRest(a, b)
@@ -116,7 +116,7 @@ func part(sides ...*side) {
 	}
 }
 
-// agreed waits until the TunnelEndpoints of both sides have the pods of one.
+// agreed waits until the TunnelEndpoints of both sides have the PodCIDR of s.
 func agreed(s, other *side) {
 	s.T.Helper()
 	seen := func(own, nat string) string {

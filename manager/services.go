@@ -16,10 +16,10 @@ import (
 	"github.com/isthmus-net/isthmus/manager/services"
 )
 
-// servicesLacking is the message if the preconditions of --services are missing.
+// servicesLacking is the message if a precondition of --services is missing.
 const servicesLacking = "the API server does not serve ServiceExports, ServiceImports (multicluster.x-k8s.io/v1beta1) and PeerServices, or this manager may not read them; want `isthmus install --services`"
 
-// canShare reports whether the kinds for shared services are served and we may list them.
+// canShare reports whether the kinds for shared services are served and this manager may list them.
 func canShare(ctx context.Context, direct client.Reader) (bool, error) {
 	for _, list := range []client.ObjectList{&mcs.ServiceExportList{}, &mcs.ServiceImportList{}, &isthmus.PeerServicesList{}} {
 		if can, err := canList(ctx, direct, list); !can || err != nil {

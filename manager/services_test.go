@@ -30,7 +30,7 @@ import (
 	"github.com/isthmus-net/isthmus/manager/services"
 )
 
-// sharing makes a side share services, with the same PodCIDR as the other one.
+// sharing enables the sharing of services on a side, with the same PodCIDR on both sides.
 func sharing(s *side) {
 	s.T.Helper()
 	for _, text := range [][]byte{mcscrd.ServiceExportCRD, mcscrd.ServiceImportCRD} {
@@ -48,7 +48,7 @@ func sharing(s *side) {
 
 func (s *side) prod() string { return s.Prefix + "-prod" }
 
-// joined waits until the tunnel works, and says what services are shared.
+// joined waits until the tunnel works, and sets the shared namespaces of the Peering.
 func (s *side) joined(export, imports []string) {
 	s.T.Helper()
 	s.connected()
@@ -70,7 +70,8 @@ func (s *side) consent(export, imports []string) {
 	})
 }
 
-// serve makes a Service with one port, an EndpointSlice with the given addresses, and its export.
+// serve creates a Service with one port, an EndpointSlice with the given addresses, and a
+// ServiceExport.
 func (s *side) serve(name string, addresses ...string) *discoveryv1.EndpointSlice {
 	s.T.Helper()
 	s.Create(&corev1.Service{ObjectMeta: metav1.ObjectMeta{Namespace: s.prod(), Name: name}, Spec: corev1.ServiceSpec{
@@ -88,7 +89,8 @@ func (s *side) serve(name string, addresses ...string) *discoveryv1.EndpointSlic
 	return slice
 }
 
-// shared is what there is for a service: import, Service and endpoints, each with its cluster.
+// shared returns the objects of a service as text: ServiceImport, Service, and endpoints with their
+// clusters.
 func (s *side) shared(name string) string {
 	s.T.Helper()
 	var found []string
@@ -154,7 +156,7 @@ func (s *side) untilExport(name string, condition mcs.ServiceExportConditionType
 	})
 }
 
-// tunnel says, for the gateway, how the tunnel is.
+// tunnel sets the status of the tunnel, as the gateway would.
 func (s *side) tunnel(status v1alpha1.ConnectionStatus) {
 	s.T.Helper()
 	te := s.peer.Endpoint()
@@ -162,7 +164,7 @@ func (s *side) tunnel(status v1alpha1.ConnectionStatus) {
 	s.OK(s.API().Status().Update(s.Ctx, te))
 }
 
-// tunnelStays reports whether there is a TunnelEndpoint that nobody has deleted.
+// tunnelStays reports whether the TunnelEndpoint exists and is not being deleted.
 func (s *side) tunnelStays() bool {
 	s.T.Helper()
 	te := s.peer.Endpoint()
@@ -183,7 +185,7 @@ func TestServicesAreSharedBetweenClustersWithTheSamePodCIDR(t *testing.T) {
 	if seen.String() == b.pods {
 		t.Fatal("the pods of b have to be seen elsewhere")
 	}
-	at := func(host string) string { // of a pod of b, in a
+	at := func(host string) string { // returns the endpoint in a of a pod of b
 		moved, ok := services.Remap{From: netip.MustParsePrefix(b.pods), To: seen}.Map(netip.MustParseAddr(host))
 		if !ok {
 			t.Fatal(host)
@@ -191,7 +193,7 @@ func TestServicesAreSharedBetweenClustersWithTheSamePodCIDR(t *testing.T) {
 		return "that " + moved.String() + ":8080"
 	}
 
-	// The endpoint that is no pod stays at home.
+	// The endpoint that is not a pod is not exported.
 	slice := b.serve("shop", "10.200.0.5", "10.200.1.6", "192.0.2.77")
 	a.untilShared("shop", "import ClusterSetIP, service, "+at("10.200.0.5")+", "+at("10.200.1.6"))
 	b.untilShared("shop", "import ClusterSetIP, service, that 10.200.0.5:8080, that 10.200.1.6:8080, that 192.0.2.77:8080")
@@ -201,7 +203,8 @@ func TestServicesAreSharedBetweenClustersWithTheSamePodCIDR(t *testing.T) {
 	a.peer.UntilIs(isthmus.ConditionServicesShared, isthmus.ReasonShared)
 	b.peer.UntilIs(isthmus.ConditionServicesShared, isthmus.ReasonShared)
 
-	// What nobody has checked in a ServiceExport and in a slice that a user wrote harms no other service of the shard.
+	// Unvalidated fields of a ServiceExport and of a slice by a user must not affect other services of
+	// the shard.
 	odd := sameShard(b.prod(), "shop")
 	zone := b.serve(odd, "10.200.3.3")
 	zone.Endpoints[0].Zone = ptr.To(strings.Repeat("z", 300))
@@ -217,14 +220,16 @@ func TestServicesAreSharedBetweenClustersWithTheSamePodCIDR(t *testing.T) {
 	b.OK(b.API().Update(b.Ctx, slice))
 	a.untilShared("shop", "import ClusterSetIP, service, "+at("10.200.0.5")+", "+at("10.200.1.6")+"!")
 
-	// A cluster whose tunnel is down leaves, as soon as another one has the service, too.
+	// When the tunnel to a cluster is down, its endpoints become unready as soon as another cluster
+	// serves the service.
 	a.tunnel(v1alpha1.ConnectionError)
 	a.serve("shop", "10.200.0.9")
 	a.untilShared("shop", "import ClusterSetIP, service, self 10.200.0.9:8080, "+at("10.200.0.5")+"!, "+at("10.200.1.6")+"!")
 	a.tunnel(v1alpha1.Connected)
 	a.untilShared("shop", "import ClusterSetIP, service, self 10.200.0.9:8080, "+at("10.200.0.5")+", "+at("10.200.1.6")+"!")
 
-	// Whoever takes back the consent has nothing of the peer, and the peer is told.
+	// Without consent to import, no service of the peer is imported, and the exporter's condition
+	// shows that.
 	a.consent(nil, nil)
 	a.untilShared("shop", "import ClusterSetIP, service, self 10.200.0.9:8080")
 	b.untilExport("shop", mcs.ServiceExportConditionReady, mcs.ServiceExportReasonFailed)
@@ -239,14 +244,14 @@ func TestServicesAreSharedBetweenClustersWithTheSamePodCIDR(t *testing.T) {
 	b.consent([]string{"*"}, nil)
 	a.untilShared("shop", "import ClusterSetIP, service, "+at("10.200.0.5")+", "+at("10.200.1.6")+"!")
 
-	// A manager that starts again withdraws nothing, and writes nothing.
+	// A restarted manager withdraws nothing and writes nothing.
 	before := a.sharedVersions() + b.sharedVersions()
 	for _, s := range []*side{a, b} {
 		s.stop()
 		s.manage()
 	}
 	b.OK(b.API().Get(b.Ctx, client.ObjectKeyFromObject(slice), slice))
-	slice.Labels["after"] = "restart" // once this is there, the start is over
+	slice.Labels["after"] = "restart" // once the peer has this label, the start is complete
 	b.OK(b.API().Update(b.Ctx, slice))
 	b.serve("late", "10.200.2.2")
 	a.untilShared("late", "import ClusterSetIP, service, "+at("10.200.2.2"))
@@ -254,7 +259,7 @@ func TestServicesAreSharedBetweenClustersWithTheSamePodCIDR(t *testing.T) {
 		t.Errorf("resource versions were\n%s and are\n%s", before, after)
 	}
 
-	// The tunnel stays until the endpoints have left.
+	// The tunnel stays until the endpoints have been removed.
 	b.peer.Delete()
 	b.Until("the Peering is gone, and the endpoints before the tunnel", func() bool {
 		apart := !a.tunnelStays() || !b.tunnelStays()
@@ -277,7 +282,7 @@ func TestServicesAreSharedBetweenClustersWithTheSamePodCIDR(t *testing.T) {
 	}
 }
 
-// sameShard is the name of another service in the shard of one.
+// sameShard returns the name of another service that belongs to the same shard.
 func sameShard(namespace, name string) string {
 	for i := 0; ; i++ {
 		other := fmt.Sprintf("odd-%d", i)
@@ -287,7 +292,7 @@ func sameShard(namespace, name string) string {
 	}
 }
 
-// offers are the PeerServices of the peer.
+// offers returns the number of PeerServices of the peer.
 func (s *side) offers() int {
 	s.T.Helper()
 	var list isthmus.PeerServicesList
@@ -295,7 +300,7 @@ func (s *side) offers() int {
 	return len(list.Items)
 }
 
-// sharedVersions are the resource versions of what is made for the service shop.
+// sharedVersions returns the resourceVersions of our objects for the service shop.
 func (s *side) sharedVersions() string {
 	s.T.Helper()
 	var i mcs.ServiceImport
@@ -312,9 +317,10 @@ func (s *side) sharedVersions() string {
 	return text
 }
 
-// A foreign ServiceImport or Service in the place of ours is not changed, nor are the conditions of our
-// ServiceExport. The importer's Peering names the service. All other services are shared.
-func TestObjectsOfAnotherImplementationAreLeftAlone(t *testing.T) {
+// A foreign ServiceImport or Service with the name of ours is not changed. The conditions of our
+// ServiceExport are not changed either. The importer's Peering names the service. All other
+// services are shared.
+func TestForeignServiceObjectsAreNotChanged(t *testing.T) {
 	a, b := twoSidesWith(t, managertest.Connect, sharing)
 	theirs := &mcs.ServiceImport{
 		ObjectMeta: metav1.ObjectMeta{Namespace: a.prod(), Name: "shop", Labels: map[string]string{"example.com/of": "another"}, Annotations: map[string]string{services.AnnotationDerived: "another-shop"}},
@@ -361,7 +367,7 @@ func TestObjectsOfAnotherImplementationAreLeftAlone(t *testing.T) {
 		return len(e.Status.Conditions) == 0 && untouched()
 	})
 
-	// Once the foreign objects are gone, ours take their place.
+	// Once the foreign objects are deleted, ours are created.
 	a.OK(a.API().Delete(a.Ctx, theirs))
 	a.Until("the service is shared", func() bool {
 		return strings.HasPrefix(a.shared("shop"), "import ClusterSetIP, service, self 10.200.0.9:8080, that ")
@@ -373,9 +379,9 @@ func TestObjectsOfAnotherImplementationAreLeftAlone(t *testing.T) {
 	}
 }
 
-// A peer without the kind PeerServices, such as a Liqo v0.9 or an older Isthmus, is a peer like any other. It
-// gets no services, and the Peering says why.
-func TestAPeerWithoutPeerServicesIsReady(t *testing.T) {
+// A peer may lack the kind PeerServices, such as Liqo v0.9 or an older Isthmus. Its Peering becomes
+// ready, but it gets no services, and the Peering has the reason.
+func TestPeeringWithAPeerThatLacksPeerServicesBecomesReady(t *testing.T) {
 	dir := t.TempDir()
 	files, err := filepath.Glob("../deploy/crds/*.yaml")
 	if err != nil {
@@ -406,10 +412,10 @@ func TestAPeerWithoutPeerServicesIsReady(t *testing.T) {
 	a.serve("shop", "10.200.0.5")
 	a.peer.UntilIs(isthmus.ConditionServicesShared, isthmus.ReasonNotSupported)
 	a.untilExport("shop", mcs.ServiceExportConditionReady, mcs.ServiceExportReasonFailed)
-	a.untilShared("shop", "import ClusterSetIP, service, self 10.200.0.5:8080") // here it is served
+	a.untilShared("shop", "import ClusterSetIP, service, self 10.200.0.5:8080") // the service is still served in its own cluster
 	a.Always("the Peering is Ready", func() bool { return a.peer.Is(isthmus.ConditionReady, isthmus.ReasonConnected) })
 
-	// Un-peering waits for nothing that cannot be there.
+	// Un-peering does not wait for PeerServices that the peer cannot have.
 	a.unpeer()
 	b.unpeer()
 }

@@ -9,7 +9,7 @@ import (
 // A world is one cluster in which a test runs the whole manager.
 type world struct{ *managertest.World }
 
-// bare is a world without a manager.
+// bare returns a world without a manager.
 func bare(t *testing.T) *world {
 	t.Helper()
 	return &world{managertest.New(t)}

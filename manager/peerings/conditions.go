@@ -19,7 +19,7 @@ import (
 	"github.com/isthmus-net/isthmus/manager/ipam"
 )
 
-// A condition is one of a Peering, without its type and time.
+// A condition is a condition of a Peering without its type and time.
 type condition struct {
 	status          metav1.ConditionStatus
 	reason, message string
@@ -39,37 +39,37 @@ var unknown = condition{metav1.ConditionUnknown, isthmus.ReasonUnknown, "not che
 type peeringState struct {
 	peering  *isthmus.Peering
 	self     v1alpha1.ClusterIdentity
-	conflict string   // why the Peering is ignored, or ""
+	conflict string   // the reason why the Peering is ignored, or ""
 	lacking  []string // reasons why we cannot publish our NetworkConfig
-	overlaps []string // overlaps of the peer's networks here with networks that this cluster got later
-	tenant   string   // problem of the tenant namespace, or ""
+	overlaps []string // overlaps of the peer's networks here with networks that this cluster got after their allocation
+	tenant   string   // the problem of the tenant namespace, or ""
 	ending   bool     // the tenant namespace is being deleted
 
 	identity, published condition                // from the replicator
-	unreadable          condition                // False if the API server here rejects the peer's answer; else zero
+	unreadable          condition                // status False if the API server here rejects the peer's answer; otherwise zero
 	original            *v1alpha1.NetworkConfig  // ours; nil if there is none
-	copies              []v1alpha1.NetworkConfig // the peer's; at most two are read
+	copies              []v1alpha1.NetworkConfig // NetworkConfigs of the peer; at most two are read
 	endpoint            *v1alpha1.TunnelEndpoint // nil if there is none
-	silent              string                   // why no gateway is active, see Liveness.Silent; empty while one is
-	waiting             string                   // what the deletion of the Peering waits for
+	silent              string                   // the result of Liveness.Silent: the reason why no gateway is active, or ""
+	waiting             string                   // objects that the deletion of the Peering waits for
 
 	services servicesState
 	key      keyState
-	rotates  bool // our key rotates, and peers get the next key
+	rotates  bool // whether our key rotates and peers get the next key
 
 	granted  ipam.Allocation   // allocation of the peer; zero: none
-	standing [2]ipam.Standing  // networks here, or with consent; zero: the claim is refused
-	unstored *metav1.Condition // Accepted of the peer's NetworkConfig if the API server cannot store it; nil: stored, or no answer yet
-	keyOwner string            // the other peer that has a key of the claim, if the claim is refused for that
+	standing [2]ipam.Standing  // explanation of the peer's networks here; zero: the claim is refused
+	unstored *metav1.Condition // Accepted of the peer's NetworkConfig if the API server drops conditions; nil: it stores them, or no answer yet
+	keyOwner string            // another peer that has a key of the claim, if the claim is refused because of the key
 }
 
-// steps are the conditions except Ready, in the order in which they become true.
+// steps has all conditions except Ready, in the order in which they become true.
 var steps = []string{
 	isthmus.ConditionIdentity, isthmus.ConditionPublished, isthmus.ConditionAnswered,
 	isthmus.ConditionPeerConfig, isthmus.ConditionTunnelEndpoint, isthmus.ConditionConnected,
 }
 
-// statusFor computes the status of a Peering. It is a function of s, apart from times.
+// statusFor computes the status of a Peering. Apart from times, it depends only on s.
 func statusFor(s peeringState) isthmus.PeeringStatus {
 	old := &s.peering.Status
 	conditions := conditionsFor(s)
@@ -111,8 +111,8 @@ func statusFor(s peeringState) isthmus.PeeringStatus {
 	return status
 }
 
-// remoteNetworks returns the peer's networks from our answer; without an answer, those of the
-// TunnelEndpoint.
+// remoteNetworks returns the peer's networks from our answer. If there is no answer, it returns
+// those of the TunnelEndpoint.
 func remoteNetworks(s peeringState) isthmus.Networks {
 	n := networksOf(&s.copies[0])
 	if te := s.endpoint; te != nil && n.PodCIDRSeen == "" {
@@ -149,21 +149,21 @@ func readyCondition(s peeringState, conditions map[string]condition) condition {
 	if !s.peering.DeletionTimestamp.IsZero() {
 		return no(isthmus.ReasonUnpeering, "waiting for %s", cmp.Or(s.waiting, "the rest to be removed"))
 	}
-	apart := "" // why the clusters cannot exchange changes
+	apart := "" // the reason why the clusters cannot exchange changes, or ""
 	for _, step := range steps {
 		v := conditions[step]
 		switch {
 		case v.status == metav1.ConditionTrue:
 		case apart != "" && step == isthmus.ConditionPublished:
 		case v.status == metav1.ConditionUnknown && (step == isthmus.ConditionIdentity || step == isthmus.ConditionPublished) && carries(conditions) &&
-			meta.IsStatusConditionTrue(s.peering.Status.Conditions, isthmus.ConditionReady): // not checked again yet; Ready stays True
+			meta.IsStatusConditionTrue(s.peering.Status.Conditions, isthmus.ConditionReady): // the replicator has not checked again yet, so Ready stays True
 		case step == isthmus.ConditionIdentity && v.reason == isthmus.ReasonUnreachable && carries(conditions):
 			apart = v.message
-		case len(s.lacking) > 0: // the first cause; it may explain the others
+		case len(s.lacking) > 0: // the first cause may explain the others
 			return no(isthmus.ReasonLocalSetup, "%s", strings.Join(s.lacking, "; "))
 		case v.reason == isthmus.ReasonGatewaySilent:
 			return v
-		case step == isthmus.ConditionAnswered && v.reason == isthmus.ReasonPeerWithdrew: // ConditionPeerConfig says more
+		case step == isthmus.ConditionAnswered && v.reason == isthmus.ReasonPeerWithdrew: // the condition PeerConfigAccepted says more
 		default:
 			return no(v.reason, "%s: %s", step, v.message)
 		}
@@ -181,19 +181,20 @@ func readyCondition(s peeringState, conditions map[string]condition) condition {
 	return yes(isthmus.ReasonConnected, "traffic can flow")
 }
 
-// carries reports whether the tunnel carries packets as agreed, even if an API server is
+// carries reports whether the tunnel carries packets as both sides agreed. An API server may be
 // unreachable.
 func carries(conditions map[string]condition) bool {
 	return conditions[isthmus.ConditionTunnelEndpoint].status == metav1.ConditionTrue && conditions[isthmus.ConditionConnected].status == metav1.ConditionTrue
 }
 
-// identityCondition explains an unreachable API server of a peer that is reached through the tunnel.
+// identityCondition computes the condition IdentityReady. If the peer's API server is reached in
+// band and does not answer, the message explains the state of the tunnel.
 func identityCondition(s peeringState) condition {
 	connected := connectedCondition(s)
 	if !s.peering.Spec.InBand || s.identity.reason != isthmus.ReasonUnreachable {
 		return s.identity
 	}
-	if len(s.copies) == 1 && s.copies[0].Spec.BackendConfig[v1alpha1.ConfigInBand] != "true" { // the TunnelEndpoint may be older
+	if len(s.copies) == 1 && s.copies[0].Spec.BackendConfig[v1alpha1.ConfigInBand] != "true" { // the TunnelEndpoint may be older than this NetworkConfig
 		return no(isthmus.ReasonUnreachable, "spec.inBand: the peer's NetworkConfig does not confirm that its Peering has spec.inBand, too (Liqo never does), so our gateway does not connect the managers; run `isthmus peer --in-band` for both clusters, or remove spec.inBand")
 	}
 	if connected.status == metav1.ConditionTrue {
@@ -221,8 +222,8 @@ func publishedCondition(s peeringState) condition {
 	return no(isthmus.ReasonPublishing, "our NetworkConfig is not written yet")
 }
 
-// answeredCondition evaluates the peer's answer, which the replicator copied back. Its message quotes
-// the peer.
+// answeredCondition evaluates the peer's answer, which the replicator copied back. Its message may
+// quote the peer.
 func answeredCondition(s peeringState) condition {
 	original := s.original
 	switch {
@@ -253,7 +254,7 @@ func peerConfigCondition(s peeringState) condition {
 			s.remedyHere(&s.copies[0], v1alpha1.ReasonAmbiguous)))
 	case len(s.copies) == 1 && s.copies[0].DeletionTimestamp.IsZero():
 		return acceptedCondition(s)
-	case s.tenant != "": // no NetworkConfig can arrive in that case
+	case s.tenant != "": // no NetworkConfig can arrive here
 		return no(isthmus.ReasonWaitingPeer, "%s", s.tenant)
 	case s.withdrew():
 		return no(isthmus.ReasonPeerWithdrew, "%s has deleted its NetworkConfig in namespace %s: it un-peered, or its tenant namespace was deleted; isthmus unpeer %s, or isthmus peer for both clusters",
@@ -269,7 +270,7 @@ func acceptedCondition(s peeringState) condition {
 	case accepted == nil:
 		return no(isthmus.ReasonWaitingAnswer, "the peer's NetworkConfig is not answered yet")
 	case accepted.Status != metav1.ConditionTrue || !nc.Status.Processed:
-		reason := known(accepted.Reason) // under Liqo's RBAC the peer may have written it
+		reason := known(accepted.Reason) // with the permissions that Liqo grants, the peer may have written it
 		return no(reason, "%s", s.refusedPeer(nc, reason, accepted.Message))
 	case accepted.ObservedGeneration != nc.Generation && !s.inForceAsSeen(nc):
 		return no(isthmus.ReasonWaitingAnswer, "the peer's NetworkConfig has changed; the new version is not answered yet")
@@ -278,19 +279,21 @@ func acceptedCondition(s peeringState) condition {
 	}
 }
 
-// inForceAsSeen reports whether the answer in a copy, applied to the present claim, yields the
-// networks allocated for the peer. The answer to an older claim does not.
+// inForceAsSeen reports whether the answer in a copy fits the present claim and the networks
+// allocated for the peer. An answer to an older claim does not fit.
 func (s peeringState) inForceAsSeen(nc *v1alpha1.NetworkConfig) bool {
 	pod, external, answered := fabric.SeenBy(nc)
 	return answered && s.granted == ipam.Allocation{Pod: pod, External: external}
 }
 
-// withdrew reports whether the peer's NetworkConfig existed here and is deleted or being deleted.
+// withdrew reports whether the peer's NetworkConfig existed here and is now deleted or being
+// deleted.
 func (s peeringState) withdrew() bool {
 	return len(s.copies) == 1 && !s.copies[0].DeletionTimestamp.IsZero() || len(s.copies) == 0 && hadPeerConfig(s.peering)
 }
 
-// hadPeerConfig reports whether a NetworkConfig of the peer has existed. The condition keeps that.
+// hadPeerConfig reports whether a NetworkConfig of the peer has ever existed. The condition
+// PeerConfigAccepted preserves this.
 func hadPeerConfig(p *isthmus.Peering) bool {
 	c := meta.FindStatusCondition(p.Status.Conditions, isthmus.ConditionPeerConfig)
 	if c == nil {
@@ -325,7 +328,7 @@ func tunnelEndpointCondition(s peeringState) condition {
 	return yes(isthmus.ReasonAgreed, "both sides agree")
 }
 
-// silent are the causes that only mean that nothing arrives.
+// silent has the causes that only mean that no packet arrives.
 var silent = []string{v1alpha1.CauseConnecting, v1alpha1.CauseNoAnswer, v1alpha1.CausePeerSilent}
 
 func connectedCondition(s peeringState) condition {
@@ -333,7 +336,7 @@ func connectedCondition(s peeringState) condition {
 	if te == nil {
 		return no(isthmus.ReasonWaiting, "there is no TunnelEndpoint yet")
 	}
-	if s.silent != "" { // the status of the TunnelEndpoint is stale
+	if s.silent != "" { // the status of the TunnelEndpoint is outdated
 		return condition{metav1.ConditionUnknown, isthmus.ReasonGatewaySilent, s.silent}
 	}
 	if s.key.required && s.key.use == "" {
@@ -366,9 +369,10 @@ func connectedCondition(s peeringState) condition {
 	return no(isthmus.ReasonNoGateway, "no gateway has written a status of the TunnelEndpoint yet")
 }
 
-// reasonOf returns why the tunnel is not connected or is limited; nil if the gateway gives no
-// reason. A gateway version without the condition leaves an existing one unchanged and only writes
-// status.connection. So the condition counts only if both have the same message.
+// reasonOf returns the condition with the reason why the tunnel is not connected or is limited. It
+// returns nil if the gateway reports no reason. A gateway of an older version only writes
+// status.connection and leaves an existing condition unchanged. So the condition counts only if its
+// message equals that of status.connection.
 func reasonOf(status *v1alpha1.TunnelEndpointStatus) *metav1.Condition {
 	c := meta.FindStatusCondition(status.Conditions, v1alpha1.ConditionConnected)
 	if c == nil || !slices.Contains(v1alpha1.Causes, c.Reason) || c.Reason == v1alpha1.CauseConnected ||
@@ -378,7 +382,7 @@ func reasonOf(status *v1alpha1.TunnelEndpointStatus) *metav1.Condition {
 	return c
 }
 
-// networksOf returns the networks of the sender of nc, and those in the receiver's answer.
+// networksOf returns the networks of the sender of nc, and the networks in the receiver's answer.
 func networksOf(nc *v1alpha1.NetworkConfig) isthmus.Networks {
 	n := isthmus.Networks{PodCIDR: nc.Spec.PodCIDR, ExternalCIDR: nc.Spec.ExternalCIDR}
 	if nc.Status.Processed {
@@ -398,7 +402,7 @@ func endpointText(host string, config v1alpha1.BackendConfig) string {
 	return net.JoinHostPort(host, config[v1alpha1.ConfigPort])
 }
 
-// plain makes text from another cluster safe to use in a message.
+// plain makes text from another cluster safe to use in a message. It also shortens the text.
 func plain(s string) string {
 	const limit = 500
 	s = strings.Map(func(r rune) rune {

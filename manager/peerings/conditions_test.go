@@ -17,8 +17,8 @@ import (
 
 var bravo = v1alpha1.ClusterIdentity{ClusterID: "bbbbbbbb-2222-4222-8222-222222222222", ClusterName: "bravo"}
 
-// agreedState is a peering in which everything is true. Our pods have a /16, the peer's a /18, and
-// both sides remap.
+// agreedState returns the state of a peering in which all conditions are True. Our pods have a /16,
+// the peer's pods a /18, and both sides remap.
 func agreedState(t *testing.T) peeringState {
 	t.Helper()
 	original := &v1alpha1.NetworkConfig{
@@ -62,7 +62,7 @@ func agreedState(t *testing.T) peeringState {
 	}
 }
 
-func TestConditionsOfAPeering(t *testing.T) {
+func TestPeeringConditionsReportTheFirstProblem(t *testing.T) {
 	deleted := metav1.NewTime(time.Unix(1, 0))
 	refusal := []metav1.Condition{{Type: v1alpha1.ConditionAccepted, Status: metav1.ConditionFalse, Reason: v1alpha1.ReasonKeyConflict,
 		Message: "spec.backend_config.publicKey: is ours\x1b[2J; want another"}}
@@ -72,10 +72,10 @@ func TestConditionsOfAPeering(t *testing.T) {
 	for _, c := range []struct {
 		name    string
 		change  func(*peeringState)
-		which   string // the condition looked at, besides Ready
-		reason  string // its reason
-		ready   string // reason of Ready
-		message string // part of the message of Ready
+		which   string // the condition to check, besides Ready
+		reason  string // expected reason of that condition
+		ready   string // expected reason of Ready
+		message string // part of the expected message of Ready
 	}{
 		{"all is well", func(*peeringState) {}, isthmus.ConditionConnected, isthmus.ReasonConnected, isthmus.ReasonConnected, "traffic can flow"},
 		{"nothing is known", func(s *peeringState) {
@@ -221,7 +221,7 @@ func TestConditionsOfAPeering(t *testing.T) {
 	}
 }
 
-func TestStatusShowsBothSidesNetworksAsOwnAndAsSeen(t *testing.T) {
+func TestStatusHasNetworksOfBothSidesAsTheOwnerAndThePeerUseThem(t *testing.T) {
 	status := statusFor(agreedState(t))
 	want := isthmus.PeeringStatus{
 		Local:    isthmus.Networks{PodCIDR: "10.244.0.0/16", PodCIDRSeen: "10.70.0.0/16", ExternalCIDR: "10.245.0.0/16", ExternalCIDRSeen: "10.245.0.0/16"},
@@ -233,7 +233,7 @@ func TestStatusShowsBothSidesNetworksAsOwnAndAsSeen(t *testing.T) {
 	}
 }
 
-func TestStatusIsStableWhenNothingChanged(t *testing.T) {
+func TestStatusIsUnchangedWithoutAChange(t *testing.T) {
 	s := agreedState(t)
 	s.peering.Status = statusFor(s)
 	for i := range s.peering.Status.Conditions {
@@ -256,9 +256,8 @@ func TestTextOfAPeerIsTruncatedAndEscaped(t *testing.T) {
 	}
 }
 
-// An exchange that somebody spoils is reported, also while sessions have an earlier key, and then
-// traffic goes on.
-func TestAFailedKeyExchangeIsReported(t *testing.T) {
+// A failed key exchange is reported even while sessions use an earlier key. Traffic continues then.
+func TestFailedKeyExchangeIsReportedWhileTrafficContinues(t *testing.T) {
 	for progress, words := range map[postquantum.Progress]string{
 		postquantum.Agreed:    "",
 		postquantum.Waiting:   "",

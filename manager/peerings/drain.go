@@ -14,23 +14,23 @@ import (
 )
 
 const (
-	// drainTime is how long the tunnel stays after both clusters have removed the shared services
-	// from their slices. kube-proxy follows a slice within about a second, and later in a large
-	// cluster.
+	// drainTime is the time for which the tunnel stays after both clusters have removed the shared
+	// services from their slices. kube-proxy applies a change of a slice within about a second, and
+	// later in a large cluster.
 	drainTime = 5 * time.Second
-	// drainPatience bounds how long the tunnel stays. A peer whose API server does not answer never
-	// removes our services.
+	// drainPatience bounds the time for which the tunnel stays. A peer whose API server does not
+	// answer never removes our services.
 	drainPatience = 15 * time.Second
 )
 
-// A drain is the state of draining one Peering. The zero value has not begun.
+// A drain is the state of draining one Peering. The zero value means that draining has not begun.
 type drain struct {
 	begun     time.Time
-	withdrawn time.Time // since when no cluster has services of the other; zero: one still has some
+	withdrawn time.Time // since when no cluster has services of the other one; zero: a cluster still has some
 }
 
-// next returns d at the time now, and how long the tunnel has to stay from then on. shared is true
-// while a cluster has services of the other.
+// next returns the state at the time now, and the remaining time for which the tunnel has to stay.
+// shared is true while a cluster has services of the other one.
 func (d drain) next(now time.Time, shared bool) (drain, time.Duration) {
 	if d.begun.IsZero() {
 		d.begun = now
@@ -66,8 +66,9 @@ func (d *drains) next(id types.UID, now time.Time, shared bool) (left time.Durat
 	return left
 }
 
-// drain keeps the tunnel of a deleted Peering until clients have left its services, which package
-// services withdraws. It returns the maximum remaining time; zero: done.
+// drain keeps the tunnel of a deleted Peering until clients no longer use the shared services.
+// Package services withdraws these. drain returns the maximum remaining time; zero: draining has
+// ended.
 func (r *Reconciler) drain(ctx context.Context, s *peeringState) (time.Duration, error) {
 	if s.conflict != "" || !peers.From(s.peering).Draining {
 		return 0, nil
@@ -79,7 +80,7 @@ func (r *Reconciler) drain(ctx context.Context, s *peeringState) (time.Duration,
 			return left, nil
 		}
 	}
-	// The annotation tells the other reconcilers to go on.
+	// With this annotation, the other reconcilers continue the removal.
 	patch := client.RawPatch(types.MergePatchType, fmt.Appendf(nil, `{"metadata":{"annotations":{%q:"true"}}}`, isthmus.AnnotationDrained))
 	if err := r.Client.Patch(ctx, s.peering, patch); client.IgnoreNotFound(err) != nil {
 		return 0, fmt.Errorf("record that the services are drained: %w", err)

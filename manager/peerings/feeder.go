@@ -16,14 +16,14 @@ import (
 const pauseOfFeeder = 50 * time.Millisecond
 
 // A Feeder passes the list of all peers to the replicator. It always passes the whole list, so one
-// request stands for any number of changes. A peer stays in the list until its Peering is gone,
-// because its copy has to be deleted.
+// request stands for any number of changes. A peer stays in the list until its Peering no longer
+// exists, because the replicator has to delete our NetworkConfig at the peer.
 type Feeder struct {
 	Peers      peers.Peers
 	Replicator interface{ Set([]replication.Target) }
 }
 
-// SetupWithManager makes mgr call Reconcile when a peer comes, changes or goes.
+// SetupWithManager makes mgr call Reconcile when a peer appears, changes or disappears.
 func (f *Feeder) SetupWithManager(mgr ctrl.Manager) error {
 	all := []reconcile.Request{controllers.RequestFor("peers")}
 	return f.Peers.Watch(ctrl.NewControllerManagedBy(mgr).Named("peers"), func(peers.Peer) []reconcile.Request { return all }).Complete(controllers.Noted("peers", f))
@@ -45,8 +45,8 @@ func (f *Feeder) Reconcile(ctx context.Context, _ ctrl.Request) (ctrl.Result, er
 		}
 	}
 	f.Replicator.Set(ours)
-	// The first of many changes takes effect at once and the rest together. Otherwise each change
-	// would cost a list of all peers.
+	// The first of many changes takes effect at once, and the rest together after the pause. Otherwise
+	// each change would cost a list of all peers.
 	select {
 	case <-time.After(pauseOfFeeder):
 	case <-ctx.Done():

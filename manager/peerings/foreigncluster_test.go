@@ -45,7 +45,7 @@ func (r *remote) foreignObject(peeringType, incoming, outgoing string) *unstruct
 	return fc
 }
 
-func TestForeignClustersAreServedLikePeerings(t *testing.T) {
+func TestNetworkConfigsArePublishedForForeignClusters(t *testing.T) {
 	managertest.InstallLiqo(t)
 	w := newWorld(t, true)
 	w.Gateway("192.0.2.1")
@@ -71,8 +71,8 @@ func TestForeignClustersAreServedLikePeerings(t *testing.T) {
 		t.Error("Liqo's crd-replicator replicates for ForeignClusters, not we")
 	}
 
-	// Liqo's replicator copies back any answer that it finds at the peer. So a change of networks makes a
-	// new NetworkConfig, whose answer is for the new networks.
+	// Liqo's replicator copies back any answer that it finds at the peer. So after a change of
+	// networks we create a new NetworkConfig, and its answer is for the new networks.
 	nc := incoming.Original()
 	edited := nc.DeepCopy()
 	edited.Spec.PodCIDR = "10.200.0.0/16"
@@ -87,7 +87,7 @@ func TestForeignClustersAreServedLikePeerings(t *testing.T) {
 		[]byte(`{"status":{"peeringConditions":[{"type":"OutgoingPeering","status":"None"}]}}`))))
 	w.Until("what was made goes when the peering ends", func() bool { return outgoing.Original() == nil })
 
-	// A Peering for the same cluster takes over.
+	// A Peering for the same cluster replaces the ForeignCluster.
 	w.Create(incoming.Peering)
 	w.Until("the Peering owns it", func() bool {
 		owner := metav1.GetControllerOf(incoming.Original())

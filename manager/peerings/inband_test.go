@@ -12,13 +12,13 @@ import (
 	"github.com/isthmus-net/isthmus/manager/peers"
 )
 
-// A tunnel that is down cannot carry the news that would mend it.
-func TestAPeeringReportsAnUnusableInBandTunnel(t *testing.T) {
+// If the tunnel is down, the change that would repair it cannot be replicated through it.
+func TestIdentityConditionReportsAnUnusableInBandTunnel(t *testing.T) {
 	for _, c := range []struct {
 		name    string
 		edit    func(*peeringState)
 		reason  string
-		message string // a part of it
+		message string // part of the expected message
 	}{
 		{"the tunnel is down", func(*peeringState) {}, isthmus.ReasonTunnelDown, "if a gateway's address or key has changed since"},
 		{"and the peer lacks news of ours", func(s *peeringState) {
@@ -56,7 +56,7 @@ func TestAPeeringReportsAnUnusableInBandTunnel(t *testing.T) {
 	}
 }
 
-// Where both Peerings are deleted, neither gateway lets the peer's manager through.
+// If both Peerings are deleted, neither gateway forwards the other manager's requests.
 func TestInBandUnpeeringWaitsWhileTheTunnelExists(t *testing.T) {
 	left := metav1.NewTime(time.Date(2026, 11, 28, 12, 0, 0, 0, time.UTC))
 	ends := left.Add(peers.InBandPatience)

@@ -13,8 +13,8 @@ import (
 )
 
 // keys returns the WireGuard keys of the sessions with the peer, as the gateway reports them. was
-// is the previous status. Without a session the key of the last one stays, so that a peer that
-// already used the next key does not count as lagging while it is away.
+// is the previous status. Without a session, the key of the last session stays. So a peer that has
+// already used the next key does not count as lagging while it is disconnected.
 func (s *peeringState) keys(was isthmus.KeysStatus, now metav1.Time) isthmus.KeysStatus {
 	if s.endpoint == nil {
 		return isthmus.KeysStatus{}
@@ -22,7 +22,7 @@ func (s *peeringState) keys(was isthmus.KeysStatus, now metav1.Time) isthmus.Key
 	own := shortKey(s.endpoint.Status.Connection.PeerConfiguration[v1alpha1.ConfigOwnKey])
 	k := isthmus.KeysStatus{Ours: cmp.Or(own, was.Ours), Theirs: shortKey(s.endpoint.Spec.BackendConfig[v1alpha1.ConfigPublicKey])}
 	if s.original != nil && k.Ours != shortKey(s.original.Spec.BackendConfig[v1alpha1.ConfigPublicKey]) {
-		k.Lags = k.Ours != "" || s.rotates || was.Lags // a peer without any session lags once a rotation begins
+		k.Lags = k.Ours != "" || s.rotates || was.Lags // a peer that never had a session lags once a rotation begins
 	}
 	since := func(is, before string, at *metav1.Time) *metav1.Time {
 		switch {
@@ -37,20 +37,20 @@ func (s *peeringState) keys(was isthmus.KeysStatus, now metav1.Time) isthmus.Key
 	return k
 }
 
-// missedKey reports whether the peer missed a rotation of our key. It has no tunnel until it gets
-// the present key.
+// missedKey reports whether the peer missed a rotation of our key. Such a peer has no tunnel until
+// it gets the present key.
 func (s *peeringState) missedKey() bool {
 	c := s.endpoint.Status.Connection
 	return !s.rotates && c.Status != v1alpha1.Connected && c.PeerConfiguration[v1alpha1.ConfigOwnKey] == "" &&
 		s.keys(s.peering.Status.Keys, metav1.Time{}).Lags
 }
 
-// rotates reports whether peers get the next key of our gateway.
+// rotates reports whether our gateway's key rotates and peers get the next key.
 func rotates(f facts.Facts) bool {
 	return f.Keys.Next != ([32]byte{}) && f.PublicKey == fabric.PublicKeys(f.Keys.Next, 1)[0]
 }
 
-// shortKey returns a short form of a public key for people; empty if text is no key.
+// shortKey returns a short form of a public key for people. It returns "" if text is not a key.
 func shortKey(text string) string {
 	key, err := fabric.ParseKey(text)
 	if err != nil {

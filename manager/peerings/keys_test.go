@@ -13,7 +13,7 @@ import (
 	"github.com/isthmus-net/isthmus/manager/managertest"
 )
 
-func TestKeysOfAPeering(t *testing.T) {
+func TestStatusReportsTheKeysOfTheSessions(t *testing.T) {
 	text := func(n byte) v1alpha1.ConfigValue { return v1alpha1.ConfigValue(keyring.Text(managertest.Key(n))) }
 	first, second := metav1.NewTime(time.Unix(1000, 0)), metav1.NewTime(time.Unix(2000, 0))
 	s := peeringState{}
@@ -38,8 +38,8 @@ func TestKeysOfAPeering(t *testing.T) {
 	}
 }
 
-// Whoever patience cuts off is named until it has a session with the new key.
-func TestAPeerThatMissedARotationIsNamed(t *testing.T) {
+// A peer that missed a rotation is reported until it has a session with the new key.
+func TestPeerThatMissedAKeyRotationIsReported(t *testing.T) {
 	text := func(n byte) v1alpha1.ConfigValue { return v1alpha1.ConfigValue(keyring.Text(managertest.Key(n))) }
 	s := peeringState{peering: new(isthmus.Peering), original: new(v1alpha1.NetworkConfig), endpoint: new(v1alpha1.TunnelEndpoint)}
 	s.peering.Spec.Cluster.ClusterName = "bravo"
@@ -82,8 +82,9 @@ func TestAPeerThatMissedARotationIsNamed(t *testing.T) {
 	}
 }
 
-// A peer that our NetworkConfig reached, or that the gateway knows more about, lacks something else than the key.
-func TestOtherProblemsPrecedeAMissedRotation(t *testing.T) {
+// The missed rotation is not reported if the peer has our NetworkConfig, or if the gateway reports
+// a more specific cause.
+func TestMoreSpecificCausesAreReportedInsteadOfAMissedKeyRotation(t *testing.T) {
 	for _, c := range []struct {
 		cause     string
 		published metav1.ConditionStatus

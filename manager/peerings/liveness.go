@@ -19,39 +19,39 @@ import (
 
 const (
 	livenessInterval = 2 * time.Second
-	// livenessTimeout is how long the Lease may stay unchanged. It is longer than a takeover by a
-	// standby, which may acquire the Lease after 7 s. It is also longer than two renewals that a
-	// slow API server does not answer (4.5 s each, including the pause) plus the next one, 2 s
-	// later.
+	// livenessTimeout is the time for which the Lease may stay unchanged. It is longer than a takeover
+	// by a standby, which may acquire the Lease after 7 s. It is also longer than three renewals if a
+	// slow API server does not answer the first two: these take 4.5 s each, including the pause, and
+	// the third succeeds 2 s later.
 	livenessTimeout = 12 * time.Second
-	// releasedTimeout is how long a Lease may have no holder. A standby takes it within 2 s. A
-	// gateway without a standby takes it as soon as its Pod runs again.
+	// releasedTimeout is the time for which a Lease may have no holder. A standby acquires it within 2
+	// s. Without a standby, the gateway acquires it as soon as its Pod runs again.
 	releasedTimeout = 6 * time.Second
 	// clockSkew is the tolerated difference between the clocks of two machines.
 	clockSkew = 30 * time.Second
 )
 
-// A Liveness tracks whether a gateway is active, by the Lease that the active one renews. Without
-// an active gateway, the connection status of a TunnelEndpoint is stale. It measures age by its own
-// clock, from when it first saw the current renewal, because the gateway's clock may differ. Its
-// methods may be called concurrently.
+// A Liveness tracks whether a gateway is active, by the Lease that the active gateway renews.
+// Without an active gateway, the connection status of a TunnelEndpoint is outdated. A Liveness
+// measures the age of a renewal by its own clock, from the time when it first saw the renewal,
+// because the gateway's clock may differ. Its methods may be called concurrently.
 type Liveness struct {
-	Reader    client.Reader // the API server itself
-	Namespace string        // of the Lease
+	Reader    client.Reader // reads from the API server itself
+	Namespace string        // namespace of the Lease
 	Log       *slog.Logger
 
 	changed chan event.GenericEvent
 
 	mu     sync.Mutex
 	looked bool
-	unread string // why the last read of the Lease failed
+	unread string // the error of the last read of the Lease, or ""
 	lease  coordinationv1.LeaseSpec
-	since  time.Time // when the Lease was first seen in this state; zero: not seen
-	gone   time.Time // since when a Lease that existed is missing; zero: it exists
+	since  time.Time // when the Lease was first seen with its present content; zero: not seen
+	gone   time.Time // since when a Lease that existed before is missing; zero: it exists
 	silent string
 }
 
-// NewLiveness makes a Liveness that takes the gateway for active until it learns otherwise.
+// NewLiveness returns a Liveness that assumes an active gateway until it has read the Lease.
 func NewLiveness(reader client.Reader, namespace string, log *slog.Logger) *Liveness {
 	return &Liveness{Reader: reader, Namespace: namespace, Log: log, changed: make(chan event.GenericEvent, 1)}
 }
@@ -59,9 +59,9 @@ func NewLiveness(reader client.Reader, namespace string, log *slog.Logger) *Live
 // Changed gets a value whenever the result of Silent changes.
 func (p *Liveness) Changed() <-chan event.GenericEvent { return p.changed }
 
-// Silent returns a sentence that says since when no gateway is active and which one was the last;
-// empty while one is active. It is also empty if the Lease has never existed: then the gateway is
-// configured by files, or is not ours.
+// Silent returns a sentence with the last active gateway and its last renewal if no gateway is
+// active. It returns "" while a gateway is active. It also returns "" if the Lease has never
+// existed: then the gateway is configured by files, or is not ours.
 func (p *Liveness) Silent() string {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -94,18 +94,18 @@ func (p *Liveness) look(ctx context.Context) {
 	case apierrors.IsNotFound(err) && !p.looked:
 		p.since = time.Time{}
 		p.say("")
-	case apierrors.IsNotFound(err): // somebody deleted it; an active gateway recreates it
+	case apierrors.IsNotFound(err): // somebody deleted the Lease; an active gateway creates it again
 		if p.since = (time.Time{}); p.gone.IsZero() {
 			p.gone = now
 		} else if now.Sub(p.gone) >= livenessTimeout {
 			p.say(fmt.Sprintf("no gateway is active: Lease %s/%s was deleted and not recreated; check that the gateway Pods run and reach the API server", p.Namespace, isthmus.LeaseGateway))
 		}
 		return
-	case err != nil: // while we cannot read it, the gateway probably cannot renew it
+	case err != nil: // while this manager cannot read the Lease, the gateway probably cannot renew it
 		p.since = time.Time{}
 	case p.since.IsZero():
 		p.lease, p.since = lease.Spec, now
-		// A restarted manager must not report Ready if its predecessor knew that no gateway is
+		// A restarted manager must not report Ready if the previous manager knew that no gateway was
 		// active.
 		if r := lease.Spec.RenewTime; !p.looked && r != nil && now.Sub(r.Time) >= livenessTimeout+clockSkew {
 			p.say(p.sentence())
@@ -120,7 +120,7 @@ func (p *Liveness) look(ctx context.Context) {
 	}
 }
 
-// tell logs once why liveness is unknown, for example because the manager's RBAC rules are too old.
+// tell logs once the reason why liveness is unknown, for example RBAC rules of an older version.
 func (p *Liveness) tell(err error) {
 	unread := ""
 	if err != nil && !apierrors.IsNotFound(err) {
@@ -133,7 +133,7 @@ func (p *Liveness) tell(err error) {
 	p.unread = unread
 }
 
-// sentence explains the problem and the remedy.
+// sentence returns the problem and the remedy.
 func (p *Liveness) sentence() string {
 	last := "has no holder"
 	if holder := ptr.Deref(p.lease.HolderIdentity, ""); holder != "" {
@@ -145,7 +145,8 @@ func (p *Liveness) sentence() string {
 	return fmt.Sprintf("no gateway is active: Lease %s/%s %s; check that the gateway Pods run and reach the API server", p.Namespace, isthmus.LeaseGateway, last)
 }
 
-// say stores a sentence, and notifies the reader of Changed if it is new.
+// say sets the sentence that Silent returns. If the sentence is new, say notifies the reader of
+// Changed.
 func (p *Liveness) say(sentence string) {
 	if sentence == p.silent {
 		return
@@ -157,6 +158,6 @@ func (p *Liveness) say(sentence string) {
 	}
 	select {
 	case p.changed <- event.GenericEvent{}:
-	default: // the value already in it has not been read, so it covers this change
+	default: // the channel holds a value that nobody has read yet, so it covers this change
 	}
 }

@@ -18,7 +18,7 @@ import (
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 )
 
-// leaseReader answers with a Lease, or with an error.
+// leaseReader is a reader that returns a Lease or an error.
 type leaseReader struct {
 	client.Reader
 	holder  string
@@ -35,31 +35,31 @@ func (r *leaseReader) Get(_ context.Context, _ client.ObjectKey, into client.Obj
 	return nil
 }
 
-func TestAGatewayThatDoesNotRenewItsLeaseIsSilent(t *testing.T) {
+func TestGatewayIsReportedInactiveWhenItsLeaseIsNotRenewed(t *testing.T) {
 	notFound := apierrors.NewNotFound(schema.GroupResource{Resource: "leases"}, isthmus.LeaseGateway)
 	renew := func(r *leaseReader) { r.renewed = r.renewed.Add(2 * time.Second) }
 	for _, c := range []struct {
 		name   string
-		first  func(*leaseReader)               // before the first look
-		each   func(r *leaseReader, second int) // before each of a minute's seconds
+		first  func(*leaseReader)               // called before the first look
+		each   func(r *leaseReader, second int) // called each second for one minute
 		silent bool
 	}{
 		{"renewed", nil, func(r *leaseReader, _ int) { renew(r) }, false},
-		{"renewed by a clock that is far off", func(r *leaseReader) { r.renewed = r.renewed.Add(25 * time.Second) }, func(r *leaseReader, _ int) { renew(r) }, false},
-		{"renewed no more", nil, func(*leaseReader, int) {}, true},
-		{"followed by another", nil, func(r *leaseReader, second int) {
+		{"renewed with a clock that is 25 s ahead", func(r *leaseReader) { r.renewed = r.renewed.Add(25 * time.Second) }, func(r *leaseReader, _ int) { renew(r) }, false},
+		{"no longer renewed", nil, func(*leaseReader, int) {}, true},
+		{"acquired by another gateway", nil, func(r *leaseReader, second int) {
 			if second > 10 {
 				r.holder = "gateway-2"
 				renew(r)
 			}
 		}, false},
-		{"freed and taken by nobody", nil, func(r *leaseReader, _ int) { r.holder = "" }, true},
-		{"away and back", nil, func(r *leaseReader, second int) {
+		{"released and not acquired", nil, func(r *leaseReader, _ int) { r.holder = "" }, true},
+		{"not renewed for 40 s, then renewed", nil, func(r *leaseReader, second int) {
 			if second > 40 {
 				renew(r)
 			}
 		}, false},
-		{"no API server for most of the time", nil, func(r *leaseReader, second int) {
+		{"unreadable for most of the time", nil, func(r *leaseReader, second int) {
 			if r.err = nil; second < 55 {
 				r.err = errors.New("connection refused")
 			}
@@ -69,13 +69,13 @@ func TestAGatewayThatDoesNotRenewItsLeaseIsSilent(t *testing.T) {
 				r.err = notFound
 			}
 		}, true},
-		{"deleted and made again", nil, func(r *leaseReader, second int) {
+		{"deleted and created again", nil, func(r *leaseReader, second int) {
 			if r.err = nil; second > 5 && second < 40 {
 				r.err = notFound
 			}
 			renew(r)
 		}, false},
-		{"no Lease at all", func(r *leaseReader) { r.err = notFound }, func(*leaseReader, int) {}, false},
+		{"Lease never existed", func(r *leaseReader) { r.err = notFound }, func(*leaseReader, int) {}, false},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
@@ -105,8 +105,8 @@ func TestAGatewayThatDoesNotRenewItsLeaseIsSilent(t *testing.T) {
 	}
 }
 
-// An API server that answers two renewals in a row too late sees the third after 11 s.
-func TestTwoFailedRenewalsAreTolerated(t *testing.T) {
+// If an API server answers two renewals too late, the third succeeds after 11 s.
+func TestLivenessToleratesTwoFailedLeaseRenewals(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		r := &leaseReader{holder: "gateway-1", renewed: time.Now()}
 		p := NewLiveness(r, "isthmus-system", slog.New(slog.DiscardHandler))
@@ -122,8 +122,8 @@ func TestTwoFailedRenewalsAreTolerated(t *testing.T) {
 	})
 }
 
-// A gateway that ends releases the Lease. Without a standby nobody takes it.
-func TestAReleasedLeaseIsAwaitedForLess(t *testing.T) {
+// A gateway that stops releases the Lease. Without a standby, no other gateway acquires it.
+func TestReleasedLeaseIsReportedEarlierThanAnUnrenewedOne(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		r := &leaseReader{holder: "gateway-1", renewed: time.Now()}
 		p := NewLiveness(r, "isthmus-system", slog.New(slog.DiscardHandler))
@@ -138,8 +138,8 @@ func TestAReleasedLeaseIsAwaitedForLess(t *testing.T) {
 	})
 }
 
-// The clocks here may differ by half a minute and no more.
-func TestAStartingManagerDoesNotTrustAnOldLease(t *testing.T) {
+// The clocks of two machines may differ by half a minute at most.
+func TestStartingManagerReportsAnOldLeaseAsInactive(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		r := &leaseReader{holder: "gateway-1", renewed: time.Now().Add(-time.Minute)}
 		p := NewLiveness(r, "isthmus-system", slog.New(slog.DiscardHandler))

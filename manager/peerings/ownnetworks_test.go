@@ -17,7 +17,7 @@ import (
 	"github.com/isthmus-net/isthmus/manager/managertest"
 )
 
-func TestServicesOfALaterServiceCIDRAreReserved(t *testing.T) {
+func TestNetworksOfLaterServiceCIDRsAreReserved(t *testing.T) {
 	w := newWorld(t, false)
 	if !managertest.ServesServiceCIDRs {
 		t.Skip("this API server has no ServiceCIDRs")
@@ -25,7 +25,7 @@ func TestServicesOfALaterServiceCIDRAreReserved(t *testing.T) {
 	serviceCIDR := func(name, cidr string) *networkingv1.ServiceCIDR {
 		return &networkingv1.ServiceCIDR{ObjectMeta: metav1.ObjectMeta{Name: w.Prefix + name}, Spec: networkingv1.ServiceCIDRSpec{CIDRs: []string{cidr}}}
 	}
-	inside, later := serviceCIDR("-inside", "10.111.0.0/16"), serviceCIDR("-later", "172.29.0.0/24") // ours is 10.96.0.0/12
+	inside, later := serviceCIDR("-inside", "10.111.0.0/16"), serviceCIDR("-later", "172.29.0.0/24") // our ServiceCIDR is 10.96.0.0/12
 	drop := func(o *networkingv1.ServiceCIDR) {
 		w.OK(client.IgnoreNotFound(w.API().Delete(context.Background(), o)))
 		w.OK(client.IgnoreNotFound(w.API().Patch(context.Background(), o, client.RawPatch(types.MergePatchType, []byte(`{"metadata":{"finalizers":null}}`)))))
@@ -52,9 +52,9 @@ func TestServicesOfALaterServiceCIDRAreReserved(t *testing.T) {
 	w.Until("it is free again", func() bool { return !reserved() && guarded() == "" })
 }
 
-// What comes later breaks nothing that is in force: it is a condition and an Event that name the
-// node and the network, until one of them is gone.
-func TestAnActiveNetworkReachedByANodeIsReportedAndKept(t *testing.T) {
+// A node reaches a network that a peer already has. The network stays in force. A condition and an
+// Event name the node and the network until one of them is gone.
+func TestPeerNetworkThatANodeReachesLaterIsKeptAndReported(t *testing.T) {
 	w := newWorld(t, false)
 	w.Gateway("192.0.2.1")
 	p := w.peer("b")

@@ -16,10 +16,10 @@ import (
 	"github.com/isthmus-net/isthmus/manager/replication"
 )
 
-// ofPeer is a finalizer that nobody here ever removes.
+// ofPeer is a finalizer that no controller here removes.
 const ofPeer = "example.com/of-the-peer"
 
-// keep puts a finalizer onto a NetworkConfig, between those that are there.
+// keep inserts a finalizer between the present finalizers of a NetworkConfig.
 func (r *remote) keep(nc *v1alpha1.NetworkConfig, finalizer string) {
 	r.w.T.Helper()
 	before := nc.DeepCopy()
@@ -27,7 +27,7 @@ func (r *remote) keep(nc *v1alpha1.NetworkConfig, finalizer string) {
 	r.w.OK(r.w.API().Patch(r.w.Ctx, nc, client.MergeFrom(before)))
 }
 
-func TestThePeersFinalizerDoesNotBlockUnpeering(t *testing.T) {
+func TestForeignFinalizerOnOurNetworkConfigDoesNotBlockUnpeering(t *testing.T) {
 	w := newWorld(t, false)
 	w.Gateway("192.0.2.1")
 	p := w.peer("b")
@@ -38,7 +38,7 @@ func TestThePeersFinalizerDoesNotBlockUnpeering(t *testing.T) {
 		return !controllerutil.ContainsFinalizer(nc, ofPeer) && controllerutil.ContainsFinalizer(nc, v1alpha1.FinalizerReplicator)
 	})
 
-	// It comes a moment before the end, and the peer does not answer.
+	// The finalizer is added again just before the end, and the peer does not answer.
 	w.stub.say(p.Cluster.ClusterID, replication.State{
 		Identity: replication.Condition{Status: metav1.ConditionFalse, Reason: isthmus.ReasonUnreachable, Message: "https://b:6443 does not answer"}})
 	p.UntilIs(isthmus.ConditionIdentity, isthmus.ReasonUnreachable)
@@ -51,7 +51,7 @@ func TestThePeersFinalizerDoesNotBlockUnpeering(t *testing.T) {
 	}
 }
 
-func TestACopyIsRemovedDespiteThePeersFinalizer(t *testing.T) {
+func TestDeletedCopyIsRemovedDespiteAForeignFinalizer(t *testing.T) {
 	w := newWorld(t, false)
 	w.Gateway("192.0.2.1")
 	p := w.peer("b")
@@ -70,7 +70,7 @@ func TestACopyIsRemovedDespiteThePeersFinalizer(t *testing.T) {
 	})
 }
 
-func TestADeletedTenantNamespaceFinishes(t *testing.T) {
+func TestDeletionOfTheTenantNamespaceCompletes(t *testing.T) {
 	w := newWorld(t, false)
 	w.Gateway("192.0.2.1")
 	p := w.peer("b")

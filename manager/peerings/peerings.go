@@ -1,10 +1,10 @@
-// Package peerings reports the state of each Peering in its status and in Events. It also takes
-// down deleted Peerings in the right order: shared services, TunnelEndpoint, NetworkConfig and its
-// copy at the peer, networks, finalizer. It watches the gateway's Lease, because without an active
-// gateway the state of a tunnel is stale.
+// Package peerings reports the state of each Peering in its status and in Events. It also removes
+// the objects of a deleted Peering in this order: shared services, TunnelEndpoint, NetworkConfig
+// and its copy at the peer, networks, finalizer. It watches the gateway's Lease, because without an
+// active gateway the status of a tunnel is outdated.
 //
-// It owns the status and the finalizer of Peerings, and reads the objects of package exchange. The
-// manager runs its controllers.
+// The package owns the status and the finalizer of Peerings, and reads the objects of package
+// exchange. The manager runs its controllers.
 package peerings
 
 import (
@@ -53,8 +53,8 @@ type stateStore interface {
 	Update(context.Context, func(ipam.State) (ipam.State, error)) (ipam.State, error)
 }
 
-// A Reconciler reports the state of each Peering in its status and takes down deleted Peerings, as
-// the package comment describes.
+// A Reconciler reports the state of each Peering in its status, and removes the objects of deleted
+// Peerings, as the package comment describes.
 type Reconciler struct {
 	Client client.Client
 	Peers  peers.Peers
@@ -65,15 +65,16 @@ type Reconciler struct {
 		State(id string) (replication.State, bool)
 	}
 	Liveness *Liveness
-	// FactsChanged gets a value after every change of the Facts. PeerChanged gets the cluster ID
-	// after every change of a State of the replicator.
+	// FactsChanged gets a value after every change of the Facts. PeerChanged gets a peer's cluster ID
+	// after every change of that peer's State in the replicator.
 	FactsChanged, PeerChanged <-chan event.GenericEvent
 	Events                    events.EventRecorder
 	Log                       *slog.Logger
-	// Services shares Services; nil: sharing is off or, with ServicesLacking, impossible.
+	// Services shares Services. If it is nil, sharing is off, or impossible for the reason in
+	// ServicesLacking.
 	Services        *services.Controller
 	ServicesLacking string
-	// Keys stores preshared keys; nil: none are offered to peers.
+	// Keys stores preshared keys. If it is nil, no peer is offered one.
 	Keys *exchange.KeyStore
 
 	drains drains
@@ -98,8 +99,8 @@ func (r *Reconciler) SetupWithManager(mgr ctrl.Manager) error {
 				all = append(all, controllers.RequestFor(peering.Name))
 			}
 			return all
-			// Our own status writes count, too: a status that was computed from an old object has
-			// to be computed again.
+			// Our own status writes count as well: a status that was computed from an outdated object has to
+			// be computed again.
 		})).
 		Watches(&v1alpha1.NetworkConfig{}, inNamespace).
 		Watches(&v1alpha1.TunnelEndpoint{}, inNamespace).
@@ -129,7 +130,7 @@ func (r *Reconciler) peerings(ctx context.Context, which ...client.ListOption) (
 func (r *Reconciler) Reconcile(ctx context.Context, req ctrl.Request) (ctrl.Result, error) {
 	after, err := r.reconcile(ctx, req.Name)
 	if apierrors.IsConflict(err) {
-		return ctrl.Result{RequeueAfter: controllers.Soon}, nil // the cache is behind
+		return ctrl.Result{RequeueAfter: controllers.Soon}, nil // the cache is outdated
 	}
 	if err != nil {
 		return ctrl.Result{}, fmt.Errorf("peering %s: %w", req.Name, err)
@@ -137,7 +138,7 @@ func (r *Reconciler) Reconcile(ctx context.Context, req ctrl.Request) (ctrl.Resu
 	return ctrl.Result{RequeueAfter: after}, nil
 }
 
-// reconcile returns when to call it again; zero: the next event does.
+// reconcile returns the time after which it must be called again; zero: the next event is enough.
 func (r *Reconciler) reconcile(ctx context.Context, name string) (after time.Duration, err error) {
 	var peering isthmus.Peering
 	if err := r.Client.Get(ctx, types.NamespacedName{Name: name}, &peering); err != nil {
@@ -146,7 +147,7 @@ func (r *Reconciler) reconcile(ctx context.Context, name string) (after time.Dur
 	leaving := !peering.DeletionTimestamp.IsZero()
 	switch has := controllerutil.ContainsFinalizer(&peering, isthmus.FinalizerPeering); {
 	case leaving && !has:
-		return 0, nil // only finalizers of other controllers are left
+		return 0, nil // other controllers remove the remaining finalizers
 	case !leaving && !has:
 		before := peering.DeepCopy()
 		controllerutil.AddFinalizer(&peering, isthmus.FinalizerPeering)
@@ -227,7 +228,7 @@ func (r *Reconciler) gather(ctx context.Context, peering *isthmus.Peering) (s pe
 	r.gatherServices(ctx, &s)
 	r.gatherKey(ctx, &s, peer)
 	state, looked := r.Replicator.State(peer.Cluster.ClusterID)
-	if !looked { // after a restart, the last status holds until we have checked
+	if !looked { // after a restart, the last status stays until the replicator has checked the peer
 		s.identity, s.published = told(peering, isthmus.ConditionIdentity), told(peering, isthmus.ConditionPublished)
 		return s, nil
 	}
@@ -239,14 +240,14 @@ func (r *Reconciler) gather(ctx context.Context, peering *isthmus.Peering) (s pe
 // told returns a condition from the stored status.
 func told(peering *isthmus.Peering, of string) condition {
 	c := meta.FindStatusCondition(peering.Status.Conditions, of)
-	if c == nil || c.Reason == isthmus.ReasonConflict { // the conflict prevented a check
+	if c == nil || c.Reason == isthmus.ReasonConflict { // because of the conflict, nothing was checked
 		return unknown
 	}
 	return condition{c.Status, c.Reason, c.Message}
 }
 
-// leave continues the removal of a Peering as far as possible. done means that nothing is left. The
-// NetworkConfig's own reconciler deletes it.
+// leave continues the removal of a Peering as far as possible. done is true if no object is left.
+// The NetworkConfig itself is deleted by its own reconciler.
 func (r *Reconciler) leave(ctx context.Context, s *peeringState) (done bool, err error) {
 	if s.conflict == "" {
 		peer, began := peers.From(s.peering), time.Now()
@@ -267,8 +268,8 @@ func (r *Reconciler) leave(ctx context.Context, s *peeringState) (done bool, err
 				return false, err
 			}
 		}
-		// Usually exchange has released the networks. But the peer may have got some without a
-		// NetworkConfig of ours.
+		// Usually package exchange has released the networks. But the peer may have got networks before
+		// our NetworkConfig existed.
 		now, err := r.Store.Now(ctx)
 		if err != nil {
 			return false, err
@@ -288,8 +289,8 @@ func (r *Reconciler) leave(ctx context.Context, s *peeringState) (done bool, err
 	return true, err
 }
 
-// deleteCopies deletes the NetworkConfigs here of a peer that was reached in band. Its manager has
-// no access any more, and may be un-peering, too.
+// deleteCopies deletes the NetworkConfigs here of a peer that was reached in band. The peer's
+// manager can no longer reach them, and its Peering may be deleted as well.
 func (r *Reconciler) deleteCopies(ctx context.Context, peer peers.Peer) error {
 	copies, err := exchange.CopiesOf(ctx, r.Client, peer.LocalNamespace, peer.Cluster.ClusterID)
 	if err != nil {
@@ -303,9 +304,10 @@ func (r *Reconciler) deleteCopies(ctx context.Context, peer peers.Peer) error {
 	return nil
 }
 
-// force ends the wait for the peer, and reports the objects that stay there. That happens on
-// request; when somebody deletes the tenant namespace, which has the identity that we need to
-// delete anything at the peer; and when the tunnel closes through which we reached the peer.
+// force ends the wait for the peer, and reports the objects that stay at the peer. There are three
+// causes: an administrator requests it; somebody deletes the tenant namespace, which has the
+// identity that is needed to delete objects at the peer; or the tunnel closes through which the
+// peer was reached.
 func (r *Reconciler) force(ctx context.Context, s *peeringState, now time.Time) error {
 	nc := s.original
 	if nc == nil || nc.DeletionTimestamp.IsZero() || !controllerutil.ContainsFinalizer(nc, v1alpha1.FinalizerReplicator) {
@@ -329,17 +331,17 @@ func (r *Reconciler) force(ctx context.Context, s *peeringState, now time.Time) 
 		return fmt.Errorf("NetworkConfig %s/%s: %w", nc.Namespace, nc.Name, err)
 	}
 	if why == unpeeringForced && s.peering.Annotations[isthmus.AnnotationForce] == isthmus.ForceCarried {
-		return nil // nothing stays at the peer
+		return nil // no object stays at the peer
 	}
 	left := fmt.Sprintf("%s: NetworkConfig %s/%s may stay at the peer, cluster %s (%s)",
 		why, s.peering.Spec.TenantNamespace.Remote, nc.Name, s.peering.Spec.Cluster.ClusterID, s.peerSays())
-	left = fit(left, 1024) // the limit of an Event
+	left = fit(left, 1024) // the limit of an Event's note
 	r.Log.Warn(left, "peering", s.peering.Name)
 	r.Events.Eventf(s.peering, nil, corev1.EventTypeWarning, reasonLeftBehind, "ForceUnpeer", "%s", left)
 	return nil
 }
 
-// peerSays returns what the replicator knows about our access to the peer's API server.
+// peerSays returns the replicator's last problem with the peer's API server, as a clause.
 func (s *peeringState) peerSays() string {
 	if s.identity.status != metav1.ConditionTrue {
 		return s.identity.message
@@ -347,7 +349,8 @@ func (s *peeringState) peerSays() string {
 	return s.published.message
 }
 
-// waitingFor lists the objects that must be gone before the Peering can go, or returns "".
+// waitingFor lists the objects that must be gone before the Peering's finalizer is removed, or
+// returns "".
 func waitingFor(s peeringState, now time.Time) string {
 	var all []string
 	peer := peers.From(s.peering)
@@ -383,8 +386,8 @@ func (r *Reconciler) write(ctx context.Context, s peeringState) error {
 	if equality.Semantic.DeepEqual(want.Status, s.peering.Status) {
 		return nil
 	}
-	// The optimistic lock, because conditions depend on their previous state: they must not be
-	// computed from an old status.
+	// The patch has an optimistic lock: conditions depend on their previous state, so they must not be
+	// computed from an outdated status.
 	if err := r.Client.Status().Patch(ctx, want, client.MergeFromWithOptions(s.peering, client.MergeFromWithOptimisticLock{})); err != nil {
 		return client.IgnoreNotFound(err)
 	}
@@ -395,9 +398,9 @@ func (r *Reconciler) write(ctx context.Context, s peeringState) error {
 // announce records Events that people should see: Ready changes, a condition is no longer True, or
 // the peer's claim needs consent.
 //
-// A peer can change its NetworkConfig as often as it likes. To keep that from filling our API
-// server, Events that differ only in their note are counted as one: they refer to the Peering
-// without its resourceVersion, and the peer never chooses their reason.
+// A peer can change its NetworkConfig as often as it likes. This must not fill our API server. So
+// Events that differ only in their note are counted as one: they refer to the Peering without its
+// resourceVersion, and the peer never chooses their reason.
 func (r *Reconciler) announce(before, after *isthmus.Peering) {
 	about := &corev1.ObjectReference{APIVersion: isthmus.GroupVersion.String(), Kind: "Peering", Name: after.Name, UID: after.UID}
 	for i := range after.Status.Conditions {
@@ -408,7 +411,7 @@ func (r *Reconciler) announce(before, after *isthmus.Peering) {
 		reason := eventReason(c)
 		switch {
 		case !after.DeletionTimestamp.IsZero():
-			if ready && (old == nil || old.Reason != c.Reason) { // only Ready is of interest during removal
+			if ready && (old == nil || old.Reason != c.Reason) { // only Ready matters during the removal
 				r.Log.Info("peering is taken down", "peering", after.Name, "message", c.Message)
 				r.Events.Eventf(about, nil, corev1.EventTypeNormal, reason, c.Type, "%s", c.Message)
 			}
@@ -421,7 +424,7 @@ func (r *Reconciler) announce(before, after *isthmus.Peering) {
 		case !ready && isTrue && wasTrue && isthmus.Limited(old) && old.Reason != c.Reason:
 			r.Log.Info("peering works without limits again", "peering", after.Name, "was", old.Reason)
 			r.Events.Eventf(about, nil, corev1.EventTypeNormal, reason, c.Type, "%s has ended: %s", old.Reason, c.Message)
-		case !isTrue && wasTrue && !ready && slices.Contains(isthmus.WaitReasons, c.Reason): // the condition that it waits for has an Event already
+		case !isTrue && wasTrue && !ready && slices.Contains(isthmus.WaitReasons, c.Reason): // another condition, for which this one waits, already has an Event
 		case !isTrue && wasTrue, ready && old != nil && !isTrue && eventReason(old) != reason,
 			c.Type == isthmus.ConditionPeerConfig && c.Reason == v1alpha1.ReasonConsent && old != nil && old.Message != c.Message:
 			r.Log.Warn("peering has a problem", "peering", after.Name, "condition", c.Type, "reason", c.Reason, "message", c.Message)
@@ -430,7 +433,7 @@ func (r *Reconciler) announce(before, after *isthmus.Peering) {
 	}
 }
 
-// eventReason returns the reason of the Event about a condition that is not true. Ready repeats the
+// eventReason returns the reason of the Event about a condition that is not True. Ready repeats the
 // reason of another condition, which has its own Event.
 func eventReason(c *metav1.Condition) string {
 	switch c.Type {
@@ -444,7 +447,7 @@ func eventReason(c *metav1.Condition) string {
 	return c.Reason
 }
 
-// conditionOf converts a condition of the replicator; an empty one becomes silent.
+// conditionOf converts a condition of the replicator. If c is empty, it returns silent.
 func conditionOf(c replication.Condition, silent condition) condition {
 	if c.Status == "" {
 		return silent

@@ -19,7 +19,7 @@ import (
 	"github.com/isthmus-net/isthmus/manager/replication"
 )
 
-func TestPeeringReportsEachStep(t *testing.T) {
+func TestPeeringStatusReportsEachStep(t *testing.T) {
 	w := newWorld(t, false)
 	p := w.describe("b")
 	w.Create(p.Peering)
@@ -57,7 +57,7 @@ func TestPeeringReportsEachStep(t *testing.T) {
 	p.UntilIs(isthmus.ConditionReady, isthmus.ReasonLost)
 
 	var told []string
-	w.Until("both are told", func() bool { // after they are in the status
+	w.Until("both are told", func() bool { // Events are sent after the status is written
 		for len(w.events.Events) > 0 {
 			told = append(told, <-w.events.Events)
 		}
@@ -69,7 +69,7 @@ func TestPeeringReportsEachStep(t *testing.T) {
 	}
 }
 
-func TestPeeringIsTakenDownInOrder(t *testing.T) {
+func TestDeletedPeeringRemovesItsObjectsInOrder(t *testing.T) {
 	w := newWorld(t, false)
 	w.Gateway("192.0.2.1")
 	p := w.peer("b")
@@ -104,7 +104,7 @@ func TestPeeringIsTakenDownInOrder(t *testing.T) {
 	w.Until("the replicator has let go", func() bool { return !w.stub.has(p.Cluster.ClusterID) })
 }
 
-func TestForcedUnpeeringDoesNotWaitAndListsLeftovers(t *testing.T) {
+func TestForcedUnpeeringDoesNotWaitAndReportsLeftoverObjects(t *testing.T) {
 	w := newWorld(t, false)
 	w.Gateway("192.0.2.1")
 	p := w.peer("b")
@@ -130,7 +130,7 @@ func TestForcedUnpeeringDoesNotWaitAndListsLeftovers(t *testing.T) {
 	}
 }
 
-func TestAnUnusedPeeringIsDeletedAtOnce(t *testing.T) {
+func TestPeeringWithoutObjectsIsDeletedAtOnce(t *testing.T) {
 	w := newWorld(t, false)
 	p := w.describe("b")
 	w.Create(p.Peering)
@@ -139,7 +139,7 @@ func TestAnUnusedPeeringIsDeletedAtOnce(t *testing.T) {
 	w.Until("the Peering is gone", p.Gone)
 }
 
-func TestAWithdrawnPeerDiffersFromOneThatNeverCame(t *testing.T) {
+func TestWithdrawnNetworkConfigIsReportedDifferentlyFromAMissingOne(t *testing.T) {
 	w := newWorld(t, false)
 	w.Gateway("192.0.2.1")
 	p := w.peer("b")
@@ -148,7 +148,7 @@ func TestAWithdrawnPeerDiffersFromOneThatNeverCame(t *testing.T) {
 	theirs := p.Theirs()
 	w.OK(w.API().Delete(w.Ctx, theirs))
 	p.UntilIs(isthmus.ConditionPeerConfig, isthmus.ReasonPeerWithdrew)
-	w.OK(w.API().Delete(w.Ctx, p.Endpoint())) // as the other half of the manager does
+	w.OK(w.API().Delete(w.Ctx, p.Endpoint())) // as package exchange would do
 	p.UntilIs(isthmus.ConditionTunnelEndpoint, isthmus.ReasonWaiting)
 	if !p.Is(isthmus.ConditionPeerConfig, isthmus.ReasonPeerWithdrew) {
 		t.Errorf("forgotten: %s", p.Message(isthmus.ConditionPeerConfig))
@@ -157,12 +157,12 @@ func TestAWithdrawnPeerDiffersFromOneThatNeverCame(t *testing.T) {
 	p.UntilIs(isthmus.ConditionPeerConfig, isthmus.ReasonWaitingAnswer)
 }
 
-func TestTheOlderOfTwoPeeringsForOneClusterCounts(t *testing.T) {
+func TestOlderOfTwoPeeringsForOneClusterIsUsed(t *testing.T) {
 	w := newWorld(t, false)
 	w.Gateway("192.0.2.1")
 	p := w.peer("b")
 	p.UntilPublished()
-	time.Sleep(time.Second) // creation times are whole seconds
+	time.Sleep(time.Second) // creation times have a resolution of one second
 
 	rival := w.describe("b")
 	rival.Peering.Name += "-again"
@@ -174,7 +174,7 @@ func TestTheOlderOfTwoPeeringsForOneClusterCounts(t *testing.T) {
 	if m := rival.Message(isthmus.ConditionReady); !strings.Contains(m, p.Peering.Name) {
 		t.Errorf("Ready says %q", m)
 	}
-	squatter := w.describe("c") // another cluster, the same namespace
+	squatter := w.describe("c") // a Peering for another cluster with the same tenant namespace
 	squatter.Peering.Spec.TenantNamespace.Local = p.NS
 	w.Create(squatter.Peering)
 	squatter.UntilIs(isthmus.ConditionReady, isthmus.ReasonConflict)
@@ -192,10 +192,10 @@ func TestTheOlderOfTwoPeeringsForOneClusterCounts(t *testing.T) {
 	p.Delete()
 	w.Until("the winner is gone", p.Gone)
 	rival.UntilPublished()
-	rival.UntilIs(isthmus.ConditionReady, isthmus.ReasonUnknown) // its replicator says nothing here
+	rival.UntilIs(isthmus.ConditionReady, isthmus.ReasonUnknown) // its replicator reports nothing in this test
 }
 
-func TestAReplicatorBeforeItsFirstCheckChangesNothing(t *testing.T) {
+func TestStatusStaysUntilTheReplicatorHasCheckedThePeer(t *testing.T) {
 	w := newWorld(t, false)
 	w.Gateway("192.0.2.1")
 	p := w.peer("b")
@@ -210,7 +210,7 @@ func TestAReplicatorBeforeItsFirstCheckChangesNothing(t *testing.T) {
 	p.UntilIs(isthmus.ConditionIdentity, isthmus.ReasonUnreachable)
 }
 
-func TestNoWritesAtRest(t *testing.T) {
+func TestEventsWithoutAChangeCauseNoWrites(t *testing.T) {
 	w := newWorld(t, false)
 	w.Gateway("192.0.2.1")
 	peers := []*remote{w.peer("b"), w.peer("c")}
@@ -228,7 +228,7 @@ func TestNoWritesAtRest(t *testing.T) {
 	}
 	time.Sleep(300 * time.Millisecond)
 	before := versions()
-	for range 5 { // events without a change
+	for range 5 { // five events without a change
 		for _, p := range peers {
 			w.stub.say(p.Cluster.ClusterID, replicated)
 		}
@@ -239,7 +239,7 @@ func TestNoWritesAtRest(t *testing.T) {
 	}
 }
 
-func TestTheNamespacesOfAPeeringAreImmutable(t *testing.T) {
+func TestTenantNamespacesOfAPeeringAreImmutable(t *testing.T) {
 	w := managertest.New(t)
 	for field, change := range map[string]func(*isthmus.TenantNamespace){
 		"local":  func(n *isthmus.TenantNamespace) { n.Local = w.Prefix + "-y" },
@@ -257,7 +257,7 @@ func TestTheNamespacesOfAPeeringAreImmutable(t *testing.T) {
 	}
 }
 
-func TestAnEventSaysThatConsentIsNeeded(t *testing.T) {
+func TestEventReportsThatAClaimNeedsConsent(t *testing.T) {
 	w := newWorld(t, false)
 	w.Gateway("192.0.2.1")
 	p := w.peer("b")
@@ -282,7 +282,7 @@ func TestAnEventSaysThatConsentIsNeeded(t *testing.T) {
 		return strings.Contains(told, "Warning ConsentNeeded PeerConfigAccepted: "+p.Cluster.ClusterName+" ("+p.Cluster.ClusterID+") requests in NetworkConfig ") &&
 			strings.Contains(told, "to agree: isthmus peer "+p.Peering.Name+" --consent 10.244.64.0/18,10.60.0.0/18")
 	})
-	// Another claim is another question.
+	// A changed claim needs consent again.
 	theirs := p.Theirs()
 	w.OK(w.API().Get(w.Ctx, client.ObjectKeyFromObject(theirs), theirs))
 	theirs.Spec.PodCIDR = "192.168.32.0/22"

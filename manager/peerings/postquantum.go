@@ -10,12 +10,12 @@ import (
 	"github.com/isthmus-net/isthmus/manager/peers"
 )
 
-// keyState is the state of the preshared key in a Peering.
+// keyState is the state of the preshared key of a Peering.
 type keyState struct {
 	required bool
-	use      string // the exchange that made the key in use; empty: no key is in use
+	use      string // ID of the exchange that made the key in use; "": no key is in use
 	progress postquantum.Progress
-	problem  error // why no key is stored
+	problem  error // the reason why no key is stored
 }
 
 func (r *Reconciler) gatherKey(ctx context.Context, s *peeringState, peer peers.Peer) {
@@ -25,15 +25,15 @@ func (r *Reconciler) gatherKey(ctx context.Context, s *peeringState, peer peers.
 	}
 	state, err := r.Keys.State(ctx, peer.Cluster.ClusterID)
 	if s.key.use = state.Use.ID; err == nil && len(s.copies) == 1 {
-		// The step's result is discarded: the reconciler of the NetworkConfig takes the same step
-		// and stores it.
+		// The new state is discarded: the reconciler of the NetworkConfig takes the same step and stores
+		// it.
 		_, s.key.progress, err = exchange.StepOf(state, r.Peers.Self, s.original.Spec.BackendConfig, peer.Cluster.ClusterID, s.copies[0].Spec.BackendConfig,
 			postquantum.WordsIn(s.original.Spec.BackendConfig))
 	}
 	s.key.problem = cmp.Or(err, r.Keys.Problem(peer.Cluster.ClusterID))
 }
 
-// why explains why no session uses a preshared key.
+// why returns the reason why no session uses a preshared key.
 func (k keyState) why() string {
 	if k.problem != nil {
 		return plain(k.problem.Error())
@@ -55,8 +55,8 @@ func (k keyState) why() string {
 	return "waiting for the peer"
 }
 
-// spoiled explains why no next key replaces the one in use, if what the peer publishes is wrong.
-// Otherwise it returns "".
+// spoiled returns the reason why no new key replaces the key in use, if the peer publishes invalid
+// fields. Otherwise it returns "".
 func (k keyState) spoiled() string {
 	switch k.progress {
 	case postquantum.Malformed, postquantum.Altered:
@@ -65,8 +65,8 @@ func (k keyState) spoiled() string {
 	return ""
 }
 
-// postQuantum returns what the gateway reports about the sessions with the peer. Without an active
-// gateway that is unknown.
+// postQuantum returns the gateway's report about the sessions with the peer. Without an active
+// gateway, the state is unknown.
 func (s *peeringState) postQuantum() isthmus.PostQuantumStatus {
 	switch {
 	case s.endpoint == nil || s.silent != "":

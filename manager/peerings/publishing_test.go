@@ -19,7 +19,7 @@ import (
 	"github.com/isthmus-net/isthmus/manager/managertest"
 )
 
-func TestNetworkConfigIsLiqosObject(t *testing.T) {
+func TestPublishedNetworkConfigHasLiqosForm(t *testing.T) {
 	w := newWorld(t, false)
 	w.Gateway("192.0.2.1")
 	p := w.peer("b")
@@ -78,15 +78,15 @@ func TestAnEditedNetworkConfigIsRestored(t *testing.T) {
 	}
 }
 
-// An answer counts only for the networks that it answers. After a change of networks it is removed from
-// our NetworkConfig, and meanwhile no reader sees an agreement.
+// An answer counts only for the networks that it was given for. After a change of networks it is
+// removed from our NetworkConfig, and until then readers ignore it.
 func TestAnAnswerIsWithdrawnWhenNetworksChange(t *testing.T) {
 	w := newWorld(t, false)
 	w.Gateway("192.0.2.1")
 	p := w.peer("b")
 	p.join()
 	nc := p.Original()
-	nc.Spec.PodCIDR = "10.200.0.0/16" // so that ours are others than those that are written
+	nc.Spec.PodCIDR = "10.200.0.0/16" // differs from our configured PodCIDR
 	w.OK(w.API().Update(w.Ctx, nc))
 	w.Until("our network is back, and the answer and its mark are gone", func() bool {
 		nc := p.Original()
@@ -95,7 +95,7 @@ func TestAnAnswerIsWithdrawnWhenNetworksChange(t *testing.T) {
 	p.UntilIs(isthmus.ConditionAnswered, isthmus.ReasonWaitingAnswer)
 	p.UntilIs(isthmus.ConditionTunnelEndpoint, isthmus.ReasonWaiting)
 
-	// So they are where nobody knows any more what to publish.
+	// The mark is also removed while our endpoint is unknown.
 	w.OK(w.API().Delete(w.Ctx, &corev1.Service{ObjectMeta: metav1.ObjectMeta{Namespace: w.System, Name: "isthmus-gateway"}}))
 	p.UntilIs(isthmus.ConditionReady, isthmus.ReasonLocalSetup)
 	nc = p.Original()
@@ -104,7 +104,7 @@ func TestAnAnswerIsWithdrawnWhenNetworksChange(t *testing.T) {
 	w.Until("the mark is gone again", func() bool { return p.Original().Annotations[isthmus.AnnotationUnanswered] == "" })
 }
 
-func TestChangeOfTheGatewayIsPublishedToAllPeersAtOnce(t *testing.T) {
+func TestGatewayChangesArePublishedToAllPeersAtOnce(t *testing.T) {
 	w := newWorld(t, false)
 	w.Gateway("192.0.2.1")
 	peers := []*remote{w.peer("b"), w.peer("c"), w.peer("d")}
@@ -142,7 +142,7 @@ func TestChangeOfTheGatewayIsPublishedToAllPeersAtOnce(t *testing.T) {
 		w.Until("another key is published", func() bool { return p.Original().Spec.BackendConfig["publicKey"] == managertest.AnotherKey })
 	}
 
-	// Of the tunnels, those with a key and a port are published, whichever comes first.
+	// Only tunnels with both a key and a port are published, in whichever order these are added.
 	secret.Data["tunnels"] = []byte(managertest.KeyText(21) + "," + managertest.KeyText(22))
 	w.OK(w.API().Update(w.Ctx, &secret))
 	w.Always("tunnels without ports are not published", func() bool { return len(peers[0].Original().Spec.BackendConfig) == 2 })
@@ -161,7 +161,7 @@ func TestChangeOfTheGatewayIsPublishedToAllPeersAtOnce(t *testing.T) {
 		w.Until("the tunnel is taken back", func() bool { return len(p.Original().Spec.BackendConfig) == 2 })
 	}
 
-	// An unusable key publishes nothing, and what was published stays.
+	// With an invalid key, the published NetworkConfig stays unchanged.
 	secret.Data["publicKey"] = []byte("not base64")
 	w.OK(w.API().Update(w.Ctx, &secret))
 	w.Until("the Peering says so", func() bool {

@@ -20,13 +20,13 @@ import (
 	"github.com/isthmus-net/isthmus/manager/peers"
 )
 
-// A refusal is reported in one line: the requester and the request, with object and field; the
-// networks in force meanwhile; the remedy. The middle part may quote the peer, and is shortened if
-// the line is too long.
+// The message of a refusal is one line with three parts: the requester and the request, with object
+// and field; the networks in force in the meantime; the remedy. The request may quote the peer, and
+// is shortened if the line is too long.
 
 const (
-	// maxMessage bounds the message of a condition, in octets. An Event takes 1024, which include
-	// the name of the condition; for Ready these are two names.
+	// maxMessage bounds the message of a condition, in octets. An Event's note may have 1024 octets,
+	// which include the name of the condition. For Ready, they include two names.
 	maxMessage = 1000
 	maxRefusal = maxMessage - len(isthmus.ConditionTunnelEndpoint+": ")
 	// maxWhy bounds status.remote.podCIDRWhy, in octets.
@@ -41,7 +41,7 @@ func fit(s string, octets int) string {
 	return strings.ToValidUTF8(s[:max(0, octets-3)], "") + "..."
 }
 
-// who names the peer.
+// who returns the peer's name and ID.
 func (s *peeringState) who() string {
 	c := s.peering.Spec.Cluster
 	return fmt.Sprintf("%s (%s)", c.ClusterName, c.ClusterID)
@@ -67,7 +67,7 @@ func (s *peeringState) refusedThere(verb, what, remedy string) string {
 	return sentence(who, what, tail+"; "+remedy)
 }
 
-// sentence shortens what to make the message fit.
+// sentence joins the three parts of a message. It shortens what if the message would be too long.
 func sentence(who, what, tail string) string {
 	return who + fit(plain(what), maxRefusal-len(who)-len("; ")-len(tail)) + "; " + tail
 }
@@ -93,7 +93,7 @@ func as(own, nat string) string {
 	return "as " + nat
 }
 
-// standingText describes the networks of the peer here, and why they are these.
+// standingText describes the networks of the peer here, with the reasons.
 func (s *peeringState) standingText() string {
 	names, texts := [2]string{"podCIDR", "externalCIDR"}, [2]string{}
 	n := networksOf(&s.copies[0])
@@ -106,8 +106,8 @@ func (s *peeringState) standingText() string {
 	return "used here: " + strings.Join(texts[:], "; ")
 }
 
-// why explains a network of the peer here; i is 0 for pods and 1 for the ExternalCIDR. It returns
-// "" if the IPAM state has changed since the answer.
+// why returns the reason for a network of the peer here. i is 0 for the PodCIDR and 1 for the
+// ExternalCIDR. It returns "" if the IPAM state has changed since the answer.
 func (s *peeringState) why(i int, seen string) string {
 	if here := s.standing[i].Here; !here.IsValid() || here.String() != seen {
 		return ""
@@ -115,7 +115,7 @@ func (s *peeringState) why(i int, seen string) string {
 	return fit(s.standing[i].Why, maxWhy)
 }
 
-// refusedPeer explains why we refuse the NetworkConfig of the peer.
+// refusedPeer returns a message with the reason why we refuse the NetworkConfig of the peer.
 func (s *peeringState) refusedPeer(nc *v1alpha1.NetworkConfig, reason, problem string) string {
 	what := fmt.Sprintf("%s requests in NetworkConfig %s/%s: ", s.who(), nc.Namespace, nc.Name)
 	if changes := s.changes(nc); reason == v1alpha1.ReasonConsent && changes != "" {
@@ -127,7 +127,8 @@ func (s *peeringState) refusedPeer(nc *v1alpha1.NetworkConfig, reason, problem s
 	return s.refused(what, problem, s.remedyHere(nc, reason))
 }
 
-// changes describes how the peer's claim differs from the networks in force, and its networks here.
+// changes describes the differences between the peer's claim and the networks in force, and its
+// networks here.
 func (s *peeringState) changes(nc *v1alpha1.NetworkConfig) string {
 	had := [2]string{}
 	if s.endpoint != nil {
@@ -192,8 +193,8 @@ func (s *peeringState) remedyThere(reason string) string {
 	return "correct the source of that field in this cluster, or run isthmus unpeer " + peering
 }
 
-// known returns the reason of the peer's refusal if it is one that we know, because it becomes the
-// label of a metric.
+// known returns the reason of the peer's refusal if it is one of the defined reasons. Other reasons
+// are replaced, because the reason becomes the label of a metric.
 func known(reason string) string {
 	switch reason {
 	case v1alpha1.ReasonNotPeered, v1alpha1.ReasonWrongOrigin, v1alpha1.ReasonKeyConflict, v1alpha1.ReasonEndpoint, v1alpha1.ReasonExhausted,
@@ -211,7 +212,7 @@ func (s *peeringState) aboutPeer(v condition) condition {
 	return v
 }
 
-// weigh evaluates the peer's claim against the IPAM state.
+// weigh evaluates the peer's claim with the IPAM state.
 func (r *Reconciler) weigh(ctx context.Context, s *peeringState, peer peers.Peer) error {
 	state := r.Store.State()
 	s.granted, _ = state.AllocationOf(peer.Cluster.ClusterID)
@@ -236,7 +237,8 @@ func (r *Reconciler) weigh(ctx context.Context, s *peeringState, peer peers.Peer
 	return err
 }
 
-// overlapText describes the overlap with a network of the peer, and names the Node if it is one.
+// overlapText describes an overlap with a network of the peer. If the overlap is with an address of
+// a Node, the text names the Node.
 func overlapText(ctx context.Context, reader client.Reader, c ipam.Conflict) (string, error) {
 	if !c.Other.IsSingleIP() {
 		return c.String(), nil

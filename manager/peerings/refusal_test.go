@@ -16,9 +16,9 @@ import (
 	"github.com/isthmus-net/isthmus/manager/ipam"
 )
 
-// Every refusal that there can be between two clusters, as both of them read it: who asks for what,
-// what is in force, what to do.
-func TestEachRefusalNamesPeerNetworkAndRemedy(t *testing.T) {
+// The test has each possible refusal between two clusters as each of them reports it. The message
+// has the request, the networks in force, and the remedy.
+func TestRefusalsNameRequestNetworksInForceAndRemedy(t *testing.T) {
 	const (
 		asks    = "bravo (bbbbbbbb-2222-4222-8222-222222222222) requests in NetworkConfig tenant/alpha-111111: "
 		refuses = "bravo (bbbbbbbb-2222-4222-8222-222222222222) refuses our NetworkConfig tenant/bravo-924e89: "
@@ -39,7 +39,7 @@ func TestEachRefusalNamesPeerNetworkAndRemedy(t *testing.T) {
 	for _, c := range []struct {
 		name            string
 		change          func(*peeringState)
-		which           string // the condition
+		which           string // the condition with the message
 		reason, message string
 	}{
 		{"a key that another peer has", func(s *peeringState) {
@@ -145,7 +145,7 @@ func TestEachRefusalNamesPeerNetworkAndRemedy(t *testing.T) {
 				s := agreedState(t)
 				s.peering.Name, s.self.ClusterName = "here", "alpha"
 				c.change(&s)
-				if long { // whatever the peer says, the rest is there
+				if long { // a long request must not displace the other parts
 					for i := range s.copies {
 						for j := range s.copies[i].Status.Conditions {
 							s.copies[i].Status.Conditions[j].Message = strings.Repeat("ä ", 20_000)
@@ -166,7 +166,7 @@ func TestEachRefusalNamesPeerNetworkAndRemedy(t *testing.T) {
 				if tail := c.message[max(0, strings.LastIndex(c.message, "; ")):]; !strings.HasSuffix(got.Message, tail) {
 					t.Errorf("long: %v: %s\ndoes not end with %s", long, got.Message, tail)
 				}
-				for _, text := range []string{got.Message, "Ready: " + ready.Message} { // as in an Event
+				for _, text := range []string{got.Message, "Ready: " + ready.Message} { // as in an Event's note
 					if len(text) > 1024 || strings.ContainsAny(text, "\n\r\x1b") {
 						t.Errorf("%d octets: %q", len(text), text)
 					}
@@ -176,8 +176,8 @@ func TestEachRefusalNamesPeerNetworkAndRemedy(t *testing.T) {
 	}
 }
 
-// A message that is as long as it gets is an Event that the API server takes.
-func TestTheLongestMessageFitsIntoAnEvent(t *testing.T) {
+// The API server accepts the longest possible message in an Event.
+func TestLongestConditionMessageFitsIntoAnEvent(t *testing.T) {
 	for _, octets := range []int{0, 2, 3, 9, 10, 11} {
 		if got := fit("äöüäöü", octets); len(got) > max(3, octets) {
 			t.Errorf("%d octets: %q", octets, got)
@@ -192,8 +192,9 @@ func TestTheLongestMessageFitsIntoAnEvent(t *testing.T) {
 	}
 }
 
-// The Peering says which peer has the key, and which Node the address; the peer is told neither.
-func TestARefusalNamesTheCurrentOwner(t *testing.T) {
+// The Peering names the peer that has the key, or the Node that has the address. The refused peer
+// learns neither.
+func TestRefusalNamesTheOwnerOfTheKeyOrAddress(t *testing.T) {
 	w := newWorld(t, false)
 	w.Gateway("192.0.2.1")
 	p := w.peer("b")
@@ -211,7 +212,7 @@ func TestARefusalNamesTheCurrentOwner(t *testing.T) {
 	p.UntilIs(isthmus.ConditionReady, v1alpha1.ReasonKeyConflict)
 	want := "(" + owner.Cluster.ClusterName + " (" + owner.Cluster.ClusterID + ") has it, by TunnelEndpoint " + owner.NS + "/o)"
 	w.Until("the condition says "+want, func() bool {
-		w.stub.say(p.Cluster.ClusterID, replicated) // the cache may have seen the owner last
+		w.stub.say(p.Cluster.ClusterID, replicated) // another event, because the cache may get the owner's TunnelEndpoint late
 		return strings.Contains(p.Message(isthmus.ConditionPeerConfig), want)
 	})
 	for _, c := range []struct{ other, want string }{
@@ -231,9 +232,9 @@ func TestARefusalNamesTheCurrentOwner(t *testing.T) {
 	}
 }
 
-// status.remote says why the peer's networks are here what they are, and while its claim waits for
-// consent what is in force.
-func TestTheStatusExplainsAnUnavailableNetwork(t *testing.T) {
+// status.remote explains the peer's networks here. While a claim waits for consent, the condition
+// names the networks in force.
+func TestStatusHasTheReasonsForRemappedNetworks(t *testing.T) {
 	s := agreedState(t)
 	s.standing = [2]ipam.Standing{
 		{Claim: netip.MustParsePrefix("10.244.64.0/18"), Here: netip.MustParsePrefix("10.246.0.0/18"), Why: "it overlaps our PodCIDR, 10.244.0.0/16"},

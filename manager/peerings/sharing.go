@@ -15,12 +15,12 @@ import (
 // servicesState has the inputs of the condition ServicesShared.
 type servicesState struct {
 	on      bool
-	lacking string // why no services are shared
-	looked  bool   // the peer's API server was checked
-	counted bool   // each of the peer's services was checked
+	lacking string // the reason why no services are shared, or ""
+	looked  bool   // whether the peer's API server was checked
+	counted bool   // whether each of the peer's services was checked
 	sharing replication.Sharing
 	imports services.Imports
-	left    bool // the peer still has PeerServices of ours
+	left    bool // whether the peer still has PeerServices of ours
 }
 
 func (r *Reconciler) gatherServices(ctx context.Context, s *peeringState) {
@@ -31,12 +31,13 @@ func (r *Reconciler) gatherServices(ctx context.Context, s *peeringState) {
 	id := s.peering.Spec.Cluster.ClusterID
 	s.services.sharing, s.services.looked = r.Services.Sharing(id)
 	s.services.imports, s.services.counted = r.Services.Imports(id), r.Services.Looked(ctx, id, s.peering.Spec.TenantNamespace.Local)
-	// Without an answer from the peer, wait only if it had something of ours. The removal of the
-	// NetworkConfig waits for the peer anyway.
+	// Until the peer answers, the removal waits only if the peer had services of ours. The removal of
+	// the NetworkConfig waits for the peer in any case.
 	s.services.left = s.services.looked && !s.services.sharing.Withdrawn
 }
 
-// servicesCondition computes the condition ServicesShared; nil: the Peering does not have it.
+// servicesCondition computes the condition ServicesShared. It returns nil if the Peering has no
+// such condition.
 func servicesCondition(s peeringState) *condition {
 	spec, is := s.peering.Spec.Services, s.services
 	if !is.on || len(spec.Export)+len(spec.Import) == 0 || s.conflict != "" || !s.peering.DeletionTimestamp.IsZero() {

@@ -24,8 +24,8 @@ import (
 	"github.com/isthmus-net/isthmus/manager/replication"
 )
 
-// A world is one cluster with the reconcilers of our side and stand-ins for what is not ours: the
-// replicator, the IPAM state, the answers and the gateway.
+// A world is one cluster with the reconcilers of this package. The test plays the replicator, the
+// IPAM state, the answers and the gateway.
 type world struct {
 	*managertest.World
 	stub   *stubReplicator
@@ -39,13 +39,13 @@ type remote struct {
 	w *world
 }
 
-// peer makes a Peering with a cluster, and its tenant namespace.
+// peer creates a Peering with a cluster, and its tenant namespace.
 func (w *world) peer(name string) *remote { return &remote{w.Peer(name), w} }
 
-// describe returns that peer without making anything.
+// describe returns the same peer without creating objects.
 func (w *world) describe(name string) *remote { return &remote{w.Describe(name), w} }
 
-// stubReplicator says what a test wants it to say.
+// stubReplicator returns the states that a test sets.
 type stubReplicator struct {
 	mu      sync.Mutex
 	peers   []replication.Target
@@ -73,7 +73,7 @@ func (r *stubReplicator) say(id string, s replication.State) {
 	r.changed <- event.GenericEvent{Object: &metav1.PartialObjectMetadata{ObjectMeta: metav1.ObjectMeta{Name: id}}}
 }
 
-// forget is what a replicator is like that was just started.
+// forget removes the state of a peer, as in a replicator that has just started.
 func (r *stubReplicator) forget(id string) {
 	r.mu.Lock()
 	delete(r.states, id)
@@ -147,7 +147,7 @@ var replicated = replication.State{
 	Published: replication.Condition{Status: metav1.ConditionTrue, Reason: isthmus.ReasonUpToDate, Message: "https://b has it"},
 }
 
-// join does everything that others do until the peering is ready.
+// join writes all objects and states that other components would write until the peering is ready.
 func (r *remote) join() {
 	r.w.T.Helper()
 	nc := r.UntilPublished()

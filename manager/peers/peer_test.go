@@ -112,7 +112,7 @@ func TestOnlyPeeringsThatShareServicesAreDrained(t *testing.T) {
 	is(false, func(p *isthmus.Peering) { p.Annotations[isthmus.AnnotationForce] = "true" })
 }
 
-func TestTheTunnelStaysUntilOurNetworkConfigIsDeleted(t *testing.T) {
+func TestTunnelStaysUntilOurNetworkConfigAtThePeerIsDeleted(t *testing.T) {
 	left := time.Unix(1000, 0)
 	held := &v1alpha1.NetworkConfig{ObjectMeta: metav1.ObjectMeta{Finalizers: []string{v1alpha1.FinalizerReplicator}}}
 	for _, c := range []struct {

@@ -638,7 +638,7 @@ func TestARestartedReplicatorContinuesAtAnyStep(t *testing.T) {
 	})
 }
 
-func TestNoWritesAtRest(t *testing.T) {
+func TestEventsWithoutAChangeCauseNoWrites(t *testing.T) {
 	p := established(t, (*pair).byToken)
 	p.awaitUpToDate()
 	p.eventually(func() string {
