@@ -14,7 +14,7 @@ import (
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 )
 
-// Bounds of the certificate authority that a peer publishes, because it goes into a Secret of ours.
+// Bounds of the certificate authority that a peer publishes, because we store it in a Secret.
 // During a rotation there are two certificates.
 const (
 	maxAuthority    = 64 << 10 // octets
@@ -22,20 +22,21 @@ const (
 )
 
 // followAuthority copies the certificate authority that the peer publishes into the identity
-// Secret. It reads it over a connection that the present authority verifies. It adopts the new
-// authority only if that verifies the same API server, because an API server behind a load balancer
-// may have a certificate of another authority. So it can follow a rotation while both authorities
-// are valid, but not later.
+// Secret. The present authority must verify the connection for this.
+//
+// The new authority is adopted only if it verifies the same API server, because an API server
+// behind a load balancer may have a certificate of another authority. So a rotation can be followed
+// while both authorities are valid, but not later.
 func (w *worker) followAuthority(ctx context.Context) {
 	if now := time.Now(); w.link.ca == "" || w.link.user == "" || now.Before(w.authority) {
-		return // the system's authorities verify it, or the Secret is Liqo's
+		return // the system's authorities verify the server, or the Secret is from Liqo
 	}
 	w.authority = time.Now().Add(w.r.pace.authority)
 	ctx, cancel := context.WithTimeout(ctx, 2*w.r.pace.request)
 	defer cancel()
 	published, err := w.link.publishedAuthority(ctx)
 	if err != nil {
-		w.log.Debug("read the peer's certificate authority", "error", err) // the peer is a Liqo, or does not permit this
+		w.log.Debug("read the peer's certificate authority", "error", err) // the peer uses Liqo, or does not permit this
 		return
 	}
 	if err := w.adopt(ctx, published); err != nil {
@@ -65,7 +66,7 @@ func (w *worker) adopt(ctx context.Context, published string) error {
 	}
 	config, err := clientcmd.Load(w.secret.Data[isthmus.SecretKubeconfig])
 	if err != nil || config.Contexts[config.CurrentContext] == nil || config.Clusters[config.Contexts[config.CurrentContext].Cluster] == nil {
-		return errors.New("the Secret is not a kubeconfig") // it was one when the link was made
+		return errors.New("the Secret is not a kubeconfig") // it was a kubeconfig when the link was made
 	}
 	config.Clusters[config.Contexts[config.CurrentContext].Cluster].CertificateAuthorityData = []byte(published)
 	kubeconfig, err := clientcmd.Write(*config)
@@ -73,7 +74,7 @@ func (w *worker) adopt(ctx context.Context, published string) error {
 		return err
 	}
 	if err := w.replaceKubeconfig(ctx, kubeconfig); err != nil {
-		w.authority = time.Now().Add(w.r.pace.renew) // the Secret may have changed meanwhile, so try again soon
+		w.authority = time.Now().Add(w.r.pace.renew) // try again soon, because the Secret may have changed in the meantime
 		return err
 	}
 	w.log.Info("adopted the peer's new certificate authority", "certificates", len(want))

@@ -30,8 +30,9 @@ import (
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 )
 
-// A front stands before the peer's API server: with a certificate of its own, whose authority can be
-// rotated, and another ConfigMap kube-root-ca.crt, which the peer's controllers would mend.
+// A front is a proxy for the peer's API server. It has a certificate of its own, whose authority
+// can be rotated, and its own ConfigMap kube-root-ca.crt. In the real ConfigMap, the peer's
+// controllers would undo edits.
 type front struct {
 	*httptest.Server
 	published   atomic.Pointer[string]
@@ -62,7 +63,7 @@ func newFront(t *testing.T, by *authority) *front {
 		}
 		proxy.ServeHTTP(w, r)
 	}))
-	// StartTLS would show its own certificate to clients that name no host.
+	// StartTLS would present its own certificate to clients without a server name.
 	f.Listener = tls.NewListener(f.Listener, &tls.Config{GetCertificate: func(*tls.ClientHelloInfo) (*tls.Certificate, error) { return f.certificate.Load(), nil }})
 	f.Config.ErrorLog = log.New(io.Discard, "", 0)
 	f.Start()
@@ -77,7 +78,7 @@ func newFront(t *testing.T, by *authority) *front {
 
 func (f *front) publish(text string) { f.published.Store(&text) }
 
-// show makes the front use a certificate of another authority, for new connections.
+// show makes the front present a certificate of another authority on new connections.
 func (f *front) show(t *testing.T, by *authority) {
 	t.Helper()
 	f.certificate.Store(by.serve(t))
@@ -86,7 +87,7 @@ func (f *front) show(t *testing.T, by *authority) {
 	}
 }
 
-// An authority signs certificates.
+// An authority is a certificate authority.
 type authority struct {
 	key  *ecdsa.PrivateKey
 	cert *x509.Certificate
@@ -133,9 +134,9 @@ func (a *authority) serve(t *testing.T) *tls.Certificate {
 	return &tls.Certificate{Certificate: [][]byte{cert.Raw}, PrivateKey: key}
 }
 
-// Kubernetes publishes the old and the new authority together, changes the server's certificate, and then
-// publishes the new one alone.
-func TestARotatedAuthorityIsFollowed(t *testing.T) {
+// Kubernetes publishes the old and the new authority together, then changes the server's
+// certificate, and then publishes the new authority alone.
+func TestRotatedCertificateAuthorityOfThePeerIsAdopted(t *testing.T) {
 	t.Parallel()
 	first, second, stranger := newAuthority(t, "first"), newAuthority(t, "second"), newAuthority(t, "stranger")
 	const often = 200 * time.Millisecond
@@ -167,7 +168,7 @@ func TestARotatedAuthorityIsFollowed(t *testing.T) {
 		p.eventually(p.outdated)
 	}
 
-	// None of these is one, or verifies the server.
+	// None of these texts is a list of authorities that verifies the server.
 	for _, wrong := range []string{stranger.pem, "", "no PEM", string(pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: []byte("x")})),
 		first.pem + string(pem.EncodeToMemory(&pem.Block{Type: "EC PRIVATE KEY", Bytes: []byte("x")})), strings.Repeat(second.pem, maxCertificates+1) + first.pem,
 		first.pem + strings.Repeat("#", maxAuthority)} {
@@ -187,7 +188,7 @@ func TestARotatedAuthorityIsFollowed(t *testing.T) {
 	await(second.pem)
 	works("198.51.100.23")
 
-	// Nothing is followed over a connection that the authority in the Secret does not verify.
+	// A new authority is ignored if the authority in the Secret does not verify the connection.
 	f.publish(stranger.pem)
 	f.show(t, stranger)
 	p.awaitState(isthmus.ReasonUnreachable, isthmus.ReasonUpToDate, "does not verify", "run isthmus peer again")

@@ -14,7 +14,7 @@ import (
 
 func (w *worker) secretFeed() feed {
 	secrets := w.r.secrets.Secrets(w.peer.LocalNamespace)
-	only := "metadata.name=" + w.peer.IdentitySecret // RBAC treats this as a request for one object
+	only := "metadata.name=" + w.peer.IdentitySecret // RBAC treats this selector as a request for one object
 	return feed{
 		list: func(ctx context.Context, o metav1.ListOptions) ([]client.Object, metav1.ListInterface, error) {
 			o.FieldSelector = only
@@ -35,8 +35,8 @@ func (w *worker) secretFeed() feed {
 	}
 }
 
-// connect makes a link and, after delay, follows the copies over it. pause counts failures across
-// links. The known copies stay, unless they are from another API server.
+// connect makes a link for id. After delay, it follows the copies over that link. pause counts
+// failures across links. The known copies are kept, unless they are from another API server.
 func (w *worker) connect(ctx context.Context, id identity, delay time.Duration, pause *backoff) error {
 	next, err := newLink(&w.r.pool, id, w.peer.RemoteNamespace)
 	if err != nil {
@@ -76,7 +76,7 @@ func (w *worker) connect(ctx context.Context, id identity, delay time.Duration, 
 	return nil
 }
 
-// disconnect closes the link, if there is one.
+// disconnect closes the link, if one exists.
 func (w *worker) disconnect() {
 	if w.link == nil {
 		return

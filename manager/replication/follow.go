@@ -13,46 +13,46 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 )
 
-// pace has the intervals and limits of workers.
+// A pace has the intervals and limits of workers.
 type pace struct {
 	request  time.Duration // timeout of a request other than a watch
 	watch    time.Duration // maximum duration of a watch; the server may end it earlier
-	ask      time.Duration // during a watch: interval of checks of our identity; 0: never
-	settled  time.Duration // a watch of this duration ends a series of failures
+	ask      time.Duration // during a watch: interval of the requests that check our identity; 0: none
+	settled  time.Duration // a watch that lasts this long ends a series of failures
 	min, max time.Duration // pause after the first failure in a series, and maximum pause
 	renew    time.Duration // minimum time between two attempts to renew a token
 	// authority is the interval of reads of the certificate authority that the peer publishes.
 	authority time.Duration
 
-	// turns limits how many requests of all workers to one API server wait for an answer at the
-	// same time; nil: unlimited.
+	// turns has one element for each request of any worker to one API server that waits for a
+	// response. Its capacity limits these requests; nil: unlimited.
 	turns chan struct{}
 }
 
 // usual is the pace outside of tests. A watch lasts as long as the server permits, usually between
 // half an hour and an hour. An API server does not end the watches of an identity that it no longer
-// accepts, and a server that vanishes ends nothing either. One small request a minute notices both,
-// and costs both sides a tenth of a new watch.
+// accepts, and a server that disappears does not end any watch. One small request a minute detects
+// both cases. It costs both sides a tenth of a new watch.
 var usual = pace{
 	request: 10 * time.Second, watch: 2 * time.Hour, ask: 45 * time.Second, settled: 10 * time.Second,
 	min: 500 * time.Millisecond, max: 30 * time.Second, renew: 10 * time.Second, authority: time.Hour,
 }
 
-// ownTurns limits the concurrent requests of all workers to our own API server. It queues some
-// hundred requests for each client, and rejects more with 429. A manager that starts with a
-// thousand peers lists and watches a thousand Secrets.
+// ownTurns limits the concurrent requests of all workers to our own API server. That server queues
+// some hundred requests for each client, and rejects further ones with 429. A manager that starts
+// with a thousand peers lists and watches a thousand Secrets.
 const ownTurns = 16
 
-// own returns the pace at our own API server, which all workers share. There our identity needs no
-// checks.
+// own returns the pace at our own API server, which all workers share. Our identity needs no checks
+// there.
 func (p pace) own() pace {
 	p.ask = 0
 	p.turns = make(chan struct{}, ownTurns)
 	return p
 }
 
-// turn waits until one more request may be sent. The caller calls answered when it has the answer;
-// a request that times out blocks the others for no longer than its timeout. turn fails when ctx
+// turn waits until another request may be sent. The caller calls answered when it has the response.
+// A request without a response occupies its turn until its timeout. turn returns an error if ctx
 // ends first.
 func (p pace) turn(ctx context.Context) (answered func(), err error) {
 	if p.turns == nil {
@@ -68,14 +68,15 @@ func (p pace) turn(ctx context.Context) (answered func(), err error) {
 	}
 }
 
-// backoff counts the failures of a series. The zero value has counted none.
+// A backoff counts the failures in a series. The zero value has counted none.
 type backoff struct{ failures int }
 
-// next returns the pause after one more failure: twice the previous one, at most max, minus a
-// random part of up to a half, so that many workers do not return at the same time.
+// next counts a failure and returns the pause after it: twice the previous pause, at most max,
+// minus a random part of up to one half. Because of the random part, many workers do not retry at
+// the same time.
 func (b *backoff) next(p pace) time.Duration {
 	d := p.max
-	if b.failures < 20 { // min<<20 is more than any max
+	if b.failures < 20 { // min<<20 exceeds any max
 		d = min(p.max, p.min<<b.failures)
 		b.failures++
 	}
@@ -88,10 +89,10 @@ func (b *backoff) reset() { b.failures = 0 }
 type change struct {
 	err    error
 	full   bool
-	all    []client.Object // only if full
-	more   bool            // only if full: the list was cut off
-	object client.Object   // only if not full
-	gone   bool            // object was deleted
+	all    []client.Object // if full: all objects
+	more   bool            // if full: the list was truncated
+	object client.Object   // if not full: the changed object
+	gone   bool            // if not full: whether object was deleted
 }
 
 // A feed lists and watches objects of an API server.
@@ -100,12 +101,12 @@ type feed struct {
 	watch func(ctx context.Context, o metav1.ListOptions) (watch.Interface, error)
 }
 
-// maxListed bounds the objects of a feed that follow reads. Normally there is one.
+// maxListed bounds the number of objects that follow reads from a feed. Normally there is one.
 const maxListed = 64
 
-// follow passes the objects of a feed and their changes to emit, until ctx is done. It lists,
-// watches from that version on, and lists again whenever it may have missed an event. While it
-// runs, only follow may use b.
+// follow passes the objects of a feed and their changes to emit, until ctx is done. It lists the
+// objects and watches from the list's version on. It lists again whenever it may have missed an
+// event. Only follow may use b while it runs.
 func (p pace) follow(ctx context.Context, f feed, b *backoff, emit func(change)) {
 	for ctx.Err() == nil {
 		c, version := p.list(ctx, f)
@@ -139,8 +140,8 @@ func (p pace) list(ctx context.Context, f feed) (c change, version string) {
 	return change{full: true, all: all, more: meta.GetContinue() != ""}, meta.GetResourceVersion()
 }
 
-// watchOnce watches from version on and advances it. It reports whether another watch may follow at
-// once, because this one ended without an error and not too soon.
+// watchOnce watches from version on, and advances version. It reports whether another watch may
+// follow at once, because this watch ended without an error and not too soon.
 func (p pace) watchOnce(ctx context.Context, f feed, version *string, b *backoff, emit func(change)) bool {
 	answered, err := p.turn(ctx)
 	if err != nil {
@@ -148,7 +149,7 @@ func (p pace) watchOnce(ctx context.Context, f feed, version *string, b *backoff
 	}
 	var asking sync.WaitGroup
 	defer asking.Wait()
-	ctx, cancel := context.WithTimeout(ctx, p.watch) // in case the server never ends it
+	ctx, cancel := context.WithTimeout(ctx, p.watch) // in case the server never ends the watch
 	defer cancel()
 	began := time.Now()
 	defer func() {
@@ -188,7 +189,7 @@ func (p pace) watchOnce(ctx context.Context, f feed, version *string, b *backoff
 				emit(change{err: err})
 			}
 			return false
-		case !ok: // no API server should send that
+		case !ok: // no correct API server sends such an object
 			emit(change{err: errors.New("the watch sent something that is not an object")})
 			return false
 		case e.Type != watch.Bookmark:
@@ -198,8 +199,8 @@ func (p pace) watchOnce(ctx context.Context, f feed, version *string, b *backoff
 	}
 }
 
-// keepAsking sends a list request from the server's cache regularly, until one fails or ctx is
-// done.
+// keepAsking regularly sends a list request that the server answers from its cache. It ends when a
+// request fails or ctx is done.
 func (p pace) keepAsking(ctx context.Context, f feed, refused chan<- error) {
 	for {
 		select {

@@ -16,12 +16,12 @@ import (
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 )
 
-// A script is an API server for follow, in the time of a synctest bubble.
+// A script is an API server for follow. It runs in a synctest bubble.
 type script struct {
-	lists, asked, watches int       // asked: lists out of its memory
-	version               string    // of the last watch
-	away                  time.Time // until then it does not answer
-	revoked               time.Time // from then on it does not accept who asks; zero: never
+	lists, asked, watches int       // numbers of requests; asked counts lists from the server's cache
+	version               string    // the resourceVersion from which the last watch began
+	away                  time.Time // the server does not answer before this time
+	revoked               time.Time // the server rejects our identity after this time; zero: never
 	more                  bool
 	watching              func(ctx context.Context, w *watch.FakeWatcher, o metav1.ListOptions)
 }
@@ -66,10 +66,10 @@ func (s *script) down() error {
 	return nil
 }
 
-// life is how long the server lets a watch last.
+// life is the time after which the server ends a watch.
 const life = 40 * time.Minute
 
-// untilEnd is a watch without events, which the server ends in time.
+// untilEnd is a watch without events, which the server ends after life.
 func untilEnd(ctx context.Context, _ *watch.FakeWatcher, _ metav1.ListOptions) {
 	select {
 	case <-ctx.Done():
@@ -77,7 +77,7 @@ func untilEnd(ctx context.Context, _ *watch.FakeWatcher, _ metav1.ListOptions) {
 	}
 }
 
-// during lets follow run for a time and returns what it emitted.
+// during runs follow for a time, and returns the changes that it emitted.
 func (s *script) during(t *testing.T, d time.Duration) (all []change) {
 	t.Helper()
 	ctx, cancel := context.WithCancel(t.Context())
@@ -92,7 +92,7 @@ func (s *script) during(t *testing.T, d time.Duration) (all []change) {
 	return all
 }
 
-func TestFollowAtRestUsesOneWatchAndOneRequestAMinute(t *testing.T) {
+func TestFollowSendsOneWatchAndOneRequestAMinuteAtRest(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		s := &script{watching: untilEnd}
 		all := s.during(t, 2*life-time.Minute)
@@ -103,7 +103,7 @@ func TestFollowAtRestUsesOneWatchAndOneRequestAMinute(t *testing.T) {
 }
 
 // A server does not end the watch of an identity that it no longer accepts.
-func TestFollowNoticesWithinAMinuteThatItsIdentityIsRevoked(t *testing.T) {
+func TestFollowDetectsARevokedIdentityWithinAMinute(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		s := &script{watching: untilEnd, revoked: time.Now().Add(10 * time.Minute)}
 		all := s.during(t, 11*time.Minute)
@@ -117,7 +117,7 @@ func TestFollowNoticesWithinAMinuteThatItsIdentityIsRevoked(t *testing.T) {
 	})
 }
 
-func TestFollowRetriesAnAbsentPeerTwiceAMinute(t *testing.T) {
+func TestFollowRetriesAnUnreachablePeerTwiceAMinute(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		s := &script{watching: untilEnd, away: time.Now().Add(time.Hour)}
 		s.during(t, time.Hour)
@@ -132,7 +132,7 @@ func TestFollowRetriesAnAbsentPeerTwiceAMinute(t *testing.T) {
 	})
 }
 
-func TestFollowGoesOnFromBookmarksAndListsAgainWhenTheyAreTooOld(t *testing.T) {
+func TestFollowContinuesFromBookmarksAndListsAgainIfTheyHaveExpired(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		object := func(version string) *v1alpha1.NetworkConfig {
 			return &v1alpha1.NetworkConfig{ObjectMeta: metav1.ObjectMeta{Name: "n", ResourceVersion: version}}
@@ -187,7 +187,8 @@ func TestFollowEndsAnOverdueWatch(t *testing.T) {
 	})
 }
 
-// A thousand workers that start together ask by turns: an API server refuses what it has no room for.
+// A thousand workers start at the same time. Their requests take turns, because an API server
+// rejects more than it has room for.
 func TestWorkersTakeTurnsAtOurAPIServer(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		const workers = 1000
@@ -219,7 +220,7 @@ func TestWorkersTakeTurnsAtOurAPIServer(t *testing.T) {
 						return f.list(ctx, o)
 					},
 					watch: func(ctx context.Context, o metav1.ListOptions) (watch.Interface, error) {
-						if i < ownTurns { // as a server does that has taken a connection and is silent
+						if i < ownTurns { // like a server that accepts a connection but never answers
 							<-ctx.Done()
 							return nil, ctx.Err()
 						}
@@ -241,7 +242,7 @@ func TestWorkersTakeTurnsAtOurAPIServer(t *testing.T) {
 	})
 }
 
-func TestPausesDoubleUpToTheMaximumAndDiffer(t *testing.T) {
+func TestBackoffDoublesUpToTheMaximumAndIsRandom(t *testing.T) {
 	var b backoff
 	seen := map[time.Duration]bool{}
 	want := usual.min

@@ -25,14 +25,14 @@ import (
 // connections.
 type endpoint struct {
 	server     string // https URL, without a slash at the end
-	serverName string // name that its certificate must have; empty: the host of server
-	proxy      string // URL; empty: from the environment
-	ca         string // PEM; empty: the system's authorities
+	serverName string // name that the server's certificate must have; empty: the host of server
+	proxy      string // URL of the proxy; empty: from the environment
+	ca         string // certificate authority in PEM; empty: the system's authorities
 	cert, key  string // PEM; both empty: authentication by token
-	inBand     string // cluster ID of the peer that the tunnel leads to; empty: no tunnel
+	inBand     string // cluster ID of the peer at the other end of the tunnel; empty: no tunnel is used
 }
 
-// String returns the API server's name in messages.
+// String returns the API server's name for messages.
 func (e endpoint) String() string {
 	if e.inBand != "" {
 		return "the peer's API server, through the tunnel,"
@@ -40,11 +40,11 @@ func (e endpoint) String() string {
 	return e.server
 }
 
-// An identity has everything that is needed to access the peer's API server.
+// An identity has all data that are needed to access the peer's API server.
 type identity struct {
 	endpoint
 	token string
-	user  string // user of the kubeconfig that token belongs to
+	user  string // user of the kubeconfig that the token belongs to
 }
 
 // Keys of Liqo's identity Secret.
@@ -56,8 +56,9 @@ const (
 	liqoProxy  = "proxyURL"
 )
 
-// identityFrom parses an identity Secret: a kubeconfig or Liqo's certificate. It rejects fields
-// that would make us run a program or read a file. The error names the key or field of the Secret.
+// identityFrom parses an identity Secret, which has a kubeconfig or Liqo's certificate. It rejects
+// fields that would make this process run a program or read a file. The error names the key or
+// field of the Secret.
 func identityFrom(s *corev1.Secret) (id identity, err error) {
 	switch {
 	case len(s.Data[isthmus.SecretKubeconfig]) > 0:
@@ -87,21 +88,21 @@ var (
 	errOutOfBand = errors.New("leads through the tunnel, but the Peering does not have spec.inBand")
 )
 
-// through checks that the identity fits spec.inBand of the Peering. In band, it directs the
-// identity through the tunnel.
+// through checks that the identity fits spec.inBand of the Peering. In band, it makes the identity
+// use the tunnel.
 func (id *identity) through(p Target) error {
 	switch {
 	case p.InBand && id.user == "":
 		return errInBand
 	case p.InBand:
 		id.inBand, id.proxy = p.ID, ""
-	case id.server == isthmus.InBandServer: // would be our own API server
+	case id.server == isthmus.InBandServer: // this address would be our own API server
 		return errOutOfBand
 	}
 	return nil
 }
 
-// fromKubeconfig reads the current context.
+// fromKubeconfig parses the current context of a kubeconfig.
 func fromKubeconfig(b []byte) (identity, error) {
 	config, err := clientcmd.Load(b)
 	if err != nil {
@@ -191,7 +192,7 @@ func (e endpoint) tlsConfig() (*tls.Config, error) {
 	return c, nil
 }
 
-// life returns the times in the token and the certificate; zero if neither has any.
+// life returns the times in the token and the certificate, or the zero value if they have none.
 func (id identity) life() (l Life) {
 	if t, ok := readToken(id.token); ok {
 		l = Life{t.expires, t.renewal()}
@@ -215,16 +216,17 @@ func withToken(kubeconfig []byte, user, token string) ([]byte, error) {
 	return clientcmd.Write(*config)
 }
 
-// A serviceToken has the claims of a ServiceAccount token. Nothing here verifies them: they only
-// decide when to request a new token, and for which account.
+// A serviceToken has the claims of a ServiceAccount token. They are not verified here, because they
+// only decide when to request a new token, and for which account.
 type serviceToken struct {
 	issued, expires    time.Time
 	namespace, account string
 	audiences          []string
-	secret, secretUID  string // Secret that it is bound to, if any: it expires with that
+	secret, secretUID  string // the Secret that the token is bound to, if any: the token becomes invalid with that Secret
 }
 
-// readToken parses a token; false unless it belongs to a ServiceAccount and expires.
+// readToken parses a token. It returns false if the token does not belong to a ServiceAccount or
+// does not expire.
 func readToken(token string) (serviceToken, bool) {
 	parts := strings.Split(token, ".")
 	if len(parts) != 3 {
@@ -262,20 +264,21 @@ func readToken(token string) (serviceToken, bool) {
 		namespace: k.Namespace, account: k.Account.Name, secret: k.Secret.Name, secretUID: k.Secret.UID,
 	}
 	var one string
-	if json.Unmarshal(claims.Audience, &one) == nil && one != "" { // RFC 7519, 4.1.3: one string or a list
+	if json.Unmarshal(claims.Audience, &one) == nil && one != "" { // RFC 7519, section 4.1.3: one string or a list
 		t.audiences = []string{one}
 	} else {
-		_ = json.Unmarshal(claims.Audience, &t.audiences) // absent: the API server itself
+		_ = json.Unmarshal(claims.Audience, &t.audiences) // if absent, the token is for the API server itself
 	}
 	return t, true
 }
 
-// renewal returns the time when a tenth of the token's life is over. A cluster that is switched off
-// then has nine tenths left to return, for any life that the API server grants.
+// renewal returns the time at which a tenth of the token's life is over. After that, a cluster may
+// be switched off for up to nine tenths of the token's life, however long a life the API server
+// grants.
 func (t serviceToken) renewal() time.Time { return t.issued.Add(t.expires.Sub(t.issued) / 10) }
 
-// expired describes a token that has expired. Where the API server caps the life of tokens, one
-// that was off over a weekend cannot renew its own in time.
+// expired describes a token that has expired. If an API server caps the life of tokens, a cluster
+// that was switched off over a weekend may be unable to renew its token in time.
 func (t serviceToken) expired() string {
 	text := "the token expired " + t.expires.Format(time.RFC3339)
 	if life := t.expires.Sub(t.issued); life < tokenLife {

@@ -43,7 +43,7 @@ func selfSigned(t testing.TB, until time.Time) (cert *x509.Certificate, certPEM,
 	return cert, pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: der}), pem.EncodeToMemory(&pem.Block{Type: "PRIVATE KEY", Bytes: keyDER})
 }
 
-func TestAnIdentityMayNotReferToFilesOrCommands(t *testing.T) {
+func TestIdentityWithFilesOrCommandsIsRejected(t *testing.T) {
 	_, cert, key := selfSigned(t, time.Now().Add(time.Hour))
 	_, _, otherKey := selfSigned(t, time.Now().Add(time.Hour))
 	const server = "https://198.51.100.7:6443/"
@@ -76,7 +76,7 @@ func TestAnIdentityMayNotReferToFilesOrCommands(t *testing.T) {
 	}
 	for name, tc := range map[string]struct {
 		data map[string][]byte
-		want string // in the error; "" if there is none
+		want string // part of the expected error; "": no error
 	}{
 		"token":             {user(func(*clientcmdapi.AuthInfo) {}), ""},
 		"certificate":       {user(func(u *clientcmdapi.AuthInfo) { u.Token, u.ClientCertificateData, u.ClientKeyData = "", cert, key }), ""},
@@ -130,7 +130,7 @@ func jwt(claims string) string {
 	return b([]byte(`{"alg":"none"}`)) + "." + b([]byte(claims)) + ".c2ln"
 }
 
-func TestReadToken(t *testing.T) {
+func TestReadTokenAcceptsOnlyExpiringServiceAccountTokens(t *testing.T) {
 	const account = `"kubernetes.io":{"namespace":"n","serviceaccount":{"name":"a","uid":"u"}}`
 	full := `{"aud":["x","y"],"iat":1000,"exp":4000,"kubernetes.io":{"namespace":"n","serviceaccount":{"name":"a"},"secret":{"name":"s","uid":"v"}}}`
 	got, ok := readToken(jwt(full))
@@ -154,8 +154,8 @@ func TestReadToken(t *testing.T) {
 	}
 }
 
-// Large clouds cap tokens at a day or two; others grant what was requested.
-func TestOnlyACappedTokenExpiresByItsCap(t *testing.T) {
+// Large clouds cap the life of tokens at a day or two. Other API servers grant the requested life.
+func TestExpiredTokenMessageMentionsACapOnlyForCappedTokens(t *testing.T) {
 	issued := time.Date(2026, 11, 27, 18, 0, 0, 0, time.UTC)
 	for life, want := range map[time.Duration]string{
 		24 * time.Hour: "the token expired 2026-11-28T18:00:00Z: the peer's API server limits tokens to 24h, and this manager did not reach it in that time to renew it",
@@ -210,7 +210,7 @@ func FuzzIdentity(f *testing.F) {
 	})
 }
 
-func TestAnIdentityExpiresWithItsTokenOrCertificate(t *testing.T) {
+func TestIdentityExpiresWithItsTokenOrCertificate(t *testing.T) {
 	at := func(seconds int64) time.Time { return time.Unix(seconds, 0).UTC() }
 	token := jwt(`{"iat":1700000000,"exp":1900000000,"kubernetes.io":{"namespace":"n","serviceaccount":{"name":"a"}}}`)
 	certificate := func(until int64) endpoint {

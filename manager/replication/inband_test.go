@@ -13,7 +13,7 @@ import (
 	"github.com/isthmus-net/isthmus/internal/inband"
 )
 
-func TestAnIdentityMustMatchItsPeeringMode(t *testing.T) {
+func TestIdentityMustFitInBandSettingOfThePeering(t *testing.T) {
 	kubeconfig := func(server string) identity {
 		return identity{endpoint: endpoint{server: server, proxy: "http://proxy:1"}, token: "t", user: "isthmus-peer"}
 	}
@@ -41,8 +41,8 @@ func TestAnIdentityMustMatchItsPeeringMode(t *testing.T) {
 	}
 }
 
-// A connection through the tunnel is dialed by Options.InBand, and the condition has the gateway's reason.
-func TestThePeerIsReachedOnlyThroughTheTunnel(t *testing.T) {
+// A connection through the tunnel is made by Options.InBand, and the condition has its error.
+func TestInBandConnectionsUseOnlyTheTunnel(t *testing.T) {
 	asked := ""
 	p := pool{inBand: func(_ context.Context, peer string) (net.Conn, error) {
 		asked = peer
@@ -62,8 +62,8 @@ func TestThePeerIsReachedOnlyThroughTheTunnel(t *testing.T) {
 	}
 }
 
-// The peer ends the tunnel as soon as our copy is being deleted: the answer to the deletion, or the watch, may be the last
-// that gets through.
+// The peer closes the tunnel as soon as our copy is being deleted. The response to the deletion, or
+// an event of the watch, may be the last message that gets through.
 func TestInBandUnpeeringDoesNotWaitForADeletedCopy(t *testing.T) {
 	for _, c := range []struct {
 		name   string

@@ -27,8 +27,8 @@ import (
 )
 
 // maxAnswer bounds one response of a peer's API server, in octets after decompression. A watch that
-// reaches it is restarted. etcd accepts objects below 1.5 MiB, and those that we write are far
-// smaller.
+// reaches the bound is restarted. etcd accepts objects below 1.5 MiB, and the objects that we write
+// are far smaller.
 const maxAnswer = 4 << 20
 
 var errAnswerTooLong = fmt.Errorf("sent more than %d MiB at once", maxAnswer>>20)
@@ -39,12 +39,12 @@ type link struct {
 	identity
 	namespace    string
 	configs      rest.Interface // of net.liqo.io/v1alpha1
-	peerServices rest.Interface // of isthmus.net/v1alpha1; absent at a Liqo
+	peerServices rest.Interface // of isthmus.net/v1alpha1; a peer that uses Liqo does not serve it
 	core         rest.Interface // of v1
 	pool         *pool
 }
 
-// newLink returns a link. It sends nothing before its first use. The caller must close it.
+// newLink returns a link. It sends no request itself. The caller must close the link.
 func newLink(p *pool, id identity, namespace string) (*link, error) {
 	transport, err := p.get(id.endpoint)
 	if err != nil {
@@ -53,8 +53,8 @@ func newLink(p *pool, id identity, namespace string) (*link, error) {
 	l := &link{identity: id, namespace: namespace, pool: p}
 	client := &http.Client{
 		Transport: guarded{next: transport, token: id.token, limit: maxAnswer},
-		// A redirect would let the peer direct our token, or requests from inside our network, to
-		// any server.
+		// With redirects, the peer could send our token, or requests from inside our network, to any
+		// server.
 		CheckRedirect: func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse },
 	}
 	large := *client
@@ -72,7 +72,7 @@ func newLink(p *pool, id identity, namespace string) (*link, error) {
 
 func (l *link) close() { l.pool.put(l.endpoint) }
 
-// codecs and parameters are for all kinds that a link accesses.
+// codecs and parameters know all kinds that a link accesses.
 var codecs, parameters = func() (serializer.CodecFactory, runtime.ParameterCodec) {
 	s := runtime.NewScheme()
 	for _, add := range []func(*runtime.Scheme) error{v1alpha1.AddToScheme, isthmus.AddToScheme, authv1.AddToScheme} {
@@ -95,12 +95,13 @@ func restClient(server string, gv schema.GroupVersion, c *http.Client) (rest.Int
 	}, c)
 }
 
-// request prepares a request for the NetworkConfigs. The client does not retry; the worker does.
+// request prepares a request for the NetworkConfigs. The client does not retry, because the worker
+// does.
 func (l *link) request(verb string) *rest.Request {
 	return l.configs.Verb(verb).Namespace(l.namespace).Resource("networkconfigs").MaxRetries(0)
 }
 
-// feed returns the NetworkConfigs that the cluster origin replicated to the peer.
+// feed returns a feed of the NetworkConfigs that the cluster origin replicated to the peer.
 func (l *link) feed(origin, peer string) feed {
 	labels := v1alpha1.LabelOriginID + "=" + origin + "," + v1alpha1.LabelRemoteID + "=" + peer + "," + v1alpha1.LabelReplicated + "=true"
 	return feed{
@@ -110,7 +111,7 @@ func (l *link) feed(origin, peer string) feed {
 			err := l.request(http.MethodGet).VersionedParams(&o, parameters).Do(ctx).Into(&list)
 			all := make([]client.Object, 0, min(len(list.Items), maxListed))
 			for i := range list.Items {
-				if len(all) < maxListed { // the server may ignore the limit
+				if len(all) < maxListed { // the server may ignore the limit of the list
 					all = append(all, &list.Items[i])
 				}
 			}
@@ -142,11 +143,11 @@ func (l *link) delete(ctx context.Context, name string, uid types.UID) error {
 	return l.request(http.MethodDelete).Name(name).Body(metav1.NewPreconditionDeleteOptions(string(uid))).Do(ctx).Error()
 }
 
-// tokenLife is the requested life of a new token. Some API servers shorten it.
+// tokenLife is the life that we request for a new token. Some API servers shorten it.
 const tokenLife = 90 * 24 * time.Hour
 
 // publishedAuthority returns the certificate authority that the peer's API server publishes, in
-// PEM. Kubernetes writes it into a ConfigMap in every namespace.
+// PEM. Kubernetes writes that authority into a ConfigMap in every namespace.
 func (l *link) publishedAuthority(ctx context.Context) (string, error) {
 	b, err := l.core.Get().Namespace(l.namespace).Resource("configmaps").Name(isthmus.ConfigMapRootCA).MaxRetries(0).DoRaw(ctx)
 	if err != nil {
@@ -196,7 +197,7 @@ func (g guarded) RoundTrip(req *http.Request) (*http.Response, error) {
 	return resp, nil
 }
 
-// bounded is a body of at most left octets; reading more fails.
+// bounded is a response body of which at most left octets can be read. Further reads fail.
 type bounded struct {
 	io.ReadCloser
 	left int
@@ -211,8 +212,8 @@ func (b *bounded) Read(p []byte) (int, error) {
 	return n, err
 }
 
-// A pool shares connections between the links to an endpoint, and closes them when the last link
-// closes. The zero value is empty. Its methods may be called concurrently.
+// A pool shares connections between all links to an endpoint, and closes them when the last of
+// these links closes. The zero value is empty. Its methods may be called concurrently.
 type pool struct {
 	inBand func(ctx context.Context, peer string) (net.Conn, error) // Options.InBand
 
@@ -229,7 +230,7 @@ type users struct {
 	conns map[net.Conn]struct{}
 }
 
-// dial tracks the connection until it is closed. The transport does not close a connection right
+// dial tracks a connection until it is closed. The transport does not close a connection at once
 // after a cancelled request, and no connection may outlive its identity.
 func (u *users) dial(ctx context.Context, network, address string) (net.Conn, error) {
 	c, err := u.connect(ctx, network, address)
@@ -238,7 +239,7 @@ func (u *users) dial(ctx context.Context, network, address string) (net.Conn, er
 	}
 	u.mu.Lock()
 	defer u.mu.Unlock()
-	if u.conns == nil { // the last link was closed meanwhile
+	if u.conns == nil { // the last link was closed in the meantime
 		c.Close()
 		return nil, net.ErrClosed
 	}
@@ -304,7 +305,8 @@ func (p *pool) get(e endpoint) (http.RoundTripper, error) {
 		Proxy: proxy, TLSClientConfig: config, ForceAttemptHTTP2: true, DialContext: u.dial,
 		TLSHandshakeTimeout: 10 * time.Second, ResponseHeaderTimeout: 10 * time.Second, IdleConnTimeout: 90 * time.Second,
 		MaxIdleConnsPerHost: 2, MaxResponseHeaderBytes: 64 << 10,
-		// Pings notice a peer that froze, or whose packets are lost. A watch would wait forever.
+		// Pings detect a peer that hangs or whose packets are lost. Without them, a watch would wait for
+		// ever.
 		HTTP2: &http.HTTP2Config{SendPingTimeout: 15 * time.Second, PingTimeout: 10 * time.Second},
 	}
 	p.users[e] = u

@@ -35,15 +35,16 @@ import (
 	"github.com/isthmus-net/isthmus/internal/leaktest"
 )
 
-// A cluster is one of the two real API servers of all tests of this package. Tests use namespaces
-// and IDs of their own. Those that count requests, freeze or restart a server are not parallel.
+// A cluster is one of the two real API servers that all tests of this package share. Tests use
+// their own namespaces and IDs. Tests that count requests, or freeze or restart a server, do not
+// run in parallel.
 type cluster struct {
 	*kubetest.Server
-	config *rest.Config // of an administrator
+	config *rest.Config // configuration of an administrator
 	admin  client.Client
 }
 
-// home has our CRDs. away accepts anything in spec and status, as a hostile peer's API server may.
+// home has our CRDs. away accepts any spec and status, as a hostile peer's API server might.
 var home, away cluster
 
 var everything = kubetest.NewScheme()
@@ -56,9 +57,9 @@ func TestMain(m *testing.M) {
 			code = m.Run()
 			return nil
 		}
-		ctx, cancel := context.WithTimeout(context.Background(), 10*time.Minute) // the first time it is built
+		ctx, cancel := context.WithTimeout(context.Background(), 10*time.Minute) // the first run builds the API server
 		defer cancel()
-		log.SetLogger(logr.Discard()) // of controller-runtime
+		log.SetLogger(logr.Discard()) // discards the log of controller-runtime
 		for name, c := range map[string]*cluster{"home": &home, "away": &away} {
 			if err := c.start(ctx, name); err != nil {
 				return err
@@ -70,10 +71,10 @@ func TestMain(m *testing.M) {
 			return nil
 		}
 		return leaktest.Find(leaks,
-			goleak.IgnoreAnyFunction("golang.org/x/net/http2.(*ClientConn).readLoop"), // client-go keeps connections to home,
-			goleak.IgnoreAnyFunction("net/http.(*persistConn).readLoop"),              // kubetest to both,
+			goleak.IgnoreAnyFunction("golang.org/x/net/http2.(*ClientConn).readLoop"), // client-go keeps connections to home
+			goleak.IgnoreAnyFunction("net/http.(*persistConn).readLoop"),              // kubetest keeps connections to both servers
 			goleak.IgnoreAnyFunction("net/http.(*persistConn).writeLoop"),
-			goleak.IgnoreAnyFunction("github.com/isthmus-net/isthmus/internal/kubetest.(*guard).start.func1")) // and waits for them
+			goleak.IgnoreAnyFunction("github.com/isthmus-net/isthmus/internal/kubetest.(*guard).start.func1")) // kubetest waits for both servers
 	}()
 	if err != nil {
 		fmt.Fprintln(os.Stderr, err)
@@ -119,13 +120,14 @@ func (c *cluster) start(ctx context.Context, name string) (err error) {
 	}
 }
 
-// freeze returns when the server has stopped answering, which on a busy machine takes a while.
+// freeze freezes the server, and returns when it has stopped answering. On a busy machine this
+// takes a while.
 func (c *cluster) freeze(ctx context.Context) error {
 	if err := c.Freeze(); err != nil {
 		return err
 	}
 	for ctx.Err() == nil {
-		ctx, cancel := context.WithTimeout(ctx, 2*time.Second) // a busy one takes so long at most
+		ctx, cancel := context.WithTimeout(ctx, 2*time.Second) // a busy server may need this long for an answer
 		answers := c.admin.List(ctx, &v1alpha1.NetworkConfigList{}, client.Limit(1)) == nil
 		cancel()
 		if !answers {
@@ -135,30 +137,31 @@ func (c *cluster) freeze(ctx context.Context) error {
 	return ctx.Err()
 }
 
-// quick is a pace for tests, far below the usual one. Only the bound of a request stays long, for a
-// busy machine.
+// quick is a pace for tests, with much shorter times than usual. Only the timeout of requests stays
+// long, for busy machines.
 var quick = pace{
 	request: 6 * time.Second, watch: time.Minute, ask: 2 * time.Second, settled: time.Second,
 	min: 50 * time.Millisecond, max: time.Second, renew: 200 * time.Millisecond, authority: time.Hour,
 }
 
-// A pair is one peering between home and away, and a Replicator for it at home.
+// A pair is one peering between home and away, with a Replicator at home.
 type pair struct {
 	t     *testing.T
 	own   string
 	peer  Target
 	r     *Replicator
-	user  string        // at the peer, where a certificate is the identity
-	ahead atomic.Int64  // of the Replicator's clock, in ns
-	told  atomic.Int64  // events of Changed
-	marks atomic.Int64  // those of news, among which told is not
-	stop  func()        // the Replicator; again: nothing
-	ended chan struct{} // closed when stop is through
+	user  string        // our user name at the peer, if the identity is a certificate
+	ahead atomic.Int64  // how far the Replicator's clock is ahead, in ns
+	told  atomic.Int64  // number of events of Changed, except the marks
+	marks atomic.Int64  // number of events of Changed that news caused
+	stop  func()        // stops the Replicator; further calls do nothing
+	ended chan struct{} // closed when stop has returned
 }
 
 var pairs atomic.Int64
 
-// newPair makes namespaces and rights on both sides, but no identity and no NetworkConfig.
+// newPair creates namespaces and permissions on both sides, but neither an identity nor a
+// NetworkConfig.
 func newPair(t *testing.T) *pair {
 	t.Helper()
 	if testing.Short() {
@@ -223,7 +226,7 @@ func (p *pair) prepare(config *rest.Config) {
 	p.r.Set([]Target{p.peer})
 }
 
-// start runs the Replicator until stop.
+// start runs the Replicator until stop is called.
 func (p *pair) start() {
 	ctx, cancel := context.WithCancel(context.Background())
 	caching, running := make(chan error, 1), make(chan error, 1)
@@ -255,10 +258,10 @@ func (p *pair) start() {
 	}
 }
 
-// news is how many events of Changed there were, with that of the State as it is now.
+// news returns the number of events of Changed, including the event for the present State.
 func (p *pair) news() int64 {
 	p.t.Helper()
-	for range 2 { // an event may have come into one batch with the first mark, and behind it
+	for range 2 { // the first mark may share a batch with an event that is sent after it
 		before := p.marks.Load()
 		p.r.mu.Lock()
 		p.r.news["mark"] = struct{}{}
@@ -310,7 +313,7 @@ func binding(namespace, name string, subjects ...rbacv1.Subject) *rbacv1.RoleBin
 	}
 }
 
-// original is a NetworkConfig as we make them.
+// original returns a NetworkConfig like those that the manager makes.
 func (p *pair) original() *v1alpha1.NetworkConfig {
 	return &v1alpha1.NetworkConfig{
 		ObjectMeta: metav1.ObjectMeta{
@@ -331,8 +334,8 @@ func (p *pair) original() *v1alpha1.NetworkConfig {
 	}
 }
 
-// token is a new token of the ServiceAccount at the peer, for the shortest life that there is: ten
-// minutes.
+// token returns a new token of the ServiceAccount at the peer. It lasts ten minutes, which is the
+// shortest possible life.
 func (p *pair) token() string {
 	p.t.Helper()
 	ask := &authv1.TokenRequest{Spec: authv1.TokenRequestSpec{ExpirationSeconds: new(int64(600))}}
@@ -368,7 +371,7 @@ func (p *pair) byCert() map[string][]byte {
 	return withKubeconfig(kubeconfig(away.URL(), away.CA(), &clientcmdapi.AuthInfo{ClientCertificateData: cert, ClientKeyData: key}))
 }
 
-// byLiqo is the Secret that Liqo makes.
+// byLiqo returns the data of a Secret like those that Liqo makes.
 func (p *pair) byLiqo() map[string][]byte {
 	cert, key, err := away.ClientCert(p.user, "liqo.io")
 	p.must(err)
@@ -378,7 +381,7 @@ func (p *pair) byLiqo() map[string][]byte {
 	}
 }
 
-// identify puts an identity into the Secret.
+// identify writes an identity into the Secret.
 func (p *pair) identify(data map[string][]byte) {
 	p.t.Helper()
 	s := &corev1.Secret{ObjectMeta: metav1.ObjectMeta{Namespace: p.peer.LocalNamespace, Name: p.peer.IdentitySecret}}
@@ -391,7 +394,7 @@ func (p *pair) identify(data map[string][]byte) {
 	p.must(home.admin.Update(p.t.Context(), s))
 }
 
-// here and there return the original and the copy, nil if there is none.
+// here and there return the original and the copy, or nil.
 func (p *pair) here() *v1alpha1.NetworkConfig  { return p.get(home, p.peer.LocalNamespace) }
 func (p *pair) there() *v1alpha1.NetworkConfig { return p.get(away, p.peer.RemoteNamespace) }
 
@@ -408,7 +411,7 @@ func (p *pair) get(c cluster, namespace string) *v1alpha1.NetworkConfig {
 	return &o
 }
 
-// change edits an object as a person would.
+// change edits an object, as a person would.
 func (p *pair) change(c cluster, get func() *v1alpha1.NetworkConfig, edit func(*v1alpha1.NetworkConfig)) {
 	p.t.Helper()
 	o := get()
@@ -420,7 +423,7 @@ func (p *pair) change(c cluster, get func() *v1alpha1.NetworkConfig, edit func(*
 	p.must(c.admin.Patch(p.t.Context(), o, client.MergeFrom(base)))
 }
 
-// answer writes a status into the copy, as the peer does: to what the copy says now.
+// answer writes a status into the copy, as the peer does in answer to the copy's present spec.
 func (p *pair) answer(status v1alpha1.NetworkConfigStatus) {
 	p.t.Helper()
 	c := p.there()
@@ -433,7 +436,7 @@ func (p *pair) answer(status v1alpha1.NetworkConfigStatus) {
 	p.must(away.admin.Status().Patch(p.t.Context(), c, client.MergeFrom(base)))
 }
 
-// eventually waits until wrong is empty.
+// eventually waits until wrong returns "".
 func (p *pair) eventually(wrong func() string) {
 	p.t.Helper()
 	const limit = 2 * time.Minute
@@ -451,8 +454,8 @@ func (p *pair) eventually(wrong func() string) {
 	}
 }
 
-// awaitState waits until the State has these reasons and the message of the first that is not True
-// has all words.
+// awaitState waits until the State has these reasons. The message of the first condition that is
+// not True must contain all words.
 func (p *pair) awaitState(identity, published string, words ...string) {
 	p.t.Helper()
 	p.eventually(func() string {

@@ -19,32 +19,32 @@ import (
 type step uint8
 
 const (
-	hold    step = iota // set our finalizer on the original, before there is a copy
-	create              // the copy
-	update              // the copy, if anything in it differs
-	answer              // copy the copy's status into the original
-	remove              // a copy
-	release             // check that the copy is gone, then remove our finalizer
+	hold    step = iota // set our finalizer on the original, before a copy exists
+	create              // create the copy
+	update              // update the copy, if a field differs
+	answer              // copy the status of the copy into the original
+	remove              // remove a copy
+	release             // check that the copy no longer exists, then remove our finalizer from the original
 )
 
 func (s step) String() string {
 	return [...]string{"hold", "create", "update", "answer", "remove", "release"}[s]
 }
 
-// An action is a step and the name of its copy.
+// An action is a step, with the name of the copy.
 type action struct {
 	step step
 	name string
 }
 
-// replicated reports whether the original should have a copy at the peer. We ignore objects without
-// the label, and those for another cluster.
+// replicated reports whether the original should have a copy at the peer. Originals without the
+// replication label, and originals for other clusters, should not.
 func replicated(original *v1alpha1.NetworkConfig, peer string) bool {
 	return original != nil && original.DeletionTimestamp.IsZero() &&
 		original.Labels[v1alpha1.LabelReplication] == "true" && original.Labels[v1alpha1.LabelRemoteID] == peer
 }
 
-// leaving reports whether the original is being deleted and waits for its copy.
+// leaving reports whether the original is being deleted and waits for the deletion of its copy.
 func leaving(original *v1alpha1.NetworkConfig) bool {
 	return original != nil && !original.DeletionTimestamp.IsZero() && slices.Contains(original.Finalizers, v1alpha1.FinalizerReplicator)
 }
@@ -52,8 +52,8 @@ func leaving(original *v1alpha1.NetworkConfig) bool {
 // plan returns the actions that make the copies match the original, and then the original's status
 // match the copy's. Copies without an original are removed. original may be nil.
 //
-// In band, a copy that is being deleted counts as gone: the peer closes the tunnel when it is
-// deleted, so nobody could check later.
+// In band, a copy that is being deleted counts as gone: the peer closes the tunnel once the copy is
+// deleted, so a later check would be impossible.
 func plan(peer Target, original *v1alpha1.NetworkConfig, copies map[string]*v1alpha1.NetworkConfig) (actions []action) {
 	wanted := ""
 	if replicated(original, peer.ID) {
@@ -78,9 +78,9 @@ func plan(peer Target, original *v1alpha1.NetworkConfig, copies map[string]*v1al
 	switch c := copies[wanted]; {
 	case c == nil:
 		actions = append(actions, action{create, wanted})
-	case !c.DeletionTimestamp.IsZero(): // recreated when it is gone
+	case !c.DeletionTimestamp.IsZero(): // the copy is recreated once the deleted one is gone
 	case stale(c, original):
-		actions = append(actions, action{remove, wanted}) // recreated when it is gone
+		actions = append(actions, action{remove, wanted}) // the copy is recreated once the deleted one is gone
 	default:
 		if !equality.Semantic.DeepEqual(c.Spec, original.Spec) || c.Labels[v1alpha1.LabelReplication] != "false" {
 			actions = append(actions, action{update, wanted})
@@ -92,9 +92,9 @@ func plan(peer Target, original *v1alpha1.NetworkConfig, copies map[string]*v1al
 	return actions
 }
 
-// stale reports whether the copy has an answer of a Liqo to our previous networks. A Liqo does not
-// record which networks it has answered, so the answer could pass for one to the new networks. Such
-// a copy is replaced, and the status of the new copy answers the new networks.
+// stale reports whether Liqo has answered the copy for our previous networks. Liqo does not record
+// the networks that it has answered, so the answer could be mistaken for an answer to the new
+// networks. Such a copy is replaced, and the status of the new copy answers the new networks.
 func stale(c, original *v1alpha1.NetworkConfig) bool {
 	return c.Status.Processed && !netconfig.SameNetworks(c, original) && meta.FindStatusCondition(c.Status.Conditions, v1alpha1.ConditionAccepted) == nil
 }
@@ -102,13 +102,14 @@ func stale(c, original *v1alpha1.NetworkConfig) bool {
 // A view has the inputs of the condition Published.
 type view struct {
 	peer     Target
-	server   string // "" without an identity
+	server   string // the peer's API server; "" without an identity
 	original *v1alpha1.NetworkConfig
 	copies   map[string]*v1alpha1.NetworkConfig
-	listed   bool // copies were listed at this server, perhaps a while ago
+	listed   bool // whether copies were listed at this server, perhaps some time ago
 }
 
-// published reports whether the copy equals the original, as far as the worker has seen.
+// published returns the condition Published: whether the copy equals the original, as far as the
+// worker knows.
 func (v view) published() Condition {
 	where := fmt.Sprintf("NetworkConfig %s in namespace %s at %s", v.peer.Cluster.UniqueName(), v.peer.RemoteNamespace, v.server)
 	no := func(format string, args ...any) Condition {

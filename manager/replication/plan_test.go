@@ -42,13 +42,13 @@ var (
 	processed  edit = func(o *v1alpha1.NetworkConfig) { o.Status.Processed = true }
 	renumbered edit = func(o *v1alpha1.NetworkConfig) { o.Spec.PodCIDR = "10.200.0.0/16" }
 	changed    edit = func(o *v1alpha1.NetworkConfig) { o.Generation++ }
-	answered1  edit = func(o *v1alpha1.NetworkConfig) { // by an Isthmus, to the generation of now
+	answered1  edit = func(o *v1alpha1.NetworkConfig) { // answered by Isthmus, for the present generation
 		o.Status.Processed = true
 		o.Status.Conditions = []metav1.Condition{{Type: v1alpha1.ConditionAccepted, ObservedGeneration: o.Generation}}
 	}
 )
 
-func TestPlan(t *testing.T) {
+func TestPlanReturnsTheStepsForEachState(t *testing.T) {
 	for name, tc := range map[string]struct {
 		original *v1alpha1.NetworkConfig
 		copies   []*v1alpha1.NetworkConfig
@@ -103,10 +103,10 @@ func byName(copies []*v1alpha1.NetworkConfig) map[string]*v1alpha1.NetworkConfig
 	return m
 }
 
-// From any state, carrying out plans again and again ends in a state that needs none. No plan
-// publishes an original that has no finalizer, releases one while a copy is there, or takes an answer
-// to other networks for one to ours.
-func TestPlansEnd(t *testing.T) {
+// From any state, repeated plans lead to a state that needs no plan. No plan publishes an original
+// without a finalizer, releases an original while a copy exists, or uses an answer to other
+// networks.
+func TestRepeatedPlansReachAStateThatNeedsNone(t *testing.T) {
 	rng := rand.New(rand.NewPCG(1, 2))
 	pick := func(edits ...edit) (some []edit) {
 		for _, e := range edits {
@@ -131,7 +131,7 @@ func TestPlansEnd(t *testing.T) {
 		story := fmt.Sprintf("%+v\n%+v", original, there)
 		rounds := 0
 		for actions := plan(Target{ID: "b"}, original, there); len(actions) > 0; actions = plan(Target{ID: "b"}, original, there) {
-			if rounds++; rounds > 5 { // one more where the copy is replaced
+			if rounds++; rounds > 5 { // replacing a copy takes one more round
 				t.Fatalf("%s\ndoes not end: %v", story, actions)
 			}
 			for _, a := range actions {
@@ -164,7 +164,7 @@ func TestPlansEnd(t *testing.T) {
 					original.Finalizers = slices.DeleteFunc(original.Finalizers, func(f string) bool { return f == v1alpha1.FinalizerReplicator })
 				}
 			}
-			maps.DeleteFunc(there, func(_ string, c *v1alpha1.NetworkConfig) bool { // the peer lets go
+			maps.DeleteFunc(there, func(_ string, c *v1alpha1.NetworkConfig) bool { // the peer removes its finalizers
 				return !c.DeletionTimestamp.IsZero() && rng.IntN(2) == 0
 			})
 		}
@@ -190,8 +190,8 @@ func (s pruningStatus) Patch(_ context.Context, o client.Object, _ client.Patch,
 	return nil
 }
 
-// If the API server here drops the peer's condition, an answer is copied once.
-func TestAnAnswerWithoutAConditionIsAdoptedOnce(t *testing.T) {
+// If the API server here drops the answer's condition, the answer is copied only once.
+func TestAnswerIsCopiedOnceIfItsConditionIsDropped(t *testing.T) {
 	api := new(pruning)
 	original, c := config("n", held), config("n", received, answered1)
 	w := &worker{peer: Target{ID: "b"}, r: &Replicator{opts: Options{Client: api}, pace: usual}, copies: map[string]*v1alpha1.NetworkConfig{"n": c}}
@@ -208,7 +208,7 @@ func TestAnAnswerWithoutAConditionIsAdoptedOnce(t *testing.T) {
 	if api.patches != 1 || !original.Status.Processed {
 		t.Errorf("%d patches of the same answer, and here is %+v", api.patches, original.Status)
 	}
-	original.Status = v1alpha1.NetworkConfigStatus{} // somebody has taken it away
+	original.Status = v1alpha1.NetworkConfigStatus{} // somebody has removed the answer
 	sync()
 	c.Status.PodCIDRNAT = "10.62.0.0/16"
 	sync()
@@ -217,7 +217,7 @@ func TestAnAnswerWithoutAConditionIsAdoptedOnce(t *testing.T) {
 	}
 }
 
-func TestPublishedNamesTheMissingStep(t *testing.T) {
+func TestPublishedConditionNamesTheMissingStep(t *testing.T) {
 	peer := Target{ID: "b", Cluster: v1alpha1.ClusterIdentity{ClusterID: "b", ClusterName: "bravo"}, LocalNamespace: "here", RemoteNamespace: "there"}
 	name := peer.Cluster.UniqueName()
 	for _, tc := range []struct {

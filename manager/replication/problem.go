@@ -18,9 +18,9 @@ import (
 	"github.com/isthmus-net/isthmus/internal/kubeerr"
 )
 
-// diagnose explains why a request to the peer's API server failed: with a reason of package
-// apis/isthmus/v1alpha1, and with the server's response or behaviour. The text is the same for
-// every attempt: it has none of our ports and no times.
+// diagnose returns the cause of a failed request to the peer's API server: a reason of package
+// apis/isthmus/v1alpha1, and a text with the server's response or behaviour. The text is the same
+// for every attempt, because it contains neither our ports nor times.
 func diagnose(err error) (reason, text string) {
 	var status apierrors.APIStatus
 	if !errors.As(err, &status) || !kubeerr.Answered(err) {
@@ -36,12 +36,12 @@ func diagnose(err error) (reason, text string) {
 		return isthmus.ReasonForbidden, said
 	case code == http.StatusTooManyRequests, code >= 500, code < 400:
 		return isthmus.ReasonUnreachable, said
-	default: // 422, 400, 404 without a namespace (no such CRD), 409, 413, ...
+	default: // 422, 400, 404 without the CRD, 409, 413, ...
 		return isthmus.ReasonRefusedByPeer, said
 	}
 }
 
-// message returns the server's message. It sorts the causes of an invalid object, because the
+// message returns the server's message. If an object is invalid, it sorts the causes, because the
 // server lists them in random order.
 func message(s metav1.Status) string {
 	if s.Reason != metav1.StatusReasonInvalid || s.Details == nil || len(s.Details.Causes) < 2 {
@@ -80,11 +80,11 @@ func cause(err error) string {
 	return "does not answer: " + quote(err.Error())
 }
 
-// maxQuote bounds quoted text of an API server, in octets, so that the remedy fits into the message
-// of a condition, too.
+// maxQuote bounds quoted text of an API server, in octets. It leaves room for the remedy in the
+// message of a condition.
 const maxQuote = 450
 
-// quote makes text of a peer safe for a message: one line of bounded length.
+// quote makes text from a peer safe for a message: one line of bounded length.
 func quote(s string) string {
 	if len(s) > 4*maxQuote {
 		s = s[:4*maxQuote]
@@ -107,20 +107,21 @@ var remedies = map[string]string{
 	isthmus.ReasonUnreachable:   "retrying at least every 30 seconds",
 }
 
-// failure returns the condition for a failed request to the server.
+// failure returns the condition after a failed request to the server.
 func failure(server string, err error) Condition {
 	reason, text := diagnose(err)
 	remedy := remedies[reason]
 	if cert := (*tls.CertificateVerificationError)(nil); errors.As(err, &cert) {
 		remedy = "if its CA has changed, run isthmus peer again with a kubeconfig that has the new CA; otherwise somebody intercepts the connection"
 	}
-	if apierrors.IsAlreadyExists(err) { // but our watch does not show it
+	if apierrors.IsAlreadyExists(err) { // the object exists, but our watch does not show it
 		remedy = "the existing object is the peer's own: delete it there"
 	}
 	return Condition{metav1.ConditionFalse, reason, fmt.Sprintf("%s %s; %s", server, text, remedy)}
 }
 
-// breaks reports whether a reason concerns the identity or the connection, rather than one request.
+// breaks reports whether the reason is about the identity or the connection, and not about one
+// request.
 func breaks(reason string) bool {
 	return reason == isthmus.ReasonUnauthorized || reason == isthmus.ReasonUnreachable
 }

@@ -30,9 +30,9 @@ import (
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 )
 
-func TestDiagnose(t *testing.T) {
+func TestDiagnoseReturnsReasonAndTextForEachError(t *testing.T) {
 	configs := schema.GroupResource{Group: "net.liqo.io", Resource: "networkconfigs"}
-	overNetwork := func(port int, err error) error { // as package net/http wraps it, with a port of ours
+	overNetwork := func(port int, err error) error { // wraps the error as package net/http does, with one of our ports
 		return &url.Error{Op: "Get", URL: fmt.Sprint("https://b/", port), Err: &net.OpError{
 			Op: "read", Net: "tcp", Source: &net.TCPAddr{Port: port}, Err: os.NewSyscallError("read", err),
 		}}
@@ -92,7 +92,7 @@ func TestDiagnose(t *testing.T) {
 	}
 }
 
-func TestTheOrderOfErrorsDoesNotMatter(t *testing.T) {
+func TestDiagnoseSortsTheCausesOfAnInvalidObject(t *testing.T) {
 	faults := field.ErrorList{
 		field.Invalid(field.NewPath("spec", "podCIDR"), "x", "no prefix"),
 		field.Required(field.NewPath("spec", "endpointIP"), ""),
@@ -107,7 +107,7 @@ func TestTheOrderOfErrorsDoesNotMatter(t *testing.T) {
 	}
 }
 
-// hostile is an API server that answers as told.
+// hostile returns a link to an API server that answers with the given handler.
 func hostile(t *testing.T, answer http.HandlerFunc) *link {
 	t.Helper()
 	s := httptest.NewUnstartedServer(answer)
@@ -124,7 +124,7 @@ func hostile(t *testing.T, answer http.HandlerFunc) *link {
 	return l
 }
 
-func TestAHostileAPIServerIsContained(t *testing.T) {
+func TestResponsesOfAHostileAPIServerAreBounded(t *testing.T) {
 	within := func(request time.Duration, l *link) (update change) {
 		p := quick
 		p.request = request
@@ -155,7 +155,7 @@ func TestAHostileAPIServerIsContained(t *testing.T) {
 			t.Error("the next watch would follow at once")
 		}
 	})
-	t.Run("more objects than asked for", func(t *testing.T) {
+	t.Run("more objects than the limit", func(t *testing.T) {
 		c := list(hostile(t, func(w http.ResponseWriter, _ *http.Request) {
 			w.Header().Set("Content-Type", "application/json")
 			io.WriteString(w, `{"kind":"NetworkConfigList","apiVersion":"net.liqo.io/v1alpha1","items":[{}`+strings.Repeat(",{}", 5000)+`]}`)
@@ -175,7 +175,7 @@ func TestAHostileAPIServerIsContained(t *testing.T) {
 			t.Errorf("%v, followed: %v", c.err, stolen.Load())
 		}
 	})
-	t.Run("silence", func(t *testing.T) {
+	t.Run("no response", func(t *testing.T) {
 		began := time.Now()
 		c := within(time.Second, hostile(t, func(_ http.ResponseWriter, r *http.Request) { <-r.Context().Done() }))
 		if _, text := diagnose(c.err); !strings.Contains(text, "in time") || time.Since(began) > 30*time.Second {
@@ -192,7 +192,7 @@ func TestAHostileAPIServerIsContained(t *testing.T) {
 			t.Errorf("%v after %v", c.err, time.Since(began))
 		}
 	})
-	t.Run("nonsense", func(t *testing.T) {
+	t.Run("invalid response", func(t *testing.T) {
 		for _, text := range []string{"", "null", "[]", `{"kind":"Pod","apiVersion":"v1"}`, `{"items":7}`, "\x00\xff"} {
 			l := hostile(t, func(w http.ResponseWriter, _ *http.Request) {
 				w.Header().Set("Content-Type", "application/json")

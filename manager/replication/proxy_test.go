@@ -12,8 +12,9 @@ import (
 	corev1 "k8s.io/api/core/v1"
 )
 
-// A Liqo that peers in band has a proxy in front of its API server (liqo-proxy), which takes CONNECT for any name and
-// leads to its API server. The identity names it by an address in the tunnel.
+// If Liqo peers in band, its proxy (liqo-proxy) is in front of its API server. The proxy accepts
+// CONNECT for any name and connects to that API server. The identity has the proxy's address in the
+// tunnel.
 func TestLiqoIsReachedThroughItsProxy(t *testing.T) {
 	server := httptest.NewTLSServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		w.Header().Set("Content-Type", "application/json")
@@ -28,8 +29,8 @@ func TestLiqoIsReachedThroughItsProxy(t *testing.T) {
 			t.Error(err)
 			return
 		}
-		// A client that has the answer goes on at once, and the server would take its first octet. So the
-		// answer is written when the connection is ours.
+		// A client may send data as soon as it has the response, and the HTTP server would read the first
+		// octet. So the response is written after the connection has been hijacked.
 		from, _, err := http.NewResponseController(w).Hijack()
 		if err != nil {
 			t.Error(err)

@@ -14,12 +14,12 @@ import (
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 )
 
-// A renewal is the state of renewing the identity's token.
+// A renewal is the state of renewing the token of an identity.
 type renewal struct {
-	token   serviceToken // zero: nothing to renew
-	next    time.Time    // next check, by the real clock; zero: now
-	tried   bool         // a renewal was tried
-	refusal string       // why it failed
+	token   serviceToken // zero: there is no token to renew
+	next    time.Time    // time of the next check, by the real clock; zero: now
+	tried   bool         // whether a renewal was tried
+	refusal string       // the reason why the last renewal failed, or ""
 }
 
 func newRenewal(token string) (r renewal) {
@@ -37,8 +37,8 @@ func (r renewal) warning() string {
 }
 
 // renew requests a new token once a tenth of the token's life is over, and writes it into the
-// Secret; from there it arrives like any other change. A failure only changes the State, because
-// the old token stays valid until it expires.
+// Secret. The worker reads it from there like any other change. A failure only changes the State,
+// because the old token stays valid until it expires.
 func (w *worker) renew(ctx context.Context) {
 	n := &w.renewal
 	if n.token.expires.IsZero() {
@@ -53,7 +53,7 @@ func (w *worker) renew(ctx context.Context) {
 		return
 	}
 	n.tried = true
-	// Retry after a tenth of the remaining life: often enough to succeed in time, without haste.
+	// Retries come after a tenth of the remaining life. That is often enough to succeed in time.
 	n.next = time.Now().Add(max(w.r.pace.renew, n.token.expires.Sub(now)/10))
 	if err := w.renewToken(ctx); err != nil {
 		n.refusal = cmp.Or(err.Error(), "unknown")
@@ -64,8 +64,8 @@ func (w *worker) renew(ctx context.Context) {
 	n.refusal = ""
 }
 
-// maxToken bounds a token, in octets, because it goes into a Secret of ours. Tokens of API servers
-// have one or two KiB.
+// maxToken bounds a token, in octets, because we store it in a Secret. Tokens of API servers have
+// one or two KiB.
 const maxToken = 16 << 10
 
 func (w *worker) renewToken(ctx context.Context) error {
@@ -92,7 +92,7 @@ func (w *worker) renewToken(ctx context.Context) error {
 	return w.replaceKubeconfig(ctx, kubeconfig)
 }
 
-// replaceKubeconfig writes the Secret, unless somebody has changed it meanwhile.
+// replaceKubeconfig writes the Secret, unless somebody has changed it in the meantime.
 func (w *worker) replaceKubeconfig(ctx context.Context, kubeconfig []byte) error {
 	patch, err := json.Marshal(map[string]any{
 		"metadata": map[string]string{"resourceVersion": w.secret.ResourceVersion},

@@ -5,18 +5,17 @@
 //	original UniqueName(peer) ── spec, labels once ──► copy UniqueName(peer)
 //	in LocalNamespace         ◄──────── status ─────── in RemoteNamespace
 //
-// Each peer has its own worker, a goroutine that owns all state about this peer. Three sources
-// trigger a new comparison, and carry no other meaning: the identity Secret (one object, watched by
-// name), the copies at the peer, and the original in the manager's cache. One peer cannot delay
-// another.
+// Each peer has its own worker, a goroutine that owns all state of this peer. So one peer cannot
+// delay another. Three sources trigger a comparison of original and copies: the identity Secret
+// (one object, watched by name), the copies at the peer, and the original in the manager's cache.
+// Their events have no other meaning.
 //
 //	Secret ──follow──► worker ──► link (client of the peer's API server) ──follow──► worker: plan, do, State
 //
-// A peer is hostile until proven otherwise. The client bounds the size, rate and duration of
-// responses of the peer's API server, and follows no redirects. The CRD here validates the peer's
-// answer.
+// Peers are not trusted. The client bounds the size, rate and duration of responses of a peer's API
+// server, and follows no redirects. The CRD of this cluster validates the peer's answer.
 //
-// The package owns the copies at the peers and the status and a finalizer of our NetworkConfigs.
+// The package owns the copies at the peers, and the status and a finalizer of our NetworkConfigs.
 // The manager runs the Replicator. Package peerings sets the peers and reads the States, and
 // package services sets the exports.
 package replication
@@ -42,43 +41,44 @@ import (
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 )
 
-// A Target is a peer to replicate to. Equal Targets need the same work.
+// A Target is a peer to replicate to. Work for equal Targets is the same.
 type Target struct {
 	ID              string                   // clusterID of the peer
-	Cluster         v1alpha1.ClusterIdentity // its UniqueName is the name of the original
-	LocalNamespace  string                   // tenant namespace here, of the original and the identity Secret
-	RemoteNamespace string                   // tenant namespace at the peer, of the copy
-	IdentitySecret  string                   // empty: Liqo's crd-replicator replicates for this peer
-	InBand          bool                     // the peer's API server is reached through the tunnel
+	Cluster         v1alpha1.ClusterIdentity // identity of the peer; its UniqueName is the name of the original
+	LocalNamespace  string                   // tenant namespace here, with the original and the identity Secret
+	RemoteNamespace string                   // tenant namespace at the peer, with the copy
+	IdentitySecret  string                   // empty: Liqo's crd-replicator does the replication
+	InBand          bool                     // whether the peer's API server is reached through the tunnel
 }
 
-// A Condition is one part of a State. Its message stays the same until something changes.
+// A Condition is one part of a State. Its message changes only if its cause changes.
 type Condition struct {
 	Status  metav1.ConditionStatus // empty: unknown
 	Reason  string
 	Message string
 }
 
-// State is the progress of the replication to a peer. Reasons are those of package
-// apis/isthmus/v1alpha1.
+// A State is the progress of the replication to a peer. The reasons of its conditions are constants
+// of package apis/isthmus/v1alpha1.
 type State struct {
 	// Identity is ConditionIdentity: whether the peer's API server accepts our identity.
 	Identity Condition
 	// Published is ConditionPublished: whether the copy at the peer equals the original. While the
-	// peer does not answer, it keeps its last value, but becomes False if the original has changed
-	// since. While the original is being deleted, its message says why the deletion has to wait.
+	// peer does not answer, Published keeps its last value, but becomes False if the original has
+	// changed since. While the original is being deleted, the message has the reason for which the
+	// deletion waits.
 	Published Condition
-	// Answered is empty, or False with ReasonInvalid when the API server here refuses the peer's
-	// answer: the original then keeps its last good status.
+	// Answered is empty, or False with ReasonInvalid if the API server here rejects the peer's answer.
+	// In that case the original keeps its last valid status.
 	Answered Condition
-	// Life is the life of the identity.
+	// Life has the expiry and renewal times of the identity.
 	Life Life
 }
 
-// Life has the times in an identity. A zero time is unknown or never.
+// Life has the times of an identity. A zero time means unknown or never.
 type Life struct {
-	Expires time.Time // expiry of its token or certificate, whichever is first
-	Renewal time.Time // when its token is renewed
+	Expires time.Time // expiry of the token or the certificate, whichever is first
+	Renewal time.Time // next renewal of the token
 }
 
 // Options of a Replicator. ClusterID, Client, Cache and Config are required.
@@ -89,18 +89,18 @@ type Options struct {
 	Client client.Client
 	// Cache has the NetworkConfigs. The Replicator reads and watches it; the caller runs it.
 	Cache cache.Cache
-	// Config reaches our own API server. Workers list and watch their identity Secrets with it, one
-	// by one and by name, and patch them when they renew a token.
+	// Config is the configuration for our own API server. Workers use it to list and watch their
+	// identity Secrets, each by its name, and to patch a Secret when they renew the token.
 	Config *rest.Config
 	Log    *slog.Logger
-	// Services makes workers export services, see Share.
+	// Services makes workers export services; see Share.
 	Services bool
 	// Withdraw makes workers delete earlier exports. It must not be set together with Services.
 	Withdraw bool
 	// InBand connects to the API server of a peer through the tunnel; nil: the tunnel is never
 	// used.
 	InBand func(ctx context.Context, peer string) (net.Conn, error)
-	// Now is the clock for the age of tokens. Default: time.Now.
+	// Now is the clock for the age of tokens; nil: time.Now.
 	Now func() time.Time
 }
 
@@ -108,8 +108,8 @@ type Options struct {
 // Share.
 type Replicator struct {
 	opts    Options
-	pace    pace // at each peer
-	own     pace // at our own API server, for all workers together
+	pace    pace // for requests to each peer
+	own     pace // for requests of all workers to our own API server
 	secrets corev1client.SecretsGetter
 	pool    pool
 	changed chan event.GenericEvent
@@ -117,19 +117,19 @@ type Replicator struct {
 	mu       sync.Mutex
 	peers    map[string]Target // as passed to Set
 	workers  map[string]*worker
-	ending   map[string]*worker // the last stopped worker of each ID, while it still runs
+	ending   map[string]*worker // the last stopped worker of each peer, while it is still running
 	byHome   map[string]*worker // by LocalNamespace
-	ctx      context.Context    // the context of Start; nil before and after
+	ctx      context.Context    // context of Start; nil while Start is not running
 	running  sync.WaitGroup
 	states   map[string]State
 	shares   map[string]map[string]isthmus.PeerServicesSpec // as passed to Share, by cluster ID
-	sharings map[string]Sharing                             // without Behind
+	sharings map[string]Sharing                             // by cluster ID; the field Behind is not set
 	behind   map[string]time.Time                           // Sharing.Behind by cluster ID
-	news     map[string]struct{}                            // IDs with changes that Changed has not sent yet
+	news     map[string]struct{}                            // cluster IDs of changes that Changed has not sent yet
 	bell     chan struct{}
 }
 
-// New returns a Replicator without peers. It does nothing before Start.
+// New returns a Replicator without peers. It does nothing before Start is called.
 func New(o Options) *Replicator {
 	if o.Log == nil {
 		o.Log = slog.New(slog.DiscardHandler)
@@ -149,11 +149,12 @@ func New(o Options) *Replicator {
 // NeedLeaderElection makes the manager start the Replicator on the leader only.
 func (r *Replicator) NeedLeaderElection() bool { return true }
 
-// Start replicates until ctx is done and returns when all workers have ended. Call it once.
+// Start replicates until ctx is done, and returns when all workers have ended. It may be called
+// once.
 func (r *Replicator) Start(ctx context.Context) error {
 	config := rest.CopyConfig(r.opts.Config)
-	config.QPS = -1                                  // no limit here: ownTurns limits concurrency, and each worker backs off
-	config.ContentType = runtime.ContentTypeProtobuf // half the work of JSON
+	config.QPS = -1                                  // no limit here: ownTurns limits concurrency, and workers back off after failures
+	config.ContentType = runtime.ContentTypeProtobuf // costs half as much processor time as JSON
 	core, err := corev1client.NewForConfig(config)
 	if err != nil {
 		return fmt.Errorf("client for identity Secrets: %w", err)
@@ -175,7 +176,7 @@ func (r *Replicator) Start(ctx context.Context) error {
 		return fmt.Errorf("watch NetworkConfigs: %w", err)
 	}
 	defer informer.RemoveEventHandler(registration) //nolint:errcheck // the informer may have ended
-	if !r.opts.Cache.WaitForCacheSync(ctx) {        // a worker would delete the copy of an original that the cache does not have yet
+	if !r.opts.Cache.WaitForCacheSync(ctx) {        // with an incomplete cache, a worker would delete the copy of an original that is not cached yet
 		return nil
 	}
 
@@ -188,7 +189,7 @@ func (r *Replicator) Start(ctx context.Context) error {
 	r.tell(ctx)
 
 	r.mu.Lock()
-	r.ctx = nil // start no more workers
+	r.ctx = nil // no further workers may start
 	r.mu.Unlock()
 	r.running.Wait()
 	return nil
@@ -204,9 +205,9 @@ func (r *Replicator) observe(object any) {
 }
 
 // Set sets the list of all peers. It may be called at any time and returns at once. It stops the
-// worker of a peer that is gone or has changed; the objects at that peer stay. It ignores peers
-// without an identity Secret, and all but the first of several with the same ID or the same local
-// namespace.
+// worker of a peer that is no longer in the list or has changed; the objects at that peer stay.
+// Peers without an identity Secret are ignored. If several peers have the same ID or the same local
+// namespace, all but the first are ignored.
 func (r *Replicator) Set(peers []Target) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -230,8 +231,8 @@ func (r *Replicator) Set(peers []Target) {
 	r.peers = want
 }
 
-// employ starts the worker of a peer, once the previous one with its ID has ended. The caller holds
-// r.mu.
+// employ starts the worker of a peer, once the previous worker with the same ID has ended. The
+// caller holds r.mu.
 func (r *Replicator) employ(p Target) {
 	ctx, cancel := context.WithCancel(r.ctx)
 	w := newWorker(r, p, cancel)
@@ -268,8 +269,8 @@ func (r *Replicator) dismiss(id string) {
 	r.ending[id] = w
 }
 
-// State returns the progress of the replication to a peer. It returns false until the worker knows
-// something, and for peers that Set ignored.
+// State returns the progress of the replication to a peer. It returns false before the worker's
+// first report, and for peers that Set ignored.
 func (r *Replicator) State(id string) (State, bool) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -277,7 +278,7 @@ func (r *Replicator) State(id string) (State, bool) {
 	return s, ok
 }
 
-// Lives returns the life of each identity that expires, by cluster ID.
+// Lives returns the Life of each identity that expires, by cluster ID.
 func (r *Replicator) Lives() map[string]Life {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -290,13 +291,13 @@ func (r *Replicator) Lives() map[string]Life {
 	return all
 }
 
-// Changed returns a channel with an event for each peer whose State or Sharing changed; the name of
-// its object is the cluster ID. Changes of a peer that nobody has received yet become one event.
-// There is one channel, which is never closed.
+// Changed returns a channel with an event for each peer whose State or Sharing changed. The name of
+// the event's object is the cluster ID. Pending events of one peer are merged. All calls return the
+// same channel, which is never closed.
 func (r *Replicator) Changed() <-chan event.GenericEvent { return r.changed }
 
-// enqueue makes a worker compare again, because a NetworkConfig here changed. The Replicator
-// watches the cache and calls it by itself.
+// enqueue makes a worker compare again after a change of a NetworkConfig here. The Replicator's own
+// watch of the cache calls it.
 func (r *Replicator) enqueue(namespace, name string) {
 	r.mu.Lock()
 	w := r.byHome[namespace]
@@ -306,11 +307,12 @@ func (r *Replicator) enqueue(namespace, name string) {
 	}
 }
 
-// report stores the state that a worker reports. It triggers Changed if the state is new.
+// report stores the State of a worker, and triggers Changed if the State is new. It returns the
+// previous State.
 func (r *Replicator) report(w *worker, s State) (before State, changed bool) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	if r.workers[w.peer.ID] != w { // dismissed meanwhile
+	if r.workers[w.peer.ID] != w { // the worker was dismissed in the meantime
 		return State{}, false
 	}
 	before, known := r.states[w.peer.ID]
@@ -323,7 +325,7 @@ func (r *Replicator) report(w *worker, s State) (before State, changed bool) {
 	return before, true
 }
 
-// tell feeds Changed until ctx is done. Workers never wait for the reader of Changed.
+// tell sends events to Changed until ctx is done. Workers never wait for the reader of Changed.
 func (r *Replicator) tell(ctx context.Context) {
 	for {
 		r.mu.Lock()
@@ -345,10 +347,10 @@ func (r *Replicator) tell(ctx context.Context) {
 	}
 }
 
-// ring makes the reader look again. The channel must have room for one value.
+// ring wakes the reader of bell. The channel must have room for one value.
 func ring(bell chan<- struct{}) {
 	select {
 	case bell <- struct{}{}:
-	default: // the reader will look anyway
+	default: // the reader has not read the previous value yet
 	}
 }

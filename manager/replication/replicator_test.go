@@ -37,7 +37,7 @@ var answered = v1alpha1.NetworkConfigStatus{
 	}},
 }
 
-// established is a pair whose original was published and answered.
+// established returns a pair whose original is published and answered.
 func established(t *testing.T, identity func(*pair) map[string][]byte) *pair {
 	t.Helper()
 	p := newPair(t)
@@ -70,7 +70,7 @@ func move(to string) func(*v1alpha1.NetworkConfig) {
 	return func(o *v1alpha1.NetworkConfig) { o.Spec.EndpointIP = to }
 }
 
-func TestSpecAndStatusAreReplicatedLikeLiqo(t *testing.T) {
+func TestSpecAndStatusAreReplicatedAsByLiqo(t *testing.T) {
 	for name, identity := range map[string]func(*pair) map[string][]byte{
 		"token": (*pair).byToken, "certificate": (*pair).byCert, "Liqo's Secret": (*pair).byLiqo,
 	} {
@@ -108,7 +108,7 @@ func TestSpecAndStatusAreReplicatedLikeLiqo(t *testing.T) {
 				t.Errorf("labels and annotations of the peer's tools do not stay: %+v", there.ObjectMeta)
 			}
 
-			p.answer(v1alpha1.NetworkConfigStatus{}) // taken back
+			p.answer(v1alpha1.NetworkConfigStatus{}) // the peer removes its answer
 			p.eventually(func() string { return p.unanswered(v1alpha1.NetworkConfigStatus{}) })
 			if s, _ := p.r.State(p.peer.ID); s.Answered != (Condition{}) || s.Published.Status != metav1.ConditionTrue {
 				t.Errorf("state %+v", s)
@@ -117,9 +117,9 @@ func TestSpecAndStatusAreReplicatedLikeLiqo(t *testing.T) {
 	}
 }
 
-// A Liqo does not say which networks it has answered, and its answers are sticky. Ours is taken from a
-// copy that never had others.
-func TestLiqosAnswerToOldNetworksIsIgnored(t *testing.T) {
+// Liqo does not record the networks that it has answered, and keeps its answers. So only the answer
+// of a copy that never had other networks is used.
+func TestLiqosAnswerToPreviousNetworksIsIgnored(t *testing.T) {
 	p := established(t, (*pair).byToken)
 	liqos := v1alpha1.NetworkConfigStatus{Processed: true, PodCIDRNAT: v1alpha1.None, ExternalCIDRNAT: v1alpha1.None}
 	p.answer(liqos)
@@ -137,18 +137,18 @@ func TestLiqosAnswerToOldNetworksIsIgnored(t *testing.T) {
 	if there := p.there(); there.Spec.PodCIDR != "10.244.0.0/16" {
 		t.Errorf("an answered copy got other networks: %+v", there.Spec)
 	}
-	p.change(away, p.there, func(o *v1alpha1.NetworkConfig) { o.Finalizers = nil }) // a Liqo's manager lets go
+	p.change(away, p.there, func(o *v1alpha1.NetworkConfig) { o.Finalizers = nil }) // Liqo's manager removes its finalizer
 	p.eventually(func() string { return p.unanswered(v1alpha1.NetworkConfigStatus{}) })
 	if there := p.there(); there == nil || there.UID == before || there.Spec.PodCIDR != "10.200.0.0/16" {
 		t.Fatalf("the new copy: %+v", there)
 	}
-	liqos.PodCIDRNAT = "10.244.0.0/16" // what it gave to us before
+	liqos.PodCIDRNAT = "10.244.0.0/16" // Liqo gave this answer before
 	p.answer(liqos)
 	p.eventually(func() string { return p.unanswered(liqos) })
 	p.awaitUpToDate()
 }
 
-func TestADeletedCopyIsRecreated(t *testing.T) {
+func TestDeletedCopyIsRecreated(t *testing.T) {
 	t.Parallel()
 	p := established(t, (*pair).byToken)
 	p.change(away, p.there, func(o *v1alpha1.NetworkConfig) { o.Finalizers = []string{v1alpha1.FinalizerTunnelEndpointCreator} })
@@ -160,12 +160,12 @@ func TestADeletedCopyIsRecreated(t *testing.T) {
 		if c := p.there(); c == nil || c.UID == old.UID {
 			return "no new copy"
 		}
-		return p.unanswered(v1alpha1.NetworkConfigStatus{}) // as the new copy says
+		return p.unanswered(v1alpha1.NetworkConfigStatus{}) // the status of the new copy is empty
 	})
 	p.awaitUpToDate()
 }
 
-func TestTheOriginalStaysUntilTheCopyIsGone(t *testing.T) {
+func TestOriginalStaysUntilItsCopyIsDeleted(t *testing.T) {
 	t.Parallel()
 	p := established(t, (*pair).byToken)
 	p.change(away, p.there, func(o *v1alpha1.NetworkConfig) { o.Finalizers = []string{v1alpha1.FinalizerTunnelEndpointCreator} })
@@ -184,11 +184,11 @@ func TestTheOriginalStaysUntilTheCopyIsGone(t *testing.T) {
 	})
 	p.awaitState(isthmus.ReasonIdentityAccepted, isthmus.ReasonPublishing, "no NetworkConfig")
 
-	p.create(home, p.original()) // and again
+	p.create(home, p.original()) // creates the original again
 	p.awaitUpToDate()
 }
 
-func TestOnlyOurObjectsForThisPeerAreChanged(t *testing.T) {
+func TestForeignNetworkConfigsAtThePeerAreNotChanged(t *testing.T) {
 	t.Parallel()
 	p := newPair(t)
 	p.identify(p.byToken())
@@ -220,7 +220,7 @@ func TestOnlyOurObjectsForThisPeerAreChanged(t *testing.T) {
 	p.awaitUpToDate()
 }
 
-func TestOrphanedCopiesAreRemoved(t *testing.T) {
+func TestCopiesWithoutAnOriginalAreDeleted(t *testing.T) {
 	t.Parallel()
 	p := newPair(t)
 	p.identify(p.byToken())
@@ -242,7 +242,7 @@ func TestOrphanedCopiesAreRemoved(t *testing.T) {
 	})
 }
 
-func TestAnInvalidSecretIsReported(t *testing.T) {
+func TestInvalidIdentitySecretIsReported(t *testing.T) {
 	t.Parallel()
 	p := newPair(t)
 	p.create(home, p.original())
@@ -271,14 +271,15 @@ func TestAnInvalidSecretIsReported(t *testing.T) {
 	p.awaitState(isthmus.ReasonSecretMissing, isthmus.ReasonPublishing, "not found")
 }
 
-func TestRefusalsOfThePeerAreDistinguished(t *testing.T) {
+func TestEachRefusalByThePeersAPIServerHasItsReason(t *testing.T) {
 	t.Parallel()
 	t.Run("revoked", func(t *testing.T) {
 		t.Parallel()
 		p := established(t, (*pair).byToken)
 		account := &corev1.ServiceAccount{ObjectMeta: metav1.ObjectMeta{Namespace: p.peer.RemoteNamespace, Name: "peer"}}
 		p.must(away.admin.Delete(t.Context(), account))
-		// It was seen in order last: what is published is as it was, but the identity is not.
+		// The copy was up to date when it was last seen, so Published stays True. The identity is not
+		// accepted.
 		p.awaitState(isthmus.ReasonUnauthorized, isthmus.ReasonUpToDate, "isthmus peer")
 		p.change(home, p.here, move("198.51.100.8"))
 		p.awaitState(isthmus.ReasonUnauthorized, isthmus.ReasonPublishing, "not up to date")
@@ -288,7 +289,7 @@ func TestRefusalsOfThePeerAreDistinguished(t *testing.T) {
 		p.eventually(p.outdated)
 		p.awaitUpToDate()
 	})
-	t.Run("no rights", func(t *testing.T) {
+	t.Run("no permission", func(t *testing.T) {
 		t.Parallel()
 		p := established(t, (*pair).byCert)
 		right := binding(p.peer.RemoteNamespace, "peer")
@@ -321,11 +322,11 @@ func TestRefusalsOfThePeerAreDistinguished(t *testing.T) {
 		p.must(away.admin.Delete(t.Context(), quota))
 		p.awaitUpToDate()
 	})
-	t.Run("namespace gone", func(t *testing.T) {
+	t.Run("namespace deleted", func(t *testing.T) {
 		t.Parallel()
 		p := newPair(t)
 		p.user = "system:admin"
-		cert, key, err := away.ClientCert(p.user, "system:masters") // rights that do not end with the namespace
+		cert, key, err := away.ClientCert(p.user, "system:masters") // permissions that do not depend on the namespace
 		p.must(err)
 		p.identify(withKubeconfig(kubeconfig(away.URL(), away.CA(), &clientcmdapi.AuthInfo{ClientCertificateData: cert, ClientKeyData: key})))
 		p.create(home, p.original())
@@ -340,7 +341,7 @@ func TestRefusalsOfThePeerAreDistinguished(t *testing.T) {
 			}
 			return ""
 		})
-		p.must(home.admin.Delete(t.Context(), p.here())) // nothing there to wait for
+		p.must(home.admin.Delete(t.Context(), p.here())) // no copy exists, so the deletion does not have to wait
 		p.eventually(func() string {
 			if p.here() != nil {
 				return "the original is still there"
@@ -348,7 +349,7 @@ func TestRefusalsOfThePeerAreDistinguished(t *testing.T) {
 			return ""
 		})
 	})
-	t.Run("something in the way", func(t *testing.T) {
+	t.Run("foreign object with the name of the copy", func(t *testing.T) {
 		t.Parallel()
 		p := newPair(t)
 		p.identify(p.byToken())
@@ -374,7 +375,7 @@ func TestOnlyKnownFieldsOfAnAnswerAreCopied(t *testing.T) {
 		long.Conditions = append(long.Conditions, c)
 	}
 	accepted := answered.Conditions[0]
-	accepted.Message = strings.Repeat("y", netconfig.MaxAnswer-4) + strings.Repeat("ä", 10_000) // which a cut may split
+	accepted.Message = strings.Repeat("y", netconfig.MaxAnswer-4) + strings.Repeat("ä", 10_000) // shortening may split the last character
 	long.Conditions = append(long.Conditions, accepted)
 	p.answer(long)
 	p.eventually(func() string {
@@ -391,13 +392,13 @@ func TestOnlyKnownFieldsOfAnAnswerAreCopied(t *testing.T) {
 		t.Errorf("%d octets of its message, with the end %q", len(m), m[max(0, len(m)-8):])
 	}
 	before := writes(t, home)
-	time.Sleep(2 * time.Second) // in which a worker that saw a difference for ever would write fourteen times
+	time.Sleep(2 * time.Second) // a worker that always saw a difference would write fourteen times
 	if n := writes(t, home) - before; n > 2 {
 		t.Errorf("%d writes at rest", n)
 	}
 }
 
-func TestAnInvalidAnswerIsRefusedByField(t *testing.T) {
+func TestInvalidAnswerIsRefusedWithTheNameOfItsField(t *testing.T) {
 	p := established(t, (*pair).byToken)
 	for field, bad := range map[string]v1alpha1.NetworkConfigStatus{
 		"podCIDRNAT":      {Processed: true, PodCIDRNAT: "10.61.0.1/16", ExternalCIDRNAT: v1alpha1.None},
@@ -415,11 +416,11 @@ func TestAnInvalidAnswerIsRefusedByField(t *testing.T) {
 		if wrong := p.unanswered(answered); wrong != "" {
 			t.Errorf("%s: the last good answer is gone: %s", field, wrong)
 		}
-		time.Sleep(2 * time.Second) // in which a worker without rest would make fourteen
+		time.Sleep(2 * time.Second) // a worker without a pause would write fourteen times
 		if n := writes(t, home) - before; n > 6 {
 			t.Errorf("%s: %d writes for one bad answer", field, n)
 		}
-		p.change(home, p.here, move(fmt.Sprintf("198.51.100.%d", len(field)))) // goes out all the same
+		p.change(home, p.here, move(fmt.Sprintf("198.51.100.%d", len(field)))) // the change is published nevertheless
 		p.eventually(p.outdated)
 	}
 	p.answer(answered)
@@ -431,7 +432,7 @@ func TestAnInvalidAnswerIsRefusedByField(t *testing.T) {
 	})
 }
 
-func TestANewIdentityReplacesAllConnections(t *testing.T) {
+func TestNewIdentityReplacesAllConnections(t *testing.T) {
 	t.Parallel()
 	p := established(t, (*pair).byToken)
 	for i, identity := range []func(*pair) map[string][]byte{(*pair).byCert, (*pair).byLiqo, (*pair).byToken, (*pair).byCert} {
@@ -459,7 +460,7 @@ func TestANewIdentityReplacesAllConnections(t *testing.T) {
 	}
 }
 
-func TestATokenIsRenewedAfterATenthOfItsLife(t *testing.T) {
+func TestTokenIsRenewedAfterATenthOfItsLife(t *testing.T) {
 	t.Parallel()
 	p := established(t, (*pair).byToken)
 	secret := func() *corev1.Secret {
@@ -469,7 +470,7 @@ func TestATokenIsRenewedAfterATenthOfItsLife(t *testing.T) {
 	}
 	first := secret()
 	old, _ := readToken(tokenOf(t, first))
-	at := func(age time.Duration) { p.ahead.Store(int64(time.Until(old.expires.Add(age - 10*time.Minute)))) } // of its ten minutes
+	at := func(age time.Duration) { p.ahead.Store(int64(time.Until(old.expires.Add(age - 10*time.Minute)))) } // the token lasts ten minutes
 	at(50 * time.Second)
 	p.change(home, p.here, move("198.51.100.8"))
 	p.eventually(p.outdated)
@@ -477,10 +478,10 @@ func TestATokenIsRenewedAfterATenthOfItsLife(t *testing.T) {
 		t.Error("renewed before a tenth was over")
 	}
 
-	// Not allowed: nothing breaks, and the State says when it will.
+	// Without permission to renew, the old token stays in use, and the State has its expiry.
 	grant := role(p.peer.RemoteNamespace, "peer", rule("net.liqo.io", "networkconfigs", "get list watch create update patch delete"))
 	p.must(away.admin.Update(t.Context(), grant))
-	p.eventually(func() string { // the API server's authorizer follows it
+	p.eventually(func() string { // the API server's authorizer applies the change with a delay
 		ask := &authorizationv1.SubjectAccessReview{Spec: authorizationv1.SubjectAccessReviewSpec{
 			User: "system:serviceaccount:" + p.peer.RemoteNamespace + ":peer",
 			ResourceAttributes: &authorizationv1.ResourceAttributes{
@@ -500,7 +501,7 @@ func TestATokenIsRenewedAfterATenthOfItsLife(t *testing.T) {
 	grant.ResourceVersion = ""
 	grant.Rules = append(grant.Rules, rule("", "serviceaccounts/token", "create", "peer"))
 	p.must(away.admin.Update(t.Context(), grant))
-	p.eventually(func() string { // after a tenth of what remained
+	p.eventually(func() string { // the next try is after a tenth of the remaining life
 		if secret().ResourceVersion == first.ResourceVersion {
 			return "the token is still the old one"
 		}
@@ -533,10 +534,10 @@ func tokenOf(t *testing.T, s *corev1.Secret) string {
 	return config.AuthInfos["us"].Token
 }
 
-func TestAnUnreachablePeerBlocksOnlyItsOwnObject(t *testing.T) {
+func TestUnreachablePeerDelaysOnlyItsOwnNetworkConfig(t *testing.T) {
 	t.Parallel()
 	p := established(t, (*pair).byToken)
-	other := p.peer // another peer, which is well
+	other := p.peer // another peer, without a problem
 	other.ID, other.Cluster.ClusterID, other.LocalNamespace = other.ID+"-b", other.ID+"-b", other.LocalNamespace+"-b"
 
 	p.identify(withKubeconfig(kubeconfig("https://"+kubetest.Address(1), away.CA(), &clientcmdapi.AuthInfo{Token: p.token()})))
@@ -552,7 +553,7 @@ func TestAnUnreachablePeerBlocksOnlyItsOwnObject(t *testing.T) {
 		t.Errorf("the state changed %d times though nothing did", n)
 	}
 
-	p.change(home, p.here, func(o *v1alpha1.NetworkConfig) { o.Finalizers = nil }) // forced
+	p.change(home, p.here, func(o *v1alpha1.NetworkConfig) { o.Finalizers = nil }) // somebody forces the deletion
 	p.r.Set([]Target{other})
 	p.eventually(func() string {
 		if _, known := p.r.State(p.peer.ID); known || p.here() != nil {
@@ -565,11 +566,11 @@ func TestAnUnreachablePeerBlocksOnlyItsOwnObject(t *testing.T) {
 	}
 	p.identify(p.byToken())
 	p.create(home, p.original())
-	p.r.Set([]Target{p.peer, other}) // and back
+	p.r.Set([]Target{p.peer, other}) // the peer is in the list again
 	p.awaitUpToDate()
 }
 
-func TestAFrozenAPIServerLosesNothingOnEitherSide(t *testing.T) {
+func TestNoChangeIsLostWhileAnAPIServerIsFrozen(t *testing.T) {
 	p := established(t, (*pair).byToken)
 	freeze := quick.request + 3*time.Second
 	if s := os.Getenv("ISTHMUS_FREEZE"); s != "" {
@@ -596,12 +597,12 @@ func TestAFrozenAPIServerLosesNothingOnEitherSide(t *testing.T) {
 	p.change(home, p.here, move("198.51.100.9"))
 	p.eventually(p.outdated)
 	p.awaitUpToDate()
-	if n := p.news() - told; n > 2 { // not up to date, up to date
+	if n := p.news() - told; n > 2 { // not up to date, then up to date
 		t.Errorf("the state changed %d times while our own API server was away", n)
 	}
 }
 
-func TestARestartedAPIServerLosesNothingOnEitherSide(t *testing.T) {
+func TestNoChangeIsLostWhenAnAPIServerRestarts(t *testing.T) {
 	p := established(t, (*pair).byToken)
 	for i, c := range []cluster{away, home} {
 		p.must(c.RestartAPIServer(t.Context()))
@@ -615,7 +616,7 @@ func TestARestartedAPIServerLosesNothingOnEitherSide(t *testing.T) {
 	}
 }
 
-func TestARestartedReplicatorContinuesAtAnyStep(t *testing.T) {
+func TestRestartedReplicatorContinuesFromAnyStep(t *testing.T) {
 	t.Parallel()
 	p := established(t, (*pair).byToken)
 	restart := func(meanwhile func()) {
@@ -638,12 +639,12 @@ func TestARestartedReplicatorContinuesAtAnyStep(t *testing.T) {
 	})
 }
 
-func TestEventsWithoutAChangeCauseNoWrites(t *testing.T) {
+func TestReplicatorWritesNothingAtRest(t *testing.T) {
 	p := established(t, (*pair).byToken)
 	p.awaitUpToDate()
 	p.eventually(func() string {
 		told := p.news()
-		if wrote := p.writesWithin(6 * time.Second); wrote != "" { // two watches
+		if wrote := p.writesWithin(6 * time.Second); wrote != "" { // this long, two watches end
 			return wrote
 		}
 		if n := p.news() - told; n > 0 {
@@ -653,7 +654,7 @@ func TestEventsWithoutAChangeCauseNoWrites(t *testing.T) {
 	})
 }
 
-// writesWithin says what was written in a while, on both sides; nothing: "".
+// writesWithin returns the writes on both sides during a time, as text; "": none.
 func (p *pair) writesWithin(while time.Duration) (wrote string) {
 	sides := map[string]cluster{"home": home, "the peer": away}
 	before := make(map[string]map[string]int)
@@ -673,7 +674,7 @@ func (p *pair) writesWithin(while time.Duration) (wrote string) {
 
 var requestTotal = regexp.MustCompile(`(?m)^apiserver_request_total\{([^}]*)\} (\S+)$`)
 
-// writes is how many requests there are in all.
+// writes returns the total number of writing requests.
 func writes(t *testing.T, c cluster) (n int) {
 	t.Helper()
 	for _, of := range requests(t, c) {
@@ -682,8 +683,8 @@ func writes(t *testing.T, c cluster) (n int) {
 	return n
 }
 
-// requests are those for NetworkConfigs, Secrets and ServiceAccounts that an API server has had and
-// that were not reads, by the labels of its metric.
+// requests returns the numbers of writing requests for NetworkConfigs, Secrets and ServiceAccounts
+// that an API server has received, by the labels of its metric.
 func requests(t *testing.T, c cluster) map[string]int {
 	t.Helper()
 	all := make(map[string]int)
@@ -713,8 +714,8 @@ func requests(t *testing.T, c cluster) map[string]int {
 	return all
 }
 
-// With ISTHMUS_PEERS=500 it takes a minute and prints the figures of that many.
-func TestManyPeersCostLittleEach(t *testing.T) {
+// With ISTHMUS_PEERS=500, this takes a minute and prints the figures for 500 peers.
+func TestGoroutinesPerPeerAreBounded(t *testing.T) {
 	p := newPair(t)
 	number := 20
 	if s := os.Getenv("ISTHMUS_PEERS"); s != "" {
@@ -752,7 +753,7 @@ func TestManyPeersCostLittleEach(t *testing.T) {
 	took := time.Since(began)
 	var after uint64
 	var each float64
-	p.eventually(func() string { // while they connect there are more goroutines
+	p.eventually(func() string { // while workers connect, there are more goroutines
 		var more int
 		after, more = used()
 		if each = float64(more-goroutines) / float64(number); number >= 20 && each > 12 {

@@ -19,26 +19,27 @@ import (
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 )
 
-// maxServicesAnswer is maxAnswer for PeerServices: a list has up to 16 of them, each with at most
-// 2,500 endpoints.
+// maxServicesAnswer takes the place of maxAnswer for PeerServices. A list has up to 16 objects,
+// each with at most 2,500 endpoints.
 const maxServicesAnswer = 16 << 20
 
-// coalesce is how long a sharer collects changes before it writes.
+// coalesce is the time for which a sharer collects changes before it writes them.
 const coalesce = 200 * time.Millisecond
 
-// atATime is how many objects a sharer writes concurrently. All exporters together get some ten
-// concurrent requests at an importer's API server.
+// atATime is the number of objects that a sharer writes concurrently. An importer's API server
+// grants some ten concurrent requests to all exporters together.
 const atATime = 4
 
 // Sharing is the progress of the export of services to a peer.
 type Sharing struct {
 	// Condition is empty while nothing is exported and the peer has nothing of ours.
 	Condition Condition
-	// Withdrawn is true if the peer has no PeerServices of ours, or cannot have any.
+	// Withdrawn is true if the peer has no PeerServices of ours. This includes peers that cannot have
+	// any.
 	Withdrawn bool
 	// Refused lists services that the peer does not serve as we export them.
 	Refused []isthmus.RefusedService
-	// Behind is since when the peer lacks some of our exports. Zero: it has all.
+	// Behind is the time since when the peer lacks some of our exports; zero: it lacks none.
 	Behind time.Time
 }
 
@@ -46,14 +47,14 @@ func (s Sharing) equal(o Sharing) bool {
 	return s.Condition == o.Condition && s.Withdrawn == o.Withdrawn && slices.Equal(s.Refused, o.Refused)
 }
 
-// Share sets the PeerServices that a peer should have, by name. The Replicator keeps want, which
-// must not be changed any more. Until the first call for a peer its PeerServices stay. Only one
-// goroutine may call Share.
+// Share sets the PeerServices that a peer should have, by object name. The Replicator keeps want,
+// which must not be changed afterwards. Until the first call for a peer, its PeerServices stay
+// unchanged. Only one goroutine may call Share.
 func (r *Replicator) Share(id string, want map[string]isthmus.PeerServicesSpec) {
 	r.mu.Lock()
 	before := r.shares[id]
 	r.mu.Unlock()
-	same := maps.EqualFunc(before, want, isthmus.PeerServicesSpec.Equal) // compare before taking r.mu, because it takes long
+	same := maps.EqualFunc(before, want, isthmus.PeerServicesSpec.Equal) // the comparison takes long, so it is made without r.mu
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	if !same {
@@ -75,7 +76,7 @@ func (r *Replicator) Sharing(id string) (Sharing, bool) {
 	return s, ok
 }
 
-// lacks records since when a peer lacks some of our exports. The caller holds r.mu.
+// lacks records the time since when a peer lacks some of our exports. The caller holds r.mu.
 func (r *Replicator) lacks(id string, something bool) {
 	switch {
 	case !something:
@@ -85,16 +86,16 @@ func (r *Replicator) lacks(id string, something bool) {
 	}
 }
 
-// A sharer keeps the PeerServices at one peer equal to those passed to Share, over one link. It
+// A sharer makes the PeerServices at one peer equal to those passed to Share, over one link. It
 // runs beside its worker, so that frequent changes of services do not delay NetworkConfigs. With
-// Withdraw it ends once the peer has none.
+// Options.Withdraw, it ends once the peer has no PeerServices of ours.
 type sharer struct {
 	w    *worker
 	link *link
 
 	have   map[string]*isthmus.PeerServices
 	listed bool
-	over   bool // with Withdraw: the peer has none left
+	over   bool // with Options.Withdraw: the peer has none left
 	tries  backoff
 	retry  <-chan time.Time
 }
@@ -105,7 +106,7 @@ func (s *sharer) run(ctx context.Context) {
 	go func() {
 		defer close(finished)
 		p := s.w.pace()
-		p.max = 2 * p.max // a peer without the CRD is asked again and again
+		p.max = 2 * p.max // a peer without the CRD is tried again and again
 		p.follow(ctx, s.link.servicesFeed(), &backoff{}, deliver(ctx, changes))
 	}()
 	defer func() {
@@ -156,7 +157,7 @@ func (s *sharer) take(c change) {
 	}
 }
 
-// fail reports why a request failed. The worker handles errors that break the link.
+// fail reports the cause of a failed request. The worker handles errors that break the link.
 func (s *sharer) fail(err error, reading bool) {
 	reason, text := diagnose(err)
 	switch {
@@ -183,7 +184,7 @@ func (s *sharer) wanted() map[string]isthmus.PeerServicesSpec {
 	return s.w.r.shares[s.w.peer.ID]
 }
 
-// sync writes the objects that differ.
+// sync writes the differing objects.
 func (s *sharer) sync(ctx context.Context) {
 	s.w.r.mu.Lock()
 	want, said := s.w.r.shares[s.w.peer.ID]
@@ -213,7 +214,7 @@ func (s *sharer) sync(ctx context.Context) {
 		}
 		s.report(sharing, false)
 		return
-	case !apierrors.IsConflict(failed) && !apierrors.IsAlreadyExists(failed): // otherwise the watch will bring the present object
+	case !apierrors.IsConflict(failed) && !apierrors.IsAlreadyExists(failed): // after these errors, the watch will bring the present object
 		s.fail(failed, false)
 	}
 	s.retry = time.After(s.tries.next(s.w.r.pace))
@@ -230,7 +231,8 @@ func services(want map[string]isthmus.PeerServicesSpec) string {
 	return fmt.Sprintf("%d exported services", n)
 }
 
-// writeAll writes the objects that differ, several at a time: the peer may be far away.
+// writeAll writes the differing objects. It writes several concurrently, because the peer may be
+// far away.
 func (s *sharer) writeAll(ctx context.Context, want map[string]isthmus.PeerServicesSpec) (failed error) {
 	type result struct {
 		made *isthmus.PeerServices
@@ -238,7 +240,7 @@ func (s *sharer) writeAll(ctx context.Context, want map[string]isthmus.PeerServi
 	}
 	var differ []string
 	for name, spec := range want {
-		if is := s.have[name]; is == nil || is.DeletionTimestamp.IsZero() && !is.Spec.Equal(spec) { // an object being deleted is recreated when it is gone
+		if is := s.have[name]; is == nil || is.DeletionTimestamp.IsZero() && !is.Spec.Equal(spec) { // an object that is being deleted is recreated once it is gone
 			differ = append(differ, name)
 		}
 	}
@@ -277,7 +279,7 @@ func (s *sharer) write(ctx context.Context, is *isthmus.PeerServices, name strin
 		return s.link.services(http.MethodPut).Name(name).Body(is).Do(ctx).Into(&made)
 	}
 	err := put()
-	if apierrors.IsConflict(err) { // the peer has written the status of an older version
+	if apierrors.IsConflict(err) { // the peer has written the status meanwhile, so our version is outdated
 		is = new(isthmus.PeerServices)
 		if err := s.link.services(http.MethodGet).Name(name).Do(ctx).Into(is); err != nil || !is.DeletionTimestamp.IsZero() {
 			return is, err
@@ -298,7 +300,7 @@ func (s *sharer) remove(ctx context.Context, o *isthmus.PeerServices) error {
 	return err
 }
 
-// seen returns the state at the peer. A refusal counts if it is about the present content.
+// seen returns the state at the peer. A refusal counts only if it is about the present content.
 func (s *sharer) seen() (sharing Sharing) {
 	sharing.Withdrawn = s.listed && len(s.have) == 0
 	for _, name := range slices.Sorted(maps.Keys(s.have)) {
@@ -312,16 +314,16 @@ func (s *sharer) seen() (sharing Sharing) {
 	return sharing
 }
 
-// report stores the state that a sharer reports. It triggers Changed if the state is new.
+// report stores the Sharing of a sharer, and triggers Changed if it is new.
 func (s *sharer) report(sharing Sharing, lacks bool) {
 	r, id := s.w.r, s.w.peer.ID
-	if r.opts.Withdraw { // nobody reads it
+	if r.opts.Withdraw { // with Options.Withdraw, nobody reads it
 		s.over = sharing.Withdrawn
 		return
 	}
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	if r.workers[id] != s.w { // dismissed meanwhile
+	if r.workers[id] != s.w { // the worker was dismissed in the meantime
 		return
 	}
 	r.lacks(id, lacks)
@@ -339,15 +341,15 @@ func (l *link) services(verb string) *rest.Request {
 	return l.peerServices.Verb(verb).Namespace(l.namespace).Resource("peerservices").MaxRetries(0)
 }
 
-// servicesFeed returns the PeerServices in the tenant namespace at the peer. Only we write them
-// there.
+// servicesFeed returns a feed of the PeerServices in the tenant namespace at the peer. Only we
+// write them there.
 func (l *link) servicesFeed() feed {
 	return feed{
 		list: func(ctx context.Context, o metav1.ListOptions) ([]client.Object, metav1.ListInterface, error) {
 			var list isthmus.PeerServicesList
 			err := l.services(http.MethodGet).VersionedParams(&o, parameters).Do(ctx).Into(&list)
 			all := make([]client.Object, 0, min(len(list.Items), maxListed))
-			for i := range list.Items[:min(len(list.Items), maxListed)] { // the server may ignore the limit
+			for i := range list.Items[:min(len(list.Items), maxListed)] { // the server may ignore the limit of the list
 				all = append(all, &list.Items[i])
 			}
 			return all, &list, err

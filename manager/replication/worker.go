@@ -23,36 +23,36 @@ import (
 	"github.com/isthmus-net/isthmus/internal/netconfig"
 )
 
-// A worker replicates to one peer. Only run uses the fields below done.
+// A worker replicates to one peer. The fields below done belong to run.
 type worker struct {
 	r      *Replicator
 	peer   Target
 	name   string // name of the original and the copy
 	log    *slog.Logger
 	cancel context.CancelFunc
-	wake   chan struct{} // the original changed
-	share  chan struct{} // the exports changed
+	wake   chan struct{} // gets a value when the original has changed
+	share  chan struct{} // gets a value when the exports have changed
 	done   chan struct{}
 
-	secret *corev1.Secret // nil: does not exist, or not read yet
-	link   *link          // nil: no usable identity
+	secret *corev1.Secret // the identity Secret; nil: it does not exist, or was not read yet
+	link   *link          // nil: there is no usable identity
 	unlink func()         // stops the sender of remote
-	remote chan change    // changes at the peer; nil without link
-	pause  *backoff       // backoff of the connection; only the sender of remote may use it while it runs
+	remote chan change    // changes at the peer; nil without a link
+	pause  *backoff       // backoff of connections; the sender of remote uses it while it runs
 	tries  backoff        // backoff of failed steps
-	retry  time.Time      // when to retry them; zero: none failed
+	retry  time.Time      // when to retry the failed steps; zero: no step failed
 
 	copies map[string]*v1alpha1.NetworkConfig // our copies at the peer, by name
-	listed bool                               // copies were listed at this API server, perhaps a while ago
-	up     bool                               // the last request succeeded
+	listed bool                               // whether copies were listed at this API server, perhaps some time ago
+	up     bool                               // whether the last request succeeded
 
-	// answer is the last answer written into the original, and stored is the status that our API
-	// server made of it: Liqo's CRD drops the condition.
+	// answer is the last answer that was written into the original. stored is the resulting status at
+	// our API server, because Liqo's CRD drops the condition.
 	answer, stored v1alpha1.NetworkConfigStatus
 
 	state   State
 	renewal renewal
-	life    Life // life of the identity
+	life    Life // expiry and renewal times of the identity
 
 	authority time.Time // when to read the peer's certificate authority again, by the real clock; zero: now
 }
@@ -77,7 +77,7 @@ func (w *worker) run(ctx context.Context) {
 		<-finished
 	}()
 
-	// A peer that changes its objects all the time, or undoes our changes, causes two rounds a
+	// A peer may change its objects all the time, or undo our changes. It causes at most two rounds a
 	// second.
 	limiter := rate.NewLimiter(2, 10)
 	dirty := false
@@ -112,8 +112,9 @@ func (w *worker) run(ctx context.Context) {
 	}
 }
 
-// pace returns the pace at the peer. Through the tunnel, pauses are shorter: the gateway reports at
-// once that the tunnel is down, and once it is up again, the peer's answers are waiting.
+// pace returns the pace of requests to the peer. Through the tunnel, pauses are shorter: the
+// gateway reports at once that the tunnel is down, and when it is up again, answers of the peer may
+// be waiting.
 func (w *worker) pace() pace {
 	p := w.r.pace
 	if w.peer.InBand {
@@ -135,7 +136,7 @@ func deliver(ctx context.Context, to chan<- change) func(change) {
 	}
 }
 
-// due returns the next time when work is due that no event triggers.
+// due returns the next time at which there is work that no event triggers.
 func (w *worker) due() time.Time {
 	at := w.retry
 	if !w.up {
@@ -149,7 +150,7 @@ func (w *worker) due() time.Time {
 	return at
 }
 
-// takeSecret makes the link for the Secret and reports whether anything changed. While our own API
+// takeSecret makes a link from the Secret, and reports whether anything changed. While our own API
 // server is unreachable, the last Secret stays in use.
 func (w *worker) takeSecret(ctx context.Context, c change) bool {
 	where := fmt.Sprintf("Secret %s/%s", w.peer.LocalNamespace, w.peer.IdentitySecret)
@@ -161,7 +162,7 @@ func (w *worker) takeSecret(ctx context.Context, c change) bool {
 	}
 	var secret *corev1.Secret
 	switch {
-	case apierrors.IsForbidden(c.err) && w.link == nil: // with a link, this may be an API server that has just started
+	case apierrors.IsForbidden(c.err) && w.link == nil: // with a link, the cause may be an API server that has just started
 		return without(isthmus.ReasonSecretMissing, "%s: we may not read it: %s; run isthmus peer again", where, quote(c.err.Error()))
 	case c.err != nil:
 		w.log.Warn("cannot watch the peer's identity Secret", "secret", where, "error", c.err)
@@ -189,7 +190,7 @@ func (w *worker) takeSecret(ctx context.Context, c change) bool {
 		return false
 	}
 	w.renewal, w.life, w.authority = newRenewal(id.token), id.life(), time.Time{}
-	w.tries.reset() // earlier failures were those of another identity
+	w.tries.reset() // earlier failures concerned another identity
 	if err := w.connect(ctx, id, 0, &backoff{}); err != nil {
 		return without(isthmus.ReasonSecretInvalid, "%s: %v; run isthmus peer again, which recreates it", where, err)
 	}
@@ -198,7 +199,7 @@ func (w *worker) takeSecret(ctx context.Context, c change) bool {
 
 func (w *worker) keep(o client.Object) {
 	c, ok := o.(*v1alpha1.NetworkConfig)
-	if !ok || c.Name != w.name && len(w.copies) >= maxListed { // the next list has further orphans
+	if !ok || c.Name != w.name && len(w.copies) >= maxListed { // the next list will have the remaining orphans
 		return
 	}
 	c.ManagedFields = nil
@@ -210,8 +211,8 @@ func (w *worker) accepted() {
 	w.state.Identity = Condition{metav1.ConditionTrue, isthmus.ReasonIdentityAccepted, w.link.String() + " accepts our identity"}
 }
 
-// blame assigns an error of the peer's API server to the condition that it concerns: Identity or
-// Published.
+// blame assigns an error of the peer's API server to the condition that it concerns, which is
+// Identity or Published.
 func (w *worker) blame(err error) {
 	c := failure(w.link.String(), err)
 	switch {
@@ -226,11 +227,11 @@ func (w *worker) blame(err error) {
 	}
 }
 
-// sync compares, carries out the plan, and reports the State.
+// sync compares original and copies, carries out the plan, and reports the State.
 func (w *worker) sync(ctx context.Context) {
 	w.retry = time.Time{}
 	original, err := w.original(ctx)
-	if err != nil { // the cache has no such kind, or ends
+	if err != nil { // the cache does not have the kind, or is ending
 		w.again(ctx, "read the original", err)
 		return
 	}
@@ -253,10 +254,10 @@ func (w *worker) original(ctx context.Context) (*v1alpha1.NetworkConfig, error) 
 	return &o, err
 }
 
-// carryOut carries out the plan. It continues after a failed step, but without our finalizer on the
-// original it publishes nothing.
+// carryOut carries out the plan. It continues after a failed step. But if our finalizer could not
+// be set on the original, it publishes nothing.
 func (w *worker) carryOut(ctx context.Context, original *v1alpha1.NetworkConfig) {
-	w.state.Published = Condition{} // failed steps are retried now or are obsolete
+	w.state.Published = Condition{} // failed steps are retried now, or are obsolete
 	failed := false
 	for _, a := range plan(w.peer, original, w.copies) {
 		err := w.do(ctx, a, original)
@@ -293,8 +294,8 @@ func (w *worker) carryOut(ctx context.Context, original *v1alpha1.NetworkConfig)
 	}
 }
 
-// again requests another round after a pause, because a request to our own API server failed. A
-// conflict is normal and not logged.
+// again schedules another round after a pause, because a request to our own API server failed. It
+// does not log a conflict, because conflicts are normal.
 func (w *worker) again(ctx context.Context, what string, err error) {
 	if ctx.Err() == nil && !apierrors.IsConflict(err) {
 		w.log.Warn("cannot replicate to the peer; retrying", "step", what, "error", err)
@@ -307,12 +308,12 @@ func (w *worker) reconnect(ctx context.Context) {
 	id := w.link.identity
 	w.disconnect()
 	if err := w.connect(ctx, id, w.pause.next(w.pace()), w.pause); err != nil {
-		w.log.Error("cannot connect to the peer's API server", "error", err) // unexpected, because it worked before
+		w.log.Error("cannot connect to the peer's API server", "error", err) // unexpected, because the same identity worked before
 	}
 }
 
-// do carries out one action and records its result, so that the next comparison need not wait for
-// an event.
+// do carries out one action and records its result, so that the next comparison does not have to
+// wait for an event.
 func (w *worker) do(ctx context.Context, a action, original *v1alpha1.NetworkConfig) error {
 	ctx, cancel := context.WithTimeout(ctx, w.r.pace.request)
 	defer cancel()
@@ -337,7 +338,7 @@ func (w *worker) do(ctx context.Context, a action, original *v1alpha1.NetworkCon
 	case update:
 		c := w.copies[a.name].DeepCopy()
 		c.Spec = *original.Spec.DeepCopy()
-		c.Labels[v1alpha1.LabelReplication] = "false" // its other labels are right, because we found it by them
+		c.Labels[v1alpha1.LabelReplication] = "false" // all its other labels are right, because they were used to find it
 		made, err := w.link.update(ctx, c)
 		switch {
 		case apierrors.IsConflict(err), apierrors.IsNotFound(err): // the watch will bring the present object
@@ -356,7 +357,8 @@ func (w *worker) do(ctx context.Context, a action, original *v1alpha1.NetworkCon
 		}
 		base := original.DeepCopy()
 		original.Status = is
-		// The optimistic lock, because the answer is only correct for the spec that was read.
+		// The patch has an optimistic lock, because the answer is only correct for the spec that was
+		// read.
 		err := w.r.opts.Client.Status().Patch(ctx, original, client.MergeFromWithOptions(base, client.MergeFromWithOptimisticLock{}))
 		if err == nil {
 			w.answer, w.stored = is, original.Status
@@ -370,21 +372,21 @@ func (w *worker) do(ctx context.Context, a action, original *v1alpha1.NetworkCon
 		case apierrors.IsNotFound(err):
 			delete(w.copies, a.name)
 			return nil
-		case apierrors.IsConflict(err): // somebody has replaced the object
+		case apierrors.IsConflict(err): // somebody has recreated or changed the object
 			w.retry = time.Now().Add(w.tries.next(w.r.pace))
 			return nil
 		case err == nil && w.peer.InBand && leaving(original) && original.Name == a.name:
-			return w.letGo(ctx, original) // the peer closes the tunnel once the copy is gone, so nobody can check later
+			return w.letGo(ctx, original) // in band, the peer closes the tunnel once the copy is gone, so a later check would be impossible
 		}
 		return remotely(err)
 
 	case release:
-		if w.copies[a.name] != nil { // it is being deleted; see plan
+		if w.copies[a.name] != nil { // the copy is being deleted; see plan
 			return w.letGo(ctx, original)
 		}
 		found, err := w.link.get(ctx, a.name)
 		if err == nil && found.Labels[v1alpha1.LabelOriginID] == w.r.opts.ClusterID {
-			w.keep(found) // just created; the watch has not reported it yet
+			w.keep(found) // the copy was just created, and the watch has not reported it yet
 			w.retry = time.Now().Add(w.tries.next(w.r.pace))
 			return nil
 		}
@@ -404,9 +406,9 @@ func (w *worker) letGo(ctx context.Context, original *v1alpha1.NetworkConfig) er
 	return client.IgnoreNotFound(err)
 }
 
-// relabel restores the labels of the object with the name of the copy, which makes it the copy
-// again. It leaves an original of the peer alone, and deletes an object with an answer to other
-// networks. It returns exists, the error of create, if there is still no copy.
+// relabel restores the labels of the object that has the name of the copy. This makes the object
+// the copy again. relabel does not change an original of the peer, and deletes an object with an
+// answer to other networks. It returns exists, the error of create, if there is still no copy.
 func (w *worker) relabel(ctx context.Context, want *v1alpha1.NetworkConfig, exists error) (*v1alpha1.NetworkConfig, error) {
 	found, err := w.link.get(ctx, want.Name)
 	if err != nil {
@@ -416,7 +418,7 @@ func (w *worker) relabel(ctx context.Context, want *v1alpha1.NetworkConfig, exis
 	if found.Labels[v1alpha1.LabelReplication] == "true" && !received || !found.DeletionTimestamp.IsZero() {
 		return nil, exists
 	}
-	if stale(found, want) { // recreated when it is gone
+	if stale(found, want) { // recreated once it is gone
 		return nil, cmp.Or(w.link.delete(ctx, found.Name, found.UID), exists)
 	}
 	if found.Labels == nil {
@@ -436,7 +438,7 @@ func (w *worker) tell(original *v1alpha1.NetworkConfig) {
 		v.server = w.link.String()
 	}
 	if s.Identity.Status == "" {
-		return // the worker knows nothing yet
+		return // the worker has no information yet
 	}
 	if warning := w.renewal.warning(); warning != "" && s.Identity.Status == metav1.ConditionTrue {
 		s.Identity.Reason = isthmus.ReasonNotRenewed
