@@ -37,11 +37,11 @@ var update = flag.Bool("update", false, "write the golden files anew")
 
 const liqoKey = "AQIDBAUGBwgJCgsMDQ4PEBESExQVFhcYGRobHB0eHyA="
 
-// TestLiqo peers with a cluster of Liqo v0.9.4, played by a liqo on an API server with Liqo's CRDs.
-// Its PodCIDR is a half of ours. First Isthmus stands alone, with a Peering and an identity of
-// Liqo's form; then it takes the place of the network-manager under Liqo's control plane: there are
-// ForeignClusters, and Liqo's crd-replicator works for it.
-func TestLiqo(t *testing.T) {
+// TestPeeringWithImitatedLiqo peers with a cluster of Liqo v0.9.4, which a liqo simulates on an API server with Liqo's
+// CRDs. Its PodCIDR is one half of ours. First Isthmus is alone, with a Peering and an identity in
+// Liqo's form. Then Isthmus replaces the network-manager under Liqo's control plane: there are
+// ForeignClusters, and Liqo's crd-replicator replicates for it.
+func TestPeeringWithImitatedLiqo(t *testing.T) {
 	t.Parallel()
 	sites := planSites(t, "10.244.0.0/16")
 	a := sites[0]
@@ -64,7 +64,7 @@ func TestLiqo(t *testing.T) {
 	manager.remap(map[string]string{"10.244.0.0/16": "10.64.0.0/16", "10.245.0.0/16": "10.65.0.0/16"})
 	theirs := &liqo{id: b.id, client: b.client, manager: manager}
 	play(t, theirs)
-	a.startManager("--services", "--external-cidr", "10.245.0.0/16") // as long as the PodCIDR, as Liqo chooses it
+	a.startManager("--services", "--external-cidr", "10.245.0.0/16") // as long as the PodCIDR, like Liqo's choice
 
 	steps := func(t *testing.T, golden string, join, part func(), under func(t *testing.T)) {
 		foreign(t, b, a, "Established")
@@ -125,8 +125,9 @@ func TestLiqo(t *testing.T) {
 	})
 }
 
-// testLiqoTakesNoServices shares services with a Liqo, which has neither the kind nor a right to it. The peering
-// says so, and goes on.
+// testLiqoTakesNoServices shares services with a Liqo cluster, which has neither the kind
+// PeerServices nor permission to use it. The Peering reports this, and everything else keeps
+// working.
 func testLiqoTakesNoServices(a, b *site) {
 	a.t.Helper()
 	if err := a.client.Create(a.t.Context(), &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: "prod"}}); err != nil {
@@ -175,8 +176,8 @@ func newLiqoSite(t *testing.T) *site {
 	return s
 }
 
-// refusedByCommands lets a person take a Liqo for an Isthmus: no command installs anything there, or
-// says that somebody should.
+// refusedByCommands runs commands with a Liqo cluster, as if it had Isthmus. No command may install
+// anything there, or advise to install Isthmus.
 func refusedByCommands(t *testing.T, a, liqo *site) {
 	t.Helper()
 	kubeconfig := filepath.Join(liqo.dir, "admin.kubeconfig")
@@ -258,8 +259,9 @@ func applyFile(ctx context.Context, c client.Client, path string) error {
 	return nil
 }
 
-// introduce does what Liqo's control plane does before two clusters are joined: a tenant namespace
-// at s for the peer, the peer's rights in it, and the identity of s at the peer.
+// introduce does the same as Liqo's control plane before two clusters are joined: it creates a
+// tenant namespace at s for the peer, the peer's permissions in it, and the identity of s at the
+// peer.
 func introduce(t *testing.T, s, peer *site) {
 	t.Helper()
 	const role = "liqo-remote-peering-outgoing"
@@ -284,7 +286,8 @@ func introduce(t *testing.T, s, peer *site) {
 				Annotations: map[string]string{"discovery.liqo.io/certificate-expire-time": fmt.Sprint(time.Now().Add(time.Hour).Unix())}},
 			Data: map[string][]byte{"private-key": key, "certificate": cert, "apiServerUrl": []byte(peer.server.URL()),
 				"apiServerCa": peer.server.CA(), "namespace": []byte(peer.tenant(s))}},
-		// Who makes a Peering with Liqo by hand lets the manager read the identity.
+		// An administrator who creates a Peering with Liqo by hand permits the manager to read the
+		// identity.
 		&rbacv1.Role{ObjectMeta: metav1.ObjectMeta{Namespace: tenant, Name: "identity"}, Rules: []rbacv1.PolicyRule{
 			{APIGroups: []string{""}, Resources: []string{"secrets"}, ResourceNames: []string{isthmus.DefaultIdentitySecret}, Verbs: []string{"get", "list", "watch"}}}},
 		&rbacv1.RoleBinding{ObjectMeta: metav1.ObjectMeta{Namespace: tenant, Name: "identity"},
@@ -297,7 +300,7 @@ func introduce(t *testing.T, s, peer *site) {
 	}
 }
 
-// play lets a liqo work as long as the test runs.
+// play runs a liqo until the test ends.
 func play(t *testing.T, l *liqo) {
 	ctx, cancel := context.WithCancel(context.Background())
 	var group sync.WaitGroup
@@ -305,7 +308,7 @@ func play(t *testing.T, l *liqo) {
 	t.Cleanup(func() { cancel(); group.Wait() })
 }
 
-// foreign makes s have a ForeignCluster about the peer, in the given phase.
+// foreign creates or updates the ForeignCluster of s for the peer, with the given phase.
 func foreign(t *testing.T, s, peer *site, phase string) {
 	t.Helper()
 	s.eventually("ForeignCluster of "+peer.name, func() (string, bool) {
@@ -330,13 +333,13 @@ func foreign(t *testing.T, s, peer *site, phase string) {
 				map[string]any{"type": "IncomingPeering", "status": "None"},
 			},
 		}
-		err = s.client.Status().Update(t.Context(), fc) // conflicts with the finalizer of the replicator
+		err = s.client.Status().Update(t.Context(), fc) // may conflict with a write of the replicator's finalizer
 		return fmt.Sprint(err), err == nil
 	})
 }
 
-// agreedWithLiqo waits until the TunnelEndpoints of both sides are each other's mirror image and
-// say what is published.
+// agreedWithLiqo waits until the TunnelEndpoints of both sides are mirror images and match the
+// published values.
 func agreedWithLiqo(a, b *site, m *liqoManager) {
 	a.t.Helper()
 	m.mu.Lock()
@@ -359,7 +362,7 @@ func agreedWithLiqo(a, b *site, m *liqoManager) {
 	})
 }
 
-// testLiqoChanges changes what either side publishes.
+// testLiqoChanges changes the published values of each side.
 func testLiqoChanges(a, b *site, m *liqoManager) {
 	a.t.Helper()
 	service := &corev1.Service{ObjectMeta: metav1.ObjectMeta{Namespace: installed, Name: "isthmus-gateway"}}
@@ -382,7 +385,7 @@ func testLiqoChanges(a, b *site, m *liqoManager) {
 		})
 		agreedWithLiqo(a, b, m)
 	}
-	// Whoever edits the copy here is overruled by the sender.
+	// An edit of the copy here is overwritten by the sender.
 	copied := types.NamespacedName{Namespace: a.tenant(b), Name: a.cluster().UniqueName()}
 	if err := a.edit(&v1alpha1.NetworkConfig{}, copied, false, func(o client.Object) {
 		o.(*v1alpha1.NetworkConfig).Spec.EndpointIP = "198.51.100.66"
@@ -396,8 +399,9 @@ func testLiqoChanges(a, b *site, m *liqoManager) {
 	agreedWithLiqo(a, b, m)
 }
 
-// testLiqoRemembers changes our PodCIDR. Liqo goes on to answer what it answered to the old one. Of the
-// same length that serves the new one. Of another length nothing is applied, and the Peering says why.
+// testLiqoRemembers changes our PodCIDR. Liqo repeats its answer to the previous one. If the new
+// PodCIDR has the same length, the answer fits. If it has another length, nothing is applied, and
+// the Peering has the reason.
 func testLiqoRemembers(a, b *site, m *liqoManager) {
 	a.t.Helper()
 	a.reconfigure("10.222.0.0/16")
@@ -421,7 +425,7 @@ func testLiqoRemembers(a, b *site, m *liqoManager) {
 	a.ready(b)
 }
 
-// testLiqoLeaves lets Liqo withdraw and come back, while we stay.
+// testLiqoLeaves makes Liqo withdraw and return, while our Peering stays.
 func testLiqoLeaves(a, b *site) {
 	a.t.Helper()
 	before := a.tunnelEndpoint(b).Spec
@@ -440,8 +444,7 @@ func testLiqoLeaves(a, b *site) {
 	})
 }
 
-// sameObjects compares all objects of the fabric, as they lie in the two API servers, with a golden
-// file.
+// sameObjects compares all objects of the fabric on both API servers with a golden file.
 func sameObjects(t *testing.T, a, b *site, golden string) {
 	t.Helper()
 	path := filepath.Join("testdata", golden)
@@ -450,7 +453,7 @@ func sameObjects(t *testing.T, a, b *site, golden string) {
 		t.Fatal(err)
 	}
 	if *update {
-		time.Sleep(2 * time.Second) // for what is still on its way
+		time.Sleep(2 * time.Second) // pending changes may still arrive
 		if err := os.WriteFile(path, []byte(objects(t, a, b)), 0o644); err != nil {
 			t.Fatal(err)
 		}
@@ -462,7 +465,8 @@ func sameObjects(t *testing.T, a, b *site, golden string) {
 	})
 }
 
-// objects prints the objects of the fabric in both clusters without what differs from run to run.
+// objects returns the objects of the fabric in both clusters as text, without values that differ
+// between runs.
 func objects(t *testing.T, a, b *site) string {
 	t.Helper()
 	secret := &corev1.Secret{}
@@ -494,7 +498,7 @@ func objects(t *testing.T, a, b *site) string {
 	return strings.ReplaceAll(proofs, string(secret.Data["publicKey"]), "PUBLIC-KEY-OF-A")
 }
 
-// masked leaves out or replaces what differs from run to run.
+// masked removes or replaces values that differ between runs.
 func masked(o map[string]any) map[string]any {
 	m := o["metadata"].(map[string]any)
 	for _, field := range []string{"uid", "resourceVersion", "creationTimestamp", "managedFields", "generation"} {
@@ -522,8 +526,8 @@ func masked(o map[string]any) map[string]any {
 	return o
 }
 
-// A kubelet is a client of the gRPC service ipam, as Liqo's virtual kubelet has it. Its messages
-// are written byte by byte.
+// A kubelet is a client of the gRPC service ipam, like the one in Liqo's virtual kubelet. It
+// encodes messages by hand.
 type kubelet struct {
 	t    *testing.T
 	conn *grpc.ClientConn
@@ -531,7 +535,8 @@ type kubelet struct {
 
 func newKubelet(t *testing.T, address string) *kubelet { return newKubeletAt(t, address, "127.0.0.1") }
 
-// newKubeletAt is one with an address of this machine, by which a plain IPAM knows it.
+// newKubeletAt returns a kubelet that connects from the given address of this machine. The plain
+// IPAM identifies it by that address.
 func newKubeletAt(t *testing.T, address, from string) *kubelet {
 	t.Helper()
 	dialer := net.Dialer{LocalAddr: &net.TCPAddr{IP: net.ParseIP(from)}}
@@ -546,12 +551,12 @@ func newKubeletAt(t *testing.T, address, from string) *kubelet {
 	return &kubelet{t, conn}
 }
 
-// call sends strings as the fields 1, 2, ... and returns field 1 of the answer: bytes of a string
-// or a number.
+// call sends strings as the fields 1, 2, ... and returns field 1 of the answer: the bytes of a
+// string or a number.
 func (k *kubelet) call(method string, fields ...string) (string, error) {
 	var request, response []byte
 	for i, f := range fields {
-		request = append(append(request, byte(i+1)<<3|2, byte(len(f))), f...) // all are shorter than 128
+		request = append(append(request, byte(i+1)<<3|2, byte(len(f))), f...) // all fields are shorter than 128 bytes
 	}
 	ctx, cancel := context.WithTimeout(k.t.Context(), patience)
 	defer cancel()
@@ -559,7 +564,7 @@ func (k *kubelet) call(method string, fields ...string) (string, error) {
 	switch {
 	case err != nil || len(response) == 0:
 		return "", err
-	case response[0] == 1<<3: // varint
+	case response[0] == 1<<3: // a varint
 		return fmt.Sprint(response[1]), nil
 	case response[0] == 1<<3|2 && len(response) == int(response[1])+2:
 		return string(response[2:]), nil
@@ -567,7 +572,8 @@ func (k *kubelet) call(method string, fields ...string) (string, error) {
 	return "", fmt.Errorf("%s answers % x", method, response)
 }
 
-// is calls, again where it is told to, and compares.
+// is calls a method and compares the answer. It repeats the call after errors that end with "try
+// again".
 func (k *kubelet) is(want, method string, fields ...string) {
 	k.t.Helper()
 	got, err := k.call(method, fields...)
@@ -579,25 +585,25 @@ func (k *kubelet) is(want, method string, fields ...string) {
 	}
 }
 
-// raw is a codec for messages that are bytes already.
+// raw is a codec for messages that are already encoded.
 type raw struct{}
 
 func (raw) Marshal(v any) ([]byte, error)      { return *v.(*[]byte), nil }
 func (raw) Unmarshal(data []byte, v any) error { *v.(*[]byte) = bytes.Clone(data); return nil }
 func (raw) Name() string                       { return "proto" }
 
-// testIPAM plays the virtual kubelet: our pods are 10.64.0.0/16 at Liqo, our ExternalCIDR is
-// 10.65.0.0/16 there.
+// testIPAM plays the virtual kubelet. At Liqo, our pods are in 10.64.0.0/16 and our ExternalCIDR is
+// 10.65.0.0/16.
 func testIPAM(t *testing.T, a, b *site) {
 	k := newKubelet(t, a.ipam)
 	home := a.tunnelEndpoint(b).Spec.RemoteNATPodCIDR
 	answers := func(k *kubelet) {
 		t.Helper()
 		k.is("10.64.3.4", "MapEndpointIP", b.id, "10.244.3.4") // a pod
-		k.is("10.65.0.2", "MapEndpointIP", b.id, "192.0.2.10") // something outside
+		k.is("10.65.0.2", "MapEndpointIP", b.id, "192.0.2.10") // an endpoint outside of the cluster
 		k.is("10.65.0.3", "MapEndpointIP", b.id, "10.130.5.6") // a pod of a third cluster
 		k.is("10.65.0.4", "MapEndpointIP", b.id, "10.96.0.1")  // the API server's ClusterIP
-		k.is("10.65.0.2", "MapEndpointIP", b.id, "192.0.2.10") // the same again
+		k.is("10.65.0.2", "MapEndpointIP", b.id, "192.0.2.10") // the same endpoint again
 		k.is(strings.TrimSuffix(home, "0.0/17")+"7.8", "GetHomePodIP", b.id, "10.244.7.8")
 		k.is("1", "BelongsToPodCIDR", "10.244.200.1")
 		k.is("", "BelongsToPodCIDR", "10.64.3.4")
@@ -614,7 +620,7 @@ func testIPAM(t *testing.T, a, b *site) {
 	mapped(all)
 	a.killManager()
 	a.restartManager()
-	// A manager that was killed still knows who asked.
+	// After the manager was killed, the requesters are still known.
 	if _, err := newKubeletAt(t, a.ipam, "127.0.0.77").call("UnmapEndpointIP", b.id, "192.0.2.10"); err == nil || !strings.Contains(err.Error(), "another caller") {
 		t.Errorf("another caller unmaps: %v", err)
 	}
@@ -631,7 +637,7 @@ func testIPAM(t *testing.T, a, b *site) {
 	for _, ip := range []string{"192.0.2.10", "192.0.2.10", "198.51.100.1", "10.96.0.1"} {
 		k.is("", "UnmapEndpointIP", b.id, ip)
 	}
-	k.is("10.65.0.2", "MapEndpointIP", b.id, "192.0.2.77") // what was let go is used again
+	k.is("10.65.0.2", "MapEndpointIP", b.id, "192.0.2.77") // the address is free, and is allocated again
 	mapped(v1alpha1.EndpointMap{"169.254.0.1": "10.65.0.1", "192.0.2.77": "10.65.0.2", "10.130.5.6": "10.65.0.3"})
 	for _, ip := range []string{"192.0.2.77", "10.130.5.6"} {
 		k.is("", "UnmapEndpointIP", b.id, ip)

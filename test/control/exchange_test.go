@@ -22,9 +22,9 @@ import (
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 )
 
-// TestExchange goes through the exchange of NetworkConfigs on real API servers: every object, on
-// every side, for clusters of all kinds of networks.
-func TestExchange(t *testing.T) {
+// TestPeeredClustersReachTheExpectedObjects tests the exchange of NetworkConfigs on real API servers. It checks every object on
+// each side, for clusters with many combinations of networks.
+func TestPeeredClustersReachTheExpectedObjects(t *testing.T) {
 	t.Parallel()
 	sites := newSites(t, "10.244.0.0/16", "10.128.0.0/14", "172.20.0.0/20")
 	a, b, c := sites[0], sites[1], sites[2]
@@ -36,7 +36,7 @@ func TestExchange(t *testing.T) {
 	t.Run("identical clusters choose identical networks", func(t *testing.T) {
 		in(t, sites...)
 		for _, s := range []*site{a, b} {
-			s.reconfigure("10.244.0.0/16", "--external-cidr", "10.245.0.0/20") // while both have no memory of the other
+			s.reconfigure("10.244.0.0/16", "--external-cidr", "10.245.0.0/20") // neither has IPAM state of the other yet
 		}
 		peer(t, a, b)
 		agreed(t, a, b)
@@ -75,7 +75,7 @@ func TestExchange(t *testing.T) {
 			}
 		}
 	})
-	t.Run("changes reach the peer", func(t *testing.T) {
+	t.Run("changes reach the peers", func(t *testing.T) {
 		in(t, sites...)
 		testChanges(t, a, b, c)
 	})
@@ -84,7 +84,7 @@ func TestExchange(t *testing.T) {
 		s.clean()
 	}
 
-	t.Run("three that collide", func(t *testing.T) {
+	t.Run("three clusters with the same PodCIDR", func(t *testing.T) {
 		in(t, sites...)
 		for _, s := range sites {
 			s.reconfigure("10.244.0.0/16")
@@ -109,16 +109,16 @@ func TestExchange(t *testing.T) {
 		flagsA       []string
 		flagsB       []string
 		forA, forB   isthmus.Overrides
-		remapA       bool   // a's pods are remapped at b
-		remapB       bool   // b's pods at a
-		wantA, wantB string // how they are seen, where the test says so
+		remapA       bool   // whether a's pods are remapped at b
+		remapB       bool   // whether b's pods are remapped at a
+		wantA, wantB string // how the other side sees the pods; "": not checked
 	}{
 		{name: "neither is remapped", podA: "10.244.0.0/16", podB: "10.128.0.0/14",
 			flagsA: []string{"--external-cidr", "10.9.0.0/16"}, flagsB: []string{"--external-cidr", "10.12.0.0/14"},
 			wantA: "10.244.0.0/16", wantB: "10.128.0.0/14"},
 		{name: "one is remapped, inside the Services of the other", podA: "172.21.16.0/20", podB: "10.128.0.0/14",
 			flagsB: []string{"--service-cidr", "172.21.0.0/16"}, remapA: true, wantB: "10.128.0.0/14"},
-		{name: "one is remapped because a person wants it", podA: "172.20.0.0/20", podB: "10.128.0.0/14",
+		{name: "one is remapped by an override", podA: "172.20.0.0/20", podB: "10.128.0.0/14",
 			forA: isthmus.Overrides{PodCIDR: new("10.60.0.0/14")}, remapB: true, wantA: "172.20.0.0/20", wantB: "10.60.0.0/14"},
 		{name: "both are remapped, one inside the other", podA: "10.244.0.0/16", podB: "10.244.128.0/20", remapA: true, remapB: true},
 	} {
@@ -149,8 +149,8 @@ func TestExchange(t *testing.T) {
 	}
 }
 
-// testChanges changes what a publishes and looks how long it takes until b and c have it in their
-// TunnelEndpoints.
+// testChanges changes values that a publishes, and measures the time until they are in the
+// TunnelEndpoints of the peers.
 func testChanges(t *testing.T, a *site, peers ...*site) {
 	service := func(change func(*corev1.Service)) func() error {
 		return func() error {
@@ -220,8 +220,7 @@ func testChanges(t *testing.T, a *site, peers ...*site) {
 	agreed(t, append(peers, a)...)
 }
 
-// publish gives the gateway another address, and waits until another cluster has it in its
-// TunnelEndpoint.
+// publish changes the gateway's address, and waits until the other cluster's TunnelEndpoint has it.
 func (s *site) publish(address string, other *site) {
 	s.t.Helper()
 	service := &corev1.Service{}
@@ -237,8 +236,8 @@ func (s *site) publish(address string, other *site) {
 	})
 }
 
-// agreed waits until all of the sites, which are peered each with each, are Ready, and compares all
-// objects with what the exchange is to lead to.
+// agreed waits until the Peerings between all of the sites are Ready. Then it compares all objects
+// with the expected result of the exchange.
 func agreed(t *testing.T, sites ...*site) {
 	t.Helper()
 	for _, s := range sites {
@@ -248,7 +247,7 @@ func agreed(t *testing.T, sites ...*site) {
 			}
 		}
 	}
-	// Ready says nothing of the event in flight, such as a finalizer that comes a moment later.
+	// Some writes may follow after Ready, such as that of a finalizer.
 	var wrong []string
 	sites[0].eventually("agreement", func() (string, bool) {
 		wrong = nil
@@ -272,7 +271,7 @@ func agreed(t *testing.T, sites ...*site) {
 					}
 				}
 			}
-			n, held := 0, s.released() // of peers that have left
+			n, held := 0, s.released() // IDs of peers that have left
 			for id := range ipamStorage.ClusterSubnets {
 				if !slices.Contains(held, id) {
 					n++
@@ -286,7 +285,7 @@ func agreed(t *testing.T, sites ...*site) {
 	})
 }
 
-// wrong names what is not as it has to be in s about another cluster.
+// wrong returns the deviations from the expected state in s, as far as it concerns another cluster.
 func (s *site) wrong(other *site) (all []string) {
 	complain := func(format string, args ...any) {
 		all = append(all, s.name+" about "+other.name+": "+fmt.Sprintf(format, args...))
@@ -308,14 +307,14 @@ func (s *site) wrong(other *site) (all []string) {
 		}
 	}
 
-	// Ours, at home and at the peer.
+	// Our NetworkConfig and theirs, each here and at the peer.
 	original, sent := s.networkConfig(s.tenant(other), other), other.networkConfig(other.tenant(s), other)
 	answered, received := other.networkConfig(other.tenant(s), s), s.networkConfig(s.tenant(other), s)
 	if original == nil || sent == nil || answered == nil || received == nil {
 		complain("NetworkConfigs: original %t, its copy %t, the peer's %t, its copy here %t", original != nil, sent != nil, answered != nil, received != nil)
 		return all
 	}
-	for _, o := range []*v1alpha1.NetworkConfig{original, sent, answered, received} { // else nobody may have noticed yet that it goes
+	for _, o := range []*v1alpha1.NetworkConfig{original, sent, answered, received} { // otherwise the deletion of an object may not have been handled yet
 		if o.DeletionTimestamp != nil {
 			complain("NetworkConfig %s/%s is being deleted", o.Namespace, o.Name)
 		}
@@ -353,7 +352,7 @@ func (s *site) wrong(other *site) (all []string) {
 		}
 	}
 
-	// The TunnelEndpoint joins both; the peer's is its mirror image.
+	// The TunnelEndpoint joins both NetworkConfigs. The peer's TunnelEndpoint is its mirror image.
 	te, mirror := s.tunnelEndpoint(other), other.tunnelEndpoint(s)
 	if te == nil || mirror == nil {
 		complain("TunnelEndpoints: %t here, %t there", te != nil, mirror != nil)
@@ -379,7 +378,7 @@ func (s *site) wrong(other *site) (all []string) {
 		complain("the TunnelEndpoint is not owned by the original: %+v", te.OwnerReferences)
 	}
 
-	// How each sees the other.
+	// The networks by which each cluster sees the other.
 	podSeen, externalSeen := seenAs(original.Status.PodCIDRNAT, s.podCIDR), seenAs(original.Status.ExternalCIDRNAT, ipamStorage.ExternalCIDR)
 	podHere, externalHere := seenAs(answered.Status.PodCIDRNAT, other.podCIDR), seenAs(answered.Status.ExternalCIDRNAT, answered.Spec.ExternalCIDR)
 	same("IpamStorage about the peer", ipamStorage.ClusterSubnets[other.id], v1alpha1.Subnets{
@@ -404,7 +403,7 @@ func (s *site) wrong(other *site) (all []string) {
 	})
 	same("labels of the NatMapping", mapping.Labels, map[string]string{"clusterID": other.id, "net.liqo.io/natmapping": "true"})
 
-	// The Peering tells all of it.
+	// The Peering reports all of this.
 	for _, step := range []string{
 		isthmus.ConditionReady, isthmus.ConditionIdentity, isthmus.ConditionPublished, isthmus.ConditionAnswered,
 		isthmus.ConditionPeerConfig, isthmus.ConditionTunnelEndpoint, isthmus.ConditionConnected,
@@ -437,8 +436,7 @@ func (s *site) wrong(other *site) (all []string) {
 	return all
 }
 
-// networkConfig returns the NetworkConfig in a namespace here that is addressed to a cluster, nil
-// when there is none.
+// networkConfig returns the NetworkConfig for the receiver in a namespace here, or nil.
 func (s *site) networkConfig(namespace string, receiver *site) *v1alpha1.NetworkConfig {
 	s.t.Helper()
 	nc := &v1alpha1.NetworkConfig{}
@@ -448,7 +446,7 @@ func (s *site) networkConfig(namespace string, receiver *site) *v1alpha1.Network
 	return nc
 }
 
-// natMapping returns the NatMapping for another cluster, nil unless there is exactly one.
+// natMapping returns the NatMapping for another cluster, or nil unless there is exactly one.
 func (s *site) natMapping(other *site) *v1alpha1.NatMapping {
 	s.t.Helper()
 	var list v1alpha1.NatMappingList
@@ -460,13 +458,13 @@ func (s *site) natMapping(other *site) *v1alpha1.NatMapping {
 	return &all[0]
 }
 
-// prefix reads a network; the zero one where there is none.
+// prefix parses a network. It returns the zero value for any other text.
 func prefix(s string) netip.Prefix {
 	p, _ := netip.ParsePrefix(s)
 	return p
 }
 
-// seenAs reads a NAT field together with the network that it is about.
+// seenAs returns the network that a NAT field means. None means the original network.
 func seenAs(nat, network string) string {
 	if nat == v1alpha1.None {
 		return network
@@ -476,7 +474,7 @@ func seenAs(nat, network string) string {
 
 func sorted[T cmp.Ordered](all []T) []T { return slices.Sorted(slices.Values(all)) }
 
-// withoutWords leaves out what a NetworkConfig says for the exchange of a preshared key.
+// withoutWords removes the fields for the exchange of a preshared key from a spec.
 func withoutWords(spec v1alpha1.NetworkConfigSpec) v1alpha1.NetworkConfigSpec {
 	spec.BackendConfig = spec.BackendConfig.DeepCopy()
 	maps.DeleteFunc(spec.BackendConfig, func(name, _ string) bool {

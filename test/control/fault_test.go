@@ -23,9 +23,9 @@ import (
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 )
 
-// TestFaults does to two peered clusters what people and machines do: edits, revocations, one side
-// that leaves, and at last an API server that never comes back.
-func TestFaults(t *testing.T) {
+// TestPeeringRecoversFromFaults causes faults between two peered clusters, such as edits, revoked identities and
+// one-sided un-peering. At last, one API server disappears for ever.
+func TestPeeringRecoversFromFaults(t *testing.T) {
 	t.Parallel()
 	sites := planSites(t, "10.244.0.0/16", "10.244.0.0/18")
 	a, b := sites[0], sites[1]
@@ -40,12 +40,12 @@ func TestFaults(t *testing.T) {
 		name string
 		run  func(t *testing.T, a, b *site)
 	}{
-		{"objects edited by hand are put right", testEdits},
-		{"an identity that is revoked is renewed by the same command", testRevoked},
-		{"the peer caps tokens, and this cluster slept longer", testCapped},
-		{"the peer leaves and comes back", func(t *testing.T, a, b *site) { testOneLeaves(t, a, b); testOneLeaves(t, b, a) }},
-		{"the peer leaves by the command line", testOneLeavesByCommand},
-		{"the peer is gone for ever", testGone},
+		{"edited objects are restored", testEdits},
+		{"isthmus peer replaces a revoked identity", testRevoked},
+		{"isthmus peer replaces an expired token", testCapped},
+		{"the peer un-peers and peers again", func(t *testing.T, a, b *site) { testOneLeaves(t, a, b); testOneLeaves(t, b, a) }},
+		{"the peer un-peers by the command line", testOneLeavesByCommand},
+		{"the peer disappears for ever", testGone},
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			in(t, sites...)
@@ -57,7 +57,7 @@ func TestFaults(t *testing.T) {
 	}
 }
 
-// testEdits edits everything that there is, on both sides of the exchange.
+// testEdits edits all kinds of objects on both sides of the exchange.
 func testEdits(t *testing.T, a, b *site) {
 	key := func(namespace string, of *site) types.NamespacedName {
 		return types.NamespacedName{Namespace: namespace, Name: of.cluster().UniqueName()}
@@ -85,8 +85,8 @@ func testEdits(t *testing.T, a, b *site) {
 		object client.Object
 		key    types.NamespacedName
 		status bool
-		edit   func(client.Object) // nil: delete it
-		moves  bool                // the networks may be others than before
+		edit   func(client.Object) // nil: delete the object
+		moves  bool                // whether the networks may change
 	}
 	edits := []edit{
 		{name: "spec of the original", at: a, object: &v1alpha1.NetworkConfig{}, key: original, edit: config(func(nc *v1alpha1.NetworkConfig) {
@@ -177,7 +177,7 @@ func testEdits(t *testing.T, a, b *site) {
 	}
 }
 
-// edit changes an object, or deletes it, until no conflict keeps it from that.
+// edit changes an object. If change is nil, it deletes the object.
 func (s *site) edit(o client.Object, key types.NamespacedName, status bool, change func(client.Object)) error {
 	o.SetNamespace(key.Namespace)
 	o.SetName(key.Name)
@@ -195,7 +195,7 @@ func (s *site) edit(o client.Object, key types.NamespacedName, status bool, chan
 	return s.client.Patch(s.t.Context(), o, client.MergeFrom(before))
 }
 
-// testRevoked takes a's identity at b away.
+// testRevoked revokes a's identity at b.
 func testRevoked(t *testing.T, a, b *site) {
 	before := [2]*v1alpha1.TunnelEndpoint{a.tunnelEndpoint(b), b.tunnelEndpoint(a)}
 	account := &corev1.ServiceAccount{ObjectMeta: metav1.ObjectMeta{Namespace: b.tenant(a), Name: "isthmus-peer"}}
@@ -203,7 +203,7 @@ func testRevoked(t *testing.T, a, b *site) {
 		t.Fatal(err)
 	}
 	began := time.Now()
-	if !*long { // the next write is refused as soon as the API server has forgotten the token, after ten seconds; the next watch begins within 45
+	if !*long { // the API server forgets the token after ten seconds and rejects the next write; the next watch begins within 45
 		time.Sleep(11 * time.Second)
 		change := func(o client.Object) {
 			o.(*corev1.Service).Status.LoadBalancer.Ingress = []corev1.LoadBalancerIngress{{IP: "203.0.113.66"}}
@@ -234,7 +234,8 @@ func testRevoked(t *testing.T, a, b *site) {
 	agreed(t, a, b)
 }
 
-// testCapped has a's token at b expire, whose API server grants an hour instead of 90 days.
+// testCapped lets a's token at b expire. b's API server grants tokens for one hour instead of 90
+// days.
 func testCapped(t *testing.T, a, b *site) {
 	secret := &corev1.Secret{}
 	key := types.NamespacedName{Namespace: a.tenant(b), Name: a.peering(b).Spec.IdentitySecretName}
@@ -274,7 +275,7 @@ func testCapped(t *testing.T, a, b *site) {
 	agreed(t, a, b)
 }
 
-// testOneLeaves has the Peering of one side deleted, and created again.
+// testOneLeaves deletes the Peering of one side, and creates it again.
 func testOneLeaves(t *testing.T, a, b *site) {
 	before := a.tunnelEndpoint(b).Spec
 	b.part(a)
@@ -282,7 +283,7 @@ func testOneLeaves(t *testing.T, a, b *site) {
 	t.Logf("%s says: %s", a.name, c.Message)
 	a.eventually("no TunnelEndpoint at "+a.name, func() (string, bool) { te := a.tunnelEndpoint(b); return fmt.Sprint(te), te == nil })
 	b.eventually("nothing of a at "+b.name, func() (string, bool) {
-		// Of a there is the copy, because a goes on wanting to be peered, and nothing else.
+		// Only the copy of a's NetworkConfig stays, because a still wants to be peered.
 		all := slices.DeleteFunc(b.leftovers(), func(s string) bool {
 			return strings.Contains(s, "NetworkConfig "+b.tenant(a)+"/"+b.cluster().UniqueName())
 		})
@@ -297,8 +298,8 @@ func testOneLeaves(t *testing.T, a, b *site) {
 	}
 }
 
-// testOneLeavesByCommand has b un-peer by the command line, which takes a's rights away, and a
-// after it.
+// testOneLeavesByCommand un-peers b by the command line, which removes a's permissions. Then it
+// un-peers a.
 func testOneLeavesByCommand(t *testing.T, a, b *site) {
 	if out, err := b.isthmus("unpeer", "--kubeconfig", b.kubeconfig, a.name); err != nil {
 		t.Fatalf("%v\n%s", err, out)
@@ -309,7 +310,7 @@ func testOneLeavesByCommand(t *testing.T, a, b *site) {
 		err := b.client.Get(t.Context(), types.NamespacedName{Name: b.tenant(a)}, &corev1.Namespace{})
 		return fmt.Sprint(err), client.IgnoreNotFound(err) == nil && err != nil
 	})
-	// a has no way any more to find out that nothing of it is left there.
+	// a cannot check any more that none of its objects is left at b.
 	if out, err := a.isthmus("unpeer", "--kubeconfig", a.kubeconfig, "--timeout", "10s", b.name); err == nil || !strings.Contains(out, "--force does not wait for the other cluster") {
 		t.Fatalf("un-peering without rights at the peer: %v\n%s", err, out)
 	}
@@ -321,7 +322,7 @@ func testOneLeavesByCommand(t *testing.T, a, b *site) {
 	agreed(t, a, b)
 }
 
-// testGone has b's API server go for ever.
+// testGone stops b's API server for ever.
 func testGone(t *testing.T, a, b *site) {
 	b.killManager()
 	if err := b.server.Stop(); err != nil {

@@ -37,11 +37,11 @@ import (
 	"github.com/isthmus-net/isthmus/internal/kubetest"
 )
 
-// TestHostile lets b turn on a with all that Liqo's control plane would allow it there, which is
-// more than `isthmus peer` does, and with its answers, which it writes in its own cluster. c is
-// another peer of a, which must not notice. What becomes of each input stands in
-// testdata/hostile.txt.
-func TestHostile(t *testing.T) {
+// TestHostilePeerAffectsNoOtherPeer lets b attack a in two ways. b has the permissions that Liqo's control plane would
+// grant it at a, which are more than those of `isthmus peer`. It also writes arbitrary answers in
+// its own cluster. c is another peer of a, and must not be affected. testdata/hostile.txt lists the
+// result of each input.
+func TestHostilePeerAffectsNoOtherPeer(t *testing.T) {
 	t.Parallel()
 	sites := newSites(t, "10.244.0.0/16", "10.128.0.0/14")
 	a, b := sites[0], sites[1]
@@ -67,9 +67,9 @@ func TestHostile(t *testing.T) {
 		name string
 		run  func(*testing.T) []string
 	}{
-		{"what it claims", f.testClaims},
-		{"how it labels and names", f.testObjects},
-		{"how it answers", f.testAnswers},
+		{"claims", f.testClaims},
+		{"labels and names", f.testObjects},
+		{"answers", f.testAnswers},
 	} {
 		t.Run(part.name, func(t *testing.T) {
 			in(t, a, b)
@@ -85,10 +85,10 @@ func TestHostile(t *testing.T) {
 		name string
 		run  func(*testing.T)
 	}{
-		{"great objects", f.testGreat},
-		{"updates without end", f.testUpdates},
-		{"coming and going", f.testComings},
-		{"objects without end", f.testMany},
+		{"largest objects", f.testGreat},
+		{"continuous updates", f.testUpdates},
+		{"repeated deletion and creation", f.testComings},
+		{"hundreds of objects", f.testMany},
 	} {
 		t.Run(part.name, func(t *testing.T) {
 			in(t, a, b)
@@ -101,18 +101,18 @@ func TestHostile(t *testing.T) {
 	}
 }
 
-// A foe is b as it looks at a.
+// A foe is the hostile peer b of a.
 type foe struct {
 	a, b, c         *site
-	namespace, name string        // of its NetworkConfig at a
-	client          client.Client // with its identity there
+	namespace, name string        // namespace and name of b's NetworkConfig at a
+	client          client.Client // with b's identity at a
 	good            v1alpha1.NetworkConfigSpec
-	agreed          v1alpha1.TunnelEndpointSpec // what a has made of that
+	agreed          v1alpha1.TunnelEndpointSpec // a's TunnelEndpoint for the valid NetworkConfig
 	mapping         v1alpha1.NatMappingSpec
 	subnets         v1alpha1.Subnets
 }
 
-// identityOf returns a client for other with the identity that s has there.
+// identityOf returns a client of other's API server, with the identity that s has there.
 func identityOf(t *testing.T, s, other *site) client.Client {
 	t.Helper()
 	secret := &corev1.Secret{}
@@ -131,8 +131,9 @@ func identityOf(t *testing.T, s, other *site) client.Client {
 	return c
 }
 
-// liqoRights returns a client for a with the rights that Liqo gives to a peer, here b: it may write
-// every NetworkConfig of the tenant namespace, and no policy looks at them.
+// liqoRights returns a client of a's API server with the permissions that Liqo grants a peer, here
+// b: it may write every NetworkConfig in the tenant namespace, and no admission policy checks these
+// writes.
 func liqoRights(t *testing.T, a, b *site) client.Client {
 	t.Helper()
 	name := metav1.ObjectMeta{Namespace: a.tenant(b), Name: "liqo"}
@@ -157,14 +158,14 @@ func liqoRights(t *testing.T, a, b *site) client.Client {
 	if err != nil {
 		t.Fatal(err)
 	}
-	a.eventually("rights of b", func() (string, bool) { // the authorizer sees them a moment later
+	a.eventually("rights of b", func() (string, bool) { // the authorizer applies new permissions with a delay
 		err := c.List(t.Context(), &v1alpha1.NetworkConfigList{}, client.InNamespace(name.Namespace))
 		return fmt.Sprint(err), err == nil
 	})
 	return c
 }
 
-// honest makes a a peer that has no cluster: what its manager would write is written by the test.
+// honest gives a peer to a that has no cluster. The test writes its NetworkConfig and its answer.
 func honest(t *testing.T, a *site) *site {
 	t.Helper()
 	c := &site{t: t, name: "c", id: "cccc0000-1111-4222-8333-000000000002", podCIDR: "10.160.0.0/16"}
@@ -200,7 +201,7 @@ func honest(t *testing.T, a *site) *site {
 	return c
 }
 
-// mine returns the NetworkConfig of the foe at a.
+// mine returns b's NetworkConfig at a.
 func (f *foe) mine() *v1alpha1.NetworkConfig {
 	f.a.t.Helper()
 	nc := &v1alpha1.NetworkConfig{}
@@ -210,7 +211,7 @@ func (f *foe) mine() *v1alpha1.NetworkConfig {
 	return nc
 }
 
-// claim writes the good NetworkConfig with a change.
+// claim writes the valid NetworkConfig of b with a change.
 func (f *foe) claim(change func(*v1alpha1.NetworkConfigSpec)) error {
 	f.a.t.Helper()
 	return f.edit(f.mine, func(nc *v1alpha1.NetworkConfig) {
@@ -221,8 +222,8 @@ func (f *foe) claim(change func(*v1alpha1.NetworkConfigSpec)) error {
 	})
 }
 
-// edit changes the NetworkConfig that read returns, until nothing comes in between: our finalizers
-// and status do.
+// edit changes the NetworkConfig that read returns. It tries again after conflicts with writes of
+// our finalizers and status.
 func (f *foe) edit(read func() *v1alpha1.NetworkConfig, change func(*v1alpha1.NetworkConfig)) error {
 	f.a.t.Helper()
 	for {
@@ -234,7 +235,7 @@ func (f *foe) edit(read func() *v1alpha1.NetworkConfig, change func(*v1alpha1.Ne
 	}
 }
 
-// applied returns the versions of everything at a that a hostile NetworkConfig must not move.
+// applied returns the versions of all objects at a that a hostile NetworkConfig must not change.
 func (f *foe) applied() map[string]string {
 	f.a.t.Helper()
 	versions := make(map[string]string)
@@ -255,10 +256,10 @@ func (f *foe) applied() map[string]string {
 	return versions
 }
 
-// unmoved fails unless everything is as it was.
+// unmoved fails the test unless all versions are equal to before.
 func (f *foe) unmoved(what string, before map[string]string) {
 	f.a.t.Helper()
-	time.Sleep(100 * time.Millisecond) // for what could follow the refusal
+	time.Sleep(100 * time.Millisecond) // time for changes that might follow the refusal
 	after := f.applied()
 	for _, name := range slices.Sorted(maps.Keys(before)) {
 		if after[name] != before[name] {
@@ -270,7 +271,7 @@ func (f *foe) unmoved(what string, before map[string]string) {
 	}
 }
 
-// recovered makes the foe honest and waits until everything is as it was agreed upon.
+// recovered restores b's valid NetworkConfig, and waits until all objects at a are as agreed.
 func (f *foe) recovered() {
 	f.a.t.Helper()
 	if err := f.claim(nil); err != nil {
@@ -279,7 +280,7 @@ func (f *foe) recovered() {
 	f.settled()
 }
 
-// settled waits until everything at a is as agreed upon at the beginning.
+// settled waits until all objects at a are as agreed at the beginning.
 func (f *foe) settled() {
 	f.a.t.Helper()
 	f.a.eventually("the TunnelEndpoints as they were", func() (string, bool) {
@@ -293,7 +294,7 @@ func (f *foe) settled() {
 	f.harmless("at the end")
 }
 
-// row is a line of the golden table.
+// row returns a line of the golden table.
 func (f *foe) row(input, outcome, reason, message string) string {
 	return tableRow(input, outcome, reason, strings.ReplaceAll(message, f.good.BackendConfig["publicKey"], "KEY-OF-B"))
 }
@@ -306,7 +307,8 @@ func tableRow(input, outcome, reason, message string) string {
 	return fmt.Sprintf("%-44s %-9s %-12s %s", input, outcome, reason, message)
 }
 
-// verdict waits until the NetworkConfig of that name, as it is now, has been judged.
+// verdict waits until a has decided about the present generation of a NetworkConfig, and returns
+// the condition Accepted.
 func (f *foe) verdict(name string) metav1.Condition {
 	f.a.t.Helper()
 	var accepted metav1.Condition
@@ -341,8 +343,8 @@ func (f *foe) testClaims(t *testing.T) (table []string) {
 	further := base64.StdEncoding.EncodeToString(bytes.Repeat([]byte{9}, 32))
 	for _, test := range []struct {
 		name    string
-		outcome string // "form": the API server refuses it; "meaning": a does; "taken": it harms nobody
-		field   string // which the refusal names
+		outcome string // "form": the API server refuses it; "meaning": a's manager refuses it; "taken": it is accepted and harmless
+		field   string // the field that the refusal must name
 		change  func(*spec)
 	}{
 		{"podCIDR 0.0.0.0/0", "form", "spec.podCIDR", pod("0.0.0.0/0")},
@@ -451,12 +453,12 @@ func (f *foe) testClaims(t *testing.T) (table []string) {
 			continue
 		}
 		f.harmless(test.name)
-		f.recovered() // for the next one
+		f.recovered() // restore the agreed state before the next input
 	}
 	return table
 }
 
-// harmless fails where networks in use at a overlap.
+// harmless fails the test if networks in use at a overlap.
 func (f *foe) harmless(what string) {
 	f.a.t.Helper()
 	ipamStorage := f.a.ipamStorage()
@@ -475,12 +477,12 @@ func (f *foe) harmless(what string) {
 	}
 }
 
-// another returns a second NetworkConfig, sound in itself.
+// another returns a second NetworkConfig with a valid spec.
 func (f *foe) another(name string, labels map[string]string) *v1alpha1.NetworkConfig {
 	return &v1alpha1.NetworkConfig{ObjectMeta: metav1.ObjectMeta{Namespace: f.namespace, Name: name, Labels: labels}, Spec: *f.good.DeepCopy()}
 }
 
-// sender is the label of who sends a copy, and what goes with it.
+// sender returns the labels of a copy from the cluster id.
 func (f *foe) sender(id string) map[string]string {
 	return map[string]string{"liqo.io/replication": "false", "liqo.io/replicated": "true", "liqo.io/originID": id, "liqo.io/remoteID": f.a.id}
 }
@@ -489,7 +491,7 @@ func (f *foe) testObjects(t *testing.T) (table []string) {
 	for _, test := range []struct {
 		name   string
 		labels map[string]string
-		reason string // of the refusal; empty: it is not looked at
+		reason string // expected reason of the refusal; empty: the object is ignored
 	}{
 		{"no labels", nil, ""},
 		{"labelled as from c", f.sender(f.c.id), v1alpha1.ReasonWrongOrigin},
@@ -501,7 +503,7 @@ func (f *foe) testObjects(t *testing.T) (table []string) {
 	} {
 		before := f.applied()
 		nc := f.another("another", test.labels)
-		nc.Finalizers = []string{"example.com/of-b"} // it goes when its owner wants it
+		nc.Finalizers = []string{"example.com/of-b"} // the object stays until b removes this finalizer
 		if err := f.client.Create(t.Context(), nc); err != nil {
 			t.Fatalf("%s: %v", test.name, err)
 		}
@@ -535,7 +537,7 @@ func (f *foe) testObjects(t *testing.T) (table []string) {
 		t.Fatal(err)
 	}
 
-	// Ours is in its reach: what it does to it is undone.
+	// b may write our NetworkConfig, too. Its changes are undone.
 	for _, test := range []struct {
 		name string
 		do   func(original func() *v1alpha1.NetworkConfig) error
@@ -557,14 +559,13 @@ func (f *foe) testObjects(t *testing.T) (table []string) {
 			}
 			return fmt.Sprintf("%+v", nc), nc.Spec.PodCIDR == f.a.podCIDR && nc.Labels["liqo.io/replication"] == "true" && len(nc.Finalizers) == 2
 		})
-		// b has no manager now: the answer that it had given to the one before has to be written
-		// again.
+		// b has no manager any more, so the test answers the new NetworkConfig.
 		f.answer(f.agreed.LocalNATPodCIDR, f.agreed.LocalNATExternalCIDR)
 		f.settled()
 		table = append(table, f.row(test.name, "undone", "-", ""))
 	}
 
-	// A copy that does not want to go is as good as gone.
+	// A copy that is being deleted counts as deleted, even if a finalizer keeps it.
 	if err := f.edit(f.mine, func(nc *v1alpha1.NetworkConfig) { nc.Finalizers = append(nc.Finalizers, "example.com/of-b") }); err != nil {
 		t.Fatal(err)
 	}
@@ -589,7 +590,7 @@ func (f *foe) drop(o client.Object) {
 	})
 }
 
-// publish creates the NetworkConfig of the foe as it was at the beginning.
+// publish creates b's NetworkConfig as it was at the beginning.
 func (f *foe) publish() {
 	f.a.t.Helper()
 	if err := f.client.Create(f.a.t.Context(), f.another(f.name, f.sender(f.b.id))); err != nil {
@@ -597,7 +598,7 @@ func (f *foe) publish() {
 	}
 }
 
-// answer writes the status of our NetworkConfig at b as b's administrator.
+// answer writes the status of our NetworkConfig at b, as b's administrator could.
 func (f *foe) answer(pod, external string) {
 	f.a.t.Helper()
 	key := types.NamespacedName{Namespace: f.b.tenant(f.a), Name: f.b.cluster().UniqueName()}
@@ -607,7 +608,7 @@ func (f *foe) answer(pod, external string) {
 		if err := f.b.client.Get(f.b.t.Context(), key, u); err != nil {
 			return err.Error(), false
 		}
-		if u.GetDeletionTimestamp() != nil { // no manager of b lets it go
+		if u.GetDeletionTimestamp() != nil { // b has no manager that would remove the finalizers
 			err := f.b.client.Patch(f.b.t.Context(), u, client.RawPatch(types.MergePatchType, []byte(`{"metadata":{"finalizers":null}}`)))
 			return fmt.Sprint(err), false
 		}
@@ -620,7 +621,7 @@ func (f *foe) answer(pod, external string) {
 	})
 }
 
-// testAnswers has b answer as it likes: its administrator replaces the CRD, too.
+// testAnswers writes arbitrary answers at b, whose administrator has replaced the CRD.
 func (f *foe) testAnswers(t *testing.T) (table []string) {
 	crd := &apiextensions.CustomResourceDefinition{}
 	text, err := os.ReadFile("../../internal/kubetest/liqo/net.liqo.io_networkconfigs.yaml")
@@ -631,7 +632,7 @@ func (f *foe) testAnswers(t *testing.T) (table []string) {
 		t.Fatal(err)
 	}
 	f.lax(crd)
-	for _, test := range []struct{ name, pod, external, field string }{ // no field: it is b's right
+	for _, test := range []struct{ name, pod, external, field string }{ // no field: b may answer this
 		{"answer of another length", "10.64.0.0/20", "None", "status.podCIDRNAT"},
 		{"answer empty", "", "None", "podCIDRNAT"},
 		{"answer none", "none", "None", "status.podCIDRNAT"},
@@ -681,7 +682,7 @@ func (f *foe) testAnswers(t *testing.T) (table []string) {
 	return table
 }
 
-// lax replaces the CRD at b by one that accepts every answer.
+// lax replaces the CRD at b by one that accepts any answer.
 func (f *foe) lax(crd *apiextensions.CustomResourceDefinition) {
 	f.a.t.Helper()
 	there := &unstructured.Unstructured{}
@@ -699,10 +700,10 @@ func (f *foe) lax(crd *apiextensions.CustomResourceDefinition) {
 		err = f.b.client.Update(f.b.t.Context(), there)
 		return fmt.Sprint(err), err == nil
 	})
-	time.Sleep(time.Second) // until it is served
+	time.Sleep(time.Second) // until the new CRD is served
 }
 
-// testGreat fills what the API server lets be filled.
+// testGreat writes the largest objects that the API server accepts.
 func (f *foe) testGreat(t *testing.T) {
 	before := f.applied()
 	memory := f.memory()
@@ -762,7 +763,7 @@ func (f *foe) testUpdates(t *testing.T) {
 	f.quiet()
 }
 
-// events is how many Events there are at a.
+// events returns the number of Events at a.
 func (f *foe) events() int {
 	f.a.t.Helper()
 	var list eventsv1.EventList
@@ -772,7 +773,7 @@ func (f *foe) events() int {
 	return len(list.Items)
 }
 
-// testComings deletes and creates the NetworkConfig again and again.
+// testComings repeatedly deletes and creates the NetworkConfig.
 func (f *foe) testComings(t *testing.T) {
 	ipamStorage := f.a.ipamStorage().ClusterSubnets[f.b.id]
 	for range 15 {
@@ -790,7 +791,8 @@ func (f *foe) testComings(t *testing.T) {
 	})
 }
 
-// testMany creates NetworkConfigs, first with Liqo's rights and then with those of `isthmus peer`.
+// testMany creates many NetworkConfigs, first with Liqo's permissions and then with those of
+// `isthmus peer`.
 func (f *foe) testMany(t *testing.T) {
 	number := 300
 	if *long {
@@ -838,10 +840,10 @@ func (f *foe) testMany(t *testing.T) {
 	}
 }
 
-// many marks what testMany makes.
+// many marks the objects that testMany creates.
 var many = client.MatchingLabels{"example.com/many": "true"}
 
-// memory is how much the manager of a has in memory.
+// memory returns the resident memory of a's manager.
 func (f *foe) memory() int {
 	f.a.t.Helper()
 	text, err := os.ReadFile(fmt.Sprintf("/proc/%d/status", f.a.manager.Process.Pid))
@@ -856,7 +858,7 @@ func (f *foe) memory() int {
 	return kib << 10
 }
 
-// writes is how many requests that write the manager of a has made, those for its Lease among them.
+// writes returns the number of writing requests of a's manager, including those for its Lease.
 func (f *foe) writes() (n int) {
 	f.a.t.Helper()
 	resp, err := http.Get("http://" + f.a.metrics + "/metrics")
@@ -878,7 +880,7 @@ func (f *foe) writes() (n int) {
 	return n
 }
 
-// quiet fails when the manager of a does not come to rest, in which it only renews its Lease.
+// quiet fails the test unless a's manager comes to rest, where it only renews its Lease.
 func (f *foe) quiet() {
 	f.a.t.Helper()
 	f.a.eventually("rest of the manager of a", func() (string, bool) {
@@ -889,10 +891,11 @@ func (f *foe) quiet() {
 	})
 }
 
-// leases is how often a manager may have renewed its Lease since then: every two seconds.
+// leases returns how often a manager can have renewed its Lease since a time. It does so every two
+// seconds.
 func leases(since time.Time) int { return int(time.Since(since)/(2*time.Second)) + 1 }
 
-// change changes what c says, and returns how long it takes until that is applied.
+// change changes c's NetworkConfig, and returns the time until the change is applied.
 func (f *foe) change() time.Duration {
 	f.a.t.Helper()
 	nc := f.a.networkConfig(f.a.tenant(f.c), f.a)
@@ -911,7 +914,7 @@ func (f *foe) change() time.Duration {
 	return time.Since(began).Round(time.Millisecond)
 }
 
-// goldenTable compares a table with a file.
+// goldenTable compares a table with a golden file.
 func goldenTable(t *testing.T, path string, table []string) {
 	t.Helper()
 	for i, line := range table {
@@ -928,7 +931,7 @@ func goldenTable(t *testing.T, path string, table []string) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	// An API server of 1.31 has other words after the field, and no value.
+	// An API server of 1.31 writes other words after the field, and no value.
 	same := func(line string) string { return line }
 	if strings.Contains(have, `Invalid value: "string"`) || strings.Contains(have, `Invalid value: "null"`) {
 		words := regexp.MustCompile(`(Invalid value|Too long): .*`)

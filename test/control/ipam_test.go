@@ -23,8 +23,9 @@ import (
 	"github.com/isthmus-net/isthmus/internal/kubetest"
 )
 
-// A managerPod is one of several managers. Its Pod's address is in the documentation's networks, since
-// an EndpointSlice takes no loopback address; at listens is where it really is.
+// A managerPod is one of several managers. pod is the address of its Pod, from a network for
+// documentation, because an EndpointSlice may not contain loopback addresses. The manager really
+// listens at listen.
 type managerPod struct {
 	s           *site
 	name        string
@@ -54,10 +55,10 @@ func (p *managerPod) end(signal syscall.Signal) {
 	_ = p.cmd.Wait()
 }
 
-// Of two managers one leads, and the Service of the IPAM leads to that: a virtual kubelet with one
-// connection, as Liqo's has, is served again when the other one has taken over. The kube-proxy is this
-// test's: it leads each new connection to the address that the EndpointSlice has then.
-func TestTheIPAMServiceSelectsTheLeader(t *testing.T) {
+// The Service of the IPAM always points to the leader of two managers. A virtual kubelet with one
+// connection, like Liqo's, is answered again after the other manager has taken over. The test plays
+// kube-proxy: it directs each new connection to the address in the EndpointSlice.
+func TestIPAMServicePointsToTheLeader(t *testing.T) {
 	t.Parallel()
 	s := newSites(t, "10.244.0.0/16")[0]
 	slice := func() (found discoveryv1.EndpointSlice, endpoint string) {
@@ -77,7 +78,7 @@ func TestTheIPAMServiceSelectsTheLeader(t *testing.T) {
 	if got, to := slice(); to != "" || got.Labels[discoveryv1.LabelServiceName] != "isthmus-ipam" {
 		t.Fatalf("before a manager leads: %+v", got)
 	} else if err := s.client.Patch(t.Context(), &got, client.RawPatch(types.MergePatchType, []byte(`{"metadata":{"annotations":{"meta.helm.sh/release-name":"isthmus"}}}`))); err != nil {
-		t.Fatal(err) // Helm writes such on all it installs
+		t.Fatal(err) // Helm adds such annotations to all installed objects
 	}
 	pods := map[string]*managerPod{}
 	for i := range 2 {
@@ -112,7 +113,7 @@ func TestTheIPAMServiceSelectsTheLeader(t *testing.T) {
 	}
 	t.Cleanup(func() { _ = conn.Close() })
 	k := &kubelet{t, conn}
-	// served waits until the kubelet is answered, by the manager that the Service leads to.
+	// served waits until the kubelet is answered, and returns the manager that the Service points to.
 	served := func(what string, since time.Time) *managerPod {
 		t.Helper()
 		s.eventually("an answer "+what, func() (string, bool) {
@@ -125,7 +126,8 @@ func TestTheIPAMServiceSelectsTheLeader(t *testing.T) {
 	}
 	leads := served("at the start", time.Now())
 
-	// Whoever writes somebody else into it is corrected, and a second installation takes nobody out.
+	// If somebody writes another address into the slice, it is corrected. A second installation does
+	// not remove the endpoint.
 	wrong, _ := slice()
 	before := wrong.DeepCopy()
 	wrong.Endpoints[0].Addresses[0] = "192.0.2.99"
@@ -139,7 +141,7 @@ func TestTheIPAMServiceSelectsTheLeader(t *testing.T) {
 		t.Errorf("the second installation changes the EndpointSlice: %+v", now)
 	}
 
-	// It moves in an orderly way, as for an upgrade.
+	// The leader ends in an orderly way, as in an upgrade.
 	began := time.Now()
 	leads.end(syscall.SIGTERM)
 	after := served("after the end of the one that led", began)
@@ -147,19 +149,20 @@ func TestTheIPAMServiceSelectsTheLeader(t *testing.T) {
 		t.Fatal("the Service still leads to a manager that has ended")
 	}
 	leads.start()
-	// A container that is killed and comes back in its Pod.
+	// A container is killed and restarts in its Pod.
 	began = time.Now()
 	after.end(syscall.SIGKILL)
 	after.start()
 	leads = served("after a container was killed", began)
-	// A node that dies with the one that leads.
+	// The leader's node fails, so the leader does not restart.
 	began = time.Now()
 	leads.end(syscall.SIGKILL)
 	if last := served("after a node's end", began); last == nil || last == leads {
 		t.Fatal("the Service still leads to a manager that is gone")
 	}
 
-	// The last one ends in an orderly way: its address may soon be somebody else's.
+	// The last manager ends in an orderly way. It marks its endpoint as not ready, because another Pod
+	// may soon have its address.
 	pods[func() string { _, to := slice(); return to }()].end(syscall.SIGTERM)
 	s.eventually("an endpoint that is not ready", func() (string, bool) {
 		got, _ := slice()
@@ -167,7 +170,8 @@ func TestTheIPAMServiceSelectsTheLeader(t *testing.T) {
 		return fmt.Sprintf("%+v", got.Endpoints), !ready
 	})
 
-	// The manager's token changes the endpoint, and nothing else of it, and no other EndpointSlice.
+	// The manager's token may change the endpoint, but no other field of the slice, and no other
+	// slice.
 	config, err := clientcmd.BuildConfigFromFlags("", s.identity("isthmus-manager"))
 	if err != nil {
 		t.Fatal(err)

@@ -26,37 +26,37 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/controller/controllerutil"
 )
 
-// A liqo plays the crd-replicator of Liqo v0.9.4 in one cluster and, where Isthmus is not in its
-// place, the network-manager: what they read, write, refuse and forget, as it was recorded. It
-// shares nothing with Isthmus, not even the types: objects are what the API server says.
+// A liqo simulates Liqo v0.9.4 in one cluster: the crd-replicator and, unless Isthmus replaces it,
+// the network-manager. It reads, writes, refuses and forgets the same as recorded from Liqo. It
+// shares no code with Isthmus, not even types: it uses the objects' JSON.
 type liqo struct {
 	id      string
 	client  client.Client
-	manager *liqoManager // nil: another network-manager is there
+	manager *liqoManager // nil: Isthmus is the network-manager
 
-	clients map[string]client.Client // at peers, by the version of the identity
+	clients map[string]client.Client // clients of the peers, by resourceVersion of the identity
 
 	mu      sync.Mutex
-	trouble map[string]bool // what Liqo would have logged as an error, conflicts apart
+	trouble map[string]bool // errors that Liqo would have logged, except conflicts
 }
 
-// A liqoManager is what a network-manager knows of its cluster, and its IPAM.
+// A liqoManager has the configuration of a network-manager, and its IPAM.
 type liqoManager struct {
-	granted map[string][2]string // to peers: PodCIDR and ExternalCIDR as used here; for good
+	granted map[string][2]string // by peer: its PodCIDR and ExternalCIDR as used here; entries never change
 
 	mu       sync.Mutex
-	config   liqoSpec          // as published, the receiver apart
-	remapped map[string]string // networks of peers that are not used as they are
+	config   liqoSpec          // the published spec, without the receiver
+	remapped map[string]string // networks of peers that are remapped, and their replacements
 }
 
-// say changes what is published.
+// say changes the published configuration.
 func (m *liqoManager) say(change func(*liqoSpec)) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	change(&m.config)
 }
 
-// remap makes the IPAM use other networks for those of new peers.
+// remap makes the IPAM replace these networks of new peers by others.
 func (m *liqoManager) remap(networks map[string]string) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -68,7 +68,7 @@ type liqoIdentity struct {
 	ClusterName string `json:"clusterName"`
 }
 
-// uniqueName is the name of a cluster in those of objects.
+// uniqueName returns the cluster's name as it is used in names of objects.
 func (c liqoIdentity) uniqueName() string {
 	sum := sha256.Sum256([]byte(c.ClusterID))
 	return c.ClusterName + "-" + hex.EncodeToString(sum[:])[:6]
@@ -94,7 +94,7 @@ type liqoConfig struct {
 	} `json:"status"`
 }
 
-// A liqoForeign is what there is to know of a ForeignCluster.
+// A liqoForeign has the fields of a ForeignCluster that a liqo uses.
 type liqoForeign struct {
 	metav1.ObjectMeta `json:"metadata"`
 
@@ -114,7 +114,8 @@ type liqoForeign struct {
 	} `json:"status"`
 }
 
-// phase reports whether a peering, in or out, is established, and whether it is enabled at all.
+// phase reports whether an incoming or outgoing peering is established, and whether one is enabled
+// at all.
 func (f *liqoForeign) phase() (established, enabled bool) {
 	for _, c := range f.Status.PeeringConditions {
 		if c.Type == "IncomingPeering" || c.Type == "OutgoingPeering" {
@@ -137,8 +138,8 @@ const (
 	creatorFinalizer    = "tunnelendpointcreator.net.liqo.io"
 )
 
-// run works until ctx ends. Events only make Liqo look again, so that it does so all the time is
-// the same.
+// run works until ctx ends. Liqo works on events; run repeats its work all the time, which has the
+// same result.
 func (l *liqo) run(ctx context.Context) {
 	for ctx.Err() == nil {
 		foreigns, err := listOf(ctx, l.client, foreignKind)
@@ -161,7 +162,7 @@ func (l *liqo) run(ctx context.Context) {
 	}
 }
 
-// complain notes errors that the next look does not mend.
+// complain records errors that the next round does not resolve.
 func (l *liqo) complain(ctx context.Context, err error) {
 	if err == nil || ctx.Err() != nil || apierrors.IsConflict(err) || apierrors.IsNotFound(err) || apierrors.IsAlreadyExists(err) ||
 		apierrors.IsTimeout(err) || apierrors.IsServerTimeout(err) || apierrors.IsTooManyRequests(err) { // the API server is busy
@@ -175,7 +176,7 @@ func (l *liqo) complain(ctx context.Context, err error) {
 	l.trouble[err.Error()] = true
 }
 
-// complaints returns what Liqo has complained about, sorted, and forgets it.
+// complaints returns the recorded errors, sorted, and clears them.
 func (l *liqo) complaints() []string {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -184,7 +185,7 @@ func (l *liqo) complaints() []string {
 	return all
 }
 
-// replicate is the crd-replicator for one peer.
+// replicate does the work of the crd-replicator for one peer.
 func (l *liqo) replicate(ctx context.Context, fc *unstructured.Unstructured, f *liqoForeign) error {
 	_, enabled := f.phase()
 	here, there := f.Status.TenantNamespace.Local, f.Status.TenantNamespace.Remote
@@ -234,7 +235,7 @@ func (l *liqo) replicate(ctx context.Context, fc *unstructured.Unstructured, f *
 	return err
 }
 
-// mirror does the next step for one original; copied is nil where there is none.
+// mirror takes the next step for one original. copied is nil if there is no copy.
 func (l *liqo) mirror(ctx context.Context, original, copied *unstructured.Unstructured, remote client.Client, there string) error {
 	switch {
 	case original.GetDeletionTimestamp() != nil && copied != nil:
@@ -267,8 +268,8 @@ func (l *liqo) mirror(ctx context.Context, original, copied *unstructured.Unstru
 	return nil
 }
 
-// identity returns a client for the peer by the newest identity in a tenant namespace; nil: there
-// is none yet.
+// identity returns a client for the peer with the newest identity in a tenant namespace, or nil if
+// there is none yet.
 func (l *liqo) identity(ctx context.Context, namespace string) (client.Client, error) {
 	var secrets corev1.SecretList
 	if err := l.client.List(ctx, &secrets, client.InNamespace(namespace), client.MatchingLabels{"discovery.liqo.io/local-identity": "true"}); err != nil {
@@ -298,7 +299,7 @@ func (l *liqo) identity(ctx context.Context, namespace string) (client.Client, e
 	return l.clients[version], nil
 }
 
-// manage is the network-manager for one peer.
+// manage does the work of the network-manager for one peer.
 func (l *liqo) manage(ctx context.Context, fc *unstructured.Unstructured, f *liqoForeign) error {
 	peer, namespace := f.Spec.ClusterIdentity, f.Status.TenantNamespace.Local
 	if peer.ClusterID == "" || namespace == "" || f.Spec.PeeringType == "InBand" {
@@ -337,7 +338,8 @@ func (l *liqo) manage(ctx context.Context, fc *unstructured.Unstructured, f *liq
 	return nil
 }
 
-// create is the NetworkConfig creator: it creates, corrects or deletes the own one.
+// create does the work of Liqo's NetworkConfig creator: it creates, corrects or deletes the own
+// NetworkConfig.
 func (l *liqo) create(ctx context.Context, fc *unstructured.Unstructured, f *liqoForeign, local []*unstructured.Unstructured) error {
 	l.manager.mu.Lock()
 	spec := l.manager.config
@@ -371,8 +373,8 @@ func (l *liqo) create(ctx context.Context, fc *unstructured.Unstructured, f *liq
 	return nil
 }
 
-// answer processes the NetworkConfig of the peer. That one goes changes nothing: Liqo looks for the
-// peer in the wrong place.
+// answer processes the NetworkConfig of the peer. Its deletion has no effect, because Liqo looks
+// for the peer in the wrong namespace.
 func (l *liqo) answer(ctx context.Context, nc, fc *unstructured.Unstructured, id string) error {
 	if nc.GetDeletionTimestamp() != nil {
 		if controllerutil.RemoveFinalizer(nc, creatorFinalizer) {
@@ -417,7 +419,7 @@ func noneIf(none bool, s string) string {
 	return s
 }
 
-// grant is the IPAM: whom it knows gets the same again, whatever he says now.
+// grant is the IPAM: a known peer gets its first networks again, even if its claim has changed.
 func (m *liqoManager) grant(id string, spec liqoSpec) (pod, external string, err error) {
 	if g, ok := m.granted[id]; ok {
 		return g[0], g[1], nil
@@ -434,8 +436,8 @@ func (m *liqoManager) grant(id string, spec liqoSpec) (pod, external string, err
 	return pod, external, nil
 }
 
-// process makes the TunnelEndpoint of the own NetworkConfig and that of the peer, once both are
-// answered, and takes it down.
+// process makes the TunnelEndpoint from the own NetworkConfig and the peer's, once both are
+// answered. It also deletes the TunnelEndpoint.
 func (l *liqo) process(ctx context.Context, nc *unstructured.Unstructured, remotes []*unstructured.Unstructured, fc *unstructured.Unstructured, peer liqoIdentity) error {
 	endpoints, err := listOf(ctx, l.client, endpointKind, client.InNamespace(nc.GetNamespace()), client.MatchingLabels{"clusterID": peer.ClusterID})
 	if err != nil {
@@ -495,7 +497,8 @@ func (l *liqo) process(ctx context.Context, nc *unstructured.Unstructured, remot
 	return nil
 }
 
-// liqoGatewayTakes says why Liqo's gateway or its WireGuard driver would refuse a TunnelEndpoint.
+// liqoGatewayTakes returns the error with which Liqo's gateway or its WireGuard driver would refuse
+// a TunnelEndpoint.
 func liqoGatewayTakes(spec map[string]any) error {
 	for _, field := range []string{"localPodCIDR", "localExternalCIDR", "remotePodCIDR", "remoteExternalCIDR"} {
 		if _, err := netip.ParsePrefix(spec[field].(string)); err != nil {
@@ -523,7 +526,7 @@ func listOf(ctx context.Context, c client.Client, kind schema.GroupVersionKind, 
 	return list.Items, err
 }
 
-// into reads what it knows of an object and leaves the rest.
+// into converts an object to T, and drops the fields that T does not have.
 func into[T any](u *unstructured.Unstructured) (*T, error) {
 	v := new(T)
 	return v, runtime.DefaultUnstructuredConverter.FromUnstructured(u.Object, v)

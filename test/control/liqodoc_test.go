@@ -21,7 +21,7 @@ import (
 	"sigs.k8s.io/yaml"
 )
 
-// manifests are the files that docs/liqo.md shows, by name.
+// manifests returns the files that docs/liqo.md shows, by name.
 func manifests(t *testing.T) map[string]string {
 	t.Helper()
 	text, err := os.ReadFile("../../docs/liqo.md")
@@ -39,7 +39,7 @@ func manifests(t *testing.T) map[string]string {
 	return files
 }
 
-// parsed are the objects of a file, after envsubst.
+// parsed returns the objects in a file, after envsubst.
 func parsed(t *testing.T, file string, env map[string]string) (all []*unstructured.Unstructured) {
 	t.Helper()
 	text := os.Expand(file, func(name string) string {
@@ -59,7 +59,7 @@ func parsed(t *testing.T, file string, env map[string]string) (all []*unstructur
 	return all
 }
 
-// apply is kubectl apply, and apply --subresource=status where the file has a status.
+// apply does the same as kubectl apply. For an object with a status, it also applies the status.
 func (s *site) apply(objects []*unstructured.Unstructured) {
 	s.t.Helper()
 	for _, o := range objects {
@@ -75,13 +75,13 @@ func (s *site) apply(objects []*unstructured.Unstructured) {
 				return err.Error(), false
 			}
 			o.Object["status"] = status
-			err := s.client.Status().Update(s.t.Context(), o) // conflicts with the replicator's finalizer
+			err := s.client.Status().Update(s.t.Context(), o) // may conflict with a write of the replicator's finalizer
 			return fmt.Sprint(err), err == nil
 		})
 	}
 }
 
-// remove is kubectl delete, which waits.
+// remove does the same as kubectl delete, which waits.
 func (s *site) remove(objects ...*unstructured.Unstructured) {
 	s.t.Helper()
 	for _, o := range slices.Backward(objects) {
@@ -92,7 +92,7 @@ func (s *site) remove(objects ...*unstructured.Unstructured) {
 	}
 }
 
-// TestPeeringWithLiqoAsDocumented follows docs/liqo.md twice, from nothing to Ready and back.
+// TestPeeringWithLiqoAsDocumented follows docs/liqo.md twice, from the start to Ready and back.
 func TestPeeringWithLiqoAsDocumented(t *testing.T) {
 	t.Parallel()
 	files := manifests(t)
@@ -148,7 +148,7 @@ func TestPeeringWithLiqoAsDocumented(t *testing.T) {
 	}
 }
 
-// token is kubectl create token.
+// token does the same as kubectl create token.
 func (s *site) token(t *testing.T, namespace, account string) string {
 	t.Helper()
 	hours := int64(2160 * 3600)

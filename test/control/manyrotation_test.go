@@ -16,15 +16,16 @@ import (
 	"github.com/isthmus-net/isthmus/manager/exchange"
 )
 
-// An agreement is what a peer knows of our key and of the exchange of preshared keys with us.
+// An agreement is a peer's knowledge of our public key and of the exchange of preshared keys with
+// us.
 type agreement struct {
-	mu    sync.Mutex // held while a change is followed
+	mu    sync.Mutex // held while a change is handled
 	key   string     // our public key
 	state postquantum.State
 }
 
-// rotate has peers agree with us on preshared keys, gives our cluster another key as a gateway
-// does, waits until all peers know it and have new preshared keys, and prints what that cost.
+// rotate makes peers agree with us on preshared keys, and gives our cluster a new key as a gateway
+// does. It waits until all peers have that key and new preshared keys, and prints the cost.
 func (w *world) rotate(peers []*remote, idle float64) {
 	w.t.Helper()
 	all, byNamespace := make(map[*remote]*agreement), make(map[string]*remote)
@@ -112,12 +113,12 @@ func (w *world) rotate(peers []*remote, idle float64) {
 	w.t.Logf("our key rotates: %s", asked.per(len(peers)))
 }
 
-// agree does at a peer what its manager does with our NetworkConfig, and here what our gateway does
-// when it has sessions with a new preshared key.
+// agree handles our NetworkConfig at a peer, as the peer's manager would. Here it reports sessions
+// with a new preshared key, as our gateway would.
 func (w *world) agree(r *remote, a *agreement, ours *v1alpha1.NetworkConfig) error {
 	a.mu.Lock()
 	defer a.mu.Unlock()
-	// A newer one may have been faster.
+	// Read again, because a newer version may have been handled already.
 	if err := w.away.client.Get(w.t.Context(), client.ObjectKeyFromObject(ours), ours); err != nil {
 		return err
 	}

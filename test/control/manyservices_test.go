@@ -35,10 +35,10 @@ import (
 	"github.com/isthmus-net/isthmus/manager/services"
 )
 
-// TestManyServices has one cluster import services from several peers, lets their pods be replaced, and
-// prints what that costs the managers and how long it takes until the importer's EndpointSlices are right. One
-// of the peers is a cluster with a real manager. The test plays the others: it writes their PeerServices
-// with their rights, as seldom as a manager would.
+// TestManyServices makes one cluster import services from several peers, and replaces their pods.
+// It prints the managers' cost, and the time until the importer's EndpointSlices are correct. One
+// peer is a cluster with a real manager. The test plays the others: it writes their PeerServices
+// with their permissions, as rarely as a manager would.
 func TestManyServices(t *testing.T) {
 	peers, services, pods, replaced, over, rest := 3, 8, 4, 12, 2*time.Second, 5*time.Second
 	if *long {
@@ -102,27 +102,27 @@ func TestManyServices(t *testing.T) {
 	m.remark("it starts again: all services looked at after %.1f s, its session alone written, %.1f CPU s, peak of resident memory %d MiB", took.Seconds(), u.cpu.Seconds(), u.peak>>20)
 }
 
-// A change is an endpoint of a peer that has to become ready, or to go.
+// A change is an endpoint of a peer that must become ready or be removed.
 type change struct {
-	addr  netip.Addr // at home
-	ready bool       // else it goes
+	addr  netip.Addr // translated address at the importer
+	ready bool       // false: it must be removed
 }
 
-// A market is the clusters of TestManyServices.
+// A market has the clusters of TestManyServices.
 type market struct {
 	*world
-	b         *site       // which has the real manager
-	exporters []*exporter // b is the first
-	slices    sight       // EndpointSlices at home
-	shards    sight       // b's PeerServices at home
-	toHome    *tap        // of the importing manager
-	fromB     *tap        // of b's manager
+	b         *site       // the peer with a real manager
+	exporters []*exporter // b's exporter comes first
+	slices    sight       // EndpointSlices at the importer
+	shards    sight       // b's PeerServices at the importer
+	toHome    *tap        // connections of the importing manager
+	fromB     *tap        // connections of b's manager
 
 	mu      sync.Mutex
-	written map[change]time.Time // what has to come, and since when
+	written map[change]time.Time // changes that must arrive, and when each was written
 }
 
-// await notes changes that have to come.
+// await records changes that must arrive.
 func (m *market) await(since time.Time, all ...change) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -131,7 +131,7 @@ func (m *market) await(since time.Time, all ...change) {
 	}
 }
 
-// join peers the clusters and has what the peers will export.
+// join peers the clusters and prepares the services that the peers will export.
 func (m *market) join(peers, number, pods int) {
 	t, home, b := m.t, m.home, m.b
 	kubeconfig := home.kubeconfig
@@ -149,7 +149,7 @@ func (m *market) join(peers, number, pods int) {
 
 	remotes := make([]*remote, peers-1)
 	for i := range remotes {
-		remotes[i] = newRemote(6 * i) // that have a /20 or a /16
+		remotes[i] = newRemote(6 * i) // these have a /20 or a /16
 	}
 	inParallel(t, remotes, m.prepare)
 	m.play(remotes)
@@ -197,7 +197,8 @@ func (m *market) join(peers, number, pods int) {
 	})
 }
 
-// moved waits until a Peering is Ready, and returns where the peer's pods are at home.
+// moved waits until a Peering has networks, and returns the translation of the peer's pods at the
+// importer.
 func (m *market) moved(peering string) (move services.Remap) {
 	m.t.Helper()
 	m.home.eventually("networks of "+peering, func() (string, bool) {
@@ -211,7 +212,8 @@ func (m *market) moved(peering string) (move services.Remap) {
 	return move
 }
 
-// rights gives a peer what `isthmus peer --services` gives it at home, and returns a client with it.
+// rights grants a peer the permissions of `isthmus peer --services` at the importer, and returns a
+// client with these permissions.
 func (m *market) rights(r *remote) client.Client {
 	m.t.Helper()
 	name := metav1.ObjectMeta{Namespace: r.TenantNamespace(), Name: "isthmus-peer"}
@@ -249,24 +251,24 @@ func (m *market) rights(r *remote) client.Client {
 	return c
 }
 
-// An exporter is a peer with services.
+// An exporter is a peer that exports services.
 type exporter struct {
 	m    *market
 	name string
-	move services.Remap // addresses of its pods, as they are at home
+	move services.Remap // translation of its pods' addresses at the importer
 
-	every time.Duration                                                               // how often it writes
-	unit  func(service int) string                                                    // what it writes a service into
-	write func(ctx context.Context, unit string, all []isthmus.ExportedService) error // all are those of the unit
-	begin func()                                                                      // exports all
+	every time.Duration                                                               // pause between two writes
+	unit  func(service int) string                                                    // name of the object for a service
+	write func(ctx context.Context, unit string, all []isthmus.ExportedService) error // writes an object; all has its services
+	begin func()                                                                      // exports all services
 
 	mu       sync.Mutex
-	services []isthmus.ExportedService // with one subset each
-	pods     uint32                    // so far
-	changed  map[string][]change       // by unit, not written yet
+	services []isthmus.ExportedService // each has one subset
+	pods     uint32                    // number of pods so far
+	changed  map[string][]change       // by object; not written yet
 }
 
-// newExporter returns one with services that have equally many pods.
+// newExporter returns an exporter with number services of pods pods each.
 func (m *market) newExporter(name string, move services.Remap, number, pods int) *exporter {
 	x := &exporter{m: m, name: name, move: move, changed: make(map[string][]change)}
 	for i := range number {
@@ -279,7 +281,7 @@ func (m *market) newExporter(name string, move services.Remap, number, pods int)
 	return x
 }
 
-// pod returns the next pod.
+// pod returns a new pod.
 func (x *exporter) pod() isthmus.ExportedEndpoint {
 	x.pods++
 	addr := x.move.From.Masked().Addr().As4()
@@ -292,7 +294,7 @@ func (x *exporter) home(e isthmus.ExportedEndpoint) netip.Addr {
 	return here
 }
 
-// open exports all services, and returns what has to come of that.
+// open exports all services, and returns the changes that must arrive.
 func (x *exporter) open() (all []change) {
 	x.mu.Lock()
 	defer x.mu.Unlock()
@@ -305,7 +307,8 @@ func (x *exporter) open() (all []change) {
 	return all
 }
 
-// add begins to replace the oldest pods of a service: new ones are ready, the old ones are terminating.
+// add begins to replace the oldest pods of a service: the new pods are ready, and the old ones
+// terminate.
 func (x *exporter) add(service, pods int) {
 	x.edit(service, func(endpoints []isthmus.ExportedEndpoint) (now []isthmus.ExportedEndpoint, all []change) {
 		for i := range endpoints[:pods] {
@@ -320,7 +323,7 @@ func (x *exporter) add(service, pods int) {
 	})
 }
 
-// remove ends what add began.
+// remove removes the pods that add made terminate.
 func (x *exporter) remove(service, pods int) {
 	x.edit(service, func(endpoints []isthmus.ExportedEndpoint) (now []isthmus.ExportedEndpoint, all []change) {
 		for _, e := range endpoints[:pods] {
@@ -334,13 +337,13 @@ func (x *exporter) edit(service int, f func([]isthmus.ExportedEndpoint) ([]isthm
 	x.mu.Lock()
 	defer x.mu.Unlock()
 	subset := &x.services[service].Subsets[0]
-	endpoints, all := f(slices.Clone(subset.Endpoints)) // what is being written keeps its own
+	endpoints, all := f(slices.Clone(subset.Endpoints)) // a copy, because the previous list may be being written
 	x.services[service].Subsets = []isthmus.EndpointSubset{{Targets: subset.Targets, Endpoints: endpoints}}
 	unit := x.unit(service)
 	x.changed[unit] = append(x.changed[unit], all...)
 }
 
-// run writes what has changed until ctx ends.
+// run writes changed objects until ctx ends.
 func (x *exporter) run(ctx context.Context) {
 	for ; ctx.Err() == nil; time.Sleep(x.every) {
 		x.mu.Lock()
@@ -372,8 +375,8 @@ func (x *exporter) run(ctx context.Context) {
 	}
 }
 
-// keepShards makes an exporter one that the test plays: it writes PeerServices at home as a manager does, which
-// waits 200 ms for further changes.
+// keepShards lets the test play an exporter's manager: it writes PeerServices at the importer as a
+// manager would, which collects changes for 200 ms.
 func (x *exporter) keepShards(c client.Client, namespace string) {
 	x.every = 200 * time.Millisecond
 	x.unit = func(service int) string { return services.ShardOf(keyFor(x.services[service])) }
@@ -394,7 +397,7 @@ func (x *exporter) keepShards(c client.Client, namespace string) {
 			case err != nil:
 				return err
 			}
-			if err = c.Update(ctx, o); !apierrors.IsConflict(err) { // answers come in between
+			if err = c.Update(ctx, o); !apierrors.IsConflict(err) { // conflicts with the importer's answers are normal
 				return err
 			}
 		}
@@ -402,12 +405,13 @@ func (x *exporter) keepShards(c client.Client, namespace string) {
 	go x.run(x.m.t.Context())
 }
 
-// keepSlices makes an exporter a cluster with a manager: it writes the EndpointSlices of its Services.
+// keepSlices makes an exporter write the EndpointSlices of its Services in a cluster with a real
+// manager.
 func (x *exporter) keepSlices(s *site) {
 	ctx := x.m.t.Context()
 	x.every = 10 * time.Millisecond
 	x.unit = func(service int) string { return x.services[service].Name }
-	sliceOf := make(map[string]*discoveryv1.EndpointSlice) // written by one goroutine at a time for each unit
+	sliceOf := make(map[string]*discoveryv1.EndpointSlice) // for each object, only one goroutine at a time writes its entry
 	for _, service := range x.services {
 		name := service.Name
 		sliceOf[name] = &discoveryv1.EndpointSlice{
@@ -449,8 +453,8 @@ func endpointsOf(s isthmus.ExportedService) (all []discoveryv1.Endpoint) {
 	return all
 }
 
-// replace replaces pods of exporters in turn, each of another service than the one before, one after the other within a
-// time, or all at once.
+// replace replaces pods of the exporters in turn, each time of another service. The replacements
+// are spread over a time; if over is 0, all happen at once.
 func (m *market) replace(pods int, over time.Duration, all ...*exporter) {
 	m.t.Helper()
 	number := len(all[0].services)
@@ -466,7 +470,7 @@ func (m *market) replace(pods int, over time.Duration, all ...*exporter) {
 		return
 	}
 	pace := over / time.Duration(pods)
-	later := int(time.Second / pace) // an old pod goes a second after its successor has come
+	later := int(time.Second / pace) // an old pod ends one second after its successor is ready
 	ticker := time.NewTicker(pace)
 	defer ticker.Stop()
 	for i := range pods + later {
@@ -480,7 +484,7 @@ func (m *market) replace(pods int, over time.Duration, all ...*exporter) {
 	}
 }
 
-// come waits until all changes are written, and have come.
+// come waits until all changes are written and have arrived.
 func (m *market) come() {
 	m.t.Helper()
 	m.home.eventually("all changes", func() (string, bool) {
@@ -497,8 +501,8 @@ func (m *market) come() {
 	})
 }
 
-// phase prints what something costs: the time until all that it changes has come, and what the managers have
-// done by the time when nothing is written any more.
+// phase runs f and prints its cost: the time until all its changes have arrived, and the work of
+// the managers until no more is written.
 func (m *market) phase(name string, f func()) {
 	m.t.Helper()
 	m.mu.Lock()
@@ -536,7 +540,7 @@ func (m *market) phase(name string, f func()) {
 	m.t.Logf("%s: %s", name, asked.per(1))
 }
 
-// of are the writes of one origin, by kind.
+// of returns the writes of one origin, by kind.
 func (c tally) of(where string) string {
 	all := make(map[string]int)
 	for key, number := range c {
@@ -551,7 +555,7 @@ func (c tally) of(where string) string {
 	return cmp.Or(strings.Join(text, ", "), "none")
 }
 
-// quantiles are the median, the 99th of a hundred and the last one.
+// quantiles returns the median, the 99th percentile and the maximum.
 func quantiles(sorted []time.Duration) string {
 	if len(sorted) == 0 {
 		return ""
@@ -560,13 +564,13 @@ func quantiles(sorted []time.Duration) string {
 	return fmt.Sprintf("%.2f, %.2f, %.2f", at(0.5), at(0.99), at(1))
 }
 
-// remark prints a line for benchmarks/manager that is in no column.
+// remark prints a line for benchmarks/manager that does not belong to a column.
 func (m *market) remark(format string, args ...any) {
 	m.t.Helper()
 	m.t.Logf("remark "+format, args...)
 }
 
-// rest checks that nothing is written for a while, and prints what the managers need.
+// rest checks that nothing is written for a while, and prints the managers' cost during that time.
 func (m *market) rest(what string, d time.Duration) {
 	m.t.Helper()
 	m.audits.next()
@@ -581,7 +585,7 @@ func (m *market) rest(what string, d time.Duration) {
 	}
 }
 
-// right fails unless the importer has exactly what the exporters export.
+// right fails the test unless the importer has exactly the exported endpoints.
 func (m *market) right() {
 	m.t.Helper()
 	want, have := make(map[string]string), make(map[string]string)
@@ -622,15 +626,15 @@ func (m *market) right() {
 	}
 }
 
-// A sight is what a watch has shown of objects with endpoints.
+// A sight has the endpoints that a watch has shown.
 type sight struct {
 	mu             sync.Mutex
-	of             map[string]map[netip.Addr]bool // by object; whether they are ready
+	of             map[string]map[netip.Addr]bool // by object: addresses, and whether they are ready
 	at             map[change]time.Time
 	events, octets int
 }
 
-// see takes an event.
+// see handles an event of the watch.
 func (s *sight) see(object string, octets int, endpoints map[netip.Addr]bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -638,7 +642,7 @@ func (s *sight) see(object string, octets int, endpoints map[netip.Addr]bool) {
 		s.of, s.at = make(map[string]map[netip.Addr]bool), make(map[change]time.Time)
 	}
 	before, now := s.of[object], time.Now()
-	if !maps.Equal(before, endpoints) { // else a watch began again
+	if !maps.Equal(before, endpoints) { // equal endpoints mean that the watch has restarted
 		s.events++
 		s.octets += octets
 	}
@@ -661,7 +665,7 @@ func (s *sight) sent() (events, octets int) {
 	return s.events, s.octets
 }
 
-// missing is how many changes were not seen.
+// missing returns the number of changes that have not been seen.
 func (s *sight) missing(all map[change]time.Time) (n int) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -673,7 +677,7 @@ func (s *sight) missing(all map[change]time.Time) (n int) {
 	return n
 }
 
-// took returns how long changes took until they were seen, of those that were, sorted.
+// took returns the sorted times until changes were seen, without those not seen yet.
 func (s *sight) took(all map[change]time.Time) (took []time.Duration) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -686,10 +690,10 @@ func (s *sight) took(all map[change]time.Time) (took []time.Duration) {
 	return took
 }
 
-// A tap hands connections on to an API server and counts octets, TLS included.
+// A tap forwards connections to an API server and counts octets, including TLS.
 type tap struct {
 	listener   net.Listener
-	read, sent atomic.Int64 // by the client
+	read, sent atomic.Int64 // octets read and sent by the client
 }
 
 func newTap(t *testing.T, url string) *tap {
@@ -727,7 +731,7 @@ func (p *tap) carry(c net.Conn, to string) {
 	_, _ = io.Copy(counting{c, &p.read}, s)
 }
 
-// counting counts what is written through it.
+// counting counts the octets that are written through it.
 type counting struct {
 	io.Writer
 	n *atomic.Int64

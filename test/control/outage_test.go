@@ -7,9 +7,9 @@ import (
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 )
 
-// TestAPIServerAway freezes and restarts the API server of either side, at rest, while two clusters
-// are being peered and while they part.
-func TestAPIServerAway(t *testing.T) {
+// TestPeeringSurvivesAPIServerOutages freezes and restarts the API server of each side: at rest, while two clusters
+// are being peered, and while they un-peer.
+func TestPeeringSurvivesAPIServerOutages(t *testing.T) {
 	t.Parallel()
 	sites := newSites(t, "10.244.0.0/16", "10.244.128.0/20")
 	a, b := sites[0], sites[1]
@@ -18,7 +18,7 @@ func TestAPIServerAway(t *testing.T) {
 	peer(t, a, b)
 	agreed(t, a, b)
 
-	freeze := 20 * time.Second // the Lease is lost after ten
+	freeze := 20 * time.Second // the manager loses its Lease after ten seconds
 	if *long {
 		freeze = time.Minute
 	}
@@ -37,12 +37,12 @@ func TestAPIServerAway(t *testing.T) {
 		}
 	}
 	copied := joining[4]  // the middle of a peering: b has a's NetworkConfig and is about to answer
-	leaving := parting[3] // and of its end
+	leaving := parting[3] // the middle of un-peering
 	for _, test := range []struct {
 		name         string
 		away         func(*site)
 		who          *site
-		rest, middle bool // also without -long
+		rest, middle bool // whether the case also runs without -long, at rest and in the middle of a peering
 	}{
 		{"a restarts", restarted, a, true, false},
 		{"b restarts", restarted, b, false, true},
@@ -61,7 +61,7 @@ func TestAPIServerAway(t *testing.T) {
 			if a.tunnelEndpoint(b).ResourceVersion != before[a] || b.tunnelEndpoint(a).ResourceVersion != before[b] {
 				t.Error("a TunnelEndpoint was written, though nothing changed")
 			}
-			// And it works: a change on either side gets to the other one.
+			// Afterwards, changes of each side still reach the other one.
 			a.publish("203.0.113.88", b)
 			b.publish("203.0.113.99", a)
 			t.Logf("changes arrive again %v after it is back", time.Since(began).Round(time.Millisecond))

@@ -22,10 +22,10 @@ import (
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 )
 
-// TestRefusalMessages has b do what a refuses, one after the other, and puts down what people see of
-// it on both sides: `isthmus status`, the column REASON of `kubectl get peerings`, and `isthmus
-// peer`, by which they also agree to what b claims anew. All of it stands in testdata/refusals.txt.
-func TestRefusalMessages(t *testing.T) {
+// TestRefusalMessagesNameTheCauseOnBothSides makes b claim things that a refuses, one after the other. It records the
+// messages on both sides: `isthmus status`, the column REASON of `kubectl get peerings`, and
+// `isthmus peer`, which can also consent to b's new claim. testdata/refusals.txt has all messages.
+func TestRefusalMessagesNameTheCauseOnBothSides(t *testing.T) {
 	t.Parallel()
 	sites := newSites(t, "10.244.0.0/16", "10.244.64.0/18")
 	a, b := sites[0], sites[1]
@@ -42,7 +42,7 @@ func TestRefusalMessages(t *testing.T) {
 	x := &told{a: a, b: b}
 	x.says("the clusters are peered", 0, "peer", "--remote-kubeconfig", b.kubeconfig)
 	x.reason(isthmus.ReasonConnected, isthmus.ReasonConnected)
-	honest(t, a) // c, another peer of a
+	honest(t, a) // adds c, another peer of a
 
 	for _, part := range []struct {
 		name string
@@ -68,7 +68,7 @@ func TestRefusalMessages(t *testing.T) {
 	goldenTable(t, "testdata/refusals.txt", slices.Concat([]string{"# what is wrong | who says it | what"}, x.lines))
 }
 
-// told collects what people are told.
+// told collects messages for administrators.
 type told struct {
 	a, b     *site
 	scenario string
@@ -85,8 +85,8 @@ var changing = []struct {
 	{regexp.MustCompile(`--context [^)\s]+`), "--context CONTEXT"},
 }
 
-// add puts a line down, without what every run has another of. A line is a message, and fits into an
-// Event.
+// add records a line without the values that differ between runs. It checks that a line is a single
+// message that fits into an Event.
 func (x *told) add(who, line string) {
 	x.a.t.Helper()
 	for _, c := range changing {
@@ -98,7 +98,8 @@ func (x *told) add(who, line string) {
 	x.lines = append(x.lines, fmt.Sprintf("%s | %s | %s", x.scenario, who, line))
 }
 
-// says runs a command about a as a part of a scenario, and puts down what it says of claims and errors.
+// says runs a command at a, and records the lines of its output about claims and errors under the
+// scenario.
 func (x *told) says(scenario string, code int, args ...string) string {
 	x.a.t.Helper()
 	x.scenario = scenario
@@ -119,7 +120,7 @@ func (x *told) says(scenario string, code int, args ...string) string {
 	return out
 }
 
-// status puts down what `isthmus status` says of the peerings with each other.
+// status records the lines of `isthmus status` about the peering of a and b, on both sides.
 func (x *told) status(reasonA, reasonB string) {
 	x.a.t.Helper()
 	x.a.condition(x.b, isthmus.ConditionReady, metav1.ConditionFalse, reasonA)
@@ -161,7 +162,7 @@ func (x *told) reason(reasonA, reasonB string) {
 	}
 }
 
-// column is a cell of `kubectl get peerings`, as the API server makes it.
+// column returns a cell of `kubectl get peerings`, as the API server formats it.
 func (s *site) column(name string, other *site) string {
 	s.t.Helper()
 	c, err := rest.HTTPClientFor(s.config)
@@ -239,7 +240,8 @@ func testEndpointRefused(_ *testing.T, x *told) {
 	x.joined()
 }
 
-// Whoever agrees has seen what to: a rerun agrees to nothing, and another claim is refused.
+// Consent applies only to a claim that the administrator has seen: repeating `isthmus peer` gives
+// no consent, and consent to another claim is refused.
 func testConsent(t *testing.T, x *told) {
 	before := x.a.tunnelEndpoint(x.b)
 	x.b.reconfigure("10.32.0.0/13")
@@ -259,7 +261,7 @@ func testConsent(t *testing.T, x *told) {
 	if te := x.a.tunnelEndpoint(x.b); te.Spec.RemotePodCIDR != "10.32.0.0/13" {
 		t.Errorf("the TunnelEndpoint has %s", te.Spec.RemotePodCIDR)
 	}
-	x.says(x.scenario, 0, strings.Fields(command[1])...) // once more changes nothing
+	x.says(x.scenario, 0, strings.Fields(command[1])...) // the same consent again changes nothing
 }
 
 func testPoolsExhausted(_ *testing.T, x *told) {

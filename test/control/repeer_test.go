@@ -15,9 +15,9 @@ import (
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 )
 
-// TestRepeering peers and parts the same two clusters again and again, by their Peerings and by the
-// command line, and counts what stays.
-func TestRepeering(t *testing.T) {
+// TestRepeatedPeeringLeaksNothing repeatedly peers and un-peers the same two clusters, by their Peerings and by the
+// command line. It checks that nothing accumulates.
+func TestRepeatedPeeringLeaksNothing(t *testing.T) {
 	t.Parallel()
 	byPeerings, byCommand := 10, 1
 	if *long {
@@ -76,7 +76,7 @@ func TestRepeering(t *testing.T) {
 	})
 	t.Run("by the command line", func(t *testing.T) {
 		in(t, sites...)
-		if out, err := a.isthmus("unpeer", "--kubeconfig", a.kubeconfig, "--remote-kubeconfig", b.kubeconfig); err != nil { // the namespaces of before
+		if out, err := a.isthmus("unpeer", "--kubeconfig", a.kubeconfig, "--remote-kubeconfig", b.kubeconfig); err != nil { // deletes the previous tenant namespaces
 			t.Fatalf("%v\n%s", err, out)
 		}
 		repeat(t, byCommand, func() (joined, parted time.Duration) {
@@ -90,7 +90,7 @@ func TestRepeering(t *testing.T) {
 	})
 }
 
-// usage is what a manager uses.
+// usage is the resources that a manager uses.
 type usage struct {
 	goroutines int
 	memory     int // resident
@@ -101,8 +101,8 @@ func (u usage) String() string {
 	return fmt.Sprintf("%d goroutines, %d MiB resident, %d MiB heap", u.goroutines, u.memory>>20, u.heap>>20)
 }
 
-// atRest returns the least that the manager uses during two seconds: what comes and goes, as this
-// request does, is no leak.
+// atRest returns the lowest usage during two seconds. Short-lived usage, such as that of this
+// request, is not a leak.
 func (s *site) atRest() usage {
 	s.t.Helper()
 	least := s.usage()

@@ -19,18 +19,18 @@ import (
 
 var long = flag.Bool("long", false, "run the tests of this package at full length")
 
-// A moment is a step of a peering, or of its end, as it shows in the API of one of the clusters.
+// A moment is a step of peering or un-peering that is visible in the API of one of the clusters.
 type moment struct {
 	name string
-	at   func(a, b *site) *site // where it shows
-	list client.ObjectList      // what to watch there
+	at   func(a, b *site) *site // the cluster where the step is visible
+	list client.ObjectList      // the kind to watch there
 	is   func(watch.EventType, client.Object) bool
 }
 
 func atA(a, _ *site) *site { return a }
 func atB(_, b *site) *site { return b }
 
-// ours and theirs tell the two NetworkConfigs of a cluster from each other.
+// ours and theirs distinguish the two NetworkConfigs in a cluster.
 func ours(o client.Object) bool   { return o.GetLabels()[v1alpha1.LabelReplication] == "true" }
 func theirs(o client.Object) bool { return o.GetLabels()[v1alpha1.LabelOriginID] != "" }
 
@@ -42,7 +42,7 @@ func deleted(is func(client.Object) bool) func(watch.EventType, client.Object) b
 	return func(e watch.EventType, o client.Object) bool { return e == watch.Deleted && is(o) }
 }
 
-// leaves is the beginning of a deletion, which is its end where nobody has a finalizer.
+// leaves matches the beginning of a deletion. Without finalizers, this is also its end.
 func leaves(is func(client.Object) bool) func(watch.EventType, client.Object) bool {
 	return func(e watch.EventType, o client.Object) bool { return is(o) && (e == watch.Deleted || going(o)) }
 }
@@ -94,20 +94,20 @@ var parting = []moment{
 	{"networks released", atA, &isthmus.NetworkAllocationList{}, seen(func(o client.Object) bool { return o.(*isthmus.NetworkAllocation).Spec.ReleasedAt != "" })},
 	{"NatMapping gone", atA, &v1alpha1.NatMappingList{}, deleted(whatever)},
 	{"finalizer of the replicator removed", atA, &v1alpha1.NetworkConfigList{}, func(e watch.EventType, o client.Object) bool {
-		return ours(o) && going(o) && (e == watch.Deleted || !holds(v1alpha1.FinalizerReplicator)(o)) // it may have been the last
+		return ours(o) && going(o) && (e == watch.Deleted || !holds(v1alpha1.FinalizerReplicator)(o)) // this finalizer may have been the last one
 	}},
 	{"original gone", atA, &v1alpha1.NetworkConfigList{}, deleted(ours)},
 	{"Peering gone", atA, &isthmus.PeeringList{}, deleted(whatever)},
 }
 
-// await begins to watch for a moment and returns a function that waits until it has come, calls
-// then at once, and says whether it came.
+// await begins to watch for a moment. When the moment comes, it calls then at once. The returned
+// function waits for that, and reports whether the moment has come.
 func (m moment) await(t *testing.T, a, b *site, then func()) func() bool {
 	t.Helper()
 	at := m.at(a, b)
 	ctx, cancel := context.WithTimeout(t.Context(), patience)
-	// From now on, so that a moment that the IPAM state remember from the peering before is not mistaken
-	// for this one.
+	// The watch begins now. Otherwise the moment could be one of the previous peering that the IPAM
+	// state still shows.
 	now := m.list.DeepCopyObject().(client.ObjectList)
 	if err := at.client.List(ctx, now); err != nil {
 		t.Fatal(err)
@@ -132,9 +132,9 @@ func (m moment) await(t *testing.T, a, b *site, then func()) func() bool {
 	return func() bool { return <-came }
 }
 
-// TestManagerKilledAtEveryStep kills a manager at each step of a peering and of its end, on either
-// side, and starts it again: it ends as if nothing had happened.
-func TestManagerKilledAtEveryStep(t *testing.T) {
+// TestPeeringCompletesWhenAManagerIsKilledAtAnyStep kills a manager at each step of peering and un-peering, on each
+// side, and restarts it. The result must be the same as without the kill.
+func TestPeeringCompletesWhenAManagerIsKilledAtAnyStep(t *testing.T) {
 	t.Parallel()
 	sites := newSites(t, "10.244.0.0/16", "10.244.128.0/20")
 	a, b := sites[0], sites[1]

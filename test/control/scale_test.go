@@ -34,9 +34,9 @@ import (
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 )
 
-// manyUsers is the group of our identities at the peers of TestManyPeerings, each a user and a
-// tenant namespace on one API server with a client certificate of its own: the manager has a
-// connection to each, as if they were as many API servers.
+// manyUsers is the group of our identities at the peers of TestManyPeerings. All peers are on one
+// API server, each with its own tenant namespace, user and client certificate. So the manager has
+// one connection for each, as if each had its own API server.
 const manyUsers = "peers"
 
 // Flags of TestManyPeerings are for benchmarks/manager.
@@ -45,9 +45,9 @@ var (
 	manyProfiles = flag.String("profiles", "", "directory for profiles of the manager of TestManyPeerings, of each thing it does; empty: none")
 )
 
-// TestManyPeerings has one manager with many peerings, 20 or, with -long, 500, whose networks
-// collide with ours and with each other, and prints what that costs. What the manager asks of the
-// API servers is counted in their audit logs, which know it by its identities.
+// TestManyPeerings gives one manager many peerings, 20 or, with -long, 500. Their networks overlap
+// ours and each other. The test prints the cost. The API servers' audit logs count the manager's
+// requests, by its user names.
 func TestManyPeerings(t *testing.T) {
 	number, rest := 20, 10*time.Second
 	if *long {
@@ -95,15 +95,15 @@ func TestManyPeerings(t *testing.T) {
 	}
 	profiled()
 	w.figure("one more peer: CPU beside that at rest, ms", "%.0f", 1000*cost.Seconds()/float64(later))
-	// The status of a Peering is written once or for each step, as fast as the others are; all else
-	// is the same. How many conflicts there are is chance.
+	// The status of a Peering is written once or once for each step, depending on how fast the other
+	// objects change. All other writes are the same for each peer. The number of conflicts is random.
 	if cost, first := another.writes()-another.conflicts(), one.writes()-one.conflicts(); cost > 2*first {
 		t.Errorf("the last peer cost %d writes, the first one %d", cost, first)
 	}
 	if another[patched] > 2*one[patched] {
 		t.Errorf("for the last peer %d octets were patched into the IpamStorage, for the first one %d", another[patched], one[patched])
 	}
-	if each := before.cpu / time.Duration(so); each > 300*time.Millisecond { // 30 ms; more on one whose cores are shared
+	if each := before.cpu / time.Duration(so); each > 300*time.Millisecond { // normally 30 ms; more on a machine with shared cores
 		t.Errorf("%v of CPU time for each peer; want less than 300 ms", each)
 	}
 	if each := float64(before.goroutines-p.goroutines) / float64(so); each > 20 {
@@ -129,17 +129,17 @@ func TestManyPeerings(t *testing.T) {
 	w.rotate(peers, idle)
 }
 
-// A remote is a cluster that joins ours: what it says of itself, and what its manager would answer
-// us.
+// A remote is a cluster that joins ours, with the values that it publishes and the answer that its
+// manager would give us.
 type remote struct {
 	v1alpha1.ClusterIdentity
-	user, namespace string // of ours there
+	user, namespace string // our user and tenant namespace at the peer
 	spec            v1alpha1.NetworkConfigSpec
 	status          v1alpha1.NetworkConfigStatus
 }
 
-// newRemote makes one with one of 36 networks of six lengths, six of them inside ours, so that most
-// collide with others. Every 25th has the same network as we.
+// newRemote returns a remote with one of 36 networks of six lengths, six of them inside ours, so
+// that most networks overlap others. Every 25th remote has the same network as our cluster.
 func newRemote(i int) *remote {
 	r := &remote{
 		ClusterIdentity: v1alpha1.ClusterIdentity{ClusterID: fmt.Sprintf("cccc0000-1111-4222-8333-%012d", i), ClusterName: fmt.Sprintf("peer-%d", i)},
@@ -155,7 +155,7 @@ func newRemote(i int) *remote {
 		pod, external = network(10, 244), network(172, 24)
 	}
 	key := sha256.Sum256([]byte(r.ClusterID))
-	key[31] &= 0x7f // as public keys are
+	key[31] &= 0x7f // as in every public key
 	r.spec = v1alpha1.NetworkConfigSpec{
 		RemoteCluster: v1alpha1.ClusterIdentity{ClusterID: "aaaa0000-1111-4222-8333-000000000000", ClusterName: "a"},
 		PodCIDR:       pod, ExternalCIDR: external, EndpointIP: fmt.Sprintf("198.18.%d.%d", i/256, i%256), BackendType: v1alpha1.BackendWireGuard,
@@ -170,17 +170,17 @@ func newRemote(i int) *remote {
 	return r
 }
 
-// A world is the clusters of TestManyPeerings.
+// A world has the clusters of TestManyPeerings.
 type world struct {
 	t          *testing.T
 	home, away *site
 	audits     *audits
 
 	mu    sync.Mutex
-	ready map[string]time.Time // by cluster ID, since when its Peering is Ready
+	ready map[string]time.Time // by cluster ID: when its Peering became Ready
 }
 
-// prepare sets up on both sides what `isthmus peer` does, but for the Peering.
+// prepare creates the same objects on both sides as `isthmus peer`, except the Peering.
 func (w *world) prepare(r *remote) error {
 	cert, key, err := w.away.server.ClientCert(r.user, manyUsers)
 	if err != nil {
@@ -225,8 +225,8 @@ func (w *world) prepare(r *remote) error {
 	return nil
 }
 
-// play plays the managers of the peers: each sends us its NetworkConfig and answers ours as soon as
-// that is there. It also notes when our Peerings become Ready.
+// play plays the managers of the peers: each writes its NetworkConfig here, and answers ours as
+// soon as that exists. play also records when our Peerings become Ready.
 func (w *world) play(peers []*remote) {
 	byNamespace := map[string]*remote{}
 	for _, r := range peers {
@@ -242,7 +242,7 @@ func (w *world) play(peers []*remote) {
 			r := byNamespace[nc.Namespace]
 			nc.Status = r.status
 			err := w.away.client.Status().Update(ctx, nc)
-			if apierrors.IsConflict(err) { // it has changed meanwhile, and comes again
+			if apierrors.IsConflict(err) { // it has changed again, and causes another event
 				return
 			}
 			if err == nil {
@@ -265,7 +265,7 @@ func (w *world) play(peers []*remote) {
 	})
 }
 
-// networkConfig is the peer's as its replicator makes it here.
+// networkConfig returns the peer's NetworkConfig as its replicator creates it here.
 func (r *remote) networkConfig() *v1alpha1.NetworkConfig {
 	return &v1alpha1.NetworkConfig{
 		ObjectMeta: metav1.ObjectMeta{
@@ -295,9 +295,9 @@ func each(ctx context.Context, c client.WithWatch, list client.ObjectList, f fun
 	}
 }
 
-// peer makes the Peerings with some peers, waits until they are Ready and until nothing is written
-// any more, prints what that took, and returns what was asked of the API servers, and the CPU time of
-// the manager beside what it takes at rest, which is that share of a processor.
+// peer creates the Peerings with some peers, and waits until they are Ready and nothing is written
+// any more. It prints the cost, and returns the requests to the API servers and the CPU time of the
+// manager, without its CPU time at rest. idle is that as a fraction of one processor.
 func (w *world) peer(what string, peers []*remote, idle float64) (tally, time.Duration) {
 	w.t.Helper()
 	w.audits.next()
@@ -344,7 +344,7 @@ func (w *world) peer(what string, peers []*remote, idle float64) (tally, time.Du
 	return asked, spent - rested
 }
 
-// unready tells why the first of the peers that are not Ready are not.
+// unready returns the reasons of the first peers that are not Ready.
 func (w *world) unready(peers []*remote) string {
 	for _, r := range peers {
 		p := &isthmus.Peering{}
@@ -358,7 +358,7 @@ func (w *world) unready(peers []*remote) string {
 	return "all are by now"
 }
 
-// ranges checks that no two networks of peers overlap as they are used here.
+// ranges checks that the networks that peers have here do not overlap.
 func (w *world) ranges(number int) {
 	w.t.Helper()
 	var list v1alpha1.TunnelEndpointList
@@ -390,7 +390,7 @@ func (w *world) ranges(number int) {
 	w.t.Logf("%d of %d PodCIDRs are remapped; the IpamStorage has %d KiB", remapped, number, len(ipamStorage)>>10)
 }
 
-// settle waits until nothing was written for four seconds.
+// settle waits until nothing has been written for four seconds.
 func (w *world) settle() {
 	w.t.Helper()
 	quiet, last := time.Now(), w.audits.read().writes()
@@ -404,8 +404,8 @@ func (w *world) settle() {
 	}
 }
 
-// atRest checks that nothing is written for a while, prints what else is done, and returns the share
-// of a processor that it takes.
+// atRest checks that nothing is written for a while, and prints the other requests. It returns the
+// CPU time used, as a fraction of one processor.
 func (w *world) atRest(what string, d time.Duration) float64 {
 	w.t.Helper()
 	w.audits.next()
@@ -427,14 +427,15 @@ func (w *world) atRest(what string, d time.Duration) float64 {
 	return share
 }
 
-// laterPeers is how many come one by one when all others are there.
+// laterPeers is the number of peers that join one by one after all others.
 const laterPeers = 5
 
-// changes is how many peers change: enough for the ticks in which the kernel counts CPU time.
+// changes is the number of peers that change. It must be large enough for the resolution of the
+// kernel's CPU time.
 const changes = 40
 
-// change gives peers another endpoint, one after the other, each when the TunnelEndpoint has that of
-// the one before, and prints what one of them costs beside what the manager takes at rest.
+// change gives peers a new endpoint, each one after the TunnelEndpoint of the previous peer has its
+// new endpoint. It prints the cost of one change, without the manager's cost at rest.
 func (w *world) change(peers []*remote, idle float64) {
 	w.t.Helper()
 	w.audits.next()
@@ -465,14 +466,14 @@ func (w *world) change(peers []*remote, idle float64) {
 		1000*cost/float64(len(peers)), took.Seconds()/float64(len(peers)), float64(asked.writes())/float64(len(peers)), asked.per(len(peers)))
 }
 
-// figure prints one for the table of benchmarks/manager.
+// figure prints a figure for the table of benchmarks/manager.
 func (w *world) figure(name, format string, v any) {
 	w.t.Helper()
 	w.t.Logf("figure %s = "+format, name, v)
 }
 
-// profile begins a profile of the manager's CPU, where profiles are wanted. The function that it
-// returns waits for its end, and adds one of the memory.
+// profile begins a CPU profile of the manager, if profiles are requested. The returned function
+// waits for its end, and adds a memory profile.
 func (w *world) profile(what string) func() {
 	w.t.Helper()
 	if *manyProfiles == "" {
@@ -504,8 +505,8 @@ func (w *world) profile(what string) func() {
 	}
 }
 
-// restarted waits until a manager that was started has looked at what each peer has, and checks
-// that it wrote nothing but its session for that.
+// restarted waits until a restarted manager has listed the NetworkConfigs of each peer. It checks
+// that the manager has written nothing but its session.
 func (w *world) restarted(began time.Time, number int) {
 	w.t.Helper()
 	leads := time.Since(began)
@@ -530,11 +531,11 @@ func (w *world) restarted(began time.Time, number int) {
 	}
 }
 
-// A load is what the manager has used of the machine so far, and uses now.
+// A load is the manager's use of the machine.
 type load struct {
 	cpu        time.Duration
-	memory     int // RSS
-	peak       int // of it
+	memory     int // resident memory, in octets
+	peak       int // peak of memory
 	goroutines int
 }
 
@@ -542,13 +543,14 @@ func (u load) String() string {
 	return fmt.Sprintf("RSS %d MiB (peak %d), %d goroutines, %.2f CPU s since its start", u.memory>>20, u.peak>>20, u.goroutines, u.cpu.Seconds())
 }
 
-// cpu is what the manager's threads have used so far; unlike load it makes the manager do nothing.
+// cpu returns the CPU time that the manager's threads have used so far. Unlike load, it sends no
+// request to the manager.
 func (s *site) cpu() time.Duration {
 	s.t.Helper()
 	return s.cpuOf(s.manager.Process.Pid)
 }
 
-// cpuOf is what the threads of a process have used so far.
+// cpuOf returns the CPU time that the threads of a process have used so far.
 func (s *site) cpuOf(pid int) (sum time.Duration) {
 	s.t.Helper()
 	files, err := filepath.Glob(fmt.Sprintf("/proc/%d/task/*/schedstat", pid))
@@ -556,7 +558,7 @@ func (s *site) cpuOf(pid int) (sum time.Duration) {
 		s.t.Fatal(err)
 	}
 	for _, name := range files {
-		b, _ := os.ReadFile(name) // a thread may have ended, as hardly any of a Go program does
+		b, _ := os.ReadFile(name) // a thread may have ended, though threads of Go programs rarely do
 		if fields := strings.Fields(string(b)); len(fields) == 3 {
 			n, err := strconv.ParseInt(fields[0], 10, 64)
 			if err != nil {
@@ -568,7 +570,7 @@ func (s *site) cpuOf(pid int) (sum time.Duration) {
 	return sum
 }
 
-// apiServerCPU is the CPU time of the API server so far.
+// apiServerCPU returns the CPU time that the API server has used so far.
 func (s *site) apiServerCPU() time.Duration {
 	s.t.Helper()
 	all, err := filepath.Glob("/proc/[0-9]*/cmdline")
@@ -577,7 +579,7 @@ func (s *site) apiServerCPU() time.Duration {
 	}
 	_, port, _ := strings.Cut(strings.TrimPrefix(s.server.URL(), "https://"), ":")
 	for _, name := range all {
-		b, _ := os.ReadFile(name) // it may have ended
+		b, _ := os.ReadFile(name) // the process may have ended
 		if words := strings.Split(string(b), "\x00"); filepath.Base(words[0]) == "kube-apiserver" && slices.Contains(words, "--secure-port="+port) {
 			pid, _ := strconv.Atoi(strings.Split(name, "/")[2])
 			return s.cpuOf(pid)
@@ -614,7 +616,7 @@ func (s *site) scrape() string {
 	return string(body)
 }
 
-// value returns the number after a name at the beginning of a line; 0 when there is none.
+// value returns the number after a name at the beginning of a line, or 0.
 func value(text, name string) (n int) {
 	for line := range strings.Lines(text) {
 		if fields := strings.Fields(line); len(fields) > 1 && fields[0] == name {
@@ -624,14 +626,15 @@ func value(text, name string) (n int) {
 	return n
 }
 
-// A tally counts requests by where, verb and resource, and code where they failed: "home patch
-// peerings/status=409".
+// A tally counts requests by origin, verb and resource, and by status code if they failed: "home
+// patch peerings/status=409".
 type tally map[string]int
 
-// patched is the tally's key of the octets of all patches of the IpamStorage.
+// patched is the key for the total octets of all patches of the IpamStorage.
 const patched = "octets"
 
-// writes are all but those of the Lease, which is renewed every two seconds.
+// writes returns the number of writing requests, without those for the Lease, which is renewed
+// every two seconds.
 func (c tally) writes() (n int) {
 	for key, number := range c {
 		if f := strings.Fields(key); len(f) == 3 && !strings.HasPrefix(f[2], "leases") && slices.Contains([]string{"create", "update", "patch", "delete"}, f[1]) {
@@ -641,10 +644,11 @@ func (c tally) writes() (n int) {
 	return n
 }
 
-// newSession is the write by which a manager that starts keeps the one before from writing.
+// newSession is the write with which a starting manager prevents further writes of the previous
+// one.
 const newSession = "home patch ipamstorages"
 
-// began are the watches, counted when they end, and the other requests that were made.
+// began returns the number of watches, counted when they end, and of all other requests.
 func (c tally) began() (watches, requests int) {
 	for key, number := range c {
 		if f := strings.Fields(key); len(f) == 3 && f[1] == "watch" {
@@ -656,7 +660,8 @@ func (c tally) began() (watches, requests int) {
 	return watches, requests
 }
 
-// refused are the requests that were told to wait, and those of them that were for a Lease.
+// refused returns the number of requests that were answered with 429, and how many of these were
+// for a Lease.
 func (c tally) refused() (all, leases int) {
 	for key, number := range c {
 		if strings.HasSuffix(key, "=429") {
@@ -669,7 +674,7 @@ func (c tally) refused() (all, leases int) {
 	return all, leases
 }
 
-// conflicts are the writes that were refused because another one was faster.
+// conflicts returns the number of writes that conflicted with another write.
 func (c tally) conflicts() (n int) {
 	for key, number := range c {
 		if strings.HasSuffix(key, "=409") {
@@ -679,7 +684,7 @@ func (c tally) conflicts() (n int) {
 	return n
 }
 
-// per tells the tally, divided by a number.
+// per returns the tally as text, divided by number.
 func (c tally) per(number int) string {
 	var all []string
 	for _, key := range slices.Sorted(maps.Keys(c)) {
@@ -690,11 +695,11 @@ func (c tally) per(number int) string {
 	return strings.Join(all, ", ")
 }
 
-// audits count what the manager asks.
+// audits counts the manager's requests.
 type audits struct {
 	t    *testing.T
-	sum  tally                // since the last next
-	logs map[string]*auditLog // by where
+	sum  tally                // since the last call of next
+	logs map[string]*auditLog // by origin
 }
 
 type auditLog struct {
@@ -716,7 +721,8 @@ rules:
 - level: None
 `
 
-// newAuditLog makes a site that is to be started keep an audit log of what the manager and the users of groups ask.
+// newAuditLog makes a site keep an audit log of the requests of the manager and of the users in
+// groups. It must be called before the site is started.
 func newAuditLog(t *testing.T, s *site, groups ...string) *auditLog {
 	t.Helper()
 	policy, path := filepath.Join(s.dir, "policy.yaml"), filepath.Join(s.dir, "audit.log")
@@ -727,7 +733,7 @@ func newAuditLog(t *testing.T, s *site, groups ...string) *auditLog {
 	return &auditLog{path: path}
 }
 
-// read returns the tally since the last next.
+// read returns the tally since the last call of next.
 func (a *audits) read() tally {
 	a.t.Helper()
 	for where, l := range a.logs {
@@ -738,7 +744,7 @@ func (a *audits) read() tally {
 	return a.sum
 }
 
-// next returns the tally since the last next and begins a new one.
+// next returns the tally since the last call of next, and begins a new one.
 func (a *audits) next() tally {
 	a.t.Helper()
 	sum := a.read()
@@ -746,7 +752,7 @@ func (a *audits) next() tally {
 	return sum
 }
 
-// read adds what the log has got since the last time.
+// read adds the lines that were logged since the last call to a tally.
 func (l *auditLog) read(where string, to tally) error {
 	f, err := os.Open(l.path)
 	if err != nil {
@@ -760,7 +766,7 @@ func (l *auditLog) read(where string, to tally) error {
 	for {
 		line, err := r.ReadBytes('\n')
 		if err == io.EOF {
-			return nil // half a line is read again
+			return nil // an incomplete line is read again
 		}
 		if err != nil {
 			return err
@@ -794,7 +800,7 @@ func (l *auditLog) read(where string, to tally) error {
 	}
 }
 
-// inParallel calls f for each of some peers, sixteen at a time.
+// inParallel calls f for each of the peers, for sixteen at a time.
 func inParallel(t *testing.T, peers []*remote, f func(*remote) error) {
 	t.Helper()
 	var group sync.WaitGroup

@@ -24,10 +24,11 @@ import (
 	"github.com/isthmus-net/isthmus/manager/services"
 )
 
-// TestHostileServices lets b attack a by PeerServices, with the identity that `isthmus peer` gave it. Both
-// clusters have the same PodCIDR. The policies are those of `isthmus install --services`, and a's manager has
-// the rights of its ServiceAccount. testdata/hostile-services.txt lists the result for each input.
-func TestHostileServices(t *testing.T) {
+// TestHostileServicesAffectNoOtherNamespace lets b attack a by PeerServices, with the identity that `isthmus peer` gave
+// it. Both clusters have the same PodCIDR. The policies are those of `isthmus install --services`,
+// and a's manager has the permissions of its ServiceAccount. testdata/hostile-services.txt lists
+// the result for each input.
+func TestHostileServicesAffectNoOtherNamespace(t *testing.T) {
 	t.Parallel()
 	sites := planSites(t, "10.244.0.0/16", "10.244.0.0/16")
 	a, b := sites[0], sites[1]
@@ -52,7 +53,7 @@ func TestHostileServices(t *testing.T) {
 	peer(t, a, b, "--services", "prod,missing,kube-system,"+installed+","+a.tenant(b))
 	c := honest(t, a)
 
-	// An honest service passes the policies of the peer and of the manager.
+	// The policies accept the writes for an honest service, both of the peer and of the manager.
 	serve(b, "shop", "10.244.1.5")
 	f := &seller{foe: &foe{a: a, b: b, c: c, namespace: a.tenant(b)}, peer: identityOf(t, b, a)}
 	f.untilServed("shop", "that is 10.244.1.5", f.here("10.244.1.5"))
@@ -65,14 +66,14 @@ func TestHostileServices(t *testing.T) {
 		name string
 		run  func(*testing.T)
 	}{
-		{"the manager's rights", f.testManagersRights},
+		{"permissions of the manager", f.testManagersRights},
 		{"names and metadata", f.testNamesAndMetadata},
-		{"what it exports", f.testExports},
-		{"as much as it may", f.testMuch},
-		{"its age", f.testAge},
-		{"flapping", f.testFlapping},
-		{"coming and going", f.testComings},
-		{"objects of others", f.testObjectsOfOthers},
+		{"exports", f.testExports},
+		{"as many exports as allowed", f.testMuch},
+		{"wrong ages", f.testAge},
+		{"flapping endpoint", f.testFlapping},
+		{"repeated deletion and creation", f.testComings},
+		{"foreign objects", f.testObjectsOfOthers},
 	} {
 		t.Run(part.name, func(t *testing.T) {
 			in(t, a, b)
@@ -85,7 +86,7 @@ func TestHostileServices(t *testing.T) {
 	}
 }
 
-// serve makes a Service with one port in namespace prod, its endpoints, and an export.
+// serve creates a Service with one port in namespace prod, its endpoints, and a ServiceExport.
 func serve(s *site, name string, addresses ...string) {
 	s.t.Helper()
 	slice := &discoveryv1.EndpointSlice{
@@ -105,13 +106,13 @@ func serve(s *site, name string, addresses ...string) {
 	}
 }
 
-// A seller is a foe with services.
+// A seller is a foe that exports services.
 type seller struct {
 	*foe
-	peer client.Client // b at a
+	peer client.Client // client of a's API server with b's identity
 }
 
-// here is the address at a of a pod of b.
+// here returns the address at a of a pod of b.
 func (f *seller) here(address string) string {
 	f.a.t.Helper()
 	remote := f.a.peering(f.b).Status.Remote
@@ -122,7 +123,7 @@ func (f *seller) here(address string) string {
 	return moved.String()
 }
 
-// network is that of b's pods at a.
+// network returns the network of b's pods at a.
 func (f *seller) network() netip.Prefix {
 	f.a.t.Helper()
 	seen := f.a.peering(f.b).Status.Remote.PodCIDRSeen
@@ -132,7 +133,7 @@ func (f *seller) network() netip.Prefix {
 	return netip.MustParsePrefix(seen)
 }
 
-// exported is a service with one port and the given endpoints.
+// exported returns a service with one port and the given endpoints.
 func exported(name string, addresses ...string) isthmus.ExportedService {
 	s := isthmus.ExportedService{
 		Namespace: "prod", Name: name, Since: isthmus.UTCTimeOf(time.Now()), Type: string(mcs.ClusterSetIP),
@@ -149,7 +150,7 @@ func keyFor(s isthmus.ExportedService) services.Key {
 	return services.Key{Namespace: s.Namespace, Name: s.Name}
 }
 
-// put writes the services of one object as b's manager does: POST, then PUT.
+// put writes the services of one object as b's manager would: with a POST, and later with PUTs.
 func (f *seller) put(name string, all ...isthmus.ExportedService) error {
 	f.a.t.Helper()
 	for {
@@ -163,19 +164,19 @@ func (f *seller) put(name string, all ...isthmus.ExportedService) error {
 			return err
 		}
 		o.Spec.Services = all
-		if err = f.peer.Update(f.a.t.Context(), o); !apierrors.IsConflict(err) { // a's answers come in between
+		if err = f.peer.Update(f.a.t.Context(), o); !apierrors.IsConflict(err) { // conflicts with a's answers are normal
 			return err
 		}
 	}
 }
 
-// offer exports one service, and nothing else in its object.
+// offer exports one service, as the only one in its object.
 func (f *seller) offer(s isthmus.ExportedService) error {
 	f.a.t.Helper()
 	return f.put(services.ShardOf(keyFor(s)), s)
 }
 
-// refusal waits until a refuses a service.
+// refusal waits until a refuses a service, and returns a's answer.
 func (f *seller) refusal(shard string, key services.Key) (found isthmus.RefusedService) {
 	f.a.t.Helper()
 	f.a.eventually(fmt.Sprintf("a refusal of %v in %s", key, shard), func() (string, bool) {
@@ -216,7 +217,7 @@ func (f *seller) untilServed(name, what string, want ...string) {
 	})
 }
 
-// gone waits until nothing stands for a service in namespace prod of a.
+// gone waits until no object exists for a service in namespace prod of a.
 func (f *seller) gone(name string) {
 	f.a.t.Helper()
 	f.a.eventually("an end of service "+name, func() (string, bool) {
@@ -226,8 +227,8 @@ func (f *seller) gone(name string) {
 	})
 }
 
-// harmless fails unless all that a's manager made is in namespace prod: Services without selectors, and
-// endpoints that are pods of the cluster from which they come.
+// harmless fails the test unless all objects that a's manager made are in namespace prod, no
+// Service has a selector, and all endpoints are pods of their source cluster.
 func (f *seller) harmless() {
 	f.a.t.Helper()
 	var all corev1.ServiceList
@@ -257,7 +258,7 @@ func (f *seller) harmless() {
 	}
 }
 
-// forbidden wants an API server to forbid something.
+// forbidden fails the test unless err means that an API server forbids the request.
 func forbidden(t *testing.T, what string, err error) {
 	t.Helper()
 	if !apierrors.IsForbidden(err) {
@@ -265,7 +266,7 @@ func forbidden(t *testing.T, what string, err error) {
 	}
 }
 
-// testManagersRights tries with the manager's token what the manager never does.
+// testManagersRights uses the manager's token for requests that the manager never sends.
 func (f *seller) testManagersRights(t *testing.T) {
 	a := f.a
 	config, err := clientcmd.BuildConfigFromFlags("", a.identity("isthmus-manager"))
@@ -320,7 +321,7 @@ func (f *seller) testManagersRights(t *testing.T) {
 		forbidden(t, what, c.Create(t.Context(), o))
 	}
 
-	// Changes of foreign objects, and of its own into what they must not become.
+	// It may neither change foreign objects, nor change its own objects into forbidden ones.
 	serve(a, "own", "10.244.3.3")
 	derived := types.NamespacedName{Namespace: "prod", Name: services.DerivedName(services.Key{Namespace: "prod", Name: "shop"})}
 	var list discoveryv1.EndpointSliceList
@@ -359,20 +360,20 @@ func (f *seller) testManagersRights(t *testing.T) {
 	f.untilServed("own", "our own alone", "10.244.3.3")
 }
 
-// edit has the peer change an object that is there.
+// edit changes an existing object with the peer's identity.
 func (f *seller) edit(o *isthmus.PeerServices, change func(*isthmus.PeerServices)) error {
 	for {
 		if err := f.peer.Get(f.a.t.Context(), client.ObjectKeyFromObject(o), o); err != nil {
 			return err
 		}
 		change(o)
-		if err := f.peer.Update(f.a.t.Context(), o); !apierrors.IsConflict(err) { // a's answers come in between
+		if err := f.peer.Update(f.a.t.Context(), o); !apierrors.IsConflict(err) { // conflicts with a's answers are normal
 			return err
 		}
 	}
 }
 
-// testNamesAndMetadata goes beyond what the policy isthmus-peer-services allows.
+// testNamesAndMetadata writes objects that the policy isthmus-peer-services forbids.
 func (f *seller) testNamesAndMetadata(t *testing.T) {
 	ctx := t.Context()
 	object := func(name string) *isthmus.PeerServices {
@@ -414,7 +415,7 @@ func (f *seller) testNamesAndMetadata(t *testing.T) {
 		forbidden(t, what+" on one that is there", f.edit(object("services-14"), change))
 	}
 
-	// Metadata that a's own tools added stays, and does not block the peer.
+	// Metadata that a's own tools added is kept, and does not block the peer's writes.
 	there := object("services-14")
 	text := `{"metadata":{"labels":{"of":"a"},"annotations":{"of":"a"},"finalizers":["example.com/a"],"ownerReferences":[{"apiVersion":"v1","kind":"ConfigMap","name":"x","uid":"x"}]}}`
 	if err := f.a.client.Patch(ctx, there, client.RawPatch(types.MergePatchType, []byte(text))); err != nil {
@@ -443,7 +444,7 @@ func (f *seller) testNamesAndMetadata(t *testing.T) {
 	}
 }
 
-// testExports exports services that each have one fault.
+// testExports exports services with one fault each.
 func (f *seller) testExports(t *testing.T) {
 	type service = isthmus.ExportedService
 	address := func(text string) func(*service) {
@@ -460,7 +461,7 @@ func (f *seller) testExports(t *testing.T) {
 	table := []string{"# input, what refuses it (form: the API server; meaning: the manager), reason, message"}
 	for i, test := range []struct {
 		name   string
-		reason string // of the manager, which serves nothing of the service or, where a part is refused, no address; "form": of the API server; empty: it is taken
+		reason string // expected reason of the refusal, without faulty endpoints being served; "form": the API server refuses; empty: accepted
 		change func(*service)
 	}{
 		{"an address with a prefix, 0.0.0.0/0", "form", address("0.0.0.0/0")},
@@ -578,7 +579,7 @@ func (f *seller) testExports(t *testing.T) {
 			}
 			table = append(table, tableRow(test.name, "meaning", r.Reason, r.Message))
 			switch test.reason {
-			case foreign: // the Service is there, and has nothing behind it
+			case foreign: // the Service exists without endpoints
 				f.untilServed(s.Name, test.name)
 			case metadata:
 				f.untilServed(s.Name, test.name, f.here("10.244.0.9"))
@@ -602,7 +603,7 @@ func (f *seller) testExports(t *testing.T) {
 		}
 	}
 
-	// Each service has its object, so that no service has two.
+	// Each service belongs into one object, so that no service is in two objects.
 	s := exported("astray", "10.244.0.9")
 	wrong := isthmus.PeerServicesPrefix + "0"
 	if services.ShardOf(keyFor(s)) == wrong {
@@ -629,14 +630,14 @@ func (f *seller) testExports(t *testing.T) {
 	goldenTable(t, "testdata/hostile-services.txt", table)
 }
 
-// external is an address that a maps endpoints to.
+// external returns an address of the ExternalCIDR of a, to which a maps endpoints.
 func (f *seller) external(host byte) string {
 	bytes := prefix(f.a.ipamStorage().ExternalCIDR).Addr().As4()
 	bytes[3] = host
 	return netip.AddrFrom4(bytes).String()
 }
 
-// testMuch exports more than a peer may, and then as much as it may.
+// testMuch exports more than a peer may export, and then as much as it may.
 func (f *seller) testMuch(t *testing.T) {
 	addresses := func(n int) (all []string) {
 		for i := range n {
@@ -680,8 +681,8 @@ func (f *seller) testMuch(t *testing.T) {
 	}
 	f.gone("great")
 
-	// 128 services of an honest exporter with long names and metadata, each of them refused: the managedFields
-	// of both writers stay within the limit of the policy.
+	// An honest exporter has 128 services with long names and metadata, and all of them are refused.
+	// The managedFields of both writers stay within the limit of the policy.
 	all := many(128, "secret")
 	for i := range all {
 		s := &all[i]
@@ -709,7 +710,7 @@ func (f *seller) testMuch(t *testing.T) {
 	}
 }
 
-// testAge lies about when a service was exported.
+// testAge exports services with wrong times.
 func (f *seller) testAge(t *testing.T) {
 	serve(f.a, "till", "10.244.3.4")
 	f.untilServed("till", "our own alone", "10.244.3.4")
@@ -735,7 +736,7 @@ func (f *seller) testAge(t *testing.T) {
 	s.SessionAffinity = string(corev1.ServiceAffinityClientIP)
 	both := []string{"10.244.3.4", f.here("10.244.0.9")}
 
-	// The future is now: the service is younger than ours, which decides.
+	// A time in the future counts as now. So the service is younger than ours, and ours decides.
 	s.Since = "2100-01-01T00:00:00Z"
 	if err := f.offer(s); err != nil {
 		t.Fatal(err)
@@ -747,7 +748,8 @@ func (f *seller) testAge(t *testing.T) {
 	}
 	conflict(metav1.ConditionTrue, "it differs in "+f.b.name)
 
-	// The older export decides about ports and affinity, whoever says so, and our export names the cluster.
+	// An older export decides about ports and affinity, even if its time is wrong. The condition of
+	// our export names its cluster.
 	s.Since = "1970-01-01T00:00:00Z"
 	s.Ports[0].Port = 81
 	if err := f.offer(s); err != nil {
@@ -763,7 +765,8 @@ func (f *seller) testAge(t *testing.T) {
 	conflict(metav1.ConditionFalse, "")
 }
 
-// testExportWithoutService has an export at b whose name is none of a Service, nor of a label.
+// testExportWithoutService exports a name at b for which there is no Service, and which is not a
+// valid label value.
 func (f *seller) testExportWithoutService(t *testing.T) {
 	long := &mcs.ServiceExport{ObjectMeta: metav1.ObjectMeta{Namespace: "secret", Name: strings.Repeat("x", 64)}}
 	if err := f.b.client.Create(t.Context(), long); err != nil {
@@ -778,7 +781,8 @@ func (f *seller) testExportWithoutService(t *testing.T) {
 	f.untilServed("second", "beside an export without a Service", f.here("10.244.1.6"))
 }
 
-// testObjectsOfOthers has objects in the place of a's own, and some that only look like them.
+// testObjectsOfOthers creates foreign objects with the names of a's own objects, and some with a's
+// labels.
 func (f *seller) testObjectsOfOthers(t *testing.T) {
 	ours := map[string]string{isthmus.LabelService: "cart", discoveryv1.LabelManagedBy: services.ManagedBy}
 	alike := &discoveryv1.EndpointSlice{ObjectMeta: metav1.ObjectMeta{Namespace: "prod", Name: "mine", Labels: ours}, AddressType: discoveryv1.AddressTypeIPv4}
@@ -826,10 +830,10 @@ func (f *seller) testObjectsOfOthers(t *testing.T) {
 	if err := f.a.client.Delete(t.Context(), &list.Items[0]); err != nil {
 		t.Fatal(err)
 	}
-	s.Subsets[0].Endpoints[0].Zone = "z" // nobody tells a's manager that the slice is gone
+	s.Subsets[0].Endpoints[0].Zone = "z" // the change causes an event; the deletion of the slice does not
 	offer()
 	f.untilServed("cart", "once the slice is gone", f.here("10.244.0.10"))
-	for range 2 { // labels of others stay, and cause no writes
+	for range 2 { // foreign labels stay, and cause no writes
 		if err := f.a.client.Patch(t.Context(), derived, client.RawPatch(types.MergePatchType, []byte(`{"metadata":{"labels":{"team":"blue"}}}`))); err != nil {
 			t.Fatal(err)
 		}
@@ -844,7 +848,7 @@ func (f *seller) testObjectsOfOthers(t *testing.T) {
 		t.Errorf("labels of the derived Service: %v", derived.Labels)
 	}
 	imported := &mcs.ServiceImport{ObjectMeta: metav1.ObjectMeta{Namespace: "prod", Name: "cart"}}
-	label(imported, "null") // somebody else has taken it over: nothing of ours outlives it
+	label(imported, "null") // the ServiceImport is foreign now, so all our objects that depend on it must be deleted
 	f.a.eventually("an end of what depends on the ServiceImport", func() (string, bool) {
 		have, _ := f.served("cart")
 		service := f.a.get(client.ObjectKeyFromObject(derived), &corev1.Service{})
@@ -883,7 +887,7 @@ func (f *seller) testObjectsOfOthers(t *testing.T) {
 	f.testTimes(t)
 }
 
-// testTimes writes times that would break the lists of all managers.
+// testTimes writes times that would make it impossible for all managers to read a list.
 func (f *seller) testTimes(t *testing.T) {
 	export := &mcs.ServiceExport{ObjectMeta: metav1.ObjectMeta{Namespace: "secret", Name: "clock"}}
 	if err := f.a.client.Create(t.Context(), export); err != nil {
@@ -901,7 +905,7 @@ func (f *seller) testTimes(t *testing.T) {
 	}
 }
 
-// testFlapping lets an endpoint come and go as often as the API server takes it.
+// testFlapping changes the readiness of an endpoint as often as the API server accepts it.
 func (f *seller) testFlapping(t *testing.T) {
 	duration := 3 * time.Second
 	if *long {
@@ -928,7 +932,7 @@ func (f *seller) testFlapping(t *testing.T) {
 	f.untilServed("flag", "at the end", f.here("10.244.0.10"))
 	done := f.writes() - before
 	t.Logf("%d updates in %v: %d writes of the manager; a change of c is applied after %v", updates, time.Since(began).Round(time.Millisecond), done, took)
-	// One of the slice, and one of the status, for each; c's change has its own.
+	// Each update causes one write of the slice and one of the status. c's change causes some more.
 	if most := 2*updates + 20 + leases(began); done > most {
 		t.Errorf("%d writes; want at most %d", done, most)
 	}
@@ -945,7 +949,7 @@ func (f *seller) testFlapping(t *testing.T) {
 	f.gone("flag")
 }
 
-// testComings deletes an export and brings it back, each time another one.
+// testComings repeatedly deletes an export, and creates a different one.
 func (f *seller) testComings(t *testing.T) {
 	s := exported("ghost")
 	name := services.ShardOf(keyFor(s))
@@ -981,9 +985,9 @@ func (f *seller) testComings(t *testing.T) {
 	f.a.ready(f.b)
 }
 
-// An Isthmus in which services are not shared gives its peer no right to PeerServices. It is a peer like any
-// other until it is installed with them.
-func TestAPeerWithoutServicesIsReady(t *testing.T) {
+// If an Isthmus does not share services, its peers have no permission to write PeerServices. The
+// peering still becomes Ready, and services are shared once Isthmus is installed with them.
+func TestPeeringIsReadyIfThePeerDoesNotShareServices(t *testing.T) {
 	t.Parallel()
 	sites := planSites(t, "10.244.0.0/16", "10.128.0.0/14")
 	a, b := sites[0], sites[1]
@@ -1035,7 +1039,7 @@ func TestAPeerWithoutServicesIsReady(t *testing.T) {
 	f.untilServed("shop", "that of a", "10.244.1.5")
 	a.condition(b, isthmus.ConditionServicesShared, metav1.ConditionTrue, isthmus.ReasonShared)
 
-	// Without services, a withdraws what it exported.
+	// Without the feature, a withdraws its exported services.
 	if out, err := a.isthmus("install", "--without-workloads", "--services=false", "--kubeconfig", a.kubeconfig, "--cluster-name", a.name, "--cluster-id", a.id); err != nil {
 		t.Fatalf("isthmus install --services=false: %v\n%s", err, out)
 	}

@@ -1,7 +1,6 @@
-// Package control tests the control plane as a whole: clusters with real API servers and the real
-// manager as a process, peered by the real command line. Gateways are played by the test, which
-// writes what a gateway writes; whole clusters with packets are the demo's and internal/fleet's
-// business.
+// Package control tests the control plane as a whole: clusters with real API servers, with the real
+// manager as a process, peered by the real command line. The test plays the gateways: it writes the
+// objects that a gateway writes. Package internal/fleet tests whole clusters with packets.
 package control
 
 import (
@@ -48,8 +47,8 @@ import (
 // installed is the namespace of Isthmus.
 const installed = "isthmus-system"
 
-// binary is the isthmus program, and kube the folder of etcd and kube-apiserver; TestMain makes
-// both.
+// binary is the path of the isthmus program. kube is the folder with etcd and kube-apiserver.
+// TestMain sets both.
 var binary, kube string
 
 func TestMain(m *testing.M) {
@@ -57,7 +56,7 @@ func TestMain(m *testing.M) {
 	os.Exit(programs.Run(m, &binary, &kube))
 }
 
-// A site is one cluster: a control plane, and a manager once it is started.
+// A site is one cluster: a control plane, and a manager once it has been started.
 type site struct {
 	t          *testing.T
 	name, id   string
@@ -65,21 +64,21 @@ type site struct {
 	server     *kubetest.Server
 	config     *rest.Config
 	client     client.WithWatch
-	kubeconfig string // of an administrator
+	kubeconfig string // kubeconfig of an administrator
 	dir        string
-	args       []string // of the manager, beyond the usual
-	apiArgs    []string // of the API server, beyond the usual
-	services   bool     // Isthmus is installed with what shares services
-	via        string   // address where the manager finds the API server; empty: the server's own
+	args       []string // further arguments of the manager
+	apiArgs    []string // further arguments of the API server
+	services   bool     // whether Isthmus is installed with the sharing of services
+	via        string   // address by which the manager reaches the API server; empty: the server's own
 
-	own                   string // see address
+	own                   string // result of address, once called
 	health, metrics, ipam string // addresses of the manager
 
 	manager *exec.Cmd
 	ended   chan struct{}
 }
 
-// newSites starts clusters called a, b, ... with the given PodCIDRs, installs Isthmus, and plays
+// newSites starts clusters called a, b, ... with the given PodCIDRs. It installs Isthmus and plays
 // their gateways.
 func newSites(t *testing.T, podCIDRs ...string) []*site {
 	t.Helper()
@@ -88,7 +87,7 @@ func newSites(t *testing.T, podCIDRs ...string) []*site {
 	return sites
 }
 
-// planSites describes the clusters that newSites starts.
+// planSites returns the clusters that newSites starts, before they are started.
 func planSites(t *testing.T, podCIDRs ...string) []*site {
 	t.Helper()
 	sites := make([]*site, len(podCIDRs))
@@ -99,7 +98,7 @@ func planSites(t *testing.T, podCIDRs ...string) []*site {
 	return sites
 }
 
-// startSites starts clusters at the same time.
+// startSites starts several clusters in parallel.
 func startSites(t *testing.T, sites []*site) {
 	t.Helper()
 	errs := make([]error, len(sites))
@@ -141,8 +140,8 @@ func (s *site) start() (err error) {
 	return s.playGateway(ctx)
 }
 
-// playGateway writes what a gateway writes, and goes on to report every TunnelEndpoint as
-// connected.
+// playGateway writes the objects that a gateway writes. Until ctx ends, it reports every
+// TunnelEndpoint as connected.
 func (s *site) playGateway(ctx context.Context) error {
 	key, err := ecdh.X25519().GenerateKey(rand.Reader)
 	if err != nil {
@@ -190,14 +189,14 @@ func (s *site) connect(ctx context.Context) {
 			te.Status.Connection.Status, te.Status.Connection.StatusMessage = "Connected", "VPN connection established"
 			te.Status.Connection.Latency.Value = "1ms"
 			err := s.client.Status().Update(ctx, te)
-			if err != nil && !apierrors.IsConflict(err) && !apierrors.IsNotFound(err) { // those come again as an event
+			if err != nil && !apierrors.IsConflict(err) && !apierrors.IsNotFound(err) { // after these errors, another event follows
 				watch.Stop()
 			}
 		}
 	}
 }
 
-// startManager starts the manager with the rights of its ServiceAccount and waits until it is
+// startManager starts the manager with the permissions of its ServiceAccount, and waits until it is
 // ready.
 func (s *site) startManager(args ...string) {
 	s.t.Helper()
@@ -217,13 +216,13 @@ func (s *site) restartManager() {
 	defer log.Close()
 	args := append([]string{"manager", "--kubeconfig", identity, "--namespace", installed, "--pod-cidr", s.podCIDR,
 		"--health-address", s.health, "--metrics-address", s.metrics, "--ipam-address", s.ipam, "--ipam-plain",
-		"--ipam-allow", "10.96.0.1/32,10.130.0.0/16"}, s.args...) // what the virtual kubelet of the tests maps
+		"--ipam-allow", "10.96.0.1/32,10.130.0.0/16"}, s.args...) // endpoints that the tests' virtual kubelet maps
 	if !slices.Contains(s.args, "--service-cidr") {
 		args = append(args, s.serviceNetwork()...)
 	}
 	s.manager = exec.Command(binary, args...)
 	s.manager.Stdout, s.manager.Stderr = log, log
-	s.manager.Env = append(os.Environ(), "POD_NAME=isthmus-manager-0", "POD_UID=0") // restarted in its Pod, it keeps the Lease
+	s.manager.Env = append(os.Environ(), "POD_NAME=isthmus-manager-0", "POD_UID=0") // a restarted container keeps its Pod's Lease
 	s.manager.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}
 	started := time.Now()
 	if err := s.manager.Start(); err != nil {
@@ -244,8 +243,8 @@ func (s *site) restartManager() {
 	})
 }
 
-// serviceNetwork is the flag with the network of Services where nothing else says it: before
-// Kubernetes 1.33.
+// serviceNetwork returns the flag with the network of Services before Kubernetes 1.33, where the
+// manager cannot detect it.
 func (s *site) serviceNetwork() []string {
 	s.t.Helper()
 	if clustertest.ServesServiceCIDRs(s.t, &cluster.Cluster{Client: s.client}) {
@@ -256,7 +255,7 @@ func (s *site) serviceNetwork() []string {
 
 func (s *site) log() string { return filepath.Join(s.dir, "manager.log") }
 
-// killManager ends the manager without its knowing.
+// killManager kills the manager, so that it cannot end in an orderly way.
 func (s *site) killManager() {
 	if s.manager != nil {
 		_ = s.manager.Process.Kill()
@@ -265,14 +264,14 @@ func (s *site) killManager() {
 	}
 }
 
-// killHard is killManager for another goroutine than that of the test: the process is dead when it
-// returns, and its end is noted by restartManager.
+// killHard does the same as killManager, for goroutines other than the test's. The process is dead
+// when it returns. restartManager then waits for the process.
 func (s *site) killHard() {
 	_ = s.manager.Process.Kill()
 	<-s.ended
 }
 
-// stopManager ends the manager politely, so that another one is the leader at once.
+// stopManager ends the manager in an orderly way, so that another one can lead at once.
 func (s *site) stopManager() {
 	s.t.Helper()
 	if err := s.manager.Process.Signal(syscall.SIGTERM); err != nil {
@@ -286,7 +285,7 @@ func (s *site) stopManager() {
 	}
 }
 
-// reconfigure starts the manager again with another PodCIDR and other flags.
+// reconfigure restarts the manager with another PodCIDR and other flags.
 func (s *site) reconfigure(podCIDR string, args ...string) {
 	s.t.Helper()
 	s.stopManager()
@@ -295,7 +294,7 @@ func (s *site) reconfigure(podCIDR string, args ...string) {
 	s.startManager(args...)
 }
 
-// forget takes away what the IPAM remembers of peers that have left: another test wants networks for
+// forget removes the IPAM state of peers that have left, so that the next test gets networks as for
 // clusters that never met.
 func (s *site) forget() {
 	s.t.Helper()
@@ -332,7 +331,7 @@ func (s *site) end() {
 	}
 }
 
-// dump tells what there is of peerings.
+// dump logs all objects of peerings.
 func (s *site) dump() {
 	ctx, cancel := context.WithTimeout(context.Background(), prompt)
 	defer cancel()
@@ -351,7 +350,7 @@ func (s *site) dump() {
 	}
 }
 
-// identity writes a kubeconfig with a token of a ServiceAccount in the namespace of Isthmus.
+// identity writes a kubeconfig with a token of a ServiceAccount in the installation namespace.
 func (s *site) identity(account string) string {
 	s.t.Helper()
 	token := &authenticationv1.TokenRequest{}
@@ -375,14 +374,14 @@ func (s *site) identity(account string) string {
 	if err := clientcmd.WriteToFile(*config, path+".next"); err != nil {
 		s.t.Fatal(err)
 	}
-	if err := os.Rename(path+".next", path); err != nil { // a process may be reading the one before
+	if err := os.Rename(path+".next", path); err != nil { // renamed, because a process may be reading the previous file
 		s.t.Fatal(err)
 	}
 	return path
 }
 
-// isthmus runs the program. The API servers are at loopback addresses, and so are the managers: that
-// peers reach them there has to be said.
+// isthmus runs the program. The API servers and managers have loopback addresses. So flags must
+// tell peers that they can reach each other there.
 func (s *site) isthmus(args ...string) (string, error) {
 	if args[0] == "peer" && slices.Contains(args, "--remote-kubeconfig") {
 		for flag, of := range map[string]string{"--server": "--kubeconfig", "--remote-server": "--remote-kubeconfig"} {
@@ -399,7 +398,7 @@ func (s *site) isthmus(args ...string) (string, error) {
 	return string(out), err
 }
 
-// peer peers two clusters by the command line and waits until both say Ready.
+// peer peers two clusters by the command line, and waits until both Peerings are Ready.
 func peer(t *testing.T, a, b *site, flags ...string) {
 	t.Helper()
 	if out, err := a.isthmus(append([]string{"peer", "--kubeconfig", a.kubeconfig, "--remote-kubeconfig", b.kubeconfig}, flags...)...); err != nil {
@@ -409,7 +408,7 @@ func peer(t *testing.T, a, b *site, flags ...string) {
 	b.ready(a)
 }
 
-// unpeer takes a peering down by the command line.
+// unpeer un-peers two clusters by the command line.
 func unpeer(t *testing.T, a, b *site) {
 	t.Helper()
 	if out, err := a.isthmus("unpeer", "--kubeconfig", a.kubeconfig, "--remote-kubeconfig", b.kubeconfig); err != nil {
@@ -417,7 +416,7 @@ func unpeer(t *testing.T, a, b *site) {
 	}
 }
 
-// peering returns the Peering with another cluster, nil when there is none.
+// peering returns the Peering with another cluster, or nil.
 func (s *site) peering(other *site) *isthmus.Peering {
 	var list isthmus.PeeringList
 	if err := s.client.List(s.t.Context(), &list); err != nil {
@@ -437,7 +436,8 @@ func (s *site) ready(other *site) {
 	s.condition(other, isthmus.ConditionReady, metav1.ConditionTrue, "")
 }
 
-// condition waits until a condition of the Peering has the status and, unless empty, the reason.
+// condition waits until a condition of the Peering has the status and, unless it is empty, the
+// reason. It returns the condition.
 func (s *site) condition(other *site, kind string, status metav1.ConditionStatus, reason string) *metav1.Condition {
 	s.t.Helper()
 	var found *metav1.Condition
@@ -455,7 +455,7 @@ func (s *site) condition(other *site, kind string, status metav1.ConditionStatus
 	return found
 }
 
-// has returns a condition of the Peering with another cluster; the zero one when it is not there.
+// has returns a condition of the Peering with another cluster, or the zero value if there is none.
 func (s *site) has(other *site, kind string) metav1.Condition {
 	s.t.Helper()
 	if p := s.peering(other); p != nil {
@@ -466,20 +466,20 @@ func (s *site) has(other *site, kind string) metav1.Condition {
 	return metav1.Condition{}
 }
 
-// patience is how long a test waits for what has to come, on a machine that is busy with other
-// things.
+// patience bounds the time for which a test waits for an expected event on a busy machine.
 const patience = 90 * time.Second
 
-// prompt is what takes moments, without what the machine's other work may add.
+// prompt bounds the time of operations that normally take moments, on a busy machine.
 const prompt = 30 * time.Second
 
-// eventually waits until f says true; its text says what there is instead.
+// eventually waits until f returns true. The text that f returns describes the present state, for
+// the error message.
 func (s *site) eventually(what string, f func() (have string, ok bool)) {
 	s.t.Helper()
 	s.within(patience, what, f)
 }
 
-// within is eventually with a time of its own.
+// within does the same as eventually, with another time limit.
 func (s *site) within(limit time.Duration, what string, f func() (have string, ok bool)) {
 	s.t.Helper()
 	have, ok := f()
@@ -491,7 +491,7 @@ func (s *site) within(limit time.Duration, what string, f func() (have string, o
 	}
 }
 
-// in makes a subtest the one that the sites report to.
+// in makes the sites report to the subtest t until it ends.
 func in(t *testing.T, sites ...*site) {
 	for _, s := range sites {
 		before := s.t
@@ -500,16 +500,16 @@ func in(t *testing.T, sites ...*site) {
 	}
 }
 
-// cluster is the identity of the site.
+// cluster returns the identity of the site.
 func (s *site) cluster() v1alpha1.ClusterIdentity {
 	return v1alpha1.ClusterIdentity{ClusterID: s.id, ClusterName: s.name}
 }
 
-// tenant is the namespace here of the peering with another cluster.
+// tenant returns the tenant namespace here for another cluster.
 func (s *site) tenant(other *site) string { return other.cluster().TenantNamespace() }
 
-// join creates the Peering with another cluster, which `isthmus peer` has to have set up at some
-// time before.
+// join creates the Peering with another cluster. `isthmus peer` must have prepared both clusters
+// before.
 func (s *site) join(other *site, overrides isthmus.Overrides) {
 	s.t.Helper()
 	p := &isthmus.Peering{
@@ -526,7 +526,7 @@ func (s *site) join(other *site, overrides isthmus.Overrides) {
 	})
 }
 
-// part deletes the Peering with another cluster, without waiting for what follows.
+// part deletes the Peering with another cluster. It does not wait.
 func (s *site) part(other *site) {
 	s.t.Helper()
 	p := &isthmus.Peering{ObjectMeta: metav1.ObjectMeta{Name: other.cluster().UniqueName()}}
@@ -536,7 +536,7 @@ func (s *site) part(other *site) {
 	})
 }
 
-// rejoin peers each two of the sites by their Peerings and waits until all are Ready.
+// rejoin creates the Peerings between all of the sites, and waits until all are Ready.
 func rejoin(sites ...*site) {
 	for _, s := range sites {
 		for _, other := range sites {
@@ -554,7 +554,7 @@ func rejoin(sites ...*site) {
 	}
 }
 
-// disjoin deletes all Peerings of the sites and waits until they are gone.
+// disjoin deletes all Peerings of the sites, and waits until they are gone.
 func disjoin(sites ...*site) {
 	for _, s := range sites {
 		for _, other := range sites {
@@ -579,7 +579,7 @@ func disjoin(sites ...*site) {
 	}
 }
 
-// forgetEachOther does what disjoin does, and ends the holds of their networks.
+// forgetEachOther does the same as disjoin, and then ends the holds of the clusters' networks.
 func forgetEachOther(sites ...*site) {
 	disjoin(sites...)
 	for _, s := range sites {
@@ -590,8 +590,8 @@ func forgetEachOther(sites ...*site) {
 	}
 }
 
-// get reads an object and reports whether there is one. It asks again when a busy API server does
-// not answer.
+// get reads an object and reports whether it exists. It tries again if a busy API server does not
+// answer.
 func (s *site) get(key types.NamespacedName, o client.Object) (found bool) {
 	s.t.Helper()
 	s.eventually(fmt.Sprintf("%T %v of %s", o, key, s.name), func() (string, bool) {
@@ -602,7 +602,7 @@ func (s *site) get(key types.NamespacedName, o client.Object) (found bool) {
 	return found
 }
 
-// list reads objects. It asks again when a busy API server does not answer.
+// list reads objects. It tries again if a busy API server does not answer.
 func (s *site) list(list client.ObjectList, options ...client.ListOption) {
 	s.t.Helper()
 	s.eventually(fmt.Sprintf("%T of %s", list, s.name), func() (string, bool) {
@@ -611,7 +611,7 @@ func (s *site) list(list client.ObjectList, options ...client.ListOption) {
 	})
 }
 
-// ipamStorage returns what the only IpamStorage says, nothing unless there is exactly one.
+// ipamStorage returns the spec of the IpamStorage, or the zero value unless there is exactly one.
 func (s *site) ipamStorage() v1alpha1.IpamStorageSpec {
 	s.t.Helper()
 	var list v1alpha1.IpamStorageList
@@ -622,7 +622,7 @@ func (s *site) ipamStorage() v1alpha1.IpamStorageSpec {
 	return list.Items[0].Spec
 }
 
-// released are the IDs of peers that have left, whose networks are held.
+// released returns the IDs of peers that have left and whose networks are held.
 func (s *site) released() (ids []string) {
 	s.t.Helper()
 	var list isthmus.NetworkAllocationList
@@ -635,7 +635,7 @@ func (s *site) released() (ids []string) {
 	return ids
 }
 
-// leftovers names what there is of peerings.
+// leftovers returns the names of all objects of peerings.
 func (s *site) leftovers() (all []string) {
 	s.t.Helper()
 	for _, list := range []client.ObjectList{&isthmus.PeeringList{}, &v1alpha1.NetworkConfigList{}, &v1alpha1.TunnelEndpointList{}, &v1alpha1.NatMappingList{}} {
@@ -650,7 +650,7 @@ func (s *site) leftovers() (all []string) {
 	}
 	ipamStorage, held := s.ipamStorage(), s.released()
 	for _, id := range slices.Sorted(maps.Keys(ipamStorage.ClusterSubnets)) {
-		if slices.Contains(held, id) { // for a day
+		if slices.Contains(held, id) { // networks are held for a day
 			continue
 		}
 		all = append(all, fmt.Sprintf("IpamStorage of %s: %+v", id, ipamStorage.ClusterSubnets[id]))
@@ -664,7 +664,7 @@ func (s *site) leftovers() (all []string) {
 	return all
 }
 
-// clean waits until nothing of any peering is left.
+// clean waits until no object of any peering is left.
 func (s *site) clean() {
 	s.t.Helper()
 	s.eventually("no trace of a peering in "+s.name, func() (string, bool) {
@@ -673,7 +673,7 @@ func (s *site) clean() {
 	})
 }
 
-// tunnelEndpoint returns the TunnelEndpoint about another cluster, nil when there is none.
+// tunnelEndpoint returns the TunnelEndpoint for another cluster, or nil.
 func (s *site) tunnelEndpoint(other *site) *v1alpha1.TunnelEndpoint {
 	s.t.Helper()
 	te := &v1alpha1.TunnelEndpoint{}
@@ -683,7 +683,7 @@ func (s *site) tunnelEndpoint(other *site) *v1alpha1.TunnelEndpoint {
 	return te
 }
 
-// address is a loopback address of the site alone.
+// address returns a loopback address that only this site uses.
 func (s *site) address() string {
 	if s.own == "" {
 		s.own, _, _ = strings.Cut(kubetest.Address(0), ":")

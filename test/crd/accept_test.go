@@ -11,7 +11,8 @@ import (
 	"sigs.k8s.io/yaml"
 )
 
-// table prints what `kubectl api-resources` and the columns of `kubectl get` come from.
+// table returns the names and columns of a kind, as `kubectl api-resources` and `kubectl get` use
+// them.
 func table(s *server) string {
 	var b strings.Builder
 	n := s.crd.Spec.Names
@@ -22,10 +23,11 @@ func table(s *server) string {
 	return b.String()
 }
 
-// kindOf is the kind of an object.
+// kindOf returns the kind of an object.
 func kindOf(obj object) string { return obj["kind"].(string) }
 
-// Nothing that a Liqo v0.9.4 stored is refused, dropped or changed.
+// Objects that Liqo v0.9.4 stored are neither refused nor changed, and none of their fields is
+// dropped.
 func TestGoldenDocumentsAreStoredUnchanged(t *testing.T) {
 	all := servers(t)
 	for name, obj := range goldens(t) {
@@ -41,7 +43,7 @@ func TestGoldenDocumentsAreStoredUnchanged(t *testing.T) {
 			out, _ := yaml.Marshal(stored)
 			t.Errorf("%s: stored as\n%s", name, out)
 		}
-		// Any later write of the same object passes as well.
+		// A later write of the same object passes as well.
 		if _, errs := s.update(obj, stored); len(errs) > 0 {
 			t.Errorf("%s, updated: %v", name, errs.ToAggregate())
 		}
@@ -50,7 +52,7 @@ func TestGoldenDocumentsAreStoredUnchanged(t *testing.T) {
 
 const aKey = "rMWb8vnY6xUeVr2NvL9yQ3iJk0aZs4tGd7HpOqBcDfE="
 
-// tunnels is the text of n further tunnels.
+// tunnels returns the text of n further tunnels.
 func tunnels(n int) string {
 	entries := make([]string, n)
 	for i := range entries {
@@ -59,7 +61,7 @@ func tunnels(n int) string {
 	return strings.Join(entries, ",")
 }
 
-// What Liqo writes besides, and what its users make it write.
+// Liqo also writes these objects, by itself or because of its users' configuration.
 func TestLiqoVariantsAreAccepted(t *testing.T) {
 	all, docs := servers(t), goldens(t)
 	type variant struct {
@@ -145,12 +147,12 @@ func TestLiqoVariantsAreAccepted(t *testing.T) {
 	}
 }
 
-// condition is a condition that the API conventions allow.
+// condition returns a condition that the API conventions allow.
 func condition(kind string) object {
 	return object{"type": kind, "status": "True", "reason": "Tested", "message": "", "lastTransitionTime": "2026-11-21T10:00:00Z"}
 }
 
-func TestDefaultsAreExplicit(t *testing.T) {
+func TestOmittedFieldsAreStoredWithTheirDefaults(t *testing.T) {
 	all, docs := servers(t), goldens(t)
 	te := with(docs["tunnelendpoint-connected"],
 		set(absent, "spec", "localNATPodCIDR"), set(absent, "spec", "localNATExternalCIDR"),
@@ -173,10 +175,10 @@ func TestDefaultsAreExplicit(t *testing.T) {
 	}
 }
 
-// Liqo's IPAM answers a known cluster with what it once gave it, whatever has become of the
-// cluster's networks. That answer is refused, but it must not keep the cluster from publishing the
-// networks it has.
-func TestStaleAnswerDoesNotBlockTheSpec(t *testing.T) {
+// Liqo's IPAM answers a known cluster with its previous networks, even if the cluster's own
+// networks have changed. Such an answer is invalid, but it must not prevent the cluster from
+// publishing its new networks.
+func TestAnswerToPreviousNetworksDoesNotBlockChangesOfTheSpec(t *testing.T) {
 	s, nc := servers(t)["NetworkConfig"], goldens(t)["networkconfig-local"]
 	stored, errs := s.put(nc)
 	if len(errs) > 0 {
@@ -195,8 +197,7 @@ func TestStaleAnswerDoesNotBlockTheSpec(t *testing.T) {
 	}
 }
 
-// Fields that nobody knows are dropped wherever they stand, except in metadata, which is the
-// server's.
+// Unknown fields are dropped everywhere except in metadata, which the API server handles itself.
 func TestUnknownFieldsAreDropped(t *testing.T) {
 	all := servers(t)
 	for name, obj := range goldens(t) {
@@ -217,7 +218,7 @@ func TestUnknownFieldsAreDropped(t *testing.T) {
 	}
 }
 
-// salt adds an unknown field to each object in x that is no map of anything.
+// salt adds an unknown field to each object in x, except to maps with arbitrary keys.
 func salt(x any, s *structuralschema.Structural, places *int) {
 	m, ok := x.(object)
 	if !ok || s == nil {
@@ -236,16 +237,16 @@ func salt(x any, s *structuralschema.Structural, places *int) {
 	}
 }
 
-// The rules have a budget for each object. The largest object that the bounds allow must not run
-// out of it, or the bounds are lies.
-func TestLargestObjectsStayWithinTheBudgetOfTheRules(t *testing.T) {
+// CEL rules have a cost budget for each object. The largest object that the schema allows must not
+// exceed the budget; otherwise the schema's bounds are wrong.
+func TestLargestObjectsStayWithinTheCostBudgetOfTheRules(t *testing.T) {
 	if raceEnabled {
 		t.Skip("six minutes with the race detector; CI runs it without")
 	}
 	all, docs := servers(t), goldens(t)
 	mappings, endpoints := object{}, object{}
 	for i := range 16384 {
-		// As long as addresses get.
+		// the longest possible addresses
 		e := fmt.Sprintf("fd00:1111:2222:3333:4444:5555:6666:%04x", i)
 		mappings[e] = fmt.Sprintf("fd00:1111:2222:4444:4444:5555:6666:%04x", i)
 		endpoints[e] = object{"ExternalCIDROriginalIP": mappings[e], "clusterMappings": object{strings.Repeat("c", 63): object{"ExternalCIDRNattedIP": mappings[e]}}}

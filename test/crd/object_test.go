@@ -11,8 +11,8 @@ import (
 	"k8s.io/apimachinery/pkg/runtime"
 )
 
-// A change sets one value of an object; the path is one key per element, since keys may have dots
-// in them. The value absent removes the key.
+// A change sets one value of an object. path has one key per element, because keys may contain
+// dots. The value absent removes the key.
 type change struct {
 	path  []string
 	value any
@@ -50,7 +50,7 @@ func with(obj object, changes ...change) object {
 	return obj
 }
 
-// get returns the value at a path whose keys have no dots, nil if there is none.
+// get returns the value at a path whose keys have no dots, or nil.
 func get(obj object, path string) any {
 	var v any = obj
 	for _, key := range at(path) {
@@ -60,8 +60,8 @@ func get(obj object, path string) any {
 	return v
 }
 
-// A rule is one x-kubernetes-validations entry of a CRD, by the place where its error appears. Keys
-// of maps and indices of lists are left out of the path.
+// A rule is one x-kubernetes-validations entry of a CRD. path is the place of its error, without
+// keys of maps and indices of lists.
 type rule struct{ kind, path, message string }
 
 var subscript = regexp.MustCompile(`\[[^\]]*\]`)
@@ -77,7 +77,7 @@ func rules(s *server) []rule {
 	return all
 }
 
-// walk visits a schema from the top.
+// walk calls visit for a schema and all schemas below it.
 func walk(s *structuralschema.Structural, path string, visit func(path string, s *structuralschema.Structural)) {
 	visit(path, s)
 	for name, child := range s.Properties {
@@ -91,9 +91,9 @@ func walk(s *structuralschema.Structural, path string, visit func(path string, s
 	}
 }
 
-// Without bounds, the size of objects is bounded by etcd alone, and so is the price of the rules.
-// Exempt is what only a manager writes and no rule can afford: gobs of Liqo's allocator, and the
-// keys in each of 16,384 endpoints.
+// Without these bounds, only etcd would limit the size of an object and the cost of its rules. Two
+// fields are exempt, because only a manager writes them and no rule can afford them: the gobs of
+// Liqo's allocator, and the keys in each of 16,384 endpoints.
 func TestEveryStringListAndMapIsBounded(t *testing.T) {
 	all := servers(t)
 	for _, s := range ours(t) {
@@ -108,7 +108,7 @@ func TestEveryStringListAndMapIsBounded(t *testing.T) {
 			}
 			aboutKeys := slices.ContainsFunc(n.XValidations, func(r apiextensionsv1.ValidationRule) bool { return strings.HasPrefix(r.Rule, "self.all(") })
 			switch {
-			case path == ".apiVersion" || path == ".kind" || path == ".metadata": // the server's
+			case path == ".apiVersion" || path == ".kind" || path == ".metadata": // the API server handles these
 			case n.Type == "string" && v.MaxLength == nil && len(v.Enum) == 0 && v.Format != "date-time",
 				n.Type == "array" && v.MaxItems == nil,
 				n.AdditionalProperties != nil && v.MaxProperties == nil,
@@ -126,8 +126,8 @@ func TestEveryStringListAndMapIsBounded(t *testing.T) {
 	}
 }
 
-// What a client shows people is Liqo's table.
-func TestNamesAndColumnsAreThoseOfLiqo(t *testing.T) {
+// Clients show the same names and columns as for Liqo's CRDs.
+func TestNamesAndColumnsEqualThoseOfLiqo(t *testing.T) {
 	want := map[string]string{
 		"NetworkConfig": `networkconfigs networkconfig NetworkConfigList Namespaced [liqo] [] status=true
 Peering Cluster|string|0|.spec.cluster.clusterName
@@ -145,7 +145,7 @@ Latency|string|1|.status.connection.latency.value
 Connection status|string|0|.status.connection.status
 Age|date|0|.metadata.creationTimestamp
 `,
-		// Without columns of its own a kind is shown with its age.
+		// A kind without columns of its own is shown with its age.
 		"NatMapping": `natmappings natmapping NatMappingList Cluster [liqo] [] status=true
 `,
 		"IpamStorage": `ipamstorages ipamstorage IpamStorageList Cluster [liqo] [] status=false
@@ -161,9 +161,9 @@ Age|date|0|.metadata.creationTimestamp
 	}
 }
 
-// Fields that Liqo requires are required, and those it leaves out may be left out;
-// status.conditions is the only one that Liqo does not know.
-func TestRequiredFieldsAndDefaultsAreThoseOfLiqo(t *testing.T) {
+// The required and optional fields are the same as Liqo's. Liqo does not have the field
+// status.conditions.
+func TestRequiredFieldsAndDefaultsEqualThoseOfLiqo(t *testing.T) {
 	want := map[string]map[string]string{
 		"NetworkConfig": {
 			"spec":         "backendType backend_config cluster endpointIP externalCIDR podCIDR",

@@ -7,7 +7,7 @@ import (
 	"testing"
 )
 
-// exported is a service of PeerServices with n endpoints.
+// exported returns a service of PeerServices with n endpoints.
 func exported(name string, n int) object {
 	endpoints := make([]any, n)
 	for i := range endpoints {
@@ -29,9 +29,10 @@ func serverOfPeerServices(t *testing.T) *server {
 	return newServer(t, "testdata/crds/isthmus.net_peerservices.yaml")
 }
 
-// What a peer may not say of a service is refused at the very field. The importer's manager translates and
-// checks addresses again: most pods of nobody pass here.
-func TestHostileServicesAreRefused(t *testing.T) {
+// A value that a peer must not write into a service is refused with the name of the field. The
+// schema does not check to whom an address belongs: the importer's manager translates and checks
+// addresses.
+func TestEachInvalidFieldOfAServiceIsRefused(t *testing.T) {
 	s := serverOfPeerServices(t)
 	const services = "spec.services"
 	type test struct {
@@ -127,7 +128,7 @@ func TestHostileServicesAreRefused(t *testing.T) {
 	refused("no spec", object{"apiVersion": "isthmus.net/v1alpha1", "kind": "PeerServices", "metadata": object{"name": "services-0"}}, "spec", "Required value")
 }
 
-// put sets a value in an object, where lists have one item each.
+// put sets a value in an object. Each list on the path must have one item.
 func put(m object, path []string, value any) {
 	for _, key := range path[:len(path)-1] {
 		switch child := m[key].(type) {
@@ -147,9 +148,9 @@ func put(m object, path []string, value any) {
 	}
 }
 
-// The largest object that the bounds allow is taken: the rule about endpoints has the budget for it, and
-// the importer has room for its answer.
-func TestLargestPeerServicesAreTaken(t *testing.T) {
+// The largest PeerServices that the schema allows is accepted: the rule about endpoints stays
+// within its cost budget, and the status has room for the importer's answer.
+func TestLargestPeerServicesAreAccepted(t *testing.T) {
 	if raceEnabled {
 		t.Skip("the race detector makes it slow; CI runs it without")
 	}
@@ -172,7 +173,7 @@ func TestLargestPeerServicesAreTaken(t *testing.T) {
 		all = append(all, service)
 		refused = append(refused, object{"namespace": strings.Repeat("n", 63), "name": service["name"], "reason": strings.Repeat("r", 256), "message": strings.Repeat("m", 512)})
 	}
-	// 2,048 endpoints are in them; the first has the others.
+	// The services have 2,048 endpoints so far. The first one gets the rest.
 	first := all[0].(object)["subsets"].([]any)
 	all[0].(object)["subsets"] = append(slices.Clone(first[:7]), exported("", 2500-2046)["subsets"].([]any)[0])
 	stored, errs := s.create(peerServices(all...))

@@ -9,9 +9,8 @@ import (
 	"k8s.io/apimachinery/pkg/util/validation/field"
 )
 
-// A refusal is an object that must not pass, and what has to be said about it. It is made from a
-// golden document by changes. The error must name the field, without subscripts, and contain the
-// message.
+// A refusal is an object that must be refused, made from a golden document by changes. The error
+// must name the field, without subscripts, and contain the message.
 type refusal struct {
 	golden         string
 	changes        []change
@@ -39,7 +38,7 @@ const (
 	mustBeEndpoint  = "keys must be unicast IP addresses"
 )
 
-// refusals lists the hostile and the mistyped.
+// refusals returns hostile and mistyped objects.
 func refusals() []refusal {
 	var all []refusal
 	add := func(golden, path string, value any, message string) {
@@ -47,7 +46,7 @@ func refusals() []refusal {
 	}
 	const nc, te, nm, ipam = "networkconfig-local", "tunnelendpoint-connected", "natmapping", "ipamstorage"
 
-	// Networks, in each field that holds one.
+	// Invalid networks, in each field with a network.
 	notCIDR := []string{
 		"", " ", "10.244.0.0", "10.244.0.0/", "/16", "10.244.0.0/33", "10.244.0.0/-1", "10.244.0.0/016", "10.244/16", "010.244.0.0/16",
 		" 10.244.0.0/16", "10.244.0.0/16 ", "10.244.0.0/16\n", "10.244.0.0/16,10.0.0.0/8", "0x0a.244.0.0/16", "fd00::/129", "fe80::%eth0/64",
@@ -105,7 +104,7 @@ func refusals() []refusal {
 		}
 	}
 
-	// Where the gateway is, by whom, and with what.
+	// Invalid endpoints, backends and backend configurations.
 	for _, golden := range []string{nc, te} {
 		for _, v := range []string{
 			"10.0.0.256", "10.0.0", "1.2.3.4.5", "12345", "0x7f000001", "0x7f.1", "01.2.3.4", "10.0.0.1:5871", "[fd00::1]", "[fd00::1]:5871", "fe80::1%eth0", "::ffff:10.0.0.1",
@@ -204,7 +203,7 @@ func refusals() []refusal {
 		add(golden, "status.conditions", many, "Too many")
 	}
 
-	// Mapped endpoints.
+	// Invalid mapped endpoints.
 	for _, v := range []string{"", "10.247.0", "10.247.0.300", "10.247.0.1/32", "fe80::1%eth0", "host", "010.247.0.1"} {
 		all = append(all, refusal{nm, []change{set(v, "spec", "clusterMappings", "192.0.2.1")}, "spec.clusterMappings", mustBeIP})
 	}
@@ -224,7 +223,7 @@ func refusals() []refusal {
 	add(nm, "spec.clusterMappings", numbered(16385), "Too many")
 	add(nm, "spec.clusterMappings", nil, "Required value")
 
-	// The IPAM state.
+	// Invalid IPAM state.
 	for _, f := range []string{"spec.podCIDR", "spec.externalCIDR", "spec.serviceCIDR"} {
 		for _, v := range []string{"10.244.0.1/16", "10.244.0.0", "None", "x"} {
 			add(ipam, f, v, mustBeStored)
@@ -267,7 +266,7 @@ func refusals() []refusal {
 			refusal{ipam, []change{set(mapping("10.0.0.1", v), "spec", "endpointMappings", "e")}, "spec.endpointMappings.e.clusterMappings.c.ExternalCIDRNattedIP", "should match"})
 	}
 
-	// What Liqo requires, and the spec itself.
+	// Fields that Liqo requires, and the spec itself.
 	for golden, fields := range map[string]string{
 		nc:   "podCIDR externalCIDR endpointIP backendType backend_config cluster cluster.clusterID cluster.clusterName",
 		te:   "localPodCIDR localExternalCIDR remotePodCIDR remoteExternalCIDR endpointIP backendType backend_config clusterIdentity clusterIdentity.clusterID clusterIdentity.clusterName",
@@ -282,7 +281,7 @@ func refusals() []refusal {
 	return all
 }
 
-// numbered is a map of n strings.
+// numbered returns a map of n strings.
 func numbered(n int) object {
 	m := object{}
 	for i := range n {
@@ -291,8 +290,8 @@ func numbered(n int) object {
 	return m
 }
 
-// offer stores the golden document and then writes the changed one, to the status if that is what
-// changed.
+// offer writes the changed document. If f is a field of the status, offer first creates the golden
+// document and then updates its status.
 func offer(s *server, golden, changed object, f string) field.ErrorList {
 	if !strings.HasPrefix(f, "status") {
 		_, errs := s.create(changed)
@@ -306,8 +305,8 @@ func offer(s *server, golden, changed object, f string) field.ErrorList {
 	return errs
 }
 
-// Each refusal is for the reason given, and each rule of the CRDs refuses something at the very
-// field it stands at: a rule that nothing ever hits might as well not work.
+// Each object is refused for the expected reason. Each rule of the CRDs refuses some object at the
+// rule's own field, because a rule that never refuses anything might not work at all.
 func TestEachRuleRefusesSomeHostileObject(t *testing.T) {
 	all, docs := servers(t), goldens(t)
 	var todo []rule
@@ -331,7 +330,7 @@ func TestEachRuleRefusesSomeHostileObject(t *testing.T) {
 				t.Errorf("%s, %s: a rule broke: %v", r.golden, describe(r.changes), err)
 			}
 			detail := err.Detail
-			if _, rule, failed := strings.Cut(detail, " evaluating rule: "); failed { // it could not read a time
+			if _, rule, failed := strings.Cut(detail, " evaluating rule: "); failed { // the rule failed to parse a time
 				detail = rule
 			}
 			hit[rule{kindOf(golden), where, detail}] = true
@@ -360,7 +359,7 @@ func describe(changes []change) string {
 	return strings.TrimSpace(b.String())
 }
 
-// A peer's status never reaches the object by any other way than the status subresource.
+// A status is only written through the status subresource.
 func TestStatusIsIgnoredOutsideItsSubresource(t *testing.T) {
 	s, nc := servers(t)["NetworkConfig"], goldens(t)["networkconfig-local"]
 	stored, errs := s.create(nc)

@@ -25,12 +25,12 @@ import (
 	"sigs.k8s.io/yaml"
 )
 
-// object is a custom resource as the API server handles it.
+// An object is a custom resource as the API server handles it.
 type object = map[string]any
 
-// A server does with the objects of one kind what an API server does between decoding a request and
-// storing the object, with the API server's own code. Validation ratcheting is off: each write is
-// judged as if nothing was there before, but for the rules that name oldSelf.
+// A server does the same with the objects of one kind as an API server between decoding a request
+// and storing the object, with the API server's own code. Validation ratcheting is off: each write
+// is validated as if no object existed, except by rules that use oldSelf.
 type server struct {
 	crd        *apiextensions.CustomResourceDefinition
 	structural *structuralschema.Structural
@@ -39,7 +39,7 @@ type server struct {
 	subStatus  bool
 }
 
-// servers has a server for each CRD in deploy/crds, by kind.
+// servers returns a server for each CRD of Liqo's kinds, by kind.
 func servers(t *testing.T) map[string]*server {
 	t.Helper()
 	files, err := filepath.Glob("testdata/crds/net.liqo.io_*.yaml")
@@ -54,7 +54,7 @@ func servers(t *testing.T) map[string]*server {
 	return all
 }
 
-// ours are those of the kinds that Liqo does not have.
+// ours returns servers for the kinds that Liqo does not have.
 func ours(t *testing.T) (all []*server) {
 	t.Helper()
 	for _, name := range []string{"peerings", "nodenetworks", "networkallocations", "peerservices"} {
@@ -75,12 +75,12 @@ func newServer(t *testing.T, file string) *server {
 	}
 	apiextensionsv1.SetDefaults_CustomResourceDefinition(&external)
 	apiextensionsv1.SetDefaults_CustomResourceDefinitionSpec(&external.Spec)
-	external.Status.StoredVersions = []string{"v1alpha1"} // as the server sets it on creation
+	external.Status.StoredVersions = []string{"v1alpha1"} // the API server sets this on creation
 	crd := &apiextensions.CustomResourceDefinition{}
 	if err := apiextensionsv1.Convert_v1_CustomResourceDefinition_To_apiextensions_CustomResourceDefinition(&external, crd, nil); err != nil {
 		t.Fatalf("%s: %v", file, err)
 	}
-	// The internal form has the schema of a single version at the top.
+	// In the internal form, the schema of a single version is at the top level.
 	if len(external.Spec.Versions) != 1 || crd.Spec.Validation == nil || crd.Spec.Validation.OpenAPIV3Schema == nil {
 		t.Fatalf("%s: want one version with a schema", file)
 	}
@@ -105,8 +105,8 @@ func newServer(t *testing.T, file string) *server {
 	}
 }
 
-// decode parses an object, drops what the schema does not know, and sets defaults. It returns the
-// paths of what it dropped.
+// decode parses an object, drops fields that are not in the schema, and sets defaults. It also
+// returns the paths of the dropped fields.
 func (s *server) decode(obj object) (object, []string) {
 	obj = runtime.DeepCopyJSON(obj)
 	dropped := pruning.PruneWithOptions(obj, s.structural, true, structuralschema.UnknownFieldPathOptions{TrackUnknownFieldPaths: true})
@@ -115,7 +115,7 @@ func (s *server) decode(obj object) (object, []string) {
 	return obj, dropped
 }
 
-// create is a POST. It returns the object as it would be stored.
+// create does the same as a POST. It returns the object as it would be stored.
 func (s *server) create(obj object) (object, field.ErrorList) {
 	obj, _ = s.decode(obj)
 	if s.subStatus {
@@ -124,7 +124,7 @@ func (s *server) create(obj object) (object, field.ErrorList) {
 	return obj, s.validate(obj, nil)
 }
 
-// update is a PUT on the object.
+// update does the same as a PUT on the object.
 func (s *server) update(obj, old object) (object, field.ErrorList) {
 	obj, _ = s.decode(obj)
 	if s.subStatus {
@@ -136,7 +136,7 @@ func (s *server) update(obj, old object) (object, field.ErrorList) {
 	return obj, s.validate(obj, old)
 }
 
-// updateStatus is a PUT on the status subresource.
+// updateStatus does the same as a PUT on the status subresource.
 func (s *server) updateStatus(obj, old object) (object, field.ErrorList) {
 	if !s.subStatus {
 		return nil, field.ErrorList{field.NotFound(field.NewPath("status"), nil)}
@@ -150,7 +150,7 @@ func (s *server) updateStatus(obj, old object) (object, field.ErrorList) {
 	return stored, s.validate(stored, old)
 }
 
-// put stores an object with its status, whatever that takes.
+// put stores an object with its status, with two requests if the kind has a status subresource.
 func (s *server) put(obj object) (object, field.ErrorList) {
 	stored, errs := s.create(obj)
 	if _, ok := obj["status"]; ok && s.subStatus && len(errs) == 0 {
@@ -164,13 +164,13 @@ func (s *server) validate(obj, old object) field.ErrorList {
 	errs = append(errs, objectmeta.Validate(context.Background(), nil, obj, s.structural, false)...)
 	errs = append(errs, listtype.ValidateListSetsAndMaps(nil, s.structural, obj)...)
 	for _, err := range errs {
-		// The server does not run the rules on what has the wrong shape.
+		// The API server does not run the rules if the object does not fit the schema.
 		switch err.Type {
 		case field.ErrorTypeNotSupported, field.ErrorTypeRequired, field.ErrorTypeTooLong, field.ErrorTypeTooMany, field.ErrorTypeTypeInvalid:
 			return errs
 		}
 	}
-	var before any // nil, not a nil map: there is no old object
+	var before any // a nil interface, not a nil map, means that there is no old object
 	if old != nil {
 		before = old
 	}
@@ -188,7 +188,7 @@ func read(t *testing.T, text string) object {
 	return obj
 }
 
-// goldens are the documents in the package's testdata, by file name without its extension.
+// goldens returns the documents in testdata/golden, by file name without its extension.
 func goldens(t *testing.T) map[string]object {
 	t.Helper()
 	files, err := filepath.Glob("testdata/golden/*.yaml")
@@ -206,9 +206,9 @@ func goldens(t *testing.T) map[string]object {
 	return all
 }
 
-// The rules have a price, estimated from the bounds in the schema, and a CRD that could cost too
-// much is refused by the server.
-func TestServerTakesTheCRDs(t *testing.T) {
+// The API server estimates the cost of rules from the bounds in the schema. It rejects a CRD whose
+// rules could cost too much.
+func TestAPIServerAcceptsTheCRDs(t *testing.T) {
 	all := ours(t)
 	for _, s := range servers(t) {
 		all = append(all, s)

@@ -28,7 +28,7 @@ var unused = map[string]string{
 	"isthmus-manager: update peerings/finalizers.isthmus.net":              "asked for by the admission plugin OwnerReferencesPermissionEnforcement, as on OpenShift",
 	"isthmus-manager: update networkconfigs/finalizers.net.liqo.io":        "the same",
 	"isthmus-manager: update foreignclusters/finalizers.discovery.liqo.io": "the same, with Liqo's control plane",
-	"isthmus-manager: list foreignclusters.discovery.liqo.io":              "with Liqo's control plane: TestLiqo in test/control",
+	"isthmus-manager: list foreignclusters.discovery.liqo.io":              "with Liqo's control plane: TestPeeringWithImitatedLiqo in test/control",
 	"isthmus-manager: watch foreignclusters.discovery.liqo.io":             "the same",
 	"isthmus-manager: get namespaces":                                      "where no ConfigMap says who the cluster is: TestClusterIdentityIsStable in package manager",
 	"isthmus-manager: get configmaps":                                      "without --pod-cidr: TestClusterNetworksAreDetected in package manager/facts",
