@@ -71,7 +71,7 @@ const lookForKinds = 30 * time.Second
 // of a second. With thousands of nodes, the last report arrives within two seconds.
 const refusalPatience = 5 * time.Second
 
-// Options of Run.
+// Options are the options of Run.
 type Options struct {
 	// Kubeconfig is the path of a kubeconfig of this cluster; empty: the service account of this Pod.
 	Kubeconfig string
@@ -181,7 +181,7 @@ func leaseClient(cfg *rest.Config) (leases coordination.LeasesGetter, done func(
 	return client, func() { utilnet.CloseIdleConnectionsFor(web.Transport) }, err
 }
 
-// runOnce runs the manager until the kinds change that the cluster serves.
+// runOnce runs the manager until ctx ends or the set of kinds that the cluster serves changes.
 func runOnce(ctx context.Context, o Options, cfg *rest.Config) error {
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)

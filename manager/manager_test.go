@@ -372,7 +372,7 @@ func get(t *testing.T, url string) string {
 	return string(body)
 }
 
-func TestOneOfTwoManagersWithTheSameNameLeads(t *testing.T) {
+func TestOnlyOneOfTwoManagersWithTheSameNameLeads(t *testing.T) {
 	w := bare(t)
 	var logs [2]lines
 	var stops [2]func()
@@ -422,7 +422,7 @@ func kubeconfigOf(t *testing.T) string {
 	return path
 }
 
-func TestClusterIdentityIsStable(t *testing.T) {
+func TestIdentifyPrefersFlagsThenConfigMapThenKubeSystem(t *testing.T) {
 	w := bare(t)
 	var kubeSystem corev1.Namespace
 	w.OK(w.API().Get(w.Ctx, types.NamespacedName{Name: "kube-system"}, &kubeSystem))

@@ -167,7 +167,7 @@ func TestServiceCIDRIsDetectedIfTheKindIsNotServed(t *testing.T) {
 
 // A manager on Kubernetes 1.31 or 1.32 peers like any other, if its configuration has the
 // ServiceCIDR.
-func TestManagerWithoutServiceCIDRsPeers(t *testing.T) {
+func TestManagerPeersIfServiceCIDRsAreNotServed(t *testing.T) {
 	a, b := twoSidesWith(t, managertest.Connect, func(s *side) { s.old = s.server == managertest.Server })
 	for _, s := range []*side{a, b} {
 		s.connected()

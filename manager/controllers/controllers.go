@@ -58,7 +58,7 @@ func CompareAge(a, b client.Object) int {
 	return cmp.Or(at.Compare(bt.Time), cmp.Compare(a.GetUID(), b.GetUID()))
 }
 
-// Found reads an object into into. It returns nil if the object does not exist.
+// Found reads the named object and returns it, or nil if the object does not exist.
 func Found[T client.Object](ctx context.Context, reader client.Reader, name types.NamespacedName, into T) (T, error) {
 	var none T
 	switch err := reader.Get(ctx, name, into); {

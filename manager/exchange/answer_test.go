@@ -140,7 +140,7 @@ func TestRefusedPeerGetsNetworksWhenAnotherPeerLeaves(t *testing.T) {
 	bravo.untilAccepted("NotPeered: metadata.labels[liqo.io/originID]: the peering with cluster " + bravo.Cluster.ClusterID + " is being taken down here")
 }
 
-func TestOverridesAreFollowedOrRefused(t *testing.T) {
+func TestOverridesAreAppliedOrRefused(t *testing.T) {
 	a := newAnswering(t)
 	bravo := a.partner("bravo", 2, func(p *isthmus.Peering) {
 		p.Spec.Overrides.PodCIDR, p.Spec.Overrides.ExternalCIDR = ptr.To("10.9.0.0/18"), ptr.To("10.8.0.0/20")
@@ -385,7 +385,7 @@ func TestRefusedClaimDoesNotHoldItsKey(t *testing.T) {
 	a.Always("that stays", decided)
 }
 
-func TestTwoNetworkConfigsOfOnePeerAreAmbiguous(t *testing.T) {
+func TestTwoNetworkConfigsOfOnePeerAreRefusedAsAmbiguous(t *testing.T) {
 	a := newAnswering(t)
 	p := a.partner("bravo", 2).claims("10.244.0.0/18", "100.65.0.0/20").publish().answer("None", "None")
 	before := p.joined()
@@ -406,7 +406,7 @@ func TestTwoNetworkConfigsOfOnePeerAreAmbiguous(t *testing.T) {
 	p.untilAccepted("10.246.0.0/18 None")
 }
 
-func TestAForgedStatusIsCorrected(t *testing.T) {
+func TestStatusForgedByThePeerIsCorrected(t *testing.T) {
 	a := newAnswering(t)
 	p := a.partner("bravo", 2).claims("10.244.0.0/18", "10.65.0.0/20")
 	p.untilAccepted("10.246.0.0/18 None")

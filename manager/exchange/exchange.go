@@ -39,7 +39,7 @@ import (
 //	original with the peer's answer ─────────────────────────────────────────────┴─ tunnelEndpointReconciler ─► TunnelEndpoint
 //	                                        answer in the IPAM state ─ natMappingReconciler ─► NatMapping ────────────┘ (exists first)
 //
-// All fields but FactsChanged may be shared. The Store must be loaded.
+// All fields except FactsChanged may be shared with other controllers. The Store must be loaded.
 type Answers struct {
 	Client      client.Client
 	Peers       peers.Peers
@@ -99,7 +99,7 @@ func exchangeOf(o client.Object, ids ...string) (all []reconcile.Request) {
 	return all
 }
 
-// everyExchange returns a map function that requests all peers.
+// everyExchange returns a map function that returns the requests for all peers.
 func everyExchange(peers peers.Peers, log *slog.Logger) handler.MapFunc {
 	return func(ctx context.Context, _ client.Object) (all []reconcile.Request) {
 		list, err := peers.List(ctx)

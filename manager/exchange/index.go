@@ -15,13 +15,13 @@ import (
 
 // Names of the cache indexes for the exchange of NetworkConfigs.
 const (
-	indexOrigin    = "originID"  // copies by the cluster ID of the sender
-	indexReceiver  = "remoteID"  // originals by the cluster ID of the receiver
-	indexPublicKey = "publicKey" // TunnelEndpoints and copies by each public key of the peer's gateway
+	indexOrigin    = "originID"  // NetworkConfigs of peers, by cluster ID of the sender
+	indexReceiver  = "remoteID"  // NetworkConfigs of ours, by cluster ID of the receiver
+	indexPublicKey = "publicKey" // TunnelEndpoints and NetworkConfigs of peers, by each public key of the peer's gateway
 	// indexGatewayIn has TunnelEndpoints by every network that contains their gateway's address, so
 	// that one look-up finds all gateways in a network.
 	indexGatewayIn = "gatewayIn"
-	indexMappedFor = "mappedFor" // NatMappings by the cluster ID of the peer
+	indexMappedFor = "mappedFor" // NatMappings, by cluster ID of the peer
 )
 
 // AddIndexes adds the indexes of this package to the cache.

@@ -20,7 +20,7 @@ import (
 	"github.com/isthmus-net/isthmus/manager/peers"
 )
 
-func TestPeerChangesAreLimitedAfterABurst(t *testing.T) {
+func TestRateOfPeerChangesIsLimitedAfterABurst(t *testing.T) {
 	p := pace{every: time.Minute}
 	now := time.Now()
 	for i := range changesAtOnce {
@@ -119,7 +119,7 @@ func (l later) AddAfter(r reconcile.Request, after time.Duration) { l.after[r] =
 
 // While an answer has to wait, nothing may change in the API. So the reconciler must schedule its
 // next try itself.
-func TestADelayedAnswerIsRetried(t *testing.T) {
+func TestDelayedAnswerIsScheduledForARetry(t *testing.T) {
 	a := newAnswering(t)
 	b := a.partner("b", 2).claims("10.64.0.0/16", "10.65.0.0/20").publish().answer("None", "None")
 	b.joined()
@@ -139,7 +139,7 @@ func TestADelayedAnswerIsRetried(t *testing.T) {
 	}
 }
 
-func TestAFailedWriteDoesNotCountAgainstTheLimit(t *testing.T) {
+func TestFailedWriteDoesNotCountAgainstTheRateLimit(t *testing.T) {
 	a := newAnswering(t)
 	b := a.partner("b", 2).claims("10.64.0.0/16", "10.65.0.0/20").publish().answer("None", "None")
 	b.joined()

@@ -122,7 +122,7 @@ func (r *requested) Add(request reconcile.Request) { r.ids = append(r.ids, reque
 
 // Each write replaces all states in etcd. The first change is written at once, for any number of
 // peers. Changes that arrive while a write waits are written together.
-func TestChangesOfAllPeersAreWrittenTogether(t *testing.T) {
+func TestKeyExchangeStatesOfAllPeersAreWrittenTogether(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		k, api := keyStore(map[string][]byte{})
 		const peers, steps = 1000, 3
@@ -303,7 +303,7 @@ func stepsOf(t *testing.T, k *KeyStore) (agree func() postquantum.Words) {
 
 // If the Secret is full, a new peer's NetworkConfig is published without a key. The KeyStore tries
 // again later, without an error.
-func TestAFullSecretDoesNotBlockThePeering(t *testing.T) {
+func TestFullSecretDoesNotBlockThePeering(t *testing.T) {
 	k, _ := keyStore(fullSecret())
 	agree := stepsOf(t, k)
 	if published := agree(); len(published) != 0 {

@@ -111,10 +111,10 @@ func (r *tunnelEndpointReconciler) Reconcile(ctx context.Context, req ctrl.Reque
 // An exchange holds all objects about one peer in one namespace.
 type exchange struct {
 	id        string
-	peer      peers.Peer                // zero if the namespace is not that of a peer
+	peer      peers.Peer                // zero if the namespace belongs to no peer
 	wanted    bool                      // whether the namespace belongs to a peer that stays, or still drains
 	elsewhere bool                      // whether the cluster is a peer in another namespace
-	originals []v1alpha1.NetworkConfig  // labelled as ours, the one with the right name first
+	originals []v1alpha1.NetworkConfig  // labelled as ours; first the one with the right name
 	copies    []v1alpha1.NetworkConfig  // from the peer, oldest first
 	endpoints []v1alpha1.TunnelEndpoint // for the peer
 }

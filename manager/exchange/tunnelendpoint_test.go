@@ -27,7 +27,7 @@ func holds(nc *v1alpha1.NetworkConfig) bool {
 	return controllerutil.ContainsFinalizer(nc, v1alpha1.FinalizerTunnelEndpointCreator)
 }
 
-func TestTunnelEndpointJoinsBothSides(t *testing.T) {
+func TestTunnelEndpointCombinesTheNetworkConfigsOfBothSides(t *testing.T) {
 	a := newAnswering(t)
 	p := a.partner("bravo", 2)
 	p.claims("10.244.0.0/18", "10.130.0.0/20").untilAccepted("10.246.0.0/18 None")

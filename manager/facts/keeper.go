@@ -66,7 +66,7 @@ type AddressPlan struct {
 // the networks among them into the IPAM state, and notifies subscribers. Its methods may be called
 // concurrently.
 type Keeper struct {
-	Cache  client.Reader // Services, Secrets, Nodes, NodeNetworks and TunnelEndpoints
+	Cache  client.Reader // has Services, Secrets, Nodes, NodeNetworks and TunnelEndpoints
 	Direct client.Reader // reads from the API server itself, for objects that are read once
 	Store  interface {   // the used methods of ipamstore.Store
 		Update(context.Context, func(ipam.State) (ipam.State, error)) (ipam.State, error)

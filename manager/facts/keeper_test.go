@@ -31,7 +31,7 @@ func gatewayService(kind corev1.ServiceType, annotations map[string]string) core
 	}
 }
 
-func TestEndpointOfTheGatewayService(t *testing.T) {
+func TestEndpointIsReadFromTheGatewayService(t *testing.T) {
 	balanced := func(ingress ...corev1.LoadBalancerIngress) corev1.Service {
 		s := gatewayService(corev1.ServiceTypeLoadBalancer, nil)
 		s.Status.LoadBalancer.Ingress = ingress

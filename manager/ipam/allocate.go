@@ -42,7 +42,7 @@ var private = []netip.Prefix{
 	netip.MustParsePrefix("100.64.0.0/10"), netip.MustParsePrefix("fc00::/7"),
 }
 
-// outside returns a clause with the rule that forbids to use p unchanged even if p is free. It
+// outside returns a clause with the rule that forbids using p unchanged even if p is free. It
 // returns "" if no rule does.
 func outside(p netip.Prefix, allowed []netip.Prefix) string {
 	if !slices.ContainsFunc(slices.Concat(private, allowed), func(n netip.Prefix) bool { return contains(n, p) }) {
@@ -66,7 +66,7 @@ func contains(n, p netip.Prefix) bool {
 // unless they are remapped.
 type Allocation struct{ Pod, External netip.Prefix }
 
-// AllocationOf returns the networks of the peer; false: it has none or has left.
+// AllocationOf returns the networks of the peer. It returns false if the peer has none or has left.
 func (b State) AllocationOf(id string) (Allocation, bool) {
 	if p := b.peers[id]; p != nil && p.Pod.IsValid() && p.released.IsZero() {
 		return p.Allocation, true
@@ -186,7 +186,7 @@ type ask struct {
 	claim     netip.Prefix
 	want, had netip.Prefix // by override, and the current network; zero: none
 	before    netip.Prefix // the network here when the peer left; zero: none
-	remap     bool         // the Peering forbids to use the claimed network unchanged
+	remap     bool         // the Peering forbids using the claimed network unchanged
 	outside   string       // another reason not to use the claimed network unchanged; or ""
 	got       netip.Prefix
 }
@@ -215,7 +215,7 @@ func (a *ask) stays() bool {
 	return a.had.IsValid() && a.had.Addr().BitLen() == a.claim.Addr().BitLen() && a.had.Bits() == a.claim.Bits()
 }
 
-// placeWanted places the network where an override demands it, if there is one.
+// placeWanted assigns the network that an override demands, if any.
 func (b *State) placeWanted(a *ask) *fabric.Refusal {
 	if !a.want.IsValid() {
 		return nil

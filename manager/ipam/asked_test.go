@@ -152,7 +152,7 @@ func TestExpireRemovesAnEndpointFromAllPeers(t *testing.T) {
 }
 
 // A manager may stop between two of the objects that store one change of our networks.
-func TestOutdatedOwnNetworksOfAnObjectAreUpdated(t *testing.T) {
+func TestFromAllocationsUpdatesObjectsWithOurPreviousNetworks(t *testing.T) {
 	b := asked(t, joined(t, ours(), "10.200.0.0/16", "10.247.0.0/16"), "198.51.100.7", "one", "pod")
 	old := b.Allocation("b")
 	for name, change := range map[string]func(*Config){

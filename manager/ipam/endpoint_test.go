@@ -88,7 +88,7 @@ func TestMapEndpointRefusesUnreachableAddresses(t *testing.T) {
 	}
 }
 
-func TestEndpointsExhaustTheExternalCIDRAndRecover(t *testing.T) {
+func TestExhaustedExternalCIDRHasRoomAfterAnUnmap(t *testing.T) {
 	c := ours()
 	c.ExternalCIDR = pfx("192.0.2.0/28") // .0, .1 and .15 are not available to endpoints
 	b := joined(t, c, "10.200.0.0/16", "203.0.113.16/28")
@@ -104,7 +104,7 @@ func TestEndpointsExhaustTheExternalCIDRAndRecover(t *testing.T) {
 
 // The endpoints are bounded per peer, because one object names all endpoints of a peer, and in
 // total. The largest object fits into etcd.
-func TestEndpointsAreBounded(t *testing.T) {
+func TestNumberOfEndpointsIsBoundedPerPeerAndInTotal(t *testing.T) {
 	c := ours()
 	c.PodCIDR, c.ServiceCIDR, c.ExternalCIDR = pfx("fd00:1::/112"), pfx("fd00:2::/112"), pfx("fd00:aaaa:bbbb:cccc:dddd:eeee:ffff::/112")
 	c.ExternalCIDR = c.ExternalCIDR.Masked()

@@ -65,7 +65,7 @@ func (b *State) why(c Request, field string, claim, here, want netip.Prefix) str
 	return givenBefore
 }
 
-// space returns a clause with the rule that permits to use a network unchanged.
+// space returns a clause with the rule that permits using a network unchanged.
 func space(claim netip.Prefix, allowed []netip.Prefix) string {
 	if i := slices.IndexFunc(private, func(n netip.Prefix) bool { return contains(n, claim) }); i >= 0 {
 		rfc := 1918

@@ -115,7 +115,7 @@ func TestAllocateAvoidsNodesWithoutChangingOtherAllocations(t *testing.T) {
 	}
 }
 
-func TestAllocateIsStickyWhileFamilyAndLengthFit(t *testing.T) {
+func TestAllocateKeepsNetworksWhileFamilyAndLengthFit(t *testing.T) {
 	b, first := allocate(t, configured(t, ours()), claim("b", "10.244.0.0/16", "10.245.0.0/16"))
 	again, g := allocate(t, b, claim("b", "10.244.0.0/16", "10.245.0.0/16"))
 	if g != first || len(again.Changed(b)) > 0 {
@@ -136,7 +136,7 @@ func TestAllocateIsStickyWhileFamilyAndLengthFit(t *testing.T) {
 	}
 }
 
-func TestAllocateHonoursPreferredNetworks(t *testing.T) {
+func TestAllocateUsesTheNetworksOfOverrides(t *testing.T) {
 	b := configured(t, ours())
 	want := claim("b", "10.244.0.0/16", "10.60.0.0/16")
 	want.WantPod, want.WantExternal = pfx("10.60.0.0/16"), pfx("203.0.0.0/16") // WantPod is the network that the ExternalCIDR would keep otherwise

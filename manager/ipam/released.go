@@ -12,8 +12,8 @@ import (
 )
 
 const (
-	// UnusedGrace is the time without any object of a peering that names the peer, after which its
-	// networks are released.
+	// UnusedGrace is the time after which a peer's networks are released if no object of a peering
+	// names the peer.
 	UnusedGrace = 24 * time.Hour
 	// maxReplaced and maxReplacedOfOne bound the held networks whose peer has got others: for all
 	// peers together, and for one peer.
@@ -23,7 +23,7 @@ const (
 	maxHeldOfOne = 30
 )
 
-// A replaced network is held since its peer got another one.
+// A replaced network has been held since its peer got another one.
 type replaced struct {
 	id      string
 	network netip.Prefix
@@ -36,7 +36,7 @@ func (r replaced) compare(other replaced) int {
 
 // Part releases the networks of a peer that leaves, and holds them: nodes refuse them and no other
 // peer gets them. It forgets the peer's answer and unmaps its endpoints. Networks that Yield would
-// return are not held. A peer that has left, or has no networks, counts as parted.
+// return are not held. Part does nothing for a peer that has already left.
 func (b State) Part(id string, now time.Time) State {
 	p := b.peers[id]
 	switch {
@@ -113,8 +113,8 @@ func (b *State) inOurWay(p netip.Prefix) bool {
 // stored rounds a time to the resolution of stored objects.
 func stored(t time.Time) time.Time { return t.UTC().Truncate(time.Second) }
 
-// hold holds the networks in had that are not in now, from the time at on, and ends holds of
-// networks that are in now.
+// hold holds the networks of the peer that are in had but not in now. The hold begins at the time
+// at. Holds of networks that are in now end.
 func (b *State) hold(id string, now, had Allocation, at time.Time) {
 	again := func(p netip.Prefix) bool { return contains(now.Pod, p) || contains(now.External, p) }
 	var kept []replaced

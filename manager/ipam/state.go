@@ -122,7 +122,7 @@ type State struct {
 	taken     tree                     // all networks unavailable to peers, including those of peers
 	nodes     tree                     // addresses of nodes, and the networks that nodes reach
 	formers   []former                 // peers that have left; immutable
-	replaced  []replaced               // held networks of peers that have got others; immutable
+	replaced  []replaced               // held networks of peers that now have others; immutable
 	addresses tree                     // addresses of the ExternalCIDR that are in use or unusable
 }
 
@@ -138,7 +138,7 @@ type account struct {
 	endpoints map[netip.Addr][]string
 }
 
-// empty reports whether nothing of the peer needs to be stored.
+// empty reports whether the account has nothing to store.
 func (p *account) empty() bool {
 	return !p.Pod.IsValid() && !p.podSeen.IsValid() && !p.externalSeen.IsValid()
 }
@@ -147,7 +147,7 @@ func (p *account) empty() bool {
 type endpoint struct {
 	addr  netip.Addr
 	peers int    // number of peers for which it is mapped
-	what  string // its kind when it was requested, see Asked; empty: unknown
+	what  string // kind when it was requested, as passed to Asked; empty: unknown
 }
 
 // Own returns the Config in effect, with pools and ExternalCIDR filled in.

@@ -16,7 +16,7 @@ type tree struct{ v4, v6 *node }
 type node struct {
 	child [2]*node
 	count int     // how often the tree contains exactly this network
-	free  lengths // of the largest free blocks below
+	free  lengths // lengths of the largest free blocks below
 }
 
 // lengths is a set of prefix lengths from 1 to 128; bit n-1 stands for length n. Length 0, the

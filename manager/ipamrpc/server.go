@@ -45,7 +45,7 @@ const (
 	drain = 3 * time.Second
 )
 
-// Options of Serve: its address and the clients that it accepts.
+// Options are the options of Serve: its address and the clients that it accepts.
 type Options struct {
 	// Address is the TCP address to listen on; Liqo's components expect port 6000.
 	Address string

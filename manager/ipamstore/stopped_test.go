@@ -47,7 +47,7 @@ func (k *killed) Patch(ctx context.Context, o client.Object, p client.Patch, opt
 // A change of our own networks changes the objects of all peers. If a manager is killed in the
 // middle, the next one completes the change: no mapping is lost, and no answer is applied to a
 // network that it was not about.
-func TestAManagerKilledDuringANetworkChangeLosesNothing(t *testing.T) {
+func TestNetworkChangeIsCompletedAfterTheManagerWasKilled(t *testing.T) {
 	external, pods, both := ours, ours, ours
 	external.ExternalCIDR, pods.PodCIDR = pfx("172.20.0.0/16"), pfx("172.24.0.0/16")
 	both.ExternalCIDR, both.PodCIDR = external.ExternalCIDR, pods.PodCIDR

@@ -656,7 +656,7 @@ func TestAllocationMadeWhileAnotherManagerStartsIsKept(t *testing.T) {
 }
 
 // While no manager ran, somebody edited, restored or deleted a NetworkAllocation.
-func TestNetworksOfATunnelEndpointAreRestored(t *testing.T) {
+func TestLostAllocationIsRestoredFromItsTunnelEndpoint(t *testing.T) {
 	h := fresh(t)
 	for i, id := range []string{"a-0000", "b-0001"} { // only b has a TunnelEndpoint
 		h.allocate(claim(id, "10.244.0.0/16", "10.245.0.0/16"))

@@ -85,7 +85,7 @@ func TestInBandUnpeeringWaitsWhileTheTunnelExists(t *testing.T) {
 	}
 }
 
-func TestInBandUnpeeringReportsItsWaitAndLeftovers(t *testing.T) {
+func TestInBandUnpeeringReportsItsDeadlineAndRemainingObjects(t *testing.T) {
 	left := metav1.NewTime(time.Date(2026, 11, 28, 12, 0, 0, 0, time.UTC))
 	s := agreedState(t)
 	s.peering.Spec.InBand, s.peering.DeletionTimestamp, s.endpoint = true, &left, nil

@@ -189,7 +189,7 @@ func TestFollowEndsAnOverdueWatch(t *testing.T) {
 
 // A thousand workers start at the same time. Their requests take turns, because an API server
 // rejects more than it has room for.
-func TestWorkersTakeTurnsAtOurAPIServer(t *testing.T) {
+func TestConcurrentRequestsToOurAPIServerAreLimited(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		const workers = 1000
 		var mu sync.Mutex

@@ -38,9 +38,9 @@ var errAnswerTooLong = fmt.Errorf("sent more than %d MiB at once", maxAnswer>>20
 type link struct {
 	identity
 	namespace    string
-	configs      rest.Interface // of net.liqo.io/v1alpha1
-	peerServices rest.Interface // of isthmus.net/v1alpha1; a peer that uses Liqo does not serve it
-	core         rest.Interface // of v1
+	configs      rest.Interface // client for net.liqo.io/v1alpha1
+	peerServices rest.Interface // client for isthmus.net/v1alpha1; a peer that uses Liqo does not serve it
+	core         rest.Interface // client for v1
 	pool         *pool
 }
 

@@ -81,7 +81,7 @@ type Life struct {
 	Renewal time.Time // next renewal of the token
 }
 
-// Options of a Replicator. ClusterID, Client, Cache and Config are required.
+// Options are the options of a Replicator. ClusterID, Client, Cache and Config are required.
 type Options struct {
 	// ClusterID is the ID of our own cluster.
 	ClusterID string

@@ -39,7 +39,7 @@ type Sharing struct {
 	Withdrawn bool
 	// Refused lists services that the peer does not serve as we export them.
 	Refused []isthmus.RefusedService
-	// Behind is the time since when the peer lacks some of our exports; zero: it lacks none.
+	// Behind is the time at which the peer began to lack some of our exports; zero: it lacks none.
 	Behind time.Time
 }
 
@@ -76,7 +76,7 @@ func (r *Replicator) Sharing(id string) (Sharing, bool) {
 	return s, ok
 }
 
-// lacks records the time since when a peer lacks some of our exports. The caller holds r.mu.
+// lacks records whether a peer lacks some of our exports, and since when. The caller holds r.mu.
 func (r *Replicator) lacks(id string, something bool) {
 	switch {
 	case !something:

@@ -23,7 +23,7 @@ const (
 	// looksAtOnce is enough for all services that a peer can have.
 	looksAtOnce = isthmus.PeerServicesShards * (isthmus.MaxExportedServices + isthmus.MaxExportedEndpoints/100)
 
-	behindOthers = handler.LowPriority - 1                    // the priority of those services, also while a manager starts
+	behindOthers = handler.LowPriority - 1                    // the priority of such a peer's services, even while a manager starts
 	looksPause   = looksAtOnce / looksPerSecond * time.Second // the delay of a service whose peer has no tokens left
 )
 

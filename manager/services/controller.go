@@ -43,7 +43,7 @@ type Replicator interface {
 	Sharing(id string) (replication.Sharing, bool)
 }
 
-// Options of a Controller. All are required.
+// Options are the options of a Controller. All are required.
 type Options struct {
 	Config    *rest.Config // of our own API server
 	Client    client.Client

@@ -94,7 +94,7 @@ func Merge(key Key, exports []Export) Merged {
 	for _, x := range byAge {
 		withdrawn, ports := x.Down && replaced(x, byAge, ports), ports
 		if kind == mcs.Headless && portless(x) {
-			ports = nil // with an export that has ports, DNS would omit the exports without ports
+			ports = nil // otherwise DNS would omit the exports without ports
 		}
 		m.Slices = append(m.Slices, slicesOf(key, x, ports, withdrawn)...)
 	}

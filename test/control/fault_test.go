@@ -23,8 +23,8 @@ import (
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 )
 
-// TestPeeringRecoversFromFaults causes faults between two peered clusters, such as edits, revoked identities and
-// one-sided un-peering. At last, one API server disappears for ever.
+// TestPeeringRecoversFromFaults causes faults between two peered clusters, such as edits, revoked
+// identities and one-sided un-peering. At last, one API server disappears for ever.
 func TestPeeringRecoversFromFaults(t *testing.T) {
 	t.Parallel()
 	sites := planSites(t, "10.244.0.0/16", "10.244.0.0/18")

@@ -37,10 +37,10 @@ import (
 	"github.com/isthmus-net/isthmus/internal/kubetest"
 )
 
-// TestHostilePeerAffectsNoOtherPeer lets b attack a in two ways. b has the permissions that Liqo's control plane would
-// grant it at a, which are more than those of `isthmus peer`. It also writes arbitrary answers in
-// its own cluster. c is another peer of a, and must not be affected. testdata/hostile.txt lists the
-// result of each input.
+// TestHostilePeerAffectsNoOtherPeer lets b attack a in two ways. b has the permissions that Liqo's
+// control plane would grant it at a, which are more than those of `isthmus peer`. It also writes
+// arbitrary answers in its own cluster. c is another peer of a, and must not be affected.
+// testdata/hostile.txt lists the result of each input.
 func TestHostilePeerAffectsNoOtherPeer(t *testing.T) {
 	t.Parallel()
 	sites := newSites(t, "10.244.0.0/16", "10.128.0.0/14")

@@ -7,8 +7,8 @@ import (
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 )
 
-// TestPeeringSurvivesAPIServerOutages freezes and restarts the API server of each side: at rest, while two clusters
-// are being peered, and while they un-peer.
+// TestPeeringSurvivesAPIServerOutages freezes and restarts the API server of each side: at rest,
+// while two clusters are being peered, and while they un-peer.
 func TestPeeringSurvivesAPIServerOutages(t *testing.T) {
 	t.Parallel()
 	sites := newSites(t, "10.244.0.0/16", "10.244.128.0/20")

@@ -22,9 +22,10 @@ import (
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 )
 
-// TestRefusalMessagesNameTheCauseOnBothSides makes b claim things that a refuses, one after the other. It records the
-// messages on both sides: `isthmus status`, the column REASON of `kubectl get peerings`, and
-// `isthmus peer`, which can also consent to b's new claim. testdata/refusals.txt has all messages.
+// TestRefusalMessagesNameTheCauseOnBothSides makes b claim things that a refuses, one after the
+// other. It records the messages on both sides: `isthmus status`, the column REASON of `kubectl get
+// peerings`, and `isthmus peer`, which can also consent to b's new claim. testdata/refusals.txt has
+// all messages.
 func TestRefusalMessagesNameTheCauseOnBothSides(t *testing.T) {
 	t.Parallel()
 	sites := newSites(t, "10.244.0.0/16", "10.244.64.0/18")

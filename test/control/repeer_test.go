@@ -15,8 +15,8 @@ import (
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 )
 
-// TestRepeatedPeeringLeaksNothing repeatedly peers and un-peers the same two clusters, by their Peerings and by the
-// command line. It checks that nothing accumulates.
+// TestRepeatedPeeringLeaksNothing repeatedly peers and un-peers the same two clusters, by their
+// Peerings and by the command line. It checks that nothing accumulates.
 func TestRepeatedPeeringLeaksNothing(t *testing.T) {
 	t.Parallel()
 	byPeerings, byCommand := 10, 1

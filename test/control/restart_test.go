@@ -132,8 +132,8 @@ func (m moment) await(t *testing.T, a, b *site, then func()) func() bool {
 	return func() bool { return <-came }
 }
 
-// TestPeeringCompletesWhenAManagerIsKilledAtAnyStep kills a manager at each step of peering and un-peering, on each
-// side, and restarts it. The result must be the same as without the kill.
+// TestPeeringCompletesWhenAManagerIsKilledAtAnyStep kills a manager at each step of peering and
+// un-peering, on each side, and restarts it. The result must be the same as without the kill.
 func TestPeeringCompletesWhenAManagerIsKilledAtAnyStep(t *testing.T) {
 	t.Parallel()
 	sites := newSites(t, "10.244.0.0/16", "10.244.128.0/20")

@@ -24,10 +24,10 @@ import (
 	"github.com/isthmus-net/isthmus/manager/services"
 )
 
-// TestHostileServicesAffectNoOtherNamespace lets b attack a by PeerServices, with the identity that `isthmus peer` gave
-// it. Both clusters have the same PodCIDR. The policies are those of `isthmus install --services`,
-// and a's manager has the permissions of its ServiceAccount. testdata/hostile-services.txt lists
-// the result for each input.
+// TestHostileServicesAffectNoOtherNamespace lets b attack a by PeerServices, with the identity that
+// `isthmus peer` gave it. Both clusters have the same PodCIDR. The policies are those of `isthmus
+// install --services`, and a's manager has the permissions of its ServiceAccount.
+// testdata/hostile-services.txt lists the result for each input.
 func TestHostileServicesAffectNoOtherNamespace(t *testing.T) {
 	t.Parallel()
 	sites := planSites(t, "10.244.0.0/16", "10.244.0.0/16")
@@ -191,7 +191,8 @@ func (f *seller) refusal(shard string, key services.Key) (found isthmus.RefusedS
 	return found
 }
 
-// served returns the ready endpoints of a service in namespace prod of a, and whether there is a ServiceImport.
+// served returns the ready endpoints of a service in namespace prod of a, and whether there is a
+// ServiceImport.
 func (f *seller) served(name string) (addresses []string, imported bool) {
 	f.a.t.Helper()
 	var list discoveryv1.EndpointSliceList

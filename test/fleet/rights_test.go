@@ -30,7 +30,7 @@ var unused = map[string]string{
 	"isthmus-manager: update foreignclusters/finalizers.discovery.liqo.io": "the same, with Liqo's control plane",
 	"isthmus-manager: list foreignclusters.discovery.liqo.io":              "with Liqo's control plane: TestPeeringWithImitatedLiqo in test/control",
 	"isthmus-manager: watch foreignclusters.discovery.liqo.io":             "the same",
-	"isthmus-manager: get namespaces":                                      "where no ConfigMap says who the cluster is: TestClusterIdentityIsStable in package manager",
+	"isthmus-manager: get namespaces":                                      "where no ConfigMap says who the cluster is: TestIdentifyPrefersFlagsThenConfigMapThenKubeSystem in package manager",
 	"isthmus-manager: get configmaps":                                      "without --pod-cidr: TestClusterNetworksAreDetected in package manager/facts",
 	"isthmus-manager: create secrets":                                      "asked for where the Secret of the preshared keys is applied and not there, which is a patch",
 	"isthmus-manager: patch networkallocations.isthmus.net":                "when networks are replaced, or a day after their release: TestReleasedNetworksAreHeldForADay in package manager",
