@@ -267,9 +267,9 @@ func (k *Keeper) gather(ctx context.Context) (Facts, error) {
 	return f, k.configure(ctx, &f, agreed)
 }
 
-// agreed returns the networks of ours that TunnelEndpoints name. No watch triggers it, so a
-// previous network that the last peer has stopped using is free after apiServerInterval at the
-// latest.
+// agreed returns the networks of ours that TunnelEndpoints name. A change of a TunnelEndpoint does
+// not trigger it. So a previous network that the last peer has stopped using is free after
+// apiServerInterval at the latest.
 func (k *Keeper) agreed(ctx context.Context) (all []netip.Prefix, err error) {
 	var tunnels v1alpha1.TunnelEndpointList
 	if err := k.Cache.List(ctx, &tunnels, client.UnsafeDisableDeepCopy); err != nil {

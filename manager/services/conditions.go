@@ -62,8 +62,8 @@ func joined(set map[string]bool) string {
 	return strings.Join(all, ",")
 }
 
-// readiness computes the condition Ready from the state at the peers. It adds the conflicts that
-// peers report to conflicts and texts.
+// readiness computes the condition Ready from the state at the peers. If peers report conflicts, it
+// adds them to its parameters conflicts and texts.
 func (c *Controller) readiness(ctx context.Context, g gathered, conflicts map[string]bool, texts *[]string) metav1.Condition {
 	var have, pending, failed []string
 	for _, p := range g.peerings {
