@@ -11,11 +11,12 @@ import (
 const FinalizerPeering = "isthmus.net/peering"
 
 // AnnotationForce is "true" on a Peering that is being deleted, to end the wait for the peer. Our
-// objects at the peer stay there, and an Event names them.
+// objects at the peer stay in place, and an Event names them.
 const AnnotationForce = "isthmus.net/force-unpeer"
 
-// ForceCarried is the other value of AnnotationForce. Both clusters part, and `isthmus unpeer`
-// itself removes our objects at the peer, because the manager's only path there was the tunnel.
+// ForceCarried is the other value of AnnotationForce: both clusters end the peering, and `isthmus
+// unpeer` itself removes our objects at the peer. It must, because the manager could reach the peer
+// only through the tunnel.
 const ForceCarried = "carried"
 
 // AnnotationDrained is "true" on a Peering that is being deleted, once clients have had time to
@@ -23,8 +24,8 @@ const ForceCarried = "carried"
 const AnnotationDrained = "isthmus.net/drained"
 
 // AnnotationUnanswered is "true" on our NetworkConfig while its status still has the answer to
-// older networks. It is written together with new networks, so that no reader takes the old answer
-// for an answer to them.
+// older networks. It is written together with new networks, so that no reader applies the old
+// answer to the new networks.
 const AnnotationUnanswered = "isthmus.net/unanswered"
 
 // AnnotationPostQuantum is "Required" on a TunnelEndpoint whose Peering demands a preshared key
@@ -40,28 +41,28 @@ const (
 )
 
 // AnnotationKeyProved on a TunnelEndpoint has the public keys, separated by spaces, whose private
-// keys the peer has proved to have. The proof names our key too, and is void once that has rotated;
-// what it showed stays true.
+// keys the peer has proved to have. The proof also names our key and expires when our key rotates.
+// The annotation stays valid.
 const AnnotationKeyProved = "isthmus.net/key-proved"
 
-// InBandServer is the URL of the peer's API server in an identity for in-band control: the name
-// that it has in its own cluster.
+// InBandServer is the URL of the peer's API server in an identity for in-band control. It is the
+// server's name inside the peer's own cluster.
 const InBandServer = "https://kubernetes.default.svc"
 
 // LeaseGateway is the name of the Lease whose holder is the active gateway. It lasts 7 s and is
 // renewed every 2.
 const LeaseGateway = "isthmus-gateway"
 
-// `isthmus peer` records on a Peering with which cluster it was made. The ID and name of a cluster
-// are only its own claims: another cluster may claim the same, and is refused.
+// `isthmus peer` records on a Peering the cluster for which the Peering was made. A cluster only
+// claims its ID and name. If another cluster claims the same, it is refused.
 const (
-	// AnnotationPeerUID is the UID of its namespace kube-system.
+	// AnnotationPeerUID is the UID of the namespace kube-system in the peer.
 	AnnotationPeerUID = "isthmus.net/peer-uid"
-	// ConfigMapRootCA is where Kubernetes publishes, in each namespace, the certificates of its API
-	// server.
+	// ConfigMapRootCA is the ConfigMap in which Kubernetes publishes, in each namespace, the
+	// certificates of its API server.
 	ConfigMapRootCA = "kube-root-ca.crt"
-	// AnnotationPeerAuthority is a hash of the certificates by which its API server is verified, or
-	// "system" if those of the system are used.
+	// AnnotationPeerAuthority is a hash of the certificates that verify the peer's API server, or
+	// "system" if the certificates of the operating system verify it.
 	AnnotationPeerAuthority = "isthmus.net/peer-authority"
 )
 
@@ -70,18 +71,18 @@ const (
 // addresses by name of the Node. Without voters, the Lease decides.
 const AnnotationVoters = "isthmus.net/voters"
 
-// AnnotationVotes on the Service of the gateway has what a node needs in order to vote. It is JSON:
-// epoch, that of the active gateway, and key, the Ed25519 public key by which gateways sign, in
-// base64.
+// AnnotationVotes on the Service of the gateway has the data that a node needs in order to vote. It
+// is JSON: epoch, the epoch of the active gateway, and key, the Ed25519 public key that verifies
+// signatures of gateways, in base64.
 const AnnotationVotes = "isthmus.net/votes"
 
 // AnnotationGateways on the Service of the gateway has the addresses of the Pods of the active
-// gateways, separated by commas: today that is one. Route agents use it instead of the status of
-// each TunnelEndpoint, as long as it names a gateway Pod with a network of its own.
+// gateways, separated by commas; at present there is only one. Route agents use it instead of the
+// status of each TunnelEndpoint, as long as it names a gateway Pod with its own network.
 const AnnotationGateways = "isthmus.net/gateways"
 
 // AnnotationTakenOver on the IpamStorage is the resourceVersion at which a manager began to write.
-// It makes the next write of the previous manager conflict, and shows it that it must read the
+// It makes the next write of the previous manager conflict, so that the previous manager reads the
 // state again.
 const AnnotationTakenOver = "isthmus.net/taken-over-at"
 
@@ -96,16 +97,16 @@ const LabelService = "isthmus.net/service"
 // PeerServicesPrefix is the beginning of the names of PeerServices: services-0 to services-15.
 const PeerServicesPrefix = "services-"
 
-// EventApplied is the reason of the Event with which a gateway or a route agent reports on its own
-// Pod that a fault it warned of is over.
+// EventApplied is the reason of an Event on the Pod of a gateway or a route agent. The program
+// reports that a fault about which it warned is over.
 const EventApplied = "Applied"
 
-// EventActive is the reason of the Event with which a gateway reports on its own Pod that it became
+// EventActive is the reason of an Event on the Pod of a gateway. The gateway reports that it became
 // active, and why.
 const EventActive = "Active"
 
-// EventCannotTakeOver is the reason of the Event with which a standby gateway reports on its own
-// Pod that it does not hear the nodes whose votes it needs.
+// EventCannotTakeOver is the reason of an Event on the Pod of a standby gateway. The gateway
+// reports that it does not hear the nodes whose votes it needs.
 const EventCannotTakeOver = "StandbyCannotTakeOver"
 
 // DefaultIdentitySecret is the Secret in the local tenant namespace with the manager's identity at
@@ -116,8 +117,8 @@ const DefaultIdentitySecret = "isthmus-identity"
 // read as Liqo's: private-key, certificate, apiServerUrl, apiServerCa.
 const SecretKubeconfig = "kubeconfig"
 
-// Condition types of a Peering, in the order in which they become true. All are there from the
-// first reconcile on, Unknown if need be.
+// Condition types of a Peering, in the order in which they become true. The first reconcile sets
+// all of them, to Unknown if necessary.
 const (
 	// ConditionReady summarises the others: traffic can flow.
 	ConditionReady = "Ready"
@@ -140,11 +141,11 @@ const (
 	ConditionServicesShared = "ServicesShared"
 )
 
-// Reasons of the conditions of a Peering. Those of a refused NetworkConfig (ConditionPeerConfig,
-// ConditionAnswered) are taken over from its condition Accepted, see package net/v1alpha1.
+// Reasons of the conditions of a Peering. A refused NetworkConfig passes the reasons of its
+// condition Accepted (see package net/v1alpha1) on to ConditionPeerConfig and ConditionAnswered.
 //
-// Ready has one of its own, or that of the first condition that is not true, which its message
-// names.
+// Ready has either its own reason or the reason of the first condition that is not true. Its
+// message names that condition.
 const (
 	// Ready
 	ReasonConnected  = "Connected"  // all conditions are true
@@ -157,7 +158,7 @@ const (
 	ReasonIdentityAccepted = "Accepted"      // the peer's API server answers
 	ReasonSecretMissing    = "SecretMissing" // the Secret does not exist, or the manager may not read it
 	ReasonSecretInvalid    = "SecretInvalid" // the Secret has neither a kubeconfig nor Liqo's identity
-	ReasonNotRenewed       = "NotRenewed"    // True: it answers, but our token is not renewed and will expire; the message has the reason
+	ReasonNotRenewed       = "NotRenewed"    // True: the server answers, but our token is not renewed and will expire; the message has the reason
 	ReasonUnauthorized     = "Unauthorized"  // the identity is revoked or expired
 	ReasonUnreachable      = "Unreachable"   // the peer's API server does not answer; Ready has it too, and is True while traffic flows
 	ReasonTunnelDown       = "TunnelDown"    // the peer's API server is reached through the tunnel (spec.inBand), which is down; the message says whether to run isthmus peer again
@@ -168,7 +169,7 @@ const (
 	ReasonForbidden     = "Forbidden"     // the peer's RBAC or quota refuses us
 	ReasonRefusedByPeer = "RefusedByPeer" // the peer's API server rejects our object as invalid
 	ReasonNamespaceGone = "NamespaceGone" // the peer has no tenant namespace for us
-	ReasonPublishing    = "Publishing"    // our NetworkConfig is not there yet
+	ReasonPublishing    = "Publishing"    // our NetworkConfig has not reached the peer yet
 
 	// Answered, PeerConfigAccepted
 	ReasonAnswered      = "Answered"         // the NetworkConfig is answered, and the answer is in use
@@ -182,14 +183,14 @@ const (
 	ReasonInvalid = "Invalid" // the answers of the two sides contradict each other
 	ReasonWaiting = "Waiting" // one side has not answered yet
 
-	// Connected: that of the TunnelEndpoint's own condition Connected (Causes of package
+	// Connected: a reason of the TunnelEndpoint's condition Connected (Causes of package
 	// net/v1alpha1), or one of these
 	ReasonConnecting = "Connecting" // configured moments ago; no answer yet
 	ReasonNoGateway  = "NoGateway"  // no gateway has written a status yet
 	// ReasonGatewaySilent: no gateway is active, so the state of the tunnel is unknown; Ready has
 	// it too.
 	ReasonGatewaySilent = "GatewaySilent"
-	ReasonLost          = "ConnectionLost" // the gateway reports no reason, such as Liqo's
+	ReasonLost          = "ConnectionLost" // the gateway, such as Liqo's, reports no reason
 	ReasonKeyMissed     = "KeyMissed"      // the peer missed a rotation of our key, because our NetworkConfig does not reach it: the tunnel is down
 	ReasonNoKey         = "NoPresharedKey" // the tunnel is down, because spec.postQuantum is Required and there is no preshared key
 
@@ -208,8 +209,7 @@ var WaitReasons = []string{
 	ReasonUnknown, ReasonPublishing, ReasonWaitingAnswer, ReasonWaitingPeer, ReasonWaiting, ReasonConnecting, ReasonNoGateway,
 }
 
-// Limited reports whether a condition is true, but its reason says that something works less well
-// than it should.
+// Limited reports whether a condition is true with a reason that means a restriction or a risk.
 func Limited(c *metav1.Condition) bool {
 	return c.Status == metav1.ConditionTrue && (c.Reason == net.CauseNarrowPath || c.Reason == ReasonNotRenewed || c.Reason == ReasonUnreachable)
 }

@@ -2,8 +2,9 @@ package v1alpha1
 
 import metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
-// AllocatedNetwork is a network of a peer in CIDR notation. A pattern checks it, because there may be too
-// many for a CEL rule; readers refuse other text that matches it.
+// AllocatedNetwork is a network of a peer in CIDR notation. A pattern checks it, because there may
+// be too many networks for a CEL rule. Readers parse it and refuse invalid networks that match the
+// pattern.
 // +kubebuilder:validation:MaxLength=43
 // +kubebuilder:validation:Pattern=`^[0-9A-Fa-f:.]+/[0-9]{1,3}$`
 type AllocatedNetwork = string
@@ -17,9 +18,9 @@ type NetworkAllocationSpec struct {
 	// +kubebuilder:validation:MinLength=1
 	// +kubebuilder:validation:MaxLength=63
 	ClusterID string `json:"clusterID"`
-	// Revision grows with each change of the networks, over all objects. An object with a lower revision
-	// than before is an older version of it. A revision is at least the time of the change in
-	// milliseconds; agents ignore one that is over a day ahead.
+	// Revision grows with each change of the networks, over all objects. An object with a lower
+	// revision than before is an older version of itself. A revision is at least the time of the
+	// change in milliseconds since 1970; agents ignore a revision that is over a day ahead.
 	// +kubebuilder:validation:Minimum=1
 	Revision int64 `json:"revision"`
 	// Networks stand for the peer's networks here: first that of its pods, then that of its mapped
@@ -28,23 +29,23 @@ type NetworkAllocationSpec struct {
 	// +listType=atomic
 	// +optional
 	Networks []AllocatedNetwork `json:"networks,omitempty"`
-	// NetworksSince is the version that first named these networks; absent: the resourceVersion of this
-	// object. So nodes report nothing when only other fields change.
+	// NetworksSince is the version that first named these networks; absent: the resourceVersion of
+	// this object. With it, nodes need not report again when only other fields change.
 	// +optional
 	NetworksSince *NetworksSince `json:"networksSince,omitempty"`
-	// Freed are former networks of the peer, the latest last. Nodes stop refusing such a network,
-	// unless another object names it, or this one names it with a higher revision.
+	// Freed are former networks of the peer, the latest last. Nodes stop refusing a freed network,
+	// unless another object names it, or this object names it with a higher revision.
 	// +kubebuilder:validation:MaxItems=32
 	// +listType=atomic
 	// +optional
 	Freed []FreedNetwork `json:"freed,omitempty"`
-	// Own are the networks of our own cluster, in the object of its ID.
+	// Own are the networks of our own cluster. Only the object with our own cluster ID has them.
 	// +optional
 	Own *OwnNetworks `json:"own,omitempty"`
 
-	// Session is the number of the manager that wrote this object; each manager that begins to write has a
-	// higher one. A manager takes over the changes of a later session, and overwrites any other change. 0: no
-	// manager has written this object.
+	// Session is the number of the manager that wrote this object. Each manager that begins to
+	// write takes a higher number. A manager adopts changes of a later session, and overwrites all
+	// other foreign changes. 0: no manager has written this object.
 	// +kubebuilder:validation:Minimum=1
 	// +optional
 	Session int64 `json:"session,omitempty"`
@@ -54,20 +55,21 @@ type NetworkAllocationSpec struct {
 	// UnusedSince is when the last object of a peering that names the peer disappeared.
 	// +optional
 	UnusedSince UTCTime `json:"unusedSince,omitempty"`
-	// Held are the networks that the peer no longer has.
+	// Held are the released networks of the peer that nodes still refuse.
 	// +kubebuilder:validation:MaxItems=32
 	// +listType=atomic
 	// +optional
 	Held []HeldNetwork `json:"held,omitempty"`
-	// Previous are the networks that the peer had when it left, after the hold. If the peer comes back, it
-	// gets them again while they are free.
+	// Previous are the networks that the peer had when it left. They are recorded when the hold
+	// ends. If the peer returns, it gets them again while they are free.
 	// +optional
 	Previous *NetworkPair `json:"previous,omitempty"`
-	// Seen is how the peer sees our PodCIDR and our ExternalCIDR: its answer.
+	// Seen are the networks that the peer uses for our PodCIDR and our ExternalCIDR, from its
+	// answer.
 	// +optional
 	Seen *NetworkPair `json:"seen,omitempty"`
-	// Local are our networks that seen stands for, and that contain the addresses of endpoints. They differ from own
-	// while a change of our networks is being written.
+	// Local are our networks to which seen corresponds, and which contain the addresses of
+	// endpoints. They differ from own while a change of our networks is being written.
 	// +optional
 	Local *NetworkPair `json:"local,omitempty"`
 	// Endpoints are the endpoints that are mapped for the peer, sorted by address.
@@ -77,9 +79,9 @@ type NetworkAllocationSpec struct {
 	Endpoints []MappedEndpoint `json:"endpoints,omitempty"`
 }
 
-// NetworksSince is the resourceVersion at which an object first named its networks. It counts only
-// if revision and UID are the object's: an older manager changes networks without changing it, and
-// a backup may contain another object's.
+// NetworksSince is the resourceVersion at which an object first named its networks. It is valid
+// only with the object's own revision and UID: an older manager changes networks without updating
+// it, and a backup may contain the values of another object.
 type NetworksSince struct {
 	// +kubebuilder:validation:Minimum=1
 	ResourceVersion int64 `json:"resourceVersion"`
@@ -94,7 +96,7 @@ type NetworksSince struct {
 // FreedNetwork is a former network of a peer that nodes need not refuse.
 type FreedNetwork struct {
 	Network AllocatedNetwork `json:"network"`
-	// Revision is the revision in which it was freed.
+	// Revision is the revision in which the network was freed.
 	// +kubebuilder:validation:Minimum=1
 	Revision int64 `json:"revision"`
 }
@@ -102,7 +104,7 @@ type FreedNetwork struct {
 // HeldNetwork is a released network that nodes refuse for a day.
 type HeldNetwork struct {
 	Network AllocatedNetwork `json:"network"`
-	// ReleasedAt is when it was released.
+	// ReleasedAt is when the network was released.
 	ReleasedAt UTCTime `json:"releasedAt"`
 }
 
@@ -116,19 +118,21 @@ type NetworkPair struct {
 
 // MappedEndpoint is an endpoint of ours that a peer reaches by an address of our ExternalCIDR.
 type MappedEndpoint struct {
-	// IP is the address of the endpoint.
+	// IP is the address of the endpoint in our cluster.
 	// +kubebuilder:validation:MaxLength=39
 	IP string `json:"ip"`
-	// Address is the address that peers use for it, the same for all of them.
+	// Address is the address in our ExternalCIDR that peers use for the endpoint, the same for all
+	// peers.
 	// +kubebuilder:validation:MaxLength=39
 	Address string `json:"address"`
-	// Requesters are the callers of the IPAM that requested the mapping; none: not known.
+	// Requesters are the clients of the IPAM that requested the mapping; none: not known.
 	// +kubebuilder:validation:MaxItems=4096
 	// +kubebuilder:validation:items:MaxLength=256
 	// +listType=atomic
 	// +optional
 	Requesters []string `json:"requesters,omitempty"`
-	// Target is what the endpoint was when it was mapped, such as "pod"; empty: not known.
+	// Target is the kind of the endpoint at the time of the mapping, such as "pod"; empty: not
+	// known.
 	// +kubebuilder:validation:MaxLength=256
 	// +optional
 	Target string `json:"target,omitempty"`

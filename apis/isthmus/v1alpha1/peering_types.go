@@ -28,24 +28,25 @@ type PeeringSpec struct {
 	// +kubebuilder:validation:MaxLength=253
 	// +optional
 	IdentitySecretName string `json:"identitySecretName,omitempty"`
-	// Overrides replace what the manager would choose by itself.
+	// Overrides replace values that the manager would otherwise choose.
 	// +optional
 	Overrides Overrides `json:"overrides,omitzero"`
-	// Claims say which of the networks that the peer claims it may have here.
+	// Claims restrict the networks that the peer gets in this cluster.
 	// +optional
 	Claims Claims `json:"claims,omitzero"`
-	// Services say which services the clusters share. A manager without --services ignores them.
+	// Services name the services that the clusters share. A manager without --services ignores
+	// them.
 	// +optional
 	Services Services `json:"services,omitzero"`
-	// PostQuantum says what to do without a preshared key from ML-KEM-768. Such a key protects
-	// today's traffic against future quantum computers. Two clusters with Isthmus agree on one by
-	// themselves.
+	// PostQuantum decides whether the tunnel may run without a preshared key from ML-KEM-768. Such
+	// a key protects today's traffic against future quantum computers. Two clusters with Isthmus
+	// agree on a key automatically.
 	// +kubebuilder:default=Preferred
 	// +optional
 	PostQuantum PostQuantum `json:"postQuantum,omitempty"`
 	// InBand lets the managers of the two clusters reach each other's API servers through the
-	// tunnel. Our manager uses the tunnel, and our gateway passes connections of the peer's gateway
-	// to our API server. Both Peerings need it. `isthmus peer --in-band` writes it.
+	// tunnel. Our manager uses the tunnel, and our gateway forwards connections of the peer's
+	// gateway to our API server. Both Peerings need it. `isthmus peer --in-band` writes it.
 	// +optional
 	InBand bool `json:"inBand,omitempty"`
 }
@@ -61,9 +62,9 @@ const (
 	PostQuantumRequired  PostQuantum = "Required"
 )
 
-// Services name namespaces whose services are shared with a peer. Both clusters have to agree: one
-// exports what the other one imports. Without names nothing is shared. `isthmus peer --services`
-// writes them.
+// Services name namespaces whose services are shared with a peer. Both clusters must agree: one
+// cluster exports what the other imports. Without namespaces nothing is shared. `isthmus peer
+// --services` writes them.
 type Services struct {
 	// Export are the namespaces whose exported services the peer gets; * stands for all.
 	// +kubebuilder:validation:MaxItems=256
@@ -83,27 +84,28 @@ type Services struct {
 // +kubebuilder:validation:Pattern=`^([a-z0-9]([a-z0-9-]*[a-z0-9])?|\*)$`
 type ServiceNamespace = string
 
-// Claims restrict the networks that a peer gets here for those that it advertises. Without them a
-// network in private space (RFC 1918, 6598 and 4193) that overlaps nothing of this cluster is used
-// unchanged, and any other one is remapped into the pools.
+// Claims restrict the networks that a peer gets in this cluster for the networks that it
+// advertises. Without restrictions, the peer gets an advertised network unchanged if the network is
+// in private space (RFC 1918, 6598 and 4193) and overlaps nothing of this cluster. Any other
+// network is remapped into the pools.
 type Claims struct {
-	// Allowed are networks outside of private space that the peer may have unchanged, with all
-	// that is inside them.
+	// Allowed are networks outside of private space. The peer may have them, and all networks
+	// inside them, unchanged.
 	// +kubebuilder:validation:MaxItems=16
 	// +listType=set
 	// +optional
 	Allowed []net.CIDR `json:"allowed,omitempty"`
-	// AlwaysRemap demands that neither network of the peer is used here unchanged.
+	// AlwaysRemap demands that both networks of the peer are remapped.
 	// +optional
 	AlwaysRemap bool `json:"alwaysRemap,omitempty"`
-	// Consent is the claim to which an administrator has agreed. It is needed if a changed claim
-	// would give the peer addresses here that it has not had. Until then the present networks stay
-	// in force. `isthmus peer NAME --consent` writes it.
+	// Consent names the advertised networks to which an administrator has agreed. It is needed if
+	// the peer changes its networks and would thereby get addresses that it has not had. Until then
+	// the present networks stay in force. `isthmus peer NAME --consent` writes it.
 	// +optional
 	Consent *Consent `json:"consent,omitempty"`
 }
 
-// Consent names a claim as the peer's NetworkConfig has it.
+// Consent names the networks that a peer advertises in its NetworkConfig.
 type Consent struct {
 	// PodCIDR is spec.podCIDR of the NetworkConfig.
 	PodCIDR net.CIDR `json:"podCIDR"`
@@ -113,38 +115,40 @@ type Consent struct {
 
 // TenantNamespace names the namespaces of a peering.
 type TenantNamespace struct {
-	// Local is the namespace here, of which the peer may use the NetworkConfigs and nothing else.
-	// It is set once.
+	// Local is the namespace in this cluster. The peer's identity has no rights outside of it. It
+	// is set once.
 	// +kubebuilder:validation:XValidation:rule="self == oldSelf",message="tenantNamespace.local is immutable",reason=FieldValueInvalid
 	Local Namespace `json:"local"`
-	// Remote is the namespace at the peer. It is set once: our NetworkConfig in the previous one
-	// would stay there.
+	// Remote is the namespace at the peer. It is set once: a change would leave our NetworkConfig
+	// behind in the previous namespace.
 	// +kubebuilder:validation:XValidation:rule="self == oldSelf",message="tenantNamespace.remote is immutable",reason=FieldValueInvalid
 	Remote Namespace `json:"remote"`
 }
 
 // Overrides replace values that the manager cannot detect in some networks. Each is optional.
 type Overrides struct {
-	// Address is where this peer reaches our gateway, instead of what the gateway's Service says.
+	// Address is the address of our gateway to publish to this peer, instead of the address of the
+	// gateway's Service.
 	// +optional
 	Address *net.EndpointHost `json:"address,omitempty"`
-	// Port is the UDP port there.
+	// Port is the UDP port of our gateway to publish to this peer.
 	// +kubebuilder:validation:Minimum=1
 	// +kubebuilder:validation:Maximum=65535
 	// +optional
 	Port int32 `json:"port,omitempty"`
-	// PodCIDR is the network to use here for the peer's pods, of the length of its PodCIDR, instead
-	// of one that the IPAM picks.
+	// PodCIDR is the network to use in this cluster for the peer's pods, instead of one that the
+	// IPAM chooses. It must have the prefix length of the peer's PodCIDR.
 	// +optional
 	PodCIDR *net.CIDR `json:"podCIDR,omitempty"`
-	// ExternalCIDR is the same for the peer's ExternalCIDR.
+	// ExternalCIDR is the network to use in this cluster for the peer's ExternalCIDR, with the same
+	// rules.
 	// +optional
 	ExternalCIDR *net.CIDR `json:"externalCIDR,omitempty"`
 }
 
 // PeeringStatus is the state of a peering. The manager writes it.
 type PeeringStatus struct {
-	// ObservedGeneration is the metadata.generation that the rest is about.
+	// ObservedGeneration is the metadata.generation to which the rest of the status refers.
 	// +optional
 	ObservedGeneration int64 `json:"observedGeneration,omitempty"`
 	// Conditions are Ready, IdentityReady, Published, Answered, PeerConfigAccepted,
@@ -156,14 +160,14 @@ type PeeringStatus struct {
 	// +patchMergeKey=type
 	// +kubebuilder:validation:MaxItems=16
 	Conditions []metav1.Condition `json:"conditions,omitempty" patchStrategy:"merge" patchMergeKey:"type"`
-	// Local are our networks, and as the peer sees them.
+	// Local are our networks, and the networks that the peer uses for them.
 	// +optional
 	Local Networks `json:"local,omitzero"`
-	// Remote are the peer's networks, and as we see them. While a changed claim waits for consent they
-	// are those in force.
+	// Remote are the peer's networks, and the networks that we use for them. While changed networks
+	// wait for consent, Remote has the networks in force.
 	// +optional
 	Remote Networks `json:"remote,omitzero"`
-	// Endpoint is where the peer's gateway is reached, address and port.
+	// Endpoint is the address and the port of the peer's gateway.
 	// +kubebuilder:validation:MaxLength=263
 	// +optional
 	Endpoint string `json:"endpoint,omitempty"`
@@ -179,35 +183,36 @@ type PeeringStatus struct {
 	Keys KeysStatus `json:"keys,omitzero"`
 }
 
-// PostQuantumStatus names the preshared key of the tunnel.
+// PostQuantumStatus describes the preshared key of the tunnel.
 type PostQuantumStatus struct {
-	// Key is ML-KEM-768 when all sessions with the peer were made with a preshared key, else none.
+	// Key is ML-KEM-768 if all sessions with the peer use a preshared key, else none.
 	// +kubebuilder:validation:MaxLength=32
 	// +optional
 	Key string `json:"key,omitempty"`
-	// Why says why there is none, or why no next one can be made.
+	// Why is the reason why there is no preshared key, or why the next one cannot be made.
 	// +kubebuilder:validation:MaxLength=1024
 	// +optional
 	Why string `json:"why,omitempty"`
 }
 
-// KeysStatus names the WireGuard public keys of the present sessions by their first 12 characters.
+// KeysStatus has the first 12 characters of the WireGuard public keys of the present sessions.
 type KeysStatus struct {
 	// Ours is the key of this cluster's gateway in the present session, or in the last one.
 	// +kubebuilder:validation:MaxLength=12
 	// +optional
 	Ours string `json:"ours,omitempty"`
-	// OursSince is when the sessions began to use it.
+	// OursSince is when the sessions began to use that key.
 	// +optional
 	OursSince *metav1.Time `json:"oursSince,omitempty"`
 	// Theirs is the key of the peer's gateway.
 	// +kubebuilder:validation:MaxLength=12
 	// +optional
 	Theirs string `json:"theirs,omitempty"`
-	// TheirsSince is when it became known.
+	// TheirsSince is when our gateway learned that key.
 	// +optional
 	TheirsSince *metav1.Time `json:"theirsSince,omitempty"`
-	// Lags says that the key of this cluster rotates, and that the peer has no session with the next one yet.
+	// Lags is true while this cluster rotates its key and the peer has no session with the next key
+	// yet.
 	// +optional
 	Lags bool `json:"lags,omitempty"`
 }
@@ -221,36 +226,38 @@ const (
 // Networks are the two networks of one cluster. A field is empty until both sides have agreed on
 // it.
 type Networks struct {
-	// PodCIDR is the network of its pods.
+	// PodCIDR is the network of the cluster's pods.
 	// +kubebuilder:validation:MaxLength=43
 	// +optional
 	PodCIDR string `json:"podCIDR,omitempty"`
-	// PodCIDRSeen is the network that the other side uses for it; equal to podCIDR when it is not
-	// remapped.
+	// PodCIDRSeen is the network that the other side uses for podCIDR; the two are equal if podCIDR
+	// is not remapped.
 	// +kubebuilder:validation:MaxLength=43
 	// +optional
 	PodCIDRSeen string `json:"podCIDRSeen,omitempty"`
-	// PodCIDRWhy says why podCIDRSeen equals podCIDR, or why it differs. Only the peer's networks
-	// have it, because we do not know the peer's reasons for ours.
+	// PodCIDRWhy is the reason why podCIDRSeen equals podCIDR, or differs from it. Only the peer's
+	// networks have it, because we do not know the peer's reasons for ours.
 	// +kubebuilder:validation:MaxLength=512
 	// +optional
 	PodCIDRWhy string `json:"podCIDRWhy,omitempty"`
-	// ExternalCIDR is the network for its endpoints that are no pods.
+	// ExternalCIDR is the network whose addresses stand for endpoints of the cluster that are not
+	// pods.
 	// +kubebuilder:validation:MaxLength=43
 	// +optional
 	ExternalCIDR string `json:"externalCIDR,omitempty"`
-	// ExternalCIDRSeen is the network that the other side uses for that.
+	// ExternalCIDRSeen is the network that the other side uses for externalCIDR; the two are equal
+	// if externalCIDR is not remapped.
 	// +kubebuilder:validation:MaxLength=43
 	// +optional
 	ExternalCIDRSeen string `json:"externalCIDRSeen,omitempty"`
-	// ExternalCIDRWhy is to externalCIDRSeen what podCIDRWhy is to podCIDRSeen.
+	// ExternalCIDRWhy is the reason why externalCIDRSeen equals externalCIDR, or differs from it.
+	// Only the peer's networks have it.
 	// +kubebuilder:validation:MaxLength=512
 	// +optional
 	ExternalCIDRWhy string `json:"externalCIDRWhy,omitempty"`
 }
 
-// Peering joins this cluster with another one, which has a Peering for this one.
-//
+// Peering joins this cluster with another cluster, which has a Peering for this cluster.
 // +kubebuilder:object:root=true
 // +kubebuilder:subresource:status
 // +kubebuilder:resource:path=peerings,scope=Cluster,categories=isthmus,shortName=peer
@@ -269,7 +276,7 @@ type Peering struct {
 	metav1.TypeMeta   `json:",inline"`
 	metav1.ObjectMeta `json:"metadata,omitempty"`
 
-	// Spec is what people, or `isthmus peer`, want.
+	// Spec is written by users or `isthmus peer`.
 	Spec PeeringSpec `json:"spec"`
 	// Status is written by the manager.
 	// +optional

@@ -8,7 +8,7 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 )
 
-// A field that Equal forgot would never reach a peer.
+// A change of a field that Equal ignores would never reach a peer.
 func TestEachFieldOfAnExportedServiceCounts(t *testing.T) {
 	for f := range reflect.TypeFor[ExportedService]().Fields() {
 		if f.Name == "Subsets" {
@@ -39,7 +39,7 @@ func differ(t *testing.T, what string, a, b ExportedService) {
 	}
 }
 
-// fill makes a field another than its zero value.
+// fill sets a field to a value other than its zero value.
 func fill(t *testing.T, v reflect.Value) {
 	t.Helper()
 	switch {

@@ -6,22 +6,22 @@ import (
 	"time"
 )
 
-// AnnotationTakeover is the holder's Takeover on the gateways' Lease, as JSON.
+// AnnotationTakeover on the gateways' Lease is the Takeover of the gateway that holds the Lease, as
+// JSON.
 const AnnotationTakeover = "isthmus.net/takeover"
 
-// A Takeover is why a gateway became active.
-//
+// A Takeover describes why a gateway became active. The gateway writes it to the Lease.
 // +kubebuilder:object:generate=false
 type Takeover struct {
 	Pod    string `json:"pod"`
 	Reason string `json:"reason"`
-	// Previous is the Pod that was active before; empty: unknown, or none was.
+	// Previous is the Pod that was active before; empty: none was, or it is unknown.
 	Previous string `json:"previous,omitempty"`
 }
 
 // Reasons of a Takeover.
 const (
-	TakeoverReleased   = "Released"   // the previous gateway ended in order (a drain, a rollout, `isthmus release-gateway`), or gave up its votes
+	TakeoverReleased   = "Released"   // the previous gateway shut down in order (a drain, a rollout, `isthmus release-gateway`), or gave up its votes
 	TakeoverNotHeard   = "NotHeard"   // a majority of the voting nodes did not hear the previous gateway
 	TakeoverExpired    = "Expired"    // the previous gateway did not renew the Lease
 	TakeoverNoneActive = "NoneActive" // there was no Lease, or no gateway was known to be active
@@ -31,8 +31,9 @@ const (
 // TakeoverReasons has all reasons of a Takeover.
 var TakeoverReasons = []string{TakeoverReleased, TakeoverNotHeard, TakeoverExpired, TakeoverNoneActive, TakeoverResumed}
 
-// TakeoverOf parses an AnnotationTakeover. It returns the zero Takeover unless the annotation names
-// the holder: an older version of the gateway leaves that of its predecessor.
+// TakeoverOf parses the value of AnnotationTakeover. It returns the zero Takeover unless the value
+// names the holder, because an older version of the gateway leaves the annotation of its
+// predecessor in place.
 func TakeoverOf(annotation, holder string) Takeover {
 	var t Takeover
 	if json.Unmarshal([]byte(annotation), &t) != nil || t.Pod != holder {
@@ -41,16 +42,16 @@ func TakeoverOf(annotation, holder string) Takeover {
 	return t
 }
 
-// Annotation returns the AnnotationTakeover.
+// Annotation returns the value of AnnotationTakeover.
 func (t Takeover) Annotation() string {
 	b, err := json.Marshal(t)
 	if err != nil {
-		panic(err) // strings can be marshalled
+		panic(err) // cannot happen: t has only strings
 	}
 	return string(b)
 }
 
-// String explains the reason. It is empty if that is unknown.
+// String explains the reason to users. It is empty if the reason is unknown.
 func (t Takeover) String() string {
 	previous := "the previous gateway"
 	if t.Previous != "" {
@@ -70,14 +71,13 @@ func (t Takeover) String() string {
 	case TakeoverResumed:
 		return "it was active before its restart"
 	}
-	return fmt.Sprintf("%s, after %s", t.Reason, previous) // of a later version
+	return fmt.Sprintf("%s, after %s", t.Reason, previous) // a reason of a later version
 }
 
-// A Mandate says since when a gateway is active, and why.
-//
+// A Mandate states since when a gateway is active, and why.
 // +kubebuilder:object:generate=false
 type Mandate struct {
-	Epoch int32     `json:"epoch"` // each takeover has a higher one
+	Epoch int32     `json:"epoch"` // higher with each takeover
 	Since time.Time `json:"since"`
 	Takeover
 }

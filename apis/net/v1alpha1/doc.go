@@ -2,11 +2,11 @@
 // TunnelEndpoint, NatMapping and IpamStorage.
 //
 // The group belongs to Liqo. Names, JSON fields, defaults and printer columns are those of Liqo
-// v0.9.4 (and of v0.6 to v0.10, which exchange the same NetworkConfig), so that a cluster that runs
-// Liqo and one that runs Isthmus can be peered, and so that `kubectl get -o yaml` of one is input
-// for the other. Its oddities stay in this package: the literal "None" where a network is not
-// remapped, decimal ports in strings, and "backend_config" in snake case. Package fabric turns them
-// into typed values.
+// v0.9.4. Liqo v0.6 to v0.10 exchange the same NetworkConfig. A cluster that runs Liqo and one that
+// runs Isthmus can therefore be peered, and each accepts the output of `kubectl get -o yaml` from
+// the other. The oddities stay in this package: the literal "None" where a network is not remapped,
+// decimal ports in strings, and "backend_config" in snake case. Package fabric turns them into
+// typed values.
 //
 //	NetworkConfig (ours) ──replicated──► peer     peer answers in the status
 //	NetworkConfig (peer's) ◄─replicated── peer    we answer in the status
@@ -14,16 +14,15 @@
 //	                               NatMapping     ──► gateway
 //	IpamStorage: which networks are allocated to whom
 //
-// Unlike Liqo's, these schemas validate. Liqo's only demand that fields are present; ours refuse
+// Unlike Liqo's, these schemas validate. Liqo's only demand that fields are present. Ours refuse
 // values that no gateway could apply, because a peer writes the NetworkConfig. Everything that a
-// real Liqo writes passes. IPv6 passes too, although Liqo's own networks are IPv4. The kinds that
-// have a status also have status.conditions, which Liqo lacks; it is omitted when empty.
+// real Liqo writes is valid. IPv6 is valid too, although Liqo's own networks are IPv4. The kinds
+// that have a status also have status.conditions, which Liqo lacks; it is omitted when empty.
 //
 // The rules use the IP and CIDR functions of CEL, which API servers have since Kubernetes 1.31.
-// They check the form of a value. Package fabric and the manager check whether it makes sense
-// beside the networks of this cluster and of other peers. A program that reads these objects from
-// files has to check the form itself, because no API server has.
-//
+// They check the form of a value. Package fabric and the manager check whether the value conflicts
+// with the networks of this cluster and of other peers. A program that reads these objects from
+// files has to check the form itself, because no API server did.
 // +kubebuilder:object:generate=true
 // +groupName=net.liqo.io
 package v1alpha1

@@ -2,17 +2,17 @@ package v1alpha1
 
 import "maps"
 
-// Most types in this file are aliases: in Go they are plain strings, and the rules below are
-// written once instead of at each field that has them.
+// Most types in this file are aliases: they are plain strings in Go. Their validation rules are
+// written once here instead of at each field.
 
-// The rules do without containsCIDR, because that of Kubernetes 1.31 compares addresses before it
-// masks them, and finds only networks that begin at the same address.
+// The rules do not use containsCIDR. In Kubernetes 1.31 it compares addresses before it masks them,
+// and finds only networks that begin at the same address.
 
-// CIDR is a network of pods or of mapped endpoints, in canonical notation: host bits zero, as
-// 10.244.0.0/16. Liqo publishes canonical networks only, since its flags and its IPAM store the
-// masked form. The bounds of the prefix length leave room for what every peering needs, the network
-// address (source of whatever is not a pod) and a first host (target of the connection check); no
-// allocation by Liqo, whose largest pool is a /8, falls outside of them.
+// CIDR is a network of pods or of mapped endpoints, in canonical notation: all host bits are zero,
+// as in 10.244.0.0/16. Liqo publishes only canonical networks. The bounds of the prefix length
+// leave room for the two addresses that every peering needs: the network address, which NAPT uses
+// as source of packets that are not from pods, and a first host, which answers the connection
+// check. Liqo allocates only networks within these bounds, because its largest pool is a /8.
 // +kubebuilder:validation:MaxLength=43
 // +kubebuilder:validation:XValidation:rule="isCIDR(self)",message="must be a network in CIDR notation, such as 10.244.0.0/16",reason=FieldValueInvalid
 // +kubebuilder:validation:XValidation:rule="!isCIDR(self) || string(cidr(self).masked()) == self",message="must be in canonical form, with all host bits zero",reason=FieldValueInvalid
@@ -20,8 +20,8 @@ import "maps"
 // +kubebuilder:validation:XValidation:rule="!isCIDR(self) || (!['0.0.0.0/8', '127.0.0.0/8', '169.254.0.0/16', '224.0.0.0/4', '::/8', 'fe80::/10', 'ff00::/8'].exists(n, cidr(n).containsIP(cidr(self).ip()) && cidr(self).prefixLength() >= cidr(n).prefixLength()) && !['0.0.0.0', '127.0.0.0', '169.254.0.0', '224.0.0.0', '255.255.255.255', '::', 'fe80::', 'ff00::'].exists(a, cidr(self).containsIP(a)))",message="must be a unicast network, apart from unspecified, loopback, link-local, multicast and broadcast addresses",reason=FieldValueInvalid
 type CIDR = string
 
-// NATCIDR is the network that stands for another one in the peer cluster, or the literal None if
-// that one is used unchanged.
+// NATCIDR is the network that stands for another network in the peer cluster, or the literal None
+// if the other network is used unchanged.
 // +kubebuilder:validation:MaxLength=43
 // +kubebuilder:validation:XValidation:rule="self == 'None' || isCIDR(self)",message="must be None or a network in CIDR notation, such as 10.246.0.0/16",reason=FieldValueInvalid
 // +kubebuilder:validation:XValidation:rule="!isCIDR(self) || string(cidr(self).masked()) == self",message="must be in canonical form, with all host bits zero",reason=FieldValueInvalid
@@ -29,25 +29,26 @@ type CIDR = string
 // +kubebuilder:validation:XValidation:rule="!isCIDR(self) || (!['0.0.0.0/8', '127.0.0.0/8', '169.254.0.0/16', '224.0.0.0/4', '::/8', 'fe80::/10', 'ff00::/8'].exists(n, cidr(n).containsIP(cidr(self).ip()) && cidr(self).prefixLength() >= cidr(n).prefixLength()) && !['0.0.0.0', '127.0.0.0', '169.254.0.0', '224.0.0.0', '255.255.255.255', '::', 'fe80::', 'ff00::'].exists(a, cidr(self).containsIP(a)))",message="must be a unicast network, apart from unspecified, loopback, link-local, multicast and broadcast addresses",reason=FieldValueInvalid
 type NATCIDR = string
 
-// EndpointHost says where a gateway is reached: an IP address, or a DNS name when a load balancer
-// has nothing else. Names come from Service statuses or from an annotation that a person wrote, so
+// EndpointHost is the address of a gateway: an IP address, or a DNS name if a load balancer has no
+// IP address. Names come from Service statuses or from an annotation that a person wrote. Therefore
 // upper case, underscores and a final dot are accepted. A name that ends in a number is a mistyped
-// address. Code that resolves the name has to check the address again: a name may point anywhere.
+// address. Code that resolves the name must check the resulting address again, because a name may
+// resolve to any address.
 // +kubebuilder:validation:MinLength=1
 // +kubebuilder:validation:MaxLength=253
 // +kubebuilder:validation:XValidation:rule="isIP(self) || (self.matches('^([A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?[.])*[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?[.]?$') && !self.matches('(^|[.])([0-9]+|0[xX][0-9A-Fa-f]*)[.]?$'))",message="must be an IP address or a DNS name",reason=FieldValueInvalid
 // +kubebuilder:validation:XValidation:rule="isIP(self) ? ip(self).isGlobalUnicast() && !cidr('0.0.0.0/8').containsIP(self) : !self.matches('(^|[.])[Ll][Oo][Cc][Aa][Ll][Hh][Oo][Ss][Tt][.]?$')",message="must be reachable from another cluster: not unspecified, loopback, link-local, multicast or broadcast",reason=FieldValueInvalid
 type EndpointHost = string
 
-// ConfigValue is one value of a map of strings in which the backends exchange their parameters.
+// ConfigValue is a value of BackendConfig or PeerConfiguration.
 // +kubebuilder:validation:MaxLength=1024
 type ConfigValue = string
 
 // BackendConfig holds the parameters of the tunnel: publicKey, a WireGuard public key in base64,
-// and port, a decimal string. Liqo writes nothing else. We write one more, tunnels: up to 15 times
-// PORT:PUBLICKEY with commas between them, for gateways with several tunnels. Further keys are
+// and port, a decimal string. Liqo writes nothing else. Isthmus also writes tunnels for a gateway
+// with several tunnels: up to 15 times PORT:PUBLICKEY with commas between them. Further keys are
 // bounded and ignored, so that a newer peer can add some. The zero key is refused because WireGuard
-// uses it for "no key". The controllers check that ports and keys differ.
+// uses it for "no key". The controllers check that all ports and keys differ.
 // +kubebuilder:validation:MaxProperties=16
 // +kubebuilder:validation:XValidation:rule="self.all(k, k.size() > 0 && k.size() <= 63)",message="keys must have 1 to 63 characters",reason=FieldValueInvalid
 // +kubebuilder:validation:XValidation:rule="'publicKey' in self && 'port' in self",message="must have the keys publicKey and port",reason=FieldValueRequired
@@ -60,24 +61,23 @@ type ConfigValue = string
 type BackendConfig map[string]ConfigValue
 
 // DeepCopy returns a copy that shares nothing with in. It is written by hand because controller-gen
-// v0.23 does not copy maps with aliases in them.
+// v0.23 does not copy maps of alias types.
 func (in BackendConfig) DeepCopy() BackendConfig { return maps.Clone(in) }
 
 // BackendType names the tunnel driver. Liqo's field is a plain string, but WireGuard is the only
-// driver any version since v0.2 has, and an object that names another one would have to be ignored
-// later.
+// driver of every version since v0.2. An object with another driver could not be applied.
 // +kubebuilder:validation:Enum=wireguard
 type BackendType = string
 
-// ClusterID is the identity of a cluster, a UUID in Liqo. Liqo puts it into labels
+// ClusterID is the identity of a cluster, a UUID in Liqo. Liqo uses it as the value of labels
 // (liqo.io/remoteID, clusterID), so every ID that Liqo accepts is a valid label value.
 // +kubebuilder:validation:MinLength=1
 // +kubebuilder:validation:MaxLength=63
 // +kubebuilder:validation:XValidation:rule="self.matches('^[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?$')",message="must be usable as a label value: letters, digits, '-', '_' and '.', the first and the last a letter or digit",reason=FieldValueInvalid
 type ClusterID = string
 
-// ClusterName is the name of a cluster. Liqo appends "-" and six hexadecimal digits to it and names
-// objects like that, so every name that Liqo accepts is the beginning of a valid object name.
+// ClusterName is the name of a cluster. Liqo makes object names from it by appending "-" and six
+// hexadecimal digits, so every name that Liqo accepts is the beginning of a valid object name.
 // +kubebuilder:validation:MinLength=1
 // +kubebuilder:validation:MaxLength=246
 // +kubebuilder:validation:XValidation:rule="self.matches('^[a-z0-9]([a-z0-9.-]*[a-z0-9-])?$')",message="must be usable at the beginning of an object name: lower case letters, digits, '-' and '.'",reason=FieldValueInvalid
@@ -92,6 +92,6 @@ type IPAddress = string
 type ClusterIdentity struct {
 	// ClusterID is unique among all clusters and never changes.
 	ClusterID ClusterID `json:"clusterID"`
-	// ClusterName is for people, and part of object names.
+	// ClusterName is the display name of the cluster. Object names contain it.
 	ClusterName ClusterName `json:"clusterName"`
 }

@@ -2,53 +2,53 @@ package v1alpha1
 
 import metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
-// StoredCIDR is a network in the IPAM state, empty while it is unknown. The IPAM checks whether it
-// makes sense: reserved networks may be of any kind and length.
+// StoredCIDR is a network in the IPAM state, or empty while it is unknown. The IPAM checks whether
+// the network is plausible: reserved networks may be of any kind and length.
 // +kubebuilder:validation:MaxLength=43
 // +kubebuilder:validation:XValidation:rule="self.size() == 0 || (isCIDR(self) && string(cidr(self).masked()) == self)",message="must be empty or a network in canonical CIDR notation",reason=FieldValueInvalid
 type StoredCIDR = string
 
-// StoredNATCIDR is the answer of a peer in the IPAM state: a network, None, or empty while
-// there is no answer.
+// StoredNATCIDR is the answer of a peer in the IPAM state: a network, None, or empty while there is
+// no answer.
 // +kubebuilder:validation:MaxLength=43
 // +kubebuilder:validation:XValidation:rule="self.size() == 0 || self == 'None' || (isCIDR(self) && string(cidr(self).masked()) == self)",message="must be empty, None or a network in canonical CIDR notation",reason=FieldValueInvalid
 type StoredNATCIDR = string
 
-// ListedCIDR is a network in a list of the IPAM.
+// ListedCIDR is a network in a list of the IPAM state.
 // +kubebuilder:validation:MaxLength=43
 // +kubebuilder:validation:XValidation:rule="isCIDR(self) && string(cidr(self).masked()) == self",message="must be a network in canonical CIDR notation",reason=FieldValueInvalid
 type ListedCIDR = string
 
-// StoredIP is an IP address in the IPAM state. A pattern checks it, because there may be too
-// many for a CEL rule.
+// StoredIP is an IP address in the IPAM state. A pattern checks it, because there may be too many
+// addresses for a CEL rule.
 // +kubebuilder:validation:MaxLength=45
 // +kubebuilder:validation:Pattern=`^((25[0-5]|(2[0-4]|1[0-9]|[1-9]|)[0-9])([.](25[0-5]|(2[0-4]|1[0-9]|[1-9]|)[0-9])){3}|[0-9A-Fa-f:]*:[0-9A-Fa-f:.]*)$`
 type StoredIP = string
 
-// Subnets are the networks exchanged with one peer. The two remote ones are as used here, remapped
-// or not; the two local ones hold the peer's answer.
+// Subnets are the networks exchanged with one peer. The two remote fields have the networks that
+// this cluster uses, remapped or not. The two local fields have the peer's answer.
 type Subnets struct {
-	// LocalNATPodCIDR is the network that the peer uses for our pods, or None; empty until it
+	// LocalNATPodCIDR is the network that the peer uses for our pods, or None; empty until the peer
 	// answers.
 	LocalNATPodCIDR StoredNATCIDR `json:"localNATPodCIDR"`
 	// RemotePodCIDR is the network used here for the peer's pods.
 	RemotePodCIDR StoredCIDR `json:"remotePodCIDR"`
 	// LocalNATExternalCIDR is the network that the peer uses for our ExternalCIDR, or None; empty
-	// until it answers.
+	// until the peer answers.
 	LocalNATExternalCIDR StoredNATCIDR `json:"localNATExternalCIDR"`
 	// RemoteExternalCIDR is the network used here for the peer's ExternalCIDR.
 	RemoteExternalCIDR StoredCIDR `json:"remoteExternalCIDR"`
 }
 
-// ClusterMapping is how one peer sees a mapped endpoint.
+// ClusterMapping has the address of a mapped endpoint for one peer.
 type ClusterMapping struct {
-	// ExternalCIDRNattedIP is the address by which the peer reaches it.
+	// ExternalCIDRNattedIP is the address by which the peer reaches the endpoint.
 	ExternalCIDRNattedIP StoredIP `json:"ExternalCIDRNattedIP"`
 }
 
-// EndpointMapping is one endpoint that has an address out of our ExternalCIDR.
+// EndpointMapping is an endpoint that has an address in our ExternalCIDR.
 type EndpointMapping struct {
-	// ExternalCIDROriginalIP is that address.
+	// ExternalCIDROriginalIP is the endpoint's address in our ExternalCIDR.
 	ExternalCIDROriginalIP StoredIP `json:"ExternalCIDROriginalIP"`
 	// ClusterMappings has an entry for each peer that may reach the endpoint, by clusterID.
 	// +kubebuilder:validation:MaxProperties=4096
@@ -59,15 +59,16 @@ type EndpointMapping struct {
 type ConfiguredCluster struct{}
 
 // IpamStorageSpec is the whole state of the IPAM. Liqo creates it with empty maps, lists and
-// strings, and then replaces one field at a time by JSON patches. So no field may be omitted.
+// strings, and then replaces one field at a time by JSON patches. Therefore no field may be
+// omitted.
 type IpamStorageSpec struct {
-	// Prefixes is the allocator's state by prefix. Liqo keeps Go gobs of its allocator there, which
-	// nobody else can use. Only the size of the object bounds them: every address that was given
-	// out is in one.
+	// Prefixes is the allocator's state by prefix. Liqo stores Go gobs of its allocator in it,
+	// which no other program can use. Only the size of the object limits the gobs: each allocated
+	// address is in one of them.
 	// +kubebuilder:validation:MaxProperties=16384
 	// +kubebuilder:validation:XValidation:rule="self.all(p, p.size() <= 64)",message="keys must be prefixes of at most 64 characters",reason=FieldValueInvalid
 	Prefixes map[string][]byte `json:"prefixes"`
-	// Pools are the networks out of which networks are allocated, in this order.
+	// Pools are the networks from which the IPAM allocates, in this order.
 	// +kubebuilder:validation:MaxItems=1024
 	Pools []ListedCIDR `json:"pools"`
 	// ReservedSubnets are networks that are never used for peers.
@@ -79,8 +80,8 @@ type IpamStorageSpec struct {
 	ClusterSubnets map[string]Subnets `json:"clusterSubnets"`
 	// ExternalCIDR is our own ExternalCIDR.
 	ExternalCIDR StoredCIDR `json:"externalCIDR"`
-	// EndpointMappings are the endpoints that have an address out of our ExternalCIDR, by their own
-	// address.
+	// EndpointMappings are the endpoints that have an address in our ExternalCIDR, by the
+	// endpoint's own address.
 	// +kubebuilder:validation:MaxProperties=16384
 	// +kubebuilder:validation:XValidation:rule="self.all(e, isIP(e))",message="keys must be IP addresses",reason=FieldValueInvalid
 	EndpointMappings map[string]EndpointMapping `json:"endpointMappings"`
@@ -95,8 +96,8 @@ type IpamStorageSpec struct {
 	NatMappingsConfigured map[string]ConfiguredCluster `json:"natMappingsConfigured"`
 }
 
-// IpamStorage is the only object of its kind in a cluster: the IPAM state. It has no status.
-//
+// IpamStorage holds the IPAM state. It is the only object of its kind in a cluster, and has no
+// status.
 // +kubebuilder:object:root=true
 // +kubebuilder:resource:path=ipamstorages,scope=Cluster,categories=liqo
 type IpamStorage struct {

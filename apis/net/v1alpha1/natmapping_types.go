@@ -10,16 +10,16 @@ import (
 // writes it.
 // +kubebuilder:validation:XValidation:rule="!isCIDR(self.externalCIDR) || self.clusterMappings.all(e, !isIP(self.clusterMappings[e]) || cidr(self.externalCIDR).containsIP(self.clusterMappings[e]))",message="the values of clusterMappings must be addresses in externalCIDR",fieldPath=".clusterMappings",reason=FieldValueInvalid
 type NatMappingSpec struct {
-	// ClusterID is the remote cluster.
+	// ClusterID is the ID of the peer.
 	ClusterID ClusterID `json:"clusterID"`
-	// PodCIDR is the network of the peer's pods as seen here: the only sources that may use the
-	// mappings.
+	// PodCIDR is the network of the peer's pods as seen in this cluster. Only packets from this
+	// network may use the mappings.
 	PodCIDR CIDR `json:"podCIDR"`
 	// ExternalCIDR is our ExternalCIDR as seen by the peer.
 	ExternalCIDR CIDR `json:"externalCIDR"`
-	// ClusterMappings maps the real address of each endpoint to the address out of externalCIDR by
-	// which the peer reaches it. The tunnel address 169.254.0.1 is always among them, and the only
-	// link-local one.
+	// ClusterMappings maps the real address of each endpoint to the address in externalCIDR by
+	// which the peer reaches the endpoint. The tunnel address 169.254.0.1 is always in the map. It
+	// is the only permitted link-local address.
 	ClusterMappings EndpointMap `json:"clusterMappings"`
 }
 
@@ -32,9 +32,9 @@ type EndpointMap map[string]IPAddress
 // DeepCopy returns a copy that shares nothing with in.
 func (in EndpointMap) DeepCopy() EndpointMap { return maps.Clone(in) }
 
-// NatMappingStatus has only Conditions, which Liqo does not have.
+// NatMappingStatus has only Conditions, which Liqo lacks.
 type NatMappingStatus struct {
-	// Conditions are the state of this object in this cluster. Liqo has none.
+	// Conditions describe the state of this object in this cluster. Liqo has none.
 	// +optional
 	// +listType=map
 	// +listMapKey=type

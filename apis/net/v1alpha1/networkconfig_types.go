@@ -2,40 +2,42 @@ package v1alpha1
 
 import metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
-// NetworkConfigSpec is what a cluster tells a peer about its network. The sender writes it, and in
-// the receiver's cluster the replicator that works for the sender.
+// NetworkConfigSpec describes the network of a cluster to a peer. The sender writes it. In the
+// receiver's cluster, the sender's replicator writes it.
 // +kubebuilder:validation:XValidation:rule="!isCIDR(self.podCIDR) || !isCIDR(self.externalCIDR) || !(cidr(self.podCIDR).containsIP(cidr(self.externalCIDR).ip()) || cidr(self.externalCIDR).containsIP(cidr(self.podCIDR).ip()))",message="podCIDR and externalCIDR must not overlap",fieldPath=".externalCIDR",reason=FieldValueInvalid
 type NetworkConfigSpec struct {
-	// RemoteCluster is the cluster this object is addressed to, in the original and in the copy.
+	// RemoteCluster is the cluster to which this object is addressed, in the original and in the
+	// copy.
 	RemoteCluster ClusterIdentity `json:"cluster"`
 	// PodCIDR is the network of the sender's pods.
 	PodCIDR CIDR `json:"podCIDR"`
-	// ExternalCIDR is the network that stands for endpoints that the sender makes reachable and
-	// that are not its pods.
+	// ExternalCIDR is the network whose addresses stand for endpoints that the sender makes
+	// reachable and that are not its pods.
 	ExternalCIDR CIDR `json:"externalCIDR"`
-	// EndpointIP is where the sender's gateway is reached, an IP address or a DNS name.
+	// EndpointIP is the IP address or the DNS name of the sender's gateway.
 	EndpointIP EndpointHost `json:"endpointIP"`
 	// BackendType is the tunnel driver, wireguard.
 	BackendType BackendType `json:"backendType"`
-	// BackendConfig holds publicKey and port of the sender's gateway.
+	// BackendConfig holds the public key and the port of the sender's gateway.
 	BackendConfig BackendConfig `json:"backend_config"`
 }
 
 // NetworkConfigStatus is the receiver's answer. The receiver writes it into the copy, and the
-// sender's replicator brings it back to the original.
+// sender's replicator copies it to the original.
 // +kubebuilder:validation:XValidation:rule="!self.processed || (has(self.podCIDRNAT) && has(self.externalCIDRNAT))",message="podCIDRNAT and externalCIDRNAT must be set, to None if need be, once processed is true",reason=FieldValueRequired
 type NetworkConfigStatus struct {
-	// Processed says that the receiver has answered; both NAT fields are set together with it.
+	// Processed is true when the receiver has answered. Both NAT fields are set together with it.
 	// +kubebuilder:default=false
 	Processed bool `json:"processed"`
-	// PodCIDRNAT is the network that the receiver uses for the sender's pods, of the length of
-	// spec.podCIDR, or None if it uses spec.podCIDR itself.
+	// PodCIDRNAT is the network that the receiver uses for the sender's pods, or None if it uses
+	// spec.podCIDR itself. It has the prefix length of spec.podCIDR.
 	// +optional
 	PodCIDRNAT NATCIDR `json:"podCIDRNAT,omitempty"`
-	// ExternalCIDRNAT is the same for spec.externalCIDR.
+	// ExternalCIDRNAT is the network that the receiver uses for spec.externalCIDR, in the same form
+	// as podCIDRNAT.
 	// +optional
 	ExternalCIDRNAT NATCIDR `json:"externalCIDRNAT,omitempty"`
-	// Conditions are the state of this object in this cluster. Liqo has none.
+	// Conditions describe the state of this object in this cluster. Liqo has none.
 	// +optional
 	// +listType=map
 	// +listMapKey=type
@@ -49,9 +51,8 @@ type NetworkConfigStatus struct {
 // NetworkConfig carries the network parameters of one cluster to another. Each side of a peering
 // has two: its own (label liqo.io/replication "true"), and the copy of the peer's.
 //
-// The rules compare the lengths of NAT networks with spec only when an answer is written. An answer
-// that no longer fits spec must not keep the sender from publishing new parameters.
-//
+// The rules compare the prefix lengths of NAT networks with spec only when an answer is written. An
+// answer that no longer matches spec must not keep the sender from publishing new parameters.
 // +kubebuilder:object:root=true
 // +kubebuilder:subresource:status
 // +kubebuilder:resource:path=networkconfigs,categories=liqo

@@ -6,9 +6,9 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 )
 
-// TunnelEndpointSpec is all that the gateway and the route agents need to know about one peer: the
-// two networks of each side, how the other side sees them, and where the peer's gateway is. The
-// manager writes it.
+// TunnelEndpointSpec is everything that the gateway and the route agents need to know about one
+// peer: the two networks of each side, the networks that the other side uses for them, and the
+// address of the peer's gateway. The manager writes it.
 // +kubebuilder:validation:XValidation:rule="!isCIDR(self.localPodCIDR) || !isCIDR(self.localExternalCIDR) || !(cidr(self.localPodCIDR).containsIP(cidr(self.localExternalCIDR).ip()) || cidr(self.localExternalCIDR).containsIP(cidr(self.localPodCIDR).ip()))",message="localPodCIDR and localExternalCIDR must not overlap",fieldPath=".localExternalCIDR",reason=FieldValueInvalid
 // +kubebuilder:validation:XValidation:rule="!isCIDR(self.remotePodCIDR) || !isCIDR(self.remoteExternalCIDR) || !(cidr(self.remotePodCIDR).containsIP(cidr(self.remoteExternalCIDR).ip()) || cidr(self.remoteExternalCIDR).containsIP(cidr(self.remotePodCIDR).ip()))",message="remotePodCIDR and remoteExternalCIDR must not overlap",fieldPath=".remoteExternalCIDR",reason=FieldValueInvalid
 // +kubebuilder:validation:XValidation:rule="!has(self.localNATPodCIDR) || !isCIDR(self.localNATPodCIDR) || !isCIDR(self.localPodCIDR) || (cidr(self.localNATPodCIDR).prefixLength() == cidr(self.localPodCIDR).prefixLength() && cidr(self.localNATPodCIDR).ip().family() == cidr(self.localPodCIDR).ip().family())",message="localNATPodCIDR must have the address family and prefix length of localPodCIDR",fieldPath=".localNATPodCIDR",reason=FieldValueInvalid
@@ -16,44 +16,44 @@ import (
 // +kubebuilder:validation:XValidation:rule="!has(self.remoteNATPodCIDR) || !isCIDR(self.remoteNATPodCIDR) || !isCIDR(self.remotePodCIDR) || (cidr(self.remoteNATPodCIDR).prefixLength() == cidr(self.remotePodCIDR).prefixLength() && cidr(self.remoteNATPodCIDR).ip().family() == cidr(self.remotePodCIDR).ip().family())",message="remoteNATPodCIDR must have the address family and prefix length of remotePodCIDR",fieldPath=".remoteNATPodCIDR",reason=FieldValueInvalid
 // +kubebuilder:validation:XValidation:rule="!has(self.remoteNATExternalCIDR) || !isCIDR(self.remoteNATExternalCIDR) || !isCIDR(self.remoteExternalCIDR) || (cidr(self.remoteNATExternalCIDR).prefixLength() == cidr(self.remoteExternalCIDR).prefixLength() && cidr(self.remoteNATExternalCIDR).ip().family() == cidr(self.remoteExternalCIDR).ip().family())",message="remoteNATExternalCIDR must have the address family and prefix length of remoteExternalCIDR",fieldPath=".remoteNATExternalCIDR",reason=FieldValueInvalid
 type TunnelEndpointSpec struct {
-	// ClusterIdentity is the remote cluster.
+	// ClusterIdentity identifies the peer.
 	ClusterIdentity ClusterIdentity `json:"clusterIdentity"`
 	// LocalPodCIDR is the network of our pods.
 	LocalPodCIDR CIDR `json:"localPodCIDR"`
-	// LocalNATPodCIDR is the network that the peer uses for our pods, of the length of
-	// localPodCIDR, or None if it uses localPodCIDR itself.
+	// LocalNATPodCIDR is the network that the peer uses for our pods, or None if it uses
+	// localPodCIDR itself. It has the prefix length of localPodCIDR.
 	// +optional
 	// +kubebuilder:default="None"
 	LocalNATPodCIDR NATCIDR `json:"localNATPodCIDR"`
-	// LocalExternalCIDR is the network that stands for our mapped endpoints.
+	// LocalExternalCIDR is the network whose addresses stand for our mapped endpoints.
 	LocalExternalCIDR CIDR `json:"localExternalCIDR"`
 	// LocalNATExternalCIDR is the network that the peer uses for localExternalCIDR, or None.
 	// +optional
 	// +kubebuilder:default="None"
 	LocalNATExternalCIDR NATCIDR `json:"localNATExternalCIDR"`
-	// RemotePodCIDR is the network of the peer's pods, as the peer knows it.
+	// RemotePodCIDR is the network of the peer's pods in the peer's own cluster.
 	RemotePodCIDR CIDR `json:"remotePodCIDR"`
 	// RemoteNATPodCIDR is the network that we use for the peer's pods, or None.
 	// +optional
 	// +kubebuilder:default="None"
 	RemoteNATPodCIDR NATCIDR `json:"remoteNATPodCIDR"`
-	// RemoteExternalCIDR is the network that stands for the peer's mapped endpoints, as the peer
-	// knows it.
+	// RemoteExternalCIDR is the network whose addresses stand for the peer's mapped endpoints, in
+	// the peer's own cluster.
 	RemoteExternalCIDR CIDR `json:"remoteExternalCIDR"`
 	// RemoteNATExternalCIDR is the network that we use for remoteExternalCIDR, or None.
 	// +optional
 	// +kubebuilder:default="None"
 	RemoteNATExternalCIDR NATCIDR `json:"remoteNATExternalCIDR"`
-	// EndpointIP is where the peer's gateway is reached, an IP address or a DNS name.
+	// EndpointIP is the IP address or the DNS name of the peer's gateway.
 	EndpointIP EndpointHost `json:"endpointIP"`
 	// BackendType is the tunnel driver, wireguard.
 	BackendType BackendType `json:"backendType"`
-	// BackendConfig holds publicKey and port of the peer's gateway.
+	// BackendConfig holds the public key and the port of the peer's gateway.
 	BackendConfig BackendConfig `json:"backend_config"`
 }
 
 // ConnectionStatus is the state of the tunnel to a peer. Liqo's virtual nodes are ready only while
-// it is Connected.
+// the state is Connected.
 // +kubebuilder:validation:Enum=Connected;Connecting;Error
 type ConnectionStatus string
 
@@ -63,34 +63,35 @@ const (
 	Connected ConnectionStatus = "Connected"
 	// Connecting: the peer was just configured and has not answered yet.
 	Connecting ConnectionStatus = "Connecting"
-	// ConnectionError: the peer has not answered for ten seconds, or it could not be configured.
+	// ConnectionError: the peer has not answered for ten seconds, or the gateway could not apply
+	// its configuration.
 	ConnectionError ConnectionStatus = "Error"
 
-	// ConnectedMessage goes with Connected.
+	// ConnectedMessage is the statusMessage of Connected.
 	ConnectedMessage = "VPN connection established"
-	// ConnectingMessage goes with Connecting.
+	// ConnectingMessage is the statusMessage of Connecting.
 	ConnectingMessage = "Waiting VPN connection to be established"
 
-	// LatencyUnknown is the latency value without a measurement.
+	// LatencyUnknown is the latency value while there is no measurement.
 	LatencyUnknown = "N/A"
 )
 
 // ConnectionLatency is the last measured round-trip time to the peer.
 type ConnectionLatency struct {
-	// Value is N/A, or a whole number of milliseconds (7ms), or below one millisecond of
-	// microseconds (690μs). The letter is the Greek mu, U+03BC; the micro sign U+00B5 is accepted
-	// too. The number is negative when somebody set the clock back between ping and pong.
+	// Value is N/A, or a whole number of milliseconds (7ms), or of microseconds if it is below one
+	// millisecond (690μs). The letter is the Greek mu, U+03BC; the micro sign U+00B5 is accepted
+	// too. The number is negative if the clock was set back between ping and pong.
 	// +optional
 	// +kubebuilder:validation:MaxLength=32
 	// +kubebuilder:validation:XValidation:rule="self.matches('^(N/A|-?[0-9]+(s|ms|[μµ]s))$')",message="must be N/A or a whole number of ms or μs",reason=FieldValueInvalid
 	Value string `json:"value,omitempty"`
-	// Timestamp is when the value was measured; absent without a value.
+	// Timestamp is when the value was measured; absent without a measurement.
 	// +optional
 	// +kubebuilder:validation:XValidation:rule="self.getFullYear() > 0",message="must be a time that Go parses, such as 2026-11-27T12:00:00Z",reason=FieldValueInvalid
 	Timestamp *metav1.Time `json:"timestamp,omitempty"`
 }
 
-// PeerConfiguration holds the parameters that the tunnel driver was given.
+// PeerConfiguration holds the parameters that the gateway passed to the tunnel driver.
 // +kubebuilder:validation:MaxProperties=16
 // +kubebuilder:validation:XValidation:rule="self.all(k, k.size() > 0 && k.size() <= 63)",message="keys must have 1 to 63 characters",reason=FieldValueInvalid
 // +kubebuilder:object:generate=false
@@ -104,12 +105,12 @@ type Connection struct {
 	// Status is Connected, Connecting or Error.
 	// +optional
 	Status ConnectionStatus `json:"status,omitempty"`
-	// StatusMessage explains the status to people.
+	// StatusMessage explains the status to users.
 	// +optional
 	// +kubebuilder:validation:MaxLength=32768
 	StatusMessage string `json:"statusMessage,omitempty"`
-	// PeerConfiguration is what the tunnel driver was given: endpointIP (as resolved), port,
-	// publicKey and allowedIPs.
+	// PeerConfiguration holds the parameters that the gateway passed to the tunnel driver:
+	// endpointIP (as resolved), port, publicKey and allowedIPs.
 	// +optional
 	PeerConfiguration PeerConfiguration `json:"peerConfiguration,omitempty"`
 	// Latency is the last measured round-trip time.
@@ -119,24 +120,23 @@ type Connection struct {
 
 // TunnelEndpointStatus is written by the active gateway.
 type TunnelEndpointStatus struct {
-	// GatewayIP is the IP of the node where the active gateway runs. The route agents do nothing
-	// until it is set.
+	// GatewayIP is the IP address of the node where the active gateway runs. The route agents do
+	// nothing until it is set.
 	// +optional
 	GatewayIP IPAddress `json:"gatewayIP,omitempty"`
-	// VethIFaceIndex is the index of the interface that leads to the gateway, on the gateway's
-	// node.
+	// VethIFaceIndex is the index of the interface on the gateway's node that leads to the gateway.
 	// +optional
 	// +kubebuilder:validation:Minimum=0
 	// +kubebuilder:validation:Maximum=2147483647
 	VethIFaceIndex int `json:"vethIFaceIndex,omitempty"`
-	// VethIFaceName is the name of that interface.
+	// VethIFaceName is the name of the interface on the gateway's node that leads to the gateway.
 	// +optional
 	// +kubebuilder:validation:MaxLength=15
 	VethIFaceName string `json:"vethIFaceName,omitempty"`
-	// VethIP is the next hop towards the gateway, on the gateway's node.
+	// VethIP is the next hop towards the gateway on the gateway's node.
 	// +optional
 	VethIP IPAddress `json:"vethIP,omitempty"`
-	// TunnelIFaceIndex is the interface index of the tunnel. Liqo v0.9.4 never writes it.
+	// TunnelIFaceIndex is the index of the tunnel interface. Liqo v0.9.4 never writes it.
 	// +optional
 	// +kubebuilder:validation:Minimum=0
 	// +kubebuilder:validation:Maximum=2147483647
@@ -148,7 +148,7 @@ type TunnelEndpointStatus struct {
 	// Connection is the state of the tunnel.
 	// +optional
 	Connection Connection `json:"connection,omitzero"`
-	// Conditions are the state of this object in this cluster. Liqo has none.
+	// Conditions describe the state of this object in this cluster. Liqo has none.
 	// +optional
 	// +listType=map
 	// +listMapKey=type
@@ -159,9 +159,8 @@ type TunnelEndpointStatus struct {
 	Conditions []metav1.Condition `json:"conditions,omitempty" patchStrategy:"merge" patchMergeKey:"type"`
 }
 
-// TunnelEndpoint is one peer with both answers joined. The gateway applies it. It never leaves
-// its cluster.
-//
+// TunnelEndpoint combines the NetworkConfigs of both sides of a peering, each with the other's
+// answer. The gateway applies it. It never leaves its cluster.
 // +kubebuilder:object:root=true
 // +kubebuilder:subresource:status
 // +kubebuilder:resource:path=tunnelendpoints,categories=liqo

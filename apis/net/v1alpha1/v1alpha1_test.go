@@ -47,8 +47,8 @@ func decode(t *testing.T, text []byte) runtime.Object {
 	return obj
 }
 
-// The documents in testdata are what `kubectl get -o yaml` prints from a Liqo v0.9.4: nothing may
-// be lost, added or spelled differently on the way through the Go types.
+// The documents in testdata are output of `kubectl get -o yaml` from Liqo v0.9.4. The Go types must
+// not lose, add or respell anything.
 func TestGoldenDocumentsRoundTripUnchanged(t *testing.T) {
 	kinds := map[string]bool{}
 	for _, file := range goldens(t) {
@@ -123,8 +123,8 @@ func TestDeepCopyIsEqualAndSharesNothing(t *testing.T) {
 	}
 }
 
-// scribble overwrites whatever a copy could share with its original: elements of maps and slices,
-// and what pointers point to.
+// scribble overwrites all memory that a copy could share with its original: elements of maps and
+// slices, and targets of pointers.
 func scribble(v reflect.Value) {
 	switch v.Kind() {
 	case reflect.Struct:
@@ -154,8 +154,8 @@ func scribble(v reflect.Value) {
 	}
 }
 
-// A Liqo gateway rejects a TunnelEndpoint whose NAT fields are empty. So they are written even when
-// nobody set them, and somebody notices.
+// A Liqo gateway rejects a TunnelEndpoint whose NAT fields are empty. If nobody set them, they are
+// still written, so that the fault shows.
 func TestZeroThatLiqoWritesIsWritten(t *testing.T) {
 	for want, obj := range map[string]any{
 		`"status":{"processed":false,"conditions"`: v1alpha1.NetworkConfig{Status: v1alpha1.NetworkConfigStatus{Conditions: []metav1.Condition{{}}}},
@@ -168,7 +168,7 @@ func TestZeroThatLiqoWritesIsWritten(t *testing.T) {
 	}
 }
 
-// Liqo's client writes a measurement that was never made as null.
+// Liqo's client writes null for a measurement that was never made.
 func TestNullTimestampIsNoTimestamp(t *testing.T) {
 	te := decode(t, []byte(`{"apiVersion":"net.liqo.io/v1alpha1","kind":"TunnelEndpoint","metadata":{"creationTimestamp":null},
 		"status":{"connection":{"latency":{"timestamp":null}}}}`)).(*v1alpha1.TunnelEndpoint)
