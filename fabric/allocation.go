@@ -31,7 +31,8 @@ func isObjectName(clusterID string) bool {
 	})
 }
 
-// An Allocation is a network that a NetworkAllocation names or frees, and the revision of that.
+// An Allocation is a network that a NetworkAllocation names or frees, with the revision in which it
+// did so.
 type Allocation struct {
 	Object   string       `json:"object,omitempty"` // name of the NetworkAllocation
 	Network  netip.Prefix `json:"network"`
@@ -47,11 +48,13 @@ type Allocations struct {
 	// Version is the highest resourceVersion at which an object first named its current networks; 0
 	// if there are no objects.
 	Version int64
-	// Own holds the known networks of our own pods and Services, OwnPods that of the pods alone.
+	// Own holds the known networks of our own pods and Services. OwnPods holds only the networks of
+	// our pods.
 	Own, OwnPods []netip.Prefix
 }
 
-// revisionAhead is how far ahead of our clock a revision may be, because clocks differ.
+// revisionAhead is the maximum time that a revision may be ahead of our clock, because clocks
+// differ.
 const revisionAhead = 24 * time.Hour
 
 // Revision returns n, or 0 if n is negative or far ahead of now. The manager takes revisions from
@@ -139,13 +142,14 @@ func (r *report) allocated(field, text string) netip.Prefix {
 	return p.Masked()
 }
 
-// Latest sorts a list by network and object, in place, and keeps the highest revision of each.
+// Latest sorts a list by network and object, in place. For each pair of network and object it keeps
+// only the entry with the highest revision.
 func Latest(list []Allocation) []Allocation {
 	slices.SortFunc(list, func(a, b Allocation) int { return cmp.Or(a.Compare(b), cmp.Compare(b.Revision, a.Revision)) })
 	return slices.CompactFunc(list, func(a, b Allocation) bool { return a.Compare(b) == 0 })
 }
 
-// Compare orders by network, then by object. It ignores revisions.
+// Compare orders allocations by network, then by object. It ignores revisions.
 func (a Allocation) Compare(b Allocation) int {
 	return cmp.Or(a.Network.Compare(b.Network), strings.Compare(a.Object, b.Object))
 }

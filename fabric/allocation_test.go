@@ -41,7 +41,8 @@ func TestAllocationsCombineAllObjects(t *testing.T) {
 	}
 }
 
-// An ID that cannot be an object's name has another, which is no other cluster's ID.
+// If a cluster ID is no valid object name, its NetworkAllocation gets a name that is no other
+// cluster's ID.
 func TestEachClusterHasADistinctObjectName(t *testing.T) {
 	seen := []string{}
 	for _, id := range []string{"b", "a.b-c", "B", "a_b", "a.-b", strings.Repeat("x", 63), "9a8b7c6d-0000-4000-8000-000000000000"} {

@@ -12,7 +12,7 @@ import (
 
 // report collects problems.
 type report struct {
-	origin   Origin // of the object to which add attributes problems
+	origin   Origin // the object to which add attributes problems
 	problems []Problem
 }
 
@@ -22,20 +22,20 @@ func (r *report) addAt(at place, format string, args ...any) {
 	r.problems = append(r.problems, Problem{at.origin, at.field, fmt.Sprintf(format, args...)})
 }
 
-// at is the place of a field of r's object.
+// at returns the place of a field of r's object.
 func (r *report) at(field string) place { return placeIn(r.origin, field) }
 
-// A place is where a value was read.
+// A place is the field of an object from which a value was read.
 type place struct {
 	origin Origin
 	field  string // JSON path
-	words  string // its name in problems of other values
+	words  string // the value's name in problems about other values
 }
 
 func placeIn(o Origin, field string) place { return place{o, field, field} }
 
-// quote prints a string from outside: escaped, so that it cannot write into a terminal, and cut, so
-// that it cannot fill a log.
+// quote quotes a string from outside for a message. It escapes the string, so that control
+// characters do not reach a terminal, and cuts it, so that it cannot fill a log.
 func quote(s string) string {
 	const limit = 100
 	if len(s) <= limit {
@@ -48,9 +48,9 @@ func quote(s string) string {
 	return strconv.Quote(s[:cut]) + "..."
 }
 
-// CheckClusterID returns what is wrong with a cluster ID, or "". It must be a Kubernetes label
-// value, because Liqo finds the objects of a peer by the label clusterID. It is also a label of
-// every metric.
+// CheckClusterID returns the reason why a cluster ID is invalid, or "". An ID must be a Kubernetes
+// label value, because Liqo finds the objects of a peer by the label clusterID. The ID is also a
+// label of every metric.
 func CheckClusterID(id string) string {
 	const want = "want at most 63 letters, digits, '-', '_' and '.', beginning and ending with a letter or digit"
 	switch {
@@ -67,8 +67,8 @@ func CheckClusterID(id string) string {
 	return ""
 }
 
-// CheckClusterName returns what is wrong with a cluster name, or "". Names are only displayed, so
-// any printable text will do.
+// CheckClusterName returns the reason why a cluster name is invalid, or "". Names are only
+// displayed, so any printable text is valid.
 func CheckClusterName(name string) string {
 	const want = "want at most 253 printable characters"
 	if len(name) > 253 {
@@ -86,7 +86,7 @@ func isAlphanumeric(c byte) bool {
 	return '0' <= c && c <= '9' || 'a' <= c && c <= 'z' || 'A' <= c && c <= 'Z'
 }
 
-// A specialRange is a range of addresses with a special purpose, and its name for messages.
+// A specialRange is a range of addresses with a special purpose. name is the purpose, for messages.
 type specialRange struct {
 	prefix netip.Prefix
 	name   string
@@ -106,9 +106,9 @@ var specialRanges = []specialRange{
 	{netip.MustParsePrefix("ff00::/8"), "multicast"},
 }
 
-// metadataRanges contain, besides link-local addresses, the services from which a cloud's machines
-// get their credentials (checked 2026-11). A pod network may contain them, but an endpoint may not
-// be one. natengine also drops packets of peers to those of IPv6.
+// metadataRanges contain the services from which a cloud's machines get their credentials, apart
+// from those at link-local addresses (checked 2026-11). A pod network may contain such a range, but
+// an endpoint may not be in one. natengine also drops packets of peers to the IPv6 ranges.
 var metadataRanges = []specialRange{
 	{netip.MustParsePrefix("fd00:ec2::/32"), "services of Amazon's machines"},
 	{netip.MustParsePrefix("fd20:ce::254/128"), "the metadata service of Google's machines"},
@@ -117,8 +117,8 @@ var metadataRanges = []specialRange{
 	{netip.MustParsePrefix("192.0.0.192/32"), "the metadata service of Oracle's machines"},
 }
 
-// MetadataRanges returns the networks where clouds have their metadata services, besides link-local
-// addresses.
+// MetadataRanges returns the networks that contain the metadata services of clouds, apart from
+// those at link-local addresses.
 func MetadataRanges() []netip.Prefix { return prefixesOf(metadataRanges) }
 
 // SpecialRanges returns the networks that cannot belong to any cluster's pods.
@@ -141,8 +141,8 @@ func special(p netip.Prefix) (specialRange, bool) {
 	return specialRange{}, false
 }
 
-// A pair is one network as its own cluster uses it and as the other side sees it, and where we read
-// both.
+// A pair is one network in two forms: as its own cluster uses it, and as the other side sees it.
+// ownAt and seenAt are the places from which the two were read.
 type pair struct {
 	own, seen     netip.Prefix
 	ownAt, seenAt place
@@ -150,7 +150,7 @@ type pair struct {
 
 func (p pair) remapped() bool { return p.own != p.seen }
 
-// at is the place that decides what the other side sees.
+// at returns the place of the value that determines p.seen.
 func (p pair) at() place {
 	if p.remapped() {
 		return p.seenAt
@@ -165,8 +165,8 @@ func (p *Peer) pairs(at places) (localPod, localExternal, remotePod, remoteExter
 		pair{p.Remote.External, p.Remote.ExternalSeen, at.remoteExternal, at.remoteExternalSeen}
 }
 
-// check returns everything that is wrong with the peer by itself, without regard to other peers. It
-// alone defines a valid peer; parsing comes before it. at says where the values were read.
+// check returns all faults of the peer, without regard to other peers. It alone defines a valid
+// peer; parsing comes before it. at has the places from which the values were read.
 func (p *Peer) check(at places) []Problem {
 	var r report
 	if wrong := CheckClusterID(p.ID); wrong != "" {
@@ -205,8 +205,8 @@ func (p *Peer) check(at places) []Problem {
 	return r.problems
 }
 
-// network checks one network and its remapping. It returns false if comparing n with other networks
-// makes no sense.
+// network checks one network and its remapping. It returns false if n must not be compared with
+// other networks.
 func (r *report) network(n pair) bool {
 	sound := r.prefix(n.ownAt, n.own)
 	if !n.remapped() {
@@ -225,8 +225,8 @@ func (r *report) network(n pair) bool {
 	return sound
 }
 
-// CheckNetwork returns what is wrong with a network of pods or of mapped endpoints by itself, or
-// "". It allows the same prefix lengths as the CRD: even the longest leaves room for the network
+// CheckNetwork returns the reason why a network of pods or of mapped endpoints is invalid, or "".
+// It allows the same prefix lengths as the CRD: even the longest leaves room for the network
 // address, which NAPT uses, and for a first host.
 func CheckNetwork(p netip.Prefix) string {
 	shortest := 8
@@ -247,7 +247,7 @@ func CheckNetwork(p netip.Prefix) string {
 	return ""
 }
 
-// prefix adds what CheckNetwork finds to the report. It returns whether p is valid.
+// prefix adds the result of CheckNetwork to the report. It returns whether p is valid.
 func (r *report) prefix(at place, p netip.Prefix) bool {
 	wrong := CheckNetwork(p)
 	if wrong != "" {
@@ -291,8 +291,8 @@ func family(p netip.Prefix) string {
 	return "IPv6"
 }
 
-// checkEndpoint returns what is wrong with the endpoint of a peer's gateway, or "". A peer chooses
-// this value, and we send UDP packets there.
+// checkEndpoint returns the reason why the endpoint of a peer's gateway is invalid, or "". A peer
+// chooses this value, and we send UDP packets there.
 func checkEndpoint(s string) string {
 	const want = "want the IP address or DNS name of the peer's gateway"
 	if s == "" {
@@ -314,8 +314,8 @@ func checkEndpoint(s string) string {
 	return ""
 }
 
-// checkName returns what is wrong with a DNS name, or "". It accepts RFC 1123 labels, '_', which
-// the DNS allows and some providers use, and an optional dot at the end.
+// checkName returns the reason why a DNS name is invalid, or "". It accepts RFC 1123 labels, '_',
+// which the DNS allows and some providers use, and an optional dot at the end.
 func checkName(s string) string {
 	name := strings.TrimSuffix(s, ".")
 	if len(name) > 253 {
@@ -343,7 +343,7 @@ func checkName(s string) string {
 	return ""
 }
 
-// checkReal returns what is wrong with the endpoint of a mapping, or "".
+// checkReal returns the reason why the endpoint of a mapping is invalid, or "".
 func checkReal(addr netip.Addr) string {
 	if addr == GatewayAddr || addr == GatewayAddr6 {
 		return ""

@@ -11,7 +11,7 @@ import (
 	"github.com/isthmus-net/isthmus/internal/kernel"
 )
 
-// Whatever a Decider decided before, it decides as one that knows nothing.
+// A Decider with any history computes the same as a new one.
 func TestADeciderDoesNotDependOnItsHistory(t *testing.T) {
 	rng := rand.New(rand.NewPCG(1, 2))
 	var d Decider

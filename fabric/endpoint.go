@@ -8,27 +8,28 @@ import (
 )
 
 // A Site holds the addresses of our own cluster and the networks behind the tunnels. No peer's
-// gateway can have one of these addresses. It is read-only. The zero Site has no addresses.
+// gateway can have one of these addresses. A Site is read-only. The zero Site has no addresses.
 type Site struct {
 	Networks []SiteNetwork         // may overlap; the first one that contains an address counts
 	Addrs    map[netip.Addr]string // single addresses; the value ends the sentence "192.0.2.1 is ..."
-	Relays   map[netip.Addr]bool   // those of Addrs from which Services relay messages of peers
+	Relays   map[netip.Addr]bool   // those keys of Addrs from which Services relay messages of peers
 }
 
-// A SiteNetwork is a network in which no gateway of a peer can be.
+// A SiteNetwork is a network that cannot contain the gateway of a peer.
 type SiteNetwork struct {
 	Prefix netip.Prefix // the zero Prefix contains nothing
 	What   string       // ends the sentence "192.0.2.1 is inside 192.0.2.0/24, ..."
 	Relay  bool         // Services relay messages of peers from addresses in it
 }
 
-// Equal reports whether all fields of both are equal.
+// Equal reports whether all fields of s and other are equal.
 func (s Site) Equal(other Site) bool {
 	same := len(s.Networks) == len(other.Networks) && (len(s.Networks) == 0 || &s.Networks[0] == &other.Networks[0])
 	return (same || slices.Equal(s.Networks, other.Networks)) && maps.Equal(s.Addrs, other.Addrs) && maps.Equal(s.Relays, other.Relays)
 }
 
-// With returns the Site with more addresses, all described by what (see Addrs).
+// With returns a copy of the Site with additional addresses. what describes all of them, in the
+// form of the values of Addrs.
 func (s Site) With(addrs []netip.Addr, what string) Site {
 	all := make(map[netip.Addr]string, len(s.Addrs)+len(addrs))
 	maps.Copy(all, s.Addrs)
@@ -39,8 +40,8 @@ func (s Site) With(addrs []netip.Addr, what string) Site {
 	return s
 }
 
-// WithRelays is With for addresses of nodes. A peer's message may come from one of them: a node
-// that forwards packets for the gateway's Service to another node replaces the source by its own
+// WithRelays is With for addresses of nodes from which a peer's message may come: a node that
+// forwards packets for the gateway's Service to another node replaces their source by its own
 // address.
 func (s Site) WithRelays(addrs []netip.Addr, what string) Site {
 	s = s.With(addrs, what)
@@ -64,8 +65,8 @@ func (s Site) CheckEndpoint(addr netip.Addr) string {
 	})
 }
 
-// is returns how the Site describes addr, which lies in s.Networks[in], or in none if in is -1. It
-// returns "" if addr is none of the Site's.
+// is returns the description of addr in the Site, or "" if the Site does not contain addr. in is
+// the index of the network in s.Networks that contains addr, or -1.
 func (s Site) is(addr netip.Addr, in int) string {
 	if in >= 0 {
 		return fmt.Sprintf("%v is inside %v, %s", addr, s.Networks[in].Prefix, s.Networks[in].What)
@@ -76,7 +77,8 @@ func (s Site) is(addr netip.Addr, in int) string {
 	return ""
 }
 
-// checkWith implements CheckEndpoint. site returns why a Site excludes an address, or "".
+// checkWith implements CheckEndpoint. site returns the reason why a Site excludes an address, or
+// "".
 func checkWith(addr netip.Addr, site func(netip.Addr) string) string {
 	if !addr.IsValid() {
 		return "there is no address"
@@ -84,7 +86,7 @@ func checkWith(addr netip.Addr, site func(netip.Addr) string) string {
 	if addr.Zone() != "" {
 		return quote(addr.String()) + " has a zone" // which may be any text
 	}
-	addr = addr.Unmap() // for the kernel it is the IPv4 address
+	addr = addr.Unmap() // the kernel sends packets for an IPv4-mapped address by IPv4
 	if v4, how := embedded(addr); how != "" {
 		if wrong := checkWith(v4, site); wrong != "" {
 			return fmt.Sprintf("%v leads to %v (%s): %s", addr, v4, how, wrong)
@@ -101,13 +103,13 @@ func checkWith(addr netip.Addr, site func(netip.Addr) string) string {
 }
 
 // A SiteIndex checks addresses as its Site does, but fast enough for each message: the cost hardly
-// depends on the number of networks, of which each peer adds two. It is immutable.
+// depends on the number of networks, of which each peer adds two. A SiteIndex is immutable.
 type SiteIndex struct {
 	site     Site
 	networks *prefixIndex // of site.Networks
 }
 
-// Index makes the index of a Site.
+// Index returns the index of a Site.
 func (s Site) Index() *SiteIndex {
 	x := &SiteIndex{site: s, networks: &prefixIndex{in: make(map[netip.Prefix][]int, len(s.Networks))}}
 	for i := range s.Networks {
@@ -116,7 +118,7 @@ func (s Site) Index() *SiteIndex {
 	return x
 }
 
-// find returns the number of a network that contains addr and has this Relay value, or -1.
+// find returns the number of a network that contains addr and has this value of Relay, or -1.
 func (x *SiteIndex) find(addr netip.Addr, relay bool) int {
 	return x.networks.find(addr, func(i int) bool { return x.site.Networks[i].Relay == relay })
 }
@@ -124,7 +126,7 @@ func (x *SiteIndex) find(addr netip.Addr, relay bool) int {
 // CheckEndpoint returns the same as Site.CheckEndpoint.
 func (x *SiteIndex) CheckEndpoint(addr netip.Addr) string {
 	return checkWith(addr, func(addr netip.Addr) string {
-		first := -1 // lowest number of a network that contains addr
+		first := -1 // lowest number of a network that contains addr; -1: none
 		x.networks.find(addr, func(i int) bool {
 			if first < 0 || i < first {
 				first = i
@@ -136,8 +138,8 @@ func (x *SiteIndex) CheckEndpoint(addr netip.Addr) string {
 }
 
 // CheckSource returns the reason why no message of a peer can come from addr, or "". Replies go to
-// the source of a message, so it is checked like an endpoint. Only addresses from which Services
-// relay are exempt.
+// the source of a message, so the source is checked like an endpoint. Only addresses from which
+// Services relay messages are exempt.
 func (x *SiteIndex) CheckSource(addr netip.Addr) string {
 	if x.site.Relays[addr.Unmap().WithZone("")] {
 		return ""
@@ -153,20 +155,20 @@ func (x *SiteIndex) RelaysFrom(addr netip.Addr) bool {
 }
 
 // endpointRanges cannot contain a gateway, in addition to specialRanges and metadataRanges. Pods
-// may have such addresses (GKE allows class E).
+// may have addresses in them (GKE allows class E).
 var endpointRanges = []specialRange{
 	{netip.MustParsePrefix("240.0.0.0/4"), "reserved, RFC 1112"},
 }
 
-// Networks of IPv6 addresses that embed the IPv4 address to which packets go in the end.
+// Networks of IPv6 addresses that embed an IPv4 address. Packets finally go to the IPv4 address.
 var (
 	nat64     = netip.MustParsePrefix("64:ff9b::/96") // DNS64 returns it in networks without IPv4
 	sixToFour = netip.MustParsePrefix("2002::/16")
 	teredo    = netip.MustParsePrefix("2001::/32")
 )
 
-// embedded returns the IPv4 address in an IPv6 address, and how a packet gets there; how is empty
-// where there is none.
+// embedded returns the IPv4 address that is embedded in an IPv6 address. how describes the path of
+// a packet to it; it is empty if no address is embedded.
 func embedded(addr netip.Addr) (v4 netip.Addr, how string) {
 	b := addr.As16()
 	switch {

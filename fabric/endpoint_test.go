@@ -8,7 +8,7 @@ import (
 	"testing"
 )
 
-// What is wrong with an address wherever it is used, is wrong with it in an object.
+// A NetworkConfig whose endpoint CheckEndpoint refuses is refused for the same reason.
 func TestNoObjectNamesAnEndpointThatNoGatewayHas(t *testing.T) {
 	for text, why := range map[string]string{
 		"240.0.0.9": "240.0.0.9 is in 240.0.0.0/4 (reserved, RFC 1112)", "100.100.100.200": "Alibaba", "fd00:ec2::254": "Amazon",
@@ -31,7 +31,7 @@ func TestNoObjectNamesAnEndpointThatNoGatewayHas(t *testing.T) {
 	}
 }
 
-// The gateway's site has the networks of all peers in it, and what the source knows.
+// The gateway's Site has the networks of all its peers, and the Site of the source.
 func TestTheSiteOfAGatewayCombinesPeersAndSource(t *testing.T) {
 	in := Intent{ClusterID: idA, Peers: []Peer{peer(t, idB, nil)}, Site: Site{Networks: []SiteNetwork{{Prefix: pfx("10.96.0.0/12"), What: "our ServiceCIDR"}}}.With([]netip.Addr{ip("198.51.100.7")}, "a node of ours")}
 	gw, problems := GatewayFor(in)
@@ -50,7 +50,7 @@ func TestTheSiteOfAGatewayCombinesPeersAndSource(t *testing.T) {
 	}
 }
 
-// A SiteIndex returns the same text as its Site, whatever networks overlap.
+// A SiteIndex returns the same texts as its Site, also for overlapping networks.
 func TestASiteIndexEqualsItsSite(t *testing.T) {
 	rng := rand.New(rand.NewPCG(7, 8))
 	addr := func() netip.Addr {
@@ -99,7 +99,8 @@ func TestASiteIndexEqualsItsSite(t *testing.T) {
 	}
 }
 
-// Services relay messages of peers from nodes, by their addresses or those among the pods.
+// Services relay messages of peers from addresses of nodes, including node addresses in pod
+// networks.
 func TestMessagesMayComeFromServiceRelays(t *testing.T) {
 	site := Site{Networks: []SiteNetwork{{Prefix: pfx("10.244.0.0/16"), What: "our PodCIDR", Relay: true}, {Prefix: pfx("10.96.0.0/12"), What: "our ServiceCIDR"}}}.
 		With([]netip.Addr{ip("172.30.1.2"), ip("172.30.1.11")}, "an API server of ours").WithRelays([]netip.Addr{ip("172.30.1.11")}, "a node of ours")

@@ -9,12 +9,12 @@ import (
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 )
 
-// A Claim is the parsed and valid content of a NetworkConfig: networks, gateway and keys of its
+// A Claim is the parsed and valid content of a NetworkConfig: networks, gateway and keys of the
 // sender. ClaimFrom makes it.
 type Claim struct {
 	Pod       netip.Prefix // Pb, the sender's PodCIDR
-	External  netip.Prefix // Xb, its ExternalCIDR
-	Endpoint  string       // of its gateway: IP address or DNS name
+	External  netip.Prefix // Xb, the sender's ExternalCIDR
+	Endpoint  string       // of the sender's gateway: IP address or DNS name
 	Port      uint16       // UDP
 	PublicKey [32]byte     // WireGuard
 	Tunnels   []TunnelEnd  // additional tunnels; nil if none
@@ -30,9 +30,9 @@ func (c Claim) Keys() [][32]byte {
 	return keys
 }
 
-// ClaimFrom reads the spec of a NetworkConfig, except its addressee. It repeats the checks of the
-// CRD, because an object may be older than these rules. It reports all problems at once; with any
-// problem the claim is zero. o names the object in messages.
+// ClaimFrom reads the spec of a NetworkConfig, except the cluster to which it is addressed. It
+// repeats the checks of the CRD, because an object may be older than these rules. It reports all
+// problems at once; if there are any, the claim is zero. o names the object in messages.
 func ClaimFrom(nc *v1alpha1.NetworkConfig, o Origin) (Claim, []Problem) {
 	spec := &nc.Spec
 	r := report{origin: o}
@@ -68,8 +68,8 @@ func ClaimFrom(nc *v1alpha1.NetworkConfig, o Origin) (Claim, []Problem) {
 	return c, nil
 }
 
-// A Receiver holds the values of our own side that a peer's claim must not collide with. Zero
-// fields are unknown and collide with nothing.
+// A Receiver holds the values of our own side with which a peer's claim must not conflict. Zero
+// fields are unknown and conflict with nothing.
 type Receiver struct {
 	PublicKey              [32]byte
 	Pod, Service, External netip.Prefix
@@ -79,7 +79,7 @@ type Receiver struct {
 	Tunnels                []TunnelEnd // additional tunnels, as published to this peer
 }
 
-// site returns the receiver's addresses, described in words for the peer.
+// site returns the receiver's addresses. The descriptions are written for the peer.
 func (r Receiver) site() Site {
 	return Site{Networks: []SiteNetwork{
 		{Prefix: r.Pod, What: "the receiver's PodCIDR; want an address outside"},
@@ -101,8 +101,8 @@ type Refusal struct {
 	Problem
 }
 
-// CheckClaim returns the reasons to refuse a peer's claim. The peer gets to read the messages, so
-// they reveal nothing about other peers.
+// CheckClaim returns the reasons to refuse a peer's claim. The peer reads the messages, so they
+// reveal nothing about other peers.
 func CheckClaim(c Claim, receiver Receiver, others Neighbours) (refusals []Refusal) {
 	refuse := func(reason, field, format string, args ...any) {
 		refusals = append(refusals, Refusal{reason, Problem{c.Origin, field, fmt.Sprintf(format, args...)}})
@@ -153,7 +153,7 @@ func CheckAllocation(c Claim, podSeen, externalSeen netip.Prefix, gateways []net
 	fields := map[netip.Prefix]string{podSeen: "spec.podCIDR", externalSeen: "spec.externalCIDR"}
 	for _, seen := range []netip.Prefix{podSeen, externalSeen} {
 		if addr, err := netip.ParseAddr(c.Endpoint); err == nil && seen.Contains(addr) {
-			// The tunnel's own UDP packets would be routed into the tunnel.
+			// Otherwise the tunnel's own UDP packets would be routed into the tunnel.
 			refusals = append(refusals, Refusal{v1alpha1.ReasonEndpoint, Problem{c.Origin, "spec.endpointIP",
 				fmt.Sprintf("%v is inside %v, which the receiver uses for %s; want an address outside, or reserve that network at the receiver",
 					addr, seen, fields[seen])}})
@@ -170,13 +170,13 @@ func CheckAllocation(c Claim, podSeen, externalSeen netip.Prefix, gateways []net
 	return refusals
 }
 
-// sameHost compares two endpoints as a resolver does: without case and a trailing dot.
+// sameHost compares two endpoints as a resolver does: it ignores case and a trailing dot.
 func sameHost(a, b string) bool {
 	return a != "" && strings.EqualFold(strings.TrimSuffix(a, "."), strings.TrimSuffix(b, "."))
 }
 
-// TunnelEndpointFor joins the two NetworkConfigs of a peering: original is ours, with the peer's
-// answer in its status; copied is the peer's, with our answer. It returns a spec that PeerFrom
+// TunnelEndpointFor joins the two NetworkConfigs of a peering. original is ours, with the peer's
+// answer in its status. copied is the peer's, with our answer. The result is a spec that PeerFrom
 // accepts, or problems that name the fields of the NetworkConfigs. peer is the remote cluster.
 func TunnelEndpointFor(original, copied *v1alpha1.NetworkConfig, peer v1alpha1.ClusterIdentity) (v1alpha1.TunnelEndpointSpec, []Problem) {
 	at := placesInExchange(originOf(original), originOf(copied))

@@ -19,7 +19,7 @@ var (
 	bravo = v1alpha1.ClusterIdentity{ClusterID: idB, ClusterName: "bravo"}
 )
 
-// configOf is the NetworkConfig of a cluster for another one, not answered.
+// configOf returns an unanswered NetworkConfig, addressed to another cluster.
 func configOf(to v1alpha1.ClusterIdentity, pod, external, endpoint string, key byte) *v1alpha1.NetworkConfig {
 	return &v1alpha1.NetworkConfig{
 		ObjectMeta: metav1.ObjectMeta{Namespace: "tenant", Name: to.UniqueName()},
@@ -35,7 +35,8 @@ func answered(nc *v1alpha1.NetworkConfig, pod, external string) *v1alpha1.Networ
 	return nc
 }
 
-// fromBravo is what bravo, with other masks than ours, says to us.
+// fromBravo returns a NetworkConfig of the peer bravo, whose networks have other prefix lengths
+// than ours.
 func fromBravo() *v1alpha1.NetworkConfig {
 	return configOf(alpha, "10.244.0.0/18", "10.245.0.0/18", "192.0.2.2", 2)
 }
@@ -54,7 +55,7 @@ func TestClaimFromRefuses(t *testing.T) {
 	type spec = v1alpha1.NetworkConfigSpec
 	for name, c := range map[string]struct {
 		change func(*spec)
-		want   string // field and a part of the message
+		want   string // field and part of the message
 	}{
 		"no PodCIDR":               {func(s *spec) { s.PodCIDR = "" }, "spec.podCIDR: is empty"},
 		"all addresses":            {func(s *spec) { s.PodCIDR = "0.0.0.0/0" }, "spec.podCIDR: 0.0.0.0/0 has a length of 0"},
@@ -200,7 +201,7 @@ func TestCheckAllocationRefusesNetworksThatContainGateways(t *testing.T) {
 	}
 }
 
-// Both sides have other masks, and each of the four networks may be remapped.
+// The two sides have networks of different lengths, and each of the four networks may be remapped.
 func TestTunnelEndpointForMapsTheFields(t *testing.T) {
 	nat := func(remapped bool, network string) string {
 		if remapped {
@@ -217,7 +218,7 @@ func TestTunnelEndpointForMapsTheFields(t *testing.T) {
 				nat(remotePod, "10.66.64.0/18"), nat(remoteExternal, "10.67.16.0/20"))
 			copied.Spec.BackendConfig["more"] = "than Liqo knows"
 			copied.Spec.BackendConfig["tunnels"] = "5872:" + keyText(3)
-			original.Spec.BackendConfig["tunnels"] = "5872:" + keyText(5) + ",5873:" + keyText(6) // are ours, of which the gateway knows
+			original.Spec.BackendConfig["tunnels"] = "5872:" + keyText(5) + ",5873:" + keyText(6) // our own tunnels, which the result must not contain
 			got, problems := TunnelEndpointFor(original, copied, bravo)
 			wantTexts(t, problems)
 			want := v1alpha1.TunnelEndpointSpec{
@@ -309,7 +310,8 @@ func TestSeenByReadsAnAnswer(t *testing.T) {
 	}
 }
 
-// Whatever two honest clusters are and answer, each has as remote what the other has as local.
+// For two honest clusters with any networks and answers, the remote networks of each are the local
+// networks of the other.
 func TestTunnelEndpointsOfTwoHonestClustersMirrorEachOther(t *testing.T) {
 	rng := rand.New(rand.NewPCG(1, 2))
 	for range 5_000 {
@@ -339,25 +341,25 @@ func TestTunnelEndpointsOfTwoHonestClustersMirrorEachOther(t *testing.T) {
 	}
 }
 
-// side is an honest cluster: it grants networks of 172 or 173.
+// side is an honest cluster. It remaps into networks of 172.0.0.0/8 or 173.0.0.0/8.
 type side struct {
 	number        int
 	pod, external netip.Prefix
 }
 
-// randomSide uses networks of 10.0.0.0/9, so that two of them often collide.
+// randomSide uses networks of 10.0.0.0/9, so that the networks of two sides often overlap.
 func randomSide(rng *rand.Rand, number int) side {
 	inside := func(net string) netip.Prefix {
 		p := pfx(net)
 		bits := p.Bits() + 1 + rng.IntN(12)
 		octets := p.Addr().As4()
-		octets[1] |= byte(rng.IntN(4)) // few choices: collisions are what matters
+		octets[1] |= byte(rng.IntN(4)) // few choices, so that networks often collide
 		return netip.PrefixFrom(netip.AddrFrom4(octets), bits).Masked()
 	}
 	return side{number, inside("10.0.0.0/10"), inside("10.64.0.0/10")}
 }
 
-// allocate remaps what overlaps our own, and now and then what does not.
+// allocate remaps networks that overlap our own, and sometimes others.
 func (s side) allocate(c Claim) (pod, external netip.Prefix) {
 	remap := func(p netip.Prefix, second byte) netip.Prefix {
 		if !p.Overlaps(s.pod) && !p.Overlaps(s.external) {
@@ -378,7 +380,8 @@ func locals(s v1alpha1.TunnelEndpointSpec) networkTexts {
 	return networkTexts{s.LocalPodCIDR, s.LocalNATPodCIDR, s.LocalExternalCIDR, s.LocalNATExternalCIDR}
 }
 
-// Whatever a peer says and answers, there are problems or a TunnelEndpoint that gateways take.
+// For any NetworkConfig of a peer, the result is a list of problems, or a TunnelEndpoint that
+// gateways accept.
 func FuzzExchange(f *testing.F) {
 	f.Add("10.244.0.0/16", "10.245.0.0/16", "192.0.2.2", "5871", keyText(2), "5872:"+keyText(3)+",1:"+keyText(4), "10.246.0.0/16", "None", "172.16.0.0/16", "None")
 	f.Add("0.0.0.0/0", "::/0", "localhost", "-1", keyText(0), "", "", "none", "10.244.0.0/16", "10.244.0.0/16")

@@ -32,8 +32,8 @@ func keyText(b byte) string {
 	return base64.StdEncoding.EncodeToString(key[:])
 }
 
-// endpointB is what two clusters that both use 10.244.0.0/16 have at A about B (docs/liqo-v0.md,
-// section 7.2).
+// endpointB is the TunnelEndpoint for the peer B in cluster A, if both clusters use 10.244.0.0/16
+// (docs/liqo-v0.md, section 7.2).
 func endpointB() *v1alpha1.TunnelEndpoint {
 	return &v1alpha1.TunnelEndpoint{
 		ObjectMeta: metav1.ObjectMeta{Namespace: "liqo-tenant-bravo-924e89", Name: "bravo-924e89"},
@@ -100,7 +100,8 @@ func TestPeerFromReadsATunnelEndpoint(t *testing.T) {
 func TestPeerFromAccepts(t *testing.T) {
 	type spec = v1alpha1.TunnelEndpointSpec
 	for name, change := range map[string]func(*spec){
-		// docs/liqo-v0.md, section 7.5: each side chooses for itself, so these coincide.
+		// These networks are equal because each side chooses for itself (docs/liqo-v0.md, section
+		// 7.5).
 		"Pa@B equal to Pb@A": func(s *spec) { s.LocalNATPodCIDR, s.RemoteNATPodCIDR = "10.246.0.0/16", "10.246.0.0/16" },
 		"Xa@B equal to Pb@A": func(s *spec) { s.LocalNATExternalCIDR, s.RemoteNATPodCIDR = "10.248.0.0/16", "10.248.0.0/16" },
 		"Pa@B equal to Xb@A": func(s *spec) { s.LocalNATPodCIDR, s.RemoteNATExternalCIDR = "10.248.0.0/16", "10.248.0.0/16" },
@@ -236,7 +237,7 @@ func TestPeerFromRefuses(t *testing.T) {
 		{func(s *spec) { s.BackendConfig["publicKey"] = strings.Repeat("A", 42) + "B=" }, []string{"spec.backend_config.publicKey: is not base64; want 32 bytes in 44 base64 characters"}},
 		{func(s *spec) { s.BackendConfig["publicKey"] = keyText(0) }, []string{"spec.backend_config.publicKey: is all zero; want a key"}},
 
-		// All at once, each once.
+		// All faults at once: each is reported exactly once.
 		{func(s *spec) { *s = spec{} }, []string{
 			"spec.backendType: is \"\"; want \"wireguard\"",
 			"spec.backend_config.port: is absent; want a UDP port from 1 to 65535",
@@ -299,7 +300,7 @@ func TestMappingsFromRefuses(t *testing.T) {
 	for _, test := range []struct {
 		change func(*spec)
 		want   string
-		kept   int // entries that are used all the same
+		kept   int // number of entries that are still used
 	}{
 		{func(s *spec) { s.ClusterID = "" }, "spec.clusterID: is empty; want at most 63 letters, digits, '-', '_' and '.', beginning and ending with a letter or digit", 0},
 		{func(s *spec) { s.PodCIDR = "10.246.0.1/16" }, `spec.podCIDR: "10.246.0.1/16" has host bits set; want 10.246.0.0/16`, 0},

@@ -10,9 +10,9 @@ import (
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 )
 
-// specFields has a row for each field of a TunnelEndpoint's spec. A new field needs one, and then
-// the tests below say where else it is missing: in PeerFrom or specOf when it gets lost on the way,
-// in Peer.check when any value passes, in GatewayFor when a change of it changes nothing.
+// specFields has a row for each field of a TunnelEndpoint's spec. A new field needs a row, and the
+// tests below then report each function that does not handle it: PeerFrom or specOf if its value is
+// lost, Peer.check if it accepts any value, GatewayFor if a change of the value has no effect.
 var specFields = map[string]struct{ other, wrong string }{
 	"spec.clusterIdentity.clusterID":   {"other", "-"},
 	"spec.clusterIdentity.clusterName": {"other", "\x1b"},
@@ -25,14 +25,14 @@ var specFields = map[string]struct{ other, wrong string }{
 	"spec.remoteExternalCIDR":          {"10.22.0.0/16", "224.0.0.0/16"},
 	"spec.remoteNATExternalCIDR":       {"10.23.0.0/16", "127.0.0.0/16"},
 	"spec.endpointIP":                  {"gw.example.com", "localhost"},
-	"spec.backendType":                 {"", "vxlan"}, // there is no other
+	"spec.backendType":                 {"", "vxlan"}, // there is no other valid value
 	"spec.backend_config.port":         {"5873", "0"},
 	"spec.backend_config.publicKey":    {keyText(40), "AAAA"},
 	"spec.backend_config.tunnels":      {"5900:" + keyText(41), "5900"},
 }
 
-// leaves calls f with the path of each string in a struct, in structs inside it and in maps, and
-// with a function that sets it.
+// leaves calls f for each string in a struct, in nested structs and in maps: with its path, its
+// value and a function that sets it.
 func leaves(t *testing.T, path string, v reflect.Value, f func(path, value string, set func(string))) {
 	t.Helper()
 	switch v.Kind() {

@@ -12,36 +12,36 @@ import (
 	"github.com/isthmus-net/isthmus/natengine"
 )
 
-// Gateway is the complete desired state of a gateway: a peer that it lacks must be removed.
-// GatewayFor makes it. It is read-only.
+// Gateway is the complete desired state of a gateway: a peer that is missing from it must be
+// removed. GatewayFor makes it. It is read-only.
 type Gateway struct {
 	ClusterID, ClusterName string         // our own cluster, for display
 	Peers                  []*GatewayPeer // sorted by ID
 	Waiting                []Waiting      // mappings without a peer, sorted; only for display
-	Site                   Site           // with our networks and all peers', which cannot contain a gateway
+	Site                   Site           // with our networks and the networks of all peers, which cannot contain a gateway
 }
 
-// GatewayPeer is everything about one peer that a gateway needs.
+// GatewayPeer is everything that a gateway needs to know about one peer.
 type GatewayPeer struct {
 	ID, Name  string
-	Local     Networks // ours, and as the peer sees them
-	Remote    Networks // the peer's, and as we see them
+	Local     Networks // our networks, and the networks that the peer uses for them
+	Remote    Networks // the peer's networks, and the networks that we use for them
 	PublicKey [32]byte
 	Endpoint  string // IP address or DNS name
 	Port      uint16
 	Tunnels   []TunnelEnd // additional tunnels, which share all other fields; nil if none
 
-	// InBand says that the peer's gateway may reach our API server, and our manager the peer's.
+	// InBand lets the peer's gateway reach our API server, and our manager reach the peer's.
 	InBand bool
-	// InBandLeaving says that only our manager may still do so, because the peering is ending.
+	// InBandLeaving restricts InBand to our manager, because the peering is ending.
 	InBandLeaving bool
 
 	// AllowedIPs are exactly Pb@A and Xb@A, in this order (docs/liqo-v0.md, section 6.2). They
-	// overlap with those of no other peer.
+	// overlap with no AllowedIPs of another peer.
 	AllowedIPs [2]netip.Prefix
 
-	// Rules are for the NAT engine, whose SetPeers accepts the rules of all peers of one Gateway
-	// together. The gateway sets MTU and MSS in them, which depend on the path to the peer.
+	// Rules are for the NAT engine. Its SetPeers accepts the rules of all peers of one Gateway
+	// together. The gateway adds MTU and MSS to them, which depend on the path to the peer.
 	Rules natengine.Peer
 
 	// Probe is where the connection check sends its PINGs: the first host of Xb@A, UDP port 12345
@@ -51,20 +51,21 @@ type GatewayPeer struct {
 	Origin Origin // the object this peer was read from
 }
 
-// GatewayFor computes the desired state of the gateway. It and GatewayDecider are the only ones
-// that do: sources call them and deliver the result, and the gateway applies it.
+// GatewayFor computes the desired state of the gateway. It and GatewayDecider are the only code
+// that does: sources call one of them and deliver the result, and the gateway applies it.
 //
-// A peer is refused if it is invalid, or if it conflicts with an accepted one: by the same cluster
-// ID, the same public key, or a network as we see it that overlaps a network of another peer or our
-// own networks towards another peer. Our own networks can differ between peers while they change,
-// because each peer answers the change by itself. Of two conflicting peers the first by age, then
-// ID, then origin is accepted. An invalid mapping is left out by itself: its address does not
-// answer, and the peer's pods stay connected. Problems are sorted.
+// A peer is refused if it is invalid or conflicts with an accepted peer. Peers conflict if they
+// have the same cluster ID or the same public key. They also conflict if a network of one peer, as
+// we see it, overlaps a network of the other peer or one of our own networks towards the other
+// peer. Our own networks can differ between peers during a change, because each peer answers the
+// change separately. Of two conflicting peers the first by age, then ID, then origin is accepted.
+// An invalid mapping is left out alone: its address does not answer, and the peer's pods stay
+// connected. Problems are sorted.
 //
 // The gateway's own address is always mapped to the first host of Xa@B, with or without a
-// NatMapping that says so: the peer sends its connection check there and nowhere else. A NatMapping
-// that puts 169.254.0.1 at another address is a leftover of an earlier peering (Liqo's answers are
-// sticky) and is refused, because following it would leave every check of the peer unanswered.
+// NatMapping for it: the peer sends its connection check there and nowhere else. A NatMapping that
+// puts 169.254.0.1 at another address is a leftover of an earlier peering (Liqo never changes its
+// answers) and is refused, because every check of the peer would otherwise stay unanswered.
 func GatewayFor(in Intent) (Gateway, []Problem) {
 	var (
 		gw       = Gateway{ClusterID: in.ClusterID, ClusterName: in.ClusterName}
@@ -125,7 +126,7 @@ func gatewayPeer(p *Peer, endpoints []natengine.Endpoint) *GatewayPeer {
 	}
 }
 
-// byAge orders peers so that of two conflicting ones the one to keep comes first. Only identical
+// byAge orders peers so that the accepted one of two conflicting peers comes first. Only identical
 // peers are equal in this order.
 func byAge(a, b Peer) int {
 	order := cmp.Or(
@@ -139,8 +140,8 @@ func byAge(a, b Peer) int {
 	return order
 }
 
-// endpointsFor returns the engine's endpoints: those of a peer's mappings and the gateway's own
-// address, sorted by the address seen.
+// endpointsFor returns the engine's endpoints, sorted by the address seen: those of a peer's
+// mappings, and the gateway's own address.
 func endpointsFor(p *Peer) ([]natengine.Endpoint, []Problem) {
 	var (
 		r        = report{origin: p.MappingsOrigin}
@@ -190,23 +191,23 @@ func endpointsFor(p *Peer) ([]natengine.Endpoint, []Problem) {
 type keeper struct {
 	id    string     // our own cluster ID
 	own   [][32]byte // our own public keys
-	local []*local   // our own networks, sorted; more than two only during a change
+	local []*local   // our own networks, sorted; more than two only during a change of them
 	ids   map[string]*Peer
 	keys  map[[32]byte]*Peer // of all tunnels
 	nets  []*occupied        // disjoint, sorted by address
-	gates []*gate            // sorted by address; peers behind one NAT share theirs
+	gates []*gate            // sorted by address; peers behind the same NAT share an address
 }
 
 func newKeeper(in Intent) keeper {
 	return keeper{id: in.ClusterID, own: append([][32]byte{in.PublicKey}, in.FurtherKeys...), ids: map[string]*Peer{}, keys: map[[32]byte]*Peer{}}
 }
 
-// A local is one of our own networks, of pods or of mapped endpoints, as the TunnelEndpoints of
-// peers have it.
+// A local is one of our own networks, of pods or of mapped endpoints, from the TunnelEndpoints of
+// peers.
 type local struct {
 	prefix netip.Prefix
 	pods   bool
-	peers  int   // number of peers that have it
+	peers  int   // number of peers with this network
 	peer   *Peer // the first of them
 }
 
@@ -224,7 +225,7 @@ func (l *local) compare(m local) int {
 	return 1
 }
 
-// name describes l in a Site.
+// name returns the description of l in a Site.
 func (l *local) name() string {
 	if l.pods {
 		return "our PodCIDR"
@@ -232,7 +233,7 @@ func (l *local) name() string {
 	return "our ExternalCIDR"
 }
 
-// A gate is the literal address of a peer's gateway.
+// A gate is the endpoint of a peer's gateway, if it is an IP address.
 type gate struct {
 	addr netip.Addr
 	peer *Peer
@@ -293,8 +294,9 @@ func (k *keeper) drop(p *Peer) {
 	}
 }
 
-// site adds to a Site the networks of accepted peers: our own, and those that the host routes into
-// the tunnel. With an endpoint in one of the latter, the tunnel's own packets would go there, too.
+// site adds the networks of accepted peers to a Site: our own networks, and the networks that the
+// host routes into the tunnel. An endpoint inside the latter would route the tunnel's own packets
+// into the tunnel.
 func (k *keeper) site(s Site) Site {
 	s.Networks = append(slices.Grow([]SiteNetwork(nil), len(s.Networks)+len(k.local)+len(k.nets)), s.Networks...)
 	for _, l := range k.local {
@@ -306,14 +308,14 @@ func (k *keeper) site(s Site) Site {
 	return s
 }
 
-// gateAt returns the index in k.gates of the first address that is not below addr.
+// gateAt returns the index in k.gates of the first address that is at least addr.
 func (k *keeper) gateAt(addr netip.Addr) int {
 	at, _ := slices.BinarySearchFunc(k.gates, addr, func(g *gate, a netip.Addr) int { return g.addr.Compare(a) })
 	return at
 }
 
-// find returns the index at which prefix belongs in k.nets, and a network that it overlaps, if any.
-// For a network in k.nets, at is its index.
+// find returns the index at which prefix is, or has to be inserted, in k.nets, and a network that
+// overlaps prefix, if any.
 func (k *keeper) find(prefix netip.Prefix) (at int, overlapped *occupied) {
 	at, _ = slices.BinarySearchFunc(k.nets, prefix, func(o *occupied, p netip.Prefix) int {
 		return o.prefix.Addr().Compare(p.Addr())
@@ -328,8 +330,7 @@ func (k *keeper) find(prefix netip.Prefix) (at int, overlapped *occupied) {
 	return at, nil
 }
 
-// check returns the conflicts of p, which is valid by itself, with accepted peers and with
-// ourselves.
+// check returns the conflicts of a valid peer with accepted peers and with our own cluster.
 func (k *keeper) check(p *Peer) []Problem {
 	at := placesInTunnelEndpoint(p.Origin)
 	var r report
@@ -363,7 +364,7 @@ func (k *keeper) check(p *Peer) []Problem {
 	}
 	for _, n := range []pair{remotePod, remoteExternal} {
 		for _, l := range k.local {
-			if n.seen.Overlaps(l.prefix) && l.prefix != p.Local.Pod && l.prefix != p.Local.External { // the peer's own check covers those
+			if n.seen.Overlaps(l.prefix) && l.prefix != p.Local.Pod && l.prefix != p.Local.External { // Peer.check covers the peer's own networks
 				r.addAt(n.at(), "%v overlaps %v, which is %s for cluster %s (%s); want a network of its own",
 					n.seen, l.prefix, l.name(), quote(l.peer.ID), l.peer.Origin)
 			}
@@ -372,7 +373,7 @@ func (k *keeper) check(p *Peer) []Problem {
 			r.addAt(n.at(), "%v overlaps %v of cluster %s (%s: %s); want a network that no other peer has here",
 				n.seen, other.prefix, quote(other.peer.ID), other.peer.Origin, other.field)
 		}
-		// Such a network would take the UDP packets of one tunnel into another.
+		// Such a network would route the UDP packets of one tunnel into another.
 		if i := k.gateAt(n.seen.Addr()); i < len(k.gates) && n.seen.Contains(k.gates[i].addr) {
 			g := k.gates[i]
 			r.addAt(n.at(), "%v contains %v, the gateway of cluster %s (%s: spec.endpointIP); want a network without gateways of peers",
@@ -388,9 +389,9 @@ func (k *keeper) check(p *Peer) []Problem {
 	return r.problems
 }
 
-// String prints the gateway as a plan: the WireGuard peer as a wg(8) command, the host routes, and
-// the address translation in words. Two Gateways print the same if and only if there is the same to
-// do for them.
+// String prints the gateway as a plan: the WireGuard peers as wg(8) commands, the host routes, and
+// the address translation in words. Two Gateways print the same text if and only if applying
+// them has the same effect.
 func (g Gateway) String() string {
 	var b strings.Builder
 	for _, p := range g.Peers {
@@ -402,7 +403,7 @@ func (g Gateway) String() string {
 	return b.String()
 }
 
-// String prints one peer as in Gateway.String.
+// String prints one peer in the form of Gateway.String.
 func (p GatewayPeer) String() string {
 	var b strings.Builder
 	fmt.Fprintf(&b, "peer %s (%s)\n", p.ID, p.Name)
@@ -439,7 +440,7 @@ func (p GatewayPeer) String() string {
 	return b.String()
 }
 
-// hostPort is net.JoinHostPort, for which this package would have to import net.
+// hostPort is net.JoinHostPort, because this package does not import net.
 func hostPort(host string, port uint16) string {
 	if strings.Contains(host, ":") {
 		host = "[" + host + "]"

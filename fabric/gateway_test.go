@@ -14,8 +14,7 @@ import (
 	"github.com/isthmus-net/isthmus/natengine"
 )
 
-// engineAccepts is the other side of the contract: what comes out of GatewayFor is never refused by
-// the engine.
+// engineAccepts checks that the engine accepts the rules that GatewayFor returns.
 func engineAccepts(t testing.TB, gw Gateway) {
 	t.Helper()
 	var rules []natengine.Peer
@@ -56,7 +55,7 @@ func TestGatewayForPlan(t *testing.T) {
 		p.Local.PodSeen, p.Local.ExternalSeen = p.Local.Pod, p.Local.External
 		p.Endpoint = "gw.example.com"
 	})
-	b.Created, c.Created = 2000, 1000 // age decides what is kept, not where it stands
+	b.Created, c.Created = 2000, 1000 // the age decides which peer is kept, not the position
 	gw, problems := GatewayFor(Intent{ClusterID: idA, PublicKey: keyOf(1), Peers: []Peer{c, b},
 		Waiting: []Waiting{{"x", Origin{Kind: "NatMapping", Name: "x"}}}})
 	wantTexts(t, problems)
@@ -124,7 +123,8 @@ func TestGatewayForIPv6PeerHasTheGatewaysIPv6Address(t *testing.T) {
 	}
 }
 
-// A TunnelEndpoint has networks of one family, but a gateway may have peers of both.
+// A TunnelEndpoint has networks of one address family, but a gateway may have peers of both
+// families.
 func TestGatewayForTakesPeersOfBothFamilies(t *testing.T) {
 	six := func(id, remote, own string) Peer {
 		return peer(t, id, func(p *Peer) {
@@ -140,7 +140,7 @@ func TestGatewayForTakesPeersOfBothFamilies(t *testing.T) {
 	}
 	engineAccepts(t, gw)
 
-	peers[2] = six("d", "fd05", "fd00:9::/48") // it has not followed a change yet, or c has not
+	peers[2] = six("d", "fd05", "fd00:9::/48") // c and d have different networks of ours, as during a change of these
 	gw, problems = GatewayFor(Intent{ClusterID: idA, Peers: peers})
 	wantTexts(t, problems)
 	if len(gw.Peers) != 3 {
@@ -149,8 +149,8 @@ func TestGatewayForTakesPeersOfBothFamilies(t *testing.T) {
 	engineAccepts(t, gw)
 }
 
-// A change of our own networks reaches one peer after the other, and some peers never. The gateway's state
-// for a peer does not depend on our networks towards other peers.
+// A change of our own networks reaches one peer after the other, and some peers never. The
+// gateway's state for a peer does not depend on our networks towards other peers.
 func TestOurNetworksAreIndependentForEachPeer(t *testing.T) {
 	rng := rand.New(rand.NewPCG(7, 8))
 	for range 500 {
@@ -158,7 +158,7 @@ func TestOurNetworksAreIndependentForEachPeer(t *testing.T) {
 		for i := range 2 + rng.IntN(8) {
 			own, external := netip.PrefixFrom(ip("10.244.0.0"), 15+rng.IntN(3)), netip.PrefixFrom(ip("10.0.0.0"), 15+rng.IntN(3))
 			if rng.IntN(4) == 0 {
-				own, external = external, own // what was a network of pods is one of mapped endpoints
+				own, external = external, own // swap pod network and external network
 			}
 			in.Peers = append(in.Peers, peer(t, fmt.Sprintf("%c-peer", 'b'+i), func(p *Peer) {
 				p.Local = Networks{Pod: own, External: external, PodSeen: own, ExternalSeen: external}
@@ -175,7 +175,7 @@ func TestOurNetworksAreIndependentForEachPeer(t *testing.T) {
 		if len(gw.Peers) != len(in.Peers) {
 			t.Fatalf("%d of %d peers are left", len(gw.Peers), len(in.Peers))
 		}
-		for i, p := range in.Peers { // which are sorted by ID
+		for i, p := range in.Peers { // sorted by ID
 			alone := in
 			alone.Peers = []Peer{p}
 			want, _ := GatewayFor(alone)
@@ -202,8 +202,8 @@ func TestMetadataServicesAreNoEndpoints(t *testing.T) {
 	}
 }
 
-// docs/liqo-v0.md, section 7.5: what other peers use for us may overlap freely, also with each
-// other's networks.
+// The networks that peers use for us may overlap freely, also with each other's networks
+// (docs/liqo-v0.md, section 7.5).
 func TestGatewayForAcceptsOverlappingNetworksSeenByPeers(t *testing.T) {
 	b := peer(t, idB, nil)
 	c := peer(t, idC, remotes("10.248.0.0/16", "10.249.0.0/16"))
@@ -223,9 +223,9 @@ func TestGatewayForRefusesContradictions(t *testing.T) {
 	apart := remotes("10.248.0.0/16", "10.249.0.0/16")
 	for _, test := range []struct {
 		name   string
-		change func(*Peer) // of c, which has disjoint networks before
+		change func(*Peer) // changes c, whose networks are disjoint from the others' before
 		want   string
-		kept   string // IDs, first letters
+		kept   string // first letters of the accepted peers' IDs
 	}{
 		{"nothing", func(p *Peer) {}, "", "bc"},
 		{"a peer that is wrong by itself", func(p *Peer) { p.Port = 0 }, "TunnelEndpoint tenant/c: spec.backend_config.port: is 0; want a UDP port from 1 to 65535", "b"},
@@ -335,7 +335,8 @@ func TestGatewayForLeavesOutMappings(t *testing.T) {
 	}
 }
 
-// randIntent makes peers out of a small space, so that contradictions of every kind are common.
+// randIntent makes peers with values from a small space, so that conflicts of every kind are
+// common.
 func randIntent(rng *rand.Rand) Intent {
 	network := func() netip.Prefix {
 		bits := 14 + rng.IntN(4)
@@ -404,7 +405,7 @@ func TestGatewayForIsIndependentOfInputOrder(t *testing.T) {
 	}
 }
 
-// allowed returns the networks that the host has to route to the gateway, sorted.
+// allowed returns the networks that the host must route to the gateway, sorted.
 func allowed(g Gateway) (all []netip.Prefix) {
 	for _, p := range g.Peers {
 		all = append(all, p.AllowedIPs[:]...)
@@ -421,7 +422,7 @@ func TestGatewayForIsSoundAndComplete(t *testing.T) {
 		gw, _ := GatewayFor(in)
 		engineAccepts(t, gw)
 
-		// Sound: no pair of networks overlaps, no ID and no key is there twice.
+		// Sound: no two networks overlap, and no ID and no key occurs twice.
 		ids, keys, prefixes := map[string]bool{in.ClusterID: true}, map[[32]byte]bool{in.PublicKey: true}, allowed(gw)
 		for _, p := range gw.Peers {
 			if ids[p.ID] {
@@ -448,7 +449,7 @@ func TestGatewayForIsSoundAndComplete(t *testing.T) {
 			}
 		}
 
-		// What is kept contradicts nothing, so that giving it again changes nothing.
+		// The accepted peers do not conflict, so GatewayFor accepts all of them again.
 		again := in
 		again.Peers = nil
 		for _, p := range in.Peers {
@@ -461,7 +462,7 @@ func TestGatewayForIsSoundAndComplete(t *testing.T) {
 			t.Fatalf("GatewayFor of what it kept differs:\n%s\n%s", gw, gw2)
 		}
 
-		// Complete: each refused peer is wrong alone, or contradicts what is kept.
+		// Complete: each refused peer is invalid by itself, or conflicts with an accepted peer.
 		for _, p := range in.Peers {
 			if slices.ContainsFunc(gw.Peers, func(k *GatewayPeer) bool { return sameKept(k, p) }) {
 				kept++
@@ -483,7 +484,7 @@ func sameKept(k *GatewayPeer, p Peer) bool {
 	return k.ID == p.ID && k.Origin == p.Origin && k.PublicKey == p.PublicKey && slices.Equal(k.Tunnels, p.Tunnels) && k.Local == p.Local && k.Remote == p.Remote
 }
 
-// contradicts is the slow and obvious form of keeper.check.
+// contradicts is a slow and obvious version of keeper.check.
 func contradicts(p Peer, gw Gateway) bool {
 	for _, k := range gw.Peers {
 		for _, a := range append([]TunnelEnd{{p.PublicKey, 0}}, p.Tunnels...) {
@@ -524,7 +525,7 @@ func TestProblemsAreDistinct(t *testing.T) {
 	}
 }
 
-// Ten thousand peers are decided upon at each change of one of them.
+// GatewayFor with 10,000 peers, as after each change of one of them.
 func BenchmarkGatewayFor(b *testing.B) {
 	var in Intent
 	for i := range 10_000 {
@@ -568,7 +569,7 @@ func FuzzPeerFrom(f *testing.F) {
 			}
 			return
 		}
-		// What was read says the same when written.
+		// Reading the object and writing it again must preserve its values.
 		nat := func(own, seen netip.Prefix) string {
 			if own == seen {
 				return "None"

@@ -6,18 +6,18 @@ import (
 )
 
 // A GatewayDecider computes the result of GatewayFor for successive Intents. While no two peers
-// conflict, it compares all peers but computes only the changed ones. The zero value is ready. Only
-// one goroutine may use it, and callers must not modify the result.
+// conflict, it computes only the peers that have changed since the last Intent. The zero value is
+// ready. Only one goroutine may use it, and callers must not modify the result.
 type GatewayDecider struct {
-	in     Intent // the last one, without Peers
+	in     Intent // the last Intent, without Peers
 	kept   keeper
-	peers  map[string]*decidedPeer // nil: two peers conflict, or there was no Intent yet
+	peers  map[string]*decidedPeer // by peer ID; nil: two peers conflict, or there was no Intent yet
 	gw     Gateway
 	wrong  int    // number of peers with Problems
-	intent uint64 // number of Intents so far
+	intent uint64 // number of the last Intent, from 1
 }
 
-// A decidedPeer is the decision about a peer that conflicts with no other.
+// A decidedPeer is the cached decision about a peer that conflicts with no other peer.
 type decidedPeer struct {
 	peer   Peer
 	kept   bool
@@ -99,7 +99,7 @@ func (d *GatewayDecider) decide(peers []Peer, site Site) bool {
 		leave(p)
 		networks = networks || p.kept
 	}
-	for _, p := range changed { // before any check: a network may move from one to another
+	for _, p := range changed { // before any check, because a network may move from one peer to another
 		leave(d.peers[p.ID])
 	}
 	var in []*GatewayPeer
@@ -129,14 +129,14 @@ func (d *GatewayDecider) decide(peers []Peer, site Site) bool {
 	return true
 }
 
-// equal reports whether all fields of both are equal.
+// equal reports whether all fields of p and q are equal.
 func (p *Peer) equal(q *Peer) bool {
 	return p.ID == q.ID && p.Name == q.Name && p.Local == q.Local && p.Remote == q.Remote && p.Endpoint == q.Endpoint && p.Port == q.Port && p.InBand == q.InBand && p.InBandLeaving == q.InBandLeaving &&
 		p.PublicKey == q.PublicKey && slices.Equal(p.Tunnels, q.Tunnels) && slices.Equal(p.Mappings, q.Mappings) &&
 		p.Origin == q.Origin && p.MappingsOrigin == q.MappingsOrigin && p.Created == q.Created
 }
 
-// merged returns peers without those in out and with those of in, sorted by ID.
+// merged returns peers without the IDs in out and with the peers in in, sorted by ID.
 func merged(peers []*GatewayPeer, out map[string]bool, in []*GatewayPeer) []*GatewayPeer {
 	all := slices.Grow([]*GatewayPeer(nil), len(peers)-len(out)+len(in))
 	slices.SortFunc(in, func(a, b *GatewayPeer) int { return cmp.Compare(a.ID, b.ID) })

@@ -9,7 +9,8 @@ import (
 	"testing"
 )
 
-// Whatever a GatewayDecider decided before, it decides as GatewayFor, and nothing that it returned changes.
+// A GatewayDecider with any history computes the same as GatewayFor, and does not change earlier
+// results.
 func TestAGatewayDeciderEqualsGatewayFor(t *testing.T) {
 	rng := rand.New(rand.NewPCG(5, 6))
 	peers := make(map[int]Peer)
@@ -17,10 +18,10 @@ func TestAGatewayDeciderEqualsGatewayFor(t *testing.T) {
 	random := func(i int) Peer {
 		p := peer(t, fmt.Sprintf("%08x-0000-4000-8000-000000000000", i+1), nil)
 		at := i
-		if rng.IntN(50) == 0 { // that of another one
+		if rng.IntN(50) == 0 { // the ID of another peer
 			at = rng.IntN(10)
 		}
-		if i%3 == 2 { // IPv6, which has no ranges of its own in common with the others
+		if i%3 == 2 { // IPv6, with local networks of its own
 			p.Local = Networks{Pod: pfx(fmt.Sprintf("fd00:%d::/48", 1+rng.IntN(30)/29)), PodSeen: pfx("fd01:1::/48"), External: pfx("fd00:9::/48"), ExternalSeen: pfx("fd01:2::/48")}
 			p.Remote = Networks{Pod: pfx("fd00:1::/48"), External: pfx("fd00:9::/48"), PodSeen: pfx(fmt.Sprintf("fd02:%d::/48", at)), ExternalSeen: pfx(fmt.Sprintf("fd03:%d::/48", at))}
 			p.Endpoint, p.Port, p.PublicKey = []string{"2600::1", "192.0.2.1", "gw.example.com"}[rng.IntN(3)], 5871, keyOf(byte(100+at))
@@ -42,7 +43,7 @@ func TestAGatewayDeciderEqualsGatewayFor(t *testing.T) {
 		}
 		switch rng.IntN(60) {
 		case 0, 10, 11, 12:
-			p.Port = 0 // wrong by itself
+			p.Port = 0 // invalid by itself
 		case 1, 2, 3, 4:
 			p.Endpoint = fmt.Sprintf("11.%d.0.1", rng.IntN(100))
 		case 5:
@@ -66,7 +67,7 @@ func TestAGatewayDeciderEqualsGatewayFor(t *testing.T) {
 			in.Site = Site{Networks: []SiteNetwork{{Prefix: pfx(fmt.Sprintf("10.%d.0.0/16", rng.IntN(3))), What: "a network"}}}.With([]netip.Addr{ip(fmt.Sprintf("192.0.2.%d", 9+rng.IntN(2)))}, "a node")
 		case 3:
 			in.Waiting = []Waiting{{"w2", Origin{}}, {"w1", Origin{}}}[:rng.IntN(3)]
-		case 4: // all of them at once
+		case 4: // change our PodCIDR for all IPv4 peers at once
 			own = []netip.Prefix{pfx("10.244.0.0/16"), pfx("10.200.0.0/16")}[rng.IntN(2)]
 			for i, p := range peers {
 				if p.Local.Pod.Addr().Is4() {
@@ -83,7 +84,7 @@ func TestAGatewayDeciderEqualsGatewayFor(t *testing.T) {
 			}
 		}
 		in.Peers = nil
-		for _, p := range peers { // in any order
+		for _, p := range peers { // in random order
 			in.Peers = append(in.Peers, p)
 		}
 		if rng.IntN(50) == 0 && len(in.Peers) > 0 {
@@ -113,7 +114,7 @@ func TestAGatewayDeciderEqualsGatewayFor(t *testing.T) {
 	}
 }
 
-// Of each field of a Peer it is noticed when it is another.
+// equal detects a difference in each field of a Peer.
 func TestPeersThatDifferInAnyFieldAreNotEqual(t *testing.T) {
 	var p Peer
 	for i := range reflect.TypeFor[Peer]().NumField() {
@@ -130,7 +131,7 @@ func TestPeersThatDifferInAnyFieldAreNotEqual(t *testing.T) {
 	}
 }
 
-// notZero sets a value, or the first thing in it, to something else.
+// notZero sets a value, or the first value inside it, to a nonzero value.
 func notZero(t *testing.T, v reflect.Value) {
 	t.Helper()
 	switch {
@@ -153,7 +154,8 @@ func notZero(t *testing.T, v reflect.Value) {
 	}
 }
 
-// BenchmarkGatewayPeerMoves gives one peer among many another endpoint, and has another one come and go.
+// BenchmarkGatewayPeerMoves changes the endpoint of one peer among many, and alternately adds and
+// removes another peer.
 func BenchmarkGatewayPeerMoves(b *testing.B) {
 	for _, n := range []int{1000, 4000} {
 		in := Intent{ClusterID: idA}

@@ -8,31 +8,31 @@ import (
 	"github.com/isthmus-net/isthmus/internal/kernel"
 )
 
-// The next hops of the veth between host and gateway. There is no ARP on it: both hardware
-// addresses are fixed and the neighbours permanent, so nothing can expire.
+// The next hops of the veth between host and gateway. The veth needs no ARP: both hardware
+// addresses are fixed and the neighbours are permanent, so no entry can expire.
 var (
 	HopGateway4 = netip.MustParseAddr("169.254.100.1") // from the host into the gateway
 	hopHost4    = netip.MustParseAddr("169.254.100.2") // from the gateway back to the host
 	hopGateway6 = netip.MustParseAddr("fe80::a9fe:6401")
 	hopHost6    = netip.MustParseAddr("fe80::a9fe:6402")
 
-	// Router6 is the source of ICMPv6 errors, as HopGateway4 is that of ICMP errors; a link-local
-	// address is not suitable. Like GatewayAddr6 it is in the discard-only prefix.
+	// Router6 is the source of ICMPv6 errors, as HopGateway4 is the source of ICMP errors; a
+	// link-local address is not suitable. Like GatewayAddr6, it is in the discard-only prefix.
 	Router6 = netip.MustParseAddr("100::a9fe:6401")
 
-	// hopTun6 is the next hop of IPv6 routes to several TUNs: the kernel balances IPv6 only among
+	// hopTun6 is the next hop of IPv6 routes to several TUNs. The kernel balances IPv6 only among
 	// routes with a next hop (fib6_qualifies_for_ecmp in include/net/ip6_fib.h). A TUN resolves no
-	// neighbours, so nobody needs to have the address.
+	// neighbours, so no host needs to have the address.
 	hopTun6 = netip.MustParseAddr("fe80::1")
 
 	macHost    = kernel.MAC{2, 'i', 's', 't', 'h', 2}
 	macGateway = kernel.MAC{2, 'i', 's', 't', 'h', 1}
 )
 
-// metric6 is the metric that the kernel gives an IPv6 route without one.
+// metric6 is the metric that the kernel uses for an IPv6 route without a metric.
 const metric6 = 1024
 
-// TunName returns the name of a tunnel's TUN in the gateway's namespace.
+// TunName returns the name of the TUN of a tunnel in the gateway's namespace.
 func TunName(tunnel int) string { return kernel.TunPrefix + strconv.Itoa(tunnel) }
 
 // TunnelSet holds the tunnels that carry the flows to a peer, bit i for tunnel i. The empty set
@@ -45,7 +45,7 @@ func (s TunnelSet) Has(tunnel int) bool { return s>>tunnel&1 != 0 }
 // With returns the set with tunnel added.
 func (s TunnelSet) With(tunnel int) TunnelSet { return s | 1<<tunnel }
 
-// devs returns the TUNs among which the kernel distributes the flows to a peer.
+// devs returns the TUNs over which the kernel distributes the flows to a peer.
 func (s TunnelSet) devs() string {
 	var names []string
 	for i := range MaxTunnels {
@@ -61,17 +61,18 @@ func (s TunnelSet) devs() string {
 
 // GatewayHostFor computes the kernel state of both namespaces of a gateway: packets for its peers
 // reach the TUNs, and everything else that leaves a TUN reaches the host. tunnels is the number of
-// TUNs. inUse holds the tunnels that carry flows, by peer ID; without an entry it is tunnel 0.
+// TUNs. inUse holds the tunnels that carry flows, by peer ID; without an entry only tunnel 0 does.
 //
 // If several tunnels lead to a peer, the kernel chooses one by the hash of addresses and ports, so
-// that a flow stays in its tunnel. Fragments have no ports; they are hashed by addresses and stay
-// together.
+// that a flow stays in its tunnel. Fragments have no ports; the kernel hashes them by addresses, so
+// they stay together.
 //
 // Both ends of the veth have the MTU of the tunnel, the largest of all peers. The host therefore
 // refuses a larger packet of a pod, and the pod gets the ICMP error from an address that it knows.
-// A superpacket passes, because the kernel compares the size of its segments. The engine answers a
-// packet that fits this MTU but not that of its peer. If a peer with a larger tunnel sends a packet
-// that is too large, the gateway's namespace answers it, so that the sender learns the smaller MTU.
+// A superpacket passes, because the kernel compares the size of its segments. If a packet fits this
+// MTU but not the MTU of its peer, the engine answers it. If a peer with a larger tunnel sends a
+// packet that is too large, the gateway's namespace answers it, so that the sender learns the
+// smaller MTU.
 func GatewayHostFor(peers []*GatewayPeer, inUse map[string]TunnelSet, mtu, tunnels int) kernel.State {
 	type remote struct {
 		prefix netip.Prefix
@@ -98,7 +99,7 @@ func GatewayHostFor(peers []*GatewayPeer, inUse map[string]TunnelSet, mtu, tunne
 			{In: kernel.Inner, Name: kernel.VethGateway, MTU: mtu, MAC: macGateway, Up: true},
 		},
 	}
-	s.Routes = make([]kernel.Route, 0, 3*len(remotes)+3) // three for each network, and those of the veth
+	s.Routes = make([]kernel.Route, 0, 3*len(remotes)+3) // three for each network, and the routes of the veth
 	for i := range tunnels {
 		s.Links = append(s.Links, kernel.Link{In: kernel.Inner, Name: TunName(i), MTU: mtu, Up: true})
 	}
@@ -109,7 +110,7 @@ func GatewayHostFor(peers []*GatewayPeer, inUse map[string]TunnelSet, mtu, tunne
 		}
 		s.Routes = append(s.Routes, r)
 	}
-	// family connects the two ends of the veth in one family. router is the source of the
+	// family connects the two ends of the veth in one address family. router is the source of the
 	// namespace's ICMP errors. It cannot be GatewayAddr, which belongs to the engine.
 	family := func(hopGateway, hopHost, router netip.Addr) {
 		s.Addresses = append(s.Addresses, kernel.Address{In: kernel.Inner, Dev: kernel.VethGateway, Prefix: netip.PrefixFrom(router, router.BitLen())})
@@ -142,7 +143,8 @@ func GatewayHostFor(peers []*GatewayPeer, inUse map[string]TunnelSet, mtu, tunne
 }
 
 // GatewayHostLeft returns the state that a gateway leaves on its host when it stops or is killed:
-// the routes that refuse packets for its peers, which would otherwise leave unencrypted.
+// the routes that refuse packets for its peers. Without them, these packets would leave
+// unencrypted.
 func GatewayHostLeft(peers []*GatewayPeer) (left kernel.State) {
 	s := GatewayHostFor(peers, nil, 0, 0)
 	for _, r := range s.Routes {
@@ -157,13 +159,13 @@ func GatewayHostLeft(peers []*GatewayPeer) (left kernel.State) {
 }
 
 // gatewaySettings returns the sysctls of the gateway's namespace, and of the veth on the host:
-//   - The namespace forwards. For IPv4 that is set per device, not by ip_forward, because netlink
-//     can set the former, and a container's /proc/sys is read-only.
+//   - The namespace forwards. For IPv4 that is set per device, not by ip_forward: netlink can set the
+//     former, and a container's /proc/sys is read-only.
 //   - Reverse path filtering is off: the engine checks sources, and the filter would drop a peer's
 //     packet for another peer's mapped endpoint.
 //   - Redirects are off, because a packet may leave by the TUN through which it came.
-//   - Devices get no IPv6 link-local address. What they would send from it unasked, the tunnel
-//     would count as dropped.
+//   - Devices get no IPv6 link-local address. The kernel would send unsolicited packets from it, and
+//     the tunnel would count them as dropped.
 //   - The hash that chooses among several tunnels includes ports.
 func gatewaySettings(six bool, tunnels int) (all []kernel.Setting) {
 	inner := func(path, value string) {

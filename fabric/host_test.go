@@ -12,8 +12,8 @@ import (
 	"github.com/isthmus-net/isthmus/internal/kernel"
 )
 
-// behind is what a gateway wants with that many tunnels and peers of two networks each, which all use the
-// same tunnels.
+// behind returns the desired state of a gateway with the given number of tunnels and one peer for
+// every two networks. All peers use the same tunnels.
 func behind(mtu, tunnels int, inUse TunnelSet, networks ...string) kernel.State {
 	var peers []*GatewayPeer
 	sets := make(map[string]TunnelSet)
@@ -29,7 +29,7 @@ var (
 	mixed = append(four, "fd00:1::/48", "fd00:2::/56")
 )
 
-// fresh is what a new namespace with that many open TUNs has.
+// fresh returns the state of a new namespace with the given number of open TUNs.
 func fresh(tunnels int) (s kernel.State) {
 	for i := range tunnels {
 		s.Links = append(s.Links, kernel.Link{In: kernel.Inner, Name: TunName(i), MTU: 1420})
@@ -37,7 +37,7 @@ func fresh(tunnels int) (s kernel.State) {
 	return s
 }
 
-// less is s without what a test says.
+// less returns s without the objects for which is returns true.
 func less(s kernel.State, is func(in kernel.Namespace, dev string) bool) kernel.State {
 	s.Devices = slices.DeleteFunc(slices.Clone(s.Devices), func(v kernel.Device) bool { return is(v.In, v.Name) })
 	s.Settings = slices.DeleteFunc(slices.Clone(s.Settings), func(v kernel.Setting) bool {
@@ -54,8 +54,8 @@ func isVeth(_ kernel.Namespace, dev string) bool {
 	return dev == kernel.VethHost || dev == kernel.VethGateway
 }
 
-// leftover is what a killed gateway leaves: rules, routes without a device, and for a moment the
-// host's end of its veth with what hangs on it.
+// leftover returns the state that a killed gateway leaves: rules, routes without a device, and for
+// a moment the host's end of its veth with the objects on it.
 func leftover(networks ...string) kernel.State {
 	have := less(behind(1440, 1, 0, networks...), func(in kernel.Namespace, _ string) bool { return in == kernel.Inner })
 	have.Devices = []kernel.Device{{Name: kernel.VethHost}}
@@ -63,8 +63,8 @@ func leftover(networks ...string) kernel.State {
 	return have
 }
 
-// golden compares with testdata/NAME; -update is not offered, because a plan is short enough to be
-// changed by hand, with thought.
+// golden compares got with testdata/NAME. There is no flag that updates the files: a plan is short
+// enough to be edited by hand.
 func golden(t *testing.T, name, got string) {
 	t.Helper()
 	b, err := os.ReadFile(filepath.Join("testdata", name))
@@ -98,8 +98,8 @@ func TestPlanPrintsShellCommands(t *testing.T) {
 	}
 }
 
-// A gateway that ends leaves what a killed one leaves, less the routes by its veth, and nothing
-// without peers.
+// A gateway that stops leaves the same objects as a killed one, without the routes through its
+// veth. Without peers it leaves nothing.
 func TestGatewayHostLeavesOnlyRefusalsBehind(t *testing.T) {
 	peers := []*GatewayPeer{{ID: "b", AllowedIPs: [2]netip.Prefix{pfx("10.246.0.0/16"), pfx("fd00:1::/48")}}}
 	const want = `ip route replace unreachable 10.246.0.0/16 table 4200 metric 420000 proto 71
@@ -111,7 +111,7 @@ ip -6 rule add priority 420 lookup 4200 protocol 71
 	if got := left.String(); got != want {
 		t.Errorf("got\n%s\nwant\n%s", got, want)
 	}
-	// From what runs to what is left nothing is added, so that there is no moment without.
+	// Stopping must not add anything: otherwise packets would not be refused for a moment.
 	if p := kernel.AdditionsFor(GatewayHostFor(peers, nil, 1440, 1), left); len(p) > 0 {
 		t.Errorf("\n%s", p.Commands("NS"))
 	}
@@ -143,7 +143,7 @@ func TestGatewayHostDoesNotDependOnTheOrderOfPeers(t *testing.T) {
 	}
 }
 
-// Whatever part is missing, the plan brings exactly that back.
+// After the loss of any single object, the plan adds exactly the objects that are missing.
 func TestPlanRestoresAnySingleLoss(t *testing.T) {
 	want := behind(1440, 2, 0b10, mixed...)
 	check := func(what any, have kernel.State, contains string) {
@@ -175,8 +175,8 @@ func TestPlanRestoresAnySingleLoss(t *testing.T) {
 	}
 }
 
-// A remote prefix is routed inside before the host sends anything there, and the host stops before
-// the inside does: else packets would circle between the two.
+// A remote prefix is routed inside the gateway before the host routes it there, and the host
+// removes its route first. Otherwise packets would circle between the two namespaces.
 func TestHostRouteNeverExistsWithoutTheInnerRoute(t *testing.T) {
 	at := func(p kernel.Plan, remove bool, in kernel.Namespace) int {
 		return slices.IndexFunc(p, func(o kernel.Op) bool {

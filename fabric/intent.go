@@ -8,14 +8,14 @@ import (
 	"strings"
 )
 
-// GatewayAddr is the gateway's own address inside its cluster. Liqo gives it to its tunnel device
+// GatewayAddr is the gateway's own address inside its cluster. Liqo assigns it to its tunnel device
 // and lists it in a NatMapping as the endpoint 169.254.0.1. It never travels through the tunnel: a
 // peer uses the first host of Xa@B instead.
 var GatewayAddr = netip.AddrFrom4([4]byte{169, 254, 0, 1})
 
-// GatewayAddr6 is GatewayAddr for peers whose networks are IPv6, which Liqo does not have. It lies
-// in the discard-only prefix (RFC 6666), because no pod can have such an address and a packet that
-// leaks dies at the first router.
+// GatewayAddr6 is GatewayAddr for peers whose networks are IPv6, which Liqo does not have. It is in
+// the discard-only prefix (RFC 6666): no pod can have such an address, and the first router drops a
+// packet that leaks.
 var GatewayAddr6 = netip.MustParseAddr("100::a9fe:1")
 
 // gatewayAddrFor returns the gateway's own address in the family of p.
@@ -29,9 +29,9 @@ func gatewayAddrFor(p netip.Prefix) netip.Addr {
 // ProbePort is the UDP port of the connection check, fixed by Liqo since v0.6.
 const ProbePort = 12345
 
-// FirstHost returns the address after the network address of p: the address at which a gateway
-// answers the connection check within an ExternalCIDR. It is the zero Addr when p is absent or has
-// no room for a host.
+// FirstHost returns the address after the network address of p: the address in an ExternalCIDR at
+// which a gateway answers the connection check. It is the zero Addr if p is absent or has no room
+// for a host.
 func FirstHost(p netip.Prefix) netip.Addr {
 	first := p.Masked().Addr().Next()
 	if !p.Contains(first) {
@@ -40,8 +40,8 @@ func FirstHost(p netip.Prefix) netip.Addr {
 	return first
 }
 
-// Networks are the two networks of one cluster, each as the cluster itself uses it and as the other
-// side of a peering sees it.
+// Networks are the two networks of one cluster, each in two forms: as the cluster itself uses it,
+// and as the other side of a peering sees it.
 type Networks struct {
 	Pod     netip.Prefix // PodCIDR, as in its own cluster
 	PodSeen netip.Prefix // the PodCIDR as the other side sees it; equals Pod when not remapped
@@ -56,15 +56,15 @@ type Mapping struct {
 	Seen netip.Addr // the address within Xa@B by which the peer reaches it
 }
 
-// Peer is what we know of one remote cluster. PeerFrom makes it.
+// Peer is everything that we know about one remote cluster. PeerFrom makes it.
 type Peer struct {
 	ID   string // cluster ID of the remote cluster; a Kubernetes label value
 	Name string // display name; may be empty
 
-	Local  Networks // ours: Pod = Pa, PodSeen = Pa@B, External = Xa, ExternalSeen = Xa@B
-	Remote Networks // the peer's: Pod = Pb, PodSeen = Pb@A, External = Xb, ExternalSeen = Xb@A
+	Local  Networks // our networks: Pod = Pa, PodSeen = Pa@B, External = Xa, ExternalSeen = Xa@B
+	Remote Networks // the peer's networks: Pod = Pb, PodSeen = Pb@A, External = Xb, ExternalSeen = Xb@A
 
-	Endpoint  string   // of its gateway: IP address or DNS name, without port
+	Endpoint  string   // of the peer's gateway: IP address or DNS name, without port
 	Port      uint16   // UDP, never 0
 	PublicKey [32]byte // WireGuard, never all zero
 
@@ -73,36 +73,36 @@ type Peer struct {
 	Tunnels []TunnelEnd
 
 	InBand bool // the managers of both clusters connect through the tunnel
-	// InBandLeaving says that only our manager still does, because the peering is ending.
+	// InBandLeaving restricts InBand to our manager, because the peering is ending.
 	InBandLeaving bool
 
-	Mappings []Mapping // endpoints of ours that the peer may reach; Attach fills it in
+	Mappings []Mapping // endpoints of ours that the peer may reach; Attach sets it
 
-	Origin         Origin // the object this peer was read from
-	MappingsOrigin Origin // the object Mappings were read from; zero when there is none
+	Origin         Origin // the object from which this peer was read
+	MappingsOrigin Origin // the object from which Mappings were read; zero if there is none
 
-	// Created is the creation time of the object in seconds since 1970, 0 when unknown. Of two
-	// conflicting peers GatewayFor keeps the older, so that a new one cannot displace it by
-	// claiming its networks or its key.
+	// Created is the creation time of the object in seconds since 1970, 0 if unknown. Of two
+	// conflicting peers GatewayFor keeps the older, so that a new peer cannot displace an older one
+	// by claiming its networks or its key.
 	Created int64
 }
 
 // A MappingSet holds the mappings of one NatMapping object.
 type MappingSet struct {
-	ID       string    // cluster ID of the peer that may use them
+	ID       string    // cluster ID of the peer that may use the mappings
 	Mappings []Mapping // in any order
-	Origin   Origin    // the object they were read from
+	Origin   Origin    // the object from which the mappings were read
 }
 
 // Waiting names a set of mappings whose peer does not exist (yet). That is no Problem: the
 // NatMapping of a new peering usually exists before its TunnelEndpoint.
 type Waiting struct {
 	ID     string // cluster ID of the missing peer
-	Origin Origin // the object that waits for it
+	Origin Origin // the object with the mappings
 }
 
-// Intent is the complete snapshot from which GatewayFor decides: a peer that is missing from it
-// gets removed. The zero Intent is a gateway without peers.
+// Intent is the complete snapshot from which GatewayFor computes a Gateway: a peer that is missing
+// from it is removed. The zero Intent is a gateway without peers.
 type Intent struct {
 	ClusterID   string     // our own cluster; empty when unknown
 	ClusterName string     // for display
@@ -113,10 +113,10 @@ type Intent struct {
 	Site        Site       // our cluster's addresses; GatewayFor adds the networks that Peers contain
 }
 
-// Attach gives each peer the mappings of its cluster ID. It returns copies of the peers in the same
-// order, the sets whose peer is missing, and a Problem for each duplicate: of several sets for one
-// cluster, it uses the one whose Origin sorts first. Peers that share a cluster ID all get the set;
-// GatewayFor refuses all but one of them.
+// Attach assigns the mappings in sets to the peers with the same cluster ID. It returns copies of
+// the peers in the same order, the sets whose peer is missing, and a Problem for each duplicate: of
+// several sets for one cluster, it uses the one whose Origin sorts first. Peers that share a
+// cluster ID all get the set; GatewayFor refuses all but one of them.
 func Attach(peers []Peer, sets []MappingSet) (attached []Peer, waiting []Waiting, problems []Problem) {
 	sets = slices.SortedFunc(slices.Values(sets), func(a, b MappingSet) int {
 		return cmp.Or(a.Origin.compare(b.Origin), cmp.Compare(a.ID, b.ID),
@@ -153,7 +153,7 @@ func (m Mapping) compare(o Mapping) int {
 	return cmp.Or(m.Seen.Compare(o.Seen), m.Real.Compare(o.Real))
 }
 
-// Origin names the object from which something was read, for messages. Fields that do not apply are
+// Origin names the object from which a value was read, for messages. Fields that do not apply are
 // empty.
 type Origin struct {
 	File      string // base name, only when read from a file

@@ -26,8 +26,8 @@ func ParseKey(s string) (key [32]byte, err error) {
 
 // checkPublicKey returns the reason why a WireGuard public key is invalid, or "". An exchange with
 // a key of low order has a result that everybody knows (RFC 7748, section 6.1). A value that is not
-// below the field's prime is a second encoding of another key: no generator makes it, and it would
-// let two peers use the same key.
+// below the field's prime is a second encoding of another key. No generator makes such a value, and
+// it would let two peers use the same key.
 func checkPublicKey(key [32]byte) string {
 	switch {
 	case key == [32]byte{}:
@@ -51,7 +51,7 @@ func canonical(key [32]byte) bool {
 }
 
 // lowOrder holds the points of low order of Curve25519 and its twist, except zero, as canonical
-// u-coordinates: 1, the two of order 8, and -1.
+// u-coordinates: 1, the two points of order 8, and -1.
 var lowOrder = [][32]byte{
 	{1},
 	{0xe0, 0xeb, 0x7a, 0x7c, 0x3b, 0x41, 0xb8, 0xae, 0x16, 0x56, 0xe3, 0xfa, 0xf1, 0x9f, 0xc4, 0x6a,

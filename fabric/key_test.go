@@ -11,7 +11,7 @@ import (
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 )
 
-// exchanges reports whether the standard library takes a key: it refuses those of low order.
+// exchanges reports whether the standard library accepts a key. It refuses keys of low order.
 func exchanges(t *testing.T, key [32]byte) bool {
 	t.Helper()
 	private, err := ecdh.X25519().NewPrivateKey(slices.Repeat([]byte{7}, 32))
@@ -52,7 +52,7 @@ func TestWeakPublicKeysAreRefused(t *testing.T) {
 			}
 		}
 	}
-	// What is taken is never of low order, also near the edges of the field.
+	// No accepted key is of low order, even near the bounds of the field.
 	rng := rand.New(rand.NewPCG(1, 2))
 	for range 20_000 {
 		key := slices.Concat(lowOrder, [][32]byte{prime, above, {}})[rng.IntN(7)]

@@ -19,11 +19,11 @@ type places struct {
 	localPod, localPodSeen, localExternal, localExternalSeen     place
 	remotePod, remotePodSeen, remoteExternal, remoteExternalSeen place
 	endpoint, backendType, port, publicKey, tunnels              place
-	localAnswer, remoteAnswer                                    place // only of NetworkConfigs
+	localAnswer, remoteAnswer                                    place // only in NetworkConfigs
 }
 
 // gatewayIn sets the places of the remote gateway's values to fields of the object o.
-// TunnelEndpoint and NetworkConfig have the same fields for these.
+// TunnelEndpoint and NetworkConfig have the same fields for the gateway.
 func (at *places) gatewayIn(o Origin) {
 	at.endpoint, at.backendType = placeIn(o, "spec.endpointIP"), placeIn(o, "spec.backendType")
 	at.port, at.publicKey = placeIn(o, "spec.backend_config.port"), placeIn(o, "spec.backend_config.publicKey")
@@ -47,9 +47,9 @@ func placesInTunnelEndpoint(o Origin) places {
 	return at
 }
 
-// PeerFrom reads a TunnelEndpoint, except its status. It checks everything that the gateway relies
-// on and reports all problems at once; with any problem the peer is zero. o names the object in
-// messages.
+// PeerFrom reads a TunnelEndpoint, except its status. It checks everything on which the gateway
+// relies and reports all problems at once. If there are any, the peer is zero. o names the object
+// in messages.
 func PeerFrom(te *v1alpha1.TunnelEndpoint, o Origin) (Peer, []Problem) {
 	spec, at := &te.Spec, placesInTunnelEndpoint(o)
 	var r report
@@ -73,7 +73,7 @@ func PeerFrom(te *v1alpha1.TunnelEndpoint, o Origin) (Peer, []Problem) {
 	return r.checked(p, at)
 }
 
-// specOf returns the spec that PeerFrom reads as p, which must be valid.
+// specOf returns the spec from which PeerFrom reads p, which must be valid.
 func specOf(p Peer) v1alpha1.TunnelEndpointSpec {
 	return v1alpha1.TunnelEndpointSpec{
 		ClusterIdentity:       v1alpha1.ClusterIdentity{ClusterID: p.ID, ClusterName: p.Name},
@@ -91,7 +91,7 @@ func specOf(p Peer) v1alpha1.TunnelEndpointSpec {
 	}
 }
 
-// NetworkConfigFor returns the spec that ClaimFrom reads as c, addressed to a cluster.
+// NetworkConfigFor returns the spec from which ClaimFrom reads c, addressed to the cluster to.
 func NetworkConfigFor(c Claim, to v1alpha1.ClusterIdentity) v1alpha1.NetworkConfigSpec {
 	return v1alpha1.NetworkConfigSpec{
 		RemoteCluster: to,
@@ -114,8 +114,9 @@ func backendConfig(port uint16, key [32]byte, further []TunnelEnd) v1alpha1.Back
 	return config
 }
 
-// AnswerFor returns the status of the sender's NetworkConfig if we use podSeen and externalSeen for
-// its networks: the NAT fields, with the literal None for a network that is used unchanged.
+// AnswerFor returns our answer to a claim if we use podSeen and externalSeen for its networks. The
+// answer is the NAT fields of the NetworkConfig's status, with the literal None for a network that
+// is used unchanged.
 func AnswerFor(c Claim, podSeen, externalSeen netip.Prefix) (podCIDRNAT, externalCIDRNAT string) {
 	return natText(c.Pod, podSeen), natText(c.External, externalSeen)
 }
@@ -128,12 +129,12 @@ func natText(own, seen netip.Prefix) string {
 }
 
 // SeenBy reads the answer of another cluster: the networks that it uses for the sender's PodCIDR
-// and ExternalCIDR. ok is false if the answer is absent or invalid.
+// and ExternalCIDR. ok is false if there is no answer, or an invalid one.
 func SeenBy(nc *v1alpha1.NetworkConfig) (pod, external netip.Prefix, ok bool) {
 	if !nc.Status.Processed {
 		return pod, external, false
 	}
-	var r report // only counted
+	var r report // only the number of problems matters
 	var p, e pair
 	p.own, p.seen = r.remapped(place{}, nc.Spec.PodCIDR, place{}, nc.Status.PodCIDRNAT)
 	e.own, e.seen = r.remapped(place{}, nc.Spec.ExternalCIDR, place{}, nc.Status.ExternalCIDRNAT)
@@ -144,9 +145,8 @@ func SeenBy(nc *v1alpha1.NetworkConfig) (pod, external netip.Prefix, ok bool) {
 }
 
 // MappingsFrom reads a NatMapping. It returns the valid entries, sorted by the address seen, and a
-// Problem for each other one. Without a valid cluster ID or ExternalCIDR no entry is valid. It
-// cannot know whether spec.externalCIDR is still that of the peer; GatewayFor checks the addresses
-// against the peer's.
+// Problem for each other entry. Without a valid cluster ID or ExternalCIDR no entry is valid. It
+// cannot know whether spec.externalCIDR is still the peer's; GatewayFor checks the addresses.
 func MappingsFrom(nm *v1alpha1.NatMapping, o Origin) (clusterID string, mappings []Mapping, problems []Problem) {
 	r := report{origin: o}
 	if wrong := CheckClusterID(nm.Spec.ClusterID); wrong != "" {
@@ -180,7 +180,7 @@ func MappingsFrom(nm *v1alpha1.NatMapping, o Origin) (clusterID string, mappings
 	return nm.Spec.ClusterID, mappings, SortProblems(r.problems)
 }
 
-// checked returns a peer that was read or, with any problem, all problems of reading and of check.
+// checked returns a peer that was read, or all problems of reading and checking it.
 func (r *report) checked(p Peer, at places) (Peer, []Problem) {
 	type field struct {
 		origin Origin
@@ -201,7 +201,7 @@ func (r *report) checked(p Peer, at places) (Peer, []Problem) {
 	return p, nil
 }
 
-// remapped reads a CIDR and how the other side remapped it.
+// remapped reads a CIDR and the network that the other side uses for it.
 func (r *report) remapped(at place, value string, natAt place, nat string) (own, seen netip.Prefix) {
 	own, _ = r.cidr(at, value)
 	switch nat {
@@ -243,8 +243,8 @@ func (r *report) addr(field, which, value string) netip.Addr {
 	return addr
 }
 
-// backend reads the port, the public key and the additional tunnels of a gateway. Liqo does not
-// write the latter.
+// backend reads the port, the public key and the additional tunnels of a gateway. Liqo has no
+// additional tunnels.
 func (r *report) backend(at places, backendType string, config v1alpha1.BackendConfig) (port uint16, key [32]byte, further []TunnelEnd) {
 	if backendType != v1alpha1.BackendWireGuard {
 		r.addAt(at.backendType, "is %s; want %q", quote(backendType), v1alpha1.BackendWireGuard)

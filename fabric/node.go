@@ -12,15 +12,16 @@ import (
 )
 
 const (
-	// overlayOverhead is what VXLAN adds over IPv4: 20 IP, 8 UDP, 8 VXLAN, 14 Ethernet. WireGuard
-	// adds 60, so a packet that fits a tunnel over the same underlay always fits the overlay.
+	// overlayOverhead is the size of the headers that VXLAN adds over IPv4, in octets: 20 IP, 8
+	// UDP, 8 VXLAN, 14 Ethernet. WireGuard adds 60, so a packet that fits a tunnel over the same
+	// underlay always fits the overlay.
 	overlayOverhead = 50
 	defaultUnderlay = 1500
 	minOverlayMTU   = 576 // RFC 791; on a smaller underlay the outer packets are fragmented
 )
 
 // overlayNetwork holds the overlay addresses of the nodes. It is class E, which Linux routes like
-// any other and hardly anybody else uses.
+// any other network, and which is hardly used elsewhere.
 var overlayNetwork = netip.MustParsePrefix("240.0.0.0/8")
 
 // gatewayHop is the next hop of a node's routes to a gateway that is a Pod. Its neighbour entry has
@@ -47,7 +48,7 @@ func OverlayAddr(node netip.Addr) netip.Addr {
 // NodeFor computes the desired kernel state of our node.
 //
 // If the gateway is a Pod with its own network, all nodes are alike: packets for a remote network
-// go through the overlay to that Pod, and packets for the node's own pods come from it.
+// go through the overlay to that Pod, and packets for the node's own pods come from that Pod.
 //
 // If the gateway has the host's network, other nodes send packets for a remote network through the
 // overlay to the gateway's node. That node sends packets from a remote network through the overlay
@@ -55,12 +56,12 @@ func OverlayAddr(node netip.Addr) netip.Addr {
 // cloud's anti-spoofing sees an unexpected address. Traffic within the cluster does not change.
 //
 // Packets for a network of a peer leave only on these paths. Without a path (no gateway yet, IPv6
-// on another node, a peer that GatewayFor refuses) the node refuses them as soon as the network is
-// allocated. It also refuses packets of a peer to pods that the overlay does not reach.
+// on another node, a peer that GatewayFor refuses) the node refuses the packets as soon as the
+// network is allocated. It also refuses packets of a peer to pods that the overlay does not reach.
 //
 // GatewayFor decides which peers are valid, as in the gateway. An address of a node inside a peer's
 // network is ignored. If two nodes have the same overlay address, the older one keeps it. If our
-// node is not among in.Nodes, the State only refuses, and a Problem reports it.
+// node is not among in.Nodes, the State only refuses packets, and a Problem reports that.
 func NodeFor(in NodeIntent) (kernel.State, []Problem) { return new(Decider).NodeFor(in) }
 
 // A Decider computes the state for successive intents. It caches the results for the networks of
@@ -122,15 +123,16 @@ func (m *Decider) NodeFor(in NodeIntent) (kernel.State, []Problem) {
 	return d.node, SortProblems(d.problems)
 }
 
-// take discards the cache if the networks have changed. NodeFor calls it before peers.
+// take discards the cache if the networks have changed. The method NodeFor calls it before the
+// method peers.
 func (m *Decider) take(refused []netip.Prefix) {
 	if !m.made || !slices.Equal(refused, m.refused) {
 		*m = Decider{refused: refused, remote: kernel.RemoteOf(refused)}
 	}
 }
 
-// peers returns the routes of all networks of peers: to the gateway, if src is valid, and those
-// that refuse. It caches them.
+// peers returns the routes of all networks of peers: routes to the gateway, if src is valid, and
+// routes that refuse packets. It caches them.
 func (m *Decider) peers(refused []netip.Prefix, src netip.Addr) []kernel.Route {
 	if m.made && src == m.src {
 		return m.routes
@@ -162,8 +164,8 @@ func everythingOf(networks []netip.Prefix) (all []netip.Prefix) {
 
 type nodeDecision struct {
 	self     ClusterNode
-	onlyPods bool                      // all gateways are Pods: other nodes do not matter
-	one      bool                      // one gateway has all peers
+	onlyPods bool                      // all gateways are Pods, so other nodes do not matter
+	one      bool                      // one gateway serves all peers
 	senders  []GatewayPod              // see NodeIntent.Senders
 	gateways map[netip.Addr]GatewayPod // see NodeIntent.ways
 	nodes    []ClusterNode             // the oldest first
@@ -204,7 +206,8 @@ func refusingRules(networks []netip.Prefix) (all []kernel.Rule) {
 }
 
 // disbelieve drops addresses of nodes that lie in networks of peers. Otherwise write access to the
-// status of one Node would make other nodes send there without the tunnel.
+// status of one Node could make other nodes send packets for a peer to that address, outside the
+// tunnel.
 func (d *nodeDecision) disbelieve() {
 	find := func(a netip.Addr) int {
 		return slices.IndexFunc(d.refused, func(p netip.Prefix) bool { return p.Contains(a) })
@@ -240,8 +243,8 @@ func (d *nodeDecision) believe(in NodeIntent) {
 	}
 }
 
-// findOverlays computes the overlay addresses of nodes. Of two nodes with the same one the older
-// keeps it.
+// findOverlays computes the overlay addresses of nodes. Of two nodes with the same overlay address
+// the older keeps it.
 func (d *nodeDecision) findOverlays() {
 	d.overlay = make(map[string]netip.Addr, len(d.nodes))
 	taken := make(map[netip.Addr]ClusterNode, len(d.nodes))
@@ -279,7 +282,7 @@ func (d *nodeDecision) addOverlay(own netip.Addr, underlayMTU int) {
 	s.Links = []kernel.Link{{Name: dev, MAC: OverlayMAC(d.self.Name), MTU: mtu, Up: true}}
 	s.Settings = []kernel.Setting{
 		{Path: "net/ipv4/conf/" + dev + "/forwarding", Value: "1"},
-		{Path: "net/ipv4/conf/" + dev + "/rp_filter", Value: "2"}, // a new pod's packets may precede its route
+		{Path: "net/ipv4/conf/" + dev + "/rp_filter", Value: "2"}, // packets of a new pod may arrive before the route to it exists
 	}
 	for addr := range d.gateways {
 		mac := GatewayMAC(addr)
@@ -289,7 +292,7 @@ func (d *nodeDecision) addOverlay(own netip.Addr, underlayMTU int) {
 		}
 		s.Neighbors = append(s.Neighbors, kernel.Neighbor{Dev: dev, Addr: addr, MAC: mac})
 	}
-	if d.onlyPods { // what came from the gateway must not go back to it
+	if d.onlyPods { // packets from the gateway must not go back to it
 		d.rule(kernel.Rule{Priority: kernel.OverlayRulePriority, Iif: dev, Table: kernel.RefuseTable})
 		return
 	}
@@ -356,7 +359,7 @@ func (d *nodeDecision) addFilter(ownPods []netip.Prefix, in NodeIntent) {
 	d.node.Filters = []kernel.Filter{filter}
 }
 
-// addSourceNAT lets pods keep their addresses towards peers, whatever their CNI masquerades. It
+// addSourceNAT preserves the addresses of pods towards peers, whatever their CNI masquerades. It
 // also accepts packets of pods and of our node's gateways in foreign forward chains, see
 // kernel.Accept.
 func (d *nodeDecision) addSourceNAT(in NodeIntent, ownPods []netip.Prefix) {
@@ -391,7 +394,7 @@ func (d *nodeDecision) localPods(in NodeIntent) (local []netip.Prefix) {
 	return local
 }
 
-// podNetworks returns the networks of all pods of the cluster, as far as they are known.
+// podNetworks returns the known networks of all pods of the cluster.
 func (d *nodeDecision) podNetworks(in NodeIntent, ownPods []netip.Prefix) []netip.Prefix {
 	all := append(validOf(ownPods), d.localPods(in)...)
 	for _, n := range d.nodes {
@@ -401,7 +404,7 @@ func (d *nodeDecision) podNetworks(in NodeIntent, ownPods []netip.Prefix) []neti
 }
 
 // nameStrangers reports pods of our node outside of all networks by which peers know our pods.
-// Peers see the gateway's address in the place of theirs.
+// Peers see the gateway's address instead of the pod's.
 func (d *nodeDecision) nameStrangers(in NodeIntent, ownPods []netip.Prefix) {
 	if len(d.node.Devices) == 0 || len(ownPods) == 0 {
 		return

@@ -12,7 +12,8 @@ import (
 	"github.com/isthmus-net/isthmus/internal/kernel"
 )
 
-// Three nodes of cluster A, whose gateway is on n1; peer B is 10.246.0.0/16 and 10.247.0.0/16 here.
+// nodeIntent returns an intent with three nodes of cluster A. The gateway is on n1, and the
+// networks of peer B are 10.246.0.0/16 and 10.247.0.0/16.
 func nodeIntent(t testing.TB, self string) NodeIntent {
 	node := func(name, addr, pods string) ClusterNode {
 		return ClusterNode{Name: name, Addrs: []netip.Addr{ip(addr)}, PodCIDRs: []netip.Prefix{pfx(pods)}, Created: 1}
@@ -23,15 +24,15 @@ func nodeIntent(t testing.TB, self string) NodeIntent {
 		Nodes:       []ClusterNode{node("n1", "172.30.1.11", "10.244.1.0/24"), node("n2", "172.30.1.12", "10.244.2.0/24"), node("n3", "172.30.1.13", "10.244.3.0/24")},
 		Pods: []NodePod{
 			{Addr: ip("10.244.1.5"), Node: "n1", Created: 1}, {Addr: ip("10.244.2.5"), Node: "n2", Created: 1}, {Addr: ip("10.244.3.5"), Node: "n3", Created: 1},
-			{Addr: ip("10.244.77.7"), Node: "n3", Created: 1},   // in no node's network
-			{Addr: ip("10.244.2.99"), Node: "n3", Created: 1},   // in that of another node
-			{Addr: ip("10.244.3.99"), Node: "n1", Created: 1},   // on the gateway's node itself, in that of another
-			{Addr: ip("10.244.99.1"), Node: "n1", Created: 1},   // on the gateway's node
+			{Addr: ip("10.244.77.7"), Node: "n3", Created: 1},   // outside of all nodes' networks
+			{Addr: ip("10.244.2.99"), Node: "n3", Created: 1},   // in the network of another node
+			{Addr: ip("10.244.3.99"), Node: "n1", Created: 1},   // on the gateway's node, but in the network of another node
+			{Addr: ip("10.244.99.1"), Node: "n1", Created: 1},   // on the gateway's node, outside of all nodes' networks
 			{Addr: ip("172.30.1.12"), Node: "n2", Created: 1},   // a node's address
-			{Addr: ip("10.244.98.1"), Node: "", Created: 1},     // not placed yet
-			{Addr: ip("10.244.97.1"), Node: "n9", Created: 1},   // on a node that is gone
+			{Addr: ip("10.244.98.1"), Node: "", Created: 1},     // not scheduled yet
+			{Addr: ip("10.244.97.1"), Node: "n9", Created: 1},   // on a deleted node
 			{Addr: ip("fd00::5"), Node: "n2", Created: 1},       // IPv6
-			{Addr: ip("10.244.96.1"), Node: "n2", Created: 100}, // has the address that a pod on n3 had
+			{Addr: ip("10.244.96.1"), Node: "n2", Created: 100}, // reuses the address of a deleted pod on n3
 			{Addr: ip("10.244.96.1"), Node: "n3", Created: 99},
 		},
 		Tunnels: []Tunnel{{peer(t, idB, nil), ip("172.30.1.11")}},
@@ -119,8 +120,8 @@ ip rule add priority 422 lookup 4202 protocol 72
 	}
 }
 
-// Pods of the node keep their addresses towards peers: all of its networks, where pods are in them,
-// else those that there are.
+// Pods of the node keep their addresses towards peers. The state lists the node's podCIDRs if its
+// pods are inside them, and otherwise the address of each pod.
 func TestNodeLetsItsPodsKeepTheirAddresses(t *testing.T) {
 	in := nodeIntent(t, "n2")
 	in.UnderlayDevices = []string{"eth1"}
@@ -130,13 +131,13 @@ func TestNodeLetsItsPodsKeepTheirAddresses(t *testing.T) {
 		t.Errorf("%+v, want %+v", n.SourceNAT, want)
 	}
 	in.Pods = in.Pods[:3]
-	in.Nodes[1].PodCIDRs = append(in.Nodes[1].PodCIDRs, pfx("10.9.2.0/24"), pfx("fd00:2::/64")) // beside the PodCIDR that peers know
+	in.Nodes[1].PodCIDRs = append(in.Nodes[1].PodCIDRs, pfx("10.9.2.0/24"), pfx("fd00:2::/64")) // in addition to the PodCIDR that peers know
 	n, _ = NodeFor(in)
 	want.Local, want.Pods = "10.9.2.0/24 10.244.2.0/24", "10.9.2.0/24 10.244.0.0/16"
 	if len(n.SourceNAT) != 1 || n.SourceNAT[0] != want {
 		t.Errorf("%+v, want %+v", n.SourceNAT, want)
 	}
-	in.Nodes[1].Addrs = nil // without an overlay nothing leaves
+	in.Nodes[1].Addrs = nil // without an overlay no packet leaves for a peer
 	if n, _ = NodeFor(in); len(n.SourceNAT) != 0 {
 		t.Errorf("without an overlay %+v", n.SourceNAT)
 	}
@@ -145,7 +146,7 @@ func TestNodeLetsItsPodsKeepTheirAddresses(t *testing.T) {
 func TestANodeWithPodsOutsideThePodCIDRIsNamed(t *testing.T) {
 	in := nodeIntent(t, "n2")
 	in.Pods = append(in.Pods, NodePod{Name: "default/web", Addr: ip("192.168.7.9"), Node: "n2"}, NodePod{Name: "default/a", Addr: ip("192.168.7.8"), Node: "n2"},
-		NodePod{Name: "default/other", Addr: ip("192.168.7.7"), Node: "n3"}) // whose agent names it
+		NodePod{Name: "default/other", Addr: ip("192.168.7.7"), Node: "n3"}) // a pod of another node, whose own agent reports it
 	_, problems := NodeFor(in)
 	if len(problems) != 1 || problems[0].Origin.Name != "n2" || !strings.Contains(problems[0].Message, "outside 10.244.0.0/16") || !strings.Contains(problems[0].Message, "default/a with 192.168.7.8") {
 		t.Errorf("%v", problems)
@@ -177,7 +178,7 @@ func TestPathMTUIsMeasuredToTheNextHops(t *testing.T) {
 		in           NodeIntent
 		outer, nodes string
 	}{
-		{nodeIntent(t, "n1"), "[172.30.1.12 172.30.1.13]", "[172.30.1.12 172.30.1.13]"}, // the gateway's
+		{nodeIntent(t, "n1"), "[172.30.1.12 172.30.1.13]", "[172.30.1.12 172.30.1.13]"}, // the gateway's node
 		{nodeIntent(t, "n2"), "[172.30.1.11]", "[172.30.1.11]"},
 		{podIntent(t, "n1"), "[10.244.1.254]", "[172.30.1.12]"},
 		{podIntent(t, "n2"), "[10.244.1.254]", "[172.30.1.11]"},
@@ -191,7 +192,7 @@ func TestPathMTUIsMeasuredToTheNextHops(t *testing.T) {
 	}
 }
 
-// A gateway delivers what comes from a peer before the agent has heard that it is here.
+// A gateway delivers packets from a peer before the agent knows that the gateway is on its node.
 func TestNodeRefusesTrafficFromAnUnknownLocalGateway(t *testing.T) {
 	guards := func(in NodeIntent) (all []string) {
 		n, _ := NodeFor(in)
@@ -210,7 +211,7 @@ func TestNodeRefusesTrafficFromAnUnknownLocalGateway(t *testing.T) {
 		}
 		return all
 	}
-	in := nodeIntent(t, "n1") // where the gateway is
+	in := nodeIntent(t, "n1") // the gateway's node
 	in.Allocated = []netip.Prefix{pfx("10.80.0.0/20"), pfx("fd80::/64")}
 	if got := guards(in); !slices.Equal(got, []string{"false 10.80.0.0/20", "true fd80::/64"}) {
 		t.Errorf("with the gateway of another peer here: %v", got)
@@ -221,7 +222,7 @@ func TestNodeRefusesTrafficFromAnUnknownLocalGateway(t *testing.T) {
 	}
 }
 
-// The slow and obvious reading of rules and tables, for a packet of a pod of the node.
+// refuses is a slow and obvious evaluation of rules and tables for a packet from a pod of the node.
 func refuses(n kernel.State, to netip.Addr) bool {
 	for _, rule := range n.Rules {
 		if rule.V6 != to.Is6() || rule.Iif != "" || rule.From.IsValid() || rule.To.IsValid() && !rule.To.Contains(to) {
@@ -241,7 +242,8 @@ func refuses(n kernel.State, to netip.Addr) bool {
 	return false
 }
 
-// Nothing that anybody but the IPAM says makes an allocated network leave by the default route.
+// No input other than the NetworkAllocations can make packets for an allocated network leave by the
+// default route.
 func TestNodeNeverLetsAnAllocatedNetworkLeaveInTheClear(t *testing.T) {
 	allocated := []netip.Prefix{pfx("10.246.0.0/16"), pfx("10.247.0.0/16"), pfx("10.99.0.0/20"), pfx("fd00:246::/48")}
 	for name, change := range map[string]func(*NodeIntent){
@@ -278,7 +280,7 @@ func TestNodeNeverLetsAnAllocatedNetworkLeaveInTheClear(t *testing.T) {
 	}
 }
 
-// Whatever is missing on the way to a gateway, traffic for the peer does not leave in the clear.
+// Any missing part of the path to a gateway makes the node refuse the traffic for the peer.
 func TestNodeRefusesTrafficWithoutARouteToTheGateway(t *testing.T) {
 	for name, tc := range map[string]struct {
 		change   func(*NodeIntent)
@@ -360,8 +362,9 @@ func TestNodeLeavesOutWhatTheOverlayCannotCarry(t *testing.T) {
 	}
 }
 
-// Where pods have addresses of their nodes' networks, a Pod that says to have another node's is not
-// believed, and no pod sends to peers as one of another node. One node's Pods do not decide it.
+// If pods have addresses of their nodes' networks, a Pod with an address of another node's network
+// is ignored, and no pod can send to peers with the address of a pod on another node. The Pods of
+// one node cannot disable this check.
 func TestNodeTrustsOnlyPodAddressesOfTheirNode(t *testing.T) {
 	in := nodeIntent(t, "n1")
 	in.Pods = []NodePod{
@@ -379,7 +382,8 @@ func TestNodeTrustsOnlyPodAddressesOfTheirNode(t *testing.T) {
 		t.Errorf("%+v", f)
 	}
 
-	// A CNI with an address management of its own: as our own pods show, or most nodes do.
+	// podCIDRs are ignored if pods of our own node, or of most nodes, have addresses outside of
+	// them.
 	in.Pods[0].Addr = ip("10.244.3.77")
 	n, problems = NodeFor(in)
 	wantTexts(t, problems)
@@ -396,8 +400,8 @@ func TestNodeTrustsOnlyPodAddressesOfTheirNode(t *testing.T) {
 
 func TestNodeTrustsOnlyOverlayPacketsOfOtherNodes(t *testing.T) {
 	in := nodeIntent(t, "n1")
-	in.Nodes[0].Addrs = append(in.Nodes[0].Addrs, ip("10.244.9.9"), ip("192.0.2.7"), ip("fd00::11")) // one of the pods' networks
-	in.Nodes[2].Addrs = append(in.Nodes[2].Addrs, ip("192.0.2.9"))                                   // only the first is the overlay's
+	in.Nodes[0].Addrs = append(in.Nodes[0].Addrs, ip("10.244.9.9"), ip("192.0.2.7"), ip("fd00::11")) // the first is in a pod network
+	in.Nodes[2].Addrs = append(in.Nodes[2].Addrs, ip("192.0.2.9"))                                   // the overlay uses only a node's first address
 	in.Nodes = append(in.Nodes, ClusterNode{Name: "n4", Addrs: []netip.Addr{ip("10.246.0.9")}})      // in the peer's network
 	in.Allocated = []netip.Prefix{pfx("10.99.0.0/16"), pfx("10.246.8.0/24"), pfx("fd00:246::/48")}
 	in.UnderlayDevices = []string{"eth0"}
@@ -409,7 +413,7 @@ func TestNodeTrustsOnlyOverlayPacketsOfOtherNodes(t *testing.T) {
 	}
 }
 
-// Whoever writes the status of one Node must not lead the others' packets around the tunnel.
+// Write access to the status of one Node must not divert packets of other nodes around the tunnel.
 func TestNodeRefusesANodeAddressInsideAPeersNetwork(t *testing.T) {
 	in := nodeIntent(t, "n2")
 	in.Nodes[2].Addrs = []netip.Addr{ip("10.246.0.9"), ip("172.30.1.13")}
@@ -459,7 +463,7 @@ func TestNodeDoesNotDependOnTheOrderOfItsInput(t *testing.T) {
 	}
 }
 
-// The way of every pod's answers is the way of what it is sent, whatever the nodes' networks say.
+// Packets to a pod and the pod's answers take the same path, whatever the nodes' networks are.
 func TestNodeRoutesToEveryPodOnItsNode(t *testing.T) {
 	rng := rand.New(rand.NewPCG(3, 4))
 	names := []string{"n1", "n2", "n3"}
@@ -479,14 +483,14 @@ func TestNodeRoutesToEveryPodOnItsNode(t *testing.T) {
 		n, problems := NodeFor(in)
 		for _, p := range in.Pods {
 			if slices.ContainsFunc(problems, func(q Problem) bool { return q.Origin.Kind == "Pod" && q.Origin.Namespace+"/"+q.Origin.Name == p.Name }) {
-				for _, node := range in.Nodes { // it says that it is where another node's pods are
+				for _, node := range in.Nodes { // a Pod may be ignored only if its address is in another node's podCIDRs
 					if inside := slices.ContainsFunc(node.PodCIDRs, func(c netip.Prefix) bool { return c.Contains(p.Addr) }); node.Name == p.Node && inside || p.Node == "n1" {
 						t.Fatalf("pod %v on %s is not believed: %v", p.Addr, p.Node, in.Nodes)
 					}
 				}
 				continue
 			}
-			best, found := kernel.Route{}, false // the slow and obvious longest match
+			best, found := kernel.Route{}, false // slow and obvious longest-prefix match
 			for _, r := range n.Routes {
 				if r.Table == kernel.NodeTable && r.Metric == 0 && r.Prefix.Contains(p.Addr) && (!found || r.Prefix.Bits() > best.Prefix.Bits()) {
 					best, found = r, true
@@ -500,13 +504,14 @@ func TestNodeRoutesToEveryPodOnItsNode(t *testing.T) {
 	}
 }
 
-// What a peer sends to an address of the PodCIDR that nobody has does not leave by the default route.
-// Where nodes have addresses among the pods, it goes to them by the overlay, whose filter judges it.
+// A packet of a peer to an unused address of the PodCIDR does not leave by the default route. If
+// nodes have addresses in pod networks, the packet goes through the overlay, where the node's
+// filter checks it.
 func TestNodeWithTheGatewayRefusesUnusedClusterAddresses(t *testing.T) {
 	in := nodeIntent(t, "n1")
 	among := ip("10.244.96.77")
 	in.Nodes[2].Addrs = append(in.Nodes[2].Addrs, among)
-	own := NodePod{Addr: ip("10.244.50.5"), Node: "n1", Created: 1} // of a CNI with an address management of its own
+	own := NodePod{Addr: ip("10.244.50.5"), Node: "n1", Created: 1} // a pod of a CNI that ignores podCIDRs
 	in.Pods = append(in.Pods, own)
 	n, _ := NodeFor(in)
 	for addr, want := range map[netip.Addr]kernel.Route{
@@ -554,7 +559,8 @@ func TestOverlayMACIsALocalUnicastAddress(t *testing.T) {
 	}
 }
 
-// An overlay MTU is never below what a WireGuard tunnel over the same underlay needs.
+// The overlay MTU is never smaller than the MTU that a WireGuard tunnel over the same underlay
+// needs.
 func TestNodeOverlayHasRoomForTheTunnel(t *testing.T) {
 	for underlay, want := range map[int]int{0: 1450, 1500: 1450, 1400: 1350, 9001: 8951, 65536: 65485, 500: 576} {
 		in := nodeIntent(t, "n1")

@@ -13,47 +13,49 @@ import (
 // may have any order.
 type NodeIntent struct {
 	Self string // name of our node
-	// UnderlayMTU is the smallest MTU of the paths of outer packets, in octets; 0 means 1500.
+	// UnderlayMTU is the smallest MTU of the paths of outer packets, in octets; 0: unknown, use
+	// 1500.
 	UnderlayMTU int
 	// UnderlayDevices are the known devices that have our node's address or lead to other nodes.
 	UnderlayDevices []string
-	// Routes are those of our node.
+	// Routes are the routes of our node via other hosts.
 	Routes []NodeRoute
-	// Bridges are the bridges through which our node reaches gateways' Pods, and Uplinks their
-	// ports that lead to other nodes. Bridged says that our kernel.Bridge is in place, which keeps
-	// pods on these bridges away from the gateways' overlay port.
+	// Bridges are the bridges through which our node reaches gateways' Pods. Uplinks are the ports
+	// of these bridges that lead to other nodes. Bridged is true if our kernel.Bridge is in place,
+	// which keeps pods on these bridges away from the gateways' overlay port.
 	Bridges, Uplinks []string
 	Bridged          bool
 	Nodes            []ClusterNode
 	Pods             []NodePod
 	Gateways         []GatewayPod
-	// OnlyPods says that all gateways are Pods with their own network. The node then needs to know
+	// OnlyPods is true if all gateways are Pods with their own network. The node then needs to know
 	// only itself and its own pods.
 	OnlyPods bool
-	// Gateway is the address of the active gateway, which reports it in one place for all peers. It
-	// is set only with OnlyPods. All peers' networks are then behind it, so Tunnels may be missing.
-	// If it is zero, each Tunnel has the address of its gateway.
+	// Gateway is the address of the active gateway, if the gateway reports it once for all peers.
+	// It is set only with OnlyPods. All peers' networks are then behind this gateway, so Tunnels
+	// may be missing. If it is zero, each Tunnel has the address of its gateway.
 	Gateway netip.Addr
-	// Trusted says, with OnlyPods, that the pods of our node have addresses from its podCIDRs. Pods
-	// may then be empty; otherwise they must include those of our node. See Trust.
+	// Trusted is true, only with OnlyPods, if the pods of our node have addresses from its
+	// podCIDRs. Pods may then be empty; otherwise it must include the pods of our node. See Trust.
 	Trusted bool
 	Tunnels []Tunnel
 	// Allocations is the content of the NetworkAllocations.
 	Allocations
-	// Allocated are the networks of peers that a node refuses: those that NetworkAllocations name,
-	// and those that they named earlier and have not freed. The agent remembers these and sets the
-	// field.
+	// Allocated are the networks of peers for which a node refuses packets: the networks that
+	// NetworkAllocations name, and those that they named earlier and have not freed. The agent
+	// remembers the latter and sets the field.
 	Allocated []netip.Prefix
 }
 
-// Trust sets Trusted for the node self, and drops the Pods that do not matter to it: all of them if
-// Trusted, so that pods come and go without a change of the intent, otherwise those of other nodes.
+// Trust sets Trusted for the node self, and drops the Pods that do not matter to that node. If
+// Trusted is true, these are all Pods, so that a new or deleted pod does not change the intent.
+// Otherwise they are the Pods of other nodes.
 func (in *NodeIntent) Trust(self string) {
 	in.Trusted = podCIDRsHold(in.Nodes, self, in.Pods)
 	in.Pods = slices.DeleteFunc(slices.Clone(in.Pods), func(p NodePod) bool { return in.Trusted || p.Node != self })
 }
 
-// Sort sorts all lists by their content, so that equal intents are reflect.DeepEqual.
+// Sort sorts all lists by their content, so that reflect.DeepEqual reports equal intents as equal.
 func (in *NodeIntent) Sort() {
 	slices.SortFunc(in.Nodes, func(a, b ClusterNode) int { return cmp.Compare(a.Name, b.Name) })
 	slices.SortFunc(in.Pods, func(a, b NodePod) int {
@@ -62,7 +64,7 @@ func (in *NodeIntent) Sort() {
 	slices.SortFunc(in.Gateways, func(a, b GatewayPod) int { return cmp.Or(a.Addr.Compare(b.Addr), a.Host.Compare(b.Host)) })
 	slices.SortFunc(in.Tunnels, func(a, b Tunnel) int { return a.Peer.Origin.compare(b.Peer.Origin) })
 	for _, networks := range [][]netip.Prefix{in.Allocated, in.Own, in.OwnPods} {
-		if !slices.IsSortedFunc(networks, netip.Prefix.Compare) { // a sorted one may be shared
+		if !slices.IsSortedFunc(networks, netip.Prefix.Compare) { // a sorted list may be shared, so it must not be written
 			slices.SortFunc(networks, netip.Prefix.Compare)
 		}
 	}
@@ -73,7 +75,7 @@ type ClusterNode struct {
 	Name     string
 	Addrs    []netip.Addr   // InternalIPs, in the order of the Node
 	PodCIDRs []netip.Prefix // networks from which the node's pods get addresses, if it has any
-	Sources  []netip.Addr   // more sources of its packets to a Pod, as its agent reports
+	Sources  []netip.Addr   // additional sources of its packets to a Pod, as its agent reports
 	Routes   []NodeRoute    // as its agent reports; only for the gateway's node
 	Created  int64          // seconds since 1970; of two conflicting nodes the older is kept
 }
@@ -96,18 +98,18 @@ func (n ClusterNode) Underlay() netip.Addr {
 type NodePod struct {
 	Name    string // namespace/name
 	Addr    netip.Addr
-	Node    string // where it runs; empty until it is scheduled
-	Created int64  // seconds since 1970; of two pods with one address the younger has it
+	Node    string // the pod's node; empty until the pod is scheduled
+	Created int64  // seconds since 1970; of two pods with the same address the younger one has it
 }
 
 // A GatewayPod is one replica of our gateway, active or not.
 type GatewayPod struct {
 	Addr        netip.Addr // of the Pod
-	Host        netip.Addr // of its node; a CNI may use it as the source of the Pod's packets
+	Host        netip.Addr // address of the Pod's node; a CNI may use it as the source of the Pod's packets
 	HostNetwork bool       // it uses its node's network, and the node forwards for it
 }
 
-// A Tunnel is a peer and the gateway by which it is reached.
+// A Tunnel is a peer, and the gateway through which it is reached.
 type Tunnel struct {
 	Peer Peer
 	// Gateway is status.gatewayIP: the address of a GatewayPod or an InternalIP of a node. It is
@@ -115,8 +117,8 @@ type Tunnel struct {
 	Gateway netip.Addr
 }
 
-// TunnelFrom reads a TunnelEndpoint as PeerFrom does, and its gateway from the status. With any
-// problem the tunnel is zero.
+// TunnelFrom reads a TunnelEndpoint as PeerFrom does, and the gateway from its status. If there are
+// problems, the tunnel is zero.
 func TunnelFrom(te *v1alpha1.TunnelEndpoint, o Origin) (Tunnel, []Problem) {
 	peer, problems := PeerFrom(te, o)
 	r := report{origin: o, problems: problems}
@@ -135,8 +137,8 @@ func TunnelFrom(te *v1alpha1.TunnelEndpoint, o Origin) (Tunnel, []Problem) {
 }
 
 // Senders returns the gateways that are Pods with their own network, active or not. Our node
-// accepts outer packets from all of them: when the active one changes, nodes hear of it at
-// different times, and the former one still delivers what peers send to it.
+// accepts outer packets from all of them. When another gateway becomes active, nodes learn it at
+// different times, and the previous gateway still delivers packets from peers.
 func (in *NodeIntent) Senders() (all []GatewayPod) {
 	for _, g := range in.Gateways {
 		if g.Addr.Is4() && !g.HostNetwork && !slices.Contains(all, g) {
@@ -146,8 +148,8 @@ func (in *NodeIntent) Senders() (all []GatewayPod) {
 	return all
 }
 
-// ways returns those of Senders that Gateway or a tunnel names. Our node sends to them. There is
-// more than one only for moments.
+// ways returns those Senders that in.Gateway or a tunnel names. Our node sends packets to them.
+// There is more than one only for a moment, while the active gateway changes.
 func (in *NodeIntent) ways() []GatewayPod {
 	return slices.DeleteFunc(in.Senders(), func(g GatewayPod) bool {
 		if in.Gateway.IsValid() {
@@ -157,9 +159,10 @@ func (in *NodeIntent) ways() []GatewayPod {
 	})
 }
 
-// Carriers returns the destinations of our node's outer packets, from which the agent learns the
-// MTU, and the addresses of nodes, from which it learns the underlay devices. They are the active
-// gateways' Pods and the nodes of all gateways, or the nodes with which ours exchanges packets.
+// Carriers returns two lists. outer are the destinations of our node's outer packets, from which
+// the agent learns the MTU. nodes are addresses of nodes, from which the agent learns the underlay
+// devices. If all gateways are Pods, these are the active gateways' Pods and the nodes of all
+// gateways; otherwise the nodes with which ours exchanges packets are added.
 func (in *NodeIntent) Carriers() (outer, nodes []netip.Addr) {
 	at := slices.IndexFunc(in.Nodes, func(n ClusterNode) bool { return n.Name == in.Self })
 	if at < 0 {
@@ -191,7 +194,7 @@ func (in *NodeIntent) Carriers() (outer, nodes []netip.Addr) {
 	return outer, nodes
 }
 
-// Elsewhere returns an address that only a pod of another node can have, as far as known. It is
+// Elsewhere returns an address that, as far as known, only a pod of another node can have. It is
 // zero if there is none, or without OnlyPods.
 func (in *NodeIntent) Elsewhere() netip.Addr {
 	at := slices.IndexFunc(in.Nodes, func(n ClusterNode) bool { return n.Name == in.Self })
@@ -219,8 +222,8 @@ func (in *NodeIntent) PodNetworks() []netip.Prefix {
 	return all
 }
 
-// inOrder reports whether networks are as Refused returns them: sorted, each once, without host
-// bits.
+// inOrder reports whether networks have the form of Refused's result: sorted, without duplicates,
+// without host bits.
 func inOrder(networks []netip.Prefix) bool {
 	for i, p := range networks {
 		if !withoutHost(p) || i > 0 && networks[i-1].Compare(p) >= 0 {
@@ -267,8 +270,8 @@ func validOf(networks []netip.Prefix) (valid []netip.Prefix) {
 	return valid
 }
 
-// without splits p, which is IPv4, into networks that overlap none of taken, and leaves out the
-// rest.
+// without splits the IPv4 network p into networks that overlap none of taken. Together they cover
+// all of p that is outside of taken.
 func without(p netip.Prefix, taken []netip.Prefix) []netip.Prefix {
 	overlaps := func(t netip.Prefix) bool { return t.Overlaps(p) }
 	if !slices.ContainsFunc(taken, overlaps) {

@@ -21,21 +21,21 @@ const (
 	maxNodeProblems = 16
 	maxNodeProblem  = 512 // characters
 
-	// WidestNodeNetwork is the length of the widest network that a node may keep from peers. A
-	// route to a wider one is a default route in disguise (VPN clients split it into 0.0.0.0/1 and
-	// 128.0.0.0/1), or a node's attempt to block all peers.
+	// WidestNodeNetwork is the shortest prefix length of a network that a node's report may keep
+	// from peers. A route to a wider network is a default route in disguise (VPN clients split it
+	// into 0.0.0.0/1 and 128.0.0.0/1), or a node's attempt to block all peers.
 	WidestNodeNetwork = 8
 )
 
-// NodeNetworks is a node's report of what it reaches without the tunnel. No peer may get one of
-// these networks.
+// NodeNetworks is a node's report of the networks that it reaches without the tunnel. No peer may
+// get one of these networks.
 type NodeNetworks struct {
 	Networks  []netip.Prefix // disjoint, sorted
 	Resolvers []netip.Addr   // DNS servers, sorted
-	Refused   int64          // it refuses what NetworkAllocations name up to this resourceVersion; 0: unknown
-	Sources   []netip.Addr   // of its packets to a gateway's Pod, besides InternalIPs; sorted
+	Refused   int64          // the node refuses the networks that NetworkAllocations named up to this resourceVersion; 0: unknown
+	Sources   []netip.Addr   // additional sources of the node's packets to a gateway's Pod, besides InternalIPs; sorted
 	Routes    []NodeRoute    // sorted
-	Problems  []kernel.Limit // what does not work between pods of the node and peers
+	Problems  []kernel.Limit // faults of traffic between pods of the node and peers
 
 	BrokenOverlay BrokenOverlay // zero: as far as known, the overlay to the gateway works
 }
@@ -46,17 +46,17 @@ type NodeRoute struct {
 	Via     netip.Addr
 }
 
-// BrokenOverlay says that packets between a node and a gateway get lost in the overlay.
+// BrokenOverlay reports that the overlay loses packets between a node and a gateway.
 type BrokenOverlay struct {
 	Gateway netip.Addr
 	Since   time.Time // in whole seconds, as the API stores it
-	Back    bool      // only packets from the gateway to the node get lost
+	Back    bool      // true: only packets from the gateway to the node are lost
 }
 
 // NodeNetworksOf makes the report of a node from its networks and resolvers. The report leaves out
-// networks inside own, the cluster's own pods and Services: no peer gets them anyway, and there may
-// be thousands of routes into them. It has at most 256 networks of each family. If there are more,
-// they are merged into wider ones, so that none is left out.
+// networks inside own, the networks of the cluster's own pods and Services: no peer gets them
+// anyway, and there may be thousands of routes into them. It has at most 256 networks of each
+// family. If there are more, they are merged into wider networks, so that all are covered.
 func NodeNetworksOf(node string, have, own []netip.Prefix, resolvers []netip.Addr) (n NodeNetworks, problems []Problem) {
 	own = mergeNetworks(slices.Clone(own))
 	ignored := slices.Concat(own, SpecialRanges())
@@ -86,8 +86,8 @@ func NodeNetworksOf(node string, have, own []netip.Prefix, resolvers []netip.Add
 	return n, SortProblems(problems)
 }
 
-// NodeNetworksFrom reads a report. A node can write anything into its own, so this ignores networks
-// that are invalid or wider than WidestNodeNetwork, and returns one Problem for all of them.
+// NodeNetworksFrom reads a report. A node can write anything into its own report. Networks that are
+// invalid or wider than WidestNodeNetwork are therefore ignored, with one Problem for all of them.
 func NodeNetworksFrom(from *isthmus.NodeNetworks) (n NodeNetworks, problems []Problem) {
 	r := report{origin: Origin{Kind: "NodeNetworks", Namespace: from.Namespace, Name: from.Name}}
 	wrong, first := 0, ""
@@ -138,13 +138,13 @@ func (n NodeNetworks) Spec() (spec isthmus.NodeNetworksSpec) {
 	return spec
 }
 
-// Equal reports whether all fields but Refused are equal.
+// Equal reports whether all fields except Refused are equal.
 func (n NodeNetworks) Equal(other NodeNetworks) bool {
 	return n.BrokenOverlay == other.BrokenOverlay && slices.Equal(n.Networks, other.Networks) && slices.Equal(n.Resolvers, other.Resolvers) && slices.Equal(n.Problems, other.Problems) && slices.Equal(n.Sources, other.Sources) && slices.Equal(n.Routes, other.Routes)
 }
 
-// OverlaySourcesOf returns those of a node's addresses that lie in pods' networks, at most 16. A
-// CNI may use one instead of the InternalIP as source of the node's packets to a Pod.
+// OverlaySourcesOf returns the addresses of a node that lie in pods' networks, at most 16. A CNI
+// may use one of them instead of the InternalIP as source of the node's packets to a Pod.
 func OverlaySourcesOf(addrs []netip.Addr, pods []netip.Prefix) (all []netip.Addr) {
 	for _, a := range addrs {
 		if a.Is4() && insideAny(hostPrefix(a), pods) {
@@ -156,7 +156,7 @@ func OverlaySourcesOf(addrs []netip.Addr, pods []netip.Prefix) (all []netip.Addr
 	return all[:min(len(all), maxNodeSources)]
 }
 
-// OverlaySourcesFrom reads these addresses from a report, and ignores invalid ones.
+// OverlaySourcesFrom reads the overlay sources of a report, and ignores invalid addresses.
 func OverlaySourcesFrom(from *isthmus.NodeNetworks) (all []netip.Addr) {
 	for _, text := range from.Spec.OverlaySources {
 		if addr, err := netip.ParseAddr(text); err == nil && addr.Is4() {
@@ -168,8 +168,8 @@ func OverlaySourcesFrom(from *isthmus.NodeNetworks) (all []netip.Addr) {
 
 // NodeRoutesOf returns the routes of a node through which it may reach mapped endpoints. It leaves
 // out routes into own, the networks of the cluster's pods and Services, of which a CNI may have
-// thousands. If more than 128 are left, it keeps those via one of nodes first, and those via the
-// next hop of a default route last, because that is hardly ever a node.
+// thousands. It returns at most 128 routes: first the routes via one of nodes, and last the routes
+// via the next hop of a default route, because that is hardly ever a node.
 func NodeRoutesOf(have []kernel.Route, own []netip.Prefix, nodes []netip.Addr) (all []NodeRoute) {
 	const byNode, byAnother, byRouter = 0, 1, 2
 	ranks := make(map[netip.Addr]int)
@@ -198,7 +198,7 @@ func NodeRoutesOf(have []kernel.Route, own []netip.Prefix, nodes []netip.Addr) (
 	return all
 }
 
-// NodeRoutesFrom reads the routes of a report. Invalid ones are left out.
+// NodeRoutesFrom reads the routes of a report, and ignores invalid routes.
 func NodeRoutesFrom(from *isthmus.NodeNetworks) []NodeRoute {
 	var all []kernel.Route
 	for _, r := range from.Spec.Routes {
@@ -211,9 +211,9 @@ func NodeRoutesFrom(from *isthmus.NodeNetworks) []NodeRoute {
 	return NodeRoutesOf(all, nil, nil)
 }
 
-// atMost merges networks of one family until there are at most limit. It cuts longer prefixes to
-// the greatest length at which there are few enough. limit must be at least the number of networks
-// of length WidestNodeNetwork in a family.
+// atMost merges networks of one family until there are at most limit. It shortens longer prefixes
+// to the greatest length at which few enough networks are left. limit must be at least the number
+// of networks of length WidestNodeNetwork in a family.
 func atMost(limit int, networks []netip.Prefix) []netip.Prefix {
 	merged := mergeNetworks(networks)
 	if len(merged) <= limit {
@@ -227,13 +227,13 @@ func atMost(limit int, networks []netip.Prefix) []netip.Prefix {
 		}
 		return mergeNetworks(short)
 	}
-	// Shorter prefixes never give more networks, so a binary search finds the length.
+	// Shorter prefixes never result in more networks, so a binary search finds the length.
 	steps := sort.Search(longest-WidestNodeNetwork, func(i int) bool { return len(cut(longest-i)) <= limit })
 	return cut(longest - steps)
 }
 
-// mergeNetworks sorts networks and joins those of which one contains the other, or which are the
-// halves of one that is not wider than WidestNodeNetwork. It works in place.
+// mergeNetworks sorts networks, removes those inside others, and joins two halves of a network that
+// is not wider than WidestNodeNetwork. It works in place.
 func mergeNetworks(networks []netip.Prefix) []netip.Prefix {
 	slices.SortFunc(networks, netip.Prefix.Compare) // a network sorts before those inside it
 	out := networks[:0]

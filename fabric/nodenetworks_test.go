@@ -57,7 +57,7 @@ func TestANodeReportsReachableNetworksOutsideTheCluster(t *testing.T) {
 	}
 }
 
-// However many routes there are, none is left out, and no more stands for them than has to.
+// A report covers all routes, however many there are, and merges no more of them than necessary.
 func TestAReportIsBoundedAndCoversEveryRoute(t *testing.T) {
 	rng := rand.New(rand.NewPCG(7, 12))
 	for round := range 36 {
@@ -74,7 +74,7 @@ func TestAReportIsBoundedAndCoversEveryRoute(t *testing.T) {
 				}
 				p = netip.PrefixFrom(netip.AddrFrom16(a), 9+rng.IntN(120)).Masked()
 			}
-			if p.Bits() > 20 || len(have) < n/100 { // few that cover all others
+			if p.Bits() > 20 || len(have) < n/100 { // only a few short prefixes, because they would cover all others
 				have = append(have, p)
 			}
 		}
@@ -87,7 +87,8 @@ func TestAReportIsBoundedAndCoversEveryRoute(t *testing.T) {
 			if i > 0 && (got.Networks[i-1].Overlaps(p) || got.Networks[i-1].Compare(p) >= 0) || p.Bits() < 8 {
 				t.Fatalf("%v after %v", p, got.Networks[i-1])
 			}
-			// What is left after fewer than 256 have been merged is what was there.
+			// Each reported network contains an input network. Up to 256 networks are reported
+			// exactly.
 			inside := func(q netip.Prefix) bool { return p.Contains(q.Addr()) && p.Bits() <= q.Bits() }
 			if !slices.ContainsFunc(have, inside) {
 				t.Fatalf("%v stands for nothing", p)
@@ -111,7 +112,7 @@ func TestAReportIsBoundedAndCoversEveryRoute(t *testing.T) {
 	}
 }
 
-// covered reports, slowly, whether every address of p is in one of the networks.
+// covered is a slow check that every address of p is in one of the networks.
 func covered(p netip.Prefix, networks []netip.Prefix) bool {
 	overlaps := false
 	for _, n := range networks {

@@ -10,7 +10,7 @@ import (
 )
 
 // addTunnels adds rules and routes for the networks of peers. here are the networks whose gateway
-// is on our node, and own the PodCIDRs of our cluster that their tunnels name.
+// is on our node. own are the PodCIDRs of our cluster in the tunnels of these networks.
 func (d *nodeDecision) addTunnels(tunnels []Tunnel) (own, here []netip.Prefix) {
 	peers := make([]Peer, len(tunnels))
 	gateways := make(map[Origin]netip.Addr, len(tunnels))
@@ -61,7 +61,7 @@ func (d *nodeDecision) addTunnels(tunnels []Tunnel) (own, here []netip.Prefix) {
 			}
 			continue
 		}
-		via, reachable := d.overlay[where.Name] // no node has the empty name
+		via, reachable := d.overlay[where.Name] // no node has an empty name
 		for _, prefix := range p.AllowedIPs {
 			d.rule(kernel.Rule{Priority: kernel.NodeRulePriority, To: prefix, Table: kernel.NodeTable})
 			if reachable && len(d.node.Devices) > 0 {
@@ -74,7 +74,7 @@ func (d *nodeDecision) addTunnels(tunnels []Tunnel) (own, here []netip.Prefix) {
 }
 
 // toPod adds the routes to a peer whose gateway is a Pod. Packets of the node itself get its
-// underlay address as source: the gateway knows it, and replies to it cannot be for a pod.
+// underlay address as source: the gateway knows that address, and no reply to it can be for a pod.
 func (d *nodeDecision) toPod(p *GatewayPeer, g GatewayPod) {
 	for i, prefix := range p.AllowedIPs {
 		if prefix.Addr().Is6() {
@@ -118,11 +118,11 @@ func (d *nodeDecision) carries(p *GatewayPeer) bool {
 	return len(d.problems) == before
 }
 
-// guard refuses packets that a gateway on our node delivers for a peer before we know that the
-// peer's gateway is here: a gateway delivers as soon as it has the TunnelEndpoint, and writes its
-// address there a moment later. Without the rules of addTunnels the CNI's routes would take such
-// packets to other nodes, unencrypted. While no gateway is known to be here, one rule per family
-// covers all peers.
+// guard refuses packets that a gateway on our node delivers for a peer while we do not know yet
+// that the peer's gateway is on our node. A gateway delivers as soon as it reads the
+// TunnelEndpoint, and writes its address to the status a moment later. Without the rules of
+// addTunnels, the CNI's routes would send such packets to other nodes, unencrypted. While no
+// gateway is known to be on our node, one rule per family covers all peers.
 func (d *nodeDecision) guard(here []netip.Prefix) {
 	if len(here) == 0 {
 		for _, everything := range everythingOf(d.refused) {
@@ -138,10 +138,10 @@ func (d *nodeDecision) guard(here []netip.Prefix) {
 }
 
 // addPods adds the routes from the gateway's node to pods on other nodes: one for each podCIDR, and
-// one for each pod outside its node's podCIDRs. A CNI that assigns addresses in its own way has
-// many such pods. If pods are trusted to be in their node's podCIDRs, a Pod with an address from
-// another node's is ignored: otherwise write access to the status of one node's Pods could divert
-// what peers send to pods of other nodes.
+// one for each pod outside its node's podCIDRs. A CNI that ignores podCIDRs has many such pods. If
+// pods are trusted to be in their node's podCIDRs, a Pod with an address from another node's is
+// ignored. Otherwise write access to the status of one node's Pods could divert packets of peers
+// for pods of other nodes.
 //
 // Packets of a peer to any other address in own, our PodCIDRs, are refused, because the default
 // route could take them out of the cluster.
@@ -153,7 +153,7 @@ func (d *nodeDecision) addPods(pods []NodePod, own []netip.Prefix) {
 	var networks []network // disjoint, sorted
 	find := func(p netip.Prefix) (at int, overlapped string, overlaps bool) {
 		at, _ = slices.BinarySearchFunc(networks, p, func(n network, p netip.Prefix) int { return n.prefix.Addr().Compare(p.Addr()) })
-		for i := max(at-1, 0); i <= at && i < len(networks); i++ { // disjoint: both neighbours are enough
+		for i := max(at-1, 0); i <= at && i < len(networks); i++ { // the networks are disjoint, so only both neighbours can overlap
 			if networks[i].prefix.Overlaps(p) {
 				return at, networks[i].node, true
 			}
@@ -250,8 +250,9 @@ func (d *nodeDecision) addPods(pods []NodePod, own []netip.Prefix) {
 }
 
 // addRest refuses packets for all other addresses in the networks of our pods. Packets for
-// addresses of nodes go through the overlay, where the node's filter checks them: replies to what
-// the node sent or masqueraded, and packets for mapped endpoints on the node.
+// addresses of nodes go through the overlay, where the destination node's filter checks them. They
+// are replies to packets that the node sent or masqueraded, and packets for mapped endpoints on the
+// node.
 func (d *nodeDecision) addRest(own []netip.Prefix) {
 	slices.SortFunc(own, netip.Prefix.Compare)
 	own = slices.DeleteFunc(slices.Compact(own), func(p netip.Prefix) bool { return !p.Addr().Is4() })
@@ -272,9 +273,9 @@ func (d *nodeDecision) addRest(own []netip.Prefix) {
 }
 
 // addRoutes sends packets for a mapped endpoint through the overlay if the main table of the
-// gateway's node reaches the endpoint via another node. The endpoint's replies come through the
-// overlay, and strict reverse path filtering drops a packet if the route to its source uses another
-// device. Routes into networks of pods, peers or the overlay are ignored, because no endpoint is
+// gateway's node routes them via another node. The endpoint's replies come through the overlay, and
+// strict reverse path filtering drops a packet if the route to its source uses another device.
+// Routes into networks of pods, peers or the overlay are ignored, because no mapped endpoint is
 // there.
 func (d *nodeDecision) addRoutes(routes []NodeRoute, own []netip.Prefix) {
 	if len(routes) == 0 {

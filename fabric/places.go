@@ -8,9 +8,9 @@ import (
 )
 
 // PodPlaces tracks the nodes and pods of a cluster for a gateway that is a Pod. Only pods outside
-// their node's podCIDRs matter to such a gateway, and PodPlaces keeps these apart. The cost of an
-// update depends on the update, not on the size of the cluster. The zero value is an empty cluster.
-// It is not safe for concurrent use.
+// their node's podCIDRs matter to such a gateway, and PodPlaces lists these separately. The cost of
+// an update does not depend on the size of the cluster. The zero value is an empty cluster. It is
+// not safe for concurrent use.
 type PodPlaces struct {
 	Self string // name of the gateway's node; must not change after the first call
 
@@ -19,10 +19,10 @@ type PodPlaces struct {
 	routes  []NodeRoute                     // ClusterNode.Routes, of Self
 	sorted  []ClusterNode                   // by name; nil until the first call of Network
 	pods    map[string]map[string][]NodePod // by node and ID
-	away    map[string]map[string][]NodePod // those of pods outside their node's podCIDRs
+	away    map[string]map[string][]NodePod // the pods outside their node's podCIDRs
 	counts  map[string]tally                // by node
-	seen    int                             // known nodes that have pods with IPv4
-	holding int                             // those of them whose pods are all inside the podCIDRs
+	seen    int                             // number of known nodes with IPv4 pods
+	holding int                             // number of these nodes whose pods are all inside the podCIDRs
 
 	owners map[netip.Addr]Owner // see Owner; nil: the next call of Owner builds it
 }
@@ -33,8 +33,8 @@ type Owner struct {
 	Node string // the pod's node, or the node itself
 }
 
-// Owner returns who has an address according to the API server's Pods and Nodes. The result is for
-// display; do not base decisions on it. It is zero if nobody has the address, or more than one. The
+// Owner returns the pod or the node with an address, according to the API server. The result is for
+// display; do not base decisions on it. It is zero if nobody has the address, or several do. The
 // first call builds an index, which SetPod keeps up to date.
 func (p *PodPlaces) Owner(addr netip.Addr) Owner {
 	if p.owners == nil {
@@ -60,7 +60,7 @@ func (p *PodPlaces) Owner(addr netip.Addr) Owner {
 	return p.owners[addr]
 }
 
-// own adds an address to the index. An address with two owners gets the zero Owner.
+// own adds an address to the index. If the address has an owner already, it gets the zero Owner.
 func (p *PodPlaces) own(addr netip.Addr, o Owner) {
 	if other, has := p.owners[addr]; has && other != o {
 		o = Owner{}
@@ -68,8 +68,8 @@ func (p *PodPlaces) own(addr netip.Addr, o Owner) {
 	p.owners[addr] = o
 }
 
-// disown removes a pod's addresses from the index. If an address had more than one owner, it
-// discards the index, because the index does not know who is left.
+// disown removes a pod's addresses from the index. If an address had several owners, it discards
+// the index, because the index does not know the remaining ones.
 func (p *PodPlaces) disown(o Owner, pods []NodePod) {
 	for _, pod := range pods {
 		if now, has := p.owners[pod.Addr]; now == o {
@@ -124,8 +124,8 @@ func (p *PodPlaces) SetSources(node string, all []netip.Addr) bool {
 	return true
 }
 
-// SetRoutes sets the routes of the gateway's node, and reports whether they changed. It ignores
-// those of other nodes.
+// SetRoutes sets the routes of the gateway's node, and reports whether they changed. It ignores the
+// routes of other nodes.
 func (p *PodPlaces) SetRoutes(node string, all []NodeRoute) bool {
 	if node != p.Self || slices.Equal(p.routes, all) {
 		return false
@@ -173,8 +173,8 @@ func (p *PodPlaces) replace(name string, f func()) {
 }
 
 // SetPod sets the addresses of a pod on a node; a deleted pod has none. id identifies the pod, such
-// as namespace/name, and was is its previous node, if any. It reports whether Network may have
-// changed.
+// as namespace/name. was is the pod's previous node, if any. SetPod reports whether the result of
+// Network may have changed.
 func (p *PodPlaces) SetPod(id, was, node string, pods []NodePod) bool {
 	trusted := p.trusted()
 	changed := false
@@ -215,7 +215,7 @@ func (p *PodPlaces) SetPod(id, was, node string, pods []NodePod) bool {
 	return changed || trusted != p.trusted()
 }
 
-// add counts the addresses of a pod, and notes those outside its node's podCIDRs in p.away.
+// add counts the addresses of a pod, and adds those outside its node's podCIDRs to p.away.
 func (p *PodPlaces) add(node, id string, pods []NodePod) {
 	now, away := p.counts[node], false
 	for _, pod := range pods {
@@ -258,14 +258,14 @@ func holds(c tally) int {
 	return 0
 }
 
-// trusted returns what podCIDRsHold would return.
+// trusted returns the result of podCIDRsHold without reading all pods.
 func (p *PodPlaces) trusted() bool {
 	_, known := p.nodes[p.Self]
 	return known && holds(p.counts[p.Self]) == 1 && 2*p.holding >= p.seen
 }
 
-// Network returns what a gateway whose Pod has the given address needs to know, in lists sorted by
-// content. Callers must not modify the lists.
+// Network returns the nodes and pods for a gateway whose Pod has the given address, in lists sorted
+// by content. Callers must not modify the lists.
 func (p *PodPlaces) Network(pod netip.Addr) PodNetwork {
 	if p.sorted == nil {
 		p.sorted = slices.SortedFunc(maps.Values(p.nodes), func(a, b ClusterNode) int { return cmp.Compare(a.Name, b.Name) })

@@ -9,8 +9,8 @@ import (
 	"testing"
 )
 
-// Whatever comes, moves and goes, what is known is what the lists of all nodes and pods say, and a
-// change that is not reported is none.
+// After any sequence of changes, PodPlaces returns the same as lists of all nodes and pods. A
+// change that is not reported does not affect the result of Network.
 func TestPodPlacesMatchTheLists(t *testing.T) {
 	rng := rand.New(rand.NewPCG(1, 2))
 	own := ip("10.244.0.250")
@@ -67,7 +67,7 @@ func TestPodPlacesMatchTheLists(t *testing.T) {
 				want.Pods = append(want.Pods, of...)
 			}
 			for _, a := range append(addrsOf(want), ip("10.9.9.9")) {
-				if rng.IntN(4) == 0 { // else the index is not there yet, or is kept
+				if rng.IntN(4) == 0 { // sometimes, so that the index is built at different times
 					if got, want := p.Owner(a), ownerIn(want, a); got != want {
 						t.Fatalf("round %d, step %d: %v is of %+v, want %+v", round, step, a, got, want)
 					}
@@ -102,7 +102,7 @@ func addrsOf(n PodNetwork) (all []netip.Addr) {
 	return all
 }
 
-// ownerIn is Owner by the lists.
+// ownerIn computes Owner from the lists.
 func ownerIn(n PodNetwork, addr netip.Addr) (o Owner) {
 	of := map[Owner]bool{}
 	for _, pod := range n.Pods {

@@ -8,20 +8,20 @@ import (
 )
 
 // A PodNetwork has the nodes and pods of the cluster, for a gateway that is a Pod and therefore
-// delivers packets through the overlay itself. The zero value is for a gateway with a host's
+// delivers packets through the overlay itself. The zero value is for a gateway with the host's
 // network.
 type PodNetwork struct {
 	Pod   netip.Addr // address of the gateway's Pod, IPv4
 	Node  string     // name of its Node, through which it reaches endpoints outside of the cluster
 	Nodes []ClusterNode
-	Pods  []NodePod // those outside their node's podCIDRs
-	// Trusted says that pods have addresses from their node's podCIDRs (see podCIDRsHold), so that
-	// a Pod with an address from another node's is ignored.
+	Pods  []NodePod // the pods outside their node's podCIDRs
+	// Trusted is true if pods have addresses from their node's podCIDRs (see podCIDRsHold). A Pod
+	// with an address from another node's podCIDRs is then ignored.
 	Trusted bool
 }
 
-// GatewayMAC returns the MAC address of the overlay device of a gateway that is a Pod, which nodes
-// compute like that of a node. No Node can have this name.
+// GatewayMAC returns the MAC address of the overlay device of a gateway that is a Pod. Nodes
+// compute it from a name that no Node can have.
 func GatewayMAC(pod netip.Addr) kernel.MAC { return OverlayMAC("gateway " + pod.String()) }
 
 // GatewayPodFor computes the kernel state of a gateway that is a Pod: packets from the overlay go
@@ -30,12 +30,15 @@ func GatewayMAC(pod netip.Addr) kernel.MAC { return OverlayMAC("gateway " + pod.
 //	eth0 ═ VXLAN ═ isthmus.vxlan ─ table 4200 ─► isthmus0 (TUN)
 //	                     ◄──────── table 4201 ───────┘
 //
-// inUse and tunnels are as in GatewayHostFor, mtu is that of the TUNs and underlayMTU that of the
-// device with the Pod's address. Nothing else is forwarded, and packets that the Pod itself sends
-// to a peer are refused. The overlay finds nodes by their addresses in the underlay. Outer packets
-// are accepted only from nodes: from their InternalIPs; from the addresses that a node's agent has
-// found among those of pods, because a CNI may masquerade packets from a node to pods; and, if pods
-// have addresses of podCIDRs, from the first two addresses of each, which no pod has.
+// inUse and tunnels are as in GatewayHostFor, mtu is the MTU of the TUNs and underlayMTU the MTU of
+// the device with the Pod's address. Nothing else is forwarded, and packets that the Pod itself
+// sends to a peer are refused. The overlay finds nodes by their addresses in the underlay. Outer
+// packets are accepted only from nodes:
+//   - from their InternalIPs,
+//   - from the pod addresses that a node's agent reports as its own, because a CNI may masquerade
+//     packets from a node to pods,
+//   - and, if pods have addresses of podCIDRs, from the first two addresses of each podCIDR, which no
+//     pod has.
 //
 // A PodDecider computes the same for successive PodNetworks, incrementally.
 func GatewayPodFor(peers []*GatewayPeer, inUse map[string]TunnelSet, mtu, tunnels, underlayMTU int, in PodNetwork) (kernel.State, []Problem) {
@@ -108,7 +111,7 @@ func decidePod(peers []*GatewayPeer, inUse map[string]TunnelSet, mtu, tunnels, u
 	return d
 }
 
-// finishRoutes turns routes that were made for a node into those of a gateway in a Pod.
+// finishRoutes turns routes that were made for a node into routes of a gateway in a Pod.
 func (d *nodeDecision) finishRoutes() {
 	s := &d.node
 	for i := range s.Routes {
@@ -120,14 +123,14 @@ func (d *nodeDecision) finishRoutes() {
 	s.Routes = firstOfEach(s.Routes) // a node and a pod may have the same address
 }
 
-// sortedIPv4 returns the IPv4 addresses among all, each once. It works in place.
+// sortedIPv4 returns the IPv4 addresses in all, sorted and without duplicates. It works in place.
 func sortedIPv4(all []netip.Addr) []netip.Addr {
 	all = slices.DeleteFunc(all, func(a netip.Addr) bool { return !a.Is4() })
 	slices.SortFunc(all, netip.Addr.Compare)
 	return slices.Compact(all)
 }
 
-// firstOfEach removes routes that conflict with an earlier one. There may be many.
+// firstOfEach removes routes that conflict with an earlier one. There may be many routes.
 func firstOfEach(routes []kernel.Route) []kernel.Route {
 	type key struct {
 		addr          [16]byte
@@ -143,9 +146,9 @@ func firstOfEach(routes []kernel.Route) []kernel.Route {
 	})
 }
 
-// disbelievePods drops addresses of nodes that belong to pods: that of our own Pod and, if Trusted,
-// those inside another node's podCIDRs. Otherwise write access to the status of one Node could
-// divert packets for pods of another.
+// disbelievePods drops addresses of nodes that belong to pods: the address of our own Pod and, if
+// Trusted, addresses inside another node's podCIDRs. Otherwise write access to the status of one
+// Node could divert packets for pods of another.
 func (d *nodeDecision) disbelievePods(own netip.Addr) {
 	var pods prefixIndex // by node
 	for i, n := range d.nodes {
@@ -206,8 +209,8 @@ func (d *nodeDecision) toNodes(in PodNetwork) {
 	}
 }
 
-// outerSources returns the source addresses of nodes' outer packets. Of those that a node's agent
-// reports it ignores any that belongs, as far as known, to a pod, another node or a peer.
+// outerSources returns the source addresses of nodes' outer packets. It ignores an address that a
+// node's agent reports if the address is known to belong to a pod, another node or a peer.
 func (d *nodeDecision) outerSources(in PodNetwork) (all []netip.Addr) {
 	pods := make(map[netip.Addr]bool, len(in.Pods))
 	for _, p := range in.Pods {

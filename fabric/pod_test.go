@@ -19,11 +19,11 @@ func podIntent(t testing.TB, self string) NodeIntent {
 	return in
 }
 
-// bothGateways are the addresses of podIntent's gateways, as in a filter.
+// bothGateways has the addresses of podIntent's gateways, in the form of a filter's set.
 const bothGateways = "10.244.1.254 10.244.2.254"
 
-// sorted returns n as PodPlaces makes it: with sorted lists, and without the pods inside their node's
-// podCIDRs. It modifies the lists of n.
+// sorted returns n in the form of PodPlaces.Network: with sorted lists, and without the pods inside
+// their node's podCIDRs. It modifies the lists of n.
 func sorted(n PodNetwork) PodNetwork {
 	all := make(map[string][]netip.Prefix, len(n.Nodes))
 	for _, node := range n.Nodes {
@@ -54,7 +54,7 @@ func TestEveryNodeRoutesOnlyToTheGatewayPod(t *testing.T) {
 		in := podIntent(t, self)
 		n, problems := NodeFor(in)
 		wantTexts(t, problems)
-		_, text, _ := strings.Cut(n.String(), "up\n") // the overlay's device, which is as ever
+		_, text, _ := strings.Cut(n.String(), "up\n") // skip the overlay device, which does not change
 		own := in.Nodes[slices.IndexFunc(in.Nodes, func(n ClusterNode) bool { return n.Name == self })].Underlay()
 		want := strings.ReplaceAll(`bridge fdb replace MAC dev isthmus.vxlan dst 10.244.1.254 self permanent
 ip neigh replace 10.244.1.254 lladdr MAC dev isthmus.vxlan nud permanent
@@ -74,7 +74,7 @@ ip rule add priority 422 lookup 4202 protocol 72
 			t.Errorf("%s: got\n%s\nwant\n%s", self, text, want)
 		}
 		f := n.Filters[0]
-		host := "172.30.1.11" // of the gateway on the other node: nobody else has our own address
+		host := "172.30.1.11" // node of the other node's gateway; the filter needs no entry for our own address
 		if self == "n1" {
 			host = "172.30.1.12"
 		}
@@ -90,8 +90,8 @@ ip rule add priority 422 lookup 4202 protocol 72
 	}
 }
 
-// oneGateway is podIntent where the gateway says in one place that it is active, and the IPAM state names
-// the networks.
+// oneGateway is podIntent with a gateway that reports once for all peers that it is active. The
+// IPAM state names the networks.
 func oneGateway(t testing.TB, self, gateway string) NodeIntent {
 	in := podIntent(t, self)
 	in.Tunnels, in.Gateway = nil, ip(gateway)
@@ -102,8 +102,8 @@ func oneGateway(t testing.TB, self, gateway string) NodeIntent {
 	return in
 }
 
-// What a node lets through and refuses is the same whether TunnelEndpoints say where the gateway is
-// or it says so itself; only the next hop is another.
+// A node forwards and refuses the same packets whether TunnelEndpoints name the gateway, or the
+// gateway reports itself. Only the next hop differs.
 func TestOneGatewayForAllPeersEqualsTunnelEndpoints(t *testing.T) {
 	for _, self := range []string{"n1", "n2"} {
 		in := oneGateway(t, self, "10.244.1.254")
@@ -113,7 +113,7 @@ func TestOneGatewayForAllPeersEqualsTunnelEndpoints(t *testing.T) {
 		got, expected := n.String(), want.String()
 		expected = strings.ReplaceAll(expected, "neigh replace 10.244.1.254", "neigh replace 192.0.0.8")
 		expected = strings.ReplaceAll(expected, "via 10.244.1.254", "via 192.0.0.8")
-		for _, network := range []string{"10.246.0.0/16", "10.247.0.0/16"} { // table 4202 refuses, and is asked last
+		for _, network := range []string{"10.246.0.0/16", "10.247.0.0/16"} { // table 4202 refuses, and is looked up last
 			expected = strings.ReplaceAll(expected, "ip route replace unreachable "+network+" table 4201 metric 420000 proto 72\n", "")
 		}
 		if got != expected {
@@ -122,8 +122,8 @@ func TestOneGatewayForAllPeersEqualsTunnelEndpoints(t *testing.T) {
 	}
 }
 
-// A move of the gateway changes where one next hop is, however many networks there are. The filter
-// lets in both gateways before and after it.
+// A failover changes the MAC address of one next hop, and no route, however many networks there
+// are. The filter accepts both gateways before and after it.
 func TestAMoveOfTheGatewayChangesNoRoute(t *testing.T) {
 	before, after := oneGateway(t, "n3", "10.244.1.254"), oneGateway(t, "n3", "10.244.2.254")
 	for i := range 100 {
@@ -142,7 +142,8 @@ func TestAMoveOfTheGatewayChangesNoRoute(t *testing.T) {
 	}
 }
 
-// Without its Pod, or with one in a network of a peer, nothing leads anywhere and all is refused.
+// Without the gateway's Pod, or with a Pod address in a network of a peer, no packet is forwarded
+// for peers, and all are refused.
 func TestOnlyOurOwnPodsMayClaimToBeTheActiveGateway(t *testing.T) {
 	for _, bad := range []string{"10.244.3.5", "172.30.1.11", "198.51.100.1", "10.246.0.9"} {
 		in := oneGateway(t, "n3", bad)
@@ -172,12 +173,12 @@ func TestOnlyOurOwnPodsMayClaimToBeTheActiveGateway(t *testing.T) {
 	}
 }
 
-// sameButPods: with fewer networks of pods known, nothing differs here.
+// sameButPods reports whether the plan from a to b is empty.
 func sameButPods(a, b kernel.State) bool { return len(kernel.PlanFor(a, b)) == 0 }
 
 func TestAGatewayOutsideOurPodsIsNotTrusted(t *testing.T) {
 	in := podIntent(t, "n3")
-	for _, bad := range []string{"10.244.3.5", "172.30.1.11", "198.51.100.1"} { // a pod, a node, somebody
+	for _, bad := range []string{"10.244.3.5", "172.30.1.11", "198.51.100.1"} { // a pod, a node, and an unknown host
 		in.Tunnels[0].Gateway = ip(bad)
 		n, problems := NodeFor(in)
 		wantTexts(t, problems, "TunnelEndpoint tenant/b: status.gatewayIP: "+bad+" is not the address of a gateway Pod; want that of the active one")
@@ -197,8 +198,9 @@ func TestAGatewayOutsideOurPodsIsNotTrusted(t *testing.T) {
 	}
 }
 
-// A node forwards the outer packets of its own gateway Pods, and the flows that they copy, whatever foreign
-// filters drop. Without one, gateway Pods on other nodes do not matter.
+// A node accepts forwarded outer packets of its own gateway Pods, and the flows that they
+// replicate, whatever foreign filters drop. On a node without a gateway Pod, the other gateways do
+// not matter.
 func TestANodeAcceptsTrafficForwardedForItsOwnGateways(t *testing.T) {
 	for node, want := range map[string]kernel.Accept{
 		"n1": {Gateways: "10.244.1.254", Elsewhere: "10.244.2.254"}, "n2": {Gateways: "10.244.2.254", Elsewhere: "10.244.1.254"}, "n3": {},
@@ -215,7 +217,7 @@ func TestANodeAcceptsTrafficForwardedForItsOwnGateways(t *testing.T) {
 	}
 }
 
-// For a moment after a gateway's Pod has gone, all tunnels name it.
+// For a moment after a gateway's Pod is deleted, all tunnels still name it.
 func TestAMissingGatewayIsOneProblemAndAddsNoRule(t *testing.T) {
 	in := podIntent(t, "n3")
 	other := in.Tunnels[0]
@@ -239,7 +241,7 @@ func TestAMissingGatewayIsOneProblemAndAddsNoRule(t *testing.T) {
 	}
 }
 
-// While gateways move from hosts to Pods or back, a node has the ways of both.
+// While gateways move from hosts to Pods or back, a node has the routes of both forms.
 func TestGatewaysOnHostsAndInPodsSideBySide(t *testing.T) {
 	in := podIntent(t, "n3")
 	in.OnlyPods = false
@@ -313,7 +315,7 @@ ip rule add priority 422 lookup 4202 protocol 71
 	if want := "172.30.1.11 172.30.1.12 172.30.1.13"; f.Nodes != want {
 		t.Errorf("believed are %s; want %s", f.Nodes, want)
 	}
-	in := podNetwork(t) // with pods where podCIDRs say, CNIs hide nodes behind the first addresses of these
+	in := podNetwork(t) // with pods inside podCIDRs; CNIs masquerade nodes behind the first addresses of these
 	in.Trusted = true
 	s, _ = GatewayPodFor(gatewayPeers(t), nil, 1340, 1, 1400, in)
 	f = s.Filters[0]
@@ -341,8 +343,8 @@ func TestGatewayPodSharesFlowsOutAmongTunnels(t *testing.T) {
 	}
 }
 
-// Whatever nodes and pods claim, nothing that leaves a TUN takes another way than the overlay, and
-// no two routes contradict each other.
+// Whatever nodes and pods report, packets from a TUN leave only through the overlay, and no two
+// routes conflict.
 func TestGatewayPodNeverDeliversBesideTheOverlay(t *testing.T) {
 	random := rand.New(rand.NewPCG(13, 1))
 	addr := func() netip.Addr {
@@ -397,8 +399,8 @@ ip rule add priority 422 lookup 4202 protocol 71
 	}
 }
 
-// One node's Pods do not get what peers send to another's, by the gateway's Pod no more than by a
-// node.
+// The Pods of one node cannot get packets of peers for another node's pods. A gateway in a Pod
+// checks this as a node does.
 func TestAGatewayPodTrustsOnlyPodAddressesOfTheirNode(t *testing.T) {
 	in := podNetwork(t)
 	in.Trusted = false
@@ -407,7 +409,7 @@ func TestAGatewayPodTrustsOnlyPodAddressesOfTheirNode(t *testing.T) {
 		{Name: "default/thief", Addr: ip("10.244.2.5"), Node: "n3", Created: 9},
 	}
 	in = sorted(in)
-	in = sorted(in) // the pods that showed it are left out by now
+	in = sorted(in) // a second time, without the pods that showed that podCIDRs hold
 	s, problems := GatewayPodFor(gatewayPeers(t), nil, 1400, 1, 1500, in)
 	wantTexts(t, problems, "Pod default/thief: status.podIPs: is 10.244.2.5 on Node n3, but that address is in the podCIDRs of Node n2, so it is ignored; want an address of its own Node")
 	if slices.ContainsFunc(s.Routes, func(r kernel.Route) bool { return r.Prefix == pfx("10.244.2.5/32") }) {
@@ -415,7 +417,8 @@ func TestAGatewayPodTrustsOnlyPodAddressesOfTheirNode(t *testing.T) {
 	}
 }
 
-// A node that knows no other nodes refuses what its pods send to peers in the name of theirs.
+// A node that knows no other nodes refuses packets of its pods to peers with sources of other
+// nodes' pods.
 func TestANodeThatKnowsOnlyItselfRefusesForeignSources(t *testing.T) {
 	in := podIntent(t, "n2")
 	in.Nodes = slices.DeleteFunc(in.Nodes, func(n ClusterNode) bool { return n.Name != "n2" })
@@ -426,7 +429,7 @@ func TestANodeThatKnowsOnlyItselfRefusesForeignSources(t *testing.T) {
 	if got, want := n.Filters[0].Elsewhere, "10.244.0.0/18 10.244.128.0/17"; got != want {
 		t.Errorf("elsewhere is %q; want %q", got, want)
 	}
-	in.Pods[0].Addr = ip("10.244.1.7") // an address management of the CNI's own
+	in.Pods[0].Addr = ip("10.244.1.7") // a CNI that ignores podCIDRs
 	if n, _ = NodeFor(in); n.Filters[0].Elsewhere != "" {
 		t.Errorf("elsewhere is %q although podCIDRs mean nothing", n.Filters[0].Elsewhere)
 	}
@@ -443,40 +446,41 @@ func TestANodeMayNotClaimThePodAddress(t *testing.T) {
 	if text := s.String(); strings.Contains(text, "10.244.2.5") || strings.Contains(text, "10.244.1.254/32") {
 		t.Error(text)
 	}
-	in.Trusted = false // another one may have the first addresses
+	in.Trusted = false // another pod may then have the first addresses of the podCIDR
 	s, _ = GatewayPodFor(gatewayPeers(t), nil, 1340, 1, 1400, in)
 	if f := s.Filters[0].Nodes; strings.Contains(f, "10.244.1.1 ") {
 		t.Error(f)
 	}
 }
 
-// A CNI may put an address of its own in the place of a node's; what a node's agent says of that does
-// not make it anybody else.
+// A CNI may replace the source of a node's packets by one of its own addresses. The agent's report
+// of that address must not let the node use addresses of others.
 func TestAGatewayTrustsCNIAddressesOfNodes(t *testing.T) {
 	n := podNetwork(t)
-	n.Pods, n.Trusted = []NodePod{{Addr: ip("10.244.200.9"), Node: "n3"}}, false // Calico's blocks
+	n.Pods, n.Trusted = []NodePod{{Addr: ip("10.244.200.9"), Node: "n3"}}, false // as with Calico, which ignores podCIDRs
 	n.Nodes[1].Sources = []netip.Addr{ip("10.244.200.64"),
-		ip("10.244.200.9"), ip("10.244.1.254"), ip("172.30.1.13"), ip("10.246.0.9")} // a pod, the gateway's, a node, and a remote pod
+		ip("10.244.200.9"), ip("10.244.1.254"), ip("172.30.1.13"), ip("10.246.0.9")} // a pod, the gateway, a node, and a remote pod
 	s, _ := GatewayPodFor(gatewayPeers(t), nil, 1400, 1, 1500, n)
 	if got, want := s.Filters[0].Nodes, "10.244.200.64 172.30.1.11 172.30.1.12 172.30.1.13"; got != want {
 		t.Errorf("believed are %q, want %q", got, want)
 	}
 	n.Trusted = true
-	n.Nodes[1].Sources = []netip.Addr{ip("10.244.3.7"), ip("10.244.2.200")} // among another node's pods, and our own
+	n.Nodes[1].Sources = []netip.Addr{ip("10.244.3.7"), ip("10.244.2.200")} // among another node's pods, and among our own
 	s, _ = GatewayPodFor(gatewayPeers(t), nil, 1400, 1, 1500, n)
 	if got := s.Filters[0].Nodes; strings.Contains(got, "10.244.3.7") || !strings.Contains(got, "10.244.2.200") {
 		t.Errorf("believed are %q", got)
 	}
 }
 
-// What the gateway's node would send to another node goes there through the overlay, as the answers come: networks
-// behind it, but none of pods, nodes or peers.
+// If the gateway's node routes an endpoint's network via another node, the gateway sends packets
+// through the overlay to that node, on the path of the answers. It ignores routes into networks of
+// pods, nodes or peers.
 func TestAGatewayPodFindsEndpointsBehindAnotherNode(t *testing.T) {
 	n := podNetwork(t)
 	n.Nodes[0].Routes = []NodeRoute{{pfx("198.18.7.0/24"), ip("172.30.1.12")},
-		{pfx("198.18.8.0/24"), ip("172.30.1.99")}, // by nobody that we know
+		{pfx("198.18.8.0/24"), ip("172.30.1.99")}, // via a host that is no known node
 		{pfx("10.246.9.0/24"), ip("172.30.1.12")}, {pfx("10.0.0.0/8"), ip("172.30.1.12")}, {pfx("10.244.3.0/24"), ip("172.30.1.12")}}
-	n.Nodes[1].Routes = []NodeRoute{{pfx("198.18.9.0/24"), ip("172.30.1.13")}} // it is not the gateway's
+	n.Nodes[1].Routes = []NodeRoute{{pfx("198.18.9.0/24"), ip("172.30.1.13")}} // it is not the gateway's node
 	before, _ := GatewayPodFor(gatewayPeers(t), nil, 1400, 1, 1500, podNetwork(t))
 	s, problems := GatewayPodFor(gatewayPeers(t), nil, 1400, 1, 1500, n)
 	wantTexts(t, problems)

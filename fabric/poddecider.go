@@ -8,11 +8,11 @@ import (
 	"github.com/isthmus-net/isthmus/internal/kernel"
 )
 
-// A PodDecider computes the state of a gateway that is a Pod for successive PodNetworks. If the
-// only change is that a node joined, left or changed, independently of other nodes, it adds and
-// removes only that node's objects. With thousands of nodes that costs a hundredth of a new
-// computation, which any other change requires. The zero value is ready. Only one goroutine may use
-// it, and callers must not modify the result.
+// A PodDecider computes the state of a gateway that is a Pod for successive PodNetworks. If only a
+// node joined, left or changed, independently of other nodes, it adds and removes only that node's
+// objects. With thousands of nodes that costs a hundredth of a complete computation, which any
+// other change requires. The zero value is ready. Only one goroutine may use it, and callers must
+// not modify the result.
 type PodDecider struct {
 	made     bool
 	peers    []*GatewayPeer
@@ -70,7 +70,7 @@ func (n ClusterNode) equal(other ClusterNode) bool {
 		slices.Equal(n.PodCIDRs, other.PodCIDRs) && slices.Equal(n.Sources, other.Sources) && slices.Equal(n.Routes, other.Routes)
 }
 
-// mostFollowed is how many nodes may change in an incremental update.
+// mostFollowed is the maximum number of changed nodes in an incremental update.
 const mostFollowed = 32
 
 // follow applies added, removed and changed nodes to the state. If it returns false, the state is
@@ -119,7 +119,7 @@ func (m *PodDecider) follow(in PodNetwork) bool {
 	}
 	m.in = in
 	if len(change.unsound)+len(change.problems) > 0 {
-		var left []Problem // those of other objects
+		var left []Problem // problems that still exist
 		for _, p := range m.problems {
 			if !slices.Contains(change.unsound, p) {
 				left = append(left, p)
@@ -154,9 +154,9 @@ func usedBy(addrs []netip.Addr, networks []netip.Prefix) (all []netip.Prefix) {
 	return all
 }
 
-// alone reports whether a node, which is not in m.used, is independent of everything else: it
-// shares no address or network with another node, a pod or a peer, and runs no pod and has no route
-// that the state depends on. Its objects can then be added and removed without looking at others.
+// alone reports whether a node that is not in m.used is independent of everything else: it shares
+// no address or network with another node, a pod or a peer, and the state depends on no pod or
+// route of it. Its objects can then be added and removed without regard to others.
 func (m *PodDecider) alone(n ClusterNode) bool {
 	if n.Name == "" || n.Name == m.in.Node || m.routed(n) || slices.ContainsFunc(m.in.Pods, func(p NodePod) bool { return p.Node == n.Name }) {
 		return false
@@ -167,7 +167,7 @@ func (m *PodDecider) alone(n ClusterNode) bool {
 	})
 }
 
-// routed reports whether the gateway's node has a route via the node n, or to it.
+// routed reports whether the gateway's node has a route to the node n, or via it.
 func (m *PodDecider) routed(n ClusterNode) bool {
 	at := slices.IndexFunc(m.in.Nodes, func(own ClusterNode) bool { return own.Name == m.in.Node })
 	return at >= 0 && slices.ContainsFunc(m.in.Nodes[at].Routes, func(r NodeRoute) bool {
@@ -175,14 +175,14 @@ func (m *PodDecider) routed(n ClusterNode) bool {
 	})
 }
 
-// A podChange collects what independent nodes add to the state, and what they remove.
+// A podChange collects the additions of independent nodes to the state, and their removals.
 type podChange struct {
 	fdb       listChange[kernel.FDBEntry]
 	neighbors listChange[kernel.Neighbor]
 	routes    listChange[kernel.Route]
 	sources   listChange[netip.Addr]
 
-	problems, unsound []Problem // of added nodes, and of removed ones
+	problems, unsound []Problem // of added nodes, and of removed nodes
 }
 
 func (c *podChange) of(n ClusterNode, trusted, come bool) {
@@ -206,7 +206,7 @@ func (c *podChange) of(n ClusterNode, trusted, come bool) {
 	c.sources.note(come, sortedIPv4(d.outerSources(PodNetwork{}))...)
 }
 
-// A listChange holds what to add to a sorted list, and what to remove.
+// A listChange holds the elements to add to a sorted list, and to remove from it.
 type listChange[T comparable] struct{ come, gone []T }
 
 func (c *listChange[T]) note(come bool, all ...T) {
@@ -251,7 +251,7 @@ func (c *listChange[T]) in(list []T, compare func(a, b T) int) []T {
 // A prefixSet is a multiset of networks and addresses, which may overlap.
 type prefixSet struct {
 	sorted  []netip.Prefix
-	lengths [2][129]int // number of networks by length, of IPv4 and IPv6
+	lengths [2][129]int // number of networks by prefix length, of IPv4 and IPv6
 }
 
 func (s *prefixSet) fill(all []netip.Prefix) {

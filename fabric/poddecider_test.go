@@ -10,13 +10,13 @@ import (
 	"testing"
 )
 
-// Whatever a PodDecider decided before, it decides as one that knows nothing: among nodes that have
-// nothing to do with each other, and among such that contradict each other, pods and peers.
+// A PodDecider with any history computes the same as a new one: with independent nodes, and with
+// nodes that conflict with each other, with pods and with peers.
 func TestAPodDeciderDoesNotDependOnItsHistory(t *testing.T) {
 	rng := rand.New(rand.NewPCG(1, 2))
 	followed, anew := 0, 0
 	for round := range 60 {
-		crowded := 256 // in how many networks nodes are
+		crowded := 256 // number of networks that the nodes share; few cause conflicts
 		if round%3 == 0 {
 			crowded = 6
 		}
@@ -68,7 +68,7 @@ func TestAPodDeciderDoesNotDependOnItsHistory(t *testing.T) {
 		in := PodNetwork{Pod: addr(10), Node: "n00", Trusted: rng.IntN(3) > 0}
 		mtu := 1340
 		further := map[string]TunnelSet{}
-		another := func() *GatewayPeer { // in the place of one that there is
+		another := func() *GatewayPeer { // replaces a peer by a copy, and returns the copy
 			i := rng.IntN(5)
 			p := *peers[i]
 			peers = slices.Clone(peers)
@@ -93,7 +93,7 @@ func TestAPodDeciderDoesNotDependOnItsHistory(t *testing.T) {
 				another().Port++
 			case 7:
 				p := another()
-				p.Origin.Name, p.AllowedIPs[1] = fmt.Sprint(step), pfx("fd00:9::/64") // of which there is a problem
+				p.Origin.Name, p.AllowedIPs[1] = fmt.Sprint(step), pfx("fd00:9::/64") // IPv6, which causes a Problem
 			case 8:
 				further[peers[rng.IntN(5)].ID]++
 			default:

@@ -8,7 +8,7 @@ import (
 // A prefixIndex finds the networks that contain an address with one map lookup per prefix length in
 // use. Each network has a number that the caller chooses, such as the index of its owner.
 type prefixIndex struct {
-	lengths [2][]int // in use, of IPv4 and IPv6, ascending
+	lengths [2][]int // prefix lengths in use, of IPv4 and IPv6, ascending
 	in      map[netip.Prefix][]int
 }
 
@@ -36,8 +36,8 @@ func (x *prefixIndex) add(p netip.Prefix, number int) {
 	x.in[p] = append(x.in[p], number)
 }
 
-// find returns the first number that accept approves among the networks that contain a, the widest
-// network first, or -1. A nil accept approves every number.
+// find returns the number of the widest network that contains a and that accept approves, or -1. A
+// nil accept approves every number.
 func (x *prefixIndex) find(a netip.Addr, accept func(number int) bool) int {
 	if !a.IsValid() {
 		return -1

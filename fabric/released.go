@@ -2,6 +2,6 @@ package fabric
 
 import "time"
 
-// ReleaseHold is how long a released network is held: every node refuses it, and no other cluster
-// gets it.
+// ReleaseHold is the time for which a released network is held: every node refuses packets for it,
+// and no other cluster gets it.
 const ReleaseHold = 24 * time.Hour

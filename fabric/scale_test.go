@@ -10,7 +10,7 @@ import (
 	"github.com/isthmus-net/isthmus/internal/kernel"
 )
 
-// manyPeers is what an agent knows of a cluster with so many peers, whose gateways are Pods.
+// manyPeers returns the intent of an agent in a cluster with n peers, whose gateways are Pods.
 func manyPeers(n int) NodeIntent {
 	in := NodeIntent{Self: "n1", OnlyPods: true, Trusted: true, Allocations: Allocations{OwnPods: []netip.Prefix{pfx("10.244.0.0/16")}}, Gateway: ip("10.244.2.254"),
 		Nodes:    []ClusterNode{{Name: "n1", Addrs: []netip.Addr{ip("172.30.1.11")}, PodCIDRs: []netip.Prefix{pfx("10.244.1.0/24")}}},
@@ -23,7 +23,7 @@ func manyPeers(n int) NodeIntent {
 	return in
 }
 
-// BenchmarkAllocate is what an agent computes when one more peer is granted networks.
+// BenchmarkAllocate measures the agent's computation when networks are allocated to one more peer.
 func BenchmarkAllocate(b *testing.B) {
 	for _, n := range []int{10, 1000, 4096} {
 		b.Run(fmt.Sprintf("%d", n), func(b *testing.B) {
@@ -39,7 +39,8 @@ func BenchmarkAllocate(b *testing.B) {
 	}
 }
 
-// BenchmarkNodeAdded is what a gateway in a Pod computes when a node comes, and when it goes again.
+// BenchmarkNodeAdded measures the computation of a gateway in a Pod when a node joins, and when it
+// leaves again.
 func BenchmarkNodeAdded(b *testing.B) {
 	for _, nodes := range []int{100, 1000, 5000} {
 		b.Run(fmt.Sprintf("%d", nodes), func(b *testing.B) {
@@ -59,7 +60,7 @@ func BenchmarkNodeAdded(b *testing.B) {
 			var d PodDecider
 			have, _ := d.GatewayPodFor(peers, nil, 1340, 1, 1400, in)
 			for b.Loop() {
-				for _, now := range []PodNetwork{more, in} { // it comes, and goes
+				for _, now := range []PodNetwork{more, in} { // the node joins, then leaves
 					want, _ := d.GatewayPodFor(peers, nil, 1340, 1, 1400, now)
 					if plan := kernel.PlanFor(have, want); len(plan) != 6 { // filter, FDB, neighbour, and three routes
 						b.Fatalf("%d changes", len(plan))

@@ -8,7 +8,8 @@ import (
 	"testing"
 )
 
-// sourceAllowed is the rule of outerSources for what an agent names, read from all nodes one by one.
+// sourceAllowed is a slow version of the rule in outerSources for an address that an agent reports:
+// it reads all nodes.
 func sourceAllowed(d *nodeDecision, in PodNetwork, n ClusterNode, a netip.Addr) bool {
 	holds := func(p netip.Prefix) bool { return p.Contains(a) }
 	for _, other := range d.nodes {
@@ -74,7 +75,8 @@ func TestSourcesOfAnAgentAreUnique(t *testing.T) {
 	}
 }
 
-// BenchmarkOuterSources is for a cluster behind flannel: flannel.1 and cni0 of each node.
+// BenchmarkOuterSources measures a cluster with flannel, where each node reports flannel.1 and
+// cni0.
 func BenchmarkOuterSources(b *testing.B) {
 	d := nodeDecision{trusted: true, overlay: make(map[string]netip.Addr)}
 	for i := range 5000 {

@@ -17,26 +17,26 @@ import (
 const MaxTunnels = 16
 
 // A TunnelEnd is one end of one of several tunnels between the same two gateways. Each tunnel has
-// its own key and UDP port, and so at both ends its own sessions, goroutines and socket, which lets
-// several cores share the work.
+// its own key and UDP port, and therefore its own sessions, goroutines and socket at both ends, so
+// that several cores share the work.
 //
-// Tunnel 0 is the only one that Liqo knows. Tunnel i of one side joins tunnel i of the other, so
-// the side with fewer tunnels decides how many there are.
+// Liqo knows only tunnel 0. Tunnel i of one side connects to tunnel i of the other, so the side
+// with fewer tunnels determines their number.
 type TunnelEnd struct {
 	PublicKey [32]byte // WireGuard, never all zero
 	Port      uint16   // UDP, never 0
 }
 
 // TunnelKey returns the WireGuard private key of tunnel i of a gateway. private is the gateway's
-// key and that of tunnel 0. The other keys are derived from it (HKDF with SHA-256, RFC 5869), so
-// that there is only one secret to keep, to share between replicas and to replace.
+// key and the key of tunnel 0. The other keys are derived from it (HKDF with SHA-256, RFC 5869), so
+// that only one secret has to be kept, shared between replicas and replaced.
 func TunnelKey(private [32]byte, i int) [32]byte {
 	if i == 0 {
 		return private
 	}
 	b, err := hkdf.Key(sha256.New, private[:], nil, fmt.Sprintf("isthmus tunnel %d", i), len(private))
 	if err != nil {
-		panic(err) // only for keys longer than 255 hashes
+		panic(err) // impossible: only for keys longer than 255 hashes
 	}
 	key := [32]byte(b)
 	key[0] &= 248 // RFC 7748, section 5
@@ -52,15 +52,15 @@ func PublicKeys(private [32]byte, n int) [][32]byte {
 		key := TunnelKey(private, i)
 		k, err := ecdh.X25519().NewPrivateKey(key[:])
 		if err != nil {
-			panic(err) // only for keys of another length
+			panic(err) // impossible: only for keys of another length
 		}
 		keys[i] = [32]byte(k.PublicKey().Bytes())
 	}
 	return keys
 }
 
-// FormatTunnels formats the additional tunnels of a gateway as they are published under the key
-// v1alpha1.ConfigTunnels. It returns "" if there are none; that key is then absent.
+// FormatTunnels formats the additional tunnels of a gateway for the key v1alpha1.ConfigTunnels. It
+// returns "" if there are none; the key is then absent.
 func FormatTunnels(further []TunnelEnd) string {
 	entries := make([]string, len(further))
 	for i, t := range further {
@@ -69,15 +69,15 @@ func FormatTunnels(further []TunnelEnd) string {
 	return strings.Join(entries, ",")
 }
 
-// ParseTunnels accepts exactly what FormatTunnels writes, so that each list has only one spelling.
-// It does not look for conflicts between tunnels, because it does not know tunnel 0. The error
-// names the invalid tunnel.
+// ParseTunnels accepts exactly the output of FormatTunnels, so that each list has only one
+// spelling. It does not look for conflicts between tunnels, because it does not know tunnel 0. The
+// error names the invalid tunnel.
 func ParseTunnels(s string) ([]TunnelEnd, error) {
 	const want = "want PORT:PUBLICKEY, separated by commas"
 	if s == "" {
 		return nil, errors.New("is empty; " + want + ", or remove the field")
 	}
-	if n := strings.Count(s, ",") + 1; n >= MaxTunnels { // before allocating anything for it
+	if n := strings.Count(s, ",") + 1; n >= MaxTunnels { // before anything is allocated for the list
 		return nil, tooManyTunnels(n)
 	}
 	var further []TunnelEnd
@@ -116,8 +116,8 @@ func ends(key [32]byte, port uint16, further []TunnelEnd) []TunnelEnd {
 	return append([]TunnelEnd{{key, port}}, further...)
 }
 
-// tunnels checks the additional tunnels of a gateway. Each must differ from all others, and from
-// tunnel 0, in key and port, because it needs its own sessions and its own socket.
+// tunnels checks the additional tunnels of a gateway. Each must differ from all other tunnels,
+// including tunnel 0, in key and port, because it needs its own sessions and its own socket.
 func (r *report) tunnels(at place, key [32]byte, port uint16, further []TunnelEnd) {
 	if len(further) >= MaxTunnels {
 		r.addAt(at, "%v", tooManyTunnels(len(further)))

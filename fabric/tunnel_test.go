@@ -45,7 +45,7 @@ func TestTunnelKeysAreDistinctAndDerivedFromTheFirst(t *testing.T) {
 	}
 }
 
-// A gateway that is restarted as another version must still be who its peers know.
+// A gateway must keep its keys after an upgrade, because its peers know them.
 func TestTunnelKeyNeverChanges(t *testing.T) {
 	key := TunnelKey(keyOf(7), 1)
 	if got, want := base64.StdEncoding.EncodeToString(key[:]), "QLNqozBClVl6wdD2YHRyLE/2NiTEM1zdb4V7q5MkWVs="; got != want {
@@ -141,7 +141,7 @@ func TestPeersWithTunnelsThatMakeNoSenseAreRefused(t *testing.T) {
 	}
 }
 
-// What has passed no text is asked the same questions.
+// A peer that was not parsed from text is checked in the same way.
 func TestGatewayForRefusesInvalidTunnels(t *testing.T) {
 	for _, test := range []struct {
 		tunnels []TunnelEnd
