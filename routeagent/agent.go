@@ -1,15 +1,15 @@
 // Package routeagent applies the result of fabric.NodeFor on one node of a cluster: the VXLAN
-// device between the nodes, and the routes and rules that take packets of pods to the gateway and
-// replies back on the same path. It also reports to the manager what the node reaches without the
-// tunnel, and which networks of peers the node refuses.
+// device between the nodes, and the routes and rules that send packets of pods to the gateway and
+// replies back on the same path. It also reports to the manager which networks the node reaches
+// without the tunnel, and which networks of peers the node refuses.
 //
 //	Nodes, Pods, TunnelEndpoints, NetworkAllocations ─► fabric.NodeIntent
 //	fabric.NodeIntent ─ fabric.NodeFor ─► kernel.State ─ rtnl ─► kernel
 //	                                         netlink events ─┘ (compare again)
 //
 // An agent owns the kernel objects of kernel.RouteAgent in its network namespace, where only one
-// runs at a time. The kernel holds the only record of the applied state. So an agent that follows a
-// killed one finds everything in place and changes nothing.
+// agent runs at a time. The kernel holds the only record of the applied state. Therefore, after an
+// agent is killed, the next one finds everything in place and changes nothing.
 package routeagent
 
 import (
@@ -29,26 +29,26 @@ import (
 	"github.com/isthmus-net/isthmus/internal/kernel/rtnl"
 )
 
-// How often the agent compares.
+// How often the agent compares the kernel's state with the desired state.
 const (
 	compareGap    = 100 * time.Millisecond // minimum between two comparisons: events come in bursts
 	retryInterval = time.Second            // after a failure
-	busyInterval  = 100 * time.Millisecond // while others change iptables-legacy, or nftables
+	busyInterval  = 100 * time.Millisecond // while other programs change iptables-legacy, or nftables
 	// limitsInterval is the time between reads of foreign rules, whose changes cause no events.
 	limitsInterval = 9 * time.Second
 )
 
-// compareInterval is the time between comparisons without an event. Only tests change it.
+// compareInterval is the time between comparisons if there are no events. Only tests change it.
 var compareInterval = 10 * time.Second
 
-// A Source delivers the complete intent, and the problems of the objects that it was read from:
-// first when it knows everything, and again after every change. The agent sets Self, Allocated, and
-// what it finds out about the node itself. A Source returns when ctx ends, or with an error when it
-// cannot go on. It makes one call of deliver at a time, and delivers nothing rather than less than
-// it knew before.
+// A Source delivers the complete intent, and the problems of the objects from which it was read:
+// first when all objects are known, and again after every change. The agent sets Self, Allocated,
+// and the fields that it finds out about the node itself. A Source returns when ctx ends, or with
+// an error when it cannot continue. It makes one call of deliver at a time, and never delivers an
+// incomplete intent.
 type Source func(ctx context.Context, deliver func(fabric.NodeIntent, []fabric.Problem)) error
 
-// Options of Run.
+// Options are the options of Run.
 type Options struct {
 	Node           string // name of the Node on which the agent runs
 	Source         Source
@@ -58,26 +58,28 @@ type Options struct {
 	StatusAddress  string // TCP host:port of /status; empty: none
 	StateDirectory string // of the snapshot; empty: the agent keeps none
 	// Tell stores for the manager which networks the node reaches without the tunnel. It may be
-	// nil, and is never called concurrently.
+	// nil. It is never called concurrently.
 	Tell func(context.Context, fabric.NodeNetworks) error
 	// TellRefused stores the resourceVersion of the NetworkAllocations up to which the node refuses
-	// packets, in addition to what Tell stores. It may be nil, and is never called concurrently.
+	// packets, in addition to the report that Tell stores. It may be nil. It is never called
+	// concurrently.
 	TellRefused func(context.Context, int64) error
-	// TellReady stores for users why the node is not ready; "" means that it is. It may be nil. It
-	// is called once a second, and never concurrently.
+	// TellReady stores for users the reason why the node is not ready; "" means that it is ready.
+	// It may be nil. It is called once a second, and never concurrently.
 	TellReady func(ctx context.Context, problem string) error
 	Voter     Voter  // nil: the node does not vote on which gateway is active
 	Resolvers string // path of the node's resolv.conf(5)
-	// MetricsSecure guards /metrics and makes all of MetricsAddress TLS; nil: anybody may read.
+	// MetricsSecure protects /metrics and switches all of MetricsAddress to TLS; nil: anybody may
+	// read.
 	MetricsSecure *httpserve.Secure
-	Pod           string // UID of the agent's Pod, by which Started finds the agent; empty: none
+	Pod           string // UID of the agent's Pod, with which Started finds the agent; empty: none
 }
 
-// A Voter gives the node's vote on which gateway is active.
+// A Voter casts the node's vote on which gateway is active.
 type Voter interface {
 	Run(ctx context.Context)
-	// Err returns why the node does not vote although it should, or nil. It and Refused may be
-	// called while Run runs.
+	// Err returns the reason why the node does not vote although it should, or nil. Err and Refused
+	// may be called while Run runs.
 	Err() error
 	// Refused returns how many datagrams were read and refused, and how many the kernel dropped
 	// unread because too many came.
@@ -90,9 +92,9 @@ type Voter interface {
 // first time, the objects of the previous agent stay in force, and Run refuses the networks in the
 // snapshot. After a reboot only the snapshot is left. If the source fails, Run returns its error.
 //
-// While another agent runs in the namespace, Run only follows the source, and takes over as soon as
-// that agent ends, so an upgrade leaves no node without an agent. Until then it neither changes the
-// kernel nor listens at an address.
+// While another agent runs in the namespace, Run only reads from the source. It takes over as soon
+// as that agent ends, so an upgrade leaves no node without an agent. Until then it neither changes
+// the kernel nor listens at an address.
 func Run(ctx context.Context, o Options) error {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
@@ -131,7 +133,7 @@ func Run(ctx context.Context, o Options) error {
 		return err
 	}
 	defer k.Close()
-	defer source.Wait() // before k.Close: these goroutines use the kernel
+	defer source.Wait() // before k.Close, because these goroutines use the kernel
 	defer cancel()
 	l := a.newLoop(k)
 	if err := l.restore(k.Refused); err != nil {
@@ -169,9 +171,9 @@ func Run(ctx context.Context, o Options) error {
 	return a.run(ctx, l, failed)
 }
 
-// follow calls open, which waits until the agent that runs here has ended. If the source fails,
-// open ends with that error. An error that comes too late for open stays in failed, which has room
-// for one.
+// follow calls open, which waits until the agent that already runs in the namespace has ended. If
+// the source fails, follow cancels open and returns the source's error. The error also goes back
+// into failed, which has room for one, in case open has just succeeded.
 func (a *agent) follow(ctx context.Context, failed chan error, open func(context.Context) (*rtnl.Kernel, error)) (*rtnl.Kernel, error) {
 	ctx, cancel := context.WithCancelCause(ctx)
 	done := make(chan struct{})
@@ -197,22 +199,22 @@ func (a *agent) follow(ctx context.Context, failed chan error, open func(context
 	return k, err
 }
 
-// agent is one run: it hands intents to a loop, and publishes and reports the results.
+// agent is one call of Run: it passes intents to a loop, and publishes and reports the results.
 type agent struct {
 	opts    Options
 	log     *slog.Logger
 	metrics *metrics
 
-	wake     chan struct{} // compare again
+	wake     chan struct{} // requests a comparison
 	urgent   chan struct{} // skip compareGap: networks or gateways of peers have changed
 	moved    chan struct{} // the node's report may have changed
-	refusing chan struct{} // TellRefused may have news
-	has      atomic.Bool   // this agent has the kernel, and no other one
+	refusing chan struct{} // the refused networks may have changed
+	has      atomic.Bool   // this agent manages the kernel's objects, and no other agent does
 	events   atomic.Bool   // the kernel has reported changes
 
 	mu sync.Mutex // guards the fields below
 	wanted
-	state    state // of the last comparison
+	state    state // result of the last comparison
 	told     told
 	overlay  OverlayStatus
 	reported bool // Tell has stored a report of this node
@@ -252,7 +254,7 @@ func (a *agent) deliver(in fabric.NodeIntent, broken []fabric.Problem) {
 // notify makes the loop compare again.
 func (a *agent) notify() { set(a.wake) }
 
-// happened handles an event of the kernel: the next comparison also probes again.
+// happened handles an event of the kernel: the next comparison also probes the paths again.
 func (a *agent) happened() {
 	a.events.Store(true)
 	a.notify()
@@ -261,11 +263,11 @@ func (a *agent) happened() {
 func set(signal chan<- struct{}) {
 	select {
 	case signal <- struct{}{}:
-	default: // it is set
+	default: // already set
 	}
 }
 
-// run compares again and again, until ctx ends or the source fails.
+// run makes comparisons until ctx ends or the source fails.
 func (a *agent) run(ctx context.Context, l *loop, failed <-chan error) error {
 	timer := time.NewTimer(compareInterval)
 	defer timer.Stop()
@@ -300,8 +302,8 @@ func (a *agent) run(ctx context.Context, l *loop, failed <-chan error) error {
 	}
 }
 
-// compare makes one comparison, unless there is no intent yet: then the state in the kernel stays.
-// It returns false if some of it failed.
+// compare makes one comparison. Without an intent it changes nothing. It returns false if a part of
+// the comparison failed.
 func (a *agent) compare(l *loop) bool {
 	a.mu.Lock()
 	want := a.wanted

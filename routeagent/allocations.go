@@ -9,19 +9,19 @@ import (
 	"github.com/isthmus-net/isthmus/fabric"
 )
 
-// allocations are the networks of peers as an agent knows them. A network stays until each
-// NetworkAllocation that has named it has freed it with a higher revision. An object that is
+// allocations are the networks of peers that an agent refuses. A network stays in the list until
+// each NetworkAllocation that has named it has freed it with a higher revision. An object that is
 // missing, edited or restored from a backup frees nothing, because no peering has ended with it.
 type allocations struct {
 	// known are the networks that objects have named and not freed since, sorted, each with the
 	// highest revision that named it.
 	known    []fabric.Allocation
-	networks []netip.Prefix // of known
+	networks []netip.Prefix // the networks in known
 }
 
 // unknownRevision marks a network that a previous agent refused, if no snapshot says which object
 // named it. read replaces it by the highest revision that it finds. Any object can then free the
-// network with a higher one.
+// network with a higher revision.
 const unknownRevision = 0
 
 // hold adds networks that a previous agent refused.
@@ -30,12 +30,12 @@ func (g *allocations) hold(all []fabric.Allocation) { g.take(slices.Concat(g.kno
 func (g *allocations) take(known []fabric.Allocation) {
 	g.known = fabric.Latest(known)
 	if networks := networksOf(g.known); !slices.Equal(networks, g.networks) {
-		g.networks = networks // otherwise keep the old list
+		g.networks = networks // otherwise keep the old slice, so that callers see that nothing changed
 	}
 }
 
-// read applies the content of the NetworkAllocations. It returns a Problem if they lack networks
-// that they have not freed.
+// read applies the NetworkAllocations. It returns a Problem if they neither name nor free networks
+// that the agent refuses.
 func (g *allocations) read(now fabric.Allocations) []fabric.Problem {
 	all := slices.Clone(now.Named)
 	var lacking []string
@@ -81,7 +81,7 @@ func freed(had fabric.Allocation, list []fabric.Allocation) bool {
 	return false
 }
 
-// from returns the rest of a sorted list, beginning with the network p.
+// from returns the part of a sorted list from the network p on.
 func from(list []fabric.Allocation, p netip.Prefix) []fabric.Allocation {
 	at, _ := slices.BinarySearchFunc(list, p, func(a fabric.Allocation, p netip.Prefix) int { return a.Network.Compare(p) })
 	return list[at:]

@@ -15,11 +15,11 @@ import (
 	"github.com/isthmus-net/isthmus/internal/kernel"
 )
 
-// manyWays is how many destinations of outer packets may be probed after each event. More are
-// probed only every limitsInterval.
+// manyWays is the maximum number of destinations of outer packets that are probed after each event.
+// If there are more, they are probed only every limitsInterval.
 const manyWays = 100
 
-// ways caches what was found out about the paths of outer packets.
+// ways caches the paths of outer packets.
 type ways struct {
 	at           time.Time
 	own          netip.Addr
@@ -31,11 +31,11 @@ type ways struct {
 	bridges, uplinks []string
 }
 
-// underlay returns the device with the node's address and those by which it reaches other nodes,
-// and the smallest MTU on the paths of outer packets. That need not be the MTU of the device with
-// the address: a CNI may have its own overlay, and the address may be on lo. The device's MTU is
-// used only if no path is known. Without look the cached result is returned if it is for the same
-// addresses.
+// underlay returns the devices of the underlay, and the smallest MTU on the paths of outer packets.
+// The devices are the one with the node's address and those by which the node reaches other nodes.
+// The smallest MTU need not be the MTU of the device with the address: a CNI may have its own
+// overlay, and the address may be on lo. The device's MTU is used only if no path is known. If look
+// is false and the addresses are the same as before, underlay returns the cached result.
 func (l *loop) underlay(own netip.Addr, in fabric.NodeIntent, look bool) ([]string, int, error) {
 	outer, nodes := in.Carriers()
 	w := &l.ways
@@ -58,14 +58,14 @@ func (l *loop) underlay(own netip.Addr, in fabric.NodeIntent, look bool) ([]stri
 	}
 	w.at, w.own, w.outer, w.nodes, w.devices, w.mtu = time.Now(), own, outer, nodes, devices, cmp.Or(least, mtu)
 	if err != nil {
-		w.own = netip.Addr{} // ask again next time
+		w.own = netip.Addr{} // probe again next time
 	}
 	return w.devices, w.mtu, err
 }
 
 // bridges returns the bridges by which our node reaches gateways' Pods, on this node or another,
-// and their ports that lead to other nodes. Without look the cached result is returned if it is for
-// the same gateways.
+// and those ports of the bridges that lead to other nodes. If look is false and the gateways are
+// the same as before, it returns the cached result.
 func (l *loop) bridges(in fabric.NodeIntent, look bool) (names, uplinks []string) {
 	w, gateways := &l.ways, in.Senders()
 	if !look && slices.Equal(w.gateways, gateways) {
@@ -85,8 +85,8 @@ func (l *loop) bridges(in fabric.NodeIntent, look bool) (names, uplinks []string
 	return names, uplinks
 }
 
-// refuseNew refuses new networks before the rest of the state is applied: the packet filter alone
-// takes ten milliseconds, and pods may already send to the networks.
+// refuseNew refuses new networks before the rest of the state is applied. Applying the packet
+// filter alone takes 10 ms, and pods may already send packets to the networks.
 func (l *loop) refuseNew(refused []netip.Prefix) (news []netip.Prefix, changes kernel.Plan, err error) {
 	news, _, _ = diff.Of(l.refused, refused, func(p netip.Prefix) netip.Prefix { return p })
 	if len(news) > 0 {
@@ -98,8 +98,8 @@ func (l *loop) refuseNew(refused []netip.Prefix) (news []netip.Prefix, changes k
 	return news, changes, err
 }
 
-// forwards returns an error if the node does not forward packets at all. Only the owner or the CNI
-// may change that.
+// forwards returns an error if the node does not forward packets at all. Only the node's owner or
+// the CNI may change that.
 func forwards() error {
 	b, err := os.ReadFile("/proc/sys/net/ipv4/ip_forward")
 	if err != nil {
@@ -115,8 +115,8 @@ func forwards() error {
 // through all of them.
 const manyNetworks = 16
 
-// ledElsewhere reports a network of a peer whose packets a foreign rule or route diverts from our
-// routes. Our packet filter drops these packets. Without look it checks only new networks.
+// ledElsewhere reports one network of a peer for which a foreign rule or route diverts packets from
+// our routes. Our packet filter drops these packets. If look is false, it checks only new networks.
 func (l *loop) ledElsewhere(self string, look bool, news []netip.Prefix) []fabric.Problem {
 	refused := func(p netip.Prefix) (int, bool) {
 		return slices.BinarySearchFunc(l.decided.refused, p, netip.Prefix.Compare)
@@ -128,13 +128,13 @@ func (l *loop) ledElsewhere(self string, look bool, news []netip.Prefix) []fabri
 	led := func(p netip.Prefix) bool {
 		if p.Addr().Is4() && p.Bits() <= 30 {
 			name, err := l.kernel.DeviceTo(p.Addr().Next(), names)
-			if err == nil && name != "lo" && !strings.HasPrefix(name, kernel.TunPrefix) { // an error means refused
+			if err == nil && name != "lo" && !strings.HasPrefix(name, kernel.TunPrefix) { // an error means that packets are refused
 				l.led, l.ledBy = p, name
 			}
 		}
 		return l.led.IsValid()
 	}
-	if look { // go on after those of the last time, or at the one that was found then
+	if look { // continue after the last network of the previous call, or at the network that was found then
 		first, _ := refused(l.looksAt)
 		for i := range min(manyNetworks, len(l.decided.refused)) {
 			p := l.decided.refused[(first+i)%len(l.decided.refused)]
@@ -158,7 +158,7 @@ func (l *loop) ledElsewhere(self string, look bool, news []netip.Prefix) []fabri
 		l.led, l.ledBy, kernel.RefuseRulePriority)}}
 }
 
-// nowhere is an address that only the default route leads to (TEST-NET-1, RFC 5737).
+// nowhere is an address to which only the default route leads (TEST-NET-1, RFC 5737).
 var nowhere = netip.AddrFrom4([4]byte{192, 0, 2, 1})
 
 // reach caches whether other nodes can reach a gateway's Pod on this node.
@@ -168,8 +168,8 @@ type reach struct {
 	limits    []kernel.Limit
 }
 
-// limits returns the features that rules of other programs break; none while there are no peers. If
-// look is false and nothing else asks for a new look, it returns the result of the last one.
+// limits returns the restrictions that rules of other programs cause; none while there are no
+// peers. If look is false and nothing else requires a new probe, it returns the cached result.
 func (l *loop) limits(node kernel.State, in fabric.NodeIntent, look bool) []kernel.Limit {
 	if len(node.SourceNAT) == 0 || node.SourceNAT[0].Remote == "" {
 		l.reach = reach{}
@@ -182,9 +182,9 @@ func (l *loop) limits(node kernel.State, in fabric.NodeIntent, look bool) []kern
 	return append(l.kernel.Limits(node.SourceNAT[0], look), l.reach.limits...)
 }
 
-// withFiles replaces the Limits about files in which the node keeps state. All traffic passes
-// without these files: the snapshot is for a boot without an API server, and a gateway needs the
-// votes of most nodes, not of all.
+// withFiles replaces the Limits about files in which the node keeps state. Traffic does not depend
+// on these files: the snapshot is for a boot without an API server, and a gateway needs the votes
+// of most nodes, not of all.
 func (l *loop) withFiles(limits []kernel.Limit, unsaved error) []kernel.Limit {
 	limits = slices.DeleteFunc(slices.Clone(limits), func(l kernel.Limit) bool {
 		return l.Reason == kernel.LimitSnapshot || l.Reason == kernel.LimitVote
@@ -211,7 +211,7 @@ func (l *loop) outOfReach(elsewhere netip.Addr, in fabric.NodeIntent) []kernel.L
 	}
 	name, kind, err := l.kernel.KindTo(elsewhere)
 	if out, _, unknown := l.kernel.KindTo(nowhere); unknown == nil && out == name {
-		return nil // by the default route, so nobody has the address
+		return nil // only the default route leads to it, so no pod has the address
 	}
 	if uplinks, unknown := l.kernel.Uplinks(name); kind == "bridge" && unknown == nil && len(uplinks) > 0 && (in.Bridged || !slices.Contains(in.Bridges, name)) {
 		return nil

@@ -29,10 +29,10 @@ import (
 type Status struct {
 	Node     string    `json:"node"`
 	Version  string    `json:"version"`
-	Ready    bool      `json:"ready"`            // state applied, overlay works
-	Error    string    `json:"error,omitempty"`  // why not ready
+	Ready    bool      `json:"ready"`            // the state is applied and the overlay works
+	Error    string    `json:"error,omitempty"`  // the reason why not ready
 	Applied  time.Time `json:"applied,omitzero"` // when the state was last applied completely
-	Problems []string  `json:"problems"`         // refused objects; functions that foreign rules break
+	Problems []string  `json:"problems"`         // refused objects; features that foreign rules break
 	Commands string    `json:"commands"`         // the desired state as commands, one per line
 
 	// Dropped is how many packets the packet filter of the node has dropped, by reason
@@ -49,7 +49,7 @@ func (s state) ready() error {
 	return s.err
 }
 
-// ready returns the reason known to the agent why pods of the node may not reach peers, or nil.
+// ready returns the known reason why pods of the node may not reach peers, or nil.
 func (a *agent) ready() error {
 	if err := a.current().ready(); err != nil {
 		return err
@@ -80,7 +80,7 @@ func (a *agent) status() Status {
 	for _, l := range now.limits {
 		s.Problems = append(s.Problems, l.Reason+": "+l.Message)
 	}
-	if told.err != nil { // no reason to be unready: traffic does not depend on it
+	if told.err != nil { // the node stays ready, because traffic does not depend on the report
 		s.Problems = append(s.Problems, kubeerr.Plain("the API server", told.err).Error())
 	}
 	var err error
@@ -90,13 +90,13 @@ func (a *agent) status() Status {
 	return s
 }
 
-// listen opens the sockets, so that a wrong address is an error at the start. The servers answer
+// listen opens the sockets, so that an invalid address is an error at the start. The servers answer
 // until they are closed.
 func (a *agent) listen() (*httpserve.Servers, error) {
 	metrics, status := http.NewServeMux(), http.NewServeMux()
 	scrape := promhttp.HandlerFor(a.metrics.registry, promhttp.HandlerOpts{})
 	metrics.Handle("GET /metrics", a.opts.MetricsSecure.Guarded(scrape))
-	status.Handle("GET /metrics", scrape) // no token: a client of the status may read these
+	status.Handle("GET /metrics", scrape) // without a token, because clients of the status may read the metrics anyway
 	metrics.HandleFunc("GET /healthz", func(w http.ResponseWriter, _ *http.Request) { fmt.Fprintln(w, "ok") })
 	metrics.HandleFunc("GET /readyz", func(w http.ResponseWriter, _ *http.Request) {
 		if err := a.ready(); err != nil {
@@ -109,7 +109,7 @@ func (a *agent) listen() (*httpserve.Servers, error) {
 		w.Header().Set("Content-Type", "application/json")
 		e := json.NewEncoder(w)
 		e.SetIndent("", "  ")
-		_ = e.Encode(a.status()) // an error here is the client's
+		_ = e.Encode(a.status()) // an error means that the client is gone
 	})
 
 	s := httpserve.New(a.log)
@@ -127,7 +127,7 @@ func (a *agent) listen() (*httpserve.Servers, error) {
 	return s, nil
 }
 
-// startedSocket is the name of the socket at which an agent tells Started that its Pod has started.
+// startedSocket returns the name of the socket at which the agent of a Pod answers Started.
 func startedSocket(pod string) string { return "isthmus-route-agent-" + pod }
 
 // tellStarted answers Started until the result is closed.
@@ -152,8 +152,9 @@ func (a *agent) tellStarted() (*httpserve.Servers, error) {
 	return s, nil
 }
 
-// canFollow returns what would keep this agent from taking over, as far as that shows without a
-// change of the kernel. As soon as this agent has started, Kubernetes stops the one that runs.
+// canFollow returns the reason why this agent could not take over, or nil. It finds only reasons
+// that show without a change of the kernel. As soon as this agent reports that it has started,
+// Kubernetes stops the running agent.
 func (a *agent) canFollow() error {
 	a.mu.Lock()
 	var in fabric.NodeIntent
@@ -181,14 +182,15 @@ func (a *agent) canFollow() error {
 	return nil
 }
 
-// Started returns nil when the agent of a Pod in this network namespace runs, or is ready to follow
-// the running one: it has its configuration, and could read the kernel's state. It is for startup
-// probes, because /readyz belongs to the running agent, which is the older one if a node has two.
+// Started returns nil if the agent of a Pod in this network namespace runs, or is ready to take
+// over from the running one: it has its configuration, and could read the kernel's state. It is for
+// startup probes. These cannot use /readyz, which belongs to the running agent: the older one if a
+// node has two.
 func Started(ctx context.Context, pod string) error {
 	if pod == "" {
 		return errors.New("$POD_UID is not set; want the UID of this Pod")
 	}
-	c, err := httpserve.DialOwner(ctx, startedSocket(pod)) // here: the namespace is that of the calling thread
+	c, err := httpserve.DialOwner(ctx, startedSocket(pod)) // on this thread, whose network namespace it uses
 	if err != nil {
 		return err
 	}
@@ -213,7 +215,7 @@ func Started(ctx context.Context, pod string) error {
 	return errors.New(strings.TrimSpace(string(b)))
 }
 
-// metrics are the agent's Prometheus series.
+// metrics collects the agent's Prometheus series.
 type metrics struct {
 	registry *prometheus.Registry
 	agent    *agent
@@ -223,7 +225,7 @@ type metrics struct {
 
 var families metric.Catalogue
 
-// Families are the metrics of a route agent, by name.
+// Families returns the metrics of a route agent, by name.
 func Families() []*metric.Family { return families.Families() }
 
 var (

@@ -13,7 +13,7 @@ import (
 	"github.com/isthmus-net/isthmus/internal/kernel/rtnl"
 )
 
-// A loop makes the kernel's state what an intent says. It belongs to one goroutine.
+// A loop brings the kernel to the state that an intent demands. Only one goroutine may use it.
 type loop struct {
 	opts   Options
 	log    *slog.Logger
@@ -28,46 +28,46 @@ type loop struct {
 	allocations allocations // networks of peers
 	decider     fabric.Decider
 	decided     decided
-	refused     []netip.Prefix // by the last comparison
-	looksAt     netip.Prefix   // where ledElsewhere goes on
-	led         netip.Prefix   // what ledElsewhere found, zero: nothing
-	ledBy       string         // device of led
-	saved       *snapshot      // nil: there is no valid one
+	refused     []netip.Prefix // networks that the last comparison refused
+	looksAt     netip.Prefix   // where ledElsewhere continues
+	led         netip.Prefix   // the network that ledElsewhere found; zero: none
+	ledBy       string         // device to which packets for led go
+	saved       *snapshot      // the snapshot on disk; nil: there is no valid one
 }
 
-// wanted is the newest intent, and what belongs to it.
+// wanted is the newest intent, with related values.
 type wanted struct {
 	intent   *fabric.NodeIntent // nil: not delivered yet
 	revision int                // of intent, from 1
-	broken   []fabric.Problem   // of reading intent
+	broken   []fabric.Problem   // problems of reading the intent
 	hops     []fabric.NodeRoute // routes of the node via other hosts
 }
 
-// state is the outcome of a comparison.
+// state is the result of a comparison.
 type state struct {
-	revision int // of the intent compared with; 0: none yet
+	revision int // revision of the applied intent; 0: none yet
 	node     kernel.State
-	refused  int64 // up to this resourceVersion of NetworkAllocations; 0: not known
+	refused  int64 // the node refuses networks up to this resourceVersion of NetworkAllocations; 0: not known
 	problems []fabric.Problem
 	limits   []kernel.Limit
 	err      error
 	applied  time.Time // when err was last nil
 }
 
-// decided caches what was read from an intent and decided for it. It stays valid until the intent
-// changes, or what the agent finds out about its node.
+// decided caches the values read from an intent, and the state computed for it. It stays valid
+// until the intent or the agent's findings about its node change.
 type decided struct {
 	revision int
-	intent   fabric.NodeIntent // without what the agent finds out about its node
+	intent   fabric.NodeIntent // without the agent's findings about its node
 	refused  []netip.Prefix    // all networks of peers
-	held     []fabric.Problem  // of reading them
+	held     []fabric.Problem  // problems of the NetworkAllocations
 
-	from     *fabric.NodeIntent // the complete intent that was decided last; nil: none yet
+	from     *fabric.NodeIntent // the intent, with the agent's findings, for which the state was computed last; nil: none yet
 	node     kernel.State
 	problems []fabric.Problem
 }
 
-// read prepares an intent, unless it has that revision already.
+// read prepares an intent. It does nothing if that revision has been read already.
 func (l *loop) read(in fabric.NodeIntent, revision int) {
 	if l.decided.revision == revision {
 		return
@@ -82,8 +82,8 @@ func (l *loop) read(in fabric.NodeIntent, revision int) {
 	}
 }
 
-// decide computes the state of our node, unless nothing has changed since the last time. in is the
-// complete intent, with what the agent has found out about its node.
+// decide computes the state of our node, unless nothing has changed since the last call. in is the
+// complete intent, including the agent's findings about its node.
 func (l *loop) decide(in fabric.NodeIntent) {
 	d := &l.decided
 	if d.from != nil && slices.Equal(d.from.Routes, in.Routes) && d.from.UnderlayMTU == in.UnderlayMTU && d.from.Bridged == in.Bridged && slices.Equal(d.from.UnderlayDevices, in.UnderlayDevices) &&
@@ -94,13 +94,14 @@ func (l *loop) decide(in fabric.NodeIntent) {
 	d.node, d.problems = l.decider.NodeFor(in)
 }
 
-// compare makes the kernel's state what it should be now, and returns the changes. events says that
-// the kernel has reported some. ok is false if some of the comparison failed.
+// compare brings the kernel to the desired state, and returns the changes. events is true if the
+// kernel has reported events since the last comparison. ok is false if a part of the comparison
+// failed.
 func (l *loop) compare(want wanted, events bool) (changes kernel.Plan, ok bool) {
 	before := l.last
 	now := state{revision: want.revision, node: before.node, refused: before.refused, applied: before.applied, limits: before.limits}
-	// A new intent alone is no reason to probe again. Foreign routes change without an event that
-	// we watch.
+	// Do not probe again only because the intent is new. Foreign routes change without an event to
+	// which we subscribe, so probe from time to time.
 	look := events || time.Since(l.looked) > limitsInterval || before.err != nil
 	if look {
 		l.looked = time.Now()
@@ -109,7 +110,8 @@ func (l *loop) compare(want wanted, events bool) (changes kernel.Plan, ok bool) 
 	in := l.decided.intent
 	self := slices.IndexFunc(in.Nodes, func(n fabric.ClusterNode) bool { return n.Name == in.Self })
 	if self < 0 {
-		// The Node is being recreated, or --node-name is wrong: no reason to cut off what works.
+		// Either the Node is being recreated, or --node-name is wrong. Neither is a reason to
+		// remove what works.
 		refusing, _ := fabric.NodeFor(in)
 		changes, _ = l.kernel.Add(refusing)
 		now.err = fmt.Errorf("no Node is called %q; want the name of the one on which the agent runs", in.Self)
@@ -125,22 +127,22 @@ func (l *loop) compare(want wanted, events bool) (changes kernel.Plan, ok bool) 
 		now.node, now.problems = l.decided.node, slices.Clone(l.decided.problems)
 		news, first, failed := l.refuseNew(l.decided.refused)
 		if failed == nil {
-			if len(news) > 0 { // before peers rely on it: the node may boot without an API server
-				_ = l.save(l.decided.refused) // tried again below
+			if len(news) > 0 { // save them before peers rely on the refusal: the node may boot without an API server
+				_ = l.save(l.decided.refused) // saved again below if this fails
 			}
 			now.refused = in.Version
-			l.say(now.refused) // early, because peers wait for this and not for the rest
+			l.say(now.refused) // early, because peers wait for this report and not for the rest
 		}
 		changes, err = l.kernel.Apply(now.node)
 		changes, err = append(first, changes...), errors.Join(failed, err)
-		if errors.Is(err, rtnl.ErrFilter) { // without it the overlay would take packets from anybody
+		if errors.Is(err, rtnl.ErrFilter) { // without the filter, the overlay would accept packets from anybody
 			now.node = now.node.Closed()
 			closing, failed := l.kernel.Apply(now.node)
 			changes, err = append(changes, closing...), errors.Join(fmt.Errorf("no traffic of peers is carried: %w", err), failed)
 		}
 		now.problems = append(now.problems, l.ledElsewhere(in.Self, look, news)...)
 		if len(in.Bridges) > 0 && l.kernel.Bridged() != in.Bridged {
-			l.again() // the packet filter depends on it
+			l.again() // the packet filter depends on the Bridge
 		}
 		now.err = errors.Join(err, unknownMTU, forwards())
 		accepted := slices.ContainsFunc(changes, func(o kernel.Op) bool { _, is := o.Object.(kernel.Accept); return is })

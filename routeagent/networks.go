@@ -16,19 +16,21 @@ import (
 	"github.com/isthmus-net/isthmus/internal/kernel/rtnl"
 )
 
-// How often the agent reads what its node reaches without the tunnel, and reports it.
+// How often the agent reads the networks that its node reaches without the tunnel, and reports
+// them.
 const (
 	lookTogether = 200 * time.Millisecond // after an event, because more may follow
-	lookInterval = 30 * time.Second       // without any event: changes of DNS servers cause none
+	lookInterval = 30 * time.Second       // without events, because changes of DNS servers cause none
 	tellInterval = time.Hour              // somebody may have deleted the report
 	tellPatience = time.Minute            // the longest pause after a failure
 	tellTimeout  = 30 * time.Second
-	// tellSpread times the number of nodes is the longest delay of a report. If all nodes change at
-	// once, as by a new address of a Service, their reports do not reach the API server at once.
+	// tellSpread times the number of nodes is the maximum delay of a report. If all nodes change at
+	// the same time, for example because a Service has a new address, the delay spreads their
+	// reports over time.
 	tellSpread = 2 * time.Millisecond
 	// lookGap is the minimum time between two reads. With a million routes a read takes seconds.
-	// The pause is therefore at least lookShare times as long as the read, so that it costs at most
-	// a fiftieth of a processor.
+	// The pause is therefore at least lookShare times as long as the read, so that reading costs at
+	// most a fiftieth of a CPU.
 	lookGap   = 2 * time.Second
 	lookShare = 50
 	// refusedSpread is tellSpread for TellRefused. It is short, because peers wait for the last
@@ -37,22 +39,22 @@ const (
 	refusedGap    = 100 * time.Millisecond // after TellRefused
 )
 
-// told is the outcome of the last attempt to report.
+// told is the result of the last attempt to report.
 type told struct {
 	problems []fabric.Problem
-	err      error // why the manager has no current report
+	err      error // the reason why the manager has no current report
 }
 
 // A teller remembers the last report.
 type teller struct {
 	*agent
 	last fabric.NodeNetworks
-	node int64 // creation time of our Node then
+	node int64 // creation time of our Node at the last report
 	at   time.Time
 }
 
-// tell reports what the node reaches without the tunnel, until ctx ends. Apart from changes it
-// hardly ever writes, because there may be five thousand nodes.
+// tell reports the networks that the node reaches without the tunnel, until ctx ends. It hardly
+// ever writes unless something changes, because there may be 5,000 nodes.
 func (a *agent) tell(ctx context.Context) {
 	t := &teller{agent: a}
 	pause := lookGap // after a failure
@@ -91,11 +93,11 @@ func (a *agent) tell(ctx context.Context) {
 func (t *teller) once(ctx context.Context) (wait time.Duration, problems []fabric.Problem, err error) {
 	own, nodes, created := t.ourselves()
 	if nodes == 0 {
-		return 0, nil, nil // nothing is known of the cluster yet
+		return 0, nil, nil // the cluster is not known yet
 	}
 	begin := time.Now()
 	if state := t.current(); state.revision == 0 {
-		return 0, nil, nil // what the node refuses is unknown; the first comparison sets moved
+		return 0, nil, nil // the refused networks are not known yet; the first comparison sets moved
 	}
 	now, problems, err := t.look(own)
 	if o := t.lastOverlay(); o.Broken || o.Back.Broken {
@@ -125,7 +127,7 @@ func (t *teller) once(ctx context.Context) (wait time.Duration, problems []fabri
 }
 
 // tellRefused reports which networks of peers the node refuses, until ctx ends. It has its own
-// goroutine, because peers wait for it, and reading the node's networks may take long.
+// goroutine, because peers wait for this report, and reading the node's networks may take long.
 func (a *agent) tellRefused(ctx context.Context) {
 	pause := refusedGap
 	for {
@@ -168,7 +170,7 @@ func (a *agent) hasReported() bool {
 	return a.reported
 }
 
-// ourselves returns our own networks, the number of nodes, and the creation time of ours.
+// ourselves returns our own networks, the number of nodes, and the creation time of our Node.
 func (a *agent) ourselves() (own []netip.Prefix, nodes int, created int64) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -210,7 +212,8 @@ func madeAt(in *fabric.NodeIntent, name string) int64 {
 	return 0
 }
 
-// look reads the content of the report, except BrokenOverlay and Refused.
+// look reads the node's networks and the other content of the report, except BrokenOverlay and
+// Refused.
 func (a *agent) look(own []netip.Prefix) (fabric.NodeNetworks, []fabric.Problem, error) {
 	have, err := rtnl.Networks()
 	if err != nil {
@@ -229,8 +232,8 @@ func (a *agent) look(own []netip.Prefix) (fabric.NodeNetworks, []fabric.Problem,
 	return n, problems, errors.Join(err, unknown, unread)
 }
 
-// lead hands the node's routes via other hosts to the next comparison. If all gateways are Pods,
-// only they need the routes, and read them from the report.
+// lead passes the node's routes via other hosts to the next comparison. If all gateways are Pods,
+// only the gateways need the routes, and they read them from the report.
 func (a *agent) lead(routes []fabric.NodeRoute) {
 	a.mu.Lock()
 	news := !slices.Equal(a.hops, routes)
@@ -242,7 +245,8 @@ func (a *agent) lead(routes []fabric.NodeRoute) {
 	}
 }
 
-// resolversIn returns the DNS servers of a file as in resolv.conf(5); none if there is no file.
+// resolversIn returns the DNS servers in a file of the format of resolv.conf(5); none if there is
+// no file.
 func resolversIn(path string) (all []netip.Addr, err error) {
 	f, err := os.Open(path)
 	if errors.Is(err, os.ErrNotExist) {
@@ -266,7 +270,7 @@ func resolversIn(path string) (all []netip.Addr, err error) {
 	return all, nil
 }
 
-// note stores the outcome for the status, and logs what is new.
+// note stores the result for the status, and logs what has changed.
 func (a *agent) note(now told) {
 	a.mu.Lock()
 	before := a.told

@@ -23,7 +23,7 @@ var (
 
 // OverlayStatus is the result of probing the path to a gateway through the overlay, see package
 // overlay. The probe is a datagram to a peer's network with a TTL of one hop. It takes the path of
-// all packets for peers, rules and routes included, and ends in the gateway's network, so it never
+// all packets for peers, including rules and routes. It ends in the gateway's network, so it never
 // reaches a tunnel.
 type OverlayStatus struct {
 	Gateway netip.Addr `json:"gateway"`
@@ -53,8 +53,8 @@ func (s OverlayStatus) problem() string {
 		s.Gateway, s.Since.UTC().Format("15:04:05 UTC"), kernel.OverlayPort)
 }
 
-// probeTarget returns the gateway to probe, and an IPv4 address of a peer behind it. nth chooses
-// the peer.
+// probeTarget returns the gateway to probe, and an IPv4 address of a peer behind that gateway. nth
+// selects the peer.
 func probeTarget(in *fabric.NodeIntent, nth int) (gateway, remote netip.Addr, ok bool) {
 	var remotes []netip.Addr
 	if gateway = in.Gateway; gateway.Is4() {
@@ -78,22 +78,22 @@ func probeTarget(in *fabric.NodeIntent, nth int) (gateway, remote netip.Addr, ok
 	return gateway, remotes[nth%len(remotes)], true
 }
 
-// A backProbe finds out whether packets come back from the gateway.
+// A backProbe detects whether packets from the gateway reach the node.
 type backProbe struct {
-	received, sent uint64 // packets of the overlay device, at the last call of suspects
-	own            uint64 // our own datagrams since then
+	received, sent uint64 // packets of the overlay device at the last call of suspects
+	own            uint64 // our own datagrams since that call
 
 	// answer holds addresses of peers whose gateways have answered, the most recent last. A missing
-	// answer means nothing if the peer never answered (Liqo's gateway need not) or is offline, so
-	// several peers are asked.
+	// answer is no evidence if the peer never answered (Liqo's gateway need not) or is offline, so
+	// several peers are probed.
 	answer []netip.Addr
 }
 
-// backPeers is the maximum number of peers in answer, which are asked at once.
+// backPeers is the maximum length of answer, and of one round of probes.
 const backPeers = 8
 
-// asks returns the peers to ask. If the path is suspected to be broken, these are the peers that
-// have answered before. Otherwise it is remote, unless that has answered already.
+// asks returns the peers to probe. If the path may be broken, these are the peers that have
+// answered before. Otherwise it is remote, unless that peer has answered already.
 func (p *backProbe) asks(suspected bool, remote netip.Addr) []netip.Addr {
 	switch {
 	case suspected:
@@ -104,23 +104,23 @@ func (p *backProbe) asks(suspected bool, remote netip.Addr) []netip.Addr {
 	return []netip.Addr{remote}
 }
 
-// answered notes that a peer has answered.
+// answered records that a peer has answered.
 func (p *backProbe) answered(remote netip.Addr) {
 	p.answer = append(slices.DeleteFunc(p.answer, func(a netip.Addr) bool { return a == remote }), remote)
 	p.answer = p.answer[max(0, len(p.answer)-backPeers):]
 }
 
-// suspects reports whether pods have sent since its last call, but nothing has come through the
-// overlay, although something had before. Only one-way traffic or a fault explains that.
+// suspects reports whether, since its last call, pods have sent packets but none has come back
+// through the overlay, although some had before. Only one-way traffic or a fault explains that.
 func (p *backProbe) suspects(received, sent uint64) bool {
 	silent := received == p.received && received > 0 && sent > p.sent+p.own
 	p.received, p.sent, p.own = received, sent, 0
 	return silent
 }
 
-// ask sends each peer two datagrams that expire at its gateway: with TTL 2 if our gateway is a Pod,
-// which is one hop, and with TTL 3 if it is on a host's network, which is two. It reports whether
-// any answer came through the overlay.
+// ask sends each peer two datagrams that expire at the peer's gateway: one with TTL 2, because our
+// gateway is one hop if it is a Pod, and one with TTL 3, because it is two hops if it is on a
+// host's network. ask reports whether any answer came through the overlay.
 func (p *backProbe) ask(ctx context.Context, remotes []netip.Addr, device int) (came bool) {
 	all := slices.Clone(remotes)
 	answered := make([]bool, len(all))
@@ -142,12 +142,12 @@ func (p *backProbe) ask(ctx context.Context, remotes []netip.Addr, device int) (
 	return came
 }
 
-// probeOverlay probes from time to time whether packets reach the gateway and come back, until ctx
-// ends.
+// probeOverlay regularly probes whether packets reach the gateway, and whether packets come back
+// from it, until ctx ends.
 func (a *agent) probeOverlay(ctx context.Context) {
 	var p OverlayStatus
 	var back backProbe
-	nth := 0 // peer
+	nth := 0 // number of the peer to probe
 	for wait := rand.N(probeAgain); sleep(ctx, wait); {
 		wait = probeInterval/2 + rand.N(probeInterval)
 		var gateway, remote netip.Addr
@@ -167,8 +167,8 @@ func (a *agent) probeOverlay(ctx context.Context) {
 			p.Take(began, answer != overlay.NoAnswer, control)
 			back.own++
 			arrives := true
-			// Any other answer means that the gateway has no tunnel to that peer, so nobody would
-			// answer.
+			// Any other answer means that the gateway has no tunnel to that peer, so no answer
+			// would come back.
 			if index, received, sent, err := rtnl.Counters(kernel.OverlayDevice); err == nil && answer == overlay.WayOn {
 				news := received != back.received
 				suspected := back.suspects(received, sent) || p.Back.Doubted() && !news

@@ -9,8 +9,8 @@ import (
 	"github.com/isthmus-net/isthmus/internal/kernel"
 )
 
-// reportedOf returns the part of a state that belongs into the node's report: problems of this
-// node, not those of objects that all nodes read.
+// reportedOf returns the part of a state that belongs into the node's report: the problems of this
+// node, but not of objects that all nodes read.
 func reportedOf(node string, s state) []kernel.Limit {
 	all := slices.Clone(s.limits)
 	for _, p := range s.problems {
@@ -21,13 +21,13 @@ func reportedOf(node string, s state) []kernel.Limit {
 	return all
 }
 
-// report logs and counts the result of a comparison. It does not log again what has not changed.
+// report logs and counts the result of a comparison. It does not log unchanged results again.
 func (a *agent) report(before, now state, changes kernel.Plan) {
 	drift := before.revision == now.revision && before.err == nil
 	for _, o := range changes {
 		if drift {
 			a.log.Warn("repaired a kernel object", "command", o.Command(""))
-		} else if a.log.Enabled(context.Background(), slog.LevelDebug) { // a filter's text has all networks
+		} else if a.log.Enabled(context.Background(), slog.LevelDebug) { // checked first, because the text of a filter has all networks
 			a.log.Debug("changed a kernel object", "command", o.Command(""))
 		}
 	}
@@ -103,7 +103,7 @@ func (a *agent) tellReady(ctx context.Context) {
 	}
 }
 
-// say has tellRefused report what the node refuses, if that has changed.
+// say requests a report by tellRefused if the refused networks have changed.
 func (a *agent) say(refused int64) {
 	a.mu.Lock()
 	news := a.state.refused != refused

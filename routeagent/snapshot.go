@@ -16,8 +16,9 @@ import (
 	"github.com/isthmus-net/isthmus/internal/statefile"
 )
 
-// A snapshot is what an agent must know before it reaches an API server: after a reboot the kernel
-// has no object of ours, and a packet for a remote network would leave by the default route.
+// A snapshot is the state that an agent needs before it reaches an API server. After a reboot the
+// kernel has none of our objects, and a packet for a remote network would leave by the default
+// route.
 type snapshot struct {
 	Version int                 `json:"version"`
 	Refused []fabric.Allocation `json:"refused"` // the networks of peers, with the NetworkAllocations that named them
@@ -29,7 +30,7 @@ const (
 	snapshotLimit   = 4 << 20 // octets; a thousand peers need 220 KiB
 )
 
-// readSnapshot returns the snapshot of a directory, nil if there is none.
+// readSnapshot returns the snapshot in a directory, or nil if there is none.
 func readSnapshot(directory string) (*snapshot, error) {
 	var s snapshot
 	err := statefile.Read(directory, snapshotName, snapshotLimit, &s)
@@ -52,11 +53,11 @@ func readSnapshot(directory string) (*snapshot, error) {
 	return &s, nil
 }
 
-// restore refuses the networks in the snapshot, before the agent knows anything else. It only adds:
-// what a previous agent left stays, including networks that the kernel refuses and the snapshot
-// lacks. refused returns those of the kernel. If it fails, the agent must not compare, because that
-// would remove them. An unreadable snapshot is an error of the node until the first comparison,
-// which writes a new one.
+// restore refuses the networks in the snapshot, before the agent knows anything else. It only adds
+// networks: objects of a previous agent stay, including refused networks that the snapshot lacks.
+// The function refused returns the networks that the kernel refuses. If it fails, the agent must
+// not compare, because a comparison would remove these networks. An unreadable snapshot is an error
+// of the node until the first comparison, which writes a new one.
 func (l *loop) restore(refused func() ([]netip.Prefix, error)) error {
 	l.recall()
 	left, err := refused()
@@ -93,7 +94,7 @@ func (l *loop) recall() {
 	l.last.err = err
 }
 
-// networksOf returns the networks of a sorted list, each once.
+// networksOf returns the networks in a sorted list, without duplicates.
 func networksOf(list []fabric.Allocation) []netip.Prefix {
 	networks := make([]netip.Prefix, len(list))
 	for i, a := range list {
@@ -116,8 +117,8 @@ func has(list []netip.Prefix, p netip.Prefix) bool {
 	return found
 }
 
-// save writes the snapshot if it has changed. It contains all refused networks, also those that
-// only tunnels name.
+// save writes the snapshot if it has changed. The snapshot contains all refused networks, including
+// those that only tunnels name.
 func (l *loop) save(refused []netip.Prefix) error {
 	now := &snapshot{snapshotVersion, l.allocations.known}
 	if !slices.Equal(refused, l.allocations.networks) {
@@ -135,12 +136,13 @@ func (l *loop) save(refused []netip.Prefix) error {
 	return nil
 }
 
-// cleanupPatience is how long Cleanup tries again while other programs change iptables-legacy.
+// cleanupPatience is the time for which Cleanup tries again while other programs change
+// iptables-legacy.
 const cleanupPatience = 30 * time.Second
 
-// Cleanup removes everything that route agents made in the network namespace of the process, and
-// the snapshot in the directory. It is for the end of an installation: packets for remote networks
-// leave by other routes from then on. It fails while an agent runs.
+// Cleanup removes all kernel objects of route agents in the network namespace of the process, and
+// the snapshot in the directory. It is for uninstalling: from then on, packets for remote networks
+// leave by other routes. It fails while an agent runs.
 func Cleanup(log *slog.Logger, directory string) error {
 	k, err := rtnl.Open(kernel.RouteAgent, log)
 	if err != nil {

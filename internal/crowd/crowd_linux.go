@@ -1,5 +1,5 @@
-// Package crowd keeps unexpected senders out of a UDP socket that anybody may send to, while there
-// are too many of them.
+// Package crowd protects a UDP socket to which anybody may send. While too many unexpected senders
+// do, it makes the kernel drop their datagrams.
 package crowd
 
 import (
@@ -18,18 +18,18 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// most is how many datagrams may be refused between two calls of Open. After that the kernel drops
-// datagrams from addresses that are not expected. Reading and refusing a datagram takes 4 µs of a
-// CPU that packets need, and datagrams that wait in the socket leave no room for those of expected
-// senders.
+// most is the maximum number of refused datagrams between two calls of Open. After that the kernel
+// drops datagrams from addresses that are not expected. Reading and refusing a datagram takes 4 µs
+// of CPU time that packets need, and datagrams in the socket's buffer leave no room for those of
+// expected senders.
 const most = 50
 
 // A Crowd belongs to one socket. The zero value does nothing. Open and Refuse may be called
 // concurrently.
 type Crowd struct {
 	socket  syscall.RawConn
-	refused atomic.Int32 // since Open
-	dropped uint32       // by the kernel, at the last look
+	refused atomic.Int32 // number of refused datagrams since Open
+	dropped uint32       // number of datagrams that the kernel had dropped at the last call of Open
 }
 
 // Of returns the Crowd of a socket.
@@ -41,8 +41,8 @@ func Of(conn net.PacketConn) *Crowd {
 	return c
 }
 
-// Refuse counts a refused datagram. If there are too many, the socket accepts only expected
-// addresses, at most 64, until Open.
+// Refuse counts a refused datagram. If there are too many, the socket accepts only datagrams from
+// the expected addresses, at most 64, until Open.
 func (c *Crowd) Refuse(expected func() map[netip.Addr]bool) error {
 	if c.socket == nil || c.refused.Add(1) != most {
 		return nil
@@ -67,8 +67,8 @@ func (c *Crowd) only(from []netip.Addr) error {
 	return errors.Join(controlErr, os.NewSyscallError("attach filter", err))
 }
 
-// Open makes the socket accept everybody again, and returns how many datagrams the kernel has
-// dropped since the last call. Call it some times a second.
+// Open makes the socket accept datagrams from everybody again, and returns how many datagrams the
+// kernel has dropped since the last call. Call it several times a second.
 func (c *Crowd) Open() (dropped uint32) {
 	if c.socket == nil {
 		return 0
@@ -83,7 +83,7 @@ func (c *Crowd) Open() (dropped uint32) {
 		if _, _, errno := unix.Syscall6(unix.SYS_GETSOCKOPT, fd, unix.SOL_SOCKET, unix.SO_MEMINFO,
 			uintptr(unsafe.Pointer(&info)), uintptr(unsafe.Pointer(&size)), 0); errno == 0 {
 			drops := info[unix.SK_MEMINFO_DROPS]
-			dropped, c.dropped = drops-c.dropped, drops // both wrap
+			dropped, c.dropped = drops-c.dropped, drops // both counters wrap
 		}
 	})
 	return dropped

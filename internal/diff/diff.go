@@ -3,14 +3,14 @@ package diff
 
 import "slices"
 
-// few is how many elements may differ until Of hashes all elements. Below that it reads the lists
-// once, so a change among thousands costs microseconds.
+// few is the maximum number of different elements for which Of compares without hashing. Up to this
+// number it reads each list once, so a change among thousands of elements costs microseconds.
 const few = 64
 
-// Of returns what has to be added, replaced and removed to turn have into want. Elements are
-// matched by key; a matched element that differs in any other field is to be replaced, and the
-// result holds its wanted form. The results keep the order of the inputs, so that a plan prints the
-// same every time. When a key occurs more than once in one input, its last element counts.
+// Of returns the elements to add, replace and remove in order to turn have into want. Elements are
+// matched by key. A matched element that differs in any other field has to be replaced, and the
+// result holds the element of want. The results keep the order of the inputs, so that a plan prints
+// the same every time. If a key occurs more than once in one input, its last element counts.
 //
 // If have and want are the same slice, Of returns at once.
 func Of[K, V comparable](have, want []V, key func(V) K) (add, replace, remove []V) {
@@ -31,14 +31,14 @@ func Of[K, V comparable](have, want []V, key func(V) K) (add, replace, remove []
 		}
 	}
 	if occur(have, keys, key) != len(old) || occur(want, keys, key) != len(wanted) {
-		// An element that is the same in both has the key of one that differs.
+		// An equal element of both lists has the key of an element that differs.
 		return whole(have, want, key)
 	}
 	return whole(old, wanted, key)
 }
 
-// differing walks through both lists side by side. It returns the elements that are not in both at
-// the same place: all of them, or more than few.
+// differing walks through both lists side by side. It returns the elements that are not at the same
+// place in both lists. If there are more than few, the result is incomplete.
 func differing[V comparable](have, want []V) (old, wanted []V) {
 	i, j := 0, 0
 walk:
@@ -63,10 +63,10 @@ walk:
 	return append(old, have[i:]...), append(wanted, want[j:]...)
 }
 
-// occur returns how many elements of list have a key that is in keys.
+// occur returns the number of elements of list whose key is in keys.
 func occur[K, V comparable](list []V, keys []K, key func(V) K) (n int) {
 	for _, v := range list {
-		// There are one or two keys, mostly, for which this is faster than a map.
+		// There are usually one or two keys, for which this is faster than a map.
 		if slices.Contains(keys, key(v)) {
 			n++
 		}
@@ -74,7 +74,7 @@ func occur[K, V comparable](list []V, keys []K, key func(V) K) (n int) {
 	return n
 }
 
-// whole is Of over all elements.
+// whole compares all elements through maps, with the result of Of.
 func whole[K, V comparable](have, want []V, key func(V) K) (add, replace, remove []V) {
 	old := make(map[K]V, len(have))
 	for _, v := range have {
@@ -87,7 +87,7 @@ func whole[K, V comparable](have, want []V, key func(V) K) (add, replace, remove
 	for _, v := range want {
 		k := key(v)
 		if last, open := wanted[k]; !open || last != v {
-			continue // done, or the last element with this key comes later
+			continue // already handled, or the last element with this key comes later
 		}
 		switch was, ok := old[k]; {
 		case !ok:

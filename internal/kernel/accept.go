@@ -6,17 +6,17 @@ import (
 	"strings"
 )
 
-// Accept stands for our rules in a foreign chain for forwarded packets: FORWARD of iptables-nft or
+// Accept represents our rules in a foreign chain for forwarded packets: FORWARD of iptables-nft or
 // iptables-legacy, or an nftables chain of any name. The rules accept packets from and to our
-// devices. They also accept UDP and ICMP of gateways that are Pods on our node, because the node
-// forwards their outer packets, and TCP between these and the other gateways that are Pods, which
-// copy flows to each other. They are the last rules before the chain's end, or before a rule
+// devices. For gateways that are Pods on our node, they also accept UDP and ICMP, because the node
+// forwards the gateways' outer packets, and TCP between them and the other gateways that are Pods,
+// because gateways replicate flows. Our rules are the last before the chain's end, or before a rule
 // that drops or rejects everything. They exist only while the end of the chain drops all other
-// packets, as after `iptables -P FORWARD DROP`. An accept in our own table would not help, because
-// each table decides separately. Earlier rules, such as network policies, still apply.
+// packets, as after `iptables -P FORWARD DROP`. An accept rule in our own table would not help,
+// because each table decides separately. Earlier rules, such as network policies, still apply.
 //
-// In a wanted State, an Accept without a Chain stands for all such chains. Foreign rules stay
-// unchanged. Our rules carry acceptComment.
+// In a wanted State, an Accept without a Chain represents all such chains. Foreign rules stay
+// unchanged. The comments of our rules begin with acceptComment.
 type Accept struct {
 	Program string // IptablesNFT, IptablesLegacy or NFT
 	Family  string // of an nftables table: "ip" or "inet"
@@ -25,13 +25,13 @@ type Accept struct {
 	// Gateways are the IPv4 addresses of gateways that are Pods on our node, sorted and separated
 	// by spaces.
 	Gateways string
-	// Elsewhere are those of gateways that are Pods on other nodes, in the same form. Without
-	// Gateways, it is empty.
+	// Elsewhere has the addresses of gateways that are Pods on other nodes, in the same form. It is
+	// empty if Gateways is.
 	Elsewhere string
 }
 
-// AcceptFor returns the Accept for a node with gateway Pods at these addresses, here and on other
-// nodes, in any order.
+// AcceptFor returns the Accept for a node with gateway Pods at the addresses here, while gateway
+// Pods on other nodes have the addresses elsewhere. The lists may have any order.
 func AcceptFor(here, elsewhere []netip.Addr) Accept {
 	a := Accept{Gateways: addresses(here)}
 	if a.Gateways != "" {
@@ -40,19 +40,19 @@ func AcceptFor(here, elsewhere []netip.Addr) Accept {
 	return a
 }
 
-// InChain returns the Accept of the same chain, without gateways.
+// InChain returns an Accept for the same chain, without gateways.
 func (a Accept) InChain() Accept {
 	a.Gateways, a.Elsewhere = "", ""
 	return a
 }
 
-// WithGatewaysOf returns the Accept of the same chain with the gateways of b.
+// WithGatewaysOf returns an Accept for the same chain, with the gateways of b.
 func (a Accept) WithGatewaysOf(b Accept) Accept {
 	a.Gateways, a.Elsewhere = b.Gateways, b.Elsewhere
 	return a
 }
 
-// Programs that own the chain of an Accept.
+// The values of Program: the programs that own the chain.
 const (
 	IptablesNFT    = "iptables-nft"
 	IptablesLegacy = "iptables-legacy"
@@ -72,9 +72,9 @@ type AcceptRule struct {
 	Comment             string
 }
 
-// Rules returns the rules of an Accept, in order: two for our devices; for each gateway UDP to it
-// and from it, and ICMP to it and from it; then TCP between it and each later gateway, and each
-// gateway elsewhere.
+// Rules returns the rules of an Accept, in order. The first two are for our devices. Then come four
+// rules for each gateway: UDP to and from the gateway, and ICMP to and from it. The last ones
+// accept TCP between the gateway and each later gateway, and each gateway elsewhere.
 func (a Accept) Rules() []AcceptRule {
 	all := []AcceptRule{{In: true, Comment: acceptComment}, {Out: true, Comment: acceptComment}}
 	here, elsewhere := strings.Fields(a.Gateways), strings.Fields(a.Elsewhere)
@@ -97,8 +97,8 @@ func (a Accept) Rules() []AcceptRule {
 	return all
 }
 
-// addressIn returns the address of a gateway. It is unspecified for an invalid one, which only a
-// foreign edit of our comments can cause.
+// addressIn parses the address of a gateway. An invalid text, which only a foreign edit of our
+// comments can cause, results in the unspecified address.
 func addressIn(text string) netip.Addr {
 	if addr, err := netip.ParseAddr(text); err == nil && addr.Is4() {
 		return addr
@@ -114,8 +114,8 @@ func (a Accept) Comments() (all []string) {
 	return all
 }
 
-// OwnComment reports whether a comment marks one of our rules, and returns the rule's gateways on
-// our node and elsewhere; both empty: the rule is for our devices.
+// OwnComment reports whether a comment marks one of our rules. It returns the gateways of the rule,
+// on our node and elsewhere. Both are empty if the rule is for our devices.
 func OwnComment(comment string) (here, elsewhere string, ours bool) {
 	if gateways, found := strings.CutPrefix(comment, acceptComment+":"); found {
 		here, elsewhere, _ = strings.Cut(gateways, "-")
@@ -124,7 +124,7 @@ func OwnComment(comment string) (here, elsewhere string, ours bool) {
 	return "", "", comment == acceptComment
 }
 
-// String names the chain in messages.
+// String names the chain for messages.
 func (a Accept) String() string {
 	if a.Program == NFT {
 		return fmt.Sprintf("chain %s of table %s %s", a.Chain, a.Family, a.Table)
@@ -151,7 +151,8 @@ func (a Accept) command(remove bool, _ string) string {
 	return strings.Join(a.format(rule, "-i isthmus+", "-o isthmus+", "-s ", "-d ", "-p "), "; ")
 }
 
-// format returns the rules as text. A rule has its matches, in the given words, and its comment.
+// format returns the rules as text. The arguments are the words of a program for a rule and its
+// matches.
 func (a Accept) format(rule, in, out, source, destination, protocol string) (all []string) {
 	for _, r := range a.Rules() {
 		var matches []string
@@ -176,14 +177,14 @@ type Limit struct {
 	Message string // effect, cause and remedy
 }
 
-// Reasons of Limits.
+// Reasons of Limits. "Here" means our node.
 const (
 	LimitMasqueraded = "PodsMasqueraded"     // peers do not see the addresses of pods
 	LimitForwarding  = "ForwardingRefused"   // packets between pods and peers are dropped
 	LimitGateway     = "GatewayOutOfReach"   // other nodes do not reach a gateway's Pod here
-	LimitBridge      = "GatewayUnguarded"    // pods on a bridge here can send to a gateway as nodes
+	LimitBridge      = "GatewayUnguarded"    // pods on a bridge here can send to a gateway as if they were nodes
 	LimitUncertain   = "ForwardingUncertain" // packets may be dropped
 	LimitRefused     = "Refused"             // part of an object is rejected
 	LimitSnapshot    = "SnapshotNotKept"     // after a reboot, the node does not refuse networks until it reaches the API server
-	LimitVote        = "NodeDoesNotVote"     // it has no vote on the active gateway
+	LimitVote        = "NodeDoesNotVote"     // the node does not vote on the active gateway
 )

@@ -6,10 +6,12 @@ import (
 
 // Bridge is an nftables table that keeps pods on a bridge of our node from sending to the overlay
 // port of gateways that are Pods. A Filter does not see packets between two ports of a bridge
-// (except with br_netfilter), and a pod could pretend to be a node there. Packets from an uplink
-// come from other nodes, each of which filters its own pods. The lists are as in Filter.
+// (except with br_netfilter), so a pod could impersonate a node to the gateway. Packets from an
+// uplink come from other nodes, each of which filters its own pods. The lists have the form of a
+// Filter's lists.
 //
-// It is optional: without it, a Filter accepts no packets for gateways that a bridge has carried.
+// A Bridge is optional: without it, a Filter accepts no packets for gateways that came over a
+// bridge.
 type Bridge struct {
 	Gateways string // IPv4 addresses of gateways that are Pods
 	Uplinks  string // bridge ports that lead to other nodes
@@ -22,7 +24,8 @@ func BridgeFor(gateways []netip.Addr, uplinks []string) Bridge {
 
 // BridgeChains are the chains of a Bridge. An 802.1p tag (a VLAN tag with ID 0) inside another tag
 // would hide a packet from the match of addresses: Linux removes one tag before a bridge sees the
-// frame, and all of them at the destination. Nobody needs two tags of which the outer one has ID 0.
+// frame, and the destination removes all tags. Nobody needs two tags of which the outer one has ID
+// 0.
 var BridgeChains = []FilterChain{
 	{Name: "prerouting", Hook: "prerouting", Drops: "bridged_overlay_port", Rules: []FilterRule{
 		{InSet{InDevice, "uplinks"}, DoAccept},

@@ -10,14 +10,14 @@ import (
 // either those of a node or those of a gateway's Pod. Only the addresses in its sets differ. Each
 // set is sorted text, separated by spaces, so that Filters are comparable.
 type Filter struct {
-	Pod       bool   // it is for a gateway's Pod
+	Pod       bool   // the filter is for a gateway's Pod
 	Nodes     string // IPv4 addresses of nodes and gateways, from which overlay packets may come
 	Remote    Remote // networks of peers
 	Own       string // IPv4 addresses of our node that a peer may use as mapped endpoints
-	Elsewhere string // IPv4 networks with pods of other nodes but none of ours
+	Elsewhere string // IPv4 networks that contain pods of other nodes but none of ours
 	Pods      string // IPv4 networks of all pods of the cluster
 	Underlay  string // devices by which our node reaches the other nodes
-	Bridges   string // bridges whose pods a Bridge keeps off gateways, and by which other nodes reach the gateways
+	Bridges   string // bridges whose pods a Bridge keeps away from gateways, and through which other nodes reach the gateways
 	// Gateways are IPv4 addresses of gateways that are Pods. A node forwards overlay packets
 	// between them and other nodes.
 	Gateways string
@@ -27,8 +27,8 @@ type Filter struct {
 type Remote struct {
 	Networks  string // IPv4
 	Networks6 string // IPv6
-	// Around has every /16 network that shares an address with Networks, without the length. An
-	// address outside of all of these is outside of Networks.
+	// Around has each /16 network that overlaps Networks, without the length. An address outside of
+	// all of these is outside of Networks.
 	Around string
 }
 
@@ -115,10 +115,10 @@ func AddressElements(sorted []netip.Addr) string {
 // bridge.
 const FilterTable = "isthmus"
 
-// FilterPriority is the priority of chains with a hook, except prerouting. It is before foreign
-// rules, which may still drop packets that ours accept. TranslationPriority is that of prerouting:
-// after conntrack (-200) and before foreign rules translate destinations (-100). RawPriority is
-// before conntrack.
+// FilterPriority is the priority of chains with a hook, except prerouting. Our chains come before
+// foreign chains, which may still drop packets that ours accept. TranslationPriority is the
+// priority of prerouting: after conntrack (-200), and before foreign rules translate destinations
+// (-100). RawPriority is before conntrack.
 const (
 	FilterPriority      = -1
 	TranslationPriority = -150
@@ -129,8 +129,8 @@ const (
 type FilterChain struct {
 	Name, Hook string // empty hook: other chains jump to it
 	NAT        bool   // it translates addresses
-	// Drops is the reason for which its rules drop packets; each such rule counts them. Empty: none
-	// drops.
+	// Drops is the reason for which the chain's rules drop packets; each such rule counts them.
+	// Empty: no rule drops.
 	Drops string
 	Rules []FilterRule
 }
@@ -159,51 +159,53 @@ func (c FilterChain) Kind() string {
 // FilterChains are the chains of a node.
 //
 // Overlay packets must come from another node of the cluster, by the device that leads to that
-// node. Otherwise a pod or an underlay host with an ordinary UDP socket could send anything in any
-// name. No forwarded packet may go to the overlay port, no matter whether its source is translated
-// later, and whether it comes from a pod of ours or from a peer. The exception is a gateway that is
-// a Pod, which has its own filter (PodFilterChains). It receives packets of other nodes, but none
-// from the device of a pod: the CNI may hide a pod behind its node's address, and the gateway would
-// trust that. Packets from a bridge between nodes have been checked at their bridge port (Bridge),
-// unless their destination was translated later.
+// node. Otherwise a pod or an underlay host with an ordinary UDP socket could send packets with any
+// inner source address. No forwarded packet may go to the overlay port, whether it comes from a pod
+// of ours or from a peer, and even if its source is translated later. The exception is a gateway
+// that is a Pod, which has its own filter (PodFilterChains). It receives packets of other nodes,
+// but none from the device of a pod: the CNI may replace the source of a pod's packet by the node's
+// address, and the gateway would trust that address. Packets from a bridge between nodes have been
+// checked at their bridge port (Bridge), unless their destination was translated later.
 //
-// Packets of peers arrive by our own devices: that of the overlay, and those of a gateway in this
-// namespace (isthmus.host, or the TUNs isthmus0 and so on).
+// Packets of peers arrive by our own devices: the overlay's device, and the devices of a gateway in
+// this namespace (isthmus.host, or the TUNs isthmus0 and so on).
 //
-// A peer may send to pods and to mapped endpoints. The node itself accepts from peers only answers,
-// and packets to its own addresses outside of the pods' networks: a packet from a peer can only
-// have such a destination if somebody mapped it. The check is repeated before foreign rules
-// translate the destination. The ports of Services (NodePort) and of pods (hostPort) exist at all
-// addresses of a node, and lead to pods, nodes and hosts that a peer may not reach.
+// A peer may send to pods and to mapped endpoints. The node itself accepts only two kinds of
+// packets from peers: answers, and packets to its own addresses outside of the pods' networks. A
+// packet from a peer has such a destination only if it is a mapped endpoint. The check is repeated
+// before foreign rules translate the destination. Otherwise the ports of Services (NodePort) and of
+// pods (hostPort), which exist at all addresses of a node, would lead to pods, nodes and hosts that
+// a peer may not reach.
 //
 // Inside the overlay, either the source or the destination of a packet belongs to a peer, but not
-// both. The exception is an answer to a packet for a NodePort of the gateway's node, which puts its
-// own address in the place of the peer's. Packets with a peer's source come from the gateway; its
-// node must not forward there what one of its own pods forged.
+// both. The exception is an answer to a packet for a NodePort of the gateway's node, which replaces
+// the peer's address by its own. Packets with a peer's source come from the gateway. The gateway's
+// node must not forward packets with such a source that one of its own pods forged.
 //
 // A pod of ours may forge its source address, and most CNIs forward such packets. A packet with a
-// peer's source must come from the gateway, or from another node that got it there. It must not
-// come from the device of a pod, which is one end of a veth pair or a bridge. The same holds for a
-// packet to a peer with the source of another node's pod: it may come from that node, for a
-// NodePort here that leads to a peer. A source that no pod has, such as that of a container outside
-// of Kubernetes, must have its route through the device that the packet came by. Otherwise one pod
-// could send as thousands of hosts, use up all of the gateway's NAPT ports towards a peer, and make
-// the answers leave in the clear.
+// peer's source must come from the gateway, or from another node that forwards it for the gateway.
+// It must not come from the device of a pod, which is one end of a veth pair or a bridge. The same
+// holds for a packet to a peer with the source of another node's pod: it may come from that node,
+// if it is for a NodePort of our node that leads to a peer. A source that no pod has, such as that
+// of a container outside of Kubernetes, must have its route through the device by which the packet
+// came. Otherwise one pod could send as thousands of hosts, use up all of the gateway's NAPT ports
+// towards a peer, and make the answers leave in the clear.
 //
-// A packet for a peer leaves by one of our devices or not at all, whatever directs it elsewhere: a
-// foreign rule before ours, a route from a redirect, or the loss of our routes. It may leave by lo,
-// within the node.
+// A packet for a peer leaves by one of our devices or not at all, even if another rule or route
+// sends it elsewhere: a foreign rule before ours, a route from a redirect, or the default route
+// after the loss of our routes. It may leave by lo, within the node.
 //
 // A gateway that is a Pod responds to the probes of agents (package overlay) with ICMP errors,
-// which its node forwards. They quote packets that arrived inside VXLAN, so the node has no
-// connection for them. Conntrack would mark the errors as invalid, and kube-proxy drops invalid
-// packets. So they are not tracked, except at their destination node, which has the connection.
-// This concerns no other ICMP errors: those from inside the tunnel are for pods, and arrive by the
-// overlay.
+// which its node forwards. The errors quote packets that arrived inside VXLAN, so the node tracks
+// no connection for them. Conntrack would mark the errors as invalid, and kube-proxy drops invalid
+// packets. Therefore the errors are not tracked, except at their destination node, which has the
+// connection. No other ICMP errors are affected: errors from inside the tunnel are for pods, and
+// arrive by the overlay.
 //
 // The most common matches come first, because each rule costs a packet some 50 ns. Most packets are
 // neither for a peer nor from one. The kernel searches a set of networks as a tree, in 150 ns with
-// ten peers and in 300 ns with a thousand. So remote16, which is a hash, is matched before remote.
+// ten peers and in 300 ns with a thousand. Therefore remote16, which is a hash, is matched before
+// remote.
 var FilterChains = []FilterChain{
 	{Name: "remote", Drops: "peer_to_node", Rules: []FilterRule{
 		{IsAnswer, DoAccept},
@@ -272,11 +274,11 @@ var FilterChains = []FilterChain{
 	leavingChain,
 }
 
-// PodFilterChains are the chains in the network namespace of a gateway's Pod, with the names of a
-// node's chains. That namespace translates nothing and forwards no overlay packets, and peers may
-// not send to the Pod itself. So no rule matches connections, and the kernel does not track any.
-// Tracking would cost time for every packet of the overlay and of the tunnel. Each flow through the
-// gateway would take an entry in a table that is limited for the whole machine.
+// PodFilterChains are the chains in the network namespace of a gateway's Pod. They have the names
+// of a node's chains. That namespace translates nothing and forwards no overlay packets, and peers
+// may not send to the Pod itself. Therefore no rule matches connections, and the kernel does not
+// track any. Tracking would cost time for every packet of the overlay and of the tunnel. Each flow
+// through the gateway would also take an entry in a table that is limited for the whole machine.
 var PodFilterChains = []FilterChain{
 	{Name: "remote", Drops: "peer_to_node", Rules: []FilterRule{{DoDrop}}},
 	{Name: "overlay", Drops: "overlay_stranger", Rules: []FilterRule{
@@ -324,7 +326,7 @@ func (f Filter) Chains() []FilterChain {
 }
 
 // DropReasons are the reasons for which rules of a Filter and of a Bridge drop packets, each with
-// an explanation.
+// an explanation for users.
 var DropReasons = []struct{ Reason, Explain string }{
 	{"in_the_clear", "it is for a peer and would leave by a device that is not ours"},
 	{"forged_source", "a pod sends with the address of a peer or of another node's pod, or to a peer with a source address that is not routed to the pod's device"},
@@ -335,16 +337,16 @@ var DropReasons = []struct{ Reason, Explain string }{
 	{"overlay_stranger", "in the overlay, neither or both of its addresses belong to peers"},
 }
 
-// A FilterSet is a set of a table, in the terms of nft(8).
+// A FilterSet is a set of a table. The fields have the terms of nft(8).
 type FilterSet struct {
 	Name, Type string
-	Interval   bool   // of networks rather than addresses
+	Interval   bool   // the elements are networks rather than addresses
 	Size       uint32 // maximum number of elements; 0: unlimited
 	Elements   string // separated by spaces
 }
 
-// len16 is the number of /16 networks. Linux has a faster hash for a set of known size: it takes 1
-// MiB here, and saves each packet 60 ns.
+// len16 is the number of all /16 networks of IPv4. Linux has a faster hash for a set of known size:
+// it takes 1 MiB here, and saves each packet 60 ns.
 const len16 = 1 << 16
 
 // Sets returns the sets of the table. Only their elements differ between Filters.
@@ -363,7 +365,7 @@ func (f Filter) Sets() []FilterSet {
 	}
 }
 
-// set returns the field with the elements of the named set.
+// set returns a pointer to the field that has the elements of the named set.
 func (f *Filter) set(name string) *string {
 	return map[string]*string{"nodes": &f.Nodes, "remote": &f.Remote.Networks, "remote16": &f.Remote.Around, "remote6": &f.Remote.Networks6, "own": &f.Own, "elsewhere": &f.Elsewhere, "pods": &f.Pods, "underlay": &f.Underlay, "bridges": &f.Bridges, "gateways": &f.Gateways}[name]
 }

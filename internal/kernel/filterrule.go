@@ -7,8 +7,9 @@ import (
 	"strings"
 )
 
-// A FilterRule is one rule of a FilterChain: matches, which must all hold, and a statement. String
-// is its text for nft(8). Package rtnl compiles the same terms to the kernel's expressions.
+// A FilterRule is one rule of a FilterChain: matches, which must all hold, and then a statement.
+// String returns its text for nft(8). Package rtnl compiles the same terms to the kernel's
+// expressions.
 type FilterRule []Term
 
 func (r FilterRule) String() string {
@@ -19,8 +20,8 @@ func (r FilterRule) String() string {
 	return strings.Join(words, " ")
 }
 
-// A Term is a match or a statement of a FilterRule, one of the types of this file. It prints as
-// text of nft(8).
+// A Term is a match or a statement of a FilterRule, one of the types of this file. String returns
+// its text for nft(8).
 type Term interface {
 	fmt.Stringer
 	term()
@@ -87,7 +88,8 @@ type (
 	// ICMPHead matches type and code. An earlier match must have selected ICMP.
 	ICMPHead struct{ Type, Code byte }
 
-	// Jump continues in a chain, and returns if that chain does not decide.
+	// Jump evaluates another chain. Evaluation continues with the next rule if that chain does not
+	// decide.
 	Jump string
 	// SourceTo translates the source to an address.
 	SourceTo struct{ Addr netip.Addr }

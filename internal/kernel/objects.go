@@ -1,13 +1,13 @@
 // Package kernel has values for everything that Isthmus keeps in the network namespaces of a node.
-// It defines the objects and the commands that make and remove them, which of them are ours, and
-// the plan that turns one State into another. It does no I/O, and its functions may be called
-// concurrently. Package fabric computes wanted States; the route agent and the gateway apply them
-// through package rtnl.
+// It defines the objects and the commands that make and remove them, the names and numbers by which
+// we recognise our objects, and the plan that turns one State into another. It does no I/O, and its
+// functions may be called concurrently. Package fabric computes wanted States; the route agent and
+// the gateway apply them through package rtnl.
 //
 //	fabric.NodeFor, fabric.GatewayHostFor ─► State ─┐
 //	fabric.GatewayPodFor ───────────────────────────┤
 //	                                                ├─ PlanFor ─► Plan ─► rtnl, one operation after another
-//	rtnl reads what is there of ours ──────► State ─┘
+//	rtnl reads our existing objects ───────► State ─┘
 package kernel
 
 import (
@@ -23,7 +23,7 @@ type Namespace uint8
 // The namespaces.
 const (
 	Host  Namespace = iota // the namespace of the process
-	Inner                  // the gateway's own, which has no name
+	Inner                  // the gateway's own namespace, which has no name
 )
 
 // State is the actual or the desired state of one owner's objects. Objects that are missing from a
@@ -43,8 +43,8 @@ type State struct {
 	Rules     []Rule
 }
 
-// Closed returns the state of a node that must not forward anything for peers: the refusing tables
-// come before all our others, for packets to peers and from peers.
+// Closed returns the part of a node's state that refuses all packets to and from peers: its rules
+// come before all our others.
 func (s State) Closed() (closed State) {
 	for _, r := range s.Routes {
 		if r.Table == RefuseTable || r.Table == GuardTable {
@@ -61,10 +61,10 @@ func (s State) Closed() (closed State) {
 	return closed
 }
 
-// The kinds of objects. Each is a comparable value, so "the same" is ==.
+// The kinds of objects. Each is a comparable value, so == compares objects.
 type (
-	// Device is one of our devices, with its immutable properties. With neither Peer nor VXLAN it
-	// is of another kind, and only has our name.
+	// Device is one of our devices, with its immutable properties. Without Peer and VXLAN, it is a
+	// device of another kind with our name.
 	Device struct {
 		In    Namespace
 		Name  string
@@ -75,7 +75,7 @@ type (
 	Setting struct {
 		In          Namespace
 		Path, Value string
-		Optional    bool // failing to write it is no error if /proc/sys is read-only
+		Optional    bool // an error of writing it is ignored if /proc/sys is read-only
 	}
 	// Link has the mutable properties of a device.
 	Link struct {
@@ -91,7 +91,7 @@ type (
 		Dev    string
 		Prefix netip.Prefix
 	}
-	// FDBEntry maps a MAC address to the underlay address where a VXLAN device finds it.
+	// FDBEntry maps a MAC address to the underlay address to which a VXLAN device sends.
 	FDBEntry struct {
 		In  Namespace
 		Dev string
@@ -111,7 +111,7 @@ type (
 		Prefix   netip.Prefix
 		Type     RouteType
 		Via      netip.Addr // zero: the destination is on the device's link
-		Src      netip.Addr // source of the node's own packets that have none yet; zero: the kernel chooses
+		Src      netip.Addr // source of the node's own packets that are not bound to an address; zero: the kernel chooses
 		Dev      string     // see Devs; Unicast only
 		Table    int
 		Metric   int
@@ -148,23 +148,24 @@ func (m MAC) String() string {
 	return fmt.Sprintf("%02x:%02x:%02x:%02x:%02x:%02x", m[0], m[1], m[2], m[3], m[4], m[5])
 }
 
-// RouteType is what a Route does with a packet.
+// RouteType is the way in which a Route handles a packet.
 type RouteType uint8
 
 // The types of routes.
 const (
-	Unicast     RouteType = iota // it leaves by Dev
+	Unicast     RouteType = iota // the packet leaves by Dev
 	Unreachable                  // the sender gets an ICMP error
-	Throw                        // the next rule decides
+	Throw                        // the next rule of policy routing decides
 )
 
-// Devs returns the Dev of a multipath route, whose flows the kernel spreads over several devices.
+// Devs returns the Dev of a multipath route over several devices, to which the kernel distributes
+// the flows.
 func Devs(names ...string) string {
 	return strings.Join(slices.Sorted(slices.Values(names)), " ")
 }
 
 // An Object is one of the kinds above. It prints as the command that makes or removes it. inner is
-// a path of the Inner namespace for nsenter(1).
+// the path of the Inner namespace for nsenter(1).
 type Object interface {
 	command(remove bool, inner string) string
 }
@@ -210,7 +211,7 @@ func (l Link) command(_ bool, inner string) string {
 func (a Address) command(remove bool, inner string) string {
 	c := fmt.Sprintf("%s%s addr %s %v dev %s", a.In.enter(inner), ip(a.Prefix.Addr().Is6()), verb(remove), a.Prefix, a.Dev)
 	if !remove {
-		c += " noprefixroute" // the plan has a route to its network, which is recognisable as ours
+		c += " noprefixroute" // the plan has its own route to the network, which is recognisable as ours
 	}
 	return c
 }

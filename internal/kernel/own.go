@@ -1,16 +1,16 @@
 package kernel
 
 // Everything that Isthmus owns in a kernel. All else is foreign: no decision depends on it, and
-// nothing changes or removes it. None of these is Liqo's (liqo.vxlan, 18952, 4879), so that both
-// can run on one node during a migration.
+// nothing changes or removes it. None of these values is one of Liqo's (liqo.vxlan, 18952, 4879),
+// so that both can run on one node during a migration.
 const (
 	OverlayDevice = "isthmus.vxlan" // VXLAN between the nodes of one cluster
-	OverlayID     = 4200            // its VNI
-	OverlayPort   = 4800            // its UDP port
+	OverlayID     = 4200            // VNI of OverlayDevice
+	OverlayPort   = 4800            // UDP port of OverlayDevice
 
 	VethHost    = "isthmus.host" // the veth's end in the host's namespace
 	VethGateway = "isthmus.gw"   // its end in the gateway's namespace
-	TunPrefix   = "isthmus"      // followed by the number of a tunnel: the tunnel's TUN in the gateway's namespace
+	TunPrefix   = "isthmus"      // followed by the number of a tunnel: its TUN in the gateway's namespace
 
 	MainTable    = 254  // in the host's namespace it also has foreign routes
 	GatewayTable = 4200 // the gateway's routes to remote networks
@@ -19,20 +19,20 @@ const (
 	GuardTable   = 4203 // refuses everything; see GuardRulePriority
 
 	GatewayProtocol = 71 // RTA_PROTOCOL and FRA_PROTOCOL of everything that a gateway adds
-	NodeProtocol    = 72 // the same for a route agent
+	NodeProtocol    = 72 // RTA_PROTOCOL and FRA_PROTOCOL of everything that a route agent adds
 
 	// Priorities of rules. Some CNIs have rules for all packets of pods before the main table, such
-	// as AWS's VPC CNI at 512, 1024 and 1536. Packets to peers would leave by them in the clear, so
-	// ours come first. Ours come after the rules up to 111 of Cilium, which moves the lookup of
-	// local addresses from 0 to 100.
+	// as AWS's VPC CNI at 512, 1024 and 1536. These would send packets for peers in the clear, so
+	// our rules come before them. Our rules come after the rules up to 111 of Cilium, which moves
+	// the lookup of local addresses from 0 to 100.
 	//
-	// Packets from the overlay go into the gateway, if one is here, and never back into the
-	// overlay. So two nodes that disagree for a moment about the gateway's location cannot send
+	// Packets from the overlay go into the gateway, if one is on our node, and never back into the
+	// overlay. Otherwise two nodes that briefly disagree about the gateway's location could send
 	// packets to and fro.
 	OverlayRulePriority = 418
 	// The agent's rules come before the gateway's, because a gateway that was killed leaves
-	// refusing routes behind. These are right until another gateway becomes active on another node;
-	// from then on they must not be consulted.
+	// refusing routes behind. These are right until another gateway becomes active on another node.
+	// From then on they must not be consulted.
 	NodeRulePriority    = 419
 	GatewayRulePriority = 420
 	// Packets that a gateway on our node received from a peer are refused while the agent does not
@@ -42,15 +42,15 @@ const (
 	// consulted.
 	RefuseRulePriority = 422
 
-	// UnreachableMetric is higher than that of every route with a device. Unreachable routes
-	// outlive the device, so traffic for a peer is then refused instead of leaving by the default
-	// route in the clear.
+	// UnreachableMetric is higher than the metric of every route with a device. Unreachable routes
+	// remain when the device disappears. Traffic for a peer is then refused instead of leaving by
+	// the default route in the clear.
 	UnreachableMetric = 420000
 )
 
-// An Owner is one of the two programs with objects in a kernel.
+// An Owner describes the objects of one of the two programs that have objects in a kernel.
 type Owner struct {
-	Name     string // for people
+	Name     string // for messages
 	Lock     string // nftables table that only one process of the kind can have in a network namespace
 	Protocol int    // protocol number of all its routes and rules
 	Filter   bool   // it has a Filter
@@ -59,19 +59,19 @@ type Owner struct {
 	Tables   [2][]int // tables with its routes, by Namespace
 }
 
-// A Place is the place of a device, whether that exists or not.
+// A Place identifies a device by namespace and name, whether it exists or not.
 type Place struct {
 	In   Namespace
 	Name string
 }
 
-// The owners. The gateway's Devices do not include the TUNs, which disappear with their file
-// descriptors.
+// The owners. The gateway's Devices do not include the TUNs, which disappear when their file
+// descriptors are closed.
 var (
 	RouteAgent = Owner{"route agent", "isthmus_route_agent", NodeProtocol, true, true,
 		[]Place{{Host, OverlayDevice}}, [2][]int{Host: {MainTable, NodeTable, RefuseTable, GuardTable}}}
-	// Gateway is a gateway on the host network. GatewayPod is one in the network namespace of its
-	// Pod.
+	// Gateway is a gateway on the host network. GatewayPod is a gateway in the network namespace of
+	// its Pod.
 	Gateway = Owner{"gateway", "isthmus_gateway", GatewayProtocol, false, false,
 		[]Place{{Host, VethHost}, {Inner, VethGateway}}, [2][]int{Host: {GatewayTable}, Inner: {MainTable}}}
 	GatewayPod = Owner{"gateway", "isthmus_gateway", GatewayProtocol, true, false,

@@ -15,7 +15,8 @@ type Op struct {
 	Object Object
 }
 
-// Command prints the change as a command that an operator could type; inner is as in Object.
+// Command prints the change as a command that an operator could type. inner is the path of the
+// Inner namespace for nsenter(1).
 func (o Op) Command(inner string) string { return o.Object.command(o.Remove, inner) }
 
 // A Plan is a list of changes in the order of execution.
@@ -30,9 +31,9 @@ func (p Plan) Commands(inner string) string {
 	return b.String()
 }
 
-// AdditionsFor is PlanFor without removals. It does not add a rule that exists at another priority.
-// An older version chose that priority for all its rules, and a refusing rule of ours would come
-// before those.
+// AdditionsFor is PlanFor without removals. It does not add a rule that already exists at another
+// priority. Such a rule belongs to an older version that had other priorities, and our refusing
+// rules would come before the other rules of that version.
 func AdditionsFor(have, want State) Plan {
 	wanted := make(map[netip.Prefix]struct{}, len(want.Routes))
 	for _, r := range want.Routes {
@@ -55,7 +56,7 @@ func AdditionsFor(have, want State) Plan {
 }
 
 // With returns the state after a plan that only adds routes and rules; ok is false for other plans.
-// The routes are in the order of Route.Compare.
+// The routes of s must have the order of Route.Compare.
 func (s State) With(added Plan) (now State, ok bool) {
 	now = s
 	var routes []Route
@@ -89,7 +90,7 @@ func (s State) With(added Plan) (now State, ok bool) {
 			}
 			now.Routes, routes = append(now.Routes, routes[0]), routes[1:]
 		}
-		if len(routes) == 0 || order > 0 { // otherwise it was replaced
+		if len(routes) == 0 || order > 0 { // otherwise an added route replaced it
 			now.Routes = append(now.Routes, r)
 		}
 	}
@@ -97,8 +98,8 @@ func (s State) With(added Plan) (now State, ok bool) {
 	return now, true
 }
 
-// Compare orders routes by table, network and metric. In the kernel, a route replaces one that is
-// equal in these.
+// Compare orders routes by table, network and metric. In the kernel, a new route replaces an
+// existing one with the same values of these.
 func (r Route) Compare(other Route) int {
 	return cmp.Or(cmp.Compare(r.Table, other.Table), r.Prefix.Compare(other.Prefix), cmp.Compare(r.Metric, other.Metric), cmp.Compare(r.In, other.In))
 }
@@ -108,11 +109,11 @@ func (r Route) key() Route {
 	return Route{In: r.In, Prefix: r.Prefix, Table: r.Table, Metric: r.Metric}
 }
 
-// PlanFor compares two States. The filter comes first, so that the overlay is never without it.
-// Devices come next, because other objects depend on them; a device comes up after its settings.
-// Then come additions, then removals in the reverse order: a moment with two routes is harmless, a
-// moment with none is an outage. A device is removed earlier only if it cannot be changed as
-// wanted, or is half of a pair. The objects on a device go with it.
+// PlanFor compares two States. The filter comes first, so that the overlay never lacks it. Devices
+// come next, because other objects depend on them; a device is brought up after its settings. Then
+// come the other additions, and finally the removals in reverse order: a moment with two routes is
+// harmless, a moment without a route is an outage. A device is removed earlier only if it cannot be
+// changed as wanted, or is half of a pair. The objects on a device disappear with the device.
 func PlanFor(have, want State) Plan {
 	var adds, removes Plan
 	planKind(&adds, &removes, have.Bridges, want.Bridges, func(Bridge) bool { return true })
@@ -142,7 +143,7 @@ func PlanFor(have, want State) Plan {
 	return append(adds, removes...)
 }
 
-// planKind adds the changes of one kind. removes is nil for a kind that cannot be removed
+// planKind adds the changes of one kind of object. removes is nil for a kind that cannot be removed
 // separately. Adding an object that exists with other properties replaces it. key returns an object
 // without the properties that can be replaced.
 func planKind[K comparable, V interface {
@@ -160,12 +161,12 @@ func planKind[K comparable, V interface {
 	}
 }
 
-// inTheWayOf reports whether want cannot be made while d exists.
+// inTheWayOf reports whether want cannot be made before d is removed.
 func (d Device) inTheWayOf(want Device) bool {
 	return d.In == want.In && d.Name == want.Name || d.In == Inner && d.Name == want.Peer
 }
 
-// without returns s after the loss of a device, without the objects on it.
+// without returns s after the removal of a device, which also removes the objects on it.
 func (s State) without(d Device) State {
 	gone := func(in Namespace, dev string) bool {
 		return in == d.In && dev == d.Name || in == Inner && dev == d.Peer && dev != ""

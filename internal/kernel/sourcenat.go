@@ -8,13 +8,14 @@ import (
 )
 
 // SourceNAT is an nftables table that decides the source address of flows between our pods and
-// peers before foreign rules do. A CNI masquerades packets that leave the cluster, as far as it
-// knows, behind the node's address. A peer would then see the gateway's NAPT address instead of the
-// pod. A flow is translated only once, by the first chain that decides. So a source that is
-// translated to itself stays unchanged, and the flow stays tracked, so that Services work.
+// peers before foreign rules do. A CNI replaces the source of packets that leave the cluster, and
+// regards packets for peers as such, by the node's address. A peer would then see the gateway's
+// NAPT address instead of the pod's. A flow is translated only once, by the first chain that
+// decides. A source that we translate to itself therefore stays unchanged, and the flow stays
+// tracked, so that Services work.
 //
-// It is optional: if the kernel cannot make it, all traffic passes, but peers cannot see the
-// addresses of pods. The lists are as in Filter.
+// A SourceNAT is optional: if the kernel cannot make it, all traffic passes, but peers cannot see
+// the addresses of pods. The lists have the form of a Filter's lists.
 type SourceNAT struct {
 	Local    string // IPv4 networks of our own node's pods
 	Pods     string // IPv4 networks of all pods of the cluster
@@ -30,7 +31,7 @@ type SourceNATSets struct {
 	Self                netip.Addr // IPv4 address of our node that gateways know
 }
 
-// SourceNATFor makes a SourceNAT. It leaves out networks inside others, and IPv6.
+// SourceNATFor makes a SourceNAT. It leaves out IPv6 networks, and networks inside others.
 func SourceNATFor(s SourceNATSets) SourceNAT {
 	return SourceNAT{Local: networkElements(s.Local), Pods: networkElements(s.Pods), Remote: networkElements(s.Remote), Underlay: devices(s.Underlay), Self: s.Self}
 }
@@ -39,24 +40,25 @@ func SourceNATFor(s SourceNATSets) SourceNAT {
 // or a little before.
 const SourceNATPriority = 0
 
-// Chains returns the chains. A chain comes before those that jump to it.
+// Chains returns the chains. A chain comes before the chains that jump to it.
 //
-// A pod of ours keeps its address, both for an address of a peer and for a Service with such an
-// endpoint: the answers come to this node, which has the connection. If the API server has not
+// A pod of ours keeps its address towards an address of a peer, and towards a Service with such an
+// endpoint: the answers come to this node, which tracks the connection. If the API server has not
 // reported the address of a pod yet, the incoming device identifies the pod (Linux 5.7 and later;
 // earlier kernels never match this rule).
 //
-// A pod of another node keeps its address if the packet comes by the overlay. If it comes another
-// way, for example to a NodePort, the answers have to return to this node. The same holds for hosts
-// that are no pods. Then the source becomes the node's own address. A MASQUERADE of kube-proxy
-// would use an address of the overlay's device or, if that has none, any address of the node, to
-// which the gateway may have no route.
+// A pod of another node keeps its address if the packet comes through the overlay. If it comes
+// another way, for example to a NodePort, the answers have to return to this node, so the source
+// becomes the node's own address. The same holds for hosts that are not pods. A MASQUERADE of
+// kube-proxy would instead use an address of the overlay's device or, if that has none, any address
+// of the node. The gateway may have no route to such an address.
 //
 // Packets from a peer to a pod keep their source, too, because some CNIs masquerade packets from
-// outside of the cluster. If they were for a Service that somebody mapped, kube-proxy decides.
+// outside of the cluster. If the packets were sent to a Service that is a mapped endpoint,
+// kube-proxy decides.
 //
-// The set of remote networks is matched last: that costs the first packet of a flow 300 ns with a
-// thousand peers.
+// The set of remote networks is matched last, because that costs the first packet of a flow 300 ns
+// with a thousand peers.
 func (s SourceNAT) Chains() []FilterChain {
 	toPeers := []FilterRule{
 		{InSet{Source, "local"}, DoKeepSource},
@@ -85,8 +87,8 @@ func (s SourceNAT) Chains() []FilterChain {
 	}
 }
 
-// SelfOf extracts Self from the texts of the rules of a SourceNAT's chain "topeers"; the zero Addr:
-// there is none.
+// SelfOf extracts Self from the texts of the rules of a SourceNAT's chain "topeers". It returns the
+// zero Addr if there is none.
 func SelfOf(texts []string) (self netip.Addr) {
 	for _, text := range texts {
 		_, after, _ := strings.Cut(text, "snat to ")
@@ -122,7 +124,7 @@ func devices(names []string) string {
 	return strings.Join(slices.Compact(all), " ")
 }
 
-// nftCommand returns one line for nft(8) that replaces the table of a family in one step.
+// nftCommand returns a line for nft(8) that replaces a table in one step.
 func nftCommand(remove bool, family string, sets []FilterSet, chains []FilterChain) string {
 	c := fmt.Sprintf("add table %s %s; delete table %[1]s %[2]s", family, FilterTable)
 	if remove {

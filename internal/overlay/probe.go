@@ -1,16 +1,16 @@
-// Package overlay finds out whether packets arrive at the other end of the overlay of a cluster.
+// Package overlay probes whether packets reach the other end of a cluster's overlay.
 //
-// It works like traceroute(8): it sends an empty datagram between random ports, which the kernel of
+// It works like traceroute(8): it sends an empty datagram between random ports, which the kernel at
 // the other end answers with an ICMP error. The answer takes the underlay, so the probe tests one
-// direction. A second datagram takes the underlay both ways. It is the control: an end that is
-// down, or answers nobody, shows nothing about the overlay. Both answers are subject to the same
-// rate limits of the other kernel (icmp_ratelimit, icmp_msgs_per_sec). So whoever exhausts these
-// can hide the state of the overlay but cannot make it look broken. Both answers quote random
-// ports, which a pod would have to guess to make a broken overlay look whole.
+// direction. A second datagram takes the underlay both ways. It is the control: if the other end is
+// down, or answers nobody, nothing is known about the overlay. Both answers are subject to the same
+// rate limits of the other kernel (icmp_ratelimit, icmp_msgs_per_sec). An attacker who exhausts
+// these can hide the state of the overlay but cannot make it look broken. Both answers quote random
+// ports, which a pod would have to guess to make a broken overlay look intact.
 //
 // The counter of the overlay device shows whether packets come back through the overlay. If none
-// come while pods send, datagrams are sent with a TTL that ends at the peer's gateway. Every answer
-// to them comes through the overlay, as answers to pods do.
+// come while pods send, datagrams are sent with a TTL that expires at the peer's gateway. Every
+// answer to them comes through the overlay, as answers to pods do.
 package overlay
 
 import (
@@ -26,15 +26,16 @@ import (
 )
 
 const (
-	// Interval is about how often to probe; Again is the pause after a datagram without an answer.
+	// Interval is the approximate time between probes. Again is the pause after a datagram without
+	// an answer.
 	Interval = 30 * time.Second
 	Again    = 5 * time.Second
 
 	patience = 2 * time.Second
-	misses   = 4 // in a row, each with an answered control, before the overlay counts as broken
+	misses   = 4 // the overlay counts as broken after so many lost datagrams in a row, each with an answered control
 )
 
-// State is the state of the path to one other end. It is not for concurrent use.
+// State is the state of the path to one other end. It is not safe for concurrent use.
 type State struct {
 	Broken   bool      `json:"broken"`            // packets arrive through the underlay, but not through the overlay
 	Since    time.Time `json:"since,omitzero"`    // when the first of the lost datagrams was sent
@@ -44,13 +45,14 @@ type State struct {
 	first  time.Time // when the first of the missed datagrams was sent
 }
 
-// Take records the result of one round that began at began: whether the datagram was answered, and
-// whether the control was, or other evidence shows that an answer was due.
+// Take records the result of the round that began at began. answered is true if the datagram was
+// answered. control is true if the control was answered, or if there is other evidence that an
+// answer was due.
 func (s *State) Take(began time.Time, answered, control bool) {
 	switch {
 	case answered:
 		s.missed, s.Broken, s.Since, s.Answered = 0, false, time.Time{}, began
-	case !control: // nothing is known
+	case !control: // without a control nothing is known
 		s.missed = 0
 	default:
 		if s.missed++; s.missed == 1 {
@@ -62,10 +64,11 @@ func (s *State) Take(began time.Time, answered, control bool) {
 	}
 }
 
-// Doubted reports whether the overlay counts as broken, or the last round got no answer through it.
+// Doubted reports whether the overlay counts as broken, or the last round got no answer through the
+// overlay.
 func (s *State) Doubted() bool { return s.missed > 0 || s.Broken }
 
-// A Datagram is a datagram for the other end to answer.
+// A Datagram is a datagram that the other end is expected to answer.
 type Datagram struct {
 	To  netip.Addr // IPv4
 	TTL int        // 0: the system's default
@@ -77,13 +80,13 @@ type Answer int
 
 const (
 	NoAnswer Answer = iota
-	Ended           // it has no route for the datagram
-	WayOn           // it has a route, but the TTL ended
+	Ended           // the other end has no route for the datagram
+	WayOn           // the other end has a route, but the TTL expired
 )
 
-// Round sends one datagram through the overlay and one through the underlay, and returns what was
-// answered. If byOverlay has a TTL, the datagram is meant to end on its path, by its TTL or for
-// lack of a route.
+// Round sends one datagram through the overlay and one through the underlay. It returns the answer
+// to the first, and whether the second was answered. If byOverlay has a TTL, the datagram is
+// expected to expire on its path, or to be refused for lack of a route.
 func Round(ctx context.Context, byOverlay, byUnderlay Datagram) (answer Answer, control bool) {
 	done := make(chan Answer, 1)
 	go func() { done <- byUnderlay.Ask(ctx) }()
@@ -93,8 +96,8 @@ func Round(ctx context.Context, byOverlay, byUnderlay Datagram) (answer Answer, 
 // ICMP types, RFC 792.
 const unreachable, timeExceeded = 3, 11
 
-// Ask sends the datagram between two random ports, neither of which is a NodePort of a Service, and
-// waits for an ICMP error about it.
+// Ask sends the datagram between two random ports, neither of which is in the range of NodePorts,
+// and waits for an ICMP error about it.
 func (d Datagram) Ask(ctx context.Context) Answer {
 	ctx, cancel := context.WithTimeout(ctx, patience)
 	defer cancel()
@@ -131,7 +134,7 @@ func (d Datagram) Ask(ctx context.Context) Answer {
 			return !errors.Is(err, unix.EAGAIN)
 		}
 		found = d.answerIn(oob[:n])
-		return found != NoAnswer // otherwise it came from another device
+		return found != NoAnswer // otherwise the answer came from another device
 	})
 	if err != nil {
 		return NoAnswer
@@ -140,8 +143,8 @@ func (d Datagram) Ask(ctx context.Context) Answer {
 }
 
 // answerIn reads the control messages of an ICMP error. The kernel looks up the route before it
-// checks the TTL, so an end without a route says that instead; the datagram has reached it as well.
-// If our own node has no route, connect fails.
+// checks the TTL, so an end without a route returns "unreachable"; the datagram has reached that
+// end as well. If our own node has no route, connect fails.
 func (d Datagram) answerIn(oob []byte) Answer {
 	messages, err := unix.ParseSocketControlMessage(oob)
 	if err != nil {

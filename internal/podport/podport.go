@@ -1,4 +1,4 @@
-// Package podport connects to ports at a Pod's loopback address, through the API server and the
+// Package podport connects to ports of a Pod's loopback address, through the API server and the
 // kubelet, as kubectl port-forward does. It opens no listener on this machine.
 package podport
 
@@ -22,8 +22,8 @@ import (
 // protocol is the protocol of kubectl port-forward.
 const protocol = "portforward.k8s.io"
 
-// Client returns a client whose connections all lead to that port of the Pod, regardless of the
-// URL. It needs the right to create pods/portforward.
+// Client returns a client whose connections all go to the given port of the Pod, whatever the URL
+// is. It needs the right to create pods/portforward.
 func Client(config *rest.Config, namespace, pod string, port uint16) (*http.Client, error) {
 	dialer, err := dialerTo(config, namespace, pod)
 	if err != nil {
@@ -31,8 +31,8 @@ func Client(config *rest.Config, namespace, pod string, port uint16) (*http.Clie
 	}
 	return &http.Client{
 		Transport: &http.Transport{
-			// A connection is a few streams of one connection to the API server, which ends with
-			// it.
+			// A connection consists of streams in its own connection to the API server, which is
+			// closed with it.
 			DisableKeepAlives: true,
 			DialContext:       func(ctx context.Context, _, _ string) (net.Conn, error) { return dial(ctx, dialer, port) },
 		},
@@ -40,7 +40,8 @@ func Client(config *rest.Config, namespace, pod string, port uint16) (*http.Clie
 	}, nil
 }
 
-// Dial makes a TCP connection to that port of the Pod. It needs the same right.
+// Dial opens a TCP connection to the given port of the Pod. It needs the right to create
+// pods/portforward.
 func Dial(ctx context.Context, config *rest.Config, namespace, pod string, port uint16) (net.Conn, error) {
 	dialer, err := dialerTo(config, namespace, pod)
 	if err != nil {
@@ -62,7 +63,8 @@ func dialerTo(config *rest.Config, namespace, pod string) (httpstream.Dialer, er
 	return spdy.NewDialerForStreaming(upgrader, &http.Client{Transport: roundTripper}, http.MethodPost, to), nil
 }
 
-// dial returns when ctx ends, if not before.
+// dial opens a connection to the API server. It returns when ctx ends, even if the attempt takes
+// longer.
 func dial(ctx context.Context, dialer httpstream.Dialer, port uint16) (net.Conn, error) {
 	type result struct {
 		conn *conn
@@ -80,9 +82,9 @@ func dial(ctx context.Context, dialer httpstream.Dialer, port uint16) (net.Conn,
 		}
 		return r.conn, nil
 	case <-ctx.Done():
-		go func() { // closes a connection that comes too late
+		go func() { // closes a connection that is established too late
 			if r := <-done; r.err == nil {
-				_ = r.conn.Close() // nobody uses it
+				_ = r.conn.Close() // nobody reads the error
 			}
 		}()
 		return nil, ctx.Err()
@@ -128,7 +130,7 @@ func open(dialer httpstream.Dialer, port uint16) (*conn, error) {
 type conn struct {
 	httpstream.Stream
 	connection httpstream.Connection
-	failed     chan error // the kubelet's error at the end
+	failed     chan error // the kubelet's error, sent when the connection ends
 }
 
 // Read returns the kubelet's error, if there is one, instead of the end of the stream.
@@ -141,7 +143,7 @@ func (c *conn) Read(b []byte) (int, error) {
 			if failed != nil {
 				err = failed
 			}
-		case <-time.After(100 * time.Millisecond): // it comes on another stream, mostly earlier
+		case <-time.After(100 * time.Millisecond): // the error comes on another stream, usually before the end of this one
 		}
 	}
 	return n, err
@@ -152,7 +154,7 @@ func (c *conn) Close() error {
 	return c.connection.Close()
 }
 
-// There are no deadlines: a caller that waits too long closes the connection.
+// Deadlines are not supported: a caller that has waited too long closes the connection.
 func (c *conn) SetDeadline(time.Time) error      { return nil }
 func (c *conn) SetReadDeadline(time.Time) error  { return nil }
 func (c *conn) SetWriteDeadline(time.Time) error { return nil }

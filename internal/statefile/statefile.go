@@ -1,5 +1,5 @@
-// Package statefile stores what a component has to know before it can reach the API server: small
-// files in a directory of its own, which only its own user can read or write.
+// Package statefile stores the data that a component needs before it can reach the API server:
+// small files in a directory of its own, which only the component's user can read or write.
 package statefile
 
 import (
@@ -12,9 +12,9 @@ import (
 	"syscall"
 )
 
-// Read parses the JSON of a file into v. It refuses a file of more than limit octets, one that is
-// no regular file, and one that another user owns or may read or write, because that user could
-// control the component. If there is no file, the error is fs.ErrNotExist.
+// Read parses the JSON of a file into v. It refuses a file of more than limit octets, and a file
+// that is not regular. It also refuses a file that another user owns or may read or write, because
+// that user could control the component. If there is no file, the error is fs.ErrNotExist.
 func Read(directory, name string, limit int64, v any) error {
 	path := filepath.Join(directory, name)
 	f, err := os.OpenFile(path, os.O_RDONLY|syscall.O_NOFOLLOW|syscall.O_NONBLOCK, 0) // must not block on a FIFO
@@ -49,8 +49,8 @@ func Read(directory, name string, limit int64, v any) error {
 }
 
 // Write replaces a file by the JSON of v in one step: a reader finds the old or the new content,
-// even after a power failure. It refuses what Read would refuse with the same limit. It creates the
-// directory if it is missing. Only one writer may write a file at a time.
+// even after a power failure. It refuses a file that Read would refuse with the same limit. It
+// creates the directory if it is missing. Only one writer may write a file at a time.
 func Write(directory, name string, limit int64, v any) error {
 	b, err := json.Marshal(v)
 	if err != nil {
@@ -63,7 +63,7 @@ func Write(directory, name string, limit int64, v any) error {
 		return err
 	}
 	path := filepath.Join(directory, name)
-	// A writer that was killed may have left one.
+	// A writer that was killed may have left this file behind.
 	next := filepath.Join(directory, "."+name+".new")
 	if err := os.Remove(next); err != nil && !errors.Is(err, os.ErrNotExist) {
 		return err
@@ -95,7 +95,7 @@ func Remove(directory string, names ...string) error {
 	return nil
 }
 
-// flush makes the renames and removals in a directory durable.
+// flush makes renames and removals in a directory durable.
 func flush(directory string) error {
 	d, err := os.Open(directory)
 	if err != nil {

@@ -6,11 +6,11 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// MayChange returns an error if the process lacks CAP_NET_ADMIN. Reading does not need it, so
-// without this check the lack would only show once something has to be changed.
+// MayChange returns an error if the process lacks CAP_NET_ADMIN. Reading does not need the
+// capability, so without this check its absence would only show at the first change.
 func MayChange() error {
 	header := unix.CapUserHeader{Version: unix.LINUX_CAPABILITY_VERSION_3}
-	var sets [2]unix.CapUserData // capabilities 0 to 31, and the rest
+	var sets [2]unix.CapUserData // two sets of 32 capabilities each
 	if err := unix.Capget(&header, &sets[0]); err != nil {
 		return nil //nolint:nilerr // a sandbox without capget(2) will refuse changes, which tells
 	}

@@ -17,8 +17,8 @@ import (
 	"github.com/isthmus-net/isthmus/internal/kernel"
 )
 
-// openNFT returns the socket for frequent nftables requests. It stays open: closing one makes the
-// kernel finish all earlier removals from tables, which waits for all processors.
+// openNFT returns the socket for frequent nftables requests. The socket stays open: closing one
+// makes the kernel finish all earlier removals from tables, which waits for all CPUs.
 func (k *Kernel) openNFT() (*nfnl.Conn, error) {
 	if k.nft == nil {
 		c, err := nfnl.Dial(unix.NETLINK_NETFILTER, nil)
@@ -31,7 +31,7 @@ func (k *Kernel) openNFT() (*nfnl.Conn, error) {
 	return k.nft, nil
 }
 
-// closeNFT closes the socket, and thus drops unread responses.
+// closeNFT closes the socket, which also drops unread responses.
 func (k *Kernel) closeNFT() {
 	if k.nft != nil {
 		_ = k.nft.Close()
@@ -57,7 +57,7 @@ func (k *Kernel) generation() uint32 {
 	return 0
 }
 
-// nested returns the value of the first attribute of a type.
+// nested returns the value of the first attribute of the type kind.
 func nested(b []byte, kind uint16) []byte {
 	attributes, _ := nl.ParseRouteAttr(b)
 	for _, a := range attributes {
@@ -69,8 +69,8 @@ func nested(b []byte, kind uint16) []byte {
 }
 
 // changeFilter, changeBridge and changeSourceNAT bring a table to its desired state. After a
-// foreign transaction they read all tables again: replacing the table would take longer, and reset
-// its counters.
+// foreign transaction they read all tables again instead of replacing the table: that would take
+// longer, and reset the table's counters.
 func (k *Kernel) changeFilter(remove bool, want kernel.Filter) error {
 	have := func() *table {
 		if h := k.tables.filters; len(h) == 1 && h[0] != changed && h[0].Pod == want.Pod {
@@ -104,14 +104,14 @@ func (k *Kernel) changeSourceNAT(remove bool, want kernel.SourceNAT) error {
 	return k.changeTable(remove, have, sourceNATOf(want), func() { k.tables.sourceNAT = []kernel.SourceNAT{want} })
 }
 
-// changeTable brings a table to its desired state in one step, so that it is never missing. If only
-// elements of sets differ, it changes these. Replacing the table takes the kernel some twenty
-// milliseconds, because it waits until no packet is in the old chains. The kernel changes elements
-// only if the tables still have the generation that was read. Then the next generation is the one
-// that was written, and need not be read again. have returns the table as last read, if its chains
-// are the wanted ones, else nil.
+// changeTable brings a table to its desired state in one transaction, so that the table never
+// disappears. If only elements of sets differ, it changes these: replacing the table takes some 20
+// ms, because the kernel waits until no packet is in the old chains. The kernel changes elements
+// only if the tables still have the generation that was read. The next generation is then our own
+// transaction, and the tables need not be read again. have returns the table as last read, or nil
+// if its chains are not the wanted ones.
 func (k *Kernel) changeTable(remove bool, have func() *table, want table, remember func()) error {
-	doubt := func() { // a foreign transaction may have passed for ours, and then caused no event
+	doubt := func() { // a foreign transaction may have been taken for ours, and its event ignored; read everything again
 		k.memory.filter.Store(true)
 		k.busy = true
 	}
@@ -150,8 +150,8 @@ func (k *Kernel) changeTable(remove bool, have func() *table, want table, rememb
 	return nil
 }
 
-// changeElements changes the elements of the sets, and reads the changed ones back. After an error
-// the table may be unchanged, or differ from both have and want.
+// changeElements changes the elements of the sets, and reads the changed elements back. After an
+// error the table may be unchanged, or differ from both have and want.
 func (k *Kernel) changeElements(have, want table) error {
 	type change struct {
 		set         kernel.FilterSet
@@ -237,40 +237,41 @@ func elementsMessage(kind nfnl.HeaderType, flags nfnl.HeaderFlags, t *nftables.T
 	})
 	b, err := all.Encode()
 	if err != nil {
-		panic(err) // the elements exceed an attribute; see elementsPerMessage
+		panic(err) // the elements exceed the size of an attribute; see elementsPerMessage
 	}
 	return nfnl.Message{Header: nfnl.Header{Type: unix.NFNL_SUBSYS_NFTABLES<<8 | kind, Flags: nfnl.Request | flags},
 		Data: append([]byte{byte(t.Family), unix.NFNETLINK_V0, 0, 0}, b...)}
 }
 
-// fewElements is the maximum number of elements that are queried one by one instead of reading the
-// set.
+// fewElements is the maximum number of elements that are queried separately. For more, the set is
+// read.
 const fewElements = 16
 
-// An element is an element that a set should have, or should not.
+// An element is an element of a set whose presence or absence has to be checked.
 type element struct {
 	set string
 	nftables.SetElement
 	there bool
 }
 
-// elementsAfter returns the elements that show whether a set has what was added and lacks what was
-// removed.
+// elementsAfter returns the elements that show whether a set has the added elements and lacks the
+// removed ones.
 func elementsAfter(set string, gone, added []nftables.SetElement) (all []element) {
 	for _, e := range added {
 		all = append(all, element{set, e, true})
 	}
 	for _, e := range gone {
 		if e.IntervalEnd || slices.ContainsFunc(added, func(a nftables.SetElement) bool { return !a.IntervalEnd && bytes.Equal(a.Key, e.Key) }) {
-			continue // now part of a network of another length
+			continue // now part of a network of another length, so its key is still present
 		}
 		all = append(all, element{set, e, false})
 	}
 	return all
 }
 
-// unlike returns the names of sets with unexpected elements. If another interval begins where one
-// ends, it also ends the first. An error may mean that the kernel does not support such queries.
+// unlike returns the names of sets with unexpected elements. If an interval begins at the end of
+// another, its start also ends the other. An error may mean that the kernel does not support such
+// queries.
 func (k *Kernel) unlike(t *nftables.Table, all []element) (sets []string, err error) {
 	there, err := k.there(t, all)
 	if err != nil {
@@ -291,8 +292,8 @@ func (k *Kernel) unlike(t *nftables.Table, all []element) (sets []string, err er
 	return sets, nil
 }
 
-// there queries elements, all at once. The kernel returns the one with the key, or the start of the
-// interval that contains the key.
+// there queries several elements in one request, and reports which of them exist. For each key, the
+// kernel returns the element with that key, or the start of the interval that contains the key.
 func (k *Kernel) there(t *nftables.Table, all []element) ([]bool, error) {
 	if len(all) == 0 {
 		return nil, nil

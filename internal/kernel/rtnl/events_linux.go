@@ -18,13 +18,13 @@ import (
 	"github.com/isthmus-net/isthmus/internal/kernel"
 )
 
-// groups are the netlink multicast groups with events that can concern an owner.
+// groups are the netlink multicast groups whose events can concern an owner.
 var groups = []int{unix.RTNLGRP_LINK, unix.RTNLGRP_NEIGH, unix.RTNLGRP_IPV4_IFADDR, unix.RTNLGRP_IPV6_IFADDR, unix.RTNLGRP_IPV4_ROUTE,
 	unix.RTNLGRP_IPV6_ROUTE, unix.RTNLGRP_IPV4_RULE, unix.RTNLGRP_IPV6_RULE, unix.RTNLGRP_IPV4_NETCONF}
 
-// Events calls notify whenever something changed that may concern the owner, until ctx ends. An
-// event only means "compare again", so that a lost one is only a delay. After this call, Apply
-// reads the kernel's objects only when somebody else has changed them.
+// Events calls notify whenever a change may concern the owner, until ctx ends. An event only means
+// "compare again", so losing one only causes a delay. After this call, Apply reads the kernel's
+// objects only if another program has changed them.
 func (k *Kernel) Events(ctx context.Context, notify func()) error {
 	for in := range k.handles {
 		if k.handles[in] == nil {
@@ -49,7 +49,7 @@ func (k *Kernel) Events(ctx context.Context, notify func()) error {
 	if k.owner.Filter {
 		f, err := subscribe(unix.NETLINK_NETFILTER, unix.NFNLGRP_NFTABLES)
 		if errors.Is(err, unix.EPROTONOSUPPORT) {
-			return nil // the kernel has none; making the filter reports that
+			return nil // the kernel has no nftables; making the filter reports that
 		}
 		if err != nil {
 			return fmt.Errorf("nftables events: %w", err)
@@ -69,13 +69,14 @@ func (k *Kernel) Events(ctx context.Context, notify func()) error {
 
 // concernsFilter reports whether nftables events may concern our tables or a chain for forwarded
 // packets. Other programs change their tables often. A message about a rule, set or chain names its
-// table, and one about a chain or a rule also names the chain.
+// table. A message about a chain or a rule also names the chain.
 func (k *Kernel) concernsFilter(b []byte) bool {
 	messages, err := syscall.ParseNetlinkMessage(b)
 	if err != nil {
 		return true
 	}
-	// struct nfgenmsg ends with 16 bits of the generation, in network order (nf_tables_api.c).
+	// struct nfgenmsg ends with the low 16 bits of the generation, in network order
+	// (nf_tables_api.c).
 	if !slices.ContainsFunc(messages, func(m syscall.NetlinkMessage) bool {
 		return len(m.Data) < nl.SizeofNfgenmsg || !k.memory.committed(binary.BigEndian.Uint16(m.Data[2:]))
 	}) {
@@ -126,8 +127,9 @@ func (k *Kernel) read(f *os.File, concerns func([]byte) bool, notify func()) {
 	}
 }
 
-// subscribe returns a netlink socket of the calling thread's namespace that receives the events. A
-// Read returns one or more messages, or unix.ENOBUFS if some were lost. Close unblocks Read.
+// subscribe returns a netlink socket of the calling thread's namespace that receives the events of
+// the groups. A Read returns one or more messages, or unix.ENOBUFS if some were lost. Close
+// unblocks Read.
 func subscribe(protocol int, groups ...int) (*os.File, error) {
 	fd, err := unix.Socket(unix.AF_NETLINK, unix.SOCK_RAW|unix.SOCK_CLOEXEC|unix.SOCK_NONBLOCK, protocol)
 	if err != nil {
@@ -146,11 +148,11 @@ func subscribe(protocol int, groups ...int) (*os.File, error) {
 	return os.NewFile(uintptr(fd), "netlink"), nil
 }
 
-// concerns reports whether events make our copy of the owner's objects stale, and whether they
-// require a comparison because their context changed: devices on paths to other nodes, addresses,
-// or settings of all devices. It ignores the most frequent events of a busy node, which are about
-// devices, routes and neighbours of pods, and events of our own changes. If in doubt, it returns
-// true.
+// concerns classifies route netlink events. stale reports whether they make our copy of the owner's
+// objects stale. wakes reports whether they require a comparison because something else has
+// changed: devices on paths to other nodes, addresses, or settings of all devices. The most
+// frequent events of a busy node are ignored: those about devices, routes and neighbours of pods,
+// and those of our own changes. If an event is unclear, both results are true.
 func (k *Kernel) concerns(in kernel.Namespace, b []byte) (stale, wakes bool) {
 	messages, err := syscall.ParseNetlinkMessage(b)
 	if err != nil {
@@ -171,7 +173,7 @@ func (k *Kernel) concernsOne(in kernel.Namespace, m *syscall.NetlinkMessage) (st
 	switch m.Header.Type {
 	case unix.RTM_NEWROUTE, unix.RTM_DELROUTE:
 		// struct rtmsg: the table is its fifth octet, or 252 ("see the attribute") for tables above
-		// 255; the protocol is the next octet. A foreign route may have replaced one of ours.
+		// 255; the protocol is the next octet. A foreign route may have replaced a route of ours.
 		if len(m.Data) < unix.SizeofRtMsg || int(m.Data[5]) == k.owner.Protocol {
 			return true, true
 		}
@@ -181,7 +183,7 @@ func (k *Kernel) concernsOne(in kernel.Namespace, m *syscall.NetlinkMessage) (st
 		table, ok := attribute(m, unix.SizeofRtMsg, unix.RTA_TABLE)
 		return !ok || slices.Contains(k.owner.Tables[in], int(table)), true
 	case unix.RTM_NEWNEIGH, unix.RTM_DELNEIGH:
-		// struct ndmsg: the index is at 4, the state at 8. Entries of ours are permanent.
+		// struct ndmsg: the index is at offset 4, the state at 8. Our entries are permanent.
 		if len(m.Data) < unix.SizeofNdMsg {
 			return true, true
 		}
@@ -193,19 +195,19 @@ func (k *Kernel) concernsOne(in kernel.Namespace, m *syscall.NetlinkMessage) (st
 		permanent := m.Header.Type == unix.RTM_DELNEIGH || binary.NativeEndian.Uint16(m.Data[8:])&unix.NUD_PERMANENT != 0
 		return ours && permanent, ours && permanent
 	case unix.RTM_NEWLINK, unix.RTM_DELLINK:
-		// struct ifinfomsg: the index is at 4.
+		// struct ifinfomsg: the index is at offset 4.
 		if len(m.Data) < unix.SizeofIfInfomsg {
 			return true, true
 		}
 		if name, ok := text(m, unix.SizeofIfInfomsg, unix.IFLA_IFNAME); !ok || strings.HasPrefix(name, kernel.TunPrefix) {
 			return true, true
 		}
-		// Routes disappear with their device, without an event of their own.
+		// Routes disappear with their device, without separate events.
 		concerns, _ := k.memory.device(in, int(int32(binary.NativeEndian.Uint32(m.Data[4:]))))
 		return concerns, concerns
 	case unix.RTM_NEWADDR, unix.RTM_DELADDR:
-		// struct ifaddrmsg: the scope is at 3, the index at 4. Routes disappear with the address
-		// that is their source, without an event of their own.
+		// struct ifaddrmsg: the scope is at offset 3, the index at 4. Routes disappear with the
+		// address that is their source, without separate events.
 		if len(m.Data) < unix.SizeofIfAddrmsg {
 			return true, true
 		}
@@ -222,7 +224,7 @@ func (k *Kernel) concernsOne(in kernel.Namespace, m *syscall.NetlinkMessage) (st
 	return true, true
 }
 
-// wroteNeighbor reports whether the neighbour in an event has the value that we wrote.
+// wroteNeighbor reports whether an event contains the value that we wrote to a neighbour.
 func (k *Kernel) wroteNeighbor(in kernel.Namespace, index int, m *syscall.NetlinkMessage) bool {
 	to, _ := rawAttribute(m, unix.SizeofNdMsg, unix.NDA_DST)
 	lladdr, _ := rawAttribute(m, unix.SizeofNdMsg, unix.NDA_LLADDR)

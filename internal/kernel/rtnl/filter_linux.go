@@ -18,11 +18,12 @@ import (
 	"github.com/isthmus-net/isthmus/internal/kernel"
 )
 
-// ErrFilter means that the packet filter could not be made. The Apply stopped there, and made
-// nothing that comes after it.
+// ErrFilter means that the packet filter could not be made. Apply then stops, and makes none of the
+// objects that come after the filter.
 var ErrFilter = errors.New("packet filter")
 
-// elementsPerMessage bounds a message so that it fits a netlink attribute (64 KiB).
+// elementsPerMessage limits the number of elements in a message, so that they fit into a netlink
+// attribute (64 KiB).
 const elementsPerMessage = 1000
 
 // A table is a Filter, a SourceNAT or a Bridge in the terms of nftables.
@@ -44,16 +45,17 @@ func filterOf(f kernel.Filter) table { return table{filterTable, f.Chains(), f.S
 
 func sourceNATOf(s kernel.SourceNAT) table { return table{natTable, s.Chains(), s.Sets()} }
 
-// transactionBytes is the socket buffer for a transaction, which is one message to the kernel. With
-// 10,000 nodes and 4,096 peers it has 2 MB, and the default is 208 KiB.
+// transactionBytes is the size of the socket buffers for a transaction, which is one message to the
+// kernel. A transaction with 10,000 nodes and 4,096 peers has 2 MB. The kernel's default is 208
+// KiB.
 const transactionBytes = 16 << 20
 
 func newConn(o ...nftables.ConnOption) (*nftables.Conn, error) {
 	return nftables.New(append(o, nftables.WithSockOptions(func(c *nfnl.Conn) error { roomy(c); return nil }))...)
 }
 
-// roomy enlarges the buffers for large transactions. If that is forbidden, a large transaction
-// fails and reports it.
+// roomy enlarges the buffers for large transactions. If the process may not enlarge them, a large
+// transaction fails and reports the error.
 func roomy(c *nfnl.Conn) {
 	_ = c.SetWriteBuffer(transactionBytes)
 	_ = c.SetReadBuffer(transactionBytes) // the kernel acknowledges each message of a transaction
@@ -72,7 +74,7 @@ func (t table) nftSet(s kernel.FilterSet) *nftables.Set {
 }
 
 // elementsFor converts the elements of a kernel.FilterSet. It returns an error for elements that
-// somebody else has put into the set.
+// another program has added to the set.
 func elementsFor(s kernel.FilterSet, texts []string) (all []nftables.SetElement, err error) {
 	for _, text := range texts {
 		switch {
@@ -98,8 +100,8 @@ func elementsFor(s kernel.FilterSet, texts []string) (all []nftables.SetElement,
 	return all, nil
 }
 
-// tablesRead has the tables as last read, and their generation, which the kernel increases with
-// every transaction in the namespace.
+// tablesRead has the tables as last read, and their generation. The kernel increments the
+// generation with every transaction in the namespace.
 type tablesRead struct {
 	generation uint32 // 0: unknown
 	filters    []kernel.Filter
@@ -107,10 +109,10 @@ type tablesRead struct {
 	bridges    []kernel.Bridge
 }
 
-// haveTables reads the tables and the foreign chains for forwarded packets. It skips that if no
-// table of the namespace has changed since the last read, except by us.
+// haveTables reads the tables and the foreign chains for forwarded packets. It uses the last result
+// if only we have changed tables of the namespace since.
 func (k *Kernel) haveTables() tablesRead {
-	now := k.generation() // before the read, so that concurrent changes cause another one
+	now := k.generation() // before the read, so that a concurrent change causes another read
 	if now == 0 || now != k.tables.generation || !k.tables.good() {
 		k.tables = tablesRead{generation: now, filters: readFilter()}
 		if k.owner.NAT {
@@ -123,8 +125,8 @@ func (k *Kernel) haveTables() tablesRead {
 	return k.tables
 }
 
-// good reports whether all tables were read with their expected content; otherwise an error may be
-// the reason.
+// good reports whether all tables were read and have their expected content. If not, the returned
+// error may be the reason.
 func (r tablesRead) good() bool {
 	return len(r.filters) == 1 && r.filters[0] != changed && !slices.Contains(r.sourceNAT, changedNAT) && !slices.Contains(r.bridges, changedBridge)
 }
@@ -137,8 +139,8 @@ var (
 )
 
 // readFilter reads the table of the Filter. It returns changed if the chains differ from the
-// expected ones. If the kernel has no nftables, it returns none, and making the table reports the
-// reason.
+// expected ones. If the kernel has no nftables, it returns no Filter, and making the table reports
+// the reason.
 func readFilter() []kernel.Filter {
 	var f kernel.Filter
 	elements, there, err := readTable(filterTable, f.Sets(), func(said func(string) []string) []kernel.FilterChain {
@@ -194,11 +196,11 @@ func readBridge() []kernel.Bridge {
 
 var errChanged = errors.New("another process has changed it")
 
-// readTable returns the elements of the sets of a table, whether it exists, and an error if its
-// content is unexpected. chains returns the expected chains; it may call said for the comments of a
-// chain's rules.
+// readTable returns the elements of the sets of a table, whether the table exists, and an error if
+// its content is unexpected. chains returns the expected chains. It may call said for the comments
+// of a chain's rules.
 func readTable(t *nftables.Table, sets []kernel.FilterSet, chains func(said func(chain string) []string) []kernel.FilterChain) (elements map[string]string, there bool, err error) {
-	c, err := newConn(nftables.AsLasting()) // one socket for all requests
+	c, err := newConn(nftables.AsLasting()) // the same socket for all requests
 	if err != nil {
 		return nil, false, err
 	}
@@ -279,7 +281,7 @@ func haveElements(c *nftables.Conn, t *nftables.Table, name string) (string, err
 	if err != nil {
 		return "", err
 	}
-	slices.SortFunc(elements, func(a, b nftables.SetElement) int { // if two intervals touch, the end comes first
+	slices.SortFunc(elements, func(a, b nftables.SetElement) int { // if two intervals touch, the end of the first comes before the start of the second
 		return cmp.Or(bytes.Compare(a.Key, b.Key), boolean(b.IntervalEnd)-boolean(a.IntervalEnd))
 	})
 	var texts []string
@@ -302,7 +304,7 @@ func haveElements(c *nftables.Conn, t *nftables.Table, name string) (string, err
 			start = netip.Addr{}
 		}
 	}
-	if start.IsValid() { // it extends to the last address
+	if start.IsValid() { // the last interval extends to the last address
 		texts = append(texts, networkBetween(start, unspecified(start)))
 	}
 	return strings.Join(texts, " "), nil
@@ -315,14 +317,14 @@ func boolean(b bool) int {
 	return 0
 }
 
-// networkBetween returns the network between its first address and the address after its last one.
+// networkBetween returns the network that begins at first and ends before after.
 func networkBetween(first, after netip.Addr) string {
 	for bits := range first.BitLen() + 1 {
 		if p, err := first.Prefix(bits); err == nil && p.Addr() == first && afterLast(p) == after {
 			return p.String()
 		}
 	}
-	return first.String() + "-" + after.String() // a foreign element
+	return first.String() + "-" + after.String() // not a network, so it is a foreign element
 }
 
 // afterLast returns the address after the last one of a network; it wraps around.
@@ -388,9 +390,9 @@ func replaceTable(remove bool, t table) error {
 }
 
 // Dropped returns how many packets the rules of our tables have dropped since the tables were made,
-// by reason (kernel.FilterChain.Drops), without reasons whose count is 0. It uses the network
-// namespace of the calling thread. The kernel counts, and a recreated table starts at zero. It may
-// be called while another process changes the tables.
+// by reason (kernel.FilterChain.Drops). Reasons whose count is 0 are missing. It uses the network
+// namespace of the calling thread. The counters are the kernel's, so they restart at 0 when a table
+// is recreated. Dropped may be called while another process changes the tables.
 func Dropped() (map[string]uint64, error) {
 	c, err := newConn(nftables.AsLasting())
 	if err != nil {

@@ -32,8 +32,8 @@ type foreignRule struct {
 	refuses bool // it drops or rejects everything
 }
 
-// rulesOf reads the rules of a chain, in order. It parses them itself, because package nftables
-// does not know all expressions.
+// rulesOf returns the rules of a chain, in order. It parses the messages itself, because package
+// nftables does not know all expressions.
 func rulesOf(t *nftables.Table, chain string) (all []foreignRule, err error) {
 	c, err := nfnl.Dial(unix.NETLINK_NETFILTER, nil)
 	if err != nil {
@@ -66,7 +66,7 @@ func rulesOf(t *nftables.Table, chain string) (all []foreignRule, err error) {
 	return all, nil
 }
 
-// ruleFrom parses the attributes of a rule; in has its table and chain.
+// ruleFrom parses the attributes of a rule. in has the names of the rule's table and chain.
 func ruleFrom(b []byte) (r foreignRule, in [2]string, err error) {
 	d, err := nfnl.NewAttributeDecoder(b)
 	if err != nil {
@@ -103,7 +103,7 @@ func ruleFrom(b []byte) (r foreignRule, in [2]string, err error) {
 							match, text := matchIn(data)
 							if match != "comment" {
 								conditions = true
-							} else if r.comment == "" { // the form of iptables-restore
+							} else if r.comment == "" { // a comment in the form of iptables-restore
 								r.comment = text
 							}
 						case "reject":
@@ -126,7 +126,8 @@ func ruleFrom(b []byte) (r foreignRule, in [2]string, err error) {
 	return r, in, d.Err()
 }
 
-// verdictIn returns the verdict in an "immediate" expression, or nfAccept if it has none.
+// verdictIn returns the verdict in an "immediate" expression, or nfAccept if the expression has no
+// verdict.
 func verdictIn(b []byte) (code uint32) {
 	code = nfAccept
 	d, err := nfnl.NewAttributeDecoder(b)
@@ -170,7 +171,7 @@ func targetIn(b []byte) string {
 	return ""
 }
 
-// matchIn returns the name of an xtables match, and its text.
+// matchIn returns the name of an xtables match, and the text of a comment.
 func matchIn(b []byte) (name, text string) {
 	d, err := nfnl.NewAttributeDecoder(b)
 	if err != nil {
@@ -187,18 +188,18 @@ func matchIn(b []byte) (name, text string) {
 	return name, text
 }
 
-// A forwarding is a foreign chain for forwarded packets, and its effect on packets that no rule
+// A forwarding is a foreign chain for forwarded packets, with its effect on packets that no rule
 // accepts.
 type forwarding struct {
 	accept  kernel.Accept
-	refuses bool   // its end drops packets
+	refuses bool   // the end of the chain drops packets
 	before  uint64 // handle of the rule that drops or rejects everything; 0: the policy does
 	ours    []foreignRule
-	right   bool // our rules are those of accept, in the right place
-	fixed   bool // it cannot be changed safely
+	right   bool // our rules are those of accept, at the right position
+	fixed   bool // the chain cannot be changed safely
 }
 
-// add evaluates the next rule of the chain.
+// add records the next rule of the chain.
 func (f *forwarding) add(r foreignRule) {
 	gateway, elsewhere, ours := kernel.OwnComment(r.comment)
 	switch {
@@ -221,10 +222,12 @@ func withWord(text, word string) string {
 	return text
 }
 
-// families are the nftables families whose chains can see forwarded IPv4 packets.
+// families maps names of nftables families to numbers, for the families whose chains can see
+// forwarded IPv4 packets.
 var families = map[string]nftables.TableFamily{"ip": nftables.TableFamilyIPv4, "inet": nftables.TableFamilyINet}
 
-// readForwarding reads all such chains of nftables, including those of iptables-nft.
+// readForwarding returns the nftables chains for forwarded packets, including those of
+// iptables-nft.
 func readForwarding() (all []forwarding, err error) {
 	c, err := nftables.New(nftables.AsLasting())
 	if err != nil {
@@ -263,10 +266,11 @@ func forwards(c *nftables.Chain) bool {
 	return c.Type == nftables.ChainTypeFilter && c.Hooknum != nil && *c.Hooknum == *nftables.ChainHookForward
 }
 
-// protocols are those of AcceptRules.
+// protocols has the IP protocol numbers for the names in AcceptRules.
 var protocols = map[string]byte{"udp": unix.IPPROTO_UDP, "icmp": unix.IPPROTO_ICMP, "tcp": unix.IPPROTO_TCP}
 
-// acceptRules returns the rules of an Accept in their order, as iptables-nft would make them.
+// acceptRules returns the rules of an Accept in order, with the expressions that iptables-nft would
+// use.
 func acceptRules(a kernel.Accept) (all [][]expr.Any) {
 	for _, r := range a.Rules() {
 		c := compiler{family: families[a.Family]}
@@ -292,8 +296,8 @@ func acceptRules(a kernel.Accept) (all [][]expr.Any) {
 	return all
 }
 
-// lookForward reads the nftables chains again. If it cannot, it returns false and keeps the known
-// ones.
+// lookForward reads the nftables chains for forwarded packets again. On failure it keeps the known
+// chains and returns false.
 func (k *Kernel) lookForward() bool {
 	now, err := readForwarding()
 	if err != nil {
@@ -314,9 +318,9 @@ func (k *Kernel) lookLegacy() {
 	k.forward = append(slices.DeleteFunc(k.forward, func(f forwarding) bool { return f.accept.Program == kernel.IptablesLegacy }), legacyForwarding()...)
 }
 
-// acceptsIn returns the existing accept rules of ours that are correct or have to be removed
-// (have), and those that are needed (want). If any are wanted, each chain that drops packets needs
-// them. It skips chains that cannot be changed safely, which Limits reports.
+// acceptsIn returns two lists. have are our existing accept rules that are correct or have to be
+// removed. want are the accept rules that are needed: if wanted is not empty, one Accept for each
+// chain that drops packets. Chains that cannot be changed safely are skipped; Limits reports them.
 func (k *Kernel) acceptsIn(wanted []kernel.Accept) (have, want []kernel.Accept) {
 	for _, f := range k.forward {
 		if f.fixed {
@@ -373,7 +377,7 @@ func (k *Kernel) changeAccept(remove bool, a kernel.Accept) error {
 		}
 	}
 	err = c.Flush()
-	if errors.Is(err, unix.EPERM) { // our own tables could be made, so we have the capability
+	if errors.Is(err, unix.EPERM) { // our own tables could be made, so the capability is not missing
 		err = errOwned
 	}
 	k.lookForward()
@@ -396,12 +400,13 @@ func refusal(a kernel.Accept, err error) kernel.Limit {
 		"%v drops packets that none of its rules accepts, and ours cannot be added (%v), so packets between pods and peers may be dropped; want %s", a, err, remedy)}
 }
 
-// masqueradeCost describes the effect of masquerading pods.
+// masqueradeCost describes the effect of masquerading pods, for messages.
 const masqueradeCost = "peers then see one address for all pods of the node, and their network policies cannot tell pods apart"
 
-// Limits returns the restrictions for traffic between pods and peers that foreign rules cause, as
-// far as we can detect them, and those because the last Apply could not make an optional object.
-// want is the wanted SourceNAT. Without look, it uses the foreign rules as last read.
+// Limits returns the restrictions for traffic between pods and peers. Foreign rules cause some of
+// them, as far as they can be detected. Others exist because the last Apply could not make an
+// optional object. want is the wanted SourceNAT. If look is false, Limits uses the foreign rules as
+// last read.
 func (k *Kernel) Limits(want kernel.SourceNAT, look bool) []kernel.Limit {
 	if look {
 		k.theirs = append(earlyNAT(), legacyLimits(want)...)
@@ -413,7 +418,8 @@ func (k *Kernel) Limits(want kernel.SourceNAT, look bool) []kernel.Limit {
 	return all
 }
 
-// earlyNAT returns the Limits because of foreign chains that translate before ours.
+// earlyNAT returns the Limits caused by foreign chains that translate addresses before our chains
+// do.
 func earlyNAT() (all []kernel.Limit) {
 	c, err := nftables.New(nftables.AsLasting())
 	if err != nil {
@@ -423,7 +429,7 @@ func earlyNAT() (all []kernel.Limit) {
 	for kind, family := range families {
 		chains, err := c.ListChainsOfTableFamily(family)
 		if err != nil {
-			continue // the next look tries again
+			continue // the next call tries again
 		}
 		for _, chain := range chains {
 			early := chain.Type == nftables.ChainTypeNAT && chain.Hooknum != nil && *chain.Hooknum == *nftables.ChainHookPostrouting &&

@@ -17,7 +17,7 @@ func DroppedByIP() (map[string]uint64, error) {
 		return nil, err
 	}
 	addSNMP(counters, string(v4))
-	if v6, err := os.ReadFile("/proc/thread-self/net/snmp6"); err == nil { // missing without IPv6
+	if v6, err := os.ReadFile("/proc/thread-self/net/snmp6"); err == nil { // the file is missing without IPv6
 		addSNMP6(counters, string(v6))
 	}
 	devices, err := os.ReadFile("/proc/thread-self/net/dev")

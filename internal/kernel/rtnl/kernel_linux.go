@@ -1,8 +1,8 @@
 // Package rtnl applies a kernel.State by rtnetlink(7) and nftables, in the network namespace of the
-// process and in one more of its own. It owns the objects that package kernel lists for an Owner,
-// and keeps a lock so that only one process manages them. The kernel holds the state: after a
-// crash, the next process finds everything in place and changes nothing. The route agent and the
-// gateway open one Kernel each.
+// process and in a second namespace of its own. It owns the objects that package kernel lists for
+// an Owner, and holds a lock so that only one process manages them. The kernel holds the state:
+// after a crash, the next process finds everything in place and changes nothing. The route agent
+// and the gateway open one Kernel each.
 package rtnl
 
 import (
@@ -24,18 +24,18 @@ import (
 	"github.com/isthmus-net/isthmus/internal/kernel"
 )
 
-// ErrOther means that another process of the same kind runs in the network namespace.
+// ErrOther means that another process with the same Owner runs in the network namespace.
 var ErrOther = errors.New("another isthmus")
 
-// Kernel manages the objects of one owner. Only one goroutine may use it, but any goroutine may
-// call Path.
+// Kernel manages the objects of one owner. Only one goroutine may use it, except that any goroutine
+// may call Path.
 type Kernel struct {
 	owner   kernel.Owner
 	log     *slog.Logger
 	lock    io.Closer
 	inner   *os.File // the Inner namespace; nil: the owner has none
 	handles [2]*netlink.Handle
-	wg      sync.WaitGroup // readers of events
+	wg      sync.WaitGroup // goroutines that read events
 
 	nft     *nfnl.Conn           // socket for frequent nftables requests; nil: not open
 	index   map[kernel.Place]int // indices of devices
@@ -43,16 +43,16 @@ type Kernel struct {
 	forward []forwarding   // foreign chains for forwarded packets
 	legacy  time.Time      // when the chain of iptables-legacy was read; no event reports its changes
 	unmade  []kernel.Limit // optional objects that could not be made
-	theirs  []kernel.Limit // limits by foreign rules, as last read
+	theirs  []kernel.Limit // limits caused by foreign rules, as last read
 	failed  struct{ nat, bridge error }
-	busy    bool // at the last Apply others had the lock of iptables-legacy, or changed nftables meanwhile
+	busy    bool // during the last Apply, another program had the lock of iptables-legacy, or changed nftables
 	bridged bool // a Bridge existed after the last Apply that could read the kernel's state
-	applied bool // there has been such an Apply
+	applied bool // there has been an Apply that could read the kernel's state
 	memory  memory
 }
 
-// Open takes the owner's lock of the network namespace. It makes the Inner namespace, which is
-// still empty, if the owner needs one. The caller must close the Kernel.
+// Open acquires the owner's lock in the network namespace. If the owner needs an Inner namespace,
+// it makes an empty one. The caller must close the Kernel.
 func Open(owner kernel.Owner, log *slog.Logger) (*Kernel, error) {
 	l, err := lock(owner, log, false)
 	if err != nil {
@@ -61,12 +61,12 @@ func Open(owner kernel.Owner, log *slog.Logger) (*Kernel, error) {
 	return withLock(owner, l, log)
 }
 
-// followInterval is how often Follow checks whether the other process has ended. Each check costs a
-// socket and an nftables transaction.
+// followInterval is the time between two checks by Follow whether the other process has ended. Each
+// check costs a socket and an nftables transaction.
 const followInterval = 100 * time.Millisecond
 
-// Follow is Open for a process that takes over from another one. It waits until that has ended, or
-// until ctx ends.
+// Follow is Open for a process that takes over from another process. It waits until the other
+// process has ended, or until ctx ends.
 func Follow(ctx context.Context, owner kernel.Owner, log *slog.Logger) (*Kernel, error) {
 	for again := false; ; again = true {
 		l, err := lock(owner, log, again)
@@ -84,8 +84,8 @@ func Follow(ctx context.Context, owner kernel.Owner, log *slog.Logger) (*Kernel,
 	}
 }
 
-// Look does all reads of Apply, and subscribes to events, while another process has the lock. It
-// changes nothing. It shows before a takeover whether this process could take over.
+// Look does all reads of Apply, and subscribes to events, while another process holds the lock. It
+// changes nothing. An error shows that this process could not take over.
 func Look(owner kernel.Owner, want kernel.State, log *slog.Logger) error {
 	k, err := withLock(owner, nil, log)
 	if err != nil {
@@ -105,7 +105,7 @@ func Look(owner kernel.Owner, want kernel.State, log *slog.Logger) error {
 	return err
 }
 
-// withLock is Open with a lock taken already. It closes the lock if it fails.
+// withLock is Open with a lock that has been acquired already. It closes the lock if it fails.
 func withLock(owner kernel.Owner, lock io.Closer, log *slog.Logger) (_ *Kernel, err error) {
 	k := &Kernel{owner: owner, log: log, lock: lock}
 	defer func() {
@@ -129,13 +129,13 @@ func withLock(owner kernel.Owner, lock io.Closer, log *slog.Logger) (_ *Kernel, 
 	return k, nil
 }
 
-// Busy reports whether the last Apply may be incomplete because others changed iptables-legacy or
-// an nftables table at the same time. The caller should apply again soon.
+// Busy reports whether the last Apply may be incomplete because another program changed
+// iptables-legacy or an nftables table at the same time. The caller should apply again soon.
 func (k *Kernel) Busy() bool { return k.busy }
 
 // Bridged reports whether a Bridge existed after the last Apply that could read the kernel's state.
-// Before such an Apply, it reports whether one exists now: a restarted agent must not withdraw what
-// depends on it.
+// Before such an Apply, it reports whether a Bridge exists now: a restarted agent must not remove
+// objects that depend on the Bridge.
 func (k *Kernel) Bridged() bool {
 	if !k.applied {
 		b := readBridge()
@@ -144,11 +144,11 @@ func (k *Kernel) Bridged() bool {
 	return k.bridged
 }
 
-// errUnread means that the kernel's state could not be read, and nothing was changed.
+// errUnread means that the kernel's state could not be read. Nothing was changed.
 var errUnread = errors.New("reading the kernel's state")
 
-// Close waits for the readers of events, whose context must be done. Objects stay, but the Inner
-// namespace disappears unless something else in it is open.
+// Close waits for the goroutines that read events; their contexts must have ended. Objects stay,
+// but the Inner namespace disappears unless a file or process keeps it.
 func (k *Kernel) Close() {
 	k.wg.Wait()
 	for _, h := range k.handles {
@@ -165,7 +165,8 @@ func (k *Kernel) Close() {
 	}
 }
 
-// Inside runs fn in the Inner namespace, like Do; without one, in the present namespace.
+// Inside runs fn in the Inner namespace, as Do does. If there is no Inner namespace, it runs fn in
+// the present one.
 func (k *Kernel) Inside(fn func() error) error {
 	if k.inner == nil {
 		return fn()
@@ -210,8 +211,8 @@ func (k *Kernel) Add(want kernel.State) (kernel.Plan, error) {
 	})
 }
 
-// Refused returns the networks that an owner of the same kind refuses in the host's namespace by
-// kernel.RefuseTable.
+// Refused returns the networks for which kernel.RefuseTable in the host's namespace has refusing
+// routes, made by any process with the same Owner.
 func (k *Kernel) Refused() (all []netip.Prefix, err error) {
 	var s kernel.State
 	for range 5 { // as in apply
@@ -228,8 +229,8 @@ func (k *Kernel) Refused() (all []netip.Prefix, err error) {
 	return all, err
 }
 
-// apply carries out the plan. after returns the resulting state if all changes succeeded, or nil if
-// it is unknown.
+// apply executes the plan. after returns the resulting state if all changes succeeded, or nil if
+// the state is unknown.
 func (k *Kernel) apply(want kernel.State, plan func(have, want kernel.State) kernel.Plan, after func(kernel.State, kernel.Plan) *kernel.State) (kernel.Plan, error) {
 	have, err := k.remembered(want)
 	for range 5 { // a change during a dump interrupts it, which is common on a busy node
@@ -245,7 +246,7 @@ func (k *Kernel) apply(want kernel.State, plan func(have, want kernel.State) ker
 		k.lookLegacy()
 	}
 	have.Accepts, want.Accepts = k.acceptsIn(want.Accepts)
-	k.memory.state = nil // until all changes have succeeded
+	k.memory.state = nil // unknown until all changes have succeeded
 	var done kernel.Plan
 	var errs []error
 	k.unmade, k.busy = nil, false
@@ -269,7 +270,7 @@ func (k *Kernel) apply(want kernel.State, plan func(have, want kernel.State) ker
 		}
 		k.busy = k.busy || errors.Is(err, errBusy)
 		if errors.Is(err, errUnwritable) || errors.Is(err, errBusy) {
-			continue // it would be reported at each comparison
+			continue // otherwise each comparison would report it again
 		}
 		if err != nil {
 			errs = append(errs, fmt.Errorf("%s: %w", o.Command(k.Path()), explain(err, "CAP_NET_ADMIN")))
@@ -299,7 +300,8 @@ func bridgesFiltered() bool {
 	return err == nil && strings.TrimSpace(string(b)) == "1"
 }
 
-// limitOf returns the effect of failing to make an optional object.
+// limitOf returns the Limit that results from the failure to make an optional object. is is false
+// for other objects.
 func limitOf(o kernel.Op, err error) (l kernel.Limit, is bool) {
 	if err == nil || o.Remove {
 		return l, false
@@ -318,7 +320,7 @@ func limitOf(o kernel.Op, err error) (l kernel.Limit, is bool) {
 	return l, false
 }
 
-// explain adds the missing capability to a permission error.
+// explain adds the name of the missing capability to a permission error.
 func explain(err error, capability string) error {
 	if errors.Is(err, unix.EPERM) || errors.Is(err, unix.EACCES) {
 		return fmt.Errorf("%w (the process needs %s)", err, capability)

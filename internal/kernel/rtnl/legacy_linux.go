@@ -18,20 +18,20 @@ import (
 	"github.com/isthmus-net/isthmus/internal/kernel"
 )
 
-// iptables-legacy can only change a table by replacing all of it. A program therefore takes a lock
-// of the host before it reads the table, and releases it after the write: iptables since 1.6 does,
-// and so kube-proxy, CNIs and firewalls. We do the same; if the lock's file is missing, nothing is
-// changed.
+// A change of an iptables-legacy table replaces the whole table. A program therefore acquires a
+// lock of the host before it reads the table, and releases the lock after the write. iptables does
+// so since 1.6, and therefore also kube-proxy, CNIs and firewalls. So does this file. If the lock's
+// file is missing, it changes nothing.
 
-// legacyLock is that lock (XT_LOCK_NAME of iptables). The first program creates it, but we never
-// do: in a container that does not mount the node's file, a file of this name would lock out
-// nobody.
+// legacyLock is the lock file (XT_LOCK_NAME of iptables). The first program creates the file, but
+// we never do: in a container without a mount of the node's file, our file would not lock out other
+// programs.
 const legacyLock = "/run/xtables.lock"
 
-// legacyInterval is how long a read of the table stays valid. No event reports changes.
+// legacyInterval is the time for which a read of the table stays valid. No event reports changes.
 const legacyInterval = 9 * time.Second
 
-// errBusy means that the caller should try again soon; see Busy.
+// errBusy means that the caller should try again soon; see Kernel.Busy.
 var errBusy = errors.New("others change iptables")
 
 // Constants of linux/netfilter_ipv4/ip_tables.h and x_tables.h.
@@ -53,7 +53,7 @@ const (
 	xtCommentSize  = 256
 )
 
-// legacyLimits returns the Limits because of the table filter of iptables-legacy, if it exists.
+// legacyLimits returns the Limits caused by the table filter of iptables-legacy, if it exists.
 func legacyLimits(want kernel.SourceNAT) []kernel.Limit {
 	if !hasLegacy() {
 		return nil
@@ -68,7 +68,7 @@ func legacyLimits(want kernel.SourceNAT) []kernel.Limit {
 	}
 	t, err := readLegacy()
 	if err != nil {
-		return nil // probably being changed; the next look tries again
+		return nil // probably being changed; the next call tries again
 	}
 	if !t.drops(pod, remote, "", kernel.OverlayDevice) && !t.drops(remote, pod, kernel.OverlayDevice, "") {
 		return nil
@@ -93,8 +93,8 @@ func legacyForwarding() []forwarding {
 	return []forwarding{t.forwarding()}
 }
 
-// hasLegacy reports whether the table exists. It reads the list of tables, because asking the
-// kernel for a table creates it.
+// hasLegacy reports whether the table exists. It reads the list of tables, because a query for a
+// table creates the table.
 func hasLegacy() bool {
 	tables, err := os.ReadFile("/proc/thread-self/net/ip_tables_names")
 	return err == nil && slices.Contains(strings.Fields(string(tables)), "filter")
@@ -121,7 +121,8 @@ type legacyTable struct {
 	entries []byte
 }
 
-// socket returns a socket for reading and replacing tables. A raw socket would need CAP_NET_RAW.
+// socket returns a socket for reading and replacing tables. It is a UDP socket, because a raw
+// socket would need CAP_NET_RAW.
 func socket() (int, error) { return unix.Socket(unix.AF_INET, unix.SOCK_DGRAM|unix.SOCK_CLOEXEC, 0) }
 
 func readLegacy() (t legacyTable, err error) {
@@ -163,7 +164,8 @@ func (t legacyTable) entry(at int) (matches, target []byte, next int, ok bool) {
 	return e[:middle], e[middle:end], at + end, true
 }
 
-// standard returns the verdict of a standard target: negative, or the offset that it jumps to.
+// standard returns the verdict of a standard target: a negative verdict, or the offset of the entry
+// to which the target jumps.
 func standard(target []byte) (verdict int, is bool) {
 	if target[2] != 0 || len(target) < xtMatchSize+4 {
 		return 0, false
@@ -171,9 +173,8 @@ func standard(target []byte) (verdict int, is bool) {
 	return int(int32(binary.NativeEndian.Uint32(target[xtMatchSize:]))), true
 }
 
-// forwarding returns the effect of FORWARD on packets that no rule accepts. Handles are offsets,
-// both of our rules and of the refusing rule. If a rule cannot be parsed, it counts as not
-// refusing.
+// forwarding returns the effect of FORWARD on packets that no rule accepts. The handles of our
+// rules and of the refusing rule are offsets. A rule that cannot be parsed counts as not refusing.
 func (t legacyTable) forwarding() (f forwarding) {
 	f.accept = kernel.Accept{Program: kernel.IptablesLegacy, Chain: "FORWARD"}
 	if _, err := os.Stat(legacyLock); err != nil {
@@ -203,7 +204,7 @@ func targetName(target []byte) string {
 	return name
 }
 
-// conditionsOf returns the comment of an entry, and whether it has any other conditions.
+// conditionsOf returns the comment of an entry, and whether the entry has any other conditions.
 func conditionsOf(e []byte) (comment string, conditions bool) {
 	conditions = bytes.ContainsFunc(e[:84], func(r rune) bool { return r != 0 })
 	for at := iptEntrySize; at+xtMatchSize <= len(e); {
@@ -303,7 +304,7 @@ func changeLegacy(remove bool, a kernel.Accept) error {
 	return t.replace(replaced, kept)
 }
 
-// lockLegacy takes the lock without waiting; closing the file releases it.
+// lockLegacy acquires the lock without waiting. Closing the file releases the lock.
 func lockLegacy() (*os.File, error) {
 	f, err := os.Open(legacyLock)
 	if err != nil {
@@ -316,11 +317,11 @@ func lockLegacy() (*os.File, error) {
 	return f, nil
 }
 
-// rewritten returns struct ipt_replace without the rules in gone, and with added inserted before an
-// offset; negative: nothing is inserted. kept maps each new entry to its old one, -1 for added
-// entries.
+// rewritten returns struct ipt_replace without the rules in gone, and with added inserted before
+// the offset before, or nowhere if it is negative. kept maps each new entry to its old one, or to
+// -1 for added entries.
 func (t legacyTable) rewritten(gone []foreignRule, added [][]byte, before int) (b []byte, kept []int, ok bool) {
-	moved := make(map[int]int) // old offset → new offset of jumps
+	moved := make(map[int]int) // old offset → new offset of entries
 	itself := make(map[int]int)
 	var entries []byte
 	for at, i := 0, 0; at < len(t.entries); i++ {
@@ -376,13 +377,13 @@ func (t legacyTable) rewritten(gone []foreignRule, added [][]byte, before int) (
 		word.PutUint32(b[44+4*h:], uint32(begin))
 		word.PutUint32(b[64+4*h:], uint32(end))
 	}
-	word.PutUint32(b[84:], word.Uint32(t.info[76:])) // number of counters that the kernel returns
+	word.PutUint32(b[84:], word.Uint32(t.info[76:])) // number of counters that the kernel has to return
 	return append(b, entries...), kept, true
 }
 
-// replace replaces the table with b, and then restores the counters of the kept entries: the kernel
-// returns the counters of the old table. It rejects b if the number of entries has changed since
-// the read.
+// replace replaces the table by b. The kernel returns the counters of the old table, and replace
+// restores those of the kept entries. The kernel rejects b if the number of entries has changed
+// since the read.
 func (t legacyTable) replace(b []byte, kept []int) error {
 	fd, err := socket()
 	if err != nil {

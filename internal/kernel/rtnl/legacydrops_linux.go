@@ -9,13 +9,13 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// drops reports whether FORWARD drops the first packet of a flow, judged by addresses and devices
-// only. An empty device name matches any device that a rule demands. Rules with other conditions,
-// except comments, count as not matching.
+// drops reports whether FORWARD drops the first packet of a flow. It evaluates only addresses and
+// devices. An empty device name matches any device that a rule demands. Rules with other
+// conditions, except comments, count as not matching.
 func (t legacyTable) drops(src, dst netip.Addr, in, out string) bool {
 	var back []int
 	at := t.forward
-	for range 100_000 { // bounds a loop in foreign rules
+	for range 100_000 { // limits the effect of a loop in foreign rules
 		matches, target, next, ok := t.entry(at)
 		if !ok {
 			return false
@@ -51,7 +51,8 @@ func (t legacyTable) drops(src, dst netip.Addr, in, out string) bool {
 	return false
 }
 
-// entryMatches evaluates struct ipt_ip at the beginning of an entry, and the names of its matches.
+// entryMatches evaluates struct ipt_ip at the beginning of an entry. Of the entry's matches it
+// accepts only comments.
 func entryMatches(e []byte, src, dst netip.Addr, in, out string) bool {
 	const (
 		invIn, invOut, invSrc, invDst = 1, 2, 8, 0x10
@@ -85,7 +86,7 @@ func entryMatches(e []byte, src, dst netip.Addr, in, out string) bool {
 	if !address(0, src, invSrc) || !address(4, dst, invDst) || !device(16, in, invIn) || !device(32, out, invOut) {
 		return false
 	}
-	if binary.NativeEndian.Uint16(e[80:]) != 0 { // it demands a protocol
+	if binary.NativeEndian.Uint16(e[80:]) != 0 { // the rule demands a protocol
 		return false
 	}
 	for at := iptEntrySize; at+32 <= len(e); {

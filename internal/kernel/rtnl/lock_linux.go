@@ -18,16 +18,16 @@ import (
 // Constants of linux/netfilter/nf_tables.h, Linux 5.12 and later.
 const (
 	tableIsOwned = 0x2 // NFT_TABLE_F_OWNER
-	tableOwner   = 0x7 // NFTA_TABLE_OWNER: port of the netlink socket that has it
+	tableOwner   = 0x7 // NFTA_TABLE_OWNER: port of the netlink socket that owns the table
 )
 
-// lock lets only one process of an owner run in the network namespace of the calling thread; for a
-// second one it returns ErrOther. again suppresses a warning of the first try. Closing the lock, or
-// any end of the process, releases it.
+// lock makes sure that only one process with an owner runs in the network namespace of the calling
+// thread. It returns ErrOther if another process holds the lock. again suppresses a warning that
+// the first attempt logged. Closing the lock, or any end of the process, releases the lock.
 //
 // The lock is an empty nftables table that belongs to a netlink socket. Only a process with
-// CAP_NET_ADMIN in the namespace can make one. Nobody else can change or remove it (`nft flush
-// ruleset` skips it). The kernel removes it with the socket.
+// CAP_NET_ADMIN in the namespace can make such a table. No other process can change or remove it
+// (`nft flush ruleset` skips it). The kernel removes it when the socket is closed.
 func lock(owner kernel.Owner, log *slog.Logger, again bool) (io.Closer, error) {
 	c, err := nfnl.Dial(unix.NETLINK_NETFILTER, nil)
 	if err == nil {
@@ -47,7 +47,7 @@ func lock(owner kernel.Owner, log *slog.Logger, again bool) (io.Closer, error) {
 
 // ownTable makes the table.
 func ownTable(c *nfnl.Conn, owner kernel.Owner) (err error) {
-	for range 3 { // an existing one may disappear meanwhile
+	for range 3 { // an existing table may disappear meanwhile
 		if err = inTransaction(c, 0, tableMessage(unix.NFT_MSG_NEWTABLE, owner.Lock)); err == nil {
 			return nil
 		}
@@ -56,9 +56,9 @@ func ownTable(c *nfnl.Conn, owner kernel.Owner) (err error) {
 		case errors.Is(asked, unix.ENOENT):
 		case asked != nil:
 			return err
-		case port == 0: // made by hand, without an owner
+		case port == 0: // the table was made by hand, without an owner
 			return inTransaction(c, 0, tableMessage(unix.NFT_MSG_DELTABLE, owner.Lock), tableMessage(unix.NFT_MSG_NEWTABLE, owner.Lock))
-		case int32(port) > 0: // the kernel gives the first socket of a process its process ID
+		case int32(port) > 0: // the first socket of a process has its process ID as port
 			return fmt.Errorf("%w %s (process %d) runs in this network namespace", ErrOther, owner.Name, port)
 		default:
 			return fmt.Errorf("%w %s runs in this network namespace", ErrOther, owner.Name)
@@ -77,7 +77,7 @@ func tableMessage(kind nfnl.HeaderType, name string) nfnl.Message {
 	}
 	text, err := nfnl.MarshalAttributes(attributes)
 	if err != nil {
-		panic(err) // the name exceeds an attribute
+		panic(err) // the name exceeds the size of an attribute
 	}
 	return nfnl.Message{Header: nfnl.Header{Type: unix.NFNL_SUBSYS_NFTABLES<<8 | kind, Flags: flags},
 		Data: append([]byte{unix.NFPROTO_INET, unix.NFNETLINK_V0, 0, 0}, text...)}
@@ -86,9 +86,9 @@ func tableMessage(kind nfnl.HeaderType, name string) nfnl.Message {
 // batchGeneration is NFNL_BATCH_GENID of linux/netfilter/nfnetlink.h, Linux 4.10 and later.
 const batchGeneration = 1
 
-// inTransaction carries out all messages or none. Each of them must request an acknowledgement. If
-// the tables of the namespace have another generation, the kernel carries out none, and the error
-// is unix.ERESTART. A generation of 0 means any.
+// inTransaction sends messages of which the kernel carries out all or none. Each message must
+// request an acknowledgement. If the tables of the namespace have another generation, the kernel
+// carries out none, and the error is unix.ERESTART. A generation of 0 means any.
 func inTransaction(c *nfnl.Conn, generation uint32, messages ...nfnl.Message) error {
 	edge := func(kind nfnl.HeaderType) nfnl.Message {
 		return nfnl.Message{Header: nfnl.Header{Type: kind, Flags: nfnl.Request}, Data: []byte{0, unix.NFNETLINK_V0, 0, unix.NFNL_SUBSYS_NFTABLES}}
@@ -111,7 +111,7 @@ func inTransaction(c *nfnl.Conn, generation uint32, messages ...nfnl.Message) er
 	return nil
 }
 
-// tableHolder returns the port of the socket that owns a table, 0 if it has no owner.
+// tableHolder returns the port of the socket that owns a table, or 0 if the table has no owner.
 func tableHolder(c *nfnl.Conn, name string) (port uint32, err error) {
 	ask := tableMessage(unix.NFT_MSG_GETTABLE, name)
 	ask.Header.Flags = nfnl.Request
@@ -136,9 +136,10 @@ func tableHolder(c *nfnl.Conn, name string) (port uint32, err error) {
 	return port, nil
 }
 
-// lockAddress is the lock for kernels without such tables: an abstract Unix address. Any user can
-// take that, so only a holder that is root or the same user counts. With another holder, this
-// process continues without a lock: that does harm only if there are two instances.
+// lockAddress is the lock for kernels without tables that have an owner: an abstract Unix address.
+// Any user can bind that address, so only a holder that is root or the same user counts. If another
+// user holds it, this process continues without a lock. That does harm only if there are two
+// instances.
 func lockAddress(owner kernel.Owner, log *slog.Logger) (io.Closer, error) {
 	at := &net.UnixAddr{Name: "@" + owner.Lock, Net: "unix"}
 	l, err := net.ListenUnix("unix", at)

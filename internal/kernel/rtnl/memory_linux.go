@@ -17,32 +17,32 @@ import (
 )
 
 // rereadInterval is the maximum time between two complete reads of the kernel's objects, which
-// repair the effect of lost events. Each interval is random, at least half of the maximum, so that
-// nodes do not read at the same time. Only tests change it.
+// repair the effect of lost events. Each interval is random and at least half of the maximum, so
+// that nodes do not read at the same time. Only tests change it.
 var rereadInterval = 10 * time.Minute
 
-// memory is a copy of the kernel's objects: the last read, plus our changes since. Every event
-// names its sender, so a foreign change makes the copy stale. With thousands of routes, a copy
-// costs a node less than reading them at every event.
+// memory is a copy of the kernel's objects: the result of the last read, and our changes since.
+// Every event names the program that caused it, so a foreign change marks the copy as stale. With
+// thousands of routes, a copy costs less than reading the routes at every event.
 type memory struct {
 	state *kernel.State // nil: unknown; only Apply uses it
 	until time.Time     // time of the next complete read
 
-	following atomic.Bool // Events reads events
-	stale     atomic.Bool // somebody else has changed our objects
-	filter    atomic.Bool // somebody else has changed our nftables tables, or a chain for forwarded packets
+	following atomic.Bool // Events is reading events
+	stale     atomic.Bool // another program has changed our objects
+	filter    atomic.Bool // another program has changed our nftables tables, or a chain for forwarded packets
 	// chains has the names of the nftables chains for forwarded packets, each with a trailing zero.
 	chains atomic.Pointer[[][]byte]
 
 	mu      sync.Mutex
-	written [2]map[neighbor]neighborValue // neighbours that we have written, by namespace
+	written [2]map[neighbor]neighborValue // values of neighbours that we have written, by namespace
 	commits []commit                      // our last nftables transactions
 	ports   [2][]uint32                   // ports of our netlink sockets, by namespace
-	devices [2]map[int]bool               // indices of relevant devices, by namespace; true: routes and addresses on them are ours
+	devices [2]map[int]bool               // indices of relevant devices, by namespace; true: routes and addresses on the device are ours
 }
 
-// newHandle opens the socket for changes of a namespace, and records its port, which the events of
-// our own changes carry (rtnl_notify, net/core/rtnetlink.c).
+// newHandle opens the socket for changes in a namespace, and records its port. Events of our own
+// changes carry that port (rtnl_notify, net/core/rtnetlink.c).
 func (k *Kernel) newHandle(in kernel.Namespace) (err error) {
 	before := netlinkPorts()
 	k.handles[in], err = netlink.NewHandle(unix.NETLINK_ROUTE)
@@ -71,11 +71,12 @@ func netlinkPorts() map[int]uint32 {
 	return all
 }
 
-// remembered returns the objects of the owner, from memory if nobody else has changed them since.
+// remembered returns the objects of the owner. It uses the copy in memory if no other program has
+// changed the objects.
 func (k *Kernel) remembered(want kernel.State) (kernel.State, error) {
 	m := &k.memory
 	if m.state == nil || !m.following.Load() || m.stale.Load() || time.Now().After(m.until) || !k.hasLinks(want) {
-		m.stale.Store(false) // before the read, so that concurrent changes cause another one
+		m.stale.Store(false) // before the read, so that a concurrent change causes another read
 		m.filter.Store(false)
 		m.until = time.Now().Add(rereadInterval/2 + rand.N(rereadInterval/2))
 		m.state = nil // an error leaves the state unknown
@@ -106,8 +107,8 @@ func (k *Kernel) hasLinks(want kernel.State) bool {
 	})
 }
 
-// concerned records devices of a namespace whose events are relevant. ours means that the objects
-// on them are the owner's.
+// concerned records devices whose events are relevant. ours is true if the objects on the devices
+// are the owner's.
 func (m *memory) concerned(in kernel.Namespace, ours bool, indices ...int) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -119,8 +120,8 @@ func (m *memory) concerned(in kernel.Namespace, ours bool, indices ...int) {
 	}
 }
 
-// device reports whether events of a device are relevant, and whether the objects on it are the
-// owner's.
+// device reports whether events of a device are relevant, and whether the objects on the device are
+// the owner's.
 func (m *memory) device(in kernel.Namespace, index int) (concerns, ours bool) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -144,11 +145,12 @@ type neighborValue struct {
 
 // write records the value that we are about to give to a neighbour. Events about removals, and all
 // events of forwarding databases, do not carry our port (neigh_cleanup_and_release,
-// vxlan_fdb_notify), so we recognise ours by the value. A later foreign change has another value.
+// vxlan_fdb_notify). We recognise events of our own changes by the value instead. A later foreign
+// change has another value.
 func (m *memory) write(in kernel.Namespace, n neighbor, value neighborValue) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	if m.written[in] == nil || len(m.written[in]) > 1<<16 { // forgotten entries are read again
+	if m.written[in] == nil || len(m.written[in]) > 1<<16 { // dropped entries only cause another read
 		m.written[in] = make(map[neighbor]neighborValue)
 	}
 	m.written[in][n] = value
@@ -169,7 +171,7 @@ type commit struct {
 }
 
 // commit records that we are about to create generation before+1; before is 0 if it is unknown. The
-// caller has to check afterwards whether the generation is really ours.
+// caller has to check afterwards whether that generation is really ours.
 func (m *memory) commit(before uint32) {
 	m.mu.Lock()
 	defer m.mu.Unlock()

@@ -8,8 +8,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// NewNamespace makes a network namespace without a name. It exists while the file or something in
-// it is open.
+// NewNamespace makes a network namespace without a name. It exists as long as the file, or an
+// object in the namespace, is open.
 func NewNamespace() (*os.File, error) {
 	var f *os.File
 	err := onDyingThread(func() (err error) {
@@ -34,17 +34,17 @@ func Do(namespace *os.File, fn func() error) error {
 }
 
 // onDyingThread runs fn on its own OS thread, which ends with fn, so that no other goroutine can
-// run in a foreign namespace. It never uses the main thread, which cannot end, and whose namespace
-// /proc/PID/ns/net shows for the whole process.
+// run in a foreign namespace. It never uses the main thread: that thread cannot end, and
+// /proc/PID/ns/net shows its namespace for the whole process.
 func onDyingThread(fn func() error) error {
 	done := make(chan error, 1)
 	go func() {
-		runtime.LockOSThread() // and never unlock: the thread ends with the goroutine
+		runtime.LockOSThread() // never unlocked: the thread ends with the goroutine
 		if unix.Gettid() != unix.Getpid() {
 			done <- fn()
 			return
 		}
-		// While this goroutine holds the main thread, the next one cannot get it.
+		// While this goroutine occupies the main thread, the next one gets another thread.
 		err := onDyingThread(fn)
 		runtime.UnlockOSThread()
 		done <- err

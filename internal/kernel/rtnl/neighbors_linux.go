@@ -10,7 +10,7 @@ import (
 // NeighborStats are counters of the kernel's ARP table, which all network namespaces of the machine
 // share.
 type NeighborStats struct {
-	Unanswered uint64 // addresses for which nobody answered ARP; packets that waited for them were dropped
+	Unanswered uint64 // addresses that did not answer ARP; packets that waited for them were dropped
 	NoRoom     uint64 // packets that were dropped because too many waited for the same address
 	TableFull  uint64 // packets that were dropped because the table was full
 }

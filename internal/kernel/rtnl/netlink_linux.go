@@ -16,7 +16,7 @@ import (
 	"github.com/isthmus-net/isthmus/internal/kernel"
 )
 
-// have reads the owner's objects. want only determines which values of /proc/sys to read, and which
+// have reads the owner's objects. want determines only which values of /proc/sys to read, and which
 // devices besides the owner's.
 func (k *Kernel) have(want kernel.State) (kernel.State, error) {
 	places := slices.Clone(k.owner.Devices)
@@ -59,7 +59,7 @@ func (k *Kernel) have(want kernel.State) (kernel.State, error) {
 		s.Filters, s.SourceNAT, s.Bridges = have.filters, have.sourceNAT, have.bridges
 	}
 	if k.owner.NAT {
-		k.lookForward() // a table that disappears with its process changes no generation, and causes no event
+		k.lookForward() // a table that disappears with its process changes no generation and causes no event
 		k.lookLegacy()
 	}
 	return s, errors.Join(errs...)
@@ -70,7 +70,7 @@ func device(p kernel.Place, l netlink.Link, found map[kernel.Place]netlink.Link)
 	d := kernel.Device{In: p.In, Name: p.Name}
 	switch l := l.(type) {
 	case *netlink.Vxlan:
-		if l.VtepDevIndex == 0 && l.Group == nil && !l.FlowBased { // otherwise it has a default destination
+		if l.VtepDevIndex == 0 && l.Group == nil && !l.FlowBased { // otherwise the device has a default destination
 			local, _ := netip.AddrFromSlice(l.SrcAddr)
 			d.VXLAN = kernel.VXLAN{ID: uint32(l.VxlanId), Port: uint16(l.Port), Local: local.Unmap(), Learning: l.Learning, UDPChecksum: l.UDPCSum}
 		}
@@ -85,7 +85,7 @@ func device(p kernel.Place, l netlink.Link, found map[kernel.Place]netlink.Link)
 	return d, true
 }
 
-// haveOn reads a link and the objects on it.
+// haveOn reads a link and the objects on it, and adds them to s.
 func (k *Kernel) haveOn(s *kernel.State, p kernel.Place, l netlink.Link) error {
 	a, h := l.Attrs(), k.handles[p.In]
 	s.Links = append(s.Links, kernel.Link{In: p.In, Name: p.Name, MAC: macOf(a.HardwareAddr), MTU: a.MTU, Up: a.Flags&net.FlagUp != 0})
@@ -122,7 +122,7 @@ func (k *Kernel) haveOn(s *kernel.State, p kernel.Place, l netlink.Link) error {
 }
 
 // routeTypes maps our route types to the kernel's numbers. A route of ours with another type was
-// changed by somebody else; it reads as a route without a device.
+// changed by another program. It is read as a route without a device.
 var routeTypes = map[kernel.RouteType]int{kernel.Unicast: unix.RTN_UNICAST, kernel.Unreachable: unix.RTN_UNREACHABLE, kernel.Throw: unix.RTN_THROW}
 
 func (k *Kernel) haveRoutes(s *kernel.State, in kernel.Namespace) error {
@@ -136,7 +136,8 @@ func (k *Kernel) haveRoutes(s *kernel.State, in kernel.Namespace) error {
 	}
 	ours := &netlink.Route{Table: unix.RT_TABLE_UNSPEC, Protocol: netlink.RouteProtocol(k.owner.Protocol)}
 	for _, family := range []int{netlink.FAMILY_V4, netlink.FAMILY_V6} {
-		// One by one, because with a thousand peers a list would be a MiB of garbage.
+		// Routes are read one by one, because a list for a thousand peers would be a MiB of
+		// garbage.
 		err := k.handles[in].RouteListFilteredIter(family, ours, netlink.RT_FILTER_TABLE|netlink.RT_FILTER_PROTOCOL, func(r netlink.Route) bool {
 			if int(r.Protocol) != k.owner.Protocol || !slices.Contains(k.owner.Tables[in], r.Table) {
 				return true
@@ -212,8 +213,8 @@ func withoutFamily(family int, err error) bool {
 	return family == netlink.FAMILY_V6 && (errors.Is(err, unix.EOPNOTSUPP) || errors.Is(err, unix.EAFNOSUPPORT))
 }
 
-// change carries out one operation. It succeeds if an added object exists already or a removed one
-// is gone.
+// change executes one operation. It also succeeds if an object to be added exists already, or an
+// object to be removed does not exist.
 func (k *Kernel) change(o kernel.Op) (err error) {
 	if o.Remove {
 		defer func() { err = ignore(err, unix.ESRCH, unix.ENOENT, unix.ENODEV, unix.EADDRNOTAVAIL) }()
@@ -245,7 +246,7 @@ func (k *Kernel) change(o kernel.Op) (err error) {
 		}
 		a.Flags = unix.IFA_F_NOPREFIXROUTE
 		if v.Prefix.Addr().Is6() {
-			a.Flags |= unix.IFA_F_NODAD // our links have no other hosts, and a tentative address cannot be a source
+			a.Flags |= unix.IFA_F_NODAD // our links have no other hosts, and an address cannot be a source until duplicate address detection ends
 		}
 		return k.handles[v.In].AddrReplace(l, a)
 	case kernel.FDBEntry:
@@ -291,8 +292,8 @@ func (k *Kernel) changeDevice(remove bool, v kernel.Device) error {
 	return k.do(v.In, func() error { return addVXLAN(v) })
 }
 
-// addVXLAN makes a VXLAN device in the namespace of the thread. Package netlink (v1.3.1) cannot
-// switch off the outer checksum, which the kernel otherwise computes.
+// addVXLAN makes a VXLAN device in the namespace of the calling thread. Package netlink (v1.3.1)
+// cannot switch off the outer checksum, which the kernel computes by default.
 func addVXLAN(v kernel.Device) error {
 	bit := func(on bool) []byte {
 		if on {
@@ -331,8 +332,8 @@ func (k *Kernel) changeLink(v kernel.Link) error {
 	return errors.Join(err, h.LinkSetMTU(l, v.MTU), h.LinkSetUp(l))
 }
 
-// neighborOf returns the identity and the value of an entry. In a forwarding database, addr is
-// where the entry leads to.
+// neighborOf returns the identity and the value of an entry. For an entry of a forwarding database,
+// addr is the destination.
 func neighborOf(index, family int, mac kernel.MAC, addr netip.Addr) (neighbor, neighborValue) {
 	if family == unix.AF_BRIDGE {
 		return neighbor{index: index, mac: mac}, neighborValue{there: true, mac: mac, dst: addr}
@@ -358,7 +359,7 @@ func (k *Kernel) changeNeigh(remove bool, in kernel.Namespace, dev string, n *ne
 func (k *Kernel) changeRoute(remove bool, v kernel.Route) error {
 	r := &netlink.Route{Dst: ipNet(v.Prefix), Table: v.Table, Priority: v.Metric, Protocol: netlink.RouteProtocol(v.Protocol),
 		Type: routeTypes[v.Type], Family: nl.GetIPFamily(v.Prefix.Addr().AsSlice()), Src: v.Src.AsSlice()}
-	if remove { // whatever its next hop is
+	if remove { // regardless of its next hop
 		r.Scope = netlink.SCOPE_NOWHERE
 		if v.Type == kernel.Unicast && v.Dev == "" {
 			r.Type = 0 // any type; see routeTypes
@@ -407,7 +408,7 @@ func (k *Kernel) dev(in kernel.Namespace, name string) (int, error) {
 	return k.index[p], nil
 }
 
-// ignore returns nil for errors that count as success.
+// ignore returns nil if err is one of the errors that count as success.
 func ignore(err error, successes ...error) error {
 	if slices.ContainsFunc(successes, func(success error) bool { return errors.Is(err, success) }) {
 		return nil

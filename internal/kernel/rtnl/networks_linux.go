@@ -15,9 +15,9 @@ import (
 )
 
 // Networks returns the networks that the process's network namespace reaches without us: all its
-// addresses, and the destinations of all routes in the main table, whatever their type. Networks
-// may occur several times and inside each other. It has its own socket, and may be called
-// concurrently with anything.
+// addresses, and the destinations of all routes in the main table, of any type. Networks may occur
+// several times and inside each other. Networks has its own socket, and may be called concurrently
+// with anything.
 func Networks() (all []netip.Prefix, err error) {
 	h, err := netlink.NewHandle(unix.NETLINK_ROUTE)
 	if err != nil {
@@ -61,8 +61,8 @@ func Networks() (all []netip.Prefix, err error) {
 	return all, nil
 }
 
-// Addresses returns the IPv4 addresses of the process's network namespace, without those of our
-// devices. Like Networks, it may be called concurrently with anything.
+// Addresses returns the IPv4 addresses of the process's network namespace, except the addresses of
+// our devices. Like Networks, it may be called concurrently with anything.
 func Addresses() (all []netip.Addr, err error) {
 	h, err := netlink.NewHandle(unix.NETLINK_ROUTE)
 	if err != nil {
@@ -82,8 +82,8 @@ func Addresses() (all []netip.Addr, err error) {
 }
 
 // routed returns the foreign destinations in one of the kernel's tables. It leaves out broadcast
-// routes. Besides the node's addresses, the local table has networks all of whose addresses are the
-// node's.
+// routes. In the local table, these are the node's addresses, and networks in which every address
+// is the node's.
 func routed(h *netlink.Handle, family, table int, ours map[int]bool) (all []netip.Prefix, err error) {
 	err = h.RouteListFilteredIter(family, &netlink.Route{Table: table}, netlink.RT_FILTER_TABLE, func(r netlink.Route) bool {
 		own := r.Protocol == kernel.GatewayProtocol || r.Protocol == kernel.NodeProtocol || ours[r.LinkIndex]
@@ -95,10 +95,10 @@ func routed(h *netlink.Handle, family, table int, ours map[int]bool) (all []neti
 	return all, err
 }
 
-// Routes returns the foreign routes of the main table that lead to an IPv4 network through exactly
-// one other host: the network and the next hop. Of several routes to a network, only that with the
-// lowest metric counts, because the kernel uses it. Routes for a single type of service do not
-// count. Like Networks, it may be called concurrently with anything.
+// Routes returns the foreign IPv4 routes of the main table that lead through exactly one other
+// host: the network and the next hop. Of several routes to a network, it returns the one with the
+// lowest metric, because the kernel uses that route. Routes for a single type of service are left
+// out. Like Networks, it may be called concurrently with anything.
 func Routes() ([]kernel.Route, error) {
 	h, err := netlink.NewHandle(unix.NETLINK_ROUTE)
 	if err != nil {
@@ -131,7 +131,7 @@ func Routes() ([]kernel.Route, error) {
 }
 
 // untilWhole calls list until the kernel reports that nothing changed during the dump. After five
-// interrupted dumps it returns everything that any of them found.
+// interrupted dumps it returns the union of their results.
 func untilWhole[T any](list func() ([]T, error)) (all []T, err error) {
 	for range 5 {
 		found, err := list()
@@ -147,7 +147,7 @@ func untilWhole[T any](list func() ([]T, error)) (all []T, err error) {
 
 // WatchNetworks calls notify whenever the result of Networks may have changed, until ctx ends.
 func (k *Kernel) WatchNetworks(ctx context.Context, notify func()) error {
-	f, err := subscribe(unix.NETLINK_ROUTE, unix.RTNLGRP_LINK, // routes that disappear with a link cause no message
+	f, err := subscribe(unix.NETLINK_ROUTE, unix.RTNLGRP_LINK, // the link group, too: routes that disappear with a link cause no message
 		unix.RTNLGRP_IPV4_IFADDR, unix.RTNLGRP_IPV6_IFADDR, unix.RTNLGRP_IPV4_ROUTE, unix.RTNLGRP_IPV6_ROUTE)
 	if err != nil {
 		return fmt.Errorf("netlink events of networks: %w", err)
@@ -156,7 +156,7 @@ func (k *Kernel) WatchNetworks(ctx context.Context, notify func()) error {
 	return nil
 }
 
-// reachesOthers reports whether an event may concern more than our own routes, of which there are
+// reachesOthers reports whether events may concern routes other than our own, of which there are
 // thousands.
 func reachesOthers(b []byte) bool {
 	messages, err := syscall.ParseNetlinkMessage(b)
@@ -166,8 +166,8 @@ func reachesOthers(b []byte) bool {
 	})
 }
 
-// Counters returns the index of a device, and how many packets it has received and sent since it
-// was made.
+// Counters returns the index of a device, and how many packets the device has received and sent
+// since it was made.
 func Counters(device string) (index int, received, sent uint64, err error) {
 	link, err := netlink.LinkByName(device)
 	if err != nil {

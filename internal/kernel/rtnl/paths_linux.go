@@ -9,8 +9,8 @@ import (
 	"github.com/isthmus-net/isthmus/internal/kernel"
 )
 
-// MTUTo returns the MTU of the path to addr: that of the route, which is set or learned from a
-// router, else that of the link. links caches the MTUs of links by index.
+// MTUTo returns the MTU of the path to addr. It is the MTU of the route, configured or learned from
+// a router, or else the MTU of the link. links caches the MTUs of links by index.
 func (k *Kernel) MTUTo(addr netip.Addr, links map[int]int) (int, error) {
 	route, err := k.routeTo(addr)
 	if err != nil {
@@ -45,8 +45,8 @@ func (k *Kernel) DeviceTo(addr netip.Addr, names map[int]string) (string, error)
 	return names[route.LinkIndex], nil
 }
 
-// KindTo returns the name and the kind of the device that leads to addr. Kinds are those of ip(8);
-// empty for hardware.
+// KindTo returns the name and the kind of the device that leads to addr. Kinds are those of ip(8).
+// The kind of a hardware device is empty.
 func (k *Kernel) KindTo(addr netip.Addr) (name, kind string, err error) {
 	route, err := k.routeTo(addr)
 	if err != nil {
@@ -59,9 +59,9 @@ func (k *Kernel) KindTo(addr netip.Addr) (name, kind string, err error) {
 	return l.Attrs().Name, l.Type(), nil
 }
 
-// Uplinks returns the ports of a bridge that lead to other nodes rather than to pods, as far as
-// their kind shows: tunnels, hardware, and veth devices whose other end is not in another network
-// namespace.
+// Uplinks returns the ports of a bridge that lead to other nodes rather than to pods. It decides by
+// the kind of the port: tunnels, hardware, and veth devices whose other end is not in another
+// network namespace.
 func (k *Kernel) Uplinks(bridge string) (all []string, err error) {
 	h := k.handles[kernel.Host]
 	l, err := h.LinkByName(bridge)
@@ -81,7 +81,7 @@ func (k *Kernel) Uplinks(bridge string) (all []string, err error) {
 		case "vxlan", "geneve", "gretap", "ip6gretap", "device", "vlan", "bond", "openvswitch":
 		case "veth":
 			if a.NetNsID >= 0 {
-				continue // leads to a pod
+				continue // the port leads to a pod
 			}
 		default:
 			continue
@@ -103,7 +103,7 @@ func (k *Kernel) routeTo(addr netip.Addr) (r netlink.Route, err error) {
 	return routes[0], nil
 }
 
-// DeviceOf returns the name and the MTU of the device with that address.
+// DeviceOf returns the name and the MTU of the device with an address.
 func (k *Kernel) DeviceOf(addr netip.Addr) (string, int, error) {
 	addrs, err := k.handles[kernel.Host].AddrList(nil, netlink.FAMILY_V4)
 	if err != nil {

@@ -13,7 +13,7 @@ import (
 )
 
 // exprsOf returns the expressions of a rule in a table of a family. TestFilterMatchesItsText
-// compares them with those that nft(8) makes of the rule's text.
+// compares them with the expressions that nft(8) makes from the rule's text.
 func exprsOf(family nftables.TableFamily, rule kernel.FilterRule) []expr.Any {
 	c := compiler{family: family}
 	for _, term := range rule {
@@ -22,8 +22,8 @@ func exprsOf(family nftables.TableFamily, rule kernel.FilterRule) []expr.Any {
 	return c.exprs
 }
 
-// A compiler makes the expressions of one rule. In families with both IP versions, it matches the
-// version before the first match of an IP header, as nft(8) does.
+// A compiler makes the expressions of one rule. In families with both IP versions, it adds a match
+// of the version before the first match of an IP header, as nft(8) does.
 type compiler struct {
 	family  nftables.TableFamily
 	version byte // NFPROTO of the matched version; 0: none yet
@@ -114,7 +114,8 @@ func (c *compiler) load(field kernel.Field) {
 	}
 }
 
-// ip matches a version of IP, if the family has both and the rule has not matched it yet.
+// ip adds a match of an IP version, if the family has both versions and the rule does not match the
+// version yet.
 func (c *compiler) ip(version byte) {
 	if c.version == version {
 		return
@@ -155,7 +156,7 @@ func sourceNAT() expr.Any {
 	return &expr.NAT{Type: expr.NATTypeSourceNAT, Family: unix.NFPROTO_IPV4, RegAddrMin: 1}
 }
 
-// connection matches a connection with at least one of the bits.
+// connection returns a match of connections that have at least one of the bits.
 func connection(key expr.CtKey, bits uint32) []expr.Any {
 	return []expr.Any{&expr.Ct{Key: key, Register: 1}, masked(binaryutil.NativeEndian.PutUint32(bits)), isNot(make([]byte, 4))}
 }
