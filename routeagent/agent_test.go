@@ -32,14 +32,14 @@ import (
 	"github.com/isthmus-net/isthmus/internal/source/kube"
 )
 
-// The tests run agents as processes of their own, because an agent serves the namespace of its
-// process: this binary, called again with these set.
+// An agent serves the network namespace of its process. Therefore the tests run each agent in a
+// process of its own, which is this test binary with these environment variables.
 const (
 	childNode   = "ISTHMUS_TEST_AGENT_NODE"
-	childIntent = "ISTHMUS_TEST_AGENT_INTENT" // a file with a fabric.NodeIntent as JSON, or a kubeconfig; empty: clean up
+	childIntent = "ISTHMUS_TEST_AGENT_INTENT" // a file with a fabric.NodeIntent as JSON, or a kubeconfig; empty: run Cleanup
 	childState  = "ISTHMUS_TEST_AGENT_STATE"  // directory of the snapshot
-	childTold   = "ISTHMUS_TEST_AGENT_TOLD"   // file for what the manager is told, if that has no API server
-	childProbe  = "ISTHMUS_TEST_AGENT_PROBE"  // look at the overlay, and often
+	childTold   = "ISTHMUS_TEST_AGENT_TOLD"   // file for the agent's reports, if there is no API server
+	childProbe  = "ISTHMUS_TEST_AGENT_PROBE"  // not empty: probe the overlay, with short intervals
 	statusAt    = "127.0.0.1:5875"
 	metricsAt   = "127.0.0.1:5874"
 )
@@ -51,13 +51,13 @@ func TestMain(m *testing.M) {
 	os.Exit(m.Run())
 }
 
-// child is an agent that also looks whether it left anything in its process.
+// child runs an agent, and then checks that it has left no goroutine running.
 func child(node, path string) int {
-	probeInterval, probeAgain = time.Hour, time.Hour // in most tests nobody is at the other end of the overlay
+	probeInterval, probeAgain = time.Hour, time.Hour // most tests have no gateway that answers
 	if os.Getenv(childProbe) != "" {
 		probeInterval, probeAgain = 100*time.Millisecond, 100*time.Millisecond
 	}
-	compareInterval = time.Hour // so that what an agent repairs it has heard of, however slow the machine is
+	compareInterval = time.Hour // so that every repair is caused by an event, even on a slow machine
 	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGTERM)
 	defer stop()
 	log := slog.New(slog.NewTextHandler(os.Stderr, &slog.HandlerOptions{Level: slog.LevelDebug}))
@@ -92,7 +92,7 @@ func child(node, path string) int {
 	stop()
 	if err == nil {
 		err = leaktest.Find(goleak.IgnoreAnyFunction("os/signal.loop"), goleak.IgnoreAnyFunction("os/signal.signal_recv"),
-			goleak.IgnoreAnyFunction("golang.org/x/net/http2.(*ClientConn).readLoop")) // idle; client-go keeps it for the next client
+			goleak.IgnoreAnyFunction("golang.org/x/net/http2.(*ClientConn).readLoop")) // an idle connection, which client-go keeps for the next client
 	}
 	if err != nil {
 		fmt.Fprintln(os.Stderr, "error:", err)
@@ -101,7 +101,7 @@ func child(node, path string) int {
 	return 0
 }
 
-// fileSource reads a file as often as it changes. One that is not there (yet) delivers nothing.
+// fileSource reads a file whenever it changes. A missing file delivers nothing.
 func fileSource(path string) Source {
 	return func(ctx context.Context, deliver func(fabric.NodeIntent, []fabric.Problem)) error {
 		var last []byte
@@ -123,8 +123,8 @@ func fileSource(path string) Source {
 	}
 }
 
-// Remote networks as cluster a sees them, and addresses in them; the PodCIDR of a has another
-// length than both.
+// Networks and addresses as cluster a sees them. The PodCIDR of a has another length than the
+// remote networks.
 var (
 	localPods      = netip.MustParsePrefix("10.64.0.0/14")
 	remotePods     = netip.MustParsePrefix("10.246.0.0/16")
@@ -133,15 +133,15 @@ var (
 	remoteEndpoint = netip.MustParseAddr("10.250.17.1")
 )
 
-// cluster is a lab of one cluster with strict reverse path filtering. A stand-in for gateway and
-// remote cluster is on node 1: its way into the gateway is the rule and table that a gateway makes,
-// to a host that has remote addresses.
+// cluster is a lab with one cluster and strict reverse path filtering. Node 1 has a stand-in for
+// the gateway and the remote cluster: the rule and the table of a gateway send packets to a host
+// that has remote addresses.
 type cluster struct {
 	*lab.Cluster
 	t      testing.TB
 	ctx    context.Context
 	intent string // file
-	state  string // directory; the agents of the nodes have one each in it
+	state  string // directory with a subdirectory for each node's agent
 	in     fabric.NodeIntent
 	agents map[*lab.Node]*agentProcess
 }
@@ -195,7 +195,8 @@ func newCluster(t testing.TB, nodes int) *cluster {
 	return c
 }
 
-// allocate has the NetworkAllocations of an intent name these networks, and free the others that they named.
+// allocate makes the NetworkAllocations of an intent name these networks, and free the networks
+// that they named before.
 func allocate(in *fabric.NodeIntent, networks ...netip.Prefix) {
 	was := in.Named
 	in.Revision++
@@ -213,11 +214,11 @@ func allocate(in *fabric.NodeIntent, networks ...netip.Prefix) {
 	in.Freed = fabric.Latest(in.Freed)
 }
 
-// hopStandIn is the node's own address on the device to the stand-in.
+// hopStandIn is the node's address on the device that leads to the stand-in.
 const hopStandIn = "169.254.77.1"
 
-// standIn makes what a gateway makes on its node, with a host behind the device that answers for
-// remote addresses.
+// standIn adds the rule and the routes of a gateway to a node, and a device to the host far, which
+// answers for remote addresses.
 func (c *cluster) standIn(n *lab.Node, far *lab.Host) {
 	const dev, addr = kernel.VethHost, "169.254.77.2"
 	c.run(n.Host, "ip link add %s type veth peer name standin netns %s", dev, far.Netns())
@@ -236,10 +237,10 @@ func (c *cluster) standIn(n *lab.Node, far *lab.Host) {
 	}
 }
 
-// pod is the first pod of node i, counted from 0.
+// pod returns the first pod of node i, counted from 0.
 func (c *cluster) pod(i int) *lab.Pod { return c.Pods[2*i] }
 
-// want writes the intent for all agents, at once.
+// want writes the intent for all agents in one step.
 func (c *cluster) want() {
 	c.t.Helper()
 	b, err := json.Marshal(c.in)
@@ -289,12 +290,12 @@ func (s *syncBuffer) String() string {
 	return s.b.String()
 }
 
-// start starts an agent on the node and waits until everything is as it should be.
+// start starts an agent on each of the nodes and waits until it is ready.
 func (c *cluster) start(nodes ...*lab.Node) {
 	c.t.Helper()
 	for _, n := range nodes {
 		a := c.launch(n)
-		c.eventually(n, func() error { // each request has a limit of its own: one that hangs is made again
+		c.eventually(n, func() error { // each request has its own limit, so that one that hangs is repeated
 			ctx, cancel := context.WithTimeout(c.ctx, 5*time.Second)
 			defer cancel()
 			_, err := n.Get(ctx, "http://"+metricsAt+"/readyz")
@@ -323,7 +324,7 @@ func (c *cluster) launch(n *lab.Node, wrapper ...string) *agentProcess {
 	return a
 }
 
-// cleanup runs what takes everything away.
+// cleanup runs Cleanup on the node.
 func (c *cluster) cleanup(n *lab.Node) {
 	c.t.Helper()
 	intent := c.intent
@@ -341,7 +342,8 @@ func (a *agentProcess) end(sig syscall.Signal) error {
 	return a.err
 }
 
-// freeze returns when the process has stopped, which on a busy machine is not at once.
+// freeze stops a process. It returns when the process has stopped, which may take some time on a
+// busy machine.
 func (c *cluster) freeze(a *agentProcess) {
 	c.t.Helper()
 	_ = a.cmd.Process.Signal(unix.SIGSTOP)
@@ -370,8 +372,8 @@ func (c *cluster) ping(from *lab.Host, to netip.Addr) {
 	c.eventually(from, func() error { _, err := from.Ping(c.ctx, to); return err })
 }
 
-// snapshot is what iproute2 says about everything in the namespace that an agent could touch, less
-// what changes by itself.
+// snapshot returns the output of iproute2 about everything in the namespace that an agent could
+// change, without the parts that change by themselves.
 func (c *cluster) snapshot(n *lab.Node) string {
 	var b strings.Builder
 	for _, command := range []string{"ip rule show", "ip route show table all", "ip -o -d link show type vxlan", "ip -o addr show",
@@ -379,18 +381,18 @@ func (c *cluster) snapshot(n *lab.Node) string {
 		f := strings.Fields(command)
 		out, err := n.Command(c.ctx, f[0], f[1:]...).CombinedOutput()
 		if err != nil {
-			out = []byte("none\n") // the device is away
+			out = []byte("none\n") // the device does not exist
 		}
 		var lines []string
 		for line := range strings.Lines(string(out)) {
 			if strings.Contains(line, ": "+kernel.OverlayDevice) {
-				_, line, _ = strings.Cut(line, ": ") // its index
+				_, line, _ = strings.Cut(line, ": ") // without the index of the device
 			}
-			if !strings.Contains(line, "fe80::") && !strings.Contains(line, "ff00::") { // after duplicate address detection
+			if !strings.Contains(line, "fe80::") && !strings.Contains(line, "ff00::") { // these appear when duplicate address detection ends
 				lines = append(lines, line)
 			}
 		}
-		slices.Sort(lines) // the kernel lists rules of one priority as they came
+		slices.Sort(lines) // the kernel lists rules of the same priority in the order of their addition
 		b.WriteString(strings.Join(lines, ""))
 	}
 	return b.String()
@@ -414,7 +416,7 @@ func TestPodsAndRemotePodsReachEachOtherOnlyThroughTheOverlay(t *testing.T) {
 		c.ping(p.Host, remoteEndpoint)
 	}
 	seen := c.remoteSees(c.Nodes[1].Host)
-	if want := c.Nodes[1].Addr; seen != want { // also of a wildcard socket
+	if want := c.Nodes[1].Addr; seen != want { // the source address of node 2, also with a wildcard socket
 		t.Errorf("node 2 comes as %v, want %v", seen, want)
 	}
 	for _, p := range c.Pods {
@@ -422,7 +424,8 @@ func TestPodsAndRemotePodsReachEachOtherOnlyThroughTheOverlay(t *testing.T) {
 			t.Errorf("pod %v comes as %v", p.Addr, got)
 		}
 		c.transfer(p.Host)
-		// Ping from a remote address: the host has it on lo, and its default route leads to node 1.
+		// Ping from a remote address. The host has the address on lo, and its default route leads
+		// to node 1.
 		c.run(c.OnPrem.Host, "ip route replace %v via %s src %v", p.Addr, hopStandIn, remotePod)
 		c.ping(c.OnPrem.Host, p.Addr)
 	}
@@ -440,7 +443,7 @@ func TestPodsAndRemotePodsReachEachOtherOnlyThroughTheOverlay(t *testing.T) {
 	}
 }
 
-// remoteSees returns the source address that a connection from the host has at the remote pod.
+// remoteSees returns the source address of a connection from the host, as seen by the remote pod.
 func (c *cluster) remoteSees(from *lab.Host) netip.Addr {
 	c.t.Helper()
 	l, err := c.OnPrem.Listen("tcp", netip.AddrPortFrom(remotePod, 0).String())
@@ -464,8 +467,8 @@ func (c *cluster) remoteSees(from *lab.Host) netip.Addr {
 	return netip.MustParseAddrPort(other.RemoteAddr().String()).Addr()
 }
 
-// transfer sends more than fits one packet to the remote pod and back, so that the overlay's
-// smaller MTU and the kernel's offloads have their say.
+// transfer sends more data than fits in one packet to the remote pod and back, to cover the
+// overlay's smaller MTU and the kernel's offloads.
 func (c *cluster) transfer(from *lab.Host) {
 	c.t.Helper()
 	l, err := c.OnPrem.Listen("tcp", netip.AddrPortFrom(remotePod, 0).String())
@@ -540,8 +543,8 @@ func TestEventsRestoreDeletedAndChangedObjects(t *testing.T) {
 	} {
 		n := c.Nodes[tc.node]
 		before := c.snapshot(n)
-		time.Sleep(2 * compareGap) // the agent has seen the events of its own repair: the next one is found by its own
-		if len(tc.commands) > 1 {  // else the agent may be between them
+		time.Sleep(2 * compareGap) // wait until the agent has read the events of its own repair, so that only a new event can cause the next one
+		if len(tc.commands) > 1 {  // otherwise the agent could compare between two commands
 			c.freeze(c.agents[n])
 		}
 		for _, command := range tc.commands {
@@ -627,7 +630,7 @@ func TestAnAgentAfterAKilledOneChangesNothing(t *testing.T) {
 		}
 	}()
 	for _, n := range c.Nodes {
-		before := c.snapshot(n) + c.run(n.Host, "ip -o link show %s", kernel.OverlayDevice) // with its index
+		before := c.snapshot(n) + c.run(n.Host, "ip -o link show %s", kernel.OverlayDevice) // including the device's index
 		_ = c.agents[n].end(unix.SIGKILL)
 		time.Sleep(200 * time.Millisecond)
 		c.start(n)
@@ -645,7 +648,7 @@ func TestAnAgentAfterAKilledOneChangesNothing(t *testing.T) {
 		t.Errorf("%d of %d pings lost", lost, sent)
 	}
 
-	// What became wrong while no agent ran goes.
+	// The next agent removes objects that became obsolete while no agent ran.
 	n := c.Nodes[1]
 	_ = c.agents[n].end(unix.SIGKILL)
 	c.in.Tunnels = nil
@@ -657,8 +660,9 @@ func TestAnAgentAfterAKilledOneChangesNothing(t *testing.T) {
 	}
 }
 
-// A version of before had its rules at other priorities. What it led to the gateway goes on to be led there while the next agent
-// knows nothing but what to refuse, which took 1.4 s of an upgrade.
+// An older version had its rules at other priorities. After an upgrade, the new agent at first
+// knows only which networks to refuse. Until it has an intent, it must leave the older rules in
+// force.
 func TestAnAgentAfterAnOlderOneKeepsTrafficFlowing(t *testing.T) {
 	t.Parallel()
 	c := newCluster(t, 2)
@@ -674,7 +678,7 @@ func TestAnAgentAfterAnOlderOneKeepsTrafficFlowing(t *testing.T) {
 		t.Fatal(err)
 	}
 	c.agents[n] = c.launch(n)
-	c.eventually(n, func() error { _, err := n.Get(c.ctx, "http://"+metricsAt+"/healthz"); return err }) // it has looked at the kernel
+	c.eventually(n, func() error { _, err := n.Get(c.ctx, "http://"+metricsAt+"/healthz"); return err }) // it has read the kernel's state
 	if _, err := p.PingWith(c.ctx, remotePod, lab.PingOptions{Wait: 10 * time.Second}); err != nil {
 		t.Errorf("%v\n%s", err, c.snapshot(n))
 	}
@@ -688,8 +692,8 @@ func TestAnAgentAfterAnOlderOneKeepsTrafficFlowing(t *testing.T) {
 	c.ping(p.Host, remotePod)
 }
 
-// A gateway that was killed leaves routes that refuse traffic. When another node has the gateway,
-// they are not in the way.
+// A killed gateway leaves routes that refuse traffic. They must not interfere when another node has
+// the gateway.
 func TestEveryNodeFollowsAMovedGateway(t *testing.T) {
 	t.Parallel()
 	c := newCluster(t, 3)
@@ -697,7 +701,7 @@ func TestEveryNodeFollowsAMovedGateway(t *testing.T) {
 	n1, n2, n3 := c.Nodes[0], c.Nodes[1], c.Nodes[2]
 	c.ping(c.pod(2).Host, remotePod)
 
-	// Node 1 loses its gateway. Node 2 gets one: its second pod stands in for the remote cluster.
+	// Node 1 loses its gateway. Node 2 gets a stand-in, with its second pod as the remote cluster.
 	c.run(n1.Host, "ip route del %v table %d metric 0", remotePods, kernel.GatewayTable)
 	far := c.Pods[3]
 	c.standIn(n2, far.Host)
@@ -718,7 +722,8 @@ func TestEveryNodeFollowsAMovedGateway(t *testing.T) {
 		t.Errorf("%s:\n%s", n3, s)
 	}
 
-	// The peer goes, and then its networks: every node forgets it.
+	// The peer disappears, and then its networks are freed. Every node removes its routes and
+	// rules.
 	c.in.Tunnels = nil
 	c.want()
 	for _, n := range c.Nodes {
@@ -741,7 +746,8 @@ func TestEveryNodeFollowsAMovedGateway(t *testing.T) {
 	}
 }
 
-// An upgrade starts the new agent beside the old one. At no time is there none that sees changes.
+// During an upgrade the new agent starts while the old one still runs, so that an agent handles
+// events at any time.
 func TestAnAgentTakesOverFromTheRunningOne(t *testing.T) {
 	t.Parallel()
 	c := newCluster(t, 2)
@@ -758,7 +764,7 @@ func TestAnAgentTakesOverFromTheRunningOne(t *testing.T) {
 	}
 	intent := c.intent
 	c.intent += ".second"
-	second := c.launch(n) // nobody tells it anything yet
+	second := c.launch(n) // it has no intent yet
 	c.eventually(n, func() error {
 		if err := started(second); err == nil || !strings.Contains(err.Error(), "has not read its configuration yet") {
 			return fmt.Errorf("%w\n%s", errors.Join(err, errors.New("it is not to have started")), second.log)
@@ -777,7 +783,7 @@ func TestAnAgentTakesOverFromTheRunningOne(t *testing.T) {
 	nodes := c.in.Nodes
 	c.in.Nodes = nodes[:1]
 	c.want()
-	c.eventually(n, func() error { // it could do nothing, and says so before the first has to go
+	c.eventually(n, func() error { // it cannot take over, and reports that before the first agent is stopped
 		if err := started(second); err == nil || !strings.Contains(err.Error(), "does not find its Node") {
 			return errors.Join(err, errors.New("it is not to have started"))
 		}
@@ -838,7 +844,7 @@ func TestAnAgentReportsProblems(t *testing.T) {
 	}
 	status(`"ready": true`)
 
-	// Our Node goes from the cluster: said, but nothing is torn down.
+	// Our Node is deleted: the agent reports that, but removes nothing.
 	before := c.snapshot(n)
 	nodes := c.in.Nodes
 	c.in.Nodes = nodes[:1]
@@ -856,8 +862,8 @@ func TestAnAgentReportsProblems(t *testing.T) {
 	status(`"ready": false`, "no device here has 172.30.1.99")
 }
 
-// In an unprivileged container /proc/sys cannot be written. Strict filtering of all devices would
-// drop what comes out of the overlay, unless the overlay's own setting is looser.
+// In an unprivileged container /proc/sys is read-only. Strict filtering on all devices would drop
+// packets from the overlay, unless the overlay's own setting is less strict.
 func TestAnAgentNeedsNoWritableSysctls(t *testing.T) {
 	t.Parallel()
 	c := newCluster(t, 2)
@@ -881,8 +887,8 @@ func TestAnAgentNeedsNoWritableSysctls(t *testing.T) {
 	}
 }
 
-// What is new of peers is done at once, since their packets take other ways until then; the rest
-// waits for compareGap.
+// New networks and gateways of peers are applied at once, because packets for them take other paths
+// until then. Other changes wait for compareGap.
 func TestOnlyNewPeerNetworksAreUrgent(t *testing.T) {
 	a := &agent{wake: make(chan struct{}, 1), urgent: make(chan struct{}, 1)}
 	tunnel := fabric.Tunnel{Peer: fabric.Peer{ID: "b"}}
@@ -914,12 +920,13 @@ func TestOnlyNewPeerNetworksAreUrgent(t *testing.T) {
 	}
 }
 
-// What a peer sends to an endpoint that is mapped for it and lies behind another node than the gateway's goes there
-// through the overlay, as the answers do. By the underlay it would not pass the strict filter of that node.
+// Packets of a peer for a mapped endpoint behind another node than the gateway's go through the
+// overlay to that node, on the path of the answers. That node's strict filter would drop packets
+// that come through the underlay.
 func TestAnEndpointBehindAnotherNodeIsReachedInSpiteOfItsStrictFilter(t *testing.T) {
 	t.Parallel()
 	c := newCluster(t, 2)
-	node, endpoint := c.Nodes[1], c.Pods[3].Host // a pod that plays a machine on a network of node 2
+	node, endpoint := c.Nodes[1], c.Pods[3].Host // a pod plays a machine on a network behind node 2
 	const server, own = "198.18.7.10", "198.18.7.1"
 	c.run(node.Host, "ip link add lan7 type veth peer name lan7 netns %s", endpoint.Netns())
 	c.run(node.Host, "ip addr add %v/24 dev lan7", own)
@@ -938,17 +945,17 @@ func TestAnEndpointBehindAnotherNodeIsReachedInSpiteOfItsStrictFilter(t *testing
 			return nil
 		})
 	}
-	routed(true) // the agent reads routes of others after it is ready
+	routed(true) // the agent reads foreign routes after it is ready
 	captured := newCapture(t, c.Nodes[0])
 	c.ping(c.OnPrem.Host, netip.MustParseAddr(server))
 	captured.stop()
 	if n := captured.bare.Load(); n > 0 {
 		t.Errorf("%d packets with a remote address were outside VXLAN", n)
 	}
-	// Where the network is another node's later, it is found there.
+	// A route that disappears is removed from our table as well.
 	c.run(c.Nodes[0].Host, "ip route del 198.18.7.0/24")
 	routed(false)
-	// The kernel takes the route with the lower metric, which is by no node.
+	// The kernel uses the route with the lower metric. Its next hop is no node.
 	c.run(c.Nodes[0].Host, "ip route add 198.18.7.0/24 via %v metric 200", node.Addr)
 	routed(true)
 	c.run(c.Nodes[0].Host, "ip route add 198.18.7.0/24 via %v metric 100", c.OnPrem.Addr)

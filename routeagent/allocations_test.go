@@ -10,8 +10,8 @@ import (
 	"github.com/isthmus-net/isthmus/fabric"
 )
 
-// A network of a peer goes when nobody names it and somebody frees it with a higher revision than the last
-// that named it, and with nothing else.
+// A network of a peer is refused until no object names it and each object that named it has freed
+// it with a higher revision.
 func TestANetworkIsRefusedUntilItIsFreed(t *testing.T) {
 	a, b := netip.MustParsePrefix("10.246.0.0/16"), netip.MustParsePrefix("10.250.16.0/20")
 	type list = []fabric.Allocation
@@ -31,10 +31,10 @@ func TestANetworkIsRefusedUntilItIsFreed(t *testing.T) {
 	}
 	both := []netip.Prefix{a, b}
 	for name, tc := range map[string]struct {
-		left list // by an agent before
+		left list // networks that a previous agent refused
 		read []fabric.Allocations
 		want []netip.Prefix
-		told bool // that something is not named and not freed
+		told bool // a Problem reports that networks are neither named nor freed
 	}{
 		"freed":                                {read: []fabric.Allocations{says(of(7, both...), nil), says(of(7, a), of(8, b))}, want: both[:1]},
 		"freed, and named by another":          {read: []fabric.Allocations{says(of(7, both...), nil), says(slices.Concat(of(9, a), by("p", 9, b)), of(8, b))}, want: both},
@@ -64,7 +64,7 @@ func TestANetworkIsRefusedUntilItIsFreed(t *testing.T) {
 		var g allocations
 		g.hold(tc.left)
 		told := false
-		for range 2 { // reading the same again changes nothing
+		for range 2 { // reading the same objects again changes nothing
 			for i, r := range tc.read {
 				told = len(g.read(r)) > 0
 				if again := len(g.read(r)) > 0; again != told {
@@ -93,7 +93,8 @@ func TestASnapshotRoundTrips(t *testing.T) {
 	}
 }
 
-// Where the kernel does not say what it refuses, a comparison would take away what no object names.
+// If the refused networks cannot be read from the kernel, a comparison would remove those that no
+// object names.
 func TestAnAgentEndsIfItCannotReadTheFilter(t *testing.T) {
 	l, p := &loop{}, netip.MustParsePrefix("10.200.0.0/16")
 	if err := l.restore(func() ([]netip.Prefix, error) { return []netip.Prefix{p}, nil }); err != nil || !slices.Equal(l.allocations.known, unexplained([]netip.Prefix{p})) {
@@ -103,7 +104,7 @@ func TestAnAgentEndsIfItCannotReadTheFilter(t *testing.T) {
 		t.Error(err)
 	}
 	l.allocations = allocations{}
-	l.allocations.hold([]fabric.Allocation{{Object: "b", Network: p, Revision: 7}}) // by the snapshot
+	l.allocations.hold([]fabric.Allocation{{Object: "b", Network: p, Revision: 7}}) // as from the snapshot
 	if err := l.restore(func() ([]netip.Prefix, error) { return []netip.Prefix{p}, nil }); err != nil || len(l.allocations.known) != 1 {
 		t.Errorf("explained: %v, %v", l.allocations.known, err)
 	}

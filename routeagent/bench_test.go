@@ -18,8 +18,8 @@ import (
 	"github.com/isthmus-net/isthmus/internal/kernel/rtnl"
 )
 
-// BenchmarkChange is what an agent needs for a change, from the intent on and with the kernel's part, in CPU
-// time of the process. It is for a network namespace of its own:
+// BenchmarkChange measures the CPU time that the process and the kernel need for a change of the
+// intent. Run it in its own network namespace:
 //
 //	unshare -n go test ./routeagent -run '^$' -bench Change -benchtime 30x
 func BenchmarkChange(b *testing.B) {
@@ -86,7 +86,7 @@ func BenchmarkChange(b *testing.B) {
 					for _, f := range c.change {
 						compare(f)
 					}
-					time.Sleep(5 * time.Millisecond) // what events still cause
+					time.Sleep(5 * time.Millisecond) // time for the events of the previous change
 					spent += cputime.Used(b) - began
 				}
 				b.ReportMetric(spent.Seconds()*1000/float64(b.N), "cpu-ms/op")

@@ -14,8 +14,8 @@ import (
 	"github.com/isthmus-net/isthmus/internal/lab"
 )
 
-// capture counts packets with a remote address on a node's device to the underlay: outside VXLAN,
-// those of them to a remote address, and inside.
+// capture counts packets with a remote address on a node's underlay device: bare are those outside
+// VXLAN, leaving are those of them that go to a remote address, and inner are those inside VXLAN.
 type capture struct {
 	file                 *os.File
 	done                 chan struct{}
@@ -81,7 +81,7 @@ func (c *capture) count(frame []byte) {
 	if isRemote([4]byte(ip[16:20])) {
 		c.leaving.Add(1)
 	}
-	const udp, headers = 20, 20 + 8 + 8 // no IP options here
+	const udp, headers = 20, 20 + 8 + 8 // without IP options
 	if ip[9] == unix.IPPROTO_UDP && len(ip) > headers && binary.BigEndian.Uint16(ip[udp+2:]) == kernel.OverlayPort {
 		if inside, ok := ipv4(ip[headers:]); ok && remote(inside) {
 			c.inner.Add(1)

@@ -22,7 +22,7 @@ import (
 )
 
 // talk sends datagrams to the remote networks from a host until the returned function is called,
-// which says how many.
+// which returns the number of datagrams.
 func (c *cluster) talk(from *lab.Host) (stop func() int) {
 	c.t.Helper()
 	var conns []net.PacketConn
@@ -44,7 +44,7 @@ func (c *cluster) talk(from *lab.Host) (stop func() int) {
 				return
 			case <-tick.C:
 			}
-			for i, to := range []netip.Addr{remotePod, remoteEndpoint} { // an error is an answer that it was refused
+			for i, to := range []netip.Addr{remotePod, remoteEndpoint} { // an error means that the datagram was refused
 				_, _ = conns[i].WriteTo([]byte("secret"), net.UDPAddrFromAddrPort(netip.AddrPortFrom(to, 9)))
 				n++
 			}
@@ -60,14 +60,14 @@ func (c *cluster) talk(from *lab.Host) (stop func() int) {
 	}
 }
 
-// From the grant of the networks to the end of un-peering no packet for them is on the underlay
-// outside VXLAN, whatever ends or goes away in between.
+// From the allocation of the networks to the end of the peering, no packet for them is on the
+// underlay outside VXLAN, even if components stop or objects disappear.
 func TestNothingLeavesInTheClearWhenComponentsStop(t *testing.T) {
 	t.Parallel()
 	c := newCluster(t, 3)
 	n1, n2 := c.Nodes[0], c.Nodes[1]
 	tunnels := c.in.Tunnels
-	c.in.Tunnels = nil // granted, but not there yet
+	c.in.Tunnels = nil // allocated, but without a tunnel
 	allocate(&c.in, remotePods, remoteExternal)
 	c.want()
 	c.start(c.Nodes...)
@@ -75,7 +75,7 @@ func TestNothingLeavesInTheClearWhenComponentsStop(t *testing.T) {
 	stops := []func() int{c.talk(c.pod(1).Host), c.talk(n2.Host), c.talk(c.pod(0).Host)}
 	quiet := func(when string) {
 		t.Helper()
-		time.Sleep(300 * time.Millisecond) // packets are sent all the time
+		time.Sleep(300 * time.Millisecond) // packets are sent meanwhile
 		for i, p := range captures {
 			if n := p.leaving.Load(); n > 0 {
 				t.Fatalf("%s: %d packets in the clear on node %d", when, n, i+1)
@@ -88,7 +88,7 @@ func TestNothingLeavesInTheClearWhenComponentsStop(t *testing.T) {
 	c.ping(c.pod(1).Host, remotePod)
 	quiet("connected")
 	ends := []unix.Signal{unix.SIGTERM, unix.SIGKILL, unix.SIGHUP}
-	if signal.Ignored(unix.SIGHUP) { // as by nohup: then an agent ignores it, too
+	if signal.Ignored(unix.SIGHUP) { // by nohup, for example; then the agent ignores it as well
 		ends = ends[:2]
 	}
 	for _, sig := range ends {
@@ -99,8 +99,8 @@ func TestNothingLeavesInTheClearWhenComponentsStop(t *testing.T) {
 			quiet(fmt.Sprintf("the agent of %s again after %v", n, sig))
 		}
 	}
-	// An agent that starts while the IPAM state is wrong knows the networks by its snapshot, or by the
-	// kernel alone.
+	// An agent that starts while the IPAM state is wrong learns the networks from its snapshot, or
+	// from the kernel alone.
 	for name, state := range map[string]func(){
 		"":                     func() {},
 		", without a snapshot": func() { _ = os.Remove(filepath.Join(c.state, n2.Name, snapshotName)) },
@@ -150,9 +150,10 @@ func TestNothingLeavesInTheClearWhenComponentsStop(t *testing.T) {
 	}
 	c.ping(c.pod(1).Host, remotePod)
 
-	// A reboot: nothing is left in the kernel, and nobody to ask. The snapshot is enough.
+	// After a reboot the kernel has none of our objects, and the API server is down. The snapshot
+	// is enough.
 	_ = c.agents[n2].end(unix.SIGKILL)
-	stops[1]() // what a rebooted node has not started yet sends nothing
+	stops[1]() // a booting node sends nothing yet
 	stops[0]()
 	flush(c, n2)
 	if err := os.Remove(c.intent); err != nil {
@@ -172,7 +173,7 @@ func TestNothingLeavesInTheClearWhenComponentsStop(t *testing.T) {
 	c.ping(c.pod(1).Host, remotePod)
 	quiet("rebooted")
 
-	// What this test would have seen.
+	// Without our objects, packets must be in the clear. Otherwise the test proves nothing.
 	_ = c.agents[n2].end(unix.SIGTERM)
 	c.cleanup(n2)
 	c.eventually(n2, func() error {
@@ -188,14 +189,14 @@ func TestNothingLeavesInTheClearWhenComponentsStop(t *testing.T) {
 	}
 }
 
-// flush takes away what a reboot would.
+// flush removes everything that a reboot removes.
 func flush(c *cluster, n *lab.Node) {
 	c.t.Helper()
 	c.run(n.Host, "ip link del isthmus.vxlan")
 	for _, table := range []string{"4201", "4202"} {
 		_ = n.Command(c.ctx, "ip", "route", "flush", "table", table).Run()
 	}
-	for range 20 { // ip rule del takes one at a time
+	for range 20 { // ip rule del removes one rule at a time
 		if n.Command(c.ctx, "ip", "rule", "del", "protocol", "72").Run() != nil {
 			return
 		}
@@ -256,7 +257,8 @@ func TestAnUnreadableSnapshotIsReportedAndIgnored(t *testing.T) {
 	}
 }
 
-// The manager is told that a node refuses a network when the node does so after a boot, too.
+// A node reports that it refuses a network only when the network is in its snapshot, so that the
+// node refuses it after a boot, too.
 func TestASnapshotIsWrittenBeforeTheReport(t *testing.T) {
 	c := newCluster(t, 1)
 	n, log := c.Nodes[0], slog.New(slog.DiscardHandler)
@@ -281,8 +283,8 @@ func TestASnapshotIsWrittenBeforeTheReport(t *testing.T) {
 	}
 }
 
-// Routes and rules say where packets for a peer go, and the packet filter that they go nowhere else:
-// a rule of others may come before ours, and routes go when somebody takes them away.
+// The packet filter drops packets for a peer that do not leave through our devices. That happens if
+// a foreign rule comes before ours, or if somebody removes our routes.
 func TestForeignRoutesLeakNoPlaintext(t *testing.T) {
 	t.Parallel()
 	c := newCluster(t, 2)
@@ -293,7 +295,7 @@ func TestForeignRoutesLeakNoPlaintext(t *testing.T) {
 	stops := []func() int{c.talk(c.pod(1).Host), c.talk(n2.Host), c.talk(c.pod(0).Host), c.talk(n1.Host)}
 	quiet := func(when string) {
 		t.Helper()
-		time.Sleep(300 * time.Millisecond) // packets are sent all the time
+		time.Sleep(300 * time.Millisecond) // packets are sent meanwhile
 		for i, p := range captures {
 			if n := p.leaving.Load(); n > 0 {
 				t.Errorf("%s: %d packets in the clear on node %d", when, n, i+1)
@@ -307,7 +309,7 @@ func TestForeignRoutesLeakNoPlaintext(t *testing.T) {
 		}
 		quiet("a rule of others: " + rule)
 		for _, n := range c.Nodes {
-			c.eventually(n, func() error { // the node has packets of its own for the peer, and counts what it drops
+			c.eventually(n, func() error { // the node itself sends packets to the peer, and counts the dropped ones
 				for _, page := range []struct{ address, has string }{{metricsAt + "/metrics", `isthmus_filter_drops_total{reason="in_the_clear"} `}, {statusAt + "/status", `"in_the_clear": `}} {
 					if s, err := n.Get(c.ctx, "http://"+page.address); err != nil || !strings.Contains(s, page.has) {
 						return fmt.Errorf("no %s: %s%w", page.has, s, err)
@@ -315,7 +317,7 @@ func TestForeignRoutesLeakNoPlaintext(t *testing.T) {
 				}
 				return nil
 			})
-			c.eventually(n, func() error { // and it is told
+			c.eventually(n, func() error { // the status reports the cause
 				s, err := n.Get(c.ctx, "http://"+statusAt+"/status")
 				if err != nil || !strings.Contains(s, "are routed to device") {
 					return fmt.Errorf("nobody is told of it: %s%w", s, err)
@@ -336,7 +338,7 @@ func TestForeignRoutesLeakNoPlaintext(t *testing.T) {
 	}
 	quiet("the rule is gone")
 
-	// Nobody is there to repair it.
+	// Without an agent, nothing repairs the routes and rules.
 	for _, n := range c.Nodes {
 		_ = c.agents[n].end(unix.SIGKILL)
 		flush(c, n)
@@ -344,7 +346,7 @@ func TestForeignRoutesLeakNoPlaintext(t *testing.T) {
 	_ = n1.Command(c.ctx, "ip", "rule", "del", "priority", fmt.Sprint(kernel.GatewayRulePriority)).Run()
 	quiet("no agent, and its routes and rules are taken away")
 
-	// What this test would have seen.
+	// Without the filter, packets must be in the clear. Otherwise the test proves nothing.
 	for _, n := range c.Nodes {
 		c.run(n.Host, "nft delete table inet isthmus")
 	}

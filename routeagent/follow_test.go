@@ -9,7 +9,8 @@ import (
 	"github.com/isthmus-net/isthmus/internal/kernel/rtnl"
 )
 
-// The source may fail just when the agent before has ended. Without a source no agent goes on.
+// If the source fails at the moment when the previous agent ends, the new agent must end, too,
+// because it has no source.
 func TestASourceThatFailsInATakeoverIsNotForgotten(t *testing.T) {
 	failed := make(chan error, 1)
 	wrong := errors.New("no rights any more")
@@ -17,7 +18,7 @@ func TestASourceThatFailsInATakeoverIsNotForgotten(t *testing.T) {
 	_, err := a.follow(t.Context(), failed, func(ctx context.Context) (*rtnl.Kernel, error) {
 		failed <- wrong
 		<-ctx.Done()
-		return &rtnl.Kernel{}, nil // it had the lock already
+		return &rtnl.Kernel{}, nil // it acquired the lock before the source failed
 	})
 	if err != nil {
 		t.Fatal(err)

@@ -26,8 +26,7 @@ import (
 	"github.com/isthmus-net/isthmus/internal/kubetest"
 )
 
-// A cluster with a real API server: what is written there is what the nodes do, and what stays when
-// it is away.
+// With a real API server: the nodes apply its objects, and keep their state while it is down.
 func TestNodesKeepTheirStateWithoutTheAPIServer(t *testing.T) {
 	t.Parallel()
 	c := newCluster(t, 3)
@@ -44,7 +43,7 @@ func TestNodesKeepTheirStateWithoutTheAPIServer(t *testing.T) {
 	must(server.WriteKubeconfig(c.intent))
 	api, err := server.Client()
 	must(err)
-	create := func(o client.Object) { // with its status
+	create := func(o client.Object) { // creates an object with its status
 		t.Helper()
 		whole := o.DeepCopyObject().(client.Object)
 		must(api.Create(c.ctx, o))
@@ -58,7 +57,7 @@ func TestNodesKeepTheirStateWithoutTheAPIServer(t *testing.T) {
 		must(yaml.Unmarshal(b, &crd.Object))
 		must(api.Create(c.ctx, crd))
 	}
-	c.eventually(c.Control, func() error { // none is there at once
+	c.eventually(c.Control, func() error { // the new kinds and the namespace do not exist at once
 		return errors.Join(api.List(c.ctx, &v1alpha1.TunnelEndpointList{}), api.List(c.ctx, &isthmus.NetworkAllocationList{}), api.List(c.ctx, &isthmus.NodeNetworksList{}),
 			api.Get(c.ctx, client.ObjectKey{Name: "default"}, &corev1.Namespace{}))
 	})
@@ -122,7 +121,7 @@ func TestNodesKeepTheirStateWithoutTheAPIServer(t *testing.T) {
 		c.ping(c.pod(i).Host, remotePod)
 	}
 
-	// The API server is away: traffic goes on, and what somebody deletes still comes back.
+	// The API server is down. Traffic continues, and deleted objects are restored.
 	must(server.Freeze())
 	n := c.Nodes[1]
 	before := c.snapshot(n)
@@ -164,9 +163,9 @@ func TestNodesKeepTheirStateWithoutTheAPIServer(t *testing.T) {
 	}
 }
 
-// gatewaysInPods has gateways that are Pods, of which one says on its Service that it is active, and
-// then the other: all nodes follow, without any TunnelEndpoint. When both are gone nothing leads
-// anywhere.
+// gatewaysInPods makes two gateways that are Pods. Each in turn is named as active on the Service:
+// all nodes send packets to it, without any TunnelEndpoint. When both are deleted, the nodes refuse
+// the packets.
 func gatewaysInPods(c *cluster, create func(client.Object), api client.Client) {
 	c.t.Helper()
 	addrs := []netip.Addr{netip.MustParseAddr("10.65.77.1"), netip.MustParseAddr("10.65.77.2")}
@@ -223,7 +222,7 @@ func gatewaysInPods(c *cluster, create func(client.Object), api client.Client) {
 	}
 }
 
-// reported checks what the agents write about their nodes.
+// reported checks the reports of the agents about their nodes.
 func reported(c *cluster, api client.Client) {
 	c.t.Helper()
 	n := c.Nodes[1]
@@ -252,7 +251,7 @@ func reported(c *cluster, api client.Client) {
 			c.t.Errorf("a report has %v", p)
 		}
 	}
-	c.eventually(n, func() error { // beside the networks
+	c.eventually(n, func() error { // in addition to the networks
 		var all isthmus.NetworkAllocationList
 		err := errors.Join(api.List(c.ctx, &all), api.Get(c.ctx, client.ObjectKey{Namespace: "default", Name: n.Name}, &report))
 		want := int64(0)
@@ -274,8 +273,8 @@ func reported(c *cluster, api client.Client) {
 	}
 }
 
-// answersAreNotReported has a peer flip its answer, of which no node writes anything, and then get another network,
-// which each node reports once.
+// answersAreNotReported changes the answer of a peer, which no node reports. Then it allocates
+// another network, which each node reports once.
 func answersAreNotReported(c *cluster, api client.Client, o *isthmus.NetworkAllocation) {
 	c.t.Helper()
 	patch := func(spec string) {

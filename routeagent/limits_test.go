@@ -19,7 +19,7 @@ func TestANodeThatDoesNotVoteReportsIt(t *testing.T) {
 	voter := &failingVoter{errors.New("promise: no space left on device")}
 	l := &loop{opts: Options{Voter: voter}}
 	limits := []kernel.Limit{{Reason: kernel.LimitMasqueraded}}
-	for range 2 { // the second time it is there already
+	for range 2 { // the second time, the Limit exists already
 		if limits = l.withFiles(limits, nil); len(limits) != 2 || limits[1].Reason != kernel.LimitVote || !strings.Contains(limits[1].Message, "no space left") {
 			t.Errorf("limits: %v", limits)
 		}

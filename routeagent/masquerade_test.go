@@ -27,9 +27,9 @@ const (
 	nodePort  = 30080
 )
 
-// masquerades are what CNIs and others do to what pods send, with the program that each needs: what
-// leaves the cluster is masqueraded (bridge with ipMasq, flannel, kindnet, Calico's natOutgoing), and
-// what comes into it (flannel).
+// masquerades returns the rules with which CNIs masquerade traffic of pods, by the program that
+// makes them. Some CNIs masquerade packets that leave the cluster (bridge with ipMasq, flannel,
+// kindnet, Calico's natOutgoing), some also packets that enter it (flannel).
 func masquerades(pods netip.Prefix) map[string][]string {
 	xtables := func(program string) []string {
 		return []string{
@@ -50,8 +50,8 @@ func masquerades(pods netip.Prefix) map[string][]string {
 	}
 }
 
-// services are what kube-proxy makes of a Service with a remote endpoint: a cluster IP, and a
-// NodePort of which it masquerades what comes from outside.
+// services returns the rules of kube-proxy for a Service with a remote endpoint: a cluster IP, and
+// a NodePort for which it masquerades packets from outside.
 func services(at string, pods netip.Prefix) []string {
 	return []string{
 		"nft add table ip kube",
@@ -65,8 +65,9 @@ func services(at string, pods netip.Prefix) []string {
 	}
 }
 
-// Whatever a CNI masquerades and with what, pods and peers see each other's addresses, by address
-// and by a Service, and what a node translates for others has its own address.
+// Whatever a CNI masquerades, and by which program, pods and peers see each other's addresses,
+// directly and through a Service. If a node translates packets for other hosts, their source is the
+// node's own address.
 func TestPodsKeepTheirAddressesBehindEveryMasquerade(t *testing.T) {
 	t.Parallel()
 	for name, commands := range masquerades(localPods) {
@@ -92,7 +93,7 @@ func TestPodsKeepTheirAddressesBehindEveryMasquerade(t *testing.T) {
 					netip.AddrPortFrom(netip.MustParseAddr(clusterIP), 80): p.Addr,
 					netip.AddrPortFrom(n.Addr, nodePort):                   p.Addr,
 				}
-				if i == 0 { // answers to other nodes leave the gateway's node by the overlay, which its strict rp_filter compares with
+				if i == 0 { // the gateway's node sends answers for other nodes through the overlay, and its strict rp_filter expects packets from there
 					asked[netip.AddrPortFrom(c.Nodes[1].Addr, nodePort)] = c.Nodes[1].Addr
 				}
 				for to, want := range asked {
@@ -101,7 +102,7 @@ func TestPodsKeepTheirAddressesBehindEveryMasquerade(t *testing.T) {
 					}
 				}
 				for _, to := range []netip.AddrPort{at, netip.AddrPortFrom(netip.MustParseAddr(clusterIP), 80)} {
-					if got := c.seenAt(at, n.Host, to); got != n.Addr && i == 1 { // the gateway's node has that of its way there
+					if got := c.seenAt(at, n.Host, to); got != n.Addr && i == 1 { // on the gateway's node, the source is its address on the device to the stand-in
 						t.Errorf("node %v at %v comes as %v", n.Addr, to, got)
 					}
 				}
@@ -124,8 +125,8 @@ func TestPodsKeepTheirAddressesBehindEveryMasquerade(t *testing.T) {
 	}
 }
 
-// seenAt returns the source that a connection from a host to an address has at the listener, after
-// an octet was there and back.
+// seenAt connects a host to an address, and returns the source of the connection at the listener.
+// It waits for an answer of one octet.
 func (c *cluster) seenAt(listener netip.AddrPort, from *lab.Host, to netip.AddrPort) netip.Addr {
 	c.t.Helper()
 	at := c.OnPrem.Host
@@ -135,7 +136,7 @@ func (c *cluster) seenAt(listener netip.AddrPort, from *lab.Host, to netip.AddrP
 		}
 	}
 	var l net.Listener
-	c.eventually(at, func() (err error) { // a process that another test starts has our sockets for a moment
+	c.eventually(at, func() (err error) { // a process that another test starts may briefly inherit our sockets
 		l, err = at.Listen("tcp", listener.String())
 		return err
 	})
@@ -165,8 +166,8 @@ func (c *cluster) seenAt(listener netip.AddrPort, from *lab.Host, to netip.AddrP
 	return <-accepted
 }
 
-// What keeps traffic from working, and cannot be mended, is in the status and in what the manager is
-// told, for as long as it is so.
+// Foreign rules that block traffic, and that the agent cannot avoid, are reported in the status and
+// to the manager for as long as they exist.
 func TestAnAgentReportsBlockingForeignRules(t *testing.T) {
 	t.Parallel()
 	for _, program := range []string{"nft", "iptables-legacy", "iptables-nft"} {
@@ -181,15 +182,15 @@ func TestAnAgentReportsBlockingForeignRules(t *testing.T) {
 	c.run(n.Host, "nft add table inet fw")
 	c.run(n.Host, "nft add chain inet fw fw { type filter hook forward priority 5 ; policy drop ; }")
 	c.start(c.Nodes...)
-	c.ping(c.pod(1).Host, remotePod) // through all three, by rules of the agent
+	c.ping(c.pod(1).Host, remotePod) // through all three chains, because of the agent's accept rules
 	c.run(n.Host, "nft flush chain inet fw fw")
 	c.ping(c.pod(1).Host, remotePod)
 	c.run(n.Host, "nft add chain inet fw later { type filter hook forward priority 6 ; policy drop ; }")
 	c.ping(c.pod(1).Host, remotePod)
-	c.run(n.Host, "iptables-legacy -w -N WALL") // a chain of somebody's
+	c.run(n.Host, "iptables-legacy -w -N WALL") // a foreign chain
 	c.run(n.Host, "iptables-legacy -w -A WALL -j DROP")
 	c.run(n.Host, "iptables-legacy -w -I FORWARD -j WALL")
-	c.run(n.Host, "nft delete table ip %s", kernel.FilterTable) // so that the agent looks
+	c.run(n.Host, "nft delete table ip %s", kernel.FilterTable) // makes the agent read the rules again
 	status := func(want string, there bool) {
 		t.Helper()
 		c.eventually(n, func() error {
@@ -209,17 +210,17 @@ func TestAnAgentReportsBlockingForeignRules(t *testing.T) {
 		}
 		return err
 	})
-	c.run(n.Host, "iptables-legacy -w -I FORWARD -i isthmus+ -j ACCEPT") // as it says
+	c.run(n.Host, "iptables-legacy -w -I FORWARD -i isthmus+ -j ACCEPT") // the remedy in the message
 	c.run(n.Host, "iptables-legacy -w -I FORWARD -o isthmus+ -j ACCEPT")
 	c.ping(c.pod(1).Host, remotePod)                            // through both
-	c.run(n.Host, "nft delete table ip %s", kernel.FilterTable) // so that the agent looks
+	c.run(n.Host, "nft delete table ip %s", kernel.FilterTable) // makes the agent read the rules again
 	status("ForwardingRefused", false)
 	c.run(n.Host, "iptables-nft -F FORWARD")
 	c.ping(c.pod(1).Host, remotePod)
 }
 
-// While others change iptables-legacy nobody waits for the agent, nor the agent for them, and what it
-// could not do then it does when they are done; --cleanup as well.
+// The agent does not wait for programs that hold the lock of iptables-legacy, nor do they wait for
+// the agent. It makes its changes when the lock is free. So does Cleanup.
 func TestWorkBlockedByOthersIsDoneAfterwards(t *testing.T) {
 	t.Parallel()
 	if _, err := exec.LookPath("iptables-legacy"); err != nil {
@@ -241,9 +242,9 @@ func TestWorkBlockedByOthersIsDoneAfterwards(t *testing.T) {
 		}
 	}
 	hold(unix.LOCK_EX)
-	c.start(n) // it is ready without them
+	c.start(n) // it becomes ready in spite of the lock
 	tries := make(map[string]bool)
-	c.eventually(n, func() error { // and goes on trying, though nothing happens
+	c.eventually(n, func() error { // it tries again and again without events
 		text, err := n.Get(c.ctx, "http://"+metricsAt+"/metrics")
 		_, at, _ := strings.Cut(text, "\nisthmus_route_agent_last_apply_timestamp_seconds ")
 		at, _, _ = strings.Cut(at, "\n")
@@ -263,7 +264,7 @@ func TestWorkBlockedByOthersIsDoneAfterwards(t *testing.T) {
 	c.intent = intent
 	c.eventually(n, func() error {
 		if now := c.run(n.Host, "nft list tables"); strings.Contains(now, "table inet "+kernel.FilterTable+"\n") {
-			return errors.New(now) // it goes after the rules in chains of others
+			return errors.New(now) // this table is removed after our rules in foreign chains
 		}
 		return nil
 	})
@@ -276,8 +277,8 @@ func TestWorkBlockedByOthersIsDoneAfterwards(t *testing.T) {
 	}
 }
 
-// Of many networks a comparison looks at some, and one after the other at all of them: what leads a
-// single one elsewhere is found, and is said until it is over.
+// Each comparison checks some of the networks, and successive comparisons check all of them. A
+// foreign route for a single network is found, and reported until it is removed.
 func TestAForeignRouteOfOneOfManyNetworksIsFound(t *testing.T) {
 	c := newCluster(t, 2)
 	n := c.Nodes[1]
@@ -333,8 +334,8 @@ func TestAForeignRouteOfOneOfManyNetworksIsFound(t *testing.T) {
 	}
 }
 
-// The MTU of the overlay is that of the way to the gateway's Pod, which a CNI may carry by a device
-// of its own, and follows it.
+// The MTU of the overlay follows the MTU of the path to the gateway's Pod, which may lead through a
+// device of the CNI.
 func TestTheMTUIsThatOfThePathToTheGateway(t *testing.T) {
 	t.Parallel()
 	c := newCluster(t, 2)
@@ -365,7 +366,7 @@ func TestTheMTUIsThatOfThePathToTheGateway(t *testing.T) {
 	c.run(n.Host, "ip link add cnitun mtu 1450 type veth peer name cnitun2")
 	c.run(n.Host, "ip link set cnitun mtu 1440 up")
 	c.run(n.Host, "ip route replace %v/32 dev cnitun", gateway)
-	c.run(n.Host, "ip addr add 192.0.2.77/32 dev cnitun2") // which tells the agent, where a route of others does not
+	c.run(n.Host, "ip addr add 192.0.2.77/32 dev cnitun2") // an address causes an event, a foreign route does not
 	is(1390)
 	c.run(n.Host, "ip link set cnitun mtu 1300")
 	is(1250)

@@ -21,7 +21,7 @@ import (
 	"github.com/isthmus-net/isthmus/internal/lab"
 )
 
-// tellFile writes what is told into a file, a line each time.
+// tellFile writes each report as a line into a file.
 func tellFile(path string) func(context.Context, fabric.NodeNetworks) error {
 	return func(_ context.Context, n fabric.NodeNetworks) error {
 		b, err := json.Marshal(n)
@@ -37,14 +37,15 @@ func tellFile(path string) func(context.Context, fabric.NodeNetworks) error {
 	}
 }
 
-// tellRefusedFile keeps in a file what was told last.
+// tellRefusedFile writes the last reported resourceVersion into a file.
 func tellRefusedFile(path string) func(context.Context, int64) error {
 	return func(_ context.Context, revision int64) error {
 		return os.WriteFile(path, strconv.AppendInt(nil, revision, 10), 0o600)
 	}
 }
 
-// untilTellsThatItRefuses waits until the agent of a node has told that it refuses what is allocated.
+// untilTellsThatItRefuses waits until the agent of a node has reported that it refuses all
+// allocated networks.
 func (c *cluster) untilTellsThatItRefuses(n *lab.Node) {
 	c.t.Helper()
 	c.eventually(n, func() error {
@@ -58,7 +59,7 @@ func (c *cluster) untilTellsThatItRefuses(n *lab.Node) {
 
 func (c *cluster) toldPath(n *lab.Node) string { return filepath.Join(c.state, n.Name+".told") }
 
-// told is what the agent of a node told last, and how often it told something.
+// told returns the last report of a node's agent, and the number of its reports.
 func (c *cluster) told(n *lab.Node) (last fabric.NodeNetworks, times int, err error) {
 	b, err := os.ReadFile(c.toldPath(n))
 	if err != nil {
@@ -116,12 +117,13 @@ func TestANodeReportsForeignNetworks(t *testing.T) {
 		}
 	}
 
-	v6 := n2.Do(func() error { // a lab is IPv4 only
+	v6 := n2.Do(func() error { // the lab has only IPv4
 		return errors.Join(os.WriteFile("/proc/sys/net/ipv6/conf/all/disable_ipv6", []byte("0"), 0),
 			os.WriteFile("/proc/sys/net/ipv6/conf/default/disable_ipv6", []byte("0"), 0))
 	}) == nil
 
-	// Routes, addresses and links of one node come and go, and the other has nothing to tell.
+	// Changes of one node's routes, addresses and links cause reports of that node, but none of the
+	// other.
 	_, before, err := c.told(n1)
 	if err != nil {
 		t.Fatal(err)
@@ -134,7 +136,7 @@ func TestANodeReportsForeignNetworks(t *testing.T) {
 		{"ip route add blackhole 10.9.0.0/21", "ip route del blackhole 10.9.0.0/21", []string{"10.9.0.0/21"}},
 		{"ip addr add 203.0.113.7/32 dev lo", "ip addr del 203.0.113.7/32 dev lo", []string{"203.0.113.7/32"}},
 		{"ip -6 route add blackhole fd00:5::/48", "ip -6 route del blackhole fd00:5::/48", []string{"fd00:5::/48"}},
-		{"ip addr add 192.0.2.9/26 dev lo", "ip addr del 192.0.2.9/26 dev lo", []string{"192.0.2.0/26"}}, // all of it is the node's
+		{"ip addr add 192.0.2.9/26 dev lo", "ip addr del 192.0.2.9/26 dev lo", []string{"192.0.2.0/26"}}, // every address of the network is local
 	} {
 		if strings.Contains(change.command, "-6") && !v6 {
 			t.Logf("without IPv6: %s", change.command)
@@ -157,13 +159,13 @@ func TestANodeReportsForeignNetworks(t *testing.T) {
 	}
 	c.run(n2.Host, "ip link set onprem up")
 	c.untilTold(n2, "the link", func(r fabric.NodeNetworks) bool { return has(r, want...) })
-	c.run(n2.Host, "ip link set onprem down") // the address stays; the network is out of reach
+	c.run(n2.Host, "ip link set onprem down") // the address stays, but the network cannot be reached
 	c.untilTold(n2, "the link that is down", func(r fabric.NodeNetworks) bool { return !has(r, "172.19.4.0/22") })
 	if _, now, _ := c.told(n1); now != before {
 		t.Errorf("node 1 told %d times what has not changed", now-before)
 	}
 
-	// A default route in disguise keeps nothing from peers, and is told to people.
+	// A default route in disguise is not kept from peers. The status reports it.
 	c.run(n2.Host, "ip route add 0.0.0.0/1 via %v", n1.Addr)
 	c.eventually(n2, func() error {
 		s, err := n2.Get(c.ctx, "http://"+statusAt+"/status")
@@ -175,7 +177,7 @@ func TestANodeReportsForeignNetworks(t *testing.T) {
 	if last, _, _ := c.told(n2); has(last, "0.0.0.0/1") {
 		t.Errorf("node 2 tells %v", last)
 	}
-	// Another Node of the name has no report yet.
+	// A new Node with the same name gets a report, too.
 	_, before, _ = c.told(n1)
 	c.in.Nodes[0].Created++
 	c.want()
@@ -187,12 +189,12 @@ func TestANodeReportsForeignNetworks(t *testing.T) {
 	})
 }
 
-// An agent that nobody listens to says so, and carries traffic.
+// An agent whose reports cannot be stored says so in its status, and forwards traffic.
 func TestAnAgentWithoutReportsWorksAndSaysSo(t *testing.T) {
 	t.Parallel()
 	c := newCluster(t, 2)
 	n := c.Nodes[1]
-	if err := os.Mkdir(c.toldPath(n), 0o700); err != nil { // no file can be there
+	if err := os.Mkdir(c.toldPath(n), 0o700); err != nil { // so that the file cannot be written
 		t.Fatal(err)
 	}
 	c.start(c.Nodes...)

@@ -20,11 +20,11 @@ import (
 
 const victimPort = 4444
 
-// vxlan is what a node would put into a UDP datagram to the overlay's port of a node: a datagram
-// from src to dst.
+// vxlan returns the payload that a node would send to the overlay port of the node named node: a
+// VXLAN header, and a datagram from src to dst.
 func vxlan(node string, src, dst netip.Addr, payload string) []byte {
 	be := binary.BigEndian
-	b := []byte{8, 0, 0, 0} // the VNI is valid
+	b := []byte{8, 0, 0, 0} // flag: the VNI is valid
 	b = be.AppendUint32(b, kernel.OverlayID<<8)
 	mac := fabric.OverlayMAC(node)
 	b = append(b, mac[:]...)
@@ -32,7 +32,7 @@ func vxlan(node string, src, dst netip.Addr, payload string) []byte {
 	return append(b, datagram(src, dst, 9, victimPort, payload)...)
 }
 
-// datagram is an IPv4 packet with a UDP datagram without checksum.
+// datagram returns an IPv4 packet with a UDP datagram without a checksum.
 func datagram(src, dst netip.Addr, from, to uint16, payload string) []byte {
 	be := binary.BigEndian
 	ip := []byte{0x45, 0, 0, 0, 0, 1, 0, 0, 64, unix.IPPROTO_UDP, 0, 0}
@@ -49,7 +49,7 @@ func datagram(src, dst netip.Addr, from, to uint16, payload string) []byte {
 	return append(ip, payload...)
 }
 
-// An attack sends something that claims to be of the overlay, or of a peer.
+// An attack sends a packet that pretends to come from the overlay or from a peer.
 type attack struct {
 	name   string
 	from   *lab.Host
@@ -80,7 +80,7 @@ func (a attack) run(payload string) error {
 	return err
 }
 
-// arrives says whether the victim gets what the attacker sends within the time.
+// arrives reports whether the victim receives the attacker's packet within the given time.
 func (a attack) arrives(t *testing.T, payload string, within time.Duration) bool {
 	t.Helper()
 	buf := make([]byte, 2000)
@@ -96,12 +96,12 @@ func (a attack) arrives(t *testing.T, payload string, within time.Duration) bool
 	return false
 }
 
-// Each attack works against a node without the filter, and none against a node as it is.
+// Each attack succeeds if the filter is removed, and none succeeds with the filter.
 func TestOnlyNodesReachTheOverlayAndNoPeerReachesANode(t *testing.T) {
 	t.Parallel()
 	c := newCluster(t, 3)
 	n1, n2, n3 := c.Nodes[0], c.Nodes[1], c.Nodes[2]
-	far := c.OnPrem.Host // of the peer, behind node 1's gateway
+	far := c.OnPrem.Host // the host of the peer, behind node 1's gateway
 	c.start(c.Nodes...)
 	for i := range c.Nodes {
 		c.ping(c.pod(i).Host, remotePod)
@@ -116,7 +116,7 @@ func TestOnlyNodesReachTheOverlayAndNoPeerReachesANode(t *testing.T) {
 		return conn
 	}
 	pod3, cluster, attacker := c.pod(2), c.Control.Host, c.pod(1).Host
-	inside := n3.PodCIDR.Addr().Next() // the node's own address among its pods
+	inside := n3.PodCIDR.Addr().Next() // the node's own address in its podCIDR
 	onPod, onRemote := listen(pod3.Host, pod3.Addr, victimPort), listen(far, remotePod, victimPort)
 	overlay := func(a netip.Addr) netip.AddrPort { return netip.AddrPortFrom(a, kernel.OverlayPort) }
 	asRemote := func(p string) []byte { return vxlan(n3.Name, remotePod, pod3.Addr, p) }
@@ -124,12 +124,12 @@ func TestOnlyNodesReachTheOverlayAndNoPeerReachesANode(t *testing.T) {
 	asPod := func(p string) []byte { return vxlan(n1.Name, pod3.Addr, remotePod, p) }
 	plain := func(p string) []byte { return []byte(p) }
 
-	// A CNI that gives pods their node's address when they talk to nodes.
+	// A CNI that masquerades packets from pods to nodes.
 	masquerade := "table ip cni { chain p { type nat hook postrouting priority 100; ip saddr " + c.Pods[3].Addr.String() + " ip daddr 172.30.1.0/24 masquerade; }; }"
 	if out, err := n2.Command(c.ctx, "nft", masquerade).CombinedOutput(); err != nil {
 		t.Skipf("nft: %v %s", err, out)
 	}
-	// What kube-proxy does for a NodePort: it is at every address of the node.
+	// kube-proxy's rule for a NodePort, which exists at every address of the node.
 	const nodePort = 30080
 	for _, n := range []*lab.Node{n1, n3} {
 		nat := fmt.Sprintf("table ip services { chain p { type nat hook prerouting priority -100; fib daddr type local udp dport %d dnat to %v:%d; }; }", nodePort, pod3.Addr, victimPort)
@@ -161,8 +161,8 @@ func TestOnlyNodesReachTheOverlayAndNoPeerReachesANode(t *testing.T) {
 			t.Errorf("%s: arrives", a.name)
 		}
 	}
-	// What a peer may: reach a pod of any node, and the node and a server behind another node that
-	// were mapped for it.
+	// A peer may reach a pod on any node, and two mapped endpoints: a node, and a server behind
+	// another node.
 	server := netip.MustParseAddr("192.0.2.50")
 	c.run(pod3.Host, "ip addr add %v/32 dev lo", server)
 	c.run(n3.Host, "ip route add %v via %v", server, pod3.Addr)
@@ -177,7 +177,7 @@ func TestOnlyNodesReachTheOverlayAndNoPeerReachesANode(t *testing.T) {
 			t.Errorf("%s: does not arrive", a.name)
 		}
 	}
-	for i := range c.Nodes { // and nodes reach peers, whose answers come in
+	for i := range c.Nodes { // nodes reach peers, and get the answers
 		if got, want := c.remoteSees(c.Nodes[i].Host), c.Nodes[i]; !got.IsValid() {
 			t.Errorf("%s does not reach the peer", want)
 		}
@@ -209,8 +209,7 @@ func TestOnlyNodesReachTheOverlayAndNoPeerReachesANode(t *testing.T) {
 	}
 }
 
-// loose switches off the lab's strict filtering by the way back, which would stop forged sources as
-// well.
+// loose switches off the lab's strict reverse path filtering, which would also stop forged sources.
 func loose(t *testing.T, c *cluster) {
 	t.Helper()
 	for _, n := range c.Nodes {
@@ -229,14 +228,15 @@ func loose(t *testing.T, c *cluster) {
 	}
 }
 
-// Without the filter an agent carries nothing for peers, and lets nothing out in the clear either.
+// Without the packet filter, an agent forwards no packets for peers, and no packet for them leaves
+// in the clear.
 func TestWithoutAFilterNoTrafficIsCarried(t *testing.T) {
 	t.Parallel()
 	c := newCluster(t, 2)
 	n := c.Nodes[1]
 	c.start(c.Nodes[0])
-	// nf_tables refuses a table that somebody else owns for as long as that process runs
-	// (NFT_TABLE_F_OWNER).
+	// nf_tables refuses changes of a table that belongs to another process, as long as that process
+	// runs (NFT_TABLE_F_OWNER).
 	owner := n.Command(c.ctx, "nft", "-i")
 	in, err := owner.StdinPipe()
 	if err != nil {
@@ -271,7 +271,7 @@ func TestWithoutAFilterNoTrafficIsCarried(t *testing.T) {
 	if s := c.snapshot(n); strings.Contains(s, kernel.OverlayDevice+":") || strings.Contains(s, "lookup 4201") || !strings.Contains(s, "418:\tfrom all lookup 4202") {
 		t.Errorf("carries:\n%s", s)
 	}
-	in.Close() // and the table is gone
+	in.Close() // the kernel removes the table
 	_ = owner.Wait()
 	c.eventually(n, func() error { _, err := n.Get(c.ctx, "http://"+metricsAt+"/readyz"); return err })
 	c.ping(c.pod(1).Host, remotePod)

@@ -34,7 +34,7 @@ func TestTheProbeGoesToANetworkOfThatGateway(t *testing.T) {
 	}
 }
 
-// That a gateway does not answer tells something if it used to.
+// Lost answers of a gateway are evidence only if it has answered before.
 func TestOneWayLossIsReportedOnlyAfterAnAnswer(t *testing.T) {
 	silent, known := netip.MustParseAddr("10.2.0.1"), netip.MustParseAddr("10.3.0.1")
 	var p backProbe
@@ -63,7 +63,8 @@ func TestOneWayLossIsReportedOnlyAfterAnAnswer(t *testing.T) {
 	}
 }
 
-// A firewall between the nodes that drops VXLAN: the agent says so, and that it is over.
+// A firewall between the nodes drops VXLAN. The agent reports that, and later that the fault is
+// over.
 func TestAnAgentReportsABrokenOverlay(t *testing.T) {
 	if _, err := exec.LookPath("nft"); err != nil {
 		t.Skip(err)
@@ -105,7 +106,7 @@ func TestAnAgentReportsABrokenOverlay(t *testing.T) {
 	wants("broken", func(s Status) bool {
 		return !s.Ready && s.Overlay.Broken && strings.Contains(s.Error, "allow UDP 4800 between nodes")
 	})
-	c.eventually(n, func() error { // the manager is told
+	c.eventually(n, func() error { // the report to the manager has it
 		b, err := os.ReadFile(c.toldPath(n))
 		if !strings.Contains(string(b), fmt.Sprintf(`"BrokenOverlay":{"Gateway":"%v","Since":"2`, gateway.Addr)) {
 			return fmt.Errorf("told %s%w", b, err)

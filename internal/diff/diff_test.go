@@ -26,7 +26,8 @@ func TestOfIsEmptyForEqualInputs(t *testing.T) {
 	}
 }
 
-// What both lists begin and end with is left out only where that makes no difference.
+// Elements at the beginning and the end that are equal in both lists are skipped only if that does
+// not change the result.
 func TestOfComparesAllElements(t *testing.T) {
 	rng := rand.New(rand.NewPCG(3, 4))
 	for range 50_000 {
@@ -51,7 +52,7 @@ func TestOfComparesAllElements(t *testing.T) {
 	}
 }
 
-// Applying the plan to a map, the slow and obvious way, must give want.
+// The result, applied to a map in the obvious way, turns have into want.
 func TestOfAppliedGivesWant(t *testing.T) {
 	rng := rand.New(rand.NewPCG(1, 2))
 	list := func() []pair {

@@ -18,7 +18,8 @@ var (
 	remoteExternal = netip.MustParsePrefix("10.250.16.0/20")
 )
 
-// node is what the middle one of three nodes wants, with or without the gateway.
+// node returns the desired state of the second of three nodes, with the gateway at the given
+// address.
 func node(t *testing.T, gateway string) State {
 	t.Helper()
 	in := fabric.NodeIntent{Self: "n2"}
@@ -54,7 +55,7 @@ func TestPlanIsEmptyForEqualStatesAndCompleteForNone(t *testing.T) {
 
 func TestPlanRemovesRulesAndRoutesBeforeDevices(t *testing.T) {
 	p := PlanFor(node(t, "172.30.1.1"), State{})
-	order := []string{"ip rule del", "ip route del", "ip link del", "iptables-nft", "nft"} // what hangs on the device goes with it
+	order := []string{"ip rule del", "ip route del", "ip link del", "iptables-nft", "nft"} // objects on a device disappear with it
 	at := 0
 	for line := range strings.Lines(p.Commands("")) {
 		for at < len(order) && !strings.HasPrefix(line, order[at]) {
@@ -69,8 +70,8 @@ func TestPlanRemovesRulesAndRoutesBeforeDevices(t *testing.T) {
 	}
 }
 
-// When the gateway comes to our node or leaves it, every addition is before every removal, and what
-// stays is not touched.
+// When the gateway moves to our node or away from it, all additions come before all removals, and
+// no other object changes.
 func TestPlanAddsBeforeItRemovesWhenTheGatewayMoves(t *testing.T) {
 	without, with := node(t, "172.30.1.1"), node(t, "172.30.1.2")
 	for _, p := range []Plan{PlanFor(without, with), PlanFor(with, without)} {
@@ -83,7 +84,7 @@ func TestPlanAddsBeforeItRemovesWhenTheGatewayMoves(t *testing.T) {
 			t.Errorf("\n%s", p.Commands(""))
 		}
 	}
-	other := node(t, "172.30.1.3") // a gateway that moves elsewhere is two routes replaced, and no moment without them
+	other := node(t, "172.30.1.3") // if the gateway moves between two other nodes, two routes are replaced in place
 	if p := PlanFor(without, other); len(p) != 2 || strings.Count(p.Commands(""), "ip route replace") != 2 {
 		t.Errorf("\n%s", p.Commands(""))
 	}
@@ -110,7 +111,7 @@ func TestPlanRecreatesAnUnchangeableDevice(t *testing.T) {
 	}
 }
 
-// What With says that there is after additions is what a comparison of everything finds.
+// With returns the state that a complete read of the kernel would return after the additions.
 func TestWithEqualsAFullComparison(t *testing.T) {
 	rng := rand.New(rand.NewPCG(1, 2))
 	routes := func(n int) (all []Route) {

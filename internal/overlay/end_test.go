@@ -9,7 +9,7 @@ import (
 	"github.com/isthmus-net/isthmus/internal/lab"
 )
 
-// A gateway has routes for the peers that it is connected with, and refuses the rest.
+// A gateway has routes for the peers to which it is connected, and refuses packets for the others.
 func TestOverlayEndAnswersWithAndWithoutARoute(t *testing.T) {
 	if _, err := exec.LookPath("ip"); err != nil {
 		t.Skip(err)
@@ -37,7 +37,7 @@ func TestOverlayEndAnswersWithAndWithoutARoute(t *testing.T) {
 	to := netip.MustParseAddr("10.246.0.1")
 	answered := func() (answer Answer) {
 		t.Helper()
-		for range 5 { // a loaded machine may need longer than the patience
+		for range 5 { // a loaded machine may answer later than patience permits
 			err := n.Do(func() error {
 				answer = Datagram{To: to, TTL: 1}.Ask(t.Context())
 				return nil

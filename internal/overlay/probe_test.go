@@ -9,7 +9,7 @@ import (
 func TestTheOverlayIsBrokenOnlyIfTheUnderlayWorks(t *testing.T) {
 	now := time.Date(2026, 11, 22, 12, 0, 0, 0, time.UTC)
 	for _, c := range []struct {
-		rounds string // o: both answered, u: the underlay alone, O: the overlay alone, -: none
+		rounds string // one letter per round; o: both answered, u: only the underlay, O: only the overlay, -: none
 		broken bool
 	}{
 		{"oooo", false}, {"uuu", false}, {"uuuu", true}, {"ouuuu", true}, {"uuuuo", false}, {"uuuuO", false},

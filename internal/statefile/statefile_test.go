@@ -35,7 +35,7 @@ func TestAStateFileRoundTripsAndIsPrivate(t *testing.T) {
 			t.Errorf("%s: %v, %v; want %v", path, info.Mode(), err, want)
 		}
 	}
-	// A writer that was killed, or somebody else, left something where the next file is made.
+	// A killed writer, or another program, has left a file where Write makes the next one.
 	if err := os.Symlink("/etc/passwd", filepath.Join(dir, ".f.new")); err != nil {
 		t.Fatal(err)
 	}
@@ -85,7 +85,7 @@ func TestFilesWritableByOthersAreRefused(t *testing.T) {
 		"empty":     {func(p string) error { return os.WriteFile(p, nil, 0o600) }, "unexpected end of JSON input"},
 	} {
 		if name == "another's" && os.Geteuid() != 0 {
-			continue // only root can give a file away
+			continue // only root can give a file to another user
 		}
 		dir := t.TempDir()
 		if err := tc.make(filepath.Join(dir, "f")); err != nil {

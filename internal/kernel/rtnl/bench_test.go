@@ -11,8 +11,9 @@ import (
 	. "github.com/isthmus-net/isthmus/internal/kernel" //nolint:revive // its words are those of these tests
 )
 
-// BenchmarkAllocate is what it takes to make one network more of a peer true in the kernel, beside those of
-// so many peers: in routes, and in the sets of both tables. The time of interest is that of processors.
+// BenchmarkAllocate measures how long the kernel takes to apply one additional network of a peer:
+// in routes, and in the sets of both tables. The number of existing networks varies. CPU time is
+// the relevant result.
 func BenchmarkAllocate(b *testing.B) {
 	for _, peers := range []int{10, 1000, 4096} {
 		b.Run(fmt.Sprint(peers), func(b *testing.B) {

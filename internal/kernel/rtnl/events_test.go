@@ -13,7 +13,7 @@ import (
 	. "github.com/isthmus-net/isthmus/internal/kernel" //nolint:revive // its words are those of these tests
 )
 
-// refusals are a route for each of some networks and the rule that leads to them.
+// refusals returns refusing routes for n networks, and the rule for their table.
 func refusals(n int) (s State) {
 	for i := range n {
 		s.Routes = append(s.Routes, Route{Prefix: netip.PrefixFrom(netip.AddrFrom4([4]byte{10, 64, byte(i), 0}), 24), Type: Unreachable, Table: RefuseTable,
@@ -23,8 +23,8 @@ func refusals(n int) (s State) {
 	return s
 }
 
-// What we change ourselves, and the links, routes and addresses of pods, make nobody compare; what
-// somebody else makes of our objects does.
+// Events of our own changes, and of pods' links, routes and addresses, cause no comparison. Events
+// of foreign changes to our objects do.
 func TestEventsOfOwnChangesAndOfPodsAreIgnored(t *testing.T) {
 	n := open(t, RouteAgent)
 	var events *os.File
@@ -32,7 +32,8 @@ func TestEventsOfOwnChangesAndOfPodsAreIgnored(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer events.Close()
-	// seen says what the events are worth up to that of a route that is the test's own.
+	// seen reads the events up to that of a marker route, which it adds, and returns the combined
+	// result of concerns.
 	buf, number := make([]byte, 1<<16), 0
 	seen := func() (stale, wakes bool) {
 		t.Helper()
@@ -68,8 +69,8 @@ func TestEventsOfOwnChangesAndOfPodsAreIgnored(t *testing.T) {
 	overlay := refusals(2)
 	overlay.Devices = []Device{{Name: OverlayDevice, VXLAN: VXLAN{ID: OverlayID, Port: OverlayPort}}}
 	overlay.Links = []Link{{Name: OverlayDevice, MAC: MAC{0x66, 1}, MTU: 1400, Up: true}}
-	// As fabric sets it. Without it the kernel gives the device a link-local address, and sends an event
-	// a second or more later, when duplicate address detection has ended.
+	// As fabric sets it. Otherwise the kernel would give the device a link-local address, and send
+	// an event a second or more later, when duplicate address detection ends.
 	overlay.Settings = []Setting{{Path: "net/ipv6/conf/" + OverlayDevice + "/addr_gen_mode", Value: "1"}}
 	gateway := func(mac byte, at string) State {
 		s := overlay
@@ -78,7 +79,7 @@ func TestEventsOfOwnChangesAndOfPodsAreIgnored(t *testing.T) {
 		return s
 	}
 	n.apply(gateway(2, "10.244.2.254"))
-	seen() // it has made a device
+	seen() // skip the events of making a device
 	for _, s := range []State{gateway(3, "10.244.3.254"), gateway(3, "10.244.4.254"), overlay, gateway(2, "10.244.2.254")} {
 		n.apply(s)
 		if stale, wakes := seen(); stale || wakes {
@@ -90,7 +91,7 @@ func TestEventsOfOwnChangesAndOfPodsAreIgnored(t *testing.T) {
 		stale, wakes bool
 	}{
 		{"bridge fdb replace 66:02:00:00:00:00 dev isthmus.vxlan dst 10.244.9.9 self permanent", true, true},
-		{"bridge fdb replace 66:02:00:00:00:00 dev isthmus.vxlan dst 10.244.2.254 self permanent", false, false}, // as it was
+		{"bridge fdb replace 66:02:00:00:00:00 dev isthmus.vxlan dst 10.244.2.254 self permanent", false, false}, // the value that it has already
 		{"bridge fdb del 66:02:00:00:00:00 dev isthmus.vxlan self", true, true},
 		{"ip neigh replace 192.0.0.8 lladdr 66:09:00:00:00:00 dev isthmus.vxlan nud permanent", true, true},
 		{"ip neigh del 192.0.0.8 dev isthmus.vxlan", true, true},
@@ -116,8 +117,8 @@ func TestEventsOfOwnChangesAndOfPodsAreIgnored(t *testing.T) {
 	}
 }
 
-// What we change of our tables ourselves makes nobody compare, and what somebody else changes of them does,
-// also between changes of ours.
+// Events of our own changes to our tables cause no comparison. Events of foreign changes to our
+// tables do, even between two changes of ours.
 func TestEventsOfOwnTablesAreIgnored(t *testing.T) {
 	n := open(t, RouteAgent)
 	var events *os.File
@@ -129,7 +130,7 @@ func TestEventsOfOwnTablesAreIgnored(t *testing.T) {
 	}
 	defer events.Close()
 	buf := make([]byte, 1<<16)
-	concerned := func() (concerns bool) { // up to a table of the test
+	concerned := func() (concerns bool) { // reads the events up to those of a table of the test
 		t.Helper()
 		n.run("nft add table ip seen")
 		n.run("nft delete table ip seen")
@@ -155,7 +156,7 @@ func TestEventsOfOwnTablesAreIgnored(t *testing.T) {
 		return State{Filters: []Filter{FilterFor(FilterSets{Remote: remote})}, SourceNAT: []SourceNAT{SourceNATFor(SourceNATSets{Remote: remote})}}
 	}
 	n.apply(state("11.1.0.0/16"))
-	concerned() // it has made tables
+	concerned() // skip the events of making the tables
 	n.apply(state("11.1.0.0/16", "11.2.0.0/16"))
 	n.apply(state("11.2.0.0/16"))
 	if concerned() {
@@ -180,7 +181,8 @@ func TestEventsOfOwnTablesAreIgnored(t *testing.T) {
 	}
 }
 
-// Whatever is remembered, what is there in the end is what is wanted.
+// After any foreign change, the kernel has the wanted objects in the end, although Apply uses its
+// copy of them.
 func TestForeignChangesAreRepairedFromMemory(t *testing.T) {
 	n := open(t, RouteAgent)
 	told := make(chan struct{}, 1)
@@ -214,10 +216,10 @@ func TestForeignChangesAreRepairedFromMemory(t *testing.T) {
 		case <-time.After(time.Minute):
 			t.Fatalf("%s: nobody is told", change)
 		}
-		for range 3 { // of a flush there are many events
+		for range 3 { // a flush causes many events
 			n.apply(more)
 		}
-		n.k.memory.state = nil // read it
+		n.k.memory.state = nil // read the kernel's objects
 		if did := n.apply(more); did != "" && change != "ip route flush table 4202" {
 			t.Errorf("%s: not mended: %s", change, did)
 		}

@@ -13,8 +13,8 @@ import (
 	"github.com/isthmus-net/isthmus/internal/kernel"
 )
 
-// What the kernel drops of a namespace is counted there: a packet with a wrong header checksum, a fragment that stays
-// alone, and a packet without a route.
+// The kernel's counters include a packet with a wrong header checksum, a fragment without the rest
+// of its packet, and a packet without a route.
 func TestIPDropsAreCounted(t *testing.T) {
 	f, err := NewNamespace()
 	if err != nil {
@@ -49,7 +49,8 @@ func TestIPDropsAreCounted(t *testing.T) {
 	})
 	loopback := [4]byte{127, 0, 0, 1}
 	datagram := []byte{0x45, 0, 0, 28, 0, 7, 0, 0, 64, unix.IPPROTO_UDP, 0, 0, 127, 0, 0, 1, 127, 0, 0, 1, 0x80, 0x80, 0x80, 0x80, 0, 8, 0, 0}
-	// send sends a packet from a raw socket, where the kernel completes its header, or from a packet socket.
+	// send sends a packet from a raw socket, for which the kernel completes the header, or from a
+	// packet socket.
 	send := func(b []byte, family, proto int, to func() unix.Sockaddr) {
 		inside(func() error {
 			fd, err := unix.Socket(family, map[int]int{unix.AF_INET: unix.SOCK_RAW, unix.AF_PACKET: unix.SOCK_DGRAM}[family]|unix.SOCK_CLOEXEC, proto)
@@ -68,7 +69,7 @@ func TestIPDropsAreCounted(t *testing.T) {
 		send   func()
 	}{
 		{"", func() { raw(datagram) }},
-		{"header", func() { // its checksum is 0
+		{"header", func() { // its header checksum is 0
 			send(datagram, unix.AF_PACKET, 0, func() unix.Sockaddr {
 				lo, err := net.InterfaceByName("lo")
 				if err != nil {
@@ -102,7 +103,8 @@ func TestIPDropsAreCounted(t *testing.T) {
 	}
 }
 
-// What finds the TUN's queue full is counted: nobody reads it here.
+// Packets that arrive while the TUN's queue is full are counted. The test does not read from the
+// TUN.
 func TestTUNDropsAreCounted(t *testing.T) {
 	f, err := NewNamespace()
 	if err != nil {

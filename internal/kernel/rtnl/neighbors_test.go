@@ -22,7 +22,7 @@ func TestNeighborCountersOfAllCPUsAreAddedUp(t *testing.T) {
 	}
 }
 
-// A packet to an address of a bridge's network that nobody has counts as unanswered.
+// A packet to an unused address in a bridge's network counts as unanswered.
 func TestTheKernelCountsUnansweredAddresses(t *testing.T) {
 	before, err := Neighbors()
 	if err != nil {

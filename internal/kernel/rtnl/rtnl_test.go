@@ -32,7 +32,7 @@ import (
 	. "github.com/isthmus-net/isthmus/internal/kernel" //nolint:revive // its words are those of these tests
 )
 
-// A node is a namespace of a test, with the Kernel of an owner.
+// A node is a network namespace of a test, with the Kernel of an owner.
 type node struct {
 	t *testing.T
 	f *os.File
@@ -54,7 +54,7 @@ func open(t *testing.T, owner Owner) *node {
 		t.Fatal(err)
 	}
 	t.Cleanup(n.k.Close)
-	n.run("ip link set lo up") // without any local address no gateway is a unicast address
+	n.run("ip link set lo up") // otherwise the kernel accepts no gateway as a unicast address
 	return n
 }
 
@@ -72,7 +72,7 @@ func (n *node) run(command string) string {
 	return string(out)
 }
 
-// apply is Apply, and what it did.
+// apply calls Apply and returns the plan as commands.
 func (n *node) apply(want State) string {
 	n.t.Helper()
 	var p Plan
@@ -87,7 +87,7 @@ var (
 	via4, via6       = netip.MustParseAddr("169.254.100.1"), netip.MustParseAddr("fe80::a9fe:6401")
 )
 
-// pair has an object of every kind that a gateway has, but those below /proc/sys.
+// pair returns a state with an object of every kind that a gateway has, except sysctls.
 func pair() State {
 	mac := [2]MAC{{2, 0, 0, 0, 0, 1}, {2, 0, 0, 0, 0, 2}}
 	route := func(r Route) Route {
@@ -131,7 +131,8 @@ func TestApplyingTwiceChangesNothingAndNothingIsLeftAfterAll(t *testing.T) {
 	}
 }
 
-// Half of a pair is of no use, whichever it is and whatever it is.
+// If only one end of the veth pair is right, Apply replaces both ends, even if the wrong one is
+// another kind of device.
 func TestApplyReplacesAHalfPair(t *testing.T) {
 	n := open(t, Gateway)
 	want := pair()
@@ -159,7 +160,7 @@ func TestApplyReplacesAHalfPair(t *testing.T) {
 	}
 }
 
-// Whatever somebody makes of a route with our protocol, it is put right, or taken away.
+// Apply repairs or removes every route with our protocol that was changed.
 func TestApplyMendsRoutesThatWereChanged(t *testing.T) {
 	n := open(t, Gateway)
 	n.apply(pair())
@@ -188,7 +189,8 @@ func TestApplyMendsRoutesThatWereChanged(t *testing.T) {
 	}
 }
 
-// A VXLAN device is what is wanted, down to the outer checksum, and one with another is made anew.
+// Apply makes the VXLAN device as wanted, including the outer checksum. It replaces a device with
+// another checksum.
 func TestOuterPacketsHaveNoChecksum(t *testing.T) {
 	n := open(t, RouteAgent)
 	want := State{Devices: []Device{{Name: OverlayDevice, VXLAN: VXLAN{ID: OverlayID, Port: OverlayPort, Local: via4}}}}
@@ -205,7 +207,7 @@ func TestOuterPacketsHaveNoChecksum(t *testing.T) {
 	}
 }
 
-// A setting of a device needs no writable /proc/sys.
+// A setting of a device does not require a writable /proc/sys.
 func TestSettingsOfADeviceAreSetByNetlink(t *testing.T) {
 	n := open(t, RouteAgent)
 	n.run("ip link add " + OverlayDevice + " type veth peer name other")
@@ -224,8 +226,8 @@ func TestSettingsOfADeviceAreSetByNetlink(t *testing.T) {
 	}
 }
 
-// A gateway on its node's network is a container that is not privileged. What netlink does not set is
-// written in its own namespace all the same, and never in the node's.
+// A gateway on its node's network runs in an unprivileged container. Settings that netlink cannot
+// write are still written in the gateway's namespace, and never in the node's.
 func TestSettingsOfTheInnerNamespaceNeedNoWritableProcSys(t *testing.T) {
 	n := open(t, Gateway)
 	const path = "net/ipv4/conf/all/rp_filter"
@@ -264,7 +266,8 @@ func TestSettingsOfTheInnerNamespaceNeedNoWritableProcSys(t *testing.T) {
 	}
 }
 
-// readOnlyProcSys gives the thread what a container that is not privileged has.
+// readOnlyProcSys mounts /proc/sys read-only for the calling thread, as in an unprivileged
+// container.
 func readOnlyProcSys() error {
 	if err := unix.Unshare(unix.CLONE_NEWNS); err != nil {
 		return err
@@ -293,11 +296,11 @@ func TestASecondProcessLearnsWhoHoldsTheLock(t *testing.T) {
 	}
 }
 
-// asNobody runs fn on a thread with the rights of an unprivileged user, in a namespace.
+// asNobody runs fn in a namespace, on a thread with the rights of an unprivileged user.
 func asNobody(t *testing.T, namespace *os.File, fn func() error) error {
 	t.Helper()
 	return Do(namespace, func() error {
-		for _, id := range []uintptr{unix.SYS_SETRESGID, unix.SYS_SETRESUID} { // of this thread alone
+		for _, id := range []uintptr{unix.SYS_SETRESGID, unix.SYS_SETRESUID} { // the system call changes only this thread
 			if _, _, errno := unix.RawSyscall(id, 65534, 65534, 65534); errno != 0 {
 				return errno
 			}
@@ -306,7 +309,7 @@ func asNobody(t *testing.T, namespace *os.File, fn func() error) error {
 	})
 }
 
-// Whatever an unprivileged process of the host takes, it hinders no agent.
+// An unprivileged process cannot keep an agent from running, whatever names it binds.
 func TestAnUnprivilegedProcessCannotHoldTheLock(t *testing.T) {
 	if os.Getuid() != 0 {
 		t.Skip("needs root")
@@ -355,7 +358,8 @@ func TestAnUnprivilegedProcessCannotHoldTheLock(t *testing.T) {
 	}
 	k.Close()
 
-	// Without such tables the address is the lock, and a stranger there is not believed.
+	// On a kernel without tables that have an owner, the lock is an address. An unprivileged
+	// process that has bound it is ignored.
 	var log strings.Builder
 	err = Do(namespace, func() error {
 		l, err := lockAddress(RouteAgent, slog.New(slog.NewTextHandler(&log, nil)))
@@ -381,7 +385,8 @@ func TestAnUnprivilegedProcessCannotHoldTheLock(t *testing.T) {
 	}
 }
 
-// Where tables have no owner, a process that follows another one for hours says so once.
+// If the kernel has no tables with an owner, a process that waits for another one logs that only
+// once.
 func TestFollowingLogsALockErrorOnce(t *testing.T) {
 	if os.Getuid() != 0 {
 		t.Skip("needs root")
@@ -402,7 +407,7 @@ func TestFollowingLogsALockErrorOnce(t *testing.T) {
 		t.Fatal(err)
 	}
 	var log strings.Builder
-	err = asNobody(t, namespace, func() error { // who may make no table
+	err = asNobody(t, namespace, func() error { // an unprivileged process cannot make a table
 		ctx, cancel := context.WithTimeout(t.Context(), 5*followInterval)
 		defer cancel()
 		_, err := Follow(ctx, RouteAgent, slog.New(slog.NewTextHandler(&log, nil)))
@@ -413,8 +418,8 @@ func TestFollowingLogsALockErrorOnce(t *testing.T) {
 	}
 }
 
-// Root may do what it likes with the packet filter: a table of the lock's name that is nobody's is
-// replaced, and one of ours stays.
+// Changes of the packet filter by root do not break the lock: a table with its name but without an
+// owner is replaced, and a table that a process owns stays.
 func TestTheLockSurvivesChangesOfThePacketFilter(t *testing.T) {
 	n := open(t, RouteAgent)
 	if _, err := exec.LookPath("nft"); err != nil {
@@ -438,7 +443,7 @@ func TestTheLockSurvivesChangesOfThePacketFilter(t *testing.T) {
 	}
 }
 
-// What we make by netlink is what nft(8) makes of the command that we print.
+// The tables that we make by netlink equal those that nft(8) makes from the printed command.
 func TestFilterMatchesItsText(t *testing.T) {
 	n := open(t, RouteAgent)
 	if _, err := exec.LookPath("nft"); err != nil {
@@ -449,7 +454,7 @@ func TestFilterMatchesItsText(t *testing.T) {
 		nodes = append(nodes, netip.AddrFrom4([4]byte{172, 30, byte(i >> 8), byte(i)}))
 	}
 	own = nodes[7:9]
-	remote := []netip.Prefix{remote4, netip.MustParsePrefix("10.247.0.0/16"), netip.MustParsePrefix("10.247.8.0/24"), // touching, inside
+	remote := []netip.Prefix{remote4, netip.MustParsePrefix("10.247.0.0/16"), netip.MustParsePrefix("10.247.8.0/24"), // networks that touch, and one inside another
 		netip.MustParsePrefix("255.0.0.0/8"), netip.MustParsePrefix("10.9.1.2/32"), remote6}
 	for family, all := range map[string][]State{
 		"inet": {
@@ -469,7 +474,7 @@ func TestFilterMatchesItsText(t *testing.T) {
 	} {
 		for _, want := range all {
 			command := n.apply(want)
-			for line := range strings.Lines(command) { // tables of other families go
+			for line := range strings.Lines(command) { // skip the removal of tables of other families
 				if strings.Contains(line, "; table "+family+" ") {
 					command = line
 				}
@@ -489,7 +494,7 @@ func TestFilterMatchesItsText(t *testing.T) {
 			if !sameLines(stripped, theirs) {
 				t.Errorf("we made\n%.2000s\nnft makes\n%.2000s", stripped, theirs)
 			}
-			if got := n.apply(want); got == "" { // without our comments it is somebody's
+			if got := n.apply(want); got == "" { // without our comments the table is foreign
 				t.Error("a table that somebody else made is taken for ours")
 			}
 		}
@@ -500,8 +505,8 @@ func TestFilterMatchesItsText(t *testing.T) {
 	}
 }
 
-// The filter of a gateway's Pod in a cluster of ten thousand nodes, each with three addresses that
-// its outer packets may come from, and with 4,096 peers; and one whose peers have all addresses.
+// The filter of a gateway's Pod in a cluster of 10,000 nodes, each with three source addresses, and
+// with 4,096 peers. Another filter has a peer with all addresses.
 func TestAFilterHasRoomForTheLargestCluster(t *testing.T) {
 	n := open(t, RouteAgent)
 	var nodes []netip.Addr
@@ -522,7 +527,7 @@ func TestAFilterHasRoomForTheLargestCluster(t *testing.T) {
 	}
 }
 
-// What a set has is asked for by the element, so that a change among thousands does not read them all.
+// Elements of a set are queried one by one, so that a change of one does not read thousands.
 func TestSetElementsAreFound(t *testing.T) {
 	n := open(t, RouteAgent)
 	remote := []netip.Prefix{netip.MustParsePrefix("10.246.0.0/16"), netip.MustParsePrefix("10.247.0.0/16"), netip.MustParsePrefix("255.255.255.0/24")}
@@ -532,7 +537,7 @@ func TestSetElementsAreFound(t *testing.T) {
 		end, there bool
 	}{
 		{"remote", "10.246.0.0", false, true},
-		{"remote", "10.246.1.0", false, false}, // inside
+		{"remote", "10.246.1.0", false, false}, // inside an element
 		{"remote", "10.247.0.0", false, true},
 		{"remote", "10.248.0.0", true, true},
 		{"remote", "10.248.0.0", false, false},
@@ -547,7 +552,7 @@ func TestSetElementsAreFound(t *testing.T) {
 			t.Errorf("%+v: there %v, %v", tc, there, err)
 		}
 	}
-	// Networks that touch, which the IPAM gives out one after the other.
+	// Adjacent networks, as the IPAM allocates them.
 	elements, err := elementsFor(FilterSet{Name: "remote", Interval: true}, []string{"10.246.0.0/16", "10.247.0.0/16"})
 	if err != nil {
 		t.Fatal(err)
@@ -564,8 +569,8 @@ func TestSetElementsAreFound(t *testing.T) {
 	}
 }
 
-// Somebody who changes a table between our reading and our writing is seen, though the kernel is asked
-// nothing in between: what was read is not written on top of.
+// A foreign change of a table between our read and our write makes the transaction fail, without an
+// additional read. Stale content is never written.
 func TestATransactionRequiresTheGenerationRead(t *testing.T) {
 	n := open(t, RouteAgent)
 	of := func(networks ...netip.Prefix) State {
@@ -593,7 +598,8 @@ func TestATransactionRequiresTheGenerationRead(t *testing.T) {
 	}
 }
 
-// sameLines: nft lists sets and chains as they came.
+// sameLines compares tables. It ignores the order of sets and chains, which nft lists in the order
+// of their addition.
 func sameLines(a, b string) bool {
 	blocks := func(s string) []string {
 		return slices.Sorted(slices.Values(strings.Split(s, "\n\n")))
@@ -605,8 +611,8 @@ func sameLines(a, b string) bool {
 	return slices.Equal(blocks(strip(a)), blocks(strip(b)))
 }
 
-// Whatever changes of the sets, the kernel has what is wanted, and the table stays: it was not made
-// anew, which takes the kernel long.
+// After any change of the sets, the kernel has the wanted elements, and the table has not been
+// replaced, which would take the kernel long.
 func TestAChangeOfAFilterChangesElements(t *testing.T) {
 	n := open(t, RouteAgent)
 	if _, err := exec.LookPath("nft"); err != nil {
@@ -618,7 +624,8 @@ func TestAChangeOfAFilterChangesElements(t *testing.T) {
 			s.Nodes = append(s.Nodes, netip.AddrFrom4([4]byte{172, 30, 1, byte(rng.Uint32())}))
 			s.Own = append(s.Own, netip.AddrFrom4([4]byte{172, 30, 2, byte(rng.Uint32())}))
 			s.Underlay = append(s.Underlay, fmt.Sprintf("eth%d", rng.IntN(50)))
-			// Touching each other, inside each other, and at both ends of all addresses.
+			// Adjacent networks, networks inside others, and networks at both ends of the address
+			// space.
 			s.Remote = append(s.Remote, netip.PrefixFrom(netip.AddrFrom4([4]byte{10, 246, byte(rng.IntN(4)), 0}), 22+rng.IntN(3)).Masked(),
 				netip.PrefixFrom(netip.AddrFrom4([4]byte{byte(rng.IntN(2) * 255), byte(rng.Uint32()), 0, 0}), 16),
 				netip.PrefixFrom(netip.AddrFrom16([16]byte{0xfd, 0, 0, byte(rng.IntN(4))}), 30+rng.IntN(3)).Masked(),
@@ -637,13 +644,13 @@ func TestAChangeOfAFilterChangesElements(t *testing.T) {
 		return strings.Join(all, "")
 	}
 	n.apply(State{Filters: []Filter{{}}})
-	n.apply(State{Filters: []Filter{{}}}) // it is read
+	n.apply(State{Filters: []Filter{{}}}) // reads the tables
 	before := handles()
 	for i := range 60 {
 		want := State{Filters: []Filter{FilterFor(some())}}
 		n.apply(want)
 		if i%2 == 0 {
-			n.k.tables = tablesRead{} // so that the kernel is asked
+			n.k.tables = tablesRead{} // forces a read from the kernel
 		}
 		if again := n.apply(want); again != "" {
 			t.Fatalf("change %d: the second time: %.300s", i, again)
@@ -652,7 +659,7 @@ func TestAChangeOfAFilterChangesElements(t *testing.T) {
 	if after := handles(); after != before || before == "" {
 		t.Errorf("the table was made anew: %s, and was %s", after, before)
 	}
-	// What somebody else has changed since is not taken for what it was.
+	// A foreign change of a set is detected and repaired.
 	n.run("nft flush set inet isthmus remote")
 	want := State{Filters: []Filter{FilterFor(FilterSets{Nodes: []netip.Addr{via4}, Remote: []netip.Prefix{remote4}})}}
 	n.apply(want)
@@ -714,8 +721,8 @@ func TestApplyMendsAFilterThatWasChanged(t *testing.T) {
 	}
 }
 
-// A chain that drops what nobody accepts of what is forwarded lets our packets pass, after all that its
-// owner says, and is as it was when we are gone.
+// In a chain that drops forwarded packets by default, our rules come after the owner's rules.
+// Removing them restores the chain.
 func TestAcceptIsLastInADroppingForwardChain(t *testing.T) {
 	const in, out = "-A FORWARD -i isthmus+ -m comment --comment isthmus-route-agent -j ACCEPT\n", "-A FORWARD -o isthmus+ -m comment --comment isthmus-route-agent -j ACCEPT\n"
 	want := State{Accepts: []Accept{{}}}
@@ -727,7 +734,7 @@ func TestAcceptIsLastInADroppingForwardChain(t *testing.T) {
 			}
 			iptables := func(args string) string { t.Helper(); return n.run(program + " -w " + args) }
 			apply := func(want State) string {
-				n.k.legacy = time.Time{} // nobody tells of these changes
+				n.k.legacy = time.Time{} // no event reports these changes, so force a read
 				return n.apply(want)
 			}
 			check := func(after, rules string, changes int) {
@@ -760,7 +767,7 @@ func TestAcceptIsLastInADroppingForwardChain(t *testing.T) {
 			check("a rule before", "-P FORWARD ACCEPT\n"+in+out+"-A FORWARD -m comment --comment all -j DROP\n", 1)
 			n.run("sh " + script(t, program+"-save > $0.saved && "+program+"-restore -w < $0.saved"))
 			check("a restart of iptables", "-P FORWARD ACCEPT\n"+in+out+"-A FORWARD -m comment --comment all -j DROP\n", 0)
-			// Outer packets of gateways that are Pods here.
+			// Rules for outer packets of gateways that are Pods on our node.
 			gateway := func(addr string) (rules string) {
 				for _, protocol := range []string{"udp", "icmp"} {
 					for _, field := range []string{"-d ", "-s "} {
@@ -809,7 +816,8 @@ func addrs(all ...string) (list []netip.Addr) {
 	return list
 }
 
-// The same for chains of nftables of any name; of those that belong to a process nothing but that is said.
+// The same for nftables chains of any name. A chain of a table that a process owns is only
+// reported.
 func TestAcceptIsLastInEveryDroppingNftablesChain(t *testing.T) {
 	n := open(t, RouteAgent)
 	if _, err := exec.LookPath("nft"); err != nil {
@@ -866,8 +874,8 @@ func TestAcceptIsLastInEveryDroppingNftablesChain(t *testing.T) {
 	}
 }
 
-// A table that belongs to a process nobody else may change: that is said, with what to do, in no more
-// characters than a report has.
+// No other process may change a table that a process owns. A Limit names the chain and the remedy,
+// within the length that a report permits.
 func TestAForwardChainOfAProcessIsNamed(t *testing.T) {
 	n := open(t, RouteAgent)
 	if _, err := exec.LookPath("nft"); err != nil {
@@ -902,11 +910,11 @@ func TestAForwardChainOfAProcessIsNamed(t *testing.T) {
 		t.Errorf("said %+v", got)
 	}
 
-	end() // the kernel takes the table away, as no new generation
+	end() // the kernel removes the table without a new generation
 	for strings.Contains(n.run("nft list tables"), "firewalld") {
 		time.Sleep(10 * time.Millisecond)
 	}
-	n.apply(State{Accepts: []Accept{{}}}) // finds out
+	n.apply(State{Accepts: []Accept{{}}}) // reads the tables again
 	n.apply(State{Accepts: []Accept{{}}})
 	if err := Do(n.f, func() error { got = n.k.Limits(SourceNAT{}, true); return nil }); err != nil {
 		t.Fatal(err)
@@ -916,8 +924,8 @@ func TestAForwardChainOfAProcessIsNamed(t *testing.T) {
 	}
 }
 
-// What iptables-legacy has, with chains, jumps, rules without targets and matches with a state, is in
-// the same order, and its counters are what they were.
+// Foreign chains, jumps, rules without targets and rules with matches of the connection state keep
+// their order and their counters.
 func TestForeignIptablesLegacyRulesStay(t *testing.T) {
 	n := open(t, RouteAgent)
 	if _, err := exec.LookPath("iptables-legacy-restore"); err != nil {
@@ -951,7 +959,7 @@ END`))
 	}
 	before := saved()
 	apply := func(want State) { n.k.legacy = time.Time{}; n.apply(want) }
-	done := func(want State) { // others on this machine may have the lock for a while
+	done := func(want State) { // other programs on this machine may hold the lock for a while
 		for end := time.Now().Add(time.Minute); ; time.Sleep(50 * time.Millisecond) {
 			if apply(want); !n.k.Busy() || time.Now().After(end) {
 				return
@@ -970,7 +978,7 @@ END`))
 			t.Fatalf("left\n%swant\n%s", got, before)
 		}
 	}
-	// While somebody else has the lock nothing is read and nothing is written.
+	// While another program holds the lock, nothing is read or written.
 	f, err := os.Open(legacyLock)
 	if err != nil {
 		t.Fatal(err)
@@ -992,8 +1000,9 @@ END`))
 	}
 }
 
-// A pod on the bridge of a gateway's Pod says that it is a node, in all ways that arrive: what comes by
-// the uplink arrives, and nothing of the pod's, whether br_netfilter looks at bridges or not.
+// A pod on the bridge of a gateway's Pod sends packets with a node's address, with all combinations
+// of VLAN tags that arrive without a Bridge. With a Bridge, only packets from the uplink arrive,
+// with and without br_netfilter.
 func TestPodsOnABridgeCannotImpersonateANode(t *testing.T) {
 	n := open(t, RouteAgent)
 	gateway, other := netip.MustParseAddr("10.32.0.7"), netip.MustParseAddr("10.32.0.1")
@@ -1021,7 +1030,7 @@ func TestPodsOnABridgeCannotImpersonateANode(t *testing.T) {
 		}
 		(&node{t: t, f: f}).run("ip link set e" + name + " up")
 	}
-	n.run("ip link add vethwe-bridge type veth peer name vethwe-datapath") // Weave's, to Open vSwitch
+	n.run("ip link add vethwe-bridge type veth peer name vethwe-datapath") // Weave's link to Open vSwitch
 	n.run("ip link set vethwe-bridge master weave up")
 	n.run("ip link add vxlan-6784 type vxlan id 7 dstport 6784")
 	n.run("ip link set vxlan-6784 master weave up")
@@ -1044,7 +1053,7 @@ func TestPodsOnABridgeCannotImpersonateANode(t *testing.T) {
 		b := append(slices.Clone([]byte(hw)), 2, 0, 0, 0, 0, 9)
 		for _, kind := range tags {
 			b = binary.BigEndian.AppendUint16(b, kind)
-			b = append(b, 0xe0, 0) // a priority and no number
+			b = append(b, 0xe0, 0) // a priority, and VLAN ID 0
 		}
 		b = append(b, 8, 0)
 		ip := []byte{0x45, 0, 0, byte(28 + len(payload)), 0, 0, 0, 0, 64, unix.IPPROTO_UDP, 0, 0}
@@ -1078,8 +1087,8 @@ func TestPodsOnABridgeCannotImpersonateANode(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	// next is what arrives next: what a host sends waits for nothing, so that what was sent before has
-	// arrived before or never does.
+	// next returns the payload of the next packet to arrive. Packets are delivered in order, so a
+	// packet that was sent earlier has arrived already or never will.
 	next := func() string {
 		t.Helper()
 		buf := make([]byte, 100)
@@ -1105,7 +1114,7 @@ func TestPodsOnABridgeCannotImpersonateANode(t *testing.T) {
 			}
 		}
 		filter := FilterFor(FilterSets{Gateways: []netip.Addr{gateway}, Bridges: []string{"weave"}, Underlay: []string{"eth0"}})
-		n.run("ip addr replace 10.32.0.2/12 dev weave") // the way back
+		n.run("ip addr replace 10.32.0.2/12 dev weave") // the return path
 		n.apply(State{Filters: []Filter{filter}, Bridges: []Bridge{BridgeFor([]netip.Addr{gateway}, []string{"far"})}})
 		if err := Do(n.f, func() error {
 			if !n.k.Bridged() || !(&Kernel{owner: RouteAgent}).Bridged() {
@@ -1128,7 +1137,8 @@ func TestPodsOnABridgeCannotImpersonateANode(t *testing.T) {
 	}
 }
 
-// While nothing could be read, what another process left counts, and what this one wants does not.
+// While the kernel's state cannot be read, Bridged reports the Bridge of a previous process, not
+// the wanted one.
 func TestABridgeIsIgnoredUntilItCouldBeRead(t *testing.T) {
 	n := open(t, RouteAgent)
 	bridges := []Bridge{BridgeFor([]netip.Addr{via4}, nil)}
@@ -1152,7 +1162,7 @@ func TestABridgeIsIgnoredUntilItCouldBeRead(t *testing.T) {
 		t.Error("there is none, and it says that there is")
 	}
 	n.apply(State{Bridges: bridges})
-	n.k.applied = false // as of a process that starts
+	n.k.applied = false // as in a process that has just started
 	if !bridged() {
 		t.Error("there is one, and it says that there is none")
 	}
@@ -1166,7 +1176,7 @@ func (n *node) dropped() (all map[string]uint64) {
 	return all
 }
 
-// No rule drops what it does not count, and no chain drops without a reason.
+// Every rule that drops packets counts them, and every chain with such a rule has a reason.
 func TestEachRuleThatDropsCounts(t *testing.T) {
 	reasons := make(map[string]bool)
 	for _, chain := range slices.Concat(FilterChains, PodFilterChains, BridgeChains, SourceNAT{Self: via4}.Chains()) {
@@ -1199,7 +1209,8 @@ func TestEachRuleThatDropsCounts(t *testing.T) {
 	}
 }
 
-// What a filter drops is counted under its reason, and a change of the filter's sets forgets none.
+// Dropped packets are counted by reason, and a change of the filter's sets does not reset the
+// counters.
 func TestFilterDropsAreCounted(t *testing.T) {
 	t.Run("of a node", func(t *testing.T) { testWhatAFilterDropsIsCounted(t, RouteAgent, false) })
 	t.Run("of a gateway's Pod", func(t *testing.T) { testWhatAFilterDropsIsCounted(t, GatewayPod, true) })
@@ -1232,7 +1243,7 @@ func testWhatAFilterDropsIsCounted(t *testing.T, owner Owner, pod bool) {
 			}
 			defer c.Close()
 			_, err = c.Write([]byte("x"))
-			if errors.Is(err, unix.EPERM) { // what the chain clear drops is told to who sent it
+			if errors.Is(err, unix.EPERM) { // the kernel reports the drop by the chain clear to the sender
 				err = nil
 			}
 			return err
@@ -1243,14 +1254,14 @@ func testWhatAFilterDropsIsCounted(t *testing.T, owner Owner, pod bool) {
 	send("10.246.0.9:53")
 	send("10.246.0.9:53")
 	send("[fd00:246::9]:53")
-	send("192.0.2.1:53") // no peer's
+	send("192.0.2.1:53") // not an address of a peer
 	send("[fd00:99::9]:53")
 	send(fmt.Sprintf("127.0.0.1:%d", OverlayPort))
 	want := map[string]uint64{"in_the_clear": 3, "overlay_source": 1}
 	if got := n.dropped(); !maps.Equal(got, want) {
 		t.Errorf("%v; want %v", got, want)
 	}
-	for i := range 3 { // somebody else has changed a table of his meanwhile, as kube-proxy does
+	for i := range 3 { // another program, such as kube-proxy, changes its own table
 		n.run(fmt.Sprintf("nft add table ip other%d", i))
 		n.apply(State{Filters: []Filter{FilterFor(FilterSets{Pod: pod, Remote: []netip.Prefix{remote4, remote6, netip.PrefixFrom(netip.AddrFrom4([4]byte{10, 250, byte(i), 0}), 24)}})}})
 		if got := n.dropped(); !maps.Equal(got, want) {
@@ -1259,14 +1270,14 @@ func testWhatAFilterDropsIsCounted(t *testing.T, owner Owner, pod bool) {
 	}
 }
 
-// With the filter of a gateway's Pod the kernel tracks no connections, as it does with that of a node,
-// and takes neither for the other.
+// The kernel tracks no connections with the filter of a gateway's Pod, but does with that of a
+// node. Neither filter is taken for the other.
 func TestTheKernelTracksNoConnectionsInAGatewaysPod(t *testing.T) {
 	for _, pod := range []bool{false, true} {
 		n := open(t, GatewayPod)
 		sets := FilterSets{Remote: []netip.Prefix{remote4}}
 		if pod {
-			n.apply(State{Filters: []Filter{FilterFor(sets)}}) // of a gateway of before
+			n.apply(State{Filters: []Filter{FilterFor(sets)}}) // as of an older gateway
 		}
 		sets.Pod = pod
 		want := State{Filters: []Filter{FilterFor(sets)}}
@@ -1295,27 +1306,27 @@ func TestTheKernelTracksNoConnectionsInAGatewaysPod(t *testing.T) {
 	}
 }
 
-// The filter of a gateway's Pod refuses what that of a node would refuse in its place, for the same
-// reasons, and besides what has a peer's address and is for no peer: a node may have been given one of these
-// by a Service, and nobody is behind a gateway.
+// The filter of a gateway's Pod refuses the same packets as a node's filter in its place, for the
+// same reasons. It also refuses packets whose source, but not destination, belongs to a peer: a
+// node may have received such a source through a Service, but no host is behind a gateway.
 func TestGatewayPodFilterRefusesLikeANodeFilter(t *testing.T) {
 	for _, pod := range []bool{false, true} {
 		n := open(t, GatewayPod)
 		n.apply(State{Filters: []Filter{FilterFor(FilterSets{Pod: pod, Nodes: []netip.Addr{netip.MustParseAddr("172.30.1.11")}, Remote: []netip.Prefix{remote4}})}})
-		devices := []string{"eth0", "isthmus.vxlan", "isthmus0"} // what is sent by far0 comes by eth0
+		devices := []string{"eth0", "isthmus.vxlan", "isthmus0"} // packets that far0 sends arrive at eth0
 		n.router(devices...)
 		n.run("ip addr add 10.244.0.254/32 dev eth0")
 		n.run("ip route add default dev eth0")
 		n.run("ip route add 10.246.0.0/16 dev isthmus0")
-		n.run("ip route add 10.246.200.0/24 dev eth0") // somebody's
+		n.run("ip route add 10.246.200.0/24 dev eth0") // a foreign route
 		for _, packet := range []struct {
 			dev, src, dst string
 			port          uint16
-			want          string // reason; empty: it passes
+			want          string // reason of the drop; empty: the packet passes
 		}{
 			{"isthmus.vxlan", "10.244.0.11", "10.246.0.9", 53, ""},
 			{"isthmus0", "10.246.0.9", "10.244.0.11", 53, ""},
-			{"isthmus0", "10.246.0.9", "10.246.1.1", 53, ""}, // from one peer's to another's mapped endpoint
+			{"isthmus0", "10.246.0.9", "10.246.1.1", 53, ""}, // from one peer to another peer's mapped endpoint
 			{"eth0", "172.30.1.11", "10.244.0.254", OverlayPort, ""},
 			{"isthmus.vxlan", "10.246.1.1", "10.246.0.9", 53, "overlay_stranger"},
 			{"isthmus.vxlan", "10.246.1.1", "10.99.0.1", 53, map[bool]string{true: "overlay_stranger"}[pod]},
@@ -1337,8 +1348,9 @@ func TestGatewayPodFilterRefusesLikeANodeFilter(t *testing.T) {
 	}
 }
 
-// A pod of ours forges a source that no pod has: its node forwards it to a peer only if the route to that source is by
-// the pod's device. Otherwise each such source would look like a host of its own, and use up the gateway's NAPT ports.
+// If a pod of ours forges a source that no pod has, its node forwards the packet to a peer only if
+// the route to that source leads through the pod's device. Otherwise each such source would look
+// like a separate host, and use up the gateway's NAPT ports.
 func TestANodeRefusesSourcesThatNoPodHas(t *testing.T) {
 	n := open(t, RouteAgent)
 	n.apply(State{Filters: []Filter{FilterFor(FilterSets{Remote: []netip.Prefix{remote4}, Underlay: []string{"eth0"},
@@ -1353,10 +1365,10 @@ func TestANodeRefusesSourcesThatNoPodHas(t *testing.T) {
 		{"pod", "10.244.0.11", ""},
 		{"pod", "203.0.113.77", "forged_source"},
 		{"pod", "172.30.1.11", "forged_source"},
-		{"pod", "10.244.1.9", "forged_source"}, // of another node's pod
-		{"pod", "198.51.100.9", ""},            // of a container outside of Kubernetes
+		{"pod", "10.244.1.9", "forged_source"}, // address of another node's pod
+		{"pod", "198.51.100.9", ""},            // address of a container outside of Kubernetes
 		{"eth0", "203.0.113.77", ""},
-		{"eth0", "198.51.100.9", ""}, // the other nodes are there, and checked it
+		{"eth0", "198.51.100.9", ""}, // other nodes are behind eth0, and have checked the source
 	} {
 		if got := n.fate(slices.Index(devices, packet.dev), packet.src, "10.246.0.9", 53); got != packet.want {
 			t.Errorf("%+v: %q", packet, got)
@@ -1364,8 +1376,9 @@ func TestANodeRefusesSourcesThatNoPodHas(t *testing.T) {
 	}
 }
 
-// router makes devices, each of which is one end of a veth pair, and has the node forward between them, without a
-// filter of reverse paths. A frame that the far end of device i sends to 02:00:00:00:00:0i comes by that device.
+// router makes veth pairs, whose near ends have the names in devices, and makes the node forward
+// between them, without reverse path filtering. A frame that the far end of device i sends to
+// 02:00:00:00:00:0i arrives at that device.
 func (n *node) router(devices ...string) {
 	n.t.Helper()
 	values := map[string]string{"ip_forward": "1", "conf/all/rp_filter": "0"}
@@ -1382,7 +1395,8 @@ func (n *node) router(devices ...string) {
 	}
 }
 
-// fate injects a datagram and returns the reason for which the filter dropped it; empty: it passed.
+// fate injects a datagram and returns the reason for which the filter dropped it, or "" if it
+// passed.
 func (n *node) fate(i int, src, dst string, port uint16) string {
 	n.t.Helper()
 	dropped, passed := n.dropped(), n.passed()
@@ -1392,7 +1406,7 @@ func (n *node) fate(i int, src, dst string, port uint16) string {
 		if n.passed() != passed {
 			got = ""
 		}
-		for reason, count := range n.dropped() { // what is dropped where it leaves was forwarded
+		for reason, count := range n.dropped() { // a packet that is dropped when it leaves was counted as forwarded
 			if count != dropped[reason] {
 				got = reason
 			}
@@ -1401,7 +1415,7 @@ func (n *node) fate(i int, src, dst string, port uint16) string {
 	return got
 }
 
-// inject sends a datagram by the far end of the device 02:00:00:00:00:0i, so that it comes by that one.
+// inject sends a datagram from the far end of device i, so that it arrives at that device.
 func (n *node) inject(i int, src, dst netip.Addr, port uint16) {
 	n.t.Helper()
 	ip := slices.Concat([]byte{0x45, 0, 0, 28, 0, 0, 0x40, 0, 64, unix.IPPROTO_UDP, 0, 0}, src.AsSlice(), dst.AsSlice())
@@ -1428,7 +1442,8 @@ func (n *node) inject(i int, src, dst netip.Addr, port uint16) {
 	}
 }
 
-// passed is how many packets were forwarded or came to a port at which nobody listens.
+// passed returns how many packets were forwarded, or were received at a port on which nobody
+// listens.
 func (n *node) passed() (sum int) {
 	n.t.Helper()
 	var names []string
@@ -1451,8 +1466,8 @@ func (n *node) passed() (sum int) {
 	return sum
 }
 
-// Whatever the lengths of the networks of peers, and however they change: what is for one of them does
-// not leave, and what is for none does.
+// For networks of peers with any prefix lengths, and after any change of them: no packet for a peer
+// leaves, and all others do.
 func TestPeerTrafficNeverLeavesForAnyPrefixLength(t *testing.T) {
 	n := open(t, RouteAgent)
 	n.run("ip link add eth0 type veth peer name eth1")
@@ -1462,7 +1477,7 @@ func TestPeerTrafficNeverLeavesForAnyPrefixLength(t *testing.T) {
 	n.run("ip route add default via 172.30.1.1")
 	n.run("ip neigh add 172.30.1.1 lladdr 02:00:00:00:00:01 dev eth0")
 	rng := rand.New(rand.NewPCG(14, 16))
-	random := func(bits int) netip.Prefix { // of few networks of length 8, so that some touch
+	random := func(bits int) netip.Prefix { // in few networks of length 8, so that some are adjacent
 		p, _ := netip.AddrFrom4([4]byte{10 + byte(rng.IntN(4)), byte(rng.IntN(256)), byte(rng.IntN(256)), byte(rng.IntN(256))}).Prefix(bits)
 		return p
 	}
@@ -1518,8 +1533,8 @@ func script(t *testing.T, text string) string {
 	return name
 }
 
-// Somebody takes our filter away, and before his event is read a change of another table is carried out:
-// that one must not pass for his, nor his for ours.
+// Another program removes our filter. Before its event is read, we change another table. Neither
+// transaction may be taken for the other.
 func TestAForeignTransactionDuringOursIsDetected(t *testing.T) {
 	n := open(t, RouteAgent)
 	var held atomic.Bool
@@ -1539,7 +1554,7 @@ func TestAForeignTransactionDuringOursIsDetected(t *testing.T) {
 	n.apply(want)
 	held.Store(true)
 	n.run("nft add element inet isthmus own { 192.0.2.77 }")
-	<-waits // who reads events stands still
+	<-waits // the goroutine that reads events is blocked
 	n.apply(want)
 	n.run("nft delete table inet isthmus")
 	want.SourceNAT = []SourceNAT{SourceNATFor(SourceNATSets{Remote: []netip.Prefix{remote4}, Pods: []netip.Prefix{netip.MustParsePrefix("10.99.0.0/16")}})}
@@ -1553,7 +1568,7 @@ func TestAForeignTransactionDuringOursIsDetected(t *testing.T) {
 	}
 }
 
-// What cannot be mended is said, and nothing else is.
+// Limits reports the obstacles that we cannot avoid, and only these.
 func TestLimitsNameTheBlockingSetting(t *testing.T) {
 	for _, program := range []string{"nft", "iptables-legacy"} {
 		if _, err := exec.LookPath(program); err != nil {
@@ -1563,7 +1578,7 @@ func TestLimitsNameTheBlockingSetting(t *testing.T) {
 	nat := SourceNATFor(SourceNATSets{Local: []netip.Prefix{netip.MustParsePrefix("10.64.1.0/24")}, Remote: []netip.Prefix{remote4}})
 	for name, c := range map[string]struct {
 		commands []string
-		want     string // in the one Limit; empty: there is none
+		want     string // part of the only Limit; empty: there is no Limit
 	}{
 		"nothing":                    {nil, ""},
 		"masquerade at srcnat":       {[]string{"nft add table ip cni", "nft add chain ip cni post { type nat hook postrouting priority 90 ; }", "nft add rule ip cni post masquerade"}, ""},
