@@ -1,22 +1,21 @@
 // Package deploy holds the manifests of an installation: the custom resource definitions, the
-// rights of each component, what the API server admits from peers and gateways beyond that, and the
-// chart that puts them together with the components. Helm reads the chart's folder, in which files/
-// leads to the other folders by symbolic links; `isthmus install` renders what is embedded here
-// (internal/chart).
+// rights of each component, the admission policies for peers and gateways, and the chart that
+// combines them with the components. Helm reads the chart's folder, in which files/ has symbolic
+// links to the other folders. `isthmus install` renders the embedded files (internal/chart).
 package deploy
 
 import "embed"
 
 //go:generate ../internal/tools/schema.sh
 
-// Files has admission/*.yaml, crds/*.yaml and rbac/*.yaml. The manifests say Namespace wherever the
-// namespace of the installation belongs. crds/SCHEMA is a number that grows with each change of the
-// definitions, and their digest.
+// Files has admission/*.yaml, crds/*.yaml and rbac/*.yaml. In the manifests, "Namespace" stands for
+// the namespace of the installation. crds/SCHEMA has two lines: a number that grows with each
+// change of the definitions, and their digest.
 //
 //go:embed admission/*.yaml crds/*.yaml crds/SCHEMA rbac/*.yaml
 var Files embed.FS
 
-// Chart has chart/isthmus, but for the links in its files/.
+// Chart has chart/isthmus without the links in files/.
 //
 //go:embed chart/isthmus/*.yaml chart/isthmus/*.json all:chart/isthmus/templates
 var Chart embed.FS
@@ -26,14 +25,14 @@ var Chart embed.FS
 //go:embed chart/isthmus/values.yaml
 var ChartValues string
 
-// Optional has optional/*.yaml and networkpolicy/*.yaml, which only those need who want what is in
-// them. The manifests say Namespace like those of Files.
+// Optional has optional/*.yaml and networkpolicy/*.yaml, which only installations with certain
+// features need. "Namespace" has the same meaning as in Files.
 //
 //go:embed optional/*.yaml networkpolicy/*.yaml
 var Optional embed.FS
 
-// Monitoring has monitoring/alerts.yaml, the rules of a Prometheus, and monitoring/dashboard.json, of a
-// Grafana.
+// Monitoring has monitoring/alerts.yaml, rules for Prometheus, and monitoring/dashboard.json, a
+// dashboard for Grafana.
 //
 //go:embed monitoring/alerts.yaml monitoring/dashboard.json
 var Monitoring embed.FS
@@ -42,11 +41,11 @@ var Monitoring embed.FS
 const Namespace = "isthmus-system"
 
 // PeerObjectsPolicy and PeerTokensPolicy are the admission policies without which no peer gets an
-// identity. PeerPriority is the priority level of its requests.
+// identity. PeerPriority is the priority level of peers' requests.
 const (
 	PeerObjectsPolicy = "isthmus-peer-objects"
 	PeerTokensPolicy  = "isthmus-peer-tokens"
-	// ManagerServicesPolicy is there only where services are shared.
+	// ManagerServicesPolicy exists only if services are shared.
 	ManagerServicesPolicy = "isthmus-manager-services"
 	PeerPriority          = "isthmus-peers"
 )

@@ -7,12 +7,14 @@ import (
 	"github.com/isthmus-net/isthmus/internal/lab"
 )
 
-// Calico with a VXLAN pool and natOutgoing, blocks of 64 addresses that its own address management
-// gives to nodes as they come, whatever node.spec.podCIDR says: vxlan.calico with VNI 4096 on port
-// 4789, a route for each pod with the next hop 169.254.1.1 answered by proxy ARP, a blackhole for
-// the rest of a block (felix/dataplane/linux/vxlan_mgr.go, routetable), masquerading from pools to
-// everything that is no pool (felix/rules/nat.go), and what the node itself sends into the tunnel, a strict reverse path filter for workloads
-// (felix/rules/static.go: cali-PREROUTING in raw).
+// calicoVXLAN imitates Calico with a VXLAN pool and natOutgoing. Calico allocates blocks of 64
+// addresses to nodes on demand and ignores node.spec.podCIDR. It has:
+//   - vxlan.calico with VNI 4096 on port 4789,
+//   - a route for each pod, whose next hop 169.254.1.1 is answered by proxy ARP, and a blackhole for
+//     the rest of a block (felix/dataplane/linux/vxlan_mgr.go, routetable),
+//   - masquerading of packets from pools to addresses outside of all pools, and of the node's own
+//     packets into the tunnel (felix/rules/nat.go),
+//   - a strict reverse path filter for workloads (felix/rules/static.go: cali-PREROUTING in raw).
 var calicoVXLAN = &shape{
 	name:   "Calico, VXLAN",
 	source: "projectcalico/calico: felix/rules/static.go, felix/rules/nat.go, felix/dataplane/linux; docs.tigera.io, \"Overlay networking\", \"Calico IPAM\"",
@@ -41,8 +43,8 @@ var calicoVXLAN = &shape{
 	},
 }
 
-// Calico with BGP and no encapsulation: bird's routes to the blocks of other nodes by their
-// addresses (confd/etc/calico/confd/templates/bird.cfg.template).
+// calicoBGP imitates Calico with BGP and without encapsulation: bird adds routes to the blocks of
+// other nodes via the nodes' addresses (confd/etc/calico/confd/templates/bird.cfg.template).
 var calicoBGP = &shape{
 	name:   "Calico, no encapsulation",
 	source: "as Calico, VXLAN; docs.tigera.io, \"Configure BGP peering\"",
@@ -61,14 +63,15 @@ var calicoBGP = &shape{
 	},
 }
 
-// calicoBlock is the block of a node: of those in the middle of the pool, the last node's first.
+// calicoBlock returns the block of node i, from the middle of the pool. The last node has the first
+// block.
 func calicoBlock(c *lab.Cluster, i int) netip.Prefix {
 	middle := plus(c.PodCIDR.Addr(), 1<<(31-c.PodCIDR.Bits()))
 	return netip.PrefixFrom(plus(middle, 64*(len(c.Nodes)-1-i)), 26)
 }
 
-// calicoBlocks gives pods addresses of the blocks. Nodes keep the podCIDRs of
-// kube-controller-manager, of which Calico takes no notice.
+// calicoBlocks gives pods addresses of their node's block. Nodes keep the podCIDRs of
+// kube-controller-manager, which Calico ignores.
 func calicoBlocks(c *lab.Cluster) {
 	for i, n := range c.Nodes {
 		for j, p := range podsOn(c, n) {
@@ -77,7 +80,7 @@ func calicoBlocks(c *lab.Cluster) {
 	}
 }
 
-// routedNode is a node with a device, a route and proxy ARP for each pod.
+// routedNode returns the setup of a node with a device, a route and proxy ARP for each pod.
 func routedNode(c *lab.Cluster, i int, prefix string, mtu int) (d dress) {
 	d.pods = map[*lab.Pod][]string{}
 	d.later = map[string]string{}
@@ -106,7 +109,8 @@ COMMIT
 `, c.PodCIDR)
 }
 
-// calicoPolicy is what Felix writes where no policy selects a pod: its profile allows everything.
+// calicoPolicy returns the rules that Felix writes for a workload that no policy selects: its
+// profile allows everything.
 func calicoPolicy(workloads string) string {
 	return fmt.Sprintf(`*raw
 :cali-PREROUTING -

@@ -21,12 +21,12 @@ import (
 	"github.com/isthmus-net/isthmus/internal/lab"
 )
 
-// lasting is how long each fault of TestChaos is repeated.
+// lasting is the time for which TestChaos repeats each fault.
 const lasting = 60 * time.Second
 
-// While pods of both clusters talk, one thing at a time happens again and again for a minute. No packet
-// for a peer may be in the clear, nothing that is not Isthmus's may change, and everything has to work
-// afterwards. How many packets each event costs is said, not asserted.
+// While pods of both clusters exchange datagrams, one fault is repeated for a minute. No packet for
+// a peer may leave in the clear, no foreign object may change, and everything has to work
+// afterwards. The test logs how many packets each fault costs, but does not limit the number.
 func TestChaos(t *testing.T) {
 	if !*long {
 		t.Skip("it takes five minutes for each pair: -long")
@@ -44,7 +44,8 @@ func TestChaos(t *testing.T) {
 	}
 }
 
-// chaosPairs differ in how other nodes' pods are reached, whose addresses these are, and in the filter.
+// chaosPairs differ in the way in which nodes reach pods of other nodes, in the origin of the pods'
+// addresses, and in the packet filter.
 var chaosPairs = [][2]plan{
 	{{shape: flannelVXLAN, podCIDR: "10.244.0.0/16", filter: legacy, drop: true, strict: true},
 		{shape: flannelHostGW, podCIDR: "10.244.64.0/18", filter: nft, drop: true, strict: true}},
@@ -54,7 +55,7 @@ var chaosPairs = [][2]plan{
 		{shape: cilium, podCIDR: "10.42.0.0/16", filter: legacy, drop: true}},
 }
 
-// faults are what happens again and again.
+// faults returns the faults that TestChaos repeats.
 func (w *world) faults() []chaos {
 	rng := rand.New(rand.NewPCG(15, 2))
 	return []chaos{
@@ -86,7 +87,7 @@ func (w *world) faults() []chaos {
 	}
 }
 
-// A chaos is something that happens again and again.
+// A chaos is a fault that is repeated.
 type chaos struct {
 	what  string
 	every time.Duration
@@ -106,7 +107,7 @@ func (w *world) suffer(t *testing.T, c chaos) {
 	}
 	var streams []*datagrams
 	for i := range w.sides {
-		from, to := w.sides[i].Pods[2], w.sides[1-i].Pods[2] // on nodes 2
+		from, to := w.sides[i].Pods[2], w.sides[1-i].Pods[2] // on the second node of each cluster
 		var at netip.Addr
 		eventually(t, "networks agreed upon", func() (err error) {
 			at, err = w.sides[i].Seen(t.Context(), w.sides[1-i], to.Addr)
@@ -122,7 +123,7 @@ func (w *world) suffer(t *testing.T, c chaos) {
 			time.Sleep(rest)
 		}
 	}
-	// All has to be well again, for pods of all nodes.
+	// Pods on all nodes must reach the peer again.
 	for i := range w.sides {
 		for _, p := range w.sides[i].Pods {
 			to := w.sides[1-i].Pods[2]
@@ -152,7 +153,7 @@ func (w *world) suffer(t *testing.T, c chaos) {
 	}
 }
 
-// Datagrams are sent from one pod to another every 10 ms, and answered.
+// datagrams sends a datagram from one pod to another every 10 ms, and counts the answers.
 type datagrams struct {
 	name         string
 	conn, far    net.PacketConn
@@ -217,16 +218,16 @@ func newDatagrams(t *testing.T, from, to *lab.Pod, at netip.Addr) *datagrams {
 			s.mu.Lock()
 			s.sent = append(s.sent, time.Now())
 			s.mu.Unlock()
-			_, _ = conn.WriteTo(packet, dst) // a refusal is a lost packet
+			_, _ = conn.WriteTo(packet, dst) // a refused datagram counts as lost
 		}
 	})
 	return s
 }
 
-// end says what was lost in all, and after each event until the next one.
+// end returns a report on lost datagrams: in total, and between each event and the next one.
 func (s *datagrams) end(events []time.Time) string {
 	s.stop()
-	time.Sleep(500 * time.Millisecond) // for answers under way
+	time.Sleep(500 * time.Millisecond) // for answers that are still on the way
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	lost, after := 0, make([]int, len(events))
@@ -264,11 +265,11 @@ echo 'echo 0 > /proc/sys/net/ipv4/conf/isthmus.vxlan/forwarding'`
 	out, err := n.Command(t.Context(), "sh", "-c", objects).Output()
 	must(t, err)
 	all := strings.Split(strings.TrimSpace(string(out)), "\n")
-	// What is there may be gone, or be made again, before the command comes.
+	// The command fails if the object is already gone, or is being made again.
 	_, _ = n.Command(t.Context(), "sh", "-c", all[rng.IntN(len(all))]).CombinedOutput()
 }
 
-// change lets the last node of a cluster go, come again, or have another address.
+// change removes the last node of a cluster, adds it again, or changes its address.
 func (w *world) change(t *testing.T, c *fleet.Cluster, what int) {
 	t.Helper()
 	n := c.Nodes[len(c.Nodes)-1]
@@ -287,7 +288,7 @@ func (w *world) change(t *testing.T, c *fleet.Cluster, what int) {
 		must(t, c.Client.Create(ctx, &node))
 		w.address(t, c, n.Name, n.Addr)
 		must(t, c.Launch(agent))
-	case 2: // another address, and back
+	case 2: // another address, and then the first one again
 		other := plus(n.Addr, 100)
 		must(t, batch(ctx, n.Host, "ip", []string{fmt.Sprintf("addr add %v/24 dev eth0", other)}))
 		w.address(t, c, n.Name, other)

@@ -8,14 +8,14 @@ import (
 	"github.com/isthmus-net/isthmus/internal/lab"
 )
 
-// Amazon's VPC CNI: pods have secondary addresses of their node's interfaces, in the subnet of the
-// nodes. The node leads to a pod by rule 512 and a route in the main table; what came by eth0 for a
-// node's own address, and what a pod sends out of the VPC, is marked for rule 1024, which asks the
-// main table (pkg/networkutils/network.go); a pod on a second interface leaves by a table of that
-// interface, by rule 1536 (cmd/routed-eni-cni-plugin/driver).
-// The pod knows 169.254.1.1 by a permanent neighbour. What leaves the VPC is source-translated by
-// AWS-SNAT-CHAIN-0. The VPC drops what comes from an interface with an address that it does not have
-// (docs.aws.amazon.com, "source/destination checks").
+// awsVPC imitates Amazon's VPC CNI. Pods have secondary addresses of their node's interfaces, in
+// the nodes' subnet. The node reaches a pod by rule 512 and a route in the main table. Rule 1024
+// sends marked packets to the main table: packets that came by eth0 for a node's own address, and
+// packets of pods to addresses outside of the VPC (pkg/networkutils/network.go). A pod on a second
+// interface leaves by that interface's table, by rule 1536 (cmd/routed-eni-cni-plugin/driver). Pods
+// know 169.254.1.1 by a permanent neighbour. AWS-SNAT-CHAIN-0 translates the source of packets that
+// leave the VPC. The VPC drops packets from an interface with a source that the interface does not
+// have (docs.aws.amazon.com, "source/destination checks").
 var awsVPC = &shape{
 	name:       "AWS VPC CNI",
 	source:     "aws/amazon-vpc-cni-k8s: pkg/networkutils/network.go, cmd/routed-eni-cni-plugin/driver, docs/cni-proposal.md; source/destination checks of EC2",
@@ -30,7 +30,7 @@ var awsVPC = &shape{
 		pods := podsOn(c, n)
 		second := plainPods(c, n)
 		last := second[len(second)-1]
-		// The second interface is a second device at the same port of the underlay.
+		// The second interface is another device at the same port of the underlay.
 		d.ip = append(d.ip,
 			"link add eth1 link eth0 type macvlan mode bridge",
 			"link set eth1 up",
@@ -41,7 +41,7 @@ var awsVPC = &shape{
 		for _, p := range pods {
 			d.ip = append(d.ip, fmt.Sprintf("rule add priority 512 to %v lookup main", p.Addr))
 		}
-		d.settings = map[string]string{"ipv4/conf/eth0/rp_filter": "2"} // setupHostNetwork does so
+		d.settings = map[string]string{"ipv4/conf/eth0/rp_filter": "2"} // as setupHostNetwork sets it
 		d.tables = fmt.Sprintf(`*mangle
 -A PREROUTING -i eth0 -m comment --comment "AWS, primary ENI" -m addrtype --dst-type LOCAL --limit-iface-in -j CONNMARK --set-xmark 0x80/0x80
 -A PREROUTING -i eni+ -m comment --comment "AWS, primary ENI" -j CONNMARK --restore-mark --nfmask 0x80 --ctmask 0x80
@@ -62,9 +62,10 @@ COMMIT
 	},
 }
 
-// Azure CNI in transparent mode: addresses of the nodes' subnet, a route for each pod on a device azv,
-// proxy ARP (Azure/azure-container-networking: network/transparent_endpointclient_linux.go), and
-// ip-masq-agent, which masquerades what leaves the virtual network.
+// azureCNI imitates Azure CNI in transparent mode: addresses of the nodes' subnet, a route for each
+// pod through a device azv, proxy ARP (Azure/azure-container-networking:
+// network/transparent_endpointclient_linux.go), and ip-masq-agent, which masquerades packets that
+// leave the virtual network.
 var azureCNI = &shape{
 	name:       "Azure CNI",
 	source:     "Azure/azure-container-networking: network/transparent_endpointclient_linux.go, docs/network.md; kubernetes-sigs/ip-masq-agent",
@@ -80,8 +81,9 @@ var azureCNI = &shape{
 	},
 }
 
-// AKS with kubenet: a bridge cbr0, and the virtual network's route table leads to the nodes' networks.
-// What leaves 10.0.0.0/8 is masqueraded (kubelet's former --non-masquerade-cidr).
+// kubenetAKS imitates AKS with kubenet: a bridge cbr0, and a route table of the virtual network
+// that leads to the nodes' networks. Packets that leave 10.0.0.0/8 are masqueraded (kubelet's
+// former --non-masquerade-cidr).
 var kubenetAKS = &shape{
 	name:       "kubenet (AKS)",
 	source:     "kubernetes/kubernetes v1.23: pkg/kubelet/dockershim/network/kubenet/kubenet_linux.go; learn.microsoft.com, \"Use kubenet networking\"",
@@ -99,9 +101,10 @@ COMMIT
 	},
 }
 
-// GKE, VPC-native: the node's address has the length 32 and everything goes by the router, which
-// knows each node's alias range. Pods are at devices gke with a route each, and ip-masq-agent leaves
-// private networks as they are (cloud.google.com, "VPC-native clusters", "IP masquerade agent").
+// gkeNative imitates VPC-native GKE: the node's address has the prefix length 32, and all packets
+// go to the router, which knows the alias range of each node. Each pod has a device gke and a
+// route, and ip-masq-agent does not translate packets to private networks (cloud.google.com,
+// "VPC-native clusters", "IP masquerade agent").
 var gkeNative = &shape{
 	name:   "GKE VPC-native",
 	source: "cloud.google.com: \"VPC-native clusters\", \"IP masquerade agent\", \"Alias IP ranges\"; kubernetes-sigs/ip-masq-agent",
@@ -115,13 +118,14 @@ var gkeNative = &shape{
 		d.underlay = []string{fmt.Sprintf("route add %v via %v", n.PodCIDR, n.Addr),
 			fmt.Sprintf("link set %s mtu 1460", n), fmt.Sprintf("link set br-%s mtu 1460", c)}
 		d.fabric = sourceCheck(n, n.PodCIDR.String())
-		d.tables = "*filter\n-A FORWARD -p tcp -j ACCEPT\n-A FORWARD -p udp -j ACCEPT\n-A FORWARD -p icmp -j ACCEPT\nCOMMIT\n" + // COS has DROP and adds these
+		d.tables = "*filter\n-A FORWARD -p tcp -j ACCEPT\n-A FORWARD -p udp -j ACCEPT\n-A FORWARD -p icmp -j ACCEPT\nCOMMIT\n" + // COS has the policy DROP and adds these rules
 			masqueradeAgent("GKE-IP-MASQ", "10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "240.0.0.0/4", "192.0.2.0/24", "198.18.0.0/15", "100.64.0.0/10")
 		return d
 	},
 }
 
-// viaRouter sends what is for other nodes' pods to the router of the underlay.
+// viaRouter returns the routes of node i to the pods of other nodes, via the router of the
+// underlay.
 func viaRouter(c *lab.Cluster, i int) (lines []string) {
 	for j, n := range c.Nodes {
 		if j != i {
@@ -131,17 +135,18 @@ func viaRouter(c *lab.Cluster, i int) (lines []string) {
 	return lines
 }
 
-// subnet is that of a cluster's nodes.
+// subnet returns the subnet of a cluster's nodes.
 func subnet(c *lab.Cluster) netip.Prefix { return netip.PrefixFrom(c.Nodes[0].Addr, 24).Masked() }
 
-// withoutPodCIDRs: the cloud has no controller that would give nodes networks.
+// withoutPodCIDRs removes the podCIDRs of nodes, because the cloud has no controller that assigns
+// them.
 func withoutPodCIDRs(c *lab.Cluster) {
 	for _, n := range c.Nodes {
 		n.PodCIDR = netip.Prefix{}
 	}
 }
 
-// plainPods are the pods of a node without that of its gateway.
+// plainPods returns the pods of a node except the gateway's.
 func plainPods(c *lab.Cluster, n *lab.Node) (all []*lab.Pod) {
 	for _, p := range c.Pods {
 		if p.Node == n {
@@ -151,9 +156,9 @@ func plainPods(c *lab.Cluster, n *lab.Node) (all []*lab.Pod) {
 	return all
 }
 
-// vpcNode is a node whose pods have addresses of its subnet. The fabric of the cloud knows where they
-// are: here the node answers ARP for them. With a MAC address, pods know their gateway by a permanent
-// neighbour, else by proxy ARP.
+// vpcNode returns the setup of a node whose pods have addresses in the node's subnet. In the cloud,
+// the network fabric knows the location of pods; here the node answers ARP for them. With a MAC
+// address, pods know their gateway by a permanent neighbour, otherwise by proxy ARP.
 func vpcNode(c *lab.Cluster, i int, prefix string, mtu int, gateway string) dress {
 	n := c.Nodes[i]
 	d := dress{pods: map[*lab.Pod][]string{}, later: map[string]string{"ipv4/neigh/eth0/proxy_delay": "0"}}
@@ -176,8 +181,8 @@ func vpcNode(c *lab.Cluster, i int, prefix string, mtu int, gateway string) dres
 	return d
 }
 
-// sourceCheck is the underlay of a cloud: from a node come the addresses that it has, and to it goes
-// what is for them.
+// sourceCheck returns the rules of a cloud's underlay: a node can send only packets from its own
+// addresses, and receives only packets for these.
 func sourceCheck(n *lab.Node, known ...string) string {
 	name := strings.ReplaceAll(n.Name, "-", "_")
 	return fmt.Sprintf(`table netdev cloud_%[1]s {
@@ -187,7 +192,8 @@ func sourceCheck(n *lab.Node, known ...string) string {
 `, name, n.Name, n.Addr, strings.Join(known, ", "))
 }
 
-// masqueradeAgent is ip-masq-agent's chain: what is not for these networks is masqueraded.
+// masqueradeAgent returns the chain of ip-masq-agent, which masquerades packets to all networks but
+// these.
 func masqueradeAgent(chain string, networks ...string) string {
 	var b strings.Builder
 	fmt.Fprintf(&b, "*nat\n:%[1]s -\n-A POSTROUTING -m comment --comment \"ip-masq-agent: ensure nat POSTROUTING directs all non-LOCAL destination traffic to our custom chain\" -m addrtype ! --dst-type LOCAL -j %[1]s\n", chain)

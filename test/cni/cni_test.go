@@ -1,11 +1,12 @@
-// Package cni tests Isthmus beside the networks that CNIs make: whole clusters (internal/fleet) whose
-// nodes are dressed after a CNI's documents, with the masquerading, the packet filter, the routes and
-// the underlay that belong to it. Two clusters with shapes of their own talk to each other, each
-// receiver says which source it saw, and what the shape's own traffic and the nodes' state were before
-// is compared with what they are meanwhile and after "--cleanup".
+// Package cni tests Isthmus beside the networks that CNIs make. It runs whole clusters
+// (internal/fleet) whose nodes are set up as the documents of a CNI describe, with the CNI's
+// masquerading, packet filter, routes and underlay. Two clusters with different shapes send each
+// other packets, and each receiver reports the source that it saw. The traffic inside each shape,
+// and the state of its nodes, must be the same before Isthmus runs, while it runs, and after
+// "--cleanup".
 //
-// A shape mostly runs no program of its CNI. It is one file, or part of one, that says what it
-// imitates and which document or source says so. docs/cni.md is made of what the tests assert:
+// Most shapes run no program of their CNI. A shape is one file, or part of one, which names the
+// documents or sources that it imitates. docs/cni.md is generated from the assertions of the tests:
 // go test ./cni -run Page -update, in test/. It needs root.
 package cni
 
@@ -32,12 +33,12 @@ var binary, kube string
 
 func TestMain(m *testing.M) { os.Exit(programs.Run(m, &binary, &kube)) }
 
-// shapes are all shapes, in the order of the table.
+// shapes are all shapes, in the order of the rows in docs/cni.md.
 var shapes = []*shape{flannelReal, flannelVXLAN, flannelHostGW, calicoVXLAN, calicoBGP, weave, canal, cilium, kubenetAKS, azureCNI, awsVPC, gkeNative, ovnKubernetes, kindnet, twoNetworks}
 
-// pairs are the worlds that are tried: different PodCIDRs and masks on the two sides, and each variant
-// of the packet filter, of the reverse path filter and of where gateways run somewhere.
-// The first is what runs without -long.
+// pairs are the tested combinations of two clusters: with different PodCIDRs and prefix lengths,
+// and with each kind of packet filter, reverse path filter and location of gateways in at least one
+// pair. Without -long only the first pair is tested.
 var pairs = [][2]plan{
 	{{shape: flannelVXLAN, podCIDR: "10.244.0.0/16", filter: legacy, drop: true, strict: true},
 		{shape: calicoVXLAN, podCIDR: "10.244.64.0/18", filter: nft, drop: true, strict: true}},
@@ -80,7 +81,7 @@ func TestShapes(t *testing.T) {
 	}
 }
 
-// A shape that does not work by itself shows nothing.
+// A shape whose own traffic does not work would not prove anything.
 func TestEveryCNISetupWorksWithoutIsthmus(t *testing.T) {
 	if !*long {
 		t.Skip("what runs without -long is tried there")

@@ -6,10 +6,11 @@ import (
 	"github.com/isthmus-net/isthmus/internal/lab"
 )
 
-// flannel's VXLAN backend (pkg/backend/vxlan: a device flannel.1 with VNI 1, its address that of the
-// node's network with length 32, and for each other node a permanent neighbour, an FDB entry and a
-// route "via" that address, "onlink"), the bridge plugin behind its meta plugin (cni0 with the first
-// address, pods on it), and its rules as pkg/trafficmngr/iptables writes them since v0.22.
+// flannelVXLAN imitates flannel's VXLAN backend (pkg/backend/vxlan): a device flannel.1 with VNI 1,
+// whose address is that of the node's network with the prefix length 32, and for each other node a
+// permanent neighbour, an FDB entry and an "onlink" route via that node's flannel.1. The bridge
+// plugin, which flannel's plugin calls, makes cni0 with the first address, and attaches the pods to
+// it. The iptables rules are those of pkg/trafficmngr/iptables since v0.22.
 var flannelVXLAN = &shape{
 	name:   "flannel, VXLAN",
 	source: "flannel-io/flannel: pkg/backend/vxlan, pkg/trafficmngr/iptables/iptables.go; containernetworking/plugins: bridge",
@@ -27,7 +28,8 @@ var flannelVXLAN = &shape{
 	},
 }
 
-// flannel's host-gw backend (pkg/backend/hostgw): a route to each other node's network by its address.
+// flannelHostGW imitates flannel's host-gw backend (pkg/backend/hostgw): a route to each other
+// node's network via that node's address.
 var flannelHostGW = &shape{
 	name:   "flannel, host-gw",
 	source: "flannel-io/flannel: pkg/backend/hostgw, pkg/backend/route_network.go",
@@ -40,7 +42,8 @@ var flannelHostGW = &shape{
 	},
 }
 
-// Canal is flannel's VXLAN with Calico's devices and policy: no bridge, a route for each pod.
+// canal imitates Canal, which is flannel's VXLAN with Calico's devices and policy: it has no
+// bridge, but a route for each pod.
 var canal = &shape{
 	name:   "Canal",
 	source: "projectcalico/canal and docs.tigera.io, \"Install Calico for policy and flannel for networking\"; as flannel and Calico",
@@ -58,7 +61,8 @@ var canal = &shape{
 	},
 }
 
-// bridgedNode is a node whose pods are on a bridge with the first address of its network.
+// bridgedNode returns the setup of a node whose pods are on a bridge with the first address of the
+// node's network.
 func bridgedNode(c *lab.Cluster, i int, bridge string, mtu int) (d dress) {
 	n := c.Nodes[i]
 	gateway := n.PodCIDR.Addr().Next()
@@ -77,7 +81,8 @@ func bridgedNode(c *lab.Cluster, i int, bridge string, mtu int) (d dress) {
 	return d
 }
 
-// byNodes are routes to the networks of the other nodes by their addresses in the underlay.
+// byNodes returns routes to the networks of the other nodes via the nodes' addresses in the
+// underlay.
 func byNodes(c *lab.Cluster, i int) (lines []string) {
 	for j, n := range c.Nodes {
 		if j != i {

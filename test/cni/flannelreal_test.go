@@ -16,10 +16,10 @@ import (
 	"github.com/isthmus-net/isthmus/internal/lab"
 )
 
-// flannel itself, out of its own packages (test/flannel): a process on each node that reads the podCIDR
-// of its Node from the API server, makes flannel.1, its routes, neighbours and FDB, and writes its
-// rules by the node's iptables. The bridge cni0, which its CNI plugin has the bridge plugin make, is
-// the shape's.
+// flannelReal runs flannel itself, built from its own packages (test/flannel). A process on each
+// node reads the podCIDR of its Node from the API server, makes flannel.1 with its routes,
+// neighbours and FDB entries, and writes its rules with the node's iptables. The shape itself makes
+// the bridge cni0, which the bridge plugin makes in a real cluster.
 var flannelReal = &shape{
 	name:   "flannel, VXLAN: the real program",
 	source: "github.com/flannel-io/flannel, run by test/flannel",
@@ -30,7 +30,7 @@ var flannelReal = &shape{
 		if err != nil {
 			return err
 		}
-		dir := filepath.Join(filepath.Dir(c.Log("flannel")), "flannel") // it goes with the lab
+		dir := filepath.Join(filepath.Dir(c.Log("flannel")), "flannel") // removed with the lab
 		if err := os.MkdirAll(dir, 0o700); err != nil {
 			return err
 		}
@@ -44,7 +44,7 @@ var flannelReal = &shape{
 			}
 		}
 		for _, n := range c.Nodes {
-			var node corev1.Node // flannel takes it for granted that there is an annotation, as of every kubelet's
+			var node corev1.Node // flannel relies on an annotation, which every kubelet adds
 			if err := c.Client.Get(ctx, client.ObjectKey{Name: n.Name}, &node); err != nil {
 				return err
 			}
@@ -57,7 +57,7 @@ var flannelReal = &shape{
 			if err != nil {
 				return err
 			}
-			// It ends with the lab.
+			// The process ends with the lab.
 			cmd := n.Command(context.Background(), program, "-kubeconfig", filepath.Join(dir, "kubeconfig"), "-net-config-path", filepath.Join(dir, "net-conf.json"), "-subnet-file", ready)
 			cmd.Env = append(os.Environ(), "NODE_NAME="+n.Name, "PATH="+flannelPath(dir, f)+":"+os.Getenv("PATH"))
 			cmd.Stdout, cmd.Stderr = log, log
@@ -88,11 +88,11 @@ var flannelReal = &shape{
 	},
 }
 
-// flannelPath is a directory with an iptables of the flavour that the cluster has: flannel takes the
-// one that it finds.
+// flannelPath returns a directory with an iptables of the variant that the cluster has. flannel
+// uses the iptables that it finds in PATH.
 func flannelPath(dir string, flavour filter) string {
 	bin := filepath.Join(dir, string(flavour))
-	_ = os.Mkdir(bin, 0o755) // there already for the second node
+	_ = os.Mkdir(bin, 0o755) // it exists already for the second node
 	for _, suffix := range []string{"", "-save", "-restore"} {
 		path, err := exec.LookPath(string(flavour) + suffix)
 		if err == nil {
@@ -102,7 +102,7 @@ func flannelPath(dir string, flavour filter) string {
 	return bin
 }
 
-// flannelProgram builds test/flannel, once.
+// flannelProgram builds test/flannel at the first call, and returns the path of the program.
 var flannelProgram = sync.OnceValues(func() (string, error) {
 	program := filepath.Join(filepath.Dir(binary), "flanneld")
 	cmd := exec.Command("go", "build", "-C", "../flannel", "-trimpath", "-o", program, ".")

@@ -17,15 +17,15 @@ import (
 	"github.com/isthmus-net/isthmus/internal/lab"
 )
 
-// What a receiver may see of who asks.
+// Sources that a receiver may see.
 const (
-	asPod     = "pod"     // the pod's address as the receiver's cluster sees it, one to one
-	asNetwork = "network" // the first address of the sender's PodCIDR as seen there: everything that is no pod
+	asPod     = "pod"     // the pod's address as the receiver's cluster sees it, translated one to one
+	asNetwork = "network" // the first address of the sender's PodCIDR as the receiver sees it: the source of all senders that are not pods
 	asNode    = "receiver's node"
 	noAnswer  = "no answer"
 )
 
-// The columns of the table: who asks whom.
+// The columns of the table, by sender and receiver.
 const (
 	podToPod     = "pod → pod"
 	nodeToPod    = "node → pod"
@@ -35,7 +35,7 @@ const (
 	nodeService  = "node → Service"
 )
 
-// A cell is one question with all that belongs to it.
+// A cell is one exchange between a sender and a receiver, with the expected and the seen source.
 type cell struct {
 	column, name string
 	from         *lab.Host
@@ -44,21 +44,22 @@ type cell struct {
 	talk         talk
 	listener     *listener
 	want         string
-	// What is asPod, asNetwork and asNode here.
+	// The addresses for which asPod, asNetwork and asNode stand in this cell.
 	pod, network, node netip.Addr
 
 	saw string
 	err error
 }
 
-// placed is a host and where it is.
+// placed is a host with its address. name describes its location.
 type placed struct {
 	name string
 	host *lab.Host
 	addr netip.Addr
 }
 
-// matrix asks all questions from one cluster to another one and returns the cells with what was seen.
+// matrix runs all exchanges from cluster i to the other cluster, and returns the cells with the
+// sources that were seen.
 func (w *world) matrix(t *testing.T, i int) []*cell {
 	t.Helper()
 	from, to := w.sides[i], w.sides[1-i]
@@ -67,7 +68,7 @@ func (w *world) matrix(t *testing.T, i int) []*cell {
 	var cells []*cell
 	for j := range where {
 		pods = append(pods, placed{"pod on " + where[j], from.Pods[2*j].Host, from.Pods[2*j].Addr})
-		if to.PodCIDR.Contains(to.Pods[2*j].Addr) { // else peers do not reach it
+		if to.PodCIDR.Contains(to.Pods[2*j].Addr) { // otherwise peers do not reach the pod
 			receivers = append(receivers, placed{"pod on " + where[j], to.Pods[2*j].Host, to.Pods[2*j].Addr})
 		} else {
 			mapped = append(mapped, placed{"pod on " + where[j] + " as mapped endpoint", to.Pods[2*j].Host, to.Pods[2*j].Addr})
@@ -83,7 +84,7 @@ func (w *world) matrix(t *testing.T, i int) []*cell {
 		return s
 	}
 	network := seen(to, from, from.PodCIDR.Addr())
-	// Each sender of from, with the column that it belongs to.
+	// A sender of the cluster from, with its columns.
 	type sender struct {
 		placed
 
@@ -166,7 +167,8 @@ func (w *world) matrix(t *testing.T, i int) []*cell {
 	return cells
 }
 
-// named wants each node to be named whose pods have addresses outside of the PodCIDR, and no other.
+// named checks that the agents report exactly the nodes that have pods with addresses outside of
+// the PodCIDR.
 func (w *world) named(t *testing.T, i int) {
 	t.Helper()
 	c := w.sides[i]
@@ -188,12 +190,13 @@ func (w *world) named(t *testing.T, i int) {
 	}
 }
 
-// cellPatience is how long a question is asked again. It is for machines that are busy, and passes in
-// full for each cell without an answer.
+// cellPatience is the time for which an exchange is repeated until it succeeds. Busy machines need
+// it. A cell without an answer takes all of it.
 const cellPatience = 30 * time.Second
 
-// shows is what a server outside of the cluster sees of a peer. A policy that accepts pods alone has no
-// rule for it: it is by those of Isthmus that it is reached.
+// shows returns the source that a server outside of the cluster sees of a peer's packets. A policy
+// that accepts only pods has no rule for such a server. Only the rules of Isthmus make it
+// reachable.
 func (p plan) shows(sender string) string {
 	if p.shape.translates {
 		return asNode
@@ -201,13 +204,16 @@ func (p plan) shows(sender string) string {
 	return sender
 }
 
-// behindNode is node 1's address in the network of that server (internal/lab).
+// behindNode is the address of node 1 in the network of the server outside of the cluster
+// (internal/lab).
 var behindNode = netip.MustParseAddr("192.168.77.1")
 
-// outside is the endpoint that is in no cluster: behind node 1, where the gateway is.
+// outside is the name of the endpoint outside of both clusters. It is behind node 1, where the
+// gateway is.
 const outside = "server outside of the cluster"
 
-// pod is an address of a cluster's PodCIDR, of which the first is known, as another cluster sees it.
+// pod returns the address of a pod as another cluster sees it. first is the first address of the
+// PodCIDR as that cluster sees it.
 func pod(a netip.Addr, of *fleet.Cluster, first netip.Addr) netip.Addr {
 	if !of.PodCIDR.Contains(a) {
 		return netip.Addr{}
@@ -215,7 +221,7 @@ func pod(a netip.Addr, of *fleet.Cluster, first netip.Addr) netip.Addr {
 	return lab.Move(a, of.PodCIDR, netip.PrefixFrom(first, of.PodCIDR.Bits()))
 }
 
-// judge fails the test for each cell that is not as wanted, those with one reason together.
+// judge reports the cells whose result is not the expected one. It groups them by result.
 func judge(t *testing.T, p plan, cells []*cell) {
 	t.Helper()
 	wrong := map[string][]string{}

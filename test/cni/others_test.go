@@ -7,14 +7,15 @@ import (
 	"github.com/isthmus-net/isthmus/internal/lab"
 )
 
-// kindnet: the ptp plugin's device and route for each pod, routes by the nodes' addresses, and
-// KIND-MASQ-AGENT, which masquerades what leaves the pods' networks (kubernetes-sigs/kind:
-// images/kindnetd/cmd/kindnetd/masq.go, cni.go).
+// kindnet imitates kindnet: the device and the route of the ptp plugin for each pod, routes via the
+// nodes' addresses, and KIND-MASQ-AGENT, which masquerades packets that leave the pods' networks
+// (kubernetes-sigs/kind: images/kindnetd/cmd/kindnetd/masq.go, cni.go).
 var kindnet = ptp("kindnet")
 
-// A cluster that has grown: the last node's podCIDR is in a second network (kube-controller-manager has
-// one --cluster-cidr of a family, a MultiCIDRRangeAllocator and several clouds have more). Peers know one
-// network for all pods of a cluster, so that pods in another one are to peers what nodes are.
+// twoNetworks is a cluster that has grown: the podCIDR of the last node is in a second network.
+// kube-controller-manager has one --cluster-cidr per family, but a MultiCIDRRangeAllocator and
+// several clouds have more. Peers know only one network for all pods of a cluster. To peers, pods
+// in another network are like nodes.
 var twoNetworks = func() *shape {
 	s := ptp("kindnet, pods in two networks")
 	s.form = "as kindnet; the other node's podCIDR is of " + secondNetwork.String() + ", not of the installation's PodCIDR"
@@ -61,18 +62,18 @@ func ptp(name string) *shape {
 	}
 }
 
-// Weave Net: one layer 2 network over all nodes, its bridge with an address of it on each node, and
-// addresses that its own ring gives out, for which podCIDRs mean nothing. WEAVE masquerades what
-// leaves that network and what enters it (weaveworks/weave: net/ipam, net/expose.go, net/bridge.go).
-// Its data path is Open vSwitch with VXLAN on port 6784; here the kernel's VXLAN is a port of the
-// bridge, with MTU 1376 as in Weave.
+// weave imitates Weave Net: one layer 2 network over all nodes, with a bridge and a bridge address
+// on each node. Weave allocates the addresses itself, and podCIDRs mean nothing. WEAVE masquerades
+// packets that leave that network, and packets that enter it (weaveworks/weave: net/ipam,
+// net/expose.go, net/bridge.go). Weave's data path is Open vSwitch with VXLAN on port 6784; here a
+// VXLAN device of the kernel is a port of the bridge, with MTU 1376 as in Weave.
 var weave = &shape{
 	name:   "Weave Net",
 	source: "weaveworks/weave: net/bridge.go, net/expose.go, ipam; weave.works, \"Fast Datapath\"",
 	form:   "one bridge over all nodes by VXLAN, addresses that are not the nodes' podCIDRs, WEAVE masquerades what leaves or enters, MTU 1376",
 	own: func(c *lab.Cluster) {
 		for i, n := range c.Nodes {
-			for j, p := range podsOn(c, n) { // each node owns a part of the ring, the last the first one
+			for j, p := range podsOn(c, n) { // each node owns a part of the ring, the last node the first part
 				p.Addr = plus(c.PodCIDR.Addr(), (len(c.Nodes)-i)*1000+2+j)
 			}
 		}
@@ -122,19 +123,21 @@ COMMIT
 	},
 }
 
-// Cilium with tunnels, kube-proxy beside it, and masquerading by iptables: a device lxc for each pod
-// on which only the pod's own address is taken (bpf/bpf_lxc.c; here by the netdev hook), cilium_host
-// with the node's address among the pods, cilium_vxlan on port 8472, and CILIUM_POST_nat, which
-// masquerades what leaves the pods' networks by a device that is not Cilium's
-// (pkg/datapath/iptables/iptables.go). eBPF host routing and masquerading in eBPF pass the host's
-// tables by, and cannot be imitated.
+// cilium imitates Cilium with tunnels, kube-proxy, and masquerading by iptables:
+//   - a device lxc for each pod, which accepts only the pod's own address (bpf/bpf_lxc.c; here by a
+//     netdev hook),
+//   - cilium_host with the node's address in the pods' network, and cilium_vxlan on port 8472,
+//   - CILIUM_POST_nat, which masquerades packets that leave the pods' networks by a device that is not
+//     Cilium's (pkg/datapath/iptables/iptables.go).
+//
+// eBPF host routing and masquerading in eBPF bypass the host's tables, and cannot be imitated.
 var cilium = &shape{
 	name:   "Cilium, tunnel",
 	source: "cilium/cilium: pkg/datapath/iptables/iptables.go, bpf/bpf_lxc.c; docs.cilium.io, \"Routing\", \"Masquerading\"",
 	form:   "a device for each pod that takes its own address only, cilium_host and VXLAN, CILIUM_POST_nat masquerades by destination; no eBPF",
 	node: func(c *lab.Cluster, i int) dress {
 		n := c.Nodes[i]
-		at := func(i int) netip.Addr { return plus(c.Nodes[i].PodCIDR.Addr(), 200) } // of cilium_host
+		at := func(i int) netip.Addr { return plus(c.Nodes[i].PodCIDR.Addr(), 200) } // address of cilium_host
 		d := dress{pods: map[*lab.Pod][]string{}, later: map[string]string{}}
 		d.settings = map[string]string{"ipv4/conf/all/rp_filter": "0", "ipv4/conf/default/rp_filter": "0"} // 99-zzz-override_cilium.conf
 		d.ip = []string{
@@ -143,11 +146,11 @@ var cilium = &shape{
 			"link set cilium_host up",
 			"link set cilium_net up",
 			fmt.Sprintf("link add cilium_vxlan address %s mtu 1450 type vxlan id 2 dev eth0 local %v dstport 8472 nolearning", mac(i), n.Addr),
-			fmt.Sprintf("addr add %v/32 dev cilium_vxlan", at(i)), // what is masqueraded there has it by cilium_host
+			fmt.Sprintf("addr add %v/32 dev cilium_vxlan", at(i)), // with this address cilium_vxlan has a source for masquerading, which Cilium takes from cilium_host
 			"link set cilium_vxlan up",
 		}
 		for j, other := range c.Nodes {
-			if j != i { // eBPF does it behind cilium_host
+			if j != i { // eBPF does this behind cilium_host
 				d.ip = append(d.ip,
 					fmt.Sprintf("neigh add %v lladdr %s dev cilium_vxlan nud permanent", at(j), mac(j)),
 					fmt.Sprintf("route add %v via %v dev cilium_vxlan onlink src %v", other.PodCIDR, at(j), at(i)))
@@ -188,14 +191,16 @@ COMMIT
 	},
 }
 
-// OVN-Kubernetes with local gateways: pods are on a logical switch of the node, what leaves the
-// cluster comes to the host by ovn-k8s-mp0 and is masqueraded there, and the host reaches all pods
-// by it, its own and those of others (ovn-org/ovn-kubernetes: go-controller/pkg/node,
-// docs/design/local-gateway...). Open vSwitch is not here: a namespace with a bridge and GENEVE's
-// place taken by VXLAN does the logical router's and switches' work, and ovn-k8s-mp0, which is an
-// internal port of Open vSwitch (a kind of its own), is a macvlan: what matters is that it is not of
-// the kind of pods' devices. With shared gateways pods'
-// packets never come to the host's tables, and that cannot be imitated.
+// ovnKubernetes imitates OVN-Kubernetes with local gateways. Pods are on a logical switch of the
+// node. Packets that leave the cluster reach the host by ovn-k8s-mp0 and are masqueraded there. The
+// host reaches all pods, of its own node and of others, through that device
+// (ovn-org/ovn-kubernetes: go-controller/pkg/node, docs/design/local-gateway...).
+//
+// The shape does not use Open vSwitch. A namespace with a bridge, and with VXLAN instead of GENEVE,
+// replaces the logical router and switches. ovn-k8s-mp0 is an internal port of Open vSwitch, which
+// is a device kind of its own; here it is a macvlan, because its kind must only differ from that of
+// pods' devices. With shared gateways, pods' packets never reach the host's tables, and that cannot
+// be imitated.
 var ovnKubernetes = &shape{
 	name:   "OVN-Kubernetes, local gateways",
 	source: "ovn-org/ovn-kubernetes: go-controller/pkg/node/management-port_linux.go, gateway_localnet.go; ovn-kubernetes.io, \"Gateway modes\"",
@@ -203,10 +208,10 @@ var ovnKubernetes = &shape{
 	open:   true,
 	node: func(c *lab.Cluster, i int) dress {
 		n := c.Nodes[i]
-		gateway, port := plus(n.PodCIDR.Addr(), 1), plus(n.PodCIDR.Addr(), 2) // of the router, and of ovn-k8s-mp0
+		gateway, port := plus(n.PodCIDR.Addr(), 1), plus(n.PodCIDR.Addr(), 2) // addresses of the router, and of ovn-k8s-mp0
 		join := func(i int) netip.Addr { return plus(netip.MustParseAddr("100.88.0.1"), i) }
 		d := dress{pods: map[*lab.Pod][]string{}, router: n.Netns() + "-ovn"}
-		d.before = []string{ // the tunnel's socket stays with the node when the device moves
+		d.before = []string{ // the socket of the tunnel stays in the node's namespace when the device moves
 			"netns add " + d.router,
 			fmt.Sprintf("link add genev_sys_6081 address %s mtu 1400 type vxlan id 0x10 dev eth0 local %v dstport 6081 nolearning", mac(i), n.Addr),
 			"link set genev_sys_6081 netns " + d.router,

@@ -11,7 +11,7 @@ import (
 
 const page = "../../docs/cni.md"
 
-// docs/cni.md is made of what TestShapes asserts.
+// docs/cni.md is generated from the assertions of TestShapes.
 func TestThePageMatchesTheShapes(t *testing.T) {
 	want := thePage()
 	if *update {

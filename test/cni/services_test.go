@@ -10,19 +10,19 @@ import (
 	"github.com/isthmus-net/isthmus/internal/lab"
 )
 
-// The Services of each cluster, as kube-proxy makes them (pkg/proxy/iptables/proxier.go and
-// pkg/proxy/nftables/proxier.go): one whose endpoint is a pod of the cluster itself, and one whose
-// endpoint is a pod of the peer. The second is written when the peering is there.
+// Each cluster has two Services, with the rules of kube-proxy (pkg/proxy/iptables/proxier.go and
+// pkg/proxy/nftables/proxier.go). The endpoint of the first is a pod of the cluster itself. The
+// endpoint of the second is a pod of the peer, and is added when the clusters are peered.
 var (
 	ownService    = netip.MustParseAddr("10.96.0.80")
 	remoteService = netip.MustParseAddr("10.96.0.81")
 )
 
-// ownEndpoint is the pod behind a cluster's own Service.
+// ownEndpoint returns the pod behind a cluster's first Service.
 func ownEndpoint(c *lab.Cluster) netip.Addr { return c.Pods[len(c.Pods)-1].Addr }
 
-// serviceTables is kube-proxy in the mode iptables, and with nftables nothing but the chains that
-// others expect of a kubelet.
+// serviceTables returns the rules of kube-proxy in iptables mode. With nftables it returns none,
+// see serviceChains.
 func serviceTables(c *lab.Cluster, f filter) string {
 	if f == nftables {
 		return ""
@@ -62,7 +62,7 @@ func serviceRules(c *lab.Cluster, service, endpoint netip.Addr) string {
 `, name, service, endpoint, c.PodCIDR)
 }
 
-// serviceChains is kube-proxy in the mode nftables.
+// serviceChains returns the rules of kube-proxy in nftables mode.
 func serviceChains(c *lab.Cluster) string {
 	return fmt.Sprintf(`table ip kube-proxy {
 	map services { type ipv4_addr : ipv4_addr; elements = { %[1]v : %[2]v }; }
@@ -75,7 +75,8 @@ func serviceChains(c *lab.Cluster) string {
 `, ownService, ownEndpoint(c), c.PodCIDR, remoteService)
 }
 
-// remoteEndpoint gives the second Service its endpoint on all nodes, and withdraw takes it away.
+// remoteEndpoint adds the endpoint of the second Service on all nodes. withdraw removes the
+// endpoint.
 func remoteEndpoint(ctx context.Context, c *lab.Cluster, f filter, endpoint netip.Addr) (withdraw func() error, err error) {
 	element := fmt.Sprintf("element ip kube-proxy services { %v : %v }", remoteService, endpoint)
 	rules := serviceRules(c, remoteService, endpoint)
@@ -88,7 +89,7 @@ func remoteEndpoint(ctx context.Context, c *lab.Cluster, f filter, endpoint neti
 			undo = append(undo, strings.Replace(strings.TrimSpace(line), "-A", "-D", 1))
 		}
 	}
-	slices.Reverse(undo) // the chains, which come first, go last
+	slices.Reverse(undo) // the chains were added first, and are removed last
 	put := func(element, rules string) error {
 		for _, n := range c.Nodes {
 			var err error

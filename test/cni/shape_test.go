@@ -15,31 +15,34 @@ import (
 	"github.com/isthmus-net/isthmus/internal/lab"
 )
 
-// A shape is what one CNI makes of a node: devices, routes, rules, packet filter. It is made of
-// namespaces and commands after the CNI's documents and source, and runs no program of the CNI unless run starts one.
+// A shape imitates the network of one CNI: the devices, routes, rules and packet filters on each
+// node. It consists of namespaces and commands that follow the CNI's documents and sources. It runs
+// no program of the CNI, unless run starts one.
 type shape struct {
 	name   string
-	source string // where what it imitates is documented
-	form   string // what of it is there: a line of the table
-	set    string // what a user has to set; empty: nothing
+	source string // document or source that it imitates
+	form   string // short description for the table
+	set    string // settings that users must change; empty: none
 
-	// vpc: pods have addresses of the nodes' own subnet.
+	// vpc is true if pods have addresses of the nodes' own subnet.
 	vpc bool
-	// own is the address management of the CNI: it gives pods addresses that have nothing to do with
-	// the podCIDRs of their nodes. nil: those of the lab, a part of the PodCIDR for each node.
+	// own imitates an address management of the CNI that ignores the podCIDRs of nodes: it gives
+	// the pods other addresses. nil: pods keep the lab's addresses, from a part of the PodCIDR for
+	// each node.
 	own func(c *lab.Cluster)
-	// open: it needs a FORWARD chain that accepts, and whoever installs it sees to that.
+	// open is true if the CNI needs a FORWARD chain that accepts packets, and its users provide
+	// that.
 	open bool
-	// translates: nodes masquerade what they forward to addresses outside of the cluster, whoever sent
-	// it: a server there sees the node and not the peer.
+	// translates is true if nodes masquerade all packets that they forward to addresses outside of
+	// the cluster. A server there then sees the node instead of the peer.
 	translates bool
-	// run starts what of the network is real, and returns when it is there; nil: nothing.
+	// run starts real programs of the CNI, and returns when they are ready; nil: there are none.
 	run func(ctx context.Context, c *fleet.Cluster, f filter) error
-	// node is how a node looks. It may add to its pods and to the underlay.
+	// node returns the setup of node i. It may include its pods and the underlay.
 	node func(c *lab.Cluster, i int) dress
 }
 
-// A filter is the program by which a node's packet filter is written.
+// A filter is the kind of program that writes a node's packet filter.
 type filter string
 
 const (
@@ -55,33 +58,33 @@ func (f filter) program() string {
 	return "iptables-nft-restore"
 }
 
-// A dress is what a shape does to a node.
+// A dress is the setup of a node.
 type dress struct {
-	// A router is a namespace of the node for what is a switch or router in user space in the CNI.
-	router         string   // its name; empty: none
-	before         []string // lines of ip -batch on the node, before
+	// A router is a namespace of the node that replaces a switch or router in user space.
+	router         string   // the router's name; empty: none
+	before         []string // lines of ip -batch on the node, run before the router is set up
 	inRouter       []string // lines of ip -batch in the router
-	bridgeInRouter []string // lines of bridge -batch there
+	bridgeInRouter []string // lines of bridge -batch in the router
 
 	ip       []string              // lines of ip -batch on the node
-	bridge   []string              // lines of bridge -batch on the node, afterwards
+	bridge   []string              // lines of bridge -batch on the node, run after ip
 	pods     map[*lab.Pod][]string // lines of ip -batch in pods
-	tables   string                // iptables-restore(8)
-	nft      string                // nft(8) on the node
+	tables   string                // input of iptables-restore(8)
+	nft      string                // input of nft(8) on the node
 	underlay []string              // lines of ip -batch in the underlay
-	fabric   string                // nft(8) in the underlay
-	settings map[string]string     // below /proc/sys/net of the node, before its devices are made
-	later    map[string]string     // the same, when they are there
+	fabric   string                // input of nft(8) in the underlay
+	settings map[string]string     // files below /proc/sys/net of the node, written before its devices are made
+	later    map[string]string     // files below /proc/sys/net, written after the devices are made
 }
 
-// A plan is a cluster to be made.
+// A plan describes a cluster to be made.
 type plan struct {
 	shape   *shape
 	podCIDR string
 	filter  filter
 	drop    bool // FORWARD has the policy DROP
 	strict  bool // rp_filter is strict everywhere
-	host    bool // gateways have their node's network; else they are Pods
+	host    bool // gateways use their node's network; otherwise they are Pods
 
 	cluster string // its name, once it is made
 }
@@ -100,7 +103,7 @@ func (p plan) String() string {
 	return text
 }
 
-// wear dresses a cluster.
+// wear sets up the nodes of a cluster.
 func (p plan) wear(ctx context.Context, l *lab.Lab, c *lab.Cluster) error {
 	if p.shape.own != nil {
 		p.shape.own(c)
@@ -183,8 +186,8 @@ func (p plan) put(ctx context.Context, l *lab.Lab, c *lab.Cluster, n *lab.Node, 
 	return feed(ctx, n.Host, rules, "nft", "-f", "-")
 }
 
-// hostPorts lead the port of WireGuard at the node to the Pod of its gateway, as the portmap plugin
-// of the CNI project does (plugins/meta/portmap).
+// hostPorts returns a rule that forwards the node's WireGuard ports to the Pod of its gateway, as
+// the portmap plugin of the CNI project does (plugins/meta/portmap).
 func (p plan) hostPorts(c *lab.Cluster, n *lab.Node) string {
 	for _, g := range c.GatewayPods {
 		if g.Node == n {
@@ -194,7 +197,7 @@ func (p plan) hostPorts(c *lab.Cluster, n *lab.Node) string {
 	return ""
 }
 
-// podsOn are the pods of a node, that of its gateway among them.
+// podsOn returns the pods of a node, including the gateway's.
 func podsOn(c *lab.Cluster, n *lab.Node) (all []*lab.Pod) {
 	for _, p := range slices.Concat(c.Pods, c.GatewayPods) {
 		if p.Node == n {
@@ -204,13 +207,13 @@ func podsOn(c *lab.Cluster, n *lab.Node) (all []*lab.Pod) {
 	return all
 }
 
-// veth is the name of a pod's device on its node.
+// veth returns the name of a pod's device on its node.
 func veth(prefix string, p *lab.Pod) string {
 	name := prefix + strings.ReplaceAll(p.Name, "-", "")
 	return name[:min(len(name), 15)]
 }
 
-// toPod makes the veth pair of a pod.
+// toPod returns the commands that make the veth pair of a pod.
 func toPod(name string, p *lab.Pod, mtu int, more ...string) []string {
 	return append([]string{
 		fmt.Sprintf("link add %s mtu %d type veth peer name eth0 mtu %d netns %s", name, mtu, mtu, p.Netns()),
@@ -218,8 +221,8 @@ func toPod(name string, p *lab.Pod, mtu int, more ...string) []string {
 	}, more...)
 }
 
-// routedPod is a pod with a network of length 32 and a gateway that answers by proxy ARP: Calico,
-// Azure's transparent mode, Amazon's VPC CNI.
+// routedPod returns the commands for a pod whose address has the prefix length 32 and whose gateway
+// answers by proxy ARP, as with Calico, Azure's transparent mode and Amazon's VPC CNI.
 func routedPod(p *lab.Pod) []string {
 	return []string{
 		"link set eth0 up",
@@ -229,7 +232,7 @@ func routedPod(p *lab.Pod) []string {
 	}
 }
 
-// bridgedPod is a pod whose network is on a bridge of its node.
+// bridgedPod returns the commands for a pod on a bridge of its node.
 func bridgedPod(p *lab.Pod, network netip.Prefix, gateway netip.Addr) []string {
 	return []string{
 		"link set eth0 up",
@@ -238,10 +241,10 @@ func bridgedPod(p *lab.Pod, network netip.Prefix, gateway netip.Addr) []string {
 	}
 }
 
-// mac is the MAC address of a node's end of a tunnel.
+// mac returns the MAC address of the tunnel device on node i.
 func mac(i int) string { return fmt.Sprintf("0a:58:0a:f4:00:%02x", i+1) }
 
-// plus is the address n after that.
+// plus returns the address that is n after a.
 func plus(a netip.Addr, n int) netip.Addr {
 	b := a.As4()
 	v := int(b[0])<<24 | int(b[1])<<16 | int(b[2])<<8 | int(b[3])
@@ -249,12 +252,12 @@ func plus(a netip.Addr, n int) netip.Addr {
 	return netip.AddrFrom4([4]byte{byte(v >> 24), byte(v >> 16), byte(v >> 8), byte(v)})
 }
 
-// router is that of a cluster's nodes in the underlay.
+// router returns the address of the underlay's router in the subnet of a cluster's nodes.
 func router(c *lab.Cluster) netip.Addr {
 	return netip.PrefixFrom(c.Nodes[0].Addr, 24).Masked().Addr().Next()
 }
 
-// batch runs lines by "ip -batch" or "bridge -batch".
+// batch runs lines with "ip -batch" or "bridge -batch".
 func batch(ctx context.Context, h *lab.Host, program string, lines []string) error {
 	err := feed(ctx, h, strings.Join(lines, "\n"), program, "-batch", "-")
 	if err != nil {
@@ -287,10 +290,10 @@ func sysctls(h *lab.Host, settings map[string]string) error {
 	})
 }
 
-// What changes by itself: counters, and the time in a comment.
+// volatile matches the parts that change by themselves: counters, and the time in a comment.
 var volatile = regexp.MustCompile(`(?m)^#.*\n| state \w+| <[A-Z_,-]+>| counter packets \d+ bytes \d+|\[\d+:\d+\]|^.*\b(REACHABLE|STALE|DELAY|PROBE|FAILED|INCOMPLETE)\b.*\n`)
 
-// stateOf is everything on a node that a CNI, kube-proxy or a person may have made.
+// stateOf returns everything on a node that a CNI, kube-proxy or a person may have made.
 func stateOf(ctx context.Context, n *lab.Node) (string, error) {
 	const script = `set -e; ip -o link; echo; ip -o -4 addr; echo; ip rule; echo; ip route show table all; echo; ip neigh show nud permanent | sort; echo
 bridge fdb show | grep -w permanent | sort; echo
@@ -300,10 +303,10 @@ for f in /proc/sys/net/ipv4/conf/*/rp_filter /proc/sys/net/ipv4/conf/*/forwardin
 	return volatile.ReplaceAllString(string(out), ""), err
 }
 
-// own are lines about objects of Isthmus.
+// own matches lines about objects of Isthmus.
 var own = regexp.MustCompile(`isthmus|proto 7[12]\b|lookup 420[0-3]|table 420[0-3]`)
 
-// foreign is what of a state is not Isthmus's.
+// foreign returns a state without the lines about objects of Isthmus.
 func foreign(state string) string {
 	var kept []string
 	ours := false

@@ -18,33 +18,33 @@ import (
 	"github.com/isthmus-net/isthmus/internal/ping"
 )
 
-// port is where everybody answers, by TCP and UDP, which source he saw.
+// port is the port on which all listeners return the source of a message, by TCP and UDP.
 const port = 8080
 
-// A talk is what one host says to another one.
+// A talk is a kind of exchange between two hosts.
 type talk struct {
 	name    string
 	network string // "tcp4", "udp4" or "icmp"
-	octets  int    // of question and answer
+	octets  int    // length of message and answer
 	port    uint16
 }
 
-// wildcardPort is where nodes answer by UDP from a socket without an address: the kernel chooses that
-// of the answer by the way that it takes.
+// wildcardPort is the port on which nodes answer by UDP from a socket without an address. The
+// kernel chooses the source of the answer by its route.
 const wildcardPort = port + 1
 
 var toWildcard = talk{"UDP to a socket without an address", "udp4", 100, wildcardPort}
 
-const stream = 40_000 // octets of TCP each way: segments as long as the way lets them be
+const stream = 40_000 // octets in each direction of TCP, so that segments are as long as the path permits
 
 var talks = []talk{
 	{"TCP", "tcp4", stream, port},
 	{"UDP", "udp4", 100, port},
-	{"UDP, 4,000 octets", "udp4", 4000, port}, // more than any MTU here: fragments
+	{"UDP, 4,000 octets", "udp4", 4000, port}, // longer than any MTU in these tests, so there are fragments
 	{"ICMP", "icmp", 56, 0},
 }
 
-// A listener answers on a host, and remembers from where pings came.
+// A listener answers on a host, and remembers the sources of pings.
 type listener struct {
 	host   *lab.Host
 	closer []func() error
@@ -54,8 +54,8 @@ type listener struct {
 	pings map[string]netip.Addr
 }
 
-// listen starts a listener. at is the address of its sockets: a program in a pod mostly listens at all
-// addresses, and one that is given its POD_IP at that one.
+// listen starts a listener. at is the address of its sockets. Most programs in pods listen at all
+// addresses; some listen only at their POD_IP.
 func listen(h *lab.Host, at netip.Addr) (*listener, error) {
 	l := &listener{host: h, pings: map[string]netip.Addr{}}
 	address := netip.AddrPortFrom(at, port).String()
@@ -126,7 +126,7 @@ func (l *listener) echo(conn net.PacketConn) {
 		if err != nil {
 			return
 		}
-		answer := make([]byte, max(n, 60)) // as long as the question, so that both ways are tried
+		answer := make([]byte, max(n, 60)) // as long as the message, to test both directions
 		copy(answer, fmt.Sprintf("%s %v\n", l.host.Name, from.(*net.UDPAddr).AddrPort().Addr().Unmap()))
 		_, _ = conn.WriteTo(answer, from)
 	}
@@ -139,8 +139,8 @@ func (l *listener) close() {
 	l.group.Wait()
 }
 
-// ask sends one thing, and returns which source the listener saw. from, where it is an address, is
-// that of the socket.
+// ask does one exchange, and returns the source that the listener saw. If from is valid, the socket
+// is bound to it.
 func ask(ctx context.Context, h *lab.Host, from netip.Addr, to netip.Addr, k talk, l *listener) (saw netip.Addr, err error) {
 	local := netip.AddrPortFrom(from, 0)
 	if !from.IsValid() {
@@ -189,7 +189,7 @@ func ask(ctx context.Context, h *lab.Host, from netip.Addr, to netip.Addr, k tal
 	return netip.ParseAddr(addr)
 }
 
-// ping is an echo request that is known by its data.
+// ping sends an echo request, which the listener recognises by its data.
 func (l *listener) ping(ctx context.Context, h *lab.Host, from, to netip.Addr, octets int) (saw netip.Addr, err error) {
 	conn, err := h.ListenPacket("ip4:icmp", from.String())
 	if err != nil {
@@ -200,7 +200,7 @@ func (l *listener) ping(ctx context.Context, h *lab.Host, from, to netip.Addr, o
 	if err != nil {
 		return saw, err
 	}
-	for ctx.Err() == nil { // the kernel answers, and the listener may read later
+	for ctx.Err() == nil { // the kernel answers at once, but the listener may read the request later
 		l.mu.Lock()
 		saw, ok := l.pings[string(data)]
 		l.mu.Unlock()
@@ -212,7 +212,7 @@ func (l *listener) ping(ctx context.Context, h *lab.Host, from, to netip.Addr, o
 	return saw, errors.New("an answer, but the listener saw no ping")
 }
 
-// patiently asks again until there is an answer.
+// patiently repeats ask until there is an answer, for at most the time atMost.
 func patiently(ctx context.Context, h *lab.Host, from, to netip.Addr, k talk, l *listener, atMost time.Duration) (saw netip.Addr, err error) {
 	end := time.Now().Add(atMost)
 	for {

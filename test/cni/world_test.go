@@ -20,7 +20,7 @@ var must, eventually = expect.NoError, expect.Eventually
 // internet is a host outside of all clusters.
 var internet = netip.MustParseAddr("198.51.100.1")
 
-// A world is two clusters with the shapes of two plans.
+// A world has two clusters with the shapes of two plans.
 type world struct {
 	*fleet.Fleet
 	plans  []plan
@@ -29,16 +29,16 @@ type world struct {
 	before []side
 
 	listeners map[*lab.Host]*listener
-	outside   *listener // on the Internet
+	outside   *listener // the listener on the host internet
 }
 
-// A side is what is on a cluster's nodes, and what its own traffic looks like.
+// A side has the state of a cluster's nodes, and the result of the traffic inside the cluster.
 type side struct {
 	states  []string
 	traffic []string
 }
 
-// up makes a world, with the state and the traffic of its clusters before anything of Isthmus runs.
+// up makes a world. It records the state and the traffic of the clusters before Isthmus runs.
 func up(t *testing.T, plans [2]plan, nodes int) *world {
 	t.Helper()
 	if err := lab.Available(); err != nil {
@@ -78,7 +78,7 @@ func up(t *testing.T, plans [2]plan, nodes int) *world {
 	return w
 }
 
-// spec is the lab for the plans.
+// spec returns the lab for the plans.
 func (w *world) spec(word string) lab.Spec {
 	spec := lab.Spec{Name: lab.UniqueName(word), RPFilter: lab.RPFilterOff}
 	for i, p := range w.plans {
@@ -95,7 +95,7 @@ func (w *world) spec(word string) lab.Spec {
 	return spec
 }
 
-// first lets the gateway of node 1 be the active one: the server outside of the cluster is behind
+// first makes the gateway of node 1 active, because the server outside of the cluster is behind
 // that node.
 func (w *world) first(t *testing.T, c *fleet.Cluster) {
 	t.Helper()
@@ -114,7 +114,7 @@ func (w *world) first(t *testing.T, c *fleet.Cluster) {
 	must(t, c.Start(t.Context(), fleet.Gateway(1)))
 }
 
-// dress puts the shapes on the clusters, and listens everywhere.
+// dress sets up the nodes according to the shapes, and starts listeners on all hosts.
 func (w *world) dress(ctx context.Context, l *lab.Lab) error {
 	if err := batch(ctx, l.Underlay, "ip", []string{fmt.Sprintf("addr add %v/32 dev lo", internet)}); err != nil {
 		return err
@@ -146,7 +146,7 @@ func (w *world) dress(ctx context.Context, l *lab.Lab) error {
 	return nil
 }
 
-// network starts what is real of a cluster's network, and looks at what it does.
+// network starts the real programs of a cluster's CNI, and records the cluster's state and traffic.
 func (w *world) network(ctx context.Context, c *fleet.Cluster) error {
 	i := slices.IndexFunc(w.plans, func(p plan) bool { return p.cluster == c.Name })
 	if run := w.plans[i].shape.run; run != nil {
@@ -157,7 +157,7 @@ func (w *world) network(ctx context.Context, c *fleet.Cluster) error {
 	return w.lookBefore(ctx, i, c.Cluster)
 }
 
-// lookBefore looks at a cluster before anything of Isthmus runs.
+// lookBefore records the state and the traffic of a cluster before Isthmus runs.
 func (w *world) lookBefore(ctx context.Context, i int, c *lab.Cluster) (err error) {
 	if w.before[i], err = w.look(ctx, c); err != nil {
 		return err
@@ -185,7 +185,7 @@ func (w *world) close() {
 	}
 }
 
-// look is the state of the nodes of a cluster and its traffic at this moment.
+// look returns the present state of a cluster's nodes, and the traffic inside the cluster.
 func (w *world) look(ctx context.Context, c *lab.Cluster) (s side, err error) {
 	s.traffic = w.traffic(ctx, c)
 	for _, n := range c.Nodes {
@@ -198,7 +198,7 @@ func (w *world) look(ctx context.Context, c *lab.Cluster) (s side, err error) {
 	return s, nil
 }
 
-// traffic is what a cluster does by itself, and which sources are seen there.
+// traffic runs the exchanges inside a cluster, and returns a line with the seen source for each.
 func (w *world) traffic(ctx context.Context, c *lab.Cluster) []string {
 	n1, n2 := c.Nodes[0], c.Nodes[1]
 	first, second, third := c.Pods[0], c.Pods[1], c.Pods[2] // third is on the other node
@@ -246,7 +246,7 @@ func (w *world) traffic(ctx context.Context, c *lab.Cluster) []string {
 	return slices.DeleteFunc(lines, func(s string) bool { return s == "" })
 }
 
-// end stops and removes everything of Isthmus from the nodes.
+// end stops Isthmus on all nodes and removes everything of it.
 func (w *world) end(t *testing.T) {
 	t.Helper()
 	for i, c := range w.sides {
@@ -269,8 +269,8 @@ func (w *world) end(t *testing.T) {
 	}
 }
 
-// unchanged compares what is there with what was before; all says that Isthmus's own objects have to be
-// gone.
+// unchanged compares the present state and traffic with those before Isthmus ran. If all is true,
+// no object of Isthmus may be left.
 func (w *world) unchanged(t *testing.T, when string, all bool) (same bool) {
 	t.Helper()
 	same = true
@@ -297,7 +297,7 @@ func (w *world) unchanged(t *testing.T, when string, all bool) (same bool) {
 	return same
 }
 
-// difference is the lines that only one of two texts has.
+// difference returns the lines that only one of two texts has.
 func difference(was, is string) string {
 	var b strings.Builder
 	old, now := strings.SplitAfter(was, "\n"), strings.SplitAfter(is, "\n")

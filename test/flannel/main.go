@@ -1,9 +1,10 @@
-// Command flannel is flanneld with the backends vxlan and host-gw, made of flannel's own packages: its
-// lease in the Node object, its devices and routes, its masquerading and its accept rules. It is
-// flannel's main without the clouds' backends, whose modules cannot be had everywhere, and without
-// its question for the module br_netfilter.
+// Command flannel is flanneld with the backends vxlan and host-gw, made of flannel's own packages.
+// It has flannel's lease in the Node object, its devices and routes, its masquerading and its
+// accept rules. It lacks the backends for clouds, whose modules are not available everywhere, and
+// the check for the module br_netfilter.
 //
-// It is a module of its own, so that its versions of the Kubernetes clients never meet ours.
+// It is a separate module, so that its versions of the Kubernetes clients do not conflict with
+// ours.
 package main
 
 import (

@@ -16,20 +16,20 @@ import (
 
 const (
 	burstDatagrams = 1000
-	burstLength    = 20 // of one superpacket, in datagrams
+	burstLength    = 20 // number of datagrams in a superpacket
 	burstPort      = 8
 )
 
-// burstDatagram is the n-th datagram of a burst.
+// burstDatagram returns the n-th datagram of a burst.
 func burstDatagram(n, size int) []byte {
 	b := bytes.Repeat([]byte{byte(n), byte(n >> 8), 0x5a}, size/3+1)[:size]
 	binary.BigEndian.PutUint32(b, uint32(n))
 	return b
 }
 
-// burst sends datagrams as superpackets, which stay whole up to the receiving pod where every part
-// of the way can carry them. It goes on until one of them has arrived, for patience at most, and
-// then wants all.
+// burst sends datagrams as superpackets, which stay whole up to the receiving pod if every part of
+// the path can carry them. First it sends datagrams of one octet until one arrives, for at most
+// patience. Then it requires all datagrams of the superpackets to arrive.
 func (s *script) burst(_ *testscript.TestScript, _ bool, args []string) error {
 	if len(args) != 4 {
 		return errUsage
@@ -89,7 +89,7 @@ func (s *script) burst(_ *testscript.TestScript, _ bool, args []string) error {
 		}
 		for i := range burstLength {
 			got := 1
-			for got == 1 { // of the beginning: several may have waited for the session
+			for got == 1 { // skip datagrams of one octet, of which several may have waited for the session
 				if got, err = readWithin(server, buf, patience); err != nil {
 					return fmt.Errorf("datagram %d: %w", n+i, err)
 				}

@@ -5,31 +5,32 @@
 //
 //	lab up [-nodes=N] [-mtu=N] [-rpfilter=loose] [-tunnels=N,...] CLUSTER[=PODCIDR[,EXTERNALCIDR]]...
 //	                            make the script's lab; $CONFIG_x is the gateway's directory of cluster x, $LOG_x its log,
-//	                            $ID_x the cluster's ID, $LAB the lab's name; the gateways have that many tunnels, in the order of
-//	                            the clusters
+//	                            $ID_x the cluster's ID, $LAB the lab's name; -tunnels has the number of tunnels of each
+//	                            cluster's gateway
 //	lab join A B [POD@A EXT@A POD@B EXT@B]
-//	                            B's networks as A sees them, then A's as B does; "-": as Liqo decides
+//	                            peer two clusters, with B's networks as A sees them, then A's as B sees them; "-": the network
+//	                            that Liqo would choose
 //	lab unjoin A B
 //	lab map A                   map the server outside cluster A for all peers
 //	lab down
 //	gateway start|stop|kill [A...]
-//	                            "start" hands arguments with a dash on to the gateways
+//	                            "start" passes arguments with a dash on to the gateways
 //	[!] ping [-size=N] [-ttl=N] FROM TO
-//	                            TO is a host, under the address that FROM's cluster sees, or an address. With "!" no answer may
-//	                            come back for half a second; with a flag also: an ICMP error has to; standard error: what came
-//	                            instead
-//	udp [-size=N] FROM TO AT    a datagram from FROM to TO, and the same back from host AT, which is there
-//	burst FROM TO AT SIZE       1,000 datagrams of SIZE octets in superpackets of UDP_SEGMENT; host AT, which is there, gets each
-//	                            whole and in order
-//	[!] http FROM TO            standard output: what TO's web server answers ("b-pod1 sees 10.246.0.11")
+//	                            TO is an address, or a host, which is pinged at the address that FROM's cluster sees. With "!"
+//	                            no answer may come for half a second. With "!" and a flag, an ICMP error has to come, which
+//	                            standard error has
+//	udp [-size=N] FROM TO AT    send a datagram from FROM to TO, and the same back from AT, the host that receives it
+//	burst FROM TO AT SIZE       send 1,000 datagrams of SIZE octets in superpackets of UDP_SEGMENT; AT, the host that receives
+//	                            them, has to get each datagram whole and in order
+//	[!] http FROM TO            standard output: the answer of TO's web server ("b-pod1 sees 10.246.0.11")
 //	download FROM TO BYTES
-//	session open|check FROM TO  one TCP connection that lives across other commands
+//	session open|check FROM TO  one TCP connection that stays open during other commands
 //	on HOST PROGRAM ARG...      run a program inside a host; $ISTHMUS is the path of isthmus, for programs that run it
 //	metric A OP VALUE NAME [LABEL...]
-//	                            wait until the sum of the series of A's gateway with all the labels (reason="no_flow") compares
-//	                            so; OP: == != < > <= >=
-//	addr VARIABLE FROM TO       set a variable to the address under which FROM's cluster sees host TO
-//	edit FILE OLD NEW           replace the text OLD, which has to be there
+//	                            wait until the sum of those series NAME of A's gateway that have all the labels
+//	                            (reason="no_flow") compares to VALUE in this way; OP: == != < > <= >=
+//	addr VARIABLE FROM TO       set a variable to the address by which FROM's cluster reaches host TO
+//	edit FILE OLD NEW           replace the text OLD, which must exist
 //	logged A REGEXP             wait until A's gateway has logged a matching line
 package scripts
 
@@ -57,15 +58,15 @@ import (
 	"github.com/isthmus-net/isthmus/internal/testbin"
 )
 
-// patience is how long a command waits for what has to come, on a machine that is busy with other
-// things.
+// patience is the maximum time for which a command waits for its result, because the machine may be
+// busy.
 const patience = 90 * time.Second
 
 func TestScripts(t *testing.T) {
 	if err := lab.Available(); err != nil {
 		t.Skip(err)
 	}
-	t.Setenv("GOTMPDIR", t.TempDir()) // testscript leaves its directory behind
+	t.Setenv("GOTMPDIR", t.TempDir()) // testscript does not remove its directory
 	bin := t.TempDir()
 	if err := testbin.Build(bin, "isthmus", "isthmus-lab"); err != nil {
 		t.Fatal(err)
@@ -118,8 +119,8 @@ type script struct {
 
 var errUsage = errors.New("usage: see the comment of package scripts")
 
-// command makes a testscript command of a method. With "!" an error is what is wanted, except
-// errUsage.
+// command makes a testscript command from a method. With "!" the method has to fail, but errUsage
+// is always an error.
 func command(do func(*script, *testscript.TestScript, bool, []string) error) func(*testscript.TestScript, bool, []string) {
 	return func(ts *testscript.TestScript, neg bool, args []string) {
 		s := ts.Value(scriptKey{}).(*script)
@@ -138,7 +139,7 @@ func command(do func(*script, *testscript.TestScript, bool, []string) error) fun
 	}
 }
 
-// explain shows the logs of the gateways.
+// explain logs the ends of the gateways' logs.
 func (s *script) explain(ts *testscript.TestScript) {
 	if s.l == nil {
 		return
@@ -156,7 +157,7 @@ func (s *script) end() {
 		return
 	}
 	if err := s.l.Down(); err != nil {
-		panic(err) // no way to fail the test from here
+		panic(err) // the test cannot be failed from here
 	}
 }
 
@@ -170,7 +171,7 @@ func (s *script) cluster(name string) (*lab.Cluster, error) {
 	return nil, fmt.Errorf("there is no cluster %q", name)
 }
 
-// ends finds the host that a command starts from and the address that it goes to.
+// ends returns the host from which a command starts, and the address to which it goes.
 func (s *script) ends(from, to string) (*lab.Host, netip.Addr, error) {
 	if s.l == nil {
 		return nil, netip.Addr{}, errors.New("no lab is up")
@@ -327,7 +328,7 @@ func (s *script) ping(ts *testscript.TestScript, neg bool, args []string) error 
 	}
 	for deadline := time.Now().Add(patience); ; time.Sleep(50 * time.Millisecond) {
 		_, err = from.PingWith(context.Background(), to, o)
-		o.Wait = max(o.Wait, min(2*o.Wait, 10*time.Second)) // for an answer that takes longer, next time
+		o.Wait = max(o.Wait, min(2*o.Wait, 10*time.Second)) // wait longer for the next answer
 		if err == nil || neg || time.Now().After(deadline) {
 			if err != nil {
 				fmt.Fprintln(ts.Stderr(), err)
@@ -380,7 +381,7 @@ func (s *script) udp(ts *testscript.TestScript, _ bool, args []string) error {
 		if err := client.SetReadDeadline(time.Now().Add(wait)); err != nil {
 			return err
 		}
-		_, err := client.Write(sent) // fails with what an ICMP error said about the one before
+		_, err := client.Write(sent) // fails if an ICMP error about the previous datagram has arrived
 		n := 0
 		if err == nil {
 			n, err = client.Read(got)
