@@ -2,14 +2,14 @@
 {{ .Values.image.repository }}{{ if .Values.image.digest }}@{{ .Values.image.digest }}{{ else }}:{{ default .Chart.AppVersion .Values.image.tag }}{{ end }}
 {{- end }}
 
-{{- /* Labels of what is ours beside its app.kubernetes.io/name. */ -}}
+{{- /* Labels of all our objects, in addition to app.kubernetes.io/name. */ -}}
 {{- define "isthmus.labels" -}}
 app.kubernetes.io/part-of: isthmus
-{{- /* A label takes 63 characters, and letters or digits at both ends; a tag 128. */}}
+{{- /* A label has at most 63 characters, and begins and ends with a letter or digit. An image tag may have 128. */}}
 app.kubernetes.io/version: {{ default .Chart.AppVersion .Values.image.tag | trunc 63 | trimAll "-_." | quote }}
 {{- end }}
 
-{{- /* How a container starts: the same for all components. */ -}}
+{{- /* The first fields of a container, which are the same for all components. */ -}}
 {{- define "isthmus.container" -}}
 image: {{ include "isthmus.image" . | quote }}
 imagePullPolicy: {{ .Values.image.pullPolicy }}
@@ -41,13 +41,13 @@ imagePullSecrets:
   valueFrom: {fieldRef: {fieldPath: status.podIP}}
 {{- end }}
 
-{{- /* What the schema cannot say in words that help. Each template that has values which an older chart lacks begins with
-it, since Helm keeps no order: --reuse-values replaces the defaults of this chart by those of the one before. */}}
+{{- /* Checks with messages that the schema cannot give. With --reuse-values, Helm replaces the defaults of this chart by
+those of the previous one, and renders templates in any order. So each template with values that an older chart lacks begins with this. */}}
 {{- define "isthmus.check" -}}
 {{- if hasKey .Values.routeAgent "maxUnavailable" }}
 {{- fail "value routeAgent.maxUnavailable: it has become routeAgent.maxSurge; want --reset-then-reuse-values in place of --reuse-values, and --set routeAgent.maxUnavailable=null where it was chosen" }}
 {{- end }}
-{{- /* With 0 no agent could ever be replaced. */}}
+{{- /* With 0 no agent could be replaced. */}}
 {{- if not (regexFind "^[1-9]" (printf "%v" .Values.routeAgent.maxSurge)) }}
 {{- fail "value routeAgent.maxSurge: want how many nodes, or a share of them such as 10%, and not 0" }}
 {{- end }}
