@@ -9,7 +9,7 @@ import (
 )
 
 // A NetworkConfig whose endpoint CheckEndpoint refuses is refused for the same reason.
-func TestNoObjectNamesAnEndpointThatNoGatewayHas(t *testing.T) {
+func TestClaimFromRefusesEndpointsThatNoGatewayCanHave(t *testing.T) {
 	for text, why := range map[string]string{
 		"240.0.0.9": "240.0.0.9 is in 240.0.0.0/4 (reserved, RFC 1112)", "100.100.100.200": "Alibaba", "fd00:ec2::254": "Amazon",
 		"::1": "::/8", "64:ff9b::7f00:1": "64:ff9b::7f00:1 leads to 127.0.0.1 (NAT64, RFC 6052): 127.0.0.1 is in 127.0.0.0/8 (loopback)",
@@ -32,7 +32,7 @@ func TestNoObjectNamesAnEndpointThatNoGatewayHas(t *testing.T) {
 }
 
 // The gateway's Site has the networks of all its peers, and the Site of the source.
-func TestTheSiteOfAGatewayCombinesPeersAndSource(t *testing.T) {
+func TestGatewaySiteContainsNetworksOfPeersAndSource(t *testing.T) {
 	in := Intent{ClusterID: idA, Peers: []Peer{peer(t, idB, nil)}, Site: Site{Networks: []SiteNetwork{{Prefix: pfx("10.96.0.0/12"), What: "our ServiceCIDR"}}}.With([]netip.Addr{ip("198.51.100.7")}, "a node of ours")}
 	gw, problems := GatewayFor(in)
 	wantTexts(t, problems)
@@ -101,7 +101,7 @@ func TestASiteIndexEqualsItsSite(t *testing.T) {
 
 // Services relay messages of peers from addresses of nodes, including node addresses in pod
 // networks.
-func TestMessagesMayComeFromServiceRelays(t *testing.T) {
+func TestMessagesFromServiceRelaysAreAccepted(t *testing.T) {
 	site := Site{Networks: []SiteNetwork{{Prefix: pfx("10.244.0.0/16"), What: "our PodCIDR", Relay: true}, {Prefix: pfx("10.96.0.0/12"), What: "our ServiceCIDR"}}}.
 		With([]netip.Addr{ip("172.30.1.2"), ip("172.30.1.11")}, "an API server of ours").WithRelays([]netip.Addr{ip("172.30.1.11")}, "a node of ours")
 	index := site.Index()

@@ -51,47 +51,47 @@ func TestClaimFromReadsANetworkConfig(t *testing.T) {
 	}
 }
 
-func TestClaimFromRefuses(t *testing.T) {
+func TestClaimFromRefusesInvalidNetworkConfigs(t *testing.T) {
 	type spec = v1alpha1.NetworkConfigSpec
 	for name, c := range map[string]struct {
 		change func(*spec)
 		want   string // field and part of the message
 	}{
-		"no PodCIDR":               {func(s *spec) { s.PodCIDR = "" }, "spec.podCIDR: is empty"},
-		"all addresses":            {func(s *spec) { s.PodCIDR = "0.0.0.0/0" }, "spec.podCIDR: 0.0.0.0/0 has a length of 0"},
-		"host bits":                {func(s *spec) { s.PodCIDR = "10.244.0.1/16" }, "spec.podCIDR: \"10.244.0.1/16\" has host bits set"},
-		"loopback":                 {func(s *spec) { s.ExternalCIDR = "127.0.0.0/16" }, "spec.externalCIDR: 127.0.0.0/16 overlaps 127.0.0.0/8 (loopback)"},
-		"link-local":               {func(s *spec) { s.PodCIDR = "169.254.0.0/16" }, "spec.podCIDR: 169.254.0.0/16 overlaps 169.254.0.0/16 (link-local)"},
-		"multicast":                {func(s *spec) { s.PodCIDR = "224.0.0.0/8" }, "spec.podCIDR: 224.0.0.0/8 overlaps 224.0.0.0/4 (multicast)"},
-		"too long":                 {func(s *spec) { s.PodCIDR = "10.0.0.4/31" }, "spec.podCIDR: 10.0.0.4/31 has a length of 31"},
-		"not canonical":            {func(s *spec) { s.PodCIDR = "FD00::/48" }, "spec.podCIDR: \"FD00::/48\" is not in canonical form"},
-		"mapped":                   {func(s *spec) { s.PodCIDR = "::ffff:10.0.0.0/104" }, "spec.podCIDR:"},
-		"two families":             {func(s *spec) { s.ExternalCIDR = "fd00::/48" }, "spec.externalCIDR: fd00::/48 is IPv6, but spec.podCIDR is 10.244.0.0/18"},
-		"networks that overlap":    {func(s *spec) { s.ExternalCIDR = "10.244.0.0/24" }, "spec.externalCIDR: 10.244.0.0/24 overlaps spec.podCIDR"},
-		"megabyte of CIDR":         {func(s *spec) { s.PodCIDR = strings.Repeat("1", 1<<20) }, "spec.podCIDR: \"1111"},
-		"no endpoint":              {func(s *spec) { s.EndpointIP = "" }, "spec.endpointIP: is empty"},
-		"loopback endpoint":        {func(s *spec) { s.EndpointIP = "127.0.0.1" }, "spec.endpointIP: 127.0.0.1 is in 127.0.0.0/8"},
-		"metadata service":         {func(s *spec) { s.EndpointIP = "168.63.129.16" }, "spec.endpointIP: 168.63.129.16 is in 168.63.129.16/32 (services of Azure's machines)"},
-		"broadcast endpoint":       {func(s *spec) { s.EndpointIP = "255.255.255.255" }, "spec.endpointIP: 255.255.255.255 is in"},
-		"endpoint with a shell":    {func(s *spec) { s.EndpointIP = "$(reboot)" }, "spec.endpointIP: \"$(reboot)\" is neither"},
-		"endpoint with terminal":   {func(s *spec) { s.EndpointIP = "\x1b[2J" }, `spec.endpointIP: "\x1b[2J" is neither`},
-		"endpoint that is a URL":   {func(s *spec) { s.EndpointIP = "http://x" }, "spec.endpointIP: \"http://x\" is neither"},
-		"localhost":                {func(s *spec) { s.EndpointIP = "a.localhost" }, "spec.endpointIP: \"a.localhost\" is this host"},
-		"other backend":            {func(s *spec) { s.BackendType = "ipsec" }, "spec.backendType: is \"ipsec\"; want \"wireguard\""},
-		"no port":                  {func(s *spec) { delete(s.BackendConfig, "port") }, "spec.backend_config.port: is absent"},
-		"port 0":                   {func(s *spec) { s.BackendConfig["port"] = "0" }, "spec.backend_config.port: is \"0\""},
-		"port with a sign":         {func(s *spec) { s.BackendConfig["port"] = "+5871" }, "spec.backend_config.port: is \"+5871\""},
-		"no key":                   {func(s *spec) { delete(s.BackendConfig, "publicKey") }, "spec.backend_config.publicKey: is absent"},
-		"no map":                   {func(s *spec) { s.BackendConfig = nil }, "spec.backend_config.port: is absent"},
-		"zero key":                 {func(s *spec) { s.BackendConfig["publicKey"] = keyText(0) }, "spec.backend_config.publicKey: is all zero"},
-		"key that is not a key":    {func(s *spec) { s.BackendConfig["publicKey"] = "a2V5" }, "spec.backend_config.publicKey: has 3 bytes"},
-		"key that is not base64":   {func(s *spec) { s.BackendConfig["publicKey"] = "?" }, "spec.backend_config.publicKey: is not base64"},
-		"key of a megabyte":        {func(s *spec) { s.BackendConfig["publicKey"] = strings.Repeat("AAAA", 1<<18) }, "spec.backend_config.publicKey: has 786432 bytes"},
-		"tunnels without an entry": {func(s *spec) { s.BackendConfig["tunnels"] = "" }, "spec.backend_config.tunnels: is empty; want PORT:PUBLICKEY"},
-		"a tunnel with port 0":     {func(s *spec) { s.BackendConfig["tunnels"] = "0:" + keyText(3) }, "spec.backend_config.tunnels: tunnel 1 has port \"0\"; want a UDP port"},
-		"tunnels of a megabyte":    {func(s *spec) { s.BackendConfig["tunnels"] = strings.Repeat("x", 1<<20) }, "spec.backend_config.tunnels: tunnel 1 is \"xxx"},
-		"tunnel with the key of 0": {func(s *spec) { s.BackendConfig["tunnels"] = "5872:" + keyText(2) }, "spec.backend_config.tunnels: tunnel 1 has the public key of tunnel 0"},
-		"everything wrong at once": {func(s *spec) { *s = spec{} }, "spec.backendType: is \"\""},
+		"no PodCIDR":                      {func(s *spec) { s.PodCIDR = "" }, "spec.podCIDR: is empty"},
+		"all addresses":                   {func(s *spec) { s.PodCIDR = "0.0.0.0/0" }, "spec.podCIDR: 0.0.0.0/0 has a length of 0"},
+		"host bits":                       {func(s *spec) { s.PodCIDR = "10.244.0.1/16" }, "spec.podCIDR: \"10.244.0.1/16\" has host bits set"},
+		"loopback":                        {func(s *spec) { s.ExternalCIDR = "127.0.0.0/16" }, "spec.externalCIDR: 127.0.0.0/16 overlaps 127.0.0.0/8 (loopback)"},
+		"link-local":                      {func(s *spec) { s.PodCIDR = "169.254.0.0/16" }, "spec.podCIDR: 169.254.0.0/16 overlaps 169.254.0.0/16 (link-local)"},
+		"multicast":                       {func(s *spec) { s.PodCIDR = "224.0.0.0/8" }, "spec.podCIDR: 224.0.0.0/8 overlaps 224.0.0.0/4 (multicast)"},
+		"too long":                        {func(s *spec) { s.PodCIDR = "10.0.0.4/31" }, "spec.podCIDR: 10.0.0.4/31 has a length of 31"},
+		"not canonical":                   {func(s *spec) { s.PodCIDR = "FD00::/48" }, "spec.podCIDR: \"FD00::/48\" is not in canonical form"},
+		"IPv4-mapped IPv6":                {func(s *spec) { s.PodCIDR = "::ffff:10.0.0.0/104" }, "spec.podCIDR:"},
+		"two families":                    {func(s *spec) { s.ExternalCIDR = "fd00::/48" }, "spec.externalCIDR: fd00::/48 is IPv6, but spec.podCIDR is 10.244.0.0/18"},
+		"networks that overlap":           {func(s *spec) { s.ExternalCIDR = "10.244.0.0/24" }, "spec.externalCIDR: 10.244.0.0/24 overlaps spec.podCIDR"},
+		"megabyte of CIDR":                {func(s *spec) { s.PodCIDR = strings.Repeat("1", 1<<20) }, "spec.podCIDR: \"1111"},
+		"no endpoint":                     {func(s *spec) { s.EndpointIP = "" }, "spec.endpointIP: is empty"},
+		"loopback endpoint":               {func(s *spec) { s.EndpointIP = "127.0.0.1" }, "spec.endpointIP: 127.0.0.1 is in 127.0.0.0/8"},
+		"metadata service":                {func(s *spec) { s.EndpointIP = "168.63.129.16" }, "spec.endpointIP: 168.63.129.16 is in 168.63.129.16/32 (services of Azure's machines)"},
+		"broadcast endpoint":              {func(s *spec) { s.EndpointIP = "255.255.255.255" }, "spec.endpointIP: 255.255.255.255 is in"},
+		"endpoint with a shell":           {func(s *spec) { s.EndpointIP = "$(reboot)" }, "spec.endpointIP: \"$(reboot)\" is neither"},
+		"endpoint with terminal":          {func(s *spec) { s.EndpointIP = "\x1b[2J" }, `spec.endpointIP: "\x1b[2J" is neither`},
+		"endpoint that is a URL":          {func(s *spec) { s.EndpointIP = "http://x" }, "spec.endpointIP: \"http://x\" is neither"},
+		"localhost":                       {func(s *spec) { s.EndpointIP = "a.localhost" }, "spec.endpointIP: \"a.localhost\" is this host"},
+		"other backend":                   {func(s *spec) { s.BackendType = "ipsec" }, "spec.backendType: is \"ipsec\"; want \"wireguard\""},
+		"no port":                         {func(s *spec) { delete(s.BackendConfig, "port") }, "spec.backend_config.port: is absent"},
+		"port 0":                          {func(s *spec) { s.BackendConfig["port"] = "0" }, "spec.backend_config.port: is \"0\""},
+		"port with a sign":                {func(s *spec) { s.BackendConfig["port"] = "+5871" }, "spec.backend_config.port: is \"+5871\""},
+		"no key":                          {func(s *spec) { delete(s.BackendConfig, "publicKey") }, "spec.backend_config.publicKey: is absent"},
+		"no backend_config":               {func(s *spec) { s.BackendConfig = nil }, "spec.backend_config.port: is absent"},
+		"zero key":                        {func(s *spec) { s.BackendConfig["publicKey"] = keyText(0) }, "spec.backend_config.publicKey: is all zero"},
+		"key that is not a key":           {func(s *spec) { s.BackendConfig["publicKey"] = "a2V5" }, "spec.backend_config.publicKey: has 3 bytes"},
+		"key that is not base64":          {func(s *spec) { s.BackendConfig["publicKey"] = "?" }, "spec.backend_config.publicKey: is not base64"},
+		"key of a megabyte":               {func(s *spec) { s.BackendConfig["publicKey"] = strings.Repeat("AAAA", 1<<18) }, "spec.backend_config.publicKey: has 786432 bytes"},
+		"tunnels without an entry":        {func(s *spec) { s.BackendConfig["tunnels"] = "" }, "spec.backend_config.tunnels: is empty; want PORT:PUBLICKEY"},
+		"a tunnel with port 0":            {func(s *spec) { s.BackendConfig["tunnels"] = "0:" + keyText(3) }, "spec.backend_config.tunnels: tunnel 1 has port \"0\"; want a UDP port"},
+		"tunnels of a megabyte":           {func(s *spec) { s.BackendConfig["tunnels"] = strings.Repeat("x", 1<<20) }, "spec.backend_config.tunnels: tunnel 1 is \"xxx"},
+		"tunnel with the key of tunnel 0": {func(s *spec) { s.BackendConfig["tunnels"] = "5872:" + keyText(2) }, "spec.backend_config.tunnels: tunnel 1 has the public key of tunnel 0"},
+		"everything wrong at once":        {func(s *spec) { *s = spec{} }, "spec.backendType: is \"\""},
 	} {
 		t.Run(name, func(t *testing.T) {
 			nc := fromBravo()
@@ -111,7 +111,7 @@ func TestClaimFromRefuses(t *testing.T) {
 	}
 }
 
-func TestCheckClaimRefuses(t *testing.T) {
+func TestCheckClaimRefusesConflictingClaims(t *testing.T) {
 	receiver := Receiver{
 		PublicKey: keyOf(1), Pod: pfx("10.244.0.0/16"), Service: pfx("10.96.0.0/12"), External: pfx("10.245.0.0/16"),
 		Nodes: []netip.Addr{ip("172.30.0.1"), ip("172.30.0.2")}, APIServers: []netip.Addr{ip("172.30.0.9")}, Endpoint: "gw.alpha.example", Port: 5871,
@@ -125,15 +125,15 @@ func TestCheckClaimRefuses(t *testing.T) {
 		"nothing": {func(*Claim) {}, Neighbours{}, nil},
 		"our key": {func(c *Claim) { c.PublicKey = keyOf(1) }, Neighbours{},
 			[]string{"KeyConflict spec.backend_config.publicKey: is the public key of the receiver itself; want that of the sender's gateway"}},
-		"a further key of ours": {func(c *Claim) { c.PublicKey = keyOf(11) }, Neighbours{},
+		"the key of an additional tunnel of ours": {func(c *Claim) { c.PublicKey = keyOf(11) }, Neighbours{},
 			[]string{"KeyConflict spec.backend_config.publicKey: is the public key of the receiver itself; want that of the sender's gateway"}},
-		"our key for a further tunnel": {func(c *Claim) { c.Tunnels = []TunnelEnd{{keyOf(3), 5872}, {keyOf(1), 5873}, {keyOf(11), 5874}} }, Neighbours{}, []string{
+		"our key for an additional tunnel": {func(c *Claim) { c.Tunnels = []TunnelEnd{{keyOf(3), 5872}, {keyOf(1), 5873}, {keyOf(11), 5874}} }, Neighbours{}, []string{
 			"KeyConflict spec.backend_config.tunnels: tunnel 2 has a public key of the receiver itself; want one of the sender's gateway",
 			"KeyConflict spec.backend_config.tunnels: tunnel 3 has a public key of the receiver itself; want one of the sender's gateway",
 		}},
 		"another peer's key": {func(*Claim) {}, Neighbours{TakenKeys: [][32]byte{keyOf(2)}},
 			[]string{"KeyConflict spec.backend_config.publicKey: is the key of another peer of the receiver; want a key for each cluster"}},
-		"another peer's key for a further tunnel": {func(c *Claim) { c.Tunnels = []TunnelEnd{{keyOf(3), 5872}, {keyOf(4), 5873}} }, Neighbours{TakenKeys: [][32]byte{keyOf(4)}},
+		"another peer's key for an additional tunnel": {func(c *Claim) { c.Tunnels = []TunnelEnd{{keyOf(3), 5872}, {keyOf(4), 5873}} }, Neighbours{TakenKeys: [][32]byte{keyOf(4)}},
 			[]string{"KeyConflict spec.backend_config.tunnels: tunnel 2 has the key of another peer of the receiver; want keys for each cluster"}},
 		"a pod of ours": {func(c *Claim) { c.Endpoint = "10.244.3.4" }, Neighbours{},
 			[]string{"BadEndpoint spec.endpointIP: 10.244.3.4 is inside 10.244.0.0/16, the receiver's PodCIDR; want an address outside"}},
@@ -147,9 +147,9 @@ func TestCheckClaimRefuses(t *testing.T) {
 			[]string{"BadEndpoint spec.endpointIP: 172.30.0.9 is an API server of the receiver; want the address of the sender's gateway"}},
 		"our own gateway": {func(c *Claim) { c.Endpoint = "GW.alpha.example." }, Neighbours{},
 			[]string{"BadEndpoint spec.endpointIP: \"GW.alpha.example.:5871\" is the gateway of the receiver itself; want that of the sender"}},
-		"a further tunnel of our own gateway": {func(c *Claim) { c.Endpoint, c.Port = "gw.alpha.example", 5872 }, Neighbours{},
+		"an additional tunnel of our own gateway": {func(c *Claim) { c.Endpoint, c.Port = "gw.alpha.example", 5872 }, Neighbours{},
 			[]string{"BadEndpoint spec.endpointIP: \"gw.alpha.example:5872\" is the gateway of the receiver itself; want that of the sender"}},
-		"a further tunnel to our own gateway": {func(c *Claim) {
+		"an additional tunnel to our own gateway": {func(c *Claim) {
 			c.Endpoint, c.Port, c.Tunnels = "gw.alpha.example", 5870, []TunnelEnd{{keyOf(3), 5871}}
 		}, Neighbours{},
 			[]string{"BadEndpoint spec.endpointIP: \"gw.alpha.example:5871\" is the gateway of the receiver itself; want that of the sender"}},
@@ -168,7 +168,7 @@ func TestCheckClaimRefuses(t *testing.T) {
 		})
 	}
 	if got := CheckClaim(claimBravo, Receiver{}, Neighbours{}); got != nil {
-		t.Errorf("nothing is known of our side, and it is refused: %v", got)
+		t.Errorf("a Receiver without values refuses a claim: %v", got)
 	}
 }
 
@@ -185,11 +185,11 @@ func TestCheckAllocationRefusesNetworksThatContainGateways(t *testing.T) {
 		gateways      []netip.Addr
 		want          []string
 	}{
-		"none": {"10.246.0.0/18", "10.246.64.0/18", nil, nil},
-		"its own": {"10.246.0.0/18", "192.0.0.0/18", nil,
+		"no gateway": {"10.246.0.0/18", "10.246.64.0/18", nil, nil},
+		"the peer's own gateway": {"10.246.0.0/18", "192.0.0.0/18", nil,
 			[]string{"BadEndpoint spec.endpointIP: 192.0.2.2 is inside 192.0.0.0/18, which the receiver uses for spec.externalCIDR; " +
 				"want an address outside, or reserve that network at the receiver"}},
-		"another's": {"10.246.0.0/18", "10.246.64.0/18", []netip.Addr{ip("10.246.1.1"), ip("10.246.1.2")},
+		"another peer's gateway": {"10.246.0.0/18", "10.246.64.0/18", []netip.Addr{ip("10.246.1.1"), ip("10.246.1.2")},
 			[]string{"CIDRConflict spec.podCIDR: the receiver would use 10.246.0.0/18 for it, which contains a peer's gateway; " +
 				"reserve that network at the receiver"}},
 	} {
@@ -202,7 +202,7 @@ func TestCheckAllocationRefusesNetworksThatContainGateways(t *testing.T) {
 }
 
 // The two sides have networks of different lengths, and each of the four networks may be remapped.
-func TestTunnelEndpointForMapsTheFields(t *testing.T) {
+func TestTunnelEndpointForCopiesFieldsOfBothConfigs(t *testing.T) {
 	nat := func(remapped bool, network string) string {
 		if remapped {
 			return network
@@ -242,7 +242,7 @@ func TestTunnelEndpointForMapsTheFields(t *testing.T) {
 	}
 }
 
-func TestTunnelEndpointForRefuses(t *testing.T) {
+func TestTunnelEndpointForRefusesInvalidAnswers(t *testing.T) {
 	for name, c := range map[string]struct {
 		change func(original, copied *v1alpha1.NetworkConfig)
 		want   []string
@@ -251,20 +251,20 @@ func TestTunnelEndpointForRefuses(t *testing.T) {
 			[]string{"NetworkConfig tenant/bravo-924e89: status.processed: is false; want the peer's answer"}},
 		"not answered by us": {func(_, copied *v1alpha1.NetworkConfig) { copied.Status.Processed = false },
 			[]string{"NetworkConfig tenant/alpha-9d9b8a: status.processed: is false; want our answer"}},
-		"addressed to another": {func(original, _ *v1alpha1.NetworkConfig) { original.Spec.RemoteCluster.ClusterID = idC },
+		"addressed to another cluster": {func(original, _ *v1alpha1.NetworkConfig) { original.Spec.RemoteCluster.ClusterID = idC },
 			[]string{`NetworkConfig tenant/bravo-924e89: spec.cluster.clusterID: is "` + idC + `"; want "` + idB + `", the peer`}},
 		"answer of another length": {func(original, _ *v1alpha1.NetworkConfig) { original.Status.PodCIDRNAT = "10.250.0.0/24" },
 			[]string{"NetworkConfig tenant/bravo-924e89: status.podCIDRNAT: 10.250.0.0/24 differs in length from our PodCIDR, 10.244.0.0/16; want a /16"}},
 		"answer of another family": {func(original, _ *v1alpha1.NetworkConfig) { original.Status.ExternalCIDRNAT = "fd00::/16" },
 			[]string{"NetworkConfig tenant/bravo-924e89: status.externalCIDRNAT: fd00::/16 is IPv6, but our ExternalCIDR is 10.245.0.0/16; want a network of the same family"}},
-		"answer that is a half": {func(original, _ *v1alpha1.NetworkConfig) { original.Status.ExternalCIDRNAT = "" },
+		"answer for only one network": {func(original, _ *v1alpha1.NetworkConfig) { original.Status.ExternalCIDRNAT = "" },
 			[]string{"NetworkConfig tenant/bravo-924e89: status.externalCIDRNAT: is empty; want a CIDR or \"None\""}},
 		"answer that is loopback": {func(original, _ *v1alpha1.NetworkConfig) { original.Status.PodCIDRNAT = "127.0.0.0/16" },
 			[]string{"NetworkConfig tenant/bravo-924e89: status.podCIDRNAT: 127.0.0.0/16 overlaps 127.0.0.0/8 (loopback); want a network that pods can have"}},
 		"one network for both of ours": {func(original, _ *v1alpha1.NetworkConfig) {
 			original.Status.PodCIDRNAT, original.Status.ExternalCIDRNAT = "10.9.0.0/16", "10.9.0.0/16"
 		}, []string{"NetworkConfig tenant/bravo-924e89: status.externalCIDRNAT: 10.9.0.0/16 overlaps our PodCIDR as the peer answered it, 10.9.0.0/16; want a network of its own"}},
-		"the peer's pods on ours": {func(_, copied *v1alpha1.NetworkConfig) { copied.Status.PodCIDRNAT = "None" },
+		"the peer's pods remapped onto ours": {func(_, copied *v1alpha1.NetworkConfig) { copied.Status.PodCIDRNAT = "None" },
 			[]string{"NetworkConfig tenant/alpha-9d9b8a: spec.podCIDR: 10.244.0.0/18 overlaps our PodCIDR, 10.244.0.0/16; want a network of its own"}},
 		"no key": {func(_, copied *v1alpha1.NetworkConfig) { copied.Spec.BackendConfig = nil },
 			[]string{
@@ -312,7 +312,7 @@ func TestSeenByReadsAnAnswer(t *testing.T) {
 
 // For two honest clusters with any networks and answers, the remote networks of each are the local
 // networks of the other.
-func TestTunnelEndpointsOfTwoHonestClustersMirrorEachOther(t *testing.T) {
+func TestTunnelEndpointsOfBothClustersMirrorEachOther(t *testing.T) {
 	rng := rand.New(rand.NewPCG(1, 2))
 	for range 5_000 {
 		a, b := randomSide(rng, 0), randomSide(rng, 1)
@@ -411,7 +411,7 @@ func FuzzExchange(f *testing.F) {
 			t.Fatalf("PeerFrom refuses %+v: %v", spec, problems)
 		}
 		if reflect.DeepEqual(claim, Claim{}) {
-			t.Fatalf("a TunnelEndpoint out of what is no claim: %+v", spec)
+			t.Fatalf("a TunnelEndpoint from an invalid claim: %+v", spec)
 		}
 		if len(refusals) > 0 {
 			return

@@ -97,7 +97,7 @@ func TestPeerFromReadsATunnelEndpoint(t *testing.T) {
 	}
 }
 
-func TestPeerFromAccepts(t *testing.T) {
+func TestPeerFromAcceptsUnusualValidTunnelEndpoints(t *testing.T) {
 	type spec = v1alpha1.TunnelEndpointSpec
 	for name, change := range map[string]func(*spec){
 		// These networks are equal because each side chooses for itself (docs/liqo-v0.md, section
@@ -115,10 +115,10 @@ func TestPeerFromAccepts(t *testing.T) {
 			s.RemotePodCIDR, s.RemoteExternalCIDR = "10.200.0.0/16", "10.201.0.0/16"
 		},
 		"remapped onto itself": func(s *spec) { s.LocalNATPodCIDR = "10.244.0.0/16" },
-		"masks that differ between the sides": func(s *spec) {
+		"prefix lengths that differ between the sides": func(s *spec) {
 			s.RemotePodCIDR, s.RemoteNATPodCIDR = "10.0.0.0/12", "172.16.0.0/12"
 		},
-		"the shortest and the longest mask": func(s *spec) {
+		"the shortest and the longest prefix": func(s *spec) {
 			s.RemotePodCIDR, s.RemoteNATPodCIDR = "10.0.0.0/8", "11.0.0.0/8"
 			s.RemoteExternalCIDR, s.RemoteNATExternalCIDR = "10.0.0.0/30", "12.0.0.4/30"
 		},
@@ -148,7 +148,7 @@ func TestPeerFromAccepts(t *testing.T) {
 	}
 }
 
-func TestPeerFromRefuses(t *testing.T) {
+func TestPeerFromRefusesInvalidTunnelEndpoints(t *testing.T) {
 	type spec = v1alpha1.TunnelEndpointSpec
 	const networkWant = "; want an address, a slash and a length, such as 10.244.0.0/16"
 	const idWant = "; want at most 63 letters, digits, '-', '_' and '.', beginning and ending with a letter or digit"
@@ -292,7 +292,7 @@ func TestMappingsFromReadsANatMapping(t *testing.T) {
 	}
 }
 
-func TestMappingsFromRefuses(t *testing.T) {
+func TestMappingsFromRefusesInvalidEntries(t *testing.T) {
 	type spec = v1alpha1.NatMappingSpec
 	entry := func(real, seen string) func(*spec) {
 		return func(s *spec) { s.ClusterMappings = v1alpha1.EndpointMap{real: seen, "172.30.0.9": "10.247.0.2"} }
@@ -326,7 +326,7 @@ func TestMappingsFromRefuses(t *testing.T) {
 	}
 }
 
-func TestAttach(t *testing.T) {
+func TestAttachAssignsMappingsByClusterID(t *testing.T) {
 	origin := func(name string) Origin { return Origin{Kind: "NatMapping", Name: name} }
 	m := func(real, seen string) Mapping { return Mapping{ip(real), ip(seen)} }
 	sets := []MappingSet{
@@ -349,7 +349,7 @@ func TestAttach(t *testing.T) {
 	}
 }
 
-func TestProblemText(t *testing.T) {
+func TestProblemTextNamesObjectAndField(t *testing.T) {
 	for want, p := range map[string]Problem{
 		"f.yaml: Kind ns/n: spec.x: is wrong": {Origin{"f.yaml", "Kind", "ns", "n"}, "spec.x", "is wrong"},
 		"Kind n: is wrong":                    {Origin{Kind: "Kind", Name: "n"}, "", "is wrong"},
@@ -363,7 +363,7 @@ func TestProblemText(t *testing.T) {
 	}
 }
 
-func TestFirstHost(t *testing.T) {
+func TestFirstHostIsTheAddressAfterTheNetworkAddress(t *testing.T) {
 	for in, want := range map[string]string{
 		"10.247.0.0/16": "10.247.0.1",
 		"10.247.9.9/16": "10.247.0.1",

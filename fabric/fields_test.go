@@ -71,7 +71,7 @@ func TestEachFieldOfATunnelEndpointIsConvertedCheckedAndCompared(t *testing.T) {
 	leaves(t, "spec", reflect.ValueOf(&fullEndpoint().Spec).Elem(), func(path, _ string, _ func(string)) {
 		row, ok := specFields[path]
 		if !ok {
-			t.Errorf("%s has no row in specFields; want one, and whatever this test says then", path)
+			t.Errorf("%s has no row in specFields; want one, and then a fix of everything that this test reports", path)
 			return
 		}
 		delete(missing, path)
@@ -97,10 +97,10 @@ func TestEachFieldOfATunnelEndpointIsConvertedCheckedAndCompared(t *testing.T) {
 			return
 		}
 		if spec := specOf(peer); !reflect.DeepEqual(spec, changed.Spec) {
-			t.Errorf("%s is not what was read when it is written again; want it in PeerFrom and in specOf:\n got %+v\nwant %+v", path, spec, changed.Spec)
+			t.Errorf("%s is lost between reading and writing; want it in PeerFrom and in specOf:\n got %+v\nwant %+v", path, spec, changed.Spec)
 		}
 		if other, _ := GatewayFor(Intent{ClusterID: idA, Peers: []Peer{peer}}); reflect.DeepEqual(other, gateway) {
-			t.Errorf("%s changes nothing of the Gateway, so that nobody would apply it; want it in GatewayPeer", path)
+			t.Errorf("a change of %s does not change the Gateway, so no gateway would apply it; want it in GatewayPeer", path)
 		}
 	})
 	for path := range missing {

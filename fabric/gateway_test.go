@@ -45,7 +45,7 @@ func remotes(pod, external string) func(*Peer) {
 	return func(p *Peer) { p.Remote.PodSeen, p.Remote.ExternalSeen = pfx(pod), pfx(external) }
 }
 
-func TestGatewayForPlan(t *testing.T) {
+func TestGatewayForPrintsTheExpectedPlan(t *testing.T) {
 	b := peer(t, idB, func(p *Peer) {
 		p.Mappings = []Mapping{{ip("172.30.0.9"), ip("10.247.0.3")}, {ip("10.244.3.3"), ip("10.247.0.2")}}
 	})
@@ -125,7 +125,7 @@ func TestGatewayForIPv6PeerHasTheGatewaysIPv6Address(t *testing.T) {
 
 // A TunnelEndpoint has networks of one address family, but a gateway may have peers of both
 // families.
-func TestGatewayForTakesPeersOfBothFamilies(t *testing.T) {
+func TestGatewayForAcceptsPeersOfBothAddressFamilies(t *testing.T) {
 	six := func(id, remote, own string) Peer {
 		return peer(t, id, func(p *Peer) {
 			p.Local = Networks{pfx(own), pfx("fd00:2::/48"), pfx("fd00:3::/112"), pfx("fd00:3::/112")}
@@ -151,7 +151,7 @@ func TestGatewayForTakesPeersOfBothFamilies(t *testing.T) {
 
 // A change of our own networks reaches one peer after the other, and some peers never. The
 // gateway's state for a peer does not depend on our networks towards other peers.
-func TestOurNetworksAreIndependentForEachPeer(t *testing.T) {
+func TestPeerStateIgnoresOurNetworksTowardsOtherPeers(t *testing.T) {
 	rng := rand.New(rand.NewPCG(7, 8))
 	for range 500 {
 		in := Intent{ClusterID: idA, PublicKey: keyOf(1)}
@@ -191,7 +191,7 @@ func TestOurNetworksAreIndependentForEachPeer(t *testing.T) {
 	}
 }
 
-func TestMetadataServicesAreNoEndpoints(t *testing.T) {
+func TestMappingsToMetadataServicesAreRefused(t *testing.T) {
 	for text, is := range map[string]bool{
 		"169.254.169.254": true, "fd00:ec2::254": true, "fd00:ec2:1::": true, "fd20:ce::254": true, "fe80::a9fe:a9fe%eth0": true,
 		"fd00:ec1::254": false, "fd20:ce::255": false, "169.254.0.1": false, "100::a9fe:1": false, "192.0.2.1": false,
@@ -219,7 +219,7 @@ func TestGatewayForAcceptsOverlappingNetworksSeenByPeers(t *testing.T) {
 	engineAccepts(t, gw)
 }
 
-func TestGatewayForRefusesContradictions(t *testing.T) {
+func TestGatewayForRefusesConflictingPeers(t *testing.T) {
 	apart := remotes("10.248.0.0/16", "10.249.0.0/16")
 	for _, test := range []struct {
 		name   string
@@ -228,45 +228,45 @@ func TestGatewayForRefusesContradictions(t *testing.T) {
 		kept   string // first letters of the accepted peers' IDs
 	}{
 		{"nothing", func(p *Peer) {}, "", "bc"},
-		{"a peer that is wrong by itself", func(p *Peer) { p.Port = 0 }, "TunnelEndpoint tenant/c: spec.backend_config.port: is 0; want a UDP port from 1 to 65535", "b"},
+		{"an invalid peer", func(p *Peer) { p.Port = 0 }, "TunnelEndpoint tenant/c: spec.backend_config.port: is 0; want a UDP port from 1 to 65535", "b"},
 		{"zero key", func(p *Peer) { p.PublicKey = [32]byte{} }, "TunnelEndpoint tenant/c: spec.backend_config.publicKey: is all zero; want a WireGuard public key", "b"},
 		{"absent network", func(p *Peer) { p.Remote.Pod = netip.Prefix{} }, "TunnelEndpoint tenant/c: spec.remotePodCIDR: is absent; want a CIDR such as 10.244.0.0/16", "b"},
 		{"host bits", func(p *Peer) { p.Remote.PodSeen = pfx("10.248.0.1/16") }, `TunnelEndpoint tenant/c: spec.remoteNATPodCIDR: "10.248.0.1/16" has host bits set; want 10.248.0.0/16`, "b"},
 		{"our own ID", func(p *Peer) { p.ID = idA }, `TunnelEndpoint tenant/c: spec.clusterIdentity.clusterID: "` + idA + `" is our own cluster ID; want the ID of the remote cluster`, "b"},
-		{"another's ID", func(p *Peer) { p.ID = idB }, `TunnelEndpoint tenant/c: spec.clusterIdentity.clusterID: "` + idB + `" is also the cluster of TunnelEndpoint tenant/b; want one TunnelEndpoint for each cluster`, "b"},
+		{"another peer's ID", func(p *Peer) { p.ID = idB }, `TunnelEndpoint tenant/c: spec.clusterIdentity.clusterID: "` + idB + `" is also the cluster of TunnelEndpoint tenant/b; want one TunnelEndpoint for each cluster`, "b"},
 		{"our own key", func(p *Peer) { p.PublicKey = keyOf(1) }, `TunnelEndpoint tenant/c: spec.backend_config.publicKey: is our own public key; want that of cluster "` + idC + `"`, "b"},
-		{"another's key", func(p *Peer) { p.PublicKey = keyOf('b') }, `TunnelEndpoint tenant/c: spec.backend_config.publicKey: is also the key of cluster "` + idB + `" (TunnelEndpoint tenant/b); want a key for each cluster`, "b"},
-		{"another own PodCIDR", func(p *Peer) { p.Local.Pod = pfx("10.243.0.0/16") }, "", "bc"},
-		{"another own ExternalCIDR", func(p *Peer) { p.Local.External = pfx("10.243.0.0/16") }, "", "bc"},
-		{"an own network that is another's", func(p *Peer) { p.Local.Pod = pfx("10.246.0.0/16") }, `TunnelEndpoint tenant/c: spec.localPodCIDR: 10.246.0.0/16 overlaps 10.246.0.0/16 of cluster "` + idB + `" (TunnelEndpoint tenant/b: spec.remoteNATPodCIDR); want a network that no peer has here`, "b"},
-		{"a network that was our own, and is it towards another", func(p *Peer) {
+		{"another peer's key", func(p *Peer) { p.PublicKey = keyOf('b') }, `TunnelEndpoint tenant/c: spec.backend_config.publicKey: is also the key of cluster "` + idB + `" (TunnelEndpoint tenant/b); want a key for each cluster`, "b"},
+		{"a different PodCIDR of ours", func(p *Peer) { p.Local.Pod = pfx("10.243.0.0/16") }, "", "bc"},
+		{"a different ExternalCIDR of ours", func(p *Peer) { p.Local.External = pfx("10.243.0.0/16") }, "", "bc"},
+		{"a network of ours equal to another peer's", func(p *Peer) { p.Local.Pod = pfx("10.246.0.0/16") }, `TunnelEndpoint tenant/c: spec.localPodCIDR: 10.246.0.0/16 overlaps 10.246.0.0/16 of cluster "` + idB + `" (TunnelEndpoint tenant/b: spec.remoteNATPodCIDR); want a network that no peer has here`, "b"},
+		{"the peer's network equals one of ours towards another peer", func(p *Peer) {
 			p.Local.Pod, p.Remote.PodSeen = pfx("10.243.0.0/16"), pfx("10.244.0.0/16")
 		}, `TunnelEndpoint tenant/c: spec.remotePodCIDR: 10.244.0.0/16 overlaps 10.244.0.0/16, which is our PodCIDR for cluster "` + idB + `" (TunnelEndpoint tenant/b); want a network of its own`, "b"},
-		{"overlap of pods", func(p *Peer) { p.Remote.PodSeen = pfx("10.246.0.0/16") }, `TunnelEndpoint tenant/c: spec.remoteNATPodCIDR: 10.246.0.0/16 overlaps 10.246.0.0/16 of cluster "` + idB + `" (TunnelEndpoint tenant/b: spec.remoteNATPodCIDR); want a network that no other peer has here`, "b"},
-		{"overlap of pods and external", func(p *Peer) {
+		{"overlapping PodCIDRs", func(p *Peer) { p.Remote.PodSeen = pfx("10.246.0.0/16") }, `TunnelEndpoint tenant/c: spec.remoteNATPodCIDR: 10.246.0.0/16 overlaps 10.246.0.0/16 of cluster "` + idB + `" (TunnelEndpoint tenant/b: spec.remoteNATPodCIDR); want a network that no other peer has here`, "b"},
+		{"a PodCIDR that overlaps an ExternalCIDR", func(p *Peer) {
 			p.Remote.Pod, p.Remote.PodSeen = pfx("10.247.9.0/24"), pfx("10.247.9.0/24")
 		}, `TunnelEndpoint tenant/c: spec.remotePodCIDR: 10.247.9.0/24 overlaps 10.247.0.0/16 of cluster "` + idB + `" (TunnelEndpoint tenant/b: spec.remoteNATExternalCIDR); want a network that no other peer has here`, "b"},
-		{"a network around another's", func(p *Peer) {
+		{"a network that contains another peer's", func(p *Peer) {
 			p.Remote.External, p.Remote.ExternalSeen = pfx("10.0.0.0/15"), pfx("10.246.0.0/15")
 		}, `TunnelEndpoint tenant/c: spec.remoteNATExternalCIDR: 10.246.0.0/15 overlaps 10.246.0.0/16 of cluster "` + idB + `" (TunnelEndpoint tenant/b: spec.remoteNATPodCIDR); want a network that no other peer has here`, "b"},
-		{"endpoint inside another's network", func(p *Peer) { p.Endpoint = "10.247.3.3" }, `TunnelEndpoint tenant/c: spec.endpointIP: 10.247.3.3 is inside 10.247.0.0/16 of cluster "` + idB + `" (TunnelEndpoint tenant/b: spec.remoteNATExternalCIDR), which is reached through a tunnel; want an address outside`, "b"},
-		{"network around another's endpoint", func(p *Peer) {
+		{"endpoint inside another peer's network", func(p *Peer) { p.Endpoint = "10.247.3.3" }, `TunnelEndpoint tenant/c: spec.endpointIP: 10.247.3.3 is inside 10.247.0.0/16 of cluster "` + idB + `" (TunnelEndpoint tenant/b: spec.remoteNATExternalCIDR), which is reached through a tunnel; want an address outside`, "b"},
+		{"network that contains another peer's endpoint", func(p *Peer) {
 			p.Remote.Pod, p.Remote.PodSeen = pfx("192.0.2.0/24"), pfx("192.0.2.0/24")
 			p.Endpoint = "198.51.100.1"
 		}, `TunnelEndpoint tenant/c: spec.remotePodCIDR: 192.0.2.0/24 contains 192.0.2.98, the gateway of cluster "` + idB + `" (TunnelEndpoint tenant/b: spec.endpointIP); want a network without gateways of peers`, "b"},
-		{"our own key for a further tunnel", func(p *Peer) { p.Tunnels = []TunnelEnd{{keyOf(8), 5872}, {keyOf(1), 5873}} },
+		{"our own key for an additional tunnel", func(p *Peer) { p.Tunnels = []TunnelEnd{{keyOf(8), 5872}, {keyOf(1), 5873}} },
 			`TunnelEndpoint tenant/c: spec.backend_config.tunnels: tunnel 2 has our own public key; want one of cluster "` + idC + `"`, "b"},
-		{"a further key of ours", func(p *Peer) { p.PublicKey = keyOf(10) }, `TunnelEndpoint tenant/c: spec.backend_config.publicKey: is our own public key; want that of cluster "` + idC + `"`, "b"},
-		{"a further key of ours for a further tunnel", func(p *Peer) { p.Tunnels = []TunnelEnd{{keyOf(10), 5872}} },
+		{"the key of an additional tunnel of ours", func(p *Peer) { p.PublicKey = keyOf(10) }, `TunnelEndpoint tenant/c: spec.backend_config.publicKey: is our own public key; want that of cluster "` + idC + `"`, "b"},
+		{"the key of an additional tunnel of ours for an additional tunnel", func(p *Peer) { p.Tunnels = []TunnelEnd{{keyOf(10), 5872}} },
 			`TunnelEndpoint tenant/c: spec.backend_config.tunnels: tunnel 1 has our own public key; want one of cluster "` + idC + `"`, "b"},
-		{"another's key for a further tunnel", func(p *Peer) { p.Tunnels = []TunnelEnd{{keyOf('b'), 5872}} },
+		{"another peer's key for an additional tunnel", func(p *Peer) { p.Tunnels = []TunnelEnd{{keyOf('b'), 5872}} },
 			`TunnelEndpoint tenant/c: spec.backend_config.tunnels: tunnel 1 has a key of cluster "` + idB + `" (TunnelEndpoint tenant/b); want keys for each cluster`, "b"},
-		{"a further key of another", func(p *Peer) { p.PublicKey = keyOf(20) }, `TunnelEndpoint tenant/c: spec.backend_config.publicKey: is also the key of cluster "` + idB + `" (TunnelEndpoint tenant/b); want a key for each cluster`, "b"},
-		{"further keys that another has", func(p *Peer) { p.Tunnels = []TunnelEnd{{keyOf(8), 5872}, {keyOf(20), 5873}} },
+		{"the key of another peer's additional tunnel", func(p *Peer) { p.PublicKey = keyOf(20) }, `TunnelEndpoint tenant/c: spec.backend_config.publicKey: is also the key of cluster "` + idB + `" (TunnelEndpoint tenant/b); want a key for each cluster`, "b"},
+		{"keys of additional tunnels that another peer has", func(p *Peer) { p.Tunnels = []TunnelEnd{{keyOf(8), 5872}, {keyOf(20), 5873}} },
 			`TunnelEndpoint tenant/c: spec.backend_config.tunnels: tunnel 2 has a key of cluster "` + idB + `" (TunnelEndpoint tenant/b); want keys for each cluster`, "b"},
-		{"tunnels that are wrong by themselves", func(p *Peer) { p.Tunnels = []TunnelEnd{{keyOf(8), 0}} },
+		{"invalid tunnels", func(p *Peer) { p.Tunnels = []TunnelEnd{{keyOf(8), 0}} },
 			"TunnelEndpoint tenant/c: spec.backend_config.tunnels: tunnel 1 has port 0; want a UDP port from 1 to 65535", "b"},
-		{"older than the other", func(p *Peer) { p.PublicKey, p.Created = keyOf('b'), 1000 }, `TunnelEndpoint tenant/b: spec.backend_config.publicKey: is also the key of cluster "` + idC + `" (TunnelEndpoint tenant/c); want a key for each cluster`, "c"},
+		{"older than the conflicting peer", func(p *Peer) { p.PublicKey, p.Created = keyOf('b'), 1000 }, `TunnelEndpoint tenant/b: spec.backend_config.publicKey: is also the key of cluster "` + idC + `" (TunnelEndpoint tenant/c); want a key for each cluster`, "c"},
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			b, c := peer(t, idB, nil), peer(t, idC, apart)
@@ -295,7 +295,7 @@ func TestGatewayForRefusesContradictions(t *testing.T) {
 	}
 }
 
-func TestGatewayForLeavesOutMappings(t *testing.T) {
+func TestGatewayForLeavesOutInvalidMappings(t *testing.T) {
 	m := func(real, seen string) Mapping { return Mapping{ip(real), ip(seen)} }
 	good := m("172.30.0.9", "10.247.0.9")
 	const at = `NatMapping m: spec.clusterMappings["`
@@ -304,16 +304,16 @@ func TestGatewayForLeavesOutMappings(t *testing.T) {
 		mappings []Mapping
 		want     []string
 	}{
-		{"the gateway's own address said explicitly", []Mapping{m("169.254.0.1", "10.247.0.1")}, nil},
+		{"the gateway's own address at its usual place", []Mapping{m("169.254.0.1", "10.247.0.1")}, nil},
 		{"one mapping twice", []Mapping{good}, nil},
 		{"no address", []Mapping{{}}, []string{at + `invalid IP"]: has no address; want an endpoint and the address at which cluster "` + idB + `" sees it`}},
-		{"the gateway's own address elsewhere", []Mapping{m("169.254.0.1", "10.247.0.7")},
+		{"the gateway's own address at another place", []Mapping{m("169.254.0.1", "10.247.0.7")},
 			[]string{at + `169.254.0.1"]: 10.247.0.7 is not the address that the connection check of cluster "` + idB + `" uses; want 10.247.0.1, the first host of 10.247.0.0/16`}},
 		{"an endpoint at the gateway's own address", []Mapping{m("172.30.0.1", "10.247.0.1")},
 			[]string{at + `172.30.0.1"]: 10.247.0.1 is the gateway's own address, the first host of 10.247.0.0/16; want another address`}},
 		{"outside Xa@B", []Mapping{m("172.30.0.1", "10.246.0.5")},
 			[]string{at + `172.30.0.1"]: 10.246.0.5 is outside 10.247.0.0/16, our ExternalCIDR as cluster "` + idB + `" sees it (TunnelEndpoint tenant/b); want an address inside`}},
-		{"another family", []Mapping{m("fd00::1", "10.247.0.5")}, []string{at + `fd00::1"]: fd00::1 and 10.247.0.5 are of different families; want addresses of one family`}},
+		{"an endpoint of another address family", []Mapping{m("fd00::1", "10.247.0.5")}, []string{at + `fd00::1"]: fd00::1 and 10.247.0.5 are of different families; want addresses of one family`}},
 		{"loopback", []Mapping{m("127.0.0.1", "10.247.0.5")}, []string{at + `127.0.0.1"]: 127.0.0.1 is in 127.0.0.0/8 (loopback); want an address that is reachable from our pod network`}},
 		{"two endpoints at one address", []Mapping{m("172.30.0.2", "10.247.0.5"), m("172.30.0.1", "10.247.0.5")},
 			[]string{at + `172.30.0.1"]: 10.247.0.5 is mapped to 2 endpoints; want an address for each`, at + `172.30.0.2"]: 10.247.0.5 is mapped to 2 endpoints; want an address for each`}},
@@ -414,7 +414,7 @@ func allowed(g Gateway) (all []netip.Prefix) {
 	return all
 }
 
-func TestGatewayForIsSoundAndComplete(t *testing.T) {
+func TestGatewayForRefusesExactlyTheInvalidAndConflictingPeers(t *testing.T) {
 	rng := rand.New(rand.NewPCG(3, 4))
 	var kept, refused int
 	for range 3000 {
@@ -459,7 +459,7 @@ func TestGatewayForIsSoundAndComplete(t *testing.T) {
 		}
 		gw2, _ := GatewayFor(again)
 		if !reflect.DeepEqual(gw, gw2) {
-			t.Fatalf("GatewayFor of what it kept differs:\n%s\n%s", gw, gw2)
+			t.Fatalf("GatewayFor of the accepted peers differs:\n%s\n%s", gw, gw2)
 		}
 
 		// Complete: each refused peer is invalid by itself, or conflicts with an accepted peer.
@@ -518,7 +518,7 @@ func contradicts(p Peer, gw Gateway) bool {
 	return false
 }
 
-func TestProblemsAreDistinct(t *testing.T) {
+func TestSortProblemsRemovesDuplicates(t *testing.T) {
 	p := Problem{Origin{}, "f", "m"}
 	if got := SortProblems([]Problem{{Origin{}, "g", "m"}, p, p}); !slices.Equal(got, []Problem{p, {Origin{}, "g", "m"}}) {
 		t.Errorf("got %v", got)

@@ -96,7 +96,7 @@ func TestAGatewayDeciderEqualsGatewayFor(t *testing.T) {
 			t.Fatalf("step %d: of %+v\n%v%v\n%v\nwant\n%v%v\n%v", step, in.Peers, gw, gw.Site, problems, want, want.Site, wantProblems)
 		}
 		if text := fmt.Sprint(last, last.Site); step > 0 && text != lastText {
-			t.Fatalf("step %d: what was decided before has changed:\n%s\nwas\n%s", step, text, lastText)
+			t.Fatalf("step %d: an earlier result was modified:\n%s\nwas\n%s", step, text, lastText)
 		}
 		last, lastText = gw, fmt.Sprint(gw, gw.Site)
 		if d.peers != nil {

@@ -144,7 +144,7 @@ func TestGatewayHostDoesNotDependOnTheOrderOfPeers(t *testing.T) {
 }
 
 // After the loss of any single object, the plan adds exactly the objects that are missing.
-func TestPlanRestoresAnySingleLoss(t *testing.T) {
+func TestPlanRestoresAnySingleMissingObject(t *testing.T) {
 	want := behind(1440, 2, 0b10, mixed...)
 	check := func(what any, have kernel.State, contains string) {
 		p := kernel.PlanFor(have, want)

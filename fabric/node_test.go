@@ -122,7 +122,7 @@ ip rule add priority 422 lookup 4202 protocol 72
 
 // Pods of the node keep their addresses towards peers. The state lists the node's podCIDRs if its
 // pods are inside them, and otherwise the address of each pod.
-func TestNodeLetsItsPodsKeepTheirAddresses(t *testing.T) {
+func TestNodeKeepsPodAddressesTowardsPeers(t *testing.T) {
 	in := nodeIntent(t, "n2")
 	in.UnderlayDevices = []string{"eth1"}
 	n, _ := NodeFor(in)
@@ -143,7 +143,7 @@ func TestNodeLetsItsPodsKeepTheirAddresses(t *testing.T) {
 	}
 }
 
-func TestANodeWithPodsOutsideThePodCIDRIsNamed(t *testing.T) {
+func TestPodsOutsideThePodCIDRAreReported(t *testing.T) {
 	in := nodeIntent(t, "n2")
 	in.Pods = append(in.Pods, NodePod{Name: "default/web", Addr: ip("192.168.7.9"), Node: "n2"}, NodePod{Name: "default/a", Addr: ip("192.168.7.8"), Node: "n2"},
 		NodePod{Name: "default/other", Addr: ip("192.168.7.7"), Node: "n3"}) // a pod of another node, whose own agent reports it
@@ -157,7 +157,7 @@ func TestANodeWithPodsOutsideThePodCIDRIsNamed(t *testing.T) {
 	}
 }
 
-func TestElsewhereIsOutsideOurNodesNetworks(t *testing.T) {
+func TestElsewhereIsAnAddressOutsideOurNodesPodCIDRs(t *testing.T) {
 	in := podIntent(t, "n1")
 	in.OwnPods = []netip.Prefix{pfx("fd00::/48"), pfx("10.244.0.0/16")}
 	if got := in.Elsewhere(); got != ip("10.244.0.254") {
@@ -173,7 +173,7 @@ func TestElsewhereIsOutsideOurNodesNetworks(t *testing.T) {
 	}
 }
 
-func TestPathMTUIsMeasuredToTheNextHops(t *testing.T) {
+func TestCarriersAreTheDestinationsOfOuterPackets(t *testing.T) {
 	for _, tc := range []struct {
 		in           NodeIntent
 		outer, nodes string
@@ -193,7 +193,7 @@ func TestPathMTUIsMeasuredToTheNextHops(t *testing.T) {
 }
 
 // A gateway delivers packets from a peer before the agent knows that the gateway is on its node.
-func TestNodeRefusesTrafficFromAnUnknownLocalGateway(t *testing.T) {
+func TestNodeRefusesTrafficFromALocalGatewayNotYetKnown(t *testing.T) {
 	guards := func(in NodeIntent) (all []string) {
 		n, _ := NodeFor(in)
 		for _, r := range n.Rules {
@@ -244,26 +244,26 @@ func refuses(n kernel.State, to netip.Addr) bool {
 
 // No input other than the NetworkAllocations can make packets for an allocated network leave by the
 // default route.
-func TestNodeNeverLetsAnAllocatedNetworkLeaveInTheClear(t *testing.T) {
+func TestPacketsForAllocatedNetworksNeverLeaveInTheClear(t *testing.T) {
 	allocated := []netip.Prefix{pfx("10.246.0.0/16"), pfx("10.247.0.0/16"), pfx("10.99.0.0/20"), pfx("fd00:246::/48")}
 	for name, change := range map[string]func(*NodeIntent){
-		"all is well":               func(*NodeIntent) {},
-		"no TunnelEndpoint":         func(in *NodeIntent) { in.Tunnels = nil },
-		"no gateway":                func(in *NodeIntent) { in.Tunnels[0].Gateway = netip.Addr{} },
-		"a gateway nobody knows":    func(in *NodeIntent) { in.Tunnels[0].Gateway = ip("192.0.2.9") },
-		"no Nodes":                  func(in *NodeIntent) { in.Nodes = nil },
-		"no other Nodes":            func(in *NodeIntent) { in.Nodes = in.Nodes[1:2] },
-		"no Pods":                   func(in *NodeIntent) { in.Pods = nil },
-		"a node claims to be in it": func(in *NodeIntent) { in.Nodes[2].Addrs = append(in.Nodes[2].Addrs, ip("10.246.0.9")) },
-		"a node is in it":           func(in *NodeIntent) { in.Nodes[2].Addrs = []netip.Addr{ip("10.246.0.9")} },
-		"the gateway claims to be":  func(in *NodeIntent) { in.Nodes[0].Addrs = []netip.Addr{ip("10.247.0.9")} },
-		"a node claims it for pods": func(in *NodeIntent) { in.Nodes[2].PodCIDRs = []netip.Prefix{pfx("10.246.0.0/16")} },
-		"a pod claims an address": func(in *NodeIntent) {
+		"valid intent":               func(*NodeIntent) {},
+		"no TunnelEndpoint":          func(in *NodeIntent) { in.Tunnels = nil },
+		"no gateway":                 func(in *NodeIntent) { in.Tunnels[0].Gateway = netip.Addr{} },
+		"an unknown gateway address": func(in *NodeIntent) { in.Tunnels[0].Gateway = ip("192.0.2.9") },
+		"no Nodes":                   func(in *NodeIntent) { in.Nodes = nil },
+		"no other Nodes":             func(in *NodeIntent) { in.Nodes = in.Nodes[1:2] },
+		"no Pods":                    func(in *NodeIntent) { in.Pods = nil },
+		"a node has a second address in the peer's network":       func(in *NodeIntent) { in.Nodes[2].Addrs = append(in.Nodes[2].Addrs, ip("10.246.0.9")) },
+		"a node's only address is in the peer's network":          func(in *NodeIntent) { in.Nodes[2].Addrs = []netip.Addr{ip("10.246.0.9")} },
+		"the gateway's node has an address in the peer's network": func(in *NodeIntent) { in.Nodes[0].Addrs = []netip.Addr{ip("10.247.0.9")} },
+		"a node's podCIDR is the peer's network":                  func(in *NodeIntent) { in.Nodes[2].PodCIDRs = []netip.Prefix{pfx("10.246.0.0/16")} },
+		"a pod has an address in the peer's network": func(in *NodeIntent) {
 			in.Pods = append(in.Pods, NodePod{Addr: ip("10.246.0.9"), Node: "n3", Created: 9})
 		},
-		"two peers have the same":      func(in *NodeIntent) { in.Tunnels = append(in.Tunnels, in.Tunnels[0]) },
-		"our node has no address":      func(in *NodeIntent) { in.Nodes[1].Addrs = nil },
-		"the overlay is the network's": func(in *NodeIntent) { in.Tunnels[0].Peer.Remote.PodSeen = pfx("240.0.0.0/8") },
+		"two peers have the same networks":    func(in *NodeIntent) { in.Tunnels = append(in.Tunnels, in.Tunnels[0]) },
+		"our node has no address":             func(in *NodeIntent) { in.Nodes[1].Addrs = nil },
+		"the peer's network is the overlay's": func(in *NodeIntent) { in.Tunnels[0].Peer.Remote.PodSeen = pfx("240.0.0.0/8") },
 	} {
 		in := nodeIntent(t, "n2")
 		in.Allocated = allocated
@@ -275,7 +275,7 @@ func TestNodeNeverLetsAnAllocatedNetworkLeaveInTheClear(t *testing.T) {
 			}
 		}
 		if refuses(n, ip("192.0.2.1")) || refuses(n, ip("10.244.2.5")) {
-			t.Errorf("%s: refuses what is no peer's\n%s", name, n)
+			t.Errorf("%s: refuses packets that are not for a peer\n%s", name, n)
 		}
 	}
 }
@@ -301,7 +301,7 @@ func TestNodeRefusesTrafficWithoutARouteToTheGateway(t *testing.T) {
 			func(in *NodeIntent) { in.Nodes[1].Addrs = nil },
 			[]string{"Node n2: status.addresses: has no InternalIP of IPv4; want one, because the overlay between nodes runs over IPv4"},
 		},
-		"our node has the overlay address of an older one": {
+		"our node has the overlay address of an older node": {
 			func(in *NodeIntent) { in.Nodes[1].Addrs, in.Nodes[1].Created = []netip.Addr{ip("10.30.1.13")}, 2 },
 			[]string{"Node n2: status.addresses: 10.30.1.13 and 172.30.1.13 of Node n3 would both have 240.30.1.13 in the overlay; want addresses that differ in the last three octets"},
 		},
@@ -323,12 +323,12 @@ func TestNodeRefusesTrafficWithoutARouteToTheGateway(t *testing.T) {
 	}
 }
 
-func TestNodeLeavesOutWhatTheOverlayCannotCarry(t *testing.T) {
+func TestNodeReportsAndLeavesOutPeersThatTheOverlayCannotCarry(t *testing.T) {
 	for name, tc := range map[string]struct {
 		change func(*NodeIntent)
 		want   string
 	}{
-		"a remote network in the overlay's": {
+		"a remote network inside the overlay's network": {
 			func(in *NodeIntent) {
 				in.Tunnels[0].Peer.Remote.External, in.Tunnels[0].Peer.Remote.ExternalSeen = pfx("240.9.0.0/16"), pfx("240.9.0.0/16")
 			},
@@ -437,7 +437,7 @@ func TestNodeReportsOverlappingPodCIDRsOfTwoNodes(t *testing.T) {
 	}
 }
 
-func TestNodeThatIsNotInTheClusterOnlyRefuses(t *testing.T) {
+func TestNodeMissingFromTheClusterOnlyRefusesPackets(t *testing.T) {
 	n, problems := NodeFor(nodeIntent(t, "n7"))
 	wantTexts(t, problems, "Node n7: does not exist; want the name of the Node on which the agent runs")
 	if got, want := n.String(), RefusingState([]netip.Prefix{pfx("10.246.0.0/16"), pfx("10.247.0.0/16")}).String(); got != want {
@@ -464,7 +464,7 @@ func TestNodeDoesNotDependOnTheOrderOfItsInput(t *testing.T) {
 }
 
 // Packets to a pod and the pod's answers take the same path, whatever the nodes' networks are.
-func TestNodeRoutesToEveryPodOnItsNode(t *testing.T) {
+func TestGatewayNodeRoutesEachPodToThePodsNode(t *testing.T) {
 	rng := rand.New(rand.NewPCG(3, 4))
 	names := []string{"n1", "n2", "n3"}
 	for range 2000 {
@@ -485,7 +485,7 @@ func TestNodeRoutesToEveryPodOnItsNode(t *testing.T) {
 			if slices.ContainsFunc(problems, func(q Problem) bool { return q.Origin.Kind == "Pod" && q.Origin.Namespace+"/"+q.Origin.Name == p.Name }) {
 				for _, node := range in.Nodes { // a Pod may be ignored only if its address is in another node's podCIDRs
 					if inside := slices.ContainsFunc(node.PodCIDRs, func(c netip.Prefix) bool { return c.Contains(p.Addr) }); node.Name == p.Node && inside || p.Node == "n1" {
-						t.Fatalf("pod %v on %s is not believed: %v", p.Addr, p.Node, in.Nodes)
+						t.Fatalf("pod %v on %s is ignored: %v", p.Addr, p.Node, in.Nodes)
 					}
 				}
 				continue
@@ -561,7 +561,7 @@ func TestOverlayMACIsALocalUnicastAddress(t *testing.T) {
 
 // The overlay MTU is never smaller than the MTU that a WireGuard tunnel over the same underlay
 // needs.
-func TestNodeOverlayHasRoomForTheTunnel(t *testing.T) {
+func TestOverlayMTUFitsPacketsOfTheTunnel(t *testing.T) {
 	for underlay, want := range map[int]int{0: 1450, 1500: 1450, 1400: 1350, 9001: 8951, 65536: 65485, 500: 576} {
 		in := nodeIntent(t, "n1")
 		in.UnderlayMTU = underlay
@@ -572,7 +572,7 @@ func TestNodeOverlayHasRoomForTheTunnel(t *testing.T) {
 	}
 }
 
-func TestANetworkIsSortedWithoutHostBits(t *testing.T) {
+func TestInOrderReportsHostBits(t *testing.T) {
 	rng := rand.New(rand.NewPCG(1, 2))
 	all := []netip.Prefix{{}, netip.PrefixFrom(netip.IPv4Unspecified(), 40)}
 	for range 10_000 {
@@ -586,7 +586,7 @@ func TestANetworkIsSortedWithoutHostBits(t *testing.T) {
 	}
 }
 
-func TestTheGatewaysNodeFindsEndpointsBehindAnotherNode(t *testing.T) {
+func TestGatewayNodeRoutesEndpointsViaTheirNodeThroughTheOverlay(t *testing.T) {
 	for self, want := range map[string]bool{"n1": true, "n2": false} { // the gateway is on n1
 		in := nodeIntent(t, self)
 		before, _ := NodeFor(in)

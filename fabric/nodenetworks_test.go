@@ -21,22 +21,22 @@ func prefixes(texts string) (all []netip.Prefix) {
 	return all
 }
 
-func TestANodeReportsReachableNetworksOutsideTheCluster(t *testing.T) {
+func TestNodeReportContainsReachableNetworksOutsideTheCluster(t *testing.T) {
 	own := prefixes("10.244.0.0/16 10.96.0.0/12")
 	for name, tc := range map[string]struct{ have, want, problems string }{
-		"addresses, links, static routes": {"192.0.2.7/32 192.0.2.0/25 192.168.32.0/22 10.9.0.0/21", "10.9.0.0/21 192.0.2.0/25 192.168.32.0/22", ""},
-		"default routes":                  {"0.0.0.0/0 ::/0 192.0.2.0/25", "192.0.2.0/25", ""},
-		"our pods and Services":           {"10.244.3.0/24 10.244.3.7/32 10.96.0.10/32 10.244.0.0/16", "", ""},
-		"a network around our pods":       {"10.240.0.0/12", "10.240.0.0/12", ""},
-		"loopback, link-local, multicast": {"127.0.0.1/32 127.0.0.0/8 169.254.20.10/32 224.0.0.0/4 ::1/128 fe80::/64 fe80::1/128 ff00::/8", "", ""},
-		"IPv6":                            {"2001:db8:7::/64 2001:db8:7::1/128 fd00:5::/48", "2001:db8:7::/64 fd00:5::/48", ""},
-		"halves":                          {"192.168.32.0/23 192.168.34.0/23 192.168.36.0/24", "192.168.32.0/22 192.168.36.0/24", ""},
-		"halves of what would be ignored": {"10.0.0.0/8 11.0.0.0/8", "10.0.0.0/8 11.0.0.0/8", ""},
-		"one inside another":              {"172.16.0.0/12 172.18.3.0/24 172.16.0.0/12", "172.16.0.0/12", ""},
+		"addresses, links, static routes":                {"192.0.2.7/32 192.0.2.0/25 192.168.32.0/22 10.9.0.0/21", "10.9.0.0/21 192.0.2.0/25 192.168.32.0/22", ""},
+		"default routes":                                 {"0.0.0.0/0 ::/0 192.0.2.0/25", "192.0.2.0/25", ""},
+		"our pods and Services":                          {"10.244.3.0/24 10.244.3.7/32 10.96.0.10/32 10.244.0.0/16", "", ""},
+		"a network that contains our pods":               {"10.240.0.0/12", "10.240.0.0/12", ""},
+		"loopback, link-local, multicast":                {"127.0.0.1/32 127.0.0.0/8 169.254.20.10/32 224.0.0.0/4 ::1/128 fe80::/64 fe80::1/128 ff00::/8", "", ""},
+		"IPv6":                                           {"2001:db8:7::/64 2001:db8:7::1/128 fd00:5::/48", "2001:db8:7::/64 fd00:5::/48", ""},
+		"two halves of a network":                        {"192.168.32.0/23 192.168.34.0/23 192.168.36.0/24", "192.168.32.0/22 192.168.36.0/24", ""},
+		"two halves of a network that would be too wide": {"10.0.0.0/8 11.0.0.0/8", "10.0.0.0/8 11.0.0.0/8", ""},
+		"one inside another":                             {"172.16.0.0/12 172.18.3.0/24 172.16.0.0/12", "172.16.0.0/12", ""},
 		"a default route in disguise": {"0.0.0.0/1 128.0.0.0/1 192.0.2.0/25", "192.0.2.0/25",
 			"Node n1: its route to 0.0.0.0/1 is wider than a /8, so it is ignored like a default route, and peers may get overlapping networks\n" +
 				"Node n1: its route to 128.0.0.0/1 is wider than a /8, so it is ignored like a default route, and peers may get overlapping networks"},
-		"the same of IPv6": {"2000::/3 fd00::/8", "fd00::/8", "Node n1: its route to 2000::/3 is wider than a /8, so it is ignored like a default route, and peers may get overlapping networks"},
+		"a default route in disguise, IPv6": {"2000::/3 fd00::/8", "fd00::/8", "Node n1: its route to 2000::/3 is wider than a /8, so it is ignored like a default route, and peers may get overlapping networks"},
 	} {
 		got, problems := NodeNetworksOf("n1", prefixes(tc.have), own, nil)
 		var texts []string
@@ -91,10 +91,10 @@ func TestAReportIsBoundedAndCoversEveryRoute(t *testing.T) {
 			// exactly.
 			inside := func(q netip.Prefix) bool { return p.Contains(q.Addr()) && p.Bits() <= q.Bits() }
 			if !slices.ContainsFunc(have, inside) {
-				t.Fatalf("%v stands for nothing", p)
+				t.Fatalf("%v contains no network of the input", p)
 			}
 			if n <= 256 && !covered(p, have) {
-				t.Fatalf("%v is more than there is", p)
+				t.Fatalf("%v is not covered by the input", p)
 			}
 		}
 		if v4 > 256 || len(got.Networks)-v4 > 256 || len(problems) > 0 {
@@ -132,7 +132,7 @@ func covered(p netip.Prefix, networks []netip.Prefix) bool {
 }
 
 // A node may write anything into its own report.
-func TestAHostileReportBlocksNoMoreThanANodeMay(t *testing.T) {
+func TestInvalidAndTooWideNetworksOfAReportAreIgnored(t *testing.T) {
 	report := &isthmus.NodeNetworks{ObjectMeta: metav1.ObjectMeta{Namespace: "isthmus-system", Name: "n1"}, Spec: isthmus.NodeNetworksSpec{
 		Networks:  []string{"0.0.0.0/0", "128.0.0.0/1", "10.0.0.0/7", "::/0", "fc00::/7", "x", "", "10.0.0.0/8", "192.0.2.7/24", "fd00::/8"},
 		Resolvers: []string{"192.0.2.53", "none", "fe80::1%eth0", "::ffff:192.0.2.54"},
@@ -145,11 +145,11 @@ func TestAHostileReportBlocksNoMoreThanANodeMay(t *testing.T) {
 		`they are ignored, and peers may get overlapping networks`)
 	whole, problems := NodeNetworksFrom(&isthmus.NodeNetworks{Spec: got.Spec()})
 	if wantTexts(t, problems); !whole.Equal(got) {
-		t.Errorf("written and read it is %v", whole)
+		t.Errorf("after writing and reading, the report is %v", whole)
 	}
 }
 
-func TestOverlaySourcesAreAddressesAmongPods(t *testing.T) {
+func TestOverlaySourcesAreNodeAddressesInPodNetworks(t *testing.T) {
 	pods := []netip.Prefix{pfx("10.244.0.0/16")}
 	got := OverlaySourcesOf([]netip.Addr{ip("172.30.1.11"), ip("10.244.9.64"), ip("127.0.0.1"), ip("10.96.0.1"), ip("10.244.1.1"), ip("10.244.9.64"), ip("fd00::1")}, pods)
 	if want := []netip.Addr{ip("10.244.1.1"), ip("10.244.9.64")}; !slices.Equal(got, want) {
@@ -164,7 +164,7 @@ func TestOverlaySourcesAreAddressesAmongPods(t *testing.T) {
 		t.Errorf("%v", p)
 	}
 	if n.Equal(NodeNetworks{Sources: got}) || n.Equal(NodeNetworks{Problems: n.Problems}) || !n.Equal(NodeNetworks{Sources: got, Problems: n.Problems}) {
-		t.Error("a report that says something else is equal")
+		t.Error("a different report is equal")
 	}
 }
 

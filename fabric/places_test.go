@@ -85,7 +85,7 @@ func TestPodPlacesMatchTheLists(t *testing.T) {
 				t.Fatalf("round %d, step %d: nothing was reported, yet\n%+v\nis now\n%+v", round, step, last, got)
 			}
 			if !reflect.DeepEqual(last.Nodes, kept) {
-				t.Fatalf("round %d, step %d: what was told before has changed to %+v", round, step, last.Nodes)
+				t.Fatalf("round %d, step %d: an earlier result was modified to %+v", round, step, last.Nodes)
 			}
 			last, kept, said = got, slices.Clone(got.Nodes), false
 		}
@@ -127,7 +127,7 @@ func TestPodPlacesKnowAdditionalSourcesOfANode(t *testing.T) {
 	p := PodPlaces{Self: "n0"}
 	from := []netip.Addr{netip.MustParseAddr("10.244.9.64")}
 	if !p.SetSources("n1", from) || p.SetSources("n1", from) {
-		t.Error("what is new is not told, or what is not new is")
+		t.Error("a change was not reported, or an unchanged value was")
 	}
 	p.SetNode(ClusterNode{Name: "n0"})
 	p.SetNode(ClusterNode{Name: "n1"})
@@ -135,7 +135,7 @@ func TestPodPlacesKnowAdditionalSourcesOfANode(t *testing.T) {
 		t.Errorf("%+v", n.Nodes)
 	}
 	if !p.SetSources("n1", nil) {
-		t.Error("sources that are gone are no news")
+		t.Error("the removal of sources was not reported")
 	}
 	if n := p.Network(netip.Addr{}); n.Nodes[1].Sources != nil {
 		t.Errorf("%+v", n.Nodes)
@@ -148,7 +148,7 @@ func TestPodPlacesKnowTheRoutesOfTheGatewayNode(t *testing.T) {
 	p.SetNode(ClusterNode{Name: "n1"})
 	routes := []NodeRoute{{pfx("198.18.7.0/24"), ip("172.30.1.12")}}
 	if p.SetRoutes("n1", routes) || !p.SetRoutes("n0", routes) || p.SetRoutes("n0", routes) {
-		t.Error("what is new is not told, or what is not new is")
+		t.Error("a change was not reported, or an unchanged value was")
 	}
 	for range 2 {
 		if n := p.Network(netip.Addr{}); !slices.Equal(n.Nodes[0].Routes, routes) || n.Nodes[1].Routes != nil {
@@ -158,6 +158,6 @@ func TestPodPlacesKnowTheRoutesOfTheGatewayNode(t *testing.T) {
 		p.SetNode(ClusterNode{Name: "n0"})
 	}
 	if !p.SetRoutes("n0", nil) || p.Network(netip.Addr{}).Nodes[0].Routes != nil {
-		t.Error("routes that are gone are no news")
+		t.Error("the removal of routes was not reported")
 	}
 }

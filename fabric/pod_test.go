@@ -49,7 +49,7 @@ func gatewayPeers(t *testing.T) []*GatewayPeer {
 	return gw.Peers
 }
 
-func TestEveryNodeRoutesOnlyToTheGatewayPod(t *testing.T) {
+func TestEveryNodeRoutesPeerTrafficOnlyToTheGatewayPod(t *testing.T) {
 	for _, self := range []string{"n1", "n2"} {
 		in := podIntent(t, self)
 		n, problems := NodeFor(in)
@@ -104,7 +104,7 @@ func oneGateway(t testing.TB, self, gateway string) NodeIntent {
 
 // A node forwards and refuses the same packets whether TunnelEndpoints name the gateway, or the
 // gateway reports itself. Only the next hop differs.
-func TestOneGatewayForAllPeersEqualsTunnelEndpoints(t *testing.T) {
+func TestSelfReportedGatewayEqualsGatewayNamedByTunnelEndpoints(t *testing.T) {
 	for _, self := range []string{"n1", "n2"} {
 		in := oneGateway(t, self, "10.244.1.254")
 		n, problems := NodeFor(in)
@@ -124,7 +124,7 @@ func TestOneGatewayForAllPeersEqualsTunnelEndpoints(t *testing.T) {
 
 // A failover changes the MAC address of one next hop, and no route, however many networks there
 // are. The filter accepts both gateways before and after it.
-func TestAMoveOfTheGatewayChangesNoRoute(t *testing.T) {
+func TestGatewayFailoverChangesNoRoute(t *testing.T) {
 	before, after := oneGateway(t, "n3", "10.244.1.254"), oneGateway(t, "n3", "10.244.2.254")
 	for i := range 100 {
 		p := netip.PrefixFrom(netip.AddrFrom4([4]byte{100, 64, byte(i), 0}), 24)
@@ -176,7 +176,7 @@ func TestOnlyOurOwnPodsMayClaimToBeTheActiveGateway(t *testing.T) {
 // sameButPods reports whether the plan from a to b is empty.
 func sameButPods(a, b kernel.State) bool { return len(kernel.PlanFor(a, b)) == 0 }
 
-func TestAGatewayOutsideOurPodsIsNotTrusted(t *testing.T) {
+func TestGatewayAddressThatIsNoGatewayPodIsRefused(t *testing.T) {
 	in := podIntent(t, "n3")
 	for _, bad := range []string{"10.244.3.5", "172.30.1.11", "198.51.100.1"} { // a pod, a node, and an unknown host
 		in.Tunnels[0].Gateway = ip(bad)
@@ -218,7 +218,7 @@ func TestANodeAcceptsTrafficForwardedForItsOwnGateways(t *testing.T) {
 }
 
 // For a moment after a gateway's Pod is deleted, all tunnels still name it.
-func TestAMissingGatewayIsOneProblemAndAddsNoRule(t *testing.T) {
+func TestMissingGatewayCausesOneProblemAndNoRule(t *testing.T) {
 	in := podIntent(t, "n3")
 	other := in.Tunnels[0]
 	other.Peer = peer(t, idC, remotes("10.248.0.0/16", "10.249.0.0/16"))
@@ -242,7 +242,7 @@ func TestAMissingGatewayIsOneProblemAndAddsNoRule(t *testing.T) {
 }
 
 // While gateways move from hosts to Pods or back, a node has the routes of both forms.
-func TestGatewaysOnHostsAndInPodsSideBySide(t *testing.T) {
+func TestNodeRoutesToHostAndPodGatewaysAtTheSameTime(t *testing.T) {
 	in := podIntent(t, "n3")
 	in.OnlyPods = false
 	in.Gateways[1] = GatewayPod{Addr: ip("172.30.1.12"), Host: ip("172.30.1.12"), HostNetwork: true}
@@ -259,7 +259,7 @@ func TestGatewaysOnHostsAndInPodsSideBySide(t *testing.T) {
 	}
 }
 
-func TestGatewayPodDeliversToNodesByTheOverlay(t *testing.T) {
+func TestGatewayPodDeliversToNodesThroughTheOverlay(t *testing.T) {
 	s, problems := GatewayPodFor(gatewayPeers(t), nil, 1340, 1, 1400, podNetwork(t))
 	wantTexts(t, problems)
 	f := s.Filters[0]
@@ -313,7 +313,7 @@ ip rule add priority 422 lookup 4202 protocol 71
 		t.Errorf("got\n%s\nwant\n%s", got, want)
 	}
 	if want := "172.30.1.11 172.30.1.12 172.30.1.13"; f.Nodes != want {
-		t.Errorf("believed are %s; want %s", f.Nodes, want)
+		t.Errorf("the filter accepts %s; want %s", f.Nodes, want)
 	}
 	in := podNetwork(t) // with pods inside podCIDRs; CNIs masquerade nodes behind the first addresses of these
 	in.Trusted = true
@@ -321,15 +321,15 @@ ip rule add priority 422 lookup 4202 protocol 71
 	f = s.Filters[0]
 	for _, a := range []string{"172.30.1.11", "172.30.1.13", "10.244.2.0", "10.244.2.1"} {
 		if !slices.Contains(strings.Fields(f.Nodes), a) {
-			t.Errorf("%s is not believed; it is a node's: %s", a, f.Nodes)
+			t.Errorf("the filter does not accept %s, which is a node's: %s", a, f.Nodes)
 		}
 	}
 	if got := len(strings.Fields(f.Nodes)); got != 9 {
-		t.Errorf("%d addresses are believed: %s", got, f.Nodes)
+		t.Errorf("the filter accepts %d addresses: %s", got, f.Nodes)
 	}
 }
 
-func TestGatewayPodSharesFlowsOutAmongTunnels(t *testing.T) {
+func TestGatewayPodDistributesFlowsOverTunnels(t *testing.T) {
 	peers := gatewayPeers(t)
 	s, _ := GatewayPodFor(peers, map[string]TunnelSet{peers[0].ID: TunnelSet(0).With(0).With(1)}, 1340, 2, 0, podNetwork(t))
 	text := s.String()
@@ -345,7 +345,7 @@ func TestGatewayPodSharesFlowsOutAmongTunnels(t *testing.T) {
 
 // Whatever nodes and pods report, packets from a TUN leave only through the overlay, and no two
 // routes conflict.
-func TestGatewayPodNeverDeliversBesideTheOverlay(t *testing.T) {
+func TestGatewayPodDeliversOnlyThroughTheOverlay(t *testing.T) {
 	random := rand.New(rand.NewPCG(13, 1))
 	addr := func() netip.Addr {
 		return netip.AddrFrom4([4]byte{10, byte(244 + random.IntN(3)), byte(random.IntN(4)), byte(random.IntN(4))})
@@ -383,7 +383,7 @@ func TestGatewayPodNeverDeliversBesideTheOverlay(t *testing.T) {
 			}
 		}
 		if len(kernel.PlanFor(s, s)) > 0 {
-			t.Fatalf("what is there is not what is wanted:\n%s", s)
+			t.Fatalf("the existing state differs from the wanted one:\n%s", s)
 		}
 	}
 }
@@ -435,7 +435,7 @@ func TestANodeThatKnowsOnlyItselfRefusesForeignSources(t *testing.T) {
 	}
 }
 
-func TestANodeMayNotClaimThePodAddress(t *testing.T) {
+func TestNodeCannotClaimTheAddressOfAPod(t *testing.T) {
 	in := podNetwork(t)
 	in.Trusted, in.Pods = true, nil
 	in.Nodes = slices.Clone(in.Nodes)
@@ -455,27 +455,27 @@ func TestANodeMayNotClaimThePodAddress(t *testing.T) {
 
 // A CNI may replace the source of a node's packets by one of its own addresses. The agent's report
 // of that address must not let the node use addresses of others.
-func TestAGatewayTrustsCNIAddressesOfNodes(t *testing.T) {
+func TestGatewayPodAcceptsReportedCNIAddressesOfNodes(t *testing.T) {
 	n := podNetwork(t)
 	n.Pods, n.Trusted = []NodePod{{Addr: ip("10.244.200.9"), Node: "n3"}}, false // as with Calico, which ignores podCIDRs
 	n.Nodes[1].Sources = []netip.Addr{ip("10.244.200.64"),
 		ip("10.244.200.9"), ip("10.244.1.254"), ip("172.30.1.13"), ip("10.246.0.9")} // a pod, the gateway, a node, and a remote pod
 	s, _ := GatewayPodFor(gatewayPeers(t), nil, 1400, 1, 1500, n)
 	if got, want := s.Filters[0].Nodes, "10.244.200.64 172.30.1.11 172.30.1.12 172.30.1.13"; got != want {
-		t.Errorf("believed are %q, want %q", got, want)
+		t.Errorf("the filter accepts %q, want %q", got, want)
 	}
 	n.Trusted = true
 	n.Nodes[1].Sources = []netip.Addr{ip("10.244.3.7"), ip("10.244.2.200")} // among another node's pods, and among our own
 	s, _ = GatewayPodFor(gatewayPeers(t), nil, 1400, 1, 1500, n)
 	if got := s.Filters[0].Nodes; strings.Contains(got, "10.244.3.7") || !strings.Contains(got, "10.244.2.200") {
-		t.Errorf("believed are %q", got)
+		t.Errorf("the filter accepts %q", got)
 	}
 }
 
 // If the gateway's node routes an endpoint's network via another node, the gateway sends packets
 // through the overlay to that node, on the path of the answers. It ignores routes into networks of
 // pods, nodes or peers.
-func TestAGatewayPodFindsEndpointsBehindAnotherNode(t *testing.T) {
+func TestGatewayPodRoutesEndpointsViaTheirNodeThroughTheOverlay(t *testing.T) {
 	n := podNetwork(t)
 	n.Nodes[0].Routes = []NodeRoute{{pfx("198.18.7.0/24"), ip("172.30.1.12")},
 		{pfx("198.18.8.0/24"), ip("172.30.1.99")}, // via a host that is no known node

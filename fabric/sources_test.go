@@ -20,7 +20,7 @@ func sourceAllowed(d *nodeDecision, in PodNetwork, n ClusterNode, a netip.Addr) 
 	return a != in.Pod && !slices.ContainsFunc(d.refused, holds) && !slices.ContainsFunc(in.Pods, func(p NodePod) bool { return p.Addr == a })
 }
 
-func TestSourcesOfAnAgentAreUnique(t *testing.T) {
+func TestReportedSourcesOfOtherOwnersAreIgnored(t *testing.T) {
 	random := rand.New(rand.NewPCG(7, 14))
 	addr := func() netip.Addr {
 		return netip.AddrFrom4([4]byte{10, byte(random.IntN(4)), byte(random.IntN(4)), byte(random.IntN(8))})

@@ -65,7 +65,7 @@ func randomTunnels(rng *rand.Rand, n int) []TunnelEnd {
 	return further
 }
 
-func TestTunnelsRoundTrip(t *testing.T) {
+func TestFormattedTunnelsParseToTheSameTunnels(t *testing.T) {
 	rng := rand.New(rand.NewPCG(1, 2))
 	for range 1000 {
 		want := randomTunnels(rng, 1+rng.IntN(MaxTunnels-1))
@@ -86,7 +86,7 @@ func TestTunnelsRoundTrip(t *testing.T) {
 	}
 }
 
-func TestPeersWithTunnelsThatMakeNoSenseAreRefused(t *testing.T) {
+func TestPeersWithInvalidTunnelsAreRefused(t *testing.T) {
 	entry := func(port int, key byte) string { return strconv.Itoa(port) + ":" + keyText(key) }
 	var fifteen, sixteen []string
 	for i := range 16 {
@@ -182,7 +182,7 @@ func FuzzParseTunnels(f *testing.F) {
 			}
 		}
 		if again := FormatTunnels(further); again != text {
-			t.Errorf("%q reads as what is written %q", text, again)
+			t.Errorf("%q parses to tunnels that are formatted as %q", text, again)
 		}
 	})
 }

@@ -9,7 +9,7 @@ import (
 )
 
 // A change of a field that Equal ignores would never reach a peer.
-func TestEachFieldOfAnExportedServiceCounts(t *testing.T) {
+func TestEqualComparesEachFieldOfAnExportedService(t *testing.T) {
 	for f := range reflect.TypeFor[ExportedService]().Fields() {
 		if f.Name == "Subsets" {
 			continue

@@ -156,7 +156,7 @@ func scribble(v reflect.Value) {
 
 // A Liqo gateway rejects a TunnelEndpoint whose NAT fields are empty. If nobody set them, they are
 // still written, so that the fault shows.
-func TestZeroThatLiqoWritesIsWritten(t *testing.T) {
+func TestFieldsThatLiqoNeverOmitsAreWrittenWhenEmpty(t *testing.T) {
 	for want, obj := range map[string]any{
 		`"status":{"processed":false,"conditions"`: v1alpha1.NetworkConfig{Status: v1alpha1.NetworkConfigStatus{Conditions: []metav1.Condition{{}}}},
 		`"localNATPodCIDR":""`:                     v1alpha1.TunnelEndpoint{},
@@ -169,7 +169,7 @@ func TestZeroThatLiqoWritesIsWritten(t *testing.T) {
 }
 
 // Liqo's client writes null for a measurement that was never made.
-func TestNullTimestampIsNoTimestamp(t *testing.T) {
+func TestNullTimestampIsReadAsAbsent(t *testing.T) {
 	te := decode(t, []byte(`{"apiVersion":"net.liqo.io/v1alpha1","kind":"TunnelEndpoint","metadata":{"creationTimestamp":null},
 		"status":{"connection":{"latency":{"timestamp":null}}}}`)).(*v1alpha1.TunnelEndpoint)
 	if te.Status.Connection.Latency.Timestamp != nil {
