@@ -417,11 +417,11 @@ func TestPodsAndRemotePodsReachEachOtherOnlyThroughTheOverlay(t *testing.T) {
 	}
 	seen := c.remoteSees(c.Nodes[1].Host)
 	if want := c.Nodes[1].Addr; seen != want { // the source address of node 2, also with a wildcard socket
-		t.Errorf("node 2 comes as %v, want %v", seen, want)
+		t.Errorf("the source of node 2 is %v, want %v", seen, want)
 	}
 	for _, p := range c.Pods {
 		if got := c.remoteSees(p.Host); got != p.Addr {
-			t.Errorf("pod %v comes as %v", p.Addr, got)
+			t.Errorf("the source of pod %v is %v", p.Addr, got)
 		}
 		c.transfer(p.Host)
 		// Ping from a remote address. The host has the address on lo, and its default route leads
@@ -499,7 +499,7 @@ func (c *cluster) transfer(from *lab.Host) {
 	go func() { _, _ = conn.Write(sent) }()
 	got := make([]byte, len(sent))
 	if _, err := io.ReadFull(conn, got); err != nil || !bytes.Equal(got, sent) {
-		c.t.Errorf("%s: what came back is not what was sent: %v", from, err)
+		c.t.Errorf("%s: the answer differs from the sent data: %v", from, err)
 	}
 }
 
@@ -573,7 +573,7 @@ func TestEventsRestoreDeletedAndChangedObjects(t *testing.T) {
 	}
 }
 
-func TestAnEndedAgentLeavesItsObjectsAndCleanupRemovesThem(t *testing.T) {
+func TestStoppedAgentLeavesItsObjectsAndCleanupRemovesThem(t *testing.T) {
 	t.Parallel()
 	c := newCluster(t, 3)
 	for i, n := range c.Nodes[:2] {
@@ -593,7 +593,7 @@ func TestAnEndedAgentLeavesItsObjectsAndCleanupRemovesThem(t *testing.T) {
 		during := c.snapshot(n)
 		for line := range strings.Lines(before) {
 			if line != "none\n" && !strings.Contains(during, line) {
-				t.Errorf("%s: an agent took away %s", n, line)
+				t.Errorf("%s: an agent removed %s", n, line)
 			}
 		}
 		if err := c.agents[n].end(unix.SIGTERM); err != nil {
@@ -612,7 +612,7 @@ func TestAnEndedAgentLeavesItsObjectsAndCleanupRemovesThem(t *testing.T) {
 	}
 }
 
-func TestAnAgentAfterAKilledOneChangesNothing(t *testing.T) {
+func TestAgentStartedAfterAKilledOneChangesNothing(t *testing.T) {
 	t.Parallel()
 	c := newCluster(t, 2)
 	c.start(c.Nodes...)
@@ -663,7 +663,7 @@ func TestAnAgentAfterAKilledOneChangesNothing(t *testing.T) {
 // An older version had its rules at other priorities. After an upgrade, the new agent at first
 // knows only which networks to refuse. Until it has an intent, it must leave the older rules in
 // force.
-func TestAnAgentAfterAnOlderOneKeepsTrafficFlowing(t *testing.T) {
+func TestUpgradeFromAnAgentWithOtherRulePrioritiesKeepsTrafficFlowing(t *testing.T) {
 	t.Parallel()
 	c := newCluster(t, 2)
 	c.start(c.Nodes...)
@@ -748,7 +748,7 @@ func TestEveryNodeFollowsAMovedGateway(t *testing.T) {
 
 // During an upgrade the new agent starts while the old one still runs, so that an agent handles
 // events at any time.
-func TestAnAgentTakesOverFromTheRunningOne(t *testing.T) {
+func TestNewAgentTakesOverWhenTheRunningOneStops(t *testing.T) {
 	t.Parallel()
 	c := newCluster(t, 2)
 	n := c.Nodes[1]
@@ -767,7 +767,7 @@ func TestAnAgentTakesOverFromTheRunningOne(t *testing.T) {
 	second := c.launch(n) // it has no intent yet
 	c.eventually(n, func() error {
 		if err := started(second); err == nil || !strings.Contains(err.Error(), "has not read its configuration yet") {
-			return fmt.Errorf("%w\n%s", errors.Join(err, errors.New("it is not to have started")), second.log)
+			return fmt.Errorf("%w\n%s", errors.Join(err, errors.New("it must not have started")), second.log)
 		}
 		return nil
 	})
@@ -785,7 +785,7 @@ func TestAnAgentTakesOverFromTheRunningOne(t *testing.T) {
 	c.want()
 	c.eventually(n, func() error { // it cannot take over, and reports that before the first agent is stopped
 		if err := started(second); err == nil || !strings.Contains(err.Error(), "does not find its Node") {
-			return errors.Join(err, errors.New("it is not to have started"))
+			return errors.Join(err, errors.New("it must not have started"))
 		}
 		return nil
 	})
@@ -864,7 +864,7 @@ func TestAnAgentReportsProblems(t *testing.T) {
 
 // In an unprivileged container /proc/sys is read-only. Strict filtering on all devices would drop
 // packets from the overlay, unless the overlay's own setting is less strict.
-func TestAnAgentNeedsNoWritableSysctls(t *testing.T) {
+func TestAgentWorksWithReadOnlyProcSys(t *testing.T) {
 	t.Parallel()
 	c := newCluster(t, 2)
 	n := c.Nodes[1]
@@ -889,7 +889,7 @@ func TestAnAgentNeedsNoWritableSysctls(t *testing.T) {
 
 // New networks and gateways of peers are applied at once, because packets for them take other paths
 // until then. Other changes wait for compareGap.
-func TestOnlyNewPeerNetworksAreUrgent(t *testing.T) {
+func TestNewPeerNetworksAndGatewaysAreAppliedAtOnce(t *testing.T) {
 	a := &agent{wake: make(chan struct{}, 1), urgent: make(chan struct{}, 1)}
 	tunnel := fabric.Tunnel{Peer: fabric.Peer{ID: "b"}}
 	var in fabric.NodeIntent
@@ -923,7 +923,7 @@ func TestOnlyNewPeerNetworksAreUrgent(t *testing.T) {
 // Packets of a peer for a mapped endpoint behind another node than the gateway's go through the
 // overlay to that node, on the path of the answers. That node's strict filter would drop packets
 // that come through the underlay.
-func TestAnEndpointBehindAnotherNodeIsReachedInSpiteOfItsStrictFilter(t *testing.T) {
+func TestMappedEndpointBehindAnotherNodeIsReachedWithStrictRPFilter(t *testing.T) {
 	t.Parallel()
 	c := newCluster(t, 2)
 	node, endpoint := c.Nodes[1], c.Pods[3].Host // a pod plays a machine on a network behind node 2

@@ -12,7 +12,7 @@ import (
 
 // A network of a peer is refused until no object names it and each object that named it has freed
 // it with a higher revision.
-func TestANetworkIsRefusedUntilItIsFreed(t *testing.T) {
+func TestNetworkIsRefusedUntilEveryObjectHasFreedIt(t *testing.T) {
 	a, b := netip.MustParsePrefix("10.246.0.0/16"), netip.MustParsePrefix("10.250.16.0/20")
 	type list = []fabric.Allocation
 	by := func(object string, revision int64, all ...netip.Prefix) (l list) {
@@ -36,30 +36,30 @@ func TestANetworkIsRefusedUntilItIsFreed(t *testing.T) {
 		want []netip.Prefix
 		told bool // a Problem reports that networks are neither named nor freed
 	}{
-		"freed":                                {read: []fabric.Allocations{says(of(7, both...), nil), says(of(7, a), of(8, b))}, want: both[:1]},
-		"freed, and named by another":          {read: []fabric.Allocations{says(of(7, both...), nil), says(slices.Concat(of(9, a), by("p", 9, b)), of(8, b))}, want: both},
-		"freed, and deleted where it is named": {read: []fabric.Allocations{says(slices.Concat(of(7, both...), by("p", 6, b)), nil), says(by("p", 6, b), of(8, both...)), says(nil, of(8, both...))}, want: both[1:], told: true},
-		"another object frees it":              {read: []fabric.Allocations{says(of(7, both...), by("p", 8, b)), says(of(7, a), by("p", 8, b))}, want: both, told: true},
-		"two objects, and both have freed it":  {read: []fabric.Allocations{says(slices.Concat(of(7, b), by("p", 9, b)), nil), says(by("p", 9, b), of(8, b)), says(nil, slices.Concat(of(8, b), by("p", 10, b)))}},
-		"freed before another had it":          {read: []fabric.Allocations{says(of(9, both...), of(8, b)), says(of(9, a), of(8, b))}, want: both, told: true},
-		"edited out":                           {read: []fabric.Allocations{says(of(7, both...), nil), says(of(7, a), nil)}, want: both, told: true},
-		"edited out with a higher revision":    {read: []fabric.Allocations{says(of(7, both...), nil), says(of(9, a), nil)}, want: both, told: true},
-		"all deleted":                          {read: []fabric.Allocations{says(of(7, both...), nil), says(nil, nil)}, want: both, told: true},
-		"an older backup":                      {read: []fabric.Allocations{says(of(7, both...), nil), says(nil, of(3, both...))}, want: both, told: true},
-		"an older backup that names it":        {read: []fabric.Allocations{says(of(7, both...), nil), says(of(3, both...), nil), says(nil, of(5, both...))}, want: both, told: true},
-		"an older backup, then back":           {read: []fabric.Allocations{says(of(7, both...), nil), says(nil, of(3, both...)), says(of(7, both...), nil)}, want: both},
-		"edited out, then freed":               {read: []fabric.Allocations{says(of(7, both...), nil), says(of(7, a), nil), says(nil, of(8, both...))}},
-		"freed and allocated again":            {read: []fabric.Allocations{says(of(7, both...), nil), says(nil, of(8, both...)), says(of(9, both...), nil), says(nil, of(8, both...))}, want: both, told: true},
-		"freed with the revision that named":   {read: []fabric.Allocations{says(of(7, both...), nil), says(of(7, a), of(7, b))}, want: both, told: true},
-		"allocated":                            {read: []fabric.Allocations{says(nil, nil), says(of(7, both...), nil)}, want: both},
-		"left, and freed since":                {left: of(7, both...), read: []fabric.Allocations{says(nil, of(8, both...))}},
-		"left, and edited out since":           {left: of(7, both...), read: []fabric.Allocations{says(of(7, b), nil)}, want: both, told: true},
-		"left, and freed before":               {left: of(7, both...), read: []fabric.Allocations{says(nil, of(6, both...))}, want: both, told: true},
-		"left, nobody knows since when":        {left: by("", unknownRevision, both...), read: []fabric.Allocations{says(of(9, b), of(8, a))}, want: both, told: true},
-		"left, nobody knows since when, freed": {left: by("", unknownRevision, both...), read: []fabric.Allocations{says(of(7, b), of(6, a)), says(of(7, b), by("p", 8, a))}, want: both[1:]},
-		"left, and what freed before is later": {left: by("", unknownRevision, a), read: []fabric.Allocations{says(of(7, b), of(9, b)), says(of(7, b), of(8, a))}, want: both, told: true},
-		"left, and there are no objects":       {left: by("", unknownRevision, both...), read: []fabric.Allocations{says(nil, nil)}, want: both, told: true},
-		"nothing ever":                         {read: []fabric.Allocations{says(nil, nil)}},
+		"freed":                       {read: []fabric.Allocations{says(of(7, both...), nil), says(of(7, a), of(8, b))}, want: both[:1]},
+		"freed, and named by another": {read: []fabric.Allocations{says(of(7, both...), nil), says(slices.Concat(of(9, a), by("p", 9, b)), of(8, b))}, want: both},
+		"freed, and the other object that names it is deleted":    {read: []fabric.Allocations{says(slices.Concat(of(7, both...), by("p", 6, b)), nil), says(by("p", 6, b), of(8, both...)), says(nil, of(8, both...))}, want: both[1:], told: true},
+		"another object frees it":                                 {read: []fabric.Allocations{says(of(7, both...), by("p", 8, b)), says(of(7, a), by("p", 8, b))}, want: both, told: true},
+		"two objects, and both have freed it":                     {read: []fabric.Allocations{says(slices.Concat(of(7, b), by("p", 9, b)), nil), says(by("p", 9, b), of(8, b)), says(nil, slices.Concat(of(8, b), by("p", 10, b)))}},
+		"freed before another object named it":                    {read: []fabric.Allocations{says(of(9, both...), of(8, b)), says(of(9, a), of(8, b))}, want: both, told: true},
+		"deleted from its object by hand":                         {read: []fabric.Allocations{says(of(7, both...), nil), says(of(7, a), nil)}, want: both, told: true},
+		"deleted from its object by hand, with a higher revision": {read: []fabric.Allocations{says(of(7, both...), nil), says(of(9, a), nil)}, want: both, told: true},
+		"all deleted":                                               {read: []fabric.Allocations{says(of(7, both...), nil), says(nil, nil)}, want: both, told: true},
+		"an older backup":                                           {read: []fabric.Allocations{says(of(7, both...), nil), says(nil, of(3, both...))}, want: both, told: true},
+		"an older backup that names it":                             {read: []fabric.Allocations{says(of(7, both...), nil), says(of(3, both...), nil), says(nil, of(5, both...))}, want: both, told: true},
+		"an older backup, then the newer object again":              {read: []fabric.Allocations{says(of(7, both...), nil), says(nil, of(3, both...)), says(of(7, both...), nil)}, want: both},
+		"deleted by hand, then freed":                               {read: []fabric.Allocations{says(of(7, both...), nil), says(of(7, a), nil), says(nil, of(8, both...))}},
+		"freed and allocated again":                                 {read: []fabric.Allocations{says(of(7, both...), nil), says(nil, of(8, both...)), says(of(9, both...), nil), says(nil, of(8, both...))}, want: both, told: true},
+		"freed with the revision that named it":                     {read: []fabric.Allocations{says(of(7, both...), nil), says(of(7, a), of(7, b))}, want: both, told: true},
+		"allocated":                                                 {read: []fabric.Allocations{says(nil, nil), says(of(7, both...), nil)}, want: both},
+		"refused by a previous agent, and freed since":              {left: of(7, both...), read: []fabric.Allocations{says(nil, of(8, both...))}},
+		"refused by a previous agent, and deleted by hand since":    {left: of(7, both...), read: []fabric.Allocations{says(of(7, b), nil)}, want: both, told: true},
+		"refused by a previous agent, and freed before":             {left: of(7, both...), read: []fabric.Allocations{says(nil, of(6, both...))}, want: both, told: true},
+		"refused by a previous agent, unknown revision":             {left: by("", unknownRevision, both...), read: []fabric.Allocations{says(of(9, b), of(8, a))}, want: both, told: true},
+		"refused by a previous agent, unknown revision, freed":      {left: by("", unknownRevision, both...), read: []fabric.Allocations{says(of(7, b), of(6, a)), says(of(7, b), by("p", 8, a))}, want: both[1:]},
+		"refused by a previous agent, freed by an earlier revision": {left: by("", unknownRevision, a), read: []fabric.Allocations{says(of(7, b), of(9, b)), says(of(7, b), of(8, a))}, want: both, told: true},
+		"refused by a previous agent, no objects":                   {left: by("", unknownRevision, both...), read: []fabric.Allocations{says(nil, nil)}, want: both, told: true},
+		"no objects at any time":                                    {read: []fabric.Allocations{says(nil, nil)}},
 	} {
 		var g allocations
 		g.hold(tc.left)
@@ -95,7 +95,7 @@ func TestASnapshotRoundTrips(t *testing.T) {
 
 // If the refused networks cannot be read from the kernel, a comparison would remove those that no
 // object names.
-func TestAnAgentEndsIfItCannotReadTheFilter(t *testing.T) {
+func TestAgentEndsIfItCannotReadRefusedNetworks(t *testing.T) {
 	l, p := &loop{}, netip.MustParsePrefix("10.200.0.0/16")
 	if err := l.restore(func() ([]netip.Prefix, error) { return []netip.Prefix{p}, nil }); err != nil || !slices.Equal(l.allocations.known, unexplained([]netip.Prefix{p})) {
 		t.Errorf("%v, %v", l.allocations.known, err)

@@ -117,23 +117,23 @@ func TestNothingLeavesInTheClearWhenComponentsStop(t *testing.T) {
 		c.ping(c.pod(1).Host, remotePod)
 	}
 	for name, change := range map[string]func(){
-		"another gateway":          func() { c.in.Tunnels[0].Gateway = c.Nodes[2].Addr },
-		"no gateway":               func() { c.in.Tunnels[0].Gateway = netip.Addr{} },
-		"a gateway nobody knows":   func() { c.in.Tunnels[0].Gateway = netip.MustParseAddr("192.0.2.1") },
-		"the TunnelEndpoint gone":  func() { c.in.Tunnels = nil },
-		"all objects gone as well": func() { c.in.Tunnels, c.in.Allocations = nil, fabric.Allocations{} },
-		"an entry edited out":      func() { c.in.Tunnels, c.in.Named = nil, c.in.Named[1:] },
-		"an object emptied":        func() { c.in.Tunnels, c.in.Named = nil, nil },
-		"older objects": func() {
+		"another gateway":                             func() { c.in.Tunnels[0].Gateway = c.Nodes[2].Addr },
+		"no gateway":                                  func() { c.in.Tunnels[0].Gateway = netip.Addr{} },
+		"an unknown gateway address":                  func() { c.in.Tunnels[0].Gateway = netip.MustParseAddr("192.0.2.1") },
+		"no TunnelEndpoint":                           func() { c.in.Tunnels = nil },
+		"no TunnelEndpoint and no NetworkAllocation":  func() { c.in.Tunnels, c.in.Allocations = nil, fabric.Allocations{} },
+		"a network deleted from an object by hand":    func() { c.in.Tunnels, c.in.Named = nil, c.in.Named[1:] },
+		"all networks deleted from an object by hand": func() { c.in.Tunnels, c.in.Named = nil, nil },
+		"objects from an old backup": func() {
 			c.in.Tunnels = nil
 			c.in.Allocations = fabric.Allocations{Freed: []fabric.Allocation{{Object: "b", Network: remotePods, Revision: 1}, {Object: "b", Network: remoteExternal, Revision: 1}}, Revision: 1}
 		},
-		"a node that claims it":    func() { c.in.Nodes[2].Addrs = []netip.Addr{c.Nodes[2].Addr, remotePod} },
-		"a node that is in it":     func() { c.in.Nodes[2].Addrs = []netip.Addr{remotePod} },
-		"the other Nodes gone":     func() { c.in.Nodes = c.in.Nodes[1:2] },
-		"our own Node gone":        func() { c.in.Nodes = c.in.Nodes[:1] },
-		"a gateway that was here":  func() { c.in.Tunnels[0].Gateway = n2.Addr },
-		"pods that are said to be": func() { c.in.Pods[0].Addr = remotePod },
+		"a node with a second address in the peer's network": func() { c.in.Nodes[2].Addrs = []netip.Addr{c.Nodes[2].Addr, remotePod} },
+		"a node whose only address is in the peer's network": func() { c.in.Nodes[2].Addrs = []netip.Addr{remotePod} },
+		"no other Nodes":                              func() { c.in.Nodes = c.in.Nodes[1:2] },
+		"no Node of our own":                          func() { c.in.Nodes = c.in.Nodes[:1] },
+		"our own node as the gateway's":               func() { c.in.Tunnels[0].Gateway = n2.Addr },
+		"a pod with an address in the peer's network": func() { c.in.Pods[0].Addr = remotePod },
 	} {
 		before := c.in
 		c.in.Nodes = append(c.in.Nodes[:0:0], c.in.Nodes...)
@@ -302,7 +302,7 @@ func TestForeignRoutesLeakNoPlaintext(t *testing.T) {
 			}
 		}
 	}
-	quiet("as it should be")
+	quiet("without foreign rules")
 	for _, rule := range []string{"priority 100 lookup main", "priority 100 to " + remotePods.String() + " lookup main"} {
 		for _, n := range c.Nodes {
 			c.run(n.Host, "ip rule add %s", rule)
@@ -320,7 +320,7 @@ func TestForeignRoutesLeakNoPlaintext(t *testing.T) {
 			c.eventually(n, func() error { // the status reports the cause
 				s, err := n.Get(c.ctx, "http://"+statusAt+"/status")
 				if err != nil || !strings.Contains(s, "are routed to device") {
-					return fmt.Errorf("nobody is told of it: %s%w", s, err)
+					return fmt.Errorf("the status does not report it: %s%w", s, err)
 				}
 				return nil
 			})
@@ -331,12 +331,12 @@ func TestForeignRoutesLeakNoPlaintext(t *testing.T) {
 	for _, n := range c.Nodes {
 		c.eventually(n, func() error {
 			if s, err := n.Get(c.ctx, "http://"+statusAt+"/status"); err != nil || strings.Contains(s, "are routed to device") {
-				return fmt.Errorf("told of what is over: %s%w", s, err)
+				return fmt.Errorf("the status still reports it: %s%w", s, err)
 			}
 			return nil
 		})
 	}
-	quiet("the rule is gone")
+	quiet("after the rule was removed")
 
 	// Without an agent, nothing repairs the routes and rules.
 	for _, n := range c.Nodes {
@@ -363,7 +363,7 @@ func TestForeignRoutesLeakNoPlaintext(t *testing.T) {
 	}
 }
 
-func TestASnapshotThatCannotBeWrittenIsReportedAndTrafficGoesOn(t *testing.T) {
+func TestUnwritableSnapshotIsReportedAndTrafficContinues(t *testing.T) {
 	t.Parallel()
 	c := newCluster(t, 2)
 	n := c.Nodes[1]

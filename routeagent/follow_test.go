@@ -11,7 +11,7 @@ import (
 
 // If the source fails at the moment when the previous agent ends, the new agent must end, too,
 // because it has no source.
-func TestASourceThatFailsInATakeoverIsNotForgotten(t *testing.T) {
+func TestAgentEndsWhenItsSourceFailsDuringTakeover(t *testing.T) {
 	failed := make(chan error, 1)
 	wrong := errors.New("no rights any more")
 	a := &agent{log: slog.New(slog.DiscardHandler)}

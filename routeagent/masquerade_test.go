@@ -98,20 +98,20 @@ func TestPodsKeepTheirAddressesBehindEveryMasquerade(t *testing.T) {
 				}
 				for to, want := range asked {
 					if got := c.seenAt(at, p.Host, to); got != want {
-						t.Errorf("pod %v of node %v at %v comes as %v, want %v", p.Addr, n.Addr, to, got, want)
+						t.Errorf("pod %v of node %v at %v has the source %v, want %v", p.Addr, n.Addr, to, got, want)
 					}
 				}
 				for _, to := range []netip.AddrPort{at, netip.AddrPortFrom(netip.MustParseAddr(clusterIP), 80)} {
 					if got := c.seenAt(at, n.Host, to); got != n.Addr && i == 1 { // on the gateway's node, the source is its address on the device to the stand-in
-						t.Errorf("node %v at %v comes as %v", n.Addr, to, got)
+						t.Errorf("the source of node %v at %v is %v", n.Addr, to, got)
 					}
 				}
 				if got := c.seenAt(at, c.Control.Host, netip.AddrPortFrom(n.Addr, nodePort)); got != n.Addr {
-					t.Errorf("a stranger at the NodePort of %v comes as %v", n.Addr, got)
+					t.Errorf("through the NodePort of %v, the source of a foreign host is %v", n.Addr, got)
 				}
 				c.run(c.OnPrem.Host, "ip route replace %v via %s src %v", p.Addr, hopStandIn, remotePod)
 				if got := c.seenAt(netip.AddrPortFrom(p.Addr, 8081), c.OnPrem.Host, netip.AddrPortFrom(p.Addr, 8081)); got != remotePod {
-					t.Errorf("a remote pod comes to %v as %v", p.Addr, got)
+					t.Errorf("pod %v sees the source %v of a remote pod", p.Addr, got)
 				}
 			}
 			if s := c.run(c.Nodes[1].Host, "nft list chain ip isthmus postrouting"); !strings.Contains(s, "topeers") {
@@ -206,7 +206,7 @@ func TestAnAgentReportsBlockingForeignRules(t *testing.T) {
 	c.eventually(n, func() error {
 		b, err := os.ReadFile(c.toldPath(n))
 		if err == nil && !strings.Contains(string(b), "ForwardingRefused") {
-			err = fmt.Errorf("the manager is told %s", b)
+			err = fmt.Errorf("the report to the manager is %s", b)
 		}
 		return err
 	})
@@ -221,7 +221,7 @@ func TestAnAgentReportsBlockingForeignRules(t *testing.T) {
 
 // The agent does not wait for programs that hold the lock of iptables-legacy, nor do they wait for
 // the agent. It makes its changes when the lock is free. So does Cleanup.
-func TestWorkBlockedByOthersIsDoneAfterwards(t *testing.T) {
+func TestChangesBlockedByTheIptablesLockAreMadeLater(t *testing.T) {
 	t.Parallel()
 	if _, err := exec.LookPath("iptables-legacy"); err != nil {
 		t.Skip(err)
@@ -279,7 +279,7 @@ func TestWorkBlockedByOthersIsDoneAfterwards(t *testing.T) {
 
 // Each comparison checks some of the networks, and successive comparisons check all of them. A
 // foreign route for a single network is found, and reported until it is removed.
-func TestAForeignRouteOfOneOfManyNetworksIsFound(t *testing.T) {
+func TestForeignRouteForOneOfManyPeerNetworksIsReported(t *testing.T) {
 	c := newCluster(t, 2)
 	n := c.Nodes[1]
 	l := &loop{log: slog.New(slog.DiscardHandler)}
@@ -299,19 +299,19 @@ func TestAForeignRouteOfOneOfManyNetworksIsFound(t *testing.T) {
 		t.Helper()
 		for _, p := range l.ledElsewhere(in.Self, look, news) {
 			if said = true; !strings.Contains(p.Message, elsewhere.String()) {
-				t.Errorf("it says %v", p)
+				t.Errorf("it reports %v", p)
 			}
 		}
 		return said
 	}
 	found := func() bool { t.Helper(); return finds(true) }
 	if found() || finds(false, elsewhere) {
-		t.Error("found before it is so")
+		t.Error("reported before there is a foreign route")
 	}
 	c.run(n.Host, "ip route del unreachable %v", elsewhere)
 	c.run(n.Host, "ip route add %v via 172.30.1.1", elsewhere)
 	if finds(false) || !finds(false, in.Allocated[0], elsewhere) || !finds(false) {
-		t.Error("a new one is not looked at, or not said again")
+		t.Error("a new network is not checked, or not reported again")
 	}
 	l.led = netip.Prefix{}
 	rounds := 1
@@ -322,21 +322,21 @@ func TestAForeignRouteOfOneOfManyNetworksIsFound(t *testing.T) {
 	}
 	for range 2 {
 		if !found() {
-			t.Error("it is not said any more, and is not over")
+			t.Error("the report ended before the route was removed")
 		}
 	}
 	c.run(n.Host, "ip route del %v", elsewhere)
 	c.run(n.Host, "ip route add unreachable %v", elsewhere)
 	for range 6 {
 		if found() {
-			t.Error("said after it is over")
+			t.Error("reported after the route was removed")
 		}
 	}
 }
 
 // The MTU of the overlay follows the MTU of the path to the gateway's Pod, which may lead through a
 // device of the CNI.
-func TestTheMTUIsThatOfThePathToTheGateway(t *testing.T) {
+func TestOverlayMTUFollowsThePathToTheGateway(t *testing.T) {
 	t.Parallel()
 	c := newCluster(t, 2)
 	n, gateway := c.Nodes[1], c.pod(0).Addr

@@ -80,7 +80,7 @@ func (c *cluster) untilTold(n *lab.Node, what string, is func(fabric.NodeNetwork
 	})
 }
 
-func TestANodeReportsForeignNetworks(t *testing.T) {
+func TestAgentReportsReachableForeignNetworks(t *testing.T) {
 	t.Parallel()
 	c := newCluster(t, 2)
 	c.in.Own = []netip.Prefix{localPods}
@@ -162,7 +162,7 @@ func TestANodeReportsForeignNetworks(t *testing.T) {
 	c.run(n2.Host, "ip link set onprem down") // the address stays, but the network cannot be reached
 	c.untilTold(n2, "the link that is down", func(r fabric.NodeNetworks) bool { return !has(r, "172.19.4.0/22") })
 	if _, now, _ := c.told(n1); now != before {
-		t.Errorf("node 1 told %d times what has not changed", now-before)
+		t.Errorf("node 1 sent %d reports without a change", now-before)
 	}
 
 	// A default route in disguise is not kept from peers. The status reports it.
@@ -183,14 +183,14 @@ func TestANodeReportsForeignNetworks(t *testing.T) {
 	c.want()
 	c.eventually(n1, func() error {
 		if _, now, err := c.told(n1); now == before {
-			return fmt.Errorf("nothing was told of the new Node: %w", err)
+			return fmt.Errorf("no report for the new Node: %w", err)
 		}
 		return nil
 	})
 }
 
 // An agent whose reports cannot be stored says so in its status, and forwards traffic.
-func TestAnAgentWithoutReportsWorksAndSaysSo(t *testing.T) {
+func TestAgentThatCannotReportForwardsTrafficAndShowsTheError(t *testing.T) {
 	t.Parallel()
 	c := newCluster(t, 2)
 	n := c.Nodes[1]
@@ -215,7 +215,7 @@ func TestAnAgentWithoutReportsWorksAndSaysSo(t *testing.T) {
 	}
 }
 
-func TestAnUnreachableAPIServerIsReportedPlainly(t *testing.T) {
+func TestUnreachableAPIServerIsReportedInPlainWords(t *testing.T) {
 	a := new(agent)
 	a.told.err = fmt.Errorf("NodeNetworks isthmus-system/n: %w", &url.Error{Op: "Patch", URL: "https://10.96.0.1/apis", Err: &net.OpError{Op: "dial", Net: "tcp", Err: unix.EHOSTUNREACH}})
 	if got, want := a.status().Problems, "NodeNetworks isthmus-system/n: the API server does not answer: no route to host"; !slices.Contains(got, want) {

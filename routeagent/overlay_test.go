@@ -230,7 +230,7 @@ func loose(t *testing.T, c *cluster) {
 
 // Without the packet filter, an agent forwards no packets for peers, and no packet for them leaves
 // in the clear.
-func TestWithoutAFilterNoTrafficIsCarried(t *testing.T) {
+func TestNoPeerTrafficIsForwardedWithoutTheFilter(t *testing.T) {
 	t.Parallel()
 	c := newCluster(t, 2)
 	n := c.Nodes[1]

@@ -13,7 +13,7 @@ import (
 	"github.com/isthmus-net/isthmus/fabric"
 )
 
-func TestTheProbeGoesToANetworkOfThatGateway(t *testing.T) {
+func TestProbeTargetsANetworkBehindTheActiveGateway(t *testing.T) {
 	tunnel := func(gateway, pods string) (t fabric.Tunnel) {
 		t.Gateway, _ = netip.ParseAddr(gateway)
 		t.Peer.Remote.PodSeen = netip.MustParsePrefix(pods)
@@ -35,7 +35,7 @@ func TestTheProbeGoesToANetworkOfThatGateway(t *testing.T) {
 }
 
 // Lost answers of a gateway are evidence only if it has answered before.
-func TestOneWayLossIsReportedOnlyAfterAnAnswer(t *testing.T) {
+func TestOneWayLossIsReportedOnlyIfTheGatewayAnsweredBefore(t *testing.T) {
 	silent, known := netip.MustParseAddr("10.2.0.1"), netip.MustParseAddr("10.3.0.1")
 	var p backProbe
 	if got := p.asks(true, silent); len(got) != 0 {

@@ -7,7 +7,7 @@ import (
 	"time"
 )
 
-func TestTheKernelDropsForeignSources(t *testing.T) {
+func TestKernelDropsUnexpectedSendersUntilOpen(t *testing.T) {
 	in4, in6 := netip.MustParseAddr("127.0.0.1"), netip.MustParseAddr("::1")
 	out4, out6 := netip.MustParseAddr("127.0.0.2"), netip.MustParseAddr("::2")
 	for _, tc := range []struct {

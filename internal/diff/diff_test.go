@@ -53,7 +53,7 @@ func TestOfComparesAllElements(t *testing.T) {
 }
 
 // The result, applied to a map in the obvious way, turns have into want.
-func TestOfAppliedGivesWant(t *testing.T) {
+func TestOfTurnsHaveIntoWant(t *testing.T) {
 	rng := rand.New(rand.NewPCG(1, 2))
 	list := func() []pair {
 		l := make([]pair, rng.IntN(8))

@@ -8,7 +8,7 @@ import (
 	"testing"
 )
 
-func TestSurroundingNetworksCoverEveryRemoteAddress(t *testing.T) {
+func TestAroundNetworksCoverEveryRemoteAddress(t *testing.T) {
 	rng := rand.New(rand.NewPCG(1, 2))
 	for range 50 {
 		var all []netip.Prefix

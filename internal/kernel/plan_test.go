@@ -41,7 +41,7 @@ func node(t *testing.T, gateway string) State {
 	return n
 }
 
-func TestPlanIsEmptyForEqualStatesAndCompleteForNone(t *testing.T) {
+func TestPlanIsEmptyForEqualStatesAndCompleteForAnEmptyOne(t *testing.T) {
 	for _, gateway := range []string{"172.30.1.1", "172.30.1.2"} {
 		n := node(t, gateway)
 		if p := PlanFor(n, n); len(p) > 0 {
@@ -112,7 +112,7 @@ func TestPlanRecreatesAnUnchangeableDevice(t *testing.T) {
 }
 
 // With returns the state that a complete read of the kernel would return after the additions.
-func TestWithEqualsAFullComparison(t *testing.T) {
+func TestStateWithAddedPlanEqualsFullComparison(t *testing.T) {
 	rng := rand.New(rand.NewPCG(1, 2))
 	routes := func(n int) (all []Route) {
 		seen := make(map[Route]bool)

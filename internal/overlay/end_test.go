@@ -10,7 +10,7 @@ import (
 )
 
 // A gateway has routes for the peers to which it is connected, and refuses packets for the others.
-func TestOverlayEndAnswersWithAndWithoutARoute(t *testing.T) {
+func TestProbeIsAnsweredWithAndWithoutARouteAtTheOtherEnd(t *testing.T) {
 	if _, err := exec.LookPath("ip"); err != nil {
 		t.Skip(err)
 	}

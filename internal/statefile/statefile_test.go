@@ -62,7 +62,7 @@ func TestAStateFileRoundTripsAndIsPrivate(t *testing.T) {
 	}
 }
 
-func TestFilesWritableByOthersAreRefused(t *testing.T) {
+func TestFilesAccessibleToOtherUsersAreRefused(t *testing.T) {
 	good := `{"text":"x"}`
 	for name, tc := range map[string]struct {
 		make func(path string) error

@@ -21,13 +21,13 @@ import (
 	"github.com/isthmus-net/isthmus/internal/lab"
 )
 
-// lasting is the time for which TestChaos repeats each fault.
+// lasting is the time for which TestChaosLeaksNoPacketAndChangesNoForeignObject repeats each fault.
 const lasting = 60 * time.Second
 
 // While pods of both clusters exchange datagrams, one fault is repeated for a minute. No packet for
 // a peer may leave in the clear, no foreign object may change, and everything has to work
 // afterwards. The test logs how many packets each fault costs, but does not limit the number.
-func TestChaos(t *testing.T) {
+func TestChaosLeaksNoPacketAndChangesNoForeignObject(t *testing.T) {
 	if !*long {
 		t.Skip("it takes five minutes for each pair: -long")
 	}
@@ -55,7 +55,7 @@ var chaosPairs = [][2]plan{
 		{shape: cilium, podCIDR: "10.42.0.0/16", filter: legacy, drop: true}},
 }
 
-// faults returns the faults that TestChaos repeats.
+// faults returns the faults that TestChaosLeaksNoPacketAndChangesNoForeignObject repeats.
 func (w *world) faults() []chaos {
 	rng := rand.New(rand.NewPCG(15, 2))
 	return []chaos{

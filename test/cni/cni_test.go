@@ -62,7 +62,7 @@ var pairs = [][2]plan{
 		{shape: flannelReal, podCIDR: "10.244.0.0/17", filter: nft, drop: true, strict: true}},
 }
 
-func TestShapes(t *testing.T) {
+func TestIsthmusWorksBesideEachCNI(t *testing.T) {
 	for i, plans := range pairs {
 		if i > 0 && !*long {
 			t.Logf("%v and %v, and what follows: with -long", plans[0], plans[1])

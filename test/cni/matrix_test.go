@@ -183,7 +183,7 @@ func (w *world) named(t *testing.T, i int) {
 				return strings.Contains(p.Message, "has pods outside "+c.PodCIDR.String())
 			})
 			if said != strangers {
-				return fmt.Errorf("pods outside of the PodCIDR: %t, and said: %+v", strangers, report.Spec.Problems)
+				return fmt.Errorf("pods outside of the PodCIDR: %t, reported problems: %+v", strangers, report.Spec.Problems)
 			}
 			return nil
 		})

@@ -107,7 +107,7 @@ func (w *world) first(t *testing.T, c *fleet.Cluster) {
 	eventually(t, "the gateway of node 1 is active", func() error {
 		at, err := c.ActiveGateway(t.Context())
 		if err == nil && at != 0 {
-			err = fmt.Errorf("it is that of node %d", at+1)
+			err = fmt.Errorf("the gateway of node %d is active", at+1)
 		}
 		return err
 	})
@@ -290,7 +290,7 @@ func (w *world) unchanged(t *testing.T, when string, all bool) (same bool) {
 			}
 			if is != was {
 				same = false
-				t.Errorf("%v: %s: %s is not as it was:\n%s", w.plans[i], when, c.Nodes[j], difference(was, is))
+				t.Errorf("%v: %s: the state of %s has changed:\n%s", w.plans[i], when, c.Nodes[j], difference(was, is))
 			}
 		}
 	}

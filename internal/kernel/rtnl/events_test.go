@@ -160,12 +160,12 @@ func TestEventsOfOwnTablesAreIgnored(t *testing.T) {
 	n.apply(state("11.1.0.0/16", "11.2.0.0/16"))
 	n.apply(state("11.2.0.0/16"))
 	if concerned() {
-		t.Error("our own elements concern somebody")
+		t.Error("changes of our own elements are not ignored")
 	}
 	for _, command := range []string{"nft add element inet isthmus remote { 11.9.0.0/16 }", "nft delete element inet isthmus remote { 11.9.0.0/16 }", "nft flush chain inet isthmus leaving"} {
 		n.run(command)
 		if !concerned() {
-			t.Errorf("%s concerns nobody", command)
+			t.Errorf("%s: the event is ignored", command)
 		}
 	}
 	n.apply(state("11.2.0.0/16"))
@@ -174,16 +174,16 @@ func TestEventsOfOwnTablesAreIgnored(t *testing.T) {
 	n.run("nft delete element inet isthmus remote { 11.2.0.0/16 }")
 	n.apply(state("11.3.0.0/16"))
 	if !concerned() {
-		t.Error("a change between two of ours concerns nobody")
+		t.Error("a foreign change between two of ours is ignored")
 	}
 	if n.run("nft delete table inet isthmus"); !concerned() {
-		t.Error("a table that is gone concerns nobody")
+		t.Error("the removal of our table is ignored")
 	}
 }
 
 // After any foreign change, the kernel has the wanted objects in the end, although Apply uses its
 // copy of them.
-func TestForeignChangesAreRepairedFromMemory(t *testing.T) {
+func TestForeignChangesAreRepairedAlthoughReadsAreCached(t *testing.T) {
 	n := open(t, RouteAgent)
 	told := make(chan struct{}, 1)
 	if err := Do(n.f, func() error {
@@ -214,7 +214,7 @@ func TestForeignChangesAreRepairedFromMemory(t *testing.T) {
 		select {
 		case <-told:
 		case <-time.After(time.Minute):
-			t.Fatalf("%s: nobody is told", change)
+			t.Fatalf("%s: notify was not called", change)
 		}
 		for range 3 { // a flush causes many events
 			n.apply(more)

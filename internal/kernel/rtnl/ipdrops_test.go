@@ -155,7 +155,7 @@ func TestTUNDropsAreCounted(t *testing.T) {
 	}
 }
 
-func TestTheKernelsTextIsRead(t *testing.T) {
+func TestDropCountersAreParsed(t *testing.T) {
 	got := make(map[string]uint64)
 	addSNMP(got, "Ip: Forwarding InHdrErrors ReasmFails\nIp: 1 2 3\nIcmp: InMsgs InHdrErrors\nIcmp: 7 9\n")
 	addSNMP6(got, "Ip6ReasmFails                   \t4\nIcmp6InMsgs\t8\nIp6InTruncatedPkts\t5\n")

@@ -9,7 +9,7 @@ import (
 	"github.com/vishvananda/netlink"
 )
 
-func TestNeighborCountersOfAllCPUsAreAddedUp(t *testing.T) {
+func TestNeighborCountersOfAllCPUsAreSummed(t *testing.T) {
 	const names = "entries  allocs res_failed unresolved_discards table_fulls\n"
 	got, err := neighborsFrom(names + "00000002 00000001 0000000a 00000010 00000001\n00000002 00000001 00000001 00000002 00000000\n")
 	if want := (NeighborStats{Unanswered: 11, NoRoom: 18, TableFull: 1}); err != nil || got != want {
@@ -23,7 +23,7 @@ func TestNeighborCountersOfAllCPUsAreAddedUp(t *testing.T) {
 }
 
 // A packet to an unused address in a bridge's network counts as unanswered.
-func TestTheKernelCountsUnansweredAddresses(t *testing.T) {
+func TestNeighborsCountsUnansweredAddresses(t *testing.T) {
 	before, err := Neighbors()
 	if err != nil {
 		t.Fatal(err)

@@ -114,7 +114,7 @@ func pair() State {
 	}
 }
 
-func TestApplyingTwiceChangesNothingAndNothingIsLeftAfterAll(t *testing.T) {
+func TestApplyIsIdempotentAndAnEmptyStateRemovesEverything(t *testing.T) {
 	n := open(t, Gateway)
 	before := n.run("ip route show table all") + n.run("ip -6 rule show") + n.run("ip rule show")
 	if got, want := n.apply(pair()), PlanFor(State{}, pair()).Commands("INNER"); got != want {
@@ -133,7 +133,7 @@ func TestApplyingTwiceChangesNothingAndNothingIsLeftAfterAll(t *testing.T) {
 
 // If only one end of the veth pair is right, Apply replaces both ends, even if the wrong one is
 // another kind of device.
-func TestApplyReplacesAHalfPair(t *testing.T) {
+func TestApplyReplacesAVethPairWithOneWrongEnd(t *testing.T) {
 	n := open(t, Gateway)
 	want := pair()
 	for _, foreign := range []string{
@@ -161,7 +161,7 @@ func TestApplyReplacesAHalfPair(t *testing.T) {
 }
 
 // Apply repairs or removes every route with our protocol that was changed.
-func TestApplyMendsRoutesThatWereChanged(t *testing.T) {
+func TestApplyRepairsChangedRoutes(t *testing.T) {
 	n := open(t, Gateway)
 	n.apply(pair())
 	for _, change := range []string{
@@ -281,7 +281,7 @@ func readOnlyProcSys() error {
 	return unix.Mount("none", "/proc/sys", "", unix.MS_REMOUNT|unix.MS_BIND|unix.MS_RDONLY, "")
 }
 
-func TestASecondProcessLearnsWhoHoldsTheLock(t *testing.T) {
+func TestSecondProcessGetsAnErrorThatNamesTheLockHolder(t *testing.T) {
 	n := open(t, RouteAgent)
 	err := Do(n.f, func() error {
 		k, err := Open(RouteAgent, n.k.log)
@@ -387,7 +387,7 @@ func TestAnUnprivilegedProcessCannotHoldTheLock(t *testing.T) {
 
 // If the kernel has no tables with an owner, a process that waits for another one logs that only
 // once.
-func TestFollowingLogsALockErrorOnce(t *testing.T) {
+func TestFollowLogsALockErrorOnce(t *testing.T) {
 	if os.Getuid() != 0 {
 		t.Skip("needs root")
 	}
@@ -495,7 +495,7 @@ func TestFilterMatchesItsText(t *testing.T) {
 				t.Errorf("we made\n%.2000s\nnft makes\n%.2000s", stripped, theirs)
 			}
 			if got := n.apply(want); got == "" { // without our comments the table is foreign
-				t.Error("a table that somebody else made is taken for ours")
+				t.Error("a foreign table is taken for ours")
 			}
 		}
 	}
@@ -507,7 +507,7 @@ func TestFilterMatchesItsText(t *testing.T) {
 
 // The filter of a gateway's Pod in a cluster of 10,000 nodes, each with three source addresses, and
 // with 4,096 peers. Another filter has a peer with all addresses.
-func TestAFilterHasRoomForTheLargestCluster(t *testing.T) {
+func TestFilterHoldsTheAddressesOfTheLargestCluster(t *testing.T) {
 	n := open(t, RouteAgent)
 	var nodes []netip.Addr
 	var remote []netip.Prefix
@@ -528,7 +528,7 @@ func TestAFilterHasRoomForTheLargestCluster(t *testing.T) {
 }
 
 // Elements of a set are queried one by one, so that a change of one does not read thousands.
-func TestSetElementsAreFound(t *testing.T) {
+func TestSetElementsAreQueriedOneByOne(t *testing.T) {
 	n := open(t, RouteAgent)
 	remote := []netip.Prefix{netip.MustParsePrefix("10.246.0.0/16"), netip.MustParsePrefix("10.247.0.0/16"), netip.MustParsePrefix("255.255.255.0/24")}
 	n.apply(State{Filters: []Filter{FilterFor(FilterSets{Remote: remote, Nodes: []netip.Addr{netip.MustParseAddr("172.30.1.11")}})}})
@@ -571,7 +571,7 @@ func TestSetElementsAreFound(t *testing.T) {
 
 // A foreign change of a table between our read and our write makes the transaction fail, without an
 // additional read. Stale content is never written.
-func TestATransactionRequiresTheGenerationRead(t *testing.T) {
+func TestTransactionFailsAfterAForeignChange(t *testing.T) {
 	n := open(t, RouteAgent)
 	of := func(networks ...netip.Prefix) State {
 		return State{Filters: []Filter{FilterFor(FilterSets{Remote: networks})}}
@@ -592,7 +592,7 @@ func TestATransactionRequiresTheGenerationRead(t *testing.T) {
 			}
 		}
 		if before := n.k.tables.generation; before == 0 || before != n.k.generation() {
-			t.Errorf("%s: generation %d is known; there is %d", change, before, n.k.generation())
+			t.Errorf("%s: known generation %d, kernel's generation %d", change, before, n.k.generation())
 		}
 		n.apply(of(remote4))
 	}
@@ -613,7 +613,7 @@ func sameLines(a, b string) bool {
 
 // After any change of the sets, the kernel has the wanted elements, and the table has not been
 // replaced, which would take the kernel long.
-func TestAChangeOfAFilterChangesElements(t *testing.T) {
+func TestFilterChangeOnlyChangesSetElements(t *testing.T) {
 	n := open(t, RouteAgent)
 	if _, err := exec.LookPath("nft"); err != nil {
 		t.Skip(err)
@@ -668,7 +668,7 @@ func TestAChangeOfAFilterChangesElements(t *testing.T) {
 	}
 }
 
-func TestApplyMendsAFilterThatWasChanged(t *testing.T) {
+func TestApplyRepairsAChangedFilter(t *testing.T) {
 	n := open(t, RouteAgent)
 	want := State{Filters: []Filter{FilterFor(FilterSets{Nodes: []netip.Addr{via4}, Remote: []netip.Prefix{remote4}, Own: []netip.Addr{via4}, Gateways: []netip.Addr{via4}})},
 		SourceNAT: []SourceNAT{SourceNATFor(SourceNATSets{Local: []netip.Prefix{remote4}, Pods: []netip.Prefix{remote4}, Self: via4})},
@@ -710,7 +710,7 @@ func TestApplyMendsAFilterThatWasChanged(t *testing.T) {
 			t.Errorf("%s: the second time %q", change, got)
 		}
 		if !n.k.tables.good() {
-			t.Errorf("%s: what was read is not kept, so that it is read each time", change)
+			t.Errorf("%s: the tables read are not kept, so each Apply reads them again", change)
 		}
 	}
 	n.run("nft add table inet other")
@@ -876,7 +876,7 @@ func TestAcceptIsLastInEveryDroppingNftablesChain(t *testing.T) {
 
 // No other process may change a table that a process owns. A Limit names the chain and the remedy,
 // within the length that a report permits.
-func TestAForwardChainOfAProcessIsNamed(t *testing.T) {
+func TestDroppingChainOwnedByAProcessIsReported(t *testing.T) {
 	n := open(t, RouteAgent)
 	if _, err := exec.LookPath("nft"); err != nil {
 		t.Skip(err)
@@ -907,7 +907,7 @@ func TestAForwardChainOfAProcessIsNamed(t *testing.T) {
 		t.Fatal(err)
 	}
 	if len(got) != 1 || got[0].Reason != LimitUncertain || len(got[0].Message) > 512 || !strings.Contains(got[0].Message, "--zone=trusted --add-interface=isthmus.vxlan") {
-		t.Errorf("said %+v", got)
+		t.Errorf("reported %+v", got)
 	}
 
 	end() // the kernel removes the table without a new generation
@@ -1118,7 +1118,7 @@ func TestPodsOnABridgeCannotImpersonateANode(t *testing.T) {
 		n.apply(State{Filters: []Filter{filter}, Bridges: []Bridge{BridgeFor([]netip.Addr{gateway}, []string{"far"})}})
 		if err := Do(n.f, func() error {
 			if !n.k.Bridged() || !(&Kernel{owner: RouteAgent}).Bridged() {
-				return errors.New("it does not know that there is a Bridge")
+				return errors.New("Bridged does not report the Bridge")
 			}
 			return nil
 		}); err != nil {
@@ -1139,7 +1139,7 @@ func TestPodsOnABridgeCannotImpersonateANode(t *testing.T) {
 
 // While the kernel's state cannot be read, Bridged reports the Bridge of a previous process, not
 // the wanted one.
-func TestABridgeIsIgnoredUntilItCouldBeRead(t *testing.T) {
+func TestBridgedReportsTheExistingBridgeUntilTheFirstRead(t *testing.T) {
 	n := open(t, RouteAgent)
 	bridges := []Bridge{BridgeFor([]netip.Addr{via4}, nil)}
 	unreadable := State{Bridges: bridges, Links: []Link{{Name: strings.Repeat("x", 200)}}}
@@ -1159,12 +1159,12 @@ func TestABridgeIsIgnoredUntilItCouldBeRead(t *testing.T) {
 		return is
 	}
 	if bridged() {
-		t.Error("there is none, and it says that there is")
+		t.Error("Bridged reports a Bridge that does not exist")
 	}
 	n.apply(State{Bridges: bridges})
 	n.k.applied = false // as in a process that has just started
 	if !bridged() {
-		t.Error("there is one, and it says that there is none")
+		t.Error("Bridged does not report the existing Bridge")
 	}
 }
 
@@ -1177,7 +1177,7 @@ func (n *node) dropped() (all map[string]uint64) {
 }
 
 // Every rule that drops packets counts them, and every chain with such a rule has a reason.
-func TestEachRuleThatDropsCounts(t *testing.T) {
+func TestEachRuleThatDropsHasACounter(t *testing.T) {
 	reasons := make(map[string]bool)
 	for _, chain := range slices.Concat(FilterChains, PodFilterChains, BridgeChains, SourceNAT{Self: via4}.Chains()) {
 		drops := false
@@ -1351,7 +1351,7 @@ func TestGatewayPodFilterRefusesLikeANodeFilter(t *testing.T) {
 // If a pod of ours forges a source that no pod has, its node forwards the packet to a peer only if
 // the route to that source leads through the pod's device. Otherwise each such source would look
 // like a separate host, and use up the gateway's NAPT ports.
-func TestANodeRefusesSourcesThatNoPodHas(t *testing.T) {
+func TestNodeFilterRefusesForgedSourcesThatNoPodHas(t *testing.T) {
 	n := open(t, RouteAgent)
 	n.apply(State{Filters: []Filter{FilterFor(FilterSets{Remote: []netip.Prefix{remote4}, Underlay: []string{"eth0"},
 		Pods: []netip.Prefix{netip.MustParsePrefix("10.244.0.0/16")}, Elsewhere: []netip.Prefix{netip.MustParsePrefix("10.244.1.0/24")}})}})
@@ -1468,7 +1468,7 @@ func (n *node) passed() (sum int) {
 
 // For networks of peers with any prefix lengths, and after any change of them: no packet for a peer
 // leaves, and all others do.
-func TestPeerTrafficNeverLeavesForAnyPrefixLength(t *testing.T) {
+func TestFilterDropsPeerTrafficForAnyPrefixLength(t *testing.T) {
 	n := open(t, RouteAgent)
 	n.run("ip link add eth0 type veth peer name eth1")
 	n.run("ip addr add 172.30.1.11/24 dev eth0")
@@ -1560,7 +1560,7 @@ func TestAForeignTransactionDuringOursIsDetected(t *testing.T) {
 	want.SourceNAT = []SourceNAT{SourceNATFor(SourceNATSets{Remote: []netip.Prefix{remote4}, Pods: []netip.Prefix{netip.MustParsePrefix("10.99.0.0/16")}})}
 	n.apply(want)
 	if !n.k.Busy() {
-		t.Error("nobody is told to apply again")
+		t.Error("Busy does not request another Apply")
 	}
 	n.apply(want)
 	if got := n.run("nft list tables"); !strings.Contains(got, "inet isthmus\n") {
@@ -1569,7 +1569,7 @@ func TestAForeignTransactionDuringOursIsDetected(t *testing.T) {
 }
 
 // Limits reports the obstacles that we cannot avoid, and only these.
-func TestLimitsNameTheBlockingSetting(t *testing.T) {
+func TestLimitsNameTheRuleThatBlocksTraffic(t *testing.T) {
 	for _, program := range []string{"nft", "iptables-legacy"} {
 		if _, err := exec.LookPath(program); err != nil {
 			t.Skip(err)
@@ -1580,22 +1580,22 @@ func TestLimitsNameTheBlockingSetting(t *testing.T) {
 		commands []string
 		want     string // part of the only Limit; empty: there is no Limit
 	}{
-		"nothing":                    {nil, ""},
-		"masquerade at srcnat":       {[]string{"nft add table ip cni", "nft add chain ip cni post { type nat hook postrouting priority 90 ; }", "nft add rule ip cni post masquerade"}, ""},
-		"masquerade before":          {[]string{"nft add table ip cni", "nft add chain ip cni post { type nat hook postrouting priority -10 ; }", "nft add rule ip cni post masquerade"}, "chain post of table ip cni has priority -10"},
-		"an empty chain before":      {[]string{"nft add table ip cni", "nft add chain ip cni post { type nat hook postrouting priority -10 ; }"}, ""},
-		"a forward with a policy":    {[]string{"nft add table inet fw", "nft add chain inet fw f { type filter hook forward priority 0 ; policy drop ; }"}, ""},
-		"a forward that rejects":     {[]string{"nft add table inet fw", "nft add chain inet fw f { type filter hook forward priority 0 ; }", "nft add rule inet fw f reject with icmpx type admin-prohibited"}, ""},
-		"a forward that knows us":    {[]string{"nft add table inet fw", "nft add chain inet fw f { type filter hook forward priority 0 ; policy drop ; }", "nft add rule inet fw f oifname isthmus.vxlan accept"}, ""},
-		"iptables-nft":               {[]string{"iptables-nft -P FORWARD DROP"}, ""},
-		"legacy":                     {[]string{"iptables-legacy -P FORWARD ACCEPT"}, ""},
-		"legacy, policy":             {[]string{"iptables-legacy -P FORWARD DROP"}, ""},
-		"legacy, in a chain":         {[]string{"iptables-legacy -N C", "iptables-legacy -A FORWARD -j C", "iptables-legacy -A C -j DROP"}, "iptables-legacy -A FORWARD -i isthmus+"},
-		"legacy, established":        {[]string{"iptables-legacy -P FORWARD DROP", "iptables-legacy -A FORWARD -m conntrack --ctstate ESTABLISHED -j ACCEPT"}, ""},
-		"legacy, Docker and flannel": {[]string{"iptables-legacy -P FORWARD DROP", "iptables-legacy -N FLANNEL-FWD", "iptables-legacy -A FORWARD -m comment --comment flannel -j FLANNEL-FWD", "iptables-legacy -A FLANNEL-FWD -s 10.64.0.0/14 -j ACCEPT", "iptables-legacy -A FLANNEL-FWD -d 10.64.0.0/14 -j ACCEPT"}, ""},
-		"legacy, one way":            {[]string{"iptables-legacy -P FORWARD DROP", "iptables-legacy -N C", "iptables-legacy -A FORWARD -g C", "iptables-legacy -A C -s 10.64.0.0/14 -j ACCEPT", "iptables-legacy -A C -j DROP"}, "iptables-legacy"},
-		"legacy, as it says":         {[]string{"iptables-legacy -P FORWARD DROP", "iptables-legacy -A FORWARD -i isthmus+ -j ACCEPT", "iptables-legacy -A FORWARD -o isthmus+ -j ACCEPT"}, ""},
-		"legacy, other devices":      {[]string{"iptables-legacy -A FORWARD ! -i cni0 -o eth0 -j ACCEPT", "iptables-legacy -A FORWARD -p tcp -j ACCEPT", "iptables-legacy -A FORWARD -j REJECT"}, ""},
+		"nothing":                                  {nil, ""},
+		"masquerade at srcnat":                     {[]string{"nft add table ip cni", "nft add chain ip cni post { type nat hook postrouting priority 90 ; }", "nft add rule ip cni post masquerade"}, ""},
+		"masquerade before our chain":              {[]string{"nft add table ip cni", "nft add chain ip cni post { type nat hook postrouting priority -10 ; }", "nft add rule ip cni post masquerade"}, "chain post of table ip cni has priority -10"},
+		"an empty chain before ours":               {[]string{"nft add table ip cni", "nft add chain ip cni post { type nat hook postrouting priority -10 ; }"}, ""},
+		"a forward chain with the policy drop":     {[]string{"nft add table inet fw", "nft add chain inet fw f { type filter hook forward priority 0 ; policy drop ; }"}, ""},
+		"a forward chain that rejects":             {[]string{"nft add table inet fw", "nft add chain inet fw f { type filter hook forward priority 0 ; }", "nft add rule inet fw f reject with icmpx type admin-prohibited"}, ""},
+		"a forward chain that accepts our devices": {[]string{"nft add table inet fw", "nft add chain inet fw f { type filter hook forward priority 0 ; policy drop ; }", "nft add rule inet fw f oifname isthmus.vxlan accept"}, ""},
+		"iptables-nft":                             {[]string{"iptables-nft -P FORWARD DROP"}, ""},
+		"legacy":                                   {[]string{"iptables-legacy -P FORWARD ACCEPT"}, ""},
+		"legacy, policy":                           {[]string{"iptables-legacy -P FORWARD DROP"}, ""},
+		"legacy, a drop in another chain":          {[]string{"iptables-legacy -N C", "iptables-legacy -A FORWARD -j C", "iptables-legacy -A C -j DROP"}, "iptables-legacy -A FORWARD -i isthmus+"},
+		"legacy, established":                      {[]string{"iptables-legacy -P FORWARD DROP", "iptables-legacy -A FORWARD -m conntrack --ctstate ESTABLISHED -j ACCEPT"}, ""},
+		"legacy, Docker and flannel":               {[]string{"iptables-legacy -P FORWARD DROP", "iptables-legacy -N FLANNEL-FWD", "iptables-legacy -A FORWARD -m comment --comment flannel -j FLANNEL-FWD", "iptables-legacy -A FLANNEL-FWD -s 10.64.0.0/14 -j ACCEPT", "iptables-legacy -A FLANNEL-FWD -d 10.64.0.0/14 -j ACCEPT"}, ""},
+		"legacy, only one direction accepted":      {[]string{"iptables-legacy -P FORWARD DROP", "iptables-legacy -N C", "iptables-legacy -A FORWARD -g C", "iptables-legacy -A C -s 10.64.0.0/14 -j ACCEPT", "iptables-legacy -A C -j DROP"}, "iptables-legacy"},
+		"legacy, with the rules of the remedy":     {[]string{"iptables-legacy -P FORWARD DROP", "iptables-legacy -A FORWARD -i isthmus+ -j ACCEPT", "iptables-legacy -A FORWARD -o isthmus+ -j ACCEPT"}, ""},
+		"legacy, other devices":                    {[]string{"iptables-legacy -A FORWARD ! -i cni0 -o eth0 -j ACCEPT", "iptables-legacy -A FORWARD -p tcp -j ACCEPT", "iptables-legacy -A FORWARD -j REJECT"}, ""},
 	} {
 		t.Run(name, func(t *testing.T) {
 			n := open(t, RouteAgent)
