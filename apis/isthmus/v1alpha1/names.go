@@ -41,8 +41,8 @@ const (
 )
 
 // AnnotationKeyProved on a TunnelEndpoint has the public keys, separated by spaces, whose private
-// keys the peer has proved to have. The proof also names our key and expires when our key rotates.
-// The annotation stays valid.
+// keys the peer has proved to have. A new proof must name our present key. A proof that was once
+// accepted stays valid after our key rotates.
 const AnnotationKeyProved = "isthmus.net/key-proved"
 
 // InBandServer is the URL of the peer's API server in an identity for in-band control. It is the

@@ -23,8 +23,9 @@ type NetworkAllocationSpec struct {
 	// change in milliseconds since 1970; agents ignore a revision that is over a day ahead.
 	// +kubebuilder:validation:Minimum=1
 	Revision int64 `json:"revision"`
-	// Networks stand for the peer's networks here: first that of its pods, then that of its mapped
-	// endpoints, then the held ones. Every node refuses packets for them outside of the tunnel.
+	// Networks are the networks that our cluster uses for the peer: first that for its pods, then
+	// that for its mapped endpoints, then the held ones. Every node refuses packets for them
+	// outside of the tunnel.
 	// +kubebuilder:validation:MaxItems=32
 	// +listType=atomic
 	// +optional
@@ -159,11 +160,11 @@ type OwnNetworks struct {
 	Reserved []AllocatedNetwork `json:"reserved,omitempty"`
 }
 
-// NetworkAllocation has the networks that stand for one cluster here, and everything else that the
-// IPAM stores about that cluster. The manager writes it before it publishes a network to the peer.
-// Route agents refuse packets for its networks outside of the tunnel, until each object that has
-// named the network has freed it with a higher revision. A missing or old object frees nothing.
-//
+// NetworkAllocation has the networks that our cluster uses for one other cluster, and everything
+// else that the IPAM stores about that cluster. The manager writes it before it publishes a network
+// to the peer. Route agents refuse packets for its networks outside of the tunnel, until each
+// object that has named the network has freed it with a higher revision. A missing or old object
+// frees nothing.
 // +kubebuilder:object:root=true
 // +kubebuilder:resource:path=networkallocations,singular=networkallocation,scope=Cluster,categories=isthmus
 // +kubebuilder:printcolumn:name="Cluster",type=string,JSONPath=`.spec.clusterID`
