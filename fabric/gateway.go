@@ -51,8 +51,8 @@ type GatewayPeer struct {
 	Origin Origin // the object this peer was read from
 }
 
-// GatewayFor computes the desired state of the gateway. It and GatewayDecider are the only code
-// that does: sources call one of them and deliver the result, and the gateway applies it.
+// GatewayFor computes the desired state of the gateway. Sources call it, or a GatewayDecider, and
+// deliver the result. The gateway only applies the result.
 //
 // A peer is refused if it is invalid or conflicts with an accepted peer. Peers conflict if they
 // have the same cluster ID or the same public key. They also conflict if a network of one peer, as

@@ -140,7 +140,7 @@ func TestGatewayForAcceptsPeersOfBothAddressFamilies(t *testing.T) {
 	}
 	engineAccepts(t, gw)
 
-	peers[2] = six("d", "fd05", "fd00:9::/48") // c and d have different networks of ours, as during a change of these
+	peers[2] = six("d", "fd05", "fd00:9::/48") // c and d have different networks of ours, as during a change of our networks
 	gw, problems = GatewayFor(Intent{ClusterID: idA, Peers: peers})
 	wantTexts(t, problems)
 	if len(gw.Peers) != 3 {

@@ -211,9 +211,10 @@ func NodeRoutesFrom(from *isthmus.NodeNetworks) []NodeRoute {
 	return NodeRoutesOf(all, nil, nil)
 }
 
-// atMost merges networks of one family until there are at most limit. It shortens longer prefixes
-// to the greatest length at which few enough networks are left. limit must be at least the number
-// of networks of length WidestNodeNetwork in a family.
+// atMost merges networks of one family until there are at most limit. It cuts all prefixes that are
+// longer than some length to that length, and uses the greatest length with which few enough
+// networks are left. limit must be at least the number of networks of length WidestNodeNetwork in a
+// family.
 func atMost(limit int, networks []netip.Prefix) []netip.Prefix {
 	merged := mergeNetworks(networks)
 	if len(merged) <= limit {

@@ -9,8 +9,8 @@ import (
 	"github.com/isthmus-net/isthmus/internal/kernel"
 )
 
-// addTunnels adds rules and routes for the networks of peers. here are the networks whose gateway
-// is on our node. own are the PodCIDRs of our cluster in the tunnels of these networks.
+// addTunnels adds rules and routes for the networks of peers. It returns the networks whose gateway
+// is on our node (here), and our own PodCIDRs from the tunnels of these networks (own).
 func (d *nodeDecision) addTunnels(tunnels []Tunnel) (own, here []netip.Prefix) {
 	peers := make([]Peer, len(tunnels))
 	gateways := make(map[Origin]netip.Addr, len(tunnels))
@@ -173,7 +173,7 @@ func (d *nodeDecision) addPods(pods []NodePod, own []netip.Prefix) {
 		disjoint = disjoint && !networks[i-1].prefix.Overlaps(networks[i].prefix)
 	}
 	if !disjoint {
-		networks = nil // add them one by one below: the older node keeps an overlap
+		networks = nil // some networks overlap: check them one by one below, where the older node keeps an overlap
 	}
 	isNode := make(map[netip.Addr]bool, len(d.nodes))
 	byName := make(map[string]int, len(d.nodes))

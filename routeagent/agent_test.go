@@ -543,7 +543,7 @@ func TestEventsRestoreDeletedAndChangedObjects(t *testing.T) {
 	} {
 		n := c.Nodes[tc.node]
 		before := c.snapshot(n)
-		time.Sleep(2 * compareGap) // wait until the agent has read the events of its own repair, so that only a new event can cause the next one
+		time.Sleep(2 * compareGap) // wait until the agent has read the events of its own repair, so that only a new event can cause the next repair
 		if len(tc.commands) > 1 {  // otherwise the agent could compare between two commands
 			c.freeze(c.agents[n])
 		}

@@ -59,9 +59,10 @@ const (
 	NFT            = "nft"
 )
 
-// acceptComment is the prefix of the comment of our rules in foreign chains. We may remove every
-// rule with it. In rules for a gateway, a colon and the gateway's address follow. If the other
-// gateway is on another node, a hyphen and its address follow, too.
+// acceptComment is the prefix of the comments of our rules in foreign chains. We may remove every
+// rule with this prefix. In a rule for a gateway on our node, a colon and the gateway's address
+// follow. In a rule between that gateway and one on another node, a hyphen and the other gateway's
+// address follow, too.
 const acceptComment = "isthmus-route-agent"
 
 // An AcceptRule is a rule of an Accept. It matches our devices, or addresses and a protocol.

@@ -10,8 +10,7 @@ import (
 // uplink come from other nodes, each of which filters its own pods. The lists have the form of a
 // Filter's lists.
 //
-// A Bridge is optional: without it, a Filter accepts no packets for gateways that came over a
-// bridge.
+// A Bridge is optional: without it, a Filter drops packets for gateways if they came over a bridge.
 type Bridge struct {
 	Gateways string // IPv4 addresses of gateways that are Pods
 	Uplinks  string // bridge ports that lead to other nodes

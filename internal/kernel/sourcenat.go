@@ -8,10 +8,10 @@ import (
 )
 
 // SourceNAT is an nftables table that decides the source address of flows between our pods and
-// peers before foreign rules do. A CNI replaces the source of packets that leave the cluster, and
-// regards packets for peers as such, by the node's address. A peer would then see the gateway's
-// NAPT address instead of the pod's. A flow is translated only once, by the first chain that
-// decides. A source that we translate to itself therefore stays unchanged, and the flow stays
+// peers before foreign rules do. A CNI replaces the source of packets that leave the cluster by the
+// node's address, and to a CNI, packets for peers leave the cluster. A peer would then see the
+// gateway's NAPT address instead of the pod's. A flow is translated only once, by the first chain
+// that decides. A source that we translate to itself therefore stays unchanged, and the flow stays
 // tracked, so that Services work.
 //
 // A SourceNAT is optional: if the kernel cannot make it, all traffic passes, but peers cannot see

@@ -17,8 +17,8 @@
 //	                            "start" passes arguments with a dash on to the gateways
 //	[!] ping [-size=N] [-ttl=N] FROM TO
 //	                            TO is an address, or a host, which is pinged at the address that FROM's cluster sees. With "!"
-//	                            no answer may come for half a second. With "!" and a flag, an ICMP error has to come, which
-//	                            standard error has
+//	                            no answer may come for half a second. With "!" and a flag, an ICMP error has to come; it is
+//	                            printed to standard error
 //	udp [-size=N] FROM TO AT    send a datagram from FROM to TO, and the same back from AT, the host that receives it
 //	burst FROM TO AT SIZE       send 1,000 datagrams of SIZE octets in superpackets of UDP_SEGMENT; AT, the host that receives
 //	                            them, has to get each datagram whole and in order
