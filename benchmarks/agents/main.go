@@ -1,15 +1,16 @@
-// Command agents measures what one route agent, or one gateway that is a Pod, costs in a large
-// cluster: a real process against a real API server with as many Nodes, Pods and peers as are
-// asked for. Nodes, Pods and TunnelEndpoints are written into etcd as the API server would have
-// written them, in a few seconds; every change afterwards goes through the API server.
+// Command agents measures the cost of one route agent, or of one gateway Pod, in a large cluster.
+// It runs the real process against a real API server with the requested number of Nodes, Pods and
+// peers. The initial Nodes, Pods and TunnelEndpoints are written directly into etcd in the API
+// server's storage format, which takes a few seconds. Every later change goes through the API
+// server.
 //
-//	go run ./benchmarks/agents -out benchmarks/agents/after.md   # a route agent, all sizes; again after an interruption
+//	go run ./benchmarks/agents -out benchmarks/agents/after.md   # a route agent, all sizes; run it again after an interruption
 //	go run ./benchmarks/agents -role gateway
 //	go run ./benchmarks/agents -sizes 5000:20:1000 -isthmus PATH # nodes:pods of each:peers, another build
-//	go run ./benchmarks/agents -sizes 200:10:1000 -changes granted -repeats 20 -profile DIR # why it costs that
+//	go run ./benchmarks/agents -sizes 200:10:1000 -changes granted -repeats 20 -profile DIR # profile one change
 //
-// Everything runs in a network namespace of its own. What is counted is CPU time on processors, not
-// time of the clock, so that a busy machine adds caches and nothing else. It needs root, iproute2
+// Everything runs in a separate network namespace. Costs are CPU time, not wall-clock time: other
+// load on the machine affects them only through the CPU caches. The command needs root, iproute2
 // and the programs that internal/kubetest builds.
 package main
 
@@ -34,7 +35,7 @@ import (
 	"github.com/isthmus-net/isthmus/internal/testbin"
 )
 
-// inside is set in the environment of the process that has the network namespace.
+// inside is the environment variable that marks the process inside the network namespace.
 const inside = "BENCHMARK_NAMESPACE"
 
 func main() {
@@ -88,7 +89,7 @@ func main() {
 	fmt.Print("\n" + f.text())
 }
 
-// reexec builds what is missing and runs this program again in a network namespace of its own.
+// reexec builds missing programs, then runs this program again in a new network namespace.
 func reexec(program string) error {
 	if program == "" {
 		dir, err := os.MkdirTemp("", "agents-")

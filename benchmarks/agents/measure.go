@@ -28,7 +28,7 @@ import (
 	"github.com/isthmus-net/isthmus/manager/ipam"
 )
 
-// What is measured.
+// The roles of the measured process.
 const (
 	agentRole   = "route-agent"
 	gatewayRole = "gateway"
@@ -36,12 +36,12 @@ const (
 
 const (
 	restTime = 30 * time.Second
-	repeats  = 10                     // of a change
-	apart    = 400 * time.Millisecond // two changes, so that each is taken up by itself
-	quiet    = time.Second            // in which a process that has settled does next to nothing
+	repeats  = 10                     // runs of each change
+	apart    = 400 * time.Millisecond // pause between two changes, so that the process handles each separately
+	quiet    = time.Second            // interval in which a settled process uses almost no CPU
 )
 
-// A result is the figures of one size, always the same ones.
+// A result holds the figures of one cluster size. All sizes have the same rows.
 type result struct {
 	size
 	rows []row
@@ -54,23 +54,23 @@ func (r *result) add(what, format string, args ...any) {
 	log.Printf("%d nodes, %d peers: %s: %s", r.nodes, r.peers, what, r.rows[len(r.rows)-1].value)
 }
 
-// A subject is the process that is measured.
+// A subject is the measured process in its cluster.
 type subject struct {
 	*world
 	options
 	tap   *tap
 	cmd   *exec.Cmd
 	pid   int
-	idle  float64 // seconds of CPU in a second at rest
+	idle  float64 // CPU seconds per second at rest
 	moves int
 }
 
-// options are what is measured, and of which program.
+// options select the measured program, its role and the changes to measure.
 type options struct {
 	role, program string
-	repeats       int // of a change; 0: as often as it says
+	repeats       int // runs of each change; 0: the default of that change
 	changes       *regexp.Regexp
-	profiles      string // directory; empty: none are made
+	profiles      string // output directory; empty: no profiles
 }
 
 func measureSize(ctx context.Context, s size, o options) (r *result, err error) {
@@ -96,7 +96,7 @@ func measureSize(ctx context.Context, s size, o options) (r *result, err error) 
 		return nil, err
 	}
 	defer p.tap.listener.Close()
-	if err := p.move(ctx); err != nil { // so that one is active
+	if err := p.move(ctx); err != nil { // the TunnelEndpoints need an active gateway
 		return nil, err
 	}
 	if err := p.start(o.program, user); err != nil {
@@ -112,7 +112,7 @@ func measureSize(ctx context.Context, s size, o options) (r *result, err error) 
 	return r, p.measure(ctx, r)
 }
 
-// underlay makes the devices of our node, or of the gateway's Pod.
+// underlay creates the network devices of the measured node, or of the gateway's Pod.
 func underlay(role string) error {
 	if err := os.WriteFile("/proc/sys/net/ipv4/ip_forward", []byte("1"), 0); err != nil {
 		return err
@@ -134,7 +134,7 @@ func run(commands ...string) error {
 	return nil
 }
 
-// start starts the process with the rights that it has in a cluster.
+// start starts the process with the API permissions that it has in a real cluster.
 func (p *subject) start(program, user string) error {
 	cert, key, err := p.server.ClientCert(user)
 	if err != nil {
@@ -170,7 +170,7 @@ func (p *subject) start(program, user string) error {
 	return nil
 }
 
-// settle waits until the process does next to nothing, and at the longest a minute.
+// settle waits until the process is almost idle, for at most a minute.
 func (p *subject) settle(ctx context.Context) error {
 	for range 60 {
 		before, at := cpu(p.pid), time.Now()
@@ -265,7 +265,7 @@ func (p *subject) measure(ctx context.Context, r *result) error {
 	return nil
 }
 
-// profile has perf(1) note where the process spends its time, until done is called.
+// profile records with perf(1) where the process spends its time, until done is called.
 func (p *subject) profile(ctx context.Context, what string) (done func() error, err error) {
 	if p.profiles == "" {
 		return func() error { return nil }, nil
@@ -278,14 +278,14 @@ func (p *subject) profile(ctx context.Context, what string) (done func() error, 
 	return func() error {
 		_ = cmd.Process.Signal(os.Interrupt)
 		err := cmd.Wait()
-		if cmd.ProcessState.Exited() || cmd.ProcessState.Sys().(syscall.WaitStatus).Signal() == syscall.SIGINT { // as it ends when asked to
+		if cmd.ProcessState.Exited() || cmd.ProcessState.Sys().(syscall.WaitStatus).Signal() == syscall.SIGINT { // perf was interrupted on purpose
 			return nil
 		}
 		return fmt.Errorf("perf: %w", err)
 	}, nil
 }
 
-// count is how many of our objects a command of ip(8) lists.
+// count returns the number of Isthmus's objects in the output of an ip(8) command.
 func (p *subject) count(command string) (n int) {
 	words := strings.Fields(command)
 	out, _ := exec.Command(words[0], words[1:]...).Output()
@@ -297,10 +297,10 @@ func (p *subject) count(command string) (n int) {
 	return n
 }
 
-// A change is done a few times, with the number of times before it.
+// A change is one measured operation. do receives the number of runs before this one.
 type change struct {
 	what  string
-	times int // 0: repeats
+	times int // runs; 0: the constant repeats
 	do    func(ctx context.Context, i int) error
 }
 
@@ -397,13 +397,13 @@ func (p *subject) all() []change {
 	return append(all, change{"the gateway moves", 2, func(ctx context.Context, _ int) error { p.moves++; return p.move(ctx) }})
 }
 
-// inState changes the IPAM state as the manager does.
+// inState changes the IPAM state in the way the manager does.
 func (w *world) inState(ctx context.Context, f func(ipam.State) (ipam.State, error)) error {
 	_, err := w.ipam.Update(ctx, f)
 	return err
 }
 
-// move writes what a gateway writes that becomes the active one.
+// move makes the other gateway active: it writes the objects that a gateway writes on takeover.
 func (p *subject) move(ctx context.Context) error {
 	g := p.moves % 2
 	for i, role := range []string{v1alpha1.GatewayActive, v1alpha1.GatewayStandby} {
@@ -418,7 +418,7 @@ func (p *subject) move(ctx context.Context) error {
 		return err
 	}
 	if p.moves == 0 {
-		return nil // the TunnelEndpoints say so
+		return nil // fill has already written this gateway into the TunnelEndpoints
 	}
 	for i := range p.peers {
 		te := &v1alpha1.TunnelEndpoint{ObjectMeta: metav1.ObjectMeta{Namespace: "default", Name: fmt.Sprintf("peer-%d", i)}}

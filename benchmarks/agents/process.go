@@ -14,8 +14,8 @@ import (
 	"time"
 )
 
-// cpu is how long the threads of a process have been on processors. What threads took that have
-// ended is not in it; those of a Go program hardly ever end.
+// cpu returns the CPU time of a process's live threads. The time of threads that have ended is
+// missing, but threads of a Go program hardly ever end.
 func cpu(pid int) (sum time.Duration) {
 	files, _ := filepath.Glob(fmt.Sprintf("/proc/%d/task/*/schedstat", pid))
 	for _, name := range files {
@@ -28,7 +28,7 @@ func cpu(pid int) (sum time.Duration) {
 	return sum
 }
 
-// memory is a line of /proc/PID/status, in octets.
+// memory returns a value of /proc/PID/status, such as VmRSS, in octets.
 func memory(pid int, name string) (n int) {
 	b, _ := os.ReadFile(fmt.Sprintf("/proc/%d/status", pid))
 	for line := range strings.Lines(string(b)) {
@@ -39,11 +39,11 @@ func memory(pid int, name string) (n int) {
 	return n << 10
 }
 
-// A tap hands connections on to the API server and counts octets.
+// A tap is a proxy in front of the API server. It counts the octets in both directions.
 type tap struct {
 	listener net.Listener
 	to       string
-	read     atomic.Int64 // what the process has got, TLS and all
+	read     atomic.Int64 // octets that the process received, including TLS
 	sent     atomic.Int64
 }
 
@@ -79,7 +79,7 @@ func (t *tap) carry(c net.Conn) {
 	_, _ = io.Copy(counting{c, &t.read}, s)
 }
 
-// counting counts what is written through it.
+// counting is a writer that counts the octets written through it.
 type counting struct {
 	io.Writer
 	n *atomic.Int64
@@ -91,7 +91,7 @@ func (c counting) Write(b []byte) (int, error) {
 	return n, err
 }
 
-// auditPolicy is that of an API server that notes what one user asks.
+// auditPolicy makes the API server log the requests of one user. %q is the user.
 const auditPolicy = `apiVersion: audit.k8s.io/v1
 kind: Policy
 omitStages: [RequestReceived]
@@ -101,7 +101,8 @@ rules:
 - level: None
 `
 
-// asked counts the requests in an audit log: watches as they begin, all else as it ends.
+// asked counts the requests in an audit log: watches when they start, other requests when they
+// end.
 func asked(path string) (watches, others int, err error) {
 	f, err := os.Open(path)
 	if err != nil {

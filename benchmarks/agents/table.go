@@ -11,13 +11,13 @@ import (
 	"github.com/isthmus-net/isthmus/benchmarks/internal/measure"
 )
 
-// figures is a file of results: where they were measured, and a column for each size.
+// figures is the content of a results file: where it was measured, and one column for each size.
 type figures struct {
 	where string
 	all   []*result
 }
 
-// text has a row for each figure of any size.
+// text prints the table, with a row for each figure that any size has.
 func (f figures) text() string {
 	var b strings.Builder
 	b.WriteString(f.where + "\n\n| |")
@@ -39,7 +39,7 @@ func (s size) String() string {
 	return fmt.Sprintf("%d nodes, %d pods, %d peers", s.nodes, s.nodes*s.pods, s.peers)
 }
 
-// rows are what there are figures of, in the order of the first size.
+// rows returns the row names in the order of the first size that has them.
 func (f figures) rows() (all []string) {
 	for _, r := range f.all {
 		for _, row := range r.rows {
@@ -51,7 +51,7 @@ func (f figures) rows() (all []string) {
 	return all
 }
 
-// value is a printed figure, or empty.
+// value returns a printed figure, or the empty string if this size lacks it.
 func (r *result) value(what string) string {
 	if at := slices.IndexFunc(r.rows, func(row row) bool { return row.what == what }); at >= 0 {
 		return r.rows[at].value
@@ -59,7 +59,7 @@ func (r *result) value(what string) string {
 	return ""
 }
 
-// readFigures reads what text has printed; a file that is not there has none.
+// readFigures parses a file that text has printed. A missing file yields no figures.
 func readFigures(name string) (f figures, err error) {
 	b, err := os.ReadFile(name)
 	if errors.Is(err, fs.ErrNotExist) {
@@ -92,7 +92,7 @@ func readFigures(name string) (f figures, err error) {
 	return f, nil
 }
 
-// unfinished reads figures that are to be completed. Those of another commit count for nothing.
+// unfinished reads the figures of an interrupted run. It ignores figures of another commit.
 func unfinished(name, role string) (figures, error) {
 	now := figures{where: measure.Where() + "; CPU seconds of the process " + role + "."}
 	if name == "" {
@@ -105,7 +105,8 @@ func unfinished(name, role string) (figures, error) {
 	return was, nil
 }
 
-// commit is that of a line of measure.Where. The file itself may be all that is not committed.
+// commit extracts the commit from a line of measure.Where. It drops "-dirty", because the results
+// file itself may be the only uncommitted change.
 func commit(where string) string {
 	_, rest, _ := strings.Cut(where, "commit ")
 	name, _, _ := strings.Cut(rest, ",")

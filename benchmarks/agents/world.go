@@ -35,41 +35,41 @@ import (
 	"github.com/isthmus-net/isthmus/manager/ipamstore"
 )
 
-// A size is that of a cluster.
-type size struct{ nodes, pods, peers int } // pods of each node
+// A size is the size of a simulated cluster.
+type size struct{ nodes, pods, peers int } // pods on each node
 
-// A world is one cluster.
+// A world is one simulated cluster with its API server.
 type world struct {
 	size
 	dir    string
 	server *kubetest.Server
 	api    client.Client
 	etcd   *http.Client
-	audit  string // path of the log
+	audit  string // path of the audit log
 	born   metav1.Time
 	ipam   *ipamstore.Store
 }
 
 const namespace = deploy.Namespace
 
-// ownPods is the network of all our pods; each node has a /24 of it.
+// ownPods is the cluster's PodCIDR. Each node has a /24 of it.
 var ownPods = netip.MustParsePrefix("10.128.0.0/11")
 
 func nodeName(i int) string { return fmt.Sprintf("n%d", i) }
 
-// nodeAddr is the InternalIP of a node; the first one is ours.
+// nodeAddr returns the InternalIP of a node. The first node is the measured one.
 func nodeAddr(i int) string { return fmt.Sprintf("172.30.%d.%d", (i+1)>>8, (i+1)&255) }
 
 func podAddr(node, i int) string {
 	return fmt.Sprintf("10.%d.%d.%d", 128+node>>8, node&255, i+2)
 }
 
-// gatewayAddr is that of one of the two replicas, on nodes 1 and 2.
+// gatewayAddr returns the Pod address of one of the two gateway replicas, on nodes 1 and 2.
 func gatewayAddr(i int) string { return podAddr(i+1, 250) }
 
 func gatewayName(i int) string { return fmt.Sprintf("isthmus-gateway-%d", i) }
 
-// remote are the networks of a peer as they are used here.
+// remote returns the networks under which this cluster reaches a peer.
 func remote(i int) (pod, external string) {
 	i += 16
 	return fmt.Sprintf("%d.%d.%d.0/20", 100, 64+i>>4&63, i&15<<4), fmt.Sprintf("11.%d.%d.0/20", i>>4, i&15<<4)
@@ -107,7 +107,7 @@ func (w *world) close() error {
 	return errors.Join(err, os.RemoveAll(w.dir))
 }
 
-// install creates the objects of files of the package deploy.
+// install creates the objects in the manifests of package deploy that match a glob pattern.
 func (w *world) install(ctx context.Context, pattern string) error {
 	names, err := fs.Glob(deploy.Files, pattern)
 	if err != nil {
@@ -134,7 +134,7 @@ func (w *world) install(ctx context.Context, pattern string) error {
 	return nil
 }
 
-// fill makes the cluster.
+// fill creates the objects of the cluster.
 func (w *world) fill(ctx context.Context) error {
 	if err := w.install(ctx, "crds/*.yaml"); err != nil {
 		return err
@@ -170,11 +170,11 @@ func (w *world) fill(ctx context.Context) error {
 	if err := w.api.Create(ctx, w.ipamStorage()); err != nil {
 		return err
 	}
-	w.ipam = ipamstore.New(w.api, w.api, "benchmark", slog.New(slog.DiscardHandler)) // as the manager writes them
+	w.ipam = ipamstore.New(w.api, w.api, "benchmark", slog.New(slog.DiscardHandler)) // the same code as the manager's
 	return w.ipam.Load(ctx)
 }
 
-// everything yields the objects that are written into etcd, with their keys.
+// everything yields the objects to write into etcd, with their keys.
 func (w *world) everything(yield func(key string, o client.Object) bool) {
 	for n := range w.nodes {
 		if !yield("/registry/minions/"+nodeName(n), w.node(n)) {
@@ -203,7 +203,7 @@ func (w *world) everything(yield func(key string, o client.Object) bool) {
 	}
 }
 
-// store writes objects as the API server stores them, a hundred at a time.
+// store writes objects into etcd in the API server's format, a hundred in each transaction.
 func (w *world) store(ctx context.Context, all func(func(string, client.Object) bool)) (err error) {
 	scheme := kubetest.NewScheme()
 	encoder := protobuf.NewSerializer(scheme, scheme)
@@ -259,7 +259,8 @@ func (w *world) store(ctx context.Context, all func(func(string, client.Object) 
 	return err
 }
 
-// managed stands for the managed fields of an object: they are a third of it, and nobody reads them.
+// managed returns managed fields of a given size. On real objects they are about a third of the
+// object, and no component reads them.
 func managed(octets int) []metav1.ManagedFieldsEntry {
 	text := `{"f:metadata":{"f:labels":{".":{}` + strings.Repeat(`,"f:app.kubernetes.io/name":{}`, octets/30) + `}}}`
 	return []metav1.ManagedFieldsEntry{{Manager: "kubelet", Operation: metav1.ManagedFieldsOperationUpdate, APIVersion: "v1", FieldsType: "FieldsV1",
@@ -318,7 +319,7 @@ func (w *world) endpoint(i int) *v1alpha1.TunnelEndpoint {
 	}
 }
 
-// status is what the gateway writes of a peer.
+// status returns the status that the gateway writes for a peer.
 func (w *world) status(i, gateway, latency int) v1alpha1.TunnelEndpointStatus {
 	pod, external := remote(i)
 	at := metav1.NewTime(time.Now().Truncate(time.Second))
@@ -349,7 +350,7 @@ func subnets(i int) v1alpha1.Subnets {
 	return v1alpha1.Subnets{LocalNATPodCIDR: v1alpha1.None, RemotePodCIDR: pod, LocalNATExternalCIDR: v1alpha1.None, RemoteExternalCIDR: external}
 }
 
-// merge patches an object.
+// merge applies a JSON merge patch to an object.
 func (w *world) merge(ctx context.Context, o client.Object, status bool, patch map[string]any) error {
 	b, err := json.Marshal(patch)
 	if err != nil {

@@ -1,6 +1,7 @@
-// Blackhole measures how long a TCP stream between two pods stands still when the path between the
-// gateways begins to drop large datagrams and says nothing: an underlay that goes from MTU 1500 to
-// 1280 with ICMP filtered, and back. Beside wireguard-go without NAT, with the same MTU.
+// Blackhole measures how long a TCP stream between two pods stalls when the path between the
+// gateways starts to drop large datagrams silently. The underlay's MTU goes from 1500 to 1280
+// with ICMP filtered, and back. wireguard-go without NAT, with the same MTU, is measured for
+// comparison.
 //
 //	go run ./benchmarks/blackhole -isthmus bin/isthmus -rounds 3
 //
@@ -43,9 +44,9 @@ const (
 	wgPort       = 51820
 
 	tick = 50 * time.Millisecond
-	// give is how long a stream may stand still until it counts as stuck.
+	// give is the longest stall before a stream counts as stuck.
 	give = 20 * time.Second
-	// back is how long a stream is watched after the path has healed.
+	// back is the time for which a stream is observed after the path has recovered.
 	back = 45 * time.Second
 )
 
@@ -74,14 +75,14 @@ func main() {
 	}
 }
 
-// A result is what one round has shown.
+// A result holds the measurements of one round.
 type result struct {
 	before, during, after float64       // Mbit/s
-	still                 time.Duration // how long the stream stood still after the path narrowed
-	stuck                 bool          // until it was given up
-	healed                time.Duration // from when the path had healed until the stream went on; 0: it did all the time
-	mtu                   time.Duration // and until the MTU towards the peer was what it had been
-	gap                   time.Duration // longest pause of the stream after the path had healed
+	still                 time.Duration // stall of the stream after the path MTU fell
+	stuck                 bool          // the stream did not recover within give
+	healed                time.Duration // from the recovery of the path to that of the stream; 0: the stream was running already
+	mtu                   time.Duration // from the recovery of the path until the MTU towards the peer was back
+	gap                   time.Duration // longest pause of the stream after the path recovered
 }
 
 func (r result) String() string {
@@ -95,7 +96,7 @@ func (r result) String() string {
 
 func seconds(d time.Duration) string { return fmt.Sprintf("%.1f s", d.Seconds()) }
 
-// measure makes a lab with one of the two and narrows its path.
+// measure builds a lab with one of the two implementations and shrinks its path MTU.
 func measure(ctx context.Context, name, binary string) (r result, err error) {
 	cluster := func(name string, n int) lab.ClusterSpec {
 		return lab.ClusterSpec{Name: name, PodCIDR: netip.MustParsePrefix(fmt.Sprintf("10.%d.0.0/16", 200+n)), Nodes: 1, PodsPerNode: 1}
@@ -106,7 +107,7 @@ func measure(ctx context.Context, name, binary string) (r result, err error) {
 	}
 	defer func() { err = errors.Join(err, l.Down()) }()
 	a, b := l.Clusters[0], l.Clusters[1]
-	for _, c := range l.Clusters { // a veth pair takes a superpacket whatever its MTU: segment before
+	for _, c := range l.Clusters { // a veth pair passes superpackets of any size: segment them before
 		if err := c.Nodes[0].Do(func() error {
 			return withLink("eth0", func(l netlink.Link) error { return netlink.LinkSetGSOMaxSegs(l, 1) })
 		}); err != nil {
@@ -137,7 +138,8 @@ func measure(ctx context.Context, name, binary string) (r result, err error) {
 			if err := withLink(b.Nodes[0].Name, func(l netlink.Link) error { return netlink.LinkSetMTU(l, mtu) }); err != nil {
 				return err
 			}
-			// The bridge follows its ports unless it is told, and the router would say something.
+			// A bridge takes the smallest MTU of its ports unless its own is set. With a smaller MTU, the
+			// router would send ICMP errors.
 			return withLink("br-b", func(l netlink.Link) error { return netlink.LinkSetMTU(l, wide) })
 		})
 	}
@@ -153,7 +155,7 @@ func measure(ctx context.Context, name, binary string) (r result, err error) {
 	if err := path(narrow); err != nil {
 		return r, err
 	}
-	flows := r.before * 1e6 / 8 * tick.Seconds() / 20 // octets in a tick: a twentieth of what it was
+	flows := r.before * 1e6 / 8 * tick.Seconds() / 20 // octets in a tick at a twentieth of the earlier rate
 	begin := time.Now()
 	r.still, r.stuck = flowing(got, begin.Add(tick), flows, give)
 	time.Sleep(2 * time.Second)
@@ -186,7 +188,7 @@ func measure(ctx context.Context, name, binary string) (r result, err error) {
 	return r, nil
 }
 
-// stream sends from one pod to the other as much as goes, and counts what arrives.
+// stream sends from one pod to the other at full speed. got returns the octets received so far.
 func stream(ctx context.Context, from, to *lab.Host, target netip.Addr) (got func() uint64, end func(), err error) {
 	listener, err := to.Listen("tcp", ":7000")
 	if err != nil {
@@ -228,15 +230,15 @@ type zeros struct{}
 
 func (zeros) Read(p []byte) (int, error) { return len(p), nil }
 
-// rate is what arrives in a while, in Mbit/s.
+// rate measures the receive rate over d, in Mbit/s.
 func rate(got func() uint64, d time.Duration) float64 {
 	begin, was := time.Now(), got()
 	time.Sleep(d)
 	return float64(got()-was) * 8 / 1e6 / time.Since(begin).Seconds()
 }
 
-// flowing waits until at least that many octets arrive in each of four ticks in a row, and says how
-// long that took to begin.
+// flowing waits until at least the given number of octets arrives in each of four ticks in a row.
+// It returns the time from begin to the first of these ticks.
 func flowing(got func() uint64, begin time.Time, octets float64, atMost time.Duration) (after time.Duration, stuck bool) {
 	was, row := got(), 0
 	for {
@@ -255,7 +257,7 @@ func flowing(got func() uint64, begin time.Time, octets float64, atMost time.Dur
 	}
 }
 
-// mtuTowards is what the gateway of a cluster says of its only peer.
+// mtuTowards returns the MTU towards the only peer, as the gateway of a cluster reports it.
 func mtuTowards(ctx context.Context, c *lab.Cluster) int {
 	text, err := c.Nodes[0].Get(ctx, "http://"+file.DefaultStatusAddress+"/status")
 	var s gateway.Status
@@ -273,7 +275,7 @@ func withLink(name string, f func(netlink.Link) error) error {
 	return f(link)
 }
 
-// startWireGuardGo joins the two clusters, whose PodCIDRs differ, without NAT.
+// startWireGuardGo joins the two clusters without NAT. Their PodCIDRs must differ.
 func startWireGuardGo(ctx context.Context, a, b *lab.Cluster) (stop func(), err error) {
 	self, err := os.Executable()
 	if err != nil {
@@ -317,7 +319,7 @@ func startWireGuardGo(ctx context.Context, a, b *lab.Cluster) (stop func(), err 
 	return stop, nil
 }
 
-// wireguardGo is a gateway process: the device of our go.mod, nothing else.
+// wireguardGo runs a gateway process: only the WireGuard device of the version in our go.mod.
 func wireguardGo(uapi string) error {
 	t, err := tun.CreateTUN("wg0", tunnelMTU)
 	if err != nil {

@@ -1,11 +1,12 @@
-// Command capture measures what a capture and the flow log cost: the same traffic between two pods of
-// two clusters, with both off and with each on, interleaved in one run.
+// Command capture measures the cost of a packet capture and of the flow log. It sends the same
+// traffic between two pods of two clusters with both off and with each on, interleaved in one
+// run.
 //
 //	go run ./benchmarks/capture -isthmus bin/isthmus -rounds 7 -write docs/capture.md
 //
-// The capture is of the sender's gateway, and what it reads is thrown away; the flow log is of both
-// gateways. "off" is there twice, so that the table says what is noise. It needs root, and prints the
-// table or puts it between the two marks of a page.
+// The capture runs on the sender's gateway and its output is discarded. The flow log runs on both
+// gateways. The variant "off" appears twice, so that the table shows the measurement noise. The
+// command needs root. It prints the table, or writes it between the two marks of a page.
 package main
 
 import (
@@ -29,14 +30,14 @@ import (
 	"github.com/isthmus-net/isthmus/internal/lab"
 )
 
-// The table is between these lines of a page.
+// The table of a page stands between these lines.
 const begin, end = "<!-- measured by go run ./benchmarks/capture -->\n", "<!-- end of what was measured -->\n"
 
 // A variant is a row of the table.
 type variant struct {
 	name    string
 	flowLog bool
-	capture []string // arguments; nil: none
+	capture []string // arguments of `isthmus capture`; nil: no capture
 }
 
 var variants = []variant{
@@ -48,7 +49,7 @@ var variants = []variant{
 	{name: "flow log", flowLog: true},
 }
 
-// figures are the columns: what is sent, and in which unit it arrives.
+// figures are the columns: the load and its unit.
 var figures = []string{"TCP, 4 streams, Gbit/s", "UDP of 64 octets, kpps"}
 
 func main() {
@@ -121,7 +122,7 @@ func run(ctx context.Context, binary string, rounds int, d time.Duration) (table
 		measure.Where(), strings.Join(fields[:3], " "), rounds, d, tableOf(got)), nil
 }
 
-// measureOne starts the gateways as the variant says, and ends them.
+// measureOne starts the gateways with the settings of a variant, measures, and stops them.
 func measureOne(ctx context.Context, l *lab.Lab, v variant, self, binary string, d time.Duration) (got []float64, err error) {
 	a, b := l.Clusters[0], l.Clusters[1]
 	if v.flowLog {
@@ -143,7 +144,7 @@ func measureOne(ctx context.Context, l *lab.Lab, v variant, self, binary string,
 	}
 	ms := strconv.Itoa(int(d.Milliseconds()))
 	from := a.Pods[0].Host
-	for range 2 { // the first connects
+	for range 2 { // the first run only opens the connections
 		if _, err = load.Run(ctx, from, self, "tcp", target.String(), "1", "100"); err == nil {
 			break
 		}
@@ -169,7 +170,8 @@ func measureOne(ctx context.Context, l *lab.Lab, v variant, self, binary string,
 	return []float64{float64(tcp.Bytes) * 8 / 1e9 / tcp.Seconds, float64(udp.Packets) / 1e3 / udp.Seconds}, nil
 }
 
-// setFlowLog has a gateway log flows when it starts.
+// setFlowLog enables the flow log in a gateway's configuration, which takes effect at its next
+// start.
 func setFlowLog(config string) (undo func() error, err error) {
 	text, err := os.ReadFile(config)
 	if err != nil {
@@ -180,7 +182,7 @@ func setFlowLog(config string) (undo func() error, err error) {
 	return func() error { return errors.Join(os.WriteFile(config, text, 0o600), os.RemoveAll(name)) }, err
 }
 
-// startCapture returns when the gateway has said that it captures.
+// startCapture starts a capture and returns when the gateway has confirmed it.
 func startCapture(ctx context.Context, c *lab.Cluster, binary string, args []string) (stop func() error, err error) {
 	cmd := c.Gateway().Command(ctx, binary, append([]string{"capture", "-w", "-", "--duration", "1h", "--packets", "100000000", "--bytes", "17179869184"}, args...)...)
 	out, err := cmd.StdoutPipe()
@@ -190,7 +192,7 @@ func startCapture(ctx context.Context, c *lab.Cluster, binary string, args []str
 	if err := cmd.Start(); err != nil {
 		return nil, err
 	}
-	head := make([]byte, 4) // the file begins when the capture does
+	head := make([]byte, 4) // the file header arrives when the capture starts
 	if _, err := out.Read(head); err != nil {
 		return nil, errors.Join(fmt.Errorf("the capture did not begin: %w", err), cmd.Wait())
 	}
@@ -213,7 +215,7 @@ func startCapture(ctx context.Context, c *lab.Cluster, binary string, args []str
 	}, nil
 }
 
-// tableOf compares all variants with the first.
+// tableOf formats the table. It compares all variants with the first.
 func tableOf(got measure.Samples) string {
 	var b strings.Builder
 	fmt.Fprintf(&b, "| | %s |\n|---|%s\n", strings.Join(figures, " | "), strings.Repeat("---|", len(figures)))

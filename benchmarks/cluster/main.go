@@ -1,13 +1,14 @@
-// Command cluster measures what it costs that the gateway is a Pod: the same traffic between pods of
-// two peered clusters, with gateways in Pods (as `isthmus install` makes them) and with gateways in
-// the network of their nodes (--host-network), in one run and interleaved; between pods on the nodes
-// of the active gateways, and between pods on others.
+// Command cluster measures the cost of running the gateway as a Pod. It sends the same traffic
+// between pods of two peered clusters, once with gateways in Pods (the default of `isthmus
+// install`) and once with gateways in their nodes' network (--host-network), interleaved in one
+// run. It measures pods on the nodes of the active gateways, and pods on other nodes.
 //
 //	go run ./benchmarks/cluster -rounds 5 -out benchmarks/cluster.md
 //
-// Each cluster has an API server, a manager, gateways and route agents of its own (package fleet): two
-// pairs of clusters that share nothing but the machine. Figures are medians with the smallest and the
-// largest, ratios are formed round by round. It needs root and the programs that `make deps` builds.
+// Each cluster has its own API server, manager, gateways and route agents (package fleet). The
+// two pairs of clusters share nothing but the machine. Figures are medians with minimum and
+// maximum; ratios are computed for each round. The command needs root and the programs that `make
+// deps` builds.
 package main
 
 import (
@@ -66,13 +67,13 @@ round by round: above 1 is better for throughput and packets, below 1 for CPU an
 
 `
 
-// A variant is where the gateways are, and where the pods.
+// A variant is the placement of gateways and pods.
 type variant struct {
 	inPods bool // the gateways are Pods
 	beside bool // the pods are on the nodes of the active gateways
 }
 
-// variants, in the order of the columns: each pair is compared.
+// variants are the columns of the table. Each pair is compared.
 var variants = []variant{{false, true}, {true, true}, {false, false}, {true, false}}
 
 func (v variant) String() string {
@@ -86,10 +87,10 @@ func (v variant) String() string {
 	return where + ", pods on " + pods
 }
 
-// A path is the two pods of a variant.
+// A path is the pair of pods that a variant sends traffic between.
 type path struct {
 	from *lab.Pod
-	to   netip.Addr // as from sees it
+	to   netip.Addr // the other pod's address in the cluster of from
 }
 
 func run(ctx context.Context, rounds int, d time.Duration) (text string, err error) {
@@ -147,7 +148,8 @@ func run(ctx context.Context, rounds int, d time.Duration) (text string, err err
 	return fmt.Sprintf("The load of the machine before it was %s.\n%s", before, samples.Pairs(names, load.TrafficFigures)), nil
 }
 
-// connect peers the clusters in pairs and starts what answers; stop ends that, also after an error.
+// connect peers the clusters in pairs and starts the load servers. stop ends the servers; the
+// caller calls it also after an error.
 func connect(ctx context.Context, f *fleet.Fleet, self string) (paths map[variant]path, stop func(), err error) {
 	var servers []*os.Process
 	stop = func() {

@@ -20,27 +20,27 @@ import (
 	"github.com/isthmus-net/isthmus/internal/lab"
 )
 
-// A bench is the lab with what the peers need to know of it.
+// A bench is the lab and the settings that all peers share.
 type bench struct {
 	lab       *lab.Lab
-	self      string // this program
-	binary    string // isthmus
-	tailscale string // the program of ../tailscale; empty: not built
+	self      string // path of this program
+	binary    string // path of isthmus
+	tailscale string // path of the program of ../tailscale; empty: not built
 	mtu       int    // of the underlay
 	nodes     [2]*node
 }
 
-// A node is one end: the cluster's only node and its only pod.
+// A node is one side of the path: the only node and the only pod of a cluster.
 type node struct {
 	cluster  *lab.Cluster
 	host     *lab.Host
 	pod      *lab.Pod
 	underlay netip.Addr
 	cidr     netip.Prefix // the cluster's PodCIDR
-	seen     netip.Prefix // as the other cluster sees it
+	seen     netip.Prefix // the PodCIDR under which the other cluster reaches this one
 }
 
-// seenPod is the pod's address as the other cluster sees it.
+// seenPod returns the address under which the other cluster reaches the pod.
 func (n *node) seenPod() netip.Addr {
 	a, net := n.pod.Addr.As4(), n.seen.Addr().As4()
 	for i := range a {
@@ -55,10 +55,10 @@ func (n *node) seenPod() netip.Addr {
 	return netip.AddrFrom4(a)
 }
 
-// tunnelMTU leaves room for IPv4, UDP and WireGuard, as Liqo reckons.
+// tunnelMTU subtracts IPv4, UDP and WireGuard headers, rounded as in Liqo.
 func (b *bench) tunnelMTU() int { return b.mtu - 60 }
 
-// missing says why a peer cannot be measured; empty when it can.
+// missing returns the reason why a peer cannot be measured, or the empty string.
 func (b *bench) missing(program string) string {
 	switch {
 	case program == "":
@@ -97,7 +97,7 @@ func newBench(ctx context.Context, mtu int, binary, fork string) (*bench, error)
 	return b, nil
 }
 
-// startListeners puts sinks into both pods and an echo into pod B, for the whole run.
+// startListeners starts a sink in both pods and an echo server in pod B, for the whole run.
 func (b *bench) startListeners(ctx context.Context) (func(), error) {
 	var procs []*os.Process
 	stop := func() {
@@ -120,7 +120,7 @@ func (b *bench) startListeners(ctx context.Context) (func(), error) {
 	return stop, nil
 }
 
-// run runs a command inside h to its end, stdin being its input.
+// run runs a command inside h until it exits, with the given standard input.
 func (b *bench) run(ctx context.Context, h *lab.Host, stdin, name string, args ...string) error {
 	cmd := h.Command(ctx, name, args...)
 	cmd.Stdin = strings.NewReader(stdin)
@@ -130,7 +130,7 @@ func (b *bench) run(ctx context.Context, h *lab.Host, stdin, name string, args .
 	return nil
 }
 
-// measureLoad runs one load process in pod A and adds up what the gateways used.
+// measureLoad runs one load process in pod A. It also returns the gateways' CPU seconds.
 func (b *bench) measureLoad(ctx context.Context, r *running, args ...string) (load.Result, float64, error) {
 	before := cpuSeconds(r.gateways)
 	res, err := b.load(ctx, 0, args...)
@@ -142,7 +142,7 @@ func (b *bench) load(ctx context.Context, node int, args ...string) (load.Result
 	return load.Run(ctx, b.nodes[node].pod.Host, b.self, args...)
 }
 
-// bothWays runs one TCP stream in each direction at once.
+// bothWays runs one TCP stream in each direction at the same time.
 func (b *bench) bothWays(ctx context.Context, r *running, ms string) (load.Result, float64, error) {
 	before := cpuSeconds(r.gateways)
 	var res [2]load.Result
@@ -156,7 +156,7 @@ func (b *bench) bothWays(ctx context.Context, r *running, ms string) (load.Resul
 	return load.Result{Bytes: res[0].Bytes + res[1].Bytes, Seconds: max(res[0].Seconds, res[1].Seconds)}, used, errors.Join(errs[:]...)
 }
 
-// waitReady waits for the first answer through the tunnel.
+// waitReady waits for the first reply through the tunnel.
 func (b *bench) waitReady(ctx context.Context, r *running) error {
 	var err error
 	for range 50 {
@@ -183,10 +183,11 @@ func (b *bench) stop(r *running) error {
 	return errors.Join(errs...)
 }
 
-// route sends a prefix to a device of the node's namespace; it goes with the device.
+// route adds a route through a device of the node's namespace. The kernel deletes it with the
+// device.
 func (n *node) route(to netip.Prefix, dev string) error { return n.routeVia(to, dev, netip.Addr{}) }
 
-// routeVia is route by a next hop, unless that is the zero Addr.
+// routeVia adds a route through a device and a next hop. A zero next hop means none.
 func (n *node) routeVia(to netip.Prefix, dev string, via netip.Addr) error {
 	return n.host.Do(func() error {
 		link, err := netlink.LinkByName(dev)

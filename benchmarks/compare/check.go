@@ -12,33 +12,34 @@ import (
 	"github.com/isthmus-net/isthmus/benchmarks/internal/measure"
 )
 
-// A check says whether Isthmus became slower, on a machine whose speed drifts. It compares ratios
-// to the reference of the same run, and takes the ratio of the medians of a run, since the
-// reference is the less steady of the two. A figure is worse only when
+// A check decides whether Isthmus became slower, on a machine whose speed drifts. It compares
+// ratios to a reference that the same run has measured. It uses the ratio of the two medians of a
+// run, because the reference varies more than Isthmus. A figure is worse only when
 //
-//   - this ratio is beyond the worst of all recorded runs by the figure's margin, and
-//   - a rank test of the single rounds against all recorded ones says so at 1 %.
+//   - this ratio exceeds the worst of all recorded runs by more than the figure's margin, and
+//   - a rank test of the single rounds against all recorded rounds is significant at 1 %.
 //
-// Runs of different hours, which -record adds, tell the check how far the machine drifts by itself.
+// Runs at different hours, added with -record, show the check the drift of the machine itself.
 
-// reference is what the check divides by: the baseline on as many processors as Isthmus takes. With
-// more of them its CPU time depends on whether a processor is idle when a packet is handed over
-// (spread of the ratio of CPU per Gbit 6.4 % for 3.9).
+// reference is the peer whose figures are the divisor: the baseline restricted to the number of
+// processors that Isthmus uses. On more processors its CPU time depends on whether an idle
+// processor is free at each hand-over of a packet (spread of CPU per Gbit 6.4 % instead of 3.9
+// %).
 const reference = "the same, GOMAXPROCS=1"
 
 const (
-	fewest      = 3    // rounds before a check may end well
-	fewestRuns  = 3    // that have to be recorded for the margins of figures to count
-	untried     = 0.50 // the least margin before
-	significant = 0.01 // probability of a difference like that by chance, one figure alone
+	fewest      = 3    // fewest rounds after which a check can pass
+	fewestRuns  = 3    // fewest recorded runs for which a figure's own margin applies
+	untried     = 0.50 // minimum margin with fewer recorded runs
+	significant = 0.01 // probability of such a difference by chance, for one figure
 )
 
-// A recording is what is kept of runs.
+// A recording is the file of earlier runs.
 type recording struct {
 	Runs []measured `json:"runs"`
 }
 
-// measured is one run.
+// measured is one recorded run.
 type measured struct {
 	Where   string   `json:"where"`
 	Samples []sample `json:"samples"`
@@ -55,7 +56,7 @@ func readRecording(file string) (was recording, err error) {
 	return was, nil
 }
 
-// record adds a run to a file, and makes the file if there is none.
+// record appends a run to a file, and creates the file if necessary.
 func record(file string, m measured) error {
 	was, err := readRecording(file)
 	if err != nil && !errors.Is(err, os.ErrNotExist) {
@@ -69,18 +70,18 @@ func record(file string, m measured) error {
 	return os.WriteFile(file, append(text, '\n'), 0o644)
 }
 
-// A finding is what the check says of one figure of one peer.
+// A finding is the result of the check for one figure of one peer.
 type finding struct {
 	peer   string
 	figure figure
 	now    float64   // ratio of the medians
-	then   []float64 // the same of each recorded run
-	limit  float64   // the worst ratio that still does
+	then   []float64 // the ratio of each recorded run
+	limit  float64   // the worst ratio that is still acceptable
 	beyond bool      // now is worse than limit
-	p      float64   // probability of rounds as bad as these by chance
+	p      float64   // probability that rounds as bad as these occur by chance
 }
 
-// worse says whether there is a regression.
+// worse reports whether there is a regression.
 func (f finding) worse() bool { return f.beyond && f.p <= significant }
 
 func (f finding) String() string {
@@ -88,7 +89,7 @@ func (f finding) String() string {
 		f.peer, f.figure.name, f.now, reference, slices.Min(f.then), slices.Max(f.then), f.limit, f.p)
 }
 
-// judge compares all figures of Isthmus that are in both.
+// judge compares all figures of Isthmus that both the run and the recording contain.
 func judge(all []sample, was recording) (findings []finding) {
 	for _, p := range peers {
 		if !strings.HasPrefix(p.name, "isthmus") {
@@ -124,8 +125,9 @@ func judge(all []sample, was recording) (findings []finding) {
 	return findings
 }
 
-// ratioOfMedians is that of a peer's figure to the reference's, and the ratio of each round's
-// figure to the same median of the reference. There are none where the run has not measured both.
+// ratioOfMedians divides the median of a peer's figure by the reference's median. rounds are the
+// single rounds divided by the same reference median. Both are empty if the run lacks either
+// peer.
 func ratioOfMedians(all []sample, peer string, f figure) (ratio float64, rounds []float64) {
 	v, base := valuesOf(all, peer, f), valuesOf(all, reference, f)
 	if len(v) == 0 || len(base) == 0 || slices.Min(base) <= 0 {
@@ -138,12 +140,14 @@ func ratioOfMedians(all []sample, peer string, f figure) (ratio float64, rounds 
 	return measure.Median(rounds), rounds
 }
 
-// inLimits says whether a check can end: nothing is beyond its limit. Otherwise more rounds decide.
+// inLimits reports whether a check can pass now: no figure exceeds its limit. Otherwise the
+// caller measures more rounds.
 func inLimits(findings []finding) bool {
 	return !slices.ContainsFunc(findings, func(f finding) bool { return f.beyond })
 }
 
-// verdict is an error that names every figure that became worse. It writes what is not clear to w.
+// verdict returns an error that names every figure that became worse. It writes inconclusive
+// findings to w.
 func verdict(w io.Writer, findings []finding) error {
 	if len(findings) == 0 {
 		return errors.New("the recorded runs have nothing to compare with")
@@ -161,7 +165,7 @@ func verdict(w io.Writer, findings []finding) error {
 	return errors.Join(errs...)
 }
 
-// rounds is how many rounds there are samples of.
+// rounds returns the number of measured rounds.
 func rounds(all []sample) (n int) {
 	for _, s := range all {
 		n = max(n, s.Round+1)

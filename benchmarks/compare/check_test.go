@@ -9,7 +9,7 @@ import (
 	"testing"
 )
 
-// samples are n rounds of the reference and of Isthmus with the given throughput and memory.
+// samples returns n rounds of the reference and of Isthmus with the given throughput and memory.
 func samples(n int, tcp, memory float64) (all []sample) {
 	for i := range n {
 		wobble := 1 + float64(i%3)/20
@@ -24,7 +24,7 @@ func TestCheckNamesRegressions(t *testing.T) {
 	was := recording{[]measured{{"in the morning", samples(5, 3, 60)}, {"in the evening", samples(5, 2.8, 64)}}}
 	for name, c := range map[string]struct {
 		now  []sample
-		want []string // parts of the error; none: no error
+		want []string // substrings of the error; none: no error
 	}{
 		"the same":               {samples(5, 3, 60), nil},
 		"better":                 {samples(5, 5, 30), nil},
@@ -50,7 +50,7 @@ func TestCheckNamesRegressions(t *testing.T) {
 	}
 }
 
-// A check ends early when all is well, and goes on when one figure is not.
+// A check passes early if every figure is within its limit, and continues if one is not.
 func TestExceededLimitTriggersMoreRounds(t *testing.T) {
 	was := recording{[]measured{{"here", samples(5, 3, 60)}}}
 	for _, c := range []struct {
@@ -71,7 +71,7 @@ func TestTailsAreNotChecked(t *testing.T) {
 	}
 }
 
-// One run does not know how far ratios move by themselves.
+// The drift of ratios cannot be estimated from a single run.
 func TestThreeRunsAreNeededForASteadyValue(t *testing.T) {
 	run := func(cpu float64) (all []sample) {
 		for i := range 5 {
@@ -88,10 +88,10 @@ func TestThreeRunsAreNeededForASteadyValue(t *testing.T) {
 	}
 }
 
-// The machine as it was seen here: each run has a level of its own for the reference and for
-// Isthmus, each round its noise. What stays the same is called worse in hardly any check. What
-// takes a quarter more CPU is seen by one figure alone in every second one, and a gateway has
-// several; what takes two fifths more is seen nearly always.
+// The simulated machine behaves like the one on which the limits were measured: each run has its
+// own base level for the reference and for Isthmus, and each round adds noise. The check must
+// rarely report an unchanged speed as worse. A single figure detects 25 % more CPU in about every
+// second check, and a gateway has several figures. It detects 40 % more CPU nearly always.
 func TestCheckDistinguishesDriftFromRegression(t *testing.T) {
 	rng := rand.New(rand.NewPCG(1, 2))
 	run := func(n int, slower float64) (all []sample) {

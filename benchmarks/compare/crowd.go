@@ -22,14 +22,14 @@ import (
 	"github.com/isthmus-net/isthmus/internal/source/file"
 )
 
-// A crowd is what a gateway has beside the peer that is measured.
+// A crowd is the additional load of a gateway beside the measured peer.
 type crowd struct {
-	peers int // configured, and away
-	flows int // NAPT flows to the peer that is measured
+	peers int // configured but unreachable
+	flows int // NAPT flows to the measured peer
 }
 
-// configure adds the peers of a crowd to the node's configuration, and room for its flows. The
-// function that it returns undoes both.
+// configure adds the peers of a crowd to the node's configuration and raises its flow limit. undo
+// reverts both.
 func (c crowd) configure(n *node) (undo func() error, err error) {
 	gateway, objects := filepath.Join(n.cluster.ConfigDir, "gateway.yaml"), filepath.Join(n.cluster.ConfigDir, "crowd.yaml")
 	was, err := os.ReadFile(gateway)
@@ -41,7 +41,7 @@ func (c crowd) configure(n *node) (undo func() error, err error) {
 	for i := range c.peers {
 		var key [32]byte
 		_, _ = rand.Read(key[:]) // never fails
-		key[31] &= 0x7f          // as public keys are
+		key[31] &= 0x7f          // X25519 clamping, as in real public keys
 		id := fmt.Sprintf("00000000-0000-4000-8000-%012d", i)
 		document, err := yaml.Marshal(v1alpha1.TunnelEndpoint{
 			TypeMeta:   metav1.TypeMeta{APIVersion: v1alpha1.GroupVersion.String(), Kind: "TunnelEndpoint"},
@@ -66,8 +66,8 @@ func (c crowd) configure(n *node) (undo func() error, err error) {
 	return undo, errors.Join(os.WriteFile(objects, text.Bytes(), 0o644), os.WriteFile(gateway, append(was, room...), 0o644))
 }
 
-// open opens the flows of a crowd: datagrams from the node, which is no pod, to addresses of the
-// peer where nobody is.
+// open opens the flows of a crowd. It sends datagrams from the node itself, not from a pod, to
+// unused addresses of the peer.
 func (c crowd) open(ctx context.Context, b *bench, from *node, to netip.Prefix) error {
 	client := http.Client{Transport: &http.Transport{DialContext: func(ctx context.Context, network, address string) (net.Conn, error) {
 		return from.host.Dial(ctx, network, address)
@@ -96,7 +96,7 @@ func (c crowd) open(ctx context.Context, b *bench, from *node, to netip.Prefix) 
 	return fmt.Errorf("the gateway does not come to %d flows", c.flows)
 }
 
-// openFlows sends one datagram for each of n flows to addresses of a network, some 100,000 a
+// openFlows opens n flows with one datagram each, to addresses of a network, at about 100,000 per
 // second.
 func openFlows(network netip.Prefix, n int) error {
 	const ports = 64

@@ -1,12 +1,12 @@
-// Command compare measures Isthmus beside other ways to join two pod networks, all in one run and
-// interleaved, between the same two pods on this machine.
+// Command compare measures Isthmus and other ways to join two pod networks, interleaved in one
+// run and between the same two pods on this machine.
 //
 //	go run ./benchmarks/compare -rounds 5 -out benchmarks
 //
-// It builds one lab of two clusters with a node and a pod each, and in each round starts every peer
-// (see the peer_*.go files, one small file each), puts the same load on it and stops it again.
-// Figures are medians with the smallest and the largest; what is worth quoting is the ratio to
-// wireguard-go with kernel NETMAP of the same run, since the machine's speed drifts.
+// It builds one lab of two clusters with a node and a pod each. In each round it starts one peer
+// after the other (the peer_*.go files), applies the same load to each, and stops it. Figures are
+// medians with minimum and maximum. The machine's speed drifts, so quote the ratios to
+// wireguard-go with kernel NETMAP, which the same run measures.
 //
 // It needs root and, for the NETMAP peer, nft.
 package main
@@ -33,25 +33,25 @@ import (
 
 const wgPort = 5871
 
-// A start brings one peer up between the two nodes of the bench. What it has started is in the
-// result even when it fails.
+// A start connects the two nodes of the bench with one peer's software. After an error, the
+// result still lists all that was started.
 type start func(context.Context, *bench) (*running, error)
 
 type running struct {
-	target   netip.Addr    // where pod A finds pod B
-	back     netip.Addr    // where pod B finds pod A
-	gateways []*os.Process // whose CPU time and memory are counted
+	target   netip.Addr    // address at which pod A reaches pod B
+	back     netip.Addr    // address at which pod B reaches pod A
+	gateways []*os.Process // processes whose CPU time and memory are measured
 	cleanup  []func() error
 }
 
 // A peer is one way to join the two networks.
 type peer struct {
 	name  string
-	needs string // a program, without which the peer is left out
+	needs string // a required program; the peer is skipped without it
 	start start
 }
 
-// peers, in the order of the table.
+// peers are the rows of the table.
 var peers = []peer{
 	{"veth", "", veth},
 	{"vxlan", "", vxlan},
@@ -64,23 +64,23 @@ var peers = []peer{
 	{"isthmus without USO", "", isthmus(crowd{}, "--udp-offload=off")},
 	{"isthmus 4 tunnels", "", isthmusTunnels(4, "--udp-offload=off")},
 	{"isthmus crowded", "", isthmus(crowd{peers: 999, flows: 1_000_000}, "--udp-offload=off")},
-	{"isthmus", "", isthmus(crowd{})}, // default settings: with UDP offload where the kernel is trusted with it
+	{"isthmus", "", isthmus(crowd{})}, // default settings: with UDP offload on kernels where it is known to work
 }
 
-// tailscale stands for the program of ../tailscale, whose place is an option.
+// tailscale is a placeholder for the path of the program of ../tailscale, which is an option.
 const tailscale = "tailscale"
 
 const baseline = "wireguard-go + NETMAP"
 
-// checked are the peers that -check and -record measure where nothing else is asked for.
+// checked is the default selection of peers for -check and -record.
 const checked = reference + ",isthmus without USO,isthmus"
 
-// inPod is a load process: what package load has, and what only this program does.
+// inPod runs a load process: one of package load, or one of this program's own.
 func inPod(args []string) error {
 	switch {
 	case len(args) == 1 && args[0] == "soak-server":
 		return soakServer()
-	case len(args) == 3 && args[0] == "soak": // ADDR SECONDS: traffic of which every octet is compared
+	case len(args) == 3 && args[0] == "soak": // ADDR SECONDS: traffic whose every octet is compared
 		seconds, err := strconv.Atoi(args[2])
 		if err != nil {
 			return err
@@ -147,7 +147,7 @@ func main() {
 	if (*recorded != "" || *recordIn != "") && *only == "" {
 		*only = checked
 	}
-	if *out != "" { // now, not when all is measured
+	if *out != "" { // fail before the measurements, not after them
 		if err := os.MkdirAll(*out, 0o755); err != nil {
 			log.Fatal(err)
 		}
@@ -177,7 +177,8 @@ func main() {
 	}
 }
 
-// run measures the peers that only names, round by round until enough says so, at most most rounds.
+// run measures the peers selected by only, round by round. It stops when enough returns true, or
+// after most rounds.
 func run(ctx context.Context, most int, d time.Duration, mtu int, binary, fork, only string, enough func([]sample) bool) (all []sample, err error) {
 	b, err := newBench(ctx, mtu, binary, fork)
 	if err != nil {
@@ -226,8 +227,9 @@ func runSoaks(ctx context.Context, mtu int, binary, fork, only string, d time.Du
 	return b.soak(ctx, only, d)
 }
 
-// wanted says whether a peer is to be measured: all are when only is empty. A word that is the name
-// of a peer means that one, any other those that contain it.
+// wanted reports whether the list only selects a peer. An empty list selects all peers. A word
+// that is a peer's full name selects that peer; any other word selects the peers whose names
+// contain it.
 func wanted(name, only string) bool {
 	return only == "" || slices.ContainsFunc(strings.Split(only, ","), func(w string) bool {
 		exact := slices.ContainsFunc(peers, func(p peer) bool { return p.name == w })
@@ -235,18 +237,18 @@ func wanted(name, only string) bool {
 	})
 }
 
-// A sample is one peer in one round.
+// A sample holds the figures of one peer in one round.
 type sample struct {
 	Peer   string
 	Round  int
 	TCP1   float64 // Gbit/s
 	TCP4   float64
-	TCP2   float64 // one stream each way, together
+	TCP2   float64 // one stream in each direction; sum
 	CPU    float64 // CPU seconds of both gateways per Gbit, over all TCP loads
-	Rate   float64 // the most 64 octet datagrams of which 99.5 % arrive, thousands a second
+	Rate   float64 // the highest rate of 64 octet datagrams of which 99.5 % arrive, thousands a second
 	Flood  float64 // received 64 octet datagrams, thousands a second
 	FloodC float64 // CPU microseconds of both gateways per received datagram
-	Paced  float64 // the same with 20 000 datagrams a second
+	Paced  float64 // CPU microseconds per datagram, at 20 000 datagrams a second
 	P50    float64 // round trip, microseconds
 	P90    float64
 	P99    float64
@@ -321,7 +323,7 @@ func (b *bench) measure(ctx context.Context, up start, d time.Duration) (s sampl
 	return s, nil
 }
 
-// cpuSeconds is user and system time of the processes, from /proc/PID/stat.
+// cpuSeconds returns the user and system time of the processes, from /proc/PID/stat.
 func cpuSeconds(procs []*os.Process) float64 {
 	var ticks float64
 	for _, p := range procs {
@@ -336,7 +338,7 @@ func cpuSeconds(procs []*os.Process) float64 {
 			ticks += n
 		}
 	}
-	return ticks / 100 // USER_HZ is 100 on every Linux architecture that Go knows
+	return ticks / 100 // USER_HZ is 100 on every Linux architecture that Go supports
 }
 
 func peakMiB(pid int) float64 {

@@ -13,14 +13,15 @@ import (
 	"github.com/isthmus-net/isthmus/internal/lab"
 )
 
-// isthmus is our gateway, as a user runs it: a process per node with a namespace of its own, NAT,
-// default deny, counters and connection check all on. args are added to its command line.
+// isthmus is our gateway in a user's configuration: a process and a network namespace for each
+// node, with NAT, default deny, counters and connection checks. args are added to its command
+// line.
 func isthmus(c crowd, args ...string) start {
 	return func(ctx context.Context, b *bench) (*running, error) { return b.isthmus(ctx, b.binary, c, args) }
 }
 
-// another is a build of isthmus beside the one that is measured: NAME=PATH, with arguments of its
-// gateway behind commas.
+// another parses the option for a second build of isthmus to compare with: NAME=PATH, optionally
+// followed by comma-separated arguments for its gateway.
 func another(text string) (peer, error) {
 	name, rest, ok := strings.Cut(text, "=")
 	if !ok || name == "" || rest == "" {
@@ -32,7 +33,7 @@ func another(text string) (peer, error) {
 	}}, nil
 }
 
-// isthmusTunnels is the same as isthmus with several tunnels between the two.
+// isthmusTunnels is isthmus with several tunnels between the two clusters.
 func isthmusTunnels(tunnels int, args ...string) start {
 	return func(ctx context.Context, b *bench) (*running, error) {
 		if err := b.setTunnels(tunnels); err != nil {
@@ -47,7 +48,7 @@ func isthmusTunnels(tunnels int, args ...string) start {
 	}
 }
 
-// waitTunnels waits until both gateways share the flows out among all tunnels.
+// waitTunnels waits until both gateways distribute the flows over all tunnels.
 func (b *bench) waitTunnels(ctx context.Context, tunnels int) error {
 	ctx, cancel := context.WithTimeout(ctx, 30*time.Second)
 	defer cancel()
@@ -67,13 +68,13 @@ func (b *bench) waitTunnels(ctx context.Context, tunnels int) error {
 	return nil
 }
 
-// setTunnels is how many tunnels the gateways have from the next Join on.
+// setTunnels sets the number of tunnels, which takes effect at the next Join.
 func (b *bench) setTunnels(tunnels int) error {
 	var errs []error
 	for _, n := range b.nodes {
 		n.cluster.Tunnels = tunnels
 		if err := os.Remove(filepath.Join(n.cluster.ConfigDir, "gateway.yaml")); !errors.Is(err, fs.ErrNotExist) {
-			errs = append(errs, err) // Join writes it anew
+			errs = append(errs, err) // Join writes the file again
 		}
 	}
 	return errors.Join(errs...)
@@ -89,11 +90,12 @@ func (b *bench) isthmus(ctx context.Context, binary string, c crowd, args []stri
 	if err := b.lab.Join(a.cluster, z.cluster, o); err != nil {
 		return r, err
 	}
-	// Not as r.gateways end: the lab waits for them, and checks how they ended.
+	// The gateways are not stopped through r.gateways: the lab waits for them and checks their exit
+	// status.
 	r.cleanup = append(r.cleanup, func() error {
 		r.gateways = nil
 		errs := []error{b.lab.StopGateways(), b.lab.Unjoin(a.cluster, z.cluster)}
-		for _, n := range b.nodes { // a gateway that has ended still refuses its peers' networks, which other peers of the table need
+		for _, n := range b.nodes { // a stopped gateway still blocks its peers' networks, which later peers of the table need
 			errs = append(errs, b.run(context.WithoutCancel(ctx), n.host, "", binary, "gateway", "--cleanup"))
 		}
 		return errors.Join(errs...)

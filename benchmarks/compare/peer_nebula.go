@@ -8,8 +8,8 @@ import (
 	"path/filepath"
 )
 
-// nebula is Debian's package, each node with the PodCIDR of its cluster as an unsafe route and
-// nothing translated; its firewall lets everything pass.
+// nebula is Debian's package. Each node announces the PodCIDR of its cluster as an unsafe route,
+// without translation. Its firewall accepts everything.
 func nebula(ctx context.Context, b *bench) (*running, error) {
 	r := &running{target: b.nodes[1].pod.Addr}
 	dir, err := os.MkdirTemp("", "isthmus-bench-")
@@ -44,7 +44,7 @@ func nebula(ctx context.Context, b *bench) (*running, error) {
 	return r, nil
 }
 
-// nebulaConfig has both ends as each other's only host, without a lighthouse.
+// nebulaConfig lists each node as the only host of the other, without a lighthouse.
 const nebulaConfig = `
 pki: {ca: %s, cert: %s, key: %s}
 static_host_map: {"%s": ["%s"]}

@@ -8,8 +8,8 @@ import (
 	"github.com/vishvananda/netlink"
 )
 
-// veth is no tunnel at all: the underlay's router learns the PodCIDRs, and nodes reach it by their
-// default route. It is the most that this machine can do.
+// veth uses no tunnel: the underlay's router has routes to the PodCIDRs, and the nodes use their
+// default route. Its figures are the upper limit of this machine.
 func veth(_ context.Context, b *bench) (*running, error) {
 	r := &running{target: b.nodes[1].pod.Addr}
 	for _, n := range b.nodes {

@@ -7,8 +7,8 @@ import (
 	"github.com/vishvananda/netlink"
 )
 
-// vxlan is the kernel's VXLAN between the two nodes, unencrypted: what a CNI does between the nodes
-// of one cluster.
+// vxlan is the kernel's VXLAN between the two nodes, unencrypted, as CNIs use it between the
+// nodes of one cluster.
 func vxlan(_ context.Context, b *bench) (*running, error) {
 	r := &running{target: b.nodes[1].pod.Addr}
 	for i := range b.nodes {

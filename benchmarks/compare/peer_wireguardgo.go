@@ -19,15 +19,15 @@ import (
 	"github.com/isthmus-net/isthmus/benchmarks/internal/load"
 )
 
-// wgOptions say which wireguard-go it is.
+// wgOptions select the variant of wireguard-go.
 type wgOptions struct {
-	netmap bool     // the node's kernel translates the prefixes by nftables and conntrack, as with Liqo; else nothing does
-	fork   bool     // Tailscale's, of ../tailscale
+	netmap bool     // the node's kernel translates the prefixes by nftables and conntrack, as with Liqo; otherwise no NAT
+	fork   bool     // use Tailscale's fork, of ../tailscale
 	env    []string // added to the process's environment
 }
 
 // wireguardGo is the unmodified wireguard-go of our go.mod, or Tailscale's fork, with its own TUN
-// and its own sockets, as a process in the host namespace of each node.
+// and sockets. It runs as a process in each node's host namespace.
 func wireguardGo(o wgOptions) start {
 	return func(ctx context.Context, b *bench) (*running, error) {
 		program := []string{b.self, "wireguard-go"}
@@ -74,8 +74,8 @@ func wireguardGo(o wgOptions) start {
 	}
 }
 
-// prefixNAT is kernel NETMAP in nftables words, docs/liqo-v0.md, section 7.3: own source to the
-// range under which the peer sees us, and back.
+// prefixNAT returns kernel NETMAP as nftables rules (docs/liqo-v0.md, section 7.3). They map the
+// own source prefix to the one under which the peer sees us, and the reverse for replies.
 func prefixNAT(dev string, own, seen, remote netip.Prefix) string {
 	return strings.NewReplacer("DEV", dev, "OWN", own.String(), "SEEN", seen.String(), "REMOTE", remote.String()).Replace(`
 table ip bench {
@@ -96,7 +96,7 @@ func newKey() (k [32]byte) {
 	return k
 }
 
-// runWireGuardGo is the gateway process: a device, nothing else.
+// runWireGuardGo runs the gateway process, which is only a WireGuard device.
 func runWireGuardGo(uapi string, mtu int) error {
 	t, err := tun.CreateTUN("wg0", mtu)
 	if err != nil {

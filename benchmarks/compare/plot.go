@@ -11,15 +11,15 @@ import (
 
 // Sizes of the plot in pixels.
 const (
-	plotLabel  = 210 // left of the bars
-	plotWidth  = 420 // of the longest bar
+	plotLabel  = 210 // space left of the bars
+	plotWidth  = 420 // length of the longest bar
 	plotBar    = 13
-	plotFigure = 26 // heading of a figure
-	plotMost   = 4  // ratio at which bars are cut
+	plotFigure = 26 // height of a figure's heading
+	plotMost   = 4  // bars are cut off at this ratio
 )
 
-// plot draws the ratios to the baseline as SVG: a group of bars for each figure, the median as the
-// bar and the spread as a line.
+// plot draws the ratios to the baseline as SVG: a group of bars for each figure. The bar is the
+// median, and a line shows the spread.
 func plot(all []sample, names []string, where string) []byte {
 	names = slices.DeleteFunc(slices.Clone(names), func(n string) bool { return n == baseline || n == "veth" || n == "vxlan" })
 	var b strings.Builder
@@ -61,5 +61,5 @@ func plot(all []sample, names []string, where string) []byte {
 `, plotLabel+plotWidth+80, y+20, html.EscapeString(baseline), html.EscapeString(where), one, one, y+6, b.String())
 }
 
-// plotX is the length of the bar of a ratio.
+// plotX returns the length of the bar for a ratio.
 func plotX(ratio float64) float64 { return min(ratio, plotMost) / plotMost * plotWidth }

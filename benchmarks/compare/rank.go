@@ -1,11 +1,11 @@
 package main
 
-// rankTest is the one-sided exact test of Mann and Whitney (Wilcoxon's rank sum): the probability
-// that values of x would lie as high above those of y as they do if both came from the same source.
-// Equal values count for y, so that ties make it no smaller than it is. It is 1 when one of both is
-// empty.
+// rankTest is the exact one-sided test of Mann and Whitney (Wilcoxon's rank sum test). It returns
+// the probability that values of x would be as far above those of y by chance, if both had the
+// same distribution. Ties count in favor of y, so they can only increase the result. The result
+// is 1 if x or y is empty.
 func rankTest(x, y []float64) float64 {
-	above := 0 // pairs in which x is the larger: the statistic U
+	above := 0 // number of pairs in which x is larger: the statistic U
 	for _, a := range x {
 		for _, b := range y {
 			if a > b {
@@ -13,8 +13,9 @@ func rankTest(x, y []float64) float64 {
 			}
 		}
 	}
-	// orders[m][u] is in how many orders of n x and m y exactly u pairs have the x above the y, n
-	// growing: the largest of all is either an x, above every y, or a y, above none.
+	// orders[m][u] is the number of orders of n x and m y in which exactly u pairs have x above y.
+	// The loop increases n. The largest value of all is either an x above every y, or a y above no
+	// x.
 	n, m := len(x), len(y)
 	orders := make([][]float64, m+1)
 	for j := range orders {

@@ -6,7 +6,7 @@ import (
 	"testing"
 )
 
-// pairs gives samples of n and m different values in which U is u.
+// pairs returns samples of n and m distinct values whose statistic U is u.
 func pairs(n, m, u int) (x, y []float64) {
 	for j := range m {
 		y = append(y, float64(j))
@@ -19,8 +19,8 @@ func pairs(n, m, u int) (x, y []float64) {
 	return x, y
 }
 
-// The table of critical values for one side and 1 %, as statistics books print it: the largest U of
-// the smaller kind that is significant.
+// The critical values are those printed in statistics textbooks for a one-sided test at 1 %: the
+// largest U, counted from the smaller side, that is significant.
 func TestTheRankTestHasTheCriticalValuesOfTheTable(t *testing.T) {
 	for _, c := range []struct{ n, m, critical int }{
 		{3, 7, 0}, {3, 10, 1}, {4, 5, 0}, {4, 10, 3}, {5, 5, 1}, {5, 8, 4}, {5, 10, 6}, {6, 6, 3}, {7, 9, 9}, {8, 8, 9}, {9, 10, 16}, {10, 10, 19},
@@ -35,7 +35,7 @@ func TestTheRankTestHasTheCriticalValuesOfTheTable(t *testing.T) {
 	}
 }
 
-// Every way to choose which of the values are x, counted one by one.
+// The reference enumerates every way to choose which of the values are x.
 func TestTheRankTestCountsAllOrders(t *testing.T) {
 	rng := rand.New(rand.NewPCG(1, 2))
 	for range 200 {

@@ -12,20 +12,20 @@ import (
 	"github.com/isthmus-net/isthmus/benchmarks/internal/measure"
 )
 
-// A figure of a sample is a row of the table.
+// A figure is one measured quantity: a row of the table.
 type figure struct {
 	name   string
 	format string
-	more   bool    // is better
-	margin float64 // by which a ratio may be worse than the worst that was recorded; zero: it is not checked
+	more   bool    // larger is better
+	margin float64 // tolerated excess over the worst recorded ratio; zero: not checked
 	of     func(sample) float64
 }
 
-// Margins, as ratios to -check's reference moved by themselves in five runs of two hours on a
-// machine with other work (2026-11). CPU time for the same bulk is what moves least; small packets
-// cost more where threads find their processor taken. Throughput and round trips say who got the
-// processor, so that only a factor of two is worth an alarm; their tails say nothing in a few
-// rounds.
+// The margins reflect how far ratios to -check's reference moved without a code change, in five
+// runs of two hours on a machine with other work (2026-11). CPU time for bulk traffic moves
+// least. Small packets cost more when their threads must wait for a processor. Throughput and
+// round trips depend on the scheduling of processes, so only a factor of two is an alarm. Tail
+// latencies of a few rounds carry no information.
 const (
 	steady   = 0.12
 	wakeful  = 0.25
@@ -49,13 +49,13 @@ var figures = []figure{
 	{"peak memory, MiB", "%.0f", false, memory, func(s sample) float64 { return s.RSS }},
 }
 
-// describe says where and how a run was measured, so that its figures mean something later.
+// describe states where and how a run was measured, to make its figures comparable later.
 func describe(mtu, rounds int, d time.Duration) string {
 	return fmt.Sprintf("%s; underlay MTU %d, TCP by %s, %d interleaved rounds, %v a load", measure.Where(), mtu, congestionControl(), rounds, d)
 }
 
-// congestionControl is the kernel's, which the pods' namespaces inherit: BBR paces where CUBIC
-// fills queues.
+// congestionControl returns the kernel's TCP congestion control, which the pods' namespaces
+// inherit. It matters because BBR paces where CUBIC fills queues.
 func congestionControl() string {
 	name, err := os.ReadFile("/proc/sys/net/ipv4/tcp_congestion_control")
 	if err != nil {
@@ -64,8 +64,9 @@ func congestionControl() string {
 	return strings.TrimSpace(string(name))
 }
 
-// report prints the table and, with a folder, writes it there beside a plot and all samples,
-// instead of those of earlier runs. The names say so when the MTU of the underlay is unusual.
+// report prints the table. If out is set, it also writes the table, a plot and all samples into
+// that folder, replacing those of earlier runs. File names contain the underlay's MTU if that is
+// unusual.
 func report(all []sample, where string, mtu int, out string) error {
 	var names []string
 	for _, p := range peers {
@@ -118,8 +119,8 @@ func report(all []sample, where string, mtu int, out string) error {
 	return nil
 }
 
-// ratios are those of a peer's figure to the baseline's, round by round; nil when there is nothing
-// to divide by.
+// ratios divides a peer's figure by the baseline's, round by round. It returns nil if either is
+// missing.
 func ratios(all []sample, peer string, f figure) []float64 {
 	v, base := valuesOf(all, peer, f), valuesOf(all, baseline, f)
 	if len(v) == 0 || len(base) != len(v) || slices.Min(base) <= 0 {
@@ -131,7 +132,7 @@ func ratios(all []sample, peer string, f figure) []float64 {
 	return v
 }
 
-// valuesOf are the figures of one peer in the order of the rounds.
+// valuesOf returns a figure of one peer in the order of the rounds.
 func valuesOf(all []sample, peer string, f figure) []float64 {
 	var v []float64
 	for _, s := range all {

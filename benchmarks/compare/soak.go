@@ -19,22 +19,22 @@ import (
 	"github.com/isthmus-net/isthmus/benchmarks/internal/load"
 )
 
-// A soak is one peer for a long time, with traffic whose every octet is known: TCP streams of a
-// seeded generator both ways, each as long as soakStream, and numbered UDP datagrams both ways at
-// soakPace a second. What arrives is compared with what was sent.
+// A soak sends verifiable traffic through one peer for a long time: TCP streams from a seeded
+// generator in both directions, each soakStream long, and numbered UDP datagrams in both
+// directions at soakPace per second. The receiver compares every octet with the expected one.
 
 const (
 	soakTCPPort  = 5204
 	soakUDPPort  = 5205
-	soakStream   = 200 << 20 // octets of one connection, each way
-	soakStreams  = 2         // at a time
-	soakRate     = 20 << 20  // octets a second of each, each way: below what any queue here drops at
+	soakStream   = 200 << 20 // octets of one connection in each direction
+	soakStreams  = 2         // concurrent streams
+	soakRate     = 20 << 20  // octets per second of each stream and direction; low enough that no queue drops packets
 	soakPace     = 1000      // datagrams a second
 	soakLate     = 100 * time.Millisecond
 	soakDatagram = 1000 // octets
 )
 
-// pattern is the octets of a stream.
+// pattern generates the octets of a stream.
 type pattern struct {
 	src *rand.ChaCha8
 	buf []byte
@@ -46,34 +46,34 @@ func newPattern(seed uint64) *pattern {
 	return &pattern{src: rand.NewChaCha8(key), buf: make([]byte, 64<<10)}
 }
 
-// next returns the next n octets, at most len(buf), valid until the next call.
+// next returns the next n octets, at most len(buf). They are valid until the next call.
 func (p *pattern) next(n int) []byte {
 	_, _ = p.src.Read(p.buf[:n]) // never fails
 	return p.buf[:n]
 }
 
-// soakResult is what one end has seen.
+// soakResult holds the observations of one side.
 type soakResult struct {
-	Bytes      uint64 `json:"bytes"`      // of TCP, received and compared
-	Streams    int    `json:"streams"`    // that ended as they should
-	Sent       uint64 `json:"sent"`       // datagrams
-	Received   uint64 `json:"received"`   // of them, back from the other end
-	Reordered  uint64 `json:"reordered"`  // came after a later one
-	Duplicates uint64 `json:"duplicates"` // came twice
+	Bytes      uint64 `json:"bytes"`      // TCP payload received and compared
+	Streams    int    `json:"streams"`    // completed streams
+	Sent       uint64 `json:"sent"`       // datagrams sent
+	Received   uint64 `json:"received"`   // datagrams that came back
+	Reordered  uint64 `json:"reordered"`  // arrived after a later datagram
+	Duplicates uint64 `json:"duplicates"` // arrived twice
 
-	Losses []loss `json:"losses,omitempty"` // the first of them
+	Losses []loss `json:"losses,omitempty"` // the first ones, at most maxLosses
 }
 
-// loss is datagrams in a row that did not come back.
+// loss is a series of consecutive datagrams that did not come back.
 type loss struct {
 	At      float64 `json:"at"` // seconds since the start
 	Packets uint64  `json:"packets"`
 }
 
-// maxLosses is how many of them a result lists.
+// maxLosses is the largest number of losses that a result lists.
 const maxLosses = 20
 
-// losses are the runs of numbers below sent that are not in seen.
+// losses returns the series of consecutive numbers below sent that are missing in seen.
 func losses(seen map[uint64]bool, sent uint64) (all []loss) {
 	for n := uint64(0); n < sent && len(all) < maxLosses; n++ {
 		from := n
@@ -87,8 +87,8 @@ func losses(seen map[uint64]bool, sent uint64) (all []loss) {
 	return all
 }
 
-// soakServer sends each stream back through the comparison: it receives what the client's generator
-// sends and sends what its own does. Datagrams it returns.
+// soakServer compares each received stream with the client's generator and sends its own
+// generator's stream. It echoes datagrams.
 func soakServer() error {
 	l, err := net.Listen("tcp4", fmt.Sprintf(":%d", soakTCPPort))
 	if err != nil {
@@ -127,8 +127,8 @@ func soakServer() error {
 	}
 }
 
-// exchange sends one stream and receives the other at once. end is 0 for the one that has
-// connected.
+// exchange sends one stream and receives another at the same time. end is 0 on the connecting
+// side and 1 on the accepting side.
 func exchange(c net.Conn, seed uint64, end int) error {
 	sent := make(chan error, 1)
 	go func() {
@@ -159,7 +159,7 @@ func exchange(c net.Conn, seed uint64, end int) error {
 	return <-sent
 }
 
-// soakClient runs for d, and returns an error at the first octet that differs.
+// soakClient runs for d. It returns an error at the first octet that differs.
 func soakClient(addr string, d time.Duration) (res soakResult, err error) {
 	end := time.Now().Add(d)
 	var mu sync.Mutex
@@ -244,7 +244,7 @@ func soakDatagrams(addr string, end time.Time) (res soakResult, err error) {
 	for sent := uint64(0); time.Now().Before(end); {
 		due := start.Add(time.Duration(sent) * time.Second / soakPace)
 		time.Sleep(time.Until(due))
-		if late := time.Since(due); late > soakLate { // the machine stood still: sending all that was missed at once would fill any queue
+		if late := time.Since(due); late > soakLate { // the machine stalled: sending the backlog at once would overflow any queue
 			start = start.Add(late)
 		}
 		if _, err := c.Write(datagram(sent)); err == nil {
@@ -257,7 +257,7 @@ func soakDatagrams(addr string, end time.Time) (res soakResult, err error) {
 	return res, err
 }
 
-// soak runs a soak through every peer that is wanted, and prints what it saw.
+// soak runs a soak through every selected peer and prints the results.
 func (b *bench) soak(ctx context.Context, only string, d time.Duration) error {
 	server, err := load.Start(ctx, b.nodes[1].pod.Host, nil, b.self, "load", "soak-server")
 	if err != nil {
@@ -302,7 +302,7 @@ func (b *bench) runSoak(ctx context.Context, name string, r *running, d time.Dur
 	return nil
 }
 
-// stderrOf is what a program said when it failed.
+// stderrOf returns the standard error output of a program that failed.
 func stderrOf(err error) string {
 	if e := (*exec.ExitError)(nil); errors.As(err, &e) {
 		return string(e.Stderr)

@@ -10,7 +10,7 @@ import (
 	"github.com/isthmus-net/isthmus/packet"
 )
 
-// engine measures natengine. Its octets are what the heap grows by.
+// engine measures natengine. Its octets per flow are the growth of the heap.
 func engine(flows int) (f figures, err error) {
 	e := natengine.New(natengine.Config{MaxFlows: 2 * flows, MaxFlowsPerHost: flows})
 	err = e.SetPeers([]natengine.Peer{{

@@ -16,7 +16,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// kernel measures forwarding under a ruleset, against forwarding without one.
+// kernel measures forwarding under an nftables ruleset and subtracts forwarding without one.
 func kernel(rules string) func(flows int) (figures, error) {
 	return func(flows int) (f figures, err error) {
 		plain, err := newRouter("")
@@ -40,7 +40,7 @@ func kernel(rules string) func(flows int) (figures, error) {
 		if err != nil {
 			return f, err
 		}
-		// A cache that has grown by an object for each flow belongs to the flows: the entry and its
+		// A slab cache that has grown by one object per flow holds conntrack data: the entry or its
 		// extension.
 		for name, now := range after {
 			if was := before[name]; now.objects-was.objects > flows*9/10 {
@@ -55,12 +55,12 @@ func kernel(rules string) func(flows int) (figures, error) {
 	}
 }
 
-// A router is a namespace that forwards from one TUN to another. The calling thread is in it until
-// close.
+// A router is a network namespace that forwards from one TUN to another. The calling thread stays
+// in the namespace until close.
 type router struct {
 	home, ns netns.NsHandle
 	in, out  int
-	err      error // of the first write that failed
+	err      error // first write error
 }
 
 func newRouter(rules string) (*router, error) {
@@ -87,7 +87,7 @@ func newRouter(rules string) (*router, error) {
 		if out, err := nft.CombinedOutput(); err != nil {
 			return nil, fmt.Errorf("nft: %w\n%s", err, out)
 		}
-		// Nothing may end under way.
+		// No entry may expire during the measurement.
 		if err := os.WriteFile("/proc/sys/net/netfilter/nf_conntrack_udp_timeout", []byte("600"), 0); err != nil {
 			return nil, err
 		}
@@ -122,8 +122,8 @@ func tun(name, addr string) (fd int, err error) {
 	return fd, netlink.AddrAdd(link, a)
 }
 
-// write gives the kernel a packet. It is a bare system call: no scheduler of Go between two of
-// them.
+// write passes a packet to the kernel. It uses a raw system call, so that the Go scheduler does
+// not run between two packets.
 func (r *router) write(b []byte) {
 	_, _, e := unix.RawSyscall(unix.SYS_WRITE, uintptr(r.in), uintptr(unsafe.Pointer(unsafe.SliceData(b))), uintptr(len(b)))
 	if e != 0 && r.err == nil {
@@ -131,7 +131,7 @@ func (r *router) write(b []byte) {
 	}
 }
 
-// close leaves the namespace and waits until the kernel has freed what was in it.
+// close leaves the namespace and waits until the kernel has freed its objects.
 func (r *router) close() error {
 	unix.Close(r.in)
 	unix.Close(r.out)
@@ -154,7 +154,7 @@ func (r *router) close() error {
 	return r.err
 }
 
-// count is the number of entries of the thread's namespace.
+// count returns the number of conntrack entries in the thread's namespace.
 func count() (int, error) {
 	text, err := os.ReadFile("/proc/sys/net/netfilter/nf_conntrack_count")
 	if err != nil {
@@ -165,7 +165,7 @@ func count() (int, error) {
 
 type slab struct{ objects, size int }
 
-// slabs reads how many objects of each cache are in use, and how large they are, padding included.
+// slabs returns the number of used objects in each slab cache, and their size with padding.
 func slabs() (map[string]slab, error) {
 	file, err := os.Open("/proc/slabinfo")
 	if err != nil {

@@ -1,18 +1,18 @@
-// Command conntrack measures the flow table of the engine beside the kernel's conntrack on this
-// machine: what a new flow costs, what a packet of a known flow costs, and how many octets a flow
-// takes.
+// Command conntrack compares the engine's flow table with the kernel's conntrack on this machine:
+// the cost of a new flow, the cost of a packet of a known flow, and the octets per flow.
 //
 //	go run ./benchmarks/conntrack -flows 200000 -rounds 7
 //
-// Both get the same UDP packets, one at a time, on one thread, behind one NAPT address: 50 hosts
-// with 1,000 ports each, which speak to as many destinations as it takes. The kernel gets them by
-// write(2) on a TUN in a network namespace, forwards them through nftables and loses them in a
-// second TUN that nobody reads; all of it happens inside the write. What a packet costs there
-// without conntrack is subtracted, and for the engine what it takes to make and parse a packet.
+// Both process the same UDP packets, one at a time on one thread, behind one NAPT address. The
+// packets come from 50 hosts with 1,000 ports each, to as many destinations as the flows require.
+// For the kernel, the program writes packets to a TUN in a network namespace. The kernel forwards
+// them through nftables to a second TUN that nobody reads, all within the write call. The cost of
+// a packet without conntrack is subtracted. For the engine, the cost of building and parsing a
+// packet is subtracted.
 //
-// Rounds are interleaved; figures are medians with the smallest and the largest. It needs root and
-// nft. More entries than net.netfilter.nf_conntrack_max would need that setting of the whole
-// machine; nothing of it is changed here.
+// Rounds are interleaved; figures are medians with minimum and maximum. The command needs root
+// and nft. It does not change net.netfilter.nf_conntrack_max, which is a setting of the whole
+// machine, so the number of flows must stay below it.
 package main
 
 import (
@@ -36,8 +36,8 @@ func main() {
 	if os.Geteuid() != 0 {
 		log.Fatal("needs root to make network namespaces")
 	}
-	// Everything runs on one thread and one CPU. The thread is never unlocked, because it will have
-	// been in many namespaces.
+	// Everything runs on one thread and one CPU. The thread is never unlocked, because it has
+	// entered other namespaces and must not be reused.
 	runtime.LockOSThread()
 	var cpus unix.CPUSet
 	cpus.Set(0)
@@ -58,7 +58,7 @@ func main() {
 	fmt.Print(table(runs, *flows))
 }
 
-// figures are ns per packet, without a flow table, of new flows and of known ones, and octets per
+// figures are ns per packet without a flow table, of new flows and of known flows, and octets per
 // flow.
 type figures struct{ without, fresh, known, octets float64 }
 
@@ -74,7 +74,7 @@ var subjects = []subject{
 	{"engine, NAPT", engine},
 }
 
-// table is Markdown.
+// table formats the results as Markdown.
 func table(runs map[string][]figures, flows int) string {
 	var b strings.Builder
 	fmt.Fprintf(&b, "| %d UDP flows | new flow, ns | new flows per second, millions | known flow, ns | octets per flow |\n|---|---|---|---|---|\n", flows)
@@ -95,10 +95,10 @@ func table(runs map[string][]figures, flows int) string {
 	return b.String()
 }
 
-// perPacket is the CPU time that handle takes for each of n packets, in ns, in an order that is not
-// that of the ports.
+// perPacket returns the CPU time of handle per packet, in ns. It sends n packets, one per flow,
+// not in the order of their ports.
 func perPacket(n int, handle func(b []byte)) float64 {
-	stride := n*5/8 | 1 // with n it has no common divisor, so that every packet comes once
+	stride := n*5/8 | 1 // coprime with n, so that every packet occurs once
 	for gcd(stride, n) != 1 {
 		stride += 2
 	}
@@ -113,8 +113,8 @@ func perPacket(n int, handle func(b []byte)) float64 {
 	return float64(threadTime()-start) / float64(n)
 }
 
-// threadTime is the CPU time of this thread: what others do on the machine meanwhile costs caches,
-// but is not counted.
+// threadTime returns the CPU time of this thread. Other load on the machine affects it only
+// through the CPU caches.
 func threadTime() int64 {
 	var t unix.Timespec
 	if err := unix.ClockGettime(unix.CLOCK_THREAD_CPUTIME_ID, &t); err != nil {
@@ -132,20 +132,20 @@ func gcd(a, b int) int {
 
 const (
 	hosts     = 50
-	ports     = 1000 // of each host
+	ports     = 1000 // per host
 	firstPort = 2000
 )
 
-// packets makes the i-th packet in a buffer that the next one overwrites.
+// packets builds the i-th packet in a buffer that the next call overwrites.
 type packets struct{ b [46]byte }
 
 func (p *packets) make(i int) []byte {
 	inside, destination := i%(hosts*ports), i/(hosts*ports)
 	host, port := inside%hosts, firstPort+inside/hosts
 	p.b = [46]byte{
-		0x45, 0, 0, 46, 0, 0, 0x40, 0, 64, 17, 0, 0, // no UDP checksum: nobody has to compute one
+		0x45, 0, 0, 46, 0, 0, 0x40, 0, 64, 17, 0, 0, // no UDP checksum, so that none is computed
 		10, 1, 0, byte(1 + host), 10, 2, byte(destination >> 8), byte(1 + destination),
-		// Each host has ports of its own, so that each keeps its own.
+		// The ports of different hosts do not overlap, so that NAPT keeps them all.
 		byte((port + host*ports) >> 8), byte(port + host*ports), 0, 53, 0, 26,
 	}
 	var sum uint32

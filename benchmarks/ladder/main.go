@@ -1,10 +1,10 @@
-// Command ladder runs the benchmarks of single steps of a packet's way, from parsing to two
-// gateways on real TUNs, and prints one table in one unit, which shows what each step costs.
+// Command ladder benchmarks the single steps of the data path, from parsing to two gateways on
+// real TUNs. It prints one table in one unit, which shows the cost of each step.
 //
 //	go run ./benchmarks/ladder -rounds 10 -out benchmarks/ladder.md
 //
-// It builds each package once; then every round runs all of them for a moment, so that other load
-// on the machine hits all steps alike. The last step, real TUNs, needs root.
+// It builds each package once. Each round then runs all benchmarks briefly, so that other load on
+// the machine affects all steps alike. The last step, real TUNs, needs root.
 package main
 
 import (
@@ -84,7 +84,7 @@ func run(ctx context.Context, rounds int, d time.Duration, out string) error {
 	return os.WriteFile(out, []byte(text), 0o644)
 }
 
-// program is where the test program of a package is built.
+// program returns the path of the test program of a package.
 func program(folder, pkg string) string {
 	return filepath.Join(folder, strings.ReplaceAll(pkg, "/", "-")+".test")
 }

@@ -5,38 +5,39 @@ import (
 	"strings"
 )
 
-// A source says where a figure is and how much of it one packet is, because each benchmark counts
-// in its own way: per superpacket, per segment, per datagram, per bit.
+// A source locates a figure in benchmark output and converts it to one packet. Benchmarks count
+// in different units: per superpacket, per segment, per datagram or per bit.
 type source struct {
-	pkg    string  // folder of the package in the module
+	pkg    string  // the package's folder in the module
 	bench  string  // name as `go test` prints it, without "Benchmark"
 	unit   string  // of the figure: nanoseconds, or CPU seconds per gigabit
 	share  float64 // one packet's share of the figure
 	allocs float64 // one packet's share of allocs/op
 }
 
-// absent says whether there is no such benchmark for this shape of traffic.
+// absent reports whether this shape of traffic has no benchmark.
 func (s source) absent() bool { return s.bench == "" }
 
 // A step is a row of the table.
 type step struct {
 	name, what string
-	aside      bool   // to compare with: no part of the whole way, where packets travel in batches
+	aside      bool   // for comparison only: not part of the data path, where packets travel in batches
 	super      source // a packet of 1,420 octets, 1,368 or 1,380 of them payload, one of the 45 or so of a TCP superpacket
-	single     source // a packet of 64 octets that is no part of anything
+	single     source // a packet of 64 octets that is not part of a superpacket
 }
 
-const segments = 45 // of a superpacket in these benchmarks
+const segments = 45 // per superpacket in these benchmarks
 
-// perSuper is a cost that a superpacket has once, whatever its length.
+// perSuper is a cost that occurs once per superpacket, whatever its length.
 func perSuper(pkg, bench string) source {
 	return source{pkg, bench, "ns/op", 1. / segments, 1. / segments}
 }
 
-// perPacket is a figure of one packet already, of a benchmark whose operation is n packets.
+// perPacket is a figure that is already per packet, of a benchmark whose operation is n packets.
 func perPacket(pkg, bench, unit string, n float64) source { return source{pkg, bench, unit, 1, 1 / n} }
 
-// steps are the ladder. A step contains others where it says so; remap and NAPT are alternatives.
+// steps are the rows of the ladder. A step contains other steps only if its text mentions them.
+// Remap and NAPT are alternatives.
 var steps = []step{
 	{name: "parse", what: "prove all lengths, find the ports",
 		super: perSuper("packet", "Parse/TCP4"), single: perPacket("packet", "Parse/UDP4", "ns/op", 1)},
@@ -71,7 +72,7 @@ var steps = []step{
 		super: source{"gateway/tun", "KernelsThroughTwoGateways", "cpu-s/Gbit", 1380 * 8, 1380. / (1 << 20)}},
 }
 
-// packages are the folders of all benchmarks of the steps, in their order.
+// packages returns the package folders of all steps, in their order.
 func packages() (all []string) {
 	seen := map[string]bool{}
 	for _, s := range steps {
@@ -85,7 +86,8 @@ func packages() (all []string) {
 	return all
 }
 
-// pattern is the value of -test.bench that runs what the steps need of a package, and nothing else.
+// pattern returns the -test.bench value that runs exactly the benchmarks that the steps need of a
+// package.
 func pattern(pkg string) string {
 	var all []string
 	seen := map[string]bool{}

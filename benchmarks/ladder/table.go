@@ -12,21 +12,21 @@ import (
 	"github.com/isthmus-net/isthmus/benchmarks/internal/measure"
 )
 
-// samples are the figures of one benchmark, unit by unit, a round each.
+// samples are the figures of one benchmark by unit, one for each round.
 type samples map[string][]float64
 
-// results are those of all benchmarks, by folder of the package and name.
+// results are the samples of all benchmarks, by package folder and benchmark name.
 type results map[[2]string]samples
 
-var processors = regexp.MustCompile(`-\d+$`) // GOMAXPROCS behind a name
+var processors = regexp.MustCompile(`-\d+$`) // the GOMAXPROCS suffix of a benchmark name
 
-// read adds what `go test -bench` has printed for a package.
+// read adds the figures that `go test -bench` has printed for a package.
 func (r results) read(pkg string, output io.Reader) error {
 	lines := bufio.NewScanner(output)
 	for lines.Scan() {
 		f := strings.Fields(lines.Text())
-		// A line has a name, a count, then pairs of figure and unit. A failed benchmark has only
-		// its name.
+		// A line has a name, a count, then pairs of figure and unit. The line of a failed benchmark has
+		// only its name.
 		if len(f) < 4 || len(f)%2 != 0 || !strings.HasPrefix(f[0], "Benchmark") {
 			continue
 		}
@@ -45,10 +45,10 @@ func (r results) read(pkg string, output io.Reader) error {
 	return lines.Err()
 }
 
-// nanoseconds are those of one packet, a round each; nil when the benchmark has not run.
+// nanoseconds returns the cost of one packet in each round; nil if the benchmark has not run.
 func (r results) nanoseconds(s source) []float64 { return r.scaled(s, s.unit, s.share) }
 
-// scaled are the figures of one unit, each multiplied by share.
+// scaled returns the figures of one unit, each multiplied by share.
 func (r results) scaled(s source, unit string, share float64) []float64 {
 	v := slices.Clone(r[[2]string{s.pkg, s.bench}][unit])
 	for i := range v {
@@ -57,7 +57,7 @@ func (r results) scaled(s source, unit string, share float64) []float64 {
 	return v
 }
 
-// missing are the benchmarks of the steps without a figure: renamed, failed or skipped.
+// missing returns the benchmarks of the steps without a figure: renamed, failed or skipped.
 func (r results) missing() (names []string) {
 	for _, s := range steps {
 		for _, from := range []source{s.super, s.single} {
@@ -69,7 +69,7 @@ func (r results) missing() (names []string) {
 	return names
 }
 
-// table is the ladder in Markdown.
+// table formats the ladder as Markdown.
 func table(r results, where string, rounds int) string {
 	columns := []func(step) source{func(s step) source { return s.super }, func(s step) source { return s.single }}
 	var whole [2]float64
@@ -123,8 +123,8 @@ func percent(share float64) string {
 	}
 }
 
-// digits prints what deserves trust in a figure: two digits of a small one, the whole part of a
-// large one.
+// digits prints the significant digits of a figure: two for small values, the integer part for
+// large ones.
 func digits(v float64) string {
 	switch {
 	case v < 1:

@@ -10,7 +10,7 @@ import (
 	"testing"
 )
 
-// recorded are three rounds of some benchmarks as `go test` printed them.
+// recorded returns three rounds of some benchmarks from saved output of `go test`.
 func recorded(t *testing.T) results {
 	t.Helper()
 	r := results{}
@@ -49,7 +49,7 @@ func TestOtherLinesAreIgnored(t *testing.T) {
 	}
 }
 
-// The expected values are divided by hand from the files in testdata.
+// The expected values are computed by hand from the files in testdata.
 func TestTheTableIsInOneUnit(t *testing.T) {
 	text := table(recorded(t), "somewhere", 3)
 	row := map[string][]string{}
@@ -59,8 +59,8 @@ func TestTheTableIsInOneUnit(t *testing.T) {
 		}
 	}
 	for name, want := range map[string][]string{
-		// 6.067 ns a superpacket are 0.135 ns for each of 45; a whole way of 4154 ns is 0.3763
-		// ns/bit of 1380 octets.
+		// 6.067 ns for a superpacket of 45 packets are 0.135 ns per packet. 4154 ns for a packet of
+		// 1380 octets on the complete path are 0.3763 ns/bit.
 		"parse":     {"**0.13** [0.13 - 0.14]", "7417", "< 0.1 %", "0"},
 		"segment":   {"**53** [53 - 54]", "19", "1.3 %", "0"},
 		"in memory": {"**1820** [1784 - 2009]", "0.55", "44 %", "1.1"},
@@ -90,7 +90,7 @@ func TestMissingFiguresAreNamed(t *testing.T) {
 	}
 }
 
-// A person who renames a benchmark finds out here, not when the table has a hole.
+// Renaming a benchmark must fail here, and not leave a gap in the table.
 func TestTheStepsNameBenchmarksThatExist(t *testing.T) {
 	for _, s := range steps {
 		for _, from := range []source{s.super, s.single} {

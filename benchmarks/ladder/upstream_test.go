@@ -8,7 +8,7 @@ import (
 )
 
 // BenchmarkUpstreamLoopback is gateway/bind's BenchmarkLoopback with wireguard-go's own sockets.
-// The difference is what ours save.
+// The difference of the two is the gain of our sockets.
 func BenchmarkUpstreamLoopback(b *testing.B) {
 	for _, size := range []int{96, 1452} {
 		for _, batch := range []int{1, 45} {
@@ -27,7 +27,7 @@ func BenchmarkUpstreamLoopback(b *testing.B) {
 				if err != nil {
 					b.Fatal(err)
 				}
-				const scratch = 65535 // both of its directions put a superpacket into one buffer
+				const scratch = 65535 // wireguard-go puts a superpacket into one buffer in both directions
 				out, in := make([][]byte, batch), make([][]byte, conn.IdealBatchSize)
 				for i := range out {
 					out[i] = make([]byte, size, scratch)

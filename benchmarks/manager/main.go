@@ -1,13 +1,15 @@
-// Command manager measures what one manager costs with many peers: CPU and memory when they come, at
-// rest, and when it starts again among them and reconnects to all.
+// Command manager measures the CPU and memory of one manager with many peers: while the peers are
+// added, at rest, and after a restart that reconnects to all of them.
 //
 //	go run ./benchmarks/manager -peers 500,1000
 //	go run ./benchmarks/manager -services # 1,000 services of ten peers, whose pods are replaced
 //
-// It runs TestManyPeerings of test/control, which has the real manager, two real API servers (one
-// stands for those of all peers, and knows each by a certificate of its own) and peers that answer, and
-// makes a table of its figures. With -services it is TestManyServices, with two managers. What else it logs goes to standard error. It needs the programs that
-// internal/kubetest builds. With 500 peers it takes some five minutes on two processors.
+// It runs TestManyPeerings of test/control and formats its figures as a table. That test has the
+// real manager, two real API servers and peers that answer. One of the API servers acts as the
+// API server of every peer and identifies each peer by its certificate. With -services, the
+// command runs TestManyServices with two managers. Other log output goes to standard error. The
+// command needs the programs that internal/kubetest builds. With 500 peers it takes about five
+// minutes on two processors.
 package main
 
 import (
@@ -77,7 +79,8 @@ func main() {
 	}
 }
 
-// run takes the lines of one test that begin with one of three words, and logs its others.
+// run runs one test. It passes lines that begin with one of three words to take, and logs the
+// others.
 func run(ctx context.Context, take func(kind, text string), test string, flags ...string) error {
 	args := []string{"test", "./control", "-run", "^" + test + "$", "-count=1", "-v", "-timeout=60m", "-long"}
 	cmd := exec.CommandContext(ctx, "go", append(args, flags...)...)

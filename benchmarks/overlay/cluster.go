@@ -26,20 +26,21 @@ var (
 )
 
 const (
-	podDevice = "eth0" // a pod's own, in every lab
-	podNode   = 2      // where the pod is, counted from 0
+	podDevice = "eth0" // the pod's device in every lab
+	podNode   = 2      // index of the pod's node
 )
 
-// gatewayNodes are those on which a gateway can be.
+// gatewayNodes are the nodes on which a gateway can run.
 var gatewayNodes = []int{0, 1}
 
-// A cluster is a lab of one cluster of three nodes. The pod is on the third, gateways can be on the
-// other two. What stands in for them is the device, the rule and the table that a gateway makes; at
-// the other end of both devices is one host, which is the remote pod.
+// A cluster is a lab with one cluster of three nodes. The pod runs on the third node; gateways
+// can run on the other two. A stand-in replaces each gateway: it has the device, rule and table
+// that a gateway creates. The other ends of both devices are in one host, which acts as the
+// remote pod.
 type cluster struct {
 	*lab.Cluster
 	lab    *lab.Lab
-	self   string // this program
+	self   string // path of this program
 	pod    *lab.Pod
 	far    *lab.Host
 	agents []*agent
@@ -78,7 +79,7 @@ func (c *cluster) close() error {
 	return errors.Join(append(errs, c.lab.Down())...)
 }
 
-// command runs a command inside h to its end.
+// command runs a command inside h until it exits.
 func command(ctx context.Context, h *lab.Host, format string, args ...any) error {
 	words := strings.Fields(fmt.Sprintf(format, args...))
 	if out, err := h.Command(ctx, words[0], words[1:]...).CombinedOutput(); err != nil {
@@ -87,10 +88,10 @@ func command(ctx context.Context, h *lab.Host, format string, args ...any) error
 	return nil
 }
 
-// standIn is the remote pod's device to a node that can have the gateway.
+// standIn returns the name of the remote pod's device to a node that can have the gateway.
 func standIn(node int) string { return fmt.Sprintf("standin%d", node) }
 
-// standIn makes what a gateway makes on its node. Of the ways back the remote pod takes that of the
+// standIn creates a gateway's kernel objects on its node. The remote pod replies through the
 // first gateway, unless a socket is bound to the other device.
 func (c *cluster) standIn(ctx context.Context, i int) error {
 	n, near, away := c.Nodes[i].Host, fmt.Sprintf("169.254.77.%d", 4*i+1), fmt.Sprintf("169.254.77.%d", 4*i+2)
@@ -111,7 +112,7 @@ func (c *cluster) standIn(ctx context.Context, i int) error {
 	return errors.Join(errs...)
 }
 
-// listen starts what answers at the remote pod.
+// listen starts the servers in the remote pod.
 func (c *cluster) listen(ctx context.Context) (stop func(), err error) {
 	var all []*os.Process
 	stop = func() {
@@ -131,7 +132,7 @@ func (c *cluster) listen(ctx context.Context) (stop func(), err error) {
 	return stop, nil
 }
 
-// become makes the nodes what a variant says, and waits for the first answer.
+// become configures the nodes for a variant, and waits for the first reply.
 func (c *cluster) become(ctx context.Context, v variant) error {
 	const table = "inet others"
 	for _, n := range c.Nodes {
@@ -153,13 +154,14 @@ func (c *cluster) become(ctx context.Context, v variant) error {
 	return err
 }
 
-// intent is what the source of each agent would deliver: so many nodes, of which three are there,
-// and so many peers, of which the first is, all behind the gateway of one node.
+// intent returns the intent that each agent would receive from its source, for the given number
+// of nodes and peers, all behind the gateway of one node. Only three of the nodes and the first
+// of the peers exist.
 func (c *cluster) intent(nodes, peers, gateway int) (in fabric.NodeIntent) {
 	for _, n := range c.Nodes {
 		in.Nodes = append(in.Nodes, fabric.ClusterNode{Name: n.Name, Addrs: []netip.Addr{n.Addr}, PodCIDRs: []netip.Prefix{n.PodCIDR}})
 	}
-	for i := len(in.Nodes); i < nodes; i++ { // the slice of the PodCIDR that no node of the lab has
+	for i := len(in.Nodes); i < nodes; i++ { // its slice of the PodCIDR is not used by any node of the lab
 		in.Nodes = append(in.Nodes, fabric.ClusterNode{Name: fmt.Sprintf("away-%d", i),
 			Addrs:    []netip.Addr{netip.AddrFrom4([4]byte{192, 168, byte(i >> 8), byte(i)})},
 			PodCIDRs: []netip.Prefix{netip.PrefixFrom(netip.AddrFrom4([4]byte{10, 67, byte(i), 0}), 24)}})
@@ -181,12 +183,12 @@ func (c *cluster) intent(nodes, peers, gateway int) (in fabric.NodeIntent) {
 	return in
 }
 
-// with gives all nodes a new start, with the filter or without.
+// with resets all nodes, with the filter or without it.
 func (c *cluster) with(filter bool) error {
 	return c.each(func(a *agent) error { return a.open(filter) })
 }
 
-// apply makes all nodes at once what an intent says.
+// apply applies an intent on all nodes at the same time.
 func (c *cluster) apply(in fabric.NodeIntent) error {
 	return c.each(func(a *agent) error { return a.apply(in) })
 }
@@ -201,8 +203,8 @@ func (c *cluster) each(do func(*agent) error) error {
 	return errors.Join(errs...)
 }
 
-// An agent does for one node what a route agent does when something is delivered to it. It has a
-// thread in the node's namespace.
+// An agent configures one node in the way a route agent does. It has a thread in the node's
+// namespace.
 type agent struct {
 	node   *lab.Node
 	filter bool
@@ -238,8 +240,8 @@ func (a *agent) close() error {
 	return <-a.ended
 }
 
-// open removes all that is there. Without the filter the agent does not even look whether one is
-// there.
+// open removes all kernel objects of the route agent. Without the filter, the agent does not even
+// check whether a filter exists.
 func (a *agent) open(filter bool) error {
 	return a.do(func() (err error) {
 		if a.kernel != nil {

@@ -23,24 +23,24 @@ const (
 	probePort  = 5300
 	probePause = 200 * time.Microsecond // between two datagrams
 	probeLimit = 30 * time.Second
-	repeats    = 4 // of a change in each round; the round's figure is their median
-	// settling is a pause between two changes: the kernel frees the rules before the last one in the
-	// background, for which the next one would wait.
+	repeats    = 4 // runs of a change in each round; the round's figure is their median
+	// settling is the pause between two changes. The kernel frees the rules of the previous change
+	// in the background, and the next change would wait for that.
 	settling = 200 * time.Millisecond
 )
 
-// sizes are how many nodes, and how many peers, there are.
+// sizes are the measured numbers of nodes and of peers.
 var sizes = []int{10, 200}
 
-// The changes.
+// The measured changes.
 const (
 	moves  = "the gateway moves to another node"           // the filter does not change, but is compared
-	joins  = "a peer is added whose networks were granted" // the same: they are in the filter from the grant on
+	joins  = "a peer is added whose networks were granted" // as above: the filter contains the networks from their allocation on
 	grants = "a peer is added and granted at once"         // the filter changes
 )
 
-// measureConvergence measures the time from a change at the agents of all nodes until the first
-// answer comes back to the pod.
+// measureConvergence measures the time from a change at all agents until the first reply reaches
+// the pod.
 func (c *cluster) measureConvergence(rounds int) (string, error) {
 	p, err := c.newProbe()
 	if err != nil {
@@ -51,7 +51,7 @@ func (c *cluster) measureConvergence(rounds int) (string, error) {
 	b.WriteString("\n| until packets flow, ms | without the filter | with it | ratio |\n|---|---|---|---|\n")
 	for _, change := range []string{moves, joins, grants} {
 		for _, size := range sizes {
-			var times [2][]float64 // without, with
+			var times [2][]float64 // without and with the filter
 			for round := range rounds {
 				for i := range times {
 					with := (i + round) % 2
@@ -69,7 +69,7 @@ func (c *cluster) measureConvergence(rounds int) (string, error) {
 	return b.String(), nil
 }
 
-// converge returns the median of a few times, in ms.
+// converge returns the median time of several runs of a change, in ms.
 func (c *cluster) converge(p *probe, change string, size int, filter bool) (float64, error) {
 	if err := c.with(filter); err != nil {
 		return 0, err
@@ -100,12 +100,12 @@ func (c *cluster) converge(p *probe, change string, size int, filter bool) (floa
 	return measure.Median(all), nil
 }
 
-// A probe is a socket in the pod and one at the remote pod for each gateway, of which only that of
-// the new gateway answers: the old one may be alive, but must not count.
+// A probe is a socket in the pod and one socket in the remote pod for each gateway. Only the
+// socket of the new gateway answers, because the old gateway may still forward packets.
 type probe struct {
 	pod     net.Conn
 	answers []net.PacketConn
-	active  atomic.Int64 // node whose gateway counts
+	active  atomic.Int64 // node whose gateway's socket answers
 	turn    uint64
 }
 
@@ -147,7 +147,8 @@ func (p *probe) close() {
 	}
 }
 
-// answer sends back what came by one gateway, while that one counts. It ends with the socket.
+// answer echoes the datagrams that arrive through one gateway, while that gateway is active. It
+// ends when the socket is closed.
 func (p *probe) answer(conn net.PacketConn, node int64) {
 	b := make([]byte, 64)
 	for {
@@ -156,16 +157,16 @@ func (p *probe) answer(conn net.PacketConn, node int64) {
 			return
 		}
 		if err == nil && p.active.Load() == node {
-			_, _ = conn.WriteTo(b[:n], from) // lost: the next one is on its way
+			_, _ = conn.WriteTo(b[:n], from) // if it is lost, the next one follows soon
 		}
 	}
 }
 
-// until makes a change, and returns the time from its beginning to the first answer by the gateway
-// on a node. The change is over when it returns.
+// until performs a change and returns the time from its start to the first reply through the
+// gateway on a node. The change has ended when until returns.
 func (p *probe) until(node int, change func() error) (time.Duration, error) {
 	p.active.Store(int64(node))
-	p.turn++ // late answers are of an earlier one
+	p.turn++ // identifies late replies of earlier changes
 	stop, stopped := make(chan struct{}), make(chan struct{})
 	go func() {
 		defer close(stopped)
@@ -175,7 +176,7 @@ func (p *probe) until(node int, change func() error) (time.Duration, error) {
 			case <-stop:
 				return
 			case <-time.After(probePause):
-				_, _ = p.pod.Write(b) // refused: there is no way yet
+				_, _ = p.pod.Write(b) // refused while there is no route
 			}
 		}
 	}()

@@ -1,17 +1,18 @@
-// Command overlay measures what the packet filter of the route agents costs: the same traffic
+// Command overlay measures the cost of the route agents' packet filter. It sends the same traffic
 // between a pod and a remote pod, through the VXLAN between two nodes, with the table "inet
-// isthmus" and without it, in the same namespaces and interleaved; and how long it takes until
+// isthmus" and without it, interleaved in the same namespaces. It also measures the time until
 // packets flow again after a change, with many nodes and peers.
 //
 //	go run ./benchmarks/overlay -rounds 5
 //
-// The nodes have what fabric.NodeFor decides, applied by internal/kernel/rtnl as the route agent
-// does it; no agent runs, which would repair what is left out on purpose. The filter asks the
-// kernel for connection tracking, which most nodes have anyway because of kube-proxy or the CNI: so
-// there are two pairs of columns, on nodes that track nothing else and on nodes that do.
+// The nodes have the configuration of fabric.NodeFor, applied by internal/kernel/rtnl as in the
+// route agent. No route agent runs, because it would restore the filter that a variant omits. The
+// filter uses the kernel's connection tracking, which kube-proxy or the CNI enables on most nodes
+// anyway. Therefore there are two pairs of columns: nodes with and without other users of
+// connection tracking.
 //
-// Figures are medians with the smallest and the largest, ratios are formed round by round. It needs
-// root, iproute2 and nft.
+// Figures are medians with minimum and maximum; ratios are computed for each round. The command
+// needs root, iproute2 and nft.
 package main
 
 import (
@@ -72,13 +73,13 @@ func run(ctx context.Context, rounds int, d time.Duration, only string) (text st
 	return text, err
 }
 
-// A variant is the nodes of one column.
+// A variant is the configuration of the nodes for one column.
 type variant struct {
 	filter bool
-	tracks bool // somebody else on the nodes has the kernel track connections
+	tracks bool // another user on the nodes enables connection tracking
 }
 
-// variants, in the order of the columns: each pair is compared.
+// variants are the columns of the table. Each pair is compared.
 var variants = []variant{{false, false}, {true, false}, {false, true}, {true, true}}
 
 func (v variant) String() string {
@@ -88,7 +89,7 @@ func (v variant) String() string {
 	}[v]
 }
 
-// figures are the rows of the table of traffic.
+// figures are the rows of the traffic table.
 var figures = append(slices.Clone(load.TrafficFigures),
 	"CPU of a UDP packet of 64 B from pod to gateway, ns",
 	"CPU of a UDP packet of 64 B from gateway to pod, ns",
@@ -111,7 +112,7 @@ func (c *cluster) measureTraffic(ctx context.Context, rounds int, d time.Duratio
 	return samples.Pairs(names, figures), nil
 }
 
-// traffic measures a variant once; it returns the figures in the order of their names.
+// traffic measures a variant once. It returns the values in the order of figures.
 func (c *cluster) traffic(ctx context.Context, v variant, d time.Duration) ([]float64, error) {
 	if err := c.become(ctx, v); err != nil {
 		return nil, err

@@ -1,14 +1,15 @@
-// Command packets measures what a packet costs that a node with a route agent forwards, with 0 to
-// 10,000 peers: one that is for no peer, and one that goes to a peer by the overlay.
+// Command packets measures the cost of a forwarded packet on a node with a route agent, with 0 to
+// 10,000 peers. It measures a packet to no peer, and a packet to a peer through the overlay.
 //
 //	go run ./benchmarks/packets -rounds 5
 //
-// Each number of peers has a cluster of its own, whose first node has what fabric.NodeFor decides for
-// gateways that are Pods: routes and the sets of the packet filter for two networks of each peer. One
-// more has no route agent. Its nodes track connections and masquerade, as all of them do. Figures are
-// CPU time from the system call of a pod to the arrival, on one processor, which includes the pod's own
-// part. Each takes a turn of a thousand packets after the other, so that what else the machine does
-// concerns all, and the ratios are formed round by round. It needs root and iproute2.
+// There is a cluster for each number of peers. Its first node has the configuration of
+// fabric.NodeFor for gateways in Pods: routes, and packet filter sets for two networks of each
+// peer. One more cluster has no route agent. The nodes of all clusters track connections and
+// masquerade. Figures are CPU time on one processor from a pod's send call to the arrival,
+// including the pod's own part. The clusters take turns of a thousand packets, so that other load
+// on the machine affects all of them alike. Ratios are computed for each round. The command needs
+// root and iproute2.
 package main
 
 import (
@@ -59,15 +60,15 @@ func main() {
 }
 
 const (
-	turn  = 1000 // packets of one cluster, after some that are not counted
-	turns = 100  // in a round
+	turn  = 1000 // packets of one cluster in a turn, after a few that are not counted
+	turns = 100  // per round
 )
 
-// A row is a number of peers, or no agent, and its cluster.
+// A row of the table is one cluster with a number of peers, or without a route agent.
 type row struct {
 	*lab.Cluster
 	name    string
-	flows   []*load.Flow // by kind; nil: nothing goes there
+	flows   []*load.Flow // by kind; nil: this row sends no packets of the kind
 	samples [][]float64  // by kind and round
 }
 
@@ -109,7 +110,7 @@ func run(ctx context.Context, rounds int, numbers []int) (table string, err erro
 		}
 		rows = append(rows, r)
 	}
-	err = rows[0].Nodes[0].Do(func() error { // a thread that ends
+	err = rows[0].Nodes[0].Do(func() error { // the thread ends with Do, as StayOnOneProcessor requires
 		if err := load.StayOnOneProcessor(); err != nil {
 			return err
 		}
@@ -160,7 +161,7 @@ func measureRound(rows []*row, kind int) error {
 	return nil
 }
 
-// tableOf compares all rows with the first that has samples.
+// tableOf formats the table. It compares all rows with the first row that has samples.
 func tableOf(rows []*row) string {
 	var b strings.Builder
 	b.WriteString("\n| peers |")
@@ -183,15 +184,15 @@ func tableOf(rows []*row) string {
 	return b.String()
 }
 
-// remote are the networks of a peer.
+// remote returns the networks of a peer.
 func remote(i int) (pod, external netip.Prefix) {
 	return netip.PrefixFrom(netip.AddrFrom4([4]byte{100, byte(64 + i>>8), byte(i), 0}), 24), netip.PrefixFrom(netip.AddrFrom4([4]byte{11, byte(i >> 8), byte(i), 0}), 24)
 }
 
-// gateway is where the gateway's Pod would be: the pod on the second node.
+// gateway returns the pod on the second node, whose address is used as the gateway Pod's.
 func (r *row) gateway() *lab.Pod { return r.Pods[len(r.Pods)-1] }
 
-// become makes the first node what it is with so many peers.
+// become configures the first node for the given number of peers.
 func (r *row) become(peers int) (k *rtnl.Kernel, err error) {
 	self := r.Nodes[0]
 	in := fabric.NodeIntent{
@@ -218,7 +219,7 @@ func (r *row) become(peers int) (k *rtnl.Kernel, err error) {
 	return k, err
 }
 
-// open begins to measure one kind.
+// open opens a flow of one kind.
 func (r *row) open(kind int) (*load.Flow, error) {
 	pod := r.Pods[0]
 	if kind == 0 {

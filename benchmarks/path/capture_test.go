@@ -9,9 +9,10 @@ import (
 	"github.com/isthmus-net/isthmus/gateway/capture"
 )
 
-// BenchmarkCapture is what a capture at the sender costs: none, one of another pod, one of all
-// headers, and one of all octets, each with a reader that takes what it gets; what it was too slow
-// for is logged. Compare within one run, with the order repeated:
+// BenchmarkCapture measures the cost of a capture at the sender: without a capture, with a filter
+// for another pod, with all headers, and with all octets. Each capture has a reader. Packets that
+// were lost because the reader was too slow are logged. Compare within one run, and repeat the
+// sequence:
 //
 //	for i in 1 2 3 4 5 6; do go test -run '^$' -bench Capture -benchtime 1s ./benchmarks/path; done
 func BenchmarkCapture(b *testing.B) {

@@ -1,12 +1,14 @@
-// Package path runs the whole way of a packet in memory, from one cluster's TUN to the other's:
-// parsing, NAT, cutting, encryption, and the same backwards, without a kernel and without root.
+// Package path benchmarks the complete data path in memory, from one cluster's TUN to the
+// other's, without a kernel and without root. The path is parsing, NAT, segmentation and
+// encryption, and the reverse.
 //
 //	go test -run '^$' -bench . ./benchmarks/path
 //
-// What is varied stands in the name, and all but one are as in size=64/nat=pod/flows=1/peers=1. A
-// packet of 62140 octets is a superpacket of TCP, cut for the tunnel and joined behind it; it counts
-// as the 45 packets that it is there. Sender and receiver are one process: cpu-ns/packet is what
-// both gateways use together, and the packets per second are those of this machine's processors.
+// Benchmark names contain the parameters. Each benchmark changes one parameter of
+// size=64/nat=pod/flows=1/peers=1. A packet of 62140 octets is a TCP superpacket, which is
+// segmented for the tunnel and coalesced behind it. It counts as its 45 segments. Sender and
+// receiver are one process: cpu-ns/packet is the sum of both gateways, and the packet rate
+// depends on the machine's number of processors.
 package path
 
 import (
@@ -29,13 +31,13 @@ import (
 
 const (
 	tunnelMTU = 1420
-	segment   = 1380 // octets of TCP data in a packet of the tunnel, and of UDP in a large packet
+	segment   = 1380 // TCP payload of a tunnel packet, and UDP payload of a large packet, in octets
 	segments  = 45   // of a superpacket
-	inFlight  = 256  // packets of the tunnel
+	inFlight  = 256  // tunnel packets
 	virtioLen = 10   // struct virtio_net_hdr (Linux, include/uapi/linux/virtio_net.h)
 )
 
-// Both clusters have the same pods; node is of a's and no pod.
+// Both clusters have the same PodCIDR. node is an address of a's that is not in it.
 var (
 	podsA   = netip.MustParsePrefix("10.244.0.0/16")
 	podsB   = netip.MustParsePrefix("10.244.0.0/18")
@@ -44,17 +46,17 @@ var (
 	outside = [2]netip.Prefix{netip.MustParsePrefix("10.90.0.0/24"), netip.MustParsePrefix("10.91.0.0/20")} // Xa@B, Xb@A
 	pod     = netip.MustParseAddr("10.244.0.11")
 	node    = netip.MustParseAddr("172.16.0.9")
-	mapped  = netip.MustParseAddr("10.0.50.5") // an endpoint of a's that b knows
+	mapped  = netip.MustParseAddr("10.0.50.5") // an address of a's that an endpoint mapping of b points at
 	remote  = netip.MustParseAddr("10.71.0.12")
 	self    = netip.MustParseAddr("169.254.0.1")
 )
 
-// A load is what is sent, all at the same time to one peer.
+// A load describes the traffic, which all goes to one peer.
 type load struct {
-	size  int // octets of the IP packet that the TUN gives
+	size  int // octets of the IP packet that the TUN delivers
 	nat   string
 	flows int
-	peers int // configured; the others are silent
+	peers int // configured; all but one are silent
 }
 
 func (l load) String() string {
@@ -93,11 +95,11 @@ func BenchmarkPath(b *testing.B) {
 	}
 }
 
-// run measures a load, after prepare has had its way with the sender.
+// run measures a load. prepare may change the sender first.
 func run(b *testing.B, l load, prepare func(from *gateway)) {
 	from, to := gateways(b, l.peers)
 	prepare(from)
-	var received atomic.Int64 // octets of payload: packets may be joined anywhere on the way in
+	var received atomic.Int64 // octets of payload, because coalescing changes the number of packets
 	arrived := make(chan struct{}, 1)
 	to.link.OnReceive(func(bufs [][]byte) error {
 		n := 0
@@ -116,7 +118,8 @@ func run(b *testing.B, l load, prepare func(from *gateway)) {
 		per = segments
 	}
 	size := int64(len(packets[0]) - virtioLen)
-	// A run that was cut has more headers: never fewer octets than were sent.
+	// A superpacket that arrives in parts has more headers: the received octets may exceed the
+	// octets sent, never the reverse.
 	sent, window := int64(0), max(1, inFlight/per)
 	wait := func(open int64) {
 		for sent*size-received.Load() > open*size {
@@ -134,7 +137,7 @@ func run(b *testing.B, l load, prepare func(from *gateway)) {
 		}
 		sent++
 	}
-	for i := range packets { // each flow begins before the clock runs
+	for i := range packets { // open each flow before the measurement
 		send(i)
 	}
 	wait(0)
@@ -151,7 +154,7 @@ func run(b *testing.B, l load, prepare func(from *gateway)) {
 	b.ReportMetric(0, "ns/op")
 }
 
-// packets are those of all flows, one of each, as a TUN gives them.
+// packets returns one packet of each flow, in the form in which a TUN delivers it.
 func (l load) packets() [][]byte {
 	var all [][]byte
 	for i := range l.flows {
@@ -174,13 +177,13 @@ func (l load) packets() [][]byte {
 	return all
 }
 
-// A gateway without a kernel.
+// A gateway is one side of the path, without a kernel.
 type gateway struct {
 	link   *memlink.Link
 	tunnel *datapath.Tunnel
 }
 
-// gateways are two that have met; the sender knows that many peers.
+// gateways returns two connected gateways. The sender has the given number of peers.
 func gateways(b *testing.B, peers int) (from, to *gateway) {
 	b.Helper()
 	network := &memlink.Network{}
@@ -198,7 +201,7 @@ func gateways(b *testing.B, peers int) (from, to *gateway) {
 			Endpoints: []natengine.Endpoint{{Real: self, Seen: outside[i].Addr().Next()}, {Real: endpoints[i], Seen: outside[i].Addr().Next().Next()}},
 		}}
 		known := []datapath.Peer{{Key: public(private(byte(j))), Endpoint: wan[j]}}
-		for k := 1; i == 0 && k < peers; k++ { // silent ones
+		for k := 1; i == 0 && k < peers; k++ { // silent peers
 			prefix := netip.PrefixFrom(netip.AddrFrom4([4]byte{100, byte(64 + k>>8), byte(k), 0}), 24)
 			rules = append(rules, natengine.Peer{
 				ID: fmt.Sprintf("silent %04d", k), RemotePods: []netip.Prefix{prefix},
@@ -238,7 +241,7 @@ func gateways(b *testing.B, peers int) (from, to *gateway) {
 	return both[0], both[1]
 }
 
-// private is the key of gateway i, the same each time.
+// private returns the private key of gateway i, the same in each run.
 func private(i byte) (key [32]byte) {
 	for at := range key {
 		key[at] = i + 1
@@ -247,6 +250,6 @@ func private(i byte) (key [32]byte) {
 }
 
 func public(private [32]byte) [32]byte {
-	key, _ := curve25519.X25519(private[:], curve25519.Basepoint) // fails for a point of low order only
+	key, _ := curve25519.X25519(private[:], curve25519.Basepoint) // fails only for a point of low order
 	return [32]byte(key)
 }

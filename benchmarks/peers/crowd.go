@@ -25,7 +25,7 @@ import (
 	"github.com/isthmus-net/isthmus/packet"
 )
 
-// Networks and addresses of the gateway and of peer i. All clusters have the same networks.
+// The networks and addresses of the gateway and of peer i. All clusters have the same networks.
 var (
 	localPods, localExternal = netip.MustParsePrefix("10.244.0.0/16"), netip.MustParsePrefix("10.245.0.0/20")
 	seenPods, seenExternal   = netip.MustParsePrefix("10.246.0.0/16"), netip.MustParsePrefix("10.247.0.0/20")
@@ -35,13 +35,13 @@ var (
 
 const (
 	maxPeers   = 4096
-	peerPort   = 51820 // and the next one, where it is after a change
+	peerPort   = 51820 // a moved peer uses the next port
 	checkPort  = 12345
 	askEvery   = 2 * time.Second // Liqo's interval
-	askBatches = 100             // into which the peers are divided, so that they do not ask all at once
+	askBatches = 100             // the peers are divided into batches, to spread their PINGs over the interval
 )
 
-// keyOf is the private key of peer i.
+// keyOf returns the private key of peer i.
 func keyOf(i int) *ecdh.PrivateKey {
 	seed := sha256.Sum256(fmt.Appendf(nil, "peer %d", i))
 	k, err := ecdh.X25519().NewPrivateKey(seed[:])
@@ -53,14 +53,14 @@ func keyOf(i int) *ecdh.PrivateKey {
 
 func idOf(i int) string { return fmt.Sprintf("%08x-0000-4000-8000-000000000000", i+1) }
 
-// plus is an address n later.
+// plus returns the address n after a.
 func plus(a netip.Addr, n uint32) netip.Addr {
 	b := a.As4()
 	binary.BigEndian.PutUint32(b[:], binary.BigEndian.Uint32(b[:])+n)
 	return netip.AddrFrom4(b)
 }
 
-// peerOf is peer i as the gateway knows it; moved says that it has its other port.
+// peerOf returns the gateway's configuration of peer i. moved selects the peer's second port.
 func peerOf(i int, moved bool) fabric.Peer {
 	p := fabric.Peer{
 		ID: idOf(i), Name: fmt.Sprintf("peer-%d", i), Endpoint: plus(firstEndpoint, uint32(i)).String(), Port: peerPort,
@@ -76,31 +76,32 @@ func peerOf(i int, moved bool) fabric.Peer {
 	return p
 }
 
-// A crowd is the far ends of all peers. Each has a key, an address and a session of its own, answers
-// PINGs of the connection check, and asks as a Liqo does, every two seconds. It begins no handshakes.
+// A crowd is the remote side of all peers. Each peer has its own key, address and session. Like
+// Liqo, it answers PINGs of the connection check and sends one every two seconds. It starts no
+// handshakes.
 type crowd struct {
 	sockets [2]*ipv4.PacketConn
 	far     []*far
 
 	mu       sync.Mutex
-	answered map[int]time.Time // when the first PING since reset was answered, by peer
+	answered map[int]time.Time // time of the first PONG that peer i received since reset
 }
 
-// far is the far end of one peer.
+// far is the remote side of one peer.
 type far struct {
 	key     *ecdh.PrivateKey
 	addr    net.IP
-	ping    netip.AddrPort // inside the tunnel, where it asks from
+	ping    netip.AddrPort // address inside the tunnel from which it sends PINGs
 	mu      sync.Mutex
 	current *noise.Session
-	next    [256]*noise.Session // by the low octet of the index
+	next    [256]*noise.Session // sessions by the low octet of the index
 	last    byte
-	gateway net.Addr // where its messages came from
+	gateway net.Addr // source of the gateway's messages
 	socket  int
-	moved   bool // it is not at its first port any more
+	moved   bool // the peer no longer uses its first port
 }
 
-// newCrowd opens the sockets in a host to which all endpoints lead.
+// newCrowd opens the sockets in the host to which all endpoint addresses are routed.
 func newCrowd(at *lab.Host) (*crowd, error) {
 	c := &crowd{answered: make(map[int]time.Time)}
 	for i := range maxPeers {
@@ -132,7 +133,7 @@ func newCrowd(at *lab.Host) (*crowd, error) {
 	return c, nil
 }
 
-// run answers and asks until ctx ends.
+// run answers PINGs and sends them until ctx ends.
 func (c *crowd) run(ctx context.Context) {
 	var group sync.WaitGroup
 	for i := range c.sockets {
@@ -173,7 +174,7 @@ func (c *crowd) message(i, socket int, m []byte, from net.Addr) []byte {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	switch {
-	case f.moved && socket == 0: // nobody is there any more
+	case f.moved && socket == 0: // the first port is no longer in use
 	case m[0] == noise.InitiationType:
 		f.last++
 		response, s, err := noise.Respond(f.key, m, uint32(i)<<8|uint32(f.last))
@@ -201,10 +202,10 @@ func (c *crowd) message(i, socket int, m []byte, from net.Addr) []byte {
 }
 
 func (c *crowd) write(f *far, m []byte) {
-	_, _ = c.sockets[f.socket].WriteTo(m, &ipv4.ControlMessage{Src: f.addr}, f.gateway) // lost, as on any way
+	_, _ = c.sockets[f.socket].WriteTo(m, &ipv4.ControlMessage{Src: f.addr}, f.gateway) // may be lost like any datagram
 }
 
-// pong makes the answer of a PING, nil of anything else.
+// pong returns the answer to a PING, or nil for any other packet.
 func pong(p []byte) []byte {
 	if len(p) < 28 || p[0] != 0x45 || p[9] != unix.IPPROTO_UDP {
 		return nil
@@ -223,7 +224,7 @@ func pong(p []byte) []byte {
 	return datagram(b[28:], netip.AddrPortFrom(netip.AddrFrom4(dst), binary.BigEndian.Uint16(p[22:])), netip.AddrPortFrom(netip.AddrFrom4(src), binary.BigEndian.Uint16(p[20:])))
 }
 
-// datagram is a whole IPv4 packet.
+// datagram returns a complete IPv4 UDP packet.
 func datagram(payload []byte, from, to netip.AddrPort) []byte {
 	b := make([]byte, 28+len(payload))
 	b[0], b[8], b[9] = 0x45, 64, unix.IPPROTO_UDP
@@ -244,7 +245,7 @@ func datagram(payload []byte, from, to netip.AddrPort) []byte {
 	return b
 }
 
-// ask asks the gateway on behalf of all who have a session.
+// ask sends a PING to the gateway for each peer that has a session.
 func (c *crowd) ask(ctx context.Context) {
 	to := netip.AddrPortFrom(seenExternal.Addr().Next(), checkPort)
 	turns := time.NewTicker(askEvery / askBatches)
@@ -275,7 +276,7 @@ func (c *crowd) ask(ctx context.Context) {
 	}
 }
 
-// asked counts the PINGs that were answered.
+// asked counts the PINGs that the gateway answered.
 var asked atomic.Int64
 
 func (c *crowd) note(i int) {
@@ -287,7 +288,8 @@ func (c *crowd) note(i int) {
 	}
 }
 
-// reset forgets who was answered, and puts the first peers at their other port, all others at their first.
+// reset clears the answer times. It moves the first peers to their second port, and all others to
+// their first.
 func (c *crowd) reset(moved int) {
 	for i, f := range c.far {
 		f.mu.Lock()
@@ -299,7 +301,8 @@ func (c *crowd) reset(moved int) {
 	clear(c.answered)
 }
 
-// wait waits until n peers were answered, and returns when half of them and all were.
+// wait waits until n peers have received an answer. It returns the times at which half of them
+// and all of them had one.
 func (c *crowd) wait(ctx context.Context, n int) (half, all time.Time, err error) {
 	for {
 		c.mu.Lock()
@@ -319,7 +322,7 @@ func (c *crowd) wait(ctx context.Context, n int) (half, all time.Time, err error
 	}
 }
 
-// move has a peer at its other port from now on.
+// move moves a peer to its second port.
 func (c *crowd) move(i int) {
 	f := c.far[i]
 	f.mu.Lock()
@@ -327,7 +330,7 @@ func (c *crowd) move(i int) {
 	f.socket, f.moved = 1, true
 }
 
-// forget forgets that a peer was answered, has that it was since.
+// forget clears a peer's answer time; has reports whether the peer has received an answer since.
 func (c *crowd) forget(i int) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -341,7 +344,7 @@ func (c *crowd) has(i int) bool {
 	return ok
 }
 
-// spread is when half of the peers were answered, and all.
+// spread returns the times at which half of the peers and all of them had received an answer.
 func spread(answered map[int]time.Time) (half, all time.Time) {
 	times := slices.SortedFunc(maps.Values(answered), time.Time.Compare)
 	return times[len(times)/2], times[len(times)-1]

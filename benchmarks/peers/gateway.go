@@ -24,18 +24,18 @@ const (
 	metricsAddress = "127.0.0.1:5872"
 )
 
-// A command is a line that the process with the gateway reads.
+// A command is a line of input for the gateway process.
 type command struct {
-	Peers   int    // that there are to be
-	Moved   int    // of them, the first ones, are at another port
-	Profile string // instead: write a CPU profile of so many seconds to this file
+	Peers   int    // number of peers to configure
+	Moved   int    // number of peers, from the first, that use their second port
+	Profile string // instead: write a CPU profile to this file
 	Seconds int
 }
 
-// inForce is the line that it prints when a configuration is in force.
+// inForce is the line that the gateway process prints when it has applied a configuration.
 const inForce = "in force"
 
-// printing prints a line for each configuration in force, and errors.
+// printing is a log handler that prints a line for each applied configuration, and errors.
 type printing struct{ slog.Handler }
 
 func (h printing) Handle(ctx context.Context, r slog.Record) error {
@@ -50,8 +50,8 @@ func (h printing) Handle(ctx context.Context, r slog.Record) error {
 
 func (h printing) WithAttrs(a []slog.Attr) slog.Handler { return printing{h.Handler.WithAttrs(a)} }
 
-// beGateway is the process with the gateway: the real one, but its wishes come from standard input
-// instead of API objects. As in a cluster its status is asked for once a second.
+// beGateway is the gateway process. It runs the real gateway, but reads its configuration from
+// standard input instead of API objects. As in a cluster, its status is read once a second.
 func beGateway() error {
 	if os.Getenv("GOMAXPROCS") == "" {
 		runtime.GOMAXPROCS(max(1, runtime.GOMAXPROCS(0)/2)) // as cmd/isthmus does, decision 5
@@ -103,7 +103,7 @@ func beGateway() error {
 	})
 }
 
-// known are all peers, without and with their other port.
+// known holds all peers, with their first and their second port.
 var known [maxPeers][2]fabric.Peer
 
 func profile(c command) {
@@ -127,15 +127,15 @@ func profile(c command) {
 	_ = heap.Close()
 }
 
-// A process is a gateway as its parent sees it.
+// A process is the parent's handle of the gateway process.
 type process struct {
 	stdin  io.WriteCloser
-	forced chan struct{} // a configuration is in force
+	forced chan struct{} // receives when a configuration is applied
 	pid    int
 	end    func()
 }
 
-// tell sends a wish and waits until it is in force.
+// tell sends a configuration and waits until it is applied.
 func (p *process) tell(ctx context.Context, c command) error {
 	b, err := json.Marshal(c)
 	if err != nil {

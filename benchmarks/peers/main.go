@@ -1,13 +1,14 @@
-// Command peers measures what living peers cost a gateway: at rest, when one of them changes, comes or
-// goes, when all come back, and when somebody scrapes meanwhile.
+// Command peers measures the cost of live peers on a gateway: at rest, when one peer is changed,
+// added or removed, when all reconnect, and during scrapes of its metrics.
 //
 //	go run ./benchmarks/peers -peers 10,100,1000,4000
 //
-// The gateway is the real one, in a process and a network namespace of its own. Its peers are one
-// program in another namespace, but each has an address, a key, a WireGuard session and a connection
-// check of its own, answers every PING, and asks every two seconds, as a Liqo does. They begin no
-// handshake and look for no path MTU. Wishes do not come from an API server, whose part benchmarks/agents
-// measures; the status is asked for once a second, as in a cluster. It needs root and iproute2.
+// The real gateway runs in a process and a network namespace of its own. One program in another
+// namespace simulates the peers. Each peer has its own address, key, WireGuard session and
+// connection check. As with Liqo, it answers every PING and sends one every two seconds. The
+// peers start no handshake and do no path MTU discovery. The configuration does not come from an
+// API server, whose part benchmarks/agents measures. As in a cluster, the status is read once a
+// second. The command needs root and iproute2.
 package main
 
 import (
@@ -32,7 +33,7 @@ import (
 	"github.com/isthmus-net/isthmus/internal/lab"
 )
 
-// beGatewayArg makes the program the gateway's process.
+// beGatewayArg is the argument that makes this program the gateway process.
 const beGatewayArg = "be-gateway"
 
 func main() {
@@ -63,13 +64,13 @@ func main() {
 	}
 }
 
-// A bench is a lab with a crowd.
+// A bench is a lab with a crowd of peers.
 type bench struct {
 	*lab.Lab
 	crowd *crowd
-	rows  []string // of the table, in order
+	rows  []string // names of the table's rows, in order
 	cells map[string][]string
-	only  string // parts to measure, with commas; empty: all
+	only  string // parts to measure, comma-separated; empty: all
 }
 
 // measures reports whether a part is to be measured.
@@ -123,7 +124,7 @@ func (b *bench) say(n int, row, format string, v ...any) {
 	log.Printf("%5d peers  %s: %s", n, row, cell)
 }
 
-// start starts a gateway with n peers.
+// start starts a gateway process with n peers, of which the first moved use their second port.
 func (b *bench) start(ctx context.Context, n, moved int) (*process, error) {
 	self, err := os.Executable()
 	if err != nil {
@@ -161,10 +162,11 @@ func (b *bench) start(ctx context.Context, n, moved int) (*process, error) {
 	return p, nil
 }
 
-// many is how many times at most a single change is made, to be told from what happens at rest.
+// many is the maximum number of runs of a single change. Several runs are needed to distinguish
+// its cost from the cost at rest.
 const many = 20
 
-// settle is for what a change has done soon after it: a turn of all that happens once a second.
+// settle is the wait after a change. All periodic work, which runs once a second, runs in it.
 const settle = time.Second
 
 func (b *bench) measure(ctx context.Context, n int, rest time.Duration, profiles string) error {
@@ -185,7 +187,7 @@ func (b *bench) measure(ctx context.Context, n int, rest time.Duration, profiles
 	b.say(n, "all connect at a start: all after, s", "%.1f", all.Sub(began).Seconds())
 	b.say(n, "all connect at a start: CPU, s", "%.2f", measure.CPU(p.pid).Seconds())
 
-	if err := sleep(ctx, 15*time.Second); err != nil { // handshakes that crossed, path MTUs, the collector
+	if err := sleep(ctx, 15*time.Second); err != nil { // wait for crossed handshakes, path MTU discovery and garbage collection
 		return err
 	}
 	profile := func(what string, d time.Duration) error {
@@ -229,7 +231,7 @@ func (b *bench) measure(ctx context.Context, n int, rest time.Duration, profiles
 
 	moved := 0
 	if b.measures("change") {
-		times := min(many, n) // a peer moves once: a second time would be no change, and never be in force
+		times := min(many, n) // a peer can move only once: a second move changes nothing and is never reported as applied
 		if err := profile("change", time.Duration(times)*2*settle); err != nil {
 			return err
 		}
@@ -312,8 +314,9 @@ func (b *bench) measure(ctx context.Context, n int, rest time.Duration, profiles
 	return nil
 }
 
-// cost is what doing something costs, in ms of CPU beside what the process takes at rest, with the
-// standard error. It rests for a while before each time: what rest costs changes with the machine's load.
+// cost returns the CPU time of do in ms, less the CPU time of the process at rest, with the
+// standard error. It measures the rest before each run, because the cost at rest changes with the
+// machine's load.
 func (p *process) cost(ctx context.Context, times int, do func(i int) error) (string, error) {
 	var costs []float64
 	for i := range times {

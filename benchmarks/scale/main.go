@@ -1,16 +1,16 @@
-// Command scale says how many peers find networks, when all clusters have the same PodCIDR, and what
-// an IPAM state of that size costs.
+// Command scale prints how many peers can get networks when all clusters have the same PodCIDR,
+// and the cost of an IPAM state of that size.
 //
 //	go run ./benchmarks/scale
 //	go run ./benchmarks/scale -pools 10.0.0.0/8,11.0.0.0/8 -lengths 16
 //
-// It asks the IPAM of the manager until it refuses, first with an ExternalCIDR as long as the PodCIDR,
-// which is Liqo's choice, then with the one that the IPAM chooses by itself. With
+// It allocates from the manager's IPAM until that refuses, first with an ExternalCIDR of the
+// PodCIDR's length, as Liqo chooses it, then with the ExternalCIDR that the IPAM chooses. With
 //
 //	go run ./benchmarks/scale -growth
 //
-// it says what one more grant costs among so many peers, all with the same PodCIDR: the decision, and the
-// states that are compared and written for it. It needs no root.
+// it prints the cost of one more allocation among many peers with the same PodCIDR: the decision,
+// and the comparison and encoding of the states. It needs no root.
 package main
 
 import (
@@ -69,7 +69,7 @@ func main() {
 	}
 }
 
-// fill asks for one peer after the other, all like ourselves, and prints a line.
+// fill allocates for one peer after the other, all with our own networks, and prints a line.
 func fill(pod netip.Prefix, pools []netip.Prefix, asLong bool) error {
 	c := ipam.Config{PodCIDR: pod, ServiceCIDR: netip.MustParsePrefix("10.96.0.0/12"), Pools: pools}
 	if asLong {
@@ -95,7 +95,7 @@ func fill(pod netip.Prefix, pools []netip.Prefix, asLong bool) error {
 			if strings.Contains(err.Error(), "is free in the pools") {
 				why = "the pools are used up"
 			}
-			since := last[(n+1)%len(last)] // the oldest
+			since := last[(n+1)%len(last)] // time of the oldest kept allocation
 			if n < len(last) {
 				since = last[0]
 			}
@@ -106,8 +106,9 @@ func fill(pod netip.Prefix, pools []netip.Prefix, asLong bool) error {
 	}
 }
 
-// grown are the numbers of peers among which a grant is measured, and the PodCIDR of all of them with pools
-// that have room for so many: a /16 as far as addresses go.
+// grown lists the measured numbers of peers, with the PodCIDR of all clusters and pools that have
+// room for that many peers. The PodCIDR is a /16 up to the number of peers that the IPv4
+// addresses permit.
 var grown = []struct {
 	peers int
 	pod   string
@@ -120,10 +121,10 @@ var grown = []struct {
 	{4000, "10.244.0.0/20", []string{"10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10", "11.0.0.0/8"}},
 }
 
-// more is how many more peers are granted networks, one after the other, to be measured.
+// more is the number of additional peers whose allocations are measured, one after the other.
 const more = 5
 
-// grow prints what a grant costs as the IPAM state grow.
+// grow prints the cost of an allocation as the IPAM state grows.
 func grow() error {
 	rows := [][]string{{""}, {"PodCIDR of all"}, {"a grant is decided: CPU, ms"}, {"what a grant changed is found in the IPAM state: CPU, ms"}, {"all states as text: CPU, ms"}, {"all states read: CPU, ms"}, {"octets of the IPAM state"}}
 	for _, g := range grown {
@@ -188,5 +189,5 @@ func grow() error {
 	return nil
 }
 
-// cpu is how long this process has been on processors.
+// cpu returns the CPU time of this process so far.
 func cpu() time.Duration { return measure.CPU(os.Getpid()) }

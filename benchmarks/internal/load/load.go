@@ -1,16 +1,16 @@
-// Package load is the load generator of the benchmark programs. It runs as processes of its own
-// inside the pods, so that its CPU time is not that of what is measured and each process has one
-// job:
+// Package load is the load generator of the benchmark programs. Each load runs as a separate
+// process inside a pod, so that its CPU time is not counted as the tunnel's:
 //
-//	sink               discards what TCP connections and UDP datagrams bring and says how much
+//	sink               discards TCP streams and UDP datagrams and reports their size
 //	echo               answers each UDP datagram
 //	tcp ADDR N MS      sends on N streams for MS milliseconds
-//	udp ADDR SIZE MS PPS  sends datagrams of SIZE octets, PPS a second (0: as many as go)
-//	rate ADDR SIZE MS  finds the highest rate of such datagrams of which none are lost, by trials of MS milliseconds
-//	rtt ADDR MS        one datagram at a time, there and back
+//	udp ADDR SIZE MS PPS  sends datagrams of SIZE octets, PPS a second (0: as fast as possible)
+//	rate ADDR SIZE MS  finds the highest rate of such datagrams without loss, by trials of MS milliseconds
+//	rtt ADDR MS        measures round trips, one datagram at a time
 //
-// Each prints one JSON object on standard output. A program that is called as "PROGRAM load WORD..."
-// passes the words to Main; Start and Run call it that way inside a host of a lab.
+// Each prints one JSON object on standard output. A program that is called as "PROGRAM load
+// WORD..." passes the words to Main. Start and Run call the program in this way inside a host of
+// a lab.
 package load
 
 import (
@@ -37,12 +37,12 @@ import (
 )
 
 const (
-	tcpPort  = 5201 // sink, TCP; a byte count comes back when the sender has closed its half
-	udpPort  = 5202 // sink, UDP; the count is asked for by a datagram of one octet
+	tcpPort  = 5201 // sink, TCP; it returns a byte count when the sender has closed its half
+	udpPort  = 5202 // sink, UDP; a datagram of one octet requests the count
 	echoPort = 5203
 )
 
-// A Result is what a load process measured.
+// A Result holds the measurements of a load process.
 type Result struct {
 	Bytes   uint64  `json:"bytes,omitempty"`   // payload that arrived at the other pod
 	Sent    uint64  `json:"sent,omitempty"`    // datagrams sent
@@ -55,8 +55,8 @@ type Result struct {
 	P999    float64 `json:"p999,omitempty"`
 }
 
-// Start starts a program inside h, with env besides the environment of the caller, and waits until
-// it says ready.
+// Start starts a program inside h, with env added to the caller's environment, and waits until
+// the program prints that it is ready.
 func Start(ctx context.Context, h *lab.Host, env []string, args ...string) (*os.Process, error) {
 	cmd := h.Command(ctx, args[0], args[1:]...)
 	cmd.Env = append(os.Environ(), env...)
@@ -75,7 +75,7 @@ func Start(ctx context.Context, h *lab.Host, env []string, args ...string) (*os.
 	return cmd.Process, nil
 }
 
-// Run runs "program load ARGS..." inside h to its end.
+// Run runs "program load ARGS..." inside h until it exits.
 func Run(ctx context.Context, h *lab.Host, program string, args ...string) (res Result, err error) {
 	out, err := h.Command(ctx, program, append([]string{"load"}, args...)...).Output()
 	if err != nil {
@@ -84,7 +84,7 @@ func Run(ctx context.Context, h *lab.Host, program string, args ...string) (res 
 	return res, json.Unmarshal(out, &res)
 }
 
-// Main is a load process; args are its words after "load".
+// Main runs a load process. args are the words after "load".
 func Main(args []string) error {
 	if len(args) == 0 {
 		return errors.New("load: want sink, echo, tcp, udp, rate or rtt")
@@ -179,8 +179,8 @@ func sink() error {
 	}
 }
 
-// messages is how many datagrams one recvmmsg or sendmmsg carries: a loop over single datagrams
-// would measure the load generator instead of the tunnel.
+// messages is a batch of datagrams for one recvmmsg or sendmmsg call. With single datagrams, the
+// load generator would be the bottleneck instead of the tunnel.
 type messages struct {
 	headers []mmsghdr
 	names   []unix.RawSockaddrInet4
@@ -205,8 +205,8 @@ func newMessages(n, size int) *messages {
 	return m
 }
 
-// transfer receives or sends a batch; do is Read or Write of the RawConn. A receiver learns the
-// sender's address; a sender must be connected.
+// transfer receives or sends a batch. do is Read or Write of the RawConn. A receiver also gets
+// the sender's address; a sender must be connected.
 func (m *messages) transfer(do func(func(uintptr) bool) error, call uintptr) (n int, err error) {
 	if call == unix.SYS_RECVMMSG {
 		for i := range m.headers {
@@ -260,7 +260,7 @@ func sendTCP(addr string, streams int, d time.Duration) (Result, error) {
 			_ = c.SetDeadline(start.Add(d))
 			for time.Since(start) < d {
 				if _, err := c.Write(buf); err != nil {
-					break // the deadline; what matters is what arrived
+					break // the deadline is the regular end
 				}
 			}
 			_ = c.SetDeadline(time.Now().Add(10 * time.Second))
@@ -300,7 +300,7 @@ func sendUDP(addr string, size int, d time.Duration, pps int) (Result, error) {
 	var sent uint64
 	start := time.Now()
 	for time.Since(start) < d {
-		if pps > 0 { // paced: one datagram at a time, evenly
+		if pps > 0 { // send single datagrams at even intervals
 			if due := start.Add(time.Duration(sent) * time.Second / time.Duration(pps)); time.Until(due) > 0 {
 				time.Sleep(time.Until(due))
 			}
@@ -314,14 +314,14 @@ func sendUDP(addr string, size int, d time.Duration, pps int) (Result, error) {
 		}
 	}
 	res := Result{Sent: sent, Seconds: time.Since(start).Seconds()}
-	time.Sleep(300 * time.Millisecond) // what is queued shall arrive
+	time.Sleep(300 * time.Millisecond) // wait for queued datagrams to arrive
 	res.Packets, res.Bytes, err = askSink(c)
 	return res, err
 }
 
 func askSink(c net.Conn) (packets, bytes uint64, err error) {
 	buf := make([]byte, 64)
-	for err == nil { // an answer that came too late for an earlier question says nothing of this one
+	for err == nil { // skip late answers to earlier questions
 		_ = c.SetReadDeadline(time.Now().Add(time.Millisecond))
 		_, err = c.Read(buf)
 	}
@@ -354,7 +354,7 @@ func roundTrips(addr string, d time.Duration) (Result, error) {
 		}
 		_ = c.SetReadDeadline(t.Add(time.Second))
 		if _, err := c.Read(buf); err != nil {
-			continue // lost: it is missing from the percentiles, and from the count
+			continue // lost: excluded from the count and the percentiles
 		}
 		times = append(times, time.Since(t))
 	}

@@ -14,7 +14,7 @@ import (
 )
 
 const (
-	// DiscardPort is the port that datagrams of PerPacket are for.
+	// DiscardPort is the destination port of PerPacket's datagrams.
 	DiscardPort = 9
 
 	datagramLen = 64 // octets of payload
@@ -22,7 +22,7 @@ const (
 	packets     = 100_000
 )
 
-// PerPacket is the CPU time of one datagram of a Flow, in ns.
+// PerPacket measures the CPU time per datagram of a Flow, in ns.
 func PerPacket(from *lab.Host, src, dst netip.Addr, to *lab.Host, listen netip.AddrPort, device string) (ns float64, err error) {
 	f, err := OpenFlow(from, src, dst, to, listen, device)
 	if err != nil {
@@ -42,18 +42,18 @@ func PerPacket(from *lab.Host, src, dst netip.Addr, to *lab.Host, listen netip.A
 	return ns, err
 }
 
-// StayOnOneProcessor binds the calling thread, which has to end with what it does, as those of
-// lab.Host.Do do.
+// StayOnOneProcessor binds the calling thread to one processor. The thread must end afterwards
+// and not be reused, as the threads of lab.Host.Do do.
 func StayOnOneProcessor() error {
 	var cpus unix.CPUSet
 	cpus.Set(0)
 	return os.NewSyscallError("sched_setaffinity", unix.SchedSetaffinity(0, &cpus))
 }
 
-// A Flow is datagrams from one host to another. All that happens to one, from its system call to its
-// arrival, happens inside that call, on one thread and one processor: links between namespaces hand
-// packets on in the softirq of whoever sent them. What others do on the machine meanwhile costs
-// caches, but is not counted. Nobody reads the datagrams, so that nobody has to be woken.
+// A Flow sends datagrams from one host to another. The kernel processes each datagram from the
+// send call to the arrival within that call, on one thread and one processor, because links
+// between namespaces deliver packets in the sender's softirq. Other load on the machine affects
+// the CPU time only through the caches. Nobody reads the datagrams, so no process wakes up.
 type Flow struct {
 	fd           int
 	unread       net.PacketConn
@@ -62,8 +62,8 @@ type Flow struct {
 	before, sent uint64
 }
 
-// OpenFlow makes one. listen is where a socket takes the datagrams, as they arrive by the device: at an
-// overlay they are inside others.
+// OpenFlow opens a Flow. listen is the address of a socket that receives the datagrams, in the
+// form in which they arrive at the device. On an overlay they are encapsulated there.
 func OpenFlow(from *lab.Host, src, dst netip.Addr, to *lab.Host, listen netip.AddrPort, device string) (f *Flow, err error) {
 	f = &Flow{fd: -1, to: to, device: device}
 	if f.before, err = received(to, device); err != nil {
@@ -88,7 +88,8 @@ func OpenFlow(from *lab.Host, src, dst netip.Addr, to *lab.Host, listen netip.Ad
 	return f, nil
 }
 
-// Send sends n datagrams, from any namespace, and returns the CPU time of one, in ns.
+// Send sends n datagrams and returns the CPU time per datagram, in ns. Any thread in any
+// namespace may call it.
 func (f *Flow) Send(n int) (ns float64, err error) {
 	b := make([]byte, datagramLen)
 	start := threadTime()
@@ -101,7 +102,7 @@ func (f *Flow) Send(n int) (ns float64, err error) {
 	return float64(threadTime()-start) / float64(n), nil
 }
 
-// Close returns an error when not as many arrived as were sent.
+// Close returns an error if fewer or more datagrams arrived than were sent.
 func (f *Flow) Close() error {
 	f.close()
 	after, err := received(f.to, f.device)
@@ -112,11 +113,11 @@ func (f *Flow) Close() error {
 }
 
 func (f *Flow) close() {
-	_ = unix.Close(f.fd) // of none it is an error that tells nothing
+	_ = unix.Close(f.fd) // closing an unopened socket fails harmlessly
 	_ = f.unread.Close()
 }
 
-// received is how many packets came by a device.
+// received returns the number of packets that a device has received.
 func received(h *lab.Host, device string) (n uint64, err error) {
 	err = h.Do(func() error {
 		link, err := netlink.LinkByName(device)
@@ -129,11 +130,11 @@ func received(h *lab.Host, device string) (n uint64, err error) {
 	return n, err
 }
 
-// threadTime is the CPU time of this thread, in ns.
+// threadTime returns the CPU time of this thread, in ns.
 func threadTime() int64 {
 	var t unix.Timespec
 	if err := unix.ClockGettime(unix.CLOCK_THREAD_CPUTIME_ID, &t); err != nil {
-		panic(os.NewSyscallError("clock_gettime", err)) // there is no Linux without
+		panic(os.NewSyscallError("clock_gettime", err)) // every Linux kernel has this clock
 	}
 	return t.Nano()
 }

@@ -9,18 +9,18 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// The highest rate at which nothing is lost, in the manner of RFC 2544, section 26.1: trials at a
-// steady rate, and a bisection between one that passed and one that did not. A flood on one machine
-// rather shows which process gets the CPU.
+// The highest rate without loss is found as in RFC 2544, section 26.1: trials at a steady rate,
+// then a bisection between a rate that passed and one that failed. A flood would instead show how
+// the scheduler divides the CPU between processes.
 
 const (
-	arriving = 0.995 // of what was sent, for a trial to pass
+	arriving = 0.995 // fraction that must arrive for a trial to pass
 	firstPPS = 10_000
 	mostPPS  = 2_000_000
-	halvings = 4 // of the factor of two between a pass and a failure: 4.4 % are left
+	halvings = 4 // of the interval between a pass and a failure at twice the rate: 4.4 % remain
 )
 
-// losslessRate finds the rate of datagrams of size octets, with trials of duration d.
+// losslessRate finds the highest rate for datagrams of size octets, with trials of duration d.
 func losslessRate(addr string, size int, d time.Duration) (Result, error) {
 	c, err := net.Dial("udp4", net.JoinHostPort(addr, strconv.Itoa(udpPort)))
 	if err != nil {
@@ -30,7 +30,7 @@ func losslessRate(addr string, size int, d time.Duration) (Result, error) {
 	out := newMessages(64, size)
 	start := time.Now()
 	pps, err := highestRate(func(pps float64) (bool, error) {
-		for range 2 { // one hiccup of the machine is no limit
+		for range 2 { // retry once: a single failure may be a hiccup of the machine
 			if passed, err := trial(c.(*net.UDPConn), out, pps, d); passed || err != nil {
 				return passed, err
 			}
@@ -40,8 +40,8 @@ func losslessRate(addr string, size int, d time.Duration) (Result, error) {
 	return Result{Rate: pps, Seconds: time.Since(start).Seconds()}, err
 }
 
-// highestRate is the highest rate that passes: doubled until one does not, then bisected in
-// between. It is zero when not even firstPPS over 2^halvings passes.
+// highestRate returns the highest rate that passes. It doubles the rate until a trial fails, then
+// bisects. It returns zero if not even firstPPS / 2^halvings passes.
 func highestRate(passes func(pps float64) (bool, error)) (float64, error) {
 	low, high := 0., float64(firstPPS)
 	for high <= mostPPS {
@@ -72,12 +72,12 @@ func highestRate(passes func(pps float64) (bool, error)) (float64, error) {
 	return low, nil
 }
 
-// trial sends at a steady rate, a batch every millisecond, and says whether it arrived. The
-// question how much has arrived follows the last datagram on the same path. When the answer takes
-// longer than a tenth of the trial, a queue has grown, and a longer trial would have lost what did
-// not fit into it.
+// trial sends at a steady rate, a batch every millisecond, and reports whether the datagrams
+// arrived. The query for the count follows the last datagram on the same path. If the answer
+// takes longer than a tenth of the trial, a queue has grown, and a longer trial would have lost
+// packets.
 func trial(c *net.UDPConn, out *messages, pps float64, d time.Duration) (bool, error) {
-	if _, _, err := askSink(c); err != nil { // empties the counters, and waits until the last trial's queues are empty
+	if _, _, err := askSink(c); err != nil { // resets the counters, and waits until the last trial's queues are empty
 		return false, err
 	}
 	raw, err := c.SyscallConn()
@@ -90,7 +90,7 @@ sending:
 		for due := int(pps * elapsed.Seconds()); sent < due; {
 			batch := messages{headers: out.headers[:min(len(out.headers), due-sent)]}
 			n, err := batch.transfer(raw.Write, unix.SYS_SENDMMSG)
-			if err != nil { // no room for it, or an ICMP error about an earlier one: too little is sent
+			if err != nil { // buffer full, or an ICMP error for an earlier datagram: the trial sends too little
 				break sending
 			}
 			sent += n

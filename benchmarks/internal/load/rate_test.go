@@ -25,10 +25,10 @@ func TestTheHighestRateIsFoundWithinTheLastHalving(t *testing.T) {
 	}
 }
 
-// A trial passes when what was sent arrives, all but half a percent, and arrives at once.
+// A trial passes if at least 99.5 % of the datagrams arrive, and the count arrives without delay.
 func TestATrialSeesLossAndQueues(t *testing.T) {
 	for name, c := range map[string]struct {
-		lose  int           // one of so many
+		lose  int           // lose one of this many
 		delay time.Duration // of the answer
 		want  bool
 	}{
@@ -67,9 +67,8 @@ func TestATrialSeesLossAndQueues(t *testing.T) {
 				t.Fatal(err)
 			}
 			defer conn.Close()
-			// The rate is low and the trial long, so that a busy machine may pause for a while. A
-			// longer pause makes a trial fail that should pass; no pause makes one pass that should
-			// fail.
+			// The rate is low and the trial long, to tolerate a pause of a busy machine. A longer pause
+			// can only turn a pass into a failure, never a failure into a pass.
 			got, d, end := false, time.Second, time.Now()
 			if c.want {
 				d, end = 4*time.Second, time.Now().Add(2*time.Minute)

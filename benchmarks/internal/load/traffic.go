@@ -10,7 +10,7 @@ import (
 	"github.com/isthmus-net/isthmus/internal/lab"
 )
 
-// TrafficFigures are the names of the figures of Traffic.
+// TrafficFigures are the names of Traffic's results.
 var TrafficFigures = []string{
 	"TCP 1 stream, Gbit/s",
 	"TCP 4 streams, Gbit/s",
@@ -20,8 +20,9 @@ var TrafficFigures = []string{
 	"round trip p99, us",
 }
 
-// Traffic measures TrafficFigures from a host to an address with a sink and an echo server, each load for
-// d. self is this program, which runs Main if its first argument is "load".
+// Traffic measures TrafficFigures from a host to an address that runs a sink and an echo server.
+// Each load lasts d. self is the path of this program, which must call Main if its first argument
+// is "load".
 func Traffic(ctx context.Context, from *lab.Host, self string, to netip.Addr, d time.Duration) ([]float64, error) {
 	ms := strconv.Itoa(int(d.Milliseconds()))
 	var err error

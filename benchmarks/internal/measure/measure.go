@@ -1,5 +1,5 @@
-// Package measure has what all benchmark programs say about their figures: the median, and the
-// machine.
+// Package measure has the helpers that all benchmark programs share for their figures: medians,
+// CPU time, memory, and a description of the machine.
 package measure
 
 import (
@@ -15,8 +15,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Median returns the middle of v, or the mean of the two in the middle. It does not change v, which
-// must not be empty.
+// Median returns the middle value of v, or the mean of the two middle values. It does not change
+// v, which must not be empty.
 func Median(v []float64) float64 {
 	v = slices.Sorted(slices.Values(v))
 	if n := len(v); n%2 == 0 {
@@ -25,7 +25,7 @@ func Median(v []float64) float64 {
 	return v[len(v)/2]
 }
 
-// Where names the machine, the versions, the commit and the day, so that a figure means something
+// Where describes the machine, the versions, the commit and the day, to make figures comparable
 // later.
 func Where() string {
 	var u unix.Utsname
@@ -45,8 +45,8 @@ func Where() string {
 		time.Now().UTC().Format("2006-01-02"))
 }
 
-// CPU is how long a process has been on processors so far, with all that it had others do in its
-// system calls; 0 when there is none.
+// CPU returns the CPU time of a process so far, including its system calls; 0 if it does not
+// exist.
 func CPU(pid int) time.Duration {
 	var t unix.Timespec
 	if err := unix.ClockGettime(int32(^pid<<3|2), &t); err != nil { // clock_getcpuclockid(3)
@@ -55,7 +55,8 @@ func CPU(pid int) time.Duration {
 	return time.Duration(t.Nano())
 }
 
-// Memory is a line of /proc/PID/status, such as VmRSS, in octets; 0 when there is none.
+// Memory returns a value of /proc/PID/status, such as VmRSS, in octets; 0 if the process does not
+// exist.
 func Memory(pid int, name string) int {
 	b, err := os.ReadFile(fmt.Sprintf("/proc/%d/status", pid))
 	if err != nil {
@@ -70,8 +71,8 @@ func Memory(pid int, name string) int {
 	return 0
 }
 
-// Busy is how many seconds all processors have worked since the machine started, but for what others of
-// its host took: user, nice, system, irq and softirq of /proc/stat (proc_stat(5)).
+// Busy returns the seconds that all processors have worked since boot: user, nice, system, irq
+// and softirq of /proc/stat (proc_stat(5)). It excludes time stolen by other guests of the host.
 func Busy() (seconds float64, err error) {
 	stat, err := os.ReadFile("/proc/stat")
 	if err != nil {
@@ -84,7 +85,7 @@ func Busy() (seconds float64, err error) {
 			if err != nil {
 				return 0, fmt.Errorf("/proc/stat: %w", err)
 			}
-			seconds += ticks / 100 // USER_HZ is 100 on every Linux architecture that Go knows
+			seconds += ticks / 100 // USER_HZ is 100 on every Linux architecture that Go supports
 		}
 	}
 	return seconds, nil

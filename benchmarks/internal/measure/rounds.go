@@ -8,11 +8,12 @@ import (
 	"strings"
 )
 
-// Samples are figures by variant, figure and round.
+// Samples are figures, indexed by variant, figure and round.
 type Samples [][][]float64
 
-// Rounds measures every variant once per round. Each round starts with a different variant, so that none
-// always follows the same one. one returns the figures of a variant, always equally many.
+// Rounds measures every variant once per round. Each round starts with a different variant, so
+// that no variant always follows the same one. one measures a variant and must always return the
+// same number of figures.
 func Rounds(rounds int, variants []string, one func(variant int) ([]float64, error)) (Samples, error) {
 	s := make(Samples, len(variants))
 	for round := range rounds {
@@ -34,8 +35,8 @@ func Rounds(rounds int, variants []string, one func(variant int) ([]float64, err
 	return s, nil
 }
 
-// Pairs returns a table with a row for each figure. For each two consecutive variants it has both values
-// and the ratio of the second to the first.
+// Pairs returns a table with a row for each figure. For each pair of consecutive variants, the
+// row has both values and the ratio of the second to the first.
 func (s Samples) Pairs(variants, figures []string) string {
 	var b strings.Builder
 	b.WriteString("\n| |")
