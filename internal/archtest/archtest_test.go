@@ -28,8 +28,8 @@ func TestTheModuleKeepsItsImportRules(t *testing.T) {
 	}
 }
 
-// What only makes and shows clusters on one machine is isthmus-lab's: a program that runs in
-// clusters has no use for it.
+// Code that only creates and shows clusters on one machine belongs to isthmus-lab. The program
+// that runs in clusters does not need it.
 func TestIsthmusDoesNotLinkTheLab(t *testing.T) {
 	deps := func(pkg string) []string {
 		out, err := exec.Command("go", "list", "-deps", Module+"/cmd/"+pkg).Output()
@@ -49,14 +49,14 @@ func TestIsthmusDoesNotLinkTheLab(t *testing.T) {
 	}
 }
 
-// One file per rule that breaks it and no other, and beside it what the rule must let pass.
+// Each row is a file that breaks exactly one rule, or a similar file that the rule must accept.
 func TestEachRuleCatchesItsBreach(t *testing.T) {
 	file := func(pkg, name string, imports ...string) File {
 		return File{Package: pkg, Name: name, Imports: imports}
 	}
 	for _, tc := range []struct {
 		file File
-		rule string // "" if allowed
+		rule string // empty: the file breaks no rule
 	}{
 		{file("packet", "view.go", "net/netip", "encoding/binary", Module+"/packet"), ""},
 		{file("packet", "view.go", "golang.org/x/sys/unix"), "packet imports only the standard library"},
@@ -118,8 +118,8 @@ func TestEachRuleCatchesItsBreach(t *testing.T) {
 	}
 }
 
-// load parses every Go file of the main module, whatever its build constraints; nested modules are
-// left out.
+// load parses every Go file of the main module, whatever its build constraints. It skips nested
+// modules.
 func load(t *testing.T, root string) (files []File) {
 	t.Helper()
 	fset := token.NewFileSet()
@@ -166,8 +166,8 @@ func load(t *testing.T, root string) (files []File) {
 	return files
 }
 
-// clockCalls finds uses of the time package's functions that read the clock or wait. The package is
-// never renamed here.
+// clockCalls finds uses of the time package's functions that read the clock or wait. It assumes
+// that no file imports the package under another name.
 func clockCalls(f *ast.File) (calls []string) {
 	clock := map[string]bool{"Now": true, "Since": true, "Until": true, "Sleep": true, "After": true, "AfterFunc": true,
 		"Tick": true, "NewTicker": true, "NewTimer": true}

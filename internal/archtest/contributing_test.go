@@ -50,11 +50,11 @@ var (
 	identifier = regexp.MustCompile(`^\w+$`)
 )
 
-// wrongInRow returns the paths and identifiers of a row that do not exist. A file name without a folder
-// belongs to the folder that the row named before.
+// wrongInRow returns the paths and identifiers of a row that do not exist. A file name without a
+// folder belongs to the last folder that the row names before it.
 func wrongInRow(t *testing.T, root, row string) (problems []string) {
 	t.Helper()
-	var named []string // paths that exist
+	var named []string // existing paths in the row so far
 	exists := func(path string) bool { _, err := os.Stat(filepath.Join(root, path)); return err == nil }
 	var names []string
 	for _, m := range inCode.FindAllStringSubmatch(row, -1) {

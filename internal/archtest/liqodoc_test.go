@@ -9,7 +9,8 @@ import (
 	"testing"
 )
 
-// A fact about Liqo that a comment cites is in docs/liqo-v0.md, under the number that is cited.
+// Comments cite facts about Liqo by their section number in docs/liqo-v0.md. Each cited section
+// must exist.
 func TestCitedSectionsOfTheLiqoFactsExist(t *testing.T) {
 	root := filepath.Join("..", "..")
 	doc, err := os.ReadFile(filepath.Join(root, "docs", "liqo-v0.md"))
@@ -40,7 +41,7 @@ func TestCitedSectionsOfTheLiqoFactsExist(t *testing.T) {
 		if err != nil {
 			return err
 		}
-		text := comment.ReplaceAllString(string(src), " ") // a citation may be broken between two lines
+		text := comment.ReplaceAllString(string(src), " ") // a line break may split a citation
 		for _, re := range []*regexp.Regexp{after, before} {
 			for _, m := range re.FindAllStringSubmatch(text, -1) {
 				for _, section := range m[1:] {

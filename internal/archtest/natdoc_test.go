@@ -12,9 +12,9 @@ import (
 	"testing"
 )
 
-// TestNATDocumentNamesItsTests holds docs/nat.md and the tests together: every row of a table of
-// requirements has a status, what is met names the tests that show it, each test that is named
-// exists, and no test named after an RFC is without a row.
+// TestNATDocumentNamesItsTests compares docs/nat.md with the tests. Every row of a table of
+// requirements has a status, a requirement that is met names its tests, each named test exists,
+// and each test that is named after an RFC has a row.
 func TestNATDocumentNamesItsTests(t *testing.T) {
 	root := filepath.Join("..", "..")
 	text, err := os.ReadFile(filepath.Join(root, "docs", "nat.md"))
@@ -62,7 +62,7 @@ func TestNATDocumentCheckCatchesErrors(t *testing.T) {
 	}
 }
 
-// mustHaveRow are the requirements of the RFCs about the behaviour of a NAT.
+// mustHaveRow lists the requirements of the RFCs about NAT behavior. Each must have a row.
 var mustHaveRow = map[string]string{
 	"RFC 4787": `REQ-1 REQ-2 REQ-3 REQ-3a REQ-4 REQ-5 REQ-5a REQ-5b REQ-5c REQ-6 REQ-6a REQ-7 REQ-8 REQ-8a REQ-9 REQ-9a
 		REQ-10 REQ-10a REQ-11 REQ-12 REQ-12a REQ-12b REQ-13 REQ-13a REQ-14 REQ-14a`,
@@ -83,7 +83,8 @@ var (
 	testName = regexp.MustCompile("`(Test\\w+)`")
 )
 
-// requirements reads the tables; a row is number, what it asks, status, how, tests.
+// requirements reads the tables. The columns are number, requirement, status, implementation,
+// tests.
 func requirements(text string, tests map[string]bool) (rows []requirement, problems []string) {
 	rfc := ""
 	for n, line := range strings.Split(text, "\n") {
@@ -130,7 +131,7 @@ func requirements(text string, tests map[string]bool) (rows []requirement, probl
 
 var testFunc = regexp.MustCompile(`(?m)^func (Test\w+)\(t \*testing\.T\)`)
 
-// testNames are the tests of this module and of those nested in it.
+// testNames returns the names of all tests of this module and of the modules nested in it.
 func testNames(t *testing.T, root string) map[string]bool {
 	t.Helper()
 	names := map[string]bool{}

@@ -1,11 +1,11 @@
-// Package archtest holds the project's import rules as code: which package may import what, and
+// Package archtest holds the project's import rules as code: which package may import which, and
 // where the clock may be read. Its test applies them to the whole module.
 //
 //	cmd ─► manager, gateway, routeagent, internal/source ─► fabric ─► apis, internal/kernel
 //	                                                          └────► natengine ─► packet ─► standard library
 //
-// Arrows point one way, so that a reader can start at any package and never has to look back up,
-// and so that a bug has one possible home.
+// Imports go in one direction only. A reader can start at any package and never has to look back
+// up, and each kind of bug has one possible home.
 package archtest
 
 import (
@@ -17,23 +17,24 @@ import (
 // Module is the path of the main module.
 const Module = "github.com/isthmus-net/isthmus"
 
-// A File is one Go source file of the module as the rules see it.
+// A File holds the properties of one Go source file that the rules check.
 type File struct {
 	Package string   // import path without Module and its slash, e.g. "gateway/tun"; "" is the root
-	Name    string   // base name
+	Name    string   // base name of the file
 	Test    bool     // a _test.go file
-	Imports []string // import paths in full
-	Clock   []string // calls that read the clock or wait by it, e.g. "time.Now"
+	Imports []string // complete import paths
+	Clock   []string // calls that read the clock or wait, e.g. "time.Now"
 }
 
-// A Rule says something about one file. Check returns why the file breaks it, or "".
+// A Rule is a condition on one file. Check returns the reason why the file breaks the rule, or
+// "".
 type Rule struct {
 	Name  string
 	Check func(File) string
 }
 
-// Rules are all rules. Test files are exempt except where a rule says otherwise: they may use
-// anything to judge.
+// Rules are all rules. Unless a rule states otherwise, they exempt test files, which may import
+// anything.
 var Rules = []Rule{
 	{"packet imports only the standard library", only([]string{"packet"}, nil, nil)},
 	{"natengine imports packet and one prefix table", only([]string{"natengine"}, []string{"packet"}, []string{"github.com/gaissmai/bart"})},
@@ -47,11 +48,11 @@ var Rules = []Rule{
 
 	{"Kubernetes clients stay in manager and internal/source/kube", onlyIn([]string{"k8s.io/client-go", "sigs.k8s.io/controller-runtime"},
 		inPackage("manager"), inPackage("internal/source/kube"), inPackage("internal/owncluster"), inPackage("internal/peering"), inPackage("internal/cluster"), inPackage("internal/clustertest"), inPackage("internal/coredns"), inPackage("internal/place"),
-		inPackage("internal/install"), inPackage("internal/uninstall"), inPackage("internal/inspect"), // and where clusters are joined,
-		inPackage("internal/gather"), inPackage("internal/podport"), inPackage("internal/verify"), // and looked into,
-		inPackage("internal/kubetest"), inPackage("internal/fleet"), inPackage("internal/kubenodes"), inPackage("internal/demo"), // made, shown
-		inPackage("benchmarks"),          // and measured,
-		inPackage("internal/kubeauth"))}, // and where the API server says who may read metrics
+		inPackage("internal/install"), inPackage("internal/uninstall"), inPackage("internal/inspect"), // also commands that join clusters,
+		inPackage("internal/gather"), inPackage("internal/podport"), inPackage("internal/verify"), // inspect clusters,
+		inPackage("internal/kubetest"), inPackage("internal/fleet"), inPackage("internal/kubenodes"), inPackage("internal/demo"), // create and show clusters,
+		inPackage("benchmarks"),          // measure them,
+		inPackage("internal/kubeauth"))}, // and ask the API server who may read metrics
 	{"netlink stays in internal/kernel/rtnl", onlyIn([]string{"github.com/vishvananda/netlink", "github.com/mdlayher/netlink", "github.com/jsimonetti/rtnetlink", "github.com/google/nftables"},
 		inPackage("internal/kernel/rtnl"), inPackage("internal/lab"), inPackage("benchmarks"))},
 	{"wireguard-go stays in gateway", onlyIn([]string{"golang.zx2c4.com/wireguard"}, inPackage("gateway"), inPackage("benchmarks"))},
@@ -62,32 +63,33 @@ var Rules = []Rule{
 	{"arrows point one way in gateway", inOrder(gatewayOrder)},
 }
 
-// managerOrder are the packages of the manager's controllers, from the bottom: each may import those before it.
+// managerOrder lists the packages of the manager's controllers. Each may import only the packages
+// before it.
 var managerOrder = []string{"manager/controllers", "manager/peers", "manager/facts", "manager/exchange", "manager/peerings", "manager"}
 
-// gatewayOrder are the packages of the gateway, likewise.
+// gatewayOrder lists the packages of the gateway. Each may import only the packages before it.
 var gatewayOrder = []string{"gateway/bind", "gateway/capture", "gateway/datapath", "gateway/tun", "gateway/flowsync", "gateway/check", "gateway"}
 
-// layers, from the bottom: a package may import those below its own layer, and its own tree. The
-// longest match counts.
+// layers gives each folder its layer. A package may import packages of lower layers and of its
+// own folder. The longest matching path counts.
 var layers = map[string]int{
 	"internal/diff":      0,
 	"internal/kernel":    1,
-	"deploy":             0, // files only
+	"deploy":             0, // contains only embedded files
 	"packet":             0,
 	"natengine":          1,
 	"apis":               1,
 	"fabric":             2,
-	"internal/kubetest":  2, // runs API servers, and makes clients of them
+	"internal/kubetest":  2, // runs API servers and makes clients for them
 	"internal/source":    3,
-	"internal/cluster":   3, // one cluster, as its operators reach it
+	"internal/cluster":   3, // one cluster, as seen by an operator's client
 	"internal/coredns":   4,
 	"internal/place":     4,
 	"internal/peering":   4,
 	"internal/install":   5,
 	"internal/uninstall": 6,
 	"internal/inspect":   6,
-	"internal/lab":       3, // makes clusters and writes their configuration; runs the binary, does not import it
+	"internal/lab":       3, // creates clusters and writes their configuration; executes the binary but does not import it
 	"gateway":            3,
 	"routeagent":         3,
 	"manager":            3,
@@ -107,7 +109,7 @@ func downwards(f File) string {
 		switch {
 		case !ok:
 			if strings.HasPrefix(imp, "internal/") {
-				continue // helpers without a layer are checked where they import something
+				continue // a package without a layer is checked through the packages that it imports
 			}
 			return fmt.Sprintf("imports %s, which has no layer: add it to the table", imp)
 		case its > mine:
@@ -119,7 +121,8 @@ func downwards(f File) string {
 	return ""
 }
 
-// inOrder: each package of a list imports only those of the list that stand before it.
+// inOrder returns a check that each package of a list imports only packages of the list before
+// it.
 func inOrder(packages []string) func(File) string {
 	return func(f File) string {
 		mine := slices.Index(packages, f.Package)
@@ -141,8 +144,8 @@ func layerOf(pkg string) (layer int, tree string, ok bool) {
 	return layer, tree, ok
 }
 
-// only: files in trees import the standard library, their own tree, the given packages of ours and
-// of others.
+// only returns a check that files in trees import nothing but the standard library, their own
+// tree, the given packages of this module (ours) and the given foreign packages (others).
 func only(trees, ours, others []string) func(File) string {
 	return func(f File) string {
 		if f.Test || !withinAny(f.Package, trees) {
@@ -161,12 +164,12 @@ func only(trees, ours, others []string) func(File) string {
 	}
 }
 
-// without: files in trees import none of the given packages. "net" is that package alone, so that
-// net/netip passes; "os/*" is everything below os.
+// without returns a check that files in trees import none of the banned packages. "net" bans that
+// package alone and permits net/netip; "os/*" bans everything below os.
 func without(trees []string, banned ...string) func(File) string {
 	return func(f File) string {
 		if f.Test || !withinAny(f.Package, trees) || strings.HasSuffix(f.Package, "test") || f.Package == rtnl {
-			return "" // packettest: helpers for tests
+			return "" // package packettest contains helpers for tests
 		}
 		for _, imp := range f.Imports {
 			for _, b := range banned {
@@ -188,10 +191,11 @@ func noClock(trees ...string) func(File) string {
 	}
 }
 
-// rtnl is the I/O of internal/kernel.
+// rtnl is the package that does the I/O of internal/kernel.
 const rtnl = "internal/kernel/rtnl"
 
-// onlyIn: the given modules are imported only where one of the places says so.
+// onlyIn returns a check that the given modules are imported only by files for which one of the
+// places returns true.
 func onlyIn(modules []string, places ...func(File) bool) func(File) string {
 	return func(f File) string {
 		if f.Test || slices.ContainsFunc(places, func(here func(File) bool) bool { return here(f) }) {
@@ -210,8 +214,8 @@ func inPackage(tree string) func(File) bool {
 	return func(f File) bool { return within(f.Package, tree) }
 }
 
-// ours lists the module's own packages that f imports, as relative paths. Tests are left out: they
-// may look anywhere.
+// ours lists the module's own packages that f imports, as relative paths. It returns none for
+// test files, which may import any package.
 func (f File) ours() (paths []string) {
 	if f.Test {
 		return nil

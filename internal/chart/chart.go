@@ -1,6 +1,7 @@
-// Package chart renders the chart of Isthmus (deploy/chart/isthmus) without Helm, so that `isthmus
-// install` and `helm install` create the same objects from one source. It implements only the parts
-// of Helm's templates that this chart uses; test/helm compares both.
+// Package chart renders the chart of Isthmus (deploy/chart/isthmus) without Helm, so that
+// `isthmus install` and `helm install` create the same objects from one source. It implements
+// only the parts of Helm's templates that this chart uses. test/helm compares the results with
+// Helm's.
 package chart
 
 import (
@@ -21,15 +22,15 @@ import (
 	"github.com/isthmus-net/isthmus/deploy"
 )
 
-// Values are the input of a chart: values.yaml, and a person's changes to it.
+// Values are the input of a chart: the content of values.yaml, or a user's changes to it.
 type Values = map[string]any
 
 // Options select what to render.
 type Options struct {
 	Namespace string
-	// AppVersion is the tag of the image, unless the values have one.
+	// AppVersion is the tag of the image, unless Values set one.
 	AppVersion string
-	// Values replace those of values.yaml: maps field by field, lists as a whole.
+	// Values override those of values.yaml. Maps are merged field by field; lists are replaced.
 	Values Values
 }
 
@@ -44,7 +45,7 @@ func Defaults() (Values, error) {
 	return ParseValues(text)
 }
 
-// ParseValues parses a file like values.yaml.
+// ParseValues parses a file in the format of values.yaml.
 func ParseValues(text []byte) (Values, error) {
 	values := Values{}
 	if err := yaml.UnmarshalStrict(text, &values); err != nil {
@@ -74,7 +75,8 @@ func Get(values Values, at ...string) any {
 	return values[at[len(at)-1]]
 }
 
-// Merge returns base with the values of over replaced. It changes neither. A null removes a value.
+// Merge returns base with the values of over replaced. It changes neither argument. A null
+// removes a value.
 func Merge(base, over Values) Values {
 	merged := maps.Clone(base)
 	if merged == nil {
@@ -95,7 +97,7 @@ func Merge(base, over Values) Values {
 	return merged
 }
 
-// Render returns the manifests as text, each file under its name and in the order of the names.
+// Render returns the manifests as text, each under its file name, in the order of the names.
 func Render(o Options) (string, error) {
 	defaults, err := Defaults()
 	if err != nil {
@@ -149,7 +151,7 @@ func Render(o Options) (string, error) {
 	return out.String(), nil
 }
 
-// readable removes text/template's position from an error by which the chart asks a person for a
+// readable removes text/template's position from an error by which the chart requests a missing
 // value.
 func readable(err error) error {
 	if wants := (*wantsError)(nil); errors.As(err, &wants) {
@@ -179,7 +181,7 @@ func Objects(o Options) ([]*unstructured.Unstructured, error) {
 	return all, err
 }
 
-// Manifests returns the objects as text, in the order in which `kubectl apply` can take them.
+// Manifests returns the objects as text, in an order in which `kubectl apply` succeeds.
 func Manifests(o Options) (string, error) {
 	documents, err := documents(o)
 	var all strings.Builder
@@ -200,15 +202,15 @@ func documents(o Options) ([]document, error) {
 		if err != nil {
 			return nil, fmt.Errorf("rendered chart: not YAML: %w", err)
 		}
-		if string(content) == "null" { // only comments
+		if string(content) == "null" { // the document has only comments
 			continue
 		}
 		u := &unstructured.Unstructured{}
-		if err := u.UnmarshalJSON(content); err != nil { // keeps integers as integers
+		if err := u.UnmarshalJSON(content); err != nil { // unlike yaml.Unmarshal, this keeps integers as integers
 			return nil, fmt.Errorf("rendered chart: not an object: %w", err)
 		}
 		if _, hook := u.GetAnnotations()["helm.sh/hook"]; hook {
-			continue // hooks are for Helm; Uninstall does the same itself
+			continue // only Helm needs hooks; Uninstall does their work itself
 		}
 		all = append(all, document{strings.Trim(one, "\n"), u})
 	}
@@ -216,9 +218,9 @@ func documents(o Options) ([]document, error) {
 	return all, nil
 }
 
-// rank sorts objects behind those that they need. A Pod is not created without its ServiceAccount.
-// A component without its rights or configuration starts with an error. Agents accept packets only
-// from gateways that they know.
+// rank orders objects after those that they need. A Pod is not created without its
+// ServiceAccount. A component without its permissions or configuration exits with an error.
+// Agents accept packets only from gateways that they know.
 func rank(u *unstructured.Unstructured) int {
 	switch u.GetKind() {
 	case "Namespace":
@@ -233,7 +235,8 @@ func rank(u *unstructured.Unstructured) int {
 	return 2
 }
 
-// functions are the functions of Helm and its library that the chart uses, with the same behaviour.
+// functions are the functions of Helm and its library that the chart uses, with the same
+// behavior.
 func functions(all *template.Template) template.FuncMap {
 	return template.FuncMap{
 		"default": func(or, value any) any {
@@ -313,10 +316,11 @@ func empty(value any) bool {
 	return !ok || !truth
 }
 
-// files are the files of the chart's folder files/, beside its templates.
+// files are the files of the chart's folder files/, beside its templates. Templates call its
+// methods.
 type files struct{}
 
-// Get returns the text of a file, empty if there is none.
+// Get returns the text of a file, or the empty string if there is none.
 func (files) Get(name string) string {
 	text, err := read(name)
 	if err != nil {

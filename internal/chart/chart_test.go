@@ -42,14 +42,14 @@ func find(t *testing.T, all []*unstructured.Unstructured, kind, name string) *un
 	return all[i]
 }
 
-// everything switches on what is off.
+// everything enables all features that are off by default.
 var everything = Values{
 	"namespace": Values{"create": true}, "networkPolicy": Values{"enabled": true}, "ipam": Values{"port": 7000.0},
 	"metrics": Values{"enabled": true, "podMonitor": Values{"enabled": true}, "prometheusRule": Values{"enabled": true}, "dashboard": Values{"enabled": true}},
 }
 
-// The recorded manifests show a reviewer how a change affects the default installation. test/helm renders
-// other values, with Helm as well.
+// The recorded manifests show a reviewer the effect of a change on the default installation.
+// test/helm renders other values, also with Helm.
 func TestManifestsAreAsRecorded(t *testing.T) {
 	const file = "testdata/defaults.yaml"
 	got, err := Render(Options{Namespace: deploy.Namespace, AppVersion: "0.0.0", Values: paris(Values{"crds": Values{"install": false}})})
@@ -92,7 +92,7 @@ func TestManifestsMoveIntoAnotherNamespace(t *testing.T) {
 	}
 }
 
-// kubectl applies a file from its beginning to its end, and goes on after an error.
+// kubectl applies the objects of a file in order, and continues after an error.
 func TestManifestsAreInApplyOrder(t *testing.T) {
 	text, err := Manifests(Options{Namespace: "elsewhere", AppVersion: "v9", Values: paris(everything)})
 	if err != nil {
@@ -162,7 +162,7 @@ func TestWrongValuesAreNamed(t *testing.T) {
 	}
 }
 
-// The defaults satisfy the schema, and the schema has no value without a default.
+// The defaults satisfy the schema, and each value in the schema has a default.
 func TestSchemaCoversEveryValue(t *testing.T) {
 	text, err := deploy.Chart.ReadFile(root + "/values.schema.json")
 	if err != nil {
@@ -184,7 +184,7 @@ func TestSchemaCoversEveryValue(t *testing.T) {
 	var compare func(at string, schema, values map[string]any)
 	compare = func(at string, schema, values map[string]any) {
 		if schema["additionalProperties"] != false {
-			return // anybody's keys
+			return // the user chooses the keys
 		}
 		properties, _ := schema["properties"].(map[string]any)
 		known := slices.DeleteFunc(slices.Sorted(maps.Keys(properties)), func(key string) bool {
@@ -255,7 +255,8 @@ func TestIPAMRequiresCertificatesIfASecretIsNamed(t *testing.T) {
 	}
 }
 
-// Both files of a gateway and the new version of either fit (statefile.Write, internal/source/kube).
+// The size limit of the state volume must fit both files of a gateway, and a temporary copy of
+// either (statefile.Write, internal/source/kube).
 func TestGatewayStateVolumeHoldsBothFiles(t *testing.T) {
 	volumes, _, err := unstructured.NestedSlice(find(t, objects(t, paris(nil)), "Deployment", "isthmus-gateway").Object, "spec", "template", "spec", "volumes")
 	if err != nil {
@@ -305,8 +306,8 @@ func TestEachTunnelHasAPort(t *testing.T) {
 	}
 }
 
-// A new gateway may start beside the old one, so that an upgrade goes on where one node takes Pods;
-// not where both need the same port of the node.
+// An upgrade must work in a cluster where only one node accepts Pods, so a new gateway may start
+// beside the old one. This is impossible if both need the same port of the node.
 func TestGatewaysSurgeUnlessTheyUseHostPorts(t *testing.T) {
 	for _, tc := range []struct {
 		gateway Values
@@ -327,7 +328,7 @@ func TestGatewaysSurgeUnlessTheyUseHostPorts(t *testing.T) {
 	}
 }
 
-// Nodes vote unless somebody does not want it; gateways with their nodes' networks do not ask them.
+// Votes of the nodes are used by default. Gateways on the host network do not use them.
 func TestGatewaysUseVotesUnlessOnTheHostNetwork(t *testing.T) {
 	for _, tc := range []struct {
 		gateway Values
@@ -344,8 +345,8 @@ func TestGatewaysUseVotesUnlessOnTheHostNetwork(t *testing.T) {
 	}
 }
 
-// Privileges are what a container may do to the machine. Each is in docs/security.md with its
-// reason; a new one has to be written down here and there.
+// Privileges are the ways in which a container may affect its node. Each is listed here and in
+// docs/security.md, with its reason.
 func TestNoComponentHasExtraPrivileges(t *testing.T) {
 	const (
 		unprivileged = "RuntimeDefault, read-only root, no escalation, drops ALL"
@@ -387,7 +388,8 @@ func TestNoComponentHasExtraPrivileges(t *testing.T) {
 	}
 }
 
-// documented fails the test where the table of docs/security.md has another privilege than a manifest.
+// documented fails the test if the table in docs/security.md and a manifest have different
+// privileges.
 func documented(t *testing.T, component, privileges string) {
 	t.Helper()
 	text, err := os.ReadFile("../../docs/security.md")
@@ -424,7 +426,8 @@ func documented(t *testing.T, component, privileges string) {
 	}
 }
 
-// Helm's hook is nothing that install applies, and its Pod may do nothing on its node.
+// isthmus install must not apply Helm's hook, and the hook's Pod must have no privileges on its
+// node.
 func TestOnlyHelmInstallsTheUninstallHook(t *testing.T) {
 	for _, u := range objects(t, paris(nil)) {
 		if u.GetName() == "isthmus-uninstall" {
@@ -462,7 +465,7 @@ func TestOnlyHelmInstallsTheUninstallHook(t *testing.T) {
 	}
 }
 
-// privileges says what a Pod's spec allows, in one line.
+// privileges formats the privileges of a Pod's spec as one line.
 func privileges(t *testing.T, pod map[string]any) string {
 	t.Helper()
 	at := func(from map[string]any, path ...string) any {
@@ -508,8 +511,8 @@ func privileges(t *testing.T, pod map[string]any) string {
 	return strings.Join(all, ", ")
 }
 
-// Helm follows the links to the folders that are ours without it: a link that became a file leaves
-// alerts and dashboard empty, and says nothing.
+// The chart's folder files/ contains symbolic links to folders outside of it, which Helm follows.
+// If a checkout turns a link into a plain file, alerts and dashboard are empty without an error.
 func TestChartFilesAreNotReplacedByLinks(t *testing.T) {
 	entries, err := os.ReadDir("../../deploy/chart/isthmus/files")
 	if err != nil || len(entries) == 0 {

@@ -17,8 +17,8 @@ import (
 	"github.com/isthmus-net/isthmus/deploy"
 )
 
-// A schema is a part of values.schema.json. It has only the keywords of JSON Schema that this file
-// uses. Helm reads the same file.
+// A schema is a part of values.schema.json, which Helm reads as well. It has only the keywords of
+// JSON Schema that this file uses.
 type schema struct {
 	Type                 any                `json:"type"` // a name, or a list of names
 	Properties           map[string]*schema `json:"properties"`
@@ -42,14 +42,14 @@ func readSchema() (*schema, error) {
 		return nil, err
 	}
 	s, d := new(schema), json.NewDecoder(bytes.NewReader(text))
-	d.DisallowUnknownFields() // an unknown keyword would check nothing
+	d.DisallowUnknownFields() // an unknown keyword would be ignored silently
 	if err := d.Decode(s); err != nil {
 		return nil, fmt.Errorf("values.schema.json: %w", err)
 	}
 	return s, nil
 }
 
-// kinds are the names of JSON Schema types in messages.
+// kinds maps JSON Schema types to the words in messages.
 var kinds = map[any]string{"string": "text", "integer": "a number", "number": "a number", "boolean": "true or false", "array": "a list", "object": "an object"}
 
 func kindOf(value any) string {
@@ -142,7 +142,7 @@ func (s *schema) checkObject(v Values, at string) error {
 		if below, known := s.Properties[key]; known {
 			wrong = append(wrong, below.check(v[key], name))
 		} else if s.AdditionalProperties != nil && !*s.AdditionalProperties {
-			// Without an error a misspelt name would be ignored.
+			// Without an error, a misspelt name would be ignored.
 			wrong = append(wrong, fmt.Errorf("value %s: the chart has no such value; `isthmus install --print-values` lists them", name))
 		}
 	}

@@ -1,9 +1,9 @@
-// Command ci runs all checks of a change, in order. It goes on after a failure, so that one run
-// shows all failures. `make test` calls it, CI calls `make test`.
+// Command ci runs all checks of a change, in order. It continues after a failure, so that one run
+// shows all failures. `make test` calls it, and CI calls `make test`.
 //
-// Its last line is "N passed, N failed, N skipped" over all Go tests and subtests of both modules.
-// A step that is not a test (lint, generated files) shows in the exit code and in the table of
-// steps above that line, not in the count.
+// Its last line is "N passed, N failed, N skipped" over all Go tests and subtests of both
+// modules. A step that is not a test (lint, generated files) affects the exit code and the table
+// of steps above that line, not the count.
 package main
 
 import (
@@ -51,25 +51,25 @@ func check(ctx context.Context) bool {
 		{"generated files", command("make", "--no-print-directory", "generate-check")},
 		{"vet", command("go", "vet", "./...")},
 		{"vet test/", command("go", "-C", "test", "vet", "./...")},
-		// Before the tests: the build takes minutes with cold caches, and would count against a
-		// test's time.
+		// This step runs before the tests. The build takes minutes with cold caches, and would count
+		// against a test's timeout.
 		{"kube-apiserver", command("make", "--no-print-directory", "kube")},
 	}
-	// Both run at the same time. Tests in test/ mostly wait, for elections and API servers, and
-	// need the CPU at once when they wake. Tests that mostly compute have nice 10: a tenth of the
-	// CPU, which their API servers need.
+	// Both lists run at the same time. Tests in test/ mostly wait, for elections and API servers,
+	// and need the CPU at once when they wake. Tests that mostly compute have nice 10: they get a
+	// tenth of the CPU when the API servers need it.
 	here := []step{
 		{"lint", command("nice", "-n", "10", "make", "--no-print-directory", "lint")},
 		{"tests", goTest(nice10, ".", tests, raceDetector, concurrent()...)},
 		{"sequential", goTest(nice10, ".", tests, "", sequential...)},
-		// The race detector allocates, so tests of "no allocation" skip themselves under it and run
-		// here.
+		// The race detector allocates memory. Tests of "no allocation" therefore skip themselves under
+		// it, and run here.
 		{"allocations", goTest(nice10, ".", tests, "", append([]string{"-run=NotAllocate"}, packagesWith("NotAllocate")...)...)},
-		// Without the race detector, which would make the honest peer the slow one.
+		// The race detector would slow down the honest peer and falsify the comparison.
 		{"fairness", goTest(nice0, ".", tests, "", "-run=OneHostilePeer", "./gateway")},
 	}
 	beside := []step{
-		// The two slowest packages begin first.
+		// The two slowest packages start first.
 		{"tests in test/", goTest(nice0, testDir, tests, raceDetector, "./fleet", "./control", "./...")},
 		{"budget of rules", goTest(nice0, testDir, tests, "", "-run=BudgetOfTheRules", "./crd")},
 	}
@@ -90,14 +90,14 @@ func check(ctx context.Context) bool {
 	return report(os.Stdout, results, tests, ctx.Err())
 }
 
-// maxRepeated bounds the tests that are tried a second time. The suite runs at a load of ten on
-// unknown machines, and a test of processes in namespaces may find one of them stopped for longer
-// than it waits. That happens to one or two tests. More failures are not chance.
+// maxRepeated bounds the number of failed tests that are repeated. The suite runs at a load of
+// ten on unknown machines, where a process of a test may be stopped for longer than the test
+// waits. That happens to one or two tests. More failures are not chance.
 const maxRepeated = 4
 
-// repeat runs failed tests a second time, one after the other and with nothing beside them. The
-// summary calls a test that passes flaky, which is to be mended. A test that fails again has
-// failed.
+// repeat runs failed tests again, one after the other and with no other tests beside them. The
+// summary lists a test that passes now as flaky; such a test needs fixing. A test that fails
+// again has failed.
 func repeat(tests *tally, again []testName) func(context.Context) error {
 	return func(ctx context.Context) error {
 		for _, name := range again {
@@ -130,8 +130,8 @@ func run(ctx context.Context, steps []step) (results []result) {
 	return results
 }
 
-// report prints the table of steps, the tests that took longest, why tests were skipped, and the count, which stays alone on the
-// last line.
+// report prints the table of steps, the slowest tests, the reasons of skipped tests, and the
+// count, which is alone on the last line.
 func report(w io.Writer, results []result, tests *tally, interrupted error) (ok bool) {
 	ok = tests.failed == 0 && interrupted == nil
 	fmt.Fprintf(w, "\n=== summary\n")
@@ -164,14 +164,15 @@ func report(w io.Writer, results []result, tests *tally, interrupted error) (ok 
 	return ok
 }
 
-// sequential are packages that share nothing between goroutines, neither in code nor in tests. The
-// race detector finds nothing there, and would make their searches and property tests five to ten
+// sequential are packages whose code and tests share nothing between goroutines. The race
+// detector finds nothing there, and would make their searches and property tests five to ten
 // times slower.
 var sequential = []string{
 	"./fabric", "./internal/archtest", "./internal/chart", "./internal/mandate", "./internal/postquantum", "./manager/ipam", "./packet",
 }
 
-// longest are the packages that begin first, so that none of them is left alone at the end.
+// longest are the packages that start first, so that none of them is still running alone at the
+// end.
 var longest = []string{"./internal/install", "./internal/peering", "./natengine", "./manager"}
 
 // concurrent returns all other packages of the main module.
@@ -179,7 +180,7 @@ func concurrent() []string {
 	packages := slices.Clone(longest)
 	out, err := exec.Command("go", "list", "./...").Output()
 	if err != nil {
-		return append(packages, "./...") // go test reports the reason
+		return append(packages, "./...") // go test will report the error
 	}
 	for path := range strings.Lines(string(out)) {
 		folder := "." + strings.TrimPrefix(strings.TrimSpace(path), mainModule)
@@ -190,11 +191,12 @@ func concurrent() []string {
 	return packages
 }
 
-// packagesWith returns the packages of the main module that have a test with the given text in its
-// name. Building all packages without the race detector would take a minute.
+// packagesWith returns the packages of the main module that have a test with the given text in
+// its name. It searches the source, because building all packages without the race detector would
+// take a minute.
 func packagesWith(text string) (packages []string) {
 	test := regexp.MustCompile(`(?m)^func Test\w*` + text)
-	// go vet reports unreadable files.
+	// go vet reports unreadable files, so errors are ignored here.
 	_ = filepath.WalkDir(".", func(path string, d fs.DirEntry, err error) error {
 		if err != nil || d.IsDir() && (d.Name() == testDir || d.Name() == "bin") {
 			return fs.SkipDir
@@ -219,8 +221,8 @@ func command(name string, args ...string) func(context.Context) error {
 	}
 }
 
-// newCommand returns a command that gets SIGTERM, with its whole process tree, when ctx ends: tests
-// clean up their namespaces on SIGTERM.
+// newCommand returns a command whose process tree gets SIGTERM when ctx ends. Tests clean up
+// their namespaces on SIGTERM.
 func newCommand(ctx context.Context, name string, args ...string) *exec.Cmd {
 	cmd := exec.CommandContext(ctx, name, args...)
 	cmd.Cancel = func() error { return cmd.Process.Signal(syscall.SIGTERM) }
@@ -230,23 +232,23 @@ func newCommand(ctx context.Context, name string, args ...string) *exec.Cmd {
 
 const mainModule = "github.com/isthmus-net/isthmus"
 
-// testModule is the module of test/, which has the heavy and foreign dependencies.
+// testModule is the path of the module in test/, which has the heavy dependencies.
 const testModule = mainModule + "/test"
 
-// testDir is its folder.
+// testDir is the folder of testModule.
 const testDir = "test"
 
-// errTestsFailed stands for exit code 1 of go test; the tally has the names of the tests.
+// errTestsFailed represents exit code 1 of go test. The tally has the names of the failed tests.
 var errTestsFailed = errors.New("tests failed")
 
-// raceDetector is the flag, if there is a C compiler for it.
+// raceDetector is the race detector's flag. goTest passes it if there is a C compiler.
 const raceDetector = "-race"
 
-// The nice values of tests that need the CPU at once, and of all others.
+// Nice values: nice0 is for tests that need the CPU at once, nice10 for all others.
 const nice0, nice10 = "0", "10"
 
-// goTest runs tests of the module in dir with a nice value and counts them. -count=1, because a
-// cached result says nothing about the kernel that the tests run on.
+// goTest runs tests of the module in dir with a nice value and counts them. It passes -count=1,
+// because a cached result does not cover the kernel of this machine.
 func goTest(nice, dir string, t *tally, race string, args ...string) func(context.Context) error {
 	return func(ctx context.Context) error {
 		flags, cgo := []string{"-n", nice, "go", "-C", dir, "test", "-json", "-count=1", "-timeout=45m"}, "CGO_ENABLED=0"
@@ -279,9 +281,8 @@ func goTest(nice, dir string, t *tally, race string, args ...string) func(contex
 	}
 }
 
-// follow reads `go test -json` into t and prints the parts that people want to see. Every half
-// minute it prints which tests are still running, so that a slow package does not look like a
-// hanging one.
+// follow reads the output of `go test -json` into t and prints the parts for users. Every half
+// minute it prints the running tests, to distinguish a slow package from a hanging one.
 func follow(r io.Reader, w io.Writer, t *tally) error {
 	lines := make(chan []byte)
 	scanned := make(chan error, 1)

@@ -11,12 +11,12 @@ import (
 	"time"
 )
 
-// event is one line of `go test -json` (go doc test2json).
+// event is one line of `go test -json` (see go doc test2json).
 type event struct {
 	Action     string
 	Package    string
-	ImportPath string // of build-output
-	Test       string // empty: about the package
+	ImportPath string // only in events of build-output
+	Test       string // empty: the event is about the package
 	Elapsed    float64
 	Output     string
 }
@@ -25,41 +25,43 @@ type testName struct{ pkg, test string }
 
 type testTime struct {
 	testName
-	took time.Duration // without the time that it waited for its turn
+	took time.Duration // without the time in which a parallel test was paused
 }
 
-// A failure is one test, or a package that failed by itself (test is empty).
+// A failure is a failed test, or a package that failed although its tests did not (test is
+// empty).
 type failure struct {
 	testName
 
-	final bool // one failure is enough: passing a second time is no excuse
+	final bool // the test must not be repeated
 }
 
-// Words of failures that must not happen even once. After a panic, the rest of the package has not
-// run.
+// finalWords mark failures that must never happen, even if a second run passes. They include
+// panics, after which the rest of the package has not run.
 var finalWords = []string{"DATA RACE", "in the clear", "panic:"}
 
-// nothingLeft is a sniffer's report if no packet was in the clear.
+// nothingLeft is the line of a packet sniffer's report that means success. It contains one of
+// finalWords.
 const nothingLeft = " 0 of them in the clear"
 
-// tally counts tests and keeps the output of those whose result is not known yet. Several `go test`
-// may report to it at once.
+// tally counts tests and keeps the output of tests that have not ended. Several `go test`
+// processes may report to it concurrently.
 type tally struct {
 	mu sync.Mutex
 
 	passed, failed, skipped int
-	failures                []failure // in the order they failed
+	failures                []failure // in the order in which they failed
 	flaky                   []testName
-	times                   []testTime // of tests that ended, without subtests
+	times                   []testTime // durations of ended tests, without subtests
 
-	reasons map[string]int // why tests were skipped, and how many for that reason
+	reasons map[string]int // number of skipped tests by reason
 	output  map[testName]string
 	inTest  map[testName]bool // running tests
-	counts  map[string][3]int // passed, failed, skipped of the running packages
+	counts  map[string][3]int // passed, failed and skipped tests of the running packages
 }
 
-// add takes one line and returns what to print for it, often nothing. A line that is not JSON (the
-// go command's own messages) is printed unchanged.
+// add processes one line and returns the text to print for it, which is often empty. A line that
+// is not JSON (the go command's own messages) is printed unchanged.
 func (t *tally) add(line []byte) (show string) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -79,7 +81,7 @@ func (t *tally) add(line []byte) (show string) {
 		t.output[name] += e.Output
 	case "run", "cont":
 		t.inTest[name] = true
-	case "pause": // it waits for its turn
+	case "pause": // a parallel test waits for its turn
 		delete(t.inTest, name)
 	case "pass", "fail", "skip":
 		if e.Test == "" {
@@ -115,7 +117,7 @@ func (t *tally) endTest(name testName, action string) (show string) {
 	return show
 }
 
-// withoutRunLines drops the lines that go test prints when it begins or continues a test.
+// withoutRunLines removes the lines that go test prints when it starts or continues a test.
 func withoutRunLines(out string) string {
 	var kept strings.Builder
 	for line := range strings.Lines(out) {
@@ -126,9 +128,9 @@ func withoutRunLines(out string) string {
 	return kept.String()
 }
 
-// endPackage prints one line per package that has tests. A package that failed although none of its
-// tests did (it does not compile, TestMain failed, or it timed out) counts as one failed test.
-// Otherwise it would be missing from the sum.
+// endPackage returns one line for a package that has tests. A package that failed although none
+// of its tests did (it does not compile, TestMain failed, or it timed out) counts as one failed
+// test. Otherwise the failure would be missing from the count.
 func (t *tally) endPackage(e event) (show string) {
 	c := t.counts[e.Package]
 	out := t.output[testName{e.Package, ""}]
@@ -145,7 +147,7 @@ func (t *tally) endPackage(e event) (show string) {
 		t.failures = append(t.failures, failure{testName{e.Package, ""}, true})
 	}
 	if e.Action == "skip" || c == [3]int{} {
-		return "" // no test files
+		return "" // the package has no test files
 	}
 	mark := "ok"
 	if e.Action == "fail" {
@@ -159,7 +161,8 @@ func (t *tally) endPackage(e event) (show string) {
 	return show + "\n"
 }
 
-// running lists the tests that have begun and not ended, without the parents of running subtests.
+// running lists the tests that have started and not ended. It omits the parents of running
+// subtests.
 func (t *tally) running() (names []string) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -188,14 +191,14 @@ func hasAny(s string, words []string) bool {
 
 func (n testName) String() string { return strings.TrimSpace(n.pkg + " " + n.test) }
 
-// top returns the name for `go test -run`: that of the test without its subtests.
+// top returns the name of the top-level test, without subtests, for `go test -run`.
 func (n testName) top() testName {
 	name, _, _ := strings.Cut(n.test, "/")
 	return testName{n.pkg, name}
 }
 
-// repeatable returns the tests that failed and may be tried once more. It returns none if one of
-// the failures is final, or if there are more than bound, which is not chance.
+// repeatable returns the failed tests that may be repeated. It returns none if one of the
+// failures is final, or if there are more than bound failures, because that is not chance.
 func (t *tally) repeatable(bound int) (names []testName) {
 	for _, f := range t.failures {
 		if f.final {
@@ -211,7 +214,8 @@ func (t *tally) repeatable(bound int) (names []testName) {
 	return names
 }
 
-// forgive removes a test that passed the second time, and its subtests, from the failures.
+// forgive removes a test and its subtests from the failures, after the test passed the second
+// time.
 func (t *tally) forgive(name testName) {
 	before := len(t.failures)
 	t.failures = slices.DeleteFunc(t.failures, func(f failure) bool { return f.top() == name })

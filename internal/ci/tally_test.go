@@ -11,8 +11,8 @@ import (
 	"testing"
 )
 
-// What go 1.26 prints for a package with one test of each fate, one that does not compile, and one
-// whose TestMain ends with an error after all its tests passed.
+// golden is the output of go 1.26 for a package with a passed, a failed and a skipped test, a
+// package that does not compile, and a package whose TestMain fails after all its tests passed.
 const golden = `{"Action":"start","Package":"m/a"}
 {"Action":"run","Package":"m/a","Test":"TestPasses"}
 {"Action":"output","Package":"m/a","Test":"TestPasses","Output":"    a_test.go:3: noise\n"}
@@ -106,7 +106,7 @@ func TestTestNamesLeadToTheirPackages(t *testing.T) {
 	}
 }
 
-// A package that begins to share something between goroutines needs the race detector.
+// A package that starts to share data between goroutines needs the race detector.
 func TestPackagesWithoutRaceDetectorUseNoGoroutines(t *testing.T) {
 	t.Chdir("../..")
 	shares := regexp.MustCompile(`(?m)^\s*go\s|\.Go\(|^\s*"sync(/atomic)?"$|\.Parallel\(\)`)

@@ -11,7 +11,7 @@ import (
 	"go.yaml.in/yaml/v3"
 )
 
-// A workflow is as much of a workflow of GitHub Actions as the tests look at.
+// A workflow holds the fields of a GitHub Actions workflow that the tests read.
 type workflow struct {
 	On   map[string]any `yaml:"on"`
 	Jobs map[string]struct {
@@ -51,7 +51,8 @@ func workflows(t *testing.T) map[string]workflow {
 	return all
 }
 
-// A tag can be moved to other code, which then runs with the job's rights; a commit cannot.
+// An action's code runs with the job's permissions. A tag can be moved to other code; a commit
+// cannot.
 func TestWorkflowsUseActionsByCommit(t *testing.T) {
 	byCommit := regexp.MustCompile(`^[\w-]+/[\w/-]+@[0-9a-f]{40}$`)
 	used := 0
@@ -111,7 +112,7 @@ func TestWorkflowsRunTargetsThatExistWithinALimit(t *testing.T) {
 	}
 }
 
-// Each target that tests something runs somewhere, or has a reason why not.
+// Each test target of the Makefile runs in a workflow, or is in a list with the reason why not.
 func TestEachTestTargetRunsInAWorkflow(t *testing.T) {
 	text, err := os.ReadFile("../../Makefile")
 	if err != nil {
@@ -137,7 +138,7 @@ func TestEachTestTargetRunsInAWorkflow(t *testing.T) {
 	}
 }
 
-// Run by hand the release workflow builds everything and has no right to publish.
+// A manual run of the release workflow builds everything, but has no permission to publish.
 func TestOnlyATagPublishes(t *testing.T) {
 	w := workflows(t)["release"]
 	if _, ok := w.On["workflow_dispatch"]; !ok {

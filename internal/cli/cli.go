@@ -1,4 +1,5 @@
-// Package cli has what all programs of Isthmus share: exit codes, signals, flags and the version.
+// Package cli has the parts that all programs of Isthmus share: exit codes, signals, flags and
+// the version.
 //
 // The exit code is 0 for success, 1 if the command found a problem or failed, and 2 for wrong
 // usage, or if a cluster or gateway could not be reached.
@@ -17,7 +18,7 @@ import (
 	"github.com/spf13/cobra"
 )
 
-// ExitCodes is the text about exit codes in the help.
+// ExitCodes is the paragraph about exit codes in the help.
 const ExitCodes = `Exit codes: 0 success; 1 the command found a problem or failed; 2 wrong usage, or a
 cluster or gateway could not be reached.`
 
@@ -28,10 +29,10 @@ const (
 	Wrong   = 2
 )
 
-// codeError ends the program with its own exit code.
+// codeError is an error that determines the program's exit code.
 type codeError struct {
 	code int
-	err  error // nil: the command has printed everything
+	err  error // nil: the command has already printed everything
 }
 
 func (e *codeError) Error() string {
@@ -43,24 +44,26 @@ func (e *codeError) Error() string {
 
 func (e *codeError) Unwrap() error { return e.err }
 
-// Usage returns an error about the arguments, with which the program ends with Wrong.
+// Usage returns an error about the arguments. The program exits with code Wrong.
 func Usage(format string, args ...any) error { return &codeError{Wrong, fmt.Errorf(format, args...)} }
 
-// Unreachable returns err for a command that could not find out anything because of it. The program
-// ends with Wrong.
+// Unreachable marks err as the reason why a command could not reach its cluster or gateway. The
+// program exits with code Wrong.
 func Unreachable(err error) error { return &codeError{Wrong, err} }
 
-// ErrProblem ends the program with Problem after the command has printed the problem.
+// ErrProblem makes the program exit with code Problem. The command has printed the problem
+// already.
 var ErrProblem error = &codeError{code: Problem}
 
-// started marks a command that runs: its errors are not about its usage.
+// started is the annotation of a command that has begun to run. Later errors are not usage
+// errors.
 const started = "started"
 
-// Run runs a whole program and returns the exit code. The first signal to end cancels the context
-// of the command; a second one ends the program at once.
+// Run runs a program and returns its exit code. The first SIGINT, SIGTERM or SIGHUP cancels the
+// command's context; a second one ends the program at once.
 func Run(root *cobra.Command, args []string, stdin io.Reader, stdout, stderr io.Writer) int {
 	signals := []os.Signal{os.Interrupt, syscall.SIGTERM}
-	if !signal.Ignored(syscall.SIGHUP) { // as by nohup
+	if !signal.Ignored(syscall.SIGHUP) { // nohup(1) ignores it
 		signals = append(signals, syscall.SIGHUP)
 	}
 	ctx, stop := signal.NotifyContext(context.Background(), signals...)
@@ -85,8 +88,8 @@ func Run(root *cobra.Command, args []string, stdin io.Reader, stdout, stderr io.
 	return exitCode(ctx, root, cmd, err)
 }
 
-// As gives a program the name under which it was called: kubectl runs the plugin kubectl-NAME for
-// "kubectl NAME". argv0 is the program's os.Args[0].
+// As sets the program's name in its help to the name under which it was called: kubectl runs the
+// plugin kubectl-NAME for "kubectl NAME". argv0 is os.Args[0].
 func As(root *cobra.Command, argv0 string) {
 	if filepath.Base(argv0) != "kubectl-"+root.Name() {
 		return
@@ -97,7 +100,7 @@ func As(root *cobra.Command, argv0 string) {
 	root.Annotations[cobra.CommandDisplayNameAnnotation] = "kubectl " + root.Name()
 }
 
-// exitCode prints err, the error of cmd, and returns the exit code.
+// exitCode prints err, which cmd returned, and returns the exit code.
 func exitCode(ctx context.Context, root, cmd *cobra.Command, err error) int {
 	if err == nil {
 		return Fine

@@ -40,7 +40,7 @@ func TestExitCodeDistinguishesUsageFromFailure(t *testing.T) {
 
 func TestSignalEndsTheContextAsAnInterruption(t *testing.T) {
 	for _, s := range []syscall.Signal{syscall.SIGINT, syscall.SIGTERM, syscall.SIGHUP} {
-		if signal.Ignored(s) { // as nohup(1) has it
+		if signal.Ignored(s) { // nohup(1) ignores SIGHUP
 			continue
 		}
 		var out, errs bytes.Buffer

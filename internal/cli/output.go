@@ -10,12 +10,12 @@ import (
 	"sigs.k8s.io/yaml"
 )
 
-// Output is the value of --output: "" is for people, "wide" is for people and has more columns,
-// "json" and "yaml" are for programs.
+// Output is the value of --output. The empty value is for people, and "wide" adds columns. "json"
+// and "yaml" are for programs.
 type Output string
 
-// AddOutputFlag adds --output and -o. usage describes what is printed; more are values besides json
-// and yaml.
+// AddOutputFlag adds --output and -o. usage describes the printed data. more are accepted values
+// besides json and yaml.
 func AddOutputFlag(cmd *cobra.Command, o *Output, usage string, more ...string) {
 	addChoice(cmd, (*string)(o), "output", "o", "", usage, append(more, "json", "yaml"))
 }
@@ -32,7 +32,7 @@ func (o Output) Print(w io.Writer, v any) error {
 	return o.PrintJSON(w, append(text, '\n'))
 }
 
-// PrintJSON writes text, which is JSON, in the format of o.
+// PrintJSON writes JSON text in the format of o.
 func (o Output) PrintJSON(w io.Writer, text []byte) (err error) {
 	if o == "yaml" {
 		if text, err = yaml.JSONToYAML(text); err != nil {
@@ -43,7 +43,7 @@ func (o Output) PrintJSON(w io.Writer, text []byte) (err error) {
 	return err
 }
 
-// A choice is a pflag.Value that accepts a few words.
+// A choice is a pflag.Value that accepts only given words.
 type choice struct {
 	value *string
 	words []string
@@ -79,5 +79,5 @@ func AddChoiceFlag(cmd *cobra.Command, value *string, name, otherwise, usage str
 func addChoice(cmd *cobra.Command, value *string, name, short, otherwise, usage string, words []string) {
 	*value = otherwise
 	cmd.Flags().VarP(choice{value, words}, name, short, usage)
-	_ = cmd.RegisterFlagCompletionFunc(name, cobra.FixedCompletions(words, cobra.ShellCompDirectiveNoFileComp)) // fails only for a flag that does not exist
+	_ = cmd.RegisterFlagCompletionFunc(name, cobra.FixedCompletions(words, cobra.ShellCompDirectiveNoFileComp)) // fails only for an unknown flag
 }

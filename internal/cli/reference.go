@@ -9,7 +9,8 @@ import (
 	"github.com/spf13/pflag"
 )
 
-// referenceCommand prints a chapter of docs/cli.md; `make generate` calls it.
+// referenceCommand returns the hidden command that prints a chapter of docs/cli.md for `make
+// generate`.
 func referenceCommand() *cobra.Command {
 	return &cobra.Command{
 		Use:    "reference",
@@ -75,7 +76,7 @@ func describe(w io.Writer, cmd *cobra.Command) {
 	})
 }
 
-// cell escapes text for a table.
+// cell escapes text for a cell of a Markdown table.
 func cell(text string) string { return strings.ReplaceAll(text, "|", `\|`) }
 
 func unindent(text string) string {

@@ -9,13 +9,13 @@ import (
 	"github.com/spf13/pflag"
 )
 
-// kinds describe what a flag of one of pflag's types accepts. Our own types describe themselves.
+// kinds describes the accepted values of pflag's types. Our own types describe themselves.
 var kinds = map[string]string{
 	"int": "a number", "int32": "a number", "int64": "a number", "uint16": "a number from 0 to 65535",
 	"bool": "true or false", "duration": "a duration such as 90s or 5m", "intSlice": "numbers, with commas between them",
 }
 
-// flagError replaces pflag's errors, which are for programmers, by errors for people.
+// flagError replaces pflag's errors, which use programmers' terms, by errors for users.
 func flagError(cmd *cobra.Command, err error) error {
 	var unknown *pflag.NotExistError
 	var invalid *pflag.InvalidValueError
@@ -41,7 +41,7 @@ func flagError(cmd *cobra.Command, err error) error {
 	return err
 }
 
-// explainArgs makes all commands name the arguments that they want, where cobra only counts them.
+// explainArgs makes all commands name their missing arguments. cobra would only count them.
 func explainArgs(cmd *cobra.Command) {
 	if check := cmd.Args; check != nil {
 		cmd.Args = func(cmd *cobra.Command, args []string) error {
@@ -60,8 +60,8 @@ func explainArgs(cmd *cobra.Command) {
 	}
 }
 
-// nearest returns the word that was probably meant by said: one with at most two letters different,
-// missing or too many, or one that begins with said. "" if there is none.
+// nearest returns the word that the user probably meant by said. It accepts an edit distance of
+// at most two, or a word that begins with said. It returns "" if there is none.
 func nearest(said string, words []string) string {
 	best, least := "", 3
 	for _, w := range words {
@@ -76,7 +76,7 @@ func nearest(said string, words []string) string {
 	return best
 }
 
-// distance is the Levenshtein distance: how many letters to change, insert or delete.
+// distance returns the Levenshtein distance: the number of letters to change, insert or delete.
 func distance(a, b string) int {
 	row := make([]int, len(b)+1)
 	for j := range row {

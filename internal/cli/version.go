@@ -9,11 +9,11 @@ import (
 	"github.com/spf13/cobra"
 )
 
-// The linker sets release: -ldflags "-X
+// release is the version of a release build. The linker sets it: -ldflags "-X
 // github.com/isthmus-net/isthmus/internal/cli.release=v1.2.3".
 var release string
 
-// versionLine is what "version" and "--version" print.
+// versionLine is the output of "version" and "--version".
 func versionLine(program string) string {
 	return fmt.Sprintf("%s %s %s %s/%s\n", program, Version(), runtime.Version(), runtime.GOOS, runtime.GOARCH)
 }
@@ -36,7 +36,7 @@ func versionCommand() *cobra.Command {
 	return cmd
 }
 
-// Version is the release, or else the commit that the build recorded.
+// Version returns the release, or the commit that the build recorded.
 func Version() string {
 	if release != "" {
 		return release
@@ -62,10 +62,10 @@ func Version() string {
 	return revision + modified
 }
 
-// ImageTag is the tag of the image that was built with this program. It is also a label of the
-// Pods.
+// ImageTag returns the tag of the image that was built with this program. The tag is also a label
+// of the Pods.
 func ImageTag() string { return tagOf(Version()) }
 
-// tagOf makes a version valid as an image tag and label value: Go calls a build outside of a
+// tagOf converts a version to a valid image tag and label value. Go calls a build outside of a
 // repository "(devel)", and uses + in versions.
 func tagOf(version string) string { return strings.ReplaceAll(strings.Trim(version, "()"), "+", "-") }

@@ -1,5 +1,5 @@
-// Package clustertest has two clusters on API servers for the tests of commands. In them it
-// imitates the managers, as far as a user can see their work.
+// Package clustertest runs two clusters on real API servers for the tests of commands. It
+// imitates their managers, as far as the commands observe them.
 package clustertest
 
 import (
@@ -40,11 +40,11 @@ import (
 
 var must = expect.NoError
 
-// Kubeconfigs are the files of the two clusters that a package's tests share. Isthmus is installed in
-// both.
+// Kubeconfigs are the paths of the kubeconfigs of two clusters that a package's tests share. Main
+// installs Isthmus in both.
 var Kubeconfigs struct{ A, B string }
 
-// Main runs the tests of a package with two clusters, in which it installs Isthmus.
+// Main runs the tests of a package. It first creates two clusters and installs Isthmus in them.
 func Main(m *testing.M, install func(ctx context.Context, c *cluster.Cluster, name string) error) {
 	os.Exit(kubetest.Rounds(func() int { return testMain(m, install) }))
 }
@@ -55,7 +55,7 @@ func testMain(m *testing.M, install func(context.Context, *cluster.Cluster, stri
 	if err != nil {
 		panic(err)
 	}
-	defer func() { _ = os.RemoveAll(dir) }() // a directory that stays harms no test
+	defer func() { _ = os.RemoveAll(dir) }() // a leftover directory is harmless
 	kube, err := kubetest.Build(ctx, os.Stderr)
 	if err != nil {
 		panic(err)
@@ -72,7 +72,7 @@ func testMain(m *testing.M, install func(context.Context, *cluster.Cluster, stri
 		panic(err)
 	}
 	for i, file := range []*string{&Kubeconfigs.A, &Kubeconfigs.B} {
-		defer func() { _ = servers[i].Stop() }() // the tests have ended
+		defer func() { _ = servers[i].Stop() }() // the tests have ended: an error no longer matters
 		*file = fmt.Sprintf("%s/%c.kubeconfig", dir, 'a'+i)
 		if err := servers[i].WriteKubeconfig(*file); err != nil {
 			panic(err)
@@ -88,23 +88,23 @@ func testMain(m *testing.M, install func(context.Context, *cluster.Cluster, stri
 	return m.Run()
 }
 
-// WithoutWorkloads leaves out the components.
+// WithoutWorkloads are values that leave out the Deployments and the DaemonSet.
 var WithoutWorkloads = chart.Values{"workloads": false}
 
-// NodePortService returns the values of a user who chooses a NodePort Service for the gateway.
+// NodePortService returns the values that select a NodePort Service for the gateway.
 func NodePortService(port, tunnels int) chart.Values {
 	return chart.Values{"gateway": chart.Values{"port": float64(port), "tunnels": float64(tunnels), "service": chart.Values{"type": "NodePort"}}}
 }
 
-// A Pair is two clusters for one test, on the two servers that all tests share: each has an
-// identity in its own namespace, and an imitation of the manager.
+// A Pair is two clusters for one test, on the two API servers that all tests share. Each cluster
+// has its own namespace and identity, and an imitated manager.
 type Pair struct {
 	A, B     *cluster.Cluster
 	Managers [2]*Manager
 	Lines    []string
 }
 
-// NewPair makes clusters NAME-a and NAME-b.
+// NewPair creates clusters NAME-a and NAME-b.
 func NewPair(t *testing.T, name string) *Pair {
 	t.Helper()
 	p := &Pair{}
@@ -129,11 +129,11 @@ func NewPair(t *testing.T, name string) *Pair {
 	return p
 }
 
-// Patient is long enough for any expected event, however busy the machine is.
+// Patient is a timeout that is long enough for any expected event on a busy machine.
 const Patient = 2 * time.Minute
 
-// A Deadline is a context that times out when the test says so, which is after everything that has
-// to happen before.
+// A Deadline is a context that times out when the test closes Up. The test does so after all
+// events that must precede the timeout.
 type Deadline struct {
 	context.Context
 	Up chan struct{}
@@ -142,7 +142,7 @@ type Deadline struct {
 // NewDeadline returns a Deadline that the test ends by closing Up.
 func NewDeadline(t *testing.T) Deadline { return Deadline{t.Context(), make(chan struct{})} }
 
-// Done is closed when the test closes Up.
+// Done returns a channel that is closed when the test closes Up.
 func (d Deadline) Done() <-chan struct{} { return d.Up }
 
 // Err returns the error of a command whose own timeout has passed.
@@ -160,11 +160,11 @@ func ConnectTo(t *testing.T, a cluster.Access) *cluster.Cluster {
 	t.Helper()
 	c, err := cluster.Connect(a)
 	must(t, err)
-	c.ServerChosen = true // the tests' managers run on this machine, too
+	c.ServerChosen = true // as with --server: the tests' managers run on this machine and can use the address
 	return c
 }
 
-// Report keeps a line.
+// Report records a line.
 func (p *Pair) Report(line string) { p.Lines = append(p.Lines, line) }
 
 // Said returns the lines since the last call.
@@ -174,23 +174,24 @@ func (p *Pair) Said() string {
 	return text
 }
 
-// A Manager imitates a manager, as far as a user can see: it uses the identity, sets conditions one
-// after the other, and keeps a Peering until it may go.
+// A Manager imitates a manager, as far as a user observes it. It uses the identity, sets
+// conditions one after the other, and keeps a Peering's finalizer until the Peering may be
+// deleted.
 type Manager struct {
 	*cluster.Cluster
 	Name string
 
 	mu     sync.Mutex
-	Dead   map[string]string // conditions that do not become true, and why
-	hold   string            // why no Peering may go; empty: they may
+	Dead   map[string]string // conditions that fail, with their messages
+	hold   string            // reason to keep all Peerings; empty: they may be deleted
 	paused bool
 }
 
-// Renew makes the manager hold its Lease.
+// Renew renews the manager's Lease.
 func (m *Manager) Renew(t *testing.T) { m.write(t, "manager-1") }
 
-// Release gives up the Lease, as a manager does when it ends. A test cannot store an old renewal,
-// because the API server records the time of the write itself.
+// Release gives up the Lease, as a manager does when it exits. A test cannot backdate a renewal,
+// because the API server records the time of the write.
 func (m *Manager) Release(t *testing.T) { m.write(t, "") }
 
 func (m *Manager) write(t *testing.T, holder string) {
@@ -203,7 +204,7 @@ func (m *Manager) write(t *testing.T, holder string) {
 	must(t, err)
 }
 
-// Set changes how the manager behaves: a message makes a condition fail, and "" lets it become true
+// Set makes a condition fail with a message. An empty message lets the condition become true
 // again.
 func (m *Manager) Set(condition, message string) {
 	m.mu.Lock()
@@ -213,21 +214,22 @@ func (m *Manager) Set(condition, message string) {
 	}
 }
 
-// Keep makes the manager keep all Peerings, for the given reason; empty: they may go.
+// Keep makes the manager keep all Peerings, for the given reason. An empty reason lets them be
+// deleted.
 func (m *Manager) Keep(why string) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	m.hold = why
 }
 
-// Pause stops the manager, after the work in progress.
+// Pause stops the manager after the work in progress.
 func (m *Manager) Pause() {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	m.paused = true
 }
 
-// Run does the work until ctx ends.
+// Run imitates the manager until ctx ends.
 func (m *Manager) Run(ctx context.Context) {
 	for ctx.Err() == nil {
 		var list isthmus.PeeringList
@@ -288,12 +290,12 @@ func (m *Manager) reconcile(ctx context.Context, p *isthmus.Peering) {
 	p.Status.Remote = isthmus.Networks{PodCIDR: "10.60.0.0/20", PodCIDRSeen: "10.60.0.0/20", PodCIDRWhy: "it is in private space"}
 	p.Status.Endpoint, p.Status.Latency = "192.0.2.2:5871", "700µs"
 	if !SameJSON(before.Status, p.Status) {
-		// The next round sees the result.
+		// An error needs no handling: the next round compares again.
 		_ = m.Client.Status().Patch(ctx, p, client.MergeFrom(before))
 	}
 }
 
-// SameJSON compares two values as JSON.
+// SameJSON reports whether two values have the same JSON.
 func SameJSON(a, b any) bool {
 	x, _ := json.Marshal(a)
 	y, _ := json.Marshal(b)
@@ -305,7 +307,7 @@ func (m *Manager) finalizers(ctx context.Context, p *isthmus.Peering, want []str
 	_ = m.Client.Patch(ctx, p, client.RawPatch(types.MergePatchType, text))
 }
 
-// tryIdentity uses the identity as a manager would.
+// tryIdentity uses the identity in the way the manager does.
 func (m *Manager) tryIdentity(ctx context.Context, p *isthmus.Peering) error {
 	c, err := AsPeer(ctx, m.Cluster, p.Spec.TenantNamespace.Local)
 	if err != nil {
@@ -314,8 +316,8 @@ func (m *Manager) tryIdentity(ctx context.Context, p *isthmus.Peering) error {
 	return c.List(ctx, &v1alpha1.NetworkConfigList{}, client.InNamespace(p.Spec.TenantNamespace.Remote))
 }
 
-// AsPeer returns a client with the identity in a tenant namespace of the cluster, which its manager
-// uses at the peer.
+// AsPeer returns a client with the identity from a tenant namespace of the cluster. The cluster's
+// manager uses this identity at the peer.
 func AsPeer(ctx context.Context, c *cluster.Cluster, namespace string) (client.Client, error) {
 	var secret corev1.Secret
 	if err := c.Client.Get(ctx, client.ObjectKey{Namespace: namespace, Name: isthmus.DefaultIdentitySecret}, &secret); err != nil {
@@ -339,10 +341,10 @@ func Gone(t *testing.T, c *cluster.Cluster, o client.Object, name string) bool {
 	return apierrors.IsNotFound(err)
 }
 
-// Lines keeps the lines that Install reports.
+// Lines records the lines that Install reports.
 type Lines []string
 
-// Report keeps a line.
+// Report records a line.
 func (l *Lines) Report(line string) { *l = append(*l, line) }
 
 // Has reports whether a line contains a text.
@@ -350,7 +352,7 @@ func (l *Lines) Has(text string) bool {
 	return slices.ContainsFunc(*l, func(line string) bool { return strings.Contains(line, text) })
 }
 
-// NewCluster makes a cluster with its own API server.
+// NewCluster creates a cluster with its own API server.
 func NewCluster(t *testing.T, name string) (c *cluster.Cluster, kubeconfig string) {
 	t.Helper()
 	server, err := kubetest.Start(t.Context(), kubetest.Options{Name: name, Controllers: true})
@@ -361,7 +363,8 @@ func NewCluster(t *testing.T, name string) (c *cluster.Cluster, kubeconfig strin
 	return ConnectTo(t, cluster.Access{Kubeconfig: kubeconfig, Namespace: "twice"}), kubeconfig
 }
 
-// ServesServiceCIDRs reports whether a cluster's API server has that kind; Kubernetes 1.31 and 1.32 do not.
+// ServesServiceCIDRs reports whether a cluster's API server has the kind ServiceCIDR. Kubernetes
+// 1.31 and 1.32 do not.
 func ServesServiceCIDRs(t *testing.T, c *cluster.Cluster) bool {
 	t.Helper()
 	err := c.Client.List(t.Context(), &networkingv1.ServiceCIDRList{})
@@ -371,7 +374,7 @@ func ServesServiceCIDRs(t *testing.T, c *cluster.Cluster) bool {
 	return err == nil
 }
 
-// WithServiceNetwork adds the network of the Services to a user's values, for a cluster in which it
+// WithServiceNetwork adds the Service network to a user's values, for a cluster in which it
 // cannot be detected.
 func WithServiceNetwork(t *testing.T, c *cluster.Cluster, chosen chart.Values) chart.Values {
 	t.Helper()
@@ -381,7 +384,7 @@ func WithServiceNetwork(t *testing.T, c *cluster.Cluster, chosen chart.Values) c
 	return chart.Merge(chosen, chart.Values{"networks": chart.Values{"serviceCIDR": "10.96.0.0/12"}})
 }
 
-// Contains fails the test unless a text has all of the wants.
+// Contains fails the test unless a text contains all of the wants.
 func Contains(t *testing.T, text string, wants ...string) {
 	t.Helper()
 	for _, w := range wants {

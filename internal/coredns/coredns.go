@@ -1,5 +1,5 @@
-// Package coredns finds the CoreDNS of a cluster, and changes its Corefile and rights for services
-// by name.
+// Package coredns finds the CoreDNS of a cluster, and changes its Corefile and permissions for
+// multi-cluster services.
 package coredns
 
 import (
@@ -23,8 +23,8 @@ import (
 	"github.com/isthmus-net/isthmus/internal/safetext"
 )
 
-// Oldest is the first version whose plugin kubernetes has the option multicluster. Older versions
-// refuse a Corefile with it.
+// Oldest is the first CoreDNS version whose plugin kubernetes has the option multicluster. Older
+// versions reject a Corefile with that option.
 const Oldest = "1.12.2"
 
 // KeyCorefile is the key of the Corefile in its ConfigMap.
@@ -35,13 +35,14 @@ var ErrNone = errors.New("no Deployment in kube-system has the label k8s-app=kub
 
 // A Server is the DNS server of a cluster.
 type Server struct {
-	Deployment string // in kube-system
+	Deployment string // name, in namespace kube-system
 	image      string
-	Account    string           // its ServiceAccount
-	config     corev1.ConfigMap // with the Corefile
+	Account    string           // name of its ServiceAccount
+	config     corev1.ConfigMap // contains the Corefile
 }
 
-// Find finds CoreDNS where kubeadm and most others put it. The error is ErrNone if it is not there.
+// Find finds CoreDNS in the place where kubeadm and most other installers put it. It returns
+// ErrNone if CoreDNS is not there.
 func Find(ctx context.Context, c *cluster.Cluster) (*Server, error) {
 	var list appsv1.DeploymentList
 	if err := c.Client.List(ctx, &list, client.InNamespace(metav1.NamespaceSystem), client.MatchingLabels{"k8s-app": "kube-dns"}); err != nil {
@@ -69,13 +70,13 @@ func Find(ctx context.Context, c *cluster.Cluster) (*Server, error) {
 // Corefile returns the text of the Corefile.
 func (d *Server) Corefile() string { return d.config.Data[KeyCorefile] }
 
-// Where names the Corefile for people.
+// Where returns the location of the Corefile for messages.
 func (d *Server) Where() string {
 	return "Corefile in ConfigMap " + metav1.NamespaceSystem + "/" + safetext.Of(d.config.Name)
 }
 
-// TooOld returns why CoreDNS may refuse the option; empty: it supports the option. The tag of an
-// image begins with the version; some distributions append more.
+// TooOld returns the reason why CoreDNS may reject the option multicluster, or "" if it supports
+// the option. It reads the version from the image's tag, to which some distributions append text.
 func (d *Server) TooOld() string {
 	_, tag, _ := strings.Cut(d.image[strings.LastIndexByte(d.image, '/')+1:], ":")
 	tag, _, _ = strings.Cut(tag, "@")
@@ -89,13 +90,14 @@ func (d *Server) TooOld() string {
 	return ""
 }
 
-// Serves reports whether CoreDNS answers for the zone, as far as its Corefile is understood.
+// Serves reports whether CoreDNS answers for the zone. It returns false if the Corefile cannot be
+// parsed.
 func (d *Server) Serves() bool {
 	served, err := corefile.Serves(d.Corefile())
 	return served && err == nil
 }
 
-// WithZone returns the Corefile with the zone.
+// WithZone returns the Corefile with the zone added.
 func (d *Server) WithZone() (string, error) {
 	if old := d.TooOld(); old != "" && !d.Serves() {
 		return "", errors.New(old)
@@ -107,7 +109,7 @@ func (d *Server) WithZone() (string, error) {
 	return text, nil
 }
 
-// Write writes another Corefile, unless the ConfigMap has changed since it was read.
+// Write replaces the Corefile, unless the ConfigMap has changed since Find read it.
 func Write(ctx context.Context, c *cluster.Cluster, d *Server, text string, report func(string)) error {
 	if text == d.Corefile() {
 		return nil
@@ -130,7 +132,7 @@ func Write(ctx context.Context, c *cluster.Cluster, d *Server, text string, repo
 	return nil
 }
 
-// reloads reports whether CoreDNS reloads the Corefile when it changes.
+// reloads reports whether CoreDNS reloads the Corefile when the file changes.
 func reloads(text string) bool {
 	return slices.ContainsFunc(strings.Split(text, "\n"), func(line string) bool {
 		words := strings.Fields(line)
@@ -138,7 +140,7 @@ func reloads(text string) bool {
 	})
 }
 
-// Rights let a ServiceAccount of CoreDNS watch ServiceImports.
+// Rights returns the RBAC objects that let a ServiceAccount of CoreDNS watch ServiceImports.
 func Rights(account string) (all []*unstructured.Unstructured, err error) {
 	text, err := deploy.Optional.ReadFile("optional/coredns.yaml")
 	if err != nil {

@@ -7,9 +7,9 @@ import (
 	"strings"
 )
 
-// denialLine excepts the zone from the negative cache. Without it the plugin cache knows for half a
-// minute that a name does not exist, even if the name is imported a second later. CoreDNS uses only
-// the last of several such lines, so the zone joins the other zones of that line:
+// denialLine excludes the zone from the negative cache. Otherwise the plugin cache denies a name
+// for half a minute, even if the name is imported a second later. CoreDNS uses only the last of
+// several such lines, so the zone is added to the existing line:
 //
 //	cache 30 {
 //	    disable success cluster.local
@@ -17,16 +17,16 @@ import (
 //	}
 const denialLine = "disable denial " + Zone + " "
 
-// A cache is the plugin in the server that answers for the zone.
+// A cache is the plugin cache of the server that answers for the zone.
 type cache struct {
 	name   token
 	args   []token
-	open   *token // brace; nil: no block
+	open   *token // opening brace; nil: no block
 	next   token  // after open
 	denial []token
 }
 
-// last returns the end of the arguments.
+// last returns the byte offset at which the arguments end.
 func (c *cache) last() int {
 	if len(c.args) == 0 {
 		return c.name.end
@@ -34,8 +34,8 @@ func (c *cache) last() int {
 	return c.args[len(c.args)-1].end
 }
 
-// findCache finds the plugin. It returns false if there is nothing to edit, or the Corefile is not
-// understood. The zone works without the edit.
+// findCache finds the plugin cache. It returns false if there is nothing to edit, or if the
+// Corefile cannot be parsed. Imported names also work without the edit.
 func findCache(text string) (c cache, ok bool) {
 	servers, err := parse(text)
 	if err != nil {
@@ -66,8 +66,8 @@ func findCache(text string) (c cache, ok bool) {
 	return c, found == 1
 }
 
-// addDenial returns the Corefile with a cache that does not remember missing names of the zone. It
-// returns text unchanged if the cache does not do so anyway, or is not understood.
+// addDenial returns the Corefile with a cache that does not store missing names of the zone. It
+// returns text unchanged if the cache already does not store them, or cannot be parsed.
 func addDenial(text string) string {
 	c, ok := findCache(text)
 	if !ok {
@@ -104,12 +104,12 @@ func addDenial(text string) string {
 	return text[:last] + " " + Zone + text[last:end] + " " + markZone + text[end:]
 }
 
-// cacheBlock is what addDenial writes after the arguments of a cache without a block.
+// cacheBlock returns the block that addDenial writes for a cache without a block.
 func cacheBlock(ending, indent string) string {
 	return " {" + ending + indent + "    " + denialLine + markOwnBlock + ending + indent + "}"
 }
 
-// removeDenial undoes addDenial.
+// removeDenial reverts addDenial.
 func removeDenial(text string) (string, error) {
 	c, ok := findCache(text)
 	if !ok || len(c.denial) == 0 || !strings.Contains(lineOf(text, c.denial[0].start), mark) {
@@ -124,7 +124,7 @@ func removeDenial(text string) (string, error) {
 			return text[:last] + rest, nil
 		}
 	}
-	if line == denialLine+mark || line == denialLine+markOwnBlock { // others have added lines to our block
+	if line == denialLine+mark || line == denialLine+markOwnBlock { // a user has added lines to our block
 		return text[:begin] + text[end+1+strings.IndexByte(text[end:], '\n'):], nil
 	}
 	i := slices.IndexFunc(c.denial, isZone)
@@ -141,5 +141,5 @@ func lineEnd(text string) string {
 	return strings.TrimSuffix(line, "\r")
 }
 
-// isSuffix reports whether a zone is ours or contains ours.
+// isSuffix reports whether a zone is Zone or contains it.
 func isSuffix(t token) bool { return covers(strings.Trim(strings.ToLower(t.text), ".")) }

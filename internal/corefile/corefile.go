@@ -1,16 +1,16 @@
-// Package corefile adds the zone of multi-cluster services to the Corefile of a cluster's CoreDNS,
-// and removes it again:
+// Package corefile adds the zone of multi-cluster services to the Corefile of a cluster's
+// CoreDNS, and removes it again:
 //
 //	kubernetes cluster.local in-addr.arpa ip6.arpa clusterset.local {
 //	    multicluster clusterset.local # added by isthmus install, with the zone
 //	    pods insecure
 //
-// It also keeps the plugin cache from remembering missing names of the zone; see addDenial.
+// It also keeps the plugin cache from storing missing names of the zone; see addDenial.
 //
-// It edits the text in place, so comments and layout stay. A comment marks what Add wrote. Remove
-// undoes only that, byte for byte. A Corefile that the package does not understand is an error,
-// never a guess: a Corefile that CoreDNS refuses would take away all names of the cluster at its
-// next start.
+// It edits the text in place and keeps comments and layout. A comment marks the changes of Add.
+// Remove reverts only those, byte for byte. A Corefile that the package cannot parse is an error,
+// never a guess: if CoreDNS rejects its Corefile at its next start, the whole cluster loses its
+// DNS.
 package corefile
 
 import (
@@ -20,26 +20,27 @@ import (
 	"strings"
 )
 
-// Zone is the zone that the Multi-Cluster Services API gives to imported services.
+// Zone is the zone of imported services in the Multi-Cluster Services API.
 const Zone = "clusterset.local"
 
-// option is the option of the plugin kubernetes, since CoreDNS 1.12.2.
+// option is the option of the plugin kubernetes, available since CoreDNS 1.12.2.
 const option = "multicluster"
 
-// A mark ends a line that Add wrote, and names what else Add wrote.
+// Marks are comments at the end of a line that Add wrote. They name the other parts that Add
+// wrote.
 const (
 	mark      = "# added by isthmus install"
 	markZone  = mark + ", with the zone"
 	markBlock = markZone + " and this block"
-	// markOwnBlock is in a block that contains nothing else.
+	// markOwnBlock marks a block that Add created for this line.
 	markOwnBlock = mark + ", with this block"
 )
 
-// Lines are the lines that a person has to add by hand.
+// Lines are the lines that a user must add by hand when Add fails.
 const Lines = "kubernetes cluster.local in-addr.arpa ip6.arpa " + Zone + " { # add the zone at the end\n    " + option + " " + Zone + "\n" +
 	"cache 30 { # only if it is there already\n    disable denial cluster.local " + Zone + " # add the zone at the end"
 
-// Add returns the Corefile with the zone, unchanged if it has everything already.
+// Add returns the Corefile with the zone. It returns text unchanged if nothing is missing.
 func Add(text string) (string, error) {
 	text, err := addZone(text)
 	if err != nil {
@@ -48,7 +49,8 @@ func Add(text string) (string, error) {
 	return addDenial(text), nil
 }
 
-// addZone returns the Corefile with the zone, unchanged if it serves the zone already.
+// addZone returns the Corefile with the zone. It returns text unchanged if that already serves
+// the zone.
 func addZone(text string) (string, error) {
 	k, err := find(text)
 	if err != nil {
@@ -85,13 +87,14 @@ func addZone(text string) (string, error) {
 	return text[:last] + zone + text[last:begin] + line + text[begin:], nil
 }
 
-// block returns the block that Add writes after the zones of the plugin kubernetes, if the plugin
-// has none.
+// block returns the block that Add writes for a plugin kubernetes without one. It follows the
+// plugin's zones.
 func block(ending, indent string) string {
 	return " " + Zone + " {" + ending + indent + "    " + option + " " + Zone + " " + markBlock + ending + indent + "}"
 }
 
-// Remove returns the Corefile without what Add wrote, unchanged if it wrote nothing.
+// Remove returns the Corefile without the changes of Add. It returns text unchanged if there are
+// none.
 func Remove(text string) (string, error) {
 	text, err := removeDenial(text)
 	if err != nil {
@@ -138,7 +141,7 @@ func Remove(text string) (string, error) {
 	return text[:before.end] + text[zone.end:begin] + text[end:], nil
 }
 
-// Marked reports whether Add has written something that is still there.
+// Marked reports whether the text contains a change of Add.
 func Marked(text string) bool { return strings.Contains(text, mark) }
 
 // Serves reports whether CoreDNS answers for the zone.
@@ -147,8 +150,8 @@ func Serves(text string) (bool, error) {
 	return err == nil && k.serves, err
 }
 
-// Multicluster reports whether CoreDNS needs ServiceImports, for any zone. Every occurrence of the
-// option's name outside of comments counts.
+// Multicluster reports whether CoreDNS needs ServiceImports, for any zone. It reports true if the
+// option's name occurs anywhere outside of comments.
 func Multicluster(text string) bool {
 	tokens, err := lex(text)
 	return err != nil && strings.Contains(text, option) || slices.ContainsFunc(tokens, func(t token) bool { return t.text == option })
@@ -158,7 +161,7 @@ func Multicluster(text string) bool {
 type plugin struct {
 	name   token
 	zones  []token
-	open   *token // brace; nil: no block
+	open   *token // opening brace; nil: no block
 	next   token  // after open
 	option []token
 	after  token // after option
@@ -220,8 +223,8 @@ func readPlugin(d []token) (plugin, error) {
 	return k, nil
 }
 
-// linesOf splits the content of a block into lines. rest begins after the opening brace; the
-// closing one is left out.
+// linesOf splits the content of a block into lines. rest begins after the opening brace. The
+// result omits the closing brace.
 func linesOf(rest []token) (all [][]token) {
 	for len(rest) > 1 {
 		n := 1
@@ -233,10 +236,11 @@ func linesOf(rest []token) (all [][]token) {
 	return all
 }
 
-// isZone compares names as CoreDNS does.
+// isZone reports whether a token is Zone. It compares names as CoreDNS does.
 func isZone(t token) bool { return strings.TrimSuffix(strings.ToLower(t.text), ".") == Zone }
 
-// serverFor returns the server that CoreDNS uses for the zone: that of the longest suffix.
+// serverFor returns the server that CoreDNS uses for the zone: the server with the longest
+// matching suffix.
 func serverFor(servers []server) (server, error) {
 	port, err := portOf(servers)
 	if err != nil {
@@ -267,7 +271,7 @@ func serverFor(servers []server) (server, error) {
 	return server{}, fmt.Errorf("line %d, line %d: two server blocks answer for %s", best[0].line, best[1].line, Zone)
 }
 
-// portOf returns the port that pods use: 53, or the only other one.
+// portOf returns the port that pods use: 53, or the only port if there is no 53.
 func portOf(servers []server) (string, error) {
 	var ports []string
 	for _, s := range servers {
@@ -291,7 +295,7 @@ func portOf(servers []server) (string, error) {
 func address(key string) (host, port string) {
 	scheme, rest, found := strings.Cut(key, "://")
 	if strings.HasPrefix(key, "(") {
-		return "", "" // a snippet
+		return "", "" // a snippet is not a server
 	}
 	if !found {
 		rest = key
@@ -305,7 +309,7 @@ func address(key string) (host, port string) {
 	return strings.Trim(strings.ToLower(host), "."), port
 }
 
-// covers reports whether a server for the zone host may answer for ours.
+// covers reports whether a server for the zone host may answer for Zone.
 func covers(host string) bool { return host == "" || host == Zone || strings.HasSuffix(Zone, "."+host) }
 
 // A server is one block of a Corefile.
@@ -315,8 +319,8 @@ type server struct {
 	directives [][]token // each with its block
 }
 
-// parse reads servers as github.com/coredns/caddy does (v1.1.4, caddyfile/parse.go). It does not
-// follow an import, but treats it like any directive.
+// parse reads servers in the way github.com/coredns/caddy does (v1.1.4, caddyfile/parse.go). It
+// treats import as an ordinary directive and does not read the imported text.
 func parse(text string) ([]server, error) {
 	tokens, err := lex(text)
 	if err != nil {
@@ -357,7 +361,8 @@ func parse(text string) ([]server, error) {
 	return all, nil
 }
 
-// snippet reports whether the block is no server, but the text that a directive imports.
+// snippet reports whether the block is not a server, but the snippet that an import directive
+// names.
 func (s *server) snippet(imports []token) bool {
 	return len(imports) > 1 && s.keys[0] == "("+imports[1].text+")"
 }
@@ -403,14 +408,14 @@ func (s *server) read(tokens []token) ([]token, error) {
 	return nil, fmt.Errorf("line %d: the server block has no closing brace", s.line)
 }
 
-// A token is a word. start and end are its position in the text, quotes included.
+// A token is one word. start and end are its byte offsets in the text, including quotes.
 type token struct {
 	text             string
 	line, start, end int
 }
 
-// lex splits text as github.com/coredns/caddy does (v1.1.4, caddyfile/lexer.go), where # begins a
-// comment even inside a word. A word that spans several lines is an error here.
+// lex splits text in the way github.com/coredns/caddy does (v1.1.4, caddyfile/lexer.go), where #
+// begins a comment even inside a word. Unlike there, a word that spans several lines is an error.
 func lex(text string) (tokens []token, err error) {
 	line := 1
 	for i := 0; i < len(text); i++ {

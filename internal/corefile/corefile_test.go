@@ -8,8 +8,8 @@ import (
 	"testing"
 )
 
-// The Corefiles that installers make, and one with each thing that Add has to heed. testdata/NAME.want is
-// NAME with the zone.
+// The files testdata/*.in are the Corefiles of common installers, and one for each special case
+// of Add. testdata/NAME.want is NAME with the zone.
 func TestAddIsUndoneByRemove(t *testing.T) {
 	files, err := filepath.Glob("testdata/*.in")
 	if err != nil || len(files) < 5 {
@@ -36,7 +36,7 @@ func TestAddIsUndoneByRemove(t *testing.T) {
 	}
 }
 
-// check checks what holds for every text.
+// check checks the properties that must hold for every text.
 func check(t *testing.T, in string) {
 	t.Helper()
 	out, err := Add(in)
@@ -61,7 +61,7 @@ func check(t *testing.T, in string) {
 	if back, err := Remove(out); back != in || err != nil {
 		t.Errorf("%q became %q, then %q: %v", in, out, back, err)
 	}
-	// To CoreDNS it is the same but for these words.
+	// The tokens that CoreDNS reads must differ only by the added words.
 	before, err := lex(in)
 	if err != nil {
 		t.Fatal(err)
@@ -154,7 +154,7 @@ func TestAnUnknownCorefileIsNotChanged(t *testing.T) {
 	}
 }
 
-// What a person has added is not ours to remove, and what others have changed beside ours stays.
+// Remove keeps lines that a user has added, and changes that a user made beside ours.
 func TestRemoveUndoesNothingElse(t *testing.T) {
 	const ours, block = " # added by isthmus install, with the zone", " and this block"
 	for in, want := range map[string]string{
@@ -180,7 +180,8 @@ func TestTheCacheSkipsNegativeAnswersOfTheZone(t *testing.T) {
 		" cache {\n }\n":                        " cache {\n     disable denial clusterset.local" + ours + "\n }\n",
 		" cache 30 local {\n  prefetch 1\n }\n": " cache 30 local {\n  disable denial clusterset.local" + ours + "\n  prefetch 1\n }\n",
 		" cache {\n  disable denial a\n  disable denial b # why\n }\n": " cache {\n  disable denial a\n  disable denial b clusterset.local # why" + ours + ", with the zone\n }\n",
-		// It does not anyway, or CoreDNS alone knows.
+		// Here the cache already does not store missing names of the zone, or only CoreDNS knows
+		// whether it does.
 		" cache {\n  disable denial\n }\n":              "",
 		" cache {\n  disable denial a Local.\n }\n":     "",
 		" cache 30 cluster.local\n":                     "",
@@ -200,7 +201,7 @@ func TestTheCacheSkipsNegativeAnswersOfTheZone(t *testing.T) {
 			t.Errorf("%q: not as it was: %q, %v", in, back, err)
 		}
 	}
-	// What others have changed beside ours stays.
+	// Remove keeps changes that a user made beside ours.
 	for in, want := range map[string]string{
 		" cache {\n disable denial clusterset.local" + ours + ", with this block\n prefetch 1\n }\n": " cache {\n prefetch 1\n }\n",
 		" cache {\n disable denial a clusterset.local b" + ours + ", with the zone\n }\n":            " cache {\n disable denial a b\n }\n",

@@ -1,5 +1,5 @@
-// Package cputime measures the processor time of tests and benchmarks. Other programs on the machine
-// change it less than they change elapsed time.
+// Package cputime measures the processor time of tests and benchmarks. Other load on the machine
+// affects processor time less than elapsed time.
 package cputime
 
 import (
@@ -8,8 +8,8 @@ import (
 	"time"
 )
 
-// Used returns the processor time of this process so far, user and system, of all goroutines and of
-// garbage collection.
+// Used returns the processor time of this process so far: user and system time of all goroutines
+// and of the garbage collector.
 func Used(t testing.TB) time.Duration {
 	t.Helper()
 	var u syscall.Rusage

@@ -13,15 +13,15 @@ import (
 	"github.com/isthmus-net/isthmus/internal/lab"
 )
 
-// connect opens a TCP connection to a server that sends everything back. echo sends a line and
-// waits for it. The caller calls end.
+// connect opens a TCP connection to an echo server. echo sends a line and waits until it comes
+// back. The caller must call end.
 func connect(ctx context.Context, from, to *lab.Host, seen netip.Addr) (echo func(line string) error, end func(), err error) {
 	const port = "7"
 	server, err := to.Listen("tcp", ":"+port)
 	if err != nil {
 		return nil, nil, err
 	}
-	go func() { // ends with the server and the connection
+	go func() { // the goroutine ends when the server and the connection are closed
 		if conn, err := server.Accept(); err == nil {
 			_, _ = io.Copy(conn, conn)
 			conn.Close()

@@ -1,6 +1,6 @@
-// Package demo shows what Isthmus does, with real packets and real API servers, in a lab of three
-// clusters that all use the same PodCIDR. Each step checks what it shows, so a demo that reaches
-// its end has proved it.
+// Package demo shows the features of Isthmus, with real packets and real API servers, in a lab of
+// three clusters that all use the same PodCIDR. Each step verifies its result, so a demo that
+// completes is also a successful test.
 package demo
 
 import (
@@ -16,28 +16,28 @@ import (
 	"github.com/isthmus-net/isthmus/internal/lab"
 )
 
-// Options of a demo.
+// Options configure a demo.
 type Options struct {
-	Out    io.Writer // the output for the reader
-	Binary string    // the isthmus program; absolute path
-	Name   string    // of the lab; default "demo"
+	Out    io.Writer // output for the reader
+	Binary string    // absolute path of the isthmus program
+	Name   string    // name of the lab; default "demo"
 	Keep   bool      // keep the clusters at the end, until the context ends
-	Color  bool      // the reader's terminal shows it
-	// Kube returns the folder with etcd, kube-apiserver and kube-controller-manager, and may take
-	// minutes to build them. It is called when they are needed.
+	Color  bool      // Out is a terminal that shows colors
+	// Kube returns the folder with etcd, kube-apiserver and kube-controller-manager. It may take
+	// minutes to build them. The demo calls it when it needs the programs.
 	Kube func(context.Context) (string, error)
 }
 
 const (
 	readyTimeout    = 90 * time.Second // from `isthmus peer` to both sides ready
-	failoverTimeout = 90 * time.Second // from the end of the active gateway to the first ping through the other
+	failoverTimeout = 90 * time.Second // from the exit of the active gateway to the first ping through the other
 	downloadSize    = 4 << 30
 	downloadTime    = 3 * time.Second
 	downloadAtLeast = 16 << 20 // octets; less means that something blocks the traffic
 	logLines        = 15       // of each component's log after a failure
 )
 
-// ErrInterrupted is the error of a Run whose context ended first.
+// ErrInterrupted is the error of a Run whose context was canceled.
 var ErrInterrupted = errors.New("interrupted")
 
 // A show is the part of the demo with API servers.
@@ -49,11 +49,11 @@ type show struct {
 	c     *fleet.Cluster
 }
 
-// Run runs the demo and always removes its labs. The error says which step failed and how; before
-// Run returns it, the last lines of the components' logs are written to o.Out.
+// Run runs the demo and always removes its labs. The error names the failed step and the reason.
+// Before Run returns an error, it writes the last lines of the components' logs to o.Out.
 //
-// Two clusters that are joined by files come first: they need no API server, so there is something
-// to see while the API servers are built.
+// The demo starts with two clusters that are joined by files. They need no API server, so the
+// reader sees them while the API servers are built.
 func Run(ctx context.Context, o Options) error {
 	if o.Name == "" {
 		o.Name = "demo"
@@ -74,8 +74,8 @@ func Run(ctx context.Context, o Options) error {
 	return runFleet(n, kube, took)
 }
 
-// runFleet is the part with API servers, whose programs are in the folder kube. before is how long
-// the demo has run already.
+// runFleet is the part with API servers. kube is the folder of their programs. before is the time
+// that the demo has taken so far.
 func runFleet(n *narrator, kube string, before time.Duration) (err error) {
 	s := &show{narrator: n}
 	start := time.Now().Add(-before)
@@ -102,7 +102,7 @@ func runFleet(n *narrator, kube string, before time.Duration) (err error) {
 	})
 }
 
-// build makes the clusters.
+// build creates the clusters.
 func (s *show) build(kube string) error {
 	begin := time.Now()
 	s.say(`Each has three nodes, an etcd, a kube-apiserver and a kube-controller-manager of its own; manager, gateways and
@@ -153,8 +153,8 @@ func (s *show) picture() {
 	s.say("  ======= underlay: only nodes and control planes can reach one another, as on the Internet =======")
 }
 
-// peer peers a and b, and measures the time until a pod of one, far from its gateway, gets an
-// answer from a pod of the other.
+// peer peers a and b. It measures the time until a pod of a, on a node without the active
+// gateway, gets a reply from a pod of b.
 func (s *show) peer() error {
 	from, err := s.a.RemotePod(s.ctx)
 	if err != nil {
@@ -190,8 +190,8 @@ func (s *show) peer() error {
 	return nil
 }
 
-// firstPing waits until cluster at knows an address for the other's pod, and then until that
-// address answers.
+// firstPing waits until cluster at has allocated a network for the other cluster's pods, and then
+// until a ping to addr in that network is answered.
 func (s *show) firstPing(ctx context.Context, at *fleet.Cluster, from *lab.Pod, of *fleet.Cluster, addr netip.Addr) error {
 	last := errors.New("the clusters have not agreed on networks")
 	wait := 50 * time.Millisecond
@@ -214,10 +214,10 @@ func (s *show) firstPing(ctx context.Context, at *fleet.Cluster, from *lab.Pod, 
 	return fmt.Errorf("no ping from %s was answered: %w", from, last)
 }
 
-// longer returns how long to wait for the next answer: a busy machine may need more time.
+// longer returns the next, longer timeout for a reply, because a busy machine may need more time.
 func longer(wait time.Duration) time.Duration { return min(wait+wait/20, 2*time.Second) }
 
-// peerOthers peers the other two pairs and shows the objects.
+// peerOthers peers the other two pairs of clusters and shows the objects.
 func (s *show) peerOthers() error {
 	for _, pair := range [][2]*fleet.Cluster{{s.a, s.c}, {s.b, s.c}} {
 		if err := s.isthmus("peer", "--context", pair[0].Name, "--remote-context", pair[1].Name); err != nil {
@@ -253,8 +253,8 @@ func (s *show) peerOthers() error {
 	return nil
 }
 
-// podToPod makes a pod of each cluster talk to a pod of each other cluster, both on nodes without
-// an active gateway: the packets cross VXLAN, the tunnel and VXLAN again.
+// podToPod makes a pod of each cluster talk to a pod of each other cluster. Both pods are on
+// nodes without an active gateway, so the packets cross VXLAN, the tunnel and VXLAN again.
 func (s *show) podToPod() error {
 	for _, at := range s.fleet.Clusters {
 		from, err := at.RemotePod(s.ctx)
@@ -313,7 +313,7 @@ func (s *show) nodeToPod() error {
 	return nil
 }
 
-// download transfers as much as possible in a few seconds.
+// download transfers as much data as possible in a few seconds.
 func (s *show) download() error {
 	from, to := s.a.Pods[0], s.c.Pods[0]
 	seen, err := s.a.Seen(s.ctx, s.c, to.Addr)
@@ -407,7 +407,7 @@ func (s *show) unpeer() error {
 	return s.isthmus("status", "--context", "a")
 }
 
-// talkTo is talk between two clusters' first pods.
+// talkTo makes the first pods of two clusters talk.
 func (s *show) talkTo(at, of *fleet.Cluster) error {
 	seen, err := at.Seen(s.ctx, of, of.Pods[0].Addr)
 	if err != nil {
@@ -426,7 +426,7 @@ func (s *show) isthmus(args ...string) error {
 	return s.fleet.IsthmusTo(s.ctx, indent(s.Out), args...)
 }
 
-// atGateway runs the program next to the active gateway of a cluster.
+// atGateway runs the isthmus program on the host of a cluster's active gateway.
 func (s *show) atGateway(c *fleet.Cluster, args ...string) error {
 	active, err := c.ActiveGateway(s.ctx)
 	if err != nil {
@@ -451,7 +451,7 @@ func (s *show) explain() {
 	}
 }
 
-// leave removes the lab. If requested, it first waits until the reader has seen enough.
+// leave removes the lab. With the option Keep, it first waits until the context ends.
 func (s *show) leave(passed bool, start time.Time) error {
 	if s.fleet == nil {
 		return nil
@@ -460,7 +460,7 @@ func (s *show) leave(passed bool, start time.Time) error {
 	if s.Keep && s.ctx.Err() == nil {
 		s.heading("The clusters stand until Ctrl-C")
 		s.say("  ip netns exec %s env KUBECONFIG=%s %s status --context a", s.fleet.Lab.Underlay.Netns(), s.fleet.Kubeconfig, s.Binary)
-		if seen, err := s.a.Seen(s.ctx, s.b, s.b.Pods[0].Addr); err == nil { // they are peered, unless a step failed before
+		if seen, err := s.a.Seen(s.ctx, s.b, s.b.Pods[0].Addr); err == nil { // the clusters are peered, unless a step failed before
 			s.say("  ip netns exec %s ping %s", s.a.Pods[0].Netns(), seen)
 		}
 		<-s.ctx.Done()

@@ -14,9 +14,10 @@ import (
 	"github.com/isthmus-net/isthmus/internal/lab"
 )
 
-// The demo that succeeds needs the real program: it is a script in test/scripts.
+// Only failures are tested here. A script in test/scripts runs the complete demo with the real
+// program.
 
-// kube is the folder of etcd and kube-apiserver.
+// kube returns the folder of etcd and kube-apiserver.
 func kube(t *testing.T) string {
 	t.Helper()
 	dir, err := kubetest.Build(t.Context(), os.Stderr)
@@ -26,7 +27,7 @@ func kube(t *testing.T) string {
 	return dir
 }
 
-// program is one that stands in for isthmus.
+// program returns the path of a shell script that replaces the isthmus program.
 func program(t *testing.T, script string) string {
 	t.Helper()
 	path := filepath.Join(t.TempDir(), "isthmus")

@@ -18,18 +18,19 @@ import (
 
 const (
 	joinTimeout  = 30 * time.Second
-	faultTimeout = time.Minute // until a gateway reports it; a lost peer takes ten seconds
+	faultTimeout = time.Minute // until a gateway reports the fault; it detects a lost peer within ten seconds
 	wrongKey     = "WrongKey"
 )
 
-// A pair is the part of the demo without API servers: two clusters of one node that files join.
+// A pair is the part of the demo without API servers: two clusters of one node each, joined by
+// files.
 type pair struct {
 	*narrator
 	lab  *lab.Lab
 	a, b *lab.Cluster
 }
 
-// runFiles runs that part and removes its lab.
+// runFiles runs the part with a pair of clusters and removes their lab.
 func runFiles(n *narrator) (err error) {
 	p := &pair{narrator: n}
 	defer func() {
@@ -55,7 +56,8 @@ func runFiles(n *narrator) (err error) {
 	})
 }
 
-// routing shows that no route leads to an address that exists in one's own cluster, too.
+// routing shows that a pod cannot route packets to an address of the other cluster that also
+// exists in its own cluster.
 func (p *pair) routing() error {
 	spec := lab.Spec{Name: p.Name, Clusters: lab.Clusters(2)}
 	for i := range spec.Clusters {
@@ -83,7 +85,7 @@ func (p *pair) routing() error {
 	return nil
 }
 
-// join makes the gateways read their files, and pods talk.
+// join starts gateways that read the clusters' files, and makes pods talk.
 func (p *pair) join() error {
 	if err := p.lab.JoinAll(); err != nil {
 		return err
@@ -119,7 +121,7 @@ func (p *pair) join() error {
 	return nil
 }
 
-// answers waits until addr answers a ping.
+// answers waits until addr replies to a ping.
 func (p *pair) answers(from *lab.Pod, addr netip.Addr) error {
 	ctx, cancel := context.WithTimeout(p.ctx, joinTimeout)
 	defer cancel()
@@ -128,8 +130,8 @@ func (p *pair) answers(from *lab.Pod, addr netip.Addr) error {
 	return pings.until(ctx, func() bool { return pings.answered > 0 })
 }
 
-// kernel shows that the network namespaces of the gateways, which have carried packets, contain no
-// WireGuard device and no nftables chain for NAT.
+// kernel shows that the gateways' network namespaces contain no WireGuard device and no nftables
+// chain for NAT, although the gateways have carried packets.
 func (p *pair) kernel() error {
 	module := "is not loaded"
 	if _, err := os.Stat("/sys/module/wireguard"); err == nil {
@@ -149,7 +151,7 @@ func (p *pair) kernel() error {
 	return nil
 }
 
-// trace asks both gateways what happens to the same packet.
+// trace shows the path of one packet through both gateways, by `isthmus trace` on each.
 func (p *pair) trace() error {
 	src, dst := p.a.Pods[0].Addr, p.b.Pods[1].Addr
 	seenDst, err := p.lab.Seen(p.a, p.b, dst)
@@ -169,8 +171,8 @@ func (p *pair) trace() error {
 
 var publicKey = regexp.MustCompile(`(publicKey: ).*`)
 
-// fault gives cluster a a wrong key of b, as a careless user might, waits until a gateway reports
-// it, and restores the right key.
+// fault writes a wrong key of b into the files of cluster a, as a careless user might. It waits
+// until a gateway reports the error, and restores the right key.
 func (p *pair) fault() error {
 	path := lab.PeerFile(p.a, p.b)
 	good, err := os.ReadFile(path)
@@ -221,7 +223,7 @@ func (p *pair) fault() error {
 	return nil
 }
 
-// run runs the program next to the gateway of a cluster and shows its output.
+// run runs the isthmus program on the host of a cluster's gateway and shows its output.
 func (p *pair) run(c *lab.Cluster, args ...string) (string, error) {
 	p.say("  %s$ isthmus %s", c.Gateway(), strings.Join(args, " "))
 	said, err := c.Gateway().Command(p.ctx, p.Binary, args...).CombinedOutput()
@@ -229,7 +231,7 @@ func (p *pair) run(c *lab.Cluster, args ...string) (string, error) {
 	return string(said), err
 }
 
-// rewrite replaces a file as a whole: a gateway that reads meanwhile sees the old one or the new one.
+// rewrite replaces a file atomically, because a gateway may read it at any time.
 func rewrite(path string, text []byte) error {
 	next := filepath.Join(filepath.Dir(path), "."+filepath.Base(path))
 	if err := os.WriteFile(next, text, 0o644); err != nil {

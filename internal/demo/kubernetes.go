@@ -23,9 +23,9 @@ import (
 	"github.com/isthmus-net/isthmus/internal/lab"
 )
 
-// RunKubernetes shows the steps on two clusters with real nodes, and the time that each takes: from
-// nothing to the first HTTP answer of the other cluster, then to a Service that answers by its
-// name, even when one of its two clusters fails. It always removes the clusters.
+// RunKubernetes shows the steps on two clusters with real nodes, and the duration of each: from
+// an empty machine to the first HTTP response from the other cluster, then to a Service that is
+// reachable by name, even when one of its two clusters fails. It always removes the clusters.
 func RunKubernetes(ctx context.Context, o Options) (err error) {
 	if o.Name == "" {
 		o.Name = "demo"
@@ -81,12 +81,12 @@ type kubernetes struct {
 	Options
 	ctx     context.Context
 	begin   time.Time
-	images  string // folder
+	images  string // folder of image archives
 	set     *kubenodes.Set
 	sniffer *lab.Sniffer
-	server  netip.Addr // as a sees it
+	server  netip.Addr // the server's address in a
 	client  netip.Addr
-	at      *kubenodes.Node // of the client
+	at      *kubenodes.Node // node of the client
 }
 
 func (k *kubernetes) clusters() (err error) {
@@ -134,7 +134,8 @@ const (
 	demoPage      = "http://web.default.svc.clusterset.local:8080/"
 )
 
-// pods starts the server and the client on nodes without the active gateway: the longest path.
+// pods starts the server and the client on nodes without the active gateway, to use the longest
+// path.
 func (k *kubernetes) pods() error {
 	a, b := k.set.Clusters[0], k.set.Clusters[1]
 	server, _, err := k.start(b, "web")
@@ -194,7 +195,7 @@ func (k *kubernetes) answer() error {
 	return nil
 }
 
-// get makes the client get a page. The request to the client starts at the client's node.
+// get makes the client fetch a page. The demo reaches the client from the client's node.
 func (k *kubernetes) get(page string, timeout time.Duration) (string, error) {
 	ctx, cancel := context.WithTimeout(k.ctx, timeout)
 	defer cancel()
@@ -218,10 +219,10 @@ func (k *kubernetes) get(page string, timeout time.Duration) (string, error) {
 	return string(body), err
 }
 
-// names waits until CoreDNS in a answers for the zone of services, even if only that a name does
-// not exist.
+// names waits until CoreDNS in a answers for the zone of multi-cluster services. The answer may
+// be that the name does not exist.
 func (k *kubernetes) names() error {
-	const enough, patience = 10, 3 * time.Minute // one after the other: it has two Pods
+	const enough, patience = 10, 3 * time.Minute // consecutive answers: CoreDNS has two Pods
 	answers := 0
 	var last error
 	err := wait.PollUntilContextTimeout(k.ctx, 200*time.Millisecond, patience, true, func(context.Context) (bool, error) {
@@ -237,12 +238,14 @@ func (k *kubernetes) names() error {
 	return nil
 }
 
-// export exports the web server of b by name, and waits until the pod in a gets its page.
+// export exports the web server of b as a Service, and waits until the pod in a gets its page by
+// name.
 func (k *kubernetes) export() error {
 	if err := k.share(k.set.Clusters[1]); err != nil {
 		return err
 	}
-	// CoreDNS caches for 30 seconds that a name does not exist.
+	// Wait for the import before the first query: CoreDNS caches for 30 seconds that a name does not
+	// exist.
 	imported := &unstructured.Unstructured{Object: map[string]any{"apiVersion": "multicluster.x-k8s.io/v1beta1", "kind": "ServiceImport"}}
 	err := wait.PollUntilContextTimeout(k.ctx, 50*time.Millisecond, readyTimeout, true, func(ctx context.Context) (bool, error) {
 		err := k.set.Clusters[0].Client.Get(ctx, client.ObjectKey{Namespace: demoNamespace, Name: "web"}, imported)
@@ -260,7 +263,7 @@ func (k *kubernetes) export() error {
 	return nil
 }
 
-// share applies a Service for the pod web, and its export.
+// share creates a Service for the pod web, and exports the Service.
 func (k *kubernetes) share(c *kubenodes.Cluster) error {
 	return c.Apply(k.ctx, fmt.Sprintf(`
 apiVersion: v1
@@ -274,7 +277,7 @@ metadata: {name: web, namespace: %[1]s}
 `, demoNamespace, demoPort))
 }
 
-// untilAnswered makes the client get the page until the given server answers.
+// untilAnswered makes the client fetch the page until the given server answers.
 func (k *kubernetes) untilAnswered(server string) (body string, err error) {
 	var last error
 	err = wait.PollUntilContextTimeout(k.ctx, 100*time.Millisecond, readyTimeout, true, func(context.Context) (bool, error) {
@@ -287,7 +290,7 @@ func (k *kubernetes) untilAnswered(server string) (body string, err error) {
 	return body, nil
 }
 
-// fail powers one of two exporters off while the client continues.
+// fail powers off one of two exporting clusters while the client continues.
 func (k *kubernetes) fail() error {
 	a, b := k.set.Clusters[0], k.set.Clusters[1]
 	if _, _, err := k.start(a, "web"); err != nil {
@@ -302,8 +305,8 @@ func (k *kubernetes) fail() error {
 	if err := lab.Each(b.Nodes, (*kubenodes.Node).Crash); err != nil {
 		return err
 	}
-	// Until all requests have been answered for that long. If that takes longer than most, it is an
-	// error.
+	// Wait until all requests of an interval quiet have been answered. It is an error if that takes
+	// longer than most.
 	const quiet, most = 5 * time.Second, time.Minute
 	asked, unanswered := 0, 0
 	crash, last := time.Now(), time.Duration(0)

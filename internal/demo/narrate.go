@@ -12,20 +12,20 @@ import (
 	"github.com/isthmus-net/isthmus/internal/lab"
 )
 
-// A narrator tells the reader what happens.
+// A narrator prints the progress of a demo for the reader.
 type narrator struct {
 	Options
 	ctx   context.Context
-	steps int // so far
+	steps int // number of steps so far
 }
 
-// A step of the demo has a number and checks what it shows.
+// A step of the demo has a title and a function that verifies the step's result.
 type step struct {
 	title string
 	do    func() error
 }
 
-// play goes through the steps until one fails.
+// play runs the steps in order until one fails.
 func (n *narrator) play(steps []step) error {
 	for _, step := range steps {
 		n.steps++
@@ -59,7 +59,7 @@ func (n *narrator) ok(format string, args ...any) {
 
 func since(t time.Time) time.Duration { return time.Since(t).Round(10 * time.Millisecond) }
 
-// indent returns a writer that begins each line with two blanks.
+// indent returns a writer that indents each line by two blanks.
 func indent(w io.Writer) io.Writer { return &indenter{w: w} }
 
 type indenter struct {
@@ -82,8 +82,8 @@ func (i *indenter) Write(p []byte) (int, error) {
 	return len(p), nil
 }
 
-// talk pings the address seen of one host from another one, and fetches a page from it. It checks
-// that the right host answers, and that it sees the expected address of the caller.
+// talk pings a host at the address seen and fetches a page from it. It verifies that the right
+// host answers, and that this host sees the caller's expected address.
 func (n *narrator) talk(from, to *lab.Host, seen, caller netip.Addr) error {
 	rtt, err := from.Ping(n.ctx, seen)
 	if err != nil {
@@ -103,13 +103,13 @@ func (n *narrator) talk(from, to *lab.Host, seen, caller netip.Addr) error {
 	return nil
 }
 
-// Pings are sent at this interval, and count as lost after this time without an answer.
+// pingEvery is the interval of pings. A ping without an answer within pingWait is lost.
 const (
 	pingEvery = 50 * time.Millisecond
 	pingWait  = 200 * time.Millisecond
 )
 
-// pings are pings of one host to an address, one after the other, and their results.
+// pings sends consecutive pings from one host to an address and records the results.
 type pings struct {
 	cancel context.CancelFunc
 	ended  sync.WaitGroup
@@ -119,10 +119,10 @@ type pings struct {
 	answered int
 	inRow    int // answered since the last loss
 	last     time.Time
-	pause    time.Duration // the longest between two answers
+	pause    time.Duration // longest time between two answers
 }
 
-// count begins to ping. On a terminal the reader sees the count.
+// count starts to send pings. On a terminal, the reader sees the count.
 func (n *narrator) count(ctx context.Context, from *lab.Pod, to netip.Addr) *pings {
 	p := &pings{last: time.Now()}
 	ctx, p.cancel = context.WithCancel(ctx)
@@ -167,7 +167,7 @@ func (p *pings) note(answered bool) {
 	p.last = now
 }
 
-// until waits until enough, which is called with p.mu held.
+// until waits until enough returns true. It calls enough with p.mu held.
 func (p *pings) until(ctx context.Context, enough func() bool) error {
 	for {
 		p.mu.Lock()
@@ -184,7 +184,7 @@ func (p *pings) until(ctx context.Context, enough func() bool) error {
 	}
 }
 
-// stop ends the pings. It returns how many were sent and lost, and the longest pause.
+// stop stops the pings. It returns the numbers of sent and lost pings, and the longest pause.
 func (p *pings) stop() (sent, lost int, pause time.Duration) {
 	p.cancel()
 	p.ended.Wait()

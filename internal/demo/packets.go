@@ -12,7 +12,8 @@ import (
 
 const metricDrops = "isthmus_drops_total"
 
-// mapped asks b's manager to make an endpoint that is no pod reachable from a.
+// mapped makes an endpoint of b reachable from a that is not a pod. It requests the mapping from
+// b's manager.
 func (s *show) mapped() error {
 	server := s.b.OnPrem
 	seen, err := s.b.MapEndpoint(s.ctx, server.Addr, s.a)
@@ -31,7 +32,7 @@ func (s *show) mapped() error {
 	return s.talk(from.Host, server.Host, seen, caller)
 }
 
-// refused sends to an address where nothing is mapped, and checks the drop counter of the gateway.
+// refused sends to an address without a mapping, and checks the drop counter of the gateway.
 func (s *show) refused() error {
 	p, err := s.a.Peering(s.ctx, s.b)
 	if err != nil {

@@ -7,7 +7,7 @@ import (
 	"time"
 )
 
-// Patience is how long a test waits for an expected event on a busy machine.
+// Patience is the timeout for an expected event on a busy machine.
 const Patience = 90 * time.Second
 
 // NoError ends the test on an error.
@@ -18,7 +18,7 @@ func NoError(t testing.TB, err error) {
 	}
 }
 
-// Eventually waits until f returns nil.
+// Eventually waits until f returns nil. It ends the test after Patience. what names the event.
 func Eventually(t testing.TB, what string, f func() error) {
 	t.Helper()
 	err := f()

@@ -27,7 +27,8 @@ import (
 
 const wireGuardPort = 5871
 
-// AuditLog returns the path of the file with one audit event a line, if Options.Audit is set.
+// AuditLog returns the path of the API server's audit log, with one event per line. It exists if
+// Options.Audit is set.
 func (c *Cluster) AuditLog() string { return filepath.Join(c.dir, "audit.log") }
 
 const auditPolicy = `{"apiVersion": "audit.k8s.io/v1", "kind": "Policy", "omitStages": ["RequestReceived"],
@@ -49,16 +50,16 @@ func (c *Cluster) startServer(ctx context.Context, kube string, audit bool) erro
 	return c.Serve(ctx, kubetest.Options{Dir: kube, Controllers: true, APIServerArgs: args})
 }
 
-// restartServer starts a control plane without the state of the former one. The sniffer queries it
-// from then on.
+// restartServer starts a new control plane without the state of the previous one. The sniffer
+// queries the new one afterwards.
 func (c *Cluster) restartServer(ctx context.Context, o Options) error {
-	c.remotes.mu.Lock() // the sniffer may query the former one
+	c.remotes.mu.Lock() // the sniffer must not query the previous server meanwhile
 	defer c.remotes.mu.Unlock()
 	c.remotes.networks = nil
 	return c.startServer(ctx, o.Kube, o.Audit)
 }
 
-// describe writes the objects that kubelets and people would have written.
+// describe creates the objects that kubelets and administrators create in a real cluster.
 func (c *Cluster) describe(ctx context.Context) error {
 	for _, n := range c.Nodes {
 		var spec corev1.NodeSpec
@@ -121,7 +122,7 @@ func (c *Cluster) describe(ctx context.Context) error {
 	})
 }
 
-// createGateway makes the Pod of the gateway of node i.
+// createGateway creates the Pod object of the gateway on node i.
 func (c *Cluster) createGateway(ctx context.Context, i int) error {
 	n := c.Nodes[i]
 	gateway := pod(Namespace, gatewayPod(i), n.Name, c.GatewayAddr(i), n.Addr)
@@ -130,7 +131,7 @@ func (c *Cluster) createGateway(ctx context.Context, i int) error {
 	return c.create(ctx, gateway)
 }
 
-// DeleteGateway ends the gateway of node i and deletes its Pod.
+// DeleteGateway ends the gateway on node i and deletes its Pod object.
 func (c *Cluster) DeleteGateway(ctx context.Context, i int) error {
 	if err := c.Stop(Gateway(i)); err != nil {
 		return err
@@ -139,7 +140,7 @@ func (c *Cluster) DeleteGateway(ctx context.Context, i int) error {
 	return c.Client.Delete(ctx, gone, client.GracePeriodSeconds(0))
 }
 
-// AddGateway makes the Pod of the gateway of node i again, and starts the gateway.
+// AddGateway recreates the Pod object of the gateway on node i, and starts the gateway.
 func (c *Cluster) AddGateway(ctx context.Context, i int) error {
 	if err := c.createGateway(ctx, i); err != nil {
 		return err
@@ -165,7 +166,7 @@ func pod(namespace, name, node string, addr, host netip.Addr) *corev1.Pod {
 	}
 }
 
-// create creates an object and writes its status.
+// create creates an object with its status.
 func (c *Cluster) create(ctx context.Context, o client.Object) error {
 	kind := fmt.Sprintf("%T %s", o, client.ObjectKeyFromObject(o))
 	with := o.DeepCopyObject().(client.Object)
@@ -176,7 +177,7 @@ func (c *Cluster) create(ctx context.Context, o client.Object) error {
 	}
 	switch with.(type) {
 	case *corev1.Node, *corev1.Pod:
-		with.SetResourceVersion("") // Kubelets may have changed it meanwhile
+		with.SetResourceVersion("") // Kubelets may have changed the object meanwhile
 		with.SetUID(o.GetUID())
 		if err := c.Client.Status().Update(ctx, with); err != nil {
 			return fmt.Errorf("status of %s: %w", kind, err)
@@ -185,7 +186,8 @@ func (c *Cluster) create(ctx context.Context, o client.Object) error {
 	return nil
 }
 
-// waitForServiceAccount waits for the ServiceAccount; without it, the API server admits no Pod.
+// waitForServiceAccount waits for a namespace's ServiceAccount "default". Without it, the API
+// server admits no Pod.
 func (c *Cluster) waitForServiceAccount(ctx context.Context, namespace string) error {
 	return wait.PollUntilContextTimeout(ctx, 50*time.Millisecond, patience, true, func(ctx context.Context) (bool, error) {
 		err := c.Client.Get(ctx, client.ObjectKey{Namespace: namespace, Name: "default"}, &corev1.ServiceAccount{})
@@ -198,8 +200,8 @@ func (c *Cluster) identity(ctx context.Context, account string) (string, error) 
 	return c.tokenFor(ctx, account, account, nil)
 }
 
-// podIdentity does so for a Pod. Like a kubelet's, the token is bound to the Pod, so that the API
-// server knows its Pod and node.
+// podIdentity writes a kubeconfig for a Pod and returns its path. Like a kubelet's, the token is
+// bound to the Pod, so the API server knows the Pod and its node.
 func (c *Cluster) podIdentity(ctx context.Context, account, name string) (string, error) {
 	var pod corev1.Pod
 	if err := c.Client.Get(ctx, client.ObjectKey{Namespace: Namespace, Name: name}, &pod); err != nil {
@@ -209,7 +211,7 @@ func (c *Cluster) podIdentity(ctx context.Context, account, name string) (string
 }
 
 func (c *Cluster) tokenFor(ctx context.Context, account, file string, bound *authenticationv1.BoundObjectReference) (string, error) {
-	const life = int64(24 * time.Hour / time.Second) // nobody renews it, as a kubelet would
+	const life = int64(24 * time.Hour / time.Second) // there is no kubelet that renews the token
 	token := &authenticationv1.TokenRequest{Spec: authenticationv1.TokenRequestSpec{BoundObjectRef: bound, ExpirationSeconds: new(life)}}
 	sa := &corev1.ServiceAccount{ObjectMeta: metav1.ObjectMeta{Namespace: Namespace, Name: account}}
 	if err := c.Client.SubResource("token").Create(ctx, sa, token); err != nil {
@@ -226,8 +228,8 @@ func (c *Cluster) tokenFor(ctx context.Context, account, file string, bound *aut
 	return path, clientcmd.WriteToFile(*config, path)
 }
 
-// waitForReports waits until every node has reported which networks it reaches. From then on, no
-// peer gets a network that a node has.
+// waitForReports waits until every node has reported the networks to which it has routes. After
+// that, no peer is allocated a network that a node already uses.
 func (c *Cluster) waitForReports(ctx context.Context) error {
 	var missing []string
 	err := wait.PollUntilContextTimeout(ctx, 20*time.Millisecond, patience, true, func(ctx context.Context) (bool, error) {

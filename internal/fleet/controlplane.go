@@ -24,16 +24,16 @@ import (
 	"github.com/isthmus-net/isthmus/internal/lab"
 )
 
-// Namespace is where Isthmus is installed in each cluster.
+// Namespace is the namespace of Isthmus in each cluster.
 const Namespace = deploy.Namespace
 
-// A ControlPlane is a cluster of a lab with an API server: the part that clusters whose nodes are
-// namespaces (Cluster) and clusters with kubelets (package kubenodes) have in common.
+// A ControlPlane is a cluster of a lab with an API server. It is the common part of clusters
+// whose nodes are namespaces (Cluster) and clusters with kubelets (package kubenodes).
 type ControlPlane struct {
 	*lab.Cluster
 	Server *kubetest.Server
-	Client client.WithWatch // an administrator; its connections start inside the lab
-	Config *rest.Config     // the same
+	Client client.WithWatch // with an administrator's rights; it connects from inside the lab
+	Config *rest.Config     // configuration of Client
 }
 
 // A Member is a cluster of a Set.
@@ -44,7 +44,7 @@ type Member interface {
 
 func (c *ControlPlane) controlPlane() *ControlPlane { return c }
 
-// Serve starts the control plane on the cluster's own machine.
+// Serve starts the control plane on the cluster's control host.
 func (c *ControlPlane) Serve(ctx context.Context, o kubetest.Options) (err error) {
 	o.Name, o.Host, o.Starter, o.Dial = c.Control.Netns(), c.Control.Addr, c.Control.Start, c.Control.Dial
 	if c.Server, err = kubetest.Start(ctx, o); err != nil {
@@ -57,10 +57,10 @@ func (c *ControlPlane) Serve(ctx context.Context, o kubetest.Options) (err error
 	return err
 }
 
-// errNoPeering means that a cluster has no Peering with another one.
+// errNoPeering means that a cluster has no Peering with a given other cluster.
 var errNoPeering = errors.New("there is no Peering")
 
-// Peering returns cluster c's Peering with another cluster; an error when there is none.
+// Peering returns cluster c's Peering with another cluster. It returns an error if there is none.
 func (c *ControlPlane) Peering(ctx context.Context, with Member) (*isthmus.Peering, error) {
 	var list isthmus.PeeringList
 	peer := with.controlPlane()
@@ -76,8 +76,8 @@ func (c *ControlPlane) Peering(ctx context.Context, with Member) (*isthmus.Peeri
 	return nil, fmt.Errorf("cluster %s with %s: %w", c.Name, peer.Name, err)
 }
 
-// WaitReady waits until cluster c's Peering with another one is Ready. The error names what was
-// missing.
+// WaitReady waits until cluster c's Peering with another cluster is Ready. The error names the
+// missing condition.
 func (c *ControlPlane) WaitReady(ctx context.Context, with Member, atMost time.Duration) error {
 	last := errNoPeering
 	err := wait.PollUntilContextTimeout(ctx, 20*time.Millisecond, atMost, true, func(ctx context.Context) (bool, error) {
@@ -99,8 +99,8 @@ func (c *ControlPlane) WaitReady(ctx context.Context, with Member, atMost time.D
 	return nil
 }
 
-// Networks returns the networks that another cluster has in c: of its pods and of its mapped
-// endpoints.
+// Networks returns the networks that c has allocated for another cluster: for its pods and for
+// its mapped endpoints.
 func (c *ControlPlane) Networks(ctx context.Context, of Member) (pods, external netip.Prefix, err error) {
 	p, err := c.Peering(ctx, of)
 	if err != nil {
@@ -113,7 +113,7 @@ func (c *ControlPlane) Networks(ctx context.Context, of Member) (pods, external 
 	return pods, external, err
 }
 
-// Seen returns the address under which c reaches a pod's address of another cluster.
+// Seen returns the address in c of a pod of another cluster. addr is the pod's own address.
 func (c *ControlPlane) Seen(ctx context.Context, of Member, addr netip.Addr) (netip.Addr, error) {
 	peer := of.controlPlane()
 	if peer == c {
@@ -126,8 +126,8 @@ func (c *ControlPlane) Seen(ctx context.Context, of Member, addr netip.Addr) (ne
 	return lab.Move(addr, peer.PodCIDR, seen), nil
 }
 
-// ActivePod returns the only Pod of a gateway that is marked as active. It waits for an election in
-// progress: a gateway carries traffic before it is marked.
+// ActivePod returns the only gateway Pod that is labelled as active. It waits for an election in
+// progress: a gateway carries traffic before it has the label.
 func (c *ControlPlane) ActivePod(ctx context.Context, atMost time.Duration) (pod *corev1.Pod, err error) {
 	var last error
 	err = wait.PollUntilContextTimeout(ctx, 20*time.Millisecond, atMost, true, func(ctx context.Context) (bool, error) {
@@ -169,7 +169,7 @@ func NewSet[C Member](l *lab.Lab) Set[C] {
 	return Set[C]{Lab: l, Kubeconfig: filepath.Join(l.Dir, "kubeconfig")}
 }
 
-// Each does something for all clusters at once.
+// Each calls do for all clusters concurrently.
 func (s *Set[C]) Each(do func(C) error) error { return lab.Each(s.Clusters, do) }
 
 // Cluster returns the cluster with that name, or nil.
@@ -182,8 +182,8 @@ func (s *Set[C]) Cluster(name string) (none C) {
 	return none
 }
 
-// Command prepares a program that runs in the underlay, where it can reach all API servers, with
-// the Set's Kubeconfig.
+// Command prepares a program in the underlay, where it can reach all API servers. The program
+// uses the Set's Kubeconfig.
 func (s *Set[C]) Command(ctx context.Context, program string, args ...string) *lab.Cmd {
 	cmd := s.Lab.Underlay.Command(ctx, program, args...)
 	cmd.Env = append(os.Environ(), "KUBECONFIG="+s.Kubeconfig)

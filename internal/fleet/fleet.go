@@ -1,15 +1,15 @@
-// Package fleet makes a lab whose clusters are real to their control planes: each has an etcd, a
-// kube-apiserver and a kube-controller-manager of its own, and runs manager, gateways and route
-// agents as processes with the rights of their ServiceAccounts.
+// Package fleet creates a lab whose clusters have real control planes. Each cluster has its own
+// etcd, kube-apiserver and kube-controller-manager. Its manager, gateways and route agents run as
+// processes with the permissions of their ServiceAccounts.
 //
 //	underlay ─┬─ a-control   etcd, kube-apiserver, kube-controller-manager, isthmus manager
 //	          ├─ a-node1     isthmus gateway, isthmus route-agent, pods
 //	          ├─ a-node2     isthmus gateway (standby), isthmus route-agent, pods
 //	          └─ the same for b, c, ...
 //
-// What is missing is the kubelet: nodes and pods are the lab's namespaces, and the fleet writes the
-// Node and Pod objects that describe them. There is no kube-proxy, so the gateway's Service
-// publishes the node's own port.
+// Kubelets do not run: nodes and pods are the lab's namespaces, and the fleet creates the Node
+// and Pod objects that describe them. There is no kube-proxy, so the gateway's Service publishes
+// the node's own port.
 package fleet
 
 import (
@@ -27,33 +27,33 @@ import (
 	"github.com/isthmus-net/isthmus/internal/lab"
 )
 
-// Options of Up.
+// Options configure Up.
 type Options struct {
-	Spec     lab.Spec  // its clusters get a control plane and, unless they say otherwise, two nodes
-	Binary   string    // the isthmus program
+	Spec     lab.Spec  // its clusters get a control plane and, by default, two nodes
+	Binary   string    // path of the isthmus program
 	Kube     string    // the folder that kubetest.Build returned
 	Progress io.Writer // a line for each step; nil: none
 	Audit    bool      // API servers write audit logs, see Cluster.AuditLog
-	// IPAMAllow is the networks of nodes whose addresses virtual kubelets may map, for the
-	// managers' flag --ipam-allow; empty: none.
+	// IPAMAllow lists the networks of nodes whose addresses virtual kubelets may map. It is the
+	// value of the managers' flag --ipam-allow; empty: none.
 	IPAMAllow string
 	// Services makes the clusters share Services with peers.
 	Services bool
-	// Votes lets the nodes of a cluster decide which of its gateways is active, if these have
-	// networks of their own.
+	// Votes lets the nodes of a cluster elect its active gateway by votes. It has no effect on
+	// gateways on the host network.
 	Votes bool
-	// Dress is called for the lab before anything runs in it. It makes the pods' networks of
+	// Dress is called for the lab before any program runs in it. It creates the pod network of
 	// clusters that are Bare, and may replace networks and addresses of Nodes and Pods.
 	Dress func(context.Context, *lab.Lab) error
 	// Network is called for each cluster after its Nodes are described, and before components run.
-	// It starts a program that makes the pods' network from the objects in the API server.
+	// It starts a program that creates the pod network from the objects in the API server.
 	Network func(context.Context, *Cluster) error
 }
 
 // A Fleet is the clusters of one lab.
 type Fleet struct {
 	Set[*Cluster]
-	Sniffer *lab.Sniffer // watches the underlay while the Fleet exists: Down returns the leaks
+	Sniffer *lab.Sniffer // watches the underlay during the Fleet's lifetime; Down returns the leaks
 
 	options Options
 }
@@ -72,9 +72,9 @@ type Cluster struct {
 	processes map[string]*process
 }
 
-// Up makes the lab, starts the control planes, and in each cluster installs the objects of `isthmus
-// install` and starts the components. It returns when all are ready. A failed Up leaves nothing
-// behind.
+// Up creates the lab and starts the control planes. In each cluster it creates the objects of
+// `isthmus install` and starts the components. It returns when all are ready. A failed Up leaves
+// nothing behind.
 func Up(ctx context.Context, o Options) (*Fleet, error) {
 	if o.Progress == nil {
 		o.Progress = io.Discard
@@ -126,7 +126,7 @@ func (f *Fleet) up(ctx context.Context) error {
 	return f.Each(func(c *Cluster) error { return f.install(ctx, c) })
 }
 
-// install installs Isthmus in a cluster whose API server runs, and starts its components.
+// install installs Isthmus in a cluster with a running API server, and starts its components.
 func (f *Fleet) install(ctx context.Context, c *Cluster) error {
 	args := []string{"install", "--without-workloads", "--request-timeout", "1m", "--context", c.Name, "--cluster-name", c.Name, "--cluster-id", c.ID}
 	if c.services = f.options.Services; c.services {
@@ -154,9 +154,9 @@ func (f *Fleet) install(ctx context.Context, c *Cluster) error {
 	return nil
 }
 
-// Replace builds a cluster anew on the same machines: name and networks stay, but it gets another
-// cluster ID, certificate authority and API server, without any object of the former one. It
-// removes the former one's objects from the nodes' kernels, as a reboot does.
+// Replace rebuilds a cluster on the same machines. Its name and networks stay, but it gets a new
+// cluster ID, certificate authority and API server, without any of the old objects. It removes
+// Isthmus's old objects from the nodes' kernels, as a reboot does.
 func (f *Fleet) Replace(ctx context.Context, c *Cluster) error {
 	err := c.stopAll()
 	c.remotes.stop()
@@ -180,8 +180,8 @@ func (f *Fleet) Replace(ctx context.Context, c *Cluster) error {
 	return f.install(ctx, c)
 }
 
-// Down ends everything and removes the lab. It returns an error if any node has sent packets for a
-// peer in the clear, at any time since Up.
+// Down ends everything and removes the lab. It returns an error if any node has sent a packet for
+// a peer in the clear since Up.
 func (f *Fleet) Down() error {
 	err := f.Each((*Cluster).stopAll)
 	err = errors.Join(err, f.stopSniffing())
@@ -195,14 +195,14 @@ func (f *Fleet) Down() error {
 }
 
 // Isthmus runs the program in the underlay, where it can reach all API servers, with the Fleet's
-// Kubeconfig. It returns the output, both streams together.
+// Kubeconfig. It returns the combined standard output and standard error.
 func (f *Fleet) Isthmus(ctx context.Context, args ...string) (string, error) {
 	var out strings.Builder
 	err := f.IsthmusTo(ctx, &out, args...)
 	return out.String(), err
 }
 
-// IsthmusTo is Isthmus, but writes the output as it comes.
+// IsthmusTo runs the program like Isthmus, but writes the output while the program runs.
 func (f *Fleet) IsthmusTo(ctx context.Context, out io.Writer, args ...string) error {
 	cmd := f.Command(ctx, f.options.Binary, args...)
 	cmd.Stdout, cmd.Stderr = out, out

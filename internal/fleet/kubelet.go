@@ -16,8 +16,9 @@ const (
 	probeTimeout    = 2 * time.Second
 )
 
-// Kubelets probe all gateways and route agents, and write into their Pods whether they run and are
-// ready, until ctx ends. As with real kubelets, the Pod does not say why one is not ready.
+// Kubelets imitates kubelets until ctx ends. It probes all gateways and route agents, and writes
+// into their Pods whether they run and are ready. As with real kubelets, the Pod does not contain
+// the reason why a container is not ready.
 func (c *Cluster) Kubelets(ctx context.Context) {
 	for {
 		for i := range c.Nodes {
@@ -34,7 +35,7 @@ func (c *Cluster) Kubelets(ctx context.Context) {
 	}
 }
 
-// probe does so once. After a failure, the next call tries again.
+// probe probes one component and updates its Pod. After an error, the next call tries again.
 func (c *Cluster) probe(ctx context.Context, component, name string) {
 	ready := corev1.PodCondition{Type: corev1.PodReady, Status: corev1.ConditionFalse, Reason: "ContainersNotReady", Message: "containers with unready status: [main]"}
 	container := corev1.ContainerStatus{Name: "main", State: corev1.ContainerState{Terminated: &corev1.ContainerStateTerminated{ExitCode: 137}}}

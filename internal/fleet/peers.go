@@ -15,7 +15,7 @@ import (
 	"github.com/isthmus-net/isthmus/manager/ipamrpc"
 )
 
-// electionTimeout is how long ActiveGateway waits for a gateway that is marked as active.
+// electionTimeout is the time for which ActiveGateway waits for an active gateway.
 const electionTimeout = 30 * time.Second
 
 // ActiveGateway returns the number of the node, counted from 0, whose gateway is active. It waits
@@ -73,8 +73,8 @@ func (c *Cluster) Metric(ctx context.Context, name string, labels ...string) (fl
 	return lab.SumMetric(text, name, labels)
 }
 
-// MapEndpoint requests from the manager of c, as a virtual kubelet does, the address under which
-// another cluster reaches an endpoint of c that is not a pod.
+// MapEndpoint returns the address under which another cluster reaches an endpoint of c that is
+// not a pod. It requests the mapping from the manager of c, as a virtual kubelet does.
 func (c *Cluster) MapEndpoint(ctx context.Context, endpoint netip.Addr, peer *Cluster) (netip.Addr, error) {
 	conn, err := grpc.NewClient(fmt.Sprintf("passthrough:///127.0.0.1:%d", ipamPort), grpc.WithTransportCredentials(insecure.NewCredentials()),
 		grpc.WithContextDialer(func(ctx context.Context, address string) (net.Conn, error) {
@@ -83,7 +83,7 @@ func (c *Cluster) MapEndpoint(ctx context.Context, endpoint netip.Addr, peer *Cl
 	if err != nil {
 		return netip.Addr{}, err
 	}
-	defer func() { _ = conn.Close() }() // fails only if it is closed already
+	defer func() { _ = conn.Close() }() // fails only if the connection is closed already
 	var answer ipamrpc.MapResponse
 	if err := conn.Invoke(ctx, "/ipam/MapEndpointIP", &ipamrpc.MapRequest{ClusterID: peer.ID, Ip: endpoint.String()}, &answer); err != nil {
 		return netip.Addr{}, fmt.Errorf("manager of cluster %s: map %v for %s: %w", c.Name, endpoint, peer.Name, err)

@@ -19,17 +19,17 @@ import (
 	"github.com/isthmus-net/isthmus/internal/lab"
 )
 
-// gateways is how many nodes of a cluster run a gateway: one active and one standby.
+// gateways is the number of nodes in a cluster that run a gateway: one active and one standby.
 const gateways = 2
 
 // Resolver is the DNS server of all nodes.
 const Resolver = "192.168.79.53"
 
-// patience is how long a component may take to start, and to end. On an idle machine it takes
-// seconds.
+// patience is the timeout for the start of a component, and for its end. On an idle machine
+// either takes seconds.
 const patience = 90 * time.Second
 
-// Ports of the components on their machines.
+// The ports of the components on their hosts.
 const (
 	managerPort       = 5876
 	managerHealthPort = 5877
@@ -38,13 +38,14 @@ const (
 	agentPort         = 5874
 )
 
-// Manager is the name of the manager's process. The others are Gateway(i) and Agent(i).
+// Manager is the name of the manager's process. Gateway(i) and Agent(i) return the names of the
+// others.
 const Manager = "manager"
 
-// Gateway is the name of the gateway's process on node i, counted from 0.
+// Gateway returns the name of the gateway's process on node i, counted from 0.
 func Gateway(i int) string { return fmt.Sprintf("gateway-%d", i+1) }
 
-// Agent is the name of the route agent's process on node i, counted from 0.
+// Agent returns the name of the route agent's process on node i, counted from 0.
 func Agent(i int) string { return fmt.Sprintf("route-agent-%d", i+1) }
 
 func gatewayPod(i int) string { return Gateway(i) }
@@ -58,8 +59,8 @@ func (c *Cluster) GatewayHost(i int) *lab.Host {
 	return c.Nodes[i].Host
 }
 
-// GatewayAddr returns the address of the gateway's Pod on node i: that of the node if it uses the
-// host network.
+// GatewayAddr returns the address of the gateway on node i: its Pod's address, or the node's if
+// the gateway uses the host network.
 func (c *Cluster) GatewayAddr(i int) netip.Addr {
 	if i < len(c.GatewayPods) {
 		return c.GatewayPods[i].Addr
@@ -67,17 +68,18 @@ func (c *Cluster) GatewayAddr(i int) netip.Addr {
 	return c.Nodes[i].Addr
 }
 
-// A process is a component that runs, or will be started again.
+// A process is a component that runs, or that Start can start again.
 type process struct {
 	host *lab.Host
 	args []string
 	env  []string
 	// ready and metrics are URLs inside the host.
 	ready, metrics string
-	// hinder is a shell command that runs before the component, in its own mount namespace; empty:
-	// none.
+	// hinder is a shell command that runs before the component, in the component's mount namespace;
+	// empty: none.
 	hinder string
-	// caps are the capabilities of its container, in the notation of setpriv(1); empty: no container.
+	// caps are the capabilities of the component's container, in the notation of setpriv(1); empty:
+	// no container.
 	caps string
 
 	cmd  *lab.Cmd
@@ -94,7 +96,8 @@ func (c *Cluster) startComponents(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	// Reported networks are kept from peers: they must not depend on the machine's own DNS servers.
+	// Peers cannot use the networks that nodes report, which include the node's DNS servers. A fixed
+	// resolv.conf makes them independent of this machine's DNS servers.
 	resolvers := filepath.Join(c.dir, "resolv.conf")
 	if err := os.WriteFile(resolvers, []byte("nameserver "+Resolver+"\n"), 0o600); err != nil {
 		return err
@@ -159,8 +162,8 @@ func (c *Cluster) startComponents(ctx context.Context) error {
 	return c.waitForReports(ctx)
 }
 
-// SetTunnels changes the number of tunnels of the gateways, of each from its next start on. The
-// Service stays unchanged.
+// SetTunnels changes the gateways' number of tunnels. It takes effect at each gateway's next
+// start, and does not change the Service.
 func (c *Cluster) SetTunnels(n int) {
 	c.Tunnels = n
 	for i := range gateways {
@@ -170,11 +173,11 @@ func (c *Cluster) SetTunnels(n int) {
 	}
 }
 
-// Hinder makes a shell run a command before the component, in its own mount namespace, from its
-// next start on; empty: none.
+// Hinder sets a shell command that runs before the component, in the component's mount namespace,
+// from the next start on; empty: none.
 func (c *Cluster) Hinder(name, command string) { c.processes[name].hinder = command }
 
-// Start starts a component that does not run and waits until it is ready.
+// Start starts a stopped component and waits until it is ready.
 func (c *Cluster) Start(ctx context.Context, name string) error {
 	if err := c.Launch(name); err != nil {
 		return err
@@ -182,13 +185,13 @@ func (c *Cluster) Start(ctx context.Context, name string) error {
 	return c.waitReady(ctx, name, c.processes[name])
 }
 
-// inContainer runs a command as the kubelet runs the gateway's container: only with the
-// capabilities in the first argument, without privilege escalation, and with /proc/sys read-only.
-// It has its own mount namespace.
+// inContainer is a shell script that runs a command as the kubelet runs the gateway's container:
+// only with the capabilities in the first argument, without privilege escalation, and with
+// /proc/sys read-only. The command must already have its own mount namespace.
 const inContainer = `caps=$1; shift; mount --bind /proc/sys /proc/sys && mount -o remount,bind,ro /proc/sys &&
 exec setpriv --bounding-set="-all,$caps" --inh-caps=-all --no-new-privs "$@"`
 
-// Launch starts a component that does not run, and does not wait.
+// Launch starts a stopped component without waiting until it is ready.
 func (c *Cluster) Launch(name string) error {
 	p := c.processes[name]
 	if p == nil {
@@ -246,16 +249,16 @@ func (c *Cluster) waitReady(ctx context.Context, name string, p *process) error 
 	}
 }
 
-// Stop ends a component by SIGTERM and waits for its end. Kill does the same by SIGKILL.
+// Stop ends a component by SIGTERM and waits until it has exited.
 func (c *Cluster) Stop(name string) error { return c.end(name, syscall.SIGTERM) }
 
-// Kill ends a component without giving it time to clean up.
+// Kill ends a component by SIGKILL, so that it cannot clean up, and waits until it has exited.
 func (c *Cluster) Kill(name string) error { return c.end(name, syscall.SIGKILL) }
 
-// Pause stops a component, as a debugger does, until Resume.
+// Pause suspends a component by SIGSTOP until Resume.
 func (c *Cluster) Pause(name string) error { return c.signal(name, syscall.SIGSTOP) }
 
-// Resume ends a Pause.
+// Resume continues a component after Pause.
 func (c *Cluster) Resume(name string) error { return c.signal(name, syscall.SIGCONT) }
 
 func (c *Cluster) signal(name string, signal syscall.Signal) error {
@@ -296,7 +299,7 @@ func (c *Cluster) end(name string, signal syscall.Signal) error {
 	if err := p.cmd.Process.Signal(signal); err != nil && !errors.Is(err, os.ErrProcessDone) {
 		return err
 	}
-	_ = p.cmd.Process.Signal(syscall.SIGCONT) // it may stand still
+	_ = p.cmd.Process.Signal(syscall.SIGCONT) // the process may be paused
 	select {
 	case <-p.done:
 		return nil
@@ -307,8 +310,8 @@ func (c *Cluster) end(name string, signal syscall.Signal) error {
 	}
 }
 
-// stopAll ends all components. It begins with gateways and agents, because they have objects to
-// remove.
+// stopAll ends all components. It ends gateways and agents first, because they have kernel and
+// API objects to remove.
 func (c *Cluster) stopAll() error {
 	var group sync.WaitGroup
 	var mu sync.Mutex
@@ -325,7 +328,7 @@ func (c *Cluster) stopAll() error {
 	return all
 }
 
-// Log returns the path of the file with the output of a component, over all its starts.
+// Log returns the path of the file with the output of all runs of a component.
 func (c *Cluster) Log(name string) string { return filepath.Join(c.dir, name+".log") }
 
 // Tail returns the last lines of a component's log.

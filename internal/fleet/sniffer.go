@@ -15,19 +15,19 @@ import (
 	"github.com/isthmus-net/isthmus/internal/lab"
 )
 
-// sniff begins to watch the underlay. The Sniffer knows no networks yet; each cluster adds its own
-// by follow.
+// sniff starts to watch the underlay. The Sniffer knows no networks at first; follow adds those
+// of each cluster.
 func (f *Fleet) sniff() (err error) {
 	f.Sniffer, err = f.Lab.Sniff(func(c *lab.Cluster) {
-		// While the API server does not answer, the last known networks count.
+		// While the API server does not answer, the last known networks stay in use.
 		_ = f.Cluster(c.Name).learn(context.Background())
 	})
 	return err
 }
 
-// stopSniffing ends the watch. Call it after the components have ended, because that must not leak
-// either, and before the API servers end, because it queries them once more. The error lists the
-// leaks.
+// stopSniffing ends the watch and returns an error that lists the leaks. Call it after the
+// components have ended, because their shutdown must not leak either. Call it before the API
+// servers end, because it queries them once more.
 func (f *Fleet) stopSniffing() error {
 	if f.Sniffer == nil {
 		return nil
@@ -39,14 +39,15 @@ func (f *Fleet) stopSniffing() error {
 	return err
 }
 
-// remotes are the networks that a cluster's peers have there, as the sniffer knows them: from their
-// allocation until the IPAM state has forgotten them, at the end of un-peering.
+// remotes are the networks that a cluster has allocated for its peers, as the sniffer knows them:
+// from the allocation until un-peering has removed it from the IPAM state.
 type remotes struct {
 	tell func(lab.Watched)
 	end  context.CancelFunc
 	done sync.WaitGroup
 
-	// mu is held during queries of the API server, so that the latest answer counts.
+	// mu is held during queries of the API server, so that an older response cannot replace a newer
+	// one.
 	mu       sync.Mutex
 	networks map[string][]netip.Prefix // by cluster ID of the peer
 }
@@ -58,8 +59,9 @@ func (r *remotes) stop() {
 	}
 }
 
-// follow reports the networks of the cluster's peers to the sniffer from now on. It returns after
-// the first report. While the API server does not answer, the last known networks count.
+// follow reports the networks of the cluster's peers to the sniffer, now and after each change.
+// It returns after the first report. While the API server does not answer, the last known
+// networks stay in use.
 func (c *Cluster) follow(ctx context.Context, s *lab.Sniffer) error {
 	c.remotes.tell = func(w lab.Watched) { s.Watch(c.Cluster, w) }
 	var last error
@@ -70,7 +72,7 @@ func (c *Cluster) follow(ctx context.Context, s *lab.Sniffer) error {
 	if err != nil {
 		return fmt.Errorf("networks of peers: %w", last)
 	}
-	// Not the caller's context, which ends with the start.
+	// The caller's context ends with the start, but following continues.
 	ctx, c.remotes.end = context.WithCancel(context.Background())
 	c.remotes.done.Go(func() {
 		for ctx.Err() == nil {
@@ -84,7 +86,7 @@ func (c *Cluster) follow(ctx context.Context, s *lab.Sniffer) error {
 	return nil
 }
 
-// learnChanges calls learn after each change, until ctx ends or the API server goes away.
+// learnChanges calls learn after each change, until ctx ends or a watch ends.
 func (c *Cluster) learnChanges(ctx context.Context) {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
@@ -141,9 +143,9 @@ func (c *Cluster) learn(ctx context.Context) error {
 	return nil
 }
 
-// remember returns the networks of peers according to the present IPAM state. Without an
-// IpamStorage nothing changes. A peer that the IPAM state does not name any more keeps its networks
-// as long as its Peering exists.
+// remember returns the networks of peers according to the IPAM state. Without an IpamStorage it
+// returns known unchanged. A peer that is no longer in the IPAM state keeps its networks as long
+// as its Peering exists.
 func remember(known map[string][]netip.Prefix, storages []v1alpha1.IpamStorage, peerings []isthmus.Peering) map[string][]netip.Prefix {
 	if len(storages) == 0 {
 		return known
@@ -152,7 +154,7 @@ func remember(known map[string][]netip.Prefix, storages []v1alpha1.IpamStorage, 
 	for i := range storages {
 		for id, subnets := range storages[i].Spec.ClusterSubnets {
 			for _, text := range []string{subnets.RemotePodCIDR, subnets.RemoteExternalCIDR} {
-				if network, err := netip.ParsePrefix(text); err == nil { // empty if it is unknown
+				if network, err := netip.ParsePrefix(text); err == nil { // empty until the network is known
 					now[id] = append(now[id], network)
 				}
 			}

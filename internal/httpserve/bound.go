@@ -8,21 +8,23 @@ import (
 	"sync"
 )
 
-// maxConnections bounds the connections of one server: an idle one costs some 10 KiB.
+// maxConnections is the largest number of connections of one server. An idle connection needs
+// about 10 KiB.
 const maxConnections = 256
 
-// A bound closes connections when there are too many. It chooses among those that wait for a
-// request, or for the rest of one: of the client with most of them, the one that has waited
-// longest. So no client that holds connections open shuts out others, least of all the kubelet.
+// A bound closes a connection when a server has too many. It chooses among those that are idle or
+// have sent only a part of a request. From the client with most of these, it closes the
+// connection that has waited longest. Thus a client that holds connections open cannot shut out
+// other clients, in particular the kubelet.
 type bound struct {
 	most int
 
 	mu    sync.Mutex
-	since map[net.Conn]uint64 // the step at which it began to wait; 0: its request is being answered
+	since map[net.Conn]uint64 // step at which the wait for a request began; 0: a request is being served
 	steps uint64
 }
 
-// bind applies the bound to a server, whose handler must be set.
+// bind applies the bound to a server. The server's handler must be set already.
 func (b *bound) bind(s *http.Server) {
 	type own struct{}
 	b.since = make(map[net.Conn]uint64)
@@ -37,8 +39,8 @@ func (b *bound) bind(s *http.Server) {
 	})
 }
 
-// state is called for a new connection before the next one is accepted. It ignores StateActive,
-// which only means that the first octet has come.
+// state tracks a connection's state. net/http calls it for a new connection before it accepts the
+// next one. state ignores StateActive, which only means that the first octet has arrived.
 func (b *bound) state(c net.Conn, state http.ConnState) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -60,7 +62,7 @@ func (b *bound) answering(c net.Conn, begins bool) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	if _, counted := b.since[c]; !counted {
-		return // it is being closed
+		return // the connection is being closed
 	}
 	if b.since[c] = 0; !begins {
 		b.steps++
@@ -68,7 +70,8 @@ func (b *bound) answering(c net.Conn, begins bool) {
 	}
 }
 
-// surplus returns the connection to close. There always is one, because the newest one waits.
+// surplus returns the connection to close. One always exists, because the newest connection
+// waits.
 func (b *bound) surplus() (worst net.Conn) {
 	waiting := make(map[string]int)
 	for c, since := range b.since {
@@ -97,10 +100,10 @@ func hostOf(c net.Conn) string {
 	return host
 }
 
-// closeNow closes a connection without TLS's alert, which a client might never read.
+// closeNow closes a connection without a TLS alert, because a client might never read the alert.
 func closeNow(c net.Conn) {
 	if t, ok := c.(*tls.Conn); ok {
 		c = t.NetConn()
 	}
-	_ = c.Close() // its own goroutine notices
+	_ = c.Close() // the connection's own goroutine notices
 }

@@ -12,8 +12,8 @@ import (
 	"time"
 )
 
-// serve answers "ok" on a free port of all loopback addresses, and holds requests for /slow until
-// the test ends.
+// serve runs a server on a free port of all loopback addresses. It answers "ok", and blocks
+// requests for /slow until the test ends.
 func serve(t *testing.T) (port string) {
 	t.Helper()
 	s, release := New(slog.New(slog.DiscardHandler)), make(chan struct{})
@@ -34,7 +34,7 @@ func serve(t *testing.T) (port string) {
 	return port
 }
 
-// client is a connection from one of the loopback addresses.
+// client is a connection from one of the loopback addresses to the server.
 type client struct {
 	net.Conn
 	t *testing.T
@@ -56,11 +56,11 @@ func dial(t *testing.T, from, port string) *client {
 
 func (c *client) send(text string) {
 	if _, err := io.WriteString(c, text); err != nil {
-		c.t.Log(err) // it may have been closed
+		c.t.Log(err) // the server may have closed the connection
 	}
 }
 
-// answer is the status line, or the error.
+// answer returns the status line of the response, or the error.
 func (c *client) answer() string {
 	res, err := http.ReadResponse(c.r, nil)
 	if err != nil {
@@ -89,14 +89,14 @@ func TestIdleConnectionsDoNotBlockOtherClients(t *testing.T) {
 			working.send("GET /slow HTTP/1.1\r\nHost: x\r\n\r\n")
 			var held []*client
 			for i := range 2 * maxConnections {
-				c := dial(t, fmt.Sprintf("127.0.1.%d", i%16), port) // of sixteen addresses
+				c := dial(t, fmt.Sprintf("127.0.1.%d", i%16), port) // from sixteen addresses
 				c.send(hold)
 				if hold == get {
 					c.answer()
 				}
 				held = append(held, c)
 			}
-			// A new connection, and one that has waited since before all of them.
+			// Neither a new connection may be refused, nor one that was idle before all of them opened.
 			fresh := dial(t, "127.0.0.4", port)
 			fresh.send(get)
 			if got := fresh.answer(); got != "200 OK" {
@@ -122,7 +122,7 @@ func TestARequestThatIsSlowOrTooLongIsEnded(t *testing.T) {
 	if got := long.answer(); !strings.HasPrefix(got, "431 ") && !strings.Contains(got, "reset") {
 		t.Errorf("64 KiB of header: %q", got)
 	}
-	if got := slow.answer(); !strings.Contains(got, "EOF") { // after five seconds
+	if got := slow.answer(); !strings.Contains(got, "EOF") { // the header timeout is five seconds
 		t.Errorf("half a header: %q", got)
 	}
 }

@@ -1,5 +1,6 @@
-// Package httpserve runs the HTTP servers of a component. Timeouts and a bound on connections keep
-// slow and idle clients from piling up. At the end, requests in progress get a second.
+// Package httpserve runs the HTTP servers of a component. Timeouts and a limit on connections
+// keep slow and idle clients from using up resources. At shutdown, requests in progress get one
+// more second.
 package httpserve
 
 import (
@@ -14,7 +15,7 @@ import (
 	"time"
 )
 
-// Servers are the servers of one component. One goroutine may use them.
+// Servers are the HTTP servers of one component. It is not safe for concurrent use.
 type Servers struct {
 	log *slog.Logger
 	all []server
@@ -27,19 +28,20 @@ type server struct {
 	http     *http.Server
 }
 
-// New returns no servers yet. log gets their later errors.
+// New returns Servers without a server. Errors of running servers are logged to log.
 func New(log *slog.Logger) *Servers { return &Servers{log: log} }
 
-// Listen opens a socket for a handler that anybody may use, so that a wrong address is an error at
-// the start. what names the address in errors. An empty address means no server, and is no error.
-// Clients wait until Serve. Listen returns the address of the socket.
+// Listen opens a socket for a handler that needs no authorization, and returns the socket's
+// address. It returns an error for an address that cannot be used. what names the server in
+// errors. An empty address means no server, and is no error. Connections wait until Serve accepts
+// them.
 func (s *Servers) Listen(what, address string, handler http.Handler) (net.Addr, error) {
 	return s.listen(what, address, nil, handler)
 }
 
-// ListenPrivate is Listen for a handler that not everybody may use. It uses the TLS of secure;
-// handler must apply secure.Guarded itself. With a nil secure it logs a warning for an address that
-// other machines reach.
+// ListenPrivate is Listen for a handler that needs authorization. It uses the TLS of secure;
+// handler must apply secure.Guarded itself. If secure is nil, it logs a warning for an address
+// that other machines can reach.
 func (s *Servers) ListenPrivate(what, address string, secure *Secure, handler http.Handler) (net.Addr, error) {
 	if secure != nil {
 		return s.listen(what, address, secure.TLS, handler)
@@ -68,7 +70,7 @@ func (s *Servers) listen(what, address string, secure *tls.Config, handler http.
 	return at, nil
 }
 
-// serve adds a server for a listener.
+// serve adds a server for a listener. Serve starts it.
 func (s *Servers) serve(what string, l net.Listener, handler http.Handler) {
 	one := server{what, l, &http.Server{
 		Handler:           handler,
@@ -83,7 +85,7 @@ func (s *Servers) serve(what string, l net.Listener, handler http.Handler) {
 	s.all = append(s.all, one)
 }
 
-// Serve answers on all sockets until Close, in goroutines of its own.
+// Serve starts all servers, each in its own goroutine. They run until Close.
 func (s *Servers) Serve() {
 	for _, one := range s.all {
 		s.wg.Go(func() {
@@ -94,8 +96,8 @@ func (s *Servers) Serve() {
 	}
 }
 
-// Close gives requests in progress a second, and returns when all goroutines of Serve have ended.
-// It may be called again, and without Serve.
+// Close gives requests in progress one second, and returns when all goroutines of Serve have
+// ended. It may be called more than once, and without Serve.
 func (s *Servers) Close() {
 	ctx, cancel := context.WithTimeout(context.Background(), time.Second)
 	defer cancel()
@@ -103,7 +105,7 @@ func (s *Servers) Close() {
 		if one.http.Shutdown(ctx) != nil {
 			_ = one.http.Close()
 		}
-		_ = one.listener.Close() // before Serve, Shutdown does not know the listener
+		_ = one.listener.Close() // Shutdown does not know a listener before Serve
 	}
 	s.wg.Wait()
 }

@@ -15,9 +15,9 @@ import (
 )
 
 // ListenOwner is Listen for a handler that only root and the user of this process may use. It
-// listens at an abstract socket of Linux (unix(7)), which lies in the network namespace, not in the
-// file system, and needs no writable directory. It closes the connections of other users. DialOwner
-// is the client's side.
+// listens on an abstract Unix socket (unix(7)). Such a socket belongs to the network namespace,
+// not to the file system, so it needs no writable directory. The server closes connections of
+// other users. DialOwner is the client.
 func (s *Servers) ListenOwner(what, name string, handler http.Handler) error {
 	l, err := net.Listen("unix", "@"+name)
 	if err != nil {
@@ -27,12 +27,12 @@ func (s *Servers) ListenOwner(what, name string, handler http.Handler) error {
 	return nil
 }
 
-// errStranger is returned by DialOwner when neither root nor the user of this process listens.
+// errStranger is the error of DialOwner when another user, who is not root, owns the listener.
 var errStranger = errors.New("the listener is neither root nor this user")
 
-// DialOwner connects to the socket that ListenOwner has opened in this network namespace. Any
-// process of the namespace can take the name first: DialOwner sends nothing to a process of another
-// user, and returns errStranger.
+// DialOwner connects to the socket of ListenOwner in this network namespace. Any process in the
+// namespace could take the name first. DialOwner sends nothing to the process of another user,
+// and returns errStranger.
 func DialOwner(ctx context.Context, name string) (net.Conn, error) {
 	c, err := new(net.Dialer).DialContext(ctx, "unix", "@"+name)
 	if err != nil {
@@ -57,10 +57,10 @@ type ownerListener struct {
 	net.Listener
 	log  *slog.Logger
 	uids []uint32
-	said time.Time // when a refusal was last logged; only Accept uses it
+	said time.Time // time of the last logged refusal; only Accept uses it
 }
 
-// refusalInterval bounds how often refused connections are logged.
+// refusalInterval is the minimum time between two log lines about refused connections.
 const refusalInterval = time.Minute
 
 func (l *ownerListener) Accept() (net.Conn, error) {
@@ -81,8 +81,8 @@ func (l *ownerListener) Accept() (net.Conn, error) {
 	}
 }
 
-// userOf returns the user at the other end of a connection, or of the listener, from the kernel
-// (SO_PEERCRED).
+// userOf returns the user at the other end of a connection, as the kernel reports it
+// (SO_PEERCRED). For a client, this is the user that called listen.
 func userOf(c net.Conn) (uid uint32, err error) {
 	raw, err := c.(*net.UnixConn).SyscallConn()
 	if err != nil {

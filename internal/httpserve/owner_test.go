@@ -19,7 +19,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// asOther is what this test program does when another user runs it: it says what it gets.
+// asOther is the environment variable that makes this test program a client. The test runs it as
+// another user, and it prints the response that it gets.
 const asOther = "HTTPSERVE_TEST_SOCKET"
 
 func TestMain(m *testing.M) {
@@ -72,7 +73,8 @@ func TestOnlyOwnerAndRootMayUseTheSocket(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	// By its descriptor, since others may not enter the directory that it is in.
+	// Another user may not enter the program's directory, so the program is run by its file
+	// descriptor.
 	f, err := os.Open(program)
 	if err != nil {
 		t.Fatal(err)
@@ -111,7 +113,7 @@ func TestASocketOfAnotherUserIsNotTrusted(t *testing.T) {
 	}
 	listened := make(chan error)
 	go func() { // the kernel keeps the user of the thread that calls listen
-		runtime.LockOSThread() // for good: the thread ends with the goroutine
+		runtime.LockOSThread() // never unlocked: the thread ends with the goroutine
 		if _, _, errno := unix.RawSyscall(unix.SYS_SETRESUID, 65534, 65534, 65534); errno != 0 {
 			listened <- errno
 			return

@@ -17,14 +17,14 @@ import (
 	"time"
 )
 
-// Secure is how a server restricts access. The nil Secure restricts nothing.
+// Secure is the access control of a server. A nil Secure permits everything.
 type Secure struct {
 	TLS *tls.Config
-	// Guard wraps a handler so that it answers permitted requests only.
+	// Guard wraps a handler with a check that rejects unauthorized requests.
 	Guard func(http.Handler) http.Handler
 }
 
-// Guarded returns h behind Guard.
+// Guarded returns h wrapped by Guard.
 func (s *Secure) Guarded(h http.Handler) http.Handler {
 	if s == nil {
 		return h
@@ -32,15 +32,15 @@ func (s *Secure) Guarded(h http.Handler) http.Handler {
 	return s.Guard(h)
 }
 
-// The files of a certificate, as in a Secret of type kubernetes.io/tls.
+// The file names of a certificate, as in a Secret of type kubernetes.io/tls.
 const (
 	certFile = "tls.crt"
 	keyFile  = "tls.key"
 )
 
-// TLS returns a server's configuration with the certificate in dir (tls.crt, tls.key), which is
-// read again when the files change. Without dir it creates a certificate, which clients cannot
-// verify, but which protects against eavesdroppers.
+// TLS returns a server's configuration with the certificate in dir (tls.crt, tls.key). It reloads
+// the files when they change. If dir is empty, it creates a self-signed certificate. Clients
+// cannot verify that, but it protects against eavesdroppers.
 func TLS(dir string) (*tls.Config, error) {
 	config := &tls.Config{MinVersion: tls.VersionTLS12, NextProtos: []string{"http/1.1"}}
 	if dir == "" {
@@ -59,7 +59,7 @@ func TLS(dir string) (*tls.Config, error) {
 	return config, nil
 }
 
-// certificate is the certificate in a directory.
+// certificate is a certificate that is reloaded from a directory.
 type certificate struct {
 	dir string
 
@@ -68,8 +68,8 @@ type certificate struct {
 	times [2]time.Time     // modification times of the files that pair was read from
 }
 
-// get reads the files again when they have changed. While they are invalid, it returns the last
-// valid certificate.
+// get reloads the files if they have changed. While they are invalid, it returns the last valid
+// certificate.
 func (c *certificate) get(*tls.ClientHelloInfo) (*tls.Certificate, error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -92,7 +92,7 @@ func (c *certificate) get(*tls.ClientHelloInfo) (*tls.Certificate, error) {
 	return c.pair, nil
 }
 
-// selfSigned makes a certificate for this host.
+// selfSigned creates a certificate for this host.
 func selfSigned(now time.Time) (tls.Certificate, error) {
 	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
 	if err != nil {
@@ -108,7 +108,7 @@ func selfSigned(now time.Time) (tls.Certificate, error) {
 	}
 	template := &x509.Certificate{
 		SerialNumber: serial, Subject: pkix.Name{CommonName: name},
-		NotBefore: now.Add(-time.Hour), NotAfter: now.AddDate(10, 0, 0), // clocks differ, and a restart makes a new one
+		NotBefore: now.Add(-time.Hour), NotAfter: now.AddDate(10, 0, 0), // clocks differ; a restart creates a new certificate
 		KeyUsage: x509.KeyUsageDigitalSignature, ExtKeyUsage: []x509.ExtKeyUsage{x509.ExtKeyUsageServerAuth},
 		DNSNames: []string{name, "localhost"}, IPAddresses: []net.IP{net.IPv4(127, 0, 0, 1), net.IPv6loopback},
 	}

@@ -16,7 +16,8 @@ import (
 	"time"
 )
 
-// writePair writes a new certificate, as a Secret that is mounted has it, and returns it.
+// writePair writes a new certificate and key with the file names of a mounted Secret. It returns
+// the certificate.
 func writePair(t *testing.T, dir string, at time.Time) []byte {
 	t.Helper()
 	pair, err := selfSigned(time.Now())
@@ -76,7 +77,7 @@ func TestSecureServersAuthorizeProtectedPaths(t *testing.T) {
 			t.Fatal(err)
 		}
 		r.Header.Set("Authorization", authorization)
-		client := http.Client{Transport: &http.Transport{DisableKeepAlives: true, TLSClientConfig: &tls.Config{InsecureSkipVerify: true}}} // compared below
+		client := http.Client{Transport: &http.Transport{DisableKeepAlives: true, TLSClientConfig: &tls.Config{InsecureSkipVerify: true}}} // the test compares the certificate itself
 		res, err := client.Do(r)
 		if err != nil {
 			t.Fatal(err)
@@ -98,7 +99,7 @@ func TestSecureServersAuthorizeProtectedPaths(t *testing.T) {
 		t.Errorf("without TLS: %s", res.Status)
 	}
 
-	// Renewed; then broken, which changes nothing.
+	// A renewed certificate is loaded. An invalid file leaves the last certificate in use.
 	second := writePair(t, dir, begin.Add(time.Second))
 	if _, cert := ask("/healthz", ""); !bytes.Equal(cert, second) {
 		t.Error("the renewed certificate is not used")

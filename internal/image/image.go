@@ -1,9 +1,9 @@
-// Package image writes OCI images: archives that container runtimes import. It makes them from
-// files, without a daemon. The same input gives the same bytes.
+// Package image writes OCI images as archives that container runtimes import. It needs only the
+// files of the image and no daemon. The same input always produces the same bytes.
 //
 //	oci-layout, index.json ─► index ─► manifest of each platform ─► config, one layer
 //
-// An archive holds blobs by the SHA-256 of their content
+// An archive stores each blob under the SHA-256 of its content
 // (https://github.com/opencontainers/image-spec, version 1.1).
 package image
 
@@ -23,36 +23,36 @@ import (
 	"time"
 )
 
-// An Image is what an archive holds.
+// An Image is the content of an archive.
 type Image struct {
-	// Ref is the name of the image in runtimes that have imported it, with registry and tag.
+	// Ref is the image's name after an import, with registry and tag.
 	Ref string
-	// Created is the time of everything in the image. It is an input, because with a clock no two
-	// builds would be equal.
+	// Created is the timestamp of everything in the image. It is an input, because the current time
+	// would make each build different.
 	Created time.Time
-	// Labels are those of each platform's configuration, and annotations of the index.
+	// Labels become labels of each platform's configuration, and annotations of the index.
 	Labels map[string]string
-	// User is UID:GID in numbers, because the image has no /etc/passwd.
+	// User is UID:GID in numbers, because the image has no /etc/passwd that could resolve names.
 	User       string
 	Entrypoint []string
 	Platforms  []Platform
 }
 
-// A Platform is the image for one operating system and architecture, by their names in Go.
+// A Platform is the image for one operating system and architecture. The names are Go's.
 type Platform struct {
 	OS, Architecture string
 	Files            []File
 }
 
-// A File is one file of a layer. Its parent directories are made, owned by root and readable by
-// all.
+// A File is one file of a layer. Its parent directories are created, owned by root and readable
+// by all.
 type File struct {
-	Path    string // absolute
+	Path    string // absolute path
 	Mode    int64
 	Content []byte
 }
 
-// Media types of the image specification.
+// The media types of the image specification.
 const (
 	typeIndex    = "application/vnd.oci.image.index.v1+json"
 	typeManifest = "application/vnd.oci.image.manifest.v1+json"
@@ -114,8 +114,8 @@ type history struct {
 	CreatedBy string `json:"created_by"`
 }
 
-// Write writes the archive. It returns the digest of the index, by which a registry and its users
-// would name the image.
+// Write writes the archive. It returns the digest of the index, which identifies the image in a
+// registry.
 func (i Image) Write(w io.Writer) (digest string, err error) {
 	if i.Ref == "" || len(i.Platforms) == 0 {
 		return "", fmt.Errorf("image %q for %d platforms: want a name and at least one", i.Ref, len(i.Platforms))
@@ -134,8 +134,8 @@ func (i Image) Write(w io.Writer) (digest string, err error) {
 		return "", err
 	}
 	named.Annotations = map[string]string{
-		"io.containerd.image.name":          i.Ref, // containerd: the whole name
-		"org.opencontainers.image.ref.name": i.Ref, // other tools: the tag, or the name
+		"io.containerd.image.name":          i.Ref, // containerd reads the full name
+		"org.opencontainers.image.ref.name": i.Ref, // other tools read the tag, or the name
 	}
 	layout, err := json.Marshal(index{SchemaVersion: 2, MediaType: typeIndex, Manifests: []descriptor{named}})
 	if err != nil {
@@ -151,7 +151,7 @@ func (i Image) Write(w io.Writer) (digest string, err error) {
 	return named.Digest, writeTar(w, files, i.Created)
 }
 
-// platform stores the image of one platform, and describes it.
+// platform stores the blobs of one platform, and returns the descriptor of its manifest.
 func (i Image) platform(blobs *store, p Platform) (descriptor, error) {
 	var plain, packed bytes.Buffer
 	if err := writeTar(&plain, p.Files, i.Created); err != nil {
@@ -172,7 +172,7 @@ func (i Image) platform(blobs *store, p Platform) (descriptor, error) {
 		Created: created, Architecture: p.Architecture, OS: p.OS,
 		Config: containerConfig{User: i.User, Entrypoint: i.Entrypoint, Env: []string{"PATH=/"}, WorkingDir: "/", Labels: i.Labels},
 		RootFS: rootFS{Type: "layers", DiffIDs: []string{"sha256:" + sum(plain.Bytes())}},
-		// Some runtimes require one line for each layer.
+		// Some runtimes require one history entry for each layer.
 		History: []history{{Created: created, CreatedBy: "isthmus internal/image"}},
 	})
 	if err != nil {
@@ -189,7 +189,7 @@ type blob struct {
 	content []byte
 }
 
-// A store holds each content once, in the order of arrival.
+// A store holds the blobs in the order in which they were added, without duplicates.
 type store struct{ blobs []blob }
 
 func (s *store) add(mediaType string, content []byte) descriptor {
@@ -201,7 +201,7 @@ func (s *store) add(mediaType string, content []byte) descriptor {
 }
 
 func (s *store) json(mediaType string, value any) (descriptor, error) {
-	text, err := json.Marshal(value) // keys of maps are sorted
+	text, err := json.Marshal(value) // json.Marshal sorts the keys of maps
 	if err != nil {
 		return descriptor{}, err
 	}

@@ -70,7 +70,7 @@ func TestSameInputGivesSameBytes(t *testing.T) {
 	}
 }
 
-// The way that a container runtime goes from the archive to the files.
+// The test follows the references from the archive to the files, as a container runtime does.
 func TestArchiveContainsTheFilesOfEachPlatform(t *testing.T) {
 	digest, archive := write(t, example)
 	files := unpack(t, bytes.NewReader(archive))

@@ -20,8 +20,8 @@ type license struct {
 	text       []byte
 }
 
-// marks are sentences that every copy of a license contains. White space and comment characters
-// count as one blank.
+// marks are sentences that every copy of a license contains. Sequences of white space and comment
+// characters are replaced by one blank before the comparison.
 var marks = []struct{ id, sentence string }{
 	{"Apache-2.0", "Apache License Version 2.0"},
 	{"Apache-2.0", "Licensed under the Apache License, Version 2.0"},
@@ -58,15 +58,16 @@ func expressionOf(text []byte) (string, error) {
 	switch {
 	case len(ids) == 0:
 		return "", fmt.Errorf("unknown license: %.80q", plain)
-	case copyleft.MatchString(plain) && !slices.Contains(ids, "MPL-2.0"): // which names it as secondary
+	case copyleft.MatchString(plain) && !slices.Contains(ids, "MPL-2.0"): // the MPL mentions the GPL as a secondary license
 		return "", fmt.Errorf("mentions the GPL: %.80q", plain)
 	}
 	slices.Sort(ids)
 	return strings.Join(ids, " AND "), nil
 }
 
-// licensesOf finds the licenses of all modules of a binary, of Go itself (stdlib), and of the main
-// module in root, by "PATH@VERSION". It asks the go command for the modules' folders.
+// licensesOf finds the licenses of all modules of a binary, of Go itself (stdlib), and of the
+// main module in root. The keys are "PATH@VERSION". It asks the go command for the modules'
+// folders.
 func licensesOf(info *debug.BuildInfo, root string) (map[string]license, error) {
 	goroot, err := exec.Command("go", "env", "GOROOT").Output()
 	if err != nil {
@@ -109,7 +110,7 @@ func licenseIn(dir string) (l license, err error) {
 	if err != nil {
 		return l, err
 	}
-	for _, e := range entries { // in the order of their names
+	for _, e := range entries { // sorted by name
 		if e.IsDir() || !noticeFile.MatchString(e.Name()) {
 			continue
 		}
@@ -124,7 +125,7 @@ func licenseIn(dir string) (l license, err error) {
 }
 
 // notices returns the text that the licenses require beside the program and the certificate
-// authorities: each module with its license.
+// authorities: each module with its license text.
 func notices(info *debug.BuildInfo, origin *debug.Module, licenses map[string]license) []byte {
 	var b bytes.Buffer
 	fmt.Fprintf(&b, "isthmus is under the Apache License 2.0. Its image contains these modules:\n\n")
@@ -140,14 +141,15 @@ func notices(info *debug.BuildInfo, origin *debug.Module, licenses map[string]li
 	return b.Bytes()
 }
 
-// authoritiesNotice is what the Mozilla Public License requires beside the certificate authorities.
+// authoritiesNotice is the notice that the Mozilla Public License requires for the certificate
+// authorities.
 const authoritiesNotice = `Of this module the image contains only the certificate authorities of Mozilla's NSS, in
 /etc/ssl/certs/ca-certificates.crt. They are subject to the terms of the Mozilla Public License,
 v. 2.0, which you can obtain at https://mozilla.org/MPL/2.0/. Their source is
 https://hg.mozilla.org/projects/nss/file/tip/lib/ckfw/builtins/certdata.txt.
 `
 
-// originOf returns the module that the certificate authorities are from. internal/tools/roots
+// originOf returns the module from which the certificate authorities come. internal/tools/roots
 // writes it into the first line.
 func originOf(authorities []byte) (*debug.Module, error) {
 	line, _, _ := strings.Cut(string(authorities), "\n")
@@ -157,12 +159,13 @@ func originOf(authorities []byte) (*debug.Module, error) {
 	return nil, fmt.Errorf("certificate authorities: first line %.80q: want # MODULE VERSION", line)
 }
 
-// goModule returns Go's standard library, which is in every binary but not among its modules.
+// goModule returns a module for Go's standard library, which is in every binary but not in the
+// list of its modules.
 func goModule(info *debug.BuildInfo) *debug.Module {
 	return &debug.Module{Path: "stdlib", Version: strings.TrimPrefix(info.GoVersion, "go")}
 }
 
-// effective returns the module that was compiled for m.
+// effective returns the module that was compiled for m: its replacement if there is one.
 func effective(m *debug.Module) *debug.Module {
 	if m.Replace != nil {
 		return m.Replace

@@ -36,7 +36,8 @@ func TestLicensesAreKnownByTheirSentences(t *testing.T) {
 	}
 }
 
-// The first line of the certificate authorities has to leave the rest readable.
+// authorities returns the certificate authorities with their origin in the first line. That line
+// must not prevent parsing the rest.
 func authorities(t *testing.T, root string) []byte {
 	t.Helper()
 	cmd := exec.Command("go", "run", "-C", "internal/tools", "./roots")
@@ -56,8 +57,7 @@ func TestAuthoritiesWithoutAnOriginAreRefused(t *testing.T) {
 	}
 }
 
-// The go command says which modules the program's packages and the authorities are from; the linker
-// says the same.
+// The modules according to the go command must be the modules that the linker recorded.
 func TestTheSBOMOfTheProgramHasEachModuleWithItsLicense(t *testing.T) {
 	root, err := testbin.Root()
 	if err != nil {

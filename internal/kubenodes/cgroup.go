@@ -11,13 +11,14 @@ import (
 	"time"
 )
 
-// A hierarchy is a mounted hierarchy of control groups, and the group of this process in it.
+// A hierarchy is a mounted hierarchy of control groups with the group of this process.
 type hierarchy struct {
-	own         string // directory of the group
-	controllers string // as mount(8) takes them; "-" in cgroup v2
+	own         string // directory of this process's group
+	controllers string // in the syntax of mount(8); "-" in cgroup v2
 }
 
-// hierarchies returns those in which a node needs a group: all of cgroup v1, or the one of v2.
+// hierarchies returns the hierarchies in which a node needs a group: all of cgroup v1, or the one
+// of v2.
 func hierarchies() ([]hierarchy, error) {
 	groups, err := os.ReadFile("/proc/self/cgroup")
 	if err != nil {
@@ -34,11 +35,12 @@ func hierarchies() ([]hierarchy, error) {
 	return found, nil
 }
 
-// hierarchiesOf reads /proc/self/cgroup and /proc/self/mountinfo (cgroups(7), proc(5)).
+// hierarchiesOf parses the content of /proc/self/cgroup and /proc/self/mountinfo (cgroups(7),
+// proc(5)).
 func hierarchiesOf(groups, mounts string) (v1 []hierarchy) {
 	var v2 []hierarchy
 	for line := range strings.Lines(mounts) {
-		// 36 35 98:0 ROOT MOUNTPOINT options [optional...] - TYPE SOURCE SUPEROPTIONS
+		// The fields are: 36 35 98:0 ROOT MOUNTPOINT options [optional...] - TYPE SOURCE SUPEROPTIONS
 		before, after, ok := strings.Cut(strings.TrimSpace(line), " - ")
 		place, kind := strings.Fields(before), strings.Fields(after)
 		if !ok || len(place) < 5 || len(kind) < 3 {
@@ -47,7 +49,8 @@ func hierarchiesOf(groups, mounts string) (v1 []hierarchy) {
 		root, at := place[3], place[4]
 		switch kind[0] {
 		case "cgroup2":
-			// A group with processes cannot delegate controllers, unless it is the root.
+			// Nodes get groups below the mount point: a group that contains processes, such as our own,
+			// cannot delegate controllers, unless it is the root.
 			v2 = append(v2, hierarchy{at, "-"})
 		case "cgroup":
 			options := strings.Split(kind[2], ",")
@@ -72,10 +75,10 @@ func hierarchiesOf(groups, mounts string) (v1 []hierarchy) {
 	return v2[:min(len(v2), 1)]
 }
 
-// groupPrefix begins the names of all control groups of nodes: isthmus.LAB.NODE.
+// groupPrefix is the prefix of the names of all nodes' control groups: isthmus.LAB.NODE.
 const groupPrefix = "isthmus."
 
-// makeGroups makes a group in each hierarchy and returns them in the form that node.sh expects.
+// makeGroups creates a group in each hierarchy. It returns them in the form that node.sh expects.
 func makeGroups(name string) (joined []string, err error) {
 	all, err := hierarchies()
 	if err != nil {
@@ -86,7 +89,7 @@ func makeGroups(name string) (joined []string, err error) {
 		if err := os.Mkdir(dir, 0o755); err != nil && !errors.Is(err, fs.ErrExist) {
 			return nil, err
 		}
-		if slices.Contains(strings.Split(h.controllers, ","), "cpuset") { // empty in a new group, which then takes no process
+		if slices.Contains(strings.Split(h.controllers, ","), "cpuset") { // a new group has an empty cpuset and accepts no process
 			for _, file := range []string{"cpuset.cpus", "cpuset.mems"} {
 				value, err := os.ReadFile(filepath.Join(h.own, file))
 				if err == nil {
@@ -102,7 +105,8 @@ func makeGroups(name string) (joined []string, err error) {
 	return joined, nil
 }
 
-// removeGroups removes the groups with that name, whose processes have ended, and all groups below.
+// removeGroups removes the groups with the given name and all groups below. Their processes must
+// have been killed.
 func removeGroups(name string) error {
 	all, err := hierarchies()
 	if err != nil {
@@ -111,7 +115,7 @@ func removeGroups(name string) error {
 	var errs []error
 	for _, h := range all {
 		dir := filepath.Join(h.own, name)
-		// A killed process leaves its group a moment later.
+		// A killed process leaves its group with a short delay.
 		for deadline := time.Now().Add(30 * time.Second); ; time.Sleep(10 * time.Millisecond) {
 			err := removeGroup(dir)
 			if err == nil || time.Now().After(deadline) {

@@ -17,17 +17,17 @@ import (
 	"github.com/isthmus-net/isthmus/internal/testbin"
 )
 
-// dnsImage is the name of CoreDNS's image on the nodes. The tag is the version in test/coredns/go.mod, which
-// `isthmus install` reads.
+// dnsImage is the name of CoreDNS's image on the nodes. The tag is the version in
+// test/coredns/go.mod; `isthmus install` reads it.
 const dnsImage = "isthmus.test/coredns:1.15.0"
 
-// dnsAddress is the address of the Service kube-dns, which kubelets write into the pods'
+// dnsAddress is the address of the Service kube-dns. Kubelets write it into the pods'
 // /etc/resolv.conf.
 var dnsAddress = netip.MustParseAddr("10.96.0.10")
 
-// CoreDNS builds CoreDNS from the module test/coredns in dir and returns an archive of its image,
-// for Options.DNS. That takes three minutes on two cores with an empty Go cache, and seconds with a
-// warm one.
+// CoreDNS builds CoreDNS from the module test/coredns in dir, and returns the archive of its
+// image for Options.DNS. The build takes three minutes on two cores with an empty Go cache, and
+// seconds with a warm one.
 func CoreDNS(ctx context.Context, dir string) (archive string, err error) {
 	root, err := testbin.Root()
 	if err != nil {
@@ -35,7 +35,7 @@ func CoreDNS(ctx context.Context, dir string) (archive string, err error) {
 	}
 	program := filepath.Join(dir, "coredns")
 	cmd := exec.CommandContext(ctx, "go", "build", "-C", filepath.Join(root, "test", "coredns"), "-trimpath", "-ldflags=-s -w", "-o", program, ".")
-	// Each set of flags needs its own cache, so use the usual ones.
+	// Use the default flags, because the Go cache is separate for each set of flags.
 	cmd.Env = append(os.Environ(), "CGO_ENABLED=0", "GOFLAGS=", "GOWORK=off", "GOOS="+runtime.GOOS, "GOARCH="+runtime.GOARCH)
 	if out, err := cmd.CombinedOutput(); err != nil {
 		return "", fmt.Errorf("build CoreDNS: %w\n%s", err, out)
@@ -44,7 +44,8 @@ func CoreDNS(ctx context.Context, dir string) (archive string, err error) {
 	return archive, writeImage(archive, dnsImage, "", program)
 }
 
-// startDNS starts CoreDNS as kubeadm does, and waits until it answers. There is no server to forward to.
+// startDNS deploys CoreDNS in the way kubeadm does, and waits until it answers. There is no
+// upstream server.
 func (c *Cluster) startDNS(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, patience)
 	defer cancel()
@@ -66,7 +67,7 @@ func (c *Cluster) startDNS(ctx context.Context) error {
 	return nil
 }
 
-// dnsManifests are kubeadm's, but the Corefile lacks forward and loop, and is reloaded sooner.
+// dnsManifests are kubeadm's manifests. The Corefile lacks forward and loop, and reloads faster.
 const dnsManifests = `
 apiVersion: v1
 kind: ServiceAccount

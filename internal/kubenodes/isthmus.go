@@ -23,23 +23,24 @@ import (
 	"github.com/isthmus-net/isthmus/internal/lab"
 )
 
-// Namespace is where Isthmus is installed in each cluster.
+// Namespace is the namespace of Isthmus in each cluster.
 const Namespace = fleet.Namespace
 
 // Image is the name of the image of Isthmus on the nodes.
 const Image = "isthmus.test/isthmus:1"
 
-// ImageOf writes an image of the isthmus program and returns the archive, for Options.Images.
+// ImageOf writes an image of the isthmus program for Options.Images. It returns the path of the
+// archive.
 func ImageOf(program, archive string) (path string, err error) {
 	return ImageAs(program, Image, archive)
 }
 
-// ImageAs is ImageOf with another name for the image. The program's file must be called isthmus.
+// ImageAs is ImageOf with a different image name. The program's file must be called isthmus.
 func ImageAs(program, name, archive string) (path string, err error) {
 	return archive, writeImage(archive, name, "65532:65532", program)
 }
 
-// Install installs Isthmus in all clusters with the program and waits until all its Pods are ready.
+// Install runs `isthmus install` for all clusters and waits until all Pods are ready.
 func (s *Set) Install(ctx context.Context, program string, more ...string) error {
 	return s.Each(func(c *Cluster) error {
 		args := []string{"install", "--context", c.Name, "--cluster-name", c.Name, "--cluster-id", c.ID, "--image", Image,
@@ -55,7 +56,7 @@ func (s *Set) Install(ctx context.Context, program string, more ...string) error
 	})
 }
 
-// Apply creates the objects in some YAML, or updates existing ones.
+// Apply creates or updates the objects in a YAML text.
 func (c *Cluster) Apply(ctx context.Context, yaml string) error {
 	decoder := utilyaml.NewYAMLOrJSONDecoder(strings.NewReader(yaml), 4096)
 	for {
@@ -114,7 +115,7 @@ func (c *Cluster) rolledOut(ctx context.Context) error {
 	return nil
 }
 
-// Peer peers two clusters by the command line and waits until both report that they are ready.
+// Peer runs `isthmus peer` for two clusters and waits until both report that they are ready.
 func (s *Set) Peer(ctx context.Context, program string, a, b *Cluster, more ...string) error {
 	args := append([]string{"peer", "--context", a.Name, "--remote-context", b.Name}, more...)
 	if out, err := s.Command(ctx, program, args...).CombinedOutput(); err != nil {
@@ -131,7 +132,8 @@ func (c *Cluster) WaitReady(ctx context.Context, with *Cluster) error {
 	return nil
 }
 
-// ActiveGateway waits until one gateway is marked as the active one and returns its Pod.
+// ActiveGateway returns the Pod of the active gateway. It waits until exactly one is labelled as
+// active.
 func (c *Cluster) ActiveGateway(ctx context.Context) (*corev1.Pod, error) {
 	return c.ActivePod(ctx, patience)
 }
@@ -146,7 +148,8 @@ func (c *Cluster) NodeOf(name string) (*Node, error) {
 	return nil, fmt.Errorf("cluster %s has no node %q", c.Name, name)
 }
 
-// Watch makes the sniffer look for packets of c's peers' networks in the clear.
+// Watch makes the sniffer detect packets to or from the peers' networks in c that are sent in the
+// clear.
 func (c *Cluster) Watch(ctx context.Context, s *lab.Sniffer, peers ...*Cluster) error {
 	w := lab.Watched{Overlay: c.PodCIDR}
 	for _, p := range peers {
@@ -160,8 +163,8 @@ func (c *Cluster) Watch(ctx context.Context, s *lab.Sniffer, peers ...*Cluster) 
 	return nil
 }
 
-// Tell records what happens to the installation's Pods and to the gateway's Service. The returned
-// function ends the record and returns it, with the time of each line.
+// Tell records events of the installation's Pods and of the gateway's Service. The returned
+// function ends the recording and returns it, with a time on each line.
 func (c *Cluster) Tell(ctx context.Context) (told func() string) {
 	ctx, end := context.WithCancel(ctx)
 	var all strings.Builder
@@ -208,7 +211,7 @@ func (c *Cluster) Tell(ctx context.Context) (told func() string) {
 	}
 }
 
-// Explain describes the Pods of the installation, for the error of a wait that failed.
+// Explain describes the installation's Pods, for the error of a wait that failed.
 func (c *Cluster) Explain() string {
 	ctx, cancel := context.WithTimeout(context.Background(), 20*time.Second)
 	defer cancel()
@@ -237,8 +240,8 @@ func (c *Cluster) Explain() string {
 	return b.String()
 }
 
-// logOf returns the last lines of a pod's containers from the node's disk, so it does not need the
-// kubelet.
+// logOf returns the last lines of a pod's containers. It reads the node's disk, so it does not
+// need the kubelet.
 func (c *Cluster) logOf(p *corev1.Pod) string {
 	n, err := c.NodeOf(p.Spec.NodeName)
 	if err != nil {

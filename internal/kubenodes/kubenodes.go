@@ -1,6 +1,6 @@
-// Package kubenodes makes real Kubernetes clusters on one machine: each has an etcd, a
-// kube-apiserver, a controller manager and a scheduler, and nodes with a containerd, a kubelet, a
-// kube-proxy and the bridge CNI plugin of their own. It needs Linux, root, Debian's containerd,
+// Package kubenodes creates real Kubernetes clusters on one machine. Each cluster has an etcd, a
+// kube-apiserver, a controller manager and a scheduler. Each node has its own containerd,
+// kubelet, kube-proxy and bridge CNI plugin. The package needs Linux, root, Debian's containerd,
 // runc and containernetworking-plugins (`make deps-nodes`), and the programs of
 // kubetest.BuildNodes.
 //
@@ -9,13 +9,13 @@
 //	          ├─ a-node2     the same
 //	          └─ the same for b, ...
 //
-// Hosts, links and addresses are those of package lab, so the lab's Sniffer watches the underlay,
-// and a lab whose maker was killed is removed by the next Up. A node has its own network, mount,
-// PID, UTS, IPC and cgroup namespaces, so writes of the kubelet and other node programs do not
-// reach the machine.
+// Hosts, links and addresses are those of package lab. So the lab's Sniffer watches the underlay,
+// and the next Up removes a lab whose process was killed. A node has its own network, mount, PID,
+// UTS, IPC and cgroup namespaces, so writes of the kubelet and other node programs do not reach
+// the machine.
 //
-// Pods have the addresses of their node's part of the PodCIDR. The node masquerades packets that
-// leave the cluster's PodCIDR, as NodeOptions say, because the underlay has no routes to pods.
+// Pods have addresses in their node's part of the PodCIDR. The underlay has no routes to pods, so
+// the node masquerades packets that leave the cluster's PodCIDR, as set by NodeOptions.
 package kubenodes
 
 import (
@@ -42,14 +42,14 @@ import (
 // ProxyMode is the mode in which kube-proxy implements Services.
 type ProxyMode string
 
-// The modes that work here; IPVS does not.
+// The supported modes. IPVS does not work here.
 const (
 	IPTables ProxyMode = "iptables"
 	NFTables ProxyMode = "nftables"
 )
 
-// Masquerade says for which destinations outside of the PodCIDR the CNI masquerades packets of
-// pods.
+// Masquerade selects the destinations outside of the PodCIDR for which the CNI masquerades
+// packets of pods.
 type Masquerade string
 
 // The values of a Masquerade.
@@ -67,20 +67,19 @@ type NodeOptions struct {
 	HostNetwork bool
 
 	// UpperHalf gives pods addresses in the upper half of their node's part of the PodCIDR. Then
-	// they differ from those of another cluster with the same PodCIDR, if its nodes start fewer
-	// than 126 pods each.
+	// their addresses differ from those in another cluster with the same PodCIDR, if its nodes start
+	// fewer than 126 pods each.
 	UpperHalf bool
 }
 
-// Options of Up.
+// Options configure Up.
 type Options struct {
-	// Spec's clusters get a control plane, two nodes unless set otherwise, and none of the lab's
-	// pods.
+	// Spec's clusters get a control plane and, by default, two nodes. Pods in Spec are ignored.
 	Spec     lab.Spec
-	Nodes    map[string]NodeOptions // by cluster
+	Nodes    map[string]NodeOptions // by cluster name
 	Kube     string                 // the folder that kubetest.BuildNodes returned
-	Images   []string               // archives for every node, besides those of this package
-	DNS      string                 // the archive that CoreDNS returned; empty: pods resolve no names
+	Images   []string               // archives to load on every node, besides those of this package
+	DNS      string                 // archive returned by CoreDNS; empty: pods resolve no names
 	Progress io.Writer              // a line for each step; nil: none
 }
 
@@ -89,7 +88,7 @@ type Set struct {
 	fleet.Set[*Cluster]
 
 	options Options
-	dir     string // on disk: the state of nodes
+	dir     string // state of the nodes, on disk
 }
 
 // A Cluster is one cluster with its control plane and nodes.
@@ -104,7 +103,7 @@ type Cluster struct {
 // Proxy returns the mode in which the cluster's kube-proxy implements Services.
 func (c *Cluster) Proxy() ProxyMode { return c.options.Proxy }
 
-// programsOfNodes are the programs of a node, and the Debian packages that contain them.
+// programsOfNodes maps the programs that a node needs to the Debian packages that contain them.
 var programsOfNodes = map[string]string{
 	"containerd": "containerd", "ctr": "containerd", "runc": "runc", "iptables": "iptables", "nft": "nftables",
 	"unshare": "util-linux", "mount": "mount", "sh": "dash",
@@ -113,7 +112,7 @@ var programsOfNodes = map[string]string{
 // pluginsDir is the folder of Debian's CNI plugins.
 const pluginsDir = "/usr/lib/cni"
 
-// Available returns why nodes cannot be made here, or nil if they can.
+// Available returns the reason why nodes cannot run on this machine, or nil if they can.
 func Available() error {
 	if err := lab.Available(); err != nil {
 		return err
@@ -142,8 +141,8 @@ func keys(m map[string]string) func(func(string) bool) {
 	}
 }
 
-// Up makes the clusters and returns when all nodes are ready. A failed Up leaves nothing behind. Up
-// also removes the remains of an Up whose process was killed.
+// Up creates the clusters and returns when all nodes are ready. A failed Up leaves nothing
+// behind. Up also removes the remains of a killed process's clusters.
 func Up(ctx context.Context, o Options) (*Set, error) {
 	if o.Progress == nil {
 		o.Progress = io.Discard
@@ -158,7 +157,7 @@ func Up(ctx context.Context, o Options) (*Set, error) {
 			c.Nodes = 2
 		}
 	}
-	l, err := lab.Up(ctx, o.Spec) // sweeps first
+	l, err := lab.Up(ctx, o.Spec) // also removes remains of killed processes
 	if err != nil {
 		return nil, err
 	}
@@ -173,7 +172,7 @@ func Up(ctx context.Context, o Options) (*Set, error) {
 	return s, nil
 }
 
-// root has a folder for each lab with nodes. It is on disk, because overlays of images are in it.
+// root has a folder for each lab with nodes. It is on disk, because it contains unpacked images.
 var root = filepath.Join(os.TempDir(), "isthmus-nodes")
 
 // sweep removes the folders and control groups of labs that no longer exist.
@@ -260,7 +259,7 @@ func (s *Set) Down() error {
 	}
 	errs = append(errs, os.RemoveAll(s.dir))
 	if entries, err := os.ReadDir(root); err == nil && len(entries) == 0 {
-		_ = os.Remove(root) // an empty directory that stays is harmless
+		_ = os.Remove(root) // a leftover empty directory is harmless
 	}
 	return errors.Join(errs...)
 }

@@ -23,7 +23,7 @@ import (
 
 var must = expect.NoError
 
-// programs returns the folder of what nodes run, where it is built.
+// programs returns the folder of the nodes' programs, which it builds if necessary.
 func programs(t *testing.T) string {
 	t.Helper()
 	if err := Available(); err != nil {

@@ -23,12 +23,13 @@ import (
 	"github.com/isthmus-net/isthmus/internal/testbin"
 )
 
-// TestImage is on all nodes: the program testpod, which answers and sends probes.
+// TestImage is the name of an image on all nodes. It contains the program testpod, which sends
+// and answers probes.
 const TestImage = "isthmus.test/testpod:1"
 
 var serviceCIDR = netip.MustParsePrefix("10.96.0.0/16")
 
-// patience is how long a node may take until it is ready, on a busy machine.
+// patience is the timeout for a node to become ready on a busy machine.
 const patience = 3 * time.Minute
 
 //go:embed node.sh
@@ -39,7 +40,7 @@ type Node struct {
 	*lab.Node
 
 	cluster *Cluster
-	dir     string // on disk
+	dir     string // state of the node, on disk
 	cmd     *lab.Cmd
 	done    chan struct{}
 }
@@ -55,7 +56,7 @@ func (s *Set) testImage() (path string, err error) {
 	return path, writeImage(path, TestImage, "", filepath.Join(s.dir, "testpod"))
 }
 
-// begin creates the Node object, starts the node and waits until it is ready.
+// begin creates the Node object, boots the node and waits until it is ready.
 func (n *Node) begin(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, patience)
 	defer cancel()
@@ -71,8 +72,8 @@ func (n *Node) begin(ctx context.Context) error {
 	return n.Start(ctx)
 }
 
-// register creates the Node object. The routes between nodes exist already, so the node gets the
-// part of the PodCIDR to which they lead.
+// register creates the Node object. The underlay already has routes to each node's part of the
+// PodCIDR, so the object specifies that part.
 func (n *Node) register(ctx context.Context) error {
 	object := &corev1.Node{
 		ObjectMeta: metav1.ObjectMeta{Name: n.Name},
@@ -83,7 +84,7 @@ func (n *Node) register(ctx context.Context) error {
 
 // Replace replaces this node by a new one with the same name and an empty disk.
 func (n *Node) Replace(ctx context.Context) error {
-	if err := n.Crash(); err != nil { // its disk is in memory
+	if err := n.Crash(); err != nil { // discards the disk, which is in memory
 		return err
 	}
 	if err := n.cluster.Client.Delete(ctx, &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: n.Name}}); err != nil {
@@ -124,7 +125,7 @@ func (n *Node) Start(ctx context.Context) error {
 	}
 	n.done = make(chan struct{})
 	go func() {
-		_ = n.cmd.Wait() // the log has the result
+		_ = n.cmd.Wait() // the log contains the error
 		close(n.done)
 	}()
 	if err := n.loadImages(ctx); err != nil {
@@ -150,7 +151,7 @@ func (n *Node) waitReady(ctx context.Context, since time.Time) error {
 			return false, nil //nolint:nilerr // the wait goes on, and its error says this one
 		}
 		for _, c := range node.Status.Conditions {
-			// The API has a resolution of one second.
+			// Times in the API have a resolution of one second.
 			if c.Type == corev1.NodeReady && !c.LastHeartbeatTime.Add(time.Second).Before(since) && isReady(&node) {
 				return true, nil
 			}
@@ -164,8 +165,8 @@ func (n *Node) waitReady(ctx context.Context, since time.Time) error {
 	return nil
 }
 
-// Crash ends the node as a power cut does: it kills all processes at once and removes the kernel's
-// state, except for the link and the routes to other nodes.
+// Crash ends the node like a power failure. It kills all processes at once and removes the
+// kernel's state, except for the link and the routes to other nodes.
 func (n *Node) Crash() error {
 	if err := n.kill(); err != nil {
 		return err
@@ -176,7 +177,7 @@ func (n *Node) Crash() error {
 	return n.run("nft", "flush", "ruleset")
 }
 
-// kill ends all processes of the node and waits for their end.
+// kill kills all processes of the node and waits until they have ended.
 func (n *Node) kill() error {
 	if n.cmd == nil || n.done == nil {
 		return nil
@@ -189,7 +190,7 @@ func (n *Node) kill() error {
 	return removeGroups(n.group()) // succeeds once the last process has ended
 }
 
-// run runs a program on the node, with the machine's view of the file system.
+// run runs a program in the node's namespaces, with this machine's file system.
 func (n *Node) run(name string, args ...string) error {
 	if out, err := n.Command(context.Background(), name, args...).CombinedOutput(); err != nil {
 		return fmt.Errorf("node %s: %s %s: %w\n%s", n.Name, name, strings.Join(args, " "), err, out)
@@ -197,8 +198,8 @@ func (n *Node) run(name string, args ...string) error {
 	return nil
 }
 
-// masquerade adds the masquerading that the bridge plugin does not do. The plugin only handles the
-// node's own pods.
+// masquerade adds masquerading rules for the whole PodCIDR. The bridge plugin adds rules only for
+// the node's own pods.
 func (n *Node) masquerade() error {
 	pods := n.cluster.PodCIDR.String()
 	if n.cluster.options.Masquerade == MasqueradePublic {
@@ -209,7 +210,7 @@ func (n *Node) masquerade() error {
 	return n.run("iptables", "-w", "-t", "nat", "-A", "POSTROUTING", "-s", pods, "!", "-d", pods, "-j", "MASQUERADE")
 }
 
-// loadImages loads the images into the node's containerd as soon as it answers.
+// loadImages loads the images into the node's containerd as soon as it responds.
 func (n *Node) loadImages(ctx context.Context) error {
 	for _, image := range n.cluster.set.options.Images {
 		var last error
@@ -236,7 +237,7 @@ func (n *Node) root() string {
 	if n.cmd == nil {
 		return "/nonexistent"
 	}
-	// The node's process 1 is the only child of unshare(1).
+	// The node's init process is the only child of unshare(1).
 	pid := n.cmd.Process.Pid
 	init, err := os.ReadFile(fmt.Sprintf("/proc/%d/task/%d/children", pid, pid))
 	if err != nil {
@@ -245,7 +246,7 @@ func (n *Node) root() string {
 	return filepath.Join("/proc", strings.TrimSpace(string(init)), "root")
 }
 
-// configure writes the files of the node's programs.
+// configure writes the configuration files of the node's programs.
 func (n *Node) configure() error {
 	c := n.cluster
 	limit := syscall.Rlimit{}
@@ -320,7 +321,7 @@ conntrack: {maxPerCore: 0, min: 0, tcpEstablishedTimeout: 0s, tcpCloseWaitTimeou
 	return nil
 }
 
-// middle is the first address of the upper half of an IPv4 network.
+// middle returns the first address of the upper half of an IPv4 network.
 func middle(p netip.Prefix) netip.Addr {
 	a := p.Masked().Addr().As4()
 	a[p.Bits()/8] |= 0x80 >> (p.Bits() % 8)

@@ -1,4 +1,4 @@
-// Command build makes the image of Isthmus from existing binaries, for `make image`.
+// Command build creates the image of Isthmus from existing binaries, for `make image`.
 package main
 
 import (
@@ -75,7 +75,7 @@ func build(o options) (digest string, err error) {
 		if err != nil {
 			return "", fmt.Errorf("%s: %w", path, err)
 		}
-		// Also beside the archive: a release signs and publishes them.
+		// The files are also written beside the archive, because a release signs and publishes them.
 		beside := strings.TrimSuffix(o.out, ".tar") + "-" + system + "-" + architecture
 		if err := errors.Join(os.WriteFile(beside+".spdx.json", sbom, 0o644), os.WriteFile(beside+".licenses.txt", notices, 0o644)); err != nil {
 			return "", err
