@@ -22,20 +22,22 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// binEnv names a folder with existing programs; Build then returns it and builds nothing.
+// binEnv is the environment variable with the folder of existing programs. If it is set, Build
+// returns that folder and builds nothing.
 const binEnv = "ISTHMUS_KUBE"
 
-// programs are the names under which the one binary is linked.
+// programs are the names of the links to the one binary that is built.
 var programs = []string{"etcd", "kube-apiserver", "kube-controller-manager"}
 
-// A recipe describes a set of programs that is built here: control planes of the newest and of the
-// oldest supported version of Kubernetes, or of the newest version with the programs of nodes.
+// A recipe describes a set of programs to build. There are recipes for the control planes of the
+// newest and of the oldest supported Kubernetes version, and for the newest version with the
+// nodes' programs.
 type recipe struct {
-	env      string // names a folder with existing programs
+	env      string // environment variable with the folder of existing programs
 	module   string // folder in test/
-	prefix   string // of the folder in bin/
+	prefix   string // prefix of the folder's name in bin/
 	programs []string
-	long     string // how long it takes
+	long     string // typical duration, for messages
 }
 
 var (
@@ -50,35 +52,36 @@ func (r recipe) what() string {
 	return strings.Join(r.programs[:last], ", ") + " and " + r.programs[last]
 }
 
-// buildFlags never vary, because each set of flags needs its own cache: gigabytes and minutes.
-// Without debugging information the build takes an eighth less time, and the linker a fifth less
-// memory.
+// buildFlags are constant, because the Go cache is separate for each set of flags, and each takes
+// gigabytes and minutes. Without debugging information, the build is an eighth faster and the
+// linker needs a fifth less memory.
 var buildFlags = []string{"-trimpath", "-gcflags=all=-dwarf=false", "-buildvcs=false"}
 
-// Build returns the folder with the programs etcd, kube-apiserver and kube-controller-manager. If
-// they do not exist, it builds them, which takes some four minutes on two cores with an empty Go
-// cache, and seconds with a warm one. The folder is bin/kube-VERSION-HASH of the repository around
-// the working directory, or the value of the environment variable ISTHMUS_KUBE. KUBEBUILDER_ASSETS
-// may have the same value. If several processes build at the same time, one builds and the others
-// wait. progress gets a line every few seconds, and nothing if there is nothing to build.
+// Build returns the folder with the programs etcd, kube-apiserver and kube-controller-manager,
+// and builds missing programs. The build takes some four minutes on two cores with an empty Go
+// cache, and seconds with a warm one. The folder is bin/kube-VERSION-HASH of the repository
+// around the working directory, or the value of the environment variable ISTHMUS_KUBE.
+// KUBEBUILDER_ASSETS may have the same value. If several processes build at the same time, one
+// builds and the others wait. Build writes a line to progress every few seconds, and nothing if
+// there is nothing to build.
 func Build(ctx context.Context, progress io.Writer) (dir string, err error) {
 	return controlPlane.build(ctx, progress)
 }
 
 // BuildOldest is Build for the oldest supported version of Kubernetes. Its folder is
-// bin/kube-oldest-VERSION-HASH, or the value of ISTHMUS_KUBE_OLDEST. If ISTHMUS_KUBE is that
-// folder, tests run on the oldest version.
+// bin/kube-oldest-VERSION-HASH, or the value of ISTHMUS_KUBE_OLDEST. To run tests on the oldest
+// version, set ISTHMUS_KUBE to that folder.
 func BuildOldest(ctx context.Context, progress io.Writer) (dir string, err error) {
 	return oldest.build(ctx, progress)
 }
 
-// BuildNodes is Build with the programs of nodes, too: kube-scheduler, kubelet and kube-proxy. Its
-// folder is bin/kube-nodes-VERSION-HASH, or the value of ISTHMUS_KUBE_NODES.
+// BuildNodes is Build with the additional programs of nodes: kube-scheduler, kubelet and
+// kube-proxy. Its folder is bin/kube-nodes-VERSION-HASH, or the value of ISTHMUS_KUBE_NODES.
 func BuildNodes(ctx context.Context, progress io.Writer) (dir string, err error) {
 	return withNodes.build(ctx, progress)
 }
 
-// FindNodes returns the result of BuildNodes if nothing has to be built, and otherwise an error
+// FindNodes returns the folder of BuildNodes if its programs exist. Otherwise it returns an error
 // with the reason.
 func FindNodes() (dir string, err error) {
 	if dir, err = withNodes.find(); err == nil {
@@ -87,7 +90,7 @@ func FindNodes() (dir string, err error) {
 	return dir, err
 }
 
-// find returns the folder in which the programs are or will be.
+// find returns the folder of the programs, whether they exist or not.
 func (r recipe) find() (dir string, err error) {
 	if dir := os.Getenv(r.env); dir != "" {
 		return dir, nil
@@ -129,7 +132,7 @@ func (r recipe) build(ctx context.Context, progress io.Writer) (dir string, err 
 		return "", err
 	}
 	defer unlock()
-	if missing(dir, r.programs) == nil { // built while we waited
+	if missing(dir, r.programs) == nil { // another process has built the programs meanwhile
 		return dir, nil
 	}
 	if err := r.make(ctx, src, version, dir, progress); err != nil {
@@ -150,8 +153,8 @@ func missing(dir string, programs []string) error {
 	return nil
 }
 
-// moduleRoot finds the main module's folder in the parents of the working directory, even from a
-// nested module.
+// moduleRoot finds the main module's folder in the parents of the working directory. It skips
+// nested modules.
 func (r recipe) moduleRoot() (string, error) {
 	wd, err := os.Getwd()
 	if err != nil {
@@ -171,8 +174,8 @@ func (r recipe) moduleRoot() (string, error) {
 
 var kubernetesVersion = regexp.MustCompile(`(?m)^\s*k8s\.io/kubernetes (v(\d+)\.(\d+)\.\S+)$`)
 
-// identify returns the version of Kubernetes that the module in src builds, and a hash of
-// everything that affects the result.
+// identify returns the version of Kubernetes that the module in src builds, and a hash of all
+// inputs of the build.
 func identify(src string) (version, hash string, err error) {
 	h := sha256.New()
 	fmt.Fprintln(h, runtime.GOOS, runtime.GOARCH, buildFlags)
@@ -193,7 +196,8 @@ func identify(src string) (version, hash string, err error) {
 	return version, hex.EncodeToString(h.Sum(nil))[:12], nil
 }
 
-// lock takes the file lock at path. It ends with the process at the latest.
+// lock acquires the file lock at path. The kernel releases it at the latest when the process
+// ends.
 func lock(ctx context.Context, path string, progress io.Writer) (unlock func(), err error) {
 	f, err := os.OpenFile(path, os.O_CREATE|os.O_RDWR, 0o644)
 	if err != nil {
@@ -220,14 +224,15 @@ func lock(ctx context.Context, path string, progress io.Writer) (unlock func(), 
 	}
 }
 
-// make creates dir, completely or not at all. The caller holds the lock.
+// make builds the programs in a temporary folder and renames it to dir, so that dir is never
+// incomplete. The caller holds the lock.
 func (r recipe) make(ctx context.Context, src, version, dir string, progress io.Writer) error {
-	making := "." + r.module + "-" // must not be a prefix of the other recipe's
+	making := "." + r.module + "-" // must not be a prefix of another recipe's name
 	abandoned, err := filepath.Glob(filepath.Join(filepath.Dir(dir), making+"*"))
 	if err != nil {
 		return err
 	}
-	for _, path := range abandoned { // left by killed builds: nobody else has the lock
+	for _, path := range abandoned { // left by killed builds: a running build would hold the lock
 		if err := os.RemoveAll(path); err != nil {
 			return err
 		}
@@ -249,7 +254,7 @@ func (r recipe) make(ctx context.Context, src, version, dir string, progress io.
 		return err
 	}
 	say.compiling(len(strings.Fields(stale)))
-	ldflags := "-ldflags=-s -w" // otherwise the programs call themselves v0.0.0-master
+	ldflags := "-ldflags=-s -w" // without the version, the programs would report v0.0.0-master
 	m := strings.SplitN(strings.TrimPrefix(version, "v"), ".", 3)
 	for _, v := range []string{"gitVersion=" + version, "gitMajor=" + m[0], "gitMinor=" + m[1]} {
 		ldflags += " -X k8s.io/component-base/version." + v
@@ -262,7 +267,7 @@ func (r recipe) make(ctx context.Context, src, version, dir string, progress io.
 			return err
 		}
 	}
-	if err := os.RemoveAll(dir); err != nil { // incomplete, or make would not have been called
+	if err := os.RemoveAll(dir); err != nil { // an existing folder is incomplete, or make would not have been called
 		return err
 	}
 	if err := os.Rename(tmp, dir); err != nil {
@@ -273,15 +278,15 @@ func (r recipe) make(ctx context.Context, src, version, dir string, progress io.
 	return nil
 }
 
-// run runs the go command in src and returns its output. Its progress goes to r. An error contains
-// the command's messages.
+// run runs the go command in src and returns its output. It reports the command's progress to r.
+// An error contains the command's messages.
 func run(ctx context.Context, r *reporter, src string, args []string) (string, error) {
 	cmd := exec.CommandContext(ctx, "go", args...)
 	cmd.Dir = src
-	// The caller's flags and platform must not apply: other values would mean a different build
-	// without a cache.
+	// The caller's flags and platform must not apply: with other values, nothing in the Go cache
+	// could be used.
 	cmd.Env = append(os.Environ(), "CGO_ENABLED=0", "GOFLAGS=", "GOWORK=off", "GOOS="+runtime.GOOS, "GOARCH="+runtime.GOARCH)
-	// The go command then ends its compilers.
+	// On SIGINT the go command ends its compilers.
 	cmd.Cancel = func() error { return cmd.Process.Signal(syscall.SIGINT) }
 	cmd.WaitDelay = 10 * time.Second
 	var stdout strings.Builder
@@ -299,7 +304,7 @@ func run(ctx context.Context, r *reporter, src string, args []string) (string, e
 		switch {
 		case strings.HasPrefix(line, "go: downloading "):
 			r.downloaded()
-		case !strings.ContainsAny(line, " \t"): // the path of a package
+		case !strings.ContainsAny(line, " \t"): // the line is the path of a package
 			r.compiled(line)
 		default:
 			if said = append(said, line); len(said) > 40 {
@@ -316,7 +321,7 @@ func run(ctx context.Context, r *reporter, src string, args []string) (string, e
 	return stdout.String(), nil
 }
 
-// A reporter shows the progress of the build to a waiting person.
+// A reporter reports the progress of the build to the user.
 type reporter struct {
 	w       io.Writer
 	started time.Time
@@ -324,14 +329,15 @@ type reporter struct {
 	mu        sync.Mutex
 	stage     string
 	done, all int
-	since     time.Time // the stage of compiling
+	since     time.Time // start of the compiling stage
 }
 
 func (r *reporter) say(what string) {
 	fmt.Fprintf(r.w, "kube: %4s  %s\n", time.Since(r.started).Round(time.Second), what)
 }
 
-// everySeconds reports every n seconds until stop, which may be called twice.
+// everySeconds reports the progress every n seconds until stop is called. stop may be called
+// twice.
 func (r *reporter) everySeconds(n int, what recipe) (stop func()) {
 	fmt.Fprintf(r.w, "kube: building %s, once: %s\n", what.what(), what.long)
 	quit, ended := make(chan struct{}), make(chan struct{})
@@ -355,7 +361,7 @@ func (r *reporter) report() {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	stage := r.stage
-	if r.done >= 100 && r.done < r.all { // earlier, the rate says little about the rest
+	if r.done >= 100 && r.done < r.all { // earlier, the rate is not a good estimate for the rest
 		left := time.Since(r.since) / time.Duration(r.done) * time.Duration(r.all-r.done)
 		stage += fmt.Sprintf("; about %v left, and the linking", left.Round(10*time.Second))
 	}
@@ -369,11 +375,11 @@ func (r *reporter) downloaded() {
 	r.stage = fmt.Sprintf("downloading modules: %d", r.done)
 }
 
-// compiling begins the second stage, in which all packages are compiled.
+// compiling starts the second stage, in which all packages are compiled.
 func (r *reporter) compiling(all int) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	if r.done, r.all, r.since, r.stage = 0, all, time.Now(), fmt.Sprintf("compiling %d packages", all); all < 2 { // itself, at most
+	if r.done, r.all, r.since, r.stage = 0, all, time.Now(), fmt.Sprintf("compiling %d packages", all); all < 2 { // only the program itself
 		r.stage = "linking"
 	}
 }

@@ -12,7 +12,8 @@ import (
 	"testing"
 )
 
-// repository makes a module with a small program in place of Kubernetes, and goes there.
+// repository creates a module with a small program in place of Kubernetes, and changes the
+// working directory to it.
 func repository(t *testing.T, mainGo string) (root string) {
 	t.Helper()
 	root = t.TempDir()
@@ -31,13 +32,13 @@ func repository(t *testing.T, mainGo string) (root string) {
 		}
 	}
 	t.Setenv(binEnv, "")
-	t.Chdir(filepath.Join(root, "test", "kube")) // a nested module's folder: the main module is looked for above
+	t.Chdir(filepath.Join(root, "test", "kube")) // a nested module's folder: the main module is found in a parent folder
 	return root
 }
 
 const hello = "package main\n\nimport \"os\"\n\nvar version string\n\nfunc main() { os.Stdout.WriteString(os.Args[0] + version) }\n"
 
-// leftovers are what a build may leave in bin/: nothing but the lock, unless it succeeded.
+// leftovers returns the files in bin/ that a failed build must not leave: all except the lock.
 func leftovers(t *testing.T, root string) (names []string) {
 	t.Helper()
 	entries, err := os.ReadDir(filepath.Join(root, "bin"))
@@ -54,7 +55,7 @@ func leftovers(t *testing.T, root string) (names []string) {
 
 func TestConcurrentBuildsRunOnce(t *testing.T) {
 	root := repository(t, hello)
-	abandoned := filepath.Join(root, "bin", ".kube-1234") // by a build that was killed
+	abandoned := filepath.Join(root, "bin", ".kube-1234") // folder of a killed build
 	if err := os.MkdirAll(abandoned, 0o755); err != nil {
 		t.Fatal(err)
 	}
@@ -130,7 +131,7 @@ func TestBuildEndsWithItsContext(t *testing.T) {
 		t.Fatal(err)
 	}
 	ctx, cancel := context.WithCancel(t.Context())
-	progress := said{then: cancel} // it has said that it waits
+	progress := said{then: cancel} // Build reports that it waits
 	if _, err := Build(ctx, &progress); !errors.Is(err, context.Canceled) || !strings.Contains(progress.String(), "waiting") {
 		t.Errorf("while another builds: %v, %q", err, progress.String())
 	}
@@ -143,7 +144,7 @@ func TestBuildEndsWithItsContext(t *testing.T) {
 	}
 }
 
-// said is what was said, and does something about it.
+// said records the text written to it, and calls then after each write.
 type said struct {
 	bytes.Buffer
 	then func()

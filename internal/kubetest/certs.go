@@ -14,12 +14,12 @@ import (
 	"time"
 )
 
-// validity of all certificates begins an hour ago, since containers' clocks may differ, and
-// outlives any test.
+// validity is the lifetime of all certificates, which outlives any test. It starts one hour in
+// the past, because containers' clocks may differ.
 const validity = 10 * 365 * 24 * time.Hour
 
-// An authority is a cluster's only CA. It signs the certificates of the server and of clients and,
-// in the controller manager, those of CertificateSigningRequests.
+// An authority is a cluster's only CA. It signs the certificates of the server and of clients.
+// The controller manager uses it to sign those of CertificateSigningRequests.
 type authority struct {
 	cert            *x509.Certificate
 	key             *ecdsa.PrivateKey
@@ -82,7 +82,7 @@ func (a *authority) issue(template *x509.Certificate) (cert, keyPEM []byte, err 
 	return cert, keyPEM, err
 }
 
-// sign sets the common fields of all certificates.
+// sign fills in the fields that all certificates share, and signs the certificate.
 func (a *authority) sign(template *x509.Certificate, key *ecdsa.PrivateKey) (certPEM []byte, err error) {
 	if template.SerialNumber, err = rand.Int(rand.Reader, new(big.Int).Lsh(big.NewInt(1), 127)); err != nil {
 		return nil, err

@@ -20,14 +20,14 @@ func NewScheme() *runtime.Scheme {
 		clientgoscheme.AddToScheme, apiextensions.AddToScheme, v1alpha1.AddToScheme, isthmus.AddToScheme, mcs.Install,
 	} {
 		if err := add(scheme); err != nil {
-			panic(err) // two kinds with one name: a mistake in the code
+			panic(err) // two kinds with one name: a programming error
 		}
 	}
 	return scheme
 }
 
-// Config returns the configuration of an administrator's client. It does not limit requests, and
-// connects by Options.Dial if that is set.
+// Config returns the configuration of a client with an administrator's rights. The client has no
+// rate limit, and connects by Options.Dial if that is set.
 func (s *Server) Config() (*rest.Config, error) {
 	config, err := clientcmd.RESTConfigFromKubeConfig(s.admin)
 	if err != nil {
@@ -40,7 +40,7 @@ func (s *Server) Config() (*rest.Config, error) {
 	return config, nil
 }
 
-// Client returns an administrator's client that knows the kinds of NewScheme.
+// Client returns a client with an administrator's rights for the kinds of NewScheme.
 func (s *Server) Client() (client.WithWatch, error) {
 	config, err := s.Config()
 	if err != nil {

@@ -12,13 +12,14 @@ import (
 //go:embed liqo/*.yaml
 var liqoFiles embed.FS
 
-// liqoEnv names the environment variable with a checkout of Liqo v0.x. LiqoCRDs then returns the
-// definitions in it.
+// liqoEnv is the environment variable with the path of a checkout of Liqo v0.x. LiqoCRDs returns
+// the definitions of that checkout.
 const liqoEnv = "ISTHMUS_LIQO"
 
-// LiqoCRDs returns Liqo's own definitions of the kinds of net.liqo.io, one YAML document each. They have
-// no status.conditions, so an API server that serves them drops ours. Without a checkout of Liqo it
-// returns the files in the folder liqo, which follow docs/liqo-v0.md.
+// LiqoCRDs returns Liqo's own definitions of the kinds of net.liqo.io, one YAML document each.
+// They have no status.conditions, so an API server with these definitions drops our conditions.
+// Without a checkout of Liqo it returns the files in the folder liqo, which follow
+// docs/liqo-v0.md.
 func LiqoCRDs() ([][]byte, error) {
 	checkout := os.Getenv(liqoEnv)
 	kinds, err := fs.Glob(liqoFiles, "liqo/*.yaml")
@@ -39,7 +40,7 @@ func LiqoCRDs() ([][]byte, error) {
 	return crds, nil
 }
 
-// findCRD reads the file with a definition. Its folder differs between versions of Liqo.
+// findCRD reads the file of a definition. The file's folder differs between versions of Liqo.
 func findCRD(checkout, name string) ([]byte, error) {
 	for _, folder := range []string{"deployments/liqo/crds", "deployments/liqo/charts/liqo-crds/crds"} {
 		text, err := os.ReadFile(filepath.Join(checkout, folder, name))

@@ -10,11 +10,11 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Freeze stops the API server at once, as if its machine had no CPU: connections stay open, the
-// kernel accepts new ones, and nothing is answered until Thaw.
+// Freeze suspends the API server. Connections stay open and the kernel accepts new ones, but no
+// request is answered until Thaw.
 func (s *Server) Freeze() error { return s.signal(unix.SIGSTOP) }
 
-// Thaw lets a frozen API server continue.
+// Thaw resumes the API server after Freeze.
 func (s *Server) Thaw() error { return s.signal(unix.SIGCONT) }
 
 func (s *Server) signal(sig unix.Signal) error {
@@ -26,8 +26,8 @@ func (s *Server) signal(sig unix.Signal) error {
 	if err := s.api.cmd.Process.Signal(sig); err != nil {
 		return fmt.Errorf("API server %s: %v: %w", s.opts.Name, sig, err)
 	}
-	// The signal stops the server's threads one by one. On a busy machine some still answer
-	// meanwhile.
+	// The signal stops the server's threads one after the other. On a busy machine, some threads
+	// still answer requests meanwhile.
 	for sig == unix.SIGSTOP {
 		err := unix.Waitid(unix.P_PID, s.api.cmd.Process.Pid, nil, unix.WSTOPPED|unix.WEXITED|unix.WNOWAIT, nil)
 		if !errors.Is(err, unix.EINTR) {
@@ -39,8 +39,8 @@ func (s *Server) signal(sig unix.Signal) error {
 
 func (s *Server) stopped() error { return fmt.Errorf("API server %s was stopped", s.opts.Name) }
 
-// RestartAPIServer kills the API server, even if it is frozen, and starts it again with the same
-// port and data. It returns when the server is ready. Clients lose their connections and watches.
+// RestartAPIServer kills the API server, even if it is frozen, and restarts it with the same port
+// and data. It returns when the server is ready. Clients lose their connections and watches.
 func (s *Server) RestartAPIServer(ctx context.Context) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -63,7 +63,8 @@ func (s *Server) RestartAPIServer(ctx context.Context) error {
 	return nil
 }
 
-// Save copies the data of etcd to a new folder, like a snapshot of its disk at one moment.
+// Save copies the data of etcd to a new folder. The copy is consistent, like a snapshot of the
+// disk.
 func (s *Server) Save(folder string) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()

@@ -6,9 +6,10 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// A reservation keeps a free TCP port for the API server, so that no other process gets it before
-// the first start or during a restart. It is a bound socket that never listens. The server binds
-// the same port with SO_REUSEPORT (--permit-port-sharing) and gets all connections.
+// A reservation keeps a free TCP port for the API server, so that no other process can take the
+// port before the first start or during a restart. It is a bound socket that never listens. The
+// server binds the same port with SO_REUSEPORT (--permit-port-sharing) and receives all
+// connections.
 type reservation struct {
 	fd     int
 	number uint16

@@ -12,17 +12,18 @@ import (
 	"time"
 )
 
-// A guard ensures that nothing of a server outlives its owner, even if the owner is killed by
-// SIGKILL or panics. It is a shell that leads the process group of all programs and reads a pipe
-// whose other end only the owner has. When the pipe ends, it removes the folder and kills the
-// group, including itself. Stop ends the pipe, too.
+// A guard ensures that no process of a server outlives its owner, even if SIGKILL or a panic ends
+// the owner. The guard is a shell that leads the process group of all programs. It reads a pipe
+// whose other end only the owner has. When the pipe is closed, it removes the folder and kills
+// the group, including itself. Stop also closes the pipe.
 //
-// Why not Pdeathsig: it fires when the parent's thread ends, and a program that is started inside a
-// network namespace is started by a thread that ends right after. Why not a list of process IDs:
-// they change hands; a group exists, and its number stays taken, as long as the guard does.
+// Pdeathsig is no alternative: it fires when the parent's thread ends, and a program inside a
+// network namespace is started by a thread that ends immediately afterwards. A list of process
+// IDs is no alternative, because they are reused. The ID of a group stays in use as long as the
+// guard exists.
 type guard struct {
 	shell *exec.Cmd
-	pipe  *os.File // the owner's end
+	pipe  *os.File // the owner's end of the pipe
 }
 
 func newGuard(dir string) (*guard, error) {
@@ -41,22 +42,23 @@ func newGuard(dir string) (*guard, error) {
 	return &guard{shell, w}, nil
 }
 
-// end kills all processes that are left in the group and removes the folder.
+// end kills all remaining processes of the group and removes the folder.
 func (g *guard) end() {
 	g.pipe.Close()
 	_ = g.shell.Wait() // always "killed", because the shell kills itself
 }
 
-// A process is a started program of a server, and its log.
+// A process is a started program of a server.
 type process struct {
 	cmd   *exec.Cmd
-	log   string // path
+	log   string // path of the log
 	ended chan struct{}
-	err   error // its result; read it only after ended is closed
+	err   error // result of Wait; read it only after ended is closed
 }
 
-// start starts the program in the guard's group. Its log is appended to that of an earlier program
-// with the same name. The log is a file, not a pipe, so that the program never waits for a reader.
+// start starts the program in the guard's process group. It appends the output to the log of an
+// earlier program with the same name. The log is a file, not a pipe, so that the program never
+// waits for a reader.
 func (g *guard) start(starter func(*exec.Cmd) error, dir, path string, args ...string) (*process, error) {
 	name := filepath.Base(path)
 	p := &process{cmd: exec.Command(path, args...), log: filepath.Join(dir, name+".log"), ended: make(chan struct{})}
@@ -92,7 +94,7 @@ func (p *process) hasEnded() bool {
 	}
 }
 
-// kill ends the process and waits until it is gone.
+// kill kills the process and waits until it has ended.
 func (p *process) kill() error {
 	if err := p.cmd.Process.Kill(); err != nil && !errors.Is(err, os.ErrProcessDone) {
 		return fmt.Errorf("kill %s: %w", p.cmd.Path, err)
@@ -105,7 +107,7 @@ func (p *process) kill() error {
 	}
 }
 
-// tail returns the last lines of the log, at most 64 KiB.
+// tail returns the last lines of the log, reading at most its last 64 KiB.
 func (p *process) tail(lines int) string {
 	f, err := os.Open(p.log)
 	if err != nil {
@@ -113,7 +115,7 @@ func (p *process) tail(lines int) string {
 	}
 	defer f.Close()
 	if end, err := f.Seek(0, io.SeekEnd); err == nil {
-		_, _ = f.Seek(max(0, end-64<<10), io.SeekStart) // cannot fail if the first one did not
+		_, _ = f.Seek(max(0, end-64<<10), io.SeekStart) // cannot fail if the previous Seek succeeded
 	}
 	b, err := io.ReadAll(f)
 	if err != nil {

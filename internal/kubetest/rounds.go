@@ -5,9 +5,10 @@ import (
 	"strconv"
 )
 
-// Rounds calls run once for each round of `go test -count`, with the flag set to 1. Tests use fixed
-// names, so each round needs new API servers. It returns the worst exit code. It is for a TestMain;
-// run starts the servers and calls testing.M.Run.
+// Rounds runs all tests of a package as often as `go test -count` requests, by one call of run
+// per round with that flag set to 1. Tests use fixed names, so each round needs new API servers:
+// run starts the servers and calls testing.M.Run. Rounds is for a TestMain. It returns the worst
+// exit code.
 func Rounds(run func() int) (code int) {
 	flag.Parse()
 	f := flag.Lookup("test.count")

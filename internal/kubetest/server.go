@@ -1,14 +1,14 @@
-// Package kubetest starts real Kubernetes API servers for tests and the demo: etcd, kube-apiserver
-// and, on request, the controllers that tests wait for (namespaces, garbage collection, service
-// accounts and their tokens, quotas, certificate requests, aggregated roles). Any number of them
-// run side by side; one is ready in a few seconds and leaves nothing behind.
+// Package kubetest starts real Kubernetes API servers for tests and the demo: etcd,
+// kube-apiserver and, on request, the controllers that tests rely on (namespaces, garbage
+// collection, service accounts and their tokens, quotas, certificate requests, aggregated roles).
+// Servers can run side by side. Each is ready in a few seconds and leaves nothing behind.
 //
 //	dir, err := kubetest.Build(ctx, os.Stderr)               // once, minutes; afterwards milliseconds
 //	s, err := kubetest.Start(ctx, kubetest.Options{Name: "a", Dir: dir})
 //	defer s.Stop()
 //	c, err := s.Client()
 //
-// There are no nodes: objects exist, pods do not run, unless package kubenodes adds kubelets.
+// There are no nodes: objects exist but pods do not run, unless package kubenodes adds kubelets.
 package kubetest
 
 import (
@@ -34,72 +34,72 @@ import (
 	"time"
 )
 
-// readyTimeout bounds a start if the context has no earlier deadline. At a load of ten a start
+// readyTimeout bounds a start if the context has no earlier deadline. At a load of ten, a start
 // takes half a minute, and longer beside tests with a lower nice value, as in CI.
 const readyTimeout = 5 * time.Minute
 
-// controllers are those of the controller manager that delete objects, create tokens and answer
-// requests. Those that create pods or manage nodes are not needed here.
+// controllers lists the controllers that delete objects, create tokens and process requests.
+// Controllers that create pods or manage nodes are not needed without nodes.
 const controllers = "namespace-controller,garbage-collector-controller,resourcequota-controller,serviceaccount-controller," +
 	"serviceaccount-token-controller,certificatesigningrequest-signing-controller," +
 	"certificatesigningrequest-approving-controller,clusterrole-aggregation-controller"
 
-// Options of a server. The zero value is a server on a free port of 127.0.0.1 without controllers.
+// Options configure a server. The zero value is a server on a free port of 127.0.0.1 without
+// controllers.
 type Options struct {
 	// Name is the name of the cluster, the context and the user in the kubeconfig. Default:
 	// "kubetest".
 	Name string
-	// Dir is the folder with the programs. Default: the result of Build, with its progress on
-	// standard error.
+	// Dir is the folder with the programs. Default: the result of Build, which reports its progress
+	// on standard error.
 	Dir string
 	// Host is the address to listen on and to advertise. Default: 127.0.0.1.
 	Host netip.Addr
-	// APIPort is the port to listen on. Default: a free one. With a Starter the default is 6443,
-	// because it may start programs in another network namespace, where this package cannot look
-	// for a free port.
+	// APIPort is the port to listen on. Default: a free port, or 6443 with a Starter. A Starter may
+	// start programs in another network namespace, where this package cannot search for a free port.
 	APIPort uint16
 	// ServiceCIDR is the network of cluster IPs, in the family of Host, with at most 2^20
 	// addresses. Default: 10.96.0.0/12, or fd00:96::/108 if Host is IPv6.
 	ServiceCIDR netip.Prefix
-	// Controllers starts the controller manager, too. Without it namespaces are never deleted
-	// completely, and owner references, ServiceAccounts of new namespaces and quotas have no
-	// effect.
+	// Controllers also starts the controller manager. Without it, the deletion of namespaces never
+	// completes, and owner references, ServiceAccounts of new namespaces and quotas have no effect.
 	Controllers bool
-	// Nodes is true if there are kubelets. Then a scheduler and all controllers of the controller
-	// manager run, and the API server may connect to kubelets. It needs the programs of BuildNodes.
+	// Nodes must be true if there are kubelets. Then a scheduler and all controllers run, and the
+	// API server may connect to kubelets. This needs the programs of BuildNodes.
 	Nodes bool
-	// APIServerArgs are further arguments of kube-apiserver, such as those of an audit log. Paths
+	// APIServerArgs are additional arguments of kube-apiserver, such as those of an audit log. Paths
 	// in them must be absolute.
 	APIServerArgs []string
 	// Starter starts a prepared command, for example inside a network namespace. It must not change
 	// SysProcAttr, Dir, Stdout and Stderr. Default: cmd.Start.
 	Starter func(cmd *exec.Cmd) error
-	// Dial connects to the server from here, if Starter started it elsewhere. Default: net.Dialer.
+	// Dial connects to the server from this process, if Starter started it elsewhere. Default:
+	// net.Dialer.
 	Dial func(ctx context.Context, network, address string) (net.Conn, error)
 }
 
 // A Server is a running control plane. Its methods may be called concurrently, even after Stop.
 type Server struct {
 	opts Options
-	dir  string // of this server alone: data, keys, logs
+	dir  string // private folder of this server: data, keys, logs
 	ca   *authority
 
-	admin      []byte // kubeconfig
+	admin      []byte // content of the administrator's kubeconfig
 	tokenKey   *ecdsa.PrivateKey
 	client     *http.Client
 	guard      *guard
-	port       *reservation // nil where the caller chose
+	port       *reservation // nil if the caller chose the port
 	etcd       *process
 	controller *process // nil without Controllers
 	scheduler  *process // nil without Nodes
 
 	mu  sync.Mutex
-	api *process // another one after RestartAPIServer
+	api *process // replaced by RestartAPIServer
 }
 
 // Start starts a server and returns when it and the requested controllers are ready. ctx bounds
-// only the start. The caller ends the server with Stop. An error contains the last messages of the
-// program that failed.
+// only the start. The caller must call Stop. An error contains the last messages of the program
+// that failed.
 func Start(ctx context.Context, opts Options) (s *Server, err error) {
 	if err := opts.complete(); err != nil {
 		return nil, err
@@ -109,7 +109,7 @@ func Start(ctx context.Context, opts Options) (s *Server, err error) {
 			return nil, err
 		}
 	}
-	if opts.Dir, err = filepath.Abs(opts.Dir); err != nil { // programs run in other folders
+	if opts.Dir, err = filepath.Abs(opts.Dir); err != nil { // the programs run in other folders
 		return nil, err
 	}
 	if err := missing(opts.Dir, opts.programs()); err != nil {
@@ -134,8 +134,8 @@ func (o *Options) programs() []string {
 	return controlPlane.programs
 }
 
-// complete fills in the defaults. It rejects options that the programs would reject later and less
-// clearly.
+// complete fills in the defaults. It returns clear errors for options that the programs would
+// reject later and less clearly.
 func (o *Options) complete() error {
 	if o.Name == "" {
 		o.Name = "kubetest"
@@ -172,7 +172,8 @@ func (o *Options) complete() error {
 	return nil
 }
 
-// start implements Start. After an error, Stop removes what it has started.
+// start implements Start. After an error, the caller calls Stop, which removes everything that
+// start has created.
 func (s *Server) start(ctx context.Context) (err error) {
 	if s.dir, err = os.MkdirTemp("", "kubetest-"+s.opts.Name+"-"); err != nil {
 		return err
@@ -206,14 +207,15 @@ func (s *Server) start(ctx context.Context) (err error) {
 			return err
 		}
 	}
-	// Not earlier: the controller manager gives up if the API server takes ten seconds.
+	// This must come after the API server is ready: the controller manager exits if it cannot reach
+	// the API server for ten seconds.
 	if err := s.startControllers(); err != nil {
 		return err
 	}
-	return s.await(ctx, "/api/v1/namespaces/default/serviceaccounts/default") // a controller has made it
+	return s.await(ctx, "/api/v1/namespaces/default/serviceaccounts/default") // created by a controller
 }
 
-// credentials makes all keys, certificates and kubeconfigs, and the client of this package.
+// credentials creates all keys, certificates and kubeconfigs, and the client of this package.
 func (s *Server) credentials() (err error) {
 	if s.ca, err = newAuthority("kubernetes"); err != nil {
 		return err
@@ -258,9 +260,9 @@ func (s *Server) credentials() (err error) {
 	return nil
 }
 
-// startEtcd starts etcd on a Unix socket. It needs no free port, is reachable from every network
-// namespace, and belongs to this server alone. etcd requires an advertised address with a port,
-// which a cluster of one member never uses.
+// startEtcd starts etcd on a Unix socket. A Unix socket needs no free port, is reachable from
+// every network namespace, and belongs to this server alone. etcd requires an advertised address
+// with a port, which a cluster with one member never uses.
 func (s *Server) startEtcd() (err error) {
 	const unused = "http://127.0.0.1:2380"
 	s.etcd, err = s.run("etcd",
@@ -275,11 +277,12 @@ func (s *Server) startEtcd() (err error) {
 func (s *Server) startAPI() error {
 	endpoints, disabled := "lease", ""
 	if s.opts.Host.IsLoopback() {
-		// Otherwise the log has an error about a loopback address every ten seconds.
+		// Otherwise the API server logs an error about a loopback address every ten seconds.
 		endpoints = "none"
 	}
 	if !s.opts.Controllers {
-		// ServiceAccount admits no pod before the controllers have created an account.
+		// The admission plugin ServiceAccount rejects pods until the controllers have created an
+		// account.
 		disabled = "ServiceAccount"
 	}
 	args := []string{
@@ -325,10 +328,10 @@ func (s *Server) run(name string, args ...string) (*process, error) {
 	return s.guard.start(s.opts.Starter, s.dir, filepath.Join(s.opts.Dir, name), args...)
 }
 
-// readyz is the path at which the API server reports that it is ready.
+// readyz is the path of the API server's readiness check.
 const readyz = "/readyz"
 
-// await returns when a GET of path gets status 200, or when a program has ended.
+// await returns when a GET of path returns status 200, or with an error when a program has ended.
 func (s *Server) await(ctx context.Context, path string) error {
 	for {
 		problem := s.get(ctx, path)
@@ -373,7 +376,7 @@ func (s *Server) URL() string {
 	return "https://" + netip.AddrPortFrom(s.opts.Host, s.opts.APIPort).String()
 }
 
-// CA returns the certificate authority of the server and of all clients, in PEM.
+// CA returns the certificate of the authority for the server and for all clients, in PEM.
 func (s *Server) CA() []byte { return bytes.Clone(s.ca.certPEM) }
 
 // ClientCert returns a new client certificate for the user and the groups, and its key, in PEM.
@@ -381,8 +384,7 @@ func (s *Server) ClientCert(user string, groups ...string) (cert, key []byte, er
 	return s.ca.client(user, groups)
 }
 
-// Kubeconfig returns an administrator's kubeconfig, as YAML, with all rights. Its only context is
-// called Name.
+// Kubeconfig returns a kubeconfig with all permissions, as YAML. Its only context is called Name.
 func (s *Server) Kubeconfig() []byte { return bytes.Clone(s.admin) }
 
 // WriteKubeconfig writes Kubeconfig to a file that only its owner can read.
@@ -411,8 +413,8 @@ contexts:
 `, name, url, b64(ca), b64(cert), b64(key))
 }
 
-// Etcd returns the path of etcd's Unix socket (gRPC, and JSON below /v3). It is for benchmarks,
-// which write a hundred thousand objects in a few seconds.
+// Etcd returns the path of etcd's Unix socket (gRPC, and JSON below /v3). Benchmarks use it to
+// write a hundred thousand objects in a few seconds.
 func (s *Server) Etcd() string {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -432,8 +434,8 @@ func (s *Server) Logs(lines int) string {
 	return b.String()
 }
 
-// Stop kills all programs and removes all files. It ends nothing politely, because nothing is kept.
-// etcd ends last, because the others would wait for it. A second call does nothing.
+// Stop kills all programs and removes all files. It needs no graceful shutdown, because no data
+// is kept. etcd ends last, because other programs would wait for it. A second call does nothing.
 func (s *Server) Stop() error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -453,7 +455,7 @@ func (s *Server) Stop() error {
 		s.port.release()
 	}
 	if s.dir != "" {
-		errs = append(errs, os.RemoveAll(s.dir)) // the guard did it, if there was one
+		errs = append(errs, os.RemoveAll(s.dir)) // the guard already did it, if there was one
 	}
 	s.scheduler, s.controller, s.api, s.etcd, s.guard, s.port, s.dir = nil, nil, nil, nil, nil, nil, ""
 	return errors.Join(errs...)

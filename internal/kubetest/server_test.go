@@ -35,8 +35,8 @@ import (
 	"github.com/isthmus-net/isthmus/internal/leaktest"
 )
 
-// ownerEnv makes the test binary an owner of a server that waits to be killed; its value is the
-// folder of programs.
+// ownerEnv makes the test binary start a server and wait to be killed. Its value is the folder of
+// the programs.
 const ownerEnv = "ISTHMUS_KUBETEST_OWNER"
 
 func TestMain(m *testing.M) {
@@ -52,7 +52,7 @@ func TestMain(m *testing.M) {
 	leaktest.Main(m)
 }
 
-// binaries returns the programs, built where they are missing.
+// binaries returns the folder of the programs. It builds missing ones.
 func binaries(t *testing.T) string {
 	t.Helper()
 	if testing.Short() {
@@ -65,7 +65,7 @@ func binaries(t *testing.T) string {
 	return dir
 }
 
-// begin starts a server that ends with the test.
+// begin starts a server that is stopped at the end of the test.
 func begin(t *testing.T, opts Options) *Server {
 	t.Helper()
 	opts.Dir = binaries(t)
@@ -86,7 +86,7 @@ func begin(t *testing.T, opts Options) *Server {
 	return s
 }
 
-// A user talks plain HTTPS to a server, known by a client certificate, a token, or by nothing.
+// A user sends HTTPS requests to a server with a client certificate, a token, or no credentials.
 type user struct {
 	s      *Server
 	client *http.Client
@@ -112,7 +112,7 @@ func (s *Server) as(t *testing.T, cert, key []byte, token string) user {
 	return user{s, c, token}
 }
 
-// asAdmin is who the kubeconfig says, by what the kubeconfig says.
+// asAdmin returns the user with the credentials in the kubeconfig.
 func (s *Server) asAdmin(t *testing.T) user {
 	t.Helper()
 	field := func(name string) []byte {
@@ -136,7 +136,7 @@ func (s *Server) asAdmin(t *testing.T) user {
 
 type object = map[string]any
 
-// do sends a request and returns the answer's code and object.
+// do sends a request and returns the response's status code and object.
 func (u user) do(t *testing.T, method, path string, body object) (code int, answer object) {
 	t.Helper()
 	code, answer, err := u.try(t.Context(), method, path, body)
@@ -171,7 +171,7 @@ func (u user) try(ctx context.Context, method, path string, body object) (code i
 	return resp.StatusCode, answer, json.NewDecoder(resp.Body).Decode(&answer)
 }
 
-// must is do for what has to succeed.
+// must is do for a request that must succeed.
 func (u user) must(t *testing.T, method, path string, body object) object {
 	t.Helper()
 	code, answer := u.do(t, method, path, body)
@@ -181,7 +181,7 @@ func (u user) must(t *testing.T, method, path string, body object) object {
 	return answer
 }
 
-// get follows a path of keys into an object; nil where there is nothing.
+// get follows a path of keys into an object. It returns nil if a key does not exist.
 func get(o any, path ...string) any {
 	for _, key := range path {
 		m, ok := o.(object)
@@ -195,7 +195,7 @@ func get(o any, path ...string) any {
 
 func named(name string) object { return object{"metadata": object{"name": name}} }
 
-// eventually waits for a condition that a controller brings about.
+// eventually waits until a controller has made a condition true.
 func eventually(t *testing.T, what string, holds func() bool) {
 	t.Helper()
 	started := time.Now()
@@ -208,7 +208,7 @@ func eventually(t *testing.T, what string, holds func() bool) {
 	t.Logf("%s, after %v", what, time.Since(started).Round(time.Millisecond))
 }
 
-// whoami returns by what name and groups the server knows the user.
+// whoami returns the user's name and groups according to the server.
 func (u user) whoami(t *testing.T) string {
 	t.Helper()
 	answer := u.must(t, "POST", "/apis/authentication.k8s.io/v1/selfsubjectreviews",
@@ -410,7 +410,7 @@ func TestControllersWorkInTheTestServer(t *testing.T) {
 			return get(admin.must(t, "GET", "/api/v1/namespaces/tight/resourcequotas/q", nil), "status", "used") != nil
 		})
 		created := 0
-		eventually(t, "no room for more", func() bool { // until admission knows the quota by its watch it may admit all or none
+		eventually(t, "no room for more", func() bool { // until admission has received the quota, it may admit all or none
 			code, _ := admin.do(t, "POST", "/api/v1/namespaces/tight/configmaps", named(fmt.Sprint("map", created)))
 			if code == http.StatusCreated {
 				created++
@@ -478,7 +478,7 @@ func TestARestartKeepsAddressAndObjectsAlsoWhenFrozen(t *testing.T) {
 	})
 }
 
-// gone waits until the process group and the folder of a server are no more.
+// gone waits until the process group and the folder of a server no longer exist.
 func gone(t *testing.T, group int, dir string) {
 	t.Helper()
 	deadline := time.Now().Add(time.Minute)
@@ -506,7 +506,7 @@ func TestStopLeavesNoProcessFileOrPort(t *testing.T) {
 	if logs := s.Logs(3); strings.Count(logs, "=== ") != 3 || strings.Count(logs, "\n") < 6 {
 		t.Errorf("logs of three programs, three lines each:\n%s", logs)
 	}
-	if err := s.Freeze(); err != nil { // a frozen server ends like any other
+	if err := s.Freeze(); err != nil { // Stop must also end a frozen server
 		t.Fatal(err)
 	}
 	started := time.Now()
@@ -613,15 +613,15 @@ func TestAFailedStartSaysWhyAndLeavesNothing(t *testing.T) {
 	}
 }
 
-// A netns is a network namespace of this test, with one address. What is sent to it runs on its
-// thread.
+// A netns is a network namespace of this test with one address. Functions sent to the channel run
+// on a thread in the namespace.
 type netns chan func()
 
 func newNetns(t *testing.T, addr string) netns {
 	t.Helper()
 	ns, ready := make(netns), make(chan error)
 	go func() {
-		runtime.LockOSThread() // and no unlock: the thread, and with it the namespace, ends with the goroutine
+		runtime.LockOSThread() // never unlocked: the thread and its namespace end with the goroutine
 		ready <- func() error {
 			if err := unix.Unshare(unix.CLONE_NEWNET); err != nil {
 				return err

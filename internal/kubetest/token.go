@@ -10,8 +10,9 @@ import (
 	"strings"
 )
 
-// DatedToken returns a token of a ServiceAccount with other dates, in seconds since 1970. The
-// server itself issues no old tokens, and none that lasts less than ten minutes.
+// DatedToken returns a ServiceAccount token with other dates, in seconds since 1970. The server
+// itself issues no token with a date in the past, and none that is valid for less than ten
+// minutes.
 func (s *Server) DatedToken(token string, issued, expires int64) (string, error) {
 	parts := strings.Split(token, ".")
 	if len(parts) != 3 {
@@ -35,7 +36,7 @@ func (s *Server) DatedToken(token string, issued, expires int64) (string, error)
 	if err != nil {
 		return "", err
 	}
-	var signature [64]byte // RFC 7518, section 3.4
+	var signature [64]byte // r and s as 32 octets each: RFC 7518, section 3.4
 	r.FillBytes(signature[:32])
 	v.FillBytes(signature[32:])
 	return text + "." + base64.RawURLEncoding.EncodeToString(signature[:]), nil

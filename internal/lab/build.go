@@ -12,7 +12,7 @@ import (
 	"github.com/isthmus-net/isthmus/fabric"
 )
 
-// build makes the kernel's part of the lab.
+// build creates the kernel objects of the lab.
 func (l *Lab) build(ctx context.Context) error {
 	if err := os.MkdirAll(filepath.Join(l.Dir, logDir), 0o755); err != nil {
 		return err
@@ -66,8 +66,8 @@ func (l *Lab) buildCluster(underlay *kernel, c *Cluster, network netip.Prefix) e
 			return err
 		}
 		defer node.close()
-		// eth0 comes first: if a packet has no better source address, the kernel takes that of the
-		// oldest device.
+		// Create eth0 first: if a packet has no better source address, the kernel uses the address of
+		// the oldest device.
 		if err := underlay.veth(n.Name, mtu, node); err != nil {
 			return err
 		}
@@ -108,7 +108,7 @@ func (l *Lab) buildCluster(underlay *kernel, c *Cluster, network netip.Prefix) e
 	return nil
 }
 
-// buildControl makes the machine of the control plane, beside the nodes in the underlay. Pods
+// buildControl creates the host of the control plane, beside the nodes in the underlay. Pods
 // cannot reach it.
 func (l *Lab) buildControl(underlay *kernel, bridge string, c *Cluster, network netip.Prefix, settings map[string]string) error {
 	control, err := newKernel(c.Control.Host, settings)
@@ -126,8 +126,8 @@ func (l *Lab) buildControl(underlay *kernel, bridge string, c *Cluster, network 
 	)
 }
 
-// buildPod makes a pod as the ptp CNI plugin does. kind uses that plugin, and Calico works much the
-// same.
+// buildPod creates a pod in the way the ptp CNI plugin does. kind uses that plugin, and Calico
+// works similarly.
 func (l *Lab) buildPod(node *kernel, n *Node, p *Pod, dev string, settings map[string]string, bare bool) error {
 	pod, err := newKernel(p.Host, settings)
 	if err != nil {
@@ -150,9 +150,9 @@ func (l *Lab) buildPod(node *kernel, n *Node, p *Pod, dev string, settings map[s
 	)
 }
 
-// buildGatewayPod makes a pod for a gateway. Its node does what CNI plugins do for it: packets of
-// the pod that leave the pods' network get the node's address, and the node forwards its WireGuard
-// ports to the pod (hostPort).
+// buildGatewayPod creates a pod for a gateway. Its node does the work of CNI plugins: it
+// masquerades packets of the pod that leave the pod network, and forwards its own WireGuard ports
+// to the pod (hostPort).
 func (l *Lab) buildGatewayPod(node *kernel, c *Cluster, p *Pod, settings map[string]string) error {
 	const dev = "gateway"
 	if err := l.buildPod(node, p.Node, p, dev, settings, c.bare); err != nil || c.bare {
@@ -161,7 +161,8 @@ func (l *Lab) buildGatewayPod(node *kernel, c *Cluster, p *Pod, settings map[str
 	return p.Node.Do(func() error { return publish(p.Addr, c.PodCIDR, wireGuardPort, fabric.MaxTunnels) })
 }
 
-// buildServer makes the server outside the cluster, on a network that only node 1 has.
+// buildServer creates the server outside the cluster, on a network to which only node 1 is
+// attached.
 func (l *Lab) buildServer(node *kernel, c *Cluster, settings map[string]string) error {
 	server, err := newKernel(c.OnPrem.Host, settings)
 	if err != nil {

@@ -12,27 +12,28 @@ import (
 	own "github.com/isthmus-net/isthmus/internal/kernel"
 )
 
-// Watched are the packets that the nodes of a cluster must not send into the underlay in the clear:
-// those with a source or a destination in one of the networks.
+// Watched describes the packets that the nodes of a cluster must not send into the underlay in
+// the clear: those with a source or a destination in one of the networks.
 type Watched struct {
-	// Networks are those of peers, as the cluster sees them.
+	// Networks are the peers' networks, as the cluster sees them.
 	Networks []netip.Prefix
-	// Endpoints are mapped for peers. Packets of a peer to one of them end there without a tunnel,
-	// even if the path from the gateway's node leads over the underlay.
+	// Endpoints are addresses that are mapped for peers. A packet from a peer to an endpoint leaves
+	// the gateway without a tunnel and is no leak, even if it crosses the underlay.
 	Endpoints []netip.Addr
-	// Overlay is a network of the cluster in which gateways come and go as pods, so any of its
-	// addresses may be an end of the overlay.
+	// Overlay is the cluster's pod network if gateways are pods. Any of its addresses may be an
+	// endpoint of the overlay, because gateway pods are created and deleted.
 	Overlay netip.Prefix
 }
 
-// A watch checks the frames that the nodes of one cluster send. It is never modified.
+// A watch checks the frames that the nodes of one cluster send. It is immutable.
 type watch struct {
 	Watched
 	first, last netip.Addr   // underlay addresses of the nodes, which are consecutive
-	others      []netip.Addr // other ends of the overlay: gateway pods, later addresses of nodes
+	others      []netip.Addr // other endpoints of the overlay: gateway pods, and addresses that nodes got later
 }
 
-// watchFor makes a watch. moved are addresses that nodes have got besides those of the lab.
+// watchFor returns a watch. moved are additional addresses that nodes got after the start of the
+// lab.
 func watchFor(c *Cluster, what Watched, moved []netip.Addr) *watch {
 	w := &watch{Watched: what, first: c.Nodes[0].Addr, last: c.Nodes[len(c.Nodes)-1].Addr, others: slices.Clone(moved)}
 	for _, p := range c.GatewayPods {
@@ -41,10 +42,10 @@ func watchFor(c *Cluster, what Watched, moved []netip.Addr) *watch {
 	return w
 }
 
-// leak reports whether a frame contains a packet of a watched network in the clear. It returns that
-// network and a description of the packet. Packets inside the overlay between two nodes of the
-// cluster, or between a node and a gateway's pod, are no leaks. For other overlay packets, the
-// inner packet is checked.
+// leak reports whether a frame contains a packet of a watched network in the clear. It returns
+// that network and a description of the packet. A packet inside the overlay is no leak if both
+// endpoints belong to the cluster: nodes or gateway pods. Inside other overlay packets, the inner
+// packet is checked.
 func (w *watch) leak(frame []byte) (network netip.Prefix, packet string, leaks bool) {
 	outer, ok := parseFrame(frame)
 	if !ok {
@@ -53,7 +54,7 @@ func (w *watch) leak(frame []byte) (network netip.Prefix, packet string, leaks b
 	if network, leaks = w.shows(outer); leaks {
 		return network, outer.String(), true
 	}
-	const vxlan = 8 + 8 // UDP and VXLAN
+	const vxlan = 8 + 8 // length of the UDP and VXLAN headers
 	if outer.protocol != unix.IPPROTO_UDP || len(outer.payload) < vxlan || outer.port(2) != own.OverlayPort || w.mayCarry(outer.src) && w.mayCarry(outer.dst) {
 		return netip.Prefix{}, "", false
 	}
@@ -76,7 +77,7 @@ func (w *watch) shows(h ipHeader) (netip.Prefix, bool) {
 
 func (w *watch) isNode(a netip.Addr) bool { return w.first.Compare(a) <= 0 && a.Compare(w.last) <= 0 }
 
-// mayCarry reports whether an address is one of the ends of the overlay.
+// mayCarry reports whether an address is an endpoint of the overlay.
 func (w *watch) mayCarry(a netip.Addr) bool {
 	return w.isNode(a) || slices.Contains(w.others, a) || w.Overlay.Contains(a)
 }
@@ -90,12 +91,12 @@ const (
 	ipv4Source = etherSize + 12
 	ipv4Dest   = etherSize + 16
 
-	fragOffset = 0x1fff // mask for the word at ipv4Frag: not 0 in later fragments
-	snapLength = 192    // captured octets of a frame: two headers with all options
+	fragOffset = 0x1fff // mask for the half word at ipv4Frag: not 0 in later fragments
+	snapLength = 192    // octets to capture of a frame: two headers with all options
 )
 
-// filter returns the program by which the kernel passes on every frame that may be a leak, and
-// hardly any other, so that throughput does not suffer.
+// filter returns a BPF program for the kernel. It accepts every frame that may be a leak, and few
+// other frames, so that throughput does not suffer.
 func (w *watch) filter() []bpf.Instruction {
 	pass, drop := bpf.RetConstant{Val: snapLength}, bpf.RetConstant{}
 	if len(w.Networks) == 0 {
@@ -150,15 +151,15 @@ func number(a netip.Addr) uint32 {
 	return binary.BigEndian.Uint32(b[:])
 }
 
-// ipHeader has the fields that identify a leak.
+// ipHeader has the fields of a packet that identify a leak.
 type ipHeader struct {
 	src, dst netip.Addr
 	protocol uint8
-	length   int    // octets of the whole packet
-	payload  []byte // as far as captured; nil in later fragments
+	length   int    // length of the packet in octets
+	payload  []byte // the captured part; nil in later fragments
 }
 
-// parseFrame reads the IP header of an Ethernet frame that may be truncated.
+// parseFrame parses the IP header of an Ethernet frame that may be truncated.
 func parseFrame(frame []byte) (h ipHeader, ok bool) {
 	if len(frame) < etherSize {
 		return h, false
@@ -178,7 +179,7 @@ func parseFrame(frame []byte) (h ipHeader, ok bool) {
 	return h, true
 }
 
-// port is the 16-bit field at an offset of the transport header, 0 where there is none.
+// port returns the 16-bit field at an offset of the transport header, or 0 if there is none.
 func (h ipHeader) port(at int) uint16 {
 	if len(h.payload) < at+2 || h.protocol != unix.IPPROTO_UDP && h.protocol != unix.IPPROTO_TCP {
 		return 0

@@ -11,7 +11,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// watched is a cluster with three nodes, two networks of a peer and a mapped endpoint.
+// watched returns a watch for a cluster with three nodes, two networks of a peer and a mapped
+// endpoint.
 func watched() *watch {
 	c := &Cluster{}
 	for i := range 3 {
@@ -27,7 +28,8 @@ func ethernet(kind uint16, payload []byte) []byte {
 	return append(binary.BigEndian.AppendUint16(make([]byte, 12), kind), payload...)
 }
 
-// ip4 is a frame with an IPv4 packet. frag is what the half word with the fragment's offset has.
+// ip4 returns a frame with an IPv4 packet. frag is the half word with the flags and the fragment
+// offset.
 func ip4(src, dst string, protocol byte, frag uint16, options int, payload ...byte) []byte {
 	b := make([]byte, 20+options)
 	b[0], b[9] = 0x40|byte(len(b)/4), protocol
@@ -45,7 +47,7 @@ func udp(from, to uint16, payload ...byte) []byte {
 	return append(binary.BigEndian.AppendUint16(b, 0), payload...)
 }
 
-// vxlan is a datagram of the overlay with a frame inside.
+// vxlan returns an overlay datagram with a frame inside.
 func vxlan(inner []byte) []byte { return udp(40000, 4800, append(make([]byte, 8), inner...)...) }
 
 func TestPacketsWithPeerAddressesAreLeaks(t *testing.T) {
@@ -56,7 +58,7 @@ func TestPacketsWithPeerAddressesAreLeaks(t *testing.T) {
 	copy(six[24:], netip.MustParseAddr("fd00:1::7").AsSlice())
 	for name, tc := range map[string]struct {
 		frame []byte
-		want  string // "": none
+		want  string // empty: no leak
 	}{
 		"to a peer":            {toPeer, "10.246.0.0/16 UDP 10.244.1.11:4000 -> 10.246.0.11:9, 31 octets"},
 		"a fragment":           {ip4("10.244.1.11", "10.246.0.11", unix.IPPROTO_UDP, 100, 0, 1, 2, 3, 4), "10.246.0.0/16 UDP 10.244.1.11 -> 10.246.0.11, 24 octets"},
@@ -88,8 +90,8 @@ func TestPacketsWithPeerAddressesAreLeaks(t *testing.T) {
 	}
 }
 
-// The filter in the kernel hands out every leak, and of the rest nothing but IPv6, what peers send
-// to mapped endpoints, and what goes to the overlay's port from or to others than nodes.
+// The kernel's filter must accept every leak. Of other frames, it may accept only IPv6, packets
+// of peers to mapped endpoints, and packets to the overlay's port that are not between two nodes.
 func TestTheFilterPassesEveryLeak(t *testing.T) {
 	w := watched()
 	vm, err := bpf.NewVM(w.filter())

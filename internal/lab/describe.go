@@ -8,8 +8,8 @@ import (
 	"text/tabwriter"
 )
 
-// Describe writes the addresses of the lab's pods and servers, and the address of each as every
-// cluster sees it, as a table for people.
+// Describe writes a table of the lab's pods and servers for people. It has the address of each
+// host as each cluster sees it.
 func (l *Lab) Describe(w io.Writer) error {
 	table := tabwriter.NewWriter(w, 0, 8, 3, ' ', 0)
 	row := func(cells ...string) { fmt.Fprintln(table, strings.Join(cells, "\t")) }
@@ -23,7 +23,7 @@ func (l *Lab) Describe(w io.Writer) error {
 		cells := []string{h.Name, what}
 		for _, at := range l.Clusters {
 			seen, err := l.Seen(at, of, addr)
-			// Gateways have no route to a peer's nodes.
+			// Gateways have no route to a peer's nodes, so these get no address.
 			if err != nil || at != of && underlayNetwork.Contains(addr) {
 				cells = append(cells, "-")
 				continue
@@ -48,8 +48,8 @@ func (l *Lab) Describe(w io.Writer) error {
 	return table.Flush()
 }
 
-// Lookup returns the address under which host from reaches the given name: that of a host of the
-// lab, or an address.
+// Lookup returns the address under which host from reaches a host of the lab. name is that host's
+// name or an address.
 func (l *Lab) Lookup(from *Host, name string) (netip.Addr, error) {
 	if addr, err := netip.ParseAddr(name); err == nil {
 		return addr, nil
@@ -60,7 +60,7 @@ func (l *Lab) Lookup(from *Host, name string) (netip.Addr, error) {
 		if !ok {
 			continue
 		}
-		if at == nil { // the underlay
+		if at == nil { // from is the underlay
 			return addr, nil
 		}
 		return l.Seen(at, c, addr)
@@ -72,7 +72,7 @@ func (l *Lab) Lookup(from *Host, name string) (netip.Addr, error) {
 	return netip.Addr{}, err
 }
 
-// clusterOf returns the cluster of a host; nil for the underlay.
+// clusterOf returns the cluster of a host, or nil for the underlay.
 func (l *Lab) clusterOf(h *Host) *Cluster {
 	for _, c := range l.Clusters {
 		if _, ok := c.address(h.Name); ok {
@@ -82,7 +82,7 @@ func (l *Lab) clusterOf(h *Host) *Cluster {
 	return nil
 }
 
-// address returns the address of a host of the cluster.
+// address returns the address of the cluster's host with the given name.
 func (c *Cluster) address(name string) (netip.Addr, bool) {
 	for _, n := range c.Nodes {
 		if n.Name == name {

@@ -8,11 +8,11 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Forget removes from a node, whose processes have ended, everything that would not survive a boot:
-// devices that were added and policy rules. The lab's own objects stay.
+// Forget removes all state that a reboot of the node would remove: added devices and policy
+// rules. The node's processes must have ended. The lab's own objects stay.
 func (n *Node) Forget() error {
 	var err error
-	for range 5 { // devices of ending namespaces disappear by themselves meanwhile
+	for range 5 { // repeat, because devices of ending namespaces disappear by themselves meanwhile
 		if err = n.Do(forget); !errors.Is(err, netlink.ErrDumpInterrupted) {
 			break
 		}
@@ -23,14 +23,14 @@ func (n *Node) Forget() error {
 	return nil
 }
 
-// forget does that in the calling thread's namespace.
+// forget implements Forget in the calling thread's namespace.
 func forget() error {
 	links, err := netlink.LinkList()
 	if err != nil {
 		return err
 	}
 	for _, l := range links {
-		if name := l.Attrs().Name; name == "lo" || name == uplink || name == "lan" { // the last one leads to the server
+		if name := l.Attrs().Name; name == "lo" || name == uplink || name == "lan" { // lan leads to the server
 			continue
 		}
 		var gone netlink.LinkNotFoundError

@@ -18,21 +18,21 @@ import (
 )
 
 const (
-	startTimeout = time.Minute      // of a gateway, if the caller's context has no deadline
+	startTimeout = time.Minute      // for the start of a gateway, if the caller's context has no deadline
 	stopTimeout  = 20 * time.Second // from SIGTERM to SIGKILL
-	tailLines    = 30               // of a log that an error contains
+	tailLines    = 30               // of a gateway's log in an error
 )
 
 // gateway is a gateway process that this process started.
 type gateway struct {
 	cmd  *Cmd
-	done chan struct{} // closed when it has ended
-	err  error         // how; valid after done
+	done chan struct{} // closed when the process has ended
+	err  error         // result of Wait; valid after done is closed
 }
 
-// StartGateways runs "BINARY gateway --config DIR ARGS" on node 1 of every cluster and waits until
-// all are ready. The error contains the last log lines of each gateway that is not. The gateways
-// end with the lab, or at StopGateways.
+// StartGateways runs "BINARY gateway --config DIR ARGS" on node 1 of every cluster and waits
+// until all are ready. The error contains the last log lines of each gateway that is not ready.
+// Down or StopGateways ends the gateways.
 func (l *Lab) StartGateways(ctx context.Context, binary string, args ...string) error {
 	errs := make([]error, len(l.Clusters))
 	var group sync.WaitGroup
@@ -43,8 +43,8 @@ func (l *Lab) StartGateways(ctx context.Context, binary string, args ...string) 
 	return errors.Join(errs...)
 }
 
-// StartGateway is StartGateways for one cluster. The binary's path has to be absolute or found in
-// PATH.
+// StartGateway is StartGateways for one cluster. The binary's path must be absolute, or be found
+// in PATH.
 func (l *Lab) StartGateway(ctx context.Context, c *Cluster, binary string, args ...string) error {
 	if err := l.startGateway(ctx, c, binary, args); err != nil {
 		return fmt.Errorf("gateway of cluster %s: %w", c.Name, err)
@@ -73,11 +73,11 @@ func (l *Lab) startGateway(ctx context.Context, c *Cluster, binary string, args 
 	if err != nil {
 		return err
 	}
-	// Not the caller's context, which ends the wait but not the gateway.
+	// The caller's context bounds only the wait, not the gateway's lifetime.
 	g := &gateway{cmd: c.Gateway().Command(context.Background(), binary, append([]string{"gateway", "--config", c.ConfigDir}, args...)...), done: make(chan struct{})}
 	g.cmd.Stdout, g.cmd.Stderr = log, log
-	// In its own session, because Ctrl-C at the terminal is for the owner of the lab, which then
-	// stops the gateways in order.
+	// The gateway gets its own session, because Ctrl-C at the terminal is for the owner of the lab,
+	// which then stops the gateways in order.
 	g.cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true}
 	if err := g.cmd.Start(); err != nil {
 		return err
@@ -121,8 +121,8 @@ func waitReady(ctx context.Context, c *Cluster, g *gateway) error {
 	}
 }
 
-// StopGateways ends all gateways in parallel by SIGTERM. A gateway that takes longer than 20 s is
-// killed by SIGKILL, which is an error. A gateway that does not run is no error.
+// StopGateways ends all gateways in parallel by SIGTERM. After 20 s it kills a gateway by SIGKILL
+// and returns an error. It ignores gateways that do not run.
 func (l *Lab) StopGateways() error {
 	errs := make([]error, len(l.Clusters))
 	var group sync.WaitGroup
@@ -133,13 +133,13 @@ func (l *Lab) StopGateways() error {
 	return errors.Join(errs...)
 }
 
-// StopGateway is StopGateways for one cluster. It works for a gateway that another process started,
-// too.
+// StopGateway is StopGateways for one cluster. It also stops a gateway that another process
+// started.
 func (l *Lab) StopGateway(c *Cluster) error {
 	return l.endGateway(c, unix.SIGTERM)
 }
 
-// KillGateway ends a cluster's gateway by SIGKILL: it cannot clean up.
+// KillGateway ends a cluster's gateway by SIGKILL, so that the gateway cannot clean up.
 func (l *Lab) KillGateway(c *Cluster) error {
 	return l.endGateway(c, unix.SIGKILL)
 }
@@ -177,15 +177,15 @@ func (l *Lab) endGateway(c *Cluster, signal unix.Signal) error {
 	return err
 }
 
-// GatewayProcess returns the process ID of a cluster's gateway, whoever started it; false when none
-// runs.
+// GatewayProcess returns the process ID of a cluster's gateway, even if another process started
+// it. It returns false if no gateway runs.
 func (l *Lab) GatewayProcess(c *Cluster) (pid int, ok bool) {
 	text, err := os.ReadFile(l.pidFile(c))
 	if err != nil {
 		return 0, false
 	}
 	pid, err = strconv.Atoi(string(text))
-	// Another process may have that number by now.
+	// Another process may have the same process ID by now.
 	return pid, err == nil && crowdOf(l.Name).has(pid)
 }
 
@@ -193,8 +193,7 @@ func (l *Lab) pidFile(c *Cluster) string {
 	return filepath.Join(l.Dir, logDir, "gateway-"+c.Name+".pid")
 }
 
-// GatewayLog returns the path of the file with the output of a cluster's gateway, over all its
-// starts.
+// GatewayLog returns the path of the file with the output of all runs of a cluster's gateway.
 func (l *Lab) GatewayLog(c *Cluster) string {
 	return filepath.Join(l.Dir, logDir, "gateway-"+c.Name+".log")
 }
@@ -251,7 +250,7 @@ func cutLast(s, sep string) (before, after string, found bool) {
 	return s[:i], s[i+len(sep):], true
 }
 
-// tail returns the last lines of a file, not before the given offset, indented.
+// tail returns the last lines of a file, indented. It ignores lines before the offset begin.
 func tail(path string, begin int64, lines int) string {
 	file, err := os.Open(path)
 	if err != nil {

@@ -15,7 +15,7 @@ import (
 	"time"
 )
 
-// fakeEnv makes this test binary a gateway that behaves as the variable says.
+// fakeEnv makes this test binary act as a gateway. Its value selects the behavior.
 const fakeEnv = "ISTHMUS_LAB_TEST_GATEWAY"
 
 func TestMain(m *testing.M) {
@@ -26,7 +26,7 @@ func TestMain(m *testing.M) {
 	os.Exit(m.Run())
 }
 
-// firstNetns is where the main thread was before any test.
+// firstNetns is the network namespace of the main thread before all tests.
 var firstNetns uint64
 
 func fakeGateway(behaviour, dir string) int {
@@ -102,7 +102,7 @@ func TestGatewayThatDoesNotStartSaysWhy(t *testing.T) {
 	t.Setenv(fakeEnv, "unready")
 	ctx, cancel := context.WithCancel(t.Context())
 	defer cancel()
-	go func() { // the time is up when it has answered a few times
+	go func() { // cancels the start after a few readiness checks
 		for ctx.Err() == nil {
 			if _, err := os.Stat(filepath.Join(l.Clusters[0].ConfigDir, "asked")); err == nil {
 				cancel()

@@ -15,31 +15,31 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// netnsDir is the directory of iproute2's named network namespaces, so that "ip netns exec" finds
+// netnsDir is iproute2's directory of named network namespaces, so that "ip netns exec" finds
 // those of a lab.
 const netnsDir = "/run/netns"
 
-// netnsPrefix begins the name of every namespace of every lab: isthmus.LAB.HOST.
+// netnsPrefix is the prefix of all namespaces of all labs: isthmus.LAB.HOST.
 const netnsPrefix = "isthmus."
 
 // A Host is one network namespace of a lab: the underlay, a node, a pod or an on-prem server. Its
-// methods may be called concurrently. Listeners and connections that were opened through them work
-// from any thread. The caller must close them, because the namespace exists until then.
+// methods may be called concurrently. Listeners and connections that they open work from any
+// thread. The caller must close these, because they keep the namespace alive.
 type Host struct {
 	Name string // unique in the lab: "underlay", "a-node1", "a-pod1", "a-onprem"
 
 	lab string
 }
 
-// Netns is the name of the host's namespace for "ip netns exec".
+// Netns returns the name of the host's namespace for "ip netns exec".
 func (h *Host) Netns() string { return netnsPrefix + h.lab + "." + h.Name }
 
 // String returns the host's name.
 func (h *Host) String() string { return h.Name }
 
-// Do runs f inside the host's namespace and returns its error. f runs on its own thread, which ends
-// with f. Goroutines that f starts run outside. Do not end a test in f (t.Fatal), because f is not
-// on the test's goroutine.
+// Do runs f inside the host's namespace and returns its error. f runs on its own thread, which
+// ends with f. Goroutines that f starts run outside of the namespace. f must not end the test
+// (t.Fatal), because it does not run on the test's goroutine.
 func (h *Host) Do(f func() error) error {
 	return onOwnThread(func() error {
 		if err := enter(filepath.Join(netnsDir, h.Netns())); err != nil {
@@ -62,20 +62,20 @@ func enter(path string) error {
 	return nil
 }
 
-// onOwnThread runs f on a thread that ends afterwards, so that f may leave it in any state. It
-// never uses the main thread, which ends only with the process, would hold the namespace until
-// then, and whose namespace /proc/PID/ns/net shows.
+// onOwnThread runs f on a thread that ends afterwards, so that f may leave the thread in any
+// state. It never uses the main thread. That thread would hold the namespace until the process
+// ends, and /proc/PID/ns/net would show this namespace.
 func onOwnThread(f func() error) error {
 	done := make(chan error, 1)
 	go func() {
 		runtime.LockOSThread()
 		if unix.Gettid() == unix.Getpid() {
 			defer runtime.UnlockOSThread()
-			done <- onOwnThread(f) // meanwhile this goroutine occupies the main thread
+			done <- onOwnThread(f) // meanwhile, this goroutine occupies the main thread
 			return
 		}
-		// No unlock: the thread ends with the goroutine. A defer sends to done, so that
-		// runtime.Goexit in f is an error, too.
+		// Without UnlockOSThread, the thread ends with the goroutine. The deferred send also reports an
+		// error if f calls runtime.Goexit.
 		err := errors.New("the function left its goroutine")
 		defer func() { done <- err }()
 		err = f()
@@ -83,8 +83,8 @@ func onOwnThread(f func() error) error {
 	return <-done
 }
 
-// Dial connects from inside the host, as net.Dialer does. The address is IP:port, because names are
-// not resolved inside.
+// Dial connects from inside the host, like net.Dialer. The address must be IP:port, because names
+// are not resolved inside the host.
 func (h *Host) Dial(ctx context.Context, network, address string) (conn net.Conn, err error) {
 	err = h.Do(func() (err error) {
 		var d net.Dialer
@@ -119,9 +119,8 @@ type Cmd struct {
 	host *Host
 }
 
-// Command returns the command to run the named program inside the host. The program's file, mounts
-// and user are those of the caller. It is killed when ctx ends, and at the latest when the lab goes
-// down.
+// Command returns the command to run the named program inside the host. The program uses the
+// caller's file system and user. It is killed when ctx ends, or when the lab is removed.
 func (h *Host) Command(ctx context.Context, name string, args ...string) *Cmd {
 	return &Cmd{exec.CommandContext(ctx, name, args...), h}
 }
@@ -169,9 +168,9 @@ func (c *Cmd) CombinedOutput() ([]byte, error) {
 	return out.Bytes(), err
 }
 
-// Exec replaces the calling process by the named program, inside the host. It returns only after an
-// error. The directory of the calling program is added to PATH, so that it is found by name inside
-// a lab.
+// Exec replaces the calling process by the named program, inside the host. It returns only after
+// an error. It adds the directory of the calling program to PATH, so that the program is found by
+// name inside a lab.
 func (h *Host) Exec(args []string) error {
 	if self, err := os.Executable(); err == nil {
 		path := os.Getenv("PATH") + string(filepath.ListSeparator) + filepath.Dir(self)
@@ -186,14 +185,15 @@ func (h *Host) Exec(args []string) error {
 	if err != nil {
 		return err
 	}
-	// execve keeps only the calling thread, with its namespace.
+	// execve(2) keeps only the calling thread, which is in the host's namespace.
 	return h.Do(func() error {
 		return &os.PathError{Op: "exec", Path: path, Err: unix.Exec(path, args, os.Environ())}
 	})
 }
 
-// setSysctl writes a setting of the calling thread's namespace; name is a path below /proc/sys/net.
+// setSysctl writes a setting of the calling thread's namespace. name is a path below
+// /proc/sys/net.
 func setSysctl(name, value string) error {
-	// The kernel shows the /proc/sys/net of the reading thread's namespace.
+	// The kernel shows /proc/sys/net of the namespace of the thread that opens the file.
 	return os.WriteFile(filepath.Join("/proc/sys/net", name), []byte(value), 0)
 }

@@ -19,7 +19,8 @@ func (h *Host) Client() *http.Client {
 	return &http.Client{Transport: &http.Transport{DialContext: h.Dial, DisableKeepAlives: true, DisableCompression: true}}
 }
 
-// Get fetches a URL from inside the host and returns the body; a status other than 200 is an error.
+// Get fetches a URL from inside the host and returns the body. A status other than 200 is an
+// error.
 func (h *Host) Get(ctx context.Context, url string) (string, error) {
 	req, err := http.NewRequestWithContext(ctx, http.MethodGet, url, nil)
 	if err != nil {
@@ -59,13 +60,13 @@ func (h *Host) Serve(address string, handler http.Handler) (stop func() error, e
 	}, nil
 }
 
-// ServeHosts starts the lab's web server on port 80 of all pods and on-prem servers. It ends with
-// the lab. It answers
+// ServeHosts starts the lab's web server on port 80 of all pods and on-prem servers. It runs
+// until the lab is removed. It answers
 //
 //	/           "a-pod1 sees 10.246.0.11": its own name and the caller's address
 //	/bytes?n=N  N octets
 //
-// and takes what is sent to /bytes by PUT.
+// and accepts a PUT of any data to /bytes.
 func (l *Lab) ServeHosts() error {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -95,7 +96,7 @@ func (l *Lab) stopServing() error {
 	return errors.Join(errs...)
 }
 
-// maxDownload bounds the octets of one request.
+// maxDownload is the largest number of octets in one response.
 const maxDownload = 1 << 40
 
 func whoami(name string) http.Handler {
@@ -116,7 +117,7 @@ func whoami(name string) http.Handler {
 		for n > 0 {
 			m, err := w.Write(chunk[:min(n, int64(len(chunk)))])
 			if err != nil {
-				return // the caller has gone
+				return // the client closed the connection
 			}
 			n -= int64(m)
 		}
@@ -138,11 +139,11 @@ type Throughput struct {
 	Duration time.Duration
 }
 
-// BitsPerSecond is the mean rate of the payload.
+// BitsPerSecond returns the mean rate of the payload.
 func (t Throughput) BitsPerSecond() float64 { return float64(t.Bytes) * 8 / t.Duration.Seconds() }
 
-// Download fetches up to n octets from the lab's web server at addr, for at most the given time,
-// and measures from the request to the last octet.
+// Download fetches up to n octets from the lab's web server at addr, for at most the given time.
+// It measures the time from the request to the last octet.
 func (h *Host) Download(ctx context.Context, addr netip.Addr, n int64, atMost time.Duration) (Throughput, error) {
 	request, cancel := context.WithTimeout(ctx, atMost)
 	defer cancel()

@@ -5,21 +5,20 @@ import (
 	"net/netip"
 )
 
-// pools are the networks that Liqo's IPAM allocates from, in its order.
+// pools are the networks from which Liqo's IPAM allocates, in its order.
 var pools = []netip.Prefix{
 	netip.MustParsePrefix("10.0.0.0/8"),
 	netip.MustParsePrefix("192.168.0.0/16"),
 	netip.MustParsePrefix("172.16.0.0/12"),
 }
 
-// reservedNetworks are the networks that a cluster never allocates to a peer, even before it has
-// any peer.
+// reservedNetworks returns the networks that a cluster never allocates to a peer.
 func reservedNetworks(own ...netip.Prefix) []netip.Prefix {
 	return append([]netip.Prefix{serviceNetwork, underlayNetwork, onPremNetwork}, own...)
 }
 
-// remap chooses the network that a cluster uses for a peer's network, as Liqo v0.9.4 does: the same
-// network if that overlaps nothing, else the best free network of the same length.
+// remap chooses a cluster's network for a peer's network, as Liqo v0.9.4 does: the peer's own
+// network if it overlaps no other, otherwise the best free network of the same length.
 func remap(taken []netip.Prefix, network netip.Prefix) (netip.Prefix, error) {
 	if !overlapsAny(network, taken) {
 		return network, nil
@@ -27,8 +26,9 @@ func remap(taken []netip.Prefix, network netip.Prefix) (netip.Prefix, error) {
 	return allocate(taken, network.Bits())
 }
 
-// allocate finds a free network of the given length as Liqo's allocator does. It uses the first
-// pool that has one, there the smallest free block that is large enough, and of several the lowest.
+// allocate finds a free network of the given length as Liqo's allocator does. It searches the
+// pools in order. In the first pool with enough room, it uses the smallest sufficient free block,
+// and the lowest of several.
 func allocate(taken []netip.Prefix, length int) (netip.Prefix, error) {
 	for _, pool := range pools {
 		if best := smallestFree(pool, taken, length); best.IsValid() {
@@ -38,8 +38,8 @@ func allocate(taken []netip.Prefix, length int) (netip.Prefix, error) {
 	return netip.Prefix{}, fmt.Errorf("no free /%d in %v", length, pools)
 }
 
-// smallestFree returns the smallest completely free block inside block that has room for a network
-// of the given length.
+// smallestFree returns the smallest free block inside block that has room for a network of the
+// given length.
 func smallestFree(block netip.Prefix, taken []netip.Prefix, length int) netip.Prefix {
 	if block.Bits() > length {
 		return netip.Prefix{}

@@ -22,7 +22,7 @@ import (
 	"github.com/isthmus-net/isthmus/fabric"
 )
 
-// Ports of every gateway of a lab; each gateway has its own namespace.
+// Ports of every gateway of a lab. They may be equal, because each gateway has its own namespace.
 const (
 	wireGuardPort = 5871
 	metricsPort   = 5872
@@ -31,29 +31,28 @@ const (
 
 const keyFile = "private.key"
 
-// tunnelAddr is the address of Liqo's tunnel, mapped to the first host of the ExternalCIDR for the
-// connection check.
+// tunnelAddr is the address of Liqo's tunnel. The first host address of the ExternalCIDR is
+// mapped to it for the connection check.
 var tunnelAddr = netip.MustParseAddr("169.254.0.1")
 
-// A View is how one cluster sees the two networks of another: PodCIDR and ExternalCIDR after
-// remapping.
+// A View holds the PodCIDR and the ExternalCIDR of one cluster after remapping by another.
 type View struct {
 	Pod      netip.Prefix `json:"pod"`
 	External netip.Prefix `json:"external"`
 }
 
-// JoinOptions choose the remapped networks of a Join. A zero Prefix means: as Liqo's IPAM chooses.
-// The other cluster's real network means: not remapped, Liqo's "None". Only the length is checked,
-// so that a test can use networks that a gateway must refuse.
+// JoinOptions choose the remapped networks of a Join. A zero Prefix selects the choice of Liqo's
+// IPAM. The peer's real network means no remapping, Liqo's "None". Only the length is checked, so
+// that a test can use networks that a gateway must reject.
 type JoinOptions struct {
 	AtA View // b's networks as a sees them
 	AtB View // a's networks as b sees them
 }
 
-// Join makes two clusters peers. It decides which networks each uses for the other, and writes a
-// TunnelEndpoint and a NatMapping into the ConfigDir of each, and gateway.yaml and a private key if
-// they are missing. Nodes without a gateway get routes to the peer through node 1. Joining a pair
-// again replaces the previous result.
+// Join makes two clusters peers. It chooses the networks that each uses for the other. It writes
+// a TunnelEndpoint and a NatMapping into the ConfigDir of each, and also gateway.yaml and a
+// private key if they are missing. Nodes without a gateway get routes to the peer through node 1.
+// Joining a pair again replaces the previous result.
 func (l *Lab) Join(a, b *Cluster, o JoinOptions) error {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -73,7 +72,7 @@ func (l *Lab) Join(a, b *Cluster, o JoinOptions) error {
 	return nil
 }
 
-// JoinAll joins each pair of clusters, remapped as Liqo does.
+// JoinAll joins each pair of clusters, with Liqo's choice of networks.
 func (l *Lab) JoinAll() error {
 	for i, a := range l.Clusters {
 		for _, b := range l.Clusters[i+1:] {
@@ -85,7 +84,7 @@ func (l *Lab) JoinAll() error {
 	return nil
 }
 
-// Unjoin removes from the two ConfigDirs what Join wrote there.
+// Unjoin removes the files that Join wrote into the two ConfigDirs.
 func (l *Lab) Unjoin(a, b *Cluster) error {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -108,21 +107,22 @@ func (j join) isOf(a, b *Cluster) bool {
 	return j.A == a.Name && j.B == b.Name || j.A == b.Name && j.B == a.Name
 }
 
-// Map gives an endpoint outside the pods of c, such as its OnPrem server, an address of c's
-// ExternalCIDR, and tells all present peers of c. Each peer sees that address moved onto its
-// network for the ExternalCIDR: see Seen. Peers that join later do not get it.
+// Map allocates an address of c's ExternalCIDR for an endpoint outside the pods of c, such as its
+// OnPrem server, and writes the mapping into the files of all present peers of c. Each peer sees
+// that address in its own network for the ExternalCIDR: see Seen. Peers that join later do not
+// get the mapping.
 func (l *Lab) Map(c *Cluster, endpoint netip.Addr) error {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if _, ok := l.mapped(c, endpoint); !ok {
-		external := c.ExternalCIDR.Addr().Next() // the first host is the tunnel address
+		external := c.ExternalCIDR.Addr().Next() // the first host address is the tunnel's
 		for _, m := range l.state.Mappings {
 			if m.Cluster == c.Name {
 				external = m.External
 			}
 		}
 		external = external.Next()
-		if !c.ExternalCIDR.Contains(external.Next()) { // the last address is not a host's
+		if !c.ExternalCIDR.Contains(external.Next()) { // the last address is not usable for a host
 			return fmt.Errorf("cluster %s: ExternalCIDR %v is full", c.Name, c.ExternalCIDR)
 		}
 		l.state.Mappings = append(l.state.Mappings, mapping{c.Name, endpoint, external})
@@ -145,7 +145,8 @@ func (l *Lab) mapped(c *Cluster, endpoint netip.Addr) (netip.Addr, bool) {
 	return netip.Addr{}, false
 }
 
-// View returns the networks that cluster at uses for another one; false if they are not joined.
+// View returns the networks that cluster at uses for another cluster, or false if they are not
+// joined.
 func (l *Lab) View(at, of *Cluster) (View, bool) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -164,9 +165,9 @@ func (l *Lab) view(at, of *Cluster) (View, bool) {
 	return View{}, false
 }
 
-// Seen returns the address under which cluster at reaches an address of cluster of, which is that
-// of a pod or a mapped endpoint. For a cluster's own hosts, and for the nodes of all clusters, that
-// is the address itself.
+// Seen returns the address under which cluster at reaches an address of cluster of. addr is the
+// address of a pod or of a mapped endpoint. For hosts of at itself and for nodes of all clusters,
+// Seen returns addr.
 func (l *Lab) Seen(at, of *Cluster, addr netip.Addr) (netip.Addr, error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -187,7 +188,8 @@ func (l *Lab) Seen(at, of *Cluster, addr netip.Addr) (netip.Addr, error) {
 	return Move(external, of.ExternalCIDR, view.External), nil
 }
 
-// viewAt fills in the missing parts of at's view of a peer as Liqo decides, the PodCIDR first.
+// viewAt fills in the missing parts of at's view of a peer with Liqo's choices, the PodCIDR
+// first.
 func (l *Lab) viewAt(at, peer *Cluster, want View) (View, error) {
 	taken := reservedNetworks(at.PodCIDR, at.ExternalCIDR)
 	for _, c := range l.Clusters {
@@ -219,7 +221,7 @@ func (l *Lab) viewAt(at, peer *Cluster, want View) (View, error) {
 	return v, err
 }
 
-// writePeer writes the objects of a joined pair on at's side.
+// writePeer writes the objects of a joined pair for cluster at.
 func (l *Lab) writePeer(at, peer *Cluster) error {
 	ofPeer, _ := l.view(at, peer)
 	ofUs, _ := l.view(peer, at)
@@ -281,7 +283,8 @@ func (l *Lab) writePeer(at, peer *Cluster) error {
 	return writeFile(PeerFile(at, peer), text.Bytes(), 0o644)
 }
 
-// remapped returns Liqo's text for the network that stands for another one.
+// remapped returns the remapped network in Liqo's notation, which is "None" if it is not
+// remapped.
 func remapped(network, seen netip.Prefix) string {
 	if seen == network {
 		return v1alpha1.None
@@ -289,13 +292,13 @@ func remapped(network, seen netip.Prefix) string {
 	return seen.String()
 }
 
-// uniqueName is the name that Liqo gives to objects about a cluster.
+// uniqueName returns Liqo's name for objects about a cluster.
 func uniqueName(c *Cluster) string {
 	hash := sha256.Sum256([]byte(c.ID))
 	return fmt.Sprintf("%s-%x", c.Name, hash[:3])
 }
 
-// ensureGatewayFile writes the gateway's own file and its key if they are missing.
+// ensureGatewayFile writes gateway.yaml and the private key if they are missing.
 func ensureGatewayFile(c *Cluster) error {
 	if _, err := ensureKey(c); err != nil {
 		return err
@@ -320,14 +323,14 @@ statusAddress: "127.0.0.1:%d"
 	return writeFile(path, text, 0o644)
 }
 
-// ensureKey returns the cluster's private key, and creates it if there is none.
+// ensureKey returns the cluster's private key. It creates a missing key.
 func ensureKey(c *Cluster) ([32]byte, error) {
 	path := filepath.Join(c.ConfigDir, keyFile)
 	text, err := os.ReadFile(path)
 	if errors.Is(err, fs.ErrNotExist) {
 		key := make([]byte, 32)
 		rand.Read(key)
-		key[0] &= 248 // as "wg genkey" does (RFC 7748, section 5); X25519 would do it, too
+		key[0] &= 248 // clamp as "wg genkey" does (RFC 7748, section 5); X25519 clamps as well
 		key[31] = key[31]&127 | 64
 		text = []byte(base64.StdEncoding.EncodeToString(key) + "\n")
 		err = writeFile(path, text, 0o600)
@@ -363,8 +366,9 @@ func backendConfig(c *Cluster) (v1alpha1.BackendConfig, error) {
 	return config, nil
 }
 
-// routePeer adds routes to a peer's networks on the nodes without a gateway; they lead to the node
-// with the gateway. The way back needs none: each node has a route to the pods anyway.
+// routePeer adds routes to a peer's networks on the nodes without a gateway, through the node
+// with the gateway. Replies need no further routes: each node has routes to all pods of its
+// cluster.
 func (l *Lab) routePeer(c *Cluster, v View) error {
 	var errs []error
 	for _, n := range c.Nodes[1:] {

@@ -29,7 +29,8 @@ func TestJoinWritesBothSidesOfTheSameDecision(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	// b sees a first, under 10.246 and 10.247; so does a see b.
+	// a is b's first peer, so b allocates the first free networks for it: 10.246 and 10.247. a
+	// allocates the same networks for b.
 	want := `# Cluster b's side of its peering with a.
 apiVersion: net.liqo.io/v1alpha1
 kind: TunnelEndpoint

@@ -13,15 +13,15 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// A KernelUse counts kernel objects for WireGuard and NAT, which a gateway does not use, in all its
-// network namespaces.
+// A KernelUse counts kernel objects for WireGuard and NAT in all network namespaces of a gateway.
+// A gateway uses none.
 type KernelUse struct {
 	Namespaces int
-	WireGuard  int // devices
-	NATChains  int // of nftables, with the type nat
+	WireGuard  int // number of devices
+	NATChains  int // number of nftables chains of type nat
 }
 
-// GatewayKernel counts these objects in the network namespaces of a running gateway.
+// GatewayKernel counts the objects of KernelUse in the network namespaces of a running gateway.
 func (l *Lab) GatewayKernel(c *Cluster) (KernelUse, error) {
 	pid, ok := l.GatewayProcess(c)
 	if !ok {
@@ -36,7 +36,7 @@ func (l *Lab) GatewayKernel(c *Cluster) (KernelUse, error) {
 
 func kernelUse(pid int) (use KernelUse, err error) {
 	paths := []string{fmt.Sprintf("/proc/%d/ns/net", pid)}
-	files, err := filepath.Glob(fmt.Sprintf("/proc/%d/fd/*", pid)) // the namespace of the TUN has no name
+	files, err := filepath.Glob(fmt.Sprintf("/proc/%d/fd/*", pid)) // the namespace of the TUN has no name: find it by the gateway's descriptors
 	if err != nil {
 		return use, err
 	}
@@ -59,7 +59,7 @@ func kernelUse(pid int) (use KernelUse, err error) {
 	return use, nil
 }
 
-// add counts the objects of a namespace, unless it was counted already.
+// add counts the objects of a namespace, unless known already contains it.
 func (u *KernelUse) add(fd netns.NsHandle, known map[uint64]bool) error {
 	var st unix.Stat_t
 	if err := unix.Fstat(int(fd), &st); err != nil || known[st.Ino] {

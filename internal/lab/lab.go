@@ -1,6 +1,6 @@
-// Package lab makes Kubernetes-like clusters out of network namespaces of one machine, for tests,
-// the demo, benchmarks and experiments. It needs Linux and root, but no program, no image and no
-// Kubernetes.
+// Package lab creates Kubernetes-like clusters from network namespaces of one machine, for tests,
+// the demo, benchmarks and experiments. It needs Linux and root, but no other program, no image
+// and no Kubernetes.
 //
 //	                       ┌──────────── underlay (router) ───────────┐
 //	                       │ br-a 172.30.1.1/24    br-b 172.30.2.1/24 │ ...
@@ -15,17 +15,17 @@
 //	                 a-pod1        a-pod2       b-pod1        b-pod2
 //	            10.244.0.11   10.244.0.12   10.244.0.11   10.244.0.12
 //
-// Every box and every pod is a namespace. Everything is made through netlink inside these
-// namespaces, so the machine's own devices, routes and firewall do not change. Pods have a veth
-// pair to their node, an address with length 32 and a default route through the node, as the ptp
-// CNI plugin makes them. Nodes forward, have a part of the PodCIDR each, a default route to the
-// underlay's router and routes to the pods of the cluster's other nodes. Node 1 is where the
-// gateway runs; behind it is a server that is not in the cluster, which pods of the cluster reach
-// by its address. The router knows the nodes' networks only: a packet with the address of a pod
-// that leaves a node unencapsulated is lost.
+// Every box and every pod is a namespace. The package creates everything through netlink inside
+// these namespaces, so the machine's own devices, routes and firewall do not change. As with the
+// ptp CNI plugin, a pod has a veth pair to its node, an address with length 32 and a default
+// route through the node. A node forwards packets. It has a part of the PodCIDR, a default route
+// to the underlay's router, and routes to the pods of the cluster's other nodes. The gateway runs
+// on node 1. That node also leads to a server outside the cluster, which the cluster's pods reach
+// by its own address. The router has routes only to the nodes' networks. A packet with a pod's
+// address that leaves a node unencapsulated is lost.
 //
-// A lab belongs to the process that made it. After that process has ended in any way, the next Up
-// of any process removes the lab, unless it was declared persistent.
+// A lab belongs to the process that created it. After that process has ended in any way, the next
+// Up of any process removes the lab, unless it was declared persistent.
 package lab
 
 import (
@@ -41,25 +41,25 @@ import (
 	"time"
 )
 
-// Errors that a caller may want to distinguish.
+// Errors that callers may distinguish.
 var (
 	ErrInUse    = errors.New("is up and in use by a live process")
 	ErrExists   = errors.New("is up already")
 	ErrNotFound = errors.New("is not up")
 )
 
-// A Lab is one underlay with its clusters. Its methods may be used from several goroutines; Down
-// ends its use.
+// A Lab is one underlay with its clusters. Its methods may be called concurrently. After Down the
+// Lab must not be used.
 type Lab struct {
 	Name     string
-	Spec     Spec // complete: with default values
+	Spec     Spec // with default values filled in
 	Dir      string
 	Underlay *Host
 	Clusters []*Cluster
 
 	mu       sync.Mutex
 	state    state
-	owner    *os.File // the held lock; nil in a lab that was opened
+	owner    *os.File // the locked file; nil if the lab was opened
 	gateways map[*Cluster]*gateway
 	servers  []func() error
 }
@@ -70,8 +70,8 @@ type Cluster struct {
 	ID           string
 	PodCIDR      netip.Prefix
 	ExternalCIDR netip.Prefix
-	Tunnels      int     // of its gateway
-	Nodes        []*Node // the gateway runs on the first
+	Tunnels      int     // number of tunnels of its gateway
+	Nodes        []*Node // the gateway runs on the first node
 	Pods         []*Pod  // those of node 1 first
 	GatewayPods  []*Pod  // for gateways, on the first nodes; see ClusterSpec
 	OnPrem       *Server // a server outside the cluster, on a network of node 1
@@ -81,21 +81,21 @@ type Cluster struct {
 	bare bool
 }
 
-// A Node is a machine of a cluster.
+// A Node is a node of a cluster.
 type Node struct {
 	*Host
-	Addr    netip.Addr   // in the underlay
-	PodCIDR netip.Prefix // the node's part
+	Addr    netip.Addr   // address in the underlay
+	PodCIDR netip.Prefix // the node's part of the PodCIDR
 }
 
-// A Pod is on a node.
+// A Pod is a pod on a node.
 type Pod struct {
 	*Host
 	Addr netip.Addr
 	Node *Node
 }
 
-// A Server is a machine that is not in the cluster.
+// A Server is a host outside the nodes and pods of the cluster.
 type Server struct {
 	*Host
 	Addr netip.Addr
@@ -132,8 +132,8 @@ func (l *Lab) Cluster(name string) *Cluster {
 	return nil
 }
 
-// Hosts returns all hosts: the underlay, then per cluster its nodes, pods, server and control
-// plane.
+// Hosts returns all hosts: the underlay, then the nodes, pods, server and control plane of each
+// cluster.
 func (l *Lab) Hosts() []*Host {
 	hosts := []*Host{l.Underlay}
 	for _, c := range l.Clusters {
@@ -163,15 +163,15 @@ func (l *Lab) Host(name string) (*Host, error) {
 	return nil, fmt.Errorf("lab %s has no host %q; it has %v", l.Name, name, known)
 }
 
-// UniqueName returns a name for a lab that no other process and no other call uses. It begins with
-// the given word.
+// UniqueName returns a unique name for a lab: no other process and no other call gets the same.
+// The name starts with the given word.
 func UniqueName(word string) string {
 	return fmt.Sprintf("%s-%d-%d", word, os.Getpid(), uniqueNames.Add(1))
 }
 
 var uniqueNames atomic.Uint32
 
-// Available returns why labs cannot be made here, or nil if they can.
+// Available returns the reason why labs cannot run on this machine, or nil if they can.
 func Available() error {
 	if os.Geteuid() != 0 {
 		return errors.New("network namespaces need root")
@@ -182,8 +182,8 @@ func Available() error {
 	return nil
 }
 
-// Up makes a lab, after it has removed those whose owner died. It starts no gateways: see Join and
-// StartGateways. A failed Up leaves nothing behind.
+// Up creates a lab. First it removes labs whose owner has ended. It starts no gateways: see Join
+// and StartGateways. A failed Up leaves nothing behind.
 func Up(ctx context.Context, spec Spec) (*Lab, error) {
 	spec, err := spec.withDefaults()
 	if err != nil {
@@ -201,7 +201,7 @@ func Up(ctx context.Context, spec Spec) (*Lab, error) {
 		if err != nil {
 			return err
 		}
-		if s, err := readState(spec.Name); err == nil && s.Persistent { // sweep has left it
+		if s, err := readState(spec.Name); err == nil && s.Persistent { // sweep keeps persistent labs
 			owner.Close()
 			return fmt.Errorf("lab %q %w", spec.Name, ErrExists)
 		}
@@ -217,8 +217,8 @@ func Up(ctx context.Context, spec Spec) (*Lab, error) {
 	return l, nil
 }
 
-// Open returns a lab that another process has made. Do not open a lab that its owner may still be
-// making. The caller does not become its owner: the lab stays when the caller ends.
+// Open returns a lab that another process has created. The creation must be complete. The caller
+// does not become the owner: the lab stays when the caller ends.
 func Open(name string) (*Lab, error) {
 	s, err := readState(name)
 	if err != nil {
@@ -230,11 +230,11 @@ func Open(name string) (*Lab, error) {
 	return fromState(s), nil
 }
 
-// List returns the names of all labs, sorted, of all users. Dead ones are included until they
-// are swept.
+// List returns the names of all labs of all users, sorted. It includes labs whose owner has
+// ended, until they are swept.
 func List() ([]string, error) { return names() }
 
-// Persist lets the lab outlive its owner, until Down.
+// Persist keeps the lab after the end of its owner, until Down.
 func (l *Lab) Persist() error {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -242,8 +242,9 @@ func (l *Lab) Persist() error {
 	return l.state.write()
 }
 
-// Down ends the gateways and all other processes inside the lab, and removes the lab. A lab that is
-// already gone is no error. A lab that another live process owns stays; the error is ErrInUse.
+// Down ends the gateways and all other processes inside the lab, and removes the lab. It is no
+// error if the lab does not exist any more. If another live process owns the lab, Down changes
+// nothing and returns ErrInUse.
 func (l *Lab) Down() error {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -257,7 +258,7 @@ func (l *Lab) Down() error {
 		}
 	}
 	errs := []error{l.stopServing()}
-	// Not under the lock that all labs share, because a process may take long to end.
+	// Do not hold the lock that all labs share, because a process may take long to end.
 	if err := crowdOf(l.Name).end(3 * time.Second); err != nil {
 		return fmt.Errorf("lab %s: %w", l.Name, err)
 	}
@@ -276,8 +277,8 @@ func (l *Lab) Down() error {
 	return errors.Join(errs...)
 }
 
-// Sweep removes all labs whose owner has died, except persistent ones, and persistent ones from
-// before a reboot. Up calls it.
+// Sweep removes all labs whose owner has ended, except persistent ones. It also removes
+// persistent labs that were created before a reboot. Up calls it.
 func Sweep() error { return locked(sweep) }
 
 func sweep() error {
@@ -302,8 +303,8 @@ func sweep() error {
 	return err
 }
 
-// destroy removes everything of a lab whose lock the caller holds. The directory goes last, so that
-// an interrupted destroy is found again.
+// destroy removes a lab. The caller holds the lab's lock. The directory is removed last, so that
+// the next sweep finds the remains after an interruption.
 func destroy(name string) error {
 	errs := []error{crowdOf(name).end(time.Second)}
 	for _, path := range namespacesOf(name) {
@@ -315,8 +316,8 @@ func destroy(name string) error {
 	return os.RemoveAll(dirOf(name))
 }
 
-// fromState computes hosts and addresses. It depends only on the state, so every process sees the
-// same lab.
+// fromState computes hosts and addresses. It depends only on the state, so every process computes
+// the same lab.
 func fromState(s state) *Lab {
 	name := s.Spec.Name
 	host := func(format string, args ...any) *Host { return &Host{Name: fmt.Sprintf(format, args...), lab: name} }

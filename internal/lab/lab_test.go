@@ -17,7 +17,7 @@ import (
 	"github.com/isthmus-net/isthmus/internal/ping"
 )
 
-// up makes a lab for one test.
+// up creates a lab for one test.
 func up(t *testing.T, spec Spec) *Lab {
 	t.Helper()
 	if err := Available(); err != nil {
@@ -39,7 +39,7 @@ func up(t *testing.T, spec Spec) *Lab {
 	return l
 }
 
-// traces lists everything that there is of a lab.
+// traces lists the remains of a lab: namespaces and its directory.
 func traces(name string) []string {
 	left := namespacesOf(name)
 	if _, err := os.Stat(dirOf(name)); err == nil {
@@ -133,7 +133,7 @@ func TestCommandsAndSocketsAreInside(t *testing.T) {
 
 func TestDoKeepsTheMainThreadOutside(t *testing.T) {
 	l := up(t, Spec{Clusters: Clusters(1)})
-	// So many at once that the scheduler has to use every thread there is.
+	// There are so many goroutines that the scheduler has to use every thread of the process.
 	var group sync.WaitGroup
 	for range 64 {
 		group.Go(func() {
@@ -237,7 +237,7 @@ func TestPersistentLabOutlivesItsOwnerUntilDown(t *testing.T) {
 	if err := l.Persist(); err != nil {
 		t.Fatal(err)
 	}
-	l.owner.Close() // as the end of the process would
+	l.owner.Close() // as at the end of the process
 	if err := Sweep(); err != nil {
 		t.Fatal(err)
 	}
@@ -313,7 +313,7 @@ func TestNextUpSweepsTheLabOfAKilledOwner(t *testing.T) {
 		t.Fatalf("swept the lab of a live owner (%v)", err)
 	}
 	var left crowd
-	err = locked(func() error { // else any process that makes a lab now sweeps this one before we have looked
+	err = locked(func() error { // under the lock, so that no other process can sweep this lab before the test has looked at it
 		if err := owner.Process.Kill(); err != nil {
 			return err
 		}
@@ -344,7 +344,7 @@ func TestSweepRemovesNamespacesWithoutState(t *testing.T) {
 	if err := os.RemoveAll(l.Dir); err != nil {
 		t.Fatal(err)
 	}
-	// What a crash between the creation of the name and the mount leaves is a plain file.
+	// A crash between creating the name and mounting the namespace leaves an empty file.
 	if err := os.WriteFile(filepath.Join(netnsDir, netnsPrefix+l.Name+".half"), nil, 0o444); err != nil {
 		t.Fatal(err)
 	}
@@ -371,8 +371,9 @@ func TestFailedUpLeavesNothing(t *testing.T) {
 	}
 }
 
-// ip-netns(8) binds the directory of the names to itself when it is no mount point, and what was
-// mounted in it is covered from then on. It is done here to a directory of the test's own.
+// If ip-netns(8) finds that the directory of names is not a mount point, it binds the directory
+// to itself. Namespaces mounted in it before are then hidden below the new mount. The test does
+// this with a directory of its own.
 func TestACoveredNetnsNameCanBeRemoved(t *testing.T) {
 	if err := Available(); err != nil {
 		t.Skip(err)

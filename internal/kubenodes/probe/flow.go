@@ -14,11 +14,12 @@ import (
 
 const (
 	interval = 10 * time.Millisecond  // between packets of a Flow
-	silence  = 100 * time.Millisecond // without an answer: no slow machine loses ten packets
+	silence  = 100 * time.Millisecond // pauses from this length are reported: no slow machine loses ten packets
 )
 
-// A Flow is traffic to a Server while a test injects faults: every 10 ms a UDP datagram with an
-// answer of the same size, and an octet on one TCP connection. It reports losses and pauses.
+// A Flow is traffic to a Server while a test injects faults. Every 10 ms it sends a UDP datagram,
+// which the Server answers with the same size, and it receives an octet on a TCP connection. It
+// reports losses and pauses.
 type Flow struct {
 	end  context.CancelFunc
 	done sync.WaitGroup
@@ -26,31 +27,31 @@ type Flow struct {
 	mu       sync.Mutex
 	sent     int
 	answered int
-	last     time.Time     // of the last UDP answer
-	pause    time.Duration // longest between two UDP answers
-	pauses   []Pause       // those over silence
+	last     time.Time     // time of the last UDP answer
+	pause    time.Duration // longest pause between two UDP answers
+	pauses   []Pause       // pauses of at least silence
 	tcpLast  time.Time
 	tcpPause time.Duration
-	broken   int // TCP connections that ended by themselves
+	broken   int // TCP connections that broke
 }
 
-// A FlowReport is the result of a Flow.
+// A FlowReport is the result of a Flow so far.
 type FlowReport struct {
 	Sent     int     `json:"sent"`     // UDP packets
-	Answered int     `json:"answered"` // of them
+	Answered int     `json:"answered"` // UDP packets answered
 	Pause    float64 `json:"pause"`    // seconds: the longest between two answers, or since the last one
 	TCPPause float64 `json:"tcpPause"` // seconds: the longest between two octets of the connection
-	Broken   int     `json:"broken"`   // connections
+	Broken   int     `json:"broken"`   // broken TCP connections
 	Pauses   []Pause `json:"pauses"`   // UDP pauses of at least a tenth of a second
 }
 
-// A Pause is a time without UDP answers.
+// A Pause is a period without UDP answers.
 type Pause struct {
-	Begin   time.Time `json:"begin"` // the last answer before it
+	Begin   time.Time `json:"begin"` // the last answer before the pause
 	Seconds float64   `json:"seconds"`
 }
 
-// NewFlow begins a flow with datagrams of size octets.
+// NewFlow starts a Flow with datagrams of size octets.
 func NewFlow(to netip.AddrPort, size int) *Flow {
 	ctx, end := context.WithCancel(context.Background())
 	now := time.Now()
@@ -60,13 +61,13 @@ func NewFlow(to netip.AddrPort, size int) *Flow {
 	return f
 }
 
-// Stop ends it.
+// Stop stops the Flow.
 func (f *Flow) Stop() {
 	f.end()
 	f.done.Wait()
 }
 
-// Report returns the present result.
+// Report returns the result so far.
 func (f *Flow) Report() FlowReport {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -80,7 +81,7 @@ func (f *Flow) Report() FlowReport {
 func (f *Flow) udp(ctx context.Context, to netip.AddrPort, size int) {
 	c, err := net.Dial("udp4", to.String())
 	if err != nil {
-		return // the report has it as a pause without end
+		return // without an answer, the report shows one long pause
 	}
 	defer c.Close()
 	f.done.Go(func() {
@@ -90,7 +91,7 @@ func (f *Flow) udp(ctx context.Context, to netip.AddrPort, size int) {
 			if ctx.Err() != nil {
 				return
 			}
-			if err != nil { // an ICMP error: the next one may be answered
+			if err != nil { // an ICMP error: later datagrams may still be answered
 				time.Sleep(time.Millisecond)
 				continue
 			}
@@ -117,12 +118,12 @@ func (f *Flow) udp(ctx context.Context, to netip.AddrPort, size int) {
 			f.mu.Lock()
 			f.sent++
 			f.mu.Unlock()
-			_, _ = c.Write(datagram) // an error is a packet without an answer
+			_, _ = c.Write(datagram) // a failed write counts as a packet without an answer
 		}
 	}
 }
 
-// tcp reads a stream of octets, and starts another one when it breaks.
+// tcp reads a stream of octets, and opens a new connection when one breaks.
 func (f *Flow) tcp(ctx context.Context, to netip.AddrPort) {
 	for ctx.Err() == nil {
 		if opened := f.read(ctx, to); opened && ctx.Err() == nil {
@@ -160,7 +161,7 @@ func (f *Flow) read(ctx context.Context, to netip.AddrPort) (opened bool) {
 	}
 }
 
-// stream is the server's end: an octet every interval.
+// stream is the server's side: it sends an octet every interval.
 func stream(w http.ResponseWriter, r *http.Request) {
 	control := http.NewResponseController(w)
 	w.Header().Set("Content-Type", "application/octet-stream")

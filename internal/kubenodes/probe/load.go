@@ -18,24 +18,24 @@ import (
 
 const (
 	loadInterval = 5 * time.Millisecond // between two requests of a Load
-	loadPatience = time.Second          // for the name, the connection and the answer together
+	loadPatience = time.Second          // timeout for the name, the connection and the response together
 )
 
-// The source ports of a Load. At 200 requests a second, each is used once in four minutes.
-// Connection tracking remembers for two minutes which endpoint an unanswered connection used, and
-// sends a new connection from the same port to that endpoint again.
+// The range of source ports of a Load. At 200 requests a second, each port is used once in four
+// minutes. Connection tracking remembers the endpoint of an unanswered connection for two
+// minutes, and sends a new connection from the same port to that endpoint again.
 const (
 	firstPort = 10_000
 	lastPort  = 60_999
 )
 
-// A Load is a client of a Service. 200 times a second it resolves the name, connects, and asks for
-// the name of the server.
+// A Load is a client of a Service. 200 times a second it resolves the name, connects, and
+// requests the name of the server.
 type Load struct {
 	end  context.CancelFunc
 	done sync.WaitGroup
 
-	name string // of the host
+	name string // host name of the Service
 	port uint16
 	next uint16 // source port; 0: the kernel chooses
 
@@ -43,10 +43,10 @@ type Load struct {
 	seconds []LoadSecond // in order
 }
 
-// A LoadSecond sums up the finished requests that a Load began within one second.
+// A LoadSecond summarizes the completed requests that a Load started within one second.
 type LoadSecond struct {
 	Begin    time.Time      `json:"begin"`
-	Answered map[string]int `json:"answered,omitempty"` // by server
+	Answered map[string]int `json:"answered,omitempty"` // number of answers by server name
 	Failed   []LoadFailure  `json:"failed,omitempty"`
 }
 
@@ -57,8 +57,8 @@ type LoadFailure struct {
 	Error string        `json:"error"`
 }
 
-// NewLoad begins to send requests to the Servers of a Service. With kernelPorts the kernel chooses
-// source ports, as for most clients, and uses a port again after a minute.
+// NewLoad starts sending requests to the Servers of a Service. With kernelPorts, the kernel
+// chooses the source ports, as for most clients, and may reuse a port after a minute.
 func NewLoad(name string, port uint16, kernelPorts bool) *Load {
 	ctx, end := context.WithCancel(context.Background())
 	l := &Load{end: end, name: name, port: port, next: firstPort}
@@ -69,13 +69,13 @@ func NewLoad(name string, port uint16, kernelPorts bool) *Load {
 	return l
 }
 
-// Stop ends it.
+// Stop stops the Load.
 func (l *Load) Stop() {
 	l.end()
 	l.done.Wait()
 }
 
-// Since returns the seconds that began at a time or later.
+// Since returns the seconds that started at a time or later.
 func (l *Load) Since(at time.Time) (all []LoadSecond) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -118,13 +118,13 @@ func (l *Load) ask(ctx context.Context, from uint16) {
 	defer cancel()
 	server, err := l.request(ctx, from)
 	if errors.Is(err, syscall.EADDRINUSE) || errors.Is(ctx.Err(), context.Canceled) {
-		return // nothing was sent, or nobody waits for the result
+		return // no request was sent, or the Load was stopped
 	}
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	second := begin.Truncate(time.Second)
 	at, there := slices.BinarySearchFunc(l.seconds, second, func(s LoadSecond, t time.Time) int { return s.Begin.Compare(t) })
-	if !there { // a request of the next second may have ended before this one
+	if !there { // a later second may already have an entry, because its request ended first
 		l.seconds = slices.Insert(l.seconds, at, LoadSecond{Begin: second, Answered: make(map[string]int)})
 	}
 	if err != nil {
@@ -150,8 +150,8 @@ func (l *Load) request(ctx context.Context, from uint16) (server string, err err
 			return "", err
 		}
 	}
-	// The server closes the connection of an HTTP/1.0 client, so the server's socket is in
-	// TIME_WAIT.
+	// The server closes the connection of an HTTP/1.0 client, so the server's socket enters
+	// TIME_WAIT, not the client's.
 	if _, err := io.WriteString(c, "GET / HTTP/1.0\r\n\r\n"); err != nil {
 		return "", fmt.Errorf("request: %w", plain(err))
 	}
@@ -171,7 +171,8 @@ func (l *Load) request(ctx context.Context, from uint16) (server string, err err
 	return server, nil
 }
 
-// plain removes the addresses from a network error, so that equal errors can be counted.
+// plain removes the addresses from a network error, so that occurrences of one error can be
+// counted.
 func plain(err error) error {
 	if op := new(net.OpError); errors.As(err, &op) {
 		return op.Err

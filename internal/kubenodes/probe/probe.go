@@ -1,6 +1,6 @@
-// Package probe sends one packet or connection and reports what the receiver saw, for tests of real
-// clusters. Serve answers; Do asks. The program testpod runs both inside pods; a test calls Do on
-// nodes.
+// Package probe sends one packet or connection and reports how the receiver saw it, for tests of
+// real clusters. Server.Serve answers probes and Do sends one. The program testpod runs both
+// inside pods; a test calls Do on nodes.
 package probe
 
 import (
@@ -28,7 +28,7 @@ import (
 	"github.com/isthmus-net/isthmus/internal/ping"
 )
 
-// Protocols of a probe.
+// The protocols of a probe.
 const (
 	TCP  = "tcp"
 	UDP  = "udp"
@@ -39,23 +39,23 @@ const (
 type Request struct {
 	Protocol string
 	To       netip.Addr
-	Port     uint16 // of the server; not for ICMP
-	Size     int    // octets of the payload, both ways
+	Port     uint16 // port of the server; unused for ICMP
+	Size     int    // octets of the payload, in both directions
 
-	// Dial connects, if not from the namespace of the caller's process. Default: net.Dialer.
+	// Dial connects, if the connection must start in another network namespace. Default: net.Dialer.
 	Dial func(ctx context.Context, network, address string) (net.Conn, error)
 	Wait time.Duration // for one attempt; UDP and ICMP are sent again until the context ends. Default 3 s
 }
 
-// An Answer is what the server saw of a request.
+// An Answer describes a request as the server received it.
 type Answer struct {
-	From   netip.Addr `json:"from"`   // the source of what arrived
-	Octets int        `json:"octets"` // that arrived
-	Server string     `json:"server"` // its name
-	Token  string     `json:"token"`  // of a ping: its name in /pings
+	From   netip.Addr `json:"from"`   // source address
+	Octets int        `json:"octets"` // payload received
+	Server string     `json:"server"` // name of the server
+	Token  string     `json:"token"`  // only for a ping: its key in the server's /pings
 }
 
-// Do sends until an answer comes or ctx ends.
+// Do sends the request repeatedly until it is answered or ctx ends.
 func Do(ctx context.Context, r Request) (a Answer, err error) {
 	if r.Wait == 0 {
 		r.Wait = 3 * time.Second
@@ -109,7 +109,7 @@ func get(transport http.RoundTripper, req *http.Request, into any) error {
 	return json.Unmarshal(b, into)
 }
 
-// overUDP uses a connected socket, so an answer from another address does not count.
+// overUDP uses a connected socket, so an answer from another address is ignored.
 func overUDP(ctx context.Context, r Request) (a Answer, err error) {
 	dial := r.Dial
 	if dial == nil {
@@ -136,13 +136,14 @@ func overUDP(ctx context.Context, r Request) (a Answer, err error) {
 	return a, json.Unmarshal(bytes.TrimRight(b[:n], "\x00"), &a)
 }
 
-// echo sends a ping. The receiver's kernel answers it; its Server saw it too.
+// echo sends a ping, which the receiver's kernel answers. The receiver's Server records its
+// source.
 func echo(ctx context.Context, r Request) (token string, err error) {
 	c, err := icmp.ListenPacket(ping.Raw(r.To))
 	if err != nil {
 		return "", err
 	}
-	defer func() { _ = c.Close() }() // fails only if it is closed already
+	defer func() { _ = c.Close() }() // fails only if the connection is closed already
 	data, _, err := ping.Echo(ctx, c, r.To, r.Size)
 	if err != nil {
 		return "", err
@@ -150,27 +151,27 @@ func echo(ctx context.Context, r Request) (token string, err error) {
 	return hex.EncodeToString(data[:ping.TokenSize]), nil
 }
 
-// A Server answers probes, on one port of TCP and UDP, and keeps the sources of pings.
+// A Server answers probes on one port of TCP and UDP, and records the sources of pings.
 type Server struct {
 	Name string
 
 	mu    sync.Mutex
-	pings map[string]string // sources by token
+	pings map[string]string // source addresses by token
 	flow  *Flow
 	load  *Load
 }
 
-// greeting begins the answer to GET /. The server's name follows.
+// greeting is the start of the response to GET /. The server's name follows.
 const greeting = "hello from "
 
-// Serve answers until ctx ends.
+// Serve answers probes until ctx ends.
 func (s *Server) Serve(ctx context.Context, port uint16) error {
 	s.pings = map[string]string{}
 	tcp, err := net.Listen("tcp4", fmt.Sprintf(":%d", port))
 	if err != nil {
 		return err
 	}
-	// The wildcard address, as most servers use.
+	// Listen on the wildcard address, as most servers do.
 	udp, err := net.ListenPacket("udp4", fmt.Sprintf(":%d", port))
 	if err != nil {
 		return err
@@ -206,9 +207,9 @@ func (s *Server) udp(c net.PacketConn) error {
 		if err != nil {
 			return err
 		}
-		out := make([]byte, max(n, len(answer))) // as long as the request; zeros are cut off
+		out := make([]byte, max(n, len(answer))) // as long as the request; the client removes the zeros
 		copy(out, answer)
-		_, _ = c.WriteTo(out, from) // the client asks again
+		_, _ = c.WriteTo(out, from) // after a loss, the client sends again
 	}
 }
 
@@ -231,8 +232,8 @@ func (s *Server) icmp(c *icmp.PacketConn) error {
 	}
 }
 
-// relay connects to the address in the request. After the head of the response, the connection
-// belongs to the caller.
+// relay connects to the address in the request. After the response header, it copies octets
+// between that connection and the client.
 func relay(w http.ResponseWriter, r *http.Request) {
 	to, err := new(net.Dialer).DialContext(r.Context(), "tcp", r.FormValue("to"))
 	if err != nil {
@@ -250,7 +251,7 @@ func relay(w http.ResponseWriter, r *http.Request) {
 		return
 	}
 	go func() {
-		_, _ = io.Copy(to, buffered) // if one end closes, the other one ends, too
+		_, _ = io.Copy(to, buffered) // if one side closes, the other side is closed, too
 		to.Close()
 	}()
 	_, _ = io.Copy(caller, to)
@@ -264,14 +265,14 @@ func (s *Server) handler() http.Handler {
 		from, parse := netip.ParseAddrPort(r.RemoteAddr)
 		reply(w, Answer{From: from.Addr(), Octets: int(n), Server: s.Name}, errors.Join(err, parse))
 	})
-	// The data of a transfer: octets made from a seed, which both ends can compute.
+	// The data of a transfer are octets from a fixed seed, so the client can verify them.
 	mux.HandleFunc("GET /octets", func(w http.ResponseWriter, r *http.Request) {
 		n, err := strconv.ParseInt(r.FormValue("n"), 10, 64)
 		if err != nil {
 			http.Error(w, err.Error(), http.StatusBadRequest)
 			return
 		}
-		_, _ = io.CopyN(w, newOctets(), n) // who reads less has gone
+		_, _ = io.CopyN(w, newOctets(), n) // an error means that the client closed the connection
 	})
 	mux.HandleFunc("GET /pings", func(w http.ResponseWriter, _ *http.Request) {
 		s.mu.Lock()
@@ -298,7 +299,7 @@ func (s *Server) handler() http.Handler {
 			http.Error(w, err.Error(), http.StatusBadRequest)
 			return
 		}
-		req.Close = true // the next one may have another endpoint
+		req.Close = true // the Service may choose another endpoint for the next connection
 		resp, err := http.DefaultClient.Do(req)
 		if err != nil {
 			http.Error(w, err.Error(), http.StatusBadGateway)
@@ -306,7 +307,7 @@ func (s *Server) handler() http.Handler {
 		}
 		defer resp.Body.Close()
 		w.WriteHeader(resp.StatusCode)
-		_, _ = io.Copy(w, resp.Body) // the client notices missing data
+		_, _ = io.Copy(w, resp.Body) // the client detects missing data
 	})
 	mux.HandleFunc("POST /flow", func(w http.ResponseWriter, r *http.Request) {
 		to, err := netip.ParseAddrPort(r.FormValue("to"))
@@ -368,10 +369,10 @@ func reply(w http.ResponseWriter, v any, err error) {
 		return
 	}
 	w.Header().Set("Content-Type", "application/json")
-	_ = json.NewEncoder(w).Encode(v) // an error means that the client has gone
+	_ = json.NewEncoder(w).Encode(v) // an error means that the client closed the connection
 }
 
-// Query returns the parameters of /probe.
+// Query returns the request as parameters of /probe.
 func (r Request) Query() string {
 	return url.Values{"protocol": {r.Protocol}, "to": {r.To.String()}, "port": {strconv.Itoa(int(r.Port))}, "size": {strconv.Itoa(r.Size)}}.Encode()
 }

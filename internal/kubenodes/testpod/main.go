@@ -1,5 +1,5 @@
-// Command testpod runs in the pods of test clusters. "pause" does nothing; it is the container that
-// holds a pod's namespaces. "serve" answers probes and sends them.
+// Command testpod runs in the pods of test clusters. "pause" only waits, as the container that
+// holds a pod's namespaces. "serve" answers probes, and sends them on request.
 package main
 
 import (
@@ -30,7 +30,7 @@ func run(ctx context.Context, args []string) error {
 			return err
 		}
 		return (&probe.Server{Name: os.Getenv("POD_NAME")}).Serve(ctx, uint16(port))
-	default: // the kubelet passes no arguments to a sandbox
+	default: // the kubelet passes no arguments to the pause container
 		<-ctx.Done()
 		return nil
 	}
