@@ -14,14 +14,14 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// kernel is a namespace under construction: a handle of it and a netlink socket inside it.
+// kernel is a handle of a namespace, with a netlink socket inside the namespace.
 type kernel struct {
 	host *Host
 	ns   netns.NsHandle
 	nl   *netlink.Handle
 }
 
-// newKernel makes the host's namespace with loopback up, IPv6 off, and the given settings below
+// newKernel creates the host's namespace with loopback up, IPv6 off, and the given settings below
 // /proc/sys/net.
 func newKernel(h *Host, settings map[string]string) (*kernel, error) {
 	k := &kernel{host: h, ns: netns.None()}
@@ -30,10 +30,9 @@ func newKernel(h *Host, settings map[string]string) (*kernel, error) {
 			return fmt.Errorf("create: %w", err)
 		}
 		for _, c := range []string{"all", "default", "lo"} {
-			// Router solicitations and duplicate address detection would only disturb captures and
-			// counters.
+			// Router solicitations and duplicate address detection would disturb captures and counters.
 			err := setSysctl("ipv6/conf/"+c+"/disable_ipv6", "1")
-			if err != nil && !errors.Is(err, fs.ErrNotExist) { // a kernel without IPv6
+			if err != nil && !errors.Is(err, fs.ErrNotExist) { // the kernel has no IPv6
 				return err
 			}
 		}
@@ -74,15 +73,15 @@ func (k *kernel) close() {
 		k.nl.Close()
 	}
 	if k.ns.IsOpen() {
-		_ = k.ns.Close() // nothing was written to the descriptor
+		_ = k.ns.Close() // a close error is harmless: nothing was written to the descriptor
 	}
 }
 
-// uplink is every host's device towards the rest of the lab.
+// uplink is the name of every host's device towards the rest of the lab.
 const uplink = "eth0"
 
-// veth connects two namespaces; far's end is its uplink. It makes the pair inside k and the far end
-// directly inside far. So the caller's namespace never has a device.
+// veth connects two namespaces. It creates the device name in k, and its peer, named uplink,
+// directly in far. So the caller's namespace never has either device.
 func (k *kernel) veth(name string, mtu int, far *kernel) error {
 	attrs := netlink.NewLinkAttrs()
 	attrs.Name, attrs.MTU = name, mtu
@@ -140,7 +139,7 @@ func (k *kernel) address(dev string, addr netip.Prefix) error {
 	return nil
 }
 
-// route sets the route to a network through dev; via is the next hop or the zero Addr.
+// route sets the route to a network through dev. via is the next hop; a zero Addr means none.
 func (k *kernel) route(to netip.Prefix, via netip.Addr, dev string) error {
 	link, err := k.nl.LinkByName(dev)
 	if err != nil {
@@ -164,10 +163,10 @@ func ipNet(p netip.Prefix) *net.IPNet {
 	return &net.IPNet{IP: p.Addr().AsSlice(), Mask: net.CIDRMask(p.Bits(), p.Addr().BitLen())}
 }
 
-// removeNamespace removes the name. The kernel removes the namespace and its devices when nobody
-// uses them any more.
+// removeNamespace removes a namespace's name. The kernel removes the namespace and its devices
+// after the last process has left it.
 func removeNamespace(path string) error {
-	// EINVAL: nothing is mounted there, as after a reboot or a crash in newKernel.
+	// EINVAL means that no namespace is mounted there, as after a reboot or a crash in newKernel.
 	if err := unix.Unmount(path, unix.MNT_DETACH); err != nil && !errors.Is(err, unix.EINVAL) && !errors.Is(err, fs.ErrNotExist) {
 		return &os.PathError{Op: "unmount", Path: path, Err: err}
 	}
@@ -181,11 +180,11 @@ func removeNamespace(path string) error {
 	return err
 }
 
-// removeCovered removes a name whose namespace is mounted below another mount of the directory.
-// ip-netns(8) causes that if it finds no mount point at /run/netns: it binds the directory to
-// itself, which hides the mounts inside. In its own mount namespace, the calling thread can remove
-// the upper mount. Unlinking the name then unmounts it in all mount namespaces (Linux 3.18 and
-// later).
+// removeCovered removes a name whose namespace mount is hidden by another mount of the directory.
+// ip-netns(8) causes this if it finds no mount point at /run/netns: it binds the directory to
+// itself, which hides the mounts inside. In its own mount namespace, the calling thread can
+// remove the upper mount. Unlinking the name then unmounts it in all mount namespaces (Linux 3.18
+// and later).
 func removeCovered(path string) error {
 	if err := unix.Unshare(unix.CLONE_NEWNS); err != nil {
 		return os.NewSyscallError("unshare", err)
@@ -195,8 +194,8 @@ func removeCovered(path string) error {
 	}
 	for {
 		switch err := unix.Unmount(filepath.Dir(path), unix.MNT_DETACH); {
-		case errors.Is(err, unix.EINVAL): // not a mount point any more: all upper mounts are gone
-			_ = unix.Unmount(path, unix.MNT_DETACH) // if it is not mounted, os.Remove has the reason
+		case errors.Is(err, unix.EINVAL): // not a mount point any more: all upper mounts are removed
+			_ = unix.Unmount(path, unix.MNT_DETACH) // after an error, os.Remove reports the reason
 			return os.Remove(path)
 		case err != nil:
 			return &os.PathError{Op: "unmount", Path: filepath.Dir(path), Err: err}

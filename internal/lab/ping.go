@@ -13,17 +13,17 @@ import (
 	"github.com/isthmus-net/isthmus/internal/ping"
 )
 
-// PingOptions are the options of PingWith. The zero value is an ordinary ping.
+// PingOptions configure PingWith. The zero value is an ordinary ping.
 type PingOptions struct {
-	Source netip.Addr    // bound source; zero: the kernel chooses
+	Source netip.Addr    // source address; zero: the kernel chooses
 	Size   int           // octets of data after the ICMP header, 16 to 65507; default 56
 	TTL    int           // default: the kernel's, 64
-	Wait   time.Duration // for the answer; default 1 s
+	Wait   time.Duration // timeout for the answer; default 1 s
 }
 
-// Ping sends ICMP echo requests from the host, a second apart, until one is answered, and returns
-// its round trip time. It gives up when ctx ends or, without a deadline, after 5 requests. Use
-// PingWith to send exactly one request.
+// Ping sends ICMP echo requests from the host, one per second, until one is answered. It returns
+// that request's round trip time. It gives up when ctx ends or, without a deadline, after 5
+// requests. To send exactly one request, use PingWith.
 func (h *Host) Ping(ctx context.Context, dst netip.Addr) (time.Duration, error) {
 	var last error
 	for range 5 {
@@ -35,7 +35,7 @@ func (h *Host) Ping(ctx context.Context, dst netip.Addr) (time.Duration, error) 
 			break
 		}
 		var refused *ping.Error
-		if errors.As(err, &refused) { // the error came at once: keep the pace
+		if errors.As(err, &refused) { // the error arrived early: keep the interval
 			select {
 			case <-ctx.Done():
 			case <-time.After(time.Second):
@@ -45,8 +45,8 @@ func (h *Host) Ping(ctx context.Context, dst netip.Addr) (time.Duration, error) 
 	return 0, last
 }
 
-// PingWith sends one ICMP echo request and waits for its answer. An ICMP error about it is an
-// *ping.Error.
+// PingWith sends one ICMP echo request and waits for its answer. If an ICMP error for the request
+// arrives, PingWith returns it as *ping.Error.
 func (h *Host) PingWith(ctx context.Context, dst netip.Addr, o PingOptions) (rtt time.Duration, err error) {
 	defer func() {
 		if err != nil {

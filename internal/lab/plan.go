@@ -13,26 +13,26 @@ import (
 	"github.com/isthmus-net/isthmus/fabric"
 )
 
-// Fixed addresses of every lab. Each lab has its own namespaces, so two labs can use the same
-// addresses.
+// Fixed networks and addresses. They are the same in every lab, because each lab has its own
+// namespaces.
 var (
-	underlayNetwork = netip.MustParsePrefix("172.30.0.0/16")     // cluster n has 172.30.n.0/24 of it
+	underlayNetwork = netip.MustParsePrefix("172.30.0.0/16")     // cluster n uses 172.30.n.0/24
 	onPremNetwork   = netip.MustParsePrefix("192.168.77.0/24")   // behind node 1 of every cluster
-	onPremGateway   = netip.MustParseAddr("192.168.77.1")        // node 1 there
-	onPremServer    = netip.MustParseAddr("192.168.77.10")       // the server there
-	serviceNetwork  = netip.MustParsePrefix("10.96.0.0/12")      // kubeadm's ServiceCIDR: never given to a peer
+	onPremGateway   = netip.MustParseAddr("192.168.77.1")        // address of node 1 in onPremNetwork
+	onPremServer    = netip.MustParseAddr("192.168.77.10")       // address of the server in onPremNetwork
+	serviceNetwork  = netip.MustParsePrefix("10.96.0.0/12")      // kubeadm's ServiceCIDR: never allocated to a peer
 	defaultPodCIDR  = netip.MustParsePrefix("10.244.0.0/16")     // kubeadm's and kind's PodCIDR
 	linkLocal       = netip.MustParsePrefix("169.254.0.0/16")    // the gateway's own addresses
 	loopback        = netip.MustParsePrefix("127.0.0.0/8")       // never a network of pods
-	multicast       = netip.MustParsePrefix("224.0.0.0/3")       // nor this
+	multicast       = netip.MustParsePrefix("224.0.0.0/3")       // never a network of pods, either
 	labName         = regexp.MustCompile(`^[a-z0-9][a-z0-9-]*$`) // no dot: it separates the parts of a namespace's name
 	clusterName     = regexp.MustCompile(`^[a-z][a-z0-9]*$`)
 )
 
 const (
-	firstHostNumber = 10 // host n of a network has address network+10+n, if there is room
+	firstHostNumber = 10 // host n of a network has the network's address + 10 + n, if there is room
 	maxLabName      = 32
-	maxClusterName  = 7 // "<cluster>-node99" has to fit into the 15 bytes of an interface name
+	maxClusterName  = 7 // "<cluster>-node99" must fit into the 15 bytes of an interface name
 	maxNodes        = 99
 	maxClusters     = 99
 	minMTU          = 576
@@ -43,7 +43,7 @@ const (
 // (net.ipv4.conf.*.rp_filter, RFC 3704).
 type RPFilter string
 
-// The values of an RPFilter. The zero value means loose.
+// Values of RPFilter. The zero value means loose.
 const (
 	RPFilterOff    RPFilter = "off"    // the kernel's own default
 	RPFilterLoose  RPFilter = "loose"  // systemd's default since 240: Debian, Ubuntu, Fedora
@@ -64,17 +64,18 @@ func (f RPFilter) sysctl() (string, error) {
 
 // A Spec describes a lab. The zero values of its fields, except Clusters, mean the defaults.
 type Spec struct {
-	// Name tells labs apart: up to 32 lower-case letters, digits and dashes. Default "lab".
+	// Name is the unique name of the lab: up to 32 lower-case letters, digits and dashes. Default
+	// "lab".
 	Name string `json:"name"`
-	// MTU of the underlay in octets, 576 to 65535: links of nodes and routers. Pods keep the same.
+	// MTU of the underlay in octets, 576 to 65535. It applies to all links, including those of pods.
 	// Default 1500.
 	MTU int `json:"mtu,omitempty"`
-	// Tunnels between the gateways of two clusters, 1 to 16; the side with fewer decides. Default
-	// 1.
+	// Tunnels is the number of tunnels between the gateways of two clusters, 1 to 16. The smaller
+	// number of the two applies. Default 1.
 	Tunnels int `json:"tunnels,omitempty"`
-	// RPFilter of every host but the underlay. Default loose.
+	// RPFilter applies to every host except the underlay. Default loose.
 	RPFilter RPFilter `json:"rpFilter,omitempty"`
-	// Clusters are 1 to 99.
+	// Clusters has 1 to 99 elements.
 	Clusters []ClusterSpec `json:"clusters"`
 }
 
@@ -86,35 +87,37 @@ type ClusterSpec struct {
 	ID string `json:"id,omitempty"`
 	// PodCIDR may equal that of other clusters. Default 10.244.0.0/16.
 	PodCIDR netip.Prefix `json:"podCIDR"`
-	// ExternalCIDR default: chosen as Liqo's IPAM does, with the length of PodCIDR.
+	// ExternalCIDR has the length of PodCIDR by default, and is chosen as by Liqo's IPAM.
 	ExternalCIDR netip.Prefix `json:"externalCIDR"`
-	// Nodes are 1 to 99. Default 1.
+	// Nodes is the number of nodes, 1 to 99. Default 1.
 	Nodes int `json:"nodes,omitempty"`
-	// PodsPerNode: 0 means the default 2, a negative number none.
+	// PodsPerNode is the number of pods on each node. 0 means the default 2; a negative number means
+	// none.
 	PodsPerNode int `json:"podsPerNode,omitempty"`
-	// Tunnels of the cluster's gateway. Default: those of the Spec.
+	// Tunnels is the number of tunnels of the cluster's gateway. Default: Spec.Tunnels.
 	Tunnels int `json:"tunnels,omitempty"`
-	// GatewayPods is the number of nodes, from the first on, with a pod for a gateway with its own
-	// network. Default: none, so gateways use the network of their nodes.
+	// GatewayPods is the number of nodes, from the first on, that get a pod for a gateway. Default:
+	// 0, gateways use their node's network.
 	GatewayPods int `json:"gatewayPods,omitempty"`
-	// Control adds a machine for the cluster's control plane.
+	// Control adds a host for the cluster's control plane.
 	Control bool `json:"control,omitempty"`
-	// Bare leaves the pods' network to the caller: pods are namespaces without a device, nodes have
-	// no routes to pods, and nothing masquerades. The PodCIDR may then be in the cluster's part of
-	// the underlay.
+	// Bare leaves the pod network to the caller: pods are namespaces without a device, nodes have no
+	// routes to pods, and no node masquerades. The PodCIDR may then be in the cluster's part of the
+	// underlay.
 	Bare bool `json:"bare,omitempty"`
 }
 
 // Clusters returns n default clusters, called "a", "b" and so on; none for a negative number.
 func Clusters(n int) []ClusterSpec { return make([]ClusterSpec, max(0, n)) }
 
-// Check returns an error that names everything wrong with a spec.
+// Check returns an error that names every mistake in a spec.
 func (s Spec) Check() error {
 	_, err := s.withDefaults()
 	return err
 }
 
-// withDefaults returns a complete copy of the spec or an error that names everything wrong with it.
+// withDefaults returns a copy of the spec with default values filled in. The error names every
+// mistake in the spec.
 func (s Spec) withDefaults() (Spec, error) {
 	var errs []error
 	bad := func(format string, args ...any) { errs = append(errs, fmt.Errorf(format, args...)) }
@@ -225,8 +228,8 @@ func checkNetwork(what string, p netip.Prefix) error {
 
 func contains(p, part netip.Prefix) bool { return p.Bits() <= part.Bits() && p.Contains(part.Addr()) }
 
-// sliceBits is the prefix length of a node's part of the PodCIDR: 24 as in kube-controller-manager,
-// or longer if the PodCIDR is too small for that.
+// sliceBits returns the prefix length of a node's part of the PodCIDR: 24 as in
+// kube-controller-manager, or longer if the PodCIDR is too small for that.
 func sliceBits(podCIDR netip.Prefix, nodes int) int {
 	return max(24, podCIDR.Bits()+bits.Len(uint(nodes-1)))
 }
@@ -240,14 +243,14 @@ func checkRoom(podCIDR netip.Prefix, nodes, pods int) error {
 	return nil
 }
 
-// nodeSlice is the part of the PodCIDR that belongs to node i, counted from 0.
+// nodeSlice returns the part of the PodCIDR that belongs to node i, counted from 0.
 func nodeSlice(podCIDR netip.Prefix, nodes, i int) netip.Prefix {
 	length := sliceBits(podCIDR, nodes)
 	return netip.PrefixFrom(offset(podCIDR.Addr(), i<<(32-length)), length)
 }
 
-// podAddr is the address of pod j, counted from 0, in a node's slice. The first host of the slice
-// is the node.
+// podAddr returns the address of pod j, counted from 0, in a node's slice. The slice's first host
+// address belongs to the node.
 func podAddr(slice netip.Prefix, pods, j int) netip.Addr {
 	if 1+firstHostNumber+pods < 1<<(32-slice.Bits()) {
 		return offset(slice.Addr(), firstHostNumber+1+j)
@@ -255,7 +258,7 @@ func podAddr(slice netip.Prefix, pods, j int) netip.Addr {
 	return offset(slice.Addr(), 2+j)
 }
 
-// gatewayAddr is the address of a gateway's pod in a node's slice: its last host.
+// gatewayAddr returns the address of a gateway's pod in a node's slice: the last host address.
 func gatewayAddr(slice netip.Prefix) netip.Addr {
 	return offset(slice.Addr(), 1<<(32-slice.Bits())-2)
 }
@@ -285,8 +288,8 @@ func defaultClusterName(i int) string {
 	return fmt.Sprintf("c%d", i+1)
 }
 
-// clusterID derives a UUID (in the form of version 4) from a cluster's name, so that equal labs
-// have equal files.
+// clusterID derives a UUID (in the form of version 4) from a cluster's name, so that the files of
+// equal labs are equal.
 func clusterID(name string) string {
 	h := sha256.Sum256([]byte("isthmus lab cluster " + name))
 	h[6] = h[6]&0x0f | 0x40

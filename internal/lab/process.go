@@ -12,12 +12,13 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// environment is the variable that marks processes started inside a lab. Its value is the lab's
-// name.
+// environment is the environment variable that marks processes started inside a lab. Its value is
+// the lab's name.
 const environment = "ISTHMUS_LAB"
 
-// A crowd is the processes that belong to a lab: those whose main thread is inside one of its
-// namespaces, for whatever reason, and those that Host.Command started, wherever their threads are.
+// A crowd is the set of processes that belong to a lab. These are processes whose main thread is
+// in one of its namespaces, and processes that Host.Command started, whatever namespaces their
+// threads are in.
 type crowd struct {
 	namespaces map[uint64]bool
 	mark       []byte
@@ -36,7 +37,7 @@ func crowdOf(lab string) crowd {
 func (c crowd) has(pid int) bool {
 	dir := filepath.Join("/proc", strconv.Itoa(pid))
 	ino, ok := nsfsInode(filepath.Join(dir, "ns/net"))
-	if !ok { // a zombie or a kernel thread; other threads of a zombie may still hold its sockets
+	if !ok { // a zombie or a kernel thread; the other threads of a zombie may still hold its sockets
 		threads, _ := filepath.Glob(filepath.Join(dir, "task/*/ns/net"))
 		return slices.ContainsFunc(threads, func(path string) bool {
 			ino, ok := nsfsInode(path)
@@ -50,7 +51,7 @@ func (c crowd) has(pid int) bool {
 	return err == nil && slices.ContainsFunc(bytes.Split(env, []byte{0}), func(v []byte) bool { return bytes.Equal(v, c.mark) })
 }
 
-// members returns the process IDs of the crowd, except our own.
+// members returns the process IDs of the crowd, without the calling process.
 func (c crowd) members() []int {
 	entries, err := os.ReadDir("/proc")
 	if err != nil {
@@ -65,8 +66,8 @@ func (c crowd) members() []int {
 	return pids
 }
 
-// signal sends sig to a member. Another process may have got the process ID since it was read, but
-// a pidfd stays with its process. So signal checks the membership again once it has a pidfd.
+// signal sends sig to a member. Another process may have got the process ID since it was read. A
+// pidfd stays with its process, so signal checks the membership again once it has a pidfd.
 func (c crowd) signal(pid int, sig unix.Signal) {
 	fd, err := unix.PidfdOpen(pid, 0)
 	if err != nil {
@@ -74,11 +75,11 @@ func (c crowd) signal(pid int, sig unix.Signal) {
 	}
 	defer unix.Close(fd)
 	if c.has(pid) {
-		_ = unix.PidfdSendSignal(fd, sig, nil, 0) // ended meanwhile is as good
+		_ = unix.PidfdSendSignal(fd, sig, nil, 0) // the process may have ended meanwhile
 	}
 }
 
-// end ends all members: by SIGTERM, and after the grace period by SIGKILL.
+// end ends all members by SIGTERM, and after the grace period by SIGKILL.
 func (c crowd) end(grace time.Duration) error {
 	pids := c.members()
 	for _, pid := range pids {
@@ -99,8 +100,8 @@ func (c crowd) end(grace time.Duration) error {
 	return nil
 }
 
-// nsfsInode identifies the namespace at path. It returns false if there is none, such as for a
-// plain file left by a reboot.
+// nsfsInode returns the inode number of the namespace at path. It returns false if path is no
+// namespace, for example a plain file that a reboot left.
 func nsfsInode(path string) (uint64, bool) {
 	var fs unix.Statfs_t
 	var st unix.Stat_t
@@ -114,7 +115,7 @@ func nsfsInode(path string) (uint64, bool) {
 func namespacesOf(lab string) []string {
 	paths, err := filepath.Glob(filepath.Join(netnsDir, netnsPrefix+lab+".*"))
 	if err != nil {
-		return nil // only for a bad pattern, which no lab's name causes
+		return nil // only for a bad pattern, which no lab name produces
 	}
 	return paths
 }

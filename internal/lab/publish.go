@@ -10,10 +10,10 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// publish makes the node of the calling thread translate addresses for a pod, as the CNI plugins
-// bridge and portmap do: the sources of packets from the pod to destinations outside the pods'
-// network by the uplink, and the destinations of UDP packets from the uplink to that many ports
-// from first upwards.
+// publish adds NAT rules for a pod to the calling thread's node, as the CNI plugins bridge and
+// portmap do. Packets from the pod to destinations outside of the pod network get the uplink's
+// address. UDP packets from the uplink to the ports from first on, as many as ports says, go to
+// the pod.
 func publish(pod netip.Addr, pods netip.Prefix, first, ports uint16) error {
 	c, err := nftables.New()
 	if err != nil {

@@ -24,27 +24,27 @@ import (
 //	                   │ tap
 //	                   └─► filter in the kernel ─► reader: leak?
 //
-// Every node's port has a tap, a packet socket, which gets each packet that the node sends once. No
-// other device of a node could carry a packet for a peer away: the others lead to its own pods, to
-// the server outside the cluster, into the overlay and into the gateway. Control planes are not
-// watched, because no packets for peers pass them.
+// Every node's port has a tap, a packet socket, which receives each packet of the node once. A
+// packet for a peer can leave a node only through this device. The others lead to the node's own
+// pods, to the server outside the cluster, into the overlay and into the gateway. Control planes
+// are not watched, because they forward no packets for peers.
 //
-// Its methods may be used from several goroutines.
+// Its methods may be called concurrently.
 type Sniffer struct {
 	refresh func(*Cluster)
-	kernel  *kernel             // of the underlay
-	nodes   map[string]*Cluster // by name of the node, which is the name of its port, too
-	done    chan struct{}       // closed: no more notices about devices
+	kernel  *kernel             // namespace of the underlay
+	nodes   map[string]*Cluster // by name of the node, which is also the name of its port
+	done    chan struct{}       // closed when there are no more link notifications
 	running sync.WaitGroup
-	looking atomic.Int32 // readers that process a frame
+	looking atomic.Int32 // number of readers that process a frame
 
 	mu      sync.Mutex
 	watches map[*Cluster]*watch
-	moved   map[*Cluster][]netip.Addr // addresses that nodes have or had besides those of the lab
-	taps    map[string]*tap           // by port
-	past    uint64                    // packets of ports that are gone
+	moved   map[*Cluster][]netip.Addr // addresses that nodes have or had in addition to those of the lab
+	taps    map[string]*tap           // by name of the port
+	past    uint64                    // packets of removed ports
 	report  Report
-	errs    []error // errors that kept the Sniffer from seeing everything
+	errs    []error // errors that made the Sniffer miss packets
 	closed  bool
 	closing sync.Once
 }
@@ -54,28 +54,28 @@ type tap struct {
 	cluster *Cluster
 	port    string
 	index   int
-	before  uint64 // packets that the port had received when the tap was opened
-	packets uint64 // packets since then, as last counted
+	before  uint64 // packets received by the port before the tap was opened
+	packets uint64 // packets received since then, as last counted
 	file    *os.File
 	socket  syscall.RawConn
-	done    chan struct{} // closed when everything has been read
+	done    chan struct{} // closed when the reader has processed all frames
 }
 
 // A Report is the result of a Sniffer.
 type Report struct {
-	// Packets counts those sent by the nodes. A superpacket counts once, and a port that disappears
-	// takes its last ones along.
+	// Packets counts the packets sent by the nodes. A superpacket counts once. The last packets of a
+	// removed port may be missing.
 	Packets uint64
-	Leaked  int    // those of them in the clear
-	Leaks   []Leak // the first hundred
-	Excused int    // further ones that Excuse has excused
+	Leaked  int    // packets in the clear
+	Leaks   []Leak // the first hundred leaks
+	Excused int    // leaks that Excuse has removed, not included in Leaked
 }
 
 // A Leak is a packet that a node sent in the clear.
 type Leak struct {
-	At      time.Time // when the Sniffer processed it
+	At      time.Time // time at which the Sniffer processed the packet
 	Node    string
-	Network netip.Prefix // of a peer
+	Network netip.Prefix // the peer's network
 	Packet  string       // addresses, protocol, ports, length
 }
 
@@ -93,7 +93,7 @@ func (r Report) String() string {
 	return text
 }
 
-// err returns the error of a report, nil if there was no leak.
+// err returns an error that lists the leaks, or nil if there were none.
 func (r Report) err() error {
 	if r.Leaked == 0 {
 		return nil
@@ -105,10 +105,11 @@ func (r Report) err() error {
 	return fmt.Errorf("%v; want none:%s", r, text.String())
 }
 
-// Sniff begins to watch the underlay. Until Watch names networks, nothing is a leak. refresh, if
-// not nil, is called after a packet that looks like a leak. It may block, and calls Watch. The
-// packet counts only if it is still a leak then, because the nodes may have learned earlier than
-// the caller of Watch that a peer is gone. The caller closes the Sniffer before the lab goes down.
+// Sniff starts to watch the underlay. Before Watch specifies networks, no packet is a leak. If
+// refresh is not nil, the Sniffer calls it for each packet that looks like a leak, and then
+// checks the packet again. refresh may block, and should call Watch with current networks. This
+// avoids false leaks when nodes know before the caller of Watch that a peer was removed. The
+// caller must close the Sniffer before the lab.
 func (l *Lab) Sniff(refresh func(*Cluster)) (*Sniffer, error) {
 	s := &Sniffer{refresh: refresh, nodes: map[string]*Cluster{}, watches: map[*Cluster]*watch{}, moved: map[*Cluster][]netip.Addr{}, taps: map[string]*tap{}, done: make(chan struct{})}
 	for _, c := range l.Clusters {
@@ -140,8 +141,8 @@ func (l *Lab) Sniff(refresh func(*Cluster)) (*Sniffer, error) {
 	return s, nil
 }
 
-// Watch sets the packets that the nodes of a cluster must not send from now on. Close returns
-// errors of the watch.
+// Watch replaces the description of the packets that the nodes of a cluster must not send. Close
+// returns errors of Watch.
 func (s *Sniffer) Watch(c *Cluster, what Watched) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -169,7 +170,7 @@ func (s *Sniffer) Report() Report {
 	return s.report
 }
 
-// settle waits until all packets sent so far have been processed, up to a minute.
+// settle waits until all packets sent so far have been processed, for at most a minute.
 func (s *Sniffer) settle() {
 	for quiet, deadline := 0, time.Now().Add(time.Minute); quiet < 3 && time.Now().Before(deadline); time.Sleep(2 * time.Millisecond) {
 		if quiet++; s.looking.Load() > 0 || s.waiting() {
@@ -178,12 +179,12 @@ func (s *Sniffer) settle() {
 	}
 }
 
-// waiting reports whether there are frames that no reader has read yet.
+// waiting reports whether a tap has frames that its reader has not read yet.
 func (s *Sniffer) waiting() (is bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	for _, t := range s.taps {
-		_ = t.socket.Control(func(fd uintptr) { // fails if the tap is closed: then nothing waits
+		_ = t.socket.Control(func(fd uintptr) { // fails if the tap is closed, which then has no frames
 			n, err := unix.Poll([]unix.PollFd{{Fd: int32(fd), Events: unix.POLLIN}}, 0)
 			is = is || err == nil && n > 0
 		})
@@ -191,7 +192,8 @@ func (s *Sniffer) waiting() (is bool) {
 	return is
 }
 
-// Take returns the leaks so far and forgets them, for a test that causes some on purpose.
+// Take returns the leaks so far and removes them from the report, for a test that causes leaks on
+// purpose.
 func (s *Sniffer) Take() []Leak {
 	s.settle()
 	s.mu.Lock()
@@ -201,7 +203,8 @@ func (s *Sniffer) Take() []Leak {
 	return leaks
 }
 
-// Excuse removes the leaks for which known returns true, counts them as Excused, and returns them.
+// Excuse removes the leaks for which known returns true from the report, counts them as Excused,
+// and returns them.
 func (s *Sniffer) Excuse(known func(Leak) bool) (excused []Leak) {
 	s.settle()
 	s.mu.Lock()
@@ -220,8 +223,8 @@ func (s *Sniffer) Excuse(known func(Leak) bool) (excused []Leak) {
 	return excused
 }
 
-// Close ends the watch, after all packets sent so far have been processed. The error lists the
-// leaks, and errors that kept the Sniffer from seeing everything. Closing again returns the same.
+// Close stops the Sniffer after all packets sent so far have been processed. The error lists the
+// leaks, and errors that made the Sniffer miss packets. A second call returns the same error.
 func (s *Sniffer) Close() error {
 	s.closing.Do(func() {
 		s.mu.Lock()
@@ -240,7 +243,7 @@ func (s *Sniffer) Close() error {
 	return errors.Join(append([]error{s.report.err()}, s.errs...)...)
 }
 
-// fail records an error that keeps the Sniffer from seeing everything.
+// fail records an error that makes the Sniffer miss packets.
 func (s *Sniffer) fail(what string, err error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -249,7 +252,7 @@ func (s *Sniffer) fail(what string, err error) {
 	}
 }
 
-// count updates the number of packets. The caller holds s.mu.
+// count updates the packet counters. The caller holds s.mu.
 func (s *Sniffer) count() {
 	if s.closed {
 		return
@@ -257,7 +260,7 @@ func (s *Sniffer) count() {
 	n := s.past
 	for name, t := range s.taps {
 		link, err := s.kernel.nl.LinkByName(name)
-		if err == nil && link.Attrs().Index == t.index { // otherwise a notice of its end follows
+		if err == nil && link.Attrs().Index == t.index { // otherwise the port is being removed, and a notification will follow
 			t.packets = received(link) - t.before
 		}
 		n += t.packets
@@ -272,12 +275,13 @@ func received(link netlink.Link) uint64 {
 	return 0
 }
 
-// follow opens taps on new ports, such as those of a node that was made anew.
+// follow opens taps on new ports, such as those of a recreated node, and closes taps of removed
+// ports.
 func (s *Sniffer) follow(news <-chan netlink.LinkUpdate) {
 	for u := range news {
 		name := u.Attrs().Name
 		switch {
-		// The latter are about the membership in the bridge.
+		// Notifications of the bridge family are only about the port's membership in a bridge.
 		case s.nodes[name] == nil || u.Family == unix.AF_BRIDGE:
 		case u.Header.Type == unix.RTM_DELLINK:
 			s.untap(name, u.Attrs().Index)
@@ -287,7 +291,7 @@ func (s *Sniffer) follow(news <-chan netlink.LinkUpdate) {
 	}
 }
 
-// tap opens a tap on a port that has none.
+// tap opens a tap on a port that has no tap.
 func (s *Sniffer) tap(link netlink.Link) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -304,7 +308,7 @@ func (s *Sniffer) tap(link netlink.Link) error {
 	return nil
 }
 
-// untap closes the tap of a port that is gone.
+// untap closes the tap of a removed port.
 func (s *Sniffer) untap(name string, index int) {
 	s.mu.Lock()
 	t := s.taps[name]
@@ -313,25 +317,25 @@ func (s *Sniffer) untap(name string, index int) {
 		return
 	}
 	delete(s.taps, name)
-	s.past += t.packets // a veth pair being removed has lost its counters
+	s.past += t.packets // a veth pair loses its counters when it is removed
 	s.mu.Unlock()
 	s.end(t)
 }
 
-// end lets the reader of a tap process the packets received so far, and closes the tap.
+// end closes a tap after its reader has processed all frames received so far.
 func (s *Sniffer) end(t *tap) {
-	_ = t.file.SetReadDeadline(time.Unix(1, 0)) // fails only if it is closed
+	_ = t.file.SetReadDeadline(time.Unix(1, 0)) // fails only if the file is closed
 	<-t.done
 	t.file.Close()
 }
 
-// read processes the frames of a tap until its end.
+// read processes the frames of a tap until the tap is closed.
 func (s *Sniffer) read(t *tap) {
 	defer close(t.done)
 	buf := make([]byte, snapLength)
 	for {
 		n, err := t.file.Read(buf)
-		if errors.Is(err, unix.ENETDOWN) { // the port is down and may come up again
+		if errors.Is(err, unix.ENETDOWN) { // the port is down, and may come up again
 			continue
 		}
 		if err != nil {
@@ -339,7 +343,7 @@ func (s *Sniffer) read(t *tap) {
 		}
 		s.look(t, buf[:n])
 	}
-	_ = t.socket.Control(func(fd uintptr) { // it fails only if the file is closed, which is later
+	_ = t.socket.Control(func(fd uintptr) { // fails only after the file is closed, which is later
 		for {
 			n, err := unix.Read(int(fd), buf)
 			if errors.Is(err, unix.ENETDOWN) || errors.Is(err, unix.EINTR) {
@@ -361,7 +365,7 @@ func (s *Sniffer) read(t *tap) {
 	})
 }
 
-// look judges a frame.
+// look checks one frame for a leak and records it.
 func (s *Sniffer) look(t *tap, frame []byte) {
 	s.looking.Add(1)
 	defer s.looking.Add(-1)
@@ -369,7 +373,7 @@ func (s *Sniffer) look(t *tap, frame []byte) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	_, _, leaks := s.watches[t.cluster].leak(frame)
-	if leaks && s.report.Leaked < toldLeaks { // the first leaks of a flood are enough
+	if leaks && s.report.Leaked < toldLeaks { // record only the first leaks of a flood
 		s.mu.Unlock()
 		s.findNodes(t.cluster)
 		if s.refresh != nil {
@@ -386,9 +390,9 @@ func (s *Sniffer) look(t *tap, frame []byte) {
 	}
 }
 
-// findNodes reads the underlay addresses of a cluster's nodes from their kernels. An address that a
-// node got after the lab was made is an end of the overlay, too. It stays one even after the node
-// has lost it, because packets may be under way.
+// findNodes reads the current underlay addresses of a cluster's nodes from their kernels. An
+// additional address becomes an endpoint of the overlay. It remains one after the node has lost
+// the address, because packets may still be in flight.
 func (s *Sniffer) findNodes(c *Cluster) {
 	var have []netip.Addr
 	for _, n := range c.Nodes {
@@ -408,7 +412,8 @@ func (s *Sniffer) findNodes(c *Cluster) {
 	}
 }
 
-// uplinkAddrs returns the IPv4 addresses of a host's uplink; none if the host is gone.
+// uplinkAddrs returns the IPv4 addresses of a host's uplink, or none if the host no longer
+// exists.
 func uplinkAddrs(h *Host) (all []netip.Addr) {
 	k, err := openKernel(h)
 	if err != nil {
@@ -431,7 +436,7 @@ func uplinkAddrs(h *Host) (all []netip.Addr) {
 	return all
 }
 
-// open makes the socket. It receives nothing before it has its filter.
+// open creates the tap's socket, which receives no frame before its filter is attached.
 func (t *tap) open(underlay *Host, w *watch) error {
 	fd := -1
 	err := underlay.Do(func() (err error) {
@@ -462,7 +467,7 @@ func (t *tap) open(underlay *Host, w *watch) error {
 	return nil
 }
 
-// attach replaces the socket's filter by that of a watch.
+// attach replaces the socket's filter by the filter of a watch.
 func (t *tap) attach(w *watch) error {
 	program, err := bpf.Assemble(w.filter())
 	if err != nil {

@@ -18,18 +18,18 @@ var (
 	peerOthers = netip.MustParsePrefix("10.99.64.0/18")
 )
 
-// sniff watches a lab.
+// sniff starts a Sniffer for a lab.
 func sniff(t *testing.T, l *Lab, refresh func(*Cluster)) *Sniffer {
 	t.Helper()
 	s, err := l.Sniff(refresh)
 	if err != nil {
 		t.Fatal(err)
 	}
-	t.Cleanup(func() { _ = s.Close() }) // the test has looked at the leaks
+	t.Cleanup(func() { _ = s.Close() }) // the test has already checked the leaks
 	return s
 }
 
-// datagrams sends three from a host.
+// datagrams sends three datagrams from a host.
 func datagrams(t *testing.T, from *Host, source, to string, payload []byte) {
 	t.Helper()
 	conn, err := from.ListenPacket("udp4", source)
@@ -44,7 +44,8 @@ func datagrams(t *testing.T, from *Host, source, to string, payload []byte) {
 	}
 }
 
-// leaked waits for three leaks more, all of them as described.
+// leaked waits for exactly three more leaks from a node and checks that all contain the
+// description.
 func leaked(t *testing.T, s *Sniffer, node, packet string) {
 	t.Helper()
 	var r Report
@@ -62,7 +63,7 @@ func TestTheSnifferSeesWhatANodeSendsInTheClear(t *testing.T) {
 	a, b := l.Clusters[0], l.Clusters[1]
 	s := sniff(t, l, nil)
 	remote := "10.246.7.7:9"
-	mustPing(t, a.Nodes[0].Host, b.Nodes[0].Addr) // a neighbour that is known keeps no packet waiting
+	mustPing(t, a.Nodes[0].Host, b.Nodes[0].Addr) // resolves the neighbor's MAC, so that no later packet is queued for it
 	datagrams(t, a.Pods[0].Host, ":0", remote, []byte("not yet"))
 	mustPing(t, a.Pods[0].Host, a.Nodes[1].Addr)
 	s.Watch(a, Watched{Networks: []netip.Prefix{peerOthers, peerPods}})
@@ -78,7 +79,7 @@ func TestTheSnifferSeesWhatANodeSendsInTheClear(t *testing.T) {
 	datagrams(t, a.Nodes[1].Host, ":0", b.Nodes[0].Addr.String()+":4800", vxlan(inner)[8:])
 	leaked(t, s, "a-node2", "-> 172.30.2.11:4800, 78 octets, with UDP 10.244.1.11:1 -> 10.246.0.11:2, 28 octets inside")
 
-	// A source of a peer, which nodes let pass with a loose filter.
+	// With a loose reverse path filter, a node forwards a packet with a source address of a peer.
 	pod := a.Pods[2]
 	if err := pod.Do(func() error {
 		link, err := netlink.LinkByName("eth0")
@@ -90,7 +91,7 @@ func TestTheSnifferSeesWhatANodeSendsInTheClear(t *testing.T) {
 		t.Fatal(err)
 	}
 	to := a.Pods[5]
-	conn, err := to.ListenPacket("udp4", ":9") // else it would answer
+	conn, err := to.ListenPacket("udp4", ":9") // prevents an ICMP answer
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -100,7 +101,7 @@ func TestTheSnifferSeesWhatANodeSendsInTheClear(t *testing.T) {
 	s.Watch(a, Watched{Networks: []netip.Prefix{peerOthers, peerPods}, Endpoints: []netip.Addr{to.Addr}})
 	datagrams(t, pod.Host, "10.246.0.5:7", to.Addr.String()+":9", nil)
 
-	// What is no leak, and comes after all that.
+	// These packets are no leaks, although some are sent in the clear.
 	for _, from := range []*Host{a.Pods[0].Host, a.OnPrem.Host, a.Nodes[2].Host} {
 		mustPing(t, from, a.Pods[4].Addr)
 	}
@@ -165,8 +166,8 @@ func TestTheSnifferConfirmsALeak(t *testing.T) {
 	}
 }
 
-// A node that is given another address is an end of the overlay with it, and no other machine is with that
-// one.
+// An address that a node gets later is an endpoint of the overlay. An additional address of a
+// host that is no node is not.
 func TestTheSnifferKnowsNodeAddresses(t *testing.T) {
 	l := up(t, Spec{Clusters: []ClusterSpec{{Nodes: 2, Control: true}, {}}})
 	a, b := l.Clusters[0], l.Clusters[1]
@@ -186,7 +187,7 @@ func TestTheSnifferKnowsNodeAddresses(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	give(a.Control.Host) // in the same network, and no node
+	give(a.Control.Host) // a host of the same network that is not a node
 	mustPing(t, a.Nodes[0].Host, moved)
 	datagrams(t, a.Nodes[0].Host, ":0", moved.String()+":4800", vxlan(inner)[8:])
 	leaked(t, s, "a-node1", "-> 172.30.1.112:4800")
@@ -196,14 +197,14 @@ func TestTheSnifferKnowsNodeAddresses(t *testing.T) {
 	datagrams(t, a.Nodes[1].Host, moved.String()+":0", a.Nodes[0].Addr.String()+":4800", vxlan(inner)[8:])
 	datagrams(t, a.Nodes[0].Host, ":0", b.Nodes[0].Addr.String()+":4800", vxlan(inner)[8:])
 	leaked(t, s, "a-node1", "-> 172.30.2.11:4800")
-	datagrams(t, a.Nodes[1].Host, moved.String()+":0", "10.246.0.1:9", nil) // what is in the clear is so from there, too
+	datagrams(t, a.Nodes[1].Host, moved.String()+":0", "10.246.0.1:9", nil) // packets in the clear from the new address are leaks as well
 	leaked(t, s, "a-node2", "UDP 172.30.1.112:")
 	if err := s.Close(); err != nil {
 		t.Error(err)
 	}
 }
 
-// A node may be made anew, as after a reboot.
+// A node may be recreated, as after a reboot.
 func TestTheSnifferFollowsAddedAndRemovedNodes(t *testing.T) {
 	l := up(t, Spec{Clusters: []ClusterSpec{{Nodes: 2}}})
 	n := l.Clusters[0].Nodes[1]
@@ -221,7 +222,7 @@ func TestTheSnifferFollowsAddedAndRemovedNodes(t *testing.T) {
 	if err := removeNamespace(netnsDir + "/" + n.Netns()); err != nil {
 		t.Fatal(err)
 	}
-	for deadline := time.Now().Add(time.Minute); ; time.Sleep(5 * time.Millisecond) { // the kernel takes its time
+	for deadline := time.Now().Add(time.Minute); ; time.Sleep(5 * time.Millisecond) { // the kernel removes the device asynchronously
 		if _, err := underlay.nl.LinkByName(n.Name); err != nil {
 			break
 		}
@@ -253,7 +254,7 @@ func TestTheSnifferFollowsAddedAndRemovedNodes(t *testing.T) {
 		}
 	}
 	s.Take()
-	if err := s.Close(); err != nil && !strings.Contains(err.Error(), "in the clear; want none") { // what was sent last may come after Take
+	if err := s.Close(); err != nil && !strings.Contains(err.Error(), "in the clear; want none") { // the last datagrams may be processed after Take
 		t.Error(err)
 	}
 	if r := s.Report(); r.Packets <= before {

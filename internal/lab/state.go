@@ -14,17 +14,17 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Files of a lab while it exists:
+// stateDir contains the files of all existing labs:
 //
-//	/run/isthmus-lab/.lock           held while labs are made, swept and removed
-//	/run/isthmus-lab/NAME/lock       held by the owner for as long as it lives
+//	/run/isthmus-lab/.lock           held while labs are created, swept and removed
+//	/run/isthmus-lab/NAME/lock       held by the owner as long as it lives
 //	/run/isthmus-lab/NAME/lab.json   state, below
 //	/run/isthmus-lab/NAME/CLUSTER/   configuration directory of the cluster's gateway
-//	/run/isthmus-lab/NAME/log/       what the gateways print
+//	/run/isthmus-lab/NAME/log/       output of the gateways
 //	/run/netns/isthmus.NAME.HOST     its namespaces
 //
-// An flock always ends with the process that holds it, so an unheld lock means that the owner is
-// dead.
+// The kernel releases an flock when the process that holds it ends. So if the lock is free, the
+// owner has ended.
 const stateDir = "/run/isthmus-lab"
 
 const (
@@ -33,9 +33,9 @@ const (
 	logDir    = "log"
 )
 
-// state has everything that another process needs to use or remove the lab.
+// state is the data that another process needs to use or remove the lab.
 type state struct {
-	Spec       Spec      `json:"spec"`       // complete
+	Spec       Spec      `json:"spec"`       // with default values filled in
 	Persistent bool      `json:"persistent"` // outlives its owner
 	Boot       string    `json:"boot"`       // kernel boot ID: a reboot removes a lab's namespaces
 	Owner      int       `json:"owner"`      // process ID, for messages only
@@ -43,7 +43,7 @@ type state struct {
 	Mappings   []mapping `json:"mappings"`
 }
 
-// join is one pair of clusters, and the networks that each uses for the other.
+// join is a pair of clusters with the networks that each uses for the other.
 type join struct {
 	A   string `json:"a"`
 	B   string `json:"b"`
@@ -51,7 +51,8 @@ type join struct {
 	AtB View   `json:"atB"`
 }
 
-// mapping is one address of a cluster's ExternalCIDR that stands for an endpoint outside its pods.
+// mapping is an address of a cluster's ExternalCIDR that is mapped to an endpoint outside its
+// pods.
 type mapping struct {
 	Cluster  string     `json:"cluster"`
 	Real     netip.Addr `json:"real"`
@@ -60,7 +61,7 @@ type mapping struct {
 
 func dirOf(name string) string { return filepath.Join(stateDir, name) }
 
-// locked runs f while no other process makes, sweeps or removes labs.
+// locked runs f while no other process creates, sweeps or removes labs.
 func locked(f func() error) error {
 	unlock, err := lockAll()
 	if err != nil {
@@ -78,7 +79,7 @@ func lockAll() (unlock func(), err error) {
 		}
 		file, err := os.OpenFile(path, os.O_CREATE|os.O_RDWR, 0o644)
 		if errors.Is(err, fs.ErrNotExist) {
-			continue // the last lab was removed in between, with the directory
+			continue // the directory was removed meanwhile together with the last lab
 		}
 		if err != nil {
 			return nil, err
@@ -87,14 +88,14 @@ func lockAll() (unlock func(), err error) {
 			file.Close()
 			return nil, err
 		}
-		// The previous holder may have removed the file that we waited for.
+		// The previous holder may have removed the file for whose lock we waited.
 		if !isFile(file, path) {
 			file.Close()
 			continue
 		}
 		return func() {
 			if entries, err := os.ReadDir(stateDir); err == nil && len(entries) == 1 {
-				_ = errors.Join(os.Remove(path), os.Remove(stateDir)) // an empty directory that stays is harmless
+				_ = errors.Join(os.Remove(path), os.Remove(stateDir)) // a leftover empty directory is harmless
 			}
 			file.Close()
 		}, nil
@@ -122,8 +123,8 @@ func flock(file *os.File, how int) error {
 	}
 }
 
-// claim takes the owner's lock of a lab and creates its directory. The error is ErrInUse if a live
-// process holds the lock.
+// claim acquires the owner's lock of a lab and creates its directory. It returns ErrInUse if a
+// live process holds the lock.
 func claim(name string) (*os.File, error) {
 	if err := os.MkdirAll(dirOf(name), 0o755); err != nil {
 		return nil, err
@@ -142,7 +143,7 @@ func claim(name string) (*os.File, error) {
 	return file, nil
 }
 
-// names lists all labs of which anything exists, alive or not.
+// names lists all labs of which anything exists, whether their owner lives or not.
 func names() ([]string, error) {
 	var all []string
 	dirs, err := os.ReadDir(stateDir)
@@ -189,14 +190,14 @@ func (s state) write() error {
 	return writeFile(filepath.Join(dirOf(s.Spec.Name), stateFile), append(data, '\n'), 0o644)
 }
 
-// writeFile replaces a file in one step, so that a concurrent reader sees the old or the new
-// content. The temporary file has a name that readers of a configuration directory ignore.
+// writeFile replaces a file atomically, so that a concurrent reader sees either the old or the
+// new content. The temporary file has a name that readers of a configuration directory ignore.
 func writeFile(path string, data []byte, perm fs.FileMode) error {
 	part, err := os.CreateTemp(filepath.Dir(path), ".new-*")
 	if err != nil {
 		return err
 	}
-	defer func() { _ = os.Remove(part.Name()) }() // fails once it has been renamed
+	defer func() { _ = os.Remove(part.Name()) }() // fails after the file has been renamed
 	_, err = part.Write(data)
 	if err := errors.Join(err, part.Chmod(perm), part.Close()); err != nil {
 		return err

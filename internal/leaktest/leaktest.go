@@ -1,5 +1,5 @@
-// Package leaktest is goleak with more patience. On a busy machine, ending goroutines take longer
-// than the half second that goleak allows.
+// Package leaktest is goleak with longer timeouts. On a busy machine, ending goroutines may take
+// longer than the half second that goleak waits.
 package leaktest
 
 import (
@@ -11,7 +11,7 @@ import (
 
 const patience = time.Minute
 
-// Find is goleak.Find: an error names the goroutines that are left.
+// Find is goleak.Find. The error names the remaining goroutines.
 func Find(options ...goleak.Option) error {
 	err := goleak.Find(options...)
 	for end := time.Now().Add(patience); err != nil && time.Now().Before(end); {
@@ -20,14 +20,14 @@ func Find(options ...goleak.Option) error {
 	return err
 }
 
-// Main is goleak.VerifyTestMain: it runs the tests of a package, fails when goroutines are left,
-// and ends the process.
+// Main is goleak.VerifyTestMain. It runs the tests of a package, fails if goroutines remain, and
+// exits.
 func Main(m *testing.M) { goleak.VerifyTestMain(waiting{m}) }
 
 type waiting struct{ *testing.M }
 
 func (m waiting) Run() int {
 	code := m.M.Run()
-	_ = Find() // goleak looks again and reports
+	_ = Find() // only waits: goleak checks again and reports
 	return code
 }

@@ -1,5 +1,5 @@
-// Package metric declares Prometheus metrics: each with its labels, so that docs/metrics.md, alerts
-// and dashboards can be checked against what the components serve.
+// Package metric declares Prometheus metrics with their labels. Tests compare docs/metrics.md,
+// alerts and dashboards with these declarations.
 package metric
 
 import (
@@ -11,23 +11,23 @@ import (
 	dto "github.com/prometheus/client_model/go"
 )
 
-// Prefix begins the name of every metric of ours.
+// Prefix is the common prefix of the names of all Isthmus metrics.
 const Prefix = "isthmus_"
 
 // A Family is one declared metric.
 type Family struct {
-	Name   string // with Prefix
+	Name   string // including Prefix
 	Help   string // one sentence
 	Type   dto.MetricType
-	Labels []string // of its series
+	Labels []string // label names of its series
 	desc   *prometheus.Desc
 }
 
-// A Catalogue has the families that a package declares. Package variables fill it, so no family can
-// be declared outside of it. Afterwards it is only read.
+// A Catalogue has the families that a package declares. Package variables fill it at
+// initialization, so no family can be missing. Afterwards it is read-only.
 type Catalogue struct{ families []*Family }
 
-// Gauge declares a gauge. name is without Prefix, here and below.
+// Gauge declares a gauge. Here and below, name does not include Prefix.
 func (c *Catalogue) Gauge(name, help string, labels ...string) *Family {
 	return c.declare(name, help, dto.MetricType_GAUGE, labels)
 }
@@ -54,15 +54,15 @@ func (c *Catalogue) Families() []*Family {
 	return slices.SortedFunc(slices.Values(c.families), func(a, b *Family) int { return strings.Compare(a.Name, b.Name) })
 }
 
-// Describe implements prometheus.Collector's method for a collector of all the families.
+// Describe sends the descriptors of all families, to implement prometheus.Collector.
 func (c *Catalogue) Describe(out chan<- *prometheus.Desc) {
 	for _, f := range c.families {
 		out <- f.desc
 	}
 }
 
-// Sample returns one series of a gauge or a counter. values are the values of its labels, in their
-// order.
+// Sample returns one series of a gauge or a counter. values are the label values in the order of
+// Labels.
 func (f *Family) Sample(v float64, values ...string) prometheus.Metric {
 	kind := prometheus.GaugeValue
 	if f.Type == dto.MetricType_COUNTER {
@@ -71,15 +71,15 @@ func (f *Family) Sample(v float64, values ...string) prometheus.Metric {
 	return prometheus.MustNewConstMetric(f.desc, kind, v, values...)
 }
 
-// Failed returns a metric that tells a scraper that the family could not be read.
+// Failed returns an invalid metric. It makes a scrape report that the family could not be read.
 func (f *Family) Failed(err error) prometheus.Metric { return prometheus.NewInvalidMetric(f.desc, err) }
 
-// Options returns the options of a counter that the client library keeps.
+// Options returns the options of a counter whose value the Prometheus client library keeps.
 func (f *Family) Options() prometheus.CounterOpts {
 	return prometheus.CounterOpts{Name: f.Name, Help: f.Help}
 }
 
-// Common has the families that every component serves.
+// Common contains the families that every component exports.
 var Common Catalogue
 
 var build = Common.Gauge("build_info", "Always 1; the labels have the versions of Isthmus and Go.", "version", "goversion")

@@ -15,7 +15,7 @@ var (
 	headless = regexp.MustCompile(`: (what|who|whoever|which|whatever) `)
 )
 
-// wrongSubject returns what is wrong with the subject of a commit.
+// wrongSubject returns the mistake in the subject of a commit, or the empty string.
 func wrongSubject(s string) string {
 	switch length := utf8.RuneCountInString(s); {
 	case length > maxSubject:
@@ -47,7 +47,7 @@ func TestCommitSubjectsAreShortAndImperative(t *testing.T) {
 		}
 		return strings.TrimSpace(string(out))
 	}
-	// From the commit on that added this file: older subjects stay.
+	// The rules apply from the commit that added this file.
 	since := git("log", "-1", "--diff-filter=A", "--format=%H", "--", "commits_test.go")
 	if since == "" {
 		t.Skip("needs the history of git: this file is in no commit")

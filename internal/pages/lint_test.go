@@ -13,7 +13,8 @@ import (
 
 const maxWidth = 100
 
-// generated pages have the words of their sources, and no line breaks.
+// generated are the pages that are generated. Their words come from their sources, and their
+// lines are not wrapped.
 var generated = []string{
 	"docs/attacks.md", "docs/cli.md", "docs/cni.md", "docs/conditions.md", "docs/faults.md", "docs/faults-services.md",
 	"docs/faults-votes.md", "docs/gateway.yaml.md", "docs/matrix.md", "docs/mcs-conformance.md", "docs/metrics.md",
@@ -21,7 +22,8 @@ var generated = []string{
 	"benchmarks/manager/after.md", "benchmarks/peers/after.md",
 }
 
-// unwanted words were private to this project; the standard terms take their place.
+// unwanted are words of this project's former private vocabulary, by the standard terms that
+// replace them.
 var unwanted = map[string]*regexp.Regexp{
 	"IPAM state":                   regexp.MustCompile(`(?i)\b(the|IPAM's) books\b`),
 	"allocate, allocation":         regexp.MustCompile(`(?i)\b(is|are|was|were|be) granted (a |the )?networks?\b|\ba grant\b`),
@@ -38,7 +40,7 @@ var unwanted = map[string]*regexp.Regexp{
 	"a subject that acts":          regexp.MustCompile(`(?i)\b(it is|are|is) (led|told) (to|of|that)\b|\bcomes to be\b|\bas it is there\b`),
 }
 
-// pages returns all documents, by their paths in the repository.
+// pages returns the text of all documents by their path in the repository.
 func pages(t *testing.T) map[string]string {
 	t.Helper()
 	all := map[string]string{}
@@ -65,7 +67,7 @@ func pages(t *testing.T) map[string]string {
 	return all
 }
 
-// prose calls f with each line of a page that is neither code nor a table.
+// prose calls f for each line of a page that is neither code nor part of a table.
 func prose(text string, f func(number int, line string)) {
 	fenced := false
 	for number, line := range strings.Split(text, "\n") {
@@ -79,7 +81,7 @@ func prose(text string, f func(number int, line string)) {
 	}
 }
 
-// withTables makes prose of the tables of a page.
+// withTables returns the page with its table rows changed so that prose treats them as text.
 func withTables(text string) string { return strings.ReplaceAll(text, "\n|", "\n ") }
 
 func TestLinesOfPagesAreNoWiderThanAHundred(t *testing.T) {
@@ -100,7 +102,7 @@ func TestPagesUseStandardTerms(t *testing.T) {
 		if slices.Contains(generated, name) {
 			continue
 		}
-		text, _, _ = strings.Cut(text, "| do not write |") // the glossary
+		text, _, _ = strings.Cut(text, "| do not write |") // without the glossary
 		prose(withTables(text), func(number int, line string) {
 			for instead, word := range unwanted {
 				if found := word.FindString(line); found != "" {
@@ -111,7 +113,7 @@ func TestPagesUseStandardTerms(t *testing.T) {
 	}
 }
 
-// A README is read in two minutes, a decision on one screen.
+// Reading a README should take two minutes; a decision should fit on one screen.
 func TestReadmeAndDecisionsAreShort(t *testing.T) {
 	for name, text := range pages(t) {
 		most := 0
@@ -127,7 +129,8 @@ func TestReadmeAndDecisionsAreShort(t *testing.T) {
 	}
 }
 
-// The lists name pages that exist, and docs/README.md names each decision by its title.
+// The list of generated pages contains existing pages only, and docs/README.md lists each
+// decision by its title.
 func TestListsOfPagesAreUpToDate(t *testing.T) {
 	all := pages(t)
 	for _, name := range generated {
@@ -180,7 +183,7 @@ func TestLinksOfPagesResolve(t *testing.T) {
 	}
 }
 
-// wrongLink returns what is wrong with a link of a page.
+// wrongLink returns the mistake in a link of a page, or the empty string.
 func wrongLink(all map[string]string, from, to string) string {
 	if strings.Contains(to, "://") || strings.HasPrefix(to, "mailto:") {
 		return ""
@@ -200,7 +203,7 @@ func wrongLink(all map[string]string, from, to string) string {
 	return ""
 }
 
-// anchors returns the anchors of a page's headings, as GitHub makes them.
+// anchors returns the anchors that GitHub generates for a page's headings.
 func anchors(text string) (all []string) {
 	prose(text, func(_ int, line string) {
 		m := heading.FindStringSubmatch(line)

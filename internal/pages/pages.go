@@ -1,4 +1,4 @@
-// Package pages finds the commands in the documents, for the tests that run them.
+// Package pages extracts the commands from the documents, for the tests that run them.
 package pages
 
 import (
@@ -7,21 +7,21 @@ import (
 	"strings"
 )
 
-// A Command is a shell line that a page tells the reader to run. Lines that end with a backslash,
-// and here-documents, count as one line.
+// A Command is a shell command that a page asks the reader to run. Lines that end with a
+// backslash, and here-documents, belong to one Command.
 type Command struct {
-	Chapter string // the heading above it, without its #
-	Text    string // without the comment at the end of the line
+	Chapter string // the heading above the command, without its #
+	Text    string // without a comment at the end of the line
 }
 
-// programs are the beginnings of commands; other lines of code are output, configuration or a part
-// of a command.
+// programs matches the beginnings of commands. Other lines of code are output, configuration or a
+// part of a command.
 var programs = regexp.MustCompile(`^(?:sudo |\$ )*(?:isthmus|isthmus-lab|kubectl|helm|make|go|nft|skopeo|curl|openssl|envsubst|export|for|ip) `)
 
 // comment matches a comment at the end of a line, in the style of the pages.
 var comment = regexp.MustCompile(`\s+# .*$`)
 
-// Of returns the commands of a page, in their order: lines in fences, and lines indented by four.
+// Of returns the commands of a page in order. It reads fenced blocks and lines indented by four.
 func Of(file string) (all []Command, err error) {
 	text, err := os.ReadFile(file)
 	if err != nil {
@@ -47,10 +47,10 @@ func Of(file string) (all []Command, err error) {
 			code = line
 		}
 		switch {
-		case open == `\`: // the previous line continues here
+		case open == `\`: // this line continues the previous one
 			last := &all[len(all)-1]
 			last.Text = strings.TrimSuffix(last.Text, `\`) + comment.ReplaceAllString(strings.TrimSpace(code), "")
-		case open != "": // input of the previous command
+		case open != "": // this line is input of the previous command
 			if strings.TrimSpace(code) == open {
 				open = ""
 			}

@@ -10,8 +10,8 @@ import (
 
 const root = "../.."
 
-// ranFrom are the tests that read the commands of chapters out of a page and run them. The test names
-// the page and each chapter.
+// ranFrom maps pages to the test file that reads their commands and runs them. The test names the
+// page and each chapter.
 var ranFrom = map[string]string{
 	"README.md":               "test/fleet/pages_test.go",
 	"docs/troubleshooting.md": "test/fleet/pages_test.go",
@@ -20,11 +20,12 @@ var ranFrom = map[string]string{
 	"docs/recipes.md":         "test/fleet/recipes_test.go",
 }
 
-// A reason says why a command is not run as it stands there, and what tests the same.
+// A reason explains why commands of a page are not run literally, and names the test of the same
+// function.
 type reason struct {
-	page, begins string // of the page, how the commands begin; "" is all of them
+	page, begins string // path of the page; beginning of the commands, "" for all
 	why          string
-	tested       string // FILE: a word of it; "" where nothing does
+	tested       string // FILE: a word in it; "" if there is no test
 }
 
 var reasons = []reason{
@@ -58,7 +59,8 @@ var reasons = []reason{
 	{"docs/performance.md", "", "a profile is for people to look at", ""},
 }
 
-// Whoever adds a command to a page adds it to a test that runs the page, or says here why not.
+// A new command of a page needs a test that runs the page, or an entry here with the reason why
+// not.
 func TestEveryCommandOfThePagesIsRunOrExcused(t *testing.T) {
 	files, err := filepath.Glob(filepath.Join(root, "docs", "*.md"))
 	if err != nil {
@@ -76,7 +78,7 @@ func TestEveryCommandOfThePagesIsRunOrExcused(t *testing.T) {
 	commands := 0
 	for _, file := range append(files, filepath.Join(root, "README.md"), filepath.Join(root, "CONTRIBUTING.md"), filepath.Join(root, "benchmarks", "README.md")) {
 		page, _ := filepath.Rel(root, file)
-		if page == "docs/cli.md" || page == "docs/experiments.md" { // made from the commands; what was done once
+		if page == "docs/cli.md" || page == "docs/experiments.md" { // generated, and a record of past experiments
 			continue
 		}
 		all, err := Of(file)

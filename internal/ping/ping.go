@@ -1,5 +1,5 @@
-// Package ping sends ICMP echo requests over sockets that its callers open, so the callers choose
-// the network namespace.
+// Package ping sends ICMP echo requests over sockets that the callers open, so that they can
+// choose the network namespace.
 package ping
 
 import (
@@ -18,12 +18,13 @@ import (
 	"golang.org/x/net/ipv6"
 )
 
-// TokenSize is how many octets of a request's data identify it. All of its data is random.
+// TokenSize is the number of octets that identify a request. They are at the start of its data,
+// which is random.
 const TokenSize = 16
 
-// An Error is an ICMP error about a packet that could not be delivered.
+// An Error is an ICMP error for a packet that could not be delivered.
 type Error struct {
-	From netip.Addr // the sender of the error
+	From netip.Addr // source of the error
 	Type int        // RFC 792: 3 unreachable, 11 time exceeded, ...; RFC 4443: 1 unreachable, 2 too big, 3 time exceeded, ...
 	Code int
 }
@@ -36,7 +37,7 @@ func (e *Error) Error() string {
 	return fmt.Sprintf("%v answers ICMP %v, code %d", e.From, kind, e.Code)
 }
 
-// A timeoutError is the net.Error of a request without an answer.
+// A timeoutError is the net.Error for a request without an answer.
 type timeoutError time.Duration
 
 func (e timeoutError) Error() string {
@@ -45,9 +46,9 @@ func (e timeoutError) Error() string {
 func (timeoutError) Timeout() bool   { return true }
 func (timeoutError) Temporary() bool { return true }
 
-// family has the differences between IPv4 and IPv6.
+// family holds the differences between IPv4 and IPv6.
 type family struct {
-	network, any   string // of a raw socket
+	network, any   string // network and address to open a raw socket
 	protocol       int
 	request, reply icmp.Type
 }
@@ -60,22 +61,22 @@ func familyOf(addr netip.Addr) family {
 }
 
 // Raw returns the network and address with which net.ListenPacket opens a raw socket for pings to
-// dst. A raw socket also gets the ICMP errors.
+// dst. Such a socket also receives ICMP errors.
 func Raw(dst netip.Addr) (network, address string) {
 	f := familyOf(dst)
 	return f.network, f.any
 }
 
-// Echo sends one request with size octets, at least TokenSize, and waits for its answer until ctx
-// ends. conn is a raw socket, or a datagram socket of package icmp. An ICMP error about the request
-// is returned as *Error. data is what was sent.
+// Echo sends one request with size octets of data, at least TokenSize, and waits for the answer
+// until ctx ends. conn is a raw socket, or a datagram socket of package icmp. If an ICMP error
+// for the request arrives, Echo returns it as *Error. The result data is the request's data.
 func Echo(ctx context.Context, conn net.PacketConn, dst netip.Addr, size int) (data []byte, rtt time.Duration, err error) {
 	f := familyOf(dst)
 	data = make([]byte, max(size, TokenSize))
 	rand.Read(data)
 	id := int(binary.BigEndian.Uint16(data))
 	const seq = 1
-	packet, err := (&icmp.Message{Type: f.request, Body: &icmp.Echo{ID: id, Seq: seq, Data: data}}).Marshal(nil) // the kernel adds the checksum of IPv6
+	packet, err := (&icmp.Message{Type: f.request, Body: &icmp.Echo{ID: id, Seq: seq, Data: data}}).Marshal(nil) // the kernel adds the checksum of ICMPv6
 	if err != nil {
 		return nil, 0, err
 	}
@@ -93,7 +94,7 @@ func Echo(ctx context.Context, conn net.PacketConn, dst netip.Addr, size int) (d
 	}
 	stop := context.AfterFunc(ctx, func() {
 		if errors.Is(ctx.Err(), context.Canceled) {
-			_ = conn.SetReadDeadline(time.Unix(1, 0)) // fails only when we are done
+			_ = conn.SetReadDeadline(time.Unix(1, 0)) // fails only after conn is closed
 		}
 	})
 	defer stop()
@@ -103,7 +104,7 @@ func Echo(ctx context.Context, conn net.PacketConn, dst netip.Addr, size int) (d
 		switch {
 		case errors.Is(ctx.Err(), context.Canceled):
 			return nil, 0, ctx.Err()
-		case isTimeout(err) && !late: // an answer may have come in time, while we were not scheduled
+		case isTimeout(err) && !late: // while this goroutine did not run, the answer may have arrived in time: read again
 			late = true
 			if err := conn.SetReadDeadline(time.Now().Add(10 * time.Millisecond)); err == nil {
 				continue
@@ -122,7 +123,7 @@ func Echo(ctx context.Context, conn net.PacketConn, dst netip.Addr, size int) (d
 		}
 		var quote []byte
 		switch body := message.Body.(type) {
-		case *icmp.Echo: // a datagram socket replaces the identifier
+		case *icmp.Echo: // identify by the data: a datagram socket replaces the identifier
 			if message.Type == f.reply && body.Seq == seq && bytes.Equal(body.Data, data) && from.String() == to.String() {
 				return data, arrived.Sub(start), nil
 			}
@@ -145,7 +146,7 @@ func isTimeout(err error) bool {
 	return errors.As(err, &timeout) && timeout.Timeout()
 }
 
-// quotes reports whether the packet that an ICMP error quotes is our echo request.
+// quotes reports whether the packet in an ICMP error is our echo request.
 func quotes(packet []byte, dst netip.Addr, id, seq int) bool {
 	var header []byte
 	switch {

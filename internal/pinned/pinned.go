@@ -1,5 +1,5 @@
-// Package pinned secures connections between processes of one installation, which share the WireGuard private key of
-// its gateways.
+// Package pinned secures connections between processes of one installation, which share the
+// gateways' WireGuard private key.
 package pinned
 
 import (
@@ -14,10 +14,11 @@ import (
 	"math/big"
 )
 
-// Config is for both ends of a connection. Each proves that it has the key that is derived from the private key for
-// this purpose. TLS 1.3 signs as client and as server differently, so that no end can be shown its own signature.
+// Config returns the TLS configuration for both sides of a connection. Each side proves that it
+// has a key, which is derived from the private key and the purpose. TLS 1.3 signatures of clients
+// and servers differ, so an attacker cannot reflect a side's own signature.
 func Config(private [32]byte, purpose string) (*tls.Config, error) {
-	if private == [32]byte{} { // everybody knows it
+	if private == [32]byte{} { // a zero key is public
 		return nil, errors.New("the private key of the gateways is not known yet")
 	}
 	seed, err := hkdf.Key(sha256.New, private[:], nil, purpose, ed25519.SeedSize)
@@ -34,7 +35,8 @@ func Config(private [32]byte, purpose string) (*tls.Config, error) {
 		MinVersion:   tls.VersionTLS13,
 		Certificates: []tls.Certificate{{Certificate: [][]byte{cert}, PrivateKey: key}},
 		ClientAuth:   tls.RequireAnyClientCert,
-		// No name and no authority: VerifyConnection compares the key, which TLS has the other end prove.
+		// There is no server name and no CA: VerifyConnection compares the public key, and TLS proves
+		// that the other side has the private key.
 		InsecureSkipVerify:     true,
 		SessionTicketsDisabled: true,
 		VerifyConnection: func(s tls.ConnectionState) error {

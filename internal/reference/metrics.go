@@ -15,7 +15,7 @@ import (
 	"github.com/isthmus-net/isthmus/routeagent"
 )
 
-// metrics returns docs/metrics.md.
+// metrics generates docs/metrics.md.
 func metrics(string) (string, error) {
 	var b strings.Builder
 	b.WriteString("# Metrics\n\n")
@@ -71,7 +71,7 @@ dashboard divides by packets.
 	return b.String(), nil
 }
 
-// unit returns the unit in a metric's name, by the conventions of Prometheus.
+// unit returns the unit that a metric's name contains by the conventions of Prometheus.
 func unit(name string) string {
 	name = strings.TrimSuffix(name, "_total")
 	for _, u := range []struct{ suffix, text string }{

@@ -36,7 +36,7 @@ func monitoring(t *testing.T, name string) []byte {
 	return text
 }
 
-// test/prometheus parses the expressions; this needs no Prometheus.
+// test/prometheus parses the expressions with Prometheus's parser. This test only compares names.
 func TestAlertsAndDashboardNameOnlyMetricsThatExist(t *testing.T) {
 	known := declared()
 	word := regexp.MustCompile(`\bisthmus_[a-z_]+`)
@@ -90,7 +90,7 @@ func TestEachAlertHasARunbook(t *testing.T) {
 	}
 }
 
-// Grafana keeps the place of a panel, and what it is called, by these.
+// Grafana identifies panels by ID and title, and places them by their grid position.
 func TestPanelsOfTheDashboardDoNotOverlap(t *testing.T) {
 	var d struct {
 		Panels []struct {

@@ -18,17 +18,18 @@ func parse(root, name string) (*ast.File, error) {
 	return parser.ParseFile(token.NewFileSet(), filepath.Join(root, filepath.FromSlash(name)), nil, parser.ParseComments|parser.SkipObjectResolution)
 }
 
-// line returns a comment as one line.
+// line returns a comment as one line of text.
 func line(c *ast.CommentGroup) string { return strings.Join(strings.Fields(c.Text()), " ") }
 
 // A constant is a string constant and its comment.
 type constant struct {
 	name, value, text string
-	group             string // the comment above it, about it and those below
+	group             string // the comment above a group of constants, for this constant and those below it
 }
 
-// constants returns the constants of a file whose names begin with prefix. Their comments are
-// beside them, or above them if they begin with the name.
+// constants returns the constants of a file whose names begin with prefix. A constant's text is
+// the comment at the end of its line, or the comment above if that begins with the constant's
+// name.
 func constants(f *ast.File, prefix string) (all []constant) {
 	for _, d := range f.Decls {
 		gen, ok := d.(*ast.GenDecl)
@@ -69,7 +70,7 @@ func constants(f *ast.File, prefix string) (all []constant) {
 	return all
 }
 
-// conditions returns docs/conditions.md.
+// conditions generates docs/conditions.md.
 func conditions(root string) (string, error) {
 	ours, err := parse(root, "apis/isthmus/v1alpha1/names.go")
 	if err != nil {
@@ -124,7 +125,7 @@ func conditions(root string) (string, error) {
 	return strings.TrimSuffix(b.String(), "\n"), missing(b.String())
 }
 
-// missing returns an error if an entry of a page has no meaning.
+// missing returns an error if an entry of a page has no explanation.
 func missing(text string) error {
 	for l := range strings.Lines(text) {
 		if strings.HasSuffix(l, "` |  |\n") {
@@ -134,7 +135,7 @@ func missing(text string) error {
 	return nil
 }
 
-// gatewayFile returns docs/gateway.yaml.md.
+// gatewayFile generates docs/gateway.yaml.md.
 func gatewayFile(root string) (string, error) {
 	f, err := parse(root, "internal/source/file/gateway.go")
 	if err != nil {
@@ -152,7 +153,7 @@ func gatewayFile(root string) (string, error) {
 			return true
 		}
 		for _, field := range spec.Type.(*ast.StructType).Fields.List {
-			if field.Tag == nil { // the fields of NAT follow below
+			if field.Tag == nil { // fields without a tag, such as those of NAT, follow below
 				continue
 			}
 			tag, _ := strconv.Unquote(field.Tag.Value)

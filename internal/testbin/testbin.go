@@ -11,14 +11,14 @@ import (
 
 const module = "github.com/isthmus-net/isthmus"
 
-// Isthmus builds the program isthmus in dir and returns its path.
+// Isthmus builds the isthmus program in dir and returns its path.
 func Isthmus(dir string) (path string, err error) {
 	return filepath.Join(dir, "isthmus"), Build(dir, "isthmus")
 }
 
-// Build builds programs of cmd/ in dir, under their names. It works from any package of the main
-// module and of modules nested in it. The flags are those of `make build`, without cgo, which the
-// race detector would add, so that all builds share one cache.
+// Build builds programs of cmd/ in dir under their own names. It works from any package of the
+// main module and of nested modules. It uses the flags of `make build`, and disables cgo, which
+// the race detector would enable, so that all builds share one cache.
 func Build(dir string, programs ...string) error {
 	packages := make([]string, len(programs))
 	for i, p := range programs {
@@ -27,7 +27,7 @@ func Build(dir string, programs ...string) error {
 	return BuildPackage(dir, packages...)
 }
 
-// BuildPackage is Build for programs anywhere in the main module.
+// BuildPackage is Build for packages anywhere in the main module.
 func BuildPackage(dir string, packages ...string) error {
 	root, err := Root()
 	if err != nil {
@@ -45,7 +45,7 @@ func BuildPackage(dir string, packages ...string) error {
 	return nil
 }
 
-// Root returns the main module's folder, even from a module nested in it.
+// Root returns the main module's folder. It also works in a nested module.
 func Root() (string, error) {
 	root, err := exec.Command("go", "list", "-m", "-f", "{{.Dir}}", module).Output()
 	if err != nil {

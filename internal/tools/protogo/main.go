@@ -1,5 +1,5 @@
-// Command protogo writes FILE.pb.go for each given FILE.proto, as protoc with protoc-gen-go does.
-// Its parser is a Go package, so that it works without protoc.
+// Command protogo writes FILE.pb.go for each given FILE.proto, like protoc with protoc-gen-go. It
+// uses a parser in Go, so it needs no protoc.
 package main
 
 import (
@@ -29,7 +29,7 @@ func generate(path string) error {
 	dir, name := filepath.Split(path)
 	compiler := protocompile.Compiler{
 		Resolver:       protocompile.WithStandardImports(&protocompile.SourceResolver{ImportPaths: []string{dir}}),
-		SourceInfoMode: protocompile.SourceInfoStandard, // comments
+		SourceInfoMode: protocompile.SourceInfoStandard, // keep comments
 	}
 	files, err := compiler.Compile(context.Background(), name)
 	if err != nil {
@@ -38,7 +38,7 @@ func generate(path string) error {
 	plugin, err := protogen.Options{}.New(&pluginpb.CodeGeneratorRequest{
 		FileToGenerate: []string{name},
 		Parameter:      new("paths=source_relative"),
-		ProtoFile:      []*descriptorpb.FileDescriptorProto{protodesc.ToFileDescriptorProto(files[0])}, // it imports nothing
+		ProtoFile:      []*descriptorpb.FileDescriptorProto{protodesc.ToFileDescriptorProto(files[0])}, // the file has no imports
 	})
 	if err != nil {
 		return err

@@ -1,7 +1,8 @@
 // Command roots prints Mozilla's certificate authorities in PEM, from the version of
-// golang.org/x/crypto/x509roots/fallback in go.mod. The first line names it, for the SBOM. They go
-// into the image, and each build of a commit gets the same ones. Authorities that Mozilla trusts
-// only under conditions are left out, because a PEM file cannot express conditions.
+// golang.org/x/crypto/x509roots/fallback in go.mod. The first line contains that version, for the
+// SBOM. The output becomes part of the image, and is the same for each build of a commit. The
+// command omits authorities that Mozilla trusts only under conditions, because PEM cannot express
+// conditions.
 package main
 
 import (
