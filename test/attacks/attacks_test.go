@@ -1,14 +1,15 @@
-// Package attacks runs every attack of docs/attacks.md against one fleet of three clusters with API
-// servers, managers, gateways and route agents of their own:
+// Package attacks runs every attack of docs/attacks.md against a fleet of three clusters. Each
+// cluster has its own API server, manager, gateways and route agents:
 //
-//	a   the victim: three nodes; its gateways are Pods, or have the network of their nodes (-long)
-//	b   honest, a peer of a and of c; its pods overlap those of a
-//	c   the attacker's, with all keys and identities that a peer has
+//	a   the victim: three nodes; its gateways are Pods or, with -long, also on their nodes' network
+//	b   honest, a peer of a and of c; its PodCIDR overlaps a's
+//	c   the attacker's, with all keys and identities of a peer
 //
-// Pods of a and b talk to each other all the time, and have to lose nothing.
+// Pods of a and b ping each other during all attacks, and must not lose any packet.
 //
-// The rows of the table are in this package, each beside what it does, and docs/attacks.md is made
-// of them: `go test -run Table -update` in this folder writes it. It needs root to run them.
+// The rows of the table are in this package, each beside its test code. `go test -run Table
+// -update` in this folder generates docs/attacks.md from the rows. Running the attacks needs
+// root.
 package attacks
 
 import (
@@ -30,30 +31,31 @@ var (
 
 const patience = expect.Patience
 
-// An attack is a row of the table and what it does.
+// An attack is a row of the table with its test.
 type attack struct {
 	attacker, attempt string
-	now               string // what stops it, or what still works
-	open              bool   // it still works
+	now               string // the defense, or the remaining effect
+	open              bool   // the attack is still possible
 	run               func(t *testing.T, s *site)
 }
 
-// A chapter is attacks that need the same to begin with.
+// A chapter is a group of attacks with a common preparation.
 type chapter struct {
 	title   string
-	prepare func(t *testing.T, s *site) // nil: nothing; what it changes it changes back by s.after
+	prepare func(t *testing.T, s *site) // nil: no preparation; it registers the reversal of its changes by s.after
 	attacks []attack
-	closes  bool // traffic stops meanwhile, by design: the talks have ended before
+	closes  bool // the attacks stop traffic by design, so the talks end before this chapter
 }
 
-// chapters are in an order in which none spoils the next. The last one closes.
+// chapters returns all chapters in an order in which none affects the next. The last one stops
+// traffic.
 func chapters() []chapter {
 	return []chapter{overlayChapter(), podChapter(), tunnelChapter(), inBandChapter(), claimChapter(), servicesChapter(), rightsChapter(), serverChapter(), insideChapter(),
 		partingChapter(), closingChapter()}
 }
 
-// isthmus is the isthmus program, and kube the folder of etcd and kube-apiserver; TestMain makes
-// both.
+// isthmus is the path of the isthmus program, and kube the folder of etcd and kube-apiserver.
+// TestMain builds both.
 var isthmus, kube string
 
 func TestMain(m *testing.M) { os.Exit(run(m)) }
@@ -67,7 +69,7 @@ func run(m *testing.M) int {
 
 func TestAttacks(t *testing.T) { runChapters(t, newSite(t, true)) }
 
-// A gateway with the network of its node (--host-network) withstands the same.
+// Gateways on their nodes' network (--host-network) withstand the same attacks.
 func TestAttacksOnTheNodeNetwork(t *testing.T) {
 	if !*long {
 		t.Skip("takes minutes: -long runs it")
@@ -105,7 +107,7 @@ func runChapters(t *testing.T, s *site) {
 	s.endWithoutLoss(t)
 }
 
-// The page is made of the rows, and the rows are what is run.
+// docs/attacks.md is generated from the rows whose code runs.
 func TestTheTableListsTheAttacks(t *testing.T) {
 	const file = "../../docs/attacks.md"
 	want := table()

@@ -24,14 +24,14 @@ import (
 
 type spec = v1alpha1.NetworkConfigSpec
 
-// claims says what c wrote honestly, before it turned.
+// claims is the state of c's NetworkConfig before the attack.
 type claims struct {
 	client client.Client
 	good   spec
-	had    v1alpha1.TunnelEndpointSpec // what a has made of that
+	had    v1alpha1.TunnelEndpointSpec // a's TunnelEndpoint for c
 }
 
-// mine is c's NetworkConfig at a.
+// mine returns c's NetworkConfig at a.
 func (s *site) mine(t *testing.T, c client.Client) *v1alpha1.NetworkConfig {
 	t.Helper()
 	nc := &v1alpha1.NetworkConfig{}
@@ -39,7 +39,8 @@ func (s *site) mine(t *testing.T, c client.Client) *v1alpha1.NetworkConfig {
 	return nc
 }
 
-// edit changes it until nothing comes in between: a's finalizers and answers do.
+// edit changes c's NetworkConfig at a. It repeats the change after conflicts, because a's manager
+// writes finalizers and status.
 func (s *site) edit(t *testing.T, c client.Client, change func(*v1alpha1.NetworkConfig)) error {
 	t.Helper()
 	for {
@@ -51,7 +52,8 @@ func (s *site) edit(t *testing.T, c client.Client, change func(*v1alpha1.Network
 	}
 }
 
-// verdict waits until a has judged the NetworkConfig as it is now.
+// verdict waits until a has checked the current generation of c's NetworkConfig, and returns the
+// condition Accepted.
 func (s *site) verdict(t *testing.T, c client.Client) (accepted metav1.Condition) {
 	t.Helper()
 	eventually(t, "a verdict", func() error {
@@ -66,7 +68,8 @@ func (s *site) verdict(t *testing.T, c client.Client) (accepted metav1.Condition
 	return accepted
 }
 
-// stopManagerOfC leaves c's NetworkConfig to the attacker.
+// stopManagerOfC stops c's manager, which would otherwise revert the attacker's changes to its
+// NetworkConfig.
 func (s *site) stopManagerOfC(t *testing.T) *claims {
 	t.Helper()
 	must(t, s.c.Stop(fleet.Manager))
@@ -83,8 +86,9 @@ func (s *site) stopManagerOfC(t *testing.T) *claims {
 	return f
 }
 
-// claim writes the good NetworkConfig with a change, wants a to refuse it for the reason, or the
-// API server where that is "", and nothing to move; then it takes the change back.
+// claim writes a changed NetworkConfig. It checks that a refuses it for the given reason, or that
+// the API server rejects it if reason is empty. It also checks that no TunnelEndpoint or
+// allocation of a changes. Then it restores the honest NetworkConfig.
 func (s *site) claim(t *testing.T, f *claims, reason string, change func(*spec)) {
 	t.Helper()
 	b, allocations := endpointOf(t, s.a, s.b), s.allocations(t)
@@ -113,7 +117,7 @@ func (s *site) claim(t *testing.T, f *claims, reason string, change func(*spec))
 	s.recovered(t, f)
 }
 
-// recovered makes c honest.
+// recovered restores c's honest NetworkConfig and checks that a accepts it.
 func (s *site) recovered(t *testing.T, f *claims) {
 	t.Helper()
 	must(t, s.edit(t, f.client, func(nc *v1alpha1.NetworkConfig) { f.good.DeepCopyInto(&nc.Spec) }))
@@ -122,7 +126,7 @@ func (s *site) recovered(t *testing.T, f *claims) {
 	}
 }
 
-// allocations are the networks that the peers of a have.
+// allocations returns the networks of a's peers in the IPAM state, as text.
 func (s *site) allocations(t *testing.T) string {
 	t.Helper()
 	var list v1alpha1.IpamStorageList
@@ -133,7 +137,7 @@ func (s *site) allocations(t *testing.T) string {
 	return fmt.Sprintf("%+v", list.Items[0].Spec.ClusterSubnets)
 }
 
-// ledAway returns the nodes of a that would send packets for an address to a peer.
+// ledAway returns the nodes of a that route an address to a peer.
 func (s *site) ledAway(t *testing.T, addr netip.Addr) (nodes []string) {
 	t.Helper()
 	for _, n := range s.a.Nodes {
@@ -152,7 +156,7 @@ func (s *site) ledAway(t *testing.T, addr netip.Addr) (nodes []string) {
 	return nodes
 }
 
-// pods is a claim to another network for the pods.
+// pods returns a change that advertises another PodCIDR.
 func pods(network string) func(*spec) { return func(n *spec) { n.PodCIDR = network } }
 
 func endpoint(host string) func(*spec) { return func(n *spec) { n.EndpointIP = host } }
@@ -243,7 +247,7 @@ func (s *site) deleteAndClaim(t *testing.T, f *claims) {
 	must(t, f.client.Delete(t.Context(), nc))
 	again := &v1alpha1.NetworkConfig{ObjectMeta: metav1.ObjectMeta{Namespace: nc.Namespace, Name: nc.Name, Labels: nc.Labels}, Spec: *f.good.DeepCopy()}
 	again.Spec.PodCIDR, again.Spec.ExternalCIDR = "172.21.0.0/16", "172.22.0.0/16"
-	eventually(t, "the new NetworkConfig", func() error { return f.client.Create(t.Context(), again.DeepCopy()) }) // the old one has finalizers
+	eventually(t, "the new NetworkConfig", func() error { return f.client.Create(t.Context(), again.DeepCopy()) }) // the old object has finalizers
 	if got := s.verdict(t, f.client); got.Reason != v1alpha1.ReasonConsent {
 		t.Errorf("%s %s: %s", got.Status, got.Reason, got.Message)
 	}
@@ -254,7 +258,7 @@ func (s *site) deleteAndClaim(t *testing.T, f *claims) {
 	s.backAgain(t, f)
 }
 
-// backAgain waits until pods of a reach c.
+// backAgain waits until a has its previous TunnelEndpoint for c, and pods of a reach c.
 func (s *site) backAgain(t *testing.T, f *claims) {
 	t.Helper()
 	eventually(t, "the TunnelEndpoint of c as it was", func() error {

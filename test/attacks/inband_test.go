@@ -16,7 +16,7 @@ import (
 	"github.com/isthmus-net/isthmus/internal/lab"
 )
 
-// inBandChapter has the managers of a and b use the tunnel. c has not agreed to that.
+// inBandChapter lets the managers of a and b use the tunnel. c has not enabled that.
 func inBandChapter() chapter {
 	return chapter{title: "At a's API server, through the tunnel (`spec.inBand` of a and b)", prepare: prepareInBand, attacks: []attack{
 		{attacker: "a pod of b", attempt: "TCP to the port of a's gateway for b's manager", now: "dropped: the source must be the address of b's gateway, which no pod has",
@@ -41,9 +41,10 @@ func inBandChapter() chapter {
 	}}
 }
 
-// prepareInBand lets b's manager through to a's API server, and c's gateway be the attacker's.
+// prepareInBand lets b's manager reach a's API server through the tunnel, and replaces c's
+// gateway by the attacker's.
 func prepareInBand(t *testing.T, s *site) {
-	if s.inPod() { // where a's manager is, it would be a Pod
+	if s.inPod() { // the manager's host needs routes to pods, because a real manager would be a Pod
 		for _, n := range s.a.Nodes {
 			to := &net.IPNet{IP: n.PodCIDR.Addr().AsSlice(), Mask: net.CIDRMask(n.PodCIDR.Bits(), n.PodCIDR.Addr().BitLen())}
 			route := &netlink.Route{Dst: to, Gw: n.Addr.AsSlice()}
@@ -65,13 +66,15 @@ func prepareInBand(t *testing.T, s *site) {
 	s.becomeGateway(t)
 }
 
-// inBandPort is the port of a's gateway in the tunnel, as another cluster sees it.
+// inBandPort returns the address of a's in-band port, as another cluster reaches it through the
+// tunnel.
 func (s *site) inBandPort(t *testing.T, at *fleet.Cluster) netip.AddrPort {
 	t.Helper()
 	return netip.AddrPortFrom(external(t, at, s.a).Addr().Next(), inband.Port)
 }
 
-// gatewayAddrs are those of a cluster's gateway in the tunnel, as another cluster sees them.
+// gatewayAddrs returns the addresses of a cluster's gateway inside the tunnel, as another cluster
+// sees them.
 func gatewayAddrs(t *testing.T, at, of *fleet.Cluster) []netip.Addr {
 	t.Helper()
 	p, err := at.Peering(t.Context(), of)
@@ -80,7 +83,8 @@ func gatewayAddrs(t *testing.T, at, of *fleet.Cluster) []netip.Addr {
 	return []netip.Addr{pods.Addr(), external(t, at, of).Addr().Next()}
 }
 
-// syns are more requests for a connection than a peer may make at once: if they arrive, some are refused and counted.
+// syns returns more connection requests than a peer may have at once. If they arrive, the gateway
+// refuses and counts some of them.
 func syns(src netip.Addr, to netip.AddrPort) (packets [][]byte) {
 	be := binary.BigEndian
 	for i := range 4 * inband.AtOnce {
@@ -94,13 +98,14 @@ func syns(src netip.Addr, to netip.AddrPort) (packets [][]byte) {
 	return packets
 }
 
-// notAsked wants a's gateway to refuse nobody of b, as it would if more than a few packets of do came as far.
+// notAsked checks that the packets of do do not reach a's in-band port as connection requests of
+// b. If more than a few did, the gateway would refuse and count some.
 func (s *site) notAsked(t *testing.T, do func()) {
 	t.Helper()
 	const refused = "isthmus_peer_in_band_refused_total"
 	before := s.metric(t, refused, fmt.Sprintf("peer=%q", s.b.ID))
 	do()
-	s.works(t) // what was sent has arrived by then
+	s.works(t) // by then, the packets of do have been processed
 	if n := s.metric(t, refused, fmt.Sprintf("peer=%q", s.b.ID)) - before; n > 0 {
 		t.Errorf("%v connections of b were refused, so they had arrived", n)
 	}

@@ -26,11 +26,11 @@ import (
 	"github.com/isthmus-net/isthmus/internal/lab"
 )
 
-// asUnprivileged, in the environment, makes this program hold the abstract Unix address that it
-// names until its standard input ends.
+// asUnprivileged is an environment variable. It makes this program listen on the abstract Unix
+// address in its value, until standard input ends.
 const asUnprivileged = "ATTACKS_HOLD"
 
-// hold is what the program does then.
+// hold implements asUnprivileged.
 func hold(address string) int {
 	l, err := net.Listen("unix", address)
 	if err != nil {
@@ -49,7 +49,7 @@ func lockOfTheAgent(t *testing.T, s *site) {
 	i := s.third()
 	n := s.a.Nodes[i]
 	must(t, s.a.Stop(fleet.Agent(i)))
-	self := filepath.Join(t.TempDir(), "hold") // where another user may read it
+	self := filepath.Join(t.TempDir(), "hold") // a path that another user may read
 	program, err := os.Executable()
 	must(t, err)
 	text, err := os.ReadFile(program)
@@ -149,8 +149,8 @@ func nodeInAPeersNetwork(t *testing.T, s *site) {
 	}
 }
 
-// whoDelivers is the status of who finds nodes and pods for packets of peers: the gateway where it is
-// a Pod, else the agents, of which it is that of a node.
+// whoDelivers returns the status of the component that resolves the nodes of pods for packets of
+// peers. That is the gateway if it is a Pod, otherwise the route agent of the given node.
 func (s *site) whoDelivers(t *testing.T, node int) (string, error) {
 	t.Helper()
 	if s.inPod() {
@@ -183,7 +183,7 @@ func podOfAnother(t *testing.T, s *site) {
 		return err
 	})
 	for range tries {
-		_, _ = s.podOfB().PingWith(t.Context(), addr, lab.PingOptions{Wait: grace}) // the thief may keep it
+		_, _ = s.podOfB().PingWith(t.Context(), addr, lab.PingOptions{Wait: grace}) // the thief may receive the answer, so an error is fine
 	}
 	if n := len(k.packets()); n > 0 {
 		t.Errorf("%d packets for %s come to %s", n, victim, s.a.Nodes[s.other])
@@ -221,7 +221,7 @@ func filterDeleted(t *testing.T, s *site) {
 	}
 }
 
-// closingChapter has what the gateway answers by carrying nothing.
+// closingChapter contains the attacks after which the gateway carries no traffic.
 func closingChapter() chapter {
 	return chapter{title: "Attacks that stop the gateway", closes: true, attacks: []attack{
 		{attacker: "somebody with root in the network of the gateway's Pod", attempt: "makes a process of its own the owner of the packet filter's table",
@@ -229,11 +229,11 @@ func closingChapter() chapter {
 	}}
 }
 
-// filterTaken gives the table to a process that owns it (NFT_TABLE_F_OWNER): nobody else can write
-// there.
+// filterTaken makes an attacker's process the owner of the gateway's nftables table
+// (NFT_TABLE_F_OWNER), so that no other process can change the table.
 func filterTaken(t *testing.T, s *site) {
 	if !s.inPod() {
-		return // routeagent has the test for an agent
+		return // routeagent has this test for an agent
 	}
 	if _, err := exec.LookPath("nft"); err != nil {
 		t.Skip("needs the command nft: 'make deps' installs it")
@@ -252,7 +252,7 @@ func filterTaken(t *testing.T, s *site) {
 		eventually(t, "a gateway that is ready again", func() error { _, err := s.gatewayReady(t); return err })
 	}()
 	eventually(t, "a gateway that is not ready", func() error {
-		// The gateway makes its table anew at once: who is first has it.
+		// The gateway recreates its deleted table at once, and whichever process is first owns it.
 		if _, err := fmt.Fprintf(in, "delete table inet %[1]s; add table inet %[1]s { flags owner; }\n", kernel.FilterTable); err != nil {
 			t.Fatal(err)
 		}
@@ -264,10 +264,10 @@ func filterTaken(t *testing.T, s *site) {
 		return nil
 	})
 	i := s.asPod(t, s.a.Nodes[s.third()].Host, s.addr())
-	i.run(t) // though a node sends it: without a filter the overlay is closed
+	i.run(t) // although a node sends it: without its filter the gateway has removed the overlay
 }
 
-// gatewayReady is what /readyz of the gateway says.
+// gatewayReady returns the response of the gateway's /readyz.
 func (s *site) gatewayReady(t *testing.T) (string, error) {
 	t.Helper()
 	return s.host().Get(t.Context(), "http://127.0.0.1:5872/readyz")

@@ -17,11 +17,11 @@ import (
 	"github.com/isthmus-net/isthmus/internal/lab"
 )
 
-// An injection is a packet that claims to be of the overlay, or of a peer.
+// An injection is a packet that pretends to come from the overlay or from a peer.
 type injection struct {
 	from   *lab.Host
 	to     netip.AddrPort
-	source netip.Addr // of the outer packet; zero: the host's own
+	source netip.Addr // source of the outer packet; zero: the host's own address
 	packet func(marker string) []byte
 	victim *victim
 }
@@ -33,14 +33,15 @@ func (i injection) send(marker string) error {
 	return sendRaw(i.from, datagram(netip.AddrPortFrom(i.source, 9999), i.to, string(i.packet(marker))))
 }
 
-// run wants that nothing arrives.
+// run checks that the injected packet does not arrive at the victim.
 func (i injection) run(t *testing.T) {
 	t.Helper()
 	marker := t.Name()
 	i.victim.stopped(t, marker, func() error { return i.send(marker) })
 }
 
-// third is the node whose pod gets what is injected: neither the gateway's nor the one beside it.
+// third returns the index of the node whose pod is the victim: neither the active gateway's node
+// nor s.other.
 func (s *site) third() int { return 3 - s.gateway - s.other }
 
 func (s *site) onPod(t *testing.T) (*lab.Pod, *victim) {
@@ -51,10 +52,11 @@ func (s *site) onPod(t *testing.T) (*lab.Pod, *victim) {
 
 func overlayOf(a netip.Addr) netip.AddrPort { return netip.AddrPortFrom(a, kernel.OverlayPort) }
 
-// inside is a node's own address among its pods.
+// inside returns the node's address in its pod network.
 func inside(n *lab.Node) netip.Addr { return n.PodCIDR.Addr().Next() }
 
-// asRemote injects a packet from a pod of b to a pod of a, through the overlay to that pod's node.
+// asRemote injects a packet from a pod of b to a pod of a, through the overlay to that pod's
+// node.
 func (s *site) asRemote(t *testing.T, from *lab.Host, to func(*lab.Node) netip.Addr) injection {
 	t.Helper()
 	p, v := s.onPod(t)
@@ -63,7 +65,7 @@ func (s *site) asRemote(t *testing.T, from *lab.Host, to func(*lab.Node) netip.A
 		packet: func(m string) []byte { return vxlan(fabric.OverlayMAC(p.Node.Name), source, p.Addr, m) }}
 }
 
-// asPod injects a packet from one of our pods to a pod of b, through the overlay to the gateway.
+// asPod injects a packet from a pod of a to a pod of b, through the overlay to the gateway.
 func (s *site) asPod(t *testing.T, from *lab.Host, to netip.Addr) injection {
 	t.Helper()
 	p, b := s.podOfA(s.third()), s.podOfB()
@@ -76,7 +78,7 @@ func (s *site) asPod(t *testing.T, from *lab.Host, to netip.Addr) injection {
 		packet: func(m string) []byte { return vxlan(mac, p.Addr, dst, m) }}
 }
 
-// reachGateway gives a host of the underlay a way to the gateway of a.
+// reachGateway gives a host of the underlay a route to the gateway of a.
 func (s *site) reachGateway(t *testing.T, from *lab.Host) {
 	t.Helper()
 	if !s.inPod() {
@@ -95,7 +97,8 @@ func (s *site) reachGateway(t *testing.T, from *lab.Host) {
 
 func underlay(n *lab.Node) netip.Addr { return n.Addr }
 
-// counterproof wants the packets of asRemote and asPod to arrive from a node that may send them.
+// counterproof checks that the packets of asRemote and asPod arrive if a legitimate node sends
+// them. Otherwise the attacks could fail for other reasons.
 func (s *site) counterproof(t *testing.T) {
 	t.Helper()
 	i := s.asRemote(t, s.host(), underlay)
@@ -104,7 +107,7 @@ func (s *site) counterproof(t *testing.T) {
 	i.victim.arrives(t, "from a node", func() error { return i.send("from a node") })
 }
 
-// masquerade does to a pod what some CNIs do: what it sends to a network has its node's address.
+// masquerade imitates some CNIs: packets of a pod to a network get the node's source address.
 func (s *site) masquerade(t *testing.T, p *lab.Pod, to netip.Prefix) {
 	t.Helper()
 	rules := fmt.Sprintf("table ip cni { chain p { type nat hook postrouting priority 100; ip saddr %v ip daddr %v masquerade; }; }", p.Addr, to)
@@ -118,7 +121,8 @@ func (s *site) masquerade(t *testing.T, p *lab.Pod, to netip.Prefix) {
 	})
 }
 
-// seesNode is the counterproof of masquerade: the gateway takes what the pod sends for its node's.
+// seesNode checks that masquerade works: the gateway receives the pod's packets with its node's
+// address.
 func (s *site) seesNode(t *testing.T, p *lab.Pod) {
 	t.Helper()
 	conn, err := s.host().ListenPacket("udp4", netip.AddrPortFrom(s.addr(), victimPort).String())
@@ -164,7 +168,7 @@ func overlayChapter() chapter {
 				p := s.podOfA(s.other)
 				s.masquerade(t, p, netip.PrefixFrom(s.addr(), 32))
 				s.asPod(t, p.Host, s.addr()).run(t)
-				if s.inPod() { // else no forwarded packet reaches the overlay's port
+				if s.inPod() { // otherwise no forwarded packet reaches the overlay's port
 					s.seesNode(t, p)
 				}
 			}},
@@ -221,7 +225,8 @@ func (s *site) serviceOfNode(t *testing.T, n *lab.Node) {
 	v.arrives(t, "from a pod of a", func() error { return sendUDP(podOn(s.a, s.nodeOf(n)).Host, at, []byte("from a pod of a")) })
 }
 
-// nodePort has a node do what kube-proxy does for a Service, of which a node is the backend.
+// nodePort makes a node forward a NodePort to another node, as kube-proxy does. It checks that a
+// peer's pod cannot use it, and that a pod of a can.
 func (s *site) nodePort(t *testing.T, n *lab.Node) {
 	t.Helper()
 	const port = 30080
@@ -259,7 +264,7 @@ func arpInTheOverlay(t *testing.T, s *site) {
 	if s.inPod() {
 		mac = fabric.GatewayMAC(s.addr())
 	}
-	// hop is the address of the gateway in the overlay, as the node has it.
+	// hop returns the gateway's overlay address according to the node's neighbor table.
 	hop := func() (addr netip.Addr, err error) {
 		err = n.Do(func() error {
 			link, err := netlink.LinkByName(kernel.OverlayDevice)

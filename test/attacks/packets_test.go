@@ -16,14 +16,14 @@ import (
 	"github.com/isthmus-net/isthmus/internal/lab"
 )
 
-// A header is what an IPv4 packet may have besides addresses and protocol.
+// A header holds the fields of an IPv4 header other than addresses and protocol.
 type header struct {
 	id       uint16
-	fragment uint16 // flags and offset, as in the packet
-	options  []byte // of a multiple of four octets
+	fragment uint16 // flags and offset as one word, as in the packet
+	options  []byte // length: a multiple of four octets
 }
 
-// ipv4 is an IPv4 packet.
+// ipv4 returns an IPv4 packet.
 func ipv4(src, dst netip.Addr, protocol byte, h header, payload []byte) []byte {
 	be, length := binary.BigEndian, 20+len(h.options)
 	b := make([]byte, 20, length+len(payload))
@@ -50,7 +50,7 @@ func checksum(b []byte) uint16 {
 	return ^uint16(sum + sum>>16)
 }
 
-// udp is a UDP datagram without a checksum.
+// udp returns a UDP datagram without a checksum.
 func udp(from, to uint16, payload []byte) []byte {
 	be := binary.BigEndian
 	b := be.AppendUint16(be.AppendUint16(nil, from), to)
@@ -61,7 +61,7 @@ func datagram(src, dst netip.AddrPort, payload string) []byte {
 	return ipv4(src.Addr(), dst.Addr(), unix.IPPROTO_UDP, header{}, udp(src.Port(), dst.Port(), []byte(payload)))
 }
 
-// icmp is an ICMP message with the second word of its header and what follows.
+// icmp returns an ICMP message. rest is the second word of its header.
 func icmp(kind, code byte, rest uint32, body []byte) []byte {
 	b := binary.BigEndian.AppendUint32([]byte{kind, code, 0, 0}, rest)
 	b = append(b, body...)
@@ -69,20 +69,20 @@ func icmp(kind, code byte, rest uint32, body []byte) []byte {
 	return b
 }
 
-// vxlan is what a node would put into a UDP datagram to the overlay's port: a datagram from src to
-// dst.
+// vxlan returns the payload of an overlay datagram: a VXLAN header and a frame with a UDP
+// datagram from src to dst.
 func vxlan(to kernel.MAC, src, dst netip.Addr, payload string) []byte {
 	return overlayFrame(to, unix.ETH_P_IP, datagram(netip.AddrPortFrom(src, 9), netip.AddrPortFrom(dst, victimPort), payload))
 }
 
 func overlayFrame(to kernel.MAC, protocol uint16, payload []byte) []byte {
-	b := binary.BigEndian.AppendUint32([]byte{8, 0, 0, 0}, kernel.OverlayID<<8) // the VNI is valid
+	b := binary.BigEndian.AppendUint32([]byte{8, 0, 0, 0}, kernel.OverlayID<<8) // flag: the VNI is valid
 	b = append(b, to[:]...)
 	b = binary.BigEndian.AppendUint16(append(b, 0x66, 1, 2, 3, 4, 5), protocol)
 	return append(b, payload...)
 }
 
-// sendRaw sends a whole IPv4 packet from a host by its routes.
+// sendRaw sends a complete IPv4 packet from a host, using the host's routes.
 func sendRaw(from *lab.Host, packet []byte) error {
 	return from.Do(func() error {
 		fd, err := unix.Socket(unix.AF_INET, unix.SOCK_RAW|unix.SOCK_CLOEXEC, unix.IPPROTO_RAW)
@@ -94,7 +94,7 @@ func sendRaw(from *lab.Host, packet []byte) error {
 	})
 }
 
-// sendUDP sends a datagram with the host's own address.
+// sendUDP sends a datagram with the host's own source address.
 func sendUDP(from *lab.Host, to netip.AddrPort, payload []byte) error {
 	conn, err := from.ListenPacket("udp4", "0.0.0.0:0")
 	if err != nil {
@@ -105,7 +105,8 @@ func sendUDP(from *lab.Host, to netip.AddrPort, payload []byte) error {
 	return err
 }
 
-// refusedLocally tells errors by which a host refuses to send, which stops an attack as well.
+// refusedLocally reports whether the sending host's kernel refused to send. This stops an attack
+// as well.
 func refusedLocally(err error) bool {
 	for _, e := range []error{unix.EPERM, unix.EHOSTUNREACH, unix.ENETUNREACH, unix.ECONNREFUSED, unix.EACCES, unix.EINVAL} {
 		if errors.Is(err, e) {
@@ -115,7 +116,7 @@ func refusedLocally(err error) bool {
 	return false
 }
 
-// A victim is a UDP socket that remembers what arrives.
+// A victim is a socket that records the received packets.
 type victim struct {
 	conn net.PacketConn
 	mu   sync.Mutex
@@ -127,7 +128,8 @@ func listen(t *testing.T, at *lab.Host, addr netip.AddrPort) *victim {
 	return listenOn(t, at, "udp4", addr.String())
 }
 
-// listenOn ends with the test. What a raw socket gets has no IP header.
+// listenOn opens a victim's socket until the test ends. Packets from a raw socket have no IP
+// header.
 func listenOn(t *testing.T, at *lab.Host, network, address string) *victim {
 	t.Helper()
 	conn, err := at.ListenPacket(network, address)
@@ -149,7 +151,7 @@ func listenOn(t *testing.T, at *lab.Host, network, address string) *victim {
 	return v
 }
 
-// has reports whether a payload that contains what has arrived.
+// has reports whether a payload that contains the text has arrived.
 func (v *victim) has(what string) bool {
 	v.mu.Lock()
 	defer v.mu.Unlock()
@@ -163,12 +165,12 @@ func (v *victim) has(what string) bool {
 
 const (
 	victimPort = 4444
-	tries      = 3 // of an attack, for a packet that is lost by itself
-	// grace is how long what was sent may take to arrive. An attack that works shows in far less.
+	tries      = 3 // per attack, in case a packet is lost by chance
+	// grace is the maximum time until a sent packet arrives. A successful attack needs far less.
 	grace = 200 * time.Millisecond
 )
 
-// stopped wants nothing of what send sends to arrive.
+// stopped checks that no packet of send, marked by marker, arrives.
 func (v *victim) stopped(t *testing.T, marker string, send func() error) {
 	t.Helper()
 	for range tries {
@@ -182,7 +184,8 @@ func (v *victim) stopped(t *testing.T, marker string, send func() error) {
 	}
 }
 
-// arrives is the counterproof: the same kind of packet, where it may arrive.
+// arrives is the opposite of stopped: it checks that a legitimate packet of the same kind
+// arrives.
 func (v *victim) arrives(t *testing.T, marker string, send func() error) {
 	t.Helper()
 	eventually(t, marker, func() error {
@@ -197,7 +200,7 @@ func (v *victim) arrives(t *testing.T, marker string, send func() error) {
 	})
 }
 
-// A tap sees IPv4 packets on all devices of a host, both ways.
+// A tap captures IPv4 packets on all devices of a host in both directions.
 type tap struct {
 	fd   int
 	stop chan struct{}
@@ -209,7 +212,7 @@ type tap struct {
 
 const maxSeen = 4096
 
-// newTap keeps packets that match until the test or the chapter ends.
+// newTap captures packets that match until the test or the chapter ends.
 func newTap(t *testing.T, at *lab.Host, match func(ip []byte) bool) *tap {
 	t.Helper()
 	k := &tap{fd: -1, stop: make(chan struct{}), done: make(chan struct{})}
@@ -251,8 +254,8 @@ func (k *tap) packets() [][]byte {
 	return k.seen[:len(k.seen):len(k.seen)]
 }
 
-// of matches packets with an address in one of the networks. What is inside VXLAN or WireGuard is
-// not looked at.
+// of matches packets with an address in one of the networks. It checks only the outer header of
+// VXLAN and WireGuard packets.
 func of(networks ...netip.Prefix) func([]byte) bool {
 	return func(ip []byte) bool {
 		for _, n := range networks {

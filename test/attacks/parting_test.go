@@ -27,9 +27,9 @@ func partingChapter() chapter {
 	}}
 }
 
-// twinOfB is a fourth cluster, on the router of the underlay.
+// twinOfB sets up a fourth cluster on the underlay's router, with the identity of b.
 func twinOfB(t *testing.T, s *site) {
-	addr := netip.MustParseAddr("172.30.3.1") // the router, where c's network is
+	addr := netip.MustParseAddr("172.30.3.1") // the router's address in c's network
 	server, err := kubetest.Start(t.Context(), kubetest.Options{Name: "twin", Dir: kube, Host: addr, APIPort: 6444, Controllers: true,
 		Starter: s.Lab.Underlay.Start, Dial: s.Lab.Underlay.Dial})
 	must(t, err)
@@ -72,8 +72,8 @@ func twinOfB(t *testing.T, s *site) {
 func unpeerByForce(t *testing.T, s *site) {
 	c := clientFor(t, as(t, s.c, s.a), s.c.Client)
 	s.identityOfC = c
-	must(t, s.c.Stop("manager")) // c does not help
-	// As if the peer could still do it: it cannot, see above.
+	must(t, s.c.Stop("manager")) // c does not cooperate
+	// The finalizers simulate a peer that can still add them. An earlier row shows that it cannot.
 	for _, name := range []string{identity(s.a).UniqueName(), identity(s.c).UniqueName()} {
 		eventually(t, "a finalizer", func() error {
 			var nc v1alpha1.NetworkConfig
@@ -93,7 +93,7 @@ func unpeerByForce(t *testing.T, s *site) {
 
 func afterUnpeering(t *testing.T, s *site) {
 	begin := time.Now()
-	eventually(t, "the end of c's identity", func() error { // API servers remember tokens for 10 s
+	eventually(t, "the end of c's identity", func() error { // API servers cache tokens for 10 s
 		err := s.identityOfC.List(t.Context(), &v1alpha1.NetworkConfigList{}, client.InNamespace(tenant(s.c)))
 		if !apierrors.IsUnauthorized(err) && !apierrors.IsForbidden(err) {
 			return fmt.Errorf("it lists: %w", err)

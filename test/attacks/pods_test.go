@@ -80,7 +80,7 @@ func podChapter() chapter {
 	}}
 }
 
-// spoof sends packets with a source of somebody else, and wants none to arrive.
+// spoof sends packets with a foreign source address and checks that none arrives.
 func (s *site) spoof(t *testing.T, from *lab.Host, src, dst netip.Addr, v *victim) {
 	t.Helper()
 	v.stopped(t, t.Name(), func() error {
@@ -88,7 +88,7 @@ func (s *site) spoof(t *testing.T, from *lab.Host, src, dst netip.Addr, v *victi
 	})
 }
 
-// refuses wants no TCP connection.
+// refuses checks that a TCP connection fails.
 func (s *site) refuses(t *testing.T, from *lab.Host, to netip.AddrPort) {
 	t.Helper()
 	ctx, cancel := contextOf(t, grace)
@@ -108,7 +108,7 @@ func garbage(t *testing.T, s *site) {
 		"tunnel_session": func() []byte { return append(noise.DataHeader(0x12345678, 7), make([]byte, 64)...) },
 	}
 	for reason, next := range kinds {
-		s.grows(t, each/2, "isthmus_drops_total", fmt.Sprintf("reason=%q", reason), func() { // the kernel may lose some
+		s.grows(t, each/2, "isthmus_drops_total", fmt.Sprintf("reason=%q", reason), func() { // the kernel may lose some packets
 			for range each {
 				must(t, sendUDP(from, to, next()))
 			}
@@ -116,7 +116,7 @@ func garbage(t *testing.T, s *site) {
 	}
 }
 
-// gatewayOf returns the address of the node with the active gateway of b.
+// gatewayOfB returns the address of the node with b's active gateway.
 func (s *site) gatewayOfB(t *testing.T) netip.Addr {
 	t.Helper()
 	i, err := s.b.ActiveGateway(t.Context())
@@ -124,7 +124,7 @@ func (s *site) gatewayOfB(t *testing.T) netip.Addr {
 	return s.b.Nodes[i].Addr
 }
 
-// recorded returns data messages from b's gateway to a's, as whole packets.
+// recorded captures n data messages from b's gateway to a's. It returns complete IP packets.
 func (s *site) recorded(t *testing.T, n int) [][]byte {
 	t.Helper()
 	from, to := s.gatewayOfB(t), s.a.Nodes[s.gateway].Addr
@@ -132,7 +132,7 @@ func (s *site) recorded(t *testing.T, n int) [][]byte {
 		const headers = 20 + 8
 		return ip[9] == unix.IPPROTO_UDP && bytes.Equal(ip[12:16], from.AsSlice()) && bytes.Equal(ip[16:20], to.AsSlice()) && len(ip) > headers && len(ip) <= 1500 && ip[headers] == noise.DataType
 	})
-	eventually(t, "messages of b", func() error { // the pings of those who talk
+	eventually(t, "messages of b", func() error { // the talks' pings cause messages
 		if len(k.packets()) < n {
 			return errors.New("not yet")
 		}
@@ -144,11 +144,11 @@ func (s *site) recorded(t *testing.T, n int) [][]byte {
 func replays(t *testing.T, s *site) {
 	before := endpointOf(t, s.a, s.b).Status.Connection.PeerConfiguration
 	to := netip.AddrPortFrom(s.a.Nodes[s.gateway].Addr, wireGuardPort)
-	messages := s.recorded(t, 20) // some of which may be several in one, as the sender's kernel has not cut them yet
+	messages := s.recorded(t, 20) // one may contain several messages, because the sender's kernel has not segmented it yet
 	s.grows(t, 5, "isthmus_drops_total", `reason="tunnel_replay"`, func() {
 		for _, m := range messages {
 			must(t, sendRaw(s.Lab.Underlay, m))
-			must(t, sendUDP(s.b.Control.Host, to, m[28:])) // from where a gateway of a peer could be
+			must(t, sendUDP(s.b.Control.Host, to, m[28:])) // a host where a peer's gateway could run
 		}
 	})
 	after := endpointOf(t, s.a, s.b).Status.Connection.PeerConfiguration
@@ -187,7 +187,8 @@ func shrinkPath(t *testing.T, s *site) {
 	s.wholeMessages(t, n, b)
 }
 
-// wholeMessages wants a message of more than 576 octets to leave for b's gateway, and no fragment.
+// wholeMessages checks that a message of more than 576 octets leaves for b's gateway, and no
+// fragment.
 func (s *site) wholeMessages(t *testing.T, n *lab.Node, b netip.Addr) {
 	t.Helper()
 	k := newTap(t, n.Host, func(ip []byte) bool {
@@ -211,7 +212,7 @@ func (s *site) wholeMessages(t *testing.T, n *lab.Node, b netip.Addr) {
 	}
 }
 
-// mtuTo is the MTU of the tunnel from a's gateway to another cluster.
+// mtuTo returns the MTU of the tunnel from a's gateway to another cluster.
 func (s *site) mtuTo(t *testing.T, of *fleet.Cluster) int {
 	t.Helper()
 	text, err := s.host().Get(t.Context(), "http://127.0.0.1:5873/status")
@@ -234,7 +235,7 @@ func (s *site) mtuTo(t *testing.T, of *fleet.Cluster) int {
 
 func forged(t *testing.T, s *site) {
 	m := bytes.Clone(s.recorded(t, 1)[0])
-	m[28+8+5] = 1 // a counter that is far ahead
+	m[28+8+5] = 1 // a counter far ahead of the current one
 	rand.Read(m[28+noise.HeaderLen:])
 	s.grows(t, tries, "isthmus_drops_total", `reason="tunnel_forged"`, func() {
 		for range tries {

@@ -29,13 +29,13 @@ import (
 // peerAccount is the ServiceAccount of a peer in its tenant namespace.
 const peerAccount = "isthmus-peer"
 
-// A request is one that has to be forbidden.
+// A request is an API request that must be forbidden.
 type request struct {
 	method, path, body string
 	header             http.Header
 }
 
-// forbidden wants the API server to forbid all of them.
+// forbidden checks that the API server forbids all of the requests.
 func forbidden(t *testing.T, config *rest.Config, requests ...request) {
 	t.Helper()
 	c, err := rest.HTTPClientFor(config)
@@ -143,7 +143,7 @@ func rightsChapter() chapter {
 	}}
 }
 
-// refusedWith wants the API server to refuse a change of c's NetworkConfig.
+// refusedWith checks that the API server rejects a change of c's NetworkConfig.
 func (s *site) refusedWith(t *testing.T, what string, change func(*v1alpha1.NetworkConfig)) {
 	t.Helper()
 	c := clientFor(t, as(t, s.c, s.a), s.c.Client)
@@ -231,7 +231,7 @@ func greatManagedFields(t *testing.T, s *site) {
 			nc.ManagedFields = append(nc.ManagedFields, entry(fmt.Sprintf("x%d", i), metav1.ManagedFieldsOperationApply, fields(100, strings.Repeat("x", 10))))
 		}
 	})
-	// A manager's own, as they are, pass.
+	// The server accepts the unmodified managed fields of a real manager.
 	c := clientFor(t, as(t, s.c, s.a), s.c.Client)
 	must(t, s.edit(t, c, func(nc *v1alpha1.NetworkConfig) { nc.Spec.BackendConfig["x"] = fmt.Sprint(time.Now().UnixNano()) }))
 	must(t, s.edit(t, c, func(nc *v1alpha1.NetworkConfig) { delete(nc.Spec.BackendConfig, "x") }))
@@ -263,7 +263,7 @@ func manyObjects(t *testing.T, s *site) {
 	group.Wait()
 	var list v1alpha1.NetworkConfigList
 	must(t, s.a.Client.List(t.Context(), &list, client.InNamespace(like.Namespace)))
-	if made > 0 || len(list.Items) != 2 { // ours and theirs
+	if made > 0 || len(list.Items) != 2 { // one of a and one of c
 		t.Errorf("%d were made, and there are %d", made, len(list.Items))
 	}
 }
@@ -358,13 +358,13 @@ func manyWatches(t *testing.T, s *site) {
 	}
 }
 
-// componentOf is what a component of a is to its API server.
+// componentOf returns a configuration and a client with the identity of a component of a.
 func (s *site) componentOf(t *testing.T, account string) (*rest.Config, client.Client) {
 	t.Helper()
 	token := &authenticationv1.TokenRequest{}
 	sa := &corev1.ServiceAccount{ObjectMeta: metav1.ObjectMeta{Namespace: fleet.Namespace, Name: account}}
 	must(t, s.a.Client.SubResource("token").Create(t.Context(), sa, token))
-	config := rest.AnonymousClientConfig(as(t, s.c, s.a)) // the way there
+	config := rest.AnonymousClientConfig(as(t, s.c, s.a)) // only the address and the CA
 	config.Dial = s.a.Control.Dial
 	config.BearerToken = token.Status.Token
 	return config, clientFor(t, config, s.a.Client)
@@ -406,7 +406,7 @@ func insideChapter() chapter {
 	}}
 }
 
-// denied wants an error that says so.
+// denied checks that the error is Forbidden.
 func denied(t *testing.T, what string, err error) {
 	t.Helper()
 	if !apierrors.IsForbidden(err) {
@@ -467,7 +467,7 @@ func gatewayMakesSecrets(t *testing.T, s *site) {
 
 var errNotYet = errors.New("not yet")
 
-// quiet is what a program prints.
+// quiet is a buffer for a program's output. It is safe for concurrent use.
 type quiet struct {
 	mu  sync.Mutex
 	out bytes.Buffer

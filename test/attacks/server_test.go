@@ -30,7 +30,7 @@ import (
 	"github.com/isthmus-net/isthmus/internal/fleet"
 )
 
-// An impostor is an HTTPS server at c's control plane with a certificate of its own.
+// An impostor is an HTTPS server on c's control plane host with its own certificate.
 type impostor struct {
 	url      string
 	ca       []byte
@@ -65,8 +65,8 @@ func (s *site) impostor(t *testing.T, handle http.HandlerFunc) *impostor {
 	return i
 }
 
-// identitySecret gives a another identity at c until the test ends, and waits until a has its own
-// again.
+// identitySecret changes the identity that a uses at c. It registers a function in s.restore that
+// restores the original and waits until a uses it.
 func (s *site) identitySecret(t *testing.T, change func(*clientcmdapi.Cluster)) {
 	t.Helper()
 	key := client.ObjectKey{Namespace: tenant(s.c), Name: api.DefaultIdentitySecret}
@@ -98,7 +98,7 @@ func (s *site) identitySecret(t *testing.T, change func(*clientcmdapi.Cluster)) 
 	})
 }
 
-// identityIs waits for a condition of a's Peering with c.
+// identityIs waits until the condition Identity of a's Peering with c has a status and message.
 func (s *site) identityIs(t *testing.T, status metav1.ConditionStatus, contains string) {
 	t.Helper()
 	eventually(t, fmt.Sprintf("%s %s %s", api.ConditionIdentity, status, contains), func() error {
@@ -114,7 +114,7 @@ func (s *site) identityIs(t *testing.T, status metav1.ConditionStatus, contains 
 	})
 }
 
-// withSecret runs a row that changes the identity, and changes it back.
+// withSecret runs a row that changes the identity Secret, and restores the Secret afterwards.
 func withSecret(run func(*testing.T, *site)) func(*testing.T, *site) {
 	return func(t *testing.T, s *site) {
 		s.restore = nil
@@ -142,7 +142,7 @@ func serverChapter() chapter {
 			})},
 		{attacker: "a host on the path", attempt: "answers in place of the peer's API server, with another certificate", now: "the token is not sent", run: withSecret(func(t *testing.T, s *site) {
 			i := s.impostor(t, func(http.ResponseWriter, *http.Request) {})
-			s.identitySecret(t, func(c *clientcmdapi.Cluster) { c.Server = i.url }) // the authority stays
+			s.identitySecret(t, func(c *clientcmdapi.Cluster) { c.Server = i.url }) // the certificate authority stays
 			s.identityIs(t, metav1.ConditionFalse, "")
 			if n := i.tokens.Load(); n > 0 {
 				t.Errorf("%d requests with the token", n)
@@ -189,7 +189,7 @@ func serverChapter() chapter {
 	}}
 }
 
-// asked waits until a's manager has asked the impostor.
+// asked waits until a's manager has sent a request to the impostor.
 func (s *site) asked(t *testing.T, i *impostor) {
 	t.Helper()
 	eventually(t, "a request", func() error {
@@ -208,7 +208,7 @@ func terminalEscapes(t *testing.T, s *site) {
 	})()
 	var shown string
 	eventually(t, "the refusal in `isthmus status`", func() error {
-		out, _ := s.Isthmus(t.Context(), "status", "--context", "a", "-o", "wide") // it says that something is wrong
+		out, _ := s.Isthmus(t.Context(), "status", "--context", "a", "-o", "wide") // the exit code reports a problem, which is expected
 		if shown = out; !strings.Contains(out, "owned") {
 			return fmt.Errorf("%s", out)
 		}
@@ -223,13 +223,13 @@ func terminalEscapes(t *testing.T, s *site) {
 	}
 }
 
-// answer changes what c answers to a, without c's manager, until the returned function is called.
+// answer changes c's answer to a's NetworkConfig, with c's manager stopped, until undo is called.
 func (s *site) answer(t *testing.T, change func(*v1alpha1.NetworkConfig)) (undo func()) {
 	t.Helper()
 	if s.c.Running(fleet.Manager) {
 		s.stopManagerOfC(t)
 	}
-	key := client.ObjectKey{Namespace: tenant(s.a), Name: identity(s.c).UniqueName()} // a's copy at c
+	key := client.ObjectKey{Namespace: tenant(s.a), Name: identity(s.c).UniqueName()} // name of a's copy at c
 	var was v1alpha1.NetworkConfig
 	must(t, s.c.Client.Get(t.Context(), key, &was))
 	write := func(change func(*v1alpha1.NetworkConfig)) {

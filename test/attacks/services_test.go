@@ -21,17 +21,17 @@ import (
 	"github.com/isthmus-net/isthmus/manager/services"
 )
 
-// The clusters share the services of namespace shared, and not those of namespace closed.
+// The clusters share the services of namespace shared, but not those of namespace closed.
 const shared, closed = "shared", "closed"
 
-// seller exports services to a with c's identity.
+// seller is c exporting services to a, with c's identity.
 type seller struct {
 	*site
 	client client.Client
-	pod    string // of b, behind its service "shop", as a sees it
+	pod    string // address at a of the pod of b behind b's service "shop"
 }
 
-// shareServices makes b export shop, and a import it.
+// shareServices exports the service shop from b and waits until a has imported it.
 func (s *site) shareServices(t *testing.T) *seller {
 	t.Helper()
 	for _, o := range []client.Object{
@@ -54,13 +54,13 @@ func (s *site) shareServices(t *testing.T) *seller {
 	return f
 }
 
-// here is the address at a of a pod of c.
+// here returns the address at a of a pod of c.
 func (f *seller) here(t *testing.T, addr string) string {
 	t.Helper()
 	return f.seen(t, f.a, f.c, netip.MustParseAddr(addr)).String()
 }
 
-// service is one with a port and the given endpoints.
+// service returns an exported service with one port and the given endpoints.
 func service(name string, addresses ...string) api.ExportedService {
 	s := api.ExportedService{
 		Namespace: shared, Name: name, Since: api.UTCTimeOf(time.Now()), Type: string(mcs.ClusterSetIP),
@@ -77,7 +77,7 @@ func shardOf(s api.ExportedService) string {
 	return services.ShardOf(services.Key{Namespace: s.Namespace, Name: s.Name})
 }
 
-// put writes the services of one object, as c's manager would.
+// put writes the services of one PeerServices object, as c's manager does.
 func (f *seller) put(t *testing.T, name string, all ...api.ExportedService) error {
 	t.Helper()
 	for {
@@ -90,13 +90,13 @@ func (f *seller) put(t *testing.T, name string, all ...api.ExportedService) erro
 			return err
 		}
 		o.Spec.Services = all
-		if err := f.client.Update(t.Context(), o); !apierrors.IsConflict(err) { // a's answers come in between
+		if err := f.client.Update(t.Context(), o); !apierrors.IsConflict(err) { // a's manager may have written the status meanwhile
 			return err
 		}
 	}
 }
 
-// export exports services of different objects.
+// export exports services, each in its own PeerServices object.
 func (f *seller) export(t *testing.T, all ...api.ExportedService) {
 	t.Helper()
 	for _, s := range all {
@@ -104,7 +104,7 @@ func (f *seller) export(t *testing.T, all ...api.ExportedService) {
 	}
 }
 
-// withdraw takes back c's exports. It waits until nothing of them is left and b's service is as before.
+// withdraw removes c's exports. It waits until a has removed them, and b's service is unchanged.
 func (f *seller) withdraw(t *testing.T, all ...api.ExportedService) {
 	t.Helper()
 	for _, s := range all {
@@ -136,7 +136,7 @@ func (f *seller) endpoints(t *testing.T, name string) (addresses []string, impor
 	return addresses, err == nil
 }
 
-// serves waits until a has exactly these endpoints for a service.
+// serves waits until a serves a service with exactly these endpoints.
 func (f *seller) serves(t *testing.T, name string, want ...string) {
 	t.Helper()
 	slices.Sort(want)
@@ -160,7 +160,7 @@ func (f *seller) gone(t *testing.T, name string) {
 	})
 }
 
-// refuses waits until a says why it does not serve a service.
+// refuses waits until a reports the reason why it does not serve a service.
 func (f *seller) refuses(t *testing.T, s api.ExportedService, reason string) {
 	t.Helper()
 	eventually(t, fmt.Sprintf("%s/%s refused: %s", s.Namespace, s.Name, reason), func() error {
@@ -175,7 +175,7 @@ func (f *seller) refuses(t *testing.T, s api.ExportedService, reason string) {
 	})
 }
 
-// invalid wants the API server to refuse services.
+// invalid checks that the API server rejects services.
 func (f *seller) invalid(t *testing.T, what string, all ...api.ExportedService) {
 	t.Helper()
 	if err := f.put(t, "services-0", all...); !apierrors.IsInvalid(err) && !apierrors.IsRequestEntityTooLargeError(err) {
@@ -326,14 +326,14 @@ func servicesChapter() chapter {
 	}}
 }
 
-// rival is c's export of the service that b exports.
+// rival returns c's export of the same service that b exports.
 func (f *seller) rival() api.ExportedService {
 	s := service("shop", f.podOfC().Addr.String())
 	s.SessionAffinity = string(corev1.ServiceAffinityClientIP)
 	return s
 }
 
-// affinity waits until shop has one.
+// affinity waits until shop has the given session affinity.
 func (f *seller) affinity(t *testing.T, want corev1.ServiceAffinity) {
 	t.Helper()
 	eventually(t, "session affinity "+string(want), func() error {
@@ -393,7 +393,8 @@ func (f *seller) flap(t *testing.T) {
 	f.withdraw(t, s)
 }
 
-// managerWritesServices tries with the manager's token what its right to write Services must not allow.
+// managerWritesServices checks with the manager's token that its permission to write Services
+// does not permit more than intended.
 func managerWritesServices(t *testing.T, s *site) {
 	_, c := s.componentOf(t, deploy.ManagerServiceAccount)
 	ours := map[string]string{api.LabelService: "x"}

@@ -30,25 +30,25 @@ var must, eventually = expect.NoError, expect.Eventually
 
 const (
 	pingInterval = 100 * time.Millisecond
-	importable   = shared + ",kube-system," + fleet.Namespace // namespaces of shared services
+	importable   = shared + ",kube-system," + fleet.Namespace // namespaces whose services may be imported
 )
 
-// A site is the fleet under attack.
+// A site is the fleet of the attacks.
 type site struct {
 	*fleet.Fleet
 	a, b, c *fleet.Cluster
-	gateway int                // node of a with the active gateway, or its Pod, from 0
-	other   int                // one without
-	undo    []func(*testing.T) // at the end of the chapter, the last first
+	gateway int                // index of a's node with the active gateway or with its Pod
+	other   int                // index of a node without it
+	undo    []func(*testing.T) // run at the end of the chapter, in reverse order
 	talks   []*talk
-	rogue   *rogue             // of the chapter in which c's gateway is the attacker's
-	restore []func(*testing.T) // at the end of a row that changes an identity Secret
+	rogue   *rogue             // in chapters in which the attacker runs c's gateway
+	restore []func(*testing.T) // run at the end of a row that changes an identity Secret
 
-	identityOfC client.Client // at a, of the chapter in which it ends
+	identityOfC client.Client // c's client for a, in the chapter that un-peers c
 }
 
-// madeUpByC says which packets in the clear are those that an attacker makes up on the nodes of c, as a
-// host of the underlay: to the overlay of other clusters, where c itself sends nothing.
+// madeUpByC returns a filter for leaks that an attacker causes by sending crafted packets from
+// c's nodes to the overlay of other clusters. c itself sends no such packets.
 func madeUpByC(c *fleet.Cluster) func(lab.Leak) bool {
 	return func(l lab.Leak) bool {
 		return slices.ContainsFunc(c.Nodes, func(n *lab.Node) bool { return n.Name == l.Node }) &&
@@ -59,7 +59,8 @@ func madeUpByC(c *fleet.Cluster) func(lab.Leak) bool {
 	}
 }
 
-// newSite has the gateways of a in Pods or on their nodes' networks. Those of b and c are on theirs.
+// newSite creates the fleet. a's gateways are Pods, or on their nodes' network. The gateways of b
+// and c are on their nodes' network.
 func newSite(t *testing.T, inPods bool) *site {
 	t.Helper()
 	if err := lab.Available(); err != nil {
@@ -108,7 +109,7 @@ func newSite(t *testing.T, inPods bool) *site {
 	return s
 }
 
-// isthmus runs the program as an administrator does, and returns what it prints.
+// isthmus runs the isthmus program as an administrator does, and returns its output.
 func (s *site) isthmus(t *testing.T, args ...string) string {
 	t.Helper()
 	out, err := s.Isthmus(t.Context(), args...)
@@ -118,25 +119,26 @@ func (s *site) isthmus(t *testing.T, args ...string) string {
 	return out
 }
 
-// after does something at the end of the chapter.
+// after registers a function to run at the end of the chapter.
 func (s *site) after(do func(*testing.T)) { s.undo = append(s.undo, do) }
 
 func podOn(c *fleet.Cluster, node int) *lab.Pod { return c.Pods[node*len(c.Pods)/len(c.Nodes)] }
 
-// podOfA is the first pod of a node of a; podOfB and podOfC are on the clusters' last nodes.
+// podOfA returns the first pod of a node of a. podOfB and podOfC return the last pod of their
+// cluster.
 func (s *site) podOfA(node int) *lab.Pod { return podOn(s.a, node) }
 func (s *site) podOfB() *lab.Pod         { return s.b.Pods[len(s.b.Pods)-1] }
 func (s *site) podOfC() *lab.Pod         { return s.c.Pods[len(s.c.Pods)-1] }
 
-// host is where the active gateway of a has its sockets, and addr its address there: that of its
-// Pod, or of its node.
+// host returns the host with the sockets of a's active gateway, and addr the gateway's address on
+// it: the address of its Pod or of its node.
 func (s *site) host() *lab.Host  { return s.a.GatewayHost(s.gateway) }
 func (s *site) addr() netip.Addr { return s.a.GatewayAddr(s.gateway) }
 
-// inPod tells whether the gateways of a are Pods.
+// inPod reports whether the gateways of a are Pods.
 func (s *site) inPod() bool { return len(s.a.GatewayPods) > 0 }
 
-// seen is the address under which a cluster reaches an address of another one's pods.
+// seen returns the address under which cluster at reaches a pod's address of another cluster.
 func (s *site) seen(t *testing.T, at, of *fleet.Cluster, addr netip.Addr) (seen netip.Addr) {
 	t.Helper()
 	eventually(t, "networks agreed upon", func() (err error) {
@@ -146,7 +148,7 @@ func (s *site) seen(t *testing.T, at, of *fleet.Cluster, addr netip.Addr) (seen 
 	return seen
 }
 
-// works wants traffic between honest clusters.
+// works checks that traffic between the honest clusters passes.
 func (s *site) works(t *testing.T) {
 	t.Helper()
 	for _, way := range [][2]*fleet.Cluster{{s.a, s.b}, {s.b, s.a}} {
@@ -164,7 +166,7 @@ func (s *site) works(t *testing.T) {
 	}
 }
 
-// A talk is pings from one pod to another as long as the attacks last.
+// A talk sends pings from one pod to another during the attacks.
 type talk struct {
 	name         string
 	stop, giveUp context.CancelFunc
@@ -205,7 +207,8 @@ func (s *site) talk(t *testing.T, from *lab.Pod, at *fleet.Cluster, to *lab.Pod,
 	})
 }
 
-// endWithoutLoss ends the talks. Answers may be late: that is the machine's other work.
+// endWithoutLoss ends the talks and checks that no ping was lost. Answers may be late, because
+// the machine is busy.
 func (s *site) endWithoutLoss(t *testing.T) {
 	t.Helper()
 	for _, k := range s.talks {
@@ -222,16 +225,17 @@ func (s *site) endWithoutLoss(t *testing.T) {
 	}
 }
 
-// identity is who a cluster is.
+// identity returns the identity of a cluster in API objects.
 func identity(c *fleet.Cluster) v1alpha1.ClusterIdentity {
 	return v1alpha1.ClusterIdentity{ClusterID: c.ID, ClusterName: c.Name}
 }
 
-// tenant is the namespace of a cluster for another one.
+// tenant returns the name of the namespace for a peer.
 func tenant(of *fleet.Cluster) string { return identity(of).TenantNamespace() }
 
-// as is who a cluster is at another one's API server. Its connections begin at the other's control
-// plane, since pods and test processes have no way there.
+// as returns the configuration of cluster who's client for another cluster's API server.
+// Connections start at who's control plane, because pods and the test process cannot reach API
+// servers.
 func as(t *testing.T, who, at *fleet.Cluster) *rest.Config {
 	t.Helper()
 	var secret corev1.Secret
@@ -249,7 +253,7 @@ func clientFor(t *testing.T, config *rest.Config, like client.Client) client.Cli
 	return c
 }
 
-// endpointOf is a cluster's TunnelEndpoint for another one.
+// endpointOf returns a cluster's TunnelEndpoint for another cluster.
 func endpointOf(t *testing.T, at, of *fleet.Cluster) *v1alpha1.TunnelEndpoint {
 	t.Helper()
 	var list v1alpha1.TunnelEndpointList
@@ -260,7 +264,7 @@ func endpointOf(t *testing.T, at, of *fleet.Cluster) *v1alpha1.TunnelEndpoint {
 	return &list.Items[0]
 }
 
-// keysOf are the WireGuard keys of a cluster's gateways, private and public, in base64.
+// keysOf returns the WireGuard keys of a cluster's gateways in base64.
 func keysOf(t *testing.T, c *fleet.Cluster) (private, public string) {
 	t.Helper()
 	var secret corev1.Secret
@@ -268,7 +272,7 @@ func keysOf(t *testing.T, c *fleet.Cluster) (private, public string) {
 	return string(secret.Data["privateKey"]), string(secret.Data["publicKey"])
 }
 
-// presharedOf is the preshared key that a cluster has for another one; zero: none.
+// presharedOf returns a cluster's preshared key for another cluster; zero means none.
 func presharedOf(t *testing.T, c, with *fleet.Cluster) [32]byte {
 	t.Helper()
 	var secret corev1.Secret
@@ -278,7 +282,7 @@ func presharedOf(t *testing.T, c, with *fleet.Cluster) [32]byte {
 	return state.Use.Secret
 }
 
-// metric is the sum of the series of a metric of a's active gateway.
+// metric returns the sum of a metric's series of a's active gateway.
 func (s *site) metric(t *testing.T, name string, labels ...string) float64 {
 	t.Helper()
 	n, err := s.a.Metric(t.Context(), name, labels...)
@@ -286,7 +290,7 @@ func (s *site) metric(t *testing.T, name string, labels ...string) float64 {
 	return n
 }
 
-// grows wants a metric of a's gateway to grow by n through do.
+// grows checks that a metric of a's gateway grows by at least n during do.
 func (s *site) grows(t *testing.T, n int, name, label string, do func()) {
 	t.Helper()
 	before := s.metric(t, name, label)

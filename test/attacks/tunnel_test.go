@@ -21,15 +21,15 @@ import (
 	"github.com/isthmus-net/isthmus/internal/noise"
 )
 
-// A rogue is c's gateway in the attacker's hands: it has its key and its address, and sends a what
-// it likes.
+// A rogue is an attacker who runs c's gateway, with its key and its address, and sends arbitrary
+// packets to a.
 type rogue struct {
 	socket  net.Conn
 	session *noise.Session
-	pod     netip.Addr // one of c's as a sees it
+	pod     netip.Addr // address at a of a pod of c
 }
 
-// becomeGateway stops c's gateways and takes their place.
+// becomeGateway stops c's gateways and replaces them by a rogue.
 func (s *site) becomeGateway(t *testing.T) {
 	t.Helper()
 	active, err := s.c.ActiveGateway(t.Context())
@@ -81,7 +81,7 @@ func (r *rogue) send(packets ...[]byte) error {
 	return nil
 }
 
-// dropped wants a's gateway to count all packets under a reason.
+// dropped checks that a's gateway drops all packets and counts them under a reason.
 func (s *site) dropped(t *testing.T, reason string, packets ...[]byte) {
 	t.Helper()
 	s.grows(t, len(packets), "isthmus_drops_total", fmt.Sprintf("reason=%q", reason), func() { must(t, s.rogue.send(packets...)) })
@@ -178,7 +178,7 @@ func forbiddenDestinations(t *testing.T, s *site) {
 	v.stopped(t, t.Name(), func() error { return nil })
 }
 
-// gatewayItself has nothing to look for where the gateway is no Pod.
+// gatewayItself sends packets to a's gateway Pod. Without a gateway Pod there is nothing to test.
 func gatewayItself(t *testing.T, s *site) {
 	if !s.inPod() {
 		return
@@ -194,7 +194,7 @@ func gatewayItself(t *testing.T, s *site) {
 	}
 }
 
-// external is the network by which a cluster sees the ExternalCIDR of another one.
+// external returns the network that a cluster uses for the ExternalCIDR of another cluster.
 func external(t *testing.T, at, of *fleet.Cluster) netip.Prefix {
 	t.Helper()
 	p, err := at.Peering(t.Context(), of)
@@ -215,7 +215,7 @@ func mappedForAnother(t *testing.T, s *site) {
 }
 
 func unallocated(t *testing.T, s *site) {
-	nobody := netip.MustParseAddr("10.244.200.9") // the nodes have 10.244.0.0/24 and the next two
+	nobody := netip.MustParseAddr("10.244.200.9") // the nodes have only 10.244.0.0/24 to 10.244.2.0/24
 	k := newTap(t, s.Lab.Underlay, func(ip []byte) bool { return netip.AddrFrom4([4]byte(ip[16:20])) == nobody })
 	must(t, s.rogue.send(datagram(from(s.rogue.pod), netip.AddrPortFrom(s.seen(t, s.c, s.a, nobody), victimPort), t.Name())))
 	to, v := s.toPod(t)
@@ -237,7 +237,7 @@ func foreignErrors(t *testing.T, s *site) {
 		kind, code byte
 		rest       uint32
 	}{{3, 4, 576}, {3, 3, 0}, {3, 1, 0}, {5, 1, binary.BigEndian.Uint32(s.rogue.pod.AsSlice())}, {11, 0, 0}} {
-		for _, src := range []netip.Addr{pod.Addr, dst} { // as a sees its pod, and as c does
+		for _, src := range []netip.Addr{pod.Addr, dst} { // the pod's address at a, and at c
 			quoted := datagram(netip.AddrPortFrom(src, 40000), netip.AddrPortFrom(b, 80), marker)
 			packets = append(packets, ipv4(s.rogue.pod, dst, unix.IPPROTO_ICMP, header{}, icmp(e.kind, e.code, e.rest, quoted)))
 		}
@@ -258,21 +258,21 @@ func fragments(t *testing.T, s *site) {
 	i := s.asRemote(t, nil, func(n *lab.Node) netip.Addr { return s.seen(t, s.c, s.a, inside(n)) })
 	marker := t.Name()[:20] // in the second half of the frame
 	whole := udp(9, i.to.Port(), i.packet(marker))
-	const cut = 64 // octets, of VXLAN, Ethernet and IP
+	const cut = 64 // octets of the UDP, VXLAN, Ethernet and IP headers, roughly
 	id := uint16(77)
 	fragment := func(offset int, flags uint16, b []byte) []byte {
 		return ipv4(s.rogue.pod, i.to.Addr(), unix.IPPROTO_UDP, header{id: id, fragment: flags | uint16(offset/8)}, b)
 	}
 	harmless := udp(9, victimPort, i.packet(marker))
-	i.victim.stopped(t, marker, func() error { // cut in two
+	i.victim.stopped(t, marker, func() error { // one datagram in two fragments
 		id++
 		return s.rogue.send(fragment(0, more, whole[:cut]), fragment(cut, 0, whole[cut:]))
 	})
-	i.victim.stopped(t, marker, func() error { // a harmless first one before the true one
+	i.victim.stopped(t, marker, func() error { // a harmless first fragment before the real one
 		id++
 		return s.rogue.send(fragment(0, more, harmless[:cut]), fragment(0, more, whole[:cut]), fragment(cut, 0, whole[cut:]))
 	})
-	// What overlaps, to a pod: no mixture arrives.
+	// Overlapping fragments to a pod: no combination of them arrives.
 	to, v := s.toPodBeside(t)
 	first, second := udp(9, to.Port(), []byte("the first, into which another one is put, octet by octet")), []byte("mixed in by the second...")
 	fragment = func(offset int, flags uint16, b []byte) []byte {
@@ -284,8 +284,8 @@ func fragments(t *testing.T, s *site) {
 	})
 }
 
-// incomplete sends more datagrams that never become whole than a node's reassembly has room for. None
-// of them gets there, and a datagram in fragments still arrives.
+// incomplete sends more incomplete datagrams than a node's reassembly can hold. None of them must
+// reach the node, and a complete fragmented datagram must still arrive.
 func incomplete(t *testing.T, s *site) {
 	const more, size, datagrams = 0x2000, 1200, 3000
 	to, v := s.toPod(t)
@@ -317,7 +317,7 @@ func incomplete(t *testing.T, s *site) {
 	})
 }
 
-// reassembly is what the kernel of a host holds of incomplete datagrams of IPv4, in octets.
+// reassembly returns the octets of incomplete IPv4 datagrams that the kernel of a host holds.
 func reassembly(t *testing.T, h *lab.Host) (octets int) {
 	t.Helper()
 	var b []byte
@@ -333,7 +333,7 @@ func reassembly(t *testing.T, h *lab.Host) (octets int) {
 	return octets
 }
 
-// toPodBeside is toPod on another port, while the pod's first one is in use.
+// toPodBeside is toPod for another port of the pod, for use while the first port is in use.
 func (s *site) toPodBeside(t *testing.T) (netip.AddrPort, *victim) {
 	t.Helper()
 	p := s.podOfA(s.third())
@@ -372,7 +372,7 @@ func forgedCheck(t *testing.T, s *site) {
 	to := netip.AddrPortFrom(external(t, s.c, s.a).Addr().Next(), 12345)
 	peering, err := s.a.Peering(t.Context(), s.c)
 	must(t, err)
-	src := netip.AddrPortFrom(netip.MustParsePrefix(peering.Status.Remote.PodCIDRSeen).Addr(), 12345) // that of c's gateway
+	src := netip.AddrPortFrom(netip.MustParsePrefix(peering.Status.Remote.PodCIDRSeen).Addr(), 12345) // address of c's gateway
 	message := func(id, kind string) []byte {
 		text := fmt.Sprintf(`{"clusterID":%q,"msgType":%q,"timeStamp":%q}`, id, kind, time.Now().UTC().Format(time.RFC3339Nano))
 		return datagram(src, to, text)

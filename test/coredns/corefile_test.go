@@ -16,7 +16,7 @@ import (
 	"github.com/miekg/dns"
 )
 
-// CoreDNS reads what internal/corefile writes.
+// CoreDNS must accept the Corefile that internal/corefile writes.
 func TestCoreDNSServesTheAddedZone(t *testing.T) {
 	files, err := filepath.Glob("../../internal/corefile/testdata/*.want")
 	if err != nil || len(files) < 5 {
@@ -61,8 +61,8 @@ func TestCoreDNSServesTheAddedZone(t *testing.T) {
 	}
 }
 
-// remembers fails the test unless the cache asks each time for a name of the zone that does not exist, and once
-// for another one.
+// remembers checks that the cache does not store a missing name of our zone, but stores one of
+// another zone.
 func remembers(t *testing.T, file string, keys []string, tokens []caddyfile.Token) {
 	t.Helper()
 	c := caddy.NewTestController("dns", "")

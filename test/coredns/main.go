@@ -1,5 +1,5 @@
-// Command coredns is CoreDNS with the plugins of a cluster's Corefile, for test clusters whose pods resolve
-// names. Package internal/kubenodes builds it into an image.
+// Command coredns is CoreDNS with the plugins of a cluster's Corefile. Test clusters use it to
+// resolve names. Package internal/kubenodes builds it into an image.
 package main
 
 import (

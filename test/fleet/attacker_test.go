@@ -19,14 +19,15 @@ import (
 	"github.com/isthmus-net/isthmus/packet/packettest"
 )
 
-// A correspondence is a session with the active gateway of a cluster, and what a capture of the underlay has of it.
+// A correspondence is a session with the active gateway of a cluster, as captured on the
+// underlay. The attacker of the test knows all classical private keys, but not the preshared key.
 type correspondence struct {
-	attacker noise.Attacker // has the handshake from the capture
-	capture  [][]byte       // data messages of both directions, each with text
+	attacker noise.Attacker // has the captured handshake
+	capture  [][]byte       // data messages of both directions that contain the text
 	text     string
 }
 
-// opened is how many messages a quantum attacker opens.
+// opened returns the number of captured messages that a quantum attacker can decrypt.
 func (c *correspondence) opened() (n int, certain bool) {
 	keys, certain := c.attacker.Keys()
 	for _, m := range c.capture {
@@ -37,8 +38,9 @@ func (c *correspondence) opened() (n int, certain bool) {
 	return n, certain
 }
 
-// correspond takes the place of b's gateways, which it ends, because a gateway does not tell its ephemeral keys. It
-// talks with a pod of a in a session with the given preshared key, and captures that.
+// correspond opens a session with a's active gateway in place of b's gateways, because a real
+// gateway does not reveal its ephemeral keys. It kills b's gateways. It exchanges data with a pod
+// of a, with the given preshared key, and captures the packets.
 func correspond(t *testing.T, a, b *fleet.Cluster, preshared [32]byte) *correspondence {
 	t.Helper()
 	was, pod := active(t, b), a.Pods[0]
@@ -66,7 +68,7 @@ func correspond(t *testing.T, a, b *fleet.Cluster, preshared [32]byte) *correspo
 		return err
 	}))
 	defer socket.Close()
-	// receive calls is with each message until it says that there is enough.
+	// receive calls is for each message until is returns nil.
 	receive := func(is func([]byte) error) error {
 		must(t, socket.SetReadDeadline(time.Now().Add(time.Second)))
 		last := errors.New("no message")
@@ -110,7 +112,7 @@ func correspond(t *testing.T, a, b *fleet.Cluster, preshared [32]byte) *correspo
 	c := &correspondence{text: strings.Repeat("attack at dawn. ", 20)}
 	port, size, echoes := uint16(echo.LocalAddr().(*net.UDPAddr).Port), 0, 0
 	sent := uint16(0)
-	eventually(t, "ten echoes", func() error { // those that go through the other tunnel do not arrive
+	eventually(t, "ten echoes", func() error { // echoes through the second tunnel do not arrive here
 		m := session.SealPadded(packettest.Build(packettest.IP{Src: src, Dst: dst, TTL: 64},
 			packettest.UDP{SrcPort: 5000 + sent%1000, DstPort: port, Data: []byte(c.text)}))
 		sent, size = sent+1, len(m)
@@ -154,7 +156,7 @@ func correspond(t *testing.T, a, b *fleet.Cluster, preshared [32]byte) *correspo
 	}
 	var out, in int
 	for _, m := range all {
-		if m[0] != noise.DataType || len(m) != size { // the others carry no text
+		if m[0] != noise.DataType || len(m) != size { // messages of other sizes do not contain the text
 			continue
 		}
 		switch {
@@ -173,10 +175,11 @@ func correspond(t *testing.T, a, b *fleet.Cluster, preshared [32]byte) *correspo
 	return c
 }
 
-// A tap captures what a host sends and receives. Nobody reads before the end, so it is for little traffic.
+// A tap captures the packets that a host sends and receives. They stay in the socket's buffer
+// until between reads them, so a tap is suitable only for little traffic.
 type tap int
 
-// tapOn opens a tap on the host in which do runs.
+// tapOn opens a tap on the host in which do runs functions.
 func tapOn(t *testing.T, do func(func() error) error) tap {
 	t.Helper()
 	fd := -1
@@ -189,7 +192,7 @@ func tapOn(t *testing.T, do func(func() error) error) tap {
 	return tap(fd)
 }
 
-// between are the payloads of the UDP datagrams that were captured between two ends.
+// between returns the payloads of the captured UDP datagrams between two addresses.
 func (fd tap) between(t *testing.T, a, b netip.AddrPort) (payloads [][]byte) {
 	t.Helper()
 	const headers = 20 + 8

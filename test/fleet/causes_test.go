@@ -15,23 +15,22 @@ import (
 	"github.com/isthmus-net/isthmus/test/internal/hosts"
 )
 
-// A cause is a fault of one peer, and what the two gateways say of it.
+// A cause is a fault of one peer, with the reasons that the two gateways report.
 type cause struct {
-	fault       string // as docs/troubleshooting.md calls it
-	here, there string // the reason at a, and at the peer; empty: it cannot say anything
-	before      bool   // it is there before the peer is first started
+	fault       string // name in docs/troubleshooting.md
+	here, there string // the reasons at a and at the peer; empty: that gateway cannot report any
+	before      bool   // the fault exists before the peer's gateway first starts
 	breaks      func(t *testing.T, s *causeSite)
 	heals       func(t *testing.T, s *causeSite)
 }
 
-// causeSite is a lab with a, and a peer for each fault.
+// causeSite is a lab with cluster a and one peer for each fault.
 type causeSite struct {
 	lab  *lab.Lab
-	a, b *lab.Cluster // b is the peer at hand
+	a, b *lab.Cluster // b is the peer with the current fault
 }
 
-// edit replaces something in the configuration that one cluster has about another, pattern by
-// pattern.
+// edit replaces regular expressions in one cluster's configuration file about another.
 func edit(t *testing.T, at, about *lab.Cluster, pairs ...[2]string) {
 	t.Helper()
 	path := lab.PeerFile(at, about)
@@ -47,7 +46,7 @@ func edit(t *testing.T, at, about *lab.Cluster, pairs ...[2]string) {
 	replaceFile(t, path, text)
 }
 
-// replaceFile replaces a file in one step, as an editor does.
+// replaceFile replaces a file atomically, as an editor does.
 func replaceFile(t *testing.T, path string, text []byte) {
 	t.Helper()
 	beside := filepath.Join(filepath.Dir(path), "."+filepath.Base(path))
@@ -55,7 +54,7 @@ func replaceFile(t *testing.T, path string, text []byte) {
 	must(t, os.Rename(beside, path))
 }
 
-// rejoin writes both configurations of a pair as they were.
+// rejoin restores both configuration files of a pair.
 func rejoin(t *testing.T, s *causeSite) {
 	t.Helper()
 	atA, ok1 := s.lab.View(s.a, s.b)
@@ -66,7 +65,8 @@ func rejoin(t *testing.T, s *causeSite) {
 	must(t, s.lab.Join(s.a, s.b, lab.JoinOptions{AtA: atA, AtB: atB}))
 }
 
-// filter has nft(8) install a table called fault with one chain on a machine, or remove it.
+// filter creates an nftables table called fault with one chain on a host. An empty chain removes
+// the table.
 func filter(t *testing.T, h *lab.Host, chain string) {
 	t.Helper()
 	rules := "add table ip fault; " + chain
@@ -76,7 +76,7 @@ func filter(t *testing.T, h *lab.Host, chain string) {
 	nft(t, h, rules)
 }
 
-// nft runs nft(8) on a machine.
+// nft runs nft(8) on a host.
 func nft(t *testing.T, h *lab.Host, rules string) {
 	t.Helper()
 	if out, err := h.Command(t.Context(), "nft", rules).CombinedOutput(); err != nil {
@@ -84,7 +84,7 @@ func nft(t *testing.T, h *lab.Host, rules string) {
 	}
 }
 
-const aKey = "mNw5WJ9nOYIj6oNVw3Gz4zJcNk5vGSDhGJ0OxcuFx1E=" // somebody's
+const aKey = "mNw5WJ9nOYIj6oNVw3Gz4zJcNk5vGSDhGJ0OxcuFx1E=" // the key of an unknown gateway
 
 var causes = []cause{
 	{
@@ -156,7 +156,7 @@ var causes = []cause{
 	},
 }
 
-// reasonAt is the reason that a cluster's gateway gives for a peer.
+// reasonAt returns the reason that a cluster's gateway reports for a peer.
 func reasonAt(ctx context.Context, at, of *lab.Cluster) (reason, message string, err error) {
 	text, err := at.Gateway().Get(ctx, "http://127.0.0.1:5873/status")
 	if err != nil {
@@ -176,8 +176,8 @@ func reasonAt(ctx context.Context, at, of *lab.Cluster) (reason, message string,
 	return "", "", fmt.Errorf("%s does not know %s", at, of)
 }
 
-// A gateway has a peer for each of the faults at the same time: each is told from the others, and
-// the one that is well is not blamed.
+// One gateway has a peer with each of the faults at the same time. It must report a different
+// reason for each, and no fault for the healthy peer.
 func TestEachFaultOfAPeerHasItsOwnReason(t *testing.T) {
 	if err := lab.Available(); err != nil {
 		t.Skip(err)
@@ -272,7 +272,7 @@ func TestEachFaultOfAPeerHasItsOwnReason(t *testing.T) {
 	})
 }
 
-// running are the peers whose gateways run from the start.
+// running returns the peers whose gateways start before the faults.
 func running(sites []*causeSite) (all []*lab.Cluster) {
 	for i, c := range causes {
 		if !c.before {

@@ -15,8 +15,8 @@ import (
 	"github.com/isthmus-net/isthmus/internal/lab"
 )
 
-// What the sniffer of every fleet is for: a network that is granted and has no TunnelEndpoint is
-// refused, and a packet for it that gets out all the same is seen.
+// Two properties protect every fleet. Nodes refuse packets to an allocated network without a
+// TunnelEndpoint, and the sniffer sees such a packet if it gets out anyway.
 func TestTheSnifferSeesPacketsOfANodeWithoutRefusals(t *testing.T) {
 	f := up(t, lab.Spec{Clusters: []lab.ClusterSpec{clusterSpec("10.244.0.0/16", 2), clusterSpec("10.244.64.0/19", 2)}})
 	a, b := f.Clusters[0], f.Clusters[1]
@@ -25,7 +25,7 @@ func TestTheSnifferSeesPacketsOfANodeWithoutRefusals(t *testing.T) {
 	at := 1 - active(t, a)
 	from, to := podOn(t, a, at), seen(t, a, b, podOn(t, b, 0).Addr)
 
-	must(t, a.Kill(fleet.Manager)) // it would make the TunnelEndpoint anew
+	must(t, a.Kill(fleet.Manager)) // the manager would recreate the TunnelEndpoint
 	must(t, a.Client.Delete(t.Context(), endpointOf(t, a, b)))
 	eventually(t, "a node that has no way to the peer", func() error {
 		n, err := rules(a.Nodes[at], own.NodeRulePriority)
@@ -42,8 +42,8 @@ func TestTheSnifferSeesPacketsOfANodeWithoutRefusals(t *testing.T) {
 		t.Fatalf("refused, and yet in the clear: %v", leaks)
 	}
 
-	must(t, a.Kill(fleet.Agent(at)))                                                                                                  // it would put the rule back
-	if out, err := a.Nodes[at].Command(t.Context(), "nft", "delete", "table", "inet", own.FilterTable).CombinedOutput(); err != nil { // it drops what leaves
+	must(t, a.Kill(fleet.Agent(at)))                                                                                                  // the agent would restore the rule
+	if out, err := a.Nodes[at].Command(t.Context(), "nft", "delete", "table", "inet", own.FilterTable).CombinedOutput(); err != nil { // the packet filter would drop the packets, too
 		t.Fatalf("%v: %s", err, out)
 	}
 	must(t, a.Nodes[at].Do(func() error {
@@ -60,7 +60,7 @@ func TestTheSnifferSeesPacketsOfANodeWithoutRefusals(t *testing.T) {
 	})
 	for _, l := range f.Sniffer.Take() {
 		if strings.HasPrefix(l.Packet, "TCP ") {
-			continue // on a busy machine an earlier connection is still ending
+			continue // on a busy machine, an earlier connection may still be closing
 		}
 		if want := fmt.Sprintf("ICMP %v -> %v, 84 octets", from.Addr, to); l.Node != a.Nodes[at].Name || !l.Network.Contains(to) || !strings.HasPrefix(l.Packet, want) {
 			t.Errorf("%v; want %s from %s", l, want, a.Nodes[at])
@@ -74,7 +74,7 @@ func TestTheSnifferSeesPacketsOfANodeWithoutRefusals(t *testing.T) {
 	podsToPods(t, a, b)
 }
 
-// rules is how many rules with a priority a node has.
+// rules returns the number of a node's policy rules with a priority.
 func rules(n *lab.Node, priority int) (count int, err error) {
 	err = n.Do(func() error {
 		all, err := netlink.RuleList(netlink.FAMILY_V4)

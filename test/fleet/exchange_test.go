@@ -21,23 +21,24 @@ import (
 	"github.com/isthmus-net/isthmus/internal/postquantum"
 )
 
-// A keyExchange is one of preshared keys. The lower side, by cluster ID, sends the ML-KEM key, the higher side answers.
+// A keyExchange is an exchange of a preshared key. The side with the lower cluster ID sends the
+// ML-KEM key, and the side with the higher one answers.
 type keyExchange struct {
 	lower, higher *fleet.Cluster
-	before        string // the exchange of the key in use
-	sent          string // the first half of its ML-KEM key
+	before        string // ID of the exchange that produced the current key
+	sent          string // first half of the ML-KEM key of that exchange
 }
 
-// A stage of an exchange shows in an object of one side.
+// A stage is a step of an exchange. It is visible in an object of one side.
 type stage struct {
 	name   string
-	higher bool // it shows at the higher side
+	higher bool // the object is at the higher side
 	list   client.ObjectList
 	is     func(keyExchange, client.Object) bool
-	fault  string // one of crashes, for runs without -long
+	fault  string // the crash to test without -long: one of the constants above
 }
 
-// stored is a stage that shows in what a side stores.
+// stored detects a stage in the Secret in which a side stores its state.
 func stored(is func(keyExchange, postquantum.State) bool) func(keyExchange, client.Object) bool {
 	return func(x keyExchange, o client.Object) bool {
 		secret, ok := o.(*corev1.Secret)
@@ -54,7 +55,7 @@ func stored(is func(keyExchange, postquantum.State) bool) func(keyExchange, clie
 	}
 }
 
-// published is a stage that shows in what a side publishes.
+// published detects a stage in the NetworkConfig that a side publishes.
 func published(is func(x keyExchange, config v1alpha1.BackendConfig) bool) func(keyExchange, client.Object) bool {
 	return func(x keyExchange, o client.Object) bool {
 		nc, ok := o.(*v1alpha1.NetworkConfig)
@@ -68,7 +69,7 @@ const (
 	gatewayOfA    = "the active gateway, whose standby takes over"
 )
 
-// stages are all of an exchange, in their order.
+// stages lists all stages of an exchange in order.
 var stages = []stage{
 	{"the key is stored", false, &corev1.SecretList{}, stored(func(x keyExchange, s postquantum.State) bool { return s.ID != x.before && s.Seed != nil }), lowerManager},
 	{"the key is published", false, &v1alpha1.NetworkConfigList{}, published(func(x keyExchange, c v1alpha1.BackendConfig) bool { return c["kem0"] != x.sent }), gatewayOfA},
@@ -90,8 +91,8 @@ var stages = []stage{
 	{"the former key is erased", false, &corev1.SecretList{}, stored(func(x keyExchange, s postquantum.State) bool { return s.Use.ID != x.before && !s.Changing() }), higherManager},
 }
 
-// await begins to wait for a stage and returns a function that waits for the end of that. then is called at once when
-// it comes.
+// await starts to wait for a stage. As soon as the stage is visible, then is called. The returned
+// function waits for that call and returns its error.
 func (s stage) await(t *testing.T, x keyExchange, then func() error) func() error {
 	t.Helper()
 	at := x.lower
@@ -118,7 +119,7 @@ func (s stage) await(t *testing.T, x keyExchange, then func() error) func() erro
 	return func() error { return <-came }
 }
 
-// networkConfig is the only one with these labels.
+// networkConfig returns the only NetworkConfig with the given labels.
 func networkConfig(t *testing.T, at *fleet.Cluster, labels client.MatchingLabels) *v1alpha1.NetworkConfig {
 	t.Helper()
 	var list v1alpha1.NetworkConfigList
@@ -129,7 +130,8 @@ func networkConfig(t *testing.T, at *fleet.Cluster, labels client.MatchingLabels
 	return &list.Items[0]
 }
 
-// begins has the lower side begin an exchange: its copy of the answer that it has accepted becomes another one.
+// begins makes the lower side start an exchange, by changing its copy of the answer that it has
+// accepted.
 func (x keyExchange) begins(t *testing.T) {
 	t.Helper()
 	answer := networkConfig(t, x.lower, client.MatchingLabels{v1alpha1.LabelOriginID: x.higher.ID})
@@ -137,7 +139,7 @@ func (x keyExchange) begins(t *testing.T) {
 	eventually(t, "a new exchange", func() error {
 		patch := `{"spec":{"backend_config":{"kemTag":"` + base64.StdEncoding.EncodeToString(make([]byte, 32)) + `"}}}`
 		must(t, x.lower.Client.Patch(t.Context(), answer, client.RawPatch(types.MergePatchType, []byte(patch))))
-		for range 20 { // the higher side's manager mends it, and may have been faster
+		for range 20 { // the higher side's manager restores the answer, perhaps too early
 			if states(t, x.lower)[x.higher.ID].ID != was {
 				return nil
 			}
@@ -146,8 +148,8 @@ func (x keyExchange) begins(t *testing.T) {
 	})
 }
 
-// settled waits until both sides have the key of one exchange, another one than before, in use and in their sessions,
-// and nothing of the one before.
+// settled waits until both sides and their sessions use the key of one exchange other than
+// x.before, and no state of the exchange is left. It returns the ID of that exchange.
 func (x keyExchange) settled(t *testing.T) (id string) {
 	t.Helper()
 	id = preshared(t, x.lower, x.higher, x.before)
@@ -164,8 +166,8 @@ func (x keyExchange) settled(t *testing.T) (id string) {
 	return id
 }
 
-// everyStepOfAnExchange is the table of steps: at each of them each crash, and the exchange ends. The session of before
-// carries the traffic meanwhile.
+// everyStepOfAnExchange lets each component crash at each stage. The exchange must complete, and
+// the sessions with the previous key must carry the traffic meanwhile.
 func everyStepOfAnExchange(t *testing.T, f *fleet.Fleet, a, b *fleet.Cluster, from, to *lab.Pod, at netip.Addr) {
 	x := keyExchange{lower: a, higher: b}
 	if b.ID < a.ID {

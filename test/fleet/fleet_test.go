@@ -1,8 +1,8 @@
-// Package fleet tests Isthmus as a whole: clusters with API servers, managers, gateways and route
-// agents of their own, peered by the command line, with real packets between pods while components
-// and API servers fail. It needs root.
+// Package fleet tests Isthmus as a whole, with real packets between pods while components and API
+// servers fail. The clusters have their own API servers, managers, gateways and route agents, and
+// are peered by `isthmus peer`. The tests need root.
 //
-// With -long the faults last as long as the project promises to bear them; otherwise they are
+// With -long, faults last as long as the project promises to tolerate them. Otherwise they are
 // shorter.
 package fleet
 
@@ -27,18 +27,20 @@ var long = flag.Bool("long", false, "let faults last for a minute and more")
 
 const patience = expect.Patience
 
-// binary is the isthmus program, and kube the folder of etcd and kube-apiserver; TestMain makes
-// both.
+// binary is the path of the isthmus program, and kube the folder of etcd and kube-apiserver.
+// TestMain builds both.
 var binary, kube string
 
 func TestMain(m *testing.M) { os.Exit(programs.Run(m, &binary, &kube)) }
 
-// seats bounds the fleets that stand at a time: each has a dozen processes and a GiB for each cluster, and two of
-// them beside the other packages keep two cores busy for long enough to fail tests.
+// seats limits the number of fleets that run at the same time. Each needs a dozen processes and a
+// GiB of memory per cluster. Two fleets beside other packages' tests overload two cores and make
+// tests fail.
 var seats = make(chan struct{}, 1)
 
-// up makes a fleet that ends with the test, after the ends of all logs if it failed. The test fails
-// when a node has sent a packet for a peer in the clear. It runs beside others from here on.
+// up creates a fleet for the test. It makes the test run in parallel with others. If the test
+// fails, it prints the last lines of all logs. The test fails if a node has sent a packet for a
+// peer in the clear.
 func up(t *testing.T, spec lab.Spec) *fleet.Fleet {
 	t.Helper()
 	return upWith(t, fleet.Options{Spec: spec})
@@ -49,7 +51,7 @@ func upWith(t *testing.T, o fleet.Options) *fleet.Fleet {
 	if err := lab.Available(); err != nil {
 		t.Skip(err)
 	}
-	t.Parallel() // most of a fleet's time is waiting: for elections, timeouts and pings
+	t.Parallel() // a fleet mostly waits: for elections, timeouts and pings
 	seats <- struct{}{}
 	t.Cleanup(func() { <-seats })
 	o.Spec.Name, o.Binary, o.Kube = lab.UniqueName("fleet"), binary, kube
@@ -82,14 +84,14 @@ func clusterSpec(podCIDR string, nodes int) lab.ClusterSpec {
 	return lab.ClusterSpec{PodCIDR: netip.MustParsePrefix(podCIDR), Nodes: nodes}
 }
 
-// inPods gives the gateways of a cluster networks of their own, as ordinary Pods have; else they have
-// those of their nodes.
+// inPods makes the gateways of a cluster Pods with their own networks. Otherwise they use their
+// nodes' networks.
 func inPods(spec lab.ClusterSpec) lab.ClusterSpec {
 	spec.GatewayPods = min(spec.Nodes, 2)
 	return spec
 }
 
-// isthmus runs the program as an administrator does.
+// isthmus runs the isthmus program as an administrator does.
 func isthmus(t *testing.T, f *fleet.Fleet, args ...string) {
 	t.Helper()
 	if out, err := f.Isthmus(t.Context(), args...); err != nil {
@@ -113,7 +115,7 @@ func ready(t *testing.T, a, b *fleet.Cluster) {
 	}
 }
 
-// seen is the address under which a cluster reaches an address of another one's pods.
+// seen returns the address under which a cluster reaches a pod's address of another cluster.
 func seen(t *testing.T, at, of *fleet.Cluster, addr netip.Addr) netip.Addr {
 	t.Helper()
 	var s netip.Addr
@@ -124,7 +126,7 @@ func seen(t *testing.T, at, of *fleet.Cluster, addr netip.Addr) netip.Addr {
 	return s
 }
 
-// active is the number of the node with the active gateway.
+// active returns the index of the node with the active gateway.
 func active(t *testing.T, c *fleet.Cluster) int {
 	t.Helper()
 	var i int
@@ -135,7 +137,7 @@ func active(t *testing.T, c *fleet.Cluster) int {
 	return i
 }
 
-// remotePod is a pod on a node without the active gateway.
+// remotePod returns a pod on a node without the active gateway.
 func remotePod(t *testing.T, c *fleet.Cluster) *lab.Pod {
 	t.Helper()
 	var p *lab.Pod
@@ -146,7 +148,7 @@ func remotePod(t *testing.T, c *fleet.Cluster) *lab.Pod {
 	return p
 }
 
-// podOn is the first pod of node i.
+// podOn returns the first pod of node i.
 func podOn(t *testing.T, c *fleet.Cluster, i int) *lab.Pod {
 	t.Helper()
 	for _, p := range c.Pods {
@@ -158,15 +160,15 @@ func podOn(t *testing.T, c *fleet.Cluster, i int) *lab.Pod {
 	return nil
 }
 
-// firstPing waits for an answer to an echo request, one every 100 ms and then more slowly, and says
-// how long it took.
+// firstPing sends echo requests every 100 ms, later less often, until one is answered. It returns
+// the time until the answer.
 func firstPing(ctx context.Context, from *lab.Host, to func() (netip.Addr, error)) (time.Duration, error) {
 	begin := time.Now()
 	for wait := 100 * time.Millisecond; ; {
 		addr, err := to()
 		if err == nil {
 			_, err = from.PingWith(ctx, addr, lab.PingOptions{Wait: wait})
-			wait = min(wait+wait/20, 5*time.Second) // for an answer that takes longer
+			wait = min(wait+wait/20, 5*time.Second) // in case an answer needs more time
 		}
 		if err == nil {
 			return time.Since(begin), nil

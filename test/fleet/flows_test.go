@@ -20,9 +20,9 @@ import (
 	"github.com/isthmus-net/isthmus/internal/lab"
 )
 
-// Connections that need a flow in the gateway survive its end, whether a standby takes over or the gateway restarts and
-// stays the active one. The nodes of a vote, and in b the Lease decides. The reverse path filter is loose, for the sake of the
-// mapped endpoint.
+// Connections with state in a gateway survive the loss of the gateway, if a standby takes over or
+// if the gateway restarts and remains active. In a, the nodes vote for the active gateway; in b,
+// the Lease decides. The mapped endpoint requires a loose reverse path filter.
 func TestConnectionsSurviveTheGateway(t *testing.T) {
 	f := upWith(t, fleet.Options{Votes: true, Spec: lab.Spec{RPFilter: lab.RPFilterLoose, Clusters: []lab.ClusterSpec{
 		inPods(clusterSpec("10.244.0.0/16", 3)), clusterSpec("10.240.0.0/12", 2),
@@ -47,7 +47,7 @@ func TestConnectionsSurviveTheGateway(t *testing.T) {
 			}
 			was := active(t, c)
 			eventually(t, "the standby's copy", func() error { return copied(t, c, 1-was, 2*(len(c.Nodes)+2)) })
-			time.Sleep(2 * time.Second) // what is established is told once a second
+			time.Sleep(2 * time.Second) // established flows are copied to the standby once a second
 			must(t, end.do(c, fleet.Gateway(was)))
 			if end.restarts {
 				must(t, end.undo(c, fleet.Gateway(was)))
@@ -60,7 +60,7 @@ func TestConnectionsSurviveTheGateway(t *testing.T) {
 				})
 			}
 			goOn(t, all, fmt.Sprintf("the gateway of %s %s", c, end.name))
-			// Where nodes vote, the standby may be faster than the restart.
+			// With votes, the standby may take over before the restarted gateway.
 			if now := active(t, c); end.restarts != (now == was) && !(end.restarts && c == a) {
 				t.Errorf("the gateway of %s %s: then %s is active, before %s", c, end.name, c.Nodes[now], c.Nodes[was])
 			}
@@ -71,7 +71,8 @@ func TestConnectionsSurviveTheGateway(t *testing.T) {
 	}
 }
 
-// copied wants gateway i of a cluster to have as many flows of the active one, or more.
+// copied returns an error unless gateway i of a cluster has copied at least the wanted number of
+// flows from the active gateway.
 func copied(t *testing.T, c *fleet.Cluster, i, want int) error {
 	text, err := c.GatewayHost(i).Get(t.Context(), "http://127.0.0.1:5873/metrics")
 	if err != nil {
@@ -88,15 +89,15 @@ func copied(t *testing.T, c *fleet.Cluster, i, want int) error {
 	return errors.New("no metric")
 }
 
-// A dialogue is a connection of which one end speaks all the time and the other end says everything back. It needs a
-// flow in a gateway.
+// A dialogue is a connection with state in a gateway. One side sends continuously and the other
+// side echoes.
 type dialogue struct {
 	name   string
 	echoes atomic.Int64
 	broken atomic.Pointer[error]
 }
 
-// converse begins one between the two ends of a connection.
+// converse starts a dialogue on the two ends of a connection.
 func converse(t *testing.T, name string, speaks, answers net.Conn) *dialogue {
 	d := &dialogue{name: name}
 	done := make(chan struct{})
@@ -146,9 +147,10 @@ func errOr(err, other error) error {
 	return err
 }
 
-// dialogues begins those between two clusters that need a flow in a gateway of cluster a: of nodes of a with pods of b, all
-// from one port, so that all but one have another at the NAPT address; and of a pod of b with a mapped endpoint of a, whose
-// either end speaks.
+// dialogues starts dialogues between two clusters that have state in a gateway of cluster a.
+// Nodes of a connect to pods of b, all from the same port, so NAPT must change all of these ports
+// but one. A pod of b connects to a mapped endpoint of a, once with the pod and once with the
+// endpoint as the sending side.
 func dialogues(t *testing.T, a, b *fleet.Cluster) (all []*dialogue) {
 	t.Helper()
 	const port = 40404
@@ -174,12 +176,12 @@ func dialogues(t *testing.T, a, b *fleet.Cluster) (all []*dialogue) {
 	return all
 }
 
-// goOn wants all to go on, without a new connection.
+// goOn checks that all dialogues continue without a new connection.
 func goOn(t *testing.T, all []*dialogue, after string) {
 	t.Helper()
 	for _, d := range all {
 		before, begin := d.echoes.Load(), time.Now()
-		for d.broken.Load() == nil && d.echoes.Load() == before && time.Since(begin) < time.Minute { // TCP waits ever longer
+		for d.broken.Load() == nil && d.echoes.Load() == before && time.Since(begin) < time.Minute { // TCP retransmits at growing intervals
 			time.Sleep(10 * time.Millisecond)
 		}
 		switch err := d.broken.Load(); {
@@ -191,14 +193,14 @@ func goOn(t *testing.T, all []*dialogue, after string) {
 	}
 }
 
-// A server of a test.
+// A server accepts connections for a test.
 type server interface {
 	network() string
 	// connect opens a connection from another host to an address of the server, and returns both ends.
 	connect(t *testing.T, from *lab.Host, src netip.AddrPort, at netip.Addr) (near, far net.Conn)
 }
 
-// shared lets several sockets have one port.
+// shared is a socket option that lets several sockets use one port.
 func shared(_, _ string, c syscall.RawConn) error {
 	return c.Control(func(fd uintptr) { _ = unix.SetsockoptInt(int(fd), unix.SOL_SOCKET, unix.SO_REUSEADDR, 1) })
 }
@@ -245,8 +247,8 @@ func (l tcpServer) connect(t *testing.T, from *lab.Host, src netip.AddrPort, at 
 	return near, far
 }
 
-// A udpServer has a socket for each client, as a TCP server does: who comes from another address or port is another one, and
-// gets no answer.
+// A udpServer has a connected socket for each client, as a TCP server does. So datagrams from a
+// changed address or port are not answered.
 type udpServer struct {
 	net.PacketConn
 	host *lab.Host
@@ -265,8 +267,8 @@ func listenUDP(t *testing.T, h *lab.Host, addr netip.Addr) server {
 
 func (udpServer) network() string { return "UDP" }
 
-// A udpConn ignores errors about packets that were refused. Nodes refuse packets for a peer while no gateway is active; TCP
-// sends them again.
+// A udpConn ignores errors of refused packets: nodes refuse packets for a peer while no gateway
+// is active. TCP would retransmit them.
 type udpConn struct{ net.Conn }
 
 func (c udpConn) Write(b []byte) (int, error) {

@@ -29,11 +29,12 @@ import (
 	"github.com/isthmus-net/isthmus/test/internal/hosts"
 )
 
-// takeover is how long traffic may stand still when the active gateway of a side dies: the Lease
-// lasts 7 s. With -long, on a machine that does nothing else, it is half of that.
+// takeover is the longest permitted interruption when the active gateway of a side dies; the
+// Lease lasts 7 s. With -long, on a machine without other load, half of it is permitted.
 const takeover = 30 * time.Second
 
-// Nodes check the reverse path strictly here, so that a takeover must not leave a one-sided way.
+// The nodes use strict reverse path filters, so that packets fail if a takeover changes the path
+// in one direction only.
 func TestGatewayFaults(t *testing.T) {
 	f := up(t, lab.Spec{RPFilter: lab.RPFilterStrict, Clusters: []lab.ClusterSpec{
 		inPods(clusterSpec("10.244.0.0/16", 3)), clusterSpec("10.240.0.0/12", 2),
@@ -44,7 +45,7 @@ func TestGatewayFaults(t *testing.T) {
 	for _, end := range []struct {
 		name  string
 		do    func(c *fleet.Cluster, component string) error
-		frees bool // the Lease, so that nobody waits for its end
+		frees bool // the gateway releases the Lease, so the standby need not wait until it expires
 	}{
 		{"ActiveKilledStandbyTakesOver", (*fleet.Cluster).Kill, false},
 		{"ActiveStoppedStandbyTakesOver", (*fleet.Cluster).Stop, true},
@@ -94,7 +95,7 @@ func TestGatewayFaults(t *testing.T) {
 	}
 
 	t.Run("ActivesOfBothSidesKilledAtOnce", func(t *testing.T) {
-		// Neither side can answer the other's new address without having been told of it.
+		// Neither side knows the other's new address at first, so neither can start a handshake.
 		was := map[*fleet.Cluster]int{a: active(t, a), b: active(t, b)}
 		during := startTraffic(t, a, b)
 		begin := time.Now()
@@ -125,7 +126,8 @@ func TestGatewayFaults(t *testing.T) {
 		begin := time.Now()
 		must(t, a.Kill(fleet.Gateway(0)))
 		must(t, a.Kill(fleet.Gateway(1)))
-		// Before the Lease is over and the manager knows, as the Pods say that nothing of them runs.
+		// First, `isthmus status` must report it from the Pods' phases, before the Lease expires and
+		// the manager reports it.
 		for {
 			if out, err := f.Isthmus(ctx, "status", "--context", a.Name); err != nil && strings.Contains(out, "GatewaySilent") {
 				t.Logf("after %.1f s:\n%s", time.Since(begin).Seconds(), out)
@@ -157,7 +159,7 @@ func TestGatewayFaults(t *testing.T) {
 		was := active(t, a)
 		standby := 1 - was
 		must(t, a.Stop(fleet.Gateway(standby)))
-		phase(t, a, standby, corev1.PodSucceeded) // else the active one could not know that nobody has taken over
+		phase(t, a, standby, corev1.PodSucceeded) // so that the active gateway knows that the standby has not taken over
 		during := startTraffic(t, a, b)
 		heal := cut(t, a, a.Nodes[was])
 		time.Sleep(outage())
@@ -175,7 +177,7 @@ func TestGatewayFaults(t *testing.T) {
 		was := active(t, a)
 		during := startTraffic(t, a, b)
 		heal := cut(t, a, a.Nodes[was])
-		time.Sleep(max(outage(), 15*time.Second)) // the Lease lasts 7 s
+		time.Sleep(max(outage(), 15*time.Second)) // longer than the Lease, which lasts 7 s
 		says(t, a, was, 5872, "/readyz", "ok, active")
 		says(t, a, 1-was, 5872, "/readyz", "ok, standby for "+fleet.Gateway(was))
 		heal()
@@ -214,7 +216,7 @@ func TestGatewayFaults(t *testing.T) {
 		})
 		stood := time.Since(begin)
 		t.Logf("the one that was cut off stood down %.1f s after it was not any more", stood.Seconds())
-		if stood > 30*time.Second { // it asks every 2 s, and waits 2.5 s for an answer
+		if stood > 30*time.Second { // it sends a request every 2 s, with a timeout of 2.5 s
 			t.Errorf("it stood down after %v", stood)
 		}
 		ready(t, a, b)
@@ -301,7 +303,7 @@ func TestGatewayFaults(t *testing.T) {
 	})
 }
 
-// outage is how long a fault lasts that must not be felt.
+// outage returns the duration of a fault that must not affect traffic.
 func outage() time.Duration {
 	if *long {
 		return time.Minute
@@ -309,7 +311,7 @@ func outage() time.Duration {
 	return 9 * time.Second // longer than the Lease
 }
 
-// lease is that of the gateways.
+// lease returns the Lease of the gateways.
 func lease(t *testing.T, c *fleet.Cluster) coordinationv1.LeaseSpec {
 	t.Helper()
 	var l coordinationv1.Lease
@@ -320,7 +322,7 @@ func lease(t *testing.T, c *fleet.Cluster) coordinationv1.LeaseSpec {
 	return l.Spec
 }
 
-// phase sets that of the Pod of the gateway on node i, as a kubelet would.
+// phase sets the phase of the gateway's Pod on node i, as a kubelet would.
 func phase(t *testing.T, c *fleet.Cluster, i int, phase corev1.PodPhase) {
 	t.Helper()
 	var p corev1.Pod
@@ -329,7 +331,7 @@ func phase(t *testing.T, c *fleet.Cluster, i int, phase corev1.PodPhase) {
 	must(t, c.Client.Status().Update(t.Context(), &p))
 }
 
-// cut takes a node's access to the API server away: answers do not come back.
+// cut makes the API server unreachable from a node, by dropping the responses.
 func cut(t *testing.T, c *fleet.Cluster, n *lab.Node) (heal func()) {
 	t.Helper()
 	blackhole := netlink.Route{Dst: netlink.NewIPNet(n.Addr.AsSlice()), Type: unix.RTN_BLACKHOLE}
@@ -345,10 +347,11 @@ func cut(t *testing.T, c *fleet.Cluster, n *lab.Node) (heal func()) {
 	return heal
 }
 
-// unansweredReasons are reasons of a tunnel that blame neither networks nor keys.
+// unansweredReasons are reasons of a tunnel that do not refer to networks or keys.
 var unansweredReasons = []string{v1alpha1.CauseConnected, v1alpha1.CauseConnecting, v1alpha1.CauseProbeUnanswered, v1alpha1.CauseAnswersLost, v1alpha1.CausePeerSilent, peerings.ReasonGatewaySilent}
 
-// reasonsOfTunnels notes the reasons of the condition Connected on both sides, until end returns them.
+// reasonsOfTunnels records the reasons of the condition Connected on both sides until end is
+// called, which returns them.
 func reasonsOfTunnels(t *testing.T, a, b *fleet.Cluster) (end func() []string) {
 	ctx, stop := context.WithCancel(t.Context())
 	all := map[string]bool{}
@@ -358,7 +361,7 @@ func reasonsOfTunnels(t *testing.T, a, b *fleet.Cluster) (end func() []string) {
 			for _, side := range [][2]*fleet.Cluster{{a, b}, {b, a}} {
 				p, err := side[0].Peering(ctx, side[1])
 				if err != nil {
-					continue // the end interrupts it
+					continue // end has canceled the request, or the API server is unreachable
 				}
 				if c := meta.FindStatusCondition(p.Status.Conditions, peerings.ConditionConnected); c != nil {
 					all[c.Reason] = true

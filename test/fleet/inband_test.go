@@ -23,7 +23,7 @@ import (
 	"github.com/isthmus-net/isthmus/internal/lab"
 )
 
-// Two clusters whose control planes reach each other through the tunnel alone.
+// The control planes of these two clusters can reach each other only through the tunnel.
 func TestInBandControl(t *testing.T) {
 	f := upWith(t, fleet.Options{Services: true, Spec: lab.Spec{Clusters: []lab.ClusterSpec{
 		inPods(clusterSpec("10.244.0.0/16", 2)), clusterSpec("10.244.128.0/18", 2),
@@ -62,7 +62,8 @@ func TestInBandControl(t *testing.T) {
 	partsInBand(t, f, inBand)
 }
 
-// changesInBand changes keys and addresses. The tunnel carries the news, or a condition names the command.
+// changesInBand changes keys and addresses. Each change must reach the peer through the tunnel.
+// Otherwise a condition must name the command that repairs the peering.
 func changesInBand(t *testing.T, f *fleet.Fleet, inBand func(*testing.T)) {
 	a, b := f.Clusters[0], f.Clusters[1]
 	t.Run("ANewKeyIsToldThroughTheTunnel", func(t *testing.T) {
@@ -79,7 +80,7 @@ func changesInBand(t *testing.T, f *fleet.Fleet, inBand func(*testing.T)) {
 		public := string(keyring.Text(fabric.PublicKeys(ringOf(t, a).Private, 1)[0]))
 		eventually(t, "the command at a, or the new key at b", func() error {
 			if endpointOf(t, b, a).Spec.BackendConfig[v1alpha1.ConfigPublicKey] == public {
-				return nil // the manager was faster than the gateway
+				return nil // the manager announced the key before the gateway replaced it
 			}
 			return saysTunnelDown(t, a, b, "our NetworkConfig has changed")
 		})
@@ -94,7 +95,7 @@ func changesInBand(t *testing.T, f *fleet.Fleet, inBand func(*testing.T)) {
 		var service corev1.Service
 		must(t, b.Client.Get(t.Context(), client.ObjectKey{Namespace: fleet.Namespace, Name: "isthmus-gateway"}, &service))
 		before := service.DeepCopy()
-		service.Annotations[v1alpha1.AnnotationOverrideAddress] = "192.0.2.99" // b's gateway calls by itself
+		service.Annotations[v1alpha1.AnnotationOverrideAddress] = "192.0.2.99" // b's gateway starts the handshake, so the wrong address does no harm
 		must(t, b.Client.Patch(t.Context(), &service, client.MergeFrom(before)))
 		eventually(t, "the address at a", func() error { return endpointIs(t, a, b, "192.0.2.99") })
 		before = service.DeepCopy()
@@ -117,7 +118,8 @@ func changesInBand(t *testing.T, f *fleet.Fleet, inBand func(*testing.T)) {
 	})
 }
 
-// partsInBand ends the peering in each way.
+// partsInBand ends the peering in three ways: by one side, by both at once, and by one command
+// for both.
 func partsInBand(t *testing.T, f *fleet.Fleet, inBand func(*testing.T)) {
 	a, b := f.Clusters[0], f.Clusters[1]
 	t.Run("OneSideAloneLeaves", func(t *testing.T) {
@@ -160,7 +162,7 @@ func partsInBand(t *testing.T, f *fleet.Fleet, inBand func(*testing.T)) {
 	})
 }
 
-// wall keeps the control plane of a cluster from reaching all machines of another one, and these from reaching it.
+// wall blocks packets between the control plane of a cluster and all hosts of another cluster.
 func wall(t *testing.T, c, other *fleet.Cluster) {
 	t.Helper()
 	addrs := []netip.Addr{other.Control.Addr}
@@ -174,7 +176,8 @@ func wall(t *testing.T, c, other *fleet.Cluster) {
 	}
 }
 
-// managerReachesPods routes from the machine of the manager to the gateways' Pods, where it would run in a Pod itself.
+// managerReachesPods adds routes from the manager's host to the gateways' Pods. A real manager is
+// a Pod and needs none.
 func managerReachesPods(t *testing.T, c *fleet.Cluster) {
 	t.Helper()
 	for _, n := range c.Nodes {
@@ -182,7 +185,8 @@ func managerReachesPods(t *testing.T, c *fleet.Cluster) {
 	}
 }
 
-// tunnelDown waits until the Peering says that the command is needed, and why.
+// tunnelDown waits until the Peering reports that `isthmus peer --in-band` is needed, with the
+// given reason.
 func tunnelDown(t *testing.T, at, of *fleet.Cluster, why string) {
 	t.Helper()
 	eventually(t, "a reason at "+at.Name, func() error { return saysTunnelDown(t, at, of, why) })
@@ -200,7 +204,7 @@ func saysTunnelDown(t *testing.T, at, of *fleet.Cluster, why string) error {
 	return nil
 }
 
-// failOver kills the active gateway and waits for the next one.
+// failOver kills the active gateway and waits until another one is active.
 func failOver(t *testing.T, c *fleet.Cluster) {
 	t.Helper()
 	was := active(t, c)
@@ -214,7 +218,8 @@ func failOver(t *testing.T, c *fleet.Cluster) {
 	})
 }
 
-// inBandIsClosed tries to connect to the port of b's gateway inside the tunnel, and to the port of a's for its manager.
+// inBandIsClosed checks that pods and nodes of a cannot connect to b's in-band port through the
+// tunnel, or use the port of a's gateway for a's manager.
 func inBandIsClosed(t *testing.T, a, b *fleet.Cluster) {
 	p, err := a.Peering(t.Context(), b)
 	must(t, err)
@@ -233,7 +238,7 @@ func inBandIsClosed(t *testing.T, a, b *fleet.Cluster) {
 	for _, drop := range []struct {
 		c         *fleet.Cluster
 		direction string
-	}{{b, "inbound"}, {a, "outbound"}} { // the pod, and the node
+	}{{b, "inbound"}, {a, "outbound"}} { // the packets from the pod, and those from the node
 		if n, err := drop.c.Metric(t.Context(), "isthmus_drops_total", `reason="local_source"`, `direction="`+drop.direction+`"`); err != nil || n == 0 {
 			t.Errorf("%s of cluster %s: %v packets dropped, %v", drop.direction, drop.c.Name, n, err)
 		}
@@ -241,7 +246,7 @@ func inBandIsClosed(t *testing.T, a, b *fleet.Cluster) {
 	manager := netip.AddrPortFrom(a.GatewayAddr(active(t, a)), 5879).String()
 	c, err := pod.Dial(t.Context(), "tcp", manager)
 	if err != nil {
-		return // nor does it get there
+		return // the connection is refused, which is fine
 	}
 	defer c.Close()
 	_, _ = fmt.Fprintf(c, "CONNECT %[1]s:6443 HTTP/1.1\r\nHost: %[1]s:6443\r\n\r\n", b.ID)
@@ -252,7 +257,7 @@ func inBandIsClosed(t *testing.T, a, b *fleet.Cluster) {
 	}
 }
 
-// told waits until b knows the address of the gateway of a.
+// told waits until b uses the current address of a's gateway.
 func told(t *testing.T, a, b *fleet.Cluster) {
 	t.Helper()
 	eventually(t, "the address of the active gateway of "+a.Name+" at "+b.Name, func() error {
@@ -272,7 +277,7 @@ func endpointIs(t *testing.T, at, of *fleet.Cluster, want string) error {
 	return err
 }
 
-// startGateways starts the gateways that do not run.
+// startGateways starts the gateways that are not running.
 func startGateways(t *testing.T, c *fleet.Cluster) {
 	t.Helper()
 	for i := range 2 {
@@ -282,7 +287,7 @@ func startGateways(t *testing.T, c *fleet.Cluster) {
 	}
 }
 
-// gone says which NetworkConfig has a label.
+// gone returns an error if a NetworkConfig with the label exists.
 func gone(t *testing.T, c *fleet.Cluster, label, value string) error {
 	var list v1alpha1.NetworkConfigList
 	err := c.Client.List(t.Context(), &list, client.MatchingLabels{label: value})

@@ -21,9 +21,10 @@ import (
 	"github.com/isthmus-net/isthmus/internal/lab"
 )
 
-// Whatever somebody does to the IpamStorage and the NetworkAllocation, nothing leaves in the clear (the sniffer looks), also while
-// no manager runs and agents are killed meanwhile: nodes go on, and the manager puts the IPAM state right.
-// A peering that ends in order is forgotten.
+// After any edit of the IpamStorage and the NetworkAllocation, no packet may leave in the clear,
+// as the sniffer checks. This includes edits while no manager runs and agents are killed. Nodes
+// continue to work, and the manager restores the IPAM state. An orderly un-peering removes the
+// peer from it.
 func TestIPAMStateEditsLeakNoPlaintext(t *testing.T) {
 	f := up(t, lab.Spec{Clusters: []lab.ClusterSpec{inPods(clusterSpec("10.244.0.0/16", 2)), inPods(clusterSpec("10.244.64.0/19", 2))}})
 	a, b := f.Clusters[0], f.Clusters[1]
@@ -139,8 +140,8 @@ func TestIPAMStateEditsLeakNoPlaintext(t *testing.T) {
 		t.Errorf("in the clear: %v", leaks)
 	}
 
-	// Pods that still talk to the former peer send nothing in the clear, and nodes go on to refuse its
-	// networks until the manager says that they need not.
+	// After un-peering, pods that still send to the former peer must not send in the clear. Nodes
+	// refuse the peer's networks until the manager releases these.
 	allocated = allocation()
 	whilePinging(t, from.Host, to, func() { isthmus(t, f, "unpeer", "--context", a.Name, "--remote-context", b.Name) })
 	if held, o := ipamStorage(), allocation(); held.Spec.ClusterSubnets[id].RemotePodCIDR != granted.Spec.ClusterSubnets[id].RemotePodCIDR ||
@@ -181,7 +182,7 @@ func TestIPAMStateEditsLeakNoPlaintext(t *testing.T) {
 			return err
 		})
 	}
-	eventually(t, "the IPAM state without it", func() error { // nodes go by the NetworkAllocation
+	eventually(t, "the IPAM state without it", func() error { // nodes follow the NetworkAllocation, which is checked below
 		if o := ipamStorage(); len(o.Spec.ClusterSubnets) > 0 {
 			return fmt.Errorf("%+v", o.Spec.ClusterSubnets)
 		}
@@ -191,7 +192,7 @@ func TestIPAMStateEditsLeakNoPlaintext(t *testing.T) {
 		t.Errorf("released: %+v", o.Spec)
 	}
 
-	// kubectl delete crd peerings.isthmus.net un-peers, too.
+	// Deleting the CRD of Peerings un-peers, too.
 	peer(t, f, a, b)
 	podsToPods(t, a, b)
 	whilePinging(t, from.Host, seen(t, a, b, podOn(t, b, 0).Addr), func() {
@@ -209,7 +210,8 @@ func TestIPAMStateEditsLeakNoPlaintext(t *testing.T) {
 	refused("the deletion of the Peerings' definition")
 }
 
-// whilePinging calls do while a pod sends to an address, and for two seconds more.
+// whilePinging calls do while a pod sends pings to an address, and continues the pings for two
+// seconds.
 func whilePinging(t *testing.T, from *lab.Host, to netip.Addr, do func()) {
 	t.Helper()
 	ctx, cancel := context.WithCancel(t.Context())

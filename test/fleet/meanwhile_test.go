@@ -18,16 +18,17 @@ import (
 	"github.com/isthmus-net/isthmus/test/internal/hosts"
 )
 
-// watched are faults of TestDiagnoseNamesWhatIsBroken of which it matters what is said while they last. may are the
-// hops and reasons that may be named until diagnose has evidence for the right one, as CLUSTER/HOP REASON.
+// watched lists faults of TestDiagnoseNamesWhatIsBroken whose reports are checked also while the
+// fault lasts. may lists the additional reports, as CLUSTER/HOP REASON, that are acceptable until
+// diagnose has evidence for the right one.
 var watched = []struct {
 	fault string
 	may   []string
-	lasts time.Duration // 0: half a minute
+	lasts time.Duration // duration of the fault; 0: half a minute
 }{
 	{fault: "the policy of a node's chain FORWARD is DROP"},
 	{fault: "UDP is dropped on the way, in both directions", may: []string{"a/tunnel ProbeUnanswered", "b/tunnel ProbeUnanswered", "b/tunnel PeerSilent", "a/tunnel AnswersLost", "b/tunnel AnswersLost"},
-		lasts: 70 * time.Second}, // what agents find of such an outage is no fault of the overlay
+		lasts: 70 * time.Second}, // long enough that agents notice the outage; they must not report a fault of the overlay
 	{fault: "a firewall in front of the peer drops UDP from here", may: []string{"a/tunnel ProbeUnanswered", "b/tunnel ProbeUnanswered", "b/tunnel PeerSilent", "a/tunnel PeerSilent"}},
 	{fault: "a path drops packets of the least size that every path should take", may: []string{"a/tunnel ProbeUnanswered", "b/tunnel ProbeUnanswered", "b/tunnel PathMTU"}},
 	{fault: "the peer's API server does not answer"},
@@ -43,21 +44,21 @@ var watched = []struct {
 	{fault: "the state directory of a route agent is read-only, and it starts again"},
 }
 
-// sawMeanwhile is what the run saw on which the document is based.
+// sawMeanwhile is the file with the results of the run that docs/troubleshooting.md shows.
 const sawMeanwhile = "testdata/meanwhile.json"
 
-// A moment is what was said some seconds after a fault began or was mended.
+// A moment holds the reports at one time after a fault began or was repaired.
 type moment struct {
-	After    string   // such as "2 s" or "mended, 2 s"
-	Traffic  bool     // a pod of a reaches one of b
-	Status   string   // the peering in `isthmus status` of a
+	After    string   // for example "2 s" or "mended, 2 s"
+	Traffic  bool     // a pod of a reaches a pod of b
+	Status   string   // the line of the peering in `isthmus status` of a
 	Kubectl  string   // condition Ready of a's Peering
-	Diagnose []string // what `isthmus diagnose` finds broken with both sides
+	Diagnose []string // the broken hops according to `isthmus diagnose` with access to both sides
 	Metrics  string
 }
 
-// What is said follows the traffic: while pods reach each other a peering is READY, and nothing is blamed but the fault,
-// neither while it lasts nor afterwards.
+// Reports must agree with the traffic. While pods reach each other, the Peering is ready. Only
+// the actual fault is reported, while it lasts and after its repair.
 func TestReportsFollowTheTraffic(t *testing.T) {
 	if !*long {
 		t.Skip("it takes ten minutes: -long")
@@ -83,7 +84,7 @@ func TestReportsFollowTheTraffic(t *testing.T) {
 		})
 	}
 	well(t)
-	all := sawBefore(t) // a run may be of some of them
+	all := sawBefore(t) // a run may cover only some of the faults
 	for _, w := range watched {
 		at := slices.IndexFunc(troubles, func(tr trouble) bool { return tr.fault == w.fault })
 		if at < 0 {
@@ -108,7 +109,8 @@ func TestReportsFollowTheTraffic(t *testing.T) {
 	}
 }
 
-// meanwhile makes a fault, mends it after half a minute or later, and asks all who say something.
+// meanwhile causes a fault, collects reports, repairs the fault after half a minute or more, and
+// collects reports again.
 func (s *troubleSite) meanwhile(t *testing.T, tr *trouble, to netip.Addr, lasts time.Duration) (said []moment) {
 	ask := func(after string, at time.Time) {
 		time.Sleep(time.Until(at))
@@ -118,7 +120,7 @@ func (s *troubleSite) meanwhile(t *testing.T, tr *trouble, to netip.Addr, lasts 
 		m.Status, _ = peeringStatus(t.Context(), s.Fleet, s.a)
 		m.Kubectl = s.ready(t)
 		if m.Diagnose, _, err = diagnose(t.Context(), s.Fleet, s.a, s.b, true); err != nil {
-			m.Diagnose, _, _ = diagnose(t.Context(), s.Fleet, s.a, s.b, false) // b does not answer
+			m.Diagnose, _, _ = diagnose(t.Context(), s.Fleet, s.a, s.b, false) // b does not respond
 		}
 		m.Metrics = tellingMetrics(t.Context(), s.a)
 		said = append(said, m)
@@ -137,7 +139,7 @@ func (s *troubleSite) meanwhile(t *testing.T, tr *trouble, to netip.Addr, lasts 
 	return said
 }
 
-// ready is the column READY of `kubectl get peerings` in a.
+// ready returns the column READY of `kubectl get peerings` in a.
 func (s *troubleSite) ready(t *testing.T) string {
 	ctx, cancel := context.WithTimeout(t.Context(), 5*time.Second)
 	defer cancel()
@@ -168,7 +170,7 @@ func (m moment) judge(t *testing.T, tr *trouble, may []string) {
 	}
 }
 
-// sawBefore is what the document is based on, by the faults.
+// sawBefore returns the moments in sawMeanwhile by fault.
 func sawBefore(t *testing.T) map[string][]moment {
 	t.Helper()
 	saw := map[string][]moment{}
@@ -178,7 +180,7 @@ func sawBefore(t *testing.T) map[string][]moment {
 	return saw
 }
 
-// meanwhileRows are the rows of the document, one for each moment.
+// meanwhileRows returns the rows of the table in docs/troubleshooting.md, one for each moment.
 func meanwhileRows(t *testing.T) [][]string {
 	saw := sawBefore(t)
 	rows := [][]string{{"what is wrong", "after", "packets pass", "`isthmus status` in a", "`kubectl get peerings` in a", "`isthmus diagnose` of a and b", "metrics"}}

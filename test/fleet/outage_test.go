@@ -12,7 +12,7 @@ import (
 	"github.com/isthmus-net/isthmus/internal/lab"
 )
 
-// Whatever goes away here is not on the way of a packet.
+// None of the components that fail here forwards packets, so no packet may be lost.
 func TestControlPlaneOutage(t *testing.T) {
 	f := up(t, lab.Spec{Clusters: []lab.ClusterSpec{
 		clusterSpec("10.244.0.0/16", 3), clusterSpec("10.244.64.0/19", 2),
@@ -22,7 +22,7 @@ func TestControlPlaneOutage(t *testing.T) {
 
 	t.Run("APIServersFrozenAndRestarted", func(t *testing.T) {
 		during := startTraffic(t, a, b)
-		freeze := 10 * time.Second // each alone and then both: 20 s for each
+		freeze := 10 * time.Second // first one API server alone, then both, then the other: 20 s for each
 		if *long {
 			freeze = 30 * time.Second
 		}
@@ -36,7 +36,7 @@ func TestControlPlaneOutage(t *testing.T) {
 		must(t, a.Server.RestartAPIServer(t.Context()))
 		must(t, b.Server.RestartAPIServer(t.Context()))
 		begin := time.Now()
-		mappedEndpoint(t, a, b) // managers write and gateways read again
+		mappedEndpoint(t, a, b) // requires that managers write and gateways read again
 		mappedEndpoint(t, b, a)
 		t.Logf("endpoints of both sides are mapped %.2f s after the second restart", time.Since(begin).Seconds())
 		ready(t, a, b)
@@ -50,12 +50,12 @@ func TestControlPlaneOutage(t *testing.T) {
 		must(t, a.Kill(fleet.Manager))
 		must(t, b.Kill(fleet.Manager))
 		during := startTraffic(t, a, b)
-		// The new pod's address is of no node's network.
+		// The new pod's address is outside of all nodes' networks.
 		last := len(b.Nodes) - 1
 		fresh := addPod(t, b, podOn(t, b, last))
 		from := remotePod(t, a)
-		// The address of cluster b's pods at a is in the spec of the Peering, which is there
-		// without managers.
+		// The Peering's status contains the network of b's pods at a. It exists without running
+		// managers.
 		addr := seen(t, a, b, fresh.Addr)
 		ctx, cancel := context.WithTimeout(t.Context(), patience)
 		defer cancel()
@@ -72,8 +72,8 @@ func TestControlPlaneOutage(t *testing.T) {
 		if now := seen(t, a, b, fresh.Addr); now != addr {
 			t.Errorf("after the managers' return the new pod is at %v; it was at %v", now, addr)
 		}
-		// What docs/security.md says is left: a pod that is not in a network of its node, until the
-		// gateway's node knows of it.
+		// docs/security.md describes the remaining leak: a pod whose address is not in its node's
+		// network, until the gateway's node knows the pod.
 		for _, l := range f.Sniffer.Excuse(func(l lab.Leak) bool { return strings.Contains(l.Packet, fmt.Sprintf(" -> %v,", fresh.Addr)) }) {
 			t.Logf("in the clear, as docs/security.md says: %v", l)
 		}
@@ -138,7 +138,7 @@ func TestControlPlaneOutage(t *testing.T) {
 			return nil
 		})
 		must(t, a.Launch(fleet.Gateway(was)))
-		time.Sleep(10 * time.Second) // it has missed the API server twice, which waits 2.5 s for an answer
+		time.Sleep(10 * time.Second) // by then, two requests to the API server have timed out after 2.5 s each
 		says(t, a, was, 5872, "/readyz", "503")
 		says(t, a, was, 5872, "/metrics", "isthmus_gateway_from_snapshot 0\n", "isthmus_gateway_active 0\n")
 		heal()
@@ -162,7 +162,8 @@ func TestControlPlaneOutage(t *testing.T) {
 	})
 }
 
-// carriesOn waits until the gateway on node i says everywhere that it carries on from its snapshot.
+// carriesOn waits until the gateway on node i reports at all its endpoints that it forwards from
+// its snapshot.
 func carriesOn(t *testing.T, c *fleet.Cluster, i int) {
 	t.Helper()
 	const words = "carrying on since "
@@ -172,13 +173,13 @@ func carriesOn(t *testing.T, c *fleet.Cluster, i int) {
 	says(t, c, i, 5872, "/healthz", "ok")
 }
 
-// says waits until the gateway on node i answers with all of the words.
+// says waits until a response of the gateway on node i contains all of the words.
 func says(t *testing.T, c *fleet.Cluster, i, port int, path string, words ...string) {
 	t.Helper()
 	eventually(t, fmt.Sprintf("%q of %s", words, c.Nodes[i]), func() error {
 		text, err := c.GatewayHost(i).Get(t.Context(), fmt.Sprintf("http://127.0.0.1:%d%s", port, path))
 		if err != nil {
-			text = err.Error() // with the text of an answer that is none of success
+			text = err.Error() // contains the body of a response with an error status
 		}
 		for _, w := range words {
 			if !strings.Contains(text, w) {
@@ -189,7 +190,7 @@ func says(t *testing.T, c *fleet.Cluster, i, port int, path string, words ...str
 	})
 }
 
-// A pair of traffics: both ways, one between nodes without the active gateway, one between those
+// both is traffic in both directions: between nodes without the active gateway, and between nodes
 // with it.
 type both struct{ remote, near *traffic }
 
@@ -198,7 +199,7 @@ func startTraffic(t *testing.T, a, b *fleet.Cluster) both {
 	from, to := remotePod(t, a), remotePod(t, b)
 	back, forth := podOn(t, b, active(t, b)), podOn(t, a, active(t, a))
 	r := both{talk(t, from, to, seen(t, a, b, to.Addr)), talk(t, back, forth, seen(t, b, a, forth.Addr))}
-	time.Sleep(time.Second) // something to compare with
+	time.Sleep(time.Second) // so that there is traffic before the fault
 	return r
 }
 

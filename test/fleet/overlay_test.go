@@ -12,8 +12,8 @@ import (
 	"github.com/isthmus-net/isthmus/routeagent"
 )
 
-// A firewall on a node that drops its VXLAN: status names the node, and when the firewall is gone says
-// nothing. The other node is not blamed.
+// A firewall on one node drops its VXLAN packets. `isthmus status` must name this node and not
+// the other one, and must report nothing after the firewall is removed.
 func TestABrokenOverlayIsFound(t *testing.T) {
 	if !*long {
 		t.Skip("takes two minutes; see -long")
@@ -35,7 +35,7 @@ func TestABrokenOverlayIsFound(t *testing.T) {
 		}
 	}
 	status := func() string {
-		out, _ := f.Isthmus(t.Context(), "status", "--context", a.Name) // the exit status says that something is wrong
+		out, _ := f.Isthmus(t.Context(), "status", "--context", a.Name) // status fails when it reports a problem
 		return out
 	}
 	whole := func() {
@@ -65,8 +65,9 @@ func TestABrokenOverlayIsFound(t *testing.T) {
 	whole()
 }
 
-// kube-proxy has nodes drop what they forward and know no connection of, whatever mode it is in. The
-// gateway's answers to probes are of that kind: what they quote came to its node inside VXLAN.
+// In every mode, kube-proxy makes nodes drop forwarded packets with the connection tracking state
+// "invalid". The ICMP answers of the gateway to overlay probes are of that kind, because the
+// packet that they quote reached the gateway's node inside VXLAN.
 func TestOverlayProbesWorkWithKubeProxy(t *testing.T) {
 	if _, err := exec.LookPath("nft"); err != nil {
 		t.Skip(err)

@@ -20,7 +20,7 @@ import (
 	"github.com/isthmus-net/isthmus/internal/testbin"
 )
 
-// chapterOf is what a chapter of a page tells people to run.
+// chapterOf returns the commands in a chapter of a page.
 func chapterOf(t *testing.T, page, chapter string) (lines []string) {
 	t.Helper()
 	all, err := pages.Of("../../" + page)
@@ -36,7 +36,7 @@ func chapterOf(t *testing.T, page, chapter string) (lines []string) {
 	return lines
 }
 
-// named puts a Pod where people look for one that the pages name.
+// named creates a Pod object with a name that the pages use.
 func (s *troubleSite) named(t *testing.T, c *fleet.Cluster, namespace, name string, at *lab.Pod) {
 	t.Helper()
 	must(t, c.Client.Create(t.Context(), &corev1.Namespace{ObjectMeta: object("", namespace)}))
@@ -48,11 +48,11 @@ func (s *troubleSite) named(t *testing.T, c *fleet.Cluster, namespace, name stri
 	must(t, c.Client.Status().Update(t.Context(), pod))
 }
 
-// elsewhere begin commands that need containers: test/nodes runs them.
+// elsewhere lists prefixes of commands that need containers. test/nodes runs these commands.
 var elsewhere = []string{"isthmus install ", "isthmus verify ", "isthmus uninstall ", "kubectl "}
 
-// The commands that README.md and docs/troubleshooting.md show for clusters work on two of these
-// names.
+// The commands for clusters in README.md and docs/troubleshooting.md work on two clusters with
+// the names that the pages use.
 func TestCommandsOfThePagesWorkOnClusters(t *testing.T) {
 	spec := lab.Spec{Clusters: []lab.ClusterSpec{clusterSpec("10.244.0.0/16", 1), clusterSpec("10.244.0.0/16", 2)}}
 	spec.Clusters[0].Name, spec.Clusters[1].Name = "paris", "oslo"
@@ -69,7 +69,7 @@ func TestCommandsOfThePagesWorkOnClusters(t *testing.T) {
 	dir := t.TempDir()
 	run := func(args []string) error {
 		cmd := f.Command(t.Context(), binary, args...)
-		cmd.Dir = dir // gather writes an archive
+		cmd.Dir = dir // isthmus gather writes an archive there
 		if out, err := cmd.CombinedOutput(); err != nil {
 			return fmt.Errorf("%w\n%s", err, out)
 		}
@@ -84,7 +84,7 @@ func TestCommandsOfThePagesWorkOnClusters(t *testing.T) {
 			args = append(args, "--timeout", patience.String(), "--request-timeout", "1m")
 		}
 		switch args[1] {
-		case "status", "diagnose", "trace": // each agent follows in its own time
+		case "status", "diagnose", "trace": // retry, because each agent applies the peering at a different time
 			eventually(t, line, func() error { return run(args[1:]) })
 		default:
 			if err := run(args[1:]); err != nil {
@@ -100,7 +100,7 @@ func TestCommandsOfThePagesWorkOnClusters(t *testing.T) {
 	}
 }
 
-// Those for machines without Kubernetes work too, with the gateway.yaml that is shown.
+// The commands for machines without Kubernetes work with the gateway.yaml on the page.
 func TestCommandsOfThePagesWorkWithoutKubernetes(t *testing.T) {
 	if err := lab.Available(); err != nil {
 		t.Skip(err)
@@ -129,11 +129,11 @@ func TestCommandsOfThePagesWorkWithoutKubernetes(t *testing.T) {
 			t.Fatalf("%s: %v\n%s", line, err, out)
 		}
 	}
-	inLab := func(line string) string { // the lab of this test
+	inLab := func(line string) string { // the command, but for the lab of this test
 		words := strings.Fields(line)
 		return strings.Join(slices.Insert(words, 2, "--name", name), " ")
 	}
-	steps := strings.Split(lines[4], "; ") // up, ..., down
+	steps := strings.Split(lines[4], "; ") // up, other steps, down
 	run(inLab(steps[0]))
 	t.Cleanup(func() {
 		cmd := exec.Command(filepath.Join(programs, "isthmus-lab"), "down", "--name", name)
@@ -142,7 +142,7 @@ func TestCommandsOfThePagesWorkWithoutKubernetes(t *testing.T) {
 		}
 	})
 	for _, step := range steps[1 : len(steps)-1] {
-		eventually(t, step, func() error { // until the gateways have met
+		eventually(t, step, func() error { // until the gateways have connected
 			if out, err := shell(inLab(step)).CombinedOutput(); err != nil {
 				return fmt.Errorf("%w\n%s", err, out)
 			}

@@ -21,8 +21,8 @@ import (
 	"github.com/isthmus-net/isthmus/internal/lab"
 )
 
-// Three clusters, of which a and b overlap with different masks and have gateways that are ordinary
-// Pods, over an underlay with a cloud's MTU.
+// Of these three clusters, a and b overlap with different prefix lengths and have gateways that
+// are ordinary Pods. The underlay has the MTU of a cloud network.
 func TestPeering(t *testing.T) {
 	f := up(t, lab.Spec{MTU: 1450, Clusters: []lab.ClusterSpec{
 		inPods(clusterSpec("10.244.0.0/16", 3)), inPods(clusterSpec("10.244.128.0/18", 2)), clusterSpec("172.20.0.0/22", 2),
@@ -58,7 +58,7 @@ func TestPeering(t *testing.T) {
 		isthmus(t, f, "unpeer", "--context", "a", "--remote-context", "b")
 		podsToPods(t, a, c)
 		podsToPods(t, c, b)
-		during.endWithoutLoss(t) // the others do not notice
+		during.endWithoutLoss(t) // the other peers are not affected
 		var others sync.WaitGroup
 		for _, x := range []*fleet.Cluster{a, b} {
 			others.Go(func() {
@@ -79,8 +79,8 @@ func TestPeering(t *testing.T) {
 	})
 }
 
-// firstPingAfterPeer runs `isthmus peer` and measures the time until a pod hears one of the other
-// cluster, both on nodes without the active gateway.
+// firstPingAfterPeer runs `isthmus peer` and measures the time until a pod gets a reply from a
+// pod of the other cluster. Both are on nodes without the active gateway.
 func firstPingAfterPeer(t *testing.T, f *fleet.Fleet, a, b *fleet.Cluster) {
 	from, to := remotePod(t, a), remotePod(t, b)
 	ctx, cancel := context.WithTimeout(t.Context(), patience)
@@ -107,8 +107,8 @@ func firstPingAfterPeer(t *testing.T, f *fleet.Fleet, a, b *fleet.Cluster) {
 	ready(t, a, b)
 }
 
-// podsToPods talks from a pod on every node of a cluster to one on every node of another. Each
-// answer has to come from the right pod and to name the right caller.
+// podsToPods connects pods on every node of a cluster to pods on every node of another cluster.
+// Each answer must come from the right pod and contain the right source address.
 func podsToPods(t *testing.T, at, of *fleet.Cluster) {
 	t.Helper()
 	for i := range at.Nodes {
@@ -119,12 +119,13 @@ func podsToPods(t *testing.T, at, of *fleet.Cluster) {
 	}
 }
 
-// visit pings a host and fetches a page from it, which says who asked.
+// visit pings a host and fetches a page from it. The page contains the caller's address as the
+// host sees it.
 func visit(t *testing.T, from, to *lab.Host, addr, caller netip.Addr) {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(t.Context(), patience)
 	defer cancel()
-	// Not at the first attempt: each node learns for itself where the way is.
+	// The first attempts may fail, because each node adds its routes independently.
 	if _, err := firstPing(ctx, from, func() (netip.Addr, error) { return addr, nil }); err != nil {
 		t.Errorf("%s -> %s: %v", from, to, err)
 		return
@@ -137,7 +138,7 @@ func visit(t *testing.T, from, to *lab.Host, addr, caller netip.Addr) {
 
 func nodesToPods(t *testing.T, at, of *fleet.Cluster) {
 	t.Helper()
-	network := seen(t, of, at, at.PodCIDR.Addr()) // all nodes share it
+	network := seen(t, of, at, at.PodCIDR.Addr()) // all nodes use the same NAPT address
 	for _, n := range at.Nodes {
 		for j := range of.Nodes {
 			to := podOn(t, of, j)
@@ -163,15 +164,15 @@ func mappedEndpoint(t *testing.T, at, of *fleet.Cluster) {
 	}
 }
 
-// largePackets sends pings that have to be fragmented, and a stream as fast as it goes, between
-// pods on nodes without the active gateway.
+// largePackets sends pings that must be fragmented, and a stream at full speed, between pods on
+// nodes without the active gateway.
 func largePackets(t *testing.T, at, of *fleet.Cluster) {
 	from, to := remotePod(t, at), remotePod(t, of)
 	addr := seen(t, at, of, to.Addr)
 	for _, size := range []int{1000, 1300, 1350, 1372, 1400, 1422, 1472, 3000, 8000, 30000} {
 		if _, err := from.PingWith(t.Context(), addr, lab.PingOptions{Size: size, Wait: 20 * time.Second}); err != nil {
-			// A first packet that is too large teaches the path its MTU; the second one has to
-			// arrive.
+			// The first packet may be lost because path MTU discovery learns from it. The second packet
+			// must arrive.
 			if _, err := from.PingWith(t.Context(), addr, lab.PingOptions{Size: size, Wait: 20 * time.Second}); err != nil {
 				t.Errorf("%d octets: %v", size, err)
 			}
@@ -215,9 +216,9 @@ func largePackets(t *testing.T, at, of *fleet.Cluster) {
 	}
 }
 
-// atRest looks for twenty seconds whether anything is written. A gateway may refresh a latency, at
-// most every 30 s for each peer: that is one write to a TunnelEndpoint here, and one to the
-// Peering, which shows it too; more when the twenty seconds got longer than thirty.
+// atRest checks for twenty seconds that nothing is written to the API servers. The only exception
+// is the latency, which a gateway refreshes at most every 30 s for each peer. That causes one
+// write to a TunnelEndpoint and one to the Peering, or more if the check takes longer than 30 s.
 func atRest(t *testing.T, f *fleet.Fleet) {
 	const quiet = 20 * time.Second
 	settled(t, f)
@@ -255,15 +256,15 @@ func atRest(t *testing.T, f *fleet.Fleet) {
 	}
 }
 
-// A glance is what a cluster's objects are like at one time.
+// A glance holds the state of a cluster's objects at one time.
 type glance struct {
 	versions  map[string]string // resource versions
 	writes    map[string]float64
-	latencies map[string]string // of TunnelEndpoints and Peerings
-	others    map[string]string // what else their status says
+	latencies map[string]string // latencies in the status of TunnelEndpoints and Peerings
+	others    map[string]string // the rest of their status
 }
 
-// look reads all that until nothing was written meanwhile.
+// look returns a consistent glance: it repeats the reads until no object changed during them.
 func look(t *testing.T, c *fleet.Cluster) glance {
 	t.Helper()
 	for {
@@ -303,7 +304,7 @@ func lookOnce(t *testing.T, c *fleet.Cluster) (g glance) {
 	return g
 }
 
-// settled waits until nothing has been written for two seconds.
+// settled waits until no object has changed for two seconds.
 func settled(t *testing.T, f *fleet.Fleet) {
 	t.Helper()
 	for _, c := range f.Clusters {

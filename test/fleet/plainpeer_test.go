@@ -23,12 +23,13 @@ import (
 	"github.com/isthmus-net/isthmus/test/internal/hosts"
 )
 
-// movedLoss is how many datagrams, of 1,000 a second, a planned move may cost a peer of plain WireGuard on a busy machine. It
-// is half of what it takes to elect another gateway when one dies.
+// movedLoss is the number of datagrams, of 1,000 a second, that a planned takeover may lose with
+// a plain WireGuard peer on a busy machine. It is half of the loss when an active gateway dies.
 const movedLoss = 450
 
-// A planned move breaks nothing with a peer that is no Isthmus: Debian's wireguard-go in the place of the gateway of b. It
-// knows nothing of the move, and sends under the session with the former gateway until the next one makes one.
+// A planned takeover must not interrupt traffic with a peer that does not run Isthmus: Debian's
+// wireguard-go in place of b's gateway. That peer does not notice the takeover. It sends in the
+// session with the previous gateway until the next gateway starts a handshake.
 func TestAPlannedMoveTowardsPlainWireGuard(t *testing.T) {
 	hosts.Need(t, "wireguard-go", "nft")
 	f := upWith(t, fleet.Options{Votes: true, Spec: lab.Spec{Clusters: []lab.ClusterSpec{
@@ -54,8 +55,9 @@ func TestAPlannedMoveTowardsPlainWireGuard(t *testing.T) {
 	}
 }
 
-// plainPeer runs wireguard-go with the key of b on the node of its active gateway, in place of all components of b on its
-// nodes. It has an address of b's pods as a sees them, so it translates nothing.
+// plainPeer replaces all components on b's nodes by wireguard-go, which runs with b's key on the
+// node of the active gateway. It uses an address of b's pods as a sees them, so it needs no
+// translation.
 func plainPeer(t *testing.T, a, b *fleet.Cluster) *lab.Pod {
 	t.Helper()
 	node := b.Nodes[active(t, b)]
@@ -68,9 +70,9 @@ func plainPeer(t *testing.T, a, b *fleet.Cluster) *lab.Pod {
 			must(t, b.Stop(name))
 		}
 	}
-	ipCommand(t, node.Host, "rule", "flush") // of agents, but that of table local
+	ipCommand(t, node.Host, "rule", "flush") // removes the agents' rules; the rule for table local stays
 	ipCommand(t, node.Host, "rule", "add", "lookup", "main", "pref", "32766")
-	// Questions of a's gateway that nobody answers here must not leave in the clear.
+	// Without this rule, probes of a's gateway, which nobody answers here, would leave in the clear.
 	nft(t, node.Host, "flush ruleset; add table ip plain; add chain ip plain forward { type filter hook forward priority 0; policy drop; }")
 
 	device := fmt.Sprintf("ist%d", os.Getpid())
@@ -102,7 +104,7 @@ func plainPeer(t *testing.T, a, b *fleet.Cluster) *lab.Pod {
 	return &pod
 }
 
-// hexKey is a key in base64 as wireguard-go's protocol has it.
+// hexKey converts a base64 key to the notation of wireguard-go's configuration protocol.
 func hexKey(t *testing.T, text string) string {
 	t.Helper()
 	key, err := base64.StdEncoding.DecodeString(strings.TrimSpace(text))

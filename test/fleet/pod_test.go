@@ -15,9 +15,9 @@ import (
 	"github.com/isthmus-net/isthmus/internal/lab"
 )
 
-// A gateway that is a Pod takes the overlay from nodes alone, and is out of the reach of peers though
-// its address is one of a pod. What a node sends goes through, before and after what is to be
-// dropped: so nothing is missing because it is slow.
+// A gateway Pod accepts overlay packets only from nodes, and peers cannot reach it although its
+// address is in the PodCIDR. The test sends a node's packet before and after the forged ones.
+// Both must arrive, so a forged packet cannot be missing only because it is slow.
 func gatewaysPodIsClosed(t *testing.T, a, b *fleet.Cluster) {
 	t.Helper()
 	gateway := a.GatewayPods[active(t, a)]
@@ -38,7 +38,8 @@ func gatewaysPodIsClosed(t *testing.T, a, b *fleet.Cluster) {
 		_, err := conn.Write(inOverlay(fabric.GatewayMAC(gateway.Addr), from.Addr, netip.AddrPortFrom(at, port), text))
 		must(t, err)
 	}
-	// until sends as a node does until it arrives, and says whether forged arrived before.
+	// until sends a packet as a node does until it arrives. It fails the test if a forged packet
+	// arrives first.
 	until := func(text string) {
 		t.Helper()
 		eventually(t, text, func() error {
@@ -61,7 +62,7 @@ func gatewaysPodIsClosed(t *testing.T, a, b *fleet.Cluster) {
 	until("a node's")
 	for range 10 {
 		for _, p := range a.Pods {
-			if p.Node == gateway.Node { // those of others cross the underlay, where the sniffer takes them for leaks
+			if p.Node == gateway.Node { // packets of other nodes' pods cross the underlay, where the sniffer would report them
 				send(p.Host, "forged")
 			}
 		}
@@ -76,7 +77,7 @@ func gatewaysPodIsClosed(t *testing.T, a, b *fleet.Cluster) {
 	unanswered(t, to, seen(t, b, a, gateway.Addr))
 }
 
-// inOverlay is a packet of the overlay (RFC 7348) with a UDP datagram in it.
+// inOverlay returns an overlay packet (RFC 7348) with a UDP datagram inside.
 func inOverlay(mac own.MAC, from netip.Addr, to netip.AddrPort, text string) []byte {
 	b := []byte{8, 0, 0, 0}
 	b = wire.BigEndian.AppendUint32(b, own.OverlayID<<8)

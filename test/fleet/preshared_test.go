@@ -29,8 +29,9 @@ import (
 	"github.com/isthmus-net/isthmus/internal/postquantum"
 )
 
-// TestPresharedKeys takes two clusters with two tunnels through the life of a preshared key. Cluster b knows none at
-// first: its components may not use the Secret, as in a version without.
+// TestPresharedKeys tests the lifecycle of a preshared key between two clusters with two tunnels.
+// At first, cluster b has no preshared keys: its components may not access the Secret, as in an
+// older version.
 func TestPresharedKeys(t *testing.T) {
 	tunnels := func(spec lab.ClusterSpec) lab.ClusterSpec {
 		spec.Tunnels = 2
@@ -89,13 +90,13 @@ func TestPresharedKeys(t *testing.T) {
 		})
 		demand(t, a, b, peerings.PostQuantumPreferred)
 		ready(t, a, b)
-		time.Sleep(10 * time.Second) // b finds out that a has forgotten the sessions in the second tunnel
+		time.Sleep(10 * time.Second) // until b has noticed that a lost the sessions of the second tunnel
 	})
 	t.Run("AKeyAppearsWithoutALostPacket", func(t *testing.T) {
 		traffic := talk(t, from, to, at)
 		restore()
 		begin := time.Now()
-		must(t, b.Kill(fleet.Manager)) // it would try again ever more rarely
+		must(t, b.Kill(fleet.Manager)) // a restart avoids its growing retry interval
 		must(t, b.Start(t.Context(), fleet.Manager))
 		exchange = preshared(t, a, b, "")
 		t.Logf("a preshared key after %.1f s", time.Since(begin).Seconds())
@@ -159,8 +160,8 @@ func pskSecret() *corev1.Secret {
 	return &corev1.Secret{ObjectMeta: metav1.ObjectMeta{Namespace: fleet.Namespace, Name: postquantum.SecretName}}
 }
 
-// withoutPresharedKeys takes from the components of a cluster the rights to the Secret of the keys, which restore gives
-// back.
+// withoutPresharedKeys removes the permissions of a cluster's components for the Secret of the
+// keys. restore grants them again.
 func withoutPresharedKeys(t *testing.T, c *fleet.Cluster) (restore func()) {
 	t.Helper()
 	before := map[string][]rbacv1.PolicyRule{}
@@ -178,7 +179,7 @@ func withoutPresharedKeys(t *testing.T, c *fleet.Cluster) (restore func()) {
 		before[name] = set(name, nil)
 	}
 	must(t, client.IgnoreNotFound(c.Client.Delete(t.Context(), pskSecret())))
-	for _, name := range c.Components() { // they know nothing of before
+	for _, name := range c.Components() { // discards the keys in their memory
 		if name == fleet.Manager || strings.HasPrefix(name, "gateway") {
 			must(t, c.Kill(name))
 			must(t, c.Start(t.Context(), name))
@@ -191,7 +192,7 @@ func withoutPresharedKeys(t *testing.T, c *fleet.Cluster) (restore func()) {
 	}
 }
 
-// demand sets spec.postQuantum of the Peering of a cluster with another one.
+// demand sets spec.postQuantum of a cluster's Peering with another cluster.
 func demand(t *testing.T, at, with *fleet.Cluster, what peerings.PostQuantum) {
 	t.Helper()
 	p, err := at.Peering(t.Context(), with)
@@ -205,8 +206,8 @@ func demand(t *testing.T, at, with *fleet.Cluster, what peerings.PostQuantum) {
 	})
 }
 
-// preshared waits until the gateways of two clusters say that all their sessions with each other have the preshared
-// key of the same exchange, another one than before.
+// preshared waits until the gateways of two clusters report that all sessions between them use
+// the preshared key of the same exchange, other than before. It returns the ID of that exchange.
 func preshared(t *testing.T, a, b *fleet.Cluster, before string) (exchange string) {
 	t.Helper()
 	eventually(t, "a preshared key", func() error {
@@ -221,11 +222,11 @@ func preshared(t *testing.T, a, b *fleet.Cluster, before string) (exchange strin
 	return exchange
 }
 
-// statusSays waits until `isthmus status -o wide` says something of the preshared key.
+// statusSays waits until `isthmus status -o wide` contains a text about the preshared key.
 func statusSays(t *testing.T, f *fleet.Fleet, at *fleet.Cluster, what string) {
 	t.Helper()
 	eventually(t, what+" in the status of "+at.Name, func() error {
-		out, err := f.Isthmus(t.Context(), "status", "-o", "wide", "--context", at.Name) // it fails when something is not ready
+		out, err := f.Isthmus(t.Context(), "status", "-o", "wide", "--context", at.Name) // status fails when a Peering is not ready
 		if !strings.Contains(out, what) {
 			return fmt.Errorf("%w:\n%s", err, out)
 		}
@@ -233,7 +234,7 @@ func statusSays(t *testing.T, f *fleet.Fleet, at *fleet.Cluster, what string) {
 	})
 }
 
-// states are what a cluster stores, by the ID of the peer.
+// states returns the key exchange states that a cluster stores, by the ID of the peer.
 func states(t *testing.T, c *fleet.Cluster) map[string]postquantum.State {
 	t.Helper()
 	secret, all := pskSecret(), map[string]postquantum.State{}
@@ -246,7 +247,8 @@ func states(t *testing.T, c *fleet.Cluster) map[string]postquantum.State {
 	return all
 }
 
-// noKeyIsShown searches what clusters show for what is secret, also in rings of before.
+// noKeyIsShown checks that no output of the clusters contains a secret key, including the keys in
+// former.
 func noKeyIsShown(t *testing.T, f *fleet.Fleet, former ...keyring.Ring) {
 	t.Helper()
 	var private [][32]byte
@@ -289,7 +291,8 @@ func noKeyIsShown(t *testing.T, f *fleet.Fleet, former ...keyring.Ring) {
 	}
 }
 
-// shownBy is what a cluster shows: logs, objects, HTTP pages, and what isthmus prints.
+// shownBy returns all visible output of a cluster: logs, objects, HTTP pages, and output of
+// isthmus.
 func shownBy(t *testing.T, f *fleet.Fleet, c *fleet.Cluster) map[string]string {
 	t.Helper()
 	texts := map[string]string{}

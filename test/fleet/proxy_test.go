@@ -24,12 +24,13 @@ import (
 	"github.com/isthmus-net/isthmus/internal/lab"
 )
 
-// A connectProxy is an HTTP proxy that does CONNECT, and remembers who has connected where.
+// A connectProxy is an HTTP proxy for CONNECT requests. It records their sources and
+// destinations.
 type connectProxy struct {
 	host *lab.Host
 
 	mu   sync.Mutex
-	seen map[string]bool // "from to", without ports
+	seen map[string]bool // "SOURCE DESTINATION", without ports
 }
 
 func (p *connectProxy) ServeHTTP(w http.ResponseWriter, r *http.Request) {
@@ -59,7 +60,7 @@ func (p *connectProxy) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	done := make(chan struct{}, 2)
 	for _, pair := range [][2]net.Conn{{here, there}, {there, here}} {
 		go func() {
-			_, _ = io.Copy(pair[0], pair[1]) // until either end closes
+			_, _ = io.Copy(pair[0], pair[1]) // until either side closes
 			done <- struct{}{}
 		}()
 	}
@@ -72,7 +73,8 @@ func (p *connectProxy) carried(from, to netip.Addr) bool {
 	return p.seen[from.String()+" "+to.String()]
 }
 
-// The proxy-url of a kubeconfig is honoured: command and managers reach the API servers through it, and by no other path.
+// The command and the managers must reach the API servers only through the proxy-url of the
+// kubeconfig.
 func TestPeeringThroughAProxy(t *testing.T) {
 	f := up(t, lab.Spec{Clusters: []lab.ClusterSpec{clusterSpec("10.244.0.0/16", 1), clusterSpec("10.244.0.0/16", 1)}})
 	a, b := f.Clusters[0], f.Clusters[1]
@@ -115,7 +117,7 @@ func TestPeeringThroughAProxy(t *testing.T) {
 	var service corev1.Service
 	must(t, b.Client.Get(t.Context(), client.ObjectKey{Namespace: fleet.Namespace, Name: "isthmus-gateway"}, &service))
 	before := service.DeepCopy()
-	service.Annotations[v1alpha1.AnnotationOverrideAddress] = "192.0.2.99" // b's gateway calls by itself
+	service.Annotations[v1alpha1.AnnotationOverrideAddress] = "192.0.2.99" // b's gateway starts the handshake, so the wrong address does no harm
 	must(t, b.Client.Patch(t.Context(), &service, client.MergeFrom(before)))
 	eventually(t, "the address at a", func() error { return endpointIs(t, a, b, "192.0.2.99") })
 	isthmus(t, f, "unpeer", "--context", a.Name, "--remote-context", b.Name)
@@ -124,7 +126,7 @@ func TestPeeringThroughAProxy(t *testing.T) {
 	}
 }
 
-// routerOf returns the next hop of a machine towards an address.
+// routerOf returns a host's next hop towards an address.
 func routerOf(t *testing.T, h *lab.Host, to netip.Addr) (router netip.Addr) {
 	t.Helper()
 	must(t, h.Do(func() error {

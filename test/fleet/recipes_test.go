@@ -24,8 +24,8 @@ import (
 
 const recipes = "docs/recipes.md"
 
-// The commands and objects of docs/recipes.md do what the page says. Commands that need containers
-// are left out; internal/pages says where they are tested.
+// The commands and objects of docs/recipes.md have the documented effects. Commands that need
+// containers are skipped; internal/pages lists their tests.
 func TestRecipes(t *testing.T) {
 	spec := lab.Spec{Clusters: []lab.ClusterSpec{clusterSpec("10.244.0.0/16", 1), clusterSpec("10.244.0.0/16", 1), clusterSpec("10.244.0.0/16", 1)}}
 	for i, name := range []string{"paris", "oslo", "rome"} {
@@ -38,7 +38,7 @@ func TestRecipes(t *testing.T) {
 	follow(t, f, "A full mesh of clusters")
 	for _, pair := range [][2]*fleet.Cluster{{paris, oslo}, {paris, rome}, {oslo, rome}} {
 		ready(t, pair[0], pair[1])
-		podsToPods(t, pair[0], pair[1]) // which compares the sources, too
+		podsToPods(t, pair[0], pair[1]) // podsToPods also compares the sources
 		podsToPods(t, pair[1], pair[0])
 	}
 
@@ -89,7 +89,7 @@ func TestRecipes(t *testing.T) {
 	lists(t, paris, map[string]bool{"oslo": true, "rome": true}, oslo, rome)
 }
 
-// follow runs the commands of a recipe with the program.
+// follow runs the commands of a recipe.
 func follow(t *testing.T, f *fleet.Fleet, chapter string) {
 	t.Helper()
 	for _, line := range chapterOf(t, recipes, chapter) {
@@ -109,7 +109,7 @@ func follow(t *testing.T, f *fleet.Fleet, chapter string) {
 	}
 }
 
-// applyRecipe applies the objects of a recipe, as kubectl apply does with its input.
+// applyRecipe applies the objects of a recipe, as kubectl apply does from standard input.
 func applyRecipe(t *testing.T, c *fleet.Cluster, chapter string) {
 	t.Helper()
 	page, err := os.ReadFile("../../" + recipes)
@@ -136,8 +136,8 @@ func applyRecipe(t *testing.T, c *fleet.Cluster, chapter string) {
 	}
 }
 
-// admitsParisOnly wants that policies of oslo, enforced, admit pods of paris to the pods of oslo, and
-// pods of rome not.
+// admitsParisOnly checks that policies of oslo, when enforced, admit pods of paris to the pods of
+// oslo, but not pods of rome.
 func admitsParisOnly(t *testing.T, paris, oslo, rome *fleet.Cluster, policies ...string) {
 	t.Helper()
 	var rules []networkingv1.NetworkPolicyIngressRule
@@ -151,7 +151,7 @@ func admitsParisOnly(t *testing.T, paris, oslo, rome *fleet.Cluster, policies ..
 	nodesToPods(t, paris, oslo)
 	refused(t, rome, oslo, podOn(t, rome, 0).Host)
 	end()
-	podsToPods(t, rome, oslo) // the policy alone has refused them
+	podsToPods(t, rome, oslo) // so only the policy blocked them
 
 	withParis := slices.IndexFunc(rules, func(r networkingv1.NetworkPolicyIngressRule) bool { return r.From[0].IPBlock != nil })
 	block := rules[withParis].From[0].IPBlock
@@ -162,15 +162,16 @@ func admitsParisOnly(t *testing.T, paris, oslo, rome *fleet.Cluster, policies ..
 	refused(t, paris, oslo, paris.Nodes[0].Host)
 }
 
-// enforce drops packets for the pods of a cluster from addresses that no rule admits, in the hook of
-// netfilter that policy engines use, until end. It ignores ports: each pod of the lab has one.
+// enforce drops packets to the pods of a cluster from addresses that no rule admits, until end is
+// called. It uses the netfilter hook of real policy engines. It ignores ports, because each pod
+// has only one.
 func enforce(t *testing.T, c *fleet.Cluster, rules []networkingv1.NetworkPolicyIngressRule) (end func()) {
 	t.Helper()
 	var admit []string
 	for _, r := range rules {
 		for _, from := range r.From {
 			switch block := from.IPBlock; {
-			case block == nil: // a namespaceSelector for all pods of the cluster
+			case block == nil: // a namespaceSelector, which selects all pods of the cluster
 				admit = append(admit, fmt.Sprintf("ip saddr %v accept", c.PodCIDR))
 			case len(block.Except) > 0:
 				admit = append(admit, fmt.Sprintf("ip saddr %s ip saddr != { %s } accept", block.CIDR, strings.Join(block.Except, ", ")))
@@ -196,7 +197,7 @@ func enforce(t *testing.T, c *fleet.Cluster, rules []networkingv1.NetworkPolicyI
 	return func() { nft("delete table ip recipe") }
 }
 
-// refused wants that no pod of a cluster answers a host of another one.
+// refused checks that no pod of a cluster answers a host of another cluster.
 func refused(t *testing.T, at, of *fleet.Cluster, from *lab.Host) {
 	t.Helper()
 	for i := range of.Nodes {

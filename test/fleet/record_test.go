@@ -22,20 +22,21 @@ import (
 
 var record = flag.String("record", "", "file to write what a scraper gets from a fleet, for the tests of the dashboard; six minutes")
 
-// scrapeInterval is that of the recording.
+// scrapeInterval is the interval between the samples of the recording.
 const scrapeInterval = 5 * time.Second
 
-// A recording is what a scraper gets: samples of series, at one time after the other.
+// A recording holds samples of metrics, as a scraper receives them.
 type recording struct {
 	begin   time.Time
 	scrapes int
 	series  map[string][]string
 }
 
-// recorded are the metrics that alerts and dashboard may use.
+// recorded matches the metrics that alerts and the dashboard may use.
 var recorded = regexp.MustCompile(`^((?:isthmus_\w+|process_cpu_seconds_total|process_resident_memory_bytes|leader_election_master_status|controller_runtime_reconcile_errors_total))(?:\{(.*)\})? (\S+)$`)
 
-// scrape asks all components of a cluster at once. What does not answer has no sample, and up is 0.
+// scrape reads all components of a cluster concurrently. A component that does not respond has no
+// samples, and its metric up is 0.
 func (r *recording) scrape(ctx context.Context, c *fleet.Cluster) {
 	type answer struct {
 		name, text string
@@ -72,14 +73,14 @@ func (r *recording) sample(series, value string) {
 	r.series[series] = append(r.padded(series), value)
 }
 
-// padded are the samples of a series up to now, with a mark where there is none.
+// padded returns the samples of a series up to now, with a mark for each missing sample.
 func (r *recording) padded(series string) []string {
 	all := r.series[series]
 	return append(all, slices.Repeat([]string{"_"}, r.scrapes-len(all))...)
 }
 
-// write writes the recording in the notation of promtool, a series a line, after the time of the
-// first sample.
+// write writes the recording in the notation of promtool: the time of the first sample, then one
+// line for each series.
 func (r *recording) write(file string) error {
 	var b bytes.Buffer
 	z, err := gzip.NewWriterLevel(&b, gzip.BestCompression)
@@ -113,8 +114,9 @@ func (r *recording) write(file string) error {
 	return os.WriteFile(file, b.Bytes(), 0o644)
 }
 
-// TestRecord runs a cluster with two peers for some minutes, with traffic and one fault after the
-// other, and writes down what a scraper gets. It asserts nothing: the tests of the dashboard do.
+// TestRecord runs a cluster with two peers for some minutes, with traffic and a sequence of
+// faults, and writes the recording. It asserts nothing: the tests of the dashboard use the
+// recording.
 func TestRecord(t *testing.T) {
 	if *record == "" {
 		t.Skip("takes six minutes and is asked for by -record FILE: `make record`")
@@ -142,7 +144,7 @@ func TestRecord(t *testing.T) {
 			from, to = podOn(t, a, 0), podOn(t, c, 0)
 			at := seen(t, a, c, to.Addr)
 			talk(t, from, to, at)
-			go visitor(t.Context(), a.Nodes[0].Host, at) // by NAPT
+			go visitor(t.Context(), a.Nodes[0].Host, at) // traffic with NAPT
 			for _, pair := range [][2]*fleet.Cluster{{a, b}, {b, a}} {
 				go knocker(t.Context(), podOn(t, pair[0], 0).Host, statusOf(t, pair[0], pair[1]).Remote.ExternalCIDRSeen)
 			}
@@ -167,7 +169,7 @@ func TestRecord(t *testing.T) {
 		defer tick.Stop()
 		for ctx.Err() == nil {
 			for _, of := range []*fleet.Cluster{a, b} {
-				r.scrape(t.Context(), of) // the last one whole, too
+				r.scrape(t.Context(), of) // the last scrape must be complete, too
 			}
 			r.scrapes++
 			select {
@@ -190,10 +192,10 @@ func TestRecord(t *testing.T) {
 	t.Logf("%d scrapes of %d series", r.scrapes, len(r.series))
 }
 
-// visitor fetches a page of 100 kB ten times a second, by a connection each.
+// visitor fetches a page of 100 kB ten times a second, each time in a new connection.
 func visitor(ctx context.Context, from *lab.Host, at netip.Addr) {
 	for ctx.Err() == nil {
-		_, _ = from.Download(ctx, at, 100_000, 3*time.Second) // through faults, too
+		_, _ = from.Download(ctx, at, 100_000, 3*time.Second) // continues through faults
 		select {
 		case <-ctx.Done():
 		case <-time.After(100 * time.Millisecond):
@@ -201,7 +203,7 @@ func visitor(ctx context.Context, from *lab.Host, at netip.Addr) {
 	}
 }
 
-// knocker pings an address of the peer behind which there is nothing.
+// knocker pings an unused address of the peer.
 func knocker(ctx context.Context, from *lab.Host, network string) {
 	n, err := netip.ParsePrefix(network)
 	if err != nil {

@@ -23,12 +23,12 @@ import (
 	"github.com/isthmus-net/isthmus/manager/ipam"
 )
 
-// Nobody tells the manager what must not be given to peers; the nodes do. The pods of b are in a
-// network to which one node of a has a static route.
+// The manager must not allocate networks that nodes already use. It knows them only from the
+// nodes' reports. Here, one node of a has a static route to the network of b's pods.
 func TestAPeerGetsNoNetworkThatANodeReaches(t *testing.T) {
 	f := up(t, lab.Spec{Clusters: []lab.ClusterSpec{clusterSpec("10.244.0.0/16", 2), clusterSpec("192.168.84.0/22", 2)}})
 	a, b := f.Clusters[0], f.Clusters[1]
-	onPrem := netip.MustParseAddr("192.168.85.200") // nobody's in b
+	onPrem := netip.MustParseAddr("192.168.85.200") // unused in b
 	ip(t, a.OnPrem.Host, "addr add %v/32 dev lo", onPrem)
 	ip(t, a.Nodes[0].Host, "route add 192.168.84.0/22 via %v", a.OnPrem.Addr)
 	untilReported(t, a, 0, true, "192.168.84.0/22")
@@ -59,7 +59,7 @@ func TestAPeerGetsNoNetworkThatANodeReaches(t *testing.T) {
 	podsToPods(t, b, a)
 	reach("beside the peering")
 
-	// A route that comes later breaks nothing, and is named.
+	// A route that is added later does not interrupt the peering, but the Peering reports it.
 	later := netip.PrefixFrom(netip.MustParsePrefix(networks.PodCIDRSeen).Addr(), 23).String()
 	ip(t, a.Nodes[1].Host, "route add blackhole %s", later)
 	overlap := fmt.Sprintf("%s here, overlaps a network of node %s, %s", networks.PodCIDRSeen, a.Nodes[1].Name, later)
@@ -69,7 +69,7 @@ func TestAPeerGetsNoNetworkThatANodeReaches(t *testing.T) {
 	ip(t, a.Nodes[1].Host, "route del blackhole %s", later)
 	untilSays(t, a, b, api.ReasonConnected, "traffic can flow")
 
-	// A Node that goes takes its report along.
+	// When a Node is deleted, its report is deleted, too.
 	node := a.Nodes[1].Name
 	must(t, a.Kill(fleet.Agent(1)))
 	must(t, a.Client.Delete(t.Context(), &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: node}}))
@@ -91,7 +91,7 @@ func ip(t *testing.T, h *lab.Host, format string, args ...any) {
 	}
 }
 
-// untilReported waits until the report of node i has a network, or has it no more.
+// untilReported waits until the report of node i contains a network, or no longer contains it.
 func untilReported(t *testing.T, c *fleet.Cluster, i int, has bool, network string) {
 	t.Helper()
 	eventually(t, fmt.Sprintf("%v reported by %s: %v", network, c.Nodes[i].Name, has), func() error {
@@ -104,7 +104,7 @@ func untilReported(t *testing.T, c *fleet.Cluster, i int, has bool, network stri
 	})
 }
 
-// untilKnown waits until the manager knows all that the nodes have reported, by its log.
+// untilKnown waits until the manager's log shows that it knows all reports of the nodes.
 func untilKnown(t *testing.T, c *fleet.Cluster) {
 	t.Helper()
 	eventually(t, "the manager knows the reports", func() error {
@@ -140,7 +140,8 @@ func statusOf(t *testing.T, at, of *fleet.Cluster) api.PeeringStatus {
 	return p.Status
 }
 
-// untilSays waits for a reason of Ready whose message contains a text.
+// untilSays waits until the condition Ready has the reason, with a message that contains the
+// text.
 func untilSays(t *testing.T, at, of *fleet.Cluster, reason, text string) {
 	t.Helper()
 	eventually(t, reason, func() error {

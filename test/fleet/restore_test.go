@@ -12,8 +12,8 @@ import (
 	"github.com/isthmus-net/isthmus/internal/lab"
 )
 
-// One side gets back the etcd of an earlier day, as docs/lifecycle.md says: what watches its API
-// server is started again. The other side goes on from today.
+// The etcd of one side is restored from a backup as docs/lifecycle.md describes, and the clients
+// of its API server are restarted. The other side keeps its newer state.
 func TestAClusterRestoredFromABackupRecovers(t *testing.T) {
 	if !*long {
 		t.Skip("half a minute and more: -long runs it")
@@ -51,10 +51,10 @@ func TestAClusterRestoredFromABackupRecovers(t *testing.T) {
 
 	t.Run("nothing but time has passed", func(t *testing.T) {
 		during := startTraffic(t, a, b)
-		mappedEndpoint(t, a, b) // what a restored manager has not seen
+		mappedEndpoint(t, a, b) // after the backup, so the restored manager does not know it
 		must(t, b.Server.Restore(t.Context(), filepath.Join(days, "peered")))
 		ready(t, a, b)
-		during.endWithoutLoss(t) // until components are started again
+		during.endWithoutLoss(t) // no loss before components are restarted
 		restart()
 		ready(t, a, b)
 		podsToPods(t, a, b)

@@ -23,7 +23,7 @@ import (
 	"github.com/isthmus-net/isthmus/internal/lab"
 )
 
-// unused are the rights that a fleet does not use, and why a component has them.
+// unused lists permissions that the fleet does not use, with the reason why a component has them.
 var unused = map[string]string{
 	"isthmus-manager: update peerings/finalizers.isthmus.net":              "asked for by the admission plugin OwnerReferencesPermissionEnforcement, as on OpenShift",
 	"isthmus-manager: update networkconfigs/finalizers.net.liqo.io":        "the same",
@@ -44,9 +44,9 @@ var unused = map[string]string{
 	"isthmus-peer: create serviceaccounts/token":                           "when a tenth of a token's life is over: TestAPeersTokensAreBoundToThisClusterAndExpire in internal/peering",
 }
 
-// TestEveryRightIsUsed runs a fleet through what a fleet does, and compares what its components
-// asked the API server with what deploy/rbac and `isthmus peer` permit them. A right that nobody
-// uses is one for whoever takes the component over.
+// TestEveryRightIsUsed exercises a fleet and compares the API requests of its components with the
+// permissions in deploy/rbac and those that `isthmus peer` grants. An unused permission only
+// helps an attacker who controls the component.
 func TestEveryRightIsUsed(t *testing.T) {
 	f := upWith(t, fleet.Options{Audit: true, Spec: lab.Spec{Clusters: []lab.ClusterSpec{
 		inPods(clusterSpec("10.244.0.0/16", 2)), clusterSpec("10.244.64.0/19", 2),
@@ -56,7 +56,7 @@ func TestEveryRightIsUsed(t *testing.T) {
 	mappedEndpoint(t, b, a)
 	podsToPods(t, a, b)
 	rights := granted(t, a)
-	// Another gateway takes over, another manager, and it changes what is published.
+	// Another gateway and another manager take over, and the manager publishes a change.
 	was := active(t, a)
 	must(t, a.Kill(fleet.Gateway(was)))
 	eventually(t, "the other gateway", func() error {
@@ -89,7 +89,7 @@ func TestEveryRightIsUsed(t *testing.T) {
 	for lines := bufio.NewReader(log); ; {
 		line, err := lines.ReadBytes('\n')
 		if err != nil {
-			break // half a line is none
+			break // ignore an incomplete last line
 		}
 		var event struct {
 			Verb           string
@@ -105,7 +105,7 @@ func TestEveryRightIsUsed(t *testing.T) {
 		case code == http.StatusForbidden || code == http.StatusUnauthorized:
 			t.Logf("%d: %s %s/%s", code, right, event.ObjectRef.Namespace, event.ObjectRef.Name)
 			continue
-		case strings.Contains(event.RequestURI, "sendInitialEvents=true"): // a watch that begins with the list
+		case strings.Contains(event.RequestURI, "sendInitialEvents=true"): // a watch that includes the list
 			asked[strings.Replace(right, ": watch ", ": list ", 1)] = true
 		}
 		asked[right] = true
@@ -136,7 +136,7 @@ func rightOf(account, verb, group, resource, sub string) string {
 	return account + ": " + verb + " " + resource
 }
 
-// granted lists what the manifests permit, and what the peer may do at a cluster.
+// granted lists the permissions in the manifests, and those of the peer in a cluster.
 func granted(t *testing.T, c *fleet.Cluster) (rights []string) {
 	t.Helper()
 	add := func(account string, rules []rbacv1.PolicyRule) {
@@ -159,7 +159,7 @@ func granted(t *testing.T, c *fleet.Cluster) (rights []string) {
 		text, err := fs.ReadFile(deploy.Files, file)
 		must(t, err)
 		for document := range strings.SplitSeq(string(text), "\n---\n") {
-			var role rbacv1.ClusterRole // a Role has the same rules
+			var role rbacv1.ClusterRole // a Role has the same fields
 			must(t, yaml.Unmarshal([]byte(document), &role))
 			if strings.HasSuffix(role.Kind, "Role") {
 				add(role.Name, role.Rules)

@@ -22,7 +22,7 @@ import (
 	"github.com/isthmus-net/isthmus/internal/lab"
 )
 
-// TestRotation rotates the keys of two clusters, the first of which has two gateways.
+// TestRotation rotates the keys of two clusters. The first one has gateways in Pods.
 func TestRotation(t *testing.T) {
 	two := func(spec lab.ClusterSpec) lab.ClusterSpec {
 		spec.Tunnels = 2
@@ -34,14 +34,15 @@ func TestRotation(t *testing.T) {
 	from, to := remotePod(t, a), remotePod(t, b)
 	at := seen(t, a, b, to.Addr)
 	exchange := preshared(t, a, b, "")
-	var former []keyring.Ring // that there was at some time
+	var former []keyring.Ring // all keys that existed so far
 	for _, c := range f.Clusters {
 		former = append(former, ringOf(t, c))
 	}
 
 	t.Run("AsOftenAsItLikes", func(t *testing.T) {
-		// A machine that does other work loses datagrams in one of the two runs alone, so the short form allows some
-		// and has three tries. A rotation that closed a tunnel for a second would lose ten times as many.
+		// Other load on the machine may cause losses in only one of the two runs, so the short form
+		// permits some and has three attempts. A rotation that closed a tunnel for a second would lose
+		// ten times as many.
 		length, every, streams, allowed, tries := 30*time.Second, 10*time.Second, 4, int64(300), 3
 		if *long {
 			length, every, streams, allowed, tries = 10*time.Minute, 20*time.Second, 50, 0, 1
@@ -94,7 +95,7 @@ func TestRotation(t *testing.T) {
 			return nil
 		})
 		_, err := firstPing(t.Context(), from.Host, func() (netip.Addr, error) { return at, nil })
-		must(t, err) // by the former key: the manager has told nobody of the next one
+		must(t, err) // with the former key: the manager has not published the next one
 		out, err := f.Isthmus(t.Context(), "rotate-key", "--context", a.Name)
 		if err != nil || !strings.Contains(out, "0 of 1 peers have moved; waiting for b") {
 			t.Errorf("%v: %s", err, out)
@@ -112,7 +113,7 @@ func TestRotation(t *testing.T) {
 	})
 	t.Run("APIServersThatAreAwayInTheMiddle", func(t *testing.T) {
 		before, exchange := ringOf(t, a), preshared(t, a, b, "")
-		away := 7 * time.Second // each alone and then both
+		away := 7 * time.Second // first one API server alone, then both, then the other
 		if *long {
 			away = time.Minute
 		}
@@ -184,7 +185,8 @@ func TestRotation(t *testing.T) {
 	t.Run("NobodyPrintsAKey", func(t *testing.T) { noKeyIsShown(t, f, former...) })
 }
 
-// proves waits until a cluster has shown to another one that it has the private keys of what it claims.
+// proves waits until cluster a has proved to cluster b that it has the private keys for its
+// public keys.
 func proves(t *testing.T, a, b *fleet.Cluster) {
 	t.Helper()
 	eventually(t, "a proof of "+a.Name+"'s key at "+b.Name, func() error {
@@ -200,7 +202,7 @@ func proves(t *testing.T, a, b *fleet.Cluster) {
 	})
 }
 
-// rotate rotates the key of a cluster and waits until that is over.
+// rotate rotates the key of a cluster and waits until the rotation has ended.
 func rotate(t *testing.T, f *fleet.Fleet, c *fleet.Cluster) {
 	t.Helper()
 	if out, err := f.Isthmus(t.Context(), "rotate-key", "--context", c.Name, "--wait", patience.String()); err != nil || !strings.Contains(out, "the key is rotated") {
@@ -208,7 +210,7 @@ func rotate(t *testing.T, f *fleet.Fleet, c *fleet.Cluster) {
 	}
 }
 
-// ringOf reads the keys of a cluster.
+// ringOf returns the current keys of a cluster.
 func ringOf(t *testing.T, c *fleet.Cluster) keyring.Ring {
 	t.Helper()
 	var secret corev1.Secret
@@ -218,13 +220,14 @@ func ringOf(t *testing.T, c *fleet.Cluster) keyring.Ring {
 	return r
 }
 
-// A loss is what became of datagrams that were echoed.
+// A loss counts sent and lost echo datagrams.
 type loss struct{ sent, lost int64 }
 
 func (l loss) String() string { return fmt.Sprintf("%d of %d datagrams lost", l.lost, l.sent) }
 
-// echoes sends 1,000 datagrams a second to a pod that sends them back, beside TCP streams of 6.5 Mbit/s in all, none of which
-// may break; every so often it calls again.
+// echoes sends 1,000 datagrams a second to a pod that echoes them. In addition, TCP streams
+// transfer 6.5 Mbit/s in total, and none of them may break. If again is not nil, it is called at
+// the given interval.
 func echoes(t *testing.T, from, to *lab.Pod, at netip.Addr, streams int, length, every time.Duration, again func()) loss {
 	t.Helper()
 	echo, err := to.ListenPacket("udp4", to.Addr.String()+":0")

@@ -15,8 +15,10 @@ import (
 	"github.com/isthmus-net/isthmus/internal/lab"
 )
 
-// Two clusters with the same PodCIDR export a service, and a third cluster imports it from both. Each cluster reaches every
-// endpoint that it lists. An exporter whose gateways are gone, or that is un-peered, leaves only where it has to.
+// Two clusters with the same PodCIDR export a service, and a third cluster imports it from both.
+// Each cluster must reach every endpoint that it lists. If an exporter loses its gateways or is
+// un-peered, its endpoints become unready or disappear, and only in the clusters that this
+// concerns.
 func TestThreeClustersShareAService(t *testing.T) {
 	f := upWith(t, fleet.Options{Services: true, Spec: lab.Spec{Clusters: []lab.ClusterSpec{
 		inPods(clusterSpec("10.244.0.0/16", 2)), clusterSpec("10.244.0.0/16", 1), clusterSpec("10.240.0.0/12", 1),
@@ -80,7 +82,7 @@ func exportShop(t *testing.T, c *fleet.Cluster) {
 	}
 }
 
-// shopPods are the pods of exportShop.
+// shopPods returns the pods behind the Service of exportShop.
 func shopPods(t *testing.T, c *fleet.Cluster) (pods []*lab.Pod) {
 	t.Helper()
 	for i := range c.Nodes {
@@ -89,8 +91,8 @@ func shopPods(t *testing.T, c *fleet.Cluster) (pods []*lab.Pod) {
 	return pods
 }
 
-// lists waits until the EndpointSlices of a cluster list all pods of the clusters in want, each with its translated address, as
-// ready or not, and no others.
+// lists waits until the EndpointSlices of a cluster list exactly the pods of the clusters in
+// want, each with its translated address. The value in want is the wanted readiness.
 func lists(t *testing.T, at *fleet.Cluster, want map[string]bool, exporters ...*fleet.Cluster) {
 	t.Helper()
 	wanted := map[string]bool{}
@@ -125,7 +127,8 @@ func lists(t *testing.T, at *fleet.Cluster, want map[string]bool, exporters ...*
 	})
 }
 
-// reached fetches a page from each endpoint of some exporters, by the address that a cluster lists. The right pod has to answer.
+// reached fetches a page from each endpoint of some exporters, using the addresses that a cluster
+// lists. The right pod must respond.
 func reached(t *testing.T, at *fleet.Cluster, exporters ...*fleet.Cluster) {
 	t.Helper()
 	from := podOn(t, at, 0)

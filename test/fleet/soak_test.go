@@ -30,8 +30,9 @@ var (
 // soakRound is the length of one round of churn.
 const soakRound = time.Minute
 
-// TestSoak has two clusters work for hours while a third one comes and goes, gateways roll, pods roll and flows begin
-// and end. What the components hold must not grow.
+// TestSoak runs two clusters for hours while a third cluster is peered and un-peered, gateways
+// and pods are replaced, and flows are opened and closed. The resources of the components must
+// not grow.
 func TestSoak(t *testing.T) {
 	if *soak == 0 {
 		t.Skip("hours: make soak runs it")
@@ -44,7 +45,7 @@ func TestSoak(t *testing.T) {
 	at := seen(t, a, b, to.Addr)
 	var h history
 	var total loss
-	defer func() { t.Logf("%v; %d rounds\n%s", total, len(h.at), h.table()) }() // of what there was before something failed, too
+	defer func() { t.Logf("%v; %d rounds\n%s", total, len(h.at), h.table()) }() // also after a failure
 	begin := time.Now()
 	for n := 0; time.Since(begin) < *soak; n++ {
 		l := echoes(t, from, to, at, 1, soakRound, soakRound, func() { churn(t, f, n, to, at) })
@@ -66,8 +67,9 @@ func TestSoak(t *testing.T) {
 	}
 }
 
-// churn is a round's changes: the active gateway of the first cluster is replaced, the third one peers with one of the
-// others and un-peers, twenty Pods come and go, and a hundred connections of a node begin and end.
+// churn makes the changes of one round. It replaces the active gateway of the first cluster,
+// peers and un-peers the third cluster with one of the others, creates and deletes twenty Pods,
+// and opens and closes a hundred connections of a node.
 func churn(t *testing.T, f *fleet.Fleet, n int, to *lab.Pod, at netip.Addr) {
 	a, b, visitor := f.Clusters[0], f.Clusters[1], f.Clusters[2]
 	host := []*fleet.Cluster{a, b}[n%2]
@@ -85,7 +87,7 @@ func churn(t *testing.T, f *fleet.Fleet, n int, to *lab.Pod, at netip.Addr) {
 	connect(t, a.Nodes[n%2].Host, to, at)
 }
 
-// rollPods creates twenty Pods on the first node of a cluster, and deletes them.
+// rollPods creates twenty Pods on the first node of a cluster, and deletes them again.
 func rollPods(t *testing.T, c *fleet.Cluster) {
 	addr := podOn(t, c, 0).Addr
 	var pods []*corev1.Pod
@@ -99,11 +101,12 @@ func rollPods(t *testing.T, c *fleet.Cluster) {
 		pods = append(pods, pod)
 	}
 	for _, pod := range pods {
-		must(t, c.Client.Delete(t.Context(), pod, client.GracePeriodSeconds(0))) // no kubelet confirms the end
+		must(t, c.Client.Delete(t.Context(), pod, client.GracePeriodSeconds(0))) // there is no kubelet to confirm the deletion
 	}
 }
 
-// connect makes a hundred connections from a node to a pod of the peer, one after the other: NAPT flows.
+// connect opens a hundred connections from a node to a pod of the peer, one after the other. Each
+// creates a NAPT flow.
 func connect(t *testing.T, from *lab.Host, to *lab.Pod, at netip.Addr) {
 	l, err := to.Listen("tcp4", to.Addr.String()+":0")
 	must(t, err)
@@ -127,10 +130,11 @@ func connect(t *testing.T, from *lab.Host, to *lab.Pod, at netip.Addr) {
 	}
 }
 
-// A sample is the values of all series at one time, by name.
+// A sample holds the values of all series at one time, by name.
 type sample map[string]float64
 
-// held are the metrics of a process that a sample has, with the unit of the series and its divisor.
+// held lists the metrics of a process in a sample, with the unit of the series and the divisor to
+// that unit.
 var held = []struct {
 	metric, unit string
 	per          float64
@@ -140,7 +144,7 @@ var held = []struct {
 	{"process_open_fds", "descriptors", 1},
 }
 
-// takeSample reads the components that no round replaces.
+// takeSample reads the metrics of the components that are not replaced in a round.
 func takeSample(ctx context.Context, a, b *fleet.Cluster) (sample, error) {
 	s := sample{}
 	for _, c := range []*fleet.Cluster{a, b} {
@@ -178,7 +182,7 @@ func takeSample(ctx context.Context, a, b *fleet.Cluster) (sample, error) {
 	return s, nil
 }
 
-// A history is samples, in order.
+// A history is a sequence of samples.
 type history struct {
 	at      []time.Duration
 	samples []sample
@@ -206,7 +210,8 @@ func (h *history) series(name string) (all []float64) {
 	return all
 }
 
-// quarters are the medians of the second and of the last quarter of a series. The first quarter is for caches that fill.
+// quarters returns the medians of the second and of the last quarter of a series. The first
+// quarter is ignored, because caches fill then.
 func (h *history) quarters(name string) (second, last float64) {
 	all := h.series(name)
 	q := len(all) / 4
@@ -220,10 +225,10 @@ func median(all []float64) float64 {
 	return slices.Sorted(slices.Values(all))[len(all)/2]
 }
 
-// soakLeast is how many samples are needed to judge.
+// soakLeast is the minimum number of samples for a result.
 const soakLeast = 16
 
-// grown names the series whose last quarter is more than a tenth above the second, and more than five.
+// grown returns the series whose last quarter exceeds the second by more than 10 % plus 5.
 func (h *history) grown() (all []string) {
 	if len(h.samples) < soakLeast {
 		return []string{fmt.Sprintf("%d samples say nothing: %d are needed", len(h.samples), soakLeast)}
@@ -298,7 +303,7 @@ func (h *history) plot() []byte {
 `, left+width+60, gap+len(panels)*(height+gap)+10, b.String(), left+width-30, gap+len(panels)*(height+gap), h.at[len(h.at)-1].Round(time.Minute))
 }
 
-// Growth is seen, and a cache that fills in the first quarter is none.
+// Growth must be detected. A cache that fills during the first quarter is not growth.
 func TestGrowthIsDetected(t *testing.T) {
 	of := func(value func(i int) float64) (h history) {
 		for i := range 40 {

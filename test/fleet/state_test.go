@@ -26,7 +26,7 @@ import (
 	"github.com/isthmus-net/isthmus/test/internal/released"
 )
 
-// kinds are all that a peering may make or change.
+// kinds lists all kinds of objects that a peering may create or change.
 var kinds = []schema.GroupVersionKind{
 	{Version: "v1", Kind: "Namespace"}, {Version: "v1", Kind: "Secret"}, {Version: "v1", Kind: "ConfigMap"}, {Version: "v1", Kind: "Service"},
 	{Version: "v1", Kind: "ServiceAccount"}, {Version: "v1", Kind: "Pod"}, {Version: "v1", Kind: "Node"}, {Version: "v1", Kind: "ResourceQuota"},
@@ -38,7 +38,7 @@ var kinds = []schema.GroupVersionKind{
 	{Group: "isthmus.net", Version: "v1alpha1", Kind: "Peering"}, {Group: "isthmus.net", Version: "v1alpha1", Kind: "NodeNetworks"},
 }
 
-// objects returns the resource versions of all objects of these kinds.
+// objects returns the resource versions of all objects of these kinds, by kind and name.
 func objects(ctx context.Context, c *fleet.Cluster) (map[string]string, error) {
 	all := map[string]string{}
 	for _, kind := range kinds {
@@ -54,8 +54,8 @@ func objects(ctx context.Context, c *fleet.Cluster) (map[string]string, error) {
 	return all, nil
 }
 
-// kernel returns what a node has of links, rules, routes, permanent neighbours and forwarding
-// entries, one a line.
+// kernel returns a node's links, rules, routes, permanent neighbors and forwarding entries, one
+// per line.
 func kernel(h *lab.Host) (lines []string, err error) {
 	err = h.Do(func() error {
 		add := func(format string, args ...any) { lines = append(lines, h.Name+": "+fmt.Sprintf(format, args...)) }
@@ -106,7 +106,8 @@ func kernel(h *lab.Host) (lines []string, err error) {
 	return lines, err
 }
 
-// inventory is all that a cluster has: objects, networks given to peers, and its nodes' kernels.
+// inventory returns the complete state of a cluster: objects, networks allocated for peers, and
+// its nodes' kernel objects.
 func inventory(ctx context.Context, c *fleet.Cluster) ([]string, error) {
 	named, err := objects(ctx, c)
 	if err != nil {
@@ -130,8 +131,9 @@ func inventory(ctx context.Context, c *fleet.Cluster) ([]string, error) {
 	return lines, nil
 }
 
-// firstInventory is that of a cluster whose components have done what they do at their start: ready
-// is not yet at rest, and the manager writes its networks down when it is the leader.
+// firstInventory returns the inventory of a cluster after its components have completed their
+// start. A ready component may still change objects; for example, a new leader writes its
+// networks.
 func firstInventory(t *testing.T, c *fleet.Cluster) []string {
 	t.Helper()
 	var has []string
@@ -146,7 +148,7 @@ func firstInventory(t *testing.T, c *fleet.Cluster) []string {
 		}
 		for _, l := range has {
 			namespace, ok := strings.CutPrefix(l, "Namespace /")
-			if account := "ServiceAccount " + namespace + "/default"; ok && !slices.Contains(has, account) { // a controller makes it
+			if account := "ServiceAccount " + namespace + "/default"; ok && !slices.Contains(has, account) { // a controller creates the account later
 				return errors.New("no " + account)
 			}
 		}
@@ -159,7 +161,7 @@ func firstInventory(t *testing.T, c *fleet.Cluster) []string {
 	return has
 }
 
-// sameInventory waits until a cluster has what it had.
+// sameInventory waits until a cluster has the same inventory as before.
 func sameInventory(t *testing.T, c *fleet.Cluster, had []string) {
 	t.Helper()
 	eventually(t, fmt.Sprintf("what cluster %s had", c), func() error {
@@ -185,8 +187,8 @@ func sameInventory(t *testing.T, c *fleet.Cluster, had []string) {
 	})
 }
 
-// endHolds does what a person does who cannot wait for a day until nodes let go of the networks of peers
-// that have left: an edit of the IPAM state that counts.
+// endHolds releases the networks of removed peers at once, by the documented edit of the IPAM
+// state. Otherwise nodes keep them for a day.
 func endHolds(t *testing.T, c *fleet.Cluster) {
 	t.Helper()
 	eventually(t, "an IPAM state of cluster "+c.Name+" without networks that are held", func() error {
@@ -194,8 +196,8 @@ func endHolds(t *testing.T, c *fleet.Cluster) {
 	})
 }
 
-// writes is how many requests to change something the API server of a cluster has been sent,
-// whatever became of them. Leases are left out: renewing them is what they are for.
+// writes returns the numbers of write requests to the API server of a cluster, successful or not,
+// by their metric labels. It ignores Leases, which are renewed all the time.
 func writes(ctx context.Context, c *fleet.Cluster) (map[string]float64, error) {
 	config, err := c.Server.Config()
 	if err != nil {
@@ -239,12 +241,13 @@ func writes(ctx context.Context, c *fleet.Cluster) (map[string]float64, error) {
 	return counts, nil
 }
 
-// addPod gives a pod a second address, from the end of the PodCIDR as a CNI with an address
-// management of its own could, and describes it to the cluster as a new pod.
+// addPod adds a second address to a pod and describes it to the cluster as a new pod. The address
+// is at the end of the PodCIDR, outside of all nodes' networks, as a CNI with its own IPAM may
+// choose it.
 func addPod(t *testing.T, c *fleet.Cluster, on *lab.Pod) *lab.Pod {
 	t.Helper()
 	host := c.PodCIDR.Masked().Addr().As4()
-	for i := range 4 { // the last address, less 55
+	for i := range 4 { // the last address of the PodCIDR, minus 55
 		host[i] |= byte(0xff >> max(0, min(8, c.PodCIDR.Bits()-8*i)))
 	}
 	host[3] -= 55

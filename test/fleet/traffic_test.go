@@ -19,17 +19,17 @@ import (
 
 const (
 	pingInterval   = 50 * time.Millisecond
-	pingWait       = 3 * time.Second // an answer later than that is none, where pings may be lost
+	pingWait       = 3 * time.Second // where pings may be lost, a later answer counts as lost
 	streamInterval = 20 * time.Millisecond
 	streamChunk    = 16 << 10 // octets each streamInterval: 6.5 Mbit/s
 )
 
-// A traffic is a ping, twenty times a second, and a TCP connection whose other end sends everything
-// back, both between the same two pods, for as long as a fault lasts.
+// A traffic sends a ping twenty times a second, and data on a TCP connection whose other side
+// echoes it. Both run between the same two pods during a fault.
 type traffic struct {
 	name   string
 	stop   context.CancelFunc
-	giveUp context.CancelFunc // on the pings under way
+	giveUp context.CancelFunc // cancels pings that are still waiting
 	done   sync.WaitGroup
 	stream net.Conn
 	chunk  int // octets each streamInterval
@@ -38,19 +38,19 @@ type traffic struct {
 	pings []echo
 
 	sent, returned int64
-	stall          time.Duration // the longest time without an octet returned
+	stall          time.Duration // longest time without an echoed octet
 	out, back      hash.Hash
 	err            error
 }
 
-// An echo is one request and what became of it.
+// An echo is one echo request with its result.
 type echo struct {
 	at  time.Time
 	err error
 }
 
-// talk starts traffic from one pod to another one under the address that the first one's cluster
-// sees.
+// talk starts a traffic from one pod to another. at is the destination's address in the first
+// pod's cluster.
 func talk(t *testing.T, from, to *lab.Pod, at netip.Addr) *traffic {
 	t.Helper()
 	r, ctx, pings := stream(t, from, to, at, streamChunk)
@@ -58,8 +58,8 @@ func talk(t *testing.T, from, to *lab.Pod, at netip.Addr) *traffic {
 	return r
 }
 
-// stream starts the TCP connection of a traffic alone, with an amount of octets each streamInterval. The contexts are those
-// of ping.
+// stream starts only the TCP connection of a traffic, with chunk octets each streamInterval. It
+// returns the contexts for ping.
 func stream(t *testing.T, from, to *lab.Pod, at netip.Addr, chunk int) (r *traffic, ctx, pings context.Context) {
 	t.Helper()
 	listener, err := to.Listen("tcp4", to.Addr.String()+":0")
@@ -93,7 +93,7 @@ func stream(t *testing.T, from, to *lab.Pod, at netip.Addr, chunk int) (r *traff
 	t.Cleanup(func() { stop(); giveUp(); conn.Close(); far.Close() })
 	r.done.Go(func() {
 		defer far.Close()
-		_, _ = io.Copy(far, far) // what is missing shows at the other end
+		_, _ = io.Copy(far, far) // the sending side detects missing data
 	})
 	r.done.Go(func() { r.send(ctx) })
 	r.done.Go(r.receive)
@@ -113,7 +113,7 @@ func (r *traffic) send(ctx context.Context) {
 			return
 		case <-tick.C:
 		}
-		_, _ = source.Read(chunk) // it never fails
+		_, _ = source.Read(chunk) // the random source never fails
 		n, err := r.stream.Write(chunk)
 		r.out.Write(chunk[:n])
 		r.sent += int64(n)
@@ -147,7 +147,7 @@ func (r *traffic) receive() {
 	}
 }
 
-// ping sends until ctx ends; what is under way then may still be answered until pings ends.
+// ping sends pings until ctx ends. Pings that are waiting then may be answered until pings ends.
 func (r *traffic) ping(pings, ctx context.Context, from *lab.Host, to netip.Addr) {
 	var group sync.WaitGroup
 	defer group.Wait()
@@ -169,11 +169,11 @@ func (r *traffic) ping(pings, ctx context.Context, from *lab.Host, to netip.Addr
 	}
 }
 
-// An outcome is what a traffic suffered.
+// An outcome is the result of a traffic.
 type outcome struct {
 	pings, lost int
 	outage      time.Duration // from the first lost ping to the last one
-	octets      int64         // sent, and all returned
+	octets      int64         // octets sent, and echoed completely
 	stall       time.Duration
 }
 
@@ -182,13 +182,14 @@ func (o outcome) String() string {
 		o.lost, o.pings, o.outage.Seconds(), float64(o.octets)/1e6, o.stall.Seconds())
 }
 
-// end ends the traffic. TCP has to have delivered every octet, both ways.
+// end ends the traffic. It fails the test unless TCP has delivered every octet in both
+// directions.
 func (r *traffic) end(t *testing.T) outcome {
 	t.Helper()
 	return r.endAfter(t, pingWait)
 }
 
-// endAfter is end with a time of its own for the answers that are still to come.
+// endAfter is end with a different timeout for the last answers.
 func (r *traffic) endAfter(t *testing.T, wait time.Duration) outcome {
 	t.Helper()
 	r.stop()
@@ -219,8 +220,8 @@ func (r *traffic) endAfter(t *testing.T, wait time.Duration) outcome {
 	return o
 }
 
-// endWithoutLoss is end for faults that must not be felt. Answers may be late: that is the
-// machine's other work.
+// endWithoutLoss is end for faults that must not affect traffic. Answers may be late, because the
+// machine is busy.
 func (r *traffic) endWithoutLoss(t *testing.T) {
 	t.Helper()
 	if o := r.endAfter(t, patience); o.lost > 0 {

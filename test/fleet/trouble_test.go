@@ -28,7 +28,7 @@ import (
 
 var update = flag.Bool("update", false, "write the tables of docs/troubleshooting.md, with what this run saw")
 
-// diagnosis is what `isthmus diagnose -o json` prints.
+// diagnosis is the output of `isthmus diagnose -o json`.
 type diagnosis struct {
 	Broken *hop
 	Hops   []hop
@@ -38,8 +38,9 @@ type hop struct{ Cluster, Hop, State, Reason, Text string }
 
 func (h hop) String() string { return strings.TrimSpace(h.Cluster + "/" + h.Hop + " " + h.Reason) }
 
-// diagnose runs the command in cluster a, and with both when that is wanted. It returns what is
-// broken, the first one first, and what is said of it; of all hops, where nothing is.
+// diagnose runs `isthmus diagnose` in cluster a, with access to b if both is true. broken lists
+// the broken hops, starting with the one to repair first. says is the text of that hop, or of all
+// hops if none is broken.
 func diagnose(ctx context.Context, f *fleet.Fleet, a, b *fleet.Cluster, both bool) (broken []string, says string, err error) {
 	args := []string{"diagnose", "--context", a.Name, "-o", "json"}
 	if both {
@@ -61,7 +62,7 @@ func diagnose(ctx context.Context, f *fleet.Fleet, a, b *fleet.Cluster, both boo
 	if d.Broken == nil != (len(broken) == 0) {
 		return nil, "", fmt.Errorf("broken is %v of %v", d.Broken, broken)
 	}
-	if d.Broken != nil { // the first to mend need not be the first on the way
+	if d.Broken != nil { // the hop to repair first need not be the first on the path
 		i := slices.Index(broken, d.Broken.String())
 		broken[0], broken[i], says = broken[i], broken[0], d.Broken.Text
 	}
@@ -71,24 +72,24 @@ func diagnose(ctx context.Context, f *fleet.Fleet, a, b *fleet.Cluster, both boo
 	return broken, says, nil
 }
 
-// A witness is what was said of a trouble in one run, all of it in cluster a.
+// A witness records the reports of a fault in one run, all from cluster a.
 type witness struct {
-	Status  string  // the peering in `isthmus status`
-	Trace   string  // where `isthmus trace` ends that a pod's packet does
-	Metrics string  // that are not as they were
-	Event   string  // the latest warning
-	Seconds int     // until diagnose named it
-	Healed  int     // seconds until nothing was broken any more
-	Load    float64 // of the machine when it was named, the mean of a minute
+	Status  string  // the line of the peering in `isthmus status`
+	Trace   string  // the hop at which `isthmus trace` reports that a pod's packet ends
+	Metrics string  // metrics that report a fault
+	Event   string  // the latest Event of type Warning
+	Seconds int     // time until diagnose named the fault
+	Healed  int     // seconds after the repair until no hop was broken
+	Load    float64 // one-minute load average of the machine when the fault was named
 }
 
-// witnessed is what the run saw on which the document is based.
+// witnessed is the file with the results of the run that docs/troubleshooting.md shows.
 const witnessed = "testdata/troubles.json"
 
-// Metrics that say that something is wrong, when they have these values.
+// telling matches metrics with values that report a fault.
 var telling = regexp.MustCompile(`(?m)^(isthmus_peer_reason\{.*reason="(\w+)".*\} 1|isthmus_manager_peering_ready\{.*reason="(\w+)".*\} 0|isthmus_route_agent_ready 0|isthmus_route_agent_overlay_up\{.*\} 0|isthmus_route_agent_problems [1-9]\d*|isthmus_gateway_standbys 0)$`)
 
-// metrics are those that tell of something.
+// tellingMetrics returns the metrics of a cluster's components that report a fault.
 func tellingMetrics(ctx context.Context, c *fleet.Cluster) string {
 	type target struct {
 		name string
@@ -123,7 +124,7 @@ func tellingMetrics(ctx context.Context, c *fleet.Cluster) string {
 	return strings.Join(slices.Sorted(maps.Keys(found)), ", ")
 }
 
-// warnings are the Events of type Warning since then, each as KIND REASON.
+// warnings returns the Events of type Warning since a time, each as KIND REASON.
 func warnings(ctx context.Context, c *fleet.Cluster, since time.Time) string {
 	ctx, cancel := context.WithTimeout(ctx, 5*time.Second)
 	defer cancel()
@@ -147,7 +148,8 @@ func warnings(ctx context.Context, c *fleet.Cluster, since time.Time) string {
 	return strings.Join(slices.Sorted(maps.Keys(said)), ", ")
 }
 
-// peeringStatus is the first peering in `isthmus status`.
+// peeringStatus returns the line of the first peering in `isthmus status`, and whether it is
+// fine.
 func peeringStatus(ctx context.Context, f *fleet.Fleet, c *fleet.Cluster) (said string, fine bool) {
 	out, err := f.Isthmus(ctx, "status", "--context", c.Name, "-o", "json")
 	var s struct {
@@ -174,7 +176,7 @@ func peeringStatus(ctx context.Context, f *fleet.Fleet, c *fleet.Cluster) (said 
 	return said, err == nil
 }
 
-// traceOf is where a packet from a pod of one cluster to one of the other ends.
+// traceOf returns the place where a packet from a pod of one cluster to a pod of the other ends.
 func traceOf(ctx context.Context, s *troubleSite, from, to string) string {
 	out, _ := s.Isthmus(ctx, "trace", "--context", s.a.Name, from, to, "icmp", "--direction", "out", "-o", "json")
 	var ways []struct{ Verdict string }
@@ -182,15 +184,16 @@ func traceOf(ctx context.Context, s *troubleSite, from, to string) string {
 		return "exit code 2"
 	}
 	where, _, _ := strings.Cut(ways[0].Verdict, ": ")
-	where, _, _ = strings.Cut(where, "; ") // it leaves, and its path there was not checked
+	where, _, _ = strings.Cut(where, "; ") // the packet leaves this cluster, and its path in the other one was not checked
 	if rest := strings.SplitN(ways[0].Verdict, ": ", 3); where == "the peer is down" && len(rest) == 3 {
 		where += ": " + rest[1]
 	}
 	return where
 }
 
-// What is broken is named from one side and from both, nothing else is blamed, and when it is mended
-// nothing is. What does no harm is not blamed, and pods reach each other meanwhile.
+// diagnose must name each fault, with access to one side and to both, and nothing else. After the
+// repair it must report nothing. It must not report harmless changes, during which pods reach
+// each other.
 func TestDiagnoseNamesWhatIsBroken(t *testing.T) {
 	hosts.Need(t, "nft", "setpriv")
 	f := up(t, lab.Spec{Clusters: []lab.ClusterSpec{clusterSpec("10.244.0.0/16", 2), clusterSpec("10.244.0.0/16", 2)}})
@@ -250,8 +253,8 @@ func TestDiagnoseNamesWhatIsBroken(t *testing.T) {
 			w := witness{Seconds: int(time.Since(begin).Seconds()), Load: load(t)}
 			if !tr.unasked {
 				w.Event = warnings(t.Context(), a, begin)
-				// An agent says it a second after it is not ready. What the document shows has time for the manager,
-				// who looks at the Lease for ten.
+				// An agent writes the Event a second after it becomes unready. For the document, wait longer,
+				// because the manager reports only after it has watched the Lease for ten seconds.
 				wait := 5 * time.Second
 				if *update {
 					wait = 15 * time.Second
@@ -265,7 +268,7 @@ func TestDiagnoseNamesWhatIsBroken(t *testing.T) {
 			if w.Status, well = peeringStatus(t.Context(), f, a); well != (tr.ready || tr.alone == "" && !tr.unasked) {
 				t.Errorf("isthmus status is fine: %v; %s", well, w.Status)
 			}
-			w.Trace = traceOf(t.Context(), s, senders[s.node].Addr.String(), to.String()) // from where the trouble is
+			w.Trace = traceOf(t.Context(), s, senders[s.node].Addr.String(), to.String()) // from the node with the fault
 			mending := time.Now()
 			tr.heals(t, s)
 			fine(t)
@@ -275,7 +278,7 @@ func TestDiagnoseNamesWhatIsBroken(t *testing.T) {
 			w.Healed = int(time.Since(mending).Seconds())
 			if !t.Failed() {
 				saw[tr.fault] = w
-				if *update { // a run may be of some of them, or end early
+				if *update { // a run may cover only some of the faults, or end early
 					text, err := json.MarshalIndent(saw, "", "  ")
 					must(t, err)
 					must(t, os.WriteFile(witnessed, append(text, '\n'), 0o644))
@@ -293,7 +296,7 @@ func TestDiagnoseNamesWhatIsBroken(t *testing.T) {
 	}
 }
 
-// load is the machine's, over a minute.
+// load returns the one-minute load average of the machine.
 func load(t *testing.T) float64 {
 	t.Helper()
 	text, err := os.ReadFile("/proc/loadavg")
@@ -304,14 +307,14 @@ func load(t *testing.T) float64 {
 	return n
 }
 
-// followed is what `isthmus trace` says of a packet between two pods, and of its answer, while all is
-// well: from one side, from both, and by names.
+// followed checks the output of `isthmus trace` for a packet between two pods and its answer,
+// without a fault: with access to one side, to both, and by names.
 func followed(t *testing.T, s *troubleSite) {
 	t.Helper()
 	from, to := s.a.Pods[0], s.b.Pods[len(s.b.Pods)-1]
 	there := seen(t, s.a, s.b, to.Addr)
-	back := seen(t, s.b, s.a, from.Addr) // what b sees of a
-	// A Service that only the other cluster has.
+	back := seen(t, s.b, s.a, from.Addr) // the pod's address at b
+	// This Service exists only in the other cluster.
 	of := metav1.ObjectMeta{Namespace: metav1.NamespaceDefault, Name: "there"}
 	must(t, s.b.Client.Create(t.Context(), &corev1.Service{ObjectMeta: of, Spec: corev1.ServiceSpec{Ports: []corev1.ServicePort{{Name: "web", Port: 80}}}}))
 	of.Labels = map[string]string{discoveryv1.LabelServiceName: of.Name}
@@ -353,7 +356,7 @@ func followed(t *testing.T, s *troubleSite) {
 	}
 }
 
-// vacantAddr returns an address in the PodCIDR of a node that neither a pod nor the node has.
+// vacantAddr returns an unused address in a node's part of the PodCIDR.
 func vacantAddr(c *fleet.Cluster) netip.Addr {
 	b := c.Nodes[1].PodCIDR.Addr().As4()
 	b[3] += 200
@@ -362,7 +365,7 @@ func vacantAddr(c *fleet.Cluster) netip.Addr {
 
 var observe = flag.Bool("observe", false, "go on with the next fault after one that is not named rightly")
 
-// named waits until a trouble is named as it has to be.
+// named waits until diagnose names a fault as expected, and nothing else.
 func named(t *testing.T, s *troubleSite, tr *trouble, fine func(*testing.T)) {
 	t.Helper()
 	is := func(both bool, hop string) {
@@ -408,7 +411,7 @@ func named(t *testing.T, s *troubleSite, tr *trouble, fine func(*testing.T)) {
 	}
 }
 
-// unsaid waits until nothing is said any more of a trouble that breaks nothing.
+// unsaid waits until a harmless fault is no longer mentioned.
 func unsaid(t *testing.T, s *troubleSite, tr *trouble) {
 	t.Helper()
 	eventually(t, "the end of "+tr.says, func() error {
@@ -419,7 +422,7 @@ func unsaid(t *testing.T, s *troubleSite, tr *trouble) {
 	})
 }
 
-// The tables of the document are those of these tests.
+// The tables in docs/troubleshooting.md are generated from these tests.
 func TestTheDocumentListsTheTestedFaults(t *testing.T) {
 	const file = "../../docs/troubleshooting.md"
 	text, err := os.ReadFile(file)
@@ -455,7 +458,7 @@ func TestTheDocumentListsTheTestedFaults(t *testing.T) {
 	must(t, os.WriteFile(file, []byte(want), 0o644))
 }
 
-// loads says how busy the machine was that the seconds are of.
+// loads returns a sentence with the machine's load during the measured times.
 func loads(t *testing.T) string {
 	saw := map[string]witness{}
 	text, err := os.ReadFile(witnessed)

@@ -28,23 +28,23 @@ import (
 	"github.com/isthmus-net/isthmus/routeagent"
 )
 
-// troubleSite is where troubles are made.
+// troubleSite is the pair of clusters in which faults are caused.
 type troubleSite struct {
 	*fleet.Fleet
 	a, b  *fleet.Cluster
-	saved client.Object // what a trouble took away, until it heals
-	node  int           // the node where it is, until it heals
-	pulse func()        // ends what it does meanwhile
+	saved client.Object // object that a fault has removed, for its repair
+	node  int           // index of the node with the fault
+	pulse func()        // ends background activity of the fault
 }
 
-// far is a node of a without the active gateway; the same until the next call.
+// far selects a node of a without the active gateway. there returns it until the next call.
 func (s *troubleSite) far(t *testing.T) *lab.Node {
 	t.Helper()
 	s.node = 1 - active(t, s.a)
 	return s.a.Nodes[s.node]
 }
 
-// answersCome waits until the agent of a node knows that the peer answers what it asks.
+// answersCome waits until the agent of a node reports that the peer has answered its probes.
 func answersCome(t *testing.T, n *lab.Node) {
 	t.Helper()
 	eventually(t, "an answer through the overlay to "+n.Name, func() error {
@@ -60,10 +60,10 @@ func answersCome(t *testing.T, n *lab.Node) {
 	})
 }
 
-// there is the node of the last call of far.
+// there returns the node of the last call of far.
 func (s *troubleSite) there() *lab.Node { return s.a.Nodes[s.node] }
 
-// talk has a pod send echo requests until pulse, whether they are answered or not.
+// talk makes a pod send echo requests until pulse is called, whether they are answered or not.
 func (s *troubleSite) talk(t *testing.T, from *lab.Pod, to netip.Addr) {
 	ctx, stop := context.WithCancel(t.Context())
 	done := make(chan struct{})
@@ -80,7 +80,7 @@ func (s *troubleSite) talk(t *testing.T, from *lab.Pod, to netip.Addr) {
 	}()
 }
 
-// slow has an API server stand still for most of the time, until pulse.
+// slow makes an API server stall most of the time until pulse is called.
 func (s *troubleSite) slow(t *testing.T, c *fleet.Cluster) {
 	stop, done := make(chan struct{}), make(chan struct{})
 	s.pulse = func() { close(stop); <-done }
@@ -108,8 +108,8 @@ func (s *troubleSite) slow(t *testing.T, c *fleet.Cluster) {
 	}()
 }
 
-// tooLarge has the underlay drop what is larger than a size, and say nothing; of one gateway, or of
-// all where it is the zero value.
+// tooLarge makes the underlay drop large packets silently. A nil node means packets of all
+// gateways.
 func tooLarge(t *testing.T, s *troubleSite, from *lab.Node, size int) {
 	t.Helper()
 	of := ""
@@ -119,7 +119,7 @@ func tooLarge(t *testing.T, s *troubleSite, from *lab.Node, size int) {
 	filter(t, s.Lab.Underlay, fmt.Sprintf("add chain ip fault on { type filter hook forward priority 0; }; add rule ip fault on %sip length > %d udp dport 5871 drop", of, size))
 }
 
-// without starts a component again, under a hindrance.
+// without restarts a component after running a shell command that breaks it; see fleet's Hinder.
 func without(t *testing.T, c *fleet.Cluster, name, how string) {
 	t.Helper()
 	must(t, c.Kill(name))
@@ -127,7 +127,7 @@ func without(t *testing.T, c *fleet.Cluster, name, how string) {
 	must(t, c.Launch(name))
 }
 
-// with starts it again as it was.
+// with restarts a component without such a command.
 func with(t *testing.T, c *fleet.Cluster, name string) {
 	t.Helper()
 	must(t, c.Kill(name))
@@ -135,13 +135,13 @@ func with(t *testing.T, c *fleet.Cluster, name string) {
 	must(t, c.Start(t.Context(), name))
 }
 
-// fullDisk gives a component a state directory without room.
+// fullDisk returns a command that replaces a component's state directory by a full file system.
 func fullDisk(c *fleet.Cluster, name string) string {
 	dir := c.StateDirectory(name)
 	return fmt.Sprintf("mount -t tmpfs -o size=4096 none %s; dd if=/dev/zero of=%s/full bs=4096 count=1 2>/dev/null", dir, dir)
 }
 
-// addresses says which address a kubelet has told of a node, and of the Pods that have it.
+// addresses sets the InternalIP that a kubelet reports for a node.
 func addresses(t *testing.T, c *fleet.Cluster, n *lab.Node, addr string) {
 	t.Helper()
 	eventually(t, "another address of a Node", func() error {
@@ -154,30 +154,31 @@ func addresses(t *testing.T, c *fleet.Cluster, n *lab.Node, addr string) {
 	})
 }
 
-// otherAddress is one on the node's own network that nobody has.
+// otherAddress returns an unused address in the node's own network.
 func otherAddress(n *lab.Node) netip.Addr {
 	b := n.Addr.As4()
 	b[3] += 100
 	return netip.AddrFrom4(b)
 }
 
-// A trouble is a fault of a whole cluster, and what `isthmus diagnose` says of it in cluster a.
+// A trouble is a fault of a whole cluster, with the expected output of `isthmus diagnose` in
+// cluster a.
 type trouble struct {
-	fault string // as docs/troubleshooting.md calls it
-	// alone is the one hop that a finds broken by itself, CLUSTER/HOP or CLUSTER/HOP REASON, and both is
-	// what the two find out together; empty: nothing is broken.
+	fault string // name in docs/troubleshooting.md
+	// alone is the only broken hop that diagnose finds from a alone, as CLUSTER/HOP or CLUSTER/HOP
+	// REASON. both is the hop that it finds with access to both sides. Empty: no hop is broken.
 	alone, both string
-	says        string // of the hop, beside its reason
-	unasked     bool   // a cannot be asked at all
-	deaf        bool   // b cannot be asked at all
+	says        string // text of the hop, beside its reason
+	unasked     bool   // a's API server does not respond
+	deaf        bool   // b's API server does not respond
 	ready       bool   // packets pass, so the peering stays READY
-	short       bool   // it is among those that are made without -long
-	fresh       bool   // gateways remember a path that was narrow, and let one that is so again be for ten minutes: they start anew before
+	short       bool   // tested even without -long
+	fresh       bool   // restart the gateways first: they cache a small path MTU, and would not report it again for ten minutes
 	breaks      func(t *testing.T, s *troubleSite)
 	heals       func(t *testing.T, s *troubleSite)
 }
 
-// take removes an object and remembers it for giveBack.
+// take removes an object and saves it for giveBack.
 func (s *troubleSite) take(t *testing.T, c *fleet.Cluster, o client.Object) {
 	t.Helper()
 	must(t, c.Client.Get(t.Context(), client.ObjectKeyFromObject(o), o))
@@ -193,7 +194,7 @@ func (s *troubleSite) giveBack(t *testing.T, c *fleet.Cluster) {
 	must(t, c.Client.Create(t.Context(), o))
 }
 
-// change changes an object, and remembers for giveBackAs what it was.
+// change changes an object. It retries after conflicts.
 func change[O client.Object](t *testing.T, c *fleet.Cluster, o O, how func(O)) {
 	t.Helper()
 	eventually(t, "a change of "+o.GetName(), func() error {
@@ -205,7 +206,7 @@ func change[O client.Object](t *testing.T, c *fleet.Cluster, o O, how func(O)) {
 	})
 }
 
-// tenant is the namespace of a cluster's peering with another.
+// tenant returns the tenant namespace in a cluster for its peering with another cluster.
 func tenant(t *testing.T, at, with *fleet.Cluster) string {
 	t.Helper()
 	p, err := at.Peering(t.Context(), with)
@@ -229,8 +230,8 @@ func startAll(t *testing.T, c *fleet.Cluster) {
 	}
 }
 
-// hinderAll lets the gateways of a cluster start again under a hindrance; a kubelet would start them
-// again and again.
+// hinderAll restarts all gateways of a cluster after a shell command that breaks them. They may
+// exit, as containers that a kubelet would restart repeatedly.
 func hinderAll(t *testing.T, c *fleet.Cluster, how string) {
 	t.Helper()
 	killAll(t, c)
@@ -249,8 +250,7 @@ func unhinderAll(t *testing.T, c *fleet.Cluster) {
 	startAll(t, c)
 }
 
-// inPeersNetwork is an address in the network under which a sees b's pods, with a network of its
-// own.
+// inPeersNetwork returns an address of b's pods as a sees it, with prefix length 24.
 func inPeersNetwork(t *testing.T, a, b *fleet.Cluster) *netlink.Addr {
 	t.Helper()
 	addr := seen(t, a, b, b.Pods[0].Addr)
@@ -259,7 +259,7 @@ func inPeersNetwork(t *testing.T, a, b *fleet.Cluster) *netlink.Addr {
 	return parsed
 }
 
-// peersNetwork is the network of that address.
+// peersNetwork returns the network of the address that inPeersNetwork returns.
 func peersNetwork(t *testing.T, s *troubleSite) netip.Prefix {
 	t.Helper()
 	return netip.PrefixFrom(seen(t, s.a, s.b, s.b.Pods[0].Addr), 24).Masked()
@@ -276,7 +276,7 @@ func onLoopback(t *testing.T, n *lab.Node, do func(link netlink.Link) error) {
 	}))
 }
 
-// ipCommand runs ip(8) on a machine.
+// ipCommand runs ip(8) on a host.
 func ipCommand(t *testing.T, h *lab.Host, args ...string) {
 	t.Helper()
 	if out, err := h.Command(t.Context(), "ip", args...).CombinedOutput(); err != nil {
@@ -284,7 +284,7 @@ func ipCommand(t *testing.T, h *lab.Host, args ...string) {
 	}
 }
 
-// setting writes below /proc/sys of a machine.
+// setting writes a file below /proc/sys on a host.
 func setting(t *testing.T, h *lab.Host, path, value string) {
 	t.Helper()
 	must(t, h.Do(func() error { return os.WriteFile("/proc/sys/"+path, []byte(value), 0) }))
@@ -298,7 +298,8 @@ func object(namespace, name string) metav1.ObjectMeta {
 	return metav1.ObjectMeta{Namespace: namespace, Name: name}
 }
 
-// dated gives the identity's token other dates: how long ago it was issued, and how long it is good.
+// dated changes the dates in the identity's token: how long ago it was issued, and how long it is
+// still valid.
 func dated(t *testing.T, s *troubleSite, o *corev1.Secret, issued, left time.Duration) {
 	t.Helper()
 	config, err := clientcmd.Load(o.Data[isthmusv1.SecretKubeconfig])
@@ -311,7 +312,7 @@ func dated(t *testing.T, s *troubleSite, o *corev1.Secret, issued, left time.Dur
 	must(t, err)
 }
 
-// peerAgain repairs what `isthmus peer` repairs.
+// peerAgain runs `isthmus peer` again, to repair what this command can repair.
 func peerAgain(t *testing.T, s *troubleSite) {
 	isthmus(t, s.Fleet, "peer", "--context", s.a.Name, "--remote-context", s.b.Name)
 }
@@ -320,7 +321,7 @@ func gatewayService() *corev1.Service {
 	return &corev1.Service{ObjectMeta: object(fleet.Namespace, "isthmus-gateway")}
 }
 
-// gatewayNode is the node of the active gateway.
+// gatewayNode returns the node of the active gateway.
 func gatewayNode(t *testing.T, c *fleet.Cluster) *lab.Node { return c.Nodes[active(t, c)] }
 
 var troubles = []trouble{
@@ -382,8 +383,8 @@ var troubles = []trouble{
 		},
 	},
 	{
-		fault: "the clock of a node is a quarter of an hour behind", says: "that of Node a-node2 is 1", // 15m0s or 14m59s: the API server notes seconds
-		breaks: func(t *testing.T, s *troubleSite) { // as its kubelet tells the API server
+		fault: "the clock of a node is a quarter of an hour behind", says: "that of Node a-node2 is 1", // 15m0s or 14m59s, because the API server records whole seconds
+		breaks: func(t *testing.T, s *troubleSite) { // the kubelet's renewals of the Node's Lease show its clock
 			lease := &coordinationv1.Lease{ObjectMeta: object(corev1.NamespaceNodeLease, s.a.Nodes[1].Name),
 				Spec: coordinationv1.LeaseSpec{HolderIdentity: &s.a.Nodes[1].Name, RenewTime: &metav1.MicroTime{Time: time.Now().Add(-15 * time.Minute)}}}
 			must(t, s.a.Client.Create(t.Context(), lease))
@@ -804,7 +805,7 @@ var troubles = []trouble{
 		breaks: func(t *testing.T, s *troubleSite) {
 			n := s.far(t)
 			answersCome(t, n)
-			s.talk(t, podOn(t, s.a, s.node), seen(t, s.a, s.b, s.b.Pods[0].Addr)) // without traffic nobody misses anything
+			s.talk(t, podOn(t, s.a, s.node), seen(t, s.a, s.b, s.b.Pods[0].Addr)) // without traffic the fault has no effect
 			filter(t, n.Host, "add chain ip fault on { type filter hook input priority 0; }; add rule ip fault on udp dport 4800 drop")
 		},
 		heals: func(t *testing.T, s *troubleSite) { filter(t, s.there().Host, ""); s.pulse() },
@@ -935,7 +936,7 @@ var troubles = []trouble{
 	},
 }
 
-// nodeReady has a kubelet say whether the last node is ready.
+// nodeReady sets the condition Ready of the last node, as its kubelet would.
 func nodeReady(t *testing.T, c *fleet.Cluster, is corev1.ConditionStatus) {
 	t.Helper()
 	var node corev1.Node
@@ -944,7 +945,7 @@ func nodeReady(t *testing.T, c *fleet.Cluster, is corev1.ConditionStatus) {
 	must(t, c.Client.Status().Update(t.Context(), &node))
 }
 
-// image gives the Pod of the last route agent an image.
+// image sets the image of the last route agent's Pod.
 func image(t *testing.T, c *fleet.Cluster, name string) {
 	t.Helper()
 	podImage(t, c, fleet.Agent(len(c.Nodes)-1), name)

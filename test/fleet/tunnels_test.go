@@ -15,8 +15,8 @@ import (
 	"github.com/isthmus-net/isthmus/internal/lab"
 )
 
-// Three clusters whose gateways have three tunnels, two and one: between any two there are as many
-// as both have.
+// The gateways of these three clusters have three, two and one tunnels. Between two clusters, the
+// smaller number is in use.
 func TestTunnels(t *testing.T) {
 	several := func(n int, spec lab.ClusterSpec) lab.ClusterSpec {
 		spec.Tunnels = n
@@ -54,7 +54,7 @@ func TestTunnels(t *testing.T) {
 			}
 		}
 	})
-	withC := "" // tunnels in use between a and c
+	withC := "" // the tunnels in use between a and c
 	used := func(t *testing.T) {
 		t.Helper()
 		for _, tc := range []struct {
@@ -99,10 +99,10 @@ func TestTunnels(t *testing.T) {
 		all(t)
 		during.end(t)
 	})
-	// Gateways one after the other, as a Deployment is updated, then the Service; and the other way
-	// round back.
+	// First restart the gateways one after the other, as an update of the Deployment does, then
+	// change the Service. Revert in the opposite order.
 	t.Run("TheNumberIsChangedWhilePodsTalk", func(t *testing.T) {
-		isthmus(t, f, "unpeer", "--context", "b", "--remote-context", "c") // their tunnels would change, too
+		isthmus(t, f, "unpeer", "--context", "b", "--remote-context", "c") // otherwise their number of tunnels would change, too
 		during := startTraffic(t, a, c)
 		restart := func(n int) {
 			c.SetTunnels(n)
@@ -145,7 +145,7 @@ func TestTunnels(t *testing.T) {
 	})
 }
 
-// endpointOf is a cluster's TunnelEndpoint for another.
+// endpointOf returns a cluster's TunnelEndpoint for another cluster.
 func endpointOf(t *testing.T, at, of *fleet.Cluster) *v1alpha1.TunnelEndpoint {
 	t.Helper()
 	var list v1alpha1.TunnelEndpointList
@@ -156,8 +156,8 @@ func endpointOf(t *testing.T, at, of *fleet.Cluster) *v1alpha1.TunnelEndpoint {
 	return &list.Items[0]
 }
 
-// tunnelsInUse are the numbers of the further tunnels through which a cluster's gateway sends to
-// another cluster.
+// tunnelsInUse returns the numbers of the additional tunnels through which a cluster's gateway
+// sends to another cluster.
 func tunnelsInUse(t *testing.T, at, of *fleet.Cluster) (string, error) {
 	t.Helper()
 	text, err := at.Metrics(t.Context())

@@ -20,8 +20,8 @@ import (
 	"github.com/isthmus-net/isthmus/test/internal/hosts"
 )
 
-// With votes a standby takes over without an API server, and a gateway that most nodes do not hear is silent although it
-// reads and writes the Lease.
+// With votes, a standby takes over without an API server. A gateway that reaches the API server,
+// but not most nodes, must stop forwarding.
 func TestNodesVote(t *testing.T) {
 	f := upWith(t, fleet.Options{Votes: true, Spec: lab.Spec{RPFilter: lab.RPFilterStrict, Clusters: []lab.ClusterSpec{
 		inPods(clusterSpec("10.244.0.0/16", 3)), clusterSpec("10.240.0.0/12", 2),
@@ -29,7 +29,7 @@ func TestNodesVote(t *testing.T) {
 	a, b := f.Clusters[0], f.Clusters[1]
 	peer(t, f, a, b)
 	eventually(t, "votes", func() error { return voting(t, a, 3) })
-	time.Sleep(2 * time.Second) // for agents to read the Service
+	time.Sleep(2 * time.Second) // until agents have read the Service
 	other := func(t *testing.T, was int) {
 		t.Helper()
 		eventually(t, "another active gateway", func() error {
@@ -169,7 +169,8 @@ func TestNodesVote(t *testing.T) {
 				t.Errorf("pings were lost over %v; want at most %v", o.outage, takeover)
 			}
 		}
-		// What nodes sent to the former gateway after it had released the votes is not lost.
+		// The former gateway relays packets that nodes send to it after it has released the votes, so
+		// that they are not lost.
 		if n, err := a.Metric(t.Context(), "isthmus_gateway_relayed_packets_total", `result="taken"`); err != nil || n == 0 {
 			t.Errorf("%v packets of the former gateway were taken: %v", n, err)
 		}
@@ -178,7 +179,7 @@ func TestNodesVote(t *testing.T) {
 	})
 }
 
-// tookOver wants the Lease to say why its holder is active.
+// tookOver waits until the Lease contains the reason why its holder is active.
 func tookOver(t *testing.T, c *fleet.Cluster, reason string) {
 	t.Helper()
 	eventually(t, "the reason of the takeover", func() error {
@@ -192,7 +193,8 @@ func tookOver(t *testing.T, c *fleet.Cluster, reason string) {
 	})
 }
 
-// voting wants so many nodes of a cluster to vote, and everybody to know it.
+// voting returns an error unless the given number of nodes vote, and the Lease, the Services and
+// both gateways show that.
 func voting(t *testing.T, c *fleet.Cluster, want int) error {
 	t.Helper()
 	if list := votersOf(t, c); len(list) != want {
@@ -221,7 +223,7 @@ func voting(t *testing.T, c *fleet.Cluster, want int) error {
 	return nil
 }
 
-// votersOf are the voters that the Lease names.
+// votersOf returns the voters that the Lease lists.
 func votersOf(t *testing.T, c *fleet.Cluster) map[string]netip.Addr {
 	t.Helper()
 	var l coordinationv1.Lease

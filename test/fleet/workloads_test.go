@@ -13,8 +13,8 @@ import (
 	"github.com/isthmus-net/isthmus/internal/fleet"
 )
 
-// wantGateways has a Deployment want that many Pods of the gateway; a negative number: there is none, as otherwise in a
-// fleet. No controller heeds it.
+// wantGateways creates a gateway Deployment with the given number of replicas, which no
+// controller acts on. A negative number deletes it, because a fleet normally has no Deployment.
 func wantGateways(t *testing.T, c *fleet.Cluster, replicas int32) {
 	t.Helper()
 	labels := map[string]string{"app.kubernetes.io/name": "gateway"}
@@ -32,7 +32,8 @@ func wantGateways(t *testing.T, c *fleet.Cluster, replicas int32) {
 
 const pendingGateway = "gateway-pending"
 
-// noStandby replaces the Pod of a's standby by one that waits, with a status as scheduler or kubelet would write it.
+// noStandby replaces the Pod of a's standby by a pending Pod. waits sets its status as the
+// scheduler or a kubelet would.
 func noStandby(t *testing.T, s *troubleSite, waits func(*corev1.PodStatus)) {
 	t.Helper()
 	s.far(t)
@@ -40,7 +41,7 @@ func noStandby(t *testing.T, s *troubleSite, waits func(*corev1.PodStatus)) {
 	must(t, s.a.DeleteGateway(t.Context(), s.node))
 	p := &corev1.Pod{ObjectMeta: object(fleet.Namespace, pendingGateway), Spec: corev1.PodSpec{
 		AutomountServiceAccountToken: new(bool), ServiceAccountName: "isthmus-gateway", Containers: []corev1.Container{{Name: "main", Image: "isthmus"}}}}
-	p.Labels = map[string]string{"app.kubernetes.io/name": "gateway", "app.kubernetes.io/component": "networking"} // as the Deployment does
+	p.Labels = map[string]string{"app.kubernetes.io/name": "gateway", "app.kubernetes.io/component": "networking"} // the labels that the Deployment sets
 	must(t, s.a.Client.Create(t.Context(), p))
 	p.Status.Phase = corev1.PodPending
 	waits(&p.Status)
@@ -54,7 +55,7 @@ func standbyAgain(t *testing.T, s *troubleSite) {
 	must(t, s.a.AddGateway(t.Context(), s.node))
 }
 
-// ended waits until a deleted object is gone.
+// ended waits until a deleted object no longer exists.
 func ended(t *testing.T, c *fleet.Cluster, o client.Object) {
 	t.Helper()
 	eventually(t, "the end of "+o.GetName(), func() error {

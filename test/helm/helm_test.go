@@ -1,5 +1,5 @@
-// Package helm renders the chart of Isthmus by Helm 3 and 4, and compares what comes out with what
-// internal/chart renders.
+// Package helm renders the chart of Isthmus by Helm 3 and 4, and compares the results with those
+// of internal/chart.
 package helm
 
 import (
@@ -25,7 +25,8 @@ import (
 	"github.com/isthmus-net/isthmus/internal/chart"
 )
 
-// objects reads manifests: each object as JSON, whose keys are sorted, by its kind and name.
+// objects parses manifests. It returns each object as JSON with sorted keys, by its kind and
+// name.
 func objects(t *testing.T, text string) map[string]string {
 	t.Helper()
 	all := map[string]string{}
@@ -51,7 +52,7 @@ func objects(t *testing.T, text string) map[string]string {
 
 const folder = "../../deploy/chart/isthmus"
 
-// helms render the chart with values, which they check against its schema.
+// helms render the chart with values, after a check against the chart's schema.
 var helms = map[string]func(values map[string]any) (map[string]string, error){
 	"Helm 3": func(values map[string]any) (map[string]string, error) {
 		c, err := loader3.Load(folder)
@@ -134,8 +135,8 @@ func TestHelmRefusesValuesThatTheChartDoesNotHave(t *testing.T) {
 	}
 }
 
-// `helm upgrade --reuse-values` takes the values of the chart before in place of this one's. What has
-// another name since says so.
+// `helm upgrade --reuse-values` replaces the chart's default values by those of the previous
+// chart version. Rendering must fail with a message for each value that was renamed since.
 func TestHelmExplainsRenamedValues(t *testing.T) {
 	const old = "{cluster: {name: paris, configMap: true}, routeAgent: {maxUnavailable: 10%}, gateway: {}, metrics: {}, networkPolicy: {}, crds: {}, workloads: true}"
 	c3, err := loader3.Load(folder)

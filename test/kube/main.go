@@ -1,11 +1,11 @@
-// Command kube is etcd, kube-apiserver and kube-controller-manager in one binary, for tests and the
-// demo. The name it is called by (a link beside it) chooses the program; the arguments are that
-// program's own.
+// Command kube contains etcd, kube-apiserver and kube-controller-manager, for tests and the demo.
+// The name under which it is called (a link beside it) selects the program. The arguments are
+// those of that program.
 //
-// One binary, because the three share most of their packages: it builds in little more time than
-// the API server alone, and running programs share its pages. It is a module of its own, because
-// k8s.io/kubernetes fixes the versions of all client libraries, and the project's own are newer.
-// Package internal/kubetest builds and starts it.
+// It is one binary, because the three programs share most of their packages. It builds in little
+// more time than the API server alone, and running programs share its memory pages. It is a
+// separate module, because k8s.io/kubernetes fixes the versions of all client libraries, and the
+// main module uses newer ones. Package internal/kubetest builds and starts it.
 package main
 
 import (

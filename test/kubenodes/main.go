@@ -1,9 +1,9 @@
-// Command kubenodes is etcd and all of Kubernetes' programs in one binary, for clusters with real
-// nodes. The name it is called by (a link beside it) chooses the program; the arguments are that
-// program's own.
+// Command kubenodes contains etcd and all programs of Kubernetes, for clusters with real nodes.
+// The name under which it is called (a link beside it) selects the program. The arguments are
+// those of that program.
 //
-// test/kube is the smaller binary that `make test` builds; this one has kubelet, kube-proxy and
-// kube-scheduler besides. Package internal/kubenodes builds and starts it.
+// `make test` builds the smaller test/kube. This binary also has kubelet, kube-proxy and
+// kube-scheduler. Package internal/kubenodes builds and starts it.
 package main
 
 import (

@@ -1,5 +1,5 @@
-// Command kubeoldest contains etcd, kube-apiserver and kube-controller-manager of the oldest Kubernetes
-// that we support. Command test/kube contains those of the newest.
+// Command kubeoldest contains etcd, kube-apiserver and kube-controller-manager of the oldest
+// supported Kubernetes version. Command test/kube contains those of the newest.
 package main
 
 import (

@@ -40,7 +40,8 @@ for clusters whose nodes vote on the active gateway.
 
 `
 
-// Whatever fails, traffic comes back by itself, and nothing leaves in the clear meanwhile.
+// After each fault, traffic must recover without intervention. No packet may leave in the clear
+// meanwhile.
 func TestTrafficComesBackAfterEachFault(t *testing.T) {
 	w := shared.get(t)
 	if !*all {
@@ -80,7 +81,7 @@ func TestTrafficComesBackAfterEachFault(t *testing.T) {
 	}
 }
 
-// A namedFault is a row of docs/faults.md for each cluster.
+// A namedFault is a row of docs/faults.md. It is tested on each cluster.
 type namedFault struct {
 	name string
 	do   fault
@@ -172,12 +173,12 @@ func TestThePageHasTheFaultsOfTheTest(t *testing.T) {
 	for _, f := range faultsOf(t, nil) {
 		want = append(want, f.name+", iptables", f.name+", nftables")
 	}
-	if has = has[min(1, len(has)):]; !slices.Equal(has, want) { // after the head
+	if has = has[min(1, len(has)):]; !slices.Equal(has, want) { // without the heading
 		t.Errorf("docs/faults.md has the rows\n%s\nwant\n%s", strings.Join(has, "\n"), strings.Join(want, "\n"))
 	}
 }
 
-// during lets a flow run while something happens, and for as long as it takes until all is as before.
+// during runs a Flow during do, and afterwards until the clusters have recovered.
 func during(t *testing.T, w *world, do func()) (r probe.FlowReport) {
 	t.Helper()
 	ctx := t.Context()
@@ -213,10 +214,10 @@ func during(t *testing.T, w *world, do func()) (r probe.FlowReport) {
 	return r
 }
 
-// A fault is something that happens to a cluster.
+// A fault is a function that disturbs a cluster.
 type fault = func(context.Context, *kubenodes.Cluster) error
 
-// toActive does something to the active gateway and its node.
+// toActive returns a fault that disturbs the active gateway or its node.
 func toActive(do func(context.Context, *kubenodes.Cluster, *corev1.Pod, *kubenodes.Node) error) fault {
 	return func(ctx context.Context, c *kubenodes.Cluster) error {
 		p, err := c.ActiveGateway(ctx)
@@ -246,7 +247,7 @@ var (
 	})
 )
 
-// loadNow is the load of the machine, as pages say it.
+// loadNow returns the machine's load in the form in which pages show it.
 func loadNow(t *testing.T) string {
 	t.Helper()
 	load, err := os.ReadFile("/proc/loadavg")
@@ -254,7 +255,7 @@ func loadNow(t *testing.T) string {
 	return strings.Join(strings.Fields(string(load))[:2], " and, over five minutes, ")
 }
 
-// nft has a node run rules of nft(8).
+// nft runs nft(8) on a node.
 func nft(ctx context.Context, n *kubenodes.Node, rules string) error {
 	out, err := n.Command(ctx, "nft", rules).CombinedOutput()
 	if err != nil {
@@ -263,7 +264,7 @@ func nft(ctx context.Context, n *kubenodes.Node, rules string) error {
 	return err
 }
 
-// whileFiltered has nodes of a cluster filter packets with a chain of nft(8) for a while.
+// whileFiltered adds an nftables chain on some nodes for a duration.
 func whileFiltered(ctx context.Context, d time.Duration, nodes []*kubenodes.Node, chain string) (err error) {
 	all := func(rules string) {
 		for _, n := range nodes {
@@ -276,14 +277,16 @@ func whileFiltered(ctx context.Context, d time.Duration, nodes []*kubenodes.Node
 	return err
 }
 
-// whileBlocked has all nodes of a cluster forward with a chain of nft(8) for three seconds.
+// whileBlocked returns a fault that adds rules to the forward hook of all nodes for three
+// seconds.
 func whileBlocked(rules string) fault {
 	return func(ctx context.Context, c *kubenodes.Cluster) error {
 		return whileFiltered(ctx, 3*time.Second, c.Nodes, "type filter hook forward priority 0; "+rules)
 	}
 }
 
-// onNodes has all nodes of a cluster run one command, and another one five seconds later; meanwhile is run in between.
+// onNodes returns a fault that runs the command begin on all nodes, then meanwhile after five
+// seconds, then the command end on all nodes.
 func onNodes(begin, end string, meanwhile func() error) fault {
 	return func(ctx context.Context, c *kubenodes.Cluster) (err error) {
 		run := func(line string) {
@@ -303,8 +306,8 @@ func onNodes(begin, end string, meanwhile func() error) fault {
 	}
 }
 
-// sourcesStay says which source a pod of the other cluster sees of pods on each node, where it is not
-// the one that it should be.
+// sourcesStay checks the sources that a pod of the other cluster sees for pods on each node of c.
+// It returns an error for each wrong source.
 func (w *world) sourcesStay(t *testing.T, c *kubenodes.Cluster) (err error) {
 	t.Helper()
 	other := w.a
@@ -331,7 +334,7 @@ func (w *world) sourcesStay(t *testing.T, c *kubenodes.Cluster) (err error) {
 	return err
 }
 
-// whileSlow lets a cluster's API server work for a tenth of the time, while something is done.
+// whileSlow makes a cluster's API server stall nine tenths of the time for d, while do runs.
 func whileSlow(c *kubenodes.Cluster, d time.Duration, do func() error) error {
 	done := make(chan error, 1)
 	begin := time.Now()
@@ -345,14 +348,14 @@ func whileSlow(c *kubenodes.Cluster, d time.Duration, do func() error) error {
 	return errors.Join(err, c.Server.Thaw(), <-done)
 }
 
-// deletePods deletes all Pods of a component.
+// deletePods returns a fault that deletes all Pods of a component.
 func deletePods(component string) fault {
 	return func(ctx context.Context, c *kubenodes.Cluster) error {
 		return c.Client.DeleteAllOf(ctx, &corev1.Pod{}, client.InNamespace(kubenodes.Namespace), client.MatchingLabels{"app.kubernetes.io/name": component})
 	}
 }
 
-// roll replaces all Pods of a workload as `kubectl rollout restart` does.
+// roll returns a fault that replaces all Pods of a workload, like `kubectl rollout restart`.
 func roll(kind, name string) fault {
 	return func(ctx context.Context, c *kubenodes.Cluster) error {
 		return c.Apply(ctx, fmt.Sprintf(`{"apiVersion": "apps/v1", "kind": %q, "metadata": {"name": %q, "namespace": %q}, "spec": {"template": {"metadata": {"annotations": {"kubectl.kubernetes.io/restartedAt": %q}}}}}`,
@@ -360,10 +363,10 @@ func roll(kind, name string) fault {
 	}
 }
 
-// kill kills the processes of a Pod that have a word in their command line, without their knowing.
+// kill sends SIGKILL to the processes of a Pod whose command lines contain a word.
 func kill(p *corev1.Pod, word string) error { return signal(p, word, syscall.SIGKILL) }
 
-// signal sends a signal to the processes of a Pod that have a word in their command line.
+// signal sends a signal to the processes of a Pod whose command lines contain a word.
 func signal(p *corev1.Pod, word string, s syscall.Signal) error {
 	pids, err := processes(p, word)
 	for _, pid := range pids {
@@ -374,7 +377,8 @@ func signal(p *corev1.Pod, word string, s syscall.Signal) error {
 	return err
 }
 
-// processes are those of a Pod that have a word in their command line, one at least.
+// processes returns the processes of a Pod whose command lines contain a word. It returns an
+// error if there are none.
 func processes(p *corev1.Pod, word string) (pids []int, err error) {
 	groups, err := filepath.Glob("/proc/[0-9]*/cgroup")
 	if err != nil {

@@ -24,9 +24,9 @@ import (
 	"github.com/isthmus-net/isthmus/internal/lab"
 )
 
-// The gateway of a hostile peer sends incomplete datagrams to a pod for longer than the 30 s for which a
-// node's kernel keeps their fragments. The fragmented datagrams of another peer and of local pods, which the
-// same kernel reassembles, arrive as in a quiet time.
+// The gateway of a hostile peer sends incomplete datagrams to a pod for longer than the 30 s for
+// which a node's kernel keeps their fragments. Fragmented datagrams of another peer and of local
+// pods, which the same kernel reassembles, must arrive as without the attack.
 //
 //	c's gateway ─ incomplete datagrams ─┐
 //	pod of b ──── 4,000 octets ─────────┴─ a's gateway (a Pod) ═ VXLAN ═ node of a: nf_defrag ─ pod
@@ -68,23 +68,23 @@ func TestIncompleteDatagramsOfOnePeerDoNotBlockReassembly(t *testing.T) {
 	t.Log("\n" + w.page.String())
 }
 
-// flowNames are the honest flows of a fragmentWorld.
+// flowNames are the names of the honest flows in a fragmentWorld.
 var flowNames = [2]string{"another peer", "local pods"}
 
-// fragmentWorld is three clusters: a is joined with b and with the hostile c.
+// fragmentWorld is three clusters. Cluster a is a peer of b and of the hostile c.
 type fragmentWorld struct {
 	set     *kubenodes.Set
 	a, b, c *kubenodes.Cluster
-	gateway *corev1.Pod     // c's
-	node    *kubenodes.Node // of a, on which the pod is that c floods
-	flooded netip.AddrPort  // that pod, as c sees it
-	sources netip.Prefix    // of c's pods
-	flows   [2]fragmentFlow // in the order of flowNames
-	id      uint32          // of the next incomplete datagram
+	gateway *corev1.Pod     // gateway of c
+	node    *kubenodes.Node // node of a with the flooded pod
+	flooded netip.AddrPort  // address of the flooded pod, as c sees it
+	sources netip.Prefix    // PodCIDR of c
+	flows   [2]fragmentFlow // the flows of flowNames
+	id      uint32          // number of the next incomplete datagram
 	page    strings.Builder
 }
 
-// fragmentFlow is a Flow to the flooded pod's node.
+// fragmentFlow is the source and the destination of a Flow to the flooded pod's node.
 type fragmentFlow struct {
 	at   *kubenodes.Node
 	from netip.Addr
@@ -129,17 +129,17 @@ func newFragmentWorld(t *testing.T) *fragmentWorld {
 // fragmentReport is the result of one measurement.
 type fragmentReport struct {
 	flows   [2]flowLoss
-	flooded int // incomplete datagrams
-	failed  int // ReasmFails of the node
-	counted int // inbound packets that the gateway of a dropped
+	flooded int // incomplete datagrams sent
+	failed  int // increase of ReasmFails on the node
+	counted int // increase of inbound drops in the gateway of a
 }
 
-// flowLoss is the sent and the answered datagrams of a flow.
+// flowLoss is the numbers of sent and answered datagrams of a flow.
 type flowLoss struct{ sent, answered int }
 
 func (f flowLoss) lost() float64 { return 1 - float64(f.answered)/float64(max(1, f.sent)) }
 
-// measure runs the honest flows during a flood, and the flood for d.
+// measure runs the honest flows for d. If flood is not nil, it runs at the same time.
 func (w *fragmentWorld) measure(t *testing.T, name string, d time.Duration, flood func(context.Context) (int, error)) (r fragmentReport) {
 	t.Helper()
 	failed, counted := w.reassemblyFailures(t), w.fragmentDrops(t)
@@ -170,9 +170,9 @@ func (w *fragmentWorld) measure(t *testing.T, name string, d time.Duration, floo
 	return r
 }
 
-// flood sends incomplete datagrams of three fragments through c's TUN device, as a gateway that obeys its
-// attacker would: parts are the fragments of each that are sent. It begins where c's engine reads, because
-// the kernel of c's node would keep incomplete datagrams to itself.
+// flood sends incomplete datagrams of three fragments each, as a hostile gateway of c could.
+// parts are the fragments to send of each datagram. flood writes the fragments to c's TUN device,
+// because the kernel of c's node would not forward incomplete datagrams.
 func (w *fragmentWorld) flood(ctx context.Context, rate int, parts [][]int) (sent int, err error) {
 	return sent, w.inGateway(w.c, w.gateway, func() error {
 		fd, err := unix.Socket(unix.AF_PACKET, unix.SOCK_DGRAM|unix.SOCK_CLOEXEC, 0)
@@ -200,8 +200,8 @@ func (w *fragmentWorld) flood(ctx context.Context, rate int, parts [][]int) (sen
 	})
 }
 
-// fragment is one of three fragments of a datagram to the flooded pod. Each datagram has another
-// identification or another pod of c as its source.
+// fragment returns one of the three fragments of a datagram to the flooded pod. Datagrams differ
+// in their identification or in their source, a pod of c.
 func (w *fragmentWorld) fragment(part int) []byte {
 	const size, more = 1200, 0x2000
 	be, b := binary.BigEndian, make([]byte, 20+size)
@@ -230,7 +230,7 @@ func (w *fragmentWorld) fragment(part int) []byte {
 	return b
 }
 
-// inGateway runs f in the network namespace of a gateway's Pod, see lab.Host.Do.
+// inGateway runs f in the network namespace of a gateway's Pod; see lab.Host.Do.
 func (w *fragmentWorld) inGateway(c *kubenodes.Cluster, p *corev1.Pod, f func() error) error {
 	pids, err := processes(p, "gateway")
 	if err != nil {
@@ -249,8 +249,9 @@ func (w *fragmentWorld) inGateway(c *kubenodes.Cluster, p *corev1.Pod, f func() 
 	})
 }
 
-// fragmentDrops is the number of packets that a's gateway has dropped inbound: fragments whose datagram
-// stayed incomplete and, if the machine is busy, messages of the flood before that.
+// fragmentDrops returns the number of inbound packets that a's gateway has dropped. These are
+// fragments of incomplete datagrams. On a busy machine, tunnel messages of the flood may be
+// dropped as well.
 func (w *fragmentWorld) fragmentDrops(t *testing.T) (n int) {
 	t.Helper()
 	p, err := w.a.ActiveGateway(t.Context())
@@ -279,7 +280,7 @@ func (w *fragmentWorld) fragmentDrops(t *testing.T) (n int) {
 	return n
 }
 
-// onNode reads a file of the flooded pod's node, in the node's network namespace.
+// onNode reads a file in the network namespace of the flooded pod's node.
 func (w *fragmentWorld) onNode(t *testing.T, name string) (text string) {
 	t.Helper()
 	must(t, w.node.Do(func() error {
@@ -290,7 +291,7 @@ func (w *fragmentWorld) onNode(t *testing.T, name string) (text string) {
 	return text
 }
 
-// reassemblyFailures is ReasmFails of the flooded pod's node.
+// reassemblyFailures returns the counter ReasmFails of the flooded pod's node.
 func (w *fragmentWorld) reassemblyFailures(t *testing.T) int {
 	t.Helper()
 	var names []string
@@ -315,7 +316,8 @@ func (w *fragmentWorld) reassemblyFailures(t *testing.T) int {
 	return 0
 }
 
-// held is the memory of incomplete datagrams on the flooded pod's node, in octets.
+// held returns the octets of incomplete datagrams that the kernel of the flooded pod's node
+// holds.
 func (w *fragmentWorld) held(t *testing.T) (octets int) {
 	t.Helper()
 	_, line, _ := strings.Cut(w.onNode(t, "sockstat"), "FRAG: ")

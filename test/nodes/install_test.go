@@ -22,15 +22,15 @@ import (
 	"github.com/isthmus-net/isthmus/internal/kubenodes"
 )
 
-// elsewhere are the commands of docs/install.md that this test does not run: they write to this machine's containerd and to a
-// registry.
+// elsewhere matches commands of docs/install.md that this test does not run, because they write
+// to this machine's containerd and to a registry.
 var elsewhere = regexp.MustCompile(`^(make image-load|skopeo )`)
 
-// onEachNode are those that a person runs on nodes.
+// onEachNode matches commands that the page runs on nodes.
 var onEachNode = regexp.MustCompile(`^nft `)
 
-// The commands of docs/install.md do what it says. paris is a cluster as kubeadm makes it, as far as
-// install looks at it: its ConfigMap says the PodCIDR.
+// The commands of docs/install.md have the documented effects. Cluster paris imitates kubeadm as
+// far as install checks that: a ConfigMap contains the PodCIDR.
 func TestInstallPage(t *testing.T) {
 	if fixture.skip != "" {
 		t.Skip(fixture.skip)
@@ -42,7 +42,8 @@ func TestInstallPage(t *testing.T) {
 		t.Skip("needs kubectl (Debian's package kubernetes-client)")
 	}
 	dir := t.TempDir()
-	// The image of the page is the one that the nodes run; the others are what the program and the chart ask for.
+	// The nodes run the image that the page builds. The other names are those that the program and
+	// the chart use by default.
 	build, _, _ := strings.Cut(chapter(t, "install.md", "The image"), "\n")
 	if out, err := exec.CommandContext(t.Context(), "sh", "-exc", "cd ../..\n"+strings.Replace(build, "make ", "make BIN="+dir+" ", 1)).CombinedOutput(); err != nil {
 		t.Fatalf("%v\n%s", err, out)
@@ -73,10 +74,10 @@ data:
   ClusterConfiguration: |
     networking: {podSubnet: `+w.a.PodCIDR.String()+`, serviceSubnet: 10.96.0.0/12}
 `))
-	must(t, startPods(t.Context(), w.a)) // a CNI's bridge and a proxy's rules are there from the first pod on
+	must(t, startPods(t.Context(), w.a)) // creates the CNI's bridge and kube-proxy's rules
 	before := stateOf(t, w.a)
 	sh := &shell{w: w, program: fixture.program}
-	sh.run(t, "kubectl config use-context paris") // the page says the context where it matters
+	sh.run(t, "kubectl config use-context paris") // the page names the context only where it matters
 	ran := map[string]bool{"The image": true}
 	manifests := filepath.Join(dir, "isthmus.yaml")
 	section := func(name string) {
@@ -110,7 +111,7 @@ data:
 		t.Errorf("static manifests:\n%.2000s", text)
 	}
 	section("Priority")
-	section("Upgrade") // the image of the gateways alone
+	section("Upgrade") // upgrades only the gateways' image
 	rolledOut(kubenodes.Namespace)
 	var gateways appsv1.Deployment
 	must(t, w.a.Client.Get(t.Context(), client.ObjectKey{Namespace: kubenodes.Namespace, Name: "isthmus-gateway"}, &gateways))
@@ -176,7 +177,7 @@ data: {CLUSTER_ID: 8f3f0b5c-6b0e-4d53-9b6f-0a3f7b3f6a11, CLUSTER_NAME: paris}
 	}
 }
 
-// definitionsOf are the generations of a cluster's custom resource definitions by their names.
+// definitionsOf returns the generations of a cluster's custom resource definitions, by name.
 func definitionsOf(t *testing.T, c *kubenodes.Cluster) map[string]int64 {
 	t.Helper()
 	list, err := metadata.NewForConfigOrDie(c.Config).Resource(apiextensionsv1.SchemeGroupVersion.WithResource("customresourcedefinitions")).List(t.Context(), metav1.ListOptions{})
@@ -188,7 +189,7 @@ func definitionsOf(t *testing.T, c *kubenodes.Cluster) map[string]int64 {
 	return all
 }
 
-// defaultImage is what the program installs unless told otherwise.
+// defaultImage returns the image that the program installs by default.
 func defaultImage(t *testing.T) string {
 	t.Helper()
 	out, err := exec.CommandContext(t.Context(), fixture.program, "install", "--cluster-name", "x", "--pod-cidr", "10.0.0.0/16", "--print").Output()

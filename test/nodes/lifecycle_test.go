@@ -27,10 +27,10 @@ import (
 	"github.com/isthmus-net/isthmus/internal/lab"
 )
 
-// previous is the version that clusters are upgraded from.
+// previous is the commit of the version from which clusters are upgraded.
 const previous = "34053dc7ba9e3ae7aa36481e215a0c2240320e02"
 
-// The images that docs/lifecycle.md names, and that of the version before.
+// The images of the current and of the previous version. docs/lifecycle.md names the first.
 const (
 	newImage = "registry.example.org/isthmus:v1"
 	oldImage = "registry.example.org/isthmus:v0"
@@ -38,7 +38,7 @@ const (
 
 var lifecyclePlan = plan{
 	name:     "PodCIDRs of different sizes",
-	number:   [2]int{2, 3}, // the Lease decides in one, and nodes vote in the other
+	number:   [2]int{2, 3}, // with two nodes the Lease decides, with three the nodes vote
 	clusters: [2]string{"paris", "oslo"},
 	pods:     [2]string{"10.244.0.0/16", "10.20.0.0/17"},
 	nodes: [2]kubenodes.NodeOptions{
@@ -47,7 +47,8 @@ var lifecyclePlan = plan{
 	},
 }
 
-// The commands of docs/lifecycle.md do what it says, on clusters as they come from an installer.
+// The commands of docs/lifecycle.md have the documented effects, on clusters like those of an
+// installer.
 func TestLifecycle(t *testing.T) {
 	if fixture.skip != "" {
 		t.Skip(fixture.skip)
@@ -85,7 +86,8 @@ func TestLifecycle(t *testing.T) {
 	t.Run("move", func(t *testing.T) {
 		w.lives(t, "gateway moved by hand", func() { today.section(t, "Move the gateway") })
 	})
-	// Nothing has been restored (test/fleet does that): everything is rolled at one moment, and peering again changes nothing.
+	// The restore itself is tested in test/fleet. Here, all components are restarted at the same
+	// time, and peering again must change nothing.
 	t.Run("restart", func(t *testing.T) {
 		w.lives(t, "everything restarted", func() { today.section(t, "Restore") })
 		w.lives(t, "everything of both restarted at once", func() {
@@ -106,7 +108,7 @@ for component in daemonset/isthmus-route-agent deployment/isthmus-manager deploy
 		today.run(t, "kubectl --context oslo delete namespace isthmus-system --timeout=5m")
 		today.run(t, lineWith(t, chapter(t, "lifecycle.md", "Install"), "isthmus install --context oslo "))
 		w.meet(t)
-		during(t, w, func() {}) // packets pass
+		during(t, w, func() {}) // wait for traffic
 		w.noPlaintext(t)
 	})
 	w.part(t)
@@ -121,7 +123,7 @@ for component in daemonset/isthmus-route-agent deployment/isthmus-manager deploy
 	})
 }
 
-// buildHelm returns a folder with Helm.
+// buildHelm returns the path of a folder with the helm program.
 func buildHelm(t *testing.T) string {
 	t.Helper()
 	helm := filepath.Join(t.TempDir(), "helm")
@@ -131,7 +133,7 @@ func buildHelm(t *testing.T) string {
 	return filepath.Dir(helm)
 }
 
-// lifecycleWorld is clusters with test pods and without Isthmus.
+// lifecycleWorld creates clusters with test pods and without Isthmus.
 func lifecycleWorld(t *testing.T, old string) *world {
 	t.Helper()
 	ctx, dir := t.Context(), t.TempDir()
@@ -159,12 +161,12 @@ func lifecycleWorld(t *testing.T, old string) *world {
 		must(t, startPods(ctx, c))
 		var system corev1.Namespace
 		must(t, c.Client.Get(ctx, client.ObjectKey{Name: metav1.NamespaceSystem}, &system))
-		c.ID = string(system.UID) // what is installed without --cluster-id has
+		c.ID = string(system.UID) // the default cluster ID without --cluster-id
 	}
 	return w
 }
 
-// buildPrevious builds the program of the version before from the repository's history.
+// buildPrevious builds the program of the previous version from the repository's history.
 func buildPrevious(ctx context.Context, dir string) (program string, err error) {
 	if err := os.MkdirAll(dir, 0o755); err != nil {
 		return "", err
@@ -178,7 +180,8 @@ CGO_ENABLED=0 go build -C "$2" -trimpath -ldflags="-s -w" -o "$2/bin/isthmus" ./
 	return filepath.Join(dir, "bin", "isthmus"), nil
 }
 
-// meet waits until the clusters are peered, and watches for what is in the clear from then on.
+// meet waits until the clusters are peered. From then on, the sniffer watches for packets in the
+// clear.
 func (w *world) meet(t *testing.T) {
 	t.Helper()
 	ctx := t.Context()
@@ -188,7 +191,7 @@ func (w *world) meet(t *testing.T) {
 	must(t, w.b.Watch(ctx, w.sniffer, w.a))
 }
 
-// part ends the watch: what was granted is released next.
+// part ends the sniffer's watch before the peers' networks are released.
 func (w *world) part(t *testing.T) {
 	t.Helper()
 	w.noPlaintext(t)
@@ -197,10 +200,11 @@ func (w *world) part(t *testing.T) {
 	}
 }
 
-// tooLong is a pause in seconds that a planned change should not cause; what went on is then said.
+// tooLong is the longest acceptable pause of a planned change, in seconds. After a longer pause,
+// logs are printed.
 const tooLong = 1.0
 
-// lives wants the connection to live through something, and nothing to be in the clear.
+// lives checks that the connection survives do, and that no packet is in the clear.
 func (w *world) lives(t *testing.T, what string, do func()) {
 	t.Helper()
 	var told []func() string
@@ -230,9 +234,9 @@ func (w *world) lives(t *testing.T, what string, do func()) {
 	w.noPlaintext(t)
 }
 
-// upgrade replaces components one by one in one cluster, so that each has worked beside those of the
-// version before, and then runs the commands of the page. Definitions and rights come first, as they do
-// there: they fit both versions.
+// upgrade first replaces the components of one cluster one by one, so that each new component
+// works beside old ones. Then it runs the commands of the page. As there, CRDs and RBAC objects
+// come first, because they are compatible with both versions.
 func (w *world) upgrade(t *testing.T, sh *shell) {
 	t.Helper()
 	sh.run(t, "kubectl --context oslo apply --server-side --force-conflicts -f deploy/crds -f deploy/rbac")
@@ -245,7 +249,7 @@ func (w *world) upgrade(t *testing.T, sh *shell) {
 	w.lives(t, "upgrade of both", func() { w.managersStay(t, sh, func() { sh.section(t, "Upgrade") }) })
 }
 
-// managersStay wants `isthmus diagnose` to call no manager broken, whenever it is asked while do runs.
+// managersStay checks that `isthmus diagnose` never reports a manager as broken while do runs.
 func (w *world) managersStay(t *testing.T, sh *shell, do func()) {
 	t.Helper()
 	ctx, stop := context.WithCancel(t.Context())
@@ -260,12 +264,12 @@ func (w *world) managersStay(t *testing.T, sh *shell, do func()) {
 	}()
 	group.Go(func() {
 		for ctx.Err() == nil {
-			out, _ := w.set.Command(ctx, sh.program, "diagnose", "--context", w.a.Name, "--remote-context", w.b.Name, "-o", "json").Output() // 1: something is broken
+			out, _ := w.set.Command(ctx, sh.program, "diagnose", "--context", w.a.Name, "--remote-context", w.b.Name, "-o", "json").Output() // exit code 1 means that something is broken
 			var d struct {
 				Hops []struct{ Cluster, Hop, State, Text string }
 			}
 			if json.Unmarshal(out, &d) != nil {
-				continue // the end interrupted it
+				continue // the command was canceled
 			}
 			asked++
 			for _, h := range d.Hops {
@@ -278,14 +282,15 @@ func (w *world) managersStay(t *testing.T, sh *shell, do func()) {
 	do()
 }
 
-// A shell runs commands of the documentation.
+// A shell runs commands of the documents.
 type shell struct {
 	w       *world
-	program string // isthmus
-	beside  string // a folder with further programs
+	program string // path of isthmus
+	beside  string // folder with further programs
 }
 
-// run runs lines of a shell in the repository's folder, from where all API servers are reached.
+// run runs a shell script in the repository's folder, in a network from which all API servers are
+// reachable.
 func (s *shell) run(t *testing.T, lines string) {
 	t.Helper()
 	cmd := s.w.set.Command(t.Context(), "sh", "-exc", "cd ../..\n"+lines)
@@ -297,13 +302,14 @@ func (s *shell) run(t *testing.T, lines string) {
 	t.Logf("%.1f s: %s", time.Since(begin).Seconds(), strings.ReplaceAll(lines, "\n", "; "))
 }
 
-// section runs the commands of a chapter of docs/lifecycle.md; replace are pairs of texts.
+// section runs the commands of a chapter of docs/lifecycle.md. replace has pairs of an old and a
+// new text.
 func (s *shell) section(t *testing.T, name string, replace ...string) {
 	t.Helper()
 	s.run(t, strings.NewReplacer(replace...).Replace(chapter(t, "lifecycle.md", name)))
 }
 
-// chapter is the commands of a chapter of a page in docs, a line each.
+// chapter returns the commands of a chapter of a page in docs, one per line.
 func chapter(t *testing.T, page, name string) string {
 	t.Helper()
 	text, err := os.ReadFile(filepath.Join("../../docs", page))
@@ -322,7 +328,7 @@ func chapter(t *testing.T, page, name string) string {
 	return lines.String()
 }
 
-// lineWith is the one line of a chapter that begins so.
+// lineWith returns the line of a chapter that begins with a text.
 func lineWith(t *testing.T, lines, begin string) string {
 	t.Helper()
 	for line := range strings.Lines(lines) {
@@ -334,17 +340,18 @@ func lineWith(t *testing.T, lines, begin string) string {
 	return ""
 }
 
-// A state is what a cluster has: its objects, and the networks of its nodes.
+// A state is the set of a cluster's objects and of its nodes' network settings, each as a line of
+// text.
 type state map[string]bool
 
-// kept are the kinds that the API server, its controllers and kubelets keep for themselves.
+// kept lists kinds that the API server, its controllers and kubelets change all the time.
 var kept = []string{"Event", "Lease", "EndpointSlice", "Endpoints", "ControllerRevision", "PodMetrics", "NodeMetrics"}
 
-// commands show the network of a node, each line by itself.
+// commands print the network settings of a node, one per line.
 var commands = []string{"ip -o link", "ip -o addr", "ip route show table all", "ip -6 route show table all", "ip rule", "ip -6 rule", "nft list ruleset", "iptables-save"}
 
-// volatile is what differs between two looks at the same: counters, times, numbers of devices, and
-// the devices of pods.
+// volatile matches text that differs between two outputs of an unchanged state: counters, times,
+// device numbers, and the devices of pods.
 var volatile = regexp.MustCompile(`counter packets \d+ bytes \d+|\[\d+:\d+\]|^\d+: |expires \S+|valid_lft.*|^#.*|@if\d+| state \w+|proto kernel|pref medium`)
 
 func stateOf(t *testing.T, c *kubenodes.Cluster) state {
@@ -362,7 +369,7 @@ func stateOf(t *testing.T, c *kubenodes.Cluster) state {
 			}
 			found, err := objects.Resource(version.WithResource(r.Name)).List(t.Context(), metav1.ListOptions{})
 			if err != nil {
-				continue // a kind that has just gone
+				continue // the kind was just deleted
 			}
 			for _, o := range found.Items {
 				all[fmt.Sprintf("object: %s %s/%s", r.Kind, o.Namespace, o.Name)] = true
@@ -386,7 +393,7 @@ func stateOf(t *testing.T, c *kubenodes.Cluster) state {
 	return all
 }
 
-// same waits until a cluster is as it was.
+// same waits until a cluster is in the same state as before.
 func (before state) same(t *testing.T, c *kubenodes.Cluster) {
 	t.Helper()
 	var left []string

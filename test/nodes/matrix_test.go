@@ -16,7 +16,7 @@ import (
 	"github.com/isthmus-net/isthmus/internal/kubenodes/probe"
 )
 
-// traffic is what each cell sends.
+// traffic lists the probes of each cell.
 var traffic = []struct {
 	name     string
 	protocol string
@@ -24,12 +24,13 @@ var traffic = []struct {
 }{
 	{"TCP", probe.TCP, 1000},
 	{"UDP", probe.UDP, 100},
-	{"UDP, 4,000 octets", probe.UDP, 4000}, // more than any MTU here: fragments
+	{"UDP, 4,000 octets", probe.UDP, 4000}, // larger than any MTU here, so it is fragmented
 	{"ICMP", probe.ICMP, 56},
 }
 
-// Each cell is a question and an answer: the receiver has to see the source that docs/nat.md promises,
-// the sender an answer from where it asked, of the size of the question.
+// Each cell is a request and its answer. The receiver must see the source that docs/nat.md
+// promises. The sender must get an answer of the request's size from the address to which it sent
+// the request.
 func TestEveryCellOfTheMatrix(t *testing.T) {
 	w := shared.get(t)
 	page := matrixPage(t, w)
@@ -42,7 +43,7 @@ func TestEveryCellOfTheMatrix(t *testing.T) {
 	}
 }
 
-// hostPlan has the gateways of one cluster on the network of their nodes, and networks of different
+// hostPlan has the gateways of one cluster on their nodes' networks, and PodCIDRs of different
 // sizes.
 var hostPlan = plan{
 	name: "host network, PodCIDRs of different sizes",
@@ -53,7 +54,8 @@ var hostPlan = plan{
 	},
 }
 
-// The same cells with a gateway on its node's network beside one that is a Pod.
+// The cells are the same, with gateways on the host network in one cluster and gateway Pods in
+// the other.
 func TestEveryCellWithAHostNetworkGateway(t *testing.T) {
 	if fixture.skip != "" {
 		t.Skip(fixture.skip)
@@ -86,7 +88,7 @@ A CNI that masquerades what pods send to the networks of peers does not hide the
 
 `
 
-// matrixPage fills in all cells and returns them as a page.
+// matrixPage tests all cells and returns the page with the results.
 func matrixPage(t *testing.T, w *world) string {
 	t.Helper()
 	var page strings.Builder
@@ -124,14 +126,14 @@ var masquerades = map[kubenodes.Masquerade]string{
 	kubenodes.MasqueradePublic: "what leaves it, but not for 10.0.0.0/8",
 }
 
-// placed is a node and what it is called.
+// placed is a node with its description in the page.
 type placed struct {
 	*kubenodes.Node
 
 	name string
 }
 
-// byGateway returns the node of the active gateway and another one.
+// byGateway returns the node of the active gateway and another node.
 func byGateway(t *testing.T, c *kubenodes.Cluster) []placed {
 	t.Helper()
 	gateway, err := c.ActiveGateway(t.Context())
@@ -149,7 +151,7 @@ func otherThan(n *kubenodes.Node, c *kubenodes.Cluster) *kubenodes.Node {
 	return c.Nodes[0]
 }
 
-// cellOf sends one probe and says which source the receiver saw.
+// cellOf sends one probe and returns the source that the receiver saw, in the words of the page.
 func cellOf(t *testing.T, w *world, from, to *kubenodes.Cluster, k kind, source, destination *kubenodes.Node, protocol string, size int) string {
 	t.Helper()
 	ctx := t.Context()
@@ -181,7 +183,7 @@ func cellOf(t *testing.T, w *world, from, to *kubenodes.Cluster, k kind, source,
 	return name
 }
 
-// shown is the source that a receiver has to see, and what it is.
+// shown returns the source that a receiver must see, and its description in the page.
 func shown(t *testing.T, w *world, from, to *kubenodes.Cluster, k kind, source *kubenodes.Node) (addr netip.Addr, name string) {
 	t.Helper()
 	if k == pod {
@@ -196,8 +198,8 @@ func shown(t *testing.T, w *world, from, to *kubenodes.Cluster, k kind, source *
 	return seen.Addr(), "network"
 }
 
-// pinged returns the source of a ping as its receiver saw it. The kernel answers a ping, so the
-// receiver may see it after its sender has the answer.
+// pinged returns the source of a ping as its receiver saw it. The receiver's kernel answers the
+// ping, so its Server may record the ping after the sender has got the answer.
 func pinged(ctx context.Context, n *kubenodes.Node, receiver netip.Addr, token string) (addr netip.Addr, err error) {
 	var pings map[string]string
 	err = wait.PollUntilContextTimeout(ctx, 20*time.Millisecond, patience, true, func(ctx context.Context) (bool, error) {

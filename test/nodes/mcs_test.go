@@ -27,12 +27,12 @@ import (
 
 var suite = flag.String("suite", "", "a checkout of kubernetes-sigs/mcs-api, whose conformance suite is run (make test-mcs)")
 
-// ofPods is the one spec that cannot pass where addresses are translated: it expects the importer's DNS to return the
-// addresses that pods have in the exporting cluster.
+// ofPods is the only spec that cannot pass with address translation: it expects that the
+// importer's DNS returns the addresses that pods have in the exporting cluster.
 const ofPods = "headless service should return the ready endpoint addresses of all the backing pods"
 
-// The conformance suite of the Multi-Cluster Services API, unmodified, from the checkout that -suite names.
-// docs/mcs-conformance.md shows the results.
+// This test runs the unmodified conformance suite of the Multi-Cluster Services API, from the
+// checkout given by -suite. docs/mcs-conformance.md shows the results.
 func TestConformanceOfMultiClusterServices(t *testing.T) {
 	if *suite == "" {
 		t.Skip("it needs the suite: -suite PATH (make test-mcs SUITE=PATH)")
@@ -45,11 +45,12 @@ func TestConformanceOfMultiClusterServices(t *testing.T) {
 	for _, c := range []struct {
 		name  string
 		pods  [2]string
-		upper bool // pods of b have other addresses than those of a
+		upper bool // pods of b have different addresses than those of a
 		fails string
 	}{
 		{name: "disjoint PodCIDRs", pods: [2]string{"10.244.0.0/16", "10.20.0.0/16"}},
-		// A spec that expects the address of a pod of a would pass by accident if a pod of b with that address answered.
+		// With equal addresses, a spec that expects the address of a pod of a could pass by accident,
+		// if a pod of b with that address answered.
 		{name: "the same PodCIDR, no address used twice", pods: samePlan.pods, upper: true, fails: ofPods},
 		{name: "the same PodCIDR, addresses used twice", pods: samePlan.pods, fails: ofPods},
 	} {
@@ -94,7 +95,7 @@ func TestConformanceOfMultiClusterServices(t *testing.T) {
 			if len(specs) != 27 {
 				t.Errorf("%d specs, want 27", len(specs))
 			}
-			if c.fails != "" { // the same spec, with the expected addresses from the EndpointSlice
+			if c.fails != "" { // repeat that spec with the expected addresses from the EndpointSlice
 				must(t, buildSuite(t.Context(), program, "-overlay", expectingSlices(t, dir)))
 				specs := w.runSuite(t, program, "-ginkgo.focus", regexp.QuoteMeta(c.fails))
 				if len(specs) != 1 || !specs[0].Passed {
@@ -106,7 +107,8 @@ func TestConformanceOfMultiClusterServices(t *testing.T) {
 	}
 }
 
-// waitNames waits until CoreDNS of both clusters answers for clusterset.local. New Pods have the new Corefile at once.
+// waitNames waits until CoreDNS of both clusters answers for clusterset.local. It recreates the
+// Pods of CoreDNS, because new Pods read the new Corefile at once.
 func (w *world) waitNames(t *testing.T) {
 	t.Helper()
 	for _, c := range w.set.Clusters {
@@ -132,7 +134,8 @@ type spec struct {
 	Message         string
 }
 
-// runSuite runs the suite and returns the specs that it did not skip. Of its two clusters a exports, and at times b as well.
+// runSuite runs the suite and returns the specs that were not skipped. In the suite, cluster a
+// exports, and in some specs also b.
 func (w *world) runSuite(t *testing.T, program string, flags ...string) (specs []spec) {
 	t.Helper()
 	dir := t.TempDir()
@@ -168,7 +171,8 @@ func (w *world) runSuite(t *testing.T, program string, flags ...string) (specs [
 	return specs
 }
 
-// addressesOfSuite notes the addresses of the suite's pods until the function is called that returns them.
+// addressesOfSuite records the addresses of the suite's pods until the returned function is
+// called, which returns them.
 func addressesOfSuite(t *testing.T, c *kubenodes.Cluster) func() []netip.Addr {
 	t.Helper()
 	ctx, cancel := context.WithCancel(t.Context())
@@ -198,7 +202,7 @@ func addressesOfSuite(t *testing.T, c *kubenodes.Cluster) func() []netip.Addr {
 	}
 }
 
-// buildSuite builds the suite as its own module says.
+// buildSuite builds the suite with the dependencies of its own module.
 func buildSuite(ctx context.Context, program string, flags ...string) error {
 	args := append([]string{"test", "-c", "-trimpath", "-o", program}, flags...)
 	cmd := exec.CommandContext(ctx, "go", append(args, ".")...)
@@ -210,8 +214,8 @@ func buildSuite(ctx context.Context, program string, flags ...string) error {
 	return nil
 }
 
-// expectingSlices returns a file for -overlay: with it, ofPods takes the expected addresses from the EndpointSlice in
-// the cluster that asks. The checkout is not changed.
+// expectingSlices returns a file for the flag -overlay of go build. It changes ofPods to expect
+// the addresses in the EndpointSlice of the importing cluster. The checkout stays unmodified.
 func expectingSlices(t *testing.T, dir string) string {
 	t.Helper()
 	file, err := filepath.Abs(filepath.Join(*suite, "conformance", "headless_service_dns.go"))
@@ -240,22 +244,23 @@ func expectingSlices(t *testing.T, dir string) string {
 	return overlay
 }
 
-// suiteImages are the images that the suite's pods run, and the programs that it calls in them: by the name in the
-// image, the name on this machine.
+// suiteImages maps the images of the suite's pods to the programs that the suite calls in them.
+// The key is the name in the image, the value the name on this machine.
 var suiteImages = map[string]map[string]string{
 	"docker.io/alpine/socat:1.7.4.4":    {"sh": "dash", "socat": "socat", "grep": "grep", "tr": "tr", "awk": "awk"},
 	"docker.io/nicolaka/netshoot:v0.15": {"sh": "dash", "nc": "nc.openbsd", "nslookup": "nslookup", "grep": "grep", "tail": "tail", "awk": "awk", "sleep": "sleep"},
 }
 
-// imageOfPrograms writes an archive of an image with programs of this machine and the libraries they are linked with.
+// imageOfPrograms writes the archive of an image with programs of this machine and the libraries
+// to which they are linked.
 func imageOfPrograms(ctx context.Context, archive, ref string, programs map[string]string) (err error) {
-	content := map[string]string{} // by path in the image, the path on this machine
+	content := map[string]string{} // path on this machine by path in the image
 	for name, program := range programs {
 		path, err := exec.LookPath(program)
 		if err != nil {
 			return fmt.Errorf("%w (make deps-mcs installs it)", err)
 		}
-		content["/"+name] = path // the image's PATH is /
+		content["/"+name] = path // PATH in the image is /
 		if name == "sh" {
 			content["/bin/sh"] = path
 		}

@@ -63,14 +63,14 @@ kube-proxy has this property, even without Isthmus.
 `
 
 const (
-	// gone is how long a row keeps something away that it brings back.
+	// gone is the duration for which a fault removes a component.
 	gone = 25 * time.Second
-	// goneLong is longer than connection tracking remembers connections without an answer.
+	// goneLong is longer than connection tracking remembers unanswered connections.
 	goneLong = 150 * time.Second
 )
 
-// The name of a service that two clusters export is answered as long as one of them serves it, but for the time until
-// the other one's endpoints leave.
+// If two clusters export a service, its name must be answered as long as one of them serves it.
+// The only exception is the time until the failed exporter's endpoints are removed.
 func TestServicesByNameSurviveFaults(t *testing.T) {
 	w := namesWorld(t, samePlan)
 	ctx := t.Context()
@@ -78,7 +78,7 @@ func TestServicesByNameSurviveFaults(t *testing.T) {
 	must(t, w.set.Peer(ctx, fixture.program, w.a, w.b, "--services", "default"))
 	seen, _, err := w.a.Networks(ctx, w.b)
 	must(t, err)
-	others := []netip.Prefix{netip.MustParsePrefix("10.98.0.0/16"), netip.MustParsePrefix("10.99.0.0/16")} // of b in a, by the rows that change it
+	others := []netip.Prefix{netip.MustParsePrefix("10.98.0.0/16"), netip.MustParsePrefix("10.99.0.0/16")} // networks of b in a, set by rows that change it
 	if slices.Contains(others, seen) {
 		t.Fatalf("b has %v in a from the start", seen)
 	}
@@ -108,7 +108,7 @@ func TestServicesByNameSurviveFaults(t *testing.T) {
 		name  string
 		do    func(context.Context) error
 		after serving
-		ports string // "kernel": the kernel chooses those of the client
+		ports string // source ports of the client; "kernel": chosen by the kernel
 	}{
 		{"nothing, for comparison", func(context.Context) error { return nil }, bothServe, ""},
 		{"both gateways of b killed by SIGKILL", func(ctx context.Context) error { return killAll(ctx, w.b, "gateway") }, bothServe, ""},
@@ -169,10 +169,10 @@ func TestServicesByNameSurviveFaults(t *testing.T) {
 	}
 }
 
-// serving is what clusters do for the service.
+// serving is the expected state of the service.
 type serving struct {
 	peered         bool
-	export, answer []string // clusters; answer a pod of a
+	export, answer []string // clusters that export; clusters that answer a pod of a
 }
 
 var (
@@ -181,7 +181,8 @@ var (
 	apart     = serving{false, []string{"a", "b"}, []string{"a"}}
 )
 
-// exportShop makes a Service with two pods, which answer with the cluster's name, and exports it.
+// exportShop creates a Service with two pods, which answer with the cluster's name, and exports
+// the Service.
 func exportShop(ctx context.Context, c *kubenodes.Cluster) error {
 	return c.Apply(ctx, fmt.Sprintf(`
 apiVersion: apps/v1
@@ -212,7 +213,7 @@ metadata: {name: shop, namespace: default}
 `, kubenodes.TestImage, port, c.Name))
 }
 
-// A shopper is the pod that asks.
+// A shopper is the pod that sends requests to the service.
 type shopper struct {
 	w   *world
 	at  *kubenodes.Node
@@ -230,18 +231,18 @@ func (s *shopper) since(t *testing.T, begin time.Time) (all []probe.LoadSecond) 
 	return all
 }
 
-// calm is for how many seconds nothing fails before all is as it should be.
+// calm is the number of seconds without failures after which the service counts as recovered.
 const calm = 10
 
-// steady waits, from a time on, until for some whole seconds no request has failed and exactly the given clusters
-// have answered.
+// steady waits until there are calm whole seconds after a time in which no request failed and
+// exactly the given clusters answered.
 func (s *shopper) steady(t *testing.T, from time.Time, clusters ...string) {
 	t.Helper()
 	from = from.Truncate(time.Second).Add(time.Second)
 	var last []probe.LoadSecond
 	err := wait.PollUntilContextTimeout(t.Context(), 500*time.Millisecond, patience, true, func(context.Context) (bool, error) {
 		all := s.since(t, from)
-		whole := all[:max(0, len(all)-2)] // requests of the others go on
+		whole := all[:max(0, len(all)-2)] // in the last two seconds, requests may still be running
 		last = whole[max(0, len(whole)-calm):]
 		for _, second := range last {
 			if len(second.Failed) > 0 || !slices.Equal(slices.Sorted(maps.Keys(second.Answered)), clusters) {
@@ -255,11 +256,11 @@ func (s *shopper) steady(t *testing.T, from time.Time, clusters ...string) {
 	}
 }
 
-// A shopping is what requests did during a fault.
+// A shopping is the result of the requests during a fault.
 type shopping struct {
 	asked, failed, seconds int
-	last                   time.Duration // from the fault to the last request that failed
-	leaves, back           time.Duration // of cluster b; zero: it did not
+	last                   time.Duration // time from the fault to the last failed request
+	leaves, back           time.Duration // times at which cluster b stopped and resumed answering; zero: it did not
 }
 
 func (r shopping) String() string {
@@ -276,10 +277,10 @@ func (r shopping) String() string {
 	return fmt.Sprintf("%d | %d | %d | %s | %s | %s", r.asked, r.failed, r.seconds, last, at(r.leaves), at(r.back))
 }
 
-// during lets a fault happen and waits until the given clusters answer again.
+// during causes a fault and waits until the given clusters answer again.
 func (s *shopper) during(t *testing.T, do func(context.Context) error, then []string) (r shopping) {
 	t.Helper()
-	away := true // b, before the fault
+	away := true // b did not answer before the fault
 	for _, second := range s.since(t, time.Now().Add(-3*time.Second)) {
 		away = away && second.Answered["b"] == 0
 	}
@@ -336,7 +337,7 @@ func killAll(ctx context.Context, c *kubenodes.Cluster, component string) error 
 	return err
 }
 
-// away has a Deployment have no Pods for a while.
+// away returns a function that scales a Deployment to zero for a duration.
 func away(c *kubenodes.Cluster, name string, d time.Duration) func(context.Context) error {
 	return func(ctx context.Context) error {
 		scale := func(n int) error {
@@ -350,7 +351,7 @@ func away(c *kubenodes.Cluster, name string, d time.Duration) func(context.Conte
 	}
 }
 
-// whileCut drops all UDP between the nodes of both clusters for a while.
+// whileCut drops all UDP between the nodes of both clusters for a duration.
 func (w *world) whileCut(ctx context.Context, d time.Duration) (err error) {
 	run := func(n *kubenodes.Node, rules string) { err = errors.Join(err, nft(ctx, n, rules)) }
 	for _, pair := range [][2]*kubenodes.Cluster{{w.a, w.b}, {w.b, w.a}} {
@@ -371,7 +372,7 @@ func (w *world) whileCut(ctx context.Context, d time.Duration) (err error) {
 	return err
 }
 
-// override has a use a network for the pods of b, as soon as there is a Peering.
+// override sets the network that a uses for the pods of b, as soon as a has a Peering.
 func (w *world) override(ctx context.Context, network netip.Prefix) error {
 	ctx, cancel := context.WithTimeout(ctx, patience)
 	defer cancel()
@@ -408,7 +409,8 @@ func (w *world) unpeer(t *testing.T) func(context.Context) error {
 	}
 }
 
-// sharedIn is what a cluster has of the service, by kind, endpoints by exporter.
+// sharedIn counts a cluster's objects for the service: objects by kind, and endpoints by
+// exporter.
 func sharedIn(ctx context.Context, c *kubenodes.Cluster) (map[string]int, error) {
 	ours := client.HasLabels{isthmus.LabelService}
 	var endpoints discoveryv1.EndpointSliceList
@@ -423,7 +425,8 @@ func sharedIn(ctx context.Context, c *kubenodes.Cluster) (map[string]int, error)
 	return all, err
 }
 
-// left waits until both clusters have of the service what they should. It returns what they have more.
+// left waits until both clusters have the expected objects for the service. It returns additional
+// objects.
 func (w *world) left(t *testing.T, s serving) string {
 	t.Helper()
 	var left, lacking []string

@@ -21,7 +21,7 @@ import (
 	"github.com/isthmus-net/isthmus/internal/kubenodes/probe"
 )
 
-// namesWorld is two clusters with CoreDNS and images, without Isthmus.
+// namesWorld creates two clusters with CoreDNS and images, without Isthmus.
 func namesWorld(t *testing.T, p plan, images ...string) *world {
 	t.Helper()
 	if fixture.skip != "" {
@@ -55,7 +55,7 @@ func namesWorld(t *testing.T, p plan, images ...string) *world {
 	return w
 }
 
-// corefileOf is the Corefile of a cluster's CoreDNS.
+// corefileOf returns the Corefile of a cluster's CoreDNS.
 func corefileOf(t *testing.T, c *kubenodes.Cluster) string {
 	t.Helper()
 	var m corev1.ConfigMap
@@ -63,7 +63,8 @@ func corefileOf(t *testing.T, c *kubenodes.Cluster) string {
 	return m.Data["Corefile"]
 }
 
-// fetchByName has a pod fetch octets from a name, until it gets them: CoreDNS learns late of names.
+// fetchByName makes a pod fetch octets from a host name. It retries, because CoreDNS learns new
+// names with a delay.
 func fetchByName(t *testing.T, from *kubenodes.Cluster, n *kubenodes.Node, name string) error {
 	t.Helper()
 	own, err := address(t.Context(), from, podName(pod, n))
@@ -84,8 +85,8 @@ func fetchByName(t *testing.T, from *kubenodes.Cluster, n *kubenodes.Node, name 
 	}
 }
 
-// Pods resolve names of imported services by the cluster's own CoreDNS as soon as the Corefile says so, and
-// all is as before when Isthmus is gone.
+// Pods resolve names of imported services by the cluster's own CoreDNS once the Corefile has the
+// zone. The uninstallation restores the previous state.
 func TestNamesOfImportedServicesAreResolvedUntilUninstall(t *testing.T) {
 	w := namesWorld(t, samePlan)
 	before := map[*kubenodes.Cluster]state{w.a: stateOf(t, w.a), w.b: stateOf(t, w.b)}
@@ -99,7 +100,7 @@ func TestNamesOfImportedServicesAreResolvedUntilUninstall(t *testing.T) {
 		t.Errorf("the Corefile is\n%s", got)
 	}
 	must(t, w.set.Install(t.Context(), fixture.program, "--configure-dns"))
-	for deadline := time.Now().Add(patience); ; time.Sleep(2 * time.Second) { // until CoreDNS has read it
+	for deadline := time.Now().Add(patience); ; time.Sleep(2 * time.Second) { // until CoreDNS has reloaded the Corefile
 		if out, code := w.isthmus(t, "diagnose", "--context", "a"); code == 0 && strings.Contains(out, "CoreDNS answers for clusterset.local") {
 			break
 		}
@@ -123,7 +124,7 @@ func TestNamesOfImportedServicesAreResolvedUntilUninstall(t *testing.T) {
 		}
 	}
 	before[w.b].same(t, w.b)
-	// What a person has stored stays, and its definition with it.
+	// Objects of the user, and the CRD of their kind, must remain.
 	var left []string
 	for line := range stateOf(t, w.a) {
 		if !before[w.a][line] && strings.HasPrefix(line, "object: CustomResourceDefinition") {
@@ -137,7 +138,7 @@ func TestNamesOfImportedServicesAreResolvedUntilUninstall(t *testing.T) {
 	must(t, fetchByName(t, w.a, w.a.Nodes[0], "hand.default.svc.cluster.local"))
 }
 
-// importByHand makes what a controller of another implementation makes, for one pod.
+// importByHand creates the objects of a controller of another implementation, for one pod.
 func importByHand(ctx context.Context, c *kubenodes.Cluster, endpoint netip.Addr) error {
 	err := c.Apply(ctx, fmt.Sprintf(`
 apiVersion: v1
@@ -167,8 +168,8 @@ spec: {type: ClusterSetIP, ips: [%[1]s], ports: [{port: %[2]d, protocol: TCP}]}
 `, s.Spec.ClusterIP, port))
 }
 
-// A Service is exported in one cluster, and pods of the other one, which have the same addresses, reach it by its
-// name of the Multi-Cluster Services API.
+// A Service is exported in one cluster. Pods of the other cluster, which have the same addresses,
+// reach it by its Multi-Cluster Services name.
 func TestAnExportedServiceIsReachedByItsClustersetName(t *testing.T) {
 	w := namesWorld(t, samePlan)
 	must(t, w.set.Install(t.Context(), fixture.program, "--services", "--configure-dns"))
@@ -202,7 +203,7 @@ apiVersion: multicluster.x-k8s.io/v1beta1
 kind: ServiceExport
 metadata: {name: shop, namespace: default}
 `, kubenodes.TestImage, port)))
-	for _, c := range w.set.Clusters { // the exporter has the name as well
+	for _, c := range w.set.Clusters { // the exporting cluster resolves the name, too
 		for _, n := range c.Nodes {
 			if got, err := getByName(t, c, n, "http://shop.default.svc.clusterset.local", "hello from shop-"); err != nil {
 				t.Errorf("%s: %v, last %q", n.Name, err, got)
@@ -212,7 +213,7 @@ metadata: {name: shop, namespace: default}
 	if out, _ := w.isthmus(t, "status", "--context", "a"); !strings.Contains(out, "THEIR SERVICES HERE") {
 		t.Error("status shows no services")
 	}
-	for deadline := time.Now().Add(patience); ; time.Sleep(2 * time.Second) { // until each CoreDNS has read its Corefile
+	for deadline := time.Now().Add(patience); ; time.Sleep(2 * time.Second) { // until each CoreDNS has reloaded its Corefile
 		if out, code := w.isthmus(t, "diagnose", "--context", "a", "--remote-context", "b"); code == 0 && strings.Contains(out, "1 imported") {
 			break
 		}
@@ -237,7 +238,7 @@ metadata: {name: shop, namespace: default}
 	w.noPlaintext(t)
 }
 
-// getByName has a pod get a page by HTTP until it begins as it should.
+// getByName makes a pod fetch a page by HTTP until the page begins with the wanted text.
 func getByName(t *testing.T, from *kubenodes.Cluster, n *kubenodes.Node, page, want string) (got string, err error) {
 	t.Helper()
 	own, err := address(t.Context(), from, podName(pod, n))

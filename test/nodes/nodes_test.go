@@ -1,10 +1,11 @@
-// Package nodes tests Isthmus on real Kubernetes: clusters with kubelet, containerd, the bridge CNI
-// plugin and kube-proxy (package kubenodes), installed and peered by the command line. It needs root,
-// Debian's containerd and the programs that `make deps-nodes` builds; where they are missing, all
-// tests are skipped, since building them takes longer than `make test` should.
+// Package nodes tests Isthmus on real Kubernetes: clusters with kubelet, containerd, the bridge
+// CNI plugin and kube-proxy (package kubenodes), installed and peered by the command line. It
+// needs root, Debian's containerd and the programs that `make deps-nodes` builds. If they are
+// missing, all tests are skipped, because building the programs takes longer than `make test`
+// should.
 //
-// With -all (make test-nodes) there are more plans, larger transfers and faults. -update writes the
-// pages in docs that show the results.
+// With -all (make test-nodes) there are more plans, larger transfers and faults. -update writes
+// the pages in docs that show the results.
 package nodes
 
 import (
@@ -47,18 +48,17 @@ var (
 	keep   = flag.Bool("keep", false, "after a failure, let the clusters stand until the test binary is interrupted")
 )
 
-// patience is how long a test waits for what has to come, on a machine that is busy with other
-// things.
+// patience is the timeout for expected events on a busy machine.
 const patience = 2 * time.Minute
 
-// port is that of the test server in all pods.
+// port is the port of the test server in all pods.
 const port = 7000
 
-// fixture is what TestMain makes, or why it did not.
+// fixture is the result of TestMain, or the reason why there is none.
 var fixture struct {
 	skip    string
 	program string
-	image   string // archive
+	image   string // archive of the isthmus image
 	kube    string
 }
 
@@ -93,15 +93,15 @@ func run(m *testing.M) int {
 	return m.Run()
 }
 
-// A plan is how two clusters are made.
+// A plan is the configuration of two clusters.
 type plan struct {
 	name     string
-	clusters [2]string // names; default a and b
+	clusters [2]string // default a and b
 	pods     [2]string // PodCIDRs
-	number   [2]int    // of nodes; default 2
+	number   [2]int    // numbers of nodes; default 2
 	nodes    [2]kubenodes.NodeOptions
 	dns      string   // archive of CoreDNS's image; empty: pods resolve no names
-	install  []string // further arguments of isthmus install
+	install  []string // additional arguments of isthmus install
 }
 
 var samePlan = plan{
@@ -113,7 +113,7 @@ var samePlan = plan{
 	},
 }
 
-// A world is two clusters that are peered, with test pods on each node, and a watched underlay.
+// A world is two peered clusters with test pods on each node, and a sniffer on the underlay.
 type world struct {
 	plan    plan
 	set     *kubenodes.Set
@@ -121,7 +121,7 @@ type world struct {
 	sniffer *lab.Sniffer
 }
 
-// shared is the world of samePlan, which tests that leave it as it was share.
+// shared is a world of samePlan for all tests that leave it unchanged.
 var shared sharedWorld
 
 type sharedWorld struct {
@@ -150,7 +150,7 @@ func (s *sharedWorld) down() {
 	}
 }
 
-// makeClusters makes the clusters of a plan, without Isthmus, and watches the underlay.
+// makeClusters creates the clusters of a plan without Isthmus, and a sniffer for the underlay.
 func makeClusters(ctx context.Context, p plan, images ...string) (w *world, err error) {
 	spec := lab.Spec{Name: lab.UniqueName("nodes"), RPFilter: lab.RPFilterStrict}
 	options := map[string]kubenodes.NodeOptions{}
@@ -175,7 +175,7 @@ func makeWorld(ctx context.Context, p plan) (w *world, err error) {
 	if w, err = makeClusters(ctx, p, fixture.image); err != nil {
 		return nil, err
 	}
-	set, made := w.set, w // the result is nil on an error
+	set, made := w.set, w // on an error, the result is nil
 	step("the nodes are ready")
 	defer func() {
 		if err != nil {
@@ -215,7 +215,7 @@ func (w *world) down() error {
 	return errors.Join(err, w.set.Down())
 }
 
-// noPlaintext fails the test when the underlay has seen a packet for a peer in the clear.
+// noPlaintext fails the test if the sniffer has seen a packet for a peer in the clear.
 func (w *world) noPlaintext(t *testing.T) {
 	t.Helper()
 	if leaks := w.sniffer.Take(); len(leaks) > 0 {
@@ -223,7 +223,7 @@ func (w *world) noPlaintext(t *testing.T) {
 	}
 }
 
-// A kind is where a packet comes from.
+// A kind is the kind of a packet's sender.
 type kind string
 
 const (
@@ -241,7 +241,7 @@ func podName(k kind, n *kubenodes.Node) string {
 	return "pod-" + n.Name
 }
 
-// startPods starts a pod and a pod on the host's network on each node, and waits until they answer.
+// startPods starts a pod and a hostNetwork pod on each node, and waits until they answer.
 func startPods(ctx context.Context, c *kubenodes.Cluster) error {
 	for _, n := range c.Nodes {
 		for _, k := range []kind{pod, hostPod} {
@@ -300,9 +300,9 @@ func address(ctx context.Context, c *kubenodes.Cluster, name string) (addr netip
 	return addr, nil
 }
 
-// ask asks a test server by way of a node of its cluster, and decodes the answer.
+// ask sends a request to a test server from a node of its cluster, and decodes the response.
 func ask(ctx context.Context, n *kubenodes.Node, server netip.Addr, method, path string, query url.Values, into any) error {
-	ctx, cancel := context.WithTimeout(ctx, 5*patience) // a large transfer may be asked for
+	ctx, cancel := context.WithTimeout(ctx, 5*patience) // a large transfer may take long
 	defer cancel()
 	u := url.URL{Scheme: "http", Host: netip.AddrPortFrom(server, port).String(), Path: path, RawQuery: query.Encode()}
 	req, err := http.NewRequestWithContext(ctx, method, u.String(), http.NoBody)
@@ -330,12 +330,12 @@ func ask(ctx context.Context, n *kubenodes.Node, server netip.Addr, method, path
 	return json.Unmarshal(b, into)
 }
 
-// send sends a probe from what is of kind k on a node.
+// send sends a probe from a sender of kind k on a node.
 func send(ctx context.Context, c *kubenodes.Cluster, n *kubenodes.Node, k kind, r probe.Request) (a probe.Answer, err error) {
 	ctx, cancel := context.WithTimeout(ctx, patience)
 	defer cancel()
 	if k == node {
-		r.Dial = n.Dial // net/http connects on another goroutine, which is outside
+		r.Dial = n.Dial // net/http connects on another goroutine, which is outside of the node's namespace
 		err = n.Do(func() (err error) {
 			a, err = probe.Do(ctx, r)
 			return err

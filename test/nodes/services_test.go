@@ -24,9 +24,9 @@ import (
 	"github.com/isthmus-net/isthmus/manager/ipamrpc"
 )
 
-// What a multi-cluster service controller makes: a Service whose endpoints are pods of the other
-// cluster, by the addresses that they have here. kube-proxy then translates first and the gateway
-// after it, in both modes.
+// The test imitates a multi-cluster service controller. It creates a Service whose endpoints are
+// pods of the other cluster, at their addresses in this cluster. In both modes of kube-proxy,
+// kube-proxy translates the addresses first, and the gateway afterwards.
 func TestAServiceMayHaveRemotePodsAsEndpoints(t *testing.T) {
 	w := shared.get(t)
 	for _, pair := range [][2]*kubenodes.Cluster{{w.a, w.b}, {w.b, w.a}} {
@@ -47,7 +47,7 @@ func TestAServiceMayHaveRemotePodsAsEndpoints(t *testing.T) {
 								}
 							}
 							check("ClusterIP", service.cluster, want)
-							// Whoever asks a node's port is masqueraded by kube-proxy, but pods of that very node.
+							// For a NodePort, kube-proxy masquerades all clients except the pods of that node.
 							for _, n := range from.Nodes {
 								wantAt := seen.Addr()
 								if n == source {
@@ -69,7 +69,8 @@ type service struct {
 	node    uint16
 }
 
-// serviceFor makes a Service of one cluster for a pod of another, for TCP and UDP, until the test ends.
+// serviceFor creates a Service in one cluster for a pod of another cluster, for TCP and UDP,
+// until the test ends.
 func serviceFor(t *testing.T, from, to *kubenodes.Cluster, destination *kubenodes.Node) service {
 	t.Helper()
 	receiver, err := address(t.Context(), to, podName(pod, destination))
@@ -109,7 +110,7 @@ endpoints:
 	must(t, from.Client.Get(t.Context(), client.ObjectKey{Namespace: "default", Name: name}, &s))
 	ip, err := netip.ParseAddr(s.Spec.ClusterIP)
 	must(t, err)
-	// Another number for UDP than for TCP would be as good; the API server gives what is free.
+	// The API server may allocate different node ports for TCP and UDP. The test needs one port.
 	if s.Spec.Ports[0].NodePort != s.Spec.Ports[1].NodePort {
 		s.Spec.Ports[1].NodePort = s.Spec.Ports[0].NodePort
 		must(t, from.Client.Update(t.Context(), &s))
@@ -117,11 +118,11 @@ endpoints:
 	return service{netip.AddrPortFrom(ip, port), uint16(s.Spec.Ports[0].NodePort)}
 }
 
-// ipamPort is where the manager that leads serves the IPAM.
+// ipamPort is the port on which the leading manager serves the IPAM.
 const ipamPort = 6000
 
-// The IPAM's Service has no selector, and kube-proxy leads pods of each node, and nodes, to the address that
-// the manager wrote into its EndpointSlice, in both modes.
+// The IPAM's Service has no selector. In both modes, kube-proxy must route clients in pods and on
+// nodes to the address that the manager wrote into the Service's EndpointSlice.
 func TestTheIPAMIsReachableThroughItsService(t *testing.T) {
 	w := shared.get(t)
 	for _, c := range w.set.Clusters {
@@ -146,8 +147,8 @@ func TestTheIPAMIsReachableThroughItsService(t *testing.T) {
 	}
 }
 
-// belongsToPods asks the IPAM, as Liqo's virtual kubelets do, until it answers: a proxy may learn late of
-// its address.
+// belongsToPods sends an IPAM request, as Liqo's virtual kubelets do, until it is answered:
+// kube-proxy may apply the address late.
 func belongsToPods(ctx context.Context, dial func(context.Context, string) (net.Conn, error), to, ip string) (bool, error) {
 	ctx, cancel := context.WithTimeout(ctx, patience)
 	defer cancel()
@@ -161,7 +162,7 @@ func belongsToPods(ctx context.Context, dial func(context.Context, string) (net.
 	return answer.GetBelongs(), err
 }
 
-// dialFrom connects from a test pod, which is reached from its node.
+// dialFrom connects from a test pod, through a relay that is reached from the pod's node.
 func dialFrom(ctx context.Context, n *kubenodes.Node, from netip.Addr, to string) (net.Conn, error) {
 	c, err := n.Dial(ctx, "tcp", netip.AddrPortFrom(from, port).String())
 	if err != nil {
@@ -181,7 +182,7 @@ func dialFrom(ctx context.Context, n *kubenodes.Node, from netip.Addr, to string
 	return c, nil
 }
 
-// What TCP carries over the whole way is what was sent, at any size of superpackets.
+// TCP delivers data unchanged over the complete path, with superpackets of any size.
 func TestALargeTransferArrivesUnchanged(t *testing.T) {
 	w := shared.get(t)
 	size := int64(64 << 20)
@@ -192,7 +193,7 @@ func TestALargeTransferArrivesUnchanged(t *testing.T) {
 	must(t, err)
 	for _, pair := range [][2]*kubenodes.Cluster{{w.a, w.b}, {w.b, w.a}} {
 		from, to := pair[0], pair[1]
-		source, destination := byGateway(t, from)[1], byGateway(t, to)[1] // the longest way
+		source, destination := byGateway(t, from)[1], byGateway(t, to)[1] // the longest path
 		server, err := address(t.Context(), to, podName(pod, destination.Node))
 		must(t, err)
 		there, err := from.Seen(t.Context(), to, server)

@@ -22,7 +22,7 @@ import (
 	"github.com/isthmus-net/isthmus/internal/kubenodes"
 )
 
-// isthmus runs the command and returns what it prints on standard output, and its exit code.
+// isthmus runs the command and returns its standard output and its exit code.
 func (w *world) isthmus(t *testing.T, args ...string) (out string, code int) {
 	t.Helper()
 	var stdout, stderr strings.Builder
@@ -35,7 +35,7 @@ func (w *world) isthmus(t *testing.T, args ...string) (out string, code int) {
 	return stdout.String(), cmd.ProcessState.ExitCode()
 }
 
-// verified is what isthmus verify -o json prints.
+// verified is the output of isthmus verify -o json.
 type verified struct {
 	Checks, Failed int
 	Results        []struct {
@@ -53,7 +53,7 @@ func (w *world) verify(t *testing.T, args ...string) (v verified, code int) {
 	return v, code
 }
 
-// nothingLeft fails the test when a Pod of isthmus verify is there.
+// nothingLeft fails the test if a Pod of isthmus verify still exists.
 func (w *world) nothingLeft(t *testing.T) {
 	t.Helper()
 	for _, c := range w.set.Clusters {
@@ -71,7 +71,8 @@ func TestVerifyReportsDeliveryAndLeavesNothing(t *testing.T) {
 	}
 	w := shared.get(t)
 	v, code := w.verify(t)
-	// Of each cluster two nodes with a pod and a host's pod, each to two pods: 8 pairs both ways, and 8 sizes.
+	// In each cluster, a pod and a hostNetwork pod on two nodes each send to two pods: 8 pairs in
+	// each direction, with 8 sizes.
 	if code != 0 || v.Failed != 0 || v.Checks != 2*8*8 || len(v.Results) != v.Checks {
 		t.Errorf("exit code %d: %d checks, %d failed", code, v.Checks, v.Failed)
 	}
@@ -86,8 +87,8 @@ func TestVerifyReportsDeliveryAndLeavesNothing(t *testing.T) {
 		t.Errorf("exit code %d: %d checks", code, v.Checks)
 	}
 
-	// A Service with an endpoint in the other cluster is found, and asked by address and by name, which
-	// nobody resolves here.
+	// verify finds a Service with an endpoint in the other cluster. It tests the Service by address
+	// and by name. The test cluster does not resolve names.
 	serviceFor(t, w.a, w.b, w.b.Nodes[0])
 	v, code = w.verify(t, "--only", "pod,out,tcp", "--sizes", "100")
 	found := map[string]int{}
@@ -102,7 +103,7 @@ func TestVerifyReportsDeliveryAndLeavesNothing(t *testing.T) {
 		t.Errorf("exit code %d, %v; want 1 and %v", code, found, want)
 	}
 
-	// One thing is broken, and nothing else is blamed.
+	// With one fault, verify must report this fault and no other.
 	for _, n := range w.b.Nodes {
 		rules := "add table ip fault; add chain ip fault f { type filter hook forward priority 0; }; add rule ip fault f ip daddr " + w.plan.pods[1] + " udp dport 7468 drop"
 		if out, err := n.Command(t.Context(), "nft", rules).CombinedOutput(); err != nil {
@@ -116,7 +117,7 @@ func TestVerifyReportsDeliveryAndLeavesNothing(t *testing.T) {
 	}
 	for _, r := range v.Results {
 		if strings.HasPrefix(r.What, "Service") {
-			continue // see above
+			continue // names are not resolved, see above
 		}
 		if broken := r.Protocol == "udp" && r.To.Cluster == "b"; broken != (r.Error != "") {
 			t.Errorf("%s from %+v to %+v: %q", r.Protocol, r.From, r.To, r.Error)
@@ -125,7 +126,8 @@ func TestVerifyReportsDeliveryAndLeavesNothing(t *testing.T) {
 	w.nothingLeft(t)
 }
 
-// Pods of users send and answer, with their own names and addresses, and go on as they were.
+// verify can use existing pods of users as senders and receivers, with their own names and
+// addresses. The pods stay unchanged.
 func TestVerifyUsesExistingPods(t *testing.T) {
 	if !*all {
 		t.Skip("with -all")
@@ -134,7 +136,7 @@ func TestVerifyUsesExistingPods(t *testing.T) {
 	ours, theirs := podName(pod, w.a.Nodes[0]), podName(pod, w.b.Nodes[1])
 	var before, after corev1.Pod
 	must(t, w.a.Client.Get(t.Context(), client.ObjectKey{Namespace: "default", Name: ours}, &before))
-	// Their runtime lets no Pod ping without rights.
+	// Without additional privileges, the container runtime does not let pods ping.
 	v, code := w.verify(t, "--pod", "default/"+ours, "--remote-pod", "default/"+theirs, "--only", "tcp,udp", "--sizes", "100")
 	if code != 0 || v.Checks != 2*2 {
 		t.Errorf("exit code %d: %d checks", code, v.Checks)

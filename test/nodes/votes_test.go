@@ -51,8 +51,8 @@ average over the minute before the first time.
 |---|---|---|---|---|---|---|
 `
 
-// Where nodes vote on the active gateway, traffic comes back sooner, and nothing leaves in the clear. A run of some faults
-// updates their rows.
+// If nodes vote on the active gateway, traffic recovers faster, and no packet leaves in the
+// clear. A run with only some faults updates only their rows of the page.
 func TestTrafficRecoversWhereNodesVote(t *testing.T) {
 	if fixture.skip != "" {
 		t.Skip(fixture.skip)
@@ -137,7 +137,7 @@ func (w *world) measure(t *testing.T, faults []votesFault) {
 			var reports []probe.FlowReport
 			leaked := 0
 			for range *rounds {
-				time.Sleep(2 * time.Second) // kubelets look once a second
+				time.Sleep(2 * time.Second) // kubelets probe once a second
 				w.fresh(t)
 				told := w.a.Tell(t.Context())
 				r := during(t, w, func() { must(t, fault.do(t.Context(), w.a)) })
@@ -165,16 +165,17 @@ func (w *world) measure(t *testing.T, faults []votesFault) {
 			}
 			slack := 1.0
 			if *rounds < 5 {
-				slack = 4 // one round on a busy machine says little
+				slack = 4 // the median of few rounds on a busy machine has a large error
 			}
 			if most := targetOf(fault, rows[undisturbed].lost).times(slack); !most.met(row) {
-				t.Errorf("want at most %+v", most) // the page has the row all the same
+				t.Errorf("want at most %+v", most) // the row is written to the page anyway
 			}
 		})
 	}
 }
 
-// Many rollouts in a row break no connection. What they lose stands beside what a run of the same length without them loses.
+// Many consecutive rollouts break no connection. The page compares their losses with those of a
+// run of the same length without rollouts.
 func TestRolloutsInARowBreakNothing(t *testing.T) {
 	if fixture.skip != "" {
 		t.Skip(fixture.skip)
@@ -211,8 +212,9 @@ func TestRolloutsInARowBreakNothing(t *testing.T) {
 	}
 }
 
-// fresh waits until all route agents and gateways of cluster a are ready, and three nodes vote if a has as many. It replaces Pods
-// whose container has ended before: a kubelet waits ever longer before it starts such a container again.
+// fresh waits until all route agents and gateways of cluster a are ready, and three nodes vote if a
+// has three. It replaces Pods whose container has ended before, because a kubelet delays each
+// restart of a container longer.
 func (w *world) fresh(t *testing.T) {
 	t.Helper()
 	var last error
@@ -244,8 +246,8 @@ func (w *world) freshNow(ctx context.Context) error {
 	return nil
 }
 
-// freshPods fails unless the wanted number of Pods of a component is ready and none of their containers has ended. It
-// deletes those that have a container that has ended.
+// freshPods returns an error unless the wanted number of Pods of a component is ready and none of
+// their containers has ended before. It deletes Pods with such a container.
 func (w *world) freshPods(ctx context.Context, component string, want int) error {
 	var pods corev1.PodList
 	if err := w.a.Client.List(ctx, &pods, client.InNamespace(kubenodes.Namespace), client.MatchingLabels{"app.kubernetes.io/name": component}); err != nil {
@@ -271,10 +273,10 @@ func (w *world) freshPods(ctx context.Context, component string, want int) error
 	return nil
 }
 
-// A votesFault happens to a cluster whose nodes vote.
+// A votesFault is a fault for a cluster whose nodes vote.
 type votesFault struct {
 	name    string
-	planned bool // no connection may break
+	planned bool // a planned change: no connection may break
 	do      fault
 }
 
@@ -339,7 +341,7 @@ func (w *world) votesFaults() []votesFault {
 	}
 }
 
-// agentOn is the route agent of a node.
+// agentOn returns the route agent's Pod on a node.
 func agentOn(ctx context.Context, c *kubenodes.Cluster, n *kubenodes.Node) (*corev1.Pod, error) {
 	var pods corev1.PodList
 	err := c.Client.List(ctx, &pods, client.InNamespace(kubenodes.Namespace), client.MatchingLabels{"app.kubernetes.io/name": "route-agent"})
@@ -362,7 +364,8 @@ func killAgents(ctx context.Context, c *kubenodes.Cluster, nodes ...*kubenodes.N
 	return err
 }
 
-// whileReadOnly does something while route agents on nodes without the active gateway cannot write for 5 s.
+// whileReadOnly returns a fault that makes the state directory of some route agents read-only for
+// 5 s and runs do meanwhile. It selects agents on nodes without the active gateway.
 func whileReadOnly(agents int, do fault) fault {
 	return toActive(func(ctx context.Context, c *kubenodes.Cluster, _ *corev1.Pod, active *kubenodes.Node) (err error) {
 		for _, n := range c.Nodes {
@@ -385,7 +388,8 @@ func whileReadOnly(agents int, do fault) fault {
 	})
 }
 
-// remount changes how a Pod's processes that have a word in their command line see what is mounted at a path.
+// remount changes the mount flags of a path in the mount namespace of a Pod's process. It selects
+// the process by a word in its command line.
 func remount(p *corev1.Pod, word, path string, flags uintptr) error {
 	pids, err := processes(p, word)
 	if err != nil {
@@ -412,8 +416,8 @@ func remount(p *corev1.Pod, word, path string, flags uintptr) error {
 	return <-done
 }
 
-// replaceNodes replaces all nodes but that of the client of the flow. Each is ready, with all that runs there, before the next
-// one goes.
+// replaceNodes replaces all nodes except the node of the flow's client. It waits until a new node
+// and its Pods are ready before it replaces the next one.
 func (w *world) replaceNodes(ctx context.Context, c *kubenodes.Cluster) error {
 	return toActive(func(ctx context.Context, c *kubenodes.Cluster, _ *corev1.Pod, active *kubenodes.Node) error {
 		client := otherThan(active, c)
@@ -440,7 +444,7 @@ func (w *world) replaceNodes(ctx context.Context, c *kubenodes.Cluster) error {
 	})(ctx, c)
 }
 
-// whileDeaf drops all packets of some addresses on the node of the active gateway for a while.
+// whileDeaf drops all packets from some addresses on the active gateway's node for a duration.
 func whileDeaf(d time.Duration, of func(active *kubenodes.Node) []netip.Addr) fault {
 	return toActive(func(ctx context.Context, _ *kubenodes.Cluster, _ *corev1.Pod, n *kubenodes.Node) error {
 		var from []string

@@ -11,7 +11,7 @@ import (
 	"github.com/isthmus-net/isthmus/internal/kubenodes/probe"
 )
 
-// A figure is the median and the worst of the rounds.
+// A figure holds the median and the maximum of the rounds.
 type figure [2]float64
 
 func figureOf(reports []probe.FlowReport, of func(probe.FlowReport) float64) figure {
@@ -25,10 +25,10 @@ func figureOf(reports []probe.FlowReport, of func(probe.FlowReport) float64) fig
 
 func (f figure) within(most figure) bool { return f[0] <= most[0] && f[1] <= most[1] }
 
-// A votesRow is a row of the page.
+// A votesRow is a row of the page docs/faults-votes.md.
 type votesRow struct {
 	lost           figure // UDP packets
-	udp, tcp       figure // pauses, seconds
+	udp, tcp       figure // pauses in seconds
 	broken, leaked int
 	load           string
 }
@@ -51,7 +51,7 @@ func (r votesRow) line(fault string) string {
 		fault, r.lost[0], r.lost[1], r.udp[0], r.udp[1], r.tcp[0], r.tcp[1], r.broken, r.leaked, r.load)
 }
 
-// votesRows are the rows of the page by fault.
+// votesRows returns the rows of the page by fault.
 func votesRows(t *testing.T) map[string]votesRow {
 	t.Helper()
 	page, err := os.ReadFile(votesPage)
@@ -70,30 +70,32 @@ func votesRows(t *testing.T) map[string]votesRow {
 	return rows
 }
 
-// undisturbed is the row that others are compared with.
+// undisturbed is the name of the row for comparison.
 const undisturbed = "nothing, for comparison"
 
-// plannedMargin is how many more packets than undisturbed traffic a planned change may lose: a busy
-// machine loses one or two by itself, and a round of a planned change is longer.
+// plannedMargin is the number of packets that a planned change may lose in addition to
+// undisturbed traffic. A busy machine loses one or two packets by itself, and a round of a
+// planned change takes longer.
 const plannedMargin = 2
 
-// A target is the most that a fault may cost. A zero figure is no limit.
+// A target holds the limits for a fault. A zero figure means no limit.
 type target struct{ lost, udp, tcp figure }
 
-// shortfalls are the faults that miss a target, with a limit for the figures that do. Beside it are
-// the figures of the page.
+// shortfalls lists the faults that miss the usual target, with a higher limit for the figures
+// concerned. The comments contain the measured figures of the page.
 var shortfalls = map[string]target{
-	// TCP waits ever longer between two tries, and so notices late that packets arrive again.
+	// TCP retransmits at growing intervals, so it notices late that packets pass again.
 	"node of the active gateway crashes, and boots":            {tcp: figure{2, 3}}, // 1.63, 1.92 s
 	"all nodes but the client's replaced, one after the other": {tcp: figure{2, 3}}, // 1.62, 1.86 s
 
-	// The gateway hears nothing, but what it sends still arrives.
+	// The gateway receives no packets, but its own packets still arrive.
 	"node of the active gateway hears no other node for 5 s": {udp: figure{2, 3}},                    // 1.68, 1.79 s
 	"node of the active gateway hears none of them for 5 s":  {udp: figure{2, 3}, tcp: figure{3, 3}}, // 1.63, 1.69 s; 2.10, 2.12 s
 
-	// As long as the fault: nodes do not vote by what the gateway hears of peers.
+	// The pause lasts as long as the fault: votes do not depend on packets from peers.
 	"node of the active gateway hears no node of the peer for 5 s": {udp: figure{5.5, 5.5}, tcp: figure{6.5, 6.5}}, // 5.02, 5.03 s; 6.05, 6.06 s
-	// As long as the fault: nobody but the former gateway gets these votes.
+	// The pause lasts as long as the fault: only the previous gateway gets the votes of these
+	// agents.
 	"state directories of two of three route agents read-only for 5 s, and the active gateway killed by SIGKILL": {udp: figure{1.5, 7}, tcp: figure{3, 9}}, // 0.97, 5.15 s; 1.60, 6.99 s
 
 	// The Lease decides. A killed process restarts on its node; a frozen one stays active for up to 7 s.
@@ -104,8 +106,9 @@ var shortfalls = map[string]target{
 	"active gateway frozen for 5 s, one node":                  {udp: figure{5.5, 5.5}, tcp: figure{5.5, 6}}, // 5.04, 5.05 s; 5.03, 5.04 s
 }
 
-// usual is the target of a fault without a shortfall: what is planned loses no more than nothing
-// does, and traffic is back within 1.5 s after what is not, in the worst case within 3 s.
+// usual returns the target of a fault without a shortfall. A planned change may lose no more than
+// undisturbed traffic, plus plannedMargin. After other faults, traffic must recover within 1.5 s,
+// and within 3 s in the worst case.
 func usual(f votesFault, calm figure) target {
 	if f.planned {
 		return target{lost: figure{calm[0] + plannedMargin, calm[1] + plannedMargin}}
@@ -134,7 +137,7 @@ func (most target) met(r votesRow) bool {
 	return true
 }
 
-// The page shows that targets are met, except where shortfalls allows more.
+// The figures on the page must meet the targets, or the limits in shortfalls.
 func TestWhatFaultsCostWhereNodesVote(t *testing.T) {
 	rows := votesRows(t)
 	calm := rows[undisturbed].lost

@@ -1,5 +1,5 @@
-// Package otel has an OpenTelemetry collector read the flow log by the configuration of
-// docs/capture.md.
+// Package otel tests that an OpenTelemetry collector can read the flow log with the configuration
+// in docs/capture.md.
 package otel
 
 import (
@@ -25,11 +25,11 @@ import (
 
 const (
 	page = "../../docs/capture.md"
-	// lines are what the gateway's own test has it write.
+	// lines is a flow log written by the gateway's own test.
 	lines = "../../gateway/testdata/flows.json"
 )
 
-// receivers are those that the page shows.
+// receivers returns the receivers in the configuration of the page.
 func receivers(t *testing.T) map[string]any {
 	t.Helper()
 	text, err := os.ReadFile(page)
@@ -47,8 +47,8 @@ func receivers(t *testing.T) map[string]any {
 	return config.Receivers
 }
 
-// read starts the receiver as a collector does and returns the attributes and times of what comes of a
-// file, until there are as many as wanted.
+// read starts the receiver as a collector does. It returns the attributes and times of the
+// records from a file, as soon as there are as many as wanted.
 func read(t *testing.T, config any, file string, want int) (all []map[string]any, times []time.Time) {
 	t.Helper()
 	factory := filelogreceiver.NewFactory()
@@ -88,8 +88,8 @@ func read(t *testing.T, config any, file string, want int) (all []map[string]any
 	return all, times
 }
 
-// Each line is a record with its fields as attributes, and its own time. Of a Pod's log only lines of
-// the flow log are kept, with the name of the Pod.
+// Each line must become a record with its fields as attributes and its own time. From a Pod's
+// log, the collector keeps only lines of the flow log, and adds the name of the Pod.
 func TestACollectorReadsTheFlowLog(t *testing.T) {
 	text, err := os.ReadFile(lines)
 	if err != nil {
@@ -99,7 +99,7 @@ func TestACollectorReadsTheFlowLog(t *testing.T) {
 	if len(written) < 4 {
 		t.Fatalf("%d lines", len(written))
 	}
-	var log strings.Builder // as containerd writes it
+	var log strings.Builder // in containerd's format
 	for i, line := range written {
 		fmt.Fprintf(&log, "2026-11-23T10:00:0%d.123456789Z stdout F {\"time\":\"2026-11-23T10:00:00Z\",\"level\":\"INFO\",\"msg\":\"something else\"}\n", i)
 		fmt.Fprintf(&log, "2026-11-23T10:00:0%d.123456789Z stdout F %s\n", i, line)

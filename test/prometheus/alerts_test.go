@@ -40,8 +40,8 @@ func groups(t *testing.T) []rulefmt.RuleGroup {
 	return all.Groups
 }
 
-// well are the series of a cluster in which all is well, in the notation of promtool. Each is a
-// minute's samples.
+// well contains the series of a healthy cluster in the notation of promtool. The samples are a
+// minute apart.
 var well = map[string]string{
 	`isthmus_peer_info{instance="gw",job="g",namespace="n",peer="p",name="oslo"}`:                                      "1x400",
 	`isthmus_peer_up{instance="gw",job="g",namespace="n",peer="p"}`:                                                    "1x400",
@@ -94,14 +94,14 @@ var well = map[string]string{
 	`isthmus_build_info{instance="m",job="m",namespace="n",version="v1"}`:                                              "1x400",
 }
 
-// faults are what goes wrong with it in minute 100, and which alert fires how many minutes later.
-// A series that ends does so with an underscore; one that is not well's is new.
+// faults lists the changes of series in minute 100, and the alert that fires the given number of
+// minutes later. An underscore ends a series. A series that is not in well is added.
 var faults = []struct {
 	alert   string
 	after   int
-	series  map[string]string // by how the name of the series begins
-	summary string            // a part of it
-	beside  []string          // alerts that the same fault fires
+	series  map[string]string // new samples by the beginning of the series' name
+	summary string            // a part of the alert's summary
+	beside  []string          // other alerts that the same fault fires
 }{
 	{alert: "IsthmusPeerDown", after: 2, series: map[string]string{`isthmus_peer_up`: "0"}, summary: "peer p"},
 	{alert: "IsthmusPeerLossy", after: 5, series: map[string]string{`isthmus_peer_probe_loss_ratio`: "0.2"}, summary: "20%"},
@@ -118,11 +118,11 @@ var faults = []struct {
 	{alert: "IsthmusDrops", after: 13, series: map[string]string{`isthmus_drops_total{instance="gw",job="g",namespace="n",peer="p"`: "+1200"}, summary: "ttl"},
 	{alert: "IsthmusIdentityNotRenewed", after: 5, series: map[string]string{
 		`isthmus_manager_identity_expiry`: "10000", `isthmus_manager_identity_renewal`: "1000"}, summary: "expires in"},
-	{alert: "IsthmusIdentityNotRenewed", after: 9, series: map[string]string{ // a series that ends counts for almost five minutes more
+	{alert: "IsthmusIdentityNotRenewed", after: 9, series: map[string]string{ // an ended series counts for almost five more minutes
 		`isthmus_manager_identity_expiry`: "500000", `isthmus_manager_identity_renewal`: "_"}, summary: "expires in"},
 	{alert: "IsthmusNoActiveGateway", after: 1, series: map[string]string{`isthmus_gateway_active{instance="gw"`: "0"}, summary: "No gateway"},
 	{alert: "IsthmusNoStandby", after: 10, series: map[string]string{`isthmus_gateway_standbys`: "0"}, summary: "No standby"},
-	{alert: "IsthmusNoActiveGateway", after: 5, series: map[string]string{`isthmus_gateway_active`: "_"}, summary: "No gateway"}, // the same
+	{alert: "IsthmusNoActiveGateway", after: 5, series: map[string]string{`isthmus_gateway_active`: "_"}, summary: "No gateway"}, // as above, the ended series counts for almost five minutes
 	{alert: "IsthmusSeveralActiveGateways", after: 1, series: map[string]string{`isthmus_gateway_active{instance="standby"`: "1"}, summary: "2 gateways"},
 	{alert: "IsthmusStandbyCannotTakeOver", after: 5, series: map[string]string{`isthmus_gateway_voters_heard{instance="standby"`: "1"}, summary: "gateway standby does not hear"},
 	{alert: "IsthmusFlowsNotCopied", after: 5, series: map[string]string{`isthmus_gateway_copied_flows_age_seconds`: "90"}, summary: "NAT flows"},
@@ -153,7 +153,7 @@ var faults = []struct {
 
 const faultAt = 100
 
-// world is well with what a fault changes, as promqltest loads it.
+// world returns the series of well, changed by a fault, in the notation of promqltest.
 func world(t *testing.T, fault map[string]string) string {
 	t.Helper()
 	series := maps.Clone(well)
@@ -167,7 +167,7 @@ func world(t *testing.T, fault map[string]string) string {
 			first, _, _ := strings.Cut(before, "x")
 			value, step, counts := strings.Cut(first, "+")
 			switch {
-			case strings.HasPrefix(then, "+"): // a counter that runs from then on
+			case strings.HasPrefix(then, "+"): // a counter that increases from then on
 				reached := 0
 				fmt.Sscan(value, &reached)
 				if counts {
@@ -192,13 +192,13 @@ func world(t *testing.T, fault map[string]string) string {
 	return b.String()
 }
 
-// A firing is an alert that fires, since which minute, and what it says.
+// A firing is an alert, the minute in which it started to fire, and its summary.
 type firing struct {
 	alert, summary string
 	minute         int
 }
 
-// watch evaluates all alerts once a minute, and returns what begins to fire.
+// watch evaluates all alerts once a minute, and returns those that start to fire.
 func watch(t *testing.T, text string, from, to int) (all []firing) {
 	t.Helper()
 	loader, err := promqltest.NewLazyLoader(text, promqltest.LazyLoaderOpts{EnableAtModifier: true, EnableNegativeOffset: true})
@@ -275,15 +275,15 @@ func TestEachAlertFiresForItsFaultAndNoOther(t *testing.T) {
 	}
 }
 
-// known are the metrics with the labels that they have besides those of the target. docs/metrics.md
-// is generated from the code.
+// known returns the labels of all metrics, without the labels of the target. It reads
+// docs/metrics.md, which is generated from the code.
 func known(t *testing.T) map[string][]string {
 	t.Helper()
 	text, err := os.ReadFile(metricsFile)
 	if err != nil {
 		t.Fatal(err)
 	}
-	all := map[string][]string{ // others' that we use
+	all := map[string][]string{ // metrics of other packages that we use
 		"leader_election_master_status":             {"name"},
 		"controller_runtime_reconcile_errors_total": {"controller"},
 		"process_cpu_seconds_total":                 nil,
@@ -299,10 +299,10 @@ func known(t *testing.T) map[string][]string {
 	return all
 }
 
-// ofTarget are the labels that a scraper adds.
+// ofTarget lists the labels that a scraper adds.
 var ofTarget = []string{"cluster", "namespace", "job", "instance", "pod"}
 
-// check refuses an expression with metrics or labels that there are not.
+// check reports an error if an expression uses metrics or labels that do not exist.
 func check(t *testing.T, where, text string, metrics map[string][]string) {
 	t.Helper()
 	expr, err := promQL.ParseExpr(text)

@@ -1,5 +1,5 @@
-// Package prometheus has Prometheus judge our alerts and our dashboard: its parser, its engine, its
-// database and its rules. The dashboard's queries run over a recording of a fleet.
+// Package prometheus tests our alerts and our dashboard with Prometheus's own parser, engine,
+// database and rules. The dashboard's queries run over a recording of a fleet.
 package prometheus
 
 import (
@@ -24,7 +24,7 @@ import (
 
 var promQL = parser.NewParser(parser.Options{})
 
-// A Dashboard is the part of one of Grafana's that the tests read.
+// A Dashboard has the fields of a Grafana dashboard that the tests read.
 type Dashboard struct {
 	Panels []struct {
 		Title   string
@@ -41,21 +41,21 @@ func ReadDashboard(name string) (d Dashboard, err error) {
 	return d, json.Unmarshal(text, &d)
 }
 
-// A Recording is what a scraper got from a fleet, in Prometheus's own database.
+// A Recording holds the samples that a scraper got from a fleet, in Prometheus's own database.
 type Recording struct {
 	Begin, End time.Time
-	Step       time.Duration // between two scrapes
+	Step       time.Duration // interval of the scrapes
 	db         *tsdb.DB
 	engine     *promql.Engine
 }
 
-// Open reads the recording of a file, as test/fleet writes it, into a database in dir.
+// Open loads a file that test/fleet has recorded into a database in dir.
 func Open(name, dir string) (*Recording, error) {
 	f, err := os.Open(name)
 	if err != nil {
 		return nil, err
 	}
-	defer func() { _ = f.Close() }() // it was only read
+	defer func() { _ = f.Close() }() // errors do not matter: the file was only read
 	z, err := gzip.NewReader(f)
 	if err != nil {
 		return nil, fmt.Errorf("%s: %w", name, err)
@@ -96,8 +96,8 @@ func Open(name, dir string) (*Recording, error) {
 	return r, into.Commit()
 }
 
-// add takes a line. A series that ends gets the mark by which Prometheus knows it: else it would
-// seem to go on for five minutes.
+// add adds a line of the recording. When a series ends, it adds Prometheus's stale marker.
+// Otherwise the series would seem to continue for five minutes.
 func (r *Recording) add(line string, sample func(labels.Labels, time.Time, float64) error) error {
 	series, values, err := promQL.ParseSeriesDesc(line)
 	if err != nil {
@@ -126,8 +126,8 @@ func (r *Recording) add(line string, sample func(labels.Labels, time.Time, float
 // Close closes the database.
 func (r *Recording) Close() error { return r.db.Close() }
 
-// Fill puts what is chosen in a dashboard into a query. The window of rates is what Grafana makes of
-// the interval of scrapes.
+// Fill replaces the dashboard's variables in a query by the chosen values. The window of rates is
+// the value that Grafana computes from the scrape interval.
 func (r *Recording) Fill(expr string, chosen map[string]string) string {
 	pairs := []string{"$__rate_interval", model.Duration(4 * r.Step).String()}
 	for name, as := range chosen {
@@ -144,7 +144,7 @@ func (r *Recording) Over(ctx context.Context, query string) (promql.Matrix, erro
 	}
 	defer q.Close()
 	m, err := q.Exec(ctx).Matrix()
-	all := make(promql.Matrix, len(m)) // its points are the engine's again after Close
+	all := make(promql.Matrix, len(m)) // copy the points, which the engine reuses after Close
 	for i, s := range m {
 		s.Floats = append([]promql.FPoint(nil), s.Floats...)
 		all[i] = s

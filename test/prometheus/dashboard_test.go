@@ -9,14 +9,14 @@ import (
 
 const (
 	dashboardFile = "../../deploy/monitoring/dashboard.json"
-	// recordingFile has what TestRecord in test/fleet scraped: `make record`.
+	// recordingFile contains the samples that TestRecord in test/fleet scraped (`make record`).
 	recordingFile = "testdata/fleet.gz"
 )
 
-// inLegend finds the labels that the legend of a query names.
+// inLegend matches the labels in the legend of a query.
 var inLegend = regexp.MustCompile(`{{\s*(\w+)\s*}}`)
 
-// chosen are the variables of the dashboard as they are at first, with one cluster of the recording.
+// chosen are the default values of the dashboard's variables, with one cluster of the recording.
 var chosen = map[string]string{"cluster": "a", "namespace": ".*", "peer": ".*"}
 
 func open(t *testing.T) (Dashboard, *Recording) {
@@ -52,8 +52,9 @@ func TestPanelsUseMetricsAndLabelsThatExist(t *testing.T) {
 	}
 }
 
-// Each query returns something of what a fleet said during a takeover, faults and traffic, for each
-// of two clusters that one Prometheus asks, and the names in its legend are not empty.
+// The recording covers takeovers, faults and traffic of two clusters, which one Prometheus
+// scrapes. For each cluster, each query must return data, and the labels in its legend must not
+// be empty.
 func TestEachPanelShowsFleetData(t *testing.T) {
 	d, r := open(t)
 	for _, cluster := range []string{"a", "b"} {
@@ -84,5 +85,5 @@ func TestEachPanelShowsFleetData(t *testing.T) {
 	}
 }
 
-// quiet are the panels for which nothing happened in a cluster.
+// quiet lists the panels that have no data for a cluster, because the event did not occur.
 var quiet = map[string][]string{"b": {"Packets that are too big"}}

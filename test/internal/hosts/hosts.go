@@ -1,9 +1,9 @@
-// Package hosts makes network namespaces for the tests of this module: unnamed ones, which the
-// kernel removes together with the test process however that ends, joined by veth pairs, with raw
-// packet sockets at their edges.
+// Package hosts creates network namespaces for the tests of this module, joined by veth pairs,
+// with raw packet sockets at their edges. The namespaces are unnamed, so the kernel removes them
+// with the test process, however it ends.
 //
-// It knows nothing of Isthmus, and shares no code with internal/lab, because what it carries judges
-// Isthmus.
+// The package is independent of Isthmus and shares no code with internal/lab, because it is used
+// to check Isthmus.
 package hosts
 
 import (
@@ -22,7 +22,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// A Host is one network namespace with a netlink handle inside. It closes with the test.
+// A Host is one network namespace with a netlink handle inside. It is closed at the end of the
+// test.
 type Host struct {
 	Name string
 
@@ -44,8 +45,8 @@ func Need(t testing.TB, commands ...string) {
 	}
 }
 
-// New makes a namespace in which IPv4 is forwarded freely (no reverse path filter, no redirects)
-// and IPv6 is off, so that nothing but the test sends packets there.
+// New creates a namespace that forwards IPv4 without restrictions (no reverse path filter, no
+// redirects). IPv6 is off, so that only the test sends packets in the namespace.
 func New(t testing.TB, name string) *Host {
 	t.Helper()
 	h := &Host{Name: name, t: t}
@@ -78,8 +79,8 @@ func New(t testing.TB, name string) *Host {
 	return h
 }
 
-// IPv6 switches IPv6 and its forwarding on, for devices that are made later. They get no address of
-// their own, so that they have nothing to say but the membership reports of routers.
+// IPv6 enables IPv6 and its forwarding for devices that are created later. The devices get no
+// link-local address, so the only packets they send are multicast membership reports.
 func (h *Host) IPv6() {
 	h.t.Helper()
 	for _, s := range []struct{ key, value string }{
@@ -93,7 +94,8 @@ func (h *Host) IPv6() {
 	}
 }
 
-// Do runs f in the namespace, on a thread that f shares with nobody. f must not call t.Fatal.
+// Do runs f in the namespace, on a thread that runs nothing else meanwhile. f must not call
+// t.Fatal.
 func (h *Host) Do(f func() error) error {
 	return onThread(func() error {
 		if err := netns.Set(h.ns); err != nil {
@@ -116,14 +118,14 @@ func onThread(f func() error) error {
 		defer before.Close()
 		err = f()
 		if back := netns.Set(before); back == nil {
-			runtime.UnlockOSThread() // else the thread ends with this goroutine
+			runtime.UnlockOSThread() // otherwise the thread would end with this goroutine
 		}
 		done <- err
 	}()
 	return <-done
 }
 
-// Sysctl writes /proc/sys/net/KEY of the namespace.
+// Sysctl writes /proc/sys/net/KEY in the namespace.
 func (h *Host) Sysctl(key, value string) {
 	h.t.Helper()
 	h.must(h.Do(func() error {
@@ -131,7 +133,7 @@ func (h *Host) Sysctl(key, value string) {
 	}), "sysctl "+key)
 }
 
-// Run runs a command in the namespace with the given standard input and returns what it prints.
+// Run runs a command in the namespace with the given standard input and returns its output.
 func (h *Host) Run(stdin, name string, args ...string) string {
 	h.t.Helper()
 	cmd := exec.Command(name, args...)
@@ -145,13 +147,13 @@ func (h *Host) Run(stdin, name string, args ...string) string {
 	return string(out)
 }
 
-// Start starts a command in the namespace; the caller waits for it.
+// Start starts a command in the namespace. The caller must wait for the command.
 func (h *Host) Start(cmd *exec.Cmd) {
 	h.t.Helper()
 	h.must(h.Do(cmd.Start), cmd.String())
 }
 
-// Veth joins two hosts.
+// Veth joins two hosts by a pair of devices.
 func Veth(a *Host, nameA string, b *Host, nameB string, mtu int) {
 	a.t.Helper()
 	a.must(a.nl.LinkAdd(&netlink.Veth{
@@ -162,7 +164,7 @@ func Veth(a *Host, nameA string, b *Host, nameB string, mtu int) {
 	b.must(b.nl.LinkSetUp(b.Link(nameB)), nameB+" up")
 }
 
-// Link returns the device as it is now.
+// Link returns the current state of a device.
 func (h *Host) Link(dev string) netlink.Link {
 	h.t.Helper()
 	link, err := h.nl.LinkByName(dev)
@@ -182,7 +184,7 @@ func (h *Host) Addr(dev string, addr netip.Prefix) {
 	h.must(h.nl.AddrAdd(h.Link(dev), &netlink.Addr{IPNet: ipNet(addr)}), "address "+addr.String())
 }
 
-// Route adds a route through dev, by way of the on-link next hop via unless that is the zero value.
+// Route adds a route through dev. via is an on-link next hop; the zero value means none.
 func (h *Host) Route(to netip.Prefix, via netip.Addr, dev string) {
 	h.t.Helper()
 	route := &netlink.Route{Dst: ipNet(to.Masked()), LinkIndex: h.Link(dev).Attrs().Index, Scope: netlink.SCOPE_LINK}
@@ -192,8 +194,8 @@ func (h *Host) Route(to netip.Prefix, via netip.Addr, dev string) {
 	h.must(h.nl.RouteAdd(route), "route "+to.String())
 }
 
-// Neighbour says for good which MAC address stands behind an address, so that nobody has to answer
-// ARP.
+// Neighbour adds a permanent neighbor entry, so that no host has to answer ARP requests for the
+// address.
 func (h *Host) Neighbour(addr netip.Addr, mac net.HardwareAddr, dev string) {
 	h.t.Helper()
 	h.must(h.nl.NeighSet(&netlink.Neigh{

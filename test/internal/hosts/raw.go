@@ -10,30 +10,31 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// A Raw sends and receives whole IP packets on one device, past the namespace's own IP stack: no
-// address, no socket and no route of that namespace takes part.
+// A Raw sends and receives complete IP packets on one device. It bypasses the namespace's IP
+// stack: addresses, sockets and routes of the namespace have no influence.
 type Raw struct {
 	h     *Host
 	fd    int
 	index int
-	mac   net.HardwareAddr // of the device at the far end, where packets go
+	mac   net.HardwareAddr // address of the remote device, to which packets are sent
 }
 
-// Raw opens dev. far is the MAC address packets are sent to, nil on a device without. The socket
-// sees only what arrives at dev; to see what leaves it too, use Tap.
+// Raw opens dev. far is the destination MAC address of sent packets; nil on a device without MAC
+// addresses. The socket receives only packets that arrive at dev. Use Tap to see also packets
+// that leave it.
 func (h *Host) Raw(dev string, far net.HardwareAddr) *Raw {
 	h.t.Helper()
 	return h.open(dev, far, ethIP)
 }
 
-// Raw6 is Raw for packets of IPv6.
+// Raw6 is Raw for IPv6 packets.
 func (h *Host) Raw6(dev string, far net.HardwareAddr) *Raw {
 	h.t.Helper()
 	return h.open(dev, far, ethIPv6)
 }
 
-// Tap opens dev for looking: both directions, for devices such as tunnels whose packets matter on
-// their way out too.
+// Tap opens dev for capturing in both directions, for devices such as tunnels whose outgoing
+// packets matter as well.
 func (h *Host) Tap(dev string) *Raw {
 	h.t.Helper()
 	return h.open(dev, nil, htons(unix.ETH_P_ALL))
@@ -46,7 +47,7 @@ func (h *Host) open(dev string, far net.HardwareAddr, proto uint16) *Raw {
 		if r.fd, err = unix.Socket(unix.AF_PACKET, unix.SOCK_DGRAM|unix.SOCK_CLOEXEC, int(proto)); err != nil {
 			return os.NewSyscallError("socket", err)
 		}
-		// What arrived on other devices before the bind is thrown away by reading it below.
+		// Packets from other devices that arrived before the bind are discarded below.
 		return os.NewSyscallError("bind", unix.Bind(r.fd, &unix.SockaddrLinklayer{Protocol: proto, Ifindex: r.index}))
 	}), "packet socket on "+dev)
 	h.t.Cleanup(func() { unix.Close(r.fd) })
@@ -54,7 +55,7 @@ func (h *Host) open(dev string, far net.HardwareAddr, proto uint16) *Raw {
 	return r
 }
 
-// Send puts one IP packet on the wire.
+// Send sends one IP packet.
 func (r *Raw) Send(t testing.TB, b []byte) {
 	t.Helper()
 	proto := ethIP
@@ -68,7 +69,7 @@ func (r *Raw) Send(t testing.TB, b []byte) {
 	}
 }
 
-// Receive returns the next packet, or nil when none came in time.
+// Receive returns the next packet, or nil if none arrives within wait.
 func (r *Raw) Receive(t testing.TB, wait time.Duration) []byte {
 	t.Helper()
 	buf := make([]byte, 1<<16)
@@ -91,7 +92,7 @@ func (r *Raw) Receive(t testing.TB, wait time.Duration) []byte {
 	}
 }
 
-// Drain throws away what has arrived so far.
+// Drain discards the packets that have arrived so far.
 func (r *Raw) Drain(t testing.TB) {
 	t.Helper()
 	for r.Receive(t, 0) != nil {

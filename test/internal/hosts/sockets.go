@@ -11,8 +11,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Sockets made in a namespace stay there, whichever thread uses them later. They close with the
-// test.
+// Sockets that are created in a namespace stay there, whichever thread uses them later. They are
+// closed at the end of the test.
 
 // ListenUDP opens a UDP socket.
 func (h *Host) ListenUDP(addr netip.AddrPort) *net.UDPConn {
@@ -38,7 +38,7 @@ func (h *Host) ListenTCP(addr netip.AddrPort) *net.TCPListener {
 	return l
 }
 
-// ListenICMP opens a raw socket for ICMP; what it reads has no IP header.
+// ListenICMP opens a raw socket for ICMP. Received packets have no IP header.
 func (h *Host) ListenICMP(addr netip.Addr) net.PacketConn {
 	h.t.Helper()
 	var c net.PacketConn
@@ -50,7 +50,8 @@ func (h *Host) ListenICMP(addr netip.Addr) net.PacketConn {
 	return c
 }
 
-// DialTCP connects within a minute, from src unless that is the zero value.
+// DialTCP connects with a timeout of a minute. src is the source address; the zero value means
+// any.
 func (h *Host) DialTCP(src netip.Addr, dst netip.AddrPort) (c *net.TCPConn, err error) {
 	d := net.Dialer{Timeout: time.Minute}
 	if src.IsValid() {
@@ -66,8 +67,8 @@ func (h *Host) DialTCP(src netip.Addr, dst netip.AddrPort) (c *net.TCPConn, err 
 	return c, err
 }
 
-// ListenTransparent opens a UDP socket with a source address that the namespace need not own, for
-// sending only.
+// ListenTransparent opens a UDP socket for sending only. Its source address need not belong to
+// the namespace.
 func (h *Host) ListenTransparent(t testing.TB, src netip.Addr) *net.UDPConn {
 	t.Helper()
 	lc := net.ListenConfig{Control: func(_, _ string, raw syscall.RawConn) (err error) {

@@ -1,4 +1,4 @@
-// Package programs builds what the tests of a package run as processes.
+// Package programs builds the programs that tests of a package run as processes.
 package programs
 
 import (
@@ -14,10 +14,10 @@ import (
 	"github.com/isthmus-net/isthmus/internal/testbin"
 )
 
-// Run builds the program isthmus and the programs of a control plane, says in *isthmus and in *kube
-// where they are (a file, and a folder as kubetest.Options wants it), runs the tests and returns what
-// TestMain ends with. Clients of Kubernetes log nothing meanwhile. Where no lab can be made nothing is
-// built, and the tests say why they are skipped.
+// Run builds the isthmus program and the programs of a control plane, runs the tests, and returns
+// the exit code for TestMain. It stores the program's path in *isthmus and the folder for
+// kubetest.Options in *kube. It disables the log of Kubernetes clients. If labs cannot run on
+// this machine, it builds nothing, and the tests skip themselves with the reason.
 func Run(m *testing.M, isthmus, kube *string) int {
 	kubesource.UseLogger(slog.New(slog.DiscardHandler))
 	if lab.Available() != nil {

@@ -1,4 +1,4 @@
-// Package released ends the holds of released networks, for tests that cannot wait for a day.
+// Package released frees held networks at once, for tests that cannot wait for a day.
 package released
 
 import (
@@ -11,8 +11,9 @@ import (
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 )
 
-// EndHolds edits the NetworkAllocations of a cluster as a person would: what is held in them is freed, and
-// nodes let go of it. Call it again after an error, which may be a conflict.
+// EndHolds frees the held networks by the edit of the NetworkAllocations that a user would make.
+// Nodes then stop refusing these networks. After an error, which may be a conflict, call it
+// again.
 func EndHolds(ctx context.Context, c client.Client) error {
 	var allocations isthmus.NetworkAllocationList
 	if err := c.List(ctx, &allocations); err != nil {
