@@ -63,7 +63,7 @@ func TestExceededLimitTriggersMoreRounds(t *testing.T) {
 	}
 }
 
-func TestTailsAreNotChecked(t *testing.T) {
+func TestCheckIgnoresTailLatencies(t *testing.T) {
 	was := []sample{{Peer: reference, P99: 100, P999: 100}, {Peer: "isthmus without USO", P99: 100, P999: 100}}
 	now := []sample{{Peer: reference, P99: 100, P999: 100}, {Peer: "isthmus without USO", P99: 900, P999: 900}}
 	if findings := judge(now, recording{[]measured{{"here", was}}}); len(findings) != 0 {
@@ -72,7 +72,7 @@ func TestTailsAreNotChecked(t *testing.T) {
 }
 
 // The drift of ratios cannot be estimated from a single run.
-func TestThreeRunsAreNeededForASteadyValue(t *testing.T) {
+func TestCheckUsesMarginsOnlyAfterThreeRecordedRuns(t *testing.T) {
 	run := func(cpu float64) (all []sample) {
 		for i := range 5 {
 			all = append(all, sample{Peer: reference, Round: i, CPU: 0.5}, sample{Peer: "isthmus without USO", Round: i, CPU: cpu})
@@ -127,7 +127,7 @@ func TestCheckDistinguishesDriftFromRegression(t *testing.T) {
 	}
 }
 
-func TestRunsAreAddedToARecording(t *testing.T) {
+func TestRecordAppendsRuns(t *testing.T) {
 	file := filepath.Join(t.TempDir(), "compare.json")
 	for i := range 2 {
 		if err := record(file, measured{fmt.Sprint("run ", i), samples(2+i, 3, 60)}); err != nil {

@@ -21,7 +21,7 @@ func pairs(n, m, u int) (x, y []float64) {
 
 // The critical values are those printed in statistics textbooks for a one-sided test at 1 %: the
 // largest U, counted from the smaller side, that is significant.
-func TestTheRankTestHasTheCriticalValuesOfTheTable(t *testing.T) {
+func TestRankTestMatchesPublishedCriticalValues(t *testing.T) {
 	for _, c := range []struct{ n, m, critical int }{
 		{3, 7, 0}, {3, 10, 1}, {4, 5, 0}, {4, 10, 3}, {5, 5, 1}, {5, 8, 4}, {5, 10, 6}, {6, 6, 3}, {7, 9, 9}, {8, 8, 9}, {9, 10, 16}, {10, 10, 19},
 		{10, 19, 44}, {10, 20, 47}, {20, 20, 114},
@@ -36,7 +36,7 @@ func TestTheRankTestHasTheCriticalValuesOfTheTable(t *testing.T) {
 }
 
 // The reference enumerates every way to choose which of the values are x.
-func TestTheRankTestCountsAllOrders(t *testing.T) {
+func TestRankTestMatchesExhaustiveCount(t *testing.T) {
 	rng := rand.New(rand.NewPCG(1, 2))
 	for range 200 {
 		n, m := rng.IntN(6), rng.IntN(6)
@@ -76,7 +76,7 @@ func TestTheRankTestCountsAllOrders(t *testing.T) {
 	}
 }
 
-func TestEqualValuesDoNotDiffer(t *testing.T) {
+func TestRankTestFindsNoDifferenceBetweenEqualValues(t *testing.T) {
 	if p := rankTest([]float64{1, 1, 1, 1}, []float64{1, 1, 1, 1, 1}); p != 1 {
 		t.Errorf("p = %v", p)
 	}

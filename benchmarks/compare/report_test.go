@@ -8,7 +8,7 @@ import (
 	"testing"
 )
 
-func TestThePlotIsXMLWithEveryPeer(t *testing.T) {
+func TestPlotIsValidXMLAndNamesEveryPeer(t *testing.T) {
 	svg := plot([]sample{{Peer: baseline, TCP1: 2}, {Peer: "isthmus without USO", TCP1: 3}}, []string{baseline, "isthmus without USO"}, `a "machine" <with> signs`)
 	d := xml.NewDecoder(strings.NewReader(string(svg)))
 	for {

@@ -27,7 +27,7 @@ func recorded(t *testing.T) results {
 	return r
 }
 
-func TestFiguresAreReadByUnitAndRound(t *testing.T) {
+func TestReadGroupsFiguresByUnitAndRound(t *testing.T) {
 	got := recorded(t)[[2]string{"gateway/datapath", "Gateways/superpacket"}]
 	want := map[string][]float64{
 		"ns/op": {88838, 79076, 80452}, "MB/s": {699.48, 785.83, 772.39}, "cpu-ns/packet": {2009, 1784, 1820}, "ns/packet": {1974, 1757, 1788},
@@ -38,7 +38,7 @@ func TestFiguresAreReadByUnitAndRound(t *testing.T) {
 	}
 }
 
-func TestOtherLinesAreIgnored(t *testing.T) {
+func TestReadIgnoresLinesThatAreNotResults(t *testing.T) {
 	r := results{}
 	text := "goos: linux\nBenchmarkA\n--- SKIP: BenchmarkA\nBenchmarkB-2 fails here\nPASS\nok x 1.2s\n"
 	if err := r.read("p", strings.NewReader(text)); err != nil || len(r) != 0 {
@@ -50,7 +50,7 @@ func TestOtherLinesAreIgnored(t *testing.T) {
 }
 
 // The expected values are computed by hand from the files in testdata.
-func TestTheTableIsInOneUnit(t *testing.T) {
+func TestTableConvertsAllFiguresToOneUnit(t *testing.T) {
 	text := table(recorded(t), "somewhere", 3)
 	row := map[string][]string{}
 	for line := range strings.Lines(text) {
@@ -83,7 +83,7 @@ func TestTheTableIsInOneUnit(t *testing.T) {
 	}
 }
 
-func TestMissingFiguresAreNamed(t *testing.T) {
+func TestMissingListsBenchmarksWithoutFigures(t *testing.T) {
 	missing := recorded(t).missing()
 	if !slices.Contains(missing, "packet: BenchmarkParse/UDP4") || slices.Contains(missing, "packet: BenchmarkParse/TCP4") {
 		t.Errorf("%q", missing)
@@ -91,7 +91,7 @@ func TestMissingFiguresAreNamed(t *testing.T) {
 }
 
 // Renaming a benchmark must fail here, and not leave a gap in the table.
-func TestTheStepsNameBenchmarksThatExist(t *testing.T) {
+func TestStepsNameExistingBenchmarks(t *testing.T) {
 	for _, s := range steps {
 		for _, from := range []source{s.super, s.single} {
 			if from.absent() {
@@ -112,7 +112,7 @@ func TestTheStepsNameBenchmarksThatExist(t *testing.T) {
 	}
 }
 
-func TestThePatternChoosesWholeNames(t *testing.T) {
+func TestPatternMatchesWholeBenchmarkNames(t *testing.T) {
 	got := pattern("gateway/bind")
 	want := `^BenchmarkLoopback$/^size=1452$/^batch=45$|^BenchmarkLoopback$/^size=96$/^batch=45$|^BenchmarkLoopback$/^size=1452$/^batch=1$|^BenchmarkLoopback$/^size=96$/^batch=1$`
 	if got != want {

@@ -9,7 +9,7 @@ import (
 	"time"
 )
 
-func TestTheHighestRateIsFoundWithinTheLastHalving(t *testing.T) {
+func TestHighestRateIsAccurateToTheLastBisection(t *testing.T) {
 	for _, limit := range []float64{700, 3_000, 9_999, 10_000, 10_001, 39_000, 123_456, 1_900_000} {
 		trials := 0
 		got, err := highestRate(func(pps float64) (bool, error) { trials++; return pps <= limit, nil })
@@ -26,7 +26,7 @@ func TestTheHighestRateIsFoundWithinTheLastHalving(t *testing.T) {
 }
 
 // A trial passes if at least 99.5 % of the datagrams arrive, and the count arrives without delay.
-func TestATrialSeesLossAndQueues(t *testing.T) {
+func TestTrialFailsOnLossOrQueueing(t *testing.T) {
 	for name, c := range map[string]struct {
 		lose  int           // lose one of this many
 		delay time.Duration // of the answer
