@@ -14,7 +14,7 @@ import (
 	"testing"
 )
 
-func TestTheModuleKeepsItsImportRules(t *testing.T) {
+func TestModuleFollowsImportRules(t *testing.T) {
 	files := load(t, filepath.Join("..", ".."))
 	if len(files) < 10 {
 		t.Fatalf("found only %d files: looking in the wrong place", len(files))
@@ -50,7 +50,7 @@ func TestIsthmusDoesNotLinkTheLab(t *testing.T) {
 }
 
 // Each row is a file that breaks exactly one rule, or a similar file that the rule must accept.
-func TestEachRuleCatchesItsBreach(t *testing.T) {
+func TestEachImportRuleDetectsItsViolation(t *testing.T) {
 	file := func(pkg, name string, imports ...string) File {
 		return File{Package: pkg, Name: name, Imports: imports}
 	}

@@ -11,7 +11,7 @@ import (
 
 // Comments cite facts about Liqo by their section number in docs/liqo-v0.md. Each cited section
 // must exist.
-func TestCitedSectionsOfTheLiqoFactsExist(t *testing.T) {
+func TestCommentsCiteExistingSectionsOfLiqoDocument(t *testing.T) {
 	root := filepath.Join("..", "..")
 	doc, err := os.ReadFile(filepath.Join(root, "docs", "liqo-v0.md"))
 	if err != nil {

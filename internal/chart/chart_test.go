@@ -50,7 +50,7 @@ var everything = Values{
 
 // The recorded manifests show a reviewer the effect of a change on the default installation.
 // test/helm renders other values, also with Helm.
-func TestManifestsAreAsRecorded(t *testing.T) {
+func TestDefaultManifestsMatchRecordedFile(t *testing.T) {
 	const file = "testdata/defaults.yaml"
 	got, err := Render(Options{Namespace: deploy.Namespace, AppVersion: "0.0.0", Values: paris(Values{"crds": Values{"install": false}})})
 	if err != nil {
@@ -70,7 +70,7 @@ func TestManifestsAreAsRecorded(t *testing.T) {
 	}
 }
 
-func TestManifestsMoveIntoAnotherNamespace(t *testing.T) {
+func TestManifestsUseTheChosenNamespace(t *testing.T) {
 	all := objects(t, paris(everything))
 	for i, u := range all {
 		text, err := u.MarshalJSON()
@@ -119,7 +119,7 @@ func TestManifestsAreInApplyOrder(t *testing.T) {
 	}
 }
 
-func TestWrongValuesAreNamed(t *testing.T) {
+func TestErrorsNameInvalidValues(t *testing.T) {
 	for _, tc := range []struct {
 		values Values
 		want   string
@@ -226,7 +226,7 @@ func TestImageTagDefaultsToTheVersion(t *testing.T) {
 	}
 }
 
-func TestALongTagIsCutForTheLabel(t *testing.T) {
+func TestVersionLabelTruncatesLongTags(t *testing.T) {
 	for tag, want := range map[string]string{
 		"v1.2.3": "v1.2.3", strings.Repeat("t", 128): strings.Repeat("t", 63), "_" + strings.Repeat("t", 61) + "._": strings.Repeat("t", 61),
 	} {
@@ -273,7 +273,7 @@ func TestGatewayStateVolumeHoldsBothFiles(t *testing.T) {
 	}
 }
 
-func TestADrainEvictsOneReplicaAtATime(t *testing.T) {
+func TestDisruptionBudgetsSelectThePodsOfTheirDeployments(t *testing.T) {
 	all := objects(t, paris(nil))
 	for _, name := range []string{"isthmus-manager", "isthmus-gateway"} {
 		selector := func(kind string) map[string]any {
@@ -513,7 +513,7 @@ func privileges(t *testing.T, pod map[string]any) string {
 
 // The chart's folder files/ contains symbolic links to folders outside of it, which Helm follows.
 // If a checkout turns a link into a plain file, alerts and dashboard are empty without an error.
-func TestChartFilesAreNotReplacedByLinks(t *testing.T) {
+func TestChartLinksLeadToNonemptyFolders(t *testing.T) {
 	entries, err := os.ReadDir("../../deploy/chart/isthmus/files")
 	if err != nil || len(entries) == 0 {
 		t.Fatalf("%d, %v", len(entries), err)

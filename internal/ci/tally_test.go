@@ -93,7 +93,7 @@ func TestSummaryNamesTheSlowestTests(t *testing.T) {
 	}
 }
 
-func TestTestNamesLeadToTheirPackages(t *testing.T) {
+func TestPackagesWithFindsPackagesByTestName(t *testing.T) {
 	t.Chdir("../..")
 	found := packagesWith("NotAllocate")
 	for _, want := range []string{"./natengine", "./gateway/bind"} {
@@ -130,7 +130,7 @@ func TestPackagesWithoutRaceDetectorUseNoGoroutines(t *testing.T) {
 	}
 }
 
-func TestAFailedStepFailsARunWithoutFailedTests(t *testing.T) {
+func TestReportFailsIfAStepFails(t *testing.T) {
 	for name, tc := range map[string]struct {
 		results     []result
 		interrupted error

@@ -53,7 +53,7 @@ func workflows(t *testing.T) map[string]workflow {
 
 // An action's code runs with the job's permissions. A tag can be moved to other code; a commit
 // cannot.
-func TestWorkflowsUseActionsByCommit(t *testing.T) {
+func TestWorkflowsPinActionsToCommits(t *testing.T) {
 	byCommit := regexp.MustCompile(`^[\w-]+/[\w/-]+@[0-9a-f]{40}$`)
 	used := 0
 	for name, w := range workflows(t) {
@@ -78,7 +78,7 @@ var (
 	makeCall   = regexp.MustCompile(`(?m)(?:^|\s)make ([a-z0-9-]+)`)
 )
 
-func TestWorkflowsRunTargetsThatExistWithinALimit(t *testing.T) {
+func TestWorkflowJobsRunExistingTargetsAndHaveTimeouts(t *testing.T) {
 	text, err := os.ReadFile("../../Makefile")
 	if err != nil {
 		t.Fatal(err)
@@ -139,7 +139,7 @@ func TestEachTestTargetRunsInAWorkflow(t *testing.T) {
 }
 
 // A manual run of the release workflow builds everything, but has no permission to publish.
-func TestOnlyATagPublishes(t *testing.T) {
+func TestReleaseWorkflowPublishesOnlyForTags(t *testing.T) {
 	w := workflows(t)["release"]
 	if _, ok := w.On["workflow_dispatch"]; !ok {
 		t.Error("the release workflow cannot be run by hand")

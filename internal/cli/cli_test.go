@@ -38,7 +38,7 @@ func TestExitCodeDistinguishesUsageFromFailure(t *testing.T) {
 	}
 }
 
-func TestSignalEndsTheContextAsAnInterruption(t *testing.T) {
+func TestSignalCancelsContextAndIsReportedAsInterruption(t *testing.T) {
 	for _, s := range []syscall.Signal{syscall.SIGINT, syscall.SIGTERM, syscall.SIGHUP} {
 		if signal.Ignored(s) { // nohup(1) ignores SIGHUP
 			continue
@@ -80,7 +80,7 @@ func TestPluginUsageNamesKubectl(t *testing.T) {
 	}
 }
 
-func TestEachVersionIsATag(t *testing.T) {
+func TestEachVersionYieldsAValidImageTag(t *testing.T) {
 	for version, want := range map[string]string{"(devel)": "devel", "v1.2.3+dirty": "v1.2.3-dirty", "0123456789ab-modified": "0123456789ab-modified"} {
 		if got := tagOf(version); got != want {
 			t.Errorf("%s: %s, want %s", version, got, want)

@@ -10,7 +10,7 @@ import (
 
 // The files testdata/*.in are the Corefiles of common installers, and one for each special case
 // of Add. testdata/NAME.want is NAME with the zone.
-func TestAddIsUndoneByRemove(t *testing.T) {
+func TestRemoveRevertsAdd(t *testing.T) {
 	files, err := filepath.Glob("testdata/*.in")
 	if err != nil || len(files) < 5 {
 		t.Fatalf("%v, %v", files, err)
@@ -109,7 +109,7 @@ func FuzzAdd(f *testing.F) {
 	f.Fuzz(check)
 }
 
-func TestAnUnknownCorefileIsNotChanged(t *testing.T) {
+func TestUnparsableCorefileIsAnError(t *testing.T) {
 	for in, want := range map[string]string{
 		"":                              "empty",
 		"# nothing":                     "empty",
@@ -155,7 +155,7 @@ func TestAnUnknownCorefileIsNotChanged(t *testing.T) {
 }
 
 // Remove keeps lines that a user has added, and changes that a user made beside ours.
-func TestRemoveUndoesNothingElse(t *testing.T) {
+func TestRemoveKeepsChangesByUsers(t *testing.T) {
 	const ours, block = " # added by isthmus install, with the zone", " and this block"
 	for in, want := range map[string]string{
 		".:53 {\n kubernetes a clusterset.local {\n multicluster clusterset.local\n }\n}":                                "",
@@ -172,7 +172,7 @@ func TestRemoveUndoesNothingElse(t *testing.T) {
 	}
 }
 
-func TestTheCacheSkipsNegativeAnswersOfTheZone(t *testing.T) {
+func TestAddExcludesZoneFromNegativeCache(t *testing.T) {
 	const server, end, ours = ".:53 {\n kubernetes clusterset.local {\n multicluster clusterset.local\n }\n", "}\n", " # added by isthmus install"
 	for in, want := range map[string]string{
 		" cache\n":                              " cache {\n     disable denial clusterset.local" + ours + ", with this block\n }\n",
@@ -220,7 +220,7 @@ func TestTheCacheSkipsNegativeAnswersOfTheZone(t *testing.T) {
 	}
 }
 
-func TestServesAsCoreDNSReads(t *testing.T) {
+func TestServesFindsZoneAsCoreDNSDoes(t *testing.T) {
 	for in, want := range map[string]bool{
 		".:53 {\n kubernetes cluster.local ClusterSet.local. {\n multicluster clusterset.local.\n }\n}":                                true,
 		".:53 {\n kubernetes a {\n }\n}\nclusterset.local:53 {\n kubernetes clusterset.local {\n multicluster clusterset.local\n }\n}": true,

@@ -37,7 +37,7 @@ func program(t *testing.T, script string) string {
 	return path
 }
 
-func TestFailedStepIsNamedWithItsReasonAndNothingIsLeft(t *testing.T) {
+func TestErrorNamesFailedStepAndLabIsRemoved(t *testing.T) {
 	if err := lab.Available(); err != nil {
 		t.Skip(err)
 	}
@@ -93,7 +93,7 @@ func TestPingsAreCountedWithTheLongestPauseBetweenAnswers(t *testing.T) {
 	}
 }
 
-func TestIndentLeavesEmptyLinesAlone(t *testing.T) {
+func TestIndentKeepsEmptyLinesEmpty(t *testing.T) {
 	var out strings.Builder
 	w := indent(&out)
 	for _, part := range []string{"one\ntw", "o\n\n", "three"} {

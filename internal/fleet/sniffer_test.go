@@ -38,15 +38,15 @@ func TestNetworksOfPeersAreKeptUntilUnpeeringEnds(t *testing.T) {
 		peerings []isthmus.Peering
 		want     map[string][]netip.Prefix
 	}{
-		"no IpamStorage yet":                    {none, nil, []isthmus.Peering{peering("b", false)}, none},
-		"granted":                               {none, storages(map[string]v1alpha1.Subnets{"b": b}), nil, had},
-		"half of it":                            {none, storages(map[string]v1alpha1.Subnets{"b": {RemotePodCIDR: "10.246.0.0/16"}}), nil, map[string][]netip.Prefix{"b": networks("10.246.0.0/16")}},
-		"the IPAM state is deleted":             {had, nil, nil, had},
-		"the IPAM state has lost it":            {had, storages(nil), []isthmus.Peering{peering("b", false)}, had},
-		"another claim":                         {had, storages(map[string]v1alpha1.Subnets{"b": {RemotePodCIDR: "10.50.0.0/20"}}), []isthmus.Peering{peering("b", false)}, map[string][]netip.Prefix{"b": networks("10.50.0.0/20")}},
-		"being un-peered":                       {had, storages(map[string]v1alpha1.Subnets{"b": b}), []isthmus.Peering{peering("b", true)}, had},
-		"un-peered, the Peering is there still": {had, storages(nil), []isthmus.Peering{peering("b", true)}, none},
-		"un-peered":                             {had, storages(nil), []isthmus.Peering{peering("c", false)}, none},
+		"no IpamStorage yet":                      {none, nil, []isthmus.Peering{peering("b", false)}, none},
+		"granted":                                 {none, storages(map[string]v1alpha1.Subnets{"b": b}), nil, had},
+		"half of it":                              {none, storages(map[string]v1alpha1.Subnets{"b": {RemotePodCIDR: "10.246.0.0/16"}}), nil, map[string][]netip.Prefix{"b": networks("10.246.0.0/16")}},
+		"the IPAM state is deleted":               {had, nil, nil, had},
+		"the peer is missing in the IPAM state":   {had, storages(nil), []isthmus.Peering{peering("b", false)}, had},
+		"another advertised network":              {had, storages(map[string]v1alpha1.Subnets{"b": {RemotePodCIDR: "10.50.0.0/20"}}), []isthmus.Peering{peering("b", false)}, map[string][]netip.Prefix{"b": networks("10.50.0.0/20")}},
+		"being un-peered":                         {had, storages(map[string]v1alpha1.Subnets{"b": b}), []isthmus.Peering{peering("b", true)}, had},
+		"un-peered, but the Peering still exists": {had, storages(nil), []isthmus.Peering{peering("b", true)}, none},
+		"un-peered":                               {had, storages(nil), []isthmus.Peering{peering("c", false)}, none},
 	} {
 		if got := remember(tc.known, tc.storages, tc.peerings); !reflect.DeepEqual(got, tc.want) {
 			t.Errorf("%s: %v; want %v", name, got, tc.want)

@@ -113,7 +113,7 @@ func TestIdleConnectionsDoNotBlockOtherClients(t *testing.T) {
 	}
 }
 
-func TestARequestThatIsSlowOrTooLongIsEnded(t *testing.T) {
+func TestSlowAndOversizedRequestsAreRejected(t *testing.T) {
 	port := serve(t)
 	slow := dial(t, "127.0.0.2", port)
 	slow.send("GET / HTTP/1.1\r\nHost: x\r\n")

@@ -98,7 +98,7 @@ func TestOnlyOwnerAndRootMayUseTheSocket(t *testing.T) {
 	}
 }
 
-func TestASocketOfAnotherUserIsNotTrusted(t *testing.T) {
+func TestDialOwnerRejectsSocketOfAnotherUser(t *testing.T) {
 	if os.Geteuid() != 0 {
 		t.Skip("needs root to be somebody else")
 	}

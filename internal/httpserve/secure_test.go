@@ -112,7 +112,7 @@ func TestSecureServersAuthorizeProtectedPaths(t *testing.T) {
 	}
 }
 
-func TestACertificateIsMadeWhereThereIsNone(t *testing.T) {
+func TestTLSCreatesCertificateWithoutADirectory(t *testing.T) {
 	config, err := TLS("")
 	if err != nil {
 		t.Fatal(err)
@@ -132,7 +132,7 @@ func TestACertificateIsMadeWhereThereIsNone(t *testing.T) {
 	}
 }
 
-func TestAPublicAddressCausesAWarning(t *testing.T) {
+func TestPublicAddressWithoutTLSCausesAWarning(t *testing.T) {
 	for address, warns := range map[string]bool{"127.0.0.1:0": false, "[::1]:0": false, "0.0.0.0:0": true, ":0": true, "": false} {
 		var log bytes.Buffer
 		s := New(slog.New(slog.NewTextHandler(&log, nil)))

@@ -136,7 +136,7 @@ func TestArchiveContainsTheFilesOfEachPlatform(t *testing.T) {
 	}
 }
 
-func TestPathsThatAreNotPlainAreRefused(t *testing.T) {
+func TestInvalidAndDuplicateFilePathsAreRejected(t *testing.T) {
 	for _, path := range []string{"b", "/../b", "/a//b", "/a/"} {
 		i := example
 		i.Platforms = []Platform{{OS: "linux", Architecture: "amd64", Files: []File{{Path: path}}}}

@@ -11,7 +11,7 @@ import (
 	"github.com/isthmus-net/isthmus/internal/testbin"
 )
 
-func TestLicensesAreKnownByTheirSentences(t *testing.T) {
+func TestLicensesAreRecognizedByTheirText(t *testing.T) {
 	const (
 		bsd     = "Redistribution and use in source and binary forms, with or without\nmodification, are permitted provided that"
 		mit     = "Permission is hereby granted, free of\n// charge, to any person"
@@ -49,7 +49,7 @@ func authorities(t *testing.T, root string) []byte {
 	return text
 }
 
-func TestAuthoritiesWithoutAnOriginAreRefused(t *testing.T) {
+func TestCertificateAuthoritiesWithoutOriginAreRejected(t *testing.T) {
 	for _, text := range []string{"", "-----BEGIN CERTIFICATE-----\n", "# example.org/roots\n"} {
 		if m, err := originOf([]byte(text)); err == nil {
 			t.Errorf("%q is from %v", text, m)
@@ -58,7 +58,7 @@ func TestAuthoritiesWithoutAnOriginAreRefused(t *testing.T) {
 }
 
 // The modules according to the go command must be the modules that the linker recorded.
-func TestTheSBOMOfTheProgramHasEachModuleWithItsLicense(t *testing.T) {
+func TestIsthmusSBOMListsEachModuleWithItsLicense(t *testing.T) {
 	root, err := testbin.Root()
 	if err != nil {
 		t.Fatal(err)

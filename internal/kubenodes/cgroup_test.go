@@ -10,7 +10,7 @@ func TestCgroupMountsAreFound(t *testing.T) {
 		groups, mounts string
 		want           []hierarchy
 	}{
-		"v1, some of it in a group of its own": {
+		"v1, with our group not the root in one hierarchy": {
 			groups: "4:memory:/a/b\n3:cpu,cpuacct:/\n1:name=systemd:/\n0::/\n",
 			mounts: `33 32 0:30 / /sys/fs/cgroup ro - tmpfs tmpfs ro
 34 33 0:31 / /sys/fs/cgroup/memory rw,relatime shared:9 - cgroup cgroup rw,memory

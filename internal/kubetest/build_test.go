@@ -53,7 +53,7 @@ func leftovers(t *testing.T, root string) (names []string) {
 	return names
 }
 
-func TestConcurrentBuildsRunOnce(t *testing.T) {
+func TestConcurrentCallsBuildOnlyOnce(t *testing.T) {
 	root := repository(t, hello)
 	abandoned := filepath.Join(root, "bin", ".kube-1234") // folder of a killed build
 	if err := os.MkdirAll(abandoned, 0o755); err != nil {
@@ -113,7 +113,7 @@ func TestConcurrentBuildsRunOnce(t *testing.T) {
 	}
 }
 
-func TestAFailingBuildSaysWhyAndLeavesNothing(t *testing.T) {
+func TestFailedBuildReportsReasonAndLeavesNothing(t *testing.T) {
 	root := repository(t, "package main\n\nfunc main() { undefinedThing() }\n")
 	_, err := Build(t.Context(), new(bytes.Buffer))
 	if err == nil || !strings.Contains(err.Error(), "main.go:3:15: undefined: undefinedThing") {
@@ -124,7 +124,7 @@ func TestAFailingBuildSaysWhyAndLeavesNothing(t *testing.T) {
 	}
 }
 
-func TestBuildEndsWithItsContext(t *testing.T) {
+func TestBuildStopsWhenContextIsCanceled(t *testing.T) {
 	root := repository(t, hello)
 	unlock, err := lock(t.Context(), filepath.Join(mkdir(t, root, "bin"), "kube.lock"), new(bytes.Buffer))
 	if err != nil {
@@ -164,7 +164,7 @@ func mkdir(t *testing.T, elem ...string) string {
 	return dir
 }
 
-func TestAReadyFolderIsTakenInsteadOfABuild(t *testing.T) {
+func TestExistingFolderReplacesBuild(t *testing.T) {
 	dir := t.TempDir()
 	t.Setenv(binEnv, dir)
 	t.Chdir(dir)

@@ -216,7 +216,7 @@ func (u user) whoami(t *testing.T) string {
 	return fmt.Sprint(get(answer, "status", "userInfo", "username"), " ", get(answer, "status", "userInfo", "groups"))
 }
 
-func TestTwoServersSideBySideKnowNothingOfEachOther(t *testing.T) {
+func TestServersRunSideBySideIndependently(t *testing.T) {
 	t.Parallel()
 	binaries(t)
 	cidrs := map[string]string{"a": "10.96.0.0/12", "b": "172.20.16.0/21"}
@@ -289,7 +289,7 @@ func TestTheServerRequiresCredentials(t *testing.T) {
 	}{
 		{"the administrator", s.asAdmin(t), http.StatusCreated},
 		{"a user without a role", s.as(t, cert, key, ""), http.StatusForbidden},
-		{"nobody (RBAC refuses system:anonymous, as in most clusters)", s.as(t, nil, nil, ""), http.StatusForbidden},
+		{"no credentials (RBAC refuses system:anonymous, as in most clusters)", s.as(t, nil, nil, ""), http.StatusForbidden},
 		{"a wrong token", s.as(t, nil, nil, "wrong"), http.StatusUnauthorized},
 	} {
 		if code, answer := tc.user.do(t, "POST", path, named("x")); code != tc.code {
@@ -317,7 +317,7 @@ func TestControllersWorkInTheTestServer(t *testing.T) {
 	s := begin(t, Options{Name: "controllers", Controllers: true})
 	admin := s.asAdmin(t)
 
-	t.Run("a deleted namespace is gone with its objects", func(t *testing.T) {
+	t.Run("deleting a namespace deletes its objects", func(t *testing.T) {
 		admin.must(t, "POST", "/api/v1/namespaces", named("short"))
 		admin.must(t, "POST", "/api/v1/namespaces/short/configmaps", named("x"))
 		admin.must(t, "DELETE", "/api/v1/namespaces/short", nil)
@@ -329,7 +329,7 @@ func TestControllersWorkInTheTestServer(t *testing.T) {
 			t.Errorf("its object: %d", code)
 		}
 	})
-	t.Run("an object goes with its owner", func(t *testing.T) {
+	t.Run("an object is deleted with its owner", func(t *testing.T) {
 		owner := admin.must(t, "POST", "/api/v1/namespaces/default/configmaps", named("owner"))
 		owned := named("owned")
 		owned["metadata"].(object)["ownerReferences"] = []any{
@@ -368,7 +368,7 @@ func TestControllersWorkInTheTestServer(t *testing.T) {
 			return code == http.StatusUnauthorized
 		})
 	})
-	t.Run("an approved certificate request gives a certificate that works", func(t *testing.T) {
+	t.Run("an approved certificate request yields a valid certificate", func(t *testing.T) {
 		key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
 		if err != nil {
 			t.Fatal(err)
@@ -402,7 +402,7 @@ func TestControllersWorkInTheTestServer(t *testing.T) {
 			t.Errorf("the certificate's user is %q", got)
 		}
 	})
-	t.Run("a quota counts", func(t *testing.T) {
+	t.Run("a quota is enforced", func(t *testing.T) {
 		admin.must(t, "POST", "/api/v1/namespaces", named("tight"))
 		admin.must(t, "POST", "/api/v1/namespaces/tight/resourcequotas",
 			object{"metadata": object{"name": "q"}, "spec": object{"hard": object{"count/configmaps": "1"}}})
@@ -418,7 +418,7 @@ func TestControllersWorkInTheTestServer(t *testing.T) {
 			return code == http.StatusForbidden && created > 0
 		})
 	})
-	t.Run("a role gathers those that its selector finds", func(t *testing.T) {
+	t.Run("a ClusterRole aggregates the rules that its selector matches", func(t *testing.T) {
 		const roles = "/apis/rbac.authorization.k8s.io/v1/clusterroles"
 		label := object{"isthmus.test/gather": "yes"}
 		admin.must(t, "POST", roles, object{"metadata": object{"name": "sum"},
@@ -450,7 +450,7 @@ func TestAFrozenServerAnswersNothingUntilThawed(t *testing.T) {
 	admin.must(t, "GET", "/version", nil)
 }
 
-func TestARestartKeepsAddressAndObjectsAlsoWhenFrozen(t *testing.T) {
+func TestRestartKeepsAddressAndObjectsEvenIfFrozen(t *testing.T) {
 	t.Parallel()
 	s := begin(t, Options{Name: "restart", Controllers: true})
 	admin := s.asAdmin(t)
@@ -535,7 +535,7 @@ func TestStopLeavesNoProcessFileOrPort(t *testing.T) {
 	}
 }
 
-func TestAKilledOwnerLeavesNothing(t *testing.T) {
+func TestServerIsRemovedIfItsOwnerIsKilled(t *testing.T) {
 	t.Parallel()
 	owner := exec.Command(os.Args[0])
 	owner.Env = append(os.Environ(), ownerEnv+"="+binaries(t))
@@ -563,7 +563,7 @@ func TestAKilledOwnerLeavesNothing(t *testing.T) {
 	gone(t, group, dir)
 }
 
-func TestAFailedStartSaysWhyAndLeavesNothing(t *testing.T) {
+func TestFailedStartReportsReasonAndLeavesNothing(t *testing.T) {
 	dir := binaries(t)
 	t.Setenv("TMPDIR", t.TempDir())
 	taken, err := net.Listen("tcp", "127.0.0.1:0")
@@ -584,12 +584,12 @@ func TestAFailedStartSaysWhyAndLeavesNothing(t *testing.T) {
 		{"interrupted", ended, Options{}, "context canceled"},
 		{"no programs", t.Context(), Options{Dir: t.TempDir()}, "etcd: no such file"},
 		{"starter fails", t.Context(), Options{Starter: func(*exec.Cmd) error { return errors.New("no namespace") }}, "start etcd: no namespace"},
-		{"starter forgets", t.Context(), Options{Starter: func(*exec.Cmd) error { return nil }}, "Starter did not start it"},
+		{"starter starts nothing", t.Context(), Options{Starter: func(*exec.Cmd) error { return nil }}, "Starter did not start it"},
 		{"name", t.Context(), Options{Name: "a: b"}, `option Name: "a: b"`},
 		{"zone", t.Context(), Options{Host: netip.MustParseAddr("fe80::1%eth0")}, "option Host"},
 		{"any address", t.Context(), Options{Host: netip.IPv4Unspecified()}, "option Host"},
-		{"services too many", t.Context(), Options{ServiceCIDR: netip.MustParsePrefix("10.0.0.0/11")}, "option ServiceCIDR: 10.0.0.0/11"},
-		{"services too few", t.Context(), Options{ServiceCIDR: netip.MustParsePrefix("10.0.0.0/30")}, "option ServiceCIDR"},
+		{"ServiceCIDR too large", t.Context(), Options{ServiceCIDR: netip.MustParsePrefix("10.0.0.0/11")}, "option ServiceCIDR: 10.0.0.0/11"},
+		{"ServiceCIDR too small", t.Context(), Options{ServiceCIDR: netip.MustParsePrefix("10.0.0.0/30")}, "option ServiceCIDR"},
 		{"host bits", t.Context(), Options{ServiceCIDR: netip.MustParsePrefix("10.0.0.1/24")}, "without host bits"},
 		{"other family", t.Context(), Options{ServiceCIDR: netip.MustParsePrefix("fd00::/112")}, "family"},
 	} {

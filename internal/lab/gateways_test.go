@@ -92,7 +92,7 @@ func TestGatewaysStartStopAndStartAgain(t *testing.T) {
 	}
 }
 
-func TestGatewayThatDoesNotStartSaysWhy(t *testing.T) {
+func TestStartGatewaysReportsWhyAGatewayFailed(t *testing.T) {
 	l := up(t, Spec{Clusters: Clusters(1)})
 	t.Setenv(fakeEnv, "broken")
 	err := l.StartGateways(t.Context(), os.Args[0])

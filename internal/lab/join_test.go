@@ -12,7 +12,7 @@ import (
 	"github.com/isthmus-net/isthmus/internal/source/file"
 )
 
-func TestJoinWritesBothSidesOfTheSameDecision(t *testing.T) {
+func TestJoinWritesConsistentFilesForBothClusters(t *testing.T) {
 	l := up(t, Spec{Clusters: Clusters(3)})
 	a, b, c := l.Clusters[0], l.Clusters[1], l.Clusters[2]
 	if err := l.JoinAll(); err != nil {
@@ -114,7 +114,7 @@ spec:
 	}
 }
 
-func TestJoinWithChosenNetworks(t *testing.T) {
+func TestJoinUsesRequestedNetworks(t *testing.T) {
 	p := netip.MustParsePrefix
 	l := up(t, Spec{Clusters: []ClusterSpec{
 		{PodCIDR: p("10.50.0.0/16"), ExternalCIDR: p("10.51.0.0/16")},
@@ -142,7 +142,7 @@ func TestJoinWithChosenNetworks(t *testing.T) {
 	}
 }
 
-func TestJoinWritesWhatAGatewayReadsAndKeepsKeyAndGatewayFile(t *testing.T) {
+func TestJoinWritesReadableFilesAndKeepsKeyAndGatewayFile(t *testing.T) {
 	l := up(t, Spec{Clusters: Clusters(2)})
 	a, b := l.Clusters[0], l.Clusters[1]
 	if err := l.JoinAll(); err != nil {

@@ -107,7 +107,7 @@ func TestPingReportsICMPErrors(t *testing.T) {
 	}
 }
 
-func TestCommandsAndSocketsAreInside(t *testing.T) {
+func TestCommandsAndSocketsRunInsideTheHost(t *testing.T) {
 	l := up(t, Spec{Clusters: Clusters(1)})
 	pod := l.Clusters[0].Pods[0]
 	out, err := pod.Command(t.Context(), "cat", "/proc/self/net/fib_trie").Output()
@@ -131,7 +131,7 @@ func TestCommandsAndSocketsAreInside(t *testing.T) {
 	}
 }
 
-func TestDoKeepsTheMainThreadOutside(t *testing.T) {
+func TestDoNeverMovesTheMainThread(t *testing.T) {
 	l := up(t, Spec{Clusters: Clusters(1)})
 	// There are so many goroutines that the scheduler has to use every thread of the process.
 	var group sync.WaitGroup
@@ -152,7 +152,7 @@ func TestDoKeepsTheMainThreadOutside(t *testing.T) {
 	group.Wait()
 }
 
-func TestSmallMTUHoldsEverywhere(t *testing.T) {
+func TestAllDevicesUseTheConfiguredMTU(t *testing.T) {
 	l := up(t, Spec{MTU: 1280, Clusters: Clusters(2)})
 	a, b := l.Clusters[0], l.Clusters[1]
 	for _, h := range []*Host{l.Underlay, a.Gateway().Host, a.Pods[0].Host, a.OnPrem.Host} {
@@ -176,7 +176,7 @@ func TestSmallMTUHoldsEverywhere(t *testing.T) {
 	}
 }
 
-func TestTwoLabsStandSideBySide(t *testing.T) {
+func TestTwoLabsRunSideBySide(t *testing.T) {
 	one := up(t, Spec{Clusters: Clusters(2)})
 	two := up(t, Spec{Clusters: Clusters(2)})
 	for _, l := range []*Lab{one, two} {
@@ -191,7 +191,7 @@ func TestTwoLabsStandSideBySide(t *testing.T) {
 	}
 }
 
-func TestDownEndsProcessesEvenStubbornOnes(t *testing.T) {
+func TestDownKillsProcessesThatIgnoreSIGTERM(t *testing.T) {
 	l := up(t, Spec{Clusters: Clusters(1)})
 	cmd := l.Clusters[0].Pods[0].Command(context.Background(), "sh", "-c", "trap '' TERM; sleep 1000 & wait; wait")
 	if err := cmd.Start(); err != nil {
@@ -213,7 +213,7 @@ func TestDownEndsProcessesEvenStubbornOnes(t *testing.T) {
 	}
 }
 
-func TestALabIsInUseWhileItsOwnerRuns(t *testing.T) {
+func TestLabIsProtectedWhileItsOwnerRuns(t *testing.T) {
 	l := up(t, Spec{Clusters: Clusters(1)})
 	if _, err := Up(t.Context(), Spec{Name: l.Name, Clusters: Clusters(1)}); !errors.Is(err, ErrInUse) {
 		t.Errorf("a second lab of that name: %v", err)
@@ -374,7 +374,7 @@ func TestFailedUpLeavesNothing(t *testing.T) {
 // If ip-netns(8) finds that the directory of names is not a mount point, it binds the directory
 // to itself. Namespaces mounted in it before are then hidden below the new mount. The test does
 // this with a directory of its own.
-func TestACoveredNetnsNameCanBeRemoved(t *testing.T) {
+func TestNamespaceHiddenByAnotherMountCanBeRemoved(t *testing.T) {
 	if err := Available(); err != nil {
 		t.Skip(err)
 	}

@@ -68,7 +68,7 @@ func TestSpecDefaultsAreThreeEqualClusters(t *testing.T) {
 	}
 }
 
-func TestSpecErrorsNameWhatIsWrong(t *testing.T) {
+func TestSpecErrorsNameEachMistake(t *testing.T) {
 	p := netip.MustParsePrefix
 	for want, s := range map[string]Spec{
 		"0 clusters":                          {},

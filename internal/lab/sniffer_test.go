@@ -58,7 +58,7 @@ func leaked(t *testing.T, s *Sniffer, node, packet string) {
 	}
 }
 
-func TestTheSnifferSeesWhatANodeSendsInTheClear(t *testing.T) {
+func TestSnifferReportsPacketsInTheClear(t *testing.T) {
 	l := up(t, Spec{Clusters: []ClusterSpec{{Nodes: 3}, {}}})
 	a, b := l.Clusters[0], l.Clusters[1]
 	s := sniff(t, l, nil)
@@ -116,7 +116,7 @@ func TestTheSnifferSeesWhatANodeSendsInTheClear(t *testing.T) {
 	}
 }
 
-func TestTheSnifferConfirmsALeak(t *testing.T) {
+func TestSnifferChecksALeakAgainAfterRefresh(t *testing.T) {
 	l := up(t, Spec{Clusters: Clusters(1)})
 	a := l.Clusters[0]
 	peered := Watched{Networks: []netip.Prefix{peerPods}}
@@ -168,7 +168,7 @@ func TestTheSnifferConfirmsALeak(t *testing.T) {
 
 // An address that a node gets later is an endpoint of the overlay. An additional address of a
 // host that is no node is not.
-func TestTheSnifferKnowsNodeAddresses(t *testing.T) {
+func TestSnifferAcceptsOverlayAtAddedNodeAddresses(t *testing.T) {
 	l := up(t, Spec{Clusters: []ClusterSpec{{Nodes: 2, Control: true}, {}}})
 	a, b := l.Clusters[0], l.Clusters[1]
 	s := sniff(t, l, nil)
@@ -205,7 +205,7 @@ func TestTheSnifferKnowsNodeAddresses(t *testing.T) {
 }
 
 // A node may be recreated, as after a reboot.
-func TestTheSnifferFollowsAddedAndRemovedNodes(t *testing.T) {
+func TestSnifferWatchesRecreatedNodes(t *testing.T) {
 	l := up(t, Spec{Clusters: []ClusterSpec{{Nodes: 2}}})
 	n := l.Clusters[0].Nodes[1]
 	s := sniff(t, l, nil)

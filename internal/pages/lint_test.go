@@ -84,7 +84,7 @@ func prose(text string, f func(number int, line string)) {
 // withTables returns the page with its table rows changed so that prose treats them as text.
 func withTables(text string) string { return strings.ReplaceAll(text, "\n|", "\n ") }
 
-func TestLinesOfPagesAreNoWiderThanAHundred(t *testing.T) {
+func TestLinesOfPagesHaveAtMostAHundredColumns(t *testing.T) {
 	for name, text := range pages(t) {
 		if slices.Contains(generated, name) {
 			continue

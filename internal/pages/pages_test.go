@@ -61,7 +61,7 @@ var reasons = []reason{
 
 // A new command of a page needs a test that runs the page, or an entry here with the reason why
 // not.
-func TestEveryCommandOfThePagesIsRunOrExcused(t *testing.T) {
+func TestEveryCommandOnAPageIsTestedOrListedWithAReason(t *testing.T) {
 	files, err := filepath.Glob(filepath.Join(root, "docs", "*.md"))
 	if err != nil {
 		t.Fatal(err)
@@ -112,7 +112,7 @@ func TestEveryCommandOfThePagesIsRunOrExcused(t *testing.T) {
 	}
 }
 
-func TestCommandsAreFoundWhereverAPageShowsThem(t *testing.T) {
+func TestOfFindsIndentedAndFencedCommands(t *testing.T) {
 	page := filepath.Join(t.TempDir(), "page.md")
 	if err := os.WriteFile(page, []byte(strings.ReplaceAll("# One\n\n    isthmus peer --context a \\\n      b  # why\n    output\n\nisthmus is text.\n\n## Two\n\n'''\n"+
 		"$ kubectl apply -f - <<EOF\nmake nothing\nEOF\nhelm list\n'''\n", "'''", "```")), 0o600); err != nil {

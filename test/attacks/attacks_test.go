@@ -108,7 +108,7 @@ func runChapters(t *testing.T, s *site) {
 }
 
 // docs/attacks.md is generated from the rows whose code runs.
-func TestTheTableListsTheAttacks(t *testing.T) {
+func TestTableInDocsListsTheAttacks(t *testing.T) {
 	const file = "../../docs/attacks.md"
 	want := table()
 	if *update {

@@ -140,7 +140,7 @@ func (s *site) seesNode(t *testing.T, p *lab.Pod) {
 }
 
 func overlayChapter() chapter {
-	return chapter{title: "Into the overlay", prepare: func(t *testing.T, s *site) { t.Run("Counterproof", s.counterproof) }, attacks: []attack{
+	return chapter{title: "Into the overlay", prepare: func(t *testing.T, s *site) { t.Run("LegitimatePacketsArrive", s.counterproof) }, attacks: []attack{
 		{attacker: "a pod of a", attempt: "VXLAN to another node as a pod of b",
 			now: "no forwarded packet reaches the overlay's port",
 			run: func(t *testing.T, s *site) { s.asRemote(t, s.podOfA(s.other).Host, underlay).run(t) }},

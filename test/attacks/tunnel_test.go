@@ -98,7 +98,7 @@ func from(a netip.Addr) netip.AddrPort { return netip.AddrPortFrom(a, 9) }
 func tunnelChapter() chapter {
 	return chapter{title: "Through the tunnel, from the attacker's gateway", prepare: func(t *testing.T, s *site) {
 		s.becomeGateway(t)
-		t.Run("Counterproof", func(t *testing.T) {
+		t.Run("LegitimatePacketsArrive", func(t *testing.T) {
 			to, v := s.toPod(t)
 			v.arrives(t, "of c", func() error { return s.rogue.send(datagram(from(s.rogue.pod), to, "of c")) })
 		})

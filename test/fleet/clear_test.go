@@ -17,7 +17,7 @@ import (
 
 // Two properties protect every fleet. Nodes refuse packets to an allocated network without a
 // TunnelEndpoint, and the sniffer sees such a packet if it gets out anyway.
-func TestTheSnifferSeesPacketsOfANodeWithoutRefusals(t *testing.T) {
+func TestNodesRefuseAllocatedNetworksAndSnifferReportsLeaks(t *testing.T) {
 	f := up(t, lab.Spec{Clusters: []lab.ClusterSpec{clusterSpec("10.244.0.0/16", 2), clusterSpec("10.244.64.0/19", 2)}})
 	a, b := f.Clusters[0], f.Clusters[1]
 	peer(t, f, a, b)

@@ -80,7 +80,7 @@ var stages = []stage{
 	{"the lower side uses the new key", false, &corev1.SecretList{}, stored(func(x keyExchange, s postquantum.State) bool { return s.Use.ID != x.before }), lowerManager},
 	{"the key is confirmed", false, &v1alpha1.NetworkConfigList{}, published(func(x keyExchange, c v1alpha1.BackendConfig) bool { return c["kem0"] != x.sent && c["kemTag"] != "" }), gatewayOfA},
 	{"the higher side uses the new key", true, &corev1.SecretList{}, stored(func(x keyExchange, s postquantum.State) bool { return s.Use.ID != x.before }), higherManager},
-	{"the sessions have it", false, &v1alpha1.TunnelEndpointList{}, func(x keyExchange, o client.Object) bool {
+	{"the sessions use the new key", false, &v1alpha1.TunnelEndpointList{}, func(x keyExchange, o client.Object) bool {
 		te, ok := o.(*v1alpha1.TunnelEndpoint)
 		id := ""
 		if ok {

@@ -23,7 +23,7 @@ import (
 // Connections with state in a gateway survive the loss of the gateway, if a standby takes over or
 // if the gateway restarts and remains active. In a, the nodes vote for the active gateway; in b,
 // the Lease decides. The mapped endpoint requires a loose reverse path filter.
-func TestConnectionsSurviveTheGateway(t *testing.T) {
+func TestConnectionsSurviveTheLossOfAGateway(t *testing.T) {
 	f := upWith(t, fleet.Options{Votes: true, Spec: lab.Spec{RPFilter: lab.RPFilterLoose, Clusters: []lab.ClusterSpec{
 		inPods(clusterSpec("10.244.0.0/16", 3)), clusterSpec("10.240.0.0/12", 2),
 	}}})

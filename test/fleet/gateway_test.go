@@ -119,7 +119,7 @@ func TestGatewayFaults(t *testing.T) {
 		podsToPods(t, a, b)
 	})
 
-	t.Run("WithoutAnyGatewayNobodyCallsItReady", func(t *testing.T) {
+	t.Run("NothingReportsReadyWithoutAGateway", func(t *testing.T) {
 		ctx, cancel := context.WithTimeout(t.Context(), patience)
 		defer cancel()
 		go a.Kubelets(ctx)
@@ -155,7 +155,7 @@ func TestGatewayFaults(t *testing.T) {
 		podsToPods(t, a, b)
 	})
 
-	t.Run("AloneWithoutAPIServerStaysActive", func(t *testing.T) {
+	t.Run("OnlyGatewayStaysActiveWithoutAPIServer", func(t *testing.T) {
 		was := active(t, a)
 		standby := 1 - was
 		must(t, a.Stop(fleet.Gateway(standby)))
@@ -173,7 +173,7 @@ func TestGatewayFaults(t *testing.T) {
 		must(t, a.Start(t.Context(), fleet.Gateway(standby)))
 	})
 
-	t.Run("CutOffFromTheAPIServerAloneStaysActive", func(t *testing.T) {
+	t.Run("ActiveStaysActiveIfOnlyTheAPIServerIsUnreachable", func(t *testing.T) {
 		was := active(t, a)
 		during := startTraffic(t, a, b)
 		heal := cut(t, a, a.Nodes[was])
@@ -188,7 +188,7 @@ func TestGatewayFaults(t *testing.T) {
 		}
 	})
 
-	t.Run("CutOffFromTheOtherGatewayTooIsSilent", func(t *testing.T) {
+	t.Run("ActiveStopsIfTheStandbyIsUnreachableToo", func(t *testing.T) {
 		hosts.Need(t, "nft")
 		was := active(t, a)
 		during := startTraffic(t, a, b)
@@ -236,7 +236,7 @@ func TestGatewayFaults(t *testing.T) {
 		podsToPods(t, a, b)
 	})
 
-	t.Run("ActiveDiesWhileAPIServerIsAway", func(t *testing.T) {
+	t.Run("ActiveDiesDuringAPIServerOutage", func(t *testing.T) {
 		if !*long {
 			t.Skip("only with -long: the same as without the outage, later")
 		}

@@ -52,7 +52,7 @@ func TestInBandControl(t *testing.T) {
 			}
 		}
 	})
-	t.Run("NobodyElseDoes", func(t *testing.T) { inBandIsClosed(t, a, b) })
+	t.Run("OthersCannotUseTheTunnel", func(t *testing.T) { inBandIsClosed(t, a, b) })
 	t.Run("ServicesAreSharedThroughTheTunnel", func(t *testing.T) {
 		exportShop(t, b)
 		lists(t, a, map[string]bool{b.Name: true}, b)
@@ -66,7 +66,7 @@ func TestInBandControl(t *testing.T) {
 // Otherwise a condition must name the command that repairs the peering.
 func changesInBand(t *testing.T, f *fleet.Fleet, inBand func(*testing.T)) {
 	a, b := f.Clusters[0], f.Clusters[1]
-	t.Run("ANewKeyIsToldThroughTheTunnel", func(t *testing.T) {
+	t.Run("KeyRotationIsAnnouncedThroughTheTunnel", func(t *testing.T) {
 		from, to := remotePod(t, a), remotePod(t, b)
 		traffic := talk(t, from, to, seen(t, a, b, to.Addr))
 		for _, c := range f.Clusters {
@@ -75,7 +75,7 @@ func changesInBand(t *testing.T, f *fleet.Fleet, inBand func(*testing.T)) {
 		traffic.endWithoutLoss(t)
 		ready(t, a, b)
 	})
-	t.Run("AKeyThatIsReplacedAtOnceNeedsTheCommand", func(t *testing.T) {
+	t.Run("ImmediateKeyReplacementRequiresThePeerCommand", func(t *testing.T) {
 		isthmus(t, f, "rotate-key", "--context", a.Name, "--now")
 		public := string(keyring.Text(fabric.PublicKeys(ringOf(t, a).Private, 1)[0]))
 		eventually(t, "the command at a, or the new key at b", func() error {
@@ -86,12 +86,12 @@ func changesInBand(t *testing.T, f *fleet.Fleet, inBand func(*testing.T)) {
 		})
 		inBand(t)
 	})
-	t.Run("AFailoverIsToldThroughTheTunnel", func(t *testing.T) {
+	t.Run("FailoverIsAnnouncedThroughTheTunnel", func(t *testing.T) {
 		failOver(t, a)
 		told(t, a, b)
 		ready(t, a, b)
 	})
-	t.Run("AnotherAddressIsToldThroughTheTunnel", func(t *testing.T) {
+	t.Run("AddressChangeIsAnnouncedThroughTheTunnel", func(t *testing.T) {
 		var service corev1.Service
 		must(t, b.Client.Get(t.Context(), client.ObjectKey{Namespace: fleet.Namespace, Name: "isthmus-gateway"}, &service))
 		before := service.DeepCopy()
@@ -104,7 +104,7 @@ func changesInBand(t *testing.T, f *fleet.Fleet, inBand func(*testing.T)) {
 		told(t, b, a)
 		ready(t, a, b)
 	})
-	t.Run("WhereBothMoveTheConditionSaysWhatToDo", func(t *testing.T) {
+	t.Run("ConditionNamesTheCommandIfBothSidesFailOver", func(t *testing.T) {
 		startGateways(t, a)
 		was := [2]int{active(t, a), active(t, b)}
 		must(t, a.Kill(fleet.Gateway(was[0])))
@@ -122,7 +122,7 @@ func changesInBand(t *testing.T, f *fleet.Fleet, inBand func(*testing.T)) {
 // for both.
 func partsInBand(t *testing.T, f *fleet.Fleet, inBand func(*testing.T)) {
 	a, b := f.Clusters[0], f.Clusters[1]
-	t.Run("OneSideAloneLeaves", func(t *testing.T) {
+	t.Run("OneSideUnpeers", func(t *testing.T) {
 		isthmus(t, f, "unpeer", "--context", a.Name, b.Name)
 		eventually(t, "a has deleted its NetworkConfig at b", func() error {
 			return gone(t, b, v1alpha1.LabelOriginID, a.ID)
@@ -153,7 +153,7 @@ func partsInBand(t *testing.T, f *fleet.Fleet, inBand func(*testing.T)) {
 			}
 		}
 	})
-	t.Run("BothLeave", func(t *testing.T) {
+	t.Run("OneCommandUnpeersBothSides", func(t *testing.T) {
 		inBand(t)
 		isthmus(t, f, "unpeer", "--context", a.Name, "--remote-context", b.Name)
 		for _, c := range f.Clusters {

@@ -75,7 +75,7 @@ func TestIPAMStateEditsLeakNoPlaintext(t *testing.T) {
 		name string
 		do   func()
 	}{
-		{"an entry edited out", edit(func(o *v1alpha1.IpamStorage) { delete(o.Spec.ClusterSubnets, id) })},
+		{"an entry removed", edit(func(o *v1alpha1.IpamStorage) { delete(o.Spec.ClusterSubnets, id) })},
 		{"another network in its place", edit(func(o *v1alpha1.IpamStorage) {
 			o.Spec.ClusterSubnets[id] = v1alpha1.Subnets{RemotePodCIDR: "10.77.0.0/19", RemoteExternalCIDR: "10.78.0.0/19"}
 		})},
@@ -83,16 +83,16 @@ func TestIPAMStateEditsLeakNoPlaintext(t *testing.T) {
 			o.Spec = v1alpha1.IpamStorageSpec{Prefixes: map[string][]byte{}, Pools: []string{}, ReservedSubnets: []string{},
 				ClusterSubnets: map[string]v1alpha1.Subnets{}, EndpointMappings: map[string]v1alpha1.EndpointMapping{}, NatMappingsConfigured: map[string]v1alpha1.ConfiguredCluster{}}
 		})},
-		{"those of before the peering", edit(func(o *v1alpha1.IpamStorage) { o.Spec = before.Spec })},
+		{"the state from before the peering", edit(func(o *v1alpha1.IpamStorage) { o.Spec = before.Spec })},
 		{"deleted", func() { must(t, a.Client.Delete(t.Context(), ipamStorage())) }},
-		{"deleted, and older ones made", func() {
+		{"deleted and recreated with an older state", func() {
 			must(t, a.Client.Delete(t.Context(), ipamStorage()))
 			o := before.DeepCopy()
 			o.ObjectMeta = metav1.ObjectMeta{Name: o.Name, Labels: o.Labels}
 			must(t, a.Client.Create(t.Context(), o))
 		}},
 		{"a NetworkAllocation without networks", change(func(s *ours.NetworkAllocationSpec) { s.Networks = nil })},
-		{"an older NetworkAllocation that frees", change(func(s *ours.NetworkAllocationSpec) {
+		{"an older NetworkAllocation that releases networks", change(func(s *ours.NetworkAllocationSpec) {
 			s.Networks, s.Revision = nil, 1
 			for _, n := range allocated.Spec.Networks {
 				s.Freed = append(s.Freed, ours.FreedNetwork{Network: n, Revision: 1})

@@ -18,7 +18,7 @@ import (
 	"github.com/isthmus-net/isthmus/test/internal/hosts"
 )
 
-// watched lists faults of TestDiagnoseNamesWhatIsBroken whose reports are checked also while the
+// watched lists faults of TestDiagnoseNamesEachFault whose reports are checked also while the
 // fault lasts. may lists the additional reports, as CLUSTER/HOP REASON, that are acceptable until
 // diagnose has evidence for the right one.
 var watched = []struct {
@@ -59,7 +59,7 @@ type moment struct {
 
 // Reports must agree with the traffic. While pods reach each other, the Peering is ready. Only
 // the actual fault is reported, while it lasts and after its repair.
-func TestReportsFollowTheTraffic(t *testing.T) {
+func TestReportsAgreeWithTraffic(t *testing.T) {
 	if !*long {
 		t.Skip("it takes ten minutes: -long")
 	}

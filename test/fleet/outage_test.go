@@ -46,7 +46,7 @@ func TestControlPlaneOutage(t *testing.T) {
 		podsToPods(t, a, b)
 	})
 
-	t.Run("ManagerDownNewPodIsReached", func(t *testing.T) {
+	t.Run("NewPodIsReachedWithoutManagers", func(t *testing.T) {
 		must(t, a.Kill(fleet.Manager))
 		must(t, b.Kill(fleet.Manager))
 		during := startTraffic(t, a, b)
@@ -94,7 +94,7 @@ func TestControlPlaneOutage(t *testing.T) {
 		during.endWithoutLoss(t)
 	})
 
-	t.Run("GatewaysRestartedWhileAPIServerIsAway", func(t *testing.T) {
+	t.Run("GatewaysRestartedDuringAPIServerOutage", func(t *testing.T) {
 		was := active(t, a)
 		from, to := remotePod(t, a), remotePod(t, b)
 		addr := seen(t, a, b, to.Addr)
@@ -127,7 +127,7 @@ func TestControlPlaneOutage(t *testing.T) {
 		podsToPods(t, b, a)
 	})
 
-	t.Run("OneThatIsCutOffAndRestartedGivesWay", func(t *testing.T) {
+	t.Run("IsolatedGatewayBecomesStandbyAfterRestart", func(t *testing.T) {
 		was := active(t, a)
 		heal := cut(t, a, a.Nodes[was])
 		must(t, a.Kill(fleet.Gateway(was)))
@@ -155,7 +155,7 @@ func TestControlPlaneOutage(t *testing.T) {
 		podsToPods(t, a, b)
 	})
 
-	t.Run("PeeredAnewAfterAllThat", func(t *testing.T) {
+	t.Run("PeeringAgainWorksAfterAllOutages", func(t *testing.T) {
 		isthmus(t, f, "unpeer", "--context", "a", "--remote-context", "b")
 		firstPingAfterPeer(t, f, b, a)
 		podsToPods(t, a, b)

@@ -14,7 +14,7 @@ import (
 
 // A firewall on one node drops its VXLAN packets. `isthmus status` must name this node and not
 // the other one, and must report nothing after the firewall is removed.
-func TestABrokenOverlayIsFound(t *testing.T) {
+func TestStatusNamesNodeWithBrokenOverlay(t *testing.T) {
 	if !*long {
 		t.Skip("takes two minutes; see -long")
 	}

@@ -50,9 +50,9 @@ func TestPeering(t *testing.T) {
 	})
 	t.Run("NodesReachPods", func(t *testing.T) { nodesToPods(t, a, b); nodesToPods(t, c, a) })
 	t.Run("MappedEndpointIsReached", func(t *testing.T) { mappedEndpoint(t, a, b) })
-	t.Run("NobodyButNodesGetsIntoTheOverlayOfAGatewaysPodAndNoPeerIntoThePod", func(t *testing.T) { gatewaysPodIsClosed(t, a, b) })
-	t.Run("LargePacketsAndStreamsArriveWhole", func(t *testing.T) { largePackets(t, a, b); largePackets(t, c, b) })
-	t.Run("NothingIsWrittenAtRest", func(t *testing.T) { atRest(t, f) })
+	t.Run("GatewayPodAcceptsOverlayOnlyFromNodesAndNothingFromPeers", func(t *testing.T) { gatewaysPodIsClosed(t, a, b) })
+	t.Run("LargePacketsAndStreamsArriveComplete", func(t *testing.T) { largePackets(t, a, b); largePackets(t, c, b) })
+	t.Run("NoObjectIsWrittenAtRest", func(t *testing.T) { atRest(t, f) })
 	t.Run("NothingIsLeftAfterUnpeer", func(t *testing.T) {
 		during := startTraffic(t, a, c)
 		isthmus(t, f, "unpeer", "--context", "a", "--remote-context", "b")

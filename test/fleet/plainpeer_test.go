@@ -30,7 +30,7 @@ const movedLoss = 450
 // A planned takeover must not interrupt traffic with a peer that does not run Isthmus: Debian's
 // wireguard-go in place of b's gateway. That peer does not notice the takeover. It sends in the
 // session with the previous gateway until the next gateway starts a handshake.
-func TestAPlannedMoveTowardsPlainWireGuard(t *testing.T) {
+func TestPlannedTakeoverKeepsTrafficWithPlainWireGuardPeer(t *testing.T) {
 	hosts.Need(t, "wireguard-go", "nft")
 	f := upWith(t, fleet.Options{Votes: true, Spec: lab.Spec{Clusters: []lab.ClusterSpec{
 		inPods(clusterSpec("10.244.0.0/16", 3)), clusterSpec("10.244.0.0/16", 2),

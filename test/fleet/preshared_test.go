@@ -45,13 +45,13 @@ func TestPresharedKeys(t *testing.T) {
 	at := seen(t, a, b, to.Addr)
 	var exchange string
 
-	t.Run("APeerThatKnowsNoneIsMetWithout", func(t *testing.T) {
+	t.Run("PeerWithoutPresharedKeysConnectsWithoutOne", func(t *testing.T) {
 		statusSays(t, f, a, "none: the peer does not exchange preshared keys")
 		statusSays(t, f, b, "none: the Secret isthmus-system/isthmus-psk")
 		_, err := firstPing(t.Context(), from.Host, func() (netip.Addr, error) { return at, nil })
 		must(t, err)
 	})
-	t.Run("AQuantumAttackerOpensAllWithout", func(t *testing.T) {
+	t.Run("QuantumAttackerDecryptsTrafficWithoutPresharedKey", func(t *testing.T) {
 		c := correspond(t, a, b, [32]byte{})
 		statusSays(t, f, a, "none: the peer does not exchange preshared keys")
 		if n, certain := c.opened(); n != len(c.capture) || !certain {
@@ -64,7 +64,7 @@ func TestPresharedKeys(t *testing.T) {
 		_, err := firstPing(t.Context(), from.Host, func() (netip.Addr, error) { return at, nil })
 		must(t, err)
 	})
-	t.Run("RequiredKeepsTheTunnelDownWithout", func(t *testing.T) {
+	t.Run("RequiredKeepsTheTunnelDownWithoutPresharedKey", func(t *testing.T) {
 		demand(t, a, b, peerings.PostQuantumRequired)
 		eventually(t, "a reason that says so", func() error {
 			p, err := a.Peering(t.Context(), b)
@@ -92,7 +92,7 @@ func TestPresharedKeys(t *testing.T) {
 		ready(t, a, b)
 		time.Sleep(10 * time.Second) // until b has noticed that a lost the sessions of the second tunnel
 	})
-	t.Run("AKeyAppearsWithoutALostPacket", func(t *testing.T) {
+	t.Run("KeyIsIntroducedWithoutPacketLoss", func(t *testing.T) {
 		traffic := talk(t, from, to, at)
 		restore()
 		begin := time.Now()
@@ -104,7 +104,7 @@ func TestPresharedKeys(t *testing.T) {
 		statusSays(t, f, b, "ML-KEM-768")
 		traffic.endWithoutLoss(t)
 	})
-	t.Run("RequiredIsFeltByNobodyWithAKey", func(t *testing.T) {
+	t.Run("RequiredDoesNotAffectTrafficWithAKey", func(t *testing.T) {
 		eventually(t, "no former key that is none", func() error {
 			for c, of := range map[*fleet.Cluster]*fleet.Cluster{a: b, b: a} {
 				if s := states(t, c)[of.ID]; s.Changing() {
@@ -120,7 +120,7 @@ func TestPresharedKeys(t *testing.T) {
 		traffic.endWithoutLoss(t)
 		ready(t, a, b)
 	})
-	t.Run("AManagerThatHasLostItsSecretConverges", func(t *testing.T) {
+	t.Run("ManagerRecoversFromALostSecret", func(t *testing.T) {
 		demand(t, a, b, peerings.PostQuantumPreferred)
 		demand(t, b, a, peerings.PostQuantumPreferred)
 		traffic := talk(t, from, to, at)
@@ -130,7 +130,7 @@ func TestPresharedKeys(t *testing.T) {
 		exchange = preshared(t, a, b, exchange)
 		traffic.endWithoutLoss(t)
 	})
-	t.Run("AnotherGatewayTakesOverWithTheKey", func(t *testing.T) {
+	t.Run("StandbyTakesOverWithTheKey", func(t *testing.T) {
 		was := active(t, a)
 		must(t, a.Kill(fleet.Gateway(was)))
 		eventually(t, "the other gateway", func() error {
@@ -145,8 +145,8 @@ func TestPresharedKeys(t *testing.T) {
 		must(t, a.Start(t.Context(), fleet.Gateway(was)))
 	})
 	t.Run("EveryStepOfAnExchangeSurvivesACrash", func(t *testing.T) { everyStepOfAnExchange(t, f, a, b, from, to, at) })
-	t.Run("NobodyPrintsAKey", func(t *testing.T) { noKeyIsShown(t, f) })
-	t.Run("AQuantumAttackerOpensNothingWith", func(t *testing.T) { // the last one: b has no gateway any more
+	t.Run("NoOutputContainsAKey", func(t *testing.T) { noKeyIsShown(t, f) })
+	t.Run("QuantumAttackerDecryptsNothingWithPresharedKey", func(t *testing.T) { // the last one: b has no gateway any more
 		preshared(t, a, b, "")
 		c := correspond(t, a, b, states(t, b)[a.ID].Use.Secret)
 		statusSays(t, f, a, "ML-KEM-768")

@@ -49,7 +49,7 @@ func TestAClusterRestoredFromABackupRecovers(t *testing.T) {
 	was := networks()
 	save("peered")
 
-	t.Run("nothing but time has passed", func(t *testing.T) {
+	t.Run("nothing changed since the backup", func(t *testing.T) {
 		during := startTraffic(t, a, b)
 		mappedEndpoint(t, a, b) // after the backup, so the restored manager does not know it
 		must(t, b.Server.Restore(t.Context(), filepath.Join(days, "peered")))
@@ -62,7 +62,7 @@ func TestAClusterRestoredFromABackupRecovers(t *testing.T) {
 			t.Errorf("the networks were %s, and are %s", was, now)
 		}
 	})
-	t.Run("peered since", func(t *testing.T) {
+	t.Run("peered since the backup", func(t *testing.T) {
 		restore("before the peering")
 		peer(t, f, a, b)
 		podsToPods(t, a, b)
@@ -70,7 +70,7 @@ func TestAClusterRestoredFromABackupRecovers(t *testing.T) {
 			t.Errorf("the networks were %s, and are %s", was, now)
 		}
 	})
-	t.Run("parted since", func(t *testing.T) {
+	t.Run("un-peered since the backup", func(t *testing.T) {
 		isthmus(t, f, "unpeer", "--context", a.Name, "--remote-context", b.Name)
 		restore("peered")
 		begin, said := time.Now(), ""

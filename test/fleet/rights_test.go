@@ -35,19 +35,19 @@ var unused = map[string]string{
 	"isthmus-manager: create secrets":                                      "asked for where the Secret of the preshared keys is applied and not there, which is a patch",
 	"isthmus-manager: patch networkallocations.isthmus.net":                "when networks are replaced, or a day after their release: TestReleasedNetworksAreHeldForADay in package manager",
 	"isthmus-manager: patch events.events.k8s.io":                          "when an Event is told again after minutes",
-	"isthmus-gateway: create events.events.k8s.io":                         "when something keeps it from working: TestDiagnoseNamesWhatIsBroken",
+	"isthmus-gateway: create events.events.k8s.io":                         "when something keeps it from working: TestDiagnoseNamesEachFault",
 	"isthmus-gateway: patch events.events.k8s.io":                          "the same, told again",
-	"isthmus-route-agent: create events.events.k8s.io":                     "when something keeps it from working: TestDiagnoseNamesWhatIsBroken",
+	"isthmus-route-agent: create events.events.k8s.io":                     "when something keeps it from working: TestDiagnoseNamesEachFault",
 	"isthmus-route-agent: patch events.events.k8s.io":                      "the same, told again",
 	"isthmus-gateway: get namespaces":                                      "where no ConfigMap says who the cluster is",
 	"isthmus-gateway: patch secrets":                                       "when the number of tunnels changes: TestTunnels",
 	"isthmus-peer: create serviceaccounts/token":                           "when a tenth of a token's life is over: TestAPeersTokensAreBoundToThisClusterAndExpire in internal/peering",
 }
 
-// TestEveryRightIsUsed exercises a fleet and compares the API requests of its components with the
+// TestComponentsUseAllTheirPermissions exercises a fleet and compares the API requests of its components with the
 // permissions in deploy/rbac and those that `isthmus peer` grants. An unused permission only
 // helps an attacker who controls the component.
-func TestEveryRightIsUsed(t *testing.T) {
+func TestComponentsUseAllTheirPermissions(t *testing.T) {
 	f := upWith(t, fleet.Options{Audit: true, Spec: lab.Spec{Clusters: []lab.ClusterSpec{
 		inPods(clusterSpec("10.244.0.0/16", 2)), clusterSpec("10.244.64.0/19", 2),
 	}}})

@@ -39,7 +39,7 @@ func TestRotation(t *testing.T) {
 		former = append(former, ringOf(t, c))
 	}
 
-	t.Run("AsOftenAsItLikes", func(t *testing.T) {
+	t.Run("RepeatedRotationsLoseNoPacket", func(t *testing.T) {
 		// Other load on the machine may cause losses in only one of the two runs, so the short form
 		// permits some and has three attempts. A rotation that closed a tunnel for a second would lose
 		// ten times as many.
@@ -62,12 +62,12 @@ func TestRotation(t *testing.T) {
 			}
 		}
 	})
-	t.Run("ThePresharedKeyIsAnotherOne", func(t *testing.T) { preshared(t, a, b, exchange) })
-	t.Run("EachProvesThatItsKeyIsItsOwn", func(t *testing.T) {
+	t.Run("RotationChangesThePresharedKey", func(t *testing.T) { preshared(t, a, b, exchange) })
+	t.Run("EachClusterProvesPossessionOfItsKey", func(t *testing.T) {
 		proves(t, a, b)
 		proves(t, b, a)
 	})
-	t.Run("BothAtOnce", func(t *testing.T) {
+	t.Run("BothClustersRotateAtOnce", func(t *testing.T) {
 		traffic := talk(t, from, to, at)
 		var both sync.WaitGroup
 		for _, c := range f.Clusters {
@@ -76,7 +76,7 @@ func TestRotation(t *testing.T) {
 		both.Wait()
 		traffic.endWithoutLoss(t)
 	})
-	t.Run("AManagerAndAGatewayThatStopInTheMiddle", func(t *testing.T) {
+	t.Run("ManagerAndGatewayStopDuringRotation", func(t *testing.T) {
 		must(t, a.Kill(fleet.Manager))
 		before := ringOf(t, a)
 		isthmus(t, f, "rotate-key", "--context", a.Name)
@@ -111,7 +111,7 @@ func TestRotation(t *testing.T) {
 		}
 		must(t, a.Start(t.Context(), fleet.Gateway(was)))
 	})
-	t.Run("APIServersThatAreAwayInTheMiddle", func(t *testing.T) {
+	t.Run("APIServersStallDuringRotation", func(t *testing.T) {
 		before, exchange := ringOf(t, a), preshared(t, a, b, "")
 		away := 7 * time.Second // first one API server alone, then both, then the other
 		if *long {
@@ -142,7 +142,7 @@ func TestRotation(t *testing.T) {
 		ready(t, a, b)
 		traffic.endWithoutLoss(t)
 	})
-	t.Run("NowForAStolenKey", func(t *testing.T) {
+	t.Run("RotateNowDiscardsTheOldKey", func(t *testing.T) {
 		before := ringOf(t, a)
 		isthmus(t, f, "rotate-key", "--context", a.Name, "--now")
 		after := ringOf(t, a)
@@ -160,7 +160,7 @@ func TestRotation(t *testing.T) {
 		_, err := firstPing(t.Context(), from.Host, func() (netip.Addr, error) { return at, nil })
 		must(t, err)
 	})
-	t.Run("AKeyThatSomethingElseMaintains", func(t *testing.T) {
+	t.Run("ExternallyMaintainedKeyIsUsed", func(t *testing.T) {
 		offer := &corev1.Secret{ObjectMeta: metav1.ObjectMeta{Namespace: fleet.Namespace, Name: keyring.OfferName}}
 		is := func(key [32]byte) {
 			t.Helper()
@@ -182,7 +182,7 @@ func TestRotation(t *testing.T) {
 		traffic.endWithoutLoss(t)
 		former = append(former, ringOf(t, a), keyring.Ring{Private: first})
 	})
-	t.Run("NobodyPrintsAKey", func(t *testing.T) { noKeyIsShown(t, f, former...) })
+	t.Run("NoOutputContainsAKey", func(t *testing.T) { noKeyIsShown(t, f, former...) })
 }
 
 // proves waits until cluster a has proved to cluster b that it has the private keys for its

@@ -304,7 +304,7 @@ func (h *history) plot() []byte {
 }
 
 // Growth must be detected. A cache that fills during the first quarter is not growth.
-func TestGrowthIsDetected(t *testing.T) {
+func TestSoakDetectsGrowth(t *testing.T) {
 	of := func(value func(i int) float64) (h history) {
 		for i := range 40 {
 			h.add(time.Duration(i)*time.Minute, sample{"x": value(i)})

@@ -194,7 +194,7 @@ func traceOf(ctx context.Context, s *troubleSite, from, to string) string {
 // diagnose must name each fault, with access to one side and to both, and nothing else. After the
 // repair it must report nothing. It must not report harmless changes, during which pods reach
 // each other.
-func TestDiagnoseNamesWhatIsBroken(t *testing.T) {
+func TestDiagnoseNamesEachFault(t *testing.T) {
 	hosts.Need(t, "nft", "setpriv")
 	f := up(t, lab.Spec{Clusters: []lab.ClusterSpec{clusterSpec("10.244.0.0/16", 2), clusterSpec("10.244.0.0/16", 2)}})
 	s := &troubleSite{Fleet: f, a: f.Clusters[0], b: f.Clusters[1]}
@@ -423,7 +423,7 @@ func unsaid(t *testing.T, s *troubleSite, tr *trouble) {
 }
 
 // The tables in docs/troubleshooting.md are generated from these tests.
-func TestTheDocumentListsTheTestedFaults(t *testing.T) {
+func TestTroubleshootingDocumentListsTestedFaults(t *testing.T) {
 	const file = "../../docs/troubleshooting.md"
 	text, err := os.ReadFile(file)
 	must(t, err)

@@ -80,10 +80,10 @@ func TestTunnels(t *testing.T) {
 			}
 		}
 	}
-	t.Run("AsManyAreInUseAsBothHave", used)
+	t.Run("SmallerNumberOfTunnelsIsUsed", used)
 	t.Run("PodsReachPodsOnAllNodes", all)
-	t.Run("LargePacketsAndStreamsArriveWhole", func(t *testing.T) { largePackets(t, a, b); largePackets(t, c, a) })
-	t.Run("TheNextActiveGatewayUsesThem", func(t *testing.T) {
+	t.Run("LargePacketsAndStreamsArriveComplete", func(t *testing.T) { largePackets(t, a, b); largePackets(t, c, a) })
+	t.Run("NextActiveGatewayUsesAllTunnels", func(t *testing.T) {
 		during := startTraffic(t, a, b)
 		was := active(t, a)
 		must(t, a.Stop(fleet.Gateway(was)))
@@ -101,7 +101,7 @@ func TestTunnels(t *testing.T) {
 	})
 	// First restart the gateways one after the other, as an update of the Deployment does, then
 	// change the Service. Revert in the opposite order.
-	t.Run("TheNumberIsChangedWhilePodsTalk", func(t *testing.T) {
+	t.Run("NumberOfTunnelsChangesDuringTraffic", func(t *testing.T) {
 		isthmus(t, f, "unpeer", "--context", "b", "--remote-context", "c") // otherwise their number of tunnels would change, too
 		during := startTraffic(t, a, c)
 		restart := func(n int) {

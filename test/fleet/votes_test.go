@@ -22,7 +22,7 @@ import (
 
 // With votes, a standby takes over without an API server. A gateway that reaches the API server,
 // but not most nodes, must stop forwarding.
-func TestNodesVote(t *testing.T) {
+func TestVotesElectTheGateway(t *testing.T) {
 	f := upWith(t, fleet.Options{Votes: true, Spec: lab.Spec{RPFilter: lab.RPFilterStrict, Clusters: []lab.ClusterSpec{
 		inPods(clusterSpec("10.244.0.0/16", 3)), clusterSpec("10.240.0.0/12", 2),
 	}}})
@@ -40,7 +40,7 @@ func TestNodesVote(t *testing.T) {
 		})
 	}
 
-	t.Run("ActiveKilledWhileAPIServerIsAway", func(t *testing.T) {
+	t.Run("ActiveKilledDuringAPIServerOutage", func(t *testing.T) {
 		was := active(t, a)
 		from, to := podOn(t, a, 2), podOn(t, b, 1)
 		addr := seen(t, a, b, to.Addr)
@@ -60,7 +60,7 @@ func TestNodesVote(t *testing.T) {
 		podsToPods(t, a, b)
 	})
 
-	t.Run("AnAgentStartsWhileAPIServerIsAway", func(t *testing.T) {
+	t.Run("AgentStartsDuringAPIServerOutage", func(t *testing.T) {
 		was := active(t, a)
 		from, to := podOn(t, a, 2), podOn(t, b, 1)
 		addr := seen(t, a, b, to.Addr)
@@ -112,7 +112,7 @@ func TestNodesVote(t *testing.T) {
 		podsToPods(t, a, b)
 	})
 
-	t.Run("MostNodesDoNotHearTheActive", func(t *testing.T) {
+	t.Run("ActiveLosesContactToMostNodes", func(t *testing.T) {
 		hosts.Need(t, "nft")
 		was := active(t, a)
 		during := startTraffic(t, a, b)

@@ -120,7 +120,7 @@ func TestHelmRendersWhatInstallApplies(t *testing.T) {
 	}
 }
 
-func TestHelmRefusesValuesThatTheChartDoesNotHave(t *testing.T) {
+func TestHelmRejectsUnknownValues(t *testing.T) {
 	for version, render := range helms {
 		for _, text := range []string{"gatway: {}", "gateway: {port: 70000}", "gateway: {service: {typ: x}}", "cluster: {name: PARIS}",
 			"routeAgent: {maxSurge: 0}", "routeAgent: {maxSurge: 0%}", "routeAgent: {maxSurge: some}"} {

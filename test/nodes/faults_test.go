@@ -42,7 +42,7 @@ for clusters whose nodes vote on the active gateway.
 
 // After each fault, traffic must recover without intervention. No packet may leave in the clear
 // meanwhile.
-func TestTrafficComesBackAfterEachFault(t *testing.T) {
+func TestTrafficRecoversAfterEachFault(t *testing.T) {
 	w := shared.get(t)
 	if !*all {
 		t.Skip("faults take minutes: -all (make test-nodes) runs them")
@@ -161,7 +161,7 @@ func faultsOf(t *testing.T, w *world) []namedFault {
 	}
 }
 
-func TestThePageHasTheFaultsOfTheTest(t *testing.T) {
+func TestFaultsPageListsTestedFaults(t *testing.T) {
 	page, err := os.ReadFile("../../docs/faults.md")
 	must(t, err)
 	var has, want []string

@@ -31,7 +31,7 @@ var onEachNode = regexp.MustCompile(`^nft `)
 
 // The commands of docs/install.md have the documented effects. Cluster paris imitates kubeadm as
 // far as install checks that: a ConfigMap contains the PodCIDR.
-func TestInstallPage(t *testing.T) {
+func TestCommandsOfInstallPageWork(t *testing.T) {
 	if fixture.skip != "" {
 		t.Skip(fixture.skip)
 	}

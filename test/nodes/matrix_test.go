@@ -31,7 +31,7 @@ var traffic = []struct {
 // Each cell is a request and its answer. The receiver must see the source that docs/nat.md
 // promises. The sender must get an answer of the request's size from the address to which it sent
 // the request.
-func TestEveryCellOfTheMatrix(t *testing.T) {
+func TestEveryCellOfTheTrafficMatrix(t *testing.T) {
 	w := shared.get(t)
 	page := matrixPage(t, w)
 	w.noPlaintext(t)
@@ -56,7 +56,7 @@ var hostPlan = plan{
 
 // The cells are the same, with gateways on the host network in one cluster and gateway Pods in
 // the other.
-func TestEveryCellWithAHostNetworkGateway(t *testing.T) {
+func TestTrafficReachesEveryTargetWithAHostNetworkGateway(t *testing.T) {
 	if fixture.skip != "" {
 		t.Skip(fixture.skip)
 	}

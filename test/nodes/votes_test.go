@@ -176,7 +176,7 @@ func (w *world) measure(t *testing.T, faults []votesFault) {
 
 // Many consecutive rollouts break no connection. The page compares their losses with those of a
 // run of the same length without rollouts.
-func TestRolloutsInARowBreakNothing(t *testing.T) {
+func TestConsecutiveRolloutsBreakNoConnection(t *testing.T) {
 	if fixture.skip != "" {
 		t.Skip(fixture.skip)
 	}

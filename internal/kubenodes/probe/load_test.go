@@ -9,7 +9,7 @@ import (
 	"time"
 )
 
-func TestALoadCountsAnswersByServerAndFailures(t *testing.T) {
+func TestLoadCountsAnswersByServerAndFailures(t *testing.T) {
 	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { fmt.Fprintln(w, greeting+"here") }))
 	defer server.Close()
 	begin := time.Now()
