@@ -96,7 +96,8 @@ func (r result) String() string {
 
 func seconds(d time.Duration) string { return fmt.Sprintf("%.1f s", d.Seconds()) }
 
-// measure builds a lab with one of the two implementations and shrinks its path MTU.
+// measure builds a lab with Isthmus or wireguard-go and shrinks the path MTU between its
+// clusters.
 func measure(ctx context.Context, name, binary string) (r result, err error) {
 	cluster := func(name string, n int) lab.ClusterSpec {
 		return lab.ClusterSpec{Name: name, PodCIDR: netip.MustParsePrefix(fmt.Sprintf("10.%d.0.0/16", 200+n)), Nodes: 1, PodsPerNode: 1}

@@ -22,9 +22,9 @@ import (
 // Runs at different hours, added with -record, show the check the drift of the machine itself.
 
 // reference is the peer whose figures are the divisor: the baseline restricted to the number of
-// processors that Isthmus uses. On more processors its CPU time depends on whether an idle
-// processor is free at each hand-over of a packet (spread of CPU per Gbit 6.4 % instead of 3.9
-// %).
+// processors that Isthmus uses. On more processors, the baseline's CPU time depends on whether an
+// idle processor is free at each hand-over of a packet. The spread of its CPU per Gbit is then
+// 6.4 % instead of 3.9 %.
 const reference = "the same, GOMAXPROCS=1"
 
 const (

@@ -41,7 +41,7 @@ func (c crowd) configure(n *node) (undo func() error, err error) {
 	for i := range c.peers {
 		var key [32]byte
 		_, _ = rand.Read(key[:]) // never fails
-		key[31] &= 0x7f          // X25519 clamping, as in real public keys
+		key[31] &= 0x7f          // a public key is below 2^255
 		id := fmt.Sprintf("00000000-0000-4000-8000-%012d", i)
 		document, err := yaml.Marshal(v1alpha1.TunnelEndpoint{
 			TypeMeta:   metav1.TypeMeta{APIVersion: v1alpha1.GroupVersion.String(), Kind: "TunnelEndpoint"},

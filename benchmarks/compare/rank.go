@@ -14,8 +14,8 @@ func rankTest(x, y []float64) float64 {
 		}
 	}
 	// orders[m][u] is the number of orders of n x and m y in which exactly u pairs have x above y.
-	// The loop increases n. The largest value of all is either an x above every y, or a y above no
-	// x.
+	// The recurrence removes the largest of all values. If it is an x, it is above all m y and
+	// contributes m pairs. If it is a y, it contributes none.
 	n, m := len(x), len(y)
 	orders := make([][]float64, m+1)
 	for j := range orders {

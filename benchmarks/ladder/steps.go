@@ -22,18 +22,19 @@ func (s source) absent() bool { return s.bench == "" }
 type step struct {
 	name, what string
 	aside      bool   // for comparison only: not part of the data path, where packets travel in batches
-	super      source // a packet of 1,420 octets, 1,368 or 1,380 of them payload, one of the 45 or so of a TCP superpacket
+	super      source // one of the 45 segments of a TCP superpacket: 1,420 octets, of which 1,368 or 1,380 are payload
 	single     source // a packet of 64 octets that is not part of a superpacket
 }
 
 const segments = 45 // per superpacket in these benchmarks
 
-// perSuper is a cost that occurs once per superpacket, whatever its length.
+// perSuper returns the source of a cost that occurs once per superpacket, whatever its length.
 func perSuper(pkg, bench string) source {
 	return source{pkg, bench, "ns/op", 1. / segments, 1. / segments}
 }
 
-// perPacket is a figure that is already per packet, of a benchmark whose operation is n packets.
+// perPacket returns the source of a figure that is already per packet. n is the number of packets
+// in one operation of the benchmark.
 func perPacket(pkg, bench, unit string, n float64) source { return source{pkg, bench, unit, 1, 1 / n} }
 
 // steps are the rows of the ladder. A step contains other steps only if its text mentions them.

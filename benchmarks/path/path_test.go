@@ -37,7 +37,7 @@ const (
 	virtioLen = 10   // struct virtio_net_hdr (Linux, include/uapi/linux/virtio_net.h)
 )
 
-// Both clusters have the same PodCIDR. node is an address of a's that is not in it.
+// Both clusters have the same PodCIDR. node is an address in cluster a outside of the PodCIDR.
 var (
 	podsA   = netip.MustParsePrefix("10.244.0.0/16")
 	podsB   = netip.MustParsePrefix("10.244.0.0/18")
@@ -46,7 +46,7 @@ var (
 	outside = [2]netip.Prefix{netip.MustParsePrefix("10.90.0.0/24"), netip.MustParsePrefix("10.91.0.0/20")} // Xa@B, Xb@A
 	pod     = netip.MustParseAddr("10.244.0.11")
 	node    = netip.MustParseAddr("172.16.0.9")
-	mapped  = netip.MustParseAddr("10.0.50.5") // an address of a's that an endpoint mapping of b points at
+	mapped  = netip.MustParseAddr("10.0.50.5") // a mapped endpoint of a
 	remote  = netip.MustParseAddr("10.71.0.12")
 	self    = netip.MustParseAddr("169.254.0.1")
 )

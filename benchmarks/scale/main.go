@@ -69,7 +69,8 @@ func main() {
 	}
 }
 
-// fill allocates for one peer after the other, all with our own networks, and prints a line.
+// fill allocates networks for one peer after the other, and prints a line of results. All peers
+// have this cluster's own PodCIDR.
 func fill(pod netip.Prefix, pools []netip.Prefix, asLong bool) error {
 	c := ipam.Config{PodCIDR: pod, ServiceCIDR: netip.MustParsePrefix("10.96.0.0/12"), Pools: pools}
 	if asLong {
@@ -107,8 +108,8 @@ func fill(pod netip.Prefix, pools []netip.Prefix, asLong bool) error {
 }
 
 // grown lists the measured numbers of peers, with the PodCIDR of all clusters and pools that have
-// room for that many peers. The PodCIDR is a /16 up to the number of peers that the IPv4
-// addresses permit.
+// room for that many peers. The PodCIDR is a /16 unless the IPv4 address space is too small for
+// that.
 var grown = []struct {
 	peers int
 	pod   string

@@ -48,11 +48,11 @@ var Rules = []Rule{
 
 	{"Kubernetes clients stay in manager and internal/source/kube", onlyIn([]string{"k8s.io/client-go", "sigs.k8s.io/controller-runtime"},
 		inPackage("manager"), inPackage("internal/source/kube"), inPackage("internal/owncluster"), inPackage("internal/peering"), inPackage("internal/cluster"), inPackage("internal/clustertest"), inPackage("internal/coredns"), inPackage("internal/place"),
-		inPackage("internal/install"), inPackage("internal/uninstall"), inPackage("internal/inspect"), // also commands that join clusters,
-		inPackage("internal/gather"), inPackage("internal/podport"), inPackage("internal/verify"), // inspect clusters,
-		inPackage("internal/kubetest"), inPackage("internal/fleet"), inPackage("internal/kubenodes"), inPackage("internal/demo"), // create and show clusters,
-		inPackage("benchmarks"),          // measure them,
-		inPackage("internal/kubeauth"))}, // and ask the API server who may read metrics
+		inPackage("internal/install"), inPackage("internal/uninstall"), inPackage("internal/inspect"), // join clusters
+		inPackage("internal/gather"), inPackage("internal/podport"), inPackage("internal/verify"), // inspect clusters
+		inPackage("internal/kubetest"), inPackage("internal/fleet"), inPackage("internal/kubenodes"), inPackage("internal/demo"), // create and show clusters
+		inPackage("benchmarks"),          // measure clusters
+		inPackage("internal/kubeauth"))}, // asks the API server who may read metrics
 	{"netlink stays in internal/kernel/rtnl", onlyIn([]string{"github.com/vishvananda/netlink", "github.com/mdlayher/netlink", "github.com/jsimonetti/rtnetlink", "github.com/google/nftables"},
 		inPackage("internal/kernel/rtnl"), inPackage("internal/lab"), inPackage("benchmarks"))},
 	{"wireguard-go stays in gateway", onlyIn([]string{"golang.zx2c4.com/wireguard"}, inPackage("gateway"), inPackage("benchmarks"))},
@@ -109,7 +109,7 @@ func downwards(f File) string {
 		switch {
 		case !ok:
 			if strings.HasPrefix(imp, "internal/") {
-				continue // a package without a layer is checked through the packages that it imports
+				continue // the package has no layer, but its own imports are checked
 			}
 			return fmt.Sprintf("imports %s, which has no layer: add it to the table", imp)
 		case its > mine:

@@ -97,7 +97,7 @@ const maxRepeated = 4
 
 // repeat runs failed tests again, one after the other and with no other tests beside them. The
 // summary lists a test that passes now as flaky; such a test needs fixing. A test that fails
-// again has failed.
+// again counts as failed.
 func repeat(tests *tally, again []testName) func(context.Context) error {
 	return func(ctx context.Context) error {
 		for _, name := range again {

@@ -160,7 +160,7 @@ func ConnectTo(t *testing.T, a cluster.Access) *cluster.Cluster {
 	t.Helper()
 	c, err := cluster.Connect(a)
 	must(t, err)
-	c.ServerChosen = true // as with --server: the tests' managers run on this machine and can use the address
+	c.ServerChosen = true // as if --server had been given: the tests' managers can reach this loopback address, too
 	return c
 }
 

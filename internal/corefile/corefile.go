@@ -49,7 +49,7 @@ func Add(text string) (string, error) {
 	return addDenial(text), nil
 }
 
-// addZone returns the Corefile with the zone. It returns text unchanged if that already serves
+// addZone returns the Corefile with the zone. It returns text unchanged if CoreDNS already serves
 // the zone.
 func addZone(text string) (string, error) {
 	k, err := find(text)
@@ -87,8 +87,8 @@ func addZone(text string) (string, error) {
 	return text[:last] + zone + text[last:begin] + line + text[begin:], nil
 }
 
-// block returns the block that Add writes for a plugin kubernetes without one. It follows the
-// plugin's zones.
+// block returns the block that Add writes for a plugin kubernetes that has no block. The block
+// follows the plugin's zones.
 func block(ending, indent string) string {
 	return " " + Zone + " {" + ending + indent + "    " + option + " " + Zone + " " + markBlock + ending + indent + "}"
 }

@@ -76,7 +76,7 @@ func RunKubernetes(ctx context.Context, o Options) (err error) {
 	return nil
 }
 
-// kubernetes is one run of that demo.
+// kubernetes is one run of RunKubernetes.
 type kubernetes struct {
 	Options
 	ctx     context.Context
@@ -305,8 +305,8 @@ func (k *kubernetes) fail() error {
 	if err := lab.Each(b.Nodes, (*kubenodes.Node).Crash); err != nil {
 		return err
 	}
-	// Wait until all requests of an interval quiet have been answered. It is an error if that takes
-	// longer than most.
+	// The failure counts as handled after an interval quiet without an unanswered request. The wait
+	// for it fails after most.
 	const quiet, most = 5 * time.Second, time.Minute
 	asked, unanswered := 0, 0
 	crash, last := time.Now(), time.Duration(0)

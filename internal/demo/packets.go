@@ -12,7 +12,7 @@ import (
 
 const metricDrops = "isthmus_drops_total"
 
-// mapped makes an endpoint of b reachable from a that is not a pod. It requests the mapping from
+// mapped makes an endpoint of b that is not a pod reachable from a. It requests the mapping from
 // b's manager.
 func (s *show) mapped() error {
 	server := s.b.OnPrem

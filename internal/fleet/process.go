@@ -97,7 +97,7 @@ func (c *Cluster) startComponents(ctx context.Context) error {
 		return err
 	}
 	// Peers cannot use the networks that nodes report, which include the node's DNS servers. A fixed
-	// resolv.conf makes them independent of this machine's DNS servers.
+	// resolv.conf makes the reports independent of this machine's DNS servers.
 	resolvers := filepath.Join(c.dir, "resolv.conf")
 	if err := os.WriteFile(resolvers, []byte("nameserver "+Resolver+"\n"), 0o600); err != nil {
 		return err

@@ -27,7 +27,7 @@ func (f *Fleet) sniff() (err error) {
 
 // stopSniffing ends the watch and returns an error that lists the leaks. Call it after the
 // components have ended, because their shutdown must not leak either. Call it before the API
-// servers end, because it queries them once more.
+// servers end, because stopSniffing queries them once more.
 func (f *Fleet) stopSniffing() error {
 	if f.Sniffer == nil {
 		return nil

@@ -12,10 +12,10 @@ import (
 // about 10 KiB.
 const maxConnections = 256
 
-// A bound closes a connection when a server has too many. It chooses among those that are idle or
-// have sent only a part of a request. From the client with most of these, it closes the
-// connection that has waited longest. Thus a client that holds connections open cannot shut out
-// other clients, in particular the kubelet.
+// A bound closes a connection when a server has too many. It chooses among the connections that
+// are idle or have sent only a part of a request. From the client that has most of these
+// connections, it closes the one that has waited longest. Thus a client that holds connections
+// open cannot shut out other clients, in particular the kubelet.
 type bound struct {
 	most int
 
@@ -39,8 +39,8 @@ func (b *bound) bind(s *http.Server) {
 	})
 }
 
-// state tracks a connection's state. net/http calls it for a new connection before it accepts the
-// next one. state ignores StateActive, which only means that the first octet has arrived.
+// state tracks a connection's state. net/http calls state for a new connection before accepting
+// the next one. state ignores StateActive, which only means that the first octet has arrived.
 func (b *bound) state(c net.Conn, state http.ConnState) {
 	b.mu.Lock()
 	defer b.mu.Unlock()

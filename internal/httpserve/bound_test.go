@@ -96,7 +96,8 @@ func TestIdleConnectionsDoNotBlockOtherClients(t *testing.T) {
 				}
 				held = append(held, c)
 			}
-			// Neither a new connection may be refused, nor one that was idle before all of them opened.
+			// The server must accept a new connection, and keep one that was idle before the others
+			// opened.
 			fresh := dial(t, "127.0.0.4", port)
 			fresh.send(get)
 			if got := fresh.answer(); got != "200 OK" {

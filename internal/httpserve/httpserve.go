@@ -15,7 +15,7 @@ import (
 	"time"
 )
 
-// Servers are the HTTP servers of one component. It is not safe for concurrent use.
+// Servers are the HTTP servers of one component. They are not safe for concurrent use.
 type Servers struct {
 	log *slog.Logger
 	all []server

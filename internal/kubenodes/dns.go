@@ -18,7 +18,7 @@ import (
 )
 
 // dnsImage is the name of CoreDNS's image on the nodes. The tag is the version in
-// test/coredns/go.mod; `isthmus install` reads it.
+// test/coredns/go.mod. `isthmus install` reads the version from the tag.
 const dnsImage = "isthmus.test/coredns:1.15.0"
 
 // dnsAddress is the address of the Service kube-dns. Kubelets write it into the pods'

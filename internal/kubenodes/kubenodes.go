@@ -74,7 +74,8 @@ type NodeOptions struct {
 
 // Options configure Up.
 type Options struct {
-	// Spec's clusters get a control plane and, by default, two nodes. Pods in Spec are ignored.
+	// Spec's clusters get a control plane and, by default, two nodes. They get none of the lab's
+	// pods.
 	Spec     lab.Spec
 	Nodes    map[string]NodeOptions // by cluster name
 	Kube     string                 // the folder that kubetest.BuildNodes returned

@@ -52,8 +52,8 @@ func (r recipe) what() string {
 	return strings.Join(r.programs[:last], ", ") + " and " + r.programs[last]
 }
 
-// buildFlags are constant, because the Go cache is separate for each set of flags, and each takes
-// gigabytes and minutes. Without debugging information, the build is an eighth faster and the
+// buildFlags never vary, because each set of flags needs its own Go cache, with gigabytes of disk
+// and minutes of build time. Without debugging information, the build is an eighth faster and the
 // linker needs a fifth less memory.
 var buildFlags = []string{"-trimpath", "-gcflags=all=-dwarf=false", "-buildvcs=false"}
 
@@ -241,7 +241,7 @@ func (r recipe) make(ctx context.Context, src, version, dir string, progress io.
 	if err != nil {
 		return err
 	}
-	defer func() { _ = os.RemoveAll(tmp) }() // already renamed, or removed by the next build
+	defer func() { _ = os.RemoveAll(tmp) }() // an error is harmless: tmp was renamed, or the next build removes it
 	if err := os.Chmod(tmp, 0o755); err != nil {
 		return err
 	}
@@ -379,7 +379,7 @@ func (r *reporter) downloaded() {
 func (r *reporter) compiling(all int) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	if r.done, r.all, r.since, r.stage = 0, all, time.Now(), fmt.Sprintf("compiling %d packages", all); all < 2 { // only the program itself
+	if r.done, r.all, r.since, r.stage = 0, all, time.Now(), fmt.Sprintf("compiling %d packages", all); all < 2 { // at most the program itself must be compiled
 		r.stage = "linking"
 	}
 }

@@ -14,12 +14,12 @@ import (
 	"time"
 )
 
-// validity is the lifetime of all certificates, which outlives any test. It starts one hour in
-// the past, because containers' clocks may differ.
+// validity is the lifetime of all certificates, which outlives any test. A certificate is valid
+// from one hour before its creation, because containers' clocks may differ.
 const validity = 10 * 365 * 24 * time.Hour
 
 // An authority is a cluster's only CA. It signs the certificates of the server and of clients.
-// The controller manager uses it to sign those of CertificateSigningRequests.
+// The controller manager uses it to sign the certificates of CertificateSigningRequests.
 type authority struct {
 	cert            *x509.Certificate
 	key             *ecdsa.PrivateKey

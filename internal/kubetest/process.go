@@ -14,13 +14,13 @@ import (
 
 // A guard ensures that no process of a server outlives its owner, even if SIGKILL or a panic ends
 // the owner. The guard is a shell that leads the process group of all programs. It reads a pipe
-// whose other end only the owner has. When the pipe is closed, it removes the folder and kills
-// the group, including itself. Stop also closes the pipe.
+// whose other end only the owner has. When the pipe is closed, the guard removes the folder and
+// kills the group, including itself. Stop also closes the pipe.
 //
 // Pdeathsig is no alternative: it fires when the parent's thread ends, and a program inside a
 // network namespace is started by a thread that ends immediately afterwards. A list of process
-// IDs is no alternative, because they are reused. The ID of a group stays in use as long as the
-// guard exists.
+// IDs is no alternative either, because the kernel reuses IDs. The ID of a group stays in use as
+// long as the guard exists.
 type guard struct {
 	shell *exec.Cmd
 	pipe  *os.File // the owner's end of the pipe

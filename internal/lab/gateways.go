@@ -20,7 +20,7 @@ import (
 const (
 	startTimeout = time.Minute      // for the start of a gateway, if the caller's context has no deadline
 	stopTimeout  = 20 * time.Second // from SIGTERM to SIGKILL
-	tailLines    = 30               // of a gateway's log in an error
+	tailLines    = 30               // lines of a gateway's log in an error
 )
 
 // gateway is a gateway process that this process started.

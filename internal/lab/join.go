@@ -22,7 +22,8 @@ import (
 	"github.com/isthmus-net/isthmus/fabric"
 )
 
-// Ports of every gateway of a lab. They may be equal, because each gateway has its own namespace.
+// The ports of every gateway of a lab. All gateways can use them, because each has its own
+// namespace.
 const (
 	wireGuardPort = 5871
 	metricsPort   = 5872
@@ -283,8 +284,8 @@ func (l *Lab) writePeer(at, peer *Cluster) error {
 	return writeFile(PeerFile(at, peer), text.Bytes(), 0o644)
 }
 
-// remapped returns the remapped network in Liqo's notation, which is "None" if it is not
-// remapped.
+// remapped returns the remapped network in Liqo's notation, or "None" if it equals the network
+// itself.
 func remapped(network, seen netip.Prefix) string {
 	if seen == network {
 		return v1alpha1.None

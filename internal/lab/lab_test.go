@@ -237,7 +237,7 @@ func TestPersistentLabOutlivesItsOwnerUntilDown(t *testing.T) {
 	if err := l.Persist(); err != nil {
 		t.Fatal(err)
 	}
-	l.owner.Close() // as at the end of the process
+	l.owner.Close() // releases the lock, as the end of the process does
 	if err := Sweep(); err != nil {
 		t.Fatal(err)
 	}

@@ -25,7 +25,7 @@ var (
 	linkLocal       = netip.MustParsePrefix("169.254.0.0/16")    // the gateway's own addresses
 	loopback        = netip.MustParsePrefix("127.0.0.0/8")       // never a network of pods
 	multicast       = netip.MustParsePrefix("224.0.0.0/3")       // never a network of pods, either
-	labName         = regexp.MustCompile(`^[a-z0-9][a-z0-9-]*$`) // no dot: it separates the parts of a namespace's name
+	labName         = regexp.MustCompile(`^[a-z0-9][a-z0-9-]*$`) // no dot, because a dot separates the parts of a namespace's name
 	clusterName     = regexp.MustCompile(`^[a-z][a-z0-9]*$`)
 )
 
@@ -87,7 +87,7 @@ type ClusterSpec struct {
 	ID string `json:"id,omitempty"`
 	// PodCIDR may equal that of other clusters. Default 10.244.0.0/16.
 	PodCIDR netip.Prefix `json:"podCIDR"`
-	// ExternalCIDR has the length of PodCIDR by default, and is chosen as by Liqo's IPAM.
+	// ExternalCIDR is, by default, a network of PodCIDR's length that Liqo's IPAM would choose.
 	ExternalCIDR netip.Prefix `json:"externalCIDR"`
 	// Nodes is the number of nodes, 1 to 99. Default 1.
 	Nodes int `json:"nodes,omitempty"`

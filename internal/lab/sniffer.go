@@ -373,7 +373,7 @@ func (s *Sniffer) look(t *tap, frame []byte) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	_, _, leaks := s.watches[t.cluster].leak(frame)
-	if leaks && s.report.Leaked < toldLeaks { // record only the first leaks of a flood
+	if leaks && s.report.Leaked < toldLeaks { // confirm only the first leaks of a flood
 		s.mu.Unlock()
 		s.findNodes(t.cluster)
 		if s.refresh != nil {

@@ -166,8 +166,8 @@ func TestSnifferChecksALeakAgainAfterRefresh(t *testing.T) {
 	}
 }
 
-// An address that a node gets later is an endpoint of the overlay. An additional address of a
-// host that is no node is not.
+// An address that a node gets later becomes an endpoint of the overlay. A new address of another
+// host does not.
 func TestSnifferAcceptsOverlayAtAddedNodeAddresses(t *testing.T) {
 	l := up(t, Spec{Clusters: []ClusterSpec{{Nodes: 2, Control: true}, {}}})
 	a, b := l.Clusters[0], l.Clusters[1]

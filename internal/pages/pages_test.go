@@ -20,8 +20,8 @@ var ranFrom = map[string]string{
 	"docs/recipes.md":         "test/fleet/recipes_test.go",
 }
 
-// A reason explains why commands of a page are not run literally, and names the test of the same
-// function.
+// A reason states why commands of a page are not run literally, and names the test that covers
+// the same behavior.
 type reason struct {
 	page, begins string // path of the page; beginning of the commands, "" for all
 	why          string
@@ -78,7 +78,7 @@ func TestEveryCommandOnAPageIsTestedOrListedWithAReason(t *testing.T) {
 	commands := 0
 	for _, file := range append(files, filepath.Join(root, "README.md"), filepath.Join(root, "CONTRIBUTING.md"), filepath.Join(root, "benchmarks", "README.md")) {
 		page, _ := filepath.Rel(root, file)
-		if page == "docs/cli.md" || page == "docs/experiments.md" { // generated, and a record of past experiments
+		if page == "docs/cli.md" || page == "docs/experiments.md" { // the first is generated, and the second describes past experiments
 			continue
 		}
 		all, err := Of(file)

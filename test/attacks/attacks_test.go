@@ -42,7 +42,7 @@ type attack struct {
 // A chapter is a group of attacks with a common preparation.
 type chapter struct {
 	title   string
-	prepare func(t *testing.T, s *site) // nil: no preparation; it registers the reversal of its changes by s.after
+	prepare func(t *testing.T, s *site) // nil: no preparation; prepare registers functions that revert its changes with s.after
 	attacks []attack
 	closes  bool // the attacks stop traffic by design, so the talks end before this chapter
 }
@@ -107,7 +107,7 @@ func runChapters(t *testing.T, s *site) {
 	s.endWithoutLoss(t)
 }
 
-// docs/attacks.md is generated from the rows whose code runs.
+// docs/attacks.md must list exactly the attacks that this package runs.
 func TestTableInDocsListsTheAttacks(t *testing.T) {
 	const file = "../../docs/attacks.md"
 	want := table()

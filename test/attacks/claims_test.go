@@ -247,7 +247,7 @@ func (s *site) deleteAndClaim(t *testing.T, f *claims) {
 	must(t, f.client.Delete(t.Context(), nc))
 	again := &v1alpha1.NetworkConfig{ObjectMeta: metav1.ObjectMeta{Namespace: nc.Namespace, Name: nc.Name, Labels: nc.Labels}, Spec: *f.good.DeepCopy()}
 	again.Spec.PodCIDR, again.Spec.ExternalCIDR = "172.21.0.0/16", "172.22.0.0/16"
-	eventually(t, "the new NetworkConfig", func() error { return f.client.Create(t.Context(), again.DeepCopy()) }) // the old object has finalizers
+	eventually(t, "the new NetworkConfig", func() error { return f.client.Create(t.Context(), again.DeepCopy()) }) // fails as long as the old object has finalizers
 	if got := s.verdict(t, f.client); got.Reason != v1alpha1.ReasonConsent {
 		t.Errorf("%s %s: %s", got.Status, got.Reason, got.Message)
 	}

@@ -149,7 +149,7 @@ func nodeInAPeersNetwork(t *testing.T, s *site) {
 	}
 }
 
-// whoDelivers returns the status of the component that resolves the nodes of pods for packets of
+// whoDelivers returns the status of the component that finds the node of a pod for packets of
 // peers. That is the gateway if it is a Pod, otherwise the route agent of the given node.
 func (s *site) whoDelivers(t *testing.T, node int) (string, error) {
 	t.Helper()
@@ -183,7 +183,7 @@ func podOfAnother(t *testing.T, s *site) {
 		return err
 	})
 	for range tries {
-		_, _ = s.podOfB().PingWith(t.Context(), addr, lab.PingOptions{Wait: grace}) // the thief may receive the answer, so an error is fine
+		_, _ = s.podOfB().PingWith(t.Context(), addr, lab.PingOptions{Wait: grace}) // an error is fine: the thief may receive the packet
 	}
 	if n := len(k.packets()); n > 0 {
 		t.Errorf("%d packets for %s come to %s", n, victim, s.a.Nodes[s.other])
@@ -252,7 +252,8 @@ func filterTaken(t *testing.T, s *site) {
 		eventually(t, "a gateway that is ready again", func() error { _, err := s.gatewayReady(t); return err })
 	}()
 	eventually(t, "a gateway that is not ready", func() error {
-		// The gateway recreates its deleted table at once, and whichever process is first owns it.
+		// This is repeated, because the gateway recreates a deleted table at once, and the first
+		// process to create the table owns it.
 		if _, err := fmt.Fprintf(in, "delete table inet %[1]s; add table inet %[1]s { flags owner; }\n", kernel.FilterTable); err != nil {
 			t.Fatal(err)
 		}
@@ -264,7 +265,7 @@ func filterTaken(t *testing.T, s *site) {
 		return nil
 	})
 	i := s.asPod(t, s.a.Nodes[s.third()].Host, s.addr())
-	i.run(t) // although a node sends it: without its filter the gateway has removed the overlay
+	i.run(t) // not even a node's packet arrives: without the filter there is no overlay
 }
 
 // gatewayReady returns the response of the gateway's /readyz.

@@ -55,8 +55,8 @@ func overlayOf(a netip.Addr) netip.AddrPort { return netip.AddrPortFrom(a, kerne
 // inside returns the node's address in its pod network.
 func inside(n *lab.Node) netip.Addr { return n.PodCIDR.Addr().Next() }
 
-// asRemote injects a packet from a pod of b to a pod of a, through the overlay to that pod's
-// node.
+// asRemote returns an injection of a packet that seems to come from a pod of b. It goes to a pod
+// of a, through the overlay to that pod's node.
 func (s *site) asRemote(t *testing.T, from *lab.Host, to func(*lab.Node) netip.Addr) injection {
 	t.Helper()
 	p, v := s.onPod(t)
@@ -65,7 +65,8 @@ func (s *site) asRemote(t *testing.T, from *lab.Host, to func(*lab.Node) netip.A
 		packet: func(m string) []byte { return vxlan(fabric.OverlayMAC(p.Node.Name), source, p.Addr, m) }}
 }
 
-// asPod injects a packet from a pod of a to a pod of b, through the overlay to the gateway.
+// asPod returns an injection of a packet that seems to come from a pod of a. It goes to a pod of
+// b, through the overlay to the gateway.
 func (s *site) asPod(t *testing.T, from *lab.Host, to netip.Addr) injection {
 	t.Helper()
 	p, b := s.podOfA(s.third()), s.podOfB()

@@ -73,7 +73,8 @@ func unpeerByForce(t *testing.T, s *site) {
 	c := clientFor(t, as(t, s.c, s.a), s.c.Client)
 	s.identityOfC = c
 	must(t, s.c.Stop("manager")) // c does not cooperate
-	// The finalizers simulate a peer that can still add them. An earlier row shows that it cannot.
+	// The finalizers simulate a peer that can still add them. An earlier row shows that a peer
+	// cannot.
 	for _, name := range []string{identity(s.a).UniqueName(), identity(s.c).UniqueName()} {
 		eventually(t, "a finalizer", func() error {
 			var nc v1alpha1.NetworkConfig

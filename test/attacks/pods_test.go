@@ -144,11 +144,11 @@ func (s *site) recorded(t *testing.T, n int) [][]byte {
 func replays(t *testing.T, s *site) {
 	before := endpointOf(t, s.a, s.b).Status.Connection.PeerConfiguration
 	to := netip.AddrPortFrom(s.a.Nodes[s.gateway].Addr, wireGuardPort)
-	messages := s.recorded(t, 20) // one may contain several messages, because the sender's kernel has not segmented it yet
+	messages := s.recorded(t, 20) // a packet may contain several messages, because the sender's kernel has not segmented it yet
 	s.grows(t, 5, "isthmus_drops_total", `reason="tunnel_replay"`, func() {
 		for _, m := range messages {
 			must(t, sendRaw(s.Lab.Underlay, m))
-			must(t, sendUDP(s.b.Control.Host, to, m[28:])) // a host where a peer's gateway could run
+			must(t, sendUDP(s.b.Control.Host, to, m[28:])) // this is a host where a peer's gateway could run
 		}
 	})
 	after := endpointOf(t, s.a, s.b).Status.Connection.PeerConfiguration

@@ -364,7 +364,7 @@ func (s *site) componentOf(t *testing.T, account string) (*rest.Config, client.C
 	token := &authenticationv1.TokenRequest{}
 	sa := &corev1.ServiceAccount{ObjectMeta: metav1.ObjectMeta{Namespace: fleet.Namespace, Name: account}}
 	must(t, s.a.Client.SubResource("token").Create(t.Context(), sa, token))
-	config := rest.AnonymousClientConfig(as(t, s.c, s.a)) // only the address and the CA
+	config := rest.AnonymousClientConfig(as(t, s.c, s.a)) // keeps the address and the CA, but not c's identity
 	config.Dial = s.a.Control.Dial
 	config.BearerToken = token.Status.Token
 	return config, clientFor(t, config, s.a.Client)

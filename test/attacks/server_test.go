@@ -229,7 +229,7 @@ func (s *site) answer(t *testing.T, change func(*v1alpha1.NetworkConfig)) (undo 
 	if s.c.Running(fleet.Manager) {
 		s.stopManagerOfC(t)
 	}
-	key := client.ObjectKey{Namespace: tenant(s.a), Name: identity(s.c).UniqueName()} // name of a's copy at c
+	key := client.ObjectKey{Namespace: tenant(s.a), Name: identity(s.c).UniqueName()} // the copy of a's NetworkConfig at c
 	var was v1alpha1.NetworkConfig
 	must(t, s.c.Client.Get(t.Context(), key, &was))
 	write := func(change func(*v1alpha1.NetworkConfig)) {

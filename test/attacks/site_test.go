@@ -38,7 +38,7 @@ type site struct {
 	*fleet.Fleet
 	a, b, c *fleet.Cluster
 	gateway int                // index of a's node with the active gateway or with its Pod
-	other   int                // index of a node without it
+	other   int                // index of a node of a without the active gateway
 	undo    []func(*testing.T) // run at the end of the chapter, in reverse order
 	talks   []*talk
 	rogue   *rogue             // in chapters in which the attacker runs c's gateway
@@ -233,9 +233,9 @@ func identity(c *fleet.Cluster) v1alpha1.ClusterIdentity {
 // tenant returns the name of the namespace for a peer.
 func tenant(of *fleet.Cluster) string { return identity(of).TenantNamespace() }
 
-// as returns the configuration of cluster who's client for another cluster's API server.
-// Connections start at who's control plane, because pods and the test process cannot reach API
-// servers.
+// as returns a client configuration for the API server of cluster at, with the identity of
+// cluster who. Connections start at who's control plane, because pods and the test process cannot
+// reach API servers.
 func as(t *testing.T, who, at *fleet.Cluster) *rest.Config {
 	t.Helper()
 	var secret corev1.Secret

@@ -215,7 +215,7 @@ func mappedForAnother(t *testing.T, s *site) {
 }
 
 func unallocated(t *testing.T, s *site) {
-	nobody := netip.MustParseAddr("10.244.200.9") // the nodes have only 10.244.0.0/24 to 10.244.2.0/24
+	nobody := netip.MustParseAddr("10.244.200.9") // not an address of any node's network: these are 10.244.0.0/24 to 10.244.2.0/24
 	k := newTap(t, s.Lab.Underlay, func(ip []byte) bool { return netip.AddrFrom4([4]byte(ip[16:20])) == nobody })
 	must(t, s.rogue.send(datagram(from(s.rogue.pod), netip.AddrPortFrom(s.seen(t, s.c, s.a, nobody), victimPort), t.Name())))
 	to, v := s.toPod(t)
@@ -256,7 +256,7 @@ func foreignErrors(t *testing.T, s *site) {
 func fragments(t *testing.T, s *site) {
 	const more = 0x2000
 	i := s.asRemote(t, nil, func(n *lab.Node) netip.Addr { return s.seen(t, s.c, s.a, inside(n)) })
-	marker := t.Name()[:20] // in the second half of the frame
+	marker := t.Name()[:20] // short enough to be completely in the second fragment
 	whole := udp(9, i.to.Port(), i.packet(marker))
 	const cut = 64 // octets of the UDP, VXLAN, Ethernet and IP headers, roughly
 	id := uint16(77)

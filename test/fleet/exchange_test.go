@@ -130,8 +130,8 @@ func networkConfig(t *testing.T, at *fleet.Cluster, labels client.MatchingLabels
 	return &list.Items[0]
 }
 
-// begins makes the lower side start an exchange, by changing its copy of the answer that it has
-// accepted.
+// begins makes the lower side start an exchange. It changes the answer that the lower side has
+// already accepted, in the lower side's copy of the other side's NetworkConfig.
 func (x keyExchange) begins(t *testing.T) {
 	t.Helper()
 	answer := networkConfig(t, x.lower, client.MatchingLabels{v1alpha1.LabelOriginID: x.higher.ID})
@@ -139,7 +139,7 @@ func (x keyExchange) begins(t *testing.T) {
 	eventually(t, "a new exchange", func() error {
 		patch := `{"spec":{"backend_config":{"kemTag":"` + base64.StdEncoding.EncodeToString(make([]byte, 32)) + `"}}}`
 		must(t, x.lower.Client.Patch(t.Context(), answer, client.RawPatch(types.MergePatchType, []byte(patch))))
-		for range 20 { // the higher side's manager restores the answer, perhaps too early
+		for range 20 { // the higher side's manager restores the answer, possibly before the lower side reads the change
 			if states(t, x.lower)[x.higher.ID].ID != was {
 				return nil
 			}

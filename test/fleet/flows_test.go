@@ -21,8 +21,9 @@ import (
 )
 
 // Connections with state in a gateway survive the loss of the gateway, if a standby takes over or
-// if the gateway restarts and remains active. In a, the nodes vote for the active gateway; in b,
-// the Lease decides. The mapped endpoint requires a loose reverse path filter.
+// if the gateway restarts and remains active. In cluster a, the nodes vote for the active
+// gateway; in cluster b, the Lease decides. The mapped endpoint requires a loose reverse path
+// filter.
 func TestConnectionsSurviveTheLossOfAGateway(t *testing.T) {
 	f := upWith(t, fleet.Options{Votes: true, Spec: lab.Spec{RPFilter: lab.RPFilterLoose, Clusters: []lab.ClusterSpec{
 		inPods(clusterSpec("10.244.0.0/16", 3)), clusterSpec("10.240.0.0/12", 2),
@@ -60,7 +61,7 @@ func TestConnectionsSurviveTheLossOfAGateway(t *testing.T) {
 				})
 			}
 			goOn(t, all, fmt.Sprintf("the gateway of %s %s", c, end.name))
-			// With votes, the standby may take over before the restarted gateway.
+			// With votes, the standby may take over before the restarted gateway is ready.
 			if now := active(t, c); end.restarts != (now == was) && !(end.restarts && c == a) {
 				t.Errorf("the gateway of %s %s: then %s is active, before %s", c, end.name, c.Nodes[now], c.Nodes[was])
 			}

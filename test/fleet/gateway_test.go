@@ -126,8 +126,8 @@ func TestGatewayFaults(t *testing.T) {
 		begin := time.Now()
 		must(t, a.Kill(fleet.Gateway(0)))
 		must(t, a.Kill(fleet.Gateway(1)))
-		// First, `isthmus status` must report it from the Pods' phases, before the Lease expires and
-		// the manager reports it.
+		// First, `isthmus status` must report GatewaySilent because of the Pods' phases. This is before
+		// the Lease expires and the manager reports the outage.
 		for {
 			if out, err := f.Isthmus(ctx, "status", "--context", a.Name); err != nil && strings.Contains(out, "GatewaySilent") {
 				t.Logf("after %.1f s:\n%s", time.Since(begin).Seconds(), out)
@@ -216,7 +216,7 @@ func TestGatewayFaults(t *testing.T) {
 		})
 		stood := time.Since(begin)
 		t.Logf("the one that was cut off stood down %.1f s after it was not any more", stood.Seconds())
-		if stood > 30*time.Second { // it sends a request every 2 s, with a timeout of 2.5 s
+		if stood > 30*time.Second { // the gateway sends a request every 2 s, with a timeout of 2.5 s
 			t.Errorf("it stood down after %v", stood)
 		}
 		ready(t, a, b)

@@ -24,7 +24,7 @@ import (
 // After any edit of the IpamStorage and the NetworkAllocation, no packet may leave in the clear,
 // as the sniffer checks. This includes edits while no manager runs and agents are killed. Nodes
 // continue to work, and the manager restores the IPAM state. An orderly un-peering removes the
-// peer from it.
+// peer from the IPAM state.
 func TestIPAMStateEditsLeakNoPlaintext(t *testing.T) {
 	f := up(t, lab.Spec{Clusters: []lab.ClusterSpec{inPods(clusterSpec("10.244.0.0/16", 2)), inPods(clusterSpec("10.244.64.0/19", 2))}})
 	a, b := f.Clusters[0], f.Clusters[1]

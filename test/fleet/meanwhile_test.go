@@ -84,7 +84,7 @@ func TestReportsAgreeWithTraffic(t *testing.T) {
 		})
 	}
 	well(t)
-	all := sawBefore(t) // a run may cover only some of the faults
+	all := sawBefore(t) // keep earlier results: a run may cover only some of the faults
 	for _, w := range watched {
 		at := slices.IndexFunc(troubles, func(tr trouble) bool { return tr.fault == w.fault })
 		if at < 0 {

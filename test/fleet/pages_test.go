@@ -129,7 +129,7 @@ func TestCommandsOfThePagesWorkWithoutKubernetes(t *testing.T) {
 			t.Fatalf("%s: %v\n%s", line, err, out)
 		}
 	}
-	inLab := func(line string) string { // the command, but for the lab of this test
+	inLab := func(line string) string { // adds the name of this test's lab
 		words := strings.Fields(line)
 		return strings.Join(slices.Insert(words, 2, "--name", name), " ")
 	}

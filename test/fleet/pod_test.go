@@ -38,8 +38,8 @@ func gatewaysPodIsClosed(t *testing.T, a, b *fleet.Cluster) {
 		_, err := conn.Write(inOverlay(fabric.GatewayMAC(gateway.Addr), from.Addr, netip.AddrPortFrom(at, port), text))
 		must(t, err)
 	}
-	// until sends a packet as a node does until it arrives. It fails the test if a forged packet
-	// arrives first.
+	// until sends a packet from a node repeatedly until the packet arrives. It fails the test if a
+	// forged packet arrives first.
 	until := func(text string) {
 		t.Helper()
 		eventually(t, text, func() error {

@@ -146,7 +146,7 @@ func TestPresharedKeys(t *testing.T) {
 	})
 	t.Run("EveryStepOfAnExchangeSurvivesACrash", func(t *testing.T) { everyStepOfAnExchange(t, f, a, b, from, to, at) })
 	t.Run("NoOutputContainsAKey", func(t *testing.T) { noKeyIsShown(t, f) })
-	t.Run("QuantumAttackerDecryptsNothingWithPresharedKey", func(t *testing.T) { // the last one: b has no gateway any more
+	t.Run("QuantumAttackerDecryptsNothingWithPresharedKey", func(t *testing.T) { // must be the last subtest: b has no gateway afterwards
 		preshared(t, a, b, "")
 		c := correspond(t, a, b, states(t, b)[a.ID].Use.Secret)
 		statusSays(t, f, a, "ML-KEM-768")
@@ -179,7 +179,7 @@ func withoutPresharedKeys(t *testing.T, c *fleet.Cluster) (restore func()) {
 		before[name] = set(name, nil)
 	}
 	must(t, client.IgnoreNotFound(c.Client.Delete(t.Context(), pskSecret())))
-	for _, name := range c.Components() { // discards the keys in their memory
+	for _, name := range c.Components() { // restart them, because they may have the keys in memory
 		if name == fleet.Manager || strings.HasPrefix(name, "gateway") {
 			must(t, c.Kill(name))
 			must(t, c.Start(t.Context(), name))
@@ -207,7 +207,8 @@ func demand(t *testing.T, at, with *fleet.Cluster, what peerings.PostQuantum) {
 }
 
 // preshared waits until the gateways of two clusters report that all sessions between them use
-// the preshared key of the same exchange, other than before. It returns the ID of that exchange.
+// the preshared key of the same exchange, which must not be the exchange before. It returns the
+// ID of that exchange.
 func preshared(t *testing.T, a, b *fleet.Cluster, before string) (exchange string) {
 	t.Helper()
 	eventually(t, "a preshared key", func() error {

@@ -151,7 +151,7 @@ func admitsParisOnly(t *testing.T, paris, oslo, rome *fleet.Cluster, policies ..
 	nodesToPods(t, paris, oslo)
 	refused(t, rome, oslo, podOn(t, rome, 0).Host)
 	end()
-	podsToPods(t, rome, oslo) // so only the policy blocked them
+	podsToPods(t, rome, oslo) // without the policy these pods are admitted
 
 	withParis := slices.IndexFunc(rules, func(r networkingv1.NetworkPolicyIngressRule) bool { return r.From[0].IPBlock != nil })
 	block := rules[withParis].From[0].IPBlock

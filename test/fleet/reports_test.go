@@ -104,7 +104,7 @@ func untilReported(t *testing.T, c *fleet.Cluster, i int, has bool, network stri
 	})
 }
 
-// untilKnown waits until the manager's log shows that it knows all reports of the nodes.
+// untilKnown waits until the manager's log shows that the manager knows all reports of the nodes.
 func untilKnown(t *testing.T, c *fleet.Cluster) {
 	t.Helper()
 	eventually(t, "the manager knows the reports", func() error {

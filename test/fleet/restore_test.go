@@ -51,7 +51,7 @@ func TestAClusterRestoredFromABackupRecovers(t *testing.T) {
 
 	t.Run("nothing changed since the backup", func(t *testing.T) {
 		during := startTraffic(t, a, b)
-		mappedEndpoint(t, a, b) // after the backup, so the restored manager does not know it
+		mappedEndpoint(t, a, b) // this mapping is newer than the backup, so the restored manager does not know it
 		must(t, b.Server.Restore(t.Context(), filepath.Join(days, "peered")))
 		ready(t, a, b)
 		during.endWithoutLoss(t) // no loss before components are restarted

@@ -44,9 +44,9 @@ var unused = map[string]string{
 	"isthmus-peer: create serviceaccounts/token":                           "when a tenth of a token's life is over: TestAPeersTokensAreBoundToThisClusterAndExpire in internal/peering",
 }
 
-// TestComponentsUseAllTheirPermissions exercises a fleet and compares the API requests of its components with the
-// permissions in deploy/rbac and those that `isthmus peer` grants. An unused permission only
-// helps an attacker who controls the component.
+// TestComponentsUseAllTheirPermissions exercises a fleet and compares the API requests of its
+// components with the permissions in deploy/rbac and those that `isthmus peer` grants. An unused
+// permission only helps an attacker who controls the component.
 func TestComponentsUseAllTheirPermissions(t *testing.T) {
 	f := upWith(t, fleet.Options{Audit: true, Spec: lab.Spec{Clusters: []lab.ClusterSpec{
 		inPods(clusterSpec("10.244.0.0/16", 2)), clusterSpec("10.244.64.0/19", 2),

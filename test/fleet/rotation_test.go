@@ -95,7 +95,7 @@ func TestRotation(t *testing.T) {
 			return nil
 		})
 		_, err := firstPing(t.Context(), from.Host, func() (netip.Addr, error) { return at, nil })
-		must(t, err) // with the former key: the manager has not published the next one
+		must(t, err) // traffic passes with the former key, because the manager has not published the next one
 		out, err := f.Isthmus(t.Context(), "rotate-key", "--context", a.Name)
 		if err != nil || !strings.Contains(out, "0 of 1 peers have moved; waiting for b") {
 			t.Errorf("%v: %s", err, out)

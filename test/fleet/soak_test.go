@@ -45,7 +45,7 @@ func TestSoak(t *testing.T) {
 	at := seen(t, a, b, to.Addr)
 	var h history
 	var total loss
-	defer func() { t.Logf("%v; %d rounds\n%s", total, len(h.at), h.table()) }() // also after a failure
+	defer func() { t.Logf("%v; %d rounds\n%s", total, len(h.at), h.table()) }() // print the results even after a failure
 	begin := time.Now()
 	for n := 0; time.Since(begin) < *soak; n++ {
 		l := echoes(t, from, to, at, 1, soakRound, soakRound, func() { churn(t, f, n, to, at) })

@@ -78,7 +78,7 @@ type witness struct {
 	Trace   string  // the hop at which `isthmus trace` reports that a pod's packet ends
 	Metrics string  // metrics that report a fault
 	Event   string  // the latest Event of type Warning
-	Seconds int     // time until diagnose named the fault
+	Seconds int     // seconds until diagnose named the fault
 	Healed  int     // seconds after the repair until no hop was broken
 	Load    float64 // one-minute load average of the machine when the fault was named
 }

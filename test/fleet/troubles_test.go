@@ -165,15 +165,16 @@ func otherAddress(n *lab.Node) netip.Addr {
 // cluster a.
 type trouble struct {
 	fault string // name in docs/troubleshooting.md
-	// alone is the only broken hop that diagnose finds from a alone, as CLUSTER/HOP or CLUSTER/HOP
-	// REASON. both is the hop that it finds with access to both sides. Empty: no hop is broken.
+	// alone is the only broken hop that diagnose finds with access to cluster a only, as CLUSTER/HOP
+	// or CLUSTER/HOP REASON. both is the hop that it finds with access to both sides. Empty: no hop
+	// is broken.
 	alone, both string
 	says        string // text of the hop, beside its reason
 	unasked     bool   // a's API server does not respond
 	deaf        bool   // b's API server does not respond
 	ready       bool   // packets pass, so the peering stays READY
 	short       bool   // tested even without -long
-	fresh       bool   // restart the gateways first: they cache a small path MTU, and would not report it again for ten minutes
+	fresh       bool   // restart the gateways first, because they cache a small path MTU and would not report it again for ten minutes
 	breaks      func(t *testing.T, s *troubleSite)
 	heals       func(t *testing.T, s *troubleSite)
 }
@@ -230,8 +231,8 @@ func startAll(t *testing.T, c *fleet.Cluster) {
 	}
 }
 
-// hinderAll restarts all gateways of a cluster after a shell command that breaks them. They may
-// exit, as containers that a kubelet would restart repeatedly.
+// hinderAll restarts all gateways of a cluster with a shell command that breaks them. It does not
+// wait until they are ready: broken gateways may exit, and a kubelet would restart them.
 func hinderAll(t *testing.T, c *fleet.Cluster, how string) {
 	t.Helper()
 	killAll(t, c)

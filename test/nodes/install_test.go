@@ -29,8 +29,8 @@ var elsewhere = regexp.MustCompile(`^(make image-load|skopeo )`)
 // onEachNode matches commands that the page runs on nodes.
 var onEachNode = regexp.MustCompile(`^nft `)
 
-// The commands of docs/install.md have the documented effects. Cluster paris imitates kubeadm as
-// far as install checks that: a ConfigMap contains the PodCIDR.
+// The commands of docs/install.md have the documented effects. Cluster paris has kubeadm's
+// ConfigMap with the PodCIDR, because install reads it.
 func TestCommandsOfInstallPageWork(t *testing.T) {
 	if fixture.skip != "" {
 		t.Skip(fixture.skip)

@@ -235,8 +235,8 @@ func (w *world) lives(t *testing.T, what string, do func()) {
 }
 
 // upgrade first replaces the components of one cluster one by one, so that each new component
-// works beside old ones. Then it runs the commands of the page. As there, CRDs and RBAC objects
-// come first, because they are compatible with both versions.
+// works beside old ones. Then it runs the commands of the page. As on the page, CRDs and RBAC
+// objects come first, because they are compatible with both versions.
 func (w *world) upgrade(t *testing.T, sh *shell) {
 	t.Helper()
 	sh.run(t, "kubectl --context oslo apply --server-side --force-conflicts -f deploy/crds -f deploy/rbac")

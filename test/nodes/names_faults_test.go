@@ -234,8 +234,8 @@ func (s *shopper) since(t *testing.T, begin time.Time) (all []probe.LoadSecond) 
 // calm is the number of seconds without failures after which the service counts as recovered.
 const calm = 10
 
-// steady waits until there are calm whole seconds after a time in which no request failed and
-// exactly the given clusters answered.
+// steady waits until no request has failed for calm whole seconds, starting after from, and
+// exactly the given clusters have answered in each of these seconds.
 func (s *shopper) steady(t *testing.T, from time.Time, clusters ...string) {
 	t.Helper()
 	from = from.Truncate(time.Second).Add(time.Second)

@@ -122,7 +122,7 @@ var faults = []struct {
 		`isthmus_manager_identity_expiry`: "500000", `isthmus_manager_identity_renewal`: "_"}, summary: "expires in"},
 	{alert: "IsthmusNoActiveGateway", after: 1, series: map[string]string{`isthmus_gateway_active{instance="gw"`: "0"}, summary: "No gateway"},
 	{alert: "IsthmusNoStandby", after: 10, series: map[string]string{`isthmus_gateway_standbys`: "0"}, summary: "No standby"},
-	{alert: "IsthmusNoActiveGateway", after: 5, series: map[string]string{`isthmus_gateway_active`: "_"}, summary: "No gateway"}, // as above, the ended series counts for almost five minutes
+	{alert: "IsthmusNoActiveGateway", after: 5, series: map[string]string{`isthmus_gateway_active`: "_"}, summary: "No gateway"}, // an ended series counts for almost five more minutes
 	{alert: "IsthmusSeveralActiveGateways", after: 1, series: map[string]string{`isthmus_gateway_active{instance="standby"`: "1"}, summary: "2 gateways"},
 	{alert: "IsthmusStandbyCannotTakeOver", after: 5, series: map[string]string{`isthmus_gateway_voters_heard{instance="standby"`: "1"}, summary: "gateway standby does not hear"},
 	{alert: "IsthmusFlowsNotCopied", after: 5, series: map[string]string{`isthmus_gateway_copied_flows_age_seconds`: "90"}, summary: "NAT flows"},

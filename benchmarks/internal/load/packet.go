@@ -42,8 +42,8 @@ func PerPacket(from *lab.Host, src, dst netip.Addr, to *lab.Host, listen netip.A
 	return ns, err
 }
 
-// StayOnOneProcessor binds the calling thread to one processor. The thread must end afterwards
-// and not be reused, as the threads of lab.Host.Do do.
+// StayOnOneProcessor binds the calling thread to one processor. The thread must not run other
+// code afterwards, so call it in lab.Host.Do, whose threads are not reused.
 func StayOnOneProcessor() error {
 	var cpus unix.CPUSet
 	cpus.Set(0)
@@ -62,8 +62,9 @@ type Flow struct {
 	before, sent uint64
 }
 
-// OpenFlow opens a Flow. listen is the address of a socket that receives the datagrams, in the
-// form in which they arrive at the device. On an overlay they are encapsulated there.
+// OpenFlow opens a Flow. It also opens a socket at the address listen, to which the datagrams are
+// sent when they arrive at the device. If the device carries an overlay, this is the destination
+// of the outer datagrams.
 func OpenFlow(from *lab.Host, src, dst netip.Addr, to *lab.Host, listen netip.AddrPort, device string) (f *Flow, err error) {
 	f = &Flow{fd: -1, to: to, device: device}
 	if f.before, err = received(to, device); err != nil {

@@ -17,7 +17,7 @@ const (
 	arriving = 0.995 // fraction that must arrive for a trial to pass
 	firstPPS = 10_000
 	mostPPS  = 2_000_000
-	halvings = 4 // of the interval between a pass and a failure at twice the rate: 4.4 % remain
+	halvings = 4 // bisection steps between a passing rate and twice that rate; an uncertainty of 4.4 % remains
 )
 
 // losslessRate finds the highest rate for datagrams of size octets, with trials of duration d.

@@ -14,7 +14,7 @@ import (
 
 const (
 	interval = 10 * time.Millisecond  // between packets of a Flow
-	silence  = 100 * time.Millisecond // pauses from this length are reported: no slow machine loses ten packets
+	silence  = 100 * time.Millisecond // minimum length of a reported pause: even a slow machine does not lose ten packets in a row
 )
 
 // A Flow is traffic to a Server while a test injects faults. Every 10 ms it sends a UDP datagram,
@@ -39,8 +39,8 @@ type Flow struct {
 type FlowReport struct {
 	Sent     int     `json:"sent"`     // UDP packets
 	Answered int     `json:"answered"` // UDP packets answered
-	Pause    float64 `json:"pause"`    // seconds: the longest between two answers, or since the last one
-	TCPPause float64 `json:"tcpPause"` // seconds: the longest between two octets of the connection
+	Pause    float64 `json:"pause"`    // longest time between two UDP answers, or since the last one, in seconds
+	TCPPause float64 `json:"tcpPause"` // longest time between two octets of the connection, in seconds
 	Broken   int     `json:"broken"`   // broken TCP connections
 	Pauses   []Pause `json:"pauses"`   // UDP pauses of at least a tenth of a second
 }
