@@ -340,7 +340,7 @@ func (s *show) status() error {
 	return s.atGateway(s.b, "status", "--gateway")
 }
 
-// failover kills the active gateway of a, while a TCP connection is open.
+// failover kills the active gateway of cluster a, while a TCP connection is open.
 func (s *show) failover() error {
 	active, err := s.a.ActiveGateway(s.ctx)
 	if err != nil {

@@ -171,8 +171,8 @@ func (p *pair) trace() error {
 
 var publicKey = regexp.MustCompile(`(publicKey: ).*`)
 
-// fault writes a wrong key of b into the files of cluster a, as a careless user might. It waits
-// until a gateway reports the error, and restores the right key.
+// fault writes a wrong key of cluster b into the files of cluster a, as a careless user might. It
+// waits until a gateway reports the error, and restores the right key.
 func (p *pair) fault() error {
 	path := lab.PeerFile(p.a, p.b)
 	good, err := os.ReadFile(path)

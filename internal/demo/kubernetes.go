@@ -84,7 +84,7 @@ type kubernetes struct {
 	images  string // folder of image archives
 	set     *kubenodes.Set
 	sniffer *lab.Sniffer
-	server  netip.Addr // the server's address in a
+	server  netip.Addr // the server's address in cluster a
 	client  netip.Addr
 	at      *kubenodes.Node // node of the client
 }

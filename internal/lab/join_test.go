@@ -29,8 +29,8 @@ func TestJoinWritesConsistentFilesForBothClusters(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	// a is b's first peer, so b allocates the first free networks for it: 10.246 and 10.247. a
-	// allocates the same networks for b.
+	// Cluster a is b's first peer, so cluster b allocates the first free networks for it: 10.246 and
+	// 10.247. Cluster a allocates the same networks for cluster b.
 	want := `# Cluster b's side of its peering with a.
 apiVersion: net.liqo.io/v1alpha1
 kind: TunnelEndpoint

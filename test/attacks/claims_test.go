@@ -31,7 +31,7 @@ type claims struct {
 	had    v1alpha1.TunnelEndpointSpec // a's TunnelEndpoint for c
 }
 
-// mine returns c's NetworkConfig at a.
+// mine returns c's NetworkConfig at cluster a.
 func (s *site) mine(t *testing.T, c client.Client) *v1alpha1.NetworkConfig {
 	t.Helper()
 	nc := &v1alpha1.NetworkConfig{}
@@ -39,8 +39,8 @@ func (s *site) mine(t *testing.T, c client.Client) *v1alpha1.NetworkConfig {
 	return nc
 }
 
-// edit changes c's NetworkConfig at a. It repeats the change after conflicts, because a's manager
-// writes finalizers and status.
+// edit changes c's NetworkConfig at cluster a. It repeats the change after conflicts, because a's
+// manager writes finalizers and status.
 func (s *site) edit(t *testing.T, c client.Client, change func(*v1alpha1.NetworkConfig)) error {
 	t.Helper()
 	for {
@@ -52,8 +52,8 @@ func (s *site) edit(t *testing.T, c client.Client, change func(*v1alpha1.Network
 	}
 }
 
-// verdict waits until a has checked the current generation of c's NetworkConfig, and returns the
-// condition Accepted.
+// verdict waits until cluster a has checked the current generation of c's NetworkConfig, and
+// returns the condition Accepted.
 func (s *site) verdict(t *testing.T, c client.Client) (accepted metav1.Condition) {
 	t.Helper()
 	eventually(t, "a verdict", func() error {
@@ -86,9 +86,9 @@ func (s *site) stopManagerOfC(t *testing.T) *claims {
 	return f
 }
 
-// claim writes a changed NetworkConfig. It checks that a refuses it for the given reason, or that
-// the API server rejects it if reason is empty. It also checks that no TunnelEndpoint or
-// allocation of a changes. Then it restores the honest NetworkConfig.
+// claim writes a changed NetworkConfig. It checks that cluster a refuses it for the given reason,
+// or that the API server rejects it if reason is empty. It also checks that no TunnelEndpoint or
+// allocation of cluster a changes. Then it restores the honest NetworkConfig.
 func (s *site) claim(t *testing.T, f *claims, reason string, change func(*spec)) {
 	t.Helper()
 	b, allocations := endpointOf(t, s.a, s.b), s.allocations(t)
@@ -117,7 +117,7 @@ func (s *site) claim(t *testing.T, f *claims, reason string, change func(*spec))
 	s.recovered(t, f)
 }
 
-// recovered restores c's honest NetworkConfig and checks that a accepts it.
+// recovered restores c's honest NetworkConfig and checks that cluster a accepts it.
 func (s *site) recovered(t *testing.T, f *claims) {
 	t.Helper()
 	must(t, s.edit(t, f.client, func(nc *v1alpha1.NetworkConfig) { f.good.DeepCopyInto(&nc.Spec) }))
@@ -137,7 +137,7 @@ func (s *site) allocations(t *testing.T) string {
 	return fmt.Sprintf("%+v", list.Items[0].Spec.ClusterSubnets)
 }
 
-// ledAway returns the nodes of a that route an address to a peer.
+// ledAway returns the nodes of cluster a that route an address to a peer.
 func (s *site) ledAway(t *testing.T, addr netip.Addr) (nodes []string) {
 	t.Helper()
 	for _, n := range s.a.Nodes {
@@ -258,7 +258,8 @@ func (s *site) deleteAndClaim(t *testing.T, f *claims) {
 	s.backAgain(t, f)
 }
 
-// backAgain waits until a has its previous TunnelEndpoint for c, and pods of a reach c.
+// backAgain waits until cluster a has its previous TunnelEndpoint for cluster c, and pods of
+// cluster a reach cluster c.
 func (s *site) backAgain(t *testing.T, f *claims) {
 	t.Helper()
 	eventually(t, "the TunnelEndpoint of c as it was", func() error {

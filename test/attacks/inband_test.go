@@ -16,7 +16,8 @@ import (
 	"github.com/isthmus-net/isthmus/internal/lab"
 )
 
-// inBandChapter lets the managers of a and b use the tunnel. c has not enabled that.
+// inBandChapter lets the managers of clusters a and b use the tunnel. Cluster c has not enabled
+// that.
 func inBandChapter() chapter {
 	return chapter{title: "At a's API server, through the tunnel (`spec.inBand` of a and b)", prepare: prepareInBand, attacks: []attack{
 		{attacker: "a pod of b", attempt: "TCP to the port of a's gateway for b's manager", now: "dropped: the source must be the address of b's gateway, which no pod has",

@@ -55,8 +55,8 @@ func overlayOf(a netip.Addr) netip.AddrPort { return netip.AddrPortFrom(a, kerne
 // inside returns the node's address in its pod network.
 func inside(n *lab.Node) netip.Addr { return n.PodCIDR.Addr().Next() }
 
-// asRemote returns an injection of a packet that seems to come from a pod of b. It goes to a pod
-// of a, through the overlay to that pod's node.
+// asRemote returns an injection of a packet that seems to come from a pod of cluster b. It goes
+// to a pod of cluster a, through the overlay to that pod's node.
 func (s *site) asRemote(t *testing.T, from *lab.Host, to func(*lab.Node) netip.Addr) injection {
 	t.Helper()
 	p, v := s.onPod(t)
@@ -65,8 +65,8 @@ func (s *site) asRemote(t *testing.T, from *lab.Host, to func(*lab.Node) netip.A
 		packet: func(m string) []byte { return vxlan(fabric.OverlayMAC(p.Node.Name), source, p.Addr, m) }}
 }
 
-// asPod returns an injection of a packet that seems to come from a pod of a. It goes to a pod of
-// b, through the overlay to the gateway.
+// asPod returns an injection of a packet that seems to come from a pod of cluster a. It goes to a
+// pod of cluster b, through the overlay to the gateway.
 func (s *site) asPod(t *testing.T, from *lab.Host, to netip.Addr) injection {
 	t.Helper()
 	p, b := s.podOfA(s.third()), s.podOfB()
@@ -79,7 +79,7 @@ func (s *site) asPod(t *testing.T, from *lab.Host, to netip.Addr) injection {
 		packet: func(m string) []byte { return vxlan(mac, p.Addr, dst, m) }}
 }
 
-// reachGateway gives a host of the underlay a route to the gateway of a.
+// reachGateway gives a host of the underlay a route to the gateway of cluster a.
 func (s *site) reachGateway(t *testing.T, from *lab.Host) {
 	t.Helper()
 	if !s.inPod() {
@@ -227,7 +227,7 @@ func (s *site) serviceOfNode(t *testing.T, n *lab.Node) {
 }
 
 // nodePort makes a node forward a NodePort to another node, as kube-proxy does. It checks that a
-// peer's pod cannot use it, and that a pod of a can.
+// peer's pod cannot use it, and that a pod of cluster a can.
 func (s *site) nodePort(t *testing.T, n *lab.Node) {
 	t.Helper()
 	const port = 30080

@@ -263,7 +263,7 @@ func manyObjects(t *testing.T, s *site) {
 	group.Wait()
 	var list v1alpha1.NetworkConfigList
 	must(t, s.a.Client.List(t.Context(), &list, client.InNamespace(like.Namespace)))
-	if made > 0 || len(list.Items) != 2 { // one of a and one of c
+	if made > 0 || len(list.Items) != 2 { // one of cluster a and one of cluster c
 		t.Errorf("%d were made, and there are %d", made, len(list.Items))
 	}
 }
@@ -358,7 +358,7 @@ func manyWatches(t *testing.T, s *site) {
 	}
 }
 
-// componentOf returns a configuration and a client with the identity of a component of a.
+// componentOf returns a configuration and a client with the identity of a component of cluster a.
 func (s *site) componentOf(t *testing.T, account string) (*rest.Config, client.Client) {
 	t.Helper()
 	token := &authenticationv1.TokenRequest{}

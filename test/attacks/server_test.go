@@ -65,8 +65,8 @@ func (s *site) impostor(t *testing.T, handle http.HandlerFunc) *impostor {
 	return i
 }
 
-// identitySecret changes the identity that a uses at c. It registers a function in s.restore that
-// restores the original and waits until a uses it.
+// identitySecret changes the identity that cluster a uses at cluster c. It registers a function
+// in s.restore that restores the original and waits until cluster a uses it.
 func (s *site) identitySecret(t *testing.T, change func(*clientcmdapi.Cluster)) {
 	t.Helper()
 	key := client.ObjectKey{Namespace: tenant(s.c), Name: api.DefaultIdentitySecret}

@@ -24,14 +24,15 @@ import (
 // The clusters share the services of namespace shared, but not those of namespace closed.
 const shared, closed = "shared", "closed"
 
-// seller is c exporting services to a, with c's identity.
+// seller is c exporting services to cluster a, with c's identity.
 type seller struct {
 	*site
 	client client.Client
-	pod    string // address at a of the pod of b behind b's service "shop"
+	pod    string // address at cluster a of the pod of cluster b behind b's service "shop"
 }
 
-// shareServices exports the service shop from b and waits until a has imported it.
+// shareServices exports the service shop from cluster b and waits until cluster a has imported
+// it.
 func (s *site) shareServices(t *testing.T) *seller {
 	t.Helper()
 	for _, o := range []client.Object{
@@ -54,7 +55,7 @@ func (s *site) shareServices(t *testing.T) *seller {
 	return f
 }
 
-// here returns the address at a of a pod of c.
+// here returns the address at cluster a of a pod of cluster c.
 func (f *seller) here(t *testing.T, addr string) string {
 	t.Helper()
 	return f.seen(t, f.a, f.c, netip.MustParseAddr(addr)).String()
@@ -104,7 +105,8 @@ func (f *seller) export(t *testing.T, all ...api.ExportedService) {
 	}
 }
 
-// withdraw removes c's exports. It waits until a has removed them, and b's service is unchanged.
+// withdraw removes c's exports. It waits until cluster a has removed them, and b's service is
+// unchanged.
 func (f *seller) withdraw(t *testing.T, all ...api.ExportedService) {
 	t.Helper()
 	for _, s := range all {
@@ -118,7 +120,8 @@ func (f *seller) withdraw(t *testing.T, all ...api.ExportedService) {
 	f.serves(t, "shop", f.pod)
 }
 
-// endpoints returns the ready endpoints of a service at a, and whether there is a ServiceImport.
+// endpoints returns the ready endpoints of a service at cluster a, and whether there is a
+// ServiceImport.
 func (f *seller) endpoints(t *testing.T, name string) (addresses []string, imported bool) {
 	t.Helper()
 	var list discoveryv1.EndpointSliceList
@@ -136,7 +139,7 @@ func (f *seller) endpoints(t *testing.T, name string) (addresses []string, impor
 	return addresses, err == nil
 }
 
-// serves waits until a serves a service with exactly these endpoints.
+// serves waits until cluster a serves a service with exactly these endpoints.
 func (f *seller) serves(t *testing.T, name string, want ...string) {
 	t.Helper()
 	slices.Sort(want)
@@ -160,7 +163,7 @@ func (f *seller) gone(t *testing.T, name string) {
 	})
 }
 
-// refuses waits until a reports the reason why it does not serve a service.
+// refuses waits until cluster a reports the reason why it does not serve a service.
 func (f *seller) refuses(t *testing.T, s api.ExportedService, reason string) {
 	t.Helper()
 	eventually(t, fmt.Sprintf("%s/%s refused: %s", s.Namespace, s.Name, reason), func() error {

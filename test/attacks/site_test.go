@@ -38,13 +38,13 @@ type site struct {
 	*fleet.Fleet
 	a, b, c *fleet.Cluster
 	gateway int                // index of a's node with the active gateway or with its Pod
-	other   int                // index of a node of a without the active gateway
+	other   int                // index of a node of cluster a without the active gateway
 	undo    []func(*testing.T) // run at the end of the chapter, in reverse order
 	talks   []*talk
 	rogue   *rogue             // in chapters in which the attacker runs c's gateway
 	restore []func(*testing.T) // run at the end of a row that changes an identity Secret
 
-	identityOfC client.Client // c's client for a, in the chapter that un-peers c
+	identityOfC client.Client // c's client for cluster a, in the chapter that un-peers cluster c
 }
 
 // madeUpByC returns a filter for leaks that an attacker causes by sending crafted packets from
@@ -124,8 +124,8 @@ func (s *site) after(do func(*testing.T)) { s.undo = append(s.undo, do) }
 
 func podOn(c *fleet.Cluster, node int) *lab.Pod { return c.Pods[node*len(c.Pods)/len(c.Nodes)] }
 
-// podOfA returns the first pod of a node of a. podOfB and podOfC return the last pod of their
-// cluster.
+// podOfA returns the first pod of a node of cluster a. podOfB and podOfC return the last pod of
+// their cluster.
 func (s *site) podOfA(node int) *lab.Pod { return podOn(s.a, node) }
 func (s *site) podOfB() *lab.Pod         { return s.b.Pods[len(s.b.Pods)-1] }
 func (s *site) podOfC() *lab.Pod         { return s.c.Pods[len(s.c.Pods)-1] }

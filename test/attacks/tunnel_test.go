@@ -22,11 +22,11 @@ import (
 )
 
 // A rogue is an attacker who runs c's gateway, with its key and its address, and sends arbitrary
-// packets to a.
+// packets to cluster a.
 type rogue struct {
 	socket  net.Conn
 	session *noise.Session
-	pod     netip.Addr // address at a of a pod of c
+	pod     netip.Addr // address at cluster a of a pod of cluster c
 }
 
 // becomeGateway stops c's gateways and replaces them by a rogue.
@@ -237,7 +237,7 @@ func foreignErrors(t *testing.T, s *site) {
 		kind, code byte
 		rest       uint32
 	}{{3, 4, 576}, {3, 3, 0}, {3, 1, 0}, {5, 1, binary.BigEndian.Uint32(s.rogue.pod.AsSlice())}, {11, 0, 0}} {
-		for _, src := range []netip.Addr{pod.Addr, dst} { // the pod's address at a, and at c
+		for _, src := range []netip.Addr{pod.Addr, dst} { // the pod's address at cluster a, and at cluster c
 			quoted := datagram(netip.AddrPortFrom(src, 40000), netip.AddrPortFrom(b, 80), marker)
 			packets = append(packets, ipv4(s.rogue.pod, dst, unix.IPPROTO_ICMP, header{}, icmp(e.kind, e.code, e.rest, quoted)))
 		}

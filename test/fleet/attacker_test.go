@@ -40,7 +40,7 @@ func (c *correspondence) opened() (n int, certain bool) {
 
 // correspond opens a session with a's active gateway in place of b's gateways, because a real
 // gateway does not reveal its ephemeral keys. It kills b's gateways. It exchanges data with a pod
-// of a, with the given preshared key, and captures the packets.
+// of cluster a, with the given preshared key, and captures the packets.
 func correspond(t *testing.T, a, b *fleet.Cluster, preshared [32]byte) *correspondence {
 	t.Helper()
 	was, pod := active(t, b), a.Pods[0]

@@ -18,7 +18,7 @@ import (
 // A cause is a fault of one peer, with the reasons that the two gateways report.
 type cause struct {
 	fault       string // name in docs/troubleshooting.md
-	here, there string // the reasons at a and at the peer; empty: that gateway cannot report any
+	here, there string // the reasons at cluster a and at the peer; empty: that gateway cannot report any
 	before      bool   // the fault exists before the peer's gateway first starts
 	breaks      func(t *testing.T, s *causeSite)
 	heals       func(t *testing.T, s *causeSite)

@@ -149,9 +149,9 @@ func errOr(err, other error) error {
 }
 
 // dialogues starts dialogues between two clusters that have state in a gateway of cluster a.
-// Nodes of a connect to pods of b, all from the same port, so NAPT must change all of these ports
-// but one. A pod of b connects to a mapped endpoint of a, once with the pod and once with the
-// endpoint as the sending side.
+// Nodes of cluster a connect to pods of cluster b, all from the same port, so NAPT must change
+// all of these ports but one. A pod of cluster b connects to a mapped endpoint of cluster a, once
+// with the pod and once with the endpoint as the sending side.
 func dialogues(t *testing.T, a, b *fleet.Cluster) (all []*dialogue) {
 	t.Helper()
 	const port = 40404

@@ -218,8 +218,8 @@ func failOver(t *testing.T, c *fleet.Cluster) {
 	})
 }
 
-// inBandIsClosed checks that pods and nodes of a cannot connect to b's in-band port through the
-// tunnel, or use the port of a's gateway for a's manager.
+// inBandIsClosed checks that pods and nodes of cluster a cannot connect to b's in-band port
+// through the tunnel, or use the port of a's gateway for a's manager.
 func inBandIsClosed(t *testing.T, a, b *fleet.Cluster) {
 	p, err := a.Peering(t.Context(), b)
 	must(t, err)

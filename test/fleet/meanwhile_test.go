@@ -50,8 +50,8 @@ const sawMeanwhile = "testdata/meanwhile.json"
 // A moment holds the reports at one time after a fault began or was repaired.
 type moment struct {
 	After    string   // for example "2 s" or "mended, 2 s"
-	Traffic  bool     // a pod of a reaches a pod of b
-	Status   string   // the line of the peering in `isthmus status` of a
+	Traffic  bool     // a pod of cluster a reaches a pod of cluster b
+	Status   string   // the line of the peering in `isthmus status` of cluster a
 	Kubectl  string   // condition Ready of a's Peering
 	Diagnose []string // the broken hops according to `isthmus diagnose` with access to both sides
 	Metrics  string
@@ -139,7 +139,7 @@ func (s *troubleSite) meanwhile(t *testing.T, tr *trouble, to netip.Addr, lasts 
 	return said
 }
 
-// ready returns the column READY of `kubectl get peerings` in a.
+// ready returns the column READY of `kubectl get peerings` in cluster a.
 func (s *troubleSite) ready(t *testing.T) string {
 	ctx, cancel := context.WithTimeout(t.Context(), 5*time.Second)
 	defer cancel()

@@ -54,8 +54,8 @@ func TestControlPlaneOutage(t *testing.T) {
 		last := len(b.Nodes) - 1
 		fresh := addPod(t, b, podOn(t, b, last))
 		from := remotePod(t, a)
-		// The Peering's status contains the network of b's pods at a. The Peering exists even if no
-		// manager runs.
+		// The Peering's status contains the network of b's pods at cluster a. The Peering exists even
+		// if no manager runs.
 		addr := seen(t, a, b, fresh.Addr)
 		ctx, cancel := context.WithTimeout(t.Context(), patience)
 		defer cancel()

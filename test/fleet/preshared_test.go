@@ -90,7 +90,7 @@ func TestPresharedKeys(t *testing.T) {
 		})
 		demand(t, a, b, peerings.PostQuantumPreferred)
 		ready(t, a, b)
-		time.Sleep(10 * time.Second) // until b has noticed that a lost the sessions of the second tunnel
+		time.Sleep(10 * time.Second) // until cluster b has noticed that cluster a lost the sessions of the second tunnel
 	})
 	t.Run("KeyIsIntroducedWithoutPacketLoss", func(t *testing.T) {
 		traffic := talk(t, from, to, at)

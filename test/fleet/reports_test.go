@@ -24,7 +24,7 @@ import (
 )
 
 // The manager must not allocate networks that nodes already use. It knows them only from the
-// nodes' reports. Here, one node of a has a static route to the network of b's pods.
+// nodes' reports. Here, one node of cluster a has a static route to the network of b's pods.
 func TestPeerIsNotAllocatedANetworkThatANodeUses(t *testing.T) {
 	f := up(t, lab.Spec{Clusters: []lab.ClusterSpec{clusterSpec("10.244.0.0/16", 2), clusterSpec("192.168.84.0/22", 2)}})
 	a, b := f.Clusters[0], f.Clusters[1]

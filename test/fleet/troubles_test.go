@@ -37,7 +37,8 @@ type troubleSite struct {
 	pulse func()        // ends background activity of the fault
 }
 
-// far selects a node of a without the active gateway. there returns it until the next call.
+// far selects a node of cluster a without the active gateway. there returns it until the next
+// call.
 func (s *troubleSite) far(t *testing.T) *lab.Node {
 	t.Helper()
 	s.node = 1 - active(t, s.a)

@@ -76,7 +76,7 @@ type fragmentWorld struct {
 	set     *kubenodes.Set
 	a, b, c *kubenodes.Cluster
 	gateway *corev1.Pod     // gateway of c
-	node    *kubenodes.Node // node of a with the flooded pod
+	node    *kubenodes.Node // node of cluster a with the flooded pod
 	flooded netip.AddrPort  // address of the flooded pod, as c sees it
 	sources netip.Prefix    // PodCIDR of c
 	flows   [2]fragmentFlow // the flows of flowNames
@@ -131,7 +131,7 @@ type fragmentReport struct {
 	flows   [2]flowLoss
 	flooded int // incomplete datagrams sent
 	failed  int // increase of ReasmFails on the node
-	counted int // increase of inbound drops in the gateway of a
+	counted int // increase of inbound drops in the gateway of cluster a
 }
 
 // flowLoss is the numbers of sent and answered datagrams of a flow.

@@ -45,7 +45,7 @@ func TestConformanceOfMultiClusterServices(t *testing.T) {
 	for _, c := range []struct {
 		name  string
 		pods  [2]string
-		upper bool // pods of b have different addresses than those of a
+		upper bool // pods of cluster b have different addresses than those of cluster a
 		fails string
 	}{
 		{name: "disjoint PodCIDRs", pods: [2]string{"10.244.0.0/16", "10.20.0.0/16"}},

@@ -78,7 +78,7 @@ func TestServicesByNameSurviveFaults(t *testing.T) {
 	must(t, w.set.Peer(ctx, fixture.program, w.a, w.b, "--services", "default"))
 	seen, _, err := w.a.Networks(ctx, w.b)
 	must(t, err)
-	others := []netip.Prefix{netip.MustParsePrefix("10.98.0.0/16"), netip.MustParsePrefix("10.99.0.0/16")} // networks of b in a, set by rows that change it
+	others := []netip.Prefix{netip.MustParsePrefix("10.98.0.0/16"), netip.MustParsePrefix("10.99.0.0/16")} // networks of cluster b in cluster a, set by rows that change it
 	if slices.Contains(others, seen) {
 		t.Fatalf("b has %v in a from the start", seen)
 	}
@@ -172,7 +172,7 @@ func TestServicesByNameSurviveFaults(t *testing.T) {
 // serving is the expected state of the service.
 type serving struct {
 	peered         bool
-	export, answer []string // clusters that export; clusters that answer a pod of a
+	export, answer []string // clusters that export; clusters that answer a pod of cluster a
 }
 
 var (
@@ -372,7 +372,8 @@ func (w *world) whileCut(ctx context.Context, d time.Duration) (err error) {
 	return err
 }
 
-// override sets the network that a uses for the pods of b, as soon as a has a Peering.
+// override sets the network that cluster a uses for the pods of cluster b, as soon as cluster a
+// has a Peering.
 func (w *world) override(ctx context.Context, network netip.Prefix) error {
 	ctx, cancel := context.WithTimeout(ctx, patience)
 	defer cancel()
