@@ -43,7 +43,7 @@ var (
 	podsB   = netip.MustParsePrefix("10.244.0.0/18")
 	podsAtB = netip.MustParsePrefix("10.71.0.0/16")
 	podsAtA = netip.MustParsePrefix("10.71.0.0/18")
-	outside = [2]netip.Prefix{netip.MustParsePrefix("10.90.0.0/24"), netip.MustParsePrefix("10.91.0.0/20")} // Xa@B, Xb@A
+	outside = [2]netip.Prefix{netip.MustParsePrefix("10.90.0.0/24"), netip.MustParsePrefix("10.91.0.0/20")} // ExternalCIDR of a at b, and of b at a
 	pod     = netip.MustParseAddr("10.244.0.11")
 	node    = netip.MustParseAddr("172.16.0.9")
 	mapped  = netip.MustParseAddr("10.0.50.5") // a mapped endpoint of a

@@ -22,7 +22,7 @@ type cache struct {
 	name   token
 	args   []token
 	open   *token // opening brace; nil: no block
-	next   token  // after open
+	next   token  // the token after open
 	denial []token
 }
 

@@ -162,9 +162,9 @@ type plugin struct {
 	name   token
 	zones  []token
 	open   *token // opening brace; nil: no block
-	next   token  // after open
+	next   token  // the token after open
 	option []token
-	after  token // after option
+	after  token // the token after option
 	serves bool
 }
 

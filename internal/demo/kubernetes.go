@@ -219,8 +219,8 @@ func (k *kubernetes) get(page string, timeout time.Duration) (string, error) {
 	return string(body), err
 }
 
-// names waits until CoreDNS in a answers for the zone of multi-cluster services. The answer may
-// be that the name does not exist.
+// names waits until CoreDNS in cluster a answers for the zone of multi-cluster services. The
+// answer may be that the name does not exist.
 func (k *kubernetes) names() error {
 	const enough, patience = 10, 3 * time.Minute // consecutive answers: CoreDNS has two Pods
 	answers := 0
@@ -238,8 +238,8 @@ func (k *kubernetes) names() error {
 	return nil
 }
 
-// export exports the web server of b as a Service, and waits until the pod in a gets its page by
-// name.
+// export exports the web server of b as a Service, and waits until the pod in cluster a gets its
+// page by name.
 func (k *kubernetes) export() error {
 	if err := k.share(k.set.Clusters[1]); err != nil {
 		return err

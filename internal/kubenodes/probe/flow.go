@@ -29,7 +29,7 @@ type Flow struct {
 	answered int
 	last     time.Time     // time of the last UDP answer
 	pause    time.Duration // longest pause between two UDP answers
-	pauses   []Pause       // pauses of at least silence
+	pauses   []Pause       // pauses that last at least the duration silence
 	tcpLast  time.Time
 	tcpPause time.Duration
 	broken   int // TCP connections that broke
