@@ -35,7 +35,7 @@ func TestRankTestMatchesPublishedCriticalValues(t *testing.T) {
 	}
 }
 
-// The reference enumerates every way to choose which of the values are x.
+// The reference enumerates every way to divide the values into x and y.
 func TestRankTestMatchesExhaustiveCount(t *testing.T) {
 	rng := rand.New(rand.NewPCG(1, 2))
 	for range 200 {

@@ -179,7 +179,7 @@ func (t *tally) running() (names []string) {
 	return names
 }
 
-// slowest returns the slowest tests, at most most of them.
+// slowest returns the slowest tests. Their number is at most the argument most.
 func (t *tally) slowest(most int) []testTime {
 	slices.SortStableFunc(t.times, func(a, b testTime) int { return cmp.Compare(b.took, a.took) })
 	return t.times[:min(most, len(t.times))]

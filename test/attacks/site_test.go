@@ -41,7 +41,7 @@ type site struct {
 	other   int                // index of a node of cluster a without the active gateway
 	undo    []func(*testing.T) // run at the end of the chapter, in reverse order
 	talks   []*talk
-	rogue   *rogue             // in chapters in which the attacker runs c's gateway
+	rogue   *rogue             // set in chapters where the attacker runs c's gateway
 	restore []func(*testing.T) // run at the end of a row that changes an identity Secret
 
 	identityOfC client.Client // c's client for cluster a, in the chapter that un-peers cluster c

@@ -19,7 +19,7 @@ import (
 
 const (
 	pingInterval   = 50 * time.Millisecond
-	pingWait       = 3 * time.Second // where pings may be lost, a later answer counts as lost
+	pingWait       = 3 * time.Second // end counts an answer after this time as a lost ping
 	streamInterval = 20 * time.Millisecond
 	streamChunk    = 16 << 10 // octets each streamInterval: 6.5 Mbit/s
 )

@@ -49,8 +49,8 @@ func TestConformanceOfMultiClusterServices(t *testing.T) {
 		fails string
 	}{
 		{name: "disjoint PodCIDRs", pods: [2]string{"10.244.0.0/16", "10.20.0.0/16"}},
-		// With equal addresses, a spec that expects the address of a pod of a could pass by accident,
-		// if a pod of b with that address answered.
+		// With equal addresses, a spec could pass by accident: it expects the address of a pod of
+		// cluster a, and a pod of cluster b with the same address answers.
 		{name: "the same PodCIDR, no address used twice", pods: samePlan.pods, upper: true, fails: ofPods},
 		{name: "the same PodCIDR, addresses used twice", pods: samePlan.pods, fails: ofPods},
 	} {
