@@ -328,13 +328,13 @@ func (f Filter) Chains() []FilterChain {
 // DropReasons are the reasons for which rules of a Filter and of a Bridge drop packets, each with
 // an explanation for users.
 var DropReasons = []struct{ Reason, Explain string }{
-	{"in_the_clear", "it is for a peer and would leave by a device that is not ours"},
-	{"forged_source", "a pod sends with the address of a peer or of another node's pod, or to a peer with a source address that is not routed to the pod's device"},
+	{"in_the_clear", "a packet for a peer would leave by a foreign device"},
+	{"forged_source", "a pod sends from an address of a peer or of another node's pod, or sends to a peer from an address that the node does not route to this pod"},
 	{"peer_to_node", "a peer sends to the node itself, or to a NodePort or hostPort"},
-	{"overlay_source", "a sender to the overlay's port is neither a node nor a gateway, or the packet came by a device that does not lead to its sender"},
+	{"overlay_source", "a packet to the overlay's port has neither a node nor a gateway as source, or came by a device that does not lead to its source"},
 	{"overlay_port", "a pod or a peer sends to the overlay's port"},
 	{"bridged_overlay_port", "a pod on a bridge sends to a gateway's overlay port, possibly with VLAN tags"},
-	{"overlay_stranger", "in the overlay, neither or both of its addresses belong to peers"},
+	{"overlay_stranger", "neither or both addresses of a packet in the overlay belong to peers"},
 }
 
 // A FilterSet is a set of a table. The fields have the terms of nft(8).

@@ -59,8 +59,8 @@ dashboard divides by packets.
 	for _, r := range natengine.Drops() {
 		fmt.Fprintf(&b, "| `%s` | %s |\n", r, r.Explain())
 	}
-	b.WriteString("\n## Reasons of isthmus_filter_drops_total\n\nOf the nftables tables `inet isthmus` and `bridge isthmus`; `nft list ruleset` shows them with a counter in each rule. What a\n" +
-		"route refuses (`unreachable`) the kernel does not count: the sender is told, and its error says so.\n\n| reason | meaning |\n| --- | --- |\n")
+	b.WriteString("\n## Reasons of isthmus_filter_drops_total\n\nDrops of the nftables tables `inet isthmus` and `bridge isthmus`; `nft list ruleset` shows a counter in each rule. The kernel\n" +
+		"does not count packets that a route refuses (`unreachable`); their sender gets an error.\n\n| reason | meaning |\n| --- | --- |\n")
 	for _, r := range kernel.DropReasons {
 		fmt.Fprintf(&b, "| `%s` | %s |\n", r.Reason, r.Explain)
 	}
