@@ -127,7 +127,7 @@ const more = 5
 
 // grow prints the cost of an allocation as the IPAM state grows.
 func grow() error {
-	rows := [][]string{{""}, {"PodCIDR of all"}, {"a grant is decided: CPU, ms"}, {"what a grant changed is found in the IPAM state: CPU, ms"}, {"all states as text: CPU, ms"}, {"all states read: CPU, ms"}, {"octets of the IPAM state"}}
+	rows := [][]string{{""}, {"PodCIDR of all"}, {"an allocation is decided: CPU, ms"}, {"the changed objects are found: CPU, ms"}, {"the IPAM state is written: CPU, ms"}, {"the IPAM state is read: CPU, ms"}, {"octets of the IPAM state"}}
 	for _, g := range grown {
 		pod := netip.MustParsePrefix(g.pod)
 		var pools []netip.Prefix
