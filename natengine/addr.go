@@ -5,9 +5,9 @@ import (
 	"net/netip"
 )
 
-// addr is an address in two words: IPv6, or IPv4 in its mapped form ::ffff:0:0/96. No rule accepts
-// a mapped address of IPv6, so the two families cannot be confused. All code but the IPv4 fast path
-// uses this form.
+// addr is an address in two words: an IPv6 address, or an IPv4 address in its mapped form
+// (::ffff:0:0/96). No rule accepts an IPv4-mapped IPv6 address, so the two families cannot be
+// confused. All code but the IPv4 fast path uses this form.
 type addr struct{ hi, lo uint64 }
 
 const mapped4 = 0xffff << 32
@@ -21,7 +21,7 @@ func addrOf(a netip.Addr) addr {
 
 func (a addr) is4() bool { return a.hi == 0 && a.lo>>32 == 0xffff }
 
-// family is the index for arrays of per-family values: 0 for IPv4, 1 for IPv6.
+// family returns the index for arrays of per-family values: 0 for IPv4, 1 for IPv6.
 func (a addr) family() int {
 	if a.is4() {
 		return 0
@@ -36,8 +36,8 @@ func (a addr) netip() netip.Addr {
 	return netip.AddrFrom16(b).Unmap()
 }
 
-// prefix is a network in the same two words. The zero prefix contains everything, so absence needs
-// a flag of its own.
+// prefix is a network. Its address and its mask have two words each, as in addr. The zero
+// prefix contains every address, so a missing prefix needs a separate flag.
 type prefix struct{ net, mask addr }
 
 func prefixOf(p netip.Prefix) prefix {
@@ -53,16 +53,16 @@ func (p prefix) contains(a addr) bool {
 	return a.hi&p.mask.hi == p.net.hi && a.lo&p.mask.lo == p.net.lo
 }
 
-// move carries the host bits of a onto the network of p.
+// move returns the address with the network bits of p and the host bits of a.
 func (p prefix) move(a addr) addr {
 	return addr{p.net.hi | a.hi&^p.mask.hi, p.net.lo | a.lo&^p.mask.lo}
 }
 
-// martian reports whether no packet in the fabric may have a as its source: unspecified, loopback,
-// multicast, limited broadcast, IPv6 link-local and IPv4 addresses written as IPv6 (RFC 1812,
-// section 5.3.7, RFC 6890). 240.0.0.0/4 is allowed, because nodes have overlay addresses in
-// 240.0.0.0/8 (docs/liqo-v0.md, section 10), and so is 169.254.0.0/16, the network between the node
-// and the gateway namespace (docs/liqo-v0.md, section 2.2).
+// martian reports whether a must not be the source of a packet in the fabric: unspecified,
+// loopback, multicast, limited broadcast, IPv6 link-local and IPv4 addresses written as IPv6
+// (RFC 1812, section 5.3.7, RFC 6890). 240.0.0.0/4 is allowed, because nodes have overlay
+// addresses in 240.0.0.0/8 (docs/liqo-v0.md, section 10). 169.254.0.0/16 is allowed too: it is
+// the network between the node and the gateway namespace (docs/liqo-v0.md, section 2.2).
 func martian(a addr, is4 bool) bool {
 	if is4 {
 		b := uint32(a.lo)
@@ -77,10 +77,11 @@ func martian(a addr, is4 bool) bool {
 	return false
 }
 
-// unreachable reports whether no packet of a peer may be sent to a: a martian, or an address of a
-// cloud's metadata service, which hands out the credentials of the machine. Those are in IPv4
-// link-local, and in IPv6 fd00:ec2::/32 at Amazon and fd20:ce::254 at Google (2026-11). The caller
-// makes the exception for the in-process endpoint.
+// unreachable reports whether no packet of a peer may be sent to a. Such an address is a
+// martian, or belongs to a cloud's metadata service, which hands out the credentials of the
+// machine. Metadata services use IPv4 link-local addresses, and over IPv6 fd00:ec2::/32 at
+// Amazon and fd20:ce::254 at Google (2026-11). The caller makes the exception for the
+// in-process endpoint.
 func unreachable(a addr, is4 bool) bool {
 	if martian(a, is4) {
 		return true
@@ -91,8 +92,8 @@ func unreachable(a addr, is4 bool) bool {
 	return a.hi>>32 == 0xfd000ec2 || a == addr{0xfd2000ce << 32, 0x254}
 }
 
-// specials are the networks of martian and unreachable. When rules are compiled, a prefix that
-// overlaps one of them is marked.
+// specials are the networks that martian and unreachable report. A rule with a prefix that
+// overlaps one of these is compiled as guarded.
 var specials = []netip.Prefix{
 	netip.MustParsePrefix("0.0.0.0/8"), netip.MustParsePrefix("127.0.0.0/8"), netip.MustParsePrefix("169.254.0.0/16"),
 	netip.MustParsePrefix("224.0.0.0/4"), netip.MustParsePrefix("255.255.255.255/32"),

@@ -2,8 +2,8 @@ package natengine
 
 import "unsafe"
 
-// pool holds values under numbers from 1; 0 means none. Values never move. The pool grows by a
-// chunk at a time, so no caller waits for a copy of all values.
+// pool is an array of values, numbered from 1; number 0 means no value. Values never move: the
+// pool grows by one chunk at a time, so that no caller waits while all values are copied.
 type pool[T any] struct {
 	chunks []*[poolChunk]T
 	used   uint32
@@ -13,7 +13,7 @@ const poolChunk = 64
 
 func (p *pool[T]) at(number uint32) *T { return &p.chunks[(number-1)/poolChunk][(number-1)%poolChunk] }
 
-// add returns a number that was never used.
+// add returns the number of a new value, which was never used before.
 func (p *pool[T]) add() uint32 {
 	if p.used%poolChunk == 0 {
 		p.chunks = append(p.chunks, new([poolChunk]T))
@@ -26,8 +26,8 @@ func (p *pool[T]) bytes() int {
 	return len(p.chunks)*int(unsafe.Sizeof([poolChunk]T{})) + cap(p.chunks)*8
 }
 
-// chains is a hash table of numbers. Like the index of flows it has sixteen parts, which grow one
-// at a time.
+// chains is a hash table with chaining, of the numbers of values. Like the index of flows it
+// has sixteen parts, which grow one at a time.
 type chains struct {
 	parts [1 << (64 - shardShift)]struct {
 		heads []uint32
@@ -35,13 +35,14 @@ type chains struct {
 	}
 }
 
-// chained owns the values whose numbers are in chains.
+// chained holds the values whose numbers a chains table contains. It hashes a value and stores
+// the link to the next number in the chain.
 type chained interface {
 	hash(number uint32) uint64
-	next(number uint32) *uint32 // the link to the next in the chain
+	next(number uint32) *uint32 // the next number in the chain
 }
 
-// first returns the first number of the chain for h.
+// first returns the first number in the chain for hash h, or 0 if the chain is empty.
 func (c *chains) first(h uint64) uint32 {
 	heads := c.parts[h>>shardShift].heads
 	if len(heads) == 0 {
@@ -50,7 +51,7 @@ func (c *chains) first(h uint64) uint32 {
 	return heads[h&uint64(len(heads)-1)]
 }
 
-// insert enters a number under its hash h.
+// insert adds a number, whose hash is h.
 func (c *chains) insert(of chained, number uint32, h uint64) {
 	p := &c.parts[h>>shardShift]
 	if p.live++; p.live > 2*len(p.heads) {
@@ -70,7 +71,7 @@ func (c *chains) insert(of chained, number uint32, h uint64) {
 	*of.next(number), *at = *at, number
 }
 
-// remove removes a number, which must be there under h.
+// remove deletes a number that was inserted with hash h.
 func (c *chains) remove(of chained, number uint32, h uint64) {
 	p := &c.parts[h>>shardShift]
 	at := &p.heads[h&uint64(len(p.heads)-1)]

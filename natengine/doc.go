@@ -11,89 +11,93 @@
 //	           b@A    ─► e       mapped endpoint, flow                  b@A   ─► x@B
 //
 // The notation is that of Liqo's fabric: Pa@B are A's pods as B sees them, natIP is the network
-// address of Pa@B, x@B an address of A's ExternalCIDR as B sees it. Only addresses of our own side
-// are rewritten, the source on the way out and the destination on the way in. Everything is keyed
-// by peer and direction: two peers may see us under the same range, and a peer and we may see each
-// other under the same range, so a packet in the tunnel may have the same address as source and
-// destination. Therefore no rule may treat the two as an unordered pair, and there is no LAND
-// check.
+// address of Pa@B, and x@B is an address of A's ExternalCIDR as B sees it. Only addresses of our
+// own side are rewritten: the source of outbound packets and the destination of inbound ones. All
+// lookups are by peer and direction. Two peers may see us under the same range, and a peer and we
+// may see each other under the same range. So a packet in the tunnel may have the same address as
+// source and destination. Therefore no rule may treat the two as an unordered pair, and there is
+// no LAND check.
 //
 // # The path of a packet
 //
 // Outbound finds the peer by the destination, Inbound by the source, both by prefix. A pod that is
-// mapped 1:1 needs nothing more, and no state. The general path continues with ICMP errors (by the
-// packet they quote), flows, mapped endpoints and NAPT. A packet that no rule permits is dropped
-// and counted by a reason of verdict.go; a peer reaches only our pods and mapped endpoints. A
-// packet is rewritten completely or, if it is dropped, not at all. The engine ignores TTL, DSCP,
-// ECN, IP options and the IP identification: the kernels on either side of the gateway decrement
-// the TTL. Nor does it check sizes: the caller does, and gets the error from TooBig if a packet
-// exceeds the peer's MTU.
+// mapped 1:1 needs no more than that, and no state. For all other packets the general path
+// continues with ICMP errors (by the packet they quote), flows, mapped endpoints and NAPT. A packet
+// that no rule permits is dropped, and counted by a reason of verdict.go. A peer reaches only our
+// pods and mapped endpoints. A packet is rewritten completely or, if it is dropped, not at all. The
+// engine ignores the TTL, DSCP, ECN, IP options and the IP identification: the kernels on either
+// side of the gateway decrement the TTL. The engine does not check sizes either. The caller does,
+// and gets the ICMP error from TooBig if a packet exceeds the peer's MTU.
 //
-// Rules are an immutable table behind an atomic pointer. Flows live in a table per peer, which
-// survives a change of rules; a lookup takes no lock, a new flow takes the mutex of its peer.
-// Neither a hit nor an insert allocates, apart from the growth of tables.
+// Rules are an immutable table behind an atomic pointer. Each peer has a table of flows, which
+// survives a change of rules. A lookup takes no lock; a new flow takes the mutex of its peer.
+// Neither a hit nor an insert allocates memory, apart from the growth of tables.
 //
 // # Bounds
 //
-//	what                                default               when reached
-//	flows, all peers                    1,048,576             oldest half-open flow is evicted (evicted): of a peer above its
-//	                                                          share for one below, else of the same; else flow_table_full
-//	flows of one peer                   equal share of that   oldest half-open flow of the peer is evicted, else
-//	                                                          flow_table_full
-//	flows of one host                   quarter of the        oldest half-open flow of the host is evicted, else host_quota
-//	  (per peer; see below)             peer's, 1,024-16,384
-//	ports at a NAPT address             65,535 TCP, 65,535    oldest half-open flow with such a port is evicted, else
-//	  (per peer, family and protocol)   UDP, 65,536 ICMP ids  ports_exhausted; established flows go on
-//	datagrams with fragments under way  256                   oldest gives way, fragment_store_full for what it held
-//	octets of held fragments            1 MiB                 the same
+//	bound                               default               when reached
+//	flows of all peers                  1,048,576             oldest half-open flow is evicted (evicted): of a peer above
+//	                                                          its share, for a peer below its own; otherwise of the same
+//	                                                          peer; if there is none, flow_table_full
+//	flows of one peer                   equal share of the    oldest half-open flow of the peer is evicted; if there is
+//	                                    flows of all peers    none, flow_table_full
+//	flows of one host                   quarter of the        oldest half-open flow of the host is evicted; if there is
+//	  (per peer; see below)             peer's, 1,024-16,384  none, host_quota
+//	ports at a NAPT address             65,535 TCP, 65,535    oldest half-open flow with such a port is evicted; if there
+//	  (per peer, family and protocol)   UDP, 65,536 ICMP ids  is none, ports_exhausted; established flows continue
+//	incomplete datagrams                256                   oldest is evicted; fragment_store_full per held fragment
+//	octets of held fragments            1 MiB                 oldest datagram is evicted, likewise
 //	  (both per peer and direction)
-//	  of which one source               a quarter of both     its own oldest gives way, in the same way
+//	  part of both for one source       a quarter             oldest datagram of the source is evicted, likewise
 //	held fragments of one datagram      256                   fragment_store_full
 //	time a fragment is held             5 s, 2-30 s           fragment_timeout
-//	ICMP errors that the gateway sends, per peer    1,000 a second, 100   no error is sent; counted
-//	                                    at once
+//	ICMP errors that the gateway        1,000 a second, 100   no error is sent; counted
+//	  sends (per peer)                  at once
 //
-// A flow is half-open until packets were seen both ways (TCP: with ACK), and a TCP flow again after
-// a RST or two FINs. An established flow is never evicted. Each peer and each host has a queue of
-// its half-open flows, oldest first, so an eviction takes constant time. The next Sweep puts a
-// closed connection back into these queues.
+// A flow is half-open until packets were seen in both directions (for TCP, packets with ACK). A TCP
+// flow is half-open again after a RST or two FINs. An established flow is never evicted. Each peer
+// and each host has a queue of its half-open flows, oldest first, so an eviction takes constant
+// time. The next Sweep puts a closed connection back into these queues.
 //
-// As each peer has its own table, fragment stores and share, a flood from or to one peer cannot
-// displace or block another's flows. If MaxFlowsPerPeer times the number of peers exceeds MaxFlows,
-// a peer may use the free flows of others. When a peer below its equal share needs one, half-open
-// flows of a peer above its share are evicted. Established flows beyond a share stay, so the other
-// peers always have at least MaxFlows - MaxFlowsPerPeer.
+// Each peer has its own flow table, fragment stores and share. So a flood from or to one peer
+// cannot displace or block the flows of another. If MaxFlowsPerPeer times the number of peers
+// exceeds MaxFlows, a peer may use free flows beyond its share. When a peer below its equal share
+// needs a flow, half-open flows of a peer above its share are evicted. Established flows beyond a
+// share stay, so the other peers together always have at least MaxFlows - MaxFlowsPerPeer.
 //
-// The host of a flow is the one that opens it: ours for a NAPT flow, the peer's for a flow to a
+// The host of a flow is the one that opens it: our host for a NAPT flow, the peer's for a flow to a
 // mapped endpoint. The nodes of a peer count as one host, because they share its NAPT address. Each
 // IPv6 address counts as a host; a sender with many addresses is limited by the bound of its peer.
-// A mapping needs a flow, so the quota also limits the ports of one host at the NAPT address, by
+// A mapping needs a flow, so the quota of a host also limits its ports at the NAPT address, by
 // default to a quarter (RFC 6888, REQ-4). When all ports of a protocol are in use, a new mapping
 // takes the port of the oldest half-open flow. It fails only if all flows are established. Flows of
 // forged sources stay half-open, so they cannot use up the ports.
 //
-// Timeouts: UDP 300 s, TCP 7,440 s established and 240 s else, ICMP 60 s, other protocols 300 s.
-// Packets of either direction refresh a flow, RSTs and ICMP errors do not. Timeouts below the RFCs'
-// minimum are accepted, because both ends of a tunnel belong to operators; Config.Warnings lists
-// them. A UDP flow without an answer has the same timeout: no RFC requires less, and it can be
-// evicted because it is half-open. An unsolicited SYN to the NAPT address is dropped without an
-// answer, which leaves a simultaneous open its chance (RFC 5382, REQ-4).
+// Timeouts: UDP 300 s, TCP 7,440 s established and otherwise 240 s, ICMP 60 s, other protocols
+// 300 s. Packets of either direction refresh a flow; RSTs and ICMP errors do not. Timeouts below
+// the minimum of the RFCs are accepted, because operators control both ends of a tunnel;
+// Config.Warnings lists them. A UDP flow without an answer has the same timeout: no RFC requires a
+// shorter one, and the flow can be evicted because it is half-open. An unsolicited SYN to the NAPT
+// address is dropped without an answer, so that a simultaneous open can succeed (RFC 5382, REQ-4).
 //
 // # Ports
 //
-// A mapping keeps the port of the inside host if it is free, as kernel MASQUERADE does. Otherwise
-// it gets a random port of the same range (0-1023, 1024-65535) and, if there is one, of the same
-// parity. With Config.RandomPorts every mapping gets a random port (RFC 6056, RFC 7857). Random
-// means the first free port after a random one.
+// A mapping keeps the port of the inside host if that port is free, as kernel MASQUERADE does.
+// Otherwise it gets a random port of the same range (0-1023, 1024-65535) and, if possible, of the
+// same parity. With Config.RandomPorts every mapping gets a random port (RFC 6056, RFC 7857). A
+// random port is the first free one at or after a randomly chosen number.
 //
 // # Memory
 //
 // A flow takes one cache line of 64 octets, 28 octets that only writers use, and two index slots of
-// 8 octets at a load of 42 to 75 %. A NAPT mapping, shared by all flows of an inside port, takes 16
-// octets, and a host 16; both need 2 to 4 more for hash chains. At 1,048,576 flows of either family
-// a flow takes 117 octets of heap if hosts and ports are few, 136 if each flow has its own inside
-// port, or comes from its own pod of the peer to a mapped endpoint, and 155 if each has its own
-// inside host and port (BenchmarkFlowMemory, 2026-11). Tables grow as needed, a shard or chunk at a
-// time, from 24 KiB for a peer with one or two flows, and are freed with their peer. The rule table
-// takes 128 KiB and a few hundred octets per peer.
+// 8 octets at a load of 42 to 75 %. A NAPT mapping, which all flows of an inside port share, takes
+// 16 octets, and so does a host. Both need 2 to 4 more for hash chains. With 1,048,576 flows of
+// either family, the heap per flow is as follows (BenchmarkFlowMemory, 2026-11):
+//
+//	117 octets   few hosts and ports
+//	136 octets   each flow has its own inside port, or comes from its own pod of the peer to a mapped endpoint
+//	155 octets   each flow has its own inside host and port
+//
+// Tables grow as needed, a shard or chunk at a time, from 24 KiB for a peer with one or two flows.
+// They are freed with their peer. The rule table takes 128 KiB and a few hundred octets per peer.
 package natengine

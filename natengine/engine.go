@@ -10,24 +10,24 @@ import (
 	"time"
 )
 
-// Config sets the engine's bounds. The zero value means the defaults, which the package comment
-// lists.
+// Config sets the engine's bounds. The package comment lists the defaults, which apply to zero
+// fields.
 type Config struct {
-	Self4, Self6       netip.Addr // the in-process endpoint; default 169.254.0.1 (as in Liqo), none
-	Router4, Router6   netip.Addr // the gateway's kernel as a router; peers see Self instead; default none
-	MaxFlows           int        // over all peers
+	Self4, Self6       netip.Addr // the in-process endpoint; defaults: 169.254.0.1 (as in Liqo), none
+	Router4, Router6   netip.Addr // the gateway's kernel as a router; peers see the mapped Self address; default none
+	MaxFlows           int        // of all peers together
 	MaxFlowsPerPeer    int        // 0: an equal share of MaxFlows for each peer
-	MaxFlowsPerHost    int        // of one peer's flows; 0: a quarter of MaxFlowsPerPeer, from 1,024 to 16,384
-	RandomPorts        bool       // give each new NAPT mapping a random port, also where its own is free
-	MaxFragmentSets    int        // datagrams of which fragments are remembered, per peer and direction
-	MaxFragmentBytes   int        // octets held, per peer and direction
+	MaxFlowsPerHost    int        // per host and peer; 0: a quarter of MaxFlowsPerPeer, from 1,024 to 16,384
+	RandomPorts        bool       // give each new NAPT mapping a random port, even if its own is free
+	MaxFragmentSets    int        // incomplete datagrams, per peer and direction
+	MaxFragmentBytes   int        // octets of held fragments, per peer and direction
 	MaxFragmentsPerSet int        // fragments held of one datagram
 	MaxErrorsPerSecond int        // ICMP errors that the gateway sends, per peer
 	Timeouts           Timeouts
 }
 
-// Timeouts are how long a flow, or a held fragment, lasts without a packet, to about 0.13 s.
-// Fragment is limited to 2-30 s (RFC 6146, section 3.4).
+// Timeouts are the idle times after which a flow, or a held fragment, ends. They are accurate
+// to about 0.13 s. Fragment is limited to 2-30 s (RFC 6146, section 3.4).
 type Timeouts struct {
 	UDP            time.Duration // RFC 4787, REQ-5
 	TCPEstablished time.Duration // RFC 5382, REQ-5
@@ -42,7 +42,7 @@ const (
 	defaultMaxFlows         = 1 << 20
 	defaultMaxFragmentSets  = 256
 	defaultMaxFragmentBytes = 1 << 20
-	// A pod's largest datagram, cut again for a peer with the smallest MTU, makes 138 fragments.
+	// A pod's largest datagram has 138 fragments if it is cut for a peer with the smallest MTU.
 	defaultMaxFragmentsPerSet = 256
 	defaultMaxErrorsPerSecond = 1000
 
@@ -81,8 +81,9 @@ func (c Config) withDefaults() Config {
 	return c
 }
 
-// Warnings lists settings that are in force but may hurt: timeouts shorter than the RFCs demand,
-// and bounds that contradict each other. It is empty for the zero value.
+// Warnings returns a text for each setting that is in force but may do harm: a timeout shorter
+// than the RFCs demand, or bounds that contradict each other. For the zero value it returns
+// nothing.
 func (c Config) Warnings() (warnings []string) {
 	warn := func(format string, args ...any) { warnings = append(warnings, fmt.Sprintf(format, args...)) }
 	t := c.Timeouts
@@ -116,29 +117,29 @@ func (c Config) Warnings() (warnings []string) {
 }
 
 // Engine translates packets. Outbound and Inbound may be called from any number of goroutines,
-// concurrently with all other methods. The engine reads no clock: callers pass the time, from any
-// epoch.
+// concurrently with all other methods. The engine reads no clock: callers pass the time since
+// an arbitrary epoch.
 type Engine struct {
 	rules     atomic.Pointer[ruleTable]
 	config    Config
 	lifetimes lifetimes
-	self      [2]addr // by family; the zero addr matches no address
-	router    [2]addr // the same
+	self      [2]addr // the in-process endpoint by family; the zero addr matches no address
+	router    [2]addr // the gateway's kernel by family, likewise
 	seed      maphash.Seed
 	total     atomic.Int64  // flows of all peers, including those about to be opened
-	share     atomic.Int64  // the equal part of MaxFlows that each peer has
-	yielded   atomic.Uint32 // index of the peer that last gave way to another
+	share     atomic.Int64  // each peer's equal share of MaxFlows
+	yielded   atomic.Uint32 // index of the peer that last yielded a flow to another
 	swept     atomic.Uint32
 	events    flowEvents
-	sweeping  sync.Mutex // held by the sweep under way
+	sweeping  sync.Mutex // held during a sweep
 	noPeer    [directions][numDrops]atomic.Uint64
 
-	mu               sync.Mutex // guards what follows: SetPeers and Change
+	mu               sync.Mutex // guards the fields below, and serialises SetPeers and Change
 	peers            map[string]*PeerState
-	quota, hostQuota int // as they were last set
+	quota, hostQuota int // the values that were set last
 }
 
-// New makes an engine without peers: it drops everything.
+// New returns an engine without peers, which drops every packet.
 func New(c Config) *Engine {
 	c = c.withDefaults()
 	t := c.Timeouts
@@ -165,12 +166,14 @@ func New(c Config) *Engine {
 	return e
 }
 
-// SetPeers replaces all rules by one atomic swap: a packet sees the old rules or the new ones. On a
-// contradiction (networks of two peers that overlap, masks of different length, an address mapped
-// twice) it changes nothing and returns an error that names every peer and rule at fault. Before it
-// returns, it ends the flows that the new rules would not open; the others keep their ports. Flows
-// end in steps, between which packets can open new flows. A change of MSS and MTU examines no flow
-// and drops no fragment. peers is copied.
+// SetPeers replaces all rules by one atomic swap: a packet sees either the old rules or the
+// new ones. If the rules contradict each other (overlapping networks of two peers, masks of
+// different length, an address mapped twice), SetPeers changes nothing. It then returns an
+// error that names every peer and rule at fault.
+//
+// Before it returns, it ends the flows that the new rules do not permit; the others keep their
+// ports. It ends flows in steps, between which packets can open new flows. A change of only
+// MSS and MTU examines no flow and drops no fragment. SetPeers copies peers.
 func (e *Engine) SetPeers(peers []Peer) error {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -193,9 +196,9 @@ func (e *Engine) setPeers(peers []Peer) error {
 	return nil
 }
 
-// Change is SetPeers for some peers: it adds or replaces those in changed, removes those in gone,
-// and keeps all others. Its cost does not depend on the number of the others, apart from copies of
-// memory and the table of IPv6 networks.
+// Change is SetPeers for some peers: it adds or replaces those in changed, removes those in
+// gone, and keeps all others. Its cost does not depend on the number of other peers, apart
+// from copied memory and the table of IPv6 networks.
 func (e *Engine) Change(changed []Peer, gone []string) error {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -214,7 +217,8 @@ func (e *Engine) Change(changed []Peer, gone []string) error {
 	return nil
 }
 
-// state returns a function that finds the PeerState of an ID, or makes one and adds it to fresh.
+// state returns a function that returns the PeerState of an ID. If there is none, the function
+// makes one and adds it to fresh.
 func (e *Engine) state(fresh *[]*PeerState) func(id string) *PeerState {
 	return func(id string) *PeerState {
 		p := e.peers[id]
@@ -227,7 +231,8 @@ func (e *Engine) state(fresh *[]*PeerState) func(id string) *PeerState {
 	}
 }
 
-// publish puts table into force. Its new rules are rules, its new peers fresh; those in gone end.
+// publish puts table into force. rules are the rules that are new in it, and fresh its new
+// peers. publish ends the peers in gone.
 func (e *Engine) publish(table *ruleTable, rules []*rule, fresh []*PeerState, gone []string) {
 	share, quota, hostQuota := e.config.quotas(len(table.rules))
 	bounded := rules
@@ -242,9 +247,9 @@ func (e *Engine) publish(table *ruleTable, rules []*rule, fresh []*PeerState, go
 	for _, r := range rules {
 		r.peer.path.mtu.Store(int32(r.spec.MTU))
 	}
-	// Every PeerState gets its new rule before the table is published, so that a packet with the
-	// old table cannot open a flow that the new one forbids. Existing flows end last, because that
-	// takes long when there are many.
+	// Every PeerState gets its new rule before the table is published. So a packet that still
+	// uses the old table cannot open a flow that the new table forbids. Existing flows end
+	// last, because that takes long when there are many.
 	var differ []*PeerState
 	for _, id := range gone {
 		if p := e.peers[id]; p != nil {
@@ -267,8 +272,8 @@ func (e *Engine) publish(table *ruleTable, rules []*rule, fresh []*PeerState, go
 	}
 }
 
-// setRule makes r (nil: none) the rule for new flows. It reports whether there may be flows that r
-// does not permit.
+// setRule makes r the rule for new flows; a nil r permits none. It reports whether there may
+// be flows that r does not permit.
 func (p *PeerState) setRule(r *rule) (differs bool) {
 	t := &p.flows
 	t.mu.Lock()
@@ -283,8 +288,8 @@ func (p *PeerState) setRule(r *rule) (differs bool) {
 	return differs
 }
 
-// Count adds one to a drop counter. The engine counts what it discards; the gateway counts its own
-// drops here, with a nil peer when none is known.
+// Count adds one to a drop counter. The engine counts the packets that it discards. The
+// gateway counts its own drops here, with a nil peer if the peer is not known.
 func (e *Engine) Count(p *PeerState, dir Direction, d Drop) {
 	e.CountMany(p, dir, d, 1)
 }
@@ -298,13 +303,13 @@ func (e *Engine) CountMany(p *PeerState, dir Direction, d Drop, n uint64) {
 	p.drops[dir][d].Add(n)
 }
 
-// Sweep ends expired flows and drops fragments that were held for too long. Call it about once a
-// second; a call during another does nothing.
+// Sweep ends expired flows and drops fragments that were held for too long. Call it about once
+// a second. A call during another call does nothing.
 func (e *Engine) Sweep(now time.Duration) { e.SweepInSteps(now, func() {}) }
 
-// SweepInSteps is Sweep in steps of some 50 microseconds. It calls pause between them, without any
-// lock. If pause sleeps, packets on the same processor do not wait until a million flows were
-// looked at.
+// SweepInSteps is Sweep in steps of about 50 microseconds. Between the steps it calls pause,
+// without any lock. If pause sleeps, packets on the same processor need not wait until all
+// flows, perhaps a million, are examined.
 func (e *Engine) SweepInSteps(now time.Duration, pause func()) {
 	if !e.sweeping.TryLock() {
 		return

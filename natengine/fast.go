@@ -6,12 +6,13 @@ import (
 	"github.com/isthmus-net/isthmus/packet"
 )
 
-// Outbound decides about a packet to the tunnel and, if it is forwarded, translates its source in
-// place into the address by which the peer knows it. A discarded packet is not changed. now comes
-// from a monotonic clock, read once per batch.
+// Outbound decides about a packet to the tunnel. If it forwards the packet, it translates the
+// source in place to the address under which the peer sees it. A discarded packet is not
+// changed. now comes from a monotonic clock, read once per batch.
 //
-// This function has the common case, a pod that is mapped 1:1 over IPv4; outbound6 has the same for
-// IPv6. All other packets go to outbound, which would also handle these.
+// This function handles the common case, a pod that is mapped 1:1 over IPv4; outbound6 does
+// the same for IPv6. All other packets go to outbound, which could also handle the common
+// case.
 func (e *Engine) Outbound(v *packet.View, now time.Duration) Verdict {
 	t := e.rules.Load()
 	if !v.Is4() {
@@ -38,20 +39,21 @@ func (e *Engine) Outbound(v *packet.View, now time.Duration) Verdict {
 	return e.outbound(v, r, tickOf(now), nil)
 }
 
-// Inbound decides about a packet from the tunnel and, if it is forwarded, translates its
-// destination in place from the address that the peer uses to the one it has here. See Outbound. It
-// does not ask whose key decrypted the packet: InboundFrom does.
+// Inbound decides about a packet from the tunnel. If it forwards the packet, it translates the
+// destination in place from the address that the peer uses to the local address. Inbound does
+// not check which peer's key decrypted the packet; InboundFrom does.
 func (e *Engine) Inbound(v *packet.View, now time.Duration) Verdict {
 	return e.InboundFrom(nil, v, now)
 }
 
-// InboundFrom is Inbound for a packet that the key of peer p decrypted. A source that is no address
-// of p is dropped as DropSource. One rule table decides about the source and the rest, so no packet
-// meets half of a change that moves a range from one peer to another.
+// InboundFrom is Inbound for a packet that was decrypted with the key of peer p. If the source
+// is not an address of p, it drops the packet as DropSource. A single rule table decides about
+// source and destination. So no packet sees a half-applied change that moves a range from one
+// peer to another.
 //
-// A fragment is held until its datagram is complete. Then v becomes the datagram and is forwarded,
-// in memory that the caller owns. An IPv6 datagram larger than 1,280 octets leaves in fragments of
-// that size: v is the first, and Verdict.Released has the others.
+// A fragment is held until its datagram is complete. Then v becomes the datagram, in memory
+// that the caller owns, and is forwarded. An IPv6 datagram larger than 1,280 octets leaves in
+// fragments of that size: v is the first, and Verdict.Released returns the others.
 func (e *Engine) InboundFrom(p *PeerState, v *packet.View, now time.Duration) Verdict {
 	t := e.rules.Load()
 	if !v.Is4() {
@@ -79,22 +81,22 @@ func (e *Engine) InboundFrom(p *PeerState, v *packet.View, now time.Duration) Ve
 	return e.inbound(v, r, tickOf(now), nil)
 }
 
-// of reports whether r, nil for none, is of peer p.
+// of reports whether r belongs to peer p. r may be nil.
 func (r *remote) of(p *PeerState) bool { return r != nil && r.peer == p }
 
-// spoofed drops a packet of p whose source is no address of p.
+// spoofed drops a packet from peer p whose source is not an address of p.
 func (e *Engine) spoofed(v *packet.View, p *PeerState) Verdict {
 	e.Count(p, Inbound, DropSource)
 	e.refused(v, p, Inbound, DropSource)
 	return Verdict{Action: Discard, Drop: DropSource, Peer: p}
 }
 
-// maps reports whether a is mapped: in the prefix, and not its network address, which belongs to
-// NAPT.
+// maps reports whether a is mapped: it is inside the prefix and is not the prefix's network
+// address, which belongs to NAPT.
 func (m *map4) maps(a uint32) bool { return a&m.mask == m.from && a != m.from }
 
-// outbound6 is Outbound's common case over IPv6. It leaves ICMPv6 other than echoes to the general
-// path, because some types must not leave their link.
+// outbound6 handles the common case of Outbound over IPv6. It leaves ICMPv6 messages other
+// than echoes to the general path, because some types must not leave their link.
 func (e *Engine) outbound6(v *packet.View, t *ruleTable, now time.Duration) Verdict {
 	src, dst := source6(v), destination6(v)
 	r := t.remotes6.lookup(dst)
@@ -117,7 +119,7 @@ func (e *Engine) outbound6(v *packet.View, t *ruleTable, now time.Duration) Verd
 	return e.outbound(v, r, tickOf(now), nil)
 }
 
-// inbound6 is Inbound's common case over IPv6; see outbound6.
+// inbound6 handles the common case of Inbound over IPv6; see outbound6.
 func (e *Engine) inbound6(p *PeerState, v *packet.View, t *ruleTable, now time.Duration) Verdict {
 	src, dst := source6(v), destination6(v)
 	r := t.remotes6.lookup(src)
@@ -141,26 +143,26 @@ func (e *Engine) inbound6(p *PeerState, v *packet.View, t *ruleTable, now time.D
 	return e.inbound(v, r, tickOf(now), nil)
 }
 
-// map6 is a 1:1 map of IPv6 for the fast path. A map that the fast path must not use matches no
-// address: its mask is 0 and its from is not.
+// map6 is a 1:1 map of IPv6 for the fast path. noMap6 matches no address, because its mask is
+// 0 and its from is not; rules that the fast path must not apply have it.
 type map6 struct{ mask, from, to addr }
 
 var noMap6 = map6{from: addr{lo: 1}}
 
-// maps reports whether a is mapped: in the prefix, and not its network address, which belongs to
-// NAPT.
+// maps reports whether a is mapped: it is inside the prefix and is not the prefix's network
+// address, which belongs to NAPT.
 func (m *map6) maps(a addr) bool {
 	return a.hi&m.mask.hi == m.from.hi && a.lo&m.mask.lo == m.from.lo && a != m.from
 }
 
-// known is the shortcut for a whole TCP or UDP packet of an existing flow. It checks no rule again:
-// the rules permit the flow, or their change would have ended it. Rules that have to check every
-// address (guarded) do not use it. Not for fragments.
+// known handles a whole TCP or UDP packet of an existing flow. It checks no rule, because a
+// change of the rules ends the flows that they no longer permit. It handles neither fragments
+// nor rules that must check each address (guarded).
 func (e *Engine) known(v *packet.View, r *remote, dir Direction, src, dst addr, now tick) (Verdict, bool) {
 	if !v.HasPorts() || r.guarded {
 		return Verdict{}, false
 	}
-	// Key and match are filled in place: copying a struct whose words were just stored stalls until
+	// k and f are filled in place. Copying a struct whose words were just stored stalls until
 	// they have left the store buffer, which takes longer than a hash.
 	var k key
 	nearPort, farPort := v.SrcPort(), v.DstPort()

@@ -7,9 +7,9 @@ import (
 	"time"
 )
 
-// tick is the time of flows in units of 2^27 ns, about 134 ms. So a flow is marked as seen at most
-// that often, and its time fits into 32 bits. They wrap after 18 years; differences are taken as
-// signed.
+// tick is a time in units of 2^27 ns, about 134 ms. The time of a flow's last packet is stored
+// in ticks, so it is written at most once per unit and fits into 32 bits. Ticks wrap after 18
+// years; differences are signed.
 type tick uint32
 
 const tickShift = 27
@@ -18,48 +18,48 @@ func tickOf(now time.Duration) tick { return tick(now >> tickShift) }
 
 func ticks(d time.Duration) int32 { return int32(min(d>>tickShift+1, 1<<30)) }
 
-// since is the time from an earlier tick; negative when batches of two goroutines overtook each
-// other.
+// since returns the ticks from earlier to t. The result is negative if the batches of two
+// goroutines overtook each other.
 func (t tick) since(earlier tick) int32 { return int32(t - earlier) }
 
 func duration(ticks int32) time.Duration { return time.Duration(ticks) << tickShift }
 
-// flowKind says what opened a flow.
+// flowKind is the way in which a flow was opened.
 type flowKind uint8
 
 const (
-	naptFlow     flowKind = iota // outbound from an address that is no pod, behind the NAPT address
-	endpointFlow                 // opened by a remote pod to a mapped endpoint; its replies leave as Endpoint.Seen
+	naptFlow     flowKind = iota // opened outbound by a host that is not a pod, behind the NAPT address
+	endpointFlow                 // opened by a remote pod to a mapped endpoint; replies leave as Endpoint.Seen
 )
 
-// A flow has three ends and so two tuples:
+// A flow has three addresses and therefore two tuples:
 //
 //	outbound  local  ─► remote   becomes  mapped ─► remote
 //	inbound   remote ─► mapped   becomes  remote ─► local
 //
-// In each direction one of our two ends is matched and the other is written. entry.near[dir] is the
-// one that is matched, entry.near[1-dir] the one that is written, and the code is the same for both
-// directions.
+// In each direction one of our two addresses is matched and the other is written.
+// entry.near[dir] is matched and entry.near[1-dir] is written, so the code is the same for
+// both directions.
 //
-// An entry is one cache line. Its words are written only under the table's mutex, inside an odd
-// seq, and read without lock; only the state bits and seen change in between, by whichever
-// direction sees a packet.
+// An entry is one cache line. Its words are written only under the table's mutex, while seq is
+// odd, and read without a lock. Only the state bits and seen also change at other times, when
+// a packet of either direction arrives.
 type entry struct {
 	near   [directions][2]atomic.Uint64 // local address, mapped address
 	remote [2]atomic.Uint64
 	word   atomic.Uint64
 	seq    atomic.Uint32 // odd while the entry is written
-	seen   atomic.Uint32 // tick of the last packet that counts
+	seen   atomic.Uint32 // tick of the last packet that refreshed the flow
 }
 
-// The word of an entry: local port, mapped port, remote port, protocol, state; 16, 16, 16, 8 and 8
-// bits from the top. The port of an ICMP query is its identifier on our side and queryPort on the
-// remote one; other protocols have 0.
+// The word of an entry contains, from the top: local port, mapped port, remote port, protocol,
+// state; 16, 16, 16, 8 and 8 bits. For an ICMP query, our ports are its identifier and the
+// remote port is queryPort. For other protocols the ports are 0.
 const (
 	protoShift  = 8
 	remoteShift = 16
 
-	farMask = 0xffff<<remoteShift | 0xff<<protoShift // the bits that are the same in both tuples
+	farMask = 0xffff<<remoteShift | 0xff<<protoShift // the bits that both tuples have in common
 )
 
 var (
@@ -76,14 +76,15 @@ func kindOf(word uint64) flowKind {
 	return naptFlow
 }
 
-// key is one tuple of a flow as it is matched in one direction: our end, the remote end, and the
-// ports and protocol in the places where the entry's word has them for that direction.
+// key is one tuple of a flow, as it is matched in one direction: our address, the remote
+// address, and the ports and protocol. The word has the ports and protocol where entry.word
+// has them for that direction.
 type key struct {
 	near, remote addr
 	word         uint64
 }
 
-// keyOf makes the key of near and remote. The ports are 0 for protocols that have none.
+// keyOf returns the key of near and remote. The ports are 0 for protocols without ports.
 func keyOf(dir Direction, near, remote addr, proto uint8, nearPort, remotePort uint16) key {
 	return key{near, remote, wordOf(dir, proto, nearPort, remotePort)}
 }
@@ -92,8 +93,9 @@ func wordOf(dir Direction, proto uint8, nearPort, remotePort uint16) uint64 {
 	return uint64(nearPort)<<nearShift[dir] | uint64(remotePort)<<remoteShift | uint64(proto)<<protoShift
 }
 
-// query returns the type of the request that an ICMP query of type kind belongs to, and whether the
-// message is that request: echo, in IPv4 also timestamp, information and address mask.
+// query returns the type of the request that belongs to an ICMP query of type kind, and
+// whether the message itself is the request. Queries are echo and, in IPv4, timestamp,
+// information and address mask.
 func query(kind uint8) (request uint8, asks bool) {
 	switch kind {
 	case 0: // echo reply
@@ -104,9 +106,10 @@ func query(kind uint8) (request uint8, asks bool) {
 	return kind, true
 }
 
-// queryPort is what a key has in place of the remote port for an ICMP query in direction dir: the
-// type of the request and the side that asks. So a reply finds only the flow of its own request,
-// and a request finds no flow that the other side opened (RFC 5508, REQ-1).
+// queryPort returns the value that replaces the remote port in the key of an ICMP query. It
+// consists of the request's type and the request's direction. Therefore a reply finds only the
+// flow of its own request, and a request finds no flow that the other side opened (RFC 5508,
+// REQ-1).
 func queryPort(kind uint8, dir Direction) uint16 {
 	request, asks := query(kind)
 	if !asks {
@@ -118,8 +121,8 @@ func queryPort(kind uint8, dir Direction) uint16 {
 func (k *key) nearPort(dir Direction) uint16 { return uint16(k.word >> nearShift[dir]) }
 func (k *key) remotePort() uint16            { return uint16(k.word >> remoteShift) }
 
-// hashKeys make the hash of tuples unpredictable. Each table has its own; neither keys nor hashes
-// leave the process.
+// hashKeys are random, so that the hash of a tuple is unpredictable. Each table has its own
+// keys. Neither keys nor hashes leave the process.
 type hashKeys [6]uint64
 
 func newHashKeys() (keys hashKeys) {
@@ -129,13 +132,14 @@ func newHashKeys() (keys hashKeys) {
 	return keys
 }
 
-// hash mixes by multiplications whose factors are both secret: the construction of wyhash, which
-// Go's own maps use where there are no AES instructions. Whoever does not know the keys cannot
-// choose tuples that collide. It is quicker than maphash because it never leaves the registers.
+// hash mixes by multiplications whose factors are both secret. This is the construction of
+// wyhash, which Go's own maps use on processors without AES instructions. Without the keys
+// nobody can choose tuples that collide. It is faster than maphash because all values stay in
+// registers.
 func (keys *hashKeys) hash(nearHi, nearLo, remoteHi, remoteLo, word uint64) uint64 {
 	near := mix(nearHi^keys[0], nearLo^keys[1])
 	remote := mix(remoteHi^keys[2], remoteLo^keys[3])
-	ports := mix(word^keys[4], keys[5]) // ports in sequence need two rounds; this one runs beside the others
+	ports := mix(word^keys[4], keys[5]) // sequential ports need two rounds; this one runs in parallel
 	return mix(near^ports, remote)
 }
 
@@ -148,21 +152,21 @@ func mix(a, b uint64) uint64 {
 	return hi ^ lo
 }
 
-// match is a flow that was found: a consistent copy of what a packet needs.
+// match is the result of a flow lookup: a consistent copy of the fields that a packet needs.
 type match struct {
 	*entry
 	index uint32
 	word  uint64
-	other addr // the end to write: mapped outbound, local inbound
+	other addr // the address to write: mapped outbound, local inbound
 }
 
 func (m *match) kind() flowKind { return kindOf(m.word) }
 
-// otherPort is the port to write for a packet of direction dir.
+// otherPort returns the port to write into a packet of direction dir.
 func (m *match) otherPort(dir Direction) uint16 { return uint16(m.word >> nearShift[1-dir]) }
 
-// expired reports whether the flow has been idle for too long. It then counts as ended, and Sweep
-// will remove it.
+// expired reports whether the flow has been idle for too long. An expired flow counts as
+// ended, and Sweep will remove it.
 func (m *match) expired(l *lifetimes, now tick) bool {
 	return now.since(tick(m.seen.Load())) > l.of(m.word)
 }

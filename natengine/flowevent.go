@@ -8,47 +8,47 @@ import (
 	"github.com/isthmus-net/isthmus/packet"
 )
 
-// FlowChange says what a FlowEvent is about.
+// FlowChange is the kind of change that a FlowEvent reports.
 type FlowChange uint8
 
 const (
 	FlowOpened  FlowChange = iota // a flow has begun
-	FlowClosed                    // it has ended
-	FlowRefused                   // a packet was discarded by the rules or for want of room
+	FlowClosed                    // a flow has ended
+	FlowRefused                   // a packet was discarded, by the rules or because a bound is reached
 )
 
-// String is "opened", "closed" or "refused".
+// String returns "opened", "closed" or "refused".
 func (c FlowChange) String() string { return [...]string{"opened", "closed", "refused"}[c] }
 
-// FlowEnd says why a flow has ended.
+// FlowEnd is the reason why a flow has ended.
 type FlowEnd uint8
 
 const (
 	FlowExpired  FlowEnd = iota // idle for too long
-	FlowEvicted                 // half-open, and gave way at a bound
+	FlowEvicted                 // half-open, and evicted at a bound
 	FlowPurged                  // not permitted by new rules
-	FlowReplaced                // its client now speaks to the pod's own address
+	FlowReplaced                // its client now uses the pod's own address
 )
 
-// String is "expired", "evicted", "purged" or "replaced".
+// String returns "expired", "evicted", "purged" or "replaced".
 func (f FlowEnd) String() string { return [...]string{"expired", "evicted", "purged", "replaced"}[f] }
 
-// FlowEvent is a flow that was opened, closed or refused.
+// FlowEvent reports a flow that was opened, closed or refused.
 //
-// Pods that are mapped 1:1 have no flows. Of their traffic only the SYNs of TCP connections are
-// reported, as FlowOpened of kind "pod".
+// Pods that are mapped 1:1 have no flows. Of their traffic only the SYNs of TCP connections
+// are reported, as FlowOpened with Kind "pod".
 type FlowEvent struct {
 	Change    FlowChange
-	Direction Direction  // of the packet that opened it or was refused; nothing for FlowClosed
-	Peer      *PeerState // nil: no peer has the address
+	Direction Direction  // of the packet that opened the flow or was refused; unused for FlowClosed
+	Peer      *PeerState // nil if no peer has the address
 	Kind      string     // "napt", "endpoint" or "pod"; "" for FlowRefused
 	Proto     uint8
-	Local     netip.AddrPort // our end; for FlowRefused as in the packet: inbound not translated
-	Mapped    netip.AddrPort // our end as the peer knows it; zero for FlowRefused
+	Local     netip.AddrPort // our end; for FlowRefused as in the packet, so inbound it is not translated
+	Mapped    netip.AddrPort // our end as the peer sees it; zero for FlowRefused
 	Remote    netip.AddrPort // the peer's end
 	Drop      Drop           // for FlowRefused
 	End       FlowEnd        // for FlowClosed
-	Lasted    time.Duration  // for FlowClosed: from its first packet to its last, to 0.13 s
+	Lasted    time.Duration  // for FlowClosed: time from the first packet to the last, accurate to 0.13 s
 }
 
 // flowEvents are the receivers of an engine's flow events.
@@ -60,13 +60,13 @@ type flowEvents struct {
 type observer struct {
 	f      func(FlowEvent)
 	sample uint64
-	others atomic.Uint64 // events that belong to no flow of the table
+	others atomic.Uint64 // counts the events that belong to no flow of the table
 }
 
-// Observe reports one in sample flows to f from now on; nil ends it. If the opening of a flow is
-// reported, its closing is too. f is called on the packet path with locks held: it must neither
-// block nor call the engine. A packet of a known flow, or of a pod that is mapped 1:1, costs
-// nothing more.
+// Observe reports one in sample flows to f from now on. A nil f ends the reports. If the
+// opening of a flow is reported, its closing is too. f is called on the packet path with locks
+// held, so it must neither block nor call the engine. A packet of a known flow, or of a pod
+// that is mapped 1:1, costs no more than without an observer.
 func (e *Engine) Observe(f func(FlowEvent), sample int) {
 	if f == nil {
 		e.events.observer.Store(nil)
@@ -75,10 +75,11 @@ func (e *Engine) Observe(f func(FlowEvent), sample int) {
 	e.events.observer.Store(&observer{f: f, sample: uint64(max(sample, 1))})
 }
 
-// another reports whether to report the next event that belongs to no flow of the table.
+// another counts an event that belongs to no flow of the table, and reports whether the event
+// is in the sample.
 func (o *observer) another() bool { return o.others.Add(1)%o.sample == 0 }
 
-// tell reports a change of a flow in the table. With mu.
+// tell reports a change of a flow in the table to the observer. The caller holds mu.
 func (t *flowTable) tell(i uint32, change FlowChange, dir Direction, end FlowEnd) {
 	o := t.events.observer.Load()
 	if o == nil {
@@ -107,7 +108,7 @@ func (t *flowTable) tell(i uint32, change FlowChange, dir Direction, end FlowEnd
 	o.f(ev)
 }
 
-// refused reports a packet that is discarded, before any translation.
+// refused reports a discarded packet, which must not have been translated, to the observer.
 func (e *Engine) refused(v *packet.View, p *PeerState, dir Direction, d Drop) {
 	o := e.events.observer.Load()
 	if o == nil || !o.another() {
@@ -121,9 +122,10 @@ func (e *Engine) refused(v *packet.View, p *PeerState, dir Direction, d Drop) {
 	o.f(ev)
 }
 
-// connects bounds the MSS of a SYN from or to a pod, which has just been translated without a flow,
-// and reports the connection. near is our end before the translation. Without a bound for the MSS
-// nothing looks for SYNs, so nothing is reported.
+// connects clamps the MSS of a SYN from or to a pod and reports the connection to the
+// observer. The SYN has just been translated without a flow, and near is our end before the
+// translation. For a peer without an MSS bound no connection is reported, because the fast
+// path does not look for SYNs then.
 func (e *Engine) connects(v *packet.View, r *remote, dir Direction, near addr) {
 	v.ClampMSS(mssFor(r.mss, v.Is4()))
 	o := e.events.observer.Load()

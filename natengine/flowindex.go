@@ -4,12 +4,13 @@ import (
 	"sync/atomic"
 )
 
-// index finds entries by the hash of one tuple: open addressing with linear probing, in shards that
-// grow one at a time so that no insert waits for more than a sixteenth of the table to be copied.
+// index finds entries by the hash of one of their tuples. It is a hash table with open
+// addressing and linear probing. Its shards grow one at a time, so that no insert waits while
+// more than a sixteenth of the table is copied.
 type index struct {
 	slots   [shards]atomic.Pointer[slots]
 	_       [64]byte
-	filling [shards]filling // only for writers
+	filling [shards]filling // used only by writers
 	_       [64]byte
 }
 
@@ -19,23 +20,23 @@ const (
 	minSlots   = 32
 )
 
-// filling is how full the slots of a shard are.
+// filling counts the slots of a shard that are in use.
 type filling struct {
 	live   int // slots in use
 	filled int // slots in use or with a tombstone
 }
 
-// slots is an array of (low 32 bits of the hash) << 32 | (number of the entry + 1). A search ends
-// at an empty slot, 0, but goes on after a tombstone. A slot's flow never moves within an array, so
-// a search without lock cannot miss it. Slots are accessed atomically, except for reads with mu and
-// in an array that is not yet published: a plain store takes a tenth of the time, and most stores
-// are copies.
+// slots is an array of (low 32 bits of the hash) << 32 | (index of the entry + 1). A search
+// ends at an empty slot, 0, but continues after a tombstone. A flow never moves to another
+// slot of the array, so a search without lock cannot miss it. Slots are accessed atomically,
+// except for reads with mu and in an array that is not yet published. The exceptions matter
+// because a plain store takes a tenth of the time, and most stores are copies into new arrays.
 type slots struct{ list []uint64 }
 
 const tombstone = 1 << 32
 
-// home returns where the search for a tag begins; after returns the next place. Higher tags have
-// higher places, so an array is copied into a larger one from one end to the other.
+// home returns the slot at which the search for a tag begins, and after returns the next slot.
+// Higher tags have higher slots, so an array can be copied into a larger one sequentially.
 func (s *slots) home(tag uint32) uint { return uint(uint64(tag) * uint64(len(s.list)) >> 32) }
 
 func (s *slots) after(at uint) uint {
@@ -52,7 +53,7 @@ func (s *slots) before(at uint) uint {
 	return at - 1
 }
 
-// insert enters entry i under hash h. With mu.
+// insert adds entry i, whose hash is h. The caller holds mu.
 func (x *index) insert(h uint64, i uint32) {
 	s, fill := x.room(h>>shardShift), &x.filling[h>>shardShift]
 	tag := uint32(h)
@@ -70,9 +71,10 @@ func (x *index) insert(h uint64, i uint32) {
 	}
 }
 
-// room returns the slots of a shard, at most three quarters filled, with room for one more entry.
-// If need be it copies them into a larger array, or into one of the same size, which only drops the
-// tombstones. Sizes are 2^n and 3*2^n.
+// room returns the slots of a shard, with room for one more entry and at most three quarters
+// filled. If necessary, it copies them into a larger array. If there are mainly tombstones, it
+// copies them into an array of the same size, which drops the tombstones. Sizes are 2^n and
+// 3*2^n.
 func (x *index) room(shard uint64) *slots {
 	old, fill := x.slots[shard].Load(), &x.filling[shard]
 	if old != nil && (fill.filled+1)*4 <= len(old.list)*3 {
@@ -107,7 +109,7 @@ func (x *index) room(shard uint64) *slots {
 	return young
 }
 
-// remove removes entry i, which was inserted under hash h. With mu.
+// remove deletes entry i, which was inserted with hash h. The caller holds mu.
 func (x *index) remove(h uint64, i uint32) {
 	s, fill := x.slots[h>>shardShift].Load(), &x.filling[h>>shardShift]
 	want := h<<32 | uint64(i+1)
@@ -117,7 +119,8 @@ func (x *index) remove(h uint64, i uint32) {
 	}
 	fill.live--
 	atomic.StoreUint64(&s.list[at], tombstone)
-	// Tombstones before an empty slot are needless, because nothing lies behind them.
+	// A tombstone before an empty slot is unnecessary, because no search needs to continue
+	// there.
 	for s.list[s.after(at)] == 0 && s.list[at] == tombstone {
 		atomic.StoreUint64(&s.list[at], 0)
 		fill.filled--

@@ -2,26 +2,27 @@ package natengine
 
 import "github.com/isthmus-net/isthmus/packet"
 
-// State bits of a flow. For TCP a direction counts as seen when it had a segment with ACK, so that
-// both mean an established connection; for everything else any packet counts.
+// State bits of a flow. For TCP a direction counts as seen after a segment with ACK, so both
+// directions together mean an established connection. For other protocols any packet counts.
 const (
 	stateLive     = 1 << iota // the entry is in use
-	stateEndpoint             // endpointFlow, else naptFlow
+	stateEndpoint             // the kind is endpointFlow, otherwise naptFlow
 	stateSeenOut
 	stateSeenIn
 	stateFinOut
 	stateFinIn
 	stateRst
-	stateQueued // the entry is in the queues of half-open flows; changed under the table's mutex
+	stateQueued // the entry is in the queues of half-open flows; changes only under the table's mutex
 
 	stateSeen = stateSeenOut | stateSeenIn
 	stateFin  = stateFinOut | stateFinIn
 	stateTCP  = stateSeen | stateFin | stateRst
 )
 
-// halfOpen reports whether a flow is not, or no longer, established. Such flows may be evicted. A
-// TCP connection with one FIN is still in use. A RST may be an off-path forgery: the connection has
-// until the transitory timeout to show that (RFC 6146, section 3.5.2.2; RFC 7857, section 2).
+// halfOpen reports whether a flow is not, or no longer, established. Such flows may be
+// evicted. A TCP connection with one FIN is still in use. A RST may be an off-path forgery, so
+// the connection remains until the transitory timeout, and another segment revives it (RFC
+// 6146, section 3.5.2.2; RFC 7857, section 2).
 func halfOpen(word uint64) bool {
 	if word&stateSeen != stateSeen {
 		return true
@@ -29,7 +30,7 @@ func halfOpen(word uint64) bool {
 	return word&stateRst != 0 || word&stateFin == stateFin
 }
 
-// after returns the word of a flow after this packet.
+// after returns the word of a flow after packet v.
 func after(word uint64, dir Direction, v *packet.View) uint64 {
 	if protoOf(word) != packet.TCP {
 		return word | stateSeenOut<<dir
@@ -39,7 +40,7 @@ func after(word uint64, dir Direction, v *packet.View) uint64 {
 	case flags&packet.TCPRst != 0:
 		return word | stateRst
 	case flags&packet.TCPSyn != 0 && flags&packet.TCPAck == 0 && halfOpen(word):
-		return word &^ stateTCP // a new flow, or one reopened after a close: all state begins anew
+		return word &^ stateTCP // a new connection, or one reopened after a close: the TCP state starts anew
 	}
 	word &^= stateRst
 	if flags&packet.TCPAck != 0 {
@@ -72,11 +73,12 @@ func (l *lifetimes) of(word uint64) int32 {
 	return l.generic
 }
 
-// touch records a packet of the flow: its state, and that it was seen. Packets of both directions
-// refresh the flow. RFC 4787, REQ-6 demands that outbound and allows it inbound, where only packets
-// of an authenticated peer match the exact tuple; conntrack at real Liqo peers does the same. A RST
-// refreshes nothing (RFC 7857, section 2), except one that ends an established connection: it
-// starts the transitory timeout (RFC 6146, section 3.5.2.2).
+// touch updates a flow's state and the time of its last packet. Packets of both directions
+// refresh the flow. RFC 4787, REQ-6 demands this outbound and allows it inbound. Inbound it is
+// safe, because only packets of an authenticated peer match the exact tuple. Conntrack at real
+// Liqo peers does the same. A RST does not refresh a flow (RFC 7857, section 2), unless it
+// ends an established connection: then it starts the transitory timeout (RFC 6146, section
+// 3.5.2.2).
 func (t *flowTable) touch(m *match, v *packet.View, dir Direction, now tick) {
 	word := m.word
 	refresh := v.TCPFlags()&packet.TCPRst == 0 || !halfOpen(word)
@@ -86,11 +88,11 @@ func (t *flowTable) touch(m *match, v *packet.View, dir Direction, now tick) {
 			break
 		}
 		if m.entry.word.CompareAndSwap(word, next) {
-			t.changed(m.index) // its timeout may be shorter now, and halfOpen may have changed
+			t.changed(m.index) // the timeout may be shorter now, and halfOpen may have changed
 			break
 		}
 		if word = m.entry.word.Load(); (word^m.word)&^0xff != 0 || word&stateLive == 0 {
-			return // it ended in the meantime
+			return // the flow has ended in the meantime
 		}
 	}
 	if refresh && now.since(tick(m.seen.Load())) > 0 {

@@ -7,26 +7,26 @@ import (
 	"unsafe"
 )
 
-// flowTable holds the flows of one peer. Readers take no lock: they go through an index, whose
-// slots never move and whose arrays are replaced as a whole, to an entry, whose chunk never moves.
-// Writers hold mu.
+// flowTable holds the flows of one peer. Readers take no lock. They search an index, whose
+// slots never move and whose arrays are replaced as a whole, and find an entry, whose chunk
+// never moves. Writers hold mu.
 type flowTable struct {
 	keys   hashKeys
 	total  *atomic.Int64 // flows of all peers
-	peer   *PeerState    // whose flows these are
+	peer   *PeerState    // the peer that owns the flows
 	events *flowEvents
 	index  [directions]index
 	slab   atomic.Pointer[[]chunk]
 
-	_ [64]byte // keeps what new flows write out of the cache lines that lookups read
+	_ [64]byte // separates the fields that new flows write from the cache lines that lookups read
 
 	mu      sync.Mutex
 	live    atomic.Int64         // entries in use; changed under mu
-	used    uint32               // entries that were ever in use
-	free    uint32               // list of entries that are no longer in use, through side.links
+	used    uint32               // number of entries that were ever in use
+	free    uint32               // first of the entries that are no longer in use; linked by side.links
 	waiting [waitingQueues]queue // half-open flows of the peer
 	entered uint32               // flows that have entered a queue so far; wraps
-	hosts   [2]hostTable         // by flowKind: inside hosts, hosts of the peer
+	hosts   [2]hostTable         // by flowKind: our hosts with NAPT flows, the peer's with endpoint flows
 	napt    napt
 
 	created, expired, evicted, purged atomic.Uint64
@@ -38,32 +38,34 @@ const (
 	chunkSize = 1 << chunkBits
 )
 
-// chunk is 256 entries and what only writers need of them, in arrays of its own so that a hit
-// touches one cache line. It takes 23 KiB, affordable for a thousand peers with a flow or two each.
-// Chunks that began smaller and grew made every hit 1 to 2 ns slower.
+// chunk holds 256 entries. The fields that only writers need are in separate arrays, so that a
+// hit touches one cache line. A chunk takes 23 KiB, which is affordable for a thousand peers
+// with one or two flows each. Chunks that started smaller and grew made every hit 1 to 2 ns
+// slower.
 type chunk struct {
 	entries *[chunkSize]entry
 	sides   *[chunkSize]side
-	orders  *[chunkSize]uint32 // flowTable.entered when each entered its queues; apart, so that sides fill their size class
+	orders  *[chunkSize]uint32 // see flowTable.order; separate, so that sides fill their size class
 	sweep   *sweepState
 }
 
-// sweepState is when a chunk has to be swept next, so that a sweep skips those in which nothing
-// happened and no flow can have expired.
+// sweepState records when a chunk must be swept next. A sweep skips chunks that have not
+// changed and in which no flow can have expired.
 type sweepState struct {
-	// due is one of the constants below, or dueAt and the tick at which the first flow may expire.
+	// due is dueNow, dueAfter, dueNever, or dueAt | the tick at which the first flow may
+	// expire.
 	due      atomic.Uint64
-	halfOpen int // as counted by the last sweep; only the sweeper uses it
+	halfOpen int // half-open flows at the last sweep; used only by the sweeper
 }
 
 const (
-	dueNow   = iota // something has changed
-	dueAfter        // it is being swept, and nothing has changed since
-	dueNever        // there is no flow
+	dueNow   = iota // a flow has changed
+	dueAfter        // a sweep is in progress, and no flow has changed since it began
+	dueNever        // the chunk has no flow
 	dueAt    = 1 << 32
 )
 
-// changed makes the next sweep look at the chunk of an entry.
+// changed makes the next sweep examine the chunk of entry i.
 func (t *flowTable) changed(i uint32) {
 	slab := *t.slab.Load()
 	if due := &slab[i>>chunkBits].sweep.due; due.Load() != dueNow {
@@ -71,11 +73,11 @@ func (t *flowTable) changed(i uint32) {
 	}
 }
 
-// side is what only writers need of an entry. Its numbers are indexes plus one; 0 means none.
+// side holds the fields of an entry that only writers need.
 type side struct {
-	host   uint32 // in hosts
+	host   uint32 // number in hosts
 	opened tick
-	links  [queues]link // in the queues of half-open flows; the first also in the free list
+	links  [queues]link // neighbours in the eviction queues, as index + 1; the first also serves the free list
 }
 
 func (t *flowTable) entry(i uint32) *entry {
@@ -88,20 +90,21 @@ func (t *flowTable) side(i uint32) *side {
 	return &slab[i>>chunkBits].sides[i%chunkSize]
 }
 
-// order returns the sequence number, by flowTable.entered, with which an entry entered its queues.
+// order returns the sequence number of a flow in its queues: the value of flowTable.entered
+// when it was enqueued.
 func (t *flowTable) order(i uint32) *uint32 {
 	slab := *t.slab.Load()
 	return &slab[i>>chunkBits].orders[i%chunkSize]
 }
 
-// find looks for the flow with key k. It may be called with and without mu; without, a flow that is
-// inserted or removed at the same moment may or may not be found.
+// find looks up the flow with key k. It may be called with or without mu. Without mu, it may
+// or may not find a flow that is inserted or removed at the same moment.
 func (t *flowTable) find(dir Direction, k *key) (m match, ok bool) {
 	ok = t.search(dir, k, &m)
 	return m, ok
 }
 
-// search is find that writes the flow to m, because a struct of this size is not returned in
+// search is find, but writes the flow to m, because a struct of this size is not returned in
 // registers.
 func (t *flowTable) search(dir Direction, k *key, m *match) bool {
 	h := k.hash(&t.keys)
@@ -126,7 +129,7 @@ func (t *flowTable) search(dir Direction, k *key, m *match) bool {
 	}
 }
 
-// read copies the entry into m if it is the flow of k.
+// read reports whether the entry is the flow of k. If so, it copies the entry into m.
 func (m *match) read(dir Direction, k *key) bool {
 	e := m.entry
 	seq, word := e.seq.Load(), e.word.Load()
@@ -142,7 +145,7 @@ func (m *match) read(dir Direction, k *key) bool {
 	return e.seq.Load() == seq
 }
 
-// keyAt returns the key of a live entry. With mu.
+// keyAt returns the key of a live entry. The caller holds mu.
 func (e *entry) keyAt(dir Direction) key {
 	return key{
 		near:   addr{e.near[dir][0].Load(), e.near[dir][1].Load()},
@@ -151,19 +154,19 @@ func (e *entry) keyAt(dir Direction) key {
 	}
 }
 
-// hash returns the hash of keyAt without copying the key. With mu.
+// hash returns the hash of keyAt without copying the key. The caller holds mu.
 func (e *entry) hash(dir Direction, keys *hashKeys) uint64 {
 	near, word := &e.near[dir], e.word.Load()&matchMask[dir]
 	return keys.hash(near[0].Load(), near[1].Load(), e.remote[0].Load(), e.remote[1].Load(), word)
 }
 
-// insert adds a flow, neither of whose tuples may be in the table. Its host, its port at the NAPT
-// address and total must count it already. With mu.
+// insert adds a flow, neither of whose tuples may be in the table. The flow's host, its port
+// at the NAPT address and total already count it. The caller holds mu.
 func (t *flowTable) insert(local, mapped, remote addr, word uint64, host uint32, now tick) match {
 	i, fresh := t.take()
 	e := t.entry(i)
-	word |= stateQueued // enqueue would set it with one more exchange
-	if !fresh {         // otherwise no reader knows it yet
+	word |= stateQueued // set here, because enqueue would need a further atomic exchange
+	if !fresh {         // no reader knows a fresh entry
 		e.seq.Add(1)
 	}
 	set(&e.near[Outbound], local)
@@ -186,8 +189,8 @@ func (t *flowTable) insert(local, mapped, remote addr, word uint64, host uint32,
 	return match{entry: e, index: i, word: word}
 }
 
-// set writes only the words that differ. An atomic store is an exchange and takes as long as twenty
-// loads, and the upper words of IPv4 addresses and the NAPT address rarely change.
+// set writes only the words that differ. An atomic store is an exchange and takes as long as
+// twenty loads. The upper words of IPv4 addresses and the NAPT address rarely change.
 func set(words *[2]atomic.Uint64, a addr) {
 	if words[0].Load() != a.hi {
 		words[0].Store(a.hi)
@@ -197,7 +200,7 @@ func set(words *[2]atomic.Uint64, a addr) {
 	}
 }
 
-// take returns an entry that is not in use, and whether it never was. With mu.
+// take returns an unused entry, and whether it was never used before. The caller holds mu.
 func (t *flowTable) take() (i uint32, fresh bool) {
 	if t.free != 0 {
 		i = t.free - 1
@@ -212,8 +215,8 @@ func (t *flowTable) take() (i uint32, fresh bool) {
 	return i, true
 }
 
-// addChunk makes room for another 256 entries. Readers keep the old slice header; what it shows of
-// the array does not change.
+// addChunk makes room for another 256 entries. Readers may keep the old slice header, because
+// the elements that it shows never change.
 func (t *flowTable) addChunk() {
 	var slab []chunk
 	if p := t.slab.Load(); p != nil {
@@ -223,7 +226,8 @@ func (t *flowTable) addChunk() {
 	t.slab.Store(&slab)
 }
 
-// remove removes a live flow and releases its port. why goes to the observer. With mu.
+// remove deletes a live flow and releases its port. The observer gets the reason why. The
+// caller holds mu.
 func (t *flowTable) remove(i uint32, why FlowEnd) {
 	t.tell(i, FlowClosed, Outbound, why)
 	t.follow(i, true)
@@ -248,12 +252,14 @@ func (t *flowTable) remove(i uint32, why FlowEnd) {
 	t.total.Add(-1)
 }
 
-// purgeStep is how many flows purge ends while it has the lock: some 50 microseconds of work.
+// purgeStep is the number of flows that purge may end before it releases the lock: about 50
+// microseconds of work.
 const purgeStep = 32
 
-// purge ends the flows that rule r (nil: none) does not permit. It reads flows without the lock and
-// takes it only to end some, at most purgeStep at a time, which is all that a new flow waits for.
-// between is called after each step, without the lock. r must already be the rule for new flows.
+// purge ends the flows that rule r does not permit, or all flows if r is nil. It reads flows
+// without the lock. It takes the lock only to end flows, at most purgeStep at a time, so a new
+// flow waits for no more than that. between is called after each step, without the lock. r
+// must already be the rule for new flows.
 func (t *flowTable) purge(r *rule, between func()) {
 	slab := t.slab.Load()
 	if slab == nil {
@@ -267,7 +273,7 @@ func (t *flowTable) purge(r *rule, between func()) {
 	}
 }
 
-// purgeSome is purge for entries, of which the first has number first.
+// purgeSome purges some entries of the table, the first of which has index first.
 func (t *flowTable) purgeSome(first uint32, entries []entry, r *rule) {
 	locked := false
 	for n := range entries {
@@ -280,15 +286,15 @@ func (t *flowTable) purgeSome(first uint32, entries []entry, r *rule) {
 			defer t.mu.Unlock()
 			locked = true
 		}
-		if !e.stays(r) { // it may have ended or been replaced before the lock was ours
+		if !e.stays(r) { // the flow may have ended or been replaced before we had the lock
 			t.remove(first+uint32(n), FlowPurged)
 			t.purged.Add(1)
 		}
 	}
 }
 
-// stays reports whether the entry has no flow, or a flow that rule r (nil: none) permits. Without
-// mu it may report false for an entry that is being written.
+// stays reports whether the entry has no flow, or a flow that rule r permits; a nil rule
+// permits none. Without mu it may report false for an entry that is being written.
 func (e *entry) stays(r *rule) bool {
 	seq, word := e.seq.Load(), e.word.Load()
 	switch {
@@ -303,9 +309,9 @@ func (e *entry) stays(r *rule) bool {
 	return r.permits(kindOf(word), protoOf(word), out.near, in.near, out.remote) && e.seq.Load() == seq
 }
 
-// sweepStep counts what a sweep has done since its last pause.
+// sweepStep counts the work of a sweep since its last pause.
 type sweepStep struct {
-	work  int // entries looked at; a removed one counts sweepRemovals more
+	work  int // entries examined, plus sweepRemovals for each entry removed
 	pause func()
 }
 
@@ -314,9 +320,10 @@ const (
 	sweepRemovals = 100
 )
 
-// sweep removes expired flows and returns how many they were. It reads, without the lock, the
-// chunks in which something changed or may have expired. It takes the lock only for a chunk with
-// something to remove or requeue, so a new flow never waits for more than one chunk.
+// sweep removes expired flows and returns their number. It reads only chunks that changed or
+// in which a flow may have expired, and reads them without the lock. It takes the lock only
+// for a chunk with flows to remove or requeue, so a new flow never waits for more than one
+// chunk.
 func (t *flowTable) sweep(l *lifetimes, now tick, step *sweepStep) (removed int) {
 	slab := t.slab.Load()
 	if slab == nil {
@@ -345,10 +352,10 @@ func (t *flowTable) sweep(l *lifetimes, now tick, step *sweepStep) (removed int)
 	return removed
 }
 
-// sweepChunk is sweep for one chunk. It also returns when the next of its flows may expire.
+// sweepChunk sweeps one chunk. due is the new value for sweepState.due.
 func (t *flowTable) sweepChunk(c uint32, entries *[chunkSize]entry, l *lifetimes, now tick) (halfOpens, removed int, due uint64) {
 	locked := false
-	left := int32(math.MaxInt32) // ticks
+	left := int32(math.MaxInt32) // ticks until the first flow may expire
 	for n := range entries {
 		e := &entries[n]
 		word := e.word.Load()
@@ -373,7 +380,8 @@ func (t *flowTable) sweepChunk(c uint32, entries *[chunkSize]entry, l *lifetimes
 			defer t.mu.Unlock()
 			locked = true
 		}
-		// Look again: it may have been seen, ended or even been replaced before the lock was ours.
+		// Check again: a packet may have refreshed the flow, or the flow may have ended or been
+		// replaced, before we had the lock.
 		i := c<<chunkBits | uint32(n)
 		word = e.word.Load()
 		if word&stateLive == 0 {
@@ -394,7 +402,7 @@ func (t *flowTable) sweepChunk(c uint32, entries *[chunkSize]entry, l *lifetimes
 	return halfOpens, removed, dueAt | uint64(uint32(now)+uint32(left)+1)
 }
 
-// bytes is the memory of the table. With mu.
+// bytes returns the memory of the table. The caller holds mu.
 func (t *flowTable) bytes() int {
 	n := t.napt.bytes() + t.hosts[naptFlow].bytes() + t.hosts[endpointFlow].bytes()
 	if slab := t.slab.Load(); slab != nil {

@@ -8,48 +8,49 @@ import (
 
 // # Inbound
 //
-// A peer's fragments are held until their datagram is complete, whatever rule applies to it. The
-// node behind the gateway reassembles in one small memory for all peers and pods (nf_defrag, 4 MiB
-// and 30 s by default), so it must never see an incomplete datagram of a peer. A complete datagram
-// is joined, filtered and translated like an unfragmented packet.
+// A peer's fragments are held until their datagram is complete, whichever rule applies to them.
+// The node behind the gateway reassembles for all peers and pods in one small memory (nf_defrag,
+// by default 4 MiB and 30 s). So it must never receive an incomplete datagram from a peer. A
+// complete datagram is joined, filtered and translated like an unfragmented packet.
 //
-//	IPv4   leaves as one packet without DF, which the kernel cuts again where a link needs it
-//	IPv6   leaves in fragments of 1,280 octets, since no router may cut it
+//	IPv4   leaves as one packet without DF; the kernel fragments it again if a link requires it
+//	IPv6   leaves in fragments of 1,280 octets, because no router may fragment it
 //
 // # Outbound
 //
-// Later fragments have no ports. A 1:1 map needs none and translates each fragment as it arrives.
-// Where a flow decides, the first fragment decides for its datagram. The decision is stored until
-// all octets of the datagram have passed. Later fragments that arrive before the first one are
-// copied and held. Outbound fragments are not reassembled: the receiver does that, and the peer's
-// gateway bounds our pods.
+// Later fragments have no ports. A 1:1 map needs no ports and translates each fragment as it
+// arrives. Otherwise the decision about the first fragment applies to the whole datagram. This
+// decision is stored until all octets of the datagram have passed. Later fragments that arrive
+// before the first one are copied and held. Outbound fragments are not reassembled: the receiver
+// does that, and the peer's gateway bounds the fragments of our pods.
 //
-// # Both
+// # Both directions
 //
-// Each octet of a datagram passes once, and all of them in one flow, so a fragment cannot overwrite
-// a header that was checked. The rules are those of Linux's reassembly (net/ipv4/inet_fragment.c),
-// for both families:
+// Each octet of a datagram passes once, and all octets pass in the same flow. So a fragment cannot
+// overwrite a header that was already checked. The rules for both families are those of Linux's
+// reassembly (net/ipv4/inet_fragment.c):
 //
-//	only octets that came before             a duplicate, dropped
-//	overlaps in part, ends elsewhere than    ends the datagram: its held, present and later fragments
-//	  the last fragment said, or is another    are dropped until it expires (RFC 5722, section 4)
-//	  first fragment
+//	a fragment whose octets have all arrived     is a duplicate and is dropped
+//	a fragment that overlaps others in part,     ends the datagram: its held and later fragments,
+//	  ends the datagram at another offset, or      and this one, are dropped until its entry
+//	  is a second, different first fragment        expires (RFC 5722, section 4)
 //
-// A datagram that reuses an identification while fragments of the earlier one are missing is
-// dropped, not mixed with it (RFC 4963). Outbound, two hosts behind the NAPT address may use the
-// same identification, which is not rewritten. Then the earlier datagram passes and the other is
-// dropped. Outbound fragments under a 1:1 map are not compared: the map needs no port, and the
-// receiver reassembles.
+// A datagram may reuse an identification while fragments of an earlier datagram are missing. Then
+// the new one is dropped and not mixed with the earlier one (RFC 4963). Outbound, two hosts behind
+// the NAPT address may use the same identification, which is not rewritten. Then the earlier
+// datagram passes and the other is dropped. Outbound fragments under a 1:1 map are not compared:
+// the map needs no port, and the receiver reassembles them.
 
 // fragmentStore holds the incomplete datagrams of one peer and direction. Config has its three
-// bounds. At a bound the oldest datagram is evicted, and DropFragmentStoreFull counts each of its
-// held fragments. Refusing new datagrams instead would let a flood of incomplete ones block the
-// store; a datagram whose fragments arrive needs its entry only for milliseconds. One source may
-// use a quarter of the store. At that bound its own oldest datagram is evicted, so that a flood of
-// one host does not displace the datagrams of others.
+// bounds. At a bound the oldest datagram is evicted, and DropFragmentStoreFull counts each of
+// its held fragments. Refusing new datagrams instead would let a flood of incomplete ones
+// block the store. Eviction does little harm, because a datagram whose fragments all arrive
+// needs its entry only for milliseconds. One source may use a quarter of the store. At that
+// bound its own oldest datagram is evicted, so that a flood of one host does not displace the
+// datagrams of others.
 type fragmentStore struct {
 	mu    sync.Mutex
-	rule  *rule                        // outbound: the rule that made the decisions here
+	rule  *rule                        // outbound: the rule under which the stored decisions were made
 	sets  map[fragmentKey]*fragmentSet // by key before translation
 	after map[fragmentKey]*fragmentSet // outbound: forwarded datagrams, by key after translation
 	hosts map[addr]*fragmentHost
@@ -57,30 +58,31 @@ type fragmentStore struct {
 	bytes int
 	lost  func(d Drop, n int) // counts held fragments that are dropped
 
-	// Entries for reuse, so that a datagram whose fragments come in order costs no garbage.
+	// Entries for reuse, so that a datagram whose fragments arrive in order causes no garbage.
 	idleSets  []*fragmentSet
 	idleHosts []*fragmentHost
 }
 
-// hostShare is the part of the store that one source may take, as a divisor.
+// hostShare is the divisor for the part of the store that one source may use.
 const hostShare = 4
 
-// fragmentKey identifies a datagram. The protocol is part of it in IPv4 (RFC 791), not in IPv6 (RFC
-// 8200).
+// fragmentKey identifies a datagram. The protocol is part of the key in IPv4 (RFC 791), but
+// not in IPv6 (RFC 8200).
 type fragmentKey struct {
 	src, dst addr
 	id       uint32
 	proto    uint8
 }
 
-// fragmentHost is the part of the store that one source has.
+// fragmentHost records the part of the store that one source uses.
 type fragmentHost struct {
 	own   fragmentList
 	sets  int
 	bytes int
 }
 
-// fragmentList is a list of datagrams, oldest first; kind says which of their links it uses.
+// fragmentList is a list of datagrams, oldest first. Each datagram has links for two lists;
+// kind selects one of these, ofAll or ofHost.
 type fragmentList struct {
 	oldest, newest *fragmentSet
 }
@@ -125,11 +127,12 @@ func fragmentKeyOf(v *packet.View) fragmentKey {
 	return k
 }
 
-// minMTU6 is the largest packet of IPv6 that every link takes (RFC 8200, section 5).
+// minMTU6 is the size of the largest IPv6 packet that every link accepts (RFC 8200, section
+// 5).
 const minMTU6 = 1280
 
-// join holds an inbound fragment until its datagram is complete, and then handles the datagram like
-// any packet. A drop is counted once for each fragment.
+// join holds an inbound fragment until its datagram is complete, and then processes the
+// datagram like any packet. A dropped datagram is counted once for each fragment.
 func (c *translation) join() Verdict {
 	if _, _, _, drop := c.reach(); drop != DropNone {
 		return c.refuse(drop)
@@ -153,8 +156,8 @@ func (c *translation) join() Verdict {
 	return verdict
 }
 
-// joined translates the datagram of these fragments. The packet becomes the datagram or its first
-// fragment, unless it is dropped.
+// joined translates the datagram of these fragments. Unless the datagram is dropped, c.v
+// becomes the datagram or its first new fragment.
 func (c *translation) joined(fragments [][]byte) Verdict {
 	whole, err := packet.Join(fragments)
 	if err != nil {
@@ -172,7 +175,7 @@ func (c *translation) joined(fragments [][]byte) Verdict {
 		_, _, id, _ := c.v.Fragment()
 		pieces := w.Split6(minMTU6, id)
 		if len(pieces) == 0 || w.Parse(pieces[0], packet.ChecksumComplete) != nil {
-			return c.refuse(DropFragment) // headers that no fragment can hold
+			return c.refuse(DropFragment) // the headers do not fit into a fragment
 		}
 		if rest := pieces[1:]; len(rest) > 0 {
 			verdict.released = &rest
@@ -182,8 +185,9 @@ func (c *translation) joined(fragments [][]byte) Verdict {
 	return verdict
 }
 
-// join stores v. If v was the last missing fragment, it returns all fragments of the datagram in no
-// order: v and copies of the others, owned by the caller. Nil means that v was copied and is held.
+// join stores v. If v was the last missing fragment, it returns all fragments of the datagram
+// in arbitrary order: v itself, and copies of the others, which the caller owns. Otherwise it
+// returns nil, and a copy of v is held unless it was dropped.
 func (s *fragmentStore) join(v *packet.View, now tick, e *Engine) (fragments [][]byte, drop Drop) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -206,9 +210,9 @@ func (s *fragmentStore) join(v *packet.View, now tick, e *Engine) (fragments [][
 	return nil, DropNone
 }
 
-// fragment records an outbound fragment. done: nothing is left to do, because the fragment follows
-// the first one, waits for it, or is refused. Otherwise it is the first fragment, and the caller
-// finds its flow and calls firstFragment.
+// fragment records an outbound fragment. done is true if the caller has nothing left to do:
+// the fragment follows the first one, waits for it, or is refused. Otherwise the packet is the
+// first fragment, and the caller must find its flow and call firstFragment.
 func (c *translation) fragment() (verdict Verdict, done bool) {
 	s := &c.r.peer.fragments[Outbound]
 	var to addr
@@ -230,10 +234,10 @@ func (c *translation) fragment() (verdict Verdict, done bool) {
 	return c.forward(to, samePort), true
 }
 
-// firstFragment stores the decision on the datagram of which the packet is the first outbound
-// fragment, not yet translated. It returns the fragments that waited for it, translated. The
-// returned drop may differ from the given one: another datagram may occupy the key after
-// translation.
+// firstFragment stores the decision on the datagram whose first outbound fragment is the
+// packet. The packet must not be translated yet. firstFragment returns the fragments that
+// waited for the decision, translated. The returned drop may differ from the given one,
+// because another datagram may already occupy the key after translation.
 func (c *translation) firstFragment(to addr, drop Drop) (*[][]byte, Drop) {
 	s := &c.r.peer.fragments[Outbound]
 	held, drop := s.decide(c.v, c.r.rule, to, drop)
@@ -246,15 +250,15 @@ func (c *translation) firstFragment(to addr, drop Drop) (*[][]byte, Drop) {
 	}
 	var w packet.View
 	for _, b := range held {
-		if w.Parse(b, packet.ChecksumComplete) == nil { // it parsed when it arrived
+		if w.Parse(b, packet.ChecksumComplete) == nil { // always succeeds: the fragment parsed when it arrived
 			c.e.forward(&w, c.r, c.dir, to, samePort)
 		}
 	}
-	released := held // the pointer moves it to the heap; held stays on the stack for all first fragments
+	released := held // this copy moves to the heap; held stays on the stack for all first fragments
 	return &released, DropNone
 }
 
-// decision returns what was decided about the datagram of v.
+// decision returns the stored decision on the datagram of v.
 func (s *fragmentStore) decision(v *packet.View) (to addr, decided bool, drop Drop) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -264,8 +268,8 @@ func (s *fragmentStore) decision(v *packet.View) (to addr, decided bool, drop Dr
 	return addr{}, false, DropNone
 }
 
-// admit records v, to which rule r applies, and returns the decision on its datagram. Without a
-// decision it copies and holds a later fragment.
+// admit records fragment v, to which rule r applies, and returns the decision on its datagram.
+// If there is no decision yet, admit copies and holds a later fragment.
 func (s *fragmentStore) admit(v *packet.View, r *rule, now tick, e *Engine) (to addr, decided bool, drop Drop) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -291,8 +295,9 @@ func (s *fragmentStore) admit(v *packet.View, r *rule, now tick, e *Engine) (to 
 	return to, decided, drop
 }
 
-// decide stores the decision on the datagram of v and returns the fragments that waited for it.
-// The datagram's entry may be gone: it was evicted, or its rule was removed.
+// decide stores the decision on the datagram of v and returns the fragments that waited for
+// it. It stores nothing if the datagram's entry was evicted, or removed together with its
+// rule.
 func (s *fragmentStore) decide(v *packet.View, r *rule, to addr, drop Drop) (held [][]byte, _ Drop) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -315,8 +320,8 @@ func (s *fragmentStore) decide(v *packet.View, r *rule, to addr, drop Drop) (hel
 	return held, drop
 }
 
-// outdated reports whether rule r has just been replaced by one that permits other flows. A
-// decision by r must then not be stored.
+// outdated reports whether a rule that permits other flows has just replaced r. A decision by
+// r must then not be stored.
 func (s *fragmentStore) outdated(r *rule) bool {
 	return s.rule != r && (s.rule == nil || !s.rule.spec.sameFlows(r.spec))
 }
@@ -327,7 +332,7 @@ func (s *fragmentStore) hold(set *fragmentSet, v *packet.View, e *Engine) bool {
 	if len(set.held) >= e.config.MaxFragmentsPerSet || n > limit {
 		return false
 	}
-	// A datagram may be larger than the share of its source: then it is the only one.
+	// A datagram may exceed the share of its source, but then it is the source's only one.
 	for victim := set.host.own.oldest; victim != nil && set.host.bytes+n > limit/hostShare; {
 		next := victim.links[ofHost].next
 		if victim != set {
@@ -348,7 +353,7 @@ func (s *fragmentStore) hold(set *fragmentSet, v *packet.View, e *Engine) bool {
 	return true
 }
 
-// release takes the held fragments out of a datagram and returns them.
+// release removes the held fragments from a datagram and returns them.
 func (s *fragmentStore) release(set *fragmentSet) (held [][]byte) {
 	held, set.held = set.held, nil
 	for _, b := range held {
@@ -358,7 +363,7 @@ func (s *fragmentStore) release(set *fragmentSet) (held [][]byte) {
 	return held
 }
 
-// finish removes a decided datagram of which every octet has passed.
+// finish removes the entry of a decided datagram once all its octets have passed.
 func (s *fragmentStore) finish(set *fragmentSet) {
 	if set.decided && set.total != 0 && len(set.seen) == 1 && set.seen[0] == (span{0, uint16((set.total + 7) / 8)}) {
 		s.remove(set, DropNone)
@@ -372,7 +377,7 @@ func (s *fragmentStore) spoil(set *fragmentSet) {
 	set.decided, set.drop = true, DropFragment
 }
 
-// set returns the entry for a datagram, made if need be.
+// set returns the entry for a datagram, and makes one if necessary.
 func (s *fragmentStore) set(k fragmentKey, now tick, e *Engine) *fragmentSet {
 	s.expire(now, e.lifetimes.fragment)
 	if set := s.sets[k]; set != nil {
@@ -404,7 +409,8 @@ func (s *fragmentStore) set(k fragmentKey, now tick, e *Engine) *fragmentSet {
 	return set
 }
 
-// pop takes the last of a list, or makes a new one.
+// pop removes and returns the last element of a list, or returns a new one if the list is
+// empty.
 func pop[T any](list *[]*T) *T {
 	n := len(*list)
 	if n == 0 {
@@ -415,7 +421,7 @@ func pop[T any](list *[]*T) *T {
 	return last
 }
 
-// remove removes an entry and counts the fragments that it still held.
+// remove deletes an entry and counts the fragments that it still held as drops.
 func (s *fragmentStore) remove(set *fragmentSet, why Drop) {
 	s.lost(why, len(s.release(set)))
 	h := set.host
@@ -432,7 +438,7 @@ func (s *fragmentStore) remove(set *fragmentSet, why Drop) {
 	}
 }
 
-// expire removes the entries that are too old; they are in the order of their creation.
+// expire removes the entries that are too old. The list is in order of creation.
 func (s *fragmentStore) expire(now tick, lifetime int32) {
 	for s.all.oldest != nil && now.since(s.all.oldest.born) > lifetime {
 		s.remove(s.all.oldest, DropFragmentTimeout)
@@ -445,9 +451,9 @@ func (s *fragmentStore) sweep(now tick, lifetime int32) {
 	s.expire(now, lifetime)
 }
 
-// setRule makes r the rule for further decisions, and forgets those of a rule that differs.
-// Inbound, no decision is made before a datagram is complete, so only removing the peer has an
-// effect.
+// setRule makes r the rule for further decisions. If differs is true, it forgets the decisions
+// of the previous rule. Inbound, no decision is made before a datagram is complete, so only
+// the removal of the peer has an effect.
 func (s *fragmentStore) setRule(r *rule, differs bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()

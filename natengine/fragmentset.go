@@ -12,30 +12,30 @@ type fragmentSet struct {
 	after   fragmentKey // after translation, once decided
 	host    *fragmentHost
 	born    tick
-	decided bool   // outbound; inbound only for a dropped datagram
-	to      addr   // our end, written to every fragment
-	drop    Drop   // or why every fragment is dropped
-	first   uint64 // first 8 octets behind the IP header: ports and, except for TCP, the checksum
+	decided bool   // outbound: there is a decision; inbound: only for a dropped datagram
+	to      addr   // the decision: our end, written to every fragment
+	drop    Drop   // or the reason to drop every fragment
+	first   uint64 // first 8 octets after the IP header: ports and, except for TCP, the checksum
 	held    [][]byte
-	seen    []span // octets that arrived, in order, not adjacent
+	seen    []span // parts that have arrived, in order and not adjacent
 	total   int    // octets of the whole datagram, 0 while the last fragment is missing
 	links   [2]links
 }
 
-// span is a part of a datagram, in units of 8 octets.
+// span is the part of a datagram from offset from to before offset to, in units of 8 octets.
 type span struct{ from, to uint16 }
 
-// contradicts reports whether v, which ends at end, cannot belong to the datagram of the earlier
-// fragments.
+// contradicts reports whether v cannot belong to the same datagram as the earlier fragments. v
+// ends at offset end, in octets, and more is its flag "more fragments".
 func (set *fragmentSet) contradicts(v *packet.View, end int, more bool) bool {
 	reached := 0
 	if n := len(set.seen); n > 0 {
 		reached = int(set.seen[n-1].to) * 8
 	}
 	switch off, _, _, _ := v.Fragment(); {
-	case more && set.total != 0 && end >= set.total, // continues beyond the end
-		!more && set.total != 0 && end != set.total, // two ends
-		!more && set.total == 0 && end <= reached:   // ends before octets that arrived
+	case more && set.total != 0 && end >= set.total, // v continues beyond the end of the datagram
+		!more && set.total != 0 && end != set.total, // v ends the datagram elsewhere than an earlier fragment
+		!more && set.total == 0 && end <= reached:   // v ends the datagram before octets that have arrived
 		return true
 	case off == 0 && len(set.seen) > 0 && set.seen[0].from == 0:
 		return set.first != firstOctets(v)
@@ -43,7 +43,8 @@ func (set *fragmentSet) contradicts(v *packet.View, end int, more bool) bool {
 	return false
 }
 
-// firstOctets distinguishes the first fragments of two datagrams.
+// firstOctets returns the first octets after the IP header. They distinguish the first
+// fragments of two datagrams.
 func firstOctets(v *packet.View) uint64 {
 	var b [8]byte
 	copy(b[:], v.Bytes()[v.TransportOffset():])
@@ -61,19 +62,19 @@ const (
 // fitting is the position of a fragment in its datagram.
 type fitting struct {
 	span
-	at   int // in fragmentSet.seen
-	end  int // octets
+	at   int // index in fragmentSet.seen
+	end  int // offset of the fragment's end, in octets
 	last bool
 	kind placement
 }
 
-// fit finds the position of v among the earlier fragments in set.
+// fit finds the position of v among the fragments that have arrived.
 func (set *fragmentSet) fit(v *packet.View) fitting {
 	off, more, _, _ := v.Fragment()
 	end := off + v.FragmentLen()
 	f := fitting{span: span{uint16(off / 8), uint16((end + 7) / 8)}, end: end, last: !more}
 	if set.drop == DropFragment {
-		f.kind = duplicate // of a datagram that has ended
+		f.kind = duplicate // its datagram was dropped
 		return f
 	}
 	if f.at, f.kind = set.place(f.span); set.contradicts(v, end, more) {
@@ -82,7 +83,7 @@ func (set *fragmentSet) fit(v *packet.View) fitting {
 	return f
 }
 
-// enter records that v arrived, which must be fresh.
+// enter records the arrival of v, which must be fresh.
 func (set *fragmentSet) enter(v *packet.View, f fitting) {
 	set.cover(f.at, f.span)
 	if f.from == 0 {
@@ -93,7 +94,7 @@ func (set *fragmentSet) enter(v *packet.View, f fitting) {
 	}
 }
 
-// completes reports whether a fresh fragment fills the only gap.
+// completes reports whether fresh fragment f fills the only gap in the datagram.
 func (set *fragmentSet) completes(f fitting) bool {
 	total := set.total
 	if f.last {
@@ -113,7 +114,8 @@ func (set *fragmentSet) completes(f fitting) bool {
 	return false
 }
 
-// place finds the position of part among the octets that arrived.
+// place returns the index of part in set.seen and its placement among the parts that have
+// arrived.
 func (set *fragmentSet) place(part span) (at int, kind placement) {
 	for at < len(set.seen) && set.seen[at].to <= part.from {
 		at++
@@ -127,7 +129,7 @@ func (set *fragmentSet) place(part span) (at int, kind placement) {
 	return at, contradiction
 }
 
-// cover records that part arrived, which place has found to be fresh.
+// cover records the arrival of part, which place found to be fresh at index at.
 func (set *fragmentSet) cover(at int, part span) {
 	left := at > 0 && set.seen[at-1].to == part.from
 	right := at < len(set.seen) && set.seen[at].from == part.to

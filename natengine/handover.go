@@ -6,37 +6,38 @@ import (
 	"time"
 )
 
-// A Flow is a flow of one peer in the form in which another engine adopts it. It is comparable.
-// Engines of the same version understand each other's.
+// A Flow is a copy of one peer's flow, which another engine can adopt. It is comparable. Only
+// engines of the same version understand each other's Flows.
 type Flow struct {
 	local, mapped, remote addr
-	word                  uint64 // as in entry; of the state only what stateOfFlow has
+	word                  uint64 // as entry.word, but with no state bits other than stateOfFlow
 }
 
-// FlowSize is the length in octets of what Flow.Append appends.
+// FlowSize is the number of octets that Flow.Append appends.
 const FlowSize = 56
 
 // stateOfFlow are the state bits that a Flow keeps.
 const stateOfFlow = stateEndpoint | stateTCP
 
-// Identity is the flow without its state, and that state: two Flows with one identity are one flow
-// at two times.
+// Identity returns f without its state, and that state. Two Flows with the same identity are
+// one flow at two times.
 func (f Flow) Identity() (id Flow, state uint8) {
 	id, state = f, uint8(f.word&stateTCP)
 	id.word &^= stateTCP
 	return id, state
 }
 
-// In is the flow of an identity in a state.
+// In returns the identity f with the given state.
 func (f Flow) In(state uint8) Flow {
 	f.word |= uint64(state) & stateTCP
 	return f
 }
 
-// Established reports whether packets were seen both ways, and the flow has not closed since.
+// Established reports whether packets were seen in both directions and the flow has not closed
+// since.
 func (f Flow) Established() bool { return !halfOpen(f.word) }
 
-// Append appends the flow to b.
+// Append appends the encoded flow to b.
 func (f Flow) Append(b []byte) []byte {
 	for _, word := range [...]uint64{f.local.hi, f.local.lo, f.mapped.hi, f.mapped.lo, f.remote.hi, f.remote.lo, f.word} {
 		b = binary.BigEndian.AppendUint64(b, word)
@@ -44,13 +45,14 @@ func (f Flow) Append(b []byte) []byte {
 	return b
 }
 
-// FlowFrom reads what Append has written, from FlowSize octets or more.
+// FlowFrom decodes a flow that Append encoded. b has FlowSize octets or more.
 func FlowFrom(b []byte) Flow {
 	word := func(i int) uint64 { return binary.BigEndian.Uint64(b[8*i:]) }
 	return Flow{addr{word(0), word(1)}, addr{word(2), word(3)}, addr{word(4), word(5)}, word(6)}
 }
 
-// valid reports whether an engine could have the flow.
+// valid reports whether the fields of f are consistent, so that an engine could have such a
+// flow.
 func (f Flow) valid() bool {
 	family := f.local.family()
 	if f.mapped.family() != family || f.remote.family() != family || f.word&0xff&^stateOfFlow != 0 {
@@ -67,21 +69,21 @@ func (f Flow) valid() bool {
 	}
 }
 
-// handed is the flow of a live entry. With mu.
+// handed returns the Flow of a live entry. The caller holds mu.
 func (e *entry) handed() Flow {
 	out, in := e.keyAt(Outbound), e.keyAt(Inbound)
 	return Flow{out.near, in.near, out.remote, e.word.Load() &^ (stateLive | stateQueued)}
 }
 
-// A follower gets changes of flows; see Engine.Follow.
+// A follower receives changes of flows; see Engine.Follow.
 type follower struct {
 	f func(peer string, flow Flow, ended bool)
 }
 
-// Follow calls f for every flow that opens or ends from now on, and at the next Sweep for one that
-// becomes established or ceases to be. The calls for one flow are in order. f is called on the
-// packet path with locks held, so it must neither block nor call the engine. stop ends this; calls
-// in progress may still complete after it.
+// Follow calls f for every flow that opens or ends from now on. When a flow becomes
+// established or closes, f is called at the next Sweep. The calls for one flow are in order. f
+// is called on the packet path with locks held, so it must neither block nor call the engine.
+// stop ends the calls; those in progress may still complete after it.
 func (e *Engine) Follow(f func(peer string, flow Flow, ended bool)) (stop func()) {
 	own := &follower{f}
 	e.changeFollowers(func(all []*follower) []*follower { return append(all, own) })
@@ -103,7 +105,7 @@ func (e *Engine) changeFollowers(change func([]*follower) []*follower) {
 	e.events.followers.Store(&all)
 }
 
-// follow reports a flow of the table to the followers. With mu.
+// follow reports flow i to the followers. The caller holds mu.
 func (t *flowTable) follow(i uint32, ended bool) {
 	followers := t.events.followers.Load()
 	if followers == nil || len(*followers) == 0 {
@@ -115,9 +117,9 @@ func (t *flowTable) follow(i uint32, ended bool) {
 	}
 }
 
-// EachFlow calls f with every flow. f is called with locks held, like a follower, and in order with
-// the calls of followers. between is called after every 256 flows or fewer, without any lock; when
-// it returns false, EachFlow ends.
+// EachFlow calls f with every flow. Like a follower, f is called with locks held and in order
+// with the followers' calls. After every 256 flows or fewer, EachFlow calls between, without
+// any lock. It ends when between returns false.
 func (e *Engine) EachFlow(f func(peer string, flow Flow), between func() bool) {
 	for _, p := range e.Peers() {
 		t := &p.flows
@@ -130,7 +132,7 @@ func (e *Engine) EachFlow(f func(peer string, flow Flow), between func() bool) {
 			for i := range c.entries {
 				en := &c.entries[i]
 				if word := en.word.Load(); word&stateLive != 0 {
-					t.requeue(uint32(at<<chunkBits|i), word) // else followers would miss the next change
+					t.requeue(uint32(at<<chunkBits|i), word) // otherwise followers would miss the flow's next change
 					f(p.id, en.handed())
 				}
 			}
@@ -142,11 +144,11 @@ func (e *Engine) EachFlow(f func(peer string, flow Flow), between func() bool) {
 	}
 }
 
-// Adopt takes over a flow of another engine, with its state, as if its last packet had just been
-// seen. It returns DropNone if the engine now has the flow; opened is false if it had the flow before,
-// and then nothing has changed. With any other Drop nothing has changed either: the rules do not
-// permit the flow, another flow has one of its tuples or its port, or there is no room. Adopt evicts
-// no flow.
+// Adopt takes over a flow of another engine, with its state, as if its last packet had just
+// arrived. It returns DropNone if the engine now has the flow; opened is false if the engine
+// already had it. Any other Drop means that the flow was not adopted: the rules do not permit
+// it, another flow has one of its tuples or its port, or there is no room. Adopt changes and
+// evicts no existing flow.
 func (e *Engine) Adopt(peer string, f Flow, now time.Duration) (opened bool, drop Drop) {
 	p := e.Peer(peer)
 	if p == nil {

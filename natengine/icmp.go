@@ -6,17 +6,18 @@ import (
 	"github.com/isthmus-net/isthmus/packet"
 )
 
-// An ICMP error is translated by the packet that it quotes. An inbound error quotes a packet of
-// ours and shows our end as the peer sees it; that is translated back. An outbound error quotes a
-// packet of the peer and is translated the other way. The outer header follows the quoted one. An
-// error opens, refreshes and ends no flow (RFC 4787, REQ-12; RFC 5508, REQ-4 to 6); type and code
-// stay.
+// An ICMP error is translated by the packet that it quotes. An inbound error quotes a packet
+// of ours, with our end as the peer sees it; the quote is translated back. An outbound error
+// quotes a packet of the peer and is translated in the opposite direction. The outer header is
+// translated to match the quote. An error opens, refreshes and ends no flow (RFC 4787, REQ-12;
+// RFC 5508, REQ-4 to 6). Its type and code do not change.
 //
 //	inbound    peer's router ─► mapped   quoting  mapped ─► remote      mapped becomes local, twice
-//	outbound   our router ─► remote      quoting  remote ─► local       local becomes mapped; our router what it can be
+//	outbound   our router ─► remote      quoting  remote ─► local       local becomes mapped; our router: see outboundError
 
-// quote reads and checks the quoted packet. It drops a redirect, as Linux does
-// (nf_nat_icmp_reply_translation): the gateway that it names is no address of the other side.
+// quote parses and checks the quoted packet. It drops a redirect, as Linux does
+// (nf_nat_icmp_reply_translation), because the gateway that a redirect names is not an address
+// of the other side.
 func quote(v *packet.View, q *packet.Quote) Drop {
 	switch err := v.Quote(q); {
 	case errors.Is(err, packet.ErrICMPChecksum), errors.Is(err, packet.ErrHeaderChecksum):
@@ -27,8 +28,8 @@ func quote(v *packet.View, q *packet.Quote) Drop {
 	return DropNone
 }
 
-// quoteKey is the tuple of the quoted packet as direction dir matches it. ok is false when the
-// quote ends before the ports, without which no flow can be identified.
+// quoteKey returns the tuple of the quoted packet, as direction dir matches it. ok is false if
+// the quote ends before the ports, without which no flow can be identified.
 func quoteKey(q *packet.Quote, dir Direction, near, remote addr) (k key, ok bool) {
 	var nearPort, remotePort uint16
 	switch class := classOf(q.Proto(), q.Is4()); {
@@ -38,20 +39,20 @@ func quoteKey(q *packet.Quote, dir Direction, near, remote addr) (k key, ok bool
 		if !q.IsICMPQuery() {
 			return key{}, false
 		}
-		nearPort, remotePort = q.ICMPID(), queryPort(q.ICMPType(), 1-dir) // it went the other way
+		nearPort, remotePort = q.ICMPID(), queryPort(q.ICMPType(), 1-dir) // the quoted packet went the other way
 	case class != noPorts:
 		if !q.HasPorts() {
 			return key{}, false
 		}
 		nearPort, remotePort = q.SrcPort(), q.DstPort()
-		if dir == Outbound { // quotes a packet that came in: our end is its destination
+		if dir == Outbound { // the quoted packet was inbound: its destination is our end
 			nearPort, remotePort = remotePort, nearPort
 		}
 	}
 	return keyOf(dir, near, remote, q.Proto(), nearPort, remotePort), true
 }
 
-// quotedFlow is the flow that the quoted packet belongs to, whose ends are near and far.
+// quotedFlow returns the flow of the quoted packet, whose ends are near and far.
 func (c *translation) quotedFlow(q *packet.Quote, near, far addr) (match, bool) {
 	k, ok := quoteKey(q, c.dir, near, far)
 	if !ok {
@@ -60,8 +61,8 @@ func (c *translation) quotedFlow(q *packet.Quote, near, far addr) (match, bool) 
 	return c.find(&k)
 }
 
-// inboundError translates an error about a packet that we sent. Its outer source is an address of
-// the peer and stays.
+// inboundError translates an error about a packet that we sent. The outer source is an address
+// of the peer and does not change.
 func (c *translation) inboundError() Verdict {
 	v, r := c.v, c.r
 	var q packet.Quote
@@ -69,7 +70,7 @@ func (c *translation) inboundError() Verdict {
 		return c.refuse(drop)
 	}
 	near, to := addrOf(q.Src()), addrOf(q.Dst())
-	// An error goes to the sender of the quoted packet, and we sent that to this peer.
+	// An error goes to the sender of the quoted packet, and we sent that packet to this peer.
 	if known, _ := r.rule.isRemote(to); near != c.near || !known {
 		return c.refuse(DropICMPError)
 	}
@@ -103,10 +104,11 @@ func (c *translation) inboundError() Verdict {
 	return c.forward(local, samePort)
 }
 
-// outboundError translates an error about a packet that the peer sent. Its outer source shows who
-// reports: a pod has its address as the peer sees it, the end of the flow the address that the peer
-// used, the gateway itself the address under which the peer checks it, any other host the NAPT
-// address. None of them needs a flow, and a traceroute can tell them apart.
+// outboundError translates an error about a packet that the peer sent. The outer source
+// identifies the reporting host. A pod gets its address as the peer sees it, the end of the
+// flow gets the address that the peer used, and the gateway itself gets the address under
+// which the peer checks it. Any other host gets the NAPT address. None of these addresses
+// needs a flow, and a traceroute can distinguish them.
 func (c *translation) outboundError() Verdict {
 	r, src := c.r, c.near
 	var q packet.Quote

@@ -6,17 +6,17 @@ import (
 	"github.com/isthmus-net/isthmus/packet"
 )
 
-// Lookahead loads the flows of a batch of packets into the caches before the engine processes the
-// packets one by one. If there are more flows than the caches hold, each lookup waits for memory
-// twice, for its slot in the index and then for the entry. For a whole batch these waits overlap.
-// Verdicts do not depend on it.
+// Lookahead loads the flows of a batch of packets into the caches before the engine processes
+// the packets one by one. If there are more flows than the caches hold, each lookup waits for
+// memory twice: for its slot in the index and then for the entry. Lookahead overlaps these
+// waits for a whole batch. It does not affect verdicts.
 //
-// The gateway uses it for packets from the tunnel. Its reader of the TUN has no batch: it reads one
-// packet at a time into the same scratch, and bulk traffic arrives there as superpackets, of which
-// one lookup serves many segments.
+// The gateway uses it for packets from the tunnel. Its reader of the TUN device has no batch,
+// because it reads one packet at a time into the same buffer. Bulk traffic arrives there as
+// superpackets, so one lookup serves many segments.
 //
-// It is scratch for one goroutine; the zero value is ready. For each batch call Begin and, if that
-// returns true, Add with each packet and then Fetch.
+// A Lookahead is scratch for one goroutine; the zero value is ready to use. For each batch
+// call Begin. If that returns true, call Add with each packet and then Fetch.
 type Lookahead struct {
 	rules  *ruleTable
 	dir    Direction
@@ -24,8 +24,8 @@ type Lookahead struct {
 	wanted [lookaheadMax]wanted
 }
 
-// wanted is where the search for a flow begins and, after the slots are there, the entry in which
-// it will end.
+// wanted is one pending lookup. It records where the search begins and, once the slots are in
+// the cache, the entry where it will end.
 type wanted struct {
 	table *flowTable
 	slots *slots
@@ -35,17 +35,17 @@ type wanted struct {
 }
 
 const (
-	// lookaheadMax is the size of a batch of wireguard-go; packets beyond it are looked up without.
+	// lookaheadMax is the size of a batch of wireguard-go. Lookahead ignores packets beyond it.
 	lookaheadMax = 128
 
-	// lookaheadFrom is the number of flows from which Lookahead gains more than the 25 to 30 ns
-	// that it costs per packet: the entries and index are then several times a second-level cache
-	// of 1 MiB (BenchmarkNAPTHit, 2026-11).
+	// lookaheadFrom is the number of flows from which Lookahead saves more than the 25 to 30 ns
+	// that it costs per packet. The entries and the index are then several times larger than a
+	// second-level cache of 1 MiB (BenchmarkNAPTHit, 2026-11).
 	lookaheadFrom = 1 << 15
 )
 
-// Begin starts a batch of one direction. It reports false while there are too few flows for it to
-// be of use.
+// Begin starts a batch of one direction. It returns false if there are too few flows for
+// Lookahead to be of use.
 func (l *Lookahead) Begin(e *Engine, dir Direction) bool {
 	if e.total.Load() < lookaheadFrom {
 		return false
@@ -54,7 +54,7 @@ func (l *Lookahead) Begin(e *Engine, dir Direction) bool {
 	return true
 }
 
-// Add notes the flow that a packet will look up, if any. The packet must not be translated yet.
+// Add records the flow that packet v will look up, if any. v must not be translated yet.
 func (l *Lookahead) Add(v *packet.View) {
 	if l.n == len(l.wanted) || !v.HasPorts() {
 		return
@@ -82,8 +82,8 @@ func (l *Lookahead) Add(v *packet.View) {
 	}
 }
 
-// flowsOf finds the remote whose flows the tuple k may belong to. It is nil if there is none, or if
-// our end is mapped 1:1 and needs no flow.
+// flowsOf returns the remote whose flows may include tuple k. It returns nil if there is none,
+// or if our end is mapped 1:1 and needs no flow.
 func (t *ruleTable) flowsOf(k *key, is4 bool, dir Direction) *remote {
 	if is4 {
 		r := t.remotes4.lookup(uint32(k.remote.lo))
@@ -99,9 +99,9 @@ func (t *ruleTable) flowsOf(k *key, is4 bool, dir Direction) *remote {
 	return r
 }
 
-// Fetch loads the table entries for the added packets into the cache. The loads of one loop are
-// independent, so the processor overlaps as many as it can. Prefetch instructions instead of loads
-// were not faster.
+// Fetch loads the table entries for the added packets into the cache. The loads of one loop
+// are independent, so the processor overlaps as many as it can. Prefetch instructions were not
+// faster.
 func (l *Lookahead) Fetch() {
 	batch := l.wanted[:l.n]
 	for i := range batch {
@@ -116,12 +116,12 @@ func (l *Lookahead) Fetch() {
 			f.seq.Load()
 		}
 	}
-	clear(batch) // scratch must not keep the tables of a peer alive that is gone
+	clear(batch) // the scratch must not keep the tables of a removed peer alive
 	l.rules, l.n = nil, 0
 }
 
-// candidate returns the first entry in s whose hash has tag as its lower half, or nil. The upper
-// half has led to s.
+// candidate returns the first entry in s whose hash has tag as its lower half, or nil. The
+// upper bits of the hash have selected s.
 func (t *flowTable) candidate(s *slots, tag uint32) *entry {
 	for at := s.home(tag); ; at = s.after(at) {
 		slot := atomic.LoadUint64(&s.list[at])

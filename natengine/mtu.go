@@ -7,28 +7,29 @@ import (
 	"github.com/isthmus-net/isthmus/packet"
 )
 
-// path is what the engine knows about the path to one peer: how large a packet may be, and whether
-// another error about a larger one may be sent now.
+// path is the engine's knowledge of the path to one peer: the size of the largest packet, and
+// the allowance for ICMP errors about larger packets.
 type path struct {
 	mtu  atomic.Int32
-	next atomic.Int64 // time.Duration: when the allowance is full again
+	next atomic.Int64 // time at which the allowance is full again, as a time.Duration
 
 	told, silent, fragmented atomic.Uint64
 }
 
-// MTU is the largest IP packet in octets that may go to the peer: Peer.MTU of the rules in force, 0
-// for no bound. The engine does not enforce it: the caller knows the size of segments too; see
-// TooBig.
+// MTU returns the size in octets of the largest IP packet that may be sent to the peer. It is
+// Peer.MTU of the rules in force, 0 for no bound. The engine does not enforce it, because only
+// the caller knows the size of segments; see TooBig.
 func (p *PeerState) MTU() int { return int(p.path.mtu.Load()) }
 
 // CountFragmented counts a packet that the caller has cut into fragments because it was too big.
 func (p *PeerState) CountFragmented() { p.path.fragmented.Add(1) }
 
-// errorBurst is how many errors may be sent in one burst.
+// errorBurst is the maximum number of errors in one burst.
 const errorBurst = 100
 
-// mayTell takes one error from the peer's allowance (RFC 1812, section 4.3.2.8; RFC 4443, section
-// 2.4f): a token bucket of errorBurst, kept as the time until which it is spent.
+// mayTell takes one error from the peer's allowance and reports whether it may be sent (RFC
+// 1812, section 4.3.2.8; RFC 4443, section 2.4f). The allowance is a token bucket of size
+// errorBurst. It is stored as the time at which the bucket is full again.
 func (p *path) mayTell(now, interval time.Duration) bool {
 	for {
 		old := p.next.Load()
@@ -43,18 +44,21 @@ func (p *path) mayTell(now, interval time.Duration) bool {
 	}
 }
 
-// TooBig makes the ICMP error for the sender of v, a packet that Outbound has translated and that
-// exceeds mtu, the MTU of its peer: fragmentation needed or packet too big, with mtu as next-hop
-// MTU. It is written to buf, which has room for packet.MaxTooBig octets. It quotes the packet with
-// the source and port that its sender used, and its source is the packet's destination, an address
-// that every filter on the path back expects. The result is Forward for an error to send to the
-// link, and Deliver for one to the in-process endpoint. It is Discard if there is no error: none
-// may be sent about this packet (see packet.View.TooBig), Config.MaxErrorsPerSecond is reached, or
-// its sender is unknown, as for a fragment without ports behind the NAPT address. v is not changed;
-// the caller counts its drop.
+// TooBig makes the ICMP error for the sender of v: fragmentation needed or packet too big,
+// with mtu as next-hop MTU. v is a packet that Outbound has translated and that exceeds mtu,
+// the MTU of its peer. The error is written to buf, which has room for packet.MaxTooBig
+// octets. It quotes the packet with the source and port that its sender used. The source of
+// the error is the packet's destination, an address that every filter on the path back
+// expects.
 //
-// The error is made as the peer would make it, about the packet in the tunnel, and then translated
-// like any inbound error, so it opens, refreshes and ends no flow.
+// The action is Forward for an error to send to the link, and Deliver for one to the
+// in-process endpoint. It is Discard if there is no error. This happens if none may be sent
+// about this packet (see packet.View.TooBig), or if Config.MaxErrorsPerSecond is reached. It
+// also happens if the sender is unknown, as for a fragment without ports behind the NAPT
+// address. v is not changed, and the caller counts the drop of v.
+//
+// TooBig first makes the error as the peer would make it, about the packet in the tunnel. It
+// then translates it like any inbound error, so the error opens, refreshes and ends no flow.
 func (e *Engine) TooBig(v *packet.View, mtu int, buf []byte, now time.Duration) ([]byte, Action) {
 	n := v.TooBig(buf, mtu)
 	if n == 0 {
@@ -68,7 +72,8 @@ func (e *Engine) TooBig(v *packet.View, mtu int, buf []byte, now time.Duration) 
 	if w.Parse(buf[:n], packet.ChecksumComplete) != nil {
 		return nil, Discard
 	}
-	c := translation{e: e, v: &w, r: r, dir: Inbound, now: tickOf(now), near: destination(&w), far: source(&w), tr: &Trace{}} // traced, so that it counts nothing
+	// With a trace, inboundError counts nothing.
+	c := translation{e: e, v: &w, r: r, dir: Inbound, now: tickOf(now), near: destination(&w), far: source(&w), tr: &Trace{}}
 	verdict := c.inboundError()
 	if verdict.Action == Discard {
 		return nil, Discard

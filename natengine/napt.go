@@ -9,15 +9,15 @@ import (
 	"github.com/isthmus-net/isthmus/packet"
 )
 
-// portClass is a port space at the NAPT address: that of protocols whose ports or identifiers NAPT
-// may change.
+// portClass is a port space at the NAPT address. TCP ports, UDP ports and ICMP identifiers are
+// allocated independently of each other.
 type portClass uint8
 
 const (
 	tcpPorts portClass = iota
 	udpPorts
 	icmpIDs
-	noPorts // any other protocol: distinguished only by the remote address
+	noPorts // any other protocol; only the remote address distinguishes its flows
 )
 
 func classOf(proto uint8, is4 bool) portClass {
@@ -32,10 +32,10 @@ func classOf(proto uint8, is4 bool) portClass {
 	return noPorts
 }
 
-// napt allocates ports at the NAPT addresses of one peer. The mapping is endpoint-independent (RFC
-// 4787, REQ-1; RFC 5382, REQ-1; RFC 5508, REQ-1): one inside address and port has one outside port
-// towards all addresses of the peer, for as long as any of its flows lives. No two mappings share a
-// port of a class (REQ-3). Used with the table's mutex.
+// napt allocates ports at the NAPT addresses of one peer. The mapping is endpoint-independent
+// (RFC 4787, REQ-1; RFC 5382, REQ-1; RFC 5508, REQ-1): one inside address and port has one
+// outside port towards all addresses of the peer, for as long as any of its flows lives. No
+// two mappings of a class share a port (RFC 4787, REQ-3). The table's mutex guards all fields.
 type napt struct {
 	seed     maphash.Seed
 	mappings pool[mapping]
@@ -43,15 +43,15 @@ type napt struct {
 	live     int
 	free     uint32
 	random   bool                 // Config.RandomPorts
-	ports    [2][noPorts]*portSet // by family and class, made when first needed
+	ports    [2][noPorts]*portSet // by family and class; allocated on first use
 }
 
-// A mapping is the port that an inside host and port have at the NAPT address.
+// A mapping is the port at the NAPT address that belongs to one inside host and port.
 type mapping struct {
-	host         uint32 // in flowTable.hosts; it has a flow as long as the mapping has one
+	host         uint32 // number in flowTable.hosts; the host has a flow as long as the mapping has one
 	port, mapped uint16
-	use          uint32 // number of flows that use it << 2 | class
-	next         uint32 // in its chain, or in the free list
+	use          uint32 // number of flows that use the mapping << 2 | class
+	next         uint32 // next number in the chain or in the free list
 }
 
 func (m *mapping) class() portClass { return portClass(m.use & 3) }
@@ -70,7 +70,7 @@ func (n *napt) hash(number uint32) uint64 {
 
 func (n *napt) next(number uint32) *uint32 { return &n.mappings.at(number).next }
 
-// find returns the number of the mapping of an inside end, 0 when there is none.
+// find returns the number of the mapping of an inside host and port, or 0 if there is none.
 func (n *napt) find(host uint32, port uint16, class portClass) uint32 {
 	i := n.chains.first(n.hashOf(host, port, class))
 	for i != 0 {
@@ -83,8 +83,8 @@ func (n *napt) find(host uint32, port uint16, class portClass) uint32 {
 	return i
 }
 
-// hold returns the port of an inside end at the NAPT address, and maps one if it has none. One more
-// flow uses it from now on. ok is false when no port is free.
+// hold adds a flow to the mapping of an inside host and port, and returns the mapped port. It
+// makes the mapping if there is none. ok is false if no port is free.
 func (n *napt) hold(host uint32, port uint16, class portClass, family int) (mapped uint16, ok bool) {
 	if i := n.find(host, port, class); i != 0 {
 		m := n.mappings.at(i)
@@ -97,8 +97,8 @@ func (n *napt) hold(host uint32, port uint16, class portClass, family int) (mapp
 	return mapped, ok
 }
 
-// holdAt is hold for the given port at the NAPT address. It does nothing and reports false if the
-// inside end has another port, or another end has this one.
+// holdAt is hold for the given port at the NAPT address. It does nothing and returns false if
+// the inside host and port have another mapped port, or if another mapping has this port.
 func (n *napt) holdAt(host uint32, port uint16, class portClass, family int, mapped uint16) bool {
 	if i := n.find(host, port, class); i != 0 {
 		m := n.mappings.at(i)
@@ -115,7 +115,8 @@ func (n *napt) holdAt(host uint32, port uint16, class portClass, family int, map
 	return true
 }
 
-// add maps a free port to an inside end that has none, with one flow.
+// add maps an inside host and port, which have no mapping, to a free port. The mapping starts
+// with one flow.
 func (n *napt) add(host uint32, port uint16, class portClass, family int, mapped uint16) {
 	n.set(family, class).take(mapped)
 	i := n.free
@@ -129,7 +130,8 @@ func (n *napt) add(host uint32, port uint16, class portClass, family int, mapped
 	n.live++
 }
 
-// preview is hold without effect. If it picked a random port, hold will pick another one.
+// preview returns the result of hold without its effects. If the port is random, hold will
+// return another one.
 func (n *napt) preview(host uint32, port uint16, class portClass, family int) (mapped uint16, ok bool) {
 	if i := n.find(host, port, class); i != 0 {
 		return n.mappings.at(i).mapped, true
@@ -137,7 +139,8 @@ func (n *napt) preview(host uint32, port uint16, class portClass, family int) (m
 	return n.set(family, class).choose(port, class, n.random)
 }
 
-// release ends one flow's use of a mapping; with the last the port is free again.
+// release removes one flow from a mapping. When the last flow is removed, the port becomes
+// free.
 func (n *napt) release(host uint32, port uint16, class portClass, family int) {
 	number := n.find(host, port, class)
 	m := n.mappings.at(number)
@@ -171,13 +174,14 @@ func (n *napt) bytes() int {
 	return size
 }
 
-// portSet is a bit for each port in use, and their number by range and parity.
+// portSet is a bitmap of the ports in use. It also counts them by range and parity.
 type portSet struct {
 	taken [1 << 16 / 64]uint64
 	used  [2][2]uint32
 }
 
-// portRange is a range of ports. A mapped port stays in the range of the inside port if it can.
+// portRange is a range of ports. A mapped port stays in the range of the inside port if
+// possible.
 type portRange uint8
 
 const (
@@ -206,7 +210,7 @@ func (s *portSet) give(p uint16) {
 	s.used[rangeOf(p)][p%2]--
 }
 
-// inUse is the number of ports in use.
+// inUse returns the number of ports in use.
 func (s *portSet) inUse() int {
 	if s == nil {
 		return 0
@@ -214,7 +218,8 @@ func (s *portSet) inUse() int {
 	return int(s.used[wellKnown][0] + s.used[wellKnown][1] + s.used[user][0] + s.used[user][1])
 }
 
-// limit is the number of ports that a class has: port 0 of TCP and UDP is not given out.
+// limit returns the number of ports that a class has. Port 0 of TCP and UDP is never
+// allocated.
 func (c portClass) limit() int {
 	if c == icmpIDs {
 		return 1 << 16
@@ -222,11 +227,12 @@ func (c portClass) limit() int {
 	return 1<<16 - 1
 }
 
-// choose picks a free port: the same if it is free and random does not forbid it, else a random one
-// of the same range, 0-1023 or 1024-65535, and of the same parity if there is one (RFC 4787,
-// REQ-3a, 3b and 4; RFC 6056; RFC 7857, section 9). When the well-known range is full, a well-known
-// port gets a user port. The reverse never happens: some servers take a well-known source port for
-// a sign of a privileged process. Identifiers of ICMP queries have neither range nor parity.
+// choose picks a free port. Unless random is set, it picks want if that is free. Otherwise it
+// picks a random port of the same range, 0-1023 or 1024-65535, and if possible of the same
+// parity (RFC 4787, REQ-3a, 3b and 4; RFC 6056; RFC 7857, section 9). If the well-known range
+// is full, a well-known port gets a user port. The reverse never happens, because some servers
+// trust a well-known source port as that of a privileged process. Identifiers of ICMP queries
+// have neither range nor parity.
 func (s *portSet) choose(want uint16, class portClass, random bool) (port uint16, ok bool) {
 	if !random && !s.has(want) && (want != 0 || class == icmpIDs) {
 		return want, true
@@ -242,11 +248,13 @@ func (s *portSet) choose(want uint16, class portClass, random bool) (port uint16
 	return s.inRange(user, want%2)
 }
 
-// portCount is the number of ports in each range that TCP and UDP may have, even and odd ones.
+// portCount is the number of ports that TCP and UDP may use, by range and by parity (even,
+// odd).
 var portCount = [2][2]uint32{{511, 512}, {32256, 32256}}
 
-// inRange picks a random free port of a range, of the wanted parity if there is one. It scans only
-// if the counts show a free port, so a flood of new flows costs little when all ports are taken.
+// inRange picks a random free port of a range, of the wanted parity if possible. It scans only
+// if the counts show a free port, so a flood of new flows costs little when all ports are
+// taken.
 func (s *portSet) inRange(r portRange, parity uint16) (port uint16, ok bool) {
 	first, last := uint32(1), uint32(firstUserPort-1)
 	if r == user {
@@ -260,14 +268,14 @@ func (s *portSet) inRange(r portRange, parity uint16) (port uint16, ok bool) {
 	return 0, false
 }
 
-// Masks of the ports that are looked for among 64 whose first is even.
+// Masks that select ports in a word of 64 ports, the first of which is even.
 const (
 	evenPorts uint64 = 0x5555_5555_5555_5555
 	allPorts  uint64 = 1<<64 - 1
 )
 
-// random returns the first free port of mask at or after a random place in [first, last], and goes
-// on from first if there is none.
+// random returns the first free port that mask selects, from a random port in [first, last]
+// onwards. The search wraps around from last to first.
 func (s *portSet) random(first, last uint32, mask uint64) (uint16, bool) {
 	start := first + rand.Uint32N(last-first+1)
 	if p, ok := s.scan(start, last, mask); ok {
@@ -279,7 +287,7 @@ func (s *portSet) random(first, last uint32, mask uint64) (uint16, bool) {
 	return s.scan(first, start-1, mask)
 }
 
-// scan returns the first free port of mask in [first, last].
+// scan returns the first free port in [first, last] that mask selects.
 func (s *portSet) scan(first, last uint32, mask uint64) (uint16, bool) {
 	for at := first; at <= last; at = at&^63 + 64 {
 		if free := (^s.taken[at/64] & mask) >> (at % 64); free != 0 {

@@ -6,20 +6,20 @@ import (
 	"github.com/isthmus-net/isthmus/packet"
 )
 
-// opening is a flow that a packet begins.
+// opening is the work of opening one flow.
 type opening struct {
 	*translation
 	kind          flowKind
 	class         portClass
-	k             *key // the packet's
-	other         addr // what our end becomes
-	local, mapped addr // our ends of the flow
-	owner         addr // the host that it counts for
+	k             *key // of the packet that begins the flow
+	other         addr // address that replaces our end
+	local, mapped addr // our two addresses of the flow
+	owner         addr // the host that the flow counts for
 	room          room
 }
 
-// open adds the flow that the packet begins: k is its tuple and other what our end becomes. It
-// returns the flow, which another packet may have opened in the meantime.
+// open adds the flow that the packet begins. k is the packet's tuple, and other replaces our
+// end. If another packet has opened the flow in the meantime, open returns that flow.
 func (c *translation) open(kind flowKind, k *key, other addr) (match, Drop) {
 	o := opening{
 		translation: c, kind: kind, class: classOf(protoOf(k.word), k.near.is4()), k: k, other: other, local: k.near, mapped: other, owner: k.near,
@@ -42,8 +42,8 @@ func (c *translation) open(kind flowKind, k *key, other addr) (match, Drop) {
 	return f, drop
 }
 
-// enter adds the flow, which total already counts, to the table. opened is false when the flow
-// existed. When only another peer can make room, enter undoes its work and returns
+// enter adds the flow to the table; Engine.total already counts it. opened is false if the
+// flow existed. If only another peer can make room, enter undoes its work and returns
 // DropFlowTableFull.
 func (o *opening) enter() (f match, opened bool, drop Drop) {
 	r, t := o.r.rule, &o.r.peer.flows
@@ -53,19 +53,20 @@ func (o *opening) enter() (f match, opened bool, drop Drop) {
 		return f, false, DropNoFlow // the rules have just changed
 	}
 	room := o.room
-	var late []uint32 // expired flows, which only a trace leaves in the table
+	var late []uint32 // expired flows in the way, which a trace leaves in the table
 	if f, ok := t.find(o.dir, o.k); ok {
 		if !f.expired(&o.e.lifetimes, o.now) {
 			o.tr.known(&f)
 			return f, false, DropNone
 		}
-		room = roomFree // the place of the expired flow
+		room = roomFree // the flow replaces the expired one
 		late = o.expire(&f, late)
 	}
 	port := o.k.nearPort(o.dir)
 	if o.kind == endpointFlow || o.class == noPorts {
-		// The other tuple could be taken: by a flow that the endpoint itself began, or behind the
-		// NAPT address by another host that uses the same protocol towards the same remote address.
+		// Another flow may have the tuple of the replies: a flow that the endpoint itself began,
+		// or behind the NAPT address the flow of another host that uses the same protocol
+		// towards the same remote address.
 		back := keyOf(1-o.dir, o.other, o.far, protoOf(o.k.word), port, o.k.remotePort())
 		if f, ok := t.find(1-o.dir, &back); ok {
 			if !f.expired(&o.e.lifetimes, o.now) {
@@ -87,8 +88,8 @@ func (o *opening) enter() (f match, opened bool, drop Drop) {
 	h := hosts.hold(o.owner)
 	family, mappedPort := o.local.family(), port
 	hasPort := o.kind == naptFlow && o.class != noPorts
-	// Each eviction also frees the entry that the flow needs. The host's own flow is evicted first, so
-	// that a host at its bound takes no port from others.
+	// Each eviction also frees an entry for the new flow. The host's own flow is evicted first,
+	// so that a host at its bound takes no port from other hosts.
 	evicted := false
 	if hosts.at(h).flows > hosts.quota {
 		if evicted = t.evict(hosts.at(h)); !evicted {
@@ -99,7 +100,7 @@ func (o *opening) enter() (f match, opened bool, drop Drop) {
 	if hasPort {
 		var ok bool
 		mappedPort, ok = t.napt.hold(h, port, o.class, family)
-		for n := 0; n < evictSteps && !ok && t.evictPort(o.class, family, port); n++ { // flows may share a port
+		for n := 0; n < evictSteps && !ok && t.evictPort(o.class, family, port); n++ { // flows may share a port, so try again
 			evicted = true
 			mappedPort, ok = t.napt.hold(h, port, o.class, family)
 		}
@@ -125,8 +126,8 @@ func (o *opening) enter() (f match, opened bool, drop Drop) {
 	return f, true, DropNone
 }
 
-// expire removes an expired flow that is in the way. A trace leaves it in the table and adds it to
-// late.
+// expire removes an expired flow that has a tuple of the new flow. With a trace, it leaves the
+// expired flow in the table and adds it to late.
 func (o *opening) expire(f *match, late []uint32) []uint32 {
 	if o.tr == nil {
 		t := &o.r.peer.flows
@@ -135,14 +136,15 @@ func (o *opening) expire(f *match, late []uint32) []uint32 {
 		return nil
 	}
 	if slices.Contains(late, f.index) {
-		return late // it is in the way with both tuples
+		return late // both of its tuples are in the way
 	}
 	return append(late, f.index)
 }
 
-// begins returns DropNone for a packet that may open a flow: a TCP segment without RST (also in
-// mid-connection, so that connections survive the loss of the table when their port can be kept),
-// an ICMP request, anything of other protocols. flowOut demands more of mapped endpoints.
+// begins returns DropNone for a packet that may open a flow: a TCP segment without RST, an
+// ICMP request, or any packet of another protocol. A TCP segment in mid-connection may open
+// one, so that connections survive the loss of the table if their port can be kept. flowOut
+// demands more of mapped endpoints.
 func begins(v *packet.View) Drop {
 	switch classOf(v.Proto(), v.Is4()) {
 	case tcpPorts:

@@ -5,15 +5,15 @@ import (
 	"sync/atomic"
 )
 
-// PeerState is the engine's state of one peer: flows, held fragments and counters. There is one per
-// peer ID, and it stays the same across rule changes until the peer is gone. All methods may be
+// PeerState is the engine's state of one peer: flows, held fragments and counters. There is
+// one per peer ID. It survives rule changes until the peer is removed. All methods may be
 // called concurrently.
 type PeerState struct {
 	id    string
 	down  atomic.Bool
 	path  path         // next to down, because the caller reads both for each packet
-	quota atomic.Int64 // bound for flows
-	rule  *rule        // the newest, which decides about new flows; with flows.mu
+	quota atomic.Int64 // maximum number of flows
+	rule  *rule        // the newest rule, which every new flow must satisfy; guarded by flows.mu
 
 	flows     flowTable
 	fragments [directions]fragmentStore
@@ -21,7 +21,8 @@ type PeerState struct {
 	traffic   [directions]traffic
 }
 
-// traffic has a cache line of its own, so that the two directions do not slow each other down.
+// traffic counts the forwarded packets of one direction. It has its own cache line, so that
+// the two directions do not slow each other down.
 type traffic struct {
 	_              [64]byte
 	packets, bytes atomic.Uint64
@@ -40,29 +41,30 @@ func newPeerState(id string, c *Config, seed maphash.Seed, total *atomic.Int64) 
 	return p
 }
 
-// ID is the peer's cluster ID.
+// ID returns the peer's cluster ID.
 func (p *PeerState) ID() string { return p.id }
 
-// Drops is the number of packets dropped for one reason since the peer is known.
+// Drops returns the number of packets that were dropped for reason d since the peer was added.
 func (p *PeerState) Drops(dir Direction, d Drop) uint64 { return p.drops[dir][d].Load() }
 
-// CountTraffic adds packets that were forwarded, and their octets without tunnel overhead; once for
-// a batch.
+// CountTraffic adds forwarded packets, and their octets without tunnel overhead, to the
+// counters. The caller calls it once per batch.
 func (p *PeerState) CountTraffic(dir Direction, packets, bytes int) {
 	t := &p.traffic[dir]
 	t.packets.Add(uint64(packets))
 	t.bytes.Add(uint64(bytes))
 }
 
-// Traffic is the sum of all calls of CountTraffic.
+// Traffic returns the sums over all calls of CountTraffic.
 func (p *PeerState) Traffic(dir Direction) (packets, bytes uint64) {
 	t := &p.traffic[dir]
 	return t.packets.Load(), t.bytes.Load()
 }
 
-// SetDown records whether the peer has been without a WireGuard session for too long. The engine
-// translates all the same; the caller then counts DropPeerDown instead of sending the packet.
+// SetDown records whether the peer has been without a WireGuard session for too long. The
+// engine still translates packets to a peer that is down; the caller counts DropPeerDown
+// instead of sending them.
 func (p *PeerState) SetDown(down bool) { p.down.Store(down) }
 
-// Down returns the last value given to SetDown.
+// Down returns the last value that was passed to SetDown.
 func (p *PeerState) Down() bool { return p.down.Load() }

@@ -7,9 +7,9 @@ import (
 	"unsafe"
 )
 
-// hostTable counts the flows of each host of one peer and remembers which of them may be evicted:
-// the hosts inside for NAPT flows, those of the peer for flows to mapped endpoints. A host is known
-// as long as it has a flow. Used with the flow table's mutex.
+// hostTable counts the flows of each host of one peer and orders them for eviction. The table
+// of naptFlow has our hosts, the table of endpointFlow has the peer's. A host is in the table
+// as long as it has a flow. The flow table's mutex guards all fields.
 type hostTable struct {
 	flows   *flowTable
 	kind    flowKind
@@ -18,18 +18,18 @@ type hostTable struct {
 	chains  chains
 	live    int
 	free    uint32
-	quota   uint32 // flows that a host may have
+	quota   uint32 // maximum number of flows of a host
 	full    int    // hosts at the quota, among those with numbers up to counted
-	counted uint32 // all, unless the quota has just changed: see setHostQuota
+	counted uint32 // maximal, unless the quota has just changed; see setHostQuota
 }
 
 // A host keeps its flows in a list: first those in the eviction queue, oldest first, then the
-// others. Its address is read from any of them.
+// others. The host's address is not stored, but read from the first flow.
 type host struct {
 	flows  uint32
-	head   uint32 // first of the list; the link before it leads to the last
-	queued uint32 // last of those in the queue, 0 for none
-	next   uint32 // in its chain, or in the free list
+	head   uint32 // first flow of the list; its link prev leads to the last flow
+	queued uint32 // last flow in the eviction queue, 0 for none
+	next   uint32 // next number in the chain or in the free list
 }
 
 func (t *hostTable) at(number uint32) *host     { return t.hosts.at(number) }
@@ -54,7 +54,7 @@ func (e *entry) owner(kind flowKind) addr {
 	return addr{of[0].Load(), of[1].Load()}
 }
 
-// find returns the number of a host, 0 when it has no flow.
+// find returns the number of the host with address a, or 0 if it has no flow.
 func (t *hostTable) find(a addr) uint32 {
 	i := t.chains.first(t.hashOf(a))
 	for i != 0 && t.addr(i) != a {
@@ -63,8 +63,8 @@ func (t *hostTable) find(a addr) uint32 {
 	return i
 }
 
-// hold counts one more flow of a host. The caller must check the quota, and enter the flow into the
-// host's list or release it before it looks for another host.
+// hold adds a flow to the count of a host. The caller must check the quota. Before it looks up
+// another host, it must enter the flow into the host's list or release it.
 func (t *hostTable) hold(a addr) (number uint32) {
 	if number = t.find(a); number == 0 {
 		if number = t.free; number != 0 {
@@ -82,7 +82,8 @@ func (t *hostTable) hold(a addr) (number uint32) {
 	return number
 }
 
-// release counts one flow less of the host with address a, whose list the flow has left.
+// release subtracts a flow from the count of the host with address a. The flow must already
+// have left the host's list.
 func (t *hostTable) release(number uint32, a addr) {
 	h := t.at(number)
 	if h.flows == t.quota && number <= t.counted {
@@ -99,8 +100,8 @@ func (t *hostTable) release(number uint32, a addr) {
 
 func (t *hostTable) link(i uint32) *link { return t.flows.link(i, queueOfHost) }
 
-// enter puts a flow into the list of its host: behind those in the eviction queue if it waits, else
-// at the end.
+// enter adds flow i to the list of its host. A flow that waits for eviction is added behind
+// the others in the eviction queue, any other flow at the end.
 func (t *hostTable) enter(h *host, i uint32, waits bool) {
 	l, number := t.link(i), i+1
 	after := h.queued
@@ -151,14 +152,16 @@ func (t *hostTable) leave(h *host, i uint32) {
 	t.link(l.next - 1).prev = l.prev
 }
 
-// setQuota takes effect for new flows. The caller must then call count until it returns false.
+// setQuota sets the quota for new flows. The caller must then call count until it returns
+// false.
 func (t *hostTable) setQuota(quota uint32) {
 	if quota != t.quota {
 		t.quota, t.full, t.counted = quota, 0, 0
 	}
 }
 
-// count counts some more hosts that setQuota left uncounted. It returns true if there are others.
+// count continues the count of hosts at the quota that setQuota has reset. It returns true if
+// hosts are left to count.
 func (t *hostTable) count() (more bool) {
 	for range hostsAtOnce {
 		if t.counted >= t.hosts.used {
@@ -172,17 +175,18 @@ func (t *hostTable) count() (more bool) {
 	return true
 }
 
-// hostsAtOnce is how many hosts are counted while new flows of the peer wait: 30 µs.
+// hostsAtOnce is the number of hosts that are counted while new flows of the peer wait: 30 µs.
 const hostsAtOnce = 1 << 13
 
 func (t *hostTable) bytes() int {
 	return t.hosts.bytes() + t.chains.bytes()
 }
 
-// A half-open flow is in two eviction queues, oldest first: one of its peer, shared by flows that
-// take ports of the same class and family, and one of its host. It enters both when it is opened,
-// or when a sweep finds it closed. It leaves them when it ends, or when a sweep or an eviction
-// finds that it is established. stateQueued: the flow is in its queues.
+// A half-open flow is in two eviction queues, each ordered by age. One is a queue of its peer,
+// with the flows that have ports of the same class, family and range. The other is the queue
+// of its host. A flow enters both queues when it is opened, or when a sweep finds it closed.
+// It leaves them when it ends, or when a sweep or an eviction finds it established. The bit
+// stateQueued is set while the flow is in its queues.
 const (
 	queueOfPeer = iota
 	queueOfHost
@@ -191,9 +195,9 @@ const (
 
 type queue struct{ head, tail uint32 }
 
-// The queues of a peer, for each family: one of ICMP queries, and one for each range of ports of
-// TCP and UDP at the NAPT address. A further one is for flows that take no port there. order tells
-// which of two flows has waited longer.
+// A peer has, for each family, one queue for ICMP queries, and one for each range of TCP ports
+// and of UDP ports at the NAPT address. One more queue is for flows without such a port. Of
+// two flows in different queues, order shows which has waited longer.
 const (
 	withoutPort   = 4 * int(noPorts)
 	waitingQueues = withoutPort + 1
@@ -206,12 +210,13 @@ const allWaiting waitingSet = 1<<waitingQueues - 1
 
 func waitingIn(class portClass, family int, r portRange) int {
 	if class == icmpIDs {
-		r = wellKnown // identifiers know no range
+		r = wellKnown // identifiers have no ranges
 	}
 	return (family*int(noPorts)+int(class))*2 + int(r)
 }
 
-// waitingFor returns the queues of flows whose ports an inside port can use: see portSet.choose.
+// waitingFor returns the queues of flows whose ports could be mapped to an inside port; see
+// portSet.choose.
 func waitingFor(class portClass, family int, port uint16) waitingSet {
 	set := waitingSet(1) << waitingIn(class, family, user)
 	if rangeOf(port) == wellKnown {
@@ -220,7 +225,7 @@ func waitingFor(class portClass, family int, port uint16) waitingSet {
 	return set
 }
 
-// queueFor returns the queue of an existing flow. With mu.
+// queueFor returns the peer's queue for an existing flow. The caller holds mu.
 func (t *flowTable) queueFor(e *entry, word uint64) *queue {
 	local := addr{e.near[Outbound][0].Load(), e.near[Outbound][1].Load()}
 	class := classOf(protoOf(word), local.is4())
@@ -230,8 +235,9 @@ func (t *flowTable) queueFor(e *entry, word uint64) *queue {
 	return &t.waiting[waitingIn(class, local.family(), rangeOf(uint16(word>>nearShift[Inbound])))]
 }
 
-// longest returns the index in heads of the flow that has waited longest, or -1 if all queues are
-// empty. Each of heads is the first flow of a queue, 0 if that is empty. With mu.
+// longest returns the index in heads of the flow that has waited longest, or -1 if all queues
+// are empty. Each element of heads is the first flow of a queue, or 0 if the queue is empty.
+// The caller holds mu.
 func (t *flowTable) longest(heads *[waitingQueues]uint32) int {
 	found := -1
 	for i, at := range heads {
@@ -242,8 +248,8 @@ func (t *flowTable) longest(heads *[waitingQueues]uint32) int {
 	return found
 }
 
-// heads returns the flow that has waited longest: of host h, or, if h is nil, in each queue of the
-// set. With mu.
+// heads returns the flow of host h that has waited longest. If h is nil, it returns the first
+// flow of each of the peer's queues in the set. The caller holds mu.
 func (t *flowTable) heads(h *host, of waitingSet) (heads [waitingQueues]uint32) {
 	if h != nil {
 		if h.queued != 0 {
@@ -263,14 +269,15 @@ type link struct{ prev, next uint32 }
 
 func (t *flowTable) link(i uint32, which int) *link { return &t.side(i).links[which] }
 
-// hostOf returns the host of a flow. With mu.
+// hostOf returns the host of a flow. The caller holds mu.
 func (t *flowTable) hostOf(i uint32, word uint64) (*hostTable, *host) {
 	hosts := &t.hosts[kindOf(word)]
 	return hosts, hosts.at(t.side(i).host)
 }
 
-// enqueue appends a flow to its two queues, in neither of which it may be. A new flow has
-// stateQueued set already, and enters the list of its host too. With mu.
+// enqueue appends a flow to its two queues; the flow must be in neither. If the flow is new,
+// stateQueued is already set, and enqueue also adds it to the list of its host. The caller
+// holds mu.
 func (t *flowTable) enqueue(i uint32, isNew bool) {
 	e := t.entry(i)
 	word := e.word.Load()
@@ -295,8 +302,8 @@ func (t *flowTable) enqueue(i uint32, isNew bool) {
 	}
 }
 
-// dequeue removes a flow from its queues, if it is there. If the flow ends, it leaves the list of
-// its host too. With mu.
+// dequeue removes a flow from its queues, if it is in them. If the flow ends, dequeue also
+// removes it from the list of its host. The caller holds mu.
 func (t *flowTable) dequeue(i uint32, ends bool) {
 	e := t.entry(i)
 	word := e.word.Load()
@@ -326,8 +333,8 @@ func (t *flowTable) dequeue(i uint32, ends bool) {
 	}
 }
 
-// requeue enqueues a flow that is half-open and dequeues one that is not, so that closed
-// connections may be evicted again. With mu.
+// requeue enqueues a flow that is half-open and dequeues one that is not. So closed
+// connections can be evicted again. The caller holds mu.
 func (t *flowTable) requeue(i uint32, word uint64) {
 	switch queued := word&stateQueued != 0; {
 	case halfOpen(word) && !queued:
@@ -337,15 +344,17 @@ func (t *flowTable) requeue(i uint32, word uint64) {
 	}
 }
 
-// evictSteps bounds the work of one eviction. Flows that were established after they were queued
-// are dequeued when an eviction meets them. Sweeps dequeue most of them, so few are left to meet.
+// evictSteps bounds the work of one eviction. An eviction may find queued flows that have
+// become established since; it dequeues these and continues. Sweeps dequeue most of them, so
+// few are left.
 const evictSteps = 32
 
-// evict removes the oldest half-open flow: of the peer, or of host h when it is not nil. With mu.
+// evict removes the oldest half-open flow of host h, or of the peer if h is nil. The caller
+// holds mu.
 func (t *flowTable) evict(h *host) bool { return t.evictFrom(h, allWaiting) }
 
-// evictPort removes the peer's oldest half-open flow whose port an inside port can use. The port is
-// then free, unless other flows share it. With mu.
+// evictPort removes the peer's oldest half-open flow whose port could be mapped to an inside
+// port. That port is then free, unless other flows share it. The caller holds mu.
 func (t *flowTable) evictPort(class portClass, family int, port uint16) bool {
 	return t.evictFrom(nil, waitingFor(class, family, port))
 }
@@ -368,7 +377,8 @@ func (t *flowTable) evictFrom(h *host, of waitingSet) bool {
 	return false
 }
 
-// evictable reports whether evictFrom would find a flow if the flows of late were gone. With mu.
+// evictable reports whether evictFrom would find a flow if the flows in late were already
+// removed. The caller holds mu.
 func (t *flowTable) evictable(h *host, of waitingSet, late []uint32) bool {
 	which := queueOfPeer
 	if h != nil {
@@ -393,8 +403,8 @@ func (t *flowTable) evictable(h *host, of waitingSet, late []uint32) bool {
 	return false
 }
 
-// quotas returns how many flows each of n peers is guaranteed, and how many a peer and a host may
-// have.
+// quotas returns the number of flows that each of n peers is guaranteed, and the maximum
+// numbers of flows of a peer and of a host.
 func (c *Config) quotas(n int) (share, peer, host int) {
 	share = max(c.MaxFlows/max(n, 1), 1)
 	peer = share
@@ -408,24 +418,24 @@ func (c *Config) quotas(n int) (share, peer, host int) {
 	return share, peer, min(host, peer)
 }
 
-// Bounds of the default for MaxFlowsPerHost. The upper one is a quarter of the ports of a protocol,
-// so that no host can take all ports.
+// Bounds of the default for MaxFlowsPerHost. The upper bound is a quarter of the ports of a
+// protocol, so that no host can take all ports.
 const (
 	minHostQuota = 1 << 10
 	maxHostQuota = 1 << 14
 )
 
-// room says where the place of a new flow comes from.
+// room is the way to get an entry for a new flow.
 type room uint8
 
 const (
-	roomFree      room = iota // MaxFlows is not reached
-	roomElsewhere             // from a peer that has more than its equal share of MaxFlows
-	roomOwn                   // from the peer itself
+	roomFree      room = iota // MaxFlows is not reached: no eviction is needed
+	roomElsewhere             // evict a flow of a peer that has more than its equal share of MaxFlows
+	roomOwn                   // evict a flow of the same peer
 )
 
-// reserve counts a new flow of p against MaxFlows; the caller must undo that if the flow is not
-// opened. With dry it counts nothing.
+// reserve counts a new flow of p against MaxFlows. The caller must undo the count if the flow
+// is not opened. If dry is set, reserve counts nothing.
 func (e *Engine) reserve(p *PeerState, dry bool) room {
 	n := e.total.Load() + 1
 	if !dry {
@@ -440,12 +450,13 @@ func (e *Engine) reserve(p *PeerState, dry bool) room {
 	return roomOwn
 }
 
-// displace ends a half-open flow of a peer above its share in favour of p, which is below. With dry
-// it ends nothing. The caller holds no mu, because displace takes that of another peer.
+// displace ends a half-open flow of a peer above its share in favour of p, which is below its
+// share. If dry is set, it only reports whether there is such a flow. The caller must hold no
+// peer's mu, because displace locks the mu of another peer.
 func (e *Engine) displace(p *PeerState, dry bool) bool {
 	share := e.share.Load()
 	rules := e.rules.Load().rules
-	// A flood goes on for a while, so the peer that gave way last comes first.
+	// A flood usually continues, so the peer that yielded last is tried first.
 	first := int(e.yielded.Load())
 	for i := range rules {
 		at := (first + i) % len(rules)
@@ -459,8 +470,8 @@ func (e *Engine) displace(p *PeerState, dry bool) bool {
 	return false
 }
 
-// yield ends the oldest half-open flow in favour of another peer. With dry it only reports whether
-// there is one.
+// yield ends the oldest half-open flow in favour of another peer. If dry is set, it only
+// reports whether there is such a flow.
 func (t *flowTable) yield(dry bool) bool {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -470,9 +481,9 @@ func (t *flowTable) yield(dry bool) bool {
 	return t.evict(nil)
 }
 
-// setHostQuota takes effect at once. Before it returns, it counts the hosts that have reached the
-// quota, some at a time, because new flows need the lock. between is called after each step,
-// without the lock.
+// setHostQuota sets the quota of hosts, with immediate effect. Before it returns, it counts
+// the hosts that have reached the quota. It does so in steps, because new flows need the lock.
+// between is called after each step, without the lock.
 func (p *PeerState) setHostQuota(quota uint32, between func()) {
 	t := &p.flows
 	for kind := range t.hosts {

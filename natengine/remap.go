@@ -9,7 +9,7 @@ import (
 // bits stay. It is netfilter's NETMAP. From and To may be equal (identity).
 type Remap struct{ From, To netip.Prefix }
 
-// Map translates addr; false when addr is outside From or the remap is not well formed.
+// Map translates a. It returns false if a is outside From or r is not well formed.
 func (r Remap) Map(a netip.Addr) (netip.Addr, bool) {
 	if r.check() != nil || !r.From.Contains(a) {
 		return netip.Addr{}, false
@@ -17,10 +17,10 @@ func (r Remap) Map(a netip.Addr) (netip.Addr, bool) {
 	return prefixOf(r.To).move(addrOf(a)).netip(), true
 }
 
-// Reverse is the translation that undoes r.
+// Reverse returns the translation that undoes r.
 func (r Remap) Reverse() Remap { return Remap{From: r.To, To: r.From} }
 
-// String is the remap in words, "10.244.0.0/16 -> 10.246.0.0/16".
+// String returns the remap as text, such as "10.244.0.0/16 -> 10.246.0.0/16".
 func (r Remap) String() string { return r.From.String() + " -> " + r.To.String() }
 
 func (r Remap) check() error {
@@ -37,9 +37,9 @@ func (r Remap) check() error {
 	return nil
 }
 
-// Endpoint is one entry of a Liqo NatMapping (docs/liqo-v0.md, section 6.3): an address of our side
-// and the address out of Peer.External under which the peer reaches it.
+// Endpoint is one entry of a Liqo NatMapping (docs/liqo-v0.md, section 6.3). Real is an
+// address of our side. Seen is the address in Peer.External under which the peer reaches it.
 type Endpoint struct{ Real, Seen netip.Addr }
 
-// String is the endpoint in words, as the peer's packets meet it.
+// String returns the endpoint as text, in the direction of the peer's packets.
 func (e Endpoint) String() string { return e.Seen.String() + " -> " + e.Real.String() }

@@ -9,32 +9,33 @@ import (
 	"github.com/gaissmai/bart"
 )
 
-// remotes6 finds the remote prefix of an IPv6 address. The networks of one length are a hash table,
-// which costs a load or two where a trie costs several. All clusters together use few lengths: the
-// commonest get tables. The rest, which only a hostile mixture of lengths makes large, is a trie.
-// Remote prefixes never overlap, so there is no longest match to look for.
+// remotes6 finds the remote of an IPv6 address. The networks of one prefix length are in one
+// hash table, which costs one or two loads where a trie costs several. All clusters together
+// use few lengths, so only the most common lengths have tables. The rest are in a trie, which
+// only a hostile mixture of lengths makes large. Remote prefixes never overlap, so no
+// longest-prefix match is needed.
 type remotes6 struct {
 	lengths []length6
 	rest    *bart.Fast[*remote] // nil when every length has a table
 }
 
-// maxLengths6 bounds how many tables a lookup reads before the trie.
+// maxLengths6 is the maximum number of tables that a lookup reads before the trie.
 const maxLengths6 = 4
 
-// length6 is the table of one length: open addressing, at most a quarter full.
+// length6 is the hash table of one prefix length: open addressing, at most a quarter full.
 type length6 struct {
 	mask  addr
-	seed  addr // random: with a known seed peers could choose networks that collide
+	seed  addr // random: if peers knew it, they could choose networks that collide
 	shift uint
 	slots []slot6
 }
 
 type slot6 struct {
 	net addr
-	r   *remote // nil: free
+	r   *remote // nil: the slot is free
 }
 
-// remote6 is an entry for newRemotes6.
+// remote6 is a network and its remote, for newRemotes6.
 type remote6 struct {
 	net netip.Prefix
 	r   *remote
@@ -57,7 +58,7 @@ func newRemotes6(all []remote6) (t remotes6) {
 	}
 	for i, n := range lengths {
 		if i < maxLengths6 {
-			size := bits.Len(uint(4*count[n] - 1)) // as a power of two
+			size := bits.Len(uint(4*count[n] - 1)) // log2 of the number of slots
 			l := length6{seed: addr{rand.Uint64(), rand.Uint64()}, shift: uint(64 - size), slots: make([]slot6, 1<<size)}
 			for _, p := range all {
 				if p.net.Bits() == n {
@@ -78,9 +79,10 @@ func newRemotes6(all []remote6) (t remotes6) {
 	return t
 }
 
-// slot returns where net is, or where it would be put.
+// slot returns the slot with net, or the free slot where net belongs.
 func (l *length6) slot(net addr) *slot6 {
-	// As wyhash does; after the first product alone networks in a row may still lie side by side.
+	// The hash is that of wyhash. After only one product, consecutive networks may still be in
+	// adjacent slots.
 	hi, lo := bits.Mul64(net.hi^l.seed.hi, net.lo^l.seed.lo)
 	hi, lo = bits.Mul64(hi^lo^l.seed.hi, 0x9e3779b97f4a7c15)
 	for i := (hi ^ lo) >> l.shift; ; i++ {
@@ -91,7 +93,7 @@ func (l *length6) slot(net addr) *slot6 {
 	}
 }
 
-// lookup returns the remote of an address, nil when no peer has it.
+// lookup returns the remote of an address, or nil if no peer has it.
 func (t *remotes6) lookup(a addr) *remote {
 	for i := range t.lengths {
 		l := &t.lengths[i]

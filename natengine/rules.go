@@ -13,33 +13,33 @@ import (
 	"github.com/isthmus-net/isthmus/packet"
 )
 
-// Peer holds the rules for one peer, in the notation of docs/liqo-v0.md (section 7) at cluster A
-// with peer B. Prefixes are masked and may be of either family.
+// Peer holds the rules for one peer. The notation is that of docs/liqo-v0.md, section 7: we
+// are cluster A, the peer is cluster B. Prefixes must be masked and may be of either family.
 type Peer struct {
 	ID             string
 	RemotePods     []netip.Prefix // Pb@A: destinations outbound, sources inbound
-	RemoteExternal []netip.Prefix // Xb@A: the same, but a packet from there begins no flow (7.3)
-	Pods           []Remap        // Pa -> Pa@B, at most one of each family; the network address of To is the NAPT address
+	RemoteExternal []netip.Prefix // Xb@A: like RemotePods, but packets from there open no flow (section 7.3)
+	Pods           []Remap        // Pa -> Pa@B, at most one per family; To's network address is the NAPT address
 	External       []netip.Prefix // Xa@B
 	Endpoints      []Endpoint     // the only mappings of addresses in External
-	MSS            uint16         // upper bound for the MSS of IPv4 SYNs both ways, IPv6 gets 20 less; 0 = leave alone
+	MSS            uint16         // upper bound for the MSS of IPv4 SYNs both ways, 20 less for IPv6; 0 = no bound
 	MTU            uint16         // largest IP packet towards the peer in octets, see PeerState.MTU; 0 = no bound
-	// Gateway is the address of the peer's gateway in RemoteExternal. Behind NAPT the peer cannot
-	// tell our nodes from our gateway, so only the in-process endpoint opens TCP connections there.
-	// Zero: anybody may.
+	// Gateway is the address of the peer's gateway in RemoteExternal. Behind NAPT the peer
+	// cannot distinguish our nodes from our gateway, so only the in-process endpoint may open
+	// TCP connections to this address. If Gateway is zero, every host may.
 	Gateway netip.Addr
 }
 
-// sameFlows reports whether p and q permit the same flows and translate fragments alike, whatever
-// their MSS and MTU.
+// sameFlows reports whether p and q permit the same flows and translate fragments alike. It
+// ignores the MSS and the MTU.
 func (p Peer) sameFlows(q Peer) bool {
 	return p.ID == q.ID && slices.Equal(p.RemotePods, q.RemotePods) &&
 		slices.Equal(p.RemoteExternal, q.RemoteExternal) && slices.Equal(p.Pods, q.Pods) &&
 		slices.Equal(p.External, q.External) && slices.Equal(p.Endpoints, q.Endpoints) && p.Gateway == q.Gateway
 }
 
-// ruleTable holds everything that decides about a packet. It never changes after it is published;
-// its successor shares the rules that stay.
+// ruleTable holds the rules in the form in which packets look them up. It is immutable once it
+// is published; the next table shares the unchanged rules with it.
 type ruleTable struct {
 	remotes4 remotes4
 	remotes6 remotes6
@@ -47,7 +47,7 @@ type ruleTable struct {
 	taken    *bart.Lite // remote prefixes of all peers
 }
 
-// remote finds the peer that has an address; nil when none has.
+// remote returns the entry of the network that contains a, or nil if no peer has that address.
 func (t *ruleTable) remote(a netip.Addr) *remote {
 	if a.Is4() {
 		a4 := a.As4()
@@ -56,22 +56,22 @@ func (t *ruleTable) remote(a netip.Addr) *remote {
 	return t.remotes6.lookup(addrOf(a))
 }
 
-// remote is the entry of the rule tables for an address of a peer: the destination outbound, the
-// source inbound. It copies what the fast path needs of the rule, so that for IPv4 it is in one
-// cache line.
+// remote is the rule tables' entry for the addresses of one peer. Lookups find it by the
+// destination outbound and by the source inbound. It copies the fields of the rule that the
+// fast path reads, so that for IPv4 they are in one cache line.
 type remote struct {
 	out, in   map4
 	mss       uint16
-	pods      bool // RemotePods, not RemoteExternal
-	guarded   bool // rule.guarded
+	pods      bool // the address is in RemotePods, not in RemoteExternal
+	guarded   bool // copy of rule.guarded
 	peer      *PeerState
 	rule      *rule
 	out6, in6 map6
-	_         [48]byte // pads to three cache lines, so that the allocator aligns it to one
+	_         [48]byte // pads the struct to three cache lines, so that the allocator aligns it to a cache line
 }
 
-// map4 is a 1:1 map of IPv4. A map that the fast path must not use matches no address: mask 0, from
-// 1.
+// map4 is a 1:1 map of IPv4. noMap4 matches no address, because its mask is 0 and its from is
+// 1; rules that the fast path must not apply have it.
 type map4 struct{ mask, from, to uint32 }
 
 var noMap4 = map4{from: 1}
@@ -80,20 +80,20 @@ var noMap4 = map4{from: 1}
 type rule struct {
 	peer      *PeerState
 	spec      Peer
-	self      [2]addr   // the in-process endpoint, never a pod, even inside a PodCIDR
+	self      [2]addr   // by family: the in-process endpoint, never a pod, even inside a PodCIDR
 	pods      [2]podMap // by family
 	external  []prefix
 	seen      map[addr]addr     // Endpoint.Seen -> Endpoint.Real
 	targets   map[addr]struct{} // Endpoint.Real
-	endpoints map[addr]struct{} // Endpoint.Real inside Pods.From: their packets may be replies, so flows come first; see turn
+	endpoints map[addr]struct{} // Endpoint.Real inside Pods.From: flows take precedence over the map; see turn
 	remotes   []remotePrefix
 	gateway   [2]addr // by family: Endpoint.Seen of the in-process endpoint
-	theirs    addr    // Peer.Gateway; zero: none
+	theirs    addr    // Peer.Gateway; zero if there is none
 
-	// guarded: a prefix reaches into special-purpose addresses (a /1 does) or contains the
-	// in-process endpoint, so each address must be checked.
+	// guarded means that each address must be checked, because a prefix overlaps
+	// special-purpose addresses (as a /1 does) or contains the in-process endpoint.
 	guarded bool
-	has6    bool // a remote prefix is of IPv6
+	has6    bool // the peer has an IPv6 network
 }
 
 type remotePrefix struct {
@@ -101,22 +101,23 @@ type remotePrefix struct {
 	pods bool
 }
 
-// podMap is the 1:1 map of one family and the NAPT address that it implies.
+// podMap is the 1:1 map of our pods for one family. It also determines the NAPT address.
 type podMap struct {
 	ok       bool
 	from, to prefix
 
-	// single: the prefix is one address, so the NAPT address is also the pod's. Flows come first
-	// then, and the map gets the packets that belong to none.
+	// single means that the prefix is one address, so the NAPT address is also the pod's. Flows
+	// then take precedence, and the map applies to packets without a flow.
 	single bool
 }
 
-// natAddr is where NAPT puts everything that is no pod: the network address of Pa@B
-// (docs/liqo-v0.md, section 7.2).
+// natAddr returns the NAPT address: the network address of Pa@B (docs/liqo-v0.md, section
+// 7.2). NAPT translates every source that is not a pod to this address.
 func (m *podMap) natAddr() addr { return m.to.net }
 
-// mapOut translates one of our pods to what the peer sees. The network address counts as no pod: as
-// a source it takes NAPT, because replies to it would look like replies to a NAPT flow.
+// mapOut returns the address under which the peer sees our pod a. The network address of the
+// prefix is not a pod: NAPT translates it, because replies to it would look like replies to a
+// NAPT flow.
 func (m *podMap) mapOut(a addr) (addr, bool) {
 	if !m.ok || !m.from.contains(a) || a == m.from.net && !m.single {
 		return addr{}, false
@@ -141,9 +142,10 @@ func (r *rule) isExternal(a addr) bool {
 	return false
 }
 
-// isRemote reports whether a is an address of the peer, and whether of one of its pods.
+// isRemote reports whether a is an address of the peer, and whether it is one of the peer's
+// pods.
 func (r *rule) isRemote(a addr) (remote, pods bool) {
-	for _, p := range r.remotes { // they overlap nothing
+	for _, p := range r.remotes { // the prefixes never overlap
 		if p.contains(a) {
 			return true, p.pods
 		}
@@ -151,13 +153,13 @@ func (r *rule) isRemote(a addr) (remote, pods bool) {
 	return false, false
 }
 
-// keeps reports whether to refuse a TCP connection to the peer's gateway because it is not from our
-// gateway: only a gateway may connect to a gateway.
+// keeps reports whether to refuse a TCP connection to the peer's gateway because it does not
+// come from our gateway. Only a gateway may connect to a gateway.
 func (r *rule) keeps(proto uint8, local, peer addr) bool {
 	return peer == r.theirs && proto == packet.TCP && local != r.self[local.family()]
 }
 
-// permits reports whether a flow could be opened under this rule.
+// permits reports whether r allows a flow of this kind, protocol and addresses.
 func (r *rule) permits(kind flowKind, proto uint8, local, mapped, peer addr) bool {
 	known, pods := r.isRemote(peer)
 	if !known {
@@ -172,8 +174,8 @@ func (r *rule) permits(kind flowKind, proto uint8, local, mapped, peer addr) boo
 	return m.ok && mapped == m.natAddr() && (!pod || local == r.self[local.family()]) && !r.keeps(proto, local, peer)
 }
 
-// compile makes the table for peers. state gives the PeerState of an ID. The error names every peer
-// and rule at fault.
+// compile builds the table for peers. state returns the PeerState of an ID. The error names
+// every peer and rule at fault.
 func compile(peers []Peer, self [2]addr, state func(id string) *PeerState) (*ruleTable, error) {
 	var errs []error
 	ids := map[string]bool{}
@@ -192,7 +194,7 @@ func compile(peers []Peer, self [2]addr, state func(id string) *PeerState) (*rul
 		ids[p.ID] = true
 		for _, remote := range slices.Concat(p.RemotePods, p.RemoteExternal) {
 			if checkPrefix(remote) != nil {
-				continue // reported above
+				continue // already reported by check
 			}
 			if t.taken.OverlapsPrefix(remote) {
 				errs = append(errs, fmt.Errorf("peer %s: remote network %v overlaps %s", p.ID, remote, owner(peers[:i+1], remote)))
@@ -217,7 +219,8 @@ func compile(peers []Peer, self [2]addr, state func(id string) *PeerState) (*rul
 	return t, nil
 }
 
-// owner names the network of peers that overlaps p, a network of the last of them.
+// owner returns the name of the first network in peers that overlaps p. p is a network of the
+// last peer.
 func owner(peers []Peer, p netip.Prefix) string {
 	for _, other := range peers {
 		for _, net := range slices.Concat(other.RemotePods, other.RemoteExternal) {
@@ -229,12 +232,12 @@ func owner(peers []Peer, p netip.Prefix) string {
 	return "another"
 }
 
-// find returns the index in t.rules of a peer's rule, or where it belongs.
+// find returns the index of a peer's rule in t.rules, or the index at which to insert it.
 func (t *ruleTable) find(id string) (at int, found bool) {
 	return slices.BinarySearchFunc(t.rules, id, func(r *rule, id string) int { return cmp.Compare(r.spec.ID, id) })
 }
 
-// specs returns the rules of all peers as with would leave them.
+// specs returns the rules of all peers after the change that with would make.
 func (t *ruleTable) specs(changed []Peer, gone []string) []Peer {
 	out := make(map[string]bool, len(changed)+len(gone))
 	for _, id := range gone {
@@ -252,10 +255,10 @@ func (t *ruleTable) specs(changed []Peer, gone []string) []Peer {
 	return append(all, changed...)
 }
 
-// with returns t with the rules of changed added or replaced and those of gone removed, as compile
-// would make it from all peers. Its cost depends only on the difference, apart from copies of
-// memory and the networks of IPv6. It returns nil where only compile can help: at an error, or when
-// remotes4 needs a new table.
+// with returns a copy of t with the rules of changed added or replaced and those of gone
+// removed. The copy equals the table that compile would build from all peers. The cost depends
+// only on the difference, apart from copied memory and the IPv6 networks. with returns nil if
+// the caller must compile: on an error, or if remotes4 needs a new table.
 func (t *ruleTable) with(changed []Peer, gone []string, self [2]addr, state func(id string) *PeerState) *ruleTable {
 	next := *t
 	var out []*rule
@@ -275,7 +278,7 @@ func (t *ruleTable) with(changed []Peer, gone []string, self [2]addr, state func
 		}
 		leave(changed[i].ID)
 	}
-	for _, r := range out { // first, because a network may move from one peer to another
+	for _, r := range out { // before networks are added, because one may move from one peer to another
 		for _, net := range r.remotePrefixes() {
 			next.taken = next.taken.DeletePersist(net)
 		}
@@ -334,7 +337,7 @@ func checkPrefix(p netip.Prefix) error {
 	return nil
 }
 
-// check lists the contradictions within one peer's rules.
+// check returns the contradictions within the rules of one peer.
 func (p Peer) check(self [2]addr) (errs []error) {
 	fail := func(format string, args ...any) { errs = append(errs, fmt.Errorf(format, args...)) }
 	for _, c := range []struct {
@@ -382,7 +385,7 @@ func (p Peer) check(self [2]addr) (errs []error) {
 		}
 		at[e.Seen] = e.Real
 	}
-	if p.MSS != 0 && p.MSS < 88 { // Linux does not go below either: TCP_MIN_MSS
+	if p.MSS != 0 && p.MSS < 88 { // the minimum of Linux, TCP_MIN_MSS
 		fail("MSS %d is too small", p.MSS)
 	}
 	return errs
@@ -445,12 +448,12 @@ func newRule(p Peer, peer *PeerState, self [2]addr) *rule {
 	return r
 }
 
-// remotePrefixes are the networks of the peer.
+// remotePrefixes returns the networks of the peer.
 func (r *rule) remotePrefixes() []netip.Prefix {
 	return slices.Concat(r.spec.RemotePods, r.spec.RemoteExternal)
 }
 
-// add4 adds the IPv4 networks of r. It reports whether r has networks of IPv6 too.
+// add4 adds the IPv4 networks of r. It reports whether r also has IPv6 networks.
 func (t *ruleTable) add4(r *rule) (six bool) {
 	r.each(func(net netip.Prefix, to *remote) {
 		if net.Addr().Is4() {
@@ -462,7 +465,7 @@ func (t *ruleTable) add4(r *rule) (six bool) {
 	return six
 }
 
-// add6 makes a new IPv6 table from all rules: its hash tables cannot grow.
+// add6 rebuilds the IPv6 table from all rules, because its hash tables cannot grow.
 func (t *ruleTable) add6() {
 	var six []remote6
 	for _, r := range t.rules {
@@ -477,11 +480,11 @@ func (t *ruleTable) add6() {
 	t.remotes6 = newRemotes6(six)
 }
 
-// each calls insert for each network of the peer, with the remote that its addresses get.
+// each calls insert for each network of the peer, with the entry for that network's addresses.
 func (r *rule) each(insert func(netip.Prefix, *remote)) {
 	base := remote{out: noMap4, in: noMap4, out6: noMap6, in6: noMap6, mss: r.spec.MSS, guarded: r.guarded, peer: r.peer, rule: r}
 	general := r.guarded || len(r.endpoints) > 0 // every packet takes the general path
-	if m := &r.pods[0]; m.ok && !general {       // a single address is its network address, which the fast path leaves out
+	if m := &r.pods[0]; m.ok && !general {       // a one-address prefix matches nothing: the fast path skips the network address
 		mask, from, to := uint32(m.from.mask.lo), uint32(m.from.net.lo), uint32(m.to.net.lo)
 		base.in, base.out = map4{mask, to, from}, map4{mask, from, to}
 	}

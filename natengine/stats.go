@@ -7,11 +7,12 @@ import (
 	"github.com/isthmus-net/isthmus/packet"
 )
 
-// Stats is a snapshot for metrics and status. Its numbers are not taken at one instant.
+// Stats is a snapshot for metrics and status. Its numbers are not all taken at the same
+// instant.
 type Stats struct {
 	Flows, MaxFlows int
 	Bytes           int         // memory of flow tables, NAPT mappings and held fragments
-	NoPeerDrops     [2][]uint64 // by direction and Drop: packets for which no peer was known
+	NoPeerDrops     [2][]uint64 // by direction and Drop: dropped packets of no known peer
 	Peers           []PeerStats // sorted by ID
 }
 
@@ -21,34 +22,37 @@ type PeerStats struct {
 	Down            bool
 	Flows, MaxFlows int
 	MaxFlowsPerHost int
-	HalfOpen        int // flows that may be evicted at the bound; counted by the last Sweep
-	Hosts           int // with a flow: inside ones behind the NAPT address, the peer's with flows to mapped endpoints
-	HostsAtQuota    int // those of them that have MaxFlowsPerHost
+	HalfOpen        int // half-open flows at the last Sweep; they may be evicted at a bound
+	Hosts           int // hosts with a flow: ours behind the NAPT address, the peer's with flows to mapped endpoints
+	HostsAtQuota    int // hosts that have reached MaxFlowsPerHost
 	Mappings        int // ports and ICMP ids in use at the NAPT addresses
 	Ports           [6]PortUse
-	FragmentSets    int // datagrams of which fragments are remembered, in both directions
-	FragmentBytes   int // octets held, in both directions
-	Bytes           int // memory
+	FragmentSets    int // incomplete datagrams, in both directions
+	FragmentBytes   int // octets of held fragments, in both directions
+	Bytes           int // octets of memory
 
-	MTU int // largest packet towards the peer, 0 for no bound
-	// Packets too big so far: answered by an ICMP error; not answered, to limit the rate of errors;
-	// cut into fragments.
-	Told, Silent, Fragmented          uint64
-	Created, Expired, Evicted, Purged uint64 // flows so far: opened; idle too long, or left for the pod's own address; half-open at the bound; not permitted by new rules
+	MTU int // largest packet towards the peer in octets, 0 for no bound
+	// Packets so far that were too big: answered by an ICMP error (Told), not answered because
+	// of the rate limit (Silent), and cut into fragments (Fragmented).
+	Told, Silent, Fragmented uint64
+	// Flows so far: opened; ended as FlowExpired or FlowReplaced; FlowEvicted; FlowPurged.
+	Created, Expired, Evicted, Purged uint64
 }
 
-// PortUse is how many of the ports, or ICMP ids, at a NAPT address are in use.
+// PortUse counts the ports, or ICMP identifiers, in use at a NAPT address.
 type PortUse struct {
 	Family, Protocol string // "ipv4" or "ipv6"; "tcp", "udp" or "icmp"
 	Used, Max        int
 }
 
-// PortLimits lists the protocols of PortUse with their Max alone; no family has more than another.
+// PortLimits returns a PortUse for each protocol, with only Protocol and Max set. The limits
+// are the same for both families.
 func PortLimits() []PortUse {
 	return []PortUse{{Protocol: "tcp", Max: tcpPorts.limit()}, {Protocol: "udp", Max: udpPorts.limit()}, {Protocol: "icmp", Max: icmpIDs.limit()}}
 }
 
-// portUse returns the use of ports of all families and classes. With the table's mutex.
+// portUse returns the use of ports of all families and classes. The caller holds the table's
+// mutex.
 func (n *napt) portUse() (uses [6]PortUse) {
 	for i := range uses {
 		family, class := i/int(noPorts), portClass(i%int(noPorts))
@@ -57,10 +61,10 @@ func (n *napt) portUse() (uses [6]PortUse) {
 	return uses
 }
 
-// Config is the configuration in force, with its defaults.
+// Config returns the configuration in force, including its defaults.
 func (e *Engine) Config() Config { return e.config }
 
-// Peers lists the peers in force, sorted by ID.
+// Peers returns the peers in force, sorted by ID.
 func (e *Engine) Peers() []*PeerState {
 	rules := e.rules.Load().rules
 	peers := make([]*PeerState, len(rules))
@@ -70,7 +74,7 @@ func (e *Engine) Peers() []*PeerState {
 	return peers
 }
 
-// Peer returns the peer in force with this ID, nil when there is none.
+// Peer returns the peer in force with this ID, or nil if there is none.
 func (e *Engine) Peer(id string) *PeerState {
 	t := e.rules.Load()
 	if at, found := t.find(id); found {
@@ -79,7 +83,7 @@ func (e *Engine) Peer(id string) *PeerState {
 	return nil
 }
 
-// NoPeerDrops counts packets for which no peer was known. It takes no lock.
+// NoPeerDrops returns the number of dropped packets of no known peer. It takes no lock.
 func (e *Engine) NoPeerDrops(dir Direction, d Drop) uint64 { return e.noPeer[dir][d].Load() }
 
 // Stats takes a snapshot. It holds each peer's lock for microseconds.
@@ -126,21 +130,21 @@ func (p *PeerState) Stats() PeerStats {
 	return s
 }
 
-// FlowInfo is one flow, for the status.
+// FlowInfo describes one flow, for the status.
 type FlowInfo struct {
 	Peer       string
 	Kind       string // "napt": opened from our side; "endpoint": opened by the peer
 	Proto      uint8
-	Query      uint8          // the type of the request of an ICMP query, 0 of other protocols
-	Local      netip.AddrPort // our end; its port is the identifier of an ICMP query, 0 of other protocols
-	Mapped     netip.AddrPort // our end as the peer knows it
-	Remote     netip.AddrPort // the peer's end as we know it; port 0 of an ICMP query
+	Query      uint8          // type of the request of an ICMP query, 0 for other protocols
+	Local      netip.AddrPort // our end; the port is the identifier of an ICMP query, 0 for protocols without ports
+	Mapped     netip.AddrPort // our end as the peer sees it
+	Remote     netip.AddrPort // the peer's end as we see it; the port is 0 for an ICMP query
 	State      string         // "half-open", "established", "closing"
-	Idle, Left time.Duration  // since its last packet, and until it ends, at the time of the last Sweep
+	Idle, Left time.Duration  // since the last packet and until the timeout, both at the time of the last Sweep
 }
 
-// Flows lists up to max flows, peer by peer, in no order within one. It takes no lock; a flow that
-// comes or goes at that moment may be missing.
+// Flows returns up to max flows, peer by peer, in no order within a peer. It takes no lock; a
+// flow that begins or ends at that moment may be missing.
 func (e *Engine) Flows(max int) []FlowInfo {
 	now := tick(e.swept.Load())
 	var flows []FlowInfo
@@ -164,7 +168,8 @@ func (e *Engine) Flows(max int) []FlowInfo {
 	return flows
 }
 
-// info is a consistent copy of a live entry.
+// info returns a consistent copy of the entry. It returns false for an entry that is not in
+// use or is being written.
 func (e *entry) info(l *lifetimes, now tick) (FlowInfo, bool) {
 	seq, word := e.seq.Load(), e.word.Load()
 	if word&stateLive == 0 || seq&1 != 0 {

@@ -9,14 +9,14 @@ import (
 	"github.com/isthmus-net/isthmus/packet"
 )
 
-// Tuple names the ends of a packet. Ports are 0 where there are none; of an ICMP query the
-// identifier is the port of our end.
+// Tuple holds both ends of a packet. Ports are 0 for protocols without ports. For an ICMP
+// query, the port of our end is the identifier.
 type Tuple struct {
 	Proto    uint8
 	Src, Dst netip.AddrPort
 }
 
-// String is the tuple as "udp 10.0.0.1:53 > 10.0.0.2:40000"; without ports where they are 0.
+// String returns the tuple as "udp 10.0.0.1:53 > 10.0.0.2:40000". It omits ports that are 0.
 func (t Tuple) String() string {
 	return protoName(t.Proto) + " " + endName(t.Src) + " > " + endName(t.Dst)
 }
@@ -44,10 +44,10 @@ func protoName(p uint8) string {
 	return fmt.Sprintf("proto %d", p)
 }
 
-// Trace says what the engine does with a packet and why, for people.
+// Trace describes the engine's decision about a packet and the reasons for it, for people.
 type Trace struct {
 	Direction Direction
-	Peer      string // "" when no peer has the address
+	Peer      string // "" if no peer has the address
 	Rule      string // "prefix map 10.244.0.0/16 -> 10.246.0.0/16"; "" if no rule was reached
 	Flow      string // "known", "new", or "" where no flow is needed
 	Before    Tuple
@@ -56,7 +56,7 @@ type Trace struct {
 	Drop      Drop
 }
 
-// String is the trace on one line per fact.
+// String returns the trace with one line per fact.
 func (t Trace) String() string {
 	var b strings.Builder
 	line := func(name, format string, args ...any) {
@@ -84,8 +84,9 @@ func (t Trace) String() string {
 }
 
 // Trace decides about a copy of the packet as Outbound or Inbound would, always on the general
-// path. It changes neither the packet nor a flow, a counter or a port. For a new NAPT flow whose
-// port cannot be kept, the port in After is only an example. Not for the head of a run.
+// path. It changes neither the packet nor a flow, a counter or a port. For a new NAPT flow
+// whose port cannot be kept, the port in After is only an example. v must not be the head of a
+// run.
 func (e *Engine) Trace(v *packet.View, dir Direction, now time.Duration) Trace {
 	tr := Trace{Direction: dir, Before: TupleOf(v, dir)}
 	tr.After = tr.Before
@@ -116,15 +117,15 @@ func (e *Engine) Trace(v *packet.View, dir Direction, now time.Duration) Trace {
 func TupleOf(v *packet.View, dir Direction) Tuple {
 	src, dst := v.SrcPort(), v.DstPort()
 	if dir == Outbound {
-		src += v.ICMPID() // at most one of them is not 0
+		src += v.ICMPID() // at most one of the two is not 0
 	} else {
 		dst += v.ICMPID()
 	}
 	return Tuple{v.Proto(), netip.AddrPortFrom(v.Src(), src), netip.AddrPortFrom(v.Dst(), dst)}
 }
 
-// The general path calls the methods below to record which rule it followed. They do nothing on
-// nil.
+// The general path calls the methods below to record the rule that it followed. They do
+// nothing on a nil Trace.
 
 func (t *Trace) prefixMap(r *rule, family int) {
 	if t != nil {
@@ -163,7 +164,8 @@ func (t *Trace) describe(kind flowKind, local, mapped addr) {
 	}
 }
 
-// preview is enter for a trace: it changes nothing and takes the flows in late for gone. With mu.
+// preview does for a trace what enter does, but changes nothing. It ignores the expired flows
+// in late. The caller holds mu.
 func (o *opening) preview(t *flowTable, room room, quota int64, late []uint32) (match, Drop) {
 	o.tr.Flow = "new"
 	o.tr.describe(o.kind, o.local, o.mapped)

@@ -2,21 +2,21 @@ package natengine
 
 import "github.com/isthmus-net/isthmus/packet"
 
-// translation is the work on one packet of the general path. It lives on the stack of outbound or
-// inbound.
+// translation holds the state of one packet on the general path. It lives on the stack of
+// outbound or inbound.
 type translation struct {
 	e    *Engine
 	v    *packet.View
-	r    *remote // of far; nil when no peer has it
+	r    *remote // the peer that far belongs to; nil if there is none
 	dir  Direction
 	now  tick
-	near addr   // our end of the packet as it came
+	near addr   // our end of the packet before translation
 	far  addr   // the peer's end
-	tr   *Trace // nil, or a trace: then v is a copy and nothing else may change
+	tr   *Trace // nil, or the trace to fill; then v is a copy, and nothing but v and tr may change
 }
 
-// outbound is the general path of a packet to the tunnel, r the remote of its destination or nil.
-// With a trace v has to be a copy, and nothing else changes.
+// outbound is the general path of a packet to the tunnel. r is the remote of its destination,
+// or nil. If tr is not nil, v must be a copy, and nothing but v and tr changes.
 func (e *Engine) outbound(v *packet.View, r *remote, now tick, tr *Trace) Verdict {
 	c := translation{e: e, v: v, r: r, dir: Outbound, now: now, near: source(v), far: destination(v), tr: tr}
 	src := c.near
@@ -50,9 +50,10 @@ func (e *Engine) outbound(v *packet.View, r *remote, now tick, tr *Trace) Verdic
 	return c.place(c.flowOut(m, seen))
 }
 
-// flowOut finds or opens the flow of an outbound packet. The reply of a mapped endpoint leaves from
-// the address that the peer used, a pod without a flow from seen, its address by the prefix map,
-// and everything else from the NAPT address. seen is zero if the source is no pod.
+// flowOut finds or opens the flow of an outbound packet and returns its new source. A reply of
+// a mapped endpoint gets the address that the peer used. A pod without a flow gets seen, its
+// address by the prefix map. Every other source gets the NAPT address. seen is zero if the
+// source is not a pod.
 func (c *translation) flowOut(m *podMap, seen addr) (to addr, port int, drop Drop) {
 	k, ok := c.key()
 	if ok {
@@ -64,7 +65,8 @@ func (c *translation) flowOut(m *podMap, seen addr) (to addr, port int, drop Dro
 		return addr{}, samePort, DropLocalSource
 	}
 	if seen != (addr{}) {
-		// Where the pod's own address is the NAPT address, a flow may have taken this very tuple.
+		// If the pod's address is also the NAPT address, a NAPT flow may already have this
+		// tuple.
 		if m.single && ok {
 			back := keyOf(Inbound, seen, c.far, c.v.Proto(), k.nearPort(Outbound), k.remotePort())
 			if f, ok := c.r.peer.flows.find(Inbound, &back); ok && !f.expired(&c.e.lifetimes, c.now) {
@@ -75,10 +77,10 @@ func (c *translation) flowOut(m *podMap, seen addr) (to addr, port int, drop Dro
 		return seen, samePort, DropNone
 	}
 	if !m.ok {
-		return addr{}, samePort, DropSource // the peer has no address of this family for us
+		return addr{}, samePort, DropSource // the peer sees us under no address of this family
 	}
 	if c.midConnection() && c.r.rule.isTarget(c.near) {
-		return addr{}, samePort, DropNoFlow // NAPT would change the source that the client knows
+		return addr{}, samePort, DropNoFlow // the client knows another source than the NAPT address
 	}
 	return c.begin(naptFlow, &k, m.natAddr())
 }
@@ -88,8 +90,8 @@ func (c *translation) midConnection() bool {
 	return c.v.Proto() == packet.TCP && c.v.TCPFlags()&(packet.TCPSyn|packet.TCPAck) != packet.TCPSyn
 }
 
-// inbound is the general path of a packet out of the tunnel, r the remote of its source or nil; see
-// outbound.
+// inbound is the general path of a packet from the tunnel. r is the remote of its source, or
+// nil. tr is as for outbound.
 func (e *Engine) inbound(v *packet.View, r *remote, now tick, tr *Trace) Verdict {
 	c := translation{e: e, v: v, r: r, dir: Inbound, now: now, near: destination(v), far: source(v), tr: tr}
 	switch {
@@ -116,8 +118,9 @@ func (e *Engine) inbound(v *packet.View, r *remote, now tick, tr *Trace) Verdict
 	return c.place(c.flowIn(local, endpoint))
 }
 
-// reach finds the target of an inbound packet: the pod by the prefix map, or the mapped endpoint.
-// It finds neither at the NAPT address, which only flows can use.
+// reach finds the target of an inbound packet: a pod by the prefix map, or a mapped endpoint.
+// For the NAPT address it returns neither and no drop, because packets to that address need a
+// flow.
 func (c *translation) reach() (local addr, pod bool, endpoint addr, drop Drop) {
 	r, dst := c.r.rule, c.near
 	m := &r.pods[dst.family()]
@@ -135,16 +138,16 @@ func (c *translation) reach() (local addr, pod bool, endpoint addr, drop Drop) {
 	return local, pod, endpoint, drop
 }
 
-// offLimits reports whether a prefix map must not lead to a. The in-process endpoint is reachable
-// only as a mapped one.
+// offLimits reports whether a prefix map must not translate to a. The in-process endpoint is
+// reachable only as a mapped endpoint.
 func (e *Engine) offLimits(a addr, is4 bool) bool {
 	return unreachable(a, is4) || a == e.self[a.family()]
 }
 
-// flowIn finds the flow of an inbound packet to the NAPT address or to a mapped one. pod is that of
-// a prefix of one address, zero for other prefixes; it gets a packet without a flow. endpoint is
-// zero where nothing is mapped; only the pods of the peer may open a flow to it (docs/liqo-v0.md,
-// section 7.3).
+// flowIn finds or opens the flow of an inbound packet and returns its new destination. pod is
+// the pod whose address is also the NAPT address, or zero; it receives packets without a flow.
+// endpoint is the mapped endpoint, or zero. Only the pods of the peer may open a flow to an
+// endpoint (docs/liqo-v0.md, section 7.3).
 func (c *translation) flowIn(pod, endpoint addr) (to addr, port int, drop Drop) {
 	k, ok := c.key()
 	if ok {
@@ -163,11 +166,11 @@ func (c *translation) flowIn(pod, endpoint addr) (to addr, port int, drop Drop) 
 	return c.begin(endpointFlow, &k, endpoint)
 }
 
-// turn ends the flow of a client that has used a mapped address of a pod and now, from the same
-// port, uses the pod's own one. To the pod both are one tuple, so its answer does not show which
-// one it is for; it leaves from the address that the client used last. A packet that could open no
-// flow ends none. Nor does a segment other than a SYN end the flow of an established connection: it
-// is a late one of an earlier connection.
+// turn ends a flow to a mapped address of the pod if the flow's client now uses the pod's own
+// address from the same port. Both have one tuple at the pod, so the pod's answer does not
+// show which address the client used. The answer leaves from the address that the client used
+// last. A packet that cannot open a flow ends none. A segment other than a SYN does not end an
+// established flow either, because it is a late segment of an earlier connection.
 func (c *translation) turn(pod addr) {
 	if c.tr != nil || !c.r.rule.isEndpoint(pod) || begins(c.v) != DropNone {
 		return
@@ -187,8 +190,8 @@ func (c *translation) turn(pod addr) {
 	}
 }
 
-// key returns the key of the packet. ok is false for an ICMP message that is no query: it has no
-// identifier that could name a flow.
+// key returns the key of the packet. ok is false for an ICMP message other than a query: it
+// has no identifier to match a flow by.
 func (c *translation) key() (k key, ok bool) {
 	v := c.v
 	var nearPort, remotePort uint16
@@ -207,13 +210,13 @@ func (c *translation) key() (k key, ok bool) {
 	return keyOf(c.dir, c.near, c.far, v.Proto(), nearPort, remotePort), true
 }
 
-// find returns the flow that the packet belongs to.
+// find returns the flow with key k, unless it has expired.
 func (c *translation) find(k *key) (match, bool) {
 	f, ok := c.r.peer.flows.find(c.dir, k)
 	return f, ok && !f.expired(&c.e.lifetimes, c.now)
 }
 
-// follow records the packet in its flow and returns what our end becomes.
+// follow records the packet in flow f and returns the new address and port of our end.
 func (c *translation) follow(f *match) (to addr, port int, drop Drop) {
 	c.tr.known(f)
 	return c.touch(f)
@@ -226,7 +229,8 @@ func (c *translation) touch(f *match) (to addr, port int, drop Drop) {
 	return f.other, int(f.otherPort(c.dir)), DropNone
 }
 
-// begin opens the flow of a packet that may open one; our end becomes other.
+// begin opens a flow for the packet and translates our end to other. It drops a packet that
+// may not open a flow.
 func (c *translation) begin(kind flowKind, k *key, other addr) (to addr, port int, drop Drop) {
 	if drop := begins(c.v); drop != DropNone {
 		return addr{}, samePort, drop
@@ -238,8 +242,9 @@ func (c *translation) begin(kind flowKind, k *key, other addr) (to addr, port in
 	return c.touch(&f)
 }
 
-// place ends the general path: it rewrites the packet to the chosen address and port, or refuses
-// it. Outbound, it passes the decision to the other fragments of the datagram.
+// place ends the general path: it rewrites the packet to the chosen address and port, or
+// refuses it. If the packet is an outbound first fragment, the decision also applies to the
+// other fragments of the datagram.
 func (c *translation) place(to addr, port int, drop Drop) Verdict {
 	var released *[][]byte
 	if c.tr == nil && c.v.IsFragment() {
@@ -253,7 +258,8 @@ func (c *translation) place(to addr, port int, drop Drop) Verdict {
 	return verdict
 }
 
-// refuse discards the packet and counts it, unless it is only traced.
+// refuse discards the packet. It counts and reports the drop, unless the packet is only
+// traced.
 func (c *translation) refuse(d Drop) Verdict {
 	var p *PeerState
 	if c.r != nil {
@@ -266,24 +272,24 @@ func (c *translation) refuse(d Drop) Verdict {
 	return Verdict{Drop: d, Peer: p}
 }
 
-// forward rewrites our end of the packet.
+// forward rewrites our end of the packet to address to and port.
 func (c *translation) forward(to addr, port int) Verdict {
 	return c.e.forward(c.v, c.r, c.dir, to, port)
 }
 
-// pass rewrites our end of a packet that belongs to no flow.
+// pass rewrites our end of a packet that needs no flow.
 func (c *translation) pass(to addr) Verdict {
 	verdict := c.forward(to, samePort)
 	if c.tr == nil && c.r.mss != 0 && c.v.TCPFlags()&packet.TCPSyn != 0 {
-		c.e.connects(c.v, c.r, c.dir, c.near) // connects bounds the MSS again, to the same value
+		c.e.connects(c.v, c.r, c.dir, c.near) // connects clamps the MSS a second time, to the same value
 	}
 	return verdict
 }
 
-// samePort leaves the port unchanged.
+// samePort is the port argument that leaves the port unchanged.
 const samePort = -1
 
-// forward rewrites our end of the packet.
+// forward rewrites our end of v to address to and port, and clamps the MSS of a SYN.
 func (e *Engine) forward(v *packet.View, r *remote, dir Direction, to addr, port int) Verdict {
 	if v.Is4() {
 		if dir == Outbound {
@@ -308,7 +314,7 @@ func (e *Engine) forward(v *packet.View, r *remote, dir Direction, to addr, port
 	return Verdict{Action: Forward, Peer: r.peer}
 }
 
-// setPort writes our port of a packet, or the identifier of an ICMP query.
+// setPort writes the port of our end, or the identifier of an ICMP query.
 func setPort(v *packet.View, dir Direction, port uint16) {
 	switch {
 	case !v.HasPorts():
@@ -320,7 +326,8 @@ func setPort(v *packet.View, dir Direction, port uint16) {
 	}
 }
 
-// mssFor is the bound for a family: IPv6 has a header of 20 octets more.
+// mssFor returns the MSS bound for a family: the IPv6 header is 20 octets longer than that of
+// IPv4.
 func mssFor(mss uint16, is4 bool) uint16 {
 	if is4 {
 		return mss
@@ -328,8 +335,9 @@ func mssFor(mss uint16, is4 bool) uint16 {
 	return mss - 20
 }
 
-// linkScope reports ICMPv6 that never leaves a link: multicast listener and neighbour discovery
-// (RFC 4890, section 4.3.3). Its body contains addresses too, which forwarding would not translate.
+// linkScope reports whether v is an ICMPv6 message that never leaves its link: multicast
+// listener or neighbour discovery (RFC 4890, section 4.3.3). Its body also contains addresses,
+// which forwarding would leave untranslated.
 func linkScope(v *packet.View) bool {
 	if v.Is4() || v.Proto() != packet.ICMPv6 {
 		return false
@@ -360,7 +368,7 @@ func (r *rule) isEndpoint(a addr) bool {
 	return ok
 }
 
-// isTarget reports whether the peer reaches a as a mapped endpoint.
+// isTarget reports whether a is the real address of a mapped endpoint.
 func (r *rule) isTarget(a addr) bool {
 	_, ok := r.targets[a]
 	return ok

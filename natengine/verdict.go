@@ -1,6 +1,6 @@
 package natengine
 
-// Direction says which way a packet crosses the gateway.
+// Direction is the direction in which a packet passes the gateway.
 type Direction uint8
 
 const (
@@ -9,7 +9,7 @@ const (
 	directions
 )
 
-// String is "outbound" or "inbound", the value of the metrics label direction.
+// String returns "outbound" or "inbound", the values of the metrics label direction.
 func (d Direction) String() string {
 	if d == Outbound {
 		return "outbound"
@@ -17,17 +17,17 @@ func (d Direction) String() string {
 	return "inbound"
 }
 
-// Action is what the caller must do with a packet after the engine has processed it.
+// Action is the caller's next step with a packet that the engine has processed.
 type Action uint8
 
 const (
-	Discard Action = iota // drop it; Verdict.Drop says why and has been counted
+	Discard Action = iota // drop it; Verdict.Drop is the reason, already counted
 	Forward               // send it on: outbound into the tunnel of Verdict.Peer, inbound to the TUN
-	Deliver               // inbound only: hand it to the in-process endpoint (Config.Self4, Self6)
-	Hold                  // a fragment was copied and waits for others of its datagram; it is not lost
+	Deliver               // inbound only: pass it to the in-process endpoint (Config.Self4, Self6)
+	Hold                  // none: the engine has copied the fragment and waits for the rest of its datagram
 )
 
-// String is the action in lower case.
+// String returns the action in lower case.
 func (a Action) String() string {
 	switch a {
 	case Forward:
@@ -41,18 +41,19 @@ func (a Action) String() string {
 	}
 }
 
-// Verdict is the engine's answer for one packet.
+// Verdict is the engine's decision about one packet.
 type Verdict struct {
 	Action Action
 	Drop   Drop       // the reason, only with Discard
-	Peer   *PeerState // nil when no peer has the address
+	Peer   *PeerState // nil if no peer has the address
 
-	released *[][]byte // rare, so a pointer: a Verdict of three words is returned in registers
+	released *[][]byte // a pointer, so that a Verdict has three words and is returned in registers
 }
 
-// Released returns further fragments of the packet's datagram, which take the same Action after it.
-// Outbound they had waited for the first fragment. Inbound they are the rest of an IPv6 datagram
-// that was joined and cut again. Each is a whole, rewritten IP packet that the caller owns.
+// Released returns further fragments of the packet's datagram. The caller must apply the same
+// Action to them, after the packet itself. Outbound, they waited for the first fragment.
+// Inbound, they are the rest of an IPv6 datagram that was joined and fragmented again. Each is
+// a whole, rewritten IP packet that the caller owns.
 func (v Verdict) Released() [][]byte {
 	if v.released == nil {
 		return nil
@@ -60,66 +61,66 @@ func (v Verdict) Released() [][]byte {
 	return *v.released
 }
 
-// Drop is the reason why a packet was not forwarded. The list is closed: a new reason is a new
-// constant here, with its metrics label and its sentence below.
+// Drop is the reason why a packet was not forwarded. Each reason has a constant here, and its
+// metrics label and explanation in the table below.
 type Drop uint8
 
 const (
 	DropNone Drop = iota
 
-	// The bytes.
+	// Malformed packets.
 	DropMalformed   // not a whole, parseable IP packet
-	DropBadChecksum // a checksum that has to be right is wrong
-	DropFragment    // tiny first fragment, fragment that overlaps another or comes again, beyond 65,535 octets
+	DropBadChecksum // a checksum that must be correct is wrong
+	DropFragment    // tiny first fragment, fragment that overlaps or repeats another, datagram beyond 65,535 octets
 
-	// Rules: default deny.
-	DropNoPeer      // outbound: no peer has the destination; inbound: no peer has the source
+	// Packets that no rule permits; the default is to deny.
+	DropNoPeer      // no peer has the destination (outbound) or the source (inbound)
 	DropPeerDown    // the peer has no WireGuard session
-	DropSource      // outbound: martian source; inbound: source that no packet of a peer may have
+	DropSource      // outbound: martian source; inbound: source that is not the peer's, or that no peer may have
 	DropDestination // inbound: neither in the PodCIDR as the peer sees it nor a mapped address
-	DropNoMapping   // inbound: address of the ExternalCIDR to which nothing is mapped (for this source)
-	DropNoFlow      // to the NAPT address without a known flow, or a packet that cannot begin a flow (TCP RST, ICMP reply, TCP of a mapped endpoint but for SYN)
+	DropNoMapping   // inbound: address of the ExternalCIDR that is not mapped for this peer
+	DropNoFlow      // no known flow, and the packet cannot begin one (TCP RST, ICMP reply, packet to the NAPT address)
 
-	// State and its bounds.
-	DropPortsExhausted    // no free port or ICMP id towards this peer, and none of a half-open flow
-	DropFlowTableFull     // flow bound reached and nothing may be evicted
+	// Packets that the state of flows and fragments, or one of its bounds, does not permit.
+	DropPortsExhausted    // no free port or ICMP identifier towards this peer, and no half-open flow to evict
+	DropFlowTableFull     // flow bound reached and no flow may be evicted
 	DropHostQuota         // flow bound of one host reached and none of its flows may be evicted
-	DropFlowClash         // the tuple belongs to another flow already
+	DropFlowClash         // another flow already has the tuple
 	DropFragmentStoreFull // fragment bound reached
-	DropFragmentTimeout   // held, but the rest of its datagram (outbound: the first fragment) never arrived
-	DropICMPError         // ICMP error that quotes no known flow or rule, is damaged, or is about an error
-	DropProtocol          // NAPT of a protocol without ports, when the remote address is taken or the type is link-local
+	DropFragmentTimeout   // held too long: the rest of the datagram (outbound: its first fragment) did not arrive
+	DropICMPError         // ICMP error that quotes no known flow or rule, is damaged, or reports an ICMP error
+	DropProtocol          // protocol without ports whose remote address another host uses, or ICMPv6 of the link
 
-	// Counted by the gateway around the engine.
-	DropVirtioHeader  // virtio-net header contradicts its packet
-	DropTooBig        // larger than the MTU towards its peer and not to be fragmented; its sender gets an ICMP error, see TooBig
+	// Drops that the gateway counts, before or after the engine.
+	DropVirtioHeader  // the virtio-net header contradicts its packet
+	DropTooBig        // larger than the MTU to its peer and must not be fragmented; see TooBig
 	DropTUNWrite      // the kernel refused the packet
-	DropLocalQueue    // queue of the in-process endpoint is full
-	DropLocalSource   // a message or connection to the in-process endpoint of a gateway that is not from a gateway
+	DropLocalQueue    // the queue of the in-process endpoint is full
+	DropLocalSource   // to the in-process endpoint, from a host that is not a gateway
 	DropLocalRate     // inbound: the peer exceeded its limit for the in-process endpoint
-	DropLocalPort     // inbound: nobody listens on that UDP port of the in-process endpoint
-	DropLocalProtocol // inbound: the in-process endpoint neither speaks the protocol nor answers such a message
+	DropLocalPort     // inbound: the in-process endpoint does not listen on that UDP port
+	DropLocalProtocol // inbound: the in-process endpoint does not speak the protocol or answer the message
 	DropTunnelSend    // outbound: the sealed message could not be sent
-	DropNoMandate     // outbound: another gateway may be active
+	DropNoMandate     // outbound: this gateway has no mandate to send, because another may be active
 	DropTunnelForged  // inbound: the message does not authenticate under the key of its session
 	DropTunnelReplay  // inbound: the message was received before, or is older than the replay window
 	DropTunnelSession // inbound: the message belongs to no current session; the peer is not known
 
 	DropTunnelShort    // inbound: a data message below 32 octets; the peer is not known
 	DropTunnelType     // inbound: no known message type, or a handshake of a wrong length; the peer is not known
-	DropTunnelQueue    // outbound: dropped from the queue for its peer's session, by its bound on packets, octets or age
-	DropTunnelSource   // inbound: a message from an address that no peer's gateway can have, see fabric.Site; the peer is not known
-	DropHandshakeQueue // inbound: a handshake message beyond its budget or queue; the peer is not known
+	DropTunnelQueue    // outbound: waited for a session until the queue's bound on packets, octets or age
+	DropTunnelSource   // inbound: the source address cannot be a peer's gateway, see fabric.Site; the peer is not known
+	DropHandshakeQueue // inbound: a handshake message beyond a rate limit or a full queue; the peer is not known
 
-	DropReceiveQueue     // inbound: a data message for which the queue of its peer, or without a peer, was full
-	DropSocketBuffer     // inbound: a message that the kernel dropped because the UDP socket was full; the peer is not known
-	DropHandshakeKey     // inbound: a handshake message that was made for another public key; the peer is not known
-	DropHandshakeRefused // inbound: a handshake message for our key that is a replay, has an unknown key, or answers none of ours
+	DropReceiveQueue     // inbound: the queue of the peer, or of messages without a peer, was full
+	DropSocketBuffer     // inbound: dropped by the kernel because the UDP socket was full; the peer is not known
+	DropHandshakeKey     // inbound: a handshake message for another public key; the peer is not known
+	DropHandshakeRefused // inbound: a handshake message that is replayed, from an unknown key, or an unexpected answer
 
 	numDrops
 )
 
-// drops holds label and explanation of each reason, in the order of the constants.
+// drops holds the label and the explanation of each reason, in the order of the constants.
 var drops = [numDrops]struct{ label, text string }{
 	DropNone:              {"none", "not dropped"},
 	DropMalformed:         {"malformed", "not a complete and well-formed IP packet"},
@@ -163,7 +164,7 @@ var drops = [numDrops]struct{ label, text string }{
 	DropHandshakeRefused:  {"handshake_refused", "the handshake is from an unknown key, replayed, or answers no handshake of ours"},
 }
 
-// Drops lists every reason, without DropNone, in the order of the constants.
+// Drops returns every reason except DropNone, in the order of the constants.
 func Drops() []Drop {
 	all := make([]Drop, 0, numDrops-1)
 	for d := DropNone + 1; d < numDrops; d++ {
@@ -172,7 +173,7 @@ func Drops() []Drop {
 	return all
 }
 
-// String is the reason in snake_case, the value of the metrics label reason.
+// String returns the reason in snake_case, the value of the metrics label reason.
 func (d Drop) String() string {
 	if d >= numDrops {
 		return "unknown"
@@ -180,7 +181,7 @@ func (d Drop) String() string {
 	return drops[d].label
 }
 
-// Explain is the reason as half a sentence for people.
+// Explain returns the reason as half a sentence for people.
 func (d Drop) Explain() string {
 	if d >= numDrops {
 		return "unknown reason"
