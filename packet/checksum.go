@@ -10,31 +10,31 @@ var (
 	le = binary.LittleEndian
 )
 
-// ChecksumState says what the transport checksum field of a packet holds.
+// ChecksumState is the state of a packet's transport checksum field.
 type ChecksumState uint8
 
 const (
 	// ChecksumComplete: the field holds a finished Internet checksum.
 	ChecksumComplete ChecksumState = iota
-	// ChecksumPartial: the field holds the folded sum of the pseudo-header, not inverted; whoever
-	// sends the packet adds the rest (virtio NEEDS_CSUM, the kernel's CHECKSUM_PARTIAL). Addresses
-	// are in that sum, ports are not.
+	// ChecksumPartial: the field holds the folded sum of the pseudo-header, not inverted. The
+	// sender of the packet adds the rest (virtio NEEDS_CSUM, the kernel's CHECKSUM_PARTIAL).
+	// Addresses are part of that sum, ports are not.
 	ChecksumPartial
-	// ChecksumAbsent: there is none to update: a later fragment, UDP without a checksum (RFC 768,
-	// for IPv6 RFC 6935), a protocol whose checksum does not cover addresses (SCTP) or is unknown
-	// here.
+	// ChecksumAbsent: the packet has no checksum to update. It is a later fragment, UDP without
+	// a checksum (RFC 768, for IPv6 RFC 6935), or of a protocol whose checksum does not cover
+	// addresses (SCTP) or is not known here.
 	ChecksumAbsent
 )
 
-// Checksum returns the Internet checksum (RFC 1071) of b, inverted, ready for the field. sum is the
-// unfolded sum of what precedes b, in big-endian 16-bit or 32-bit words, and below 1<<48. An odd
-// last octet is padded with zero.
+// Checksum returns the Internet checksum (RFC 1071) of b, inverted, as the checksum field
+// holds it. sum is the unfolded sum of the octets before b, in big-endian 16-bit or 32-bit
+// words, and is below 1<<48. An odd last octet is padded with zero.
 func Checksum(b []byte, sum uint64) uint16 { return ^fold(sum + uint64(sum16(b))) }
 
-// sum16 returns the folded ones'-complement sum of b, not inverted. It adds in little-endian 64-bit
-// words, because the sum is the same in either byte order up to a swap of the result (RFC 1071,
-// section 2). Two chains of additions with carry run side by side: one alone is bound by the
-// latency of the carry.
+// sum16 returns the folded ones'-complement sum of b, not inverted. It adds little-endian
+// 64-bit words: in either byte order the sum is the same, except that the octets of the result
+// are swapped (RFC 1071, section 2). Two chains of additions run in parallel, because the
+// latency of the carry bounds a single chain.
 func sum16(b []byte) uint16 {
 	var s0, s1, over, c uint64
 	for len(b) >= 128 {
@@ -89,11 +89,11 @@ func sum16(b []byte) uint16 {
 	s0, c = bits.Add64(s0, last, 0)
 	over += c
 	s0, c = bits.Add64(s0, over, 0)
-	s0 += c // cannot carry again: over is small, so s0 is too when c is 1
+	s0 += c // cannot carry again: over is small, so s0 is small if c is 1
 	return bits.ReverseBytes16(fold(s0))
 }
 
-// sumHeader4 is sum16 for an IPv4 header, quicker for one without options.
+// sumHeader4 is sum16 for an IPv4 header. It is faster for a header without options.
 func sumHeader4(h []byte) uint16 {
 	if len(h) != ipv4Len {
 		return sum16(h)
@@ -102,9 +102,9 @@ func sumHeader4(h []byte) uint16 {
 		uint64(be.Uint32(h[16:20])))
 }
 
-// fold reduces a sum to 16 bits with end-around carry. It returns 0 only for 0. Adding a sum to
-// itself with its halves swapped leaves the sum of the halves in the upper one, including the carry
-// out of the lower one.
+// fold reduces a sum to 16 bits with end-around carry. It returns 0 only for 0. It adds the
+// sum to itself with swapped halves. The upper half of the result is then the sum of both
+// halves, including the carry out of the lower half.
 func fold(sum uint64) uint16 {
 	sum += bits.RotateLeft64(sum, 32)
 	half := uint32(sum >> 32)
@@ -112,25 +112,26 @@ func fold(sum uint64) uint16 {
 	return uint16(half >> 16)
 }
 
-// delta32 and delta16 return what replacing a field adds to a sum: ~m + m' of RFC 1624, equation 3.
-// If the field starts at an odd offset of the summed octets, delta16 takes its octets swapped.
+// delta32 and delta16 return the value to add to a sum when a field is replaced: ~m + m' of
+// RFC 1624, equation 3. If the field starts at an odd offset of the summed octets, delta16
+// needs its octets swapped.
 func delta32(old, new uint32) uint64 { return uint64(^old) + uint64(new) }
 func delta16(old, new uint16) uint64 { return uint64(^old) + uint64(new) }
 
-// delta128 is delta32 for an address of 128 bits: the words are added with their carries and the
-// sum is brought to 33 bits, so that it can be added to others.
+// delta128 is delta32 for an address of 128 bits. It adds the words with their carries and
+// reduces the sum to 33 bits, so that it can be added to other sums.
 func delta128(oldHi, oldLo, newHi, newLo uint64) uint64 {
 	sum, c := bits.Add64(^oldHi, newHi, 0)
 	sum, c = bits.Add64(sum, ^oldLo, c)
 	sum, c = bits.Add64(sum, newLo, c)
-	return sum>>32 + sum&0xffffffff + c // a carry out of 64 bits counts one, in the same way as in fold
+	return sum>>32 + sum&0xffffffff + c // a carry out of 64 bits counts as one, as in fold
 }
 
 // updated applies a delta to a finished checksum (RFC 1624, equation 3).
 func updated(sum uint16, delta uint64) uint16 { return ^fold(uint64(^sum) + delta) }
 
-// pseudoAddrs returns the sum of the addresses as they lie in an IP header: 8 octets for IPv4, 32
-// for IPv6.
+// pseudoAddrs returns the sum of the addresses b of an IP header: 8 octets for IPv4, 32 for
+// IPv6.
 func pseudoAddrs(b []byte) uint64 {
 	var sum uint64
 	for ; len(b) >= 4; b = b[4:] {

@@ -6,41 +6,41 @@ import (
 	"slices"
 )
 
-// Coalescer makes runs out of the packets of one batch, as the kernel's GRO does
-// (net/ipv4/tcp_offload.c, tcp_gro_receive; udp_offload.c; include/net/gro.h): packets of one flow
-// that differ only in fields which segmentation changes become one superpacket. The packets of a
-// flow keep their order: one that cannot join closes the run before it. Payload is not copied. The
-// zero value is ready; Reset keeps its buffers, so a used one does not allocate. Not for concurrent
-// use.
+// Coalescer joins the packets of one batch into runs, as the kernel's GRO does
+// (net/ipv4/tcp_offload.c, tcp_gro_receive; udp_offload.c; include/net/gro.h). A run is one
+// superpacket. Its packets belong to one flow and differ only in fields that segmentation
+// changes. The packets of a flow keep their order: a packet that cannot join a run closes it.
+// Payload is not copied. The zero value is ready to use. Reset keeps the buffers, so a used
+// Coalescer does not allocate. A Coalescer must not be used concurrently.
 type Coalescer struct {
-	// UDP also joins UDP datagrams (GSOUDPL4). Set it before the first Add of a batch; it needs a
-	// TUN that takes them.
+	// UDP also joins UDP datagrams (GSOUDPL4). Set it before the first Add of a batch, and only
+	// for a TUN that accepts UDP superpackets.
 	UDP bool
 
 	runs   []Run
-	joined []joined // segments other than the first of their run, in order of arrival
+	joined []joined // segments other than the first of a run, in order of arrival
 	tails  [][]byte
-	sealed int // how many of runs are finished
+	sealed int // number of finished runs, at the start of runs
 
-	tags  [maxOpen]uint64 // of open: packed, since every packet is compared with all of them
+	tags  [maxOpen]uint64 // of open; in an array of their own, because every packet is compared with all tags
 	open  [maxOpen]openRun
 	opens int
-	evict int // index of the run to close next when all are in use
+	evict int // index of the run to close next when maxOpen runs are open
 }
 
 // Run is one superpacket or, with Segments == 1, one packet. To write it to the TUN, pass Header,
 // View.Bytes() and Tail to one writev.
 type Run struct {
-	// View is the first packet, with the headers of the superpacket: Len is the length of the
-	// superpacket, Bytes returns the first packet alone, and the checksum is partial. A rewrite
-	// updates the partial checksum. In a run of one packet, View is that packet with its complete
-	// checksum.
+	// View is the first packet, with the headers of the superpacket. Its Len is the length of
+	// the superpacket, Bytes returns only the first packet, and the checksum is partial. A
+	// rewrite updates the partial checksum. If the run has one packet, View is that packet with
+	// its complete checksum.
 	View View
 	// Header is zero for a single packet.
 	Header VirtioHeader
 	// Tail is the transport data of the second and later packets.
 	Tail [][]byte
-	// Segments is how many packets the run holds.
+	// Segments is the number of packets in the run.
 	Segments int
 }
 
@@ -49,27 +49,28 @@ type joined struct {
 	run  int
 }
 
-// openRun is a run that may still grow. Its View holds everything else.
+// openRun is a run to which packets may still be added. The fields not listed here are in its
+// View.
 type openRun struct {
 	run      int
-	seq      uint32 // TCP sequence number that comes next
+	seq      uint32 // TCP sequence number of the next packet
 	fixedID  bool   // the IPv4 identification stays the same instead of counting up
 	verified bool   // the checksums of the first packet have been verified
 }
 
-// maxOpen is how many runs can be open at once. With more flows than that in one batch they take
-// turns.
+// maxOpen is the maximum number of open runs. If a batch has more flows, a new run closes an
+// older one.
 const maxOpen = 64
 
-// Segment limits of a run: writev takes 1024 buffers, and the kernel refuses a UDP superpacket of
-// more than UDP_MAX_SEGMENTS datagrams, which is 64 in older versions and 128 in newer ones
-// (checked 2026-11).
+// Limits on the segments of a run: writev accepts 1024 buffers, and the kernel refuses a UDP
+// superpacket of more than UDP_MAX_SEGMENTS datagrams, which is 64 in older versions and 128
+// in newer ones (checked 2026-11).
 const (
 	maxTCPSegments = 512
 	maxUDPSegments = 64
 )
 
-// Reset forgets all runs and lets go of the bytes they borrowed.
+// Reset removes all runs and releases the bytes that they borrowed.
 func (c *Coalescer) Reset() {
 	clear(c.runs)
 	clear(c.joined)
@@ -78,11 +79,12 @@ func (c *Coalescer) Reset() {
 	c.sealed, c.opens, c.evict = 0, 0, 0
 }
 
-// Add takes one decrypted packet, whole and with complete checksums. It borrows b until Reset, and
-// changes the headers of the first packet of a run in place. A packet that cannot join becomes a
-// run of its own. Add verifies checksums before it joins packets, because the joined packet gets a
-// new one. A packet with a wrong checksum goes alone and unchanged, so that its receiver drops it.
-// The error is that of View.Parse; the packet was then not added.
+// Add adds one decrypted packet, whole and with complete checksums. It borrows b until Reset,
+// and changes the headers of the first packet of a run in place. A packet that cannot join
+// another becomes a run by itself. Add verifies the checksums of packets before it joins them,
+// because the superpacket gets a new one. A packet with a wrong checksum stays alone and
+// unchanged, so that its receiver drops it. If View.Parse fails, Add returns its error and
+// does not add the packet.
 func (c *Coalescer) Add(b []byte) error {
 	n := len(c.runs)
 	c.runs = append(c.runs, Run{})
@@ -107,7 +109,7 @@ func (c *Coalescer) Add(b []byte) error {
 	fits := joinable(v)
 	if i := c.find(tag, v); i >= 0 {
 		if fits && c.join(i, v) {
-			v.b = nil // Reset clears only the slots in use, and this one is not
+			v.b = nil // Reset clears only the slots in use, which no longer include this one
 			c.runs = c.runs[:n]
 			return nil
 		}
@@ -119,9 +121,9 @@ func (c *Coalescer) Add(b []byte) error {
 	return nil
 }
 
-// joinable reports whether a packet may be part of a run at all: not a fragment, no IP options or
-// extension headers, with data, TCP with no flag but ACK, PSH and ECE, UDP with a checksum and no
-// surplus area.
+// joinable reports whether a packet may be part of a run. It must have data, and must not be a
+// fragment or have IP options or extension headers. TCP must have ACK and no other flags than
+// PSH and ECE. UDP must have a checksum and no surplus area.
 func joinable(v *View) bool {
 	plain := v.transport == ipv6Len
 	if v.is4 {
@@ -137,11 +139,11 @@ func joinable(v *View) bool {
 	return t[13]&^(TCPPsh|TCPEce) == TCPAck
 }
 
-// ends reports whether a packet is the last of its run: TCP with PSH.
+// ends reports whether v must be the last packet of its run, because it is TCP with PSH.
 func ends(v *View) bool { return v.proto == TCP && v.b[v.transport+13]&TCPPsh != 0 }
 
-// flowTag condenses addresses, ports and protocol into one word. Tags may collide; find compares
-// the rest.
+// flowTag combines addresses, ports and protocol into one word. Tags may collide, so find also
+// compares the fields.
 func flowTag(v *View) uint64 {
 	ports := uint64(be.Uint32(v.b[v.transport:]))<<8 | uint64(v.proto)
 	if v.is4 {
@@ -152,7 +154,7 @@ func flowTag(v *View) uint64 {
 		bits.RotateLeft64(le.Uint64(a[24:]), 43) ^ bits.RotateLeft64(ports, 20)
 }
 
-// find returns the open run of the flow of v, or -1.
+// find returns the index of the open run for the flow of v, or -1.
 func (c *Coalescer) find(tag uint64, v *View) int {
 	for i, t := range c.tags[:c.opens] {
 		if t == tag && sameFlow(&c.runs[c.open[i].run].View, v) {
@@ -176,7 +178,7 @@ func sameFlow(a, b *View) bool {
 	return a.proto == b.proto && sameHosts(a, b) && le.Uint32(a.b[a.transport:]) == le.Uint32(b.b[b.transport:])
 }
 
-// join appends v to an open run if it continues it, and reports whether it did.
+// join appends v to open run i if v continues that run, and reports whether it did.
 func (c *Coalescer) join(i int, v *View) bool {
 	o := &c.open[i]
 	r := &c.runs[o.run]
@@ -206,7 +208,7 @@ func (c *Coalescer) join(i int, v *View) bool {
 	c.joined = append(c.joined, joined{data: v.b[v.payload:], run: o.run})
 	last := ends(v)
 	if last {
-		first.b[first.transport+13] |= TCPPsh // seal computes the checksum
+		first.b[first.transport+13] |= TCPPsh // seal will compute the checksum
 	}
 	if last || data < size {
 		c.close(i)
@@ -219,9 +221,10 @@ func (o *openRun) verify(first *View) bool {
 	return o.verified
 }
 
-// sameHeader compares the IP headers. IPv4: type of service, TTL and the flags are equal, and the
-// identification counts up with the segments or, with DF, stays what it was (inet_gro_flush); IPv6:
-// traffic class, flow label and hop limit are equal.
+// sameHeader compares the IP headers of the first packet and v. In IPv4 the type of service,
+// TTL and flags must be equal. The identification must count up with the segments or, with DF,
+// stay the same (inet_gro_flush). In IPv6 the traffic class, flow label and hop limit must be
+// equal.
 func (o *openRun) sameHeader(first, v *View, segments int) (fixedID, ok bool) {
 	a, b := first.b[:ipv4Len], v.b[:ipv4Len]
 	if !v.is4 {
@@ -241,8 +244,8 @@ func (o *openRun) sameHeader(first, v *View, segments int) (fixedID, ok bool) {
 	return false, step == uint16(segments)
 }
 
-// sameTCP compares TCP headers: the sequence number is the next one; acknowledgement, flags but
-// PSH, window, urgent pointer and options are equal.
+// sameTCP compares two TCP headers. The sequence number must be seq. Acknowledgement, flags
+// except PSH, window, urgent pointer and options must be equal.
 func sameTCP(first, t []byte, seq uint32) bool {
 	const psh = uint32(TCPPsh) << 16
 	return be.Uint32(t[4:8]) == seq &&
@@ -251,7 +254,7 @@ func sameTCP(first, t []byte, seq uint32) bool {
 		bytes.Equal(t[18:], first[18:])
 }
 
-// begin opens run n.
+// begin opens the run with index n in runs.
 func (c *Coalescer) begin(tag uint64, n int, v *View) {
 	i := c.opens
 	if i == maxOpen {
@@ -267,13 +270,13 @@ func (c *Coalescer) begin(tag uint64, n int, v *View) {
 	}
 }
 
-// close keeps an open run from growing.
+// close closes open run i: no more packets are added to it.
 func (c *Coalescer) close(i int) {
 	c.opens--
 	c.tags[i], c.open[i] = c.tags[c.opens], c.open[c.opens]
 }
 
-// closeHosts closes every run to which a fragment without ports may belong.
+// closeHosts closes every run to whose flow a fragment without ports may belong.
 func (c *Coalescer) closeHosts(v *View) {
 	for i := c.opens - 1; i >= 0; i-- {
 		if sameHosts(&c.runs[c.open[i].run].View, v) {
@@ -282,8 +285,9 @@ func (c *Coalescer) closeHosts(v *View) {
 	}
 }
 
-// Runs finishes the runs and returns them in the order of their first packets. The slice and
-// everything it points to are valid until Reset. Packets added later make new runs.
+// Runs finishes all runs and returns them in the order of their first packets. The slice and
+// everything that it points to are valid until Reset. Packets that are added later form new
+// runs.
 func (c *Coalescer) Runs() []Run {
 	c.opens = 0
 	c.tails = slices.Grow(c.tails, len(c.joined))

@@ -1,7 +1,7 @@
 package packet
 
-// maxExtensions bounds the walk over IPv6 extension headers. RFC 8200 lists six places for them;
-// senders use one or two.
+// maxExtensions bounds the number of IPv6 extension headers that are parsed. RFC 8200 lists
+// six; senders use one or two.
 const maxExtensions = 8
 
 func (v *View) parse6(b []byte, csum ChecksumState) Error {
@@ -42,7 +42,7 @@ func extensionLen(kind uint8, e []byte) int {
 	case fragmentHeader:
 		return 8
 	case authentication:
-		return (int(e[1]) + 2) * 4 // in 4-octet units, unlike all others (RFC 4302, section 2.2)
+		return (int(e[1]) + 2) * 4 // in 4-octet units, unlike the other headers (RFC 4302, section 2.2)
 	}
 	return (int(e[1]) + 1) * 8
 }
@@ -57,18 +57,18 @@ func wholeExtension(kind uint8, e []byte) (size int, ok bool) {
 	return size, size <= len(e) && (kind != authentication || size >= authenticationLen)
 }
 
-// extensions walks the extension headers and leaves v.proto and v.transport at the upper-layer
-// header, or at the data of a later fragment. The proto of a later fragment comes from the fragment
-// header. It need not name the upper-layer protocol, because reassembly uses only source,
-// destination and identification (RFC 8200, section 4.5).
+// extensions parses the extension headers. It sets v.proto and v.transport to the upper-layer
+// header, or to the data of a later fragment. The proto of a later fragment comes from the
+// fragment header. It need not be the upper-layer protocol, because reassembly uses only
+// source, destination and identification (RFC 8200, section 4.5).
 func (v *View) extensions() Error {
-	seen := false // a fragment header
+	seen := false // whether there was a fragment header
 	at := ipv6Len
 	for n := 0; isExtension(v.proto); n++ {
 		e := v.b[at:]
 		short := ErrExtensionHeader
 		if v.more {
-			short = ErrTinyFragment // RFC 7112: the first fragment holds the whole chain
+			short = ErrTinyFragment // RFC 7112: the first fragment contains all headers
 		}
 		if n == maxExtensions || v.proto == hopByHop && n > 0 {
 			return ErrExtensionHeader
@@ -91,7 +91,7 @@ func (v *View) extensions() Error {
 			seen = true
 			word := be.Uint16(e[2:4])
 			v.fragID = be.Uint32(e[4:8])
-			if word&0xfff9 != 0 { // else an atomic fragment: a whole packet (RFC 6946)
+			if word&0xfff9 != 0 { // otherwise it is an atomic fragment: a whole packet (RFC 6946)
 				if err := v.fragment(int(word&0xfff8), word&1 != 0, at-8-ipv6Len); err != 0 {
 					return err
 				}

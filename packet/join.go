@@ -2,12 +2,13 @@ package packet
 
 import "slices"
 
-// Join reassembles the fragments of one datagram, in any order. They must be whole IP packets that
-// Parse accepts, with the same family, source, destination and identification. The result is new
-// memory, and the fragments stay unchanged. The result has the header of the first fragment (RFC
-// 791, section 3.2; RFC 8200, section 4.5): for IPv6 without the fragment header, for IPv4 without
-// DF, because a fragmented datagram may be fragmented again. Join returns ErrJoin if the fragments
-// leave a gap, overlap, exceed the length field, or mix senders with and without ECN.
+// Join reassembles the fragments of one datagram, in any order. They must be whole IP packets
+// that Parse accepts, with the same family, source, destination and identification. The result
+// is new memory, and the fragments stay unchanged. The result has the header of the first
+// fragment (RFC 791, section 3.2; RFC 8200, section 4.5), in IPv6 without the fragment header.
+// In IPv4 DF is cleared, because a fragmented datagram may be fragmented again. Join returns
+// ErrJoin if the fragments leave a gap, overlap, exceed the length field, or mix senders with
+// and without ECN.
 //
 // ECN follows Linux (net/ipv4/inet_fragment.c, ip_frag_ecn_table) and RFC 3168, section 5.3: a
 // congestion mark on one fragment marks the datagram.
@@ -32,7 +33,7 @@ func Join(fragments [][]byte) ([]byte, error) {
 	if len(parts) == 0 || marks&(1<<notECT) != 0 && marks != 1<<notECT {
 		return nil, ErrJoin
 	}
-	_ = first.Parse(parts[0].b, ChecksumComplete) // parsed successfully above
+	_ = first.Parse(parts[0].b, ChecksumComplete) // cannot fail: it was parsed above
 	header, kindAt := first.headerOfDatagram()
 	length := header + size
 	if first.is4 && length > maxPacket || !first.is4 && length-ipv6Len > maxPacket {
@@ -59,9 +60,9 @@ func Join(fragments [][]byte) ([]byte, error) {
 	return whole, nil
 }
 
-// part is a fragment of Join.
+// part is a fragment of a datagram that is being joined.
 type part struct {
-	off     int // octets
+	off     int // offset in octets
 	more    bool
 	b, data []byte // the packet, and its part of the datagram
 }
@@ -101,15 +102,15 @@ func setCongestion(b []byte) {
 	}
 }
 
-// minCut is the smallest payload of a fragment of Split6. Each fragment repeats the headers, so
-// long headers with small payloads would multiply a packet.
+// minCut is the smallest payload of a fragment of Split6. Each fragment repeats the headers,
+// so long headers with small payloads would multiply the size of a packet.
 const minCut = 512
 
-// Split6 cuts an IPv6 packet into fragments of at most mtu octets with this identification (RFC
-// 8200, section 4.5). A packet that fits becomes one fragment. The fragments are new memory, and
-// the packet stays unchanged. The result is nil for IPv4, for a fragment, for a partial checksum,
-// and for an mtu below 1280. It is also nil if the headers do not fit the first fragment (RFC
-// 7112), or leave less than minCut in each.
+// Split6 cuts an IPv6 packet into fragments of at most mtu octets with this identification
+// (RFC 8200, section 4.5). A packet that fits becomes one fragment. The fragments are new
+// memory, and the packet stays unchanged. The result is nil for IPv4, for a fragment, for a
+// partial checksum, and for an mtu below 1280. It is also nil if the headers do not fit the
+// first fragment (RFC 7112), or leave less than minCut for the payload.
 func (v *View) Split6(mtu int, id uint32) [][]byte {
 	if v.is4 || v.more || v.fragOff != 0 || v.csum == ChecksumPartial || mtu < minMTU6 {
 		return nil

@@ -49,10 +49,10 @@ const (
 	ipv6Len   = 40 // without extension headers
 	tcpLen    = 20 // without options
 	udpLen    = 8
-	icmpLen   = 8 // type, code, checksum and the four octets that every type has
+	icmpLen   = 8 // type, code, checksum and the four octets that follow in every type
 	maxPacket = 65535
 
-	authenticationLen = 12 // at least (RFC 4302, section 2)
+	authenticationLen = 12 // minimum (RFC 4302, section 2)
 )
 
 // Offsets of the checksum field in the transport header.
@@ -62,29 +62,30 @@ const (
 	icmpSumOffset = 2
 )
 
-// Error is the reason why bytes were refused. The list is closed and the values are comparable.
-// Converting one to error does not allocate, so a flood of malformed packets costs no garbage.
+// Error is the reason why bytes were refused. Its values are the constants below and can be
+// compared. Converting one to error does not allocate, so a flood of malformed packets costs
+// no garbage.
 type Error uint8
 
 // The reasons, in the order in which a packet is examined.
 const (
-	ErrTruncated       Error = iota + 1 // fewer octets than the IP header says
+	ErrTruncated       Error = iota + 1 // fewer octets than the length in the IP header
 	ErrVersion                          // neither IPv4 nor IPv6
 	ErrHeaderLength                     // IPv4 header length below 20 octets or beyond the packet
 	ErrTotalLength                      // IPv4 total length below the header length
 	ErrOption                           // IPv4 options with inconsistent lengths
-	ErrSourceRoute                      // IPv4 source route, or IPv6 routing header with segments left: the destination is not the final one
-	ErrExtensionHeader                  // IPv6 extension headers out of order, cut off or too many
-	ErrTinyFragment                     // first fragment without its whole transport header, or a fragment that would overwrite one (RFC 1858, 3128, 7112)
-	ErrFragmentRange                    // fragment that ends beyond 65535, is empty, or is not a multiple of 8 though more follow
-	ErrTransportHeader                  // TCP, UDP or ICMP header cut off, or with an impossible length
+	ErrSourceRoute                      // IPv4 source route or unfinished IPv6 routing header: the destination is not the final one
+	ErrExtensionHeader                  // IPv6 extension headers that are out of order, cut off or too many
+	ErrTinyFragment                     // first fragment without its whole transport header, or later one that would overwrite it (RFC 1858, 3128, 7112)
+	ErrFragmentRange                    // fragment that ends beyond 65535, is empty, or is not the last but no multiple of 8 octets
+	ErrTransportHeader                  // TCP, UDP or ICMP header that is cut off or has an impossible length
 	ErrPartialChecksum                  // partial checksum on a fragment or on a protocol other than TCP and UDP
 	ErrQuote                            // ICMP error that quotes no usable IP header
-	ErrICMPChecksum                     // ICMP error with a wrong checksum of its own
-	ErrHeaderChecksum                   // quoted IPv4 header with a wrong checksum
+	ErrICMPChecksum                     // wrong checksum of an ICMP error
+	ErrHeaderChecksum                   // wrong checksum of a quoted IPv4 header
 	ErrVirtioHeader                     // virtio header that contradicts its packet
 	ErrGSO                              // superpacket that cannot be segmented
-	ErrJoin                             // fragments that do not make one datagram
+	ErrJoin                             // fragments that do not form one datagram
 )
 
 var errorTexts = [...]string{
@@ -107,7 +108,7 @@ var errorTexts = [...]string{
 	ErrJoin:            "fragments do not make a datagram",
 }
 
-// Error returns the reason in words, without the name of the package.
+// Error returns the reason as text, without the name of the package.
 func (e Error) Error() string {
 	if e == 0 || int(e) >= len(errorTexts) {
 		return "unknown packet error"

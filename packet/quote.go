@@ -3,33 +3,35 @@ package packet
 import "net/netip"
 
 // Quote is the packet that an ICMP error quotes, rewritten in place. Each setter updates three
-// checksums, as Linux does in net/netfilter/nf_nat_proto.c: that of the quoted IPv4 header, that of
-// the quoted transport header, and that of the error itself. The transport checksum is updated if
-// it is quoted completely and belongs to TCP, UDP (unless it is 0), UDP-Lite, DCCP or ICMP. Half a
-// checksum is left alone, because the missing half would determine the carry. Linux differs in one
-// case: it leaves the checksum alone if the TCP header is not quoted to its end. Octets behind the
-// quote, such as RFC 4884 extensions, never change.
+// checksums, as Linux does in net/netfilter/nf_nat_proto.c: that of the quoted IPv4 header,
+// that of the quoted transport header, and that of the error itself. The transport checksum is
+// updated if the quote contains all of it and the protocol is TCP, UDP (unless the checksum is
+// 0), UDP-Lite, DCCP or ICMP. Half a checksum is left unchanged, because the missing half
+// would determine the carry. Linux differs in one case: it leaves the checksum unchanged if
+// the quote ends within the TCP header. Octets after the quote, such as RFC 4884 extensions,
+// never change.
 //
-// A Quote borrows the bytes of its View and is valid until the next Parse. Not for concurrent use.
+// A Quote borrows the bytes of its View and is valid until the next Parse. It must not be used
+// concurrently.
 type Quote struct {
 	b         []byte // ICMP message of the error, from its type octet
-	transport int    // offset in b of the quoted transport header; the end of the quote when it has none
+	transport int    // offset in b of the quoted transport header, or of the end of the quote if it has none
 	end       int    // offset in b of the end of the quote
 	proto     uint8
 	is4       bool
 	later     bool // quoted packet is a fragment other than the first
-	readable  bool // upper-layer protocol was found and its first octets belong to it
+	readable  bool // the upper-layer protocol was found, and the quote contains the start of its header
 }
 
-// quoted is where the quoted packet begins in an ICMP error.
+// quoted is the offset of the quoted packet in an ICMP error.
 const quoted = icmpLen
 
-// Quote reads the packet that this ICMP error quotes. It is lenient, because the quote may be
-// truncated: anything behind the IP header may be missing. It verifies the checksum of the ICMP
-// error and that of the quoted IPv4 header (RFC 5508, REQ-3), not the quoted transport checksum.
-// The error is ErrQuote when this is no ICMP error, is a fragment of one or quotes no whole IP
-// header of its own family, else ErrICMPChecksum or ErrHeaderChecksum. After an error q holds
-// nothing useful.
+// Quote parses the packet that this ICMP error quotes. It is lenient, because the quote may be
+// truncated anywhere after the IP header. It verifies the checksum of the ICMP error and that
+// of the quoted IPv4 header (RFC 5508, REQ-3), but not the quoted transport checksum. The
+// error is ErrQuote if v is not an ICMP error, is a fragment of one, or quotes no whole IP
+// header of its own family. Otherwise it is ErrICMPChecksum or ErrHeaderChecksum. After an
+// error q holds nothing useful.
 func (v *View) Quote(q *Quote) error {
 	if !v.IsICMPError() || v.more {
 		return ErrQuote
@@ -45,14 +47,14 @@ func (v *View) Quote(q *Quote) error {
 	return q.parse6()
 }
 
-// minExtended is the least length of the original datagram field when extensions follow (RFC 4884,
-// section 3). A smaller value means nothing: not every sender of older errors set the octet to
-// zero.
+// minExtended is the minimum length of the original datagram field if extensions follow (RFC
+// 4884, section 3). A smaller length is ignored, because some older senders did not set the
+// octet to zero.
 const minExtended = 128
 
-// extent returns where the original datagram field ends. RFC 4884 gives it a length, in 32-bit
-// words for IPv4 and 64-bit words for IPv6, when extensions follow; only some types have that
-// octet.
+// extent returns the offset of the end of the original datagram field. If extensions follow,
+// RFC 4884 defines a length for this field, in 32-bit words for IPv4 and 64-bit words for
+// IPv6. Only some ICMP types have that length.
 func (q *Quote) extent() int {
 	size := 0
 	switch kind := q.b[0]; {
@@ -79,7 +81,7 @@ func (q *Quote) parse4() error {
 	if sumHeader4(p[:header]) != 0xffff {
 		return ErrHeaderChecksum
 	}
-	q.end = min(q.end, quoted+total) // padding is not part of the packet
+	q.end = min(q.end, quoted+total) // exclude padding
 	q.transport = quoted + header
 	q.proto = p[9]
 	q.later = be.Uint16(p[6:8])&0x1fff != 0
@@ -99,7 +101,7 @@ func (q *Quote) parse6() error {
 		e := q.b[q.transport:q.end]
 		size, ok := wholeExtension(q.proto, e)
 		if n == maxExtensions || !ok {
-			return nil // cut within the chain: addresses only
+			return nil // the quote ends within the extension headers: only the addresses are usable
 		}
 		q.transport += size
 		if q.proto == fragmentHeader && be.Uint16(e[2:4])&0xfff8 != 0 {
@@ -113,10 +115,10 @@ func (q *Quote) parse6() error {
 	return nil
 }
 
-// has reports whether the first n octets of the quoted transport header are there.
+// has reports whether the quote contains the first n octets of the transport header.
 func (q *Quote) has(n int) bool { return q.readable && q.end-q.transport >= n }
 
-// Is4 reports whether the quoted packet is IPv4; its family is always that of the error.
+// Is4 reports whether the quoted packet is IPv4. Its family is always that of the error.
 func (q *Quote) Is4() bool { return q.is4 }
 
 // Src returns the source address of the quoted packet.
@@ -135,8 +137,8 @@ func (q *Quote) Dst() netip.Addr {
 	return netip.AddrFrom16([16]byte(q.b[quoted+24:]))
 }
 
-// Proto returns the upper-layer protocol of the quoted packet or, when the quote is cut within the
-// IPv6 extension headers, the kind of the header where it is cut.
+// Proto returns the upper-layer protocol of the quoted packet. If the quote ends within the
+// IPv6 extension headers, it returns the kind of the incomplete header.
 func (q *Quote) Proto() uint8 { return q.proto }
 
 // LaterFragment reports whether the quoted packet is a fragment other than the first.
@@ -145,7 +147,7 @@ func (q *Quote) LaterFragment() bool { return q.later }
 // HasPorts reports whether the quoted packet is TCP or UDP and the quote contains both ports.
 func (q *Quote) HasPorts() bool { return (q.proto == TCP || q.proto == UDP) && q.has(4) }
 
-// SrcPort returns the source port of the quoted packet, 0 unless HasPorts.
+// SrcPort returns the source port of the quoted packet, or 0 unless HasPorts.
 func (q *Quote) SrcPort() uint16 {
 	if !q.HasPorts() {
 		return 0
@@ -153,7 +155,7 @@ func (q *Quote) SrcPort() uint16 {
 	return be.Uint16(q.b[q.transport:])
 }
 
-// DstPort returns the destination port of the quoted packet, 0 unless HasPorts.
+// DstPort returns the destination port of the quoted packet, or 0 unless HasPorts.
 func (q *Quote) DstPort() uint16 {
 	if !q.HasPorts() {
 		return 0
@@ -167,15 +169,15 @@ func (q *Quote) IsICMPQuery() bool {
 	return q.isICMP() && q.has(6) && queryType(q.is4, q.b[q.transport])
 }
 
-// IsICMPError reports whether the quoted packet is itself an ICMP error, about which there may be
-// no error (RFC 1122, section 3.2.2).
+// IsICMPError reports whether the quoted packet is itself an ICMP error. No error may be sent
+// about an ICMP error (RFC 1122, section 3.2.2).
 func (q *Quote) IsICMPError() bool {
 	return q.isICMP() && q.has(1) && errorType(q.is4, q.b[q.transport])
 }
 
 func (q *Quote) isICMP() bool { return q.is4 && q.proto == ICMP || !q.is4 && q.proto == ICMPv6 }
 
-// ICMPType returns the type of the quoted ICMP query, 0 unless IsICMPQuery.
+// ICMPType returns the type of the quoted ICMP query, or 0 unless IsICMPQuery.
 func (q *Quote) ICMPType() uint8 {
 	if !q.IsICMPQuery() {
 		return 0
@@ -183,7 +185,7 @@ func (q *Quote) ICMPType() uint8 {
 	return q.b[q.transport]
 }
 
-// ICMPID returns the identifier of the quoted ICMP query, 0 unless IsICMPQuery.
+// ICMPID returns the identifier of the quoted ICMP query, or 0 unless IsICMPQuery.
 func (q *Quote) ICMPID() uint16 {
 	if !q.IsICMPQuery() {
 		return 0
@@ -191,12 +193,12 @@ func (q *Quote) ICMPID() uint16 {
 	return be.Uint16(q.b[q.transport+4:])
 }
 
-// SetSrc rewrites the source address of the quoted packet; the address has to be of its family, as
-// for View.SetSrc.
+// SetSrc rewrites the source address of the quoted packet. The address must be of the packet's
+// family, as for View.SetSrc.
 func (q *Quote) SetSrc(a netip.Addr) { q.setAddr(quoted+12, quoted+8, a) }
 
-// SetDst rewrites the destination address of the quoted packet; the address has to be of its
-// family.
+// SetDst rewrites the destination address of the quoted packet. The address must be of the
+// packet's family.
 func (q *Quote) SetDst(a netip.Addr) { q.setAddr(quoted+16, quoted+24, a) }
 
 func (q *Quote) setAddr(at4, at6 int, a netip.Addr) {
@@ -260,7 +262,7 @@ func (q *Quote) transportChanged(delta uint64) {
 		if be.Uint16(q.b[at:]) == 0 {
 			return
 		}
-	case (q.proto == UDPLite || q.proto == DCCP) && q.has(udpLen): // checksum at UDP's offset
+	case (q.proto == UDPLite || q.proto == DCCP) && q.has(udpLen): // checksum at the same offset as in UDP
 		at += udpSumOffset
 	case q.isICMP() && q.has(icmpSumOffset+2):
 		at += icmpSumOffset
@@ -274,8 +276,8 @@ func (q *Quote) transportChanged(delta uint64) {
 	q.put(at, sum)
 }
 
-// put writes one word of the quoted packet, at an even offset of the error, and updates the error's
-// checksum.
+// put writes one word of the quoted packet and updates the checksum of the error. The word
+// must be at an even offset of the error.
 func (q *Quote) put(at int, new uint16) {
 	field := q.b[at : at+2]
 	delta := delta16(be.Uint16(field), new)

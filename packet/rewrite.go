@@ -5,8 +5,8 @@ import (
 	"net/netip"
 )
 
-// SetSrc rewrites the source address and keeps all checksums right. An address that is not of the
-// packet's family panics before anything is written.
+// SetSrc rewrites the source address and updates all checksums. If the address is not of the
+// packet's family, it panics before it writes anything.
 func (v *View) SetSrc(a netip.Addr) {
 	if v.is4 {
 		a4 := a.As4()
@@ -26,7 +26,7 @@ func (v *View) SetDst(a netip.Addr) {
 	v.set16(24, a)
 }
 
-// SetSrc4 rewrites the IPv4 source address, in host order. Only when Is4.
+// SetSrc4 rewrites the IPv4 source address, in host order. It must only be called if Is4.
 func (v *View) SetSrc4(a uint32) {
 	b := v.b[:ipv4Len:ipv4Len]
 	delta := delta32(be.Uint32(b[12:16]), a)
@@ -37,7 +37,7 @@ func (v *View) SetSrc4(a uint32) {
 	}
 }
 
-// SetDst4 rewrites the IPv4 destination address, in host order. Only when Is4.
+// SetDst4 rewrites the IPv4 destination address, in host order. It must only be called if Is4.
 func (v *View) SetDst4(a uint32) {
 	b := v.b[:ipv4Len:ipv4Len]
 	delta := delta32(be.Uint32(b[16:20]), a)
@@ -48,10 +48,12 @@ func (v *View) SetDst4(a uint32) {
 	}
 }
 
-// SetSrc6 rewrites the IPv6 source address, in two words in host order. Only when not Is4.
+// SetSrc6 rewrites the IPv6 source address, as two words in host order. It must only be called
+// if not Is4.
 func (v *View) SetSrc6(hi, lo uint64) { v.set6(v.b[8:24:24], hi, lo) }
 
-// SetDst6 rewrites the IPv6 destination address, in two words in host order. Only when not Is4.
+// SetDst6 rewrites the IPv6 destination address, as two words in host order. It must only be
+// called if not Is4.
 func (v *View) SetDst6(hi, lo uint64) { v.set6(v.b[24:40:40], hi, lo) }
 
 func (v *View) set6(field []byte, hi, lo uint64) {
@@ -80,8 +82,8 @@ func replaced16(field []byte, a *[16]byte) uint64 {
 	return delta
 }
 
-// addressChanged updates a checksum that covers the pseudo-header. In a first fragment the checksum
-// covers octets of later fragments too; the update needs none of them.
+// addressChanged updates a checksum that covers the pseudo-header. In a first fragment the
+// checksum also covers octets of later fragments, but the update needs none of these.
 func (v *View) addressChanged(delta uint64) {
 	field := v.b[v.sum : v.sum+2]
 	switch sum := be.Uint16(field); v.csum {
@@ -90,20 +92,20 @@ func (v *View) addressChanged(delta uint64) {
 	case ChecksumComplete:
 		sum = updated(sum, delta)
 		if sum == 0 && (v.proto == UDP || v.proto == UDPLite) {
-			sum = 0xffff // zero on the wire would say "none" (RFC 768, RFC 3828)
+			sum = 0xffff // a zero in the packet would mean "no checksum" (RFC 768, RFC 3828)
 		}
 		be.PutUint16(field, sum)
 		if sum == 0 && v.icmp && sum16(v.b[v.transport:]) == 0 {
-			// The message is all zeros, which without a pseudo-header only an echo reply can be.
-			// Its checksum is 0xffff. This is the one case in which RFC 1624, equation 3 yields the
-			// wrong zero.
+			// The message is all zeros. Without a pseudo-header that can only be an echo reply.
+			// Its checksum is 0xffff. This is the one case in which RFC 1624, equation 3 yields
+			// the wrong zero.
 			be.PutUint16(field, 0xffff)
 		}
 	}
 }
 
-// contentChanged updates a complete checksum after a change of the transport header. A partial one
-// covers only the pseudo-header and stays.
+// contentChanged updates a complete checksum after a change of the transport header. A partial
+// checksum covers only the pseudo-header and does not change.
 func (v *View) contentChanged(delta uint64) {
 	if v.csum == ChecksumComplete {
 		v.addressChanged(delta)
@@ -138,10 +140,10 @@ func (v *View) setWord(at int, new uint16) {
 	v.contentChanged(delta)
 }
 
-// ClampMSS lowers the MSS options of a TCP SYN to mss and reports whether it changed anything. It
-// never raises one and never adds one: a SYN without the option means 536 (RFC 9293, section
-// 3.7.1). If there are several, it lowers all, because receivers use the last. A malformed option
-// ends the walk. mss 0 means no limit.
+// ClampMSS lowers the MSS options of a TCP SYN to mss and reports whether it changed anything.
+// It never raises or adds an option: a SYN without the option means 536 (RFC 9293, section
+// 3.7.1). If there are several MSS options, it lowers all of them, because receivers use the
+// last. A malformed option ends the search. An mss of 0 means no limit.
 func (v *View) ClampMSS(mss uint16) bool {
 	if mss == 0 || v.TCPFlags()&TCPSyn == 0 {
 		return false
@@ -167,7 +169,7 @@ func (v *View) ClampMSS(mss uint16) bool {
 			if old := be.Uint16(v.b[at+2:]); old > mss {
 				be.PutUint16(v.b[at+2:], mss)
 				new := mss
-				if (at-int(v.transport))%2 != 0 { // the field straddles two words of the sum
+				if (at-int(v.transport))%2 != 0 { // the field is part of two words of the sum
 					old, new = bits.ReverseBytes16(old), bits.ReverseBytes16(new)
 				}
 				v.contentChanged(delta16(old, new))
@@ -179,14 +181,14 @@ func (v *View) ClampMSS(mss uint16) bool {
 	return changed
 }
 
-// CompleteChecksum completes a partial checksum, for a packet that is sent without segmentation. It
-// does nothing to a packet in another state, nor to the head of a run, whose other segments it
-// cannot see.
+// CompleteChecksum completes a partial checksum, for a packet that is sent without
+// segmentation. It does nothing to a packet with another checksum state. It also does nothing
+// to the head of a run, because it cannot see the run's other segments.
 func (v *View) CompleteChecksum() {
 	if v.csum != ChecksumPartial || int(v.length) != len(v.b) {
 		return
 	}
-	// The pseudo-header sum is in the field, so that the sum over everything includes it.
+	// The field holds the pseudo-header sum, so the sum over all octets includes it.
 	sum := Checksum(v.covered(), 0)
 	if sum == 0 && v.proto == UDP {
 		sum = 0xffff
@@ -195,7 +197,7 @@ func (v *View) CompleteChecksum() {
 	v.csum = ChecksumComplete
 }
 
-// covered returns the octets that the transport checksum covers besides the pseudo-header.
+// covered returns the octets of the packet that the transport checksum covers.
 func (v *View) covered() []byte {
 	t := v.b[v.transport:]
 	switch v.proto { // Parse has checked the length fields
@@ -207,8 +209,8 @@ func (v *View) covered() []byte {
 	return t
 }
 
-// pseudoSum is the sum of the pseudo-header for a transport packet of the given length (RFC 9293,
-// section 3.1; RFC 8200, section 8.1).
+// pseudoSum returns the sum of the pseudo-header for a transport packet of the given length
+// (RFC 9293, section 3.1; RFC 8200, section 8.1).
 func (v *View) pseudoSum(length int) uint64 {
 	sum := uint64(v.proto) + uint64(length)
 	if v.is4 {
@@ -217,8 +219,9 @@ func (v *View) pseudoSum(length int) uint64 {
 	return sum + pseudoAddrs(v.b[8:40])
 }
 
-// ValidChecksums verifies the IPv4 header checksum and the transport checksum, a partial one
-// against the pseudo-header. Of a fragment it verifies only the header.
+// ValidChecksums verifies the IPv4 header checksum and the transport checksum. A partial
+// transport checksum is compared with the pseudo-header. For a fragment it verifies only the
+// header.
 func (v *View) ValidChecksums() bool {
 	if v.is4 && sumHeader4(v.b[:int(v.b[0]&15)*4]) != 0xffff {
 		return false
@@ -235,7 +238,7 @@ func (v *View) validTransport() bool {
 		if v.proto == UDP {
 			size = int(be.Uint16(v.b[v.transport+4:]))
 		}
-		// 0 and 0xffff are the same number here.
+		// 0 and 0xffff are the same number in ones' complement.
 		return be.Uint16(v.b[v.sum:])%0xffff == fold(v.pseudoSum(size))%0xffff
 	}
 	if int(v.length) != len(v.b) {
@@ -244,7 +247,7 @@ func (v *View) validTransport() bool {
 	t := v.covered()
 	var sum uint64
 	switch {
-	case v.proto == UDPLite || v.proto == DCCP: // whatever the coverage (RFC 3828, section 3.1; RFC 4340, section 9.1)
+	case v.proto == UDPLite || v.proto == DCCP: // the pseudo-header has the whole length (RFC 3828, section 3.1; RFC 4340, section 9.1)
 		sum = v.pseudoSum(len(v.b) - int(v.transport))
 	case v.pseudo:
 		sum = v.pseudoSum(len(t))

@@ -1,35 +1,35 @@
 package packet
 
 // Segmenter cuts one superpacket into the packets that a network card would send (the kernel's
-// tcp_gso_segment, __udp_gso_segment and inet_gso_segment): TCP sequence numbers advance, FIN and
-// PSH stay with the last segment and CWR with the first, the IPv4 identification counts up, every
-// checksum is complete. It returns segments one by one, so a caller that runs out of room continues
-// later. The zero value has none left.
+// tcp_gso_segment, __udp_gso_segment and inet_gso_segment). TCP sequence numbers advance, FIN
+// and PSH stay in the last segment and CWR in the first, the IPv4 identification counts up,
+// and every checksum is complete. The Segmenter returns segments one by one, so a caller that
+// runs out of room can continue later. The zero value has no segments.
 //
-// A Segmenter borrows the bytes of the view until Remaining is 0 and overwrites them, because it
-// builds each segment where its data lies. Not for concurrent use.
+// A Segmenter borrows the bytes of the view until Remaining is 0. It overwrites these bytes,
+// because it builds each segment in place. It must not be used concurrently.
 type Segmenter struct {
 	b         []byte
 	template  []byte // all headers of the superpacket
 	size      int    // transport data in each segment but the last
 	transport int
 	next      int // offset of the data of the next segment
-	left      int // segments
+	left      int // number of segments that Next has not returned
 	seq       uint32
 	id        uint16
 	flags     uint8
 	is4       bool
 	tcp       bool
 
-	ipSum        uint64 // IPv4 header without length, identification and checksum
-	transportSum uint64 // pseudo-header and transport header without lengths, sequence number, flags and checksum
+	ipSum        uint64 // sum of the IPv4 header without length, identification and checksum
+	transportSum uint64 // sum of pseudo-header and transport header without lengths, sequence number, flags and checksum
 }
 
-// Reset starts on a superpacket, as parsed and rewritten: TCP or UDP with a partial checksum.
-// gsoSize, at least 1, is what VirtioHeader.Validate returned; data that fits one segment makes
-// one. The error is ErrGSO; s then has nothing left.
+// Reset starts with another superpacket, which was parsed and may have been rewritten: TCP or
+// UDP with a partial checksum. gsoSize is the result of VirtioHeader.Validate and at least 1.
+// Data that fits one segment becomes one segment. The error is ErrGSO; s then has no segments.
 //
-// Reset ignores the value of the partial checksum. Every segment has a length of its own, so its
+// Reset ignores the value of the partial checksum. Every segment has its own length, so its
 // pseudo-header sum is computed from the addresses.
 func (s *Segmenter) Reset(v *View, gsoSize int) error {
 	s.left = 0
@@ -59,12 +59,12 @@ func (s *Segmenter) Reset(v *View, gsoSize int) error {
 	return nil
 }
 
-// Remaining returns how many segments are not yet taken.
+// Remaining returns the number of segments that Next has not yet returned.
 func (s *Segmenter) Remaining() int { return s.left }
 
-// Next returns the next segment, a complete IP packet, or nil after the last one. The segment is a
-// part of the view's bytes: its headers overwrite data of the previous segments, so it is valid
-// only until the next call.
+// Next returns the next segment, a complete IP packet, or nil after the last one. The segment
+// is a part of the view's bytes, and its headers overwrite data of the previous segment. So a
+// segment is valid only until the next call.
 func (s *Segmenter) Next() []byte {
 	if s.left == 0 {
 		return nil
@@ -98,7 +98,7 @@ func (s *Segmenter) Next() []byte {
 		be.PutUint16(t[4:6], uint16(length))
 		check := ^fold(sum + length)
 		if check == 0 {
-			check = 0xffff // zero on the wire would say "none" (RFC 768)
+			check = 0xffff // a zero in the packet would mean "no checksum" (RFC 768)
 		}
 		be.PutUint16(t[6:8], check)
 	}

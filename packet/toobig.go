@@ -4,32 +4,36 @@ package packet
 // TooBig writes the ICMP error for the sender.
 
 const (
-	dontFragment = 0x4000 // in the word of flags and fragment offset
+	dontFragment = 0x4000 // mask in the word of flags and fragment offset
 	moreFollow   = 0x2000
 	offsetMask   = 0x1fff
 
-	// maxError4 and maxError6 are the largest ICMP error (RFC 1812, section 4.3.2.3; RFC 4443,
-	// section 2.4c).
+	// maxError4 and maxError6 are the maximum sizes of an ICMP error (RFC 1812, section
+	// 4.3.2.3; RFC 4443, section 2.4c).
 	maxError4 = 576
 	maxError6 = 1280
 
 	// MaxTooBig is the size in octets of the largest error that TooBig writes.
 	MaxTooBig = maxError6
 
-	minMTU4 = ipv4Len + 40 + 8 // RFC 791: the largest header and eight octets
+	minMTU4 = ipv4Len + 40 + 8 // RFC 791: the largest header and eight octets of data
 	minMTU6 = 1280             // RFC 8200, section 5
 )
 
-// DontFragment reports whether only the sender may cut this packet: IPv6, or IPv4 with DF.
+// DontFragment reports whether only the sender may fragment this packet: IPv6, or IPv4 with
+// DF.
 func (v *View) DontFragment() bool { return !v.is4 || be.Uint16(v.b[6:8])&dontFragment != 0 }
 
-// Split cuts an IPv4 packet, which may be a fragment already, into fragments of at most mtu octets,
-// as RFC 791, section 3.2 and Linux (net/ipv4/ip_output.c, ip_do_fragment) do: offsets are
-// multiples of 8, options without the copy bit become no-operations in all fragments but the first,
-// the identification is kept. A whole packet whose identification is 0 gets id, since fragments
-// need one that differs from packet to packet (RFC 6864, section 4.1). The fragments are new
-// memory, the packet is unchanged. The result is nil for a packet with DontFragment or a partial
-// checksum, and for an mtu below 68. A packet that fits becomes one fragment.
+// Split cuts an IPv4 packet, which may already be a fragment, into fragments of at most mtu
+// octets. It follows RFC 791, section 3.2 and Linux (net/ipv4/ip_output.c, ip_do_fragment).
+// Offsets are multiples of 8, the identification is kept, and options without the copy bit
+// become no-operations in all fragments but the first. A whole packet whose identification is
+// 0 gets id, because the identification of fragments must differ from packet to packet (RFC
+// 6864, section 4.1).
+//
+// The fragments are new memory, and the packet stays unchanged. The result is nil for a packet
+// with DontFragment or a partial checksum, and for an mtu below 68. A packet that fits becomes
+// one fragment.
 func (v *View) Split(mtu int, id uint16) [][]byte {
 	if v.DontFragment() || v.csum == ChecksumPartial || mtu < minMTU4 {
 		return nil
@@ -69,8 +73,8 @@ func (v *View) Split(mtu int, id uint16) [][]byte {
 	return fragments
 }
 
-// uncopied turns the options that only the first fragment carries into no-operations. Parse has
-// proved their lengths.
+// uncopied replaces the options that only the first fragment carries by no-operations. Parse
+// has checked their lengths.
 func uncopied(o []byte) {
 	for len(o) > 0 && o[0] != 0 {
 		size := 1
@@ -86,14 +90,17 @@ func uncopied(o []byte) {
 	}
 }
 
-// TooBig writes an ICMP error to dst, which has room for MaxTooBig octets. It tells the sender of
-// this packet to send smaller ones: fragmentation needed with the next-hop MTU (RFC 1191, section
-// 4) or packet too big. It quotes as much as fits into 576 octets (RFC 1812, section 4.3.2.3) or
-// 1280 (RFC 4443, section 2.4c). Its source is the destination of the packet, the one address that
-// the sender can certainly exchange packets with. mtu is raised to at least 68 or 1280. The result
-// is the length of the error, or 0 if none may be sent (RFC 1812, section 4.3.2.7; RFC 4443,
-// section 2.4e): about an ICMP error, about an IPv4 fragment other than the first, or if an address
-// is not that of a single host. Must not be called for the head of a run.
+// TooBig writes an ICMP error to dst, which has room for MaxTooBig octets. The error requests
+// smaller packets from the sender of this packet: fragmentation needed with the next-hop MTU
+// (RFC 1191, section 4) or packet too big. mtu is raised to at least 68 in IPv4 and 1280 in
+// IPv6. The error quotes as much of the packet as fits into 576 octets (RFC 1812, section
+// 4.3.2.3) or 1280 (RFC 4443, section 2.4c). Its source is the destination of the packet, the
+// one address from which the sender certainly accepts packets.
+//
+// The result is the length of the error, or 0 if none may be sent (RFC 1812, section 4.3.2.7;
+// RFC 4443, section 2.4e). No error may be sent about an ICMP error, about an IPv4 fragment
+// other than the first, or if an address is not that of a single host. TooBig must not be
+// called for the head of a run.
 func (v *View) TooBig(dst []byte, mtu int) int {
 	if v.IsICMPError() || !v.singleHosts() {
 		return 0
@@ -109,7 +116,7 @@ func (v *View) TooBig(dst []byte, mtu int) int {
 	clear(b[:ipv4Len+icmpLen])
 	b[0], b[1] = 0x45, 0xc0 // internetwork control (RFC 1812, section 4.3.2.5)
 	be.PutUint16(b[2:4], uint16(len(b)))
-	be.PutUint16(b[6:8], dontFragment) // so that the identification 0 means nothing (RFC 6864)
+	be.PutUint16(b[6:8], dontFragment) // with DF, the identification 0 is allowed (RFC 6864)
 	b[8], b[9] = 64, ICMP
 	copy(b[12:16], v.b[16:20])
 	copy(b[16:20], v.b[12:16])
@@ -139,8 +146,8 @@ func (v *View) tooBig6(dst []byte, mtu int) int {
 	return len(b)
 }
 
-// singleHosts reports whether both addresses can be those of one host: not 0.0.0.0/8, 127.0.0.0/8,
-// multicast, limited broadcast, ::, ::1.
+// singleHosts reports whether each address can belong to one host. Such an address is not in
+// 0.0.0.0/8 or 127.0.0.0/8, and is not multicast, limited broadcast, :: or ::1.
 func (v *View) singleHosts() bool {
 	if v.is4 {
 		for _, a := range [2]uint32{v.Src4(), v.Dst4()} {

@@ -2,38 +2,38 @@ package packet
 
 import "net/netip"
 
-// View is one parsed IP packet over borrowed bytes. It is small and meant to be reused: keep one
-// per goroutine and Parse into it. Getters of a transport field return zero, and its setters do
-// nothing, if the packet does not have that field (HasPorts, IsICMPQuery ...). Not for concurrent
-// use.
+// View is one parsed IP packet over borrowed bytes. It is small and meant to be reused: keep
+// one per goroutine and Parse into it. If the packet does not have a transport field (see
+// HasPorts, IsICMPQuery and others), the field's getter returns zero and its setter does
+// nothing. A View must not be used concurrently.
 type View struct {
-	b         []byte // the packet; the first packet alone for the head of a run
+	b         []byte // the packet; for the head of a run only the first packet
 	length    uint32 // of the whole packet or run, IPv6 header included: at most 65575
 	fragID    uint32
-	fragOff   uint16 // octets
+	fragOff   uint16 // offset of the fragment in octets
 	transport uint16 // offset of the transport header or, in a later fragment, of the data
-	payload   uint16 // offset of what follows the transport header
-	sum       uint16 // offset of the transport checksum, 0 when there is none
+	payload   uint16 // offset of the data after the transport header
+	sum       uint16 // offset of the transport checksum, 0 if there is none
 	proto     uint8
 	csum      ChecksumState
 	is4       bool
 	more      bool // more fragments follow
-	ports     bool // TCP or UDP with its header here
-	icmp      bool // ICMP or ICMPv6 with its header here
+	ports     bool // TCP or UDP, and the header is in this packet
+	icmp      bool // ICMP or ICMPv6, and the header is in this packet
 	pseudo    bool // the transport checksum covers the addresses: TCP, UDP, ICMPv6
 }
 
-// Parse validates all lengths of the complete IP packet at the start of b: IPv4 with options, IPv6
-// with extension headers, and the transport header of TCP, UDP, ICMP and ICMPv6; other protocols
-// are opaque. b may be longer than the packet; the view ends with the packet. csum comes from the
-// virtio header: ChecksumComplete or ChecksumPartial. If the packet has no checksum, the view has
-// ChecksumAbsent instead.
+// Parse validates all lengths of the complete IP packet at the start of b: IPv4 with options,
+// IPv6 with extension headers, and the transport header of TCP, UDP, ICMP and ICMPv6. Other
+// protocols are opaque. b may be longer than the packet; the view ends with the packet. csum
+// comes from the virtio header: ChecksumComplete or ChecksumPartial. If the packet has no
+// checksum, the view has ChecksumAbsent instead.
 //
-// v keeps b until the next Parse. After an error (always of type Error) v holds nothing useful.
-// Parse verifies no checksum: the kernel does, for packets in both directions, and an incremental
-// update keeps a wrong checksum wrong. A source route is refused, because the destination in the
-// header is then neither the one to translate nor the one in the pseudo-header, and because it
-// would bypass the rules of the gateway (RFC 5095, RFC 7126).
+// v keeps b until the next Parse. After an error (always of type Error) v holds nothing
+// useful. Parse verifies no checksum: the kernel verifies those of packets in both directions,
+// and an incremental update keeps a wrong checksum wrong. Parse refuses a source route. The
+// destination in its header is neither the one to translate nor the one in the pseudo-header,
+// and a source route would bypass the rules of the gateway (RFC 5095, RFC 7126).
 func (v *View) Parse(b []byte, csum ChecksumState) error {
 	if len(b) == 0 {
 		return ErrTruncated
@@ -87,8 +87,8 @@ func (v *View) parse4(b []byte, csum ChecksumState) Error {
 	return v.parseTransport(csum)
 }
 
-// options4 walks IPv4 options (RFC 791, section 3.1): type, length, data; 0 ends the list, 1 is a
-// lone octet.
+// options4 checks IPv4 options (RFC 791, section 3.1). An option is a type, a length and data,
+// except that types 0 (end of list) and 1 (no operation) are single octets.
 func options4(o []byte) Error {
 	for len(o) > 0 && o[0] != 0 {
 		if o[0] == 1 {
@@ -106,9 +106,10 @@ func options4(o []byte) Error {
 	return 0
 }
 
-// fragment records the offset of a fragment and checks its place in the datagram. before is how
-// many octets the length field of the reassembled datagram counts ahead of the fragmented part.
-// Every fragment but the last must be a multiple of 8 long (RFC 791, RFC 8200).
+// fragment records the offset of a fragment and checks its place in the datagram. before is
+// the number of octets before the fragmented part that the length field of the reassembled
+// datagram includes. The length of every fragment but the last must be a multiple of 8 (RFC
+// 791, RFC 8200).
 func (v *View) fragment(off int, more bool, before int) Error {
 	size := len(v.b) - int(v.transport)
 	v.fragOff, v.more = uint16(off), more
@@ -121,7 +122,7 @@ func (v *View) fragment(off int, more bool, before int) Error {
 	return 0
 }
 
-// parseTransport checks the transport header and decides how the checksum changes.
+// parseTransport checks the transport header and finds its checksum field.
 func (v *View) parseTransport(csum ChecksumState) Error {
 	v.payload = v.transport
 	v.sum, v.ports, v.icmp, v.pseudo = 0, false, false, false
@@ -148,9 +149,9 @@ func (v *View) parseTransport(csum ChecksumState) Error {
 		if len(t) < udpLen {
 			return v.shortTransport()
 		}
-		// A length below that of the IP payload is allowed: the rest is the surplus area of RFC
+		// The length may be below that of the IP payload: the rest is the surplus area of RFC
 		// 9868, which the checksum does not cover. In a first fragment the length is that of the
-		// datagram.
+		// whole datagram.
 		if size := int(be.Uint16(t[4:6])); size < udpLen || size > len(t) && !v.more {
 			return ErrTransportHeader
 		}
@@ -176,7 +177,7 @@ func (v *View) laterFragment(csum ChecksumState) Error {
 	if csum == ChecksumPartial {
 		return ErrPartialChecksum
 	}
-	if v.proto == TCP && v.fragOff < tcpLen { // would overwrite ports or flags already checked
+	if v.proto == TCP && v.fragOff < tcpLen { // would overwrite ports or flags that were already checked
 		return ErrTinyFragment
 	}
 	v.csum = ChecksumAbsent
@@ -198,8 +199,9 @@ func (v *View) parseOther(t []byte, csum ChecksumState) Error {
 		v.csum = csum
 		return 0
 	}
-	// UDP-Lite (RFC 3828) and DCCP (RFC 4340) have a checksum at the offset of UDP's. It covers the
-	// pseudo-header and as much of the rest as the header says. Apart from it they are opaque.
+	// UDP-Lite (RFC 3828) and DCCP (RFC 4340) have their checksum at the same offset as UDP. It
+	// covers the pseudo-header and the part of the packet that the header specifies. Otherwise
+	// the two protocols are opaque.
 	if v.proto == UDPLite || v.proto == DCCP {
 		if len(t) < udpLen {
 			return v.shortTransport()
@@ -216,8 +218,8 @@ func (v *View) parseOther(t []byte, csum ChecksumState) Error {
 	return 0
 }
 
-// coverage returns how many octets of t the checksum of UDP-Lite or DCCP covers, or 0 if the header
-// contradicts itself.
+// coverage returns the number of octets of t that the checksum of UDP-Lite or DCCP covers, or
+// 0 if the header contradicts itself.
 func (v *View) coverage(t []byte) int {
 	if v.proto == UDPLite {
 		if size := int(be.Uint16(t[4:6])); size != 0 {
@@ -227,7 +229,7 @@ func (v *View) coverage(t []byte) int {
 	}
 	header, more := int(t[4]), int(t[5]&15)
 	switch {
-	case header < 3: // the shortest generic header
+	case header < 3: // shorter than the shortest generic header
 		return 0
 	case more == 0:
 		return max(len(t), header*4)
@@ -242,14 +244,14 @@ func (v *View) shortTransport() Error {
 	return ErrTransportHeader
 }
 
-// Bytes returns the packet: the first Len() octets of the slice given to Parse. For the head of a
-// run it returns the first packet alone.
+// Bytes returns the packet: the first Len() octets of the slice that was parsed. For the head
+// of a run it returns only the first packet.
 func (v *View) Bytes() []byte { return v.b }
 
 // Len returns the length of the packet or run in octets, IP header included.
 func (v *View) Len() int { return int(v.length) }
 
-// Is4 reports whether this is IPv4; it is IPv6 otherwise.
+// Is4 reports whether the packet is IPv4. Otherwise it is IPv6.
 func (v *View) Is4() bool { return v.is4 }
 
 // Src returns the source address.
@@ -268,16 +270,18 @@ func (v *View) Dst() netip.Addr {
 	return netip.AddrFrom16([16]byte(v.b[24:40]))
 }
 
-// Src4 returns the IPv4 source address in host order. Only when Is4.
+// Src4 returns the IPv4 source address in host order. It must only be called if Is4.
 func (v *View) Src4() uint32 { return be.Uint32(v.b[12:16]) }
 
-// Dst4 returns the IPv4 destination address in host order. Only when Is4.
+// Dst4 returns the IPv4 destination address in host order. It must only be called if Is4.
 func (v *View) Dst4() uint32 { return be.Uint32(v.b[16:20]) }
 
-// Src6 returns the IPv6 source address in two words, in host order. Only when not Is4.
+// Src6 returns the IPv6 source address as two words in host order. It must only be called if
+// not Is4.
 func (v *View) Src6() (hi, lo uint64) { return be.Uint64(v.b[8:16]), be.Uint64(v.b[16:24]) }
 
-// Dst6 returns the IPv6 destination address in two words, in host order. Only when not Is4.
+// Dst6 returns the IPv6 destination address as two words in host order. It must only be called
+// if not Is4.
 func (v *View) Dst6() (hi, lo uint64) { return be.Uint64(v.b[24:32]), be.Uint64(v.b[32:40]) }
 
 // TTL returns the time to live or hop limit.
@@ -288,27 +292,28 @@ func (v *View) TTL() uint8 {
 	return v.b[7]
 }
 
-// Proto returns the upper-layer protocol, behind any IPv6 extension headers. In a later fragment it
-// is what the IP or fragment header says.
+// Proto returns the upper-layer protocol, which follows any IPv6 extension headers. For a
+// later fragment it returns the value in the IP header or fragment header.
 func (v *View) Proto() uint8 { return v.proto }
 
-// Fragment returns where a fragment belongs: off is its offset in octets, more reports whether
-// others follow, and id is the identification (16 bits in IPv4). is is false for a whole packet,
-// even for an IPv6 atomic fragment (RFC 6946), whose id is of no use to a NAT.
+// Fragment returns the position of a fragment in its datagram: off is its offset in octets,
+// more reports whether others follow, and id is the identification (16 bits in IPv4). is is
+// false for a whole packet. An IPv6 atomic fragment (RFC 6946) counts as a whole packet,
+// because its id is of no use to a NAT.
 func (v *View) Fragment() (off int, more bool, id uint32, is bool) {
 	return int(v.fragOff), v.more, v.fragID, v.more || v.fragOff != 0
 }
 
-// IsFragment reports whether this is a part of a datagram; see Fragment.
+// IsFragment reports whether the packet is only a part of a datagram; see Fragment.
 func (v *View) IsFragment() bool { return v.more || v.fragOff != 0 }
 
-// LaterFragment reports whether this is a fragment other than the first, so without a transport
-// header.
+// LaterFragment reports whether the packet is a fragment other than the first. Such a fragment
+// has no transport header.
 func (v *View) LaterFragment() bool { return v.fragOff != 0 }
 
-// FragmentLen returns how many octets of its datagram a fragment carries, from the offset that
-// Fragment returns. In IPv6 they begin behind the fragment header and include further extension
-// headers. It is 0 for a whole packet.
+// FragmentLen returns the number of octets of its datagram that a fragment carries, from the
+// offset that Fragment returns. In IPv6 they begin after the fragment header and include
+// further extension headers. It returns 0 for a whole packet.
 func (v *View) FragmentLen() int {
 	at := int(v.transport)
 	switch {
@@ -324,17 +329,19 @@ func (v *View) FragmentLen() int {
 	return len(v.b) - at
 }
 
-// TransportOffset returns where the transport header begins or, in a later fragment, the data.
+// TransportOffset returns the offset of the transport header or, in a later fragment, of the
+// data.
 func (v *View) TransportOffset() int { return int(v.transport) }
 
-// PayloadOffset returns where the data behind the TCP (with options), UDP or ICMP (8 octets) header
-// begins; for other protocols and later fragments it is TransportOffset.
+// PayloadOffset returns the offset of the data after the TCP header (with options), UDP header
+// or ICMP header (8 octets). For other protocols and later fragments it returns
+// TransportOffset.
 func (v *View) PayloadOffset() int { return int(v.payload) }
 
-// HasPorts reports whether this is TCP or UDP with the transport header in this packet.
+// HasPorts reports whether the packet is TCP or UDP and contains the transport header.
 func (v *View) HasPorts() bool { return v.ports }
 
-// SrcPort returns the source port, 0 unless HasPorts.
+// SrcPort returns the source port, or 0 unless HasPorts.
 func (v *View) SrcPort() uint16 {
 	if !v.ports {
 		return 0
@@ -342,7 +349,7 @@ func (v *View) SrcPort() uint16 {
 	return be.Uint16(v.b[v.transport:])
 }
 
-// DstPort returns the destination port, 0 unless HasPorts.
+// DstPort returns the destination port, or 0 unless HasPorts.
 func (v *View) DstPort() uint16 {
 	if !v.ports {
 		return 0
@@ -350,7 +357,7 @@ func (v *View) DstPort() uint16 {
 	return be.Uint16(v.b[v.transport+2:])
 }
 
-// TCPFlags returns the flags (TCPFin ...), 0 unless this is TCP with its header here.
+// TCPFlags returns the flags (TCPFin and others), or 0 if the packet contains no TCP header.
 func (v *View) TCPFlags() uint8 {
 	if !v.ports || v.proto != TCP {
 		return 0
@@ -358,7 +365,8 @@ func (v *View) TCPFlags() uint8 {
 	return v.b[v.transport+13]
 }
 
-// ICMPType returns the type of an ICMP or ICMPv6 message, 0 when there is none here.
+// ICMPType returns the type of an ICMP or ICMPv6 message, or 0 if the packet contains no ICMP
+// header.
 func (v *View) ICMPType() uint8 {
 	if !v.icmp {
 		return 0
@@ -366,7 +374,7 @@ func (v *View) ICMPType() uint8 {
 	return v.b[v.transport]
 }
 
-// ICMPID returns the identifier of an ICMP query, 0 unless IsICMPQuery.
+// ICMPID returns the identifier of an ICMP query, or 0 unless IsICMPQuery.
 func (v *View) ICMPID() uint16 {
 	if !v.IsICMPQuery() {
 		return 0
@@ -374,12 +382,12 @@ func (v *View) ICMPID() uint16 {
 	return be.Uint16(v.b[v.transport+4:])
 }
 
-// IsICMPQuery reports whether this is an ICMP request or reply with an identifier: echo, in IPv4
-// also timestamp, information and address mask.
+// IsICMPQuery reports whether the packet is an ICMP request or reply with an identifier: echo
+// and, in IPv4, timestamp, information and address mask.
 func (v *View) IsICMPQuery() bool { return v.icmp && queryType(v.is4, v.b[v.transport]) }
 
-// IsICMPError reports whether this is an ICMP error, which quotes a packet: in IPv4 types 3, 4, 5,
-// 11 and 12, in IPv6 all below 128 (RFC 4443, section 2.1).
+// IsICMPError reports whether the packet is an ICMP error, which quotes a packet. Errors are
+// types 3, 4, 5, 11 and 12 in IPv4, and all types below 128 in IPv6 (RFC 4443, section 2.1).
 func (v *View) IsICMPError() bool { return v.icmp && errorType(v.is4, v.b[v.transport]) }
 
 func queryType(is4 bool, kind uint8) bool {
@@ -404,5 +412,5 @@ func errorType(is4 bool, kind uint8) bool {
 	return false
 }
 
-// Checksum returns what the transport checksum field holds.
+// Checksum returns the state of the transport checksum field.
 func (v *View) Checksum() ChecksumState { return v.csum }

@@ -2,8 +2,8 @@ package packet
 
 import "encoding/binary"
 
-// VirtioHeaderLen is the length of struct virtio_net_hdr, which a TUN opened with IFF_VNET_HDR puts
-// ahead of each packet.
+// VirtioHeaderLen is the length of struct virtio_net_hdr, which precedes each packet of a TUN
+// that was opened with IFF_VNET_HDR.
 const VirtioHeaderLen = 10
 
 // Flags and GSO types of the virtio header (include/uapi/linux/virtio_net.h).
@@ -15,18 +15,18 @@ const (
 	GSOTCPv4 uint8 = 1
 	GSOTCPv6 uint8 = 4
 	GSOUDPL4 uint8 = 5    // UDP segmentation into datagrams, Linux 6.2 and later on a TUN
-	GSOECN   uint8 = 0x80 // a bit beside the type: CWR belongs to the first segment alone
+	GSOECN   uint8 = 0x80 // a bit beside the type: only the first segment has CWR
 )
 
-// VirtioHeader is struct virtio_net_hdr. On the wire it is in native byte order, which is little
-// endian wherever this runs.
+// VirtioHeader is struct virtio_net_hdr. It is encoded in native byte order, which is little
+// endian on all supported machines.
 type VirtioHeader struct {
 	Flags      uint8
 	GSOType    uint8
-	HdrLen     uint16 // of all headers; not reliable for forwarded packets
+	HdrLen     uint16 // length of all headers; not reliable for forwarded packets
 	GSOSize    uint16 // transport data in each segment but the last
-	CsumStart  uint16 // where the checksummed part begins: the transport header
-	CsumOffset uint16 // of the checksum field from CsumStart
+	CsumStart  uint16 // offset of the checksummed part: of the transport header
+	CsumOffset uint16 // offset of the checksum field from CsumStart
 }
 
 // Decode reads the first VirtioHeaderLen octets of b. It checks only that b is long enough;
@@ -43,7 +43,7 @@ func (h *VirtioHeader) Decode(b []byte) error {
 	return nil
 }
 
-// Encode writes all VirtioHeaderLen octets at the start of b, which has to hold them.
+// Encode writes the header to the first VirtioHeaderLen octets of b.
 func (h VirtioHeader) Encode(b []byte) {
 	b = b[:VirtioHeaderLen]
 	ne := binary.NativeEndian
@@ -54,7 +54,7 @@ func (h VirtioHeader) Encode(b []byte) {
 	ne.PutUint16(b[8:10], h.CsumOffset)
 }
 
-// ChecksumState returns what to give to View.Parse.
+// ChecksumState returns the checksum state to pass to View.Parse.
 func (h VirtioHeader) ChecksumState() ChecksumState {
 	if h.Flags&VirtioNeedsCsum != 0 {
 		return ChecksumPartial
@@ -62,15 +62,16 @@ func (h VirtioHeader) ChecksumState() ChecksumState {
 	return ChecksumComplete
 }
 
-// FinishInner completes a partial checksum that belongs not to the packet but to one inside it, and
-// clears VirtioNeedsCsum. The caller must then parse the packet again, as complete. The kernel
-// leaves such a checksum when a pod has a tunnel of its own (VXLAN, IPIP), because NETIF_F_HW_CSUM
-// promises a checksum from any offset. The outer checksum, if there is one, was computed for the
-// completed packet (Documentation/networking/checksum-offloads.rst, LCO).
+// FinishInner completes a partial checksum that belongs not to the packet but to a packet
+// inside it, and clears VirtioNeedsCsum. The caller must then parse the outer packet again, as
+// complete. The kernel leaves such a checksum if a pod has its own tunnel (VXLAN, IPIP),
+// because NETIF_F_HW_CSUM promises a checksum from any offset. The outer checksum, if there is
+// one, was computed for the completed packet (Documentation/networking/checksum-offloads.rst,
+// LCO).
 //
-// b is the packet. FinishInner returns ErrVirtioHeader and leaves b unchanged if there is nothing
-// to compute, for a superpacket, a fragment, or TCP, which carries no tunnel, and if the offsets
-// are not behind the packet's own transport header.
+// b is the outer packet. FinishInner returns ErrVirtioHeader and leaves b unchanged in these
+// cases: there is nothing to compute; b is a superpacket, a fragment, or TCP, which carries no
+// tunnel; or the offsets are not after the outer transport header.
 func (h *VirtioHeader) FinishInner(b []byte) error {
 	var v View
 	if h.Flags != VirtioNeedsCsum || h.GSOType != GSONone || v.Parse(b, ChecksumComplete) != nil {
@@ -80,10 +81,10 @@ func (h *VirtioHeader) FinishInner(b []byte) error {
 	if v.proto == TCP || v.more || v.fragOff != 0 || h.CsumStart < v.payload || field+2 > len(v.b) {
 		return ErrVirtioHeader
 	}
-	sum := Checksum(v.b[h.CsumStart:], 0) // with the pseudo-header sum that is in the field
+	sum := Checksum(v.b[h.CsumStart:], 0) // includes the pseudo-header sum in the field
 	if sum == 0 {
-		// UDP reads zero as "no checksum". For other protocols both values are the same number, and
-		// the kernel writes 0xffff for them too.
+		// In UDP zero means "no checksum". For other protocols both values are the same number,
+		// and the kernel also writes 0xffff.
 		sum = 0xffff
 	}
 	be.PutUint16(b[field:], sum)
@@ -92,10 +93,10 @@ func (h *VirtioHeader) FinishInner(b []byte) error {
 }
 
 // Validate checks every field against the packet that follows, which was parsed with
-// h.ChecksumState(). gsoSize is the size of the data in each segment of a superpacket. It is 0 for
-// a packet that needs no segmentation: no GSO type, or data that fits one segment. Validate ignores
-// HdrLen; callers use View.PayloadOffset instead. The error is ErrVirtioHeader or, for a
-// superpacket that cannot be cut, ErrGSO.
+// h.ChecksumState(). gsoSize is the size of the data in each segment of a superpacket. It is 0
+// for a packet that needs no segmentation: no GSO type, or data that fits one segment.
+// Validate ignores HdrLen; callers use View.PayloadOffset instead. The error is
+// ErrVirtioHeader or, for a superpacket that cannot be segmented, ErrGSO.
 func (h VirtioHeader) Validate(v *View) (gsoSize int, err error) {
 	if h.Flags&^(VirtioNeedsCsum|VirtioDataValid) != 0 {
 		return 0, ErrVirtioHeader
@@ -117,7 +118,7 @@ func (h VirtioHeader) Validate(v *View) (gsoSize int, err error) {
 	case GSOTCPv6:
 		fits = !v.is4 && v.proto == TCP
 	case GSOUDPL4:
-		fits = v.proto == UDP && h.GSOType == GSOUDPL4 // ECN is of TCP
+		fits = v.proto == UDP && h.GSOType == GSOUDPL4 // UDP has no ECN bit
 	}
 	if !fits || h.GSOSize == 0 || !partial {
 		return 0, ErrVirtioHeader
@@ -131,9 +132,10 @@ func (h VirtioHeader) Validate(v *View) (gsoSize int, err error) {
 	return int(h.GSOSize), nil
 }
 
-// segmentable reports whether the packet may be a superpacket: whole, with a partial checksum, TCP
-// without SYN, RST and URG (which no sender leaves to segmentation, since every segment would
-// repeat them) or UDP without a surplus area.
+// segmentable reports whether the packet may be a superpacket: a whole packet with a partial
+// checksum, either TCP without SYN, RST and URG or UDP without a surplus area. No sender
+// leaves a packet with these TCP flags to segmentation, because every segment would repeat the
+// flags.
 func (v *View) segmentable() bool {
 	// Parse allows a partial checksum only in whole TCP and UDP packets.
 	if v.csum != ChecksumPartial || int(v.length) != len(v.b) {

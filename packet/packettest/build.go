@@ -1,6 +1,6 @@
 // Package packettest builds and checks IP packets. It is an independent reference for tests of
-// everything that rewrites, cuts or joins packets. It is slow and obvious, so that a reader can
-// check it by eye, and shares no line with package packet.
+// code that rewrites, cuts or joins packets. It is slow and simple, so that a reader can check
+// it by eye. It shares no line with package packet.
 //
 //	b := packettest.Build(packettest.IP{Src: a, Dst: b}, packettest.TCP{SrcPort: 40000, DstPort: 80, Flags: packettest.ACK, Data: data})
 //	packettest.Check(t, b, packettest.Src(a), packettest.Ports(40000, 80), packettest.ValidChecksums())
@@ -24,8 +24,8 @@ const (
 	CWR = 0x80
 )
 
-// IP is the IP header of a packet to be built. The family is that of Src. Zero fields mean the
-// usual: TTL 64, no options, not a fragment.
+// IP is the IP header of a packet to build. The family is that of Src. Zero fields have the
+// usual values: TTL 64, no options, not a fragment.
 type IP struct {
 	Src, Dst   netip.Addr
 	TTL        uint8       // hop limit; 0 means 64
@@ -38,16 +38,17 @@ type IP struct {
 }
 
 // Extension is an IPv6 extension header: Kind 0 hop-by-hop, 43 routing, 44 fragment, 51
-// authentication, 60 destination options. Data is what follows the next header and length octets;
-// it is padded to the multiple that the kind needs.
+// authentication, 60 destination options. Data is the part after the next header and length
+// octets. It is padded to the multiple that the kind requires.
 type Extension struct {
 	Kind uint8
 	Data []byte
 }
 
-// Body is what an IP packet carries: TCP, UDP, Echo, ICMPError or Raw.
+// Body is the content of an IP packet: TCP, UDP, Echo, ICMPError or Raw.
 type Body interface {
-	// build returns the protocol number and the octets, with a right checksum for these addresses.
+	// build returns the protocol number and the octets, with a correct checksum for these
+	// addresses.
 	build(src, dst netip.Addr) (proto uint8, b []byte)
 }
 
@@ -65,7 +66,7 @@ type TCP struct {
 // UDP is a UDP datagram.
 type UDP struct {
 	SrcPort, DstPort uint16
-	NoChecksum       bool // send 0
+	NoChecksum       bool // set the checksum field to 0
 	Data             []byte
 }
 
@@ -76,9 +77,9 @@ type Echo struct {
 	Data    []byte
 }
 
-// ICMPError is an ICMP or ICMPv6 error. Rest is the second word of its header (MTU, pointer, RFC
-// 4884 length). When Extension is set the quote is padded with zeros to 128 octets or more, the RFC
-// 4884 length is put into Rest and the extension follows.
+// ICMPError is an ICMP or ICMPv6 error. Rest is the second word of its header (MTU, pointer,
+// RFC 4884 length). If Extension is set, the quote is padded with zeros to 128 octets or more,
+// Rest includes the RFC 4884 length, and the extension follows the quote.
 type ICMPError struct {
 	Type, Code uint8
 	Rest       uint32
@@ -86,13 +87,13 @@ type ICMPError struct {
 	Extension  []byte
 }
 
-// Raw is any other protocol.
+// Raw is a body of any other protocol.
 type Raw struct {
 	Proto uint8
 	Data  []byte
 }
 
-// Build returns the packet, all checksums complete and right.
+// Build returns the packet, with complete and correct checksums.
 func Build(h IP, body Body) []byte {
 	proto, data := body.build(h.Src, h.Dst)
 	if h.Src.Is4() != h.Dst.Is4() {
@@ -143,13 +144,13 @@ func Build(h IP, body Body) []byte {
 
 func extension(e Extension, next uint8) []byte {
 	switch e.Kind {
-	case 44: // reserved, offset and flags, identification: always 8 octets
+	case 44: // reserved octet, offset and flags, identification: always 8 octets
 		b := append([]byte{next, 0}, e.Data...)
 		for len(b) < 8 {
 			b = append(b, 0)
 		}
 		return b[:8]
-	case 51: // length in 4-octet units less 2; a multiple of 8 in IPv6
+	case 51: // length in 4-octet units less 2; a multiple of 8 octets in IPv6
 		b := padded(append([]byte{next, 0}, e.Data...), 8, 0)
 		if len(b) < 16 {
 			b = append(b, make([]byte, 16-len(b))...)
@@ -238,7 +239,8 @@ func icmp(src, dst netip.Addr, b []byte) (uint8, []byte) {
 
 func (r Raw) build(netip.Addr, netip.Addr) (uint8, []byte) { return r.Proto, r.Data }
 
-// padded returns b with zeros behind it: a multiple of unit, at least atLeast octets.
+// padded returns a copy of b, padded with zeros to a multiple of unit and at least atLeast
+// octets.
 func padded(b []byte, unit, atLeast int) []byte {
 	out := append([]byte(nil), b...)
 	for len(out)%unit != 0 || len(out) < atLeast {
@@ -264,9 +266,9 @@ func Partial(b []byte) []byte {
 	return out
 }
 
-// Fragments cuts a packet into fragments whose data is at most size octets, a multiple of 8. An
-// IPv6 packet gets a fragment header in front of its upper-layer header, behind all extension
-// headers; the IPv4 options go into every fragment.
+// Fragments cuts a packet into fragments whose data is at most size octets, a multiple of 8.
+// An IPv6 packet gets a fragment header after all other extension headers. Every IPv4 fragment
+// gets all options.
 func Fragments(b []byte, size int, id uint32) [][]byte {
 	if size <= 0 || size%8 != 0 {
 		panic("packettest: fragment size is not a multiple of 8")
@@ -301,9 +303,9 @@ func Fragments(b []byte, size int, id uint32) [][]byte {
 	return out
 }
 
-// Segments cuts a TCP or UDP superpacket as a network card would: TCP sequence numbers advance, FIN
-// and PSH stay with the last segment, CWR with the first, the IPv4 identification counts up, all
-// checksums are complete.
+// Segments cuts a TCP or UDP superpacket as a network card would. TCP sequence numbers
+// advance, FIN and PSH stay in the last segment and CWR in the first, the IPv4 identification
+// counts up, and all checksums are complete.
 func Segments(super []byte, size int) [][]byte {
 	p := MustDecode(super)
 	if p.Proto != 6 && p.Proto != 17 {

@@ -10,8 +10,8 @@ import (
 	"testing"
 )
 
-// InternetChecksum is RFC 1071 in its plainest form, over the concatenated parts. Every part but
-// the last must have an even length.
+// InternetChecksum computes the checksum of RFC 1071 in the simplest way, over the
+// concatenated parts. Every part but the last must have an even length.
 func InternetChecksum(parts ...[]byte) uint16 {
 	sum := 0
 	for _, part := range parts {
@@ -43,10 +43,10 @@ func pseudoHeader(src, dst netip.Addr, proto uint8, length int) []byte {
 type Packet struct {
 	Src, Dst   netip.Addr
 	TTL, TOS   uint8
-	ID         uint16 // IPv4
+	ID         uint16 // IPv4 identification
 	DF         bool
 	FlowLabel  uint32
-	Options    []byte // IPv4
+	Options    []byte // IPv4 options
 	Extensions []Extension
 
 	FragmentOffset int
@@ -57,23 +57,23 @@ type Packet struct {
 	TransportOffset int
 	Transport       []byte // transport header and data, or the data of a later fragment
 
-	// TCP and UDP.
+	// Fields of TCP and UDP.
 	SrcPort, DstPort uint16
 	Seq, Ack         uint32
 	Flags            uint8
 	Window, Urgent   uint16
 	TCPOptions       []byte
-	// ICMP.
+	// Fields of ICMP.
 	Type, Code uint8
 	ICMPID     uint16
-	// Data is what follows the TCP, UDP or 8-octet ICMP header.
+	// Data is the part after the TCP, UDP or 8-octet ICMP header.
 	Data []byte
 
-	header       []byte // IPv4 header or nil
+	header       []byte // the IPv4 header, or nil
 	nextHeaderAt int    // IPv6: offset of the field that names the upper-layer protocol
 }
 
-// MustDecode decodes a packet that the test knows to be whole.
+// MustDecode decodes a whole packet. It panics if Decode fails.
 func MustDecode(b []byte) Packet {
 	p, err := Decode(b)
 	if err != nil {
@@ -82,10 +82,10 @@ func MustDecode(b []byte) Packet {
 	return p
 }
 
-// Decode reads one IP packet; b is exactly as long as the packet says.
+// Decode decodes one IP packet. The length of b must be that in the IP header.
 func Decode(b []byte) (p Packet, err error) {
 	defer func() {
-		if r := recover(); r != nil { // an index beyond the packet
+		if r := recover(); r != nil { // an index beyond the end of the packet
 			err = fmt.Errorf("cut off: %v", r)
 		}
 	}()
@@ -108,11 +108,11 @@ func Decode(b []byte) (p Packet, err error) {
 	return p, nil
 }
 
-// DecodeQuote reads a packet quoted in an ICMP error, which may be cut and may be followed by
-// padding. Transport fields beyond the cut are zero.
+// DecodeQuote decodes a packet that an ICMP error quotes. The quote may be truncated or
+// followed by padding. Transport fields that the quote does not contain are zero.
 func DecodeQuote(b []byte) (p Packet, err error) {
 	defer func() {
-		if r := recover(); r != nil && (b[0]>>4 == 4 || len(b) < 40) { // cut in its extension headers
+		if r := recover(); r != nil && (b[0]>>4 == 4 || len(b) < 40) { // truncated within its extension headers
 			err = fmt.Errorf("quote cut off: %v", r)
 		}
 	}()
@@ -124,7 +124,7 @@ func DecodeQuote(b []byte) (p Packet, err error) {
 	p.decodeIP(b[:end:end])
 	if p.FragmentOffset == 0 {
 		func() {
-			defer func() { _ = recover() }() // fields beyond the cut stay zero
+			defer func() { _ = recover() }() // fields beyond the end of the quote stay zero
 			p.decodeTransport()
 		}()
 	}
@@ -200,10 +200,11 @@ func (p *Packet) decodeTransport() {
 	}
 }
 
-// A Checker checks one property of a packet.
+// A Checker checks one property of a packet. It returns an error if the packet does not have
+// the property.
 type Checker func(p Packet) error
 
-// Check applies the checkers and reports each that fails, with the packet.
+// Check applies the checkers and reports each failure together with the packet.
 func Check(t testing.TB, b []byte, checks ...Checker) {
 	t.Helper()
 	p, err := Decode(b)
@@ -223,51 +224,51 @@ func all(p Packet, checks []Checker) error {
 	return errors.Join(failed...)
 }
 
-// Src wants this source address.
+// Src checks the source address.
 func Src(a netip.Addr) Checker {
 	return func(p Packet) error { return same("source", p.Src, a) }
 }
 
-// Dst wants this destination address.
+// Dst checks the destination address.
 func Dst(a netip.Addr) Checker {
 	return func(p Packet) error { return same("destination", p.Dst, a) }
 }
 
-// Ports wants these ports.
+// Ports checks both ports.
 func Ports(src, dst uint16) Checker {
 	return func(p Packet) error {
 		return errors.Join(same("source port", p.SrcPort, src), same("destination port", p.DstPort, dst))
 	}
 }
 
-// Proto wants this upper-layer protocol.
+// Proto checks the upper-layer protocol.
 func Proto(n uint8) Checker {
 	return func(p Packet) error { return same("protocol", p.Proto, n) }
 }
 
-// TTL wants this time to live or hop limit.
+// TTL checks the time to live or hop limit.
 func TTL(n uint8) Checker {
 	return func(p Packet) error { return same("TTL", p.TTL, n) }
 }
 
-// Flags wants exactly these TCP flags.
+// Flags checks that the TCP flags are exactly n.
 func Flags(n uint8) Checker {
 	return func(p Packet) error { return same("TCP flags", p.Flags, n) }
 }
 
-// ICMPID wants this identifier of an ICMP query.
+// ICMPID checks the identifier of an ICMP query.
 func ICMPID(n uint16) Checker {
 	return func(p Packet) error { return same("ICMP identifier", p.ICMPID, n) }
 }
 
-// ICMPType wants this type and code.
+// ICMPType checks the type and code.
 func ICMPType(kind, code uint8) Checker {
 	return func(p Packet) error {
 		return errors.Join(same("ICMP type", p.Type, kind), same("ICMP code", p.Code, code))
 	}
 }
 
-// Data wants this behind the transport header.
+// Data checks the data after the transport header.
 func Data(want []byte) Checker {
 	return func(p Packet) error {
 		if !bytes.Equal(p.Data, want) {
@@ -284,20 +285,20 @@ func same[T comparable](what string, have, want T) error {
 	return nil
 }
 
-// ValidChecksums wants a right IPv4 header checksum and a right, complete transport checksum. UDP
-// may have none. For a fragment it checks only the header.
+// ValidChecksums checks that the IPv4 header checksum and the complete transport checksum are
+// correct. UDP may have no checksum. For a fragment it checks only the header.
 func ValidChecksums() Checker {
 	return func(p Packet) error { return p.validChecksums(false) }
 }
 
-// PartialChecksum wants a right IPv4 header checksum and the sum of the pseudo-header in the
-// transport checksum field.
+// PartialChecksum checks that the IPv4 header checksum is correct and that the transport
+// checksum field holds the sum of the pseudo-header.
 func PartialChecksum() Checker {
 	return func(p Packet) error { return p.validChecksums(true) }
 }
 
-// HeaderChecksum wants a right IPv4 header checksum, the only checksum that a truncated quote
-// keeps.
+// HeaderChecksum checks the IPv4 header checksum. It is the only checksum that a truncated
+// quote still contains.
 func HeaderChecksum() Checker {
 	return func(p Packet) error {
 		if p.header != nil {
@@ -326,12 +327,12 @@ func (p Packet) validChecksums(partial bool) error {
 		if !partial && p.Transport[6] == 0 && p.Transport[7] == 0 {
 			return nil
 		}
-	case p.Proto == 136: // UDP-Lite: octets 4 and 5 hold the coverage; 0 means everything
+	case p.Proto == 136: // UDP-Lite: octets 4 and 5 hold the coverage, 0 for everything
 		field = 6
 		if n := uint16(p.Transport[4])*256 + uint16(p.Transport[5]); n > 0 {
 			p.Transport = p.Transport[:n]
 		}
-	case p.Proto == 33: // DCCP: header length and coverage in words
+	case p.Proto == 33: // DCCP: octets 4 and 5 hold header length and coverage, in words
 		field = 6
 		if n := p.Transport[5] % 16; n > 0 {
 			p.Transport = p.Transport[:4*int(p.Transport[4])+4*int(n)-4]
@@ -357,8 +358,8 @@ func (p Packet) validChecksums(partial bool) error {
 	return nil
 }
 
-// Quote applies checkers to the packet that an ICMP error quotes. Fields beyond the end of the
-// quote read as zero, and ValidChecksums makes sense only for a packet quoted whole.
+// Quote applies checkers to the packet that an ICMP error quotes. Fields that the quote does
+// not contain are zero. ValidChecksums works only for a packet that is quoted whole.
 func Quote(checks ...Checker) Checker {
 	return func(p Packet) error {
 		q, err := DecodeQuote(p.Data)
