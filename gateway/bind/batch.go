@@ -3,39 +3,41 @@ package bind
 import "golang.zx2c4.com/wireguard/conn"
 
 const (
-	// MaxDatagram is the room reserved for one datagram: more than any UDP payload.
+	// MaxDatagram is the space in octets that is reserved for one datagram: more than any UDP
+	// payload.
 	MaxDatagram = 65535
 
 	slabLen   = 512<<10 + MaxDatagram
-	slabAlign = 64 // slabs hold datagrams at multiples of a cache line
+	slabAlign = 64 // the offset of each datagram in a slab is a multiple of a cache line
 )
 
-// A Batch holds received datagrams, one behind the other in its own memory. The kernel may have
-// joined several datagrams of one size. The caller may read and change the octets until Reset. Not
-// for concurrent use. The zero value is empty.
+// A Batch holds received datagrams one after the other in its own memory. The kernel may have
+// joined several datagrams of one size. The caller may read and change the octets until Reset.
+// A Batch must not be used concurrently. The zero value is empty.
 type Batch struct {
-	// More: the last call stopped at its limit. The socket may have more datagrams.
+	// More means that the last call stopped at its limit. The socket may have more datagrams.
 	More bool
-	// Lost counts the datagrams that the kernel dropped because the socket was full, as reported since
-	// Reset. The kernel counts datagrams that it joined as one.
+	// Lost is the number of datagrams that the kernel dropped because the socket was full, as
+	// reported since Reset. The kernel counts several joined datagrams as one.
 	Lost uint64
 
 	slab     []byte // nil before the first use
-	used     int    // octets of slab
-	kept     int    // octets of slab up to the end of the last kept message
+	used     int    // octets of slab in use
+	kept     int    // end of the last kept message in slab
 	taken    int    // start of the last message that Next returned
 	received []received
 	at       int // first datagram with messages that Next has not returned
 }
 
-// received is a datagram of one recvmsg(2), or several that the kernel joined.
+// received is the result of one recvmsg(2): one datagram, or several that the kernel joined.
 type received struct {
 	from    conn.Endpoint
 	at, end int // the part of slab that Next has not returned
-	segment int // length of each message except the last; 0: a single message
+	segment int // length of each message except the last; 0 for a single message
 }
 
-// Space returns the memory for the next datagram: MaxDatagram octets, or nil when the batch is full.
+// Space returns the memory for the next datagram: MaxDatagram octets, or nil if the batch is
+// full.
 func (b *Batch) Space() []byte {
 	if b.slab == nil {
 		b.slab = make([]byte, slabLen)
@@ -46,9 +48,9 @@ func (b *Batch) Space() []byte {
 	return b.slab[b.used : b.used+MaxDatagram]
 }
 
-// Received appends the datagram in the first n octets of Space. With segment > 0 these are several
-// datagrams of segment octets, the last of which may be shorter. An empty datagram takes room too, so that
-// a batch of them is bounded.
+// Received adds the datagram in the first n octets of Space to the batch. If segment > 0,
+// these are several datagrams of segment octets, the last of which may be shorter. An empty
+// datagram uses space too, so that a batch cannot hold an unlimited number of them.
 func (b *Batch) Received(n, segment int, from conn.Endpoint) {
 	end := b.used + n
 	b.received = append(b.received, received{from, b.used, end, segment})
@@ -81,8 +83,8 @@ func (b *Batch) Next() ([]byte, conn.Endpoint) {
 	return m, from
 }
 
-// Keep keeps the last message of Next until Reset. It moves the message into the room of earlier
-// messages that were not kept, and returns it there.
+// Keep preserves m, the last message of Next, until Reset. It moves the message into the space
+// of earlier messages that were not kept, and returns the moved message.
 func (b *Batch) Keep(m []byte) []byte {
 	at := b.taken
 	if to := aligned(b.kept); to+slabAlign <= at {

@@ -13,7 +13,7 @@ func TestABatchIsSplitIntoMessages(t *testing.T) {
 	here, there := new(place), new(place)
 	var b Batch
 	add := func(text string, segment int, from *place) { b.Received(copy(b.Space(), text), segment, from) }
-	for range 2 { // the second time in the memory of the first
+	for range 2 { // the second iteration reuses the memory of the first
 		add("aabbc", 2, here)
 		add("ddd", 0, there)
 		add("eeff", 2, there)
@@ -37,7 +37,8 @@ func TestABatchIsSplitIntoMessages(t *testing.T) {
 	}
 }
 
-// Received messages stay in place while more are received, because they wait in the memory of a batch.
+// Received messages must stay in place while more are received, because they wait in the
+// memory of a batch.
 func TestMessagesStayUntilReset(t *testing.T) {
 	var b Batch
 	var taken [][]byte
@@ -63,7 +64,8 @@ func TestMessagesStayUntilReset(t *testing.T) {
 	}
 }
 
-// Messages that are not kept leave their memory to the next ones; those that are kept do not change.
+// The next messages reuse the memory of messages that were not kept. Kept messages do not
+// change.
 func TestOnlyKeptMessagesUseMemory(t *testing.T) {
 	rng := rand.New(rand.NewPCG(1, 2))
 	var b Batch

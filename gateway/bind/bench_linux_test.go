@@ -6,8 +6,9 @@ import (
 	"testing"
 )
 
-// BenchmarkLoopback sends batches of datagrams to another socket of this machine and receives them,
-// by one goroutine that does nothing else. One operation is one datagram; single is a batch of one.
+// BenchmarkLoopback sends batches of datagrams to another socket of this machine and receives
+// them in the same goroutine. One operation is one datagram. A batch of 1 shows the cost of
+// single datagrams.
 func BenchmarkLoopback(b *testing.B) {
 	for _, size := range []int{96, 1452} {
 		for _, batch := range []int{1, 45} {

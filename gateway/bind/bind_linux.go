@@ -1,9 +1,9 @@
 // Package bind is the UDP side of a tunnel on Linux.
 //
-// One sendmsg(2) with UDP_SEGMENT sends many datagrams of one size from where they lie in memory.
-// Received datagrams, some of them joined by the kernel's UDP_GRO, lie one behind the other in a
-// Batch, and the data path processes them there without a copy. An endpoint is one value per remote
-// address, not one per datagram.
+// One sendmsg(2) with UDP_SEGMENT sends many datagrams of one size without copying them
+// together. Received datagrams are stored one after the other in a Batch. The kernel may have
+// joined some of them (UDP_GRO). The data path processes them in the Batch without a copy. All
+// datagrams of one remote address share one endpoint value.
 //
 //	datapath ── Send ───► sendmsg, UDP_SEGMENT ──► socket ══ peer
 //	datapath ◄─ Batch ─── recvmsg, UDP_GRO ◄────── socket ══ peer
@@ -25,16 +25,16 @@ import (
 )
 
 const (
-	// sendBuffer and receiveBuffer are the sizes of the socket buffers, in octets. wireguard-go asks for
-	// the first. All peers share the receive buffer in order of arrival, so its size bounds how long a
-	// message waits behind those of other peers. The receiver drains it into per-peer queues much faster
-	// than it decrypts. It holds some ten thousand small messages. To exceed net.core.{r,w}mem_max takes
-	// CAP_NET_ADMIN.
+	// sendBuffer and receiveBuffer are the sizes of the socket buffers, in octets. sendBuffer
+	// is the size that wireguard-go requests. All peers share the receive buffer in order of
+	// arrival, so its size bounds the time that a message waits behind those of other peers. It
+	// holds some ten thousand small messages. The receiver drains it into per-peer queues much
+	// faster than it decrypts. A size above net.core.{r,w}mem_max requires CAP_NET_ADMIN.
 	sendBuffer    = 7 << 20
 	receiveBuffer = 4 << 20
 
-	// maxSegments is UDP_MAX_SEGMENTS of older kernels (include/linux/udp.h): datagrams that one
-	// sendmsg may carry.
+	// maxSegments is UDP_MAX_SEGMENTS of older kernels (include/linux/udp.h): the maximum
+	// number of datagrams in one sendmsg.
 	maxSegments = 64
 
 	// maxPayload is the largest UDP payload over IPv4.
@@ -44,40 +44,41 @@ const (
 // Bind is a pair of UDP sockets, IPv4 and IPv6, on one port. All methods may be used concurrently.
 // The zero value is ready.
 type Bind struct {
-	// Gate, if not nil, is called right before each system call that sends. While it returns false,
-	// Send fails with ErrShut. Set it before the first Listen. It is called concurrently.
+	// Gate, if not nil, is called right before each system call that sends. While Gate returns
+	// false, Send fails with ErrShut. Set it before the first Listen. It is called
+	// concurrently.
 	Gate func() bool
 
-	mu     sync.RWMutex // guards v4 and v6; senders hold it to read
+	mu     sync.RWMutex // guards v4 and v6; senders lock it for reading
 	v4, v6 *socket
 	ignore bool // see IgnorePath
 
 	refused atomic.Uint64 // see SegmentationRefused
 }
 
-// ErrShut reports that the Gate returned false.
+// ErrShut is the error of Send when Gate returns false.
 var ErrShut = errors.New("this gateway has no mandate to send")
 
 // New returns a closed Bind.
 func New() *Bind { return new(Bind) }
 
-// Listen binds port, or a free one if port is 0. It binds both address families, or the only one of
-// the machine. If the port is occupied, the error is syscall.EADDRINUSE. Each of the returned
-// functions appends available datagrams to a Batch. With wait, it first waits for a datagram. One
-// goroutine calls it, and it returns net.ErrClosed after Close.
+// Listen binds port, or a free port if port is 0. It binds both address families, or the only
+// family of the machine. If the port is occupied, the error is syscall.EADDRINUSE. Each of the
+// returned functions appends available datagrams to a Batch. With wait, it first waits for a
+// datagram. Only one goroutine may call a function. After Close it returns net.ErrClosed.
 func (b *Bind) Listen(port uint16) ([]func(b *Batch, wait bool) error, uint16, error) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	if b.v4 != nil || b.v6 != nil {
 		return nil, 0, conn.ErrBindAlreadyOpen
 	}
-	const attempts = 100 // to find a port that is free in both families
+	const attempts = 100 // attempts to find a port that is free in both families
 	for try := 1; ; try++ {
 		v4, v6, actual, err := b.openBoth(port)
 		if err == nil {
 			b.v4, b.v6 = v4, v6
 			if b.ignore {
-				_ = v4.ignorePath(true) // callers that depend on it call IgnorePath again
+				_ = v4.ignorePath(true) // callers that depend on the result call IgnorePath again
 			}
 			var receive []func(*Batch, bool) error
 			for _, s := range []*socket{v4, v6} {
@@ -120,10 +121,10 @@ func (b *Bind) Close() error {
 	return err
 }
 
-// IgnorePath lets IPv4 datagrams leave unfragmented and without DF, whatever path MTU the kernel
-// has learnt, and makes the kernel ignore ICMP errors about them. A socket starts with false. The
-// gateway uses it for a path with an implausibly small reported MTU. If the report is true, routers
-// fragment the datagrams, which still arrive.
+// IgnorePath makes IPv4 datagrams leave unfragmented and without DF, regardless of the path
+// MTU that the kernel has learnt. The kernel also ignores ICMP errors about these datagrams. A
+// new socket has false. The gateway uses IgnorePath for a path with an implausibly small
+// reported MTU. If the report is true, routers fragment the datagrams, which still arrive.
 func (b *Bind) IgnorePath(ignore bool) error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -138,15 +139,15 @@ func (b *Bind) IgnorePath(ignore bool) error {
 	return err
 }
 
-// SegmentationRefused counts the calls with UDP_SEGMENT that the kernel refused because the device of the
-// route cannot segment. The datagrams were sent one by one.
+// SegmentationRefused returns the number of calls with UDP_SEGMENT that the kernel refused
+// because the device of the route cannot segment. Their datagrams were then sent one by one.
 func (b *Bind) SegmentationRefused() uint64 { return b.refused.Load() }
 
-// Endpoint returns a remote address. The kernel chooses the local address.
+// Endpoint returns the endpoint of a remote address. The kernel chooses the local address.
 func (b *Bind) Endpoint(at netip.AddrPort) conn.Endpoint { return newEndpoint(at, netip.Addr{}) }
 
-// Send sends datagrams to an Endpoint, in order, and goes on after an error. Unsent returns how
-// many of them did not leave. Send blocks while the socket's buffer is full.
+// Send sends datagrams to an Endpoint, in order, and continues after an error. Unsent returns
+// the number of datagrams that were not sent. Send blocks while the socket's buffer is full.
 func (b *Bind) Send(bufs [][]byte, ep conn.Endpoint) error {
 	e, ok := ep.(*endpoint)
 	if !ok {
@@ -170,7 +171,7 @@ type socket struct {
 	raw     syscall.RawConn
 	refused *atomic.Uint64 // Bind.refused
 
-	senders sync.Pool // of *sender
+	senders sync.Pool // values are *sender
 	in      receiver
 }
 
@@ -195,13 +196,13 @@ func prepare(network, _ string, c syscall.RawConn) error {
 	control := c.Control(func(fd uintptr) {
 		set := func(level, option, value int) error { return unix.SetsockoptInt(int(fd), level, option, value) }
 		for _, option := range []int{unix.SO_RCVBUF, unix.SO_RCVBUFFORCE} {
-			_ = set(unix.SOL_SOCKET, option, receiveBuffer) // as large as permitted
+			_ = set(unix.SOL_SOCKET, option, receiveBuffer) // as large as the kernel permits
 		}
 		for _, option := range []int{unix.SO_SNDBUF, unix.SO_SNDBUFFORCE} {
 			_ = set(unix.SOL_SOCKET, option, sendBuffer)
 		}
 		_ = set(unix.SOL_SOCKET, unix.SO_RXQ_OVFL, 1) // report dropped datagrams; Linux 2.6.33
-		_ = set(unix.IPPROTO_UDP, unix.UDP_GRO, 1)    // Linux 5.0; without it datagrams come one by one
+		_ = set(unix.IPPROTO_UDP, unix.UDP_GRO, 1)    // Linux 5.0; without it datagrams are received one by one
 		if network == "udp6" {
 			err = errors.Join(set(unix.IPPROTO_IPV6, unix.IPV6_V6ONLY, 1), set(unix.IPPROTO_IPV6, unix.IPV6_RECVPKTINFO, 1))
 		} else {
@@ -211,7 +212,7 @@ func prepare(network, _ string, c syscall.RawConn) error {
 	return errors.Join(control, err)
 }
 
-// ignorePath does nothing on a nil socket.
+// ignorePath sets the socket option of Bind.IgnorePath. It does nothing on a nil socket.
 func (s *socket) ignorePath(ignore bool) (err error) {
 	if s == nil {
 		return nil

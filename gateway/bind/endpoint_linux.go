@@ -11,15 +11,16 @@ import (
 	"golang.zx2c4.com/wireguard/conn"
 )
 
-// endpoint is the remote address of a peer and the local address at which the last datagram from
-// there arrived. Replies leave from this local address, because a peer behind NAT or a firewall
-// expects them from it. All holders share an endpoint. It is immutable, except for ClearSrc and
-// refused.
+// endpoint is the remote address of a peer, together with the local address at which the last
+// datagram from it arrived. Replies leave from this local address, because a NAT or firewall
+// in front of the peer expects it. All users of an endpoint share one value. It is immutable,
+// except for cleared and refused.
 type endpoint struct {
 	dst     netip.AddrPort
 	src     netip.Addr // zero: the kernel chooses
 	cleared atomic.Bool
-	// when the kernel last refused to segment for this endpoint; nil: never
+	// refused is the time at which the kernel last refused to segment for this endpoint; nil
+	// means never.
 	refused atomic.Pointer[time.Time]
 
 	name    [unix.SizeofSockaddrInet6]byte // dst as a sockaddr
@@ -30,8 +31,8 @@ type endpoint struct {
 
 var _ conn.Endpoint = (*endpoint)(nil)
 
-// pktinfoSpace is what the larger of IP_PKTINFO and IPV6_PKTINFO takes as a control message on a
-// 64-bit machine.
+// pktinfoSpace is the size of the larger of IP_PKTINFO and IPV6_PKTINFO as a control message
+// on a 64-bit machine.
 const pktinfoSpace = 40
 
 func newEndpoint(dst netip.AddrPort, src netip.Addr) *endpoint {
@@ -56,11 +57,11 @@ func newEndpoint(dst netip.AddrPort, src netip.Addr) *endpoint {
 	return e
 }
 
-// ClearSrc implements conn.Endpoint: the device calls it when a handshake gets no answer, because
-// the local address may have gone.
+// ClearSrc implements conn.Endpoint. The device calls it when a handshake gets no answer,
+// because the host may have lost the local address.
 func (e *endpoint) ClearSrc() { e.cleared.Store(true) }
 
-// SrcIP implements conn.Endpoint; it is the zero Addr while none is set.
+// SrcIP implements conn.Endpoint. It returns the zero Addr if no local address is set.
 func (e *endpoint) SrcIP() netip.Addr {
 	if e.cleared.Load() {
 		return netip.Addr{}
@@ -68,8 +69,8 @@ func (e *endpoint) SrcIP() netip.Addr {
 	return e.src
 }
 
-// segmentAgain is the delay before UDP_SEGMENT is tried again for an endpoint, whose route may have
-// changed by then.
+// segmentAgain is the delay after which UDP_SEGMENT is tried again for an endpoint. The route
+// may have changed by then.
 const segmentAgain = 10 * time.Second
 
 // segments reports whether the kernel may segment datagrams to e.
@@ -84,7 +85,7 @@ func (e *endpoint) refuse() {
 	e.refused.Store(&now)
 }
 
-// AddrPort is the remote address.
+// AddrPort returns the remote address.
 func (e *endpoint) AddrPort() netip.AddrPort { return e.dst }
 
 // SrcToString implements conn.Endpoint.
@@ -96,14 +97,14 @@ func (e *endpoint) DstIP() netip.Addr { return e.dst.Addr() }
 // DstToString implements conn.Endpoint.
 func (e *endpoint) DstToString() string { return e.dst.String() }
 
-// DstToBytes implements conn.Endpoint. Cookies are bound to it, so it is the true remote address
-// and port.
+// DstToBytes implements conn.Endpoint. Cookies depend on it, so it returns the true remote
+// address and port.
 func (e *endpoint) DstToBytes() []byte {
 	b, _ := e.dst.MarshalBinary() // never fails
 	return b
 }
 
-// putControl writes a control message and returns the space that it takes.
+// putControl writes a control message to b and returns its size.
 func putControl(b []byte, level, kind int32, data []byte) int {
 	h := (*unix.Cmsghdr)(unsafe.Pointer(&b[0]))
 	h.Level, h.Type = level, kind

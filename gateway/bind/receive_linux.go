@@ -10,25 +10,25 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// maxEndpoints bounds the cache of remote addresses, because spoofed sources must not fill memory.
-// A gateway has a few addresses per peer. A full cache is emptied.
+// maxEndpoints bounds the cache of remote addresses, because spoofed sources must not fill the
+// memory. A gateway has a few addresses per peer. A cache that is full is emptied.
 const maxEndpoints = 4096
 
-// maxReceive messages, or a full Batch, are received before any is processed. Messages of one batch
-// can be coalesced for the pods. With half of this value one TCP stream was a tenth slower; with
-// twice the value it was no faster.
+// maxReceive is the maximum number of messages to receive before they are processed; a full
+// Batch is the other limit. Messages of one batch can be coalesced for the pods. With half of
+// this value one TCP stream was a tenth slower; with twice the value it was no faster.
 const maxReceive = 384
 
 // overflowSpace is the length of the control message of SO_RXQ_OVFL on a 64-bit machine.
 const overflowSpace = 24
 
-// remote is a remote address with the local address that it sends to.
+// remote is a remote address together with the local address to which it sends.
 type remote struct {
 	dst netip.AddrPort
 	src netip.Addr
 }
 
-// receiver is the scratch of the one goroutine that receives from a socket.
+// receiver is the scratch memory of the one goroutine that receives from a socket.
 type receiver struct {
 	header  unix.Msghdr
 	iovec   unix.Iovec
@@ -38,7 +38,7 @@ type receiver struct {
 	errno   unix.Errno
 	try     func(fd uintptr)
 	wait    func(fd uintptr) bool
-	lost    uint32 // dropped datagrams, as the kernel last reported
+	lost    uint32 // number of dropped datagrams that the kernel last reported
 
 	endpoints map[remote]*endpoint
 	last      *endpoint // most datagrams come from the same address as the previous one
@@ -72,8 +72,8 @@ func (in *receiver) recvmsg(fd uintptr) {
 	}
 }
 
-// receive appends available datagrams to a batch. With wait it waits for the first one. Without
-// wait it may append none.
+// receive appends available datagrams to a batch. With wait, it waits for the first datagram.
+// Without wait, it may append none.
 func (s *socket) receive(b *Batch, wait bool) error {
 	in := &s.in
 	b.More = true
@@ -88,7 +88,7 @@ func (s *socket) receive(b *Batch, wait bool) error {
 			err = s.raw.Read(in.wait)
 		} else if err = s.raw.Control(in.try); in.errno == unix.EAGAIN || !first && (err != nil || in.errno != 0) {
 			b.More = false
-			return nil //nolint:nilerr // no more for now, or an error that the next call will meet too
+			return nil //nolint:nilerr // no datagram is available, or the next call will get the same error
 		}
 		switch {
 		case err != nil:
@@ -97,10 +97,10 @@ func (s *socket) receive(b *Batch, wait bool) error {
 			return in.errno
 		}
 		c := in.controls()
-		// empty datagrams too, so that they are counted
+		// Add empty datagrams too, so that they are counted.
 		b.Received(in.n, c.segment, in.endpoint(c.source))
 		if c.overflow {
-			b.Lost += uint64(c.lost - in.lost) // both wrap
+			b.Lost += uint64(c.lost - in.lost) // both counters wrap
 			in.lost = c.lost
 		}
 		if messages++; c.segment > 0 {
@@ -113,12 +113,12 @@ func (s *socket) receive(b *Batch, wait bool) error {
 // controls holds the values of the control messages.
 type controls struct {
 	segment  int    // size of a segment, 0 for none
-	source   []byte // the local address, of PKTINFO
-	lost     uint32 // datagrams that the socket dropped before this one, since it was opened
-	overflow bool   // lost is valid: the kernel omits it while it is 0
+	source   []byte // the local address in PKTINFO
+	lost     uint32 // datagrams that the socket has dropped since it was opened
+	overflow bool   // lost is valid; the kernel omits it while it is 0
 }
 
-// controls reads the control messages.
+// controls parses the control messages of the datagram just received.
 func (in *receiver) controls() (c controls) {
 	b := in.control[:in.header.Controllen]
 	for len(b) >= unix.SizeofCmsghdr {
@@ -131,7 +131,7 @@ func (in *receiver) controls() (c controls) {
 		case h.Level == unix.IPPROTO_UDP && h.Type == unix.UDP_GRO && len(data) >= 4:
 			c.segment = int(binary.NativeEndian.Uint32(data))
 		case h.Level == unix.IPPROTO_IP && h.Type == unix.IP_PKTINFO && len(data) >= unix.SizeofInet4Pktinfo:
-			c.source = data[4:8] // ipi_spec_dst
+			c.source = data[4:8] // the field ipi_spec_dst
 		case h.Level == unix.IPPROTO_IPV6 && h.Type == unix.IPV6_PKTINFO && len(data) >= unix.SizeofInet6Pktinfo:
 			c.source = data[:16]
 		case h.Level == unix.SOL_SOCKET && h.Type == unix.SO_RXQ_OVFL && len(data) >= 4:
@@ -142,7 +142,8 @@ func (in *receiver) controls() (c controls) {
 	return c
 }
 
-// endpoint returns the value for the sender of the datagram just received.
+// endpoint returns the shared endpoint for the sender of the datagram just received. source is
+// the local address in PKTINFO.
 func (in *receiver) endpoint(source []byte) *endpoint {
 	name := in.name[:in.header.Namelen]
 	if e := in.last; e != nil && string(name) == string(in.lastName[:len(name)]) &&
@@ -151,7 +152,7 @@ func (in *receiver) endpoint(source []byte) *endpoint {
 	}
 	r := remote{dst: addrPort(name), src: localAddr(name, source)}
 	e := in.endpoints[r]
-	if e == nil || e.cleared.Load() { // cleared, and now the same address has sent again
+	if e == nil || e.cleared.Load() { // a cleared endpoint is replaced when its address sends again
 		if len(in.endpoints) >= maxEndpoints {
 			clear(in.endpoints)
 		}
@@ -164,7 +165,7 @@ func (in *receiver) endpoint(source []byte) *endpoint {
 	return e
 }
 
-// addrPort reads a sockaddr.
+// addrPort converts a sockaddr.
 func addrPort(name []byte) netip.AddrPort {
 	port := binary.BigEndian.Uint16(name[2:])
 	if binary.NativeEndian.Uint16(name) == unix.AF_INET {
@@ -185,8 +186,8 @@ func localAddr(name, source []byte) netip.Addr {
 	return a
 }
 
-// withZone adds the scope of a sockaddr_in6 to a link-local address, as a number: nobody has to
-// read it.
+// withZone adds the scope of a sockaddr_in6 to a link-local address. The scope is a number,
+// because nobody needs to read it.
 func withZone(a netip.Addr, name []byte) netip.Addr {
 	if scope := binary.NativeEndian.Uint32(name[24:]); scope != 0 && a.IsLinkLocalUnicast() {
 		return a.WithZone(strconv.FormatUint(uint64(scope), 10))
@@ -194,7 +195,8 @@ func withZone(a netip.Addr, name []byte) netip.Addr {
 	return a
 }
 
-// zoneID is the interface index of an address's zone, 0 for none or an unknown one.
+// zoneID returns the interface index of an address's zone, or 0 if there is none or it is
+// unknown.
 func zoneID(a netip.Addr) uint32 {
 	if a.Zone() == "" {
 		return 0

@@ -8,10 +8,10 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// gsoSpace is what UDP_SEGMENT takes as a control message on a 64-bit machine.
+// gsoSpace is the size of UDP_SEGMENT as a control message on a 64-bit machine.
 const gsoSpace = 24
 
-// sender is the scratch of one Send. The device sends from one goroutine per peer.
+// sender is the scratch memory of one Send. Each peer has a goroutine that sends.
 type sender struct {
 	header  unix.Msghdr
 	iovecs  [maxSegments]unix.Iovec
@@ -34,7 +34,8 @@ func newSender(gate func() bool) *sender {
 	return m
 }
 
-// sendmsg is raw because the socket does not block.
+// sendmsg sends the message of m.header unless the gate is shut. It uses a raw system call,
+// because the socket does not block.
 func (m *sender) sendmsg(fd uintptr) {
 	for {
 		if m.shut = m.gate != nil && !m.gate(); m.shut {
@@ -48,8 +49,8 @@ func (m *sender) sendmsg(fd uintptr) {
 	}
 }
 
-// A SendError says how many of the datagrams of one Send did not leave. Those before and after them
-// have.
+// A SendError reports that some of the datagrams of one Send were not sent. Datagrams before
+// and after these were sent.
 type SendError struct {
 	Unsent int
 	Err    error
@@ -60,8 +61,8 @@ func (e *SendError) Error() string { return fmt.Sprintf("%d datagrams not sent: 
 // Unwrap returns the kernel's errors.
 func (e *SendError) Unwrap() error { return e.Err }
 
-// Unsent returns how many of n datagrams did not leave, by an error of Send. Any other error
-// concerns all n.
+// Unsent returns how many of the n datagrams of a Send were not sent, according to its error.
+// An error other than SendError concerns all n.
 func Unsent(err error, n int) int {
 	if e := (*SendError)(nil); errors.As(err, &e) {
 		return e.Unsent
@@ -69,8 +70,8 @@ func Unsent(err error, n int) int {
 	return n
 }
 
-// send sends datagrams to e, in order and with as few calls as possible. It goes on after an error
-// and returns a SendError.
+// send sends datagrams to e, in order and with as few calls as possible. It continues after an
+// error and returns a SendError.
 func (s *socket) send(bufs [][]byte, e *endpoint) error {
 	m := s.senders.Get().(*sender)
 	defer s.senders.Put(m)
@@ -84,7 +85,7 @@ func (s *socket) send(bufs [][]byte, e *endpoint) error {
 			n = sameSize(bufs)
 		}
 		err := s.sendOne(m, bufs[:n], e)
-		if n > 1 && errors.Is(err, unix.EIO) { // no checksum offload behind the route, or IPsec, see udp(7)
+		if n > 1 && errors.Is(err, unix.EIO) { // route without checksum offload, or with IPsec, see udp(7)
 			segments = false
 			e.refuse()
 			s.refused.Add(1)
@@ -108,8 +109,8 @@ func (s *socket) send(bufs [][]byte, e *endpoint) error {
 	return nil
 }
 
-// sameSize returns how many of the first datagrams fit one call: all have one size, and the last
-// may be shorter.
+// sameSize returns the number of datagrams at the start of bufs that fit one call. They have
+// the same size, except that the last may be shorter.
 func sameSize(bufs [][]byte) int {
 	size := len(bufs[0])
 	total := size
@@ -128,14 +129,15 @@ func sameSize(bufs [][]byte) int {
 	return n
 }
 
-// refusesGSO reports whether the datagrams may still leave one by one: the device cannot segment
-// (EIO), or a segment exceeds the path MTU, where the kernel fragments single datagrams (EINVAL,
-// EMSGSIZE; __ip_append_data in net/ipv4/ip_output.c).
+// refusesGSO reports whether err permits sending the datagrams one by one. EIO means that the
+// device cannot segment. EINVAL and EMSGSIZE mean that a segment exceeds the path MTU; the
+// kernel would fragment a single datagram (__ip_append_data in net/ipv4/ip_output.c).
 func refusesGSO(err error) bool {
 	return errors.Is(err, unix.EIO) || errors.Is(err, unix.EINVAL) || errors.Is(err, unix.EMSGSIZE)
 }
 
-// sendOne sends datagrams with one call.
+// sendOne sends datagrams with one call. If the kernel refuses the source address of e, it
+// retries without that address.
 func (s *socket) sendOne(m *sender, bufs [][]byte, e *endpoint) error {
 	for i, b := range bufs {
 		m.iovecs[i].Base = unsafe.SliceData(b)
@@ -151,13 +153,13 @@ func (s *socket) sendOne(m *sender, bufs [][]byte, e *endpoint) error {
 	return err
 }
 
-// refusesSource reports whether the host may have lost the source address, or its route from there
-// to the peer (ip_route_output_key_hash_rcu in net/ipv4/route.c).
+// refusesSource reports whether err may mean that the host has lost the source address, or the
+// route from that address to the peer (ip_route_output_key_hash_rcu in net/ipv4/route.c).
 func refusesSource(err error) bool {
 	return errors.Is(err, unix.EINVAL) || errors.Is(err, unix.ENETUNREACH) || errors.Is(err, unix.EADDRNOTAVAIL)
 }
 
-// sendFrom makes one sendmsg call of m, with the source address of e or without.
+// sendFrom makes one sendmsg call of m, with or without the source address of e.
 func (s *socket) sendFrom(m *sender, bufs [][]byte, e *endpoint, source bool) error {
 	control := 0
 	if source {
@@ -172,7 +174,8 @@ func (s *socket) sendFrom(m *sender, bufs [][]byte, e *endpoint, source bool) er
 		m.header.Control = &m.control[0]
 	}
 	m.header.SetControllen(control)
-	// Not RawConn.Write: it holds a lock for the whole call, and each peer has a sending goroutine.
+	// Use Control, because RawConn.Write holds a lock for the whole call, and each peer has a
+	// sending goroutine.
 	err := s.raw.Control(m.try)
 	if err == nil && m.errno == unix.EAGAIN {
 		err = s.raw.Write(m.wait)

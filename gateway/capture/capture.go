@@ -1,10 +1,10 @@
-// Package capture records packets of a gateway, and why the gateway dropped any of them, as pcapng,
-// which Wireshark and tshark open.
+// Package capture records packets of a gateway, and the reasons of drops, in the format
+// pcapng, which Wireshark and tshark open.
 //
 //	goroutines of the data path ── Add ──► buffer of 1 MiB ── WriteTo ──► reader
 //
-// Nothing waits for the reader: a packet for which the buffer has no room is left out and counted,
-// and the file records where packets are missing.
+// The data path never waits for the reader. If the buffer has no room for a packet, the packet
+// is omitted and counted, and the file records the gap.
 package capture
 
 import (
@@ -17,14 +17,15 @@ import (
 	"github.com/isthmus-net/isthmus/natengine"
 )
 
-// A Place is the point in the gateway where a packet was seen. Each is an interface of the file.
+// A Place is the point in the gateway where a packet was seen. The file has an interface for
+// each place.
 type Place uint8
 
 const (
 	BeforeNAT Place = iota // the packet before the NAT engine
 	AfterNAT               // the packet after the NAT engine
-	Tunnel                 // inside of the tunnel: before encryption, or after decryption
-	Underlay               // outside: the WireGuard message
+	Tunnel                 // inside the tunnel: before encryption or after decryption
+	Underlay               // outside the tunnel: the WireGuard message
 
 	numPlaces
 )
@@ -40,28 +41,29 @@ var placeTexts = [numPlaces]string{
 	"WireGuard messages outside; IP and UDP headers are made from the socket's addresses, and of data the header alone is kept, with zeros behind it",
 }
 
-// PlaceNames are the names of all places.
+// PlaceNames returns the names of all places.
 func PlaceNames() []string { return slices.Clone(placeNames[:]) }
 
-// String is the name of the interface.
+// String returns the name of the place's interface.
 func (p Place) String() string { return placeNames[p] }
 
-// bufferSize bounds the packets that wait for the reader. A capture has two such buffers: it fills
-// one while it writes the other.
+// bufferSize bounds the packets that wait for the reader, in octets. A capture has two such
+// buffers: it fills one while it writes the other.
 const bufferSize = 1 << 20
 
-// flushInterval is the longest that a packet waits for the reader, unless many packets arrive.
+// flushInterval is the longest time that a packet waits for the reader. When many packets
+// arrive, they wait less.
 const flushInterval = 100 * time.Millisecond
 
-// A Capture takes packets until it reaches one of its bounds, or until End. All methods except
-// WriteTo may be called concurrently.
+// A Capture records packets until it reaches one of its bounds, or until End. All methods
+// except WriteTo may be called concurrently.
 type Capture struct {
 	Options
 	program string
 	names   map[string]string
 	started time.Time
 	done    chan struct{}
-	half    chan struct{} // the buffer is half full
+	half    chan struct{} // receives a value when the buffer is half full
 
 	mu      sync.Mutex
 	buffer  []byte
@@ -69,12 +71,12 @@ type Capture struct {
 	bytes   int64
 	taken   [numPlaces]uint64
 	missed  [numPlaces]uint64
-	gap     [numPlaces]uint64 // missed since the last packet in the file
+	gap     [numPlaces]uint64 // packets missed since the last packet in the file
 	ended   string
 }
 
-// New begins a capture. program is the name of the writing application in the file; names are the
-// peers' names by ID.
+// New starts a capture. program is the name of the writing application in the file. names maps
+// peer IDs to names.
 func New(o Options, program string, names map[string]string) *Capture {
 	c := &Capture{Options: o, program: program, names: names, started: time.Now(), done: make(chan struct{}), half: make(chan struct{}, 1)}
 	c.buffer = header(make([]byte, 0, bufferSize), program, o.Snap)
@@ -82,7 +84,7 @@ func New(o Options, program string, names map[string]string) *Capture {
 	return c
 }
 
-// PeerName returns the peer's name, as users know it.
+// PeerName returns the peer's name for users, or its ID if it has no name.
 func (c *Capture) PeerName(p *natengine.PeerState) string {
 	if name := c.names[p.ID()]; name != "" {
 		return name
@@ -90,14 +92,14 @@ func (c *Capture) PeerName(p *natengine.PeerState) string {
 	return p.ID()
 }
 
-// Wants reports whether the capture takes packets with this place, direction, peer and fate.
-// Callers ask before they compose a comment.
+// Wants reports whether the capture records packets with this place, direction, peer and fate.
+// Callers check it before they compose a comment.
 func (c *Capture) Wants(p Place, dir natengine.Direction, peer *natengine.PeerState, drop natengine.Drop) bool {
 	return c.wants(p, dir) && c.WantsPeer(peer) && c.WantsDrop(drop)
 }
 
-// Add takes a packet of length octets. parts, one behind the other, are the kept octets of it. Add
-// copies them and never waits for a reader.
+// Add records a packet of length octets. parts are the octets to keep, in order. Add copies
+// them and never waits for a reader.
 func (c *Capture) Add(p Place, dir natengine.Direction, length int, comment string, parts ...[]byte) {
 	size := 0
 	for _, part := range parts {
@@ -132,7 +134,7 @@ func (c *Capture) Add(p Place, dir natengine.Direction, length int, comment stri
 	}
 }
 
-// End ends the capture. why is the reason for the reader; the first reason stays.
+// End ends the capture. why is the reason to report; only the reason of the first call counts.
 func (c *Capture) End(why string) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -146,14 +148,14 @@ func (c *Capture) end(why string) {
 	}
 }
 
-// A Summary has the counts of a capture and the reason of its end.
+// A Summary holds the counts of a capture and the reason why it ended.
 type Summary struct {
-	Packets int    // in the file
-	Missed  uint64 // for which the reader was too slow
+	Packets int    // packets in the file
+	Missed  uint64 // packets omitted because the reader was too slow
 	Ended   string // "packets", "bytes", "duration", or the argument of End
 }
 
-// Summary returns the counts up to now.
+// Summary returns the current counts.
 func (c *Capture) Summary() Summary {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -164,8 +166,9 @@ func (c *Capture) Summary() Summary {
 	return s
 }
 
-// WriteTo writes the file to w until the capture ends. The capture also ends when ctx is done or w
-// returns an error. Call it once. It calls flush after each piece.
+// WriteTo writes the file to w until the capture ends. The capture also ends if ctx is done or
+// w returns an error. WriteTo calls flush after each piece of the file. It must be called only
+// once.
 func (c *Capture) WriteTo(ctx context.Context, w io.Writer, flush func() error) error {
 	over := time.NewTimer(c.Duration)
 	defer over.Stop()
@@ -201,7 +204,7 @@ func (c *Capture) WriteTo(ctx context.Context, w io.Writer, flush func() error) 
 		case <-over.C:
 			c.End("duration")
 		case <-ctx.Done():
-			c.End("interrupted") // w may still take the rest
+			c.End("interrupted") // w may still accept the rest
 		}
 	}
 }

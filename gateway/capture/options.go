@@ -13,7 +13,7 @@ import (
 	"github.com/isthmus-net/isthmus/packet"
 )
 
-// Default and maximum bounds of a capture.
+// Defaults and maximums of the bounds of a capture.
 const (
 	DefaultPackets  = 100_000
 	DefaultBytes    = 64 << 20
@@ -24,36 +24,36 @@ const (
 	MaxSnap         = 65535
 )
 
-// Options select the packets of a capture, and bound it. Start from DefaultOptions.
+// Options select the packets of a capture and bound it. Start with DefaultOptions.
 type Options struct {
 	Places     []Place               // nil: all
 	Directions []natengine.Direction // nil: both
 	Peer       string                // cluster ID or name of the peer; empty: all peers
-	Drops      []natengine.Drop      // only packets dropped for one of these reasons
+	Drops      []natengine.Drop      // only packets dropped for one of these reasons; nil: no restriction
 	Dropped    bool                  // only dropped packets, for any reason
-	Proto      uint8                 // upper-layer protocol; 0: all. packet.ICMP is ICMPv6 too
+	Proto      uint8                 // upper-layer protocol; 0: all. packet.ICMP includes ICMPv6
 	Ends       [2]netip.AddrPort     // both ends, in either order; the zero Addr and port 0 match all
 
-	// Snap is how many octets of each packet the file keeps; 0: only the headers, without anything
-	// that a pod has written.
+	// Snap is the number of octets of each packet that the file keeps. 0 means only the
+	// headers, without any data of a pod.
 	Snap int
 
-	Packets  int           // records
-	Bytes    int64         // of the file
-	Duration time.Duration // of the capture
+	Packets  int           // maximum number of packets
+	Bytes    int64         // maximum size of the file in octets
+	Duration time.Duration // maximum duration of the capture
 }
 
-// DefaultOptions select all packets, headers only, within the default bounds.
+// DefaultOptions select all packets, only their headers, within the default bounds.
 func DefaultOptions() Options {
 	return Options{Packets: DefaultPackets, Bytes: DefaultBytes, Duration: DefaultDuration}
 }
 
-// Protocols are the names that the parameter "proto" accepts.
+// Protocols lists the names that the parameter "protocol" accepts.
 var Protocols = []string{"tcp", "udp", "icmp"}
 
 var protocols = map[string]uint8{"tcp": packet.TCP, "udp": packet.UDP, "icmp": packet.ICMP}
 
-// Query returns the options as parameters of a URL. Parse reverses it.
+// Query returns the options as URL parameters. Parse does the reverse.
 func (o Options) Query() url.Values {
 	q := url.Values{}
 	for _, p := range o.Places {
@@ -88,7 +88,7 @@ func (o Options) Query() url.Values {
 	return q
 }
 
-// Any is the text for an end that matches all addresses and ports.
+// Any is the text of an end that matches all addresses and ports.
 const Any = "any"
 
 func endText(e netip.AddrPort) string {
@@ -103,7 +103,7 @@ func endText(e netip.AddrPort) string {
 	return e.String()
 }
 
-// parseEnd reads "10.0.0.1", "10.0.0.1:80", "[fd00::1]:80", "fd00::1", ":80" or "any".
+// parseEnd parses "10.0.0.1", "10.0.0.1:80", "[fd00::1]:80", "fd00::1", ":80" or "any".
 func parseEnd(s string) (netip.AddrPort, error) {
 	wrong := fmt.Errorf("%q is not an end; want an address such as 10.0.0.1, 10.0.0.1:80, fd00::1 or [fd00::1]:80, a port such as :80, or %s", s, Any)
 	if s == Any {
@@ -130,7 +130,7 @@ func parseEnd(s string) (netip.AddrPort, error) {
 	return netip.AddrPortFrom(at.Addr().Unmap(), at.Port()), nil
 }
 
-// Parse reads the options from parameters of a URL, all of which are optional.
+// Parse reads the options from URL parameters, all of which are optional.
 func Parse(q url.Values) (Options, error) {
 	o := DefaultOptions()
 	for name, values := range q {
@@ -228,7 +228,7 @@ func (o *Options) parse(name, value string) error {
 	return err
 }
 
-// DropNames are the accepted reasons to drop.
+// DropNames returns the names of all reasons to drop, which the parameter "drop" accepts.
 func DropNames() (names []string) {
 	for _, d := range natengine.Drops() {
 		names = append(names, d.String())
@@ -236,7 +236,7 @@ func DropNames() (names []string) {
 	return names
 }
 
-// wants reports whether the options select a place.
+// wants reports whether the options select packets at this place and in this direction.
 func (o *Options) wants(p Place, dir natengine.Direction) bool {
 	return (len(o.Places) == 0 || slices.Contains(o.Places, p)) && (len(o.Directions) == 0 || slices.Contains(o.Directions, dir))
 }
@@ -253,7 +253,8 @@ func (o *Options) WantsDrop(d natengine.Drop) bool {
 	return true
 }
 
-// WantsPeer reports whether the options select packets of the peer; nil: unknown peer.
+// WantsPeer reports whether the options select packets of peer p; nil means that the peer is
+// unknown.
 func (o *Options) WantsPeer(p *natengine.PeerState) bool {
 	return o.Peer == "" || p != nil && p.ID() == o.Peer
 }
@@ -261,14 +262,14 @@ func (o *Options) WantsPeer(p *natengine.PeerState) bool {
 // Narrow reports whether the options select by ends or protocol.
 func (o *Options) Narrow() bool { return o.Proto != 0 || o.Ends != [2]netip.AddrPort{} }
 
-// WantsEnds reports whether the options select a packet with these ends.
+// WantsEnds reports whether the options select a packet with this protocol and these ends.
 func (o *Options) WantsEnds(t natengine.Tuple) bool {
 	a, b := o.Ends[0], o.Ends[1]
 	return o.wantsProto(t.Proto) && (is(a, t.Src) && is(b, t.Dst) || is(a, t.Dst) && is(b, t.Src))
 }
 
-// WantsRemote reports whether the options may select a packet with this remote end, whatever its
-// local end is. NAT does not change the remote end.
+// WantsRemote reports whether the options may select a packet with this remote end, for some
+// local end. NAT does not change the remote end.
 func (o *Options) WantsRemote(proto uint8, remote netip.AddrPort) bool {
 	return o.wantsProto(proto) && (is(o.Ends[0], remote) || is(o.Ends[1], remote))
 }
@@ -277,7 +278,7 @@ func (o *Options) wantsProto(proto uint8) bool {
 	return o.Proto == 0 || o.Proto == proto || o.Proto == packet.ICMP && proto == packet.ICMPv6
 }
 
-// is reports whether the end matches.
+// is reports whether the end have matches the end want of the options.
 func is(want, have netip.AddrPort) bool {
 	return (!want.Addr().IsValid() || want.Addr() == have.Addr()) && (want.Port() == 0 || want.Port() == have.Port())
 }

@@ -8,8 +8,8 @@ import (
 	"github.com/isthmus-net/isthmus/natengine"
 )
 
-// The format is pcapng (draft-ietf-opsawg-pcapng): a section header, an interface description for
-// each place, an enhanced packet block for each packet, and interface statistics at the end.
+// The format is pcapng (draft-ietf-opsawg-pcapng): a section header, an interface description
+// for each place, an enhanced packet block for each packet, and finally interface statistics.
 const (
 	blockSection    = 0x0a0d0d0a
 	blockInterface  = 1
@@ -32,12 +32,12 @@ const (
 	statisticsPassed  = 4
 	statisticsDropped = 5
 
-	nanoseconds = 9 // of interfaceTime: 10^-9 s
+	nanoseconds = 9 // value of interfaceTime: 10^-9 s
 )
 
 var le = binary.LittleEndian
 
-// block appends a block. fill appends its body.
+// block appends a block of this kind, whose body fill appends.
 func block(b []byte, kind uint32, fill func([]byte) []byte) []byte {
 	start := len(b)
 	b = le.AppendUint32(b, kind)
@@ -48,7 +48,7 @@ func block(b []byte, kind uint32, fill func([]byte) []byte) []byte {
 	return le.AppendUint32(b, size)
 }
 
-// option appends an option, unless its value is empty.
+// option appends an option, unless value is empty.
 func option(b []byte, code uint16, value string) []byte {
 	value = value[:min(len(value), math.MaxUint16)]
 	if value == "" {
@@ -65,7 +65,7 @@ func option64(b []byte, code uint16, value uint64) []byte {
 	return le.AppendUint64(b, value)
 }
 
-// optionTime appends an option that holds a time, the upper half first.
+// optionTime appends an option that holds a time. The upper 32 bits come first.
 func optionTime(b []byte, code uint16, at time.Time) []byte {
 	ns := uint64(at.UnixNano())
 	return option64(b, code, ns>>32|ns<<32)
@@ -81,13 +81,13 @@ func pad(b []byte, size int) []byte {
 	return b
 }
 
-// header appends the blocks before the first packet.
+// header appends the blocks that precede the first packet.
 func header(b []byte, program string, snap int) []byte {
 	b = block(b, blockSection, func(b []byte) []byte {
 		b = le.AppendUint32(b, byteOrderMagic)
 		b = le.AppendUint16(b, 1) // version 1.0
 		b = le.AppendUint16(b, 0)
-		b = le.AppendUint64(b, math.MaxUint64) // length: not known
+		b = le.AppendUint64(b, math.MaxUint64) // section length: unknown
 		return endOfOptions(option(b, sectionProgram, program))
 	})
 	for _, p := range places {
@@ -104,7 +104,8 @@ func header(b []byte, program string, snap int) []byte {
 	return b
 }
 
-// packetBlock appends a packet. lost is the number of packets missing before it at the same place.
+// packetBlock appends the block of a packet. lost is the number of packets that are missing
+// before it at the same place.
 func packetBlock(b []byte, p Place, at time.Time, dir natengine.Direction, length int, lost uint64, comment string, parts ...[]byte) []byte {
 	return block(b, blockPacket, func(b []byte) []byte {
 		ns, size := uint64(at.UnixNano()), 0
@@ -134,10 +135,11 @@ func packetBlock(b []byte, p Place, at time.Time, dir natengine.Direction, lengt
 	})
 }
 
-// packetRoom is the most that packetBlock appends for a packet of size octets.
+// packetRoom returns the maximum size of the block that packetBlock appends for a packet of
+// size octets and a comment of this length.
 func packetRoom(size, comment int) int { return 4*8 + size + 3 + 8 + 12 + 4 + comment + 3 + 4 }
 
-// statistics appends the counts of one place.
+// statistics appends the interface statistics of one place.
 func statistics(b []byte, p Place, from, to time.Time, passed, missed uint64) []byte {
 	return block(b, blockStatistics, func(b []byte) []byte {
 		now := uint64(to.UnixNano())

@@ -7,8 +7,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// A controlSocket reads and sets properties of one interface. A socket belongs to the network
-// namespace in which it was made, so it reaches the interface from any thread.
+// A controlSocket reads and sets properties of one interface. It belongs to the network
+// namespace in which it was created, so it reaches the interface from any thread.
 type controlSocket struct {
 	mu   sync.Mutex // guards fd against use after close
 	fd   int        // -1 when closed
@@ -58,8 +58,8 @@ func (c *controlSocket) setMTU(mtu int) error {
 	return nil
 }
 
-// noMulticast switches multicast off on the interface. An IPv6 router would otherwise report its
-// memberships there, although nobody listens.
+// noMulticast disables multicast on the interface. Otherwise an IPv6 router would report its
+// group memberships on this interface, although nobody listens.
 func (c *controlSocket) noMulticast() error {
 	flags, err := c.ioctl(unix.SIOCGIFFLAGS, 0)
 	if err != nil {

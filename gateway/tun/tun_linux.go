@@ -3,17 +3,17 @@
 //	kernel ── ndo_start_xmit ──► queue ── read(2) ──► Device.Read ──► datapath
 //	kernel ◄─ netif_rx ◄──────── writev(2) ◄───────── Device.Write ◄─ datapath
 //
-// The descriptor is opened with IFF_VNET_HDR: each packet has a legacy virtio-net header of ten
-// octets in front (drivers/net/tun.c, include/linux/virtio_net.h). With the offloads on, the kernel
-// hands over TCP superpackets of up to 64 KiB whose checksum holds the pseudo-header sum alone, and
-// takes such packets back. Nobody can trust hdr_len of that header on forwarded traffic; package
-// packet recomputes it.
+// The descriptor is opened with IFF_VNET_HDR: a legacy virtio-net header of ten octets
+// precedes each packet (drivers/net/tun.c, include/linux/virtio_net.h). With the offloads
+// enabled, the kernel passes TCP superpackets of up to 64 KiB whose checksum field holds only
+// the pseudo-header sum. It also accepts such packets. For forwarded traffic hdr_len of that
+// header is unreliable; package packet recomputes it.
 //
-// The runtime's poller does the waiting, never poll(2): a blocking system call holds one of the
-// scheduler's processors until the monitor thread takes it away.
+// A reader waits in the runtime's poller, never in poll(2). A blocking system call would hold
+// one of the scheduler's processors until the monitor thread takes it away.
 //
-// Package gateway opens a Device for each tunnel and owns it. Package datapath reads and writes it,
-// from one reading goroutine and any number of writing ones.
+// Package gateway opens a Device for each tunnel and owns it. Package datapath reads from it
+// in one goroutine and writes to it in any number of goroutines.
 package tun
 
 import (
@@ -32,32 +32,33 @@ import (
 	"github.com/isthmus-net/isthmus/packet"
 )
 
-// clonePath is where the kernel offers TUN interfaces.
+// clonePath is the device file from which TUN interfaces are made.
 const clonePath = "/dev/net/tun"
 
-// maxIOVecs is UIO_MAXIOV (include/uapi/linux/uio.h): writev(2) takes no more.
+// maxIOVecs is UIO_MAXIOV (include/uapi/linux/uio.h), the maximum for writev(2).
 const maxIOVecs = 1024
 
-// Errors of Open; use errors.Is. The text names the remedy.
+// Errors of Open, for errors.Is. The text suggests a remedy.
 var (
-	// ErrNoTUN: /dev/net/tun is missing or has no driver behind it.
+	// ErrNoTUN: /dev/net/tun is missing or has no driver.
 	ErrNoTUN = errors.New("no TUN driver: " + clonePath + " is missing (load the module tun, or mount the device into the container)")
 	// ErrOpenDenied: the process may not open /dev/net/tun.
 	ErrOpenDenied = errors.New("opening " + clonePath + " is not permitted (the container's device rules must allow c 10:200 rwm)")
-	// ErrNetAdmin: the process opened the device but may not make an interface.
+	// ErrNetAdmin: the process opened the device but may not create an interface.
 	ErrNetAdmin = errors.New("making a TUN interface is not permitted (CAP_NET_ADMIN in the user namespace that owns the network namespace is missing)")
 )
 
-// Options choose what Open asks of the kernel. The zero value is the default.
+// Options select features of the kernel for Open. The zero value is the default.
 type Options struct {
-	// USO lets the kernel hand over UDP superpackets (UDP_SEGMENT of a local or forwarded sender;
-	// Linux 6.2 and later). See TrustsUSO.
+	// USO lets the kernel pass UDP superpackets, which local or forwarded senders make with
+	// UDP_SEGMENT (Linux 6.2 and later). See TrustsUSO.
 	USO bool
 }
 
-// TrustsUSO reports whether this kernel is known to handle UDP superpackets from a TUN correctly,
-// above all when it sends them into VXLAN: on other kernels they have broken VXLAN. That is Linux
-// 6.18, the oldest on which the scripts of test/ have passed with them, and later.
+// TrustsUSO reports whether this kernel is known to handle UDP superpackets from a TUN
+// correctly, above all when it sends them into VXLAN. Older kernels have broken VXLAN with
+// these packets. The result is true from Linux 6.18, the oldest version on which the scripts
+// of test/ have passed with USO.
 func TrustsUSO() bool {
 	var name unix.Utsname
 	return unix.Uname(&name) == nil && trustsUSO(unix.ByteSliceToString(name.Release[:]))
@@ -71,10 +72,10 @@ func trustsUSO(release string) bool {
 	return major > 6 || major == 6 && minor >= 18
 }
 
-// Offloads says which kinds of unfinished packets the kernel hands over. The kernel accepts
-// superpackets from Write whatever these say.
+// Offloads lists the kinds of unfinished packets that the kernel passes to Read. Independent
+// of Offloads, the kernel accepts superpackets from Write.
 type Offloads struct {
-	Checksum   bool // TUN_F_CSUM: transport checksum left partial
+	Checksum   bool // TUN_F_CSUM: partial transport checksum
 	TSO4, TSO6 bool // TUN_F_TSO4, TUN_F_TSO6: TCP superpackets
 	USO4, USO6 bool // TUN_F_USO4, TUN_F_USO6: UDP superpackets (Linux 6.2)
 }
@@ -88,26 +89,26 @@ type Device struct {
 	control  *controlSocket
 	offloads Offloads
 
-	woken  atomic.Bool // a Wake is on its way to the reader
+	woken  atomic.Bool // the reader has not yet handled a Wake
 	closed atomic.Bool
 
-	// State of the one reader. The callbacks are made once, because a closure per call would be an
-	// allocation per packet.
+	// State of the one reader. The callbacks are made once, because a closure per call would be
+	// one allocation per packet.
 	readBuf   []byte
 	readN     int
 	readErrno unix.Errno
 	readWait  func(fd uintptr) bool
 	readOnce  func(fd uintptr)
 
-	writers sync.Pool // of *writer
+	writers sync.Pool // values are *writer
 }
 
 var _ datapath.Link = (*Device)(nil)
 
-// Open makes an interface with the given MTU, in octets, in the network namespace of the calling
-// thread. It stays there, whichever thread uses it later. name has at most 15 octets; the kernel
-// replaces a "%d" in it. Open does not bring the interface up, and switches multicast off. Close
-// removes it.
+// Open creates an interface with the given MTU, in octets, in the network namespace of the
+// calling thread. The interface stays in this namespace, whichever thread uses it later. name
+// has at most 15 octets; the kernel replaces a "%d" in it. Open disables multicast and does
+// not bring the interface up. Close removes the interface.
 func Open(name string, mtu int, o Options) (*Device, error) {
 	d, err := open(name, mtu, o)
 	if err != nil {
@@ -130,7 +131,7 @@ func open(name string, mtu int, o Options) (*Device, error) {
 		unix.Close(fd)
 		return nil, setIffError(err)
 	}
-	// A persistent interface may have kept another header length from its last owner.
+	// A persistent interface may still have the header length that its last owner set.
 	if err := unix.IoctlSetPointerInt(fd, unix.TUNSETVNETHDRSZ, packet.VirtioHeaderLen); err != nil {
 		unix.Close(fd)
 		return nil, fmt.Errorf("TUNSETVNETHDRSZ %d: %w", packet.VirtioHeaderLen, err)
@@ -150,11 +151,12 @@ func open(name string, mtu int, o Options) (*Device, error) {
 		return nil, errors.Join(err, control.close())
 	}
 
-	// The descriptor may enter the poller only now: before TUNSETIFF it reports an error condition.
+	// The descriptor must not enter the poller earlier: before TUNSETIFF it reports an error
+	// condition.
 	file := os.NewFile(uintptr(fd), clonePath)
 	raw, err := file.SyscallConn()
 	if err == nil {
-		err = file.SetReadDeadline(time.Time{}) // proves that the poller has taken it
+		err = file.SetReadDeadline(time.Time{}) // proves that the poller handles the descriptor
 	}
 	if err != nil {
 		file.Close()
@@ -162,8 +164,8 @@ func open(name string, mtu int, o Options) (*Device, error) {
 	}
 	d := &Device{name: ifr.Name(), file: file, raw: raw, control: control, offloads: offloads}
 	d.readWait = func(fd uintptr) bool {
-		// The poller is edge triggered and forgets the edge when a wait starts, so this callback
-		// tries the read after each wake-up and before each wait.
+		// The poller is edge triggered, and a wait discards an earlier edge. So this callback
+		// tries to read after each wake-up and before each wait.
 		d.read(fd)
 		return d.readErrno != unix.EAGAIN
 	}
@@ -172,7 +174,7 @@ func open(name string, mtu int, o Options) (*Device, error) {
 	return d, nil
 }
 
-// openError explains why /dev/net/tun did not open.
+// openError adds the cause to an error from opening /dev/net/tun.
 func openError(err error) error {
 	switch {
 	case errors.Is(err, unix.ENOENT), errors.Is(err, unix.ENODEV), errors.Is(err, unix.ENXIO), errors.Is(err, unix.ENOTDIR):
@@ -183,7 +185,7 @@ func openError(err error) error {
 	return fmt.Errorf("open %s: %w", clonePath, err)
 }
 
-// setIffError explains why TUNSETIFF did not make the interface.
+// setIffError adds the cause to an error from TUNSETIFF.
 func setIffError(err error) error {
 	switch {
 	case errors.Is(err, unix.EPERM):
@@ -194,8 +196,9 @@ func setIffError(err error) error {
 	return fmt.Errorf("TUNSETIFF: %w", err)
 }
 
-// probeOffloads switches on the most that the kernel accepts. TUN_F_TSO_ECN is left out: the kernel
-// then segments flows in congestion (CWR in the first segment only) itself.
+// probeOffloads enables as many offloads as the kernel accepts. It does not enable
+// TUN_F_TSO_ECN: the kernel then segments flows in congestion (CWR only in the first segment)
+// itself.
 func probeOffloads(fd int, o Options) (Offloads, error) {
 	const tcp = unix.TUN_F_CSUM | unix.TUN_F_TSO4 | unix.TUN_F_TSO6
 	type attempt struct {
@@ -220,8 +223,8 @@ func probeOffloads(fd int, o Options) (Offloads, error) {
 	return Offloads{}, fmt.Errorf("TUNSETOFFLOAD: %w", err)
 }
 
-// Read reads one packet, virtio header first, into p; see datapath.Link. Only one goroutine may
-// read.
+// Read reads one packet into p, after its virtio header; see datapath.Link. Only one goroutine
+// may read.
 func (d *Device) Read(p []byte, wait bool) (int, error) {
 	if len(p) == 0 {
 		return 0, fmt.Errorf("tun %s: read: %w", d.name, unix.EINVAL)
@@ -231,8 +234,8 @@ func (d *Device) Read(p []byte, wait bool) (int, error) {
 	if wait {
 		err = d.raw.Read(d.readWait)
 	} else {
-		// Not through the poller: a deadline that Wake has set must neither hide a packet nor be
-		// used up by a read that would not have waited.
+		// This read bypasses the poller, because a deadline that Wake has set must not hide a
+		// packet. Nor may a read that would not have waited use up the deadline.
 		err = d.raw.Control(d.readOnce)
 	}
 	d.readBuf = nil
@@ -242,8 +245,8 @@ func (d *Device) Read(p []byte, wait bool) (int, error) {
 	case d.closed.Load():
 		return 0, os.ErrClosed
 	case errors.Is(err, os.ErrDeadlineExceeded):
-		// This order loses no wake-up: a Wake before the Store has already published its work,
-		// which the caller now looks for; a Wake after it sets a new deadline.
+		// This order loses no wake-up. A Wake before the Store has already published its work,
+		// which the caller now looks for. A Wake after the Store sets a new deadline.
 		if err := d.file.SetReadDeadline(time.Time{}); err != nil {
 			if d.closed.Load() {
 				return 0, os.ErrClosed
@@ -260,8 +263,8 @@ func (d *Device) Read(p []byte, wait bool) (int, error) {
 	return 0, fmt.Errorf("tun %s: read: %w", d.name, d.readErrno) // EBADFD: the interface was deleted
 }
 
-// read does one nonblocking read(2). It can use a raw system call, because it cannot block. That
-// saves the scheduler two steps of bookkeeping per packet.
+// read does one nonblocking read(2). It uses a raw system call, because the call cannot block.
+// This saves two bookkeeping steps of the scheduler per packet.
 func (d *Device) read(fd uintptr) {
 	for {
 		n, _, errno := unix.RawSyscall(unix.SYS_READ, fd, uintptr(unsafe.Pointer(&d.readBuf[0])), uintptr(len(d.readBuf)))
@@ -272,15 +275,15 @@ func (d *Device) read(fd uintptr) {
 	}
 }
 
-// Wake ends a waiting Read with ErrWoken; see datapath.Link.
+// Wake makes a waiting Read return ErrWoken; see datapath.Link.
 func (d *Device) Wake() {
 	if !d.woken.Swap(true) {
-		// The only error is a closed file, and then Read has ended anyway.
+		// The only possible error is that the file is closed, and then Read has already ended.
 		_ = d.file.SetReadDeadline(time.Unix(1, 0))
 	}
 }
 
-// A writer is the scratch of one Write: the vector and the callback that uses it.
+// A writer is the scratch memory of one Write: the vector and the callback that uses it.
 type writer struct {
 	iovecs []unix.Iovec
 	n      int
@@ -289,7 +292,7 @@ type writer struct {
 }
 
 func newWriter() *writer {
-	w := &writer{iovecs: make([]unix.Iovec, 0, 130)} // WireGuard's largest batch as one run, and two more
+	w := &writer{iovecs: make([]unix.Iovec, 0, 130)} // the largest batch of WireGuard as one run, and two more
 	w.writev = func(fd uintptr) {
 		for {
 			n, _, errno := unix.RawSyscall(unix.SYS_WRITEV, fd, uintptr(unsafe.Pointer(&w.iovecs[0])), uintptr(len(w.iovecs)))
@@ -302,9 +305,9 @@ func newWriter() *writer {
 	return w
 }
 
-// Write gives the kernel one packet by one writev(2); see datapath.Link. The kernel handles it to
-// the end of its own receive path before Write returns. EINVAL means a virtio header that does not
-// suit the packet, EIO an interface that is down.
+// Write passes one packet to the kernel with one writev(2); see datapath.Link. The kernel
+// processes the packet up to the end of its own receive path before Write returns. EINVAL
+// means that the virtio header does not match the packet, EIO that the interface is down.
 func (d *Device) Write(bufs [][]byte) error {
 	w := d.writers.Get().(*writer)
 	defer d.writers.Put(w)
@@ -322,8 +325,8 @@ func (d *Device) Write(bufs [][]byte) error {
 		return unix.EINVAL
 	}
 	w.iovecs = iovecs
-	// Control, not RawConn.Write: that one holds a lock for the whole call, and there is one
-	// writing goroutine per peer.
+	// Use Control, because RawConn.Write holds a lock for the whole call, and each peer has a
+	// writing goroutine.
 	err := d.raw.Control(w.writev)
 	clear(iovecs) // the pool must not keep packets alive
 	switch {
@@ -334,7 +337,7 @@ func (d *Device) Write(bufs [][]byte) error {
 	case w.errno != 0:
 		return w.errno
 	case w.n != total:
-		return unix.EMSGSIZE // the kernel has cut the packet
+		return unix.EMSGSIZE // the kernel has truncated the packet
 	}
 	return nil
 }
@@ -342,10 +345,11 @@ func (d *Device) Write(bufs [][]byte) error {
 // Name returns the interface name at the time of Open.
 func (d *Device) Name() string { return d.name }
 
-// Offloads returns what the probe at Open has switched on.
+// Offloads returns the offloads that Open has enabled.
 func (d *Device) Offloads() Offloads { return d.offloads }
 
-// MTU asks the kernel for the interface's MTU in octets; 0 when the interface is gone.
+// MTU returns the interface's MTU in octets, or 0 if the interface no longer exists. It
+// queries the kernel.
 func (d *Device) MTU() int {
 	mtu, err := d.control.mtu()
 	if err != nil {
@@ -362,8 +366,8 @@ func (d *Device) SetMTU(mtu int) error {
 	return nil
 }
 
-// Close removes the interface unless it is persistent, and ends Read and Write with os.ErrClosed.
-// Further calls do nothing.
+// Close removes the interface unless it is persistent, and makes Read and Write return
+// os.ErrClosed. Further calls do nothing.
 func (d *Device) Close() error {
 	if d.closed.Swap(true) {
 		return nil
