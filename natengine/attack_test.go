@@ -12,8 +12,8 @@ import (
 	"github.com/isthmus-net/isthmus/packet/packettest"
 )
 
-// A witness is a conversation that goes on while others attack: a packet each way and what became
-// of it at first.
+// A witness is a conversation that must continue during an attack. It holds a packet for each
+// direction and the translated packet that is expected.
 type witness struct {
 	name     string
 	sent     [directions][]byte
@@ -21,8 +21,8 @@ type witness struct {
 	stateful bool
 }
 
-// witnesses are established flows of every kind with peers b and c, of pods, nodes and mapped
-// endpoints.
+// witnesses returns established flows of every kind with peers b and c: of pods, nodes and
+// mapped endpoints.
 func witnesses(t testing.TB, e *Engine) (list []witness) {
 	t.Helper()
 	add := func(name string, first Direction, stateful bool, there, back []byte) {
@@ -53,7 +53,8 @@ func ping(src, dst string, id uint16, reply bool) []byte {
 	return packettest.Build(packettest.IP{Src: ip(src), Dst: ip(dst)}, packettest.Echo{ID: id, Reply: reply})
 }
 
-// goOn wants the conversation to go on with the same addresses and ports, octet by octet.
+// goOn checks that the conversation continues with the same octets, so with the same addresses
+// and ports.
 func (w *witness) goOn(t testing.TB, e *Engine, now time.Duration) {
 	t.Helper()
 	for dir := range directions {
@@ -68,8 +69,8 @@ func sendAt(t testing.TB, e *Engine, dir Direction, b []byte, now time.Duration)
 	return send(t, e, dir, b, tickOf(now))
 }
 
-// newcomers want to open flows: hosts of ours that had none to either peer, and pods of the peers
-// to our endpoint.
+// newcomers checks that new flows can be opened: from hosts of ours that had no flows, and
+// from pods of the peers to our endpoint.
 func newcomers(t testing.TB, e *Engine, i int, now time.Duration, peers ...string) {
 	t.Helper()
 	for _, far := range peers {
@@ -84,12 +85,12 @@ func newcomers(t testing.TB, e *Engine, i int, now time.Duration, peers ...strin
 	}
 }
 
-// An attack is a stream of packets; each makes the i-th.
+// An attack is a stream of packets. each returns the i-th packet.
 type attack struct {
 	name string
 	dir  Direction
 	each func(i int) []byte
-	// answered: the victim answers, so that the attacker's flows are established.
+	// answered means that the victim answers, so that the attacker's flows are established.
 	answered bool
 }
 
@@ -129,9 +130,9 @@ func attacks() []attack {
 	}
 }
 
-// TestAttacksHurtNoOthers: whatever peer c or one host does, flows that are established go on as
-// they are, with c too; other hosts and other peers open new ones; memory stays within bounds; and
-// when it is over everything recovers.
+// Peer c or one of its hosts attacks. Established flows must continue unchanged, also those
+// with c. Other hosts and other peers must be able to open new flows, and memory must stay
+// within its bounds. After the attack everything must recover.
 func TestAttacksHurtNoOthers(t *testing.T) {
 	for name, c := range map[string]Config{
 		"equal shares":             {MaxFlows: 1000, MaxFlowsPerHost: 100},
@@ -151,7 +152,7 @@ func TestAttacksHurtNoOthers(t *testing.T) {
 				}
 				e.checkTables(t)
 				stateful := 0
-				for range 7 { // while the others' timeouts pass
+				for range 7 { // until the timeouts of the other flows have passed
 					now += 50 * time.Second
 					e.Sweep(now)
 					stateful = 0
@@ -177,8 +178,8 @@ func TestAttacksHurtNoOthers(t *testing.T) {
 	}
 }
 
-// carryOut sends 6000 packets of the attack, a thousand a second, and looks at the others
-// meanwhile.
+// carryOut sends 6000 packets of the attack, a thousand a second, and checks the other flows
+// in between.
 func (a *attack) carryOut(t *testing.T, e *Engine, list []witness) (now time.Duration) {
 	for i := range 6000 {
 		now = time.Duration(i) * time.Millisecond
@@ -202,7 +203,7 @@ func (a *attack) carryOut(t *testing.T, e *Engine, list []witness) (now time.Dur
 	return now
 }
 
-// whole wants a datagram in fragments to get through to an endpoint while the attack goes on.
+// whole checks that a fragmented datagram reaches an endpoint during the attack.
 func whole(t *testing.T, e *Engine, id int, now time.Duration) {
 	t.Helper()
 	_, fragments := datagram("10.73.0.5:4001", "10.247.0.9:53", uint32(id)|0x8000)
@@ -218,8 +219,8 @@ func whole(t *testing.T, e *Engine, id int, now time.Duration) {
 	}
 }
 
-// TestPeerFullOfEstablishedFlowsHurtsNoOther: all hosts of c together may fill c's share with flows
-// that are answered. That is for c to bear; b has all of its own.
+// All hosts of c together may fill c's share with answered flows. Only c must suffer from
+// that; b must keep its whole share.
 func TestPeerFullOfEstablishedFlowsHurtsNoOther(t *testing.T) {
 	e := newEngine(t, Config{MaxFlows: 1000, MaxFlowsPerHost: 100}, peerB(), peerC())
 	list := witnesses(t, e)
@@ -238,8 +239,8 @@ func TestPeerFullOfEstablishedFlowsHurtsNoOther(t *testing.T) {
 	}
 }
 
-// TestFloodsDoNotGrowTheHeap: what is never completed is bounded in fact, not only in the count of
-// it.
+// The memory for flows and fragments that are never completed must really be bounded, not only
+// their count.
 func TestFloodsDoNotGrowTheHeap(t *testing.T) {
 	heap := func() uint64 {
 		var m runtime.MemStats
@@ -272,8 +273,8 @@ func TestFloodsDoNotGrowTheHeap(t *testing.T) {
 	runtime.KeepAlive(e)
 }
 
-// probes returns how far lookups go in the indexes of a peer: the mean and the longest run of slots
-// that are not empty.
+// probes returns the number of slots that a lookup in the indexes of a peer reads: the mean,
+// and the length of the longest run of non-empty slots.
 func probes(p *PeerState) (mean float64, longest int) {
 	total, filled := 0, 0
 	for dir := range p.flows.index {
@@ -283,7 +284,7 @@ func probes(p *PeerState) (mean float64, longest int) {
 				continue
 			}
 			run := 0
-			for at := range 2 * len(s.list) { // twice, since a run may go over the end
+			for at := range 2 * len(s.list) { // twice, because a run may wrap around the end
 				slot := s.list[at%len(s.list)]
 				if slot == 0 {
 					run = 0
@@ -318,11 +319,11 @@ func openAll(t testing.TB, tuples []conversation) *PeerState {
 	return e.Peers()[0]
 }
 
-// TestChosenTuplesDoNotDegradeLookups: tuples in sequence, with equal low or high bits, with ends
-// that go along with each other, and such as collide in another engine, are found as quickly as
-// random ones.
+// Lookups of all these tuples must be as fast as of random ones: sequential tuples, tuples
+// with equal low or high bits, tuples with correlated ends, and tuples that collide in another
+// engine.
 func TestChosenTuplesDoNotDegradeLookups(t *testing.T) {
-	const n = 24_000 // just below the growth of the index, where probes are longest
+	const n = 24_000 // just below the size at which the index grows, where lookups are slowest
 	base := conversation{local: 0xac100001, localPort: 4000, remote: 0x0a000007, remotePort: 443}
 	tuples := func(change func(c *conversation, i uint32)) (list []conversation) {
 		for i := range uint32(n) {
@@ -359,7 +360,7 @@ func TestChosenTuplesDoNotDegradeLookups(t *testing.T) {
 
 	other := newEngine(t, Config{}, benchPeers(1)...).Peers()[0]
 	var colliding []conversation
-	for i := uint32(0); len(colliding) < n; i++ { // all begin at a few places of each shard
+	for i := uint32(0); len(colliding) < n; i++ { // all have their first slot at a few places of each shard
 		c := conversation{local: 0xac100000 | mix(i)>>12, localPort: uint16(i), remote: 0x0a000000 | mix(i)&0xffff, remotePort: uint16(i >> 16)}
 		k := keyOf(Outbound, addr4(c.local), addr4(c.remote), packet.UDP, c.localPort, c.remotePort)
 		if k.hash(&other.flows.keys)&0xff == 0x55 && c.localPort >= firstUserPort {
@@ -373,7 +374,7 @@ func TestReopenedConnectionMayBeEvicted(t *testing.T) {
 	e := newEngine(t, Config{MaxFlows: 2}, peerB())
 	seen := established(t, e, "192.168.1.1:4000", "10.71.0.5:80", 0)
 	out(t, e, udp("192.168.1.2:4000", "10.71.0.5:53"), 0)
-	out(t, e, udp("192.168.1.3:4000", "10.71.0.5:53"), 0) // takes the place of the second and meets the first on the way
+	out(t, e, udp("192.168.1.3:4000", "10.71.0.5:53"), 0) // evicts the second flow, and on the way finds that the first is established
 	in(t, e, tcp("10.71.0.5:80", seen.String(), packettest.RST), 0)
 	out(t, e, tcp("192.168.1.1:4000", "10.71.0.5:80", packettest.SYN), 0)
 	e.Sweep(0)

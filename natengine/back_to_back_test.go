@@ -14,8 +14,8 @@ import (
 
 var gatewayAddr = netip.MustParseAddr("169.254.0.1")
 
-// side is one cluster of a pair: its networks, what the other side makes of them, and the engine of
-// its gateway.
+// side is one cluster of a pair: its networks, the networks under which the other side sees
+// these, and the engine of its gateway.
 type side struct {
 	pods, podsSeen, external, externalSeen netip.Prefix
 	endpoints                              []natengine.Endpoint
@@ -26,7 +26,8 @@ func (s *side) String() string {
 	return fmt.Sprintf("pods %v seen as %v, external %v", s.pods, s.podsSeen, s.externalSeen)
 }
 
-// join makes the rules of both sides from each other, as docs/liqo-v0.md, section 7.1 has it.
+// join derives the rules of each side from the other's networks, as in docs/liqo-v0.md,
+// section 7.1.
 func join(t testing.TB, a, b *side) {
 	t.Helper()
 	rules := func(own, other *side, id string) natengine.Peer {
@@ -45,8 +46,8 @@ func join(t testing.TB, a, b *side) {
 	}
 }
 
-// cross sends a packet from one side to the other and returns it as it arrives there; nil when
-// somebody dropped it.
+// cross sends a packet from one side to the other. It returns the packet as it arrives, or nil
+// if one of the engines dropped it.
 func cross(t testing.TB, from, to *side, b []byte) []byte {
 	t.Helper()
 	b = bytes.Clone(b)
@@ -68,9 +69,9 @@ func cross(t testing.TB, from, to *side, b []byte) []byte {
 	return v.Bytes()
 }
 
-// TestReplyUndoesRequest sends requests through two gateways and the replies back, for all masks
-// and for the four combinations of remapping, also with one range used by both sides: the reply
-// arrives at the very socket that asked, from the very socket that was asked.
+// Requests pass through two gateways, and replies return. The reply must arrive at the socket
+// that sent the request, from the socket that received it. This is tested for all masks and
+// for the four combinations of remapping, and for both sides using the same range.
 func TestReplyUndoesRequest(t *testing.T) {
 	rng := rand.New(rand.NewPCG(3, 4))
 	tried := 0
@@ -90,14 +91,14 @@ func TestReplyUndoesRequest(t *testing.T) {
 				if combination&2 != 0 {
 					b.podsSeen = w.apart(bitsB, b.externalSeen, netip.Prefix{})
 				}
-				if combination == 4 { // identical clusters that choose alike
+				if combination == 4 { // identical clusters that remap each other to the same range
 					b = newSide(w, bits)
 					b.pods = a.pods
 					a.podsSeen = w.apart(bits, a.externalSeen, b.externalSeen)
 					b.podsSeen = a.podsSeen
 				}
 				if a.podsSeen.Overlaps(a.externalSeen) || b.podsSeen.Overlaps(b.externalSeen) {
-					continue // what IPAM would never choose
+					continue // networks that IPAM would never allocate
 				}
 				tried++
 				join(t, a, b)
@@ -118,7 +119,8 @@ func newSide(w *world, bits int) *side {
 	return s
 }
 
-// apart is a prefix that overlaps neither, where there is one; else any.
+// apart returns a random prefix that overlaps neither p nor q. If it finds none, it returns
+// any prefix.
 func (w *world) apart(bits int, p, q netip.Prefix) netip.Prefix {
 	r := w.prefix(bits)
 	for range 100 {
@@ -130,7 +132,7 @@ func (w *world) apart(bits int, p, q netip.Prefix) netip.Prefix {
 	return r
 }
 
-// talk sends from a pod and from something that is no pod of a to a pod of b, and the answers.
+// talk sends packets from a pod and from a node of a to a pod of b, and the replies.
 func talk(t *testing.T, w *world, a, b *side) {
 	client, server := w.in(a.pods), w.in(b.pods)
 	node := w.prefix(client.BitLen()).Addr()
@@ -140,10 +142,10 @@ func talk(t *testing.T, w *world, a, b *side) {
 			continue
 		}
 		if !isPod(from, a.pods) && offLimits(a.podsSeen.Addr()) {
-			continue // the NAPT address of 0.0.0.0/1 is none
+			continue // 0.0.0.0/1 has no usable NAPT address
 		}
 		if to == b.podsSeen.Addr() && !b.podsSeen.IsSingleIP() {
-			continue // the network address is no pod
+			continue // the network address is not a pod
 		}
 		for _, c := range []struct {
 			name           string
@@ -177,7 +179,8 @@ func talk(t *testing.T, w *world, a, b *side) {
 	}
 }
 
-// swapped is the reply to the port or identifier that arrived.
+// swapped returns the reply with its ports, or identifier, set to answer the packet that
+// arrived.
 func swapped(reply packettest.Body, arrived packettest.Packet) packettest.Body {
 	switch b := reply.(type) {
 	case packettest.UDP:
@@ -193,8 +196,8 @@ func swapped(reply packettest.Body, arrived packettest.Packet) packettest.Body {
 	return reply
 }
 
-// twins are two clusters of the same PodCIDR that chose the same range for each other
-// (docs/liqo-v0.md, section 7.2, seen).
+// twins returns two clusters with the same PodCIDR that remap each other to the same range
+// (docs/liqo-v0.md, section 7.2).
 func twins(t testing.TB) (a, b *side) {
 	make := func() *side {
 		return &side{
@@ -211,23 +214,23 @@ func twins(t testing.TB) (a, b *side) {
 	return a, b
 }
 
-// TestEnginesMatchLiqo is the capture of section 7.2: pod 10.244.1.10 of A pings 10.246.1.20.
+// This is the capture in docs/liqo-v0.md, section 7.2: pod 10.244.1.10 of A pings 10.246.1.20.
 func TestEnginesMatchLiqo(t *testing.T) {
 	a, b := twins(t)
 	ping := packettest.Build(packettest.IP{Src: netip.MustParseAddr("10.244.1.10"), Dst: netip.MustParseAddr("10.246.1.20")}, packettest.Echo{ID: 1})
 	packettest.Check(t, cross(t, a, b, ping), packettest.Src(netip.MustParseAddr("10.246.1.10")), packettest.Dst(netip.MustParseAddr("10.244.1.20")))
 }
 
-// TestSameAddressAtBothEnds: pod 10.244.1.1 of A talks to 10.244.1.1 of B, and in the tunnel source
-// and destination are one socket.
+// Pod 10.244.1.1 of A sends to pod 10.244.1.1 of B. In the tunnel, source and destination are
+// the same address and port.
 func TestSameAddressAtBothEnds(t *testing.T) {
 	a, b := twins(t)
 	in := packettest.Build(packettest.IP{Src: netip.MustParseAddr("10.244.1.1"), Dst: netip.MustParseAddr("10.246.1.1")}, packettest.UDP{SrcPort: 500, DstPort: 500})
 	packettest.Check(t, cross(t, a, b, in), packettest.Src(netip.MustParseAddr("10.246.1.1")), packettest.Dst(netip.MustParseAddr("10.244.1.1")), packettest.Ports(500, 500))
 }
 
-// TestPingOfTheGateways is the connection check of section 8, both ways at once: each side's probe
-// is answered by the other's in-process endpoint.
+// This is the connection check of docs/liqo-v0.md, section 8, in both directions at once. Each
+// side's in-process endpoint answers the other's probe.
 func TestPingOfTheGateways(t *testing.T) {
 	a, b := twins(t)
 	target := netip.MustParseAddr("10.247.0.1")
@@ -240,7 +243,7 @@ func TestPingOfTheGateways(t *testing.T) {
 	}
 }
 
-// TestPingIsDelivered: what is for the in-process endpoint does not go to the TUN.
+// A packet to the in-process endpoint must not be written to the TUN.
 func TestPingIsDelivered(t *testing.T) {
 	a, _ := twins(t)
 	in := packettest.Build(packettest.IP{Src: netip.MustParseAddr("10.246.3.4"), Dst: netip.MustParseAddr("10.247.0.1")}, packettest.Echo{ID: 1})
@@ -253,9 +256,9 @@ func TestPingIsDelivered(t *testing.T) {
 	}
 }
 
-// TestThirdClusterTransit: cluster A offers a pod of C to B as a mapped endpoint (docs/liqo-v0.md,
-// section 7.4). The packet leaves B's tunnel and enters C's with both translations, the reply
-// undoes both, and so does an ICMP error.
+// Cluster A maps a pod of C as an endpoint for B (docs/liqo-v0.md, section 7.4). A packet from
+// B's tunnel must enter C's tunnel with both translations. The reply and an ICMP error must
+// undo both.
 func TestThirdClusterTransit(t *testing.T) {
 	e := natengine.New(natengine.Config{})
 	addr, prefixes := netip.MustParseAddr, func(s string) []netip.Prefix { return []netip.Prefix{netip.MustParsePrefix(s)} }

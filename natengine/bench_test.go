@@ -16,7 +16,8 @@ import (
 	"github.com/isthmus-net/isthmus/packet/packettest"
 )
 
-// benchPeers are n peers like those of a Liqo fabric in which all clusters have the same PodCIDR.
+// benchPeers returns n peers, like those of a Liqo fabric in which all clusters have the same
+// PodCIDR.
 func benchPeers(n int) []Peer {
 	var peers []Peer
 	for i := range n {
@@ -36,7 +37,7 @@ func benchPeers(n int) []Peer {
 
 func benchEngine(b testing.TB, c Config, peers []Peer) *Engine {
 	if c.MaxFlowsPerHost == 0 {
-		c.MaxFlowsPerHost = 1 << 30 // some have all flows come from one host
+		c.MaxFlowsPerHost = 1 << 30 // in some benchmarks all flows belong to one host
 	}
 	e := New(c)
 	if err := e.SetPeers(peers); err != nil {
@@ -45,15 +46,17 @@ func benchEngine(b testing.TB, c Config, peers []Peer) *Engine {
 	return e
 }
 
-// BenchmarkPrefixMap is the whole engine call for a known 1:1 rule on a parsed view. Two engines
-// take turns, of which one undoes what the other did, so that nothing but engine calls is measured.
+// BenchmarkPrefixMap measures one whole engine call that uses a 1:1 rule on a parsed view. Two
+// engines take turns, and each undoes the translation of the other, so that only engine calls
+// are measured.
 func BenchmarkPrefixMap(b *testing.B) {
 	benchPrefixMap(b, benchPeers, ip("192.168.3.4"), ip("10.246.3.4"), func(peer, i int) netip.Addr {
 		return netip.AddrFrom4([4]byte{10, byte(peer), byte(i), 9})
 	})
 }
 
-// benchPrefixMap is it for peers who all see pod as seen; remote gives addresses of a peer's pods.
+// benchPrefixMap runs BenchmarkPrefixMap with peers that all see pod as seen. remote returns
+// addresses of a peer's pods.
 func benchPrefixMap(b *testing.B, peersOf func(int) []Peer, pod, seen netip.Addr, remote func(peer, i int) netip.Addr) {
 	for _, peers := range []int{1, 10, 100} {
 		there, back := peersOf(peers), peersOf(peers)
@@ -93,14 +96,14 @@ func benchPrefixMap(b *testing.B, peersOf func(int) []Peer, pod, seen netip.Addr
 	}
 }
 
-// conversation is a NAPT flow.
+// conversation is the tuple of a NAPT flow.
 type conversation struct {
 	local, remote         uint32
 	localPort, remotePort uint16
 }
 
-// spread gives a million different conversations: few inside ends with many remote ones each, as
-// nodes have.
+// spread returns the i-th of a million different conversations. They have few inside ends with
+// many remote ends each, as those of nodes do.
 func spread(i int) conversation {
 	return conversation{
 		local: 0xac100000 + uint32(i&0xff), localPort: uint16(1024 + i>>8&0x7f),
@@ -108,8 +111,8 @@ func spread(i int) conversation {
 	}
 }
 
-// write puts the conversation into a UDP packet without checksum work, so that benchmarks measure
-// the engine.
+// write writes the conversation into a UDP packet without updating the checksum, so that
+// benchmarks measure only the engine.
 func (c conversation) write(b []byte) {
 	binary.BigEndian.PutUint32(b[12:], c.local)
 	binary.BigEndian.PutUint32(b[16:], c.remote)
@@ -137,7 +140,8 @@ func fill(b testing.TB, e *Engine, n int, of func(int) conversation) {
 	}
 }
 
-// orderOf is a random order in which n flows are met, the same each time.
+// orderOf returns the random order in which n flows are looked up. The order is the same in
+// each run.
 func orderOf(n int) []uint32 {
 	order := make([]uint32, 1<<20)
 	rng := rand.New(rand.NewPCG(1, 2))
@@ -147,8 +151,9 @@ func orderOf(n int) []uint32 {
 	return order
 }
 
-// BenchmarkNAPTHit is a packet of a random one of all known flows: alone, as the gateway's reader
-// has them, and in batches, as its writers have them; without is what of it is not the engine.
+// BenchmarkNAPTHit measures a packet of a known flow, chosen at random. The packets are
+// processed one by one, as the gateway's TUN reader does, and in batches, as its tunnel
+// receivers do. The variant "without" measures the cost outside the engine.
 func BenchmarkNAPTHit(b *testing.B) {
 	for _, n := range []int{1_000, 100_000, 1_000_000} {
 		e := benchEngine(b, Config{}, benchPeers(1))
@@ -169,7 +174,7 @@ func BenchmarkNAPTHit(b *testing.B) {
 					if left == 0 {
 						for i := range packets {
 							spread(int(order[next&(len(order)-1)])).write(packets[i])
-							next++ // not the same flows in each run
+							next++ // so that each run uses other flows
 						}
 						if ahead && l.Begin(e, Outbound) {
 							for i := range views {
@@ -193,9 +198,9 @@ func BenchmarkNAPTHit(b *testing.B) {
 	}
 }
 
-// BenchmarkTwoCores is a packet out and its answer for one goroutine that does both, and for two
-// that do one each with the flows shared between them; then ns/op is the time of a pair in either
-// case.
+// BenchmarkTwoCores measures an outbound packet and its reply. One goroutine processes both,
+// or each of two goroutines processes one direction of the same flows. In both cases ns/op is
+// the time of a pair.
 func BenchmarkTwoCores(b *testing.B) {
 	for _, n := range []int{1_000, 1_000_000} {
 		e := benchEngine(b, Config{}, benchPeers(1))
@@ -215,7 +220,7 @@ func BenchmarkTwoCores(b *testing.B) {
 					e.Outbound(&v, 0)
 					return
 				}
-				c.local, c.localPort, c.remote, c.remotePort = c.remote, c.remotePort, 0x0af60000, mapped[f] // 10.246.0.0
+				c.local, c.localPort, c.remote, c.remotePort = c.remote, c.remotePort, 0x0af60000, mapped[f] // the remote address is 10.246.0.0
 				c.write(pkt)
 				e.Inbound(&v, 0)
 			}
@@ -247,8 +252,8 @@ func BenchmarkTwoCores(b *testing.B) {
 	}
 }
 
-// BenchmarkHitBesideInserts is a packet of one of 1,000 known flows while another core opens new
-// flows of the same peer at a bound, one after the other.
+// BenchmarkHitBesideInserts measures a packet of one of 1,000 known flows. Another core
+// meanwhile opens new flows of the same peer, whose table is full.
 func BenchmarkHitBesideInserts(b *testing.B) {
 	const flows = 1000
 	e := benchEngine(b, Config{MaxFlows: 4 * flows}, benchPeers(1))
@@ -283,8 +288,8 @@ func BenchmarkHitBesideInserts(b *testing.B) {
 	b.ReportMetric(float64(<-opened)/float64(b.N), "new-flows/op")
 }
 
-// BenchmarkNAPTInsert opens new flows, from an empty table and over again; to-a-million has the
-// growth of all tables in it.
+// BenchmarkNAPTInsert opens new flows, starting again with an empty table when it is full.
+// to-a-million includes the growth of all tables.
 func BenchmarkNAPTInsert(b *testing.B) {
 	for _, c := range []struct {
 		name string
@@ -329,19 +334,19 @@ func BenchmarkNAPTInsert(b *testing.B) {
 				if e.Outbound(&v, 0).Action != Forward {
 					b.Fatal("not forwarded")
 				}
-				if i%64 == 0 { // seldom enough not to count, often enough to see a table grow
+				if i%64 == 0 { // rare enough to cost nothing, frequent enough to notice when a table grows
 					longest = max(longest, time.Since(start))
 					start = time.Now()
 				}
 			}
 		}
 		b.ReportMetric(float64(b.Elapsed().Nanoseconds())/float64(b.N)/1e6, "ns/flow")
-		b.ReportMetric(float64(longest.Microseconds()), "longest-us") // of 64 flows, with what else the machine does
+		b.ReportMetric(float64(longest.Microseconds()), "longest-us") // for 64 flows, including other activity of the machine
 	})
 }
 
-// ownPorts gives flows of which each has an inside port of its own, ownHosts such that each has
-// also a host of its own.
+// ownPorts returns conversations that each have their own inside port. Those of ownHosts each
+// have their own inside host and port.
 func ownPorts(i int) conversation {
 	c := spread(i)
 	c.localPort, c.local = uint16(1024+i%60_000), 0xac100000+uint32(i%16)
@@ -373,10 +378,10 @@ func BenchmarkEvict(b *testing.B) {
 	}
 }
 
-// BenchmarkUnderAttack is a packet of one of 100,000 established flows while a share of all packets
-// is an attack on a table that is full: half of these begin flows, of random hosts and ports to
-// random addresses, each of which displaces another, the others have no peer, no permission or no
-// sense. No packet of an established flow may be lost.
+// BenchmarkUnderAttack measures a packet of one of 100,000 established flows, while a part of
+// all packets attacks a full table. Half of the attack's packets open flows from random hosts
+// and ports to random addresses, each of which evicts another flow. The others have no peer,
+// are not permitted, or are malformed. No packet of an established flow may be lost.
 func BenchmarkUnderAttack(b *testing.B) {
 	const flows, halfOpen = 100_000, 20_000
 	e := benchEngine(b, Config{MaxFlows: flows + halfOpen}, benchPeers(1))
@@ -444,10 +449,11 @@ func BenchmarkUnderAttack(b *testing.B) {
 	}
 }
 
-// BenchmarkCollection is a packet of a random one of all known flows while the garbage collector
-// never rests: a flow costs it nothing when entries hold no pointers. gc-µs is a whole collection,
-// pause-µs the longest time for which one stopped the world, worst-µs and p99.99-ns are of packets,
-// with whatever else the machine did to them.
+// BenchmarkCollection measures a packet of a known flow, chosen at random, while the garbage
+// collector runs all the time. Entries hold no pointers, so a flow must cost the collector
+// nothing. gc-µs is the duration of a whole collection, and pause-µs the longest time for
+// which the world was stopped. worst-µs and p99.99-ns are times of packets, including other
+// activity of the machine.
 func BenchmarkCollection(b *testing.B) {
 	for _, n := range []int{1_000, 1_000_000} {
 		b.Run(fmt.Sprintf("flows=%d", n), func(b *testing.B) {
@@ -467,7 +473,7 @@ func BenchmarkCollection(b *testing.B) {
 					runtime.GC()
 				}
 			})
-			var took [1 << 16]uint32 // packets by ns, the last for all above
+			var took [1 << 16]uint32 // number of packets by ns; the last element counts all slower ones
 			worst, i := time.Duration(0), 0
 			begin := time.Now()
 			for b.Loop() {
@@ -504,8 +510,8 @@ func BenchmarkCollection(b *testing.B) {
 	}
 }
 
-// BenchmarkSweep sweeps a million flows: of which nothing can have expired, of which each has to be
-// looked at because something of its chunk has changed, and which all have expired.
+// BenchmarkSweep sweeps a million flows in three states: no flow can have expired; each flow
+// must be examined because its chunk has changed; all flows have expired.
 func BenchmarkSweep(b *testing.B) {
 	b.Run("nothing", func(b *testing.B) {
 		e := benchEngine(b, Config{}, benchPeers(1))
@@ -539,10 +545,11 @@ func BenchmarkSweep(b *testing.B) {
 	})
 }
 
-// BenchmarkFlowMemory reports octets of heap per flow, and what the engine says itself, for
-// 1,048,576 flows: those of a few hosts from few ports, as nodes have them; from a port each, and
-// from a host and port each, where 32 peers are needed for the ports; those of a remote host each
-// to a mapped endpoint; and those of a few hosts over IPv6.
+// BenchmarkFlowMemory reports the octets of heap per flow, and the engine's own figure, for
+// 1,048,576 flows. The variants are: flows of a few hosts with few ports, like those of nodes;
+// flows that each have their own inside port; flows that each have their own inside host and
+// port, which need 32 peers for enough ports; flows to a mapped endpoint that each have their
+// own remote host; and flows of a few hosts over IPv6.
 func BenchmarkFlowMemory(b *testing.B) {
 	const n = 1 << 20
 	packets := func(open func(b *testing.B, e *Engine, of func(int) conversation), of func(int) conversation) func(*testing.B, *Engine) {
@@ -584,7 +591,7 @@ func BenchmarkFlowMemory(b *testing.B) {
 	}
 }
 
-// fillIn opens n flows from as many pods of 32 peers to a mapped endpoint.
+// fillIn opens n flows to a mapped endpoint, each from another pod of 32 peers.
 func fillIn(b *testing.B, e *Engine, n int) {
 	pkt, tmpl := udpTemplate(), udpTemplate()
 	var v packet.View

@@ -9,8 +9,8 @@ import (
 	"testing"
 )
 
-// However peers change, come and go, an engine that was told of each change judges as a new one that
-// was told of all peers, and no table changes once it is published.
+// Peers are added, changed and removed at random. An engine that applied each change must give
+// the same verdicts as a new engine with all peers. No table may change after it is published.
 func TestEngineAfterPeerChangesEqualsAFullConfiguration(t *testing.T) {
 	rng := rand.New(rand.NewPCG(14, 1))
 	network := func() netip.Prefix {
@@ -33,7 +33,7 @@ func TestEngineAfterPeerChangesEqualsAFullConfiguration(t *testing.T) {
 		}
 		return p
 	}
-	var asked []netip.Addr // where networks begin and end, and beside that
+	var asked []netip.Addr // addresses at the edges of networks and next to these
 	ask := func(p Peer) {
 		for _, net := range slices.Concat(p.RemotePods, p.RemoteExternal) {
 			first := net.Addr()
@@ -82,7 +82,7 @@ func TestEngineAfterPeerChangesEqualsAFullConfiguration(t *testing.T) {
 				gone = append(gone, id)
 				delete(next, id)
 				continue
-			case 1: // only what is no network, or all of another peer's that goes
+			case 1: // only networks that do not exist, or all networks of another peer that is removed
 				if other := fmt.Sprint("peer", rng.IntN(12)); is && other != id && !slices.Contains(gone, other) && !slices.ContainsFunc(changed, func(p Peer) bool { return p.ID == other }) {
 					old.RemotePods, old.RemoteExternal = now[other].RemotePods, now[other].RemoteExternal
 					gone = append(gone, other)
@@ -145,7 +145,8 @@ func TestEngineAfterPeerChangesEqualsAFullConfiguration(t *testing.T) {
 	}
 }
 
-// The MTU of the path to a peer changes at any time, and a host on the underlay can cause that.
+// The path MTU of a peer may change at any time, and hosts on the underlay can cause such
+// changes.
 func TestMTUChangeKeepsFlowsAndFragments(t *testing.T) {
 	p := peer46()
 	p.MSS, p.MTU = 1360, 1400
@@ -178,14 +179,15 @@ func TestMTUChangeKeepsFlowsAndFragments(t *testing.T) {
 	reassembled(t, left)
 }
 
-// Between the steps the lock is free: another peer, and the same one, opens a flow.
+// Between the steps the lock must be free, so that another peer, and also this peer, can open
+// a flow.
 func TestRuleChangeEndsFlowsInSteps(t *testing.T) {
 	const flows = 5 * chunkSize
 	e := newEngine(t, Config{MaxFlows: 2 * flows, MaxFlowsPerPeer: 2 * flows, MaxFlowsPerHost: 2 * flows}, peerB(), peerC())
 	for i := range flows {
 		in(t, e, udp(fmt.Sprintf("10.71.0.5:%d", 1000+i), "10.247.0.9:80"), 0)
 	}
-	out(t, e, udp("192.168.1.1:4000", "10.71.0.5:53"), 0) // is permitted by both rules
+	out(t, e, udp("192.168.1.1:4000", "10.71.0.5:53"), 0) // permitted by both rules
 	b := e.Peers()[0]
 	changed := peerB()
 	changed.Endpoints = changed.Endpoints[:1]
@@ -213,7 +215,7 @@ func TestRuleChangeEndsFlowsInSteps(t *testing.T) {
 	e.checkTables(t)
 }
 
-// BenchmarkChange changes one peer among many, and has one come and go.
+// BenchmarkChange changes one of many peers, and adds and removes one.
 func BenchmarkChange(b *testing.B) {
 	for _, n := range []int{10, 100, 1000, 4000} {
 		var peers []Peer

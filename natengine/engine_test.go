@@ -97,9 +97,9 @@ func TestSetPeersRefusesContradictions(t *testing.T) {
 }
 
 func TestRulesAreKeyedByPeerAndDirection(t *testing.T) { // docs/liqo-v0.md, section 7.5
-	b, c := peerB(), peerC() // both see us under one range, and
+	b, c := peerB(), peerC() // both see us under the same range
 	b.RemotePods = pfxs("10.246.0.0/16")
-	c.RemotePods = pfxs("10.247.0.0/16") // what is our ExternalCIDR to them is their pods to us
+	c.RemotePods = pfxs("10.247.0.0/16") // our ExternalCIDR, as c sees it, is also the network of c's pods
 	e := newEngine(t, Config{}, b, c)
 	src, dst := out(t, e, udp("10.244.1.1:1", "10.246.1.1:1"), 0)
 	wantEnd(t, src, "10.246.1.1:1")
@@ -110,8 +110,7 @@ func TestRulesAreKeyedByPeerAndDirection(t *testing.T) { // docs/liqo-v0.md, sec
 	wantEnd(t, dst, "192.168.7.7:1")
 }
 
-// TestDefaultDeny is section 4 of the design: a peer reaches our pods as it sees them, mapped
-// endpoints, nothing else.
+// A peer must reach only our pods, by the addresses that it knows, and mapped endpoints.
 func TestDefaultDeny(t *testing.T) {
 	e := newEngine(t, Config{}, peerB(), peerC())
 	for _, c := range []struct {
@@ -120,21 +119,21 @@ func TestDefaultDeny(t *testing.T) {
 		want     Drop
 	}{
 		{Inbound, "10.99.0.1:1", "10.246.1.1:2", DropNoPeer},
-		{Inbound, "10.71.0.5:1", "10.244.1.1:2", DropDestination}, // our pod by its own address
+		{Inbound, "10.71.0.5:1", "10.244.1.1:2", DropDestination}, // our pod by its local address
 		{Inbound, "10.71.0.5:1", "192.168.1.1:2", DropDestination},
-		{Inbound, "10.71.0.5:1", "192.168.7.7:2", DropDestination}, // a mapped endpoint by its own address
+		{Inbound, "10.71.0.5:1", "192.168.7.7:2", DropDestination}, // a mapped endpoint by its local address
 		{Inbound, "10.71.0.5:1", "10.96.0.1:443", DropDestination},
 		{Inbound, "10.71.0.5:1", "169.254.0.1:12345", DropDestination},
 		{Inbound, "10.71.0.5:1", "169.254.169.254:80", DropDestination},
 		{Inbound, "10.71.0.5:1", "127.0.0.1:2", DropDestination},
 		{Inbound, "10.71.0.5:1", "224.0.0.1:2", DropDestination},
 		{Inbound, "10.71.0.5:1", "255.255.255.255:2", DropDestination},
-		{Inbound, "10.71.0.5:1", "10.73.0.5:2", DropDestination}, // another peer
+		{Inbound, "10.71.0.5:1", "10.73.0.5:2", DropDestination}, // to another peer
 		{Inbound, "10.71.0.5:1", "10.246.0.0:2", DropNoFlow},
 		{Inbound, "10.71.0.5:1", "10.247.0.2:2", DropNoMapping},
 		{Inbound, "10.72.0.5:1", "10.247.0.9:2", DropNoFlow},
 		{Outbound, "10.244.1.1:1", "10.99.0.1:2", DropNoPeer},
-		{Outbound, "10.244.1.1:1", "10.246.1.1:2", DropNoPeer}, // our own range at the peer: hairpinning is refused
+		{Outbound, "10.244.1.1:1", "10.246.1.1:2", DropNoPeer}, // our own range as the peer sees it: hairpinning is refused
 		{Outbound, "127.0.0.1:1", "10.71.0.5:2", DropSource},
 		{Outbound, "0.0.0.0:1", "10.71.0.5:2", DropSource},
 		{Outbound, "224.0.0.5:1", "10.71.0.5:2", DropSource},
@@ -146,17 +145,17 @@ func TestDefaultDeny(t *testing.T) {
 		dir      Direction
 		src, dst string
 	}{
-		{Inbound, "10.72.0.5:1", "10.246.1.1:2"},  // external of the peer to a pod
+		{Inbound, "10.72.0.5:1", "10.246.1.1:2"},  // from the peer's external network to a pod
 		{Outbound, "240.30.0.1:1", "10.71.0.5:2"}, // overlay address of a node
 		{Outbound, "169.254.100.1:1", "10.71.0.5:2"},
-		{Outbound, "10.73.0.5:1", "10.71.0.5:2"}, // transit
+		{Outbound, "10.73.0.5:1", "10.71.0.5:2"}, // transit between two peers
 		{Outbound, "10.244.0.0:1", "10.71.0.5:2"},
 	} {
 		pass(t, e, c.dir, udp(c.src, c.dst), 0)
 	}
 }
 
-// TestSpecialAddressesInsideAWidePrefix: 10.0.0.0/8 reaches into nothing, 0.0.0.0/1 into a lot.
+// 10.0.0.0/8 contains no special-purpose address, 0.0.0.0/1 contains several networks of them.
 func TestSpecialAddressesInsideAWidePrefix(t *testing.T) {
 	p := Peer{ID: "b", RemotePods: pfxs("128.0.0.0/1"), Pods: []Remap{{pfx("0.0.0.0/1"), pfx("128.0.0.0/1")}}}
 	e := newEngine(t, Config{}, p)
@@ -226,11 +225,11 @@ func TestMSSIsClampedBothWays(t *testing.T) {
 	}
 }
 
-// TestPartialChecksumsStayPartial: a superpacket from the TUN has the sum of the pseudo-header in
-// its checksum field.
+// A superpacket from the TUN has the sum of the pseudo-header in its checksum field. NAT must
+// keep it such a sum.
 func TestPartialChecksumsStayPartial(t *testing.T) {
 	e := newEngine(t, Config{}, peerB())
-	out(t, e, tcp("192.168.9.9:4000", "10.71.0.5:80", packettest.SYN), 0) // so that the port has to change
+	out(t, e, tcp("192.168.9.9:4000", "10.71.0.5:80", packettest.SYN), 0) // occupies the port, so that the next flow gets another one
 	for _, src := range []string{"10.244.1.1:4000", "192.168.1.1:4000"} {
 		var v packet.View
 		if err := v.Parse(packettest.Partial(tcp(src, "10.71.0.5:80", packettest.ACK)), packet.ChecksumPartial); err != nil {
@@ -340,7 +339,8 @@ func TestPeerStateIsStableAndCounts(t *testing.T) {
 	}
 }
 
-// TestKnownPathsDoNotAllocate: also the opening of a flow, apart from the growth of tables.
+// Neither a packet of a known flow nor opening a flow may allocate, apart from the growth of
+// tables.
 func TestKnownPathsDoNotAllocate(t *testing.T) {
 	p := peerB()
 	p.MSS = 1300
@@ -379,9 +379,9 @@ func TestKnownPathsDoNotAllocate(t *testing.T) {
 	check("ICMP error", Inbound, fault("10.71.0.1", "10.246.0.0", udp("10.246.0.0:4000", "10.71.0.5:53"), 28), same)
 }
 
-// TestEverythingAtOnce is for the race detector: packets both ways, rules that change, sweeps,
-// statistics. What passes has to be translated by the old rules or by the new ones, checksums
-// included.
+// This test is for the race detector: packets in both directions, rule changes, sweeps and
+// statistics run concurrently. A packet that passes must be translated by the old or the new
+// rules, and its checksums must be correct.
 func TestEverythingAtOnce(t *testing.T) {
 	e := newEngine(t, Config{MaxFlows: 300}, peerB(), peerC())
 	var done, wg sync.WaitGroup
@@ -472,8 +472,8 @@ func TestEverythingAtOnce(t *testing.T) {
 	}
 }
 
-// checkTables wants every table to be consistent: each flow in both indexes, each mapping counted
-// right, nothing else.
+// checkTables checks the consistency of all tables: each flow must be in both indexes, each
+// mapping must be counted correctly, and nothing else may exist.
 func (e *Engine) checkTables(t testing.TB) {
 	t.Helper()
 	total := 0
@@ -482,7 +482,7 @@ func (e *Engine) checkTables(t testing.TB) {
 		live := 0
 		queued := f.checkQueues(t)
 		refs := map[mapping]int{}
-		flows := [2]map[uint32]uint32{{}, {}} // of each host
+		flows := [2]map[uint32]uint32{{}, {}} // number of flows by host
 		f.each(func(i uint32, en *entry, word uint64) {
 			live++
 			for dir := range directions {
@@ -508,8 +508,7 @@ func (e *Engine) checkTables(t testing.TB) {
 					t.Errorf("flow %d has mapping %d", i, n)
 				}
 			}
-			// A connection that was closed or opened again is back in the queues after the next
-			// sweep.
+			// A connection that was closed or reopened returns to the queues with the next sweep.
 			if queued[i] != (word&stateQueued != 0) || halfOpen(word) && !queued[i] && protoOf(word) != packet.TCP {
 				t.Errorf("flow %d is half-open: %v, in the queues: %v, marked so: %v", i, halfOpen(word), queued[i], word&stateQueued != 0)
 			}
@@ -583,8 +582,8 @@ func (e *Engine) checkTables(t testing.TB) {
 	}
 }
 
-// checkQueues returns the flows in the queue of the peer, which have to be those in the queues of
-// its hosts, in the same order.
+// checkQueues returns the flows in the peer's queues. The queues of its hosts must contain the
+// same flows in the same order.
 func (t *flowTable) checkQueues(tb testing.TB) map[uint32]bool {
 	tb.Helper()
 	walk := func(head uint32, which int) (list []uint32) {
@@ -633,7 +632,7 @@ func (t *flowTable) checkQueues(tb testing.TB) map[uint32]bool {
 	return queued
 }
 
-// TestLookupComparesTheWholeTuple: the 32 bits of hash in a slot are no proof.
+// A slot contains only 32 bits of the hash, so a lookup must compare the tuple.
 func TestLookupComparesTheWholeTuple(t *testing.T) {
 	e := newEngine(t, Config{}, peerB())
 	out(t, e, udp("192.168.1.1:4000", "10.71.0.5:53"), 0)
@@ -671,9 +670,9 @@ func TestTableStaysConsistent(t *testing.T) {
 		x := uint32(i) * 2654435761
 		v.SetSrcPort(uint16(x>>8)%2000 + 1)
 		v.SetDstPort(uint16(x >> 20))
-		now := time.Duration(i) * 20 * time.Millisecond // at the bound after 100 s
+		now := time.Duration(i) * 20 * time.Millisecond // the bound is reached after 100 s
 		if i >= 100_000 {
-			now += time.Duration(i-100_000) * 100 * time.Millisecond // half full when the first expire
+			now += time.Duration(i-100_000) * 100 * time.Millisecond // half full when the first flows expire
 		}
 		e.Outbound(&v, now)
 		if i%1000 == 0 {

@@ -9,7 +9,7 @@ import (
 	"github.com/isthmus-net/isthmus/packet/packettest"
 )
 
-// benchPeers6 are n peers that all have the same PodCIDR of IPv6; see benchPeers.
+// benchPeers6 returns n peers that all have the same IPv6 PodCIDR; see benchPeers.
 func benchPeers6(n int) []Peer {
 	var peers []Peer
 	for i := range n {
@@ -34,8 +34,8 @@ func BenchmarkPrefixMap6(b *testing.B) {
 	})
 }
 
-// BenchmarkNAPTHit6 is a packet of a known flow over IPv6, of few flows, so that nothing waits for
-// memory.
+// BenchmarkNAPTHit6 measures a packet of a known IPv6 flow. There are few flows, so no lookup
+// waits for memory.
 func BenchmarkNAPTHit6(b *testing.B) {
 	e := benchEngine(b, Config{}, benchPeers6(1))
 	there := packettest.Build(packettest.IP{Src: ip("fd01::1"), Dst: ip("fd00:10::9")}, packettest.UDP{SrcPort: 4000, DstPort: 53})

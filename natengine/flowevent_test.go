@@ -12,7 +12,7 @@ import (
 	"github.com/isthmus-net/isthmus/packet/packettest"
 )
 
-// events notes what an engine tells.
+// events returns a list to which the engine's flow events are added as text.
 func events(e *Engine, sample int) *[]string {
 	var all []string
 	e.Observe(func(ev FlowEvent) {
@@ -77,7 +77,8 @@ func TestFlowEventsCoverOpenCloseAndRefusal(t *testing.T) {
 	want("nobody is told any more")
 }
 
-// What is open is what was opened and not closed, and a sample has both ends of a flow or none.
+// The open flows must be those that were reported as opened and not as closed. A sample must
+// contain both the opening and the closing of a flow, or neither.
 func TestEventsOfFlowsBalance(t *testing.T) {
 	for _, sample := range []int{1, 7} {
 		rng := rand.New(rand.NewPCG(1, uint64(sample)))

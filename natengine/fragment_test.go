@@ -12,8 +12,8 @@ import (
 	"github.com/isthmus-net/isthmus/packet/packettest"
 )
 
-// datagram is a UDP datagram of 4000 octets in fragments; its content tells whether they were put
-// together right.
+// datagram returns a UDP datagram of 4000 octets, whole and in fragments. Its content shows
+// whether the fragments were joined correctly.
 func datagram(src, dst string, id uint32) (whole []byte, fragments [][]byte) {
 	s, d := netip.MustParseAddrPort(src), netip.MustParseAddrPort(dst)
 	data := make([]byte, 4000)
@@ -24,7 +24,7 @@ func datagram(src, dst string, id uint32) (whole []byte, fragments [][]byte) {
 	return whole, packettest.Fragments(whole, 1480, id)
 }
 
-// reassembled puts fragments together and returns the datagram, checksum verified.
+// reassembled joins fragments, verifies the checksum and returns the datagram.
 func reassembled(t testing.TB, fragments [][]byte) packettest.Packet {
 	t.Helper()
 	var payload [8000]byte
@@ -58,7 +58,8 @@ func pseudo(p packettest.Packet, size int) []byte {
 	return append(b, 0, 0, byte(size>>8), byte(size), 0, 0, 0, 17)
 }
 
-// sendAll sends fragments in the given order and returns what left, held ones in their place.
+// sendAll sends fragments in the given order. It returns the packets that left, in order,
+// including released ones, and the number of fragments that were held.
 func sendAll(t testing.TB, e *Engine, dir Direction, fragments [][]byte, order []int, now tick) (left [][]byte, held int) {
 	t.Helper()
 	for _, i := range order {
@@ -88,7 +89,7 @@ func TestFragmentsOfNAPTFollowTheFirstInAnyOrder(t *testing.T) { // RFC 4787, RE
 		p.Pods = append(p.Pods, Remap{pfx("fd44::/64"), pfx("fd46::/64")})
 		for _, order := range [][]int{{0, 1, 2}, {0, 2, 1}, {1, 0, 2}, {1, 2, 0}, {2, 0, 1}, {2, 1, 0}} {
 			e := newEngine(t, Config{}, p)
-			out(t, e, udp("192.168.9.9:4000", "10.71.0.5:53"), 0) // takes port 4000
+			out(t, e, udp("192.168.9.9:4000", "10.71.0.5:53"), 0) // occupies port 4000
 			_, fragments := datagram(family.node, family.remote, 77)
 			left, held := sendAll(t, e, Outbound, fragments, order, 0)
 			first := reassembled(t, left)
@@ -101,7 +102,7 @@ func TestFragmentsOfNAPTFollowTheFirstInAnyOrder(t *testing.T) { // RFC 4787, RE
 			if want := bytes.IndexByte([]byte{byte(order[0]), byte(order[1]), byte(order[2])}, 0); held != want {
 				t.Errorf("order %v: %d held", order, held)
 			}
-			// And back, to the node.
+			// The reply goes back to the node.
 			nat := netip.AddrPortFrom(first.Src, first.SrcPort)
 			_, fragments = datagram(family.remote, nat.String(), 78)
 			left, _ = sendAll(t, e, Inbound, fragments, order, 0)
@@ -143,7 +144,7 @@ func TestFragmentsToTheInProcessEndpointAreDelivered(t *testing.T) {
 
 func TestFragmentsShareTheFateOfTheFirst(t *testing.T) {
 	e := newEngine(t, Config{}, peerB())
-	_, fragments := datagram("10.71.0.5:53", "10.246.0.0:4000", 77) // no flow
+	_, fragments := datagram("10.71.0.5:53", "10.246.0.0:4000", 77) // there is no flow
 	for n, i := range []int{1, 0, 2} {
 		if b, v := send(t, e, Inbound, fragments[i], 0); n < 2 && v.Action != Hold || n == 2 && v.Drop != DropNoFlow || !bytes.Equal(b, fragments[i]) {
 			t.Errorf("fragment %d: %v %v", i, v.Action, v.Drop)
@@ -152,7 +153,7 @@ func TestFragmentsShareTheFateOfTheFirst(t *testing.T) {
 	if n := e.Peers()[0].Drops(Inbound, DropNoFlow); n != 3 {
 		t.Errorf("%d drops counted for three fragments", n)
 	}
-	// Outbound the first fragment decides.
+	// Outbound, the decision about the first fragment applies to the datagram.
 	p := peerB()
 	p.Pods = nil
 	e = newEngine(t, Config{}, p)
@@ -196,22 +197,22 @@ func TestFragmentsOfEqualIDAreKeptApart(t *testing.T) {
 func TestAnIdentificationIsFreedAfterItsDatagram(t *testing.T) {
 	e := newEngine(t, Config{}, peerB())
 	out(t, e, udp("192.168.1.1:4000", "10.71.0.5:53"), 0)
-	for i, src := range []string{"192.168.1.1:4000", "192.168.1.1:5000"} { // whole
+	for i, src := range []string{"192.168.1.1:4000", "192.168.1.1:5000"} { // complete datagrams
 		_, fragments := datagram(src, "10.71.0.5:53", 77)
 		left, _ := sendAll(t, e, Outbound, fragments, [][]int{{0, 1, 2}, {2, 1, 0}}[i], 0)
 		if p := reassembled(t, left); p.SrcPort != port(src).Port() {
 			t.Errorf("port %d", p.SrcPort)
 		}
 	}
-	for i, src := range []string{"192.168.1.1:4000", "192.168.1.1:5000"} { // given up
+	for i, src := range []string{"192.168.1.1:4000", "192.168.1.1:5000"} { // datagrams that time out
 		_, fragments := datagram(src, "10.71.0.5:53", 77)
 		sendAll(t, e, Outbound, fragments, []int{0, 1}, at(10*i))
 	}
 }
 
-// The second may be another datagram, whose identification is used again too early (RFC 4963), or
-// an attempt to put two flows into one datagram. What follows cannot be told apart, so none of it
-// passes.
+// The second first fragment may belong to another datagram that reuses the identification too
+// early (RFC 4963). It may also be an attempt to put two flows into one datagram. Later
+// fragments could belong to either, so none may pass.
 func TestSecondFirstFragmentOfOtherPortsEndsTheDatagram(t *testing.T) {
 	e := newEngine(t, Config{}, peerB())
 	_, one := datagram("192.168.1.1:4000", "10.71.0.5:53", 77)
@@ -228,7 +229,7 @@ func TestSecondFirstFragmentOfOtherPortsEndsTheDatagram(t *testing.T) {
 	reassembled(t, left)
 }
 
-// Behind the NAPT address the two cannot be told apart by who reassembles.
+// Behind the NAPT address the receiver cannot distinguish the fragments of two hosts.
 func TestFragmentsOfTwoHostsAreNotMixed(t *testing.T) {
 	e := newEngine(t, Config{}, peer46())
 	_, one := datagram("192.168.1.1:4000", "10.71.0.5:53", 77)
@@ -244,11 +245,12 @@ func TestFragmentsOfTwoHostsAreNotMixed(t *testing.T) {
 	refused(t, e, Outbound, other[1], 0, DropFragment)
 	more, _ := sendAll(t, e, Outbound, one, []int{2, 1}, 0)
 	reassembled(t, append(left, more...))
-	_, other = datagram("192.168.1.3:4000", "10.71.0.5:53", 77) // it is free again
+	_, other = datagram("192.168.1.3:4000", "10.71.0.5:53", 77) // the identification is free again
 	left, _ = sendAll(t, e, Outbound, other, []int{2, 0, 1}, 0)
 	reassembled(t, left)
 
-	// Inbound, the NAPT address and a mapped one may lead to one host, which gets whole datagrams.
+	// Inbound, the NAPT address and a mapped address may be translated to the same host. It
+	// must receive only complete datagrams.
 	out(t, e, udp("192.168.7.7:4444", "10.71.0.5:53"), 0)
 	_, one = datagram("10.71.0.5:53", "10.246.0.0:4444", 78)
 	_, other = datagram("10.71.0.5:53", "10.247.0.9:80", 78)
@@ -272,14 +274,15 @@ func TestDuplicateFragmentPassesOnce(t *testing.T) {
 		if v.Action == Forward {
 			left = append(append(left, b), v.Released()...)
 		}
-		if i != 1 { // with it the datagram is whole and forgotten
+		if i != 1 { // fragment 1 completes the datagram, whose entry is then removed
 			refused(t, e, Outbound, fragments[i], 0, DropFragment)
 		}
 	}
 	reassembled(t, left)
 }
 
-// piece is a fragment of octets [off, off+size) of a UDP datagram from a node to a pod of the peer.
+// piece returns a fragment with octets [off, off+size) of a UDP datagram from a node to a pod
+// of the peer.
 func piece(v6 bool, off, size int, more bool) []byte {
 	src, dst := "192.168.1.1:4000", "10.71.0.5:53"
 	if v6 {
@@ -304,7 +307,7 @@ func TestFragmentsThatContradictEachOtherEndTheDatagram(t *testing.T) { // RFC 5
 	first := part{0, 80, true}
 	for _, c := range []struct {
 		name  string
-		parts []part // of which the last is the one too many
+		parts []part // the last one contradicts the others
 	}{
 		{"overlap of the UDP header and more", []part{{8, 80, true}, first}},
 		{"overlap by one unit at the end", []part{first, {80, 80, true}, {152, 80, true}}},
@@ -342,8 +345,8 @@ func TestFragmentsThatContradictEachOtherEndTheDatagram(t *testing.T) { // RFC 5
 	}
 }
 
-// The same octets as the last fragment, of which more are said to follow, are no duplicate of it:
-// what is missing must not pass any more.
+// This fragment has the same octets as the last one, but states that more follow. It is not a
+// duplicate, so no further fragment of the datagram may pass.
 func TestARepeatedLastFragmentMarkedAsMoreEndsTheDatagram(t *testing.T) {
 	for _, v6 := range []bool{false, true} {
 		for _, lies := range []bool{false, true} {
@@ -358,13 +361,13 @@ func TestARepeatedLastFragmentMarkedAsMoreEndsTheDatagram(t *testing.T) {
 	}
 }
 
-// A receiver that lets the later fragment win would otherwise be sent to another port than the one
-// that was judged. The fragment header does not name TCP, so that the rule of RFC 3128 does not see
-// it.
+// A receiver that prefers later fragments could otherwise be sent to another port than the one
+// that the engine checked. The fragment header does not name TCP, so the check of RFC 3128
+// does not apply.
 func TestHeaderBehindIPv6OptionsCannotBeOverwritten(t *testing.T) {
 	e := newEngine(t, Config{}, peer46())
 	src, dst := ip("fd01::1"), ip("fd71::5")
-	options := []byte{6, 0, 1, 4, 0, 0, 0, 0} // next header TCP, a PadN option
+	options := []byte{6, 0, 1, 4, 0, 0, 0, 0} // next header TCP, then a PadN option
 	tcp := packettest.Build(packettest.IP{Src: src, Dst: dst}, packettest.TCP{SrcPort: 1, DstPort: 2, Flags: packettest.SYN, Data: make([]byte, 76)})[40:]
 	fragment := func(word byte, data []byte) []byte {
 		header := []packettest.Extension{{Kind: 44, Data: []byte{0, word, 0, 0, 0, 77}}}
@@ -391,7 +394,7 @@ func TestFragmentsOfIPv6WithOptionsAreForgottenWhenWhole(t *testing.T) {
 		h := packettest.IP{Src: ip("fd01::1"), Dst: ip("fd71::5"), Extensions: []packettest.Extension{{Kind: 60, Data: []byte{1, 4, 0, 0, 0, 0}}}}
 		whole := packettest.Build(h, packettest.UDP{SrcPort: 4000, DstPort: 53, Data: make([]byte, 4000)})
 		fragments := packettest.Fragments(whole, 1400, uint32(id))
-		if behind { // the fragment header goes in front of the options
+		if behind { // the fragment header precedes the options
 			fragments = nil
 			for off, size := 0, len(whole)-40; off < size; off += 1400 {
 				fragments = append(fragments, pieceOf(whole, off, min(1400, size-off), off+1400 < size, uint32(id)))
@@ -406,8 +409,8 @@ func TestFragmentsOfIPv6WithOptionsAreForgottenWhenWhole(t *testing.T) {
 	}
 }
 
-// TestEachOctetOfADatagramPassesOnce sends random pieces, most of them wrong, and lets a table of
-// octets judge what left.
+// Random pieces of datagrams are sent, most of them invalid. A table of octets checks the
+// packets that leave.
 func TestEachOctetOfADatagramPassesOnce(t *testing.T) {
 	rng := rand.New(rand.NewPCG(7, 8))
 	whole, spoilt := 0, 0
@@ -435,7 +438,7 @@ func TestEachOctetOfADatagramPassesOnce(t *testing.T) {
 				more = !more
 			}
 			if off == 0 && n < 8 || off == 0 && !more {
-				continue // no fragment
+				continue // not a fragment
 			}
 			b, v := send(t, e, Outbound, piece(v6, off, n, more), 0)
 			sent++
@@ -444,7 +447,7 @@ func TestEachOctetOfADatagramPassesOnce(t *testing.T) {
 				for _, r := range v.Released() {
 					note(r)
 				}
-				if e.Stats().Peers[0].FragmentSets == 0 { // whole; what comes now is of another
+				if e.Stats().Peers[0].FragmentSets == 0 { // the datagram is complete, and the next piece belongs to a new one
 					whole++
 					break
 				}
@@ -466,7 +469,7 @@ func TestEachOctetOfADatagramPassesOnce(t *testing.T) {
 }
 
 func TestAFragmentFloodOfOneHostLeavesRoomForOthers(t *testing.T) {
-	for _, order := range [][]int{{0}, {1}} { // first fragments without others, and others without the first
+	for _, order := range [][]int{{0}, {1}} { // first fragments without later ones, and later ones without the first
 		e := newEngine(t, Config{}, peerB())
 		_, mine := datagram("192.168.1.1:4000", "10.71.0.5:53", 77)
 		left, _ := sendAll(t, e, Outbound, mine, []int{2}, 0)
@@ -486,7 +489,7 @@ func TestHeldOctetsOfOneHostLeaveRoomForOthers(t *testing.T) {
 	e := newEngine(t, Config{MaxFragmentBytes: 40_000}, peerB())
 	_, mine := datagram("192.168.1.1:4000", "10.71.0.5:53", 77)
 	sendAll(t, e, Outbound, mine, []int{1, 2}, 0)
-	for id := range uint32(50) { // within their share of datagrams
+	for id := range uint32(50) { // within the host's share of datagrams
 		_, flood := datagram("192.168.6.6:4000", "10.71.0.5:53", id)
 		sendAll(t, e, Outbound, flood, []int{1}, 0)
 	}
@@ -495,7 +498,7 @@ func TestHeldOctetsOfOneHostLeaveRoomForOthers(t *testing.T) {
 	}
 	left, _ := sendAll(t, e, Outbound, mine, []int{0}, 0)
 	reassembled(t, left)
-	// A datagram that is larger than the share is held all the same, alone.
+	// A single datagram that is larger than the share is still held.
 	e = newEngine(t, Config{MaxFragmentBytes: 10_000}, peerB())
 	left, held := sendAll(t, e, Outbound, mine, []int{2, 1, 0}, 0)
 	if reassembled(t, left); held != 2 {
@@ -503,7 +506,8 @@ func TestHeldOctetsOfOneHostLeaveRoomForOthers(t *testing.T) {
 	}
 }
 
-// Whatever goes on at once, each fragment is forwarded or counted once, and nothing is left over.
+// Under any concurrency each fragment must be forwarded or counted once, and nothing may
+// remain in the store.
 func TestFragmentsOfManyGoroutinesDuringRuleChanges(t *testing.T) {
 	e := newEngine(t, Config{MaxFragmentSets: 16, MaxFragmentBytes: 30_000, MaxFragmentsPerSet: 4}, peer46())
 	changed := peer46()
@@ -530,7 +534,7 @@ func TestFragmentsOfManyGoroutinesDuringRuleChanges(t *testing.T) {
 					sent.Add(1)
 					if verdict := judge(&v, 0); verdict.Action == Forward {
 						if dir == Inbound {
-							forwarded.Add(int64(len(fragments))) // joined
+							forwarded.Add(int64(len(fragments))) // joined to a datagram
 						} else {
 							forwarded.Add(1 + int64(len(verdict.Released())))
 						}
@@ -591,14 +595,14 @@ func TestFragmentsInOrderDoNotAllocate(t *testing.T) {
 	}
 }
 
-// elsewhere is peer b with another NAPT address.
+// elsewhere returns peer b with another NAPT address.
 func elsewhere() Peer {
 	p := peerB()
 	p.Pods = []Remap{{pfx("10.244.0.0/16"), pfx("10.248.0.0/16")}}
 	return p
 }
 
-// A packet may have been judged by the old rules just before they are replaced.
+// A packet may have been checked by the old rules just before they are replaced.
 func TestFragmentsFollowTheNewRule(t *testing.T) {
 	e := newEngine(t, Config{}, peerB())
 	_, fragments := datagram("192.168.1.1:4000", "10.71.0.5:53", 77)
@@ -608,7 +612,7 @@ func TestFragmentsFollowTheNewRule(t *testing.T) {
 		parse(t, &v, bytes.Clone(b))
 		return e.outbound(&v, old, 0, nil)
 	}
-	if err := e.SetPeers([]Peer{peerB()}); err != nil { // nothing changes
+	if err := e.SetPeers([]Peer{peerB()}); err != nil { // the same rules as before
 		t.Fatal(err)
 	}
 	if v := judge(fragments[0]); v.Action != Forward {
@@ -625,8 +629,8 @@ func TestFragmentsFollowTheNewRule(t *testing.T) {
 	if s := e.Stats().Peers[0]; s.FragmentSets != 0 {
 		t.Errorf("%+v", s)
 	}
-	// A first fragment of before that is late: others of its datagram wait already, under the new
-	// rules.
+	// A first fragment with an old decision arrives late. Other fragments of its datagram
+	// already wait under the new rules.
 	send(t, e, Outbound, fragments[1], 0)
 	var v packet.View
 	parse(t, &v, fragments[0])
@@ -675,7 +679,7 @@ func TestHeldFragmentsTimeOut(t *testing.T) {
 	if n := e.Peers()[0].Drops(Outbound, DropFragmentTimeout); n != 2 {
 		t.Errorf("%d counted", n)
 	}
-	// The first alone goes on; the receiver times out too.
+	// The first fragment alone passes; the receiver's own timeout drops it.
 	left, _ := sendAll(t, e, Outbound, fragments, []int{0}, at(6))
 	if len(left) != 1 {
 		t.Errorf("%d fragments", len(left))
@@ -707,7 +711,7 @@ func TestFragmentStoreIsBounded(t *testing.T) { // RFC 4787, REQ-14; RFC 6146, s
 	if s := e.Stats().Peers[0]; s.FragmentBytes != 0 {
 		t.Errorf("%+v", s)
 	}
-	_, fragments := datagram("192.168.1.1:4000", "10.73.0.5:53", 1) // towards the other peer all is well
+	_, fragments := datagram("192.168.1.1:4000", "10.73.0.5:53", 1) // traffic to the other peer is not affected
 	sendAll(t, e, Outbound, fragments, []int{2, 1, 0}, 0)
 }
 
@@ -720,7 +724,7 @@ func TestTooManyFragmentsOfOneDatagram(t *testing.T) {
 
 func TestTooManyGapsInOneDatagram(t *testing.T) {
 	e := newEngine(t, Config{MaxFragmentsPerSet: 3}, peerB())
-	for n := range 4 { // the first and three behind gaps
+	for n := range 4 { // the first fragment and three after gaps
 		if _, v := send(t, e, Outbound, piece(false, n*160, 80, true), 0); v.Action != Forward {
 			t.Fatal(n, v.Action, v.Drop)
 		}
@@ -735,7 +739,7 @@ func TestHeldFragmentIsACopy(t *testing.T) {
 	var v packet.View
 	parse(t, &v, borrowed)
 	e.Outbound(&v, 0)
-	clear(borrowed) // the caller uses its buffer again
+	clear(borrowed) // the caller reuses its buffer
 	left, _ := sendAll(t, e, Outbound, fragments, []int{0, 2}, 0)
 	reassembled(t, left)
 }

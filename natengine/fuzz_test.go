@@ -13,8 +13,8 @@ import (
 	"github.com/isthmus-net/isthmus/packet/packettest"
 )
 
-// fuzzRules are rule sets in which everything can happen: remapped or not, coinciding ranges, pods
-// as endpoints, wide and single-address prefixes, both families.
+// fuzzRules returns rule sets that cover all cases: with and without remapping, coinciding
+// ranges, pods as endpoints, wide prefixes and prefixes of one address, both families.
 func fuzzRules() [][]Peer {
 	six := peerB()
 	six.RemotePods = append(six.RemotePods, pfx("fd71::/64"))
@@ -29,11 +29,12 @@ func fuzzRules() [][]Peer {
 	return [][]Peer{{six, peerC()}, {twin, peerC()}, {wide}, {single}}
 }
 
-// FuzzEngine feeds the engine a string of packets: rule set, then direction and length in front of
-// each. Whatever they are, it must not panic; what it discards is untouched; what it forwards is of
-// the same length and parses, goes to or comes from an address of the peer, shows our end only as
-// the rules allow, has right checksums if it had them before, and where there is an ICMP error
-// quotes our end as its header shows it.
+// FuzzEngine gives the engine a sequence of packets. The input is the number of a rule set,
+// then for each packet the direction, the length and the octets. For any input, the engine
+// must not panic. A discarded packet must be unchanged. A forwarded packet must have the same
+// length, parse, and have an address of the peer as its remote end. It must show our end only
+// as the rules allow, and its checksums must be correct if they were before. An ICMP error
+// must quote our end as its outer header shows it.
 func FuzzEngine(f *testing.F) {
 	seed := func(rules byte, packets ...[]byte) {
 		data := []byte{rules}
@@ -86,8 +87,8 @@ func judgeFuzzed(t *testing.T, e *Engine, peers []Peer, dir Direction, b []byte,
 		verdict = e.Inbound
 	}
 	got := verdict(&v, now)
-	// Of a fragmented datagram a trace knows what was decided, not what went by already and what
-	// there is room for.
+	// For a fragmented datagram, a trace reports the stored decision. It does not check whether
+	// the fragment is a duplicate or whether there is room.
 	if !before.IsFragment() && (trace.Action != got.Action || trace.Drop != got.Drop) {
 		t.Fatalf("trace says %v %v, engine %v %v", trace.Action, trace.Drop, got.Action, got.Drop)
 	}
@@ -104,7 +105,7 @@ func judgeFuzzed(t *testing.T, e *Engine, peers []Peer, dir Direction, b []byte,
 		}
 		return
 	}
-	if dir == Inbound && before.IsFragment() { // it has become the datagram, or the first piece of it cut again
+	if dir == Inbound && before.IsFragment() { // v is now the whole datagram, or the first of its new fragments
 		if v.IsFragment() != (len(got.Released()) > 0) || v.IsFragment() && (v.Is4() || v.Len() > 1280) {
 			t.Fatalf("a fragment became %x", v.Bytes())
 		}
@@ -120,7 +121,7 @@ func judgeFuzzed(t *testing.T, e *Engine, peers []Peer, dir Direction, b []byte,
 	judgeForwarded(t, e, peers, dir, &v, got.Action)
 }
 
-// judgeForwarded checks what may leave, from the rules alone.
+// judgeForwarded checks a forwarded packet, using only the rules.
 func judgeForwarded(t *testing.T, e *Engine, peers []Peer, dir Direction, v *packet.View, action Action) {
 	near, far := v.Src(), v.Dst()
 	if dir == Inbound {
@@ -153,7 +154,7 @@ func judgeForwarded(t *testing.T, e *Engine, peers []Peer, dir Direction, v *pac
 	for _, end := range p.Endpoints {
 		allowed = allowed || dir == Outbound && near == end.Seen || dir == Inbound && near == end.Real
 	}
-	if dir == Inbound && !allowed { // then there is a flow that one of ours began
+	if dir == Inbound && !allowed { // then there must be a flow that one of our hosts opened
 		allowed = slices.ContainsFunc(e.Flows(100), func(f FlowInfo) bool { return f.Peer == p.ID && f.Local.Addr() == near }) || v.LaterFragment()
 	}
 	if !allowed {
@@ -170,9 +171,10 @@ func judgeForwarded(t *testing.T, e *Engine, peers []Peer, dir Direction, v *pac
 	}
 }
 
-// FuzzSetPeers makes rules of octets and gives them to an engine that has some. What is refused
-// changes nothing and is explained peer by peer; what is taken holds no contradiction, leads every
-// remote network to its peer and is a copy.
+// FuzzSetPeers decodes rules from octets and sets them in an engine that already has rules.
+// Refused rules must change nothing, and the error must name each peer at fault. Accepted
+// rules must contain no contradiction and must map every remote network to its peer. The
+// engine must hold a copy.
 func FuzzSetPeers(f *testing.F) {
 	for _, rules := range fuzzRules() {
 		f.Add(encodeRules(rules))
@@ -210,7 +212,7 @@ func FuzzSetPeers(f *testing.F) {
 				}
 			}
 		}
-		for i := range peers { // the engine must have copies
+		for i := range peers { // the engine must have copied the rules
 			clear(peers[i].RemotePods)
 			clear(peers[i].RemoteExternal)
 			clear(peers[i].Pods)
@@ -238,8 +240,8 @@ func FuzzSetPeers(f *testing.F) {
 	})
 }
 
-// encodeRules writes peers as the octets that decodeRules reads: lists with a length ahead,
-// addresses of 4 or 16 octets.
+// encodeRules encodes peers as octets for decodeRules. Lists are preceded by their length;
+// addresses have 4 or 16 octets.
 func encodeRules(peers []Peer) []byte {
 	var b []byte
 	list := func(n int) { b = append(b, byte(n)) }
@@ -274,8 +276,8 @@ func encodeRules(peers []Peer) []byte {
 	return b
 }
 
-// decodeRules reads any octets as peers. An address of another length than 4 or 16 is none, a list
-// is at most 7 long.
+// decodeRules decodes any octets as peers. An address whose length is neither 4 nor 16 is
+// invalid. A list has at most 7 elements.
 func decodeRules(b []byte) (peers []Peer) {
 	take := func(n int) []byte {
 		out := make([]byte, n)
@@ -310,12 +312,15 @@ func decodeRules(b []byte) (peers []Peer) {
 	return peers
 }
 
-// FuzzFragments sends pieces of datagrams through the fragment store: any place and length, twice,
-// overlapping, with other octets than the datagram has there, with another first fragment, with
-// pauses. Outbound, whatever leaves is translated like a first fragment that left with the same
-// identification, untouched but for that, and covers no transport header but its own. When nothing
-// was forged and all octets left, the receiver puts the datagram together, its ports translated.
-// Inbound, only whole datagrams leave, and when nothing was forged they are the one that was sent.
+// FuzzFragments sends pieces of datagrams through the fragment store: with any offset and
+// length, repeated, overlapping, with other octets than the datagram, with another first
+// fragment, and with pauses.
+//
+// Outbound, a piece that leaves must be translated like a first fragment that left with the
+// same identification. Nothing else in it may change, and it must cover no transport header
+// but its own. If no piece was forged and all octets left, the receiver must be able to
+// reassemble the datagram with translated ports. Inbound, only complete datagrams may leave.
+// If no piece was forged, they must equal the datagram that was sent.
 func FuzzFragments(f *testing.F) {
 	f.Add([]byte{0, 60}, []byte{0, 20, 0, 20, 20, 0, 40, 40, 0})
 	f.Add([]byte{1, 60}, []byte{40, 40, 0, 20, 20, 0, 0, 20, 0})
@@ -343,19 +348,20 @@ func FuzzFragments(f *testing.F) {
 	})
 }
 
-// pieces is a datagram that is sent in pieces, and what became of them.
+// pieces is the state of FuzzFragments: a datagram that is sent in pieces, and the packets
+// that left.
 type pieces struct {
 	e      *Engine
 	dir    Direction
 	whole  []byte // the datagram, from our host or to its mapped port
 	now    time.Duration
-	forged [2]bool // by identification: a piece was no piece of the datagram
+	forged [2]bool // by identification: some piece did not come from the datagram
 	sent   []packettest.Packet
 	left   []packettest.Packet
 }
 
-// newPieces makes a datagram of so many octets behind the IP header: bit 0 of kind says IPv6, bit 1
-// inbound, bit 2 TCP.
+// newPieces makes a datagram with size octets after the IP header. Bit 0 of kind selects IPv6,
+// bit 1 inbound, bit 2 TCP.
 func newPieces(kind byte, size int) *pieces {
 	s := &pieces{dir: Direction(kind >> 1 & 1)}
 	local, remote := netip.MustParseAddrPort("192.168.1.1:4000"), netip.MustParseAddrPort("10.71.0.5:53")
@@ -385,7 +391,7 @@ func newPieces(kind byte, size int) *pieces {
 	return s
 }
 
-// open makes the flow that an inbound datagram needs, and one of another host.
+// open opens the flow that an inbound datagram needs, and a flow of another host.
 func (s *pieces) open(t *testing.T) {
 	p := packettest.MustDecode(s.whole)
 	for _, host := range []string{"192.168.1.1", "192.168.1.2", "fd01::1", "fd01::2"} {
@@ -405,8 +411,9 @@ func (s *pieces) open(t *testing.T) {
 	}
 }
 
-// send sends the octets of the datagram from off on, n at most. Bits of how: 0 other octets, 1
-// another port of ours, 2 a second later, 3 a second datagram, 4 the More bit the other way.
+// send sends at most n octets of the datagram, starting at off. The bits of how change the
+// piece: bit 0 changes octets, bit 1 uses another port of ours, bit 2 sends a second later,
+// bit 3 uses another identification, bit 4 inverts the More bit.
 func (s *pieces) send(t *testing.T, off, n int, how byte) {
 	p := packettest.MustDecode(s.whole)
 	data := slices.Clone(s.whole[p.TransportOffset:])
@@ -417,7 +424,7 @@ func (s *pieces) send(t *testing.T, off, n int, how byte) {
 		data[off+n/2-n/2%8] ^= 0x55
 	}
 	if how&2 != 0 {
-		data[2*s.dir+1] ^= 1 // 4001
+		data[2*s.dir+1] ^= 1 // port 4001
 	}
 	if how&4 != 0 {
 		s.now += time.Second
@@ -452,7 +459,7 @@ func (s *pieces) send(t *testing.T, off, n int, how byte) {
 	}
 }
 
-// arrived looks at an inbound datagram that went on, in one packet or cut again.
+// arrived checks an inbound datagram that was forwarded, in one packet or in new fragments.
 func (s *pieces) arrived(t *testing.T, packets [][]byte, forged bool) {
 	var data []byte
 	hosts := []netip.Addr{ip("192.168.1.1"), ip("192.168.1.2"), ip("fd01::1"), ip("fd01::2")}
@@ -465,7 +472,7 @@ func (s *pieces) arrived(t *testing.T, packets [][]byte, forged bool) {
 			t.Fatalf("it goes to %v", p.Dst)
 		}
 		if len(packets) > 1 {
-			data = append(data, b[48:]...) // with the extension headers that are cut too
+			data = append(data, b[48:]...) // includes the extension headers in the fragmented part
 		} else {
 			data = p.Transport
 		}
@@ -483,12 +490,12 @@ func (s *pieces) arrived(t *testing.T, packets [][]byte, forged bool) {
 	}
 	clear(data[sum : sum+2])
 	clear(want[sum : sum+2])
-	if !bytes.Equal(data, want) { // the host has the port that it was sent to
+	if !bytes.Equal(data, want) { // the datagram must have reached the host to whose port it was sent
 		t.Fatalf("%x\narrived for\n%x", data, want)
 	}
 }
 
-// fragmentOf puts a piece of data behind the IP header of a packet.
+// fragmentOf returns a fragment that has the IP header of a packet and one piece of its data.
 func fragmentOf(whole []byte, p packettest.Packet, piece []byte, off int, more bool, id uint32) []byte {
 	b := slices.Clone(whole[:p.TransportOffset])
 	word := uint16(off)
@@ -518,7 +525,7 @@ func fragmentOf(whole []byte, p packettest.Packet, piece []byte, off int, more b
 	return b
 }
 
-// near is our end of a packet that left.
+// near returns our end of a packet that left.
 func (s *pieces) near(p packettest.Packet) netip.Addr {
 	if s.dir == Inbound {
 		return p.Dst
@@ -526,7 +533,7 @@ func (s *pieces) near(p packettest.Packet) netip.Addr {
 	return p.Src
 }
 
-// judge looks at all that left.
+// judge checks all packets that left.
 func (s *pieces) judge(t *testing.T) {
 	whole := packettest.MustDecode(s.whole)
 	ends := map[uint32]map[netip.Addr]bool{1: {}, 2: {}}
@@ -536,7 +543,7 @@ func (s *pieces) judge(t *testing.T) {
 		}
 	}
 	for _, p := range s.left {
-		whole4 := !p.More && p.FragmentOffset == 0 // all in one piece: no fragment
+		whole4 := !p.More && p.FragmentOffset == 0 // a whole packet, not a fragment
 		if whole4 {
 			continue
 		}
@@ -557,8 +564,8 @@ func (s *pieces) judge(t *testing.T) {
 	}
 }
 
-// became reports whether p could be what became of a fragment: the same place and octets, but for
-// ports and checksum.
+// became reports whether p may be the translation of the fragment sent: only ports and
+// checksum may differ.
 func became(sent, p packettest.Packet) bool {
 	if sent.FragmentID != p.FragmentID || sent.FragmentOffset != p.FragmentOffset || sent.More != p.More || len(sent.Transport) != len(p.Transport) ||
 		sent.TTL != p.TTL {
@@ -580,8 +587,8 @@ func became(sent, p packettest.Packet) bool {
 	return bytes.Equal(a, b)
 }
 
-// reassemble is the receiver: when all octets of a datagram are there it is the one that was sent,
-// with a right checksum.
+// reassemble acts as the receiver. If all octets of a datagram have arrived, they must equal
+// the datagram that was sent, with a correct checksum.
 func (s *pieces) reassemble(t *testing.T, id uint32) {
 	whole := packettest.MustDecode(s.whole)
 	data := make([]byte, len(s.whole)-whole.TransportOffset)

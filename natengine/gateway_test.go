@@ -6,7 +6,7 @@ import (
 	"github.com/isthmus-net/isthmus/packet"
 )
 
-// Behind NAPT a node of ours has the address that the peer knows our gateway by.
+// Behind NAPT a node of ours has the same address as our gateway at the peer.
 func TestOnlyTheGatewayConnectsToThePeersGateway(t *testing.T) {
 	b := peerB()
 	b.Gateway = ip("10.72.0.1")
@@ -34,8 +34,9 @@ func TestOnlyTheGatewayConnectsToThePeersGateway(t *testing.T) {
 	}
 }
 
-// A connection that a node has opened before the peer's gateway answered in the tunnel ends with the new rule, and is not
-// taken over from another gateway.
+// A node may open a connection before the peer's gateway answers in the tunnel. The rule with
+// the gateway's address must end that connection, and the flow must not be adopted from
+// another gateway.
 func TestAConnectionOlderThanARuleEnds(t *testing.T) {
 	b := peerB()
 	e := newEngine(t, Config{Self4: ip("169.254.0.1")}, b)

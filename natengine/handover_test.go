@@ -16,7 +16,7 @@ import (
 	"github.com/isthmus-net/isthmus/packet/packettest"
 )
 
-// A flowCopy is what a follower knows, by peer and identity.
+// A flowCopy is the knowledge of a follower: flows by peer and identity.
 type flowCopy map[string]map[natengine.Flow]natengine.Flow
 
 func (c flowCopy) tell(peer string, f natengine.Flow, ended bool) {
@@ -30,7 +30,7 @@ func (c flowCopy) tell(peer string, f natengine.Flow, ended bool) {
 	}
 }
 
-// summaries are the flows of an engine with what the next packet depends on.
+// summaries counts the flows of an engine by the values that decide about the next packet.
 func summaries(e *natengine.Engine) map[string]int {
 	all := map[string]int{}
 	for _, f := range e.Flows(1 << 20) {
@@ -39,8 +39,8 @@ func summaries(e *natengine.Engine) map[string]int {
 	return all
 }
 
-// Whatever has happened to an engine, one that adopts its flows has the same ones, and treats the next packet of each
-// alike.
+// Random traffic passes through an engine. Another engine that adopts its flows must have the
+// same flows and treat the next packet of each in the same way.
 func TestAnotherEngineContinuesTheFlows(t *testing.T) {
 	adopted, established := 0, 0
 	for round := range 60 {
@@ -83,7 +83,7 @@ func TestAnotherEngineContinuesTheFlows(t *testing.T) {
 		}
 		for peer, flows := range have {
 			for _, f := range slices.SortedFunc(maps.Values(flows), func(a, b natengine.Flow) int {
-				return bytes.Compare(b.Append(nil), a.Append(nil)) // in another order than they opened
+				return bytes.Compare(b.Append(nil), a.Append(nil)) // another order than that in which they opened
 			}) {
 				f = natengine.FlowFrom(f.Append(nil))
 				if opened, drop := other.Adopt(peer, f, now); !opened || drop != natengine.DropNone {
@@ -123,7 +123,8 @@ func TestAnotherEngineContinuesTheFlows(t *testing.T) {
 	}
 }
 
-// next are packets of a flow, to and from the peer; none of ICMP queries.
+// next returns the next packets of a flow, to and from the peer. It returns none for an ICMP
+// query.
 func next(f natengine.FlowInfo) (both [2][]byte) {
 	for dir, ends := range [2][2]netip.AddrPort{{f.Local, f.Remote}, {f.Remote, f.Mapped}} {
 		var body packettest.Body
@@ -140,7 +141,8 @@ func next(f natengine.FlowInfo) (both [2][]byte) {
 	return both
 }
 
-// through says what becomes of a packet, outbound if it comes from our end.
+// through sends a packet through the engine and returns the result as text. The packet is
+// outbound if its source is our end.
 func through(e *natengine.Engine, f natengine.FlowInfo, b []byte, now time.Duration) string {
 	if b == nil {
 		return ""
@@ -190,7 +192,7 @@ func TestOnlyPossibleFlowsAreAdopted(t *testing.T) {
 	for i := range 10 {
 		open(full, fmt.Sprintf("192.168.2.%d", i), "10.71.0.6")
 	}
-	open(clash, "192.168.2.1", "10.71.0.6") // it keeps the port, so that the flow gets another one
+	open(clash, "192.168.2.1", "10.71.0.6") // it keeps its port, so the adopted flow's port is occupied
 	open(clash, "192.168.1.1", "10.71.0.5")
 	open(taken, "192.168.2.1", "10.71.0.6")
 	elsewhere.Pods = []natengine.Remap{remapOf("10.244.0.0/16", "10.248.0.0/16")}
@@ -198,7 +200,7 @@ func TestOnlyPossibleFlowsAreAdopted(t *testing.T) {
 	quota := engine(peer)
 	open(quota, "192.168.1.1", "10.71.0.6")
 	broken := flow.Append(nil)
-	broken[16+15] ^= 1 // the mapped address
+	broken[16+15] ^= 1 // changes the mapped address
 	for _, c := range []struct {
 		what string
 		e    *natengine.Engine
@@ -228,7 +230,8 @@ func TestOnlyPossibleFlowsAreAdopted(t *testing.T) {
 	}
 }
 
-// Whatever octets come as a flow, the tables stay in order, and what is adopted is told again as it came.
+// The input is decoded as a flow. For any octets, the tables must stay consistent, and an
+// adopted flow must be reported to followers unchanged.
 func FuzzAdopt(f *testing.F) {
 	rules := modelPeers(command{cmdRules, 16})
 	e := natengine.New(natengine.Config{})

@@ -17,7 +17,7 @@ func pfxs(s ...string) (ps []netip.Prefix) {
 	return ps
 }
 
-// parse wants b to be a packet.
+// parse parses b, which must be a valid packet.
 func parse(t testing.TB, v *packet.View, b []byte) {
 	t.Helper()
 	if err := v.Parse(b, packet.ChecksumComplete); err != nil {
@@ -25,7 +25,7 @@ func parse(t testing.TB, v *packet.View, b []byte) {
 	}
 }
 
-// send gives the engine a copy of b and returns what became of it.
+// send gives the engine a copy of b and returns the resulting packet and the verdict.
 func send(t testing.TB, e *Engine, dir Direction, b []byte, now tick) ([]byte, Verdict) {
 	t.Helper()
 	var v packet.View
@@ -39,7 +39,8 @@ func send(t testing.TB, e *Engine, dir Direction, b []byte, now tick) ([]byte, V
 	return v.Bytes(), verdict
 }
 
-// each calls f with the number of every live flow, and its word. With mu; f may remove the flow.
+// each calls f with the index of every live flow, its entry and its word. The caller holds mu.
+// f may remove the flow.
 func (t *flowTable) each(f func(i uint32, e *entry, word uint64)) {
 	for i := range t.used {
 		e := t.entry(i)

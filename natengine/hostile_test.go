@@ -22,7 +22,8 @@ var update = flag.Bool("update", false, "write the octets in testdata/hostile.tx
 
 const hostileFile = "testdata/hostile.txt"
 
-// TestHostilePackets judges the packets of testdata/hostile.txt, whose head describes the format.
+// The packets and the expected results are in testdata/hostile.txt. The start of that file
+// describes its format.
 func TestHostilePackets(t *testing.T) {
 	text, err := os.ReadFile(hostileFile)
 	if err != nil {
@@ -32,7 +33,7 @@ func TestHostilePackets(t *testing.T) {
 	table := hostileTable{t: t}
 	for n, line := range strings.Split(strings.TrimSuffix(string(text), "\n"), "\n") {
 		table.line = n + 1
-		if strings.HasPrefix(line, "\t\t") { // octets, which are written anew
+		if strings.HasPrefix(line, "\t\t") { // octets, which are generated again
 			continue
 		}
 		fmt.Fprintln(&out, line)
@@ -58,8 +59,8 @@ func TestHostilePackets(t *testing.T) {
 	}
 }
 
-// hostileTable is the state of reading the file: one engine for each case, the results of the last
-// send.
+// hostileTable is the state of reading the file: the engine of the current case and the
+// results of the last send line.
 type hostileTable struct {
 	t       *testing.T
 	line    int
@@ -67,11 +68,11 @@ type hostileTable struct {
 	name    string
 	engine  *Engine
 	now     tick
-	results map[string]int // what became of the packets of the last send line, one of each length for a sweep
+	results map[string]int // results for the packets of the last send line, with one packet per length for a sweep
 	left    [][]byte
 }
 
-// read does what a line says and returns the lines of octets that belong below it.
+// read executes a line and returns the lines of octets that belong below it.
 func (h *hostileTable) read(line string) string {
 	word, rest, _ := strings.Cut(line, "\t")
 	switch rest = strings.TrimSpace(rest); word {
@@ -121,13 +122,13 @@ func (h *hostileTable) read(line string) string {
 	return ""
 }
 
-// judge sends one packet and says in words what became of it, and looks at what has to be true of
-// any.
+// judge sends one packet and returns the result as text. It also checks the properties that
+// hold for every packet.
 func (h *hostileTable) judge(dir Direction, in []byte) string {
 	b := bytes.Clone(in)
 	var v packet.View
 	if err := v.Parse(b, packet.ChecksumComplete); err != nil {
-		d := DropMalformed // as in gateway/datapath
+		d := DropMalformed // as gateway/datapath counts it
 		if errors.Is(err, packet.ErrTinyFragment) || errors.Is(err, packet.ErrFragmentRange) {
 			d = DropFragment
 		}
@@ -161,11 +162,12 @@ func (h *hostileTable) judge(dir Direction, in []byte) string {
 }
 
 func valid(p packettest.Packet) (ok bool) {
-	defer func() { ok = recover() == nil && ok }() // lengths that the reference does not expect
+	defer func() { ok = recover() == nil && ok }() // the reference panics on lengths that it does not expect
 	return packettest.ValidChecksums()(p) == nil
 }
 
-// octets is a packet in hex, words of four, long ones by their beginning, length and hash.
+// octets returns a packet in hex, in words of four digits. A long packet is shown by its
+// beginning, its length and a hash.
 func octets(b []byte) string {
 	const line, lines = 32, 4
 	var s strings.Builder
@@ -187,7 +189,7 @@ func octets(b []byte) string {
 	return s.String()
 }
 
-// build makes the packet or packets that a line describes.
+// build returns the packet or packets that a line describes.
 func build(text string) (packets [][]byte, err error) {
 	defer func() {
 		if r := recover(); r != nil {
@@ -202,8 +204,8 @@ func build(text string) (packets [][]byte, err error) {
 	return packets, nil
 }
 
-// builder reads a description word by word. It panics at what it does not understand; build reports
-// that.
+// builder parses a description word by word. It panics on an error, and build returns that
+// error.
 type builder struct{ words []string }
 
 func (b *builder) next() string {
@@ -227,7 +229,7 @@ func (b *builder) number() int {
 	return int(n)
 }
 
-// count is the number that may follow, else a default.
+// count returns the number that may follow in the description, or else n.
 func (b *builder) count(n int) int {
 	if w := b.peek(); w != "" && w[0] >= '0' && w[0] <= '9' {
 		return b.number()
@@ -251,7 +253,8 @@ func filler(n int) []byte {
 	return data
 }
 
-// packet reads one packet: addresses, header fields, body, changes. In brackets it is quoted.
+// packet parses one packet: addresses, header fields, body, changes. A packet in brackets is
+// quoted in an ICMP error.
 func (b *builder) packet() [][]byte {
 	if b.peek() == "hex" {
 		b.next()
@@ -344,7 +347,8 @@ func (b *builder) body() packettest.Body {
 	}
 }
 
-// change applies one change to each packet; cut with a range makes one packet of each length.
+// change applies one change to each packet. The change "cut" with a range makes one packet of
+// each length in the range.
 func (b *builder) change(packets [][]byte) [][]byte {
 	p := packets[0]
 	switch kind := b.next(); kind {
@@ -364,7 +368,7 @@ func (b *builder) change(packets [][]byte) [][]byte {
 		for n := first; n <= last; n++ {
 			packets = append(packets, bytes.Clone(p[:n]))
 		}
-	case "shorten": // cut, with the length in the header made right
+	case "shorten": // cut, and correct the length in the header
 		b.words = append([]string{"cut"}, b.words...)
 		packets = b.change(packets)
 		for _, p := range packets {
@@ -401,8 +405,8 @@ func sumHeader(p []byte) {
 	binary.BigEndian.PutUint16(p[10:], packettest.InternetChecksum(p[:n]))
 }
 
-// pieceOf makes a fragment of octets [off, off+size) of what is behind the IP header, extension
-// headers of IPv6 included, with zeros where there is nothing.
+// pieceOf returns a fragment with octets [off, off+size) of the part after the IP header,
+// which includes IPv6 extension headers. Octets beyond the end are zero.
 func pieceOf(whole []byte, off, size int, more bool, id uint32) []byte {
 	at, word := 40, uint16(0)
 	v4 := whole[0]>>4 == 4

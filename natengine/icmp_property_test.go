@@ -12,7 +12,8 @@ import (
 	"github.com/isthmus-net/isthmus/packet/packettest"
 )
 
-// A fault is a kind of ICMP error. extensible: RFC 4884 gives it a length of the quote.
+// A fault is a kind of ICMP error. extensible means that RFC 4884 defines a length of the
+// quote for it.
 type fault struct {
 	kind, codes uint8
 	extensible  bool
@@ -20,10 +21,10 @@ type fault struct {
 
 var (
 	faults4 = []fault{{3, 16, true}, {4, 1, false}, {11, 2, true}, {12, 3, true}}
-	faults6 = []fault{{1, 8, true}, {2, 1, false}, {3, 2, true}, {4, 3, false}, {99, 5, false}} // 99: unknown, but an error by its number
+	faults6 = []fault{{1, 8, true}, {2, 1, false}, {3, 2, true}, {4, 3, false}, {99, 5, false}} // 99: an unknown type, but an error by its number
 )
 
-// errorPair joins two clusters of one family; b's pods and a node of b talk to a pod, a node and a
+// errorPair joins two clusters of one family. Pods and a node of b talk to a pod, a node and a
 // mapped address of a.
 func errorPair(t *testing.T, is4, alike bool) (a, b *side) {
 	pre := netip.MustParsePrefix
@@ -35,7 +36,7 @@ func errorPair(t *testing.T, is4, alike bool) (a, b *side) {
 		b = &side{pods: pre("fd44::/56"), podsSeen: pre("fd71::/56"), external: pre("fd45:1::/96"), externalSeen: pre("fd72:1::/96")}
 		real, seen = netip.MustParseAddr("fd01::7"), netip.MustParseAddr("fd47::9")
 	}
-	if alike { // both sides use one range
+	if alike { // both sides use the same range
 		b.pods, b.podsSeen = a.pods, a.podsSeen
 	}
 	a.endpoints = []natengine.Endpoint{{Real: real, Seen: seen}}
@@ -52,10 +53,10 @@ func hosts(is4 bool, pods netip.Prefix) (pod, other, node netip.Addr) {
 	return pod, pod.Next(), node
 }
 
-// TestICMPErrorsQuoteTheSendersOwnPacket: b sends anything to a, where somebody on the way or
-// the end answers with an error of any type about it. b gets that error, type, code, pointer and
-// extensions as they were, about the very octets that it sent, whatever the two gateways did to
-// both. No flow is opened, refreshed or ended by it.
+// b sends a packet of any kind to a, and a host on the path or at the end answers with an ICMP
+// error of any type. b must receive that error with unchanged type, code, pointer and
+// extensions. The error must quote exactly the octets that b sent, whatever both gateways have
+// translated. It must not open, refresh or end a flow.
 func TestICMPErrorsQuoteTheSendersOwnPacket(t *testing.T) {
 	rng := rand.New(rand.NewPCG(30, 31))
 	tried := map[string]int{}
@@ -70,10 +71,10 @@ func TestICMPErrorsQuoteTheSendersOwnPacket(t *testing.T) {
 		switch kind {
 		case 1: // to a mapped address
 			to, end = a.endpoints[0].Seen, a.endpoints[0].Real
-		case 2: // from a node, whose port another node has already
+		case 2: // from a node whose port another node already has
 			from = nodeB
 			rival(t, b, a, h, body, nodeB.Next(), to)
-		case 3: // the answer to a node of a, whose port another node had already
+		case 3: // the reply to a node of a whose port another node already had
 			end = nodeA
 			rival(t, a, b, h, body, nodeA.Next(), moved(podB, b.podsSeen))
 			h.Src, h.Dst = nodeA, moved(podB, b.podsSeen)
@@ -98,7 +99,7 @@ func TestICMPErrorsQuoteTheSendersOwnPacket(t *testing.T) {
 
 		least := p.TransportOffset + 8
 		if stateless {
-			least = p.TransportOffset // addresses are enough for a prefix map
+			least = p.TransportOffset // a prefix map needs only the addresses
 		}
 		cut := min(least+rng.IntN(60), len(arrived))
 		if rng.IntN(3) == 0 {
@@ -110,8 +111,8 @@ func TestICMPErrorsQuoteTheSendersOwnPacket(t *testing.T) {
 		}
 		f := list[rng.IntN(len(list))]
 		fault := packettest.ICMPError{Type: f.kind, Code: uint8(rng.IntN(int(f.codes))), Rest: rng.Uint32(), Quote: arrived[:cut]}
-		// The octet that RFC 4884 took for the length of the quote: what is below 128 octets is
-		// noise from before.
+		// RFC 4884 uses this octet for the length of the quote. Values that stand for less than
+		// 128 octets are noise from older senders.
 		shift, noise := 16, rng.Uint32N(32)
 		if !is4 {
 			shift, noise = 24, rng.Uint32N(16)
@@ -119,16 +120,16 @@ func TestICMPErrorsQuoteTheSendersOwnPacket(t *testing.T) {
 		var behind []byte
 		extension := []byte{0x20, 0, 0xab, 0xcd, 0, 8, 1, 1, 1, 2, 3, 4}
 		if f.extensible {
-			if cut < p.TransportOffset+8 { // with padding behind it, no ports would read as zeros
+			if cut < p.TransportOffset+8 { // ports must not read as zeros from the padding
 				cut = min(p.TransportOffset+8, len(arrived))
 				fault.Quote = arrived[:cut]
 			}
 			fault.Rest = fault.Rest&^(0xff<<shift) | noise<<shift
 			switch rng.IntN(3) {
-			case 0: // with extensions
+			case 0: // with RFC 4884 extensions
 				fault.Rest &^= 0xff << shift
 				fault.Extension, behind = extension, extension
-			case 1: // with extensions behind 128 octets and no length, as before RFC 4884
+			case 1: // with extensions after 128 octets but without a length, as before RFC 4884
 				if cut < 128 {
 					fault.Rest &^= 0xff << shift
 					fault.Quote = append(append(bytes.Clone(arrived[:cut]), make([]byte, 128-cut)...), extension...)
@@ -156,7 +157,7 @@ func TestICMPErrorsQuoteTheSendersOwnPacket(t *testing.T) {
 			t.Fatalf("%s: the word behind the checksum is %x, was %x", what, out.Transport[4:8], in.Transport[4:8])
 		}
 		quoted, want := bytes.Clone(out.Data[:cut]), bytes.Clone(sent[:cut])
-		if field, whole := sumField(p); field > 0 && cut < whole { // not all of it is quoted: nobody can keep it right
+		if field, whole := sumField(p); field > 0 && cut < whole { // the quote ends within the checksummed part, so no gateway can update the checksum
 			clear(quoted[min(field, cut):])
 			clear(want[min(field, cut):])
 		}
@@ -173,8 +174,8 @@ func TestICMPErrorsQuoteTheSendersOwnPacket(t *testing.T) {
 	}
 }
 
-// sumField tells where the checksum of the transport begins, 0 for none, and how much has to be
-// quoted for it to follow.
+// sumField returns the offset of the transport checksum, 0 for none. whole is the number of
+// octets that a quote must contain for the checksum to be updated.
 func sumField(p packettest.Packet) (field, whole int) {
 	if p.FragmentOffset > 0 {
 		return 0, 0
@@ -190,8 +191,8 @@ func sumField(p packettest.Packet) (field, whole int) {
 	return 0, 0
 }
 
-// rival is another host that has the port of the packet to come at the NAPT address. Of what has no
-// ports there can be only one.
+// rival opens a flow of another host that occupies the port at the NAPT address that the next
+// packet would get. It does nothing for a protocol without ports, which only one host can use.
 func rival(t *testing.T, from, to *side, h packettest.IP, body packettest.Body, src, dst netip.Addr) {
 	t.Helper()
 	if _, ok := body.(packettest.Raw); ok {
@@ -203,7 +204,8 @@ func rival(t *testing.T, from, to *side, h packettest.IP, body packettest.Body, 
 	}
 }
 
-// build is any packet that can be answered by an error, without addresses.
+// build returns the header and body of a random packet that an error may answer. The header
+// has no addresses.
 func build(rng *rand.Rand, is4 bool) (packettest.IP, packettest.Body) {
 	h := packettest.IP{TTL: 55, TOS: uint8(rng.Uint32()), ID: uint16(rng.Uint32()), FlowLabel: rng.Uint32()}
 	if rng.IntN(3) == 0 {
@@ -234,7 +236,7 @@ func build(rng *rand.Rand, is4 bool) (packettest.IP, packettest.Body) {
 	return h, packettest.Raw{Proto: 132, Data: data}
 }
 
-// TestDamagedICMPErrorsAreDropped: any one bit that is wrong in the message is noticed.
+// A single wrong bit anywhere in the message must be detected.
 func TestDamagedICMPErrorsAreDropped(t *testing.T) { // RFC 5508, REQ-3
 	rng := rand.New(rand.NewPCG(32, 33))
 	for range 3000 {
@@ -252,7 +254,7 @@ func TestDamagedICMPErrorsAreDropped(t *testing.T) { // RFC 5508, REQ-3
 		}
 		message := packettest.Build(packettest.IP{Src: podA, Dst: p.Src}, f)
 		at := packettest.MustDecode(message).TransportOffset
-		bit := rng.IntN(8 * (len(message) - at - 1)) // not of the type: it would be another kind of message
+		bit := rng.IntN(8 * (len(message) - at - 1)) // not in the type, because that would be another kind of message
 		message[at+1+bit/8] ^= 1 << (bit % 8)
 		var v packet.View
 		if err := v.Parse(message, packet.ChecksumComplete); err != nil {
@@ -264,8 +266,8 @@ func TestDamagedICMPErrorsAreDropped(t *testing.T) { // RFC 5508, REQ-3
 	}
 }
 
-// TestFragmentedICMPErrorsAreDropped: nothing that the RFCs call an error needs to be cut, and what
-// is cut cannot be translated.
+// No message that is an error by the RFCs needs to be fragmented, and a fragment of an error
+// cannot be translated.
 func TestFragmentedICMPErrorsAreDropped(t *testing.T) {
 	for _, is4 := range []bool{true, false} {
 		a, b := errorPair(t, is4, false)

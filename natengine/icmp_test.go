@@ -7,12 +7,13 @@ import (
 	"github.com/isthmus-net/isthmus/packet/packettest"
 )
 
-// fault is an ICMP error about a packet, which it quotes up to cut octets.
+// fault returns an ICMP error that quotes at most cut octets of a packet.
 func fault(src, dst string, quoted []byte, cut int) []byte {
 	return packettest.Build(packettest.IP{Src: ip(src), Dst: ip(dst)}, packettest.ICMPError{Type: 3, Code: 4, Rest: 1300, Quote: quoted[:min(cut, len(quoted))]})
 }
 
-// passFault sends an error that has to pass and returns outer and quoted addresses in one line.
+// passFault sends an error that must pass. It returns the outer and the quoted addresses in
+// one line.
 func passFault(t testing.TB, e *Engine, dir Direction, b []byte, now tick) string {
 	t.Helper()
 	got, v := send(t, e, dir, b, now)
@@ -40,10 +41,10 @@ func TestICMPErrorsFollowTheQuotedPacket(t *testing.T) { // RFC 5508, REQ-4 and 
 	pod.Endpoints = append(pod.Endpoints, Endpoint{ip("10.244.3.3"), ip("10.247.0.33")})
 	for _, c := range []struct {
 		name     string
-		before   func(t *testing.T, e *Engine) // what opens the flow
+		before   func(t *testing.T, e *Engine) // opens the flow
 		dir      Direction
 		src, dst string
-		from, to string // the quoted packet
+		from, to string // ends of the quoted packet
 		want     string
 	}{
 		{
@@ -103,7 +104,7 @@ func TestICMPErrorsFollowTheQuotedPacket(t *testing.T) { // RFC 5508, REQ-4 and 
 		},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			for _, cut := range []int{28, 60, 1000} { // eight octets of transport header, some more, everything
+			for _, cut := range []int{28, 60, 1000} { // eight octets of transport header, some more, and the whole packet
 				e := newEngine(t, Config{}, pod)
 				if c.before != nil {
 					c.before(t, e)
@@ -154,7 +155,7 @@ func TestICMPErrorsNeitherOpenRefreshNorEnd(t *testing.T) { // RFC 4787, REQ-12;
 	out(t, e, udp("192.168.1.1:4000", "10.71.0.5:80"), 0)
 	b := fault("10.71.0.1", "10.246.0.0", udp("10.246.0.0:4000", "10.71.0.5:80"), 28)
 	passFault(t, e, Inbound, b, at(200))
-	in(t, e, udp("10.71.0.5:80", "10.246.0.0:4000"), at(200)) // still there
+	in(t, e, udp("10.71.0.5:80", "10.246.0.0:4000"), at(200)) // the flow still exists
 	out(t, e, udp("192.168.1.1:4001", "10.71.0.5:80"), at(200))
 	passFault(t, e, Inbound, fault("10.71.0.1", "10.246.0.0", udp("10.246.0.0:4001", "10.71.0.5:80"), 28), at(400))
 	refused(t, e, Inbound, fault("10.71.0.1", "10.246.0.0", udp("10.246.0.0:4001", "10.71.0.5:80"), 28), at(502), DropICMPError)
@@ -163,9 +164,8 @@ func TestICMPErrorsNeitherOpenRefreshNorEnd(t *testing.T) { // RFC 4787, REQ-12;
 	}
 }
 
-// TestTimeExceededShowsTheNAPTAddress: a pod of B that traces the way to one of ours sees our node
-// as the NAPT address, since it would not know any other of it. An RFC 4884 extension stays as it
-// is.
+// A pod of B traces the route to a host of ours. Our node must appear with the NAPT address,
+// because the peer knows no other address for it. An RFC 4884 extension must not change.
 func TestTimeExceededShowsTheNAPTAddress(t *testing.T) {
 	e := newEngine(t, Config{}, peerB())
 	b := packettest.Build(packettest.IP{Src: ip("192.168.0.254"), Dst: ip("10.71.0.5")},
@@ -180,8 +180,8 @@ func TestTimeExceededShowsTheNAPTAddress(t *testing.T) {
 	}
 }
 
-// TestTimeExceededShowsTheGateway: the kernel of the gateway's namespace is a hop of its own, which
-// the peer sees under the address that it checks the gateway by.
+// The kernel of the gateway's namespace is a hop of its own. The peer must see it under the
+// address at which it checks the gateway.
 func TestTimeExceededShowsTheGateway(t *testing.T) {
 	p := peerB()
 	p.RemotePods = append(p.RemotePods, pfx("fd71::/64"))

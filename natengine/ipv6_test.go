@@ -10,7 +10,7 @@ import (
 	"github.com/isthmus-net/isthmus/packet/packettest"
 )
 
-// peerSix is peerB with IPv6 besides: our fd44::/56 is fd46::/56 there.
+// peerSix returns peerB with IPv6 in addition: the peer sees our fd44::/56 as fd46::/56.
 func peerSix() Peer {
 	p := peerB()
 	p.RemotePods = append(p.RemotePods, pfx("fd71::/48"))
@@ -21,7 +21,7 @@ func peerSix() Peer {
 	return p
 }
 
-// last is the last address of a prefix.
+// last returns the last address of a prefix.
 func last(p netip.Prefix) netip.Addr {
 	b := p.Addr().AsSlice()
 	for i := p.Bits(); i < len(b)*8; i++ {
@@ -61,13 +61,13 @@ func TestIPv6PrefixesOfEveryKindAreMappedToTheirLastAddress(t *testing.T) {
 		if n := e.Stats().Flows; n != 0 {
 			t.Errorf("%v: %d flows", m, n)
 		}
-		// The network address is nobody's pod: outbound it is translated with ports, inbound it
-		// wants a flow.
+		// The network address is not a pod. Outbound it is translated by NAPT, and inbound it
+		// needs a flow.
 		far := netip.AddrPortFrom(remote.Addr(), 2)
 		refused(t, e, Inbound, udp(far.String(), netip.AddrPortFrom(m.To.Addr(), 1).String()), 0, DropNoFlow)
 		src, _ := out(t, e, udp(netip.AddrPortFrom(m.From.Addr(), 1).String(), far.String()), 0)
 		wantEnd(t, src, netip.AddrPortFrom(m.To.Addr(), 1).String())
-		// Beside the prefix nothing is reached.
+		// Addresses next to the prefix must not be reachable.
 		if beside := last(m.To).Next(); beside.IsValid() {
 			refused(t, e, Inbound, udp(far.String(), netip.AddrPortFrom(beside, 1).String()), 0, DropDestination)
 		}
@@ -76,7 +76,7 @@ func TestIPv6PrefixesOfEveryKindAreMappedToTheirLastAddress(t *testing.T) {
 	}
 }
 
-// TestMetadataServicesAreNotReached: not as a pod of a wide prefix, and not as a mapped endpoint.
+// They must be unreachable both as pods of a wide prefix and as mapped endpoints.
 func TestMetadataServicesAreNotReached(t *testing.T) {
 	wide := Peer{ID: "b", RemotePods: pfxs("2001:db8::/32"), Pods: []Remap{{pfx("fd00::/8"), pfx("fc00::/8")}}, External: pfxs("fe00::/16")}
 	e := newEngine(t, Config{}, wide)
@@ -93,8 +93,8 @@ func TestMetadataServicesAreNotReached(t *testing.T) {
 	wantEnd(t, dst, "[fd20:ce::255]:80")
 }
 
-// TestTable6FindsWhatALinearSearchFinds: also when there are more lengths than tables, and next to
-// the edges of networks.
+// Lookups must agree with a linear search. This includes rounds with more prefix lengths than
+// tables, and addresses next to the edges of networks.
 func TestTable6FindsWhatALinearSearchFinds(t *testing.T) {
 	rng := rand.New(rand.NewPCG(5, 6))
 	tries := 0
@@ -134,8 +134,8 @@ func TestTable6FindsWhatALinearSearchFinds(t *testing.T) {
 	}
 }
 
-// TestChosenNetworksDoNotCollideMoreOften: the words of a network are hashed apart, so that
-// differences in one cannot be made up for in the other.
+// The two words of a network are hashed separately, so that a difference in one word cannot
+// compensate for a difference in the other.
 func TestChosenNetworksDoNotCollideMoreOften(t *testing.T) {
 	for name, of := range map[string]func(i uint64) (hi, lo uint64){
 		"in a row":            func(i uint64) (hi, lo uint64) { return 0xfd<<56 | i<<8, 0 },
@@ -159,7 +159,7 @@ func TestChosenNetworksDoNotCollideMoreOften(t *testing.T) {
 			}
 			longest = max(longest, run)
 		}
-		if full != len(all) || longest > 100 { // 5 to 10 mostly
+		if full != len(all) || longest > 100 { // usually 5 to 10
 			t.Errorf("%s: %d networks, up to %d of them side by side", name, full, longest)
 		}
 	}
@@ -167,7 +167,7 @@ func TestChosenNetworksDoNotCollideMoreOften(t *testing.T) {
 
 func TestFamiliesOfOnePeerAreKeptApart(t *testing.T) {
 	e := newEngine(t, Config{}, peerSix())
-	// The same port at both NAPT addresses, and neither answers for the other.
+	// Both NAPT addresses have the same port, and neither may match packets of the other.
 	four, _ := out(t, e, udp("192.168.1.1:4000", "10.71.0.5:53"), 0)
 	six, _ := out(t, e, udp("[fd01::1]:4000", "[fd71::5]:53"), 0)
 	wantEnd(t, four, "10.246.0.0:4000")
@@ -176,13 +176,13 @@ func TestFamiliesOfOnePeerAreKeptApart(t *testing.T) {
 	wantEnd(t, dst, "[fd01::1]:4000")
 	_, dst = in(t, e, udp("10.71.0.5:53", "10.246.0.0:4000"), 0)
 	wantEnd(t, dst, "192.168.1.1:4000")
-	// A map of IPv4 that is written into an address of IPv6 is no way in.
+	// An IPv4 address in IPv6 notation must not reach the IPv4 map.
 	refused(t, e, Inbound, udp("[::ffff:10.71.0.5]:53", "[fd46::5]:4000"), 0, DropNoPeer)
 	refused(t, e, Inbound, udp("[fd71::5]:53", "[::ffff:10.246.0.5]:4000"), 0, DropDestination)
 	refused(t, e, Outbound, udp("[::ffff:10.244.0.5]:53", "[fd71::5]:4000"), 0, DropSource)
 
-	// Without the map of one family its flows end, and nothing of that family passes; the other
-	// goes on.
+	// If the map of one family is removed, its flows must end and no packet of that family may
+	// pass. The other family must not be affected.
 	without := peerSix()
 	without.Pods = without.Pods[:1]
 	if err := e.SetPeers([]Peer{without}); err != nil {
@@ -197,9 +197,9 @@ func TestFamiliesOfOnePeerAreKeptApart(t *testing.T) {
 	}
 }
 
-// TestPermittedICMPv6MessagesPass: what has addresses of a link in its body must not pass, wherever
-// it is from; echo has an identifier that NAPT can change; what is left passes where only addresses
-// change.
+// A message that contains addresses of a link in its body must not pass from any source. An
+// echo has an identifier that NAPT can change. All other messages pass only if nothing but
+// addresses must change.
 func TestPermittedICMPv6MessagesPass(t *testing.T) {
 	e := newEngine(t, Config{}, peerSix())
 	message := func(kind byte, src, dst string) []byte {
@@ -219,7 +219,7 @@ func TestPermittedICMPv6MessagesPass(t *testing.T) {
 		case kind == 128:
 			src, _ := out(t, e, node, 0)
 			wantEnd(t, src, "[fd46::]:0")
-		case kind == 129: // an answer to nothing
+		case kind == 129: // a reply without a request
 			refused(t, e, Outbound, message(byte(kind), "fd01::2", "fd71::5"), 0, DropNoFlow)
 		default:
 			refused(t, e, Outbound, node, 0, DropProtocol)
@@ -237,13 +237,13 @@ func TestIPv6FastPathClampsTheSegmentSize(t *testing.T) {
 	e := newEngine(t, Config{}, p)
 	for _, extensions := range [][]packettest.Extension{nil, {{Kind: 60, Data: []byte{1, 4, 0, 0, 0, 0}}}} {
 		syn := packettest.TCP{SrcPort: 1, DstPort: 2, Flags: packettest.SYN, Options: []byte{2, 4, 0x05, 0xb4}}
-		for _, src := range []string{"fd44::9", "fd01::1"} { // by the map, by NAPT
+		for _, src := range []string{"fd44::9", "fd01::1"} { // by the 1:1 map, then by NAPT
 			got, v := send(t, e, Outbound, packettest.Build(packettest.IP{Src: ip(src), Dst: ip("fd71::5"), Extensions: extensions}, syn), 0)
 			if v.Action != Forward {
 				t.Fatal(v.Drop)
 			}
 			packettest.Check(t, got, packettest.ValidChecksums())
-			if o := packettest.MustDecode(got).TCPOptions; o[2] != 0x05 || o[3] != 0x00 { // 1300 less 20
+			if o := packettest.MustDecode(got).TCPOptions; o[2] != 0x05 || o[3] != 0x00 { // 20 less than 1300
 				t.Errorf("%s: options % x", src, o)
 			}
 		}

@@ -13,7 +13,7 @@ import (
 	"github.com/isthmus-net/isthmus/packet/packettest"
 )
 
-// joinEnds are what a datagram of a peer may be for.
+// joinEnds are the possible destinations of a peer's datagram.
 var joinEnds = []struct{ name, src, dst string }{
 	{"pod", "10.71.0.5:4000", "10.246.1.1:53"},
 	{"pod, IPv6", "[fd71::5]:4000", "[fd46::7]:53"},
@@ -29,8 +29,8 @@ func joinEngine(t testing.TB, c Config) *Engine {
 	return e
 }
 
-// received returns the datagrams that left to the node, each in one packet or with all its fragments in
-// sequence. It accepts no other fragment.
+// received returns the datagram that left for the node, in one packet or in consecutive
+// fragments. It fails if a fragment is missing.
 func received(t testing.TB, verdict Verdict, first []byte) (p packettest.Packet, transport []byte) {
 	t.Helper()
 	packets := slices.Concat([][]byte{first}, verdict.Released())
@@ -51,8 +51,8 @@ func received(t testing.TB, verdict Verdict, first []byte) (p packettest.Packet,
 	return p, transport
 }
 
-// Fragments of any size in any order give the same result as the whole datagram. Nothing leaves before the
-// last one arrives.
+// Fragments of any size in any order must give the same result as the whole datagram. No
+// packet may leave before the last fragment arrives.
 func TestInboundFragmentsBecomeTheDatagram(t *testing.T) {
 	rng := rand.New(rand.NewPCG(4, 1))
 	for n := range 1500 {
@@ -104,13 +104,13 @@ func TestJoinedDatagramMayBeCutAgain(t *testing.T) {
 	packettest.Check(t, left[0], packettest.ValidChecksums())
 }
 
-// TestNodeSeesNoIncompleteDatagramOfAPeer floods the store with incomplete datagrams, through the prefix
-// map, to a mapped endpoint and to the NAPT address. None of their fragments leaves, the store stays
-// within its bounds, each fragment is counted, and the datagrams of another pod of the same peer and of
-// another peer still arrive.
+// The store is flooded with incomplete datagrams, through the prefix map, to a mapped endpoint
+// and to the NAPT address. None of their fragments may leave, the store must stay within its
+// bounds, and each fragment must be counted. Datagrams of another pod of the same peer, and of
+// another peer, must still arrive.
 func TestNodeSeesNoIncompleteDatagramOfAPeer(t *testing.T) {
 	for name, parts := range map[string][]int{"only the first": {0}, "only the last": {2}, "the middle missing": {0, 2}, "only the middle": {1}} {
-		for _, spoofs := range []bool{false, true} { // one pod of the peer, or its gateway
+		for _, spoofs := range []bool{false, true} { // the flood comes from one pod of the peer, or from forged sources by its gateway
 			{
 				e := newEngine(t, Config{}, peerB(), peerC())
 				sent := uint64(0)
@@ -134,7 +134,7 @@ func TestNodeSeesNoIncompleteDatagramOfAPeer(t *testing.T) {
 					if s := e.Stats().Peers[0]; s.FragmentSets > defaultMaxFragmentSets || s.FragmentBytes > defaultMaxFragmentBytes {
 						t.Fatalf("%s: %+v", name, s)
 					}
-					for _, src := range []string{"10.71.0.5:4000", "10.73.0.5:4000"} { // a pod of the same peer, one of another
+					for _, src := range []string{"10.71.0.5:4000", "10.73.0.5:4000"} { // from a pod of the same peer and from one of another peer
 						_, mine := datagram(src, "10.246.1.1:53", uint32(i))
 						left, held := sendAll(t, e, Inbound, mine, []int{2, 0, 1}, now)
 						if held != 2 || len(left) != 1 {
@@ -178,7 +178,7 @@ func TestInboundFragmentsThatContradictEndTheDatagram(t *testing.T) { // RFC 572
 			if b, v := send(t, e, Inbound, last, 0); v.Drop != DropFragment || !bytes.Equal(b, last) {
 				t.Errorf("%s, %s: %v, %v", ends.name, name, v.Action, v.Drop)
 			}
-			refused(t, e, Inbound, part(80, 160, true), 0, DropFragment) // would have made it whole
+			refused(t, e, Inbound, part(80, 160, true), 0, DropFragment) // would have completed the datagram
 			if n := e.Peers()[0].Drops(Inbound, DropFragment); n != 4 {
 				t.Errorf("%s, %s: %d drops for four fragments", ends.name, name, n)
 			}
@@ -212,7 +212,7 @@ func TestLargestDatagramIsJoined(t *testing.T) {
 	e := joinEngine(t, Config{})
 	whole := packettest.Build(packettest.IP{Src: ip("10.71.0.5"), Dst: ip("10.246.1.1")}, packettest.UDP{SrcPort: 1, DstPort: 2, Data: make([]byte, 65535-28)})
 	var fragments [][]byte
-	for _, f := range packettest.Fragments(whole, 1424, 7) { // of a pod with an MTU of 1,450, cut again for a peer with 576
+	for _, f := range packettest.Fragments(whole, 1424, 7) { // from a pod with an MTU of 1,450, fragmented again for a peer with an MTU of 576
 		var v packet.View
 		parse(t, &v, f)
 		fragments = append(fragments, v.Split(576, 0)...)
@@ -228,8 +228,8 @@ func TestLargestDatagramIsJoined(t *testing.T) {
 	packettest.Check(t, left, packettest.ValidChecksums(), packettest.Dst(ip("10.244.1.1")))
 }
 
-// A header that no fragment of 1,280 octets can hold is refused; so is a datagram whose own length
-// is a lie.
+// Two datagrams must be refused: one with a header that does not fit a fragment of 1,280
+// octets, and one with a false length in its UDP header.
 func TestAnUndeliverableInboundDatagramIsRefused(t *testing.T) {
 	e := joinEngine(t, Config{})
 	h := packettest.IP{Src: ip("fd71::5"), Dst: ip("fd46::7"), Extensions: []packettest.Extension{{Kind: 60, Data: make([]byte, 1502)}}}
@@ -261,7 +261,7 @@ func TestInboundFragmentIsACopy(t *testing.T) {
 		var v packet.View
 		parse(t, &v, borrowed)
 		e.Inbound(&v, 0)
-		clear(borrowed) // the caller uses its buffer again
+		clear(borrowed) // the caller reuses its buffer
 	}
 	left, _ := sendAll(t, e, Inbound, fragments, []int{1}, 0)
 	reassembled(t, left)

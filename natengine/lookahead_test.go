@@ -12,7 +12,8 @@ import (
 	"github.com/isthmus-net/isthmus/packet/packettest"
 )
 
-// lookaheadPeer has both families, 1:1 maps, an endpoint and nodes behind NAPT.
+// lookaheadPeer returns a peer with both families, 1:1 maps, an endpoint and nodes behind
+// NAPT.
 func lookaheadPeer() Peer {
 	return Peer{
 		ID: "b", RemotePods: pfxs("10.0.0.0/10", "fd00:b::/64"),
@@ -21,8 +22,8 @@ func lookaheadPeer() Peer {
 	}
 }
 
-// lookaheadPacket is a packet of any kind in one direction, of few enough tuples that most meet a
-// flow.
+// lookaheadPacket returns a random packet of one direction. There are few different tuples, so
+// most packets match a flow.
 func lookaheadPacket(rng *rand.Rand, dir Direction) []byte {
 	pick := func(of ...string) string { return of[rng.IntN(len(of))] }
 	nodes := []string{"172.16.9.1", "172.16.9.2", "192.168.0.0", "fd00:c::1"}
@@ -42,7 +43,7 @@ func lookaheadPacket(rng *rand.Rand, dir Direction) []byte {
 		node = len(nodes)
 	}
 	h := packettest.IP{Src: near, Dst: far}
-	nearPort, farPort := uint16(20_000+100*node+rng.IntN(8)), uint16(443) // nobody's port is taken, so none is chosen at random
+	nearPort, farPort := uint16(20_000+100*node+rng.IntN(8)), uint16(443) // each node has its own ports, so none is chosen at random
 	if dir == Inbound {
 		h.Src, h.Dst = h.Dst, h.Src
 		nearPort, farPort = farPort, nearPort
@@ -62,10 +63,11 @@ func lookaheadPacket(rng *rand.Rand, dir Direction) []byte {
 	return packettest.Build(h, packettest.UDP{SrcPort: nearPort, DstPort: farPort, Data: make([]byte, 8)})
 }
 
-// TestLookaheadChangesNoVerdict gives two engines the same batches, to one of them with lookahead.
+// Two engines process the same batches, one of them with lookahead. Their verdicts must be
+// equal.
 func TestLookaheadChangesNoVerdict(t *testing.T) {
 	with, without := newEngine(t, Config{}, lookaheadPeer()), newEngine(t, Config{}, lookaheadPeer())
-	own := func(i int) conversation { // each port is of one host
+	own := func(i int) conversation { // each port belongs to one host
 		return conversation{local: 0xac100000 + uint32(i%16), localPort: uint16(1024 + i%1024), remote: 0x0a000000 + uint32(i/1024)<<8 + 7, remotePort: 443}
 	}
 	fill(t, with, lookaheadFrom, own)
@@ -76,7 +78,7 @@ func TestLookaheadChangesNoVerdict(t *testing.T) {
 	for batch := range 300 {
 		dir := Direction(batch % 2)
 		now := time.Duration(batch) * time.Second
-		packets := make([][]byte, 1+rng.IntN(lookaheadMax+20)) // also more than it has places for
+		packets := make([][]byte, 1+rng.IntN(lookaheadMax+20)) // includes batches larger than lookaheadMax
 		views := make([]packet.View, len(packets))
 		if !ahead.Begin(with, dir) {
 			t.Fatalf("batch %d: no lookahead with %d flows", batch, with.total.Load())
@@ -109,8 +111,7 @@ func TestLookaheadChangesNoVerdict(t *testing.T) {
 	}
 }
 
-// TestLookaheadFindsTheEntryOfThePacket: what is fetched is what find will return, and
-// nothing for 1:1 maps.
+// Lookahead must fetch the entry that find will return, and none for 1:1 maps.
 func TestLookaheadFindsTheEntryOfThePacket(t *testing.T) {
 	e := newEngine(t, Config{}, lookaheadPeer())
 	fill(t, e, lookaheadFrom, spread)
@@ -142,8 +143,8 @@ func TestLookaheadFindsTheEntryOfThePacket(t *testing.T) {
 	}
 }
 
-// TestLookaheadDuringWrites is for the race detector: the table changes while its slots and
-// entries are fetched.
+// This test is for the race detector: the table changes while its slots and entries are
+// fetched.
 func TestLookaheadDuringWrites(t *testing.T) {
 	e := newEngine(t, Config{MaxFlows: lookaheadFrom + 2000}, lookaheadPeer())
 	fill(t, e, lookaheadFrom+1000, spread)
@@ -152,7 +153,7 @@ func TestLookaheadDuringWrites(t *testing.T) {
 	done.Go(func() {
 		defer close(stop)
 		b, tmpl := udpTemplate(), udpTemplate()
-		for i := range 20_000 { // grows to the bound, then evicts; and half of it ends
+		for i := range 20_000 { // the table grows to the bound, then flows are evicted; half of the flows end
 			copy(b, tmpl)
 			spread(100_000 + i).write(b)
 			var v packet.View
@@ -190,7 +191,7 @@ func TestLookaheadDuringWrites(t *testing.T) {
 	e.checkTables(t)
 }
 
-// TestLookaheadIsOffWhileFlowsAreFew: below the bound it would cost more than it gains.
+// With few flows, lookahead would cost more than it saves.
 func TestLookaheadIsOffWhileFlowsAreFew(t *testing.T) {
 	e := newEngine(t, Config{}, lookaheadPeer())
 	var ahead Lookahead

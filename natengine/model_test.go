@@ -21,23 +21,23 @@ import (
 	"github.com/isthmus-net/isthmus/packet/packettest"
 )
 
-// model is the whole stateful engine once more, on top of the reference for single packets: bounds,
-// eviction, rule changes, sweeps and counters, as lists that are searched from one end to the
-// other. Where the engine has a choice, a port or whom to evict, the model learns what it was and
-// says whether it may be.
+// model is a second implementation of the whole stateful engine, based on the reference for
+// single packets. It has bounds, eviction, rule changes, sweeps and counters, all as lists
+// that are searched linearly. If the engine has a choice, of a port or of the flow to evict,
+// the model observes the engine's choice and checks whether it is allowed.
 type model struct {
 	reference
 	config natengine.Config
 	now    time.Duration
 	swept  time.Duration
 	ledger map[string]*ledger   // by peer ID, "" for no peer
-	listed []natengine.FlowInfo // the engine's flows after the packet that is judged
-	have   map[identity]bool    // the same
-	wrong  error                // an eviction that should not have been
-	recent [2][][]byte          // packets as they were forwarded, by direction, the newest last
-	log    func(what string)    // is told of every command
-	seen   map[string]int       // how often each outcome was met
-	loose  map[*refFlow]bool    // was established since the last sweep: when it closes, the next sweep makes it evictable
+	listed []natengine.FlowInfo // the engine's flows after the packet under test
+	have   map[identity]bool    // identities of listed
+	wrong  error                // error about a wrong eviction
+	recent [2][][]byte          // forwarded packets by direction, the newest last
+	log    func(what string)    // called with each command
+	seen   map[string]int       // number of occurrences of each outcome
+	loose  map[*refFlow]bool    // flows established since the last sweep; once closed, they may be evicted only after the next sweep
 	engine *natengine.Engine
 }
 
@@ -47,7 +47,7 @@ type ledger struct {
 	created, expired, evicted, purged, halfOpen int
 }
 
-// identity is what tells flows apart.
+// identity distinguishes flows.
 type identity struct {
 	peer                  string
 	proto                 uint8
@@ -75,8 +75,8 @@ func newLedger() *ledger {
 	return &ledger{drops: [2]map[natengine.Drop]uint64{{}, {}}}
 }
 
-// modelBounds are the bounds under which engine and model are compared: such that everything is
-// reached, and none.
+// modelBounds are the bounds under which engine and model are compared. Some are low enough to
+// reach every bound, others are never reached.
 var modelBounds = []natengine.Config{
 	{}, {MaxFlows: 8}, {MaxFlows: 8, MaxFlowsPerPeer: 3}, {MaxFlows: 24}, {MaxFlows: 6, MaxFlowsPerPeer: 6}, {MaxFlows: 24, MaxFlowsPerHost: 2},
 	{RandomPorts: true}, {MaxFlows: 30, MaxFlowsPerPeer: 12, MaxFlowsPerHost: 1, RandomPorts: true},
@@ -101,17 +101,17 @@ func newModel(bounds byte) *model {
 	return m
 }
 
-// command is one step: packets, time, sweeps, new rules. All of it is small numbers, so that any
-// octets are a command and a list of commands can be cut anywhere.
+// command is one step: a packet, a pause, a sweep or new rules. All parameters are small
+// numbers, so any octets are a valid command, and a list of commands can be cut anywhere.
 type command [8]byte
 
-// Commands by their first octet.
+// Kinds of commands, in their first octet.
 const (
 	cmdRules = iota
 	cmdWait
 	cmdWaitLong
 	cmdSweep
-	cmdSend     // and above
+	cmdSend     // this value and all above
 	numCommands = 64
 )
 
@@ -153,7 +153,8 @@ func (m *model) sweepAll() {
 	}
 }
 
-// modelPeers makes rules of three octets: which peers there are, how each sees us and may reach us.
+// modelPeers derives rules from three octets of a command. They select the peers, and for each
+// peer the addresses under which it sees us and may reach us.
 func modelPeers(c command) []natengine.Peer {
 	has := func(octet, bit int) bool { return c[octet]>>bit&1 != 0 }
 	var peers []natengine.Peer
@@ -171,7 +172,7 @@ func modelPeers(c command) []natengine.Peer {
 	if has(2, 1) {
 		b.MSS = 1200
 	}
-	if has(2, 2) { // a pod that is mapped as well, and another way to a mapped node
+	if has(2, 2) { // a pod that is also mapped, and a second mapped address of a node
 		b.Endpoints = append(b.Endpoints, endpointOf("10.244.3.3", "10.247.0.33"), endpointOf("192.168.7.7", "10.247.0.99"), endpointOf("fd44::3", "fd47::33"))
 	}
 	if has(2, 3) {
@@ -193,7 +194,8 @@ func modelPeers(c command) []natengine.Peer {
 	if absent := c[1] & 15; absent != 1 && absent != 5 {
 		peers = append(peers, b)
 	}
-	// c sees us under the range under which we see it, and addresses of d under one that b has too.
+	// c sees us under the same range under which we see c. d sees us under some addresses that
+	// b uses too.
 	c2 := natengine.Peer{
 		ID: "c", RemotePods: prefixList("10.250.0.0/20", "fd73::/64"), Pods: []natengine.Remap{remapOf("10.244.0.0/20", "10.250.0.0/20"), remapOf("fd44::/64", "fd73::/64")},
 		External: prefixList("10.247.0.0/25"), Endpoints: []natengine.Endpoint{endpointOf("192.168.7.7", "10.247.0.9")},
@@ -201,7 +203,7 @@ func modelPeers(c command) []natengine.Peer {
 	if has(3, 0) {
 		c2.RemotePods[0] = netip.MustParsePrefix("10.71.64.0/18")
 	}
-	if has(3, 1) { // the in-process endpoint lies among the pods
+	if has(3, 1) { // the in-process endpoint has an address among the pods
 		c2.Pods[0] = remapOf("169.254.0.0/20", "10.250.0.0/20")
 	}
 	if has(3, 2) {
@@ -210,7 +212,7 @@ func modelPeers(c command) []natengine.Peer {
 	if absent := c[1] & 15; absent != 2 && absent != 5 && absent != 4 {
 		peers = append(peers, c2)
 	}
-	// To d we are a single address, which is pod and NAPT address.
+	// d sees us as a single address, which is the pod's and also the NAPT address.
 	d := natengine.Peer{
 		ID: "d", RemotePods: prefixList("10.75.0.0/16", "fd75::/64"), Pods: []natengine.Remap{remapOf("10.244.1.1/32", "10.249.1.1/32")},
 		External: prefixList("10.247.0.0/24"), Endpoints: []natengine.Endpoint{endpointOf("10.244.3.3", "10.247.0.33")},
@@ -218,7 +220,7 @@ func modelPeers(c command) []natengine.Peer {
 	if absent := c[1] & 15; absent != 3 && absent != 5 && absent != 4 {
 		peers = append(peers, d)
 	}
-	if c[1]>>4 == 0 { // what is refused as a whole
+	if c[1]>>4 == 0 { // rules that are refused as a whole
 		peers = append(peers, natengine.Peer{ID: "e", RemotePods: prefixList("10.71.0.0/25", "10.75.1.0/24", "fd73::/48")})
 	}
 	return peers
@@ -239,7 +241,7 @@ func endpointOf(real, seen string) natengine.Endpoint {
 	return natengine.Endpoint{Real: netip.MustParseAddr(real), Seen: netip.MustParseAddr(seen)}
 }
 
-// The addresses of packets: ours, the peers', and ours as peers address them.
+// The addresses in packets: ours, those of the peers, and ours as the peers see them.
 var (
 	modelNear = addrList("192.168.1.1 192.168.1.2 192.168.7.7 10.244.1.1 10.244.3.3 10.244.0.0 169.254.0.1 127.0.0.1 " +
 		"fd01::1 fd01::2 fd01::7 fd44::1 fd44::3 fd44:: fd00::1 fe80::1")
@@ -264,7 +266,7 @@ func addrList(list string) (a []netip.Addr) {
 	return a
 }
 
-// setRules changes the rules of engine and model, or neither.
+// setRules sets the rules in engine and model, or in neither.
 func (m *model) setRules(c command) error {
 	peers := modelPeers(c)
 	m.log(fmt.Sprintf("rules %v", peers))
@@ -278,7 +280,7 @@ func (m *model) setRules(c command) error {
 	return m.compare(m.engine.Flows(1 << 20))
 }
 
-// adopt ends the flows that the new rules do not permit.
+// adopt applies new rules: it ends the flows that they do not permit.
 func (m *model) adopt(peers []natengine.Peer) {
 	before := m.ledger
 	m.ledger = map[string]*ledger{"": before[""]}
@@ -295,7 +297,7 @@ func (m *model) adopt(peers []natengine.Peer) {
 	})
 }
 
-// permitted says whether the rules would let a flow be opened.
+// permitted reports whether the rules would let the flow be opened.
 func (m *model) permitted(f *refFlow) bool {
 	p, pods, ok := m.peerOf(f.remote.Addr())
 	if !ok || p.ID != f.peer {
@@ -308,7 +310,7 @@ func (m *model) permitted(f *refFlow) bool {
 	return ok && f.mapped.Addr() == to.To.Addr() && (!isPod(f.local.Addr(), to.From) || m.isSelf(f.local.Addr()))
 }
 
-// quota is how many flows one peer may have.
+// quota returns the maximum number of flows of one peer.
 func (m *model) quota() int {
 	if m.config.MaxFlowsPerPeer > 0 {
 		return m.config.MaxFlowsPerPeer
@@ -316,10 +318,10 @@ func (m *model) quota() int {
 	return max(m.config.MaxFlows/max(len(m.peers), 1), 1)
 }
 
-// share is how many flows each peer is assured of.
+// share returns the number of flows that each peer is guaranteed.
 func (m *model) share() int { return max(m.config.MaxFlows/max(len(m.peers), 1), 1) }
 
-// hostQuota is how many flows one host may have.
+// hostQuota returns the maximum number of flows of one host.
 func (m *model) hostQuota() int {
 	n := m.config.MaxFlowsPerHost
 	if n == 0 {
@@ -328,8 +330,8 @@ func (m *model) hostQuota() int {
 	return min(n, m.quota())
 }
 
-// owner is the host that a flow counts for: ours that opens a NAPT flow, the peer's that opens one
-// to a mapped endpoint.
+// owner returns the host that the flow counts for: our host for a NAPT flow, the peer's host
+// for a flow to a mapped endpoint.
 func (f *refFlow) owner() netip.Addr {
 	if f.endpoint {
 		return f.remote.Addr()
@@ -337,10 +339,10 @@ func (f *refFlow) owner() netip.Addr {
 	return f.local.Addr()
 }
 
-// makeRoom lets a flow in that the bounds allow. At a bound the oldest half-open flow gives way: of
-// the same host; of the same peer; when MaxFlows is reached and this peer has less than its share,
-// of a peer that has more. What was established and has closed since the last sweep may be evicted
-// but need not be found.
+// makeRoom admits a flow if the bounds allow it. At a bound, the oldest half-open flow is
+// evicted: of the same host, or of the same peer. If MaxFlows is reached and this peer is
+// below its share, a flow of a peer above its share is evicted. A flow that was established
+// and has closed since the last sweep may be evicted, but the engine need not find it.
 func (m *model) makeRoom(f *refFlow) natengine.Drop {
 	byPeer := map[string][]*refFlow{}
 	var ofHost []*refFlow
@@ -400,8 +402,8 @@ func (m *model) makeRoom(f *refFlow) natengine.Drop {
 	return natengine.DropNone
 }
 
-// packet makes the packet of a command: direction and what it is about in the second octet, then
-// addresses, protocol, ports and flags. What is an answer or an error is so with respect to one of
+// packet builds the packet of a command. The second octet selects the direction and the kind
+// of packet; addresses, protocol, ports and flags follow. A reply or an error refers to one of
 // the last packets of the other direction.
 func (m *model) packet(c command) (dir natengine.Direction, b []byte) {
 	dir = natengine.Direction(c[1] & 1)
@@ -434,7 +436,7 @@ func (m *model) packet(c command) (dir natengine.Direction, b []byte) {
 	return dir, packettest.Build(h, modelBody(c, c[4]%12, modelPorts[c[5]%8], modelPorts[c[6]%8], src.Is4()))
 }
 
-// modelBody is what a packet carries, by kind.
+// modelBody returns the body of a packet of the given kind.
 func modelBody(c command, kind byte, src, dst uint16, is4 bool) packettest.Body {
 	switch kind {
 	case 0, 1, 2:
@@ -444,7 +446,7 @@ func modelBody(c command, kind byte, src, dst uint16, is4 bool) packettest.Body 
 	case 9:
 		return packettest.Echo{ID: src, Seq: 1, Reply: c[7]%3 == 0, Data: []byte("ping")}
 	case 10:
-		if is4 { // timestamp, information, address mask, and what is neither query nor error
+		if is4 { // timestamp, information, address mask, and messages that are neither query nor error
 			return packettest.Raw{Proto: 1, Data: icmpQuery(queryTypes[c[7]%8], src)}
 		}
 		return packettest.Echo{ID: src, Seq: 2}
@@ -462,7 +464,7 @@ func icmpQuery(kind uint8, id uint16) []byte {
 	return b
 }
 
-// answer goes back to where a packet came from.
+// answer returns a reply to packet p.
 func (m *model) answer(c command, p packettest.Packet) []byte {
 	h := packettest.IP{Src: p.Dst, Dst: p.Src}
 	switch {
@@ -470,7 +472,7 @@ func (m *model) answer(c command, p packettest.Packet) []byte {
 		return packettest.Build(h, modelBody(c, 0, p.DstPort, p.SrcPort, p.Src.Is4()))
 	case p.Proto == 6:
 		return packettest.Build(h, modelBody(c, 3, p.DstPort, p.SrcPort, p.Src.Is4()))
-	case isICMP(p) && p.Src.Is4() && c[6]%4 == 0: // of another query, or of none
+	case isICMP(p) && p.Src.Is4() && c[6]%4 == 0: // reply to another query, or to none
 		return packettest.Build(h, packettest.Raw{Proto: 1, Data: icmpQuery(queryTypes[c[7]%8], p.ICMPID)})
 	case isICMP(p):
 		return packettest.Build(h, packettest.Echo{ID: p.ICMPID, Reply: c[7]%8 != 0, Data: []byte("pong")})
@@ -478,7 +480,7 @@ func (m *model) answer(c command, p packettest.Packet) []byte {
 	return packettest.Build(h, packettest.Raw{Proto: p.Proto, Data: []byte("answer, whatever it was")})
 }
 
-// fault is an ICMP error about a packet, cut somewhere.
+// fault returns an ICMP error about a packet, whose quote is cut somewhere.
 func (m *model) fault(c command, about []byte, src, dst netip.Addr) []byte {
 	header, kinds := 20, []uint8{3, 11, 12, 4, 5, 3, 3, 11}
 	if src.Is6() {
@@ -488,7 +490,7 @@ func (m *model) fault(c command, about []byte, src, dst netip.Addr) []byte {
 	return packettest.Build(packettest.IP{Src: src, Dst: dst}, e)
 }
 
-// send gives a packet to engine and model.
+// send sends the packet of a command through engine and model and compares the results.
 func (m *model) send(c command) error {
 	dir, in := m.packet(c)
 	out := slices.Clone(in)
@@ -530,7 +532,7 @@ func (m *model) send(c command) error {
 		m.ledger[peer.ID].drops[dir][got.Drop]++
 	} else if !isError(p) {
 		m.recent[dir] = append(m.recent[dir], out)
-		if dir == natengine.Outbound && c[6]>>5 == 0 && p.Flags&packettest.RST == 0 { // a RST may have ended its flow
+		if dir == natengine.Outbound && c[6]>>5 == 0 && p.Flags&packettest.RST == 0 { // a RST may have ended the packet's flow
 			return m.tooBig(&v, in)
 		}
 	}
@@ -542,8 +544,8 @@ func (m *model) send(c command) error {
 	return nil
 }
 
-// tooBig takes a packet that was forwarded for one too big: its sender gets an error about the very
-// octets that it sent.
+// tooBig treats a forwarded packet as too big. Its sender must get an error that quotes
+// exactly the octets that it sent.
 func (m *model) tooBig(v *packet.View, in []byte) error {
 	silent := func() (n uint64) {
 		for _, p := range m.engine.Stats().Peers {
@@ -555,7 +557,7 @@ func (m *model) tooBig(v *packet.View, in []byte) error {
 	answer, action := m.engine.TooBig(v, 1280, make([]byte, packet.MaxTooBig), m.now)
 	switch {
 	case action == natengine.Discard && silent() > before:
-		return nil // more than a hundred at once
+		return nil // more than a hundred errors at once
 	case action == natengine.Discard:
 		return errors.New("nobody is told that it is too big")
 	}
@@ -567,7 +569,7 @@ func (m *model) tooBig(v *packet.View, in []byte) error {
 	return packettest.ValidChecksums()(p)
 }
 
-// summary is a packet in a few words.
+// summary returns a short text about a packet.
 func summary(b []byte) string {
 	p := packettest.MustDecode(b)
 	s := fmt.Sprintf("%v:%d > %v:%d", p.Src, p.SrcPort, p.Dst, p.DstPort)
@@ -591,7 +593,7 @@ func summary(b []byte) string {
 	return fmt.Sprintf("protocol %d %v > %v", p.Proto, p.Src, p.Dst)
 }
 
-// compare wants engine and model to have the same flows and the same counters.
+// compare checks that engine and model have the same flows and the same counters.
 func (m *model) compare(flows []natengine.FlowInfo) error {
 	want := map[identity]*refFlow{}
 	mappings := map[string]map[identity]bool{}
@@ -705,7 +707,7 @@ func (m *model) sameDrops(l *ledger, count func(natengine.Direction, natengine.D
 	return nil
 }
 
-// recorder stands in for a test whose failure is an error.
+// recorder is a testing.TB that records failures instead of failing the test.
 type recorder struct {
 	testing.TB
 	failed []string
@@ -718,8 +720,8 @@ func (r *recorder) Errorf(format string, args ...any) {
 func (r *recorder) Fatalf(format string, args ...any) { panic(fmt.Sprintf(format, args...)) }
 func (r *recorder) Fatal(args ...any)                 { panic(fmt.Sprint(args...)) }
 
-// runModel does the commands in a new engine and a new model until the two differ, or the engine
-// panics.
+// runModel executes the commands in a new engine and a new model. It stops and returns an
+// error at the first difference, or if the engine panics.
 func runModel(bounds byte, commands []command, log func(string), seen map[string]int) (err error) {
 	m := newModel(bounds)
 	m.log, m.seen = log, seen
@@ -749,8 +751,8 @@ func runModel(bounds byte, commands []command, log func(string), seen map[string
 	return nil
 }
 
-// shrunk leaves out commands for as long as the rest still fails: first halves, then ever smaller
-// pieces.
+// shrunk removes commands while the remaining ones still fail: first halves, then ever smaller
+// parts.
 func shrunk(commands []command, fails func([]command) bool) []command {
 	for size := len(commands) / 2; size > 0; {
 		again := false
@@ -769,7 +771,7 @@ func shrunk(commands []command, fails func([]command) bool) []command {
 	return commands
 }
 
-// explain fails the test with the shortest list of commands that it finds.
+// explain fails the test with the shortest failing list of commands that it finds.
 func explain(t *testing.T, bounds byte, commands []command) {
 	t.Helper()
 	quiet := func(string) {}
@@ -791,9 +793,9 @@ func randomCommands(rng *rand.Rand, n int) []command {
 
 var long = flag.Bool("long", false, "forty times the random commands for engine and model")
 
-// TestEngineAgreesWithModel drives engine and model together by random commands: packets of every
-// kind in both directions and families, time from nothing to hours, sweeps, new rules, bounds that
-// are reached. After each command verdict, octets, flows and counters have to be the same.
+// Random commands drive engine and model together: packets of every kind in both directions
+// and families, pauses from zero to hours, sweeps and new rules. The bounds are reached. After
+// each command, the verdict, octets, flows and counters must be equal.
 func TestEngineAgreesWithModel(t *testing.T) {
 	seeds, length := 200, 500
 	switch {
@@ -826,9 +828,9 @@ func TestEngineAgreesWithModel(t *testing.T) {
 	}
 }
 
-// TestGoroutinesLeaveTheTablesConsistent has four goroutines send such packets at once, while time
-// passes, sweeps are made and rules change: the tables have to be in order afterwards, no tuple may
-// be taken twice, and when all has expired no port or host may be left.
+// Four goroutines send such packets concurrently, while time passes, sweeps run and rules
+// change. Afterwards the tables must be consistent, and no two flows may have the same tuple.
+// After all flows have expired, no port or host may be in use.
 func TestGoroutinesLeaveTheTablesConsistent(t *testing.T) {
 	for _, c := range []natengine.Config{{}, {MaxFlows: 40, MaxFlowsPerHost: 6}, {MaxFlows: 30, MaxFlowsPerPeer: 25, RandomPorts: true}} {
 		e := natengine.New(c)
@@ -846,7 +848,7 @@ func TestGoroutinesLeaveTheTablesConsistent(t *testing.T) {
 					case c[0] >= cmdSend:
 						hurl(e, m, c, at)
 					case c[0] == cmdRules && g == 0:
-						_ = e.SetPeers(modelPeers(c)) // or refuses
+						_ = e.SetPeers(modelPeers(c)) // may be refused
 					case c[0] == cmdSweep:
 						e.Sweep(at)
 					default:
@@ -886,8 +888,7 @@ func TestGoroutinesLeaveTheTablesConsistent(t *testing.T) {
 	}
 }
 
-// hurl makes the packet of a command and gives it to an engine; m only remembers what was
-// forwarded.
+// hurl sends the packet of a command through an engine. m only records the forwarded packets.
 func hurl(e *natengine.Engine, m *model, c command, now time.Duration) {
 	dir, b := m.packet(c)
 	var v packet.View
@@ -903,7 +904,8 @@ func hurl(e *natengine.Engine, m *model, c command, now time.Duration) {
 	}
 }
 
-// FuzzConversation is TestEngineAgreesWithModel with commands from the fuzzer, eight octets each.
+// FuzzConversation is TestEngineAgreesWithModel with commands from the fuzzer, of eight octets
+// each.
 func FuzzConversation(f *testing.F) {
 	rng := rand.New(rand.NewPCG(5, 6))
 	for bounds := range byte(len(modelBounds)) {
@@ -928,10 +930,11 @@ func FuzzConversation(f *testing.F) {
 	})
 }
 
-// FuzzICMPError takes errors about packets that were forwarded, with any type, code, second word,
-// cut, octets behind the quote and octets of it changed. They open, refresh and end nothing; what
-// is discarded is untouched; what passes shows our end alike in header and quote, and nothing else
-// of it changed but addresses, ports and checksums.
+// FuzzICMPError sends errors about packets that were forwarded. The fuzzer chooses type, code,
+// second word and length of the quote, changes octets of the quote and appends octets to it.
+// The errors must not open, refresh or end a flow. A discarded error must be unchanged. An
+// error that passes must show our end alike in header and quote, and only addresses, ports and
+// checksums may have changed.
 func FuzzICMPError(f *testing.F) {
 	for which := range byte(14) {
 		f.Add(which, uint8(3), uint8(4), uint32(1400), uint16(28), []byte{}, []byte{})
@@ -979,9 +982,10 @@ func FuzzICMPError(f *testing.F) {
 	})
 }
 
-// conversation is packets that open flows of every kind, and one of a pod, with their answers.
+// conversation lists packets that open flows of every kind, and a packet of a pod, with their
+// replies.
 var conversation = []command{
-	{cmdSend, 14, 0, 0, 0, 2, 1, 1}, {cmdSend, 15, 0, 0, 0, 1, 2, 1}, // UDP to the NAPT address, of a node
+	{cmdSend, 14, 0, 0, 0, 2, 1, 1}, {cmdSend, 15, 0, 0, 0, 1, 2, 1}, // UDP from a node, to the NAPT address
 	{cmdSend, 14, 0, 1, 3, 3, 2, 0}, {cmdSend, 14, 1, 0, 9, 5, 0, 1}, {cmdSend, 14, 2, 1, 11, 0, 0, 0}, {cmdSend, 14, 3, 0, 0, 5, 1, 1},
 	{cmdSend, 15, 4, 0, 0, 5, 1, 1}, {cmdSend, 15, 5, 1, 3, 5, 2, 0}, {cmdSend, 15, 3, 0, 9, 6, 0, 1},
 	{cmdSend, 14, 8, 8, 0, 2, 1, 1}, {cmdSend, 14, 9, 9, 9, 2, 1, 1}, {cmdSend, 14, 11, 8, 3, 6, 2, 0}, {cmdSend, 15, 19, 8, 0, 5, 2, 1},
@@ -1016,7 +1020,7 @@ func judgeError(t *testing.T, m *model, dir natengine.Direction, in []byte) {
 		t.Fatal(err)
 	}
 	q, err := packettest.DecodeQuote(p.Data)
-	if err != nil { // cut within IPv6 extension headers: only the addresses are known
+	if err != nil { // the quote ends within the IPv6 extension headers: only the addresses are known
 		q.Src, q.Dst = netip.AddrFrom16([16]byte(p.Data[8:24])), netip.AddrFrom16([16]byte(p.Data[24:40]))
 	} else if err := unchanged(was, p, in, out, true); err != nil {
 		t.Fatalf("%v became %v: %v", summary(in), summary(out), err)

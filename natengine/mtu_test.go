@@ -9,7 +9,7 @@ import (
 	"github.com/isthmus-net/isthmus/packet/packettest"
 )
 
-// tooBig sends b out and then asks for the error about it.
+// tooBig sends b outbound and then requests the error about it.
 func tooBig(t testing.TB, e *Engine, b []byte, mtu int, now time.Duration) ([]byte, Action) {
 	t.Helper()
 	var v packet.View
@@ -25,8 +25,8 @@ func tooBig(t testing.TB, e *Engine, b []byte, mtu int, now time.Duration) ([]by
 	return answer, action
 }
 
-// The sender gets the error at its own address, about the packet as it sent it, from the address
-// that it sent to; whoever the sender is.
+// Every sender must get the error at its own address, about the packet as it sent it. The
+// source of the error must be the packet's destination.
 func TestTooBigQuotesTheSendersOwnPacket(t *testing.T) {
 	p := peerB()
 	p.RemotePods = append(p.RemotePods, pfx("fd71::/64"))
@@ -85,7 +85,7 @@ func TestTooBigQuotesTheSendersOwnPacket(t *testing.T) {
 			if s.Peers[0].Told != 1 || s.Flows > flows+1 {
 				t.Errorf("%+v", s.Peers[0])
 			}
-			for _, d := range Drops() { // counting the packet is the caller's business
+			for _, d := range Drops() { // the caller must count the packet
 				if n := e.Peers()[0].Drops(Outbound, d) + e.Peers()[0].Drops(Inbound, d); n != 0 {
 					t.Errorf("%d times %v", n, d)
 				}
@@ -112,7 +112,8 @@ func TestTooBigStaysSilent(t *testing.T) {
 	}
 }
 
-// Of a later fragment behind the NAPT address nobody knows whose it was. Nothing else comes of it.
+// Behind the NAPT address the sender of a later fragment is unknown. The packet must have no
+// other effect.
 func TestTooBigIsNotSentWithoutPortsBehindTheNAPTAddress(t *testing.T) {
 	p := peerB()
 	p.RemotePods = append(p.RemotePods, pfx("fd71::/64"))
@@ -132,7 +133,8 @@ func TestTooBigIsNotSentWithoutPortsBehindTheNAPTAddress(t *testing.T) {
 	}
 }
 
-// RFC 1812, section 4.3.2.8; RFC 4443, section 2.4f. One peer's flood does not silence another's.
+// RFC 1812, section 4.3.2.8; RFC 4443, section 2.4f. A flood of one peer must not suppress the
+// errors about another.
 func TestTooBigErrorsAreRateLimitedForEachPeer(t *testing.T) {
 	e := newEngine(t, Config{MaxErrorsPerSecond: 10}, peerB(), peerC())
 	b, c := udp("10.244.1.1:4000", "10.71.0.5:80"), udp("10.244.1.1:4000", "10.73.0.5:80")

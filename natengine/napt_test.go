@@ -11,8 +11,8 @@ import (
 	"github.com/isthmus-net/isthmus/packet/packettest"
 )
 
-// peerB is the usual peer of these tests: our 10.244.0.0/16 is 10.246.0.0/16 there, so the NAPT
-// address is 10.246.0.0.
+// peerB returns the default peer of these tests. It sees our 10.244.0.0/16 as 10.246.0.0/16,
+// so the NAPT address is 10.246.0.0.
 func peerB() Peer {
 	return Peer{
 		ID: "b", RemotePods: pfxs("10.71.0.0/16"), RemoteExternal: pfxs("10.72.0.0/16"),
@@ -21,7 +21,7 @@ func peerB() Peer {
 	}
 }
 
-// peerC is a second one that sees us under the same ranges.
+// peerC returns a second peer that sees us under the same ranges as peer b.
 func peerC() Peer {
 	p := peerB()
 	p.ID, p.RemotePods, p.RemoteExternal = "c", pfxs("10.73.0.0/16"), pfxs("10.74.0.0/16")
@@ -37,7 +37,7 @@ func newEngine(t testing.TB, c Config, peers ...Peer) *Engine {
 	return e
 }
 
-// at is the clock after so many seconds.
+// at returns the tick after the given number of seconds.
 func at(seconds int) tick { return tickOf(time.Duration(seconds) * time.Second) }
 
 func udp(src, dst string, data ...byte) []byte {
@@ -50,7 +50,8 @@ func tcp(src, dst string, flags uint8) []byte {
 	return packettest.Build(packettest.IP{Src: s.Addr(), Dst: d.Addr()}, packettest.TCP{SrcPort: s.Port(), DstPort: d.Port(), Flags: flags})
 }
 
-// out and in send a packet that has to pass, and return source and destination as it left.
+// out and in send a packet that must pass, and return its source and destination after
+// translation.
 func out(t testing.TB, e *Engine, b []byte, now tick) (src, dst netip.AddrPort) {
 	t.Helper()
 	return pass(t, e, Outbound, b, now)
@@ -72,7 +73,8 @@ func pass(t testing.TB, e *Engine, dir Direction, b []byte, now tick) (src, dst 
 	return netip.AddrPortFrom(p.Src, p.SrcPort), netip.AddrPortFrom(p.Dst, p.DstPort)
 }
 
-// refused sends a packet that must not pass, and wants it untouched and counted.
+// refused sends a packet that must not pass. The packet must stay unchanged, and the drop must
+// be counted.
 func refused(t testing.TB, e *Engine, dir Direction, b []byte, now tick, want Drop) {
 	t.Helper()
 	count := func() uint64 {
@@ -123,10 +125,10 @@ func TestNAPTKeepsPortAcrossRuleChange(t *testing.T) {
 
 func TestRuleChangeEndsForbiddenFlows(t *testing.T) {
 	e := newEngine(t, Config{}, peerB(), peerC())
-	out(t, e, udp("192.168.1.1:4000", "10.71.0.5:53"), 0) // NAPT, goes when the NAPT address moves
-	in(t, e, udp("10.71.0.5:99", "10.247.0.9:80"), 0)     // endpoint, goes when the endpoint does
-	in(t, e, udp("10.71.0.5:99", "10.247.0.1:80"), 0)     // stays
-	out(t, e, udp("192.168.1.1:4000", "10.73.0.5:53"), 0) // goes with its peer
+	out(t, e, udp("192.168.1.1:4000", "10.71.0.5:53"), 0) // NAPT flow; ends because the NAPT address changes
+	in(t, e, udp("10.71.0.5:99", "10.247.0.9:80"), 0)     // endpoint flow; ends because the endpoint is removed
+	in(t, e, udp("10.71.0.5:99", "10.247.0.1:80"), 0)     // continues
+	out(t, e, udp("192.168.1.1:4000", "10.73.0.5:53"), 0) // ends because its peer is removed
 	changed := peerB()
 	changed.Pods[0].To = pfx("10.248.0.0/16")
 	changed.Endpoints[1].Real = ip("192.168.7.8")
@@ -145,7 +147,7 @@ func TestRuleChangeEndsForbiddenFlows(t *testing.T) {
 	}
 }
 
-// TestAPacketInFlightCannotBypassNewRules: a goroutine that loaded the old table is late.
+// A goroutine may process a packet with the old table after the new rules are published.
 func TestAPacketInFlightCannotBypassNewRules(t *testing.T) {
 	e := newEngine(t, Config{}, peerB())
 	old := e.rules.Load()
@@ -162,9 +164,8 @@ func TestAPacketInFlightCannotBypassNewRules(t *testing.T) {
 	}
 }
 
-// TestAMappedPodAnswersFromTheLastAddressUsed: towards the pod both addresses are
-// one, so that the tuples of a client that comes from one port to each of them, one after the
-// other, are equal.
+// At the pod both addresses have the same tuple. A client that uses them one after the other
+// from one port has two flows with equal tuples there.
 func TestAMappedPodAnswersFromTheLastAddressUsed(t *testing.T) {
 	p := peerSix()
 	p.Endpoints = append(p.Endpoints, Endpoint{ip("10.244.3.3"), ip("10.247.0.33")}, Endpoint{ip("fd44::3"), ip("fd47::33")})
@@ -187,7 +188,7 @@ func TestAMappedPodAnswersFromTheLastAddressUsed(t *testing.T) {
 		{"[fd71::5]:4000", "[fd44::3]:80", "[fd46::3]:80", "[fd47::33]:80"},
 	} {
 		type step struct {
-			to     bool // direct or mapped
+			to     bool // the direct or the mapped address
 			packet func(from, to string) []byte
 		}
 		for name, c := range map[string]struct {
@@ -218,7 +219,7 @@ func TestAMappedPodAnswersFromTheLastAddressUsed(t *testing.T) {
 					if got, v := send(t, e, Inbound, b, 0); v.Action != Forward || packettest.MustDecode(got).Dst != port(family.pod).Addr() {
 						t.Fatalf("%v, %v", v.Action, v.Drop)
 					}
-					if s.to == mapped { // answered, so that a connection is one
+					if s.to == mapped { // the pod answers, so that a connection is established
 						send(t, e, Outbound, c.answer(family.pod, family.client), 0)
 					}
 				}
@@ -230,7 +231,7 @@ func TestAMappedPodAnswersFromTheLastAddressUsed(t *testing.T) {
 				if src := packettest.MustDecode(got).Src; src != port(want).Addr() {
 					t.Errorf("the answer is from %v, want %s", src, want)
 				}
-				// Another client, and the same by another port, are where they were.
+				// Another client, and the same client with another port, must not be affected.
 				other := strings.Replace(family.client, "4000", "4001", 1)
 				in(t, e, udp(other, family.other), 0)
 				send(t, e, Inbound, c.steps[0].packet(family.client, family.own), 0)
@@ -289,7 +290,7 @@ func TestProtocolWithoutPortsHasOneHostPerRemote(t *testing.T) {
 		t.Error(dst)
 	}
 	later := at(301)
-	out(t, e, gre("192.168.1.2", "10.71.0.5"), later) // the other's time is over, also without a sweep
+	out(t, e, gre("192.168.1.2", "10.71.0.5"), later) // the flow of the other host has expired, even without a sweep
 	if _, dst := in(t, e, gre("10.71.0.5", "10.246.0.0"), later); dst.Addr() != ip("192.168.1.2") {
 		t.Error(dst)
 	}
@@ -300,16 +301,16 @@ func allAnswered(e *Engine) {
 	e.Peers()[0].flows.each(func(_ uint32, f *entry, _ uint64) { f.word.Or(stateSeen) })
 }
 
-// A pod of ours that forges sources looks like many hosts. The ports that it takes belong to flows without
-// an answer.
+// A pod of ours that forges sources looks like many hosts. The flows of the ports that it
+// takes are never answered.
 func TestFullPortsReuseTheOldestHalfOpenFlow(t *testing.T) {
 	e := newEngine(t, Config{}, peer46(), peerC())
 	answered := established(t, e, "192.168.1.1:4000", "10.71.0.5:443", 0)
 	spoken, _ := out(t, e, udp("192.168.1.1:4000", "10.71.0.5:53"), 0)
 	in(t, e, udp("10.71.0.5:53", spoken.String()), 0)
-	out(t, e, tcp("192.168.1.1:4001", "10.71.0.5:443", packettest.SYN), 0) // half-open, of another class,
-	out(t, e, udp("[fd01::1]:4000", "[fd71::5]:53"), 0)                    // of another family,
-	in(t, e, udp("10.71.0.5:4000", "10.247.0.9:80"), 0)                    // and without a port: all older than the flood
+	out(t, e, tcp("192.168.1.1:4001", "10.71.0.5:443", packettest.SYN), 0) // half-open, of another class
+	out(t, e, udp("[fd01::1]:4000", "[fd71::5]:53"), 0)                    // of another family
+	in(t, e, udp("10.71.0.5:4000", "10.247.0.9:80"), 0)                    // without a port at the NAPT address; all three are older than the flood
 	b := e.Peers()[0]
 	var v packet.View
 	tmpl := udp("192.168.1.1:4000", "10.71.0.5:53")
@@ -344,14 +345,15 @@ func TestFullPortsReuseTheOldestHalfOpenFlow(t *testing.T) {
 	endpoint, _ := out(t, e, udp("192.168.7.7:80", "10.71.0.5:4000"), 0)
 	wantEnd(t, endpoint, "10.247.0.9:80")
 	e.checkTables(t)
-	// A port below 1024 takes one of any, one above never one below.
+	// A well-known port may be replaced by a port of either range, a user port never by a
+	// well-known one.
 	low, _ := out(t, e, udp("192.168.1.3:53", "10.71.0.5:53"), 0)
 	wantEnd(t, low, "10.246.0.0:53")
 	allAnswered(e)
 	refused(t, e, Outbound, udp("192.168.1.4:4000", "10.71.0.5:53"), 0, DropPortsExhausted)
 }
 
-// A mapping with several flows is free when all of them have ended.
+// A mapping with several flows becomes free when all of them have ended.
 func TestEvictionForAPortGoesOnUntilOneIsFree(t *testing.T) {
 	e := newEngine(t, Config{MaxFlowsPerHost: 1 << 20}, peerB())
 	var v packet.View
@@ -401,7 +403,7 @@ func TestPortExhaustionFailsNewFlowsOnlyAndRecovers(t *testing.T) {
 	if d := open(1, 4000, 0); d != DropNone {
 		t.Errorf("an established flow: %v", d)
 	}
-	out(t, e, tcp("192.168.1.2:4000", "10.71.0.5:53", packettest.SYN), 0) // TCP has ports of its own
+	out(t, e, tcp("192.168.1.2:4000", "10.71.0.5:53", packettest.SYN), 0) // TCP has its own ports
 	for p := 1; p < 1<<16; p += 2 {
 		open(1, p, at(200))
 	}
@@ -435,7 +437,7 @@ func TestWellKnownPortTakesUserPortWhenItsRangeIsFull(t *testing.T) {
 	}
 }
 
-// TestScanFindsEveryFreePort: one free port, any search range.
+// Exactly one port is free, and every search range must find it.
 func TestScanFindsEveryFreePort(t *testing.T) {
 	for free := range 300 {
 		var s portSet
@@ -459,7 +461,7 @@ func TestMappedEndpointAnswersAsSeen(t *testing.T) {
 	wantEnd(t, dst, "192.168.7.7:80")
 	src, _ := out(t, e, tcp("192.168.7.7:80", "10.71.0.5:5000", packettest.SYN|packettest.ACK), 0)
 	wantEnd(t, src, "10.247.0.9:80")
-	src, _ = out(t, e, tcp("192.168.7.7:81", "10.71.0.5:5000", packettest.SYN), 0) // a flow that the endpoint begins
+	src, _ = out(t, e, tcp("192.168.7.7:81", "10.71.0.5:5000", packettest.SYN), 0) // a flow that the endpoint itself opens
 	wantEnd(t, src, "10.246.0.0:81")
 	refused(t, e, Inbound, tcp("10.71.0.5:5000", "10.247.0.8:80", packettest.SYN), 0, DropNoMapping)
 	refused(t, e, Inbound, tcp("10.72.0.5:5000", "10.247.0.9:80", packettest.SYN), 0, DropNoFlow) // from RemoteExternal
@@ -480,13 +482,14 @@ func TestMappedPodAnswersAsAddressed(t *testing.T) {
 
 func TestTupleOfAnotherFlowIsNotTaken(t *testing.T) {
 	e := newEngine(t, Config{}, peerB())
-	out(t, e, udp("192.168.7.7:80", "10.71.0.5:5000"), 0) // the endpoint itself began
+	out(t, e, udp("192.168.7.7:80", "10.71.0.5:5000"), 0) // opened by the endpoint itself
 	refused(t, e, Inbound, udp("10.71.0.5:5000", "10.247.0.9:80"), 0, DropFlowClash)
 	later := at(301)
 	in(t, e, udp("10.71.0.5:5000", "10.247.0.9:80"), later)
 }
 
-// established opens a TCP connection from host to peer b.
+// established opens a TCP connection from host to peer b and returns our end as the peer sees
+// it.
 func established(t testing.TB, e *Engine, src, dst string, now tick) netip.AddrPort {
 	t.Helper()
 	seen, _ := out(t, e, tcp(src, dst, packettest.SYN), now)
@@ -562,7 +565,7 @@ func TestTCPTimeouts(t *testing.T) { // RFC 5382, REQ-5; RFC 6146, section 3.5.2
 			established(t, e, src, dst, 0)
 			in(t, e, tcp(dst, seen, fin), 0)
 			out(t, e, tcp(src, dst, ack), at(7000))
-			in(t, e, tcp(dst, seen, fin), at(7001)) // sent again
+			in(t, e, tcp(dst, seen, fin), at(7001)) // a retransmission
 		}, 14441},
 		{"closed, and the last ACK", func(e *Engine, seen string) {
 			established(t, e, src, dst, 0)
@@ -621,8 +624,8 @@ func TestTCPTimeouts(t *testing.T) { // RFC 5382, REQ-5; RFC 6146, section 3.5.2
 	}
 }
 
-// TestUnsolicitedSYNIsDroppedSilently: without an answer that could disturb a simultaneous open,
-// which goes through when the peer sends its SYN again (RFC 5382, REQ-4).
+// An answer could disturb a simultaneous open. The open succeeds when the peer sends its SYN
+// again (RFC 5382, REQ-4).
 func TestUnsolicitedSYNIsDroppedSilently(t *testing.T) {
 	e := newEngine(t, Config{}, peerB())
 	refused(t, e, Inbound, tcp("10.71.0.5:80", "10.246.0.0:4000", packettest.SYN), 0, DropNoFlow)
@@ -631,8 +634,8 @@ func TestUnsolicitedSYNIsDroppedSilently(t *testing.T) {
 	wantEnd(t, dst, "192.168.1.1:4000")
 }
 
-// TestConnectionGoesOnWithoutItsFlow: after a restart the inside end opens it again, at the same
-// port when that is free.
+// After a restart of the engine, the inside host opens the flow again, with the same port if
+// that is free.
 func TestConnectionGoesOnWithoutItsFlow(t *testing.T) {
 	e := newEngine(t, Config{}, peerB())
 	refused(t, e, Inbound, tcp("10.71.0.5:80", "10.246.0.0:4000", packettest.ACK), 0, DropNoFlow)
@@ -645,24 +648,25 @@ func TestConnectionGoesOnWithoutItsFlow(t *testing.T) {
 	}
 }
 
-// A gateway that has lost its flows must not show a mapped endpoint from the NAPT address in
-// mid-connection: the client's RST to that address would be translated back into the connection.
+// A gateway that has lost its flows must not send packets of a mapped endpoint from the NAPT
+// address in mid-connection. The client would answer with a RST to that address, which would
+// be translated back into the connection.
 func TestMappedEndpointThatSendsFirstKeepsItsConnection(t *testing.T) {
 	const client, seen, real = "10.71.0.5:4000", "10.247.0.9:80", "192.168.7.7:80"
 	for _, flags := range []uint8{packettest.ACK, packettest.ACK | packettest.PSH, packettest.SYN | packettest.ACK, packettest.FIN | packettest.ACK, 0} {
-		e := newEngine(t, Config{}, peerB()) // it knows no flow
+		e := newEngine(t, Config{}, peerB()) // without any flow
 		refused(t, e, Outbound, tcp(real, client, flags), 0, DropNoFlow)
 		if s := e.Stats(); s.Flows != 0 {
 			t.Fatalf("flags %#x: %d flows", flags, s.Flows)
 		}
-		in(t, e, tcp(client, seen, packettest.ACK), 0) // the client's next segment
+		in(t, e, tcp(client, seen, packettest.ACK), 0) // the next segment of the client
 		src, _ := out(t, e, tcp(real, client, flags), 0)
 		wantEnd(t, src, seen)
 	}
 	e := newEngine(t, Config{}, peerB())
-	src, _ := out(t, e, tcp("192.168.7.7:4000", "10.71.0.5:443", packettest.SYN), 0) // a connection of its own
+	src, _ := out(t, e, tcp("192.168.7.7:4000", "10.71.0.5:443", packettest.SYN), 0) // a new connection of the endpoint
 	wantEnd(t, src, "10.246.0.0:4000")
-	out(t, e, tcp("192.168.7.8:4001", "10.71.0.5:443", packettest.ACK), 0) // another host picks up
+	out(t, e, tcp("192.168.7.8:4001", "10.71.0.5:443", packettest.ACK), 0) // another host continues its connection
 	src, _ = out(t, e, udp("192.168.7.7:53", "10.71.0.5:4000"), 0)
 	wantEnd(t, src, "10.246.0.0:53")
 }
@@ -679,7 +683,7 @@ func TestIdleTimeouts(t *testing.T) { // RFC 4787, REQ-5; RFC 5508, REQ-2
 		e := newEngine(t, Config{}, peerB())
 		edge := tick(time.Duration(c.lifetime) * time.Second >> tickShift)
 		out(t, e, c.b, 0)
-		out(t, e, c.b, edge/2) // refreshes
+		out(t, e, c.b, edge/2) // refreshes the flow
 		e.Sweep(duration(int32(edge + edge/2 - 4)))
 		if e.Stats().Flows != 1 {
 			t.Errorf("lifetime %d: ended too early", c.lifetime)
@@ -696,7 +700,7 @@ func TestExpiredFlowIsGoneWithoutSweep(t *testing.T) {
 	out(t, e, udp("192.168.1.1:4000", "10.71.0.5:53"), 0)
 	refused(t, e, Inbound, udp("10.71.0.5:53", "10.246.0.0:4000"), at(301), DropNoFlow)
 	refused(t, e, Inbound, fault("10.71.0.1", "10.246.0.0", udp("10.246.0.0:4000", "10.71.0.5:53"), 28), at(301), DropICMPError)
-	out(t, e, udp("192.168.1.1:4000", "10.71.0.5:53"), at(301)) // opens it again
+	out(t, e, udp("192.168.1.1:4000", "10.71.0.5:53"), at(301)) // opens the flow again
 	in(t, e, udp("10.71.0.5:53", "10.246.0.0:4000"), at(301))
 	if s := e.Stats().Peers[0]; s.Flows != 1 || s.Created != 2 || s.Expired != 1 {
 		t.Errorf("%+v", s)
@@ -714,7 +718,7 @@ func TestFlowBoundEvictsTheOldestHalfOpenFlow(t *testing.T) {
 	if s := e.Stats(); s.Flows != 4 || s.Peers[0].Evicted != 1 {
 		t.Errorf("%+v", s)
 	}
-	refused(t, e, Inbound, udp("10.71.0.5:53", "10.246.0.0:4000"), 0, DropNoFlow) // that was 192.168.1.1
+	refused(t, e, Inbound, udp("10.71.0.5:53", "10.246.0.0:4000"), 0, DropNoFlow) // the evicted flow was that of 192.168.1.1
 	_, dst := in(t, e, tcp("10.71.0.5:80", kept.String(), packettest.ACK), 0)
 	wantEnd(t, dst, "192.168.1.9:9")
 }
@@ -739,7 +743,7 @@ func TestClosedConnectionsMayBeEvicted(t *testing.T) {
 	seen := established(t, e, "192.168.1.1:4000", "10.71.0.5:80", 0)
 	refused(t, e, Outbound, udp("192.168.1.3:4000", "10.71.0.5:53"), 0, DropFlowTableFull)
 	in(t, e, tcp("10.71.0.5:80", seen.String(), packettest.RST), 0)
-	e.Sweep(0) // puts it back into the queue
+	e.Sweep(0) // puts the connection back into the queue
 	out(t, e, udp("192.168.1.3:4000", "10.71.0.5:53"), 0)
 }
 
@@ -795,15 +799,15 @@ func TestAnotherPortHasTheSameParity(t *testing.T) { // RFC 4787, REQ-4
 	}
 }
 
-// TestEveryPortIsFound takes port by port: first those of the same parity, then the others, then
-// for a well-known port the user ports.
+// Ports are taken one by one: first those of the same parity, then the others, and for a
+// well-known port finally the user ports.
 func TestEveryPortIsFound(t *testing.T) {
 	for _, c := range []struct {
 		want   uint16
 		class  portClass
 		random bool
 		ports  int
-		same   int // of range and parity
+		same   int // number of ports with the same range and parity
 	}{
 		{80, tcpPorts, false, 65535, 511}, {443, udpPorts, true, 65535, 512}, {5060, udpPorts, false, 64512, 32256},
 		{65535, tcpPorts, true, 64512, 32256}, {0, udpPorts, false, 65535, 511}, {0, icmpIDs, false, 65536, 0}, {7, icmpIDs, true, 65536, 0},
@@ -833,7 +837,7 @@ func TestTheFirstPortIsRandom(t *testing.T) { // RFC 6056
 	kept, seen := 0, map[uint16]bool{}
 	for i := 1; i <= 50; i++ {
 		src, _ := out(t, e, udp(fmt.Sprintf("192.168.1.%d:40000", i), "10.71.0.5:53"), 0)
-		again, _ := out(t, e, udp(fmt.Sprintf("192.168.1.%d:40000", i), "10.71.0.6:53"), 0) // the mapping stays the same
+		again, _ := out(t, e, udp(fmt.Sprintf("192.168.1.%d:40000", i), "10.71.0.6:53"), 0) // the mapping does not change
 		wantEnd(t, again, src.String())
 		if src.Port() == 40000 {
 			kept++
@@ -858,8 +862,8 @@ func TestTheFirstPortIsRandom(t *testing.T) { // RFC 6056
 	}
 }
 
-// BenchmarkChoosePort is the worst there is under the table's mutex: a search for the last free
-// port, and one when there is none.
+// BenchmarkChoosePort measures the worst cases under the table's mutex: a search for the last
+// free port, and a search when no port is free.
 func BenchmarkChoosePort(b *testing.B) {
 	for _, free := range []int{1, 0} {
 		b.Run(fmt.Sprintf("free=%d", free), func(b *testing.B) {

@@ -12,14 +12,14 @@ import (
 	"github.com/isthmus-net/isthmus/packet/packettest"
 )
 
-// oddTimeouts are no multiple of ten seconds, and time in these tests moves by tens of seconds, so
-// that nothing hangs on the engine's coarse clock.
+// oddTimeouts are no multiples of ten seconds. Time in these tests advances by multiples of
+// ten seconds, so the engine's coarse clock does not affect the results.
 var oddTimeouts = natengine.Timeouts{
 	UDP: 305 * time.Second, TCPEstablished: 7445 * time.Second, TCPTransitory: 245 * time.Second,
 	ICMP: 65 * time.Second, Generic: 305 * time.Second, Fragment: 5 * time.Second,
 }
 
-// world is a random set of rules and the addresses worth sending from and to.
+// world is a random set of rules, together with addresses for packets.
 type world struct {
 	rng         *rand.Rand
 	is4         bool
@@ -60,7 +60,7 @@ func (w *world) in(p netip.Prefix) netip.Addr {
 	}
 }
 
-// bits is a prefix length, with the short and the long ones among them.
+// bits returns a random prefix length; short and long ones occur too.
 func (w *world) bits() int {
 	if w.is4 {
 		return 1 + w.rng.IntN(32)
@@ -77,9 +77,9 @@ func overlapsAny(p netip.Prefix, list []netip.Prefix) bool {
 	return false
 }
 
-// newWorld draws rules: masks of their own on either side, each side remapped or not, ranges that
-// coincide where the docs/liqo-v0.md (section 7.5) allows it, a few mapped endpoints of which one
-// is the in-process one and some are pods.
+// newWorld generates random rules. The masks of the two sides differ, each side is remapped or
+// not, and ranges coincide where docs/liqo-v0.md (section 7.5) allows it. There are a few
+// mapped endpoints: one is the in-process endpoint, and some are pods.
 func newWorld(rng *rand.Rand, self netip.Addr) *world {
 	w := &world{rng: rng, is4: self.Is4()}
 	pa := w.prefix(w.bits())
@@ -152,7 +152,8 @@ func (w *world) endpoints(p *natengine.Peer, self netip.Addr, pa netip.Prefix) {
 
 func pick[T any](rng *rand.Rand, list []T) T { return list[rng.IntN(len(list))] }
 
-// body draws a payload; few ports, so that flows are hit and ports clash.
+// body returns a random payload. There are few ports, so that packets match flows and ports
+// conflict.
 func (w *world) body() packettest.Body {
 	ports := []uint16{0, 53, 80, 1023, 1024, 40000, 40001, 65535}
 	src, dst := pick(w.rng, ports), pick(w.rng, ports)
@@ -174,8 +175,8 @@ func (w *world) body() packettest.Body {
 	}
 }
 
-// header draws what NAT has to leave alone: traffic class, flow label and extension headers, which
-// IPv4 has not.
+// header returns an IP header with fields that NAT must not change: traffic class and, in
+// IPv6, flow label and extension headers.
 func (w *world) header(src, dst netip.Addr) packettest.IP {
 	h := packettest.IP{Src: src, Dst: dst, TOS: uint8(w.rng.Uint32())}
 	if w.is4 {
@@ -188,7 +189,7 @@ func (w *world) header(src, dst netip.Addr) packettest.IP {
 	for _, e := range []packettest.Extension{
 		{Kind: 0, Data: []byte{1, 4, 0, 0, 0, 0}},           // hop-by-hop options: padding
 		{Kind: 60, Data: []byte{1, 12, 13: 0}},              // destination options: padding
-		{Kind: 43, Data: []byte{4, 0, 5: 0}},                // routing, of which no segment is left
+		{Kind: 43, Data: []byte{4, 0, 5: 0}},                // routing header with no segments left
 		{Kind: 44, Data: []byte{0, 0, 1, 2, 3, 4}},          // an atomic fragment
 		{Kind: 51, Data: []byte{0, 0, 0, 0, 1, 2, 21: 255}}, // authentication
 		{Kind: 60, Data: []byte{1, 4, 0, 0, 0, 0}},
@@ -200,7 +201,7 @@ func (w *world) header(src, dst netip.Addr) packettest.IP {
 	return h
 }
 
-// about makes an ICMP error that quotes a packet as it was forwarded, cut somewhere.
+// about returns an ICMP error that quotes a forwarded packet, cut somewhere.
 func (w *world) about(quote []byte, src, dst netip.Addr) []byte {
 	header := 20
 	kinds := []uint8{3, 3, 3, 11, 12, 4, 5}
@@ -217,11 +218,11 @@ func (w *world) about(quote []byte, src, dst netip.Addr) []byte {
 	return packettest.Build(w.header(src, dst), packettest.ICMPError{Type: pick(w.rng, kinds), Code: 1, Quote: quote[:cut]})
 }
 
-// converse sends n random packets in both directions through e and compares each with the
-// reference.
+// converse sends n random packets in both directions through e and compares each result with
+// the reference.
 func (w *world) converse(t *testing.T, e *natengine.Engine, r *reference, n int) map[string]int {
 	seen := map[string]int{}
-	var sent [2][]packettest.Packet // forwarded, by direction
+	var sent [2][]packettest.Packet // forwarded packets by direction
 	var raw [2][][]byte
 	now := time.Duration(0)
 	for i := range n {
@@ -244,7 +245,7 @@ func (w *world) converse(t *testing.T, e *natengine.Engine, r *reference, n int)
 				src = q.Dst
 			}
 			in = w.about(raw[1-dir][j], src, q.Src)
-		case kind <= 3 && len(sent[1-dir]) > 0: // an answer
+		case kind <= 3 && len(sent[1-dir]) > 0: // a reply
 			q := pick(w.rng, sent[1-dir])
 			body := w.body()
 			switch b := body.(type) {
@@ -292,9 +293,9 @@ func (w *world) converse(t *testing.T, e *natengine.Engine, r *reference, n int)
 	return seen
 }
 
-// TestEngineAgreesWithReference compares engine and reference over random rules and random
-// conversations: all four combinations of remapping, masks that differ between the two sides,
-// coinciding ranges, both families.
+// Engine and reference are compared over random rules and random packets: all four
+// combinations of remapping, masks that differ between the two sides, coinciding ranges, both
+// families.
 func TestEngineAgreesWithReference(t *testing.T) {
 	for _, self := range []netip.Addr{netip.MustParseAddr("169.254.0.1"), netip.MustParseAddr("fd00::1")} {
 		t.Run(map[bool]string{true: "IPv4", false: "IPv6"}[self.Is4()], func(t *testing.T) {

@@ -13,7 +13,7 @@ import (
 
 func TestHostAtItsQuotaLosesItsOwnOldestHalfOpenFlow(t *testing.T) {
 	e := newEngine(t, Config{MaxFlows: 100, MaxFlowsPerHost: 3}, peerB())
-	out(t, e, udp("192.168.1.2:1", "10.71.0.5:53"), 0) // older, but another host's
+	out(t, e, udp("192.168.1.2:1", "10.71.0.5:53"), 0) // older, but of another host
 	kept := established(t, e, "192.168.1.1:1", "10.71.0.5:80", 0)
 	for p := 2; p <= 5; p++ {
 		out(t, e, udp(fmt.Sprintf("192.168.1.1:%d", p), "10.71.0.5:53"), 0)
@@ -27,7 +27,7 @@ func TestHostAtItsQuotaLosesItsOwnOldestHalfOpenFlow(t *testing.T) {
 	refused(t, e, Inbound, udp("10.71.0.5:53", "10.246.0.0:2"), 0, DropNoFlow)
 	refused(t, e, Inbound, udp("10.71.0.5:53", "10.246.0.0:3"), 0, DropNoFlow)
 	in(t, e, udp("10.71.0.5:53", "10.246.0.0:4"), 0)
-	in(t, e, udp("10.71.0.5:53", "10.246.0.0:5"), 0) // now all are established
+	in(t, e, udp("10.71.0.5:53", "10.246.0.0:5"), 0) // now all flows are established
 	refused(t, e, Outbound, udp("192.168.1.1:6", "10.71.0.5:53"), 0, DropHostQuota)
 	out(t, e, udp("192.168.1.2:6", "10.71.0.5:53"), 0)
 	e.checkTables(t)
@@ -46,7 +46,8 @@ func TestRemoteHostsHaveAQuotaToo(t *testing.T) {
 	}
 	refused(t, e, Inbound, udp("10.71.0.5:3", "10.247.0.9:80"), 0, DropHostQuota)
 	in(t, e, udp("10.71.0.6:3", "10.247.0.9:80"), 0)
-	// The endpoint answers; it opened nothing, and has a quota of its own.
+	// The endpoint only answered the flows of others. It may open flows, with a quota of its
+	// own.
 	out(t, e, udp("192.168.7.7:9", "10.71.0.5:9"), 0)
 	if s := e.Stats().Peers[0]; s.Hosts != 3 || s.HostsAtQuota != 1 {
 		t.Errorf("%+v", s)
@@ -104,7 +105,7 @@ func TestOneHostCannotTakeAllPorts(t *testing.T) { // RFC 6888, REQ-4
 	wantEnd(t, src, "10.246.0.0:4000")
 }
 
-// TestLowerQuotaTakesEffectForNewFlows: with a second peer the first has half of what it had.
+// When a second peer is added, the share of the first one is halved.
 func TestLowerQuotaTakesEffectForNewFlows(t *testing.T) {
 	e := newEngine(t, Config{MaxFlows: 8}, peerB())
 	for p := 1; p <= 6; p++ {
@@ -128,7 +129,8 @@ func TestLowerQuotaTakesEffectForNewFlows(t *testing.T) {
 	e.checkTables(t)
 }
 
-// The lock is free between the steps, and flows that open and end meanwhile are counted once.
+// Between the steps the lock must be free, and flows that open and end meanwhile must be
+// counted once.
 func TestHostsAreCountedInStepsWhenTheirQuotaChanges(t *testing.T) {
 	const hosts = 3 * hostsAtOnce
 	e := newEngine(t, Config{MaxFlows: 4 * hosts, MaxFlowsPerHost: 3}, peerC())
@@ -143,9 +145,9 @@ func TestHostsAreCountedInStepsWhenTheirQuotaChanges(t *testing.T) {
 		one := func(host, port int) {
 			in(t, e, udp(fmt.Sprintf("10.73.%d.%d:%d", host>>8, host&0xff, port), "10.247.0.9:80"), 0)
 		}
-		one(10*steps, 54)       // it is counted
-		one(hosts-10*steps, 54) // it is not yet
-		one(hosts+steps, 53)    // it is new
+		one(10*steps, 54)       // a host that is already counted
+		one(hosts-10*steps, 54) // a host that is not yet counted
+		one(hosts+steps, 53)    // a new host
 		one(hosts+steps, 54)
 	})
 	if s := e.Stats().Peers[0]; steps != 3 || s.HostsAtQuota != 9 {
@@ -179,7 +181,7 @@ func TestPeerBelowItsShareTakesThePlaceOfOneAbove(t *testing.T) {
 	for i := range 60 {
 		out(t, e, udp(fmt.Sprintf("192.168.2.1:%d", 1000+i), "10.71.0.5:53"), 0)
 	}
-	s := e.Stats() // b has its share, and beyond that has to end flows of its own, as c has
+	s := e.Stats() // b is at its share; beyond that it must evict its own flows, as c must
 	if s.Flows != 100 || s.Peers[0].Flows != 50 || s.Peers[0].Evicted != 10 || s.Peers[1].Flows != 50 {
 		t.Errorf("%+v", s)
 	}
@@ -205,7 +207,7 @@ func TestEstablishedFlowsOfAPeerAboveItsShareStay(t *testing.T) {
 	e.checkTables(t)
 }
 
-// TestMaxFlowsIsNeverExceeded: four goroutines, two peers, each of which alone would take all.
+// Four goroutines open flows of two peers, each of which alone could fill the table.
 func TestMaxFlowsIsNeverExceeded(t *testing.T) {
 	const bound = 50
 	e := newEngine(t, Config{MaxFlows: bound, MaxFlowsPerPeer: bound}, peerB(), peerC())
@@ -222,7 +224,7 @@ func TestMaxFlowsIsNeverExceeded(t *testing.T) {
 				one, two := e.Peers()[0], e.Peers()[1]
 				n, rest := one.flows.live.Load(), two.flows.live.Load()
 				if one.flows.live.Load() != n {
-					continue // not of one instant: one may have shrunk since it was read, and two have grown
+					continue // not a snapshot of one instant: one peer may have shrunk after it was read, and two have grown
 				}
 				if n += rest; n > bound+4 {
 					t.Errorf("%d flows", n)
@@ -251,7 +253,7 @@ func TestFloodAtTheQuotaOfAHostDoesNotReachOthers(t *testing.T) {
 			t.Fatal(d)
 		}
 	}
-	in(t, e, udp("10.71.0.5:53", "10.246.0.0:77"), 0) // half-open all that time
+	in(t, e, udp("10.71.0.5:53", "10.246.0.0:77"), 0) // half-open during the whole flood
 	if s := e.Stats().Peers[0]; s.Flows != 201 {
 		t.Errorf("%+v", s)
 	}
@@ -281,7 +283,7 @@ func TestWarnings(t *testing.T) {
 	}
 }
 
-// TestEvictionsDoNotAllocate: at each of the three bounds, once the tables have their size.
+// Evictions are tested at each of the three bounds, after the tables have reached their size.
 func TestEvictionsDoNotAllocate(t *testing.T) {
 	for _, c := range []struct {
 		name  string

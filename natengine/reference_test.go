@@ -12,19 +12,19 @@ import (
 	"github.com/isthmus-net/isthmus/packet/packettest"
 )
 
-// reference is the engine once more, slow and obvious: maps and netip, written from docs/liqo-v0.md
-// (section 7) and the RFCs, without a line of the engine's. It says what has to become of a packet;
-// where the engine has a choice, a new NAPT port, it says what the choice may be and learns which
-// it was.
+// reference is a second implementation of the engine, slow and simple, with maps and netip. It
+// was written from docs/liqo-v0.md (section 7) and the RFCs, and shares no line with the
+// engine. It returns the expected outcome for a packet. If the engine may choose the port of a
+// new NAPT flow, the reference checks that the port is allowed, and then uses it.
 type reference struct {
 	self     []netip.Addr
 	timeouts natengine.Timeouts
 	peers    []natengine.Peer
-	flows    []*refFlow                    // in the order they were opened; what is over stays until sweep
-	room     func(*refFlow) natengine.Drop // whether the bounds let one more flow in; nil for no bounds
-	expired  func(*refFlow)                // is told of flows whose time was over; nil for nobody
+	flows    []*refFlow                    // in the order in which they were opened; expired flows stay until sweep
+	room     func(*refFlow) natengine.Drop // reports whether the bounds admit one more flow; nil for no bounds
+	expired  func(*refFlow)                // called with each expired flow; may be nil
 	random   bool                          // Config.RandomPorts
-	lately   []*refFlow                    // flows that gave way to the one that is opened
+	lately   []*refFlow                    // flows that were evicted for the flow being opened
 }
 
 type refFlow struct {
@@ -39,19 +39,20 @@ type refFlow struct {
 	settled               bool // was established at some time
 }
 
-// refQuery tells the ICMP queries of one identifier apart: what is asked, by the type of the
-// request, and who asks.
+// refQuery distinguishes the ICMP queries of one identifier by the type of the request and by
+// the direction in which the request went.
 type refQuery struct {
 	request uint8
 	asker   natengine.Direction
 }
 
-// noQuery is of ICMP messages that no flow can have.
+// noQuery belongs to ICMP messages that never match a flow.
 var noQuery = refQuery{request: 255}
 
 var requests = map[uint8]uint8{0: 8, 8: 8, 14: 13, 13: 13, 16: 15, 15: 15, 18: 17, 17: 17, 129: 128, 128: 128}
 
-// queryOf is the query that a packet of direction dir belongs to; that of other protocols is zero.
+// queryOf returns the query that a packet of direction dir belongs to. For other protocols it
+// is zero.
 func queryOf(p packettest.Packet, dir natengine.Direction) refQuery {
 	switch {
 	case !isICMP(p):
@@ -64,21 +65,21 @@ func queryOf(p packettest.Packet, dir natengine.Direction) refQuery {
 	return refQuery{requests[p.Type], natengine.Inbound + natengine.Outbound - dir}
 }
 
-// outcome is what has to become of a packet.
+// outcome is the expected result for a packet.
 type outcome struct {
 	action natengine.Action
 	drop   natengine.Drop
 	near   netip.Addr // our end, rewritten
 	port   int        // its port, -1 for unchanged
-	opened *refFlow   // a NAPT flow was opened, at a port to be learnt
-	// ICMP errors: our end in the quoted packet.
+	opened *refFlow   // the NAPT flow that the packet opened; its port is still unknown
+	// For ICMP errors: our end in the quoted packet.
 	quoted     netip.Addr
 	quotedPort int
 }
 
 func dropped(d natengine.Drop) outcome { return outcome{action: natengine.Discard, drop: d} }
 
-// bitsOf writes an address as a string of 0 and 1.
+// bitsOf returns an address as a string of 0 and 1.
 func bitsOf(a netip.Addr) string {
 	s := ""
 	for _, b := range a.AsSlice() {
@@ -87,7 +88,7 @@ func bitsOf(a netip.Addr) string {
 	return s
 }
 
-// moved has the network bits of to and the host bits of a.
+// moved returns the address with the network bits of to and the host bits of a.
 func moved(a netip.Addr, to netip.Prefix) netip.Addr {
 	s := bitsOf(to.Addr())[:to.Bits()] + bitsOf(a)[to.Bits():]
 	var b []byte
@@ -102,7 +103,7 @@ func moved(a netip.Addr, to netip.Prefix) netip.Addr {
 	return addr
 }
 
-// networkOf is the prefix map of the family of a; ok is false when there is none.
+// networkOf returns the prefix map for the family of a. ok is false if there is none.
 func networkOf(p natengine.Peer, a netip.Addr) (natengine.Remap, bool) {
 	for _, m := range p.Pods {
 		if m.From.Addr().Is4() == a.Is4() {
@@ -112,8 +113,8 @@ func networkOf(p natengine.Peer, a netip.Addr) (natengine.Remap, bool) {
 	return natengine.Remap{}, false
 }
 
-// isPod: in the prefix, and not the network address, which belongs to NAPT, unless the prefix has
-// no other.
+// isPod reports whether a is a pod of prefix in. The network address is not a pod, because it
+// belongs to NAPT, unless it is the only address of the prefix.
 func isPod(a netip.Addr, in netip.Prefix) bool {
 	return in.Contains(a) && (a != in.Addr() || in.IsSingleIP())
 }
@@ -122,8 +123,8 @@ func within(a netip.Addr, list []netip.Prefix) bool {
 	return slices.ContainsFunc(list, func(p netip.Prefix) bool { return p.Contains(a) })
 }
 
-// impossible sources, RFC 1812 5.3.7; what is allowed all the same is in docs/liqo-v0.md, sections
-// 9 and 10: 240.0.0.0/4 and 169.254.0.0/16.
+// impossible reports whether a must not be a source (RFC 1812, section 5.3.7).
+// docs/liqo-v0.md, sections 9 and 10, allows 240.0.0.0/4 and 169.254.0.0/16.
 func impossible(a netip.Addr) bool {
 	if a.Is4() {
 		b := a.As4()
@@ -132,7 +133,7 @@ func impossible(a netip.Addr) bool {
 	return a.IsUnspecified() || a.IsLoopback() || a.IsMulticast() || a.IsLinkLocalUnicast() || a.Is4In6()
 }
 
-// offLimits: impossible addresses, and where clouds have their metadata services.
+// offLimits reports whether a is impossible or belongs to the metadata service of a cloud.
 func offLimits(a netip.Addr) bool {
 	return impossible(a) || a.Is4() && a.IsLinkLocalUnicast() || a == netip.MustParseAddr("fd20:ce::254") ||
 		netip.MustParsePrefix("fd00:ec2::/32").Contains(a)
@@ -171,7 +172,8 @@ func isRequest(p packettest.Packet) bool {
 	return isQuery(p) && (p.Type == 8 || p.Type == 13 || p.Type == 15 || p.Type == 17 || p.Type == 128)
 }
 
-// hasPorts: TCP, UDP and ICMP queries can be told apart behind one address.
+// hasPorts reports whether packets of several hosts can be distinguished behind one address:
+// TCP, UDP and ICMP queries.
 func hasPorts(p packettest.Packet) bool { return p.Proto == 6 || p.Proto == 17 || isICMP(p) }
 
 // tuple returns our end and the peer's end of a packet.
@@ -212,7 +214,7 @@ func (f *refFlow) established() bool {
 	return both(f.acked) && !both(f.finished) && !f.reset
 }
 
-// end is our end of the flow as it is matched in a direction.
+// end returns our end of the flow, as packets of direction dir match it.
 func (f *refFlow) end(dir natengine.Direction) netip.AddrPort {
 	if dir == natengine.Inbound {
 		return f.mapped
@@ -220,7 +222,7 @@ func (f *refFlow) end(dir natengine.Direction) netip.AddrPort {
 	return f.local
 }
 
-// find looks a flow up by the tuple that is matched in dir.
+// find returns the flow whose tuple packets of direction dir match, or nil.
 func (r *reference) find(peer string, proto uint8, query refQuery, dir natengine.Direction, near, remote netip.AddrPort, now time.Duration) *refFlow {
 	for _, f := range r.flows {
 		if f.peer == peer && f.proto == proto && f.query == query && f.end(dir) == near && f.remote == remote && r.alive(f, now) {
@@ -230,11 +232,11 @@ func (r *reference) find(peer string, proto uint8, query refQuery, dir natengine
 	return nil
 }
 
-// pass lets a packet of a flow pass and keeps the flow's state.
+// pass forwards a packet of a flow and updates the flow's state.
 func (r *reference) pass(f *refFlow, dir natengine.Direction, p packettest.Packet, now time.Duration) outcome {
 	if f.proto == 6 {
 		syn, ack, rst, fin := p.Flags&packettest.SYN != 0, p.Flags&packettest.ACK != 0, p.Flags&packettest.RST != 0, p.Flags&packettest.FIN != 0
-		if !rst || f.established() { // a RST starts the transitory time, further ones do not prolong it
+		if !rst || f.established() { // a RST starts the transitory timeout, and later RSTs do not prolong it
 			f.seen = now
 		}
 		switch {
@@ -260,8 +262,8 @@ func (r *reference) pass(f *refFlow, dir natengine.Direction, p packettest.Packe
 	return o
 }
 
-// open enters a flow that a packet of direction dir begins, unless its other tuple belongs to one
-// already, which is what clash says, or there is no room.
+// open adds the flow that a packet of direction dir opens, if there is room. If another flow
+// has the other tuple of the new flow, it returns clash.
 func (r *reference) open(f *refFlow, dir natengine.Direction, clash natengine.Drop, now time.Duration) natengine.Drop {
 	tuples := []natengine.Direction{dir}
 	if clash != natengine.DropNone {
@@ -288,7 +290,7 @@ func (r *reference) open(f *refFlow, dir natengine.Direction, clash natengine.Dr
 	return natengine.DropNone
 }
 
-// end takes away a flow whose time is over.
+// end removes a flow that has expired.
 func (r *reference) end(f *refFlow) {
 	r.flows = slices.DeleteFunc(r.flows, func(g *refFlow) bool { return g == f })
 	if r.expired != nil {
@@ -296,7 +298,7 @@ func (r *reference) end(f *refFlow) {
 	}
 }
 
-// sweep takes away all flows whose time is over, so that their ports are free again.
+// sweep removes all expired flows, so that their ports become free.
 func (r *reference) sweep(now time.Duration) {
 	for _, f := range slices.Clone(r.flows) {
 		if !r.alive(f, now) {
@@ -357,7 +359,7 @@ func (r *reference) outbound(p packettest.Packet, now time.Duration) outcome {
 	}
 	f := &refFlow{peer: peer.ID, proto: p.Proto, query: queryOf(p, natengine.Outbound), local: near, mapped: netip.AddrPortFrom(m.To.Addr(), 0), remote: remote, seen: now}
 	clash := natengine.DropNone
-	if !hasPorts(p) { // told apart by the remote address alone
+	if !hasPorts(p) { // only the remote address distinguishes the flows
 		clash = natengine.DropProtocol
 	}
 	if d := r.open(f, natengine.Outbound, clash, now); d != natengine.DropNone {
@@ -370,14 +372,15 @@ func (r *reference) outbound(p packettest.Packet, now time.Duration) outcome {
 	return o
 }
 
-// learn takes the port that the engine chose for a new NAPT flow, if it may be chosen.
+// learn records the port that the engine chose for a new NAPT flow. It returns an error if the
+// port is not allowed.
 func (r *reference) learn(f *refFlow, port uint16) error {
 	f.mapped = netip.AddrPortFrom(f.mapped.Addr(), port)
 	want := f.local.Port()
 	icmp := f.proto == 1 || f.proto == 58
 	taken := false
 	for _, g := range slices.Concat(r.flows, r.lately) {
-		gone := slices.Contains(r.lately, g) // its port may have been free again, or not yet
+		gone := slices.Contains(r.lately, g) // the port of an evicted flow may be in use or free
 		if g == f || g.endpoint || g.peer != f.peer || g.proto != f.proto || g.mapped.Addr() != f.mapped.Addr() {
 			continue
 		}
@@ -385,7 +388,7 @@ func (r *reference) learn(f *refFlow, port uint16) error {
 			return fmt.Errorf("%v is at %v towards %v and at %v towards %v: mapping depends on the endpoint", f.local, g.mapped, g.remote, f.mapped, f.remote)
 		}
 		if g.local == f.local && g.mapped == f.mapped {
-			return nil // endpoint-independent, and therefore right
+			return nil // the port of an existing mapping is correct, because the mapping is endpoint-independent
 		}
 		if g.mapped == f.mapped && !gone {
 			return fmt.Errorf("%v and %v share %v", f.local, g.local, g.mapped)
@@ -397,7 +400,7 @@ func (r *reference) learn(f *refFlow, port uint16) error {
 	switch {
 	case !r.random && !taken && port != want && (want != 0 || icmp):
 		return fmt.Errorf("%v got port %d although its own was free", f.local, port)
-	case !icmp && (want < 1024) != (port < 1024): // no test takes all of a range
+	case !icmp && (want < 1024) != (port < 1024): // no test uses up a whole range
 		return fmt.Errorf("%v got port %d of the other range", f.local, port)
 	case !icmp && want%2 != port%2:
 		return fmt.Errorf("%v got port %d of the other parity", f.local, port)
@@ -462,8 +465,8 @@ func (r *reference) inbound(p packettest.Packet, now time.Duration) outcome {
 	return r.pass(f, natengine.Inbound, p, now)
 }
 
-// leave ends the flow by which a client spoke to a pod's mapped address, now that it begins
-// something at the pod's own.
+// leave ends a client's flow to the mapped address of a pod, because the client now uses the
+// pod's own address.
 func (r *reference) leave(peer natengine.Peer, p packettest.Packet, pod netip.Addr, now time.Duration) {
 	near, remote := tuple(p, natengine.Inbound)
 	f := r.find(peer.ID, p.Proto, queryOf(p, natengine.Inbound), natengine.Outbound, netip.AddrPortFrom(pod, near.Port()), remote, now)
@@ -475,8 +478,8 @@ func (r *reference) leave(peer natengine.Peer, p packettest.Packet, pod netip.Ad
 	}
 }
 
-// quotedTuple is the tuple of a quoted packet, seen as a packet of direction dir; ok is false when
-// it is cut too early.
+// quotedTuple returns the tuple of a quoted packet, as packets of direction dir match it. ok
+// is false if the quote ends before the ports.
 func quotedTuple(q packettest.Packet, dir natengine.Direction) (near, remote netip.AddrPort, ok bool) {
 	switch {
 	case q.FragmentOffset > 0:
@@ -498,7 +501,7 @@ func (r *reference) readQuote(p packettest.Packet) (q packettest.Packet, d naten
 	}
 	q, err := packettest.DecodeQuote(p.Data)
 	if isICMP(q) && len(q.Transport) > 0 {
-		q.Type = q.Transport[0] // DecodeQuote wants the whole header
+		q.Type = q.Transport[0] // DecodeQuote requires the whole header
 	}
 	if err != nil || len(q.Transport) > 0 && isError(q) || q.Src.Is4() != p.Src.Is4() {
 		return q, natengine.DropICMPError
@@ -506,7 +509,7 @@ func (r *reference) readQuote(p packettest.Packet) (q packettest.Packet, d naten
 	return q, natengine.DropNone
 }
 
-// inboundError is about a packet that we sent.
+// inboundError returns the outcome for an error about a packet that we sent.
 func (r *reference) inboundError(peer natengine.Peer, p packettest.Packet, now time.Duration) outcome {
 	q, d := r.readQuote(p)
 	if d != natengine.DropNone {
@@ -544,7 +547,7 @@ func (r *reference) inboundError(peer natengine.Peer, p packettest.Packet, now t
 	return dropped(natengine.DropDestination)
 }
 
-// outboundError is about a packet that the peer sent.
+// outboundError returns the outcome for an error about a packet that the peer sent.
 func (r *reference) outboundError(peer natengine.Peer, p packettest.Packet, now time.Duration) outcome {
 	q, d := r.readQuote(p)
 	if d != natengine.DropNone {
@@ -570,7 +573,7 @@ func (r *reference) outboundError(peer natengine.Peer, p packettest.Packet, now 
 		o.quoted = moved(q.Dst, m.To)
 	}
 	switch {
-	case p.Src == q.Dst: // the end itself complains
+	case p.Src == q.Dst: // the destination host itself sent the error
 		o.near = o.quoted
 	case haveMap && isPod(p.Src, m.From) && !r.isSelf(p.Src):
 		o.near = moved(p.Src, m.To)
@@ -582,8 +585,8 @@ func (r *reference) outboundError(peer natengine.Peer, p packettest.Packet, now 
 	return o
 }
 
-// judge compares what the engine did with what had to be done: verdict, our end, and that nothing
-// else changed.
+// judge compares the engine's result with the expected outcome: the verdict, our end, and that
+// nothing else has changed.
 func (r *reference) judge(dir natengine.Direction, in, out []byte, v natengine.Verdict, now time.Duration) error {
 	p := packettest.MustDecode(in)
 	var want outcome
@@ -658,7 +661,7 @@ func (o outcome) judgeQuote(dir natengine.Direction, before, after packettest.Pa
 	return packettest.HeaderChecksum()(q)
 }
 
-// unchanged wants all octets to be the same that are no address, port or checksum.
+// unchanged checks that only addresses, ports and checksums have changed.
 func unchanged(p, got packettest.Packet, in, out []byte, isError bool) error {
 	if len(in) != len(out) {
 		return fmt.Errorf("length changed from %d to %d", len(in), len(out))

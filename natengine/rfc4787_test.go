@@ -16,7 +16,7 @@ import (
 
 func TestRFC4787_REQ1_MappingIsEndpointIndependent(t *testing.T) {
 	b := newBox(t, natengine.Config{})
-	b.out(datagram(node1+":4000", theirPod+":53")) // takes port 4000, so that the next has to get another one
+	b.out(datagram(node1+":4000", theirPod+":53")) // occupies port 4000, so that the next flow gets another port
 	first := source(b.out(datagram(node2+":4000", theirPod+":53")))
 	for _, to := range []string{theirPod + ":54", theirOther + ":53", "10.72.8.9:1"} {
 		want(t, source(b.out(datagram(node2+":4000", to))), first)
@@ -39,7 +39,7 @@ func TestRFC4787_REQ3_NoPortIsOverloaded(t *testing.T) {
 	owner := map[string]string{}
 	for host := range 250 {
 		from := fmt.Sprintf("192.168.1.%d:4000", host)
-		seen := source(b.out(datagram(from, fmt.Sprintf("10.71.128.%d:53", host)))) // different destinations do not make it free
+		seen := source(b.out(datagram(from, fmt.Sprintf("10.71.128.%d:53", host)))) // different destinations do not make the port reusable
 		if other := owner[seen]; other != "" {
 			t.Fatalf("%s is %s and %s", seen, other, from)
 		}
@@ -81,7 +81,7 @@ func TestRFC4787_REQ4_ParityIsPreserved(t *testing.T) {
 }
 
 func TestRFC4787_REQ5_MappingLastsTwoMinutesAtLeast(t *testing.T) {
-	for _, port := range []string{":53", ":123", ":40000"} { // REQ-5a, shorter times for some ports, is not made use of
+	for _, port := range []string{":53", ":123", ":40000"} { // REQ-5a allows shorter times for some ports, which the engine does not use
 		b := newBox(t, natengine.Config{})
 		seen := source(b.out(datagram(node1+":4000", theirPod+port)))
 		b.wait(119 * time.Second)
@@ -125,8 +125,8 @@ func TestRFC4787_REQ6a_InboundPacketsRefreshToo(t *testing.T) {
 	})
 }
 
-// TestRFC4787_REQ7_BothSidesMayUseTheSameAddresses: our nodes have addresses that the peer's pods
-// have too at their own cluster, and the peer sees us under the very range under which we see it.
+// Our nodes have addresses that the peer's pods also have in their own cluster, and the peer
+// sees us under the same range under which we see it.
 func TestRFC4787_REQ7_BothSidesMayUseTheSameAddresses(t *testing.T) {
 	b := newBox(t, natengine.Config{})
 	prefix := netip.MustParsePrefix
@@ -137,14 +137,13 @@ func TestRFC4787_REQ7_BothSidesMayUseTheSameAddresses(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	want(t, source(b.out(datagram("10.244.1.1:53", "10.71.1.1:53"))), "10.71.1.1:53") // one address and port at both ends
+	want(t, source(b.out(datagram("10.244.1.1:53", "10.71.1.1:53"))), "10.71.1.1:53") // the same address and port at both ends
 	want(t, destination(b.in(datagram("10.71.1.1:53", "10.71.1.1:53"))), "10.244.1.1:53")
-	want(t, source(b.out(datagram("10.71.1.1:9", "10.71.1.1:9"))), "10.71.0.0:9") // a node with the address of a remote pod
+	want(t, source(b.out(datagram("10.71.1.1:9", "10.71.1.1:9"))), "10.71.0.0:9") // from a node that has the address of a remote pod
 	want(t, destination(b.in(datagram("10.71.1.1:9", "10.71.0.0:9"))), "10.71.1.1:9")
 }
 
-// TestRFC4787_REQ8_FilteringIsAddressAndPortDependent is stricter than what the RFC recommends;
-// docs/nat.md says why.
+// The behaviour is stricter than the RFC recommends; docs/nat.md explains the reason.
 func TestRFC4787_REQ8_FilteringIsAddressAndPortDependent(t *testing.T) {
 	b := newBox(t, natengine.Config{})
 	seen := source(b.out(datagram(node1+":4000", theirPod+":53")))
@@ -152,13 +151,12 @@ func TestRFC4787_REQ8_FilteringIsAddressAndPortDependent(t *testing.T) {
 	b.refuse(natengine.Inbound, datagram(theirPod+":54", seen), natengine.DropNoFlow)
 	b.refuse(natengine.Inbound, datagram(theirOther+":53", seen), natengine.DropNoFlow)
 	b.refuse(natengine.Inbound, datagram("10.73.0.1:53", seen), natengine.DropNoPeer)
-	b.out(datagram(node1+":4000", theirOther+":54")) // what is sent to opens the way back
+	b.out(datagram(node1+":4000", theirOther+":54")) // an outbound packet permits replies from its destination
 	want(t, destination(b.in(datagram(theirOther+":54", seen))), node1+":4000")
 }
 
-// TestRFC4787_REQ9_HairpinIsRefused: the addresses under which a peer sees us mean something at
-// that peer only. Here they belong to nobody, neither as a destination nor, out of the tunnel, as a
-// source.
+// The addresses under which a peer sees us are valid only at that peer. Here they belong to no
+// host, neither as a destination nor, from the tunnel, as a source.
 func TestRFC4787_REQ9_HairpinIsRefused(t *testing.T) {
 	b := newBox(t, natengine.Config{})
 	seen := source(b.out(datagram(node1+":4000", theirPod+":53")))
@@ -179,14 +177,13 @@ func TestRFC4787_REQ10_NoApplicationIsLookedInto(t *testing.T) {
 			t.Errorf("to port %s the data became %q", port, p.Data)
 		}
 	}
-	if n := b.stats().Flows; n != 5 { // nor is a way opened for addresses in the data
+	if n := b.stats().Flows; n != 5 { // addresses in the payload open no flow
 		t.Errorf("%d flows", n)
 	}
 }
 
-// TestRFC4787_REQ11_BehaviorIsTheSameUnderAllConditions: the first host with a port, one that has
-// to get another port, one at a full table and one after the rules changed are mapped and filtered
-// alike.
+// Four hosts must be mapped and filtered alike: the first host with a port, one that must get
+// another port, one at a full table and one after the rules changed.
 func TestRFC4787_REQ11_BehaviorIsTheSameUnderAllConditions(t *testing.T) {
 	b := newBox(t, natengine.Config{MaxFlows: 64})
 	classify := func(host string) {
@@ -200,7 +197,7 @@ func TestRFC4787_REQ11_BehaviorIsTheSameUnderAllConditions(t *testing.T) {
 	}
 	classify(node1)
 	classify(node2)
-	for i := range 200 { // half-open flows in plenty: each new one makes an older one go
+	for i := range 200 { // many half-open flows: each new one evicts an older one
 		b.out(datagram(fmt.Sprintf("192.168.2.%d:4000", i), theirPod+":53"))
 	}
 	if b.stats().Evicted == 0 {
@@ -227,9 +224,8 @@ func TestRFC4787_REQ12_ICMPDoesNotEndAMapping(t *testing.T) {
 	want(t, source(b.out(datagram(node1+":4000", theirOther+":9"))), seen)
 }
 
-// TestRFC4787_REQ12a_ErrorsOfAnyAddressOfThePeerPass: of the pod, of others and of the peer's NAPT
-// address, behind which its routers are. An address that is none of the peer's cannot come out of
-// its tunnel.
+// The errors come from the pod, from other pods and from the peer's NAPT address, behind which
+// its routers are. An address that does not belong to the peer is refused.
 func TestRFC4787_REQ12a_ErrorsOfAnyAddressOfThePeerPass(t *testing.T) {
 	b := newBox(t, natengine.Config{})
 	seen := source(b.out(datagram(node1+":4000", theirPod+":53")))
@@ -257,8 +253,8 @@ func TestRFC4787_REQ12b_DestinationUnreachableIsTranslated(t *testing.T) {
 	}
 }
 
-// tooBig sends a packet of 1400 octets and returns it and its translation, which gateway/datapath
-// compares with the way to the peer.
+// tooBig sends a packet of 1400 octets. It returns the packet and its translation, whose size
+// gateway/datapath compares with the path MTU.
 func tooBig(b *box, from string, df bool) (sent []byte, v packet.View) {
 	b.Helper()
 	f, to := netip.MustParseAddrPort(from), netip.MustParseAddrPort(theirPod+":53")
@@ -276,7 +272,7 @@ func tooBig(b *box, from string, df bool) (sent []byte, v packet.View) {
 func TestRFC4787_REQ13_TooBigWithDFIsAnswered(t *testing.T) {
 	for _, from := range []string{"10.244.1.1:4000", node1 + ":4000"} {
 		b := newBox(t, natengine.Config{})
-		b.out(datagram(node2+":4000", theirPod+":53")) // the port has to change
+		b.out(datagram(node2+":4000", theirPod+":53")) // so that the port must change
 		sent, v := tooBig(b, from, true)
 		answer, action := b.e.TooBig(&v, 1399, make([]byte, packet.MaxTooBig), b.now)
 		if action != natengine.Forward {
@@ -319,7 +315,7 @@ func TestRFC4787_REQ14_FragmentsMayComeInAnyOrder(t *testing.T) {
 		data[i] = byte(i)
 	}
 	b := newBox(t, natengine.Config{})
-	b.out(datagram(node2+":4000", theirPod+":53")) // the port has to change
+	b.out(datagram(node2+":4000", theirPod+":53")) // so that the port must change
 	for id := range uint32(50) {
 		fragments := packettest.Fragments(datagram(node1+":4000", theirPod+":53", data...), 8*(1+rng.IntN(100)), id)
 		switch id {
@@ -330,7 +326,7 @@ func TestRFC4787_REQ14_FragmentsMayComeInAnyOrder(t *testing.T) {
 			rng.Shuffle(len(fragments), func(i, j int) { fragments[i], fragments[j] = fragments[j], fragments[i] })
 		}
 		if len(fragments) > 60 {
-			continue // held fragments of one datagram are bounded
+			continue // the number of held fragments of one datagram is bounded
 		}
 		src, transport := b.outFragments(fragments)
 		whole := b.out(datagram(node1+":4000", theirPod+":53", data...))
@@ -343,7 +339,7 @@ func TestRFC4787_REQ14_FragmentsMayComeInAnyOrder(t *testing.T) {
 func TestRFC4787_REQ14a_FragmentFloodHindersNothingElse(t *testing.T) {
 	b := newBox(t, natengine.Config{})
 	flood := packettest.Fragments(datagram(node2+":4000", theirPod+":53", make([]byte, 1400)...), 1200, 0)[1]
-	for id := range 20_000 { // later fragments, the first of which never come
+	for id := range 20_000 { // later fragments, whose first fragments never arrive
 		flood[4], flood[5] = byte(id>>8), byte(id)
 		flood[10], flood[11] = 0, 0
 		sum := packettest.InternetChecksum(flood[:20])

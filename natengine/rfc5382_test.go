@@ -26,7 +26,7 @@ func TestRFC5382_REQ1_MappingIsEndpointIndependent(t *testing.T) {
 	}
 }
 
-// A step is a segment of a connection, "out" or "in" and its flags.
+// A step is one segment of a connection: its direction, "out" or "in", and its flags.
 type step struct {
 	dir   string
 	flags uint8
@@ -51,7 +51,7 @@ func TestRFC5382_REQ2_EveryValidSequenceOfSegmentsPasses(t *testing.T) {
 	for name, sequence := range sequences {
 		t.Run("begun here/"+name, func(t *testing.T) {
 			b := newBox(t, natengine.Config{})
-			b.out(segment(node2+":4000", theirPod+":80", syn)) // the port has to change
+			b.out(segment(node2+":4000", theirPod+":80", syn)) // so that the port must change
 			seen := ""
 			for _, s := range sequence {
 				if s.dir == "out" {
@@ -63,7 +63,7 @@ func TestRFC5382_REQ2_EveryValidSequenceOfSegmentsPasses(t *testing.T) {
 		})
 		t.Run("begun by the peer/"+name, func(t *testing.T) {
 			b := newBox(t, natengine.Config{})
-			for _, s := range sequence { // the same with the sides exchanged
+			for _, s := range sequence { // the same sequence with the sides exchanged
 				if s.dir == "out" {
 					want(t, destination(b.in(segment(theirPod+":4000", ourEndpoint+":80", s.flags, 'x'))), "192.168.7.7:80")
 				} else {
@@ -84,8 +84,7 @@ func TestRFC5382_REQ2a_SimultaneousOpen(t *testing.T) {
 	})
 }
 
-// TestRFC5382_REQ3_FilteringIsAddressAndPortDependent is stricter than what the RFC recommends;
-// docs/nat.md says why.
+// The behaviour is stricter than the RFC recommends; docs/nat.md explains the reason.
 func TestRFC5382_REQ3_FilteringIsAddressAndPortDependent(t *testing.T) {
 	b := newBox(t, natengine.Config{})
 	seen := b.connect(node1+":4000", theirPod+":80")
@@ -95,8 +94,8 @@ func TestRFC5382_REQ3_FilteringIsAddressAndPortDependent(t *testing.T) {
 	}
 }
 
-// TestRFC5382_REQ4_UnsolicitedSYNIsDroppedSilently, so that a simultaneous open may follow: our
-// SYN, and then the peer's once more.
+// The drop must be silent, so that a simultaneous open can follow: our SYN, and then the
+// peer's SYN again.
 func TestRFC5382_REQ4_UnsolicitedSYNIsDroppedSilently(t *testing.T) {
 	b := newBox(t, natengine.Config{})
 	for range 6 {
@@ -169,7 +168,7 @@ func TestRFC5382_REQ7_NoPortIsOverloaded(t *testing.T) {
 	}
 }
 
-// TestRFC5382_REQ8_HairpinIsRefused: see REQ-9 of RFC 4787.
+// See REQ-9 of RFC 4787.
 func TestRFC5382_REQ8_HairpinIsRefused(t *testing.T) {
 	b := newBox(t, natengine.Config{})
 	seen := b.connect(node1+":4000", theirPod+":80")
@@ -184,7 +183,7 @@ func TestRFC5382_REQ9_DestinationUnreachableIsTranslated(t *testing.T) {
 	b.connect(node2+":4000", theirPod+":80")
 	seen := b.connect(node1+":4000", theirPod+":80")
 	for code := range uint8(16) {
-		for _, size := range []int{28, 40} { // 8 octets of TCP header, or all of it
+		for _, size := range []int{28, 40} { // 8 octets of the TCP header, or all of it
 			p := b.in(about(theirPod, natAddress, 3, code, segment(seen, theirPod+":80", ack)[:size]))
 			q, err := packettest.DecodeQuote(p.Data)
 			if err != nil || p.Type != 3 || p.Code != code {

@@ -16,14 +16,14 @@ func TestRFC5508_REQ1_QueriesAndTheirResponsesPass(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			b := newBox(t, natengine.Config{})
-			b.out(icmp(node2, theirPod, kind.request, 0, 0, 7, 0, 1)) // the identifier has to change
+			b.out(icmp(node2, theirPod, kind.request, 0, 0, 7, 0, 1)) // so that the identifier must change
 			p := b.out(icmp(node1, theirPod, kind.request, 0, 0, 7, 0, 1))
 			want(t, p.Src.String(), natAddress)
 			b.refuse(natengine.Inbound, icmp(theirPod, natAddress, kind.request, 0, byte(p.ICMPID>>8), byte(p.ICMPID), 0, 1), natengine.DropNoFlow)
 			p = b.in(icmp(theirPod, natAddress, kind.response, 0, byte(p.ICMPID>>8), byte(p.ICMPID), 0, 1))
 			want(t, destination(p), node1+":7")
 
-			p = b.out(icmp("10.244.1.1", theirPod, kind.request, 0, 0, 7, 0, 1)) // of a pod, 1:1
+			p = b.out(icmp("10.244.1.1", theirPod, kind.request, 0, 0, 7, 0, 1)) // from a pod, mapped 1:1
 			want(t, source(p), "10.61.1.1:7")
 			want(t, destination(b.in(icmp(theirPod, "10.61.1.1", kind.response, 0, 0, 7, 0, 1))), "10.244.1.1:7")
 		})
@@ -54,7 +54,7 @@ func TestRFC5508_REQ2a_TimerIsConfigurable(t *testing.T) {
 	})
 }
 
-// A quotation is a packet of node1 as the peer got it, and the box that sent it.
+// quotation returns a box, and a packet of node1 as the peer received it from that box.
 func quotation(t *testing.T) (b *box, sent []byte) {
 	b = newBox(t, natengine.Config{})
 	b.out(datagram(node2+":4000", theirPod+":53"))
@@ -112,7 +112,7 @@ func TestRFC5508_REQ3d_ExtensionsAreNotPartOfTheEmbeddedPacket(t *testing.T) {
 	p := b.in(packettest.Build(packettest.IP{Src: netip.MustParseAddr(theirPod), Dst: netip.MustParseAddr(natAddress)},
 		packettest.ICMPError{Type: 11, Quote: sent, Extension: extension}))
 	original := datagram(node1+":4000", theirPod+":53", 'x')
-	if !bytes.Equal(p.Data[:len(sent)], original) { // the checksum of the embedded packet is right, as if padding and extension were not there
+	if !bytes.Equal(p.Data[:len(sent)], original) { // the checksum of the embedded packet ignores padding and extension
 		t.Errorf("embedded\n%x, want\n%x", p.Data[:len(sent)], original)
 	}
 	if !bytes.Equal(p.Data[len(sent):128], make([]byte, 128-len(sent))) || !bytes.Equal(p.Data[128:], extension) {
@@ -124,10 +124,10 @@ func TestRFC5508_REQ4_InboundErrorIsTranslatedOrDropped(t *testing.T) {
 	b, sent := quotation(t)
 	before := b.stats()
 	for _, quote := range [][]byte{
-		datagram(natAddress+":4001", theirPod+":53"),                                                      // no such mapping
-		datagram(natAddress+":4000", theirOther+":53"),                                                    // a mapping, but nothing was sent there
+		datagram(natAddress+":4001", theirPod+":53"),                                                      // the mapping does not exist
+		datagram(natAddress+":4000", theirOther+":53"),                                                    // the mapping exists, but sent nothing to this destination
 		datagram(ourEndpoint+":80", theirPod+":4000"),                                                     // a mapped endpoint that sent nothing
-		packettest.Fragments(datagram(natAddress+":4000", theirPod+":53", make([]byte, 64)...), 32, 1)[1], // no ports
+		packettest.Fragments(datagram(natAddress+":4000", theirPod+":53", make([]byte, 64)...), 32, 1)[1], // a fragment without ports
 	} {
 		b.refuse(natengine.Inbound, about(theirPod, packettest.MustDecode(quote).Src.String(), 3, 3, quote), natengine.DropICMPError)
 	}
@@ -137,15 +137,15 @@ func TestRFC5508_REQ4_InboundErrorIsTranslatedOrDropped(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		want(t, source(q), node1+":4000") // a: the embedded packet as it was
+		want(t, source(q), node1+":4000") // REQ-4a: the embedded packet is as it was sent
 		want(t, destination(q), theirPod+":53")
-		if p.Type != kind.kind || p.Code != kind.code { // b
+		if p.Type != kind.kind || p.Code != kind.code { // REQ-4b
 			t.Errorf("type %d, code %d became %d, %d", kind.kind, kind.code, p.Type, p.Code)
 		}
-		want(t, p.Dst.String(), q.Src.String()) // c
+		want(t, p.Dst.String(), q.Src.String()) // REQ-4c
 		want(t, p.Src.String(), theirOther)
 	}
-	b.refuse(natengine.Inbound, about(theirOther, "10.61.1.1", 3, 3, sent), natengine.DropICMPError) // sent to another than it is about
+	b.refuse(natengine.Inbound, about(theirOther, "10.61.1.1", 3, 3, sent), natengine.DropICMPError) // the outer destination differs from the source of the embedded packet
 	if s := b.stats(); s.Flows != before.Flows || s.Mappings != before.Mappings {
 		t.Errorf("an error opened or ended something: %+v", s)
 	}
@@ -154,7 +154,7 @@ func TestRFC5508_REQ4_InboundErrorIsTranslatedOrDropped(t *testing.T) {
 func TestRFC5508_REQ5_OutboundErrorIsTranslatedOrDropped(t *testing.T) {
 	b, _ := quotation(t)
 	b.in(datagram(theirPod+":7000", ourEndpoint+":80"))
-	for _, quote := range []string{node1 + ":4001", node2 + ":9", "192.168.7.7:81"} { // nothing came in to there
+	for _, quote := range []string{node1 + ":4001", node2 + ":9", "192.168.7.7:81"} { // no inbound packet went to these ends
 		to := netip.MustParseAddrPort(quote).Addr().String()
 		b.refuse(natengine.Outbound, about(to, theirPod, 3, 3, datagram(theirPod+":7000", quote)), natengine.DropICMPError)
 	}
@@ -179,13 +179,12 @@ func TestRFC5508_REQ5_OutboundErrorIsTranslatedOrDropped(t *testing.T) {
 	}
 }
 
-// TestRFC5508_REQ5c_AnIntermediateNodeShowsItsMappedOrTheNATsAddress: traceroute through a gateway
-// stays readable.
+// So the output of a traceroute through a gateway stays readable.
 func TestRFC5508_REQ5c_AnIntermediateNodeShowsItsMappedOrTheNATsAddress(t *testing.T) {
 	b := newBox(t, natengine.Config{})
 	probe := datagram(theirPod+":40000", "10.244.1.1:33434")
 	for router, shown := range map[string]string{
-		"10.244.9.9":   "10.61.9.9", // has a mapping: a pod
+		"10.244.9.9":   "10.61.9.9", // a pod, which has a mapping
 		"192.168.1.1":  natAddress,
 		"169.254.0.2":  natAddress,
 		"10.244.0.0":   natAddress,
@@ -202,19 +201,19 @@ func TestRFC5508_REQ6_ErrorsNeitherRefreshNorEndAQuery(t *testing.T) {
 		for kind := range uint8(13) {
 			_, _ = b.judge(natengine.Inbound, about(theirPod, natAddress, kind, 0, ping(natAddress, theirPod, id)))
 		}
-		b.wait(-30 * time.Second) // so that the minute counts from the request
+		b.wait(-30 * time.Second) // so that the timeout counts from the request
 		return pong(theirPod, natAddress, id)
 	})
 }
 
-// TestRFC5508_REQ7_HairpinIsRefused: see REQ-9 of RFC 4787.
+// See REQ-9 of RFC 4787.
 func TestRFC5508_REQ7_HairpinIsRefused(t *testing.T) {
 	b := newBox(t, natengine.Config{})
 	b.refuse(natengine.Outbound, ping("10.244.1.1", "10.61.1.2", 7), natengine.DropNoPeer)
 	b.refuse(natengine.Outbound, about("10.244.1.2", "10.61.1.1", 3, 3, datagram("10.61.1.1:9", "10.244.1.2:80")), natengine.DropNoPeer)
 }
 
-// TestRFC5508_REQ10a_UnreachableExceededAndEchoPassBothWays, of pods, 1:1.
+// The packets are those of pods, mapped 1:1.
 func TestRFC5508_REQ10a_UnreachableExceededAndEchoPassBothWays(t *testing.T) {
 	b := newBox(t, natengine.Config{})
 	for _, kind := range []uint8{3, 11} {
@@ -232,15 +231,15 @@ func TestRFC5508_REQ10b_ParameterProblemPassesAndRedirectDoesNot(t *testing.T) {
 	raw := packettest.Build(packettest.IP{Src: netip.MustParseAddr(theirPod), Dst: netip.MustParseAddr(natAddress)},
 		packettest.ICMPError{Type: 12, Rest: 20 << 24, Quote: sent})
 	p := b.in(raw)
-	if p.Transport[4] != 20 { // IPv4 to IPv4: every field stays where it was
+	if p.Transport[4] != 20 { // IPv4 to IPv4: every field stays at its offset
 		t.Errorf("pointer %d", p.Transport[4])
 	}
 	b.refuse(natengine.Inbound, about(theirPod, natAddress, 5, 1, sent), natengine.DropICMPError)
 	b.refuse(natengine.Outbound, about("10.244.1.1", theirPod, 5, 1, datagram(theirPod+":53", "10.244.1.1:4000")), natengine.DropICMPError)
 }
 
-// TestRFC5508_REQ11_OtherMessagesNeedA1To1Map: what is neither query nor error, router discovery
-// say, has nothing by which NAPT could tell its owner.
+// Messages that are neither query nor error, such as router discovery, have no field by which
+// NAPT could find their host.
 func TestRFC5508_REQ11_OtherMessagesNeedA1To1Map(t *testing.T) {
 	b := newBox(t, natengine.Config{})
 	for _, kind := range []uint8{1, 2, 6, 9, 10, 19, 30, 40, 42, 253} {
@@ -250,13 +249,13 @@ func TestRFC5508_REQ11_OtherMessagesNeedA1To1Map(t *testing.T) {
 	}
 }
 
-// TestRFC5508_REQ11_OtherMessagesRideNoFlow: not even where a query with identifier 0 has opened
-// one, whose tuple is that of a message without identifier.
+// A query with identifier 0 opens a flow whose tuple equals that of a message without
+// identifier. The message must not match that flow.
 func TestRFC5508_REQ11_OtherMessagesRideNoFlow(t *testing.T) {
 	for _, c := range []struct {
 		name, node, nat, peer string
 		request, reply        uint8
-		others                []uint8 // none of which opens a flow
+		others                []uint8 // types of messages that open no flow
 	}{
 		{"IPv4", node1, natAddress, theirPod, 8, 0, []uint8{1, 2, 6, 7, 9, 10, 14, 16, 18, 19, 30, 37, 40, 41, 42, 43, 253, 254, 255}},
 		{"IPv6", "fd01::1", "fd00:61::", "fd00:71::5", 128, 129, []uint8{138, 139, 140, 144, 145, 150, 154, 155, 160, 161, 200, 254, 255}},
@@ -267,7 +266,7 @@ func TestRFC5508_REQ11_OtherMessagesRideNoFlow(t *testing.T) {
 			for _, kind := range c.others {
 				b.refuse(natengine.Inbound, query(c.peer, c.nat, kind, 0), natengine.DropNoFlow)
 				reason := natengine.DropProtocol
-				if kind == 14 || kind == 16 || kind == 18 { // replies of IPv4
+				if kind == 14 || kind == 16 || kind == 18 { // replies in IPv4
 					reason = natengine.DropNoFlow
 				}
 				b.refuse(natengine.Outbound, query(c.node, c.peer, kind, 0), reason)
@@ -282,12 +281,11 @@ func TestRFC5508_REQ11_OtherMessagesRideNoFlow(t *testing.T) {
 	}
 }
 
-// TestRFC5508_REQ1_AReplyFindsItsOwnRequestOnly: queries of one identifier are told apart by what
-// they ask and by who asks, also where they are of one host, which keeps one identifier for all of
-// them.
+// Queries with one identifier must be distinguished by their type and by the side that sends
+// the request. This also applies to the queries of one host, which keep the same identifier.
 func TestRFC5508_REQ1_AReplyFindsItsOwnRequestOnly(t *testing.T) {
 	b := newBox(t, natengine.Config{})
-	b.out(ping(node2, theirPod, 7)) // so that the identifier has to change
+	b.out(ping(node2, theirPod, 7)) // so that the identifier must change
 	id := b.out(ping(node1, theirPod, 7)).ICMPID
 	b.refuse(natengine.Inbound, query(theirPod, natAddress, 14, id), natengine.DropNoFlow)
 	if other := b.out(query(node1, theirPod, 13, 7)).ICMPID; other != id {
@@ -297,7 +295,7 @@ func TestRFC5508_REQ1_AReplyFindsItsOwnRequestOnly(t *testing.T) {
 	want(t, destination(b.in(pong(theirPod, natAddress, id))), node1+":7")
 	b.refuse(natengine.Inbound, query(theirPod, natAddress, 18, id), natengine.DropNoFlow)
 
-	// A mapped endpoint is asked and asks with the same identifier.
+	// A mapped endpoint receives a request and sends one with the same identifier.
 	const endpoint = "192.168.7.7"
 	want(t, destination(b.in(ping(theirPod, ourEndpoint, 9))), endpoint+":9")
 	b.refuse(natengine.Outbound, query(endpoint, theirPod, 14, 9), natengine.DropNoFlow)
@@ -306,7 +304,7 @@ func TestRFC5508_REQ1_AReplyFindsItsOwnRequestOnly(t *testing.T) {
 	want(t, destination(b.in(pong(theirPod, natAddress, 9))), endpoint+":9")
 	b.refuse(natengine.Inbound, pong(theirPod, ourEndpoint, 9), natengine.DropNoFlow)
 
-	// Errors about either find the one that they quote.
+	// Errors about the two queries must match the query that they quote.
 	for seen, quoted := range map[string][]byte{natAddress: ping(natAddress, theirPod, 9), ourEndpoint: pong(ourEndpoint, theirPod, 9)} {
 		p := b.in(about(theirPod, seen, 3, 1, quoted))
 		q, err := packettest.DecodeQuote(p.Data)

@@ -8,8 +8,8 @@ import (
 	"github.com/isthmus-net/isthmus/packet/packettest"
 )
 
-// TestRFC6146_3_4_FragmentsAreHeldForTwoSecondsAtLeast, also when less is configured, and for
-// thirty at most.
+// The minimum of two seconds also applies if a shorter time is configured. The maximum is
+// thirty seconds.
 func TestRFC6146_3_4_FragmentsAreHeldForTwoSecondsAtLeast(t *testing.T) {
 	for configured, held := range map[time.Duration]time.Duration{
 		0: 5 * time.Second, time.Millisecond: 2 * time.Second, 7 * time.Second: 7 * time.Second, time.Hour: 30 * time.Second,

@@ -8,15 +8,15 @@ import (
 	"github.com/isthmus-net/isthmus/natengine"
 )
 
-// TestRFC6888_REQ4_OneHostCannotTakeAllPorts: what it asks for beyond its quota costs it half-open
-// flows of its own, and when it has none new ones are refused. The other hosts do not notice.
+// Flows beyond the quota of the host must evict the host's own half-open flows. If it has
+// none, new flows must be refused. Other hosts must not be affected.
 func TestRFC6888_REQ4_OneHostCannotTakeAllPorts(t *testing.T) {
 	b := newBox(t, natengine.Config{})
 	quota := b.stats().MaxFlowsPerHost
 	if quota > 1<<16/4 {
 		t.Fatalf("a host may have %d flows", quota)
 	}
-	for port := 1; port < 1<<16; port++ { // nobody answers
+	for port := 1; port < 1<<16; port++ { // without replies
 		b.out(datagram(fmt.Sprintf("%s:%d", node1, port), theirPod+":53"))
 	}
 	if s := b.stats(); s.Flows != quota || s.Mappings != quota {
@@ -25,7 +25,7 @@ func TestRFC6888_REQ4_OneHostCannotTakeAllPorts(t *testing.T) {
 	seen := source(b.out(datagram(node2+":4000", theirPod+":53")))
 	want(t, destination(b.in(datagram(theirPod+":53", seen))), node2+":4000")
 
-	for port := 1<<16 - quota; port < 1<<16; port++ { // and now all are answered
+	for port := 1<<16 - quota; port < 1<<16; port++ { // now with replies
 		b.in(datagram(theirPod+":53", source(b.out(datagram(fmt.Sprintf("%s:%d", node1, port), theirPod+":53")))))
 	}
 	b.refuse(natengine.Outbound, datagram(node1+":1", theirPod+":53"), natengine.DropHostQuota)
@@ -33,8 +33,8 @@ func TestRFC6888_REQ4_OneHostCannotTakeAllPorts(t *testing.T) {
 	want(t, destination(b.in(datagram(theirPod+":53", seen))), node2+":4000")
 }
 
-// TestRFC6888_REQ8_APortMayBeReusedAtOnce, because filtering is by address and port: what still
-// comes for the one who had it does not reach the one who has it now.
+// A port may be reused at once, because filtering is by address and port: late packets for the
+// previous user must not reach the new one.
 func TestRFC6888_REQ8_APortMayBeReusedAtOnce(t *testing.T) {
 	b := newBox(t, natengine.Config{})
 	want(t, source(b.out(datagram(node1+":4000", theirPod+":53"))), natAddress+":4000")
@@ -44,7 +44,6 @@ func TestRFC6888_REQ8_APortMayBeReusedAtOnce(t *testing.T) {
 	b.refuse(natengine.Inbound, datagram(theirPod+":53", natAddress+":4000"), natengine.DropNoFlow)
 }
 
-// TestRFC6888_REQ11_WithoutRoomEstablishedFlowsStay.
 func TestRFC6888_REQ11_WithoutRoomEstablishedFlowsStay(t *testing.T) {
 	b := newBox(t, natengine.Config{MaxFlows: 8})
 	var answers [][]byte
@@ -53,7 +52,7 @@ func TestRFC6888_REQ11_WithoutRoomEstablishedFlowsStay(t *testing.T) {
 		answers = append(answers, segment(theirPod+":80", seen, ack))
 	}
 	for i := range 100 {
-		b.out(datagram(fmt.Sprintf("192.168.2.%d:4000", i), theirPod+":53")) // the oldest of these gives way
+		b.out(datagram(fmt.Sprintf("192.168.2.%d:4000", i), theirPod+":53")) // evicts the oldest flow of this loop
 	}
 	for _, answer := range answers {
 		b.in(answer)

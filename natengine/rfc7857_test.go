@@ -9,8 +9,8 @@ import (
 	"github.com/isthmus-net/isthmus/packet/packettest"
 )
 
-// TestRFC7857_2_TCPSessionTracking walks through figure 1: the state that each segment leads to, as
-// the status shows it and as the time that is left tells.
+// The test follows figure 1. It checks the state that each segment leads to, both in the
+// status and by the remaining time.
 func TestRFC7857_2_TCPSessionTracking(t *testing.T) {
 	for _, c := range []struct {
 		name  string
@@ -31,7 +31,7 @@ func TestRFC7857_2_TCPSessionTracking(t *testing.T) {
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			b := newBox(t, natengine.Config{})
-			b.refuse(natengine.Outbound, segment(node1+":4000", theirPod+":80", rst), natengine.DropNoFlow) // CLOSED: a RST opens nothing
+			b.refuse(natengine.Outbound, segment(node1+":4000", theirPod+":80", rst), natengine.DropNoFlow) // CLOSED: a RST opens no flow
 			for _, s := range c.steps {
 				if s.dir == "out" {
 					b.out(segment(node1+":4000", theirPod+":80", s.flags))
@@ -58,7 +58,7 @@ func TestRFC7857_2_1_OpeningAndClosingHaveTimesOfTheirOwn(t *testing.T) {
 		b.in(segment(theirPod+":80", seen, finAck))
 		return segment(theirPod+":80", seen, ack)
 	})
-	lasts(t, natengine.Config{}, transitory, func(b *box) []byte { // four minutes by default
+	lasts(t, natengine.Config{}, transitory, func(b *box) []byte { // the default is four minutes
 		return segment(theirPod+":80", source(b.out(segment(node1+":4000", theirPod+":80", syn))), synAck)
 	})
 }
@@ -69,14 +69,14 @@ func TestRFC7857_2_2_RSTIsTranslatedAndTheFlowWaitsFourMinutes(t *testing.T) {
 		b.wait(time.Hour)
 		want(t, destination(b.in(segment(theirPod+":80", seen, rst))), node1+":4000")
 		b.wait(time.Minute)
-		b.in(segment(theirPod+":80", seen, rst)) // more of them make it no longer
+		b.in(segment(theirPod+":80", seen, rst)) // more RSTs do not prolong the time
 		b.wait(-time.Minute)
 		return segment(theirPod+":80", seen, rst)
 	})
 }
 
-// TestRFC7857_2_2_AForgedRSTEndsNothing: a segment within four minutes shows that the connection
-// goes on. The RST may have any sequence number, since none is tracked.
+// A segment within four minutes shows that the connection continues. The RST may have any
+// sequence number, because the engine does not track sequence numbers.
 func TestRFC7857_2_2_AForgedRSTEndsNothing(t *testing.T) {
 	lasts(t, natengine.Config{}, established, func(b *box) []byte {
 		seen := b.connect(node1+":4000", theirPod+":80")
@@ -87,8 +87,8 @@ func TestRFC7857_2_2_AForgedRSTEndsNothing(t *testing.T) {
 	})
 }
 
-// TestRFC7857_3_PortsDoNotOverlap: the RFC allows one port for several hosts with different
-// destinations; endpoint- independent mapping does not.
+// The RFC allows several hosts to share a port towards different destinations.
+// Endpoint-independent mapping does not.
 func TestRFC7857_3_PortsDoNotOverlap(t *testing.T) {
 	b := newBox(t, natengine.Config{})
 	first := source(b.out(datagram(node1+":4000", theirPod+":53")))
@@ -110,18 +110,18 @@ func TestRFC7857_4_WithoutPortsNewSessionsAreDropped(t *testing.T) {
 	b := newBox(t, natengine.Config{MaxFlowsPerHost: 1 << 16})
 	exhaust(b)
 	b.refuse(natengine.Outbound, datagram(node2+":4000", theirPod+":53"), natengine.DropPortsExhausted)
-	b.out(datagram(node1+":4000", theirPod+":53")) // what has a port goes on,
+	b.out(datagram(node1+":4000", theirPod+":53")) // existing mappings continue
 	b.out(datagram(node1+":4000", theirOther+":9"))
-	want(t, source(b.out(segment(node2+":4000", theirPod+":80", syn))), natAddress+":4000") // TCP has its own,
+	want(t, source(b.out(segment(node2+":4000", theirPod+":80", syn))), natAddress+":4000") // TCP has its own ports
 	b.wait(301 * time.Second)
 	b.e.Sweep(b.now)
-	b.out(datagram(node2+":4000", theirPod+":53")) // and what was given up is free again
+	b.out(datagram(node2+":4000", theirPod+":53")) // ports of expired flows are free again
 }
 
 func TestRFC7857_5_MappingsAreProtocolDependent(t *testing.T) {
 	b := newBox(t, natengine.Config{})
 	b.out(datagram(node1+":4000", theirPod+":53"))
-	want(t, source(b.out(segment(node2+":4000", theirPod+":53", syn))), natAddress+":4000") // UDP of another host is not in its way
+	want(t, source(b.out(segment(node2+":4000", theirPod+":53", syn))), natAddress+":4000") // the UDP flow of another host does not occupy the TCP port
 	if p := b.out(datagram(node2+":4000", theirPod+":53")); p.SrcPort == 4000 {
 		t.Error("the mapping of TCP was used for UDP")
 	}
@@ -163,8 +163,8 @@ func TestRFC7857_7_1_OutboundErrorsAndRSTsRefreshNothing(t *testing.T) {
 	})
 }
 
-// TestRFC7857_9_APortThatChangesIsRandom: kept where it can be, else of all of its range and
-// without order (RFC 6056, section 4). With RandomPorts none is kept.
+// A port is kept if possible. Otherwise the new port must be random within its whole range
+// (RFC 6056, section 4). With RandomPorts no port is kept.
 func TestRFC7857_9_APortThatChangesIsRandom(t *testing.T) {
 	for _, always := range []bool{false, true} {
 		b := newBox(t, natengine.Config{RandomPorts: always})
@@ -196,7 +196,7 @@ func TestRFC7857_11_AQueryMappingEndsWithItsLastSession(t *testing.T) {
 	b.out(ping(node1, theirPod, 7))
 	b.wait(40 * time.Second)
 	b.out(ping(node1, theirOther, 7))
-	b.wait(40 * time.Second) // the first session is over
+	b.wait(40 * time.Second) // the first session has expired
 	b.e.Sweep(b.now)
 	if p := b.out(ping(node2, theirOther, 7)); p.ICMPID == 7 {
 		t.Error("the identifier was given away although a session has it")
@@ -210,8 +210,7 @@ func TestRFC7857_11_AQueryMappingEndsWithItsLastSession(t *testing.T) {
 	want(t, source(b.out(ping("192.168.1.3", theirOther, 7))), natAddress+":7")
 }
 
-// TestRFC7857_10_IdentificationIsKept: fragments of one datagram keep theirs, and so does what is
-// whole. See docs/nat.md.
+// Both fragments and whole packets must keep their identification. See docs/nat.md.
 func TestRFC7857_10_IdentificationIsKept(t *testing.T) {
 	b := newBox(t, natengine.Config{})
 	for id := range uint32(5) {

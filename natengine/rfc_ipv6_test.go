@@ -9,7 +9,7 @@ import (
 	"github.com/isthmus-net/isthmus/packet/packettest"
 )
 
-// TestRequirementsHoldForIPv6: the RFCs are about IPv4, NAPT66 does the same.
+// The RFCs are about IPv4, but NAPT66 must fulfil the same requirements.
 func TestRequirementsHoldForIPv6(t *testing.T) {
 	const host1, host2, nat = "[fd00:9::1]", "[fd00:9::2]", "[fd00:61::]"
 	const pod, other = "[fd00:71::5]", "[fd00:71:0:ff::6]"

@@ -12,9 +12,9 @@ import (
 	"github.com/isthmus-net/isthmus/packet/packettest"
 )
 
-// The tests named TestRFC... see the engine as a box: packets go in, packets come out, and the
-// clock is moved by hand. docs/nat.md lists them by requirement, and internal/archtest holds the
-// two together.
+// The tests named TestRFC... use the engine as a black box: they send packets, check the packets
+// that leave, and advance the clock by hand. docs/nat.md lists them by requirement, and
+// internal/archtest checks that the list is complete.
 //
 //	our pods        10.244.0.0/16, for the peer 10.61.0.0/16, so that 10.61.0.0 is the NAPT address
 //	                fd00:a::/64, for the peer fd00:61::/64
@@ -55,7 +55,7 @@ func newBox(t testing.TB, c natengine.Config) *box {
 
 func (b *box) wait(d time.Duration) { b.now += d }
 
-// judge gives the engine a copy of a packet.
+// judge gives the engine a copy of a packet and returns the resulting packet and the verdict.
 func (b *box) judge(dir natengine.Direction, raw []byte) ([]byte, natengine.Verdict) {
 	b.Helper()
 	var v packet.View
@@ -70,7 +70,7 @@ func (b *box) judge(dir natengine.Direction, raw []byte) ([]byte, natengine.Verd
 	return v.Bytes(), verdict
 }
 
-// out and in send a packet that has to pass and return it as it came out, its checksums verified.
+// out and in send a packet that must pass. They verify its checksums and return it as it left.
 func (b *box) out(raw []byte) packettest.Packet { b.Helper(); return b.pass(natengine.Outbound, raw) }
 func (b *box) in(raw []byte) packettest.Packet  { b.Helper(); return b.pass(natengine.Inbound, raw) }
 
@@ -84,8 +84,8 @@ func (b *box) pass(dir natengine.Direction, raw []byte) packettest.Packet {
 	return packettest.MustDecode(got)
 }
 
-// refuse sends a packet that must not pass: untouched, nothing in its place, counted once under its
-// reason.
+// refuse sends a packet that must not pass. It must stay unchanged, no other packet may leave,
+// and the drop must be counted once under its reason.
 func (b *box) refuse(dir natengine.Direction, raw []byte, want natengine.Drop) {
 	b.Helper()
 	before := b.dropped(dir, want)
@@ -125,7 +125,7 @@ func echo(from, to string, id uint16, reply bool) []byte {
 	return packettest.Build(packettest.IP{Src: netip.MustParseAddr(from), Dst: netip.MustParseAddr(to)}, packettest.Echo{ID: id, Reply: reply})
 }
 
-// icmp is any ICMP message of IPv4, its checksum right.
+// icmp returns an IPv4 ICMP message of any type, with a correct checksum.
 func icmp(from, to string, kind, code uint8, body ...byte) []byte {
 	m := append([]byte{kind, code, 0, 0}, body...)
 	sum := packettest.InternetChecksum(m)
@@ -133,13 +133,14 @@ func icmp(from, to string, kind, code uint8, body ...byte) []byte {
 	return packettest.Build(packettest.IP{Src: netip.MustParseAddr(from), Dst: netip.MustParseAddr(to)}, packettest.Raw{Proto: 1, Data: m})
 }
 
-// query is a message of ICMP or ICMPv6 of any type, with an identifier where a query has one.
+// query returns a message of ICMP or ICMPv6 of any type. id is at the offset of a query's
+// identifier.
 func query(from, to string, kind uint8, id uint16) []byte {
 	return packettest.Build(packettest.IP{Src: netip.MustParseAddr(from), Dst: netip.MustParseAddr(to)},
 		packettest.ICMPError{Type: kind, Rest: uint32(id)<<16 | 1, Quote: make([]byte, 24)})
 }
 
-// about is an ICMP error that quotes a packet, as a rule the first 28 octets.
+// about returns an ICMP error that quotes a packet. Callers usually quote the first 28 octets.
 func about(from, to string, kind, code uint8, quote []byte) []byte {
 	return packettest.Build(packettest.IP{Src: netip.MustParseAddr(from), Dst: netip.MustParseAddr(to)},
 		packettest.ICMPError{Type: kind, Code: code, Quote: quote})
@@ -154,8 +155,8 @@ func (b *box) connect(from, to string) string {
 	return seen
 }
 
-// source and destination are the ends of a packet, the identifier of an ICMP query in place of the
-// port.
+// source and destination return the ends of a packet. For an ICMP query, the identifier
+// replaces the port.
 func source(p packettest.Packet) string {
 	return netip.AddrPortFrom(p.Src, max(p.SrcPort, p.ICMPID)).String()
 }
@@ -168,7 +169,7 @@ func line(p packettest.Packet) string {
 	return fmt.Sprintf("%s > %s protocol %d, type %d, flags %#x", source(p), destination(p), p.Proto, p.Type, p.Flags)
 }
 
-// want compares an end of a packet.
+// want checks that an end of a packet has the expected value.
 func want(t testing.TB, got, want string) {
 	t.Helper()
 	if got != want {
@@ -176,8 +177,8 @@ func want(t testing.TB, got, want string) {
 	}
 }
 
-// lasts checks the time for which a conversation stays open: open begins it and returns a packet of
-// the peer, which passes after d but no more a second later.
+// lasts checks that a conversation stays open for duration d. open starts it and returns a
+// packet of the peer, which must pass after d but not a second later.
 func lasts(t *testing.T, c natengine.Config, d time.Duration, open func(b *box) (answer []byte)) {
 	t.Helper()
 	b := newBox(t, c)
@@ -196,8 +197,8 @@ func lasts(t *testing.T, c natengine.Config, d time.Duration, open func(b *box) 
 	}
 }
 
-// fragmentsOf sends fragments and returns the datagram that leaves, reassembled: its source and
-// what it carries.
+// outFragments sends fragments and reassembles the datagram that leaves. It returns its source
+// and its payload.
 func (b *box) outFragments(fragments [][]byte) (src netip.Addr, transport []byte) {
 	b.Helper()
 	var left []packettest.Packet

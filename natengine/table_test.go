@@ -8,8 +8,8 @@ import (
 	"github.com/isthmus-net/isthmus/packet"
 )
 
-// checkIndex compares an index with what was entered: every entry is found from its home on,
-// nothing else is there, and the counters of each shard are right.
+// checkIndex compares an index with the expected entries. A search from its first slot must
+// find every entry, nothing else may exist, and the counters of each shard must be correct.
 func checkIndex(t *testing.T, x *index, want map[uint32]uint64) {
 	t.Helper()
 	for i, h := range want {
@@ -51,8 +51,8 @@ func checkIndex(t *testing.T, x *index, want map[uint32]uint64) {
 	}
 }
 
-// TestIndexFindsWhatWasEntered enters and removes at random, with hashes that often have a home in
-// common, or the last places of an array, so that runs go over its end.
+// Entries are inserted and removed at random. Many hashes start at the same slot, or at the
+// last slots of an array, so that searches wrap around its end.
 func TestIndexFindsWhatWasEntered(t *testing.T) {
 	for seed := range uint64(20) {
 		rng := rand.New(rand.NewPCG(seed, 1))
@@ -89,9 +89,9 @@ func TestIndexFindsWhatWasEntered(t *testing.T) {
 	}
 }
 
-// TestIndexIsNeverSparse: what memory per flow is computed with. While it grows an index is at
-// least half full, and 5/12 when flows come and go, since its tombstones may then be taken for a
-// reason to grow once more.
+// The memory per flow is computed with these loads. A growing index is at least half full.
+// When flows come and go, the load may fall to 5/12, because tombstones may make the index
+// grow once more.
 func TestIndexIsNeverSparse(t *testing.T) {
 	var x index
 	const n = 50_000
@@ -99,7 +99,7 @@ func TestIndexIsNeverSparse(t *testing.T) {
 	var hashes [n]uint64
 	size := func() int { return len(x.slots[0].Load().list) }
 	for i := range uint32(n) {
-		hashes[i] = rng.Uint64() >> 4 // the first shard
+		hashes[i] = rng.Uint64() >> 4 // all in the first shard
 		x.insert(hashes[i], i)
 		if live := x.filling[0].live; size() > minSlots && live*2 < size()-2 {
 			t.Fatalf("%d entries in %d slots", live, size())
@@ -116,7 +116,7 @@ func TestIndexIsNeverSparse(t *testing.T) {
 	}
 }
 
-// TestHashesAreKeyedByTable: the tuples that collide in one table do not in another.
+// Tuples that collide in one table must not collide in another.
 func TestHashesAreKeyedByTable(t *testing.T) {
 	k := key{near: addr4(0xac100001), remote: addr4(0x0a000007), word: wordOf(Outbound, 17, 4000, 53)}
 	seen := map[uint64]bool{}
@@ -129,8 +129,8 @@ func TestHashesAreKeyedByTable(t *testing.T) {
 	}
 }
 
-// TestHashDependsOnEveryBit changes each bit of a tuple of either family: shard and tag both come
-// out different, half of their bits on average.
+// Each bit of a tuple of either family is changed. Both the shard and the tag must change, and
+// on average half of the bits.
 func TestHashDependsOnEveryBit(t *testing.T) {
 	keys := newHashKeys()
 	for _, k := range []key{
@@ -159,9 +159,9 @@ func TestHashDependsOnEveryBit(t *testing.T) {
 	}
 }
 
-// TestSweepPausesWithoutALock: a sweep in steps ends what one in a piece does, and in its pauses
-// packets open flows of the same peer, take part of what it has yet to come to, and see the rules
-// change.
+// A sweep in steps must end the same flows as a sweep without pauses. During the pauses,
+// packets open flows of the same peer and refresh flows that the sweep has not reached, and
+// the rules change.
 func TestSweepPausesWithoutALock(t *testing.T) {
 	const flows, early = 60_000, 20_000
 	e := newEngine(t, Config{MaxFlowsPerHost: flows + 1000}, benchPeers(1)[0])
@@ -180,7 +180,7 @@ func TestSweepPausesWithoutALock(t *testing.T) {
 		}
 	}
 	for i := range early {
-		packetOf(i, later) // these live on
+		packetOf(i, later) // refreshes these flows
 	}
 	pauses := 0
 	e.SweepInSteps(301*time.Second, func() {

@@ -11,10 +11,11 @@ import (
 	"github.com/isthmus-net/isthmus/packet/packettest"
 )
 
-// The kernels on either side count the TTL down. The engine leaves all of the IP header but one
-// address and the checksum alone, on the 1:1 path and on the NAPT path, both ways and over both
-// families: type of service with DSCP and ECN, total length, identification, DF, TTL, options;
-// traffic class, flow label, hop limit, extension headers.
+// The kernels on either side decrement the TTL. The engine must not change any field of the IP
+// header except one address and the checksum. This includes type of service with DSCP and ECN,
+// total length, identification, DF, TTL and options, and in IPv6 traffic class, flow label,
+// hop limit and extension headers. It applies to the 1:1 path and the NAPT path, in both
+// directions and families.
 func TestIPHeaderFieldsPassUntouched(t *testing.T) {
 	rng := rand.New(rand.NewPCG(36, 37))
 	for _, is4 := range []bool{true, false} {
@@ -52,7 +53,7 @@ func TestIPHeaderFieldsPassUntouched(t *testing.T) {
 	}
 }
 
-// sameHeader wants all of the IP header but addresses and checksum to be equal.
+// sameHeader checks that the IP headers are equal except for addresses and checksum.
 func sameHeader(t *testing.T, a, b []byte) {
 	t.Helper()
 	a, b = bytes.Clone(a), bytes.Clone(b)
@@ -69,8 +70,8 @@ func sameHeader(t *testing.T, a, b []byte) {
 	}
 }
 
-// A TTL of 0 or 1 is no business of the engine either: the kernel that the packet goes to next
-// drops it and tells.
+// The engine also forwards packets with a TTL of 0 or 1. The kernel that receives the packet
+// next drops it and sends the ICMP error.
 func TestTTLIsNotLookedAt(t *testing.T) {
 	a, b := errorPair(t, true, false)
 	podA, _, _ := hosts(true, a.pods)
@@ -87,8 +88,8 @@ func TestTTLIsNotLookedAt(t *testing.T) {
 	}
 }
 
-// ICMP that is neither query nor error has no identifier that NAPT could use: between pods it
-// passes as it is, from a node it does not.
+// ICMP messages that are neither query nor error have no identifier for NAPT. They must pass
+// unchanged between pods, and must not pass from a node.
 func TestOtherICMPPassesBetweenPodsOnly(t *testing.T) {
 	for _, is4 := range []bool{true, false} {
 		a, b := errorPair(t, is4, false)

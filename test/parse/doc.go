@@ -1,3 +1,4 @@
-// Package parse holds package packet against gopacket: what both say about a packet has to be the
-// same, and where one refuses what the other reads, the difference has a name and a reason.
+// Package parse compares package packet with gopacket. Both must decode the same values from a
+// packet. If only one of the two accepts a packet, the difference must have a name and a
+// reason.
 package parse
