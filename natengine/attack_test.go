@@ -133,7 +133,7 @@ func attacks() []attack {
 // Peer c or one of its hosts attacks. Established flows must continue unchanged, also those
 // with c. Other hosts and other peers must be able to open new flows, and memory must stay
 // within its bounds. After the attack everything must recover.
-func TestAttacksHurtNoOthers(t *testing.T) {
+func TestAttacksDoNotAffectOtherFlowsHostsAndPeers(t *testing.T) {
 	for name, c := range map[string]Config{
 		"equal shares":             {MaxFlows: 1000, MaxFlowsPerHost: 100},
 		"more than there is place": {MaxFlows: 600, MaxFlowsPerPeer: 600, MaxFlowsPerHost: 100},
@@ -221,7 +221,7 @@ func whole(t *testing.T, e *Engine, id int, now time.Duration) {
 
 // All hosts of c together may fill c's share with answered flows. Only c must suffer from
 // that; b must keep its whole share.
-func TestPeerFullOfEstablishedFlowsHurtsNoOther(t *testing.T) {
+func TestPeerFullOfEstablishedFlowsDoesNotAffectOtherPeers(t *testing.T) {
 	e := newEngine(t, Config{MaxFlows: 1000, MaxFlowsPerHost: 100}, peerB(), peerC())
 	list := witnesses(t, e)
 	for i := range 1000 {
@@ -322,7 +322,7 @@ func openAll(t testing.TB, tuples []conversation) *PeerState {
 // Lookups of all these tuples must be as fast as of random ones: sequential tuples, tuples
 // with equal low or high bits, tuples with correlated ends, and tuples that collide in another
 // engine.
-func TestChosenTuplesDoNotDegradeLookups(t *testing.T) {
+func TestAdversarialTuplesDoNotSlowLookups(t *testing.T) {
 	const n = 24_000 // just below the size at which the index grows, where lookups are slowest
 	base := conversation{local: 0xac100001, localPort: 4000, remote: 0x0a000007, remotePort: 443}
 	tuples := func(change func(c *conversation, i uint32)) (list []conversation) {
@@ -384,7 +384,7 @@ func TestReopenedConnectionMayBeEvicted(t *testing.T) {
 	in(t, e, udp("10.71.0.5:53", last.String()), 0)
 }
 
-func TestHalfOpenGaugeCountsWhatStays(t *testing.T) {
+func TestHalfOpenGaugeExcludesExpiredFlows(t *testing.T) {
 	e := newEngine(t, Config{}, peerB())
 	seen, _ := out(t, e, udp("192.168.1.1:4000", "10.71.0.5:53"), 0)
 	in(t, e, udp("10.71.0.5:53", seen.String()), 0)
@@ -395,7 +395,7 @@ func TestHalfOpenGaugeCountsWhatStays(t *testing.T) {
 	}
 }
 
-func TestTraceSeesExpiredFlowsAtTheLimit(t *testing.T) {
+func TestTraceIgnoresExpiredFlowsAtTheFlowLimit(t *testing.T) {
 	e := newEngine(t, Config{MaxFlows: 1}, peerB())
 	in(t, e, udp("10.71.0.5:53", "10.247.0.9:80"), 0)
 	out(t, e, udp("192.168.7.7:80", "10.71.0.5:53"), 0)

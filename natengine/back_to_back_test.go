@@ -72,7 +72,7 @@ func cross(t testing.TB, from, to *side, b []byte) []byte {
 // Requests pass through two gateways, and replies return. The reply must arrive at the socket
 // that sent the request, from the socket that received it. This is tested for all masks and
 // for the four combinations of remapping, and for both sides using the same range.
-func TestReplyUndoesRequest(t *testing.T) {
+func TestReplyTranslationUndoesRequestTranslation(t *testing.T) {
 	rng := rand.New(rand.NewPCG(3, 4))
 	tried := 0
 	for _, is4 := range []bool{true, false} {
@@ -215,7 +215,7 @@ func twins(t testing.TB) (a, b *side) {
 }
 
 // This is the capture in docs/liqo-v0.md, section 7.2: pod 10.244.1.10 of A pings 10.246.1.20.
-func TestEnginesMatchLiqo(t *testing.T) {
+func TestEnginesTranslateLikeLiqo(t *testing.T) {
 	a, b := twins(t)
 	ping := packettest.Build(packettest.IP{Src: netip.MustParseAddr("10.244.1.10"), Dst: netip.MustParseAddr("10.246.1.20")}, packettest.Echo{ID: 1})
 	packettest.Check(t, cross(t, a, b, ping), packettest.Src(netip.MustParseAddr("10.246.1.10")), packettest.Dst(netip.MustParseAddr("10.244.1.20")))
@@ -223,7 +223,7 @@ func TestEnginesMatchLiqo(t *testing.T) {
 
 // Pod 10.244.1.1 of A sends to pod 10.244.1.1 of B. In the tunnel, source and destination are
 // the same address and port.
-func TestSameAddressAtBothEnds(t *testing.T) {
+func TestPacketWithEqualSourceAndDestinationPassesTheTunnel(t *testing.T) {
 	a, b := twins(t)
 	in := packettest.Build(packettest.IP{Src: netip.MustParseAddr("10.244.1.1"), Dst: netip.MustParseAddr("10.246.1.1")}, packettest.UDP{SrcPort: 500, DstPort: 500})
 	packettest.Check(t, cross(t, a, b, in), packettest.Src(netip.MustParseAddr("10.246.1.1")), packettest.Dst(netip.MustParseAddr("10.244.1.1")), packettest.Ports(500, 500))
@@ -231,7 +231,7 @@ func TestSameAddressAtBothEnds(t *testing.T) {
 
 // This is the connection check of docs/liqo-v0.md, section 8, in both directions at once. Each
 // side's in-process endpoint answers the other's probe.
-func TestPingOfTheGateways(t *testing.T) {
+func TestGatewayConnectionCheckSucceedsInBothDirections(t *testing.T) {
 	a, b := twins(t)
 	target := netip.MustParseAddr("10.247.0.1")
 	for _, s := range []struct{ from, to *side }{{a, b}, {b, a}} {
@@ -244,7 +244,7 @@ func TestPingOfTheGateways(t *testing.T) {
 }
 
 // A packet to the in-process endpoint must not be written to the TUN.
-func TestPingIsDelivered(t *testing.T) {
+func TestPingOfTheInProcessEndpointIsDelivered(t *testing.T) {
 	a, _ := twins(t)
 	in := packettest.Build(packettest.IP{Src: netip.MustParseAddr("10.246.3.4"), Dst: netip.MustParseAddr("10.247.0.1")}, packettest.Echo{ID: 1})
 	var v packet.View
@@ -259,7 +259,7 @@ func TestPingIsDelivered(t *testing.T) {
 // Cluster A maps a pod of C as an endpoint for B (docs/liqo-v0.md, section 7.4). A packet from
 // B's tunnel must enter C's tunnel with both translations. The reply and an ICMP error must
 // undo both.
-func TestThirdClusterTransit(t *testing.T) {
+func TestTransitToAThirdClusterTranslatesBothEnds(t *testing.T) {
 	e := natengine.New(natengine.Config{})
 	addr, prefixes := netip.MustParseAddr, func(s string) []netip.Prefix { return []netip.Prefix{netip.MustParsePrefix(s)} }
 	pods := netip.MustParsePrefix("10.244.0.0/16")

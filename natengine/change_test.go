@@ -11,7 +11,7 @@ import (
 
 // Peers are added, changed and removed at random. An engine that applied each change must give
 // the same verdicts as a new engine with all peers. No table may change after it is published.
-func TestEngineAfterPeerChangesEqualsAFullConfiguration(t *testing.T) {
+func TestEngineAfterChangesEqualsANewEngineWithAllPeers(t *testing.T) {
 	rng := rand.New(rand.NewPCG(14, 1))
 	network := func() netip.Prefix {
 		if rng.IntN(6) == 0 {

@@ -28,7 +28,7 @@ func TestImportsOnlyPacketAndPrefixTable(t *testing.T) {
 	}
 }
 
-func TestEveryDropHasALabelOfItsOwn(t *testing.T) {
+func TestEveryDropReasonHasAUniqueLabel(t *testing.T) {
 	seen := map[string]bool{}
 	for _, d := range Drops() {
 		if l := d.String(); l == "" || seen[l] || strings.ToLower(l) != l || strings.Contains(l, " ") || d.Explain() == "" {
@@ -156,7 +156,7 @@ func TestDefaultDeny(t *testing.T) {
 }
 
 // 10.0.0.0/8 contains no special-purpose address, 0.0.0.0/1 contains several networks of them.
-func TestSpecialAddressesInsideAWidePrefix(t *testing.T) {
+func TestSpecialAddressesInsideAWidePrefixAreRefused(t *testing.T) {
 	p := Peer{ID: "b", RemotePods: pfxs("128.0.0.0/1"), Pods: []Remap{{pfx("0.0.0.0/1"), pfx("128.0.0.0/1")}}}
 	e := newEngine(t, Config{}, p)
 	out(t, e, udp("1.2.3.4:1", "129.2.3.4:2"), 0)
@@ -183,7 +183,7 @@ func TestPrefixMapNeverReachesTheInProcessEndpoint(t *testing.T) {
 	refused(t, e, Inbound, b, 0, DropDestination)
 }
 
-func TestSingleAddressIsPodAndNAPTAddress(t *testing.T) {
+func TestOneAddressPrefixServesAsPodAndNAPTAddress(t *testing.T) {
 	p := Peer{ID: "b", RemotePods: pfxs("10.71.0.0/16"), Pods: []Remap{{pfx("10.244.1.1/32"), pfx("10.246.1.1/32")}}}
 	e := newEngine(t, Config{}, p)
 	src, _ := out(t, e, udp("10.244.1.1:1", "10.71.0.5:2"), 0)
@@ -196,7 +196,7 @@ func TestSingleAddressIsPodAndNAPTAddress(t *testing.T) {
 	refused(t, e, Outbound, udp("10.244.1.1:7", "10.71.0.5:2"), 0, DropFlowClash)
 }
 
-func TestMSSIsClampedBothWays(t *testing.T) {
+func TestMSSIsClampedInBothDirections(t *testing.T) {
 	p := peerB()
 	p.MSS = 1300
 	p.RemotePods = append(p.RemotePods, pfx("fd71::/64"))
@@ -316,7 +316,7 @@ func TestFlowsAreListed(t *testing.T) {
 	}
 }
 
-func TestPeerStateIsStableAndCounts(t *testing.T) {
+func TestPeerStateAndCountersSurviveRuleChanges(t *testing.T) {
 	e := newEngine(t, Config{}, peerB(), peerC())
 	b := e.Peers()[0]
 	b.CountTraffic(Outbound, 3, 300)
@@ -341,7 +341,7 @@ func TestPeerStateIsStableAndCounts(t *testing.T) {
 
 // Neither a packet of a known flow nor opening a flow may allocate, apart from the growth of
 // tables.
-func TestKnownPathsDoNotAllocate(t *testing.T) {
+func TestForwardingAndOpeningFlowsDoNotAllocate(t *testing.T) {
 	p := peerB()
 	p.MSS = 1300
 	e := newEngine(t, Config{}, p)
@@ -382,7 +382,7 @@ func TestKnownPathsDoNotAllocate(t *testing.T) {
 // This test is for the race detector: packets in both directions, rule changes, sweeps and
 // statistics run concurrently. A packet that passes must be translated by the old or the new
 // rules, and its checksums must be correct.
-func TestEverythingAtOnce(t *testing.T) {
+func TestConcurrentPacketsRuleChangesAndSweepsStayConsistent(t *testing.T) {
 	e := newEngine(t, Config{MaxFlows: 300}, peerB(), peerC())
 	var done, wg sync.WaitGroup
 	stop := make(chan struct{})
@@ -660,8 +660,8 @@ func TestLookupComparesTheWholeTuple(t *testing.T) {
 	}
 }
 
-// TestTableStaysConsistent opens, expires and evicts flows at random for a while.
-func TestTableStaysConsistent(t *testing.T) {
+// TestTableStaysConsistentUnderRandomFlows opens, expires and evicts flows at random for a while.
+func TestTableStaysConsistentUnderRandomFlows(t *testing.T) {
 	e := newEngine(t, Config{MaxFlows: 5000, MaxFlowsPerHost: 5000}, peerB())
 	var v packet.View
 	tmpl := udp("192.168.1.1:4000", "10.71.0.5:53")

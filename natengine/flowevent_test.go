@@ -79,7 +79,7 @@ func TestFlowEventsCoverOpenCloseAndRefusal(t *testing.T) {
 
 // The open flows must be those that were reported as opened and not as closed. A sample must
 // contain both the opening and the closing of a flow, or neither.
-func TestEventsOfFlowsBalance(t *testing.T) {
+func TestFlowEventsMatchTheOpenFlows(t *testing.T) {
 	for _, sample := range []int{1, 7} {
 		rng := rand.New(rand.NewPCG(1, uint64(sample)))
 		e := newEngine(t, Config{MaxFlows: 40, MaxFlowsPerHost: 15}, peerB(), peerC())

@@ -80,7 +80,7 @@ func sendAll(t testing.TB, e *Engine, dir Direction, fragments [][]byte, order [
 	return left, held
 }
 
-func TestFragmentsOfNAPTFollowTheFirstInAnyOrder(t *testing.T) { // RFC 4787, REQ-14
+func TestFragmentsBehindNAPTPassInAnyOrder(t *testing.T) { // RFC 4787, REQ-14
 	for _, family := range []struct{ node, remote, nat string }{
 		{"192.168.1.1:4000", "10.71.0.5:53", "10.246.0.0"}, {"[fd01::1]:4000", "[fd71::5]:53", "fd46::"},
 	} {
@@ -142,7 +142,7 @@ func TestFragmentsToTheInProcessEndpointAreDelivered(t *testing.T) {
 	}
 }
 
-func TestFragmentsShareTheFateOfTheFirst(t *testing.T) {
+func TestFragmentsAreDroppedWithTheFirst(t *testing.T) {
 	e := newEngine(t, Config{}, peerB())
 	_, fragments := datagram("10.71.0.5:53", "10.246.0.0:4000", 77) // there is no flow
 	for n, i := range []int{1, 0, 2} {
@@ -179,7 +179,7 @@ func TestFragmentsToUnmappedAddressesAreNotHeld(t *testing.T) {
 	refused(t, e, Inbound, fragments[1], 0, DropDestination)
 }
 
-func TestFragmentsOfEqualIDAreKeptApart(t *testing.T) {
+func TestFragmentsWithEqualIDAndOtherAddressesAreKeptApart(t *testing.T) {
 	e := newEngine(t, Config{}, peerB(), peerC())
 	sources := []string{"192.168.1.1:4000", "192.168.1.2:4000"}
 	var all [][]byte
@@ -194,7 +194,7 @@ func TestFragmentsOfEqualIDAreKeptApart(t *testing.T) {
 	}
 }
 
-func TestAnIdentificationIsFreedAfterItsDatagram(t *testing.T) {
+func TestIdentificationCanBeReusedAfterItsDatagram(t *testing.T) {
 	e := newEngine(t, Config{}, peerB())
 	out(t, e, udp("192.168.1.1:4000", "10.71.0.5:53"), 0)
 	for i, src := range []string{"192.168.1.1:4000", "192.168.1.1:5000"} { // complete datagrams
@@ -213,7 +213,7 @@ func TestAnIdentificationIsFreedAfterItsDatagram(t *testing.T) {
 // The second first fragment may belong to another datagram that reuses the identification too
 // early (RFC 4963). It may also be an attempt to put two flows into one datagram. Later
 // fragments could belong to either, so none may pass.
-func TestSecondFirstFragmentOfOtherPortsEndsTheDatagram(t *testing.T) {
+func TestSecondFirstFragmentWithOtherPortsEndsTheDatagram(t *testing.T) {
 	e := newEngine(t, Config{}, peerB())
 	_, one := datagram("192.168.1.1:4000", "10.71.0.5:53", 77)
 	_, other := datagram("192.168.1.1:5000", "10.71.0.5:53", 77)
@@ -265,7 +265,7 @@ func TestFragmentsOfTwoHostsAreNotMixed(t *testing.T) {
 	}
 }
 
-func TestDuplicateFragmentPassesOnce(t *testing.T) {
+func TestDuplicateFragmentIsDropped(t *testing.T) {
 	e := newEngine(t, Config{}, peerB())
 	_, fragments := datagram("192.168.1.1:4000", "10.71.0.5:53", 77)
 	var left [][]byte
@@ -299,7 +299,7 @@ func peer46() Peer {
 	return p
 }
 
-func TestFragmentsThatContradictEachOtherEndTheDatagram(t *testing.T) { // RFC 5722, section 4; RFC 8200, section 4.5
+func TestContradictoryOutboundFragmentsEndTheDatagram(t *testing.T) { // RFC 5722, section 4; RFC 8200, section 4.5
 	type part struct {
 		off, size int
 		more      bool
@@ -347,7 +347,7 @@ func TestFragmentsThatContradictEachOtherEndTheDatagram(t *testing.T) { // RFC 5
 
 // This fragment has the same octets as the last one, but states that more follow. It is not a
 // duplicate, so no further fragment of the datagram may pass.
-func TestARepeatedLastFragmentMarkedAsMoreEndsTheDatagram(t *testing.T) {
+func TestRepeatedLastFragmentWithTheMoreBitEndsTheDatagram(t *testing.T) {
 	for _, v6 := range []bool{false, true} {
 		for _, lies := range []bool{false, true} {
 			e := newEngine(t, Config{}, peer46())
@@ -364,7 +364,7 @@ func TestARepeatedLastFragmentMarkedAsMoreEndsTheDatagram(t *testing.T) {
 // A receiver that prefers later fragments could otherwise be sent to another port than the one
 // that the engine checked. The fragment header does not name TCP, so the check of RFC 3128
 // does not apply.
-func TestHeaderBehindIPv6OptionsCannotBeOverwritten(t *testing.T) {
+func TestTransportHeaderAfterIPv6OptionsCannotBeOverwritten(t *testing.T) {
 	e := newEngine(t, Config{}, peer46())
 	src, dst := ip("fd01::1"), ip("fd71::5")
 	options := []byte{6, 0, 1, 4, 0, 0, 0, 0} // next header TCP, then a PadN option
@@ -388,7 +388,7 @@ func TestHeaderBehindIPv6OptionsCannotBeOverwritten(t *testing.T) {
 	}
 }
 
-func TestFragmentsOfIPv6WithOptionsAreForgottenWhenWhole(t *testing.T) {
+func TestFragmentStoreForgetsACompleteIPv6DatagramWithOptions(t *testing.T) {
 	e := newEngine(t, Config{}, peer46())
 	for id, behind := range []bool{false, true} {
 		h := packettest.IP{Src: ip("fd01::1"), Dst: ip("fd71::5"), Extensions: []packettest.Extension{{Kind: 60, Data: []byte{1, 4, 0, 0, 0, 0}}}}
@@ -468,7 +468,7 @@ func TestEachOctetOfADatagramPassesOnce(t *testing.T) {
 	}
 }
 
-func TestAFragmentFloodOfOneHostLeavesRoomForOthers(t *testing.T) {
+func TestFragmentFloodOfOneHostLeavesRoomForOtherHosts(t *testing.T) {
 	for _, order := range [][]int{{0}, {1}} { // first fragments without later ones, and later ones without the first
 		e := newEngine(t, Config{}, peerB())
 		_, mine := datagram("192.168.1.1:4000", "10.71.0.5:53", 77)
@@ -485,7 +485,7 @@ func TestAFragmentFloodOfOneHostLeavesRoomForOthers(t *testing.T) {
 	}
 }
 
-func TestHeldOctetsOfOneHostLeaveRoomForOthers(t *testing.T) {
+func TestHeldFragmentsOfOneHostLeaveRoomForOtherHosts(t *testing.T) {
 	e := newEngine(t, Config{MaxFragmentBytes: 40_000}, peerB())
 	_, mine := datagram("192.168.1.1:4000", "10.71.0.5:53", 77)
 	sendAll(t, e, Outbound, mine, []int{1, 2}, 0)
@@ -508,7 +508,7 @@ func TestHeldOctetsOfOneHostLeaveRoomForOthers(t *testing.T) {
 
 // Under any concurrency each fragment must be forwarded or counted once, and nothing may
 // remain in the store.
-func TestFragmentsOfManyGoroutinesDuringRuleChanges(t *testing.T) {
+func TestConcurrentFragmentsAreForwardedOrCountedDuringRuleChanges(t *testing.T) {
 	e := newEngine(t, Config{MaxFragmentSets: 16, MaxFragmentBytes: 30_000, MaxFragmentsPerSet: 4}, peer46())
 	changed := peer46()
 	changed.Endpoints = changed.Endpoints[:1]
@@ -603,7 +603,7 @@ func elsewhere() Peer {
 }
 
 // A packet may have been checked by the old rules just before they are replaced.
-func TestFragmentsFollowTheNewRule(t *testing.T) {
+func TestFragmentsAreTranslatedByTheNewRule(t *testing.T) {
 	e := newEngine(t, Config{}, peerB())
 	_, fragments := datagram("192.168.1.1:4000", "10.71.0.5:53", 77)
 	old := e.rules.Load().remote(ip("10.71.0.5"))
@@ -649,7 +649,7 @@ func TestFragmentsFollowTheNewRule(t *testing.T) {
 	}
 }
 
-func TestOneDatagramCannotTakeAllOctets(t *testing.T) {
+func TestDatagramLargerThanTheFragmentStoreIsDropped(t *testing.T) {
 	e := newEngine(t, Config{MaxFragmentBytes: 2000}, peerB())
 	_, fragments := datagram("192.168.1.1:4000", "10.71.0.5:53", 77)
 	sendAll(t, e, Outbound, fragments, []int{1}, 0)
@@ -715,14 +715,14 @@ func TestFragmentStoreIsBounded(t *testing.T) { // RFC 4787, REQ-14; RFC 6146, s
 	sendAll(t, e, Outbound, fragments, []int{2, 1, 0}, 0)
 }
 
-func TestTooManyFragmentsOfOneDatagram(t *testing.T) {
+func TestFragmentsBeyondTheBoundOfADatagramAreDropped(t *testing.T) {
 	e := newEngine(t, Config{MaxFragmentsPerSet: 1}, peerB())
 	_, fragments := datagram("192.168.1.1:4000", "10.71.0.5:53", 77)
 	sendAll(t, e, Outbound, fragments, []int{1}, 0)
 	refused(t, e, Outbound, fragments[2], 0, DropFragmentStoreFull)
 }
 
-func TestTooManyGapsInOneDatagram(t *testing.T) {
+func TestDatagramWithTooManyGapsIsDropped(t *testing.T) {
 	e := newEngine(t, Config{MaxFragmentsPerSet: 3}, peerB())
 	for n := range 4 { // the first fragment and three after gaps
 		if _, v := send(t, e, Outbound, piece(false, n*160, 80, true), 0); v.Action != Forward {
@@ -732,7 +732,7 @@ func TestTooManyGapsInOneDatagram(t *testing.T) {
 	refused(t, e, Outbound, piece(false, 800, 80, true), 0, DropFragmentStoreFull)
 }
 
-func TestHeldFragmentIsACopy(t *testing.T) {
+func TestHeldOutboundFragmentIsACopy(t *testing.T) {
 	e := newEngine(t, Config{}, peerB())
 	_, fragments := datagram("192.168.1.1:4000", "10.71.0.5:53", 77)
 	borrowed := bytes.Clone(fragments[1])

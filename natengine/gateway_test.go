@@ -7,7 +7,7 @@ import (
 )
 
 // Behind NAPT a node of ours has the same address as our gateway at the peer.
-func TestOnlyTheGatewayConnectsToThePeersGateway(t *testing.T) {
+func TestOnlyTheGatewayMayConnectToThePeersGateway(t *testing.T) {
 	b := peerB()
 	b.Gateway = ip("10.72.0.1")
 	single := b
@@ -37,7 +37,7 @@ func TestOnlyTheGatewayConnectsToThePeersGateway(t *testing.T) {
 // A node may open a connection before the peer's gateway answers in the tunnel. The rule with
 // the gateway's address must end that connection, and the flow must not be adopted from
 // another gateway.
-func TestAConnectionOlderThanARuleEnds(t *testing.T) {
+func TestGatewayRuleEndsOlderConnectionsToThePeersGateway(t *testing.T) {
 	b := peerB()
 	e := newEngine(t, Config{Self4: ip("169.254.0.1")}, b)
 	node := tcp("192.168.7.5:4000", "10.72.0.1:6443", packet.TCPSyn)

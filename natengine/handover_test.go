@@ -41,7 +41,7 @@ func summaries(e *natengine.Engine) map[string]int {
 
 // Random traffic passes through an engine. Another engine that adopts its flows must have the
 // same flows and treat the next packet of each in the same way.
-func TestAnotherEngineContinuesTheFlows(t *testing.T) {
+func TestAdoptedFlowsContinueInAnotherEngine(t *testing.T) {
 	adopted, established := 0, 0
 	for round := range 60 {
 		rng := rand.New(rand.NewPCG(26, uint64(round)))
@@ -159,7 +159,7 @@ func through(e *natengine.Engine, f natengine.FlowInfo, b []byte, now time.Durat
 	return fmt.Sprintf("%v %v %x", got.Action, got.Drop, v.Bytes())
 }
 
-func TestOnlyPossibleFlowsAreAdopted(t *testing.T) {
+func TestAdoptRefusesImpossibleFlows(t *testing.T) {
 	config := natengine.Config{MaxFlows: 10}
 	engine := func(peers ...natengine.Peer) *natengine.Engine {
 		e := natengine.New(config)

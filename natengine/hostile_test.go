@@ -24,7 +24,7 @@ const hostileFile = "testdata/hostile.txt"
 
 // The packets and the expected results are in testdata/hostile.txt. The start of that file
 // describes its format.
-func TestHostilePackets(t *testing.T) {
+func TestHostilePacketsGetTheExpectedVerdicts(t *testing.T) {
 	text, err := os.ReadFile(hostileFile)
 	if err != nil {
 		t.Fatal(err)

@@ -36,7 +36,7 @@ func passFault(t testing.TB, e *Engine, dir Direction, b []byte, now tick) strin
 	return s
 }
 
-func TestICMPErrorsFollowTheQuotedPacket(t *testing.T) { // RFC 5508, REQ-4 and 5
+func TestICMPErrorsAreTranslatedByTheQuotedPacket(t *testing.T) { // RFC 5508, REQ-4 and 5
 	pod := peerB()
 	pod.Endpoints = append(pod.Endpoints, Endpoint{ip("10.244.3.3"), ip("10.247.0.33")})
 	for _, c := range []struct {
@@ -150,7 +150,7 @@ func TestICMPErrorsWithoutMatchAreDropped(t *testing.T) { // RFC 5508, REQ-3 to 
 	}
 }
 
-func TestICMPErrorsNeitherOpenRefreshNorEnd(t *testing.T) { // RFC 4787, REQ-12; RFC 5508, REQ-6; RFC 7857
+func TestICMPErrorsNeitherOpenRefreshNorEndFlows(t *testing.T) { // RFC 4787, REQ-12; RFC 5508, REQ-6; RFC 7857
 	e := newEngine(t, Config{}, peerB())
 	out(t, e, udp("192.168.1.1:4000", "10.71.0.5:80"), 0)
 	b := fault("10.71.0.1", "10.246.0.0", udp("10.246.0.0:4000", "10.71.0.5:80"), 28)
@@ -166,7 +166,7 @@ func TestICMPErrorsNeitherOpenRefreshNorEnd(t *testing.T) { // RFC 4787, REQ-12;
 
 // A pod of B traces the route to a host of ours. Our node must appear with the NAPT address,
 // because the peer knows no other address for it. An RFC 4884 extension must not change.
-func TestTimeExceededShowsTheNAPTAddress(t *testing.T) {
+func TestTimeExceededFromANodeComesFromTheNAPTAddress(t *testing.T) {
 	e := newEngine(t, Config{}, peerB())
 	b := packettest.Build(packettest.IP{Src: ip("192.168.0.254"), Dst: ip("10.71.0.5")},
 		packettest.ICMPError{Type: 11, Quote: udp("10.71.0.5:33434", "10.244.1.1:33434"), Extension: []byte{0x20, 0, 0xdf, 0xff, 0, 4, 1, 1}})
@@ -182,7 +182,7 @@ func TestTimeExceededShowsTheNAPTAddress(t *testing.T) {
 
 // The kernel of the gateway's namespace is a hop of its own. The peer must see it under the
 // address at which it checks the gateway.
-func TestTimeExceededShowsTheGateway(t *testing.T) {
+func TestTimeExceededFromTheGatewayComesFromItsMappedAddress(t *testing.T) {
 	p := peerB()
 	p.RemotePods = append(p.RemotePods, pfx("fd71::/64"))
 	p.Pods = append(p.Pods, Remap{pfx("fd44::/64"), pfx("fd46::/64")})

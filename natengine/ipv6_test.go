@@ -31,7 +31,7 @@ func last(p netip.Prefix) netip.Addr {
 	return a
 }
 
-func TestIPv6PrefixesOfEveryKindAreMappedToTheirLastAddress(t *testing.T) {
+func TestIPv6PrefixMapsOfAnyLengthCoverTheWholePrefix(t *testing.T) {
 	for _, c := range []struct{ from, to, remote string }{
 		{"fd44::/56", "fd46::/56", "fd71::/48"},
 		{"fd44:1:2::/48", "fd46:f:f::/48", "fd71::/64"},
@@ -77,7 +77,7 @@ func TestIPv6PrefixesOfEveryKindAreMappedToTheirLastAddress(t *testing.T) {
 }
 
 // They must be unreachable both as pods of a wide prefix and as mapped endpoints.
-func TestMetadataServicesAreNotReached(t *testing.T) {
+func TestMetadataServicesAreUnreachable(t *testing.T) {
 	wide := Peer{ID: "b", RemotePods: pfxs("2001:db8::/32"), Pods: []Remap{{pfx("fd00::/8"), pfx("fc00::/8")}}, External: pfxs("fe00::/16")}
 	e := newEngine(t, Config{}, wide)
 	for _, real := range []string{"fd00:ec2::254", "fd00:ec2::253", "fd20:ce::254"} {
@@ -95,7 +95,7 @@ func TestMetadataServicesAreNotReached(t *testing.T) {
 
 // Lookups must agree with a linear search. This includes rounds with more prefix lengths than
 // tables, and addresses next to the edges of networks.
-func TestTable6FindsWhatALinearSearchFinds(t *testing.T) {
+func TestIPv6RemoteLookupAgreesWithALinearSearch(t *testing.T) {
 	rng := rand.New(rand.NewPCG(5, 6))
 	tries := 0
 	for round := range 200 {
@@ -136,7 +136,7 @@ func TestTable6FindsWhatALinearSearchFinds(t *testing.T) {
 
 // The two words of a network are hashed separately, so that a difference in one word cannot
 // compensate for a difference in the other.
-func TestChosenNetworksDoNotCollideMoreOften(t *testing.T) {
+func TestAdversarialIPv6NetworksDoNotCollideMoreOften(t *testing.T) {
 	for name, of := range map[string]func(i uint64) (hi, lo uint64){
 		"in a row":            func(i uint64) (hi, lo uint64) { return 0xfd<<56 | i<<8, 0 },
 		"with equal sums":     func(i uint64) (hi, lo uint64) { return 0xfd<<56 + i<<16, -i << 16 },
@@ -165,7 +165,7 @@ func TestChosenNetworksDoNotCollideMoreOften(t *testing.T) {
 	}
 }
 
-func TestFamiliesOfOnePeerAreKeptApart(t *testing.T) {
+func TestIPv4AndIPv6OfOnePeerAreIndependent(t *testing.T) {
 	e := newEngine(t, Config{}, peerSix())
 	// Both NAPT addresses have the same port, and neither may match packets of the other.
 	four, _ := out(t, e, udp("192.168.1.1:4000", "10.71.0.5:53"), 0)

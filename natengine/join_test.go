@@ -53,7 +53,7 @@ func received(t testing.TB, verdict Verdict, first []byte) (p packettest.Packet,
 
 // Fragments of any size in any order must give the same result as the whole datagram. No
 // packet may leave before the last fragment arrives.
-func TestInboundFragmentsBecomeTheDatagram(t *testing.T) {
+func TestInboundFragmentsAreJoinedToTheDatagram(t *testing.T) {
 	rng := rand.New(rand.NewPCG(4, 1))
 	for n := range 1500 {
 		ends := joinEnds[n%len(joinEnds)]
@@ -90,7 +90,7 @@ func TestInboundFragmentsBecomeTheDatagram(t *testing.T) {
 	}
 }
 
-func TestJoinedDatagramMayBeCutAgain(t *testing.T) {
+func TestJoinedDatagramMayBeFragmentedAgain(t *testing.T) {
 	e := joinEngine(t, Config{})
 	_, fragments := datagram("10.71.0.5:4000", "10.246.1.1:53", 77)
 	for _, f := range fragments {
@@ -108,7 +108,7 @@ func TestJoinedDatagramMayBeCutAgain(t *testing.T) {
 // and to the NAPT address. None of their fragments may leave, the store must stay within its
 // bounds, and each fragment must be counted. Datagrams of another pod of the same peer, and of
 // another peer, must still arrive.
-func TestNodeSeesNoIncompleteDatagramOfAPeer(t *testing.T) {
+func TestNodeReceivesNoIncompleteDatagramFromAPeer(t *testing.T) {
 	for name, parts := range map[string][]int{"only the first": {0}, "only the last": {2}, "the middle missing": {0, 2}, "only the middle": {1}} {
 		for _, spoofs := range []bool{false, true} { // the flood comes from one pod of the peer, or from forged sources by its gateway
 			{
@@ -156,7 +156,7 @@ func TestNodeSeesNoIncompleteDatagramOfAPeer(t *testing.T) {
 	}
 }
 
-func TestInboundFragmentsThatContradictEndTheDatagram(t *testing.T) { // RFC 5722, RFC 8200, section 4.5
+func TestContradictoryInboundFragmentsEndTheDatagram(t *testing.T) { // RFC 5722, RFC 8200, section 4.5
 	for _, ends := range joinEnds[:2] {
 		whole, _ := datagram(ends.src, ends.dst, 0)
 		part := func(off, size int, more bool) []byte { return pieceOf(whole, off, size, more, 77) }
@@ -194,7 +194,7 @@ func TestInboundFragmentsThatContradictEndTheDatagram(t *testing.T) { // RFC 572
 	}
 }
 
-func TestTooManyInboundFragmentsOfOneDatagram(t *testing.T) {
+func TestInboundFragmentsBeyondTheBoundOfADatagramAreDropped(t *testing.T) {
 	e := joinEngine(t, Config{MaxFragmentsPerSet: 2})
 	whole, _ := datagram("10.71.0.5:4000", "10.246.1.1:53", 0)
 	for n := range 3 {
@@ -253,7 +253,7 @@ func TestAnUndeliverableInboundDatagramIsRefused(t *testing.T) {
 	}
 }
 
-func TestInboundFragmentIsACopy(t *testing.T) {
+func TestHeldInboundFragmentIsACopy(t *testing.T) {
 	e := joinEngine(t, Config{})
 	_, fragments := datagram("10.71.0.5:4000", "10.246.1.1:53", 77)
 	for _, i := range []int{2, 0} {

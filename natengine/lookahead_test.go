@@ -112,7 +112,7 @@ func TestLookaheadChangesNoVerdict(t *testing.T) {
 }
 
 // Lookahead must fetch the entry that find will return, and none for 1:1 maps.
-func TestLookaheadFindsTheEntryOfThePacket(t *testing.T) {
+func TestLookaheadFetchesTheEntryThatFindReturns(t *testing.T) {
 	e := newEngine(t, Config{}, lookaheadPeer())
 	fill(t, e, lookaheadFrom, spread)
 	var ahead Lookahead
@@ -145,7 +145,7 @@ func TestLookaheadFindsTheEntryOfThePacket(t *testing.T) {
 
 // This test is for the race detector: the table changes while its slots and entries are
 // fetched.
-func TestLookaheadDuringWrites(t *testing.T) {
+func TestLookaheadIsSafeDuringWrites(t *testing.T) {
 	e := newEngine(t, Config{MaxFlows: lookaheadFrom + 2000}, lookaheadPeer())
 	fill(t, e, lookaheadFrom+1000, spread)
 	stop := make(chan struct{})

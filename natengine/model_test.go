@@ -831,7 +831,7 @@ func TestEngineAgreesWithModel(t *testing.T) {
 // Four goroutines send such packets concurrently, while time passes, sweeps run and rules
 // change. Afterwards the tables must be consistent, and no two flows may have the same tuple.
 // After all flows have expired, no port or host may be in use.
-func TestGoroutinesLeaveTheTablesConsistent(t *testing.T) {
+func TestConcurrentPacketsLeaveTheTablesConsistent(t *testing.T) {
 	for _, c := range []natengine.Config{{}, {MaxFlows: 40, MaxFlowsPerHost: 6}, {MaxFlows: 30, MaxFlowsPerPeer: 25, RandomPorts: true}} {
 		e := natengine.New(c)
 		if err := e.SetPeers(modelPeers(command{cmdRules, 16})); err != nil {

@@ -94,7 +94,7 @@ func TestTooBigQuotesTheSendersOwnPacket(t *testing.T) {
 	}
 }
 
-func TestTooBigStaysSilent(t *testing.T) {
+func TestTooBigIsNotSentForICMPErrorsAndLaterFragments(t *testing.T) {
 	e := newEngine(t, Config{}, peerB())
 	data := make([]byte, 1400)
 	fault := packettest.Build(packettest.IP{Src: ip("10.244.1.1"), Dst: ip("10.71.0.5")},
@@ -114,7 +114,7 @@ func TestTooBigStaysSilent(t *testing.T) {
 
 // Behind the NAPT address the sender of a later fragment is unknown. The packet must have no
 // other effect.
-func TestTooBigIsNotSentWithoutPortsBehindTheNAPTAddress(t *testing.T) {
+func TestTooBigIsNotSentForUnknownSendersBehindNAPT(t *testing.T) {
 	p := peerB()
 	p.RemotePods = append(p.RemotePods, pfx("fd71::/64"))
 	p.Pods = append(p.Pods, Remap{pfx("fd44::/64"), pfx("fd46::/64")})
@@ -163,7 +163,7 @@ func TestTooBigErrorsAreRateLimitedForEachPeer(t *testing.T) {
 	}
 }
 
-func TestMTUIsPerPeerAndFollowsTheRules(t *testing.T) {
+func TestEachPeerHasTheMTUOfItsRules(t *testing.T) {
 	p, q := peerB(), peerC()
 	p.MTU, q.MTU = 1328, 0
 	e := newEngine(t, Config{}, p, q)

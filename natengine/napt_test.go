@@ -166,7 +166,7 @@ func TestAPacketInFlightCannotBypassNewRules(t *testing.T) {
 
 // At the pod both addresses have the same tuple. A client that uses them one after the other
 // from one port has two flows with equal tuples there.
-func TestAMappedPodAnswersFromTheLastAddressUsed(t *testing.T) {
+func TestMappedPodRepliesFromTheAddressThatTheClientUsedLast(t *testing.T) {
 	p := peerSix()
 	p.Endpoints = append(p.Endpoints, Endpoint{ip("10.244.3.3"), ip("10.247.0.33")}, Endpoint{ip("fd44::3"), ip("fd47::33")})
 	segment := func(flags uint8) func(from, to string) []byte {
@@ -243,7 +243,7 @@ func TestAMappedPodAnswersFromTheLastAddressUsed(t *testing.T) {
 	}
 }
 
-func TestProtocolsAndPeersHavePortsOfTheirOwn(t *testing.T) {
+func TestEachProtocolAndPeerHasItsOwnPorts(t *testing.T) {
 	e := newEngine(t, Config{}, peerB(), peerC())
 	for _, b := range [][]byte{
 		udp("192.168.1.1:4000", "10.71.0.5:53"), tcp("192.168.1.2:4000", "10.71.0.5:53", packettest.SYN), udp("192.168.1.3:4000", "10.73.0.5:53"),
@@ -253,7 +253,7 @@ func TestProtocolsAndPeersHavePortsOfTheirOwn(t *testing.T) {
 	}
 }
 
-func TestICMPQueriesShareTheAddressByID(t *testing.T) { // RFC 5508, REQ-1
+func TestICMPQueriesShareTheNAPTAddressByIdentifier(t *testing.T) { // RFC 5508, REQ-1
 	e := newEngine(t, Config{}, peerB())
 	ids := map[uint16]string{}
 	for _, host := range []string{"192.168.1.1", "192.168.1.2", "192.168.1.3"} {
@@ -278,7 +278,7 @@ func TestICMPQueriesShareTheAddressByID(t *testing.T) { // RFC 5508, REQ-1
 	refused(t, e, Inbound, request, 0, DropNoFlow)
 }
 
-func TestProtocolWithoutPortsHasOneHostPerRemote(t *testing.T) {
+func TestProtocolWithoutPortsServesOneHostPerRemoteAddress(t *testing.T) {
 	e := newEngine(t, Config{}, peerB())
 	gre := func(src, dst string) []byte {
 		return packettest.Build(packettest.IP{Src: ip(src), Dst: ip(dst)}, packettest.Raw{Proto: 47, Data: []byte("gre")})
@@ -303,7 +303,7 @@ func allAnswered(e *Engine) {
 
 // A pod of ours that forges sources looks like many hosts. The flows of the ports that it
 // takes are never answered.
-func TestFullPortsReuseTheOldestHalfOpenFlow(t *testing.T) {
+func TestNewMappingTakesThePortOfTheOldestHalfOpenFlow(t *testing.T) {
 	e := newEngine(t, Config{}, peer46(), peerC())
 	answered := established(t, e, "192.168.1.1:4000", "10.71.0.5:443", 0)
 	spoken, _ := out(t, e, udp("192.168.1.1:4000", "10.71.0.5:53"), 0)
@@ -354,7 +354,7 @@ func TestFullPortsReuseTheOldestHalfOpenFlow(t *testing.T) {
 }
 
 // A mapping with several flows becomes free when all of them have ended.
-func TestEvictionForAPortGoesOnUntilOneIsFree(t *testing.T) {
+func TestEvictionContinuesUntilAPortIsFree(t *testing.T) {
 	e := newEngine(t, Config{MaxFlowsPerHost: 1 << 20}, peerB())
 	var v packet.View
 	tmpl := udp("192.168.1.1:4000", "10.71.0.5:53")
@@ -455,7 +455,7 @@ func TestScanFindsEveryFreePort(t *testing.T) {
 	}
 }
 
-func TestMappedEndpointAnswersAsSeen(t *testing.T) {
+func TestMappedEndpointRepliesFromItsMappedAddress(t *testing.T) {
 	e := newEngine(t, Config{}, peerB())
 	_, dst := in(t, e, tcp("10.71.0.5:5000", "10.247.0.9:80", packettest.SYN), 0)
 	wantEnd(t, dst, "192.168.7.7:80")
@@ -468,7 +468,7 @@ func TestMappedEndpointAnswersAsSeen(t *testing.T) {
 	refused(t, e, Inbound, tcp("10.71.0.5:5001", "10.247.0.9:80", packettest.RST), 0, DropNoFlow)
 }
 
-func TestMappedPodAnswersAsAddressed(t *testing.T) {
+func TestMappedPodRepliesFromTheAddressThatTheClientUsed(t *testing.T) {
 	p := peerB()
 	p.Endpoints = append(p.Endpoints, Endpoint{ip("10.244.3.3"), ip("10.247.0.33")})
 	e := newEngine(t, Config{}, p)
@@ -480,7 +480,7 @@ func TestMappedPodAnswersAsAddressed(t *testing.T) {
 	wantEnd(t, src, "10.246.3.3:80")
 }
 
-func TestTupleOfAnotherFlowIsNotTaken(t *testing.T) {
+func TestFlowWithTheTupleOfAnotherFlowIsRefused(t *testing.T) {
 	e := newEngine(t, Config{}, peerB())
 	out(t, e, udp("192.168.7.7:80", "10.71.0.5:5000"), 0) // opened by the endpoint itself
 	refused(t, e, Inbound, udp("10.71.0.5:5000", "10.247.0.9:80"), 0, DropFlowClash)
@@ -636,7 +636,7 @@ func TestUnsolicitedSYNIsDroppedSilently(t *testing.T) {
 
 // After a restart of the engine, the inside host opens the flow again, with the same port if
 // that is free.
-func TestConnectionGoesOnWithoutItsFlow(t *testing.T) {
+func TestConnectionContinuesAfterItsFlowIsLost(t *testing.T) {
 	e := newEngine(t, Config{}, peerB())
 	refused(t, e, Inbound, tcp("10.71.0.5:80", "10.246.0.0:4000", packettest.ACK), 0, DropNoFlow)
 	refused(t, e, Outbound, tcp("192.168.1.1:4000", "10.71.0.5:80", packettest.RST|packettest.ACK), 0, DropNoFlow)
@@ -651,7 +651,7 @@ func TestConnectionGoesOnWithoutItsFlow(t *testing.T) {
 // A gateway that has lost its flows must not send packets of a mapped endpoint from the NAPT
 // address in mid-connection. The client would answer with a RST to that address, which would
 // be translated back into the connection.
-func TestMappedEndpointThatSendsFirstKeepsItsConnection(t *testing.T) {
+func TestMappedEndpointKeepsItsConnectionAfterTheFlowIsLost(t *testing.T) {
 	const client, seen, real = "10.71.0.5:4000", "10.247.0.9:80", "192.168.7.7:80"
 	for _, flags := range []uint8{packettest.ACK, packettest.ACK | packettest.PSH, packettest.SYN | packettest.ACK, packettest.FIN | packettest.ACK, 0} {
 		e := newEngine(t, Config{}, peerB()) // without any flow
@@ -695,7 +695,7 @@ func TestIdleTimeouts(t *testing.T) { // RFC 4787, REQ-5; RFC 5508, REQ-2
 	}
 }
 
-func TestExpiredFlowIsGoneWithoutSweep(t *testing.T) {
+func TestExpiredFlowEndsBeforeTheSweep(t *testing.T) {
 	e := newEngine(t, Config{}, peerB())
 	out(t, e, udp("192.168.1.1:4000", "10.71.0.5:53"), 0)
 	refused(t, e, Inbound, udp("10.71.0.5:53", "10.246.0.0:4000"), at(301), DropNoFlow)
@@ -747,7 +747,7 @@ func TestClosedConnectionsMayBeEvicted(t *testing.T) {
 	out(t, e, udp("192.168.1.3:4000", "10.71.0.5:53"), 0)
 }
 
-func TestOnePeersFloodLeavesOthersAlone(t *testing.T) {
+func TestFloodOfOnePeerDoesNotAffectOtherPeers(t *testing.T) {
 	e := newEngine(t, Config{MaxFlows: 1000}, peerB(), peerC())
 	seen := established(t, e, "192.168.1.1:4000", "10.71.0.5:80", 0)
 	var v packet.View
@@ -786,7 +786,7 @@ func TestPortIsFreeAgainAfterItsLastFlow(t *testing.T) {
 	wantEnd(t, src, "10.246.0.0:4000")
 }
 
-func TestAnotherPortHasTheSameParity(t *testing.T) { // RFC 4787, REQ-4
+func TestReplacementPortHasTheSameParity(t *testing.T) { // RFC 4787, REQ-4
 	for _, want := range []uint16{0, 80, 443, 1024, 5060, 5061, 65535} {
 		var s portSet
 		s.take(want)
@@ -801,7 +801,7 @@ func TestAnotherPortHasTheSameParity(t *testing.T) { // RFC 4787, REQ-4
 
 // Ports are taken one by one: first those of the same parity, then the others, and for a
 // well-known port finally the user ports.
-func TestEveryPortIsFound(t *testing.T) {
+func TestChooseFindsEveryFreePort(t *testing.T) {
 	for _, c := range []struct {
 		want   uint16
 		class  portClass
@@ -832,7 +832,7 @@ func TestEveryPortIsFound(t *testing.T) {
 	}
 }
 
-func TestTheFirstPortIsRandom(t *testing.T) { // RFC 6056
+func TestEveryPortIsRandomWithRandomPorts(t *testing.T) { // RFC 6056
 	e := newEngine(t, Config{RandomPorts: true}, peerB())
 	kept, seen := 0, map[uint16]bool{}
 	for i := 1; i <= 50; i++ {

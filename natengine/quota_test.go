@@ -38,7 +38,7 @@ func TestHostAtItsQuotaLosesItsOwnOldestHalfOpenFlow(t *testing.T) {
 	e.checkTables(t)
 }
 
-func TestRemoteHostsHaveAQuotaToo(t *testing.T) {
+func TestRemoteHostsHaveAQuota(t *testing.T) {
 	e := newEngine(t, Config{MaxFlowsPerHost: 2}, peerB())
 	for _, p := range []string{"10.71.0.5:1", "10.71.0.5:2"} {
 		in(t, e, udp(p, "10.247.0.9:80"), 0)
@@ -55,14 +55,14 @@ func TestRemoteHostsHaveAQuotaToo(t *testing.T) {
 	e.checkTables(t)
 }
 
-func TestHostQuotaIsOfEachPeer(t *testing.T) {
+func TestHostQuotaAppliesToEachPeerSeparately(t *testing.T) {
 	e := newEngine(t, Config{MaxFlowsPerHost: 1}, peerB(), peerC())
 	established(t, e, "192.168.1.1:1", "10.71.0.5:80", 0)
 	refused(t, e, Outbound, udp("192.168.1.1:2", "10.71.0.5:53"), 0, DropHostQuota)
 	out(t, e, udp("192.168.1.1:2", "10.73.0.5:53"), 0)
 }
 
-func TestQuotasThatAreNotSet(t *testing.T) {
+func TestDefaultQuotas(t *testing.T) {
 	for _, c := range []struct {
 		c                        Config
 		peers, share, peer, host int
@@ -171,7 +171,7 @@ func flood(t testing.TB, e *Engine, n int) (opened int) {
 	return opened
 }
 
-func TestPeerBelowItsShareTakesThePlaceOfOneAbove(t *testing.T) {
+func TestPeerBelowItsShareEvictsAFlowOfAPeerAboveItsShare(t *testing.T) {
 	e := newEngine(t, Config{MaxFlows: 100, MaxFlowsPerPeer: 90}, peerB(), peerC())
 	kept := established(t, e, "192.168.1.1:4000", "10.73.0.5:80", 0)
 	flood(t, e, 1000)
@@ -240,7 +240,7 @@ func TestMaxFlowsIsNeverExceeded(t *testing.T) {
 	}
 }
 
-func TestFloodAtTheQuotaOfAHostDoesNotReachOthers(t *testing.T) {
+func TestFloodOfAHostAtItsQuotaDoesNotAffectOtherHosts(t *testing.T) {
 	e := newEngine(t, Config{MaxFlows: 1000, MaxFlowsPerHost: 200}, peerB())
 	half := port("192.168.1.9:77")
 	out(t, e, udp(half.String(), "10.71.0.5:53"), 0)
@@ -260,7 +260,7 @@ func TestFloodAtTheQuotaOfAHostDoesNotReachOthers(t *testing.T) {
 	e.checkTables(t)
 }
 
-func TestWarnings(t *testing.T) {
+func TestWarningsNameShortTimeoutsAndContradictoryBounds(t *testing.T) {
 	if w := (Config{}).Warnings(); len(w) != 0 {
 		t.Errorf("of the defaults: %q", w)
 	}

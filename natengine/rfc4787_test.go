@@ -103,7 +103,7 @@ func TestRFC4787_REQ5c_DefaultIsFiveMinutes(t *testing.T) {
 	})
 }
 
-func TestRFC4787_REQ6_OutboundPacketsRefresh(t *testing.T) {
+func TestRFC4787_REQ6_OutboundPacketsRefreshTheMapping(t *testing.T) {
 	lasts(t, natengine.Config{}, 5*time.Minute, func(b *box) []byte {
 		seen := source(b.out(datagram(node1+":4000", theirPod+":53")))
 		for range 10 {
@@ -114,7 +114,7 @@ func TestRFC4787_REQ6_OutboundPacketsRefresh(t *testing.T) {
 	})
 }
 
-func TestRFC4787_REQ6a_InboundPacketsRefreshToo(t *testing.T) {
+func TestRFC4787_REQ6a_InboundPacketsRefreshTheMapping(t *testing.T) {
 	lasts(t, natengine.Config{}, 5*time.Minute, func(b *box) []byte {
 		seen := source(b.out(datagram(node1+":4000", theirPod+":53")))
 		for range 10 {
@@ -168,7 +168,7 @@ func TestRFC4787_REQ9_HairpinIsRefused(t *testing.T) {
 	b.refuse(natengine.Inbound, datagram("10.61.1.1:9", "10.61.1.2:80"), natengine.DropNoPeer)
 }
 
-func TestRFC4787_REQ10_NoApplicationIsLookedInto(t *testing.T) {
+func TestRFC4787_REQ10_PayloadsAreNotInspected(t *testing.T) {
 	b := newBox(t, natengine.Config{})
 	b.out(datagram(node2+":5060", "10.71.128.5:5060"))
 	data := []byte("INVITE sip:b@10.71.128.5 SIP/2.0\r\nVia: SIP/2.0/UDP 192.168.1.1:5060\r\nContact: <sip:a@192.168.1.1:5060>\r\n\r\nc=IN IP4 192.168.1.1\r\n")
@@ -226,7 +226,7 @@ func TestRFC4787_REQ12_ICMPDoesNotEndAMapping(t *testing.T) {
 
 // The errors come from the pod, from other pods and from the peer's NAPT address, behind which
 // its routers are. An address that does not belong to the peer is refused.
-func TestRFC4787_REQ12a_ErrorsOfAnyAddressOfThePeerPass(t *testing.T) {
+func TestRFC4787_REQ12a_ErrorsFromAnyAddressOfThePeerPass(t *testing.T) {
 	b := newBox(t, natengine.Config{})
 	seen := source(b.out(datagram(node1+":4000", theirPod+":53")))
 	for _, from := range []string{theirPod, theirOther, "10.71.128.0", "10.72.8.77"} {
@@ -308,7 +308,7 @@ func TestRFC4787_REQ13a_TooBigWithoutDFIsFragmentedInOrder(t *testing.T) {
 	}
 }
 
-func TestRFC4787_REQ14_FragmentsMayComeInAnyOrder(t *testing.T) {
+func TestRFC4787_REQ14_FragmentsMayArriveInAnyOrder(t *testing.T) {
 	rng := rand.New(rand.NewPCG(1, 2))
 	data := make([]byte, 3000)
 	for i := range data {
@@ -336,7 +336,7 @@ func TestRFC4787_REQ14_FragmentsMayComeInAnyOrder(t *testing.T) {
 	}
 }
 
-func TestRFC4787_REQ14a_FragmentFloodHindersNothingElse(t *testing.T) {
+func TestRFC4787_REQ14a_FragmentFloodDoesNotAffectOtherTraffic(t *testing.T) {
 	b := newBox(t, natengine.Config{})
 	flood := packettest.Fragments(datagram(node2+":4000", theirPod+":53", make([]byte, 1400)...), 1200, 0)[1]
 	for id := range 20_000 { // later fragments, whose first fragments never arrive

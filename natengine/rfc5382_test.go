@@ -144,7 +144,7 @@ func TestRFC5382_REQ5a_TimeoutsAreConfigurable(t *testing.T) {
 	})
 }
 
-func TestRFC5382_REQ6_NoApplicationIsLookedInto(t *testing.T) {
+func TestRFC5382_REQ6_PayloadsAreNotInspected(t *testing.T) {
 	b := newBox(t, natengine.Config{})
 	b.connect(node2+":4000", theirPod+":21")
 	b.connect(node1+":4000", theirPod+":21")
@@ -197,7 +197,7 @@ func TestRFC5382_REQ9_DestinationUnreachableIsTranslated(t *testing.T) {
 	}
 }
 
-func TestRFC5382_REQ10_ICMPEndsNoConnection(t *testing.T) {
+func TestRFC5382_REQ10_ICMPErrorsEndNoConnection(t *testing.T) {
 	lasts(t, natengine.Config{}, established, func(b *box) []byte {
 		seen := b.connect(node1+":4000", theirPod+":80")
 		for kind := range 256 {

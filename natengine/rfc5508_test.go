@@ -180,7 +180,7 @@ func TestRFC5508_REQ5_OutboundErrorIsTranslatedOrDropped(t *testing.T) {
 }
 
 // So the output of a traceroute through a gateway stays readable.
-func TestRFC5508_REQ5c_AnIntermediateNodeShowsItsMappedOrTheNATsAddress(t *testing.T) {
+func TestRFC5508_REQ5c_ErrorOfAnIntermediateNodeHasItsMappedOrTheNAPTAddress(t *testing.T) {
 	b := newBox(t, natengine.Config{})
 	probe := datagram(theirPod+":40000", "10.244.1.1:33434")
 	for router, shown := range map[string]string{
@@ -214,7 +214,7 @@ func TestRFC5508_REQ7_HairpinIsRefused(t *testing.T) {
 }
 
 // The packets are those of pods, mapped 1:1.
-func TestRFC5508_REQ10a_UnreachableExceededAndEchoPassBothWays(t *testing.T) {
+func TestRFC5508_REQ10a_UnreachableTimeExceededAndEchoPassInBothDirections(t *testing.T) {
 	b := newBox(t, natengine.Config{})
 	for _, kind := range []uint8{3, 11} {
 		p := b.in(about(theirPod, "10.61.1.1", kind, 1, datagram("10.61.1.1:4000", theirPod+":53")))
@@ -251,7 +251,7 @@ func TestRFC5508_REQ11_OtherMessagesNeedA1To1Map(t *testing.T) {
 
 // A query with identifier 0 opens a flow whose tuple equals that of a message without
 // identifier. The message must not match that flow.
-func TestRFC5508_REQ11_OtherMessagesRideNoFlow(t *testing.T) {
+func TestRFC5508_REQ11_OtherMessagesMatchNoFlow(t *testing.T) {
 	for _, c := range []struct {
 		name, node, nat, peer string
 		request, reply        uint8
@@ -283,7 +283,7 @@ func TestRFC5508_REQ11_OtherMessagesRideNoFlow(t *testing.T) {
 
 // Queries with one identifier must be distinguished by their type and by the side that sends
 // the request. This also applies to the queries of one host, which keep the same identifier.
-func TestRFC5508_REQ1_AReplyFindsItsOwnRequestOnly(t *testing.T) {
+func TestRFC5508_REQ1_AReplyMatchesOnlyItsOwnRequest(t *testing.T) {
 	b := newBox(t, natengine.Config{})
 	b.out(ping(node2, theirPod, 7)) // so that the identifier must change
 	id := b.out(ping(node1, theirPod, 7)).ICMPID

@@ -44,7 +44,7 @@ func TestRFC6888_REQ8_APortMayBeReusedAtOnce(t *testing.T) {
 	b.refuse(natengine.Inbound, datagram(theirPod+":53", natAddress+":4000"), natengine.DropNoFlow)
 }
 
-func TestRFC6888_REQ11_WithoutRoomEstablishedFlowsStay(t *testing.T) {
+func TestRFC6888_REQ11_EstablishedFlowsStayWhenTheTableIsFull(t *testing.T) {
 	b := newBox(t, natengine.Config{MaxFlows: 8})
 	var answers [][]byte
 	for host := range 6 {

@@ -47,7 +47,7 @@ func TestRFC7857_2_TCPSessionTracking(t *testing.T) {
 	}
 }
 
-func TestRFC7857_2_1_OpeningAndClosingHaveTimesOfTheirOwn(t *testing.T) {
+func TestRFC7857_2_1_OpeningAndClosingHaveSeparateTimeouts(t *testing.T) {
 	c := natengine.Config{Timeouts: natengine.Timeouts{TCPTransitory: time.Minute, TCPClosing: 5 * time.Minute}}
 	lasts(t, c, time.Minute, func(b *box) []byte {
 		return segment(theirPod+":80", source(b.out(segment(node1+":4000", theirPod+":80", syn))), synAck)
@@ -77,7 +77,7 @@ func TestRFC7857_2_2_RSTIsTranslatedAndTheFlowWaitsFourMinutes(t *testing.T) {
 
 // A segment within four minutes shows that the connection continues. The RST may have any
 // sequence number, because the engine does not track sequence numbers.
-func TestRFC7857_2_2_AForgedRSTEndsNothing(t *testing.T) {
+func TestRFC7857_2_2_AForgedRSTDoesNotEndTheConnection(t *testing.T) {
 	lasts(t, natengine.Config{}, established, func(b *box) []byte {
 		seen := b.connect(node1+":4000", theirPod+":80")
 		b.in(segment(theirPod+":80", seen, rst))
@@ -106,7 +106,7 @@ func exhaust(b *box) {
 	}
 }
 
-func TestRFC7857_4_WithoutPortsNewSessionsAreDropped(t *testing.T) {
+func TestRFC7857_4_NewSessionsAreDroppedWhenPortsRunOut(t *testing.T) {
 	b := newBox(t, natengine.Config{MaxFlowsPerHost: 1 << 16})
 	exhaust(b)
 	b.refuse(natengine.Outbound, datagram(node2+":4000", theirPod+":53"), natengine.DropPortsExhausted)
@@ -135,7 +135,7 @@ func TestRFC7857_6_FilteringIsProtocolDependent(t *testing.T) {
 	}
 }
 
-func TestRFC7857_7_RefusedPacketsRefreshNothing(t *testing.T) {
+func TestRFC7857_7_RefusedPacketsRefreshNoFlow(t *testing.T) {
 	lasts(t, natengine.Config{}, 5*time.Minute, func(b *box) []byte {
 		seen := source(b.out(datagram(node1+":4000", theirPod+":53")))
 		b.wait(time.Minute)
@@ -146,7 +146,7 @@ func TestRFC7857_7_RefusedPacketsRefreshNothing(t *testing.T) {
 	})
 }
 
-func TestRFC7857_7_1_OutboundErrorsAndRSTsRefreshNothing(t *testing.T) {
+func TestRFC7857_7_1_OutboundErrorsAndRSTsRefreshNoFlow(t *testing.T) {
 	lasts(t, natengine.Config{}, 5*time.Minute, func(b *box) []byte {
 		seen := source(b.out(datagram(node1+":4000", theirPod+":53")))
 		b.wait(time.Minute)
@@ -165,7 +165,7 @@ func TestRFC7857_7_1_OutboundErrorsAndRSTsRefreshNothing(t *testing.T) {
 
 // A port is kept if possible. Otherwise the new port must be random within its whole range
 // (RFC 6056, section 4). With RandomPorts no port is kept.
-func TestRFC7857_9_APortThatChangesIsRandom(t *testing.T) {
+func TestRFC7857_9_ReplacementPortsAreRandom(t *testing.T) {
 	for _, always := range []bool{false, true} {
 		b := newBox(t, natengine.Config{RandomPorts: always})
 		kept, neighbours, low, last := 0, 0, 0, uint16(0)

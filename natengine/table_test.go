@@ -53,7 +53,7 @@ func checkIndex(t *testing.T, x *index, want map[uint32]uint64) {
 
 // Entries are inserted and removed at random. Many hashes start at the same slot, or at the
 // last slots of an array, so that searches wrap around its end.
-func TestIndexFindsWhatWasEntered(t *testing.T) {
+func TestIndexFindsEveryEntry(t *testing.T) {
 	for seed := range uint64(20) {
 		rng := rand.New(rand.NewPCG(seed, 1))
 		var x index
@@ -92,7 +92,7 @@ func TestIndexFindsWhatWasEntered(t *testing.T) {
 // The memory per flow is computed with these loads. A growing index is at least half full.
 // When flows come and go, the load may fall to 5/12, because tombstones may make the index
 // grow once more.
-func TestIndexIsNeverSparse(t *testing.T) {
+func TestIndexIsAtLeastFiveTwelfthsFull(t *testing.T) {
 	var x index
 	const n = 50_000
 	rng := rand.New(rand.NewPCG(5, 6))
@@ -117,7 +117,7 @@ func TestIndexIsNeverSparse(t *testing.T) {
 }
 
 // Tuples that collide in one table must not collide in another.
-func TestHashesAreKeyedByTable(t *testing.T) {
+func TestEachTableHasItsOwnHashKeys(t *testing.T) {
 	k := key{near: addr4(0xac100001), remote: addr4(0x0a000007), word: wordOf(Outbound, 17, 4000, 53)}
 	seen := map[uint64]bool{}
 	for range 100 {
@@ -162,7 +162,7 @@ func TestHashDependsOnEveryBit(t *testing.T) {
 // A sweep in steps must end the same flows as a sweep without pauses. During the pauses,
 // packets open flows of the same peer and refresh flows that the sweep has not reached, and
 // the rules change.
-func TestSweepPausesWithoutALock(t *testing.T) {
+func TestSweepHoldsNoLockDuringPauses(t *testing.T) {
 	const flows, early = 60_000, 20_000
 	e := newEngine(t, Config{MaxFlowsPerHost: flows + 1000}, benchPeers(1)[0])
 	fill(t, e, flows, spread)

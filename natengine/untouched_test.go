@@ -16,7 +16,7 @@ import (
 // total length, identification, DF, TTL and options, and in IPv6 traffic class, flow label,
 // hop limit and extension headers. It applies to the 1:1 path and the NAPT path, in both
 // directions and families.
-func TestIPHeaderFieldsPassUntouched(t *testing.T) {
+func TestIPHeaderFieldsAreUnchanged(t *testing.T) {
 	rng := rand.New(rand.NewPCG(36, 37))
 	for _, is4 := range []bool{true, false} {
 		a, b := errorPair(t, is4, false)
@@ -72,7 +72,7 @@ func sameHeader(t *testing.T, a, b []byte) {
 
 // The engine also forwards packets with a TTL of 0 or 1. The kernel that receives the packet
 // next drops it and sends the ICMP error.
-func TestTTLIsNotLookedAt(t *testing.T) {
+func TestEngineIgnoresTheTTL(t *testing.T) {
 	a, b := errorPair(t, true, false)
 	podA, _, _ := hosts(true, a.pods)
 	podB, _, _ := hosts(true, b.pods)
@@ -90,7 +90,7 @@ func TestTTLIsNotLookedAt(t *testing.T) {
 
 // ICMP messages that are neither query nor error have no identifier for NAPT. They must pass
 // unchanged between pods, and must not pass from a node.
-func TestOtherICMPPassesBetweenPodsOnly(t *testing.T) {
+func TestOtherICMPMessagesPassOnlyBetweenPods(t *testing.T) {
 	for _, is4 := range []bool{true, false} {
 		a, b := errorPair(t, is4, false)
 		podA, _, nodeA := hosts(is4, a.pods)

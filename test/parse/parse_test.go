@@ -240,8 +240,8 @@ func TestRandomOctets(t *testing.T) {
 	t.Log(seen)
 }
 
-// TestHostilePackets compares on the table of package natengine.
-func TestHostilePackets(t *testing.T) {
+// TestParsersAgreeOnHostilePackets compares on the table of package natengine.
+func TestParsersAgreeOnHostilePackets(t *testing.T) {
 	text, err := os.ReadFile("../../natengine/testdata/hostile.txt")
 	if err != nil {
 		t.Fatal(err)
