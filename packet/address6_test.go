@@ -10,8 +10,7 @@ import (
 	"github.com/isthmus-net/isthmus/packet/packettest"
 )
 
-// cornerAddr is an address of IPv6 of which the words make every carry of a sum of 64-bit words
-// happen.
+// cornerAddr returns an IPv6 address whose words often cause carries in a sum of 64-bit words.
 func cornerAddr(rng *rand.Rand) (hi, lo uint64, a netip.Addr) {
 	corner := func() uint64 {
 		if rng.IntN(3) == 0 {

@@ -78,8 +78,8 @@ func BenchmarkParse(b *testing.B) {
 	}
 }
 
-// BenchmarkRemap is a 1:1 prefix map of the source on a parsed view, the whole of what a known pod
-// costs.
+// BenchmarkRemap measures a 1:1 prefix map of the source on a parsed view, which is the whole
+// rewriting of a pod's packet.
 func BenchmarkRemap(b *testing.B) {
 	for _, state := range []packet.ChecksumState{packet.ChecksumComplete, packet.ChecksumPartial} {
 		b.Run(fmt.Sprintf("TCP4/state%d", state), func(b *testing.B) {
@@ -124,7 +124,7 @@ func BenchmarkRemap(b *testing.B) {
 	}
 }
 
-// BenchmarkNAPT is a rewriting of source address and source port.
+// BenchmarkNAPT measures rewriting the source address and source port.
 func BenchmarkNAPT(b *testing.B) {
 	p := benchTCP(false, 0, 1, 1, packettest.ACK, benchData)
 	var v packet.View
@@ -185,15 +185,15 @@ func BenchmarkSegment(b *testing.B) {
 	}
 }
 
-// BenchmarkCoalesce varies how a batch of 128 arrives. Single packets without data are the other
-// end: nothing to gain.
+// BenchmarkCoalesce measures a batch of 128 packets for several orders of arrival. In one case
+// the packets have no data and cannot be joined.
 func BenchmarkCoalesce(b *testing.B) {
 	const batch = 128
 	for _, c := range []struct {
 		name  string
 		v6    bool
 		flows int
-		burst int // packets of one flow in a row
+		burst int // consecutive packets of one flow
 		data  int
 	}{
 		{"OneFlow", false, 1, batch, benchData},
@@ -211,7 +211,7 @@ func BenchmarkCoalesce(b *testing.B) {
 				packets = append(packets, benchTCP(c.v6, flow, uint32(1+sent[flow]*c.data), uint16(sent[flow]), packettest.ACK, c.data))
 				sent[flow]++
 			}
-			heads := make([][]byte, batch) // headers of first packets change: restored before each round
+			heads := make([][]byte, batch) // coalescing changes the headers of first packets, so they are restored before each iteration
 			for i, p := range packets {
 				heads[i] = append([]byte(nil), p[:min(len(p), 72)]...)
 			}

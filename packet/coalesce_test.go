@@ -12,7 +12,7 @@ import (
 	"github.com/isthmus-net/isthmus/packet/packettest"
 )
 
-// whole is what the TUN gets of a run behind the virtio header.
+// whole returns the packet that the TUN receives for a run, without the virtio header.
 func whole(r *packet.Run) []byte {
 	return slices.Concat(append([][]byte{r.View.Bytes()}, r.Tail...)...)
 }
@@ -29,8 +29,8 @@ func coalesce(t testing.TB, c *packet.Coalescer, packets ...[]byte) []packet.Run
 	return c.Runs()
 }
 
-// expand is what a network card makes of a run: the packets on the wire. It checks the run on the
-// way, under the reference.
+// expand returns the packets that a network card makes of a run. It also checks the run with
+// the reference.
 func expand(t testing.TB, r *packet.Run) [][]byte {
 	t.Helper()
 	b := whole(r)
@@ -93,8 +93,8 @@ func TestCoalesceUndoesSegment(t *testing.T) {
 	}
 }
 
-// Whatever arrives, what leaves is the same packets, each flow in its order; only flows are moved
-// against one another.
+// Every packet that was added must leave, and the packets of each flow must keep their order.
+// Packets of different flows may change places.
 func TestCoalesceKeepsEveryPacketAndTheOrderOfEachFlow(t *testing.T) {
 	rng := newRand(14)
 	c := packet.Coalescer{UDP: true}
@@ -135,7 +135,7 @@ func TestCoalesceKeepsEveryPacketAndTheOrderOfEachFlow(t *testing.T) {
 			b := packettest.Build(h, body)
 			switch rng.IntN(30) {
 			case 0:
-				b[len(b)-1] ^= 1 // wrong checksum
+				b[len(b)-1] ^= 1 // makes the checksum wrong
 			case 1:
 				if h.Options == nil {
 					b = packettest.Fragments(b, 64, 3)[rng.IntN(2)%len(packettest.Fragments(b, 64, 3))]
@@ -184,9 +184,9 @@ func TestCoalesceKeepsEveryPacketAndTheOrderOfEachFlow(t *testing.T) {
 	}
 }
 
-// sameSegment compares packets and lets the identification of IPv4 packets with DF differ:
-// segmentation counts it up, and it means nothing there (RFC 6864). The reference has verified the
-// checksums of got.
+// sameSegment compares packets. The identification of IPv4 packets with DF may differ:
+// segmentation counts it up, and it has no meaning with DF (RFC 6864). The reference has
+// verified the checksums of got.
 func sameSegment(got, want []byte) bool {
 	if bytes.Equal(got, want) {
 		return true
@@ -203,16 +203,16 @@ func sameSegment(got, want []byte) bool {
 	return bytes.Equal(a, b)
 }
 
-// step is a packet of one flow; zero fields are those of the plain next segment.
+// step describes a packet of one flow. Zero fields are those of an ordinary next segment.
 type step struct {
 	ip    func(*packettest.IP)
 	tcp   func(*packettest.TCP)
 	bytes func([]byte) []byte
-	size  int // data, 100 when 0, none when negative
+	size  int // octets of data; 0 means 100, a negative value none
 }
 
-// flowPackets makes a flow out of steps: sequence numbers and identifications advance as a sender's
-// do.
+// flowPackets builds the packets of a flow. Sequence numbers and identifications advance like
+// those of a sender.
 func flowPackets(h packettest.IP, steps []step) [][]byte {
 	seq := uint32(1000)
 	var out [][]byte
@@ -251,9 +251,9 @@ func TestCoalesceStopsWhereTheKernelDoes(t *testing.T) {
 	shift := tcp(func(s *packettest.TCP) { s.Seq += 5 })
 	for _, c := range []struct {
 		name   string
-		v6, v4 bool // only for one family when only one is set
+		v6, v4 bool // if only one is set, the case is for this family only
 		steps  []step
-		want   []int // segments of each run
+		want   []int // number of segments of each run
 	}{
 		{"plain", true, true, []step{plain, plain, plain}, []int{3}},
 		{"short segment ends a run", true, true, []step{plain, plain, {size: 99}, plain, plain}, []int{3, 2}},
@@ -315,7 +315,7 @@ func TestCoalesceStopsWhereTheKernelDoes(t *testing.T) {
 				out = append(out, expand(t, &runs[i])...)
 			}
 			if c.want == nil {
-				continue // order between flows: looked at elsewhere
+				continue // another test checks the order between flows
 			}
 			if !slices.Equal(got, c.want) {
 				t.Errorf("%s, IPv6 %t: runs of %v, want %v", c.name, v6, got, c.want)
@@ -349,8 +349,8 @@ func TestCoalesceKeepsInterleavedFlowsOpen(t *testing.T) {
 	}
 }
 
-// Two flows whose condensed keys are equal: bit 4 of the source address and bit 0 of the
-// destination port fall together.
+// The two flows have equal tags: bit 4 of the source address and bit 0 of the destination port
+// affect the same bit of the tag.
 func TestCoalesceSeparatesFlowsWithEqualTags(t *testing.T) {
 	h, s := ip4(), packettest.TCP{SrcPort: 5, DstPort: 80, Seq: 1, Flags: packettest.ACK, Data: make([]byte, 10)}
 	h.DF, h.Src = true, addr("10.1.0.1")
@@ -446,7 +446,7 @@ func TestRewritingARunIsRewritingItsSegments(t *testing.T) {
 			t.Error("partial checksum of the run called wrong")
 		}
 		before := whole(&runs[0])
-		runs[0].View.CompleteChecksum() // cannot see the other segments
+		runs[0].View.CompleteChecksum() // does nothing, because it cannot see the other segments
 		if !bytes.Equal(whole(&runs[0]), before) {
 			t.Error("checksum of a run completed out of its first packet")
 		}

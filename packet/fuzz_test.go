@@ -11,7 +11,7 @@ import (
 	"github.com/isthmus-net/isthmus/packet/packettest"
 )
 
-// seeds are packets of every kind, so that the fuzzer does not have to find out how one looks.
+// seeds adds packets of every kind, so that the fuzzer need not discover their formats.
 func seeds(f *testing.F, add func(b []byte, partial bool)) {
 	f.Helper()
 	rng := newRand(16)
@@ -36,8 +36,8 @@ func other(a netip.Addr) netip.Addr {
 	return addr("fd70::ffff:0:ffff")
 }
 
-// FuzzParse: what parses is within its bytes, a rewriting keeps valid checksums valid and the way
-// back restores the octets.
+// FuzzParse checks that a parsed packet lies within its bytes. A rewriting must keep valid
+// checksums valid, and undoing it must restore the octets.
 func FuzzParse(f *testing.F) {
 	seeds(f, func(b []byte, partial bool) { f.Add(b, partial, uint16(40000)) })
 	f.Fuzz(func(t *testing.T, b []byte, partial bool, port uint16) {
@@ -85,8 +85,8 @@ func FuzzParse(f *testing.F) {
 	})
 }
 
-// sameNumber compares packets and lets a checksum field be either zero of ones' complement: a
-// foreign packet may hold the one that an update does not write.
+// sameNumber compares packets. A checksum field may be either zero of ones' complement,
+// because a packet from elsewhere may contain the zero that an update never writes.
 func sameNumber(a, b []byte) bool {
 	p := packettest.MustDecode(b)
 	fields := []int{}
@@ -107,8 +107,9 @@ func sameNumber(a, b []byte) bool {
 	return bytes.Equal(a, b)
 }
 
-// FuzzQuote: a translation keeps the ICMP checksum and the quoted header checksum right, changes
-// nothing behind the quoted packet and is undone by the way back.
+// FuzzQuote checks that a translation keeps the ICMP checksum and the quoted header checksum
+// correct and changes nothing after the quoted packet. The reverse translation must restore
+// the octets.
 func FuzzQuote(f *testing.F) {
 	seeds(f, func(b []byte, _ bool) {
 		f.Add(b, uint16(40000), uint16(64))
@@ -160,8 +161,8 @@ func FuzzQuote(f *testing.F) {
 	})
 }
 
-// almost allows for the checksum fields of a foreign quoted packet, which may hold the other zero:
-// at most four words differ, each by being 0 on one side and 0xffff on the other.
+// almost compares messages. At most four words may differ, and these must be 0 in one message
+// and 0xffff in the other, because checksums from elsewhere may contain the other zero.
 func almost(a, b []byte) bool {
 	differ := 0
 	for i := 0; i+1 < len(a); i += 2 {
@@ -176,8 +177,8 @@ func almost(a, b []byte) bool {
 	return differ <= 4
 }
 
-// FuzzVirtioHeader: what Validate accepts can be sent: as it is once completed, or cut into
-// segments that add up.
+// FuzzVirtioHeader checks that a packet that Validate accepts can be sent: after its checksum
+// is completed, or as segments with all of its data.
 func FuzzVirtioHeader(f *testing.F) {
 	seeds(f, func(b []byte, partial bool) {
 		h := make([]byte, packet.VirtioHeaderLen)
@@ -252,8 +253,8 @@ func checkSegments(t *testing.T, v *packet.View, size int) {
 	}
 }
 
-// FuzzSegment: segments are those of the reference, and coalescing them gives the superpacket back
-// where it can.
+// FuzzSegment checks that the segments equal those of the reference. If they can be coalesced,
+// they must form the superpacket again.
 func FuzzSegment(f *testing.F) {
 	rng := newRand(17)
 	for range 40 {
@@ -292,7 +293,7 @@ func FuzzSegment(f *testing.F) {
 			at = v.TransportOffset() + 6
 		}
 		want := slices.Clone(v.Bytes())
-		for _, x := range [][]byte{got, want} { // Segment reads neither the header checksum nor the partial one
+		for _, x := range [][]byte{got, want} { // Segment reads neither the header checksum nor the partial checksum
 			if v.Is4() {
 				copy(x[10:12], []byte{0, 0})
 			}
@@ -304,9 +305,9 @@ func FuzzSegment(f *testing.F) {
 	})
 }
 
-// FuzzCoalesce: a batch cut out of the input at will, each packet with a length ahead whose top bit
-// asks for checksums to be made right, which a fuzzer would hardly find. Every packet that parses
-// leaves again, octet by octet or as a segment that the reference makes of a valid run.
+// FuzzCoalesce adds a batch of packets from the input. A length precedes each packet; its top
+// bit requests correct checksums, which a fuzzer would hardly find. Every packet that parses
+// must leave again, either unchanged or as a segment that the reference makes of a valid run.
 func FuzzCoalesce(f *testing.F) {
 	rng := newRand(18)
 	pack := func(packets ...[]byte) (out []byte) {
@@ -361,7 +362,7 @@ func FuzzCoalesce(f *testing.F) {
 	})
 }
 
-// repair makes the checksums of a TCP or UDP packet right.
+// repair corrects the checksums of a TCP or UDP packet.
 func repair(b []byte) {
 	p, err := packettest.Decode(b)
 	if err != nil || p.FragmentOffset > 0 || len(p.Data) == 0 || p.Proto != 6 && p.Proto != 17 {
@@ -371,8 +372,8 @@ func repair(b []byte) {
 	copy(b, fixed[0])
 }
 
-// equalInMeaning compares a segment of a run with a packet that may hold the other zero in a
-// checksum, which no update writes.
+// equalInMeaning compares a segment of a run with a packet. A checksum of the packet may be
+// the other zero of ones' complement, which no update writes.
 func equalInMeaning(got, want []byte) bool {
 	return len(got) == len(want) && (sameNumber(got, want) || sameSegment(zeroSums(got), zeroSums(want)))
 }

@@ -11,7 +11,7 @@ import (
 	"github.com/isthmus-net/isthmus/packet/packettest"
 )
 
-// unhex reads a golden packet: hex digits, a comment behind # on each line.
+// unhex decodes a golden packet: hex digits, with a comment after # on each line.
 func unhex(t testing.TB, text string) []byte {
 	t.Helper()
 	var digits strings.Builder
@@ -45,8 +45,8 @@ func random(rng *rand.Rand, n int) []byte {
 	return b
 }
 
-// corner values of 16 bits come up far more often than chance, since 0 and 0xffff are where
-// checksums go wrong.
+// word returns a random word. Corner values are much more frequent than by chance, because
+// errors in checksums occur at 0 and 0xffff.
 func word(rng *rand.Rand) uint16 {
 	switch rng.IntN(4) {
 	case 0:
@@ -107,7 +107,7 @@ func randBody(rng *rand.Rand) packettest.Body {
 	return packettest.Raw{Proto: [...]uint8{47, 50, 59, 132, 200}[rng.IntN(5)], Data: data}
 }
 
-// sample is a random packet in one of the three checksum states.
+// sample returns a random packet in one of the three checksum states.
 func sample(rng *rand.Rand) ([]byte, packet.ChecksumState) {
 	b := packettest.Build(randIP(rng, rng.IntN(2) == 0), randBody(rng))
 	p := packettest.MustDecode(b)
@@ -115,7 +115,7 @@ func sample(rng *rand.Rand) ([]byte, packet.ChecksumState) {
 		return packettest.Partial(b), packet.ChecksumPartial
 	}
 	if rng.IntN(4) == 0 {
-		fragments := packettest.Fragments(b, 64, rng.Uint32()) // whole transport header in the first, with options
+		fragments := packettest.Fragments(b, 64, rng.Uint32()) // the first fragment contains the whole transport header, with options
 		if len(p.Transport) == 0 {
 			return b, packet.ChecksumComplete
 		}

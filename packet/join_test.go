@@ -14,7 +14,7 @@ import (
 	"github.com/isthmus-net/isthmus/packet/packettest"
 )
 
-// randomDatagram is a whole UDP datagram, with options or extension headers at times.
+// randomDatagram returns a whole UDP datagram, sometimes with options or extension headers.
 func randomDatagram(rng *rand.Rand, most int) []byte {
 	h := packettest.IP{Src: netip.MustParseAddr("10.71.0.5"), Dst: netip.MustParseAddr("10.244.1.1"), ID: uint16(rng.Uint32()), TTL: 9}
 	h.TOS = uint8(rng.IntN(64)) << 2
@@ -32,7 +32,7 @@ func randomDatagram(rng *rand.Rand, most int) []byte {
 	return packettest.Build(h, packettest.UDP{SrcPort: 4000, DstPort: 53, Data: data})
 }
 
-// Fragments of any size in any order make the datagram that was cut.
+// Fragments of any size in any order must be joined to the original datagram.
 func TestJoinUndoesFragmentation(t *testing.T) {
 	rng := rand.New(rand.NewPCG(41, 1))
 	for range 3000 {
@@ -44,7 +44,7 @@ func TestJoinUndoesFragmentation(t *testing.T) {
 		id := packettest.MustDecode(fragments[0]).FragmentID
 		rng.Shuffle(len(fragments), func(i, j int) { fragments[i], fragments[j] = fragments[j], fragments[i] })
 		got, err := packet.Join(fragments)
-		if whole[0]>>4 == 4 { // it keeps the identification of its fragments
+		if whole[0]>>4 == 4 { // the joined datagram keeps the identification of its fragments
 			binary.BigEndian.PutUint16(whole[4:], uint16(id))
 			sumHeader4(whole)
 		}
@@ -104,8 +104,8 @@ func TestJoinRefusesFragmentsThatMakeNoDatagram(t *testing.T) {
 	packettest.Check(t, got, packettest.HeaderChecksum())
 }
 
-// A first fragment with options, and others without, fit their own length fields. The datagram
-// does not.
+// Each fragment fits its own length field: the first one has options, the others have none.
+// The datagram exceeds the length field.
 func TestJoinRefusesDatagramsAboveTheMaximum(t *testing.T) {
 	h := packettest.IP{Src: netip.MustParseAddr("10.71.0.5"), Dst: netip.MustParseAddr("10.244.1.1")}
 	whole := packettest.Build(h, packettest.Raw{Proto: 200, Data: make([]byte, 65515)})
@@ -177,8 +177,8 @@ func TestSplit6RefusesHeadersThatLeaveNoRoom(t *testing.T) {
 	}
 }
 
-// FuzzJoin cuts octets into fragments, and compares Join with a receiver that has a table of octets: both
-// agree which fragments make a datagram, and on its content.
+// FuzzJoin decodes fragments from the input and compares Join with a receiver that has a table
+// of octets. Both must agree whether the fragments form a datagram, and on its content.
 func FuzzJoin(f *testing.F) {
 	whole := packettest.Build(packettest.IP{Src: netip.MustParseAddr("10.71.0.5"), Dst: netip.MustParseAddr("10.244.1.1")}, packettest.UDP{Data: make([]byte, 100)})
 	six := packettest.Build(packettest.IP{Src: netip.MustParseAddr("fd71::5"), Dst: netip.MustParseAddr("fd44::1")}, packettest.UDP{Data: make([]byte, 100)})
@@ -215,7 +215,7 @@ func FuzzJoin(f *testing.F) {
 		}
 		var v packet.View
 		if v.Parse(got, packet.ChecksumComplete) != nil {
-			return // a header that lies about the datagram
+			return // a header that contradicts the datagram
 		}
 		if p := packettest.MustDecode(got); v.IsFragment() || len(got) < len(want) || !bytes.Equal(got[len(got)-len(want):], want) || p.FragmentOffset != 0 {
 			t.Fatalf("%x\nwant at the end\n%x", got, want)
@@ -223,8 +223,8 @@ func FuzzJoin(f *testing.F) {
 	})
 }
 
-// slowJoin returns the fragmented part of the datagram that a receiver reads, or reports that there is
-// none.
+// slowJoin returns the fragmented part of the datagram, or reports that the fragments do not
+// form a datagram.
 func slowJoin(fragments [][]byte) (data []byte, ok bool) {
 	const room = 1 << 17
 	var octets [room]byte

@@ -11,8 +11,8 @@ import (
 	"github.com/isthmus-net/isthmus/packet/packettest"
 )
 
-// clamped is what ClampMSS has to make of TCP options, written from RFC 9293, section 3.1 alone: it
-// lists the options first and then lowers those of kind 2 and length 4.
+// clamped returns the options that ClampMSS must produce. It was written only from RFC 9293,
+// section 3.1: it first lists the options and then lowers those of kind 2 and length 4.
 func clamped(options []byte, mss int) []byte {
 	type option struct{ at, kind, length int }
 	var list []option
@@ -43,8 +43,9 @@ func clamped(options []byte, mss int) []byte {
 	return out
 }
 
-// randOptions is up to 40 octets: well-formed options in any order, with the MSS never, once or
-// twice and at any offset, and sometimes cut off or with an octet of nonsense.
+// randOptions returns up to 40 octets of well-formed options in any order. The MSS occurs at
+// any offset, not at all, once or twice. Sometimes the options are cut off or contain a random
+// octet.
 func randOptions(rng *rand.Rand) []byte {
 	var o []byte
 	for range rng.IntN(9) {
@@ -98,7 +99,7 @@ func TestClampMSSAgreesWithASlowParser(t *testing.T) {
 			changed++
 		}
 		packettest.Check(t, b, packettest.ValidChecksums())
-		// Nothing but options and checksum differs.
+		// Only the options and the checksum may have changed.
 		at := before.TransportOffset
 		copy(whole[at+20:], want)
 		copy(whole[at+16:at+18], b[at+16:at+18])

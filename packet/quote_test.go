@@ -50,7 +50,7 @@ func TestQuoteGoldenFragmentationNeeded(t *testing.T) {
 	}
 }
 
-// quoteCase is an ICMP error about a packet, and what of that packet is quoted.
+// quoteCase returns an ICMP error that quotes at most cut octets of a packet.
 func quoteCase(h packettest.IP, body packettest.Body, cut int, extension []byte) []byte {
 	inner := packettest.Build(h, body)
 	if cut < len(inner) {
@@ -65,9 +65,9 @@ func quoteCase(h packettest.IP, body packettest.Body, cut int, extension []byte)
 	return packettest.Build(outer, e)
 }
 
-// What the kernel's nf_nat makes of an error: the same error about the translated packet. The
-// quoted transport checksum follows only where its field is quoted, for TCP only where all 20
-// octets are.
+// The translated error must equal the error about the translated packet, as in the kernel's
+// nf_nat. The quoted transport checksum must be updated only if the quote contains its field,
+// and for TCP only if it contains all 20 octets of the header.
 func TestQuoteTranslationIsTheErrorAboutTheTranslatedPacket(t *testing.T) {
 	rng := newRand(8)
 	for range 20_000 {
@@ -80,7 +80,7 @@ func TestQuoteTranslationIsTheErrorAboutTheTranslatedPacket(t *testing.T) {
 		var extension []byte
 		if rng.IntN(3) == 0 {
 			extension = append([]byte{0x20, 0, 0, 0}, random(rng, 8)...)
-			cut = len(whole) // padding stands behind a whole packet only (RFC 4884, section 4)
+			cut = len(whole) // only a whole packet may be followed by padding (RFC 4884, section 4)
 		}
 		got := quoteCase(h, body, cut, extension)
 		v := parse(t, got, packet.ChecksumComplete)
@@ -89,7 +89,7 @@ func TestQuoteTranslationIsTheErrorAboutTheTranslatedPacket(t *testing.T) {
 			t.Fatalf("%v\n%s", err, hex.Dump(got))
 		}
 
-		have := min(cut, len(whole)) - header // quoted octets of the transport header
+		have := min(cut, len(whole)) - header // quoted octets from the transport header on
 		to, toBody := h, body
 		to.Src, to.Dst = randAddr(rng, v6), randAddr(rng, v6)
 		q.SetSrc(to.Src)
@@ -120,7 +120,7 @@ func TestQuoteTranslationIsTheErrorAboutTheTranslatedPacket(t *testing.T) {
 		if v6 {
 			outer = 40
 		}
-		if field > 0 && have > 0 && !follows { // the old checksum, or what of it is there, stays
+		if field > 0 && have > 0 && !follows { // the quoted part of the old checksum must not change
 			at := outer + 8 + header
 			from, till := at+min(field, have), at+min(field+2, have)
 			copy(want[from:till], whole[header+min(field, have):])
@@ -128,7 +128,7 @@ func TestQuoteTranslationIsTheErrorAboutTheTranslatedPacket(t *testing.T) {
 		if q.HasPorts() != (have >= 4 && (p.Proto == 6 || p.Proto == 17)) || q.Proto() != p.Proto {
 			t.Fatalf("HasPorts %t of %d octets of protocol %d", q.HasPorts(), have, p.Proto)
 		}
-		if !q.HasPorts() { // fewer than 4 octets: nothing there is touched
+		if !q.HasPorts() { // fewer than 4 octets: the ports must not change
 			copy(want[outer+8+header:outer+8+header+have], whole[header:])
 			if p.Proto == 1 || p.Proto == 58 {
 				copy(want[outer+8+header:], got[outer+8+header:outer+8+header+have])
@@ -152,7 +152,7 @@ func TestQuoteTranslationIsTheErrorAboutTheTranslatedPacket(t *testing.T) {
 	}
 }
 
-// resum makes the ICMP checksum of the error anew.
+// resum recomputes the ICMP checksum of the error.
 func resum(b []byte, at int) {
 	p := packettest.MustDecode(b)
 	var pseudo []byte
@@ -173,7 +173,7 @@ func TestQuoteTranslationIsUndone(t *testing.T) {
 		var q packet.Quote
 		v := parse(t, b, packet.ChecksumComplete)
 		if v.Quote(&q) != nil {
-			continue // cut within the IP header
+			continue // the quote ends within the IP header
 		}
 		src, dst, ports, id := q.Src(), q.Dst(), [2]uint16{q.SrcPort(), q.DstPort()}, q.ICMPID()
 		set := func(s, d netip.Addr, p [2]uint16, i uint16) {
@@ -254,7 +254,7 @@ func TestQuoteRefuses(t *testing.T) {
 	wrongSum := packettest.Build(ip4(), packettest.ICMPError{Type: 3, Quote: inner})
 	wrongSum[22] ^= 1
 	wrongSum6 := packettest.Build(ip6(), packettest.ICMPError{Type: 1, Quote: inner6})
-	wrongSum6[8] ^= 1 // the pseudo-header is covered
+	wrongSum6[8] ^= 1 // the checksum covers the pseudo-header
 	for _, c := range []struct {
 		name string
 		b    []byte
@@ -299,16 +299,17 @@ func TestQuoteDoesNotAllocate(t *testing.T) {
 	}
 }
 
-// The length octet of RFC 4884 ends the quote for the types that have one, here within a TCP header
-// behind extension headers: the checksum field behind it is part of an extension and must not be
-// touched. In other types that octet belongs to an MTU or a pointer.
+// For the types that have the length octet of RFC 4884, the quote must end at that length.
+// Here this is within a TCP header that follows extension headers. The TCP checksum field then
+// belongs to an extension and must not change. In other types the octet is part of an MTU or a
+// pointer.
 func TestQuoteEndsAtTheRFC4884Length(t *testing.T) {
 	for _, c := range []struct {
 		kind uint8
 		ends bool
 	}{{1, true}, {3, true}, {2, false}, {4, false}} {
 		h := ip6()
-		h.Extensions = []packettest.Extension{{Kind: 60, Data: make([]byte, 78)}} // the TCP header begins at 120
+		h.Extensions = []packettest.Extension{{Kind: 60, Data: make([]byte, 78)}} // so that the TCP header begins at octet 120
 		b := quoteWithLength(h, c.kind, 16)
 		if touched := quotedChecksumTouched(t, b); touched == c.ends {
 			t.Errorf("type %d: the TCP checksum behind 128 octets was rewritten: %t", c.kind, touched)
@@ -316,7 +317,7 @@ func TestQuoteEndsAtTheRFC4884Length(t *testing.T) {
 	}
 }
 
-// A length below 128 octets is none: the octet was unused before RFC 4884.
+// A length below 128 octets must be ignored, because the octet was unused before RFC 4884.
 func TestQuoteLengthBelow128OctetsIsIgnored(t *testing.T) {
 	for _, kind := range []uint8{3, 11, 12} {
 		if !quotedChecksumTouched(t, quoteWithLength(ip4(), kind, 7)) {
@@ -330,8 +331,8 @@ func TestQuoteLengthBelow128OctetsIsIgnored(t *testing.T) {
 	}
 }
 
-// quoteWithLength is an ICMP error that quotes a TCP segment of 40 octets of data, with a length
-// octet.
+// quoteWithLength returns an ICMP error that has a length octet and quotes a TCP segment with
+// 40 octets of data.
 func quoteWithLength(h packettest.IP, kind uint8, words uint32) []byte {
 	inner := packettest.Build(h, packettest.TCP{SrcPort: 7, DstPort: 8, Data: make([]byte, 40)})
 	shift := 16
@@ -342,8 +343,8 @@ func quoteWithLength(h packettest.IP, kind uint8, words uint32) []byte {
 	return packettest.Build(h, packettest.ICMPError{Type: kind, Rest: words << shift, Quote: inner})
 }
 
-// quotedChecksumTouched rewrites the quoted source port and reports whether the TCP checksum of the
-// quote followed.
+// quotedChecksumTouched rewrites the quoted source port and reports whether the quoted TCP
+// checksum was updated.
 func quotedChecksumTouched(t *testing.T, b []byte) bool {
 	t.Helper()
 	before := slices.Clone(b)
@@ -353,14 +354,14 @@ func quotedChecksumTouched(t *testing.T, b []byte) bool {
 	}
 	q.SetSrcPort(9)
 	packettest.Check(t, b, packettest.ValidChecksums(), packettest.Quote(packettest.Ports(9, 8)))
-	behindPorts := len(b) - (20 + 40) + 4 // of the TCP segment, which ends the message
+	behindPorts := len(b) - (20 + 40) + 4 // offset of the octets after the ports of the TCP segment, which ends the message
 	return !bytes.Equal(b[behindPorts:], before[behindPorts:])
 }
 
-// A length octet that leads beyond the message is noise: the quote reaches to the end.
+// A length beyond the end of the message must be ignored, so the quote extends to the end.
 func TestQuoteWithLengthBeyondTheMessage(t *testing.T) {
 	inner := packettest.Build(ip4(), packettest.TCP{SrcPort: 7, DstPort: 8})
-	for _, words := range []uint32{10, 11, 255} { // 10 is exactly all
+	for _, words := range []uint32{10, 11, 255} { // 10 is exactly the whole message
 		b := packettest.Build(ip4(), packettest.ICMPError{Type: 3, Rest: words << 16, Quote: inner})
 		var q packet.Quote
 		if err := parse(t, b, packet.ChecksumComplete).Quote(&q); err != nil {
@@ -371,7 +372,8 @@ func TestQuoteWithLengthBeyondTheMessage(t *testing.T) {
 	}
 }
 
-// Octets behind the quoted packet's own length are padding, though they may look like its checksum.
+// Octets after the end of the quoted packet, by its length field, are padding, even where its
+// checksum would be.
 func TestQuoteEndsWhereTheQuotedPacketEnds(t *testing.T) {
 	h6 := ip6()
 	for _, inner := range [][]byte{
@@ -395,7 +397,8 @@ func TestQuoteEndsWhereTheQuotedPacketEnds(t *testing.T) {
 	}
 }
 
-// A quoted UDP checksum that becomes zero is written as 0xffff, and one that is zero stays.
+// A quoted UDP checksum that becomes zero must be written as 0xffff. One that was zero must
+// not change.
 func TestQuotedUDPChecksumZero(t *testing.T) {
 	for _, h := range []packettest.IP{ip4(), ip6()} {
 		kind := uint8(3)
@@ -404,7 +407,7 @@ func TestQuotedUDPChecksumZero(t *testing.T) {
 		}
 		u := packettest.UDP{SrcPort: 1, DstPort: 2, Data: []byte("x")}
 		check := binary.BigEndian.Uint16(packettest.MustDecode(packettest.Build(h, u)).Transport[6:])
-		zero := u.SrcPort + check // adding the checksum to a covered word makes the sum 0xffff
+		zero := u.SrcPort + check // adding the checksum to a word that it covers makes the sum 0xffff
 		for _, none := range []bool{false, true} {
 			u.NoChecksum = none
 			b := packettest.Build(h, packettest.ICMPError{Type: kind, Quote: packettest.Build(h, u)})
@@ -422,7 +425,8 @@ func TestQuotedUDPChecksumZero(t *testing.T) {
 	}
 }
 
-// UDP-Lite and DCCP have a checksum over the pseudo-header where UDP has it.
+// In UDP-Lite and DCCP the checksum covers the pseudo-header and is at the same offset as in
+// UDP.
 func TestQuotedChecksumOfUDPLiteAndDCCPFollows(t *testing.T) {
 	rng := newRand(22)
 	for range 2000 {

@@ -36,7 +36,7 @@ func TestChecksumMatchesReferenceAtEveryLength(t *testing.T) {
 func TestChecksumCarriesAllTheWay(t *testing.T) {
 	ones := bytes.Repeat([]byte{0xff}, 16)
 	for _, b := range [][]byte{
-		append(slices.Clone(ones), 1, 0, 0, 0, 0, 0, 0, 0), // the sum of 64-bit words is all ones when the carry comes in
+		append(slices.Clone(ones), 1, 0, 0, 0, 0, 0, 0, 0), // the sum of 64-bit words is all ones before the carry is added
 		append(slices.Clone(ones), 0, 0, 0, 0, 0, 0, 0, 1),
 	} {
 		if got, want := packet.Checksum(b, 0), packettest.InternetChecksum(b); got != want {
@@ -59,7 +59,7 @@ func TestChecksumCarriesAllTheWay(t *testing.T) {
 	}
 }
 
-// rewriting is one change to a packet, and how it is undone.
+// rewriting is one change to a packet, together with the values that undo it.
 type rewriting struct {
 	src, dst         netip.Addr
 	srcPort, dstPort uint16
@@ -76,8 +76,9 @@ func (r rewriting) apply(v *packet.View) (undo rewriting) {
 	return undo
 }
 
-// The heart of the package: whatever is rewritten, checksums stay right under the reference, in all
-// three states, nothing else changes and the way back leads to the same octets.
+// After any rewriting, the reference must find all checksums correct in all three states,
+// nothing else may have changed, and the reverse rewriting must restore the octets. This is
+// the most important test of the package.
 func TestRewritingKeepsChecksumsAndIsUndone(t *testing.T) {
 	rng := newRand(4)
 	var v packet.View
@@ -115,8 +116,8 @@ func TestRewritingKeepsChecksumsAndIsUndone(t *testing.T) {
 	}
 }
 
-// sameButZero compares packets and lets the partial checksum, which is a ones'-complement number,
-// be either zero.
+// sameButZero compares packets. The partial checksum may be either zero, because it is a
+// ones'-complement number.
 func sameButZero(a, b []byte, v *packet.View) bool {
 	if bytes.Equal(a, b) {
 		return true
@@ -135,9 +136,9 @@ func sameButZero(a, b []byte, v *packet.View) bool {
 	return bytes.Equal(a, b)
 }
 
-// An incremental update has to give the very octets of a full computation: 0 and 0xffff are both
-// "right" to a verifier that sums, but 0xffff in an IPv4 header is not what the kernel writes (RFC
-// 1624, section 3), and 0 in UDP says "none".
+// An incremental update must produce exactly the octets of a full computation. A verifier that
+// sums accepts both 0 and 0xffff. But the kernel never writes 0xffff in an IPv4 header (RFC
+// 1624, section 3), and in UDP 0 means "no checksum".
 func TestRewritingGivesTheOctetsOfAFullComputation(t *testing.T) {
 	rng := newRand(5)
 	var v packet.View
@@ -146,7 +147,7 @@ func TestRewritingGivesTheOctetsOfAFullComputation(t *testing.T) {
 		h, body := randIP(rng, rng.IntN(2) == 0), randBody(rng)
 		to := h
 		to.Src, to.Dst = randAddr(rng, h.Src.Is6()), randAddr(rng, h.Src.Is6())
-		if udp, ok := body.(packettest.UDP); ok && !udp.NoChecksum { // steer half of the sums to the corner
+		if udp, ok := body.(packettest.UDP); ok && !udp.NoChecksum { // half of the sums become corner values
 			b := packettest.Build(to, udp)
 			p := packettest.MustDecode(b)
 			check := binary.BigEndian.Uint16(p.Transport[6:])
@@ -171,7 +172,8 @@ func TestRewritingGivesTheOctetsOfAFullComputation(t *testing.T) {
 	}
 }
 
-// Every pair of old and new word against every interesting checksum: RFC 1624, equation 3.
+// Many pairs of old and new word are tested with every special checksum value (RFC 1624,
+// equation 3).
 func TestPortUpdateIsRightForEveryChecksum(t *testing.T) {
 	var v packet.View
 	b := packettest.Build(ip4(), packettest.TCP{SrcPort: 1, DstPort: 2})
@@ -206,8 +208,8 @@ func TestPartialChecksumFollowsAddressesAndNotPorts(t *testing.T) {
 	packettest.Check(t, b, packettest.PartialChecksum(), packettest.Ports(40000, 40001))
 }
 
-// The transport checksum in a first fragment covers the whole datagram: cut, rewrite each fragment,
-// join, verify.
+// The transport checksum in a first fragment covers the whole datagram. So the test cuts a
+// datagram, rewrites each fragment, joins them and verifies the checksum.
 func TestRewrittenFragmentsJoinToAValidDatagram(t *testing.T) {
 	rng := newRand(6)
 	for range 2000 {
@@ -301,7 +303,7 @@ func TestCompleteChecksumFinishesAPartialSum(t *testing.T) {
 		if want := packettest.Build(h, body); !bytes.Equal(b, want) || v.Checksum() != packet.ChecksumComplete {
 			t.Fatalf("got\n%swant\n%s", hex.Dump(b), hex.Dump(want))
 		}
-		v.CompleteChecksum() // a second time changes nothing
+		v.CompleteChecksum() // a second call changes nothing
 		packettest.Check(t, b, packettest.ValidChecksums())
 	}
 }
@@ -324,7 +326,7 @@ func TestClampMSS(t *testing.T) {
 		flags   uint8
 		options []byte
 		mss     uint16
-		want    []byte // options afterwards; nil: unchanged
+		want    []byte // options after the call; nil: unchanged
 	}{
 		{"lowered", syn, []byte{2, 4, 5, 180}, 1360, []byte{2, 4, 5, 80}},
 		{"lowered in SYN ACK", synAck, []byte{2, 4, 5, 180}, 1360, []byte{2, 4, 5, 80}},
@@ -382,8 +384,8 @@ func TestRewritingDoesNotAllocate(t *testing.T) {
 	}
 }
 
-// The whole message becomes zero, which is the one sum that an incremental update cannot tell from
-// 0xffff.
+// The whole message becomes zero. This is the one sum that an incremental update cannot
+// distinguish from 0xffff.
 func TestSetICMPIDOfAnEchoReplyThatBecomesZero(t *testing.T) {
 	for _, data := range [][]byte{nil, make([]byte, 5)} {
 		b := packettest.Build(ip4(), packettest.Echo{Reply: true, ID: 7, Data: data})
@@ -394,8 +396,8 @@ func TestSetICMPIDOfAnEchoReplyThatBecomesZero(t *testing.T) {
 	}
 }
 
-// UDP-Lite and DCCP cover the pseudo-header and as much of the rest as they say: the first octets
-// here, or all of it.
+// The checksums of UDP-Lite and DCCP cover the pseudo-header and a part of the packet that the
+// header specifies. Here this part is the first octets, or everything.
 func TestRewriteKeepsTheChecksumOfUDPLiteAndDCCP(t *testing.T) {
 	rng := rand.New(rand.NewPCG(5, 6))
 	for _, h := range []packettest.IP{ip4(), ip6()} {
@@ -405,11 +407,11 @@ func TestRewriteKeepsTheChecksumOfUDPLiteAndDCCP(t *testing.T) {
 				for i := range data {
 					data[i] = byte(rng.Uint32())
 				}
-				coverage := covered % 57 // 0 means all
+				coverage := covered % 57 // 0 means everything
 				if proto == packet.UDPLite {
 					data[4], data[5] = 0, byte(coverage)
 				} else {
-					data[4], data[5] = 3, byte(coverage/4+1-3)&15 // data offset 3 words
+					data[4], data[5] = 3, byte(coverage/4+1-3)&15 // the data offset is 3 words
 					if coverage == 0 {
 						data[5] = 0
 					}

@@ -12,7 +12,7 @@ import (
 	"github.com/isthmus-net/isthmus/packet/packettest"
 )
 
-// randSuper is a TCP or UDP superpacket with a partial checksum.
+// randSuper returns a TCP or UDP superpacket with a partial checksum.
 func randSuper(rng *rand.Rand, data int) []byte {
 	h := randIP(rng, rng.IntN(2) == 0)
 	if rng.IntN(2) == 0 {
@@ -91,7 +91,7 @@ func TestSegmentFlagsAndCounters(t *testing.T) {
 func TestSegmentUDPChecksumIsNeverZero(t *testing.T) {
 	u := packettest.UDP{SrcPort: 1, DstPort: 2, Data: []byte{0, 0}}
 	sum := packettest.Build(ip4(), u)[26:28]
-	u.Data = append(slices.Clone(sum), sum...) // both datagrams sum up to 0xffff
+	u.Data = append(slices.Clone(sum), sum...) // the sum of each datagram is 0xffff
 	for _, s := range segments(t, packettest.Partial(packettest.Build(ip4(), u)), 2) {
 		if s[26] != 0xff || s[27] != 0xff {
 			t.Errorf("checksum % x", s[26:28])
@@ -99,13 +99,13 @@ func TestSegmentUDPChecksumIsNeverZero(t *testing.T) {
 	}
 }
 
-// Whoever has a segment may change it, and seal it in place: the others are as they have to be all
-// the same.
+// The owner of a segment may change it, for example encrypt it in place. The other segments
+// must still be correct.
 func TestASegmentMayBeOverwrittenByItsOwner(t *testing.T) {
 	rng := newRand(11)
 	for range 200 {
 		super := randSuper(rng, 1000)
-		size := 1 + rng.IntN(200) // smaller than the headers too
+		size := 1 + rng.IntN(200) // may be smaller than the headers
 		want := packettest.Segments(super, size)
 		var s packet.Segmenter
 		if err := s.Reset(parse(t, super, packet.ChecksumPartial), size); err != nil {

@@ -11,8 +11,8 @@ import (
 	"github.com/isthmus-net/isthmus/packet/packettest"
 )
 
-// reassemble puts the fragments of one datagram together, slowly. It wants them without gap or
-// overlap.
+// reassemble joins the fragments of one datagram in a slow and simple way. It fails on a gap
+// or an overlap.
 func reassemble(t testing.TB, fragments [][]byte) (first packettest.Packet, data []byte, more bool) {
 	t.Helper()
 	more = true
@@ -31,7 +31,7 @@ func reassemble(t testing.TB, fragments [][]byte) (first packettest.Packet, data
 			t.Errorf("fragment %d of %d: more %t, %d octets of data", i, len(fragments), p.More, len(p.Transport))
 		}
 		more = p.More
-		whole := f[p.TransportOffset:] // UDP's own length is that of the datagram
+		whole := f[p.TransportOffset:] // the length field of UDP is that of the whole datagram
 		data = append(data, whole...)
 	}
 	return first, data, more
@@ -62,7 +62,7 @@ func TestSplitFragmentsJoinToThePacket(t *testing.T) {
 		}
 		id := h.ID
 		if id == 0 {
-			id = 77 // RFC 6864: fragments need one
+			id = 77 // RFC 6864: the identification of fragments must be unique
 		}
 		if first.ID != id || first.Src != h.Src || first.Dst != h.Dst || first.TTL != h.TTL || first.TOS != h.TOS {
 			t.Fatalf("%+v", first)
@@ -72,7 +72,7 @@ func TestSplitFragmentsJoinToThePacket(t *testing.T) {
 				t.Fatalf("a fragment of %d octets, MTU %d", len(f), mtu)
 			}
 		}
-		// Again: the fragments of fragments join to the same.
+		// Fragments of fragments must join to the same packet.
 		if mtu < 300 {
 			continue
 		}
@@ -88,7 +88,7 @@ func TestSplitFragmentsJoinToThePacket(t *testing.T) {
 
 func TestSplitOfOneFragmentKeepsItsPlace(t *testing.T) {
 	h := ip4()
-	h.DF, h.ID = false, 0 // the other fragments have 0 too
+	h.DF, h.ID = false, 0 // the other fragments also have the identification 0
 	middle := packettest.Fragments(packettest.Build(h, packettest.Raw{Proto: 253, Data: make([]byte, 3000)}), 1000, 0)[1]
 	first, data, more := reassemble(t, parse(t, middle, packet.ChecksumComplete).Split(500, 77))
 	if first.FragmentOffset != 1000 || len(data) != 1000 || !more || first.ID != 0 {
@@ -96,8 +96,8 @@ func TestSplitOfOneFragmentKeepsItsPlace(t *testing.T) {
 	}
 }
 
-// Options with the copy bit go into every fragment, the others become no-operations behind the
-// first (RFC 791, section 3.1).
+// Options with the copy bit must be in every fragment. In later fragments the other options
+// must be no-operations (RFC 791, section 3.1).
 func TestSplitCopiesOptionsByTheirCopyBit(t *testing.T) {
 	h := ip4()
 	h.DF = false
@@ -156,8 +156,9 @@ func TestTooBigGolden(t *testing.T) {
 	packettest.Check(t, dst[:n], packettest.ValidChecksums())
 }
 
-// As much of the packet as fits 576 octets (RFC 1812, section 4.3.2.3) or 1280 (RFC 4443, section
-// 2.4c); a next-hop MTU that no host could keep is not told.
+// The error must quote as much of the packet as fits 576 octets (RFC 1812, section 4.3.2.3) or
+// 1280 (RFC 4443, section 2.4c). It must not contain a next-hop MTU below the minimum for
+// hosts.
 func TestTooBigQuotesAndMTU(t *testing.T) {
 	rng := newRand(21)
 	dst := bytes.Repeat([]byte{0xee}, packet.MaxTooBig)
@@ -227,8 +228,8 @@ func TestTooBigDoesNotAllocate(t *testing.T) {
 	}
 }
 
-// FuzzTooBig: whatever parses can be split or answered, and what comes out parses, fits, and is
-// right under the reference.
+// FuzzTooBig checks that every packet that parses can be split or answered. The results must
+// parse, fit, and be correct by the reference.
 func FuzzTooBig(f *testing.F) {
 	rng := newRand(24)
 	for range 40 {
@@ -267,7 +268,7 @@ func FuzzTooBig(f *testing.F) {
 			if err := w.Parse(dst[:n], packet.ChecksumComplete); err != nil {
 				t.Fatal(err)
 			}
-			if err := w.Quote(&q); err != nil && !errors.Is(err, packet.ErrHeaderChecksum) { // the packet's own, wrong as it came
+			if err := w.Quote(&q); err != nil && !errors.Is(err, packet.ErrHeaderChecksum) { // the packet's own header checksum was already wrong
 				t.Fatal(err)
 			}
 		}

@@ -47,7 +47,7 @@ func TestParseAgreesWithReference(t *testing.T) {
 	}
 }
 
-// agrees compares all that a view says with the reference.
+// agrees compares all fields of a view with the reference.
 func agrees(t *testing.T, v *packet.View, want packettest.Packet, b []byte) {
 	t.Helper()
 	off, more, id, is := v.Fragment()
@@ -157,7 +157,7 @@ func TestFragmentLenCountsFromTheFragmentHeader(t *testing.T) {
 			}
 		}
 	}
-	h := ip6() // options behind the fragment header are a part of the datagram that is fragmented
+	h := ip6() // options after the fragment header belong to the fragmented part
 	h.Extensions = []packettest.Extension{{Kind: 44, Data: []byte{0, 1}}, {Kind: 60}, {Kind: 60}}
 	if n := parse(t, packettest.Build(h, packettest.UDP{Data: make([]byte, 8)}), packet.ChecksumComplete).FragmentLen(); n != 32 {
 		t.Errorf("%d octets, want 32", n)
@@ -185,7 +185,7 @@ func TestChecksumIsAbsentForProtocolsWithoutOne(t *testing.T) {
 		}
 	}
 	partial := packettest.Partial(packettest.Build(ip4(), packettest.UDP{}))
-	partial[26], partial[27] = 0, 0 // a sum of zero is a sum
+	partial[26], partial[27] = 0, 0 // a sum of zero is a valid partial checksum
 	if parse(t, partial, packet.ChecksumPartial).Checksum() != packet.ChecksumPartial {
 		t.Error("partial checksum 0 taken for none")
 	}
@@ -204,7 +204,7 @@ func TestParseRefuses(t *testing.T) {
 		copy(b[at:], octets)
 		return b
 	}
-	cut := func(b []byte, n int) []byte { // a shorter packet, not a truncated one
+	cut := func(b []byte, n int) []byte { // a shorter packet, which is not truncated
 		b = slices.Clone(b[:n])
 		if b[0]>>4 == 4 {
 			binary.BigEndian.PutUint16(b[2:], uint16(n))
@@ -293,7 +293,7 @@ func TestParseAcceptsTheLargest(t *testing.T) {
 			t.Errorf("Len %d, want %d", v.Len(), len(b))
 		}
 	}
-	// The last fragment that still fits, and one octet more.
+	// The last fragment that fits the length field, and one that is an octet longer.
 	h6 := ip6()
 	h6.Extensions = []packettest.Extension{{Kind: 44, Data: []byte{0xff, 0xf8, 0, 0, 0, 1}}}
 	for n := range 2 {
@@ -319,7 +319,7 @@ func TestParseAcceptsOptions(t *testing.T) {
 	}
 }
 
-// A pseudo-header that sums up to zero may be written as either of its two forms.
+// The sum of the pseudo-header is zero, so the field may hold either zero of ones' complement.
 func TestPartialChecksumOfEitherZeroIsValid(t *testing.T) {
 	h, s := ip4(), packettest.TCP{SrcPort: 1, DstPort: 2}
 	sum := ^packettest.InternetChecksum(h.Src.AsSlice(), []byte{10, 2, 0, 0, 0, 6, 0, 20})
@@ -335,7 +335,7 @@ func TestPartialChecksumOfEitherZeroIsValid(t *testing.T) {
 
 func TestUDPSurplusAreaIsNotCovered(t *testing.T) {
 	b := packettest.Build(ip4(), packettest.UDP{SrcPort: 1, DstPort: 2, Data: []byte("abc")})
-	b = append(b, 1, 2, 3, 4, 5) // RFC 9868
+	b = append(b, 1, 2, 3, 4, 5) // the surplus area of RFC 9868
 	binary.BigEndian.PutUint16(b[2:], uint16(len(b)))
 	b[10], b[11] = 0, 0
 	binary.BigEndian.PutUint16(b[10:], packettest.InternetChecksum(b[:20]))

@@ -7,7 +7,7 @@ import (
 	"testing"
 )
 
-// RFC 1071, section 3: 00 01 f2 03 f4 f5 f6 f7 sum up to ddf2.
+// RFC 1071, section 3: the sum of 00 01 f2 03 f4 f5 f6 f7 is ddf2.
 func TestInternetChecksumOfTheRFC(t *testing.T) {
 	if got := InternetChecksum([]byte{0, 1, 0xf2, 3, 0xf4, 0xf5, 0xf6, 0xf7}); got != ^uint16(0xddf2) {
 		t.Errorf("got %#04x", got)
@@ -17,7 +17,7 @@ func TestInternetChecksumOfTheRFC(t *testing.T) {
 	}
 }
 
-// The header is the worked example that textbooks use for the IPv4 header checksum, b861.
+// This header is a common textbook example of the IPv4 header checksum, b861.
 func TestBuildMatchesTextbookHeader(t *testing.T) {
 	want := "450000730000400040" + "11" + "b861" + "c0a80001" + "c0a800c7"
 	got := Build(IP{Src: netip.MustParseAddr("192.168.0.1"), Dst: netip.MustParseAddr("192.168.0.199"), DF: true},
@@ -38,7 +38,7 @@ func TestCheckersSeeWrongPackets(t *testing.T) {
 		bad := bytes.Clone(good)
 		bad[i] ^= 0x40
 		p, err := Decode(bad)
-		if err == nil && ValidChecksums()(p) == nil && i > 3 && i != 6 && i != 7 { // not covered: flow label, hop limit, the kind of another protocol
+		if err == nil && ValidChecksums()(p) == nil && i > 3 && i != 6 && i != 7 { // not covered: flow label, hop limit, next header
 			t.Errorf("octet %d: not noticed", i)
 		}
 	}
