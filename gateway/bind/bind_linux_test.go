@@ -15,7 +15,7 @@ import (
 	"golang.zx2c4.com/wireguard/conn"
 )
 
-// end is one Bind with what the device would have: buffers and goroutines.
+// end is a Bind with goroutines that receive from it, as the device has.
 type end struct {
 	*Bind
 	port uint16
@@ -41,7 +41,7 @@ func newEnd(t *testing.T) *end {
 			for !b.Empty() {
 				m, from := b.Next()
 				e.got <- datagram{bytes.Clone(m), from}
-				copy(m, bytes.Repeat([]byte{0xee}, len(m))) // the others are as they were sent all the same
+				copy(m, bytes.Repeat([]byte{0xee}, len(m))) // overwriting one message must not affect the others
 			}
 			b.Reset()
 		}
@@ -86,11 +86,11 @@ func (e *end) at(t *testing.T, addr string) conn.Endpoint {
 	return New().Endpoint(netip.AddrPortFrom(netip.MustParseAddr(addr), e.port))
 }
 
-// onOneProcessor keeps the rest of a test on a thread that stays where it is: what leaves from
-// another processor than the datagram before may overtake it on the loopback interface.
+// onOneProcessor keeps the rest of a test on one processor. On the loopback interface, a
+// datagram from another processor may overtake the previous one.
 func onOneProcessor(t *testing.T) {
 	t.Helper()
-	runtime.LockOSThread() // and never unlock: the thread dies with the test
+	runtime.LockOSThread() // never unlocked, so the thread ends with the test
 	var may, one unix.CPUSet
 	if err := unix.SchedGetaffinity(0, &may); err != nil {
 		t.Fatal(err)
@@ -139,8 +139,8 @@ func TestDatagramsArriveUnchanged(t *testing.T) {
 	}
 }
 
-// randBatch is what a device sends: runs of one size with shorter last ones, single small packets,
-// and sometimes more than one sendmsg may take.
+// randBatch returns a batch like those of a device: runs of one size with a shorter last
+// datagram, single small packets, and sometimes more datagrams than one sendmsg accepts.
 func randBatch(rng *rand.Rand) [][]byte {
 	var batch [][]byte
 	for n := 1 + rng.IntN(conn.IdealBatchSize); len(batch) < n; {
@@ -194,8 +194,8 @@ func TestARemovedLocalAddressIsForgotten(t *testing.T) {
 	}
 }
 
-// One that is larger than UDP carries fails alone, or with those that would have gone in one call
-// with it; the others arrive.
+// A datagram that exceeds the maximum of UDP must fail alone, or with those in the same
+// sendmsg. All others must arrive.
 func TestASendErrorCountsTheUnsentDatagrams(t *testing.T) {
 	const large = 1<<16 - 1
 	a, b := newEnd(t), newEnd(t)
@@ -228,17 +228,17 @@ func TestASendErrorCountsTheUnsentDatagrams(t *testing.T) {
 	}
 }
 
-// The gate is asked right before each call of the kernel: what it finds shut does not leave, whatever the same Send
-// has sent before.
+// Send must call the gate right before each system call. While the gate is shut, nothing may
+// leave, even if the same Send has already sent datagrams.
 func TestNothingIsSentThroughAClosedGate(t *testing.T) {
 	onOneProcessor(t)
-	var calls, open int // calls of the gate, and how many of them it lets through
+	var calls, open int // calls of the gate, and the number of them that find it open
 	a, b := &Bind{Gate: func() bool { calls++; return calls <= open }}, newEnd(t)
 	if _, _, err := a.Listen(0); err != nil {
 		t.Fatal(err)
 	}
 	defer a.Close()
-	full := 0 // calls that find the socket's buffer full
+	full := 0 // number of calls that find the socket's buffer full
 	a.v4.senders.New = func() any {
 		m := newSender(a.Gate)
 		try := m.try
@@ -320,8 +320,8 @@ func TestEndpointIsOneValuePerRemoteAddress(t *testing.T) {
 	}
 }
 
-// Whoever sends nothing but headers must not keep what others sent waiting for the end of it, and
-// is to be seen.
+// A flood of empty datagrams must not delay earlier messages of other senders until it ends,
+// and the empty datagrams must be counted.
 func TestEmptyDatagramsAreReceivedAsMessages(t *testing.T) {
 	onOneProcessor(t)
 	a := New()
@@ -379,7 +379,7 @@ func TestSendWithoutSocketIsAnError(t *testing.T) {
 	}
 }
 
-// One sender and one receiver, no goroutine between them, so that the count is theirs alone.
+// One goroutine sends and receives, so that only these calls are counted.
 func TestSendAndReceiveDoNotAllocate(t *testing.T) {
 	if raceEnabled {
 		t.Skip("the race detector makes sync.Pool allocate")
@@ -418,8 +418,8 @@ func TestSendAndReceiveDoNotAllocate(t *testing.T) {
 	}
 }
 
-// Empty datagrams are messages too: who sends them is refused and counted, and does not keep the
-// receiver from handing on what came before.
+// Empty datagrams must be received as messages, so that they can be counted, and must not
+// delay the delivery of earlier messages.
 func TestEmptyDatagramsAreReceived(t *testing.T) {
 	e := newEnd(t)
 	c, err := net.Dial("udp", fmt.Sprintf("127.0.0.1:%d", e.port))
@@ -437,7 +437,7 @@ func TestEmptyDatagramsAreReceived(t *testing.T) {
 	}
 }
 
-// A port that is opened later keeps to it.
+// A socket that is opened later must have the same setting.
 func TestPathMTUDiscoveryCanBeIgnored(t *testing.T) {
 	b := New()
 	t.Cleanup(func() { _ = b.Close() })
@@ -468,8 +468,8 @@ func TestPathMTUDiscoveryCanBeIgnored(t *testing.T) {
 	}
 }
 
-// A route without checksum offload, or with IPsec, refuses UDP_SEGMENT with EIO. Segmentation stops for
-// that endpoint alone, and is tried again.
+// A route without checksum offload, or with IPsec, refuses UDP_SEGMENT with EIO. Segmentation
+// must stop only for that endpoint, and must be tried again later.
 func TestSegmentationIsPausedOnlyForTheRefusingEndpoint(t *testing.T) {
 	a, b := newEnd(t), newEnd(t)
 	poor, rich := b.at(t, "127.0.0.1").(*endpoint), b.at(t, "127.0.0.2").(*endpoint)
@@ -515,7 +515,7 @@ func TestSegmentationIsPausedOnlyForTheRefusingEndpoint(t *testing.T) {
 	}
 }
 
-// Datagrams dropped by a full socket are counted when the next one arrives.
+// Datagrams that a full socket drops must be counted when the next one arrives.
 func TestDatagramsWithoutBufferSpaceAreCounted(t *testing.T) {
 	b := New()
 	receive, port, err := b.Listen(0)

@@ -2,6 +2,6 @@
 
 package bind
 
-// raceEnabled: sync.Pool then throws away part of what it is given, so that allocations say
-// nothing.
+// raceEnabled reports that sync.Pool discards some of its values, so that counts of
+// allocations mean nothing.
 const raceEnabled = true

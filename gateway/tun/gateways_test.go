@@ -20,9 +20,10 @@ import (
 	"github.com/isthmus-net/isthmus/natengine"
 )
 
-// Two gateways on real TUNs, each in a namespace that is its whole cluster: the kernel's TCP on
-// both ends, a network in memory between the gateways. Both clusters use 10.244.0.0/16 and both see
-// the other as 10.71.0.0/16.
+// These tests run two gateways with real TUNs. Each TUN is in a network namespace that
+// represents a whole cluster. TCP connections are between the kernels of these namespaces, and
+// the gateways are joined by a network in memory. Both clusters use 10.244.0.0/16 and see the
+// other as 10.71.0.0/16.
 
 var (
 	kernelPod = netip.MustParseAddr("10.244.1.2")
@@ -172,6 +173,7 @@ func BenchmarkKernelsThroughTwoGateways(b *testing.B) {
 			b.Fatal(err)
 		}
 	}
-	// Both gateways and both ends of TCP; less at the mercy of other programs than the throughput.
+	// The CPU time of both gateways and both ends of TCP. It depends less on other programs
+	// than the throughput does.
 	b.ReportMetric((cputime.Used(b)-before).Seconds()*1e9/float64(b.N*len(buf)*8), "cpu-s/Gbit")
 }

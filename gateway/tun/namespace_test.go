@@ -15,14 +15,14 @@ import (
 
 func TestMain(m *testing.M) { leaktest.Main(m) }
 
-// namespace is a network namespace of the test's own: one thread that lives in it.
+// namespace is a network namespace for one test. One thread runs in it.
 type namespace struct {
 	calls chan func()
-	path  string // of the namespace, as long as the thread lives
+	path  string // path of the namespace, valid while the thread lives
 }
 
-// newNamespace makes a network namespace with its loopback up, or skips the test when the process
-// may not. The namespace ends with the test.
+// newNamespace makes a network namespace whose loopback interface is up. It skips the test if
+// the process lacks the permission. The namespace ends with the test.
 func newNamespace(t testing.TB) *namespace {
 	t.Helper()
 	if os.Geteuid() != 0 {
@@ -35,7 +35,7 @@ func newNamespace(t testing.TB) *namespace {
 	ready, ended := make(chan error), make(chan struct{})
 	go func() {
 		defer close(ended)
-		runtime.LockOSThread() // and never unlock: the thread dies with the goroutine
+		runtime.LockOSThread() // never unlocked, so the thread ends with the goroutine
 		err := unix.Unshare(unix.CLONE_NEWNET)
 		ns.path = fmt.Sprintf("/proc/self/task/%d/ns/net", unix.Gettid())
 		if ready <- err; err != nil {
@@ -64,7 +64,7 @@ func (ns *namespace) do(t testing.TB, f func() error) {
 	}
 }
 
-// open makes a TUN in the namespace; it is closed with the test.
+// open makes a TUN in the namespace and closes it at the end of the test.
 func (ns *namespace) open(t testing.TB, name string, mtu int, o Options) *Device {
 	t.Helper()
 	var d *Device
@@ -89,7 +89,7 @@ func veth(t testing.TB, a, b *namespace, addrA, addrB string) {
 	b.do(t, func() error { return setUp("v1", addrB) })
 }
 
-// setUp gives an interface of the calling thread's namespace addresses and brings it up.
+// setUp adds addresses to an interface of the calling thread's namespace and brings it up.
 func setUp(name string, addrs ...string) error {
 	link, err := netlink.LinkByName(name)
 	if err != nil {

@@ -28,11 +28,11 @@ import (
 
 const mtu = 1420
 
-// wire joins a TUN to a TCP/IP stack in memory that reads and writes superpackets, and counts what
-// passes.
+// wire joins a TUN to a TCP/IP stack in memory that reads and writes superpackets. It counts
+// the packets.
 type wire struct {
 	host                     *memlink.Host
-	superIn, superOut        atomic.Int64 // from the kernel, to the kernel
+	superIn, superOut        atomic.Int64 // superpackets from the kernel and to the kernel
 	hdrLenWrong, badHeader   atomic.Int64
 	writeErrors, singlesFrom atomic.Int64
 }
@@ -71,7 +71,7 @@ func (w *wire) fromKernel(d *Device, link *memlink.Link) {
 			continue
 		}
 		if err := v.Parse(p[packet.VirtioHeaderLen:n], h.ChecksumState()); err != nil {
-			continue // the kernel's own multicast, for instance
+			continue // for example multicast of the kernel itself
 		}
 		size, err := h.Validate(&v)
 		if err != nil {
@@ -93,7 +93,7 @@ func (w *wire) fromKernel(d *Device, link *memlink.Link) {
 	}
 }
 
-// toKernel writes each packet in pieces, as runs are written.
+// toKernel writes each packet in several pieces, as runs are written.
 func (w *wire) toKernel(d *Device, link *memlink.Link) {
 	p := make([]byte, packet.VirtioHeaderLen+65535)
 	for {
@@ -115,8 +115,8 @@ func (w *wire) toKernel(d *Device, link *memlink.Link) {
 	}
 }
 
-// exchange sends size octets each way over a connection between the kernel in ns and the stack in
-// memory, and compares hashes.
+// exchange sends size octets in each direction over a connection between the kernel in ns and
+// the stack in memory. It compares hashes of the data.
 func exchange(t *testing.T, ns *namespace, w *wire, server netip.AddrPort, size int) {
 	t.Helper()
 	l, err := w.host.ListenTCP(server)
@@ -140,7 +140,7 @@ func exchange(t *testing.T, ns *namespace, w *wire, server netip.AddrPort, size 
 		h := sha256.New()
 		io.CopyN(h, c, int64(size))
 		serverGot <- [32]byte(h.Sum(nil))
-		c.Read(make([]byte, 1)) // until the client is done
+		c.Read(make([]byte, 1)) // until the client has finished
 		c.Close()
 	}()
 
@@ -201,13 +201,14 @@ func TestKernelSendsAndReceivesSuperpackets(t *testing.T) {
 	}
 }
 
-// A gateway's TUN gets forwarded traffic: the superpacket was made for a veth in another namespace.
+// The TUN of a gateway receives forwarded traffic: the superpacket was made for a veth in
+// another namespace.
 func TestForwardedSuperpacketsArriveWhole(t *testing.T) {
 	pod, gw := newNamespace(t), newNamespace(t)
 	veth(t, pod, gw, "10.8.0.2/24", "10.8.0.1/24")
 	d := gw.open(t, "tuntest0", mtu, Options{})
 	gw.do(t, func() error {
-		// The file is that of the namespace of the thread that opens it.
+		// This file belongs to the namespace of the thread that opens it.
 		if err := os.WriteFile("/proc/sys/net/ipv4/ip_forward", []byte("1"), 0); err != nil {
 			return err
 		}
@@ -224,8 +225,8 @@ func TestForwardedSuperpacketsArriveWhole(t *testing.T) {
 		w.superIn.Load(), w.superOut.Load(), w.hdrLenWrong.Load())
 }
 
-// The engine hands a datagram that came in fragments over as one packet, larger than any MTU. The
-// kernel takes it and cuts it for the next link.
+// The engine delivers a datagram that arrived in fragments as one packet, larger than any MTU.
+// The kernel must accept it and fragment it for the next link.
 func TestKernelFragmentsADatagramAboveTheMTU(t *testing.T) {
 	pod, gw := newNamespace(t), newNamespace(t)
 	veth(t, pod, gw, "10.8.0.2/24", "10.8.0.1/24")
@@ -259,8 +260,8 @@ func TestKernelFragmentsADatagramAboveTheMTU(t *testing.T) {
 	}
 }
 
-// switchOffloadsOff makes the kernel hand over each packet alone and complete, as one would that
-// refuses all that Open asks for.
+// switchOffloadsOff makes the kernel pass each packet singly and complete, like a kernel that
+// refuses all offloads.
 func switchOffloadsOff(t testing.TB, d *Device) {
 	t.Helper()
 	var err error
@@ -306,8 +307,8 @@ func TestUSOIsUsedOnlyOnTestedKernels(t *testing.T) {
 	}
 }
 
-// With USO a sender's UDP_SEGMENT comes as one packet; what is written back as one is received as
-// the datagrams it was made of. Without, the kernel segments.
+// With USO, Read must return the datagrams of one UDP_SEGMENT as one packet. A UDP superpacket
+// that is written must be received as separate datagrams. Without USO the kernel must segment.
 func TestUDPSuperpacketsBothWays(t *testing.T) {
 	for _, uso := range []bool{true, false} {
 		t.Run(fmt.Sprintf("USO %v", uso), func(t *testing.T) {
@@ -387,10 +388,10 @@ func TestUDPSuperpacketsBothWays(t *testing.T) {
 	}
 }
 
-// echoRequest is a packet that makes the kernel of 10.9.0.1 answer, with a virtio header in front.
+// echoRequest returns a virtio header and an echo request that the kernel of 10.9.0.1 answers.
 func echoRequest() []byte {
 	p := []byte{
-		0, 0, 0, 0, 0, 0, 0, 0, 0, 0, // virtio: nothing special
+		0, 0, 0, 0, 0, 0, 0, 0, 0, 0, // virtio header without flags
 		0x45, 0, 0, 28, 0, 0, 0, 0, 64, 1, 0, 0, 10, 9, 0, 2, 10, 9, 0, 1,
 		8, 0, 0, 0, 0, 7, 0, 1,
 	}
@@ -428,7 +429,7 @@ func TestReadAndWriteDoNotAllocate(t *testing.T) {
 		readAll()
 	})
 	for end := time.Now().Add(time.Minute); answers < 100 && time.Now().Before(end); readAll() {
-		time.Sleep(time.Millisecond) // the kernel answers when it gets a processor
+		time.Sleep(time.Millisecond) // until the kernel has had time to answer
 	}
 	if allocs != 0 {
 		t.Errorf("%v allocations per write, read and empty read: want 0", allocs)
@@ -471,13 +472,13 @@ func TestWakeBeforeReadIsKeptAndCountsOnce(t *testing.T) {
 	}
 }
 
-// A wake-up must not hide packets, and packets must not eat a wake-up.
+// A wake-up must not hide packets, and a packet must not consume a wake-up.
 func TestWakeLosesNoPacket(t *testing.T) {
 	ns := newNamespace(t)
 	d := ns.open(t, "tuntest0", mtu, Options{})
 	ns.do(t, func() error { return setUp("tuntest0", "10.9.0.1/24") })
 	p := make([]byte, 2000)
-	for { // the kernel's own first packets
+	for { // skip the kernel's own first packets
 		if _, err := d.Read(p, false); err != nil {
 			break
 		}
@@ -497,7 +498,7 @@ func TestWakeLosesNoPacket(t *testing.T) {
 			case err != nil:
 				done <- err
 				return
-			case n == len(echoRequest()) && p[10]>>4 == 4: // the kernel sends more of its own from time to time, over IPv6
+			case n == len(echoRequest()) && p[10]>>4 == 4: // the kernel sometimes sends other packets, over IPv6
 				got++
 			}
 		}
@@ -511,8 +512,8 @@ func TestWakeLosesNoPacket(t *testing.T) {
 	}
 }
 
-// The test publishes work before each Wake. A reader that looks for it only after ErrWoken must see
-// all of it, whatever the interleaving.
+// The test publishes work before each Wake. A reader that looks for work only after ErrWoken
+// must find all of it, in any interleaving.
 func TestNoWakeUpIsLost(t *testing.T) {
 	d := newNamespace(t).open(t, "tuntest0", mtu, Options{})
 	const producers, each = 4, 5_000
@@ -523,7 +524,7 @@ func TestNoWakeUpIsLost(t *testing.T) {
 				published.Add(1)
 				d.Wake()
 				if i%64 == 0 {
-					time.Sleep(time.Microsecond) // lets the reader fall asleep
+					time.Sleep(time.Microsecond) // lets the reader block
 				}
 			}
 		}()
@@ -626,7 +627,7 @@ func TestWriteReportsRefusalsOfTheKernel(t *testing.T) {
 
 func TestMTUBelongsToTheOpeningNamespace(t *testing.T) {
 	d := newNamespace(t).open(t, "tuntest0", 1380, Options{})
-	if got := d.MTU(); got != 1380 { // asked from a thread outside
+	if got := d.MTU(); got != 1380 { // from a thread outside the namespace
 		t.Errorf("MTU %d: want 1380", got)
 	}
 	if err := d.SetMTU(1300); err != nil {
@@ -654,7 +655,7 @@ func TestOpenNamesTheMissingRequirement(t *testing.T) {
 	first := ns.open(t, "tuntest0", mtu, Options{})
 	for _, tc := range []struct {
 		name    string
-		prepare func() error // on a thread that is thrown away
+		prepare func() error // runs on a thread that ends afterwards
 		open    string
 		want    error
 	}{
@@ -700,7 +701,7 @@ func TestOpenNamesTheMissingRequirement(t *testing.T) {
 			defer f.Close()
 			go func() {
 				defer close(done)
-				runtime.LockOSThread() // never unlocked: the thread is spoilt
+				runtime.LockOSThread() // never unlocked, because the thread's state has changed
 				if err = unix.Setns(int(f.Fd()), unix.CLONE_NEWNET); err != nil {
 					err = fmt.Errorf("setns: %w", err)
 					return
@@ -728,7 +729,7 @@ func TestOpenNamesTheMissingRequirement(t *testing.T) {
 
 var errSkip = errors.New("skip")
 
-// within waits for what must happen soon.
+// within waits up to a minute for a value from c.
 func within(t *testing.T, c <-chan error) error {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)

@@ -20,19 +20,19 @@ import (
 	"github.com/isthmus-net/isthmus/packet"
 )
 
-// end is one of two clusters: a kernel behind a TUN, and the rules by which it is seen.
+// end is one of two clusters: a kernel with a TUN, and the engine of its gateway.
 type end struct {
 	*namespace
 	tun    *Device
 	engine *natengine.Engine
 	conn   *net.UDPConn
-	at     netip.AddrPort // of conn, as the other end sees it
+	at     netip.AddrPort // address of conn, as the other end sees it
 
-	from, to, damaged atomic.Int64 // superpackets from the kernel and to it; what is neither packet nor superpacket
+	from, to, damaged atomic.Int64 // superpackets from the kernel and to it; packets that are neither single nor super
 }
 
-// newEnd makes an end whose kernel has addr out of pods, which the other end sees as seen; that
-// end's pods are seen here as remote.
+// newEnd makes an end whose kernel has the address addr. The other end sees pods as seen, and
+// this end sees the other end's pods as remote.
 func newEnd(t *testing.T, addr, pods, seen, remote string) *end {
 	t.Helper()
 	e := &end{namespace: newNamespace(t), engine: natengine.New(natengine.Config{})}
@@ -58,7 +58,7 @@ func newEnd(t *testing.T, addr, pods, seen, remote string) *end {
 		if err := netlink.RouteAdd(&netlink.Route{LinkIndex: link.Attrs().Index, Dst: dst, Scope: netlink.SCOPE_LINK}); err != nil {
 			return fmt.Errorf("route to %v: %w", far, err)
 		}
-		// An address of IPv6 is the kernel's own some time after it was set only.
+		// An IPv6 address becomes usable only some time after it was added.
 		for deadline := time.Now().Add(time.Minute); ; time.Sleep(time.Millisecond) {
 			routes, err := netlink.RouteGet(local.AsSlice())
 			if err == nil && len(routes) > 0 && routes[0].Type == unix.RTN_LOCAL {
@@ -89,9 +89,9 @@ func (e *end) option(t *testing.T, name, value int) {
 	}
 }
 
-// carry does what two gateways do with a packet of e's kernel: translated as one, cut into segments
-// as they are in the tunnel, joined again, translated as one and written as one. It ends with
-// either TUN.
+// carry does the work of both gateways for packets of e's kernel. It translates a superpacket,
+// cuts it into segments as in the tunnel, joins these, translates the result and writes it as
+// one packet. It returns when either TUN is closed.
 func (e *end) carry(to *end) {
 	var v packet.View
 	var cut packet.Segmenter
@@ -113,7 +113,7 @@ func (e *end) carry(to *end) {
 			continue
 		}
 		if e.engine.Outbound(&v, 0).Action != natengine.Forward {
-			continue // what the kernel itself has to say to its routers
+			continue // messages of the kernel to its routers
 		}
 		var segments [][]byte
 		if size == 0 {
@@ -148,8 +148,8 @@ func (e *end) carry(to *end) {
 	}
 }
 
-// receive takes what was sent as datagrams of size octets, in superpackets or not, and returns how
-// many messages brought more than one.
+// receive reads datagrams of size octets until it has all of sent. It returns the number of
+// messages with more than one datagram.
 func (e *end) receive(t *testing.T, sent []byte, size int) (joined int) {
 	t.Helper()
 	p, oob := make([]byte, 65535), make([]byte, 128)
@@ -180,9 +180,9 @@ func (e *end) receive(t *testing.T, sent []byte, size int) (joined int) {
 	return joined
 }
 
-// TestUDPSuperpacketsBetweenTwoKernels: what a program sends by UDP_SEGMENT leaves its kernel in
-// one piece, crosses two prefix maps, is cut and joined, and is taken by the other kernel in one
-// piece: its program gets it by UDP_GRO in few messages, of the very datagrams that were sent. Both
+// A program sends with UDP_SEGMENT. The datagrams must leave its kernel as one superpacket,
+// pass two prefix maps, be cut and joined, and enter the other kernel as one superpacket.
+// There a program must receive exactly the same datagrams by UDP_GRO, in few messages. Both
 // clusters use the same addresses.
 func TestUDPSuperpacketsBetweenTwoKernels(t *testing.T) {
 	for name, c := range map[string]struct{ addrA, podsA, seenA, addrB, podsB, seenB string }{
@@ -203,7 +203,7 @@ func TestUDPSuperpacketsBetweenTwoKernels(t *testing.T) {
 			const rounds = 200
 			joined := [2]int{}
 			for range rounds {
-				// The kernel takes 64 segments at once, or 128, of what fits the MTU (see
+				// The kernel accepts 64 or 128 segments at once, each up to the MTU (see
 				// maxUDPSegments in packet).
 				size := 1 + rng.IntN(mtu-48)
 				sent := make([]byte, min(size*(2+rng.IntN(62)), 65000)-rng.IntN(size))
