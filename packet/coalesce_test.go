@@ -370,7 +370,7 @@ func TestCoalesceSeparatesFlowsWithEqualTags(t *testing.T) {
 	}
 }
 
-func TestCoalesceWithMoreFlowsThanFit(t *testing.T) {
+func TestCoalesceKeepsEveryPacketOfMoreFlowsThanFit(t *testing.T) {
 	var packets [][]byte
 	for i := range 2 {
 		for flow := range 200 {
@@ -404,7 +404,7 @@ func TestCoalesceStopsAtSixtyFourKilobytes(t *testing.T) {
 	}
 }
 
-func TestCoalesceLeavesUDPAloneUnlessAsked(t *testing.T) {
+func TestCoalesceJoinsUDPOnlyIfEnabled(t *testing.T) {
 	datagrams := func(n, size int) (out [][]byte) {
 		for i := range n {
 			h := ip4()
@@ -431,7 +431,7 @@ func TestCoalesceLeavesUDPAloneUnlessAsked(t *testing.T) {
 	}
 }
 
-func TestRewritingARunIsRewritingItsSegments(t *testing.T) {
+func TestRewritingARunRewritesItsSegments(t *testing.T) {
 	rng := newRand(15)
 	for _, v6 := range []bool{false, true} {
 		var packets, want [][]byte
@@ -477,7 +477,7 @@ func TestCoalescerRefusesUnparsablePackets(t *testing.T) {
 	}
 }
 
-func TestCoalescerGoesOnAfterRuns(t *testing.T) {
+func TestCoalescerStartsNewRunsAfterRuns(t *testing.T) {
 	var c packet.Coalescer
 	for i := range 4 {
 		if err := c.Add(benchTCP(false, 0, uint32(1+i*10), uint16(i), packettest.ACK, 10)); err != nil {
@@ -498,7 +498,7 @@ func TestCoalescerGoesOnAfterRuns(t *testing.T) {
 	}
 }
 
-func TestCoalescerForgetsOnReset(t *testing.T) {
+func TestCoalescerStartsNewRunsAfterReset(t *testing.T) {
 	var c packet.Coalescer
 	one, two := benchTCP(false, 0, 1, 1, packettest.ACK, 10), benchTCP(false, 0, 11, 2, packettest.ACK, 10)
 	coalesce(t, &c, one)

@@ -71,7 +71,7 @@ func sumHeader4(b []byte) {
 	binary.BigEndian.PutUint16(h[10:], packettest.InternetChecksum(h))
 }
 
-func TestJoinRefusesFragmentsThatMakeNoDatagram(t *testing.T) {
+func TestJoinRefusesFragmentsThatFormNoDatagram(t *testing.T) {
 	whole := packettest.Build(packettest.IP{Src: netip.MustParseAddr("10.71.0.5"), Dst: netip.MustParseAddr("10.244.1.1")}, packettest.UDP{Data: make([]byte, 100)})
 	cut := func(size int) [][]byte { return packettest.Fragments(whole, size, 7) }
 	marked := func(b []byte, ecn byte) []byte {

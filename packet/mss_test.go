@@ -112,7 +112,7 @@ func TestClampMSSAgreesWithASlowParser(t *testing.T) {
 	}
 }
 
-func TestClampMSSOfAPartialChecksum(t *testing.T) {
+func TestClampMSSKeepsAPartialChecksum(t *testing.T) {
 	b := packettest.Partial(packettest.Build(ip4(), packettest.TCP{SrcPort: 1, DstPort: 2, Flags: packettest.SYN, Options: []byte{1, 2, 4, 5, 180, 0, 0, 0}}))
 	v := parse(t, b, packet.ChecksumPartial)
 	if !v.ClampMSS(1000) {

@@ -13,7 +13,7 @@ import (
 	"github.com/isthmus-net/isthmus/packet/packettest"
 )
 
-func TestQuoteGoldenFragmentationNeeded(t *testing.T) {
+func TestQuoteTranslatesAGoldenFragmentationNeeded(t *testing.T) {
 	b := unhex(t, `
 		45 00 00 38   # outer: version 4, length 56
 		00 01 00 00
@@ -68,7 +68,7 @@ func quoteCase(h packettest.IP, body packettest.Body, cut int, extension []byte)
 // The translated error must equal the error about the translated packet, as in the kernel's
 // nf_nat. The quoted transport checksum must be updated only if the quote contains its field,
 // and for TCP only if it contains all 20 octets of the header.
-func TestQuoteTranslationIsTheErrorAboutTheTranslatedPacket(t *testing.T) {
+func TestTranslatedQuoteEqualsAnErrorAboutTheTranslatedPacket(t *testing.T) {
 	rng := newRand(8)
 	for range 20_000 {
 		v6 := rng.IntN(2) == 0
@@ -164,7 +164,7 @@ func resum(b []byte, at int) {
 	binary.BigEndian.PutUint16(b[at+2:], packettest.InternetChecksum(pseudo, p.Transport))
 }
 
-func TestQuoteTranslationIsUndone(t *testing.T) {
+func TestQuoteTranslationCanBeUndone(t *testing.T) {
 	rng := newRand(9)
 	for range 5000 {
 		v6 := rng.IntN(2) == 0
@@ -192,7 +192,7 @@ func TestQuoteTranslationIsUndone(t *testing.T) {
 	}
 }
 
-func TestQuoteOfFragments(t *testing.T) {
+func TestQuoteHasPortsOnlyForAFirstFragment(t *testing.T) {
 	for _, h := range []packettest.IP{ip4(), ip6()} {
 		fragments := packettest.Fragments(packettest.Build(h, packettest.UDP{SrcPort: 7, DstPort: 8, Data: make([]byte, 64)}), 32, 5)
 		for i, f := range fragments {
@@ -244,7 +244,7 @@ func TestQuoteReportsTheQuotedICMPType(t *testing.T) {
 	}
 }
 
-func TestQuoteRefuses(t *testing.T) {
+func TestQuoteRefusesMalformedErrors(t *testing.T) {
 	inner := packettest.Build(ip4(), packettest.UDP{SrcPort: 1, DstPort: 2})
 	inner6 := packettest.Build(ip6(), packettest.UDP{SrcPort: 1, DstPort: 2})
 	broken := slices.Clone(inner)
@@ -359,7 +359,7 @@ func quotedChecksumTouched(t *testing.T, b []byte) bool {
 }
 
 // A length beyond the end of the message must be ignored, so the quote extends to the end.
-func TestQuoteWithLengthBeyondTheMessage(t *testing.T) {
+func TestQuoteLengthBeyondTheMessageIsIgnored(t *testing.T) {
 	inner := packettest.Build(ip4(), packettest.TCP{SrcPort: 7, DstPort: 8})
 	for _, words := range []uint32{10, 11, 255} { // 10 is exactly the whole message
 		b := packettest.Build(ip4(), packettest.ICMPError{Type: 3, Rest: words << 16, Quote: inner})
@@ -399,7 +399,7 @@ func TestQuoteEndsWhereTheQuotedPacketEnds(t *testing.T) {
 
 // A quoted UDP checksum that becomes zero must be written as 0xffff. One that was zero must
 // not change.
-func TestQuotedUDPChecksumZero(t *testing.T) {
+func TestQuotedUDPChecksumNeverBecomesZero(t *testing.T) {
 	for _, h := range []packettest.IP{ip4(), ip6()} {
 		kind := uint8(3)
 		if h.Src.Is6() {
@@ -427,7 +427,7 @@ func TestQuotedUDPChecksumZero(t *testing.T) {
 
 // In UDP-Lite and DCCP the checksum covers the pseudo-header and is at the same offset as in
 // UDP.
-func TestQuotedChecksumOfUDPLiteAndDCCPFollows(t *testing.T) {
+func TestQuotedChecksumOfUDPLiteAndDCCPIsUpdated(t *testing.T) {
 	rng := newRand(22)
 	for range 2000 {
 		h, e, v6 := ip4(), packettest.ICMPError{Type: 3, Code: 4}, rng.IntN(2) == 0

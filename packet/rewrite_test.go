@@ -33,7 +33,7 @@ func TestChecksumMatchesReferenceAtEveryLength(t *testing.T) {
 	}
 }
 
-func TestChecksumCarriesAllTheWay(t *testing.T) {
+func TestChecksumPropagatesEveryCarry(t *testing.T) {
 	ones := bytes.Repeat([]byte{0xff}, 16)
 	for _, b := range [][]byte{
 		append(slices.Clone(ones), 1, 0, 0, 0, 0, 0, 0, 0), // the sum of 64-bit words is all ones before the carry is added
@@ -79,7 +79,7 @@ func (r rewriting) apply(v *packet.View) (undo rewriting) {
 // After any rewriting, the reference must find all checksums correct in all three states,
 // nothing else may have changed, and the reverse rewriting must restore the octets. This is
 // the most important test of the package.
-func TestRewritingKeepsChecksumsAndIsUndone(t *testing.T) {
+func TestRewritingKeepsChecksumsAndCanBeUndone(t *testing.T) {
 	rng := newRand(4)
 	var v packet.View
 	seen := map[packet.ChecksumState]int{}
@@ -139,7 +139,7 @@ func sameButZero(a, b []byte, v *packet.View) bool {
 // An incremental update must produce exactly the octets of a full computation. A verifier that
 // sums accepts both 0 and 0xffff. But the kernel never writes 0xffff in an IPv4 header (RFC
 // 1624, section 3), and in UDP 0 means "no checksum".
-func TestRewritingGivesTheOctetsOfAFullComputation(t *testing.T) {
+func TestIncrementalChecksumsEqualAFullComputation(t *testing.T) {
 	rng := newRand(5)
 	var v packet.View
 	zeroes := 0
@@ -174,7 +174,7 @@ func TestRewritingGivesTheOctetsOfAFullComputation(t *testing.T) {
 
 // Many pairs of old and new word are tested with every special checksum value (RFC 1624,
 // equation 3).
-func TestPortUpdateIsRightForEveryChecksum(t *testing.T) {
+func TestPortUpdateIsCorrectForEveryChecksum(t *testing.T) {
 	var v packet.View
 	b := packettest.Build(ip4(), packettest.TCP{SrcPort: 1, DstPort: 2})
 	for old := 0; old <= 0xffff; old += 0x55 {
@@ -191,7 +191,7 @@ func TestPortUpdateIsRightForEveryChecksum(t *testing.T) {
 	}
 }
 
-func TestPartialChecksumFollowsAddressesAndNotPorts(t *testing.T) {
+func TestPartialChecksumChangesOnlyWithAddresses(t *testing.T) {
 	b := packettest.Partial(packettest.Build(ip4(), packettest.TCP{SrcPort: 1, DstPort: 2, Flags: packettest.SYN, Options: []byte{2, 4, 5, 180}}))
 	v := parse(t, b, packet.ChecksumPartial)
 	field := func() uint16 { return binary.BigEndian.Uint16(b[36:]) }
@@ -248,7 +248,7 @@ func TestRewrittenFragmentsJoinToAValidDatagram(t *testing.T) {
 	}
 }
 
-func TestSettersDoNothingWhereThereIsNoField(t *testing.T) {
+func TestSettersIgnoreMissingFields(t *testing.T) {
 	for _, b := range [][]byte{
 		packettest.Build(ip4(), packettest.Raw{Proto: 132, Data: make([]byte, 12)}),
 		packettest.Fragments(packettest.Build(ip4(), packettest.UDP{Data: make([]byte, 40)}), 24, 1)[1],
@@ -266,7 +266,7 @@ func TestSettersDoNothingWhereThereIsNoField(t *testing.T) {
 	}
 }
 
-func TestAddressOfTheOtherFamilyPanicsBeforeAnythingIsWritten(t *testing.T) {
+func TestAddressOfTheOtherFamilyPanicsBeforeAnyWrite(t *testing.T) {
 	for _, c := range []struct {
 		b []byte
 		a netip.Addr
@@ -386,7 +386,7 @@ func TestRewritingDoesNotAllocate(t *testing.T) {
 
 // The whole message becomes zero. This is the one sum that an incremental update cannot
 // distinguish from 0xffff.
-func TestSetICMPIDOfAnEchoReplyThatBecomesZero(t *testing.T) {
+func TestSetICMPIDKeepsTheChecksumOfAnAllZeroEchoReply(t *testing.T) {
 	for _, data := range [][]byte{nil, make([]byte, 5)} {
 		b := packettest.Build(ip4(), packettest.Echo{Reply: true, ID: 7, Data: data})
 		parse(t, b, packet.ChecksumComplete).SetICMPID(0)

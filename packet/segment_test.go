@@ -42,7 +42,7 @@ func segments(t testing.TB, super []byte, size int) [][]byte {
 	return out
 }
 
-func TestSegmentsAreThoseOfTheReference(t *testing.T) {
+func TestSegmentsEqualThoseOfTheReference(t *testing.T) {
 	rng := newRand(10)
 	for i := range 3000 {
 		data := rng.IntN(1 + [...]int{4, 100, 3000}[rng.IntN(3)])
@@ -67,7 +67,7 @@ func TestSegmentsAreThoseOfTheReference(t *testing.T) {
 	}
 }
 
-func TestSegmentFlagsAndCounters(t *testing.T) {
+func TestSegmentsHaveTheirOwnFlagsSequenceNumbersAndIDs(t *testing.T) {
 	super := packettest.Partial(packettest.Build(packettest.IP{Src: addr("10.0.0.1"), Dst: addr("10.0.0.2"), ID: 0xffff}, packettest.TCP{
 		Seq: 0xfffffffe, Flags: packettest.ACK | packettest.PSH | packettest.FIN | packettest.CWR | packettest.ECE, Data: make([]byte, 25)}))
 	got := segments(t, super, 10)
@@ -101,7 +101,7 @@ func TestSegmentUDPChecksumIsNeverZero(t *testing.T) {
 
 // The owner of a segment may change it, for example encrypt it in place. The other segments
 // must still be correct.
-func TestASegmentMayBeOverwrittenByItsOwner(t *testing.T) {
+func TestOverwritingASegmentDoesNotAffectLaterOnes(t *testing.T) {
 	rng := newRand(11)
 	for range 200 {
 		super := randSuper(rng, 1000)
@@ -121,7 +121,7 @@ func TestASegmentMayBeOverwrittenByItsOwner(t *testing.T) {
 	}
 }
 
-func TestSegmenterRefuses(t *testing.T) {
+func TestSegmenterRefusesOtherPacketsThanSuperpackets(t *testing.T) {
 	partial := packettest.Partial(packettest.Build(ip4(), packettest.TCP{Flags: packettest.ACK, Data: make([]byte, 100)}))
 	complete := packettest.Build(ip4(), packettest.TCP{Flags: packettest.ACK, Data: make([]byte, 100)})
 	syn := packettest.Partial(packettest.Build(ip4(), packettest.TCP{Flags: packettest.SYN, Data: make([]byte, 100)}))

@@ -86,7 +86,7 @@ func TestSplitFragmentsJoinToThePacket(t *testing.T) {
 	}
 }
 
-func TestSplitOfOneFragmentKeepsItsPlace(t *testing.T) {
+func TestSplitOfAFragmentKeepsItsOffset(t *testing.T) {
 	h := ip4()
 	h.DF, h.ID = false, 0 // the other fragments also have the identification 0
 	middle := packettest.Fragments(packettest.Build(h, packettest.Raw{Proto: 253, Data: make([]byte, 3000)}), 1000, 0)[1]
@@ -117,7 +117,7 @@ func TestSplitCopiesOptionsByTheirCopyBit(t *testing.T) {
 	}
 }
 
-func TestSplitRefuses(t *testing.T) {
+func TestSplitRefusesPacketsThatOnlyTheSenderMayFragment(t *testing.T) {
 	whole := ip4()
 	whole.DF = false
 	big := packettest.Build(whole, packettest.UDP{Data: make([]byte, 1000)})
@@ -136,7 +136,7 @@ func TestSplitRefuses(t *testing.T) {
 	}
 }
 
-func TestTooBigGolden(t *testing.T) {
+func TestTooBigMatchesGoldenErrors(t *testing.T) {
 	b := packettest.Build(packettest.IP{Src: addr("10.1.0.5"), Dst: addr("10.2.0.9"), DF: true, TOS: 0x28, ID: 0x1234, TTL: 63},
 		packettest.UDP{SrcPort: 40000, DstPort: 53, Data: make([]byte, 4)})
 	dst := make([]byte, packet.MaxTooBig)
@@ -159,7 +159,7 @@ func TestTooBigGolden(t *testing.T) {
 // The error must quote as much of the packet as fits 576 octets (RFC 1812, section 4.3.2.3) or
 // 1280 (RFC 4443, section 2.4c). It must not contain a next-hop MTU below the minimum for
 // hosts.
-func TestTooBigQuotesAndMTU(t *testing.T) {
+func TestTooBigQuotesWhatFitsAndBoundsTheMTU(t *testing.T) {
 	rng := newRand(21)
 	dst := bytes.Repeat([]byte{0xee}, packet.MaxTooBig)
 	for range 3000 {

@@ -14,7 +14,7 @@ import (
 	"github.com/isthmus-net/isthmus/packet/packettest"
 )
 
-func TestPacketImportsTheStandardLibraryAlone(t *testing.T) {
+func TestPacketImportsOnlyTheStandardLibrary(t *testing.T) {
 	const module = "github.com/isthmus-net/isthmus"
 	out, err := exec.Command("go", "list", "-deps", "-f", "{{if not .Standard}}{{.ImportPath}}{{end}}", module+"/packet").Output()
 	if err != nil {
@@ -114,7 +114,7 @@ func TestParseGoldenIPv4TCPWithOptions(t *testing.T) {
 	}
 }
 
-func TestParseGoldenIPv6FragmentBehindHopByHop(t *testing.T) {
+func TestParseGoldenIPv6FragmentAfterHopByHopOptions(t *testing.T) {
 	b := unhex(t, `
 		60 00 00 00                                      # version 6
 		00 20 00 40                                      # payload 32, hop-by-hop next, hop limit 64
@@ -194,7 +194,7 @@ func TestChecksumIsAbsentForProtocolsWithoutOne(t *testing.T) {
 func ip4() packettest.IP { return packettest.IP{Src: addr("10.1.0.5"), Dst: addr("10.2.0.9")} }
 func ip6() packettest.IP { return packettest.IP{Src: addr("fd00:1::5"), Dst: addr("fd00:2::9")} }
 
-func TestParseRefuses(t *testing.T) {
+func TestParseRefusesMalformedPackets(t *testing.T) {
 	tcp := packettest.Build(ip4(), packettest.TCP{SrcPort: 1, DstPort: 2, Options: timestamps, Data: make([]byte, 40)})
 	udp := packettest.Build(ip4(), packettest.UDP{SrcPort: 1, DstPort: 2, Data: make([]byte, 40)})
 	udp6 := packettest.Build(ip6(), packettest.UDP{SrcPort: 1, DstPort: 2, Data: make([]byte, 40)})
@@ -284,7 +284,7 @@ func TestParseRefuses(t *testing.T) {
 	}
 }
 
-func TestParseAcceptsTheLargest(t *testing.T) {
+func TestParseAcceptsTheLargestPackets(t *testing.T) {
 	for _, b := range [][]byte{
 		packettest.Build(ip4(), packettest.TCP{Flags: packettest.ACK, Data: make([]byte, 65535-40)}),
 		packettest.Build(ip6(), packettest.TCP{Flags: packettest.ACK, Data: make([]byte, 65535-20)}),
@@ -347,7 +347,7 @@ func TestUDPSurplusAreaIsNotCovered(t *testing.T) {
 	packettest.Check(t, b, packettest.ValidChecksums())
 }
 
-func TestValidChecksumsSeesEveryWrongBit(t *testing.T) {
+func TestValidChecksumsDetectsEveryWrongBit(t *testing.T) {
 	rng := newRand(2)
 	for range 300 {
 		b, state := sample(rng)

@@ -9,7 +9,7 @@ import (
 	"github.com/isthmus-net/isthmus/packet/packettest"
 )
 
-func TestVirtioHeaderGolden(t *testing.T) {
+func TestVirtioHeaderMatchesAGoldenHeader(t *testing.T) {
 	b := unhex(t, `
 		01      # NEEDS_CSUM
 		81      # TCPv4 with ECN
@@ -36,7 +36,7 @@ func TestVirtioHeaderGolden(t *testing.T) {
 	}
 }
 
-func TestVirtioValidate(t *testing.T) {
+func TestVirtioValidateChecksEveryField(t *testing.T) {
 	const needs = packet.VirtioNeedsCsum
 	tcp := func(h packettest.IP, flags uint8, data int) []byte {
 		return packettest.Partial(packettest.Build(h, packettest.TCP{SrcPort: 1, DstPort: 2, Flags: flags, Options: timestamps, Data: make([]byte, data)}))
@@ -99,7 +99,7 @@ func TestVirtioValidate(t *testing.T) {
 	}
 }
 
-func TestFinishInnerRefusesWhatIsNotASinglePartialChecksumInside(t *testing.T) {
+func TestFinishInnerRefusesPacketsWithoutAnInnerPartialChecksum(t *testing.T) {
 	const needs = packet.VirtioNeedsCsum
 	ipip := packettest.Build(ip4(), packettest.Raw{Proto: 4, Data: make([]byte, 40)})
 	udp := packettest.Build(ip4(), packettest.UDP{SrcPort: 5, DstPort: 4789, Data: make([]byte, 80)})

@@ -8,7 +8,7 @@ import (
 )
 
 // RFC 1071, section 3: the sum of 00 01 f2 03 f4 f5 f6 f7 is ddf2.
-func TestInternetChecksumOfTheRFC(t *testing.T) {
+func TestInternetChecksumMatchesTheExampleOfRFC1071(t *testing.T) {
 	if got := InternetChecksum([]byte{0, 1, 0xf2, 3, 0xf4, 0xf5, 0xf6, 0xf7}); got != ^uint16(0xddf2) {
 		t.Errorf("got %#04x", got)
 	}
@@ -28,7 +28,7 @@ func TestBuildMatchesTextbookHeader(t *testing.T) {
 	Check(t, got, ValidChecksums(), Ports(1234, 53), Proto(17), TTL(64))
 }
 
-func TestCheckersSeeWrongPackets(t *testing.T) {
+func TestCheckersReportWrongPackets(t *testing.T) {
 	a, b := netip.MustParseAddr("fd00::1"), netip.MustParseAddr("fd00::2")
 	good := Build(IP{Src: a, Dst: b}, TCP{SrcPort: 1, DstPort: 2, Flags: ACK, Data: []byte("data")})
 	if err := all(MustDecode(good), []Checker{ValidChecksums(), Src(a), Dst(b), Ports(1, 2), Flags(ACK), Data([]byte("data"))}); err != nil {
