@@ -322,7 +322,7 @@ func TestEndpointIsOneValuePerRemoteAddress(t *testing.T) {
 
 // A flood of empty datagrams must not delay earlier messages of other senders until it ends,
 // and the empty datagrams must be counted.
-func TestEmptyDatagramsAreReceivedAsMessages(t *testing.T) {
+func TestFloodOfEmptyDatagramsIsReceivedInBoundedBatches(t *testing.T) {
 	onOneProcessor(t)
 	a := New()
 	receive, port, err := a.Listen(0)
@@ -358,7 +358,7 @@ func TestEmptyDatagramsAreReceivedAsMessages(t *testing.T) {
 	}
 }
 
-func TestOpenTwiceAndOccupiedPortAreErrors(t *testing.T) {
+func TestListenTwiceAndOccupiedPortAreErrors(t *testing.T) {
 	a := newEnd(t)
 	if _, _, err := a.Listen(0); !errors.Is(err, conn.ErrBindAlreadyOpen) {
 		t.Errorf("second Open: %v", err)
@@ -470,7 +470,7 @@ func TestPathMTUDiscoveryCanBeIgnored(t *testing.T) {
 
 // A route without checksum offload, or with IPsec, refuses UDP_SEGMENT with EIO. Segmentation
 // must stop only for that endpoint, and must be tried again later.
-func TestSegmentationIsPausedOnlyForTheRefusingEndpoint(t *testing.T) {
+func TestSegmentationIsPausedOnlyForTheRefusedEndpoint(t *testing.T) {
 	a, b := newEnd(t), newEnd(t)
 	poor, rich := b.at(t, "127.0.0.1").(*endpoint), b.at(t, "127.0.0.2").(*endpoint)
 	var segmented, refused int

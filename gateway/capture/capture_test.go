@@ -16,7 +16,7 @@ import (
 	"github.com/isthmus-net/isthmus/packet"
 )
 
-func TestParseUndoesQuery(t *testing.T) {
+func TestParseReversesQuery(t *testing.T) {
 	o := Options{
 		Places: []Place{Underlay, BeforeNAT}, Directions: []natengine.Direction{natengine.Inbound}, Peer: "beta",
 		Drops: []natengine.Drop{natengine.DropNoFlow, natengine.DropTooBig}, Dropped: true, Proto: packet.TCP, Snap: 96, Packets: 7, Bytes: 8192, Duration: 3 * time.Second,
@@ -126,7 +126,7 @@ type deaf struct{}
 
 func (deaf) Write([]byte) (int, error) { return 0, errors.New("gone") }
 
-func TestCaptureEndsWithItsReader(t *testing.T) {
+func TestCaptureEndsWhenItsReaderFailsOrLeaves(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := New(DefaultOptions(), "test", nil)
 		if err := c.WriteTo(t.Context(), deaf{}, func() error { return nil }); err == nil || c.Summary().Ended != "reader gone" {
@@ -142,7 +142,7 @@ func TestCaptureEndsWithItsReader(t *testing.T) {
 	})
 }
 
-func TestPacketRoomIsEnough(t *testing.T) {
+func TestPacketBlockFitsPacketRoom(t *testing.T) {
 	for size := range 9 {
 		for comment := range 9 {
 			b := packetBlock(nil, Tunnel, time.Now(), natengine.Inbound, size, 1, strings.Repeat("c", comment), make([]byte, size))
@@ -153,7 +153,7 @@ func TestPacketRoomIsEnough(t *testing.T) {
 	}
 }
 
-func TestAddAllocatesNothing(t *testing.T) {
+func TestAddDoesNotAllocate(t *testing.T) {
 	o := DefaultOptions()
 	c := New(o, "test", nil)
 	data := make([]byte, 40)

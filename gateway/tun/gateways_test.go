@@ -120,7 +120,7 @@ func connectKernels(t testing.TB, clusters [2]*namespace) (client, server net.Co
 	return client, server
 }
 
-func TestKernelsTalkThroughTwoGateways(t *testing.T) {
+func TestKernelsConnectThroughTwoGateways(t *testing.T) {
 	for _, offload := range []bool{true, false} {
 		t.Run(fmt.Sprintf("offload=%v", offload), func(t *testing.T) {
 			client, server := connectKernels(t, startClusters(t, offload))

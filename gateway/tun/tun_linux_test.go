@@ -271,7 +271,7 @@ func switchOffloadsOff(t testing.TB, d *Device) {
 	}
 }
 
-func TestNoOffloadGivesSinglePackets(t *testing.T) {
+func TestReadReturnsSinglePacketsWithoutOffloads(t *testing.T) {
 	ns := newNamespace(t)
 	d := ns.open(t, "tuntest0", mtu, Options{})
 	switchOffloadsOff(t, d)
@@ -284,7 +284,7 @@ func TestNoOffloadGivesSinglePackets(t *testing.T) {
 	}
 }
 
-func TestUSOIsOnOnlyWhenAskedFor(t *testing.T) {
+func TestUSOIsEnabledOnlyOnRequest(t *testing.T) {
 	ns := newNamespace(t)
 	if o := ns.open(t, "tuntest0", mtu, Options{}).Offloads(); o.USO4 || o.USO6 {
 		t.Errorf("offloads %+v by default: want no USO", o)
@@ -309,7 +309,7 @@ func TestUSOIsUsedOnlyOnTestedKernels(t *testing.T) {
 
 // With USO, Read must return the datagrams of one UDP_SEGMENT as one packet. A UDP superpacket
 // that is written must be received as separate datagrams. Without USO the kernel must segment.
-func TestUDPSuperpacketsBothWays(t *testing.T) {
+func TestUDPSuperpacketsPassInBothDirections(t *testing.T) {
 	for _, uso := range []bool{true, false} {
 		t.Run(fmt.Sprintf("USO %v", uso), func(t *testing.T) {
 			ns := newNamespace(t)
@@ -450,7 +450,7 @@ func TestWakeEndsABlockedRead(t *testing.T) {
 	}
 }
 
-func TestWakeBeforeReadIsKeptAndCountsOnce(t *testing.T) {
+func TestWakesBeforeReadEndOneWaitingRead(t *testing.T) {
 	d := newNamespace(t).open(t, "tuntest0", mtu, Options{})
 	p := make([]byte, 2000)
 	d.Wake()
@@ -598,7 +598,7 @@ func TestReadEndsWhenTheInterfaceIsDeleted(t *testing.T) {
 	}
 }
 
-func TestWriteReportsRefusalsOfTheKernel(t *testing.T) {
+func TestWriteReportsErrorsOfTheKernel(t *testing.T) {
 	ns := newNamespace(t)
 	d := ns.open(t, "tuntest0", mtu, Options{})
 	if err := d.Write([][]byte{echoRequest()}); !errors.Is(err, unix.EIO) {
@@ -625,7 +625,7 @@ func TestWriteReportsRefusalsOfTheKernel(t *testing.T) {
 	}
 }
 
-func TestMTUBelongsToTheOpeningNamespace(t *testing.T) {
+func TestMTUIsThatOfTheOpeningNamespace(t *testing.T) {
 	d := newNamespace(t).open(t, "tuntest0", 1380, Options{})
 	if got := d.MTU(); got != 1380 { // from a thread outside the namespace
 		t.Errorf("MTU %d: want 1380", got)
@@ -643,14 +643,14 @@ func TestMTUBelongsToTheOpeningNamespace(t *testing.T) {
 	}
 }
 
-func TestKernelChoosesANumberForTheName(t *testing.T) {
+func TestKernelReplacesPercentDInTheName(t *testing.T) {
 	d := newNamespace(t).open(t, "tunx%d", mtu, Options{})
 	if d.Name() != "tunx0" {
 		t.Errorf("name %q: want tunx0", d.Name())
 	}
 }
 
-func TestOpenNamesTheMissingRequirement(t *testing.T) {
+func TestOpenReportsTheMissingRequirement(t *testing.T) {
 	ns := newNamespace(t)
 	first := ns.open(t, "tuntest0", mtu, Options{})
 	for _, tc := range []struct {

@@ -184,7 +184,7 @@ func (e *end) receive(t *testing.T, sent []byte, size int) (joined int) {
 // pass two prefix maps, be cut and joined, and enter the other kernel as one superpacket.
 // There a program must receive exactly the same datagrams by UDP_GRO, in few messages. Both
 // clusters use the same addresses.
-func TestUDPSuperpacketsBetweenTwoKernels(t *testing.T) {
+func TestUDPSuperpacketsPassBetweenTwoKernels(t *testing.T) {
 	for name, c := range map[string]struct{ addrA, podsA, seenA, addrB, podsB, seenB string }{
 		"IPv4": {"10.8.0.5", "10.8.0.0/24", "10.61.7.0/24", "10.8.0.9", "10.8.0.0/20", "10.72.16.0/20"},
 		"IPv6": {"fd08::5", "fd08::/64", "fd61:7::/64", "fd08::9", "fd08::/56", "fd72::/56"},
