@@ -1,15 +1,17 @@
-// Package behaviour asks a client that knows nothing of Isthmus what kind of NAT stands before it:
-// coturn's turnutils_natdiscovery, which implements RFC 5780, with coturn's server, which has the
-// two addresses and two ports that this needs. Between them are the real gateways.
+// Package behaviour tests the NAT with an independent client, which determines the kind of NAT
+// in front of it. The client is coturn's turnutils_natdiscovery, which implements RFC 5780.
+// Coturn's server has the two addresses and two ports that the RFC requires. The real gateways
+// are between client and server.
 //
 //	a-pod1  10.244.0.11 ┐                                                     ┌ turnserver in b-pod1
 //	a-onprem, a-node2   ┴ a-node1 ═ isthmus gateway ══ isthmus gateway ═ b-node1 ┘ 10.50.32.11 and .77, ports 3478 and 3479
 //	c-pod1   10.60.0.11 ─ c-node1 ═ isthmus gateway ══════╝
 //
-// The server tells its other address to the client in the body of a message. It has to be true for
-// the client too, so neither a nor c remaps b. b sees a's pods as 10.246.0.0/16, c's as they are.
+// The server sends its other address to the client in the body of a message. The client must
+// be able to use that address, so neither a nor c remaps b. b sees a's pods as 10.246.0.0/16,
+// and c's pods without remapping.
 //
-// The client speaks UDP alone; of TCP, tcp_test.go lets two kernels open a connection
+// The client uses only UDP. For TCP, tcp_test.go lets two kernels open a connection
 // simultaneously.
 package behaviour
 
@@ -27,7 +29,7 @@ import (
 
 var long = flag.Bool("long", false, "also wait for the end of a UDP mapping, five minutes")
 
-// What the client may conclude, in its words.
+// Possible conclusions of the client, in its own words.
 const (
 	noNAT                      = "No NAT"
 	mappingEndpointIndependent = "NAT with Endpoint Independent Mapping"
@@ -55,7 +57,7 @@ func TestRFC5780BehaviourDiscovery(t *testing.T) {
 		t.Run(c.name, c.run)
 	}
 
-	// RFC 4787, REQ-3: no overloading. Both hosts have this port, one of them keeps it.
+	// RFC 4787, REQ-3: no overloading. Both hosts use this port, and only one of them keeps it.
 	t.Run("two nodes with one port have different mappings", func(t *testing.T) {
 		var seen []netip.AddrPort
 		for _, from := range []string{"a-node1", "a-node2"} {
@@ -70,21 +72,21 @@ func TestRFC5780BehaviourDiscovery(t *testing.T) {
 			t.Errorf("seen as %v, want port 39999 for the first alone", seen)
 		}
 	})
-	// What filtering keeps away is an ordinary drop with its reason.
+	// A packet that filtering drops must be counted as a normal drop with its reason.
 	t.Run("filtered packets are counted", func(t *testing.T) {
 		n, err := s.Metric(t.Context(), s.Cluster("a"), "isthmus_drops_total", `direction="inbound"`, `reason="no_flow"`)
-		if must(t, err); n < 6 { // three clients, one port of the same address and one of the other, at least
+		if must(t, err); n < 6 { // three clients, each filtered at least on another port and on another address
 			t.Errorf("%v packets were counted as no_flow", n)
 		}
 	})
 }
 
-// A client is a host and what it should find out.
+// A client is a host, together with the conclusions that it should reach.
 type client struct {
 	name, host      string
-	seen            netip.Addr // by the server
+	seen            netip.Addr // its address, as the server sees it
 	mapping, filter string
-	hairpin         bool // it reaches itself under that address
+	hairpin         bool // whether it can reach itself under that address
 }
 
 type check struct {
@@ -92,8 +94,8 @@ type check struct {
 	run  func(t *testing.T)
 }
 
-// ask lets c discover everything at once, each from another port above first, and returns the
-// checks of what it finds.
+// ask starts all discoveries of c concurrently, each from another port above first. It returns
+// the checks of the conclusions.
 func (s *site) ask(ctx context.Context, c client, first uint16) (checks []check) {
 	discover := func(name string, missed int, judge func(t *testing.T, r *report, local netip.AddrPort), flags ...string) {
 		first++
@@ -114,8 +116,8 @@ func (s *site) ask(ctx context.Context, c client, first uint16) (checks []check)
 		}})
 	}
 	lifetime := func(name string, seconds int, alive bool) {
-		// After the silence it asks by another socket for an answer to the first one's mapping (RFC
-		// 5780, section 4.6).
+		// After the silence the client requests, from another socket, an answer to the mapping
+		// of the first socket (RFC 5780, section 4.6).
 		missed := 0
 		if seconds > 60 {
 			missed = -1
@@ -130,7 +132,7 @@ func (s *site) ask(ctx context.Context, c client, first uint16) (checks []check)
 		if !r.says(c.mapping) {
 			t.Errorf("want the conclusion %q", c.mapping)
 		}
-		// Port preservation (RFC 4787, section 4.2.1): nobody else has this port.
+		// Port preservation (RFC 4787, section 4.2.1): no other host has this port.
 		if !slices.Equal(r.seen, []netip.AddrPort{want, want}) {
 			t.Errorf("seen as %v, want twice %v", r.seen, want)
 		}
@@ -139,14 +141,14 @@ func (s *site) ask(ctx context.Context, c client, first uint16) (checks []check)
 	discover("mapping of fragmented datagrams", 0, mapping, "-m", "-P")
 	missed := 0
 	if c.filter == filteringByAddressAndPort {
-		missed = 2 // from the other address, and from the other port
+		missed = 2 // the answers from the other address and from the other port
 	}
 	discover("filtering", missed, func(t *testing.T, r *report, _ netip.AddrPort) {
 		if !r.says(c.filter) {
 			t.Errorf("want the conclusion %q", c.filter)
 		}
 	}, "-f")
-	// The address under which b knows something of a exists in b alone: in a nothing leads there.
+	// The address under which b sees a host of a exists only in b. In a it has no route.
 	if missed = 2; c.hairpin {
 		missed = 0
 	}

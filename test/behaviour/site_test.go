@@ -25,16 +25,15 @@ var (
 	podsOfB  = netip.MustParsePrefix("10.50.32.0/20")
 	podsOfC  = netip.MustParsePrefix("10.60.0.0/18")
 	podsAatB = netip.MustParsePrefix("10.246.0.0/16")
-	second   = netip.MustParseAddr("10.50.32.77") // of the server; the first is that of b-pod1
+	second   = netip.MustParseAddr("10.50.32.77") // second address of the server; the first is that of b-pod1
 )
 
-// patience is how long a test waits for what has to come, on a machine that is busy with other
-// things.
+// patience is the maximum time to wait for an expected event on a busy machine.
 const patience = time.Minute
 
 const serverPort, otherPort = 3478, 3479
 
-// site is three joined clusters, and perhaps the server.
+// site is three joined clusters. serve adds the server.
 type site struct {
 	*lab.Lab
 	server netip.Addr
@@ -58,7 +57,7 @@ func newSite(t *testing.T) *site {
 	return &site{l, b.Pods[0].Addr}
 }
 
-// needCoturn skips the test where client and server are not installed.
+// needCoturn skips the test if client and server are not installed.
 func needCoturn(t *testing.T) {
 	for _, c := range []string{"turnserver", "turnutils_natdiscovery"} {
 		if _, err := exec.LookPath(c); err != nil {
@@ -67,7 +66,8 @@ func needCoturn(t *testing.T) {
 	}
 }
 
-// serve runs the server in a pod, with a second address of its node's pods.
+// serve runs the server in a pod. The server gets a second address from the pod network of its
+// node.
 func (s *site) serve(t *testing.T, pod *lab.Pod) {
 	route, err := pod.Node.Command(t.Context(), "ip", "route", "get", pod.Addr.String()).Output()
 	must(t, err)
@@ -114,21 +114,21 @@ func (s *site) serve(t *testing.T, pod *lab.Pod) {
 	}
 }
 
-// report is what the client found out.
+// report is the result of one run of the client.
 type report struct {
 	text     string
-	seen     []netip.AddrPort // its address as the server sees it, by each answer
-	timeouts int              // requests without an answer in three seconds; the client repeats none
+	seen     []netip.AddrPort // its address as the server sees it, from each answer
+	timeouts int              // requests without an answer within three seconds; the client repeats none
 }
 
-// says reports whether the client comes to this conclusion.
+// says reports whether the client reached this conclusion.
 func (r *report) says(conclusion string) bool { return strings.Contains(r.text, "\n"+conclusion+"!") }
 
 var reflexive = regexp.MustCompile(`reflexive addr: (\S+)`)
 
-// discoverAgain is discover for a client that has to miss so many answers; -1: it is asked once.
-// Where it misses others, the machine was busy, and it asks again from a port that is so much
-// higher.
+// discoverAgain repeats discover until exactly missed answers are missing, at most five times.
+// Another number means that the machine was busy. Each attempt uses a port that is higher by
+// step. If missed is -1, it runs discover only once.
 func (s *site) discoverAgain(ctx context.Context, from string, local, step uint16, missed int, flags ...string) (r *report, port uint16, err error) {
 	for again := range uint16(5) {
 		port = local + step*again
@@ -139,7 +139,8 @@ func (s *site) discoverAgain(ctx context.Context, from string, local, step uint1
 	return r, port, err
 }
 
-// discover runs the client from an address and port of a host. It spends most of its time waiting.
+// discover runs the client from an address and port of a host. Most of its time is spent
+// waiting.
 func (s *site) discover(ctx context.Context, from string, local uint16, flags ...string) (*report, error) {
 	host, err := s.Host(from)
 	if err != nil {

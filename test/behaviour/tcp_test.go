@@ -11,10 +11,11 @@ import (
 	"github.com/isthmus-net/isthmus/internal/lab"
 )
 
-// RFC 5382, REQ-2 and REQ-4, with the TCP of real kernels at both ends: a pod of b calls a node of
-// a, which is behind NAPT and has not called yet. Its SYN is dropped in silence, not refused, so
-// that it goes on trying; when the node calls too, from the port that the pod expects, SYNs cross
-// and there is one connection.
+// RFC 5382, REQ-2 and REQ-4, with TCP of real kernels at both ends. A pod of b connects to a
+// node of a, which is behind NAPT and has not sent a packet yet. The pod's SYN must be dropped
+// silently and not refused, so that the pod repeats it. Then the node connects to the pod,
+// from the port that the pod uses as destination. The SYNs must cross and result in one
+// connection.
 func TestRFC5382SimultaneousOpenThroughNAPT(t *testing.T) {
 	s := newSite(t)
 	node, pod := s.Cluster("a").Nodes[1], s.Cluster("b").Pods[1]
@@ -50,7 +51,8 @@ func TestRFC5382SimultaneousOpenThroughNAPT(t *testing.T) {
 			}
 		}
 	}
-	// One after the other: a SYN that is repeated must not be taken for that of the other call.
+	// The calls are made one after the other, so that a repeated SYN cannot be mistaken for
+	// that of the other call.
 	there := call(pod.Host, netip.AddrPortFrom(pod.Addr, podPort), netip.AddrPortFrom(natIP, nodePort), 3*patience)
 	dropped(1)
 	here := call(node.Host, netip.AddrPortFrom(node.Addr, nodePort), netip.AddrPortFrom(pod.Addr, podPort), 3*patience)

@@ -22,7 +22,7 @@ func TestEngineEqualsKernelNETMAP(t *testing.T) {
 	}
 }
 
-// conversations are run on every plan, begun by either side.
+// conversations are run on every plan. Each is run twice, begun by either side.
 var conversations = []struct {
 	name string
 	run  func(x *exchange, from side)
@@ -53,8 +53,8 @@ var conversations = []struct {
 		src, dst := x.pods(from, 8)
 		seenSrc, ownDst := x.plan.podSeen(from, 8), x.plan.pod(from.other(), 8)
 		for _, at := range [][2]netip.Addr{{src, dst}, {seenSrc, dst}, {seenSrc, ownDst}} {
-			// Two octets are chosen so that the sum there is zero, which is sent as 0xffff (RFC
-			// 768).
+			// The first two octets of the data are chosen so that the checksum at the other side
+			// becomes zero, which is sent as 0xffff (RFC 768).
 			port, data := x.freshPort(), []byte{0, 0, 1, 2, 3, 4}
 			rest := udp(at[0], at[1], port, 7, data)
 			copy(data, rest[6:8])
@@ -107,8 +107,8 @@ var conversations = []struct {
 		for _, options := range [][]byte{
 			{1, 1, 1, 1},
 			{148, 4, 0, 0},                        // router alert
-			{1, 158, 6, 1, 2, 3, 4, 1},            // an experiment
-			bytes.Repeat([]byte{1}, 40),           // the longest header there is
+			{1, 158, 6, 1, 2, 3, 4, 1},            // an experimental option
+			bytes.Repeat([]byte{1}, 40),           // the longest possible header
 			append([]byte{0}, make([]byte, 7)...), // end of options, then padding
 		} {
 			port := x.freshPort()
@@ -150,8 +150,8 @@ var conversations = []struct {
 	{"ICMP errors with extensions", func(x *exchange, from side) {
 		src, dst := x.pods(from, 32)
 		got := x.send(from, ip(header{}, src, dst, protoUDP, udp(src, dst, x.freshPort(), 33434, bytes.Repeat([]byte{0x40}, 300))))[0]
-		// RFC 4884: 32 words of quote, then the structure with an MPLS label stack (RFC 4950), as a
-		// router's traceroute shows.
+		// RFC 4884: 32 words of quote are followed by the extension structure with an MPLS label
+		// stack (RFC 4950), as in an error that a router sends during a traceroute.
 		structure := []byte{0x20, 0, 0, 0, 0, 8, 1, 1, 0x00, 0x01, 0x01, 0xff}
 		sum := internetSum(structure)
 		structure[2], structure[3] = byte(sum>>8), byte(sum)
@@ -195,7 +195,7 @@ var conversations = []struct {
 			if !ok {
 				x.Fatal("what arrived is not whole")
 			}
-			if got[9] != protoTCP { // a TCP answer is part of the conversations above
+			if got[9] != protoTCP { // the conversations above include TCP replies
 				x.send(from.other(), fragment(answer(got, make([]byte, 2000)), 800, 1600)...)
 			}
 		}
@@ -225,7 +225,7 @@ var conversations = []struct {
 	}},
 }
 
-// answer turns what arrived into a reply of its receiver.
+// answer returns the receiver's reply to packet b.
 func answer(b, data []byte) []byte {
 	src, dst := destination(b), source(b)
 	s := segment(b)
@@ -242,7 +242,7 @@ func answer(b, data []byte) []byte {
 	return ip(header{id: 0x4321}, src, dst, b[9], reply)
 }
 
-// datagrams that need fragments, of each kind; n chooses the pods.
+// datagrams returns datagrams of each kind that must be sent in fragments. n selects the pods.
 func (x *exchange) datagrams(from side, n int) [][]byte {
 	src, dst := x.pods(from, n)
 	long := make([]byte, 3333)
@@ -268,8 +268,8 @@ func (x *exchange) datagrams(from side, n int) [][]byte {
 	return all
 }
 
-// tcpConversation has every kind of segment: SYN, SYN ACK, data both ways, and FIN from both or
-// RST.
+// tcpConversation sends every kind of segment: SYN, SYN ACK, data in both directions, and FIN
+// from both sides or RST.
 func (x *exchange) tcpConversation(from side, reset bool) {
 	x.Helper()
 	src, dst := x.pods(from, 30)
@@ -301,9 +301,9 @@ func (x *exchange) tcpBetween(client side, src, dst netip.Addr, reset bool) {
 	say(120, 529, ack, "")
 }
 
-// errorsAbout sends a packet and then every ICMP error its receiver might send about it, quoting it
-// whole and cut after eight octets of its payload. Header-only quotes are among the choices:
-// conntrack does not take them.
+// errorsAbout sends a packet and then every ICMP error that its receiver might send about it.
+// The error quotes all of the packet, or a few octets of its payload, but at least eight.
+// conntrack ignores an error that quotes only the header.
 func (x *exchange) errorsAbout(from side, b []byte) {
 	x.Helper()
 	got := x.send(from, b)[0]
@@ -316,8 +316,8 @@ func (x *exchange) errorsAbout(from side, b []byte) {
 			{unreachable, 3, 0}, {unreachable, 13, 0}, {unreachable, fragmentationNeeded, 1280}, {timeExceeded, 0, 0}, {timeExceeded, 1, 0}, {parameterProblem, 0, 20 << 24}, {4, 0, 0},
 		} {
 			back := x.send(from.other(), icmpAbout(got, me, e.kind, e.code, e.rest, quote))[0]
-			// The sender sees its own packet again, as far as it is quoted, apart from what the
-			// receiver's side saw differently.
+			// The sender must see its own packet in the quote. Only values that the receiver's
+			// side saw differently may differ.
 			inner := segment(back)[8:]
 			if source(inner) != source(b) || destination(inner) != destination(b) {
 				x.Errorf("error %d/%d quotes %v -> %v, sent was %v -> %v", e.kind, e.code, source(inner), destination(inner), source(b), destination(b))

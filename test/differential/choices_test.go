@@ -10,27 +10,30 @@ import (
 	"github.com/isthmus-net/isthmus/natengine"
 )
 
-// Where the engine is not the kernel. Each choice has its test below, and each test asserts what
-// both do, so that a change of either shows.
+// The tests named TestChoice... assert where the engine deliberately differs from the kernel.
+// Each test asserts the behaviour of both, so that a change of either is noticed.
 //
-//   - TTL: the kernel counts down at each hop. The engine leaves it to the kernel around its TUN.
-//   - NAPT port: each chooses its own (napt_test.go compares up to it).
-//   - Fragments: conntrack puts a datagram together and cuts it again. The engine translates
-//     outbound fragments as they come, in their order and sizes; where there is no conntrack the
-//     kernel does so too, and then the bytes are equal. Inbound it puts the datagram together.
-//   - ICMP errors: the kernel leaves a quoted TCP checksum as it is where the quote ends behind it
-//     but within the header.
-//   - ICMP errors: the kernel translates those that quote a flow it knows and whose quote holds
-//     eight octets of the transport header. For a 1:1 map the engine needs neither.
-//   - ICMP errors from somebody on the way: the kernel shows the receiver of the packet as their
-//     sender. The engine shows a pod under its own address and a node as the NAPT address, so that
-//     a traceroute tells them apart.
-//   - What conntrack calls invalid (no connection, wrong checksum) the kernel forwards
-//     untranslated, with an address nobody at the other side can answer. The engine translates
-//     every packet 1:1 that has a rule, and drops the others.
+//   - TTL: the kernel decrements it at each hop. The engine leaves this to the kernel on
+//     either side of its TUN.
+//   - NAPT port: each translator chooses its own (napt_test.go compares all other octets).
+//   - Fragments: conntrack reassembles a datagram and fragments it again. The engine
+//     translates outbound fragments as they arrive, in their order and sizes. So does a
+//     kernel without conntrack, and then the octets are equal. Inbound, the engine joins
+//     the datagram.
+//   - ICMP errors: if the quote ends after the TCP checksum but within the TCP header, the
+//     kernel leaves the checksum unchanged, and the engine updates it.
+//   - ICMP errors: the kernel translates only those that quote a known flow and at least
+//     eight octets of the transport header. For a 1:1 map the engine requires neither.
+//   - ICMP errors from a router on the path: the kernel shows the receiver of the packet as
+//     the sender of the error. The engine shows a pod with its own address and a node with
+//     the NAPT address, so that a traceroute can distinguish them.
+//   - Packets that conntrack calls invalid (no connection, wrong checksum): the kernel
+//     forwards them untranslated, with an address that the other side cannot answer. The
+//     engine translates every packet that has a 1:1 rule, and drops the others.
 //   - The network address of the PodCIDR is the NAPT address, and is never mapped 1:1.
 
-// reference is a 1:1 translation in full: new addresses, every checksum computed anew.
+// reference performs a 1:1 translation: it replaces the addresses and computes every checksum
+// from all octets.
 func reference(p plan, from side, b []byte) (wire, out []byte) {
 	to := from.other()
 	wire = slices.Clone(b)
@@ -42,7 +45,7 @@ func reference(p plan, from side, b []byte) (wire, out []byte) {
 	return wire, out
 }
 
-// untranslated: the kernel lets the packet through as it is, but for its hops.
+// untranslated checks that the kernel forwards packet b unchanged except for its TTL.
 func (x *exchange) untranslated(from side, b []byte) {
 	x.Helper()
 	_, out := x.kernel.send(x.T, from, b)
@@ -51,7 +54,7 @@ func (x *exchange) untranslated(from side, b []byte) {
 	}
 }
 
-// onlyEngine: the packet comes out of the engines like this, whatever the kernel does.
+// onlyEngine checks that the engines translate packet b to want. It does not test the kernel.
 func (x *exchange) onlyEngine(from side, b, want []byte) {
 	x.Helper()
 	o := x.engines.send(x.T, from, b)
@@ -60,8 +63,8 @@ func (x *exchange) onlyEngine(from side, b, want []byte) {
 	}
 }
 
-// bothRemapped has different ranges on the two sides, so that an untranslated packet still has a
-// route to the far pod.
+// bothRemapped returns an exchange in which both sides see the other under different ranges.
+// So an untranslated packet still has a route to the other side's pod.
 func bothRemapped(t *testing.T) *exchange { return newExchange(t, plans[3], statefulRules) }
 
 func TestChoiceTTLIsLeftToTheKernelAroundTheTUN(t *testing.T) {
@@ -123,9 +126,9 @@ func TestChoiceICMPErrorMayQuoteTheHeaderAlone(t *testing.T) {
 	arrived := x.send(A, sent)[0]
 	for _, quote := range []int{0, 3, 4, 7} {
 		e := icmpAbout(arrived, destination(arrived), unreachable, 3, 0, quote)
-		if quote < 4 { // no ports: no flow
+		if quote < 4 { // the quote has no ports, so no flow can be found
 			x.untranslated(B, e)
-		} else if out := x.kernel.drops(x.T, B, e); len(out) > 0 { // a flow, but too little of it to translate
+		} else if out := x.kernel.drops(x.T, B, e); len(out) > 0 { // the flow can be found, but the kernel does not translate so short a quote
 			x.Errorf("a quote of %d octets: the kernel was expected to drop the error:\n%s", quote, dump(out))
 		}
 		x.onlyEngine(B, e, icmpAboutSeen(sent, unreachable, 3, 0, quote))
@@ -154,8 +157,8 @@ func TestChoiceQuotedTCPChecksumIsUpdatedIfPresent(t *testing.T) {
 	}
 }
 
-// icmpAboutSeen is the error as A's pod has to get it: about the packet it sent, from the address
-// it sent it to.
+// icmpAboutSeen returns the error that A's pod must receive: about the packet as the pod sent
+// it, from the address to which it was sent.
 func icmpAboutSeen(sent []byte, kind, code uint8, rest uint32, quote int) []byte {
 	return icmpAbout(sent, destination(sent), kind, code, rest, quote)
 }
@@ -237,13 +240,13 @@ func TestChoiceNetworkAddressIsForNAPTAlone(t *testing.T) {
 		t.Errorf("to the NAPT address without a flow: %v\n%s", o.drops, dump(o.out))
 	}
 
-	// As a source it is not a pod either: both show the same address, the engine with a port of its
-	// own choice.
+	// As a source it is not a pod either. Both translators show the same address, and the
+	// engine chooses its own port.
 	src, dst = x.plan.pods[A].Addr(), x.plan.podSeen(B, 7)
 	x.sendNAPT(A, ip(header{}, src, dst, protoUDP, udp(src, dst, x.freshPort(), 53, nil)))
 }
 
-// Not choices: here both refuse.
+// The following tests are not about choices: both translators refuse these packets.
 
 func TestUnmappedAddressOfTheExternalCIDRIsRefusedByBoth(t *testing.T) {
 	x := bothRemapped(t)

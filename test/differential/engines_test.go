@@ -10,7 +10,8 @@ import (
 	"github.com/isthmus-net/isthmus/packet"
 )
 
-// engines are what is judged: one engine per gateway, each with the other cluster as its only peer.
+// engines is the translator under test: one engine per gateway, each of which has the other
+// cluster as its only peer.
 type engines struct {
 	engines [2]*natengine.Engine
 	now     time.Duration
@@ -20,7 +21,8 @@ func newEngines(t *testing.T, p plan) *engines {
 	return enginesOf(t, p.pods, p.podsSeen, p.extSeen, p.endpoint, p.mapped)
 }
 
-// enginesOf makes the engines of both sides; ext is as the other side sees it.
+// enginesOf makes the engines of both sides. ext is the ExternalCIDR as the other side sees
+// it.
 func enginesOf(t *testing.T, pods, podsSeen, ext [2]netip.Prefix, endpoint, mapped func(side) netip.Addr) *engines {
 	e := &engines{}
 	for _, s := range []side{A, B} {
@@ -41,14 +43,14 @@ func enginesOf(t *testing.T, pods, podsSeen, ext [2]netip.Prefix, endpoint, mapp
 	return e
 }
 
-// outcome is what became of packets sent through both engines. drops are the reasons, in order, of
-// those that did not make it.
+// outcome is the result of sending packets through both engines. drops are the reasons of the
+// drops, in order.
 type outcome struct {
 	wire, out [][]byte
 	drops     []natengine.Drop
 }
 
-// send takes complete packets from one side's pods to the other's.
+// send sends complete packets from the pods of one side to those of the other.
 func (e *engines) send(t *testing.T, from side, packets ...[]byte) (o outcome) {
 	t.Helper()
 	for _, b := range packets {
@@ -61,8 +63,8 @@ func (e *engines) send(t *testing.T, from side, packets ...[]byte) (o outcome) {
 	return o
 }
 
-// sendPartial is send for one packet that comes from a TUN with its checksum unfinished; it is
-// finished before the wire, as the segmenter does.
+// sendPartial is send for one packet with a partial checksum, as a TUN delivers it. The
+// checksum is completed before the packet enters the tunnel, as the segmenter does.
 func (e *engines) sendPartial(t *testing.T, from side, b []byte) (o outcome) {
 	t.Helper()
 	for _, w := range e.cross(t, from, natengine.Outbound, packet.ChecksumPartial, b, &o) {
@@ -72,8 +74,9 @@ func (e *engines) sendPartial(t *testing.T, from side, b []byte) (o outcome) {
 	return o
 }
 
-// cross takes one packet through one engine and returns what comes out: the packet, perhaps none,
-// perhaps fragments that had waited for it, or the datagram that it made whole. b is not touched.
+// cross passes one packet through one engine and returns the packets that come out. These are
+// the packet or none, fragments that waited for it, or the datagram that it completed. b is
+// not changed.
 func (e *engines) cross(t *testing.T, at side, dir natengine.Direction, sum packet.ChecksumState, b []byte, o *outcome) [][]byte {
 	t.Helper()
 	e.now += time.Millisecond
@@ -98,7 +101,7 @@ func (e *engines) cross(t *testing.T, at side, dir natengine.Direction, sum pack
 		o.drops = append(o.drops, verdict.Drop)
 	case natengine.Deliver:
 		t.Errorf("gateway %v, %v: delivered to an endpoint that the plan does not have: % x", at, dir, b)
-	case natengine.Hold: // it comes back as Released, or in its datagram
+	case natengine.Hold: // the fragment will leave later, as Released or as part of its datagram
 	}
 	return nil
 }

@@ -14,13 +14,14 @@ import (
 	"github.com/isthmus-net/isthmus/natengine"
 )
 
-// An exchange is one conversation between A and B that both judges see.
+// An exchange sends packets between A and B through both translators: the kernel and the
+// engines.
 type exchange struct {
 	*testing.T
 	plan    plan
 	kernel  *kernel
 	engines *engines
-	port    *uint16 // last port given out: conntrack must not meet a flow twice
+	port    *uint16 // last port used; a new one for each flow, so that conntrack never sees a flow twice
 }
 
 func newExchange(t *testing.T, p plan, rules func(plan, side) string) *exchange {
@@ -28,29 +29,30 @@ func newExchange(t *testing.T, p plan, rules func(plan, side) string) *exchange 
 	return &exchange{T: t, plan: p, kernel: newKernel(t, p, rules), engines: newEngines(t, p), port: &port}
 }
 
-// in is the same exchange inside a subtest.
+// in returns the same exchange for a subtest.
 func (x *exchange) in(t *testing.T) *exchange {
 	sub := *x
 	sub.T = t
 	return &sub
 }
 
-// freshPort is a port no flow of this exchange has used.
+// freshPort returns a port that no flow of this exchange has used.
 func (x *exchange) freshPort() uint16 {
 	*x.port++
 	return *x.port
 }
 
-// pods are the addresses of a conversation between the n-th pods: src is the sender's own address,
-// dst is the receiver as the sender sees it.
+// pods returns the addresses for a packet between the n-th pods: src is the sender's own
+// address, dst is the receiver as the sender sees it.
 func (x *exchange) pods(from side, n int) (src, dst netip.Addr) {
 	return x.plan.pod(from, n), x.plan.podSeen(from.other(), n)
 }
 
-// send takes packets of one sender to the other side by both ways, wants the same bytes on the wire
-// and at the end, and returns what arrived. Of more than one packet, or of fragments, the datagrams
-// are compared: the kernel's conntrack puts them together and cuts them again as it likes, the
-// engine translates each as it comes on the way out and joins them on the way in.
+// send sends packets of one sender to the other side through both translators, and returns the
+// packets that arrived. Both must produce the same octets, in the tunnel and at the end. For
+// several packets or fragments, only the datagrams are compared, because conntrack reassembles
+// and fragments them again. The engine translates outbound fragments as they arrive and joins
+// inbound ones.
 func (x *exchange) send(from side, packets ...[]byte) (arrived [][]byte) {
 	x.Helper()
 	o := x.engines.send(x.T, from, packets...)
@@ -75,8 +77,8 @@ func (x *exchange) send(from side, packets ...[]byte) (arrived [][]byte) {
 	return o.out
 }
 
-// same compares what the engines and the kernel made of one datagram, once the kernel's hops are
-// taken back.
+// same compares the results of the engines and of the kernel for one datagram, after it has
+// restored the TTL that the kernel decremented.
 func (x *exchange) same(from side, where string, engine, kernel [][]byte, hops uint8) {
 	x.Helper()
 	k, ok := reassemble(kernel)
@@ -92,7 +94,7 @@ func (x *exchange) same(from side, where string, engine, kernel [][]byte, hops u
 	}
 }
 
-// dropped sends packets that neither way lets through.
+// dropped sends packets that neither translator may forward.
 func (x *exchange) dropped(from side, want natengine.Drop, packets ...[]byte) {
 	x.Helper()
 	if o := x.engines.send(x.T, from, packets...); len(o.out) > 0 || len(o.drops) == 0 || o.drops[0] != want {
@@ -103,16 +105,16 @@ func (x *exchange) dropped(from side, want natengine.Drop, packets ...[]byte) {
 	}
 }
 
-// checkAddresses is section 7.2 of docs/liqo-v0.md: inside the tunnel the source is as the receiver
-// sees it and the destination as the sender sees it; at the destination that one is the receiver's
-// own.
+// checkAddresses checks the addresses by docs/liqo-v0.md, section 7.2. In the tunnel, the
+// source is the address that the receiver sees and the destination is the address that the
+// sender sees. At the end, the destination is the receiver's own address.
 func (x *exchange) checkAddresses(from side, sent, wire, out []byte) {
 	x.Helper()
 	p, to := x.plan, from.other()
 	src, dst := source(sent), destination(sent)
 	wantSrc := p.natIP(from)
 	switch {
-	case src == p.endpoint(from) && source(wire) == p.mapped(from): // a reply, which only flow state tells from a new flow
+	case src == p.endpoint(from) && source(wire) == p.mapped(from): // a reply; only flow state distinguishes it from a new flow
 		wantSrc = p.mapped(from)
 	case p.pods[from].Contains(src) && src != p.pods[from].Addr():
 		wantSrc = move(src, p.pods[from], p.podsSeen[from])
@@ -122,7 +124,7 @@ func (x *exchange) checkAddresses(from side, sent, wire, out []byte) {
 	switch {
 	case dst == p.mapped(to):
 		wantDst = p.endpoint(to)
-	case dst == p.natIP(to): // a reply to something that is no pod: flow state, checked by the case
+	case dst == p.natIP(to): // a reply to a source that is not a pod; the case itself checks it
 		wantDst = arrives
 	default:
 		wantDst = move(dst, p.podsSeen[to], p.pods[to])
@@ -135,8 +137,8 @@ func (x *exchange) checkAddresses(from side, sent, wire, out []byte) {
 	}
 }
 
-// checkSums asks gopacket whether every checksum of a packet is right, that of a quoted IPv4 header
-// included. Transport checksums of fragments cannot be judged one by one; same compares the
+// checkSums verifies all checksums of a packet with gopacket, including that of a quoted IPv4
+// header. Transport checksums of single fragments cannot be verified, so same compares the
 // datagram.
 func (x *exchange) checkSums(b []byte) {
 	x.Helper()
@@ -153,8 +155,8 @@ func (x *exchange) checkSums(b []byte) {
 	if isFragment(b) {
 		return
 	}
-	// The layer right above: gopacket would also go on into what a packet of protocol 4 happens to
-	// hold.
+	// Only the layer directly above IP: for protocol 4, gopacket would also decode the random
+	// payload as a packet.
 	switch l := parsed.Layers()[min(1, len(parsed.Layers())-1)].(type) {
 	case *layers.UDP:
 		x.must(l.SetNetworkLayerForChecksum(header))
@@ -175,7 +177,7 @@ func (x *exchange) checkSums(b []byte) {
 	}
 }
 
-// checkSums6 is checkSums for IPv6, which has fewer.
+// checkSums6 is checkSums for IPv6, which has fewer checksums.
 func (x *exchange) checkSums6(b []byte) {
 	x.Helper()
 	parsed := gopacket.NewPacket(b, layers.LayerTypeIPv6, gopacket.DecodeOptions{SkipDecodeRecovery: true})
@@ -194,7 +196,7 @@ func (x *exchange) checkSums6(b []byte) {
 		case *layers.ICMPv6:
 			x.must(l.SetNetworkLayerForChecksum(header))
 			x.checkSum(l, b)
-			return // what is in it is not whole
+			return // the quoted packet is not whole
 		}
 	}
 }
@@ -218,7 +220,7 @@ func (x *exchange) must(err error) {
 
 func equal(a, b [][]byte) bool { return slices.EqualFunc(a, b, bytes.Equal) }
 
-// dump prints packets for people: a line of addresses and a line of hex each.
+// dump returns packets as text: a line of addresses and a line of hex digits for each.
 func dump(packets [][]byte) string {
 	var s strings.Builder
 	for _, b := range packets {

@@ -16,12 +16,12 @@ import (
 	"github.com/isthmus-net/isthmus/test/internal/hosts"
 )
 
-// plan6 is a plan of IPv6. Its addresses are moved bit by bit, as text, so that the judge shares
-// nothing with the engine.
+// plan6 is a plan for IPv6. It translates addresses bit by bit, as text, so that it shares no
+// code with the engine.
 type plan6 struct {
 	name           string
 	pods, podsSeen [2]netip.Prefix
-	ext            [2]netip.Prefix // as the other side sees it; node and endpoint of a side are in no prefix
+	ext            [2]netip.Prefix // as the other side sees it; nodes and endpoints are in no prefix
 }
 
 var plans6 = []plan6{
@@ -47,7 +47,7 @@ func (p plan6) endpoint(s side) netip.Addr {
 }
 func (p plan6) mapped(s side) netip.Addr { return p.ext[s].Addr().Next().Next() }
 
-// pod is a random pod of a side, and how the other side sees it.
+// pod returns a random pod of a side, and the address under which the other side sees it.
 func (p plan6) pod(rng *rand.Rand, s side) (own, seen netip.Addr) {
 	for {
 		host := ""
@@ -55,13 +55,13 @@ func (p plan6) pod(rng *rand.Rand, s side) (own, seen netip.Addr) {
 			host += fmt.Sprint(rng.IntN(2))
 		}
 		own, seen = joined(p.pods[s], host), joined(p.podsSeen[s], host)
-		if own != p.pods[s].Addr() { // the network address is no pod
+		if own != p.pods[s].Addr() { // the network address is not a pod
 			return own, seen
 		}
 	}
 }
 
-// joined is the address of a network and host bits.
+// joined returns the address with the network bits of p and the given host bits.
 func joined(p netip.Prefix, host string) netip.Addr {
 	net := ""
 	for _, b := range p.Addr().AsSlice() {
@@ -77,7 +77,7 @@ func joined(p netip.Prefix, host string) netip.Addr {
 	return netip.AddrFrom16(b)
 }
 
-// newKernel6 is newKernel for IPv6.
+// newKernel6 does for IPv6 what newKernel does for IPv4.
 func newKernel6(t *testing.T, p plan6, rules func(plan6, side) string) *kernel {
 	hosts.Need(t, "nft")
 	k := &kernel{}
@@ -106,7 +106,7 @@ func newKernel6(t *testing.T, p plan6, rules func(plan6, side) string) *kernel {
 	return k
 }
 
-// rules6 are statefulRules for IPv6.
+// rules6 returns the rules of statefulRules for IPv6.
 func rules6(p plan6, s side) string {
 	r := s.other()
 	var post, pre string
@@ -132,7 +132,7 @@ func rules6(p plan6, s side) string {
 `, post, remote, p.pods[s], p.podsSeen[s].Addr(), pre, p.podsSeen[r], p.mapped(s), p.endpoint(s))
 }
 
-// stateless6 are statelessRules for IPv6.
+// stateless6 returns the rules of statelessRules for IPv6.
 func stateless6(p plan6, s side) string {
 	r := s.other()
 	set := func(field string, from, to netip.Prefix) string {
@@ -164,11 +164,12 @@ type exchange6 struct {
 	plan    plan6
 	kernel  *kernel
 	engines *engines
-	port    uint16 // last port given out: conntrack must not meet a flow twice
+	port    uint16 // last port used; a new one for each flow, so that conntrack never sees a flow twice
 }
 
-// send takes a packet to the other side by both ways, wants the same bytes on the wire and at the
-// end, with addresses by the table of docs/liqo-v0.md, section 7.2, and returns what arrived.
+// send sends a packet to the other side through both translators and returns the packet that
+// arrived. Both must produce the same octets, in the tunnel and at the end. The addresses must
+// be those of the table in docs/liqo-v0.md, section 7.2.
 func (x *exchange6) send(t *testing.T, from side, b []byte, wireSrc, arrivedDst netip.Addr) []byte {
 	t.Helper()
 	o, wire, out := x.both(t, from, b)
@@ -184,7 +185,8 @@ func (x *exchange6) send(t *testing.T, from side, b []byte, wireSrc, arrivedDst 
 	return out
 }
 
-// sendFragments is send for a datagram in fragments, which the engine joins and cuts again.
+// sendFragments is send for a datagram in fragments, which the inbound engine joins and
+// fragments again.
 func (x *exchange6) sendFragments(t *testing.T, from side, fragments [][]byte, wireSrc, arrivedDst netip.Addr) {
 	t.Helper()
 	var engine, kernel [][]byte
@@ -215,8 +217,8 @@ func wholeOf(t *testing.T, packets [][]byte) []byte {
 	return whole
 }
 
-// both takes a packet to the other side by both ways, and returns what the kernel made of it as if
-// it had counted no hops.
+// both sends a packet to the other side through both translators. It returns the kernel's
+// packets with the TTL that they had before the kernel decremented it.
 func (x *exchange6) both(t *testing.T, from side, b []byte) (o outcome, wire, out []byte) {
 	t.Helper()
 	o = x.engines.send(t, from, b)
@@ -233,10 +235,10 @@ func (x *exchange6) both(t *testing.T, from side, b []byte) (o outcome, wire, ou
 	return o, wire, out
 }
 
-// head is where packets may differ, for people.
+// head returns the first octets of a packet as text; the rest cannot differ.
 func head(b []byte) string { return hex.Dump(b[:min(len(b), 160)]) }
 
-// unicast is the next packet that is not the kernel's own talk on the link.
+// unicast returns the next packet that is not multicast of the kernel itself.
 func unicast(t *testing.T, r *hosts.Raw) []byte {
 	t.Helper()
 	for {
@@ -261,8 +263,8 @@ func TestEngineEqualsKernelOverIPv6(t *testing.T) {
 	}
 }
 
-// TestFragmentsEqualKernelOverIPv6: a router of IPv6 does not put fragments together. Nor do the
-// prefix maps on the way out; on the way in the datagram is the same.
+// An IPv6 router does not reassemble fragments. Nor do outbound prefix maps. Inbound, the
+// datagram must be the same.
 func TestFragmentsEqualKernelOverIPv6(t *testing.T) {
 	for i, p := range plans6 {
 		t.Run(p.name, func(t *testing.T) {
@@ -273,7 +275,7 @@ func TestFragmentsEqualKernelOverIPv6(t *testing.T) {
 				src, shown := p.pod(rng, from)
 				local, dst := p.pod(rng, from.other())
 				h := packettest.IP{Src: src, Dst: dst, TTL: 64, Extensions: slices.DeleteFunc(extensions(rng), func(e packettest.Extension) bool {
-					return e.Kind == 51 // nftables does not look behind it for a checksum; conntrack's NAT and the engine do
+					return e.Kind == 51 // nftables finds no checksum after this header; conntrack's NAT and the engine do
 				})}
 				var body packettest.Body = packettest.UDP{SrcPort: 1, DstPort: 2, Data: make([]byte, 2000+rng.IntN(2000))}
 				if round%2 == 0 {
@@ -285,8 +287,8 @@ func TestFragmentsEqualKernelOverIPv6(t *testing.T) {
 	}
 }
 
-// random sends one packet between two pods, from a node or to a mapped endpoint, then perhaps an
-// answer and an ICMP error.
+// random sends one packet between two pods, from a node or to a mapped endpoint. Sometimes a
+// reply and an ICMP error follow.
 func (x *exchange6) random(t *testing.T, rng *rand.Rand) {
 	from := side(rng.IntN(2))
 	to := from.other()
@@ -322,7 +324,7 @@ func (x *exchange6) random(t *testing.T, rng *rand.Rand) {
 		body = packettest.Echo{ID: x.port, Seq: 1, Data: data}
 		answer = packettest.Echo{ID: x.port, Seq: 1, Reply: true, Data: data}
 	default:
-		if shown == x.plan.podsSeen[from].Addr() || dst == x.plan.mapped(to) { // one flow for each pair of hosts there
+		if shown == x.plan.podsSeen[from].Addr() || dst == x.plan.mapped(to) { // there, each pair of hosts has only one flow
 			body = packettest.UDP{SrcPort: x.port, DstPort: remotePort, Data: data}
 			break
 		}
@@ -343,7 +345,7 @@ func (x *exchange6) random(t *testing.T, rng *rand.Rand) {
 	}
 }
 
-// extensions draws extension headers that a router has to pass on as they are.
+// extensions returns random extension headers that a router must forward unchanged.
 func extensions(rng *rand.Rand) (some []packettest.Extension) {
 	if rng.IntN(3) > 0 {
 		return nil

@@ -12,24 +12,25 @@ import (
 	"github.com/isthmus-net/isthmus/test/internal/hosts"
 )
 
-// A kernel is the oracle: two gateways with nftables rules between two raw sockets.
+// A kernel is the reference: two gateways with nftables rules between two raw sockets.
 type kernel struct {
 	pods [2]*hosts.Raw // at the pods' ends of the lan links
-	wire [2]*hosts.Raw // at each gateway's wan device: what arrives there from the other one
+	wire [2]*hosts.Raw // at each gateway's wan device, to receive packets from the other gateway
 }
 
-// patience is how long what has to arrive may take: as a rule microseconds, but on a busy machine
-// the kernel leaves packets to a thread that has to wait for its turn.
+// patience is the maximum time to wait for a packet. Packets usually arrive within
+// microseconds. On a busy machine the kernel leaves them to a thread that must wait for a
+// processor.
 const patience = 30 * time.Second
 
-// hops is how often the kernel has counted down a packet's TTL when it is on the wire and when it
-// has arrived.
+// hopsToWire and hopsToPod are the numbers by which the kernel has decremented the TTL of a
+// packet in the tunnel and at the end.
 const (
 	hopsToWire = 1
 	hopsToPod  = 2
 )
 
-// newKernel builds the namespaces. rules writes the nftables ruleset of one gateway.
+// newKernel builds the namespaces. rules returns the nftables ruleset of one gateway.
 func newKernel(t *testing.T, p plan, rules func(plan, side) string) *kernel {
 	hosts.Need(t, "nft")
 	k := &kernel{}
@@ -42,8 +43,8 @@ func newKernel(t *testing.T, p plan, rules func(plan, side) string) *kernel {
 	mac := func(h *hosts.Host, dev string) net.HardwareAddr { return h.Link(dev).Attrs().HardwareAddr }
 	for _, s := range []side{A, B} {
 		g := gateways[s]
-		// Next hops nobody owns, known by MAC address: no ARP, and no address of a gateway that
-		// could take part.
+		// The next hops do not exist; their MAC addresses are configured. So there is no ARP,
+		// and no gateway has an address that could take part.
 		lan, wan := netip.MustParseAddr("169.254.77.1"), netip.MustParseAddr("169.254.77.2")
 		g.Route(netip.MustParsePrefix("0.0.0.0/0"), lan, "lan")
 		g.Neighbour(lan, mac(pods[s], "eth0"), "lan")
@@ -59,7 +60,8 @@ func newKernel(t *testing.T, p plan, rules func(plan, side) string) *kernel {
 	return k
 }
 
-// remember makes conntrack forget no flow while a test of a busy machine stands still.
+// remember raises the timeouts of conntrack, so that it forgets no flow while the test is
+// delayed on a busy machine.
 func remember(g *hosts.Host) {
 	for _, timeout := range []string{
 		"udp_timeout", "udp_timeout_stream", "icmp_timeout", "icmpv6_timeout", "generic_timeout", "tcp_timeout_close", "tcp_timeout_close_wait",
@@ -70,8 +72,8 @@ func remember(g *hosts.Host) {
 	}
 }
 
-// statefulRules are section 7.3 of docs/liqo-v0.md, plus the oracle of the NAT requirements: NETMAP
-// and SNAT by conntrack.
+// statefulRules returns the rules of docs/liqo-v0.md, section 7.3, and of the reference for
+// the NAT requirements: NETMAP and SNAT by conntrack.
 func statefulRules(p plan, s side) string {
 	r := s.other()
 	var post, pre []string
@@ -90,8 +92,8 @@ func statefulRules(p plan, s side) string {
 		}})
 }
 
-// statelessRules do the prefix maps alone, without conntrack and so without putting fragments
-// together.
+// statelessRules returns rules that perform only the prefix maps, without conntrack and
+// therefore without reassembly.
 func statelessRules(p plan, s side) string {
 	r := s.other()
 	set := func(field string, from, to netip.Prefix) string {
@@ -125,15 +127,16 @@ func ruleset(chains ...chain) string {
 	return b.String()
 }
 
-// send injects packets at one side's pod, in order, and returns what was on the wire and what came
-// out at the other pod, when both are whole datagrams; or whatever was there when nothing more
-// comes.
+// send injects packets in order at the pod of one side. It returns the packets in the tunnel
+// and those at the other pod, once both form whole datagrams. If no more packets arrive, it
+// returns those that have arrived.
 func (k *kernel) send(t *testing.T, from side, packets ...[]byte) (wire, out [][]byte) {
 	t.Helper()
 	return k.sendFor(t, patience, from, packets...)
 }
 
-// drops is send for packets that are to get lost. It returns what came out all the same.
+// drops is send for packets that the kernel should drop. It returns the packets that arrived
+// nevertheless.
 func (k *kernel) drops(t *testing.T, from side, packets ...[]byte) (out [][]byte) {
 	t.Helper()
 	_, out = k.sendFor(t, 250*time.Millisecond, from, packets...)
@@ -155,8 +158,9 @@ func (k *kernel) sendFor(t *testing.T, wait time.Duration, from side, packets ..
 	return wire, out
 }
 
-// refuses injects a packet that should get lost, and after it one that gets through, which is
-// sooner than waiting for nothing. It returns what else came out at the other pod.
+// refuses injects a packet that the kernel should drop, and then the packet after, which it
+// should forward. Waiting for the second packet is faster than waiting for a timeout. It
+// returns the other packets that arrived at the other pod.
 func (k *kernel) refuses(t *testing.T, from side, b, after []byte) (through [][]byte) {
 	t.Helper()
 	to := k.pods[from.other()]
@@ -175,7 +179,7 @@ func (k *kernel) refuses(t *testing.T, from side, b, after []byte) (through [][]
 	}
 }
 
-// collect waits for whole datagrams.
+// collect receives packets until they form whole datagrams.
 func collect(t *testing.T, r *hosts.Raw, wait time.Duration) (packets [][]byte) {
 	for {
 		b := receive(t, r, wait)
@@ -189,7 +193,7 @@ func collect(t *testing.T, r *hosts.Raw, wait time.Duration) (packets [][]byte) 
 	}
 }
 
-// receive is the next packet that is not the kernel's own talk on the link.
+// receive returns the next packet that is not multicast of the kernel itself.
 func receive(t *testing.T, r *hosts.Raw, wait time.Duration) []byte {
 	for {
 		if b := r.Receive(t, wait); b == nil || !isV6(b) || !destination(b).IsMulticast() {

@@ -9,27 +9,28 @@ import (
 	"github.com/isthmus-net/isthmus/natengine"
 )
 
-// More choices: where port translation and its idea of a connection are not the kernel's. Random
-// conversations (talks_test.go) leave these out.
+// The tests here assert further choices, where port translation or connection tracking differ
+// from the kernel. Random conversations (talks_test.go) avoid these cases.
 //
-//   - NAPT port: the engine's is one for all destinations and nobody else's (RFC 4787, REQ-1 and
-//     3). The kernel gives two hosts the same port towards different destinations, and one host two
-//     when it has to, also to a connection reopened.
-//   - Range of a port that has to change: below 1024 or not, for the engine. The kernel knows
-//     1-511, 600-1023 and the rest.
-//   - TCP windows: conntrack follows sequence numbers and does not translate what they forbid, nor
-//     a SYN ACK that is repeated after a simultaneous open. The engine translates every segment of
-//     a known flow.
-//   - A refused connection: conntrack forgets it with the RST. The engine knows it for the
-//     transitory timeout (RFC 6146, section 3.5.2.2), so that an ICMP error about the RST still
-//     finds its way.
-//   - What may not begin a flow: the engine drops it, the kernel forwards it untranslated, with the
-//     node's own address.
-//   - Redirects: the kernel drops those of flows that it translates, the engine all.
-//   - Atomic fragments of IPv6 (RFC 6946) stay what they are. Conntrack takes the fragment header
-//     away.
-//   - SCTP: the kernel changes its ports, the engine knows none and lets one host at a time speak
-//     to a destination.
+//   - NAPT port: the engine gives an inside port one outside port for all destinations, and
+//     no other inside port gets it (RFC 4787, REQ-1 and 3). The kernel gives two hosts the
+//     same port towards different destinations. If necessary it gives one host two ports,
+//     also for a reopened connection.
+//   - Range of a replaced port: the engine distinguishes ports below 1024 from the others.
+//     The kernel distinguishes 1-511, 600-1023 and the others.
+//   - TCP windows: conntrack tracks sequence numbers and does not translate segments
+//     outside the window. Nor does it translate a SYN ACK that is repeated after a
+//     simultaneous open. The engine translates every segment of a known flow.
+//   - A refused connection: conntrack removes it after the RST. The engine keeps it for the
+//     transitory timeout (RFC 6146, section 3.5.2.2), so that an ICMP error about the RST
+//     is still translated.
+//   - Packets that may not begin a flow: the engine drops them. The kernel forwards them
+//     untranslated, with the node's own address.
+//   - Redirects: the kernel drops those of flows that it translates, the engine drops all.
+//   - Atomic fragments of IPv6 (RFC 6946): the engine does not change them, conntrack
+//     removes the fragment header.
+//   - SCTP: the kernel translates its ports. The engine does not know them, and lets only
+//     one host at a time use a destination.
 
 func tcpSegmentOf(src, dst netip.AddrPort, seq, ackno uint32, flags uint8, data string) []byte {
 	return ip(header{flags: flagDF}, src.Addr(), dst.Addr(), protoTCP,
@@ -38,7 +39,8 @@ func tcpSegmentOf(src, dst netip.AddrPort, seq, ackno uint32, flags uint8, data 
 
 func at(a netip.Addr, port uint16) netip.AddrPort { return netip.AddrPortFrom(a, port) }
 
-// fromNode sends what a node begins to both judges and returns what port each chose.
+// fromNode sends the first packet of a node's flow through both translators and returns the
+// port that each chose.
 func (x *exchange) fromNode(b []byte) (f flow, engine, kernel uint16) {
 	x.Helper()
 	f = x.sendNAPT(A, b)
@@ -72,7 +74,7 @@ func TestChoiceContestedPortStaysBelow1024OrAbove(t *testing.T) {
 	for port, kernel := range map[uint16][2]uint16{
 		80: {1, 511}, 511: {1, 511}, 512: {600, 1023}, 700: {600, 1023}, 1023: {600, 1023}, 1024: {1024, 65535}, 6000: {1024, 65535},
 	} {
-		x := bothRemapped(t) // of its own: what one port became may be the next one
+		x := bothRemapped(t) // a new exchange, so that earlier mappings do not affect the choice of a port
 		dst := x.plan.podSeen(B, 1)
 		for n := range 8 {
 			src := x.plan.node(A, 20+n)
@@ -107,7 +109,7 @@ func TestChoiceTCPWindowsAreNotFollowed(t *testing.T) {
 			run.onlyEngine(A, b, want)
 		})
 	}
-	// None of these ended it.
+	// None of these segments has ended the connection.
 	x.send(A, tcpSegmentOf(from, to, 101, 501, psh|ack, "GET / HTTP/1.1"))
 }
 
@@ -216,7 +218,8 @@ func TestChoiceAtomicFragmentStaysOne(t *testing.T) {
 			t.Errorf("%v: engine, dropped %v\n%s", src, o.drops, dump(o.out))
 			continue
 		}
-		// The kernel puts it together, if it is one packet only, and has no reason to cut it again.
+		// If it is a single packet, the kernel reassembles it and has no reason to fragment it
+		// again.
 		k.pods[B].Drain(t)
 		k.pods[A].Send(t, atomic)
 		got := receive(t, k.pods[B], patience)
@@ -226,7 +229,7 @@ func TestChoiceAtomicFragmentStaysOne(t *testing.T) {
 	}
 }
 
-// Not choices.
+// The following tests are not about choices: both translators behave alike.
 
 func TestBothKeepEchoesWithTheSameIdentifierApart(t *testing.T) {
 	x := bothRemapped(t)

@@ -7,15 +7,17 @@ import (
 	"testing"
 )
 
-// What is not a pod appears under one address, with ports that each translator chooses for itself.
-// The judges are equal up to that port: with the engine's port replaced by the kernel's and the
-// checksums computed anew, the bytes are the same; and what comes back to the sender is the same
-// without any such help.
+// Sources that are not pods share one address, with ports that each translator chooses. The
+// results must be equal apart from that port. So the tests replace the engine's port by the
+// kernel's, recompute the checksums, and compare octets. Replies must arrive at the sender
+// with equal octets, without any replacement.
 
-// A flow is what each judge made of the first packet of a NAPT flow, as the receiver sees it.
+// A flow holds each translator's version of the first packet of a NAPT flow, as the receiver
+// sees it.
 type flow struct{ engine, kernel []byte }
 
-// sendNAPT takes packets of a source that is no pod to the other side.
+// sendNAPT sends packets of a source that is not a pod to the other side through both
+// translators.
 func (x *exchange) sendNAPT(from side, packets ...[]byte) flow {
 	x.Helper()
 	o := x.engines.send(x.T, from, packets...)
@@ -34,12 +36,13 @@ func (x *exchange) sendNAPT(from side, packets ...[]byte) flow {
 	return f
 }
 
-// reply sends each judge the reply to its own packet and wants the same to come back to the sender.
+// reply sends the receiver's reply through each translator. The packets that arrive at the
+// sender must be equal.
 func (x *exchange) reply(to side, f flow, build func(arrived []byte) [][]byte) []byte {
 	x.Helper()
 	o := x.engines.send(x.T, to, build(f.engine)...)
 	wire, out := x.kernel.send(x.T, to, build(f.kernel)...)
-	if b := build(f.engine)[0]; !isError(b) { // the port in an error's quote is not at portsAt
+	if b := build(f.engine)[0]; !isError(b) { // in an ICMP error, portsAt does not find the port of the quote
 		x.sameButPort(to, "reply on the wire", o.wire, wire, hopsToWire, false)
 	}
 	if len(o.out) == 0 {
@@ -60,8 +63,8 @@ func isError(b []byte) bool {
 	return proto(b) == protoICMP && !isFragment(b) && segment(b)[0] != echoReply && segment(b)[0] != echoRequest
 }
 
-// sameButPort compares two datagrams of which only the source (or else destination) port may
-// differ, and returns them.
+// sameButPort compares two datagrams, in which only the source port may differ, or the
+// destination port if sourceSide is false. It returns the two datagrams.
 func (x *exchange) sameButPort(from side, where string, engine, kernel [][]byte, hops uint8, sourceSide bool) flow {
 	x.Helper()
 	e, ok := reassemble(engine)
@@ -94,11 +97,12 @@ func TestNodesReachPodsAndEndpointsLikeKernelSNAT(t *testing.T) {
 				t.Run(c.name, func(t *testing.T) {
 					for _, from := range []side{A, B} {
 						run := x.in(t)
-						// To a pod of the other side, then to its mapped endpoint.
+						// The node sends to a pod of the other side, then to that side's mapped
+						// endpoint.
 						c.run(run, from, p.node(from, 1), p.podSeen(from.other(), 3))
 						c.run(run, from, p.node(from, 2), p.mapped(from.other()))
-						// What is mapped for the peer begins flows of its own as everybody else
-						// does (docs/liqo-v0.md, section 7.4).
+						// A host that is mapped for the peer may also begin flows itself, like any
+						// other host (docs/liqo-v0.md, section 7.4).
 						c.run(run, from, p.endpoint(from), p.podSeen(from.other(), 4))
 					}
 				})

@@ -7,8 +7,8 @@ import (
 	"slices"
 )
 
-// Packets are built here byte by byte, with checksums computed in full and one word at a time:
-// nothing is shared with the packages under test.
+// These functions build packets octet by octet. They compute checksums completely and word by
+// word. They share no code with the packages under test.
 
 const (
 	protoICMP  = 1
@@ -17,27 +17,29 @@ const (
 	protoSCTP  = 132
 	protoICMP6 = 58
 
-	protoFragment, protoDestinationOptions = 44, 60 // extension headers of IPv6
+	protoFragment, protoDestinationOptions = 44, 60 // IPv6 extension headers
 
-	protoTest = 253 // RFC 3692: for experiments; nobody knows its header
+	protoTest = 253 // RFC 3692: for experiments; no implementation knows its header
 
 	echoReply, unreachable, redirect, echoRequest, timeExceeded, parameterProblem = 0, 3, 5, 8, 11, 12
-	fragmentationNeeded                                                           = 4 // code of unreachable
+	fragmentationNeeded                                                           = 4 // code of type unreachable
 
 	fin, syn, rst, psh, ack = 1, 2, 4, 8, 16
 
 	flagDF, flagMF = 0x4000, 0x2000
 )
 
-// header is what of an IPv4 header a case may want to choose. Zero values: TTL 64, ID 0x1234.
+// header holds the fields of an IPv4 header that a test may choose. Zero values mean TTL 64
+// and ID 0x1234.
 type header struct {
 	tos, ttl uint8
 	id       uint16
-	flags    uint16 // and fragment offset
+	flags    uint16 // flags and fragment offset
 	options  []byte
 }
 
-// ip wraps a transport segment, whose checksum has to be right already.
+// ip returns a packet with the given transport segment, whose checksum must already be
+// correct.
 func ip(h header, src, dst netip.Addr, proto uint8, segment []byte) []byte {
 	if h.ttl == 0 {
 		h.ttl = 64
@@ -63,8 +65,8 @@ func ip(h header, src, dst netip.Addr, proto uint8, segment []byte) []byte {
 	return b
 }
 
-// ip6 makes of h what there is in IPv6: options become destination options, the identification a
-// flow label.
+// ip6 builds the IPv6 equivalent of ip: h.options become destination options, and the
+// identification becomes the flow label.
 func ip6(h header, src, dst netip.Addr, proto uint8, segment []byte) []byte {
 	var options []byte
 	next := proto
@@ -104,8 +106,8 @@ func tcp(src, dst netip.Addr, sport, dport uint16, seq, ackno uint32, flags uint
 	return b
 }
 
-// icmp is a message; rest are the four octets after the checksum (id and sequence, or unused and
-// MTU).
+// icmp returns an ICMP message. rest is the four octets after the checksum (identifier and
+// sequence number, or unused and MTU).
 func icmp(kind, code uint8, rest uint32, body []byte) []byte {
 	b := make([]byte, 8, 8+len(body))
 	b[0], b[1] = kind, code
@@ -115,7 +117,7 @@ func icmp(kind, code uint8, rest uint32, body []byte) []byte {
 	return b
 }
 
-// icmp6 is icmp for IPv6, where the checksum covers the addresses too.
+// icmp6 returns an ICMPv6 message, whose checksum also covers the addresses.
 func icmp6(src, dst netip.Addr, kind, code uint8, rest uint32, body []byte) []byte {
 	b := icmp(kind, code, rest, body)
 	sealTransport(b, src, dst, protoICMP6)
@@ -132,8 +134,8 @@ func sctp(sport, dport uint16, tag uint32, chunk []byte) []byte {
 	return b
 }
 
-// icmpAbout is an ICMP error about packet b, sent by src to b's sender. quote octets of b's payload
-// are quoted; -1: all.
+// icmpAbout returns an ICMP error about packet b, sent by src to the sender of b. It quotes
+// this many octets of b's payload; -1 means all.
 func icmpAbout(b []byte, src netip.Addr, kind, code uint8, rest uint32, quote int) []byte {
 	n := headerLen(b) + quote
 	if quote < 0 || n > len(b) {
@@ -146,7 +148,7 @@ func icmpAbout(b []byte, src netip.Addr, kind, code uint8, rest uint32, quote in
 	return ip(h, src, source(b), protoICMP, icmp(kind, code, rest, b[:n]))
 }
 
-// Reading.
+// Functions that read packets.
 
 func isV6(b []byte) bool      { return b[0]>>4 == 6 }
 func headerLen(b []byte) int  { n, _ := walk(b); return n }
@@ -174,20 +176,20 @@ func destination(b []byte) netip.Addr {
 	return netip.AddrFrom4([4]byte(b[16:20]))
 }
 
-// walk returns where the transport header is, and its protocol.
+// walk returns the offset of the transport header and its protocol.
 func walk(b []byte) (n int, proto uint8) {
 	if !isV6(b) {
 		return int(b[0]&15) * 4, b[9]
 	}
 	n, proto = 40, b[6]
 	for proto == protoFragment || proto == protoDestinationOptions {
-		n, proto = n+8, b[n] // all that are made here have this size
+		n, proto = n+8, b[n] // all extension headers built here have this size
 	}
 	return n, proto
 }
 
-// fragmentWord is that of IPv4: flags, and the offset in units of 8. The fragment header of IPv6
-// follows the fixed one here.
+// fragmentWord returns the IPv4 flags and fragment offset in units of 8 octets. For IPv6 it
+// returns the equivalent of the fragment header, which must follow the fixed header.
 func fragmentWord(b []byte) uint16 {
 	if !isV6(b) {
 		return binary.BigEndian.Uint16(b[6:])
@@ -201,7 +203,8 @@ func fragmentWord(b []byte) uint16 {
 
 func isFragment(b []byte) bool { return fragmentWord(b)&(flagMF|0x1fff) != 0 }
 
-// The port of an ICMP query is its identifier: same place for both directions.
+// portsAt returns the offsets of the ports. For an ICMP query both are the offset of the
+// identifier.
 func portsAt(b []byte) (src, dst int) {
 	h := headerLen(b)
 	if p := proto(b); p == protoICMP || p == protoICMP6 {
@@ -215,7 +218,7 @@ func sourcePort(b []byte) uint16 {
 	return binary.BigEndian.Uint16(b[at:])
 }
 
-// withPort is b with another source or destination port and every checksum computed anew.
+// withPort returns b with another source or destination port and recomputed checksums.
 func withPort(b []byte, sourceSide bool, port uint16) []byte {
 	b = slices.Clone(b)
 	at, dst := portsAt(b)
@@ -227,10 +230,10 @@ func withPort(b []byte, sourceSide bool, port uint16) []byte {
 	return b
 }
 
-// Checksums.
+// Functions that compute checksums.
 
-// seal computes the header checksum and, of a whole datagram, that of its transport. A UDP checksum
-// of 0 stays.
+// seal computes the header checksum and, for a whole datagram, the transport checksum. A UDP
+// checksum of 0 is not changed.
 func seal(b []byte) {
 	sealHeader(b)
 	if s := segment(b); !isFragment(b) && (proto(b) != protoUDP || binary.BigEndian.Uint16(s[6:]) != 0) {
@@ -266,13 +269,13 @@ func pseudo(s []byte, src, dst netip.Addr, proto uint8) []byte {
 		return nil
 	}
 	p := append(src.AsSlice(), dst.AsSlice()...)
-	if src.Is6() { // in other places, which a sum does not care about
+	if src.Is6() { // the fields have other offsets in IPv6, which does not affect the sum
 		p = append(p, 0, 0, 0, 0)
 	}
 	return append(p, 0, proto, uint8(len(s)>>8), uint8(len(s)))
 }
 
-// internetSum is RFC 1071 as it stands there.
+// internetSum computes the checksum as RFC 1071 describes it.
 func internetSum(b []byte) uint16 {
 	var sum uint32
 	for len(b) > 1 {
@@ -288,8 +291,9 @@ func internetSum(b []byte) uint16 {
 	return ^uint16(sum)
 }
 
-// partial is b as a TUN with offload would hand it over: the transport checksum field holds the sum
-// of the pseudo-header, folded and not inverted. It is nil where there is no such state.
+// partial returns b with a partial checksum, as a TUN with offloads delivers it: the field
+// holds the sum of the pseudo-header, folded and not inverted. It returns nil if b cannot have
+// a partial checksum.
 func partial(b []byte) []byte {
 	at := map[uint8]int{protoUDP: 6, protoTCP: 16}[b[9]]
 	if at == 0 || isFragment(b) || b[9] == protoUDP && binary.BigEndian.Uint16(segment(b)[6:]) == 0 {
@@ -301,7 +305,7 @@ func partial(b []byte) []byte {
 	return b
 }
 
-// countUp is b as it was before its TTL was counted down hops times.
+// countUp returns b with the TTL that it had before hops decrements.
 func countUp(b []byte, hops uint8) []byte {
 	b = slices.Clone(b)
 	if isV6(b) {
@@ -313,11 +317,10 @@ func countUp(b []byte, hops uint8) []byte {
 	return b
 }
 
-// Fragments.
+// Functions that cut and join datagrams.
 
-// fragment cuts a datagram after the given numbers of payload octets (multiples of 8, ascending).
-// Options are not copied to later fragments unless they have the copy bit; the cases use options
-// without it on fragments or none.
+// fragment cuts a datagram after the given numbers of payload octets (multiples of 8,
+// ascending). It copies only options with the copy bit to later fragments.
 func fragment(b []byte, cuts ...int) (fragments [][]byte) {
 	payload, from := segment(b), 0
 	for _, to := range append(cuts, len(payload)) {
@@ -327,7 +330,7 @@ func fragment(b []byte, cuts ...int) (fragments [][]byte) {
 				word |= 1
 			}
 			f := append(slices.Clone(b[:40]), b[6], 0, byte(word>>8), byte(word))
-			f = append(f, 0x55, 0x55, b[2], b[3]) // the datagram's flow label tells it from others
+			f = append(f, 0x55, 0x55, b[2], b[3]) // the flow label of the datagram becomes the identification
 			f = append(f, payload[from:to]...)
 			f[6] = protoFragment
 			binary.BigEndian.PutUint16(f[4:], uint16(len(f)-40))
@@ -348,8 +351,8 @@ func fragment(b []byte, cuts ...int) (fragments [][]byte) {
 	return fragments
 }
 
-// reassemble puts one datagram together, whatever the order of its parts. A packet that is no
-// fragment is itself.
+// reassemble joins the fragments of one datagram, in any order. A packet that is not a
+// fragment is returned unchanged.
 func reassemble(packets [][]byte) (datagram []byte, whole bool) {
 	if len(packets) == 0 {
 		return nil, false

@@ -1,16 +1,17 @@
-// Package differential sends the same packets through two judges: the kernel's NETMAP and conntrack
-// in four network namespaces, and two engines of natengine, and wants the same bytes out of both.
+// Package differential sends the same packets through two translators and compares the octets
+// that come out. One is the kernel: NETMAP and conntrack in four network namespaces. The other
+// is a pair of natengine engines.
 //
 //	pod A ── lan │ gateway A │ wan ───────────── wan │ gateway B │ lan ── pod B
 //	  raw socket    nft nat        raw socket          nft nat      raw socket
 //
-// Packets enter and leave by AF_PACKET sockets, so no IP stack of a pod takes part. Both stages are
-// compared: what is on the wire between the gateways (inside the tunnel, in real life) and what
-// arrives. A third, slower judge looks at every packet too: addresses by the table of section 7.2
-// of docs/liqo-v0.md, checksums by gopacket.
+// Packets enter and leave by AF_PACKET sockets, so no IP stack of a pod takes part. The tests
+// compare the packets between the gateways, where a real fabric has the tunnel, and the
+// packets that arrive. They also check every packet independently: its addresses by the table
+// in docs/liqo-v0.md, section 7.2, and its checksums with gopacket.
 //
-// Where the engine differs from the kernel on purpose, choices_test.go names the choice and asserts
-// both sides of it.
+// Where the engine deliberately differs from the kernel, choices_test.go names the choice and
+// asserts the behaviour of both.
 package differential
 
 import (
@@ -29,8 +30,9 @@ const (
 func (s side) other() side    { return 1 - s }
 func (s side) String() string { return [...]string{"A", "B"}[s] }
 
-// A plan says who has which addresses. Index is the cluster that owns the network; seen is the same
-// network as the other cluster sees it (Pa@B), equal to it where the other cluster did not remap.
+// A plan holds the networks of both clusters. The index is the cluster that owns the network.
+// A network in podsSeen or extSeen is the same network as the other cluster sees it (Pa@B); it
+// equals the original if the other cluster did not remap it.
 type plan struct {
 	name     string
 	pods     [2]netip.Prefix
@@ -39,8 +41,8 @@ type plan struct {
 	extSeen  [2]netip.Prefix
 }
 
-// plans: all four combinations of who is remapped, identical choices on both sides, unequal masks,
-// masks off the octets.
+// plans are: all four combinations of remapping, both sides remapped to the same range, masks
+// of different length, and masks that do not end at an octet.
 var plans = []plan{
 	newPlan("none remapped", "10.1.0.0/16", "", "10.2.0.0/16", ""),
 	newPlan("A remapped", "10.244.0.0/16", "10.246.0.0/16", "10.50.0.0/16", ""),
@@ -63,28 +65,28 @@ func newPlan(name, podsA, seenA, podsB, seenB string) plan {
 		name:     name,
 		pods:     [2]netip.Prefix{prefix(podsA, ""), prefix(podsB, "")},
 		podsSeen: [2]netip.Prefix{prefix(seenA, podsA), prefix(seenB, podsB)},
-		// Both clusters have the same ExternalCIDR, and B remapped A's.
+		// Both clusters have the same ExternalCIDR, and B has remapped that of A.
 		ext:     [2]netip.Prefix{prefix("198.18.1.0/24", ""), prefix("198.18.1.0/24", "")},
 		extSeen: [2]netip.Prefix{prefix("198.18.7.0/24", ""), prefix("198.18.1.0/24", "")},
 	}
 }
 
-// pod is the n-th pod of a cluster, n from 1. Numbers beyond the prefix wrap around, never onto the
-// network address.
+// pod returns the n-th pod of a cluster, counted from 1. Larger numbers wrap around at the end
+// of the prefix and never result in the network address.
 func (p plan) pod(s side, n int) netip.Addr {
 	hosts := uint64(1)<<min(32, p.pods[s].Addr().BitLen()-p.pods[s].Bits()) - 1
 	return nth(p.pods[s], uint32((uint64(n)-1)%hosts+1))
 }
 
-// podSeen is the same pod under the address the other cluster uses.
+// podSeen returns the address under which the other cluster sees pod n.
 func (p plan) podSeen(s side, n int) netip.Addr { return move(p.pod(s, n), p.pods[s], p.podsSeen[s]) }
 
-// natIP is the address under which everything in the cluster that is not a pod appears to the other
-// cluster.
+// natIP returns the address under which the other cluster sees all hosts of the cluster that
+// are not pods.
 func (p plan) natIP(s side) netip.Addr { return p.podsSeen[s].Addr() }
 
-// node and endpoint are in no prefix of any plan. mapped is the address under which the other
-// cluster reaches endpoint.
+// node and endpoint return addresses that are in no prefix of any plan. mapped returns the
+// address under which the other cluster reaches endpoint.
 func (p plan) node(s side, n int) netip.Addr {
 	if p.v6() {
 		return nth(netip.MustParsePrefix("fc00:1::/64"), uint32(s)<<7|uint32(n))
@@ -106,14 +108,13 @@ func (p plan) mapped(s side) netip.Addr {
 
 func (p plan) v6() bool { return p.pods[A].Addr().Is6() }
 
-// six is the same plan for the rules of IPv6.
+// six returns the plan in the form for IPv6 rules.
 func (p plan) six() plan6 { return plan6{p.name, p.pods, p.podsSeen, p.extSeen} }
 
-// plan is the same one as it is for IPv4.
+// plan returns the plan in the form for IPv4.
 func (p plan6) plan() plan { return plan{p.name, p.pods, p.podsSeen, p.ext, p.ext} }
 
-// move carries an address over from one prefix to another of the same length, one bit after the
-// other.
+// move translates an address from one prefix to another of the same length, bit by bit.
 func move(addr netip.Addr, from, to netip.Prefix) netip.Addr {
 	if !from.Contains(addr) || from.Bits() != to.Bits() {
 		panic("move: " + addr.String() + " " + from.String() + " " + to.String())
@@ -127,7 +128,7 @@ func move(addr netip.Addr, from, to netip.Prefix) netip.Addr {
 	return out
 }
 
-// nth is the n-th address after the network's.
+// nth returns the n-th address after the network address.
 func nth(p netip.Prefix, n uint32) netip.Addr {
 	b := p.Addr().AsSlice()
 	low := b[len(b)-4:]
@@ -136,7 +137,7 @@ func nth(p netip.Prefix, n uint32) netip.Addr {
 	return a
 }
 
-// number is the last 32 bits.
+// number returns the last 32 bits of an address.
 func number(a netip.Addr) uint32 {
 	b := a.AsSlice()
 	return binary.BigEndian.Uint32(b[len(b)-4:])

@@ -7,11 +7,12 @@ import (
 	"testing"
 )
 
-// randomRounds is per plan: enough that every combination of protocol, size and options meets every
-// pair of masks, and a few seconds in all.
+// randomRounds is the number of rounds per plan. It is large enough for every combination of
+// protocol, size and options to meet every pair of masks, and all rounds take a few seconds.
 const randomRounds = 150
 
-// A failing round is repeated by its plan and number alone: each has its own generator.
+// Each round has its own random generator, so -run with the plan and the number repeats a
+// failing round.
 func TestEngineEqualsKernelOnRandomPackets(t *testing.T) {
 	for i, p := range plans {
 		t.Run(p.name, func(t *testing.T) {
@@ -30,7 +31,7 @@ func TestEngineEqualsKernelOnRandomPackets(t *testing.T) {
 	}
 }
 
-// random sends one packet and perhaps what may follow it: an answer, an ICMP error.
+// random sends one packet. Sometimes a reply or an ICMP error follows.
 func (x *exchange) random(rng *rand.Rand) {
 	from := side(rng.IntN(2))
 	src, dst := x.pods(from, 1+rng.IntN(1<<20))
@@ -54,7 +55,8 @@ func (x *exchange) random(rng *rand.Rand) {
 		}
 		b = ip(h, src, dst, protoUDP, s)
 	case 2, 3:
-		// What may begin a connection for conntrack, which picks up running ones too.
+		// Flags of segments that may begin a connection in conntrack, which also accepts
+		// segments in mid-connection.
 		flags := []uint8{syn, syn | 0xc0, ack, ack | psh}[rng.IntN(4)]
 		options := [][]byte{nil, {2, 4, 0x05, 0xb4}, {1, 3, 3, 7, 4, 2, 1, 1}}[rng.IntN(3)]
 		b = ip(h, src, dst, protoTCP, tcp(src, dst, port, uint16(1+rng.IntN(65535)), rng.Uint32(), rng.Uint32(), flags, options, data))
@@ -77,7 +79,7 @@ func (x *exchange) random(rng *rand.Rand) {
 	if len(packets) == 1 && rng.IntN(2) == 0 {
 		kind, rest := []uint8{unreachable, timeExceeded, parameterProblem}[rng.IntN(3)], uint32(0)
 		if kind == parameterProblem {
-			rest = rng.Uint32N(256) << 24 // the pointer; the octets after it are unused or a length (RFC 4884)
+			rest = rng.Uint32N(256) << 24 // the pointer; the other octets are unused or a length (RFC 4884)
 		}
 		quote := 8 + rng.IntN(len(segment(arrived))+1)
 		if most := 1500 - 28 - headerLen(arrived); quote > most {
@@ -86,19 +88,19 @@ func (x *exchange) random(rng *rand.Rand) {
 		if b[9] == protoTCP && (quote == 18 || quote == 19) { // see TestChoiceQuotedTCPChecksumIsUpdatedIfPresent
 			quote = 17
 		}
-		if len(segment(arrived)) >= 8 { // conntrack wants that much of a quote
+		if len(segment(arrived)) >= 8 { // conntrack requires a quote of this length
 			x.send(from.other(), icmpAbout(arrived, destination(arrived), kind, byte(rng.IntN(2)), rest, quote))
 		}
 	}
 }
 
-// randomFragments cuts a datagram at random places, no part above 1440 octets, and shuffles the
-// parts.
+// randomFragments cuts a datagram at random offsets, into fragments of at most 1440 octets,
+// and shuffles them.
 func randomFragments(rng *rand.Rand, b []byte) [][]byte {
 	size := len(segment(b))
 	var cuts []int
 	for at := 0; ; {
-		at += 8 * (5 + rng.IntN(176)) // the first holds the transport header with options
+		at += 8 * (5 + rng.IntN(176)) // the first fragment contains the transport header with options
 		if at >= size {
 			break
 		}

@@ -13,14 +13,14 @@ import (
 
 var long = flag.Bool("long", false, "thirty seeds of random conversations instead of two")
 
-// talkSteps is per plan and seed. Each step is one datagram, or two, or a packet and ICMP errors
-// about it.
+// talkSteps is the number of steps per plan and seed. Each step is one or two datagrams, or a
+// packet and ICMP errors about it.
 const talkSteps = 1200
 
-// Whole conversations, many at once, interleaved at random, from pods and from what is no pod, from
-// hosts that use the same ports, with everything that happens to packets on their way. What may
-// differ is the NAPT port: it is learned with the first packet of a flow for each judge, has to
-// stay, and is then replaced by the engine's before bytes are compared.
+// Many whole conversations are interleaved at random: from pods and from nodes, from hosts
+// that use the same ports, with everything that can happen to packets on their path. Only the
+// NAPT port may differ. The test learns each translator's port from the first packet of a
+// flow. The port must then stay the same, and the test replaces it before it compares octets.
 func TestEngineEqualsKernelOnRandomConversations(t *testing.T) {
 	all := slices.Clone(plans)
 	for _, p := range plans6 {
@@ -38,10 +38,11 @@ func TestEngineEqualsKernelOnRandomConversations(t *testing.T) {
 			})
 		}
 	}
-	if worlds < 2*len(all) { // failed, or a part was chosen by -run
+	if worlds < 2*len(all) { // a test failed, or -run selected only some of the tests
 		return
 	}
-	// Everything has happened: a change of the generator cannot empty the test.
+	// Every outcome must have occurred, so that a change of the generator cannot make the test
+	// empty.
 	for _, what := range []string{
 		"TCP SYN", "TCP SYNACK", "TCP ACK", "TCP PSHACK", "TCP FINACK", "TCP RSTACK", "UDP asks", "UDP answers", "echo asks",
 		"echo answers", "other asks", "other answers", "pod", "pod to endpoint", "node", "node to endpoint", "endpoint",
@@ -55,36 +56,37 @@ func TestEngineEqualsKernelOnRandomConversations(t *testing.T) {
 	t.Logf("%v", seen)
 }
 
-// A world is many talks at once.
+// A world is a set of interleaved talks.
 type world struct {
 	*exchange
 	rng   *rand.Rand
 	talks []*talk
 	ids   uint16
 	steps int
-	seen  map[string]int // how often what was done, over all worlds
+	seen  map[string]int // number of occurrences of each outcome, over all worlds
 
-	inside map[end]netip.AddrPort // engine: what each NAPT port belongs to
-	mapped map[end]uint16         // engine: the port of each inside end
+	inside map[end]netip.AddrPort // engine: the inside end that each NAPT port belongs to
+	mapped map[end]uint16         // engine: the NAPT port of each inside end
 }
 
-// An end is one end of a flow, or one of a NAPT address.
+// An end is one end of a flow: its own address and port, or those at the NAPT address.
 type end struct {
 	proto uint8
 	side  side
 	at    netip.AddrPort
 }
 
-// A talk is one flow and what its ends say. Forward is from the client to the server.
+// A talk is one flow and the packets of its ends. Forward is the direction from the client to
+// the server.
 type talk struct {
 	name   string
 	proto  uint8
-	side   side           // of the client
-	client netip.AddrPort // its own
-	server netip.AddrPort // as the client addresses it; for echo both ports are the identifier
-	napt   bool           // the client is no pod
+	side   side           // side of the client
+	client netip.AddrPort // the client's own address and port
+	server netip.AddrPort // the server as the client addresses it; for echo both ports are the identifier
+	napt   bool           // the client is not a pod
 	tcp    tcpTalk
-	opens  int            // that tcp has counted
+	opens  int            // the value of tcp.opens that was last handled
 	opened bool           // seen and own are known
 	own    netip.Addr     // the server's own address
 	seen   [judges]uint16 // the client's port as the server sees it
@@ -127,20 +129,20 @@ func newWorld(t *testing.T, p plan, rng *rand.Rand, seen map[string]int) *world 
 			dst = p.mapped(to)
 			c.name += " to endpoint"
 		}
-		// Few client ports, so that hosts compete for them; of all classes that anybody tells
-		// apart.
+		// Few client ports, so that hosts compete for them, from all ranges that the engine or
+		// the kernel distinguishes.
 		sport := []uint16{5000, 5001, 40000, 65535, 1024, 1023, 600, 80}[rng.IntN(8)]
 		dport := []uint16{53, 443, 8080}[rng.IntN(3)]
 		switch c.proto {
 		case protoICMP:
 			if src == p.endpoint(from) {
-				sport += 7 // no identifier that others use with it: a choice
+				sport += 7 // no other host may use this identifier towards the endpoint: a choice
 			}
 			if dport = sport; p.v6() {
 				c.proto = protoICMP6
 			}
 		case protoTest:
-			// Told apart by addresses alone, so each host has a protocol of its own.
+			// Only addresses distinguish these flows, so each host has its own protocol.
 			sport, dport = 0, 0
 			if c.proto += uint8(rng.IntN(2)); c.napt {
 				c.proto = 200 + uint8(n) + uint8(from)<<4
@@ -167,7 +169,7 @@ func (w *world) step() {
 				if c.opens = c.tcp.opens; c.opens > 1 {
 					w.seen["reopened"]++
 				}
-				c.opened = false // the kernel may choose another port now, the engine not
+				c.opened = false // the kernel may choose another port now, the engine may not
 			}
 			w.count(c, flagNames(s.flags))
 			w.say(c, s.from == client, func(src, dst netip.AddrPort) []byte {
@@ -224,8 +226,8 @@ func flagNames(flags uint8) (s string) {
 	return s
 }
 
-// say sends one datagram of a talk, whole or in fragments, and perhaps what somebody has to report
-// about it.
+// say sends one datagram of a talk, whole or in fragments. Sometimes it also sends an ICMP
+// error about the datagram.
 func (w *world) say(c *talk, forward bool, build func(src, dst netip.AddrPort) []byte) {
 	w.Helper()
 	w.ids++
@@ -254,11 +256,11 @@ func (w *world) say(c *talk, forward bool, build func(src, dst netip.AddrPort) [
 	}
 	cut := one
 	if n := len(segment(sent[0])); n > 1440 || n > 64 && h.flags == 0 && h.options == nil && w.rng.IntN(5) == 0 {
-		// The same places and the same order for both.
+		// Both translators get the same fragments in the same order.
 		seed := w.rng.Uint64()
 		cut = func(b []byte) [][]byte {
 			f := randomFragments(rand.New(rand.NewPCG(seed, 0)), b)
-			if len(f) == 1 { // an atomic fragment, in IPv6: a choice
+			if len(f) == 1 { // an atomic fragment in IPv6: a choice
 				return one(b)
 			}
 			return f
@@ -270,7 +272,7 @@ func (w *world) say(c *talk, forward bool, build func(src, dst netip.AddrPort) [
 		return
 	}
 	if c.proto == protoTCP && c.tcp.state == tcpReset {
-		return // the kernel forgets a refused connection at once: a choice
+		return // the kernel removes a refused connection at once: a choice
 	}
 	if w.rng.IntN(20) == 0 && !w.plan.v6() {
 		w.refused(c, forward, arrived)
@@ -280,8 +282,8 @@ func (w *world) say(c *talk, forward bool, build func(src, dst netip.AddrPort) [
 	}
 }
 
-// carry sends a datagram from one end of a talk to the other by both judges, and returns what
-// arrived there.
+// carry sends a datagram from one end of a talk to the other through both translators, and
+// returns the packets that arrived.
 func (w *world) carry(c *talk, forward bool, sent [judges][]byte, cut func([]byte) [][]byte) (arrived [judges][]byte) {
 	w.Helper()
 	from := c.side
@@ -327,8 +329,8 @@ func (w *world) carry(c *talk, forward bool, sent [judges][]byte, cut func([]byt
 	return arrived
 }
 
-// complain sends an ICMP error about a datagram from where it arrived to who sent it, whole or cut
-// off.
+// complain sends an ICMP error about a datagram from its receiver to its sender. It quotes all
+// of the datagram or a part.
 func (w *world) complain(c *talk, forward bool, sent, arrived [judges][]byte) {
 	w.Helper()
 	type fault struct {
@@ -346,12 +348,12 @@ func (w *world) complain(c *talk, forward bool, sent, arrived [judges][]byte) {
 	}
 	e := faults[w.rng.IntN(4)]
 	n := len(segment(arrived[byEngine]))
-	if n < 8 { // conntrack wants that much
+	if n < 8 { // conntrack requires a quote of this length
 		return
 	}
 	quote := min(8+w.rng.IntN(n-7), 1400)
 	if c.proto == protoTCP && quote > 16 && quote < 20 {
-		quote = 16 // else a checksum is there, or half of one, that the kernel does not follow, and it knows the port
+		quote = 16 // a longer quote contains the checksum, or half of it, which the kernel does not update
 	}
 	var errs [judges][]byte
 	for j, b := range arrived {
@@ -362,7 +364,7 @@ func (w *world) complain(c *talk, forward bool, sent, arrived [judges][]byte) {
 	if w.Failed() {
 		return
 	}
-	// What comes back is about what was sent.
+	// The error that arrives must quote the packet that was sent.
 	for j, b := range back {
 		inner := segment(b)[8:]
 		if !bytes.HasPrefix(sent[j], inner) {
@@ -371,8 +373,7 @@ func (w *world) complain(c *talk, forward bool, sent, arrived [judges][]byte) {
 	}
 }
 
-// refused sends from where a datagram arrived what both judges have to keep away, in the middle of
-// it all.
+// refused sends, from the receiver of a datagram, a packet that both translators must drop.
 func (w *world) refused(c *talk, forward bool, arrived [judges][]byte) {
 	w.Helper()
 	from := c.side
@@ -412,8 +413,9 @@ func (w *world) refused(c *talk, forward bool, arrived [judges][]byte) {
 	}
 }
 
-// checkPort is RFC 4787, REQ-1 and 3, for the engine: one port for an inside end, whatever the
-// destination; nobody else has it; the same as inside if nobody had it.
+// checkPort checks the engine's port by RFC 4787, REQ-1 and 3. An inside end has one port for
+// all destinations, and no other inside end has it. The port equals the inside port if that
+// was free.
 func (w *world) checkPort(c *talk) {
 	w.Helper()
 	if !c.napt {
@@ -445,9 +447,9 @@ func (w *world) checkPort(c *talk) {
 	w.mapped[inside], w.inside[outside] = c.seen[byEngine], c.client
 }
 
-// repaint is b, which belongs to talk c, with the kernel's NAPT port replaced by the engine's
-// wherever it stands: in the header and in what an ICMP error quotes. Checksums follow as far as
-// they are there.
+// repaint returns b, a packet of talk c, with the kernel's NAPT port replaced by the engine's,
+// both in the header and in the quote of an ICMP error. It updates the checksums that b
+// contains.
 func (w *world) repaint(c *talk, b []byte) []byte {
 	if !c.napt || c.seen[byEngine] == c.seen[byKernel] {
 		return b
@@ -479,7 +481,7 @@ func (w *world) repaint(c *talk, b []byte) []byte {
 		reach = 20
 	}
 	if len(inner) >= headerLen(inner)+reach {
-		// RFC 1624, equation 3; of a UDP checksum that is there.
+		// RFC 1624, equation 3. A UDP checksum of zero does not change.
 		if was := binary.BigEndian.Uint16(inner[sum:]); c.proto != protoUDP || was != 0 {
 			is := uint32(^was) + uint32(^old) + uint32(c.seen[byEngine])
 			is = is&0xffff + is>>16

@@ -5,26 +5,26 @@ import (
 	"math/rand/v2"
 )
 
-// A tcpTalk is both ends of one TCP connection, as far as their segments go: what a NAT sees.
-// Sequence numbers are right, because conntrack follows them; there is no loss but what the talk
-// itself makes of it by sending again or in the wrong order.
+// A tcpTalk is the state of both ends of one TCP connection, as far as a NAT sees it in the
+// segments. Sequence numbers are correct, because conntrack tracks them. No segment is lost,
+// but the talk repeats and reorders some.
 type tcpTalk struct {
 	state tcpState
-	next  [2]uint32 // sequence number of the next octet of client and server
-	ended [2]bool   // has sent FIN
-	acked [2]bool   // and the other end has seen it
+	next  [2]uint32 // next sequence number of client and server
+	ended [2]bool   // whether the end has sent FIN
+	acked [2]bool   // whether the other end has acknowledged that FIN
 	last  [2]*tcpSegment
-	opens int // how often the client sent a new SYN
+	opens int // number of new SYNs that the client has sent
 }
 
 type tcpState int
 
 const (
 	tcpClosed    tcpState = iota
-	tcpSynSent            // by the client
-	tcpSynSynced          // by both, simultaneously: SYNs crossed
-	tcpSynSimult          // and the client answered
-	tcpSynRecv            // answered by the server
+	tcpSynSent            // the client has sent a SYN
+	tcpSynSynced          // both have sent a SYN: a simultaneous open
+	tcpSynSimult          // and the client has answered
+	tcpSynRecv            // the server has answered
 	tcpOpen
 	tcpOver // both FINs are acknowledged
 	tcpReset
@@ -43,8 +43,8 @@ type tcpSegment struct {
 	data     []byte
 }
 
-// say makes the next segment of one end. An acknowledgement covers everything that the other end
-// has said.
+// say returns the next segment of one end. An acknowledgement covers all data that the other
+// end has sent.
 func (c *tcpTalk) say(from int, flags uint8, data []byte) *tcpSegment {
 	s := &tcpSegment{from: from, seq: c.next[from], flags: flags, data: data}
 	if flags&ack != 0 {
@@ -65,8 +65,8 @@ func (c *tcpTalk) say(from int, flags uint8, data []byte) *tcpSegment {
 	return s
 }
 
-// step returns what is said next: mostly one segment, sometimes an old one again, or two in the
-// wrong order.
+// step returns the next segments: usually one new segment, sometimes a repeated one, or two in
+// the wrong order.
 func (c *tcpTalk) step(rng *rand.Rand) []*tcpSegment {
 	chance := func(percent int) bool { return rng.IntN(100) < percent }
 	one := func(s *tcpSegment, next tcpState) []*tcpSegment {
@@ -81,7 +81,7 @@ func (c *tcpTalk) step(rng *rand.Rand) []*tcpSegment {
 	}
 	switch c.state {
 	case tcpClosed, tcpOver, tcpReset:
-		if c.state == tcpOver && chance(30) { // the last acknowledgement was lost
+		if c.state == tcpOver && chance(30) { // as if the last acknowledgement was lost
 			return again(rng.IntN(2))
 		}
 		c.next = [2]uint32{c.next[client] + 1e6 + rng.Uint32N(1e6), rng.Uint32()}
@@ -92,7 +92,7 @@ func (c *tcpTalk) step(rng *rand.Rand) []*tcpSegment {
 		case chance(20):
 			return again(client)
 		case chance(8):
-			return one(c.say(server, rst|ack, nil), tcpReset) // nobody listens
+			return one(c.say(server, rst|ack, nil), tcpReset) // as if no program listens on the port
 		case c.opens == 1 && chance(10): // conntrack may still have the state of an earlier connection
 			return one(c.say(server, syn, nil), tcpSynSynced)
 		}
@@ -102,7 +102,7 @@ func (c *tcpTalk) step(rng *rand.Rand) []*tcpSegment {
 		s.seq, s.flags, s.options = s.seq-1, syn|ack, c.last[server].options
 		return one(s, tcpSynSimult)
 	case tcpSynSimult:
-		c.last[client] = nil // conntrack calls it invalid to repeat this SYN ACK
+		c.last[client] = nil // conntrack treats a repetition of this SYN ACK as invalid
 		return one(c.say(server, ack, nil), tcpOpen)
 	case tcpSynRecv:
 		if chance(20) {
@@ -132,8 +132,8 @@ func (c *tcpTalk) step(rng *rand.Rand) []*tcpSegment {
 	return s
 }
 
-// data is nothing, in so many percent of cases something, and sometimes more than fits into one
-// packet.
+// data returns random data in the given percentage of calls, otherwise none. Sometimes the
+// data does not fit into one packet.
 func (c *tcpTalk) data(rng *rand.Rand, percent int) []byte {
 	if rng.IntN(100) >= percent {
 		return nil

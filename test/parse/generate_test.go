@@ -22,7 +22,7 @@ func word(rng *rand.Rand) uint16 { return uint16(rng.Uint32()) }
 
 func pick[T any](rng *rand.Rand, list ...T) T { return list[rng.IntN(len(list))] }
 
-// header is a random IP header of a random family, mostly a legal one.
+// header returns a random IP header of a random family. Most of the headers are legal.
 func header(rng *rand.Rand) packettest.IP {
 	h := packettest.IP{TTL: uint8(1 + rng.IntN(255)), TOS: octet(rng), ID: word(rng), DF: rng.IntN(2) == 0, FlowLabel: rng.Uint32()}
 	if rng.IntN(2) == 0 {
@@ -76,7 +76,7 @@ func body(rng *rand.Rand) packettest.Body {
 	return packettest.Raw{Proto: pick[uint8](rng, 33, 136, 132, 47, 50, 51, 59, 4, 41, 1, 58, octet(rng)), Data: data}
 }
 
-// generate makes a packet or a fragment of one.
+// generate returns a random packet or a fragment of one.
 func generate(rng *rand.Rand) []byte {
 	b := packettest.Build(header(rng), body(rng))
 	if rng.IntN(4) > 0 {
@@ -85,7 +85,8 @@ func generate(rng *rand.Rand) []byte {
 	return fragment(rng, b)
 }
 
-// fragment makes a fragment of what is behind the IP header, which may be one that cannot be.
+// fragment returns a fragment of the part after the IP header. Some of the fragments are
+// invalid.
 func fragment(rng *rand.Rand, b []byte) []byte {
 	at := 40
 	if b[0]>>4 == 4 {
@@ -114,20 +115,20 @@ func fragment(rng *rand.Rand, b []byte) []byte {
 	return append(f, data...)
 }
 
-// mutate changes a copy of a packet a little.
+// mutate returns a copy of a packet with one small change.
 func mutate(rng *rand.Rand, b []byte) []byte {
 	b = append([]byte(nil), b...)
 	if len(b) == 0 {
 		return b
 	}
 	switch rng.IntN(6) {
-	case 0: // a bit in the headers
+	case 0: // flip a bit in the headers
 		b[rng.IntN(min(len(b), 64))] ^= 1 << rng.IntN(8)
 	case 1:
 		b[rng.IntN(len(b))] = byte(rng.Uint32())
 	case 2:
 		b = b[:rng.IntN(len(b)+1)]
-	case 3: // shorter, and says so
+	case 3: // shorten the packet and correct its length field
 		b = b[:rng.IntN(len(b)+1)]
 		if len(b) >= 40 && b[0]>>4 == 6 {
 			binary.BigEndian.PutUint16(b[4:], uint16(len(b)-40))
@@ -136,7 +137,7 @@ func mutate(rng *rand.Rand, b []byte) []byte {
 		}
 	case 4:
 		b = append(b, random(rng, 1+rng.IntN(20))...)
-	case 5: // a field that matters
+	case 5: // change an important field
 		at := pick(rng, 0, 2, 3, 4, 5, 6, 7, 9, 20, 21, 24, 25, 32, 40, 41, 42, 43)
 		b[at%len(b)] = pick[byte](rng, 0, 1, 2, 4, 6, 8, 17, 43, 44, 51, 58, 60, 255)
 	}

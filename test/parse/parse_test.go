@@ -14,10 +14,10 @@ import (
 	"github.com/isthmus-net/isthmus/packet/packettest"
 )
 
-// The differences. gopacket is a dissector and reads what it can; package packet decides what may
-// pass.
+// Names of the differences. gopacket is a dissector and decodes as much as it can. Package
+// packet decides which packets may pass.
 const (
-	// gopacket reads it, we refuse it.
+	// gopacket accepts these packets, package packet refuses them.
 	truncated     = "packet shorter than its length field"
 	lengthZero    = "IPv4 total length 0"
 	sourceRoute   = "source route"
@@ -33,7 +33,7 @@ const (
 	shortICMPv6   = "ICMPv6 of less than 8 octets"
 	coverage      = "checksum coverage of UDP-Lite or DCCP that cannot be"
 
-	// gopacket refuses it, we let it pass.
+	// gopacket refuses these packets, package packet accepts them.
 	options   = "IPv6 options that do not add up, or a jumbo option"
 	noPayload = "IPv6 without payload"
 )
@@ -45,11 +45,11 @@ var (
 
 type difference struct {
 	name, why string
-	error     packet.Error // ours, 0 when we read it
+	error     packet.Error // error of package packet; 0 if it accepts the packet
 	packet    []byte
 }
 
-// differences has each one with the reason for it and a packet that shows it.
+// differences lists each difference with its reason and an example packet.
 var differences = []difference{
 	{truncated, "a packet is whole or it is not forwarded; gopacket marks it and reads what is there",
 		packet.ErrTruncated, packettest.Build(packettest.IP{Src: a4, Dst: b4}, packettest.TCP{Data: make([]byte, 9)})[:48]},
@@ -136,7 +136,7 @@ func parse(b []byte) error {
 	return v.Parse(slices.Clone(b), packet.ChecksumComplete)
 }
 
-// ours is what package packet says.
+// ours returns the facts that package packet reports.
 func ours(v *packet.View) facts {
 	f := facts{
 		Length: v.Len(), TTL: int(v.TTL()), Src: v.Src(), Dst: v.Dst(), Proto: v.Proto(),
@@ -147,8 +147,8 @@ func ours(v *packet.View) facts {
 	return f
 }
 
-// compare lets both judge b and returns what kept one of them from reading it, nil when both or
-// neither did.
+// compare decodes b with both parsers. If only one of them accepts b, it returns the names of
+// the differences, otherwise nil.
 func compare(t testing.TB, b []byte) (why []string) {
 	t.Helper()
 	var v packet.View
@@ -168,7 +168,7 @@ func compare(t testing.TB, b []byte) (why []string) {
 		return p.strict
 	}
 	got := ours(&v)
-	if !p.Fragment { // the identification of a whole packet is nobody's
+	if !p.Fragment { // the identification of a whole packet is ignored
 		got.ID, p.ID = 0, 0
 	}
 	if got != p.facts {
@@ -179,7 +179,7 @@ func compare(t testing.TB, b []byte) (why []string) {
 
 func head(b []byte) []byte { return b[:min(len(b), 160)] }
 
-// count compares many packets and says how often what came up.
+// count counts the outcomes of compare over many packets.
 type count map[string]int
 
 func (c count) compare(t testing.TB, b []byte) {
@@ -213,7 +213,7 @@ func TestGeneratedAndMutatedPackets(t *testing.T) {
 		t.Errorf("only %d of %d were read by both", seen["both"], seen["all"])
 	}
 	for _, d := range differences {
-		if seen[d.name] == 0 && d.name != jumbogram { // which needs 64 KiB
+		if seen[d.name] == 0 && d.name != jumbogram { // a jumbogram needs 64 KiB
 			t.Errorf("never met: %s", d.name)
 		}
 	}
@@ -226,7 +226,7 @@ func TestRandomOctets(t *testing.T) {
 		b := random(rng, rng.IntN(100))
 		if len(b) > 5 {
 			b[0] = []byte{0x45, 0x46, 0x60, b[0]}[rng.IntN(4)]
-			if rng.IntN(4) > 0 { // lengths that are nearly right
+			if rng.IntN(4) > 0 { // almost correct lengths
 				n := len(b) - rng.IntN(3)
 				at := 2
 				if b[0]>>4 == 6 {
@@ -240,7 +240,7 @@ func TestRandomOctets(t *testing.T) {
 	t.Log(seen)
 }
 
-// TestParsersAgreeOnHostilePackets compares on the table of package natengine.
+// The packets are those in the table of package natengine.
 func TestParsersAgreeOnHostilePackets(t *testing.T) {
 	text, err := os.ReadFile("../../natengine/testdata/hostile.txt")
 	if err != nil {
@@ -256,8 +256,8 @@ func TestParsersAgreeOnHostilePackets(t *testing.T) {
 	}
 }
 
-// packetsOf finds the octets in the table, which are indented by two tabs; long packets are not
-// whole there.
+// packetsOf returns the packets in the table, whose lines are indented by two tabs. It skips
+// long packets, which the table does not contain in full.
 func packetsOf(text string) (packets [][]byte) {
 	var b []byte
 	whole := true

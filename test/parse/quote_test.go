@@ -13,7 +13,7 @@ import (
 	"github.com/isthmus-net/isthmus/packet/packettest"
 )
 
-// quoted is what both parsers say about the packet that an ICMP error quotes.
+// quoted holds the facts that both parsers report about a packet quoted in an ICMP error.
 type quoted struct {
 	Src, Dst         netip.Addr
 	Proto            uint8
@@ -25,7 +25,8 @@ type quoted struct {
 	ID               uint16
 }
 
-// TestQuotedPackets compares what is read of the packets that ICMP errors quote, cut anywhere.
+// Both parsers must decode the same fields from quoted packets, which are cut at random
+// offsets.
 func TestQuotedPackets(t *testing.T) {
 	rng := rand.New(rand.NewPCG(6, 5))
 	read, ports, refused := 0, 0, 0
@@ -76,7 +77,8 @@ func TestQuotedPackets(t *testing.T) {
 	}
 }
 
-// readQuote is gopacket's view. The IP header has to be whole; behind it what is there is taken.
+// readQuote decodes a quoted packet with gopacket. The IP header must be whole. After it, the
+// fields that are present are decoded.
 func readQuote(b []byte, v4 bool) (q quoted, ok bool) {
 	var f feedback
 	var next layers.IPProtocol
@@ -84,9 +86,9 @@ func readQuote(b []byte, v4 bool) (q quoted, ok bool) {
 	if v4 {
 		var ip layers.IPv4
 		err := ip.DecodeFromBytes(b, &f)
-		// Options are not parsed in a quote, only stepped over, and a length of 0 is no superpacket
-		// there. gopacket has read all else of the header before it looks at the options, but for
-		// the addresses.
+		// Package packet does not parse options in a quote but skips them, and ignores a length
+		// of 0 there. gopacket has decoded the rest of the header, except for the addresses,
+		// before it parses the options.
 		if ip.Contents == nil || b[0]>>4 != 4 || b[2] == 0 && b[3] == 0 {
 			return q, false
 		}
@@ -103,7 +105,7 @@ func readQuote(b []byte, v4 bool) (q quoted, ok bool) {
 		q.Later, next, body = ip.FragOffset != 0, ip.Protocol, ip.Payload
 	} else {
 		var ip layers.IPv6
-		_ = ip.DecodeFromBytes(b, &f) // an error about what is behind the header is none here
+		_ = ip.DecodeFromBytes(b, &f) // ignores errors about the part after the header
 		if len(b) < 40 || ip.Version != 6 {
 			return q, false
 		}
@@ -129,8 +131,8 @@ func readQuote(b []byte, v4 bool) (q quoted, ok bool) {
 	return q, true
 }
 
-// chain steps over the extension headers that are whole. Where it is cut, next is the header that
-// is, and there is no body.
+// chain skips the whole extension headers. If the quote ends within one, next is that header,
+// and there is no body.
 func chain(next layers.IPProtocol, body []byte) (layers.IPProtocol, []byte, bool) {
 	for n := 0; ; n++ {
 		var f feedback

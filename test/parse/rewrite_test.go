@@ -18,9 +18,9 @@ import (
 	"github.com/isthmus-net/isthmus/packet/packettest"
 )
 
-// TestRewrittenPacketsAreWhatGopacketSerialises rewrites addresses and ports in place, with
-// incremental checksums, and lets gopacket do the same on its layers and build the packet anew,
-// with checksums computed in full.
+// Package packet rewrites addresses and ports in place with incremental checksums. gopacket
+// changes its layers and serialises the packet again with full checksums. The results must be
+// equal.
 func TestRewrittenPacketsAreWhatGopacketSerialises(t *testing.T) {
 	rng := rand.New(rand.NewPCG(4, 5))
 	done := map[string]int{}
@@ -33,7 +33,7 @@ func TestRewrittenPacketsAreWhatGopacketSerialises(t *testing.T) {
 		b := packettest.Build(h, body(rng))
 		want, kind := serialised(b, change{}, nil)
 		if !bytes.Equal(want, b) {
-			continue // gopacket does not build it as it was: TCP options that do not add up, protocols that it does not know
+			continue // gopacket cannot rebuild it: inconsistent TCP options, unknown protocols
 		}
 		var v packet.View
 		if v.Parse(b, packet.ChecksumComplete) != nil || v.Checksum() == packet.ChecksumAbsent && kind[5:] != "other" {
@@ -69,12 +69,12 @@ func like(rng *rand.Rand, a netip.Addr) netip.Addr {
 }
 
 type change struct {
-	src, dst             netip.Addr // zero: leave all as it is
+	src, dst             netip.Addr // zero: change nothing
 	srcPort, dstPort, id uint16
 }
 
-// serialised takes b apart, changes it and puts it together. v says which fields b has; it is not
-// needed for no change.
+// serialised decodes b with gopacket, applies the change and serialises the packet. v reports
+// the fields that b has; it may be nil for an empty change.
 func serialised(b []byte, c change, v *packet.View) ([]byte, string) {
 	var list []gopacket.SerializableLayer
 	var network gopacket.NetworkLayer
@@ -147,7 +147,7 @@ func serialised(b []byte, c change, v *packet.View) ([]byte, string) {
 		}
 		list = append(list, icmp, gopacket.Payload(data))
 		kind += " ICMP"
-	case proto == 33, proto == layers.IPProtocolUDPLite: // have a checksum too, which gopacket does not know
+	case proto == 33, proto == layers.IPProtocolUDPLite: // these have a checksum that gopacket does not know
 		return nil, ""
 	default:
 		list = append(list, gopacket.Payload(body))
@@ -160,8 +160,8 @@ func serialised(b []byte, c change, v *packet.View) ([]byte, string) {
 	return slices.Clone(buffer.Bytes()), kind
 }
 
-// TestTranslatedPacketsHaveTheChecksumsOfGopacket sends random packets through the engine and lets
-// gopacket verify what comes out, and that nothing but addresses and ports of our side has changed.
+// Random packets pass through the engine. gopacket must find all checksums correct, and only
+// addresses and ports of our side may have changed.
 func TestTranslatedPacketsHaveTheChecksumsOfGopacket(t *testing.T) {
 	prefix := netip.MustParsePrefix
 	e := natengine.New(natengine.Config{})
@@ -231,8 +231,8 @@ func TestTranslatedPacketsHaveTheChecksumsOfGopacket(t *testing.T) {
 	}
 }
 
-// checksums says which checksum gopacket finds wrong. A partial decode is enough for it: the layers
-// are read again.
+// checksums returns an error that names the checksum that gopacket finds wrong. p may be a
+// partial decode, because the layers are decoded again.
 func checksums(b []byte, p *theirs) error {
 	check := func(name string, l interface {
 		VerifyChecksum() (error, gopacket.ChecksumVerificationResult)

@@ -8,29 +8,30 @@ import (
 	"github.com/gopacket/gopacket/layers"
 )
 
-// facts is what both parsers say about a packet that they accept.
+// facts holds the values that both parsers report for a packet that they accept.
 type facts struct {
 	Length, TTL        int
 	Src, Dst           netip.Addr
 	Offset             int
 	More, Fragment     bool
-	ID                 uint32 // of a fragment
+	ID                 uint32 // identification of a fragment
 	FragmentLen        int
 	Proto              uint8
 	Transport, Payload int
 	SrcPort, DstPort   uint16
 	TCPFlags           uint8
-	Type               uint8 // ICMP
+	Type               uint8 // ICMP type
 	Query              uint16
 }
 
-// theirs is what gopacket says about a packet. It parses more loosely or more strictly than
-// packet.View in some places: those are named, in the words of the table in parse_test.go.
+// theirs holds the values that gopacket reports for a packet. Where gopacket is stricter or
+// more lenient than packet.View, it holds the name of the difference from the table in
+// parse_test.go.
 type theirs struct {
 	facts
-	err     error    // gopacket cannot read it
-	strict  []string // gopacket reads it, we must not
-	lenient []string // gopacket cannot read it, we do
+	err     error    // gopacket refuses the packet
+	strict  []string // gopacket accepts the packet, package packet must refuse it
+	lenient []string // gopacket refuses the packet, package packet accepts it
 }
 
 func (p *theirs) refuse(why string) {
@@ -45,7 +46,8 @@ func (p *theirs) allow(why string) {
 	}
 }
 
-// feedback notes that gopacket found fewer octets than a length says. It reads on.
+// feedback records that gopacket found fewer octets than a length field states. gopacket
+// continues nevertheless.
 type feedback struct{ truncated bool }
 
 func (f *feedback) SetTruncated() { f.truncated = true }
@@ -110,7 +112,7 @@ func (p *theirs) read6(b []byte) {
 		return
 	case p.err != nil && hopByHop:
 		p.err = nil
-		p.allow(options) // or there is no whole header, which the walk will find
+		p.allow(options) // if the header is not whole, walk will notice it
 	case p.err != nil && ip.Length == 0:
 		p.err = nil
 		p.allow(noPayload)
@@ -122,7 +124,7 @@ func (p *theirs) read6(b []byte) {
 	p.walk(ip.NextHeader, body)
 }
 
-// walk goes along the extension headers, each read by gopacket.
+// walk decodes the extension headers with gopacket.
 func (p *theirs) walk(next layers.IPProtocol, body []byte) {
 	all := len(body)
 	fragmented := false
@@ -190,8 +192,8 @@ func (p *theirs) walk(next layers.IPProtocol, body []byte) {
 	}
 }
 
-// fragment looks at the place of a fragment of size octets; end is the length field of the
-// reassembled datagram at least.
+// fragment checks the position of a fragment of size octets. end is the minimum length field
+// of the reassembled datagram.
 func (p *theirs) fragment(size, end int) {
 	if p.Offset == 0 && !p.More {
 		return
@@ -205,7 +207,7 @@ func (p *theirs) fragment(size, end int) {
 	}
 }
 
-// transport reads the upper-layer header t, unless it is in another fragment.
+// transport decodes the upper-layer header t, unless it is in another fragment.
 func (p *theirs) transport(proto layers.IPProtocol, t []byte, v4 bool) {
 	p.Proto, p.Payload = uint8(proto), p.Transport
 	if p.Offset > 0 {
@@ -273,7 +275,7 @@ func (p *theirs) transport(proto layers.IPProtocol, t []byte, v4 bool) {
 	}
 }
 
-// shorter is what is wrong with a transport header that is cut.
+// shorter returns the name of the difference for a transport header that is cut off.
 func shorter(more bool, whole string) string {
 	if more {
 		return tinyFirst
@@ -281,8 +283,9 @@ func shorter(more bool, whole string) string {
 	return whole
 }
 
-// covered says whether UDP-Lite (RFC 3828, section 3.1) or DCCP (RFC 4340, section 5.1) say a
-// possible coverage of their checksum. gopacket does not look, or does not know the protocol.
+// covered reports whether UDP-Lite (RFC 3828, section 3.1) or DCCP (RFC 4340, section 5.1)
+// have a valid checksum coverage. gopacket does not check the coverage or does not know the
+// protocol.
 func covered(proto layers.IPProtocol, t []byte, more bool) bool {
 	octets := int(t[4])<<8 | int(t[5])
 	if proto == 33 {
