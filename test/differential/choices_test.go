@@ -10,8 +10,8 @@ import (
 	"github.com/isthmus-net/isthmus/natengine"
 )
 
-// The tests named TestChoice... assert where the engine deliberately differs from the kernel.
-// Each test asserts the behaviour of both, so that a change of either is noticed.
+// The tests of this file assert where the engine deliberately differs from the kernel. Each test
+// asserts the behaviour of both, so that a change of either is noticed.
 //
 //   - TTL: the kernel decrements it at each hop. The engine leaves this to the kernel on
 //     either side of its TUN.
@@ -67,7 +67,7 @@ func (x *exchange) onlyEngine(from side, b, want []byte) {
 // So an untranslated packet still has a route to the other side's pod.
 func bothRemapped(t *testing.T) *exchange { return newExchange(t, plans[3], statefulRules) }
 
-func TestChoiceTTLIsLeftToTheKernelAroundTheTUN(t *testing.T) {
+func TestOnlyTheKernelDecrementsTheTTL(t *testing.T) {
 	x := bothRemapped(t)
 	src, dst := x.pods(A, 1)
 	b := ip(header{ttl: 9}, src, dst, protoUDP, udp(src, dst, 1, 2, nil))
@@ -77,7 +77,7 @@ func TestChoiceTTLIsLeftToTheKernelAroundTheTUN(t *testing.T) {
 	}
 }
 
-func TestChoiceFragmentsAreJoinedInboundOnly(t *testing.T) {
+func TestEngineJoinsOnlyInboundFragments(t *testing.T) {
 	for _, p := range plans {
 		t.Run(p.name, func(t *testing.T) {
 			x := newExchange(t, p, statelessRules)
@@ -109,7 +109,7 @@ func counted(packets [][]byte, hops uint8) (up [][]byte) {
 	return up
 }
 
-func TestChoiceICMPErrorNeedsNoKnownFlow(t *testing.T) {
+func TestEngineTranslatesICMPErrorsWithoutAKnownFlow(t *testing.T) {
 	x := bothRemapped(t)
 	src, dst := x.pods(A, 3)
 	sent := ip(header{}, src, dst, protoUDP, udp(src, dst, x.freshPort(), 53, []byte("a flow of yesterday")))
@@ -119,7 +119,7 @@ func TestChoiceICMPErrorNeedsNoKnownFlow(t *testing.T) {
 	x.onlyEngine(B, e, icmpAboutSeen(sent, unreachable, 3, 0, -1))
 }
 
-func TestChoiceICMPErrorMayQuoteTheHeaderAlone(t *testing.T) {
+func TestEngineTranslatesICMPErrorsThatQuoteOnlyTheIPHeader(t *testing.T) {
 	x := bothRemapped(t)
 	src, dst := x.pods(A, 4)
 	sent := ip(header{}, src, dst, protoUDP, udp(src, dst, x.freshPort(), 53, []byte("question")))
@@ -135,7 +135,7 @@ func TestChoiceICMPErrorMayQuoteTheHeaderAlone(t *testing.T) {
 	}
 }
 
-func TestChoiceQuotedTCPChecksumIsUpdatedIfPresent(t *testing.T) {
+func TestEngineUpdatesAQuotedTCPChecksumIfPresent(t *testing.T) {
 	x := bothRemapped(t)
 	src, dst := x.pods(A, 4)
 	sent := ip(header{}, src, dst, protoTCP, tcp(src, dst, x.freshPort(), 80, 1, 0, syn, nil, nil))
@@ -163,7 +163,7 @@ func icmpAboutSeen(sent []byte, kind, code uint8, rest uint32, quote int) []byte
 	return icmpAbout(sent, destination(sent), kind, code, rest, quote)
 }
 
-func TestChoiceICMPErrorShowsItsSender(t *testing.T) {
+func TestEngineShowsTheSenderOfAnICMPError(t *testing.T) {
 	x := bothRemapped(t)
 	src, dst := x.pods(A, 11)
 	sent := ip(header{}, src, dst, protoUDP, udp(src, dst, x.freshPort(), 53, []byte("question")))
@@ -180,7 +180,7 @@ func TestChoiceICMPErrorShowsItsSender(t *testing.T) {
 	}
 }
 
-func TestChoicePacketsInvalidForConntrackAreTranslated(t *testing.T) {
+func TestEngineTranslatesPacketsThatConntrackCallsInvalid(t *testing.T) {
 	x := bothRemapped(t)
 	src, dst := x.pods(A, 5)
 	for name, b := range map[string][]byte{
@@ -199,7 +199,7 @@ func TestChoicePacketsInvalidForConntrackAreTranslated(t *testing.T) {
 	}
 }
 
-func TestChoiceWrongTransportChecksumStaysWrong(t *testing.T) {
+func TestEngineKeepsAWrongTransportChecksumWrong(t *testing.T) {
 	x := bothRemapped(t)
 	src, dst := x.pods(A, 6)
 	for _, proto := range []uint8{protoUDP, protoTCP} {
@@ -228,7 +228,7 @@ func TestChoiceWrongTransportChecksumStaysWrong(t *testing.T) {
 	}
 }
 
-func TestChoiceNetworkAddressIsForNAPTAlone(t *testing.T) {
+func TestEngineUsesTheNetworkAddressOnlyForNAPT(t *testing.T) {
 	x := bothRemapped(t)
 	src, dst := x.plan.pod(A, 7), x.plan.natIP(B)
 	b := ip(header{}, src, dst, protoUDP, udp(src, dst, x.freshPort(), 53, nil))
@@ -246,7 +246,8 @@ func TestChoiceNetworkAddressIsForNAPTAlone(t *testing.T) {
 	x.sendNAPT(A, ip(header{}, src, dst, protoUDP, udp(src, dst, x.freshPort(), 53, nil)))
 }
 
-// The following tests are not about choices: both translators refuse these packets.
+// The engine refuses the following packets. The kernel refuses them too, except for the ICMP
+// error with a wrong checksum, which it forwards untranslated.
 
 func TestUnmappedAddressOfTheExternalCIDRIsRefusedByBoth(t *testing.T) {
 	x := bothRemapped(t)
@@ -254,7 +255,7 @@ func TestUnmappedAddressOfTheExternalCIDRIsRefusedByBoth(t *testing.T) {
 	x.dropped(A, natengine.DropNoMapping, ip(header{}, src, dst, protoUDP, udp(src, dst, x.freshPort(), 53, nil)))
 }
 
-func TestAddressOfNoPeerDoesNotEnterTheTunnel(t *testing.T) {
+func TestPacketToNoPeerDoesNotEnterTheTunnel(t *testing.T) {
 	x := bothRemapped(t)
 	src, dst := x.plan.pod(A, 9), address(0x08080808)
 	x.dropped(A, natengine.DropNoPeer, ip(header{}, src, dst, protoUDP, udp(src, dst, x.freshPort(), 53, nil)))

@@ -265,7 +265,7 @@ func TestEngineEqualsKernelOverIPv6(t *testing.T) {
 
 // An IPv6 router does not reassemble fragments. Nor do outbound prefix maps. Inbound, the
 // datagram must be the same.
-func TestFragmentsEqualKernelOverIPv6(t *testing.T) {
+func TestEngineEqualsKernelOnFragmentsOverIPv6(t *testing.T) {
 	for i, p := range plans6 {
 		t.Run(p.name, func(t *testing.T) {
 			x := &exchange6{p, newKernel6(t, p, stateless6), newEngines6(t, p), 1024}

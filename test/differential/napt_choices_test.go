@@ -9,8 +9,8 @@ import (
 	"github.com/isthmus-net/isthmus/natengine"
 )
 
-// The tests here assert further choices, where port translation or connection tracking differ
-// from the kernel. Random conversations (talks_test.go) avoid these cases.
+// The tests of this file assert further deliberate differences, in port translation and
+// connection tracking. Random conversations (talks_test.go) avoid these cases.
 //
 //   - NAPT port: the engine gives an inside port one outside port for all destinations, and
 //     no other inside port gets it (RFC 4787, REQ-1 and 3). The kernel gives two hosts the
@@ -47,7 +47,7 @@ func (x *exchange) fromNode(b []byte) (f flow, engine, kernel uint16) {
 	return f, sourcePort(f.engine), sourcePort(f.kernel)
 }
 
-func TestChoiceNAPTPortIsOneForAllDestinations(t *testing.T) {
+func TestEngineUsesOneNAPTPortForAllDestinations(t *testing.T) {
 	x := bothRemapped(t)
 	opens := func(node, pod int, seq uint32) (flow, uint16, uint16) {
 		return x.fromNode(tcpSegmentOf(at(x.plan.node(A, node), 5000), at(x.plan.podSeen(B, pod), 80), seq, 0, syn, ""))
@@ -70,7 +70,7 @@ func TestChoiceNAPTPortIsOneForAllDestinations(t *testing.T) {
 	}
 }
 
-func TestChoiceContestedPortStaysBelow1024OrAbove(t *testing.T) {
+func TestEngineReplacesAnOccupiedPortWithinItsRange(t *testing.T) {
 	for port, kernel := range map[uint16][2]uint16{
 		80: {1, 511}, 511: {1, 511}, 512: {600, 1023}, 700: {600, 1023}, 1023: {600, 1023}, 1024: {1024, 65535}, 6000: {1024, 65535},
 	} {
@@ -89,7 +89,7 @@ func TestChoiceContestedPortStaysBelow1024OrAbove(t *testing.T) {
 	}
 }
 
-func TestChoiceTCPWindowsAreNotFollowed(t *testing.T) {
+func TestEngineIgnoresTCPWindows(t *testing.T) {
 	x := bothRemapped(t)
 	src, dst := x.pods(A, 5)
 	from, to := at(src, x.freshPort()), at(dst, 80)
@@ -113,7 +113,7 @@ func TestChoiceTCPWindowsAreNotFollowed(t *testing.T) {
 	x.send(A, tcpSegmentOf(from, to, 101, 501, psh|ack, "GET / HTTP/1.1"))
 }
 
-func TestChoiceSynAckMayBeRepeatedAfterSimultaneousOpen(t *testing.T) {
+func TestEngineTranslatesARepeatedSynAckAfterASimultaneousOpen(t *testing.T) {
 	x := bothRemapped(t)
 	src, dst := x.pods(A, 6)
 	from, to := at(src, x.freshPort()), at(dst, 80)
@@ -128,7 +128,7 @@ func TestChoiceSynAckMayBeRepeatedAfterSimultaneousOpen(t *testing.T) {
 	x.onlyEngine(A, b, want)
 }
 
-func TestChoiceRefusedConnectionIsNotForgottenAtOnce(t *testing.T) {
+func TestEngineKeepsARefusedConnectionForTheTransitoryTimeout(t *testing.T) {
 	x := bothRemapped(t)
 	src, dst := x.plan.node(A, 3), x.plan.podSeen(B, 7)
 	f := x.sendNAPT(A, tcpSegmentOf(at(src, x.freshPort()), at(dst, 80), 100, 0, syn, ""))
@@ -142,7 +142,7 @@ func TestChoiceRefusedConnectionIsNotForgottenAtOnce(t *testing.T) {
 	}
 }
 
-func TestChoicePacketsThatCannotStartAFlowAreDropped(t *testing.T) {
+func TestEngineDropsPacketsThatCannotBeginAFlow(t *testing.T) {
 	x := bothRemapped(t)
 	src, dst := x.plan.node(A, 4), x.plan.podSeen(B, 8)
 	for name, c := range map[string]struct {
@@ -164,7 +164,7 @@ func TestChoicePacketsThatCannotStartAFlowAreDropped(t *testing.T) {
 	}
 }
 
-func TestChoiceTupleThatAnEndpointUsesItselfIsRefused(t *testing.T) {
+func TestEngineRefusesATupleThatTheEndpointUsesItself(t *testing.T) {
 	x := bothRemapped(t)
 	pod, endpoint := x.plan.pod(A, 9), x.plan.endpoint(B)
 	dst := x.plan.podSeen(A, 9)
@@ -178,7 +178,7 @@ func TestChoiceTupleThatAnEndpointUsesItselfIsRefused(t *testing.T) {
 	}
 }
 
-func TestChoicePortsOfSCTPAreNotTranslated(t *testing.T) {
+func TestEngineDoesNotTranslateSCTPPorts(t *testing.T) {
 	x := bothRemapped(t)
 	dst := x.plan.podSeen(B, 9)
 	init := sctp(5000, 36412, 0, []byte{1, 0, 0, 20, 0, 0, 0, 9, 0, 1, 0, 0, 0, 1, 0, 1, 0, 0, 0, 5})
@@ -192,7 +192,7 @@ func TestChoicePortsOfSCTPAreNotTranslated(t *testing.T) {
 	}
 }
 
-func TestChoiceRedirectIsRefusedWithoutTranslation(t *testing.T) {
+func TestEngineRefusesRedirectsOfUntranslatedFlows(t *testing.T) {
 	x := newExchange(t, plans[0], statefulRules)
 	src, dst := x.pods(A, 12)
 	arrived := x.send(A, ip(header{}, src, dst, protoUDP, udp(src, dst, x.freshPort(), 53, nil)))[0]
@@ -203,7 +203,7 @@ func TestChoiceRedirectIsRefusedWithoutTranslation(t *testing.T) {
 	}
 }
 
-func TestChoiceAtomicFragmentStaysOne(t *testing.T) {
+func TestEngineKeepsAtomicFragments(t *testing.T) {
 	p := plans6[2].plan()
 	k, engines := newKernel6(t, p.six(), rules6), newEngines6(t, p.six())
 	for _, src := range []netip.Addr{p.pod(A, 1), p.node(A, 1)} {
@@ -229,7 +229,7 @@ func TestChoiceAtomicFragmentStaysOne(t *testing.T) {
 	}
 }
 
-// The following tests are not about choices: both translators behave alike.
+// The following tests are not about such differences: both translators behave alike.
 
 func TestBothKeepEchoesWithTheSameIdentifierApart(t *testing.T) {
 	x := bothRemapped(t)
@@ -245,7 +245,7 @@ func TestBothKeepEchoesWithTheSameIdentifierApart(t *testing.T) {
 	x.send(B, ip(header{}, endpoint, dst, protoICMP, icmp(echoReply, 0, 77<<16, nil)))
 }
 
-func TestBothGiveAProtocolWithoutPortsToOneHost(t *testing.T) {
+func TestBothLetOneHostUseAProtocolWithoutPorts(t *testing.T) {
 	x := bothRemapped(t)
 	dst := x.plan.podSeen(B, 10)
 	x.sendNAPT(A, ip(header{}, x.plan.node(A, 7), dst, protoTest, []byte("first come")))

@@ -10,7 +10,7 @@
 // packets that arrive. They also check every packet independently: its addresses by the table
 // in docs/liqo-v0.md, section 7.2, and its checksums with gopacket.
 //
-// Where the engine deliberately differs from the kernel, choices_test.go names the choice and
+// Where the engine deliberately differs from the kernel, choices_test.go names the difference and
 // asserts the behaviour of both.
 package differential
 

@@ -85,7 +85,7 @@ func (x *exchange) random(rng *rand.Rand) {
 		if most := 1500 - 28 - headerLen(arrived); quote > most {
 			quote = most
 		}
-		if b[9] == protoTCP && (quote == 18 || quote == 19) { // see TestChoiceQuotedTCPChecksumIsUpdatedIfPresent
+		if b[9] == protoTCP && (quote == 18 || quote == 19) { // see TestEngineUpdatesAQuotedTCPChecksumIfPresent
 			quote = 17
 		}
 		if len(segment(arrived)) >= 8 { // conntrack requires a quote of this length

@@ -136,7 +136,7 @@ func newWorld(t *testing.T, p plan, rng *rand.Rand, seen map[string]int) *world 
 		switch c.proto {
 		case protoICMP:
 			if src == p.endpoint(from) {
-				sport += 7 // no other host may use this identifier towards the endpoint: a choice
+				sport += 7 // no other host may use this identifier towards the endpoint: a deliberate difference
 			}
 			if dport = sport; p.v6() {
 				c.proto = protoICMP6
@@ -260,7 +260,7 @@ func (w *world) say(c *talk, forward bool, build func(src, dst netip.AddrPort) [
 		seed := w.rng.Uint64()
 		cut = func(b []byte) [][]byte {
 			f := randomFragments(rand.New(rand.NewPCG(seed, 0)), b)
-			if len(f) == 1 { // an atomic fragment in IPv6: a choice
+			if len(f) == 1 { // an atomic fragment in IPv6: a deliberate difference
 				return one(b)
 			}
 			return f
@@ -272,7 +272,7 @@ func (w *world) say(c *talk, forward bool, build func(src, dst netip.AddrPort) [
 		return
 	}
 	if c.proto == protoTCP && c.tcp.state == tcpReset {
-		return // the kernel removes a refused connection at once: a choice
+		return // the kernel removes a refused connection at once: a deliberate difference
 	}
 	if w.rng.IntN(20) == 0 && !w.plan.v6() {
 		w.refused(c, forward, arrived)
@@ -399,7 +399,7 @@ func (w *world) refused(c *talk, forward bool, arrived [judges][]byte) {
 		}},
 	}[w.rng.IntN(3)]
 	translated := c.napt || c.own != c.server.Addr() || p.pods[c.side] != p.podsSeen[c.side]
-	if what.name == "redirect" && (len(segment(arrived[byEngine])) > 1400 || !translated) { // a choice
+	if what.name == "redirect" && (len(segment(arrived[byEngine])) > 1400 || !translated) { // a deliberate difference
 		return
 	}
 	w.seen[what.name]++

@@ -193,7 +193,7 @@ func (c count) compare(t testing.TB, b []byte) {
 	c["all"]++
 }
 
-func TestGeneratedAndMutatedPackets(t *testing.T) {
+func TestParsersAgreeOnGeneratedAndMutatedPackets(t *testing.T) {
 	rng := rand.New(rand.NewPCG(1, 5))
 	seen := count{}
 	n := 150_000
@@ -219,7 +219,7 @@ func TestGeneratedAndMutatedPackets(t *testing.T) {
 	}
 }
 
-func TestRandomOctets(t *testing.T) {
+func TestParsersAgreeOnRandomOctets(t *testing.T) {
 	rng := rand.New(rand.NewPCG(2, 5))
 	seen := count{}
 	for range 200_000 {

@@ -27,7 +27,7 @@ type quoted struct {
 
 // Both parsers must decode the same fields from quoted packets, which are cut at random
 // offsets.
-func TestQuotedPackets(t *testing.T) {
+func TestParsersAgreeOnQuotedPackets(t *testing.T) {
 	rng := rand.New(rand.NewPCG(6, 5))
 	read, ports, refused := 0, 0, 0
 	for range 150_000 {

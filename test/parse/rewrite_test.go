@@ -21,7 +21,7 @@ import (
 // Package packet rewrites addresses and ports in place with incremental checksums. gopacket
 // changes its layers and serialises the packet again with full checksums. The results must be
 // equal.
-func TestRewrittenPacketsAreWhatGopacketSerialises(t *testing.T) {
+func TestRewrittenPacketsEqualThoseThatGopacketSerialises(t *testing.T) {
 	rng := rand.New(rand.NewPCG(4, 5))
 	done := map[string]int{}
 	for range 60_000 {
@@ -162,7 +162,7 @@ func serialised(b []byte, c change, v *packet.View) ([]byte, string) {
 
 // Random packets pass through the engine. gopacket must find all checksums correct, and only
 // addresses and ports of our side may have changed.
-func TestTranslatedPacketsHaveTheChecksumsOfGopacket(t *testing.T) {
+func TestTranslatedPacketsHaveChecksumsThatGopacketVerifies(t *testing.T) {
 	prefix := netip.MustParsePrefix
 	e := natengine.New(natengine.Config{})
 	if err := e.SetPeers([]natengine.Peer{{
