@@ -26,8 +26,8 @@ func (p *pool[T]) bytes() int {
 	return len(p.chunks)*int(unsafe.Sizeof([poolChunk]T{})) + cap(p.chunks)*8
 }
 
-// chains is a hash table with chaining, of the numbers of values. Like the index of flows it
-// has sixteen parts, which grow one at a time.
+// chains is a hash table of value numbers, with chaining. Like the index of flows it has
+// sixteen parts, which grow one at a time.
 type chains struct {
 	parts [1 << (64 - shardShift)]struct {
 		heads []uint32

@@ -14,7 +14,7 @@ import (
 // fields.
 type Config struct {
 	Self4, Self6       netip.Addr // the in-process endpoint; defaults: 169.254.0.1 (as in Liqo), none
-	Router4, Router6   netip.Addr // the gateway's kernel as a router; peers see the mapped Self address; default none
+	Router4, Router6   netip.Addr // the gateway's kernel as a router, which peers see under the mapped Self; default none
 	MaxFlows           int        // of all peers together
 	MaxFlowsPerPeer    int        // 0: an equal share of MaxFlows for each peer
 	MaxFlowsPerHost    int        // per host and peer; 0: a quarter of MaxFlowsPerPeer, from 1,024 to 16,384
@@ -124,7 +124,7 @@ type Engine struct {
 	config    Config
 	lifetimes lifetimes
 	self      [2]addr // the in-process endpoint by family; the zero addr matches no address
-	router    [2]addr // the gateway's kernel by family, likewise
+	router    [2]addr // the gateway's kernel by family; the zero addr matches no address
 	seed      maphash.Seed
 	total     atomic.Int64  // flows of all peers, including those about to be opened
 	share     atomic.Int64  // each peer's equal share of MaxFlows

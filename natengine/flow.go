@@ -77,8 +77,8 @@ func kindOf(word uint64) flowKind {
 }
 
 // key is one tuple of a flow, as it is matched in one direction: our address, the remote
-// address, and the ports and protocol. The word has the ports and protocol where entry.word
-// has them for that direction.
+// address, and the ports and protocol. The ports and protocol are at the same bit positions as
+// in entry.word.
 type key struct {
 	near, remote addr
 	word         uint64

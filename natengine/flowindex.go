@@ -72,9 +72,8 @@ func (x *index) insert(h uint64, i uint32) {
 }
 
 // room returns the slots of a shard, with room for one more entry and at most three quarters
-// filled. If necessary, it copies them into a larger array. If there are mainly tombstones, it
-// copies them into an array of the same size, which drops the tombstones. Sizes are 2^n and
-// 3*2^n.
+// filled. If necessary, it copies them into a new array. The new array is larger, or has the
+// same size if it is enough to drop the tombstones. Sizes are 2^n and 3*2^n.
 func (x *index) room(shard uint64) *slots {
 	old, fill := x.slots[shard].Load(), &x.filling[shard]
 	if old != nil && (fill.filled+1)*4 <= len(old.list)*3 {

@@ -25,7 +25,7 @@ type flowTable struct {
 	used    uint32               // number of entries that were ever in use
 	free    uint32               // first of the entries that are no longer in use; linked by side.links
 	waiting [waitingQueues]queue // half-open flows of the peer
-	entered uint32               // flows that have entered a queue so far; wraps
+	entered uint32               // counts the flows that have entered a queue; wraps
 	hosts   [2]hostTable         // by flowKind: our hosts with NAPT flows, the peer's with endpoint flows
 	napt    napt
 

@@ -22,7 +22,7 @@ type fragmentSet struct {
 	links   [2]links
 }
 
-// span is the part of a datagram from offset from to before offset to, in units of 8 octets.
+// span is a part of a datagram, in units of 8 octets. to is exclusive.
 type span struct{ from, to uint16 }
 
 // contradicts reports whether v cannot belong to the same datagram as the earlier fragments. v

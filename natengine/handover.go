@@ -27,7 +27,7 @@ func (f Flow) Identity() (id Flow, state uint8) {
 	return id, state
 }
 
-// In returns the identity f with the given state.
+// In returns the flow that has identity f and the given state.
 func (f Flow) In(state uint8) Flow {
 	f.word |= uint64(state) & stateTCP
 	return f
@@ -45,7 +45,7 @@ func (f Flow) Append(b []byte) []byte {
 	return b
 }
 
-// FlowFrom decodes a flow that Append encoded. b has FlowSize octets or more.
+// FlowFrom decodes a flow that Append encoded. b must have at least FlowSize octets.
 func FlowFrom(b []byte) Flow {
 	word := func(i int) uint64 { return binary.BigEndian.Uint64(b[8*i:]) }
 	return Flow{addr{word(0), word(1)}, addr{word(2), word(3)}, addr{word(4), word(5)}, word(6)}

@@ -6,7 +6,7 @@ import (
 	"github.com/isthmus-net/isthmus/packet"
 )
 
-// opening is the work of opening one flow.
+// opening is the state of opening one flow.
 type opening struct {
 	*translation
 	kind          flowKind

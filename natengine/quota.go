@@ -8,8 +8,8 @@ import (
 )
 
 // hostTable counts the flows of each host of one peer and orders them for eviction. The table
-// of naptFlow has our hosts, the table of endpointFlow has the peer's. A host is in the table
-// as long as it has a flow. The flow table's mutex guards all fields.
+// for NAPT flows has our hosts, the table for flows to mapped endpoints has the peer's. A host
+// is in the table as long as it has a flow. The flow table's mutex guards all fields.
 type hostTable struct {
 	flows   *flowTable
 	kind    flowKind
@@ -20,7 +20,7 @@ type hostTable struct {
 	free    uint32
 	quota   uint32 // maximum number of flows of a host
 	full    int    // hosts at the quota, among those with numbers up to counted
-	counted uint32 // maximal, unless the quota has just changed; see setHostQuota
+	counted uint32 // last host that full includes; math.MaxUint32 for all; see setHostQuota
 }
 
 // A host keeps its flows in a list: first those in the eviction queue, oldest first, then the

@@ -295,7 +295,7 @@ func TestRFC5508_REQ1_AReplyMatchesOnlyItsOwnRequest(t *testing.T) {
 	want(t, destination(b.in(pong(theirPod, natAddress, id))), node1+":7")
 	b.refuse(natengine.Inbound, query(theirPod, natAddress, 18, id), natengine.DropNoFlow)
 
-	// A mapped endpoint receives a request and sends one with the same identifier.
+	// A mapped endpoint receives a request and sends another request with the same identifier.
 	const endpoint = "192.168.7.7"
 	want(t, destination(b.in(ping(theirPod, ourEndpoint, 9))), endpoint+":9")
 	b.refuse(natengine.Outbound, query(endpoint, theirPod, 14, 9), natengine.DropNoFlow)

@@ -237,7 +237,8 @@ func (t *ruleTable) find(id string) (at int, found bool) {
 	return slices.BinarySearchFunc(t.rules, id, func(r *rule, id string) int { return cmp.Compare(r.spec.ID, id) })
 }
 
-// specs returns the rules of all peers after the change that with would make.
+// specs returns the rules of all peers, with those of changed added or replaced and those of
+// gone removed.
 func (t *ruleTable) specs(changed []Peer, gone []string) []Peer {
 	out := make(map[string]bool, len(changed)+len(gone))
 	for _, id := range gone {

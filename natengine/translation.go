@@ -7,7 +7,7 @@ import "github.com/isthmus-net/isthmus/packet"
 type translation struct {
 	e    *Engine
 	v    *packet.View
-	r    *remote // the peer that far belongs to; nil if there is none
+	r    *remote // the entry for far; nil if no peer has that address
 	dir  Direction
 	now  tick
 	near addr   // our end of the packet before translation

@@ -24,7 +24,7 @@ const (
 	Discard Action = iota // drop it; Verdict.Drop is the reason, already counted
 	Forward               // send it on: outbound into the tunnel of Verdict.Peer, inbound to the TUN
 	Deliver               // inbound only: pass it to the in-process endpoint (Config.Self4, Self6)
-	Hold                  // none: the engine has copied the fragment and waits for the rest of its datagram
+	Hold                  // a fragment that the engine has copied until its datagram is complete; nothing to do
 )
 
 // String returns the action in lower case.

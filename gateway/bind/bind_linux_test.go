@@ -320,8 +320,8 @@ func TestEndpointIsOneValuePerRemoteAddress(t *testing.T) {
 	}
 }
 
-// A flood of empty datagrams must not delay earlier messages of other senders until it ends,
-// and the empty datagrams must be counted.
+// A flood of empty datagrams must not delay messages that have already arrived, and the empty
+// datagrams must be counted.
 func TestFloodOfEmptyDatagramsIsReceivedInBoundedBatches(t *testing.T) {
 	onOneProcessor(t)
 	a := New()

@@ -73,7 +73,7 @@ func optionTime(b []byte, code uint16, at time.Time) []byte {
 
 func endOfOptions(b []byte) []byte { return le.AppendUint32(b, optionEnd) }
 
-// pad pads a field of size octets to a multiple of four.
+// pad appends zeros to a field of size octets, up to a multiple of four.
 func pad(b []byte, size int) []byte {
 	for range -size & 3 {
 		b = append(b, 0)
