@@ -115,8 +115,8 @@ func attacks() []attack {
 		{"datagrams to an endpoint", Inbound, func(i int) []byte { return udp(host(i)+":6000", fmt.Sprint("10.247.0.9:", 1+i/7)) }, false},
 		{"datagrams to an endpoint, answered", Inbound, func(i int) []byte { return udp(fmt.Sprint("10.73.0.66:", 1+i), "10.247.0.9:53") }, true},
 		{"pings of an endpoint", Inbound, func(i int) []byte { return ping(host(i), "10.247.0.9", uint16(i), false) }, false},
-		{"first fragments that nothing follows", Inbound, func(i int) []byte { return fragment(cut[0], i) }, false},
-		{"last fragments that nothing precedes", Inbound, func(i int) []byte { return fragment(cut[1], i) }, false},
+		{"first fragments without later ones", Inbound, func(i int) []byte { return fragment(cut[0], i) }, false},
+		{"last fragments without earlier ones", Inbound, func(i int) []byte { return fragment(cut[1], i) }, false},
 		{"ICMP errors about guesses", Inbound, func(i int) []byte {
 			return fault("10.73.0.66", "10.246.0.0", udp(fmt.Sprint("10.246.0.0:", 1+i), "10.73.0.5:53"), 28)
 		}, false},
@@ -135,8 +135,8 @@ func attacks() []attack {
 // within its bounds. After the attack everything must recover.
 func TestAttacksDoNotAffectOtherFlowsHostsAndPeers(t *testing.T) {
 	for name, c := range map[string]Config{
-		"equal shares":             {MaxFlows: 1000, MaxFlowsPerHost: 100},
-		"more than there is place": {MaxFlows: 600, MaxFlowsPerPeer: 600, MaxFlowsPerHost: 100},
+		"equal shares":          {MaxFlows: 1000, MaxFlowsPerHost: 100},
+		"shares above MaxFlows": {MaxFlows: 600, MaxFlowsPerPeer: 600, MaxFlowsPerHost: 100},
 	} {
 		c.MaxFragmentBytes = 1 << 16
 		for _, a := range attacks() {

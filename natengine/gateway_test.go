@@ -21,7 +21,7 @@ func TestOnlyTheGatewayMayConnectToThePeersGateway(t *testing.T) {
 		{"the gateway", b, tcp("169.254.0.1:4000", "10.72.0.1:6443", packet.TCPSyn), DropNone},
 		{"a node", b, tcp("192.168.7.5:4000", "10.72.0.1:6443", packet.TCPSyn), DropLocalSource},
 		{"a node at another port", b, tcp("192.168.7.5:4000", "10.72.0.1:80", packet.TCPSyn), DropLocalSource},
-		{"a pod that is the whole network", single, tcp("10.244.0.5:4000", "10.72.0.1:6443", packet.TCPSyn), DropLocalSource},
+		{"a pod with a one-address PodCIDR", single, tcp("10.244.0.5:4000", "10.72.0.1:6443", packet.TCPSyn), DropLocalSource},
 		{"a node to a mapped endpoint", b, tcp("192.168.7.5:4000", "10.72.0.2:6443", packet.TCPSyn), DropNone},
 		{"a datagram of a node", b, udp("192.168.7.5:4000", "10.72.0.1:12345"), DropNone},
 	} {

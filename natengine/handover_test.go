@@ -212,11 +212,11 @@ func TestAdoptRefusesImpossibleFlows(t *testing.T) {
 		{"another network", engine(elsewhere), "b", flow, natengine.DropNoFlow},
 		{"another address", engine(peer), "b", natengine.FlowFrom(broken), natengine.DropNoFlow},
 		{"no room", full, "b", flow, natengine.DropFlowTableFull},
-		{"the port is another host's", taken, "b", flow, natengine.DropPortsExhausted},
-		{"the host has as many as it may", quota, "b", flow, natengine.DropHostQuota},
-		{"it is there with another port", clash, "b", flow, natengine.DropFlowClash},
-		{"there already, and no room for another one", there, "b", flow, natengine.DropNone},
-		{"everything in order", engine(peer), "b", flow, natengine.DropNone},
+		{"another host has the port", taken, "b", flow, natengine.DropPortsExhausted},
+		{"the host is at its quota", quota, "b", flow, natengine.DropHostQuota},
+		{"the flow exists with another port", clash, "b", flow, natengine.DropFlowClash},
+		{"the flow exists and the table is full", there, "b", flow, natengine.DropNone},
+		{"a valid flow", engine(peer), "b", flow, natengine.DropNone},
 	} {
 		before := c.e.Stats().Flows
 		opened, got := c.e.Adopt(c.peer, c.flow, 0)

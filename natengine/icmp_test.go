@@ -136,15 +136,15 @@ func TestICMPErrorsWithoutMatchAreDropped(t *testing.T) { // RFC 5508, REQ-3 to 
 		{"unknown remote", Inbound, fault("10.71.0.1", "10.246.0.0", udp("10.246.0.0:4000", "10.71.0.6:80"), 28), DropICMPError},
 		{"cut before the ports", Inbound, fault("10.71.0.1", "10.246.0.0", flow, 22), DropICMPError},
 		{"cut within the header", Inbound, fault("10.71.0.1", "10.246.0.0", flow, 19), DropICMPError},
-		{"not from where we sent to", Inbound, fault("10.71.0.1", "10.246.1.1", udp("10.246.1.1:4000", "10.73.0.5:80"), 28), DropICMPError},
-		{"not to who sent", Inbound, fault("10.71.0.1", "10.246.1.2", udp("10.246.1.1:4000", "10.71.0.5:80"), 28), DropICMPError},
-		{"damaged", Inbound, damaged, DropBadChecksum},
+		{"about a packet to another peer", Inbound, fault("10.71.0.1", "10.246.1.1", udp("10.246.1.1:4000", "10.73.0.5:80"), 28), DropICMPError},
+		{"not to the quoted sender", Inbound, fault("10.71.0.1", "10.246.1.2", udp("10.246.1.1:4000", "10.71.0.5:80"), 28), DropICMPError},
+		{"wrong checksum", Inbound, damaged, DropBadChecksum},
 		{"redirect", Inbound, redirect, DropICMPError},
 		{"about an error", Inbound, aboutError, DropICMPError},
 		{"to an unmapped address", Inbound, fault("10.71.0.1", "10.247.0.50", udp("10.247.0.50:4000", "10.71.0.5:80"), 28), DropNoMapping},
-		{"to anywhere", Inbound, fault("10.71.0.1", "192.168.1.1", udp("192.168.1.1:4000", "10.71.0.5:80"), 28), DropDestination},
+		{"to a local address", Inbound, fault("10.71.0.1", "192.168.1.1", udp("192.168.1.1:4000", "10.71.0.5:80"), 28), DropDestination},
 		{"unknown node", Outbound, fault("192.168.1.2", "10.71.0.5", udp("10.71.0.5:80", "192.168.1.2:4000"), 28), DropICMPError},
-		{"not to who sent", Outbound, fault("10.244.1.1", "10.71.0.5", udp("10.71.0.6:80", "10.244.1.1:4000"), 28), DropICMPError},
+		{"not to the quoted sender", Outbound, fault("10.244.1.1", "10.71.0.5", udp("10.71.0.6:80", "10.244.1.1:4000"), 28), DropICMPError},
 	} {
 		t.Run(c.name, func(t *testing.T) { refused(t, e, c.dir, c.b, 0, c.want) })
 	}

@@ -162,12 +162,12 @@ func TestContradictoryInboundFragmentsEndTheDatagram(t *testing.T) { // RFC 5722
 		part := func(off, size int, more bool) []byte { return pieceOf(whole, off, size, more, 77) }
 		other, _ := datagram(ends.src[:len(ends.src)-4]+"4001", ends.dst, 0)
 		for name, last := range map[string][]byte{
-			"overlap":               part(72, 80, true),
-			"one over all":          part(0, 400, true),
-			"beyond the end":        part(320, 80, true),
-			"a second end":          part(160, 79, false),
-			"another first":         pieceOf(other, 0, 80, true, 77),
-			"an end before the end": part(240, 8, false),
+			"overlap":                         part(72, 80, true),
+			"fragment that covers all others": part(0, 400, true),
+			"fragment beyond the end":         part(320, 80, true),
+			"second last fragment":            part(160, 79, false),
+			"second first fragment":           pieceOf(other, 0, 80, true, 77),
+			"last fragment before the end":    part(240, 8, false),
 		} {
 			e := joinEngine(t, Config{})
 			for _, b := range [][]byte{part(0, 80, true), part(240, 80, false)} {

@@ -45,7 +45,7 @@ func TestTooBigQuotesTheSendersOwnPacket(t *testing.T) {
 		{"pod, other protocol", nil, packettest.Build(packettest.IP{Src: ip("10.244.1.1"), Dst: ip("10.71.0.5")}, packettest.Raw{Proto: 47, Data: data}), Forward},
 		{"pod to an external address", nil, udp("10.244.1.1:4000", "10.72.0.9:80", data...), Forward},
 		{"node", nil, udp("192.168.1.1:4000", "10.71.0.5:80", data...), Forward},
-		{"node, its port taken", func(t *testing.T, e *Engine) { out(t, e, udp("192.168.1.2:4000", "10.71.0.9:80"), 0) },
+		{"node whose port is in use", func(t *testing.T, e *Engine) { out(t, e, udp("192.168.1.2:4000", "10.71.0.9:80"), 0) },
 			udp("192.168.1.1:4000", "10.71.0.5:80", data...), Forward},
 		{"node, echo", nil, packettest.Build(packettest.IP{Src: ip("192.168.1.1"), Dst: ip("10.71.0.5"), DF: true}, packettest.Echo{ID: 7, Data: data}), Forward},
 		{"node, with options", nil, packettest.Build(packettest.IP{Src: ip("192.168.1.1"), Dst: ip("10.71.0.5"), Options: []byte{148, 4, 0, 0}},

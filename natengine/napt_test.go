@@ -196,17 +196,17 @@ func TestMappedPodRepliesFromTheAddressThatTheClientUsedLast(t *testing.T) {
 			answer func(from, to string) []byte
 			from   bool
 		}{
-			"datagram":                     {[]step{{mapped, datagram}, {direct, datagram}}, datagram, direct},
-			"datagram, back again":         {[]step{{mapped, datagram}, {direct, datagram}, {mapped, datagram}}, datagram, mapped},
-			"echo":                         {[]step{{mapped, echo(false)}, {direct, echo(false)}}, echo(true), direct},
-			"echo reply":                   {[]step{{mapped, echo(false)}, {direct, echo(true)}}, echo(true), mapped},
-			"protocol without ports":       {[]step{{mapped, unported}, {direct, unported}}, unported, direct},
-			"opening":                      {[]step{{mapped, segment(syn)}, {direct, segment(syn)}}, segment(syn | ack), direct},
-			"segment beside an opening":    {[]step{{mapped, segment(syn)}, {direct, segment(ack)}}, segment(ack), direct},
-			"reset":                        {[]step{{mapped, segment(syn)}, {direct, segment(rst)}}, segment(syn | ack), mapped},
-			"late segment, while it lasts": {[]step{{mapped, segment(ack)}, {direct, segment(ack | fin)}, {direct, segment(syn | ack)}}, segment(ack), mapped},
-			"opening over a connection":    {[]step{{mapped, segment(ack)}, {direct, segment(syn)}}, segment(ack), direct},
-			"after both FINs":              {[]step{{mapped, segment(ack | fin)}, {direct, segment(ack)}}, segment(ack | fin), direct},
+			"datagram":               {[]step{{mapped, datagram}, {direct, datagram}}, datagram, direct},
+			"datagram, back again":   {[]step{{mapped, datagram}, {direct, datagram}, {mapped, datagram}}, datagram, mapped},
+			"echo":                   {[]step{{mapped, echo(false)}, {direct, echo(false)}}, echo(true), direct},
+			"echo reply":             {[]step{{mapped, echo(false)}, {direct, echo(true)}}, echo(true), mapped},
+			"protocol without ports": {[]step{{mapped, unported}, {direct, unported}}, unported, direct},
+			"SYN":                    {[]step{{mapped, segment(syn)}, {direct, segment(syn)}}, segment(syn | ack), direct},
+			"segment after a SYN to the other address": {[]step{{mapped, segment(syn)}, {direct, segment(ack)}}, segment(ack), direct},
+			"reset": {[]step{{mapped, segment(syn)}, {direct, segment(rst)}}, segment(syn | ack), mapped},
+			"late segment of an established connection": {[]step{{mapped, segment(ack)}, {direct, segment(ack | fin)}, {direct, segment(syn | ack)}}, segment(ack), mapped},
+			"SYN after an established connection":       {[]step{{mapped, segment(ack)}, {direct, segment(syn)}}, segment(ack), direct},
+			"after both FINs":                           {[]step{{mapped, segment(ack | fin)}, {direct, segment(ack)}}, segment(ack | fin), direct},
 		} {
 			t.Run(family.client+" "+name, func(t *testing.T) {
 				e := newEngine(t, Config{}, p)
@@ -515,7 +515,7 @@ func TestTCPTimeouts(t *testing.T) { // RFC 5382, REQ-5; RFC 6146, section 3.5.2
 			in(t, e, tcp(dst, seen, fin), 0)
 		}, 240},
 		{"reset", func(e *Engine, seen string) { established(t, e, src, dst, 0); in(t, e, tcp(dst, seen, rst), 0) }, 240},
-		{"reset, but goes on", func(e *Engine, seen string) {
+		{"reset, then continued", func(e *Engine, seen string) {
 			established(t, e, src, dst, 0)
 			in(t, e, tcp(dst, seen, rst), 0)
 			out(t, e, tcp(src, dst, ack), 0)
@@ -525,7 +525,7 @@ func TestTCPTimeouts(t *testing.T) { // RFC 5382, REQ-5; RFC 6146, section 3.5.2
 			in(t, e, tcp(dst, seen, rst), 0)
 			in(t, e, tcp(dst, seen, rst), at(200))
 		}, 240},
-		{"a long idle connection gets its transitory time", func(e *Engine, seen string) {
+		{"reset of an idle connection starts the transitory timeout", func(e *Engine, seen string) {
 			established(t, e, src, dst, 0)
 			in(t, e, tcp(dst, seen, rst), at(7000))
 		}, 7240},
@@ -544,20 +544,20 @@ func TestTCPTimeouts(t *testing.T) { // RFC 5382, REQ-5; RFC 6146, section 3.5.2
 			in(t, e, tcp(dst, seen, packettest.SYN), 0)
 			out(t, e, tcp(src, dst, packettest.SYN|packettest.ACK), 0)
 		}, 240},
-		{"simultaneous open with a SYN sent again", func(e *Engine, seen string) {
+		{"simultaneous open with a repeated SYN", func(e *Engine, seen string) {
 			in(t, e, tcp(dst, seen, packettest.SYN), 0)
 			out(t, e, tcp(src, dst, packettest.SYN|packettest.ACK), 0)
 			in(t, e, tcp(dst, seen, packettest.SYN), 0)
 			in(t, e, tcp(dst, seen, packettest.SYN|packettest.ACK), 0)
 			out(t, e, tcp(src, dst, ack), 0)
 		}, 7440},
-		{"a SYN sent again refreshes", func(e *Engine, seen string) { out(t, e, tcp(src, dst, packettest.SYN), at(100)) }, 340},
+		{"a repeated SYN refreshes", func(e *Engine, seen string) { out(t, e, tcp(src, dst, packettest.SYN), at(100)) }, 340},
 		{"a SYN-ACK without an answer is half-open", func(e *Engine, seen string) {
 			in(t, e, tcp(dst, seen, packettest.SYN|packettest.ACK), 0)
 			in(t, e, tcp(dst, seen, packettest.SYN|packettest.ACK), 0)
 		}, 240},
 		{"a refused connection is not refreshed by the refusal", func(e *Engine, seen string) { in(t, e, tcp(dst, seen, rst|ack), at(100)) }, 240},
-		{"a refused connection that is tried again", func(e *Engine, seen string) {
+		{"a refused connection that is retried", func(e *Engine, seen string) {
 			in(t, e, tcp(dst, seen, rst|ack), 0)
 			established(t, e, src, dst, at(10))
 		}, 7450},
@@ -567,13 +567,13 @@ func TestTCPTimeouts(t *testing.T) { // RFC 5382, REQ-5; RFC 6146, section 3.5.2
 			out(t, e, tcp(src, dst, ack), at(7000))
 			in(t, e, tcp(dst, seen, fin), at(7001)) // a retransmission
 		}, 14441},
-		{"closed, and the last ACK", func(e *Engine, seen string) {
+		{"closed, then the last ACK", func(e *Engine, seen string) {
 			established(t, e, src, dst, 0)
 			out(t, e, tcp(src, dst, fin), 0)
 			in(t, e, tcp(dst, seen, fin), 0)
 			out(t, e, tcp(src, dst, ack), at(1))
 		}, 241},
-		{"reset after a FIN, and goes on", func(e *Engine, seen string) {
+		{"reset after a FIN, then continued", func(e *Engine, seen string) {
 			established(t, e, src, dst, 0)
 			out(t, e, tcp(src, dst, fin), 0)
 			out(t, e, tcp(src, dst, rst), 0)

@@ -36,17 +36,17 @@ func TestRFC5382_REQ2_EveryValidSequenceOfSegmentsPasses(t *testing.T) {
 	open := []step{{"out", syn}, {"in", synAck}, {"out", ack}}
 	steps := func(more ...step) []step { return append(slices.Clone(open), more...) }
 	sequences := map[string][]step{
-		"close by us":               steps(step{"out", finAck}, step{"in", ack}, step{"in", finAck}, step{"out", ack}),
-		"close by the peer":         steps(step{"in", finAck}, step{"out", ack}, step{"out", finAck}, step{"in", ack}),
-		"simultaneous close":        steps(step{"out", finAck}, step{"in", finAck}, step{"out", ack}, step{"in", ack}),
-		"half-closed, data goes on": steps(step{"out", finAck}, step{"in", ack}, step{"in", ack | packettest.PSH}, step{"out", ack}, step{"in", finAck}),
-		"retransmissions":           {{"out", syn}, {"out", syn}, {"in", synAck}, {"in", synAck}, {"out", ack}, {"out", finAck}, {"out", finAck}, {"in", finAck}, {"in", finAck}, {"out", ack}, {"out", ack}},
-		"refused":                   {{"out", syn}, {"in", rst | ack}},
-		"reset by us":               steps(step{"out", rst}),
-		"reset, and a late segment": steps(step{"in", rst}, step{"in", ack}, step{"out", ack}),
-		"opened again":              steps(step{"out", finAck}, step{"in", finAck}, step{"out", ack}, step{"out", syn}, step{"in", synAck}, step{"out", ack}),
-		"ECN, urgent data":          {{"out", syn | packettest.ECE | packettest.CWR}, {"in", synAck | packettest.ECE}, {"out", ack | packettest.URG}, {"out", ack | packettest.CWR}},
-		"taken up in the middle":    {{"out", ack}, {"in", ack}, {"out", ack | packettest.PSH}},
+		"close by us":                 steps(step{"out", finAck}, step{"in", ack}, step{"in", finAck}, step{"out", ack}),
+		"close by the peer":           steps(step{"in", finAck}, step{"out", ack}, step{"out", finAck}, step{"in", ack}),
+		"simultaneous close":          steps(step{"out", finAck}, step{"in", finAck}, step{"out", ack}, step{"in", ack}),
+		"half-closed, data continues": steps(step{"out", finAck}, step{"in", ack}, step{"in", ack | packettest.PSH}, step{"out", ack}, step{"in", finAck}),
+		"retransmissions":             {{"out", syn}, {"out", syn}, {"in", synAck}, {"in", synAck}, {"out", ack}, {"out", finAck}, {"out", finAck}, {"in", finAck}, {"in", finAck}, {"out", ack}, {"out", ack}},
+		"refused":                     {{"out", syn}, {"in", rst | ack}},
+		"reset by us":                 steps(step{"out", rst}),
+		"reset, and a late segment":   steps(step{"in", rst}, step{"in", ack}, step{"out", ack}),
+		"reopened":                    steps(step{"out", finAck}, step{"in", finAck}, step{"out", ack}, step{"out", syn}, step{"in", synAck}, step{"out", ack}),
+		"ECN, urgent data":            {{"out", syn | packettest.ECE | packettest.CWR}, {"in", synAck | packettest.ECE}, {"out", ack | packettest.URG}, {"out", ack | packettest.CWR}},
+		"begun in mid-connection":     {{"out", ack}, {"in", ack}, {"out", ack | packettest.PSH}},
 	}
 	for name, sequence := range sequences {
 		t.Run("begun here/"+name, func(t *testing.T) {
@@ -114,8 +114,8 @@ func TestRFC5382_REQ5_EstablishedLastsTwoHoursFourMinutes(t *testing.T) {
 
 func TestRFC5382_REQ5_TransitoryLastsFourMinutes(t *testing.T) {
 	for name, more := range map[string]func(b *box, seen string){
-		"half-open":           nil,
-		"answered, not acked": func(b *box, seen string) { b.in(segment(theirPod+":80", seen, synAck)) },
+		"half-open":                  nil,
+		"answered, not acknowledged": func(b *box, seen string) { b.in(segment(theirPod+":80", seen, synAck)) },
 		"closed": func(b *box, seen string) {
 			b.connect(node1+":4000", theirPod+":80")
 			b.out(segment(node1+":4000", theirPod+":80", finAck))

@@ -23,10 +23,10 @@ func TestRFC7857_2_TCPSessionTracking(t *testing.T) {
 		{"V4 FIN RCV", []step{{"out", syn}, {"in", synAck}, {"out", ack}, {"in", finAck}}, "established", established},
 		{"V6 FIN RCV", []step{{"out", syn}, {"in", synAck}, {"out", ack}, {"out", finAck}}, "established", established},
 		{"V4 FIN + V6 FIN RCV", []step{{"out", syn}, {"in", synAck}, {"out", ack}, {"in", finAck}, {"out", finAck}}, "closing", transitory},
-		{"TRANS by RST of ours", []step{{"out", syn}, {"in", synAck}, {"out", ack}, {"out", rst}}, "closing", transitory},
-		{"TRANS by RST of theirs", []step{{"out", syn}, {"in", synAck}, {"out", ack}, {"in", rst}}, "closing", transitory},
+		{"TRANS by our RST", []step{{"out", syn}, {"in", synAck}, {"out", ack}, {"out", rst}}, "closing", transitory},
+		{"TRANS by the peer's RST", []step{{"out", syn}, {"in", synAck}, {"out", ack}, {"in", rst}}, "closing", transitory},
 		{"V4 INIT after V4 FIN + V6 FIN RCV", []step{{"out", syn}, {"in", synAck}, {"out", ack}, {"in", finAck}, {"out", finAck}, {"out", syn}}, "half-open", transitory},
-		{"ESTABLISHED, and a SYN", []step{{"out", syn}, {"in", synAck}, {"out", ack}, {"in", syn}}, "established", established},
+		{"ESTABLISHED, then a SYN", []step{{"out", syn}, {"in", synAck}, {"out", ack}, {"in", syn}}, "established", established},
 		{"TRANS and back", []step{{"out", syn}, {"in", synAck}, {"out", ack}, {"in", rst}, {"out", ack}}, "established", established},
 	} {
 		t.Run(c.name, func(t *testing.T) {

@@ -82,16 +82,16 @@ func TestJoinRefusesFragmentsThatFormNoDatagram(t *testing.T) {
 	}
 	f := cut(48)
 	for name, fragments := range map[string][][]byte{
-		"nothing":               nil,
-		"a whole packet":        {whole},
-		"the first missing":     f[1:],
-		"the last missing":      f[:2],
-		"the middle missing":    {f[0], f[2]},
-		"one twice":             {f[0], f[1], f[1], f[2]},
-		"overlap":               {f[0], cut(40)[1], f[2]},
-		"no packet":             {f[0], {1, 2, 3}},
-		"ECN and none":          {marked(f[0], 1), f[1], f[2]},
-		"congestion and no ECN": {marked(f[0], 3), f[1], f[2]},
+		"no fragments":                nil,
+		"a whole packet":              {whole},
+		"the first missing":           f[1:],
+		"the last missing":            f[:2],
+		"the middle missing":          {f[0], f[2]},
+		"one fragment twice":          {f[0], f[1], f[1], f[2]},
+		"overlap":                     {f[0], cut(40)[1], f[2]},
+		"invalid packet":              {f[0], {1, 2, 3}},
+		"with and without ECN":        {marked(f[0], 1), f[1], f[2]},
+		"congestion mark without ECN": {marked(f[0], 3), f[1], f[2]},
 	} {
 		if got, err := packet.Join(fragments); got != nil || !errors.Is(err, packet.ErrJoin) {
 			t.Errorf("%s: %d octets, %v", name, len(got), err)
@@ -163,8 +163,8 @@ func TestSplit6FragmentsJoinToThePacket(t *testing.T) {
 
 func TestSplit6RefusesHeadersThatLeaveNoRoom(t *testing.T) {
 	for name, extensions := range map[string][]packettest.Extension{
-		"each fragment would carry little": {{Kind: 0, Data: slices.Concat([]byte{1, 196}, make([]byte, 196), []byte{1, 198}, make([]byte, 198), []byte{1, 198}, make([]byte, 198), []byte{1, 196}, make([]byte, 196))}},
-		"the first would not hold them":    {{Kind: 60, Data: make([]byte, 1502)}},
+		"headers leave too little room in each fragment": {{Kind: 0, Data: slices.Concat([]byte{1, 196}, make([]byte, 196), []byte{1, 198}, make([]byte, 198), []byte{1, 198}, make([]byte, 198), []byte{1, 196}, make([]byte, 196))}},
+		"headers exceed the first fragment":              {{Kind: 60, Data: make([]byte, 1502)}},
 	} {
 		h := packettest.IP{Src: netip.MustParseAddr("fd71::5"), Dst: netip.MustParseAddr("fd44::1"), Extensions: extensions}
 		var v packet.View

@@ -232,7 +232,7 @@ func TestParseRefusesMalformedPackets(t *testing.T) {
 		csum packet.ChecksumState
 		want packet.Error
 	}{
-		{"nothing", nil, 0, packet.ErrTruncated},
+		{"empty", nil, 0, packet.ErrTruncated},
 		{"version 5", with(udp, 0, 0x55), 0, packet.ErrVersion},
 		{"half an IPv4 header", udp[:19], 0, packet.ErrTruncated},
 		{"half an IPv6 header", udp6[:39], 0, packet.ErrTruncated},
@@ -243,9 +243,9 @@ func TestParseRefusesMalformedPackets(t *testing.T) {
 		{"option without length", options(7, 0), 0, packet.ErrOption},
 		{"option of length 1", options(7, 1, 0, 0), 0, packet.ErrOption},
 		{"option beyond header", options(7, 5, 0, 0), 0, packet.ErrOption},
-		{"option cut behind its type", options(1, 1, 1, 7), 0, packet.ErrOption},
+		{"option cut after its type", options(1, 1, 1, 7), 0, packet.ErrOption},
 		{"loose source route", options(131, 7, 4, 10, 0, 0, 1, 0), 0, packet.ErrSourceRoute},
-		{"strict source route behind NOP", options(1, 137, 7, 4, 10, 0, 0, 1), 0, packet.ErrSourceRoute},
+		{"strict source route after NOP", options(1, 137, 7, 4, 10, 0, 0, 1), 0, packet.ErrSourceRoute},
 		{"routing header with segments left", extensions(kind(43, 0, 1)), 0, packet.ErrSourceRoute},
 		{"hop-by-hop not first", extensions(kind(60), kind(0)), 0, packet.ErrExtensionHeader},
 		{"two fragment headers", extensions(kind(44), kind(44)), 0, packet.ErrExtensionHeader},

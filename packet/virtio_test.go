@@ -54,13 +54,13 @@ func TestVirtioValidateChecksEveryField(t *testing.T) {
 		size int
 		err  error
 	}{
-		{"nothing said", packet.VirtioHeader{}, complete, 0, nil},
+		{"zero header", packet.VirtioHeader{}, complete, 0, nil},
 		{"checksum verified", packet.VirtioHeader{Flags: packet.VirtioDataValid}, complete, 0, nil},
-		{"gso_size without a type is not looked at", packet.VirtioHeader{GSOSize: 9}, complete, 0, nil},
+		{"gso_size without a type is ignored", packet.VirtioHeader{GSOSize: 9}, complete, 0, nil},
 		{"partial TCP", packet.VirtioHeader{Flags: needs, CsumStart: 20, CsumOffset: 16}, tcp(ip4(), packettest.SYN, 0), 0, nil},
 		{"partial UDP over IPv6", packet.VirtioHeader{Flags: needs, CsumStart: 40, CsumOffset: 6}, udp(ip6(), 10), 0, nil},
 		{"TCPv4 superpacket", packet.VirtioHeader{needs, 1, 52, 1000, 20, 16}, tcp(ip4(), packettest.ACK, 3000), 1000, nil},
-		{"hdr_len is not trusted", packet.VirtioHeader{needs, 1, 60000, 1000, 20, 16}, tcp(ip4(), packettest.ACK, 3000), 1000, nil},
+		{"hdr_len is ignored", packet.VirtioHeader{needs, 1, 60000, 1000, 20, 16}, tcp(ip4(), packettest.ACK, 3000), 1000, nil},
 		{"ECN bit", packet.VirtioHeader{needs, 0x81, 52, 1000, 20, 16}, tcp(ip4(), packettest.ACK|packettest.CWR, 3000), 1000, nil},
 		{"TCPv6 superpacket", packet.VirtioHeader{needs, 4, 72, 1, 40, 16}, tcp(ip6(), packettest.ACK, 3000), 1, nil},
 		{"UDP superpacket", packet.VirtioHeader{needs, 5, 28, 1400, 20, 6}, udp(ip4(), 3000), 1400, nil},
@@ -69,14 +69,14 @@ func TestVirtioValidateChecksEveryField(t *testing.T) {
 		{"no data", packet.VirtioHeader{needs, 1, 52, 3000, 20, 16}, tcp(ip4(), packettest.ACK, 0), 0, nil},
 
 		{"unknown flag", packet.VirtioHeader{Flags: 4}, complete, 0, packet.ErrVirtioHeader},
-		{"csum_start elsewhere", packet.VirtioHeader{Flags: needs, CsumStart: 24, CsumOffset: 16}, tcp(ip4(), packettest.SYN, 0), 0, packet.ErrVirtioHeader},
+		{"csum_start not at the transport header", packet.VirtioHeader{Flags: needs, CsumStart: 24, CsumOffset: 16}, tcp(ip4(), packettest.SYN, 0), 0, packet.ErrVirtioHeader},
 		{"csum_offset of UDP for TCP", packet.VirtioHeader{Flags: needs, CsumStart: 20, CsumOffset: 6}, tcp(ip4(), packettest.SYN, 0), 0, packet.ErrVirtioHeader},
-		{"offsets that only add up", packet.VirtioHeader{Flags: needs, CsumStart: 30, CsumOffset: 6}, tcp(ip4(), packettest.SYN, 0), 0, packet.ErrVirtioHeader},
+		{"wrong offsets with the correct sum", packet.VirtioHeader{Flags: needs, CsumStart: 30, CsumOffset: 6}, tcp(ip4(), packettest.SYN, 0), 0, packet.ErrVirtioHeader},
 		{"offset that wraps", packet.VirtioHeader{Flags: needs, CsumStart: 20, CsumOffset: 0xfff0}, tcp(ip4(), packettest.SYN, 0), 0, packet.ErrVirtioHeader},
 		{"ECN alone", packet.VirtioHeader{needs, 0x80, 52, 1000, 20, 16}, tcp(ip4(), packettest.ACK, 3000), 0, packet.ErrVirtioHeader},
 		{"UDP with ECN", packet.VirtioHeader{needs, 0x85, 28, 1400, 20, 6}, udp(ip4(), 3000), 0, packet.ErrVirtioHeader},
 		{"UFO", packet.VirtioHeader{needs, 3, 28, 1400, 20, 6}, udp(ip4(), 3000), 0, packet.ErrVirtioHeader},
-		{"type beyond the list", packet.VirtioHeader{needs, 6, 28, 1400, 20, 6}, udp(ip4(), 3000), 0, packet.ErrVirtioHeader},
+		{"unknown type", packet.VirtioHeader{needs, 6, 28, 1400, 20, 6}, udp(ip4(), 3000), 0, packet.ErrVirtioHeader},
 		{"TCPv6 for IPv4", packet.VirtioHeader{needs, 4, 52, 1000, 20, 16}, tcp(ip4(), packettest.ACK, 3000), 0, packet.ErrVirtioHeader},
 		{"TCPv4 for IPv6", packet.VirtioHeader{needs, 1, 72, 1000, 40, 16}, tcp(ip6(), packettest.ACK, 3000), 0, packet.ErrVirtioHeader},
 		{"TCP for UDP", packet.VirtioHeader{needs, 1, 28, 1000, 20, 6}, udp(ip4(), 3000), 0, packet.ErrVirtioHeader},
@@ -110,7 +110,7 @@ func TestFinishInnerRefusesPacketsWithoutAnInnerPartialChecksum(t *testing.T) {
 		h    packet.VirtioHeader
 		b    []byte
 	}{
-		{"nothing asked for", packet.VirtioHeader{CsumStart: 40, CsumOffset: 16}, ipip},
+		{"no checksum requested", packet.VirtioHeader{CsumStart: 40, CsumOffset: 16}, ipip},
 		{"unknown flag", packet.VirtioHeader{Flags: needs | 4, CsumStart: 40, CsumOffset: 16}, ipip},
 		{"superpacket", packet.VirtioHeader{Flags: needs, GSOType: packet.GSOTCPv4, CsumStart: 40, CsumOffset: 16}, ipip},
 		{"in the IP header", packet.VirtioHeader{Flags: needs, CsumStart: 10}, ipip},

@@ -88,12 +88,12 @@ var conversations = []struct {
 		src, dst := x.pods(from, 12)
 		x.send(from, ip(header{}, src, dst, protoTest, nil))
 	}},
-	{"SCTP, whose CRC knows no addresses", func(x *exchange, from side) {
+	{"SCTP, whose CRC does not cover addresses", func(x *exchange, from side) {
 		src, dst := x.pods(from, 13)
 		init := []byte{1, 0, 0, 20, 0, 0, 0, 9, 0, 1, 0, 0, 0, 1, 0, 1, 0, 0, 0, 5}
 		x.send(from, ip(header{}, src, dst, protoSCTP, sctp(x.freshPort(), 36412, 0, init)))
 	}},
-	{"DF, type of service and identification stay", func(x *exchange, from side) {
+	{"DF, type of service and identification do not change", func(x *exchange, from side) {
 		src, dst := x.pods(from, 14)
 		for i, h := range []header{{flags: flagDF}, {tos: 0xb9}, {id: 0xffff, ttl: 3}, {ttl: 255}, {flags: 0x8000}} {
 			got := x.send(from, ip(h, src, dst, protoUDP, udp(src, dst, x.freshPort(), 99, make([]byte, i))))
@@ -102,7 +102,7 @@ var conversations = []struct {
 			}
 		}
 	}},
-	{"IPv4 options stay", func(x *exchange, from side) {
+	{"IPv4 options do not change", func(x *exchange, from side) {
 		src, dst := x.pods(from, 15)
 		for _, options := range [][]byte{
 			{1, 1, 1, 1},
@@ -216,7 +216,7 @@ var conversations = []struct {
 		x.tcpBetween(from, src, dst, false)
 		x.errorsAbout(from, ip(header{}, src, dst, protoUDP, udp(src, dst, x.freshPort(), 53, []byte("closed"))))
 	}},
-	{"a mapped endpoint takes fragments", func(x *exchange, from side) {
+	{"a mapped endpoint receives fragments", func(x *exchange, from side) {
 		src, dst := x.plan.pod(from, 29), x.plan.mapped(from.other())
 		d := ip(header{id: x.freshPort()}, src, dst, protoUDP, udp(src, dst, x.freshPort(), 53, make([]byte, 3000)))
 		f := fragment(d, 1000, 2000)

@@ -184,11 +184,11 @@ func TestEngineTranslatesPacketsThatConntrackCallsInvalid(t *testing.T) {
 	x := bothRemapped(t)
 	src, dst := x.pods(A, 5)
 	for name, b := range map[string][]byte{
-		"RST of no connection":      ip(header{}, src, dst, protoTCP, tcp(src, dst, x.freshPort(), 80, 1, 0, rst, nil, nil)),
-		"no flags":                  ip(header{}, src, dst, protoTCP, tcp(src, dst, x.freshPort(), 80, 1, 0, 0, nil, nil)),
-		"echo reply to nothing":     ip(header{}, src, dst, protoICMP, icmp(echoReply, 0, uint32(x.freshPort())<<16, nil)),
-		"SYN and FIN":               ip(header{}, src, dst, protoTCP, tcp(src, dst, x.freshPort(), 80, 1, 0, syn|fin, nil, nil)),
-		"ICMP of a type unassigned": ip(header{}, src, dst, protoICMP, icmp(200, 0, 0, []byte("?"))),
+		"RST of no connection":         ip(header{}, src, dst, protoTCP, tcp(src, dst, x.freshPort(), 80, 1, 0, rst, nil, nil)),
+		"no flags":                     ip(header{}, src, dst, protoTCP, tcp(src, dst, x.freshPort(), 80, 1, 0, 0, nil, nil)),
+		"echo reply without a request": ip(header{}, src, dst, protoICMP, icmp(echoReply, 0, uint32(x.freshPort())<<16, nil)),
+		"SYN and FIN":                  ip(header{}, src, dst, protoTCP, tcp(src, dst, x.freshPort(), 80, 1, 0, syn|fin, nil, nil)),
+		"ICMP of an unassigned type":   ip(header{}, src, dst, protoICMP, icmp(200, 0, 0, []byte("?"))),
 	} {
 		t.Run(name, func(t *testing.T) {
 			run := x.in(t)

@@ -98,9 +98,9 @@ func TestEngineIgnoresTCPWindows(t *testing.T) {
 	x.send(B, tcpSegmentOf(me, you, 500, 101, syn|ack, ""))
 	x.send(A, tcpSegmentOf(from, to, 101, 501, ack, ""))
 	for name, b := range map[string][]byte{
-		"data far ahead":      tcpSegmentOf(from, to, 101+(1<<30), 501, psh|ack, "tomorrow's news"),
-		"acknowledging more":  tcpSegmentOf(from, to, 101, 501+(1<<30), ack, ""),
-		"RST that is no next": tcpSegmentOf(from, to, 101+(1<<20), 0, rst, ""),
+		"data far ahead":            tcpSegmentOf(from, to, 101+(1<<30), 501, psh|ack, "tomorrow's news"),
+		"acknowledgement far ahead": tcpSegmentOf(from, to, 101, 501+(1<<30), ack, ""),
+		"RST out of sequence":       tcpSegmentOf(from, to, 101+(1<<20), 0, rst, ""),
 	} {
 		t.Run(name, func(t *testing.T) {
 			run := x.in(t)
@@ -151,8 +151,8 @@ func TestEngineDropsPacketsThatCannotBeginAFlow(t *testing.T) {
 	}{
 		"RST":                        {tcpSegmentOf(at(src, x.freshPort()), at(dst, 80), 1, 0, rst, ""), natengine.DropNoFlow},
 		"echo reply":                 {ip(header{}, src, dst, protoICMP, icmp(echoReply, 0, uint32(x.freshPort())<<16, nil)), natengine.DropNoFlow},
-		"ICMP of a type unassigned":  {ip(header{}, src, dst, protoICMP, icmp(200, 0, 0, nil)), natengine.DropProtocol},
-		"ICMP error about no packet": {icmpAbout(ip(header{}, dst, src, protoUDP, udp(dst, src, 1, 2, nil)), src, unreachable, 3, 0, 8), natengine.DropICMPError},
+		"ICMP of an unassigned type": {ip(header{}, src, dst, protoICMP, icmp(200, 0, 0, nil)), natengine.DropProtocol},
+		"ICMP error about a packet that was not sent": {icmpAbout(ip(header{}, dst, src, protoUDP, udp(dst, src, 1, 2, nil)), src, unreachable, 3, 0, 8), natengine.DropICMPError},
 	} {
 		t.Run(name, func(t *testing.T) {
 			run := x.in(t)
