@@ -38,7 +38,7 @@ func TestEveryDropReasonHasAUniqueLabel(t *testing.T) {
 	}
 }
 
-func TestRemapMapAndReverse(t *testing.T) {
+func TestRemapReverseUndoesMap(t *testing.T) {
 	r := Remap{pfx("10.244.0.0/16"), pfx("10.246.0.0/16")}
 	a, ok := r.Map(ip("10.244.1.2"))
 	if !ok || a != ip("10.246.1.2") {
@@ -111,7 +111,7 @@ func TestRulesAreKeyedByPeerAndDirection(t *testing.T) { // docs/liqo-v0.md, sec
 }
 
 // A peer must reach only our pods, by the addresses that it knows, and mapped endpoints.
-func TestDefaultDeny(t *testing.T) {
+func TestPacketsThatNoRulePermitsAreRefused(t *testing.T) {
 	e := newEngine(t, Config{}, peerB(), peerC())
 	for _, c := range []struct {
 		dir      Direction
@@ -289,7 +289,7 @@ func TestTraceChangesNothing(t *testing.T) {
 	}
 }
 
-func TestFlowsAreListed(t *testing.T) {
+func TestFlowsReturnsEveryOpenFlow(t *testing.T) {
 	e := newEngine(t, Config{}, peerB())
 	out(t, e, udp("192.168.1.1:4000", "10.71.0.5:53"), 0)
 	in(t, e, tcp("10.71.0.5:5", "10.247.0.9:80", packettest.SYN), 0)

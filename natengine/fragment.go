@@ -421,7 +421,7 @@ func pop[T any](list *[]*T) *T {
 	return last
 }
 
-// remove deletes an entry and counts the fragments that it still held as drops.
+// remove deletes an entry. It counts the fragments that the entry still held as dropped for why.
 func (s *fragmentStore) remove(set *fragmentSet, why Drop) {
 	s.lost(why, len(s.release(set)))
 	h := set.host

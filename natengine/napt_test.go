@@ -373,7 +373,7 @@ func TestEvictionContinuesUntilAPortIsFree(t *testing.T) {
 	e.checkTables(t)
 }
 
-func TestPortExhaustionFailsNewFlowsOnlyAndRecovers(t *testing.T) {
+func TestPortExhaustionAffectsOnlyNewFlowsAndEnds(t *testing.T) {
 	e := newEngine(t, Config{MaxFlowsPerHost: 1 << 20}, peerB())
 	var v packet.View
 	b := udp("192.168.1.1:4000", "10.71.0.5:53")
@@ -417,7 +417,7 @@ func TestPortExhaustionFailsNewFlowsOnlyAndRecovers(t *testing.T) {
 	}
 }
 
-func TestWellKnownPortTakesUserPortWhenItsRangeIsFull(t *testing.T) {
+func TestWellKnownPortGetsAUserPortWhenItsRangeIsFull(t *testing.T) {
 	var s portSet
 	for p := uint16(1); p < 1024; p++ {
 		s.take(p)
@@ -498,7 +498,7 @@ func established(t testing.TB, e *Engine, src, dst string, now tick) netip.AddrP
 	return seen
 }
 
-func TestTCPTimeouts(t *testing.T) { // RFC 5382, REQ-5; RFC 6146, section 3.5.2.2; RFC 7857, section 2
+func TestTCPFlowsEndAfterTheTimeoutOfTheirState(t *testing.T) { // RFC 5382, REQ-5; RFC 6146, section 3.5.2.2; RFC 7857, section 2
 	const src, dst = "192.168.1.1:4000", "10.71.0.5:80"
 	ack, fin, rst := uint8(packettest.ACK), uint8(packettest.ACK|packettest.FIN), uint8(packettest.RST)
 	for _, c := range []struct {
@@ -671,7 +671,7 @@ func TestMappedEndpointKeepsItsConnectionAfterTheFlowIsLost(t *testing.T) {
 	wantEnd(t, src, "10.246.0.0:53")
 }
 
-func TestIdleTimeouts(t *testing.T) { // RFC 4787, REQ-5; RFC 5508, REQ-2
+func TestIdleFlowsEndAfterTheirTimeout(t *testing.T) { // RFC 4787, REQ-5; RFC 5508, REQ-2
 	for _, c := range []struct {
 		b        []byte
 		lifetime tick

@@ -74,7 +74,7 @@ func TestRFC5382_REQ2_EveryValidSequenceOfSegmentsPasses(t *testing.T) {
 	}
 }
 
-func TestRFC5382_REQ2a_SimultaneousOpen(t *testing.T) {
+func TestRFC5382_REQ2a_SimultaneousOpenSucceeds(t *testing.T) {
 	lasts(t, natengine.Config{}, established, func(b *box) []byte {
 		seen := source(b.out(segment(node1+":4000", theirPod+":80", syn)))
 		want(t, destination(b.in(segment(theirPod+":80", seen, syn))), node1+":4000")

@@ -11,7 +11,7 @@ import (
 
 // The test follows figure 1. It checks the state that each segment leads to, both in the
 // status and by the remaining time.
-func TestRFC7857_2_TCPSessionTracking(t *testing.T) {
+func TestRFC7857_2_TCPSessionsFollowTheStateDiagram(t *testing.T) {
 	for _, c := range []struct {
 		name  string
 		steps []step

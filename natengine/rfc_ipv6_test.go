@@ -10,7 +10,7 @@ import (
 )
 
 // The RFCs are about IPv4, but NAPT66 must fulfil the same requirements.
-func TestRequirementsHoldForIPv6(t *testing.T) {
+func TestNATRequirementsHoldForIPv6(t *testing.T) {
 	const host1, host2, nat = "[fd00:9::1]", "[fd00:9::2]", "[fd00:61::]"
 	const pod, other = "[fd00:71::5]", "[fd00:71:0:ff::6]"
 	bare := func(a string) string { return a[1 : len(a)-1] }

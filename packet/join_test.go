@@ -106,7 +106,7 @@ func TestJoinRefusesFragmentsThatFormNoDatagram(t *testing.T) {
 
 // Each fragment fits its own length field: the first one has options, the others have none.
 // The datagram exceeds the length field.
-func TestJoinRefusesDatagramsAboveTheMaximum(t *testing.T) {
+func TestJoinRefusesDatagramsAboveTheMaximumLength(t *testing.T) {
 	h := packettest.IP{Src: netip.MustParseAddr("10.71.0.5"), Dst: netip.MustParseAddr("10.244.1.1")}
 	whole := packettest.Build(h, packettest.Raw{Proto: 200, Data: make([]byte, 65515)})
 	h.Options = []byte{148, 4, 0, 0}

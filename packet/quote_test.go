@@ -13,7 +13,7 @@ import (
 	"github.com/isthmus-net/isthmus/packet/packettest"
 )
 
-func TestQuoteTranslatesAGoldenFragmentationNeeded(t *testing.T) {
+func TestQuoteTranslatesAGoldenFragmentationNeededError(t *testing.T) {
 	b := unhex(t, `
 		45 00 00 38   # outer: version 4, length 56
 		00 01 00 00

@@ -286,7 +286,7 @@ func TestAddressOfTheOtherFamilyPanicsBeforeAnyWrite(t *testing.T) {
 	}
 }
 
-func TestCompleteChecksumFinishesAPartialSum(t *testing.T) {
+func TestCompleteChecksumCompletesAPartialChecksum(t *testing.T) {
 	rng := newRand(7)
 	for range 5000 {
 		v6 := rng.IntN(2) == 0
@@ -319,7 +319,7 @@ func TestCompletedUDPChecksumIsNeverZero(t *testing.T) {
 	}
 }
 
-func TestClampMSS(t *testing.T) {
+func TestClampMSSLowersOnlyLargerMSSOptions(t *testing.T) {
 	const syn, synAck = packettest.SYN, packettest.SYN | packettest.ACK
 	for _, c := range []struct {
 		name    string

@@ -121,7 +121,7 @@ func TestOverwritingASegmentDoesNotAffectLaterOnes(t *testing.T) {
 	}
 }
 
-func TestSegmenterRefusesOtherPacketsThanSuperpackets(t *testing.T) {
+func TestSegmenterRefusesPacketsThatAreNotSuperpackets(t *testing.T) {
 	partial := packettest.Partial(packettest.Build(ip4(), packettest.TCP{Flags: packettest.ACK, Data: make([]byte, 100)}))
 	complete := packettest.Build(ip4(), packettest.TCP{Flags: packettest.ACK, Data: make([]byte, 100)})
 	syn := packettest.Partial(packettest.Build(ip4(), packettest.TCP{Flags: packettest.SYN, Data: make([]byte, 100)}))

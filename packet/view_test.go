@@ -333,7 +333,7 @@ func TestPartialChecksumOfEitherZeroIsValid(t *testing.T) {
 	}
 }
 
-func TestUDPSurplusAreaIsNotCovered(t *testing.T) {
+func TestChecksumDoesNotCoverTheUDPSurplusArea(t *testing.T) {
 	b := packettest.Build(ip4(), packettest.UDP{SrcPort: 1, DstPort: 2, Data: []byte("abc")})
 	b = append(b, 1, 2, 3, 4, 5) // the surplus area of RFC 9868
 	binary.BigEndian.PutUint16(b[2:], uint16(len(b)))
