@@ -265,10 +265,10 @@ func TestFloodsDoNotGrowTheHeap(t *testing.T) {
 	grown := int64(heap()) - int64(before)
 	s := e.Stats()
 	if bound := int64(1 << 20); grown > bound || int64(s.Bytes) > bound {
-		t.Errorf("the heap has grown by %d octets, the engine says %d", grown, s.Bytes)
+		t.Errorf("the heap has grown by %d octets; the engine reports %d", grown, s.Bytes)
 	}
 	if grown > int64(s.Bytes)*3/2 {
-		t.Errorf("the heap has grown by %d octets, the engine knows of %d", grown, s.Bytes)
+		t.Errorf("the heap has grown by %d octets; the engine reports %d", grown, s.Bytes)
 	}
 	runtime.KeepAlive(e)
 }

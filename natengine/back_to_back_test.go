@@ -173,7 +173,7 @@ func talk(t *testing.T, w *world, a, b *side) {
 			packettest.Check(t, back, packettest.Src(to), packettest.Dst(from))
 			want := packettest.MustDecode(packettest.Build(packettest.IP{Src: to, Dst: from}, c.reply))
 			if got := packettest.MustDecode(back); got.SrcPort != want.SrcPort || got.DstPort != want.DstPort || got.ICMPID != want.ICMPID {
-				t.Fatalf("ports undone to %d and %d: %s", got.SrcPort, got.DstPort, what)
+				t.Fatalf("the ports of the reply are %d and %d: %s", got.SrcPort, got.DstPort, what)
 			}
 		}
 	}

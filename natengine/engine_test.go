@@ -589,7 +589,7 @@ func (t *flowTable) checkQueues(tb testing.TB) map[uint32]bool {
 	walk := func(head uint32, which int) (list []uint32) {
 		for at := head; at != 0; at = t.link(at-1, which).next {
 			if list = append(list, at-1); len(list) > int(t.used) {
-				tb.Fatal("a queue goes round")
+				tb.Fatal("a queue is circular")
 			}
 		}
 		return list

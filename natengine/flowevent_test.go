@@ -40,7 +40,7 @@ func TestFlowEventsCoverOpenCloseAndRefusal(t *testing.T) {
 	want := func(what string, lines ...string) {
 		t.Helper()
 		if !slices.Equal(*told, lines) {
-			t.Errorf("%s: told\n%s\nwant\n%s", what, strings.Join(*told, "\n"), strings.Join(lines, "\n"))
+			t.Errorf("%s: reported\n%s\nwant\n%s", what, strings.Join(*told, "\n"), strings.Join(lines, "\n"))
 		}
 		*told = nil
 	}
@@ -120,7 +120,7 @@ func TestFlowEventsMatchTheOpenFlows(t *testing.T) {
 			t.Errorf("sample %d: %d of %d are open, the table has %d", sample, len(open), opened, have)
 		}
 		if created := e.Stats().Peers[0].Created + e.Stats().Peers[1].Created; sample > 1 && (opened*2*sample < int(created) || opened*sample > 2*int(created)) {
-			t.Errorf("sample %d: %d of %d flows were told of", sample, opened, created)
+			t.Errorf("sample %d: %d of %d flows were reported", sample, opened, created)
 		}
 		e.checkTables(t)
 	}
@@ -134,7 +134,7 @@ func TestFlowEventsDoNotAllocate(t *testing.T) {
 	var last FlowEvent
 	e.Observe(func(ev FlowEvent) { last = ev }, 1)
 	if told := testing.AllocsPerRun(100, once); told != untold {
-		t.Errorf("%v allocations, %v when nobody is told", told, untold)
+		t.Errorf("%v allocations with an observer, %v without", told, untold)
 	}
 	if last.Drop != DropNoPeer {
 		t.Errorf("%+v", last)

@@ -107,7 +107,7 @@ func TestFragmentsBehindNAPTPassInAnyOrder(t *testing.T) { // RFC 4787, REQ-14
 			_, fragments = datagram(family.remote, nat.String(), 78)
 			left, _ = sendAll(t, e, Inbound, fragments, order, 0)
 			if got := reassembled(t, left); netip.AddrPortFrom(got.Dst, got.DstPort) != port(family.node) {
-				t.Errorf("came back to %v:%d", got.Dst, got.DstPort)
+				t.Errorf("the reply went to %v:%d", got.Dst, got.DstPort)
 			}
 			if s := e.Stats().Peers[0]; s.FragmentBytes != 0 || first.Src.Is4() && s.FragmentSets != 0 {
 				t.Errorf("left over: %+v", s)
@@ -464,7 +464,7 @@ func TestEachOctetOfADatagramPassesOnce(t *testing.T) {
 		}
 	}
 	if whole < 20 || spoilt < 100 {
-		t.Errorf("%d datagrams came whole, %d had pieces refused: not much of a test", whole, spoilt)
+		t.Errorf("%d datagrams arrived whole, %d had refused pieces: too few for a test", whole, spoilt)
 	}
 }
 

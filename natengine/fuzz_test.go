@@ -188,7 +188,7 @@ func FuzzSetPeers(f *testing.F) {
 			for line := range strings.Lines(err.Error()) {
 				named := slices.ContainsFunc(peers, func(p Peer) bool { return strings.HasPrefix(line, "peer "+p.ID+": ") })
 				if !named && !strings.HasPrefix(line, "peer without ID") {
-					t.Errorf("whose fault is this: %q", line)
+					t.Errorf("the error names no peer: %q", line)
 				}
 			}
 			if e.rules.Load() != before || e.Peers()[0].rule != before.rules[0] {
@@ -208,7 +208,7 @@ func FuzzSetPeers(f *testing.F) {
 			}
 			for _, m := range p.Pods {
 				if m.From.Bits() != m.To.Bits() {
-					t.Fatalf("%v was taken", m)
+					t.Fatalf("%v was accepted", m)
 				}
 			}
 		}
@@ -469,7 +469,7 @@ func (s *pieces) arrived(t *testing.T, packets [][]byte, forged bool) {
 			t.Fatalf("piece %d of %d: %+v", i, len(packets), p)
 		}
 		if packettest.Check(t, b, packettest.HeaderChecksum()); !slices.Contains(hosts, p.Dst) {
-			t.Fatalf("it goes to %v", p.Dst)
+			t.Fatalf("the datagram went to %v", p.Dst)
 		}
 		if len(packets) > 1 {
 			data = append(data, b[48:]...) // includes the extension headers in the fragmented part
@@ -554,7 +554,7 @@ func (s *pieces) judge(t *testing.T) {
 			t.Fatalf("a fragment at %d lies in the TCP header", p.FragmentOffset)
 		}
 		if !slices.ContainsFunc(s.sent, func(sent packettest.Packet) bool { return became(sent, p) }) {
-			t.Fatalf("nobody sent %+v", p)
+			t.Fatalf("no fragment that was sent can have become %+v", p)
 		}
 	}
 	for id, forged := range s.forged {

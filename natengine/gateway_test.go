@@ -58,7 +58,7 @@ func TestGatewayRuleEndsOlderConnectionsToThePeersGateway(t *testing.T) {
 		t.Errorf("%d flows stay, want that of the gateway and the datagrams", n)
 	}
 	if _, v := send(t, e, Outbound, tcp("192.168.7.5:4000", "10.72.0.1:6443", packet.TCPAck), at(1)); v.Drop != DropLocalSource {
-		t.Errorf("the connection goes on: %v", v.Drop)
+		t.Errorf("the connection continues: %v", v.Drop)
 	}
 
 	old := newEngine(t, Config{Self4: ip("169.254.0.1")}, peerB())

@@ -264,7 +264,7 @@ func FuzzAdopt(f *testing.F) {
 			}
 		}
 		if !bytes.Equal(told, want) {
-			t.Errorf("told %x, want %x", told, want)
+			t.Errorf("reported %x, want %x", told, want)
 		}
 		e.CheckTables(t)
 		e.Sweep(3 * time.Hour)

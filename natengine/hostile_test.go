@@ -52,7 +52,7 @@ func TestHostilePacketsGetTheExpectedVerdicts(t *testing.T) {
 				t.Fatalf("%s:%d: octets differ\n%s\nwant\n%s", hostileFile, i+1, got[i], want[min(i, len(want)-1)])
 			}
 		}
-		t.Fatal("the file is longer than what its packets come to")
+		t.Fatal("the file has lines after the generated octets")
 	}
 	if table.cases < 100 {
 		t.Errorf("only %d cases", table.cases)
@@ -116,7 +116,7 @@ func (h *hostileTable) read(line string) string {
 	case "", "#", "##", "why":
 	default:
 		if !strings.HasPrefix(line, "#") {
-			h.t.Fatalf("%s:%d: what is %q?", hostileFile, h.line, word)
+			h.t.Fatalf("%s:%d: unknown word %q", hostileFile, h.line, word)
 		}
 	}
 	return ""

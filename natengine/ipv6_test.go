@@ -118,7 +118,7 @@ func TestIPv6RemoteLookupAgreesWithALinearSearch(t *testing.T) {
 				}
 			}
 			if got := table.lookup(addrOf(a)); got != want {
-				t.Fatalf("round %d: %v is in another network than the table says, of %v", round, a, all)
+				t.Fatalf("round %d: the table returns the wrong network for %v, of %v", round, a, all)
 			}
 		}
 		for _, r := range all {

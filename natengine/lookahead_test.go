@@ -107,7 +107,7 @@ func TestLookaheadChangesNoVerdict(t *testing.T) {
 		}
 	}
 	if fetched == 0 {
-		t.Error("no packet asked for a flow")
+		t.Error("no packet looked up a flow")
 	}
 }
 
@@ -201,7 +201,7 @@ func TestLookaheadIsOffWhileFlowsAreFew(t *testing.T) {
 	}{{lookaheadFrom - 1, false}, {lookaheadFrom, true}} {
 		fill(t, e, c.flows, spread)
 		if on := ahead.Begin(e, Inbound); on != c.on {
-			t.Error(fmt.Sprintf("with %d flows", c.flows), "Begin says", on)
+			t.Error(fmt.Sprintf("with %d flows", c.flows), "Begin returned", on)
 		}
 	}
 }

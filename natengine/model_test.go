@@ -272,7 +272,7 @@ func (m *model) setRules(c command) error {
 	m.log(fmt.Sprintf("rules %v", peers))
 	err := m.engine.SetPeers(peers)
 	if contradictory := slices.ContainsFunc(peers, func(p natengine.Peer) bool { return p.ID == "e" }) && len(peers) > 1; contradictory != (err != nil) {
-		return fmt.Errorf("SetPeers says otherwise: %w", cmp.Or(err, errors.New("nothing")))
+		return fmt.Errorf("SetPeers and the model disagree: %w", cmp.Or(err, errors.New("nothing")))
 	}
 	if err == nil {
 		m.adopt(peers)
@@ -823,7 +823,7 @@ func TestEngineAgreesWithModel(t *testing.T) {
 		"outbound discard flow_clash", "outbound discard host_quota", "inbound discard host_quota", "evicted",
 	} {
 		if seen[what] == 0 {
-			t.Errorf("the commands never led to %q", what)
+			t.Errorf("the commands never resulted in %q", what)
 		}
 	}
 }

@@ -332,7 +332,7 @@ func TestNewMappingTakesThePortOfTheOldestHalfOpenFlow(t *testing.T) {
 	evicted := b.Stats().Evicted
 	src, _ := out(t, e, udp("192.168.1.2:4000", "10.71.0.5:53"), 0)
 	if _, dst := in(t, e, udp("10.71.0.5:53", src.String()), 0); dst != port("192.168.1.2:4000") {
-		t.Errorf("the answer goes to %v", dst)
+		t.Errorf("the reply goes to %v", dst)
 	}
 	if n := b.Stats().Evicted - evicted; n != 1 {
 		t.Errorf("%d flows were evicted for one port", n)
@@ -779,7 +779,7 @@ func TestPortIsFreeAgainAfterItsLastFlow(t *testing.T) {
 	out(t, e, udp("192.168.1.1:4000", "10.71.0.6:53"), at(200))
 	e.Sweep(duration(int32(at(301))))
 	if src, _ := out(t, e, udp("192.168.1.2:4000", "10.71.0.6:53"), at(301)); src.Port() == 4000 {
-		t.Error("port 4000 was given out although a flow has it")
+		t.Error("port 4000 was allocated although a flow uses it")
 	}
 	e.Sweep(duration(int32(at(700))))
 	src, _ := out(t, e, udp("192.168.1.2:4000", "10.71.0.6:53"), at(700))

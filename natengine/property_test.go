@@ -329,7 +329,7 @@ func TestEngineAgreesWithReference(t *testing.T) {
 				"inbound discard no_flow", "inbound discard no_mapping", "inbound discard destination", "inbound discard flow_clash", "outbound discard protocol",
 			} {
 				if seen[what] == 0 {
-					t.Errorf("the conversations never led to %q", what)
+					t.Errorf("the conversations never resulted in %q", what)
 				}
 			}
 		})

@@ -331,7 +331,7 @@ func TestRFC4787_REQ14_FragmentsMayArriveInAnyOrder(t *testing.T) {
 		src, transport := b.outFragments(fragments)
 		whole := b.out(datagram(node1+":4000", theirPod+":53", data...))
 		if src != whole.Src || !slices.Equal(transport, whole.Transport) {
-			t.Fatalf("%d fragments of datagram %d make another datagram than the one that came whole", len(fragments), id)
+			t.Fatalf("%d fragments of datagram %d form another datagram than the whole packet", len(fragments), id)
 		}
 	}
 }

@@ -199,7 +199,7 @@ func TestRFC7857_11_AQueryMappingEndsWithItsLastSession(t *testing.T) {
 	b.wait(40 * time.Second) // the first session has expired
 	b.e.Sweep(b.now)
 	if p := b.out(ping(node2, theirOther, 7)); p.ICMPID == 7 {
-		t.Error("the identifier was given away although a session has it")
+		t.Error("the identifier was allocated although a session uses it")
 	}
 	want(t, destination(b.in(pong(theirOther, natAddress, 7))), node1+":7")
 	b.wait(61 * time.Second)

@@ -71,7 +71,7 @@ func TestNATRequirementsHoldForIPv6(t *testing.T) {
 		src, transport := b.outFragments([][]byte{f[2], f[0], f[3], f[1]})
 		p := b.out(whole)
 		if src != p.Src || string(transport) != string(p.Transport) {
-			t.Error("the fragments make another datagram than the one that came whole")
+			t.Error("the fragments form another datagram than the whole packet")
 		}
 	})
 }

@@ -112,7 +112,7 @@ func TestIndexIsAtLeastFiveTwelfthsFull(t *testing.T) {
 		x.insert(hashes[i], i)
 	}
 	if n*12 < size()*5 {
-		t.Errorf("%d entries in %d slots after they came and went", n, size())
+		t.Errorf("%d entries in %d slots after inserts and removals", n, size())
 	}
 }
 

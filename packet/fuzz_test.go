@@ -338,7 +338,7 @@ func FuzzCoalesce(f *testing.F) {
 			var v packet.View
 			err := v.Parse(p, packet.ChecksumComplete)
 			if got := c.Add(p); (got == nil) != (err == nil) {
-				t.Fatalf("Add says %v, Parse %v", got, err)
+				t.Fatalf("Add returned %v, Parse %v", got, err)
 			}
 			if err == nil {
 				added = append(added, slices.Clone(p[:v.Len()]))
@@ -350,7 +350,7 @@ func FuzzCoalesce(f *testing.F) {
 			for _, out := range expand(t, r) {
 				at := slices.IndexFunc(added, func(p []byte) bool { return sameSegment(out, p) || r.Segments > 1 && equalInMeaning(out, p) })
 				if at < 0 {
-					t.Fatalf("came from nowhere: %x", out)
+					t.Fatalf("no packet that was added can have become: %x", out)
 				}
 				added = slices.Delete(added, at, at+1)
 				leaves++

@@ -208,7 +208,7 @@ func FuzzJoin(f *testing.F) {
 		}
 		want, ok := slowJoin(fragments)
 		if ok != (err == nil) {
-			t.Fatalf("%v, and the table of octets says %t", err, ok)
+			t.Fatalf("Join returned %v, the table of octets %t", err, ok)
 		}
 		if err != nil {
 			return

@@ -89,7 +89,7 @@ func TestClampMSSAgreesWithASlowParser(t *testing.T) {
 		before := packettest.MustDecode(slices.Clone(b))
 		want := clamped(before.TCPOptions, int(mss))
 		if got := parse(t, b, packet.ChecksumComplete).ClampMSS(mss); got != !bytes.Equal(want, before.TCPOptions) {
-			t.Fatalf("says %t\n%s", got, hex.Dump(whole))
+			t.Fatalf("returned %t\n%s", got, hex.Dump(whole))
 		}
 		after := packettest.MustDecode(b)
 		if !bytes.Equal(after.TCPOptions, want) {

@@ -111,7 +111,7 @@ func TestRewritingKeepsChecksumsAndCanBeUndone(t *testing.T) {
 	}
 	for _, state := range []packet.ChecksumState{packet.ChecksumComplete, packet.ChecksumPartial, packet.ChecksumAbsent} {
 		if seen[state] < 1000 {
-			t.Errorf("state %d came up %d times only", state, seen[state])
+			t.Errorf("state %d occurred only %d times", state, seen[state])
 		}
 	}
 }
@@ -168,7 +168,7 @@ func TestIncrementalChecksumsEqualAFullComputation(t *testing.T) {
 		}
 	}
 	if zeroes < 100 {
-		t.Errorf("the UDP checksum 0xffff came up %d times only", zeroes)
+		t.Errorf("the UDP checksum 0xffff occurred only %d times", zeroes)
 	}
 }
 

@@ -37,7 +37,7 @@ func segments(t testing.TB, super []byte, size int) [][]byte {
 		out = append(out, slices.Clone(s.Next()))
 	}
 	if s.Remaining() != 0 || s.Next() != nil {
-		t.Fatal("more than said")
+		t.Fatal("Next returned more segments than Remaining")
 	}
 	return out
 }

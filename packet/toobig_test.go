@@ -184,7 +184,7 @@ func TestTooBigQuotesWhatFitsAndBoundsTheMTU(t *testing.T) {
 		}
 		told := int(got[outer+6])<<8 | int(got[outer+7])
 		if told != max(mtu, floor) || got[outer+4] != 0 || got[outer+5] != 0 {
-			t.Fatalf("told %d of %d", told, mtu)
+			t.Fatalf("the error has next-hop MTU %d for MTU %d", told, mtu)
 		}
 	}
 }

@@ -187,7 +187,7 @@ func TestChecksumIsAbsentForProtocolsWithoutOne(t *testing.T) {
 	partial := packettest.Partial(packettest.Build(ip4(), packettest.UDP{}))
 	partial[26], partial[27] = 0, 0 // a sum of zero is a valid partial checksum
 	if parse(t, partial, packet.ChecksumPartial).Checksum() != packet.ChecksumPartial {
-		t.Error("partial checksum 0 taken for none")
+		t.Error("partial checksum 0 was parsed as absent")
 	}
 }
 

@@ -280,7 +280,7 @@ func TestNothingIsSentThroughAClosedGate(t *testing.T) {
 				t.Errorf("%s: %v", c.what, err)
 			}
 		} else if n := Unsent(err, -1); n != len(batch)-c.sent || !errors.Is(err, ErrShut) {
-			t.Errorf("%s: %d did not leave, %v; want %d and %v", c.what, n, err, len(batch)-c.sent, ErrShut)
+			t.Errorf("%s: %d were not sent, %v; want %d and %v", c.what, n, err, len(batch)-c.sent, ErrShut)
 		}
 		calls, open, full = 0, 1, 0
 		if err := a.Send([][]byte{{0}}, to); err != nil {

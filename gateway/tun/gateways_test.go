@@ -141,7 +141,7 @@ func TestKernelsConnectThroughTwoGateways(t *testing.T) {
 					h := sha256.New()
 					_, err := io.CopyN(h, c, size)
 					if err == nil && [32]byte(h.Sum(nil)) != sha256.Sum256(streams[1-i]) {
-						err = fmt.Errorf("end %d: what arrived differs", i)
+						err = fmt.Errorf("end %d: the received data differs", i)
 					}
 					results <- err
 				}()

@@ -161,10 +161,10 @@ func exchange(t *testing.T, ns *namespace, w *wire, server netip.AddrPort, size 
 		t.Fatalf("send: %v", err)
 	}
 	if [32]byte(h.Sum(nil)) != sha256.Sum256(down) {
-		t.Error("what the kernel received differs")
+		t.Error("the data that the kernel received differs")
 	}
 	if <-serverGot != sha256.Sum256(up) {
-		t.Error("what the kernel sent differs")
+		t.Error("the data that the kernel sent differs")
 	}
 	if n := w.badHeader.Load(); n != 0 {
 		t.Errorf("%d packets from the kernel with a virtio header that does not validate", n)

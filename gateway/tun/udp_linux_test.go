@@ -222,7 +222,7 @@ func TestUDPSuperpacketsPassBetweenTwoKernels(t *testing.T) {
 						rounds, e.from.Load(), e.to.Load(), joined[i])
 				}
 				if n := e.damaged.Load(); n != 0 {
-					t.Errorf("%d packets from the kernel, or made of them, are not what they should be", n)
+					t.Errorf("%d packets from the kernel, or their segments, are malformed", n)
 				}
 			}
 		})

@@ -76,7 +76,7 @@ func TestRFC5382SimultaneousOpenThroughNAPT(t *testing.T) {
 	}
 	r, timeout := <-inVain, net.Error(nil)
 	if !errors.As(r.err, &timeout) || !timeout.Timeout() {
-		t.Errorf("a call that nobody answers: %v, want nothing for 7 s", r.err)
+		t.Errorf("a call to a port without a listener: %v, want no answer for 7 s", r.err)
 	}
 	dropped(before + 1)
 }

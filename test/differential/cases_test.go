@@ -193,7 +193,7 @@ var conversations = []struct {
 		for _, d := range x.datagrams(from, 27) {
 			got, ok := reassemble(x.send(from, fragment(d, 1000, 2000)...))
 			if !ok {
-				x.Fatal("what arrived is not whole")
+				x.Fatal("the datagram that arrived is not whole")
 			}
 			if got[9] != protoTCP { // the conversations above include TCP replies
 				x.send(from.other(), fragment(answer(got, make([]byte, 2000)), 800, 1600)...)

@@ -171,7 +171,7 @@ func (k *kernel) refuses(t *testing.T, from side, b, after []byte) (through [][]
 		got := to.Receive(t, patience)
 		switch {
 		case got == nil:
-			t.Fatalf("what was sent after it got lost: % x", after)
+			t.Fatalf("the second packet was lost: % x", after)
 		case bytes.Equal(got[4:6], after[4:6]):
 			return through
 		}

@@ -50,7 +50,7 @@ func TestEngineEqualsKernelOnRandomConversations(t *testing.T) {
 		"IPv6 error 1", "IPv6 error 2", "IPv6 error 3", "IPv6 error 4", "redirect", "address that is not mapped", "address of no peer",
 	} {
 		if seen[what] < 100 {
-			t.Errorf("%s: happened %d times only", what, seen[what])
+			t.Errorf("%s: occurred only %d times", what, seen[what])
 		}
 	}
 	t.Logf("%v", seen)

@@ -214,7 +214,7 @@ func TestParsersAgreeOnGeneratedAndMutatedPackets(t *testing.T) {
 	}
 	for _, d := range differences {
 		if seen[d.name] == 0 && d.name != jumbogram { // a jumbogram needs 64 KiB
-			t.Errorf("never met: %s", d.name)
+			t.Errorf("never occurred: %s", d.name)
 		}
 	}
 }
