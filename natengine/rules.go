@@ -17,10 +17,10 @@ import (
 // are cluster A, the peer is cluster B. Prefixes must be masked and may be of either family.
 type Peer struct {
 	ID             string
-	RemotePods     []netip.Prefix // Pb@A: destinations outbound, sources inbound
+	RemotePods     []netip.Prefix // Pb@A: the peer's pods as we see them; destinations outbound, sources inbound
 	RemoteExternal []netip.Prefix // Xb@A: like RemotePods, but packets from there open no flow (section 7.3)
 	Pods           []Remap        // Pa -> Pa@B, at most one per family; To's network address is the NAPT address
-	External       []netip.Prefix // Xa@B
+	External       []netip.Prefix // Xa@B: our external networks as the peer sees them
 	Endpoints      []Endpoint     // the only mappings of addresses in External
 	MSS            uint16         // upper bound for the MSS of IPv4 SYNs both ways, 20 less for IPv6; 0 = no bound
 	MTU            uint16         // largest IP packet towards the peer in octets, see PeerState.MTU; 0 = no bound

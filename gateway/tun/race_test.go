@@ -2,6 +2,6 @@
 
 package tun
 
-// raceEnabled reports that sync.Pool discards some of its values, so that counts of
-// allocations mean nothing.
+// raceEnabled is true under the race detector. sync.Pool then discards some of its values, so
+// that counts of allocations mean nothing.
 const raceEnabled = true
