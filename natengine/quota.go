@@ -353,8 +353,9 @@ const evictSteps = 32
 // holds mu.
 func (t *flowTable) evict(h *host) bool { return t.evictFrom(h, allWaiting) }
 
-// evictPort removes the peer's oldest half-open flow whose port could be mapped to an inside
-// port. That port is then free, unless other flows share it. The caller holds mu.
+// evictPort removes the peer's oldest half-open flow among those whose port could be mapped to
+// the given inside port. The removed flow's port is then free, unless other flows share it. The
+// caller holds mu.
 func (t *flowTable) evictPort(class portClass, family int, port uint16) bool {
 	return t.evictFrom(nil, waitingFor(class, family, port))
 }

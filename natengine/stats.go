@@ -12,7 +12,7 @@ import (
 type Stats struct {
 	Flows, MaxFlows int
 	Bytes           int         // memory of flow tables, NAPT mappings and held fragments
-	NoPeerDrops     [2][]uint64 // by direction and Drop: dropped packets of no known peer
+	NoPeerDrops     [2][]uint64 // by direction and Drop: dropped packets whose peer was unknown
 	Peers           []PeerStats // sorted by ID
 }
 
@@ -83,7 +83,7 @@ func (e *Engine) Peer(id string) *PeerState {
 	return nil
 }
 
-// NoPeerDrops returns the number of dropped packets of no known peer. It takes no lock.
+// NoPeerDrops returns the number of dropped packets whose peer was unknown. It takes no lock.
 func (e *Engine) NoPeerDrops(dir Direction, d Drop) uint64 { return e.noPeer[dir][d].Load() }
 
 // Stats takes a snapshot. It holds each peer's lock for microseconds.

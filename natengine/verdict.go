@@ -110,7 +110,7 @@ const (
 	DropTunnelType     // inbound: no known message type, or a handshake of a wrong length; the peer is not known
 	DropTunnelQueue    // outbound: waited for a session until the queue's bound on packets, octets or age
 	DropTunnelSource   // inbound: the source address cannot be a peer's gateway, see fabric.Site; the peer is not known
-	DropHandshakeQueue // inbound: a handshake message beyond a rate limit or a full queue; the peer is not known
+	DropHandshakeQueue // inbound: a handshake message over a rate limit, or its queue was full; the peer is not known
 
 	DropReceiveQueue     // inbound: the queue of the peer, or of messages without a peer, was full
 	DropSocketBuffer     // inbound: dropped by the kernel because the UDP socket was full; the peer is not known

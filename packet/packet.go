@@ -7,8 +7,8 @@
 //	in:   WireGuard ─► Coalescer.Add ─► Coalescer.Runs ─► (NAT, once a run) ─► Run.Header, View, Tail ─► TUN
 //
 // Parse proves every length once; later code indexes without checking again. A View borrows the
-// bytes it was given and never copies them. Apart from Join, Split and Split6, whose results are
-// new memory, nothing allocates once its scratch has grown.
+// bytes that it parses and never copies them. Join, Split and Split6 return new memory. All other
+// functions do not allocate once their scratch memory has grown.
 package packet
 
 // Protocol numbers (IANA) that this package knows by name.
@@ -77,7 +77,7 @@ const (
 	ErrSourceRoute                      // IPv4 source route or unfinished IPv6 routing header: the destination is not the final one
 	ErrExtensionHeader                  // IPv6 extension headers that are out of order, cut off or too many
 	ErrTinyFragment                     // first fragment without its whole transport header, or later one that would overwrite it (RFC 1858, 3128, 7112)
-	ErrFragmentRange                    // fragment that ends beyond 65535, is empty, or is not the last but no multiple of 8 octets
+	ErrFragmentRange                    // fragment that is empty, ends beyond 65535, or (unless it is the last) is not a multiple of 8 octets
 	ErrTransportHeader                  // TCP, UDP or ICMP header that is cut off or has an impossible length
 	ErrPartialChecksum                  // partial checksum on a fragment or on a protocol other than TCP and UDP
 	ErrQuote                            // ICMP error that quotes no usable IP header
