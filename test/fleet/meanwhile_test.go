@@ -180,7 +180,8 @@ func sawBefore(t *testing.T) map[string][]moment {
 	return saw
 }
 
-// meanwhileRows returns the rows of the table in docs/troubleshooting.md, one for each moment.
+// meanwhileRows returns the rows of the table in docs/troubleshooting.md: for each fault, the
+// moments at which something changed.
 func meanwhileRows(t *testing.T) [][]string {
 	saw := sawBefore(t)
 	rows := [][]string{{"what is wrong", "after", "packets pass", "`isthmus status` in a", "`kubectl get peerings` in a", "`isthmus diagnose` of a and b", "metrics"}}
@@ -188,7 +189,7 @@ func meanwhileRows(t *testing.T) [][]string {
 		if len(saw[w.fault]) == 0 {
 			t.Errorf("%s: never made with -update", w.fault)
 		}
-		fault := w.fault
+		fault, last := w.fault, []string(nil)
 		for _, m := range saw[w.fault] {
 			passes, broken := "no", "works"
 			if m.Traffic {
@@ -197,8 +198,11 @@ func meanwhileRows(t *testing.T) [][]string {
 			if len(m.Diagnose) > 0 {
 				broken = code(strings.Join(m.Diagnose, ", "))
 			}
-			rows = append(rows, []string{fault, m.After, passes, m.Status, m.Kubectl, broken, m.Metrics})
-			fault = ""
+			cells := []string{passes, m.Status, m.Kubectl, broken, m.Metrics}
+			if !slices.Equal(cells, last) {
+				rows = append(rows, append([]string{fault, m.After}, cells...))
+			}
+			fault, last = "", cells
 		}
 	}
 	return rows
