@@ -40,6 +40,7 @@ var reasons = []reason{
 	{"docs/capture.md", "", "examples of arguments, which need traffic of that kind", "cmd/isthmus/gatewaykube_test.go: \"capture\""},
 	{"docs/install.md", "make image-load", "it is about a containerd of the machine's", ""},
 	{"docs/install.md", "skopeo ", "a registry is needed", ""},
+	{"docs/lifecycle.md", "kubectl -n isthmus-system annotate lease ", "a restored Lease is needed, with voters that nobody knows", ""},
 	{"docs/liqo.md", "", "a Liqo is needed; its objects are made from the page and exchanged with a manager", "test/control/liqodoc_test.go: docs/liqo.md"},
 	{"docs/peering.md", "", "output of an example, in which a peer has changed its claim", "internal/peering/claims_test.go: Consent"},
 	{"docs/recipes.md", "isthmus install --context paris --pod-cidr", "containers are needed, and an image", "test/control/refusal_test.go: reconfigure("},
