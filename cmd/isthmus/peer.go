@@ -100,7 +100,7 @@ consent. The command prints what is missing, and on which side.`,
 	cmd.Flags().StringVar(&remote.Server, "remote-server", "", "URL of the other cluster's API server for this cluster (default from the kubeconfig)")
 	cmd.Flags().StringVar(&o.Name, "name", "", "name of the Peering in this cluster (default the other cluster's name and six digits)")
 	cmd.Flags().StringVar(&o.RemoteName, "remote-name", "", "name of the Peering in the other cluster")
-	cmd.Flags().BoolVar(&o.Replace, "replace", false, "the other cluster was recreated: revoke the rights of the old one and join the new one; also for a changed certificate authority if that cluster no longer has a valid identity here")
+	cmd.Flags().BoolVar(&o.Replace, "replace", false, "join a recreated cluster in place of the old one, whose rights are revoked. A cluster with a changed certificate authority needs this only if its identity here is no longer valid")
 	chosen.add(cmd)
 	cmd.Flags().StringSliceVar(&o.Services, "services", nil, "namespaces whose exported Services the clusters share (spec.services); '*' means all, '' none")
 	cmd.Flags().BoolVar(&inBand, "in-band", false, "connect the managers to each other's API servers through the tunnel (spec.inBand), so only UDP between the gateways has to be open")

@@ -40,13 +40,14 @@ gateway (to its node where the gateway has --host-network), and delivers packets
 there to pods.
 
 It reads its Node, the pods on it, the gateway's Pods and Service, and the
-NetworkAllocations. It reads TunnelEndpoints only if these are not enough, and all Nodes
-and Pods only if a gateway has --host-network. While the API server is away, everything
-stays in place. It writes one object, the NodeNetworks of its node. This reports the
-networks and DNS servers that the node reaches, which the manager allocates to no peer. It
-also reports the resourceVersion of the NetworkAllocations up to which the node refuses
-peers' networks. The manager waits for this, up to five seconds, before it publishes a new
-network.
+NetworkAllocations. It reads TunnelEndpoints only if the NetworkAllocations lack this
+cluster's networks or the Service names no Pod of the gateway, and all Nodes and Pods only
+if a gateway has --host-network. While the API server is away, everything stays in place.
+
+It writes one object, the NodeNetworks of its node, which reports
+- the networks and DNS servers that the node reaches. The manager allocates them to no peer;
+- the resourceVersion of the NetworkAllocations up to which the node refuses peers'
+  networks. The manager waits for this, up to five seconds, before it publishes a network.
 
 The agent restores its kernel objects within a second. As soon as a network is allocated
 to a peer, the node refuses packets for it that cannot use the tunnel. The node continues
