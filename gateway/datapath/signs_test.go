@@ -110,7 +110,7 @@ func TestSignsIncludeDataOfAnEarlierSession(t *testing.T) {
 
 // A Service with externalTrafficPolicy: Cluster replaces the source of each message by an address
 // of a node.
-func TestSignsReportRelayedHandshakesSeparately(t *testing.T) {
+func TestRelayedHandshakesAreReportedSeparately(t *testing.T) {
 	strangers(t, func(t *testing.T, a, b *end) {
 		elsewhere, other := netip.MustParseAddrPort("192.0.2.77:5871"), numberedKey(9)
 		b.SetRelays(func(addr netip.Addr) bool { return addr == a.place.Addr() })

@@ -625,7 +625,7 @@ func TestWriteReportsErrorsOfTheKernel(t *testing.T) {
 	}
 }
 
-func TestMTUIsThatOfTheOpeningNamespace(t *testing.T) {
+func TestMTUIsReadInTheNamespaceOfTheTUN(t *testing.T) {
 	d := newNamespace(t).open(t, "tuntest0", 1380, Options{})
 	if got := d.MTU(); got != 1380 { // from a thread outside the namespace
 		t.Errorf("MTU %d: want 1380", got)

@@ -276,10 +276,10 @@ func TestPersistentLabOfAnEarlierBootIsSwept(t *testing.T) {
 	}
 }
 
-// ownerEnv makes this test binary the owner of a lab, for TestNextUpSweepsTheLabOfAKilledOwner.
+// ownerEnv makes this test binary the owner of a lab, for TestUpRemovesTheLabOfAKilledOwner.
 const ownerEnv = "ISTHMUS_LAB_TEST_OWNER"
 
-func TestNextUpSweepsTheLabOfAKilledOwner(t *testing.T) {
+func TestUpRemovesTheLabOfAKilledOwner(t *testing.T) {
 	if err := Available(); err != nil {
 		t.Skip(err)
 	}
