@@ -35,8 +35,8 @@ type NodeIntent struct {
 	// It is set only with OnlyPods. All peers' networks are then behind this gateway, so Tunnels
 	// may be missing. If it is zero, each Tunnel has the address of its gateway.
 	Gateway netip.Addr
-	// Trusted is true, only with OnlyPods, if the pods of our node have addresses from its
-	// podCIDRs. Pods may then be empty; otherwise it must include the pods of our node. See Trust.
+	// Trusted is true if OnlyPods is set and the pods of our node have addresses from its podCIDRs.
+	// Pods may then be empty; otherwise it must include the pods of our node. See Trust.
 	Trusted bool
 	Tunnels []Tunnel
 	// Allocations is the content of the NetworkAllocations.
@@ -48,8 +48,8 @@ type NodeIntent struct {
 }
 
 // Trust sets Trusted for the node self, and drops the Pods that do not matter to that node. If
-// Trusted is true, these are all Pods, so that a new or deleted pod does not change the intent.
-// Otherwise they are the Pods of other nodes.
+// Trusted is true, no Pod matters, so a new or deleted pod does not change the intent. Otherwise
+// only the Pods of the node self matter.
 func (in *NodeIntent) Trust(self string) {
 	in.Trusted = podCIDRsHold(in.Nodes, self, in.Pods)
 	in.Pods = slices.DeleteFunc(slices.Clone(in.Pods), func(p NodePod) bool { return in.Trusted || p.Node != self })

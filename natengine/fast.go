@@ -143,8 +143,8 @@ func (e *Engine) inbound6(p *PeerState, v *packet.View, t *ruleTable, now time.D
 	return e.inbound(v, r, tickOf(now), nil)
 }
 
-// map6 is a 1:1 map of IPv6 for the fast path. noMap6 matches no address, because its mask is
-// 0 and its from is not; rules that the fast path must not apply have it.
+// map6 is a 1:1 map of IPv6 for the fast path. noMap6 matches no address, because its mask is 0 and
+// its from is not. It is the map of the rules that the fast path must not apply.
 type map6 struct{ mask, from, to addr }
 
 var noMap6 = map6{from: addr{lo: 1}}

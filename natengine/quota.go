@@ -160,8 +160,8 @@ func (t *hostTable) setQuota(quota uint32) {
 	}
 }
 
-// count continues the count of hosts at the quota that setQuota has reset. It returns true if
-// hosts are left to count.
+// count counts some more of the hosts that have reached the quota. setQuota restarts this count.
+// count returns true if hosts are left to count.
 func (t *hostTable) count() (more bool) {
 	for range hostsAtOnce {
 		if t.counted >= t.hosts.used {

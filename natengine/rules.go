@@ -70,8 +70,8 @@ type remote struct {
 	_         [48]byte // pads the struct to three cache lines, so that the allocator aligns it to a cache line
 }
 
-// map4 is a 1:1 map of IPv4. noMap4 matches no address, because its mask is 0 and its from is
-// 1; rules that the fast path must not apply have it.
+// map4 is a 1:1 map of IPv4. noMap4 matches no address, because its mask is 0 and its from is 1. It
+// is the map of the rules that the fast path must not apply.
 type map4 struct{ mask, from, to uint32 }
 
 var noMap4 = map4{from: 1}

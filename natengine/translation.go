@@ -167,10 +167,10 @@ func (c *translation) flowIn(pod, endpoint addr) (to addr, port int, drop Drop) 
 }
 
 // turn ends a flow to a mapped address of the pod if the flow's client now uses the pod's own
-// address from the same port. Both have one tuple at the pod, so the pod's answer does not
-// show which address the client used. The answer leaves from the address that the client used
-// last. A packet that cannot open a flow ends none. A segment other than a SYN does not end an
-// established flow either, because it is a late segment of an earlier connection.
+// address from the same port. At the pod, the packets for both addresses have the same tuple, so
+// the pod's answer does not show which address the client used. The answer leaves from the address
+// that the client used last. A packet that cannot open a flow ends none. A segment other than a SYN
+// does not end an established flow either, because it is a late segment of an earlier connection.
 func (c *translation) turn(pod addr) {
 	if c.tr != nil || !c.r.rule.isEndpoint(pod) || begins(c.v) != DropNone {
 		return
