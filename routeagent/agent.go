@@ -29,7 +29,7 @@ import (
 	"github.com/isthmus-net/isthmus/internal/kernel/rtnl"
 )
 
-// How often the agent compares the kernel's state with the desired state.
+// Intervals at which the agent compares the kernel's state with the desired state.
 const (
 	compareGap    = 100 * time.Millisecond // minimum between two comparisons: events come in bursts
 	retryInterval = time.Second            // after a failure

@@ -111,8 +111,8 @@ func forwards() error {
 	return nil
 }
 
-// manyNetworks is how many networks of peers ledElsewhere looks up at a time. Successive calls go
-// through all of them.
+// manyNetworks is the number of networks of peers that one call of ledElsewhere looks up.
+// Successive calls go through all networks.
 const manyNetworks = 16
 
 // ledElsewhere reports one network of a peer for which a foreign rule or route diverts packets from

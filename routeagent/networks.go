@@ -16,8 +16,8 @@ import (
 	"github.com/isthmus-net/isthmus/internal/kernel/rtnl"
 )
 
-// How often the agent reads the networks that its node reaches without the tunnel, and reports
-// them.
+// Intervals at which the agent reads the networks that its node reaches without the tunnel, and
+// reports them.
 const (
 	lookTogether = 200 * time.Millisecond // after an event, because more may follow
 	lookInterval = 30 * time.Second       // without events, because changes of DNS servers cause none

@@ -15,7 +15,7 @@ import (
 	"github.com/isthmus-net/isthmus/internal/overlay"
 )
 
-// How often the agent probes. Only tests change these.
+// Intervals between the agent's probes. Only tests change them.
 var (
 	probeInterval = overlay.Interval
 	probeAgain    = overlay.Again
