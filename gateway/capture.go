@@ -18,7 +18,8 @@ const CaptureSocket = "isthmus-gateway-capture"
 // JSON.
 const CaptureSummary = "Isthmus-Capture"
 
-// captureWrite is how long one write to the client may block before the capture ends.
+// captureWrite is the maximum time for which a write to the client may block. After that the
+// capture ends.
 const captureWrite = 10 * time.Second
 
 // captureHandler answers GET /capture with a pcapng file that grows until the capture ends.

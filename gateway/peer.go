@@ -263,8 +263,8 @@ func (v *view) presharedID() (id string) {
 	return id
 }
 
-// lags reports whether a session with the peer still uses another key of ours than next, which
-// has our next key for each tunnel. It also reports true if there is no session.
+// lags reports whether a session with the peer does not use our next key yet, or whether there is
+// no session. next has our next key for each tunnel.
 func (v *view) lags(next [][32]byte) bool {
 	moved := false
 	for i, e := range v.tunnels {

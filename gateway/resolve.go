@@ -15,8 +15,8 @@ import (
 	"github.com/isthmus-net/isthmus/fabric"
 )
 
-// How often a peer's name is looked up: every lookupInterval while messages come from the peer,
-// every lookupRetry while none come.
+// A peer's name is looked up every lookupInterval while messages come from the peer, and every
+// lookupRetry while none come.
 const (
 	lookupInterval = time.Minute
 	lookupRetry    = 10 * time.Second

@@ -50,11 +50,15 @@ const (
 	devicePause = time.Millisecond
 
 	// Each budget for handshakes has an interval and a burst. A peer starts one handshake in five
-	// seconds. An address of peers has a known budget for each peer there. All other sources share
-	// the stranger budget. An address (IPv6: a /64 network) that returned a cookie also has a proven
-	// budget for each peer there. If no peer is there, it has one proven budget, and also uses the
-	// guest budget, which all such addresses share. Behind a relay, each port has budgets of its
-	// own, because anybody may send from the relay's address.
+	// seconds. The budgets are:
+	//   - known: one for each peer at an address
+	//   - stranger: one for all sources without a peer
+	//   - proven: one for each peer at an address (IPv6: a /64 network) that returned a cookie, or
+	//     a single one if no peer is at that address
+	//   - guest: one for all addresses without a peer that returned a cookie. A handshake from such
+	//     an address must fit both its proven budget and this one.
+	// Behind a relay, each port has budgets of its own, because anybody may send from the relay's
+	// address.
 	knownEvery, knownBurst       = time.Second / 10, 20
 	strangerEvery, strangerBurst = time.Second / 200, 100
 	provenEvery, provenBurst     = time.Second / 20, 20
@@ -355,8 +359,8 @@ func (h *handshakes) peerOf(m []byte) *peer {
 	return nil
 }
 
-// observe handles a message that the device sends: it updates the timers of the peer's data and,
-// if there may be a new session, makes waiting packets be sent.
+// observe handles a message that the device sends: it updates the timers of the peer's data. If
+// there may be a new session, it wakes the goroutine that sends waiting packets.
 func (h *handshakes) observe(messageType uint32, m []byte, to conn.Endpoint) {
 	switch messageType {
 	case device.MessageTransportType:

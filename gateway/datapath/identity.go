@@ -301,13 +301,13 @@ func (t *Tunnel) keep(may func(p *peer) bool) {
 	t.publish(table)
 }
 
-// clone returns a copy of the table that may be modified, except for the slices in also.
+// clone returns a copy of the table that may be modified, except for the slices in its field also.
 func (t *peerTable) clone() *peerTable {
 	return &peerTable{byState: maps.Clone(t.byState), also: maps.Clone(t.also), byDevice: maps.Clone(t.byDevice),
 		at: maps.Clone(t.at), byAddr: t.byAddr}
 }
 
-// without removes a peer from the table's also.
+// without removes a peer from t.also.
 func (t *peerTable) without(p *peer) {
 	rest := slices.DeleteFunc(slices.Clone(t.also[p.state]), func(q *peer) bool { return q == p })
 	if t.also[p.state] = rest; len(rest) == 0 {
@@ -377,8 +377,8 @@ func (s *preshared) wanted() PresharedKeys {
 // key returns the public key of the identity.
 func (id *identity) key() [32]byte { return *id.public.Load() }
 
-// latest returns, of p and the other peers for the same engine peer, the one with the newest
-// session.
+// latest returns the peer with the newest session, among p and the other peers for the same engine
+// peer.
 func (t *peerTable) latest(p *peer, now time.Time) *peer {
 	if len(t.also) == 0 {
 		return p

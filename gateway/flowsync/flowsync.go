@@ -29,8 +29,9 @@ const (
 	// adoptMost is the maximum time that a new active gateway waits until it has adopted its copy,
 	// because adopting a million flows takes seconds.
 	adoptMost = 250 * time.Millisecond
-	// listMost is the maximum time from its start that a standby is unready because it waits for the
-	// flows of the active gateway. An active gateway that cannot send them must not block an update.
+	// listMost is the maximum time after its start for which a standby is unready while it waits
+	// for the flows of the active gateway. An active gateway that cannot send them must not block
+	// an update.
 	listMost = 10 * time.Second
 )
 
