@@ -72,7 +72,7 @@ func (c *Cluster) follow(ctx context.Context, s *lab.Sniffer) error {
 	if err != nil {
 		return fmt.Errorf("networks of peers: %w", last)
 	}
-	// The caller's context ends with the start, but following continues.
+	// The caller's context ends when the cluster has started. This one ends in stop.
 	ctx, c.remotes.end = context.WithCancel(context.Background())
 	c.remotes.done.Go(func() {
 		for ctx.Err() == nil {
