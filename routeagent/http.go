@@ -184,8 +184,8 @@ func (a *agent) canFollow() error {
 
 // Started returns nil if the agent of a Pod in this network namespace runs, or is ready to take
 // over from the running one: it has its configuration, and could read the kernel's state. It is for
-// startup probes. These cannot use /readyz, because the running agent serves it, which is the older
-// one if a node has two.
+// startup probes. These cannot use /readyz, because the running agent serves it. If a node has two
+// agents, that is the older one.
 func Started(ctx context.Context, pod string) error {
 	if pod == "" {
 		return errors.New("$POD_UID is not set; want the UID of this Pod")
