@@ -134,7 +134,7 @@ COMMIT
 var cilium = &shape{
 	name:   "Cilium, tunnel",
 	source: "cilium/cilium: pkg/datapath/iptables/iptables.go, bpf/bpf_lxc.c; docs.cilium.io, \"Routing\", \"Masquerading\"",
-	form:   "a device for each pod that takes its own address only, cilium_host and VXLAN, CILIUM_POST_nat masquerades by destination; no eBPF",
+	form:   "a device for each pod that accepts only the address of the pod as source, cilium_host and VXLAN, CILIUM_POST_nat masquerades by destination; no eBPF",
 	node: func(c *lab.Cluster, i int) dress {
 		n := c.Nodes[i]
 		at := func(i int) netip.Addr { return plus(c.Nodes[i].PodCIDR.Addr(), 200) } // address of cilium_host
