@@ -22,7 +22,7 @@ var errNotWanted = errors.New("the peering is being taken down")
 // A change of the Facts causes a new request.
 var errTooEarly = errors.New("waiting until all nodes have reported the networks that they reach")
 
-// fewLeft is the number of further peers with room in the pools below which allocations log a
+// fewLeft is a number of further peers. If the pools have room for fewer, allocations log a
 // warning.
 const fewLeft = 16
 
@@ -119,7 +119,7 @@ func StandingOf(state ipam.State, peer peers.Peer, nc *v1alpha1.NetworkConfig) (
 
 // allocateClearOf allocates networks for a claim. It avoids networks that contain the gateway of a
 // peer, because packets to that gateway would be routed into a tunnel. Existing allocations do not
-// move; inside has the gateways in these.
+// change, even if they contain a gateway; inside lists these gateways.
 func allocateClearOf(b ipam.State, claim ipam.Request, gateways func(netip.Prefix) ([]netip.Addr, error)) (next ipam.State, allocation ipam.Allocation, inside []netip.Addr, err error) {
 	var avoid []netip.Addr
 	for {
@@ -160,7 +160,7 @@ func gatewaysIn(ctx context.Context, reader client.Reader, peer peers.Peer, clai
 	}
 	for i := range list.Items {
 		if list.Items[i].Namespace == peer.LocalNamespace {
-			continue // this peer's gateway may have moved; claim.Endpoint has its address
+			continue // claim.Endpoint has the present address of this peer's gateway
 		}
 		if addr, err := netip.ParseAddr(list.Items[i].Spec.EndpointIP); err == nil {
 			found = append(found, addr)

@@ -311,9 +311,9 @@ func (k *KeyStore) create(ctx context.Context) error {
 	return err
 }
 
-// take updates k.stored from the Secret. It drops each change in k.due that the Secret already has,
-// or whose previous state somebody has replaced in the Secret. The exchange with those peers then
-// continues.
+// take replaces k.stored by the content of the Secret, and drops changes that are no longer due:
+// the Secret has the new state already, or somebody has replaced the state from which the change
+// was made. The exchange with those peers then continues.
 func (k *KeyStore) take(secret *corev1.Secret) {
 	k.mu.Lock()
 	defer k.mu.Unlock()

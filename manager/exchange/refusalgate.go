@@ -57,7 +57,7 @@ type RefusalGate struct {
 	mu      sync.Mutex
 	granted map[string]granted
 	said    map[string]int64            // reported resourceVersion of each node, up to which the node refuses all networks
-	late    map[string]int64            // like said, for nodes that the gate no longer waits for
+	late    map[string]int64            // the same as in said, for nodes that the gate no longer waits for
 	waiting map[reconcile.Request]await // requests that wait for nodes
 }
 

@@ -357,8 +357,8 @@ func (k *Keeper) reports(ctx context.Context, f *Facts, nodes []corev1.Node) err
 
 // unreported returns the pod networks outside of the PodCIDR of nodes whose agent has not reported.
 // Such a node may have no agent at all, so nothing else shows that these networks are in use.
-// Networks that are wider than any pod network are returned as wide; as with reports, they are not
-// kept from peers.
+// Networks that are wider than any pod network are returned as wide. Peers may still get networks
+// that overlap these, as with too wide networks in reports.
 func unreported(nodes []corev1.Node, reported map[string]bool, podCIDR netip.Prefix) (all []ipam.Reached, wide []fabric.Problem) {
 	for i := range nodes {
 		name := nodes[i].Name

@@ -56,8 +56,9 @@ func (b State) Asked(id string, ip netip.Addr, by, what string) (State, error) {
 }
 
 // Withdraw removes a caller's request for a mapping. The mapping stays while another caller
-// requests it, except callers in gone, which no longer exist. A mapping without a known requester
-// may be withdrawn by any caller. Withdrawing a mapping that does not exist changes nothing.
+// requests it. Callers in gone no longer exist, so their requests do not count. A mapping without a
+// known requester may be withdrawn by any caller. Withdrawing a mapping that does not exist changes
+// nothing.
 func (b State) Withdraw(id string, ip netip.Addr, by string, gone []string) (State, error) {
 	callers, mapped := b.peers[id].askedFor(ip)
 	if !mapped {

@@ -113,8 +113,8 @@ func (b *State) inOurWay(p netip.Prefix) bool {
 // stored rounds a time to the resolution of stored objects.
 func stored(t time.Time) time.Time { return t.UTC().Truncate(time.Second) }
 
-// hold holds the networks of the peer that are in had but not in now. The hold begins at the time
-// at. Holds of networks that are in now end.
+// hold begins a hold, at the time in at, of each network that the peer had and does not have now.
+// It ends the holds of networks that the peer has again.
 func (b *State) hold(id string, now, had Allocation, at time.Time) {
 	again := func(p netip.Prefix) bool { return contains(now.Pod, p) || contains(now.External, p) }
 	var kept []replaced

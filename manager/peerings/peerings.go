@@ -447,7 +447,8 @@ func eventReason(c *metav1.Condition) string {
 	return c.Reason
 }
 
-// conditionOf converts a condition of the replicator. If c is empty, it returns silent.
+// conditionOf converts a condition of the replicator. If c is empty, it returns the parameter
+// silent.
 func conditionOf(c replication.Condition, silent condition) condition {
 	if c.Status == "" {
 		return silent
