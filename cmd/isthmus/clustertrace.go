@@ -145,7 +145,8 @@ func (t *clusterTrace) destination(name string) (place.Place, error) {
 	return p, err
 }
 
-// out follows the packet. there is the gateway's step; nil: the gateway drops the packet.
+// out follows the packet. The second result is the gateway's step, or nil if the gateway drops the
+// packet.
 func (t *clusterTrace) out(from, to place.Place) (w way, there *gateway.TraceStep, err error) {
 	w = way{Direction: "out", Protocol: t.query.Protocol, From: from.String(), To: to.String()}
 	if err := w.add(inspect.NodeHop(t.ctx, t.local, from.Node)); err != nil {

@@ -241,7 +241,7 @@ func (k *kubeGateway) run(ctx context.Context, options gateway.Options) error {
 		options.Beside = func(ctx context.Context, r gateway.Running) {
 			front.set(&r)
 			defer front.set(nil)
-			time.AfterFunc(2*nodesFollow, call) // called anyway, in case no API server accepts the address
+			time.AfterFunc(2*nodesFollow, call) // begin handshakes even if no API server has accepted the address by then
 			announce := sync.OnceFunc(func() { tellActive(ctx, events, replica, log) })
 			replica.Write(ctx, placed, func() (kube.Report, error) {
 				s := r.Status()

@@ -1,5 +1,5 @@
-// Package crowd protects a UDP socket to which anybody may send. While too many unexpected senders
-// do, it makes the kernel drop their datagrams.
+// Package crowd protects a UDP socket to which anybody may send. While too many datagrams come from
+// unexpected senders, it makes the kernel drop these.
 package crowd
 
 import (

@@ -102,8 +102,8 @@ func Between(a, b *Side) []Hop {
 	return all
 }
 
-// stands reports whether the hop for condition step of a Peering in cluster at is broken or
-// waits.
+// stands reports whether a hop of a Peering is broken or waits: the hop for the condition step, in
+// the cluster named by at.
 func stands(hops []Hop, at, step string) bool {
 	return slices.ContainsFunc(hops, func(h Hop) bool {
 		return h.Cluster == at && h.Name == StepNames[step] && (h.State == Broken || h.State == Waits)

@@ -59,10 +59,10 @@ func ended(p *corev1.Pod) bool {
 		!slices.ContainsFunc(p.Status.ContainerStatuses, func(s corev1.ContainerStatus) bool { return s.State.Running != nil })
 }
 
-// HolderOf returns the holder of a Lease at now. If known, it uses the time at which the API
-// server received the last renewal, because the holder's clock may be wrong. If now is by the
-// API server's clock as well (exact), the Lease ends after its stated duration. Otherwise it
-// ends half a minute later, because the clocks may differ.
+// HolderOf returns the holder of a Lease at the time now. It counts from the time at which the API
+// server received the last renewal, if that is known, because the holder's clock may be wrong.
+// exact means that now, too, is a time of the API server's clock. Then the Lease ends after its
+// stated duration. Otherwise it ends half a minute later, because the clocks may differ.
 func HolderOf(name string, lease *coordinationv1.Lease, now time.Time, exact bool) Holder {
 	l := lease.Spec
 	if l.HolderIdentity == nil || *l.HolderIdentity == "" {

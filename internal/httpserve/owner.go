@@ -31,8 +31,8 @@ func (s *Servers) ListenOwner(what, name string, handler http.Handler) error {
 var errStranger = errors.New("the listener is neither root nor this user")
 
 // DialOwner connects to the socket of ListenOwner in this network namespace. Any process in the
-// namespace could take the name first. DialOwner sends nothing to the process of another user,
-// and returns errStranger.
+// namespace could listen on that name first. If the process of another user, except root, listens,
+// DialOwner returns errStranger and sends nothing.
 func DialOwner(ctx context.Context, name string) (net.Conn, error) {
 	c, err := new(net.Dialer).DialContext(ctx, "unix", "@"+name)
 	if err != nil {

@@ -190,8 +190,8 @@ func ofIPv4(text string) (all []netip.Prefix) {
 	return all
 }
 
-// around returns the network in all that contains all others. ok is false if there is none, and
-// then a person must choose.
+// around returns the one of the given networks that contains all others. ok is false if there is
+// none, and then a person must choose.
 func around(all []netip.Prefix) (netip.Prefix, bool) {
 	i := slices.IndexFunc(all, func(p netip.Prefix) bool {
 		return !slices.ContainsFunc(all, func(n netip.Prefix) bool { return !holds(p, n) })
@@ -223,8 +223,8 @@ func configMap(ctx context.Context, c *cluster.Cluster, namespace, name, key str
 	return m.Data[key], kubeerr.IgnoreUnknown(err)
 }
 
-// read parses text into into, and returns the result of get. It returns "" if text cannot be
-// parsed.
+// read parses text into the value that into points to, and returns the result of get. It returns ""
+// if text cannot be parsed.
 func read(text string, err error, into any, get func() string) (string, error) {
 	if err != nil || text == "" || yaml.Unmarshal([]byte(text), into) != nil {
 		return "", err

@@ -146,8 +146,8 @@ func (l *Lab) mapped(c *Cluster, endpoint netip.Addr) (netip.Addr, bool) {
 	return netip.Addr{}, false
 }
 
-// View returns the networks that cluster at uses for another cluster, or false if they are not
-// joined.
+// View returns the networks that one cluster (at) uses for another one (of), or false if they are
+// not joined.
 func (l *Lab) View(at, of *Cluster) (View, bool) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -166,9 +166,9 @@ func (l *Lab) view(at, of *Cluster) (View, bool) {
 	return View{}, false
 }
 
-// Seen returns the address under which cluster at reaches an address of cluster of. addr is the
-// address of a pod or of a mapped endpoint. For hosts of at itself and for nodes of all clusters,
-// Seen returns addr.
+// Seen returns the address under which one cluster (at) reaches an address of another one (of).
+// addr is the address of a pod or of a mapped endpoint. If addr belongs to a host of the first
+// cluster or to a node of any cluster, Seen returns addr.
 func (l *Lab) Seen(at, of *Cluster, addr netip.Addr) (netip.Addr, error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -189,8 +189,8 @@ func (l *Lab) Seen(at, of *Cluster, addr netip.Addr) (netip.Addr, error) {
 	return Move(external, of.ExternalCIDR, view.External), nil
 }
 
-// viewAt fills in the missing parts of at's view of a peer with Liqo's choices, the PodCIDR
-// first.
+// viewAt fills in the missing parts of a cluster's view of its peer with Liqo's choices, the
+// PodCIDR first. at is that cluster.
 func (l *Lab) viewAt(at, peer *Cluster, want View) (View, error) {
 	taken := reservedNetworks(at.PodCIDR, at.ExternalCIDR)
 	for _, c := range l.Clusters {
@@ -222,7 +222,7 @@ func (l *Lab) viewAt(at, peer *Cluster, want View) (View, error) {
 	return v, err
 }
 
-// writePeer writes the objects of a joined pair for cluster at.
+// writePeer writes the objects of a joined pair for one of its clusters, at.
 func (l *Lab) writePeer(at, peer *Cluster) error {
 	ofPeer, _ := l.view(at, peer)
 	ofUs, _ := l.view(peer, at)

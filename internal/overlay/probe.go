@@ -45,9 +45,9 @@ type State struct {
 	first  time.Time // when the first of the missed datagrams was sent
 }
 
-// Take records the result of the round that began at began. answered is true if the datagram was
-// answered. control is true if the control was answered, or if there is other evidence that an
-// answer was due.
+// Take records the result of one round. began is the time at which the round began. answered is
+// true if the datagram was answered. control is true if the control was answered, or if there is
+// other evidence that an answer was due.
 func (s *State) Take(began time.Time, answered, control bool) {
 	switch {
 	case answered:

@@ -91,8 +91,8 @@ func cutHash(name string) string {
 	return name
 }
 
-// teardownOf finds the Peering for which is returns true. If the Peering was already deleted,
-// teardownOf finds the tenant namespace that an earlier run left.
+// teardownOf finds the Peering for which the first function returns true. If the Peering was
+// already deleted, teardownOf finds the tenant namespace that an earlier run left.
 func teardownOf(ctx context.Context, c *cluster.Cluster, is func(*isthmus.Peering) bool, left func(*corev1.Namespace) bool) (*teardown, error) {
 	f := &teardown{Cluster: c, secret: isthmus.DefaultIdentitySecret}
 	var list isthmus.PeeringList

@@ -29,7 +29,7 @@ const (
 	// senders is the number of requests that a Pod handles concurrently.
 	senders = 8
 	// attempt is how long an attempt may take without receiving an octet, and attempts is the
-	// number of attempts. A transfer that makes progress may take slowest.
+	// number of attempts. A transfer that makes progress may take longer, up to the time slowest.
 	attempt, attempts = 3 * time.Second, 3
 	slowest           = 20 * time.Second
 	// large is the size from which a transfer may be slow on a busy machine.

@@ -71,8 +71,8 @@ func withList(lease *coordinationv1.Lease, l voting.List) {
 	lease.Annotations[isthmus.AnnotationVoters] = string(b)
 }
 
-// votesMark is the value of AnnotationVotes. With it, a gateway tells the nodes whether to
-// vote, and by which key to check gateways.
+// votesMark is the value of AnnotationVotes. With it, a gateway publishes whether the nodes vote,
+// and the key that verifies signatures of gateways.
 type votesMark struct {
 	Epoch  int32  `json:"epoch"`
 	Key    []byte `json:"key"`

@@ -110,9 +110,9 @@ func (p *places) withAgents(namespace string) (nodes map[string]bool, ok bool) {
 	return nodes, len(nodes) > 0
 }
 
-// move replaces the addresses of a node with come; nil: it has none. It reports whether the set
-// of all nodes' addresses changed. It compares come with the counted addresses rather than with
-// the old version in the event, which may never have been delivered.
+// move replaces the addresses of a node with those in come; nil: it has none. It reports whether
+// the set of all nodes' addresses changed. It compares come with the counted addresses rather than
+// with the old version in the event, which may never have been delivered.
 func (p *places) move(node string, come []netip.Addr) (moved bool) {
 	gone := p.has[node]
 	if slices.Equal(gone, come) {

@@ -43,7 +43,7 @@ func TestNextKeyIsUnknownToPeersIfAllConnectedPeersLag(t *testing.T) {
 
 // An administrator who offers a key must learn that the gateway may not read it. An API server
 // that cannot be reached is not logged here.
-func TestForbiddenKeyOfferIsLoggedOnce(t *testing.T) {
+func TestForbiddenReadOfAnOfferedKeyIsLoggedOnce(t *testing.T) {
 	var log bytes.Buffer
 	forbidden := apierrors.NewForbidden(schema.GroupResource{Resource: "secrets"}, keyring.OfferName, errors.New("no rights"))
 	for _, tc := range []struct {
@@ -70,7 +70,7 @@ func TestForbiddenKeyOfferIsLoggedOnce(t *testing.T) {
 
 // Rotation by age resumes after the Secret with the offered key was deleted, but a single
 // failed read does not count as deletion.
-func TestKeyOfferIsMissingOnlyAfterRepeatedReads(t *testing.T) {
+func TestOfferedKeyCountsAsMissingOnlyAfterRepeatedReads(t *testing.T) {
 	absent := apierrors.NewNotFound(schema.GroupResource{Resource: "secrets"}, keyring.OfferName)
 	var err error
 	offered := keyring.New()
