@@ -471,7 +471,7 @@ func loads(t *testing.T) string {
 		}
 	}
 	slices.Sort(all)
-	said := fmt.Sprintf("\nMade at a load of %.1f to %.1f, half of them below %.1f", all[0], all[len(all)-1], all[len(all)/2])
+	said := fmt.Sprintf("\nThe load of the test machine was %.1f to %.1f, with a median of %.1f", all[0], all[len(all)-1], all[len(all)/2])
 	if missing := len(troubles) - len(all); missing > 0 {
 		said += fmt.Sprintf("; of %d it was not written down", missing)
 	}

@@ -333,7 +333,7 @@ var troubles = []trouble{
 		heals:  func(t *testing.T, s *troubleSite) { s.giveBack(t, s.a) },
 	},
 	{
-		fault: "the Secret with the identity holds something else", alone: "a/identity SecretInvalid", both: "a/identity SecretInvalid",
+		fault: "the Secret with the identity has invalid content", alone: "a/identity SecretInvalid", both: "a/identity SecretInvalid",
 		breaks: func(t *testing.T, s *troubleSite) {
 			change(t, s.a, identitySecret(t, s), func(o *corev1.Secret) {
 				s.saved = o.DeepCopy()
@@ -371,7 +371,7 @@ var troubles = []trouble{
 		},
 	},
 	{
-		fault: "the Secret with the identity is immutable, and its token will end", says: "is not renewed",
+		fault: "the Secret with the identity is immutable, and its token will expire", says: "is not renewed",
 		breaks: func(t *testing.T, s *troubleSite) {
 			change(t, s.a, identitySecret(t, s), func(o *corev1.Secret) {
 				dated(t, s, o, 50*time.Minute, 10*time.Minute)
@@ -396,7 +396,7 @@ var troubles = []trouble{
 		},
 	},
 	{
-		fault: "a Node without a route agent has its pods in a network of the peer", alone: "a/peering Overlap", both: "a/peering Overlap", says: "a-stray",
+		fault: "the podCIDR of a Node without a route agent is a network of the peer", alone: "a/peering Overlap", both: "a/peering Overlap", says: "a-stray",
 		breaks: func(t *testing.T, s *troubleSite) {
 			pods := peersNetwork(t, s).String()
 			stray := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "a-stray", Labels: map[string]string{"type": "virtual-kubelet"}},
@@ -425,7 +425,7 @@ var troubles = []trouble{
 		heals: peerAgain,
 	},
 	{
-		fault: "the peer deleted the account that this cluster's identity is of", alone: "a/identity Unauthorized", both: "a/identity Unauthorized",
+		fault: "the peer deleted the ServiceAccount of this cluster's identity", alone: "a/identity Unauthorized", both: "a/identity Unauthorized",
 		breaks: func(t *testing.T, s *troubleSite) {
 			var list corev1.ServiceAccountList
 			must(t, s.b.Client.List(t.Context(), &list, client.InNamespace(tenant(t, s.b, s.a))))
@@ -605,7 +605,7 @@ var troubles = []trouble{
 		heals:  func(t *testing.T, s *troubleSite) { setting(t, s.a.Nodes[1].Host, "net/ipv4/ip_forward", "1") },
 	},
 	{
-		fault: "somebody else's VXLAN has the overlay's port on a node", alone: "a/route agents", both: "a/route agents", says: own.OverlayDevice,
+		fault: "another program's VXLAN uses the overlay's port on a node", alone: "a/route agents", both: "a/route agents", says: own.OverlayDevice,
 		breaks: func(t *testing.T, s *troubleSite) {
 			n := s.a.Nodes[1].Host
 			must(t, s.a.Kill(fleet.Agent(1)))
@@ -674,7 +674,7 @@ var troubles = []trouble{
 		heals: func(t *testing.T, s *troubleSite) { filter(t, s.Lab.Underlay, "") },
 	},
 	{
-		fault: "the peer publishes a name that does not resolve, and reaches us by ours",
+		fault: "the peer publishes a name that does not resolve, but can connect to our gateway",
 		breaks: func(t *testing.T, s *troubleSite) {
 			change(t, s.b, gatewayService(), func(o *corev1.Service) {
 				o.Annotations[v1alpha1.AnnotationOverrideAddress] = "gw.nowhere.invalid"
@@ -741,22 +741,22 @@ var troubles = []trouble{
 		heals: func(*testing.T, *troubleSite) {},
 	},
 	{
-		fault: "a path drops large packets from here to the peer and says nothing", says: "drops larger packets",
+		fault: "a path drops large packets from here to the peer, without an ICMP error", says: "drops larger packets",
 		breaks: func(t *testing.T, s *troubleSite) { tooLarge(t, s, gatewayNode(t, s.a), 1300) },
 		heals:  func(t *testing.T, s *troubleSite) { filter(t, s.Lab.Underlay, "") },
 	},
 	{
-		fault: "a path drops large packets in both directions and says nothing", says: "drops larger packets", fresh: true,
+		fault: "a path drops large packets in both directions, without an ICMP error", says: "drops larger packets", fresh: true,
 		breaks: func(t *testing.T, s *troubleSite) { tooLarge(t, s, nil, 1300) },
 		heals:  func(t *testing.T, s *troubleSite) { filter(t, s.Lab.Underlay, "") },
 	},
 	{
-		fault: "a path drops packets of the least size that every path should take", alone: "a/tunnel PathMTU", both: "a/tunnel PathMTU", fresh: true,
+		fault: "a path drops even packets of the minimum size", alone: "a/tunnel PathMTU", both: "a/tunnel PathMTU", fresh: true,
 		breaks: func(t *testing.T, s *troubleSite) { tooLarge(t, s, gatewayNode(t, s.a), 600) },
 		heals:  func(t *testing.T, s *troubleSite) { filter(t, s.Lab.Underlay, "") },
 	},
 	{
-		fault: "a packet filter on a node drops all that is forwarded",
+		fault: "a packet filter on a node drops all forwarded packets",
 		breaks: func(t *testing.T, s *troubleSite) {
 			filter(t, s.far(t).Host, "add chain ip fault on { type filter hook forward priority 0; policy drop; }")
 		},
@@ -770,14 +770,14 @@ var troubles = []trouble{
 		heals: func(t *testing.T, s *troubleSite) { nft(t, s.there().Host, "delete table ip filter") },
 	},
 	{
-		fault: "a CNI masquerades pods, at the priority where all do",
+		fault: "a CNI masquerades pods, at the usual priority",
 		breaks: func(t *testing.T, s *troubleSite) {
 			filter(t, s.far(t).Host, "add chain ip fault on { type nat hook postrouting priority 100; }; add rule ip fault on masquerade")
 		},
 		heals: func(t *testing.T, s *troubleSite) { filter(t, s.there().Host, "") },
 	},
 	{
-		fault: "somebody masquerades pods before our exemption", says: "PodsMasqueraded",
+		fault: "another program masquerades pods before Isthmus exempts them", says: "PodsMasqueraded",
 		breaks: func(t *testing.T, s *troubleSite) {
 			filter(t, s.far(t).Host, "add chain ip fault on { type nat hook postrouting priority -20; }; add rule ip fault on oifname != isthmus.vxlan masquerade")
 		},
@@ -822,7 +822,7 @@ var troubles = []trouble{
 		},
 	},
 	{
-		fault: "a Node has an address that its machine has not", alone: "a/route agents", both: "a/route agents",
+		fault: "a Node object has an address that its machine does not have", alone: "a/route agents", both: "a/route agents",
 		breaks: func(t *testing.T, s *troubleSite) {
 			n := s.far(t)
 			addresses(t, s.a, n, otherAddress(n).String())
@@ -849,7 +849,7 @@ var troubles = []trouble{
 		heals: func(t *testing.T, s *troubleSite) { ipCommand(t, s.there().Host, "link", "set", "eth0", "mtu", "1500") },
 	},
 	{
-		fault: "the active gateway stands still (SIGSTOP), and another takes over",
+		fault: "the active gateway is frozen (SIGSTOP), and another takes over",
 		breaks: func(t *testing.T, s *troubleSite) {
 			s.node = active(t, s.a)
 			must(t, s.a.Pause(fleet.Gateway(s.node)))
@@ -863,7 +863,7 @@ var troubles = []trouble{
 		heals: func(t *testing.T, s *troubleSite) { must(t, s.a.Resume(fleet.Gateway(s.node))) },
 	},
 	{
-		fault: "all gateways stand still (SIGSTOP)", alone: "a/gateway GatewaySilent", both: "a/gateway GatewaySilent",
+		fault: "all gateways are frozen (SIGSTOP)", alone: "a/gateway GatewaySilent", both: "a/gateway GatewaySilent",
 		breaks: func(t *testing.T, s *troubleSite) {
 			for i := range s.a.Nodes {
 				must(t, s.a.Pause(fleet.Gateway(i)))
@@ -876,12 +876,12 @@ var troubles = []trouble{
 		},
 	},
 	{
-		fault: "a route agent stands still (SIGSTOP)", alone: "a/route agents", both: "a/route agents",
+		fault: "a route agent is frozen (SIGSTOP)", alone: "a/route agents", both: "a/route agents",
 		breaks: func(t *testing.T, s *troubleSite) { s.far(t); must(t, s.a.Pause(fleet.Agent(s.node))) },
 		heals:  func(t *testing.T, s *troubleSite) { must(t, s.a.Resume(fleet.Agent(s.node))) },
 	},
 	{
-		fault: "the manager stands still (SIGSTOP)", alone: "a/manager", both: "a/manager",
+		fault: "the manager is frozen (SIGSTOP)", alone: "a/manager", both: "a/manager",
 		breaks: func(t *testing.T, s *troubleSite) { must(t, s.a.Pause(fleet.Manager)) },
 		heals:  func(t *testing.T, s *troubleSite) { must(t, s.a.Resume(fleet.Manager)) },
 	},
@@ -912,7 +912,7 @@ var troubles = []trouble{
 		heals:  func(_ *testing.T, s *troubleSite) { s.pulse() },
 	},
 	{
-		fault: "the peer publishes another port than its gateway's, and reaches us by ours",
+		fault: "the peer publishes a wrong port, but can connect to our gateway",
 		breaks: func(t *testing.T, s *troubleSite) {
 			change(t, s.b, gatewayService(), func(o *corev1.Service) {
 				s.saved = o.DeepCopy()
