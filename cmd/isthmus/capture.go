@@ -28,10 +28,10 @@ func newCaptureCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "capture [END [END [tcp|udp|icmp]]]",
 		Short: "Write packets of the gateway to a file, before and after NAT, inside and outside the tunnel (root)",
-		Long: `Write the packets of the gateway on this machine, or in this Pod, to a pcapng file
-for Wireshark, tshark or tcpdump. A packet appears at up to four places, which are the
-interfaces of the file: before-nat, after-nat, tunnel and underlay. The comment of a
-packet names its peer, the rule that rewrote it, or the reason of its drop
+		Long: `Write the packets of the gateway on this machine, or in this Pod, to a pcapng file for
+Wireshark, tshark or tcpdump. The file has an interface for each of four places:
+before-nat, after-nat, tunnel and underlay. A packet can appear at several of them. The
+comment of a packet names its peer, the rule that rewrote it, or the reason of its drop
 (docs/capture.md).
 
 END is an address, an address with a port, a port such as :53, or any. A packet matches

@@ -28,10 +28,11 @@ func newGatewayCommand() *cobra.Command {
 NatMappings, creates or reads the key Secret wireguard-pubkey, and takes part in the
 election by the Lease isthmus-gateway. The active gateway connects to the peers, marks
 itself (Pod label, annotation of the Service) and writes the status of each
-TunnelEndpoint; the standbys are prepared to take over. An active gateway continues while
-the API server is away. A gateway that starts meanwhile waits for the API server, unless
-it was active in the last ten minutes and has a --state-directory: it stores its
-configuration and private key there, and uses them until the API server answers.
+TunnelEndpoint; the standbys are prepared to take over. An active gateway continues
+while the API server is away. A gateway that starts meanwhile waits for the API server.
+One exception: with --state-directory, a gateway stores its configuration and private
+key. If it was active in the last ten minutes, it uses them until the API server
+answers.
 
 With --config it needs no cluster: it reads a directory with gateway.yaml and with
 TunnelEndpoint and NatMapping objects as "kubectl get -o yaml" prints them. A changed
@@ -39,14 +40,14 @@ file does not disturb other peers. A broken file is reported, and the last good
 configuration stays in force.
 
 SIGTERM removes the gateway's objects from the kernel, except the routes that refuse
-packets for its peers, which would otherwise leave in the clear. --cleanup also removes
-these routes and the content of --state-directory.
+packets for its peers. Without these routes, such packets would leave in the clear.
+--cleanup also removes these routes and the content of --state-directory.
 
 In a cluster it is an ordinary Pod. It needs CAP_NET_ADMIN and /dev/net/tun, UDP port
 4800 from all nodes, UDP and TCP 5870 from the other gateways, and POD_NAME, POD_IP,
-NODE_NAME and POD_NAMESPACE from the downward API; probes need "--metrics-address
-:5872". With --host-network or --config it also needs CAP_SYS_ADMIN and its node's
-network; probes then need "host: 127.0.0.1".`,
+NODE_NAME and POD_NAMESPACE from the downward API. Probes of the Pod need the flag
+--metrics-address :5872. With --host-network or --config it also needs CAP_SYS_ADMIN and
+its node's network; its probes then need "host: 127.0.0.1" instead.`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			switch udpOffload {
@@ -86,7 +87,7 @@ network; probes then need "host: 127.0.0.1".`,
 	}
 	cmd.Flags().StringVar(&dir, "config", "", "directory with the configuration of a gateway without a cluster")
 	cli.AddChoiceFlag(cmd, &level, "log-level", "info", "minimum level of log lines", "debug", "info", "warn", "error")
-	cli.AddChoiceFlag(cmd, &udpOffload, "udp-offload", "auto", "let UDP superpackets cross the TUN (Linux 6.2 and later); auto is on from Linux 6.18 on", "auto", "on", "off")
+	cli.AddChoiceFlag(cmd, &udpOffload, "udp-offload", "auto", "exchange many UDP packets with the kernel at once (Linux 6.2 and later); auto is on from Linux 6.18 on", "auto", "on", "off")
 	cmd.Flags().Lookup("udp-offload").NoOptDefVal = "on"
 	cmd.Flags().StringVar(&profileAddress, "pprof-address", "", "loopback TCP address of /debug/pprof, such as 127.0.0.1:6060; empty disables it")
 	cmd.Flags().BoolVar(&cleanup, "cleanup", false, "remove the kernel objects of a gateway that has ended, and exit")

@@ -88,7 +88,7 @@ no cluster.`,
 	f.add(cmd)
 	cmd.Flags().BoolVar(&o.Force, "force", false, "accept a --pod-cidr that contains neither a Pod nor a node's podCIDR")
 	cmd.Flags().BoolVar(&o.Forget, "reset-values", false, "ignore the stored values of earlier installations")
-	cmd.Flags().BoolVar(&configureDNS, "configure-dns", false, "with --services: add the zone clusterset.local to the Corefile of CoreDNS, without caching of names that do not exist; =false undoes this")
+	cmd.Flags().BoolVar(&configureDNS, "configure-dns", false, "with --services: add the zone clusterset.local to the Corefile of CoreDNS, and do not cache names there that do not exist; =false undoes this")
 	cmd.Flags().DurationVar(&o.Wait, "timeout", 5*time.Minute, "how long to wait until the components run; 0: do not wait")
 	cmd.Flags().BoolVar(&show, "print", false, "print the manifests and apply nothing")
 	cmd.Flags().BoolVar(&showValues, "print-values", false, "print the values of the chart with their descriptions")

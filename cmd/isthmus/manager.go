@@ -34,9 +34,10 @@ func newManagerCommand() *cobra.Command {
 		Use:   "manager",
 		Short: "Run the control plane of this cluster",
 		Long: `Run the control plane of this cluster. For each Peering it publishes a NetworkConfig to
-the peer's API server, answers the peer's NetworkConfig with networks for the peer that
-overlap nothing in this cluster, and writes the TunnelEndpoint and NatMapping for gateways
-and route agents. The status of the Peering reports the progress.
+the peer's API server, answers the peer's NetworkConfig with the networks that it chose
+for the peer, which overlap nothing in this cluster, and writes the TunnelEndpoint and
+NatMapping for gateways and route agents. The status of the Peering reports the
+progress.
 
 Values without a flag are detected: the cluster's identity from the ConfigMap
 that "isthmus install" (or Liqo) writes, the PodCIDR from kubeadm's configuration,
@@ -82,8 +83,8 @@ takes its own Lease over at once.`,
 	flags.StringVar(&f.ipamKey, "ipam-tls-key", "", "file with the private key of that service, in PEM")
 	flags.StringVar(&f.ipamClientCA, "ipam-client-ca", "", "file with the certificate authority of that service's clients")
 	flags.BoolVar(&o.IPAM.Plain, "ipam-plain", false, "serve every client of that address without TLS, as Liqo does; restrict clients by a NetworkPolicy such as deploy/networkpolicy/ipam.yaml")
-	flags.StringVar(&o.IPAMService, "ipam-service", "", "Service without a selector whose EndpointSlice the active manager points to its $POD_IP (default: none)")
-	flags.StringSliceVar(&f.ipamAllow, "ipam-allow", nil, "networks of nodes, Services and other peers in which that service may map endpoints for peers (default: none)")
+	flags.StringVar(&o.IPAMService, "ipam-service", "", "Service without a selector; the active manager writes its $POD_IP into the Service's EndpointSlice (default: none)")
+	flags.StringSliceVar(&f.ipamAllow, "ipam-allow", nil, "networks of nodes, Services or other peers whose addresses that service may map for peers (default: none)")
 	flags.StringVar(&o.MetricsAddress, "metrics-address", "127.0.0.1:5876", "TCP address of /metrics; empty disables it")
 	f.secure.add(flags)
 	flags.StringVar(&o.HealthAddress, "health-address", ":5877", "TCP address of /healthz and /readyz; empty disables it")

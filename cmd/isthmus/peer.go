@@ -24,11 +24,11 @@ func newPeerCommand() *cobra.Command {
 		Short: "Join two clusters, or show a peer's changed networks and agree to them",
 		Long: `Join two clusters in which Isthmus is installed, and wait until traffic flows.
 
-In each cluster the command creates a namespace for the peering, a ServiceAccount that the
-other cluster may use only for its NetworkConfig in that namespace, a Secret with the
-identity at the other cluster, and a Peering. When repeated, it restores missing objects
-and renews a revoked identity. It refuses a different cluster that has the ID and name of
-the one that was peered before.
+In each cluster the command creates a namespace for the peering, a ServiceAccount that
+the other cluster may use only for its NetworkConfig in that namespace, a Secret with
+the identity at the other cluster, and a Peering. When repeated, it restores missing
+objects and renews a revoked identity. If a different cluster has the ID and name of one
+that was peered before, the command refuses it.
 
 At the end it shows for each claimed network whether the other side uses it unchanged or
 remaps it, and why. If a peer later changes its claim and would get new addresses, the
@@ -97,10 +97,10 @@ consent. The command prints what is missing, and on which side.`,
 	addAccessFlags(cmd, &local, "", "")
 	addAccessFlags(cmd, &remote, "remote-", " of the other cluster")
 	cmd.Flags().StringVar(&local.Server, "server", "", "URL by which the other cluster reaches this cluster's API server (default from the kubeconfig)")
-	cmd.Flags().StringVar(&remote.Server, "remote-server", "", "URL of the other cluster's API server for this cluster (default from the kubeconfig)")
+	cmd.Flags().StringVar(&remote.Server, "remote-server", "", "URL by which this cluster reaches the other cluster's API server (default from the kubeconfig)")
 	cmd.Flags().StringVar(&o.Name, "name", "", "name of the Peering in this cluster (default the other cluster's name and six digits)")
 	cmd.Flags().StringVar(&o.RemoteName, "remote-name", "", "name of the Peering in the other cluster")
-	cmd.Flags().BoolVar(&o.Replace, "replace", false, "join a recreated cluster in place of the old one, whose rights are revoked. A cluster with a changed certificate authority needs this only if its identity here is no longer valid")
+	cmd.Flags().BoolVar(&o.Replace, "replace", false, "join a recreated cluster in place of the old one, and revoke the rights of the old one. If only the certificate authority of a cluster changed, set this only if its identity here is no longer valid")
 	chosen.add(cmd)
 	cmd.Flags().StringSliceVar(&o.Services, "services", nil, "namespaces whose exported Services the clusters share (spec.services); '*' means all, '' none")
 	cmd.Flags().BoolVar(&inBand, "in-band", false, "connect the managers to each other's API servers through the tunnel (spec.inBand), so only UDP between the gateways has to be open")

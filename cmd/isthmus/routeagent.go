@@ -41,13 +41,15 @@ there to pods.
 
 It reads its Node, the pods on it, the gateway's Pods and Service, and the
 NetworkAllocations. It reads TunnelEndpoints only if the NetworkAllocations lack this
-cluster's networks or the Service names no Pod of the gateway, and all Nodes and Pods only
-if a gateway has --host-network. While the API server is away, everything stays in place.
+cluster's networks, or if the Service does not name the gateway's Pod. It reads all
+Nodes and Pods only if a gateway has --host-network. While the API server is away,
+everything stays in place.
 
 It writes one object, the NodeNetworks of its node, which reports
 - the networks and DNS servers that the node reaches. The manager allocates them to no peer;
-- the resourceVersion of the NetworkAllocations up to which the node refuses peers'
-  networks. The manager waits for this, up to five seconds, before it publishes a network.
+- which NetworkAllocations the node has read (a resourceVersion): it refuses all
+  networks in them. The manager waits for this, up to five seconds, before it publishes
+  a network.
 
 The agent restores its kernel objects within a second. As soon as a network is allocated
 to a peer, the node refuses packets for it that cannot use the tunnel. The node continues

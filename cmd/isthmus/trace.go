@@ -25,21 +25,22 @@ func newTraceCommand() *cobra.Command {
 		Long: `Show the path of a packet without sending it: the peer, the rule and the rewritten
 addresses, or the reason why it would be dropped.
 
-With a kubeconfig, the path is computed from the cluster's objects: the pod's node, the
-gateway, the tunnel, with --remote-context the other cluster, and the path of the answer.
-SRC and DST are addresses, NAMESPACE/POD, svc/NAME or svc/NAMESPACE/NAME; svc means the
-first ready endpoint of that Service. SRC is in this cluster. With --remote-context, a
-name in DST is one of the other cluster. DST may also be the name in clusterset.local of a
-Service that this cluster imports. The first line then shows the chosen endpoint, and the
-number of endpoints in each cluster. Endpoints of the other cluster come first, then those
-of any peer.
+With a kubeconfig, the command computes the path from the cluster's objects: the pod's
+node, the gateway, the tunnel, and the path of the answer. With --remote-context it
+includes the other cluster. SRC and DST are addresses, NAMESPACE/POD, svc/NAME or
+svc/NAMESPACE/NAME; svc means the first ready endpoint of that Service. SRC is in this
+cluster. With --remote-context, a name in DST is one of the other cluster. DST may also
+be the name in clusterset.local of a Service that this cluster imports. The first line
+then shows the chosen endpoint, and the number of endpoints in each cluster. Endpoints
+of the other cluster come first, then those of any peer.
 
-With --gateway or --address, the NAT engine of the gateway on this machine answers, with
-its flows; with --config, an engine with the configuration in a directory. SRC and DST
-are then the addresses with which the packet reaches the gateway. Outbound, these are our
-pod and the peer's pod as we see it. Inbound, they are the peer's pod as we see it and
-our pod as the peer sees it. Without --direction the command chooses the one that matches.
-For ICMP the port is the identifier of an echo request.
+With --gateway or --address, the command queries the gateway on this machine, which
+includes its NAT flows. With --config it reads the configuration in a directory instead.
+SRC and DST are then the addresses that the packet has when it reaches the gateway. For
+an outbound packet, SRC is our pod, and DST is the peer's pod as we see it. For an
+inbound packet, SRC is the peer's pod as we see it, and DST is our pod as the peer sees
+it. Without --direction the command chooses the one that matches. For ICMP the port is
+the identifier of an echo request.
 
 If the peer is down, the last line reports it, with the reason. The exit code is 1 if the
 packet would not arrive. It is 0 if the packet arrives, or leaves for a peer whose cluster

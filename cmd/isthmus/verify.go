@@ -28,9 +28,9 @@ func newVerifyCommand() *cobra.Command {
 namespace of the installation: on the node of the active gateway and on another one, in
 the pod network and in the host network. Each Pod sends ICMP, UDP and TCP to every Pod of
 the other cluster, with sizes from small to beyond the MTU. In addition, the Pods
-- ping the mapped addresses of the other cluster;
-- connect to TCP ports of Services with endpoints there, by address and by name, up to 16
-  of each;
+- ping the addresses of the other cluster's mapped endpoints, which are not pods;
+- connect to TCP ports of this cluster's Services whose endpoints are in the other
+  cluster, by address and by name, up to 16 of each;
 - connect to the first TCP port of Services imported from the other cluster, up to 16 each
   way: by the name in clusterset.local, which any exporter may answer, and at one endpoint
   of the other cluster.
@@ -40,10 +40,11 @@ command prints each answer, its time, and the source address that the receiver s
 Pods run the gateway's image and are deleted at the end, even if you interrupt it.
 
 --pod and --remote-pod use existing Pods of any namespace instead, so their network
-policies apply. Each gets an ephemeral container without rights, which echoes at port 7468
-of the Pod and ends with the run; Kubernetes keeps its record until the Pod is deleted. If
-a Pod may not send pings (sysctl net.ipv4.ping_group_range), the result has no pings
-between Pods unless --only contains icmp, and those to mapped addresses are unknown.
+policies apply. Each gets an ephemeral container without rights, which echoes at port
+7468 of the Pod and ends with the run; Kubernetes keeps its record until the Pod is
+deleted. If a Pod may not send pings (sysctl net.ipv4.ping_group_range), pings between
+Pods are left out unless --only contains icmp, and pings to mapped endpoints count as
+unknown.
 
 --continuous sends one small UDP packet a second between all Pods until you interrupt it,
 and counts lost packets; -o json prints the counts at the end.
@@ -51,7 +52,8 @@ and counts lost packets; -o json prints the counts at the end.
 The exit code is 0 if all targets answered, 1 if one did not, and 2 if a cluster could
 not be reached or the two are not peered. If a Pod did not get the command to send,
 because its node or the API server was away, its packets count as unknown, not as lost.
-The exit code is then 2 if nothing failed; with --continuous only if nothing was sent.`,
+If nothing failed, but packets are unknown, the exit code is 2; with --continuous only if
+nothing was sent at all.`,
 		Example: "  isthmus verify --context paris --remote-context oslo\n" +
 			"  isthmus verify --context paris --remote-context oslo --only pod,tcp,out --sizes 1400,9000\n" +
 			"  isthmus verify --context paris --remote-context oslo --pod shop/web-0 --remote-pod db/postgres-0\n" +
@@ -122,7 +124,7 @@ The exit code is then 2 if nothing failed; with --continuous only if nothing was
 	}
 	addAccessFlags(cmd, &local, "", "")
 	addAccessFlags(cmd, &remote, "remote-", " of the other cluster")
-	cmd.Flags().StringSliceVar(&only, "only", nil, "send only some packets: tcp, udp, icmp; pod or host, the network of the sender; out (from A to B), in")
+	cmd.Flags().StringSliceVar(&only, "only", nil, "send only some packets: by protocol (tcp, udp, icmp), by network of the sender (pod, host), by direction (out is from A to B, in from B to A)")
 	_ = cmd.RegisterFlagCompletionFunc("only", cobra.FixedCompletions(verify.Words, cobra.ShellCompDirectiveNoFileComp)) // fails only if the flag does not exist
 	cmd.Flags().IntSliceVar(&sizes, "sizes", nil, "octets to send (default 56 to 4000, TCP up to 500000); UDP sends at least 96, ICMP 16")
 	cmd.Flags().StringSliceVar(&o.To, "to", nil, "also ping HOST, or connect to HOST:PORT, from the Pods in A")

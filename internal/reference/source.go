@@ -83,7 +83,7 @@ func conditions(root string) (string, error) {
 	var b strings.Builder
 	b.WriteString("# Conditions and their reasons\n\n")
 	fmt.Fprintf(&b, generated, "apis/*/v1alpha1/names.go")
-	b.WriteString("Programs may match reasons, which are words of closed lists. Messages are for people and may change.\n" +
+	b.WriteString("The reasons below are complete lists, so programs may compare them. Messages are for people and may change.\n" +
 		"[troubleshooting.md](troubleshooting.md) has the remedies.\n\n## Peering\n\nWritten by the manager.\n\n")
 	table := func(head string, rows []constant) {
 		fmt.Fprintf(&b, "| %s | meaning |\n| --- | --- |\n", head)
@@ -115,7 +115,7 @@ func conditions(root string) (string, error) {
 	}
 	flush()
 	for _, kind := range []struct{ title, about, condition, reasons string }{
-		{"NetworkConfig", "The copy of a peer's NetworkConfig has the condition, and its original takes it over with the status.", "ConditionAccepted", "Reason"},
+		{"NetworkConfig", "Written by the receiver into its copy of the sender's NetworkConfig. The original gets the condition with the status.", "ConditionAccepted", "Reason"},
 		{"TunnelEndpoint", "Written by the active gateway.", "ConditionConnected", "Cause"},
 	} {
 		fmt.Fprintf(&b, "## %s\n\n%s\n\n", kind.title, kind.about)

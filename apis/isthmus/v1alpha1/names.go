@@ -126,8 +126,8 @@ const (
 	ConditionIdentity = "IdentityReady"
 	// ConditionPublished: the peer has our current NetworkConfig.
 	ConditionPublished = "Published"
-	// ConditionAnswered: the peer has answered our NetworkConfig. Its status has our networks as
-	// the peer sees them.
+	// ConditionAnswered: the peer has answered our NetworkConfig. The status of our NetworkConfig
+	// has our networks as the peer sees them.
 	ConditionAnswered = "Answered"
 	// ConditionPeerConfig: we have accepted and answered the peer's NetworkConfig.
 	ConditionPeerConfig = "PeerConfigAccepted"
@@ -158,9 +158,9 @@ const (
 	ReasonIdentityAccepted = "Accepted"      // the peer's API server answers
 	ReasonSecretMissing    = "SecretMissing" // the Secret does not exist, or the manager may not read it
 	ReasonSecretInvalid    = "SecretInvalid" // the Secret has neither a kubeconfig nor Liqo's identity
-	ReasonNotRenewed       = "NotRenewed"    // True: the server answers, but our token is not renewed and will expire; the message has the reason
+	ReasonNotRenewed       = "NotRenewed"    // the server answers, so the condition is True, but our token is not renewed and will expire; the message has the reason
 	ReasonUnauthorized     = "Unauthorized"  // the identity is revoked or expired
-	ReasonUnreachable      = "Unreachable"   // the peer's API server does not answer; Ready has it too, and is True while traffic flows
+	ReasonUnreachable      = "Unreachable"   // the peer's API server does not answer; Ready has this reason, too, but is True while traffic flows
 	ReasonTunnelDown       = "TunnelDown"    // the peer's API server is reached through the tunnel (spec.inBand), which is down; the message says whether to run isthmus peer again
 
 	// Published
@@ -183,20 +183,20 @@ const (
 	ReasonInvalid = "Invalid" // the answers of the two sides contradict each other
 	ReasonWaiting = "Waiting" // one side has not answered yet
 
-	// Connected: a reason of the TunnelEndpoint's condition Connected (Causes of package
-	// net/v1alpha1), or one of these
+	// Connected: the reasons of the condition Connected of a TunnelEndpoint (net.Causes), or one
+	// of these
 	ReasonConnecting = "Connecting" // configured moments ago; no answer yet
 	ReasonNoGateway  = "NoGateway"  // no gateway has written a status yet
 	// ReasonGatewaySilent: no gateway is active, so the state of the tunnel is unknown; Ready has
-	// it too.
+	// this reason, too.
 	ReasonGatewaySilent = "GatewaySilent"
-	ReasonLost          = "ConnectionLost" // the gateway, such as Liqo's, reports no reason
+	ReasonLost          = "ConnectionLost" // the tunnel is down, and the gateway reports no reason, for example a gateway of Liqo
 	ReasonKeyMissed     = "KeyMissed"      // the peer missed a rotation of our key, because our NetworkConfig does not reach it: the tunnel is down
 	ReasonNoKey         = "NoPresharedKey" // the tunnel is down, because spec.postQuantum is Required and there is no preshared key
 
 	// ServicesShared: Forbidden, RefusedByPeer and NamespaceGone, as for Published, or one of these
 	ReasonShared        = "Shared"        // each side has all services that the other one exports to it
-	ReasonPartlyRefused = "PartlyRefused" // True: some services are not served, or only in part
+	ReasonPartlyRefused = "PartlyRefused" // some services are not served, or only in part; the condition is True
 	ReasonSharing       = "Sharing"       // sharing is not complete yet
 	ReasonNotSupported  = "NotSupported"  // the peer does not accept services
 

@@ -34,7 +34,7 @@ const ConditionAccepted = "Accepted"
 const (
 	ReasonAnswered     = "Answered"      // the status has the answer
 	ReasonNotPeered    = "NotPeered"     // no Peering or ForeignCluster here names the sender
-	ReasonWrongOrigin  = "WrongOrigin"   // the labels name another cluster than the cluster of the namespace
+	ReasonWrongOrigin  = "WrongOrigin"   // the labels name one cluster, but the namespace belongs to another
 	ReasonInvalid      = "Invalid"       // a value is invalid
 	ReasonKeyConflict  = "KeyConflict"   // the public key belongs to us or to another peer
 	ReasonEndpoint     = "BadEndpoint"   // the gateway's address is reserved, or inside a network of ours or of a peer
@@ -63,7 +63,7 @@ const (
 	CausePeerSilent      = "PeerSilent"      // the peer answered before, but no longer does
 	CauseRangesDisagree  = "RangesDisagree"  // the peer's packets arrive, but their addresses are outside the agreed networks
 	CauseProbeUnanswered = "ProbeUnanswered" // the peer's packets arrive, but no answers to the connection check
-	CauseNarrowPath      = "NarrowPath"      // True: the path loses packets of the full MTU, so the gateway sends smaller ones
+	CauseNarrowPath      = "NarrowPath"      // the path loses packets of the full MTU, so the gateway sends smaller ones; the condition is True
 	CausePathMTU         = "PathMTU"         // the path loses packets even of the smallest permitted MTU
 )
 

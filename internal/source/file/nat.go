@@ -74,8 +74,8 @@ func (n *NAT) Fields() []NATField {
 	return []NATField{
 		{"maxFlows", "max-flows", "NAT flows over all peers (default 1048576)", flows(&n.MaxFlows)},
 		{"maxFlowsPerPeer", "max-flows-per-peer", "NAT flows of one peer (default: an equal share of --max-flows)", flows(&n.MaxFlowsPerPeer)},
-		{"maxFlowsPerHost", "max-flows-per-host", "NAT flows of one host with one peer (default: a quarter of the peer's, 1024 to 16384)", flows(&n.MaxFlowsPerHost)},
-		{"randomPorts", "random-ports", "give every NAT mapping a random port, even if its own is free", (*truth)(&n.RandomPorts)},
+		{"maxFlowsPerHost", "max-flows-per-host", "NAT flows of one host with one peer (default: a quarter of the peer's limit, at least 1024, at most 16384)", flows(&n.MaxFlowsPerHost)},
+		{"randomPorts", "random-ports", "give every NAT mapping a random port, even if the sender's own port is free", (*truth)(&n.RandomPorts)},
 		{"maxFragmentSets", "max-fragment-sets", "incomplete datagrams, per peer and direction (default 256)", &number{&n.MaxFragmentSets, 1 << 20}},
 		{"maxFragmentBytes", "max-fragment-bytes", "octets of held fragments, per peer and direction (default 1048576)", &number{&n.MaxFragmentBytes, 1 << 30}},
 		{"maxFragmentsPerSet", "max-fragments-per-set", "held fragments of one datagram (default 256)", &number{&n.MaxFragmentsPerSet, 1 << 13}},
@@ -86,7 +86,7 @@ func (n *NAT) Fields() []NATField {
 		{"tcpClosingTimeout", "tcp-closing-timeout", "timeout of closed TCP connections (default: --tcp-transitory-timeout)", &n.TCPClosingTimeout},
 		{"icmpTimeout", "icmp-timeout", "timeout of ICMP queries (default 1m)", &n.ICMPTimeout},
 		{"genericTimeout", "generic-timeout", "timeout of flows of other protocols (default 5m)", &n.GenericTimeout},
-		{"fragmentTimeout", "fragment-timeout", "timeout of held fragments, 2s to 30s (default 5s)", &n.FragmentTimeout},
+		{"fragmentTimeout", "fragment-timeout", "how long IP fragments wait for missing ones, 2s to 30s (default 5s)", &n.FragmentTimeout},
 	}
 }
 
