@@ -38,8 +38,8 @@ the source.
 With --kubernetes there are two clusters with real nodes instead: kubelet, containerd,
 the bridge CNI plugin and kube-proxy. The demo installs Isthmus as usual and shows the time
 of each step. At the end a pod of one cluster gets an HTTP answer from the other by the
-name of a Service, and still gets answers when one of two clusters with that Service is
-gone.`,
+name of a Service. It still gets answers when both clusters export the Service and one
+of them fails.`,
 		Args: cobra.NoArgs,
 		RunE: needsRoot(func(cmd *cobra.Command, _ []string) (err error) {
 			if err := lab.Available(); err != nil {
