@@ -59,7 +59,7 @@ func TestWriteTranslatesABatchOfManyFlows(t *testing.T) {
 	}
 }
 
-func TestWriteLooksAheadWithoutAllocation(t *testing.T) {
+func TestLookaheadOfWriteDoesNotAllocate(t *testing.T) {
 	if raceEnabled {
 		t.Skip("the race detector makes sync.Pool allocate")
 	}

@@ -71,7 +71,7 @@ func check(ctx context.Context) bool {
 	beside := []step{
 		// The two slowest packages start first.
 		{"tests in test/", goTest(nice0, testDir, tests, raceDetector, "./fleet", "./control", "./...")},
-		{"budget of rules", goTest(nice0, testDir, tests, "", "-run=BudgetOfTheRules", "./crd")},
+		{"without the race detector", goTest(nice0, testDir, tests, "", "-run=BudgetOfTheRules|LargestPeerServices", "./crd")},
 	}
 	if os.Geteuid() != 0 {
 		fmt.Println("not root: tests that make network namespaces will be skipped, each with its reason below")
