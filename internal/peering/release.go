@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"net/http"
 	"slices"
 	"strings"
 	"time"
@@ -56,7 +57,7 @@ func ReleaseGateway(ctx context.Context, c *cluster.Cluster, o ReleaseOptions) e
 	case apierrors.HasStatusCause(err, policyv1.DisruptionBudgetCause):
 		return fmt.Errorf("%s: the gateway stays on Pod %s: %w", c, safetext.Of(active.Name), err)
 	case err != nil:
-		if err = c.Explain("eviction of Pod "+active.Name, err); !errors.Is(err, cluster.ErrUnreachable) {
+		if err = c.Explain("eviction of Pod "+active.Name, err); !unserved(err) {
 			return err
 		}
 		o.Report(fmt.Sprintf("it is not known whether the eviction has arrived: %v", err))
@@ -66,19 +67,28 @@ func ReleaseGateway(ctx context.Context, c *cluster.Cluster, o ReleaseOptions) e
 	var unread error // error of the last attempt to read the Lease
 	for {
 		now, err := cluster.HolderOf(ctx, c, isthmus.LeaseGateway, true)
-		if err == nil && now.Name != "" && now.Name != before.Name {
+		switch {
+		case err == nil && now.Name != "" && now.Name != before.Name:
 			o.Report(fmt.Sprintf("Pod %s on node %s is active after %.1f s, epoch %d", safetext.Of(now.Name), nodeOf(now.Name, pods.Items), time.Since(begin).Seconds(), now.Epoch))
 			return nil
-		}
-		if ctx.Err() == nil {
-			unread = err // the API server may become reachable again
+		case ctx.Err() == nil && err != nil && !unserved(err):
+			return err
+		case ctx.Err() == nil:
+			unread = err // the API server may answer again
 		}
 		select {
 		case <-ctx.Done():
-			return fmt.Errorf("%s: no other gateway is active yet: %w", c, errors.Join(context.Cause(ctx), unread))
+			return fmt.Errorf("%s: no other gateway was seen to be active: %w", c, errors.Join(context.Cause(ctx), unread))
 		case <-time.After(cluster.PollInterval):
 		}
 	}
+}
+
+// unserved reports whether the API server did not answer a request, or had a failure of its own. It
+// may have executed the request nevertheless.
+func unserved(err error) bool {
+	var status apierrors.APIStatus
+	return errors.Is(err, cluster.ErrUnreachable) || errors.As(err, &status) && status.Status().Code >= http.StatusInternalServerError
 }
 
 // releasable returns the Pod of the active gateway. It returns an error unless another gateway

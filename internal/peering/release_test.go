@@ -2,6 +2,7 @@ package peering
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"log/slog"
 	"net/netip"
@@ -77,15 +78,26 @@ func setReady(t *testing.T, c *cluster.Cluster, p *corev1.Pod, ready corev1.Cond
 	must(t, c.Client.Status().Patch(t.Context(), p, client.Merge))
 }
 
-// busyLease is a client that fails the first three reads of Leases after the eviction, as if
+// busyServer is a client that fails the first three reads of Leases after the eviction, as if
 // the API server had lost etcd.
-type busyLease struct {
+type busyServer struct {
 	client.Client
 	pair     *clustertest.Pair
 	refusals int
 }
 
-func (b *busyLease) Get(ctx context.Context, key client.ObjectKey, o client.Object, opts ...client.GetOption) error {
+// SubResource returns a client whose requests are executed, but answered like those that were not.
+func (b *busyServer) SubResource(name string) client.SubResourceClient {
+	return unanswered{b.Client.SubResource(name)}
+}
+
+type unanswered struct{ client.SubResourceClient }
+
+func (u unanswered) Create(ctx context.Context, o, sub client.Object, opts ...client.SubResourceCreateOption) error {
+	return errors.Join(u.SubResourceClient.Create(ctx, o, sub, opts...), apierrors.NewServiceUnavailable("etcd is slow"))
+}
+
+func (b *busyServer) Get(ctx context.Context, key client.ObjectKey, o client.Object, opts ...client.GetOption) error {
 	if _, lease := o.(*coordinationv1.Lease); lease && len(b.pair.Lines) > 0 && b.refusals < 3 {
 		b.refusals++
 		return apierrors.NewServiceUnavailable("etcd is down")
@@ -131,14 +143,14 @@ func TestAGatewayIsReleasedOnlyToAReadyStandby(t *testing.T) {
 	refused("because no standby is ready: Pod gateway-2 is not ready: ContainersNotReady")
 	setReady(t, c, secondPod, corev1.ConditionTrue)
 
-	refusing := &busyLease{Client: c.Client, pair: p}
+	refusing := &busyServer{Client: c.Client, pair: p}
 	busy := *c // others read the client of c
 	busy.Client = refusing
 	must(t, release(&busy))
 	if refusing.refusals != 3 {
 		t.Errorf("%d of 3 refusals", refusing.refusals)
 	}
-	clustertest.Contains(t, p.Said(), "Pod gateway-1 on node n1 is evicted, and hands over\nPod gateway-2 on node n2 is active after ", ", epoch 2")
+	clustertest.Contains(t, p.Said(), "it is not known whether the eviction has arrived: release-a: eviction of Pod gateway-1: etcd is slow\nPod gateway-2 on node n2 is active after ", ", epoch 2")
 	h, err := cluster.HolderOf(t.Context(), c, isthmus.LeaseGateway, true)
 	must(t, err)
 	if want := (isthmus.Takeover{Pod: "gateway-2", Reason: isthmus.TakeoverReleased, Previous: "gateway-1"}); h.Takeover == nil || *h.Takeover != want || h.Epoch != 2 || h.Since == nil {
