@@ -42,7 +42,7 @@ two cores. The times include the effect of the machine's load. Cluster a has thr
 cluster a. Meanwhile a pod of a and a pod of b, neither on the node of its active gateway, exchange a UDP packet and its answer
 every 10 ms, and an octet of one TCP connection as often. "Lost" counts the UDP packets without an answer. A pause is the longest
 time between two answers, or between two octets of TCP. In the last rows, cluster a has two nodes or one, so its Lease decides.
-A cluster of one node has one gateway. [faults.md](faults.md) has more faults of clusters with two nodes.
+A cluster of one node has one gateway, and the client is on its node. [faults.md](faults.md) has more faults of clusters with two nodes.
 
 Each fault happened 10 times or more: the first number is the median, the second the worst. The load is the machine's
 average over the minute before the first time.
