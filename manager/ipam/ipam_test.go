@@ -262,7 +262,7 @@ func TestNumberOfPeersIsLimitedBySizeOfTheObject(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	t.Logf("%d octets, %d for each peer", len(text), len(text)/MaxPeers)
+	t.Logf("%d octets, %.0f for each peer", len(text), float64(len(text))/MaxPeers)
 	if n := len(text) + 64<<10; n > 3<<19 {
 		t.Errorf("%d octets for %d peers; want at most 1.5 MiB, with room for annotations", n, MaxPeers)
 	}

@@ -28,7 +28,7 @@ import (
 
 // Bounds of a State, which follow from the objects that store it.
 const (
-	// MaxPeers bounds the peers of a State. A peer takes 320 octets in the IpamStorage, and etcd
+	// MaxPeers bounds the peers of a State. A peer takes 305 octets in the IpamStorage, and etcd
 	// accepts 1.5 MiB (TestNumberOfPeersIsLimitedBySizeOfTheObject).
 	MaxPeers = 4096
 	// MaxEndpoints bounds the mapped endpoints of a State, including the gateway's own.

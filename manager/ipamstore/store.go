@@ -323,7 +323,7 @@ func (s *Store) mirror(ctx context.Context, state ipam.State) error {
 }
 
 // Metadata returns an empty IpamStorage that has metadata only. A cache needs only the version of
-// the IpamStorage. The spec has 300 octets for each peer, and changes with every new peer.
+// the IpamStorage. The spec has 305 octets for each peer, and changes with every new peer.
 func Metadata() *metav1.PartialObjectMetadata {
 	m := new(metav1.PartialObjectMetadata)
 	m.SetGroupVersionKind(v1alpha1.GroupVersion.WithKind("IpamStorage"))
