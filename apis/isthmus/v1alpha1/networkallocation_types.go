@@ -45,8 +45,10 @@ type NetworkAllocationSpec struct {
 	Own *OwnNetworks `json:"own,omitempty"`
 
 	// Session is the number of the manager that wrote this object. Each manager that begins to
-	// write takes a higher number. A manager adopts changes of a later session, and overwrites all
-	// other foreign changes. 0: no manager has written this object.
+	// write takes a higher number. A manager adopts changes of a later session. It overwrites other
+	// foreign changes, except those of freed: it keeps added entries, and ends the hold of a network
+	// that somebody moved from networks to freed with a higher revision. 0: no manager has written
+	// this object.
 	// +kubebuilder:validation:Minimum=1
 	// +optional
 	Session int64 `json:"session,omitempty"`
