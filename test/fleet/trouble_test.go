@@ -471,9 +471,9 @@ func loads(t *testing.T) string {
 		}
 	}
 	slices.Sort(all)
-	said := fmt.Sprintf("\nThe load of the test machine was %.1f to %.1f, with a median of %.1f", all[0], all[len(all)-1], all[len(all)/2])
+	said := fmt.Sprintf("\nThe load average of the test machine was %.1f to %.1f, with a median of %.1f", all[0], all[len(all)-1], all[len(all)/2])
 	if missing := len(troubles) - len(all); missing > 0 {
-		said += fmt.Sprintf("; of %d it was not written down", missing)
+		said += fmt.Sprintf("; for %d faults it was not recorded", missing)
 	}
 	return said + ".\n"
 }
@@ -486,7 +486,7 @@ func code(s string) string {
 }
 
 func causeRows() [][]string {
-	rows := [][]string{{"what is wrong", "the gateway here says", "the gateway there says"}}
+	rows := [][]string{{"what is wrong", "reason at this gateway", "reason at the peer's gateway"}}
 	for _, c := range causes {
 		rows = append(rows, []string{c.fault, code(c.here), code(c.there)})
 	}

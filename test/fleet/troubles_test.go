@@ -371,7 +371,7 @@ var troubles = []trouble{
 		},
 	},
 	{
-		fault: "the Secret with the identity is immutable, and its token will expire", says: "is not renewed",
+		fault: "the Secret with the identity is immutable, and its token is about to expire", says: "is not renewed",
 		breaks: func(t *testing.T, s *troubleSite) {
 			change(t, s.a, identitySecret(t, s), func(o *corev1.Secret) {
 				dated(t, s, o, 50*time.Minute, 10*time.Minute)
@@ -770,7 +770,7 @@ var troubles = []trouble{
 		heals: func(t *testing.T, s *troubleSite) { nft(t, s.there().Host, "delete table ip filter") },
 	},
 	{
-		fault: "a CNI masquerades pods, at the usual priority",
+		fault: "a CNI masquerades pods at the usual hook priority, srcnat",
 		breaks: func(t *testing.T, s *troubleSite) {
 			filter(t, s.far(t).Host, "add chain ip fault on { type nat hook postrouting priority 100; }; add rule ip fault on masquerade")
 		},
