@@ -13,7 +13,6 @@ import (
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
-	"github.com/isthmus-net/isthmus/internal/keyring"
 	"github.com/isthmus-net/isthmus/manager/exchange"
 	"github.com/isthmus-net/isthmus/manager/facts"
 	"github.com/isthmus-net/isthmus/manager/ipam"
@@ -156,7 +155,7 @@ func (s *peeringState) remedyHere(nc *v1alpha1.NetworkConfig, reason string) str
 	case v1alpha1.ReasonConsent:
 		return fmt.Sprintf("to agree: isthmus peer %s --consent %s,%s", peering, nc.Spec.PodCIDR, nc.Spec.ExternalCIDR)
 	case v1alpha1.ReasonKeyConflict:
-		return peer + " has to put another key (isthmus genkey) into Secret " + keyring.SecretName + " of its gateway"
+		return peer + " has to replace the key of its gateway (isthmus rotate-key --now)"
 	case v1alpha1.ReasonEndpoint:
 		return fmt.Sprintf("%s has to publish another address: annotation %s of its gateway's Service, or spec.overrides.address of its Peering with us",
 			peer, v1alpha1.AnnotationOverrideAddress)
@@ -177,7 +176,7 @@ func (s *peeringState) remedyThere(reason string) string {
 	case v1alpha1.ReasonConsent:
 		return fmt.Sprintf("somebody at %s has to agree: isthmus peer %s --consent %s,%s", peer, s.self.ClusterName, s.original.Spec.PodCIDR, s.original.Spec.ExternalCIDR)
 	case v1alpha1.ReasonKeyConflict:
-		return "put another key (isthmus genkey) into Secret " + keyring.SecretName + " of our gateway, or un-peer the cluster that has the same key at " + peer
+		return "replace the key of our gateway (isthmus rotate-key --now), or un-peer the cluster that has the same key at " + peer
 	case v1alpha1.ReasonEndpoint:
 		return fmt.Sprintf("publish another address: annotation %s of our gateway's Service, or spec.overrides.address of Peering %s",
 			v1alpha1.AnnotationOverrideAddress, peering)

@@ -47,7 +47,7 @@ func TestRefusalsNameRequestNetworksInForceAndRemedy(t *testing.T) {
 			s.keyOwner = "charlie (c) has it, by TunnelEndpoint tenant-c/charlie"
 		}, isthmus.ConditionPeerConfig, v1alpha1.ReasonKeyConflict,
 			asks + "spec.backend_config.publicKey: is the key of another peer (charlie (c) has it, by TunnelEndpoint tenant-c/charlie)" + stays +
-				"bravo has to put another key (isthmus genkey) into Secret wireguard-pubkey of its gateway"},
+				"bravo has to replace the key of its gateway (isthmus rotate-key --now)"},
 		{"a key of low order", weRefuse(v1alpha1.ReasonInvalid, "spec.backend_config.publicKey: is a point of low order"),
 			isthmus.ConditionPeerConfig, v1alpha1.ReasonInvalid,
 			asks + "spec.backend_config.publicKey: is a point of low order" + stays + "bravo has to correct that field; to end the peering, run isthmus unpeer here"},
@@ -84,7 +84,7 @@ func TestRefusalsNameRequestNetworksInForceAndRemedy(t *testing.T) {
 		{"our key is another's there", theyRefuse(v1alpha1.ReasonKeyConflict, "spec.backend_config.publicKey: is the key of another peer of the receiver"),
 			isthmus.ConditionAnswered, v1alpha1.ReasonKeyConflict,
 			refuses + "spec.backend_config.publicKey: is the key of another peer of the receiver" + there +
-				"put another key (isthmus genkey) into Secret wireguard-pubkey of our gateway, or un-peer the cluster that has the same key at bravo"},
+				"replace the key of our gateway (isthmus rotate-key --now), or un-peer the cluster that has the same key at bravo"},
 		{"our claim needs consent", theyRefuse(v1alpha1.ReasonConsent, "spec.podCIDR: is 10.244.0.0/16 now"), isthmus.ConditionAnswered, v1alpha1.ReasonConsent,
 			refuses + "spec.podCIDR: is 10.244.0.0/16 now" + there + "somebody at bravo has to agree: isthmus peer alpha --consent 10.244.0.0/16,10.245.0.0/16"},
 		{"our endpoint is refused", theyRefuse(v1alpha1.ReasonEndpoint, "spec.endpointIP: is a node"), isthmus.ConditionAnswered, v1alpha1.ReasonEndpoint,
