@@ -66,7 +66,7 @@ of them fails.`,
 		}),
 	}
 	addProgramFlag(cmd.Flags(), &o.Binary)
-	cmd.Flags().BoolVar(&kubernetes, "kubernetes", false, "two clusters with real kubelets, up to a Service that is reached by name")
+	cmd.Flags().BoolVar(&kubernetes, "kubernetes", false, "make two clusters with real kubelets instead, and share a Service by name")
 	cmd.Flags().BoolVar(&o.Keep, "keep", false, "keep the clusters at the end, until Ctrl-C")
 	cmd.Flags().StringVar(&o.Name, "name", "demo", "name of the lab")
 	return cmd

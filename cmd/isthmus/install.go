@@ -88,7 +88,7 @@ no cluster.`,
 	f.add(cmd)
 	cmd.Flags().BoolVar(&o.Force, "force", false, "accept a --pod-cidr that contains neither a Pod nor a node's podCIDR")
 	cmd.Flags().BoolVar(&o.Forget, "reset-values", false, "ignore the stored values of earlier installations")
-	cmd.Flags().BoolVar(&configureDNS, "configure-dns", false, "with --services: add the zone clusterset.local to the Corefile of CoreDNS, and do not cache names there that do not exist; =false undoes this")
+	cmd.Flags().BoolVar(&configureDNS, "configure-dns", false, "with --services: add the zone clusterset.local to the Corefile of CoreDNS, and exempt the zone from the negative cache; =false undoes this")
 	cmd.Flags().DurationVar(&o.Wait, "timeout", 5*time.Minute, "how long to wait until the components run; 0: do not wait")
 	cmd.Flags().BoolVar(&show, "print", false, "print the manifests and apply nothing")
 	cmd.Flags().BoolVar(&showValues, "print-values", false, "print the values of the chart with their descriptions")
@@ -116,7 +116,7 @@ func (f *installFlags) add(cmd *cobra.Command) {
 	flags.IntVar(&f.tunnels, "tunnels", 1, "tunnels to one peer, on UDP ports from --gateway-port upwards")
 	flags.StringVar(&f.podCIDR, "pod-cidr", "", "network of all pods (default: detected)")
 	flags.BoolVar(&f.onHostNetwork, "host-network", false, "run the gateways in their nodes' network")
-	flags.BoolVar(&f.withoutWorkloads, "without-workloads", false, "do not install the components, because they run elsewhere; install the gateway's Service only with --gateway-service")
+	flags.BoolVar(&f.withoutWorkloads, "without-workloads", false, "do not install the components, because they run elsewhere; the gateway's Service is then installed only if --gateway-service is set")
 	flags.BoolVar(&f.services, "services", false, "export and import Services through the Multi-Cluster Services API, with names in clusterset.local; isthmus peer --services chooses the namespaces (docs/services.md)")
 	flags.BoolVar(&f.metricsAuth, "metrics-auth", false, "serve metrics to clients with the ClusterRole isthmus-metrics-reader, and give the components the rights to check this")
 }

@@ -33,11 +33,13 @@ func newManagerCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "manager",
 		Short: "Run the control plane of this cluster",
-		Long: `Run the control plane of this cluster. For each Peering it publishes a NetworkConfig to
-the peer's API server, answers the peer's NetworkConfig with the networks that it chose
-for the peer, which overlap nothing in this cluster, and writes the TunnelEndpoint and
-NatMapping for gateways and route agents. The status of the Peering reports the
-progress.
+		Long: `Run the control plane of this cluster. For each Peering the manager
+- publishes a NetworkConfig to the peer's API server;
+- chooses networks for the peer that overlap nothing in this cluster, and answers the
+  peer's NetworkConfig with them;
+- writes the TunnelEndpoint and NatMapping for gateways and route agents.
+
+The status of the Peering reports the progress.
 
 Values without a flag are detected: the cluster's identity from the ConfigMap
 that "isthmus install" (or Liqo) writes, the PodCIDR from kubeadm's configuration,
@@ -74,17 +76,17 @@ takes its own Lease over at once.`,
 	flags.StringVar(&f.podCIDR, "pod-cidr", "", "network of all pods of this cluster (default: from kubeadm's configuration)")
 	flags.StringVar(&f.serviceCIDR, "service-cidr", "", "network of the Services (default: from the API server)")
 	flags.StringVar(&f.externalCIDR, "external-cidr", "", "network for endpoints that are not pods (default: a free /20, or a free network of the PodCIDR's size if that is smaller)")
-	flags.StringSliceVar(&f.pools, "pools", nil, "pools for networks of peers that have to be remapped (default: 10.0.0.0/8,192.168.0.0/16,172.16.0.0/12,100.64.0.0/10)")
+	flags.StringSliceVar(&f.pools, "pools", nil, "pools from which the manager takes a network for each network of a peer that it has to remap (default: 10.0.0.0/8,192.168.0.0/16,172.16.0.0/12,100.64.0.0/10)")
 	flags.StringSliceVar(&f.reserved, "reserved", nil, "more networks that peers never get, besides this cluster's own and those that its nodes reach")
 	flags.BoolVar(&o.Services, "services", false, "share Services with peers according to their Peerings; needs rights and the CRDs of the Multi-Cluster Services API")
 	flags.BoolVar(&o.LeaderElect, "leader-elect", true, "elect one active manager among several")
 	flags.StringVar(&o.IPAM.Address, "ipam-address", "", "TCP address of Liqo's gRPC service ipam, such as :6000, which Liqo's virtual kubelets need (default: none)")
-	flags.StringVar(&f.ipamCert, "ipam-tls-cert", "", "file with the certificate of that service, in PEM")
-	flags.StringVar(&f.ipamKey, "ipam-tls-key", "", "file with the private key of that service, in PEM")
-	flags.StringVar(&f.ipamClientCA, "ipam-client-ca", "", "file with the certificate authority of that service's clients")
-	flags.BoolVar(&o.IPAM.Plain, "ipam-plain", false, "serve every client of that address without TLS, as Liqo does; restrict clients by a NetworkPolicy such as deploy/networkpolicy/ipam.yaml")
+	flags.StringVar(&f.ipamCert, "ipam-tls-cert", "", "file with the certificate of the service at --ipam-address, in PEM")
+	flags.StringVar(&f.ipamKey, "ipam-tls-key", "", "file with the private key of the service at --ipam-address, in PEM")
+	flags.StringVar(&f.ipamClientCA, "ipam-client-ca", "", "file with the certificate authority of the clients of --ipam-address")
+	flags.BoolVar(&o.IPAM.Plain, "ipam-plain", false, "serve every client of --ipam-address without TLS, as Liqo does; restrict clients by a NetworkPolicy such as deploy/networkpolicy/ipam.yaml")
 	flags.StringVar(&o.IPAMService, "ipam-service", "", "Service without a selector; the active manager writes its $POD_IP into the Service's EndpointSlice (default: none)")
-	flags.StringSliceVar(&f.ipamAllow, "ipam-allow", nil, "networks of nodes, Services or other peers whose addresses that service may map for peers (default: none)")
+	flags.StringSliceVar(&f.ipamAllow, "ipam-allow", nil, "networks of nodes, Services or other peers; the service at --ipam-address may map addresses in them for peers (default: none)")
 	flags.StringVar(&o.MetricsAddress, "metrics-address", "127.0.0.1:5876", "TCP address of /metrics; empty disables it")
 	f.secure.add(flags)
 	flags.StringVar(&o.HealthAddress, "health-address", ":5877", "TCP address of /healthz and /readyz; empty disables it")

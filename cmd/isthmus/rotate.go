@@ -28,7 +28,7 @@ second, until its manager has read the new key. If the manager cannot publish th
 a peer, that peer stays out of reach. A gateway that is cut off from its API server
 accepts the old key until it reads the Secret.
 
-Use --abort to drop the next key while no peer knows it, for example if a gateway does
+Use --abort to drop the new key while no peer knows it, for example if a gateway does
 not accept it. Later there is no way back: a peer that has switched no longer accepts
 the old key.`,
 		Example:           "  isthmus rotate-key --context paris --wait 5m",
@@ -51,7 +51,7 @@ the old key.`,
 	}
 	addAccessFlags(cmd, &access, "", "")
 	cmd.Flags().BoolVar(&o.Now, "now", false, "replace the key at once; sessions end")
-	cmd.Flags().BoolVar(&o.Abort, "abort", false, "drop the next key while no peer knows it")
+	cmd.Flags().BoolVar(&o.Abort, "abort", false, "drop the new key while no peer knows it")
 	cmd.Flags().DurationVar(&o.Wait, "wait", 0, "how long to wait until the rotation is complete; 0: do not wait")
 	return cmd
 }

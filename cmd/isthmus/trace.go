@@ -31,16 +31,17 @@ includes the other cluster. SRC and DST are addresses, NAMESPACE/POD, svc/NAME o
 svc/NAMESPACE/NAME; svc means the first ready endpoint of that Service. SRC is in this
 cluster. With --remote-context, a name in DST is one of the other cluster. DST may also
 be the name in clusterset.local of a Service that this cluster imports. The first line
-then shows the chosen endpoint, and the number of endpoints in each cluster. Endpoints
-of the other cluster come first, then those of any peer.
+then shows the chosen endpoint, and the number of endpoints in each cluster. The command
+chooses an endpoint of the other cluster if there is one, otherwise one of any peer, and
+last one of this cluster.
 
 With --gateway or --address, the command queries the gateway on this machine, which
 includes its NAT flows. With --config it reads the configuration in a directory instead.
 SRC and DST are then the addresses that the packet has when it reaches the gateway. For
 an outbound packet, SRC is our pod, and DST is the peer's pod as we see it. For an
 inbound packet, SRC is the peer's pod as we see it, and DST is our pod as the peer sees
-it. Without --direction the command chooses the one that matches. For ICMP the port is
-the identifier of an echo request.
+it. Without --direction the command chooses the direction that fits the addresses. For
+ICMP the port is the identifier of an echo request.
 
 If the peer is down, the last line reports it, with the reason. The exit code is 1 if the
 packet would not arrive. It is 0 if the packet arrives, or leaves for a peer whose cluster

@@ -19,9 +19,9 @@ func newUnpeerCommand() *cobra.Command {
 		Long: `End a peering: in both clusters with --remote-context, or in one with the NAME of its
 Peering or of the other cluster. First the command revokes the rights of the other
 cluster. With --remote-context, that cluster keeps only the rights to delete its own
-objects here. Then it deletes the Peerings, and the managers remove their objects. Last,
-it deletes the remaining rights, identities and namespaces. If the two clusters are not
-peered, the command succeeds; an unknown NAME is an error.
+objects here. Then the command deletes the Peerings, and the managers remove their
+objects. Last, the command deletes the remaining rights, identities and namespaces. If the
+two clusters are not peered, the command succeeds; an unknown NAME is an error.
 
 A manager waits for the other cluster's API server, so that none of our objects remain
 there. With --force it does not wait, and reports what may remain. If no manager runs,

@@ -28,12 +28,13 @@ func newVerifyCommand() *cobra.Command {
 namespace of the installation: on the node of the active gateway and on another one, in
 the pod network and in the host network. Each Pod sends ICMP, UDP and TCP to every Pod of
 the other cluster, with sizes from small to beyond the MTU. In addition, the Pods
-- ping the addresses of the other cluster's mapped endpoints, which are not pods;
-- connect to TCP ports of this cluster's Services whose endpoints are in the other
-  cluster, by address and by name, up to 16 of each;
-- connect to the first TCP port of Services imported from the other cluster, up to 16 each
-  way: by the name in clusterset.local, which any exporter may answer, and at one endpoint
-  of the other cluster.
+of each cluster test at most 16 targets of each of these kinds:
+- addresses of the other cluster's mapped endpoints, which are not pods, by ping;
+- TCP ports of their own cluster's Services that have endpoints in the other cluster, by
+  address and by name;
+- names in clusterset.local of Services imported from the other cluster, at the first TCP
+  port; any exporter may answer;
+- one endpoint of each such Service in the other cluster, at the same port.
 
 If a target does not answer in its own cluster either, it does not count as failed. The
 command prints each answer, its time, and the source address that the receiver saw. The
@@ -52,8 +53,8 @@ and counts lost packets; -o json prints the counts at the end.
 The exit code is 0 if all targets answered, 1 if one did not, and 2 if a cluster could
 not be reached or the two are not peered. If a Pod did not get the command to send,
 because its node or the API server was away, its packets count as unknown, not as lost.
-If nothing failed, but packets are unknown, the exit code is 2; with --continuous only if
-nothing was sent at all.`,
+If nothing failed, but packets are unknown, the exit code is 2. With --continuous it is
+then 2 only if nothing was sent at all.`,
 		Example: "  isthmus verify --context paris --remote-context oslo\n" +
 			"  isthmus verify --context paris --remote-context oslo --only pod,tcp,out --sizes 1400,9000\n" +
 			"  isthmus verify --context paris --remote-context oslo --pod shop/web-0 --remote-pod db/postgres-0\n" +
