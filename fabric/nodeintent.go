@@ -13,8 +13,8 @@ import (
 // may have any order.
 type NodeIntent struct {
 	Self string // name of our node
-	// UnderlayMTU is the smallest MTU of the paths of outer packets, in octets; 0: unknown, use
-	// 1500.
+	// UnderlayMTU is the smallest MTU of the paths of outer packets, in octets. If it is 0, the MTU
+	// is unknown and 1500 is used.
 	UnderlayMTU int
 	// UnderlayDevices are the known devices that have our node's address or lead to other nodes.
 	UnderlayDevices []string

@@ -62,7 +62,7 @@ func (d *dropTimes) look(e *natengine.Engine, now time.Time) {
 	}
 }
 
-// last returns the time when look last saw the counter increase; zero: never.
+// last returns the time when look last saw the counter increase, or zero if it never did.
 func (d *dropTimes) last(peer *natengine.PeerState, direction natengine.Direction, reason natengine.Drop) time.Time {
 	d.mu.Lock()
 	defer d.mu.Unlock()

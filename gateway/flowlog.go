@@ -41,8 +41,8 @@ type flowLog struct {
 	limit   *rate.Limiter
 	file    *reopened
 	names   atomic.Pointer[map[string]string] // names of the peers by cluster ID; the map is never modified
-	// owner returns the pod or node that has an address of this cluster; nil if the log has no
-	// owners.
+	// owner returns the pod or node that has an address of this cluster. It is nil if the log has
+	// no owners.
 	owner func(netip.Addr) fabric.Owner
 	log   *slog.Logger
 }

@@ -30,8 +30,8 @@ const (
 	// bind.IgnorePath).
 	minAutoMTU  = 1280 - overhead6
 	minAutoMTU6 = 1280
-	// maxAutoMTU allows for jumbo frames. Only loopback and virtual links have a larger MTU, and
-	// the path behind them has another one.
+	// maxAutoMTU allows for jumbo frames. Only loopback and virtual links have a larger MTU, which
+	// is not the MTU of the path behind them.
 	maxAutoMTU = 9000 - overhead4
 )
 

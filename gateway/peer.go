@@ -82,8 +82,8 @@ func (p *peer) down() bool {
 	return true
 }
 
-// heard returns the time when an authenticated message last came from the peer, in any tunnel;
-// zero: never.
+// heard returns the time when an authenticated message last came from the peer in any tunnel, or
+// zero if none came.
 func (p *peer) heard() (last time.Time) {
 	for _, s := range p.sessions {
 		if s.heard.After(last) {

@@ -54,8 +54,8 @@ type resolver struct {
 	sources atomic.Pointer[sources]
 }
 
-// sources are the addresses from which messages of peers may come: addresses that a peer's
-// gateway can have, addresses from which Services relay, and those in said.
+// sources are the addresses from which messages of peers may come: addresses that a peer's gateway
+// can have, addresses from which Services relay, and the addresses in the field said.
 type sources struct {
 	index *fabric.SiteIndex
 	said  map[netip.Addr]bool // literal endpoints of peers, and addresses that the resolver gave up

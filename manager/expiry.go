@@ -118,7 +118,7 @@ func (x *expiry) lookFor(ctx context.Context, e ipam.Endpoint, now time.Time, pa
 }
 
 // end ends the mappings of one endpoint. The last parameter is the kind of the address's present
-// owner; "": it has none.
+// owner, or "" if it has none.
 func (x *expiry) end(ctx context.Context, e ipam.Endpoint, is string) error {
 	before := x.Store.State()
 	after, err := x.Store.Update(ctx, func(b ipam.State) (ipam.State, error) {

@@ -73,7 +73,8 @@ const refusalPatience = 5 * time.Second
 
 // Options are the options of Run.
 type Options struct {
-	// Kubeconfig is the path of a kubeconfig of this cluster; empty: the service account of this Pod.
+	// Kubeconfig is the path of a kubeconfig of this cluster. By default, the manager uses the
+	// service account of its Pod.
 	Kubeconfig string
 	// Namespace is the namespace of the gateway's Service and Secret, and of our Lease.
 	Namespace string
@@ -104,7 +105,7 @@ type Options struct {
 	// off. Metrics are registered once per process, so only one of several managers in a process
 	// may have a MetricsAddress.
 	MetricsAddress, HealthAddress string
-	// MetricsSecure protects MetricsAddress; nil: anybody may read.
+	// MetricsSecure protects MetricsAddress. If it is nil, anybody may read the metrics.
 	MetricsSecure *httpserve.Secure
 	Log           *slog.Logger
 }

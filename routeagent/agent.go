@@ -69,8 +69,8 @@ type Options struct {
 	TellReady func(ctx context.Context, problem string) error
 	Voter     Voter  // nil: the node does not vote on which gateway is active
 	Resolvers string // path of the node's resolv.conf(5)
-	// MetricsSecure protects /metrics and switches all of MetricsAddress to TLS; nil: anybody may
-	// read.
+	// MetricsSecure protects /metrics and switches all of MetricsAddress to TLS. If it is nil,
+	// anybody may read the metrics.
 	MetricsSecure *httpserve.Secure
 	Pod           string // UID of the agent's Pod, with which Started finds the agent; empty: none
 }
@@ -172,8 +172,8 @@ func Run(ctx context.Context, o Options) error {
 }
 
 // follow calls open, which waits until the agent that already runs in the namespace has ended. If
-// the source fails, follow cancels open and returns the source's error. The error also goes back
-// into failed, which has room for one, in case open has just succeeded.
+// the source fails, follow cancels open and returns the source's error. In case open has just
+// succeeded, follow also puts the error back into the channel failed, whose buffer has room for it.
 func (a *agent) follow(ctx context.Context, failed chan error, open func(context.Context) (*rtnl.Kernel, error)) (*rtnl.Kernel, error) {
 	ctx, cancel := context.WithCancelCause(ctx)
 	done := make(chan struct{})

@@ -116,7 +116,8 @@ func forwards() error {
 const manyNetworks = 16
 
 // ledElsewhere reports one network of a peer for which a foreign rule or route diverts packets from
-// our routes. Our packet filter drops these packets. If look is false, it checks only new networks.
+// our routes. Our packet filter drops these packets. Unless look is true, it checks only the
+// networks in news.
 func (l *loop) ledElsewhere(self string, look bool, news []netip.Prefix) []fabric.Problem {
 	refused := func(p netip.Prefix) (int, bool) {
 		return slices.BinarySearchFunc(l.decided.refused, p, netip.Prefix.Compare)
@@ -168,8 +169,8 @@ type reach struct {
 	limits    []kernel.Limit
 }
 
-// limits returns the restrictions that rules of other programs cause; none while there are no
-// peers. If look is false and nothing else requires a new probe, it returns the cached result.
+// limits returns the restrictions that rules of other programs cause. Without peers there are none.
+// It returns the cached result unless look is true or something else requires a new probe.
 func (l *loop) limits(node kernel.State, in fabric.NodeIntent, look bool) []kernel.Limit {
 	if len(node.SourceNAT) == 0 || node.SourceNAT[0].Remote == "" {
 		l.reach = reach{}

@@ -245,8 +245,8 @@ func (a *agent) lead(routes []fabric.NodeRoute) {
 	}
 }
 
-// resolversIn returns the DNS servers in a file of the format of resolv.conf(5); none if there is
-// no file.
+// resolversIn returns the DNS servers in a file of the format of resolv.conf(5). It returns none if
+// there is no file.
 func resolversIn(path string) (all []netip.Addr, err error) {
 	f, err := os.Open(path)
 	if errors.Is(err, os.ErrNotExist) {

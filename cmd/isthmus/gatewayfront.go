@@ -28,8 +28,8 @@ type front struct {
 	running *gateway.Running
 }
 
-// set replaces the running gateway; nil: there is none. It waits until no request uses the
-// previous one.
+// set replaces the running gateway. A nil argument means that none runs. It waits until no request
+// uses the previous one.
 func (f *front) set(r *gateway.Running) {
 	f.mu.Lock()
 	defer f.mu.Unlock()

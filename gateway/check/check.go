@@ -75,12 +75,12 @@ type Peer struct {
 	Key      [32]byte        // the peer's WireGuard public key
 	Endpoint string          // host name or address, as configured
 	Port     uint16
-	// Threshold is the number of intervals without an answer after which the peer counts as lost;
-	// 0: five.
+	// Threshold is the number of intervals without an answer after which the peer counts as lost.
+	// The default is five.
 	Threshold int
 	// BaseMTU and MaxMTU are the bounds of the search for the path MTU: every path should carry
-	// packets of BaseMTU octets in the tunnel, and no path is known to carry more than MaxMTU. 0: no
-	// search.
+	// packets of BaseMTU octets in the tunnel, and no path is known to carry more than MaxMTU. If
+	// they are 0, there is no search.
 	BaseMTU, MaxMTU int
 }
 
@@ -112,8 +112,8 @@ func (r *Result) Late(now time.Time, intervals int) bool {
 	return now.Sub(r.Answered) > time.Duration(intervals)*interval+r.RTT
 }
 
-// A Port sends and receives messages: it is a datapath.Port. It limits the messages from each
-// peer, and thereby the work that a peer can cause in the Monitor.
+// A Port sends and receives messages; datapath.Port implements it. A Port limits the messages from
+// each peer, and thereby the work that a peer can cause in the Monitor.
 type Port interface {
 	Receive() (message []byte, from netip.AddrPort, err error) // returns net.ErrClosed after Close
 	Send(message []byte, to netip.AddrPort, size int) error    // pads the packet to size octets; 0: no padding

@@ -69,7 +69,8 @@ type PathMTU struct {
 	Bytes   int       `json:"bytes"`   // largest IP packet in the tunnel that the path carries
 	Ceiling int       `json:"ceiling"` // largest that it should carry, according to the kernel
 	Since   time.Time `json:"since"`   // when Bytes last changed
-	// Confirmed is the time when a packet of Bytes octets was last answered; zero: never.
+	// Confirmed is the time when a packet of Bytes octets was last answered, or zero if none ever
+	// was.
 	Confirmed time.Time `json:"confirmed,omitzero"`
 }
 

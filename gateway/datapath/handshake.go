@@ -348,8 +348,8 @@ func (h *handshakes) Send(bufs [][]byte, to conn.Endpoint) error {
 	return err
 }
 
-// peerOf returns the peer for which the device made a handshake message; nil: unknown. It finds
-// the peer by the sender index, which the device chose.
+// peerOf returns the peer for which the device made a handshake message, or nil if the peer is
+// unknown. It finds the peer by the sender index, which the device chose.
 func (h *handshakes) peerOf(m []byte) *peer {
 	switch binary.LittleEndian.Uint32(m) {
 	case device.MessageInitiationType, device.MessageResponseType:

@@ -118,7 +118,8 @@ func (t *Tunnel) identityOf(m []byte) *identity {
 	return ids.current
 }
 
-// peerOf returns the peer for which a device made a handshake message; nil: unknown.
+// peerOf returns the peer for which a device made a handshake message, or nil if the peer is
+// unknown.
 func (t *Tunnel) peerOf(m []byte) *peer {
 	for _, id := range t.ids.Load().all() {
 		if p := id.bind.peerOf(m); p != nil {
@@ -141,7 +142,8 @@ func (t *Tunnel) SetKeys(private, next [32]byte) error {
 	return t.setKeys(private, next)
 }
 
-// NextKey returns the next private key, to which the tunnel answers as well; zero: none.
+// NextKey returns the next private key, to which the tunnel answers as well, or zero if there is
+// none.
 func (t *Tunnel) NextKey() [32]byte {
 	if next := t.ids.Load().next; next != nil {
 		return *next.private.Load()

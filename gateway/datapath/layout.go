@@ -131,7 +131,8 @@ func lookup(d *device.Device, index uint32) (*device.Peer, *device.Keypair) {
 	return *entryPeer.of(&entry), *entryKeypair.of(&entry)
 }
 
-// endpointOf returns the endpoint to which the device sends messages for a peer; nil: unknown.
+// endpointOf returns the endpoint to which the device sends messages for a peer, or nil if it is
+// unknown.
 func endpointOf(p *device.Peer) conn.Endpoint {
 	mu := peerEndpointMu.of(p)
 	mu.Lock()

@@ -158,9 +158,9 @@ func (s *preshared) choose(private *device.NoisePrivateKey, m []byte) {
 	}
 }
 
-// tryKey selects the new key for the next response, after the peer has used the former key in
-// one. Otherwise, if the two sides start handshakes in turn, both might use the former key for
-// ever.
+// tryKey selects the new key for our next response, after a response of the peer that used the
+// former key. Without this, both sides might use the former key for ever if they start handshakes
+// in turn.
 func (s *preshared) tryKey() {
 	s.mu.Lock()
 	defer s.mu.Unlock()

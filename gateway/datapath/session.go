@@ -98,8 +98,8 @@ type peer struct {
 	renewed        atomic.Int64                // creation time of the session for which received last requested a handshake
 	doubted        atomic.Int64                // when it was last reported that the peer may have another session
 
-	// seat is the session under which the peer last sent, with its endpoint; nil: the endpoint was
-	// set by configuration since then.
+	// seat is the session under which the peer last sent, with its endpoint. It is nil if a
+	// configuration has set the endpoint since then.
 	seat   atomic.Pointer[seat]
 	called atomic.Pointer[called] // the peer's last answered initiation
 
@@ -114,7 +114,7 @@ type peer struct {
 	keepalive, silence, initiation, crossing deadline
 }
 
-// newPeer returns a new peer. old is its predecessor with the same dev; nil: none.
+// newPeer returns a new peer. old is its predecessor with the same dev, or nil.
 func newPeer(of *identity, state *natengine.PeerState, key device.NoisePublicKey, dev *device.Peer, old *peer) *peer {
 	p := &peer{t: of.t, of: of, state: state, key: key, dev: dev, windows: new(sync.Mutex), preshared: &preshared{dev: dev}}
 	if old != nil {
@@ -217,7 +217,7 @@ func (p *peer) act(d *deadline, f func()) {
 	}
 }
 
-// sending returns the keypair that encrypts messages to the peer; nil: there is no usable one
+// sending returns the keypair that encrypts messages to the peer, or nil if no keypair is usable
 // (section 6.1).
 func (p *peer) sending(now time.Time) *device.Keypair {
 	k := peerKeypairs.of(p.dev).Current()
@@ -296,8 +296,8 @@ func (p *peer) confirmed() {
 }
 
 // session returns the creation time of the current session, or of the last one if the device has
-// erased its keys; zero: there was none. The session's age by the monotonic clock decides whether
-// messages are sent and accepted (see fresh).
+// erased its keys. It returns zero if there was no session. The session's age by the monotonic
+// clock decides whether messages are sent and accepted (see fresh).
 func (p *peer) session(now time.Time) time.Time {
 	if k := peerKeypairs.of(p.dev).Current(); k != nil {
 		p.made.Store(p.t.at(*keypairCreated.of(k)))

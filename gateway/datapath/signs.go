@@ -75,7 +75,7 @@ func (p *place) settle(now time.Time) {
 	}
 }
 
-// placeAt returns the place for a source address; nil: no peer is configured there.
+// placeAt returns the place for a source address, or nil if no peer is configured at that address.
 func (t *Tunnel) placeAt(addr netip.Addr) *place {
 	if p := t.peers.Load().byAddr[addr.Unmap()]; p != nil {
 		return p

@@ -17,7 +17,7 @@ type Stats struct {
 	// is PresharedID.
 	Preshared   bool
 	PresharedID string
-	// Own is our public key in the current session; zero: there is no session.
+	// Own is our public key in the current session, or zero without a session.
 	Own [32]byte
 }
 

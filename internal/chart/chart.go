@@ -67,7 +67,7 @@ func Set(values Values, value any, at ...string) {
 	values[at[len(at)-1]] = value
 }
 
-// Get returns one value by its path; nil if it does not exist.
+// Get returns one value by its path, or nil if it does not exist.
 func Get(values Values, at ...string) any {
 	for _, key := range at[:len(at)-1] {
 		values, _ = values[key].(Values)

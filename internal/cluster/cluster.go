@@ -52,12 +52,13 @@ type Access struct {
 	Kubeconfig string
 	// Context is the name of a context in that file. Empty: use the current context.
 	Context string
-	// Namespace is the namespace of the installation; empty: deploy.Namespace.
+	// Namespace is the namespace of the installation. The default is deploy.Namespace.
 	Namespace string
-	// As and AsGroups are the user and groups to impersonate; empty: the user of the context.
+	// As and AsGroups are the user and groups to impersonate. By default, the user of the context
+	// makes the requests.
 	As       string
 	AsGroups []string
-	// Timeout is the timeout of each request; 0: RequestTimeout.
+	// Timeout is the timeout of each request. The default is RequestTimeout.
 	Timeout time.Duration
 	// Server is the URL at which the other cluster's manager reaches this cluster's API server.
 	// Empty: the URL in the kubeconfig.

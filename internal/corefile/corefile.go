@@ -464,7 +464,7 @@ func endingOf(text string) string {
 	return "\n"
 }
 
-// indentOf returns the white space before a word; empty if the word is not the first of its line.
+// indentOf returns the white space before a word, or "" if the word is not the first of its line.
 func indentOf(text string, start int) string {
 	before := text[strings.LastIndexByte(text[:start], '\n')+1 : start]
 	if strings.TrimSpace(before) != "" {

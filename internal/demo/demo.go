@@ -190,8 +190,8 @@ func (s *show) peer() error {
 	return nil
 }
 
-// firstPing waits until one cluster (at) has allocated a network for the pods of the other one
-// (of), and then until a ping to addr in that network is answered.
+// firstPing waits until cluster at has allocated a network for the pods of cluster of. Then it
+// waits until a ping to addr in that network is answered.
 func (s *show) firstPing(ctx context.Context, at *fleet.Cluster, from *lab.Pod, of *fleet.Cluster, addr netip.Addr) error {
 	last := errors.New("the clusters have not agreed on networks")
 	wait := 50 * time.Millisecond

@@ -35,7 +35,7 @@ type Options struct {
 	Progress io.Writer // a line for each step; nil: none
 	Audit    bool      // API servers write audit logs, see Cluster.AuditLog
 	// IPAMAllow lists the networks of nodes whose addresses virtual kubelets may map. It is the
-	// value of the managers' flag --ipam-allow; empty: none.
+	// value of the managers' flag --ipam-allow, and may be empty.
 	IPAMAllow string
 	// Services makes the clusters share Services with peers.
 	Services bool

@@ -75,11 +75,11 @@ type process struct {
 	env  []string
 	// ready and metrics are URLs inside the host.
 	ready, metrics string
-	// hinder is a shell command that runs before the component, in the component's mount namespace;
-	// empty: none.
+	// hinder is a shell command that runs before the component, in the component's mount namespace.
+	// It may be empty.
 	hinder string
-	// caps are the capabilities of the component's container, in the notation of setpriv(1); empty:
-	// no container.
+	// caps are the capabilities of the component's container, in the notation of setpriv(1). They
+	// are empty if the component has no container.
 	caps string
 
 	cmd  *lab.Cmd
@@ -174,7 +174,7 @@ func (c *Cluster) SetTunnels(n int) {
 }
 
 // Hinder sets a shell command that runs before the component, in the component's mount namespace,
-// from the next start on; empty: none.
+// from the next start on. An empty command runs nothing.
 func (c *Cluster) Hinder(name, command string) { c.processes[name].hinder = command }
 
 // Start starts a stopped component and waits until it is ready.

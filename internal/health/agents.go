@@ -132,7 +132,7 @@ func takesAgents(n *corev1.Node) bool {
 }
 
 // stillWanted returns the number of Pods that the agents' DaemonSets want in addition to the
-// existing ones. told is false if no DaemonSet has that number.
+// existing ones. told is false if no DaemonSet reports that number.
 func stillWanted(sets []appsv1.DaemonSet) (more int, told bool) {
 	for i := range sets {
 		s := &sets[i]

@@ -16,7 +16,7 @@ import (
 // A Diagnosis is the result of a check of the path between two clusters, or from one cluster to
 // all its peers.
 type Diagnosis struct {
-	// Broken is the hop to repair first; nil: none is broken.
+	// Broken is the hop to repair first, or nil if no hop is broken.
 	Broken *Hop `json:"broken,omitempty"`
 	// Hops are all checked hops, in the order of the path. If the other side was queried, its
 	// hops are next to ours.

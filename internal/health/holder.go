@@ -19,8 +19,8 @@ type Holder struct {
 	Name  string       `json:"name,omitempty"`  // empty: nobody holds the Lease
 	Epoch int32        `json:"epoch,omitempty"` // increases with each new holder
 	Since *metav1.Time `json:"since,omitempty"` // when the holder acquired the Lease; nil: there is no holder, or the time is unknown
-	// Takeover is the reason why the active gateway became active; nil: the holder is a
-	// manager, or the reason is unknown.
+	// Takeover is the reason why the active gateway became active. It is nil if the holder is a
+	// manager, or if the reason is unknown.
 	Takeover *isthmus.Takeover `json:"takeover,omitempty"`
 	// Problem is the reason why there is no holder.
 	Problem string `json:"problem,omitempty"`

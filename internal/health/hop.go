@@ -41,8 +41,8 @@ type Hop struct {
 	Reason  string   `json:"reason,omitempty"` // reason of the condition from which the hop was made
 	// Text describes the state and, if it is broken, the remedy.
 	Text string `json:"text"`
-	// Source is the place where the state was read. Since is the time at which its reporter
-	// noticed the state; nil: unknown.
+	// Source is the place where the state was read. Since is the time at which its reporter noticed
+	// the state, or nil if that is unknown.
 	Source string       `json:"source"`
 	Since  *metav1.Time `json:"since,omitempty"`
 
@@ -224,8 +224,8 @@ func OfNodes(h *Hop) bool { return h.Name == HopNodes || h.Name == HopAgents || 
 
 func comesLast(h *Hop) bool { return OfNodes(h) || h.Name == HopNames }
 
-// telling ranks the reasons of a tunnel by how specific they are. A side that only receives
-// nothing ranks lowest.
+// telling ranks the reasons of a broken tunnel; the most specific reason ranks highest. The least
+// specific one is that a side receives nothing.
 func telling(reason string) int {
 	return slices.Index([]string{
 		isthmus.ReasonLost, v1alpha1.CauseNoAnswer, v1alpha1.CausePeerSilent, v1alpha1.CauseProbeUnanswered, v1alpha1.CauseAnswersLost,

@@ -104,7 +104,7 @@ func eventTime(e *corev1.Event) time.Time {
 	return at
 }
 
-// problem returns the reason why a Pod does not work, with the Pod's own message; empty: it
+// problem returns the reason why a Pod does not work, with the Pod's own message, or "" if the Pod
 // works.
 func (f Components) problem(p *corev1.Pod) string {
 	why := PodProblem(p)
@@ -260,8 +260,8 @@ func (f Components) versions() string {
 // labelVersion is the label with the version on the Pods of an installation.
 const labelVersion = "app.kubernetes.io/version"
 
-// otherVersion returns the version of a component if it differs from the given version; empty:
-// no component has another version.
+// otherVersion returns the version of a component if it differs from the given version, or "" if
+// all components have that version.
 func (f Components) otherVersion(version string) string {
 	for i := range f.Pods {
 		p := &f.Pods[i]
@@ -277,7 +277,7 @@ var Accounts = map[string]string{
 	HopManager: deploy.ManagerServiceAccount, HopGateway: deploy.GatewayServiceAccount, HopAgents: deploy.RouteAgentServiceAccount,
 }
 
-// PodProblem returns the reason why a Pod does not work; empty: it works. A running Pod without
+// PodProblem returns the reason why a Pod does not work, or "" if it works. A running Pod without
 // further status counts as working.
 func PodProblem(p *corev1.Pod) string {
 	if why := stopped(p); why != "" {
@@ -291,7 +291,8 @@ func PodProblem(p *corev1.Pod) string {
 	return ""
 }
 
-// stopped returns the reason why a Pod does not run; empty: it runs, but may not be ready.
+// stopped returns the reason why a Pod does not run, or "" if it runs. A Pod that runs may still be
+// unready.
 func stopped(p *corev1.Pod) string {
 	if !p.DeletionTimestamp.IsZero() {
 		return "is being deleted"
@@ -315,7 +316,8 @@ func stopped(p *corev1.Pod) string {
 	return ""
 }
 
-// pendingFor returns, after a colon, the reason why a Pod does not run yet; empty: unknown.
+// pendingFor returns, after a colon, the reason why a Pod does not run yet, or "" if the reason is
+// unknown.
 func pendingFor(p *corev1.Pod) string {
 	why := func(reason, message string) string {
 		if reason == "" {

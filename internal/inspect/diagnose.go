@@ -14,8 +14,8 @@ import (
 	"github.com/isthmus-net/isthmus/internal/cluster"
 )
 
-// Diagnose checks, hop by hop, the path from a cluster to the peer with this name, or to all
-// peers if name is empty. remote is the other side; nil: it cannot be queried. The error is
+// Diagnose checks, hop by hop, the path from a cluster to the peer with this name, or to all peers
+// if name is empty. remote is the other side, or nil if it cannot be queried. The error is
 // ErrOtherPeer if name and remote are two different clusters. If querying the other side fails,
 // Diagnose returns the diagnosis of this side and an error.
 func Diagnose(ctx context.Context, local, remote *cluster.Cluster, name string) (*health.Diagnosis, error) {

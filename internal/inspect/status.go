@@ -60,15 +60,15 @@ type Row struct {
 	Remote    isthmus.Networks         `json:"remote"`    // the peer's networks, and the networks that we see instead
 	Endpoint  string                   `json:"endpoint,omitempty"`
 	Latency   string                   `json:"latency,omitempty"`
-	// PostQuantum is the state of the tunnel's preshared key; zero: unknown.
+	// PostQuantum is the state of the tunnel's preshared key. It is zero if the state is unknown.
 	PostQuantum isthmus.PostQuantumStatus `json:"postQuantum,omitzero"`
 	// Keys are the WireGuard keys that the current sessions use.
 	Keys isthmus.KeysStatus `json:"keys,omitzero"`
-	// Services counts the services that the peer exports to this cluster; nil: none, or they
-	// may not be read.
+	// Services counts the services that the peer exports to this cluster. It is nil if there are
+	// none, or if reading them is not permitted.
 	Services *ServiceCounts `json:"services,omitempty"`
-	// IdentityUntil is the time at which our token at the peer expires; nil: there is no token,
-	// or it may not be read.
+	// IdentityUntil is the time at which our token at the peer expires. It is nil if there is no
+	// token, or if reading it is not permitted.
 	IdentityUntil *metav1.Time       `json:"identityUntil,omitempty"`
 	Since         *metav1.Time       `json:"since,omitempty"` // since when Status holds, by the API server's clock; nil: unknown
 	Conditions    []metav1.Condition `json:"conditions"`

@@ -45,10 +45,10 @@ type Options struct {
 	Force bool
 	// Version is the tag of the image, unless Values contain a tag.
 	Version string
-	// ConfigureDNS adds the zone of services to the Corefile of CoreDNS, or removes it; nil
-	// changes nothing.
+	// ConfigureDNS adds the zone of services to the Corefile of CoreDNS, or removes it. If it is
+	// nil, the Corefile stays as it is.
 	ConfigureDNS *bool
-	// Wait is how long to wait until the components run; 0: do not wait.
+	// Wait is how long to wait until the components run. With 0, the command does not wait.
 	Wait time.Duration
 	// Report is called with a line for each object, each detected value and each step of the
 	// wait.
@@ -289,7 +289,7 @@ func valuesBefore(ctx context.Context, c *cluster.Cluster, o Options) (before ch
 	return before, false, err
 }
 
-// Remembered returns the values that the cluster remembers; nil if there are none.
+// Remembered returns the values that the cluster remembers, or nil if there are none.
 func Remembered(ctx context.Context, c *cluster.Cluster) (chart.Values, error) {
 	var m corev1.ConfigMap
 	err := c.Client.Get(ctx, client.ObjectKey{Namespace: c.Namespace, Name: ConfigMap}, &m)
@@ -341,8 +341,8 @@ func NotByHelm(ctx context.Context, c *cluster.Cluster, command string) error {
 		c, c.Namespace, safetext.Of(release), command, safetext.Of(release))
 }
 
-// HelmRelease returns the name of the Helm release to which the installation belongs; empty:
-// none.
+// HelmRelease returns the name of the Helm release to which the installation belongs, or "" if it
+// belongs to none.
 func HelmRelease(ctx context.Context, c *cluster.Cluster) (string, error) {
 	for _, o := range []client.Object{&appsv1.Deployment{}, &corev1.ServiceAccount{}} {
 		o.SetNamespace(c.Namespace)

@@ -61,8 +61,8 @@ type servicesPlan struct {
 	advice      string                       // manual steps for a person; empty: none
 }
 
-// planServices plans the changes for services; nil: services are off. It writes nothing. So if
-// the plan is impossible, this is reported before anything changes.
+// planServices plans the changes for services, and returns nil if services are off. It writes
+// nothing, so an impossible plan is reported before anything changes.
 func planServices(ctx context.Context, c *cluster.Cluster, chosen chart.Values, o Options) (*servicesPlan, error) {
 	configure := o.ConfigureDNS != nil && *o.ConfigureDNS
 	if !WithServices(chosen) {
@@ -123,7 +123,7 @@ func (p *servicesPlan) applied() []*unstructured.Unstructured {
 	return slices.Clone(p.apply)
 }
 
-// lacksVersion returns a version that is missing in a definition; empty: none is missing.
+// lacksVersion returns a version that is missing in a definition, or "" if none is missing.
 func lacksVersion(crd *unstructured.Unstructured) string {
 	if crd == nil {
 		return ""
@@ -305,7 +305,7 @@ func removeImports(ctx context.Context, c *cluster.Cluster, report func(string))
 	return nil
 }
 
-// othersNeed returns the reason why a definition that we applied must stay; empty: nobody else
+// othersNeed returns the reason why a definition that we applied must stay, or "" if nobody else
 // uses it.
 func othersNeed(ctx context.Context, c *cluster.Cluster, crd *unstructured.Unstructured) (string, error) {
 	for _, f := range crd.GetManagedFields() {

@@ -94,8 +94,8 @@ func calicoNetworks(pools []unstructured.Unstructured) string {
 	return strings.Join(all, ",")
 }
 
-// k3s returns the value of a flag that k3s or RKE2 records in its servers' Nodes, or usual, the
-// default of both. It returns "" if the nodes belong to neither.
+// k3s returns the value of a flag that k3s or RKE2 records in its servers' Nodes, or their default,
+// usual, if the flag is not set. It returns "" if the nodes are of neither distribution.
 func k3s(nodes []corev1.Node, flag, usual string) string {
 	is := false
 	for i := range nodes {
@@ -216,15 +216,15 @@ func cover(all []netip.Prefix) netip.Prefix {
 	}
 }
 
-// configMap returns the value of one key of a ConfigMap; empty: it does not exist.
+// configMap returns the value of one key of a ConfigMap, or "" if it does not exist.
 func configMap(ctx context.Context, c *cluster.Cluster, namespace, name, key string) (string, error) {
 	var m corev1.ConfigMap
 	err := c.Client.Get(ctx, client.ObjectKey{Namespace: namespace, Name: name}, &m)
 	return m.Data[key], kubeerr.IgnoreUnknown(err)
 }
 
-// read parses text into the value that into points to, and returns the result of get. It returns ""
-// if text cannot be parsed.
+// read parses text as YAML into the variable that the pointer into points to. Then it returns the result of
+// get, or "" if the text cannot be parsed.
 func read(text string, err error, into any, get func() string) (string, error) {
 	if err != nil || text == "" || yaml.Unmarshal([]byte(text), into) != nil {
 		return "", err

@@ -61,9 +61,9 @@ func rolledOut(ctx context.Context, c *cluster.Cluster, objects []*unstructured.
 	return nil
 }
 
-// waitsFor returns the reason why a Deployment or DaemonSet does not run completely; "": it
-// does, or u has another kind. One Pod of a Deployment is sufficient, so Pods for which no node
-// has room cause only a warning.
+// waitsFor returns the reason why a Deployment or DaemonSet does not run completely. It returns ""
+// if all of it runs, or if u has another kind. One Pod of a Deployment is sufficient, so Pods for
+// which no node has room cause only a warning.
 func waitsFor(ctx context.Context, c *cluster.Cluster, u *unstructured.Unstructured) (wait, warning string, err error) {
 	var selector *metav1.LabelSelector
 	var want, updated, available int32

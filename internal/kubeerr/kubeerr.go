@@ -1,5 +1,5 @@
-// Package kubeerr describes failed requests to an API server for people. The errors of client
-// libraries contain the request and the socket, which belong only in a log.
+// Package kubeerr describes failed requests to an API server in words for people. The errors of
+// client libraries contain the request and the socket, which belong only in a log.
 package kubeerr
 
 import (

@@ -11,7 +11,7 @@ import (
 )
 
 // writeImage writes the archive of an image that contains only one static program as its entry
-// point. user is UID:GID; empty: root.
+// point. user is UID:GID, or empty for root.
 func writeImage(path, reference, user, program string) error {
 	binary, err := os.ReadFile(program)
 	if err != nil {

@@ -99,7 +99,7 @@ func (l *Lab) Unjoin(a, b *Cluster) error {
 	return errors.Join(errs...)
 }
 
-// PeerFile returns the path of the file in at's ConfigDir with the objects about the peer.
+// PeerFile returns the path of the file in at.ConfigDir that has the objects about peer.
 func PeerFile(at, peer *Cluster) string {
 	return filepath.Join(at.ConfigDir, "peer-"+peer.Name+".yaml")
 }
@@ -146,7 +146,7 @@ func (l *Lab) mapped(c *Cluster, endpoint netip.Addr) (netip.Addr, bool) {
 	return netip.Addr{}, false
 }
 
-// View returns the networks that one cluster (at) uses for another one (of), or false if they are
+// View returns the networks that cluster at uses for cluster of, or false if the two clusters are
 // not joined.
 func (l *Lab) View(at, of *Cluster) (View, bool) {
 	l.mu.Lock()
@@ -166,9 +166,9 @@ func (l *Lab) view(at, of *Cluster) (View, bool) {
 	return View{}, false
 }
 
-// Seen returns the address under which one cluster (at) reaches an address of another one (of).
-// addr is the address of a pod or of a mapped endpoint. If addr belongs to a host of the first
-// cluster or to a node of any cluster, Seen returns addr.
+// Seen returns the address under which cluster at reaches addr, the address of a pod or of a mapped
+// endpoint in cluster of. If both are the same cluster, or if addr belongs to a node of any
+// cluster, Seen returns addr.
 func (l *Lab) Seen(at, of *Cluster, addr netip.Addr) (netip.Addr, error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -189,8 +189,8 @@ func (l *Lab) Seen(at, of *Cluster, addr netip.Addr) (netip.Addr, error) {
 	return Move(external, of.ExternalCIDR, view.External), nil
 }
 
-// viewAt fills in the missing parts of a cluster's view of its peer with Liqo's choices, the
-// PodCIDR first. at is that cluster.
+// viewAt completes want, the networks that cluster at uses for its peer. It chooses missing
+// networks as Liqo does, the PodCIDR first.
 func (l *Lab) viewAt(at, peer *Cluster, want View) (View, error) {
 	taken := reservedNetworks(at.PodCIDR, at.ExternalCIDR)
 	for _, c := range l.Clusters {
@@ -222,7 +222,7 @@ func (l *Lab) viewAt(at, peer *Cluster, want View) (View, error) {
 	return v, err
 }
 
-// writePeer writes the objects of a joined pair for one of its clusters, at.
+// writePeer writes the file of cluster at with the objects about peer.
 func (l *Lab) writePeer(at, peer *Cluster) error {
 	ofPeer, _ := l.view(at, peer)
 	ofUs, _ := l.view(peer, at)

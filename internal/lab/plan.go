@@ -107,7 +107,7 @@ type ClusterSpec struct {
 	Bare bool `json:"bare,omitempty"`
 }
 
-// Clusters returns n default clusters, called "a", "b" and so on; none for a negative number.
+// Clusters returns n default clusters, called "a", "b" and so on. It returns none if n is negative.
 func Clusters(n int) []ClusterSpec { return make([]ClusterSpec, max(0, n)) }
 
 // Check returns an error that names every mistake in a spec.

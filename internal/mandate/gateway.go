@@ -126,7 +126,7 @@ func (g *Gateway) Until() Time {
 // Holds reports whether the gateway has a mandate.
 func (g *Gateway) Holds(now Time) bool { return now < g.Until() }
 
-// Epoch returns the epoch of the mandate or of the claim; 0: the gateway claims no epoch.
+// Epoch returns the epoch of the mandate or of the claim, or 0 if the gateway claims no epoch.
 func (g *Gateway) Epoch() uint64 { return g.epoch }
 
 // Heard returns the voters that have answered within Timing.Bound, sorted. A list with a
@@ -141,7 +141,7 @@ func (g *Gateway) Heard(now Time) (voters []ID, newest uint64) {
 }
 
 // Elected returns the gateway to which a majority has promised the same epoch, as far as this
-// gateway knows; empty: none.
+// gateway knows, or "" if there is none.
 func (g *Gateway) Elected() (holder ID, epoch uint64) {
 	for _, v := range g.votes {
 		n := 0
@@ -190,7 +190,7 @@ func (g *Gateway) promised() uint64 {
 	return g.majorityth(func(v *vote) uint64 { return v.promise.Epoch })
 }
 
-// stand ends the claim and the mandate. The gateway claims no epoch before rest.
+// stand ends the claim and the mandate. The gateway claims no epoch before the time rest.
 func (g *Gateway) stand(rest Time) {
 	g.epoch, g.rest = 0, rest
 	for i := range g.votes {
@@ -202,10 +202,10 @@ func (g *Gateway) stand(rest Time) {
 func (g *Gateway) See(epoch uint64) { g.seen = max(g.seen, epoch) }
 
 // Tick must be called once per beat. It returns the ask for each voter; the asks differ only in
-// Ask.Heard. If may is true, the gateway claims an epoch as soon as it could get a majority.
-// holds reports that the gateway has a mandate by the Lease. When a mandate has ended for lack
-// of answers, Tick returns releases: the asks have bound voters until now, and a voter whose
-// answers were lost may still receive the release.
+// Ask.Heard. The argument may permits the gateway to claim an epoch as soon as it could get a
+// majority. The argument holds means that the gateway has a mandate by the Lease. When a mandate
+// has ended for lack of answers, Tick returns releases, because the earlier asks have bound voters
+// to this gateway. A voter whose answers were lost may still receive its release.
 func (g *Gateway) Tick(now Time, may, holds bool) map[ID]Ask {
 	switch {
 	case may && g.Could(now):

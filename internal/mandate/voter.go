@@ -58,7 +58,8 @@ type Ask struct {
 	// process. The answer repeats both.
 	Sent  Time
 	Nonce uint64
-	// Heard is the voter's incarnation in its last answer to the gateway; 0: no answer yet.
+	// Heard is the voter's incarnation in its last answer to the gateway, or 0 if it has not
+	// answered yet.
 	Heard uint64
 	// Holds reports that the gateway has a mandate: by votes, or by the Lease while it decides.
 	Holds bool
@@ -89,9 +90,9 @@ type Voter struct {
 	last        Ask  // the ask that last got the vote; zero: none since the start
 }
 
-// NewVoter starts a voter with the promise stored on its node; nil: none is stored. The
-// incarnation must be random, not 0, and different from those of all earlier voters on the
-// node. An ask that names it proves that the gateway has received an answer from this voter.
+// NewVoter starts a voter with the promise stored on its node, or with nil if none is stored. The
+// incarnation must be random, not 0, and different from those of all earlier voters on the node. An
+// ask that names it proves that the gateway has received an answer from this voter.
 func NewVoter(id ID, timing Timing, incarnation uint64, stored *Promise, now Time) *Voter {
 	v := &Voter{id: id, timing: timing, incarnation: incarnation}
 	if v.empty = stored == nil; v.empty {

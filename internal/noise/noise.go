@@ -65,7 +65,8 @@ func DataHeader(index uint32, counter uint64) []byte {
 
 // A Handshake is the initiator's state of a handshake in progress.
 type Handshake struct {
-	// Preshared is the preshared key; zero: none. It may be set until Finish is called.
+	// Preshared is the preshared key, or zero if there is none. It may be set until Finish is
+	// called.
 	Preshared      [32]byte
 	own, ephemeral *ecdh.PrivateKey
 	chain, hash    []byte

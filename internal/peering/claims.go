@@ -27,7 +27,7 @@ type Claims struct {
 	Allowed []netip.Prefix
 	// AlwaysRemap is the value for spec.claims.alwaysRemap; nil: no change.
 	AlwaysRemap *bool
-	// Consent is the claim to which the person agrees; nil: none.
+	// Consent is the claim to which the person agrees, or nil.
 	Consent *Claim
 }
 
@@ -114,7 +114,7 @@ func peeringNamed(ctx context.Context, c *cluster.Cluster, name string) (found *
 	return found, nil
 }
 
-// claimed returns the networks in the peer's current NetworkConfig; nil: there is none.
+// claimed returns the networks in the peer's current NetworkConfig, or nil if there is none.
 func (s *side) claimed(ctx context.Context) (*Claim, error) {
 	var list v1alpha1.NetworkConfigList
 	if err := s.Client.List(ctx, &list, client.InNamespace(s.namespace), client.MatchingLabels{v1alpha1.LabelOriginID: s.peer.Identity.ClusterID}); err != nil {

@@ -30,7 +30,7 @@ import (
 const tokenLife = 90 * 24 * time.Hour
 
 // giveIdentity makes sure that s has a working identity at its peer. It returns a report of the
-// change; empty: the present identity works.
+// change, or "" if the present identity works.
 func (s *side) giveIdentity(ctx context.Context) (report string, err error) {
 	have, wrong, err := s.whatIsWrongWithIdentity(ctx)
 	if err != nil {
@@ -90,8 +90,8 @@ func (s *side) allowAudiences(ctx context.Context, token string) (string, error)
 	return fmt.Sprintf("%s: %s may renew its token for %s", s.Cluster, s.peer.Cluster, safetext.Of(want)), nil
 }
 
-// whatIsWrongWithIdentity returns the token that s has, and the reason why s needs a new
-// identity; "": it needs none. It asks the peer's API server whether it accepts the token.
+// whatIsWrongWithIdentity returns the token that s has, and the reason why s needs a new identity,
+// or "" if s needs none. It asks the peer's API server whether it accepts the token.
 func (s *side) whatIsWrongWithIdentity(ctx context.Context) (token, wrong string, err error) {
 	var secret corev1.Secret
 	err = s.Client.Get(ctx, client.ObjectKey{Namespace: s.namespace, Name: s.secret}, &secret)

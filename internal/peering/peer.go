@@ -28,20 +28,20 @@ import (
 
 // PeerOptions are the choices of Peer.
 type PeerOptions struct {
-	// Name and RemoteName are names for new Peerings in the first and in the second cluster;
-	// empty: the unique name of the peer.
+	// Name and RemoteName are names for new Peerings in the first and in the second cluster. The
+	// default is the unique name of the peer.
 	Name, RemoteName string
 	// Replace accepts another cluster with the ID and name of the present peer, and revokes the
 	// rights of the present peer.
 	Replace bool
 	// Claims are the choices of the first cluster about the claim of the second.
 	Claims Claims
-	// Services are the namespaces whose services both clusters export to each other; * means
-	// all. Nil: no change.
+	// Services are the namespaces whose services both clusters export to each other; * means all.
+	// If it is nil, they stay as they are.
 	Services []string
-	// InBand reports whether the managers use the tunnel. Nil: no change.
+	// InBand reports whether the managers use the tunnel. If it is nil, that stays as it is.
 	InBand *bool
-	// Timeout is the maximum time to wait for traffic; zero: do not wait.
+	// Timeout is the maximum time to wait for traffic. With zero, the command does not wait.
 	Timeout time.Duration
 	// Report is called with a line for each change, and for each condition that becomes true.
 	Report func(line string)

@@ -110,7 +110,7 @@ func (s *side) holdsItsIdentity(ctx context.Context) (bool, error) {
 	return err == nil && wrong == "", err
 }
 
-// tokenIn returns the token in a kubeconfig's current context; empty: it has none.
+// tokenIn returns the token in a kubeconfig's current context, or "" if it has none.
 func tokenIn(kubeconfig []byte) string {
 	config, err := clientcmd.Load(kubeconfig)
 	if err != nil || config.Contexts[config.CurrentContext] == nil {

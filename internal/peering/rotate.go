@@ -27,7 +27,7 @@ type RotateOptions struct {
 	Now bool
 	// Abort drops the next key. It fails once a peer may have the next key.
 	Abort bool
-	// Wait is how long to wait for the end of the rotation; 0: do not wait.
+	// Wait is how long to wait for the end of the rotation. With 0, the command does not wait.
 	Wait   time.Duration
 	Report func(string) // called with a line for each change
 }

@@ -33,8 +33,8 @@ import (
 	"slices"
 )
 
-// SecretName is the name of the Secret with the State of each exchange as JSON, by the peer's
-// cluster ID. The manager writes the Secret, and gateways read it.
+// SecretName is the name of a Secret. For each peer it has the State of the exchange as JSON, under
+// the peer's cluster ID. The manager writes the Secret, and gateways read it.
 const SecretName = "isthmus-psk"
 
 // MaxStored is the maximum length of a State as JSON, in octets. A Secret may have one MiB in
@@ -87,7 +87,7 @@ type State struct {
 	// the key, too.
 	Pending *Key `json:"pending,omitempty"`
 	Use     Key  `json:"use"` // key for handshakes; zero: none
-	// Former is the previous key, which the peer may still use; zero: none.
+	// Former is the previous key, which the peer may still use, or zero.
 	Former Key `json:"former"`
 	// Sure is the ID of the exchange whose key the peer has used in a session.
 	Sure string `json:"sure,omitempty"`

@@ -95,10 +95,10 @@ var (
 	pemKey = regexp.MustCompile(`-----BEGIN [A-Z0-9 ]*PRIVATE KEY-----(?:(?:\s|\\[nr])+[A-Za-z-]+: [^\n\\]*)*[A-Za-z0-9+/=\s\\]*(?:-----END [A-Z0-9 ]*PRIVATE KEY-----)?`)
 	jwt    = regexp.MustCompile(`eyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]*)?`)
 	bearer = regexp.MustCompile(`(?i)\b(bearer|basic) +[A-Za-z0-9._~+/=-]{8,}`)
-	// A field whose name shows that its value is secret, in YAML, JSON, an environment or a
-	// header. The value may begin like a path, as one base64 text in 64 does. Fields for paths
-	// have other names, such as privateKeyFile. A field without a value may precede another
-	// field.
+	// A field whose name shows that its value is secret, in YAML, JSON, an environment or a header.
+	// A value that begins with a slash counts too, because one base64 text in 64 does. Fields for
+	// paths have other names, such as privateKeyFile. Several such names may stand in a row before
+	// the value, if the earlier fields are empty.
 	named    = regexp.MustCompile(`(?i)((?:(?:[\w.-]*(?:password|passwd|secret[_-]?key|client-key-data|private[_-]?key|gateway[_-]?key|preshared[_-]?key|access[_-]?key|api[_-]?key|auth[_-]?token|id-token|refresh-token)|\btoken)\\?["']?\s*[:=]\s*\\?["']?)+)[^\s"'\\,}\[]{4,}`)
 	userinfo = regexp.MustCompile(`(://)[^/\s:@"']+:[^/\s@"']+@`)
 	// Text that may encode 32 octets, the length of WireGuard's keys, or more.

@@ -132,7 +132,7 @@ func (m *member) end(ctx context.Context, c client.Client) error {
 	return last
 }
 
-// status returns the status of the member's container; nil: there is none yet.
+// status returns the status of the member's container, or nil if there is none yet.
 func (m *member) status(p *corev1.Pod) *corev1.ContainerStatus {
 	all := p.Status.ContainerStatuses
 	if m.container != "" {

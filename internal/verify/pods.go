@@ -256,7 +256,7 @@ func state(p *corev1.Pod) string {
 	return safetext.Of(p.Status.Reason + " " + p.Status.Message)
 }
 
-// stateOf returns the state of a container; empty: it runs.
+// stateOf returns the state of a container, or "" if it runs.
 func stateOf(c corev1.ContainerStatus) string {
 	if w := c.State.Waiting; w != nil {
 		return safetext.Of(w.Reason + " " + w.Message)

@@ -105,7 +105,8 @@ func Serve(ctx context.Context, echo, control uint16, idle time.Duration) error 
 	return err
 }
 
-// afterIdle calls end once alive has not been called for the duration idle; 0: never.
+// afterIdle calls end when alive has not been called for the duration idle. If idle is 0, it never
+// calls end.
 func afterIdle(idle time.Duration, end func()) (alive func()) {
 	if idle <= 0 {
 		return func() {}

@@ -142,8 +142,8 @@ func withoutUnable(results []Result, only Only) (some []Result, leftOut []string
 	return some, leftOut
 }
 
-// story returns a line about the Pods of a site: made if they were created, given if they were
-// given.
+// story returns a line about the Pods of a site. It begins with the text made if verify created the
+// Pods, and with the text given if the user named them.
 func (s *site) story(made, given string) string {
 	if len(s.given) > 0 {
 		return fmt.Sprintf("%s: %s %s", s, given, strings.Join(s.given, ", "))

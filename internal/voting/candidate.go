@@ -107,7 +107,7 @@ func (t *target) heard(a mandate.Answer, pod mandate.ID, now mandate.Time) {
 	}
 }
 
-// telling has the progress of notifying one node without a vote.
+// telling is the progress of the notices of a new mandate to one node that does not vote.
 type telling struct {
 	heard mandate.Time // time at which the last answered ask was sent; 0: the node never answered
 	tries int          // notices sent for the current epoch

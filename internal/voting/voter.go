@@ -86,7 +86,7 @@ type waiting struct {
 	at  net.Addr
 }
 
-// A record is the stored state of a voter. It includes the place, because a voter may start
+// A record is the stored state of a voter. It includes the voter's Place, because a voter may start
 // without the API server.
 type record struct {
 	Place   place           `json:"place"`
@@ -109,7 +109,8 @@ func (v *Voter) Expect(gateways map[netip.Addr]bool) {
 	v.others = gateways
 }
 
-// Set sets the public key with which asks must be signed; nil: the voter accepts no ask.
+// Set sets the public key with which asks must be signed. If the key is nil, the voter accepts no
+// ask.
 func (v *Voter) Set(key ed25519.PublicKey) { v.put(func(p *place) { p.Key = key }) }
 
 // At sets the address at which the voter listens.
@@ -126,8 +127,8 @@ func (v *Voter) put(set func(*place)) {
 	v.changed = nil
 }
 
-// Holder returns the gateway with the highest epoch of those that have reported a mandate;
-// zero: there is none.
+// Holder returns the gateway with the highest epoch of those that have reported a mandate, or zero
+// if there is none.
 func (v *Voter) Holder() Holder {
 	v.mu.Lock()
 	defer v.mu.Unlock()

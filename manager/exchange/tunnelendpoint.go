@@ -155,7 +155,8 @@ func (r *tunnelEndpointReconciler) gather(ctx context.Context, req ctrl.Request)
 	return x, nil
 }
 
-// reconcile returns the time after which it must be called again; zero: the next event is enough.
+// reconcile returns the time after which it must be called again, or zero if the next event is
+// enough.
 func (r *tunnelEndpointReconciler) reconcile(ctx context.Context, req ctrl.Request) (after time.Duration, err error) {
 	x, err := r.gather(ctx, req)
 	if err != nil {

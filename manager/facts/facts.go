@@ -42,11 +42,11 @@ type Facts struct {
 	// Missing has a sentence for each fact that is missing before a NetworkConfig can be published,
 	// such as `Secret isthmus-system/wireguard-pubkey: not there yet; the gateway makes it`.
 	Missing []string
-	// NoEndpoint is a sentence about a missing Endpoint or Port, which a Peering may override; empty
-	// if both are known.
+	// NoEndpoint is a sentence about a missing Endpoint or Port, which a Peering may override. It
+	// is empty if both are known.
 	NoEndpoint string
-	// FewerTunnels is a sentence about the first key that is invalid or has no port; empty if Tunnels
-	// has all of the gateway's further tunnels.
+	// FewerTunnels is a sentence about the first key that is invalid or has no port. It is empty if
+	// Tunnels has all of the gateway's further tunnels.
 	FewerTunnels string
 }
 

@@ -60,7 +60,8 @@ func pairOf(pod, external netip.Prefix) *isthmus.NetworkPair {
 	return &isthmus.NetworkPair{PodCIDR: text(pod), ExternalCIDR: text(external)}
 }
 
-// behind returns those of our networks for which the peer has sent an answer; zero for the others.
+// behind returns those of our networks for which the peer has sent an answer. It returns zero in
+// place of the others.
 func (c Config) behind(p *account) (pod, external netip.Prefix) {
 	if p.podSeen.IsValid() {
 		pod = c.PodCIDR

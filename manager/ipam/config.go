@@ -109,7 +109,7 @@ func (b *State) fill() {
 
 // largestExternal is the prefix length of an IPv4 ExternalCIDR that we choose ourselves, unless the
 // PodCIDR is smaller. It has room for 4,093 endpoints. Every peer has to find a free network of
-// that length, so we choose less than Liqo, whose ExternalCIDR is as large as its PodCIDR.
+// that length, so ours is smaller than Liqo's, which is as large as the PodCIDR.
 const largestExternal = 20
 
 // inUse reports whether there is a peer that has not left.

@@ -104,8 +104,8 @@ func (b State) ServicesAt(ip netip.Addr) netip.Prefix {
 	return netip.Prefix{}
 }
 
-// PeerAt returns the peer with a network here that contains the address, and that network; zero
-// values if there is none.
+// PeerAt returns the peer with a network here that contains the address, and that network. It
+// returns zero values if there is none.
 func (b State) PeerAt(ip netip.Addr) (id string, network netip.Prefix) {
 	for id, p := range b.peers {
 		for _, network := range []netip.Prefix{p.Pod, p.External} {

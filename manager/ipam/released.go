@@ -271,8 +271,8 @@ func heldObstacle(id string, network netip.Prefix, at time.Time) obstacle {
 
 func until(released time.Time) string { return released.Add(fabric.ReleaseHold).Format(time.RFC3339) }
 
-// freeSoon returns a clause about the held network that becomes free first and would fit the claim.
-// It returns "" if there is none.
+// freeSoon returns the part of a message about the first held network to become free that fits the
+// claim. It returns "" if there is none.
 func (b *State) freeSoon(claim netip.Prefix) string {
 	var first replaced
 	held, now := 0, b.replaced

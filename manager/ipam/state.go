@@ -46,8 +46,8 @@ type Config struct {
 	// the network that it chose before. Otherwise it chooses one once PodCIDR is known, with the
 	// length of PodCIDR but no larger than /20.
 	ExternalCIDR netip.Prefix
-	// Pools are the networks to allocate from, in this order; nil: defaultPools. Reserved are
-	// networks that no peer gets.
+	// Pools are the networks to allocate from, in this order. If Pools is nil, defaultPools is
+	// used. Reserved are networks that no peer gets.
 	Pools, Reserved []netip.Prefix
 	// Services are the reserved networks with addresses of Services outside of ServiceCIDR. Spec
 	// stores them only as reserved networks.
@@ -134,7 +134,7 @@ type account struct {
 	unused                time.Time    // since when no object names the peer; zero: some object does, or nobody has checked
 	podSeen, externalSeen netip.Prefix // the networks that represent our PodCIDR and ExternalCIDR at the peer
 	// endpoints are the real addresses mapped for the peer, without the gateway's own, each with
-	// its sorted requesters; none if they are unknown.
+	// its sorted requesters, if these are known.
 	endpoints map[netip.Addr][]string
 }
 
@@ -193,8 +193,8 @@ func (b State) Answered(id string, podSeen, externalSeen netip.Prefix) State {
 	return b.withPeer(id, &p)
 }
 
-// AnswerOf returns the networks that represent our PodCIDR and ExternalCIDR at the peer; zero
-// without an answer.
+// AnswerOf returns the networks that represent our PodCIDR and ExternalCIDR at the peer. They are
+// zero until the peer has answered.
 func (b State) AnswerOf(id string) (seen Allocation) {
 	if p := b.peers[id]; p != nil {
 		seen = Allocation{Pod: p.podSeen, External: p.externalSeen}

@@ -67,8 +67,8 @@ func (d *drains) next(id types.UID, now time.Time, shared bool) (left time.Durat
 }
 
 // drain keeps the tunnel of a deleted Peering until clients no longer use the shared services.
-// Package services withdraws these. drain returns the maximum remaining time; zero: draining has
-// ended.
+// Package services withdraws these. drain returns the maximum remaining time, or zero when draining
+// has ended.
 func (r *Reconciler) drain(ctx context.Context, s *peeringState) (time.Duration, error) {
 	if s.conflict != "" || !peers.From(s.peering).Draining {
 		return 0, nil

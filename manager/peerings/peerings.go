@@ -138,7 +138,8 @@ func (r *Reconciler) Reconcile(ctx context.Context, req ctrl.Request) (ctrl.Resu
 	return ctrl.Result{RequeueAfter: after}, nil
 }
 
-// reconcile returns the time after which it must be called again; zero: the next event is enough.
+// reconcile returns the time after which it must be called again, or zero if the next event is
+// enough.
 func (r *Reconciler) reconcile(ctx context.Context, name string) (after time.Duration, err error) {
 	var peering isthmus.Peering
 	if err := r.Client.Get(ctx, types.NamespacedName{Name: name}, &peering); err != nil {

@@ -26,8 +26,8 @@ type ForeignCluster struct {
 
 	Spec struct {
 		ClusterIdentity v1alpha1.ClusterIdentity `json:"clusterIdentity"`
-		// PeeringType is OutOfBand or InBand; empty: OutOfBand. With InBand, Liqo's CLI exchanges the
-		// NetworkConfigs.
+		// PeeringType is OutOfBand or InBand. The default is OutOfBand. With InBand, Liqo's CLI
+		// exchanges the NetworkConfigs.
 		PeeringType string `json:"peeringType,omitempty"`
 	} `json:"spec"`
 	Status struct {

@@ -45,8 +45,8 @@ type Peer struct {
 	KeyRequired bool
 	// InBand is true if the managers reach each other's API servers through the tunnel.
 	InBand bool
-	// IdentitySecret is the name of the Secret in LocalNamespace with our identity at the peer;
-	// empty if Liqo's crd-replicator copies the objects.
+	// IdentitySecret is the name of the Secret in LocalNamespace with our identity at the peer. It
+	// is empty if Liqo's crd-replicator copies the objects.
 	IdentitySecret string
 	// Leaving is true while the peering is taken down, when no new objects are made for it. Forced is
 	// true if the teardown no longer waits for the peer.

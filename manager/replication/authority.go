@@ -22,7 +22,7 @@ const (
 )
 
 // followAuthority copies the certificate authority that the peer publishes into the identity
-// Secret. The present authority must verify the connection for this.
+// Secret. It does so only over a connection that the present authority verifies.
 //
 // The new authority is adopted only if it verifies the same API server, because an API server
 // behind a load balancer may have a certificate of another authority. So a rotation can be followed

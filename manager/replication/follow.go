@@ -25,7 +25,7 @@ type pace struct {
 	authority time.Duration
 
 	// turns has one element for each request of any worker to one API server that waits for a
-	// response. Its capacity limits these requests; nil: unlimited.
+	// response. Its capacity limits these requests. If it is nil, there is no limit.
 	turns chan struct{}
 }
 

@@ -97,10 +97,10 @@ type Options struct {
 	Services bool
 	// Withdraw makes workers delete earlier exports. It must not be set together with Services.
 	Withdraw bool
-	// InBand connects to the API server of a peer through the tunnel; nil: the tunnel is never
-	// used.
+	// InBand connects to the API server of a peer through the tunnel. If it is nil, the tunnel is
+	// never used.
 	InBand func(ctx context.Context, peer string) (net.Conn, error)
-	// Now is the clock for the age of tokens; nil: time.Now.
+	// Now is the clock for the age of tokens. The default is time.Now.
 	Now func() time.Time
 }
 

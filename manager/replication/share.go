@@ -39,7 +39,8 @@ type Sharing struct {
 	Withdrawn bool
 	// Refused lists services that the peer does not serve as we export them.
 	Refused []isthmus.RefusedService
-	// Behind is the time at which the peer began to lack some of our exports; zero: it lacks none.
+	// Behind is the time at which the peer began to lack some of our exports, or zero if it has all
+	// of them.
 	Behind time.Time
 }
 

@@ -126,7 +126,8 @@ func (p Peer) Accept(shard string, s isthmus.ExportedService, where Namespaces, 
 	return x, refusals, true
 }
 
-// taken returns the exported labels or annotations that our objects may have; nil: none.
+// taken returns those exported labels or annotations that our objects may have, or nil if there are
+// none.
 func taken(m map[string]isthmus.MetadataValue, labels bool) map[string]isthmus.MetadataValue {
 	kept := maps.Clone(m)
 	maps.DeleteFunc(kept, func(k string, v isthmus.MetadataValue) bool {

@@ -323,8 +323,8 @@ func (c *Controller) gatherOwn(ctx context.Context, g *gathered, name string, wh
 	return nil
 }
 
-// peer describes an exporting cluster. left is the time after which its tunnel counts as down;
-// zero: it is connected, or counts as down already.
+// peer describes an exporting cluster. left is the time after which its tunnel counts as down. It
+// is zero if the tunnel is connected, or counts as down already.
 func (c *Controller) peer(ctx context.Context, p *isthmus.Peering, name string, now time.Time) (peer Peer, left time.Duration, err error) {
 	id := p.Spec.Cluster.ClusterID
 	peer = Peer{ID: id, Cluster: name, Import: p.Spec.Services.Import}

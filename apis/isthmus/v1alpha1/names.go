@@ -40,9 +40,9 @@ const (
 	InBandLeaving    = "leaving"
 )
 
-// AnnotationKeyProved on a TunnelEndpoint has the public keys, separated by spaces, whose private
-// keys the peer has proved to have. A new proof must name our present key. A proof that was once
-// accepted stays valid after our key rotates.
+// AnnotationKeyProved on a TunnelEndpoint lists public keys, separated by spaces. The peer has
+// proved that it has their private keys. A new proof must name our present key. A proof that was
+// once accepted stays valid after our key rotates.
 const AnnotationKeyProved = "isthmus.net/key-proved"
 
 // InBandServer is the URL of the peer's API server in an identity for in-band control. It is the

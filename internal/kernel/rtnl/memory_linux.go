@@ -136,7 +136,7 @@ type neighbor struct {
 	mac   kernel.MAC
 }
 
-// neighborValue is the value of an entry; zero: the entry does not exist.
+// neighborValue is the value of an entry, or zero if the entry does not exist.
 type neighborValue struct {
 	there bool
 	mac   kernel.MAC

@@ -115,7 +115,7 @@ func (m MTU) String() string {
 	return strconv.Itoa(int(m))
 }
 
-// integer parses a JSON number. wrong describes the error; empty: the number is valid.
+// integer parses a JSON number. wrong describes the error, or is empty if the number is valid.
 func integer(b []byte, least, most int64) (n int64, wrong string) {
 	n, err := strconv.ParseInt(string(b), 10, 64)
 	if err != nil || n < least || n > most {

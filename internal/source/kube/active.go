@@ -271,7 +271,8 @@ func (w *writer) lead(ctx context.Context, have *corev1.Service, node netip.Addr
 	w.patch(ctx, "Service", have, want, false)
 }
 
-// nodeAddr returns the address of our node, whose port forwards to us; zero: not known yet.
+// nodeAddr returns the address of our node, whose port forwards to us. It returns zero while the
+// address is unknown.
 func (w *writer) nodeAddr(ctx context.Context) netip.Addr {
 	if w.o.Node == "" {
 		return w.o.PodIP

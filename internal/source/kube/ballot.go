@@ -266,8 +266,8 @@ func (e *election) hearsLocked(v voting.View) bool {
 	return heard > len(e.list.Voters)/2
 }
 
-// staleList explains why no gateway can get votes with a list that is two or more versions
-// older than the nodes' list; empty: the list is recent enough. The nodes' list may have
+// staleList explains why no gateway can get votes with a list that is two or more versions older
+// than the nodes' list. It returns "" if the list is recent enough. The nodes' list may have
 // elected another gateway, and may share no voter with a majority of the old list. Therefore no
 // gateway may give the old list a newer version.
 func staleList(list voting.List, v voting.View) string {

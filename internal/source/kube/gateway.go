@@ -50,8 +50,8 @@ type GatewayOptions struct {
 	// was active, it restarts with that state while the API server does not answer. Empty: it
 	// waits for the API server.
 	StateDirectory string
-	// RotateKeys is the maximum age of the private key; 0: the key is never rotated.
-	// RotationPatience is how long a rotation waits for peers; 0: without limit.
+	// RotateKeys is the maximum age of the private key. With 0, the key is never rotated.
+	// RotationPatience is how long a rotation waits for peers. With 0, it waits without limit.
 	RotateKeys, RotationPatience time.Duration
 	// Yield, unless nil, is called just before this replica releases its votes. After Yield
 	// returns, the replica must not forward packets from nodes to peers.
@@ -86,8 +86,8 @@ type Gateway struct {
 
 	listen func() (net.PacketConn, error) // opens the socket for the questions of other gateways
 
-	// agents has the nodes with a route agent's Pod; nil: there are no such Pods, so agents may
-	// run outside of Pods.
+	// agents has the nodes with a route agent's Pod. It is nil if there are no such Pods: then
+	// agents may run outside of Pods.
 	agents atomic.Pointer[map[string]bool]
 	// candidate is nil if this replica uses the host network. Then only the Lease decides.
 	candidate *voting.Candidate
@@ -220,8 +220,8 @@ func (g *Gateway) release(e *election) error {
 	return e.release()
 }
 
-// CannotTakeOver returns the reason why this replica, as a standby, would not become active if
-// the active replica ended; nil: it would.
+// CannotTakeOver returns the reason why this replica, as a standby, would not become active if the
+// active replica ended. It returns nil if this replica would.
 func (g *Gateway) CannotTakeOver() error {
 	g.mu.Lock()
 	e := g.election

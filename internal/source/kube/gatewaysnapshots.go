@@ -67,8 +67,8 @@ func (g *Gateway) Snapshots(ctx context.Context, deliver func(Snapshot, error)) 
 	}
 }
 
-// SharedKey returns keyring.Ring.Gateways; zero: not known yet. After a restart it is read from
-// the state directory before the API server answers.
+// SharedKey returns keyring.Ring.Gateways, or zero if it is not known yet. After a restart it is
+// read from the state directory before the API server answers.
 func (g *Gateway) SharedKey() [32]byte {
 	g.mu.Lock()
 	defer g.mu.Unlock()

@@ -48,8 +48,9 @@ func (p *places) handler(notify func()) toolscache.ResourceEventHandler {
 	}
 }
 
-// set applies a change of one object from before to after; nil means that the object does not
-// exist. It reports whether site or network may return a different result now.
+// set applies a change of one object from the value before to the value after. A nil value means
+// that the object does not exist. It reports whether site or network may return a different result
+// now.
 func (p *places) set(before, after any) bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -110,9 +111,9 @@ func (p *places) withAgents(namespace string) (nodes map[string]bool, ok bool) {
 	return nodes, len(nodes) > 0
 }
 
-// move replaces the addresses of a node with those in come; nil: it has none. It reports whether
-// the set of all nodes' addresses changed. It compares come with the counted addresses rather than
-// with the old version in the event, which may never have been delivered.
+// move sets the addresses of a node to come, which may be nil. It reports whether the set of all
+// nodes' addresses changed. It compares come with the counted addresses, not with the old version
+// in the event, because the event of the old version may never have been delivered.
 func (p *places) move(node string, come []netip.Addr) (moved bool) {
 	gone := p.has[node]
 	if slices.Equal(gone, come) {

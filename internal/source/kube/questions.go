@@ -123,8 +123,8 @@ func tagOf(signed, key []byte) []byte {
 	return h.Sum(nil)
 }
 
-// openMessage checks and parses a sealed message. refused is the reason to reject the message;
-// empty: the message is valid.
+// openMessage checks and parses a sealed message. refused is the reason to reject the message, or
+// "" if the message is valid.
 func openMessage(b, key []byte) (m message, refused string) {
 	if len(b) != questionLength || [4]byte(b) != questionMagic {
 		return m, refusedForm

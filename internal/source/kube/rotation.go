@@ -77,9 +77,9 @@ type offer struct {
 	said   string // last logged problem
 }
 
-// offered returns the private key in a Secret that another program maintains. gone is how long
-// that Secret has been missing; 0: it exists, or the last read failed. key is zero if the
-// Secret is missing or contains no key.
+// offered returns the private key in a Secret that another program maintains. gone is how long that
+// Secret has been missing. It is 0 if the Secret exists, or if the last read failed. key is zero if
+// the Secret is missing or contains no key.
 func (w *writer) offered(ctx context.Context, now time.Time) (key [32]byte, gone time.Duration) {
 	if !now.Before(w.offer.next) {
 		w.readOffer(ctx, now)

@@ -34,7 +34,8 @@ func (e *election) silence() string {
 // be late, and agents restart.
 const deafMost = 3 * time.Second
 
-// cannotTakeOver explains why this standby would not get a majority of votes; nil: it would.
+// cannotTakeOver explains why this standby would not get a majority of votes. It returns nil if the
+// standby would get one.
 func (e *election) cannotTakeOver(now time.Time) error {
 	if e.votes == nil {
 		return nil

@@ -317,7 +317,7 @@ func (k *keeper) problems() []fabric.Problem {
 	return nil
 }
 
-// tell records a failed write; nil: the directory is up to date.
+// tell records the result of a write. A nil error means that the directory is up to date.
 func (k *keeper) tell(err error) {
 	k.mu.Lock()
 	before := k.err

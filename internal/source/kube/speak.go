@@ -36,12 +36,12 @@ type account struct {
 	claim
 	pod string
 	age time.Duration // time since the question was sent
-	// defers is how long after that question the other gateway leaves the Lease to this
-	// gateway; 0: it may take the Lease at any time.
+	// defers is how long after that question the other gateway leaves the Lease to this gateway. If
+	// it is 0, the other gateway may take the Lease at any time.
 	defers time.Duration
 	mute   time.Duration // how long the other gateway has answered that it is silent
-	// promised is for how much longer this gateway has promised to leave the Lease to the other
-	// one; 0 or less: no promise.
+	// promised is the rest of the time for which this gateway has promised to leave the Lease to
+	// the other gateway. If it is 0 or less, there is no promise.
 	promised time.Duration
 }
 
@@ -62,12 +62,12 @@ type view struct {
 type ruling struct {
 	speak bool // the gateway may send to peers
 
-	// The next three are for a holder that may not send.
+	// The next three fields are for a holder that must not send.
 	lost      bool   // another gateway holds the Lease now
 	successor string // the Pod of that gateway; empty: unknown
 	unheard   string // the Pod of a gateway that does not answer and may have taken the Lease
 
-	// wait is how long to leave the Lease alone; 0: it may be written.
+	// wait is how long this gateway must not write the Lease. At 0, it may write.
 	wait time.Duration
 	// deferring is true if the holder of the Lease answers and speaks.
 	deferring bool
