@@ -166,7 +166,7 @@ func (p *Peer) pairs(at places) (localPod, localExternal, remotePod, remoteExter
 }
 
 // check returns all faults of the peer, without regard to other peers. It alone defines a valid
-// peer; parsing comes before it. at has the places from which the values were read.
+// peer; parsing comes before it. The argument at has the places from which the values were read.
 func (p *Peer) check(at places) []Problem {
 	var r report
 	if wrong := CheckClusterID(p.ID); wrong != "" {

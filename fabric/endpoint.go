@@ -28,8 +28,8 @@ func (s Site) Equal(other Site) bool {
 	return (same || slices.Equal(s.Networks, other.Networks)) && maps.Equal(s.Addrs, other.Addrs) && maps.Equal(s.Relays, other.Relays)
 }
 
-// With returns a copy of the Site with additional addresses. what describes all of them, in the
-// form of the values of Addrs.
+// With returns a copy of the Site with additional addresses. The argument what describes all of
+// them, in the form of the values of Addrs.
 func (s Site) With(addrs []netip.Addr, what string) Site {
 	all := make(map[netip.Addr]string, len(s.Addrs)+len(addrs))
 	maps.Copy(all, s.Addrs)
@@ -65,8 +65,8 @@ func (s Site) CheckEndpoint(addr netip.Addr) string {
 	})
 }
 
-// is returns the description of addr in the Site, or "" if the Site does not contain addr. in is
-// the index of the network in s.Networks that contains addr, or -1.
+// is returns the description of addr in the Site, or "" if the Site does not contain addr. The
+// argument in is the index of the network in s.Networks that contains addr, or -1.
 func (s Site) is(addr netip.Addr, in int) string {
 	if in >= 0 {
 		return fmt.Sprintf("%v is inside %v, %s", addr, s.Networks[in].Prefix, s.Networks[in].What)

@@ -136,7 +136,7 @@ func (p *Peer) equal(q *Peer) bool {
 		p.Origin == q.Origin && p.MappingsOrigin == q.MappingsOrigin && p.Created == q.Created
 }
 
-// merged returns peers without the IDs in out and with the peers in in, sorted by ID.
+// merged returns peers, sorted by ID, without those whose IDs out has, and with those that in has.
 func merged(peers []*GatewayPeer, out map[string]bool, in []*GatewayPeer) []*GatewayPeer {
 	all := slices.Grow([]*GatewayPeer(nil), len(peers)-len(out)+len(in))
 	slices.SortFunc(in, func(a, b *GatewayPeer) int { return cmp.Compare(a.ID, b.ID) })

@@ -91,7 +91,8 @@ func specOf(p Peer) v1alpha1.TunnelEndpointSpec {
 	}
 }
 
-// NetworkConfigFor returns the spec from which ClaimFrom reads c, addressed to the cluster to.
+// NetworkConfigFor returns the spec from which ClaimFrom reads c. The argument to is the cluster to
+// which the spec is addressed.
 func NetworkConfigFor(c Claim, to v1alpha1.ClusterIdentity) v1alpha1.NetworkConfigSpec {
 	return v1alpha1.NetworkConfigSpec{
 		RemoteCluster: to,

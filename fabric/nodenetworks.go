@@ -166,10 +166,11 @@ func OverlaySourcesFrom(from *isthmus.NodeNetworks) (all []netip.Addr) {
 	return all
 }
 
-// NodeRoutesOf returns the routes of a node through which it may reach mapped endpoints. It leaves
-// out routes into own, the networks of the cluster's pods and Services, of which a CNI may have
-// thousands. It returns at most 128 routes: first the routes via one of nodes, and last the routes
-// via the next hop of a default route, because that is hardly ever a node.
+// NodeRoutesOf returns the routes of a node through which it may reach mapped endpoints. own has
+// the networks of the cluster's pods and Services. NodeRoutesOf leaves out routes into these,
+// because a CNI may have thousands. It returns at most 128 routes: first the routes via one of
+// nodes, and last the routes via the next hop of a default route, because that is hardly ever a
+// node.
 func NodeRoutesOf(have []kernel.Route, own []netip.Prefix, nodes []netip.Addr) (all []NodeRoute) {
 	const byNode, byAnother, byRouter = 0, 1, 2
 	ranks := make(map[netip.Addr]int)

@@ -173,8 +173,8 @@ func (p *PodPlaces) replace(name string, f func()) {
 }
 
 // SetPod sets the addresses of a pod on a node; a deleted pod has none. id identifies the pod, such
-// as namespace/name. was is the pod's previous node, if any. SetPod reports whether the result of
-// Network may have changed.
+// as namespace/name. The argument was is the pod's previous node, if any. SetPod reports whether
+// the result of Network may have changed.
 func (p *PodPlaces) SetPod(id, was, node string, pods []NodePod) bool {
 	trusted := p.trusted()
 	changed := false

@@ -124,9 +124,9 @@ func checkMTU(mtu int, peers []*fabric.GatewayPeer) error {
 
 // measure determines the MTU of the tunnel and, in peers, the MTU towards each peer. If c sets
 // none, measure derives it from the kernel's MTU for the path to the peer's current address, or
-// else to its configured one. The kernel's value includes reports by routers on the path, which
-// the kernel forgets after ten minutes without an event. So with all, measure queries the kernel
-// for every peer, and otherwise only for peers whose address has changed. A peer whose path
+// else to its configured one. The kernel's value includes reports by routers on the path, which the
+// kernel forgets after ten minutes without an event. So if all is true, measure queries the kernel
+// for every peer. Otherwise it does so only for peers whose address has changed. A peer whose path
 // silently drops packets of that size gets a smaller MTU (check.Monitor.NarrowPaths).
 func (l *loop) measure(c Config, peers []peer, all bool) (tunnel int) {
 	if tunnel = c.MTU; tunnel != 0 {

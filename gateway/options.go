@@ -70,8 +70,8 @@ type Options struct {
 	// creates a namespace of its own.
 	PodNetwork bool
 
-	// Ready, if not nil, returns the reason why the status must not report the gateway as ready
-	// although it works, or nil. An example is a Source that delivers remembered objects. Ready may
+	// Ready, if not nil, returns nil, or a reason why the status must not report the gateway as
+	// ready although it works. An example is a Source that delivers remembered objects. Ready may
 	// be called concurrently.
 	Ready func() error
 

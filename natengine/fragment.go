@@ -421,7 +421,8 @@ func pop[T any](list *[]*T) *T {
 	return last
 }
 
-// remove deletes an entry. It counts the fragments that the entry still held as dropped for why.
+// remove deletes an entry. It counts each fragment that the entry still held as dropped, for the
+// reason why.
 func (s *fragmentStore) remove(set *fragmentSet, why Drop) {
 	s.lost(why, len(s.release(set)))
 	h := set.host

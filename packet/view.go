@@ -296,10 +296,10 @@ func (v *View) TTL() uint8 {
 // later fragment it returns the value in the IP header or fragment header.
 func (v *View) Proto() uint8 { return v.proto }
 
-// Fragment returns the position of a fragment in its datagram: off is its offset in octets,
-// more reports whether others follow, and id is the identification (16 bits in IPv4). is is
-// false for a whole packet. An IPv6 atomic fragment (RFC 6946) counts as a whole packet,
-// because its id is of no use to a NAT.
+// Fragment returns the position of a fragment in its datagram: off is its offset in octets, more
+// reports whether others follow, and id is the identification (16 bits in IPv4). The last result is
+// false for a whole packet. An IPv6 atomic fragment (RFC 6946) counts as a whole packet, because
+// its id is of no use to a NAT.
 func (v *View) Fragment() (off int, more bool, id uint32, is bool) {
 	return int(v.fragOff), v.more, v.fragID, v.more || v.fragOff != 0
 }

@@ -49,7 +49,7 @@ func (s state) ready() error {
 	return s.err
 }
 
-// ready returns the known reason why pods of the node may not reach peers, or nil.
+// ready returns the known reason why pods of the node might be unable to reach peers, or nil.
 func (a *agent) ready() error {
 	if err := a.current().ready(); err != nil {
 		return err

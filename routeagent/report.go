@@ -9,8 +9,8 @@ import (
 	"github.com/isthmus-net/isthmus/internal/kernel"
 )
 
-// reportedOf returns the part of a state that belongs into the node's report: problems of this
-// node, but no problems of objects that all nodes read.
+// reportedOf returns the part of a state that belongs in the node's report: problems of this node,
+// but no problems of objects that all nodes read.
 func reportedOf(node string, s state) []kernel.Limit {
 	all := slices.Clone(s.limits)
 	for _, p := range s.problems {

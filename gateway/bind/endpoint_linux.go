@@ -19,8 +19,8 @@ type endpoint struct {
 	dst     netip.AddrPort
 	src     netip.Addr // zero: the kernel chooses
 	cleared atomic.Bool
-	// refused is the time at which the kernel last refused to segment for this endpoint; nil
-	// means never.
+	// refused is the time at which the kernel last refused to segment for this endpoint, or nil if
+	// it never did.
 	refused atomic.Pointer[time.Time]
 
 	name    [unix.SizeofSockaddrInet6]byte // dst as a sockaddr

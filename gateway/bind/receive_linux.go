@@ -186,8 +186,8 @@ func localAddr(name, source []byte) netip.Addr {
 	return a
 }
 
-// withZone adds the scope of a sockaddr_in6 to a link-local address. The scope is a number,
-// because nobody needs to read it.
+// withZone adds the scope of a sockaddr_in6 to a link-local address. It writes the scope as a
+// number, because no person reads it.
 func withZone(a netip.Addr, name []byte) netip.Addr {
 	if scope := binary.NativeEndian.Uint32(name[24:]); scope != 0 && a.IsLinkLocalUnicast() {
 		return a.WithZone(strconv.FormatUint(uint64(scope), 10))

@@ -134,7 +134,8 @@ func (c *Capture) Add(p Place, dir natengine.Direction, length int, comment stri
 	}
 }
 
-// End ends the capture. why is the reason to report; only the reason of the first call counts.
+// End ends the capture. The argument why is the reason to report. Only the reason of the first call
+// counts.
 func (c *Capture) End(why string) {
 	c.mu.Lock()
 	defer c.mu.Unlock()

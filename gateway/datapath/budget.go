@@ -54,10 +54,10 @@ func (b *budgets) spend(k budget, now time.Time, every time.Duration, burst int)
 	return true
 }
 
-// peersAt returns the number of peers at an address: those whose last authentic message came from
-// there, or 1 if there are none but a peer's configured endpoint is there. Anybody may send from
-// the address of a relay. So for a relay the result is the number of peers whose last message
-// came from that address and port.
+// peersAt returns the number of peers at an address: the peers whose last authentic message came
+// from it. If there are none, it returns 1 if the address is the configured endpoint of a peer.
+// Anybody may send from the address of a relay. So for a relay the result is the number of peers
+// whose last message came from that address and port.
 func (t *Tunnel) peersAt(at netip.AddrPort) (n int) {
 	if n = t.heard.at(at.Addr()); n == 0 && t.peers.Load().byAddr[at.Addr()] != nil {
 		n = 1

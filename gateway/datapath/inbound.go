@@ -360,8 +360,9 @@ func (in *inbound) openFor(p *peer, k *device.Keypair) {
 }
 
 // first refuses the replayed messages of the current run. It returns the endpoint of the last
-// message that is no replay (nil: none), and whether any such message is more than a keepalive.
-// It ignores messages that failed decryption, so forged ones do not move the replay window.
+// message that is no replay, or nil if all are replays. It also reports whether any such message is
+// more than a keepalive. It ignores messages that failed decryption, so forged ones do not move the
+// replay window.
 func (in *inbound) first(p *peer, k *device.Keypair) (from conn.Endpoint, data bool) {
 	r := &in.run
 	window := keypairWindow.of(k)

@@ -130,8 +130,8 @@ func (s *preshared) responded(index uint32) {
 	}
 }
 
-// confirmed records that the peer has used k, the session of the last response, and so has its
-// key.
+// confirmed records that the peer has used k, the session of the last response. So the peer has the
+// preshared key of that session.
 func (s *preshared) confirmed(k *device.Keypair) {
 	s.mu.Lock()
 	defer s.mu.Unlock()

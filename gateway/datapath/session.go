@@ -173,8 +173,8 @@ func (p *peer) send(k *device.Keypair, messages [][]byte, now time.Time) error {
 	return p.of.bind.Send(messages, s.at)
 }
 
-// gatewayOf returns the index of a among the addresses of the peer's gateway; -1: a is not among
-// them.
+// gatewayOf returns the index of a among the addresses of the peer's gateway, or -1 if a is not
+// among them.
 func (p *peer) gatewayOf(a netip.Addr) int {
 	if gateway := p.gateway.Load(); gateway != nil {
 		return slices.Index(gateway[:], a)
@@ -232,7 +232,7 @@ func fresh(k *device.Keypair, now time.Time) bool {
 	return now.Sub(*keypairCreated.of(k)) < device.RejectAfterTime
 }
 
-// sent records that data was sent under k at now.
+// sent records that data was sent under k at the time now.
 func (p *peer) sent(k *device.Keypair, now time.Time) {
 	at := p.t.at(now)
 	p.sentAny()
@@ -255,8 +255,8 @@ func (p *peer) sentAny() {
 	}
 }
 
-// received records that messages which are no replays were received under k at now. data is true
-// if one of them was more than a keepalive.
+// received records that messages, none of them a replay, were received under k at the time now.
+// data is true if one of them was more than a keepalive.
 func (p *peer) received(k *device.Keypair, now time.Time, data bool) {
 	at := p.t.at(now)
 	p.receivedAny()
@@ -407,8 +407,9 @@ func (p *peer) hurry(now time.Time) (last time.Time, hurried bool) {
 	return last, true
 }
 
-// keepPace sets the device's times back, so that its next handshake is as late as if the hurried
-// one had not been started. last is the time of the handshake before that one.
+// keepPace makes the device start its next handshake no earlier than without the hurried one. For
+// this it sets back the times that the device has recorded. last is the time of the handshake
+// before the hurried one.
 func (p *peer) keepPace(last time.Time) {
 	lock := peerHandshakeMu.of(p.dev)
 	lock.Lock()

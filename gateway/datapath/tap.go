@@ -299,9 +299,9 @@ func (p *tap) packet(place capture.Place, peer *natengine.PeerState, b []byte, d
 	p.add(place, len(b), comment, p.keep(headers), b, nil, nil)
 }
 
-// inner shows an outbound packet as it is inside the tunnel, and reports whether the capture
-// wants it. crossed is true if it belongs to the packet that passed the engine last, for which
-// that is already known.
+// inner shows an outbound packet as it is inside the tunnel, and reports whether the capture wants
+// it. crossed is true if the packet is a part of the one that passed the engine last. Whether the
+// capture wants that one is already known.
 func (p *tap) inner(peer *natengine.PeerState, b []byte, crossed bool) bool {
 	headers, wanted := p.wantsInner(peer, b, crossed && p.wanted, 0)
 	if wanted {

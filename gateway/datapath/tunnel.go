@@ -39,7 +39,8 @@ type Options struct {
 	// until the link refuses one with EINVAL. Linux accepts them from version 6.2 on (see
 	// tun.TrustsUSO).
 	CoalesceUDP bool
-	// Logger receives the log lines of wireguard-go's device; nil discards them.
+	// Logger receives the log lines of wireguard-go's device. If it is nil, the lines are
+	// discarded.
 	Logger *device.Logger
 }
 

@@ -47,10 +47,10 @@ var ErrUnreachable = errors.New("unreachable")
 
 // Access selects a cluster and the way in which a person reaches it.
 type Access struct {
-	// Kubeconfig is the path of a file. Empty: use $KUBECONFIG, ~/.kube/config, or the Pod's
+	// Kubeconfig is the path of a file. The default is $KUBECONFIG, ~/.kube/config, or the Pod's
 	// ServiceAccount.
 	Kubeconfig string
-	// Context is the name of a context in that file. Empty: use the current context.
+	// Context is the name of a context in that file. The default is the current context.
 	Context string
 	// Namespace is the namespace of the installation. The default is deploy.Namespace.
 	Namespace string
@@ -60,8 +60,8 @@ type Access struct {
 	AsGroups []string
 	// Timeout is the timeout of each request. The default is RequestTimeout.
 	Timeout time.Duration
-	// Server is the URL at which the other cluster's manager reaches this cluster's API server.
-	// Empty: the URL in the kubeconfig.
+	// Server is the URL at which the other cluster's manager reaches this cluster's API server. The
+	// default is the URL in the kubeconfig.
 	Server string
 }
 
@@ -253,8 +253,8 @@ func CheckIdentity(i v1alpha1.ClusterIdentity) error {
 	return nil
 }
 
-// Explain translates an error of the API server into a message for people. what names the
-// object or step.
+// Explain translates an error of the API server into a message for people. The argument what names
+// the object or step.
 func (c *Cluster) Explain(what string, err error) error {
 	switch {
 	case err == nil:

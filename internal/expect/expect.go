@@ -18,7 +18,8 @@ func NoError(t testing.TB, err error) {
 	}
 }
 
-// Eventually waits until f returns nil. It ends the test after Patience. what names the event.
+// Eventually waits until f returns nil. It ends the test after Patience. The argument what names
+// the event.
 func Eventually(t testing.TB, what string, f func() error) {
 	t.Helper()
 	err := f()

@@ -102,8 +102,8 @@ func Between(a, b *Side) []Hop {
 	return all
 }
 
-// stands reports whether a hop of a Peering is broken or waits: the hop for the condition step, in
-// the cluster named by at.
+// stands reports whether a hop of a Peering is broken or waits. It is the hop for the condition
+// step in the cluster whose name is at.
 func stands(hops []Hop, at, step string) bool {
 	return slices.ContainsFunc(hops, func(h Hop) bool {
 		return h.Cluster == at && h.Name == StepNames[step] && (h.State == Broken || h.State == Waits)

@@ -186,9 +186,9 @@ func (f Components) CheckGateway(hop *Hop, h Holder, now time.Time) {
 // ReasonNoStandby is the reason of the hop standby.
 const ReasonNoStandby = "NoStandby"
 
-// NoStandby returns the reason why no gateway Pod can take over from the active one. Empty: one
-// can, or only one gateway is wanted. wanted is the number of wanted Pods; -1: unknown, so
-// NoStandby uses the number of existing Pods.
+// NoStandby returns the reason why no gateway Pod can take over from the active one. It returns ""
+// if one can, or if only one gateway is wanted. wanted is the number of wanted Pods. If it is -1,
+// it is unknown, and NoStandby uses the number of existing Pods.
 func (f Components) NoStandby(active string, wanted int) string {
 	gateways := f.Gateways()
 	if wanted < 0 {

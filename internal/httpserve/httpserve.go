@@ -32,9 +32,9 @@ type server struct {
 func New(log *slog.Logger) *Servers { return &Servers{log: log} }
 
 // Listen opens a socket for a handler that needs no authorization, and returns the socket's
-// address. It returns an error for an address that cannot be used. what names the server in
-// errors. An empty address means no server, and is no error. Connections wait until Serve accepts
-// them.
+// address. It returns an error for an address that cannot be used. The argument what names the
+// server in errors. An empty address means no server, and is no error. Connections wait until Serve
+// accepts them.
 func (s *Servers) Listen(what, address string, handler http.Handler) (net.Addr, error) {
 	return s.listen(what, address, nil, handler)
 }

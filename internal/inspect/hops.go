@@ -126,7 +126,8 @@ func kernelHop(ctx context.Context, c *cluster.Cluster, nodes []corev1.Node) (he
 	return hop, hop.Text != ""
 }
 
-// gatewaysWanted returns the number of gateway Pods that the Deployments request; -1: unknown.
+// gatewaysWanted returns the number of gateway Pods that the Deployments request, or -1 if it is
+// unknown.
 func gatewaysWanted(ctx context.Context, c *cluster.Cluster) int {
 	var deployments appsv1.DeploymentList // optional: the Pods suffice
 	if c.Client.List(ctx, &deployments, client.InNamespace(c.Namespace), client.MatchingLabels{"app.kubernetes.io/name": "gateway"}) != nil || len(deployments.Items) == 0 {
@@ -150,8 +151,8 @@ func managersRoll(ctx context.Context, c *cluster.Cluster, now time.Time) string
 	return health.Rolls(deployments.Items, now)
 }
 
-// identityExpiry returns the time at which the token of a Peering's identity expires. It
-// returns false if the time is unknown or may not be read.
+// identityExpiry returns the time at which the token of a Peering's identity expires. It returns
+// false if the time is unknown, or if reading it is forbidden.
 func identityExpiry(ctx context.Context, c *cluster.Cluster, p *isthmus.Peering) (time.Time, bool) {
 	var secret corev1.Secret
 	if err := c.Client.Get(ctx, client.ObjectKey{Namespace: p.Spec.TenantNamespace.Local, Name: p.Spec.IdentitySecretName}, &secret); err != nil {
@@ -189,8 +190,8 @@ func tokenExpiry(token string) (time.Time, bool) {
 	return time.Unix(claims.Expires, 0).UTC(), true
 }
 
-// clockHop compares the times that manager, gateway and kubelets write into their Leases with
-// the times at which the API server received them. It skips Leases that may not be read. It
+// clockHop compares the times that manager, gateway and kubelets write into their Leases with the
+// times at which the API server received them. It skips Leases whose reading is forbidden. It
 // returns false if no clock differs.
 func clockHop(ctx context.Context, c *cluster.Cluster, manager, gateway health.Holder) (health.Hop, bool) {
 	var leases coordinationv1.LeaseList // optional: the Leases of manager and gateway are known already

@@ -214,8 +214,8 @@ func (s *ServiceCounts) problems() (all []string) {
 	return all
 }
 
-// importedServices counts the services that peers export to this cluster, by tenant namespace.
-// It returns nil if the kind does not exist or may not be read.
+// importedServices counts the services that peers export to this cluster, by tenant namespace. It
+// returns nil if the kind does not exist, or if reading it is forbidden.
 func importedServices(ctx context.Context, c *cluster.Cluster) (map[string]*ServiceCounts, error) {
 	var list isthmus.PeerServicesList
 	switch err := c.Client.List(ctx, &list); {

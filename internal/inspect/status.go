@@ -113,8 +113,8 @@ func StatusOf(ctx context.Context, c *cluster.Cluster) (s Status, err error) {
 	return s, nil
 }
 
-// noGateway returns the reason why no gateway is active. Empty: a gateway is active, or the
-// gateway is not ours.
+// noGateway returns the reason why no gateway is active. It returns "" if a gateway is active, or
+// if the gateway is not ours.
 func (s *Status) noGateway() string {
 	for i := range s.Hops {
 		if h := &s.Hops[i]; health.NoneAtWork(h) {
@@ -192,8 +192,8 @@ func (s Status) Ready() bool {
 	return health.FirstBroken(s.Hops) == nil && !slices.ContainsFunc(s.Peerings, func(p Row) bool { return !p.Ready })
 }
 
-// mandate returns a comma, and then since when the gateway is active, its epoch, and the
-// reason.
+// mandate returns a text to append to the name of the active gateway. It has the time for which the
+// gateway has been active, its epoch, and the reason.
 func (s Status) mandate() string {
 	text := ""
 	if since := ago(s.Gateway.Since, s.At); since != "" {

@@ -185,10 +185,10 @@ func Run(ctx context.Context, c *cluster.Cluster, o Options) error {
 	return prune(ctx, c, o, chosen, found, objects) // after everything else, when no component uses these objects any more
 }
 
-// prune deletes objects of an earlier installation that belong to optional parts which are now
-// off. It keeps objects that another client created under the same name, such as a
-// NetworkPolicy applied by hand. It also skips objects that the person may not read, without an
-// error, because most clusters have none of them.
+// prune deletes objects of an earlier installation that belong to optional parts which are now off.
+// It keeps objects that another client created under the same name, such as a NetworkPolicy applied
+// by hand. If the person has no right to read some objects, it skips these without an error,
+// because most clusters have none of them.
 func prune(ctx context.Context, c *cluster.Cluster, o Options, chosen, found chart.Values, objects []*unstructured.Unstructured) error {
 	with, err := WithEveryPart(c, func(on chart.Values) chart.Options {
 		return o.chart(c.Namespace, c.Identity, false, chart.Merge(chosen, on), found)

@@ -129,8 +129,8 @@ const (
 type FilterChain struct {
 	Name, Hook string // empty hook: other chains jump to it
 	NAT        bool   // it translates addresses
-	// Drops is the reason for which the chain's rules drop packets; each such rule counts them.
-	// Empty: no rule drops.
+	// Drops is the reason for which the chain's rules drop packets; each such rule counts them. If
+	// it is empty, no rule drops packets.
 	Drops string
 	Rules []FilterRule
 }

@@ -180,7 +180,7 @@ func (r *Reviewer) remember(k key, v decision) {
 	}
 }
 
-// keep stores a decision. If all is full, it replaces the oldest decision.
+// keep stores a decision in the map all. If the map is full, the decision replaces the oldest one.
 func keep(all map[key]decision, k key, v decision, most int) {
 	if _, there := all[k]; !there && len(all) >= most {
 		var oldest key

@@ -9,8 +9,8 @@ import (
 	"golang.org/x/crypto/blake2s"
 )
 
-// Respond reads an initiation sent to own. It returns the response and the session. index
-// becomes the responder's index of the session.
+// Respond reads an initiation sent to the owner of the private key own. It returns the response and
+// the session. index becomes the responder's index of the session.
 func Respond(own *ecdh.PrivateKey, m []byte, index uint32) (response []byte, s *Session, err error) {
 	if len(m) != InitiationLen || m[0] != InitiationType {
 		return nil, nil, errors.New("no initiation")

@@ -47,9 +47,9 @@ const (
 // ErrUnknown is returned when the API server has answered, but there is no identity.
 var ErrUnknown = errors.New("the identity of this cluster is unknown")
 
-// Identify completes the identity of this cluster (said) from the ConfigMap in the namespace of
-// the installation. If the ConfigMap has no ID either, the ID is the UID of the namespace
-// kube-system, which exists as long as the cluster. The name may stay empty.
+// Identify returns the identity of this cluster. Fields that said leaves empty come from the
+// ConfigMap in the namespace of the installation. If the ConfigMap has no ID either, the ID is the
+// UID of the namespace kube-system, which exists as long as the cluster. The name may stay empty.
 func Identify(ctx context.Context, reader client.Reader, namespace string, said v1alpha1.ClusterIdentity) (id v1alpha1.ClusterIdentity, err error) {
 	id = said
 	if id.ClusterID == "" || id.ClusterName == "" {
@@ -83,8 +83,8 @@ func Identify(ctx context.Context, reader client.Reader, namespace string, said 
 	return id, nil
 }
 
-// Flag returns the value of the command-line flag --name=value of the first Pod that has this
-// flag. Static Pods of a control plane have their flags in this form. Empty: no Pod has the
+// Flag returns the value of the command-line flag --name=value of the first Pod that has this flag.
+// Static Pods of a control plane have their flags in this form. Flag returns "" if no Pod has the
 // flag.
 func Flag(pods []corev1.Pod, name string) string {
 	for i := range pods {

@@ -225,8 +225,8 @@ func kubeconfigWith(c *cluster.Cluster, server *clientcmdapi.Cluster, token, nam
 	return clientcmd.Write(*config)
 }
 
-// authorityOf returns the certificate authorities of the kubeconfig in PEM. Empty: it uses
-// those of the system.
+// authorityOf returns the certificate authorities of the kubeconfig in PEM. It returns "" if the
+// kubeconfig uses those of the system.
 func authorityOf(c *cluster.Cluster) ([]byte, error) {
 	ca := c.Config.CAData
 	if len(ca) == 0 && c.Config.CAFile != "" {

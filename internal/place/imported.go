@@ -126,8 +126,8 @@ func notImported(ctx context.Context, c *cluster.Cluster, n importedName) error 
 	return fmt.Errorf("%s: Service %s is not imported: %s", c, safetext.Of(n.namespace+"/"+n.name), safetext.FirstFew(why, "; "))
 }
 
-// choose selects an endpoint of an imported Service. by names the endpoint's cluster, and
-// states the number of other endpoints.
+// choose selects an endpoint of an imported Service. The result by names the endpoint's cluster,
+// and states the number of other endpoints.
 func (n importedName) choose(i *mcs.ServiceImport, list []discoveryv1.EndpointSlice, peerings []isthmus.Peering, peer string) (at netip.AddrPort, by string, err error) {
 	var named *string // name of the endpoints' port
 	if i.Spec.Type != mcs.Headless {

@@ -158,10 +158,10 @@ const (
 	Changed   Progress = "Changed"   // the peer has replaced its accepted answer, so the exchange starts again
 )
 
-// Step advances a State by said, the peer's publication. published is what this side has
-// published so far. The caller must store the resulting State before it publishes its Words.
-// The keys in use change only if the peer proves that it has the new key, or if the peer leaves
-// the exchange.
+// Step advances a State. The argument said is the peer's publication, and published is the
+// publication of this side so far. The caller must store the resulting State before it publishes
+// its Words. The keys in use change only if the peer proves that it has the new key, or if the peer
+// leaves the exchange.
 func (s State) Step(ours, theirs Identity, said, published Words) (State, Progress, error) {
 	offers := ours.ClusterID < theirs.ClusterID
 	context := contextOf(ours, theirs)
@@ -285,8 +285,8 @@ func (s State) readAnswer(said Words, context []byte) (State, Progress, error) {
 	if !hmac.Equal(tag, theirs) {
 		return s, Altered, nil
 	}
-	// The peer may not have seen that this side uses a later key already. Keep as Former the
-	// key that the peer uses.
+	// Perhaps the peer has not seen yet that this side uses a later key. Keep as Former the key
+	// that the peer uses.
 	if use != s.Former.ID || use == s.Use.ID {
 		s.Former = s.Use
 	}
@@ -325,7 +325,7 @@ func (s State) readKey(said Words, context []byte) (State, Progress, error) {
 	return s, Agreed, nil
 }
 
-// keeping returns s with the keys in use of old, for a new exchange.
+// keeping returns s with the keys that old uses, for a new exchange.
 func (s State) keeping(old State) State {
 	s.Use, s.Former, s.Sure = old.Use, old.Former, old.Sure
 	return s

@@ -126,9 +126,9 @@ func verify(ctx context.Context, sites [2]*site, found [2][]Target, o Options, r
 	return ctx.Err()
 }
 
-// withoutUnable leaves out pings between Pods if one of the two may not send pings, and names
-// that Pod. Its TCP and UDP packets use the same path. Pings that a person requested, and pings
-// to targets that can only be pinged, are kept as unknown.
+// withoutUnable leaves out pings between Pods if one of the two is not permitted to send pings, and
+// names that Pod. Its TCP and UDP packets use the same path. Pings that a person requested, and
+// pings to targets that can only be pinged, are kept as unknown.
 func withoutUnable(results []Result, only Only) (some []Result, leftOut []string) {
 	for _, r := range results {
 		if r.Unable == "" || r.Target != "" || slices.Contains(only.protocols, ICMP) {

@@ -210,9 +210,9 @@ func (c *Candidate) Answering() map[string]netip.Addr {
 	return all
 }
 
-// Allow sets may, whether the candidate may claim a mandate, and lease, whether its gateway has
-// a mandate by the Lease. If gated is true, the Gate is open only during a mandate by votes.
-// Otherwise it is always open.
+// Allow sets the conditions of the candidate. may permits it to claim a mandate. lease means that
+// its gateway has a mandate by the Lease. If gated is true, the Gate is open only during a mandate
+// by votes. Otherwise it is always open.
 func (c *Candidate) Allow(may, lease, gated bool) {
 	c.mu.Lock()
 	defer c.mu.Unlock()

@@ -22,8 +22,7 @@ var errNotWanted = errors.New("the peering is being taken down")
 // A change of the Facts causes a new request.
 var errTooEarly = errors.New("waiting until all nodes have reported the networks that they reach")
 
-// fewLeft is a number of further peers. If the pools have room for fewer, allocations log a
-// warning.
+// If the pools have room for fewer than fewLeft further peers, allocations log a warning.
 const fewLeft = 16
 
 // decide validates the claim of a peer and allocates its networks.

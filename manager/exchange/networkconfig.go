@@ -43,7 +43,7 @@ type NetworkConfigReconciler struct {
 	Facts  facts.Reader
 	// FactsChanged gets a value after every change of the Facts.
 	FactsChanged <-chan event.GenericEvent
-	// Keys stores preshared keys. If it is nil, no peer is offered one.
+	// Keys stores preshared keys. If it is nil, peers are offered no preshared key.
 	Keys *KeyStore
 	Log  *slog.Logger
 

@@ -91,7 +91,8 @@ func (k *Keeper) serviceCIDRs(ctx context.Context) (all []netip.Prefix, err erro
 	return all, nil
 }
 
-// outside returns the addresses that are in all but not in inner, as sorted networks.
+// outside returns the addresses of the networks in all that are outside of inner, as sorted
+// networks.
 func outside(all []netip.Prefix, inner netip.Prefix) (rest []netip.Prefix) {
 	for _, p := range all {
 		if !p.Overlaps(inner) {
@@ -168,7 +169,7 @@ func (k *Keeper) readKubeadm(ctx context.Context) error {
 }
 
 // kubeadm returns the networks in kubeadm's configuration, at most one of each family. It is not an
-// error if the ConfigMap is missing or may not be read.
+// error if the ConfigMap is missing, or if reading it is forbidden.
 func (k *Keeper) kubeadm(ctx context.Context) (pods, services []netip.Prefix, err error) {
 	var cm corev1.ConfigMap
 	if err := k.Direct.Get(ctx, types.NamespacedName{Namespace: metav1.NamespaceSystem, Name: "kubeadm-config"}, &cm); kubeerr.IgnoreUnknown(err) != nil {
@@ -183,7 +184,7 @@ const serviceSources = "ServiceCIDR kubernetes, ConfigMap kube-system/kubeadm-co
 
 // readServices reads the network of the Services if the kind ServiceCIDR is not served (Kubernetes
 // 1.31 and 1.32). In those versions, only the cluster's configuration contains the network, and it
-// may not be visible.
+// is not always visible.
 func (k *Keeper) readServices(ctx context.Context) error {
 	if len(k.detected.services) > 0 {
 		return nil
@@ -211,7 +212,7 @@ func (k *Keeper) readServices(ctx context.Context) error {
 }
 
 // apiServers returns the addresses behind the Service kubernetes. It returns none if they are
-// missing or may not be read.
+// missing, or if reading them is forbidden.
 func (k *Keeper) apiServers(ctx context.Context) ([]netip.Addr, error) {
 	if now := time.Now(); now.Sub(k.serversRead) < apiServerInterval/2 { // every heartbeat of a node causes a call
 		return k.servers, nil

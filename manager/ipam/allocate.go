@@ -20,8 +20,8 @@ func refuse(reason, field, format string, args ...any) *fabric.Refusal {
 type Request struct {
 	ID            string
 	Pod, External netip.Prefix // the claimed networks, as the peer's own cluster uses them
-	// WantPod and WantExternal are the networks that the overrides of our Peering demand here for Pod
-	// and External. Zero: any network will do.
+	// WantPod and WantExternal are the networks that the overrides of our Peering demand here for
+	// Pod and External. Zero means that any network will do.
 	WantPod, WantExternal netip.Prefix
 	// Allowed are networks outside of private space that may be used unchanged.
 	Allowed []netip.Prefix

@@ -293,7 +293,7 @@ func (b State) ConflictsOf(id string) (conflicts []Conflict) {
 }
 
 // holder returns the first obstacle or network that overlaps p. It ignores the networks of the peer
-// with the ID except.
+// whose ID is except.
 func (b *State) holder(p netip.Prefix, except string) obstacle {
 	for o := range b.obstacles {
 		if o.prefix.Overlaps(p) {

@@ -93,8 +93,8 @@ func (b State) IsNode(ip netip.Addr) bool {
 	return node
 }
 
-// ServicesAt returns the network of our Services that contains the address; the zero value if none
-// does.
+// ServicesAt returns the network of our Services that contains the address, or the zero value if
+// none does.
 func (b State) ServicesAt(ip netip.Addr) netip.Prefix {
 	for _, network := range append([]netip.Prefix{b.own.ServiceCIDR}, b.own.Services...) {
 		if network.Contains(ip) {

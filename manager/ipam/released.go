@@ -15,8 +15,8 @@ const (
 	// UnusedGrace is the time after which a peer's networks are released if no object of a peering
 	// names the peer.
 	UnusedGrace = 24 * time.Hour
-	// maxReplaced and maxReplacedOfOne bound the held networks whose peer has got others: for all
-	// peers together, and for one peer.
+	// maxReplaced bounds the held networks that a peer has replaced by others, for all peers
+	// together. maxReplacedOfOne is that bound for one peer.
 	maxReplaced, maxReplacedOfOne = 512, 8
 	// maxHeldOfOne bounds all networks held for one peer, apart from its two present ones, because one
 	// NetworkAllocation lists them all.
@@ -113,8 +113,8 @@ func (b *State) inOurWay(p netip.Prefix) bool {
 // stored rounds a time to the resolution of stored objects.
 func stored(t time.Time) time.Time { return t.UTC().Truncate(time.Second) }
 
-// hold begins a hold, at the time in at, of each network that the peer had and does not have now.
-// It ends the holds of networks that the peer has again.
+// hold puts on hold each network that the peer has in had but not in now. The holds begin at the
+// time at. It ends the holds of networks that the peer has again.
 func (b *State) hold(id string, now, had Allocation, at time.Time) {
 	again := func(p netip.Prefix) bool { return contains(now.Pod, p) || contains(now.External, p) }
 	var kept []replaced
@@ -136,8 +136,8 @@ func (b *State) hold(id string, now, had Allocation, at time.Time) {
 
 // Regain holds networks that nodes refuse for a peer but that the State does not have, as if the
 // peer had released them now. If the peer is unknown, the first two count as its last networks,
-// which it gets again when it returns. Regain returns the networks that cannot be held as left:
-// they are in use, or there is no room.
+// which it gets again when it returns. The result left has the networks that cannot be held,
+// because they are in use or there is no room.
 func (b State) Regain(id string, networks []netip.Prefix, now time.Time) (next State, left []netip.Prefix) {
 	next = b
 	if b.peers[id] == nil && len(networks) > 1 {

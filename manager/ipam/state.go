@@ -70,7 +70,7 @@ type Reached struct {
 }
 
 // MergeReached sorts the networks that nodes reach and removes each network inside another one. It
-// changes all in place.
+// works in place.
 func MergeReached(all []Reached) []Reached {
 	slices.SortFunc(all, func(a, b Reached) int { // a network sorts before those inside it
 		c := a.Prefix.Compare(b.Prefix)

@@ -57,8 +57,8 @@ type Options struct {
 	// Allow lists networks whose endpoints may be mapped although ipam.State.Guarded names them:
 	// nodes, Services, and endpoints of other peers.
 	Allow []netip.Prefix
-	// What returns the kind of the present owner of an address, such as "node" or "pod"; "" if the
-	// cluster knows no owner. It is called before an endpoint is mapped, and may be nil.
+	// What returns the kind of the present owner of an address, such as "node" or "pod", or "" if
+	// the cluster knows no owner. It is called before an endpoint is mapped, and may be nil.
 	What func(context.Context, netip.Addr) (string, error)
 }
 

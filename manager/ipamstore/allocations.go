@@ -36,8 +36,8 @@ type allocation struct {
 	pending bool     // we wrote it, but did not yet write the IpamStorage that makes it count
 }
 
-// sinceWith returns the first version of the object that had the networks of now. A node that
-// refuses the networks of that version does not need to report a later version.
+// sinceWith returns the first version of the object that had the networks in the argument now. A
+// node that refuses the networks of that version does not need to report a later version.
 func (a allocation) sinceWith(now *isthmus.NetworkAllocation) int64 {
 	same := a.uid == now.UID && a.spec.Revision == now.Spec.Revision && slices.Equal(a.spec.Networks, now.Spec.Networks)
 	if !same || a.since > fabric.Version(now.ResourceVersion) {
@@ -210,9 +210,9 @@ func nextRevision(last int64, now time.Time) int64 {
 	return max(fabric.Revision(last, now)+1, now.UnixMilli())
 }
 
-// adopt returns the State with the entries that other managers wrote in a session after the given
-// one of ours. It returns nil if there are none. before has the NetworkAllocations as we last read
-// them.
+// adopt returns the State with the entries that other managers wrote in later sessions than ours,
+// which is the argument session. It returns nil if there are no such entries. The argument before
+// has the NetworkAllocations as we last read them.
 func (s *Store) adopt(state ipam.State, session int64, before map[string]allocation) *ipam.State {
 	theirs := make(map[string]isthmus.NetworkAllocationSpec)
 	own := state.Own()

@@ -152,7 +152,7 @@ func (w *World) Create(o client.Object) {
 	w.OK(w.API().Create(w.Ctx, o))
 }
 
-// Until waits until f returns true. what is part of the error message.
+// Until waits until f returns true. The argument what is part of the error message.
 func (w *World) Until(what string, f func() bool) {
 	w.T.Helper()
 	for deadline := time.Now().Add(time.Minute); !f(); time.Sleep(10 * time.Millisecond) {

@@ -74,7 +74,7 @@ type Reconciler struct {
 	// ServicesLacking.
 	Services        *services.Controller
 	ServicesLacking string
-	// Keys stores preshared keys. If it is nil, no peer is offered one.
+	// Keys stores preshared keys. If it is nil, peers are offered no preshared key.
 	Keys *exchange.KeyStore
 
 	drains drains

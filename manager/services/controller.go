@@ -163,7 +163,7 @@ const lookAgain = time.Minute
 // again reports whether an error means that the cache was outdated.
 func again(err error) bool { return apierrors.IsConflict(err) || apierrors.IsAlreadyExists(err) }
 
-// refused records for each peer that its export is not served.
+// refused records, for each exporting peer, that this cluster does not serve its export.
 func (g *gathered) refused(why Refusal) {
 	for id, o := range g.outcomes {
 		o.served, o.endpoints = false, 0

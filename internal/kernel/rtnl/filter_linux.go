@@ -54,8 +54,8 @@ func newConn(o ...nftables.ConnOption) (*nftables.Conn, error) {
 	return nftables.New(append(o, nftables.WithSockOptions(func(c *nfnl.Conn) error { roomy(c); return nil }))...)
 }
 
-// roomy enlarges the buffers for large transactions. If the process may not enlarge them, a large
-// transaction fails and reports the error.
+// roomy enlarges the buffers for large transactions. If the process is not permitted to enlarge
+// them, a large transaction fails and reports the error.
 func roomy(c *nfnl.Conn) {
 	_ = c.SetWriteBuffer(transactionBytes)
 	_ = c.SetReadBuffer(transactionBytes) // the kernel acknowledges each message of a transaction
@@ -197,8 +197,8 @@ func readBridge() []kernel.Bridge {
 var errChanged = errors.New("another process has changed it")
 
 // readTable returns the elements of the sets of a table, whether the table exists, and an error if
-// its content is unexpected. chains returns the expected chains. It may call said for the comments
-// of a chain's rules.
+// its content is unexpected. chains returns the expected chains. To read the comments of a chain's
+// rules, it may call its argument said.
 func readTable(t *nftables.Table, sets []kernel.FilterSet, chains func(said func(chain string) []string) []kernel.FilterChain) (elements map[string]string, there bool, err error) {
 	c, err := newConn(nftables.AsLasting()) // the same socket for all requests
 	if err != nil {
@@ -317,7 +317,7 @@ func boolean(b bool) int {
 	return 0
 }
 
-// networkBetween returns the network that begins at first and ends before after.
+// networkBetween returns the network from the address first to the one before the address after.
 func networkBetween(first, after netip.Addr) string {
 	for bits := range first.BitLen() + 1 {
 		if p, err := first.Prefix(bits); err == nil && p.Addr() == first && afterLast(p) == after {

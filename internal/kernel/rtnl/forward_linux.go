@@ -66,7 +66,8 @@ func rulesOf(t *nftables.Table, chain string) (all []foreignRule, err error) {
 	return all, nil
 }
 
-// ruleFrom parses the attributes of a rule. in has the names of the rule's table and chain.
+// ruleFrom parses the attributes of a rule. It also returns the names of the rule's table and
+// chain.
 func ruleFrom(b []byte) (r foreignRule, in [2]string, err error) {
 	d, err := nfnl.NewAttributeDecoder(b)
 	if err != nil {

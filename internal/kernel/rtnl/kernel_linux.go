@@ -300,8 +300,8 @@ func bridgesFiltered() bool {
 	return err == nil && strings.TrimSpace(string(b)) == "1"
 }
 
-// limitOf returns the Limit that results from the failure to make an optional object. is is false
-// for other objects.
+// limitOf returns the Limit that results from the failure to make an optional object. It returns
+// false for other objects.
 func limitOf(o kernel.Op, err error) (l kernel.Limit, is bool) {
 	if err == nil || o.Remove {
 		return l, false

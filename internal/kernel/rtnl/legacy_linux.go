@@ -317,9 +317,9 @@ func lockLegacy() (*os.File, error) {
 	return f, nil
 }
 
-// rewritten returns struct ipt_replace without the rules in gone, and with added inserted before
-// the offset before, or nowhere if it is negative. kept maps each new entry to its old one, or to
-// -1 for added entries.
+// rewritten returns struct ipt_replace without the rules in gone. It inserts the entries in added
+// at the offset before, unless that is negative. kept maps each new entry to its old one, or to -1
+// for added entries.
 func (t legacyTable) rewritten(gone []foreignRule, added [][]byte, before int) (b []byte, kept []int, ok bool) {
 	moved := make(map[int]int) // old offset → new offset of entries
 	itself := make(map[int]int)

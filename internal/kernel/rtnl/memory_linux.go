@@ -170,8 +170,9 @@ type commit struct {
 	at         time.Time
 }
 
-// commit records that we are about to create generation before+1; before is 0 if it is unknown. The
-// caller has to check afterwards whether that generation is really ours.
+// commit records that we are about to create generation before+1. The argument before is the
+// present generation, or 0 if that is unknown. The caller has to check afterwards whether that
+// generation is really ours.
 func (m *memory) commit(before uint32) {
 	m.mu.Lock()
 	defer m.mu.Unlock()

@@ -151,8 +151,8 @@ func jsonValue(v any) (any, error) {
 	return v, nil
 }
 
-// object reads one object, or each object of a List. Problems call the object by where, its
-// position in the file, until its name is known.
+// object reads one object, or each object of a List. The argument where is the object's position in
+// the file. Problems use it in place of the object's name until that is known.
 func (l *loader) object(origin fabric.Origin, where string, raw []byte) {
 	var head struct {
 		APIVersion string `json:"apiVersion"`

@@ -57,8 +57,8 @@ type GatewayFile struct {
 	// relative name is relative to the directory of the configuration.
 	PrivateKeyFile string `json:"privateKeyFile"`
 
-	// NextPrivateKeyFile names the file with the next private key while our key is being
-	// rotated. The gateway then responds to both keys. Empty, the default: no rotation.
+	// NextPrivateKeyFile names the file with the next private key while our key is being rotated.
+	// The gateway then responds to both keys. It is empty by default.
 	NextPrivateKeyFile string `json:"nextPrivateKeyFile,omitempty"`
 
 	ListenPort     uint16 `json:"listenPort,omitempty"`     // UDP, default 5871
@@ -67,8 +67,8 @@ type GatewayFile struct {
 	MetricsAddress string `json:"metricsAddress,omitempty"` // TCP "host:port" of /metrics, /healthz, /readyz, default "127.0.0.1:5872"
 	StatusAddress  string `json:"statusAddress,omitempty"`  // TCP "host:port" of the JSON status, default "127.0.0.1:5873"
 
-	// FlowLog is the file to which the gateway appends one line of JSON for each flow that
-	// opens, closes or is refused; "-" is standard output. Empty, the default: no log.
+	// FlowLog is the file to which the gateway appends one line of JSON for each flow that opens,
+	// closes or is refused; "-" is standard output. By default, there is no log.
 	FlowLog          string `json:"flowLog,omitempty"`
 	FlowLogSample    int    `json:"flowLogSample,omitempty"`    // log one in this many flows, default 1
 	FlowLogPerSecond int    `json:"flowLogPerSecond,omitempty"` // maximum number of lines per second, default 1000

@@ -401,9 +401,9 @@ func (b *ballot) electable(now time.Time) map[string]netip.Addr {
 	return all
 }
 
-// useful returns the nodes that may vote from now on. To all, which has the answering nodes, it
-// adds the voters in list that still exist in nodes and have been silent for less than
-// quietMost. A silent voter counts as a vote against the holder.
+// useful returns the nodes that may vote from now on. These are the answering nodes, which all has,
+// and the voters in list that still exist in nodes and have been silent for less than quietMost. A
+// silent voter counts as a vote against the holder.
 func (b *ballot) useful(all, list, nodes map[string]netip.Addr, now time.Time) map[string]netip.Addr {
 	if b.quiet == nil {
 		b.quiet = make(map[string]time.Time)

@@ -19,8 +19,8 @@ func (g *Gateway) remember() *remembered {
 }
 
 // carryOnMisses is how many reads of the Lease in a row, a second apart, must fail before a
-// restarted replica uses its snapshot. One lost packet is no outage, and while the replica was
-// down, another one may have taken over.
+// restarted replica uses its snapshot. One lost packet is no outage, and another replica may have
+// taken over while this one was down.
 const carryOnMisses = 2
 
 // await returns once everything has been read. It returns earlier if the API server cannot be

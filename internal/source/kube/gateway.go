@@ -34,8 +34,8 @@ type GatewayOptions struct {
 	Namespace string     // namespace of the installation, with the key Secret, Lease, Service and Pods
 	Pod       string     // name of this replica's Pod
 	PodIP     netip.Addr // address of the Pod; a Pod in the host network has the address of its node
-	// Node is the name of this replica's Node, if the replica has its own network namespace,
-	// where the overlay ends. Empty: the replica uses the host network.
+	// Node is the name of this replica's Node, if the replica has its own network namespace, where
+	// the overlay ends. It is empty if the replica uses the host network.
 	Node string
 	// Cluster is the identity of our cluster. Without an ID, it comes from the ConfigMap in
 	// Namespace that Liqo and `isthmus install` write. The default ID is the UID of the
@@ -46,9 +46,9 @@ type GatewayOptions struct {
 	// Votes makes nodes vote on which replica is active. It requires route agents on three
 	// nodes, and gateways with their own network namespace.
 	Votes bool
-	// StateDirectory keeps state, including the private key, across restarts. If this replica
-	// was active, it restarts with that state while the API server does not answer. Empty: it
-	// waits for the API server.
+	// StateDirectory keeps state, including the private key, across restarts. If this replica was
+	// active, it restarts with that state while the API server does not answer. Without a
+	// StateDirectory, it waits for the API server.
 	StateDirectory string
 	// RotateKeys is the maximum age of the private key. With 0, the key is never rotated.
 	// RotationPatience is how long a rotation waits for peers. With 0, it waits without limit.
@@ -380,9 +380,9 @@ func (g *Gateway) prepare(ctx context.Context, group *sync.WaitGroup, e *electio
 	return nil
 }
 
-// Ready returns the reason why this replica cannot be active or take over, or nil. A replica
-// that runs from its saved state is not ready, because it learns of no changes. A holder of the
-// Lease that may not send to peers is not ready, nor is a standby that hears too few voters.
+// Ready returns the reason why this replica cannot be active or take over, or nil. A replica that
+// runs from its saved state is not ready, because it learns of no changes. A holder of the Lease is
+// not ready while it must not send to peers. A standby is not ready while it hears too few voters.
 func (g *Gateway) Ready() error {
 	g.mu.Lock()
 	defer g.mu.Unlock()

@@ -96,7 +96,7 @@ func (g *Gateway) Others() map[netip.Addr]bool {
 	return e.neighbours()
 }
 
-// Active returns the name of the active replica's Pod, empty if unknown. self reports whether
+// Active returns the name of the active replica's Pod, or "" if it is unknown. self reports whether
 // this replica is the active one.
 func (g *Gateway) Active() (pod string, self bool) {
 	g.mu.Lock()

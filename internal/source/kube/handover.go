@@ -69,8 +69,8 @@ func (g *Gateway) successor() (pod string, waiting bool) {
 	return "", waiting
 }
 
-// holder returns the holder of the Lease as the watch last saw it, which may be stale. Empty:
-// there is none, or not everything has been read yet.
+// holder returns the holder of the Lease as the watch last saw it, which may be stale. It returns
+// "" if there is no holder, or until everything has been read.
 func (g *Gateway) holder(ctx context.Context) string {
 	if !g.reading.Load() { // until then, another goroutine may be setting objects
 		return ""

@@ -11,7 +11,7 @@ import (
 	"github.com/isthmus-net/isthmus/internal/voting"
 )
 
-// silence explains why this replica, as the holder, may not send to peers. It returns "" if the
+// silence explains why this replica, as the holder, must not send to peers. It returns "" if the
 // replica may send, or is not the holder.
 func (e *election) silence() string {
 	e.mu.Lock()
