@@ -148,7 +148,7 @@ func TestCauseIgnoresErrorsAboutOtherPeers(t *testing.T) {
 	}
 }
 
-func TestPeerIsAloneOnlyIfAllOthersAnswer(t *testing.T) {
+func TestOutageOfASinglePeerIsRecognized(t *testing.T) {
 	g := without(t, alphaBravo, charlie)
 	for _, tc := range []struct{ first, second check.State }{{check.Connected, check.Connected}, {check.Disconnected, check.Connected}, {check.Connected, check.Disconnected}, {check.Disconnected, check.Connecting}} {
 		g.ends[0].finds(map[string]check.State{g.now.peers[0].ID: tc.first, g.now.peers[1].ID: tc.second})

@@ -62,7 +62,7 @@ func TestHostQuotaAppliesToEachPeerSeparately(t *testing.T) {
 	out(t, e, udp("192.168.1.1:2", "10.73.0.5:53"), 0)
 }
 
-func TestDefaultQuotas(t *testing.T) {
+func TestDefaultQuotasDependOnBoundsAndPeers(t *testing.T) {
 	for _, c := range []struct {
 		c                        Config
 		peers, share, peer, host int

@@ -363,7 +363,7 @@ func TestReadAlsoWaitsForPacketsOfTheEndpoint(t *testing.T) {
 }
 
 // The engine must not be given the time at which the wait for a packet began.
-func TestReadUsesTheTimeAfterEachWait(t *testing.T) {
+func TestReadPassesTheTimeAfterTheWaitToTheEngine(t *testing.T) {
 	synctest.Test(t, readAsksForTheTimeAfterEachWait)
 }
 

@@ -24,7 +24,7 @@ var endpointSeen = netip.MustParseAddr("10.90.0.1")
 
 // For random calls of push and pop, addresses are served in turn, the datagrams of each stay in
 // order, and none uses the room of another.
-func TestTurnsServeAddressesInTurn(t *testing.T) {
+func TestFairQueueServesAddressesAlternately(t *testing.T) {
 	rng := rand.New(rand.NewPCG(24, 1))
 	var turns datapath.Turns
 	waiting := make(map[netip.AddrPort][]uint32)

@@ -155,7 +155,7 @@ func TestPacketsWaitingForOnePeerDoNotDelayAnother(t *testing.T) {
 
 // The packets that waited are sent in one batch. The wire refuses a part of them. Those are
 // counted, and the others arrive.
-func TestOnlyUnsentMessagesAreCounted(t *testing.T) {
+func TestOnlyRefusedMessagesCountAsUnsent(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		p := newPair(t, orderedKeys(true))
 		a, b := p.ends[0], p.ends[1]

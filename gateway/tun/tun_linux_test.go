@@ -643,7 +643,7 @@ func TestMTUIsReadInTheNamespaceOfTheTUN(t *testing.T) {
 	}
 }
 
-func TestKernelReplacesPercentDInTheName(t *testing.T) {
+func TestKernelChoosesTheNumberInAnInterfaceName(t *testing.T) {
 	d := newNamespace(t).open(t, "tunx%d", mtu, Options{})
 	if d.Name() != "tunx0" {
 		t.Errorf("name %q: want tunx0", d.Name())

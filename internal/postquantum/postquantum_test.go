@@ -307,7 +307,7 @@ func TestALostSecretIsReplaced(t *testing.T) {
 
 // A peer that leaves the exchange, for example an older Isthmus, is used without a preshared
 // key.
-func TestAPeerThatLeavesTheExchangeIsUsedWithoutAKey(t *testing.T) {
+func TestPeerThatLeavesTheKeyExchangeNeedsNoKey(t *testing.T) {
 	for i := range 2 {
 		sides := [2]*side{newSide("a", 1), newSide("b", 2)}
 		agree(t, sides[0], sides[1])

@@ -212,7 +212,7 @@ func TestNextPublicKeyIsNotPublishedWithoutItsPrivateKey(t *testing.T) {
 	told(private, "a public key alone")
 }
 
-func TestPodNetworksOfNodesWithoutAReportCountAsReached(t *testing.T) {
+func TestPodNetworksOfNodesWithoutAReportAreReserved(t *testing.T) {
 	node := func(name string, podCIDRs ...string) corev1.Node {
 		return corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: name}, Spec: corev1.NodeSpec{PodCIDRs: podCIDRs}}
 	}

@@ -12,7 +12,7 @@ import (
 const page = "../../docs/cni.md"
 
 // docs/cni.md is generated from the assertions of TestIsthmusWorksBesideEachCNI.
-func TestCNIPageMatchesTheShapes(t *testing.T) {
+func TestCNIPageMatchesTheTestedSetups(t *testing.T) {
 	want := thePage()
 	if *update {
 		must(t, os.WriteFile(page, []byte(want), 0o644))

@@ -163,7 +163,7 @@ func icmpAboutSeen(sent []byte, kind, code uint8, rest uint32, quote int) []byte
 	return icmpAbout(sent, destination(sent), kind, code, rest, quote)
 }
 
-func TestEngineShowsTheSenderOfAnICMPError(t *testing.T) {
+func TestEngineKeepsTheReporterOfAnICMPErrorVisible(t *testing.T) {
 	x := bothRemapped(t)
 	src, dst := x.pods(A, 11)
 	sent := ip(header{}, src, dst, protoUDP, udp(src, dst, x.freshPort(), 53, []byte("question")))

@@ -231,7 +231,7 @@ func TestEngineKeepsAtomicFragments(t *testing.T) {
 
 // The following tests are not about such differences: both translators behave alike.
 
-func TestBothKeepEchoesWithTheSameIdentifierApart(t *testing.T) {
+func TestEngineAndKernelKeepEchoesWithTheSameIdentifierApart(t *testing.T) {
 	x := bothRemapped(t)
 	pod, endpoint := x.plan.pod(A, 10), x.plan.endpoint(B)
 	x.send(A, ip(header{}, pod, x.plan.mapped(B), protoICMP, icmp(echoRequest, 0, 77<<16, nil)))
@@ -245,7 +245,7 @@ func TestBothKeepEchoesWithTheSameIdentifierApart(t *testing.T) {
 	x.send(B, ip(header{}, endpoint, dst, protoICMP, icmp(echoReply, 0, 77<<16, nil)))
 }
 
-func TestBothLetOneHostUseAProtocolWithoutPorts(t *testing.T) {
+func TestEngineAndKernelLetOneHostUseAProtocolWithoutPorts(t *testing.T) {
 	x := bothRemapped(t)
 	dst := x.plan.podSeen(B, 10)
 	x.sendNAPT(A, ip(header{}, x.plan.node(A, 7), dst, protoTest, []byte("first come")))

@@ -545,7 +545,7 @@ func TestLeaseDecidesOnlyAfterNodesElectNoGateway(t *testing.T) {
 // If a Node is missing for a moment, for example while it is replaced, the gateway begins to
 // switch votes off. Once the Node is back, the Lease must have a list with which nodes elect
 // the next gateway.
-func TestNodesElectAfterANodeWasMissing(t *testing.T) {
+func TestNodesElectAgainAfterAMissingNodeReturns(t *testing.T) {
 	s := newThreeVoters(t, 1)
 	e, former := s.election, s.election.newestList()
 	two := maps.Clone(s.nodes)

@@ -543,7 +543,7 @@ func allLinks() (all []links) {
 	return all
 }
 
-func TestAtMostOneGatewaySendsAndOneThatCanDoes(t *testing.T) {
+func TestExactlyOneGatewaySendsIfAnyCan(t *testing.T) {
 	for i, l := range allLinks() { // starting from a working state, with each kind of failure
 		for _, hung := range []bool{false, true} {
 			t.Run(fmt.Sprintf("%v hung %v", l, hung), func(t *testing.T) {
