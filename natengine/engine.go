@@ -111,7 +111,7 @@ func (c Config) Warnings() (warnings []string) {
 		warn("a peer may have %d flows, but all peers together %d", d.MaxFlowsPerPeer, d.MaxFlows)
 	}
 	if d.MaxFlowsPerHost >= udpPorts.limit() {
-		warn("a host may have %d flows; with so many one host can take all ports of the NAPT address", d.MaxFlowsPerHost)
+		warn("a host may have %d flows; with so many, one host can take all ports of the NAPT address", d.MaxFlowsPerHost)
 	}
 	return warnings
 }

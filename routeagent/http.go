@@ -164,20 +164,20 @@ func (a *agent) canFollow() error {
 	}
 	a.mu.Unlock()
 	if !knows {
-		return errors.New("this one has not read its configuration yet")
+		return errors.New("this agent has not read its configuration yet")
 	}
 	in.Self = a.opts.Node
 	if !slices.ContainsFunc(in.Nodes, func(n fabric.ClusterNode) bool { return n.Name == in.Self }) {
-		return fmt.Errorf("this one does not find its Node, %q", in.Self)
+		return fmt.Errorf("this agent does not find its Node, %q", in.Self)
 	}
 	if a.opts.StateDirectory != "" {
 		if _, err := readSnapshot(a.opts.StateDirectory); errors.Is(err, fs.ErrPermission) { // the next snapshot repairs any other error
-			return fmt.Errorf("this one is not allowed to read the state directory: %w", err)
+			return fmt.Errorf("this agent is not allowed to read the state directory: %w", err)
 		}
 	}
 	node, _ := fabric.NodeFor(in)
 	if err := rtnl.Look(kernel.RouteAgent, node, a.log); err != nil {
-		return fmt.Errorf("this one cannot read the kernel's state: %w", err)
+		return fmt.Errorf("this agent cannot read the kernel's state: %w", err)
 	}
 	return nil
 }

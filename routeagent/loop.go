@@ -114,7 +114,7 @@ func (l *loop) compare(want wanted, events bool) (changes kernel.Plan, ok bool) 
 		// remove what works.
 		refusing, _ := fabric.NodeFor(in)
 		changes, _ = l.kernel.Add(refusing)
-		now.err = fmt.Errorf("no Node is called %q; want the name of the one on which the agent runs", in.Self)
+		now.err = fmt.Errorf("no Node is called %q; want the name of the Node on which the agent runs", in.Self)
 	} else {
 		var unknownMTU, err error
 		if addr := in.Nodes[self].Underlay(); addr.IsValid() {

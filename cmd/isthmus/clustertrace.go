@@ -164,7 +164,7 @@ func (t *clusterTrace) out(from, to place.Place) (w way, there *gateway.TraceSte
 	}
 	if t.remote == nil || t.remote.Identity.ClusterID != step.Peer {
 		w.Hops = append(w.Hops, wayHop{Hop: health.Hop{Cluster: safetext.Of(nameOrID(step.PeerName, step.Peer)), Name: hopOtherSide, State: health.Unknown,
-			Text: "not checked; --remote-context continues the path there", Source: "nobody"}})
+			Text: "not checked; --remote-context also checks the path in that cluster", Source: "nobody"}})
 		return w.judge(), step, nil
 	}
 	arrived, err := t.arrive(&w, t.remote, step)

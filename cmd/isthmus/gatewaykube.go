@@ -324,7 +324,7 @@ func tellActive(ctx context.Context, events *kube.PodEvents, replica *kube.Gatew
 		note += ": " + why
 	}
 	if err := events.Note(ctx, isthmusv1alpha1.EventActive, note); err != nil && ctx.Err() == nil {
-		log.Debug("cannot send an Event that this gateway is active", "error", err) // not a warning, because the Lease has the same information
+		log.Debug("cannot send the Event about this active gateway", "error", err) // not a warning, because the Lease has the same information
 	}
 }
 
@@ -363,7 +363,7 @@ func tellStandby(ctx context.Context, events *kube.PodEvents, replica *kube.Gate
 			told, err = false, events.Mended(ctx, "a majority of the nodes that vote answers this gateway again")
 		}
 		if err != nil && ctx.Err() == nil {
-			log.Debug("cannot send an Event that this standby cannot take over", "error", err) // not a warning, because /readyz has the same information
+			log.Debug("cannot send the Event about this standby, which cannot take over", "error", err) // not a warning, because /readyz has the same information
 		}
 	}
 }

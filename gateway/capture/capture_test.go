@@ -40,7 +40,7 @@ func TestParseNamesTheInvalidField(t *testing.T) {
 		"end=fe80::1%25eth0":                `is not an end; want an address`,
 		"end=:0":                            `":0" is not an end; want an address`,
 		"end=10.0.0.1&end=fd00::1":          "10.0.0.1 and fd00::1 are of different families",
-		"end=any&end=any&end=any":           "3 of them; want at most two",
+		"end=any&end=any&end=any":           "3 values; want at most two",
 		"snap=65536":                        `snap "65536": want a number from 0 to 65535`,
 		"packets=0":                         `packets "0": want a number from 1 to`,
 		"bytes=-1":                          `bytes "-1": want a number from 1 to`,

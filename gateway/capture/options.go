@@ -162,7 +162,7 @@ func Parse(q url.Values) (Options, error) {
 			}
 		case "end":
 			if len(values) > len(o.Ends) {
-				return o, fmt.Errorf("end: %d of them; want at most two", len(values))
+				return o, fmt.Errorf("end: %d values; want at most two", len(values))
 			}
 			for i, s := range values {
 				e, err := parseEnd(s)

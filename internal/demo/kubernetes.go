@@ -233,7 +233,7 @@ func (k *kubernetes) names() error {
 		return answers == enough, nil
 	})
 	if err != nil {
-		return fmt.Errorf("CoreDNS does not answer for clusterset.local: %w; the last is %w\n%s", err, last, k.set.Clusters[0].Explain())
+		return fmt.Errorf("CoreDNS does not answer for clusterset.local: %w; the last error is %w\n%s", err, last, k.set.Clusters[0].Explain())
 	}
 	return nil
 }
@@ -285,7 +285,7 @@ func (k *kubernetes) untilAnswered(server string) (body string, err error) {
 		return last == nil && strings.Contains(body, server), nil
 	})
 	if err != nil {
-		return "", fmt.Errorf("%s: no answer of %s: %w; the last is %q, %w\n%s", demoPage, server, err, body, last, k.set.Clusters[0].Explain())
+		return "", fmt.Errorf("%s: no answer of %s: %w; the last answer is %q, the last error %w\n%s", demoPage, server, err, body, last, k.set.Clusters[0].Explain())
 	}
 	return body, nil
 }

@@ -202,7 +202,7 @@ func (l *Lab) viewAt(at, peer *Cluster, want View) (View, error) {
 		if !wanted.IsValid() {
 			chosen, err := remap(taken, network)
 			if err != nil {
-				return chosen, fmt.Errorf("%s's view of the peer's %s %v: %w", at.Name, what, network, err)
+				return chosen, fmt.Errorf("network of cluster %s for the peer's %s %v: %w", at.Name, what, network, err)
 			}
 			taken = append(taken, chosen)
 			return chosen, nil

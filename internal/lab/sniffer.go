@@ -123,10 +123,10 @@ func (l *Lab) Sniff(refresh func(*Cluster)) (*Sniffer, error) {
 		return nil, err
 	}
 	news := make(chan netlink.LinkUpdate)
-	options := netlink.LinkSubscribeOptions{Namespace: &s.kernel.ns, ErrorCallback: func(err error) { s.fail("news of devices", err) }}
+	options := netlink.LinkSubscribeOptions{Namespace: &s.kernel.ns, ErrorCallback: func(err error) { s.fail("notifications about devices", err) }}
 	if err := netlink.LinkSubscribeWithOptions(news, s.done, options); err != nil {
 		s.kernel.close()
-		return nil, fmt.Errorf("sniffer: news of devices: %w", err)
+		return nil, fmt.Errorf("sniffer: notifications about devices: %w", err)
 	}
 	s.running.Go(func() { s.follow(news) })
 	for name := range s.nodes {
@@ -358,7 +358,7 @@ func (s *Sniffer) read(t *tap) {
 		s.mu.Lock()
 		defer s.mu.Unlock()
 		if err != nil {
-			s.errs = append(s.errs, fmt.Errorf("sniffer: %s: how many packets it missed: %w", t.port, err))
+			s.errs = append(s.errs, fmt.Errorf("sniffer: %s: number of missed packets: %w", t.port, err))
 		} else if st.Drops > 0 {
 			s.errs = append(s.errs, fmt.Errorf("sniffer: %s: %d packets that may have been in the clear came too fast to be looked at", t.port, st.Drops))
 		}

@@ -29,7 +29,7 @@ func CheckPods(given []string) error {
 			return fmt.Errorf("%q: want NAMESPACE/NAME of a Pod", text)
 		}
 		if slices.Contains(given[:i], text) {
-			return fmt.Errorf("%s is there twice", text)
+			return fmt.Errorf("%s is given twice", text)
 		}
 	}
 	return nil
@@ -101,7 +101,7 @@ func (s *site) part(ctx context.Context) error {
 	for i, m := range s.pods {
 		group.Go(func() {
 			if err := m.end(ctx, s.Client); err != nil {
-				errs[i] = fmt.Errorf("%s: container %s in Pod %s: %w; it ends by itself after %v", s, m.container, m.Pod, err, idle)
+				errs[i] = fmt.Errorf("%s: container %s in Pod %s: %w; the container ends by itself after %v", s, m.container, m.Pod, err, idle)
 			}
 		})
 	}

@@ -195,7 +195,7 @@ const maxRefused = 16
 func (r *answerReconciler) refuseStranger(ctx context.Context, copies []v1alpha1.NetworkConfig, refusal fabric.Refusal) error {
 	var list v1alpha1.NetworkConfigList
 	if err := r.Client.List(ctx, &list, client.InNamespace(copies[0].Namespace), client.Limit(maxRefused+1), client.UnsafeDisableDeepCopy); err != nil {
-		return fmt.Errorf("count the others: %w", err)
+		return fmt.Errorf("count the other NetworkConfigs: %w", err)
 	}
 	if len(list.Items) > maxRefused {
 		return nil

@@ -167,7 +167,7 @@ type requestQueue = workqueue.TypedRateLimitingInterface[reconcile.Request]
 func (w *RefusalGate) Reconcile(ctx context.Context, _ ctrl.Request) (ctrl.Result, error) {
 	var reports isthmus.NodeNetworksList
 	if err := w.Cache.List(ctx, &reports, client.InNamespace(w.Namespace), client.UnsafeDisableDeepCopy); err != nil {
-		return ctrl.Result{}, fmt.Errorf("what nodes refuse: %w", err)
+		return ctrl.Result{}, fmt.Errorf("reports of the refused networks: %w", err)
 	}
 	w.mu.Lock()
 	defer w.mu.Unlock()

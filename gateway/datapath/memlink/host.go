@@ -351,7 +351,7 @@ func (e *hostEndpoint) check(b []byte) error {
 	}
 	if flags&flagNeedsChecksum != 0 {
 		if start < 20 || start+offset+2 > len(p) {
-			return fmt.Errorf("checksum at %d+%d of %d octets", start, offset, len(p))
+			return fmt.Errorf("checksum field at %d+%d in a packet of %d octets", start, offset, len(p))
 		}
 		sum := ^checksum.Checksum(p[start:], 0)
 		binary.BigEndian.PutUint16(p[start+offset:], sum)

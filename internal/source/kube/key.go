@@ -171,7 +171,7 @@ func (r *refresher) key(ctx context.Context, inUse keyring.Ring) (keyring.Ring, 
 	case !apierrors.IsNotFound(err):
 		return inUse, nil, err
 	}
-	missing := fmt.Errorf("the Secret %s/%s: not there", r.o.Namespace, keyring.SecretName)
+	missing := fmt.Errorf("the Secret %s/%s does not exist", r.o.Namespace, keyring.SecretName)
 	if now := time.Now(); now.After(r.keyTries) {
 		r.keyTries = now.Add(time.Second)
 		time.AfterFunc(time.Second, r.look.set) // tries again later, whether or not this attempt succeeds
