@@ -57,8 +57,9 @@ type Allocations struct {
 // differ.
 const revisionAhead = 24 * time.Hour
 
-// Revision returns n, or 0 if n is negative or far ahead of now. The manager takes revisions from
-// its clock, in milliseconds. No later revision would exceed one that is far ahead of the clock.
+// Revision returns n, or 0 if n is negative or far ahead of the time now. The manager takes
+// revisions from its clock, in milliseconds. No later revision would exceed one that is far ahead
+// of the clock.
 func Revision(n int64, now time.Time) int64 {
 	if n < 0 || n > now.Add(revisionAhead).UnixMilli() {
 		return 0

@@ -270,8 +270,8 @@ func validOf(networks []netip.Prefix) (valid []netip.Prefix) {
 	return valid
 }
 
-// without splits the IPv4 network p into networks that overlap none of taken. Together they cover
-// all of p that is outside of taken.
+// without splits the IPv4 network p into networks that overlap no network in the list taken.
+// Together they cover the rest of p.
 func without(p netip.Prefix, taken []netip.Prefix) []netip.Prefix {
 	overlaps := func(t netip.Prefix) bool { return t.Overlaps(p) }
 	if !slices.ContainsFunc(taken, overlaps) {

@@ -123,7 +123,8 @@ func (d *nodeDecision) finishRoutes() {
 	s.Routes = firstOfEach(s.Routes) // a node and a pod may have the same address
 }
 
-// sortedIPv4 returns the IPv4 addresses in all, sorted and without duplicates. It works in place.
+// sortedIPv4 returns the IPv4 addresses of the list all, sorted and without duplicates. It works in
+// place.
 func sortedIPv4(all []netip.Addr) []netip.Addr {
 	all = slices.DeleteFunc(all, func(a netip.Addr) bool { return !a.Is4() })
 	slices.SortFunc(all, netip.Addr.Compare)

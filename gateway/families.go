@@ -63,8 +63,8 @@ type scrape struct {
 // scrapeChunk is the number of series that share one allocation.
 const scrapeChunk = 512
 
-// next returns a pointer to the next unused element of rest. If none is left, it allocates
-// scrapeChunk new ones.
+// next returns a pointer to the next unused element of the slice rest. If none is left, it
+// allocates scrapeChunk new ones.
 func next[T any](rest *[]T) *T {
 	if len(*rest) == 0 {
 		*rest = make([]T, scrapeChunk)

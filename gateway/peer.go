@@ -289,7 +289,8 @@ func (v *view) octets() (received, sent uint64) {
 	return received, sent
 }
 
-// views returns a view of each peer in now, in the same order. stats are the engine's statistics.
+// views returns a view of each peer of the current state, now, in the same order. stats are the
+// engine's statistics.
 func (g *gateway) views(now current, stats natengine.Stats) []view {
 	views, at := make([]view, len(now.peers)), make(map[string]int, len(now.peers))
 	for i := range now.peers {

@@ -304,8 +304,8 @@ func (g *gateway) working(id string, now time.Time) (set fabric.TunnelSet) {
 }
 
 // cutTunnels removes from each peer the additional tunnels for which we have no end. If a peer
-// has not changed since old, the result has the pointer from old, so that later comparisons need
-// to compare only pointers. peers and old are both sorted by ID.
+// equals the one in the list old, the result has the pointer from that list, so that later
+// comparisons need to compare only pointers. peers and old are both sorted by ID.
 func (g *gateway) cutTunnels(peers []*fabric.GatewayPeer, old []peer) []*fabric.GatewayPeer {
 	peers = slices.Clone(peers)
 	j := 0

@@ -18,8 +18,8 @@ type opening struct {
 	room          room
 }
 
-// open adds the flow that the packet begins. k is the packet's tuple, and other replaces our
-// end. If another packet has opened the flow in the meantime, open returns that flow.
+// open adds the flow that the packet begins. k is the packet's tuple, and the address other
+// replaces our end. If another packet has opened the flow in the meantime, open returns that flow.
 func (c *translation) open(kind flowKind, k *key, other addr) (match, Drop) {
 	o := opening{
 		translation: c, kind: kind, class: classOf(protoOf(k.word), k.near.is4()), k: k, other: other, local: k.near, mapped: other, owner: k.near,
@@ -127,7 +127,7 @@ func (o *opening) enter() (f match, opened bool, drop Drop) {
 }
 
 // expire removes an expired flow that has a tuple of the new flow. With a trace, it leaves the
-// expired flow in the table and adds it to late.
+// expired flow in the table and adds it to the list late.
 func (o *opening) expire(f *match, late []uint32) []uint32 {
 	if o.tr == nil {
 		t := &o.r.peer.flows

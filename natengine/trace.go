@@ -164,8 +164,8 @@ func (t *Trace) describe(kind flowKind, local, mapped addr) {
 	}
 }
 
-// preview does for a trace what enter does, but changes nothing. It ignores the expired flows
-// in late. The caller holds mu.
+// preview does for a trace what enter does, but changes nothing. It ignores the expired flows in
+// the list late. The caller holds mu.
 func (o *opening) preview(t *flowTable, room room, quota int64, late []uint32) (match, Drop) {
 	o.tr.Flow = "new"
 	o.tr.describe(o.kind, o.local, o.mapped)

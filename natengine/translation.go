@@ -229,8 +229,8 @@ func (c *translation) touch(f *match) (to addr, port int, drop Drop) {
 	return f.other, int(f.otherPort(c.dir)), DropNone
 }
 
-// begin opens a flow for the packet and translates our end to other. It drops a packet that
-// may not open a flow.
+// begin opens a flow for the packet and translates our end to the address other. It drops a packet
+// that is not permitted to open a flow.
 func (c *translation) begin(kind flowKind, k *key, other addr) (to addr, port int, drop Drop) {
 	if drop := begins(c.v); drop != DropNone {
 		return addr{}, samePort, drop

@@ -39,8 +39,8 @@ func (p *peer) retire() bool {
 	return true
 }
 
-// retireFor retires the predecessors of fresh, which have former keys, and adds them to the
-// table. The caller holds t.mu.
+// retireFor retires the predecessors of the peer fresh, which have former keys, and adds them to
+// the table. The caller holds t.mu.
 func (t *Tunnel) retireFor(table, old *peerTable, fresh *peer) {
 	was := old.byState[fresh.state]
 	if was == nil || was.key == fresh.key {

@@ -167,8 +167,8 @@ func (t *Tunnel) answered(index uint32, to conn.Endpoint) {
 	}
 }
 
-// placesOf returns a place for each configured address in at. An address that is in old keeps its
-// place.
+// placesOf returns a place for each configured address in the map at. An address that the map old
+// contains keeps its place.
 func placesOf(at map[*peer]netip.Addr, old map[netip.Addr]*place) map[netip.Addr]*place {
 	all := make(map[netip.Addr]*place, len(at))
 	for _, addr := range at {

@@ -147,8 +147,8 @@ func (p *tap) add(place capture.Place, size int, comment string, keep int, head,
 	p.to.Add(place, p.dir, size, comment, parts[:n]...)
 }
 
-// told returns the result of story. It computes a story only once for consecutive packets of a
-// flow.
+// told returns the result of the method story. It calls story only once for consecutive packets of
+// a flow.
 func (p *tap) told(verdict natengine.Verdict, drop natengine.Drop, after natengine.Tuple, segments int, now time.Duration) string {
 	if verdict.Action == natengine.Hold || len(verdict.Released()) > 0 {
 		return p.story(verdict, drop, after, segments, now)
@@ -160,8 +160,8 @@ func (p *tap) told(verdict natengine.Verdict, drop natengine.Drop, after natengi
 	return p.latest.comment
 }
 
-// telling is the input of story, and the cache key of told. It includes the current second,
-// because rules may change.
+// telling is the input of the method story, and the cache key of the method told. It includes the
+// current second, because rules may change.
 type telling struct {
 	to            *captured
 	peer          *natengine.PeerState

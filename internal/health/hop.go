@@ -103,8 +103,9 @@ func LeaseHop(cluster, name, lease string, h Holder, remedy string) Hop {
 	return hop
 }
 
-// Heed updates the state of the gateway from a Peering. The manager reads the gateways' Lease
-// every few seconds, by a single clock, and so notices earlier that nobody renews the Lease.
+// Heed updates the state of the gateway from a Peering. The manager notices earlier than this
+// program that nobody renews the gateways' Lease, because it reads the Lease every few seconds, by
+// a single clock.
 func Heed(own []Hop, p *isthmus.Peering) {
 	c := meta.FindStatusCondition(p.Status.Conditions, isthmus.ConditionConnected)
 	if c == nil || c.Reason != isthmus.ReasonGatewaySilent {

@@ -167,7 +167,7 @@ func defineServices(ctx context.Context, c *cluster.Cluster, p *servicesPlan, re
 }
 
 // nameServices makes CoreDNS answer for imported services. The definitions and the rights must
-// exist before: without them, a CoreDNS with the zone answers for no Service at all.
+// exist before that. Without them, a CoreDNS with the zone answers for no Service at all.
 func nameServices(ctx context.Context, c *cluster.Cluster, p *servicesPlan, report func(string)) error {
 	if p == nil {
 		return nil

@@ -203,7 +203,7 @@ func Abandon(data map[string][]byte) map[string][]byte {
 }
 
 // Publish returns a copy of data with the public part of the next key. The wait for peers
-// (patience) begins at now.
+// (patience) begins at the time now.
 func Publish(data map[string][]byte, r Ring, tunnels int, now time.Time) map[string][]byte {
 	data = maps.Clone(data)
 	data[FieldPublished] = stamp(now)

@@ -25,7 +25,7 @@ import (
 type Claims struct {
 	// Allowed are networks to add to spec.claims.allowed.
 	Allowed []netip.Prefix
-	// AlwaysRemap is the value for spec.claims.alwaysRemap; nil: no change.
+	// AlwaysRemap is the value for spec.claims.alwaysRemap. If it is nil, that stays as it is.
 	AlwaysRemap *bool
 	// Consent is the claim to which the person agrees, or nil.
 	Consent *Claim
@@ -159,7 +159,7 @@ func (s *side) checkConsent(ctx context.Context) error {
 	return nil
 }
 
-// applyTo returns have with the choices applied, and the fields that differ from have.
+// applyTo returns the claims have with the choices applied, and the fields that have changed.
 func (c Claims) applyTo(have isthmus.Claims) (isthmus.Claims, map[string]any) {
 	changed := map[string]any{}
 	for _, p := range c.Allowed {

@@ -291,8 +291,8 @@ func pairs(checks []Check) (few []Check) {
 	return few
 }
 
-// watch makes each Pod send once per second, independently of the others. It calls tell with
-// the counts once per second and at the end, as soon as there are any.
+// watch makes each Pod send once per second, independently of the others. It calls tell with the
+// counts once per second and at the end. Before there are any counts, it does not call tell.
 func watch(ctx context.Context, sites [2]*site, checks []Check, tell func([]Loss)) {
 	losses := make([]Loss, len(checks))
 	for i, c := range checks {

@@ -160,8 +160,8 @@ func (s *Store) allocationOf(state ipam.State, id string) isthmus.NetworkAllocat
 	return state.Allocation(id)
 }
 
-// writeAllocation writes an object unless it is up to date, and frees the networks in gone. It
-// stores the networks in cut, for the next write to free.
+// writeAllocation writes an object unless it is up to date, and frees the networks that gone lists.
+// It stores the networks that cut lists, so that the next write frees them.
 func (s *Store) writeAllocation(ctx context.Context, name string, want isthmus.NetworkAllocationSpec, gone, cut []string) error {
 	was, exists := s.allocations[name]
 	have, now := was.spec, time.Now()

@@ -185,8 +185,8 @@ func voters(nodes, before map[string]netip.Addr, without map[string]bool) map[st
 	return chosen
 }
 
-// step returns the next list on the way from have to want. It differs from have by one voter.
-// If have equals want, step returns have.
+// step returns the next list on the way from the list have to the voters in want. The next list
+// differs from have by one voter. If have already has these voters, step returns have.
 func step(have voting.List, want map[string]netip.Addr) voting.List {
 	next := voting.List{Version: have.Version + 1, Voters: maps.Clone(have.Voters)}
 	for _, name := range slices.Sorted(maps.Keys(want)) {

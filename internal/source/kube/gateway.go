@@ -116,14 +116,14 @@ func NewGateway(o GatewayOptions) (*Gateway, error) {
 	return g, nil
 }
 
-// Run watches the objects, takes part in the election, and calls serve. serve prepares the
-// gateway, and starts to act when begin is closed, which happens when this replica becomes
-// active. The context of serve ends when the replica is no longer active; then Run calls serve
-// again. A host-network replica prepares nothing: Run calls serve only when the replica becomes
-// active. Before that, when Run sees another active replica, it calls standby once, to clear
-// state that an earlier process of this replica may have left. Run returns when ctx ends, or
-// when serve or standby fails, and releases the Lease. If another replica is ready when ctx
-// ends, serve continues until that replica has taken over, but at most for handOverMost.
+// Run watches the objects, takes part in the election, and calls serve. The function serve prepares
+// the gateway. It starts to act when the channel begin is closed, which happens when this replica
+// becomes active. The context of serve ends when the replica is no longer active; then Run calls
+// serve again. A host-network replica prepares nothing: Run calls serve only when the replica
+// becomes active. Before that, when Run sees another active replica, it calls standby once, to
+// clear state that an earlier process of this replica may have left. Run returns when ctx ends, or
+// when serve or standby fails, and releases the Lease. If another replica is ready when ctx ends,
+// serve continues until that replica has taken over, but at most for handOverMost.
 //
 // While the API server cannot be reached for the first Snapshot, Run waits. Ready and the log
 // report the reason. A replica that was active shortly before, according to its state

@@ -377,7 +377,7 @@ func (e *election) askedBy(id gatewayID, addr netip.Addr, now time.Time) {
 	}
 }
 
-// account returns the last answer of o. Its times are relative to now.
+// account returns the last answer of o. Its times are relative to the time now.
 func (o *other) account(now time.Time) account {
 	a := o.last
 	a.pod, a.age, a.promised = o.pod, now.Sub(o.asked), o.promised.Sub(now)
