@@ -15,7 +15,7 @@ const AnnotationTakeover = "isthmus.net/takeover"
 type Takeover struct {
 	Pod    string `json:"pod"`
 	Reason string `json:"reason"`
-	// Previous is the Pod that was active before; empty: none was, or it is unknown.
+	// Previous is the Pod that was active before. It is empty if none was, or if it is unknown.
 	Previous string `json:"previous,omitempty"`
 }
 
