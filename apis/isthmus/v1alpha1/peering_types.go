@@ -84,10 +84,9 @@ type Services struct {
 // +kubebuilder:validation:Pattern=`^([a-z0-9]([a-z0-9-]*[a-z0-9])?|\*)$`
 type ServiceNamespace = string
 
-// Claims restrict the networks that a peer gets in this cluster for the networks that it
-// advertises. Without restrictions, the peer gets an advertised network unchanged if the network is
-// in private space (RFC 1918, 6598 and 4193) and overlaps nothing of this cluster. Any other
-// network is remapped into the pools.
+// Claims restrict which of the networks that a peer advertises are used unchanged in this cluster.
+// Without restrictions, a network is used unchanged if it is in private space (RFC 1918, 6598 and
+// 4193) and overlaps nothing of this cluster. Any other network is remapped into the pools.
 type Claims struct {
 	// Allowed are networks outside of private space. The peer may have them, and all networks
 	// inside them, unchanged.
