@@ -136,7 +136,8 @@ func (p *Peer) equal(q *Peer) bool {
 		p.Origin == q.Origin && p.MappingsOrigin == q.MappingsOrigin && p.Created == q.Created
 }
 
-// merged returns peers, sorted by ID, without those whose IDs out has, and with those that in has.
+// merged returns a copy of peers, sorted by ID. It leaves out the peers whose IDs are in the map
+// out, and adds the peers of the list in.
 func merged(peers []*GatewayPeer, out map[string]bool, in []*GatewayPeer) []*GatewayPeer {
 	all := slices.Grow([]*GatewayPeer(nil), len(peers)-len(out)+len(in))
 	slices.SortFunc(in, func(a, b *GatewayPeer) int { return cmp.Compare(a.ID, b.ID) })

@@ -247,7 +247,8 @@ func TraceOffline(c Config, q TraceQuery) ([]TraceStep, error) {
 	return steps, err
 }
 
-// named adds the names of the peers to the steps. It calls of for the ID and the name of each peer.
+// named adds the names of the peers to the steps. The function of, called with a peer, returns the
+// peer's ID and name.
 func named[P any](steps []TraceStep, peers []P, of func(P) (id, name string)) {
 	for i := range steps {
 		for _, p := range peers {

@@ -272,7 +272,7 @@ func (c *translation) refuse(d Drop) Verdict {
 	return Verdict{Drop: d, Peer: p}
 }
 
-// forward rewrites our end of the packet to the address to and the port.
+// forward rewrites our end of the packet to a new address and port.
 func (c *translation) forward(to addr, port int) Verdict {
 	return c.e.forward(c.v, c.r, c.dir, to, port)
 }
@@ -289,7 +289,7 @@ func (c *translation) pass(to addr) Verdict {
 // samePort is the port argument that leaves the port unchanged.
 const samePort = -1
 
-// forward rewrites our end of v to the address to and the port, and clamps the MSS of a SYN.
+// forward rewrites our end of v to a new address and port, and clamps the MSS of a SYN.
 func (e *Engine) forward(v *packet.View, r *remote, dir Direction, to addr, port int) Verdict {
 	if v.Is4() {
 		if dir == Outbound {

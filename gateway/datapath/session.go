@@ -407,9 +407,8 @@ func (p *peer) hurry(now time.Time) (last time.Time, hurried bool) {
 	return last, true
 }
 
-// keepPace makes the device start its next handshake no earlier than without the hurried one. For
-// this it sets back the times that the device has recorded. last is the time of the handshake
-// before the hurried one.
+// keepPace keeps the hurried handshake from delaying the device's next one: it sets back the times
+// that the device has recorded. last is the time of the handshake before the hurried one.
 func (p *peer) keepPace(last time.Time) {
 	lock := peerHandshakeMu.of(p.dev)
 	lock.Lock()

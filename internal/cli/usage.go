@@ -60,9 +60,9 @@ func explainArgs(cmd *cobra.Command) {
 	}
 }
 
-// nearest returns the one of words that the user probably meant. The argument said is what the user
-// typed. A word matches if it begins with that, or if their edit distance is at most two. nearest
-// returns "" if no word matches.
+// nearest returns the word that the user probably meant. The argument said is the word that the
+// user typed. Another word matches if it begins with said, or if the edit distance is at most two.
+// nearest returns "" if no word matches.
 func nearest(said string, words []string) string {
 	best, least := "", 3
 	for _, w := range words {

@@ -190,8 +190,8 @@ func (s *show) peer() error {
 	return nil
 }
 
-// firstPing waits until cluster at has allocated a network for the pods of cluster of. Then it
-// waits until a ping to addr in that network is answered.
+// firstPing waits until the first cluster has allocated a network for the pods of the second. Then
+// it waits until a ping to addr in that network is answered.
 func (s *show) firstPing(ctx context.Context, at *fleet.Cluster, from *lab.Pod, of *fleet.Cluster, addr netip.Addr) error {
 	last := errors.New("the clusters have not agreed on networks")
 	wait := 50 * time.Millisecond

@@ -146,8 +146,8 @@ func (l *Lab) mapped(c *Cluster, endpoint netip.Addr) (netip.Addr, bool) {
 	return netip.Addr{}, false
 }
 
-// View returns the networks that cluster at uses for cluster of, or false if the two clusters are
-// not joined.
+// View returns the networks that the first cluster uses for the second, or false if the two are not
+// joined.
 func (l *Lab) View(at, of *Cluster) (View, bool) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -166,9 +166,9 @@ func (l *Lab) view(at, of *Cluster) (View, bool) {
 	return View{}, false
 }
 
-// Seen returns the address under which cluster at reaches addr, the address of a pod or of a mapped
-// endpoint in cluster of. If both are the same cluster, or if addr belongs to a node of any
-// cluster, Seen returns addr.
+// Seen returns the address under which the first cluster reaches addr, which is the address of a
+// pod or of a mapped endpoint in the second. If both are the same cluster, or if addr belongs to a
+// node of any cluster, Seen returns addr.
 func (l *Lab) Seen(at, of *Cluster, addr netip.Addr) (netip.Addr, error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -189,7 +189,7 @@ func (l *Lab) Seen(at, of *Cluster, addr netip.Addr) (netip.Addr, error) {
 	return Move(external, of.ExternalCIDR, view.External), nil
 }
 
-// viewAt completes want, the networks that cluster at uses for its peer. It chooses missing
+// viewAt completes want, the networks that the first cluster uses for its peer. It chooses missing
 // networks as Liqo does, the PodCIDR first.
 func (l *Lab) viewAt(at, peer *Cluster, want View) (View, error) {
 	taken := reservedNetworks(at.PodCIDR, at.ExternalCIDR)
@@ -222,7 +222,7 @@ func (l *Lab) viewAt(at, peer *Cluster, want View) (View, error) {
 	return v, err
 }
 
-// writePeer writes the file of cluster at with the objects about peer.
+// writePeer writes the objects about the peer into the first cluster's file for it.
 func (l *Lab) writePeer(at, peer *Cluster) error {
 	ofPeer, _ := l.view(at, peer)
 	ofUs, _ := l.view(peer, at)

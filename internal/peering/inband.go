@@ -63,8 +63,8 @@ func (s *side) identityWith(token string) ([]byte, error) {
 	return kubeconfigWith(s.peer.Cluster, &clientcmdapi.Cluster{Server: isthmus.InBandServer, CertificateAuthorityData: s.inBandCA}, token, s.peer.namespace)
 }
 
-// setInBand writes on into spec.inBand of an existing Peering. It does nothing if s.inBand is the
-// opposite of on, or if the Peering already has that value.
+// setInBand sets spec.inBand of an existing Peering to the value on. It does nothing if s.inBand
+// has the opposite value, or if the Peering already has this value.
 func (s *side) setInBand(ctx context.Context, on bool) (string, error) {
 	if !s.exists || s.inBand != on || s.peering.Spec.InBand == on {
 		return "", nil

@@ -33,8 +33,8 @@ type agreed struct {
 	external netip.Prefix    // network of mapped addresses; invalid: none
 }
 
-// agreedBy returns the networks of cluster of in the form in which cluster at uses them, according
-// to the Peering at cluster at.
+// agreedBy returns the networks of the second cluster in the form in which the first one uses them,
+// according to the Peering in the first one.
 func agreedBy(ctx context.Context, at, of *cluster.Cluster) (a agreed, err error) {
 	var list isthmus.PeeringList
 	if err := at.Client.List(ctx, &list); err != nil {
@@ -72,10 +72,10 @@ type Target struct {
 	Own  string // the target's address in its own cluster, or that of one of its endpoints; empty: unknown
 }
 
-// discover finds targets in cluster of for senders in cluster at, in addition to the Pods of this
-// run. Mapped addresses get a ping. A TCP port of a Service with endpoints in cluster of, imported
-// or not, gets a connection, by address and by name. It reports and leaves out everything that it
-// has no right to read.
+// discover finds targets for senders in the first cluster, in addition to the Pods of this run. The
+// targets are in the second cluster. Mapped addresses get a ping. A TCP port of a Service with
+// endpoints there, imported or not, gets a connection, by address and by name. It reports and
+// leaves out everything that it has no right to read.
 func discover(ctx context.Context, at, of *cluster.Cluster, a agreed, tell func(string)) (all []Target) {
 	some := func(what string, targets []Target, err error) {
 		if err != nil {

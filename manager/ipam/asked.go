@@ -22,9 +22,9 @@ const (
 // errAnothers means that another caller has requested the mapping.
 var errAnothers = errors.New("was mapped by another caller; only that caller can unmap it")
 
-// Asked records by as a caller that has requested an existing mapping of the peer. The argument
-// what is the kind of the endpoint, or "" if the kind is unknown. Asked changes nothing if the
-// caller is already recorded or the mapping does not exist.
+// Asked records that a caller, by, has requested an existing mapping of the peer. The argument what
+// is the kind of the endpoint, or "" if the kind is unknown. Asked changes nothing if the caller is
+// already recorded or the mapping does not exist.
 func (b State) Asked(id string, ip netip.Addr, by, what string) (State, error) {
 	callers, mapped := b.peers[id].askedFor(ip)
 	if _, known := slices.BinarySearch(callers, by); known || !mapped {
@@ -155,7 +155,7 @@ func (b *State) note(ip netip.Addr, what string) {
 	}
 }
 
-// withCaller returns a copy of the sorted list callers that includes by.
+// withCaller returns a copy of the sorted list callers with one more caller, by.
 func withCaller(callers []string, by string) []string {
 	i, known := slices.BinarySearch(callers, by)
 	if known {

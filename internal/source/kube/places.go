@@ -111,9 +111,9 @@ func (p *places) withAgents(namespace string) (nodes map[string]bool, ok bool) {
 	return nodes, len(nodes) > 0
 }
 
-// move sets the addresses of a node to come, which may be nil. It reports whether the set of all
-// nodes' addresses changed. It compares come with the counted addresses, not with the old version
-// in the event, because the event of the old version may never have been delivered.
+// move replaces the addresses of a node by the list come, which may be nil. It reports whether the
+// set of all nodes' addresses changed. It compares come with the counted addresses, not with the
+// old version in the event, because the event of the old version may never have been delivered.
 func (p *places) move(node string, come []netip.Addr) (moved bool) {
 	gone := p.has[node]
 	if slices.Equal(gone, come) {
