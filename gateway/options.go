@@ -22,7 +22,7 @@ type Config struct {
 	Gateway    fabric.Gateway   // the result of fabric.GatewayFor; never modified
 	Refused    []fabric.Problem // API objects and fields that Gateway leaves out as invalid, for display
 	PrivateKey Key
-	NextKey    Key    // while the key rotates, the gateway also accepts this one; zero: none
+	NextKey    Key    // the next key, which the gateway also accepts while the key rotates; otherwise zero
 	ListenPort uint16 // UDP port of WireGuard
 	MTU        int    // of the tunnel in octets; 0: derived from the paths to the peers
 	// PodNetwork holds the nodes and pods of the cluster. Only a gateway that uses its Pod's network

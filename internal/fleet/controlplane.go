@@ -137,7 +137,7 @@ func (c *ControlPlane) ActivePod(ctx context.Context, atMost time.Duration) (pod
 			last = fmt.Errorf("active gateways on [%s]; want exactly one", strings.Join(nodesOf(pods.Items), " "))
 		}
 		if last != nil {
-			return false, nil //nolint:nilerr // the wait goes on, and its error says this one
+			return false, nil //nolint:nilerr // continue to wait; a timeout reports this error
 		}
 		pod = &pods.Items[0]
 		return true, nil

@@ -26,7 +26,7 @@ const (
 	Works   HopState = "works"
 	Broken  HopState = "broken"
 	Waits   HopState = "waits"   // an earlier hop is broken
-	Unknown HopState = "unknown" // nothing shows the state, or the state may not be read
+	Unknown HopState = "unknown" // nothing shows the state, or reading it is forbidden
 	// Limited means that the hop works, but not fully. Later hops do not wait for it.
 	Limited HopState = "limited"
 )

@@ -22,7 +22,7 @@ import (
 // Components is the state of the Pods of an installation, as read from the API server.
 type Components struct {
 	Pods     []corev1.Pod
-	Services []string                          // names of the Services by which peers reach the gateway; nil: they may not be listed
+	Services []string                          // names of the Services by which peers reach the gateway; nil if listing them is forbidden
 	Events   map[string]string                 // Pod → its latest warning
 	Broken   map[string]*isthmus.BrokenOverlay // node → its agent's report of a broken overlay
 	Refuses  map[string]string                 // node → the problem that makes it drop packets of pods

@@ -141,7 +141,7 @@ func podCIDRFrom(ctx context.Context, c *cluster.Cluster, sources []podSource, n
 		all := ofIPv4(text)
 		p, ok := around(all)
 		if !ok {
-			if source.own && len(all) > 0 { // Pods may not have used all pools yet
+			if source.own && len(all) > 0 { // Pods do not use all pools from the start
 				several = append(several, all...)
 				outside = append(outside, fmt.Sprintf("%s: more than one network, %s", source.what, safetext.Of(text)))
 			}

@@ -148,7 +148,7 @@ func (n *Node) waitReady(ctx context.Context, since time.Time) error {
 		}
 		var node corev1.Node
 		if last = n.cluster.Client.Get(ctx, client.ObjectKey{Name: n.Name}, &node); last != nil {
-			return false, nil //nolint:nilerr // the wait goes on, and its error says this one
+			return false, nil //nolint:nilerr // continue to wait; a timeout reports this error
 		}
 		for _, c := range node.Status.Conditions {
 			// Times in the API have a resolution of one second.
@@ -217,7 +217,7 @@ func (n *Node) loadImages(ctx context.Context) error {
 		err := wait.PollUntilContextCancel(ctx, 50*time.Millisecond, true, func(ctx context.Context) (bool, error) {
 			socket := filepath.Join(n.root(), "run/containerd/containerd.sock")
 			if _, last = os.Stat(socket); last != nil {
-				return false, nil //nolint:nilerr // the wait goes on, and its error says this one
+				return false, nil //nolint:nilerr // continue to wait; a timeout reports this error
 			}
 			out, err := n.Command(ctx, "ctr", "--address", socket, "--namespace", "k8s.io", "images", "import", image).CombinedOutput()
 			if err != nil {

@@ -191,7 +191,7 @@ func (s *site) wait(ctx context.Context, m *member) error {
 	err := wait.PollUntilContextCancel(ctx, 500*time.Millisecond, true, func(ctx context.Context) (bool, error) {
 		var p corev1.Pod
 		if last = s.Client.Get(ctx, client.ObjectKey{Namespace: m.namespace, Name: m.name}, &p); last != nil {
-			return false, nil //nolint:nilerr // the wait goes on, and its error says this one
+			return false, nil //nolint:nilerr // continue to wait; a timeout reports this error
 		}
 		if p.Status.Phase == corev1.PodFailed || p.Status.Phase == corev1.PodSucceeded {
 			return false, fmt.Errorf("it has ended: %s", state(&p))

@@ -26,7 +26,7 @@ const (
 // A drain is the state of draining one Peering. The zero value means that draining has not begun.
 type drain struct {
 	begun     time.Time
-	withdrawn time.Time // since when no cluster has services of the other one; zero: a cluster still has some
+	withdrawn time.Time // time since which neither cluster has services of the other; zero if one still has some
 }
 
 // next returns the state at the time now, and the remaining time for which the tunnel has to stay.

@@ -74,7 +74,7 @@ func (f *further) watch(ctx context.Context) {
 		f.mu.Unlock()
 		f.look.set()
 	}
-	got, err := f.open(ctx, f.kinds, waiting) // the API server may not serve these kinds
+	got, err := f.open(ctx, f.kinds, waiting) // perhaps the API server does not serve these kinds
 	if err != nil {
 		return // ctx has ended
 	}
