@@ -17,16 +17,16 @@ const (
 	headerLen = device.MessageTransportHeaderSize
 	tagLen    = 16
 
-	// The size of a batch, whose packets are encrypted before any is sent. Packets wait here for at
-	// most half a millisecond; otherwise they would wait in the queue of the TUN. TCP was slower
-	// with at most half of the octets, and not faster with twice as many.
+	// The bounds of a batch. All packets of a batch are encrypted before any is sent. Packets wait
+	// here for at most half a millisecond; otherwise they would wait in the queue of the TUN. TCP
+	// was slower with at most half of the octets, and not faster with twice as many.
 	slabLen  = 512 << 10 // approximate octets of messages
 	maxBatch = 512       // packets
 )
 
 // sealer is the second half of the outbound goroutine. It encrypts each packet at once, directly
-// from the memory that holds it. It sends the messages of consecutive packets for one peer, a
-// run, together.
+// from the memory that holds it. Consecutive packets for one peer are a run, and sealer sends the
+// messages of a run together.
 type sealer struct {
 	t     *Tunnel
 	tap   *tap   // shared with the first half of the outbound goroutine

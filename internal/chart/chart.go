@@ -25,7 +25,7 @@ import (
 // Values are the input of a chart: the content of values.yaml, or a user's changes to it.
 type Values = map[string]any
 
-// Options select what to render.
+// Options control the rendering.
 type Options struct {
 	Namespace string
 	// AppVersion is the tag of the image, unless Values set one.

@@ -305,8 +305,8 @@ func (k *kubernetes) fail() error {
 	if err := lab.Each(b.Nodes, (*kubenodes.Node).Crash); err != nil {
 		return err
 	}
-	// The failure counts as handled when all requests were answered for the time quiet. If that
-	// takes longer than most, the demo fails.
+	// After the failure, the demo waits for a period of the length quiet in which all requests are
+	// answered. If it has to wait longer than most, it fails.
 	const quiet, most = 5 * time.Second, time.Minute
 	asked, unanswered := 0, 0
 	crash, last := time.Now(), time.Duration(0)

@@ -52,8 +52,8 @@ type answerReconciler struct {
 	waiting   requests // requests that wait for a free network or address, keyed by forRoom
 	claimants requests // requests that wait for a key that another peer has, keyed by that key
 
-	// pruned is true if the API server drops conditions, because Liqo's CRD of NetworkConfigs is
-	// installed, which has none.
+	// pruned is true if the API server drops conditions. It does so if Liqo's CRD of NetworkConfigs
+	// is installed, because that CRD has no conditions.
 	pruned atomic.Bool
 }
 

@@ -243,8 +243,8 @@ func elementsMessage(kind nfnl.HeaderType, flags nfnl.HeaderFlags, t *nftables.T
 		Data: append([]byte{byte(t.Family), unix.NFNETLINK_V0, 0, 0}, b...)}
 }
 
-// fewElements is the maximum number of elements that are queried separately. For more, the set is
-// read.
+// fewElements is the maximum number of elements that are queried separately. If there are more, the
+// whole set is read.
 const fewElements = 16
 
 // An element is an element of a set whose presence or absence has to be checked.
