@@ -58,7 +58,7 @@ type GatewayFile struct {
 	PrivateKeyFile string `json:"privateKeyFile"`
 
 	// NextPrivateKeyFile names the file with the next private key while our key is being rotated.
-	// The gateway then responds to both keys. It is empty by default.
+	// The gateway then responds to both keys. By default, there is no such file.
 	NextPrivateKeyFile string `json:"nextPrivateKeyFile,omitempty"`
 
 	ListenPort     uint16 `json:"listenPort,omitempty"`     // UDP, default 5871
