@@ -241,7 +241,7 @@ func CheckNetwork(p netip.Prefix) string {
 	case p.Bits() < shortest || p.Bits() > longest:
 		return fmt.Sprintf("%v has a length of %d; want one from %d to %d", p, p.Bits(), shortest, longest)
 	}
-	if s, is := special(p); is {
+	if s, found := special(p); found {
 		return fmt.Sprintf("%v overlaps %v (%s); want a network that pods can have", p, s.prefix, s.name)
 	}
 	return ""

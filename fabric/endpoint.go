@@ -61,17 +61,17 @@ func (s Site) WithRelays(addrs []netip.Addr, what string) Site {
 func (s Site) CheckEndpoint(addr netip.Addr) string {
 	return checkWith(addr, func(addr netip.Addr) string {
 		i := slices.IndexFunc(s.Networks, func(n SiteNetwork) bool { return n.Prefix.Contains(addr) })
-		return s.is(addr, i)
+		return s.describe(addr, i)
 	})
 }
 
-// is returns the description of addr in the Site, or "" if the Site does not contain addr. The
-// argument in is the index of the network in s.Networks that contains addr, or -1.
-func (s Site) is(addr netip.Addr, in int) string {
+// describe returns the description of addr in the Site, or "" if the Site does not contain addr.
+// The argument in is the index of the network in s.Networks that contains addr, or -1.
+func (s Site) describe(addr netip.Addr, in int) string {
 	if in >= 0 {
 		return fmt.Sprintf("%v is inside %v, %s", addr, s.Networks[in].Prefix, s.Networks[in].What)
 	}
-	if what, is := s.Addrs[addr]; is {
+	if what, found := s.Addrs[addr]; found {
 		return fmt.Sprintf("%v is %s", addr, what)
 	}
 	return ""
@@ -87,9 +87,9 @@ func checkWith(addr netip.Addr, site func(netip.Addr) string) string {
 		return quote(addr.String()) + " has a zone" // which may be any text
 	}
 	addr = addr.Unmap() // the kernel sends packets for an IPv4-mapped address by IPv4
-	if v4, how := embedded(addr); how != "" {
+	if v4, kind := embedded(addr); kind != "" {
 		if wrong := checkWith(v4, site); wrong != "" {
-			return fmt.Sprintf("%v leads to %v (%s): %s", addr, v4, how, wrong)
+			return fmt.Sprintf("%v leads to %v (%s): %s", addr, v4, kind, wrong)
 		}
 	}
 	for _, ranges := range [][]specialRange{specialRanges, metadataRanges, endpointRanges} {
@@ -133,7 +133,7 @@ func (x *SiteIndex) CheckEndpoint(addr netip.Addr) string {
 			}
 			return false
 		})
-		return x.site.is(addr, first)
+		return x.site.describe(addr, first)
 	})
 }
 
@@ -144,7 +144,7 @@ func (x *SiteIndex) CheckSource(addr netip.Addr) string {
 	if x.site.Relays[addr.Unmap().WithZone("")] {
 		return ""
 	}
-	return checkWith(addr, func(addr netip.Addr) string { return x.site.is(addr, x.find(addr, false)) })
+	return checkWith(addr, func(addr netip.Addr) string { return x.site.describe(addr, x.find(addr, false)) })
 }
 
 // RelaysFrom reports whether Services relay messages of peers from addr, so that the address does
@@ -167,9 +167,9 @@ var (
 	teredo    = netip.MustParsePrefix("2001::/32")
 )
 
-// embedded returns the IPv4 address that is embedded in an IPv6 address. how describes the path of
+// embedded returns the IPv4 address that is embedded in an IPv6 address. kind describes the path of
 // a packet to it; it is empty if no address is embedded.
-func embedded(addr netip.Addr) (v4 netip.Addr, how string) {
+func embedded(addr netip.Addr) (v4 netip.Addr, kind string) {
 	b := addr.As16()
 	switch {
 	case nat64.Contains(addr):

@@ -24,7 +24,7 @@ type Claim struct {
 // Keys returns the public keys of all tunnels, in order, starting with tunnel 0.
 func (c Claim) Keys() [][32]byte {
 	keys := make([][32]byte, 0, 1+len(c.Tunnels))
-	for _, t := range ends(c.PublicKey, c.Port, c.Tunnels) {
+	for _, t := range allTunnels(c.PublicKey, c.Port, c.Tunnels) {
 		keys = append(keys, t.PublicKey)
 	}
 	return keys
@@ -103,12 +103,12 @@ type Refusal struct {
 
 // CheckClaim returns the reasons to refuse a peer's claim. The peer reads the messages, so they
 // reveal nothing about other peers.
-func CheckClaim(c Claim, receiver Receiver, others Neighbours) (refusals []Refusal) {
+func CheckClaim(c Claim, receiver Receiver, neighbours Neighbours) (refusals []Refusal) {
 	refuse := func(reason, field, format string, args ...any) {
 		refusals = append(refusals, Refusal{reason, Problem{c.Origin, field, fmt.Sprintf(format, args...)}})
 	}
 	const keyField, endpointField = "spec.backend_config.publicKey", "spec.endpointIP"
-	ours, theirs := ends(receiver.PublicKey, receiver.Port, receiver.Tunnels), ends(c.PublicKey, c.Port, c.Tunnels)
+	ours, theirs := allTunnels(receiver.PublicKey, receiver.Port, receiver.Tunnels), allTunnels(c.PublicKey, c.Port, c.Tunnels)
 	ourKey := func(key [32]byte) bool {
 		return slices.ContainsFunc(ours, func(t TunnelEnd) bool { return t.PublicKey == key })
 	}
@@ -118,14 +118,14 @@ func CheckClaim(c Claim, receiver Receiver, others Neighbours) (refusals []Refus
 	switch {
 	case ourKey(c.PublicKey):
 		refuse(v1alpha1.ReasonKeyConflict, keyField, "is the public key of the receiver itself; want that of the sender's gateway")
-	case slices.Contains(others.TakenKeys, c.PublicKey):
+	case slices.Contains(neighbours.TakenKeys, c.PublicKey):
 		refuse(v1alpha1.ReasonKeyConflict, keyField, "is the key of another peer of the receiver; want a key for each cluster")
 	}
 	for i, t := range c.Tunnels {
 		switch {
 		case ourKey(t.PublicKey):
 			refuse(v1alpha1.ReasonKeyConflict, tunnelsField, "tunnel %d has a public key of the receiver itself; want one of the sender's gateway", i+1)
-		case slices.Contains(others.TakenKeys, t.PublicKey):
+		case slices.Contains(neighbours.TakenKeys, t.PublicKey):
 			refuse(v1alpha1.ReasonKeyConflict, tunnelsField, "tunnel %d has the key of another peer of the receiver; want keys for each cluster", i+1)
 		}
 	}
@@ -141,7 +141,7 @@ func CheckClaim(c Claim, receiver Receiver, others Neighbours) (refusals []Refus
 	if wrong := receiver.site().CheckEndpoint(addr); wrong != "" {
 		refuse(v1alpha1.ReasonEndpoint, endpointField, "%s", wrong)
 	}
-	if others.EndpointTunnelled {
+	if neighbours.EndpointTunnelled {
 		refuse(v1alpha1.ReasonEndpoint, endpointField, "%v is inside a network that the receiver reaches through a tunnel; want an address outside", addr)
 	}
 	return refusals

@@ -255,7 +255,7 @@ func (k *keeper) keep(p *Peer) {
 		}
 	}
 	k.ids[p.ID] = p
-	for _, t := range ends(p.PublicKey, p.Port, p.Tunnels) {
+	for _, t := range allTunnels(p.PublicKey, p.Port, p.Tunnels) {
 		k.keys[t.PublicKey] = p
 	}
 	_, _, pod, external := p.pairs(placesInTunnelEndpoint(p.Origin))
@@ -278,7 +278,7 @@ func (k *keeper) drop(p *Peer) {
 		}
 	}
 	delete(k.ids, p.ID)
-	for _, t := range ends(p.PublicKey, p.Port, p.Tunnels) {
+	for _, t := range allTunnels(p.PublicKey, p.Port, p.Tunnels) {
 		delete(k.keys, t.PublicKey)
 	}
 	for _, n := range []netip.Prefix{p.Remote.PodSeen, p.Remote.ExternalSeen} {

@@ -69,24 +69,24 @@ func (d *GatewayDecider) decide(peers []Peer, site Site) bool {
 		}
 		was.intent = d.intent
 	}
-	var gone []*decidedPeer
+	var removed []*decidedPeer
 	if len(d.peers) > len(peers) {
 		for id, p := range d.peers {
 			if p.intent != d.intent {
-				gone = append(gone, p)
+				removed = append(removed, p)
 				delete(d.peers, id)
 			}
 		}
 	}
-	if len(changed)+len(gone) == 0 {
+	if len(changed)+len(removed) == 0 {
 		if !site.Equal(d.in.Site) {
 			d.gw.Site = d.kept.site(site)
 		}
 		return true
 	}
 	networks := false // whether networks of peers have changed
-	out := make(map[string]bool, len(changed)+len(gone))
-	leave := func(p *decidedPeer) {
+	out := make(map[string]bool, len(changed)+len(removed))
+	forget := func(p *decidedPeer) {
 		if len(p.wrong) > 0 {
 			d.wrong--
 		}
@@ -95,12 +95,12 @@ func (d *GatewayDecider) decide(peers []Peer, site Site) bool {
 			d.kept.drop(&p.peer)
 		}
 	}
-	for _, p := range gone {
-		leave(p)
+	for _, p := range removed {
+		forget(p)
 		networks = networks || p.kept
 	}
 	for _, p := range changed { // before any check, because a network may move from one peer to another
-		leave(d.peers[p.ID])
+		forget(d.peers[p.ID])
 	}
 	var in []*GatewayPeer
 	for _, now := range changed {

@@ -37,16 +37,16 @@ func fresh(tunnels int) (s kernel.State) {
 	return s
 }
 
-// less returns s without the objects for which is returns true.
-func less(s kernel.State, is func(in kernel.Namespace, dev string) bool) kernel.State {
-	s.Devices = slices.DeleteFunc(slices.Clone(s.Devices), func(v kernel.Device) bool { return is(v.In, v.Name) })
+// less returns s without the objects for which unwanted returns true.
+func less(s kernel.State, unwanted func(in kernel.Namespace, dev string) bool) kernel.State {
+	s.Devices = slices.DeleteFunc(slices.Clone(s.Devices), func(v kernel.Device) bool { return unwanted(v.In, v.Name) })
 	s.Settings = slices.DeleteFunc(slices.Clone(s.Settings), func(v kernel.Setting) bool {
-		return slices.ContainsFunc(strings.Split(v.Path, "/"), func(part string) bool { return is(v.In, part) })
+		return slices.ContainsFunc(strings.Split(v.Path, "/"), func(part string) bool { return unwanted(v.In, part) })
 	})
-	s.Links = slices.DeleteFunc(slices.Clone(s.Links), func(v kernel.Link) bool { return is(v.In, v.Name) })
-	s.Addresses = slices.DeleteFunc(slices.Clone(s.Addresses), func(v kernel.Address) bool { return is(v.In, v.Dev) })
-	s.Neighbors = slices.DeleteFunc(slices.Clone(s.Neighbors), func(v kernel.Neighbor) bool { return is(v.In, v.Dev) })
-	s.Routes = slices.DeleteFunc(slices.Clone(s.Routes), func(v kernel.Route) bool { return is(v.In, v.Dev) })
+	s.Links = slices.DeleteFunc(slices.Clone(s.Links), func(v kernel.Link) bool { return unwanted(v.In, v.Name) })
+	s.Addresses = slices.DeleteFunc(slices.Clone(s.Addresses), func(v kernel.Address) bool { return unwanted(v.In, v.Dev) })
+	s.Neighbors = slices.DeleteFunc(slices.Clone(s.Neighbors), func(v kernel.Neighbor) bool { return unwanted(v.In, v.Dev) })
+	s.Routes = slices.DeleteFunc(slices.Clone(s.Routes), func(v kernel.Route) bool { return unwanted(v.In, v.Dev) })
 	return s
 }
 

@@ -87,9 +87,9 @@ func (m *Decider) NodeFor(in NodeIntent) (kernel.State, []Problem) {
 	d.node.Rules = refusingRules(d.refused)
 	m.take(d.refused)
 	d.remote = m.remote
-	d.disbelieve()
+	d.dropRemoteAddrs()
 	d.self = nodes[at]
-	d.believe(in)
+	d.selectGateways(in)
 	d.findOverlays()
 	if own, ok := d.overlay[in.Self]; ok {
 		d.addOverlay(own, in.UnderlayMTU)
@@ -154,8 +154,8 @@ func (m *Decider) peers(refused []netip.Prefix, src netip.Addr) []kernel.Route {
 // everythingOf returns 0.0.0.0/0 and ::/0, each only if one of the networks is of its family.
 func everythingOf(networks []netip.Prefix) (all []netip.Prefix) {
 	for _, none := range []netip.Addr{netip.IPv4Unspecified(), netip.IPv6Unspecified()} {
-		of := func(p netip.Prefix) bool { return p.Addr().BitLen() == none.BitLen() }
-		if slices.ContainsFunc(networks, of) {
+		sameFamily := func(p netip.Prefix) bool { return p.Addr().BitLen() == none.BitLen() }
+		if slices.ContainsFunc(networks, sameFamily) {
 			all = append(all, netip.PrefixFrom(none, 0))
 		}
 	}
@@ -167,7 +167,7 @@ type nodeDecision struct {
 	onlyPods bool                      // all gateways are Pods, so other nodes do not matter
 	one      bool                      // one gateway serves all peers
 	senders  []GatewayPod              // see NodeIntent.Senders
-	gateways map[netip.Addr]GatewayPod // see NodeIntent.ways
+	gateways map[netip.Addr]GatewayPod // see NodeIntent.nextHops
 	nodes    []ClusterNode             // the oldest first
 	refused  []netip.Prefix            // networks of peers
 	remote   kernel.Remote             // refused, as sets of the filter
@@ -205,10 +205,10 @@ func refusingRules(networks []netip.Prefix) (all []kernel.Rule) {
 	return all
 }
 
-// disbelieve drops addresses of nodes that lie in networks of peers. Otherwise write access to the
-// status of one Node could make other nodes send packets for a peer to that address, outside the
-// tunnel.
-func (d *nodeDecision) disbelieve() {
+// dropRemoteAddrs drops addresses of nodes that lie in networks of peers. Otherwise write access to
+// the status of one Node could make other nodes send packets for a peer to that address, outside
+// the tunnel.
+func (d *nodeDecision) dropRemoteAddrs() {
 	find := func(a netip.Addr) int {
 		return slices.IndexFunc(d.refused, func(p netip.Prefix) bool { return p.Contains(a) })
 	}
@@ -227,17 +227,17 @@ func (d *nodeDecision) disbelieve() {
 	}
 }
 
-// believe keeps gateways whose address is outside every peer's network.
-func (d *nodeDecision) believe(in NodeIntent) {
+// selectGateways keeps gateways whose address is outside every peer's network.
+func (d *nodeDecision) selectGateways(in NodeIntent) {
 	d.gateways = make(map[netip.Addr]GatewayPod)
-	ways := in.ways()
+	nextHops := in.nextHops()
 	for _, g := range in.Senders() {
 		if at := slices.IndexFunc(d.refused, func(p netip.Prefix) bool { return p.Contains(g.Addr) }); at >= 0 {
 			d.problem(Origin{Kind: "Pod", Name: "of the gateway"}, "status.podIP", "%v is in %v, a network of a peer; want an address outside", g.Addr, d.refused[at])
 			continue
 		}
 		d.senders = append(d.senders, g)
-		if slices.Contains(ways, g) {
+		if slices.Contains(nextHops, g) {
 			d.gateways[g.Addr] = g
 		}
 	}

@@ -160,15 +160,15 @@ func TestPodsOutsideThePodCIDRAreReported(t *testing.T) {
 func TestElsewhereIsAnAddressOutsideOurNodesPodCIDRs(t *testing.T) {
 	in := podIntent(t, "n1")
 	in.OwnPods = []netip.Prefix{pfx("fd00::/48"), pfx("10.244.0.0/16")}
-	if got := in.Elsewhere(); got != ip("10.244.0.254") {
+	if got := in.RemotePodAddr(); got != ip("10.244.0.254") {
 		t.Errorf("%v", got)
 	}
 	in.Nodes[0].PodCIDRs = []netip.Prefix{pfx("10.0.0.0/8")}
-	if got := in.Elsewhere(); got.IsValid() {
+	if got := in.RemotePodAddr(); got.IsValid() {
 		t.Errorf("%v although all pods are here", got)
 	}
 	in.OnlyPods, in.Nodes[0].PodCIDRs = false, nil
-	if got := in.Elsewhere(); got.IsValid() {
+	if got := in.RemotePodAddr(); got.IsValid() {
 		t.Errorf("%v although the gateway is no Pod", got)
 	}
 }

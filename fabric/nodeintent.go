@@ -148,9 +148,9 @@ func (in *NodeIntent) Senders() (all []GatewayPod) {
 	return all
 }
 
-// ways returns those Senders that in.Gateway or a tunnel names. Our node sends packets to them.
+// nextHops returns those Senders that in.Gateway or a tunnel names. Our node sends packets to them.
 // There is more than one only for a moment, while the active gateway changes.
-func (in *NodeIntent) ways() []GatewayPod {
+func (in *NodeIntent) nextHops() []GatewayPod {
 	return slices.DeleteFunc(in.Senders(), func(g GatewayPod) bool {
 		if in.Gateway.IsValid() {
 			return in.Gateway != g.Addr
@@ -169,7 +169,7 @@ func (in *NodeIntent) Carriers() (outer, nodes []netip.Addr) {
 		return nil, nil
 	}
 	own := in.Nodes[at].Addrs
-	for _, g := range in.ways() {
+	for _, g := range in.nextHops() {
 		outer = append(outer, g.Addr)
 	}
 	for _, g := range in.Senders() {
@@ -194,9 +194,9 @@ func (in *NodeIntent) Carriers() (outer, nodes []netip.Addr) {
 	return outer, nodes
 }
 
-// Elsewhere returns an address that, as far as known, only a pod of another node can have. It is
-// zero if there is none, or without OnlyPods.
-func (in *NodeIntent) Elsewhere() netip.Addr {
+// RemotePodAddr returns an address that, as far as known, only a pod of another node can have. It
+// is zero if there is none, or without OnlyPods.
+func (in *NodeIntent) RemotePodAddr() netip.Addr {
 	at := slices.IndexFunc(in.Nodes, func(n ClusterNode) bool { return n.Name == in.Self })
 	if at < 0 || !in.OnlyPods {
 		return netip.Addr{}
@@ -309,11 +309,11 @@ func podCIDRsHold(nodes []ClusterNode, self string, pods []NodePod) bool {
 	}
 	holds := make(map[string]bool, len(nodes))
 	for _, p := range pods {
-		of, known := networks[p.Node]
+		podCIDRs, known := networks[p.Node]
 		if !known || !p.Addr.Is4() {
 			continue
 		}
-		inside := slices.ContainsFunc(of, func(n netip.Prefix) bool { return n.Contains(p.Addr) })
+		inside := slices.ContainsFunc(podCIDRs, func(n netip.Prefix) bool { return n.Contains(p.Addr) })
 		if was, seen := holds[p.Node]; !seen || was {
 			holds[p.Node] = inside
 		}

@@ -143,8 +143,8 @@ func (p *PodPlaces) resort(name string) {
 	}
 	at, was := slices.BinarySearchFunc(p.sorted, name, func(n ClusterNode, name string) int { return cmp.Compare(n.Name, name) })
 	var now []ClusterNode
-	n, is := p.nodes[name]
-	if is {
+	n, found := p.nodes[name]
+	if found {
 		n.Sources = p.sources[name]
 		if name == p.Self {
 			n.Routes = p.routes
@@ -277,8 +277,8 @@ func (p *PodPlaces) Network(pod netip.Addr) PodNetwork {
 		}
 	}
 	n := PodNetwork{Pod: pod, Node: p.Self, Nodes: p.sorted, Trusted: p.trusted()}
-	for _, of := range p.away {
-		for _, pods := range of {
+	for _, byNode := range p.away {
+		for _, pods := range byNode {
 			n.Pods = append(n.Pods, pods...)
 		}
 	}

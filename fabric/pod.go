@@ -94,8 +94,8 @@ func decidePod(peers []*GatewayPeer, inUse map[string]TunnelSet, mtu, tunnels, u
 	}
 
 	d.refused = remotes
-	d.disbelieve()
-	d.disbelievePods(in.Pod)
+	d.dropRemoteAddrs()
+	d.dropPodAddrs(in.Pod)
 	d.toNodes(in)
 	d.addPods(in.Pods, own)
 	if at := slices.IndexFunc(d.nodes, func(n ClusterNode) bool { return n.Name == in.Node }); at >= 0 {
@@ -147,10 +147,10 @@ func firstOfEach(routes []kernel.Route) []kernel.Route {
 	})
 }
 
-// disbelievePods drops addresses of nodes that belong to pods: the address of our own Pod and, if
+// dropPodAddrs drops addresses of nodes that belong to pods: the address of our own Pod and, if
 // Trusted, addresses inside another node's podCIDRs. Otherwise write access to the status of one
 // Node could divert packets for pods of another.
-func (d *nodeDecision) disbelievePods(own netip.Addr) {
+func (d *nodeDecision) dropPodAddrs(own netip.Addr) {
 	var pods prefixIndex // by node
 	for i, n := range d.nodes {
 		for _, p := range n.PodCIDRs {

@@ -79,43 +79,43 @@ func (m *PodDecider) follow(in PodNetwork) bool {
 	if sameList(in.Nodes, m.in.Nodes) {
 		return true
 	}
-	var gone, come []ClusterNode
+	var removed, added []ClusterNode
 	for i, j := 0, 0; i < len(m.in.Nodes) || j < len(in.Nodes); {
 		switch {
 		case j == len(in.Nodes) || i < len(m.in.Nodes) && m.in.Nodes[i].Name < in.Nodes[j].Name:
-			gone = append(gone, m.in.Nodes[i])
+			removed = append(removed, m.in.Nodes[i])
 			i++
 		case i == len(m.in.Nodes) || in.Nodes[j].Name < m.in.Nodes[i].Name:
-			come = append(come, in.Nodes[j])
+			added = append(added, in.Nodes[j])
 			j++
 		default:
 			if !m.in.Nodes[i].equal(in.Nodes[j]) {
-				gone, come = append(gone, m.in.Nodes[i]), append(come, in.Nodes[j])
+				removed, added = append(removed, m.in.Nodes[i]), append(added, in.Nodes[j])
 			}
 			i, j = i+1, j+1
 		}
-		if len(gone)+len(come) > mostFollowed {
+		if len(removed)+len(added) > mostFollowed {
 			return false
 		}
 	}
 	change := podChange{}
-	for _, n := range gone {
+	for _, n := range removed {
 		for _, p := range n.prefixes() {
 			m.used.remove(p)
 		}
 		if !m.alone(n) {
 			return false
 		}
-		change.of(n, m.in.Trusted, false)
+		change.add(n, m.in.Trusted, false)
 	}
-	for _, n := range come {
+	for _, n := range added {
 		if !m.alone(n) {
 			return false
 		}
 		for _, p := range n.prefixes() {
 			m.used.add(p)
 		}
-		change.of(n, m.in.Trusted, true)
+		change.add(n, m.in.Trusted, true)
 	}
 	m.in = in
 	if len(change.unsound)+len(change.problems) > 0 {
@@ -185,7 +185,7 @@ type podChange struct {
 	problems, unsound []Problem // of added nodes, and of removed nodes
 }
 
-func (c *podChange) of(n ClusterNode, trusted, come bool) {
+func (c *podChange) add(n ClusterNode, trusted, added bool) {
 	d := nodeDecision{nodes: []ClusterNode{n}, trusted: trusted, overlay: make(map[string]netip.Addr, 1)}
 	d.node.Devices = []kernel.Device{{Name: kernel.OverlayDevice}}
 	d.toNodes(PodNetwork{})
@@ -194,54 +194,54 @@ func (c *podChange) of(n ClusterNode, trusted, come bool) {
 	for _, p := range d.problems {
 		switch {
 		case p.Origin.Name != n.Name: // about the gateway's own node, which is not in this list
-		case come:
+		case added:
 			c.problems = append(c.problems, p)
 		default:
 			c.unsound = append(c.unsound, p)
 		}
 	}
-	c.fdb.note(come, d.node.FDB...)
-	c.neighbors.note(come, d.node.Neighbors...)
-	c.routes.note(come, d.node.Routes...)
-	c.sources.note(come, sortedIPv4(d.outerSources(PodNetwork{}))...)
+	c.fdb.note(added, d.node.FDB...)
+	c.neighbors.note(added, d.node.Neighbors...)
+	c.routes.note(added, d.node.Routes...)
+	c.sources.note(added, sortedIPv4(d.outerSources(PodNetwork{}))...)
 }
 
 // A listChange holds the elements to add to a sorted list, and to remove from it.
-type listChange[T comparable] struct{ come, gone []T }
+type listChange[T comparable] struct{ added, removed []T }
 
-func (c *listChange[T]) note(come bool, all ...T) {
-	if come {
-		c.come = append(c.come, all...)
+func (c *listChange[T]) note(added bool, all ...T) {
+	if added {
+		c.added = append(c.added, all...)
 	} else {
-		c.gone = append(c.gone, all...)
+		c.removed = append(c.removed, all...)
 	}
 }
 
 // in returns a new list with the change applied. It does not modify list.
 func (c *listChange[T]) in(list []T, compare func(a, b T) int) []T {
-	if len(c.come)+len(c.gone) == 0 {
+	if len(c.added)+len(c.removed) == 0 {
 		return list
 	}
-	slices.SortFunc(c.come, compare)
-	slices.SortFunc(c.gone, compare)
-	now := make([]T, 0, len(list)+len(c.come))
+	slices.SortFunc(c.added, compare)
+	slices.SortFunc(c.removed, compare)
+	now := make([]T, 0, len(list)+len(c.added))
 	from := 0
 	upTo := func(v T) {
 		at, _ := slices.BinarySearchFunc(list[from:], v, compare)
 		now, from = append(now, list[from:from+at]...), from+at
 	}
-	come := c.come
-	for _, v := range c.gone {
-		for len(come) > 0 && compare(come[0], v) < 0 {
-			upTo(come[0])
-			now, come = append(now, come[0]), come[1:]
+	added := c.added
+	for _, v := range c.removed {
+		for len(added) > 0 && compare(added[0], v) < 0 {
+			upTo(added[0])
+			now, added = append(now, added[0]), added[1:]
 		}
 		upTo(v)
 		if from < len(list) && compare(list[from], v) == 0 {
 			from++
 		}
 	}
-	for _, v := range come {
+	for _, v := range added {
 		upTo(v)
 		now = append(now, v)
 	}
@@ -280,14 +280,14 @@ func (s *prefixSet) remove(p netip.Prefix) {
 
 // overlaps reports whether any network of the set contains p or lies in it.
 func (s *prefixSet) overlaps(p netip.Prefix) bool {
-	at, is := slices.BinarySearchFunc(s.sorted, p, netip.Prefix.Compare)
-	if is || at < len(s.sorted) && p.Overlaps(s.sorted[at]) { // networks inside p sort right after it
+	at, found := slices.BinarySearchFunc(s.sorted, p, netip.Prefix.Compare)
+	if found || at < len(s.sorted) && p.Overlaps(s.sorted[at]) { // networks inside p sort right after it
 		return true
 	}
 	for bits := range p.Bits() {
 		if *s.length(p, bits) > 0 {
 			around, _ := p.Addr().Prefix(bits)
-			if _, is := slices.BinarySearchFunc(s.sorted, around, netip.Prefix.Compare); is {
+			if _, found := slices.BinarySearchFunc(s.sorted, around, netip.Prefix.Compare); found {
 				return true
 			}
 		}

@@ -111,8 +111,8 @@ func parsePort(s string) (uint16, bool) {
 
 const tunnelsField = "spec.backend_config." + v1alpha1.ConfigTunnels
 
-// ends returns all tunnels of a gateway in order, starting with tunnel 0.
-func ends(key [32]byte, port uint16, further []TunnelEnd) []TunnelEnd {
+// allTunnels returns all tunnels of a gateway in order, starting with tunnel 0.
+func allTunnels(key [32]byte, port uint16, further []TunnelEnd) []TunnelEnd {
 	return append([]TunnelEnd{{key, port}}, further...)
 }
 
@@ -123,7 +123,7 @@ func (r *report) tunnels(at place, key [32]byte, port uint16, further []TunnelEn
 		r.addAt(at, "%v", tooManyTunnels(len(further)))
 		return
 	}
-	all := ends(key, port, further)
+	all := allTunnels(key, port, further)
 	for i, t := range all {
 		if i == 0 {
 			continue

@@ -118,15 +118,15 @@ func (l *loop) accept(c Config) error {
 }
 
 // reapply applies the current configuration again, after an event such as a netlink message, a
-// DNS answer or a roaming peer. ways reports whether routes to peers may have changed as well.
+// DNS answer or a roaming peer. remeasure reports whether routes to peers may have changed as well.
 // After a failed attempt reapply applies everything, changed or not.
-func (l *loop) reapply(ways bool) {
+func (l *loop) reapply(remeasure bool) {
 	peers := l.now.wanted()
 	l.locate(peers, l.now.config.Gateway.Site)
-	survey := l.survey(l.now.config, peers, ways)
+	survey := l.survey(l.now.config, peers, remeasure)
 	if err := l.setRules(&survey); err != nil {
-		if ways { // otherwise the next reapply would not query the routes again
-			l.ways.Store(true)
+		if remeasure { // otherwise the next reapply would not query the routes again
+			l.remeasure.Store(true)
 		}
 		// The rules differ from those in force only in MTU and MSS, so this error is not fatal.
 		l.log.Error("cannot set the NAT rules for a new MTU", "mtu", survey.tunnel, "error", err)

@@ -75,7 +75,7 @@ func (g *gateway) captureHandler() http.Handler {
 
 // show starts (or, with nil, stops) copying the packets of all tunnels to a capture.
 func (g *gateway) show(c *capture.Capture) {
-	for _, e := range g.ends {
+	for _, e := range g.tunnels {
 		e.SetCapture(c)
 	}
 }

@@ -71,11 +71,11 @@ func (e *evidence) cause() Cause {
 	if e.endpoint.IsValid() {
 		sentTo = e.endpoint.String()
 	}
-	at := sentTo
+	source := sentTo
 	if e.hidden {
-		at = e.configured + " (our Service hides the source of what comes from there)"
+		source = e.configured + " (our Service hides the source of what comes from there)"
 	}
-	hears := e.since(e.heard, recently) // then a session exists, and signs of failed handshakes do not matter
+	connected := e.since(e.heard, recently) // then a session exists, and signs of failed handshakes do not matter
 	// PINGs from the peer use addresses that both sides agree on. If they arrive, packets dropped
 	// for other addresses come from single pods and do not explain missing answers.
 	agreed := e.since(e.check.Asked, recently)
@@ -87,7 +87,7 @@ func (e *evidence) cause() Cause {
 			"the peer's networks here, are dropped (source); the clusters disagree about the peer's PodCIDR%s", e.remote, compare)}
 	case e.check.State == check.Connected && e.check.Path.State == check.PathError:
 		return Cause{v1alpha1.CausePathMTU, fmt.Sprintf("the peer answers, but packets of %d octets, which every path should carry, do not arrive at %s, and no ICMP error comes back; "+
-			"with WireGuard and outer headers they have %d octets; repair the link that drops them", e.check.Path.Bytes, at, e.check.Path.Bytes+overheadTo(e.endpoint.Addr()))}
+			"with WireGuard and outer headers they have %d octets; repair the link that drops them", e.check.Path.Bytes, source, e.check.Path.Bytes+overheadTo(e.endpoint.Addr()))}
 	case e.check.State == check.Connected && e.check.Path.Narrow():
 		return Cause{v1alpha1.CauseNarrowPath, fmt.Sprintf("the peer answers, but the path to it drops larger packets silently, so this gateway sends packets of at most %d octets instead of %d; "+
 			"allow ICMP \"fragmentation needed\" and \"packet too big\" on the path, or repair the link", e.check.Path.Bytes, e.check.Path.Ceiling)}
@@ -96,32 +96,32 @@ func (e *evidence) cause() Cause {
 	case !e.endpoint.IsValid() && e.unresolved != nil:
 		return Cause{v1alpha1.CauseEndpointName, fmt.Sprintf("%v; correct the DNS record, or the peer's endpoint", e.unresolved)}
 	case e.check.State == check.Connecting:
-		return Cause{v1alpha1.CauseConnecting, fmt.Sprintf("waiting for the first answer of %s", at)}
+		return Cause{v1alpha1.CauseConnecting, fmt.Sprintf("waiting for the first answer of %s", source)}
 	case e.signs.Unsent != nil && e.since(e.signs.UnsentAt, ofLate):
-		return Cause{v1alpha1.CauseSendError, fmt.Sprintf("the kernel of this gateway cannot send to %s: %s; %s", sentTo, kernelSays(e.signs.Unsent), sendRemedy(e.signs.Unsent))}
-	case !hears && e.since(e.signs.OtherKey, ofLate):
+		return Cause{v1alpha1.CauseSendError, fmt.Sprintf("the kernel of this gateway cannot send to %s: %s; %s", sentTo, kernelText(e.signs.Unsent), sendRemedy(e.signs.Unsent))}
+	case !connected && e.since(e.signs.OtherKey, ofLate):
 		return Cause{v1alpha1.CauseWrongKey, fmt.Sprintf("handshakes from %s are for another public key than this gateway's: the peer has an old or wrong key of this cluster; "+
-			"compare it with the key in `isthmus status --gateway -o wide` here", at)}
-	case !hears && e.since(e.signs.Refused, ofLate):
+			"compare it with the key in `isthmus status --gateway -o wide` here", source)}
+	case !connected && e.since(e.signs.Refused, ofLate):
 		return Cause{v1alpha1.CauseWrongKey, fmt.Sprintf("handshakes from %s are for this gateway's key, but not from the peer's key that is configured here: "+
-			"this cluster has an old or wrong key of the peer, or the peer's clock was set back", at)}
+			"this cluster has an old or wrong key of the peer, or the peer's clock was set back", source)}
 	// An answer less than a second younger than the session is the one that created the session.
 	case e.since(e.signs.Answered, ofLate) && e.signs.Answered.Sub(e.handshake) > time.Second:
-		return Cause{v1alpha1.CauseAnswersLost, fmt.Sprintf("handshakes of the peer arrive, but our answers do not arrive at %s: a firewall of this cluster or of the peer drops UDP in that direction", at)}
-	case !hears && e.alone && e.since(e.signs.RelayedOtherKey, ofLate):
+		return Cause{v1alpha1.CauseAnswersLost, fmt.Sprintf("handshakes of the peer arrive, but our answers do not arrive at %s: a firewall of this cluster or of the peer drops UDP in that direction", source)}
+	case !connected && e.alone && e.since(e.signs.RelayedOtherKey, ofLate):
 		return Cause{v1alpha1.CauseWrongKey, fmt.Sprintf("nothing comes from %s, but handshakes for another key than this gateway's come through our Service, which hides their source "+
-			"(externalTrafficPolicy: Local does not): if they are this peer's, it has an old or wrong key of this cluster; compare it with the key in `isthmus status --gateway -o wide` here", at)}
-	case !hears && e.alone && e.since(e.signs.RelayedRefused, ofLate):
+			"(externalTrafficPolicy: Local does not): if they are this peer's, it has an old or wrong key of this cluster; compare it with the key in `isthmus status --gateway -o wide` here", source)}
+	case !connected && e.alone && e.since(e.signs.RelayedRefused, ofLate):
 		return Cause{v1alpha1.CauseWrongKey, fmt.Sprintf("nothing comes from %s, but handshakes for this gateway's key, from a key that no peer has here or from a clock that was set back, "+
-			"come through our Service, which hides their source (externalTrafficPolicy: Local does not): if they are this peer's, this cluster has an old or wrong key of it", at)}
+			"come through our Service, which hides their source (externalTrafficPolicy: Local does not): if they are this peer's, this cluster has an old or wrong key of it", source)}
 	case e.handshake.IsZero() && e.heard.IsZero() && e.since(e.signs.Earlier, ofLate):
 		return Cause{v1alpha1.CauseNoAnswer, fmt.Sprintf("our handshakes are not answered, but messages of an earlier session come from %s: the peer runs and still uses that session; "+
-			"either its key here is wrong, or our packets do not arrive; its next handshake, within half a minute, shows which", at)}
+			"either its key here is wrong, or our packets do not arrive; its next handshake, within half a minute, shows which", source)}
 	case e.handshake.IsZero() && e.heard.IsZero():
 		return Cause{v1alpha1.CauseNoAnswer, fmt.Sprintf("nothing has ever come from %s: its gateway does not run, the address or port is wrong, or a firewall drops UDP on the path; "+
-			"allow UDP to that port in both clusters%s", at, e.relayed())}
-	case !hears:
-		return Cause{v1alpha1.CausePeerSilent, fmt.Sprintf("nothing has come from %s%s: its gateway has stopped, or a firewall has dropped UDP on the path since then%s", at, e.sinceHeard(), e.relayed())}
+			"allow UDP to that port in both clusters%s", source, e.relayed())}
+	case !connected:
+		return Cause{v1alpha1.CausePeerSilent, fmt.Sprintf("nothing has come from %s%s: its gateway has stopped, or a firewall has dropped UDP on the path since then%s", source, e.sinceHeard(), e.relayed())}
 	case !agreed && e.since(e.source, recently):
 		return Cause{v1alpha1.CauseRangesDisagree, fmt.Sprintf("the peer sends from addresses outside %v, its networks here, so its packets are dropped (source): "+
 			"the two clusters disagree about the peer's networks%s", e.remote, compare)}
@@ -149,8 +149,8 @@ func (e *evidence) sinceHeard() string {
 	return " since " + e.heard.UTC().Format("15:04:05") + " UTC"
 }
 
-// kernelSays returns the kernel's text for an error, without the context that Go adds.
-func kernelSays(err error) string {
+// kernelText returns the kernel's text for an error, without the context that Go adds.
+func kernelText(err error) string {
 	if no := unix.Errno(0); errors.As(err, &no) {
 		return no.Error()
 	}
@@ -173,13 +173,13 @@ func sendRemedy(err error) string {
 // failedOf returns the errors that concern the peer id: those that name this peer, and those that
 // name no peer.
 func failedOf(id string, failed error) error {
-	var of []error
+	var matching []error
 	for _, e := range unjoin(failed) {
 		if e != nil && (!strings.HasPrefix(e.Error(), "peer ") || strings.HasPrefix(e.Error(), "peer "+id+":")) {
-			of = append(of, e)
+			matching = append(matching, e)
 		}
 	}
-	return errors.Join(of...)
+	return errors.Join(matching...)
 }
 
 // hidden reports whether a tunnel's endpoint is an address of our own Service's relay, which hides
@@ -190,14 +190,14 @@ func (g *gateway) hidden(endpoint netip.AddrPort) bool {
 
 // causeOf collects the evidence about a peer and returns the Cause of its state.
 func (g *gateway) causeOf(v *view, failed error, now time.Time) Cause {
-	first := v.leading()
+	first := v.primary()
 	e := evidence{
 		now: now, check: first.check, endpoint: first.stats.Endpoint, hidden: g.hidden(first.stats.Endpoint), configured: hostPort(v.Endpoint, v.Port), unresolved: v.unresolved,
 		failed: failedOf(v.ID, failed), handshake: first.stats.Handshake, heard: v.heard(), alone: v.alone,
 		remote: ranges{v.Remote.PodSeen, v.Remote.ExternalSeen}, local: ranges{v.Local.PodSeen, v.Local.ExternalSeen},
 	}
 	if v.state != nil {
-		e.signs = g.ends[0].Signs(v.state)
+		e.signs = g.tunnels[0].Signs(v.state)
 		e.source = g.drops.last(v.state, natengine.Inbound, natengine.DropSource)
 		e.destination = g.drops.last(v.state, natengine.Inbound, natengine.DropDestination)
 		if m := g.drops.last(v.state, natengine.Inbound, natengine.DropNoMapping); m.After(e.destination) {

@@ -151,7 +151,7 @@ func TestCauseIgnoresErrorsAboutOtherPeers(t *testing.T) {
 func TestOutageOfASinglePeerIsRecognized(t *testing.T) {
 	g := without(t, alphaBravo, charlie)
 	for _, tc := range []struct{ first, second check.State }{{check.Connected, check.Connected}, {check.Disconnected, check.Connected}, {check.Connected, check.Disconnected}, {check.Disconnected, check.Connecting}} {
-		g.ends[0].finds(map[string]check.State{g.now.peers[0].ID: tc.first, g.now.peers[1].ID: tc.second})
+		g.tunnels[0].finds(map[string]check.State{g.now.peers[0].ID: tc.first, g.now.peers[1].ID: tc.second})
 		for i, v := range g.views(g.now, g.engine.Stats()) {
 			lost, other := []check.State{tc.first, tc.second}[i], []check.State{tc.second, tc.first}[i]
 			if lost != check.Connected && v.alone != (other == check.Connected) {
@@ -199,7 +199,7 @@ func TestMetricShowsTheReasonWhileAPeerIsDisconnected(t *testing.T) {
 	if text := g.scrape(t); !strings.Contains(text, series+`peer="`+bravo+`",reason="`+v1alpha1.CauseConnecting+`"} 1`+"\n") {
 		t.Errorf("no reason of a peer that has not answered:\n%s", text)
 	}
-	g.ends[0].finds(map[string]check.State{bravo: check.Connected})
+	g.tunnels[0].finds(map[string]check.State{bravo: check.Connected})
 	if text := g.scrape(t); strings.Contains(text, series) {
 		t.Error("a reason of a peer that answers")
 	}
@@ -221,7 +221,7 @@ func TestTraceReportsAPeerThatIsDown(t *testing.T) {
 		return steps
 	}
 	for state, want := range map[check.State]string{check.Disconnected: v1alpha1.CauseNoAnswer + ": nothing has ever come from", check.Connected: ""} {
-		g.ends[0].finds(map[string]check.State{bravo: state})
+		g.tunnels[0].finds(map[string]check.State{bravo: state})
 		if s := trace()[0]; s.PeerName != "bravo" || s.Drop != "" || !strings.HasPrefix(s.PeerDown, want) || want == "" && s.PeerDown != "" {
 			t.Errorf("%s: %+v", state, s)
 		}

@@ -140,15 +140,15 @@ func newCrowd(t *testing.T, peers int) *crowd {
 		Tunnel:  datapath.New(memlink.NewLink("mem", 1440), network.Bind(netip.MustParseAddr("198.51.100.1")), g.engine, local, datapath.Options{}),
 		checker: check.Start(port, check.Options{Log: quiet, Hold: make(chan struct{})}),
 	}
-	g.ends = []*tunnelEnd{e}
-	t.Cleanup(g.closeEnds)
+	g.tunnels = []*tunnelEnd{e}
+	t.Cleanup(g.closeTunnels)
 	e.observe = e.checker.Observe
 	private := noise.NewKey()
 	c := Config{PrivateKey: Key(private.Bytes())}
 	if err := e.Up(fabric.TunnelKey(c.PrivateKey, 0), 5871); err != nil {
 		t.Fatal(err)
 	}
-	if errs := g.applyEnds(c, &s); len(errs) > 0 {
+	if errs := g.applyTunnels(c, &s); len(errs) > 0 {
 		t.Fatal(errs)
 	}
 

@@ -22,7 +22,7 @@ func (g *gateway) yield() {
 		return
 	}
 	g.yielding.Do(func() {
-		for i, e := range g.ends {
+		for i, e := range g.tunnels {
 			e.Divert(func(p []byte) {
 				g.relayed.Add(1)
 				if !g.keeper.Relay(i, p) {

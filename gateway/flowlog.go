@@ -228,8 +228,8 @@ func (r *reopened) follow() error {
 	if err != nil {
 		return err
 	}
-	there, err := os.Stat(r.name)
-	if err == nil && os.SameFile(ours, there) || err != nil && !errors.Is(err, os.ErrNotExist) {
+	onDisk, err := os.Stat(r.name)
+	if err == nil && os.SameFile(ours, onDisk) || err != nil && !errors.Is(err, os.ErrNotExist) {
 		return err
 	}
 	if err := r.open(); err != nil {

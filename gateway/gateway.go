@@ -133,9 +133,9 @@ type gateway struct {
 
 	host *rtnl.Kernel
 	// mtuTo returns the MTU of the host's route to an address. links caches the MTU of each link.
-	mtuTo  func(addr netip.Addr, links map[int]int) (int, error)
-	engine *natengine.Engine
-	ends   []*tunnelEnd // our end of each tunnel; at least one
+	mtuTo   func(addr netip.Addr, links map[int]int) (int, error)
+	engine  *natengine.Engine
+	tunnels []*tunnelEnd // our end of each tunnel; at least one
 
 	podNetwork bool // Options.PodNetwork
 	udpOffload bool // UDP superpackets cross the TUN
@@ -151,10 +151,10 @@ type gateway struct {
 	yielding sync.Once
 	relayed  atomic.Uint64 // number of packets relayed since yield
 
-	wake chan struct{} // a message makes the loop compare
-	ways atomic.Bool   // the next comparison also queries the kernel's route to every peer
-	done chan struct{} // closed at the end; ends sweep and the flow log
-	wg   sync.WaitGroup
+	wake      chan struct{} // a message makes the loop compare
+	remeasure atomic.Bool   // the next comparison also queries the kernel's route to every peer
+	done      chan struct{} // closed at the end; ends sweep and the flow log
+	wg        sync.WaitGroup
 
 	published atomic.Pointer[current] // stored by the loop, read by any goroutine
 }
@@ -195,12 +195,12 @@ func open(o Options, c Config) (_ *gateway, err error) {
 		undo = append(undo, func() { g.flows.file.Close() })
 		g.engine.Observe(g.flows.observe, c.FlowLog.Sample)
 	}
-	undo = append(undo, g.closeEnds)
-	if err := g.openEnds(o, max(c.Tunnels, 1), mtu); err != nil {
+	undo = append(undo, g.closeTunnels)
+	if err := g.openTunnels(o, max(c.Tunnels, 1), mtu); err != nil {
 		return nil, err
 	}
 	if o.InBand != nil {
-		g.inBand = newInBand(*o.InBand, g.ends[0], o.Log)
+		g.inBand = newInBand(*o.InBand, g.tunnels[0], o.Log)
 		undo = append(undo, g.inBand.server.Close)
 	}
 	g.resolver = newResolver(lookupHost, g.compareSoon, o.Log)
@@ -242,7 +242,7 @@ func (g *gateway) sweep() {
 			return
 		case <-tick.C:
 			memory.adjust()
-			g.engine.SweepInSteps(g.ends[0].Now(), func() { time.Sleep(time.Millisecond) })
+			g.engine.SweepInSteps(g.tunnels[0].Now(), func() { time.Sleep(time.Millisecond) })
 		}
 	}
 }

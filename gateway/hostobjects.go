@@ -38,8 +38,8 @@ func (l *loop) locate(peers []*fabric.GatewayPeer, site fabric.Site) {
 	if !l.resolver.set(peers, l.located.all) {
 		return
 	}
-	for _, e := range l.ends {
-		e.SetSources(l.resolver.mayCome)
+	for _, e := range l.tunnels {
+		e.SetSources(l.resolver.allowed)
 		e.SetRelays(l.resolver.relaysFrom)
 	}
 }
@@ -51,13 +51,13 @@ func (l *loop) put(s *survey) {
 		if was != 0 {
 			l.log.Info("tunnel MTU changed", "from", was, "to", s.tunnel)
 		}
-		for _, e := range l.ends {
+		for _, e := range l.tunnels {
 			e.SetMTU(s.tunnel)
 		}
 	}
 	var errs []error
 	if l.acting {
-		errs = append(l.moveEnds(l.now.config.ListenPort), l.applyEnds(l.now.config, s)...)
+		errs = append(l.moveTunnels(l.now.config.ListenPort), l.applyTunnels(l.now.config, s)...)
 		errs = append(errs, l.inBand.set(s.peers))
 	}
 	objects, undelivered, err := l.objectsFor(s)
@@ -117,7 +117,7 @@ func (l *loop) objectsFor(s *survey) (kernel.State, []fabric.Problem, error) {
 		}
 	}
 	if !l.podNetwork {
-		l.objects = fabric.GatewayHostFor(want, inUse, s.tunnel, len(l.ends))
+		l.objects = fabric.GatewayHostFor(want, inUse, s.tunnel, len(l.tunnels))
 		return l.objects, nil, nil
 	}
 	in := l.now.config.PodNetwork
@@ -128,6 +128,6 @@ func (l *loop) objectsFor(s *survey) (kernel.State, []fabric.Problem, error) {
 			underlay = min(underlay, least)
 		}
 	}
-	state, undelivered := l.delivery.GatewayPodFor(want, inUse, s.tunnel, len(l.ends), underlay, in)
+	state, undelivered := l.delivery.GatewayPodFor(want, inUse, s.tunnel, len(l.tunnels), underlay, in)
 	return state, undelivered, err
 }

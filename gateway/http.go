@@ -98,7 +98,7 @@ func (g *gateway) statusHandler() http.Handler {
 			http.Error(w, err.Error(), http.StatusBadRequest)
 			return
 		}
-		steps, err := Trace(g.engine, q, g.ends[0].Now())
+		steps, err := Trace(g.engine, q, g.tunnels[0].Now())
 		if err != nil {
 			http.Error(w, err.Error(), http.StatusBadRequest)
 			return

@@ -61,7 +61,7 @@ func (l *loop) close() error {
 	if l.inBand != nil {
 		l.inBand.server.Close()
 	}
-	l.closeEnds()
+	l.closeTunnels()
 	l.host.Close()
 	l.log.Info("gateway stopped")
 	return err
@@ -81,7 +81,7 @@ func (l *loop) adopt() {
 		return
 	}
 	l.adopted = true
-	if n := l.keeper.Activate(running{l.engine, l.ends}); n > 0 {
+	if n := l.keeper.Activate(running{l.engine, l.tunnels}); n > 0 {
 		l.log.Info("took over the flows of the previous active gateway", "flows", n)
 	}
 }
@@ -101,7 +101,7 @@ func (l *loop) begin(c Config) error {
 	prepared := l.now.generation > 0
 	if l.acting = true; prepared {
 		l.adopt()
-	} else if err := l.startEnds(c); err != nil {
+	} else if err := l.startTunnels(c); err != nil {
 		return err
 	}
 	newer := l.now.configErr // reason why a newer configuration than c was rejected; nil: none was
@@ -110,7 +110,7 @@ func (l *loop) begin(c Config) error {
 		return err
 	}
 	if prepared {
-		if err := l.startEnds(c); err != nil {
+		if err := l.startTunnels(c); err != nil {
 			return err
 		}
 	}
@@ -138,7 +138,7 @@ func (l *loop) run(ctx context.Context, c Config, updates <-chan update, o Optio
 	var group sync.WaitGroup
 	defer group.Wait()
 	defer stop()
-	err := l.host.Events(events, func() { l.ways.Store(true); l.compareSoon() })
+	err := l.host.Events(events, func() { l.remeasure.Store(true); l.compareSoon() })
 	if err != nil {
 		return err
 	}
@@ -151,7 +151,7 @@ func (l *loop) run(ctx context.Context, c Config, updates <-chan update, o Optio
 		beside()
 	}
 
-	gone := l.watchEnds()
+	ended := l.watchTunnels()
 	second := time.NewTicker(time.Second)
 	defer second.Stop()
 	var (
@@ -166,7 +166,7 @@ func (l *loop) run(ctx context.Context, c Config, updates <-chan update, o Optio
 			}
 			l.log.Info("gateway stopping")
 			return nil
-		case name := <-gone:
+		case name := <-ended:
 			return fmt.Errorf("the TUN %s is gone", name)
 		case u := <-updates:
 			l.update(u)
@@ -176,7 +176,7 @@ func (l *loop) run(ctx context.Context, c Config, updates <-chan update, o Optio
 			}
 		case <-compare:
 			compare = nil
-			l.reapply(l.ways.Swap(false))
+			l.reapply(l.remeasure.Swap(false))
 		case <-begin:
 			if begin = nil; ctx.Err() != nil {
 				continue
@@ -201,8 +201,8 @@ func (l *loop) run(ctx context.Context, c Config, updates <-chan update, o Optio
 
 // tick updates the state of the peers' sessions. It runs once a second.
 func (l *loop) tick(now time.Time) {
-	stats := make([]map[[32]byte]datapath.Stats, len(l.ends))
-	for i, e := range l.ends {
+	stats := make([]map[[32]byte]datapath.Stats, len(l.tunnels))
+	for i, e := range l.tunnels {
 		stats[i] = e.Stats()
 	}
 	peers := slices.Clone(l.now.peers)
@@ -221,20 +221,20 @@ func (l *loop) tick(now time.Time) {
 		if p.state != nil {
 			p.state.SetDown(down)
 		}
-		l.resolver.heard(p.ID, now.Sub(p.heard()) < silence)
+		l.resolver.setHeard(p.ID, now.Sub(p.heard()) < silence)
 		// A peer that roamed and then fell silent may have returned to its configured endpoint.
 		at, _ := l.resolver.endpoint(p.ID)
 		for i, s := range p.sessions {
 			theirs, _ := theirEnd(p.GatewayPeer, i)
 			if at.IsValid() && now.Sub(s.heard) >= silence && now.Sub(s.asserted) > lookupRetry && s.stats.Endpoint != netip.AddrPortFrom(at.Addr(), theirs.Port) {
-				l.ends[i].Forget(theirs.PublicKey)
+				l.tunnels[i].Forget(theirs.PublicKey)
 				s.asserted, p.forgotten, changed = now, true, true
 			}
 		}
 		if p.session.stats.Endpoint.Addr() != was.session.stats.Endpoint.Addr() {
 			changed = true // the route to the new address may have another MTU
 			if was.session.stats.Endpoint.IsValid() {
-				l.ends[0].checker.OtherPath(p.ID)
+				l.tunnels[0].checker.OtherPath(p.ID)
 			}
 		}
 		changed = changed || p.inUse != l.working(p.ID, now)

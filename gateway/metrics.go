@@ -141,7 +141,7 @@ func (m *metrics) ofGateway(s *scrape, now current, stats natengine.Stats) {
 		}
 	}
 	refused := uint64(0)
-	for _, e := range g.ends {
+	for _, e := range g.tunnels {
 		refused += e.wire.SegmentationRefused()
 	}
 	s.count(familySegments, refused, nil)
@@ -159,14 +159,14 @@ func (m *metrics) ofGateway(s *scrape, now current, stats natengine.Stats) {
 		}
 		return err
 	})
-	for reason, n := range g.ends[0].checker.Rejected() {
+	for reason, n := range g.tunnels[0].checker.Rejected() {
 		s.count(familyRejected, n, nil, "reason", reason)
 	}
 }
 
 // ofPeer adds the series of one peer.
 func ofPeer(s *scrape, p *view) {
-	peer, first := labelled("peer", p.ID), p.leading()
+	peer, first := labelled("peer", p.ID), p.primary()
 	s.add(familyInfo, 1, peer.with("name", p.Name))
 	s.add(familyUp, truth(first.check.State == check.Connected), peer)
 	s.add(familyLoss, first.check.Loss, peer)
@@ -181,8 +181,8 @@ func ofPeer(s *scrape, p *view) {
 		addUse(s, peer, p.Local.Pod.Addr().Is4(), p.nat)
 		s.add(familyPeerMTU, float64(p.nat.MTU), peer)
 		s.count(familyTooBig, p.nat.Fragmented, peer, "result", "fragmented")
-		s.count(familyTooBig, p.nat.Told, peer, "result", "told")
-		s.count(familyTooBig, p.nat.Silent, peer, "result", "untold")
+		s.count(familyTooBig, p.nat.ErrorsSent, peer, "result", "told")
+		s.count(familyTooBig, p.nat.ErrorsLimited, peer, "result", "untold")
 		s.count(familyFlowEvents, p.nat.Created, peer, "event", "created")
 		s.count(familyFlowEvents, p.nat.Expired, peer, "event", "expired")
 		s.count(familyFlowEvents, p.nat.Evicted, peer, "event", "evicted")

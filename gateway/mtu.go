@@ -60,14 +60,14 @@ func inner6(p *fabric.GatewayPeer) bool {
 // packet that fits into one outer packet. The result tunnel is the device's MTU: the largest of
 // these, or last if no path is known. A path that is no longer known keeps its last value. A path
 // that was never known counts as Ethernet.
-func autoMTUs(ways []underlay, last int) (tunnel int, each []int) {
-	each = make([]int, len(ways))
-	for i := range ways {
-		tunnel = max(tunnel, ways[i].inner())
+func autoMTUs(paths []underlay, last int) (tunnel int, each []int) {
+	each = make([]int, len(paths))
+	for i := range paths {
+		tunnel = max(tunnel, paths[i].inner())
 	}
 	tunnel = cmp.Or(tunnel, last, defaultMTU)
-	for i := range ways {
-		mtu := min(cmp.Or(ways[i].inner(), defaultMTU), tunnel)
+	for i := range paths {
+		mtu := min(cmp.Or(paths[i].inner(), defaultMTU), tunnel)
 		if mtu < tunnel {
 			mtu -= mtu % padding
 		}
@@ -131,32 +131,32 @@ func checkMTU(mtu int, peers []*fabric.GatewayPeer) error {
 func (l *loop) measure(c Config, peers []peer, all bool) (tunnel int) {
 	if tunnel = c.MTU; tunnel != 0 {
 		for i := range peers {
-			peers[i].way, peers[i].asked = tunnel, netip.Addr{}
+			peers[i].pathInner, peers[i].queried = tunnel, netip.Addr{}
 		}
 	} else {
-		tunnel = l.measureWays(peers, all)
+		tunnel = l.measurePaths(peers, all)
 	}
-	narrow := l.ends[0].checker.NarrowPaths()
+	narrow := l.tunnels[0].checker.NarrowPaths()
 	for i := range peers {
 		p := &peers[i]
-		p.mtu = p.way
-		if mtu, is := narrow[p.ID]; is {
-			p.mtu = min(mtu, p.way)
+		p.mtu = p.pathInner
+		if mtu, found := narrow[p.ID]; found {
+			p.mtu = min(mtu, p.pathInner)
 		}
 	}
 	return tunnel
 }
 
-func (l *loop) measureWays(peers []peer, all bool) (tunnel int) {
-	ways, links, asked := make([]underlay, len(peers)), make(map[int]int), 0
+func (l *loop) measurePaths(peers []peer, all bool) (tunnel int) {
+	paths, links, queried := make([]underlay, len(peers)), make(map[int]int), 0
 	for i := range peers {
 		p := &peers[i]
 		at := p.at
 		if e := p.session.stats.Endpoint; e.IsValid() {
 			at = e // the peer may have roamed, or its name was never resolved
 		}
-		if addr := at.Addr(); addr.IsValid() && (all || addr != p.asked) {
-			if asked++; asked%32 == 0 { // about every millisecond, yield the CPU to the packet path
+		if addr := at.Addr(); addr.IsValid() && (all || addr != p.queried) {
+			if queried++; queried%32 == 0 { // about every millisecond, yield the CPU to the packet path
 				time.Sleep(time.Millisecond)
 			}
 			mtu, err := l.mtuTo(addr, links)
@@ -164,21 +164,21 @@ func (l *loop) measureWays(peers []peer, all bool) (tunnel int) {
 				// No route is no reason to reduce the MTU, so this is no warning.
 				l.log.Debug("no route to the peer", "peer", p.ID, "error", err)
 			}
-			p.asked, p.kernel = addr, mtu
+			p.queried, p.kernel = addr, mtu
 		} else if !addr.IsValid() {
-			p.asked, p.kernel = netip.Addr{}, 0
+			p.queried, p.kernel = netip.Addr{}, 0
 		}
-		ways[i] = underlay{addr: p.asked, mtu: p.kernel, last: p.way, six: inner6(p.GatewayPeer)}
+		paths[i] = underlay{addr: p.queried, mtu: p.kernel, last: p.pathInner, six: inner6(p.GatewayPeer)}
 	}
-	ignore := slices.ContainsFunc(ways, func(w underlay) bool { return w.addr.Is4() && w.mtu != 0 && w.mtu < w.inner()+overhead4 })
-	for _, e := range l.ends {
+	ignore := slices.ContainsFunc(paths, func(w underlay) bool { return w.addr.Is4() && w.mtu != 0 && w.mtu < w.inner()+overhead4 })
+	for _, e := range l.tunnels {
 		if err := e.wire.IgnorePath(ignore); err != nil {
 			l.log.Warn("cannot change how the socket handles the path MTU", "ignored", ignore, "error", err)
 		}
 	}
-	tunnel, each := autoMTUs(ways, l.now.mtu)
+	tunnel, each := autoMTUs(paths, l.now.mtu)
 	for i := range peers {
-		peers[i].way = each[i]
+		peers[i].pathInner = each[i]
 	}
 	return tunnel
 }

@@ -18,16 +18,16 @@ func engineConfig(c Config) natengine.Config {
 // running implements flowsync.Flows for the flows and tunnels of a running gateway.
 type running struct {
 	*natengine.Engine
-	ends []*tunnelEnd
+	tunnels []*tunnelEnd
 }
 
 // Adopt implements flowsync.Flows.
 func (r running) Adopt(peer string, f natengine.Flow) (opened bool, drop natengine.Drop) {
-	return r.Engine.Adopt(peer, f, r.ends[0].Now())
+	return r.Engine.Adopt(peer, f, r.tunnels[0].Now())
 }
 
-// Bring implements flowsync.Flows.
-func (r running) Bring(tunnel int, p []byte) { r.ends[min(tunnel, len(r.ends)-1)].Bring(p) }
+// Inject implements flowsync.Flows.
+func (r running) Inject(tunnel int, p []byte) { r.tunnels[min(tunnel, len(r.tunnels)-1)].Inject(p) }
 
 // The bounds of the NAT engine, and the use of each. Every bound has a series of its own, so that
 // an alert can compare use and bound.
@@ -61,13 +61,13 @@ func addBounds(s *scrape, c natengine.Config, stats natengine.Stats) {
 		s.add(familyPortsLimit, float64(p.Max), labelled("protocol", p.Protocol))
 	}
 	for _, t := range []struct {
-		of string
-		d  time.Duration
+		kind string
+		d    time.Duration
 	}{
 		{"udp", c.Timeouts.UDP}, {"tcp_established", c.Timeouts.TCPEstablished}, {"tcp_transitory", c.Timeouts.TCPTransitory},
 		{"tcp_closing", c.Timeouts.TCPClosing}, {"icmp", c.Timeouts.ICMP}, {"generic", c.Timeouts.Generic}, {"fragment", c.Timeouts.Fragment},
 	} {
-		s.add(familyTimeout, t.d.Seconds(), labelled("of", t.of))
+		s.add(familyTimeout, t.d.Seconds(), labelled("of", t.kind))
 	}
 }
 

@@ -20,10 +20,10 @@ type peer struct {
 	further             []session        // in additional tunnels, nil if none; never modified
 	at                  netip.AddrPort   // address of its configured endpoint; zero: unknown
 	refused             bool             // the address in use is now refused: send nothing more there
-	asked               netip.Addr       // address for which the kernel was queried for the path MTU; zero: none
+	queried             netip.Addr       // address for which the kernel was queried for the path MTU; zero: none
 	kernel              int              // the kernel's path MTU to asked, in octets; 0: no path
-	way                 int              // largest packet in the tunnel that this path MTU allows, in octets
-	mtu                 int              // largest packet to the peer; less than way if the path silently drops larger ones
+	pathInner           int              // largest packet in the tunnel that this path MTU allows, in octets
+	mtu                 int              // largest packet to the peer; less than pathInner if the path silently drops larger ones
 	inUse               fabric.TunnelSet // tunnels that carry flows; empty: tunnel 0
 	forgotten           bool             // the tunnels were made to forget its endpoint, so it must be set again
 	preshared           datapath.PresharedKeys
@@ -124,19 +124,19 @@ func (c current) wanted() []*fabric.GatewayPeer {
 // A survey is the new state of all peers, with the differences from the state in force. For a
 // peer that has not changed, computing these takes one comparison.
 type survey struct {
-	peers  []peer // sorted by ID
-	tunnel int    // MTU of the tunnel, octets
-	all    bool   // apply everything again, changed or not
-	ruled  []int  // indexes of peers whose rules for the engine have changed
-	other  []int  // indexes of peers that have changed for tunnels and connection checks
-	gone   []peer // removed peers, in their last state
-	routed bool   // the routes to the tunnels have changed
+	peers   []peer // sorted by ID
+	tunnel  int    // MTU of the tunnel, octets
+	all     bool   // apply everything again, changed or not
+	ruled   []int  // indexes of peers whose rules for the engine have changed
+	other   []int  // indexes of peers that have changed for tunnels and connection checks
+	removed []peer // removed peers, in their last state
+	routed  bool   // the routes to the tunnels have changed
 }
 
 // survey determines the address of each peer and the MTU towards it, and compares the result with
 // the state in force. At the start, after a failure and after a change of the private key,
-// everything counts as changed. ways makes measure query the route to every peer.
-func (l *loop) survey(c Config, want []*fabric.GatewayPeer, ways bool) survey {
+// everything counts as changed. remeasure makes measure query the route to every peer.
+func (l *loop) survey(c Config, want []*fabric.GatewayPeer, remeasure bool) survey {
 	all := l.now.generation == 0 || l.now.applyErr != nil || c.PrivateKey != l.now.config.PrivateKey || c.NextKey != l.now.config.NextKey
 	s := survey{peers: make([]peer, len(want)), all: all}
 	now, old := time.Now(), l.now.peers
@@ -144,7 +144,7 @@ func (l *loop) survey(c Config, want []*fabric.GatewayPeer, ways bool) survey {
 	j := 0
 	for i, w := range want {
 		for ; j < len(old) && old[j].ID < w.ID; j++ {
-			s.gone = append(s.gone, old[j])
+			s.removed = append(s.removed, old[j])
 		}
 		p := &s.peers[i]
 		if before[i] = -1; j < len(old) && old[j].ID == w.ID {
@@ -157,26 +157,26 @@ func (l *loop) survey(c Config, want []*fabric.GatewayPeer, ways bool) survey {
 		p.GatewayPeer, p.inUse, p.forgotten = w, l.working(w.ID, now), false
 		p.preshared = c.Preshared[w.ID]
 	}
-	s.gone = append(s.gone, old[j:]...)
+	s.removed = append(s.removed, old[j:]...)
 	l.resolver.locate(s.peers)
-	s.tunnel = l.measure(c, s.peers, ways || all)
-	s.routed = all || len(s.gone) > 0 || s.tunnel != l.now.mtu
+	s.tunnel = l.measure(c, s.peers, remeasure || all)
+	s.routed = all || len(s.removed) > 0 || s.tunnel != l.now.mtu
 	for i := range s.peers {
 		p, was := &s.peers[i], peer{}
 		if before[i] >= 0 {
 			was = old[before[i]]
 		}
-		is := was.GatewayPeer == p.GatewayPeer
-		if p.mtu != was.mtu || !is && (was.GatewayPeer == nil || !reflect.DeepEqual(p.Rules, was.Rules)) {
+		same := was.GatewayPeer == p.GatewayPeer
+		if p.mtu != was.mtu || !same && (was.GatewayPeer == nil || !reflect.DeepEqual(p.Rules, was.Rules)) {
 			s.ruled = append(s.ruled, i)
 		}
 		if p.preshared.Key != was.preshared.Key && was.state != nil {
 			p.keyed = now
 		}
-		if all || !is || p.at != was.at || p.refused != was.refused || p.way != was.way || p.preshared != was.preshared || was.forgotten {
+		if all || !same || p.at != was.at || p.refused != was.refused || p.pathInner != was.pathInner || p.preshared != was.preshared || was.forgotten {
 			s.other = append(s.other, i)
 		}
-		s.routed = s.routed || p.inUse != was.inUse || !is && (was.GatewayPeer == nil || p.AllowedIPs != was.AllowedIPs || p.Local != was.Local || p.Origin != was.Origin)
+		s.routed = s.routed || p.inUse != was.inUse || !same && (was.GatewayPeer == nil || p.AllowedIPs != was.AllowedIPs || p.Local != was.Local || p.Origin != was.Origin)
 		if was.mtu != 0 && p.mtu != was.mtu {
 			l.log.Info("MTU towards a peer changed", "peer", p.ID, "from", was.mtu, "to", p.mtu)
 		}
@@ -195,15 +195,15 @@ func (l *loop) setRules(s *survey) error {
 		if err := l.engine.SetPeers(all); err != nil {
 			return err
 		}
-	} else if len(s.ruled)+len(s.gone) > 0 {
-		changed, gone := make([]natengine.Peer, len(s.ruled)), make([]string, len(s.gone))
+	} else if len(s.ruled)+len(s.removed) > 0 {
+		changed, removed := make([]natengine.Peer, len(s.ruled)), make([]string, len(s.removed))
 		for i, at := range s.ruled {
 			changed[i] = rules(at)
 		}
-		for i := range s.gone {
-			gone[i] = s.gone[i].ID
+		for i := range s.removed {
+			removed[i] = s.removed[i].ID
 		}
-		if err := l.engine.Change(changed, gone); err != nil {
+		if err := l.engine.Change(changed, removed); err != nil {
 			return err
 		}
 	}
@@ -235,9 +235,9 @@ type tunnelView struct {
 	inUse bool // it carries a share of the flows
 }
 
-// leading returns the tunnel whose state is shown as the peer's: the first one that carries
+// primary returns the tunnel whose state is shown as the peer's: the first one that carries
 // flows.
-func (v *view) leading() *tunnelView {
+func (v *view) primary() *tunnelView {
 	for i := range v.tunnels {
 		if v.tunnels[i].inUse {
 			return &v.tunnels[i]
@@ -251,13 +251,13 @@ func (v *view) leading() *tunnelView {
 // session.
 func (v *view) presharedID() (id string) {
 	for _, e := range v.tunnels {
-		switch of := e.stats.PresharedID; {
+		switch current := e.stats.PresharedID; {
 		// A tunnel without a session does not count: a firewall may block it.
 		case e.stats.Handshake.IsZero() || time.Since(e.stats.Handshake) > check.SessionGone:
-		case of == "" || id != "" && of != id:
+		case current == "" || id != "" && current != id:
 			return ""
 		default:
-			id = of
+			id = current
 		}
 	}
 	return id
@@ -299,7 +299,7 @@ func (g *gateway) views(now current, stats natengine.Stats) []view {
 		v.resolved, v.unresolved = g.resolver.endpoint(p.ID)
 		views[i], at[p.ID] = v, i
 	}
-	for i, e := range g.ends {
+	for i, e := range g.tunnels {
 		tunnel := e.Stats()
 		for k := range views {
 			v := &views[k]
@@ -310,12 +310,12 @@ func (g *gateway) views(now current, stats natengine.Stats) []view {
 	}
 	lost := 0
 	for i := range views {
-		if views[i].leading().check.State != check.Connected {
+		if views[i].primary().check.State != check.Connected {
 			lost++
 		}
 	}
 	for i := range views {
-		views[i].alone = lost == 0 || lost == 1 && views[i].leading().check.State != check.Connected
+		views[i].alone = lost == 0 || lost == 1 && views[i].primary().check.State != check.Connected
 	}
 	for _, s := range stats.Peers {
 		if i, ok := at[s.ID]; ok {

@@ -25,28 +25,28 @@ import (
 func changing(t *testing.T) *loop {
 	g := without(t)
 	second := &tunnelEnd{
-		Tunnel:  g.ends[0].Beside(memlink.NewLink("mem1", 1440), bind.New(), nil, nil),
+		Tunnel:  g.tunnels[0].Beside(memlink.NewLink("mem1", 1440), bind.New(), nil, nil),
 		checker: check.Start(make(silent), check.Options{Log: quiet}),
 		wire:    bind.New(),
 	}
 	second.observe = second.checker.Observe
-	g.ends = append(g.ends, second)
-	g.ends[0].wire = bind.New()
+	g.tunnels = append(g.tunnels, second)
+	g.tunnels[0].wire = bind.New()
 	g.now = current{}
 	return g
 }
 
 // take applies a configuration as accept, reapply and put do, but without a kernel.
-func (l *loop) take(t *testing.T, c Config, ways bool) kernel.State {
+func (l *loop) take(t *testing.T, c Config, remeasure bool) kernel.State {
 	t.Helper()
 	want := l.cutTunnels(c.Gateway.Peers, l.now.peers)
 	l.resolver.set(want, c.Gateway.Site)
-	s := l.survey(c, want, ways)
+	s := l.survey(c, want, remeasure)
 	if err := l.setRules(&s); err != nil {
 		t.Fatal(err)
 	}
 	l.now.config = c
-	errs := l.applyEnds(c, &s)
+	errs := l.applyTunnels(c, &s)
 	objects, _, err := l.objectsFor(&s)
 	l.now.peers, l.now.mtu, l.now.applyErr = s.peers, s.tunnel, errors.Join(append(errs, err)...)
 	l.now.generation++
@@ -54,14 +54,14 @@ func (l *loop) take(t *testing.T, c Config, ways bool) kernel.State {
 	return objects
 }
 
-// says returns all that can be observed of a gateway, as sorted lines.
-func (l *loop) says(t *testing.T, objects kernel.State) (all []string) {
+// lines returns all that can be observed of a gateway, as sorted lines.
+func (l *loop) lines(t *testing.T, objects kernel.State) (all []string) {
 	t.Helper()
-	say := func(v ...any) { all = append(all, fmt.Sprint(v...)) }
-	say("tunnel ", l.now.mtu, " peers ", len(l.engine.Peers()))
-	say("objects ", objects)
+	add := func(v ...any) { all = append(all, fmt.Sprint(v...)) }
+	add("tunnel ", l.now.mtu, " peers ", len(l.engine.Peers()))
+	add("objects ", objects)
 	for _, p := range l.now.peers {
-		say("peer ", p.ID, p.Name, " at ", p.at, p.refused, " MTU ", p.way, p.mtu, p.state.MTU(), " in use ", p.inUse, " state ", l.engine.Peer(p.ID) == p.state)
+		add("peer ", p.ID, p.Name, " at ", p.at, p.refused, " MTU ", p.pathInner, p.mtu, p.state.MTU(), " in use ", p.inUse, " state ", l.engine.Peer(p.ID) == p.state)
 		b, err := TraceQuery{Src: netip.MustParseAddrPort("10.244.1.1:1"), Dst: netip.AddrPortFrom(p.AllowedIPs[0].Addr().Next(), 2), Protocol: "udp"}.packet()
 		if err != nil {
 			t.Fatal(err)
@@ -71,7 +71,7 @@ func (l *loop) says(t *testing.T, objects kernel.State) (all []string) {
 			t.Fatal(err)
 		}
 		if verdict := l.engine.Outbound(&v, time.Second); verdict.Peer != nil {
-			say("packet to ", p.ID, " goes to ", verdict.Peer.ID(), verdict.Action, fmt.Sprintf(" as %x", b))
+			add("packet to ", p.ID, " goes to ", verdict.Peer.ID(), verdict.Action, fmt.Sprintf(" as %x", b))
 		}
 	}
 	kept := make(map[[32]byte]bool) // keys of peers whose address is unknown: their endpoints stay as they were
@@ -81,15 +81,15 @@ func (l *loop) says(t *testing.T, objects kernel.State) (all []string) {
 			kept[e.PublicKey] = kept[p.PublicKey]
 		}
 	}
-	for i, e := range l.ends {
+	for i, e := range l.tunnels {
 		for key, s := range e.Stats() {
 			if kept[key] {
 				s.Endpoint = netip.AddrPort{}
 			}
-			say("tunnel ", i, key, " leads to ", s.Endpoint)
+			add("tunnel ", i, key, " leads to ", s.Endpoint)
 		}
 		for _, p := range e.checker.Peers() {
-			say("check ", i, p, e.checker.Observe(p.ID).Path.Ceiling)
+			add("check ", i, p, e.checker.Observe(p.ID).Path.Ceiling)
 		}
 	}
 	slices.Sort(all)
@@ -121,15 +121,15 @@ func TestIncrementalPeerChangesEqualAFullConfiguration(t *testing.T) {
 	g := changing(t)
 	g.mtuTo = mtuTo
 	for step := range 900 {
-		ways := false
+		remeasure := false
 		for range rng.IntN(4) {
 			i := rng.IntN(len(base))
-			p, is := peers[i]
-			if is && rng.IntN(6) == 0 {
+			p, found := peers[i]
+			if found && rng.IntN(6) == 0 {
 				delete(peers, i)
 				continue
 			}
-			if !is {
+			if !found {
 				p = base[i]
 			}
 			switch rng.IntN(11) {
@@ -150,7 +150,7 @@ func TestIncrementalPeerChangesEqualAFullConfiguration(t *testing.T) {
 				}
 			case 5: // swap keys or networks with another peer
 				j := rng.IntN(len(base))
-				if q, is := peers[j]; is && j != i {
+				if q, found := peers[j]; found && j != i {
 					if rng.IntN(2) == 0 {
 						p.PublicKey, q.PublicKey, p.Tunnels, q.Tunnels = q.PublicKey, p.PublicKey, q.Tunnels, p.Tunnels
 						base[i].PublicKey, base[j].PublicKey = base[j].PublicKey, base[i].PublicKey
@@ -164,7 +164,7 @@ func TestIncrementalPeerChangesEqualAFullConfiguration(t *testing.T) {
 				c.MTU = []int{1440, 1400, 0, 0, 0}[rng.IntN(5)]
 			case 7: // the kernel's path MTUs change
 				mtus[netip.AddrFrom4([4]byte{192, 0, 2, byte(1 + rng.IntN(5))})] = rng.IntN(3) * 100
-				ways = true
+				remeasure = true
 			case 8:
 				nowhere = fabric.Site{}
 				if rng.IntN(2) == 0 {
@@ -201,15 +201,15 @@ func TestIncrementalPeerChangesEqualAFullConfiguration(t *testing.T) {
 		for i := range g.now.peers {
 			p := &g.now.peers[i]
 			// As in tick, the tunnels forget the endpoint of a peer that has roamed.
-			if g.ends[0].Stats()[p.PublicKey].Endpoint.IsValid() && rng.IntN(20) == 0 {
-				if err := g.ends[0].Change([]datapath.Peer{{State: p.state, Key: p.PublicKey, Endpoint: netip.MustParseAddrPort("198.51.100.1:9")}}, nil); err != nil && g.now.applyErr == nil {
+			if g.tunnels[0].Stats()[p.PublicKey].Endpoint.IsValid() && rng.IntN(20) == 0 {
+				if err := g.tunnels[0].Change([]datapath.Peer{{State: p.state, Key: p.PublicKey, Endpoint: netip.MustParseAddrPort("198.51.100.1:9")}}, nil); err != nil && g.now.applyErr == nil {
 					t.Fatal(err)
 				}
 				p.forgotten = true
 				happened["forgotten"]++
 			}
 		}
-		if c.MTU == 0 && g.now.config.MTU == 0 && ways {
+		if c.MTU == 0 && g.now.config.MTU == 0 && remeasure {
 			happened["ways"]++
 		}
 
@@ -219,9 +219,9 @@ func TestIncrementalPeerChangesEqualAFullConfiguration(t *testing.T) {
 		for i := range ref.now.peers {
 			ref.now.peers[i].state = nil
 		}
-		checks := g.ends[1].checker.Peers()
-		ref.ends[1].checker.Change(checks, nil)
-		for _, e := range []*tunnelEnd{g.ends[1], ref.ends[1]} {
+		checks := g.tunnels[1].checker.Peers()
+		ref.tunnels[1].checker.Change(checks, nil)
+		for _, e := range []*tunnelEnd{g.tunnels[1], ref.tunnels[1]} {
 			states := make(map[string]check.State)
 			for _, p := range checks {
 				if states[p.ID] = check.Connecting; connected[p.ID] {
@@ -233,8 +233,8 @@ func TestIncrementalPeerChangesEqualAFullConfiguration(t *testing.T) {
 		if rng.IntN(4) == 0 { // the Site changes before this configuration, as when a lookup is refused in between
 			g.resolver.set(g.now.wanted(), fabric.Site{})
 		}
-		objects := g.take(t, c, ways)
-		wantObjects := ref.take(t, c, ways)
+		objects := g.take(t, c, remeasure)
+		wantObjects := ref.take(t, c, remeasure)
 		for _, p := range g.now.peers {
 			if p.refused {
 				happened["refused"]++
@@ -251,11 +251,11 @@ func TestIncrementalPeerChangesEqualAFullConfiguration(t *testing.T) {
 		}
 		if g.now.applyErr != nil {
 			failed++
-		} else if got, want := g.says(t, objects), ref.says(t, wantObjects); !slices.Equal(got, want) {
+		} else if got, want := g.lines(t, objects), ref.lines(t, wantObjects); !slices.Equal(got, want) {
 			t.Fatalf("step %d: only of the change:\n%s\nonly of all:\n%s", step, linesWithout(got, want), linesWithout(want, got))
 		}
-		ref.closeEnds()
-		ref.ends, ref.resolver = nil, newResolver(nil, func() {}, quiet)
+		ref.closeTunnels()
+		ref.tunnels, ref.resolver = nil, newResolver(nil, func() {}, quiet)
 	}
 	for _, what := range []string{"forgotten", "ways", "refused", "in use", "a peer with our key"} {
 		if happened[what] < 20 {
@@ -280,7 +280,7 @@ func linesWithout(some, others []string) (all []string) {
 // If the rules for peers with new paths are refused, the next comparison measures the paths
 // again.
 func TestPathMTUsAreMeasuredAgainAfterRulesWereRefused(t *testing.T) {
-	for _, ways := range []bool{true, false} {
+	for _, remeasure := range []bool{true, false} {
 		g := without(t, alphaBravo, charlie)
 		g.now.config.MTU = 1440
 		p := *g.now.peers[1].GatewayPeer
@@ -288,12 +288,12 @@ func TestPathMTUsAreMeasuredAgainAfterRulesWereRefused(t *testing.T) {
 		p.Rules.ID = p.ID
 		g.now.peers[1].GatewayPeer = &p
 		g.now.applyErr = errors.New("of the time before")
-		g.reapply(ways)
+		g.reapply(remeasure)
 		if g.now.applyErr == nil {
 			t.Fatal("the rules are not refused")
 		}
-		if g.ways.Load() != ways {
-			t.Errorf("ways %v: asked for again: %v", ways, !ways)
+		if g.remeasure.Load() != remeasure {
+			t.Errorf("ways %v: asked for again: %v", remeasure, !remeasure)
 		}
 	}
 }

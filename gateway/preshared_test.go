@@ -25,14 +25,14 @@ func TestAPresharedKeyReachesAllTunnelsOfItsPeer(t *testing.T) {
 	if g.now.applyErr != nil || len(g.now.peers) != 3 {
 		t.Fatalf("%d peers: want 3; %v", len(g.now.peers), g.now.applyErr)
 	}
-	first, second := datapath.PresharedKeys{Key: [32]byte{1}}, datapath.PresharedKeys{Key: [32]byte{2}, Former: [32]byte{1}, Changing: true}
+	first, second := datapath.PresharedKeys{Key: [32]byte{1}}, datapath.PresharedKeys{Key: [32]byte{2}, Previous: [32]byte{1}, Changing: true}
 	for _, keys := range []datapath.PresharedKeys{first, second, {}} {
 		c.Preshared = map[string]datapath.PresharedKeys{g.now.peers[1].ID: keys}
 		s := g.survey(c, c.Gateway.Peers, false)
 		if !slices.Equal(s.other, []int{1}) || len(s.ruled) > 0 {
 			t.Errorf("peers %v have something else, and %v other rules: want one peer, and no rules", s.other, s.ruled)
 		}
-		for i := range g.ends {
+		for i := range g.tunnels {
 			if told := tunnelPeers(i, s.peers, s.other); len(told) != 1 || told[0].Preshared != keys {
 				t.Errorf("tunnel %d did not get the keys, but %d peers", i, len(told))
 			}

@@ -12,7 +12,7 @@ import (
 // reach finds, in the statistics of each tunnel, the peers that are away, and starts handshakes
 // with them.
 func (g *gateway) reach(stats []map[[32]byte]datapath.Stats, now time.Time) {
-	for i, e := range g.ends {
+	for i, e := range g.tunnels {
 		if try, rest := e.checker.Sessions(stats[i], now); len(try)+len(rest) > 0 {
 			g.wg.Go(func() { e.reach(try, rest, g.done) })
 		}
@@ -31,7 +31,7 @@ const (
 // rekey starts handshakes with peers whose sessions are older than their preshared key. Otherwise
 // these sessions would carry packets for two more minutes.
 func (g *gateway) rekey(peers []peer, now time.Time) {
-	try, left := make([][][32]byte, len(g.ends)), rekeysPerSecond
+	try, left := make([][][32]byte, len(g.tunnels)), rekeysPerSecond
 	for i := range peers {
 		p := &peers[i]
 		if p.preshared.Key == [32]byte{} || now.Sub(p.keyed) > rekeyTime || now.Sub(p.rekeyed) < device.RekeyTimeout || left <= 0 {
@@ -45,7 +45,7 @@ func (g *gateway) rekey(peers []peer, now time.Time) {
 			}
 		}
 	}
-	for i, e := range g.ends {
+	for i, e := range g.tunnels {
 		if keys := try[i]; len(keys) > 0 {
 			g.wg.Go(func() { e.reach(keys, nil, g.done) })
 		}

@@ -50,15 +50,15 @@ type resolver struct {
 	site  fabric.Site
 	index *fabric.SiteIndex // made from site
 
-	// sources is read by mayCome. set replaces it; a stored value is never modified.
+	// sources is read by allowed. set replaces it; a stored value is never modified.
 	sources atomic.Pointer[sources]
 }
 
 // sources are the addresses from which messages of peers may come: addresses that a peer's gateway
-// can have, addresses from which Services relay, and the addresses in the field said.
+// can have, addresses from which Services relay, and the addresses in the field exempt.
 type sources struct {
-	index *fabric.SiteIndex
-	said  map[netip.Addr]bool // literal endpoints of peers, and addresses that the resolver gave up
+	index  *fabric.SiteIndex
+	exempt map[netip.Addr]bool // literal endpoints of peers, and addresses that the resolver gave up
 }
 
 // A location is the resolver's state of one peer.
@@ -66,12 +66,12 @@ type location struct {
 	host string
 	port uint16
 
-	literal bool
-	addr    netip.Addr // the address in use; zero: not known yet, or given up
-	was     netip.Addr // the address that was last given up
-	latest  netip.Addr // last answer; replaces addr when the peer is silent
-	err     error      // error of the last lookup, or the reason why addr was given up
-	gaveUp  bool       // the address in use was given up, and no other one is known
+	literal   bool
+	addr      netip.Addr // the address in use; zero: not known yet, or given up
+	was       netip.Addr // the address that was last given up
+	latest    netip.Addr // last answer; replaces addr when the peer is silent
+	err       error      // error of the last lookup, or the reason why addr was given up
+	abandoned bool       // the address in use was given up, and no other one is known
 
 	silent bool
 	next   time.Time // time of the next lookup
@@ -130,26 +130,26 @@ func (r *resolver) set(peers []*fabric.GatewayPeer, site fabric.Site) (changed b
 		all := &sources{r.index, make(map[netip.Addr]bool, len(peers))}
 		for _, l := range r.peers {
 			if literal, err := netip.ParseAddr(l.host); l.literal && err == nil {
-				all.said[literal.Unmap()] = true
+				all.exempt[literal.Unmap()] = true
 			}
-			all.said[l.was] = true
+			all.exempt[l.was] = true
 		}
-		delete(all.said, netip.Addr{})
+		delete(all.exempt, netip.Addr{})
 		r.sources.Store(all)
 	}
 	return changed
 }
 
-// mayCome reports whether a message from a peer may come from an address. It accepts the
+// allowed reports whether a message from a peer may come from an address. It accepts the
 // addresses that the Site allows. In addition it accepts literal endpoints, and addresses that
 // the resolver gave up, even if the Site refuses them now, for example because a Node has them.
 // The gateway sends to such an address only after the peer has sent from it.
 //
-// mayCome is called for each message whose source differs from that of the previous message, so
+// allowed is called for each message whose source differs from that of the previous message, so
 // it takes no lock and reads no list.
-func (r *resolver) mayCome(addr netip.Addr) bool {
+func (r *resolver) allowed(addr netip.Addr) bool {
 	s := r.sources.Load()
-	return s.index.CheckSource(addr) == "" || s.said[addr.Unmap()]
+	return s.index.CheckSource(addr) == "" || s.exempt[addr.Unmap()]
 }
 
 // relaysFrom reports whether Services relay messages of peers from an address.
@@ -170,7 +170,7 @@ func (r *resolver) try(id string, l *location) {
 	case !addr.IsValid(): // the name has not been looked up yet
 	case wrong == "":
 		if l.addr = addr; l.literal {
-			l.err, l.gaveUp = nil, false
+			l.err, l.abandoned = nil, false
 		}
 	default:
 		err := fmt.Errorf("endpoint %s: %s", l.host, wrong)
@@ -178,7 +178,7 @@ func (r *resolver) try(id string, l *location) {
 			r.log.Warn("endpoint refused", "peer", id, "error", err)
 		}
 		if l.addr.IsValid() {
-			l.gaveUp, l.was = true, l.addr
+			l.abandoned, l.was = true, l.addr
 		}
 		l.addr, l.err, l.next = netip.Addr{}, err, time.Time{}
 	}
@@ -210,14 +210,14 @@ func (r *resolver) locate(peers []peer) {
 		if p.at, p.refused = (netip.AddrPort{}), false; l == nil {
 			continue
 		}
-		if p.refused = l.gaveUp; l.addr.IsValid() {
+		if p.refused = l.abandoned; l.addr.IsValid() {
 			p.at = netip.AddrPortFrom(l.addr, l.port)
 		}
 	}
 }
 
-// heard records whether messages came from the peer lately.
-func (r *resolver) heard(id string, heard bool) {
+// setHeard records whether messages came from the peer lately.
+func (r *resolver) setHeard(id string, heard bool) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	l := r.peers[id]
@@ -237,7 +237,7 @@ func (l *location) take() bool {
 	if !l.latest.IsValid() || l.latest == l.addr {
 		return false
 	}
-	l.addr, l.gaveUp = l.latest, false
+	l.addr, l.abandoned = l.latest, false
 	return true
 }
 

@@ -100,7 +100,7 @@ func TestEndpointAtAServiceRelayCountsAsHidden(t *testing.T) {
 func TestALiteralEndpointIsNeverLookedUp(t *testing.T) {
 	resolving(t, func(r *resolver, n *names, step func(int), at func() string) {
 		r.set1(named1("192.0.2.1"))
-		r.heard("b", false)
+		r.setHeard("b", false)
 		step(100)
 		if at() != "192.0.2.1:5871" || n.asked != 0 {
 			t.Errorf("%s, asked %d times", at(), n.asked)
@@ -120,7 +120,7 @@ func TestResolverPrefersIPv4AndKeepsItsAnswer(t *testing.T) {
 			t.Errorf("%s after %d changes", at(), n.changes)
 		}
 		n.set(nil, "192.0.2.1", "192.0.2.2")
-		r.heard("b", false)
+		r.setHeard("b", false)
 		step(30)
 		if at() != "192.0.2.2:5871" || n.changes != 1 {
 			t.Errorf("%s after %d changes, although the old answer is among the new", at(), n.changes)
@@ -143,7 +143,7 @@ func TestNewDNSAnswerIsUsedOnlyWhenThePeerIsSilent(t *testing.T) {
 	resolving(t, func(r *resolver, n *names, step func(int), at func() string) {
 		n.set(nil, "192.0.2.1")
 		r.set1(named1("gw.example"))
-		r.heard("b", true)
+		r.setHeard("b", true)
 		step(2)
 		n.set(nil, "192.0.2.9")
 		step(130)
@@ -153,14 +153,14 @@ func TestNewDNSAnswerIsUsedOnlyWhenThePeerIsSilent(t *testing.T) {
 		if n.asked > 4 {
 			t.Errorf("asked %d times in two minutes", n.asked)
 		}
-		r.heard("b", false)
+		r.setHeard("b", false)
 		step(1)
 		if at() != "192.0.2.9:5871" || n.changes != 2 {
 			t.Errorf("%s after %d changes", at(), n.changes)
 		}
 		// If the name changes while the peer is silent, the new address is used soon.
 		n.set(nil, "192.0.2.10")
-		r.heard("b", false)
+		r.setHeard("b", false)
 		step(11)
 		if at() != "192.0.2.10:5871" {
 			t.Errorf("%s 11 s later", at())
@@ -182,7 +182,7 @@ func TestFailedLookupKeepsTheAddressAndIsRepeated(t *testing.T) {
 		n.set(nil, "192.0.2.1")
 		step(10)
 		n.set(errors.New("server misbehaving"))
-		r.heard("b", false)
+		r.setHeard("b", false)
 		step(30)
 		if at() != "192.0.2.1:5871" {
 			t.Errorf("forgot the answer: %s", at())
@@ -295,7 +295,7 @@ func TestDNSRebindingIsRefused(t *testing.T) {
 		step(1)
 		for _, answer := range []string{"127.0.0.1", "169.254.169.254", "10.96.0.1", "198.51.100.9", "64:ff9b::7f00:1"} {
 			n.set(nil, answer)
-			r.heard("b", false) // a silent peer's name is looked up soon, and an allowed answer is used
+			r.setHeard("b", false) // a silent peer's name is looked up soon, and an allowed answer is used
 			step(70)
 			_, err := r.endpoint("b")
 			if at() != "192.0.2.1:5871" || err == nil || !strings.Contains(err.Error(), "resolving gw.example: "+answer) || r.refused("b") {
@@ -315,7 +315,7 @@ func TestAnEndpointAddressIsDroppedWhenItBecomesOurs(t *testing.T) {
 		peers := append(named1("gw.example"), &fabric.GatewayPeer{ID: "c", Endpoint: "192.0.2.1", Port: 1})
 		n.set(nil, "192.0.2.1")
 		r.set(peers, here)
-		r.heard("b", true)
+		r.setHeard("b", true)
 		step(2)
 		ours := here.With([]netip.Addr{netip.MustParseAddr("192.0.2.1")}, "a node of ours")
 		r.set(peers, ours)
@@ -381,10 +381,10 @@ func TestSourceLookupDoesNotScanAllPeers(t *testing.T) {
 		netip.MustParseAddr("198.51.100.1"):    true,
 		peers[500].AllowedIPs[1].Addr().Next(): false,
 	} {
-		if got := r.mayCome(addr); got != may {
+		if got := r.allowed(addr); got != may {
 			t.Errorf("%v: %v, want %v", addr, got, may)
 		}
-		if allocated := testing.AllocsPerRun(100, func() { r.mayCome(addr) }); may && allocated > 0 {
+		if allocated := testing.AllocsPerRun(100, func() { r.allowed(addr) }); may && allocated > 0 {
 			t.Errorf("%v: %v allocations, want none", addr, allocated)
 		}
 	}
@@ -404,7 +404,7 @@ func BenchmarkMayCome(b *testing.B) {
 			addr := netip.MustParseAddr("203.0.113.9")
 			before := cputime.Used(b)
 			for b.Loop() {
-				if !r.mayCome(addr) {
+				if !r.allowed(addr) {
 					b.Fatal("refused")
 				}
 			}

@@ -37,11 +37,11 @@ type Status struct {
 
 	// Namespace is the path of the gateway's network namespace, for `nsenter --net=`. It is empty if
 	// the gateway uses its Pod's namespace.
-	Namespace string `json:"namespace"`
-	Host      Way    `json:"host"`
-	TUN       string `json:"tun"`
-	MTU       int    `json:"mtu"`
-	MTUAuto   bool   `json:"mtuAuto"` // the MTU is derived from the paths to the peers
+	Namespace string    `json:"namespace"`
+	Host      HostRoute `json:"host"`
+	TUN       string    `json:"tun"`
+	MTU       int       `json:"mtu"`
+	MTUAuto   bool      `json:"mtuAuto"` // the MTU is derived from the paths to the peers
 	// UDPOffload reports whether UDP superpackets cross the TUN, because they are enabled and the
 	// kernel supports them.
 	UDPOffload bool `json:"udpOffload"`
@@ -57,9 +57,9 @@ type Status struct {
 	Flows []FlowStatus `json:"flows,omitempty"`
 }
 
-// Way is the interface by which nodes reach the gateway: its host's veth, or the overlay if the
-// gateway runs in a Pod.
-type Way struct {
+// HostRoute is the interface by which nodes reach the gateway: its host's veth, or the overlay if
+// the gateway runs in a Pod.
+type HostRoute struct {
 	Interface string     `json:"interface"`
 	Index     int        `json:"index"` // of the interface; 0 while it does not exist
 	NextHop   netip.Addr `json:"nextHop"`
@@ -216,7 +216,7 @@ func (g *gateway) nextKey(c Config) Key {
 	if c.NextKey == (Key{}) {
 		return Key{}
 	}
-	for i, e := range g.ends {
+	for i, e := range g.tunnels {
 		if e.NextKey() != fabric.TunnelKey(c.NextKey, i) {
 			return Key{}
 		}
@@ -227,7 +227,7 @@ func (g *gateway) nextKey(c Config) Key {
 // status returns the gateway's status, with at most flows NAT flows.
 func (g *gateway) status(flows int) Status {
 	now := g.current()
-	checker := g.ends[0].checker
+	checker := g.tunnels[0].checker
 	stats := g.engine.Stats()
 	s := Status{
 		Version:     g.version,
@@ -238,7 +238,7 @@ func (g *gateway) status(flows int) Status {
 		Started:     g.started,
 		Ready:       g.unready() == nil && (g.ready == nil || g.ready() == nil),
 		Namespace:   g.host.Path(),
-		Host:        Way{Interface: kernel.VethHost, NextHop: fabric.HopGateway4},
+		Host:        HostRoute{Interface: kernel.VethHost, NextHop: fabric.HopGateway4},
 		TUN:         fabric.TunName(0),
 		MTU:         now.mtu,
 		MTUAuto:     now.config.MTU == 0,
@@ -259,7 +259,7 @@ func (g *gateway) status(flows int) Status {
 		s.Config.Refused = append(s.Config.Refused, p.Error())
 	}
 	if g.podNetwork {
-		s.Host = Way{Interface: kernel.OverlayDevice, NextHop: now.config.PodNetwork.Pod}
+		s.Host = HostRoute{Interface: kernel.OverlayDevice, NextHop: now.config.PodNetwork.Pod}
 		for _, p := range now.undelivered {
 			s.Config.Refused = append(s.Config.Refused, p.Error())
 		}
@@ -286,7 +286,7 @@ func (g *gateway) status(flows int) Status {
 	views := g.views(now, stats)
 	var next [][32]byte
 	if s.NextKey = g.nextKey(now.config); s.NextKey != (Key{}) {
-		next = fabric.PublicKeys(s.NextKey, len(g.ends))
+		next = fabric.PublicKeys(s.NextKey, len(g.tunnels))
 		s.NextPublicKey = base64.StdEncoding.EncodeToString(next[0][:])
 	}
 	s.Peers = make([]PeerStatus, 0, len(views)) // allocate once, because a PeerStatus is nearly 1 KiB
@@ -305,7 +305,7 @@ func (g *gateway) status(flows int) Status {
 // peerStatus returns the status of a peer. next holds our next public key for each tunnel; it is
 // nil while no key rotates.
 func (g *gateway) peerStatus(p *view, now *current, next [][32]byte, at time.Time) PeerStatus {
-	first, cause := p.leading(), g.causeOf(p, now.failed(p.Origin), at)
+	first, cause := p.primary(), g.causeOf(p, now.failed(p.Origin), at)
 	ps := PeerStatus{
 		ID: p.ID, Name: p.Name,
 		State: first.check.State, Reason: cause.Reason, Message: cause.Text, Since: first.check.Since,

@@ -70,14 +70,14 @@ func withPort(t testing.TB, port silent, peers ...fabric.Peer) *loop {
 	g.engine = natengine.New(natengine.Config{Self4: fabric.GatewayAddr, Self6: fabric.GatewayAddr6, MaxFlows: 1000})
 	g.metrics = newMetrics(g.gateway)
 	wire := bind.New()
-	g.ends = []*tunnelEnd{{
+	g.tunnels = []*tunnelEnd{{
 		wire:    wire,
 		Tunnel:  datapath.New(memlink.NewLink("mem", 1440), wire, g.engine, nil, datapath.Options{}),
 		checker: check.Start(port, check.Options{Log: quiet, RTT: g.metrics.observeRTT}),
 	}}
-	g.ends[0].observe = g.ends[0].checker.Observe
+	g.tunnels[0].observe = g.tunnels[0].checker.Observe
 	g.resolver = newResolver(nil, func() {}, quiet)
-	t.Cleanup(func() { g.resolver.close(); g.closeEnds() })
+	t.Cleanup(func() { g.resolver.close(); g.closeTunnels() })
 	g.put0(t, peers...)
 	return g
 }
@@ -105,7 +105,7 @@ func (l *loop) put0(t testing.TB, peers ...fabric.Peer) {
 	for _, p := range gw.Peers {
 		checks = append(checks, check.Peer{ID: p.ID, Probe: p.Probe, Allowed: p.AllowedIPs})
 	}
-	l.ends[0].checker.Set(checks)
+	l.tunnels[0].checker.Set(checks)
 	l.now.peers = survey.peers
 	l.now.config, l.now.mtu, l.now.ready = c, 1440, true
 	l.now.generation++

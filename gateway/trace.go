@@ -247,12 +247,12 @@ func TraceOffline(c Config, q TraceQuery) ([]TraceStep, error) {
 	return steps, err
 }
 
-// named adds the names of the peers to the steps. The function of, called with a peer, returns the
-// peer's ID and name.
-func named[P any](steps []TraceStep, peers []P, of func(P) (id, name string)) {
+// named adds the names of the peers to the steps. The function identify, called with a peer,
+// returns the peer's ID and name.
+func named[P any](steps []TraceStep, peers []P, identify func(P) (id, name string)) {
 	for i := range steps {
 		for _, p := range peers {
-			if id, name := of(p); id == steps[i].Peer {
+			if id, name := identify(p); id == steps[i].Peer {
 				steps[i].PeerName = name
 			}
 		}

@@ -43,15 +43,15 @@ type tunnelEnd struct {
 	link    *tun.Device
 }
 
-// openEnds creates the TUNs and the tunnels behind them. The tunnels do not listen yet. After an
-// error, closeEnds closes those that were created.
-func (g *gateway) openEnds(o Options, tunnels, mtu int) error {
+// openTunnels creates the TUNs and the tunnels behind them. The tunnels do not listen yet. After an
+// error, closeTunnels closes those that were created.
+func (g *gateway) openTunnels(o Options, tunnels, mtu int) error {
 	for i := range tunnels {
 		e, err := g.openEnd(o, i, mtu)
 		if err != nil {
 			return err
 		}
-		g.ends = append(g.ends, e)
+		g.tunnels = append(g.tunnels, e)
 	}
 	return nil
 }
@@ -86,20 +86,20 @@ func (g *gateway) openEnd(o Options, i, mtu int) (_ *tunnelEnd, err error) {
 		return newTunnelEnd(t, local, port, check.Options{Log: o.Log, RTT: g.metrics.observeRTT, Hold: o.Calls, PathChanged: g.compareSoon}, wire, link), nil
 	}
 	log := o.Log.With("tunnel", i)
-	t := g.ends[0].Beside(link, wire, local, wgLogger(log))
+	t := g.tunnels[0].Beside(link, wire, local, wgLogger(log))
 	return newTunnelEnd(t, local, port, check.Options{Log: log, Hold: o.Calls}, wire, link), nil
 }
 
 func newTunnelEnd(t *datapath.Tunnel, local *datapath.Local, port *datapath.Port, o check.Options, wire *bind.Bind, link *tun.Device) *tunnelEnd {
 	o.Handshake = t.HandshakeNow
 	c := check.Start(port, o)
-	t.SetDoubts(c.Doubt)
+	t.OnUnknownSession(c.TestSession)
 	return &tunnelEnd{t, local, c, c.Observe, wire, link}
 }
 
-// startEnds opens the UDP sockets of all tunnels.
-func (g *gateway) startEnds(c Config) error {
-	for i, e := range g.ends {
+// startTunnels opens the UDP sockets of all tunnels.
+func (g *gateway) startTunnels(c Config) error {
+	for i, e := range g.tunnels {
 		port := c.ListenPort + uint16(i)
 		if err := e.Up(fabric.TunnelKey(c.PrivateKey, i), port); err != nil {
 			return portError(err, port)
@@ -113,7 +113,7 @@ func (g *gateway) startEnds(c Config) error {
 func (g *gateway) discard() {
 	const most = 1000 // the queue of a TUN holds 500
 	b := make([]byte, packet.VirtioHeaderLen+1<<16)
-	for _, e := range g.ends {
+	for _, e := range g.tunnels {
 		for range most {
 			if _, err := e.link.Read(b, false); err != nil {
 				break
@@ -123,30 +123,30 @@ func (g *gateway) discard() {
 	}
 }
 
-// closeEnds closes the tunnels, with their TUNs and in-process endpoints.
-func (g *gateway) closeEnds() {
-	for _, e := range g.ends {
+// closeTunnels closes the tunnels, with their TUNs and in-process endpoints.
+func (g *gateway) closeTunnels() {
+	for _, e := range g.tunnels {
 		e.checker.Close()
 		_ = e.Close() // even after an error it is closed
 	}
 }
 
-// watchEnds returns a channel that receives the name of each TUN that has disappeared.
-func (g *gateway) watchEnds() <-chan string {
-	gone := make(chan string, len(g.ends))
-	for i, e := range g.ends {
+// watchTunnels returns a channel that receives the name of each TUN that has disappeared.
+func (g *gateway) watchTunnels() <-chan string {
+	ended := make(chan string, len(g.tunnels))
+	for i, e := range g.tunnels {
 		go func() { // returns when the tunnel is closed
 			<-e.Wait()
-			gone <- fabric.TunName(i)
+			ended <- fabric.TunName(i)
 		}()
 	}
-	return gone
+	return ended
 }
 
-// moveEnds makes the tunnels listen on consecutive ports from port upwards. If a port is not
+// moveTunnels makes the tunnels listen on consecutive ports from port upwards. If a port is not
 // available, that tunnel keeps its old port.
-func (g *gateway) moveEnds(port uint16) (errs []error) {
-	for i, e := range g.ends {
+func (g *gateway) moveTunnels(port uint16) (errs []error) {
+	for i, e := range g.tunnels {
 		if err := e.listen(port + uint16(i)); err != nil {
 			errs = append(errs, err)
 		}
@@ -156,7 +156,7 @@ func (g *gateway) moveEnds(port uint16) (errs []error) {
 
 // apply brings our end of tunnel i to its desired state.
 func (g *gateway) apply(i int, c Config, s *survey) error {
-	e := g.ends[i]
+	e := g.tunnels[i]
 	var next [32]byte
 	if c.NextKey != (Key{}) {
 		next = fabric.TunnelKey(c.NextKey, i)
@@ -165,16 +165,16 @@ func (g *gateway) apply(i int, c Config, s *survey) error {
 	if s.all {
 		errs = append(errs, e.SetPeers(tunnelPeers(i, s.peers, s.other)))
 	} else {
-		gone := make([]*natengine.PeerState, len(s.gone))
-		for j := range s.gone {
-			gone[j] = s.gone[j].state
+		removed := make([]*natengine.PeerState, len(s.removed))
+		for j := range s.removed {
+			removed[j] = s.removed[j].state
 		}
 		for _, at := range s.other {
 			if p := &s.peers[at]; i > len(p.Tunnels) {
-				gone = append(gone, p.state) // the peer no longer has this tunnel
+				removed = append(removed, p.state) // the peer no longer has this tunnel
 			}
 		}
-		errs = append(errs, e.Change(tunnelPeers(i, s.peers, s.other), gone))
+		errs = append(errs, e.Change(tunnelPeers(i, s.peers, s.other), removed))
 	}
 	return errors.Join(errs...)
 }
@@ -196,8 +196,8 @@ func (e *tunnelEnd) listen(port uint16) error {
 }
 
 // tunnelPeers returns the peers that have tunnel i, among those with the given indexes.
-func tunnelPeers(i int, peers []peer, of []int) (list []datapath.Peer) {
-	for _, j := range of {
+func tunnelPeers(i int, peers []peer, indexes []int) (list []datapath.Peer) {
+	for _, j := range indexes {
 		p := &peers[j]
 		theirs, ok := theirEnd(p.GatewayPeer, i)
 		if !ok || p.state == nil {
@@ -231,11 +231,11 @@ func theirEnd(p *fabric.GatewayPeer, i int) (fabric.TunnelEnd, bool) {
 	return p.Tunnels[i-1], true
 }
 
-// applyEnds brings our ends of all tunnels to their desired state, except for their ports.
+// applyTunnels brings our ends of all tunnels to their desired state, except for their ports.
 // Afterwards it updates the connection checks, which send the first PING at once: before that,
 // the tunnel must know the peer.
-func (g *gateway) applyEnds(c Config, s *survey) (errs []error) {
-	for i, e := range g.ends {
+func (g *gateway) applyTunnels(c Config, s *survey) (errs []error) {
+	for i, e := range g.tunnels {
 		if err := g.apply(i, c, s); err != nil {
 			errs = append(errs, err)
 		}
@@ -243,8 +243,8 @@ func (g *gateway) applyEnds(c Config, s *survey) (errs []error) {
 		if s.all {
 			e.checker.Set(checks)
 		} else {
-			for j := range s.gone {
-				without = append(without, s.gone[j].ID)
+			for j := range s.removed {
+				without = append(without, s.removed[j].ID)
 			}
 			e.checker.Change(checks, without)
 		}
@@ -254,8 +254,8 @@ func (g *gateway) applyEnds(c Config, s *survey) (errs []error) {
 
 // checkPeers returns the connection-check settings of the peers that have tunnel i, among those
 // with the given indexes. without has the IDs of the peers among them that do not have it.
-func checkPeers(i int, peers []peer, of []int) (all []check.Peer, without []string) {
-	for _, j := range of {
+func checkPeers(i int, peers []peer, indexes []int) (all []check.Peer, without []string) {
+	for _, j := range indexes {
 		p := &peers[j]
 		theirs, ok := theirEnd(p.GatewayPeer, i)
 		if !ok {
@@ -266,7 +266,7 @@ func checkPeers(i int, peers []peer, of []int) (all []check.Peer, without []stri
 		if i > 0 {
 			to.Threshold = severalThreshold
 		} else {
-			to.BaseMTU, to.MaxMTU = leastMTU(p.GatewayPeer), p.way
+			to.BaseMTU, to.MaxMTU = leastMTU(p.GatewayPeer), p.pathInner
 		}
 		all = append(all, to)
 	}
@@ -289,7 +289,7 @@ func (e tunnelView) status(tunnel int, now time.Time) TunnelStatus {
 // working returns the set of tunnels that carry the flows of a peer. The empty set means the
 // first tunnel, which is always so for a peer with a single tunnel.
 func (g *gateway) working(id string, now time.Time) (set fabric.TunnelSet) {
-	for i, e := range g.ends[1:] {
+	for i, e := range g.tunnels[1:] {
 		if e.observe(id).State == check.Connected {
 			set = set.With(i + 1)
 		}
@@ -297,7 +297,7 @@ func (g *gateway) working(id string, now time.Time) (set fabric.TunnelSet) {
 	if set == 0 {
 		return 0
 	}
-	if r := g.ends[0].observe(id); r.State == check.Connected && !r.Late(now, severalThreshold) {
+	if r := g.tunnels[0].observe(id); r.State == check.Connected && !r.Late(now, severalThreshold) {
 		set = set.With(0)
 	}
 	return set
@@ -310,7 +310,7 @@ func (g *gateway) cutTunnels(peers []*fabric.GatewayPeer, old []peer) []*fabric.
 	peers = slices.Clone(peers)
 	j := 0
 	for i, p := range peers {
-		if most := len(g.ends) - 1; len(p.Tunnels) > most {
+		if most := len(g.tunnels) - 1; len(p.Tunnels) > most {
 			cut := *p
 			cut.Tunnels = p.Tunnels[:most]
 			p = &cut

@@ -45,8 +45,8 @@ func TestFlowsUseTunnelsThatAnswer(t *testing.T) {
 		{"the second answers before the first", check.Connecting, check.Connected, time.Hour, 0b10},
 		{"the first is silent for three intervals", check.Connected, check.Connected, 6 * time.Second, 0b10},
 	} {
-		g.ends[0].observe = func(string) check.Result { return check.Result{State: tc.first, Answered: now.Add(-tc.answered)} }
-		g.ends[1].observe = func(string) check.Result { return check.Result{State: tc.second} }
+		g.tunnels[0].observe = func(string) check.Result { return check.Result{State: tc.first, Answered: now.Add(-tc.answered)} }
+		g.tunnels[1].observe = func(string) check.Result { return check.Result{State: tc.second} }
 		if got := g.working(p.ID, now); got != tc.want {
 			t.Errorf("%s: flows are in the tunnels %b; want %b", tc.name, got, tc.want)
 		}
@@ -56,7 +56,7 @@ func TestFlowsUseTunnelsThatAnswer(t *testing.T) {
 		if tc.want != 0 && !tc.want.Has(0) {
 			want = tc.second
 		}
-		if got := v.leading().check.State; got != want {
+		if got := v.primary().check.State; got != want {
 			t.Errorf("%s: the peer is %s; want %s", tc.name, got, want)
 		}
 	}
@@ -97,7 +97,7 @@ func TestAPeerIsDownOnlyWithoutASessionInAllTunnels(t *testing.T) {
 func TestSilentTunnelDoesNotResetTheEndpointOfAnother(t *testing.T) {
 	g, p := withTwoTunnels(t)
 	at := netip.MustParseAddrPort("198.51.100.7:4000") // the address to which both tunnels have roamed
-	for i, e := range g.ends {
+	for i, e := range g.tunnels {
 		theirs, _ := theirEnd(p.GatewayPeer, i)
 		if err := e.Change([]datapath.Peer{{State: p.state, Key: theirs.PublicKey, Endpoint: at}}, nil); err != nil {
 			t.Fatal(err)

@@ -25,9 +25,9 @@ type witness struct {
 // mapped endpoints.
 func witnesses(t testing.TB, e *Engine) (list []witness) {
 	t.Helper()
-	add := func(name string, first Direction, stateful bool, there, back []byte) {
+	add := func(name string, first Direction, stateful bool, out, back []byte) {
 		w := witness{name: name, stateful: stateful}
-		w.sent[first], w.sent[1-first] = there, back
+		w.sent[first], w.sent[1-first] = out, back
 		for _, dir := range []Direction{first, 1 - first, first} {
 			got, v := send(t, e, dir, w.sent[dir], 0)
 			if v.Action != Forward {
@@ -53,9 +53,9 @@ func ping(src, dst string, id uint16, reply bool) []byte {
 	return packettest.Build(packettest.IP{Src: ip(src), Dst: ip(dst)}, packettest.Echo{ID: id, Reply: reply})
 }
 
-// goOn checks that the conversation continues with the same octets, so with the same addresses
+// resume checks that the conversation continues with the same octets, so with the same addresses
 // and ports.
-func (w *witness) goOn(t testing.TB, e *Engine, now time.Duration) {
+func (w *witness) resume(t testing.TB, e *Engine, now time.Duration) {
 	t.Helper()
 	for dir := range directions {
 		if got, v := sendAt(t, e, dir, w.sent[dir], now); v.Action != Forward || !bytes.Equal(got, w.expected[dir]) {
@@ -98,8 +98,8 @@ func attacks() []attack {
 	host := func(i int) string { return fmt.Sprintf("10.73.%d.%d", 16+i/250%200, 1+i%250) }
 	const syn = packettest.SYN
 	cut := packettest.Fragments(udp("10.73.0.66:66", "10.247.0.9:80", make([]byte, 2000)...), 1000, 0)
-	fragment := func(of []byte, i int) []byte {
-		b := slices.Clone(of)
+	fragment := func(packet []byte, i int) []byte {
+		b := slices.Clone(packet)
 		b[4], b[5] = byte(i>>8), byte(i)
 		b[10], b[11] = 0, 0
 		sum := packettest.InternetChecksum(b[:20])
@@ -143,7 +143,7 @@ func TestAttacksDoNotAffectOtherFlowsHostsAndPeers(t *testing.T) {
 			t.Run(name+"/"+a.name, func(t *testing.T) {
 				e := newEngine(t, c, peerB(), peerC())
 				list := witnesses(t, e)
-				now := a.carryOut(t, e, list)
+				now := a.run(t, e, list)
 				if s := e.Stats(); s.Flows > c.MaxFlows || s.Bytes > 1<<20 {
 					t.Errorf("%d flows, %d octets", s.Flows, s.Bytes)
 				}
@@ -157,7 +157,7 @@ func TestAttacksDoNotAffectOtherFlowsHostsAndPeers(t *testing.T) {
 					e.Sweep(now)
 					stateful = 0
 					for _, w := range list {
-						w.goOn(t, e, now)
+						w.resume(t, e, now)
 						if w.stateful {
 							stateful++
 						}
@@ -178,9 +178,9 @@ func TestAttacksDoNotAffectOtherFlowsHostsAndPeers(t *testing.T) {
 	}
 }
 
-// carryOut sends 6000 packets of the attack, a thousand a second, and checks the other flows
+// run sends 6000 packets of the attack, a thousand a second, and checks the other flows
 // in between.
-func (a *attack) carryOut(t *testing.T, e *Engine, list []witness) (now time.Duration) {
+func (a *attack) run(t *testing.T, e *Engine, list []witness) (now time.Duration) {
 	for i := range 6000 {
 		now = time.Duration(i) * time.Millisecond
 		b, v := sendAt(t, e, a.dir, a.each(i), now)
@@ -191,7 +191,7 @@ func (a *attack) carryOut(t *testing.T, e *Engine, list []witness) (now time.Dur
 		}
 		if i%500 == 499 {
 			for _, w := range list {
-				w.goOn(t, e, now)
+				w.resume(t, e, now)
 			}
 			newcomers(t, e, i, now, "10.71", "10.73")
 			whole(t, e, i, now)
@@ -232,7 +232,7 @@ func TestPeerFullOfEstablishedFlowsDoesNotAffectOtherPeers(t *testing.T) {
 	}
 	refused(t, e, Inbound, udp("10.73.66.77:6000", "10.247.0.9:53"), 0, DropFlowTableFull)
 	for _, w := range list {
-		w.goOn(t, e, 0)
+		w.resume(t, e, 0)
 	}
 	for i := range 200 {
 		newcomers(t, e, i, 0, "10.71")

@@ -59,12 +59,12 @@ func BenchmarkPrefixMap(b *testing.B) {
 // addresses of a peer's pods.
 func benchPrefixMap(b *testing.B, peersOf func(int) []Peer, pod, seen netip.Addr, remote func(peer, i int) netip.Addr) {
 	for _, peers := range []int{1, 10, 100} {
-		there, back := peersOf(peers), peersOf(peers)
+		out, back := peersOf(peers), peersOf(peers)
 		for i := range back {
 			m := &back[i].Pods[0]
 			m.From, m.To, back[i].External, back[i].Endpoints = m.To, m.From, nil, nil
 		}
-		engines := [2]*Engine{benchEngine(b, Config{}, there), benchEngine(b, Config{}, back)}
+		engines := [2]*Engine{benchEngine(b, Config{}, out), benchEngine(b, Config{}, back)}
 		for _, c := range []struct {
 			name string
 			body packettest.Body
@@ -125,12 +125,12 @@ func udpTemplate() []byte {
 }
 
 // fill opens n flows.
-func fill(b testing.TB, e *Engine, n int, of func(int) conversation) {
+func fill(b testing.TB, e *Engine, n int, pick func(int) conversation) {
 	pkt, tmpl := udpTemplate(), udpTemplate()
 	var v packet.View
 	for i := range n {
 		copy(pkt, tmpl)
-		of(i).write(pkt)
+		pick(i).write(pkt)
 		if err := v.Parse(pkt, packet.ChecksumComplete); err != nil {
 			b.Fatal(err)
 		}

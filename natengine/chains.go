@@ -52,33 +52,33 @@ func (c *chains) first(h uint64) uint32 {
 }
 
 // insert adds a number, whose hash is h.
-func (c *chains) insert(of chained, number uint32, h uint64) {
+func (c *chains) insert(owner chained, number uint32, h uint64) {
 	p := &c.parts[h>>shardShift]
 	if p.live++; p.live > 2*len(p.heads) {
 		old := p.heads
 		p.heads = make([]uint32, max(8, 2*len(old)))
 		for _, i := range old {
 			for i != 0 {
-				next := of.next(i)
+				next := owner.next(i)
 				following := *next
-				at := &p.heads[of.hash(i)&uint64(len(p.heads)-1)]
+				at := &p.heads[owner.hash(i)&uint64(len(p.heads)-1)]
 				*next, *at = *at, i
 				i = following
 			}
 		}
 	}
 	at := &p.heads[h&uint64(len(p.heads)-1)]
-	*of.next(number), *at = *at, number
+	*owner.next(number), *at = *at, number
 }
 
 // remove deletes a number that was inserted with hash h.
-func (c *chains) remove(of chained, number uint32, h uint64) {
+func (c *chains) remove(owner chained, number uint32, h uint64) {
 	p := &c.parts[h>>shardShift]
 	at := &p.heads[h&uint64(len(p.heads)-1)]
 	for *at != number {
-		at = of.next(*at)
+		at = owner.next(*at)
 	}
-	*at = *of.next(number)
+	*at = *owner.next(number)
 	p.live--
 }
 

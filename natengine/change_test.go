@@ -70,22 +70,22 @@ func TestEngineAfterChangesEqualsANewEngineWithAllPeers(t *testing.T) {
 			next[id] = p
 		}
 		var changed []Peer
-		var gone []string
+		var removed []string
 		for range 1 + rng.IntN(3) {
 			id := fmt.Sprint("peer", rng.IntN(12))
-			if slices.Contains(gone, id) || slices.ContainsFunc(changed, func(p Peer) bool { return p.ID == id }) {
+			if slices.Contains(removed, id) || slices.ContainsFunc(changed, func(p Peer) bool { return p.ID == id }) {
 				continue
 			}
-			old, is := now[id]
+			old, found := now[id]
 			switch rng.IntN(5) {
 			case 0:
-				gone = append(gone, id)
+				removed = append(removed, id)
 				delete(next, id)
 				continue
 			case 1: // only networks that do not exist, or all networks of another peer that is removed
-				if other := fmt.Sprint("peer", rng.IntN(12)); is && other != id && !slices.Contains(gone, other) && !slices.ContainsFunc(changed, func(p Peer) bool { return p.ID == other }) {
+				if other := fmt.Sprint("peer", rng.IntN(12)); found && other != id && !slices.Contains(removed, other) && !slices.ContainsFunc(changed, func(p Peer) bool { return p.ID == other }) {
 					old.RemotePods, old.RemoteExternal = now[other].RemotePods, now[other].RemoteExternal
-					gone = append(gone, other)
+					removed = append(removed, other)
 					delete(next, other)
 				}
 				old.ID, old.MSS = id, 1200
@@ -98,7 +98,7 @@ func TestEngineAfterChangesEqualsANewEngineWithAllPeers(t *testing.T) {
 		}
 		before := e.rules.Load()
 		was := answers(before)
-		err := e.Change(changed, gone)
+		err := e.Change(changed, removed)
 		reference := New(Config{})
 		var all []Peer
 		for _, p := range next {

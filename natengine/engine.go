@@ -186,34 +186,34 @@ func (e *Engine) setPeers(peers []Peer) error {
 	if err != nil {
 		return err
 	}
-	var gone []string
+	var removed []string
 	for id := range e.peers {
-		if _, stays := table.find(id); !stays {
-			gone = append(gone, id)
+		if _, found := table.find(id); !found {
+			removed = append(removed, id)
 		}
 	}
-	e.publish(table, table.rules, fresh, gone)
+	e.publish(table, table.rules, fresh, removed)
 	return nil
 }
 
 // Change is SetPeers for some peers: it adds or replaces those in changed, removes those in
-// gone, and keeps all others. Its cost does not depend on the number of other peers, apart
+// removed, and keeps all others. Its cost does not depend on the number of other peers, apart
 // from copied memory and the table of IPv6 networks.
-func (e *Engine) Change(changed []Peer, gone []string) error {
+func (e *Engine) Change(changed []Peer, removed []string) error {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	var fresh []*PeerState
 	old := e.rules.Load()
-	table := old.with(changed, gone, e.self, e.state(&fresh))
+	table := old.with(changed, removed, e.self, e.state(&fresh))
 	if table == nil {
-		return e.setPeers(old.specs(changed, gone))
+		return e.setPeers(old.specs(changed, removed))
 	}
 	var rules []*rule
 	for i := range changed {
 		at, _ := table.find(changed[i].ID)
 		rules = append(rules, table.rules[at])
 	}
-	e.publish(table, rules, fresh, gone)
+	e.publish(table, rules, fresh, removed)
 	return nil
 }
 
@@ -232,8 +232,8 @@ func (e *Engine) state(fresh *[]*PeerState) func(id string) *PeerState {
 }
 
 // publish puts table into force. rules are the rules that are new in it, and fresh its new
-// peers. publish ends the peers in gone.
-func (e *Engine) publish(table *ruleTable, rules []*rule, fresh []*PeerState, gone []string) {
+// peers. publish ends the peers in removed.
+func (e *Engine) publish(table *ruleTable, rules []*rule, fresh []*PeerState, removed []string) {
 	share, quota, hostQuota := e.config.quotas(len(table.rules))
 	bounded := rules
 	if e.share.Swap(int64(share)) != int64(share) || quota != e.quota || hostQuota != e.hostQuota {
@@ -251,7 +251,7 @@ func (e *Engine) publish(table *ruleTable, rules []*rule, fresh []*PeerState, go
 	// uses the old table cannot open a flow that the new table forbids. Existing flows end
 	// last, because that takes long when there are many.
 	var differ []*PeerState
-	for _, id := range gone {
+	for _, id := range removed {
 		if p := e.peers[id]; p != nil {
 			p.setRule(nil)
 			differ = append(differ, p)

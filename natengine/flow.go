@@ -96,7 +96,7 @@ func wordOf(dir Direction, proto uint8, nearPort, remotePort uint16) uint64 {
 // query returns the type of the request that belongs to an ICMP query of type kind, and
 // whether the message itself is the request. Queries are echo and, in IPv4, timestamp,
 // information and address mask.
-func query(kind uint8) (request uint8, asks bool) {
+func query(kind uint8) (request uint8, isQuery bool) {
 	switch kind {
 	case 0: // echo reply
 		return 8, false
@@ -111,8 +111,8 @@ func query(kind uint8) (request uint8, asks bool) {
 // flow of its own request, and a request finds no flow that the other side opened (RFC 5508,
 // REQ-1).
 func queryPort(kind uint8, dir Direction) uint16 {
-	request, asks := query(kind)
-	if !asks {
+	request, isQuery := query(kind)
+	if !isQuery {
 		dir = 1 - dir
 	}
 	return uint16(dir)<<8 | uint16(request)

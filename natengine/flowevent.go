@@ -75,12 +75,12 @@ func (e *Engine) Observe(f func(FlowEvent), sample int) {
 	e.events.observer.Store(&observer{f: f, sample: uint64(max(sample, 1))})
 }
 
-// another counts an event that belongs to no flow of the table, and reports whether the event
+// sampled counts an event that belongs to no flow of the table, and reports whether the event
 // is in the sample.
-func (o *observer) another() bool { return o.others.Add(1)%o.sample == 0 }
+func (o *observer) sampled() bool { return o.others.Add(1)%o.sample == 0 }
 
-// tell reports a change of a flow in the table to the observer. The caller holds mu.
-func (t *flowTable) tell(i uint32, change FlowChange, dir Direction, end FlowEnd) {
+// report reports a change of a flow in the table to the observer. The caller holds mu.
+func (t *flowTable) report(i uint32, change FlowChange, dir Direction, end FlowEnd) {
 	o := t.events.observer.Load()
 	if o == nil {
 		return
@@ -111,7 +111,7 @@ func (t *flowTable) tell(i uint32, change FlowChange, dir Direction, end FlowEnd
 // refused reports a discarded packet, which must not have been translated, to the observer.
 func (e *Engine) refused(v *packet.View, p *PeerState, dir Direction, d Drop) {
 	o := e.events.observer.Load()
-	if o == nil || !o.another() {
+	if o == nil || !o.sampled() {
 		return
 	}
 	t := TupleOf(v, dir)
@@ -129,7 +129,7 @@ func (e *Engine) refused(v *packet.View, p *PeerState, dir Direction, d Drop) {
 func (e *Engine) connects(v *packet.View, r *remote, dir Direction, near addr) {
 	v.ClampMSS(mssFor(r.mss, v.Is4()))
 	o := e.events.observer.Load()
-	if o == nil || v.TCPFlags()&packet.TCPAck != 0 || !o.another() {
+	if o == nil || v.TCPFlags()&packet.TCPAck != 0 || !o.sampled() {
 		return
 	}
 	t := TupleOf(v, dir)

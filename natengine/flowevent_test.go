@@ -36,13 +36,13 @@ func TestFlowEventsCoverOpenCloseAndRefusal(t *testing.T) {
 	b := peerB()
 	b.MSS = 1380
 	e := newEngine(t, Config{MaxFlowsPerHost: 2}, b)
-	told := events(e, 1)
+	reported := events(e, 1)
 	want := func(what string, lines ...string) {
 		t.Helper()
-		if !slices.Equal(*told, lines) {
-			t.Errorf("%s: reported\n%s\nwant\n%s", what, strings.Join(*told, "\n"), strings.Join(lines, "\n"))
+		if !slices.Equal(*reported, lines) {
+			t.Errorf("%s: reported\n%s\nwant\n%s", what, strings.Join(*reported, "\n"), strings.Join(lines, "\n"))
 		}
-		*told = nil
+		*reported = nil
 	}
 	id := b.ID
 	out(t, e, udp("192.168.1.1:5000", "10.71.0.5:53"), at(0))
@@ -63,7 +63,7 @@ func TestFlowEventsCoverOpenCloseAndRefusal(t *testing.T) {
 	in(t, e, tcp("10.71.0.5:4", "10.246.1.1:80", packettest.SYN), at(9))
 	want("connections of a pod", "opened "+id+" pod 6 10.244.1.1:5 10.246.1.1:5 10.71.0.5:80", "opened "+id+" pod 6 10.244.1.1:80 10.246.1.1:80 10.71.0.5:4")
 	e.Sweep(duration(int32(at(1000))))
-	slices.Sort(*told)
+	slices.Sort(*reported)
 	want("the end", "closed "+id+" endpoint 17 192.168.7.7:80 10.247.0.9:80 10.71.0.5:1 expired 0s",
 		"closed "+id+" napt 17 192.168.1.1:5000 10.246.0.0:5000 10.71.0.5:53 expired 7s")
 	out(t, e, udp("192.168.1.1:5000", "10.71.0.5:53"), at(1000))

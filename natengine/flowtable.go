@@ -229,7 +229,7 @@ func (t *flowTable) addChunk() {
 // remove deletes a live flow and releases its port. The observer gets the reason why. The
 // caller holds mu.
 func (t *flowTable) remove(i uint32, why FlowEnd) {
-	t.tell(i, FlowClosed, Outbound, why)
+	t.report(i, FlowClosed, Outbound, why)
 	t.follow(i, true)
 	e, s := t.entry(i), t.side(i)
 	t.dequeue(i, true)
@@ -278,7 +278,7 @@ func (t *flowTable) purgeSome(first uint32, entries []entry, r *rule) {
 	locked := false
 	for n := range entries {
 		e := &entries[n]
-		if e.stays(r) {
+		if e.matches(r) {
 			continue
 		}
 		if !locked {
@@ -286,16 +286,16 @@ func (t *flowTable) purgeSome(first uint32, entries []entry, r *rule) {
 			defer t.mu.Unlock()
 			locked = true
 		}
-		if !e.stays(r) { // the flow may have ended or been replaced before we had the lock
+		if !e.matches(r) { // the flow may have ended or been replaced before we had the lock
 			t.remove(first+uint32(n), FlowPurged)
 			t.purged.Add(1)
 		}
 	}
 }
 
-// stays reports whether the entry has no flow, or a flow that rule r permits; a nil rule
+// matches reports whether the entry has no flow, or a flow that rule r permits; a nil rule
 // permits none. Without mu it may report false for an entry that is being written.
-func (e *entry) stays(r *rule) bool {
+func (e *entry) matches(r *rule) bool {
 	seq, word := e.seq.Load(), e.word.Load()
 	switch {
 	case seq&1 != 0:
@@ -337,12 +337,12 @@ func (t *flowTable) sweep(l *lifetimes, now tick, step *sweepStep) (removed int)
 			continue
 		}
 		s.due.Store(dueAfter)
-		half, gone, next := t.sweepChunk(uint32(c), chunk.entries, l, now)
+		half, expired, next := t.sweepChunk(uint32(c), chunk.entries, l, now)
 		s.due.CompareAndSwap(dueAfter, next)
 		s.halfOpen = half
 		halfOpens += half
-		removed += gone
-		if step.work += chunkSize + gone*sweepRemovals; step.work >= sweepWork {
+		removed += expired
+		if step.work += chunkSize + expired*sweepRemovals; step.work >= sweepWork {
 			step.work = 0
 			step.pause()
 		}
@@ -364,10 +364,10 @@ func (t *flowTable) sweepChunk(c uint32, entries *[chunkSize]entry, l *lifetimes
 		}
 		half := halfOpen(word)
 		queued := word&stateQueued != 0
-		stays := l.of(word) - now.since(tick(e.seen.Load()))
-		late := stays < 0
+		remaining := l.of(word) - now.since(tick(e.seen.Load()))
+		late := remaining < 0
 		if !late {
-			left = min(left, stays)
+			left = min(left, remaining)
 			if half {
 				halfOpens++
 			}
@@ -387,9 +387,9 @@ func (t *flowTable) sweepChunk(c uint32, entries *[chunkSize]entry, l *lifetimes
 		if word&stateLive == 0 {
 			continue
 		}
-		stays = l.of(word) - now.since(tick(e.seen.Load()))
-		left = min(left, max(stays, 0))
-		if stays < 0 {
+		remaining = l.of(word) - now.since(tick(e.seen.Load()))
+		left = min(left, max(remaining, 0))
+		if remaining < 0 {
 			t.remove(i, FlowExpired)
 			removed++
 		} else {

@@ -69,8 +69,8 @@ func (f Flow) valid() bool {
 	}
 }
 
-// handed returns the Flow of a live entry. The caller holds mu.
-func (e *entry) handed() Flow {
+// export returns the Flow of a live entry. The caller holds mu.
+func (e *entry) export() Flow {
 	out, in := e.keyAt(Outbound), e.keyAt(Inbound)
 	return Flow{out.near, in.near, out.remote, e.word.Load() &^ (stateLive | stateQueued)}
 }
@@ -111,7 +111,7 @@ func (t *flowTable) follow(i uint32, ended bool) {
 	if followers == nil || len(*followers) == 0 {
 		return
 	}
-	flow := t.entry(i).handed()
+	flow := t.entry(i).export()
 	for _, f := range *followers {
 		f.f(t.peer.id, flow, ended)
 	}
@@ -133,7 +133,7 @@ func (e *Engine) EachFlow(f func(peer string, flow Flow), between func() bool) {
 				en := &c.entries[i]
 				if word := en.word.Load(); word&stateLive != 0 {
 					t.requeue(uint32(at<<chunkBits|i), word) // otherwise followers would miss the flow's next change
-					f(p.id, en.handed())
+					f(p.id, en.export())
 				}
 			}
 			t.mu.Unlock()
@@ -168,7 +168,7 @@ func (e *Engine) Adopt(peer string, f Flow, now time.Duration) (opened bool, dro
 	for dir, near := range [directions]addr{Outbound: f.local, Inbound: f.mapped} {
 		k := key{near, f.remote, f.word & matchMask[dir]}
 		if other, taken := t.find(Direction(dir), &k); taken {
-			if same, _ := other.handed().Identity(); same == id {
+			if same, _ := other.export().Identity(); same == id {
 				return false, DropNone
 			}
 			return false, DropFlowClash

@@ -19,7 +19,7 @@ import (
 // A flowCopy is the knowledge of a follower: flows by peer and identity.
 type flowCopy map[string]map[natengine.Flow]natengine.Flow
 
-func (c flowCopy) tell(peer string, f natengine.Flow, ended bool) {
+func (c flowCopy) report(peer string, f natengine.Flow, ended bool) {
 	if c[peer] == nil {
 		c[peer] = map[natengine.Flow]natengine.Flow{}
 	}
@@ -59,12 +59,12 @@ func TestAdoptedFlowsContinueInAnotherEngine(t *testing.T) {
 		begin := rng.IntN(len(commands) / 2)
 		for i, c := range commands {
 			if i == begin {
-				defer e.Follow(have.tell)()
-				e.EachFlow(func(peer string, f natengine.Flow) { have.tell(peer, f, false) }, func() bool { return true })
+				defer e.Follow(have.report)()
+				e.EachFlow(func(peer string, f natengine.Flow) { have.report(peer, f, false) }, func() bool { return true })
 			}
 			switch {
 			case c[0] >= cmdSend:
-				hurl(e, m, c, now)
+				burst(e, m, c, now)
 			case c[0] == cmdSweep:
 				e.Sweep(now)
 			case c[0] == cmdRules && i < begin:
@@ -241,7 +241,7 @@ func FuzzAdopt(f *testing.F) {
 	m := newModel(0)
 	for _, c := range randomCommands(rand.New(rand.NewPCG(1, 1)), 300) {
 		if c[0] >= cmdSend {
-			hurl(e, m, c, 0)
+			burst(e, m, c, 0)
 		}
 	}
 	e.EachFlow(func(peer string, flow natengine.Flow) {
@@ -255,16 +255,16 @@ func FuzzAdopt(f *testing.F) {
 		if err := e.SetPeers(rules); err != nil {
 			t.Fatal(err)
 		}
-		var told []byte
-		defer e.Follow(func(_ string, flow natengine.Flow, _ bool) { told = flow.Append(told) })()
+		var reported []byte
+		defer e.Follow(func(_ string, flow natengine.Flow, _ bool) { reported = flow.Append(reported) })()
 		var want []byte
 		for ; len(b) >= natengine.FlowSize; b = b[natengine.FlowSize:] {
 			if opened, _ := e.Adopt(rules[peer].ID, natengine.FlowFrom(b), 0); opened {
 				want = append(want, b[:natengine.FlowSize]...)
 			}
 		}
-		if !bytes.Equal(told, want) {
-			t.Errorf("reported %x, want %x", told, want)
+		if !bytes.Equal(reported, want) {
+			t.Errorf("reported %x, want %x", reported, want)
 		}
 		e.CheckTables(t)
 		e.Sweep(3 * time.Hour)

@@ -25,7 +25,7 @@ func lookaheadPeer() Peer {
 // lookaheadPacket returns a random packet of one direction. There are few different tuples, so
 // most packets match a flow.
 func lookaheadPacket(rng *rand.Rand, dir Direction) []byte {
-	pick := func(of ...string) string { return of[rng.IntN(len(of))] }
+	pick := func(choices ...string) string { return choices[rng.IntN(len(choices))] }
 	nodes := []string{"172.16.9.1", "172.16.9.2", "192.168.0.0", "fd00:c::1"}
 	node := rng.IntN(len(nodes))
 	near, far := ip(nodes[node]), ip(pick("10.0.0.7", "10.0.1.7", "10.0.2.7", "10.128.0.1"))

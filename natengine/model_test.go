@@ -549,7 +549,7 @@ func (m *model) send(c command) error {
 func (m *model) tooBig(v *packet.View, in []byte) error {
 	silent := func() (n uint64) {
 		for _, p := range m.engine.Stats().Peers {
-			n += p.Silent
+			n += p.ErrorsLimited
 		}
 		return n
 	}
@@ -846,7 +846,7 @@ func TestConcurrentPacketsLeaveTheTablesConsistent(t *testing.T) {
 					at := time.Duration(now.Load())
 					switch {
 					case c[0] >= cmdSend:
-						hurl(e, m, c, at)
+						burst(e, m, c, at)
 					case c[0] == cmdRules && g == 0:
 						_ = e.SetPeers(modelPeers(c)) // may be refused
 					case c[0] == cmdSweep:
@@ -888,8 +888,8 @@ func TestConcurrentPacketsLeaveTheTablesConsistent(t *testing.T) {
 	}
 }
 
-// hurl sends the packet of a command through an engine. m only records the forwarded packets.
-func hurl(e *natengine.Engine, m *model, c command, now time.Duration) {
+// burst sends the packet of a command through an engine. m only records the forwarded packets.
+func burst(e *natengine.Engine, m *model, c command, now time.Duration) {
 	dir, b := m.packet(c)
 	var v packet.View
 	if v.Parse(b, packet.ChecksumComplete) != nil {

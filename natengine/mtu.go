@@ -13,7 +13,7 @@ type path struct {
 	mtu  atomic.Int32
 	next atomic.Int64 // time at which the allowance is full again, as a time.Duration
 
-	told, silent, fragmented atomic.Uint64
+	errorsSent, errorsLimited, fragmented atomic.Uint64
 }
 
 // MTU returns the size in octets of the largest IP packet that may be sent to the peer. It is
@@ -27,15 +27,15 @@ func (p *PeerState) CountFragmented() { p.path.fragmented.Add(1) }
 // errorBurst is the maximum number of errors in one burst.
 const errorBurst = 100
 
-// mayTell takes one error from the peer's allowance and reports whether it may be sent (RFC
+// allowError takes one error from the peer's allowance and reports whether it may be sent (RFC
 // 1812, section 4.3.2.8; RFC 4443, section 2.4f). The allowance is a token bucket of size
 // errorBurst. It is stored as the time at which the bucket is full again.
-func (p *path) mayTell(now, interval time.Duration) bool {
+func (p *path) allowError(now, interval time.Duration) bool {
 	for {
 		old := p.next.Load()
 		next := max(time.Duration(old), now) + interval
 		if next-now > errorBurst*interval {
-			p.silent.Add(1)
+			p.errorsLimited.Add(1)
 			return false
 		}
 		if p.next.CompareAndSwap(old, int64(next)) {
@@ -65,7 +65,7 @@ func (e *Engine) TooBig(v *packet.View, mtu int, buf []byte, now time.Duration) 
 		return nil, Discard
 	}
 	r := e.rules.Load().remote(v.Dst())
-	if r == nil || !r.peer.path.mayTell(now, time.Second/time.Duration(e.config.MaxErrorsPerSecond)) {
+	if r == nil || !r.peer.path.allowError(now, time.Second/time.Duration(e.config.MaxErrorsPerSecond)) {
 		return nil, Discard
 	}
 	var w packet.View
@@ -78,6 +78,6 @@ func (e *Engine) TooBig(v *packet.View, mtu int, buf []byte, now time.Duration) 
 	if verdict.Action == Discard {
 		return nil, Discard
 	}
-	r.peer.path.told.Add(1)
+	r.peer.path.errorsSent.Add(1)
 	return w.Bytes(), verdict.Action
 }

@@ -82,7 +82,7 @@ func TestTooBigQuotesTheSendersOwnPacket(t *testing.T) {
 				t.Errorf("next-hop MTU %d", mtu)
 			}
 			s := e.Stats()
-			if s.Peers[0].Told != 1 || s.Flows > flows+1 {
+			if s.Peers[0].ErrorsSent != 1 || s.Flows > flows+1 {
 				t.Errorf("%+v", s.Peers[0])
 			}
 			for _, d := range Drops() { // the caller must count the packet
@@ -107,7 +107,7 @@ func TestTooBigIsNotSentForICMPErrorsAndLaterFragments(t *testing.T) {
 			t.Errorf("%s: %v", name, action)
 		}
 	}
-	if s := e.Stats().Peers[0]; s.Told != 0 || s.Silent != 0 {
+	if s := e.Stats().Peers[0]; s.ErrorsSent != 0 || s.ErrorsLimited != 0 {
 		t.Errorf("%+v", s)
 	}
 }
@@ -138,28 +138,28 @@ func TestTooBigIsNotSentForUnknownSendersBehindNAPT(t *testing.T) {
 func TestTooBigErrorsAreRateLimitedForEachPeer(t *testing.T) {
 	e := newEngine(t, Config{MaxErrorsPerSecond: 10}, peerB(), peerC())
 	b, c := udp("10.244.1.1:4000", "10.71.0.5:80"), udp("10.244.1.1:4000", "10.73.0.5:80")
-	told := func(b []byte, n int, now time.Duration) (told int) {
+	sent := func(b []byte, n int, now time.Duration) (sent int) {
 		for range n {
 			if _, action := tooBig(t, e, b, 100, now); action == Forward {
-				told++
+				sent++
 			}
 		}
-		return told
+		return sent
 	}
-	if n := told(b, 500, time.Minute); n != errorBurst {
+	if n := sent(b, 500, time.Minute); n != errorBurst {
 		t.Errorf("%d errors at once, want %d", n, errorBurst)
 	}
-	if n := told(b, 50, time.Minute+2*time.Second); n != 20 {
+	if n := sent(b, 50, time.Minute+2*time.Second); n != 20 {
 		t.Errorf("%d errors two seconds later, want 20", n)
 	}
-	if n := told(c, 50, time.Minute); n != 50 {
+	if n := sent(c, 50, time.Minute); n != 50 {
 		t.Errorf("%d errors for another peer, want 50", n)
 	}
-	if n := told(b, 500, time.Hour); n != errorBurst {
+	if n := sent(b, 500, time.Hour); n != errorBurst {
 		t.Errorf("%d errors after an hour, want %d", n, errorBurst)
 	}
-	if s := e.Stats().Peers[0]; s.Told != 2*errorBurst+20 || s.Silent != 1050-s.Told {
-		t.Errorf("told %d, silent %d", s.Told, s.Silent)
+	if s := e.Stats().Peers[0]; s.ErrorsSent != 2*errorBurst+20 || s.ErrorsLimited != 1050-s.ErrorsSent {
+		t.Errorf("told %d, silent %d", s.ErrorsSent, s.ErrorsLimited)
 	}
 }
 

@@ -147,7 +147,7 @@ func (n *napt) release(host uint32, port uint16, class portClass, family int) {
 	if m.use -= oneFlow; m.use >= oneFlow {
 		return
 	}
-	n.set(family, class).give(m.mapped)
+	n.set(family, class).put(m.mapped)
 	n.chains.remove(n, number, n.hash(number))
 	*m = mapping{next: n.free}
 	n.free = number
@@ -205,7 +205,7 @@ func (s *portSet) take(p uint16) {
 	s.used[rangeOf(p)][p%2]++
 }
 
-func (s *portSet) give(p uint16) {
+func (s *portSet) put(p uint16) {
 	s.taken[p/64] &^= 1 << (p % 64)
 	s.used[rangeOf(p)][p%2]--
 }

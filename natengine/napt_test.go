@@ -428,7 +428,7 @@ func TestWellKnownPortGetsAUserPortWhenItsRangeIsFull(t *testing.T) {
 	for p := 1024; p < 1<<16; p++ {
 		s.take(uint16(p))
 	}
-	s.give(80)
+	s.put(80)
 	if p, ok := s.choose(4000, tcpPorts, false); ok {
 		t.Errorf("a user port became %d", p)
 	}

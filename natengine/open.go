@@ -121,7 +121,7 @@ func (o *opening) enter() (f match, opened bool, drop Drop) {
 		word |= stateEndpoint
 	}
 	f = t.insert(o.local, o.mapped, o.far, word, h, o.now)
-	t.tell(f.index, FlowOpened, o.dir, 0)
+	t.report(f.index, FlowOpened, o.dir, 0)
 	f.other = o.other
 	return f, true, DropNone
 }
@@ -155,7 +155,7 @@ func begins(v *packet.View) Drop {
 		if !v.IsICMPQuery() {
 			return DropProtocol
 		}
-		if _, asks := query(v.ICMPType()); !asks {
+		if _, isQuery := query(v.ICMPType()); !isQuery {
 			return DropNoFlow
 		}
 	}

@@ -131,8 +131,8 @@ func (t *hostTable) enter(h *host, i uint32, waits bool) {
 	}
 }
 
-// leave removes a flow from the list of its host.
-func (t *hostTable) leave(h *host, i uint32) {
+// detach removes a flow from the list of its host.
+func (t *hostTable) detach(h *host, i uint32) {
 	l, number := *t.link(i), i+1
 	if h.queued == number {
 		if h.queued = l.prev; h.head == number {
@@ -250,7 +250,7 @@ func (t *flowTable) longest(heads *[waitingQueues]uint32) int {
 
 // heads returns the flow of host h that has waited longest. If h is nil, it returns the first
 // flow of each of the peer's queues in the set. The caller holds mu.
-func (t *flowTable) heads(h *host, of waitingSet) (heads [waitingQueues]uint32) {
+func (t *flowTable) heads(h *host, set waitingSet) (heads [waitingQueues]uint32) {
 	if h != nil {
 		if h.queued != 0 {
 			heads[0] = h.head
@@ -258,7 +258,7 @@ func (t *flowTable) heads(h *host, of waitingSet) (heads [waitingQueues]uint32) 
 		return heads
 	}
 	for i := range t.waiting {
-		if of>>i&1 != 0 {
+		if set>>i&1 != 0 {
 			heads[i] = t.waiting[i].head
 		}
 	}
@@ -286,7 +286,7 @@ func (t *flowTable) enqueue(i uint32, isNew bool) {
 	*t.order(i) = t.entered
 	t.entered++
 	if !isNew {
-		hosts.leave(h, i)
+		hosts.detach(h, i)
 	}
 	hosts.enter(h, i, true)
 	*t.link(i, queueOfPeer) = link{prev: q.tail}
@@ -304,12 +304,12 @@ func (t *flowTable) enqueue(i uint32, isNew bool) {
 
 // dequeue removes a flow from its queues, if it is in them. If the flow ends, dequeue also
 // removes it from the list of its host. The caller holds mu.
-func (t *flowTable) dequeue(i uint32, ends bool) {
+func (t *flowTable) dequeue(i uint32, ended bool) {
 	e := t.entry(i)
 	word := e.word.Load()
 	queued := word&stateQueued != 0
-	if hosts, h := t.hostOf(i, word); queued || ends {
-		if hosts.leave(h, i); !ends {
+	if hosts, h := t.hostOf(i, word); queued || ended {
+		if hosts.detach(h, i); !ended {
 			hosts.enter(h, i, false)
 		}
 	}
@@ -328,7 +328,7 @@ func (t *flowTable) dequeue(i uint32, ends bool) {
 	} else {
 		t.link(l.next-1, queueOfPeer).prev = l.prev
 	}
-	if !ends {
+	if !ended {
 		t.follow(i, false)
 	}
 }
@@ -360,9 +360,9 @@ func (t *flowTable) evictPort(class portClass, family int, port uint16) bool {
 	return t.evictFrom(nil, waitingFor(class, family, port))
 }
 
-func (t *flowTable) evictFrom(h *host, of waitingSet) bool {
+func (t *flowTable) evictFrom(h *host, set waitingSet) bool {
 	for range evictSteps {
-		heads := t.heads(h, of)
+		heads := t.heads(h, set)
 		at := t.longest(&heads)
 		if at < 0 {
 			return false
@@ -380,12 +380,12 @@ func (t *flowTable) evictFrom(h *host, of waitingSet) bool {
 
 // evictable reports whether evictFrom would find a flow if the flows in late were already
 // removed. The caller holds mu.
-func (t *flowTable) evictable(h *host, of waitingSet, late []uint32) bool {
+func (t *flowTable) evictable(h *host, set waitingSet, late []uint32) bool {
 	which := queueOfPeer
 	if h != nil {
 		which = queueOfHost
 	}
-	heads := t.heads(h, of)
+	heads := t.heads(h, set)
 	for range evictSteps + len(late) {
 		i := t.longest(&heads)
 		if i < 0 {

@@ -238,10 +238,10 @@ func (t *ruleTable) find(id string) (at int, found bool) {
 }
 
 // specs returns the rules of all peers, with those of changed added or replaced and those of
-// gone removed.
-func (t *ruleTable) specs(changed []Peer, gone []string) []Peer {
-	out := make(map[string]bool, len(changed)+len(gone))
-	for _, id := range gone {
+// removed dropped.
+func (t *ruleTable) specs(changed []Peer, removed []string) []Peer {
+	out := make(map[string]bool, len(changed)+len(removed))
+	for _, id := range removed {
 		out[id] = true
 	}
 	for i := range changed {
@@ -256,28 +256,28 @@ func (t *ruleTable) specs(changed []Peer, gone []string) []Peer {
 	return append(all, changed...)
 }
 
-// with returns a copy of t with the rules of changed added or replaced and those of gone
-// removed. The copy equals the table that compile would build from all peers. The cost depends
+// with returns a copy of t with the rules of changed added or replaced and those of removed
+// dropped. The copy equals the table that compile would build from all peers. The cost depends
 // only on the difference, apart from copied memory and the IPv6 networks. with returns nil if
 // the caller must compile: on an error, or if remotes4 needs a new table.
-func (t *ruleTable) with(changed []Peer, gone []string, self [2]addr, state func(id string) *PeerState) *ruleTable {
+func (t *ruleTable) with(changed []Peer, removed []string, self [2]addr, state func(id string) *PeerState) *ruleTable {
 	next := *t
 	var out []*rule
-	ids := make(map[string]bool, len(changed)+len(gone))
-	leave := func(id string) {
+	ids := make(map[string]bool, len(changed)+len(removed))
+	remove := func(id string) {
 		if at, found := t.find(id); found && !ids[id] {
 			out = append(out, t.rules[at])
 		}
 		ids[id] = true
 	}
-	for _, id := range gone {
-		leave(id)
+	for _, id := range removed {
+		remove(id)
 	}
 	for i := range changed {
 		if p := &changed[i]; p.ID == "" || ids[p.ID] || len(p.check(self)) > 0 {
 			return nil
 		}
-		leave(changed[i].ID)
+		remove(changed[i].ID)
 	}
 	for _, r := range out { // before networks are added, because one may move from one peer to another
 		for _, net := range r.remotePrefixes() {

@@ -32,9 +32,9 @@ type PeerStats struct {
 	Bytes           int // octets of memory
 
 	MTU int // largest packet towards the peer in octets, 0 for no bound
-	// Packets so far that were too big: answered by an ICMP error (Told), not answered because
-	// of the rate limit (Silent), and cut into fragments (Fragmented).
-	Told, Silent, Fragmented uint64
+	// Packets so far that were too big: answered by an ICMP error (ErrorsSent), not answered
+	// because of the rate limit (ErrorsLimited), and cut into fragments (Fragmented).
+	ErrorsSent, ErrorsLimited, Fragmented uint64
 	// Flows so far: opened; ended as FlowExpired or FlowReplaced; FlowEvicted; FlowPurged.
 	Created, Expired, Evicted, Purged uint64
 }
@@ -111,7 +111,7 @@ func (p *PeerState) Stats() PeerStats {
 	t := &p.flows
 	s := PeerStats{
 		ID: p.id, Down: p.Down(), Flows: int(t.live.Load()), MaxFlows: int(p.quota.Load()), HalfOpen: int(t.halfOpen.Load()),
-		MTU: p.MTU(), Told: p.path.told.Load(), Silent: p.path.silent.Load(), Fragmented: p.path.fragmented.Load(),
+		MTU: p.MTU(), ErrorsSent: p.path.errorsSent.Load(), ErrorsLimited: p.path.errorsLimited.Load(), Fragmented: p.path.fragmented.Load(),
 		Created: t.created.Load(), Expired: t.expired.Load(), Evicted: t.evicted.Load(), Purged: t.purged.Load(),
 	}
 	for dir := range p.fragments {

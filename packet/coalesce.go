@@ -115,7 +115,7 @@ func (c *Coalescer) Add(b []byte) error {
 		}
 		c.close(i)
 	}
-	if fits && !ends(v) {
+	if fits && !endsRun(v) {
 		c.begin(tag, n, v)
 	}
 	return nil
@@ -139,8 +139,8 @@ func joinable(v *View) bool {
 	return t[13]&^(TCPPsh|TCPEce) == TCPAck
 }
 
-// ends reports whether v must be the last packet of its run, because it is TCP with PSH.
-func ends(v *View) bool { return v.proto == TCP && v.b[v.transport+13]&TCPPsh != 0 }
+// endsRun reports whether v must be the last packet of its run, because it is TCP with PSH.
+func endsRun(v *View) bool { return v.proto == TCP && v.b[v.transport+13]&TCPPsh != 0 }
 
 // flowTag combines addresses, ports and protocol into one word. Tags may collide, so find also
 // compares the fields.
@@ -206,7 +206,7 @@ func (c *Coalescer) join(i int, v *View) bool {
 	r.Segments++
 	first.length += uint32(data)
 	c.joined = append(c.joined, joined{data: v.b[v.payload:], run: o.run})
-	last := ends(v)
+	last := endsRun(v)
 	if last {
 		first.b[first.transport+13] |= TCPPsh // seal will compute the checksum
 	}

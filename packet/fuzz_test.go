@@ -52,9 +52,9 @@ func FuzzParse(f *testing.F) {
 		if v.Len() > len(b) || v.Len() != len(v.Bytes()) || v.TransportOffset() > v.PayloadOffset() || v.PayloadOffset() > v.Len() {
 			t.Fatalf("%+v of %d octets", v, len(b))
 		}
-		off, more, _, is := v.Fragment()
-		if off+v.Len()-v.TransportOffset() > 65535 || is != (off > 0 || more) || is && v.Checksum() == packet.ChecksumPartial {
-			t.Fatalf("fragment %d %t %t", off, more, is)
+		off, more, _, ok := v.Fragment()
+		if off+v.Len()-v.TransportOffset() > 65535 || ok != (off > 0 || more) || ok && v.Checksum() == packet.ChecksumPartial {
+			t.Fatalf("fragment %d %t %t", off, more, ok)
 		}
 		valid := v.ValidChecksums()
 		before := slices.Clone(v.Bytes())

@@ -237,8 +237,8 @@ func slowJoin(fragments [][]byte) (data []byte, ok bool) {
 		if v.Parse(b, packet.ChecksumComplete) != nil {
 			return nil, false
 		}
-		off, more, _, is := v.Fragment()
-		if !is {
+		off, more, _, isFragment := v.Fragment()
+		if !isFragment {
 			return nil, false
 		}
 		b = v.Bytes()

@@ -182,9 +182,9 @@ func TestTooBigQuotesWhatFitsAndBoundsTheMTU(t *testing.T) {
 		if quote := got[outer+8:]; !bytes.HasPrefix(b, quote) || len(got) != min(most, outer+8+len(b)) {
 			t.Fatalf("%d octets about a packet of %d", len(got), len(b))
 		}
-		told := int(got[outer+6])<<8 | int(got[outer+7])
-		if told != max(mtu, floor) || got[outer+4] != 0 || got[outer+5] != 0 {
-			t.Fatalf("the error has next-hop MTU %d for MTU %d", told, mtu)
+		gotMTU := int(got[outer+6])<<8 | int(got[outer+7])
+		if gotMTU != max(mtu, floor) || got[outer+4] != 0 || got[outer+5] != 0 {
+			t.Fatalf("the error has next-hop MTU %d for MTU %d", gotMTU, mtu)
 		}
 	}
 }

@@ -300,7 +300,7 @@ func (v *View) Proto() uint8 { return v.proto }
 // reports whether others follow, and id is the identification (16 bits in IPv4). The last result is
 // false for a whole packet. An IPv6 atomic fragment (RFC 6946) counts as a whole packet, because
 // its id is of no use to a NAT.
-func (v *View) Fragment() (off int, more bool, id uint32, is bool) {
+func (v *View) Fragment() (off int, more bool, id uint32, ok bool) {
 	return int(v.fragOff), v.more, v.fragID, v.more || v.fragOff != 0
 }
 

@@ -50,7 +50,7 @@ func TestParseAgreesWithReference(t *testing.T) {
 // agrees compares all fields of a view with the reference.
 func agrees(t *testing.T, v *packet.View, want packettest.Packet, b []byte) {
 	t.Helper()
-	off, more, id, is := v.Fragment()
+	off, more, id, ok := v.Fragment()
 	checks := []struct {
 		what       string
 		have, want any
@@ -64,7 +64,7 @@ func agrees(t *testing.T, v *packet.View, want packettest.Packet, b []byte) {
 		{"fragment offset", off, want.FragmentOffset},
 		{"more fragments", more, want.More},
 		{"fragment identification", id, want.FragmentID},
-		{"is a fragment", is, want.More || want.FragmentOffset > 0},
+		{"is a fragment", ok, want.More || want.FragmentOffset > 0},
 		{"LaterFragment", v.LaterFragment(), want.FragmentOffset > 0},
 		{"HasPorts", v.HasPorts(), (want.Proto == 6 || want.Proto == 17) && want.FragmentOffset == 0},
 		{"SrcPort", v.SrcPort(), want.SrcPort},
@@ -126,9 +126,9 @@ func TestParseGoldenIPv6FragmentAfterHopByHopOptions(t *testing.T) {
 		00 01 02 03 04 05 06 07                          # its first octets
 	`)
 	v := parse(t, b, packet.ChecksumComplete)
-	off, more, id, is := v.Fragment()
-	if off != 0 || !more || id != 0xdeadbeef || !is || v.Proto() != packet.UDP || v.DstPort() != 53 || v.TransportOffset() != 56 {
-		t.Errorf("%d %t %x %t %+v", off, more, id, is, v)
+	off, more, id, ok := v.Fragment()
+	if off != 0 || !more || id != 0xdeadbeef || !ok || v.Proto() != packet.UDP || v.DstPort() != 53 || v.TransportOffset() != 56 {
+		t.Errorf("%d %t %x %t %+v", off, more, id, ok, v)
 	}
 }
 
@@ -136,7 +136,7 @@ func TestAtomicFragmentIsAWholePacket(t *testing.T) {
 	b := packettest.Build(packettest.IP{Src: addr("fd00::1"), Dst: addr("fd00::2"), Extensions: []packettest.Extension{{Kind: 44, Data: []byte{0, 0, 0, 0, 0, 9}}}},
 		packettest.UDP{SrcPort: 7, DstPort: 8, Data: []byte("x")})
 	v := parse(t, b, packet.ChecksumComplete)
-	if _, _, id, is := v.Fragment(); is || id != 9 || v.SrcPort() != 7 || v.Checksum() != packet.ChecksumComplete || !v.ValidChecksums() {
+	if _, _, id, ok := v.Fragment(); ok || id != 9 || v.SrcPort() != 7 || v.Checksum() != packet.ChecksumComplete || !v.ValidChecksums() {
 		t.Errorf("%+v", v)
 	}
 }

@@ -57,18 +57,18 @@ type Options struct {
 	MetricsAddress string // TCP host:port of /metrics, /healthz and /readyz; empty: none
 	StatusAddress  string // TCP host:port of /status; empty: none
 	StateDirectory string // of the snapshot; empty: the agent keeps none
-	// Tell stores for the manager which networks the node reaches without the tunnel. It may be
-	// nil. It is never called concurrently.
-	Tell func(context.Context, fabric.NodeNetworks) error
-	// TellRefused stores the resourceVersion of the NetworkAllocations up to which the node refuses
-	// packets, in addition to the report that Tell stores. It may be nil. It is never called
-	// concurrently.
-	TellRefused func(context.Context, int64) error
-	// TellReady stores for users the reason why the node is not ready; "" means that it is ready.
+	// ReportNetworks stores for the manager which networks the node reaches without the tunnel. It
+	// may be nil. It is never called concurrently.
+	ReportNetworks func(context.Context, fabric.NodeNetworks) error
+	// ReportRefused stores the resourceVersion of the NetworkAllocations up to which the node
+	// refuses packets, in addition to the report that ReportNetworks stores. It may be nil. It is
+	// never called concurrently.
+	ReportRefused func(context.Context, int64) error
+	// ReportReady stores for users the reason why the node is not ready; "" means that it is ready.
 	// It may be nil. It is called once a second, and never concurrently.
-	TellReady func(ctx context.Context, problem string) error
-	Voter     Voter  // nil: the node does not vote on which gateway is active
-	Resolvers string // path of the node's resolv.conf(5)
+	ReportReady func(ctx context.Context, problem string) error
+	Voter       Voter  // nil: the node does not vote on which gateway is active
+	Resolvers   string // path of the node's resolv.conf(5)
 	// MetricsSecure protects /metrics and switches all of MetricsAddress to TLS. If it is nil,
 	// anybody may read the metrics.
 	MetricsSecure *httpserve.Secure
@@ -99,7 +99,7 @@ func Run(ctx context.Context, o Options) error {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	a := newAgent(o)
-	starting, err := a.tellStarted()
+	starting, err := a.reportStarted()
 	if err != nil {
 		return err
 	}
@@ -149,17 +149,17 @@ func Run(ctx context.Context, o Options) error {
 		return err
 	}
 	a.has.Store(true)
-	if o.Tell != nil {
+	if o.ReportNetworks != nil {
 		if err := k.WatchNetworks(ctx, func() { set(a.moved) }); err != nil {
 			return err
 		}
-		source.Go(func() { a.tell(ctx) })
+		source.Go(func() { a.reportNetworks(ctx) })
 	}
-	if o.TellRefused != nil {
-		source.Go(func() { a.tellRefused(ctx) })
+	if o.ReportRefused != nil {
+		source.Go(func() { a.reportRefused(ctx) })
 	}
-	if o.TellReady != nil {
-		source.Go(func() { a.tellReady(ctx) })
+	if o.ReportReady != nil {
+		source.Go(func() { a.reportReady(ctx) })
 	}
 	source.Go(func() { a.probeOverlay(ctx) })
 	if o.Voter != nil {
@@ -214,10 +214,10 @@ type agent struct {
 
 	mu sync.Mutex // guards the fields below
 	wanted
-	state    state // result of the last comparison
-	told     told
-	overlay  OverlayStatus
-	reported bool // Tell has stored a report of this node
+	state      state // result of the last comparison
+	lastResult reportResult
+	overlay    OverlayStatus
+	reported   bool // ReportNetworks has stored a report of this node
 }
 
 func newAgent(o Options) *agent {
@@ -229,7 +229,7 @@ func newAgent(o Options) *agent {
 
 // newLoop returns the loop that applies the agent's intents.
 func (a *agent) newLoop(k *rtnl.Kernel) *loop {
-	return &loop{opts: a.opts, log: a.log, kernel: k, say: a.say, again: a.notify}
+	return &loop{opts: a.opts, log: a.log, kernel: k, onRefused: a.setRefused, again: a.notify}
 }
 
 func (a *agent) deliver(in fabric.NodeIntent, broken []fabric.Problem) {

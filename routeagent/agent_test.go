@@ -38,7 +38,7 @@ const (
 	childNode   = "ISTHMUS_TEST_AGENT_NODE"
 	childIntent = "ISTHMUS_TEST_AGENT_INTENT" // a file with a fabric.NodeIntent as JSON, or a kubeconfig; empty: run Cleanup
 	childState  = "ISTHMUS_TEST_AGENT_STATE"  // directory of the snapshot
-	childTold   = "ISTHMUS_TEST_AGENT_TOLD"   // file for the agent's reports, if there is no API server
+	childReport = "ISTHMUS_TEST_AGENT_TOLD"   // file for the agent's reports, if there is no API server
 	childProbe  = "ISTHMUS_TEST_AGENT_PROBE"  // not empty: probe the overlay, with short intervals
 	statusAt    = "127.0.0.1:5875"
 	metricsAt   = "127.0.0.1:5874"
@@ -68,15 +68,15 @@ func child(node, path string) int {
 		}
 		return 0
 	}
-	told := os.Getenv(childTold)
-	source, tell := fileSource(path), tellFile(told)
-	tellRefused := tellRefusedFile(told + ".refused")
+	file := os.Getenv(childReport)
+	source, report := fileSource(path), reportFile(file)
+	reportRefused := refusedFile(file + ".refused")
 	if filepath.Ext(path) == ".kubeconfig" {
 		config, err := owncluster.RESTConfig(path)
 		if err == nil {
 			var reporter *kube.NodeReporter
 			if reporter, err = kube.NewNodeReporter(config, "default", node); err == nil {
-				tell, tellRefused = reporter.Tell, reporter.TellRefused
+				report, reportRefused = reporter.Tell, reporter.TellRefused
 			}
 		}
 		if err != nil {
@@ -88,7 +88,7 @@ func child(node, path string) int {
 		}
 	}
 	err := Run(ctx, Options{Node: node, Source: source, Log: log, Version: "test", MetricsAddress: metricsAt, StatusAddress: statusAt,
-		StateDirectory: os.Getenv(childState), Tell: tell, TellRefused: tellRefused, Pod: strconv.Itoa(os.Getpid()), Resolvers: filepath.Join(filepath.Dir(told), "resolv.conf")})
+		StateDirectory: os.Getenv(childState), ReportNetworks: report, ReportRefused: reportRefused, Pod: strconv.Itoa(os.Getpid()), Resolvers: filepath.Join(filepath.Dir(file), "resolv.conf")})
 	stop()
 	if err == nil {
 		err = leaktest.Find(goleak.IgnoreAnyFunction("os/signal.loop"), goleak.IgnoreAnyFunction("os/signal.signal_recv"),
@@ -315,7 +315,7 @@ func (c *cluster) launch(n *lab.Node, wrapper ...string) *agentProcess {
 	command := slices.Concat(wrapper, []string{program})
 	a.cmd = n.Command(c.ctx, command[0], command[1:]...)
 	a.cmd.Env = append(os.Environ(), childNode+"="+n.Name, childIntent+"="+c.intent, childState+"="+filepath.Join(c.state, n.Name),
-		childTold+"="+c.toldPath(n))
+		childReport+"="+c.reportPath(n))
 	a.cmd.Stderr = a.log
 	if err := a.cmd.Start(); err != nil {
 		c.t.Fatal(err)

@@ -31,50 +31,50 @@ func TestNetworkIsRefusedUntilEveryObjectHasFreedIt(t *testing.T) {
 	}
 	both := []netip.Prefix{a, b}
 	for name, tc := range map[string]struct {
-		left list // networks that a previous agent refused
-		read []fabric.Allocations
-		want []netip.Prefix
-		told bool // a Problem reports that networks are neither named nor freed
+		left     list // networks that a previous agent refused
+		read     []fabric.Allocations
+		want     []netip.Prefix
+		reported bool // a Problem reports that networks are neither named nor freed
 	}{
 		"freed":                       {read: []fabric.Allocations{says(of(7, both...), nil), says(of(7, a), of(8, b))}, want: both[:1]},
 		"freed, and named by another": {read: []fabric.Allocations{says(of(7, both...), nil), says(slices.Concat(of(9, a), by("p", 9, b)), of(8, b))}, want: both},
-		"freed, and the other object that names it is deleted":    {read: []fabric.Allocations{says(slices.Concat(of(7, both...), by("p", 6, b)), nil), says(by("p", 6, b), of(8, both...)), says(nil, of(8, both...))}, want: both[1:], told: true},
-		"another object frees it":                                 {read: []fabric.Allocations{says(of(7, both...), by("p", 8, b)), says(of(7, a), by("p", 8, b))}, want: both, told: true},
+		"freed, and the other object that names it is deleted":    {read: []fabric.Allocations{says(slices.Concat(of(7, both...), by("p", 6, b)), nil), says(by("p", 6, b), of(8, both...)), says(nil, of(8, both...))}, want: both[1:], reported: true},
+		"another object frees it":                                 {read: []fabric.Allocations{says(of(7, both...), by("p", 8, b)), says(of(7, a), by("p", 8, b))}, want: both, reported: true},
 		"two objects, and both have freed it":                     {read: []fabric.Allocations{says(slices.Concat(of(7, b), by("p", 9, b)), nil), says(by("p", 9, b), of(8, b)), says(nil, slices.Concat(of(8, b), by("p", 10, b)))}},
-		"freed before another object named it":                    {read: []fabric.Allocations{says(of(9, both...), of(8, b)), says(of(9, a), of(8, b))}, want: both, told: true},
-		"deleted from its object by hand":                         {read: []fabric.Allocations{says(of(7, both...), nil), says(of(7, a), nil)}, want: both, told: true},
-		"deleted from its object by hand, with a higher revision": {read: []fabric.Allocations{says(of(7, both...), nil), says(of(9, a), nil)}, want: both, told: true},
-		"all deleted":                                               {read: []fabric.Allocations{says(of(7, both...), nil), says(nil, nil)}, want: both, told: true},
-		"an older backup":                                           {read: []fabric.Allocations{says(of(7, both...), nil), says(nil, of(3, both...))}, want: both, told: true},
-		"an older backup that names it":                             {read: []fabric.Allocations{says(of(7, both...), nil), says(of(3, both...), nil), says(nil, of(5, both...))}, want: both, told: true},
+		"freed before another object named it":                    {read: []fabric.Allocations{says(of(9, both...), of(8, b)), says(of(9, a), of(8, b))}, want: both, reported: true},
+		"deleted from its object by hand":                         {read: []fabric.Allocations{says(of(7, both...), nil), says(of(7, a), nil)}, want: both, reported: true},
+		"deleted from its object by hand, with a higher revision": {read: []fabric.Allocations{says(of(7, both...), nil), says(of(9, a), nil)}, want: both, reported: true},
+		"all deleted":                                               {read: []fabric.Allocations{says(of(7, both...), nil), says(nil, nil)}, want: both, reported: true},
+		"an older backup":                                           {read: []fabric.Allocations{says(of(7, both...), nil), says(nil, of(3, both...))}, want: both, reported: true},
+		"an older backup that names it":                             {read: []fabric.Allocations{says(of(7, both...), nil), says(of(3, both...), nil), says(nil, of(5, both...))}, want: both, reported: true},
 		"an older backup, then the newer object again":              {read: []fabric.Allocations{says(of(7, both...), nil), says(nil, of(3, both...)), says(of(7, both...), nil)}, want: both},
 		"deleted by hand, then freed":                               {read: []fabric.Allocations{says(of(7, both...), nil), says(of(7, a), nil), says(nil, of(8, both...))}},
-		"freed and allocated again":                                 {read: []fabric.Allocations{says(of(7, both...), nil), says(nil, of(8, both...)), says(of(9, both...), nil), says(nil, of(8, both...))}, want: both, told: true},
-		"freed with the revision that named it":                     {read: []fabric.Allocations{says(of(7, both...), nil), says(of(7, a), of(7, b))}, want: both, told: true},
+		"freed and allocated again":                                 {read: []fabric.Allocations{says(of(7, both...), nil), says(nil, of(8, both...)), says(of(9, both...), nil), says(nil, of(8, both...))}, want: both, reported: true},
+		"freed with the revision that named it":                     {read: []fabric.Allocations{says(of(7, both...), nil), says(of(7, a), of(7, b))}, want: both, reported: true},
 		"allocated":                                                 {read: []fabric.Allocations{says(nil, nil), says(of(7, both...), nil)}, want: both},
 		"refused by a previous agent, and freed since":              {left: of(7, both...), read: []fabric.Allocations{says(nil, of(8, both...))}},
-		"refused by a previous agent, and deleted by hand since":    {left: of(7, both...), read: []fabric.Allocations{says(of(7, b), nil)}, want: both, told: true},
-		"refused by a previous agent, and freed before":             {left: of(7, both...), read: []fabric.Allocations{says(nil, of(6, both...))}, want: both, told: true},
-		"refused by a previous agent, unknown revision":             {left: by("", unknownRevision, both...), read: []fabric.Allocations{says(of(9, b), of(8, a))}, want: both, told: true},
+		"refused by a previous agent, and deleted by hand since":    {left: of(7, both...), read: []fabric.Allocations{says(of(7, b), nil)}, want: both, reported: true},
+		"refused by a previous agent, and freed before":             {left: of(7, both...), read: []fabric.Allocations{says(nil, of(6, both...))}, want: both, reported: true},
+		"refused by a previous agent, unknown revision":             {left: by("", unknownRevision, both...), read: []fabric.Allocations{says(of(9, b), of(8, a))}, want: both, reported: true},
 		"refused by a previous agent, unknown revision, freed":      {left: by("", unknownRevision, both...), read: []fabric.Allocations{says(of(7, b), of(6, a)), says(of(7, b), by("p", 8, a))}, want: both[1:]},
-		"refused by a previous agent, freed by an earlier revision": {left: by("", unknownRevision, a), read: []fabric.Allocations{says(of(7, b), of(9, b)), says(of(7, b), of(8, a))}, want: both, told: true},
-		"refused by a previous agent, no objects":                   {left: by("", unknownRevision, both...), read: []fabric.Allocations{says(nil, nil)}, want: both, told: true},
+		"refused by a previous agent, freed by an earlier revision": {left: by("", unknownRevision, a), read: []fabric.Allocations{says(of(7, b), of(9, b)), says(of(7, b), of(8, a))}, want: both, reported: true},
+		"refused by a previous agent, no objects":                   {left: by("", unknownRevision, both...), read: []fabric.Allocations{says(nil, nil)}, want: both, reported: true},
 		"no objects at any time":                                    {read: []fabric.Allocations{says(nil, nil)}},
 	} {
 		var g allocations
 		g.hold(tc.left)
-		told := false
+		reported := false
 		for range 2 { // reading the same objects again changes nothing
 			for i, r := range tc.read {
-				told = len(g.read(r)) > 0
-				if again := len(g.read(r)) > 0; again != told {
+				reported = len(g.read(r)) > 0
+				if again := len(g.read(r)) > 0; again != reported {
 					t.Errorf("%s: reading %d again says another thing", name, i)
 				}
 			}
 			tc.read = tc.read[max(len(tc.read)-1, 0):]
 		}
-		if !slices.Equal(g.networks, tc.want) || told != tc.told {
-			t.Errorf("%s: %v, told %v; want %v, told %v", name, g.networks, told, tc.want, tc.told)
+		if !slices.Equal(g.networks, tc.want) || reported != tc.reported {
+			t.Errorf("%s: %v, reported %v; want %v, reported %v", name, g.networks, reported, tc.want, tc.reported)
 		}
 	}
 }

@@ -15,12 +15,12 @@ import (
 	"github.com/isthmus-net/isthmus/internal/kernel"
 )
 
-// manyWays is the maximum number of destinations of outer packets that are probed after each event.
-// If there are more, they are probed only every limitsInterval.
-const manyWays = 100
+// manyPaths is the maximum number of destinations of outer packets that are probed after each
+// event. If there are more, they are probed only every limitsInterval.
+const manyPaths = 100
 
-// ways caches the paths of outer packets.
-type ways struct {
+// pathCache caches the paths of outer packets.
+type pathCache struct {
 	at           time.Time
 	own          netip.Addr
 	outer, nodes []netip.Addr
@@ -38,8 +38,8 @@ type ways struct {
 // is false and the addresses are the same as before, underlay returns the cached result.
 func (l *loop) underlay(own netip.Addr, in fabric.NodeIntent, look bool) ([]string, int, error) {
 	outer, nodes := in.Carriers()
-	w := &l.ways
-	many := len(outer) > manyWays && time.Since(w.at) < limitsInterval
+	w := &l.paths
+	many := len(outer) > manyPaths && time.Since(w.at) < limitsInterval
 	if same := w.own == own && slices.Equal(w.outer, outer) && slices.Equal(w.nodes, nodes); same && (!look || many) {
 		return w.devices, w.mtu, nil
 	}
@@ -67,7 +67,7 @@ func (l *loop) underlay(own netip.Addr, in fabric.NodeIntent, look bool) ([]stri
 // and those ports of the bridges that lead to other nodes. If look is false and the gateways are
 // the same as before, it returns the cached result.
 func (l *loop) bridges(in fabric.NodeIntent, look bool) (names, uplinks []string) {
-	w, gateways := &l.ways, in.Senders()
+	w, gateways := &l.paths, in.Senders()
 	if !look && slices.Equal(w.gateways, gateways) {
 		return w.bridges, w.uplinks
 	}
@@ -87,15 +87,15 @@ func (l *loop) bridges(in fabric.NodeIntent, look bool) (names, uplinks []string
 
 // refuseNew refuses new networks before the rest of the state is applied. Applying the packet
 // filter alone takes 10 ms, and pods may already send packets to the networks.
-func (l *loop) refuseNew(refused []netip.Prefix) (news []netip.Prefix, changes kernel.Plan, err error) {
-	news, _, _ = diff.Of(l.refused, refused, func(p netip.Prefix) netip.Prefix { return p })
-	if len(news) > 0 {
-		changes, err = l.kernel.Add(fabric.RefusingState(news))
+func (l *loop) refuseNew(refused []netip.Prefix) (added []netip.Prefix, changes kernel.Plan, err error) {
+	added, _, _ = diff.Of(l.refused, refused, func(p netip.Prefix) netip.Prefix { return p })
+	if len(added) > 0 {
+		changes, err = l.kernel.Add(fabric.RefusingState(added))
 	}
 	if err == nil {
 		l.refused = refused
 	}
-	return news, changes, err
+	return added, changes, err
 }
 
 // forwards returns an error if the node does not forward packets at all. Only the node's owner or
@@ -111,52 +111,52 @@ func forwards() error {
 	return nil
 }
 
-// manyNetworks is the number of networks of peers that one call of ledElsewhere looks up.
+// manyNetworks is the number of networks of peers that one call of findDiverted looks up.
 // Successive calls go through all networks.
 const manyNetworks = 16
 
-// ledElsewhere reports one network of a peer for which a foreign rule or route diverts packets from
+// findDiverted reports one network of a peer for which a foreign rule or route diverts packets from
 // our routes. Our packet filter drops these packets. Unless look is true, it checks only the
-// networks in news.
-func (l *loop) ledElsewhere(self string, look bool, news []netip.Prefix) []fabric.Problem {
+// networks in added.
+func (l *loop) findDiverted(self string, look bool, added []netip.Prefix) []fabric.Problem {
 	refused := func(p netip.Prefix) (int, bool) {
 		return slices.BinarySearchFunc(l.decided.refused, p, netip.Prefix.Compare)
 	}
-	if _, is := refused(l.led); look || !is {
-		l.led = netip.Prefix{}
+	if _, found := refused(l.diverted); look || !found {
+		l.diverted = netip.Prefix{}
 	}
 	names := make(map[int]string)
-	led := func(p netip.Prefix) bool {
+	diverts := func(p netip.Prefix) bool {
 		if p.Addr().Is4() && p.Bits() <= 30 {
 			name, err := l.kernel.DeviceTo(p.Addr().Next(), names)
 			if err == nil && name != "lo" && !strings.HasPrefix(name, kernel.TunPrefix) { // an error means that packets are refused
-				l.led, l.ledBy = p, name
+				l.diverted, l.divertedTo = p, name
 			}
 		}
-		return l.led.IsValid()
+		return l.diverted.IsValid()
 	}
 	if look { // continue after the last network of the previous call, or at the network that was found then
-		first, _ := refused(l.looksAt)
+		first, _ := refused(l.nextLookup)
 		for i := range min(manyNetworks, len(l.decided.refused)) {
 			p := l.decided.refused[(first+i)%len(l.decided.refused)]
-			if l.looksAt = p; led(p) {
+			if l.nextLookup = p; diverts(p) {
 				break
 			}
-			l.looksAt = l.decided.refused[(first+i+1)%len(l.decided.refused)]
+			l.nextLookup = l.decided.refused[(first+i+1)%len(l.decided.refused)]
 		}
-	} else if !l.led.IsValid() {
-		for _, p := range news[:min(manyNetworks, len(news))] {
-			if led(p) {
+	} else if !l.diverted.IsValid() {
+		for _, p := range added[:min(manyNetworks, len(added))] {
+			if diverts(p) {
 				break
 			}
 		}
 	}
-	if !l.led.IsValid() {
+	if !l.diverted.IsValid() {
 		return nil
 	}
 	return []fabric.Problem{{Origin: fabric.Origin{Kind: "Node", Name: self}, Message: fmt.Sprintf(
 		"packets for %v, a network of a peer, are routed to device %s and dropped, because a foreign routing rule comes before ours (ip rule); give that rule a priority after %d, or exclude networks of peers from it",
-		l.led, l.ledBy, kernel.RefuseRulePriority)}}
+		l.diverted, l.divertedTo, kernel.RefuseRulePriority)}}
 }
 
 // nowhere is an address to which only the default route leads (TEST-NET-1, RFC 5737).
@@ -164,7 +164,7 @@ var nowhere = netip.AddrFrom4([4]byte{192, 0, 2, 1})
 
 // reach caches whether other nodes can reach a gateway's Pod on this node.
 type reach struct {
-	elsewhere netip.Addr // see NodeIntent.Elsewhere
+	elsewhere netip.Addr // see NodeIntent.RemotePodAddr
 	bridged   bool
 	limits    []kernel.Limit
 }
@@ -176,7 +176,7 @@ func (l *loop) limits(node kernel.State, in fabric.NodeIntent, look bool) []kern
 		l.reach = reach{}
 		return nil
 	}
-	elsewhere := in.Elsewhere()
+	elsewhere := in.RemotePodAddr()
 	if look = look || l.reach.elsewhere != elsewhere || l.reach.bridged != in.Bridged || !elsewhere.IsValid(); look {
 		l.reach = reach{elsewhere, in.Bridged, l.outOfReach(elsewhere, in)}
 	}

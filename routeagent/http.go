@@ -73,15 +73,15 @@ func (a *agent) status() Status {
 			s.Problems = append(s.Problems, o.problem())
 		}
 	}
-	told := a.lastTold()
-	for _, p := range slices.Concat(now.problems, told.problems) {
+	report := a.lastReport()
+	for _, p := range slices.Concat(now.problems, report.problems) {
 		s.Problems = append(s.Problems, p.Error())
 	}
 	for _, l := range now.limits {
 		s.Problems = append(s.Problems, l.Reason+": "+l.Message)
 	}
-	if told.err != nil { // the node stays ready, because traffic does not depend on the report
-		s.Problems = append(s.Problems, kubeerr.Plain("the API server", told.err).Error())
+	if report.err != nil { // the node stays ready, because traffic does not depend on the report
+		s.Problems = append(s.Problems, kubeerr.Plain("the API server", report.err).Error())
 	}
 	var err error
 	if s.Dropped, err = rtnl.Dropped(); err != nil {
@@ -130,8 +130,8 @@ func (a *agent) listen() (*httpserve.Servers, error) {
 // startedSocket returns the name of the socket at which the agent of a Pod answers Started.
 func startedSocket(pod string) string { return "isthmus-route-agent-" + pod }
 
-// tellStarted answers Started until the result is closed.
-func (a *agent) tellStarted() (*httpserve.Servers, error) {
+// reportStarted answers Started until the result is closed.
+func (a *agent) reportStarted() (*httpserve.Servers, error) {
 	s := httpserve.New(a.log)
 	if a.opts.Pod == "" {
 		return s, nil
@@ -158,12 +158,12 @@ func (a *agent) tellStarted() (*httpserve.Servers, error) {
 func (a *agent) canFollow() error {
 	a.mu.Lock()
 	var in fabric.NodeIntent
-	knows := a.intent != nil
-	if knows {
+	known := a.intent != nil
+	if known {
 		in = *a.intent
 	}
 	a.mu.Unlock()
-	if !knows {
+	if !known {
 		return errors.New("this agent has not read its configuration yet")
 	}
 	in.Self = a.opts.Node
@@ -273,7 +273,7 @@ func (m *metrics) Collect(out chan<- prometheus.Metric) {
 	} else if !o.Answered.IsZero() {
 		out <- familyOverlay.Sample(1, o.Gateway.String())
 	}
-	problems := len(now.problems) + len(now.limits) + len(m.agent.lastTold().problems)
+	problems := len(now.problems) + len(now.limits) + len(m.agent.lastReport().problems)
 	if !o.Broken && o.Back.Broken {
 		problems++
 	}

@@ -15,23 +15,23 @@ import (
 
 // A loop brings the kernel to the state that an intent demands. Only one goroutine may use it.
 type loop struct {
-	opts   Options
-	log    *slog.Logger
-	kernel *rtnl.Kernel
-	say    func(refused int64) // is called as soon as the node refuses packets up to this resourceVersion
-	again  func()              // is called to request another comparison
+	opts      Options
+	log       *slog.Logger
+	kernel    *rtnl.Kernel
+	onRefused func(refused int64) // is called as soon as the node refuses packets up to this resourceVersion
+	again     func()              // is called to request another comparison
 
 	last        state       // of the last comparison
 	looked      time.Time   // when routes and foreign rules were last probed
-	ways        ways        // result of the last probe
+	paths       pathCache   // result of the last probe
 	reach       reach       // result of the last probe
 	allocations allocations // networks of peers
 	decider     fabric.Decider
 	decided     decided
 	refused     []netip.Prefix // networks that the last comparison refused
-	looksAt     netip.Prefix   // where ledElsewhere continues
-	led         netip.Prefix   // the network that ledElsewhere found; zero: none
-	ledBy       string         // device to which packets for led go
+	nextLookup  netip.Prefix   // where findDiverted continues
+	diverted    netip.Prefix   // the network that findDiverted found; zero: none
+	divertedTo  string         // device to which packets for diverted go
 	saved       *snapshot      // the snapshot on disk; nil: there is no valid one
 }
 
@@ -125,13 +125,13 @@ func (l *loop) compare(want wanted, events bool) (changes kernel.Plan, ok bool) 
 		in.Bridged = l.kernel.Bridged()
 		l.decide(in)
 		now.node, now.problems = l.decided.node, slices.Clone(l.decided.problems)
-		news, first, failed := l.refuseNew(l.decided.refused)
+		added, first, failed := l.refuseNew(l.decided.refused)
 		if failed == nil {
-			if len(news) > 0 { // save them before peers rely on the refusal: the node may boot without an API server
+			if len(added) > 0 { // save them before peers rely on the refusal: the node may boot without an API server
 				_ = l.save(l.decided.refused) // saved again below if this fails
 			}
 			now.refused = in.Version
-			l.say(now.refused) // early, because peers wait for this report and not for the rest
+			l.onRefused(now.refused) // early, because peers wait for this report and not for the rest
 		}
 		changes, err = l.kernel.Apply(now.node)
 		changes, err = append(first, changes...), errors.Join(failed, err)
@@ -140,12 +140,12 @@ func (l *loop) compare(want wanted, events bool) (changes kernel.Plan, ok bool) 
 			closing, failed := l.kernel.Apply(now.node)
 			changes, err = append(changes, closing...), errors.Join(fmt.Errorf("no traffic of peers is carried: %w", err), failed)
 		}
-		now.problems = append(now.problems, l.ledElsewhere(in.Self, look, news)...)
+		now.problems = append(now.problems, l.findDiverted(in.Self, look, added)...)
 		if len(in.Bridges) > 0 && l.kernel.Bridged() != in.Bridged {
 			l.again() // the packet filter depends on the Bridge
 		}
 		now.err = errors.Join(err, unknownMTU, forwards())
-		accepted := slices.ContainsFunc(changes, func(o kernel.Op) bool { _, is := o.Object.(kernel.Accept); return is })
+		accepted := slices.ContainsFunc(changes, func(o kernel.Op) bool { _, isAccept := o.Object.(kernel.Accept); return isAccept })
 		now.limits = l.limits(now.node, in, look || accepted)
 	}
 	unsaved := l.save(l.decided.refused)

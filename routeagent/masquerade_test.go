@@ -204,7 +204,7 @@ func TestAnAgentReportsBlockingForeignRules(t *testing.T) {
 	status("ForwardingRefused: chain FORWARD of iptables-legacy drops", true)
 	status(`"ready": true`, true)
 	c.eventually(n, func() error {
-		b, err := os.ReadFile(c.toldPath(n))
+		b, err := os.ReadFile(c.reportPath(n))
 		if err == nil && !strings.Contains(string(b), "ForwardingRefused") {
 			err = fmt.Errorf("the report to the manager is %s", b)
 		}
@@ -295,14 +295,14 @@ func TestForeignRouteForOneOfManyPeerNetworksIsReported(t *testing.T) {
 	}
 	l.decided.refused = in.Refused()
 	elsewhere := in.Allocated[4*manyNetworks+3]
-	finds := func(look bool, news ...netip.Prefix) (said bool) {
+	finds := func(look bool, added ...netip.Prefix) (reported bool) {
 		t.Helper()
-		for _, p := range l.ledElsewhere(in.Self, look, news) {
-			if said = true; !strings.Contains(p.Message, elsewhere.String()) {
+		for _, p := range l.findDiverted(in.Self, look, added) {
+			if reported = true; !strings.Contains(p.Message, elsewhere.String()) {
 				t.Errorf("it reports %v", p)
 			}
 		}
-		return said
+		return reported
 	}
 	found := func() bool { t.Helper(); return finds(true) }
 	if found() || finds(false, elsewhere) {
@@ -313,7 +313,7 @@ func TestForeignRouteForOneOfManyPeerNetworksIsReported(t *testing.T) {
 	if finds(false) || !finds(false, in.Allocated[0], elsewhere) || !finds(false) {
 		t.Error("a new network is not checked, or not reported again")
 	}
-	l.led = netip.Prefix{}
+	l.diverted = netip.Prefix{}
 	rounds := 1
 	for ; !found(); rounds++ {
 		if rounds == 6 {
@@ -348,7 +348,7 @@ func TestOverlayMTUFollowsThePathToTheGateway(t *testing.T) {
 		_, _ = fmt.Sscan(f[slices.Index(f, "mtu")+1], &mtu)
 		return mtu
 	}
-	is := func(want int) {
+	wantMTU := func(want int) {
 		t.Helper()
 		c.eventually(n, func() error {
 			if got := mtuOf(kernel.OverlayDevice); got != want {
@@ -362,14 +362,14 @@ func TestOverlayMTUFollowsThePathToTheGateway(t *testing.T) {
 	for _, f := range strings.Split(c.run(n.Host, "ip -o route get %v", gateway), " dev ")[1:] {
 		under = mtuOf(strings.Fields(f)[0])
 	}
-	is(under - 50)
+	wantMTU(under - 50)
 	c.run(n.Host, "ip link add cnitun mtu 1450 type veth peer name cnitun2")
 	c.run(n.Host, "ip link set cnitun mtu 1440 up")
 	c.run(n.Host, "ip route replace %v/32 dev cnitun", gateway)
 	c.run(n.Host, "ip addr add 192.0.2.77/32 dev cnitun2") // an address causes an event, a foreign route does not
-	is(1390)
+	wantMTU(1390)
 	c.run(n.Host, "ip link set cnitun mtu 1300")
-	is(1250)
+	wantMTU(1250)
 	c.run(n.Host, "ip link del cnitun")
-	is(under - 50)
+	wantMTU(under - 50)
 }

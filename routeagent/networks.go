@@ -19,44 +19,44 @@ import (
 // Intervals at which the agent reads the networks that its node reaches without the tunnel, and
 // reports them.
 const (
-	lookTogether = 200 * time.Millisecond // after an event, because more may follow
-	lookInterval = 30 * time.Second       // without events, because changes of DNS servers cause none
-	tellInterval = time.Hour              // somebody may have deleted the report
-	tellPatience = time.Minute            // the longest pause after a failure
-	tellTimeout  = 30 * time.Second
-	// tellSpread times the number of nodes is the maximum delay of a report. If all nodes change at
-	// the same time, for example because a Service has a new address, the delay spreads their
+	lookTogether   = 200 * time.Millisecond // after an event, because more may follow
+	lookInterval   = 30 * time.Second       // without events, because changes of DNS servers cause none
+	reportInterval = time.Hour              // somebody may have deleted the report
+	maxReportPause = time.Minute            // the longest pause after a failure
+	reportTimeout  = 30 * time.Second
+	// reportSpread times the number of nodes is the maximum delay of a report. If all nodes change
+	// at the same time, for example because a Service has a new address, the delay spreads their
 	// reports over time.
-	tellSpread = 2 * time.Millisecond
+	reportSpread = 2 * time.Millisecond
 	// lookGap is the minimum time between two reads. With a million routes a read takes seconds.
 	// The pause is therefore at least lookShare times as long as the read, so that reading costs at
 	// most a fiftieth of a CPU.
 	lookGap   = 2 * time.Second
 	lookShare = 50
-	// refusedSpread is tellSpread for TellRefused. It is short, because peers wait for the last
+	// refusedSpread is reportSpread for ReportRefused. It is short, because peers wait for the last
 	// node.
 	refusedSpread = 300 * time.Microsecond
-	refusedGap    = 100 * time.Millisecond // after TellRefused
+	refusedGap    = 100 * time.Millisecond // after ReportRefused
 )
 
-// told is the result of the last attempt to report.
-type told struct {
+// reportResult is the result of the last attempt to report.
+type reportResult struct {
 	problems []fabric.Problem
 	err      error // the reason why the manager has no current report
 }
 
-// A teller remembers the last report.
-type teller struct {
+// A reporter remembers the last report.
+type reporter struct {
 	*agent
 	last fabric.NodeNetworks
 	node int64 // creation time of our Node at the last report
 	at   time.Time
 }
 
-// tell reports the networks that the node reaches without the tunnel, until ctx ends. It hardly
-// ever writes unless something changes, because there may be 5,000 nodes.
-func (a *agent) tell(ctx context.Context) {
-	t := &teller{agent: a}
+// reportNetworks reports the networks that the node reaches without the tunnel, until ctx ends. It
+// hardly ever writes unless something changes, because there may be 5,000 nodes.
+func (a *agent) reportNetworks(ctx context.Context) {
+	t := &reporter{agent: a}
 	pause := lookGap // after a failure
 	timer := time.NewTimer(lookInterval)
 	defer timer.Stop()
@@ -75,9 +75,9 @@ func (a *agent) tell(ctx context.Context) {
 		if ctx.Err() != nil {
 			return
 		}
-		a.note(told{problems, err})
+		a.note(reportResult{problems, err})
 		if err != nil {
-			wait, pause = max(wait, pause), min(2*pause, tellPatience)
+			wait, pause = max(wait, pause), min(2*pause, maxReportPause)
 			set(a.moved)
 		} else {
 			pause = lookGap
@@ -90,7 +90,7 @@ func (a *agent) tell(ctx context.Context) {
 
 // once reads the node's networks, reports them if they have changed, and returns how long to wait
 // before the next read.
-func (t *teller) once(ctx context.Context) (wait time.Duration, problems []fabric.Problem, err error) {
+func (t *reporter) once(ctx context.Context) (wait time.Duration, problems []fabric.Problem, err error) {
 	own, nodes, created := t.ourselves()
 	if nodes == 0 {
 		return 0, nil, nil // the cluster is not known yet
@@ -105,30 +105,30 @@ func (t *teller) once(ctx context.Context) (wait time.Duration, problems []fabri
 		now.BrokenOverlay = fabric.BrokenOverlay{Gateway: o.Gateway, Since: since.UTC().Truncate(time.Second), Back: !o.Broken}
 	}
 	wait = max(lookGap, lookShare*time.Since(begin))
-	if err != nil || now.Equal(t.last) && created == t.node && time.Since(t.at) < tellInterval {
+	if err != nil || now.Equal(t.last) && created == t.node && time.Since(t.at) < reportInterval {
 		return wait, problems, err
 	}
-	if !sleep(ctx, rand.N(tellSpread*time.Duration(nodes))) {
+	if !sleep(ctx, rand.N(reportSpread*time.Duration(nodes))) {
 		return wait, problems, nil
 	}
-	ctx, cancel := context.WithTimeout(ctx, tellTimeout)
+	ctx, cancel := context.WithTimeout(ctx, reportTimeout)
 	defer cancel()
 	now.Refused = t.current().refused
-	if err := t.opts.Tell(ctx, now); err != nil {
+	if err := t.opts.ReportNetworks(ctx, now); err != nil {
 		return wait, problems, err
 	}
 	t.mu.Lock()
 	t.reported = true
 	t.mu.Unlock()
-	set(t.refusing) // Tell does not update Refused in an existing report
+	set(t.refusing) // ReportNetworks does not update Refused in an existing report
 	t.log.Info("reported this node's networks", "networks", len(now.Networks), "resolvers", len(now.Resolvers), "overlayBroken", now.BrokenOverlay.Gateway.IsValid())
 	t.last, t.node, t.at = now, created, time.Now()
 	return wait, problems, nil
 }
 
-// tellRefused reports which networks of peers the node refuses, until ctx ends. It has its own
+// reportRefused reports which networks of peers the node refuses, until ctx ends. It has its own
 // goroutine, because peers wait for this report, and reading the node's networks may take long.
-func (a *agent) tellRefused(ctx context.Context) {
+func (a *agent) reportRefused(ctx context.Context) {
 	pause := refusedGap
 	for {
 		select {
@@ -143,8 +143,8 @@ func (a *agent) tellRefused(ctx context.Context) {
 		if !sleep(ctx, rand.N(refusedSpread*time.Duration(nodes+1))) {
 			return
 		}
-		attempt, cancel := context.WithTimeout(ctx, tellTimeout)
-		err := a.opts.TellRefused(attempt, a.current().refused)
+		attempt, cancel := context.WithTimeout(ctx, reportTimeout)
+		err := a.opts.ReportRefused(attempt, a.current().refused)
 		cancel()
 		if ctx.Err() != nil {
 			return
@@ -227,20 +227,20 @@ func (a *agent) look(own []netip.Prefix) (fabric.NodeNetworks, []fabric.Problem,
 	routes, unread := rtnl.Routes()
 	n.Routes = fabric.NodeRoutesOf(routes, own, a.nodes())
 	if unread == nil {
-		a.lead(n.Routes)
+		a.setRoutes(n.Routes)
 	}
 	return n, problems, errors.Join(err, unknown, unread)
 }
 
-// lead passes the node's routes via other hosts to the next comparison. If all gateways are Pods,
-// only the gateways need the routes, and they read them from the report.
-func (a *agent) lead(routes []fabric.NodeRoute) {
+// setRoutes passes the node's routes via other hosts to the next comparison. If all gateways are
+// Pods, only the gateways need the routes, and they read them from the report.
+func (a *agent) setRoutes(routes []fabric.NodeRoute) {
 	a.mu.Lock()
-	news := !slices.Equal(a.hops, routes)
+	changed := !slices.Equal(a.hops, routes)
 	a.hops = routes
 	slim := a.intent == nil || a.intent.OnlyPods
 	a.mu.Unlock()
-	if news && !slim {
+	if changed && !slim {
 		a.notify()
 	}
 }
@@ -271,10 +271,10 @@ func resolversIn(path string) (all []netip.Addr, err error) {
 }
 
 // note stores the result for the status, and logs what has changed.
-func (a *agent) note(now told) {
+func (a *agent) note(now reportResult) {
 	a.mu.Lock()
-	before := a.told
-	a.told = now
+	before := a.lastResult
+	a.lastResult = now
 	a.mu.Unlock()
 	if now.err != nil && (before.err == nil || before.err.Error() != now.err.Error()) {
 		a.log.Error("cannot report this node's networks; retrying", "error", now.err)
@@ -286,10 +286,10 @@ func (a *agent) note(now told) {
 	}
 }
 
-func (a *agent) lastTold() told {
+func (a *agent) lastReport() reportResult {
 	a.mu.Lock()
 	defer a.mu.Unlock()
-	return a.told
+	return a.lastResult
 }
 
 // sleep waits for d. It returns false if ctx ends first.

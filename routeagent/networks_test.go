@@ -21,8 +21,8 @@ import (
 	"github.com/isthmus-net/isthmus/internal/lab"
 )
 
-// tellFile writes each report as a line into a file.
-func tellFile(path string) func(context.Context, fabric.NodeNetworks) error {
+// reportFile writes each report as a line into a file.
+func reportFile(path string) func(context.Context, fabric.NodeNetworks) error {
 	return func(_ context.Context, n fabric.NodeNetworks) error {
 		b, err := json.Marshal(n)
 		if err != nil {
@@ -37,19 +37,19 @@ func tellFile(path string) func(context.Context, fabric.NodeNetworks) error {
 	}
 }
 
-// tellRefusedFile writes the last reported resourceVersion into a file.
-func tellRefusedFile(path string) func(context.Context, int64) error {
+// refusedFile writes the last reported resourceVersion into a file.
+func refusedFile(path string) func(context.Context, int64) error {
 	return func(_ context.Context, revision int64) error {
 		return os.WriteFile(path, strconv.AppendInt(nil, revision, 10), 0o600)
 	}
 }
 
-// untilTellsThatItRefuses waits until the agent of a node has reported that it refuses all
+// untilItRefuses waits until the agent of a node has reported that it refuses all
 // allocated networks.
-func (c *cluster) untilTellsThatItRefuses(n *lab.Node) {
+func (c *cluster) untilItRefuses(n *lab.Node) {
 	c.t.Helper()
 	c.eventually(n, func() error {
-		b, err := os.ReadFile(c.toldPath(n) + ".refused")
+		b, err := os.ReadFile(c.reportPath(n) + ".refused")
 		if err == nil && string(b) != strconv.FormatInt(c.in.Revision, 10) {
 			err = fmt.Errorf("tells that it refuses up to %s; want %d", b, c.in.Revision)
 		}
@@ -57,11 +57,11 @@ func (c *cluster) untilTellsThatItRefuses(n *lab.Node) {
 	})
 }
 
-func (c *cluster) toldPath(n *lab.Node) string { return filepath.Join(c.state, n.Name+".told") }
+func (c *cluster) reportPath(n *lab.Node) string { return filepath.Join(c.state, n.Name+".told") }
 
-// told returns the last report of a node's agent, and the number of its reports.
-func (c *cluster) told(n *lab.Node) (last fabric.NodeNetworks, times int, err error) {
-	b, err := os.ReadFile(c.toldPath(n))
+// lastReport returns the last report of a node's agent, and the number of its reports.
+func (c *cluster) lastReport(n *lab.Node) (last fabric.NodeNetworks, times int, err error) {
+	b, err := os.ReadFile(c.reportPath(n))
 	if err != nil {
 		return last, 0, err
 	}
@@ -69,11 +69,11 @@ func (c *cluster) told(n *lab.Node) (last fabric.NodeNetworks, times int, err er
 	return last, len(lines), json.Unmarshal([]byte(lines[len(lines)-1]), &last)
 }
 
-func (c *cluster) untilTold(n *lab.Node, what string, is func(fabric.NodeNetworks) bool) {
+func (c *cluster) untilReported(n *lab.Node, what string, accept func(fabric.NodeNetworks) bool) {
 	c.t.Helper()
 	c.eventually(n, func() error {
-		last, _, err := c.told(n)
-		if err == nil && !is(last) {
+		last, _, err := c.lastReport(n)
+		if err == nil && !accept(last) {
 			err = fmt.Errorf("not %s: %v", what, last)
 		}
 		return err
@@ -95,18 +95,18 @@ func TestAgentReportsReachableForeignNetworks(t *testing.T) {
 		return !slices.ContainsFunc(texts, func(text string) bool { return !slices.Contains(n.Networks, netip.MustParsePrefix(text)) })
 	}
 	for _, n := range []*lab.Node{n1, n2} {
-		c.untilTellsThatItRefuses(n)
+		c.untilItRefuses(n)
 	}
 	allocate(&c.in, remotePods, netip.MustParsePrefix("10.99.0.0/16"))
 	c.want()
-	c.untilTellsThatItRefuses(n2)
+	c.untilItRefuses(n2)
 	allocate(&c.in, remotePods, remoteExternal)
 	c.want()
-	c.untilTellsThatItRefuses(n2)
+	c.untilItRefuses(n2)
 	link := netip.PrefixFrom(n1.Addr, 24).Masked().String()
 	for _, n := range []*lab.Node{n1, n2} {
-		c.untilTold(n, "its link and what is on-prem", func(r fabric.NodeNetworks) bool { return has(r, link, "192.168.77.0/24") })
-		last, _, _ := c.told(n)
+		c.untilReported(n, "its link and what is on-prem", func(r fabric.NodeNetworks) bool { return has(r, link, "192.168.77.0/24") })
+		last, _, _ := c.lastReport(n)
 		for _, p := range last.Networks {
 			if p.Overlaps(localPods) || p.Overlaps(remotePods) || p.Overlaps(remoteExternal) || p.Overlaps(netip.MustParsePrefix("240.0.0.0/8")) || p.Bits() == 0 {
 				t.Errorf("%s tells %v, which is ours", n, p)
@@ -124,7 +124,7 @@ func TestAgentReportsReachableForeignNetworks(t *testing.T) {
 
 	// Changes of one node's routes, addresses and links cause reports of that node, but none of the
 	// other.
-	_, before, err := c.told(n1)
+	_, before, err := c.lastReport(n1)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -143,9 +143,9 @@ func TestAgentReportsReachableForeignNetworks(t *testing.T) {
 			continue
 		}
 		c.run(n2.Host, "%s", change.command)
-		c.untilTold(n2, change.command, func(r fabric.NodeNetworks) bool { return has(r, change.want...) })
+		c.untilReported(n2, change.command, func(r fabric.NodeNetworks) bool { return has(r, change.want...) })
 		c.run(n2.Host, "%s", change.undo)
-		c.untilTold(n2, change.undo, func(r fabric.NodeNetworks) bool {
+		c.untilReported(n2, change.undo, func(r fabric.NodeNetworks) bool {
 			return !slices.ContainsFunc(change.want, func(text string) bool { return has(r, text) })
 		})
 	}
@@ -158,10 +158,10 @@ func TestAgentReportsReachableForeignNetworks(t *testing.T) {
 		want = append(want, "2001:db8:7::/64")
 	}
 	c.run(n2.Host, "ip link set onprem up")
-	c.untilTold(n2, "the link", func(r fabric.NodeNetworks) bool { return has(r, want...) })
+	c.untilReported(n2, "the link", func(r fabric.NodeNetworks) bool { return has(r, want...) })
 	c.run(n2.Host, "ip link set onprem down") // the address stays, but the network cannot be reached
-	c.untilTold(n2, "the link that is down", func(r fabric.NodeNetworks) bool { return !has(r, "172.19.4.0/22") })
-	if _, now, _ := c.told(n1); now != before {
+	c.untilReported(n2, "the link that is down", func(r fabric.NodeNetworks) bool { return !has(r, "172.19.4.0/22") })
+	if _, now, _ := c.lastReport(n1); now != before {
 		t.Errorf("node 1 sent %d reports without a change", now-before)
 	}
 
@@ -174,15 +174,15 @@ func TestAgentReportsReachableForeignNetworks(t *testing.T) {
 		}
 		return err
 	})
-	if last, _, _ := c.told(n2); has(last, "0.0.0.0/1") {
+	if last, _, _ := c.lastReport(n2); has(last, "0.0.0.0/1") {
 		t.Errorf("node 2 tells %v", last)
 	}
 	// A new Node with the same name gets a report, too.
-	_, before, _ = c.told(n1)
+	_, before, _ = c.lastReport(n1)
 	c.in.Nodes[0].Created++
 	c.want()
 	c.eventually(n1, func() error {
-		if _, now, err := c.told(n1); now == before {
+		if _, now, err := c.lastReport(n1); now == before {
 			return fmt.Errorf("no report for the new Node: %w", err)
 		}
 		return nil
@@ -194,7 +194,7 @@ func TestAgentThatCannotReportForwardsTrafficAndShowsTheError(t *testing.T) {
 	t.Parallel()
 	c := newCluster(t, 2)
 	n := c.Nodes[1]
-	if err := os.Mkdir(c.toldPath(n), 0o700); err != nil { // so that the file cannot be written
+	if err := os.Mkdir(c.reportPath(n), 0o700); err != nil { // so that the file cannot be written
 		t.Fatal(err)
 	}
 	c.start(c.Nodes...)
@@ -206,10 +206,10 @@ func TestAgentThatCannotReportForwardsTrafficAndShowsTheError(t *testing.T) {
 		}
 		return err
 	})
-	if err := os.Remove(c.toldPath(n)); err != nil {
+	if err := os.Remove(c.reportPath(n)); err != nil {
 		t.Fatal(err)
 	}
-	c.untilTold(n, "anything", func(r fabric.NodeNetworks) bool { return len(r.Networks) > 0 })
+	c.untilReported(n, "anything", func(r fabric.NodeNetworks) bool { return len(r.Networks) > 0 })
 	if err := c.agents[n].end(unix.SIGTERM); err != nil {
 		t.Error(err)
 	}
@@ -217,7 +217,7 @@ func TestAgentThatCannotReportForwardsTrafficAndShowsTheError(t *testing.T) {
 
 func TestUnreachableAPIServerIsReportedInPlainWords(t *testing.T) {
 	a := new(agent)
-	a.told.err = fmt.Errorf("NodeNetworks isthmus-system/n: %w", &url.Error{Op: "Patch", URL: "https://10.96.0.1/apis", Err: &net.OpError{Op: "dial", Net: "tcp", Err: unix.EHOSTUNREACH}})
+	a.lastResult.err = fmt.Errorf("NodeNetworks isthmus-system/n: %w", &url.Error{Op: "Patch", URL: "https://10.96.0.1/apis", Err: &net.OpError{Op: "dial", Net: "tcp", Err: unix.EHOSTUNREACH}})
 	if got, want := a.status().Problems, "NodeNetworks isthmus-system/n: the API server does not answer: no route to host"; !slices.Contains(got, want) {
 		t.Errorf("got %q, want %q", got, want)
 	}

@@ -18,7 +18,7 @@ import (
 // Intervals between the agent's probes. Only tests change them.
 var (
 	probeInterval = overlay.Interval
-	probeAgain    = overlay.Again
+	probeAgain    = overlay.RetryInterval
 )
 
 // OverlayStatus is the result of probing the path to a gateway through the overlay, see package
@@ -33,7 +33,7 @@ type OverlayStatus struct {
 }
 
 // fails reports whether the path is broken in at least one direction, and since when.
-func (s OverlayStatus) fails() (since time.Time, is bool) {
+func (s OverlayStatus) fails() (since time.Time, broken bool) {
 	switch {
 	case s.Broken:
 		return s.Since, true
@@ -92,9 +92,9 @@ type backProbe struct {
 // backPeers is the maximum length of answer, and of one round of probes.
 const backPeers = 8
 
-// asks returns the peers to probe. If the path may be broken, these are the peers that have
+// targets returns the peers to probe. If the path may be broken, these are the peers that have
 // answered before. Otherwise it is remote, unless that peer has answered already.
-func (p *backProbe) asks(suspected bool, remote netip.Addr) []netip.Addr {
+func (p *backProbe) targets(suspected bool, remote netip.Addr) []netip.Addr {
 	switch {
 	case suspected:
 		return p.answer
@@ -118,10 +118,10 @@ func (p *backProbe) suspects(received, sent uint64) bool {
 	return silent
 }
 
-// ask sends each peer two datagrams that expire at the peer's gateway: one with TTL 2, because our
-// gateway is one hop if it is a Pod, and one with TTL 3, because it is two hops if it is on a
-// host's network. ask reports whether any answer came through the overlay.
-func (p *backProbe) ask(ctx context.Context, remotes []netip.Addr, device int) (came bool) {
+// probe sends each peer two datagrams that expire at the peer's gateway: one with TTL 2, because
+// our gateway is one hop if it is a Pod, and one with TTL 3, because it is two hops if it is on a
+// host's network. probe reports whether any answer came through the overlay.
+func (p *backProbe) probe(ctx context.Context, remotes []netip.Addr, device int) (answers bool) {
 	all := slices.Clone(remotes)
 	answered := make([]bool, len(all))
 	var group sync.WaitGroup
@@ -136,10 +136,10 @@ func (p *backProbe) ask(ctx context.Context, remotes []netip.Addr, device int) (
 	for i, remote := range all {
 		if answered[i] {
 			p.answered(remote)
-			came = true
+			answers = true
 		}
 	}
-	return came
+	return answers
 }
 
 // probeOverlay regularly probes whether packets reach the gateway, and whether packets come back
@@ -169,22 +169,22 @@ func (a *agent) probeOverlay(ctx context.Context) {
 			arrives := true
 			// Any other answer means that the gateway has no tunnel to that peer, so no answer
 			// would come back.
-			if index, received, sent, err := rtnl.Counters(kernel.OverlayDevice); err == nil && answer == overlay.WayOn {
-				news := received != back.received
-				suspected := back.suspects(received, sent) || p.Back.Doubted() && !news
-				asked := back.asks(suspected, remote)
-				switch came := back.ask(ctx, asked, index); {
-				case came, p.Back.Doubted() && news:
+			if index, received, sent, err := rtnl.Counters(kernel.OverlayDevice); err == nil && answer == overlay.Expired {
+				more := received != back.received
+				suspected := back.suspects(received, sent) || p.Back.Doubted() && !more
+				targets := back.targets(suspected, remote)
+				switch answered := back.probe(ctx, targets, index); {
+				case answered, p.Back.Doubted() && more:
 					p.Back.Take(began, true, true)
-				case suspected && len(asked) > 0:
+				case suspected && len(targets) > 0:
 					arrives = false
 					p.Back.Take(began, false, true)
 				}
 			}
-			switch _, is := p.fails(); {
-			case is && !was:
+			switch _, broken := p.fails(); {
+			case broken && !was:
 				a.log.Error("cannot reach the gateway through the overlay", "problem", p.problem())
-			case was && !is:
+			case was && !broken:
 				a.log.Info("gateway is reachable through the overlay again", "gateway", gateway)
 			}
 			if answer == overlay.NoAnswer || !arrives {
@@ -195,11 +195,11 @@ func (a *agent) probeOverlay(ctx context.Context) {
 		}
 		a.mu.Lock()
 		_, was := a.overlay.fails()
-		_, is := p.fails()
-		news := was != is || a.overlay.Broken != p.Broken
+		_, broken := p.fails()
+		changed := was != broken || a.overlay.Broken != p.Broken
 		a.overlay = p
 		a.mu.Unlock()
-		if news {
+		if changed {
 			set(a.moved) // the node's report contains it
 		}
 	}

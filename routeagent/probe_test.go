@@ -38,7 +38,7 @@ func TestProbeTargetsANetworkBehindTheActiveGateway(t *testing.T) {
 func TestOneWayLossIsReportedOnlyIfTheGatewayAnsweredBefore(t *testing.T) {
 	silent, known := netip.MustParseAddr("10.2.0.1"), netip.MustParseAddr("10.3.0.1")
 	var p backProbe
-	if got := p.asks(true, silent); len(got) != 0 {
+	if got := p.targets(true, silent); len(got) != 0 {
 		t.Errorf("asks %v although none has ever answered", got)
 	}
 	p.answered(known)
@@ -47,7 +47,7 @@ func TestOneWayLossIsReportedOnlyIfTheGatewayAnsweredBefore(t *testing.T) {
 		remote    netip.Addr
 		want      []netip.Addr
 	}{{false, silent, []netip.Addr{silent}}, {true, silent, []netip.Addr{known}}, {false, known, nil}, {true, known, []netip.Addr{known}}} {
-		if got := p.asks(c.suspected, c.remote); !slices.Equal(got, c.want) {
+		if got := p.targets(c.suspected, c.remote); !slices.Equal(got, c.want) {
 			t.Errorf("suspected %v, turn of %v: asks %v; want %v", c.suspected, c.remote, got, c.want)
 		}
 	}
@@ -107,7 +107,7 @@ func TestAnAgentReportsABrokenOverlay(t *testing.T) {
 		return !s.Ready && s.Overlay.Broken && strings.Contains(s.Error, "allow UDP 4800 between nodes")
 	})
 	c.eventually(n, func() error { // the report to the manager has it
-		b, err := os.ReadFile(c.toldPath(n))
+		b, err := os.ReadFile(c.reportPath(n))
 		if !strings.Contains(string(b), fmt.Sprintf(`"BrokenOverlay":{"Gateway":"%v","Since":"2`, gateway.Addr)) {
 			return fmt.Errorf("told %s%w", b, err)
 		}

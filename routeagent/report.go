@@ -78,8 +78,8 @@ func (a *agent) current() state {
 	return a.state
 }
 
-// tellReady reports problems that persist for two checks, until ctx ends.
-func (a *agent) tellReady(ctx context.Context) {
+// reportReady reports problems that persist for two checks, until ctx ends.
+func (a *agent) reportReady(ctx context.Context) {
 	tick := time.NewTicker(retryInterval)
 	defer tick.Stop()
 	failing, unwritten := 0, false
@@ -95,7 +95,7 @@ func (a *agent) tellReady(ctx context.Context) {
 		} else if wrong, failing = err.Error(), failing+1; failing == 1 {
 			continue
 		}
-		err := a.opts.TellReady(ctx, wrong)
+		err := a.opts.ReportReady(ctx, wrong)
 		if err != nil && !unwritten && ctx.Err() == nil {
 			a.log.Warn("cannot report the problem on the Node; retrying", "error", err)
 		}
@@ -103,13 +103,13 @@ func (a *agent) tellReady(ctx context.Context) {
 	}
 }
 
-// say requests a report by tellRefused if the refused networks have changed.
-func (a *agent) say(refused int64) {
+// setRefused requests a report by reportRefused if the refused networks have changed.
+func (a *agent) setRefused(refused int64) {
 	a.mu.Lock()
-	news := a.state.refused != refused
+	changed := a.state.refused != refused
 	a.state.refused = refused
 	a.mu.Unlock()
-	if news {
+	if changed {
 		set(a.refusing)
 	}
 }

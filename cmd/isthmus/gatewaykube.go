@@ -283,7 +283,7 @@ func ended(err error) string {
 func presharedOf(keys map[string]kube.PresharedKey) map[string]datapath.PresharedKeys {
 	all := make(map[string]datapath.PresharedKeys, len(keys))
 	for id, k := range keys {
-		all[id] = datapath.PresharedKeys{ID: k.ID, Key: k.Key, Former: k.Former, Changing: k.Changing}
+		all[id] = datapath.PresharedKeys{ID: k.ID, Key: k.Key, Previous: k.Former, Changing: k.Changing}
 	}
 	return all
 }

@@ -99,14 +99,14 @@ servers; probes need "host: 127.0.0.1".`, kernel.OverlayDevice, kernel.OverlayPo
 			if err != nil {
 				return err
 			}
-			o.Tell, o.TellRefused = reporter.Tell, reporter.TellRefused
+			o.ReportNetworks, o.ReportRefused = reporter.Tell, reporter.TellRefused
 			var events *kube.PodEvents
 			if pod := os.Getenv("POD_NAME"); pod != "" {
 				events, err = kube.NewPodEvents(config, "route-agent", installed, pod, types.UID(os.Getenv("POD_UID")))
 				if err != nil {
 					return err
 				}
-				o.TellReady = func(ctx context.Context, problem string) error {
+				o.ReportReady = func(ctx context.Context, problem string) error {
 					if problem == "" {
 						return events.Mended(ctx, "the node's configuration is applied again")
 					}

@@ -26,14 +26,14 @@ type Batch struct {
 	kept     int    // end of the last kept message in slab
 	taken    int    // start of the last message that Next returned
 	received []received
-	at       int // first datagram with messages that Next has not returned
+	next     int // first datagram with messages that Next has not returned
 }
 
 // received is the result of one recvmsg(2): one datagram, or several that the kernel joined.
 type received struct {
-	from    conn.Endpoint
-	at, end int // the part of slab that Next has not returned
-	segment int // length of each message except the last; 0 for a single message
+	from       conn.Endpoint
+	start, end int // the part of slab that Next has not returned
+	segment    int // length of each message except the last; 0 for a single message
 }
 
 // Space returns the memory for the next datagram: MaxDatagram octets, or nil if the batch is
@@ -63,22 +63,22 @@ func (b *Batch) Received(n, segment int, from conn.Endpoint) {
 func aligned(n int) int { return (n + slabAlign - 1) &^ (slabAlign - 1) }
 
 // Empty reports whether Next has returned all messages.
-func (b *Batch) Empty() bool { return b.at == len(b.received) }
+func (b *Batch) Empty() bool { return b.next == len(b.received) }
 
 // Next returns the next message and its sender, or nil if none is left.
 func (b *Batch) Next() ([]byte, conn.Endpoint) {
-	if b.at == len(b.received) {
+	if b.next == len(b.received) {
 		return nil, nil
 	}
-	r := &b.received[b.at]
+	r := &b.received[b.next]
 	end := r.end
 	if r.segment > 0 {
-		end = min(end, r.at+r.segment)
+		end = min(end, r.start+r.segment)
 	}
-	m, from := b.slab[r.at:end:end], r.from
-	b.taken = r.at
-	if r.at = end; end == r.end {
-		b.at++
+	m, from := b.slab[r.start:end:end], r.from
+	b.taken = r.start
+	if r.start = end; end == r.end {
+		b.next++
 	}
 	return m, from
 }
@@ -86,22 +86,22 @@ func (b *Batch) Next() ([]byte, conn.Endpoint) {
 // Keep preserves m, the last message of Next, until Reset. It moves the message into the space
 // of earlier messages that were not kept, and returns the moved message.
 func (b *Batch) Keep(m []byte) []byte {
-	at := b.taken
-	if to := aligned(b.kept); to+slabAlign <= at {
+	start := b.taken
+	if to := aligned(b.kept); to+slabAlign <= start {
 		copy(b.slab[to:], m)
-		m, at = b.slab[to:to+len(m):to+len(m)], to
+		m, start = b.slab[to:to+len(m):to+len(m)], to
 	}
-	b.kept = at + len(m)
+	b.kept = start + len(m)
 	return m
 }
 
 // Pack reclaims the memory of messages that were not kept. Next must have returned all messages.
 func (b *Batch) Pack() {
-	b.received, b.used, b.at = b.received[:0], aligned(b.kept), 0
+	b.received, b.used, b.next = b.received[:0], aligned(b.kept), 0
 }
 
 // Reset empties the batch and reclaims its memory.
 func (b *Batch) Reset() {
 	b.More, b.Lost = false, 0
-	b.received, b.used, b.kept, b.at = b.received[:0], 0, 0, 0
+	b.received, b.used, b.kept, b.next = b.received[:0], 0, 0, 0
 }

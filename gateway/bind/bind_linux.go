@@ -144,7 +144,7 @@ func (b *Bind) IgnorePath(ignore bool) error {
 func (b *Bind) SegmentationRefused() uint64 { return b.refused.Load() }
 
 // Endpoint returns the endpoint of a remote address. The kernel chooses the local address.
-func (b *Bind) Endpoint(at netip.AddrPort) conn.Endpoint { return newEndpoint(at, netip.Addr{}) }
+func (b *Bind) Endpoint(addr netip.AddrPort) conn.Endpoint { return newEndpoint(addr, netip.Addr{}) }
 
 // Send sends datagrams to an Endpoint, in order, and continues after an error. Unsent returns
 // the number of datagrams that were not sent. Send blocks while the socket's buffer is full.

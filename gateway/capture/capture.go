@@ -134,17 +134,17 @@ func (c *Capture) Add(p Place, dir natengine.Direction, length int, comment stri
 	}
 }
 
-// End ends the capture. The argument why is the reason to report. Only the reason of the first call
-// counts.
-func (c *Capture) End(why string) {
+// End ends the capture. The argument reason is the reason to report. Only the reason of the first
+// call counts.
+func (c *Capture) End(reason string) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	c.end(why)
+	c.end(reason)
 }
 
-func (c *Capture) end(why string) {
+func (c *Capture) end(reason string) {
 	if c.ended == "" {
-		c.ended = why
+		c.ended = reason
 		close(c.done)
 	}
 }

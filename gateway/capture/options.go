@@ -116,18 +116,18 @@ func parseEnd(s string) (netip.AddrPort, error) {
 		}
 		return netip.AddrPortFrom(netip.Addr{}, uint16(n)), nil
 	}
-	at, err := netip.ParseAddrPort(s)
+	addr, err := netip.ParseAddrPort(s)
 	if err != nil {
 		a, err := netip.ParseAddr(s)
 		if err != nil {
 			return netip.AddrPort{}, wrong
 		}
-		at = netip.AddrPortFrom(a, 0)
+		addr = netip.AddrPortFrom(a, 0)
 	}
-	if at.Addr().Zone() != "" {
+	if addr.Addr().Zone() != "" {
 		return netip.AddrPort{}, wrong
 	}
-	return netip.AddrPortFrom(at.Addr().Unmap(), at.Port()), nil
+	return netip.AddrPortFrom(addr.Addr().Unmap(), addr.Port()), nil
 }
 
 // Parse reads the options from URL parameters, all of which are optional.
@@ -265,20 +265,20 @@ func (o *Options) Narrow() bool { return o.Proto != 0 || o.Ends != [2]netip.Addr
 // WantsEnds reports whether the options select a packet with this protocol and these ends.
 func (o *Options) WantsEnds(t natengine.Tuple) bool {
 	a, b := o.Ends[0], o.Ends[1]
-	return o.wantsProto(t.Proto) && (is(a, t.Src) && is(b, t.Dst) || is(a, t.Dst) && is(b, t.Src))
+	return o.wantsProto(t.Proto) && (matches(a, t.Src) && matches(b, t.Dst) || matches(a, t.Dst) && matches(b, t.Src))
 }
 
 // WantsRemote reports whether the options may select a packet with this remote end, for some
 // local end. NAT does not change the remote end.
 func (o *Options) WantsRemote(proto uint8, remote netip.AddrPort) bool {
-	return o.wantsProto(proto) && (is(o.Ends[0], remote) || is(o.Ends[1], remote))
+	return o.wantsProto(proto) && (matches(o.Ends[0], remote) || matches(o.Ends[1], remote))
 }
 
 func (o *Options) wantsProto(proto uint8) bool {
 	return o.Proto == 0 || o.Proto == proto || o.Proto == packet.ICMP && proto == packet.ICMPv6
 }
 
-// is reports whether the end have matches the end want of the options.
-func is(want, have netip.AddrPort) bool {
+// matches reports whether the end have matches the end want of the options.
+func matches(want, have netip.AddrPort) bool {
 	return (!want.Addr().IsValid() || want.Addr() == have.Addr()) && (want.Port() == 0 || want.Port() == have.Port())
 }

@@ -66,8 +66,8 @@ func option64(b []byte, code uint16, value uint64) []byte {
 }
 
 // optionTime appends an option that holds a time. The upper 32 bits come first.
-func optionTime(b []byte, code uint16, at time.Time) []byte {
-	ns := uint64(at.UnixNano())
+func optionTime(b []byte, code uint16, t time.Time) []byte {
+	ns := uint64(t.UnixNano())
 	return option64(b, code, ns>>32|ns<<32)
 }
 
@@ -106,9 +106,9 @@ func header(b []byte, program string, snap int) []byte {
 
 // packetBlock appends the block of a packet. lost is the number of packets that are missing
 // before it at the same place.
-func packetBlock(b []byte, p Place, at time.Time, dir natengine.Direction, length int, lost uint64, comment string, parts ...[]byte) []byte {
+func packetBlock(b []byte, p Place, t time.Time, dir natengine.Direction, length int, lost uint64, comment string, parts ...[]byte) []byte {
 	return block(b, blockPacket, func(b []byte) []byte {
-		ns, size := uint64(at.UnixNano()), 0
+		ns, size := uint64(t.UnixNano()), 0
 		for _, part := range parts {
 			size += len(part)
 		}

@@ -102,21 +102,21 @@ func (m *Monitor) Sessions(stats map[[32]byte]datapath.Stats, now time.Time) (tr
 	return try, rest
 }
 
-// doubtPatience is the time beyond the round trip within which a peer that still has our session
+// testPatience is the time beyond the round trip within which a peer that still has our session
 // must answer.
-const doubtPatience = 300 * time.Millisecond
+const testPatience = 300 * time.Millisecond
 
-// Doubt makes the Monitor test a peer that sends under a session that this gateway does not have.
-// It never blocks: if many peers are reported at once, it ignores some.
-func (m *Monitor) Doubt(key [32]byte) {
+// TestSession makes the Monitor test a peer that sends under a session that this gateway does not
+// have. It never blocks: if many peers are reported at once, it ignores some.
+func (m *Monitor) TestSession(key [32]byte) {
 	select {
-	case m.doubts <- key:
+	case m.suspects <- key:
 	default:
 	}
 }
 
-// test pings a peer reported by Doubt, and starts a handshake if no answer comes. WireGuard alone
-// would start one only after 15 seconds.
+// test pings a peer reported by TestSession, and starts a handshake if no answer comes. WireGuard
+// alone would start one only after 15 seconds.
 func (m *Monitor) test(key [32]byte) {
 	m.mu.Lock()
 	var p *checked
@@ -131,7 +131,7 @@ func (m *Monitor) test(key [32]byte) {
 	}
 	m.ping([]*checked{p})
 	m.mu.Lock()
-	at, wait := p.sent[(p.n-1)%window].at, doubtPatience+p.result.RTT
+	sent, wait := p.sent[(p.n-1)%window].at, testPatience+p.result.RTT
 	m.mu.Unlock()
 	m.wg.Go(func() {
 		select {
@@ -140,7 +140,7 @@ func (m *Monitor) test(key [32]byte) {
 		case <-time.After(wait):
 		}
 		m.mu.Lock()
-		answered := !p.newest.Before(at)
+		answered := !p.newest.Before(sent)
 		m.mu.Unlock()
 		if !answered {
 			m.o.Log.Info("peer uses another WireGuard session; starting a handshake", "peer", p.ID)

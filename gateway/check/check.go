@@ -125,7 +125,7 @@ type Options struct {
 	Log *slog.Logger
 	// RTT is called with the round-trip time of each answer.
 	RTT func(id string, rtt time.Duration)
-	// Handshake starts a handshake with a peer. It is required if Doubt is used.
+	// Handshake starts a handshake with a peer. It is required if TestSession is used.
 	Handshake func(key [32]byte)
 	// Hold, if not nil, is closed when the first PINGs may be sent.
 	Hold <-chan struct{}
@@ -139,10 +139,10 @@ type Monitor struct {
 	port Port
 	o    Options
 
-	fresh  chan struct{} // wakes send: there are peers that were never pinged
-	doubts chan [32]byte // public keys passed to Doubt
-	done   chan struct{}
-	wg     sync.WaitGroup
+	fresh    chan struct{} // wakes send: there are peers that were never pinged
+	suspects chan [32]byte // public keys passed to TestSession
+	done     chan struct{}
+	wg       sync.WaitGroup
 
 	more time.Time   // when more new peers may be pinged; used only by send
 	held atomic.Bool // Options.Hold is not closed yet: new peers are not pinged
@@ -150,10 +150,10 @@ type Monitor struct {
 	rejected [numRejections]atomic.Uint64
 	answered atomic.Uint64 // number of answered PINGs
 
-	mu    sync.Mutex
-	peers map[string]*checked
-	at    map[netip.Addr]*checked // peers by the source address of their PINGs
-	slots [slots][]*checked
+	mu       sync.Mutex
+	peers    map[string]*checked
+	bySource map[netip.Addr]*checked // peers by the source address of their PINGs
+	slots    [slots][]*checked
 	// answers holds moving averages of the handshakes per second that peers answered and did not
 	// answer (see Sessions).
 	answers struct{ answered, lost float64 }
@@ -187,7 +187,7 @@ type probe struct {
 // Start starts both roles. The Monitor owns port.
 func Start(port Port, o Options) *Monitor {
 	m := &Monitor{port: port, o: o,
-		fresh: make(chan struct{}, 1), doubts: make(chan [32]byte, burst), done: make(chan struct{}), peers: make(map[string]*checked), at: make(map[netip.Addr]*checked)}
+		fresh: make(chan struct{}, 1), suspects: make(chan [32]byte, burst), done: make(chan struct{}), peers: make(map[string]*checked), bySource: make(map[netip.Addr]*checked)}
 	if o.Hold != nil {
 		m.hold(o.Hold)
 	}
@@ -209,23 +209,23 @@ func (m *Monitor) Set(peers []Peer) {
 	for i := range peers {
 		stay[peers[i].ID] = true
 	}
-	var gone []string
+	var removed []string
 	m.mu.Lock()
 	for id := range m.peers {
 		if !stay[id] {
-			gone = append(gone, id)
+			removed = append(removed, id)
 		}
 	}
 	m.mu.Unlock()
-	m.Change(peers, gone)
+	m.Change(peers, removed)
 }
 
 // Change does the same as Set, but is given only the changed and the removed peers.
-func (m *Monitor) Change(peers []Peer, gone []string) {
+func (m *Monitor) Change(peers []Peer, removed []string) {
 	now := time.Now()
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	for _, id := range gone {
+	for _, id := range removed {
 		if p := m.peers[id]; p != nil {
 			m.forget(p)
 		}
@@ -251,7 +251,7 @@ func (m *Monitor) Change(peers []Peer, gone []string) {
 			}
 		}
 		m.peers[p.ID] = p
-		m.at[p.Allowed[0].Addr()] = p // the address that gateway.gatewayOf derives, too
+		m.bySource[p.Allowed[0].Addr()] = p // the address that gateway.gatewayOf derives, too
 		m.slots[p.slot] = append(m.slots[p.slot], p)
 		p.away = i >= burst
 		m.look()
@@ -283,8 +283,8 @@ func (m *Monitor) moved(p *checked, to Peer, now time.Time) bool {
 // forget removes a peer. The caller holds m.mu.
 func (m *Monitor) forget(p *checked) {
 	delete(m.peers, p.ID)
-	if m.at[p.Allowed[0].Addr()] == p {
-		delete(m.at, p.Allowed[0].Addr())
+	if m.bySource[p.Allowed[0].Addr()] == p {
+		delete(m.bySource, p.Allowed[0].Addr())
 	}
 	m.slots[p.slot] = slices.DeleteFunc(m.slots[p.slot], func(other *checked) bool { return other == p })
 }
@@ -358,7 +358,7 @@ func (m *Monitor) send() {
 			return
 		case <-m.fresh:
 			m.pingNew()
-		case key := <-m.doubts:
+		case key := <-m.suspects:
 			m.test(key)
 		case <-turns.C:
 			now := int(time.Since(began) / slotTime)
@@ -475,18 +475,18 @@ func (m *Monitor) findLate(now time.Time) {
 
 // loss returns the share of unanswered PINGs, and the number of PINGs that it is based on. PINGs
 // of the last interval may still be answered, so they do not count.
-func (p *checked) loss(now time.Time) (share float64, of int) {
+func (p *checked) loss(now time.Time) (share float64, sent int) {
 	lost := 0
 	for _, s := range p.sent[:min(p.n, window)] {
 		if !s.answered && now.Sub(s.at) < interval {
 			continue
 		}
-		if of++; !s.answered {
+		if sent++; !s.answered {
 			lost++
 		}
 	}
-	if of == 0 {
+	if sent == 0 {
 		return 0, 0
 	}
-	return float64(lost) / float64(of), of
+	return float64(lost) / float64(sent), sent
 }

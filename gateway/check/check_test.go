@@ -356,7 +356,7 @@ func FuzzCheckMessage(f *testing.F) {
 				t.Errorf("sent %q, %v", out, err)
 			}
 		})
-		c := &Monitor{port: s, o: Options{Log: quiet}, peers: map[string]*checked{}, at: map[netip.Addr]*checked{}}
+		c := &Monitor{port: s, o: Options{Log: quiet}, peers: map[string]*checked{}, bySource: map[netip.Addr]*checked{}}
 		c.Set([]Peer{bravoPeer})
 		from := netip.MustParseAddrPort("10.246.0.0:9")
 		if probe {
@@ -437,7 +437,7 @@ func TestCheckSpreadsItsPingsOverTheInterval(t *testing.T) {
 func TestIncrementalCheckChangesEqualAFullConfiguration(t *testing.T) {
 	rng := rand.New(rand.NewPCG(14, 3))
 	fresh := func() *Monitor {
-		return &Monitor{o: Options{Log: quiet}, peers: make(map[string]*checked), at: make(map[netip.Addr]*checked)}
+		return &Monitor{o: Options{Log: quiet}, peers: make(map[string]*checked), bySource: make(map[netip.Addr]*checked)}
 	}
 	peerOf := func(i int) Peer {
 		p := manyPeers(i + 1)[i]
@@ -468,8 +468,8 @@ func TestIncrementalCheckChangesEqualAFullConfiguration(t *testing.T) {
 		c.Change(changed, gone)
 		reference := fresh()
 		reference.Set(slices.Collect(maps.Values(now)))
-		if len(c.peers) != len(reference.peers) || len(c.at) != len(reference.at) {
-			t.Fatalf("step %d: %d peers at %d addresses, want %d at %d", step, len(c.peers), len(c.at), len(reference.peers), len(reference.at))
+		if len(c.peers) != len(reference.peers) || len(c.bySource) != len(reference.bySource) {
+			t.Fatalf("step %d: %d peers at %d addresses, want %d at %d", step, len(c.peers), len(c.bySource), len(reference.peers), len(reference.bySource))
 		}
 		inSlots := 0
 		for slot, all := range c.slots {
@@ -481,7 +481,7 @@ func TestIncrementalCheckChangesEqualAFullConfiguration(t *testing.T) {
 			}
 		}
 		for id, p := range c.peers {
-			if p.Peer != reference.peers[id].Peer || c.at[p.Allowed[0].Addr()] != p {
+			if p.Peer != reference.peers[id].Peer || c.bySource[p.Allowed[0].Addr()] != p {
 				t.Fatalf("step %d: %+v, want %+v", step, p.Peer, reference.peers[id].Peer)
 			}
 			if p.path.base != p.BaseMTU || p.path.Ceiling != p.MaxMTU {
@@ -671,18 +671,18 @@ func TestUnknownSessionDataStartsAHandshakeOnlyWithASilentPeer(t *testing.T) {
 		}
 		time.Sleep(500 * time.Millisecond)
 		rtt := result().RTT
-		c.Doubt(bravoPeer.Key)
+		c.TestSession(bravoPeer.Key)
 		time.Sleep(time.Second)
 		if synctest.Wait(); len(begun) != 0 {
 			t.Error("a handshake, though the peer answers")
 		}
 		l.set(true)
 		at := time.Now()
-		c.Doubt(bravoPeer.Key)
-		c.Doubt([32]byte{1}) // the key of no peer
+		c.TestSession(bravoPeer.Key)
+		c.TestSession([32]byte{1}) // the key of no peer
 		time.Sleep(time.Second)
 		synctest.Wait()
-		if want := []time.Time{at.Add(doubtPatience + rtt)}; !slices.Equal(begun, want) {
+		if want := []time.Time{at.Add(testPatience + rtt)}; !slices.Equal(begun, want) {
 			t.Errorf("handshakes at %v; want %v", begun, want)
 		}
 	})

@@ -80,7 +80,7 @@ func (m *Monitor) answer(msg message, from netip.AddrPort) {
 		return
 	}
 	m.mu.Lock()
-	p := m.at[from.Addr()]
+	p := m.bySource[from.Addr()]
 	if p != nil {
 		p.result.Asked = time.Now()
 		if p.away {
@@ -129,14 +129,14 @@ func (m *Monitor) take(msg message, stamp time.Time, from netip.AddrPort) {
 		return
 	}
 	p.sent[i].answered = true
-	at := p.sent[i].at
+	sent := p.sent[i].at
 	// The answer to a newer PING came first. This one is late, not lost.
-	if at.Before(p.newest) {
+	if sent.Before(p.newest) {
 		m.mu.Unlock()
 		return
 	}
-	rtt := now.Sub(at)
-	p.newest, p.result.Answered, p.result.RTT = at, now, rtt
+	rtt := now.Sub(sent)
+	p.newest, p.result.Answered, p.result.RTT = sent, now, rtt
 	if p.result.State != Connected {
 		m.enter(p, Connected, now)
 	}

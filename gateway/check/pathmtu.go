@@ -96,8 +96,8 @@ type pathSearch struct {
 
 	// The bounds of the search, as steps: low is the largest that passes, -1 for none; high is the
 	// smallest that does not pass.
-	low, high int
-	doubt     bool // a round suggests that the size in force must be lowered; another one has to confirm that
+	low, high   int
+	unconfirmed bool // a round suggests that the size in force must be lowered; another one has to confirm that
 
 	round []pathProbe // being sent; nil: none
 	began time.Time
@@ -151,7 +151,7 @@ func (s *pathSearch) begin(now time.Time) {
 	if s.Ceiling == 0 {
 		return
 	}
-	s.State, s.low, s.high, s.doubt = PathSearching, -1, s.steps(), false
+	s.State, s.low, s.high, s.unconfirmed = PathSearching, -1, s.steps(), false
 	s.raise, s.raised, s.round = pathRaise, now, nil
 }
 
@@ -230,9 +230,9 @@ func (s *pathSearch) candidates() []int {
 
 // answer records the answer to the message that was sent at a time, and reports whether that
 // message belongs to the round.
-func (s *pathSearch) answer(at time.Time) bool {
+func (s *pathSearch) answer(sent time.Time) bool {
 	for i := range s.round {
-		if p := &s.round[i]; p.at.Equal(at) && !p.answered {
+		if p := &s.round[i]; p.at.Equal(sent) && !p.answered {
 			p.answered = true
 			return true
 		}
@@ -262,14 +262,14 @@ func (s *pathSearch) look(now time.Time, rtt time.Duration) (changed bool) {
 		}
 	}
 	if best >= s.Bytes {
-		s.Confirmed, s.doubt = now, false
+		s.Confirmed, s.unconfirmed = now, false
 	}
 	if !control { // not even a control message was answered, so sizes say nothing
 		return false
 	}
 	if s.kind == pathConfirm {
 		if best == 0 {
-			s.State, s.low, s.high, s.doubt = PathSearching, -1, s.steps(), false
+			s.State, s.low, s.high, s.unconfirmed = PathSearching, -1, s.steps(), false
 		}
 		return false
 	}
@@ -296,11 +296,11 @@ func (s *pathSearch) conclude(round []pathProbe, best int, now time.Time) (chang
 	}
 	// The loss may come from a queue that was full for a moment, so probe again before the size is
 	// lowered.
-	if s.kind == pathSearches && !s.doubt && (s.low < 0 || size < s.Bytes) {
-		s.doubt, s.low, s.high = true, -1, s.steps()
+	if s.kind == pathSearches && !s.unconfirmed && (s.low < 0 || size < s.Bytes) {
+		s.unconfirmed, s.low, s.high = true, -1, s.steps()
 		return false
 	}
-	s.doubt = false
+	s.unconfirmed = false
 	if size < s.Bytes {
 		if s.raise = pathRaise; !s.fell.IsZero() && now.Sub(s.fell) < pathRaiseMost {
 			s.raise = pathRaiseMost

@@ -19,15 +19,15 @@ const (
 	// quantum is the cost that one peer may use per turn. Messages that cannot be attributed to a
 	// peer have a smaller quantum: junk gets at most a fifth of the time of a peer, while messages
 	// of a peer with a new address still pass.
-	quantum       = 64 << 10
-	nobodyQuantum = quantum / 4
+	quantum        = 64 << 10
+	unknownQuantum = quantum / 4
 
 	// backlogLimit is the limit of the total cost of waiting messages, and thereby of their delay:
 	// about 8,000 small or 3,400 full-size messages. Each queue gets an equal share of it, but at
 	// least leastQueue, so that the first flight of a TCP connection fits.
 	backlogLimit = 8 << 20
 	leastQueue   = 128 << 10
-	nobodyLimit  = 256 << 10
+	unknownLimit = 256 << 10
 
 	// maxSlabs limits the memory of waiting messages to 14 MiB. While all of it is in use, further
 	// messages stay in the socket. Refused messages use none of it, so the size of a peer's queue
@@ -102,7 +102,7 @@ func (b *backlog) push(p *peer, w waiting) bool {
 // limit returns the maximum cost of the queue of a peer, or of the queue without a peer (nil).
 func (b *backlog) limit(p *peer) int {
 	if p == nil {
-		return nobodyLimit
+		return unknownLimit
 	}
 	return max(leastQueue, backlogLimit/len(b.queues))
 }
@@ -119,15 +119,15 @@ func (b *backlog) begin(p *peer) *queue {
 		q = new(queue)
 	}
 	q.peer = p
-	q.grant()
+	q.refill()
 	b.queues[p] = q
 	b.append(q)
 	return q
 }
 
-func (q *queue) grant() {
+func (q *queue) refill() {
 	if q.peer == nil {
-		q.deficit += nobodyQuantum
+		q.deficit += unknownQuantum
 	} else {
 		q.deficit += quantum
 	}
@@ -147,7 +147,7 @@ func (b *backlog) pop() waiting {
 	for b.first.deficit <= 0 {
 		q := b.first
 		b.first = q.next
-		q.grant()
+		q.refill()
 		b.append(q)
 	}
 	q := b.first

@@ -38,7 +38,7 @@ func TestBacklogMessageWaitsAtMostOneTurnOfEachOtherPeer(t *testing.T) {
 	for m := b.Pop(); m[0] != 200; m = b.Pop() {
 		cost += len(m) + datapath.MessageCost
 	}
-	if most := floods*(datapath.Quantum+2000) + datapath.NobodyQuantum + 2000; cost > most {
+	if most := floods*(datapath.Quantum+2000) + datapath.UnknownQuantum + 2000; cost > most {
 		t.Errorf("messages of cost %d went first: want %d at most", cost, most)
 	}
 }
@@ -59,7 +59,7 @@ func TestBacklogSharesTimeByMessageCost(t *testing.T) {
 	for peer := range sizes {
 		want := got[1]
 		if peer == 0 {
-			want /= datapath.Quantum / datapath.NobodyQuantum
+			want /= datapath.Quantum / datapath.UnknownQuantum
 		}
 		if diff := got[peer] - want; diff < -want/20-2*datapath.Quantum || diff > want/20+2*datapath.Quantum {
 			t.Errorf("peer %d got %d: want about %d", peer, got[peer], want)
@@ -93,7 +93,7 @@ func TestTheBacklogKeepsOrderAndBounds(t *testing.T) {
 		m := from(byte(rng.IntN(12)), 5+rng.IntN(1500))
 		binary.BigEndian.PutUint32(m[1:], i)
 		peer := m[0]
-		limit := datapath.NobodyLimit
+		limit := datapath.UnknownLimit
 		if peer != 0 {
 			limit = max(datapath.LeastQueue, datapath.BacklogLimit/max(1, len(waiting)))
 		}

@@ -33,11 +33,11 @@ type budgets struct {
 // spend takes one token from the budget k, which gains a token in each interval every, up to
 // burst tokens. It returns false if the budget is empty.
 func (b *budgets) spend(k budget, now time.Time, every time.Duration, burst int) bool {
-	at, ok := b.spent[k]
-	if at.Before(now) {
-		at = now
+	full, ok := b.spent[k]
+	if full.Before(now) {
+		full = now
 	}
-	if at.Sub(now) > every*time.Duration(burst-1) {
+	if full.Sub(now) > every*time.Duration(burst-1) {
 		return false
 	}
 	if !ok && now.Sub(b.swept) > time.Second {
@@ -50,7 +50,7 @@ func (b *budgets) spend(k budget, now time.Time, every time.Duration, burst int)
 	if b.spent == nil {
 		b.spent = make(map[budget]time.Time)
 	}
-	b.spent[k] = at.Add(every)
+	b.spent[k] = full.Add(every)
 	return true
 }
 
@@ -58,12 +58,12 @@ func (b *budgets) spend(k budget, now time.Time, every time.Duration, burst int)
 // from it. If there are none, it returns 1 if the address is the configured endpoint of a peer.
 // Anybody may send from the address of a relay. So for a relay the result is the number of peers
 // whose last message came from that address and port.
-func (t *Tunnel) peersAt(at netip.AddrPort) (n int) {
-	if n = t.heard.at(at.Addr()); n == 0 && t.peers.Load().byAddr[at.Addr()] != nil {
+func (t *Tunnel) peersAt(source netip.AddrPort) (n int) {
+	if n = t.locations.atAddr(source.Addr()); n == 0 && t.peers.Load().byAddr[source.Addr()] != nil {
 		n = 1
 	}
-	if n > 0 && t.relay(at.Addr()) {
-		return t.heard.exactly(at)
+	if n > 0 && t.relay(source.Addr()) {
+		return t.locations.atAddrPort(source)
 	}
 	return n
 }
@@ -83,50 +83,50 @@ func (t *Tunnel) relay(addr netip.Addr) bool {
 	return relays != nil && (*relays)(addr)
 }
 
-// heard counts peers by the address from which their last authentic message came. Methods may be
-// called concurrently.
-type heard struct {
+// locationCounts counts peers by the address from which their last authentic message came. Methods
+// may be called concurrently.
+type locationCounts struct {
 	mu     sync.RWMutex
 	byAddr map[netip.Addr]int     // number of peers at an address
 	byPort map[netip.AddrPort]int // number of peers at an address and port
 }
 
-// whereabouts is the address and port at which a peer is counted, and the time when it was first
+// location is the address and port at which a peer is counted, and the time when it was first
 // counted there.
-type whereabouts struct {
-	at    netip.AddrPort
+type location struct {
+	addr  netip.AddrPort
 	since time.Time
 }
 
 // note records the address and port from which a peer has sent. A peer that moves is counted at
 // its new address only movePause after its last move, because it may have used up the budget of
 // the new address, too. If the address is unchanged, note costs one comparison.
-func (h *heard) note(p *peer, from conn.Endpoint, now time.Time) {
-	at := remoteOf(from)
-	if was := p.heardAt.Load(); was == nil || was.at != at && now.Sub(was.since) >= movePause {
-		h.move(p, &whereabouts{at, now})
+func (h *locationCounts) note(p *peer, from conn.Endpoint, now time.Time) {
+	addr := remoteOf(from)
+	if was := p.location.Load(); was == nil || was.addr != addr && now.Sub(was.since) >= movePause {
+		h.move(p, &location{addr, now})
 	}
 }
 
 // move changes the address at which a peer is counted. With nil it removes the peer; later calls
 // then have no effect.
-func (h *heard) move(p *peer, to *whereabouts) {
+func (h *locationCounts) move(p *peer, to *location) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	was := p.heardAt.Load()
-	if p.gone {
+	was := p.location.Load()
+	if p.removed {
 		return
 	}
 	if was != nil {
-		add(&h.byAddr, was.at.Addr(), -1)
-		add(&h.byPort, was.at, -1)
+		add(&h.byAddr, was.addr.Addr(), -1)
+		add(&h.byPort, was.addr, -1)
 	}
-	p.heardAt.Store(to)
-	if p.gone = to == nil; p.gone {
+	p.location.Store(to)
+	if p.removed = to == nil; p.removed {
 		return
 	}
-	add(&h.byAddr, to.at.Addr(), 1)
-	add(&h.byPort, to.at, 1)
+	add(&h.byAddr, to.addr.Addr(), 1)
+	add(&h.byPort, to.addr, 1)
 }
 
 // add adds n to a counter, and deletes a counter that becomes zero.
@@ -139,16 +139,16 @@ func add[K comparable](counters *map[K]int, k K, n int) {
 	}
 }
 
-// at returns the number of peers whose last message came from an address.
-func (h *heard) at(addr netip.Addr) int {
+// atAddr returns the number of peers whose last message came from an address.
+func (h *locationCounts) atAddr(addr netip.Addr) int {
 	h.mu.RLock()
 	defer h.mu.RUnlock()
 	return h.byAddr[addr]
 }
 
-// exactly returns the number of peers whose last message came from an address and port.
-func (h *heard) exactly(at netip.AddrPort) int {
+// atAddrPort returns the number of peers whose last message came from an address and port.
+func (h *locationCounts) atAddrPort(addr netip.AddrPort) int {
 	h.mu.RLock()
 	defer h.mu.RUnlock()
-	return h.byPort[at]
+	return h.byPort[addr]
 }

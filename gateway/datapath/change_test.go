@@ -47,16 +47,16 @@ func TestIncrementalTunnelChangesEqualAFullConfiguration(t *testing.T) {
 			if e, ok := endpointOf(p.dev).(interface{ AddrPort() netip.AddrPort }); ok {
 				at = e.AddrPort()
 			}
-			all = append(all, fmt.Sprint(state.ID(), p.key[0], table.at[p], at, tunnel.places[p.key]))
+			all = append(all, fmt.Sprint(state.ID(), p.key[0], table.addrs[p], at, tunnel.endpoints[p.key]))
 		}
 		places := slices.SortedFunc(maps.Keys(table.byAddr), netip.Addr.Compare)
-		return append(slices.Sorted(slices.Values(all)), fmt.Sprint(places, len(table.byDevice), len(table.at), len(tunnel.places)))
+		return append(slices.Sorted(slices.Values(all)), fmt.Sprint(places, len(table.byDevice), len(table.addrs), len(tunnel.endpoints)))
 	}
 	tunnel, now := open(), make(map[*natengine.PeerState]Peer)
 	keys := rng.Perm(20)
 	for step := range 400 {
 		var changed []Peer
-		var gone []*natengine.PeerState
+		var removed []*natengine.PeerState
 		if rng.IntN(3) == 0 {
 			rng.Shuffle(len(keys), func(i, j int) { keys[i], keys[j] = keys[j], keys[i] }) // move keys between peers
 		}
@@ -65,7 +65,7 @@ func TestIncrementalTunnelChangesEqualAFullConfiguration(t *testing.T) {
 			switch next := (Peer{State: state, Key: [32]byte{byte(1 + keys[i])}, Endpoint: was.Endpoint}); {
 			case rng.IntN(6) == 0:
 				if is {
-					gone = append(gone, state)
+					removed = append(removed, state)
 				}
 				delete(now, state)
 			case rng.IntN(3) == 0 || is && was.Key != next.Key:
@@ -78,7 +78,7 @@ func TestIncrementalTunnelChangesEqualAFullConfiguration(t *testing.T) {
 		}
 		before := tunnel.peers.Load()
 		peersBefore := len(before.byState)
-		if err := tunnel.Change(changed, gone); err != nil {
+		if err := tunnel.Change(changed, removed); err != nil {
 			t.Fatal(err)
 		}
 		if len(before.byState) != peersBefore {

@@ -7,9 +7,9 @@ import (
 	"github.com/isthmus-net/isthmus/natengine"
 )
 
-// maxBrought is the maximum number of octets that wait in a Tunnel, after Bring, for its outbound
+// maxInjected is the maximum number of octets that wait in a Tunnel, after Inject, for its outbound
 // goroutine.
-const maxBrought = 4 << 20
+const maxInjected = 4 << 20
 
 // A diversion is the state of Divert.
 type diversion struct {
@@ -23,7 +23,7 @@ type diversion struct {
 // session.
 //
 // The outbound goroutine calls f, which must neither block nor keep the packet. The packet starts
-// with the virtio header. Packets of the in-process endpoint and of Bring still go to peers. Call
+// with the virtio header. Packets of the in-process endpoint and of Inject still go to peers. Call
 // Divert once, after Up.
 func (t *Tunnel) Divert(f func(p []byte)) {
 	d := &diversion{f: f, begun: make(chan struct{})}
@@ -43,21 +43,21 @@ func (o *outbound) divert() {
 	}
 }
 
-// Bring sends a packet to its peer, as if the link had delivered the packet. p starts with the
-// virtio header; Bring copies it. If there is no room, the packet is dropped and counted as
+// Inject sends a packet to its peer, as if the link had delivered the packet. p starts with the
+// virtio header; Inject copies it. If there is no room, the packet is dropped and counted as
 // DropNoMandate. Before Up, packets wait.
-func (t *Tunnel) Bring(p []byte) {
-	if !t.brought.push(p) {
+func (t *Tunnel) Inject(p []byte) {
+	if !t.injected.push(p) {
 		t.engine.Count(nil, natengine.Outbound, natengine.DropNoMandate)
 		return
 	}
 	t.link.Wake()
 }
 
-// readBrought adds the packets of Bring to a batch, until the batch is full.
-func (o *outbound) readBrought(b *batch) {
+// readInjected adds the packets of Inject to a batch, until the batch is full.
+func (o *outbound) readInjected(b *batch) {
 	for !b.full {
-		n := o.t.brought.pop(o.scratch)
+		n := o.t.injected.pop(o.scratch)
 		if n == 0 {
 			return
 		}
@@ -76,7 +76,7 @@ type parcels struct {
 func (q *parcels) push(p []byte) bool {
 	q.mu.Lock()
 	defer q.mu.Unlock()
-	if q.octets+len(p) > maxBrought {
+	if q.octets+len(p) > maxInjected {
 		return false
 	}
 	q.all = append(q.all, append([]byte(nil), p...))

@@ -20,7 +20,7 @@ func TestDivertedPacketsCanBeReinjectedUnaltered(t *testing.T) {
 	var diverted atomic.Int64
 	a.tunnel.Divert(func(p []byte) {
 		diverted.Add(1)
-		a.tunnel.Bring(p)
+		a.tunnel.Inject(p)
 	})
 	transfers(t, a, b, 2, 1<<20)
 	if err := echoUDP(a, a.node, b, b.pod, 50, false, nil); err != nil {
@@ -85,8 +85,8 @@ func TestReinjectedPacketsWaitForTheTunnel(t *testing.T) {
 	tunnel := datapath.New(memlink.NewLink("mem", tunnelMTU), new(memlink.Network).Bind(self), engine, nil, datapath.Options{})
 	defer tunnel.Close()
 	p := make([]byte, packet.VirtioHeaderLen+60000)
-	for range datapath.MaxBrought/len(p) + 3 {
-		tunnel.Bring(p)
+	for range datapath.MaxInjected/len(p) + 3 {
+		tunnel.Inject(p)
 	}
 	if n := drops(engine, natengine.Outbound, natengine.DropNoMandate); n != 3 {
 		t.Errorf("%d packets were dropped; want 3", n)
@@ -94,9 +94,9 @@ func TestReinjectedPacketsWaitForTheTunnel(t *testing.T) {
 	if err := tunnel.Up(newKey(1).private, 5871); err != nil {
 		t.Fatal(err)
 	}
-	for end := time.Now().Add(time.Minute); drops(engine, natengine.Outbound, natengine.DropMalformed) != datapath.MaxBrought/uint64(len(p)); time.Sleep(time.Millisecond) {
+	for end := time.Now().Add(time.Minute); drops(engine, natengine.Outbound, natengine.DropMalformed) != datapath.MaxInjected/uint64(len(p)); time.Sleep(time.Millisecond) {
 		if time.Now().After(end) {
-			t.Fatalf("%d packets were handled; want %d", drops(engine, natengine.Outbound, natengine.DropMalformed), datapath.MaxBrought/len(p))
+			t.Fatalf("%d packets were handled; want %d", drops(engine, natengine.Outbound, natengine.DropMalformed), datapath.MaxInjected/len(p))
 		}
 	}
 }

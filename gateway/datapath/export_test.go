@@ -16,8 +16,8 @@ import (
 	"github.com/isthmus-net/isthmus/natengine"
 )
 
-// MaxBrought exports maxBrought.
-const MaxBrought = maxBrought
+// MaxInjected exports maxInjected.
+const MaxInjected = maxInjected
 
 // Read and Write are the two halves of a Tunnel between link and engine, without encryption and
 // decryption.
@@ -183,12 +183,12 @@ const (
 // Staging exports staging.
 type Staging struct{ s staging }
 
-func (s *Staging) Push(p []byte, now time.Duration) (gone int) { return s.s.push(p, now) }
-func (s *Staging) Expire(now time.Duration) (gone int)         { return s.s.expire(now) }
-func (s *Staging) Oldest() []byte                              { return s.s.ring[0] }
-func (s *Staging) Drop()                                       { s.s.drop() }
-func (s *Staging) Len() (packets, octets int)                  { return len(s.s.ring), s.s.bytes }
-func (s *Staging) Empty() bool                                 { return s.s.ring == nil && s.s.times == nil && s.s.bytes == 0 }
+func (s *Staging) Push(p []byte, now time.Duration) (dropped int) { return s.s.push(p, now) }
+func (s *Staging) Expire(now time.Duration) (dropped int)         { return s.s.expire(now) }
+func (s *Staging) Oldest() []byte                                 { return s.s.ring[0] }
+func (s *Staging) Drop()                                          { s.s.drop() }
+func (s *Staging) Len() (packets, octets int)                     { return len(s.s.ring), s.s.bytes }
+func (s *Staging) Empty() bool                                    { return s.s.ring == nil && s.s.times == nil && s.s.bytes == 0 }
 
 // WithoutFinalizers makes the peers of a tunnel usable in a testing/synctest bubble. wireguard-go
 // sets a finalizer that reads from a channel; outside of the bubble, that would end the process.
@@ -206,8 +206,8 @@ func WithoutFinalizers(p *device.Peer) {
 	}
 }
 
-// Asked returns 1 if a handshake with a peer is requested or scheduled, and otherwise 0.
-func (t *Tunnel) Asked(key [32]byte) int {
+// Requested returns 1 if a handshake with a peer is requested or scheduled, and otherwise 0.
+func (t *Tunnel) Requested(key [32]byte) int {
 	if t.peer(key).initiation.armed.Load() {
 		return 1
 	}
@@ -238,12 +238,12 @@ func (b *Backlog) Pop() []byte { return b.b.pop().b }
 func (b *Backlog) Empty() bool { return b.b.empty() }
 
 const (
-	MessageCost   = messageCost
-	Quantum       = quantum
-	NobodyQuantum = nobodyQuantum
-	BacklogLimit  = backlogLimit
-	LeastQueue    = leastQueue
-	NobodyLimit   = nobodyLimit
+	MessageCost    = messageCost
+	Quantum        = quantum
+	UnknownQuantum = unknownQuantum
+	BacklogLimit   = backlogLimit
+	LeastQueue     = leastQueue
+	UnknownLimit   = unknownLimit
 )
 
 // Budgets exports budgets, with numbered addresses.
@@ -256,11 +256,11 @@ func (b *Budgets) Len() int { return len(b.b.spent) }
 
 const MaxBudgets = maxBudgets
 
-// Knows reports whether handshakes from an address use the budget of a peer.
-func (t *Tunnel) Knows(at netip.AddrPort) bool { return t.peersAt(at) > 0 }
+// KnowsPeer reports whether handshakes from an address use the budget of a peer.
+func (t *Tunnel) KnowsPeer(source netip.AddrPort) bool { return t.peersAt(source) > 0 }
 
-// HeardPlaces returns the number of addresses that are stored for peers.
-func (t *Tunnel) HeardPlaces() int { return len(t.heard.byAddr) + len(t.heard.byPort) }
+// NumLocations returns the number of addresses that are stored for peers.
+func (t *Tunnel) NumLocations() int { return len(t.locations.byAddr) + len(t.locations.byPort) }
 
 // Turns exports turns.
 type Turns struct{ t turns }

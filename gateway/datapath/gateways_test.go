@@ -231,8 +231,8 @@ func lost(network *memlink.Network, sides ...*side) string {
 
 // transfer opens a connection and sends a different stream of size octets in each direction at
 // the same time. It compares hashes.
-func transfer(ctx context.Context, client *side, from netip.Addr, server *side, at netip.Addr, port uint16, size int) error {
-	l, err := server.host.ListenTCP(netip.AddrPortFrom(at, port))
+func transfer(ctx context.Context, client *side, from netip.Addr, server *side, to netip.Addr, port uint16, size int) error {
+	l, err := server.host.ListenTCP(netip.AddrPortFrom(to, port))
 	if err != nil {
 		return fmt.Errorf("listen: %w", err)
 	}
@@ -271,7 +271,7 @@ func transfer(ctx context.Context, client *side, from netip.Addr, server *side, 
 		}
 		served <- end{c, err}
 	}()
-	c, err := client.host.DialTCP(ctx, from, netip.AddrPortFrom(server.seen(at), port))
+	c, err := client.host.DialTCP(ctx, from, netip.AddrPortFrom(server.seen(to), port))
 	if err != nil {
 		return fmt.Errorf("dial: %w", err)
 	}
@@ -448,9 +448,9 @@ func TestTwoGatewaysCarryUDP(t *testing.T) {
 
 // echoUDP sends n datagrams of different sizes. Each must come back, unaltered and from the
 // address to which it was sent.
-func echoUDP(client *side, from netip.Addr, server *side, at netip.Addr, n int, noChecksum bool, between func(i int)) error {
+func echoUDP(client *side, from netip.Addr, server *side, dst netip.Addr, n int, noChecksum bool, between func(i int)) error {
 	const port = 7
-	s, err := server.host.ListenUDP(netip.AddrPortFrom(at, port), noChecksum)
+	s, err := server.host.ListenUDP(netip.AddrPortFrom(dst, port), noChecksum)
 	if err != nil {
 		return err
 	}
@@ -470,7 +470,7 @@ func echoUDP(client *side, from netip.Addr, server *side, at netip.Addr, n int, 
 		return err
 	}
 	defer c.Close()
-	to := udpAddr(netip.AddrPortFrom(server.seen(at), port).String())
+	to := udpAddr(netip.AddrPortFrom(server.seen(dst), port).String())
 	got := make([]byte, 2000)
 	for i := range n {
 		want := random(1 + i*27%1390)

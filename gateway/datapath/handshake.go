@@ -119,7 +119,7 @@ func handshakeLen(messageType uint32) int {
 // and sends the device's messages to the wire.
 type handshakes struct {
 	t             *Tunnel
-	of            *identity
+	identity      *identity
 	known, others *handshakeStack
 
 	mu     sync.Mutex
@@ -139,9 +139,9 @@ type initiation struct {
 
 var _ conn.Bind = (*handshakes)(nil)
 
-func newHandshakes(of *identity) *handshakes {
+func newHandshakes(id *identity) *handshakes {
 	return &handshakes{
-		t: of.t, of: of, known: newHandshakeStack(knownHandshakes), others: newHandshakeStack(otherHandshakes),
+		t: id.t, identity: id, known: newHandshakeStack(knownHandshakes), others: newHandshakeStack(otherHandshakes),
 		forgotten: make(map[uint32]*peer),
 	}
 }
@@ -198,7 +198,7 @@ func (h *handshakes) next(closed <-chan struct{}, wait bool) (m handshake, ok bo
 // receive fills bufs with messages for the device. It waits only for the first one. To the sender
 // of an unproven message it sends a cookie instead.
 func (h *handshakes) receive(closed <-chan struct{}, bufs [][]byte, sizes []int, eps []conn.Endpoint) (int, error) {
-	for handshakesWaiting(h.of.dev) > deviceHandshakes {
+	for handshakesWaiting(h.identity.dev) > deviceHandshakes {
 		select {
 		case <-closed:
 			return 0, net.ErrClosed
@@ -237,9 +237,9 @@ func (h *handshakes) receive(closed <-chan struct{}, bufs [][]byte, sizes []int,
 // that peer. If it used the budget of its source address, somebody who forges that address could
 // keep the peer's cookies from us.
 func (h *handshakes) admit(m []byte, from conn.Endpoint, peers int, now time.Time) (why natengine.Drop, unproven bool) {
-	t, checker := h.t, h.of.checker.Load()
+	t, checker := h.t, h.identity.checker.Load()
 	if m[0] == device.MessageCookieReplyType {
-		dev, _ := lookup(h.of.dev, binary.LittleEndian.Uint32(m[4:]))
+		dev, _ := lookup(h.identity.dev, binary.LittleEndian.Uint32(m[4:]))
 		if dev == nil {
 			return natengine.DropHandshakeRefused, false
 		}
@@ -251,7 +251,7 @@ func (h *handshakes) admit(m []byte, from conn.Endpoint, peers int, now time.Tim
 		return natengine.DropHandshakeQueue, false
 	}
 	ours := checker.CheckMAC1(m)
-	if t.came(m, from, ours); !ours {
+	if t.recordHandshake(m, from, ours); !ours {
 		return natengine.DropHandshakeKey, false
 	}
 	t.admission.Lock()
@@ -293,7 +293,7 @@ var noMAC2 [16]byte
 // message.
 func (h *handshakes) sendCookie(msg *handshake) {
 	m := msg.b[:msg.n]
-	reply, err := h.of.checker.Load().CreateReply(m, binary.LittleEndian.Uint32(m[4:]), msg.from.DstToBytes())
+	reply, err := h.identity.checker.Load().CreateReply(m, binary.LittleEndian.Uint32(m[4:]), msg.from.DstToBytes())
 	if err != nil {
 		return
 	}
@@ -353,7 +353,7 @@ func (h *handshakes) Send(bufs [][]byte, to conn.Endpoint) error {
 func (h *handshakes) peerOf(m []byte) *peer {
 	switch binary.LittleEndian.Uint32(m) {
 	case device.MessageInitiationType, device.MessageResponseType:
-		dev, _ := lookup(h.of.dev, binary.LittleEndian.Uint32(m[4:]))
+		dev, _ := lookup(h.identity.dev, binary.LittleEndian.Uint32(m[4:]))
 		return h.t.peers.Load().byDevice[dev]
 	}
 	return nil
@@ -393,7 +393,7 @@ func (h *handshakes) observe(messageType uint32, m []byte, to conn.Endpoint) {
 		}
 		p.receivedAny() // the device responds only to authentic initiations
 		p.answers.Add(1)
-		p.answered.Store(h.t.at(time.Now()))
+		p.answered.Store(h.t.stamp(time.Now()))
 		if time.Since(p.begun.at) < device.RekeyTimeout {
 			h.forgotten[p.begun.index] = p
 		}

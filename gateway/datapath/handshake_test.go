@@ -573,7 +573,7 @@ func TestAPeerIsKnownAtItsConfiguredAndLastAddress(t *testing.T) {
 		r := datapath.NewReceiver(b.Tunnel)
 		knows := func(addr netip.Addr, port uint16, want bool) {
 			t.Helper()
-			if at := netip.AddrPortFrom(addr, port); b.Knows(at) != want {
+			if at := netip.AddrPortFrom(addr, port); b.KnowsPeer(at) != want {
 				t.Errorf("%s known %v: want %v", at, !want, want)
 			}
 		}
@@ -604,7 +604,7 @@ func TestAPeerIsKnownAtItsConfiguredAndLastAddress(t *testing.T) {
 		b.SetRelays(func(netip.Addr) bool { return false })
 		knows(elsewhere, 2, false)
 		knows(a.place.Addr(), 1, false)
-		if n := b.HeardPlaces(); n != 0 {
+		if n := b.NumLocations(); n != 0 {
 			t.Errorf("%d addresses of peers are still stored: want none", n)
 		}
 	})

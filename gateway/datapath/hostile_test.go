@@ -176,16 +176,16 @@ func TestReplayWindowAcceptsEightThousandMessagesInAnyOrder(t *testing.T) {
 		}
 		rng := rand.New(rand.NewPCG(1, 2))
 		rng.Shuffle(n, func(i, j int) { messages[i], messages[j] = messages[j], messages[i] })
-		came := map[uint32]int{}
-		b.on = func(number uint32) { came[number]++ }
+		counts := map[uint32]int{}
+		b.on = func(number uint32) { counts[number]++ }
 		for range 3 {
 			for i := 0; i < n; i += 100 {
 				b.tell(t, s, messages[i:i+100]...)
 			}
 		}
 		for i := range uint32(n) {
-			if came[i] != 1 {
-				t.Fatalf("packet %d came %d times", i, came[i])
+			if counts[i] != 1 {
+				t.Fatalf("packet %d came %d times", i, counts[i])
 			}
 		}
 		if d := b.state(t, "0").Drops(natengine.Inbound, natengine.DropTunnelReplay); d != 2*n {
@@ -193,7 +193,7 @@ func TestReplayWindowAcceptsEightThousandMessagesInAnyOrder(t *testing.T) {
 		}
 		old := datapath.SealWith(a.session(), 1<<20, numbered(podOf(0), a.to, 1<<20, 60))
 		b.tell(t, s, old, datapath.SealWith(a.session(), 1<<20-8128, numbered(podOf(0), a.to, 1, 60)), datapath.SealWith(a.session(), 1<<20-8129, numbered(podOf(0), a.to, 2, 60)))
-		if came[1<<20] != 1 || came[1] != 2 || came[2] != 1 {
+		if counts[1<<20] != 1 || counts[1] != 2 || counts[2] != 1 {
 			t.Error("the window has another size than 8128")
 		}
 	})

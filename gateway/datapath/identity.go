@@ -218,7 +218,7 @@ func (t *Tunnel) prepare(private [32]byte) error {
 	}
 	t.publish(table)
 	for _, p := range table.byDevice {
-		if p.of == id && t.up {
+		if p.identity == id && t.up {
 			p.dev.Start()
 		}
 	}
@@ -255,7 +255,7 @@ func (t *Tunnel) withdraw() {
 	if ids.next == nil {
 		return
 	}
-	t.keep(func(p *peer) bool { return p.of != ids.next })
+	t.keep(func(p *peer) bool { return p.identity != ids.next })
 	t.ids.Store(&identities{current: ids.current})
 	ids.next.dev.Close()
 }
@@ -269,17 +269,17 @@ func (t *Tunnel) promote() {
 	for state, all := range old.also {
 		for _, p := range all {
 			switch {
-			case p.of == ids.current:
+			case p.identity == ids.current:
 				continue
 			case !p.retired.Load():
-				table.byState[state], table.at[p] = p, old.at[old.byState[state]]
+				table.byState[state], table.addrs[p] = p, old.addrs[old.byState[state]]
 			default:
 				table.also[state] = append(table.also[state], p)
 			}
 			table.byDevice[p.dev] = p
 		}
 	}
-	table.byAddr = placesOf(table.at, old.byAddr)
+	table.byAddr = placesOf(table.addrs, old.byAddr)
 	t.publish(table)
 	t.ids.Store(&identities{current: ids.next})
 	ids.current.dev.Close()
@@ -296,7 +296,7 @@ func (t *Tunnel) keep(may func(p *peer) bool) {
 		delete(table.byDevice, dev)
 		if table.byState[p.state] == p {
 			delete(table.byState, p.state)
-			delete(table.at, p)
+			delete(table.addrs, p)
 		}
 		table.without(p)
 	}
@@ -306,7 +306,7 @@ func (t *Tunnel) keep(may func(p *peer) bool) {
 // clone returns a copy of the table that may be modified, except for the slices in its field also.
 func (t *peerTable) clone() *peerTable {
 	return &peerTable{byState: maps.Clone(t.byState), also: maps.Clone(t.also), byDevice: maps.Clone(t.byDevice),
-		at: maps.Clone(t.at), byAddr: t.byAddr}
+		addrs: maps.Clone(t.addrs), byAddr: t.byAddr}
 }
 
 // without removes a peer from t.also.

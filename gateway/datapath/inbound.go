@@ -38,10 +38,10 @@ type inbound struct {
 	backlog backlog
 	taken   []*slab // for each message taken from the backlog that is being decrypted, its slab
 
-	source struct { // result of the last mayCome
-		from  conn.Endpoint
-		judge *func(netip.Addr) bool
-		may   bool
+	source struct { // result of the last sourceAllowed
+		from    conn.Endpoint
+		filter  *func(netip.Addr) bool
+		allowed bool
 	}
 	sender struct { // result of the last senderOf
 		session bool // a session has the index; otherwise the other fields are not set
@@ -118,7 +118,7 @@ func (in *inbound) drain(next func(b *bind.Batch, wait bool) error) error {
 		wait = false
 		for !s.Empty() {
 			if m, from := s.Next(); in.sort(m, from) {
-				in.wait(m, from, s)
+				in.enqueue(m, from, s)
 			}
 		}
 		s.Pack()
@@ -168,8 +168,8 @@ func (in *inbound) release() {
 	}
 }
 
-// wait adds a data message to the backlog, or refuses it.
-func (in *inbound) wait(m []byte, from conn.Endpoint, s *slab) {
+// enqueue adds a data message to the backlog, or refuses it.
+func (in *inbound) enqueue(m []byte, from conn.Endpoint, s *slab) {
 	p, session := in.senderOf(m, from)
 	// A message that no session can open must not take the place of a message from a peer that has
 	// just moved.
@@ -201,15 +201,15 @@ func (in *inbound) senderOf(m []byte, from conn.Endpoint) (p *peer, session bool
 	dev, k := in.t.lookup(index)
 	p = in.t.peers.Load().byDevice[dev]
 	session = p != nil && k != nil
-	if !session || !samePlace(endpointOf(dev), from) {
+	if !session || !sameEndpoint(endpointOf(dev), from) {
 		p = nil
 	}
 	c.session, c.index, c.from, c.peer = session, index, from, p
 	return p, session
 }
 
-// samePlace reports whether two endpoints have the same remote address and port.
-func samePlace(a, b conn.Endpoint) bool {
+// sameEndpoint reports whether two endpoints have the same remote address and port.
+func sameEndpoint(a, b conn.Endpoint) bool {
 	if a == b {
 		return true
 	}
@@ -252,7 +252,7 @@ func (in *inbound) add(m []byte, from conn.Endpoint) {
 // sort reports whether a message is data. It queues handshakes for the device, and refuses all
 // other messages.
 func (in *inbound) sort(m []byte, from conn.Endpoint) bool {
-	if !in.mayCome(from) {
+	if !in.sourceAllowed(from) {
 		in.refuse(nil, m, from, natengine.DropTunnelSource)
 		return false
 	}
@@ -276,17 +276,17 @@ func (in *inbound) sort(m []byte, from conn.Endpoint) bool {
 	return false
 }
 
-// mayCome reports whether messages may come from an endpoint. It caches its last result, because
-// consecutive messages mostly have the same source.
-func (in *inbound) mayCome(from conn.Endpoint) bool {
-	f := in.t.mayCome.Load()
+// sourceAllowed reports whether messages may come from an endpoint. It caches its last result,
+// because consecutive messages mostly have the same source.
+func (in *inbound) sourceAllowed(from conn.Endpoint) bool {
+	f := in.t.sourceFilter.Load()
 	if f == nil {
 		return true
 	}
-	if in.source.from != from || in.source.judge != f {
-		in.source.from, in.source.judge, in.source.may = from, f, (*f)(from.DstIP())
+	if in.source.from != from || in.source.filter != f {
+		in.source.from, in.source.filter, in.source.allowed = from, f, (*f)(from.DstIP())
 	}
-	return in.source.may
+	return in.source.allowed
 }
 
 // open decrypts the current run in place, and passes its packets on.
@@ -327,9 +327,9 @@ func (in *inbound) openFor(p *peer, k *device.Keypair) {
 	if from == nil {
 		return
 	}
-	p.sit(k, from) // before anything is sent, because send uses the result
+	p.recordEndpoint(k, from) // before anything is sent, because send uses the result
 	p.dev.SetEndpointFromPacket(from)
-	in.t.heard.note(p, from, in.now)
+	in.t.locations.note(p, from, in.now)
 	peerReceived.of(p.dev).Add(uint64(r.octets))
 	p.received(k, in.now, data)
 	for i := range r.messages {
@@ -396,7 +396,7 @@ func (in *inbound) refuse(peer *natengine.PeerState, m []byte, from conn.Endpoin
 // but not its tag.
 func (in *inbound) show(peer *natengine.PeerState, m *message, size int) {
 	p := m.b[headerLen : headerLen+size]
-	if headers, wanted := in.tap.wantsInner(peer, p, false, time.Duration(in.t.at(in.now))); wanted {
+	if headers, wanted := in.tap.wantsInner(peer, p, false, time.Duration(in.t.stamp(in.now))); wanted {
 		in.tap.outer(peer, m.b[:len(m.b)+tagLen], m.from, natengine.DropNone)
 		in.tap.showInner(peer, p, headers)
 	}

@@ -54,9 +54,9 @@ func (t *peerTable) laggards(next *identity, now time.Time) (all []*peer) {
 			continue
 		}
 		since := p.unanswered.Load()
-		silent := since != 0 && time.Duration(p.t.at(now)-since) >= laggardSilence
+		silent := since != 0 && time.Duration(p.t.stamp(now)-since) >= laggardSilence
 		for _, q := range others {
-			if q.of != next || q.retired.Load() {
+			if q.identity != next || q.retired.Load() {
 				continue
 			}
 			if !silent {

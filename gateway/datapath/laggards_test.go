@@ -63,7 +63,7 @@ func TestPeerOfOnlyTheNextIdentityIsNotALaggard(t *testing.T) {
 // peers returns the peers of an identity.
 func (id *identity) peers(table *peerTable) (all []*peer) {
 	for _, p := range table.byDevice {
-		if p.of == id {
+		if p.identity == id {
 			all = append(all, p)
 		}
 	}

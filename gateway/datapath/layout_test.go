@@ -35,8 +35,8 @@ type laidOut struct {
 type embedded struct{ Promoted bool }
 
 func TestAnUnexpectedStructLayoutIsRefused(t *testing.T) {
-	if at := datapath.FieldOf[laidOut, time.Time]("Second", "Inner"); at != 8 {
-		t.Errorf("the field is at %d: want 8", at)
+	if offset := datapath.FieldOf[laidOut, time.Time]("Second", "Inner"); offset != 8 {
+		t.Errorf("the field is at %d: want 8", offset)
 	}
 	for _, tc := range []struct {
 		name, want string
@@ -51,8 +51,8 @@ func TestAnUnexpectedStructLayoutIsRefused(t *testing.T) {
 	} {
 		t.Run(tc.name, func(t *testing.T) {
 			defer func() {
-				if said, _ := recover().(string); said != "wireguard-go: "+tc.want {
-					t.Errorf("%q: want %q", said, "wireguard-go: "+tc.want)
+				if message, _ := recover().(string); message != "wireguard-go: "+tc.want {
+					t.Errorf("%q: want %q", message, "wireguard-go: "+tc.want)
 				}
 			}()
 			tc.f()

@@ -84,7 +84,7 @@ type batch struct {
 	timed bool // the clock has been read for this batch
 }
 
-func (b *batch) give(peer *natengine.PeerState, p []byte) {
+func (b *batch) add(peer *natengine.PeerState, p []byte) {
 	b.n++
 	b.full = !b.to.take(peer, p)
 }
@@ -96,7 +96,7 @@ func (o *outbound) read(b *batch) error {
 	o.tap.begin()
 	o.readKept(b)
 	o.readLocal(b)
-	o.readBrought(b)
+	o.readInjected(b)
 	var err error
 	for !b.full {
 		wait := b.n == 0
@@ -110,7 +110,7 @@ func (o *outbound) read(b *batch) error {
 				err = nil
 				o.tap.begin()
 				o.readLocal(b)
-				if o.readBrought(b); o.t.look.Load() {
+				if o.readInjected(b); o.t.look.Load() {
 					break
 				}
 				continue
@@ -135,7 +135,7 @@ func (o *outbound) read(b *batch) error {
 // readKept adds the packets that were left over from the previous batch.
 func (o *outbound) readKept(b *batch) {
 	for o.segmenter.Remaining() > 0 && !b.full {
-		b.give(o.peer, o.segmenter.Next())
+		b.add(o.peer, o.segmenter.Next())
 	}
 	if len(o.released) > 0 {
 		o.readReleased(b)
@@ -146,7 +146,7 @@ func (o *outbound) readKept(b *batch) {
 func (o *outbound) readReleased(b *batch) {
 	i := 0
 	for ; i < len(o.released) && !b.full; i++ {
-		b.give(o.peer, o.released[i])
+		b.add(o.peer, o.released[i])
 	}
 	rest := copy(o.released, o.released[i:])
 	clear(o.released[rest:])
@@ -230,7 +230,7 @@ func (o *outbound) translate(b *batch, gsoSize int, local bool) {
 		o.now, b.timed = o.t.Now(), true
 	}
 	if o.tap.on() {
-		o.tap.came(&o.view)
+		o.tap.saveHeaders(&o.view)
 	}
 	v := o.t.engine.Outbound(&o.view, o.now)
 	if o.tap.on() {
@@ -261,7 +261,7 @@ func (o *outbound) show(v natengine.Verdict, gsoSize int, local bool) {
 	if gsoSize > 0 {
 		segments = (o.view.Len() - o.view.PayloadOffset() + gsoSize - 1) / gsoSize
 	}
-	o.tap.crossed(&o.view, v, drop, segments, nil, o.now)
+	o.tap.translated(&o.view, v, drop, segments, nil, o.now)
 }
 
 // release adds the fragments that the engine released together with the current packet.
@@ -270,7 +270,7 @@ func (o *outbound) release(b *batch, v natengine.Verdict) {
 		if most := limit(b, v.Peer); len(p) > most {
 			// It cannot fail, because the fragment was parsed when it arrived.
 			if o.view.Parse(p, packet.ChecksumComplete) == nil {
-				o.splitOrTell(&o.view, most, v.Peer)
+				o.splitOrReject(&o.view, most, v.Peer)
 			}
 			continue
 		}
@@ -289,7 +289,7 @@ func (o *outbound) forward(b *batch, gsoSize int, peer *natengine.PeerState) {
 			o.tooBig(b, 0, most, peer)
 			return
 		}
-		b.give(peer, o.padded(p, b.to.most()))
+		b.add(peer, o.padded(p, b.to.most()))
 		o.traffic.add(peer, 1, len(p))
 		return
 	}

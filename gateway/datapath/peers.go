@@ -16,7 +16,7 @@ type peerTable struct {
 	byState  map[*natengine.PeerState]*peer   // peers of the current identity
 	also     map[*natengine.PeerState][]*peer // peers of the next identity, and retired peers
 	byDevice map[*device.Peer]*peer           // all peers
-	at       map[*peer]netip.Addr             // configured address of each peer
+	addrs    map[*peer]netip.Addr             // configured address of each peer
 	byAddr   map[netip.Addr]*place            // places by configured address
 }
 
@@ -25,7 +25,7 @@ func newPeerTable(peers int) *peerTable {
 		byState:  make(map[*natengine.PeerState]*peer, peers),
 		also:     make(map[*natengine.PeerState][]*peer),
 		byDevice: make(map[*device.Peer]*peer, peers),
-		at:       make(map[*peer]netip.Addr, peers),
+		addrs:    make(map[*peer]netip.Addr, peers),
 	}
 }
 
@@ -60,17 +60,17 @@ func (t *Tunnel) SetPeers(peers []Peer) error {
 
 // Change does the same as SetPeers, but is given only the changed and new peers, and those to
 // remove.
-func (t *Tunnel) Change(changed []Peer, gone []*natengine.PeerState) error {
+func (t *Tunnel) Change(changed []Peer, removed []*natengine.PeerState) error {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	if t.closed || len(changed)+len(gone) == 0 {
+	if t.closed || len(changed)+len(removed) == 0 {
 		return nil
 	}
 	old := t.peers.Load()
-	same := !slices.ContainsFunc(gone, func(s *natengine.PeerState) bool { return old.byState[s] != nil })
+	same := !slices.ContainsFunc(removed, func(s *natengine.PeerState) bool { return old.byState[s] != nil })
 	for _, want := range changed {
 		p := old.byState[want.State]
-		same = same && p != nil && p.key == want.Key && old.at[p] == want.Endpoint.Addr().Unmap()
+		same = same && p != nil && p.key == want.Key && old.addrs[p] == want.Endpoint.Addr().Unmap()
 	}
 	if same {
 		for _, want := range changed {
@@ -80,16 +80,16 @@ func (t *Tunnel) Change(changed []Peer, gone []*natengine.PeerState) error {
 	}
 	table := old.clone()
 	for _, want := range changed {
-		gone = append(gone, want.State)
+		removed = append(removed, want.State)
 	}
-	for _, state := range gone {
+	for _, state := range removed {
 		if p := table.byState[state]; p != nil {
 			for _, q := range append(table.also[state], p) {
 				delete(table.byDevice, q.dev)
 			}
 			delete(table.byState, state)
 			delete(table.also, state)
-			delete(table.at, p)
+			delete(table.addrs, p)
 		}
 	}
 	return t.set(table, changed)
@@ -109,7 +109,7 @@ func (t *Tunnel) set(table *peerTable, peers []Peer) error {
 		if isNew {
 			fresh = append(fresh, p)
 		}
-		table.byState[want.State], table.byDevice[p.dev], table.at[p] = p, p, want.Endpoint.Addr().Unmap()
+		table.byState[want.State], table.byDevice[p.dev], table.addrs[p] = p, p, want.Endpoint.Addr().Unmap()
 		for _, q := range old.also[want.State] {
 			if q.retired.Load() && !q.stopped { // member stops a retired peer whose key is in use again
 				table.byDevice[q.dev], table.also[want.State] = q, append(slices.Clone(table.also[want.State]), q)
@@ -132,7 +132,7 @@ func (t *Tunnel) set(table *peerTable, peers []Peer) error {
 		t.place(table, want)
 		table.limitRetired(want.State)
 	}
-	table.byAddr = placesOf(table.at, old.byAddr)
+	table.byAddr = placesOf(table.addrs, old.byAddr)
 	t.publish(table)
 	for _, p := range fresh {
 		if t.up {
@@ -170,7 +170,7 @@ func (t *Tunnel) member(table, old *peerTable, id *identity, want Peer) (p *peer
 			return nil, false, err
 		}
 		if id == t.current() {
-			delete(t.places, key)
+			delete(t.endpoints, key)
 		}
 	}
 	if p != nil && p.state == want.State {
@@ -187,7 +187,7 @@ func (t *peerTable) replaces(p *peer) bool {
 // place sets the endpoint of a peer, the addresses of its gateway and its preshared keys. The
 // caller holds t.mu.
 func (t *Tunnel) place(table *peerTable, want Peer) {
-	was, placed := t.places[want.Key]
+	was, placed := t.endpoints[want.Key]
 	for _, p := range append([]*peer{table.byState[want.State]}, table.also[want.State]...) {
 		p.gateway.Store(&want.Gateway)
 		p.streams.Store(want.Streams)
@@ -197,19 +197,19 @@ func (t *Tunnel) place(table *peerTable, want Peer) {
 		switch {
 		case want.Endpoint.IsValid() && was != want.Endpoint:
 			p.dev.SetEndpointFromPacket(t.wire.Endpoint(want.Endpoint))
-			p.seat.Store(nil)
-			t.places[want.Key] = want.Endpoint
+			p.sessionEndpoint.Store(nil)
+			t.endpoints[want.Key] = want.Endpoint
 		case placed && want.Refused:
-			leave(p.dev, was)
-			p.seat.Store(nil)
-			delete(t.places, want.Key)
+			clearEndpoint(p.dev, was)
+			p.sessionEndpoint.Store(nil)
+			delete(t.endpoints, want.Key)
 		}
 	}
 }
 
-// leave makes the device forget was, the configured endpoint of a peer. If the peer has roamed,
-// it keeps its new endpoint, because it has authenticated itself there.
-func leave(dev *device.Peer, was netip.AddrPort) {
+// clearEndpoint makes the device forget was, the configured endpoint of a peer. If the peer has
+// roamed, it keeps its new endpoint, because it has authenticated itself there.
+func clearEndpoint(dev *device.Peer, was netip.AddrPort) {
 	if at, ok := endpointOf(dev).(interface{ AddrPort() netip.AddrPort }); ok && at.AddrPort() == was {
 		dev.SetEndpointFromPacket(nil)
 	}
@@ -229,12 +229,12 @@ func (t *Tunnel) publish(table *peerTable) {
 		if now != nil {
 			continue
 		}
-		if p.of.dev.LookupPeer(p.key) == dev {
-			p.of.dev.RemovePeer(p.key)
+		if p.identity.dev.LookupPeer(p.key) == dev {
+			p.identity.dev.RemovePeer(p.key)
 		}
 		heir := table.byState[p.state]
 		if heir == nil || heir.key != p.key {
-			delete(t.places, p.key)
+			delete(t.endpoints, p.key)
 		}
 		if heir != nil { // add the counters, so that those of a peer never decrease
 			heir.received0.Add(p.octetsReceived())

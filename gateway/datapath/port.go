@@ -82,29 +82,29 @@ const (
 // so a flood from one party delays another party by at most one datagram. Datagrams of one party
 // stay in order. The zero value is empty. Safe for concurrent use.
 type turns struct {
-	each int          // maximum number of datagrams of one party; 0: turnsEach
-	n    atomic.Int64 // number of datagrams; makes testing an empty queue cost one load
-	mu   sync.Mutex   // guards the following fields
-	of   map[party][]datagram
-	next []party // parties with datagrams, in the order of turns
+	each    int          // maximum number of datagrams of one party; 0: turnsEach
+	n       atomic.Int64 // number of datagrams; makes testing an empty queue cost one load
+	mu      sync.Mutex   // guards the following fields
+	byParty map[party][]datagram
+	next    []party // parties with datagrams, in the order of turns
 }
 
 // push adds a datagram and reports whether there was room for it.
 func (t *turns) push(d datagram) bool {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	of := d.party()
-	waiting := t.of[of]
+	sender := d.party()
+	waiting := t.byParty[sender]
 	if len(waiting) == cmp.Or(t.each, turnsEach) || len(waiting) > 0 && t.n.Load() >= turnsAll {
 		return false
 	}
-	if t.of == nil {
-		t.of = make(map[party][]datagram)
+	if t.byParty == nil {
+		t.byParty = make(map[party][]datagram)
 	}
 	if len(waiting) == 0 {
-		t.next = append(t.next, of)
+		t.next = append(t.next, sender)
 	}
-	t.of[of] = append(waiting, d)
+	t.byParty[sender] = append(waiting, d)
 	t.n.Add(1)
 	return true
 }
@@ -119,14 +119,14 @@ func (t *turns) pop() (d datagram, ok bool) {
 	if len(t.next) == 0 {
 		return datagram{}, false
 	}
-	of := t.next[0]
+	sender := t.next[0]
 	t.next = t.next[1:]
-	waiting := t.of[of]
+	waiting := t.byParty[sender]
 	if d = waiting[0]; len(waiting) == 1 {
-		delete(t.of, of)
+		delete(t.byParty, sender)
 	} else {
 		waiting[0] = datagram{}
-		t.of[of], t.next = waiting[1:], append(t.next, of)
+		t.byParty[sender], t.next = waiting[1:], append(t.next, sender)
 	}
 	t.n.Add(-1)
 	return d, true
@@ -142,26 +142,26 @@ func (t *turns) peek() datagram {
 	if len(t.next) == 0 {
 		return datagram{}
 	}
-	return t.of[t.next[0]][0]
+	return t.byParty[t.next[0]][0]
 }
 
 // A Port is the UDP port of the in-process endpoint for messages between gateways. It accepts
 // messages only from the gateways of peers (Peer.Gateway), and limits the rate from each of their
 // addresses.
 type Port struct {
-	local  *Local
-	number uint16
-	most   int // maximum length of a message in octets; longer ones are truncated
-	in     turns
-	came   chan struct{} // wakes Receive: in may have a datagram
-	closed chan struct{}
-	once   sync.Once
+	local   *Local
+	number  uint16
+	most    int // maximum length of a message in octets; longer ones are truncated
+	in      turns
+	arrived chan struct{} // wakes Receive: in may have a datagram
+	closed  chan struct{}
+	once    sync.Once
 }
 
 // Listen opens the port number. Messages are truncated to most octets. An endpoint can have only
 // one Port.
 func (l *Local) Listen(number uint16, most int) (*Port, error) {
-	p := &Port{local: l, number: number, most: most, came: make(chan struct{}, 1), closed: make(chan struct{})}
+	p := &Port{local: l, number: number, most: most, arrived: make(chan struct{}, 1), closed: make(chan struct{})}
 	if l.closed.Load() {
 		return nil, net.ErrClosed
 	}
@@ -184,7 +184,7 @@ func (p *Port) Receive() (message []byte, from netip.AddrPort, err error) {
 			return d.b, d.at, nil
 		}
 		select {
-		case <-p.came:
+		case <-p.arrived:
 		case <-p.closed:
 		}
 	}
@@ -234,7 +234,7 @@ func (p *Port) offer(v *packet.View) natengine.Drop {
 		return natengine.DropLocalQueue
 	}
 	select {
-	case p.came <- struct{}{}:
+	case p.arrived <- struct{}{}:
 	default:
 	}
 	return natengine.DropNone

@@ -27,8 +27,8 @@ import (
 type PresharedKeys struct {
 	ID  string // identifies Key in Stats
 	Key [32]byte
-	// Former may also be used while Changing is set, until there is a session with Key.
-	Former   [32]byte
+	// Previous may also be used while Changing is set, until there is a session with Key.
+	Previous [32]byte
 	Changing bool
 }
 
@@ -69,7 +69,7 @@ type keyOfResponse struct {
 // set changes the keys. Existing sessions stay.
 func (s *preshared) set(keys PresharedKeys) {
 	if !keys.Changing {
-		keys.Former = [32]byte{}
+		keys.Previous = [32]byte{}
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -124,7 +124,7 @@ func (s *preshared) responded(index uint32) {
 	switch {
 	case s.settled || !s.keys.Changing:
 	case s.sent == s.keys.Key:
-		s.use(s.keys.Former)
+		s.use(s.keys.Previous)
 	default:
 		s.use(s.keys.Key)
 	}
@@ -152,8 +152,8 @@ func (s *preshared) choose(private *device.NoisePrivateKey, m []byte) {
 	switch {
 	case ok && r.madeWith(s.keys.Key):
 		s.settle(0)
-	case ok && r.madeWith(s.keys.Former):
-		s.use(s.keys.Former)
+	case ok && r.madeWith(s.keys.Previous):
+		s.use(s.keys.Previous)
 		time.AfterFunc(presharedGrace, s.tryKey)
 	}
 }
@@ -176,8 +176,8 @@ func (s *preshared) crossed() {
 	defer s.mu.Unlock()
 	switch {
 	case s.settled || !s.keys.Changing:
-	case s.sent == s.keys.Former:
-		s.use(s.keys.Former)
+	case s.sent == s.keys.Previous:
+		s.use(s.keys.Previous)
 	default: // the new key; the keys may have changed since that response
 		s.use(s.keys.Key)
 	}
@@ -200,9 +200,9 @@ func (h *handshakes) choose(m []byte) {
 	if m[0] != device.MessageResponseType {
 		return
 	}
-	dev, _ := lookup(h.of.dev, binary.LittleEndian.Uint32(m[8:]))
+	dev, _ := lookup(h.identity.dev, binary.LittleEndian.Uint32(m[8:]))
 	if p := h.t.peers.Load().byDevice[dev]; p != nil {
-		p.preshared.choose(h.of.private.Load(), m)
+		p.preshared.choose(h.identity.private.Load(), m)
 	}
 }
 

@@ -48,7 +48,7 @@ func TestAPresharedKeyChangesWithoutLoss(t *testing.T) {
 							a.Handshake(b.key.public)
 							time.Sleep(time.Second)
 						}
-						changes(t, a, b, datapath.PresharedKeys{Key: key, Former: former, Changing: true}, at, later)
+						changes(t, a, b, datapath.PresharedKeys{Key: key, Previous: former, Changing: true}, at, later)
 					})
 				})
 			}
@@ -86,7 +86,7 @@ func changes(t *testing.T, a, b *end, keys datapath.PresharedKeys, at, later tim
 		}
 	}
 	before := a.session()
-	b.preshare(t, datapath.PresharedKeys{Key: keys.Former})
+	b.preshare(t, datapath.PresharedKeys{Key: keys.Previous})
 	a.Handshake(b.key.public)
 	time.Sleep(4 * time.Second)
 	if synctest.Wait(); a.session() != before {
@@ -124,7 +124,7 @@ func (x *exchanging) step(t *testing.T, other *exchanging, publish bool) postqua
 	if x.state = next; publish {
 		x.published = next.Words()
 	}
-	x.preshare(t, datapath.PresharedKeys{Key: next.Use.Secret, Former: next.Former.Secret, Changing: true})
+	x.preshare(t, datapath.PresharedKeys{Key: next.Use.Secret, Previous: next.Former.Secret, Changing: true})
 	return progress
 }
 
@@ -220,7 +220,7 @@ func shareFirst(t *testing.T, a, b *end) datapath.PresharedKeys {
 	if synctest.Wait(); !a.preshared() || !b.preshared() {
 		t.Fatal("there is no session with the first preshared key")
 	}
-	return datapath.PresharedKeys{Key: second, Former: first, Changing: true}
+	return datapath.PresharedKeys{Key: second, Previous: first, Changing: true}
 }
 
 // If only one side has the preshared key, no new session is made, and the existing session is not
@@ -375,7 +375,7 @@ func upTo(n uint32) (all []uint32) {
 }
 
 func TestPresharedKeysAreNotPrinted(t *testing.T) {
-	keys := datapath.PresharedKeys{Key: [32]byte{211, 212}, Former: [32]byte{213}, Changing: true}
+	keys := datapath.PresharedKeys{Key: [32]byte{211, 212}, Previous: [32]byte{213}, Changing: true}
 	var out bytes.Buffer
 	fmt.Fprintf(&out, "%v %+v %#v %v %+v", keys, keys, keys, []datapath.PresharedKeys{keys}, datapath.Peer{Preshared: keys})
 	noTime := &slog.HandlerOptions{ReplaceAttr: func(groups []string, a slog.Attr) slog.Attr {

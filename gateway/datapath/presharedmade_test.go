@@ -20,7 +20,7 @@ func TestResponseKeepsThePresharedKeyItWasMadeWith(t *testing.T) {
 		"with its session":   (*device.Peer).BeginSymmetricSession,
 	} {
 		t.Run(name, func(t *testing.T) {
-			tunnel, own, far := benchTunnel(t, PresharedKeys{Key: key, Former: former, Changing: true}, 1)
+			tunnel, own, far := benchTunnel(t, PresharedKeys{Key: key, Previous: former, Changing: true}, 1)
 			dev := tunnel.current().dev
 			var s *preshared
 			for _, p := range tunnel.peers.Load().byDevice {
@@ -73,7 +73,7 @@ func TestCrossingHandshakesUseNoReplacedKey(t *testing.T) {
 	for _, p := range tunnel.peers.Load().byDevice {
 		s := p.preshared
 		s.sent = [32]byte{1}
-		s.set(PresharedKeys{Key: [32]byte{3}, Former: [32]byte{2}, Changing: true})
+		s.set(PresharedKeys{Key: [32]byte{3}, Previous: [32]byte{2}, Changing: true})
 		if s.crossed(); s.next != [32]byte{3} {
 			t.Errorf("the next response has key %d", s.next[0])
 		}

@@ -49,8 +49,8 @@ func (t *Tunnel) retireFor(table, old *peerTable, fresh *peer) {
 	// The predecessor knows the peer's current address.
 	if e := endpointOf(was.dev); e != nil {
 		fresh.dev.SetEndpointFromPacket(e)
-		if at, ok := t.places[was.key]; ok {
-			t.places[fresh.key] = at
+		if at, ok := t.endpoints[was.key]; ok {
+			t.endpoints[fresh.key] = at
 		}
 	}
 	for _, p := range old.living(fresh.state) {
@@ -106,7 +106,7 @@ func (t *Tunnel) sweepRetired() {
 		}
 		return p.replaced.IsZero() || now.Sub(p.replaced) < retiredGrace
 	}
-	gone := make(map[*peer]bool)
+	removed := make(map[*peer]bool)
 	for _, all := range table.also {
 		for _, p := range all {
 			switch {
@@ -114,12 +114,12 @@ func (t *Tunnel) sweepRetired() {
 			case needed(p):
 				left = true
 			default:
-				gone[p] = true
+				removed[p] = true
 			}
 		}
 	}
-	if len(gone) > 0 {
-		t.keep(func(p *peer) bool { return !gone[p] })
+	if len(removed) > 0 {
+		t.keep(func(p *peer) bool { return !removed[p] })
 	}
 	if left {
 		t.sweep.Reset(retiredLook)

@@ -123,9 +123,9 @@ func (s *sealer) turnTo(state *natengine.PeerState, p *peer) {
 	}
 }
 
-// seal encrypts a packet. came is true if the packet belongs to the current batch, and false if
+// seal encrypts a packet. received is true if the packet belongs to the current batch, and false if
 // it has waited for a session. seal returns false if the session has no nonce left.
-func (s *sealer) seal(p []byte, came bool) bool {
+func (s *sealer) seal(p []byte, received bool) bool {
 	k := s.keypair
 	counter := keypairNonce.of(k).Add(1) - 1
 	if counter >= device.RejectAfterMessages {
@@ -143,7 +143,7 @@ func (s *sealer) seal(p []byte, came bool) bool {
 	binary.LittleEndian.PutUint32(m[4:], *keypairRemote.of(k))
 	binary.LittleEndian.PutUint64(m[8:], counter)
 	binary.LittleEndian.PutUint64(s.nonce[4:], counter)
-	shown := s.tap.on() && s.tap.inner(s.state, p, came)
+	shown := s.tap.on() && s.tap.inner(s.state, p, received)
 	if padded := min((len(p)+device.PaddingMultiple-1)&^(device.PaddingMultiple-1), s.mtu); padded > len(p) {
 		plain := m[headerLen : headerLen+padded]
 		clear(plain[copy(plain, p):])
@@ -216,24 +216,24 @@ func (s *sealer) stage(p []byte) {
 		}
 		return
 	}
-	at := s.t.at(s.now)
+	at := s.t.stamp(s.now)
 	if len(s.peer.staged.ring) == 0 && !slices.Contains(s.staged, s.peer) {
 		s.staged = append(s.staged, s.peer)
 		s.t.waiting.Store(true)
 		s.t.look.Store(true) // a session may have been made in the meantime
 	}
 	s.count(s.state, s.peer.staged.push(p, time.Duration(at)), natengine.DropTunnelQueue)
-	s.peer.ask(at)
+	s.peer.requestHandshake(at)
 	// It is not known which of our keys the peer has, so each identity tries.
 	for _, q := range s.table.also[s.state] {
 		if !q.retired.Load() {
-			q.ask(at)
+			q.requestHandshake(at)
 		}
 	}
 }
 
 func (s *sealer) expire(p *peer) {
-	s.count(p.state, p.staged.expire(time.Duration(s.t.at(s.now))), natengine.DropTunnelQueue)
+	s.count(p.state, p.staged.expire(time.Duration(s.t.stamp(s.now))), natengine.DropTunnelQueue)
 }
 
 func (s *sealer) count(state *natengine.PeerState, packets int, why natengine.Drop) {

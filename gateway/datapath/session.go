@@ -28,9 +28,9 @@ const (
 	// crossedPause and a round trip.
 	crossedGrace = 50 * time.Millisecond
 
-	// askAgain is the minimum time between two requests for a handshake with one peer. The device
-	// itself sends no two initiations within RekeyTimeout.
-	askAgain = time.Second
+	// requestInterval is the minimum time between two requests for a handshake with one peer. The
+	// device itself sends no two initiations within RekeyTimeout.
+	requestInterval = time.Second
 
 	// If packets wait for a session, a handshake is repeated after hurryAfter instead of
 	// RekeyTimeout, at most hurries times until there is a session. The reason is that the peer's
@@ -52,11 +52,11 @@ const (
 // A peer combines a peer of the engine with its keys in a device, the packets that wait for a
 // session, and the timers of its data. Times are values of Tunnel.Now; 0 means never.
 type peer struct {
-	t     *Tunnel
-	of    *identity
-	state *natengine.PeerState
-	key   device.NoisePublicKey
-	dev   *device.Peer
+	t        *Tunnel
+	identity *identity
+	state    *natengine.PeerState
+	key      device.NoisePublicKey
+	dev      *device.Peer
 
 	// retired is set when the peer has another key. Its existing sessions stay, and it makes no new
 	// ones.
@@ -88,20 +88,20 @@ type peer struct {
 	unanswered     atomic.Int64 // time of the first data sent after the last message received; 0: all data was answered
 	unacknowledged atomic.Int64 // time of the first data received after the last message sent; 0: all data was acknowledged
 	more           atomic.Bool  // further data was received after unacknowledged
-	asked          atomic.Int64 // time of the last request for a handshake
+	requested      atomic.Int64 // time of the last request for a handshake
 	answers        atomic.Int64 // number of the peer's handshakes that the device answered
 	answered       atomic.Int64 // time of the last such answer
-	made           atomic.Int64 // creation time of the last session; stored by the method session
+	created        atomic.Int64 // creation time of the last session; stored by the method session
 	unsent         atomic.Pointer[unsent]
-	heardAt        atomic.Pointer[whereabouts] // written only by type heard
-	gone           bool                        // the peer was removed; guarded by heard.mu
-	renewed        atomic.Int64                // creation time of the session for which received last requested a handshake
-	doubted        atomic.Int64                // when it was last reported that the peer may have another session
+	location       atomic.Pointer[location] // written only by locationCounts
+	removed        bool                     // the peer was removed; guarded by locationCounts.mu
+	renewed        atomic.Int64             // creation time of the session for which received last requested a handshake
+	checkRequested atomic.Int64             // when it was last reported that the peer may have another session
 
-	// seat is the session under which the peer last sent, with its endpoint. It is nil if a
-	// configuration has set the endpoint since then.
-	seat   atomic.Pointer[seat]
-	called atomic.Pointer[called] // the peer's last answered initiation
+	// sessionEndpoint is the session under which the peer last sent, with its endpoint. It is nil
+	// if a configuration has set the endpoint since then.
+	sessionEndpoint atomic.Pointer[sessionEndpoint]
+	called          atomic.Pointer[called] // the peer's last answered initiation
 
 	crossedAt atomic.Int64 // value of answers when two handshakes last crossed
 	begun     initiation   // our last initiation, guarded by handshakes.crossings
@@ -115,8 +115,8 @@ type peer struct {
 }
 
 // newPeer returns a new peer. old is its predecessor with the same dev, or nil.
-func newPeer(of *identity, state *natengine.PeerState, key device.NoisePublicKey, dev *device.Peer, old *peer) *peer {
-	p := &peer{t: of.t, of: of, state: state, key: key, dev: dev, windows: new(sync.Mutex), preshared: &preshared{dev: dev}}
+func newPeer(id *identity, state *natengine.PeerState, key device.NoisePublicKey, dev *device.Peer, old *peer) *peer {
+	p := &peer{t: id.t, identity: id, state: state, key: key, dev: dev, windows: new(sync.Mutex), preshared: &preshared{dev: dev}}
 	if old != nil {
 		p.windows, p.preshared = old.windows, old.preshared
 	}
@@ -134,11 +134,11 @@ func (p *peer) deadlines() []*deadline {
 	return []*deadline{&p.keepalive, &p.silence, &p.initiation, &p.crossing}
 }
 
-// A seat is the endpoint from which messages of a session come. The session is identified by the
-// peer's index, because a pointer to the keypair would keep its keys in memory.
-type seat struct {
-	session uint32
-	at      conn.Endpoint
+// A sessionEndpoint is the endpoint from which messages of a session come. The session is
+// identified by the peer's index, because a pointer to the keypair would keep its keys in memory.
+type sessionEndpoint struct {
+	session  uint32
+	endpoint conn.Endpoint
 }
 
 // called is an initiation that was answered: its source and the time.
@@ -147,11 +147,11 @@ type called struct {
 	at   time.Time
 }
 
-// sit records the endpoint from which messages of the session k come.
-func (p *peer) sit(k *device.Keypair, from conn.Endpoint) {
+// recordEndpoint records the endpoint from which messages of the session k come.
+func (p *peer) recordEndpoint(k *device.Keypair, from conn.Endpoint) {
 	session := *keypairRemote.of(k)
-	if was := p.seat.Load(); was == nil || was.session != session || !samePlace(was.at, from) {
-		p.seat.Store(&seat{session, from})
+	if was := p.sessionEndpoint.Load(); was == nil || was.session != session || !sameEndpoint(was.endpoint, from) {
+		p.sessionEndpoint.Store(&sessionEndpoint{session, from})
 	}
 }
 
@@ -160,17 +160,17 @@ func (p *peer) sit(k *device.Keypair, from conn.Endpoint) {
 // of the peer's cluster, which does not have this session. So until that gateway has confirmed
 // its own session, send uses the previous endpoint.
 func (p *peer) send(k *device.Keypair, messages [][]byte, now time.Time) error {
-	s, at := p.seat.Load(), endpointOf(p.dev)
-	if s == nil || s.session != *keypairRemote.of(k) || samePlace(s.at, at) {
+	s, at := p.sessionEndpoint.Load(), endpointOf(p.dev)
+	if s == nil || s.session != *keypairRemote.of(k) || sameEndpoint(s.endpoint, at) {
 		return p.dev.SendBuffers(messages)
 	}
-	if c := p.called.Load(); c != nil && samePlace(c.from, at) && now.Sub(c.at) > confirmMost {
+	if c := p.called.Load(); c != nil && sameEndpoint(c.from, at) && now.Sub(c.at) > confirmMost {
 		return p.dev.SendBuffers(messages)
 	}
 	for _, m := range messages {
 		peerSent.of(p.dev).Add(uint64(len(m)))
 	}
-	return p.of.bind.Send(messages, s.at)
+	return p.identity.bind.Send(messages, s.endpoint)
 }
 
 // gatewayOf returns the index of a among the addresses of the peer's gateway, or -1 if a is not
@@ -184,8 +184,8 @@ func (p *peer) gatewayOf(a netip.Addr) int {
 
 // stop stops the timers. Their functions do not run afterwards.
 func (p *peer) stop() {
-	p.of.bind.forget(p)
-	p.t.heard.move(p, nil)
+	p.identity.bind.forget(p)
+	p.t.locations.move(p, nil)
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.stopped = true
@@ -234,7 +234,7 @@ func fresh(k *device.Keypair, now time.Time) bool {
 
 // sent records that data was sent under k at the time now.
 func (p *peer) sent(k *device.Keypair, now time.Time) {
-	at := p.t.at(now)
+	at := p.t.stamp(now)
 	p.sentAny()
 	if p.unanswered.Load() == 0 {
 		p.unanswered.Store(at)
@@ -242,7 +242,7 @@ func (p *peer) sent(k *device.Keypair, now time.Time) {
 	}
 	initiator := *keypairInitiator.of(k) && now.Sub(*keypairCreated.of(k)) > device.RekeyAfterTime
 	if initiator || keypairNonce.of(k).Load() > device.RekeyAfterMessages {
-		p.ask(at)
+		p.requestHandshake(at)
 	}
 }
 
@@ -258,7 +258,7 @@ func (p *peer) sentAny() {
 // received records that messages, none of them a replay, were received under k at the time now.
 // data is true if one of them was more than a keepalive.
 func (p *peer) received(k *device.Keypair, now time.Time, data bool) {
-	at := p.t.at(now)
+	at := p.t.stamp(now)
 	p.receivedAny()
 	if data {
 		if p.unacknowledged.Load() == 0 {
@@ -274,9 +274,9 @@ func (p *peer) received(k *device.Keypair, now time.Time, data bool) {
 	}
 	created := *keypairCreated.of(k)
 	if *keypairInitiator.of(k) && now.Sub(created) > lastMinute &&
-		peerKeypairs.of(p.dev).Current() == k && p.renewed.Swap(p.t.at(created)) != p.t.at(created) {
-		p.asked.Store(0)
-		p.ask(at)
+		peerKeypairs.of(p.dev).Current() == k && p.renewed.Swap(p.t.stamp(created)) != p.t.stamp(created) {
+		p.requested.Store(0)
+		p.requestHandshake(at)
 	}
 }
 
@@ -300,9 +300,9 @@ func (p *peer) confirmed() {
 // clock decides whether messages are sent and accepted (see fresh).
 func (p *peer) session(now time.Time) time.Time {
 	if k := peerKeypairs.of(p.dev).Current(); k != nil {
-		p.made.Store(p.t.at(*keypairCreated.of(k)))
+		p.created.Store(p.t.stamp(*keypairCreated.of(k)))
 	}
-	return p.t.when(p.made.Load(), now)
+	return p.t.when(p.created.Load(), now)
 }
 
 // acknowledge sends a passive keepalive if received data still needs one (section 6.5).
@@ -311,7 +311,7 @@ func (p *peer) acknowledge() {
 	if since == 0 {
 		return
 	}
-	if left := device.KeepaliveTimeout - time.Duration(p.t.at(time.Now())-since); left > 0 {
+	if left := device.KeepaliveTimeout - time.Duration(p.t.stamp(time.Now())-since); left > 0 {
 		p.keepalive.arm(left)
 		return
 	}
@@ -322,7 +322,7 @@ func (p *peer) acknowledge() {
 	}
 	p.dev.SendKeepalive()
 	if more {
-		p.unacknowledged.CompareAndSwap(0, p.t.at(time.Now()))
+		p.unacknowledged.CompareAndSwap(0, p.t.stamp(time.Now()))
 		p.keepalive.arm(device.KeepaliveTimeout)
 	}
 }
@@ -336,9 +336,9 @@ func (p *peer) breakSilence() {
 	// If a session was made after the data was sent, the wait starts with that session: its
 	// handshake was an answer.
 	if k := peerKeypairs.of(p.dev).Current(); k != nil {
-		since = max(since, p.t.at(*keypairCreated.of(k)))
+		since = max(since, p.t.stamp(*keypairCreated.of(k)))
 	}
-	if left := silenceTimeout - time.Duration(p.t.at(time.Now())-since); left > 0 {
+	if left := silenceTimeout - time.Duration(p.t.stamp(time.Now())-since); left > 0 {
 		p.silence.arm(left)
 		return
 	}
@@ -352,11 +352,11 @@ func (p *peer) breakSilence() {
 	p.begin()
 }
 
-// ask requests a handshake. A timer's goroutine makes it, because making an initiation takes
-// longer than encrypting a hundred packets.
-func (p *peer) ask(at int64) {
-	if asked := p.asked.Load(); asked == 0 || time.Duration(at-asked) >= askAgain {
-		p.asked.Store(at)
+// requestHandshake requests a handshake. A timer's goroutine makes it, because making an initiation
+// takes longer than encrypting a hundred packets.
+func (p *peer) requestHandshake(now int64) {
+	if last := p.requested.Load(); last == 0 || time.Duration(now-last) >= requestInterval {
+		p.requested.Store(now)
 		p.initiation.arm(0)
 	}
 }
@@ -380,7 +380,7 @@ func (p *peer) begin() {
 		p.keepPace(last)
 	}
 	if !(*peerRetransmit.of(p.dev)).IsPending() && p.sending(time.Now()) == nil {
-		p.initiation.arm(askAgain)
+		p.initiation.arm(requestInterval)
 	}
 }
 
@@ -388,8 +388,8 @@ func (p *peer) begin() {
 // has made no session. If it allows that, it returns the time of the last one and true. The
 // caller holds mu.
 func (p *peer) hurry(now time.Time) (last time.Time, hurried bool) {
-	if made := p.made.Load(); p.hurriedSince != made {
-		p.hurried, p.hurriedSince = 0, made
+	if created := p.created.Load(); p.hurriedSince != created {
+		p.hurried, p.hurriedSince = 0, created
 	}
 	if p.hurried == hurries || p.sending(now) != nil {
 		return last, false
@@ -430,7 +430,7 @@ func (p *peer) crossed(roundTrip time.Duration) {
 	}
 	p.crossedAt.Store(p.answers.Load())
 	pause := max(0, crossedPause-roundTrip)
-	if own := p.of.public.Load(); bytes.Compare(own[:], p.key[:]) > 0 {
+	if own := p.identity.public.Load(); bytes.Compare(own[:], p.key[:]) > 0 {
 		pause = crossedPause + roundTrip + crossedGrace
 	}
 	p.crossing.arm(pause)

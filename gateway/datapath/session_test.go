@@ -152,10 +152,10 @@ func TestTheInitiatorThatOnlyReceivesRekeysAfter165SecondsOnce(t *testing.T) {
 }
 
 func TestARekeyHappensBeforeTheNoncesRunOut(t *testing.T) {
-	for _, of := range []string{"initiator", "responder"} {
-		t.Run(of, func(t *testing.T) {
+	for _, role := range []string{"initiator", "responder"} {
+		t.Run(role, func(t *testing.T) {
 			inPair(t, func(t *testing.T, _ *pair, a, b *end) {
-				if of == "responder" {
+				if role == "responder" {
 					a, b = b, a
 				}
 				time.Sleep(2 * rekeyTimeout) // long enough after the last handshake
@@ -460,7 +460,7 @@ func TestHandshakesWithAnInvalidKeyAreNotRetriedForever(t *testing.T) {
 		if n := a.drops(natengine.Outbound, natengine.DropTunnelQueue); n != 1 {
 			t.Errorf("%d waiting packets dropped: want 1", n)
 		}
-		if n := a.Asked(key{public: [32]byte{1}}.public); n != 0 {
+		if n := a.Requested(key{public: [32]byte{1}}.public); n != 0 {
 			t.Error("a handshake is still tried")
 		}
 	})

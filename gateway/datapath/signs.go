@@ -51,7 +51,7 @@ type place struct {
 	mu       sync.Mutex
 	otherKey time.Time
 	index    uint32    // sender index of the last handshake for our key
-	came     time.Time // when that handshake arrived; zero: it was answered
+	arrived  time.Time // when that handshake arrived; zero: it was answered
 	refused  time.Time // when a handshake was last refused
 	earlier  time.Time // when data of a session that we do not have last arrived
 }
@@ -70,8 +70,8 @@ func (p *place) signs(now time.Time) (s Signs) {
 // settle records a handshake that has waited too long for an answer as refused. The caller holds
 // mu.
 func (p *place) settle(now time.Time) {
-	if !p.came.IsZero() && now.Sub(p.came) > refusedAfter {
-		p.refused = p.came
+	if !p.arrived.IsZero() && now.Sub(p.arrived) > refusedAfter {
+		p.refused = p.arrived
 	}
 }
 
@@ -86,9 +86,10 @@ func (t *Tunnel) placeAt(addr netip.Addr) *place {
 	return nil
 }
 
-// came records a handshake message before the device processes it. ours is true if the message
-// was made for our key. If no peer is at its source address, came costs one lookup.
-func (t *Tunnel) came(m []byte, from conn.Endpoint, ours bool) {
+// recordHandshake records a handshake message before the device processes it. ours is true if the
+// message was made for our key. If no peer is at its source address, recordHandshake costs one
+// lookup.
+func (t *Tunnel) recordHandshake(m []byte, from conn.Endpoint, ours bool) {
 	if m[0] != device.MessageInitiationType {
 		return
 	}
@@ -104,12 +105,12 @@ func (t *Tunnel) came(m []byte, from conn.Endpoint, ours bool) {
 		return
 	}
 	p.settle(now)
-	p.index, p.came = binary.LittleEndian.Uint32(m[4:]), now
+	p.index, p.arrived = binary.LittleEndian.Uint32(m[4:]), now
 }
 
 // strange handles data of an unknown session. If it comes from a peer's address, the peer may
 // have dropped our session and use one with another gateway of ours. Anybody can forge such data
-// (see SetDoubts).
+// (see OnUnknownSession).
 func (t *Tunnel) strange(from conn.Endpoint, now time.Time) {
 	addr := from.DstIP().Unmap()
 	table := t.peers.Load()
@@ -117,34 +118,34 @@ func (t *Tunnel) strange(from conn.Endpoint, now time.Time) {
 		p.mu.Lock()
 		p.earlier = now
 		p.mu.Unlock()
-	} else if t.heard.at(addr) == 0 {
+	} else if t.locations.atAddr(addr) == 0 {
 		return
 	}
-	at := t.at(now)
+	at := t.stamp(now)
 	if last := t.searched.Load(); at-last < int64(searchPause) && last != 0 || !t.searched.CompareAndSwap(last, at) {
 		return
 	}
 	for dev, p := range table.byDevice {
-		if samePlace(endpointOf(dev), from) {
-			p.doubt(now)
+		if sameEndpoint(endpointOf(dev), from) {
+			p.checkSession(now)
 			return
 		}
 	}
 }
 
-// doubt starts a handshake if there is no session with the peer. Otherwise it requests a test of
-// the session, at most once in RekeyTimeout.
-func (p *peer) doubt(now time.Time) {
-	at := p.t.at(now)
+// checkSession starts a handshake if there is no session with the peer. Otherwise it requests a
+// test of the session, at most once in RekeyTimeout.
+func (p *peer) checkSession(now time.Time) {
+	at := p.t.stamp(now)
 	if p.sending(now) == nil {
-		p.ask(at)
+		p.requestHandshake(at)
 		return
 	}
-	f := p.t.doubts.Load()
-	if last := p.doubted.Load(); f == nil || last != 0 && at-last < int64(device.RekeyTimeout) {
+	f := p.t.onUnknownSession.Load()
+	if last := p.checkRequested.Load(); f == nil || last != 0 && at-last < int64(device.RekeyTimeout) {
 		return
 	}
-	p.doubted.Store(at)
+	p.checkRequested.Store(at)
 	(*f)(p.key)
 }
 
@@ -160,18 +161,18 @@ func (t *Tunnel) answered(index uint32, to conn.Endpoint) {
 	if p.index != index {
 		return
 	}
-	p.came = time.Time{}
+	p.arrived = time.Time{}
 	// Behind a relay, an answer to one peer explains nothing about another peer.
 	if p != &t.relayed {
 		p.refused, p.otherKey = time.Time{}, time.Time{}
 	}
 }
 
-// placesOf returns a place for each configured address in the map at. An address that the map old
-// contains keeps its place.
-func placesOf(at map[*peer]netip.Addr, old map[netip.Addr]*place) map[netip.Addr]*place {
-	all := make(map[netip.Addr]*place, len(at))
-	for _, addr := range at {
+// placesOf returns a place for each configured address in the map addrs. An address that the map
+// old contains keeps its place.
+func placesOf(addrs map[*peer]netip.Addr, old map[netip.Addr]*place) map[netip.Addr]*place {
+	all := make(map[netip.Addr]*place, len(addrs))
+	for _, addr := range addrs {
 		if !addr.IsValid() || all[addr] != nil {
 			continue
 		}
@@ -198,7 +199,7 @@ func (p *peer) fail(err error, now time.Time) {
 
 // signs returns the signs of a peer, without those that a later session has made obsolete.
 func (p *peer) signs(table *peerTable, now time.Time) Signs {
-	s := table.byAddr[table.at[p]].signs(now)
+	s := table.byAddr[table.addrs[p]].signs(now)
 	relayed := p.t.relayed.signs(now)
 	s.RelayedOtherKey, s.RelayedRefused = relayed.OtherKey, relayed.Refused
 	session := table.latest(p, now).session(now)

@@ -159,12 +159,12 @@ func TestSignsIgnoreHandshakesFromOtherAddresses(t *testing.T) {
 func TestDataFromAPeersAddressUnderAnotherSessionIsReported(t *testing.T) {
 	inPair(t, func(t *testing.T, p *pair, a, b *end) {
 		other := p.sibling(t)
-		var told []time.Time
-		b.SetDoubts(func(key [32]byte) {
+		var reported []time.Time
+		b.OnUnknownSession(func(key [32]byte) {
 			if key != a.key.public {
 				t.Error("another peer is doubted")
 			}
-			told = append(told, time.Now())
+			reported = append(reported, time.Now())
 		})
 		time.Sleep(rekeyTimeout + time.Second)
 		other.Handshake(a.key.public)
@@ -179,22 +179,22 @@ func TestDataFromAPeersAddressUnderAnotherSessionIsReported(t *testing.T) {
 			time.Sleep(time.Second)
 		}
 		b.wants(t)
-		if want := []time.Time{begin, begin.Add(5 * time.Second)}; !slices.Equal(told, want) {
-			t.Errorf("reported at %v; want %v", told, want)
+		if want := []time.Time{begin, begin.Add(5 * time.Second)}; !slices.Equal(reported, want) {
+			t.Errorf("reported at %v; want %v", reported, want)
 		}
 	})
 }
 
 func TestSignsIgnoreForgedDataFromOtherAddresses(t *testing.T) {
 	inPair(t, func(t *testing.T, p *pair, a, b *end) {
-		told := 0
-		b.SetDoubts(func([32]byte) { told++ })
+		reported := 0
+		b.OnUnknownSession(func([32]byte) { reported++ })
 		forged := make([]byte, 64)
 		forged[0] = 4
 		b.tell(t, p.stranger(t, "192.0.2.9"), forged)             // from an address without a peer
 		b.tell(t, p.stranger(t, a.place.Addr().String()), forged) // from the peer's address, but another port
-		if told != 0 {
-			t.Errorf("reported %d times", told)
+		if reported != 0 {
+			t.Errorf("reported %d times", reported)
 		}
 	})
 }

@@ -22,24 +22,24 @@ type staging struct {
 }
 
 // push adds a copy of p and returns the number of packets that it dropped to make room.
-func (s *staging) push(p []byte, now time.Duration) (gone int) {
+func (s *staging) push(p []byte, now time.Duration) (dropped int) {
 	for len(s.ring) > 0 && (len(s.ring) == maxStaged || s.bytes+len(p) > maxStagedBytes) {
 		s.drop()
-		gone++
+		dropped++
 	}
 	s.ring = append(s.ring, bytes.Clone(p))
 	s.times = append(s.times, now)
 	s.bytes += len(p)
-	return gone
+	return dropped
 }
 
 // expire drops packets that have waited too long, and returns their number.
-func (s *staging) expire(now time.Duration) (gone int) {
+func (s *staging) expire(now time.Duration) (dropped int) {
 	for len(s.ring) > 0 && now-s.times[0] >= stagedTimeout {
 		s.drop()
-		gone++
+		dropped++
 	}
-	return gone
+	return dropped
 }
 
 // drop drops the oldest packet. There must be one.

@@ -24,16 +24,16 @@ func TestStagingKeepsTheNewestWithinItsBounds(t *testing.T) {
 	} {
 		t.Run(tc.name, func(t *testing.T) {
 			var s datapath.Staging
-			gone, last := 0, 0
+			dropped, last := 0, 0
 			for i := range tc.pushed {
 				p := make([]byte, tc.size)
 				p[0], p[1] = byte(i), byte(i>>8)
-				gone += s.Push(p, time.Duration(i))
+				dropped += s.Push(p, time.Duration(i))
 				p[0], p[1] = 0xff, 0xff // staging must have made a copy
 				last = i
 			}
-			if gone != tc.pushed-tc.kept {
-				t.Errorf("%d dropped to make room: want %d", gone, tc.pushed-tc.kept)
+			if dropped != tc.pushed-tc.kept {
+				t.Errorf("%d dropped to make room: want %d", dropped, tc.pushed-tc.kept)
 			}
 			if n, octets := s.Len(); n != tc.kept || octets != tc.kept*tc.size {
 				t.Errorf("%d packets, %d octets: want %d, %d", n, octets, tc.kept, tc.kept*tc.size)
@@ -60,8 +60,8 @@ func TestStagingDropsPacketsAfterTenSeconds(t *testing.T) {
 		at         time.Duration
 		gone, left int
 	}{{9999 * time.Millisecond, 0, 5}, {10 * time.Second, 1, 4}, {12500 * time.Millisecond, 2, 2}, {time.Hour, 2, 0}} {
-		if gone := s.Expire(tc.at); gone != tc.gone {
-			t.Errorf("at %v %d expired: want %d", tc.at, gone, tc.gone)
+		if dropped := s.Expire(tc.at); dropped != tc.gone {
+			t.Errorf("at %v %d expired: want %d", tc.at, dropped, tc.gone)
 		}
 		if n, _ := s.Len(); n != tc.left {
 			t.Errorf("at %v %d are left: want %d", tc.at, n, tc.left)
@@ -140,15 +140,15 @@ func TestPacketsWaitingForOnePeerDoNotDelayAnother(t *testing.T) {
 		a.wants(t, want...)
 		back := p.newEnd(t, 2, 1, c.key, b.key)
 		back.Handshake(b.key.public) // makes the session while b is busy
-		var came []uint32
+		var got []uint32
 		for n := uint32(200); n < 1200; n++ {
 			b.send(t, n)
 			time.Sleep(100 * time.Microsecond)
 		}
 		synctest.Wait()
-		came = slices.Clone(back.got)
-		if len(came) != datapath.MaxStaged || !slices.IsSorted(came) || came[len(came)-1] != 199 {
-			t.Errorf("%d of those that waited came, %v: want %d, in order", len(came), came, datapath.MaxStaged)
+		got = slices.Clone(back.got)
+		if len(got) != datapath.MaxStaged || !slices.IsSorted(got) || got[len(got)-1] != 199 {
+			t.Errorf("%d of those that waited came, %v: want %d, in order", len(got), got, datapath.MaxStaged)
 		}
 	})
 }

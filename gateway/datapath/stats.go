@@ -33,7 +33,7 @@ func (t *Tunnel) Stats() map[[32]byte]Stats {
 			s.Sent += q.octetsSent()
 		}
 		if !s.Handshake.IsZero() {
-			s.Own = via.of.key()
+			s.Own = via.identity.key()
 		}
 		s.PresharedID, s.Preshared = via.preshared.protects(peerKeypairs.of(via.dev).Current())
 		if e := endpointOf(via.dev); e != nil {

@@ -63,7 +63,7 @@ type tap struct {
 	view   packet.View
 	small  [tapHead]byte
 	latest struct {
-		telling
+		commentKey
 		comment string
 	}
 	last struct { // cached result of wantsEnds, because packets of a flow mostly follow each other
@@ -79,8 +79,8 @@ func (p *tap) begin() { p.to = p.t.capture.Load() }
 // on reports whether a capture is running.
 func (p *tap) on() bool { return p.to != nil }
 
-// came saves the headers of a packet or run before the engine changes them.
-func (p *tap) came(v *packet.View) {
+// saveHeaders saves the headers of a packet or run before the engine changes them.
+func (p *tap) saveHeaders(v *packet.View) {
 	b := v.Bytes()
 	p.headers = headersOf(v)
 	keep := p.headers
@@ -91,9 +91,9 @@ func (p *tap) came(v *packet.View) {
 	p.size, p.checksum, p.before = v.Len(), v.Checksum(), natengine.TupleOf(v, p.dir)
 }
 
-// crossed shows a packet before and after the engine. segments is the number of packets that it
+// translated shows a packet before and after the engine. segments is the number of packets that it
 // has in the tunnel. tail holds the payloads of the second and later packets of a run.
-func (p *tap) crossed(v *packet.View, verdict natengine.Verdict, drop natengine.Drop, segments int, tail [][]byte, now time.Duration) {
+func (p *tap) translated(v *packet.View, verdict natengine.Verdict, drop natengine.Drop, segments int, tail [][]byte, now time.Duration) {
 	c := p.to
 	after := p.before
 	if verdict.Action == natengine.Forward || verdict.Action == natengine.Deliver {
@@ -103,7 +103,7 @@ func (p *tap) crossed(v *packet.View, verdict natengine.Verdict, drop natengine.
 	if !p.wanted || !c.WantsDrop(drop) {
 		return
 	}
-	comment := p.told(verdict, drop, after, segments, now)
+	comment := p.comment(verdict, drop, after, segments, now)
 	body := v.Bytes()
 	if c.Wants(capture.BeforeNAT, p.dir, verdict.Peer, drop) {
 		keep := p.keep(p.headers)
@@ -147,22 +147,22 @@ func (p *tap) add(place capture.Place, size int, comment string, keep int, head,
 	p.to.Add(place, p.dir, size, comment, parts[:n]...)
 }
 
-// told returns the result of the method story. It calls story only once for consecutive packets of
-// a flow.
-func (p *tap) told(verdict natengine.Verdict, drop natengine.Drop, after natengine.Tuple, segments int, now time.Duration) string {
+// comment returns the result of newComment. It calls newComment only once for consecutive packets
+// of a flow.
+func (p *tap) comment(verdict natengine.Verdict, drop natengine.Drop, after natengine.Tuple, segments int, now time.Duration) string {
 	if verdict.Action == natengine.Hold || len(verdict.Released()) > 0 {
-		return p.story(verdict, drop, after, segments, now)
+		return p.newComment(verdict, drop, after, segments, now)
 	}
-	same := telling{p.to, verdict.Peer, p.before, after, drop, segments, int64(now / time.Second)}
-	if p.latest.telling != same {
-		p.latest.telling, p.latest.comment = same, p.story(verdict, drop, after, segments, now)
+	same := commentKey{p.to, verdict.Peer, p.before, after, drop, segments, int64(now / time.Second)}
+	if p.latest.commentKey != same {
+		p.latest.commentKey, p.latest.comment = same, p.newComment(verdict, drop, after, segments, now)
 	}
 	return p.latest.comment
 }
 
-// telling is the input of the method story, and the cache key of the method told. It includes the
-// current second, because rules may change.
-type telling struct {
+// commentKey is the input of the method newComment, and the cache key of the method comment. It
+// includes the current second, because rules may change.
+type commentKey struct {
 	to            *captured
 	peer          *natengine.PeerState
 	before, after natengine.Tuple
@@ -171,9 +171,9 @@ type telling struct {
 	second        int64
 }
 
-// story returns the comment of a packet: its peer, and the rule that rewrote the packet or the
+// newComment returns the comment of a packet: its peer, and the rule that rewrote the packet or the
 // reason why it was dropped.
-func (p *tap) story(verdict natengine.Verdict, drop natengine.Drop, after natengine.Tuple, segments int, now time.Duration) string {
+func (p *tap) newComment(verdict natengine.Verdict, drop natengine.Drop, after natengine.Tuple, segments int, now time.Duration) string {
 	var b strings.Builder
 	if verdict.Peer != nil {
 		fmt.Fprintf(&b, "peer %s", p.to.PeerName(verdict.Peer))
@@ -300,10 +300,10 @@ func (p *tap) packet(place capture.Place, peer *natengine.PeerState, b []byte, d
 }
 
 // inner shows an outbound packet as it is inside the tunnel, and reports whether the capture wants
-// it. crossed is true if the packet is a part of the one that passed the engine last. Whether the
-// capture wants that one is already known.
-func (p *tap) inner(peer *natengine.PeerState, b []byte, crossed bool) bool {
-	headers, wanted := p.wantsInner(peer, b, crossed && p.wanted, 0)
+// it. translated is true if the packet is a part of the one that passed the engine last. Whether
+// the capture wants that one is already known.
+func (p *tap) inner(peer *natengine.PeerState, b []byte, translated bool) bool {
+	headers, wanted := p.wantsInner(peer, b, translated && p.wanted, 0)
 	if wanted {
 		p.showInner(peer, b, headers)
 	}
@@ -325,11 +325,11 @@ func (p *tap) showInner(peer *natengine.PeerState, b []byte, headers int) {
 	if !p.to.Wants(capture.Tunnel, p.dir, peer, natengine.DropNone) {
 		return
 	}
-	way := "from"
+	preposition := "from"
 	if p.dir == natengine.Outbound {
-		way = "to"
+		preposition = "to"
 	}
-	p.add(capture.Tunnel, len(b), way+" peer "+p.to.PeerName(peer), p.keep(headers), b, nil, nil)
+	p.add(capture.Tunnel, len(b), preposition+" peer "+p.to.PeerName(peer), p.keep(headers), b, nil, nil)
 }
 
 // wantsEnds reports whether the capture wants the ends of the parsed packet, either before or
@@ -362,9 +362,9 @@ func (p *tap) wantsEnds(b []byte, now time.Duration) bool {
 
 // outer shows a WireGuard message. Of a data message it captures only the header, because its
 // packet is captured inside the tunnel.
-func (p *tap) outer(peer *natengine.PeerState, m []byte, at conn.Endpoint, drop natengine.Drop) {
+func (p *tap) outer(peer *natengine.PeerState, m []byte, endpoint conn.Endpoint, drop natengine.Drop) {
 	if p.to.Wants(capture.Underlay, p.dir, peer, drop) {
-		p.to.message(p.dir, p.nameOf(peer), m, at, drop)
+		p.to.message(p.dir, p.nameOf(peer), m, endpoint, drop)
 	}
 }
 
@@ -378,7 +378,7 @@ func (p *tap) nameOf(peer *natengine.PeerState) string {
 // handshake shows a handshake message, received or sent. Anybody can send one with the index of
 // any peer, so a received message is attributed to the peer that is configured at its source
 // address.
-func (c *captured) handshake(t *Tunnel, dir natengine.Direction, m []byte, at conn.Endpoint, drop natengine.Drop) {
+func (c *captured) handshake(t *Tunnel, dir natengine.Direction, m []byte, endpoint conn.Endpoint, drop natengine.Drop) {
 	if c.Narrow() {
 		return
 	}
@@ -386,9 +386,9 @@ func (c *captured) handshake(t *Tunnel, dir natengine.Direction, m []byte, at co
 	table := t.peers.Load()
 	if to := t.peerOf(m); dir == natengine.Outbound && to != nil {
 		peer = to.state
-	} else if table.byAddr[at.DstIP().Unmap()] != nil { // without this test, a flood of unknown senders would cost a search of all peers each
-		for p, addr := range table.at {
-			if addr == at.DstIP().Unmap() {
+	} else if table.byAddr[endpoint.DstIP().Unmap()] != nil { // without this test, a flood of unknown senders would cost a search of all peers each
+		for p, addr := range table.addrs {
+			if addr == endpoint.DstIP().Unmap() {
 				peer = p.state
 				break
 			}
@@ -401,7 +401,7 @@ func (c *captured) handshake(t *Tunnel, dir natengine.Direction, m []byte, at co
 	if peer != nil {
 		name = c.PeerName(peer)
 	}
-	c.message(dir, name, m, at, drop)
+	c.message(dir, name, m, endpoint, drop)
 }
 
 var messageNames = map[uint32]string{
@@ -410,8 +410,8 @@ var messageNames = map[uint32]string{
 }
 
 // message captures a WireGuard message, with generated IP and UDP headers before it.
-func (c *captured) message(dir natengine.Direction, peer string, m []byte, at conn.Endpoint, drop natengine.Drop) {
-	if at == nil {
+func (c *captured) message(dir natengine.Direction, peer string, m []byte, endpoint conn.Endpoint, drop natengine.Drop) {
+	if endpoint == nil {
 		return
 	}
 	kind := uint32(0)
@@ -445,11 +445,11 @@ func (c *captured) message(dir natengine.Direction, peer string, m []byte, at co
 		// The octets after the header may already be decrypted, so they are replaced.
 		body, tail = m[:min(len(m), headerLen)], noContent[:min(len(m)-min(len(m), headerLen), len(noContent))]
 	}
-	remote := netip.AddrPortFrom(at.DstIP().Unmap(), 0)
-	if e, ok := at.(interface{ AddrPort() netip.AddrPort }); ok {
+	remote := netip.AddrPortFrom(endpoint.DstIP().Unmap(), 0)
+	if e, ok := endpoint.(interface{ AddrPort() netip.AddrPort }); ok {
 		remote = netip.AddrPortFrom(remote.Addr(), e.AddrPort().Port())
 	}
-	local := netip.AddrPortFrom(at.SrcIP().Unmap(), c.port)
+	local := netip.AddrPortFrom(endpoint.SrcIP().Unmap(), c.port)
 	src, dst := local, remote
 	if dir == natengine.Inbound {
 		src, dst = remote, local

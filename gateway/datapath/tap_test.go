@@ -152,19 +152,19 @@ func (s *scene) datagram(from, to netip.Addr) []byte {
 	return plain(packettest.Build(packettest.IP{Src: from, Dst: to}, packettest.UDP{SrcPort: 4000, DstPort: 5300, Data: s.secret}))
 }
 
-// send makes a side send a packet, and waits until it arrives in the channel there.
-func (s *scene) send(t testing.TB, from *side, there chan []byte, p []byte) {
+// send makes a side send a packet, and waits until it arrives in the channel received.
+func (s *scene) send(t testing.TB, from *side, received chan []byte, p []byte) {
 	t.Helper()
 	if !from.link.Inject(p) {
 		t.Fatal("the link's queue is full")
 	}
-	arrived(t, there)
+	arrived(t, received)
 }
 
-func arrived(t testing.TB, there chan []byte) []byte {
+func arrived(t testing.TB, received chan []byte) []byte {
 	t.Helper()
 	select {
-	case p := <-there:
+	case p := <-received:
 		return p
 	case <-time.After(20 * time.Second):
 		t.Fatal("a packet did not arrive")

@@ -28,7 +28,7 @@ func limit(b *batch, peer *natengine.PeerState) int {
 // packet and answers with an ICMP error, unless a standard forbids that.
 func (o *outbound) tooBig(b *batch, gsoSize, limit int, peer *natengine.PeerState) {
 	if gsoSize == 0 {
-		o.splitOrTell(&o.view, limit, peer)
+		o.splitOrReject(&o.view, limit, peer)
 		o.readReleased(b)
 		return
 	}
@@ -42,7 +42,7 @@ func (o *outbound) tooBig(b *batch, gsoSize, limit int, peer *natengine.PeerStat
 			o.t.engine.Count(peer, natengine.Outbound, dropOf(err))
 			continue
 		}
-		if !o.splitOrTell(&o.big.view, limit, peer) { // one ICMP error is enough for all segments
+		if !o.splitOrReject(&o.big.view, limit, peer) { // one ICMP error is enough for all segments
 			*s = packet.Segmenter{}
 			break
 		}
@@ -50,9 +50,9 @@ func (o *outbound) tooBig(b *batch, gsoSize, limit int, peer *natengine.PeerStat
 	o.readReleased(b)
 }
 
-// splitOrTell queues the fragments of v. If v must not be fragmented, it drops v, sends an ICMP
+// splitOrReject queues the fragments of v. If v must not be fragmented, it drops v, sends an ICMP
 // error, and returns false.
-func (o *outbound) splitOrTell(v *packet.View, limit int, peer *natengine.PeerState) bool {
+func (o *outbound) splitOrReject(v *packet.View, limit int, peer *natengine.PeerState) bool {
 	if fragments := v.Split(limit, uint16(1+rand.N(1<<16-1))); fragments != nil {
 		for _, f := range fragments {
 			o.traffic.add(peer, 1, len(f))
@@ -67,8 +67,8 @@ func (o *outbound) splitOrTell(v *packet.View, limit int, peer *natengine.PeerSt
 	if o.tap.on() {
 		o.tap.dropped(capture.Tunnel, peer, v.Bytes(), natengine.DropTooBig)
 	}
-	packetAt := o.big.answer[packet.VirtioHeaderLen:]
-	answer, action := o.t.engine.TooBig(v, limit, packetAt, o.now)
+	packetBuf := o.big.answer[packet.VirtioHeaderLen:]
+	answer, action := o.t.engine.TooBig(v, limit, packetBuf, o.now)
 	switch action {
 	case natengine.Forward:
 		// The virtio header of a packet without offloads is all zero.

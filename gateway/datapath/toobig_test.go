@@ -90,7 +90,7 @@ func TestReadAnswersAPacketThatIsTooBigForItsPeer(t *testing.T) {
 			if n := drops(e, natengine.Outbound, natengine.DropTooBig); n != 1 {
 				t.Errorf("%d counted as too big", n)
 			}
-			if s := e.Stats().Peers[0]; s.Told != 1 || s.Fragmented != 0 {
+			if s := e.Stats().Peers[0]; s.ErrorsSent != 1 || s.Fragmented != 0 {
 				t.Errorf("%+v", s)
 			}
 		})
@@ -120,8 +120,8 @@ func TestReadFragmentsLargePacketsIfAllowed(t *testing.T) {
 	}
 	s := e.Stats().Peers[0]
 	packets, octets := e.Peers()[0].Traffic(natengine.Outbound)
-	if s.Fragmented != 1 || s.Told != 0 || packets != 5 || octets != uint64(4028+3*20+33) || len(link.written) != 0 {
-		t.Errorf("%d fragmented, %d told, %d packets, %d octets", s.Fragmented, s.Told, packets, octets)
+	if s.Fragmented != 1 || s.ErrorsSent != 0 || packets != 5 || octets != uint64(4028+3*20+33) || len(link.written) != 0 {
+		t.Errorf("%d fragmented, %d told, %d packets, %d octets", s.Fragmented, s.ErrorsSent, packets, octets)
 	}
 }
 
@@ -156,8 +156,8 @@ func TestBufferSizeLimitsPacketsWithoutAPeerMTU(t *testing.T) {
 		if n := read(t, d, newBuffers(1, offset+1400+31)); n != 1 || len(link.written) != 1 {
 			t.Fatalf("MTU %d: %d packets, %d answers", mtu, n, len(link.written))
 		}
-		if told := header.ICMPv4(header.IPv4(link.written[0][packet.VirtioHeaderLen:]).Payload()).MTU(); told != 1400 {
-			t.Errorf("MTU %d: told %d, want 1400", mtu, told)
+		if gotMTU := header.ICMPv4(header.IPv4(link.written[0][packet.VirtioHeaderLen:]).Payload()).MTU(); gotMTU != 1400 {
+			t.Errorf("MTU %d: told %d, want 1400", mtu, gotMTU)
 		}
 	}
 }
@@ -243,7 +243,7 @@ func TestLocalEndpointGetsTooBigErrorsOverIPv6(t *testing.T) {
 	if n := read(t, d, b); n != 1 || !bytes.HasSuffix(b.packet(0), []byte("small")) {
 		t.Fatalf("%d packets", n)
 	}
-	if s := e.Stats().Peers[0]; s.Told != 1 || len(link.written) != 0 {
-		t.Errorf("told %d, %d packets to the link", s.Told, len(link.written))
+	if s := e.Stats().Peers[0]; s.ErrorsSent != 1 || len(link.written) != 0 {
+		t.Errorf("told %d, %d packets to the link", s.ErrorsSent, len(link.written))
 	}
 }

@@ -56,24 +56,24 @@ type Tunnel struct {
 
 	coalesceUDP atomic.Bool // requested, and the link has not refused a UDP superpacket
 
-	ids   atomic.Pointer[identities]
-	heard heard
-	peers atomic.Pointer[peerTable]
+	ids       atomic.Pointer[identities]
+	locations locationCounts
+	peers     atomic.Pointer[peerTable]
 
 	admission sync.Mutex // guards budgets
 	budgets   budgets    // limits of handshakes and cookies
 
-	mayCome atomic.Pointer[func(netip.Addr) bool] // reports whether a source of messages is allowed; nil: all are
-	relays  atomic.Pointer[func(netip.Addr) bool] // reports whether an address is a relay's; nil: none is
-	relayed place                                 // signs of messages that came through relays
+	sourceFilter atomic.Pointer[func(netip.Addr) bool] // reports whether a source of messages is allowed; nil: all are
+	relays       atomic.Pointer[func(netip.Addr) bool] // reports whether an address is a relay's; nil: none is
+	relayed      place                                 // signs of messages that came through relays
 
-	doubts   atomic.Pointer[func(key [32]byte)] // nil: doubts are not reported
-	searched atomic.Int64                       // when strange last searched for a peer
+	onUnknownSession atomic.Pointer[func(key [32]byte)] // nil: doubts are not reported
+	searched         atomic.Int64                       // when strange last searched for a peer
 
 	capture atomic.Pointer[captured] // nil: no capture is running
 
 	diverted atomic.Pointer[diversion] // nil: the link's packets go to peers
-	brought  parcels                   // packets from another gateway
+	injected parcels                   // packets from another gateway
 
 	hurry   *rate.Limiter // limits handshakes within RekeyTimeout (peer.hurry)
 	waiting atomic.Bool   // some packets wait for a session
@@ -82,14 +82,14 @@ type Tunnel struct {
 	running sync.WaitGroup
 	ended   chan struct{} // closed when the link has ended, or by Close
 
-	mu       sync.Mutex                               // guards the configuration, which is the following fields
-	places   map[device.NoisePublicKey]netip.AddrPort // the endpoints of the last SetPeers or Change
-	port     uint16                                   // 0: no socket is open
-	receiver sync.WaitGroup                           // goroutines that receive from the sockets
-	sweep    *time.Timer                              // runs sweepRetired; nil: no peer was ever retired
-	laggards *time.Timer                              // runs lookForLaggards; nil: no key was ever rotated
-	up       bool
-	closed   bool
+	mu        sync.Mutex                               // guards the configuration, which is the following fields
+	endpoints map[device.NoisePublicKey]netip.AddrPort // the endpoints of the last SetPeers or Change
+	port      uint16                                   // 0: no socket is open
+	receiver  sync.WaitGroup                           // goroutines that receive from the sockets
+	sweep     *time.Timer                              // runs sweepRetired; nil: no peer was ever retired
+	laggards  *time.Timer                              // runs lookForLaggards; nil: no key was ever rotated
+	up        bool
+	closed    bool
 }
 
 // New returns a Tunnel that connects a link, a wire, an engine and, unless it is nil, an
@@ -115,7 +115,7 @@ func newTunnel(link Link, wire Wire, engine *natengine.Engine, local *Local, sta
 	t := &Tunnel{
 		link: link, wire: wire, engine: engine, local: local, options: o, start: start,
 		hurry: rate.NewLimiter(hurriesPerSecond, hurriesPerSecond),
-		ended: make(chan struct{}), places: make(map[device.NoisePublicKey]netip.AddrPort),
+		ended: make(chan struct{}), endpoints: make(map[device.NoisePublicKey]netip.AddrPort),
 	}
 	t.mtu.Store(int64(link.MTU()))
 	t.coalesceUDP.Store(o.CoalesceUDP)
@@ -143,16 +143,16 @@ func (t *Tunnel) logger() *device.Logger {
 // of the engine must be called with it.
 func (t *Tunnel) Now() time.Duration { return time.Since(t.start) }
 
-// at converts a time to the form in which peers store it. It never returns 0, which means never.
-func (t *Tunnel) at(now time.Time) int64 { return max(1, int64(now.Sub(t.start))) }
+// stamp converts a time to the form in which peers store it. It never returns 0, which means never.
+func (t *Tunnel) stamp(now time.Time) int64 { return max(1, int64(now.Sub(t.start))) }
 
-// when converts the result of at back to a time; 0 becomes the zero time. The age of the result
+// when converts the result of stamp back to a time; 0 becomes the zero time. The age of the result
 // is right even if the wall clock was set in between.
-func (t *Tunnel) when(at int64, now time.Time) time.Time {
-	if at == 0 {
+func (t *Tunnel) when(stamp int64, now time.Time) time.Time {
+	if stamp == 0 {
 		return time.Time{}
 	}
-	return now.Add(time.Duration(at - t.at(now)))
+	return now.Add(time.Duration(stamp - t.stamp(now)))
 }
 
 // Up sets the private key, opens the UDP port (0: any free one), and starts the tunnel. Call it
@@ -244,24 +244,24 @@ func (t *Tunnel) MTU() int { return int(t.mtu.Load()) }
 // sources before it does anything else. The reason is that answers are sent to the source of the
 // last message (roaming), and anybody who has a key may forge a source. Results are cached until
 // the next call of SetSources.
-func (t *Tunnel) SetSources(mayCome func(netip.Addr) bool) { t.mayCome.Store(&mayCome) }
+func (t *Tunnel) SetSources(allowed func(netip.Addr) bool) { t.sourceFilter.Store(&allowed) }
 
 // SetRelays sets the test for addresses from which our own Services relay messages of peers. The
 // source address of a relayed handshake does not identify its sender.
 func (t *Tunnel) SetRelays(relays func(netip.Addr) bool) { t.relays.Store(&relays) }
 
-// SetDoubts sets the function that is called when data of an unknown session comes from the
+// OnUnknownSession sets the function that is called when data of an unknown session comes from the
 // address of a peer that has a session here. It is called at most once in five seconds for each
 // peer, with the peer's public key. Anybody can forge such data, so it proves nothing. f must not
 // block.
-func (t *Tunnel) SetDoubts(f func(key [32]byte)) { t.doubts.Store(&f) }
+func (t *Tunnel) OnUnknownSession(f func(key [32]byte)) { t.onUnknownSession.Store(&f) }
 
 // Forget makes the next SetPeers set the peer's endpoint to the configured one, even if the peer
 // has roamed.
 func (t *Tunnel) Forget(key [32]byte) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	delete(t.places, key)
+	delete(t.endpoints, key)
 }
 
 // Handshake starts a handshake with a peer, unless one was started within RekeyTimeout. It takes

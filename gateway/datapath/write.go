@@ -71,11 +71,11 @@ func (w *writer) packets(from *peer, packets [][]byte) error {
 // The engine drops packets whose source address does not belong to that peer.
 func (w *writer) run(peer *natengine.PeerState, run *packet.Run) {
 	if w.tap.on() {
-		w.tap.came(&run.View)
+		w.tap.saveHeaders(&run.View)
 	}
 	v := w.t.engine.InboundFrom(peer, &run.View, w.now)
 	if w.tap.on() {
-		w.tap.crossed(&run.View, v, v.Drop, run.Segments, run.Tail, w.now)
+		w.tap.translated(&run.View, v, v.Drop, run.Segments, run.Tail, w.now)
 	}
 	switch v.Action {
 	case natengine.Forward:

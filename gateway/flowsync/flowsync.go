@@ -41,9 +41,9 @@ type Flows interface {
 	EachFlow(f func(peer string, flow natengine.Flow), between func() bool)
 	Follow(f func(peer string, flow natengine.Flow, ended bool)) (stop func())
 	Adopt(peer string, flow natengine.Flow) (opened bool, drop natengine.Drop)
-	// Bring sends a packet to its peer, as if the link of a tunnel had delivered the packet. p
+	// Inject sends a packet to its peer, as if the link of a tunnel had delivered the packet. p
 	// starts with the virtio header, and is not kept.
-	Bring(tunnel int, p []byte)
+	Inject(tunnel int, p []byte)
 }
 
 // A table holds flows: for each peer, the state of each flow by its identity.
@@ -54,33 +54,33 @@ type table struct {
 
 func (t *table) put(peer string, f natengine.Flow) (ok bool) {
 	id, state := f.Identity()
-	of := t.flows[peer]
-	if _, known := of[id]; !known {
+	flows := t.flows[peer]
+	if _, known := flows[id]; !known {
 		if t.n >= MaxFlows {
 			return false
 		}
-		if of == nil {
+		if flows == nil {
 			if t.flows == nil {
 				t.flows = make(map[string]map[natengine.Flow]uint8)
 			}
-			of = make(map[natengine.Flow]uint8)
-			t.flows[peer] = of
+			flows = make(map[natengine.Flow]uint8)
+			t.flows[peer] = flows
 		}
 		t.n++
 	}
-	of[id] = state
+	flows[id] = state
 	return true
 }
 
 func (t *table) remove(peer string, f natengine.Flow) {
 	id, _ := f.Identity()
-	of := t.flows[peer]
-	if _, known := of[id]; !known {
+	flows := t.flows[peer]
+	if _, known := flows[id]; !known {
 		return
 	}
-	delete(of, id)
+	delete(flows, id)
 	t.n--
-	if len(of) == 0 {
+	if len(flows) == 0 {
 		delete(t.flows, peer)
 	}
 }
@@ -176,7 +176,7 @@ func (k *Keeper) Activate(flows Flows) (adopted int) {
 	defer k.mu.Unlock()
 	if k.changes == changes {
 		k.adopted = true
-		k.bringHeld()
+		k.injectHeld()
 	}
 	return int(k.counts.Adopted - before)
 }
@@ -184,8 +184,8 @@ func (k *Keeper) Activate(flows Flows) (adopted int) {
 // adoptAll adopts those flows of a table that are established, or those that are not. It returns
 // false if the gateway was deactivated meanwhile.
 func (k *Keeper) adoptAll(t table, established bool, changes int) bool {
-	for peer, of := range t.flows {
-		for id, state := range of {
+	for peer, flows := range t.flows {
+		for id, state := range flows {
 			f := id.In(state)
 			if f.Established() != established {
 				continue

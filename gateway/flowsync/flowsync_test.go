@@ -29,15 +29,17 @@ import (
 // A running is the engine of a running gateway.
 type running struct {
 	*natengine.Engine
-	now     func() time.Duration
-	brought chan parcel
+	now      func() time.Duration
+	injected chan parcel
 }
 
 func (r running) Adopt(peer string, f natengine.Flow) (opened bool, drop natengine.Drop) {
 	return r.Engine.Adopt(peer, f, r.now())
 }
 
-func (r running) Bring(tunnel int, p []byte) { r.brought <- parcel{tunnel: tunnel, p: slices.Clone(p)} }
+func (r running) Inject(tunnel int, p []byte) {
+	r.injected <- parcel{tunnel: tunnel, p: slices.Clone(p)}
+}
 
 func newRunning(t testing.TB, pods string) running {
 	e := natengine.New(natengine.Config{})
@@ -389,7 +391,7 @@ func TestConnectionsOfStrangersAreLimited(t *testing.T) {
 	if l.enter(one) {
 		t.Error("one connection of an address too many")
 	}
-	l.leave(netip.AddrFrom4([4]byte{192, 0, 2, 0}))
+	l.exit(netip.AddrFrom4([4]byte{192, 0, 2, 0}))
 	if !l.enter(two) {
 		t.Error("a connection is refused though there is room")
 	}
@@ -400,7 +402,7 @@ func TestHandshakesOfStrangersAreBounded(t *testing.T) {
 	begin, n := time.Now(), 0
 	for range 10_000 {
 		if l.enter(two) {
-			l.leave(two)
+			l.exit(two)
 			n++
 		}
 	}
@@ -548,13 +550,13 @@ func TestReceiverGetsTheFlowsOfTheSender(t *testing.T) {
 		if err := r.receive(&b, func() {}); !errors.Is(err, io.EOF) {
 			t.Fatal(err)
 		}
-		for peer, of := range want {
-			for f, there := range of {
+		for peer, byFlow := range want {
+			for f, open := range byFlow {
 				id, _ := f.Identity()
-				if _, has := k.copy.flows[peer][id]; has != there {
-					t.Fatalf("seed %d: a flow of %s: %v, want %v", seed, peer, has, there)
+				if _, has := k.copy.flows[peer][id]; has != open {
+					t.Fatalf("seed %d: a flow of %s: %v, want %v", seed, peer, has, open)
 				}
-				if there {
+				if open {
 					n++
 				}
 			}
@@ -655,11 +657,11 @@ func FuzzReceive(f *testing.F) {
 		}
 		r.close()
 		n := 0
-		for peer, of := range k.copy.flows {
-			if len(of) == 0 {
+		for peer, byFlow := range k.copy.flows {
+			if len(byFlow) == 0 {
 				t.Errorf("peer %q has no flow", peer)
 			}
-			n += len(of)
+			n += len(byFlow)
 		}
 		if n != k.State().Copied || k.fresh != nil {
 			t.Errorf("%d flows, counted %d; a list is under way: %v", n, k.State().Copied, k.fresh != nil)

@@ -90,13 +90,13 @@ func (h *held) expire(now time.Time) (n int) {
 	return n
 }
 
-// brought handles a packet that another gateway has relayed to this one.
-func (k *Keeper) brought(one parcel) {
+// receiveRelayed handles a packet that another gateway has relayed to this one.
+func (k *Keeper) receiveRelayed(one parcel) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	if k.adopted {
 		k.counts.Relayed++
-		k.running.Bring(one.tunnel, one.p)
+		k.running.Inject(one.tunnel, one.p)
 		return
 	}
 	k.counts.Unrelayed += uint64(k.held.expire(one.at))
@@ -125,11 +125,11 @@ func (k *Keeper) expireHeld(now time.Time) {
 	k.counts.Unrelayed += uint64(k.held.expire(now))
 }
 
-// bringHeld passes the waiting packets to the running gateway. The caller holds mu.
-func (k *Keeper) bringHeld() {
+// injectHeld passes the waiting packets to the running gateway. The caller holds mu.
+func (k *Keeper) injectHeld() {
 	k.counts.Unrelayed += uint64(k.held.expire(time.Now()))
 	for _, one := range k.held.all {
-		k.running.Bring(one.tunnel, one.p)
+		k.running.Inject(one.tunnel, one.p)
 	}
 	k.counts.Relayed += uint64(len(k.held.all))
 	k.held = held{}

@@ -62,7 +62,7 @@ func TestRelayedPacketsReachTheNextGateway(t *testing.T) {
 	b.Activate(after)
 	relay(20, 1500)
 	for i, w := range want {
-		if got := <-after.brought; got.tunnel != w.tunnel || !bytes.Equal(got.p, w.p) {
+		if got := <-after.injected; got.tunnel != w.tunnel || !bytes.Equal(got.p, w.p) {
 			t.Fatalf("packet %d is another one, of %d octets; want %d", i, len(got.p), len(w.p))
 		}
 	}
@@ -161,7 +161,7 @@ func TestStandbyAcceptsEachPacketOnceFromTwoConnections(t *testing.T) {
 	eventually(t, "the end of the connection that asked", func() bool { return followers() == 1 })
 	relay()
 	for i := range n {
-		if got := <-after.brought; got.p[0] != byte(i) {
+		if got := <-after.injected; got.p[0] != byte(i) {
 			t.Fatalf("packet %d arrives as number %d", got.p[0], i)
 		}
 	}
@@ -177,13 +177,13 @@ func TestWaitingRelayedPacketsAreBounded(t *testing.T) {
 	const fit = relayMost / 60000
 	now := time.Now()
 	for range fit + 2 {
-		k.brought(parcel{p: p, at: now})
+		k.receiveRelayed(parcel{p: p, at: now})
 	}
 	if c := k.State().Counts; len(k.held.all) != fit || c.Unrelayed != 2 {
 		t.Errorf("%d packets wait and %d are dropped; want %d and 2", len(k.held.all), c.Unrelayed, fit)
 	}
 	k.held.all[fit-1].at = now.Add(relayFor)
-	k.brought(parcel{p: p, at: now.Add(relayFor + 1)})
+	k.receiveRelayed(parcel{p: p, at: now.Add(relayFor + 1)})
 	if c := k.State().Counts; len(k.held.all) != 2 || k.held.octets != 2*len(p) || c.Unrelayed != fit+1 {
 		t.Errorf("%d packets wait and %d are dropped; want 2 and %d", len(k.held.all), c.Unrelayed, fit+1)
 	}
@@ -192,8 +192,8 @@ func TestWaitingRelayedPacketsAreBounded(t *testing.T) {
 	}
 	r := newRunning(t, "10.246.0.0/16")
 	k.Activate(r)
-	if c := k.State().Counts; len(r.brought) != 0 || c.Unrelayed != fit+3 {
-		t.Errorf("%d packets are sent that are too old, and %d are dropped; want 0 and %d", len(r.brought), c.Unrelayed, fit+3)
+	if c := k.State().Counts; len(r.injected) != 0 || c.Unrelayed != fit+3 {
+		t.Errorf("%d packets are sent that are too old, and %d are dropped; want 0 and %d", len(r.injected), c.Unrelayed, fit+3)
 	}
 }
 
@@ -203,7 +203,7 @@ func TestStandbyDropsWaitingPacketsWhenAnotherGatewayIsActive(t *testing.T) {
 	k := NewKeeper()
 	first, second := netip.MustParseAddr("10.244.1.254"), netip.MustParseAddr("10.244.2.254")
 	(&receiver{k: k, from: first}).begin(true, 0)
-	k.brought(parcel{p: []byte{1}, at: time.Now()})
+	k.receiveRelayed(parcel{p: []byte{1}, at: time.Now()})
 	waiting := func(what string, want int) {
 		t.Helper()
 		if n := len(k.held.all); n != want || k.State().Counts.Unrelayed != 0 {
@@ -219,7 +219,7 @@ func TestStandbyDropsWaitingPacketsWhenAnotherGatewayIsActive(t *testing.T) {
 	waiting("the gateway that relayed it is followed by another connection", 1)
 	next.begin(true, 0)
 	waiting("another gateway is active", 0)
-	k.brought(parcel{p: []byte{1}, at: time.Now()})
+	k.receiveRelayed(parcel{p: []byte{1}, at: time.Now()})
 	next.begin(true, 0)
 	waiting("it begins its list anew, as it ends", 1)
 }
@@ -342,12 +342,12 @@ func TestTruncatedPacketsAreCounted(t *testing.T) {
 	}{
 		{"whole", false, func(w writer) { w.parcel(parcel{p: long}) }, 0, false, 0},
 		{"the last octet is missing", false, func(w writer) { w.parcel(parcel{p: []byte{1, 2, 3}}) }, 1, false, 1},
-		{"the second frame is missing", false, func(w writer) { w.frame(framePacket, []byte{goesOn}, long[:100]) }, 0, false, 1},
+		{"the second frame is missing", false, func(w writer) { w.frame(framePacket, []byte{continues}, long[:100]) }, 0, false, 1},
 		{"the second frame is cut off", false, func(w writer) { w.parcel(parcel{p: long}) }, 1, false, 1},
 		{"it comes by another connection", true, func(w writer) { w.parcel(parcel{p: long}) }, 1, false, 0},
 		{"too long", false, func(w writer) {
 			for range maxParcel/100 + 1 {
-				w.frame(framePacket, []byte{goesOn}, long[:100])
+				w.frame(framePacket, []byte{continues}, long[:100])
 			}
 		}, 0, false, 1},
 		{"this gateway was active meanwhile", false, func(w writer) { w.parcel(parcel{p: []byte{1, 2, 3}}) }, 0, true, 1},
@@ -379,7 +379,7 @@ func TestTruncatedPacketsAreCounted(t *testing.T) {
 // packets arrive.
 func TestOldRelayedPacketsAreDropped(t *testing.T) {
 	p, k := newPlace(), NewKeeper()
-	k.brought(parcel{p: make([]byte, 1000), at: time.Now()})
+	k.receiveRelayed(parcel{p: make([]byte, 1000), at: time.Now()})
 	_, end := p.start(t, k, one)
 	defer end()
 	eventually(t, "a packet that is dropped", func() bool { return k.State().Counts.Unrelayed == 1 })

@@ -65,7 +65,7 @@ type Link struct {
 	expire   context.CancelFunc // ends the connections that use config
 	incoming map[netip.Addr]int // number of connections from each address
 	strange  *rate.Limiter      // limits connections from addresses that belong to no gateway
-	said     string             // last logged error
+	logged   string             // last logged error
 }
 
 // NewLink returns a Link, which Run starts.
@@ -98,7 +98,7 @@ func (l *Link) Run(ctx context.Context) {
 
 	var private [32]byte
 	first := true
-	asked := make(map[netip.Addr]bool)
+	contacted := make(map[netip.Addr]bool)
 	var following netip.Addr // the active gateway, from which changes are received
 	var unfollow context.CancelFunc = func() {}
 	ended := make(chan netip.Addr)
@@ -111,34 +111,34 @@ func (l *Link) Run(ctx context.Context) {
 			l.change(ctx, p)
 		}
 		if private != ([32]byte{}) {
-			var asking sync.WaitGroup
+			var copying sync.WaitGroup
 			for addr, active := range l.o.Others() {
 				switch {
 				case active && !l.k.State().Active && following != addr && !time.Now().Before(next[addr]):
 					unfollow()
 					var follow context.Context
 					follow, unfollow = context.WithCancel(ctx)
-					following, asked[addr] = addr, true
+					following, contacted[addr] = addr, true
 					group.Go(func() {
-						l.ask(follow, addr, false)
+						l.copyFrom(follow, addr, false)
 						select {
 						case ended <- addr:
 						case <-ctx.Done():
 						}
 					})
-				case !asked[addr]:
-					asked[addr] = true
-					asking.Add(1)
+				case !contacted[addr]:
+					contacted[addr] = true
+					copying.Add(1)
 					group.Go(func() {
-						defer asking.Done()
-						l.ask(ctx, addr, true)
+						defer copying.Done()
+						l.copyFrom(ctx, addr, true)
 					})
 				}
 			}
 			if first {
 				first = false
 				group.Go(func() {
-					asking.Wait()
+					copying.Wait()
 					close(l.settled)
 				})
 			}
@@ -181,9 +181,9 @@ func (l *Link) keyed() (*tls.Config, context.Context) {
 	return l.config, l.expired
 }
 
-// ask connects to another gateway and receives its flows, until the connection ends. With once,
-// it ends after the list of all flows; otherwise an active gateway keeps the connection open.
-func (l *Link) ask(ctx context.Context, addr netip.Addr, once bool) {
+// copyFrom connects to another gateway and receives its flows, until the connection ends. With
+// once, it ends after the list of all flows; otherwise an active gateway keeps the connection open.
+func (l *Link) copyFrom(ctx context.Context, addr netip.Addr, once bool) {
 	config, expired := l.keyed()
 	dialing, cancel := context.WithTimeout(ctx, handshakeTimeout)
 	defer cancel()
@@ -204,12 +204,12 @@ func (l *Link) ask(ctx context.Context, addr netip.Addr, once bool) {
 	if errors.Is(err, io.EOF) {
 		err = nil
 	}
-	l.say(ctx, addr, err)
+	l.logFailure(ctx, addr, err)
 }
 
-// say logs the reason why the flows of another gateway are not copied, unless that was the last
-// logged error.
-func (l *Link) say(ctx context.Context, addr netip.Addr, err error) {
+// logFailure logs the reason why the flows of another gateway are not copied, unless that was the
+// last logged error.
+func (l *Link) logFailure(ctx context.Context, addr netip.Addr, err error) {
 	if ctx.Err() != nil {
 		return
 	}
@@ -219,26 +219,26 @@ func (l *Link) say(ctx context.Context, addr netip.Addr, err error) {
 	}
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	if text != l.said && err != nil {
+	if text != l.logged && err != nil {
 		l.o.Log.Info("cannot copy the flows of the other gateway; retrying", "gateway", addr, "error", err)
 	}
-	l.said = text
+	l.logged = text
 }
 
 // listen accepts connections until ctx ends. If the port is not available, it tries again.
 func (l *Link) listen(ctx context.Context, group *sync.WaitGroup) {
-	said := false
+	logged := false
 	for ctx.Err() == nil {
 		listener, err := l.o.Listen()
 		if err == nil {
-			said = false
+			logged = false
 			stop := context.AfterFunc(ctx, func() { listener.Close() })
 			err = l.accept(ctx, listener, group)
 			stop()
 			listener.Close()
 		}
-		if !said && ctx.Err() == nil {
-			said = true
+		if !logged && ctx.Err() == nil {
+			logged = true
 			l.o.Log.Warn("cannot offer flows to other gateways: connections may break at a takeover", "error", err)
 		}
 		select {
@@ -269,7 +269,7 @@ func (l *Link) accept(ctx context.Context, listener net.Listener, group *sync.Wa
 			continue
 		}
 		group.Go(func() {
-			defer l.leave(addr)
+			defer l.exit(addr)
 			defer conn.Close()
 			l.serve(ctx, conn)
 		})
@@ -284,7 +284,7 @@ func (l *Link) enter(addr netip.Addr) bool {
 	defer l.mu.Unlock()
 	strangers := 0
 	for other, n := range l.incoming {
-		if _, is := gateways[other]; !is {
+		if _, listed := gateways[other]; !listed {
 			strangers += n
 		}
 	}
@@ -295,7 +295,7 @@ func (l *Link) enter(addr netip.Addr) bool {
 	return true
 }
 
-func (l *Link) leave(addr netip.Addr) {
+func (l *Link) exit(addr netip.Addr) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if l.incoming[addr]--; l.incoming[addr] == 0 {

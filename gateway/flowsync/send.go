@@ -97,8 +97,8 @@ func (k *Keeper) sendCopy(conn net.Conn, w writer) error {
 	k.expire(time.Now())
 	age := time.Since(k.heard)
 	all := make([]record, 0, k.copy.n)
-	for peer, of := range k.copy.flows {
-		for id, state := range of {
+	for peer, flows := range k.copy.flows {
+		for id, state := range flows {
 			all = append(all, record{peer: peer, flow: id.In(state)})
 		}
 	}

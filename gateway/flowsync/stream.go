@@ -38,7 +38,7 @@ const (
 	beatInterval = time.Second
 	maxFrame     = 32 << 10
 	maxParcel    = packet.VirtioHeaderLen + 65535
-	goesOn       = 128 // framePacket: the packet continues in the next frame
+	continues    = 128 // framePacket: the packet continues in the next frame
 )
 
 // writer writes a stream.
@@ -102,7 +102,7 @@ func (w writer) parcel(one parcel) {
 	const most = maxFrame - 2
 	rest := one.p
 	for ; len(rest) > most; rest = rest[most:] {
-		w.frame(framePacket, []byte{byte(one.tunnel) | goesOn}, rest[:most])
+		w.frame(framePacket, []byte{byte(one.tunnel) | continues}, rest[:most])
 	}
 	w.frame(framePacket, []byte{byte(one.tunnel)}, rest)
 }
@@ -155,9 +155,9 @@ func (r *receiver) receive(from io.Reader, beat func()) error {
 			r.beat()
 		case kind == framePacket && len(rest) > 1 && r.active && len(r.parcel)+len(rest)-1 <= maxParcel:
 			r.parcel = append(r.parcel, rest[1:]...)
-			if rest[0] < goesOn {
+			if rest[0] < continues {
 				if !r.once {
-					r.k.brought(parcel{tunnel: int(rest[0]), p: r.parcel, at: time.Now()})
+					r.k.receiveRelayed(parcel{tunnel: int(rest[0]), p: r.parcel, at: time.Now()})
 				}
 				r.parcel, incomplete = nil, false
 			}

@@ -157,8 +157,8 @@ func (a Accept) command(remove bool, _ string) string {
 func (a Accept) format(rule, in, out, source, destination, protocol string) (all []string) {
 	for _, r := range a.Rules() {
 		var matches []string
-		add := func(is bool, text string) {
-			if is {
+		add := func(isSet bool, text string) {
+			if isSet {
 				matches = append(matches, text)
 			}
 		}

@@ -42,7 +42,7 @@ func AdditionsFor(have, want State) Plan {
 	all := have.Routes
 	have.Routes = nil
 	for _, r := range all { // there may be thousands of others
-		if _, is := wanted[r.Prefix]; is {
+		if _, found := wanted[r.Prefix]; found {
 			have.Routes = append(have.Routes, r)
 		}
 	}
@@ -124,7 +124,7 @@ func PlanFor(have, want State) Plan {
 		switch {
 		case slices.Contains(want.Devices, d):
 			continue
-		case slices.ContainsFunc(want.Devices, d.inTheWayOf):
+		case slices.ContainsFunc(want.Devices, d.conflictsWith):
 			adds = append(adds, Op{true, d})
 		default:
 			removes = append(removes, Op{true, d})
@@ -161,31 +161,31 @@ func planKind[K comparable, V interface {
 	}
 }
 
-// inTheWayOf reports whether want cannot be made before d is removed.
-func (d Device) inTheWayOf(want Device) bool {
+// conflictsWith reports whether want cannot be made before d is removed.
+func (d Device) conflictsWith(want Device) bool {
 	return d.In == want.In && d.Name == want.Name || d.In == Inner && d.Name == want.Peer
 }
 
 // without returns s after the removal of a device, which also removes the objects on it.
 func (s State) without(d Device) State {
-	gone := func(in Namespace, dev string) bool {
+	removed := func(in Namespace, dev string) bool {
 		return in == d.In && dev == d.Name || in == Inner && dev == d.Peer && dev != ""
 	}
 	return State{
 		Bridges: s.Bridges, Filters: s.Filters, SourceNAT: s.SourceNAT, Accepts: s.Accepts,
-		Devices: dropped(s.Devices, func(other Device) bool { return gone(other.In, other.Name) }),
+		Devices: dropped(s.Devices, func(other Device) bool { return removed(other.In, other.Name) }),
 		Settings: dropped(s.Settings, func(s Setting) bool {
-			return slices.ContainsFunc(strings.Split(s.Path, "/"), func(dev string) bool { return gone(s.In, dev) })
+			return slices.ContainsFunc(strings.Split(s.Path, "/"), func(dev string) bool { return removed(s.In, dev) })
 		}),
-		Links:     dropped(s.Links, func(l Link) bool { return gone(l.In, l.Name) }),
-		Addresses: dropped(s.Addresses, func(a Address) bool { return gone(a.In, a.Dev) }),
-		FDB:       dropped(s.FDB, func(f FDBEntry) bool { return gone(f.In, f.Dev) }),
-		Neighbors: dropped(s.Neighbors, func(n Neighbor) bool { return gone(n.In, n.Dev) }),
-		Routes:    dropped(s.Routes, func(r Route) bool { return gone(r.In, r.Dev) }),
+		Links:     dropped(s.Links, func(l Link) bool { return removed(l.In, l.Name) }),
+		Addresses: dropped(s.Addresses, func(a Address) bool { return removed(a.In, a.Dev) }),
+		FDB:       dropped(s.FDB, func(f FDBEntry) bool { return removed(f.In, f.Dev) }),
+		Neighbors: dropped(s.Neighbors, func(n Neighbor) bool { return removed(n.In, n.Dev) }),
+		Routes:    dropped(s.Routes, func(r Route) bool { return removed(r.In, r.Dev) }),
 		Rules:     s.Rules,
 	}
 }
 
-func dropped[T any](list []T, is func(T) bool) []T {
-	return slices.DeleteFunc(slices.Clone(list), is)
+func dropped[T any](list []T, match func(T) bool) []T {
+	return slices.DeleteFunc(slices.Clone(list), match)
 }

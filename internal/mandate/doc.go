@@ -23,13 +23,13 @@
 //  5. A release by the holder frees the voter at once. The holder never uses the released epoch
 //     again. It sends a release when it stops, and when its mandate has ended for lack of answers.
 //  6. A voter that ends in an orderly way (SIGTERM) stores that it stays bound, and notifies its
-//     holder, which counts the vote for Timing.FarewellMandate. The next voter on that node stays
-//     bound for Timing.Farewell after its start, or until it answers an ask that names its own
+//     holder, which counts the vote for Timing.EndedMandate. The next voter on that node stays
+//     bound for Timing.EndedBound after its start, or until it answers an ask that names its own
 //     incarnation. That ask shows that the holder knows the new voter and counts its vote like any
 //     other.
-//  7. A voter without a stored promise cannot know to whom its node is bound. For Timing.Farewell,
-//     the longest time for which any gateway counts on the node, it votes only for a gateway that
-//     already has a mandate.
+//  7. A voter without a stored promise cannot know to whom its node is bound. For
+//     Timing.EndedBound, the longest time for which any gateway counts on the node, it votes only
+//     for a gateway that already has a mandate.
 //  8. Lists form a chain: each differs from the previous one by one voter. The holder proposes the
 //     next list, and counts votes by the next list once a majority of the current list has stored
 //     its version. Any other gateway asks with the newest list that it knows.
@@ -50,7 +50,7 @@
 //
 // Epochs order successive mandates, so that nodes and peers can follow the latest. They do not
 // exclude two mandates. A voter that lost its promise may accept a lower epoch than that of a
-// mandate that ended more than Timing.Farewell ago.
+// mandate that ended more than Timing.EndedBound ago.
 //
 // The tests search the states of small systems with two gateways: with loss, delay, duplication
 // and reordering of messages, paused hosts, and restarts. If any one of the rules is broken,

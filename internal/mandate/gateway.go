@@ -88,7 +88,7 @@ func (g *Gateway) Learn(list List, now Time) {
 		return
 	}
 	g.list, g.next = list, nil
-	g.stand(now)
+	g.withdraw(now)
 	g.arrange()
 }
 
@@ -171,11 +171,11 @@ func (g *Gateway) Claim(now Time) {
 
 // majorityth returns the smallest value that a majority of the list's voters do not exceed. One
 // voter alone cannot raise it.
-func (g *Gateway) majorityth(of func(*vote) uint64) uint64 {
+func (g *Gateway) majorityth(value func(*vote) uint64) uint64 {
 	var all []uint64
 	for i := range g.votes {
 		if slices.Contains(g.list.Voters, g.votes[i].voter) {
-			all = append(all, of(&g.votes[i]))
+			all = append(all, value(&g.votes[i]))
 		}
 	}
 	if len(all) == 0 {
@@ -190,8 +190,8 @@ func (g *Gateway) promised() uint64 {
 	return g.majorityth(func(v *vote) uint64 { return v.promise.Epoch })
 }
 
-// stand ends the claim and the mandate. The gateway claims no epoch before the time rest.
-func (g *Gateway) stand(rest Time) {
+// withdraw ends the claim and the mandate. The gateway claims no epoch before the time rest.
+func (g *Gateway) withdraw(rest Time) {
 	g.epoch, g.rest = 0, rest
 	for i := range g.votes {
 		g.votes[i].until = 0
@@ -211,10 +211,10 @@ func (g *Gateway) Tick(now Time, may, holds bool) map[ID]Ask {
 	case may && g.Could(now):
 		g.Claim(now)
 	case g.epoch != 0 && !may:
-		g.stand(now)
+		g.withdraw(now)
 	case g.epoch != 0 && !g.Holds(now) && (g.epoch < g.promised() || now >= g.since+2*g.timing.Bound):
 		all := g.asks(Release, now, holds)
-		g.stand(now + g.pause())
+		g.withdraw(now + g.pause())
 		return all
 	case g.epoch != 0 && g.epoch < max(g.seen, g.promised()): // another candidate has some votes
 		g.seen = min(max(g.seen, g.promised())+1, Most)
@@ -266,7 +266,7 @@ func (g *Gateway) Could(now Time) bool {
 // epoch for a while, so that another gateway can get the votes.
 func (g *Gateway) Release(now Time) map[ID]Ask {
 	all := g.asks(Release, now, false)
-	g.stand(now + 2*g.timing.Bound)
+	g.withdraw(now + 2*g.timing.Bound)
 	return all
 }
 
@@ -277,7 +277,7 @@ func (g *Gateway) Receive(a Answer, now Time) {
 		return
 	}
 	v := &g.votes[i]
-	if v.incarnation != 0 && (a.Sent < v.heard || a.Sent == v.heard && !a.Farewell && (a.Granted || a.Incarnation != v.incarnation)) {
+	if v.incarnation != 0 && (a.Sent < v.heard || a.Sent == v.heard && !a.Ended && (a.Granted || a.Incarnation != v.incarnation)) {
 		return // older than the last answer, or a copy of it; but a farewell, or a refusal by the same incarnation, counts
 	}
 	if a.Incarnation != v.incarnation { // another voter runs on that node now, so a farewell no longer counts for longer than other votes
@@ -285,8 +285,8 @@ func (g *Gateway) Receive(a Answer, now Time) {
 	}
 	v.heard, v.incarnation, v.promise, v.free = a.Sent, a.Incarnation, a.Promise, now+a.Free
 	if a.Granted && a.Promise.Epoch == g.epoch {
-		if v.until = a.Sent + g.timing.Mandate; a.Farewell {
-			v.until = a.Sent + g.timing.FarewellMandate
+		if v.until = a.Sent + g.timing.Mandate; a.Ended {
+			v.until = a.Sent + g.timing.EndedMandate
 		}
 	}
 	g.advance()

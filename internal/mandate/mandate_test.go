@@ -116,12 +116,12 @@ var bugs = []bug{
 	}},
 	{rule: "2: a voter that starts is not bound", where: "a voter is killed", started: func(v *Voter, _ *Promise) { v.bound = 0 }},
 	{rule: "1: nothing is stored", where: "a voter is killed", started: func(v *Voter, _ *Promise) { *v = *NewVoter(v.id, v.timing, v.incarnation, &Promise{}, 0) }},
-	{rule: "6: a farewell is not stored", large: true, where: "a voter ends", started: func(v *Voter, _ *Promise) { v.farewell = 0 }},
-	{rule: "6: a farewell is forgotten at the next change", large: true, where: "a voter ends and is killed", asked: func(v *Voter, _ *Ask, _ Time) { v.farewell = 0 }},
+	{rule: "6: a farewell is not stored", large: true, where: "a voter ends", started: func(v *Voter, _ *Promise) { v.endedUntil = 0 }},
+	{rule: "6: a farewell is forgotten at the next change", large: true, where: "a voter ends and is killed", asked: func(v *Voter, _ *Ask, _ Time) { v.endedUntil = 0 }},
 	{rule: "6: a farewell counts as long when the next voter has answered", large: true, where: "a voter ends", heard: func(g *Gateway, v *vote, a Answer) { v.incarnation = a.Incarnation }},
-	{rule: "6: a farewell is not stored, in mid-mandate", where: "with a mandate, a voter ends", started: func(v *Voter, _ *Promise) { v.farewell = 0 }},
-	{rule: "6: a farewell ends with any ask", where: "with a mandate, a voter ends", asked: func(v *Voter, _ *Ask, _ Time) { v.farewell = 0 }},
-	{rule: "6: a farewell counts as long when the next voter has answered, in mid-mandate", where: "with a mandate, a voter ends", timing: func(t *Timing) { t.Farewell, t.FarewellMandate = 6, 5 },
+	{rule: "6: a farewell is not stored, in mid-mandate", where: "with a mandate, a voter ends", started: func(v *Voter, _ *Promise) { v.endedUntil = 0 }},
+	{rule: "6: a farewell ends with any ask", where: "with a mandate, a voter ends", asked: func(v *Voter, _ *Ask, _ Time) { v.endedUntil = 0 }},
+	{rule: "6: a farewell counts as long when the next voter has answered, in mid-mandate", where: "with a mandate, a voter ends", timing: func(t *Timing) { t.EndedBound, t.EndedMandate = 6, 5 },
 		heard: func(g *Gateway, v *vote, a Answer) { v.incarnation = a.Incarnation }},
 	{rule: "7: a voter without a promise votes for anybody", where: "a promise is lost", asked: func(v *Voter, a *Ask, _ Time) { a.Holds = a.Holds || v.empty }},
 	{rule: "5: a mandate lives on after a release", where: "a gateway releases", freed: func(g *Gateway, was Gateway) { *g = was }},
@@ -198,12 +198,12 @@ func TestFarewellBindsUntilTheHolderKnowsTheNextVoter(t *testing.T) {
 	p.g.Claim(1 * time.Second)
 	_, answer := p.asks(1 * time.Second)
 	p.g.Receive(answer, 1*time.Second)
-	promise, farewell, ok := p.v.End(1100 * time.Millisecond)
+	promise, final, ok := p.v.End(1100 * time.Millisecond)
 	if !ok {
 		t.Fatal("no farewell")
 	}
-	p.g.Receive(farewell, 1100*time.Millisecond)
-	if got := p.g.Until(); got != 1*time.Second+Usual.FarewellMandate {
+	p.g.Receive(final, 1100*time.Millisecond)
+	if got := p.g.Until(); got != 1*time.Second+Usual.EndedMandate {
 		t.Errorf("the farewell counts until %v", got)
 	}
 	p.v = NewVoter("1", Usual, 2, &promise, 2*time.Second)
@@ -216,7 +216,7 @@ func TestFarewellBindsUntilTheHolderKnowsTheNextVoter(t *testing.T) {
 	}
 	_, answer = p.asks(3200 * time.Millisecond)
 	p.g.Receive(answer, 3200*time.Millisecond)
-	if p.g.Receive(farewell, 3300*time.Millisecond); p.g.Until() != 3200*time.Millisecond+Usual.Mandate {
+	if p.g.Receive(final, 3300*time.Millisecond); p.g.Until() != 3200*time.Millisecond+Usual.Mandate {
 		t.Errorf("a late farewell counts until %v", p.g.Until())
 	}
 	if end := 3200*time.Millisecond + Usual.Bound; p.frees(end-1) || !p.frees(end) {
@@ -302,7 +302,7 @@ func TestOneGatewayFinallyGetsAMandate(t *testing.T) {
 	random := rand.New(rand.NewPCG(26, 11))
 	for round := range 200 {
 		s := systems[[]string{"one voter", "a voter ends", "of three promises one is lost", "a gateway releases", "two voters", "three voters"}[round%6]]
-		w := newWorld(2, s.voters, s.left, s.lists, &bug{timing: func(t *Timing) { *t = Timing{Beat: 1, Bound: 6, Mandate: 4, Farewell: 20, FarewellMandate: 15} }})
+		w := newWorld(2, s.voters, s.left, s.lists, &bug{timing: func(t *Timing) { *t = Timing{Beat: 1, Bound: 6, Mandate: 4, EndedBound: 20, EndedMandate: 15} }})
 		for range random.IntN(40) {
 			var all []*world
 			w.next(func(n *world) { all = append(all, n) })

@@ -10,7 +10,7 @@ import (
 )
 
 // coarse is a Timing with few units. A vote counts one unit less than it binds.
-var coarse = Timing{Beat: 1, Bound: 2, Mandate: 1, Farewell: 4, FarewellMandate: 3}
+var coarse = Timing{Beat: 1, Bound: 2, Mandate: 1, EndedBound: 4, EndedMandate: 3}
 
 // slot holds the one message in transit between a gateway and a voter. A newer message replaces
 // it, so the older one is lost. The message may be delivered late, never, or several times.
@@ -78,9 +78,9 @@ func newWorld(gateways, voters int, left limits, lists []List, b *bug) *world {
 	}
 	w := &world{now: 100, left: left, lists: lists, bug: b, amnesia: left.reboots > 0, oldest: timing.Bound + 1}
 	if left.ends == 0 {
-		timing.Farewell, timing.FarewellMandate = 2, 1 // without farewells, shorter times suffice and the search is faster
+		timing.EndedBound, timing.EndedMandate = 2, 1 // without farewells, shorter times suffice and the search is faster
 	} else {
-		w.oldest = timing.Farewell + 1
+		w.oldest = timing.EndedBound + 1
 	}
 	for i := range voters {
 		w.voters = append(w.voters, *NewVoter(voterID(i), timing, 1, &Promise{}, 0))
@@ -188,7 +188,7 @@ func (w *world) key(b []byte) []byte {
 				number(known.promise.List)
 			}
 			if a := m.answer; m.what == 2 && (!asks || a.Nonce != w.gateways[i].nonce || a.Sent < heard ||
-				a.Sent == heard && a.Granted && !a.Farewell) {
+				a.Sent == heard && a.Granted && !a.Ended) {
 				m = slot{} // the gateway would ignore this answer
 			}
 			if r.ask.Epoch < v.promise.Epoch && !w.amnesia {
@@ -212,7 +212,7 @@ func (w *world) key(b []byte) []byte {
 			case 2:
 				b = append(b, byte(1+cmp.Compare(m.answer.Sent, heard)))
 				flag(m.answer.Granted)
-				flag(m.answer.Farewell)
+				flag(m.answer.Ended)
 				promise(m.answer.Promise)
 				back(m.answer.Sent)
 				number(m.answer.Nonce)
@@ -222,8 +222,8 @@ func (w *world) key(b []byte) []byte {
 		number(v.incarnation)
 		promise(v.promise)
 		ahead(v.bound)
-		ahead(v.farewell)
-		flag(v.farewell != 0)
+		ahead(v.endedUntil)
+		flag(v.endedUntil != 0)
 		flag(v.released)
 		flag(v.empty)
 		number(v.last.Nonce)

@@ -12,17 +12,17 @@ type ID string
 // Timing holds the durations of the protocol. All gateways and voters of a cluster must use
 // equal values.
 type Timing struct {
-	Beat            time.Duration // interval between the asks of a gateway
-	Bound           time.Duration // how long a voter stays bound to its holder after an answer
-	Mandate         time.Duration // how long an answered ask counts after it was sent; less than Bound
-	Farewell        time.Duration // how long a voter that ended in an orderly way stays bound
-	FarewellMandate time.Duration // how long the vote of such a voter counts after the last ask was sent; less than Farewell
+	Beat         time.Duration // interval between the asks of a gateway
+	Bound        time.Duration // how long a voter stays bound to its holder after an answer
+	Mandate      time.Duration // how long an answered ask counts after it was sent; less than Bound
+	EndedBound   time.Duration // how long a voter that ended in an orderly way stays bound
+	EndedMandate time.Duration // how long the vote of such a voter counts after the last ask was sent; less than EndedBound
 }
 
 // Usual is the Timing of real clusters. The difference between Bound and Mandate allows for
 // clocks whose rates differ by a fifth.
 var Usual = Timing{Beat: 150 * time.Millisecond, Bound: 900 * time.Millisecond, Mandate: 700 * time.Millisecond,
-	Farewell: 30 * time.Second, FarewellMandate: 23 * time.Second}
+	EndedBound: 30 * time.Second, EndedMandate: 23 * time.Second}
 
 // Most is the highest valid epoch and the highest valid version of a list. Messages with higher
 // values are ignored.
@@ -33,9 +33,9 @@ type Promise struct {
 	Epoch  uint64 `json:"epoch"`
 	Holder ID     `json:"holder"`
 	List   uint64 `json:"list"` // version of the list
-	// Farewell records that the voter ended in an orderly way. The next voter on the node then
-	// stays bound for Timing.Farewell.
-	Farewell bool `json:"farewell,omitempty"`
+	// Ended records that the voter ended in an orderly way. The next voter on the node then
+	// stays bound for Timing.EndedBound.
+	Ended bool `json:"farewell,omitempty"`
 }
 
 // A Kind is the purpose of an ask.
@@ -69,7 +69,7 @@ type Ask struct {
 type Answer struct {
 	From        ID
 	Granted     bool // the voter is bound to the gateway
-	Farewell    bool // the voter has ended but stays bound for Timing.Farewell without further asks
+	Ended       bool // the voter has ended but stays bound for Timing.EndedBound without further asks
 	Promise     Promise
 	Free        time.Duration // time until the asking gateway can get the vote; 0: now
 	Sent        Time          // copied from the Ask
@@ -83,9 +83,9 @@ type Voter struct {
 	timing      Timing
 	incarnation uint64
 	promise     Promise
-	empty       bool // there is no promise; until farewell, vote only for a gateway with a mandate
+	empty       bool // there is no promise; until endedUntil, vote only for a gateway with a mandate
 	bound       Time // until this time, no other gateway gets the vote
-	farewell    Time // until this time, no other gateway gets the vote unless the holder knows this incarnation; 0: does not apply
+	endedUntil  Time // until this time, no other gateway gets the vote unless the holder knows this incarnation; 0: does not apply
 	released    bool // the holder has released the epoch of the promise
 	last        Ask  // the ask that last got the vote; zero: none since the start
 }
@@ -96,13 +96,13 @@ type Voter struct {
 func NewVoter(id ID, timing Timing, incarnation uint64, stored *Promise, now Time) *Voter {
 	v := &Voter{id: id, timing: timing, incarnation: incarnation}
 	if v.empty = stored == nil; v.empty {
-		v.farewell = now + timing.Farewell // the longest time for which a gateway may count on an earlier promise
+		v.endedUntil = now + timing.EndedBound // the longest time for which a gateway may count on an earlier promise
 		return v
 	}
 	v.promise, v.bound = *stored, now+timing.Bound
-	v.promise.Farewell = false
-	if stored.Farewell {
-		v.farewell = now + timing.Farewell
+	v.promise.Ended = false
+	if stored.Ended {
+		v.endedUntil = now + timing.EndedBound
 	}
 	return v
 }
@@ -113,7 +113,7 @@ func (v *Voter) Knows(a Ask) bool { return a.Heard == v.incarnation }
 // Stored returns the promise that the caller must store.
 func (v *Voter) Stored() Promise {
 	p := v.promise
-	p.Farewell = v.farewell != 0
+	p.Ended = v.endedUntil != 0
 	return p
 }
 
@@ -123,16 +123,16 @@ func (v *Voter) Receive(a Ask, now Time) (answer Answer) {
 	own := a.From == v.promise.Holder
 	switch {
 	case a.Kind == Release && own && a.Epoch == v.promise.Epoch && a.Nonce == v.last.Nonce:
-		v.released, v.bound, v.farewell = true, now, 0
+		v.released, v.bound, v.endedUntil = true, now, 0
 	case a.Epoch > Most || a.List > Most:
-	case a.Kind == Claim && a.Heard == v.incarnation && v.newer(a) && a.List >= v.promise.List && v.grants(a, own, now):
+	case a.Kind == Claim && a.Heard == v.incarnation && v.newer(a) && a.List >= v.promise.List && v.permits(a, own, now):
 		answer.Granted = true
 		v.promise = Promise{Epoch: a.Epoch, Holder: a.From, List: a.List}
-		v.empty, v.released, v.bound, v.farewell, v.last = false, false, now+v.timing.Bound, 0, a
+		v.empty, v.released, v.bound, v.endedUntil, v.last = false, false, now+v.timing.Bound, 0, a
 	}
 	answer.From, answer.Promise, answer.Sent, answer.Nonce, answer.Incarnation = v.id, v.promise, a.Sent, a.Nonce, v.incarnation
 	if a.From != v.promise.Holder && !(v.empty && a.Holds) {
-		answer.Free = max(0, max(v.bound, v.farewell)-now)
+		answer.Free = max(0, max(v.bound, v.endedUntil)-now)
 	}
 	return answer
 }
@@ -140,16 +140,16 @@ func (v *Voter) Receive(a Ask, now Time) (answer Answer) {
 // newer reports whether an ask is newer than the last one that got the vote.
 func (v *Voter) newer(a Ask) bool { return a.Nonce != v.last.Nonce || a.Sent > v.last.Sent }
 
-// grants reports whether the epoch and the time permit a vote for a claim. own reports whether
+// permits reports whether the epoch and the time permit a vote for a claim. own reports whether
 // the claim is from the current holder.
-func (v *Voter) grants(a Ask, own bool, now Time) bool {
+func (v *Voter) permits(a Ask, own bool, now Time) bool {
 	switch {
 	case v.empty:
-		return a.Holds || now >= v.farewell
+		return a.Holds || now >= v.endedUntil
 	case a.Epoch == v.promise.Epoch:
 		return own && !v.released
 	}
-	return a.Epoch > v.promise.Epoch && (own || now >= max(v.bound, v.farewell))
+	return a.Epoch > v.promise.Epoch && (own || now >= max(v.bound, v.endedUntil))
 }
 
 // End ends a voter in an orderly way; no other method may be called afterwards. If ok is true,
@@ -160,7 +160,7 @@ func (v *Voter) End(now Time) (promise Promise, answer Answer, ok bool) {
 		return Promise{}, Answer{}, false
 	}
 	promise = v.promise
-	promise.Farewell = true
-	return promise, Answer{From: v.id, Granted: true, Farewell: true, Promise: v.promise,
+	promise.Ended = true
+	return promise, Answer{From: v.id, Granted: true, Ended: true, Promise: v.promise,
 		Sent: v.last.Sent, Nonce: v.last.Nonce, Incarnation: v.incarnation}, true
 }

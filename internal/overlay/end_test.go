@@ -39,7 +39,7 @@ func TestProbeIsAnsweredWithAndWithoutARouteAtTheOtherEnd(t *testing.T) {
 		t.Helper()
 		for range 5 { // a loaded machine may answer later than patience permits
 			err := n.Do(func() error {
-				answer = Datagram{To: to, TTL: 1}.Ask(t.Context())
+				answer = Datagram{To: to, TTL: 1}.Send(t.Context())
 				return nil
 			})
 			if err != nil {
@@ -58,16 +58,16 @@ func TestProbeIsAnsweredWithAndWithoutARouteAtTheOtherEnd(t *testing.T) {
 	}
 	ip(end, "route", "del", "unreachable", "10.246.0.0/16")
 	ip(end, "route", "add", "10.246.0.0/16", "via", n.Addr.String())
-	if got := answered(); got != WayOn {
+	if got := answered(); got != Expired {
 		t.Error("an end with a way on:", got)
 	}
-	for by, want := range map[string]Answer{"eth0": WayOn, "lo": NoAnswer} {
+	for by, want := range map[string]Answer{"eth0": Expired, "lo": NoAnswer} {
 		var got Answer
 		for range 5 {
 			err := n.Do(func() error {
 				link, err := net.InterfaceByName(by)
 				if err == nil {
-					got = Datagram{To: to, TTL: 1, By: link.Index}.Ask(t.Context())
+					got = Datagram{To: to, TTL: 1, By: link.Index}.Send(t.Context())
 				}
 				return err
 			})

@@ -26,10 +26,10 @@ import (
 )
 
 const (
-	// Interval is the approximate time between probes. Again is the pause after a datagram without
-	// an answer.
-	Interval = 30 * time.Second
-	Again    = 5 * time.Second
+	// Interval is the approximate time between probes. RetryInterval is the pause after a datagram
+	// without an answer.
+	Interval      = 30 * time.Second
+	RetryInterval = 5 * time.Second
 
 	patience = 2 * time.Second
 	misses   = 4 // the overlay counts as broken after so many lost datagrams in a row, each with an answered control
@@ -81,7 +81,7 @@ type Answer int
 const (
 	NoAnswer Answer = iota
 	Ended           // the other end has no route for the datagram
-	WayOn           // the other end has a route, but the TTL expired
+	Expired         // the other end has a route, but the TTL expired
 )
 
 // Round sends one datagram through the overlay and one through the underlay. It returns the answer
@@ -89,16 +89,16 @@ const (
 // expected to expire on its path, or to be refused for lack of a route.
 func Round(ctx context.Context, byOverlay, byUnderlay Datagram) (answer Answer, control bool) {
 	done := make(chan Answer, 1)
-	go func() { done <- byUnderlay.Ask(ctx) }()
-	return byOverlay.Ask(ctx), <-done != NoAnswer
+	go func() { done <- byUnderlay.Send(ctx) }()
+	return byOverlay.Send(ctx), <-done != NoAnswer
 }
 
 // ICMP types, RFC 792.
 const unreachable, timeExceeded = 3, 11
 
-// Ask sends the datagram between two random ports, neither of which is in the range of NodePorts,
+// Send sends the datagram between two random ports, neither of which is in the range of NodePorts,
 // and waits for an ICMP error about it.
-func (d Datagram) Ask(ctx context.Context) Answer {
+func (d Datagram) Send(ctx context.Context) Answer {
 	ctx, cancel := context.WithTimeout(ctx, patience)
 	defer cancel()
 	c, err := net.DialUDP("udp4", nil, net.UDPAddrFromAddrPort(netip.AddrPortFrom(d.To, uint16(33434+rand.N(30000)))))
@@ -161,7 +161,7 @@ func (d Datagram) answerIn(oob []byte) Answer {
 			case icmpType == unreachable:
 				answer = Ended
 			case icmpType == timeExceeded && d.TTL != 0:
-				answer = WayOn
+				answer = Expired
 			}
 		}
 	}

@@ -64,7 +64,7 @@ func BenchmarkBeatAtRest(b *testing.B) {
 		}
 		return datagrams, octets
 	}
-	for range 2 * tellMost { // until all nodes have got the notice and answered
+	for range 2 * maxNotices { // until all nodes have got the notice and answered
 		beat()
 	}
 	if !gateways[0].Gate.Open() || gateways[1].Gate.Open() {

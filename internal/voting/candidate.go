@@ -75,15 +75,15 @@ type Candidate struct {
 
 	soon chan struct{} // makes Run send before the next beat
 
-	mu      sync.Mutex
-	machine *mandate.Gateway
-	voters  map[mandate.ID]*target // voters of the current list and of the proposed list
-	nodes   map[string]netip.Addr
-	told    map[string]*telling // nodes without a vote
-	may     bool
-	lease   bool // the Lease gives the gateway a mandate
-	gated   bool
-	last    View
+	mu       sync.Mutex
+	machine  *mandate.Gateway
+	voters   map[mandate.ID]*target // voters of the current list and of the proposed list
+	nodes    map[string]netip.Addr
+	notified map[string]*notice // nodes without a vote
+	may      bool
+	lease    bool // the Lease gives the gateway a mandate
+	gated    bool
+	last     View
 }
 
 // A target is a node with a vote, as the candidate knows it.
@@ -107,16 +107,16 @@ func (t *target) heard(a mandate.Answer, pod mandate.ID, now mandate.Time) {
 	}
 }
 
-// telling is the progress of the notices of a new mandate to one node that does not vote.
-type telling struct {
+// notice is the progress of the notices of a new mandate to one node that does not vote.
+type notice struct {
 	heard mandate.Time // time at which the last answered ask was sent; 0: the node never answered
 	tries int          // notices sent for the current epoch
 	again mandate.Time
 }
 
 const (
-	tellMost  = 20               // number of beats in which a node is notified of a new mandate
-	tellAgain = 10 * time.Second // interval of notices after that, because a node may have been unreachable
+	maxNotices     = 20               // number of beats in which a node is notified of a new mandate
+	noticeInterval = 10 * time.Second // interval of notices after that, because a node may have been unreachable
 )
 
 // NewCandidate returns a candidate that asks no node yet. Its fields may be changed until Run
@@ -124,7 +124,7 @@ const (
 func NewCandidate(pod string, addr netip.Addr, key func() [32]byte, log *slog.Logger) *Candidate {
 	return &Candidate{Pod: pod, Addr: addr, Key: key, Log: log, Gate: new(Gate), Change: func() {}, soon: make(chan struct{}, 1),
 		machine: mandate.NewGateway(mandate.ID(pod), mandate.Usual, random(), mandate.List{}),
-		voters:  make(map[mandate.ID]*target), told: make(map[string]*telling)}
+		voters:  make(map[mandate.ID]*target), notified: make(map[string]*notice)}
 }
 
 // Learn passes a list to the candidate: the list in the Lease, or a list to try. own reports
@@ -150,7 +150,7 @@ func (c *Candidate) Learn(l List, own bool) {
 			c.target(before, id, old.addr)
 		}
 	}
-	c.judge(now)
+	c.update(now)
 }
 
 func (c *Candidate) target(before map[mandate.ID]*target, id mandate.ID, addr netip.Addr) {
@@ -179,7 +179,7 @@ func (c *Candidate) SetNodes(nodes map[string]netip.Addr) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	c.nodes = nodes
-	maps.DeleteFunc(c.told, func(name string, _ *telling) bool { return !nodes[name].IsValid() })
+	maps.DeleteFunc(c.notified, func(name string, _ *notice) bool { return !nodes[name].IsValid() })
 }
 
 // Nodes returns the map passed to SetNodes. The caller must not change it.
@@ -190,7 +190,7 @@ func (c *Candidate) Nodes() map[string]netip.Addr {
 }
 
 // Answering returns the nodes that have answered recently while this candidate has a mandate by
-// votes: voters within about a second, other nodes within three times tellAgain.
+// votes: voters within about a second, other nodes within three times noticeInterval.
 func (c *Candidate) Answering() map[string]netip.Addr {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -202,8 +202,8 @@ func (c *Candidate) Answering() map[string]netip.Addr {
 			all[string(id)] = addr
 		}
 	}
-	for name, t := range c.told {
-		if t.heard != 0 && now-t.heard < 3*tellAgain {
+	for name, t := range c.notified {
+		if t.heard != 0 && now-t.heard < 3*noticeInterval {
 			all[name] = c.nodes[name]
 		}
 	}
@@ -217,7 +217,7 @@ func (c *Candidate) Allow(may, lease, gated bool) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	c.may, c.lease, c.gated = may, lease, gated
-	c.judge(clock())
+	c.update(clock())
 }
 
 // See records an epoch that was read from the Lease.
@@ -251,8 +251,8 @@ func (c *Candidate) view(now mandate.Time) View {
 	return v
 }
 
-// judge sets the gate and reports changes. The caller holds c.mu.
-func (c *Candidate) judge(now mandate.Time) {
+// update sets the gate and reports changes. The caller holds c.mu.
+func (c *Candidate) update(now mandate.Time) {
 	if c.gated {
 		c.Gate.until.Store(int64(c.machine.Until()))
 	} else {
@@ -270,7 +270,7 @@ func (c *Candidate) judge(now mandate.Time) {
 		c.Log.Warn("this gateway has lost the majority of votes", "epoch", c.last.Epoch, "answered", v.Heard, "list", v.List)
 	}
 	if v.Epoch != c.last.Epoch {
-		for _, t := range c.told {
+		for _, t := range c.notified {
 			t.tries, t.again = 0, 0
 		}
 	}
@@ -355,16 +355,16 @@ func (c *Candidate) messages(now mandate.Time, key ed25519.PrivateKey) (all []me
 			all = append(all, message{t.addr, ask{a, t.cookie, c.Addr}.seal(key)})
 		}
 	}
-	c.judge(now)
+	c.update(now)
 	if !c.machine.Holds(now) || !c.gated {
 		return all
 	}
 	var text []byte // sealed once, because all nodes without a vote get the same text
 	for name, addr := range c.nodes {
-		t := c.told[name]
+		t := c.notified[name]
 		if t == nil {
-			t = new(telling)
-			c.told[name] = t
+			t = new(notice)
+			c.notified[name] = t
 		}
 		if _, votes := asks[mandate.ID(name)]; votes || now < t.again {
 			continue
@@ -373,8 +373,8 @@ func (c *Candidate) messages(now mandate.Time, key ed25519.PrivateKey) (all []me
 			text = ask{mandate.Ask{Kind: mandate.Probe, From: mandate.ID(c.Pod), Epoch: c.machine.Epoch(), Holds: true, Sent: now}, cookie{}, c.Addr}.seal(key)
 		}
 		all = append(all, message{addr, text})
-		if t.tries++; t.tries >= tellMost {
-			t.tries, t.again = 0, now+tellAgain
+		if t.tries++; t.tries >= maxNotices {
+			t.tries, t.again = 0, now+noticeInterval
 		}
 	}
 	return all
@@ -406,8 +406,8 @@ func (c *Candidate) receive(a answer, from net.Addr) {
 	now := clock()
 	t := c.voters[a.From]
 	if t == nil || t.cookie != a.cookie {
-		if told := c.told[string(a.From)]; told != nil && a.cookie == (cookie{}) && c.from(string(a.From), from) {
-			told.tries, told.again, told.heard = 0, now+tellAgain, now
+		if notice := c.notified[string(a.From)]; notice != nil && a.cookie == (cookie{}) && c.from(string(a.From), from) {
+			notice.tries, notice.again, notice.heard = 0, now+noticeInterval, now
 		}
 		return
 	}
@@ -416,7 +416,7 @@ func (c *Candidate) receive(a answer, from net.Addr) {
 	if c.may && c.machine.Could(now) {
 		c.beatSoon()
 	}
-	c.judge(now)
+	c.update(now)
 }
 
 // beatSoon makes Run send the next beat at once.
@@ -428,7 +428,7 @@ func (c *Candidate) beatSoon() {
 }
 
 // from reports whether a datagram has the source address of the node called name. A forged
-// datagram only delays the next notice to that node by tellAgain.
+// datagram only delays the next notice to that node by noticeInterval.
 func (c *Candidate) from(name string, from net.Addr) bool {
 	u, ok := from.(*net.UDPAddr)
 	return ok && u.AddrPort().Addr().Unmap() == c.nodes[name]
@@ -444,7 +444,7 @@ func (c *Candidate) Release() {
 		targets[id] = *t
 	}
 	c.may = false
-	c.judge(clock())
+	c.update(clock())
 	c.mu.Unlock()
 	listen := c.Listen
 	if listen == nil {

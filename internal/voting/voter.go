@@ -57,13 +57,13 @@ type Voter struct {
 
 	refused, unread atomic.Uint64 // see Refused
 
-	mu      sync.Mutex
-	place   place
-	changed chan struct{} // closed when the address changes or a key appears; nil: Run does not wait
-	holder  Holder
-	follow  func()              // see OnHolder
-	others  map[netip.Addr]bool // see Expect
-	err     error
+	mu            sync.Mutex
+	place         place
+	changed       chan struct{} // closed when the address changes or a key appears; nil: Run does not wait
+	holder        Holder
+	follow        func()              // see OnHolder
+	expectedAddrs map[netip.Addr]bool // see Expect
+	err           error
 
 	// Only Run uses the fields below.
 	machine                  *mandate.Voter
@@ -106,7 +106,7 @@ func (v *Voter) OnHolder(f func()) {
 func (v *Voter) Expect(gateways map[netip.Addr]bool) {
 	v.mu.Lock()
 	defer v.mu.Unlock()
-	v.others = gateways
+	v.expectedAddrs = gateways
 }
 
 // Set sets the public key with which asks must be signed. If the key is nil, the voter accepts no
@@ -159,13 +159,13 @@ func (v *Voter) fail(err error) {
 func (v *Voter) Run(ctx context.Context) {
 	for {
 		v.mu.Lock()
-		at, changed := v.place, make(chan struct{})
+		current, changed := v.place, make(chan struct{})
 		v.changed = changed
 		v.mu.Unlock()
 		var again <-chan time.Time
 		err := v.start()
-		if err == nil && at.Addr.IsValid() && at.Key != nil {
-			err = v.vote(ctx, at.Addr, changed)
+		if err == nil && current.Addr.IsValid() && current.Key != nil {
+			err = v.vote(ctx, current.Addr, changed)
 		}
 		if err != nil {
 			v.fail(err)
@@ -208,7 +208,7 @@ func (v *Voter) vote(ctx context.Context, addr netip.Addr, changed <-chan struct
 		case <-ctx.Done():
 			err := conn.SetReadDeadline(time.Unix(1, 0)) // unblocks read, while sending still works
 			<-ended
-			v.farewell(conn)
+			v.teardown(conn)
 			return errors.Join(err, conn.Close())
 		case <-changed:
 			err := conn.Close()
@@ -229,7 +229,7 @@ func (v *Voter) Refused() (read, unread uint64) { return v.refused.Load(), v.unr
 func (v *Voter) gateways() map[netip.Addr]bool {
 	v.mu.Lock()
 	defer v.mu.Unlock()
-	all := maps.Clone(v.others)
+	all := maps.Clone(v.expectedAddrs)
 	if all == nil {
 		all = make(map[netip.Addr]bool, 1)
 	}
@@ -321,12 +321,12 @@ func (v *Voter) receive(b []byte, from net.Addr, send func([]byte, net.Addr)) bo
 	v.mu.Lock()
 	key, follow := v.place.Key, v.follow
 	budget := v.strange
-	if u != nil && v.others[u.AddrPort().Addr().Unmap()] {
+	if u != nil && v.expectedAddrs[u.AddrPort().Addr().Unmap()] {
 		budget = v.expected
 	}
 	v.mu.Unlock()
-	knows := v.machine.Knows(a.Ask)
-	if knows {
+	known := v.machine.Knows(a.Ask)
+	if known {
 		budget = v.known
 	}
 	if !budget.Allow() || !signed(b, key) {
@@ -334,7 +334,7 @@ func (v *Voter) receive(b []byte, from net.Addr, send func([]byte, net.Addr)) bo
 	}
 	reply := v.machine.Receive(a.Ask, now())
 	stored := v.stored.Promise
-	if stored.Farewell = false; reply.Granted || reply.Promise != stored { // the promise also differs if an earlier store has failed
+	if stored.Ended = false; reply.Granted || reply.Promise != stored { // the promise also differs if an earlier store has failed
 		if err := v.store(v.machine.Stored()); err != nil {
 			v.fail(err)
 			return true
@@ -355,7 +355,7 @@ func (v *Voter) receive(b []byte, from net.Addr, send func([]byte, net.Addr)) bo
 	}
 	send(answer{reply, a.cookie}.datagram(), from)
 	switch {
-	case a.Kind == mandate.Probe && knows && !a.Holds:
+	case a.Kind == mandate.Probe && known && !a.Holds:
 		v.waits = waiting{a, from}
 	case a.Kind == mandate.Release && v.waits.at != nil && v.waits.ask.From != a.From:
 		send(answer{v.machine.Receive(v.waits.ask.Ask, now()), v.waits.ask.cookie}.datagram(), v.waits.at)
@@ -364,9 +364,9 @@ func (v *Voter) receive(b []byte, from net.Addr, send func([]byte, net.Addr)) bo
 	return true
 }
 
-// farewell stores for the next voter that the holder counts on this node, and notifies the
+// teardown stores for the next voter that the holder counts on this node, and notifies the
 // holder.
-func (v *Voter) farewell(conn net.PacketConn) {
+func (v *Voter) teardown(conn net.PacketConn) {
 	promise, last, ok := v.machine.End(now())
 	if !ok || !v.last.IsValid() {
 		return

@@ -76,10 +76,10 @@ func (e *electorate) stranger(pod string, last byte, lease bool, private [32]byt
 
 // within waits for a condition that a busy machine may delay. It returns the time that this
 // took.
-func within(t *testing.T, what string, is func() bool) time.Duration {
+func within(t *testing.T, what string, ok func() bool) time.Duration {
 	t.Helper()
 	begin := time.Now()
-	for !is() {
+	for !ok() {
 		if time.Since(begin) > 30*time.Second {
 			t.Fatalf("%s: not within 30 s", what)
 		}

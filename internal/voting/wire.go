@@ -38,7 +38,7 @@ const Port = 4801
 // An answer is one datagram, too:
 //
 //	 0  magic    4
-//	 4  flags    1  flagGranted, flagFarewell
+//	 4  flags    1  flagGranted, flagEnded
 //	 5  lengths  2  of from and holder
 //	 7  zero     1
 //	 8  epoch    8  of the promise
@@ -62,9 +62,9 @@ const (
 	askLimit    = askHead + nameLimit + ed25519.SignatureSize
 	answerLimit = answerHead + 2*nameLimit
 
-	flagHolds    = 1 << 0
-	flagGranted  = 1 << 0
-	flagFarewell = 1 << 1
+	flagHolds   = 1 << 0
+	flagGranted = 1 << 0
+	flagEnded   = 1 << 1
 )
 
 var (
@@ -146,8 +146,8 @@ func (a answer) datagram() []byte {
 	if a.Granted {
 		b[4] |= flagGranted
 	}
-	if a.Farewell {
-		b[4] |= flagFarewell
+	if a.Ended {
+		b[4] |= flagEnded
 	}
 	b[5], b[6] = byte(len(a.From)), byte(len(a.Promise.Holder))
 	binary.BigEndian.PutUint64(b[8:], a.Promise.Epoch)
@@ -163,11 +163,11 @@ func (a answer) datagram() []byte {
 
 // openAnswer parses the result of datagram.
 func openAnswer(b []byte) (a answer, ok bool) {
-	if len(b) < answerHead || [4]byte(b) != answerMagic || len(b) != answerHead+int(b[5])+int(b[6]) || b[4]&^(flagGranted|flagFarewell) != 0 ||
+	if len(b) < answerHead || [4]byte(b) != answerMagic || len(b) != answerHead+int(b[5])+int(b[6]) || b[4]&^(flagGranted|flagEnded) != 0 ||
 		b[5] == 0 || b[5] > nameLimit || b[6] > nameLimit || b[7] != 0 {
 		return a, false
 	}
-	a.Granted, a.Farewell = b[4]&flagGranted != 0, b[4]&flagFarewell != 0
+	a.Granted, a.Ended = b[4]&flagGranted != 0, b[4]&flagEnded != 0
 	a.Promise.Epoch, a.Promise.List = binary.BigEndian.Uint64(b[8:]), binary.BigEndian.Uint64(b[16:])
 	a.Free, a.Sent = time.Duration(binary.BigEndian.Uint64(b[24:])), time.Duration(binary.BigEndian.Uint64(b[32:]))
 	a.Nonce, a.Incarnation = binary.BigEndian.Uint64(b[40:]), binary.BigEndian.Uint64(b[48:])

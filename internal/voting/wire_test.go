@@ -16,7 +16,7 @@ func someAsk() ask {
 }
 
 func someAnswer() answer {
-	return answer{mandate.Answer{From: "node-1", Granted: true, Farewell: true, Promise: mandate.Promise{Epoch: 7, Holder: "gateway-1", List: 3},
+	return answer{mandate.Answer{From: "node-1", Granted: true, Ended: true, Promise: mandate.Promise{Epoch: 7, Holder: "gateway-1", List: 3},
 		Free: 900, Sent: 12345, Nonce: 1 << 63, Incarnation: 99}, cookie{1, 2, 3}}
 }
 

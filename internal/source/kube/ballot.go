@@ -37,7 +37,7 @@ const (
 
 	// agentGone is how long a node may be without a route agent's Pod and still vote. It is
 	// longer than a DaemonSet takes to replace a Pod, and shorter than
-	// mandate.Usual.FarewellMandate.
+	// mandate.Usual.EndedMandate.
 	agentGone = 10 * time.Second
 
 	// goneMost is how long the Nodes of a majority of voters must be missing before the Lease
