@@ -26,10 +26,10 @@ const (
 	expiryInterval = 5 * time.Minute
 	expiryGrace    = time.Hour
 	// For each look-up the API server scans all Pods in its memory, which takes some 2 µs per Pod.
-	// lookupsPerSecond and lookupBurst limit the regular look-ups. askedPerSecond and askedBurst limit
-	// those for callers of the IPAM service, all callers together.
-	lookupsPerSecond, lookupBurst = 1, 20
-	askedPerSecond, askedBurst    = 10, 100
+	// lookupsPerSecond and lookupBurst limit the regular look-ups. callerLookupsPerSecond and
+	// callerLookupBurst limit those for callers of the IPAM service, all callers together.
+	lookupsPerSecond, lookupBurst             = 1, 20
+	callerLookupsPerSecond, callerLookupBurst = 10, 100
 )
 
 // An expiry ends the mappings of endpoints that are gone. Otherwise a peer would reach the next
@@ -45,9 +45,9 @@ type expiry struct {
 	Store  expiryStore
 	Log    *slog.Logger
 
-	asked   *rate.Limiter            // limits the look-ups for callers of the IPAM service
-	expired atomic.Uint64            // number of expired mappings
-	since   map[netip.Addr]time.Time // when each missing endpoint was first found to be gone; only run uses it
+	callerLookups *rate.Limiter            // limits the look-ups for callers of the IPAM service
+	expired       atomic.Uint64            // number of expired mappings
+	since         map[netip.Addr]time.Time // when each missing endpoint was first found to be gone; only run uses it
 }
 
 // An expiryStore is the part of ipamstore.Store that an expiry uses.
@@ -57,7 +57,7 @@ type expiryStore interface {
 }
 
 func newExpiry(reader client.Reader, store expiryStore, log *slog.Logger) *expiry {
-	return &expiry{Reader: reader, Store: store, Log: log, asked: rate.NewLimiter(askedPerSecond, askedBurst), since: make(map[netip.Addr]time.Time)}
+	return &expiry{Reader: reader, Store: store, Log: log, callerLookups: rate.NewLimiter(callerLookupsPerSecond, callerLookupBurst), since: make(map[netip.Addr]time.Time)}
 }
 
 // run looks up all endpoints at intervals, until ctx ends.
@@ -103,12 +103,12 @@ func (x *expiry) lookFor(ctx context.Context, e ipam.Endpoint, now time.Time, pa
 		delete(x.since, e.IP)
 		return nil
 	}
-	gone, before := x.since[e.IP]
+	missing, before := x.since[e.IP]
 	if !before {
-		gone = now
+		missing = now
 		x.since[e.IP] = now
 	}
-	if what != "" || now.Sub(gone) >= expiryGrace {
+	if what != "" || now.Sub(missing) >= expiryGrace {
 		return x.end(ctx, e, what)
 	}
 	if !before {
@@ -119,7 +119,7 @@ func (x *expiry) lookFor(ctx context.Context, e ipam.Endpoint, now time.Time, pa
 
 // end ends the mappings of one endpoint. The last parameter is the kind of the address's present
 // owner, or "" if it has none.
-func (x *expiry) end(ctx context.Context, e ipam.Endpoint, is string) error {
+func (x *expiry) end(ctx context.Context, e ipam.Endpoint, owner string) error {
 	before := x.Store.State()
 	after, err := x.Store.Update(ctx, func(b ipam.State) (ipam.State, error) {
 		before = b
@@ -131,7 +131,7 @@ func (x *expiry) end(ctx context.Context, e ipam.Endpoint, is string) error {
 	for _, id := range e.For {
 		if before.Mapped(id, e.IP) && !after.Mapped(id, e.IP) {
 			x.expired.Add(1)
-			x.Log.Warn("mapping expired, because its endpoint is gone", "endpoint", e.IP, "was", e.What, "is", is, "peer", id, "askedFor", before.AskedFor(id, e.IP))
+			x.Log.Warn("mapping expired, because its endpoint is gone", "endpoint", e.IP, "was", e.What, "is", owner, "peer", id, "askedFor", before.Requesters(id, e.IP))
 		}
 	}
 	return nil
@@ -139,7 +139,7 @@ func (x *expiry) end(ctx context.Context, e ipam.Endpoint, is string) error {
 
 // what calls find with the limit for callers of the IPAM service. It may be called concurrently.
 func (x *expiry) what(ctx context.Context, ip netip.Addr) (string, error) {
-	return x.find(ctx, ip, x.asked)
+	return x.find(ctx, ip, x.callerLookups)
 }
 
 // find returns the kind of an address's present owner: a node, a Service, a peer or a Pod. It
@@ -165,7 +165,7 @@ func (x *expiry) find(ctx context.Context, ip netip.Addr, pace *rate.Limiter) (s
 }
 
 // first returns word if the selector matches some object; otherwise "".
-func (x *expiry) first(ctx context.Context, pace *rate.Limiter, word, kind string, selector fields.Selector) (string, error) {
+func (x *expiry) first(ctx context.Context, pace *rate.Limiter, owner, kind string, selector fields.Selector) (string, error) {
 	if err := pace.Wait(ctx); err != nil {
 		return "", err
 	}
@@ -180,5 +180,5 @@ func (x *expiry) first(ctx context.Context, pace *rate.Limiter, word, kind strin
 	if len(list.Items) == 0 {
 		return "", nil
 	}
-	return word, nil
+	return owner, nil
 }

@@ -32,7 +32,7 @@ func newAging(t *testing.T) *aging {
 	t.Helper()
 	a := &aging{world: bare(t), now: time.Unix(0, 0), nodes: []netip.Addr{netip.MustParseAddr("172.30.0.1"), netip.MustParseAddr("172.30.0.2")}}
 	a.expiry = newExpiry(managertest.Client, new(managertest.Store), slog.New(slog.NewTextHandler(&a.log, nil)))
-	a.asked.SetLimit(1000) // sees calls what often
+	a.callerLookups.SetLimit(1000) // sees calls what often
 	a.configure()
 	a.joined("p", "172.16.0.0/20")
 	a.OK(client.IgnoreAlreadyExists(managertest.Client.Create(a.Ctx, &corev1.ServiceAccount{ObjectMeta: metav1.ObjectMeta{Namespace: a.System, Name: "default"}})))
@@ -82,13 +82,13 @@ func (a *aging) mapped(ip, want string) {
 		if err != nil {
 			return b, err
 		}
-		return b.Asked("p", addr, "certificate CN=kubelet", what)
+		return b.AddRequester("p", addr, "certificate CN=kubelet", what)
 	})
 }
 
-// is advances the clock by after, runs look, and checks that exactly the given endpoints are
-// mapped.
-func (a *aging) is(after time.Duration, ips ...string) {
+// mappedAfter advances the clock by after, runs look, and checks that exactly the given endpoints
+// are mapped.
+func (a *aging) mappedAfter(after time.Duration, ips ...string) {
 	a.T.Helper()
 	a.now = a.now.Add(after)
 	a.OK(a.look(a.Ctx, a.now))
@@ -148,8 +148,8 @@ func TestMappingsOfDeletedObjectsExpire(t *testing.T) {
 		a.mapped(ip, want)
 	}
 	all := []string{"10.9.7.1", "10.9.7.2", "10.9.7.3", "172.30.0.1", "172.30.0.2", service.Spec.ClusterIP, "172.16.17.1", "198.51.100.7"}
-	a.is(0, all...)
-	a.is(24*time.Hour, all...)
+	a.mappedAfter(0, all...)
+	a.mappedAfter(24*time.Hour, all...)
 
 	removePod()
 	a.OK(managertest.Client.Delete(a.Ctx, service))
@@ -157,16 +157,16 @@ func TestMappingsOfDeletedObjectsExpire(t *testing.T) {
 	a.nodes = a.nodes[1:]
 	a.configure()
 	a.update(func(b ipam.State) (ipam.State, error) { return b.Release("q"), nil })
-	a.is(time.Minute, all...)
-	a.is(expiryGrace-time.Minute, all...)
-	a.is(time.Minute, "10.9.7.2", "10.9.7.3", "172.30.0.2", "198.51.100.7")
+	a.mappedAfter(time.Minute, all...)
+	a.mappedAfter(expiryGrace-time.Minute, all...)
+	a.mappedAfter(time.Minute, "10.9.7.2", "10.9.7.3", "172.30.0.2", "198.51.100.7")
 	if n := a.expired.Load(); n != 4 {
 		t.Errorf("%d expired, want 4", n)
 	}
-	for _, said := range []string{"endpoint=10.9.7.1 was=pod", "endpoint=172.30.0.1 was=node", "endpoint=172.16.17.1 was=\"peer q\"", "was=service",
+	for _, logged := range []string{"endpoint=10.9.7.1 was=pod", "endpoint=172.30.0.1 was=node", "endpoint=172.16.17.1 was=\"peer q\"", "was=service",
 		"peer=p askedFor=\"[certificate CN=kubelet]\""} {
-		if !strings.Contains(a.log.String(), said) {
-			t.Errorf("%s is not in the log:\n%s", said, a.log.String())
+		if !strings.Contains(a.log.String(), logged) {
+			t.Errorf("%s is not in the log:\n%s", logged, a.log.String())
 		}
 	}
 }
@@ -175,15 +175,15 @@ func TestPodRecreatedWithinTheGracePeriodKeepsItsMappings(t *testing.T) {
 	a := newAging(t)
 	remove := a.pod("one", "10.9.8.1", corev1.PodRunning)
 	a.mapped("10.9.8.1", "pod")
-	a.is(0, "10.9.8.1")
+	a.mappedAfter(0, "10.9.8.1")
 	remove()
-	a.is(time.Minute, "10.9.8.1")
+	a.mappedAfter(time.Minute, "10.9.8.1")
 	remove = a.pod("two", "10.9.8.1", corev1.PodRunning)
-	a.is(expiryGrace, "10.9.8.1")
+	a.mappedAfter(expiryGrace, "10.9.8.1")
 	remove()
-	a.is(time.Minute, "10.9.8.1") // the grace period begins again now
-	a.is(expiryGrace-time.Second, "10.9.8.1")
-	a.is(time.Second)
+	a.mappedAfter(time.Minute, "10.9.8.1") // the grace period begins again now
+	a.mappedAfter(expiryGrace-time.Second, "10.9.8.1")
+	a.mappedAfter(time.Second)
 }
 
 // The address belongs to a pod of another peer now, and that pod was never mapped.
@@ -192,10 +192,10 @@ func TestMappingExpiresAtOnceWhenTheAddressHasAnotherOwner(t *testing.T) {
 	a.joined("q", "172.16.16.0/20")
 	a.mapped("172.16.17.1", "peer q")
 	a.mapped("172.16.17.2", "peer q")
-	a.is(0, "172.16.17.1", "172.16.17.2")
+	a.mappedAfter(0, "172.16.17.1", "172.16.17.2")
 	a.update(func(b ipam.State) (ipam.State, error) { return b.Release("q"), nil })
 	a.joined("r", "172.16.16.0/20")
-	a.is(0)
+	a.mappedAfter(0)
 }
 
 func TestNoMappingExpiresWhileTheAPIServerDoesNotAnswer(t *testing.T) {
@@ -203,7 +203,7 @@ func TestNoMappingExpiresWhileTheAPIServerDoesNotAnswer(t *testing.T) {
 	remove := a.pod("one", "10.9.9.1", corev1.PodRunning)
 	a.mapped("10.9.9.1", "pod")
 	remove()
-	a.is(0, "10.9.9.1")
+	a.mappedAfter(0, "10.9.9.1")
 	a.OK(managertest.Server.Freeze())
 	away, cancel := context.WithTimeout(a.Ctx, time.Second)
 	defer cancel()
@@ -212,5 +212,5 @@ func TestNoMappingExpiresWhileTheAPIServerDoesNotAnswer(t *testing.T) {
 	if err == nil || !a.Store.State().Mapped("p", netip.MustParseAddr("10.9.9.1")) {
 		t.Errorf("%v, mapped %v", err, a.Store.State().Mapped("p", netip.MustParseAddr("10.9.9.1")))
 	}
-	a.is(2 * expiryGrace)
+	a.mappedAfter(2 * expiryGrace)
 }

@@ -36,19 +36,19 @@ type ipamService struct {
 // run keeps the Service pointed at this manager until ctx ends. Then run marks the endpoint as not
 // ready, because another Pod may soon have this manager's address.
 func (s *ipamService) run(ctx context.Context) error {
-	said, at := "", time.Time{}
+	logged, loggedAt := "", time.Time{}
 	tick := time.NewTicker(ipamLook)
 	defer tick.Stop()
 	for {
 		text := ""
-		if err := s.lead(ctx); err != nil && ctx.Err() == nil {
+		if err := s.writeEndpoint(ctx); err != nil && ctx.Err() == nil {
 			text = err.Error()
 		}
-		if text != "" && (text != said || time.Since(at) > ipamRepeat) {
+		if text != "" && (text != logged || time.Since(loggedAt) > ipamRepeat) {
 			s.log.Error("cannot update the IPAM's Service; virtual kubelets may not reach it; retrying", "error", text)
-			at = time.Now()
+			loggedAt = time.Now()
 		}
-		said = text
+		logged = text
 		select {
 		case <-ctx.Done():
 			if err := s.leave(); err != nil {
@@ -60,9 +60,9 @@ func (s *ipamService) run(ctx context.Context) error {
 	}
 }
 
-// lead writes the EndpointSlice, unless it is already correct or another writer changes it at the
-// same time.
-func (s *ipamService) lead(ctx context.Context) error {
+// writeEndpoint writes the EndpointSlice, unless it is already correct or another writer changes it
+// at the same time.
+func (s *ipamService) writeEndpoint(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, ipamLook)
 	defer cancel()
 	have := &discoveryv1.EndpointSlice{}

@@ -40,7 +40,7 @@ type present struct {
 	sharedServices  bool // the kinds for Options.Services are served and may be listed; false if the option is off
 }
 
-func whatIsThere(ctx context.Context, kinds *discovery.DiscoveryClient, direct client.Reader, services bool) (p present, err error) {
+func servedKinds(ctx context.Context, kinds *discovery.DiscoveryClient, direct client.Reader, services bool) (p present, err error) {
 	if p.foreignClusters, err = hasForeignClusters(kinds); err != nil {
 		return p, err
 	}
@@ -63,10 +63,10 @@ func canList(ctx context.Context, direct client.Reader, list client.ObjectList) 
 // all their peers.
 const looksForAbsence = 4
 
-// doubtAbsence returns an error if ForeignClusters are missing while TunnelEndpoints still belong
-// to some. n is the number of checks since the start. From looksForAbsence checks on, doubtAbsence
+// checkAbsence returns an error if ForeignClusters are missing while TunnelEndpoints still belong
+// to some. n is the number of checks since the start. From looksForAbsence checks on, checkAbsence
 // returns nil.
-func doubtAbsence(ctx context.Context, direct client.Reader, n int) error {
+func checkAbsence(ctx context.Context, direct client.Reader, n int) error {
 	if n >= looksForAbsence {
 		return nil
 	}

@@ -54,11 +54,11 @@ func (o owned) List(_ context.Context, list client.ObjectList, _ ...client.ListO
 
 func TestStartingManagerChecksRepeatedlyThatForeignClustersAreRemoved(t *testing.T) {
 	for n := 1; n <= looksForAbsence; n++ {
-		if err := doubtAbsence(t.Context(), owned{by: "ForeignCluster"}, n); (err == nil) != (n == looksForAbsence) {
+		if err := checkAbsence(t.Context(), owned{by: "ForeignCluster"}, n); (err == nil) != (n == looksForAbsence) {
 			t.Errorf("look %d: %v", n, err)
 		}
 	}
-	if err := doubtAbsence(t.Context(), owned{by: "Peering"}, 1); err != nil {
+	if err := checkAbsence(t.Context(), owned{by: "Peering"}, 1); err != nil {
 		t.Errorf("no ForeignCluster has a tunnel: %v", err)
 	}
 }

@@ -199,7 +199,7 @@ func runOnce(ctx context.Context, o Options, cfg *rest.Config) error {
 	if err != nil {
 		return err
 	}
-	look := func(ctx context.Context) (present, error) { return whatIsThere(ctx, kinds, direct, o.Services) }
+	look := func(ctx context.Context) (present, error) { return servedKinds(ctx, kinds, direct, o.Services) }
 	var has present
 	absent := 0
 	if err := untilAnswered(ctx, o.Log, func() (err error) {
@@ -210,7 +210,7 @@ func runOnce(ctx context.Context, o Options, cfg *rest.Config) error {
 			return err
 		}
 		absent++
-		return doubtAbsence(ctx, direct, absent)
+		return checkAbsence(ctx, direct, absent)
 	}); err != nil || ctx.Err() != nil {
 		return err
 	}
@@ -249,7 +249,7 @@ func runOnce(ctx context.Context, o Options, cfg *rest.Config) error {
 		return err
 	}
 	if o.MetricsAddress != "" {
-		collector := &collector{peers: mgr.GetCache(), store: l.store, expired: &l.expiry.expired, leads: l.leads}
+		collector := &collector{peers: mgr.GetCache(), store: l.store, expired: &l.expiry.expired, leading: l.leading}
 		for _, c := range []prometheus.Collector{metric.Build(o.Version), collector} {
 			if err := metrics.Registry.Register(c); err != nil {
 				return fmt.Errorf("metrics: %w", err)
@@ -258,7 +258,7 @@ func runOnce(ctx context.Context, o Options, cfg *rest.Config) error {
 		}
 	}
 	if err := errors.Join(
-		mgr.Add(runtimemanager.RunnableFunc(l.lead)),
+		mgr.Add(runtimemanager.RunnableFunc(l.run)),
 		mgr.Add(runtimemanager.RunnableFunc(func(ctx context.Context) error {
 			watchKinds(ctx, look, has, lookForKinds, func() { cancel(errAgain) })
 			return nil
@@ -299,11 +299,11 @@ func leaseLock(o Options, cfg *rest.Config) (lock resourcelock.Interface, done f
 func newLeader(o Options, cfg *rest.Config, mgr ctrl.Manager, has present) (*leader, error) {
 	l := &leader{
 		Options: o, mgr: mgr,
-		client: client.WithFieldOwner(mgr.GetClient(), component),
-		peers:  peers.Peers{Reader: mgr.GetCache(), Self: o.Cluster.ClusterID, ForeignClusters: has.foreignClusters},
-		config: cfg,
-		leads:  new(atomic.Pointer[leading]),
-		waits:  new(atomic.Pointer[string]),
+		client:  client.WithFieldOwner(mgr.GetClient(), component),
+		peers:   peers.Peers{Reader: mgr.GetCache(), Self: o.Cluster.ClusterID, ForeignClusters: has.foreignClusters},
+		config:  cfg,
+		leading: new(atomic.Pointer[leading]),
+		waits:   new(atomic.Pointer[string]),
 	}
 	l.store = ipamstore.New(l.client, mgr.GetAPIReader(), o.Cluster.ClusterID, o.Log)
 	l.services = has.serviceCIDRs
@@ -325,16 +325,16 @@ type leader struct {
 	peers    peers.Peers
 	store    *ipamstore.Store
 	expiry   *expiry
-	leads    *atomic.Pointer[leading]
+	leading  *atomic.Pointer[leading]
 	waits    *atomic.Pointer[string] // the reason why this leader cannot begin its work; a nil pointer: it works, or does not lead
 	config   *rest.Config
 	services bool // value of present.serviceCIDRs
 	shared   bool // value of present.sharedServices
 }
 
-// lead works until ctx ends. It starts the controllers after the IPAM state has been read and
+// run works until ctx ends. It starts the controllers after the IPAM state has been read and
 // contains our own networks: an earlier answer to a peer could allocate a network that is in use.
-func (l *leader) lead(ctx context.Context) error {
+func (l *leader) run(ctx context.Context) error {
 	own := &facts.Keeper{
 		Cache: l.mgr.GetCache(), Direct: l.mgr.GetAPIReader(), Store: l.store,
 		Cluster: l.Cluster, Namespace: l.Namespace, Plan: l.Plan, ServiceCIDRs: l.services, StateChanged: l.store.Subscribe(),
@@ -386,7 +386,7 @@ func (l *leader) lead(ctx context.Context) error {
 	if err != nil {
 		return fmt.Errorf("services: %w", err)
 	}
-	l.leads.Store(&leading{gate, replicator, shared})
+	l.leading.Store(&leading{gate, replicator, shared})
 	releases := &exchange.Releases{Cache: l.mgr.GetCache(), Peers: l.peers, Store: l.store, Events: l.mgr.GetEventRecorder(component), Log: l.Log}
 	for _, run := range []runtimemanager.RunnableFunc{l.expiry.run, releases.Run} {
 		if err := l.mgr.Add(run); err != nil {
@@ -457,8 +457,8 @@ func untilAnswered(ctx context.Context, log *slog.Logger, f func() error) error 
 
 // identify completes the identity of this cluster. The manager needs a name, because names of
 // objects contain it.
-func identify(ctx context.Context, reader client.Reader, namespace string, said v1alpha1.ClusterIdentity) (v1alpha1.ClusterIdentity, error) {
-	id, err := owncluster.Identify(ctx, reader, namespace, said)
+func identify(ctx context.Context, reader client.Reader, namespace string, configured v1alpha1.ClusterIdentity) (v1alpha1.ClusterIdentity, error) {
+	id, err := owncluster.Identify(ctx, reader, namespace, configured)
 	if err == nil && id.ClusterName == "" {
 		err = fmt.Errorf("%w: no name; want --cluster-name, or `isthmus install --cluster-name`", owncluster.ErrUnknown)
 	}

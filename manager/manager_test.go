@@ -233,9 +233,9 @@ func (s *side) preshared(with *side) (state postquantum.State) {
 	return state
 }
 
-// atRest waits until both sides have a preshared key, which they agree on last. It returns the
+// waitIdle waits until both sides have a preshared key, which they agree on last. It returns the
 // versions of all objects.
-func atRest(a, b *side) (versions string) {
+func waitIdle(a, b *side) (versions string) {
 	a.T.Helper()
 	a.Until("both sides have a preshared key, and nothing is written", func() bool {
 		versions = a.versions() + b.versions()
@@ -251,12 +251,12 @@ func TestTwoManagersPeerAndUnpeer(t *testing.T) {
 	a, b := twoSides(t)
 	started := time.Now()
 	for _, s := range []*side{a, b} {
-		s.peer.UntilIs(isthmus.ConditionTunnelEndpoint, isthmus.ReasonAgreed)
+		s.peer.WaitForReason(isthmus.ConditionTunnelEndpoint, isthmus.ReasonAgreed)
 	}
 	t.Logf("TunnelEndpoints on both sides after %v", time.Since(started))
 	for _, s := range []*side{a, b} {
 		s.connected()
-		s.peer.UntilIs(isthmus.ConditionReady, isthmus.ReasonConnected)
+		s.peer.WaitForReason(isthmus.ConditionReady, isthmus.ReasonConnected)
 	}
 	as, bs := a.peer.Status(), b.peer.Status()
 	for _, n := range []*isthmus.Networks{&as.Remote, &bs.Remote} {
@@ -280,7 +280,7 @@ func TestTwoManagersPeerAndUnpeer(t *testing.T) {
 	}
 
 	// A restarted manager finds everything as it was, and writes nothing.
-	before := atRest(a, b)
+	before := waitIdle(a, b)
 	if ours, theirs := a.preshared(b), b.preshared(a); ours.Use != theirs.Use || ours.Use.ID == "" || !ours.Changing() {
 		t.Error("the two sides have no preshared key in common, or trust it before there was a session")
 	}
@@ -302,11 +302,11 @@ func TestTwoManagersPeerAndUnpeer(t *testing.T) {
 
 	// One side un-peers. The other side reports this, and keeps no working tunnel.
 	b.peer.Delete()
-	b.Until("the Peering of the one side is gone", b.peer.Gone)
-	a.peer.UntilIs(isthmus.ConditionPeerConfig, isthmus.ReasonPeerWithdrew)
+	b.Until("the Peering of the one side is gone", b.peer.Deleted)
+	a.peer.WaitForReason(isthmus.ConditionPeerConfig, isthmus.ReasonPeerWithdrew)
 	a.Until("the other side has no TunnelEndpoint", func() bool { return a.peer.Endpoint() == nil })
 	a.peer.Delete()
-	a.Until("the Peering of the other side is gone", a.peer.Gone)
+	a.Until("the Peering of the other side is gone", a.peer.Deleted)
 	for _, s := range []*side{a, b} {
 		var mappings v1alpha1.NatMappingList
 		s.OK(s.API().List(s.Ctx, &mappings))
@@ -386,13 +386,13 @@ func TestOnlyOneOfTwoManagersWithTheSameNameLeads(t *testing.T) {
 	}
 	// If controller-runtime is stopped while a runnable is added, it does not end in time. So no
 	// manager is stopped before everything has been added.
-	leads := func(i int) bool { return strings.Contains(logs[i].String(), "manager is the leader") }
-	w.Until("one leads", func() bool { return leads(0) || leads(1) })
+	isLeader := func(i int) bool { return strings.Contains(logs[i].String(), "manager is the leader") }
+	w.Until("one leads", func() bool { return isLeader(0) || isLeader(1) })
 	// This is longer than two attempts to acquire the Lease. If the machine stalls meanwhile, the
 	// second manager may acquire it, and LeaseTransitions counts that. It counts nothing if both
 	// managers are one holder.
 	time.Sleep(5 * time.Second)
-	if both := leads(0) && leads(1); both {
+	if both := isLeader(0) && isLeader(1); both {
 		var lease coordinationv1.Lease
 		w.OK(w.API().Get(w.Ctx, types.NamespacedName{Namespace: w.System, Name: component}, &lease))
 		if ptr.Deref(lease.Spec.LeaseTransitions, 0) == 0 {
@@ -401,11 +401,11 @@ func TestOnlyOneOfTwoManagersWithTheSameNameLeads(t *testing.T) {
 		return // the other manager has already taken over
 	}
 	first := 0
-	if leads(1) {
+	if isLeader(1) {
 		first = 1
 	}
 	stops[first]()
-	for deadline := time.Now().Add(3 * time.Minute); !leads(1 - first); time.Sleep(50 * time.Millisecond) {
+	for deadline := time.Now().Add(3 * time.Minute); !isLeader(1 - first); time.Sleep(50 * time.Millisecond) {
 		if time.Now().After(deadline) {
 			t.Fatalf("the other one does not follow:\n%s", logs[1-first].String())
 		}
@@ -433,9 +433,9 @@ func TestIdentifyPrefersFlagsThenConfigMapThenKubeSystem(t *testing.T) {
 			Data:       map[string]string{"CLUSTER_ID": id, "CLUSTER_NAME": clusterName},
 		}
 	}
-	check := func(what string, said, want v1alpha1.ClusterIdentity, problem string) {
+	check := func(what string, configured, want v1alpha1.ClusterIdentity, problem string) {
 		t.Helper()
-		got, err := identify(w.Ctx, w.API(), w.System, said)
+		got, err := identify(w.Ctx, w.API(), w.System, configured)
 		if problem != "" {
 			if !errors.Is(err, owncluster.ErrUnknown) || !strings.Contains(err.Error(), problem) {
 				t.Errorf("%s: %v, want %q", what, err, problem)
@@ -477,7 +477,7 @@ func TestManagerDetectsWhenLiqoIsInstalled(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	look := func(ctx context.Context) (present, error) { return whatIsThere(ctx, kinds, direct, false) }
+	look := func(ctx context.Context) (present, error) { return servedKinds(ctx, kinds, direct, false) }
 	go watchKinds(t.Context(), look, present{serviceCIDRs: managertest.ServesServiceCIDRs}, 50*time.Millisecond, func() { close(changed) })
 	select {
 	case <-changed:

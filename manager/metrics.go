@@ -52,7 +52,7 @@ type collector struct {
 	peers   client.Reader
 	store   interface{ State() ipam.State }
 	expired *atomic.Uint64
-	leads   *atomic.Pointer[leading] // a nil pointer: another manager leads
+	leading *atomic.Pointer[leading] // a nil pointer: another manager leads
 }
 
 // leading has the sources that only a leading manager has.
@@ -94,7 +94,7 @@ func (c *collector) Collect(out chan<- prometheus.Metric) {
 		}
 	}
 	out <- familyExpired.Sample(float64(c.expired.Load()))
-	if l := c.leads.Load(); l != nil {
+	if l := c.leading.Load(); l != nil {
 		out <- familyLate.Sample(float64(l.gate.Late()))
 		for peer, life := range l.replicator.Lives() {
 			out <- familyExpiry.Sample(float64(life.Expires.Unix()), peer)
@@ -103,7 +103,7 @@ func (c *collector) Collect(out chan<- prometheus.Metric) {
 			}
 		}
 	}
-	if l := c.leads.Load(); l != nil && l.services != nil {
+	if l := c.leading.Load(); l != nil && l.services != nil {
 		out <- familyShared.Sample(float64(l.services.Exports()))
 		for i := range list.Items {
 			id := list.Items[i].Spec.Cluster.ClusterID

@@ -171,7 +171,7 @@ func TestManagerPeersIfServiceCIDRsAreNotServed(t *testing.T) {
 	a, b := twoSidesWith(t, managertest.Connect, func(s *side) { s.old = s.server == managertest.Server })
 	for _, s := range []*side{a, b} {
 		s.connected()
-		s.peer.UntilIs(isthmus.ConditionReady, isthmus.ReasonConnected)
+		s.peer.WaitForReason(isthmus.ConditionReady, isthmus.ReasonConnected)
 	}
 	if ready := get(t, "http://"+a.health+"/readyz"); ready != "ok\n" {
 		t.Errorf("readyz: %q", ready)
@@ -180,7 +180,7 @@ func TestManagerPeersIfServiceCIDRsAreNotServed(t *testing.T) {
 		s.peer.Delete()
 	}
 	for _, s := range []*side{a, b} {
-		s.Until("the Peering is gone", s.peer.Gone)
+		s.Until("the Peering is gone", s.peer.Deleted)
 	}
 }
 

@@ -45,11 +45,11 @@ func connectToLiqo(t *testing.T) func(context.Context, *kubetest.Server) (*rest.
 func ready(sides ...*side) {
 	for _, s := range sides {
 		s.T.Helper()
-		s.peer.UntilIs(isthmus.ConditionTunnelEndpoint, isthmus.ReasonAgreed)
+		s.peer.WaitForReason(isthmus.ConditionTunnelEndpoint, isthmus.ReasonAgreed)
 		s.connected()
 	}
 	for _, s := range sides {
-		s.peer.UntilIs(isthmus.ConditionReady, isthmus.ReasonConnected)
+		s.peer.WaitForReason(isthmus.ConditionReady, isthmus.ReasonConnected)
 	}
 }
 
@@ -80,11 +80,11 @@ func TestAnswerCountsOnlyForTheNetworksItWasGivenFor(t *testing.T) {
 	b.stop()
 	a.renumber("10.210.0.0/17")
 	a.Until("the peer's API server has it", func() bool { return b.claims(a).Spec.PodCIDR == a.pods })
-	a.peer.UntilIs(isthmus.ConditionAnswered, isthmus.ReasonWaitingAnswer)
-	a.peer.UntilIs(isthmus.ConditionTunnelEndpoint, isthmus.ReasonWaiting)
+	a.peer.WaitForReason(isthmus.ConditionAnswered, isthmus.ReasonWaitingAnswer)
+	a.peer.WaitForReason(isthmus.ConditionTunnelEndpoint, isthmus.ReasonWaiting)
 	a.Always("the TunnelEndpoint is what both sides have agreed upon", func() bool {
 		is := a.peer.Endpoint().Spec
-		return is.LocalPodCIDR == before.LocalPodCIDR && is.LocalNATPodCIDR == before.LocalNATPodCIDR && !a.peer.Is(isthmus.ConditionAnswered, isthmus.ReasonAnswered)
+		return is.LocalPodCIDR == before.LocalPodCIDR && is.LocalNATPodCIDR == before.LocalNATPodCIDR && !a.peer.HasReason(isthmus.ConditionAnswered, isthmus.ReasonAnswered)
 	})
 	b.manage()
 	agreed(a, b)
@@ -97,7 +97,7 @@ func TestAnswerCountsOnlyForTheNetworksItWasGivenFor(t *testing.T) {
 func TestPeeringBecomesReadyWithLiqosCRDs(t *testing.T) {
 	a, b := twoSidesWith(t, connectToLiqo(t))
 	ready(a, b)
-	before := atRest(a, b)
+	before := waitIdle(a, b)
 	a.Always("nothing is written at rest", func() bool { return a.versions()+b.versions() == before })
 	a.renumber("10.210.0.0/17")
 	agreed(a, b)
@@ -112,7 +112,7 @@ func part(sides ...*side) {
 		s.peer.Delete()
 	}
 	for _, s := range sides {
-		s.Until("the Peering is gone", s.peer.Gone)
+		s.Until("the Peering is gone", s.peer.Deleted)
 	}
 }
 

@@ -53,7 +53,7 @@ func (s *side) joined(export, imports []string) {
 	s.T.Helper()
 	s.connected()
 	s.consent(export, imports)
-	s.peer.UntilIs(isthmus.ConditionReady, isthmus.ReasonConnected)
+	s.peer.WaitForReason(isthmus.ConditionReady, isthmus.ReasonConnected)
 }
 
 func (s *side) consent(export, imports []string) {
@@ -174,7 +174,7 @@ func (s *side) tunnelStays() bool {
 func (s *side) unpeer() {
 	s.T.Helper()
 	s.peer.Delete()
-	s.Until("the Peering is gone", s.peer.Gone)
+	s.Until("the Peering is gone", s.peer.Deleted)
 }
 
 func TestServicesAreSharedBetweenClustersWithTheSamePodCIDR(t *testing.T) {
@@ -185,7 +185,7 @@ func TestServicesAreSharedBetweenClustersWithTheSamePodCIDR(t *testing.T) {
 	if seen.String() == b.pods {
 		t.Fatal("the pods of b have to be seen elsewhere")
 	}
-	at := func(host string) string { // returns the endpoint in a of a pod of b
+	addrIn := func(host string) string { // returns the endpoint in a of a pod of b
 		moved, ok := services.Remap{From: netip.MustParsePrefix(b.pods), To: seen}.Map(netip.MustParseAddr(host))
 		if !ok {
 			t.Fatal(host)
@@ -195,13 +195,13 @@ func TestServicesAreSharedBetweenClustersWithTheSamePodCIDR(t *testing.T) {
 
 	// The endpoint that is not a pod is not exported.
 	slice := b.serve("shop", "10.200.0.5", "10.200.1.6", "192.0.2.77")
-	a.untilShared("shop", "import ClusterSetIP, service, "+at("10.200.0.5")+", "+at("10.200.1.6"))
+	a.untilShared("shop", "import ClusterSetIP, service, "+addrIn("10.200.0.5")+", "+addrIn("10.200.1.6"))
 	b.untilShared("shop", "import ClusterSetIP, service, that 10.200.0.5:8080, that 10.200.1.6:8080, that 192.0.2.77:8080")
 	b.untilExport("shop", mcs.ServiceExportConditionValid, mcs.ServiceExportReasonValid)
 	b.untilExport("shop", mcs.ServiceExportConditionReady, mcs.ServiceExportReasonExported)
 	b.untilExport("shop", mcs.ServiceExportConditionConflict, mcs.ServiceExportReasonNoConflicts)
-	a.peer.UntilIs(isthmus.ConditionServicesShared, isthmus.ReasonShared)
-	b.peer.UntilIs(isthmus.ConditionServicesShared, isthmus.ReasonShared)
+	a.peer.WaitForReason(isthmus.ConditionServicesShared, isthmus.ReasonShared)
+	b.peer.WaitForReason(isthmus.ConditionServicesShared, isthmus.ReasonShared)
 
 	// Unvalidated fields of a ServiceExport and of a slice by a user must not affect other services of
 	// the shard.
@@ -214,19 +214,19 @@ func TestServicesAreSharedBetweenClustersWithTheSamePodCIDR(t *testing.T) {
 	export.Spec.ExportedLabels = map[string]string{strings.Repeat("k", 400): "v", "team": strings.Repeat("v", 600)}
 	b.OK(b.API().Update(b.Ctx, &export))
 	b.untilExport(odd, mcs.ServiceExportConditionReady, mcs.ServiceExportReasonExported)
-	a.untilShared(odd, "import ClusterSetIP, service, "+at("10.200.3.3"))
+	a.untilShared(odd, "import ClusterSetIP, service, "+addrIn("10.200.3.3"))
 
 	slice.Endpoints[1].Conditions.Ready = ptr.To(false)
 	b.OK(b.API().Update(b.Ctx, slice))
-	a.untilShared("shop", "import ClusterSetIP, service, "+at("10.200.0.5")+", "+at("10.200.1.6")+"!")
+	a.untilShared("shop", "import ClusterSetIP, service, "+addrIn("10.200.0.5")+", "+addrIn("10.200.1.6")+"!")
 
 	// When the tunnel to a cluster is down, its endpoints become unready as soon as another cluster
 	// serves the service.
 	a.tunnel(v1alpha1.ConnectionError)
 	a.serve("shop", "10.200.0.9")
-	a.untilShared("shop", "import ClusterSetIP, service, self 10.200.0.9:8080, "+at("10.200.0.5")+"!, "+at("10.200.1.6")+"!")
+	a.untilShared("shop", "import ClusterSetIP, service, self 10.200.0.9:8080, "+addrIn("10.200.0.5")+"!, "+addrIn("10.200.1.6")+"!")
 	a.tunnel(v1alpha1.Connected)
-	a.untilShared("shop", "import ClusterSetIP, service, self 10.200.0.9:8080, "+at("10.200.0.5")+", "+at("10.200.1.6")+"!")
+	a.untilShared("shop", "import ClusterSetIP, service, self 10.200.0.9:8080, "+addrIn("10.200.0.5")+", "+addrIn("10.200.1.6")+"!")
 
 	// Without consent to import, no service of the peer is imported, and the exporter's condition
 	// shows that.
@@ -236,13 +236,13 @@ func TestServicesAreSharedBetweenClustersWithTheSamePodCIDR(t *testing.T) {
 	a.OK(a.API().Delete(a.Ctx, &mcs.ServiceExport{ObjectMeta: metav1.ObjectMeta{Namespace: a.prod(), Name: "shop"}}))
 	a.untilShared("shop", "")
 	a.consent(nil, []string{a.prod()})
-	a.untilShared("shop", "import ClusterSetIP, service, "+at("10.200.0.5")+", "+at("10.200.1.6")+"!")
+	a.untilShared("shop", "import ClusterSetIP, service, "+addrIn("10.200.0.5")+", "+addrIn("10.200.1.6")+"!")
 	b.untilExport("shop", mcs.ServiceExportConditionReady, mcs.ServiceExportReasonExported)
 	b.consent(nil, nil)
 	a.untilShared("shop", "")
 	b.Until("the peer has nothing of ours", func() bool { return a.offers() == 0 })
 	b.consent([]string{"*"}, nil)
-	a.untilShared("shop", "import ClusterSetIP, service, "+at("10.200.0.5")+", "+at("10.200.1.6")+"!")
+	a.untilShared("shop", "import ClusterSetIP, service, "+addrIn("10.200.0.5")+", "+addrIn("10.200.1.6")+"!")
 
 	// A restarted manager withdraws nothing and writes nothing.
 	before := a.sharedVersions() + b.sharedVersions()
@@ -254,7 +254,7 @@ func TestServicesAreSharedBetweenClustersWithTheSamePodCIDR(t *testing.T) {
 	slice.Labels["after"] = "restart" // once the peer has this label, the start is complete
 	b.OK(b.API().Update(b.Ctx, slice))
 	b.serve("late", "10.200.2.2")
-	a.untilShared("late", "import ClusterSetIP, service, "+at("10.200.2.2"))
+	a.untilShared("late", "import ClusterSetIP, service, "+addrIn("10.200.2.2"))
 	if after := a.sharedVersions() + b.sharedVersions(); after != before {
 		t.Errorf("resource versions were\n%s and are\n%s", before, after)
 	}
@@ -266,7 +266,7 @@ func TestServicesAreSharedBetweenClustersWithTheSamePodCIDR(t *testing.T) {
 		if shop := a.shared("shop"); apart && shop != "" {
 			t.Errorf("a has %s without a tunnel", shop)
 		}
-		return apart && b.peer.Gone()
+		return apart && b.peer.Deleted()
 	})
 	if n := a.offers(); n != 0 {
 		t.Errorf("%d PeerServices have stayed", n)
@@ -354,8 +354,8 @@ func TestForeignServiceObjectsAreNotChanged(t *testing.T) {
 	names := "another implementation has " + a.prod() + "/cart, " + a.prod() + "/shop"
 	a.Until("the Peering says "+names, func() bool { return strings.Contains(a.peer.Message(isthmus.ConditionServicesShared), names) })
 	for _, s := range []*side{a, b} {
-		s.peer.UntilIs(isthmus.ConditionServicesShared, isthmus.ReasonPartlyRefused)
-		s.peer.UntilIs(isthmus.ConditionReady, isthmus.ReasonConnected)
+		s.peer.WaitForReason(isthmus.ConditionServicesShared, isthmus.ReasonPartlyRefused)
+		s.peer.WaitForReason(isthmus.ConditionReady, isthmus.ReasonConnected)
 	}
 	b.untilExport("shop", mcs.ServiceExportConditionReady, mcs.ServiceExportReasonFailed)
 	b.untilExport("till", mcs.ServiceExportConditionReady, mcs.ServiceExportReasonExported)
@@ -375,7 +375,7 @@ func TestForeignServiceObjectsAreNotChanged(t *testing.T) {
 	a.OK(a.API().Delete(a.Ctx, service))
 	a.Until("the other one, too", func() bool { return strings.HasPrefix(a.shared("cart"), "import ClusterSetIP, service, that ") })
 	for _, s := range []*side{a, b} {
-		s.peer.UntilIs(isthmus.ConditionServicesShared, isthmus.ReasonShared)
+		s.peer.WaitForReason(isthmus.ConditionServicesShared, isthmus.ReasonShared)
 	}
 }
 
@@ -408,12 +408,12 @@ func TestPeeringWithAPeerThatLacksPeerServicesBecomesReady(t *testing.T) {
 	})
 	a.joined([]string{a.prod()}, []string{a.prod()})
 	b.connected()
-	b.peer.UntilIs(isthmus.ConditionReady, isthmus.ReasonConnected)
+	b.peer.WaitForReason(isthmus.ConditionReady, isthmus.ReasonConnected)
 	a.serve("shop", "10.200.0.5")
-	a.peer.UntilIs(isthmus.ConditionServicesShared, isthmus.ReasonNotSupported)
+	a.peer.WaitForReason(isthmus.ConditionServicesShared, isthmus.ReasonNotSupported)
 	a.untilExport("shop", mcs.ServiceExportConditionReady, mcs.ServiceExportReasonFailed)
 	a.untilShared("shop", "import ClusterSetIP, service, self 10.200.0.5:8080") // the service is still served in its own cluster
-	a.Always("the Peering is Ready", func() bool { return a.peer.Is(isthmus.ConditionReady, isthmus.ReasonConnected) })
+	a.Always("the Peering is Ready", func() bool { return a.peer.HasReason(isthmus.ConditionReady, isthmus.ReasonConnected) })
 
 	// Un-peering does not wait for PeerServices that the peer cannot have.
 	a.unpeer()

@@ -76,7 +76,7 @@ func child(node, path string) int {
 		if err == nil {
 			var reporter *kube.NodeReporter
 			if reporter, err = kube.NewNodeReporter(config, "default", node); err == nil {
-				report, reportRefused = reporter.Tell, reporter.TellRefused
+				report, reportRefused = reporter.WriteNetworks, reporter.WriteRefused
 			}
 		}
 		if err != nil {

@@ -173,13 +173,13 @@ func (p *subject) start(program, user string) error {
 // settle waits until the process is almost idle, for at most a minute.
 func (p *subject) settle(ctx context.Context) error {
 	for range 60 {
-		before, at := cpu(p.pid), time.Now()
+		before, begin := cpu(p.pid), time.Now()
 		select {
 		case <-ctx.Done():
 			return ctx.Err()
 		case <-time.After(quiet):
 		}
-		if busy := (cpu(p.pid) - before).Seconds() / time.Since(at).Seconds(); busy < p.idle*1.5+0.003 {
+		if busy := (cpu(p.pid) - before).Seconds() / time.Since(begin).Seconds(); busy < p.idle*1.5+0.003 {
 			return nil
 		}
 	}
@@ -200,7 +200,7 @@ func (p *subject) measure(ctx context.Context, r *result) error {
 	if err := p.settle(ctx); err != nil {
 		return err
 	}
-	watches, others, err := asked(p.audit)
+	watches, others, err := auditedRequests(p.audit)
 	if err != nil {
 		return err
 	}
@@ -216,7 +216,7 @@ func (p *subject) measure(ctx context.Context, r *result) error {
 	case <-time.After(restTime):
 	}
 	p.idle = (cpu(p.pid) - before).Seconds() / restTime.Seconds()
-	_, others, err = asked(p.audit)
+	_, others, err = auditedRequests(p.audit)
 	if err != nil {
 		return err
 	}
@@ -239,8 +239,8 @@ func (p *subject) measure(ctx context.Context, r *result) error {
 		if err != nil {
 			return err
 		}
-		_, asks, err := asked(p.audit)
-		before, read, at := cpu(p.pid), p.tap.read.Load(), time.Now()
+		_, requests, err := auditedRequests(p.audit)
+		before, read, begin := cpu(p.pid), p.tap.read.Load(), time.Now()
 		for i := range n {
 			if err := c.do(ctx, i); err != nil {
 				return fmt.Errorf("%s: %w", c.what, err)
@@ -253,14 +253,14 @@ func (p *subject) measure(ctx context.Context, r *result) error {
 		if err := done(); err != nil {
 			return err
 		}
-		_, since, failed := asked(p.audit)
+		_, since, failed := auditedRequests(p.audit)
 		if err := errors.Join(err, failed); err != nil {
 			return err
 		}
-		spent := (cpu(p.pid) - before).Seconds() - p.idle*time.Since(at).Seconds()
+		spent := (cpu(p.pid) - before).Seconds() - p.idle*time.Since(begin).Seconds()
 		r.add(c.what+": CPU, ms", "%.1f", max(0, 1000*spent/float64(n)))
 		r.add(c.what+": octets read", "%d", (p.tap.read.Load()-read)/int64(n))
-		r.add(c.what+": requests", "%.1f", float64(since-asks)/float64(n))
+		r.add(c.what+": requests", "%.1f", float64(since-requests)/float64(n))
 	}
 	return nil
 }

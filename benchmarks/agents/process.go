@@ -101,9 +101,9 @@ rules:
 - level: None
 `
 
-// asked counts the requests in an audit log: watches when they start, other requests when they
-// end.
-func asked(path string) (watches, others int, err error) {
+// auditedRequests counts the requests in an audit log: watches when they start, other requests when
+// they end.
+func auditedRequests(path string) (watches, others int, err error) {
 	f, err := os.Open(path)
 	if err != nil {
 		return 0, 0, err

@@ -53,8 +53,8 @@ func (f figures) rows() (all []string) {
 
 // value returns a printed figure, or the empty string if this size lacks it.
 func (r *result) value(what string) string {
-	if at := slices.IndexFunc(r.rows, func(row row) bool { return row.what == what }); at >= 0 {
-		return r.rows[at].value
+	if i := slices.IndexFunc(r.rows, func(row row) bool { return row.what == what }); i >= 0 {
+		return r.rows[i].value
 	}
 	return ""
 }

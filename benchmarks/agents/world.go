@@ -322,9 +322,9 @@ func (w *world) endpoint(i int) *v1alpha1.TunnelEndpoint {
 // status returns the status that the gateway writes for a peer.
 func (w *world) status(i, gateway, latency int) v1alpha1.TunnelEndpointStatus {
 	pod, external := remote(i)
-	at := metav1.NewTime(time.Now().Truncate(time.Second))
+	now := metav1.NewTime(time.Now().Truncate(time.Second))
 	return v1alpha1.TunnelEndpointStatus{GatewayIP: gatewayAddr(gateway), VethIFaceName: "isthmus.vxlan", VethIFaceIndex: 7, VethIP: gatewayAddr(gateway),
-		Connection: v1alpha1.Connection{Status: v1alpha1.Connected, StatusMessage: v1alpha1.ConnectedMessage, Latency: v1alpha1.ConnectionLatency{Value: fmt.Sprintf("%dms", latency), Timestamp: &at},
+		Connection: v1alpha1.Connection{Status: v1alpha1.Connected, StatusMessage: v1alpha1.ConnectedMessage, Latency: v1alpha1.ConnectionLatency{Value: fmt.Sprintf("%dms", latency), Timestamp: &now},
 			PeerConfiguration: v1alpha1.PeerConfiguration{v1alpha1.ConfigAllowedIPs: pod + ", " + external, v1alpha1.ConfigPort: "5871"}},
 		Conditions: []metav1.Condition{
 			{Type: v1alpha1.ConditionAccepted, Status: metav1.ConditionTrue, Reason: "Configured", Message: "the gateway does what this object says", LastTransitionTime: w.born},

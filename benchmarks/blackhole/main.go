@@ -240,7 +240,7 @@ func rate(got func() uint64, d time.Duration) float64 {
 
 // flowing waits until at least the given number of octets arrives in each of four ticks in a row.
 // It returns the time from begin to the first of these ticks.
-func flowing(got func() uint64, begin time.Time, octets float64, atMost time.Duration) (after time.Duration, stuck bool) {
+func flowing(got func() uint64, begin time.Time, octets float64, timeout time.Duration) (after time.Duration, stuck bool) {
 	was, row := got(), 0
 	for {
 		time.Sleep(tick)
@@ -252,8 +252,8 @@ func flowing(got func() uint64, begin time.Time, octets float64, atMost time.Dur
 		if row == 4 {
 			return max(0, time.Since(begin)-4*tick), false
 		}
-		if time.Since(begin) > atMost {
-			return atMost, true
+		if time.Since(begin) > timeout {
+			return timeout, true
 		}
 	}
 }
@@ -293,9 +293,9 @@ func startWireGuardGo(ctx context.Context, a, b *lab.Cluster) (stop func(), err 
 	for i := range keys {
 		_, _ = rand.Read(keys[i][:]) // never fails, see crypto/rand
 	}
-	ends := []*lab.Cluster{a, b}
-	for i, own := range ends {
-		other := ends[1-i]
+	clusters := []*lab.Cluster{a, b}
+	for i, own := range clusters {
+		other := clusters[1-i]
 		public, err := curve25519.X25519(keys[1-i][:], curve25519.Basepoint)
 		if err != nil {
 			return stop, err

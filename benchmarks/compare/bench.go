@@ -142,8 +142,8 @@ func (b *bench) load(ctx context.Context, node int, args ...string) (load.Result
 	return load.Run(ctx, b.nodes[node].pod.Host, b.self, args...)
 }
 
-// bothWays runs one TCP stream in each direction at the same time.
-func (b *bench) bothWays(ctx context.Context, r *running, ms string) (load.Result, float64, error) {
+// bothDirections runs one TCP stream in each direction at the same time.
+func (b *bench) bothDirections(ctx context.Context, r *running, ms string) (load.Result, float64, error) {
 	before := cpuSeconds(r.gateways)
 	var res [2]load.Result
 	var errs [2]error

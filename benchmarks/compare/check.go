@@ -89,8 +89,8 @@ func (f finding) String() string {
 		f.peer, f.figure.name, f.now, reference, slices.Min(f.then), slices.Max(f.then), f.limit, f.p)
 }
 
-// judge compares all figures of Isthmus that both the run and the recording contain.
-func judge(all []sample, was recording) (findings []finding) {
+// compare compares all figures of Isthmus that both the run and the recording contain.
+func compare(all []sample, was recording) (findings []finding) {
 	for _, p := range peers {
 		if !strings.HasPrefix(p.name, "isthmus") {
 			continue
@@ -146,9 +146,9 @@ func inLimits(findings []finding) bool {
 	return !slices.ContainsFunc(findings, func(f finding) bool { return f.beyond })
 }
 
-// verdict returns an error that names every figure that became worse. It writes inconclusive
+// checkFindings returns an error that names every figure that became worse. It writes inconclusive
 // findings to w.
-func verdict(w io.Writer, findings []finding) error {
+func checkFindings(w io.Writer, findings []finding) error {
 	if len(findings) == 0 {
 		return errors.New("the recorded runs have nothing to compare with")
 	}

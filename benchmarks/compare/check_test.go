@@ -37,7 +37,7 @@ func TestCheckNamesRegressions(t *testing.T) {
 		"nothing to compare for": {samples(5, 3, 60)[:1], []string{"nothing to compare with"}},
 	} {
 		t.Run(name, func(t *testing.T) {
-			err := verdict(io.Discard, judge(c.now, was))
+			err := checkFindings(io.Discard, compare(c.now, was))
 			if (err == nil) != (c.want == nil) {
 				t.Fatalf("error %v", err)
 			}
@@ -57,7 +57,7 @@ func TestExceededLimitTriggersMoreRounds(t *testing.T) {
 		tcp, memory float64
 		want        bool
 	}{{3, 60, true}, {3, 120, false}, {1.3, 60, false}} {
-		if got := inLimits(judge(samples(3, c.tcp, c.memory), was)); got != c.want {
+		if got := inLimits(compare(samples(3, c.tcp, c.memory), was)); got != c.want {
 			t.Errorf("throughput %v, memory %v: %t", c.tcp, c.memory, got)
 		}
 	}
@@ -66,7 +66,7 @@ func TestExceededLimitTriggersMoreRounds(t *testing.T) {
 func TestCheckIgnoresTailLatencies(t *testing.T) {
 	was := []sample{{Peer: reference, P99: 100, P999: 100}, {Peer: "isthmus without USO", P99: 100, P999: 100}}
 	now := []sample{{Peer: reference, P99: 100, P999: 100}, {Peer: "isthmus without USO", P99: 900, P999: 900}}
-	if findings := judge(now, recording{[]measured{{"here", was}}}); len(findings) != 0 {
+	if findings := compare(now, recording{[]measured{{"here", was}}}); len(findings) != 0 {
 		t.Errorf("%v", findings)
 	}
 }
@@ -82,7 +82,7 @@ func TestCheckUsesMarginsOnlyAfterThreeRecordedRuns(t *testing.T) {
 	var was recording
 	for n := 1; n <= 4; n++ {
 		was.Runs = append(was.Runs, measured{"here", run(0.3)})
-		if err := verdict(io.Discard, judge(run(0.3*1.2), was)); (err != nil) != (n >= fewestRuns) {
+		if err := checkFindings(io.Discard, compare(run(0.3*1.2), was)); (err != nil) != (n >= fewestRuns) {
 			t.Errorf("a fifth more CPU than in %d runs: %v", n, err)
 		}
 	}
@@ -114,10 +114,10 @@ func TestCheckDistinguishesDriftFromRegression(t *testing.T) {
 			count  *int
 		}{{1, &alarms}, {1.25, &quarters}, {1.4, &fifths}} {
 			all := run(9, c.slower)
-			if early := all[:2*fewest]; inLimits(judge(early, was)) {
+			if early := all[:2*fewest]; inLimits(compare(early, was)) {
 				all = early
 			}
-			if verdict(io.Discard, judge(all, was)) != nil {
+			if checkFindings(io.Discard, compare(all, was)) != nil {
 				*c.count++
 			}
 		}

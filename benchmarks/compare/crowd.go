@@ -109,14 +109,14 @@ func openFlows(network netip.Prefix, n int) error {
 		defer c.Close()
 		conns[i] = c
 	}
-	at := network.Addr()
+	addr := network.Addr()
 	for i := range n {
 		if i%ports == 0 {
-			if at = at.Next(); !network.Contains(at) {
+			if addr = addr.Next(); !network.Contains(addr) {
 				return fmt.Errorf("%v has not enough addresses for %d flows", network, n)
 			}
 		}
-		if _, err := conns[i%ports].WriteToUDPAddrPort([]byte{0}, netip.AddrPortFrom(at, 9)); err != nil {
+		if _, err := conns[i%ports].WriteToUDPAddrPort([]byte{0}, netip.AddrPortFrom(addr, 9)); err != nil {
 			return err
 		}
 		if i%1000 == 0 {

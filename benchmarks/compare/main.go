@@ -159,7 +159,7 @@ func main() {
 		if was, err = readRecording(*recorded); err != nil {
 			log.Fatal(err)
 		}
-		enough = func(all []sample) bool { return rounds(all) >= fewest && inLimits(judge(all, was)) }
+		enough = func(all []sample) bool { return rounds(all) >= fewest && inLimits(compare(all, was)) }
 	}
 	all, err := run(ctx, *most, *d, *mtu, *binary, *fork, *only, enough)
 	where := describe(*mtu, rounds(all), *d)
@@ -170,7 +170,7 @@ func main() {
 		err = record(*recordIn, measured{where, all})
 	}
 	if err == nil && *recorded != "" {
-		err = verdict(os.Stdout, judge(all, was))
+		err = checkFindings(os.Stdout, compare(all, was))
 	}
 	if err != nil {
 		log.Fatal(err)
@@ -288,7 +288,7 @@ func (b *bench) measure(ctx context.Context, up start, d time.Duration) (s sampl
 	}{
 		{&s.TCP1, func() (load.Result, float64, error) { return b.measureLoad(ctx, r, "tcp", to, "1", ms) }},
 		{&s.TCP4, func() (load.Result, float64, error) { return b.measureLoad(ctx, r, "tcp", to, "4", ms) }},
-		{&s.TCP2, func() (load.Result, float64, error) { return b.bothWays(ctx, r, ms) }},
+		{&s.TCP2, func() (load.Result, float64, error) { return b.bothDirections(ctx, r, ms) }},
 	} {
 		res, used, err := l.run()
 		if err != nil {

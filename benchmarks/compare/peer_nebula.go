@@ -18,7 +18,7 @@ func nebula(ctx context.Context, b *bench) (*running, error) {
 	}
 	r.cleanup = append(r.cleanup, func() error { return os.RemoveAll(dir) })
 	in := func(name string) string { return filepath.Join(dir, name) }
-	at := [2]netip.Addr{netip.MustParseAddr("192.168.71.1"), netip.MustParseAddr("192.168.71.2")}
+	addrs := [2]netip.Addr{netip.MustParseAddr("192.168.71.1"), netip.MustParseAddr("192.168.71.2")}
 	host := b.nodes[0].host
 	if err := b.run(ctx, host, "", "nebula-cert", "ca", "-name", "bench", "-out-crt", in("ca.crt"), "-out-key", in("ca.key")); err != nil {
 		return r, err
@@ -26,12 +26,12 @@ func nebula(ctx context.Context, b *bench) (*running, error) {
 	for i, own := range b.nodes {
 		other := b.nodes[1-i]
 		name := fmt.Sprintf("node%d", i)
-		if err := b.run(ctx, host, "", "nebula-cert", "sign", "-name", name, "-ip", netip.PrefixFrom(at[i], 24).String(), "-subnets", own.cidr.String(),
+		if err := b.run(ctx, host, "", "nebula-cert", "sign", "-name", name, "-ip", netip.PrefixFrom(addrs[i], 24).String(), "-subnets", own.cidr.String(),
 			"-ca-crt", in("ca.crt"), "-ca-key", in("ca.key"), "-out-crt", in(name+".crt"), "-out-key", in(name+".key")); err != nil {
 			return r, err
 		}
 		config := fmt.Sprintf(nebulaConfig, in("ca.crt"), in(name+".crt"), in(name+".key"),
-			at[1-i], netip.AddrPortFrom(other.underlay, wgPort), wgPort, b.tunnelMTU(), b.tunnelMTU(), other.cidr, at[1-i])
+			addrs[1-i], netip.AddrPortFrom(other.underlay, wgPort), wgPort, b.tunnelMTU(), b.tunnelMTU(), other.cidr, addrs[1-i])
 		if err := os.WriteFile(in(name+".yml"), []byte(config), 0o600); err != nil {
 			return r, err
 		}

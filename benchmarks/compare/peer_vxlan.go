@@ -28,13 +28,13 @@ func vxlan(_ context.Context, b *bench) (*running, error) {
 				return netlink.LinkDel(&netlink.Vxlan{LinkAttrs: netlink.LinkAttrs{Name: "vxlan.bench"}})
 			})
 		})
-		at := netip.AddrFrom4([4]byte{169, 254, 71, byte(1 + i)})
+		addr := netip.AddrFrom4([4]byte{169, 254, 71, byte(1 + i)})
 		if err := own.host.Do(func() error {
 			link, err := netlink.LinkByName("vxlan.bench")
 			if err != nil {
 				return err
 			}
-			return netlink.AddrAdd(link, &netlink.Addr{IPNet: ipNet(netip.PrefixFrom(at, 24))})
+			return netlink.AddrAdd(link, &netlink.Addr{IPNet: ipNet(netip.PrefixFrom(addr, 24))})
 		}); err != nil {
 			return r, err
 		}

@@ -18,7 +18,7 @@ type figure struct {
 	format string
 	more   bool    // larger is better
 	margin float64 // tolerated excess over the worst recorded ratio; zero: not checked
-	of     func(sample) float64
+	value  func(sample) float64
 }
 
 // The margins reflect how far ratios to -check's reference moved without a code change, in five
@@ -137,7 +137,7 @@ func valuesOf(all []sample, peer string, f figure) []float64 {
 	var v []float64
 	for _, s := range all {
 		if s.Peer == peer {
-			v = append(v, f.of(s))
+			v = append(v, f.value(s))
 		}
 	}
 	return v

@@ -146,15 +146,15 @@ func exchange(c net.Conn, seed uint64, end int) error {
 		sent <- nil
 	}()
 	p, buf := newPattern(2*seed+uint64(1-end)), make([]byte, 64<<10)
-	for at := 0; at < soakStream; {
-		n, err := io.ReadFull(c, buf[:min(len(buf), soakStream-at)])
+	for pos := 0; pos < soakStream; {
+		n, err := io.ReadFull(c, buf[:min(len(buf), soakStream-pos)])
 		if err != nil {
-			return fmt.Errorf("receiving, at octet %d: %w", at+n, err)
+			return fmt.Errorf("receiving, at octet %d: %w", pos+n, err)
 		}
 		if !bytes.Equal(buf[:n], p.next(n)) {
-			return fmt.Errorf("receiving: octets %d to %d are not those that were sent", at, at+n)
+			return fmt.Errorf("receiving: octets %d to %d are not those that were sent", pos, pos+n)
 		}
-		at += n
+		pos += n
 	}
 	return <-sent
 }

@@ -79,10 +79,10 @@ func table(runs map[string][]figures, flows int) string {
 	var b strings.Builder
 	fmt.Fprintf(&b, "| %d UDP flows | new flow, ns | new flows per second, millions | known flow, ns | octets per flow |\n|---|---|---|---|---|\n", flows)
 	for _, s := range subjects {
-		spread := func(of func(figures) float64) string {
+		spread := func(value func(figures) float64) string {
 			var all []float64
 			for _, f := range runs[s.name] {
-				all = append(all, of(f))
+				all = append(all, value(f))
 			}
 			return measure.Spread(all)
 		}

@@ -73,9 +73,9 @@ func (r results) missing() (names []string) {
 func table(r results, where string, rounds int) string {
 	columns := []func(step) source{func(s step) source { return s.super }, func(s step) source { return s.single }}
 	var whole [2]float64
-	for i, of := range columns {
+	for i, column := range columns {
 		for _, s := range steps {
-			if v := r.nanoseconds(of(s)); len(v) > 0 && !s.aside {
+			if v := r.nanoseconds(column(s)); len(v) > 0 && !s.aside {
 				whole[i] = measure.Median(v)
 			}
 		}
@@ -93,8 +93,8 @@ that arrive many at a time.
 `, where, rounds, segments)
 	for _, s := range steps {
 		fmt.Fprintf(&t, "| %s | %s |", s.name, s.what)
-		for i, of := range columns {
-			v := r.nanoseconds(of(s))
+		for i, column := range columns {
+			v := r.nanoseconds(column(s))
 			if len(v) == 0 {
 				t.WriteString(" | | | |")
 				continue
@@ -103,7 +103,7 @@ that arrive many at a time.
 			if !s.aside {
 				share = percent(m / whole[i])
 			}
-			allocs := measure.Median(r.scaled(of(s), "allocs/op", of(s).allocs))
+			allocs := measure.Median(r.scaled(column(s), "allocs/op", column(s).allocs))
 			fmt.Fprintf(&t, " **%s** [%s - %s] | %s | %s | %s |",
 				digits(m), digits(slices.Min(v)), digits(slices.Max(v)), digits(1000/m), share, strings.TrimSuffix(fmt.Sprintf("%.1f", allocs), ".0"))
 		}

@@ -93,8 +93,8 @@ func run(ctx context.Context, take func(kind, text string), test string, flags .
 		return err
 	}
 	for lines := bufio.NewScanner(out); lines.Scan(); {
-		_, text, is := strings.Cut(lines.Text(), "_test.go:")
-		if !is {
+		_, text, found := strings.Cut(lines.Text(), "_test.go:")
+		if !found {
 			continue
 		}
 		_, text, _ = strings.Cut(text, ": ")

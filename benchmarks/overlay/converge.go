@@ -34,9 +34,9 @@ var sizes = []int{10, 200}
 
 // The measured changes.
 const (
-	moves  = "the gateway moves to another node"           // the filter does not change, but is compared
-	joins  = "a peer is added whose networks were granted" // as above: the filter contains the networks from their allocation on
-	grants = "a peer is added and granted at once"         // the filter changes
+	moves     = "the gateway moves to another node"           // the filter does not change, but is compared
+	joins     = "a peer is added whose networks were granted" // as above: the filter contains the networks from their allocation on
+	allocates = "a peer is added and granted at once"         // the filter changes
 )
 
 // measureConvergence measures the time from a change at all agents until the first reply reaches
@@ -49,7 +49,7 @@ func (c *cluster) measureConvergence(rounds int) (string, error) {
 	defer p.close()
 	var b strings.Builder
 	b.WriteString("\n| until packets flow, ms | without the filter | with it | ratio |\n|---|---|---|---|\n")
-	for _, change := range []string{moves, joins, grants} {
+	for _, change := range []string{moves, joins, allocates} {
 		for _, size := range sizes {
 			var times [2][]float64 // without and with the filter
 			for round := range rounds {
@@ -84,7 +84,7 @@ func (c *cluster) converge(p *probe, change string, size int, filter bool) (floa
 		case joins:
 			before.Allocated = before.Refused()
 			before.Tunnels, after.Allocated = before.Tunnels[1:], before.Allocated
-		case grants:
+		case allocates:
 			before.Tunnels = before.Tunnels[1:]
 		}
 		if err := c.apply(before); err != nil {

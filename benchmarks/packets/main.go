@@ -136,9 +136,9 @@ func run(ctx context.Context, rounds int, numbers []int) (table string, err erro
 // measureRound adds one sample to each row.
 func measureRound(rows []*row, kind int) error {
 	sums := make([]float64, len(rows))
-	for at := range turns {
+	for index := range turns {
 		for i := range rows {
-			i := (i + at) % len(rows)
+			i := (i + index) % len(rows)
 			f := rows[i].flows[kind]
 			if f == nil {
 				continue

@@ -41,8 +41,8 @@ const (
 var (
 	podsA   = netip.MustParsePrefix("10.244.0.0/16")
 	podsB   = netip.MustParsePrefix("10.244.0.0/18")
-	podsAtB = netip.MustParsePrefix("10.71.0.0/16")
-	podsAtA = netip.MustParsePrefix("10.71.0.0/18")
+	podsInB = netip.MustParsePrefix("10.71.0.0/16")
+	podsInA = netip.MustParsePrefix("10.71.0.0/18")
 	outside = [2]netip.Prefix{netip.MustParsePrefix("10.90.0.0/24"), netip.MustParsePrefix("10.91.0.0/20")} // ExternalCIDR of a at b, and of b at a
 	pod     = netip.MustParseAddr("10.244.0.11")
 	node    = netip.MustParseAddr("172.16.0.9")
@@ -188,7 +188,7 @@ func gateways(b *testing.B, peers int) (from, to *gateway) {
 	b.Helper()
 	network := &memlink.Network{}
 	wan := [2]netip.AddrPort{netip.MustParseAddrPort("192.0.2.1:5871"), netip.MustParseAddrPort("192.0.2.2:5871")}
-	pods, seen := [2]netip.Prefix{podsA, podsB}, [2]netip.Prefix{podsAtB, podsAtA}
+	pods, seen := [2]netip.Prefix{podsA, podsB}, [2]netip.Prefix{podsInB, podsInA}
 	endpoints := [2]netip.Addr{mapped, netip.MustParseAddr("10.0.50.6")}
 	var both [2]*gateway
 	for i := range both {

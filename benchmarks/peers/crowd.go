@@ -34,11 +34,11 @@ var (
 )
 
 const (
-	maxPeers   = 4096
-	peerPort   = 51820 // a moved peer uses the next port
-	checkPort  = 12345
-	askEvery   = 2 * time.Second // Liqo's interval
-	askBatches = 100             // the peers are divided into batches, to spread their PINGs over the interval
+	maxPeers     = 4096
+	peerPort     = 51820 // a moved peer uses the next port
+	checkPort    = 12345
+	pingInterval = 2 * time.Second // Liqo's interval
+	pingBatches  = 100             // the peers are divided into batches, to spread their PINGs over the interval
 )
 
 // keyOf returns the private key of peer i.
@@ -102,14 +102,14 @@ type far struct {
 }
 
 // newCrowd opens the sockets in the host to which all endpoint addresses are routed.
-func newCrowd(at *lab.Host) (*crowd, error) {
+func newCrowd(host *lab.Host) (*crowd, error) {
 	c := &crowd{answered: make(map[int]time.Time)}
 	for i := range maxPeers {
 		c.far = append(c.far, &far{key: keyOf(i), addr: plus(firstEndpoint, uint32(i)).AsSlice(),
 			ping: netip.AddrPortFrom(peerOf(i, false).Remote.PodSeen.Addr(), checkPort)})
 	}
 	for i := range c.sockets {
-		conn, err := at.ListenPacket("udp4", fmt.Sprintf("0.0.0.0:%d", peerPort+i))
+		conn, err := host.ListenPacket("udp4", fmt.Sprintf("0.0.0.0:%d", peerPort+i))
 		if err != nil {
 			return nil, err
 		}
@@ -139,7 +139,7 @@ func (c *crowd) run(ctx context.Context) {
 	for i := range c.sockets {
 		group.Go(func() { c.receive(i) })
 	}
-	group.Go(func() { c.ask(ctx) })
+	group.Go(func() { c.ping(ctx) })
 	<-ctx.Done()
 	for _, s := range c.sockets {
 		_ = s.Close()
@@ -214,12 +214,12 @@ func pong(p []byte) []byte {
 	if n > len(p) || n < 28 {
 		return nil
 	}
-	at := bytes.Index(p[28:n], []byte(`"PING"`))
-	if at < 0 {
+	index := bytes.Index(p[28:n], []byte(`"PING"`))
+	if index < 0 {
 		return nil
 	}
 	b := bytes.Clone(p[:n])
-	b[28+at+2] = 'O'
+	b[28+index+2] = 'O'
 	src, dst := [4]byte(p[12:16]), [4]byte(p[16:20])
 	return datagram(b[28:], netip.AddrPortFrom(netip.AddrFrom4(dst), binary.BigEndian.Uint16(p[22:])), netip.AddrPortFrom(netip.AddrFrom4(src), binary.BigEndian.Uint16(p[20:])))
 }
@@ -245,10 +245,10 @@ func datagram(payload []byte, from, to netip.AddrPort) []byte {
 	return b
 }
 
-// ask sends a PING to the gateway for each peer that has a session.
-func (c *crowd) ask(ctx context.Context) {
+// ping sends a PING to the gateway for each peer that has a session.
+func (c *crowd) ping(ctx context.Context) {
 	to := netip.AddrPortFrom(seenExternal.Addr().Next(), checkPort)
-	turns := time.NewTicker(askEvery / askBatches)
+	turns := time.NewTicker(pingInterval / pingBatches)
 	defer turns.Stop()
 	for turn := 0; ; turn++ {
 		select {
@@ -256,7 +256,7 @@ func (c *crowd) ask(ctx context.Context) {
 			return
 		case <-turns.C:
 		}
-		for i := turn % askBatches; i < len(c.far); i += askBatches {
+		for i := turn % pingBatches; i < len(c.far); i += pingBatches {
 			f := c.far[i]
 			f.mu.Lock()
 			var m []byte
@@ -276,11 +276,11 @@ func (c *crowd) ask(ctx context.Context) {
 	}
 }
 
-// asked counts the PINGs that the gateway answered.
-var asked atomic.Int64
+// answeredPings counts the PINGs that the gateway answered.
+var answeredPings atomic.Int64
 
 func (c *crowd) note(i int) {
-	asked.Add(1)
+	answeredPings.Add(1)
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if _, ok := c.answered[i]; !ok {

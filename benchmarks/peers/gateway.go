@@ -135,8 +135,8 @@ type process struct {
 	end    func()
 }
 
-// tell sends a configuration and waits until it is applied.
-func (p *process) tell(ctx context.Context, c command) error {
+// apply sends a configuration and waits until it is applied.
+func (p *process) apply(ctx context.Context, c command) error {
 	b, err := json.Marshal(c)
 	if err != nil {
 		return err

@@ -114,8 +114,8 @@ func run(ctx context.Context, numbers []int, rest time.Duration, profiles, only 
 	return nil
 }
 
-// say adds a cell to a row of the table.
-func (b *bench) say(n int, row, format string, v ...any) {
+// addCell adds a cell to a row of the table.
+func (b *bench) addCell(n int, row, format string, v ...any) {
 	if !slices.Contains(b.rows, row) {
 		b.rows = append(b.rows, row)
 	}
@@ -155,7 +155,7 @@ func (b *bench) start(ctx context.Context, n, moved int) (*process, error) {
 		_ = cmd.Process.Kill()
 		_ = cmd.Wait()
 	}
-	if err := p.tell(ctx, command{Peers: n, Moved: moved}); err != nil {
+	if err := p.apply(ctx, command{Peers: n, Moved: moved}); err != nil {
 		p.end()
 		return nil, err
 	}
@@ -183,9 +183,9 @@ func (b *bench) measure(ctx context.Context, n int, rest time.Duration, profiles
 	if err != nil {
 		return err
 	}
-	b.say(n, "all connect at a start: half of them after, s", "%.1f", half.Sub(began).Seconds())
-	b.say(n, "all connect at a start: all after, s", "%.1f", all.Sub(began).Seconds())
-	b.say(n, "all connect at a start: CPU, s", "%.2f", measure.CPU(p.pid).Seconds())
+	b.addCell(n, "all connect at a start: half of them after, s", "%.1f", half.Sub(began).Seconds())
+	b.addCell(n, "all connect at a start: all after, s", "%.1f", all.Sub(began).Seconds())
+	b.addCell(n, "all connect at a start: CPU, s", "%.2f", measure.CPU(p.pid).Seconds())
 
 	if err := sleep(ctx, 15*time.Second); err != nil { // wait for crossed handshakes, path MTU discovery and garbage collection
 		return err
@@ -194,20 +194,20 @@ func (b *bench) measure(ctx context.Context, n int, rest time.Duration, profiles
 		if profiles == "" {
 			return nil
 		}
-		return p.tell(ctx, command{Profile: filepath.Join(profiles, fmt.Sprintf("%s-%d", what, n)), Seconds: int(d.Seconds())})
+		return p.apply(ctx, command{Profile: filepath.Join(profiles, fmt.Sprintf("%s-%d", what, n)), Seconds: int(d.Seconds())})
 	}
 	if b.measures("rest") {
 		if err := profile("rest", rest); err != nil {
 			return err
 		}
-		before, from, answers := measure.CPU(p.pid), time.Now(), asked.Load()
+		before, from, answers := measure.CPU(p.pid), time.Now(), answeredPings.Load()
 		if err := sleep(ctx, rest); err != nil {
 			return err
 		}
 		took := time.Since(from).Seconds()
-		b.say(n, "at rest: CPU, of a core", "%.2f %%", 100*(measure.CPU(p.pid)-before).Seconds()/took)
-		b.say(n, "at rest: PINGs of ours that are answered, of those to be sent", "%.1f %%", 100*float64(asked.Load()-answers)/took*askEvery.Seconds()/float64(n))
-		b.say(n, "resident memory, MiB", "%d", measure.Memory(p.pid, "VmRSS")>>20)
+		b.addCell(n, "at rest: CPU, of a core", "%.2f %%", 100*(measure.CPU(p.pid)-before).Seconds()/took)
+		b.addCell(n, "at rest: PINGs of ours that are answered, of those to be sent", "%.1f %%", 100*float64(answeredPings.Load()-answers)/took*pingInterval.Seconds()/float64(n))
+		b.addCell(n, "resident memory, MiB", "%d", measure.Memory(p.pid, "VmRSS")>>20)
 	}
 
 	client := b.Clusters[0].Gateway().Client()
@@ -225,8 +225,8 @@ func (b *bench) measure(ctx context.Context, n int, rest time.Duration, profiles
 		if err != nil {
 			return err
 		}
-		b.say(n, "a scrape: CPU, ms", "%s", cost)
-		b.say(n, "a scrape: octets", "%d", octets)
+		b.addCell(n, "a scrape: CPU, ms", "%s", cost)
+		b.addCell(n, "a scrape: octets", "%d", octets)
 	}
 
 	moved := 0
@@ -237,28 +237,28 @@ func (b *bench) measure(ctx context.Context, n int, rest time.Duration, profiles
 		}
 		took := 0.0
 		cost, err := p.cost(ctx, times, func(i int) error {
-			at := time.Now()
+			begin := time.Now()
 			b.crowd.move(i)
 			moved = i + 1
-			if err := p.tell(ctx, command{Peers: n, Moved: moved}); err != nil {
+			if err := p.apply(ctx, command{Peers: n, Moved: moved}); err != nil {
 				return err
 			}
-			took += time.Since(at).Seconds() / float64(times)
+			took += time.Since(begin).Seconds() / float64(times)
 			return sleep(ctx, settle)
 		})
 		if err != nil {
 			return err
 		}
-		b.say(n, "a peer's endpoint changes: CPU, ms", "%s", cost)
-		b.say(n, "a peer's endpoint changes: in force after, s", "%.3f", took)
+		b.addCell(n, "a peer's endpoint changes: CPU, ms", "%s", cost)
+		b.addCell(n, "a peer's endpoint changes: in force after, s", "%.3f", took)
 		if err := profile("come", many*3*settle); err != nil {
 			return err
 		}
 		took = 0
 		cost, err = p.cost(ctx, many, func(int) error {
 			b.crowd.forget(n)
-			at := time.Now()
-			if err := p.tell(ctx, command{Peers: n + 1, Moved: moved}); err != nil {
+			begin := time.Now()
+			if err := p.apply(ctx, command{Peers: n + 1, Moved: moved}); err != nil {
 				return err
 			}
 			for !b.crowd.has(n) {
@@ -266,11 +266,11 @@ func (b *bench) measure(ctx context.Context, n int, rest time.Duration, profiles
 					return err
 				}
 			}
-			took += time.Since(at).Seconds() / many
+			took += time.Since(begin).Seconds() / many
 			if err := sleep(ctx, settle); err != nil {
 				return err
 			}
-			if err := p.tell(ctx, command{Peers: n, Moved: moved}); err != nil {
+			if err := p.apply(ctx, command{Peers: n, Moved: moved}); err != nil {
 				return err
 			}
 			return sleep(ctx, settle)
@@ -278,8 +278,8 @@ func (b *bench) measure(ctx context.Context, n int, rest time.Duration, profiles
 		if err != nil {
 			return err
 		}
-		b.say(n, "a peer comes and goes: CPU, ms", "%s", cost)
-		b.say(n, "a peer comes: connected after, s", "%.2f", took)
+		b.addCell(n, "a peer comes and goes: CPU, ms", "%s", cost)
+		b.addCell(n, "a peer comes: connected after, s", "%.2f", took)
 	}
 	if !b.measures("back") {
 		return nil
@@ -309,7 +309,7 @@ func (b *bench) measure(ctx context.Context, n int, rest time.Duration, profiles
 		if err != nil {
 			return err
 		}
-		b.say(n, "all come back, "+how.name+", s", "%.1f", all.Sub(began).Seconds())
+		b.addCell(n, "all come back, "+how.name+", s", "%.1f", all.Sub(began).Seconds())
 	}
 	return nil
 }

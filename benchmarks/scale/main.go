@@ -139,7 +139,7 @@ func grow() error {
 			return fmt.Errorf("%v: %v", pod, conflicts)
 		}
 		external := b.Own().ExternalCIDR
-		ask := func(n int) (err error) {
+		allocate := func(n int) (err error) {
 			id := fmt.Sprintf("%08x-0000-4000-8000-000000000000", n)
 			next, got, err := b.Allocate(ipam.Request{ID: id, Pod: pod, External: external})
 			if err == nil {
@@ -148,13 +148,13 @@ func grow() error {
 			return err
 		}
 		for n := range g.peers - more {
-			if err := ask(n); err != nil {
+			if err := allocate(n); err != nil {
 				return fmt.Errorf("%d peers: %w", n, err)
 			}
 		}
 		was, begin := b, cpu()
 		for n := range more {
-			if err := ask(g.peers - more + n); err != nil {
+			if err := allocate(g.peers - more + n); err != nil {
 				return fmt.Errorf("%d peers: %w", g.peers, err)
 			}
 		}
@@ -173,8 +173,8 @@ func grow() error {
 			return err
 		}
 		read := cpu()
-		ms := func(d time.Duration, of int) string {
-			return strconv.FormatFloat(d.Seconds()*1000/float64(of), 'f', 2, 64)
+		ms := func(d time.Duration, n int) string {
+			return strconv.FormatFloat(d.Seconds()*1000/float64(n), 'f', 2, 64)
 		}
 		for i, cell := range []string{fmt.Sprintf("%d peers", g.peers), "/" + strconv.Itoa(pod.Bits()), ms(decided-begin, more), ms(compared-decided, more), ms(written-compared, 1), ms(read-written, 1), strconv.Itoa(len(text))} {
 			rows[i] = append(rows[i], cell)

@@ -122,7 +122,7 @@ func startServer(ctx context.Context, l *lab.Lab) error {
 	}
 	stop := context.AfterFunc(ctx, func() { _ = cmd.Process.Kill() }) // killing it ends the read below
 	defer stop()
-	if said, err := io.ReadAll(stdout); err != nil || string(said) != serving {
+	if line, err := io.ReadAll(stdout); err != nil || string(line) != serving {
 		_ = cmd.Process.Kill() // the child may still be running
 		return fmt.Errorf("the lab's web server: %w: %s", errors.Join(err, cmd.Wait()), strings.TrimSpace(text.String()))
 	}

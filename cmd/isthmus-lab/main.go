@@ -73,9 +73,9 @@ func addProgramFlag(f *pflag.FlagSet, path *string) {
 }
 
 // program returns the absolute path of the program isthmus.
-func program(said string) (string, error) {
-	if said != "" {
-		found, err := exec.LookPath(said)
+func program(path string) (string, error) {
+	if path != "" {
+		found, err := exec.LookPath(path)
 		if err != nil && !errors.Is(err, exec.ErrDot) {
 			return "", cli.Usage("--isthmus: %w", err)
 		}

@@ -24,7 +24,7 @@ import (
 func newCaptureCommand() *cobra.Command {
 	options := capture.DefaultOptions()
 	var file, direction string
-	var places, drops []string
+	var points, drops []string
 	cmd := &cobra.Command{
 		Use:   "capture [END [END [tcp|udp|icmp]]]",
 		Short: "Write packets of the gateway to a file, before and after NAT, inside and outside the tunnel (root)",
@@ -53,11 +53,11 @@ of the active gateway. The gateway logs the user and the filter of each capture.
 			if len(args) != 2 { // the arguments are addresses
 				return nil, cobra.ShellCompDirectiveNoFileComp
 			}
-			return words(capture.Protocols, begin)
+			return withPrefix(capture.Protocols, begin)
 		},
 		RunE: func(cmd *cobra.Command, args []string) error {
 			query := options.Query()
-			query["place"], query["drop"] = places, drops
+			query["place"], query["drop"] = points, drops
 			if direction != "" {
 				query.Set("direction", direction)
 			}
@@ -94,7 +94,7 @@ of the active gateway. The gateway logs the user and the filter of each capture.
 	f.StringVarP(&file, "write", "w", "-", "file to write, readable only by its owner; - means standard output")
 	f.StringVar(&options.Peer, "peer", "", "only packets of the peer with this name or cluster ID")
 	cli.AddChoiceFlag(cmd, &direction, "direction", "", "out means towards the tunnel, in from it (default both)", "out", "in")
-	f.StringSliceVar(&places, "at", nil, "places: "+strings.Join(capture.PlaceNames(), ", ")+" (default all)")
+	f.StringSliceVar(&points, "at", nil, "places: "+strings.Join(capture.PlaceNames(), ", ")+" (default all)")
 	f.BoolVar(&options.Dropped, "dropped", false, "only dropped packets")
 	f.StringSliceVar(&drops, "drop", nil, "only packets dropped for these reasons, such as no_flow (label reason of isthmus_drops_total)")
 	f.IntVar(&options.Snap, "snaplen", 0, "octets of each packet to write; 0 means its headers, more includes the data of pods")
@@ -103,7 +103,7 @@ of the active gateway. The gateway logs the user and the filter of each capture.
 	f.DurationVar(&options.Duration, "duration", options.Duration, "end after this time, at most "+capture.MaxDuration.String())
 	complete := func(flag string, all []string) {
 		_ = cmd.RegisterFlagCompletionFunc(flag, func(_ *cobra.Command, _ []string, begin string) ([]string, cobra.ShellCompDirective) {
-			return words(all, begin)
+			return withPrefix(all, begin)
 		}) // fails only if the flag does not exist
 	}
 	complete("at", capture.PlaceNames())

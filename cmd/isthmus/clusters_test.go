@@ -43,8 +43,8 @@ func unreachableCluster(t *testing.T) (path string) {
 
 func TestClusterCommandsExplainAMissingContext(t *testing.T) {
 	noCluster(t)
-	gone := unreachableCluster(t)
-	text, err := os.ReadFile(gone)
+	unreachable := unreachableCluster(t)
+	text, err := os.ReadFile(unreachable)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -65,26 +65,26 @@ func TestClusterCommandsExplainAMissingContext(t *testing.T) {
 		{[]string{"peer", "b", "--consent", "10.48.0.0/14"}, `--consent "10.48.0.0/14": want PODCIDR,EXTERNALCIDR`},
 		{[]string{"peer", "b", "--consent", "10.48.0.1/14,10.60.0.0/20"}, "10.48.0.1/14 is not a network"},
 		{[]string{"peer", "b", "--allow-claim", "8.8.8.8"}, "--allow-claim: 8.8.8.8 is not a network"},
-		{[]string{"peer", "--kubeconfig", gone, "b"}, "unreachable"},
+		{[]string{"peer", "--kubeconfig", unreachable, "b"}, "unreachable"},
 		{[]string{"peer", "--remote-context", "b"}, "no kubeconfig: want --kubeconfig"},
-		{[]string{"peer", "--kubeconfig", gone, "--remote-context", "nope"}, "no context nope"},
+		{[]string{"peer", "--kubeconfig", unreachable, "--remote-context", "nope"}, "no context nope"},
 		{[]string{"peer", "--kubeconfig", "/no/such/file", "--remote-context", "b"}, "kubeconfig /no/such/file: no such file"},
-		{[]string{"peer", "--kubeconfig", gone, "--remote-context", "gone"}, "gone: namespace kube-system: unreachable"},
-		{[]string{"peer", "--kubeconfig", gone, "--remote-context", "gone", "--server", "http://192.0.2.1"}, "API server http://192.0.2.1: want a URL"},
+		{[]string{"peer", "--kubeconfig", unreachable, "--remote-context", "gone"}, "gone: namespace kube-system: unreachable"},
+		{[]string{"peer", "--kubeconfig", unreachable, "--remote-context", "gone", "--server", "http://192.0.2.1"}, "API server http://192.0.2.1: want a URL"},
 		{[]string{"unpeer"}, "want the NAME of a Peering, or --remote-context"},
 		{[]string{"unpeer", "b", "--timeout", "0s"}, "--timeout 0s: want a duration"},
 		{[]string{"unpeer", "b", "c"}, "arguments \"b\" \"c\": want isthmus "},
-		{[]string{"unpeer", "--kubeconfig", gone, "b"}, "unreachable"},
+		{[]string{"unpeer", "--kubeconfig", unreachable, "b"}, "unreachable"},
 		{[]string{"install", "--gateway-service", "ClusterIP"}, "want none, NodePort or LoadBalancer"},
 		{[]string{"install", "--gateway-port", "70000"}, "--gateway-port 70000: want 1 to 65535"},
 		{[]string{"install", "--tunnels", "0"}, "--tunnels 0: want 1 to 16"},
 		{[]string{"install", "--gateway-port", "65535", "--tunnels", "2"}, "--tunnels 2: want 1 to 16, on UDP ports from --gateway-port up to 65535"},
-		{[]string{"install", "--kubeconfig", gone, "--cluster-name", "a"}, "unreachable"},
+		{[]string{"install", "--kubeconfig", unreachable, "--cluster-name", "a"}, "unreachable"},
 		{[]string{"install", "--pod-cidr", "10.1.2.3/16"}, "--pod-cidr \"10.1.2.3/16\": has host bits set"},
 		{[]string{"install", "--image", "example.org:5000/isthmus"}, "--image \"example.org:5000/isthmus\": want a name with a tag or a digest"},
 		{[]string{"install", "--set", "gateway.replicas"}, "--set \"gateway.replicas\": want a value such as"},
 		{[]string{"install", "--values", "/no/such/file"}, "--values: open /no/such/file"},
-		{[]string{"status", "--kubeconfig", gone}, "unreachable"},
+		{[]string{"status", "--kubeconfig", unreachable}, "unreachable"},
 		{[]string{"status", "--context", "x"}, "no context x"},
 		{[]string{"status", "--kubeconfig", without}, "no current context; want --context with one of gone"},
 	} {
@@ -154,19 +154,19 @@ func TestInstallPrintsManifestsWithoutACluster(t *testing.T) {
 
 func TestStatusReportsTheClusterIfThereIsOne(t *testing.T) {
 	noCluster(t)
-	ask := func(want string, args ...string) {
+	diagnose := func(want string, args ...string) {
 		t.Helper()
 		if _, errs, code := isthmus("", append([]string{"status"}, args...)...); code != 2 || !strings.Contains(errs, want) {
 			t.Errorf("%q: code %d, %s", args, code, errs)
 		}
 	}
 	const gateway = "gateway at 127.0.0.1:"
-	ask(gateway)
+	diagnose(gateway)
 	t.Setenv("KUBECONFIG", unreachableCluster(t))
-	ask("gone: namespace kube-system: unreachable")
-	ask(gateway, "--gateway")
-	ask(gateway, "--address", "127.0.0.1:1")
-	ask(gateway, "--flows", "3")
+	diagnose("gone: namespace kube-system: unreachable")
+	diagnose(gateway, "--gateway")
+	diagnose(gateway, "--address", "127.0.0.1:1")
+	diagnose(gateway, "--flows", "3")
 }
 
 func TestCommandLinePeersTwoClusters(t *testing.T) {

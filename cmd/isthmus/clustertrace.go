@@ -19,14 +19,14 @@ import (
 	"github.com/isthmus-net/isthmus/internal/source/kube"
 )
 
-// A way is the path of a packet through the clusters, hop by hop.
-type way struct {
-	Direction string   `json:"direction"` // "out", or "in" for the path of the answer
-	Protocol  string   `json:"protocol"`
-	From      string   `json:"from"`
-	To        string   `json:"to"`
-	Hops      []wayHop `json:"hops"`
-	Arrives   bool     `json:"arrives"`
+// A tracePath is the path of a packet through the clusters, hop by hop.
+type tracePath struct {
+	Direction string    `json:"direction"` // "out", or "in" for the path of the answer
+	Protocol  string    `json:"protocol"`
+	From      string    `json:"from"`
+	To        string    `json:"to"`
+	Hops      []pathHop `json:"hops"`
+	Arrives   bool      `json:"arrives"`
 	// Leaves is true if the packet leaves for a peer that was not queried, so that it is
 	// unknown whether the packet arrives.
 	Leaves bool `json:"leaves,omitempty"`
@@ -38,8 +38,8 @@ type way struct {
 // queried. It ends a path that works up to there.
 const hopOtherSide = "other side"
 
-// A wayHop is a hop. The gateway's hop also has the gateway's step.
-type wayHop struct {
+// A pathHop is a hop. The gateway's hop also has the gateway's step.
+type pathHop struct {
 	health.Hop
 	Step *gateway.TraceStep `json:"step,omitempty"`
 }
@@ -67,16 +67,16 @@ func (t *clusterTrace) run(cmd *cobra.Command, local, remote cluster.Access, src
 			}
 		}
 	}
-	ways, err := t.ways(src, dst)
+	paths, err := t.paths(src, dst)
 	if err != nil {
 		return clusterError(err)
 	}
 	if output.ForPrograms() {
-		err = output.Print(cmd.OutOrStdout(), ways)
+		err = output.Print(cmd.OutOrStdout(), paths)
 	} else {
-		err = printWays(cmd.OutOrStdout(), ways)
+		err = printPaths(cmd.OutOrStdout(), paths)
 	}
-	for _, w := range ways {
+	for _, w := range paths {
 		if err == nil && !w.Arrives && !w.Leaves {
 			err = cli.ErrProblem
 		}
@@ -84,8 +84,8 @@ func (t *clusterTrace) run(cmd *cobra.Command, local, remote cluster.Access, src
 	return err
 }
 
-// ways returns the path of the packet and the path of its answer, or only one of them.
-func (t *clusterTrace) ways(src, dst string) ([]way, error) {
+// paths returns the path of the packet and the path of its answer, or only one of them.
+func (t *clusterTrace) paths(src, dst string) ([]tracePath, error) {
 	from, err := t.end(t.local, src)
 	if err != nil {
 		return nil, fmt.Errorf("source: %w", err)
@@ -94,31 +94,31 @@ func (t *clusterTrace) ways(src, dst string) ([]way, error) {
 	if err != nil {
 		return nil, fmt.Errorf("destination: %w", err)
 	}
-	out, there, err := t.out(from, to)
+	out, step, err := t.out(from, to)
 	if err != nil {
 		return nil, err
 	}
-	if t.query.Direction == "out" || there == nil {
-		return []way{out}, nil
+	if t.query.Direction == "out" || step == nil {
+		return []tracePath{out}, nil
 	}
-	in, err := t.back(from, to, there)
+	in, err := t.back(from, to, step)
 	if err != nil {
 		return nil, err
 	}
 	if t.query.Direction == "in" {
-		return []way{in}, nil
+		return []tracePath{in}, nil
 	}
-	return []way{out, in}, nil
+	return []tracePath{out, in}, nil
 }
 
 // end finds one end of the path in the cluster to which it belongs.
 func (t *clusterTrace) end(c *cluster.Cluster, name string) (place.Place, error) {
 	if !strings.Contains(name, "/") {
-		at, err := gateway.ParseTraceAddr(name)
+		addr, err := gateway.ParseTraceAddr(name)
 		if err != nil {
 			return place.Place{}, cli.Usage("%s: want an address, NAMESPACE/POD, svc/NAME or svc/NAMESPACE/NAME: %w", name, err)
 		}
-		return place.At(t.ctx, c, at)
+		return place.At(t.ctx, c, addr)
 	}
 	return place.Find(t.ctx, c, name)
 }
@@ -147,8 +147,8 @@ func (t *clusterTrace) destination(name string) (place.Place, error) {
 
 // out follows the packet. The second result is the gateway's step, or nil if the gateway drops the
 // packet.
-func (t *clusterTrace) out(from, to place.Place) (w way, there *gateway.TraceStep, err error) {
-	w = way{Direction: "out", Protocol: t.query.Protocol, From: from.String(), To: to.String()}
+func (t *clusterTrace) out(from, to place.Place) (w tracePath, sent *gateway.TraceStep, err error) {
+	w = tracePath{Direction: "out", Protocol: t.query.Protocol, From: from.String(), To: to.String()}
 	if err := w.add(inspect.NodeHop(t.ctx, t.local, from.Node)); err != nil {
 		return w, nil, err
 	}
@@ -157,26 +157,26 @@ func (t *clusterTrace) out(from, to place.Place) (w way, there *gateway.TraceSte
 	}
 	step, err := t.engine(&w, t.local, "out", from.Addr, to.Addr)
 	if err != nil || step == nil {
-		return w.judge(), nil, err
+		return w.finish(), nil, err
 	}
 	if err := w.add(inspect.TunnelHop(t.ctx, t.local, step.Peer)); err != nil {
 		return w, nil, err
 	}
 	if t.remote == nil || t.remote.Identity.ClusterID != step.Peer {
-		w.Hops = append(w.Hops, wayHop{Hop: health.Hop{Cluster: safetext.Of(nameOrID(step.PeerName, step.Peer)), Name: hopOtherSide, State: health.Unknown,
+		w.Hops = append(w.Hops, pathHop{Hop: health.Hop{Cluster: safetext.Of(nameOrID(step.PeerName, step.Peer)), Name: hopOtherSide, State: health.Unknown,
 			Text: "not checked; --remote-context also checks the path in that cluster", Source: "nobody"}})
-		return w.judge(), step, nil
+		return w.finish(), step, nil
 	}
 	arrived, err := t.arrive(&w, t.remote, step)
 	if err != nil || arrived == nil {
-		return w.judge(), step, err
+		return w.finish(), step, err
 	}
-	return w.judge(), step, nil
+	return w.finish(), step, nil
 }
 
 // arrive follows a packet that the other gateway has sent, through its own cluster to the Pod's
 // node.
-func (t *clusterTrace) arrive(w *way, c *cluster.Cluster, sent *gateway.TraceStep) (*gateway.TraceStep, error) {
+func (t *clusterTrace) arrive(w *tracePath, c *cluster.Cluster, sent *gateway.TraceStep) (*gateway.TraceStep, error) {
 	src, dst, err := after(sent)
 	if err != nil {
 		return nil, err
@@ -200,7 +200,7 @@ func (t *clusterTrace) arrive(w *way, c *cluster.Cluster, sent *gateway.TraceSte
 		return nil, err
 	}
 	if place.Node == "" {
-		if hop, is, err := inspect.VacantHop(t.ctx, c, dst.Addr()); is || err != nil {
+		if hop, vacant, err := inspect.VacantHop(t.ctx, c, dst.Addr()); vacant || err != nil {
 			return step, w.add(hop, err)
 		}
 	}
@@ -208,23 +208,23 @@ func (t *clusterTrace) arrive(w *way, c *cluster.Cluster, sent *gateway.TraceSte
 }
 
 // back follows the answer to a packet that the gateway has sent.
-func (t *clusterTrace) back(from, to place.Place, sent *gateway.TraceStep) (w way, err error) {
-	w = way{Direction: "in", Protocol: t.query.Protocol, From: to.String(), To: from.String()}
+func (t *clusterTrace) back(from, to place.Place, sent *gateway.TraceStep) (w tracePath, err error) {
+	w = tracePath{Direction: "in", Protocol: t.query.Protocol, From: to.String(), To: from.String()}
 	src, _, err := after(sent)
 	if err != nil {
 		return w, err
 	}
 	if own, seen := from.Addr, src; from.Pod == "" && own.Addr() != seen.Addr() {
-		w.Hops = append(w.Hops, wayHop{Hop: health.Hop{Cluster: t.local.String(), Name: "gateway", State: health.Works,
+		w.Hops = append(w.Hops, pathHop{Hop: health.Hop{Cluster: t.local.String(), Name: "gateway", State: health.Works,
 			Text: fmt.Sprintf("the sender is not a Pod, so the packet leaves with the source %v, and its answer returns by the same flow", seen), Source: "rules"}})
-		return w.judge(), nil
+		return w.finish(), nil
 	}
 	if t.remote == nil || t.remote.Identity.ClusterID != sent.Peer {
 		if err := w.add(inspect.TunnelHop(t.ctx, t.local, sent.Peer)); err != nil {
 			return w, err
 		}
 		_, err := t.arrive(&w, t.local, &gateway.TraceStep{NewSrc: to.Addr.String(), NewDst: src.String()})
-		if w.judge(); w.Arrives {
+		if w.finish(); w.Arrives {
 			w.Verdict += ", if " + safetext.Of(nameOrID(sent.PeerName, sent.Peer)) + " sends it, which was not checked"
 		}
 		return w, err
@@ -250,13 +250,13 @@ func (t *clusterTrace) back(from, to place.Place, sent *gateway.TraceStep) (w wa
 	}
 	step, err := t.engine(&w, t.remote, "out", own, as)
 	if err != nil || step == nil {
-		return w.judge(), err
+		return w.finish(), err
 	}
 	if err := w.add(inspect.TunnelHop(t.ctx, t.remote, step.Peer)); err != nil {
 		return w, err
 	}
 	_, err = t.arrive(&w, t.local, step)
-	return w.judge(), err
+	return w.finish(), err
 }
 
 func mustAfterDst(s *gateway.TraceStep) netip.AddrPort {
@@ -291,7 +291,7 @@ func (t *clusterTrace) engineStep(c *cluster.Cluster, direction string, src, dst
 
 // engine adds the step of a cluster's gateway to a path. It returns nil if the gateway drops
 // the packet.
-func (t *clusterTrace) engine(w *way, c *cluster.Cluster, direction string, src, dst netip.AddrPort) (*gateway.TraceStep, error) {
+func (t *clusterTrace) engine(w *tracePath, c *cluster.Cluster, direction string, src, dst netip.AddrPort) (*gateway.TraceStep, error) {
 	step, err := t.engineStep(c, direction, src, dst)
 	if err != nil {
 		return nil, err
@@ -305,7 +305,7 @@ func (t *clusterTrace) engine(w *way, c *cluster.Cluster, direction string, src,
 	default:
 		hop.Text = rewrites(step)
 	}
-	w.Hops = append(w.Hops, wayHop{hop, step})
+	w.Hops = append(w.Hops, pathHop{hop, step})
 	if step.Drop != "" {
 		return nil, nil
 	}
@@ -327,17 +327,17 @@ func rewrites(s *gateway.TraceStep) string {
 	return fmt.Sprintf("rule %s: %s", s.Rule, strings.Join(all, ", "))
 }
 
-func (w *way) add(h health.Hop, err error) error {
+func (w *tracePath) add(h health.Hop, err error) error {
 	if err != nil {
 		return err
 	}
-	w.Hops = append(w.Hops, wayHop{Hop: h})
+	w.Hops = append(w.Hops, pathHop{Hop: h})
 	return nil
 }
 
-// judge ends a path at the first hop that is broken or unknown. An unknown node does not end
+// finish ends a path at the first hop that is broken or unknown. An unknown node does not end
 // it: no Pod may be known there.
-func (w *way) judge() way {
+func (w *tracePath) finish() tracePath {
 	w.Arrives, w.Verdict = true, "it arrives"
 	if w.Direction == "in" {
 		w.Verdict = "the answer arrives"
@@ -368,9 +368,9 @@ func (w *way) judge() way {
 	return *w
 }
 
-// printWays prints the paths for people. Text from clusters was escaped when it was read.
-func printWays(out io.Writer, ways []way) error {
-	for i, w := range ways {
+// printPaths prints the paths for people. Text from clusters was escaped when it was read.
+func printPaths(out io.Writer, paths []tracePath) error {
+	for i, w := range paths {
 		if i > 0 {
 			fmt.Fprintln(out)
 		}
@@ -410,5 +410,5 @@ func completePlace(cmd *cobra.Command, local, remote *cluster.Access, args []str
 	if err != nil {
 		return nil, cobra.ShellCompDirectiveNoFileComp
 	}
-	return words(pods, begin)
+	return withPrefix(pods, begin)
 }

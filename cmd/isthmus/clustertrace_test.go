@@ -8,30 +8,30 @@ import (
 )
 
 func TestAPathEndsAtTheFirstBrokenHop(t *testing.T) {
-	hop := func(name string, state health.HopState, reason string) wayHop {
-		return wayHop{Hop: health.Hop{Cluster: "paris", Name: name, State: state, Reason: reason, Text: "why"}}
+	hop := func(name string, state health.HopState, reason string) pathHop {
+		return pathHop{Hop: health.Hop{Cluster: "paris", Name: name, State: state, Reason: reason, Text: "why"}}
 	}
 	for _, tc := range []struct {
 		name    string
-		way     way
+		path    tracePath
 		arrives bool
 		leaves  bool
 		verdict string
 	}{
-		{"all works", way{Direction: "out", Hops: []wayHop{hop("node", health.Works, ""), hop("tunnel", health.Works, "Connected")}}, true, false, "it arrives"},
-		{"the answer", way{Direction: "in", Hops: []wayHop{hop("tunnel", health.Works, "")}}, true, false, "the answer arrives"},
-		{"from no Pod", way{Direction: "out", Hops: []wayHop{hop("node", health.Unknown, ""), hop("tunnel", health.Works, "")}}, true, false, "it arrives"},
-		{"the other side was not asked", way{Direction: "out", Hops: []wayHop{hop("tunnel", health.Works, ""), hop(hopOtherSide, health.Unknown, "")}}, false, true,
+		{"all works", tracePath{Direction: "out", Hops: []pathHop{hop("node", health.Works, ""), hop("tunnel", health.Works, "Connected")}}, true, false, "it arrives"},
+		{"the answer", tracePath{Direction: "in", Hops: []pathHop{hop("tunnel", health.Works, "")}}, true, false, "the answer arrives"},
+		{"from no Pod", tracePath{Direction: "out", Hops: []pathHop{hop("node", health.Unknown, ""), hop("tunnel", health.Works, "")}}, true, false, "it arrives"},
+		{"the other side was not asked", tracePath{Direction: "out", Hops: []pathHop{hop("tunnel", health.Works, ""), hop(hopOtherSide, health.Unknown, "")}}, false, true,
 			"it leaves for paris; its path there was not checked"},
-		{"it does not leave for the other side", way{Direction: "out", Hops: []wayHop{hop("tunnel", health.Broken, "PeerSilent"), hop(hopOtherSide, health.Unknown, "")}}, false, false,
+		{"it does not leave for the other side", tracePath{Direction: "out", Hops: []pathHop{hop("tunnel", health.Broken, "PeerSilent"), hop(hopOtherSide, health.Unknown, "")}}, false, false,
 			"the peer is down: PeerSilent: why"},
-		{"the peer is down", way{Hops: []wayHop{hop("node", health.Works, ""), hop("tunnel", health.Broken, "PeerSilent")}}, false, false, "the peer is down: PeerSilent: why"},
-		{"no route agent, and the peer is down", way{Hops: []wayHop{hop("node", health.Broken, ""), hop("tunnel", health.Broken, "PeerSilent")}}, false, false, "it ends at paris, node: why"},
-		{"dropped", way{Hops: []wayHop{hop("NAT", health.Broken, "source")}}, false, false, "it ends at paris, NAT: source: why"},
-		{"by a narrow path", way{Direction: "out", Hops: []wayHop{hop("tunnel", health.Limited, "NarrowPath")}}, true, false, "it arrives"},
-		{"no gateway that would know", way{Hops: []wayHop{hop("tunnel", health.Waits, "")}}, false, false, "unknown at paris, tunnel: why"},
+		{"the peer is down", tracePath{Hops: []pathHop{hop("node", health.Works, ""), hop("tunnel", health.Broken, "PeerSilent")}}, false, false, "the peer is down: PeerSilent: why"},
+		{"no route agent, and the peer is down", tracePath{Hops: []pathHop{hop("node", health.Broken, ""), hop("tunnel", health.Broken, "PeerSilent")}}, false, false, "it ends at paris, node: why"},
+		{"dropped", tracePath{Hops: []pathHop{hop("NAT", health.Broken, "source")}}, false, false, "it ends at paris, NAT: source: why"},
+		{"by a narrow path", tracePath{Direction: "out", Hops: []pathHop{hop("tunnel", health.Limited, "NarrowPath")}}, true, false, "it arrives"},
+		{"no gateway that would know", tracePath{Hops: []pathHop{hop("tunnel", health.Waits, "")}}, false, false, "unknown at paris, tunnel: why"},
 	} {
-		if got := tc.way.judge(); got.Arrives != tc.arrives || got.Leaves != tc.leaves || got.Verdict != tc.verdict {
+		if got := tc.path.finish(); got.Arrives != tc.arrives || got.Leaves != tc.leaves || got.Verdict != tc.verdict {
 			t.Errorf("%s: arrives %v, leaves %v, %q; want %v, %v, %q", tc.name, got.Arrives, got.Leaves, got.Verdict, tc.arrives, tc.leaves, tc.verdict)
 		}
 	}

@@ -14,8 +14,8 @@ import (
 // nothing.
 const completionTime = 2 * time.Second
 
-// words returns the words in all that start with begin.
-func words(all []string, begin string) ([]string, cobra.ShellCompDirective) {
+// withPrefix returns the words in all that start with begin.
+func withPrefix(all []string, begin string) ([]string, cobra.ShellCompDirective) {
 	var fit []string
 	for _, w := range all {
 		if strings.HasPrefix(w, begin) {
@@ -32,7 +32,7 @@ func completeAccess(cmd *cobra.Command, a *cluster.Access, prefix string) {
 		if file == "" && prefix != "" {
 			file, _ = cmd.Flags().GetString("kubeconfig") // --kubeconfig is also the default for the other cluster
 		}
-		return words(cluster.Contexts(file), begin)
+		return withPrefix(cluster.Contexts(file), begin)
 	}
 	_ = cmd.RegisterFlagCompletionFunc(prefix+"context", contexts) // fails only if the flag does not exist
 }
@@ -50,6 +50,6 @@ func completePeering(a *cluster.Access) cobra.CompletionFunc {
 		if err != nil {
 			return nil, cobra.ShellCompDirectiveNoFileComp
 		}
-		return words(names, begin)
+		return withPrefix(names, begin)
 	}
 }

@@ -45,12 +45,12 @@ reached, the diagnosis of this one is still printed.`,
 					return err
 				}
 			}
-			d, unasked := inspect.Diagnose(cmd.Context(), a, b, name)
+			d, queryErr := inspect.Diagnose(cmd.Context(), a, b, name)
 			switch {
-			case errors.Is(unasked, inspect.ErrOtherPeer):
-				return cli.Usage("%w", unasked)
+			case errors.Is(queryErr, inspect.ErrOtherPeer):
+				return cli.Usage("%w", queryErr)
 			case d == nil:
-				return clusterError(unasked)
+				return clusterError(queryErr)
 			}
 			if output.ForPrograms() {
 				err = output.Print(cmd.OutOrStdout(), d)
@@ -59,8 +59,8 @@ reached, the diagnosis of this one is still printed.`,
 			}
 			switch {
 			case err != nil:
-			case unasked != nil:
-				err = clusterError(unasked)
+			case queryErr != nil:
+				err = clusterError(queryErr)
 			case !d.Fine():
 				err = cli.ErrProblem
 			}

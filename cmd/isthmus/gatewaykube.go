@@ -215,7 +215,7 @@ func (k *kubeGateway) run(ctx context.Context, options gateway.Options) error {
 	}
 	watching, unwatch := context.WithCancel(ctx)
 	var watch sync.WaitGroup
-	watch.Go(func() { tellStandby(watching, events, replica, log) })
+	watch.Go(func() { reportStandby(watching, events, replica, log) })
 	defer watch.Wait()
 	defer unwatch()
 	options.PodNetwork, options.Gate = !k.hostNetwork, replica.MaySend
@@ -242,11 +242,11 @@ func (k *kubeGateway) run(ctx context.Context, options gateway.Options) error {
 			front.set(&r)
 			defer front.set(nil)
 			time.AfterFunc(2*nodesFollow, call) // begin handshakes even if no API server has accepted the address by then
-			announce := sync.OnceFunc(func() { tellActive(ctx, events, replica, log) })
+			announce := sync.OnceFunc(func() { reportActive(ctx, events, replica, log) })
 			replica.Write(ctx, placed, func() (kube.Report, error) {
 				s := r.Status()
 				announce()
-				tellPod(ctx, events, s, log)
+				reportPod(ctx, events, s, log)
 				return reportOf(s), nil
 			})
 			<-ctx.Done() // the gateway keeps forwarding until the nodes use another one
@@ -266,8 +266,8 @@ func (k *kubeGateway) run(ctx context.Context, options gateway.Options) error {
 	}
 	err = replica.Run(ctx, serve, func() error { return gateway.Clear(options.PodNetwork, log) })
 	if err != nil && ctx.Err() == nil { // the last message of this process
-		if untold := events.Warn(ctx, "Failed", ended(err)); untold != nil {
-			log.Warn("cannot send an Event about the failure", "error", untold)
+		if eventErr := events.Warn(ctx, "Failed", ended(err)); eventErr != nil {
+			log.Warn("cannot send an Event about the failure", "error", eventErr)
 		}
 	}
 	return err
@@ -283,7 +283,7 @@ func ended(err error) string {
 func presharedOf(keys map[string]kube.PresharedKey) map[string]datapath.PresharedKeys {
 	all := make(map[string]datapath.PresharedKeys, len(keys))
 	for id, k := range keys {
-		all[id] = datapath.PresharedKeys{ID: k.ID, Key: k.Key, Previous: k.Former, Changing: k.Changing}
+		all[id] = datapath.PresharedKeys{ID: k.ID, Key: k.Key, Previous: k.Previous, Changing: k.Changing}
 	}
 	return all
 }
@@ -313,8 +313,8 @@ func (k *kubeGateway) inBand(replica *kube.Gateway) *gateway.InBand {
 	}
 }
 
-// tellActive sends an Event that this replica is active, with the reason.
-func tellActive(ctx context.Context, events *kube.PodEvents, replica *kube.Gateway, log *slog.Logger) {
+// reportActive sends an Event that this replica is active, with the reason.
+func reportActive(ctx context.Context, events *kube.PodEvents, replica *kube.Gateway, log *slog.Logger) {
 	m := replica.Mandate()
 	if m == nil {
 		return
@@ -328,9 +328,9 @@ func tellActive(ctx context.Context, events *kube.PodEvents, replica *kube.Gatew
 	}
 }
 
-// tellPod sends Events about faults of this gateway itself. Faults of peers are reported in
+// reportPod sends Events about faults of this gateway itself. Faults of peers are reported in
 // TunnelEndpoints.
-func tellPod(ctx context.Context, events *kube.PodEvents, s gateway.Status, log *slog.Logger) {
+func reportPod(ctx context.Context, events *kube.PodEvents, s gateway.Status, log *slog.Logger) {
 	var err error
 	if wrong := slices.Concat(s.Config.Errors, s.Config.Problems); len(wrong) > 0 {
 		err = events.Warn(ctx, "NotApplied", strings.Join(wrong, "; "))
@@ -345,10 +345,10 @@ func tellPod(ctx context.Context, events *kube.PodEvents, s gateway.Status, log 
 // standbyInterval is how often a standby checks whether it could take over.
 const standbyInterval = 10 * time.Second
 
-// tellStandby sends Events while this replica, as a standby, could not take over. It returns
+// reportStandby sends Events while this replica, as a standby, could not take over. It returns
 // when ctx ends.
-func tellStandby(ctx context.Context, events *kube.PodEvents, replica *kube.Gateway, log *slog.Logger) {
-	told := false
+func reportStandby(ctx context.Context, events *kube.PodEvents, replica *kube.Gateway, log *slog.Logger) {
+	reported := false
 	for {
 		select {
 		case <-ctx.Done():
@@ -358,9 +358,9 @@ func tellStandby(ctx context.Context, events *kube.PodEvents, replica *kube.Gate
 		var err error
 		switch why := replica.CannotTakeOver(); {
 		case why != nil:
-			told, err = true, events.Warn(ctx, isthmusv1alpha1.EventCannotTakeOver, why.Error())
-		case told:
-			told, err = false, events.Mended(ctx, "a majority of the nodes that vote answers this gateway again")
+			reported, err = true, events.Warn(ctx, isthmusv1alpha1.EventCannotTakeOver, why.Error())
+		case reported:
+			reported, err = false, events.Mended(ctx, "a majority of the nodes that vote answers this gateway again")
 		}
 		if err != nil && ctx.Err() == nil {
 			log.Debug("cannot send the Event about this standby, which cannot take over", "error", err) // not a warning, because /readyz has the same information

@@ -207,7 +207,7 @@ func (s *kubeSite) publicKey() string {
 }
 
 // view has the networks of a cluster, each with the network by which its peer replaces it.
-type view struct{ pod, podThere, external, externalThere string }
+type view struct{ pod, podAtPeer, external, externalAtPeer string }
 
 func (s *kubeSite) tunnelEndpoint(mine, its view, peer *kubeSite) *v1alpha1.TunnelEndpoint {
 	s.t.Helper()
@@ -215,8 +215,8 @@ func (s *kubeSite) tunnelEndpoint(mine, its view, peer *kubeSite) *v1alpha1.Tunn
 		ObjectMeta: metav1.ObjectMeta{Namespace: "tenants", Name: peer.Name, Labels: map[string]string{v1alpha1.LabelClusterID: peer.ID}},
 		Spec: v1alpha1.TunnelEndpointSpec{
 			ClusterIdentity: v1alpha1.ClusterIdentity{ClusterID: peer.ID, ClusterName: peer.Name},
-			LocalPodCIDR:    mine.pod, LocalNATPodCIDR: mine.podThere, LocalExternalCIDR: mine.external, LocalNATExternalCIDR: mine.externalThere,
-			RemotePodCIDR: its.pod, RemoteNATPodCIDR: its.podThere, RemoteExternalCIDR: its.external, RemoteNATExternalCIDR: its.externalThere,
+			LocalPodCIDR:    mine.pod, LocalNATPodCIDR: mine.podAtPeer, LocalExternalCIDR: mine.external, LocalNATExternalCIDR: mine.externalAtPeer,
+			RemotePodCIDR: its.pod, RemoteNATPodCIDR: its.podAtPeer, RemoteExternalCIDR: its.external, RemoteNATExternalCIDR: its.externalAtPeer,
 			EndpointIP: peer.Nodes[0].Addr.String(), BackendType: v1alpha1.BackendWireGuard,
 			BackendConfig: v1alpha1.BackendConfig{v1alpha1.ConfigPublicKey: peer.publicKey(), v1alpha1.ConfigPort: "5871"},
 		},
@@ -318,7 +318,7 @@ func TestGatewaysReadTheirConfigurationFromAPIServers(t *testing.T) {
 	a, b = newKubeSite(t, l.Clusters[0]), newKubeSite(t, l.Clusters[1])
 	viewA := view{"10.244.0.0/16", "10.250.0.0/16", "10.245.0.0/16", "10.251.0.0/16"}
 	viewB := view{"10.244.0.0/18", "10.246.0.0/18", "10.245.0.0/18", "10.246.64.0/18"}
-	podB := lab.Move(b.Pods[0].Addr, prefix(viewB.pod), prefix(viewB.podThere))
+	podB := lab.Move(b.Pods[0].Addr, prefix(viewB.pod), prefix(viewB.podAtPeer))
 
 	// The first replica is active. The replica that starts first creates the key.
 	a1, b1 := a.start(0), b.start(0)
@@ -340,7 +340,7 @@ func TestGatewaysReadTheirConfigurationFromAPIServers(t *testing.T) {
 	t.Logf("first ping %v after the TunnelEndpoints were written", time.Since(begin).Round(time.Millisecond))
 	a.connected("b", a.Nodes[0].Addr.String())
 	b.connected("a", b.Nodes[0].Addr.String())
-	if _, err := b.Pods[0].Ping(t.Context(), lab.Move(a.Pods[0].Addr, prefix(viewA.pod), prefix(viewA.podThere))); err != nil {
+	if _, err := b.Pods[0].Ping(t.Context(), lab.Move(a.Pods[0].Addr, prefix(viewA.pod), prefix(viewA.podAtPeer))); err != nil {
 		t.Fatal(err)
 	}
 

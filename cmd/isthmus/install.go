@@ -162,7 +162,7 @@ func (f *installFlags) values(cmd *cobra.Command) (chart.Values, error) {
 	for _, short := range []struct {
 		flag  string
 		value any
-		at    []string
+		path  []string
 	}{
 		{"gateway-port", float64(f.port), []string{"gateway", "port"}},
 		{"tunnels", float64(f.tunnels), []string{"gateway", "tunnels"}},
@@ -173,7 +173,7 @@ func (f *installFlags) values(cmd *cobra.Command) (chart.Values, error) {
 		{"without-workloads", !f.withoutWorkloads, []string{"workloads"}},
 	} {
 		if changed(short.flag) {
-			chart.Set(values, short.value, short.at...)
+			chart.Set(values, short.value, short.path...)
 		}
 	}
 	if changed("gateway-service") {
@@ -197,18 +197,18 @@ func (f *installFlags) values(cmd *cobra.Command) (chart.Values, error) {
 
 // addAccessFlags adds the flags that select a cluster, with the names that kubectl uses. The
 // flags for the other cluster have the prefix "remote-".
-func addAccessFlags(cmd *cobra.Command, a *cluster.Access, prefix, of string) {
+func addAccessFlags(cmd *cobra.Command, a *cluster.Access, prefix, whose string) {
 	flags := cmd.Flags()
-	flags.StringVar(&a.Kubeconfig, prefix+"kubeconfig", "", "kubeconfig file"+of+" (default $KUBECONFIG or ~/.kube/config)")
-	flags.StringVar(&a.Context, prefix+"context", "", "context"+of+" in the kubeconfig (default the current one)")
+	flags.StringVar(&a.Kubeconfig, prefix+"kubeconfig", "", "kubeconfig file"+whose+" (default $KUBECONFIG or ~/.kube/config)")
+	flags.StringVar(&a.Context, prefix+"context", "", "context"+whose+" in the kubeconfig (default the current one)")
 	short := ""
 	if prefix == "" {
 		short = "n"
 	}
-	flags.StringVarP(&a.Namespace, prefix+"namespace", short, deploy.Namespace, "namespace of the installation"+of)
-	flags.StringVar(&a.As, prefix+"as", "", "user to impersonate"+strings.Replace(of, " of ", " in ", 1)+", such as system:serviceaccount:NAMESPACE:NAME")
-	flags.StringArrayVar(&a.AsGroups, prefix+"as-group", nil, "group to impersonate"+strings.Replace(of, " of ", " in ", 1)+"; may be repeated")
-	flags.Var((*requestTimeout)(&a.Timeout), prefix+"request-timeout", "timeout of one request to the API server"+of+", such as 30s (default 10s)")
+	flags.StringVarP(&a.Namespace, prefix+"namespace", short, deploy.Namespace, "namespace of the installation"+whose)
+	flags.StringVar(&a.As, prefix+"as", "", "user to impersonate"+strings.Replace(whose, " of ", " in ", 1)+", such as system:serviceaccount:NAMESPACE:NAME")
+	flags.StringArrayVar(&a.AsGroups, prefix+"as-group", nil, "group to impersonate"+strings.Replace(whose, " of ", " in ", 1)+"; may be repeated")
+	flags.Var((*requestTimeout)(&a.Timeout), prefix+"request-timeout", "timeout of one request to the API server"+whose+", such as 30s (default 10s)")
 	completeAccess(cmd, a, prefix)
 }
 

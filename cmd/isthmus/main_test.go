@@ -268,12 +268,12 @@ func TestHelpNamesEveryCommand(t *testing.T) {
 	if !strings.Contains(out, cli.ExitCodes) {
 		t.Errorf("nothing about exit codes in\n%s", out)
 	}
-	said, _, code := isthmus("", "version")
-	if code != 0 || !strings.HasPrefix(said, "isthmus ") {
-		t.Errorf("code %d, %q", code, said)
+	output, _, code := isthmus("", "version")
+	if code != 0 || !strings.HasPrefix(output, "isthmus ") {
+		t.Errorf("code %d, %q", code, output)
 	}
-	if short, _, code := isthmus("", "--version"); code != 0 || short != said {
-		t.Errorf("--version: code %d, %q; want %q", code, short, said)
+	if short, _, code := isthmus("", "--version"); code != 0 || short != output {
+		t.Errorf("--version: code %d, %q; want %q", code, short, output)
 	}
 }
 

@@ -41,7 +41,7 @@ func (s *kubeSite) tokenOf(account string) string {
 
 // component runs a component on a host, with the rights of its ServiceAccount, until stop is
 // called.
-func (s *kubeSite) component(host *lab.Host, at netip.Addr, account string, args ...string) (stop func()) {
+func (s *kubeSite) component(host *lab.Host, addr netip.Addr, account string, args ...string) (stop func()) {
 	s.t.Helper()
 	config, err := clientcmd.Load(s.server.Kubeconfig())
 	s.must(err)
@@ -53,7 +53,7 @@ func (s *kubeSite) component(host *lab.Host, at netip.Addr, account string, args
 	log, err := os.Create(filepath.Join(s.t.TempDir(), "log"))
 	s.must(err)
 	cmd := host.Command(context.Background(), "/proc/self/exe", append(args, "--kubeconfig", kubeconfig)...)
-	cmd.Env = append(os.Environ(), beProgram+"=1", "POD_NAME="+replicaName(0), "POD_IP="+at.String(), "POD_NAMESPACE="+deploy.Namespace, "NODE_NAME="+s.Nodes[0].Name)
+	cmd.Env = append(os.Environ(), beProgram+"=1", "POD_NAME="+replicaName(0), "POD_IP="+addr.String(), "POD_NAMESPACE="+deploy.Namespace, "NODE_NAME="+s.Nodes[0].Name)
 	cmd.Stdout, cmd.Stderr = log, log
 	s.must(cmd.Start())
 	r := &replica{cmd: cmd, done: make(chan struct{}), log: log}
@@ -132,7 +132,7 @@ func TestMetricsAndStatusAreNotReachableFromOtherHosts(t *testing.T) {
 		{first, s.Nodes[0].Addr, deploy.GatewayServiceAccount, []string{"gateway", "--host-network"}, 5872, "isthmus_build_info"},
 		{first, s.Nodes[0].Addr, deploy.RouteAgentServiceAccount, []string{"route-agent"}, 5874, "isthmus_build_info"},
 	}
-	at := func(scheme string, addr netip.Addr, port int, path string) string {
+	urlFor := func(scheme string, addr netip.Addr, port int, path string) string {
 		return fmt.Sprintf("%s://%v%s", scheme, netip.AddrPortFrom(addr, uint16(port)), path)
 	}
 	loopback := netip.MustParseAddr("127.0.0.1")
@@ -158,7 +158,7 @@ func TestMetricsAndStatusAreNotReachableFromOtherHosts(t *testing.T) {
 		}
 		for _, c := range components {
 			s.within(c.args[0], func() error {
-				text, err := c.host.Get(t.Context(), at("http", loopback, c.metrics, "/metrics"))
+				text, err := c.host.Get(t.Context(), urlFor("http", loopback, c.metrics, "/metrics"))
 				if err == nil && !strings.Contains(text, c.series) {
 					err = fmt.Errorf("no %s", c.series)
 				}
@@ -175,11 +175,11 @@ func TestMetricsAndStatusAreNotReachableFromOtherHosts(t *testing.T) {
 			}
 		}
 		s.within("the kubelet reaches the manager's health", func() error {
-			_, err := other.Get(t.Context(), at("http", s.Control.Addr, 5877, "/readyz"))
+			_, err := other.Get(t.Context(), urlFor("http", s.Control.Addr, 5877, "/readyz"))
 			return err
 		})
 		s.within("the kubelet of the gateway's node", func() error {
-			_, err := first.Get(t.Context(), at("http", loopback, 5872, "/readyz"))
+			_, err := first.Get(t.Context(), urlFor("http", loopback, 5872, "/readyz"))
 			return err
 		})
 		status(t)
@@ -201,7 +201,7 @@ func TestMetricsAndStatusAreNotReachableFromOtherHosts(t *testing.T) {
 			defer s.component(c.host, c.addr, c.account, append(c.args, "--metrics-secure", "--metrics-address", fmt.Sprintf(":%d", c.metrics))...)()
 		}
 		for _, c := range components {
-			url := at("https", c.addr, c.metrics, "/metrics")
+			url := urlFor("https", c.addr, c.metrics, "/metrics")
 			for _, want := range []struct {
 				who, token string
 				code       int
@@ -222,7 +222,7 @@ func TestMetricsAndStatusAreNotReachableFromOtherHosts(t *testing.T) {
 			}
 			if c.host == first {
 				s.within("the kubelet", func() error {
-					code, text, err := fetch(other, at("https", c.addr, c.metrics, "/readyz"), "")
+					code, text, err := fetch(other, urlFor("https", c.addr, c.metrics, "/readyz"), "")
 					if err == nil && code != http.StatusOK && c.metrics == 5872 { // the agent is not required to be ready
 						err = fmt.Errorf("%d %s", code, text)
 					}

@@ -15,7 +15,7 @@ func checkProfileAddress(a string) error {
 	if a == "" {
 		return nil
 	}
-	if at, err := netip.ParseAddrPort(a); err != nil || !at.Addr().IsLoopback() {
+	if addr, err := netip.ParseAddrPort(a); err != nil || !addr.Addr().IsLoopback() {
 		return cli.Usage("--pprof-address %q: want a loopback address and a port such as 127.0.0.1:6060, because a profile exposes the whole process", a)
 	}
 	return nil
@@ -25,12 +25,12 @@ func checkProfileAddress(a string) error {
 // returned servers are closed.
 func serveProfiles(address string, log *slog.Logger) (*httpserve.Servers, error) {
 	servers := httpserve.New(log)
-	at, err := servers.ListenPrivate("--pprof-address", address, nil, profiles())
+	addr, err := servers.ListenPrivate("--pprof-address", address, nil, profiles())
 	if err != nil {
 		return nil, err
 	}
-	if at != nil {
-		log.Info("profiles", "address", at)
+	if addr != nil {
+		log.Info("profiles", "address", addr)
 	}
 	servers.Serve()
 	return servers, nil

@@ -99,7 +99,7 @@ servers; probes need "host: 127.0.0.1".`, kernel.OverlayDevice, kernel.OverlayPo
 			if err != nil {
 				return err
 			}
-			o.ReportNetworks, o.ReportRefused = reporter.Tell, reporter.TellRefused
+			o.ReportNetworks, o.ReportRefused = reporter.WriteNetworks, reporter.WriteRefused
 			var events *kube.PodEvents
 			if pod := os.Getenv("POD_NAME"); pod != "" {
 				events, err = kube.NewPodEvents(config, "route-agent", installed, pod, types.UID(os.Getenv("POD_UID")))
@@ -115,8 +115,8 @@ servers; probes need "host: 127.0.0.1".`, kernel.OverlayDevice, kernel.OverlayPo
 			}
 			err = routeagent.Run(cmd.Context(), o)
 			if err != nil && cmd.Context().Err() == nil { // the last message of this process
-				if untold := events.Warn(cmd.Context(), "Failed", "the route agent ended: "+err.Error()); untold != nil {
-					o.Log.Warn("cannot send an Event about the failure", "error", untold)
+				if eventErr := events.Warn(cmd.Context(), "Failed", "the route agent ended: "+err.Error()); eventErr != nil {
+					o.Log.Warn("cannot send an Event about the failure", "error", eventErr)
 				}
 			}
 			return err

@@ -13,7 +13,7 @@ func TestRouteAgentNamesTheMissingFlag(t *testing.T) {
 	t.Setenv("KUBERNETES_SERVICE_HOST", "")
 	for _, tc := range []struct {
 		args []string
-		says string
+		want string
 	}{
 		{nil, "want --node-name NAME, or NODE_NAME in the environment"},
 		{[]string{"--node-name", "n1", "--log-level", "loud"}, `--log-level "loud": want debug, info, warn or error`},
@@ -22,7 +22,7 @@ func TestRouteAgentNamesTheMissingFlag(t *testing.T) {
 	} {
 		var out, errs bytes.Buffer
 		code := run(append([]string{"route-agent"}, tc.args...), strings.NewReader(""), &out, &errs)
-		if code != cli.Wrong || !strings.Contains(errs.String(), tc.says) {
+		if code != cli.Wrong || !strings.Contains(errs.String(), tc.want) {
 			t.Errorf("%v: code %d, %s", tc.args, code, &errs)
 		}
 	}

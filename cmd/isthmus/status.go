@@ -51,7 +51,7 @@ or the configuration is not in force.`,
 			if flows > 0 {
 				path += "?flows=" + strconv.Itoa(flows)
 			}
-			raw, err := ask(cmd.Context(), address, path)
+			raw, err := request(cmd.Context(), address, path)
 			if err != nil {
 				return err
 			}
@@ -86,8 +86,8 @@ func addAddressFlag(cmd *cobra.Command, address *string) {
 	cmd.Flags().StringVar(address, "address", file.DefaultStatusAddress, "status address of the gateway (--status-address)")
 }
 
-// ask requests a path from the running gateway.
-func ask(ctx context.Context, address, path string) ([]byte, error) {
+// request gets a path from the running gateway.
+func request(ctx context.Context, address, path string) ([]byte, error) {
 	ctx, cancel := context.WithTimeout(ctx, 5*time.Second)
 	defer cancel()
 	req, err := http.NewRequestWithContext(ctx, http.MethodGet, "http://"+address+path, nil)

@@ -57,7 +57,7 @@ is not checked.`,
 			if len(args) != 2 {
 				return completePlace(cmd, &local, &remote, args, begin)
 			}
-			return words([]string{"tcp", "udp", "icmp"}, begin)
+			return withPrefix([]string{"tcp", "udp", "icmp"}, begin)
 		},
 		RunE: func(cmd *cobra.Command, args []string) error {
 			q := gateway.TraceQuery{Protocol: "tcp", Direction: direction}
@@ -89,7 +89,7 @@ is not checked.`,
 				}
 			} else {
 				query := url.Values{"src": {args[0]}, "dst": {args[1]}, "protocol": {q.Protocol}, "direction": {direction}}
-				raw, err := ask(cmd.Context(), address, "/trace?"+query.Encode())
+				raw, err := request(cmd.Context(), address, "/trace?"+query.Encode())
 				if err != nil {
 					return err
 				}
@@ -127,11 +127,11 @@ func printTrace(w io.Writer, steps []gateway.TraceStep) {
 		if i > 0 {
 			fmt.Fprintln(w)
 		}
-		way := "outbound, towards the tunnel"
+		direction := "outbound, towards the tunnel"
 		if s.Direction == "inbound" {
-			way = "inbound, from the tunnel"
+			direction = "inbound, from the tunnel"
 		}
-		fmt.Fprintf(w, "%s %s -> %s, %s\n", s.Protocol, s.Src, s.Dst, way)
+		fmt.Fprintf(w, "%s %s -> %s, %s\n", s.Protocol, s.Src, s.Dst, direction)
 		line := func(what, text string) { fmt.Fprintf(w, "  %-12s %s\n", what, text) }
 		if s.Peer != "" {
 			line("peer", nameAndID(s.PeerName, s.Peer))

@@ -161,15 +161,15 @@ func watchLoss(cmd *cobra.Command, a, b *cluster.Cluster, o verify.Options, outp
 		terminal = err == nil && info.Mode()&os.ModeCharDevice != 0
 	}
 	var last []verify.Loss
-	var told time.Time
+	var printed time.Time
 	o.Continuous = func(losses []verify.Loss) {
 		last = losses
 		switch {
 		case terminal:
 			fmt.Fprint(out, "\r\x1b[K"+verify.Line(losses))
-		case time.Since(told) >= 10*time.Second:
-			told = time.Now()
-			fmt.Fprintln(out, told.UTC().Format(time.RFC3339)+" "+verify.Line(losses))
+		case time.Since(printed) >= 10*time.Second:
+			printed = time.Now()
+			fmt.Fprintln(out, printed.UTC().Format(time.RFC3339)+" "+verify.Line(losses))
 		}
 	}
 	_, err := verify.Run(cmd.Context(), a, b, o)

@@ -111,7 +111,7 @@ type exchanging struct {
 	*end
 	id              postquantum.Identity
 	state           postquantum.State
-	published, read postquantum.Words
+	published, read postquantum.Fields
 }
 
 // step makes the manager do one step of the exchange. The gateway gets the resulting keys even if
@@ -122,9 +122,9 @@ func (x *exchanging) step(t *testing.T, other *exchanging, publish bool) postqua
 		t.Fatal(err)
 	}
 	if x.state = next; publish {
-		x.published = next.Words()
+		x.published = next.Fields()
 	}
-	x.preshare(t, datapath.PresharedKeys{Key: next.Use.Secret, Previous: next.Former.Secret, Changing: true})
+	x.preshare(t, datapath.PresharedKeys{Key: next.Use.Secret, Previous: next.Previous.Secret, Changing: true})
 	return progress
 }
 
@@ -284,7 +284,7 @@ func agreedUpon(t *testing.T, keys ...[32]byte) [32]byte {
 	}
 	for i := range 4 {
 		me, other := i%2, 1-i%2
-		next, _, err := states[me].Step(ids[me], ids[other], states[other].Words(), states[me].Words())
+		next, _, err := states[me].Step(ids[me], ids[other], states[other].Fields(), states[me].Fields())
 		if err != nil {
 			t.Fatal(err)
 		}

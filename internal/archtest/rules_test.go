@@ -196,9 +196,9 @@ const rtnl = "internal/kernel/rtnl"
 
 // onlyIn returns a check that the given modules are imported only by files for which one of the
 // places returns true.
-func onlyIn(modules []string, places ...func(File) bool) func(File) string {
+func onlyIn(modules []string, allowed ...func(File) bool) func(File) string {
 	return func(f File) string {
-		if f.Test || slices.ContainsFunc(places, func(here func(File) bool) bool { return here(f) }) {
+		if f.Test || slices.ContainsFunc(allowed, func(here func(File) bool) bool { return here(f) }) {
 			return ""
 		}
 		for _, imp := range f.Imports {

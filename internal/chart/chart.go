@@ -55,8 +55,8 @@ func ParseValues(text []byte) (Values, error) {
 }
 
 // Set sets one value by its path, such as gateway.replicas.
-func Set(values Values, value any, at ...string) {
-	for _, key := range at[:len(at)-1] {
+func Set(values Values, value any, path ...string) {
+	for _, key := range path[:len(path)-1] {
 		next, ok := values[key].(Values)
 		if !ok {
 			next = Values{}
@@ -64,15 +64,15 @@ func Set(values Values, value any, at ...string) {
 		}
 		values = next
 	}
-	values[at[len(at)-1]] = value
+	values[path[len(path)-1]] = value
 }
 
 // Get returns one value by its path, or nil if it does not exist.
-func Get(values Values, at ...string) any {
-	for _, key := range at[:len(at)-1] {
+func Get(values Values, path ...string) any {
+	for _, key := range path[:len(path)-1] {
 		values, _ = values[key].(Values)
 	}
-	return values[at[len(at)-1]]
+	return values[path[len(path)-1]]
 }
 
 // Merge returns base with the values of over replaced. It changes neither argument. A null
@@ -258,7 +258,7 @@ func functions(all *template.Template) template.FuncMap {
 			return strings.ReplaceAll(text, from, to)
 		},
 		"trunc":   func(n int, text string) string { return text[:min(n, len(text))] },
-		"trimAll": func(of, text string) string { return strings.Trim(text, of) },
+		"trimAll": func(cutset, text string) string { return strings.Trim(text, cutset) },
 		"required": func(what string, value any) (any, error) {
 			if value == nil || value == "" {
 				return nil, &wantsError{what}
@@ -278,7 +278,7 @@ func functions(all *template.Template) template.FuncMap {
 			}
 			return r.FindString(text), nil
 		},
-		"list": func(of ...any) []any { return of },
+		"list": func(values ...any) []any { return values },
 		"int":  number,
 		"add":  func(a, b any) int64 { return int64(number(a) + number(b)) },
 		"until": func(n int) []int {

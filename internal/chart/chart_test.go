@@ -181,23 +181,23 @@ func TestSchemaCoversEveryValue(t *testing.T) {
 	} else if err := s.check(defaults, ""); err != nil {
 		t.Errorf("the defaults: %v", err)
 	}
-	var compare func(at string, schema, values map[string]any)
-	compare = func(at string, schema, values map[string]any) {
+	var compare func(path string, schema, values map[string]any)
+	compare = func(path string, schema, values map[string]any) {
 		if schema["additionalProperties"] != false {
 			return // the user chooses the keys
 		}
 		properties, _ := schema["properties"].(map[string]any)
 		known := slices.DeleteFunc(slices.Sorted(maps.Keys(properties)), func(key string) bool {
 			property, _ := properties[key].(map[string]any)
-			return at == "" && key == "global" || property["deprecated"] == true
+			return path == "" && key == "global" || property["deprecated"] == true
 		})
 		if want := slices.Sorted(maps.Keys(values)); !slices.Equal(known, want) {
-			t.Errorf("values.schema.json has at %q %v, values.yaml %v", at, known, want)
+			t.Errorf("values.schema.json has at %q %v, values.yaml %v", path, known, want)
 		}
 		for key, value := range values {
 			if inner, ok := value.(map[string]any); ok {
 				below, _ := properties[key].(map[string]any)
-				compare(at+"."+key, below, inner)
+				compare(path+"."+key, below, inner)
 			}
 		}
 	}
@@ -263,8 +263,8 @@ func TestGatewayStateVolumeHoldsBothFiles(t *testing.T) {
 		t.Fatal(err)
 	}
 	for _, v := range volumes {
-		text, there, err := unstructured.NestedString(v.(map[string]any), "emptyDir", "sizeLimit")
-		if err != nil || !there {
+		text, ok, err := unstructured.NestedString(v.(map[string]any), "emptyDir", "sizeLimit")
+		if err != nil || !ok {
 			continue
 		}
 		if limit := resource.MustParse(text); limit.Value() <= 3*16<<20 {

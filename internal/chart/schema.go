@@ -68,11 +68,11 @@ func kindOf(value any) string {
 
 // check returns an error for each value that the schema does not allow. at is the path of the
 // value, empty for the root. A null removes a value and is always valid.
-func (s *schema) check(value any, at string) error {
+func (s *schema) check(value any, path string) error {
 	if value == nil {
 		return nil
 	}
-	wrong := func(want string) error { return fmt.Errorf("value %s: want %s", at, cmp.Or(s.Description, want)) }
+	wrong := func(want string) error { return fmt.Errorf("value %s: want %s", path, cmp.Or(s.Description, want)) }
 	types, several := s.Type.([]any)
 	if !several && s.Type != nil {
 		types = []any{s.Type}
@@ -86,11 +86,11 @@ func (s *schema) check(value any, at string) error {
 	}
 	switch v := value.(type) {
 	case Values:
-		return s.checkObject(v, at)
+		return s.checkObject(v, path)
 	case []string:
-		return s.checkList(anys(v), at)
+		return s.checkList(anys(v), path)
 	case []any:
-		return s.checkList(v, at)
+		return s.checkList(v, path)
 	case string:
 		if s.Pattern == "" {
 			return nil
@@ -135,10 +135,10 @@ func (s *schema) checkNumber(v float64, whole bool, wrong func(string) error) er
 	return wrong(fmt.Sprintf("a number from %v to %v", low, high))
 }
 
-func (s *schema) checkObject(v Values, at string) error {
+func (s *schema) checkObject(v Values, path string) error {
 	var wrong []error
 	for _, key := range slices.Sorted(maps.Keys(v)) {
-		name := strings.TrimPrefix(at+"."+key, ".")
+		name := strings.TrimPrefix(path+"."+key, ".")
 		if below, known := s.Properties[key]; known {
 			wrong = append(wrong, below.check(v[key], name))
 		} else if s.AdditionalProperties != nil && !*s.AdditionalProperties {
@@ -149,11 +149,11 @@ func (s *schema) checkObject(v Values, at string) error {
 	return errors.Join(wrong...)
 }
 
-func (s *schema) checkList(v []any, at string) error {
+func (s *schema) checkList(v []any, path string) error {
 	var wrong []error
 	for i, one := range v {
 		if s.Items != nil {
-			wrong = append(wrong, s.Items.check(one, fmt.Sprintf("%s[%d]", at, i)))
+			wrong = append(wrong, s.Items.check(one, fmt.Sprintf("%s[%d]", path, i)))
 		}
 	}
 	return errors.Join(wrong...)
@@ -195,9 +195,9 @@ func checkNetworks(values Values) error {
 		read("networks."+key, text)
 	}
 	tunnels := number(Get(values, "gateway", "tunnels"))
-	for _, at := range [][]string{{"gateway", "port"}, {"gateway", "service", "nodePort"}} {
-		if first := number(Get(values, at...)); first > 0 && first+tunnels-1 > math.MaxUint16 {
-			wrong = append(wrong, fmt.Errorf("value %s: want ports for %d tunnels, from it up to 65535", strings.Join(at, "."), tunnels))
+	for _, path := range [][]string{{"gateway", "port"}, {"gateway", "service", "nodePort"}} {
+		if first := number(Get(values, path...)); first > 0 && first+tunnels-1 > math.MaxUint16 {
+			wrong = append(wrong, fmt.Errorf("value %s: want ports for %d tunnels, from it up to 65535", strings.Join(path, "."), tunnels))
 		}
 	}
 	return errors.Join(wrong...)

@@ -109,7 +109,7 @@ func repeat(tests *tally, again []testName) func(context.Context) error {
 			second := &tally{}
 			err := goTest(nice0, dir, second, raceDetector, "-run=^"+name.test+"$", name.pkg)(ctx)
 			if err == nil && second.passed > 0 && second.failed == 0 {
-				tests.forgive(name)
+				tests.removeFailure(name)
 			}
 		}
 		return nil

@@ -214,9 +214,9 @@ func (t *tally) repeatable(bound int) (names []testName) {
 	return names
 }
 
-// forgive removes a test and its subtests from the failures, after the test passed the second
+// removeFailure removes a test and its subtests from the failures, after the test passed the second
 // time.
-func (t *tally) forgive(name testName) {
+func (t *tally) removeFailure(name testName) {
 	before := len(t.failures)
 	t.failures = slices.DeleteFunc(t.failures, func(f failure) bool { return f.top() == name })
 	t.failed -= before - len(t.failures)

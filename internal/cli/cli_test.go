@@ -15,11 +15,11 @@ import (
 
 func TestExitCodeDistinguishesUsageFromFailure(t *testing.T) {
 	for _, tc := range []struct {
-		name string
-		args []string
-		err  error
-		code int
-		says string
+		name    string
+		args    []string
+		err     error
+		code    int
+		message string
 	}{
 		{"fine", []string{"do"}, nil, Fine, ""},
 		{"an error", []string{"do"}, errors.New("no luck"), Problem, "program: no luck\n"},
@@ -32,8 +32,8 @@ func TestExitCodeDistinguishesUsageFromFailure(t *testing.T) {
 		var out, errs bytes.Buffer
 		root := &cobra.Command{Use: "program"}
 		root.AddCommand(&cobra.Command{Use: "do", Args: cobra.NoArgs, RunE: func(*cobra.Command, []string) error { return tc.err }})
-		if code := Run(root, tc.args, strings.NewReader(""), &out, &errs); code != tc.code || errs.String() != tc.says {
-			t.Errorf("%s: code %d, %q; want %d, %q", tc.name, code, &errs, tc.code, tc.says)
+		if code := Run(root, tc.args, strings.NewReader(""), &out, &errs); code != tc.code || errs.String() != tc.message {
+			t.Errorf("%s: code %d, %q; want %d, %q", tc.name, code, &errs, tc.code, tc.message)
 		}
 	}
 }
@@ -65,13 +65,13 @@ func TestPluginUsageNamesKubectl(t *testing.T) {
 		root.AddCommand(&cobra.Command{Use: "do", RunE: func(*cobra.Command, []string) error { return errors.New("no") }})
 		As(root, argv0)
 		for _, tc := range []struct {
-			args []string
-			code int
-			says string
+			args    []string
+			code    int
+			message string
 		}{{[]string{"do"}, Problem, want + ": no\n"}, {[]string{"do", "--nothing"}, Wrong, "Try \"" + want + " do --help\".\n"}} {
 			var errs bytes.Buffer
-			if code := Run(root, tc.args, nil, io.Discard, &errs); code != tc.code || !strings.HasSuffix(errs.String(), tc.says) {
-				t.Errorf("%s %v: %d, %q; want %d, %q", argv0, tc.args, code, errs.String(), tc.code, tc.says)
+			if code := Run(root, tc.args, nil, io.Discard, &errs); code != tc.code || !strings.HasSuffix(errs.String(), tc.message) {
+				t.Errorf("%s %v: %d, %q; want %d, %q", argv0, tc.args, code, errs.String(), tc.code, tc.message)
 			}
 			root = &cobra.Command{Use: "program"}
 			root.AddCommand(&cobra.Command{Use: "do", RunE: func(*cobra.Command, []string) error { return errors.New("no") }})

@@ -60,17 +60,17 @@ func explainArgs(cmd *cobra.Command) {
 	}
 }
 
-// nearest returns the word that the user probably meant. The argument said is the word that the
-// user typed. Another word matches if it begins with said, or if the edit distance is at most two.
+// nearest returns the word that the user probably meant. The argument typed is the word that the
+// user typed. Another word matches if it begins with typed, or if the edit distance is at most two.
 // nearest returns "" if no word matches.
-func nearest(said string, words []string) string {
+func nearest(typed string, words []string) string {
 	best, least := "", 3
 	for _, w := range words {
-		d := distance(said, w)
-		if len(said) > 1 && strings.HasPrefix(w, said) {
+		d := distance(typed, w)
+		if len(typed) > 1 && strings.HasPrefix(w, typed) {
 			d = min(d, 2)
 		}
-		if d < least && d < len(said) {
+		if d < least && d < len(typed) {
 			best, least = w, d
 		}
 	}

@@ -10,12 +10,12 @@ import (
 
 func TestNearestSuggestsTheLikelyWord(t *testing.T) {
 	words := []string{"context", "namespace", "remote-context", "o", "timeout"}
-	for said, want := range map[string]string{
+	for typed, want := range map[string]string{
 		"contxt": "context", "cotnext": "context", "name": "namespace", "remote-contex": "remote-context", "timeuot": "timeout",
 		"x": "", "completely-else": "", "": "", "con": "context", "tim": "timeout",
 	} {
-		if got := nearest(said, words); got != want {
-			t.Errorf("%q: %q, want %q", said, got, want)
+		if got := nearest(typed, words); got != want {
+			t.Errorf("%q: %q, want %q", typed, got, want)
 		}
 	}
 }

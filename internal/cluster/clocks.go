@@ -15,7 +15,7 @@ type serverClock struct {
 	low, high time.Duration // bounds of the difference
 }
 
-func (s *serverClock) heard(date, sent, received time.Time) {
+func (s *serverClock) observe(date, sent, received time.Time) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	low, high := date.Sub(received), date.Add(time.Second).Sub(sent)
@@ -33,9 +33,9 @@ func (s *serverClock) ahead() (time.Duration, bool) {
 	return max(s.low, min(s.high, 0)), s.known
 }
 
-// atLeast returns the lower bound of the difference. With this bound, nothing looks older than
+// lowerBound returns the lower bound of the difference. With this bound, nothing looks older than
 // it is.
-func (s *serverClock) atLeast() (time.Duration, bool) {
+func (s *serverClock) lowerBound() (time.Duration, bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return s.low, s.known
@@ -48,7 +48,7 @@ func (s *serverClock) listening(to http.RoundTripper) http.RoundTripper {
 		resp, err := to.RoundTrip(r)
 		if err == nil {
 			if date, err := http.ParseTime(resp.Header.Get("Date")); err == nil {
-				s.heard(date, sent, time.Now())
+				s.observe(date, sent, time.Now())
 			}
 		}
 		return resp, err

@@ -109,9 +109,9 @@ func Connect(a Access) (*Cluster, error) {
 			return nil, err
 		}
 	}
-	heard := rest.CopyConfig(config)
-	heard.Wrap(c.clock.listening)
-	if c.Client, err = client.New(heard, client.Options{Scheme: scheme}); err != nil {
+	clocked := rest.CopyConfig(config)
+	clocked.Wrap(c.clock.listening)
+	if c.Client, err = client.New(clocked, client.Options{Scheme: scheme}); err != nil {
 		return nil, fmt.Errorf("%s: %w", c, err)
 	}
 	return c, nil

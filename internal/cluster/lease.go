@@ -23,7 +23,7 @@ const ManagerLease = deploy.ManagerServiceAccount
 func HolderOf(ctx context.Context, c *Cluster, leaseName string, sharp bool) (health.Holder, error) {
 	var lease coordinationv1.Lease
 	// The Lease may have been read at any time since this moment.
-	asked := time.Now()
+	sent := time.Now()
 	err := c.Client.Get(ctx, client.ObjectKey{Namespace: c.Namespace, Name: leaseName}, &lease)
 	name := LeaseText(c, leaseName)
 	if apierrors.IsNotFound(err) {
@@ -32,11 +32,11 @@ func HolderOf(ctx context.Context, c *Cluster, leaseName string, sharp bool) (he
 	if err != nil {
 		return health.Holder{}, c.Explain(name, err)
 	}
-	ahead, known := c.clock.atLeast()
+	ahead, known := c.clock.lowerBound()
 	if !sharp {
 		ahead, known = min(ahead, 0), false
 	}
-	return health.HolderOf(name, &lease, asked.Add(ahead), known), nil
+	return health.HolderOf(name, &lease, sent.Add(ahead), known), nil
 }
 
 // LeaseText returns the name of a Lease of the installation, for messages.

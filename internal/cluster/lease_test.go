@@ -81,7 +81,7 @@ func TestAPIServerClockIsEstimatedFromResponses(t *testing.T) {
 			sent := base.Add(time.Duration(rng.Int64N(int64(time.Minute))))
 			answered := sent.Add(time.Duration(rng.Int64N(int64(2 * time.Second))))
 			received := answered.Add(time.Duration(rng.Int64N(int64(2 * time.Second))))
-			c.heard(answered.Add(ahead).Truncate(time.Second), sent, received)
+			c.observe(answered.Add(ahead).Truncate(time.Second), sent, received)
 			got, known := c.ahead()
 			if off := (got - ahead).Abs(); !known || off > 5*time.Second || i > 100 && off > time.Second || got.Abs() > ahead.Abs() {
 				t.Fatalf("after %d answers: %v ahead (known: %v), it is %v", i+1, got, known, ahead)

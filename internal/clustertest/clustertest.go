@@ -167,8 +167,8 @@ func ConnectTo(t *testing.T, a cluster.Access) *cluster.Cluster {
 // Report records a line.
 func (p *Pair) Report(line string) { p.Lines = append(p.Lines, line) }
 
-// Said returns the lines since the last call.
-func (p *Pair) Said() string {
+// Reported returns the lines since the last call.
+func (p *Pair) Reported() string {
 	text := strings.Join(p.Lines, "\n")
 	p.Lines = nil
 	return text
@@ -331,8 +331,8 @@ func AsPeer(ctx context.Context, c *cluster.Cluster, namespace string) (client.C
 	return client.New(config, client.Options{Scheme: c.Client.Scheme(), Mapper: c.Client.RESTMapper()})
 }
 
-// Gone reports whether an object does not exist.
-func Gone(t *testing.T, c *cluster.Cluster, o client.Object, name string) bool {
+// Deleted reports whether an object does not exist.
+func Deleted(t *testing.T, c *cluster.Cluster, o client.Object, name string) bool {
 	t.Helper()
 	err := c.Client.Get(t.Context(), client.ObjectKey{Name: name}, o)
 	if client.IgnoreNotFound(err) != nil {

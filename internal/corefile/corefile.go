@@ -251,7 +251,7 @@ func serverFor(servers []server) (server, error) {
 	for _, s := range servers {
 		n := -1
 		for _, key := range s.keys {
-			if host, at := address(key); at == port && covers(host) {
+			if host, p := address(key); p == port && covers(host) {
 				n = max(n, len(host))
 			}
 		}
@@ -473,7 +473,7 @@ func indentOf(text string, start int) string {
 	return before
 }
 
-func lineOf(text string, at int) string {
-	line, _, _ := strings.Cut(text[strings.LastIndexByte(text[:at], '\n')+1:], "\n")
+func lineOf(text string, offset int) string {
+	line, _, _ := strings.Cut(text[strings.LastIndexByte(text[:offset], '\n')+1:], "\n")
 	return line
 }

@@ -33,7 +33,7 @@ const (
 	failoverTimeout = 90 * time.Second // from the exit of the active gateway to the first ping through the other
 	downloadSize    = 4 << 30
 	downloadTime    = 3 * time.Second
-	downloadAtLeast = 16 << 20 // octets; less means that something blocks the traffic
+	minDownload     = 16 << 20 // octets; less means that something blocks the traffic
 	logLines        = 15       // of each component's log after a failure
 )
 
@@ -105,7 +105,7 @@ func runFleet(n *narrator, kube string, before time.Duration) (err error) {
 // build creates the clusters.
 func (s *show) build(kube string) error {
 	begin := time.Now()
-	s.say(`Each has three nodes, an etcd, a kube-apiserver and a kube-controller-manager of its own; manager, gateways and
+	s.printf(`Each has three nodes, an etcd, a kube-apiserver and a kube-controller-manager of its own; manager, gateways and
 route agents run as processes, each with the rights of its ServiceAccount and no others.
 `)
 	clusters := lab.Clusters(3)
@@ -134,7 +134,7 @@ func (s *show) picture() {
 		for _, c := range s.fleet.Clusters {
 			fmt.Fprintf(&line, "  %-28s", cell(c))
 		}
-		s.say("%s", strings.TrimRight(line.String(), " "))
+		s.printf("%s", strings.TrimRight(line.String(), " "))
 	}
 	host := func(mark string, h *lab.Host, addr netip.Addr) string {
 		return fmt.Sprintf("%s %-10s %v", mark, h, addr)
@@ -150,7 +150,7 @@ func (s *show) picture() {
 		}
 	}
 	row(func(c *fleet.Cluster) string { return host("'-", c.OnPrem.Host, c.OnPrem.Addr) })
-	s.say("  ======= underlay: only nodes and control planes can reach one another, as on the Internet =======")
+	s.printf("  ======= underlay: only nodes and control planes can reach one another, as on the Internet =======")
 }
 
 // peer peers a and b. It measures the time until a pod of a, on a node without the active
@@ -192,11 +192,11 @@ func (s *show) peer() error {
 
 // firstPing waits until the first cluster has allocated a network for the pods of the second. Then
 // it waits until a ping to addr in that network is answered.
-func (s *show) firstPing(ctx context.Context, at *fleet.Cluster, from *lab.Pod, of *fleet.Cluster, addr netip.Addr) error {
+func (s *show) firstPing(ctx context.Context, local *fleet.Cluster, from *lab.Pod, peer *fleet.Cluster, addr netip.Addr) error {
 	last := errors.New("the clusters have not agreed on networks")
 	wait := 50 * time.Millisecond
 	for ctx.Err() == nil {
-		seen, err := at.Seen(ctx, of, addr)
+		seen, err := local.Seen(ctx, peer, addr)
 		if err == nil {
 			if _, err = from.PingWith(ctx, seen, lab.PingOptions{Wait: wait}); err == nil {
 				return nil
@@ -224,20 +224,20 @@ func (s *show) peerOthers() error {
 			return err
 		}
 	}
-	s.say("\nWho sees whose pods where:\n")
-	for _, at := range s.fleet.Clusters {
-		for _, of := range s.fleet.Clusters {
-			if at == of {
+	s.printf("\nWho sees whose pods where:\n")
+	for _, local := range s.fleet.Clusters {
+		for _, peer := range s.fleet.Clusters {
+			if local == peer {
 				continue
 			}
-			if err := at.WaitReady(s.ctx, of, readyTimeout); err != nil {
+			if err := local.WaitReady(s.ctx, peer, readyTimeout); err != nil {
 				return err
 			}
-			p, err := at.Peering(s.ctx, of)
+			p, err := local.Peering(s.ctx, peer)
 			if err != nil {
 				return err
 			}
-			s.say("  %s calls the pods of %s %-14s and its mapped endpoints %s", at, of, p.Status.Remote.PodCIDRSeen, p.Status.Remote.ExternalCIDRSeen)
+			s.printf("  %s calls the pods of %s %-14s and its mapped endpoints %s", local, peer, p.Status.Remote.PodCIDRSeen, p.Status.Remote.ExternalCIDRSeen)
 		}
 	}
 	for _, list := range []struct{ command, path string }{
@@ -245,7 +245,7 @@ func (s *show) peerOthers() error {
 		{"get networkconfigs -A", "/apis/net.liqo.io/v1alpha1/networkconfigs"},
 		{"get tunnelendpoints -A", "/apis/net.liqo.io/v1alpha1/tunnelendpoints"},
 	} {
-		s.say("\n  $ kubectl --context a %s", list.command)
+		s.printf("\n  $ kubectl --context a %s", list.command)
 		if err := s.a.Table(s.ctx, indent(s.Out), list.path, false); err != nil {
 			return err
 		}
@@ -256,24 +256,24 @@ func (s *show) peerOthers() error {
 // podToPod makes a pod of each cluster talk to a pod of each other cluster. Both pods are on
 // nodes without an active gateway, so the packets cross VXLAN, the tunnel and VXLAN again.
 func (s *show) podToPod() error {
-	for _, at := range s.fleet.Clusters {
-		from, err := at.RemotePod(s.ctx)
+	for _, local := range s.fleet.Clusters {
+		from, err := local.RemotePod(s.ctx)
 		if err != nil {
 			return err
 		}
-		for _, of := range s.fleet.Clusters {
-			if at == of {
+		for _, peer := range s.fleet.Clusters {
+			if local == peer {
 				continue
 			}
-			to, err := of.RemotePod(s.ctx)
+			to, err := peer.RemotePod(s.ctx)
 			if err != nil {
 				return err
 			}
-			seen, err := at.Seen(s.ctx, of, to.Addr)
+			seen, err := local.Seen(s.ctx, peer, to.Addr)
 			if err != nil {
 				return err
 			}
-			caller, err := of.Seen(s.ctx, at, from.Addr)
+			caller, err := peer.Seen(s.ctx, local, from.Addr)
 			if err != nil {
 				return err
 			}
@@ -282,7 +282,7 @@ func (s *show) podToPod() error {
 			}
 		}
 	}
-	s.say("The one who answers sees the caller under an address of its own cluster's choice, and can call back.")
+	s.printf("The one who answers sees the caller under an address of its own cluster's choice, and can call back.")
 	return nil
 }
 
@@ -309,7 +309,7 @@ func (s *show) nodeToPod() error {
 			return err
 		}
 	}
-	s.say("Nodes have no address that b could know: they share the network address of a's range at b.")
+	s.printf("Nodes have no address that b could know: they share the network address of a's range at b.")
 	return nil
 }
 
@@ -324,7 +324,7 @@ func (s *show) download() error {
 	if err != nil {
 		return err
 	}
-	if rate.Bytes < downloadAtLeast {
+	if rate.Bytes < minDownload {
 		return fmt.Errorf("only %d octets from %s in %v", rate.Bytes, to, rate.Duration)
 	}
 	s.ok("%s <- %s  one TCP stream: %.0f MB in %.1f s, %.2f Gbit/s, all on this machine",
@@ -337,7 +337,7 @@ func (s *show) status() error {
 	if err := s.isthmus("status", "--context", "b"); err != nil {
 		return err
 	}
-	return s.atGateway(s.b, "status", "--gateway")
+	return s.onGateway(s.b, "status", "--gateway")
 }
 
 // failover kills the active gateway of cluster a, while a TCP connection is open.
@@ -365,7 +365,7 @@ func (s *show) failover() error {
 	if err := echo("before"); err != nil {
 		return err
 	}
-	s.say("  %s pings %s twenty times a second, and has a TCP connection to it; kill -9 of the gateway on %s", from, to, s.a.Nodes[active])
+	s.printf("  %s pings %s twenty times a second, and has a TCP connection to it; kill -9 of the gateway on %s", from, to, s.a.Nodes[active])
 	if err := s.a.Kill(fleet.Gateway(active)); err != nil {
 		return err
 	}
@@ -408,31 +408,31 @@ func (s *show) unpeer() error {
 }
 
 // talkTo makes the first pods of two clusters talk.
-func (s *show) talkTo(at, of *fleet.Cluster) error {
-	seen, err := at.Seen(s.ctx, of, of.Pods[0].Addr)
+func (s *show) talkTo(local, peer *fleet.Cluster) error {
+	seen, err := local.Seen(s.ctx, peer, peer.Pods[0].Addr)
 	if err != nil {
 		return err
 	}
-	caller, err := of.Seen(s.ctx, at, at.Pods[0].Addr)
+	caller, err := peer.Seen(s.ctx, local, local.Pods[0].Addr)
 	if err != nil {
 		return err
 	}
-	return s.talk(at.Pods[0].Host, of.Pods[0].Host, seen, caller)
+	return s.talk(local.Pods[0].Host, peer.Pods[0].Host, seen, caller)
 }
 
 // isthmus runs the program as an administrator would, and shows its output.
 func (s *show) isthmus(args ...string) error {
-	s.say("  $ isthmus %s", strings.Join(args, " "))
+	s.printf("  $ isthmus %s", strings.Join(args, " "))
 	return s.fleet.IsthmusTo(s.ctx, indent(s.Out), args...)
 }
 
-// atGateway runs the isthmus program on the host of a cluster's active gateway.
-func (s *show) atGateway(c *fleet.Cluster, args ...string) error {
+// onGateway runs the isthmus program on the host of a cluster's active gateway.
+func (s *show) onGateway(c *fleet.Cluster, args ...string) error {
 	active, err := c.ActiveGateway(s.ctx)
 	if err != nil {
 		return err
 	}
-	s.say("  %s$ isthmus %s", c.Nodes[active], strings.Join(args, " "))
+	s.printf("  %s$ isthmus %s", c.Nodes[active], strings.Join(args, " "))
 	out, err := c.GatewayHost(active).Command(s.ctx, s.Binary, args...).Output()
 	fmt.Fprint(indent(s.Out), string(out))
 	return err
@@ -446,7 +446,7 @@ func (s *show) explain() {
 	for _, c := range s.fleet.Clusters {
 		for _, name := range c.Components() {
 			s.heading(fmt.Sprintf("Log of %s of cluster %s, its end", name, c))
-			s.say("%s", c.Tail(name, logLines))
+			s.printf("%s", c.Tail(name, logLines))
 		}
 	}
 }
@@ -459,9 +459,9 @@ func (s *show) leave(passed bool, start time.Time) error {
 	took := time.Since(start)
 	if s.Keep && s.ctx.Err() == nil {
 		s.heading("The clusters stand until Ctrl-C")
-		s.say("  ip netns exec %s env KUBECONFIG=%s %s status --context a", s.fleet.Lab.Underlay.Netns(), s.fleet.Kubeconfig, s.Binary)
+		s.printf("  ip netns exec %s env KUBECONFIG=%s %s status --context a", s.fleet.Lab.Underlay.Netns(), s.fleet.Kubeconfig, s.Binary)
 		if seen, err := s.a.Seen(s.ctx, s.b, s.b.Pods[0].Addr); err == nil { // the clusters are peered, unless a step failed before
-			s.say("  ip netns exec %s ping %s", s.a.Pods[0].Netns(), seen)
+			s.printf("  ip netns exec %s ping %s", s.a.Pods[0].Netns(), seen)
 		}
 		<-s.ctx.Done()
 	}
@@ -472,7 +472,7 @@ func (s *show) leave(passed bool, start time.Time) error {
 	s.ok("%v", s.fleet.Sniffer.Report())
 	s.ok("all processes ended, %d namespaces removed: nothing is left", len(s.fleet.Lab.Hosts()))
 	if passed {
-		s.say("\nEverything worked, in %.1f s.", took.Seconds())
+		s.printf("\nEverything worked, in %.1f s.", took.Seconds())
 	}
 	return nil
 }

@@ -40,7 +40,7 @@ func runFiles(n *narrator) (err error) {
 		if err != nil && n.ctx.Err() == nil {
 			for _, c := range p.lab.Clusters {
 				n.heading(fmt.Sprintf("Log of the gateway of cluster %s, its end", c))
-				n.say("%s", p.lab.GatewayTail(c, logLines))
+				n.printf("%s", p.lab.GatewayTail(c, logLines))
 			}
 		}
 		if down := p.lab.Down(); down != nil {
@@ -80,8 +80,8 @@ func (p *pair) routing() error {
 	if !strings.HasPrefix(got, p.a.Pods[1].String()) {
 		return fmt.Errorf("http://%v from %s: %q; want an answer of cluster a's own %s", to.Addr, from, got, p.a.Pods[1])
 	}
-	p.say("  %s is at %v. A pod of cluster a that asks for http://%[2]v hears: %q.", to, to.Addr, got)
-	p.say("  Cluster a has a pod with that address itself. No route helps.")
+	p.printf("  %s is at %v. A pod of cluster a that asks for http://%[2]v hears: %q.", to, to.Addr, got)
+	p.printf("  Cluster a has a pod with that address itself. No route helps.")
 	return nil
 }
 
@@ -93,7 +93,7 @@ func (p *pair) join() error {
 	if err := p.lab.StartGateways(p.ctx, p.Binary); err != nil {
 		return err
 	}
-	p.say("  $ isthmus gateway --config DIR      # for each: gateway.yaml, private.key, and a file about the other")
+	p.printf("  $ isthmus gateway --config DIR      # for each: gateway.yaml, private.key, and a file about the other")
 	from, to := p.a.Pods[0], p.b.Pods[1]
 	seen, err := p.lab.Seen(p.a, p.b, to.Addr)
 	if err != nil {
@@ -102,19 +102,19 @@ func (p *pair) join() error {
 	if err := p.answers(from, seen); err != nil {
 		return err
 	}
-	for _, way := range []struct {
-		at, of   *lab.Cluster
-		from, to *lab.Pod
+	for _, direction := range []struct {
+		local, peer *lab.Cluster
+		from, to    *lab.Pod
 	}{{p.a, p.b, from, to}, {p.b, p.a, to, from}} {
-		seen, err := p.lab.Seen(way.at, way.of, way.to.Addr)
+		seen, err := p.lab.Seen(direction.local, direction.peer, direction.to.Addr)
 		if err != nil {
 			return err
 		}
-		caller, err := p.lab.Seen(way.of, way.at, way.from.Addr)
+		caller, err := p.lab.Seen(direction.peer, direction.local, direction.from.Addr)
 		if err != nil {
 			return err
 		}
-		if err := p.talk(way.from.Host, way.to.Host, seen, caller); err != nil {
+		if err := p.talk(direction.from.Host, direction.to.Host, seen, caller); err != nil {
 			return err
 		}
 	}
@@ -137,7 +137,7 @@ func (p *pair) kernel() error {
 	if _, err := os.Stat("/sys/module/wireguard"); err == nil {
 		module = "is there, and not used"
 	}
-	p.say("  The kernel's module wireguard %s.", module)
+	p.printf("  The kernel's module wireguard %s.", module)
 	for _, c := range p.lab.Clusters {
 		use, err := p.lab.GatewayKernel(c)
 		if err != nil {
@@ -186,26 +186,26 @@ func (p *pair) fault() error {
 	if err := rewrite(path, bad); err != nil {
 		return err
 	}
-	p.say("  In %s, somebody puts another publicKey of b.", filepath.Base(path))
+	p.printf("  In %s, somebody puts another publicKey of b.", filepath.Base(path))
 	begin := time.Now()
 	ctx, cancel := context.WithTimeout(p.ctx, faultTimeout)
 	defer cancel()
 	for {
-		said, err := p.b.Gateway().Command(ctx, p.Binary, "status", "--gateway").CombinedOutput()
-		if strings.Contains(string(said), wrongKey) {
+		output, err := p.b.Gateway().Command(ctx, p.Binary, "status", "--gateway").CombinedOutput()
+		if strings.Contains(string(output), wrongKey) {
 			break
 		}
 		if ctx.Err() != nil {
-			return fmt.Errorf("after %v, the gateway of b does not say %s: %w\n%s", faultTimeout, wrongKey, err, said)
+			return fmt.Errorf("after %v, the gateway of b does not say %s: %w\n%s", faultTimeout, wrongKey, err, output)
 		}
 		select {
 		case <-ctx.Done():
 		case <-time.After(200 * time.Millisecond):
 		}
 	}
-	said, err := p.run(p.b, "status", "--gateway")
+	output, err := p.run(p.b, "status", "--gateway")
 	if err == nil {
-		return fmt.Errorf("isthmus status --gateway has the exit code 0 while a peer is not connected:\n%s", said)
+		return fmt.Errorf("isthmus status --gateway has the exit code 0 while a peer is not connected:\n%s", output)
 	}
 	p.ok("b's gateway names the fault after %.0f s: a has a wrong key of b. Its exit code is not 0", time.Since(begin).Seconds())
 	if err := rewrite(path, good); err != nil {
@@ -225,10 +225,10 @@ func (p *pair) fault() error {
 
 // run runs the isthmus program on the host of a cluster's gateway and shows its output.
 func (p *pair) run(c *lab.Cluster, args ...string) (string, error) {
-	p.say("  %s$ isthmus %s", c.Gateway(), strings.Join(args, " "))
-	said, err := c.Gateway().Command(p.ctx, p.Binary, args...).CombinedOutput()
-	fmt.Fprint(indent(p.Out), string(said))
-	return string(said), err
+	p.printf("  %s$ isthmus %s", c.Gateway(), strings.Join(args, " "))
+	output, err := c.Gateway().Command(p.ctx, p.Binary, args...).CombinedOutput()
+	fmt.Fprint(indent(p.Out), string(output))
+	return string(output), err
 }
 
 // rewrite replaces a file atomically, because a gateway may read it at any time.

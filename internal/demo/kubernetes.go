@@ -86,7 +86,7 @@ type kubernetes struct {
 	sniffer *lab.Sniffer
 	server  netip.Addr // the server's address in cluster a
 	client  netip.Addr
-	at      *kubenodes.Node // node of the client
+	node    *kubenodes.Node // node of the client
 }
 
 func (k *kubernetes) clusters() (err error) {
@@ -142,7 +142,7 @@ func (k *kubernetes) pods() error {
 	if err != nil {
 		return err
 	}
-	if k.client, k.at, err = k.start(a, "client"); err != nil {
+	if k.client, k.node, err = k.start(a, "client"); err != nil {
 		return err
 	}
 	k.server, err = a.Seen(k.ctx, b, server)
@@ -150,18 +150,18 @@ func (k *kubernetes) pods() error {
 }
 
 // start starts a pod and waits for its address.
-func (k *kubernetes) start(c *kubenodes.Cluster, name string) (addr netip.Addr, at *kubenodes.Node, err error) {
+func (k *kubernetes) start(c *kubenodes.Cluster, name string) (addr netip.Addr, node *kubenodes.Node, err error) {
 	gateway, err := c.ActiveGateway(k.ctx)
 	if err != nil {
 		return addr, nil, err
 	}
-	if at = c.Nodes[0]; at.Name == gateway.Spec.NodeName {
-		at = c.Nodes[1]
+	if node = c.Nodes[0]; node.Name == gateway.Spec.NodeName {
+		node = c.Nodes[1]
 	}
 	err = c.Apply(k.ctx, fmt.Sprintf(`{"apiVersion": "v1", "kind": "Pod", "metadata": {"name": %[1]q, "namespace": "default", "labels": {"app": %[1]q}}, "spec": {
 "nodeName": %[2]q, "terminationGracePeriodSeconds": 0, "containers": [{"name": %[1]q, "image": %[3]q, "args": ["serve", "%[4]d"],
 "env": [{"name": "POD_NAME", "value": "%[1]s of cluster %[5]s"}],
-"readinessProbe": {"httpGet": {"path": "/", "port": %[4]d}, "periodSeconds": 1}}]}}`, name, at.Name, kubenodes.TestImage, demoPort, c.Name))
+"readinessProbe": {"httpGet": {"path": "/", "port": %[4]d}, "periodSeconds": 1}}]}}`, name, node.Name, kubenodes.TestImage, demoPort, c.Name))
 	if err != nil {
 		return addr, nil, err
 	}
@@ -181,8 +181,8 @@ func (k *kubernetes) start(c *kubenodes.Cluster, name string) (addr netip.Addr, 
 	if err != nil {
 		return addr, nil, fmt.Errorf("pod %s of cluster %s: %w\n%s", name, c.Name, err, c.Explain())
 	}
-	fmt.Fprintf(k.Out, "  pod %s of cluster %s runs on %s with the address %v\n", name, c.Name, at.Name, addr)
-	return addr, at, nil
+	fmt.Fprintf(k.Out, "  pod %s of cluster %s runs on %s with the address %v\n", name, c.Name, node.Name, addr)
+	return addr, node, nil
 }
 
 func (k *kubernetes) answer() error {
@@ -205,7 +205,7 @@ func (k *kubernetes) get(page string, timeout time.Duration) (string, error) {
 		return "", err
 	}
 	transport := &http.Transport{DisableKeepAlives: true, DialContext: func(ctx context.Context, network, address string) (net.Conn, error) {
-		return k.at.Dial(ctx, network, address)
+		return k.node.Dial(ctx, network, address)
 	}}
 	resp, err := (&http.Client{Transport: transport}).Do(req)
 	if err != nil {
@@ -308,13 +308,13 @@ func (k *kubernetes) fail() error {
 	// After the failure, the demo waits for a period of the length quiet in which all requests are
 	// answered. If it has to wait longer than most, it fails.
 	const quiet, most = 5 * time.Second, time.Minute
-	asked, unanswered := 0, 0
+	requests, unanswered := 0, 0
 	crash, last := time.Now(), time.Duration(0)
 	for since := time.Since(crash); since < last+quiet; since = time.Since(crash) {
 		if since > most {
-			return fmt.Errorf("%d of %d requests were not answered within %v after the crash", unanswered, asked, most)
+			return fmt.Errorf("%d of %d requests were not answered within %v after the crash", unanswered, requests, most)
 		}
-		asked++
+		requests++
 		if _, err := k.get(demoPage, time.Second); err != nil {
 			if k.ctx.Err() != nil {
 				return err
@@ -323,7 +323,7 @@ func (k *kubernetes) fail() error {
 		}
 		time.Sleep(50 * time.Millisecond)
 	}
-	fmt.Fprintf(k.Out, "  %d requests, one after the other, each for a second at most\n", asked)
+	fmt.Fprintf(k.Out, "  %d requests, one after the other, each for a second at most\n", requests)
 	fmt.Fprintf(k.Out, "  %d of them got no answer, the last %.1f s after the crash: then the endpoints in b left rotation\n", unanswered, last.Seconds())
 	return nil
 }

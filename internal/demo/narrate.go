@@ -47,7 +47,7 @@ func (n *narrator) heading(text string) {
 	fmt.Fprintf(n.Out, "\n%s\n", text)
 }
 
-func (n *narrator) say(format string, args ...any) { fmt.Fprintf(n.Out, format+"\n", args...) }
+func (n *narrator) printf(format string, args ...any) { fmt.Fprintf(n.Out, format+"\n", args...) }
 
 func (n *narrator) ok(format string, args ...any) {
 	mark := "ok"

@@ -20,7 +20,7 @@ func (s *show) mapped() error {
 	if err != nil {
 		return err
 	}
-	s.say("%s, %v, is no pod. The IPAM of b is asked over gRPC, as Liqo's virtual kubelet does: a reaches it at %v.", server, server.Addr, seen)
+	s.printf("%s, %v, is no pod. The IPAM of b is asked over gRPC, as Liqo's virtual kubelet does: a reaches it at %v.", server, server.Addr, seen)
 	from, err := s.a.RemotePod(s.ctx)
 	if err != nil {
 		return err
@@ -80,7 +80,7 @@ func (s *show) refused() error {
 			return fmt.Errorf("b's gateway did not count the packet to %v: %s{%s} stays %v", attempt.dst, metricDrops, strings.Join(labels, ","), before)
 		}
 		s.ok("a-pod1 -> %-12v no answer: %s", attempt.dst, attempt.why)
-		s.say("     counted at b, for peer a: %s{%s,%s} %v -> %v", metricDrops, labels[0], labels[2], before, after)
+		s.printf("     counted at b, for peer a: %s{%s,%s} %v -> %v", metricDrops, labels[0], labels[2], before, after)
 	}
 	return nil
 }

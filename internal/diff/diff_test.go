@@ -74,19 +74,19 @@ func TestOfTurnsHaveIntoWant(t *testing.T) {
 		add, replace, remove := Of(have, want, key)
 		got := asMap(have)
 		for _, p := range add {
-			if _, there := got[p.k]; there {
+			if _, ok := got[p.k]; ok {
 				t.Fatalf("have %v, want %v: adds %v, which is there", have, want, p)
 			}
 			got[p.k] = p.v
 		}
 		for _, p := range replace {
-			if v, there := got[p.k]; !there || v == p.v {
+			if v, ok := got[p.k]; !ok || v == p.v {
 				t.Fatalf("have %v, want %v: replaces %v for nothing", have, want, p)
 			}
 			got[p.k] = p.v
 		}
 		for _, p := range remove {
-			if _, there := got[p.k]; !there {
+			if _, ok := got[p.k]; !ok {
 				t.Fatalf("have %v, want %v: removes %v twice", have, want, p)
 			}
 			delete(got, p.k)

@@ -136,8 +136,8 @@ func (c *Cluster) DeleteGateway(ctx context.Context, i int) error {
 	if err := c.Stop(Gateway(i)); err != nil {
 		return err
 	}
-	gone := &corev1.Pod{ObjectMeta: metav1.ObjectMeta{Namespace: Namespace, Name: gatewayPod(i)}}
-	return c.Client.Delete(ctx, gone, client.GracePeriodSeconds(0))
+	pod := &corev1.Pod{ObjectMeta: metav1.ObjectMeta{Namespace: Namespace, Name: gatewayPod(i)}}
+	return c.Client.Delete(ctx, pod, client.GracePeriodSeconds(0))
 }
 
 // AddGateway recreates the Pod object of the gateway on node i, and starts the gateway.

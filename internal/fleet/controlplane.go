@@ -78,9 +78,9 @@ func (c *ControlPlane) Peering(ctx context.Context, with Member) (*isthmus.Peeri
 
 // WaitReady waits until cluster c's Peering with another cluster is Ready. The error names the
 // missing condition.
-func (c *ControlPlane) WaitReady(ctx context.Context, with Member, atMost time.Duration) error {
+func (c *ControlPlane) WaitReady(ctx context.Context, with Member, timeout time.Duration) error {
 	last := errNoPeering
-	err := wait.PollUntilContextTimeout(ctx, 20*time.Millisecond, atMost, true, func(ctx context.Context) (bool, error) {
+	err := wait.PollUntilContextTimeout(ctx, 20*time.Millisecond, timeout, true, func(ctx context.Context) (bool, error) {
 		p, err := c.Peering(ctx, with)
 		if err != nil {
 			return false, nil //nolint:nilerr // not there yet, or the API server is away: the wait goes on
@@ -94,32 +94,32 @@ func (c *ControlPlane) WaitReady(ctx context.Context, with Member, atMost time.D
 		return false, nil
 	})
 	if err != nil {
-		return fmt.Errorf("cluster %s is not ready for %s after %v: %w", c.Name, with.controlPlane().Name, atMost, last)
+		return fmt.Errorf("cluster %s is not ready for %s after %v: %w", c.Name, with.controlPlane().Name, timeout, last)
 	}
 	return nil
 }
 
 // Networks returns the networks that c has allocated for another cluster: for its pods and for
 // its mapped endpoints.
-func (c *ControlPlane) Networks(ctx context.Context, of Member) (pods, external netip.Prefix, err error) {
-	p, err := c.Peering(ctx, of)
+func (c *ControlPlane) Networks(ctx context.Context, peer Member) (pods, external netip.Prefix, err error) {
+	p, err := c.Peering(ctx, peer)
 	if err != nil {
 		return pods, external, err
 	}
 	if pods, err = netip.ParsePrefix(p.Status.Remote.PodCIDRSeen); err != nil {
-		return pods, external, fmt.Errorf("cluster %s has not agreed with %s on networks yet", c.Name, of.controlPlane().Name)
+		return pods, external, fmt.Errorf("cluster %s has not agreed with %s on networks yet", c.Name, peer.controlPlane().Name)
 	}
 	external, err = netip.ParsePrefix(p.Status.Remote.ExternalCIDRSeen)
 	return pods, external, err
 }
 
 // Seen returns the address in c of a pod of another cluster. addr is the pod's own address.
-func (c *ControlPlane) Seen(ctx context.Context, of Member, addr netip.Addr) (netip.Addr, error) {
-	peer := of.controlPlane()
+func (c *ControlPlane) Seen(ctx context.Context, member Member, addr netip.Addr) (netip.Addr, error) {
+	peer := member.controlPlane()
 	if peer == c {
 		return addr, nil
 	}
-	seen, _, err := c.Networks(ctx, of)
+	seen, _, err := c.Networks(ctx, member)
 	if !seen.IsValid() {
 		return netip.Addr{}, err
 	}
@@ -128,9 +128,9 @@ func (c *ControlPlane) Seen(ctx context.Context, of Member, addr netip.Addr) (ne
 
 // ActivePod returns the only gateway Pod that is labelled as active. It waits for an election in
 // progress: a gateway carries traffic before it has the label.
-func (c *ControlPlane) ActivePod(ctx context.Context, atMost time.Duration) (pod *corev1.Pod, err error) {
+func (c *ControlPlane) ActivePod(ctx context.Context, timeout time.Duration) (pod *corev1.Pod, err error) {
 	var last error
-	err = wait.PollUntilContextTimeout(ctx, 20*time.Millisecond, atMost, true, func(ctx context.Context) (bool, error) {
+	err = wait.PollUntilContextTimeout(ctx, 20*time.Millisecond, timeout, true, func(ctx context.Context) (bool, error) {
 		var pods corev1.PodList
 		last = c.Client.List(ctx, &pods, client.InNamespace(Namespace), client.MatchingLabels{v1alpha1.LabelGateway: v1alpha1.GatewayActive})
 		if last == nil && len(pods.Items) != 1 {

@@ -42,9 +42,9 @@ type Options struct {
 	// Votes lets the nodes of a cluster elect its active gateway by votes. It has no effect on
 	// gateways on the host network.
 	Votes bool
-	// Dress is called for the lab before any program runs in it. It creates the pod network of
+	// Prepare is called for the lab before any program runs in it. It creates the pod network of
 	// clusters that are Bare, and may replace networks and addresses of Nodes and Pods.
-	Dress func(context.Context, *lab.Lab) error
+	Prepare func(context.Context, *lab.Lab) error
 	// Network is called for each cluster after its Nodes are described, and before components run.
 	// It starts a program that creates the pod network from the objects in the API server.
 	Network func(context.Context, *Cluster) error
@@ -91,8 +91,8 @@ func Up(ctx context.Context, o Options) (*Fleet, error) {
 		return nil, err
 	}
 	f := newFleet(l, o)
-	if o.Dress != nil {
-		if err := o.Dress(ctx, l); err != nil {
+	if o.Prepare != nil {
+		if err := o.Prepare(ctx, l); err != nil {
 			return nil, errors.Join(err, f.Down())
 		}
 	}

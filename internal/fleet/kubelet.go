@@ -41,17 +41,17 @@ func (c *Cluster) probe(ctx context.Context, component, name string) {
 	container := corev1.ContainerStatus{Name: "main", State: corev1.ContainerState{Terminated: &corev1.ContainerStateTerminated{ExitCode: 137}}}
 	if p := c.processes[component]; c.Running(component) {
 		container.State = corev1.ContainerState{Running: &corev1.ContainerStateRunning{}}
-		asking, cancel := context.WithTimeout(ctx, probeTimeout)
-		if _, err := p.host.Get(asking, p.ready); err == nil {
+		probeCtx, cancel := context.WithTimeout(ctx, probeTimeout)
+		if _, err := p.host.Get(probeCtx, p.ready); err == nil {
 			ready = corev1.PodCondition{Type: corev1.PodReady, Status: corev1.ConditionTrue}
 			container.Ready = true
 		}
 		cancel()
 	}
-	asking, cancel := context.WithTimeout(ctx, probeTimeout)
+	probeCtx, cancel := context.WithTimeout(ctx, probeTimeout)
 	defer cancel()
 	var pod corev1.Pod
-	if c.Client.Get(asking, client.ObjectKey{Namespace: Namespace, Name: name}, &pod) != nil {
+	if c.Client.Get(probeCtx, client.ObjectKey{Namespace: Namespace, Name: name}, &pod) != nil {
 		return
 	}
 	before := pod.DeepCopy()
@@ -64,6 +64,6 @@ func (c *Cluster) probe(ctx context.Context, component, name string) {
 		pod.Status.Conditions[i] = ready
 	}
 	if !equality.Semantic.DeepEqual(before.Status, pod.Status) {
-		_ = c.Client.Status().Update(asking, &pod)
+		_ = c.Client.Status().Update(probeCtx, &pod)
 	}
 }

@@ -75,9 +75,9 @@ type process struct {
 	env  []string
 	// ready and metrics are URLs inside the host.
 	ready, metrics string
-	// hinder is a shell command that runs before the component, in the component's mount namespace.
-	// It may be empty.
-	hinder string
+	// prelude is a shell command that runs before the component, in the component's mount
+	// namespace. It may be empty.
+	prelude string
 	// caps are the capabilities of the component's container, in the notation of setpriv(1). They
 	// are empty if the component has no container.
 	caps string
@@ -175,7 +175,7 @@ func (c *Cluster) SetTunnels(n int) {
 
 // Hinder sets a shell command that runs before the component, in the component's mount namespace,
 // from the next start on. An empty command runs nothing.
-func (c *Cluster) Hinder(name, command string) { c.processes[name].hinder = command }
+func (c *Cluster) Hinder(name, command string) { c.processes[name].prelude = command }
 
 // Start starts a stopped component and waits until it is ready.
 func (c *Cluster) Start(ctx context.Context, name string) error {
@@ -208,8 +208,8 @@ func (c *Cluster) Launch(name string) error {
 		cmd = p.host.Command(context.Background(), "/bin/sh", append([]string{"-c", inContainer, "sh", p.caps, c.binary}, p.args...)...)
 		flags = syscall.CLONE_NEWNS
 	}
-	if p.hinder != "" {
-		cmd = p.host.Command(context.Background(), "/bin/sh", append([]string{"-ec", p.hinder + `; exec "$@"`, "sh", c.binary}, p.args...)...)
+	if p.prelude != "" {
+		cmd = p.host.Command(context.Background(), "/bin/sh", append([]string{"-ec", p.prelude + `; exec "$@"`, "sh", c.binary}, p.args...)...)
 		flags = syscall.CLONE_NEWNS
 	}
 	cmd.Env = append(os.Environ(), p.env...)

@@ -42,9 +42,9 @@ func (f *Fleet) stopSniffing() error {
 // remotes are the networks that a cluster has allocated for its peers, as the sniffer knows them:
 // from the allocation until un-peering has removed it from the IPAM state.
 type remotes struct {
-	tell func(lab.Watched)
-	end  context.CancelFunc
-	done sync.WaitGroup
+	report func(lab.Watched)
+	end    context.CancelFunc
+	done   sync.WaitGroup
 
 	// mu is held during queries of the API server, so that an older response cannot replace a newer
 	// one.
@@ -63,7 +63,7 @@ func (r *remotes) stop() {
 // It returns after the first report. While the API server does not answer, the last known
 // networks stay in use.
 func (c *Cluster) follow(ctx context.Context, s *lab.Sniffer) error {
-	c.remotes.tell = func(w lab.Watched) { s.Watch(c.Cluster, w) }
+	c.remotes.report = func(w lab.Watched) { s.Watch(c.Cluster, w) }
 	var last error
 	err := wait.PollUntilContextTimeout(ctx, 50*time.Millisecond, patience, true, func(ctx context.Context) (bool, error) {
 		last = c.learn(ctx)
@@ -139,7 +139,7 @@ func (c *Cluster) learn(ctx context.Context) error {
 			}
 		}
 	}
-	r.tell(w)
+	r.report(w)
 	return nil
 }
 

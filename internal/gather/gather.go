@@ -48,8 +48,8 @@ const (
 	// maxAgents is the maximum number of route agents whose logs and pages are read. Agents
 	// that are not ready are read first. A cluster may have thousands of agents.
 	maxAgents = 30
-	// atOnce is the number of Pods that are queried concurrently.
-	atOnce = 8
+	// concurrentQueries is the number of Pods that are queried concurrently.
+	concurrentQueries = 8
 	// patience is the timeout of one query.
 	patience = 20 * time.Second
 )
@@ -68,7 +68,7 @@ type Missing struct{ What, Why string }
 type gathering struct {
 	Options
 	cluster *cluster.Cluster
-	at      time.Time
+	begin   time.Time
 
 	mu      sync.Mutex
 	files   map[string][]byte
@@ -80,7 +80,7 @@ type gathering struct {
 // error is about the archive, or is that of ctx. The result lists the parts of the cluster that
 // could not be read; the archive has the same list.
 func Write(ctx context.Context, c *cluster.Cluster, w io.Writer, o Options) ([]Missing, error) {
-	g := &gathering{Options: o, cluster: c, at: time.Now().UTC(), files: map[string][]byte{}}
+	g := &gathering{Options: o, cluster: c, begin: time.Now().UTC(), files: map[string][]byte{}}
 	if err := c.Identify(ctx); err != nil {
 		if errors.Is(err, cluster.ErrUnreachable) {
 			return nil, err
@@ -92,10 +92,10 @@ func Write(ctx context.Context, c *cluster.Cluster, w io.Writer, o Options) ([]M
 	g.secrets(ctx, append(slices.Clone(tenants), c.Namespace))
 	g.objects(ctx, tenants)
 	o.Report("output of status and diagnose")
-	status, diagnosis := g.judge(ctx)
+	status, diagnosis := g.summarize(ctx)
 	pods := g.pods(ctx)
 	o.Report(fmt.Sprintf("logs, status and metrics of %d Pods", len(pods)))
-	g.askAll(ctx, pods)
+	g.queryAll(ctx, pods)
 	if err := ctx.Err(); err != nil {
 		return g.missing, err
 	}
@@ -190,8 +190,8 @@ func (g *gathering) learn(name string, value []byte) {
 	}
 }
 
-// judge returns the output of `isthmus status` and of `isthmus diagnose`.
-func (g *gathering) judge(ctx context.Context) (status, diagnosis string) {
+// summarize returns the output of `isthmus status` and of `isthmus diagnose`.
+func (g *gathering) summarize(ctx context.Context) (status, diagnosis string) {
 	if s, err := inspect.StatusOf(ctx, g.cluster); err != nil {
 		g.miss("status", err)
 	} else {
@@ -258,25 +258,25 @@ func (g *gathering) pods(ctx context.Context) (all []corev1.Pod) {
 	return all
 }
 
-// askAll queries all Pods, atOnce of them concurrently.
-func (g *gathering) askAll(ctx context.Context, pods []corev1.Pod) {
+// queryAll queries all Pods, concurrentQueries of them concurrently.
+func (g *gathering) queryAll(ctx context.Context, pods []corev1.Pod) {
 	core, err := corev1client.NewForConfig(g.cluster.Config)
 	if err != nil {
 		g.miss("logs", err)
 		return
 	}
 	var group sync.WaitGroup
-	seats := make(chan struct{}, atOnce)
+	slots := make(chan struct{}, concurrentQueries)
 	for i := range pods {
-		seats <- struct{}{}
+		slots <- struct{}{}
 		group.Go(func() {
-			defer func() { <-seats }()
+			defer func() { <-slots }()
 			g.logs(ctx, core, &pods[i])
 			for _, c := range components[pods[i].Spec.ServiceAccountName] {
 				if c.file == statusFile && pods[i].Labels[v1alpha1.LabelGateway] == v1alpha1.GatewayStandby {
 					continue // a standby has no status page
 				}
-				g.ask(ctx, &pods[i], c.port, c.path, c.file)
+				g.readPage(ctx, &pods[i], c.port, c.path, c.file)
 			}
 		})
 	}
@@ -311,8 +311,8 @@ func (g *gathering) logs(ctx context.Context, core corev1client.PodsGetter, p *c
 	}
 }
 
-// ask reads a page that a component serves at its loopback address.
-func (g *gathering) ask(ctx context.Context, p *corev1.Pod, port uint16, at, file string) {
+// readPage reads a page that a component serves at its loopback address.
+func (g *gathering) readPage(ctx context.Context, p *corev1.Pod, port uint16, url, file string) {
 	name := path.Join("pods", p.Name, file)
 	ctx, cancel := context.WithTimeout(ctx, patience)
 	defer cancel()
@@ -321,7 +321,7 @@ func (g *gathering) ask(ctx context.Context, p *corev1.Pod, port uint16, at, fil
 		if err != nil {
 			return nil, err
 		}
-		request, err := http.NewRequestWithContext(ctx, http.MethodGet, "http://localhost"+at, http.NoBody)
+		request, err := http.NewRequestWithContext(ctx, http.MethodGet, "http://localhost"+url, http.NoBody)
 		if err != nil {
 			return nil, err
 		}
@@ -347,10 +347,10 @@ func (g *gathering) ask(ctx context.Context, p *corev1.Pod, port uint16, at, fil
 func (g *gathering) write(w io.Writer) error {
 	compressed := gzip.NewWriter(w)
 	archive := tar.NewWriter(compressed)
-	root := "isthmus-" + cmp.Or(g.cluster.Identity.ClusterName, "cluster") + "-" + g.at.Format("20060102T150405Z")
+	root := "isthmus-" + cmp.Or(g.cluster.Identity.ClusterName, "cluster") + "-" + g.begin.Format("20060102T150405Z")
 	for _, name := range slices.Sorted(maps.Keys(g.files)) {
 		text := g.redact.Text(g.files[name])
-		header := &tar.Header{Name: path.Join(root, name), Mode: 0o600, Size: int64(len(text)), ModTime: g.at, Format: tar.FormatPAX}
+		header := &tar.Header{Name: path.Join(root, name), Mode: 0o600, Size: int64(len(text)), ModTime: g.begin, Format: tar.FormatPAX}
 		if err := archive.WriteHeader(header); err != nil {
 			return err
 		}
@@ -366,7 +366,7 @@ func (g *gathering) summary(status, diagnosis string, pods []corev1.Pod) []byte 
 	var b bytes.Buffer
 	identity := g.cluster.Identity
 	fmt.Fprintf(&b, "# Isthmus in cluster %s\n\nCluster ID %s, namespace %s. Gathered %s by isthmus %s.\n\nValues of Secrets were removed and replaced by %s. Review the archive before you share it:\nit contains names, addresses and public keys.\n\n",
-		safetext.Of(cmp.Or(identity.ClusterName, "?")), safetext.Of(cmp.Or(identity.ClusterID, "?")), g.cluster.Namespace, g.at.Format(time.RFC3339), g.Version, redact.Mark)
+		safetext.Of(cmp.Or(identity.ClusterName, "?")), safetext.Of(cmp.Or(identity.ClusterID, "?")), g.cluster.Namespace, g.begin.Format(time.RFC3339), g.Version, redact.Mark)
 	section := func(title, text string) {
 		if text != "" {
 			fmt.Fprintf(&b, "## %s\n\n```\n%s\n```\n\n", title, strings.ReplaceAll(strings.Trim(text, "\n"), "```", "'''"))

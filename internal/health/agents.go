@@ -120,7 +120,7 @@ var virtual = map[string]string{
 
 // takesAgents reports whether a route agent can run on a node.
 func takesAgents(n *corev1.Node) bool {
-	if os, told := n.Labels[corev1.LabelOSStable]; told && os != string(corev1.Linux) {
+	if os, known := n.Labels[corev1.LabelOSStable]; known && os != string(corev1.Linux) {
 		return false
 	}
 	for label, value := range virtual {
@@ -132,8 +132,8 @@ func takesAgents(n *corev1.Node) bool {
 }
 
 // stillWanted returns the number of Pods that the agents' DaemonSets want in addition to the
-// existing ones. told is false if no DaemonSet reports that number.
-func stillWanted(sets []appsv1.DaemonSet) (more int, told bool) {
+// existing ones. known is false if no DaemonSet reports that number.
+func stillWanted(sets []appsv1.DaemonSet) (more int, known bool) {
 	for i := range sets {
 		s := &sets[i]
 		if s.Spec.Template.Spec.ServiceAccountName != deploy.RouteAgentServiceAccount {
@@ -142,9 +142,9 @@ func stillWanted(sets []appsv1.DaemonSet) (more int, told bool) {
 		if s.Status.ObservedGeneration != s.Generation || s.Status.DesiredNumberScheduled == 0 { // not evaluated yet, or no node matches
 			return 0, false
 		}
-		more, told = more+max(0, int(s.Status.DesiredNumberScheduled-s.Status.CurrentNumberScheduled)), true
+		more, known = more+max(0, int(s.Status.DesiredNumberScheduled-s.Status.CurrentNumberScheduled)), true
 	}
-	return more, told
+	return more, known
 }
 
 // AgentsOf finds the agent of each node. The DaemonSet decides by labels and taints which nodes
@@ -164,7 +164,7 @@ func AgentsOf(nodes []corev1.Node, found Components, sets []appsv1.DaemonSet) (a
 			images[safetext.Of(container.Image)] = true
 		}
 	}
-	more, told := stillWanted(sets)
+	more, known := stillWanted(sets)
 	var without []string // names of nodes without an agent
 	for i := range nodes {
 		n := &nodes[i]
@@ -174,7 +174,7 @@ func AgentsOf(nodes []corev1.Node, found Components, sets []appsv1.DaemonSet) (a
 		name := safetext.Of(n.Name)
 		p, why := on[n.Name], notReady(n)
 		switch {
-		case why != "" && (p != nil || !told):
+		case why != "" && (p != nil || !known):
 			a.Unready = append(a.Unready, fmt.Sprintf("Node %s: %s", name, why))
 		case p == nil && why == "":
 			without = append(without, name)
@@ -182,11 +182,11 @@ func AgentsOf(nodes []corev1.Node, found Components, sets []appsv1.DaemonSet) (a
 			a.Nodes++
 			problem := found.problem(p)
 			if o := found.Broken[n.Name]; o != nil {
-				says := "reports that it reaches the gateway at %s over the underlay, but not over the overlay (noticed at %s); allow UDP %d between nodes"
+				format := "reports that it reaches the gateway at %s over the underlay, but not over the overlay (noticed at %s); allow UDP %d between nodes"
 				if o.Back {
-					says = "reports that its packets reach the gateway at %s over the overlay, but none comes back (noticed at %s); allow UDP %d between nodes, in both directions"
+					format = "reports that its packets reach the gateway at %s over the overlay, but none comes back (noticed at %s); allow UDP %d between nodes, in both directions"
 				}
-				problem = strings.TrimPrefix(problem+", and ", ", and ") + fmt.Sprintf(says, safetext.Of(o.Gateway), safetext.Of(o.Since), kernel.OverlayPort)
+				problem = strings.TrimPrefix(problem+", and ", ", and ") + fmt.Sprintf(format, safetext.Of(o.Gateway), safetext.Of(o.Since), kernel.OverlayPort)
 			}
 			if problem != "" {
 				if stopped(p) == "" && !ended(p) {
@@ -199,7 +199,7 @@ func AgentsOf(nodes []corev1.Node, found Components, sets []appsv1.DaemonSet) (a
 	a.lacking = len(a.Missing)
 	const remedy = "no Pod of ServiceAccount " + deploy.RouteAgentServiceAccount + "; check the DaemonSet and the node's taints"
 	switch {
-	case !told || more >= len(without): // every node without an agent should have one
+	case !known || more >= len(without): // every node without an agent should have one
 		for _, name := range without {
 			a.Missing = append(a.Missing, "Node "+name+" has "+remedy)
 		}

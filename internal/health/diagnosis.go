@@ -86,11 +86,11 @@ func Between(a, b *Side) []Hop {
 					stuck := (broken(other, HopManager) || len(other.Peerings) == 0) && slices.Contains(isthmus.WaitReasons, h.Reason) || broken(other, HopGateway) && step == isthmus.ConditionConnected
 					// If the other side cannot publish, its networks are missing here. If the
 					// other side has removed the tunnel, the tunnel is silent here.
-					stuck = stuck || step == isthmus.ConditionPeerConfig && h.Reason == isthmus.ReasonPeerWithdrew && stands(all, other.Cluster, isthmus.ConditionPublished) ||
-						step == isthmus.ConditionConnected && slices.Contains(followsWithdrawal, h.Reason) && stands(all, other.Cluster, isthmus.ConditionPeerConfig)
+					stuck = stuck || step == isthmus.ConditionPeerConfig && h.Reason == isthmus.ReasonPeerWithdrew && notWorking(all, other.Cluster, isthmus.ConditionPublished) ||
+						step == isthmus.ConditionConnected && slices.Contains(followsWithdrawal, h.Reason) && notWorking(all, other.Cluster, isthmus.ConditionPeerConfig)
 					stuck = stuck || other.lacks() && slices.Contains(followsSetup, h.Reason)
 					stuck = stuck || len(other.Peerings) == 0 && (h.Reason == v1alpha1.ReasonNotPeered || h.Reason == isthmus.ReasonPeerWithdrew)
-					if h.State == Broken && (stuck || step == isthmus.ConditionReady && told(all)) {
+					if h.State == Broken && (stuck || step == isthmus.ConditionReady && explained(all)) {
 						h.State = Waits
 					}
 					all = append(all, h)
@@ -102,19 +102,19 @@ func Between(a, b *Side) []Hop {
 	return all
 }
 
-// stands reports whether a hop of a Peering is broken or waits. It is the hop for the condition
-// step in the cluster whose name is at.
-func stands(hops []Hop, at, step string) bool {
+// notWorking reports whether a hop of a Peering is broken or waits. It is the hop for the condition
+// step in the cluster with that name.
+func notWorking(hops []Hop, cluster, step string) bool {
 	return slices.ContainsFunc(hops, func(h Hop) bool {
-		return h.Cluster == at && h.Name == StepNames[step] && (h.State == Broken || h.State == Waits)
+		return h.Cluster == cluster && h.Name == StepNames[step] && (h.State == Broken || h.State == Waits)
 	})
 }
 
-// told reports whether a broken hop already shows the fault that Ready of a Peering would
+// explained reports whether a broken hop already shows the fault that Ready of a Peering would
 // repeat.
-func told(hops []Hop) bool {
+func explained(hops []Hop) bool {
 	first := FirstBroken(hops)
-	return first != nil && !comesLast(first)
+	return first != nil && !ranksLast(first)
 }
 
 // blameOne leaves only one side of a tunnel broken, the one that FirstBroken names, because the

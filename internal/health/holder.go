@@ -68,7 +68,7 @@ func HolderOf(name string, lease *coordinationv1.Lease, now time.Time, exact boo
 	if l.HolderIdentity == nil || *l.HolderIdentity == "" {
 		return Holder{Problem: name + " has no holder"}
 	}
-	taken, known := takenAt(lease)
+	taken, known := renewalTime(lease)
 	if l.RenewTime != nil && l.LeaseDurationSeconds != nil {
 		renewed, allowed := l.RenewTime.Time, clocksDiffer
 		if known {
@@ -92,8 +92,8 @@ func HolderOf(name string, lease *coordinationv1.Lease, now time.Time, exact boo
 		h.Ahead = l.RenewTime.Sub(taken)
 	}
 	if l.AcquireTime != nil {
-		if at := byServer(metav1.NewTime(l.AcquireTime.Time), h.Ahead, now); !at.IsZero() {
-			h.Since = &at
+		if since := byServer(metav1.NewTime(l.AcquireTime.Time), h.Ahead, now); !since.IsZero() {
+			h.Since = &since
 		}
 	}
 	return h
@@ -110,14 +110,14 @@ const SecondsOff = 2 * time.Second
 
 // byServer converts a time from a clock that is ahead of the API server's clock to the latter.
 // For a time in the future it returns zero, which means unknown.
-func byServer(at metav1.Time, ahead time.Duration, now time.Time) metav1.Time {
-	if ahead.Abs() > SecondsOff && !at.IsZero() {
-		at.Time = at.Add(-ahead)
+func byServer(t metav1.Time, ahead time.Duration, now time.Time) metav1.Time {
+	if ahead.Abs() > SecondsOff && !t.IsZero() {
+		t.Time = t.Add(-ahead)
 	}
-	if at.After(now.Add(SecondsOff)) {
+	if t.After(now.Add(SecondsOff)) {
 		return metav1.Time{}
 	}
-	return at
+	return t
 }
 
 // DateByServer converts the times that the manager has written into Peerings to the API
@@ -131,27 +131,27 @@ func DateByServer(peerings []isthmus.Peering, manager Holder, now time.Time) {
 	}
 }
 
-// writtenAt returns the time at which the API server received the last version of an object, by
+// writeTime returns the time at which the API server received the last version of an object, by
 // its own clock, in whole seconds.
-func writtenAt(o metav1.Object) time.Time {
-	at := o.GetCreationTimestamp().Time
+func writeTime(o metav1.Object) time.Time {
+	latest := o.GetCreationTimestamp().Time
 	for _, f := range o.GetManagedFields() {
-		if f.Time != nil && f.Time.After(at) {
-			at = f.Time.Time
+		if f.Time != nil && f.Time.After(latest) {
+			latest = f.Time.Time
 		}
 	}
-	return at
+	return latest
 }
 
-// takenAt returns the time at which the API server received the last renewal of a Lease, by its
+// renewalTime returns the time at which the API server received the last renewal of a Lease, by its
 // own clock, in whole seconds. known is false if metadata.managedFields does not contain it.
-func takenAt(l *coordinationv1.Lease) (at time.Time, known bool) {
+func renewalTime(l *coordinationv1.Lease) (renewed time.Time, known bool) {
 	for _, f := range l.ManagedFields {
-		if f.Time != nil && f.FieldsV1 != nil && strings.Contains(f.FieldsV1.GetRawString(), `"f:renewTime"`) && f.Time.After(at) {
-			at, known = f.Time.Time, true
+		if f.Time != nil && f.FieldsV1 != nil && strings.Contains(f.FieldsV1.GetRawString(), `"f:renewTime"`) && f.Time.After(renewed) {
+			renewed, known = f.Time.Time, true
 		}
 	}
-	return at, known
+	return renewed, known
 }
 
 // CheckClocks compares the times that manager, gateway and kubelets write into their Leases
@@ -172,7 +172,7 @@ func CheckClocks(cluster string, manager, gateway Holder, leases []coordinationv
 	note("that of "+safetext.Of(gateway.Name)+" (gateway)", gateway.Ahead)
 	for i := range leases {
 		l := &leases[i]
-		if taken, known := takenAt(l); known && l.Spec.RenewTime != nil {
+		if taken, known := renewalTime(l); known && l.Spec.RenewTime != nil {
 			note("that of Node "+safetext.Of(l.Name), l.Spec.RenewTime.Sub(taken))
 		}
 	}

@@ -51,8 +51,8 @@ type Hop struct {
 	FollowsGateway bool `json:"-"`
 }
 
-// NoneAtWork reports whether a hop of the gateway shows that no gateway is active.
-func NoneAtWork(h *Hop) bool {
+// NoneActive reports whether a hop of the gateway shows that no gateway is active.
+func NoneActive(h *Hop) bool {
 	return h.Name == HopGateway && (h.State == Broken || h.State == Waits) && !slices.Contains([]string{reasonSeveralActive, reasonNoneMarked, reasonServices}, h.Reason)
 }
 
@@ -63,7 +63,7 @@ func ExcuseByGateway(hops []Hop, gateway *Hop, now time.Time) {
 	for i := range hops {
 		switch h := &hops[i]; {
 		case !h.FollowsGateway || h.State != Broken:
-		case NoneAtWork(gateway):
+		case NoneActive(gateway):
 			h.State, h.Text = Waits, "no active gateway can be reached; last known: "+h.Text
 		case gateway.State == Works && gateway.Since != nil && now.Sub(gateway.Since.Time) < AgentsLag:
 			h.State = Unknown
@@ -212,8 +212,8 @@ func FirstBroken(hops []Hop) *Hop {
 		if h.State != Broken {
 			continue
 		}
-		if first == nil || comesLast(first) && !comesLast(h) ||
-			first.Name == h.Name && h.Name == StepNames[isthmus.ConditionConnected] && telling(h.Reason) > telling(first.Reason) {
+		if first == nil || ranksLast(first) && !ranksLast(h) ||
+			first.Name == h.Name && h.Name == StepNames[isthmus.ConditionConnected] && specificity(h.Reason) > specificity(first.Reason) {
 			first = h
 		}
 	}
@@ -223,11 +223,11 @@ func FirstBroken(hops []Hop) *Hop {
 // OfNodes reports whether a hop is about single nodes.
 func OfNodes(h *Hop) bool { return h.Name == HopNodes || h.Name == HopAgents || h.Name == HopKernels }
 
-func comesLast(h *Hop) bool { return OfNodes(h) || h.Name == HopNames }
+func ranksLast(h *Hop) bool { return OfNodes(h) || h.Name == HopNames }
 
-// telling ranks the reasons of a broken tunnel; the most specific reason ranks highest. The least
-// specific one is that a side receives nothing.
-func telling(reason string) int {
+// specificity ranks the reasons of a broken tunnel; the most specific reason ranks highest. The
+// least specific one is that a side receives nothing.
+func specificity(reason string) int {
 	return slices.Index([]string{
 		isthmus.ReasonLost, v1alpha1.CauseNoAnswer, v1alpha1.CausePeerSilent, v1alpha1.CauseProbeUnanswered, v1alpha1.CauseAnswersLost,
 		v1alpha1.CauseRangesDisagree, v1alpha1.CauseWrongKey, v1alpha1.CauseSendError, v1alpha1.CauseEndpointName, v1alpha1.CauseNotApplied, v1alpha1.CausePathMTU,

@@ -8,7 +8,7 @@ import (
 
 func TestEveryTunnelReasonIsRanked(t *testing.T) {
 	for _, reason := range v1alpha1.Causes {
-		if !v1alpha1.Carries(reason) && reason != v1alpha1.CauseConnecting && telling(reason) < 0 {
+		if !v1alpha1.Carries(reason) && reason != v1alpha1.CauseConnecting && specificity(reason) < 0 {
 			t.Errorf("%s has no place among the reasons", reason)
 		}
 	}

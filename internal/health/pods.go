@@ -28,9 +28,9 @@ type Components struct {
 	Refuses  map[string]string                 // node → the problem that makes it drop packets of pods
 }
 
-// eventsOfLate is the maximum age of an Event that is shown as the reason why a Pod is not
+// maxEventAge is the maximum age of an Event that is shown as the reason why a Pod is not
 // ready. Components repeat their Events every ten minutes.
-const eventsOfLate = 12 * time.Minute
+const maxEventAge = 12 * time.Minute
 
 // readyLag is the time after a Pod's own Event within which the kubelet may notice that the Pod
 // is not ready.
@@ -59,24 +59,24 @@ func LastWarnings(warnings, over []corev1.Event, pods []corev1.Pod, now time.Tim
 	for i := range over {
 		e := &over[i]
 		by := reporter{e.InvolvedObject.Name, e.ReportingController}
-		if at := eventTime(e); at.After(mended[by]) {
-			mended[by] = at
+		if seen := eventTime(e); seen.After(mended[by]) {
+			mended[by] = seen
 		}
 	}
-	said, latest, own := make(map[string]string), make(map[string]time.Time), make(map[string]bool)
+	texts, latest, own := make(map[string]string), make(map[string]time.Time), make(map[string]bool)
 	for i := range warnings {
 		e := &warnings[i]
-		pod, at := e.InvolvedObject.Name, eventTime(e)
-		if now.Sub(writtenAt(e)) >= eventsOfLate || at.Before(after[pod]) || !at.After(mended[reporter{pod, e.ReportingController}]) || slices.Contains(unrelated, e.Reason) {
+		pod, seen := e.InvolvedObject.Name, eventTime(e)
+		if now.Sub(writeTime(e)) >= maxEventAge || seen.Before(after[pod]) || !seen.After(mended[reporter{pod, e.ReportingController}]) || slices.Contains(unrelated, e.Reason) {
 			continue
 		}
 		ours := strings.HasPrefix(e.ReportingController, isthmus.GroupVersion.Group+"/")
-		if own[pod] && !ours || own[pod] == ours && !at.After(latest[pod]) {
+		if own[pod] && !ours || own[pod] == ours && !seen.After(latest[pod]) {
 			continue
 		}
-		latest[pod], own[pod], said[pod] = at, ours, fmt.Sprintf("%s: %s", safetext.Of(e.Reason), safetext.Cut(strings.TrimSpace(e.Message), safetext.Message))
+		latest[pod], own[pod], texts[pod] = seen, ours, fmt.Sprintf("%s: %s", safetext.Of(e.Reason), safetext.Cut(strings.TrimSpace(e.Message), safetext.Message))
 	}
-	return said
+	return texts
 }
 
 // AgentsLag is the time within which an agent notices that packets return to its node again, or
@@ -85,9 +85,9 @@ const AgentsLag = 20 * time.Second
 
 // ConnectedBefore reports whether the tunnel of a Peering is up, and has been since before a
 // time.
-func ConnectedBefore(p *isthmus.Peering, at time.Time) bool {
+func ConnectedBefore(p *isthmus.Peering, t time.Time) bool {
 	c := meta.FindStatusCondition(p.Status.Conditions, isthmus.ConditionConnected)
-	return c != nil && c.Status == metav1.ConditionTrue && c.LastTransitionTime.Time.Before(at)
+	return c != nil && c.Status == metav1.ConditionTrue && c.LastTransitionTime.Time.Before(t)
 }
 
 // eventTime returns the time at which an Event was last observed.
@@ -248,11 +248,11 @@ func (f Components) versions() string {
 	}
 	var all []string
 	for _, image := range slices.Sorted(maps.Keys(images)) {
-		var of []string
+		var counts []string
 		for _, component := range slices.Sorted(maps.Keys(images[image])) {
-			of = append(of, fmt.Sprintf("%d %s", images[image][component], component))
+			counts = append(counts, fmt.Sprintf("%d %s", images[image][component], component))
 		}
-		all = append(all, fmt.Sprintf("%s (%s)", image, strings.Join(of, ", ")))
+		all = append(all, fmt.Sprintf("%s (%s)", image, strings.Join(counts, ", ")))
 	}
 	return strings.Join(all, ", ")
 }
@@ -265,8 +265,8 @@ const labelVersion = "app.kubernetes.io/version"
 func (f Components) otherVersion(version string) string {
 	for i := range f.Pods {
 		p := &f.Pods[i]
-		if at := p.Labels[labelVersion]; at != "" && at != version && slices.Contains(slices.Collect(maps.Values(Accounts)), p.Spec.ServiceAccountName) {
-			return safetext.Of(at)
+		if other := p.Labels[labelVersion]; other != "" && other != version && slices.Contains(slices.Collect(maps.Values(Accounts)), p.Spec.ServiceAccountName) {
+			return safetext.Of(other)
 		}
 	}
 	return ""

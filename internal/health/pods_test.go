@@ -36,7 +36,7 @@ func TestGatewayHealthIncludesItsPods(t *testing.T) {
 		found  Components
 		state  HopState
 		reason string
-		says   string
+		want   string
 	}{
 		{"well", Works, held, Components{Pods: []corev1.Pod{pod("g1", "active", ""), pod("g2", "standby", "")}, Services: one}, Works, "", ""},
 		{"Services may not be listed", Works, held, Components{Pods: []corev1.Pod{pod("g1", "active", "")}}, Works, "", ""},
@@ -53,8 +53,8 @@ func TestGatewayHealthIncludesItsPods(t *testing.T) {
 	} {
 		hop := Hop{Name: HopGateway, State: tc.hop, Text: "said"}
 		tc.found.CheckGateway(&hop, tc.holder, now)
-		if hop.State != tc.state || hop.Reason != tc.reason || !strings.Contains(hop.Text, tc.says) {
-			t.Errorf("%s: %s %s: %s; want %s %s: ...%s...", tc.name, hop.State, hop.Reason, hop.Text, tc.state, tc.reason, tc.says)
+		if hop.State != tc.state || hop.Reason != tc.reason || !strings.Contains(hop.Text, tc.want) {
+			t.Errorf("%s: %s %s: %s; want %s %s: ...%s...", tc.name, hop.State, hop.Reason, hop.Text, tc.state, tc.reason, tc.want)
 		}
 	}
 }
@@ -84,7 +84,7 @@ func TestAGatewayWithoutAStandbyIsReported(t *testing.T) {
 		name   string
 		wanted int
 		pods   []corev1.Pod
-		says   string // expected text; "": no hop
+		want   string // expected text; "": no hop
 	}{
 		{"there is one", 2, []corev1.Pod{active, pod("g2", corev1.PodRunning, nil)}, ""},
 		{"there is one, beside one that cannot start", 2, []corev1.Pod{active, pulled, pod("g3", corev1.PodRunning, nil)}, ""},
@@ -99,8 +99,8 @@ func TestAGatewayWithoutAStandbyIsReported(t *testing.T) {
 		{"only one that is being deleted", 2, []corev1.Pod{active, leaving}, "Pod g2 is being deleted"},
 	} {
 		got := Components{Pods: tc.pods}.NoStandby("g1", tc.wanted)
-		if !strings.Contains(got, tc.says) || (got == "") != (tc.says == "") {
-			t.Errorf("%s: %q, want %q", tc.name, got, tc.says)
+		if !strings.Contains(got, tc.want) || (got == "") != (tc.want == "") {
+			t.Errorf("%s: %q, want %q", tc.name, got, tc.want)
 		}
 	}
 }

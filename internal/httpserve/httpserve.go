@@ -46,12 +46,12 @@ func (s *Servers) ListenPrivate(what, address string, secure *Secure, handler ht
 	if secure != nil {
 		return s.listen(what, address, secure.TLS, handler)
 	}
-	at, err := s.listen(what, address, nil, handler)
-	if tcp, ok := at.(*net.TCPAddr); ok && !tcp.IP.IsLoopback() {
+	addr, err := s.listen(what, address, nil, handler)
+	if tcp, ok := addr.(*net.TCPAddr); ok && !tcp.IP.IsLoopback() {
 		s.log.Warn("everybody who reaches this address can read it; use a loopback address, or --metrics-secure for metrics",
 			"server", what, "address", address)
 	}
-	return at, err
+	return addr, err
 }
 
 func (s *Servers) listen(what, address string, secure *tls.Config, handler http.Handler) (net.Addr, error) {
@@ -62,12 +62,12 @@ func (s *Servers) listen(what, address string, secure *tls.Config, handler http.
 	if err != nil {
 		return nil, fmt.Errorf("%s: %w", what, err)
 	}
-	at := l.Addr()
+	addr := l.Addr()
 	if secure != nil {
 		l = tls.NewListener(l, secure)
 	}
 	s.serve(what, l, handler)
-	return at, nil
+	return addr, nil
 }
 
 // serve adds a server for a listener. Serve starts it.

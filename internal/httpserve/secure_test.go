@@ -18,7 +18,7 @@ import (
 
 // writePair writes a new certificate and key with the file names of a mounted Secret. It returns
 // the certificate.
-func writePair(t *testing.T, dir string, at time.Time) []byte {
+func writePair(t *testing.T, dir string, notAfter time.Time) []byte {
 	t.Helper()
 	pair, err := selfSigned(time.Now())
 	if err != nil {
@@ -33,7 +33,7 @@ func writePair(t *testing.T, dir string, at time.Time) []byte {
 		if err := os.WriteFile(path, pem.EncodeToMemory(block), 0o600); err != nil {
 			t.Fatal(err)
 		}
-		if err := os.Chtimes(path, at, at); err != nil {
+		if err := os.Chtimes(path, notAfter, notAfter); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -70,7 +70,7 @@ func TestSecureServersAuthorizeProtectedPaths(t *testing.T) {
 	}
 	s.Serve()
 	defer s.Close()
-	ask := func(path, authorization string) (code int, certificate []byte) {
+	request := func(path, authorization string) (code int, certificate []byte) {
 		t.Helper()
 		r, err := http.NewRequestWithContext(t.Context(), http.MethodGet, "https://"+addr.String()+path, http.NoBody)
 		if err != nil {
@@ -89,7 +89,7 @@ func TestSecureServersAuthorizeProtectedPaths(t *testing.T) {
 		path, authorization string
 		code                int
 	}{{"/metrics", "", 401}, {"/metrics", "Bearer x", 200}, {"/healthz", "", 200}} {
-		if code, cert := ask(tc.path, tc.authorization); code != tc.code || !bytes.Equal(cert, first) {
+		if code, cert := request(tc.path, tc.authorization); code != tc.code || !bytes.Equal(cert, first) {
 			t.Errorf("%s with %q: %d; our certificate: %v", tc.path, tc.authorization, code, bytes.Equal(cert, first))
 		}
 	}
@@ -101,13 +101,13 @@ func TestSecureServersAuthorizeProtectedPaths(t *testing.T) {
 
 	// A renewed certificate is loaded. An invalid file leaves the last certificate in use.
 	second := writePair(t, dir, begin.Add(time.Second))
-	if _, cert := ask("/healthz", ""); !bytes.Equal(cert, second) {
+	if _, cert := request("/healthz", ""); !bytes.Equal(cert, second) {
 		t.Error("the renewed certificate is not used")
 	}
 	if err := os.WriteFile(filepath.Join(dir, certFile), []byte("nonsense"), 0o600); err != nil {
 		t.Fatal(err)
 	}
-	if _, cert := ask("/healthz", ""); !bytes.Equal(cert, second) {
+	if _, cert := request("/healthz", ""); !bytes.Equal(cert, second) {
 		t.Error("the last good certificate is not used")
 	}
 }

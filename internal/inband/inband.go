@@ -102,12 +102,12 @@ func request(c net.Conn, peer string) (net.Conn, error) {
 // requested reads a manager's request and returns the cluster ID of the peer.
 func requested(c net.Conn) (string, error) {
 	r := bufio.NewReader(io.LimitReader(c, requestLen))
-	asked, err := http.ReadRequest(r)
+	request, err := http.ReadRequest(r)
 	if err != nil {
 		return "", err
 	}
-	peer, port, err := net.SplitHostPort(asked.Host)
-	if asked.Method != http.MethodConnect || err != nil || port != fmt.Sprint(Port) || r.Buffered() > 0 {
+	peer, port, err := net.SplitHostPort(request.Host)
+	if request.Method != http.MethodConnect || err != nil || port != fmt.Sprint(Port) || r.Buffered() > 0 {
 		return "", fmt.Errorf("want CONNECT ID:%d", Port)
 	}
 	return peer, nil

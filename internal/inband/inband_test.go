@@ -31,7 +31,7 @@ var (
 // world is a gateway, with an echo server in place of each API server.
 type world struct {
 	*Server
-	at      string       // address of the port for managers
+	addr    string       // address of the port for managers
 	key     atomic.Value // [32]byte: the gateways' private key
 	down    atomic.Bool  // the tunnel does not work
 	refuses atomic.Bool  // the peer's gateway refuses connections
@@ -66,7 +66,7 @@ func newWorld(t *testing.T) *world {
 		Listen: func() (net.Listener, error) {
 			l, err := net.Listen("tcp", "127.0.0.1:0")
 			if err == nil {
-				w.at = l.Addr().String()
+				w.addr = l.Addr().String()
 			}
 			return l, err
 		},
@@ -91,7 +91,7 @@ func (w *world) manager(private [32]byte, peer string) (net.Conn, error) {
 	if err != nil {
 		return nil, err
 	}
-	c, err := tls.DialWithDialer(&net.Dialer{Timeout: time.Minute}, "tcp", w.at, config)
+	c, err := tls.DialWithDialer(&net.Dialer{Timeout: time.Minute}, "tcp", w.addr, config)
 	if err != nil {
 		return nil, err
 	}
@@ -140,7 +140,7 @@ func TestManagerReachesAPeerWithInBandControl(t *testing.T) {
 	}
 	w.Set(nil) // the peer no longer agrees to in-band control
 	ends(t, c)
-	if c, err := net.Dial("tcp", w.at); err == nil {
+	if c, err := net.Dial("tcp", w.addr); err == nil {
 		c.Close()
 		t.Error("the port is still open")
 	}
@@ -207,7 +207,7 @@ func TestManagerPortRefusesClientsWithoutTheKey(t *testing.T) {
 		t.Error("another key was taken")
 	}
 	for _, text := range []string{"CONNECT b:6443 HTTP/1.1\r\nHost: b:6443\r\n\r\n", strings.Repeat("x", 10_000)} {
-		c, err := net.Dial("tcp", w.at)
+		c, err := net.Dial("tcp", w.addr)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -330,12 +330,12 @@ func TestPeerConnectionRateIsLimited(t *testing.T) {
 	w := newWorld(t)
 	w.Set(agreed)
 	taken := 0
-	for range 10 * AtOnce {
+	for range 10 * OpeningBurst {
 		ours, theirs := net.Pipe()
 		ours.Close()
 		w.Take(source, func() (net.Conn, error) { taken++; return theirs, nil }, func() { theirs.Close() })
 	}
-	if taken < AtOnce || taken > 2*AtOnce {
+	if taken < OpeningBurst || taken > 2*OpeningBurst {
 		t.Errorf("%d connections at once", taken)
 	}
 }
@@ -343,12 +343,12 @@ func TestPeerConnectionRateIsLimited(t *testing.T) {
 // far is a connection in the tunnel whose Close waits for the peer.
 type far struct {
 	net.Conn
-	gone chan struct{}
+	closed chan struct{}
 }
 
 func (f far) Close() error {
 	f.Conn.Close()
-	<-f.gone
+	<-f.closed
 	return nil
 }
 
@@ -367,7 +367,7 @@ func TestConnectionCountsUntilBothSidesAreClosed(t *testing.T) {
 		t.Error("does not count any more")
 	case <-time.After(100 * time.Millisecond):
 	}
-	close(f.gone)
+	close(f.closed)
 	<-done
 	if all, _ := w.Stats(); all[0].Theirs != 0 {
 		t.Errorf("counted %+v", all)
@@ -403,9 +403,9 @@ func TestTheManagerPortSurvivesAnAcceptError(t *testing.T) {
 }
 
 func TestOneAddressCannotBlockTheManagerPort(t *testing.T) {
-	var p places
+	var p pendingConns
 	a, b := netip.MustParseAddr("10.0.0.1"), netip.MustParseAddr("10.0.0.2")
-	for range asking {
+	for range maxPending {
 		p.take(a)
 	}
 	if !p.take(b) {

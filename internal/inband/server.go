@@ -23,10 +23,10 @@ const (
 	// Connections is the maximum number of connections of our manager to a peer, and of the
 	// peer's manager to us. A manager has one or two.
 	Connections = 16
-	// Openings and AtOnce limit how fast a peer opens connections, because each connection
+	// Openings and OpeningBurst limit how fast a peer opens connections, because each connection
 	// occupies a port of the gateway.
-	Openings = 2 // per second
-	AtOnce   = 16
+	Openings     = 2 // per second
+	OpeningBurst = 16
 	// Rate and Burst limit the octets in each direction.
 	Rate  = 4 << 20 // per second
 	Burst = 4 << 20
@@ -35,11 +35,11 @@ const (
 	// count towards Connections for up to this time.
 	Idle = 45 * time.Second
 
-	// asking is the maximum number of connections to ManagerPort that have not sent a valid
-	// request yet; askingEach is the maximum from one address. So nobody who can reach the port
+	// maxPending is the maximum number of connections to ManagerPort that have not sent a valid
+	// request yet; maxPendingEach is the maximum from one address. So nobody who can reach the port
 	// can keep the manager out.
-	asking     = 64
-	askingEach = 8
+	maxPending     = 64
+	maxPendingEach = 8
 	// listenAgain is the delay after an error of the listener.
 	listenAgain = 100 * time.Millisecond
 	// piece is the size of the copy buffer, in octets.
@@ -147,7 +147,7 @@ func (s *Server) Set(peers []Peer) {
 		p := before[want.ID]
 		if p == nil || p.Peer != want {
 			was := p
-			p = &peer{Peer: want, opening: rate.NewLimiter(Openings, AtOnce), warned: rate.Sometimes{Interval: time.Minute},
+			p = &peer{Peer: want, opening: rate.NewLimiter(Openings, OpeningBurst), warned: rate.Sometimes{Interval: time.Minute},
 				in: rate.NewLimiter(Rate, Burst), out: rate.NewLimiter(Rate, Burst)}
 			if was != nil && was.leavesAs(want) { // keep our manager's connections: it may be deleting its objects at the peer
 				p.ctx, p.cancel = was.ctx, was.cancel
@@ -190,7 +190,7 @@ func (s *Server) listen(wanted bool) {
 
 // accept handles managers until the listener is closed.
 func (s *Server) accept(l net.Listener) {
-	var places places
+	var pending pendingConns
 	for {
 		c, err := l.Accept()
 		if errors.Is(err, net.ErrClosed) {
@@ -201,10 +201,10 @@ func (s *Server) accept(l net.Listener) {
 			continue
 		}
 		var from netip.Addr
-		if at, ok := c.RemoteAddr().(*net.TCPAddr); ok {
-			from = at.AddrPort().Addr().Unmap()
+		if addr, ok := c.RemoteAddr().(*net.TCPAddr); ok {
+			from = addr.AddrPort().Addr().Unmap()
 		}
-		if !places.take(from) {
+		if !pending.take(from) {
 			s.refused.Add(1)
 			c.Close()
 			continue
@@ -212,7 +212,7 @@ func (s *Server) accept(l net.Listener) {
 		s.running.Go(func() {
 			defer c.Close()
 			ctx, id, secured, err := s.request(c)
-			places.free(from)
+			pending.free(from)
 			if err != nil {
 				s.refused.Add(1)
 				s.o.Log.Debug("in-band: a request was refused", "from", c.RemoteAddr().String(), "error", err)
@@ -223,17 +223,17 @@ func (s *Server) accept(l net.Listener) {
 	}
 }
 
-// places counts the connections that have not sent a valid request yet, by address.
-type places struct {
+// pendingConns counts the connections that have not sent a valid request yet, by address.
+type pendingConns struct {
 	mu   sync.Mutex
 	all  int
 	each map[netip.Addr]int
 }
 
-func (p *places) take(from netip.Addr) bool {
+func (p *pendingConns) take(from netip.Addr) bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	if p.all == asking || p.each[from] == askingEach {
+	if p.all == maxPending || p.each[from] == maxPendingEach {
 		return false
 	}
 	if p.each == nil {
@@ -244,7 +244,7 @@ func (p *places) take(from netip.Addr) bool {
 	return true
 }
 
-func (p *places) free(from netip.Addr) {
+func (p *pendingConns) free(from netip.Addr) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.all--

@@ -108,8 +108,8 @@ func needsOf(account, namespace string, rule rbacv1.PolicyRule) (all []need) {
 	return all
 }
 
-// requestsAtOnce is the maximum number of concurrent requests.
-const requestsAtOnce = 16
+// concurrentRequests is the maximum number of concurrent requests.
+const concurrentRequests = 16
 
 // rightsHop asks the API server whether the components have the rights that they need. lacking
 // lists the accounts that do not. hop is nil if the person has no right to ask.
@@ -119,22 +119,22 @@ func rightsHop(ctx context.Context, c *cluster.Cluster) (hop *health.Hop, lackin
 		return nil, nil, err
 	}
 	denied, errs := make([]bool, len(all)), make([]error, len(all))
-	ask := func(i int) {
+	review := func(i int) {
 		review := &authorizationv1.SubjectAccessReview{Spec: authorizationv1.SubjectAccessReviewSpec{
 			User:   fmt.Sprintf("system:serviceaccount:%s:%s", c.Namespace, all[i].account),
 			Groups: []string{"system:serviceaccounts", "system:serviceaccounts:" + c.Namespace, "system:authenticated"}, ResourceAttributes: &all[i].attributes}}
 		errs[i] = c.Client.Create(ctx, review)
 		denied[i] = errs[i] == nil && !review.Status.Allowed
 	}
-	if ask(0); kubeerr.Forbidden(errs[0]) {
+	if review(0); kubeerr.Forbidden(errs[0]) {
 		return nil, nil, nil
 	}
 	var group sync.WaitGroup
-	slots := make(chan struct{}, requestsAtOnce)
+	slots := make(chan struct{}, concurrentRequests)
 	for i := 1; i < len(all); i++ {
 		slots <- struct{}{}
 		group.Go(func() {
-			ask(i)
+			review(i)
 			<-slots
 		})
 	}
@@ -152,13 +152,13 @@ func rightsHop(ctx context.Context, c *cluster.Cluster) (hop *health.Hop, lackin
 	if len(missing) > 0 {
 		release, _ := install.HelmRelease(ctx, c) // ignore the error: `isthmus install` reports it
 		hop.State, hop.Reason = health.Broken, "RightsMissing"
-		hop.Text = fmt.Sprintf("%s; run %s, which repairs them", safetext.FirstFew(missing, "; "), giver(c, release))
+		hop.Text = fmt.Sprintf("%s; run %s, which repairs them", safetext.FirstFew(missing, "; "), repairCommand(c, release))
 	}
 	return hop, lacking, nil
 }
 
-// giver returns the command that grants the rights to the components.
-func giver(c *cluster.Cluster, release string) string {
+// repairCommand returns the command that grants the rights to the components.
+func repairCommand(c *cluster.Cluster, release string) string {
 	if release != "" {
 		return fmt.Sprintf("`helm upgrade %s` with this program's chart", safetext.Of(release))
 	}

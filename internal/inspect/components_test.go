@@ -9,10 +9,10 @@ import (
 
 func TestMissingRightsNameTheInstallCommand(t *testing.T) {
 	c := &cluster.Cluster{Context: "paris"}
-	if got := giver(c, ""); got != "`isthmus install --context paris`" {
+	if got := repairCommand(c, ""); got != "`isthmus install --context paris`" {
 		t.Errorf("without Helm: %s", got)
 	}
-	if got := giver(c, "mine"); !strings.HasPrefix(got, "`helm upgrade mine`") {
+	if got := repairCommand(c, "mine"); !strings.HasPrefix(got, "`helm upgrade mine`") {
 		t.Errorf("with Helm: %s", got)
 	}
 }
@@ -24,9 +24,9 @@ func TestCheckedRightsMatchTheManifests(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	asked := make(map[string]bool)
+	requested := make(map[string]bool)
 	for _, n := range all {
-		asked[n.String()] = true
+		requested[n.String()] = true
 	}
 	for _, want := range []string{
 		"isthmus-gateway is not allowed to patch pods in elsewhere", "isthmus-gateway is not allowed to watch tunnelendpoints.net.liqo.io",
@@ -34,11 +34,11 @@ func TestCheckedRightsMatchTheManifests(t *testing.T) {
 		"isthmus-gateway is not allowed to patch tunnelendpoints/status.net.liqo.io", "isthmus-route-agent is not allowed to list nodes",
 		"isthmus-manager is not allowed to get configmaps kubeadm-config in kube-system",
 	} {
-		if !asked[want] {
+		if !requested[want] {
 			t.Errorf("nobody asks whether %s", want)
 		}
 	}
-	for text := range asked {
+	for text := range requested {
 		if strings.Contains(text, "events") {
 			t.Errorf("a fault that is none: %s", text)
 		}

@@ -23,9 +23,9 @@ func Diagnose(ctx context.Context, local, remote *cluster.Cluster, name string) 
 		return nil, err
 	}
 	meant := func(p *isthmus.Peering) bool { return name == "" || called(p, name) }
-	var unasked error // error of querying the other side
+	var queryErr error // error of querying the other side
 	if remote != nil {
-		if unasked = remote.Identify(ctx); unasked != nil {
+		if queryErr = remote.Identify(ctx); queryErr != nil {
 			remote = nil
 		}
 	}
@@ -41,30 +41,30 @@ func Diagnose(ctx context.Context, local, remote *cluster.Cluster, name string) 
 	}
 	d := &health.Diagnosis{At: time.Now()}
 	if remote == nil {
-		if len(here.Peerings) == 0 && name != "" && unasked != nil { // name may be the name by which the other side calls itself
-			return nil, unasked
+		if len(here.Peerings) == 0 && name != "" && queryErr != nil { // name may be the name by which the other side calls itself
+			return nil, queryErr
 		}
 		if len(here.Peerings) == 0 && name != "" {
 			return nil, fmt.Errorf("%s: %w: no Peering and no peer is called %s; `isthmus status` shows the names", local, cluster.ErrNoPeering, safetext.Of(name))
 		}
 		d.Hops, d.NotAsked = here.AllHops(), here.NotAsked
-		if unasked == nil {
+		if queryErr == nil {
 			d.NotAsked = append(slices.Clone(d.NotAsked), "the other side; --remote-context checks it too")
 		}
 	} else {
 		if err := sameAs(here, name, remote); err != nil {
 			return nil, err
 		}
-		var there *health.Side
-		there, unasked = examine(ctx, remote, func(p *isthmus.Peering) bool { return p.Spec.Cluster.ClusterID == local.Identity.ClusterID })
-		if unasked == nil {
-			d.Hops, d.NotAsked = health.Between(here, there), slices.Concat(here.NotAsked, there.NotAsked)
+		var peer *health.Side
+		peer, queryErr = examine(ctx, remote, func(p *isthmus.Peering) bool { return p.Spec.Cluster.ClusterID == local.Identity.ClusterID })
+		if queryErr == nil {
+			d.Hops, d.NotAsked = health.Between(here, peer), slices.Concat(here.NotAsked, peer.NotAsked)
 		} else {
 			d.Hops, d.NotAsked = here.AllHops(), here.NotAsked
 		}
 	}
 	d.Broken = health.FirstBroken(d.Hops)
-	return d, unasked
+	return d, queryErr
 }
 
 // ErrOtherPeer is returned when the name and the access to the other cluster belong to two
@@ -128,8 +128,8 @@ func examine(ctx context.Context, c *cluster.Cluster, meant func(*isthmus.Peerin
 			continue
 		}
 		hops := health.PeeringHops(c.String(), p, e.Own)
-		if at, ok := identityExpiry(ctx, c, p); ok && hops[0].State == health.Works {
-			hops[0].Text += "; its token is valid until " + at.Format(time.RFC3339)
+		if expiry, ok := identityExpiry(ctx, c, p); ok && hops[0].State == health.Works {
+			hops[0].Text += "; its token is valid until " + expiry.Format(time.RFC3339)
 		}
 		if services {
 			hops = append(hops, servicesHop(c, p, counts))

@@ -58,10 +58,10 @@ func clusterHops(ctx context.Context, c *cluster.Cluster) (hops []health.Hop, ma
 	}
 	found.CheckGateway(&hops[1], gateway, now)
 	wanted := gatewaysWanted(ctx, c)
-	if wanted == 0 && health.NoneAtWork(&hops[1]) {
+	if wanted == 0 && health.NoneActive(&hops[1]) {
 		hops[1].Text, hops[1].Source = "no gateway is active, because its Deployment has 0 replicas; scale it: kubectl -n "+c.Namespace+" scale deployment -l app.kubernetes.io/name=gateway --replicas=2", "Deployments in "+c.Namespace
 	}
-	if text := found.NoStandby(gateway.Name, wanted); text != "" && !health.NoneAtWork(&hops[1]) {
+	if text := found.NoStandby(gateway.Name, wanted); text != "" && !health.NoneActive(&hops[1]) {
 		hops = append(hops, health.Hop{Cluster: c.String(), Name: health.HopStandby, State: health.Limited, Reason: health.ReasonNoStandby, Source: "Pods in " + c.Namespace, Text: text})
 	}
 	nodes, err := nodeHops(ctx, c, found)
@@ -103,7 +103,7 @@ func nodeHops(ctx context.Context, c *cluster.Cluster, found health.Components) 
 		return nil, c.Explain("DaemonSets in "+c.Namespace, err)
 	}
 	hops := health.AgentHops(c.String(), source, found, health.AgentsOf(nodes.Items, found, sets.Items))
-	if limited, is := kernelHop(ctx, c, nodes.Items); is {
+	if limited, found := kernelHop(ctx, c, nodes.Items); found {
 		hops = append(hops, limited)
 	}
 	return hops, nil
@@ -163,8 +163,8 @@ func identityExpiry(ctx context.Context, c *cluster.Cluster, p *isthmus.Peering)
 		return time.Time{}, false
 	}
 	for _, user := range config.AuthInfos {
-		if at, ok := tokenExpiry(user.Token); ok {
-			return at, true
+		if expiry, ok := tokenExpiry(user.Token); ok {
+			return expiry, true
 		}
 	}
 	return time.Time{}, false

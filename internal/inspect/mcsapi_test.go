@@ -33,7 +33,7 @@ type nameServer struct {
 	*cluster.Cluster
 	t        *testing.T
 	corefile string // the Corefile that kubeadm writes
-	said     clustertest.Lines
+	reported clustertest.Lines
 }
 
 func newNameServer(t *testing.T) *nameServer {
@@ -60,16 +60,16 @@ func newNameServer(t *testing.T) *nameServer {
 }
 
 func (n *nameServer) install(o install.Options) error {
-	n.said = nil
-	o.Identity, o.Report = v1alpha1.ClusterIdentity{ClusterName: "named"}, n.said.Report
+	n.reported = nil
+	o.Identity, o.Report = v1alpha1.ClusterIdentity{ClusterName: "named"}, n.reported.Report
 	o.Values = chart.Merge(clustertest.WithoutWorkloads, o.Values)
 	return install.Run(n.t.Context(), n.Cluster, o)
 }
 
 func (n *nameServer) uninstall() {
 	n.t.Helper()
-	n.said = nil
-	must(n.t, uninstall.Run(n.t.Context(), n.Cluster, uninstall.Options{Timeout: clustertest.Patient, Report: n.said.Report}))
+	n.reported = nil
+	must(n.t, uninstall.Run(n.t.Context(), n.Cluster, uninstall.Options{Timeout: clustertest.Patient, Report: n.reported.Report}))
 }
 
 // setCorefile writes another Corefile, as a person would.
@@ -91,7 +91,7 @@ func (n *nameServer) setImage(image string) {
 
 // wants fails the test unless the Corefile is text, and each object exists or not as there
 // states: the definition of exports, the definition of imports, the right of CoreDNS.
-func (n *nameServer) wants(what, text string, there ...bool) {
+func (n *nameServer) wants(what, text string, exist ...bool) {
 	n.t.Helper()
 	var m corev1.ConfigMap
 	must(n.t, n.Client.Get(n.t.Context(), client.ObjectKey{Namespace: metav1.NamespaceSystem, Name: "coredns"}, &m))
@@ -106,9 +106,9 @@ func (n *nameServer) wants(what, text string, there ...bool) {
 			u.SetGroupVersionKind(install.DefinitionKind)
 			o = u
 		}
-		for clustertest.Gone(n.t, n.Cluster, o, name) == there[i] || o.GetDeletionTimestamp() != nil {
-			if there[i] || time.Now().After(deadline) {
-				n.t.Fatalf("%s: %s is there: %v\n%+v\n%s", what, name, !there[i], o, strings.Join(n.said, "\n"))
+		for clustertest.Deleted(n.t, n.Cluster, o, name) == exist[i] || o.GetDeletionTimestamp() != nil {
+			if exist[i] || time.Now().After(deadline) {
+				n.t.Fatalf("%s: %s is there: %v\n%+v\n%s", what, name, !exist[i], o, strings.Join(n.reported, "\n"))
 			}
 			time.Sleep(50 * time.Millisecond)
 		}
@@ -132,8 +132,8 @@ func TestServiceNamesResolveUntilTheFeatureIsDisabled(t *testing.T) {
 	if h, _, err := namesHop(t.Context(), n.Cluster); err != nil || h.State != health.Broken || h.Reason != reasonNoZone || !strings.Contains(h.Text, "--configure-dns") {
 		t.Errorf("%+v, %v", h, err)
 	}
-	if !n.said.Has(corefile.Lines) || !strings.Contains(corefile.Lines, "disable denial") {
-		t.Errorf("it does not say what to add: %v", n.said)
+	if !n.reported.Has(corefile.Lines) || !strings.Contains(corefile.Lines, "disable denial") {
+		t.Errorf("it does not say what to add: %v", n.reported)
 	}
 	var binding rbacv1.ClusterRoleBinding
 	must(t, n.Client.Get(t.Context(), client.ObjectKey{Name: "isthmus-coredns"}, &binding))
@@ -142,8 +142,8 @@ func TestServiceNamesResolveUntilTheFeatureIsDisabled(t *testing.T) {
 	}
 	must(t, n.install(install.Options{ConfigureDNS: new(true)}))
 	n.wants("with --configure-dns", with, true, true, true)
-	if !n.said.Has("added to Corefile in ConfigMap kube-system/coredns; CoreDNS reads it within two minutes") {
-		t.Errorf("it says %v", n.said)
+	if !n.reported.Has("added to Corefile in ConfigMap kube-system/coredns; CoreDNS reads it within two minutes") {
+		t.Errorf("it says %v", n.reported)
 	}
 
 	if h, notAsked, err := namesHop(t.Context(), n.Cluster); err != nil || h.State != health.Works || !strings.Contains(notAsked, "none of its Pods is ready") {
@@ -154,7 +154,7 @@ func TestServiceNamesResolveUntilTheFeatureIsDisabled(t *testing.T) {
 	for _, o := range []install.Options{{}, {ConfigureDNS: new(true)}} {
 		must(t, n.install(o))
 		n.wants("the second time", with, true, true, true)
-		for _, line := range n.said {
+		for _, line := range n.reported {
 			if !strings.HasSuffix(line, " unchanged") && !strings.Contains(line, "as before; --without-workloads") {
 				t.Errorf("the second time: %s", line)
 			}
@@ -178,8 +178,8 @@ func TestServiceNamesResolveUntilTheFeatureIsDisabled(t *testing.T) {
 	zone := strings.Replace(strings.ReplaceAll(with, " # added by isthmus install, with the zone", ""), "denial cluster.local clusterset.local", "denial cluster.local", 1)
 	n.setCorefile(zone)
 	must(t, n.install(install.Options{Values: servicesOn}))
-	if n.wants("by hand", zone, true, true, true); n.said.Has("CoreDNS does not answer") {
-		t.Errorf("it says %v", n.said)
+	if n.wants("by hand", zone, true, true, true); n.reported.Has("CoreDNS does not answer") {
+		t.Errorf("it says %v", n.reported)
 	}
 	must(t, n.install(install.Options{ConfigureDNS: new(true)}))
 	n.wants("cache", strings.Replace(zone, "denial cluster.local", "denial cluster.local clusterset.local # added by isthmus install, with the zone", 1), true, true, true)
@@ -197,8 +197,8 @@ func TestUninstallKeepsForeignObjects(t *testing.T) {
 	must(t, n.Client.Create(t.Context(), export))
 	n.uninstall()
 	n.wants("with an export", n.corefile, true, false, false)
-	if !n.said.Has("serviceexports.multicluster.x-k8s.io stays: there are ServiceExports that are not ours: default/shop") {
-		t.Errorf("it says %v", n.said)
+	if !n.reported.Has("serviceexports.multicluster.x-k8s.io stays: there are ServiceExports that are not ours: default/shop") {
+		t.Errorf("it says %v", n.reported)
 	}
 	must(t, n.Client.Delete(t.Context(), export))
 
@@ -220,8 +220,8 @@ func TestUninstallKeepsForeignObjects(t *testing.T) {
 	}
 	n.uninstall()
 	n.wants("with two imports", n.corefile, false, true, false)
-	if !n.said.Has("stays: there are ServiceImports that are not ours: default/theirs;") {
-		t.Errorf("it says %v", n.said)
+	if !n.reported.Has("stays: there are ServiceImports that are not ours: default/theirs;") {
+		t.Errorf("it says %v", n.reported)
 	}
 	if err := n.Client.Get(t.Context(), client.ObjectKeyFromObject(derived), derived); client.IgnoreNotFound(err) != nil || err == nil {
 		t.Errorf("the derived Service stays: %v", err)
@@ -237,8 +237,8 @@ func TestUninstallKeepsForeignObjects(t *testing.T) {
 	n.setCorefile(byHand)
 	n.uninstall()
 	n.wants("by hand", byHand, false, true, true)
-	if !n.said.Has("ClusterRoleBinding isthmus-coredns stays: the Corefile in ConfigMap kube-system/coredns has the option multicluster") {
-		t.Errorf("it says %v", n.said)
+	if !n.reported.Has("ClusterRoleBinding isthmus-coredns stays: the Corefile in ConfigMap kube-system/coredns has the option multicluster") {
+		t.Errorf("it says %v", n.reported)
 	}
 	n.setCorefile(n.corefile)
 	must(t, n.install(install.Options{Values: servicesOn}))
@@ -252,8 +252,8 @@ func TestUninstallKeepsForeignObjects(t *testing.T) {
 	must(t, n.Client.Apply(t.Context(), client.ApplyConfigurationFromUnstructured(definitions[1].DeepCopy()), client.FieldOwner("another"), client.ForceOwnership))
 	n.uninstall()
 	n.wants("applied by two", n.corefile, false, true, false)
-	if !n.said.Has("serviceimports.multicluster.x-k8s.io stays: another manages fields of it as well") {
-		t.Errorf("it says %v", n.said)
+	if !n.reported.Has("serviceimports.multicluster.x-k8s.io stays: another manages fields of it as well") {
+		t.Errorf("it says %v", n.reported)
 	}
 }
 
@@ -266,8 +266,8 @@ func TestForeignServiceDefinitionsAreKept(t *testing.T) {
 	theirs.SetLabels(nil)
 	must(t, n.Client.Create(t.Context(), theirs))
 	must(t, n.install(install.Options{Values: servicesOn}))
-	if !n.said.Has("serviceimports.multicluster.x-k8s.io already exists and stays unchanged") {
-		t.Errorf("it says %v", n.said)
+	if !n.reported.Has("serviceimports.multicluster.x-k8s.io already exists and stays unchanged") {
+		t.Errorf("it says %v", n.reported)
 	}
 	n.uninstall()
 	n.wants("uninstalled", n.corefile, false, true, false)
@@ -303,7 +303,7 @@ func TestConfigureDNSRefusesUnsafeCorefiles(t *testing.T) {
 		n.setImage(why.image)
 		n.setCorefile(why.text)
 		err := n.install(install.Options{Values: servicesOn, ConfigureDNS: new(true)})
-		if err == nil || !strings.Contains(err.Error(), why.want) || !strings.Contains(err.Error(), "nothing was changed") || !clustertest.Gone(t, n.Cluster, &corev1.Namespace{}, n.Namespace) {
+		if err == nil || !strings.Contains(err.Error(), why.want) || !strings.Contains(err.Error(), "nothing was changed") || !clustertest.Deleted(t, n.Cluster, &corev1.Namespace{}, n.Namespace) {
 			t.Errorf("%d: %v; want %q", i, err, why.want)
 		}
 		n.wants(fmt.Sprint(i), why.text, false, false, false)
@@ -312,8 +312,8 @@ func TestConfigureDNSRefusesUnsafeCorefiles(t *testing.T) {
 		}
 	}
 	must(t, n.install(install.Options{Values: servicesOn}))
-	if !n.said.Has("CoreDNS does not answer for clusterset.local: Corefile in ConfigMap kube-system/coredns: line 7: plugin kubernetes has no zones of its own") {
-		t.Errorf("it says %v", n.said)
+	if !n.reported.Has("CoreDNS does not answer for clusterset.local: Corefile in ConfigMap kube-system/coredns: line 7: plugin kubernetes has no zones of its own") {
+		t.Errorf("it says %v", n.reported)
 	}
 	n.wants("without --configure-dns", strange, true, true, true)
 
@@ -326,8 +326,8 @@ func TestConfigureDNSRefusesUnsafeCorefiles(t *testing.T) {
 		t.Errorf("%+v, %v", h, err)
 	}
 	must(t, n.install(install.Options{}))
-	if !n.said.Has("names in clusterset.local need CoreDNS 1.12.2 or later") {
-		t.Errorf("it says %v", n.said)
+	if !n.reported.Has("names in clusterset.local need CoreDNS 1.12.2 or later") {
+		t.Errorf("it says %v", n.reported)
 	}
 	n.uninstall()
 	n.wants("uninstalled", strange, false, false, false)

@@ -73,7 +73,7 @@ func TestADeletedNamespaceIsReportedWithTheRepair(t *testing.T) {
 	_, err := peering.Peer(t.Context(), p.A, p.B, peering.PeerOptions{Timeout: clustertest.Patient, Report: p.Report})
 	must(t, err)
 	must(t, p.A.Client.Delete(t.Context(), &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Namespace: p.A.Namespace, Name: "who"}}))
-	said := func() string {
+	report := func() string {
 		t.Helper()
 		_, err := Diagnose(t.Context(), clustertest.ConnectTo(t, cluster.Access{Kubeconfig: clustertest.Kubeconfigs.A, Namespace: p.A.Namespace}), nil, "")
 		if err == nil {
@@ -81,11 +81,11 @@ func TestADeletedNamespaceIsReportedWithTheRepair(t *testing.T) {
 		}
 		return err.Error()
 	}
-	clustertest.Contains(t, said(), "identity of the cluster: run `isthmus install --context a --cluster-name NAME` with the same choices as before, and its ", " Peerings work again. To remove Isthmus instead, run `isthmus uninstall --context a --image IMAGE`")
+	clustertest.Contains(t, report(), "identity of the cluster: run `isthmus install --context a --cluster-name NAME` with the same choices as before, and its ", " Peerings work again. To remove Isthmus instead, run `isthmus uninstall --context a --image IMAGE`")
 
 	kept := &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Namespace: p.A.Namespace, Name: "kept", Finalizers: []string{"test.isthmus.net/kept"}}}
 	must(t, p.A.Client.Create(t.Context(), kept))
 	must(t, p.A.Client.Delete(t.Context(), &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: p.A.Namespace}}))
-	clustertest.Contains(t, said(), "it is being deleted; once it is gone, run `isthmus install --context a")
+	clustertest.Contains(t, report(), "it is being deleted; once it is gone, run `isthmus install --context a")
 	must(t, p.A.Client.Patch(t.Context(), kept, client.RawPatch(types.MergePatchType, []byte(`{"metadata":{"finalizers":null}}`))))
 }

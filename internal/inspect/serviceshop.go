@@ -88,7 +88,7 @@ func namesHop(ctx context.Context, c *cluster.Cluster) (hop health.Hop, notAsked
 		return hop, fmt.Sprintf("%s: CoreDNS: %s", c, safetext.Of(err.Error())), nil
 	}
 	hop.Source = "Pod " + metav1.NamespaceSystem + "/" + safetext.Of(pod)
-	code, err := askDNS(ctx, c, pod, port)
+	code, err := queryDNS(ctx, c, pod, port)
 	switch {
 	case err != nil:
 		hop.Source = "the " + d.Where()
@@ -130,8 +130,8 @@ func dnsPod(ctx context.Context, c *cluster.Cluster) (name string, port uint16, 
 	return "", 0, errors.New("none of its Pods is ready")
 }
 
-// askDNS asks a CoreDNS for the SOA of the zone, over TCP through the API server.
-func askDNS(ctx context.Context, c *cluster.Cluster, pod string, port uint16) (dnsmessage.RCode, error) {
+// queryDNS asks a CoreDNS for the SOA of the zone, over TCP through the API server.
+func queryDNS(ctx context.Context, c *cluster.Cluster, pod string, port uint16) (dnsmessage.RCode, error) {
 	ctx, cancel := context.WithTimeout(ctx, cluster.RequestTimeout)
 	defer cancel()
 	conn, err := podport.Dial(ctx, c.Config, metav1.NamespaceSystem, pod, port)
@@ -140,12 +140,12 @@ func askDNS(ctx context.Context, c *cluster.Cluster, pod string, port uint16) (d
 	}
 	defer context.AfterFunc(ctx, func() { conn.Close() })() // the connection does not support deadlines
 	defer conn.Close()
-	return askSOA(conn, corefile.Zone)
+	return querySOA(conn, corefile.Zone)
 }
 
-// askSOA requests the SOA of a zone over TCP. By RFC 1035, section 4.2.2, the length precedes
+// querySOA requests the SOA of a zone over TCP. By RFC 1035, section 4.2.2, the length precedes
 // each message.
-func askSOA(conn net.Conn, zone string) (dnsmessage.RCode, error) {
+func querySOA(conn net.Conn, zone string) (dnsmessage.RCode, error) {
 	name, err := dnsmessage.NewName(zone + ".")
 	if err != nil {
 		return 0, err

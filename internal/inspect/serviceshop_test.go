@@ -50,7 +50,7 @@ func TestServiceCheckSendsAValidDNSQuery(t *testing.T) {
 			}
 			_, _ = theirs.Write(append(binary.BigEndian.AppendUint16(nil, uint16(len(packed))), packed...))
 		}()
-		code, err := askSOA(ours, "clusterset.local")
+		code, err := querySOA(ours, "clusterset.local")
 		if wrong := tc.other || tc.short; (err != nil) != wrong || code != tc.code {
 			t.Errorf("%+v: %v, %v", tc, code, err)
 		}
@@ -59,7 +59,7 @@ func TestServiceCheckSendsAValidDNSQuery(t *testing.T) {
 }
 
 func TestImportedServicesAreCountedWithRefusals(t *testing.T) {
-	of := func(observed int64, refused ...string) *isthmus.PeerServices {
+	peerServices := func(observed int64, refused ...string) *isthmus.PeerServices {
 		p := &isthmus.PeerServices{ObjectMeta: metav1.ObjectMeta{Generation: 2}, Spec: isthmus.PeerServicesSpec{Services: []isthmus.ExportedService{
 			{Namespace: "prod", Name: "shop"}, {Namespace: "prod", Name: "cart"}, {Namespace: "dev", Name: "shop"}}}}
 		p.Status.ObservedGeneration = observed
@@ -69,9 +69,9 @@ func TestImportedServicesAreCountedWithRefusals(t *testing.T) {
 		return p
 	}
 	var s ServiceCounts
-	s.add(of(2, "shop"))
-	s.add(of(2))
-	s.add(of(1, "cart"))
+	s.add(peerServices(2, "shop"))
+	s.add(peerServices(2))
+	s.add(peerServices(1, "cart"))
 	if s.Imported != 5 || s.Refused != 1 || s.Waiting != 3 || s.String() != "5 (1 refused)" {
 		t.Errorf("%+v", s)
 	}

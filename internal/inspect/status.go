@@ -109,7 +109,7 @@ func StatusOf(ctx context.Context, c *cluster.Cluster) (s Status, err error) {
 	for _, p := range pods.Items {
 		s.Gateways = append(s.Gateways, GatewayPod{Pod: p.Name, Node: p.Spec.NodeName, IP: p.Status.PodIP})
 	}
-	s.doubt()
+	s.markStale()
 	return s, nil
 }
 
@@ -117,7 +117,7 @@ func StatusOf(ctx context.Context, c *cluster.Cluster) (s Status, err error) {
 // if the gateway is not ours.
 func (s *Status) noGateway() string {
 	for i := range s.Hops {
-		if h := &s.Hops[i]; health.NoneAtWork(h) {
+		if h := &s.Hops[i]; health.NoneActive(h) {
 			return strings.TrimPrefix(h.Text, "no gateway is active: ")
 		}
 	}
@@ -127,9 +127,9 @@ func (s *Status) noGateway() string {
 	return ""
 }
 
-// doubt changes Peerings from Ready to Unknown while no component is active that would update
+// markStale changes Peerings from Ready to Unknown while no component is active that would update
 // them, because their status is then stale.
-func (s *Status) doubt() {
+func (s *Status) markStale() {
 	why, reason := "", isthmus.ReasonUnknown
 	if s.Manager.Name == "" && !s.Manager.Rolls {
 		why = "no manager is active, so this may be outdated: " + s.Manager.Problem
@@ -173,11 +173,11 @@ func rowOf(p *isthmus.Peering) Row {
 }
 
 // keyText returns the text about a key with its age.
-func keyText(key string, since *metav1.Time, at time.Time, lags bool) string {
+func keyText(key string, since *metav1.Time, now time.Time, lags bool) string {
 	if key == "" {
 		return ""
 	}
-	if key += " (" + ago(since, at) + ")"; lags {
+	if key += " (" + ago(since, now) + ")"; lags {
 		key += ", rotates"
 	}
 	return key
@@ -297,12 +297,12 @@ func printRow(w io.Writer, cells ...string) {
 func identitiesUntil(ctx context.Context, c *cluster.Cluster, peerings []isthmus.Peering) []*metav1.Time {
 	all := make([]*metav1.Time, len(peerings))
 	var group sync.WaitGroup
-	slots := make(chan struct{}, requestsAtOnce)
+	slots := make(chan struct{}, concurrentRequests)
 	for i := range peerings {
 		slots <- struct{}{}
 		group.Go(func() {
-			if at, ok := identityExpiry(ctx, c, &peerings[i]); ok {
-				all[i] = &metav1.Time{Time: at}
+			if expiry, ok := identityExpiry(ctx, c, &peerings[i]); ok {
+				all[i] = &metav1.Time{Time: expiry}
 			}
 			<-slots
 		})

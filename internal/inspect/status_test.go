@@ -130,7 +130,7 @@ c-4d5e6f, cluster c (C):
 	}
 	b.Reset()
 	s.Gateway = health.Holder{Problem: "Lease x/y has no holder"}
-	s.doubt()
+	s.markStale()
 	must(t, s.Print(&b, false))
 	clustertest.Contains(t, b.String(), "gateway none: Lease x/y has no holder", "b        unknown", "GatewaySilent", "no gateway is active")
 	if s.Ready() {

@@ -56,15 +56,15 @@ func NodeHop(ctx context.Context, c *cluster.Cluster, node string) (health.Hop, 
 	if err != nil {
 		return hop, err
 	}
-	way := []health.Hop{hop}
-	health.ExcuseByGateway(way, &gateway, now)
-	return way[0], nil
+	path := []health.Hop{hop}
+	health.ExcuseByGateway(path, &gateway, now)
+	return path[0], nil
 }
 
 // VacantHop returns a hop for an address that is in the PodCIDR of a node but belongs to no running
 // Pod. The second result reports whether this applies to addr. The hop states that nothing may
 // answer: the address may still be the node's own, for example that of its bridge.
-func VacantHop(ctx context.Context, c *cluster.Cluster, addr netip.Addr) (hop health.Hop, is bool, err error) {
+func VacantHop(ctx context.Context, c *cluster.Cluster, addr netip.Addr) (hop health.Hop, vacant bool, err error) {
 	var nodes corev1.NodeList
 	switch err := c.Client.List(ctx, &nodes); {
 	case kubeerr.Forbidden(err): // without this right, the address is treated as one of another machine
@@ -121,7 +121,7 @@ func TunnelHop(ctx context.Context, c *cluster.Cluster, peer string) (health.Hop
 
 // SeenFrom returns the address at which this cluster reaches a Pod of a peer, by the networks
 // on which both clusters agreed.
-func SeenFrom(ctx context.Context, c *cluster.Cluster, peer string, at netip.AddrPort) (netip.AddrPort, error) {
+func SeenFrom(ctx context.Context, c *cluster.Cluster, peer string, endpoint netip.AddrPort) (netip.AddrPort, error) {
 	var list isthmus.PeeringList
 	if err := c.Client.List(ctx, &list); err != nil {
 		return netip.AddrPort{}, c.Explain("Peerings", err)
@@ -133,10 +133,10 @@ func SeenFrom(ctx context.Context, c *cluster.Cluster, peer string, at netip.Add
 		if p.Spec.Cluster.ClusterID != peer || cmp.Or(err1, err2) != nil {
 			continue
 		}
-		if addr, ok := (natengine.Remap{From: own, To: seen}).Map(at.Addr()); ok {
-			return netip.AddrPortFrom(addr, at.Port()), nil
+		if addr, ok := (natengine.Remap{From: own, To: seen}).Map(endpoint.Addr()); ok {
+			return netip.AddrPortFrom(addr, endpoint.Port()), nil
 		}
-		return netip.AddrPort{}, fmt.Errorf("%s: %v is outside the peer's PodCIDR, %v", c, at.Addr(), own)
+		return netip.AddrPort{}, fmt.Errorf("%s: %v is outside the peer's PodCIDR, %v", c, endpoint.Addr(), own)
 	}
 	return netip.AddrPort{}, fmt.Errorf("%s: no networks are agreed with cluster %s yet", c, safetext.Of(peer))
 }

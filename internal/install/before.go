@@ -23,11 +23,11 @@ import (
 // This file has the checks and reads that precede all writes: the reasons to refuse an
 // installation, and the values of an installation that remembers none.
 
-// valuesOfOlder returns the values that an existing installation visibly uses but does not
+// olderValues returns the values that an existing installation visibly uses but does not
 // remember, because it is old or was made with kubectl. It returns nil if there is no
 // installation. With the defaults instead of these values, the address that peers use might
 // change.
-func valuesOfOlder(ctx context.Context, c *cluster.Cluster, o Options) (chart.Values, error) {
+func olderValues(ctx context.Context, c *cluster.Cluster, o Options) (chart.Values, error) {
 	var account corev1.ServiceAccount
 	key := client.ObjectKey{Namespace: c.Namespace, Name: deploy.ManagerServiceAccount}
 	if err := c.Client.Get(ctx, key, &account); err != nil {
@@ -121,9 +121,9 @@ func NotElsewhere(ctx context.Context, c *cluster.Cluster) error {
 	return nil
 }
 
-// inTheWay returns an error about an existing object that Install cannot replace, or beside
+// checkConflicts returns an error about an existing object that Install cannot replace, or beside
 // which Isthmus must not run.
-func inTheWay(ctx context.Context, c *cluster.Cluster, objects []*unstructured.Unstructured) error {
+func checkConflicts(ctx context.Context, c *cluster.Cluster, objects []*unstructured.Unstructured) error {
 	workloads := false
 	for _, u := range objects {
 		switch u.GetKind() {
@@ -137,9 +137,9 @@ func inTheWay(ctx context.Context, c *cluster.Cluster, objects []*unstructured.U
 				continue
 			}
 			want, _, _ := unstructured.NestedMap(u.Object, "spec", "selector")
-			if is, _, _ := unstructured.NestedMap(have.Object, "spec", "selector"); !reflect.DeepEqual(is, want) {
+			if selector, _, _ := unstructured.NestedMap(have.Object, "spec", "selector"); !reflect.DeepEqual(selector, want) {
 				return fmt.Errorf("%s: %s: the immutable spec.selector is %v instead of %v, so it is not ours; delete it first, or run the components yourself (--without-workloads)",
-					c, cluster.Describe(u), is, want)
+					c, cluster.Describe(u), selector, want)
 			}
 		case "Service":
 			if u.GetLabels()[v1alpha1.LabelGateway] == "" {
@@ -208,7 +208,7 @@ func keepLiqo(c *cluster.Cluster, chosen chart.Values) error {
 	if chart.Get(chosen, "crds", "liqo") == false || chart.Get(chosen, "crds", "install") == false {
 		return nil
 	}
-	if is, err := c.IsLiqo(); err != nil || !is {
+	if liqo, err := c.IsLiqo(); err != nil || !liqo {
 		return err
 	}
 	return fmt.Errorf("%s: %w: it has Liqo's kind %s and no Peerings, and the CRDs of Isthmus would replace Liqo's; nothing was changed. "+

@@ -22,30 +22,30 @@ import (
 // deleted.
 const annotationHurried = "isthmus.net/hurried"
 
-// hurriedAfter is how long Hurry waits for the API server before it changes a definition.
-const hurriedAfter = 3 * time.Second
+// hurryAfter is how long Hurry waits for the API server before it changes a definition.
+const hurryAfter = 3 * time.Second
 
 // Hurry changes a definition whose deletion takes long, so that the API server's controller
 // continues the deletion. The controller gives up if another writer interferes. It continues at
 // the next change, or else after five minutes (apiextensions-apiserver,
 // pkg/controller/finalizer; seen in Kubernetes 1.31.0).
 func Hurry(ctx context.Context, c *cluster.Cluster, going *unstructured.Unstructured) error {
-	if since := going.GetDeletionTimestamp(); since == nil || time.Since(since.Time) < hurriedAfter {
+	if since := going.GetDeletionTimestamp(); since == nil || time.Since(since.Time) < hurryAfter {
 		return nil
 	}
-	if last, err := time.Parse(time.RFC3339, going.GetAnnotations()[annotationHurried]); err == nil && time.Since(last) < hurriedAfter {
+	if last, err := time.Parse(time.RFC3339, going.GetAnnotations()[annotationHurried]); err == nil && time.Since(last) < hurryAfter {
 		return nil
 	}
 	patch := fmt.Appendf(nil, `{"metadata":{"annotations":{%q:%q}}}`, annotationHurried, time.Now().UTC().Format(time.RFC3339))
 	return c.Explain("change "+cluster.Describe(going), client.IgnoreNotFound(c.Client.Patch(ctx, going, client.RawPatch("application/merge-patch+json", patch))))
 }
 
-// untilNoneGoes waits until no definition in objects is being deleted. Applying a definition
+// untilNoneTerminates waits until no definition in objects is being deleted. Applying a definition
 // would not stop its deletion, nor the deletion of all objects of its kind. held are the
 // definitions that only our components can release, so waiting for them is useless before the
 // components run. held is empty unless installs is set, which means that the components will
 // run.
-func untilNoneGoes(ctx context.Context, c *cluster.Cluster, objects []*unstructured.Unstructured, installs bool) (held []*unstructured.Unstructured, err error) {
+func untilNoneTerminates(ctx context.Context, c *cluster.Cluster, objects []*unstructured.Unstructured, installs bool) (held []*unstructured.Unstructured, err error) {
 	for _, o := range objects {
 		if o.GetKind() != DefinitionKind.Kind {
 			continue
@@ -64,7 +64,7 @@ func untilNoneGoes(ctx context.Context, c *cluster.Cluster, objects []*unstructu
 				continue
 			}
 		}
-		if err := mustGo(ctx, c, o.GetName(), goes, "nothing was changed"); err != nil {
+		if err := waitTerminated(ctx, c, o.GetName(), deletionTimeout, "nothing was changed"); err != nil {
 			return nil, err
 		}
 	}
@@ -120,7 +120,7 @@ func defineAgain(ctx context.Context, c *cluster.Cluster, held []*unstructured.U
 	for i, u := range held {
 		group.Go(func() {
 			report("%s: %[2]s is being deleted; waiting until the manager has removed its objects, to create %[2]s again", c, cluster.Describe(u))
-			if errs[i] = mustGo(ctx, c, u.GetName(), max(goes, o.Wait), "everything else is applied"); errs[i] != nil {
+			if errs[i] = waitTerminated(ctx, c, u.GetName(), max(deletionTimeout, o.Wait), "everything else is applied"); errs[i] != nil {
 				return
 			}
 			var outcome cluster.Outcome
@@ -133,10 +133,10 @@ func defineAgain(ctx context.Context, c *cluster.Cluster, held []*unstructured.U
 	return errors.Join(errs...)
 }
 
-// mustGo waits until a definition is no longer being deleted, at most for patience. After that
-// it returns an error, in which state describes the installation.
-func mustGo(ctx context.Context, c *cluster.Cluster, name string, patience time.Duration, state string) error {
-	if _, err := untilGone(ctx, c, name, patience); err != nil {
+// waitTerminated waits until a definition is no longer being deleted, at most for patience. After
+// that it returns an error, in which state describes the installation.
+func waitTerminated(ctx context.Context, c *cluster.Cluster, name string, patience time.Duration, state string) error {
+	if _, err := untilDeleted(ctx, c, name, patience); err != nil {
 		return err
 	}
 	have, err := c.Get(ctx, DefinitionKind, "", name)
@@ -147,12 +147,12 @@ func mustGo(ctx context.Context, c *cluster.Cluster, name string, patience time.
 		c, cluster.Describe(have), have.GetDeletionTimestamp().UTC().Format(time.RFC3339), patience, have.GetName(), state)
 }
 
-// goes is the time that the deletion of a definition may take.
-const goes = time.Minute
+// deletionTimeout is the time that the deletion of a definition may take.
+const deletionTimeout = time.Minute
 
-// untilGone waits until a definition is no longer being deleted. gone is true if it does not
+// untilDeleted waits until a definition is no longer being deleted. deleted is true if it does not
 // exist.
-func untilGone(ctx context.Context, c *cluster.Cluster, name string, patience time.Duration) (gone bool, err error) {
+func untilDeleted(ctx context.Context, c *cluster.Cluster, name string, patience time.Duration) (deleted bool, err error) {
 	for deadline := time.Now().Add(patience); ; {
 		have, err := c.Get(ctx, DefinitionKind, "", name)
 		if err != nil || have == nil || have.GetDeletionTimestamp() == nil {

@@ -29,18 +29,18 @@ func TestStuckDefinitionIsChangedUntilItIsDeleted(t *testing.T) {
 	}}
 	u.SetGroupVersionKind(DefinitionKind)
 	must(t, c.Client.Create(t.Context(), u))
-	if gone, err := untilGone(t.Context(), c, u.GetName(), goes); err != nil || gone {
-		t.Fatalf("gone before it is deleted: %v, %v", gone, err)
+	if deleted, err := untilDeleted(t.Context(), c, u.GetName(), deletionTimeout); err != nil || deleted {
+		t.Fatalf("gone before it is deleted: %v, %v", deleted, err)
 	}
 	must(t, c.Client.Delete(t.Context(), u))
 	type end struct {
-		gone bool
-		err  error
+		deleted bool
+		err     error
 	}
 	ended := make(chan end, 1)
 	go func() {
-		gone, err := untilGone(t.Context(), c, u.GetName(), goes)
-		ended <- end{gone, err}
+		deleted, err := untilDeleted(t.Context(), c, u.GetName(), deletionTimeout)
+		ended <- end{deleted, err}
 	}()
 	for deadline := time.Now().Add(clustertest.Patient); u.GetAnnotations()[annotationHurried] == ""; time.Sleep(50 * time.Millisecond) {
 		if must(t, c.Client.Get(t.Context(), client.ObjectKeyFromObject(u), u)); time.Now().After(deadline) {
@@ -53,7 +53,7 @@ func TestStuckDefinitionIsChangedUntilItIsDeleted(t *testing.T) {
 		}
 	}
 	must(t, c.Client.Patch(t.Context(), u, client.RawPatch("application/merge-patch+json", []byte(`{"metadata":{"finalizers":null}}`))))
-	if e := <-ended; !e.gone || e.err != nil {
+	if e := <-ended; !e.deleted || e.err != nil {
 		t.Errorf("%+v", e)
 	}
 }
@@ -118,7 +118,7 @@ func TestInstallWaitsForDeletedDefinitions(t *testing.T) {
 	another.SetName("default")
 	objects := []*unstructured.Unstructured{another, u.DeepCopy()}
 	wait := func() error {
-		_, err := untilNoneGoes(t.Context(), c, objects, true)
+		_, err := untilNoneTerminates(t.Context(), c, objects, true)
 		return err
 	}
 	must(t, wait()) // the definition does not exist
@@ -144,8 +144,8 @@ func TestInstallWaitsForDeletedDefinitions(t *testing.T) {
 func TestAnInstallationDoesNotWaitForFinalizersOfItsOwnManager(t *testing.T) {
 	t.Parallel()
 	c, _ := clustertest.NewCluster(t, "held")
-	var said clustertest.Lines
-	options := Options{Identity: v1alpha1.ClusterIdentity{ClusterName: "held"}, Values: chart.Merge(clustertest.NodePortService(5871, 1), clustertest.WithoutWorkloads), Report: said.Report}
+	var reported clustertest.Lines
+	options := Options{Identity: v1alpha1.ClusterIdentity{ClusterName: "held"}, Values: chart.Merge(clustertest.NodePortService(5871, 1), clustertest.WithoutWorkloads), Report: reported.Report}
 	must(t, Run(t.Context(), c, options))
 	peering := &isthmus.Peering{
 		ObjectMeta: metav1.ObjectMeta{Name: "peer", Finalizers: []string{isthmus.FinalizerPeering, "test.isthmus.net/late"}},
@@ -160,9 +160,9 @@ func TestAnInstallationDoesNotWaitForFinalizersOfItsOwnManager(t *testing.T) {
 		t.Helper()
 		have, err := c.Get(t.Context(), DefinitionKind, "", definition.GetName())
 		must(t, err)
-		is, err := heldByUs(t.Context(), c, have)
+		ours, err := heldByUs(t.Context(), c, have)
 		must(t, err)
-		return is
+		return ours
 	}
 	if held() {
 		t.Error("it is not being deleted")
@@ -204,7 +204,7 @@ func TestAnInstallationDoesNotWaitForFinalizersOfItsOwnManager(t *testing.T) {
 	if definition.GetDeletionTimestamp() != nil || !servesKind(t.Context(), c, definition) {
 		t.Errorf("%v", definition.Object["metadata"])
 	}
-	if !said.Has("CustomResourceDefinition peerings.isthmus.net created") {
-		t.Error(said)
+	if !reported.Has("CustomResourceDefinition peerings.isthmus.net created") {
+		t.Error(reported)
 	}
 }

@@ -34,15 +34,15 @@ func detect(ctx context.Context, c *cluster.Cluster, chosen chart.Values, o Opti
 	if err != nil {
 		return nil, err
 	}
-	ofNodes := nodeNetworks(nodes.Items)
+	nodeCIDRs := nodeNetworks(nodes.Items)
 	six = six || anyIPv6(nodes.Items)
-	if six && len(pods) == 0 && len(ofNodes) == 0 {
+	if six && len(pods) == 0 && len(nodeCIDRs) == 0 {
 		return nil, fmt.Errorf("%s: its pods have only IPv6 addresses, but Isthmus joins pods by IPv4; nothing was changed", c)
 	}
 	found := chart.Values{}
-	said, _ := chart.Get(chosen, "networks", "podCIDR").(string)
+	configured, _ := chart.Get(chosen, "networks", "podCIDR").(string)
 	switch chosenNow := chart.Get(o.Values, "networks", "podCIDR"); {
-	case said == "":
+	case configured == "":
 		p, source, err := podCIDR(ctx, c, nodes.Items, pods)
 		if err != nil {
 			return nil, err
@@ -50,7 +50,7 @@ func detect(ctx context.Context, c *cluster.Cluster, chosen chart.Values, o Opti
 		o.Report(fmt.Sprintf("%s: PodCIDR %v, from %s", c, p, source))
 		chart.Set(found, p.String(), "networks", "podCIDR")
 	case chosenNow != nil && !o.Force:
-		if wrong := nothingIn(said, ofNodes, pods); wrong != "" {
+		if wrong := nothingIn(configured, nodeCIDRs, pods); wrong != "" {
 			return nil, fmt.Errorf("%s: %s; correct --pod-cidr, or use it anyway with --force", c, wrong)
 		}
 	}
@@ -141,13 +141,13 @@ func anyIPv6(nodes []corev1.Node) bool {
 // nothingIn returns a warning if the nodes have podCIDRs, none of them overlaps podCIDR, and no
 // Pod has an address in it. Otherwise it returns "". It requires a Pod outside as well because
 // a CNI that allocates addresses by itself does not use the podCIDRs of nodes.
-func nothingIn(podCIDR string, ofNodes []netip.Prefix, pods []address) string {
+func nothingIn(podCIDR string, nodeCIDRs []netip.Prefix, pods []address) string {
 	p, err := netip.ParsePrefix(podCIDR)
-	if err != nil || len(ofNodes) == 0 || slices.ContainsFunc(ofNodes, p.Overlaps) ||
+	if err != nil || len(nodeCIDRs) == 0 || slices.ContainsFunc(nodeCIDRs, p.Overlaps) ||
 		slices.ContainsFunc(pods, func(a address) bool { return p.Contains(a.addr) }) {
 		return ""
 	}
-	return fmt.Sprintf("PodCIDR %v: no Pod has an address in it, and every node's podCIDR lies outside, such as %v", p, ofNodes[0])
+	return fmt.Sprintf("PodCIDR %v: no Pod has an address in it, and every node's podCIDR lies outside, such as %v", p, nodeCIDRs[0])
 }
 
 // schedulable returns the number of nodes that accept Pods without tolerations.
@@ -167,7 +167,7 @@ func schedulable(nodes []corev1.Node) (n int) {
 // Kubernetes 1.33), serviceNetwork returns the network from another source, or an error if no
 // source has it.
 func serviceNetwork(ctx context.Context, c *cluster.Cluster, chosen chart.Values, nodes []corev1.Node, report func(string)) (network string, err error) {
-	if said, _ := chart.Get(chosen, "networks", "serviceCIDR").(string); said != "" {
+	if configured, _ := chart.Get(chosen, "networks", "serviceCIDR").(string); configured != "" {
 		return "", nil
 	}
 	var cidr networkingv1.ServiceCIDR
@@ -202,20 +202,20 @@ func servicesElsewhere(ctx context.Context, c *cluster.Cluster, nodes []corev1.N
 			ServiceSubnet string `json:"serviceSubnet"`
 		} `json:"networking"`
 	}
-	ofKubeadm, err := read(text, err, &cluster, func() string { return cluster.Networking.ServiceSubnet })
+	fromKubeadm, err := read(text, err, &cluster, func() string { return cluster.Networking.ServiceSubnet })
 	if err != nil {
 		return "", "", err
 	}
-	ofServers, err := componentFlag(ctx, c, "kube-apiserver", "service-cluster-ip-range")
+	fromServers, err := componentFlag(ctx, c, "kube-apiserver", "service-cluster-ip-range")
 	if err != nil {
 		return "", "", err
 	}
 	for _, one := range []struct{ source, text string }{
-		{"ConfigMap kube-system/kubeadm-config (networking.serviceSubnet)", ofKubeadm},
-		{"flags of the API server (--service-cluster-ip-range)", ofServers},
+		{"ConfigMap kube-system/kubeadm-config (networking.serviceSubnet)", fromKubeadm},
+		{"flags of the API server (--service-cluster-ip-range)", fromServers},
 		{"k3s (its nodes' arguments, or its default)", k3s(nodes, "--service-cidr", "10.43.0.0/16")},
 	} {
-		if p, ok := around(ofIPv4(one.text)); ok {
+		if p, ok := around(ipv4Networks(one.text)); ok {
 			return p.String(), one.source, nil
 		}
 	}

@@ -52,13 +52,13 @@ func TestClusterIdentityNeverChanges(t *testing.T) {
 func TestInstallIsIdempotentAndKeepsTheIdentity(t *testing.T) {
 	t.Parallel()
 	c := clustertest.ConnectTo(t, cluster.Access{Kubeconfig: clustertest.Kubeconfigs.A})
-	var said []string
-	o := Options{Report: func(line string) { said = append(said, line) }}
+	var reported []string
+	o := Options{Report: func(line string) { reported = append(reported, line) }}
 	must(t, Run(t.Context(), c, o))
-	if len(said) == 0 || !strings.Contains(said[0], "without the components, as before") {
-		t.Errorf("that it was without workloads is not remembered, or not said:\n%s", strings.Join(said, "\n"))
+	if len(reported) == 0 || !strings.Contains(reported[0], "without the components, as before") {
+		t.Errorf("that it was without workloads is not remembered, or not said:\n%s", strings.Join(reported, "\n"))
 	}
-	for _, line := range said[min(1, len(said)):] {
+	for _, line := range reported[min(1, len(reported)):] {
 		if !strings.HasSuffix(line, " unchanged") {
 			t.Error(line)
 		}
@@ -66,10 +66,10 @@ func TestInstallIsIdempotentAndKeepsTheIdentity(t *testing.T) {
 	if c.Identity.ClusterName != "a" || c.Identity.ClusterID != c.UID {
 		t.Errorf("it is %v", c.Identity)
 	}
-	said = nil
+	reported = nil
 	o.Identity.ClusterID = "another"
-	if err := Run(t.Context(), c, o); err == nil || !strings.Contains(err.Error(), "already") || said != nil {
-		t.Errorf("%v, %v", err, said)
+	if err := Run(t.Context(), c, o); err == nil || !strings.Contains(err.Error(), "already") || reported != nil {
+		t.Errorf("%v, %v", err, reported)
 	}
 }
 

@@ -117,14 +117,14 @@ func Run(ctx context.Context, c *cluster.Cluster, o Options) error {
 	if err != nil {
 		return fmt.Errorf("%s: %w", c, err)
 	}
-	if err := inTheWay(ctx, c, objects); err != nil {
+	if err := checkConflicts(ctx, c, objects); err != nil {
 		return err
 	}
 	services, err := planServices(ctx, c, chosen, o)
 	if err != nil {
 		return err
 	}
-	held, err := untilNoneGoes(ctx, c, append(services.applied(), objects...), withWorkloads(chosen))
+	held, err := untilNoneTerminates(ctx, c, append(services.applied(), objects...), withWorkloads(chosen))
 	if err != nil {
 		return err
 	}
@@ -285,7 +285,7 @@ func valuesBefore(ctx context.Context, c *cluster.Cluster, o Options) (before ch
 	if before, err = Remembered(ctx, c); err != nil || before != nil {
 		return before, true, err
 	}
-	before, err = valuesOfOlder(ctx, c, o)
+	before, err = olderValues(ctx, c, o)
 	return before, false, err
 }
 
@@ -306,7 +306,7 @@ func Remembered(ctx context.Context, c *cluster.Cluster) (chart.Values, error) {
 	}
 	// An earlier version used this name for the number of nodes that an upgrade works on at
 	// once.
-	if agents, is := values["routeAgent"].(chart.Values); is {
+	if agents, ok := values["routeAgent"].(chart.Values); ok {
 		if most, was := agents["maxUnavailable"]; was {
 			agents["maxSurge"] = cmp.Or(agents["maxSurge"], most)
 			delete(agents, "maxUnavailable")
@@ -374,8 +374,8 @@ func applyManifest(ctx context.Context, c *cluster.Cluster, u *unstructured.Unst
 	if err != nil {
 		return "", fmt.Errorf("%s: annotation %s: %w", cluster.Describe(u), annotationSchema, err)
 	}
-	if there, err := strconv.Atoi(have.GetAnnotations()[annotationSchema]); err == nil && there > ours {
-		return cluster.Outcome(fmt.Sprintf("belongs to a newer release (schema %d, not %d) and stays unchanged", there, ours)), nil
+	if schema, err := strconv.Atoi(have.GetAnnotations()[annotationSchema]); err == nil && schema > ours {
+		return cluster.Outcome(fmt.Sprintf("belongs to a newer release (schema %d, not %d) and stays unchanged", schema, ours)), nil
 	}
 	return c.Apply(ctx, u)
 }
@@ -447,7 +447,7 @@ func served(crd *unstructured.Unstructured) (lists []schema.GroupVersionKind) {
 	versions, _, _ := unstructured.NestedSlice(crd.Object, "spec", "versions")
 	for _, v := range versions {
 		version, _ := v.(map[string]any)
-		if is, _ := version["served"].(bool); is {
+		if served, _ := version["served"].(bool); served {
 			name, _ := version["name"].(string)
 			lists = append(lists, schema.GroupVersionKind{Group: group, Version: name, Kind: kind + "List"})
 		}

@@ -59,7 +59,7 @@ func TestInstallingTwiceChangesNothing(t *testing.T) {
 		}
 	}
 	c = clustertest.ConnectTo(t, cluster.Access{Kubeconfig: kubeconfig, Namespace: "twice"}) // a client reads the list of kinds only once
-	if err := Run(t.Context(), c, options); !errors.Is(err, cluster.ErrLiqo) || !strings.Contains(err.Error(), "--set crds.liqo=false") || !clustertest.Gone(t, c, &corev1.Namespace{}, "twice") {
+	if err := Run(t.Context(), c, options); !errors.Is(err, cluster.ErrLiqo) || !strings.Contains(err.Error(), "--set crds.liqo=false") || !clustertest.Deleted(t, c, &corev1.Namespace{}, "twice") {
 		t.Errorf("over a Liqo: %v", err)
 	}
 	for _, key := range []string{"install", "liqo"} {
@@ -150,11 +150,11 @@ func TestInstallingTwiceChangesNothing(t *testing.T) {
 	}
 
 	// A second installation would remove the rights of this one.
-	said := clustertest.Lines{}
+	reported := clustertest.Lines{}
 	other := clustertest.ConnectTo(t, cluster.Access{Kubeconfig: kubeconfig, Namespace: "elsewhere"})
-	err = Run(t.Context(), other, Options{Identity: v1alpha1.ClusterIdentity{ClusterName: "x"}, Values: clustertest.WithoutWorkloads, Report: said.Report})
-	if err == nil || !strings.Contains(err.Error(), "already installed in namespace twice") || len(said) > 0 {
-		t.Errorf("in another namespace: %v\n%s", err, strings.Join(said, "\n"))
+	err = Run(t.Context(), other, Options{Identity: v1alpha1.ClusterIdentity{ClusterName: "x"}, Values: clustertest.WithoutWorkloads, Report: reported.Report})
+	if err == nil || !strings.Contains(err.Error(), "already installed in namespace twice") || len(reported) > 0 {
+		t.Errorf("in another namespace: %v\n%s", err, strings.Join(reported, "\n"))
 	}
 
 	// If an installation does not remember its values, a new run still finds them.
@@ -170,14 +170,14 @@ func TestInstallingTwiceChangesNothing(t *testing.T) {
 	}
 	install := func(values chart.Values) error {
 		t.Helper()
-		said = nil
-		return Run(t.Context(), c, Options{Version: "v2", Values: values, Report: said.Report})
+		reported = nil
+		return Run(t.Context(), c, Options{Version: "v2", Values: values, Report: reported.Report})
 	}
 	before := service()
 	forget()
 	must(t, install(clustertest.WithServiceNetwork(t, c, chart.Values{"networks": chart.Values{"podCIDR": "10.9.0.0/16"}})))
-	if after := service(); !clustertest.SameJSON(before.Spec, after.Spec) || !said.Has("stays LoadBalancer with 4 UDP ports from 7000 up") {
-		t.Errorf("the Service was\n%+v\nand is\n%+v\n%s", before.Spec, after.Spec, strings.Join(said, "\n"))
+	if after := service(); !clustertest.SameJSON(before.Spec, after.Spec) || !reported.Has("stays LoadBalancer with 4 UDP ports from 7000 up") {
+		t.Errorf("the Service was\n%+v\nand is\n%+v\n%s", before.Spec, after.Spec, strings.Join(reported, "\n"))
 	}
 	must(t, c.Client.Get(t.Context(), client.ObjectKeyFromObject(&gateway), &gateway))
 	if args := gateway.Spec.Template.Spec.Containers[0].Args; *gateway.Spec.Replicas != 3 || !slices.Contains(args, "--port=7000") || !slices.Contains(args, "--tunnels=4") {
@@ -187,8 +187,8 @@ func TestInstallingTwiceChangesNothing(t *testing.T) {
 	// Objects in the way are reported before anything is written.
 	refused := func(want string) {
 		t.Helper()
-		if err := install(nil); err == nil || !strings.Contains(err.Error(), want) || said.Has("changed") || said.Has("created") {
-			t.Errorf("%v; want %s\n%s", err, want, strings.Join(said, "\n"))
+		if err := install(nil); err == nil || !strings.Contains(err.Error(), want) || reported.Has("changed") || reported.Has("created") {
+			t.Errorf("%v; want %s\n%s", err, want, strings.Join(reported, "\n"))
 		}
 	}
 	labelled := service().DeepCopy()
@@ -216,8 +216,8 @@ func TestInstallingTwiceChangesNothing(t *testing.T) {
 	forget()
 	for range 2 {
 		must(t, install(nil))
-		if said.Has("Deployment") || said.Has("DaemonSet") || !said.Has("without the components, as before") || !said.Has("Service twice/isthmus-gateway unchanged") {
-			t.Errorf("it was without components:\n%s", strings.Join(said, "\n"))
+		if reported.Has("Deployment") || reported.Has("DaemonSet") || !reported.Has("without the components, as before") || !reported.Has("Service twice/isthmus-gateway unchanged") {
+			t.Errorf("it was without components:\n%s", strings.Join(reported, "\n"))
 		}
 	}
 }
@@ -287,18 +287,18 @@ func TestAnOlderProgramDoesNotReplaceNewerDefinitions(t *testing.T) {
 		must(t, c.Client.Patch(t.Context(), crd, client.RawPatch(types.MergePatchType, patch)))
 	}
 	for _, tc := range []struct {
-		there string
-		want  string
+		existing string
+		want     string
 	}{
 		{`"999999"`, "peerings.isthmus.net belongs to a newer release (schema 999999, not "},
 		{`"0"`, "peerings.isthmus.net changed"},
 		{`null`, "peerings.isthmus.net changed"}, // a definition from before definitions had a number
 	} {
-		annotate(tc.there)
-		var said clustertest.Lines
-		must(t, Run(t.Context(), c, Options{Report: said.Report}))
-		if !said.Has(tc.want) {
-			t.Errorf("schema %s: no %q in\n%s", tc.there, tc.want, strings.Join(said, "\n"))
+		annotate(tc.existing)
+		var reported clustertest.Lines
+		must(t, Run(t.Context(), c, Options{Report: reported.Report}))
+		if !reported.Has(tc.want) {
+			t.Errorf("schema %s: no %q in\n%s", tc.existing, tc.want, strings.Join(reported, "\n"))
 		}
 	}
 }
@@ -311,15 +311,15 @@ func TestInstallRemovesDisabledParts(t *testing.T) {
 		"metrics": chart.Values{"enabled": true, "dashboard": chart.Values{"enabled": true}},
 	}}
 	options.Values = clustertest.WithServiceNetwork(t, c, options.Values)
-	var said clustertest.Lines
-	options.Report = func(line string) { said.Report(line) }
+	var reported clustertest.Lines
+	options.Report = func(line string) { reported.Report(line) }
 	install := func(port float64) string {
 		t.Helper()
-		said = nil
+		reported = nil
 		options.Values = chart.Merge(options.Values, chart.Values{"ipam": chart.Values{"port": port}})
 		must(t, Run(t.Context(), c, options))
 		var deleted []string
-		for _, line := range said {
+		for _, line := range reported {
 			if strings.HasSuffix(line, " deleted") {
 				deleted = append(deleted, strings.TrimSuffix(strings.TrimPrefix(line, c.String()+": "), " deleted"))
 			}
@@ -367,7 +367,7 @@ func TestInstallRemovesDisabledParts(t *testing.T) {
 	if did := install(0); did != "" {
 		t.Errorf("without the right to get NetworkPolicies it deletes %s", did)
 	}
-	if last := said[len(said)-1]; !strings.Contains(last, "you are not allowed to get") || !strings.Contains(last, "NetworkPolicy twice/isthmus-ipam") {
+	if last := reported[len(reported)-1]; !strings.Contains(last, "you are not allowed to get") || !strings.Contains(last, "NetworkPolicy twice/isthmus-ipam") {
 		t.Errorf("without the right to get NetworkPolicies it says last: %s", last)
 	}
 }
@@ -425,10 +425,10 @@ func TestInstallRefusesToChangeAHelmRelease(t *testing.T) {
 	must(t, c.Client.Create(t.Context(), &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: c.Namespace}}))
 	must(t, c.Client.Create(t.Context(), &corev1.ServiceAccount{ObjectMeta: metav1.ObjectMeta{
 		Namespace: c.Namespace, Name: "isthmus-manager", Annotations: map[string]string{"meta.helm.sh/release-name": "mine"}}}))
-	var said clustertest.Lines
-	err := Run(t.Context(), c, Options{Identity: v1alpha1.ClusterIdentity{ClusterName: "h"}, Report: said.Report})
-	if err == nil || !strings.Contains(err.Error(), "`helm upgrade mine`") || len(said) > 0 {
-		t.Errorf("%v; said %v", err, said)
+	var reported clustertest.Lines
+	err := Run(t.Context(), c, Options{Identity: v1alpha1.ClusterIdentity{ClusterName: "h"}, Report: reported.Report})
+	if err == nil || !strings.Contains(err.Error(), "`helm upgrade mine`") || len(reported) > 0 {
+		t.Errorf("%v; said %v", err, reported)
 	}
 }
 
@@ -497,8 +497,8 @@ func TestPodCIDRIsReadFromTheCluster(t *testing.T) {
 // work, or cannot work with the chosen values.
 func refusesBeforeItWrites(t *testing.T, c *cluster.Cluster, o Options) {
 	t.Helper()
-	var said clustertest.Lines
-	o.Report = said.Report
+	var reported clustertest.Lines
+	o.Report = reported.Report
 	for _, tc := range []struct {
 		networks []string
 		want     string
@@ -508,13 +508,13 @@ func refusesBeforeItWrites(t *testing.T, c *cluster.Cluster, o Options) {
 	} {
 		node := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "n1"}, Spec: corev1.NodeSpec{PodCIDR: tc.networks[0], PodCIDRs: tc.networks}}
 		must(t, c.Client.Create(t.Context(), node))
-		if err := Run(t.Context(), c, o); err == nil || !strings.Contains(err.Error(), tc.want) || !clustertest.Gone(t, c, &corev1.Namespace{}, c.Namespace) {
+		if err := Run(t.Context(), c, o); err == nil || !strings.Contains(err.Error(), tc.want) || !clustertest.Deleted(t, c, &corev1.Namespace{}, c.Namespace) {
 			t.Errorf("%v: %v", tc.networks, err)
 		}
 		if len(tc.networks) > 1 {
 			o.Force = true
-			if _, err := detect(t.Context(), c, o.Values, o); err != nil || !said.Has("only IPv4 is joined") {
-				t.Errorf("forced: %v; said %v", err, said)
+			if _, err := detect(t.Context(), c, o.Values, o); err != nil || !reported.Has("only IPv4 is joined") {
+				t.Errorf("forced: %v; said %v", err, reported)
 			}
 		}
 		must(t, c.Client.Delete(t.Context(), node))
@@ -523,21 +523,21 @@ func refusesBeforeItWrites(t *testing.T, c *cluster.Cluster, o Options) {
 	// Without the kind ServiceCIDR, the network of the Services must come from another source.
 	old := *c
 	old.Client = withoutServiceCIDRs{c.Client}
-	if _, err := serviceNetwork(t.Context(), &old, nil, nil, said.Report); err == nil || !strings.Contains(err.Error(), "want --set networks.serviceCIDR=NETWORK") {
+	if _, err := serviceNetwork(t.Context(), &old, nil, nil, reported.Report); err == nil || !strings.Contains(err.Error(), "want --set networks.serviceCIDR=NETWORK") {
 		t.Errorf("without any: %v", err)
 	}
 	kubeadm := &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Namespace: metav1.NamespaceSystem, Name: "kubeadm-config"},
 		Data: map[string]string{"ClusterConfiguration": "networking: {serviceSubnet: 'fd00:2::/112,10.97.0.0/16'}"}}
 	must(t, c.Client.Create(t.Context(), kubeadm))
-	if p, err := serviceNetwork(t.Context(), &old, nil, nil, said.Report); err != nil || p != "10.97.0.0/16" {
+	if p, err := serviceNetwork(t.Context(), &old, nil, nil, reported.Report); err != nil || p != "10.97.0.0/16" {
 		t.Errorf("of kubeadm: %q, %v", p, err)
 	}
 	must(t, c.Client.Delete(t.Context(), kubeadm))
 	nodes := []corev1.Node{{ObjectMeta: metav1.ObjectMeta{Annotations: map[string]string{"k3s.io/node-args": `["server"]`}}}}
-	if p, err := serviceNetwork(t.Context(), &old, nil, nodes, said.Report); err != nil || p != "10.43.0.0/16" {
+	if p, err := serviceNetwork(t.Context(), &old, nil, nodes, reported.Report); err != nil || p != "10.43.0.0/16" {
 		t.Errorf("of k3s: %q, %v", p, err)
 	}
-	if p, err := serviceNetwork(t.Context(), c, nil, nodes, said.Report); clustertest.ServesServiceCIDRs(t, c) && (err != nil || p != "") {
+	if p, err := serviceNetwork(t.Context(), c, nil, nodes, reported.Report); clustertest.ServesServiceCIDRs(t, c) && (err != nil || p != "") {
 		t.Errorf("with the kind the manager finds it: %q, %v", p, err)
 	}
 }
@@ -555,16 +555,16 @@ func (w withoutServiceCIDRs) Get(ctx context.Context, key client.ObjectKey, o cl
 func TestPodCIDRThatContainsNodesOrPodsIsAccepted(t *testing.T) {
 	network, pod := netip.MustParsePrefix, address{"x/y", netip.MustParseAddr("10.9.3.4")}
 	for name, tc := range map[string]struct {
-		ofNodes []netip.Prefix
-		pods    []address
-		taken   bool
+		nodes []netip.Prefix
+		pods  []address
+		taken bool
 	}{
 		"nodes have no networks":           {nil, nil, true},
 		"one node inside":                  {[]netip.Prefix{network("10.8.1.0/24"), network("10.9.1.0/24")}, nil, true},
 		"a Pod of a CNI with its own IPAM": {[]netip.Prefix{network("10.8.1.0/24")}, []address{pod}, true},
 		"nothing":                          {[]netip.Prefix{network("10.8.1.0/24")}, []address{{"x/z", netip.MustParseAddr("10.8.1.4")}}, false},
 	} {
-		if wrong := nothingIn("10.9.0.0/16", tc.ofNodes, tc.pods); (wrong == "") != tc.taken {
+		if wrong := nothingIn("10.9.0.0/16", tc.nodes, tc.pods); (wrong == "") != tc.taken {
 			t.Errorf("%s: %q", name, wrong)
 		}
 	}
@@ -589,7 +589,7 @@ func TestNetworkThatContainsAllOthersIsChosen(t *testing.T) {
 		"10.1.0.0/16,10.2.0.0/16": "", "fd00::/64": "", "": "",
 	} {
 		got := ""
-		if p, ok := around(ofIPv4(text)); ok {
+		if p, ok := around(ipv4Networks(text)); ok {
 			got = p.String()
 		}
 		if got != want {
@@ -601,16 +601,16 @@ func TestNetworkThatContainsAllOthersIsChosen(t *testing.T) {
 // The network with which the cluster was created is rejected if it does not contain every pool
 // of the CNI, even a pool that no Pod has used yet.
 func TestPodCIDRMustContainEachPoolOfTheCNI(t *testing.T) {
-	said := func(what string, own bool, text string) podSource {
+	sourceOf := func(what string, own bool, text string) podSource {
 		return podSource{what, own, func(context.Context, *cluster.Cluster) (string, error) { return text, nil }}
 	}
 	c := &cluster.Cluster{Context: "c"}
-	pools := said("IPPools", true, "10.1.0.0/16,10.9.0.0/16")
-	p, source, err := podCIDRFrom(t.Context(), c, []podSource{pools, said("kubeadm", false, "10.1.0.0/16"), said("flags", false, "10.0.0.0/12")}, nil, nil)
+	pools := sourceOf("IPPools", true, "10.1.0.0/16,10.9.0.0/16")
+	p, source, err := podCIDRFrom(t.Context(), c, []podSource{pools, sourceOf("kubeadm", false, "10.1.0.0/16"), sourceOf("flags", false, "10.0.0.0/12")}, nil, nil)
 	if err != nil || p.String() != "10.0.0.0/12" || source != "flags" {
 		t.Errorf("%v from %s: %v", p, source, err)
 	}
-	_, _, err = podCIDRFrom(t.Context(), c, []podSource{pools, said("kubeadm", false, "10.1.0.0/16")}, nil, nil)
+	_, _, err = podCIDRFrom(t.Context(), c, []podSource{pools, sourceOf("kubeadm", false, "10.1.0.0/16")}, nil, nil)
 	if err == nil || !strings.Contains(err.Error(), "IPPools: more than one network, 10.1.0.0/16,10.9.0.0/16; kubeadm: 10.1.0.0/16 does not contain 10.9.0.0/16") {
 		t.Errorf("nothing holds both: %v", err)
 	}

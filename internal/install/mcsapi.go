@@ -267,9 +267,9 @@ func UnnameServices(ctx context.Context, c *cluster.Cluster, keepDefinitions boo
 		}
 	}
 	for _, u := range going {
-		if gone, err := untilGone(ctx, c, u.GetName(), goes); err != nil {
+		if deleted, err := untilDeleted(ctx, c, u.GetName(), deletionTimeout); err != nil {
 			return err
-		} else if !gone {
+		} else if !deleted {
 			report(fmt.Sprintf("%s: %s is not gone yet", c, cluster.Describe(u)))
 		}
 	}

@@ -97,13 +97,13 @@ func calicoNetworks(pools []unstructured.Unstructured) string {
 // k3s returns the value of a flag that k3s or RKE2 records in its servers' Nodes, or their default,
 // usual, if the flag is not set. It returns "" if the nodes are of neither distribution.
 func k3s(nodes []corev1.Node, flag, usual string) string {
-	is := false
+	found := false
 	for i := range nodes {
 		text := nodes[i].Annotations["k3s.io/node-args"] + nodes[i].Annotations["rke2.io/node-args"]
 		if text == "" {
 			continue
 		}
-		is = true
+		found = true
 		var args []string
 		if json.Unmarshal([]byte(text), &args) != nil {
 			continue
@@ -117,7 +117,7 @@ func k3s(nodes []corev1.Node, flag, usual string) string {
 			}
 		}
 	}
-	if is {
+	if found {
 		return usual
 	}
 	return ""
@@ -132,13 +132,13 @@ func podCIDR(ctx context.Context, c *cluster.Cluster, nodes []corev1.Node, pods 
 func podCIDRFrom(ctx context.Context, c *cluster.Cluster, sources []podSource, nodes []corev1.Node, pods []address) (netip.Prefix, string, error) {
 	var outside []string
 	var several []netip.Prefix // networks of the CNI, all of which the result must contain
-	ofNodes := nodeNetworks(nodes)
+	nodeCIDRs := nodeNetworks(nodes)
 	for _, source := range sources {
 		text, err := source.read(ctx, c)
 		if err != nil {
 			return netip.Prefix{}, "", c.Explain(source.what, err)
 		}
-		all := ofIPv4(text)
+		all := ipv4Networks(text)
 		p, ok := around(all)
 		if !ok {
 			if source.own && len(all) > 0 { // Pods do not use all pools from the start
@@ -155,15 +155,15 @@ func podCIDRFrom(ctx context.Context, c *cluster.Cluster, sources []podSource, n
 			outside = append(outside, fmt.Sprintf("%s: %v does not contain %v of Pod %s", source.what, p, pods[i].addr, pods[i].pod))
 			continue
 		}
-		if i := slices.IndexFunc(ofNodes, func(n netip.Prefix) bool { return !source.own && !holds(p, n) }); i >= 0 {
-			outside = append(outside, fmt.Sprintf("%s: %v does not contain %v of a node", source.what, p, ofNodes[i]))
+		if i := slices.IndexFunc(nodeCIDRs, func(n netip.Prefix) bool { return !source.own && !holds(p, n) }); i >= 0 {
+			outside = append(outside, fmt.Sprintf("%s: %v does not contain %v of a node", source.what, p, nodeCIDRs[i]))
 			continue
 		}
 		return p, source.what, nil
 	}
 	hint := "Nodes have no podCIDR"
-	if len(ofNodes) > 0 {
-		hint = fmt.Sprintf("a node has %v, so it may be %v", ofNodes[0], cover(ofNodes))
+	if len(nodeCIDRs) > 0 {
+		hint = fmt.Sprintf("a node has %v, so it may be %v", nodeCIDRs[0], cover(nodeCIDRs))
 	}
 	return netip.Prefix{}, "", fmt.Errorf("%s: cannot detect the network of all pods: %s; want --pod-cidr",
 		c, strings.Join(append([]string{hint}, outside...), "; "))
@@ -180,8 +180,8 @@ func nodeNetworks(nodes []corev1.Node) (all []netip.Prefix) {
 	return all
 }
 
-// ofIPv4 returns the IPv4 networks in a list.
-func ofIPv4(text string) (all []netip.Prefix) {
+// ipv4Networks returns the IPv4 networks in a list.
+func ipv4Networks(text string) (all []netip.Prefix) {
 	for one := range strings.FieldsFuncSeq(text, func(r rune) bool { return r == ',' || r == ' ' }) {
 		if p, err := netip.ParsePrefix(one); err == nil && p.Addr().Is4() {
 			all = append(all, p.Masked())

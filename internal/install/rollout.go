@@ -23,17 +23,17 @@ func rolledOut(ctx context.Context, c *cluster.Cluster, objects []*unstructured.
 	ctx, cancel := context.WithTimeoutCause(ctx, o.Wait, cluster.ErrNotReady)
 	defer cancel()
 	for _, u := range objects {
-		told := ""
+		reported := ""
 		for {
 			wait, warning, err := waitsFor(ctx, c, u)
 			switch {
 			case ctx.Err() != nil && !errors.Is(context.Cause(ctx), cluster.ErrNotReady):
 				return fmt.Errorf("interrupted: %s; run the same command again to continue waiting", state)
 			case ctx.Err() != nil:
-				if told == "" {
-					told = fmt.Sprintf("%s: %s", c, cluster.Describe(u))
+				if reported == "" {
+					reported = fmt.Sprintf("%s: %s", c, cluster.Describe(u))
 				}
-				return fmt.Errorf("%w: the components do not run after %v; %s; run the same command again to continue waiting\n%s", cluster.ErrNotReady, o.Wait, state, told)
+				return fmt.Errorf("%w: the components do not run after %v; %s; run the same command again to continue waiting\n%s", cluster.ErrNotReady, o.Wait, state, reported)
 			case errors.Is(err, cluster.ErrUnreachable): // the API server may become reachable again
 				wait = safetext.Of(err.Error())
 			case err != nil:
@@ -45,16 +45,16 @@ func rolledOut(ctx context.Context, c *cluster.Cluster, objects []*unstructured.
 				}
 				break
 			}
-			if now := fmt.Sprintf("%s: waiting for %s: %s", c, cluster.Describe(u), wait); now != told {
-				told = now
-				o.Report(told)
+			if now := fmt.Sprintf("%s: waiting for %s: %s", c, cluster.Describe(u), wait); now != reported {
+				reported = now
+				o.Report(reported)
 			}
 			select {
 			case <-ctx.Done():
 			case <-time.After(cluster.PollInterval):
 			}
 		}
-		if told != "" {
+		if reported != "" {
 			o.Report(fmt.Sprintf("%s: %s runs", c, cluster.Describe(u)))
 		}
 	}

@@ -138,11 +138,11 @@ func Key(data map[string][]byte, field string) ([32]byte, error) {
 }
 
 func timeOf(data map[string][]byte, field string) time.Time {
-	at, err := time.Parse(time.RFC3339, string(data[field]))
+	published, err := time.Parse(time.RFC3339, string(data[field]))
 	if err != nil {
 		return time.Time{}
 	}
-	return at
+	return published
 }
 
 // New makes a private key.
@@ -247,27 +247,27 @@ func set(data map[string][]byte, field string, value []byte) {
 	data[field] = value
 }
 
-func stamp(at time.Time) []byte { return []byte(at.UTC().Format(time.RFC3339)) }
+func stamp(t time.Time) []byte { return []byte(t.UTC().Format(time.RFC3339)) }
 
 // Settled is how long all peers must have had a session with the next key before it becomes the
 // current key. In that time the last packets that were encrypted with the former key arrive.
 const Settled = 10 * time.Second
 
-// OfferGone is how long the Secret OfferName must be missing before keys are rotated by age
+// OfferTimeout is how long the Secret OfferName must be missing before keys are rotated by age
 // again.
-const OfferGone = time.Hour
+const OfferTimeout = time.Hour
 
 // Seen is the active gateway's observations, from which Step decides.
 type Seen struct {
-	Now       time.Time
-	Answering bool          // the gateway responds to Ring.Next
-	Lagging   int           // number of peers without a session with the next key
-	Moved     time.Duration // how long Lagging has been 0
-	Age       time.Duration // keys older than this are rotated; 0: never
-	Offered   [32]byte      // private key in the Secret OfferName; zero: none. While the Secret exists, age starts no rotation.
-	Gone      time.Duration // how long the Secret OfferName has been missing
-	Untold    bool          // peers are connected but all lag: perhaps no peer has learned the next key
-	Patience  time.Duration // how long to wait for peers that lag before the next key becomes current; 0: without limit
+	Now          time.Time
+	Answering    bool          // the gateway responds to Ring.Next
+	Lagging      int           // number of peers without a session with the next key
+	Moved        time.Duration // how long Lagging has been 0
+	Age          time.Duration // keys older than this are rotated; 0: never
+	Offered      [32]byte      // private key in the Secret OfferName; zero: none. While the Secret exists, age starts no rotation.
+	Absent       time.Duration // how long the Secret OfferName has been missing
+	PeersUnaware bool          // peers are connected but all lag: perhaps no peer has learned the next key
+	Patience     time.Duration // how long to wait for peers that lag before the next key becomes current; 0: without limit
 }
 
 // A Step is the next write to the Secret during a rotation.
@@ -293,7 +293,7 @@ func (r Ring) Step(s Seen) Step {
 		}
 		// If a key was offered before, the Secret may be missing only for a moment. A rotation
 		// by age would then replace the offered key for good, because no key is taken twice.
-		if s.Age > 0 && (r.Offered == ([32]byte{}) || s.Gone >= OfferGone) && !r.Since.IsZero() && s.Now.Sub(r.Since) >= s.Age {
+		if s.Age > 0 && (r.Offered == ([32]byte{}) || s.Absent >= OfferTimeout) && !r.Since.IsZero() && s.Now.Sub(r.Since) >= s.Age {
 			return Start
 		}
 		return Nothing
@@ -303,7 +303,7 @@ func (r Ring) Step(s Seen) Step {
 		return Nothing
 	case !r.Published, r.PublishedAt.IsZero(), r.PublishedAt.After(s.Now):
 		return Announce
-	case s.Lagging == 0 && s.Moved >= Settled, s.Patience > 0 && s.Now.Sub(r.PublishedAt) >= s.Patience && !s.Untold:
+	case s.Lagging == 0 && s.Moved >= Settled, s.Patience > 0 && s.Now.Sub(r.PublishedAt) >= s.Patience && !s.PeersUnaware:
 		return Finish
 	}
 	return Nothing

@@ -17,7 +17,7 @@ func TestOnlyTheHolderOfAPrivateKeyCanProveIt(t *testing.T) {
 	if text != keyring.Prove(private, 3, "a", "b", peerKey) {
 		t.Error("a proof changes, and with it the object")
 	}
-	for name, believed := range map[string]bool{
+	for name, accepted := range map[string]bool{
 		"of another cluster":               keyring.Proves(text, peer, "b", "c", keys),
 		"for another cluster":              keyring.Proves(text, peer, "c", "a", keys),
 		"the sender's own, sent back":      keyring.Proves(text, private, "a", "b", fabric.PublicKeys(peer, 3)),
@@ -31,7 +31,7 @@ func TestOnlyTheHolderOfAPrivateKeyCanProveIt(t *testing.T) {
 		"for a key that leaves no secrets": keyring.Prove(private, 3, "a", "b", [32]byte{1}) != "",
 		"of a key that leaves no secrets":  keyring.Proves(text, peer, "b", "a", [][32]byte{{1}}),
 	} {
-		if believed {
+		if accepted {
 			t.Errorf("a proof %s is believed", name)
 		}
 	}

@@ -41,9 +41,9 @@ const (
 	burst     = 20
 	// patience is the time within which the API server must answer both reviews.
 	patience = 5 * time.Second
-	// complain is the minimum interval between log messages that the API server does not
+	// logInterval is the minimum interval between log messages that the API server does not
 	// answer.
-	complain = 30 * time.Second
+	logInterval = 30 * time.Second
 )
 
 // A Reviewer authorizes requests by asking the API server. Its methods may be called
@@ -57,8 +57,8 @@ type Reviewer struct {
 
 	mu              sync.Mutex
 	allowed, denied map[key]decision
-	asking          map[key]*question
-	complained      time.Time
+	pending         map[key]*question
+	lastLogged      time.Time
 }
 
 // key is the SHA-256 of method, path and token, so that no token is stored.
@@ -97,7 +97,7 @@ func New(config *rest.Config, log *slog.Logger) (*Reviewer, error) {
 	return &Reviewer{
 		tokens: tokens.TokenReviews(), access: access.SubjectAccessReviews(), log: log,
 		limit: rate.NewLimiter(perSecond, burst), now: time.Now,
-		allowed: make(map[key]decision), denied: make(map[key]decision), asking: make(map[key]*question),
+		allowed: make(map[key]decision), denied: make(map[key]decision), pending: make(map[key]*question),
 	}, nil
 }
 
@@ -137,7 +137,7 @@ func (r *Reviewer) decide(req *http.Request) decision {
 		r.mu.Unlock()
 		return before
 	}
-	q := r.asking[k]
+	q := r.pending[k]
 	if q != nil {
 		r.mu.Unlock()
 		select {
@@ -153,14 +153,14 @@ func (r *Reviewer) decide(req *http.Request) decision {
 		return decision{code: http.StatusTooManyRequests, why: "too many unknown tokens; try again"}
 	}
 	q = &question{done: make(chan struct{})}
-	r.asking[k] = q
+	r.pending[k] = q
 	r.mu.Unlock()
 
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(req.Context()), patience) // not canceled with this request, because other requests may wait for the decision
 	defer cancel()
 	q.decision = r.review(ctx, token, verb, path)
 	r.mu.Lock()
-	delete(r.asking, k)
+	delete(r.pending, k)
 	q.decision.until = r.now().Add(remembered)
 	r.remember(k, q.decision)
 	r.mu.Unlock()
@@ -182,7 +182,7 @@ func (r *Reviewer) remember(k key, v decision) {
 
 // keep stores a decision in the map all. If the map is full, the decision replaces the oldest one.
 func keep(all map[key]decision, k key, v decision, most int) {
-	if _, there := all[k]; !there && len(all) >= most {
+	if _, exists := all[k]; !exists && len(all) >= most {
 		var oldest key
 		var until time.Time
 		for other, o := range all {
@@ -227,12 +227,12 @@ func (r *Reviewer) review(ctx context.Context, token, verb, path string) decisio
 // into the log, because the client is not authenticated.
 func (r *Reviewer) cannot(kind string, err error) decision {
 	r.mu.Lock()
-	say := r.now().Sub(r.complained) > complain
-	if say {
-		r.complained = r.now()
+	logs := r.now().Sub(r.lastLogged) > logInterval
+	if logs {
+		r.lastLogged = r.now()
 	}
 	r.mu.Unlock()
-	if say {
+	if logs {
 		want := "an API server that answers"
 		if apierrors.IsForbidden(err) {
 			want = "the rights that `isthmus install --metrics-auth` gives"

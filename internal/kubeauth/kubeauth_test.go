@@ -142,9 +142,9 @@ func (g *guarded) later(d time.Duration) {
 	g.now = g.now.Add(d)
 }
 
-// ask returns the status code and the body. Only a response with code 200 may contain
+// request returns the status code and the body. Only a response with code 200 may contain
 // "secrets".
-func (g *guarded) ask(authorization string) (int, string) {
+func (g *guarded) request(authorization string) (int, string) {
 	g.t.Helper()
 	w := httptest.NewRecorder()
 	r := httptest.NewRequestWithContext(context.Background(), http.MethodGet, "/metrics", http.NoBody)
@@ -162,7 +162,7 @@ func (g *guarded) ask(authorization string) (int, string) {
 func (g *guarded) until(authorization string, want int) {
 	g.t.Helper()
 	for begin := time.Now(); ; time.Sleep(50 * time.Millisecond) {
-		code, text := g.ask(authorization)
+		code, text := g.request(authorization)
 		if code == want {
 			return
 		}
@@ -180,7 +180,7 @@ func TestMetricsRequireAuthorizationByTheAPIServer(t *testing.T) {
 
 	// Without the right to create reviews, every request is refused, and the log names the
 	// missing right.
-	if code, text := g.ask(scraper); code != http.StatusServiceUnavailable || !strings.Contains(text, "cannot check the token at the API server") {
+	if code, text := g.request(scraper); code != http.StatusServiceUnavailable || !strings.Contains(text, "cannot check the token at the API server") {
 		t.Errorf("%d %q", code, text)
 	}
 	if log := g.log.String(); !strings.Contains(log, "TokenReview") || !strings.Contains(log, "isthmus install --metrics-auth") {
@@ -205,19 +205,19 @@ func TestMetricsRequireAuthorizationByTheAPIServer(t *testing.T) {
 		{scraper, http.StatusOK, ""},
 		{"bearer" + strings.TrimPrefix(scraper, "Bearer"), http.StatusOK, ""},
 	} {
-		if code, text := g.ask(tc.authorization); code != tc.code || !strings.Contains(text, tc.text) {
+		if code, text := g.request(tc.authorization); code != tc.code || !strings.Contains(text, tc.text) {
 			t.Errorf("%.20q: %d %q, want %d %q", tc.authorization, code, text, tc.code, tc.text)
 		}
 	}
 
 	// A decision is valid for a minute, whether the right was granted or revoked since.
-	asked := g.reviews.Load()
+	before := g.reviews.Load()
 	for range 100 {
-		g.ask(scraper)
-		g.ask(stranger)
-		g.ask("Bearer wrong")
+		g.request(scraper)
+		g.request(stranger)
+		g.request("Bearer wrong")
 	}
-	if more := g.reviews.Load() - asked; more != 0 {
+	if more := g.reviews.Load() - before; more != 0 {
 		t.Errorf("asked %d times more for what is known", more)
 	}
 	w.reader("stranger")
@@ -240,7 +240,7 @@ func TestWrongTokensCauseFewTokenReviews(t *testing.T) {
 		for i := range 32 {
 			group.Go(func() {
 				for k := range 64 {
-					code, _ := g.ask(fmt.Sprintf("Bearer wrong-%d-%d", i, k))
+					code, _ := g.request(fmt.Sprintf("Bearer wrong-%d-%d", i, k))
 					codes[code].Add(1)
 				}
 			})
@@ -249,23 +249,23 @@ func TestWrongTokensCauseFewTokenReviews(t *testing.T) {
 		return codes[http.StatusUnauthorized].Load(), codes[http.StatusTooManyRequests].Load()
 	}
 	g.later(time.Hour) // all remembered decisions have expired, and the limit is fully available
-	asked := g.reviews.Load()
+	before := g.reviews.Load()
 	refused, tooMany := flood()
-	if more := g.reviews.Load() - asked; more != burst || refused != burst || tooMany != 32*64-burst {
+	if more := g.reviews.Load() - before; more != burst || refused != burst || tooMany != 32*64-burst {
 		t.Errorf("%d reviews, want %d; %d refused, %d told to come back", more, burst, refused, tooMany)
 	}
 	// The flood does not lock out a client that was allowed before, although the API server
 	// must be asked again.
-	if code, text := g.ask(scraper); code != http.StatusOK {
+	if code, text := g.request(scraper); code != http.StatusOK {
 		t.Errorf("the scraper gets %d %q", code, text)
 	}
-	if more := g.reviews.Load() - asked; more != burst+1 {
+	if more := g.reviews.Load() - before; more != burst+1 {
 		t.Errorf("%d reviews", more)
 	}
 	g.later(2 * time.Second)
-	asked = g.reviews.Load()
+	before = g.reviews.Load()
 	flood()
-	if more := g.reviews.Load() - asked; more != 2*perSecond {
+	if more := g.reviews.Load() - before; more != 2*perSecond {
 		t.Errorf("%d reviews two seconds later, want %d", more, 2*perSecond)
 	}
 }
@@ -278,11 +278,11 @@ func TestWithoutAnAPIServerAccessIsDenied(t *testing.T) {
 	w.reader("scraper")
 	g.until(scraper, http.StatusOK)
 	must(t, w.server.Freeze())
-	if code, _ := g.ask(scraper); code != http.StatusOK {
+	if code, _ := g.request(scraper); code != http.StatusOK {
 		t.Errorf("within the minute: %d", code)
 	}
 	g.later(2 * remembered)
-	if code, text := g.ask(scraper); code != http.StatusServiceUnavailable || !strings.Contains(text, "cannot check the token at the API server") {
+	if code, text := g.request(scraper); code != http.StatusServiceUnavailable || !strings.Contains(text, "cannot check the token at the API server") {
 		t.Errorf("frozen: %d %q", code, text)
 	}
 	if log := g.log.String(); !strings.Contains(log, "an API server that answers") {
@@ -292,7 +292,7 @@ func TestWithoutAnAPIServerAccessIsDenied(t *testing.T) {
 	g.until(scraper, http.StatusOK)
 	must(t, w.server.Stop())
 	g.later(2 * remembered)
-	if code, text := g.ask(scraper); code != http.StatusServiceUnavailable {
+	if code, text := g.request(scraper); code != http.StatusServiceUnavailable {
 		t.Errorf("gone: %d %q", code, text)
 	}
 }
@@ -303,8 +303,8 @@ func TestDecisionCacheIsBounded(t *testing.T) {
 		keep(all, key{byte(i)}, decision{code: i, until: begin.Add(time.Duration(i) * time.Second)}, 10)
 	}
 	for i := range 100 {
-		if _, there := all[key{byte(i)}]; there != (i >= 90) {
-			t.Errorf("%d: remembered is %v", i, there)
+		if _, ok := all[key{byte(i)}]; ok != (i >= 90) {
+			t.Errorf("%d: remembered is %v", i, ok)
 		}
 	}
 }

@@ -46,12 +46,12 @@ func hierarchiesOf(groups, mounts string) (v1 []hierarchy) {
 		if !ok || len(place) < 5 || len(kind) < 3 {
 			continue
 		}
-		root, at := place[3], place[4]
+		root, mount := place[3], place[4]
 		switch kind[0] {
 		case "cgroup2":
 			// Nodes get groups below the mount point: a group that contains processes, such as our own,
 			// cannot delegate controllers, unless it is the root.
-			v2 = append(v2, hierarchy{at, "-"})
+			v2 = append(v2, hierarchy{mount, "-"})
 		case "cgroup":
 			options := strings.Split(kind[2], ",")
 			for line := range strings.Lines(groups) { // ID:CONTROLLERS:PATH
@@ -64,7 +64,7 @@ func hierarchiesOf(groups, mounts string) (v1 []hierarchy) {
 					continue
 				}
 				if path, below := strings.CutPrefix(f[2], strings.TrimSuffix(root, "/")); below {
-					v1 = append(v1, hierarchy{filepath.Join(at, path), f[1]})
+					v1 = append(v1, hierarchy{filepath.Join(mount, path), f[1]})
 				}
 			}
 		}

@@ -163,9 +163,9 @@ func (c *Cluster) Watch(ctx context.Context, s *lab.Sniffer, peers ...*Cluster) 
 	return nil
 }
 
-// Tell records events of the installation's Pods and of the gateway's Service. The returned
+// Follow records events of the installation's Pods and of the gateway's Service. The returned
 // function ends the recording and returns it, with a time on each line.
-func (c *Cluster) Tell(ctx context.Context) (told func() string) {
+func (c *Cluster) Follow(ctx context.Context) (output func() string) {
 	ctx, end := context.WithCancel(ctx)
 	var all strings.Builder
 	done := make(chan struct{})

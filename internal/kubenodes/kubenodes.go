@@ -104,8 +104,8 @@ type Cluster struct {
 // Proxy returns the mode in which the cluster's kube-proxy implements Services.
 func (c *Cluster) Proxy() ProxyMode { return c.options.Proxy }
 
-// programsOfNodes maps the programs that a node needs to the Debian packages that contain them.
-var programsOfNodes = map[string]string{
+// nodePrograms maps the programs that a node needs to the Debian packages that contain them.
+var nodePrograms = map[string]string{
 	"containerd": "containerd", "ctr": "containerd", "runc": "runc", "iptables": "iptables", "nft": "nftables",
 	"unshare": "util-linux", "mount": "mount", "sh": "dash",
 }
@@ -118,9 +118,9 @@ func Available() error {
 	if err := lab.Available(); err != nil {
 		return err
 	}
-	for _, name := range slices.Sorted(keys(programsOfNodes)) {
+	for _, name := range slices.Sorted(keys(nodePrograms)) {
 		if _, err := exec.LookPath(name); err != nil {
-			return fmt.Errorf("%s is not installed ('make deps-nodes' installs Debian's package %s)", name, programsOfNodes[name])
+			return fmt.Errorf("%s is not installed ('make deps-nodes' installs Debian's package %s)", name, nodePrograms[name])
 		}
 	}
 	for _, plugin := range []string{"bridge", "host-local", "portmap", "loopback"} {

@@ -55,7 +55,7 @@ func TestNodesBecomeReadyAndLeaveNothingBehind(t *testing.T) {
 	if err := s.Down(); err != nil {
 		t.Error(err)
 	}
-	assertGone(t, s)
+	assertRemoved(t, s)
 }
 
 func TestPodsResolveNames(t *testing.T) {
@@ -106,7 +106,7 @@ spec: {selector: {app: server}, ports: [{port: 7000}]}
 	}
 }
 
-func assertGone(t *testing.T, s *Set) {
+func assertRemoved(t *testing.T, s *Set) {
 	t.Helper()
 	for _, path := range []string{s.dir, s.Lab.Dir} {
 		if _, err := os.Stat(path); !os.IsNotExist(err) {

@@ -246,20 +246,20 @@ func (r recipe) make(ctx context.Context, src, version, dir string, progress io.
 		return err
 	}
 
-	say := &reporter{w: progress, started: time.Now(), stage: "downloading modules"}
-	stop := say.everySeconds(5, r)
+	status := &reporter{w: progress, started: time.Now(), stage: "downloading modules"}
+	stop := status.everySeconds(5, r)
 	defer stop()
-	stale, err := run(ctx, say, src, append([]string{"list", "-deps", "-f", "{{if .Stale}}{{.ImportPath}}{{end}}"}, buildFlags...))
+	stale, err := run(ctx, status, src, append([]string{"list", "-deps", "-f", "{{if .Stale}}{{.ImportPath}}{{end}}"}, buildFlags...))
 	if err != nil {
 		return err
 	}
-	say.compiling(len(strings.Fields(stale)))
+	status.compiling(len(strings.Fields(stale)))
 	ldflags := "-ldflags=-s -w" // without the version, the programs would report v0.0.0-master
 	m := strings.SplitN(strings.TrimPrefix(version, "v"), ".", 3)
 	for _, v := range []string{"gitVersion=" + version, "gitMajor=" + m[0], "gitMinor=" + m[1]} {
 		ldflags += " -X k8s.io/component-base/version." + v
 	}
-	if _, err := run(ctx, say, src, append([]string{"build", "-v", "-o", filepath.Join(tmp, "kube"), ldflags}, buildFlags...)); err != nil {
+	if _, err := run(ctx, status, src, append([]string{"build", "-v", "-o", filepath.Join(tmp, "kube"), ldflags}, buildFlags...)); err != nil {
 		return err
 	}
 	for _, name := range r.programs {
@@ -274,7 +274,7 @@ func (r recipe) make(ctx context.Context, src, version, dir string, progress io.
 		return err
 	}
 	stop()
-	say.say("ready: " + dir)
+	status.printLine("ready: " + dir)
 	return nil
 }
 
@@ -298,7 +298,7 @@ func run(ctx context.Context, r *reporter, src string, args []string) (string, e
 	if err := cmd.Start(); err != nil {
 		return "", err
 	}
-	var said []string
+	var lines []string
 	for s := bufio.NewScanner(stderr); s.Scan(); {
 		line := s.Text()
 		switch {
@@ -307,8 +307,8 @@ func run(ctx context.Context, r *reporter, src string, args []string) (string, e
 		case !strings.ContainsAny(line, " \t"): // the line is the path of a package
 			r.compiled(line)
 		default:
-			if said = append(said, line); len(said) > 40 {
-				said = said[1:]
+			if lines = append(lines, line); len(lines) > 40 {
+				lines = lines[1:]
 			}
 		}
 	}
@@ -316,7 +316,7 @@ func run(ctx context.Context, r *reporter, src string, args []string) (string, e
 		if ctx.Err() != nil {
 			return "", context.Cause(ctx)
 		}
-		return "", fmt.Errorf("go %s: %w\n%s", args[0], err, strings.Join(said, "\n"))
+		return "", fmt.Errorf("go %s: %w\n%s", args[0], err, strings.Join(lines, "\n"))
 	}
 	return stdout.String(), nil
 }
@@ -332,7 +332,7 @@ type reporter struct {
 	since     time.Time // start of the compiling stage
 }
 
-func (r *reporter) say(what string) {
+func (r *reporter) printLine(what string) {
 	fmt.Fprintf(r.w, "kube: %4s  %s\n", time.Since(r.started).Round(time.Second), what)
 }
 
@@ -365,7 +365,7 @@ func (r *reporter) report() {
 		left := time.Since(r.since) / time.Duration(r.done) * time.Duration(r.all-r.done)
 		stage += fmt.Sprintf("; about %v left, and the linking", left.Round(10*time.Second))
 	}
-	r.say(stage)
+	r.printLine(stage)
 }
 
 func (r *reporter) downloaded() {

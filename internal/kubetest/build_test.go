@@ -131,7 +131,7 @@ func TestBuildStopsWhenContextIsCanceled(t *testing.T) {
 		t.Fatal(err)
 	}
 	ctx, cancel := context.WithCancel(t.Context())
-	progress := said{then: cancel} // Build reports that it waits
+	progress := hookBuffer{then: cancel} // Build reports that it waits
 	if _, err := Build(ctx, &progress); !errors.Is(err, context.Canceled) || !strings.Contains(progress.String(), "waiting") {
 		t.Errorf("while another builds: %v, %q", err, progress.String())
 	}
@@ -144,13 +144,13 @@ func TestBuildStopsWhenContextIsCanceled(t *testing.T) {
 	}
 }
 
-// said records the text written to it, and calls then after each write.
-type said struct {
+// hookBuffer records the text written to it, and calls then after each write.
+type hookBuffer struct {
 	bytes.Buffer
 	then func()
 }
 
-func (s *said) Write(b []byte) (int, error) {
+func (s *hookBuffer) Write(b []byte) (int, error) {
 	defer s.then()
 	return s.Buffer.Write(b)
 }

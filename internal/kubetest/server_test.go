@@ -478,8 +478,8 @@ func TestRestartKeepsAddressAndObjectsEvenIfFrozen(t *testing.T) {
 	})
 }
 
-// gone waits until the process group and the folder of a server no longer exist.
-func gone(t *testing.T, group int, dir string) {
+// assertEnded waits until the process group and the folder of a server no longer exist.
+func assertEnded(t *testing.T, group int, dir string) {
 	t.Helper()
 	deadline := time.Now().Add(time.Minute)
 	for {
@@ -560,7 +560,7 @@ func TestServerIsRemovedIfItsOwnerIsKilled(t *testing.T) {
 	if err := owner.Process.Kill(); err != nil {
 		t.Fatal(err)
 	}
-	gone(t, group, dir)
+	assertEnded(t, group, dir)
 }
 
 func TestFailedStartReportsReasonAndLeavesNothing(t *testing.T) {

@@ -72,7 +72,7 @@ func (l *Lab) buildCluster(underlay *kernel, c *Cluster, network netip.Prefix) e
 			return err
 		}
 		if err := errors.Join(
-			underlay.enslave(n.Name, bridge),
+			underlay.setMaster(n.Name, bridge),
 			node.address(uplink, netip.PrefixFrom(n.Addr, network.Bits())),
 			node.route(everywhere, router, uplink),
 		); err != nil {
@@ -120,7 +120,7 @@ func (l *Lab) buildControl(underlay *kernel, bridge string, c *Cluster, network 
 		return err
 	}
 	return errors.Join(
-		underlay.enslave(c.Control.Name, bridge),
+		underlay.setMaster(c.Control.Name, bridge),
 		control.address(uplink, netip.PrefixFrom(c.Control.Addr, network.Bits())),
 		control.route(everywhere, network.Addr().Next(), uplink),
 	)

@@ -109,13 +109,13 @@ func (w *watch) filter() []bpf.Instruction {
 		bpf.JumpIf{Cond: bpf.JumpEqual, Val: unix.ETH_P_IP, SkipTrue: 1},
 		drop,
 	}
-	for _, at := range []uint32{ipv4Source, ipv4Dest} {
+	for _, offset := range []uint32{ipv4Source, ipv4Dest} {
 		for _, n := range w.Networks {
 			if !n.Addr().Is4() {
 				continue
 			}
 			p = append(p,
-				bpf.LoadAbsolute{Off: at, Size: 4},
+				bpf.LoadAbsolute{Off: offset, Size: 4},
 				bpf.ALUOpConstant{Op: bpf.ALUOpAnd, Val: ^uint32(0) << (32 - n.Bits())},
 				bpf.JumpIf{Cond: bpf.JumpEqual, Val: number(n.Masked().Addr()), SkipFalse: 1},
 				pass)
@@ -132,8 +132,8 @@ func (w *watch) filter() []bpf.Instruction {
 		bpf.LoadIndirect{Off: etherSize + 2, Size: 2},
 		bpf.JumpIf{Cond: bpf.JumpEqual, Val: own.OverlayPort, SkipTrue: 1},
 		drop)
-	for _, at := range []uint32{ipv4Source, ipv4Dest} {
-		p = append(p, bpf.LoadAbsolute{Off: at, Size: 4})
+	for _, offset := range []uint32{ipv4Source, ipv4Dest} {
+		p = append(p, bpf.LoadAbsolute{Off: offset, Size: 4})
 		for i, o := range w.others { // continue with the other address
 			p = append(p, bpf.JumpIf{Cond: bpf.JumpEqual, Val: number(o), SkipTrue: uint8(len(w.others) - 1 - i + 4)})
 		}
@@ -180,11 +180,11 @@ func parseFrame(frame []byte) (h ipHeader, ok bool) {
 }
 
 // port returns the 16-bit field at an offset of the transport header, or 0 if there is none.
-func (h ipHeader) port(at int) uint16 {
-	if len(h.payload) < at+2 || h.protocol != unix.IPPROTO_UDP && h.protocol != unix.IPPROTO_TCP {
+func (h ipHeader) port(offset int) uint16 {
+	if len(h.payload) < offset+2 || h.protocol != unix.IPPROTO_UDP && h.protocol != unix.IPPROTO_TCP {
 		return 0
 	}
-	return binary.BigEndian.Uint16(h.payload[at:])
+	return binary.BigEndian.Uint16(h.payload[offset:])
 }
 
 func (h ipHeader) String() string {

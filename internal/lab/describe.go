@@ -19,12 +19,12 @@ func (l *Lab) Describe(w io.Writer) error {
 	}
 	row(head...)
 	row(rule...)
-	line := func(of *Cluster, h *Host, what string, addr netip.Addr) {
+	line := func(owner *Cluster, h *Host, what string, addr netip.Addr) {
 		cells := []string{h.Name, what}
-		for _, at := range l.Clusters {
-			seen, err := l.Seen(at, of, addr)
+		for _, viewer := range l.Clusters {
+			seen, err := l.Seen(viewer, owner, addr)
 			// Gateways have no route to a peer's nodes, so these get no address.
-			if err != nil || at != of && underlayNetwork.Contains(addr) {
+			if err != nil || viewer != owner && underlayNetwork.Contains(addr) {
 				cells = append(cells, "-")
 				continue
 			}
@@ -54,16 +54,16 @@ func (l *Lab) Lookup(from *Host, name string) (netip.Addr, error) {
 	if addr, err := netip.ParseAddr(name); err == nil {
 		return addr, nil
 	}
-	at := l.clusterOf(from)
+	viewer := l.clusterOf(from)
 	for _, c := range l.Clusters {
 		addr, ok := c.address(name)
 		if !ok {
 			continue
 		}
-		if at == nil { // from is the underlay
+		if viewer == nil { // from is the underlay
 			return addr, nil
 		}
-		return l.Seen(at, c, addr)
+		return l.Seen(viewer, c, addr)
 	}
 	_, err := l.Host(name)
 	if err == nil {

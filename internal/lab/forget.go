@@ -33,8 +33,8 @@ func forget() error {
 		if name := l.Attrs().Name; name == "lo" || name == uplink || name == "lan" { // lan leads to the server
 			continue
 		}
-		var gone netlink.LinkNotFoundError
-		if err := netlink.LinkDel(l); err != nil && !errors.As(err, &gone) && !errors.Is(err, unix.ENODEV) {
+		var notFound netlink.LinkNotFoundError
+		if err := netlink.LinkDel(l); err != nil && !errors.As(err, &notFound) && !errors.Is(err, unix.ENODEV) {
 			return fmt.Errorf("device %s: %w", l.Attrs().Name, err)
 		}
 	}

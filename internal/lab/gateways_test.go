@@ -41,10 +41,10 @@ func fakeGateway(behaviour, dir string) int {
 	term := make(chan os.Signal, 1)
 	signal.Notify(term, syscall.SIGTERM)
 	fmt.Fprintln(os.Stderr, "listening")
-	var asked atomic.Int32
+	var requests atomic.Int32
 	http.HandleFunc("/readyz", func(w http.ResponseWriter, _ *http.Request) {
 		if behaviour == "unready" {
-			if asked.Add(1) == 5 {
+			if requests.Add(1) == 5 {
 				_ = os.WriteFile(filepath.Join(dir, "asked"), nil, 0o600)
 			}
 			http.Error(w, "waiting for the moon", http.StatusServiceUnavailable)

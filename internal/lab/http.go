@@ -144,8 +144,8 @@ func (t Throughput) BitsPerSecond() float64 { return float64(t.Bytes) * 8 / t.Du
 
 // Download fetches up to n octets from the lab's web server at addr, for at most the given time.
 // It measures the time from the request to the last octet.
-func (h *Host) Download(ctx context.Context, addr netip.Addr, n int64, atMost time.Duration) (Throughput, error) {
-	request, cancel := context.WithTimeout(ctx, atMost)
+func (h *Host) Download(ctx context.Context, addr netip.Addr, n int64, timeout time.Duration) (Throughput, error) {
+	request, cancel := context.WithTimeout(ctx, timeout)
 	defer cancel()
 	req, err := http.NewRequestWithContext(request, http.MethodGet, fmt.Sprintf("http://%v/bytes?n=%d", netip.AddrPortFrom(addr, 80), n), nil)
 	if err != nil {

@@ -60,8 +60,8 @@ func (l *Lab) Join(a, b *Cluster, o JoinOptions) error {
 	j := join{A: a.Name, B: b.Name}
 	l.state.Joins = slices.DeleteFunc(l.state.Joins, func(old join) bool { return old.isOf(a, b) })
 	var err error
-	if j.AtA, err = l.viewAt(a, b, o.AtA); err == nil {
-		j.AtB, err = l.viewAt(b, a, o.AtB)
+	if j.AtA, err = l.completeView(a, b, o.AtA); err == nil {
+		j.AtB, err = l.completeView(b, a, o.AtB)
 	}
 	if err == nil {
 		l.state.Joins = append(l.state.Joins, j)
@@ -100,8 +100,8 @@ func (l *Lab) Unjoin(a, b *Cluster) error {
 }
 
 // PeerFile returns the path of the file in at.ConfigDir that has the objects about peer.
-func PeerFile(at, peer *Cluster) string {
-	return filepath.Join(at.ConfigDir, "peer-"+peer.Name+".yaml")
+func PeerFile(local, peer *Cluster) string {
+	return filepath.Join(local.ConfigDir, "peer-"+peer.Name+".yaml")
 }
 
 func (j join) isOf(a, b *Cluster) bool {
@@ -148,18 +148,18 @@ func (l *Lab) mapped(c *Cluster, endpoint netip.Addr) (netip.Addr, bool) {
 
 // View returns the networks that the first cluster uses for the second, or false if the two are not
 // joined.
-func (l *Lab) View(at, of *Cluster) (View, bool) {
+func (l *Lab) View(local, peer *Cluster) (View, bool) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	return l.view(at, of)
+	return l.view(local, peer)
 }
 
-func (l *Lab) view(at, of *Cluster) (View, bool) {
+func (l *Lab) view(local, peer *Cluster) (View, bool) {
 	for _, j := range l.state.Joins {
 		switch {
-		case j.A == at.Name && j.B == of.Name:
+		case j.A == local.Name && j.B == peer.Name:
 			return j.AtA, true
-		case j.B == at.Name && j.A == of.Name:
+		case j.B == local.Name && j.A == peer.Name:
 			return j.AtB, true
 		}
 	}
@@ -169,32 +169,32 @@ func (l *Lab) view(at, of *Cluster) (View, bool) {
 // Seen returns the address under which the first cluster reaches addr, which is the address of a
 // pod or of a mapped endpoint in the second. If both are the same cluster, or if addr belongs to a
 // node of any cluster, Seen returns addr.
-func (l *Lab) Seen(at, of *Cluster, addr netip.Addr) (netip.Addr, error) {
+func (l *Lab) Seen(local, peer *Cluster, addr netip.Addr) (netip.Addr, error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	if at == of || underlayNetwork.Contains(addr) {
+	if local == peer || underlayNetwork.Contains(addr) {
 		return addr, nil
 	}
-	view, ok := l.view(at, of)
+	view, ok := l.view(local, peer)
 	if !ok {
-		return netip.Addr{}, fmt.Errorf("clusters %s and %s are not joined", at.Name, of.Name)
+		return netip.Addr{}, fmt.Errorf("clusters %s and %s are not joined", local.Name, peer.Name)
 	}
-	if of.PodCIDR.Contains(addr) {
-		return Move(addr, of.PodCIDR, view.Pod), nil
+	if peer.PodCIDR.Contains(addr) {
+		return Move(addr, peer.PodCIDR, view.Pod), nil
 	}
-	external, ok := l.mapped(of, addr)
+	external, ok := l.mapped(peer, addr)
 	if !ok {
-		return netip.Addr{}, fmt.Errorf("%v is neither in the PodCIDR of cluster %s nor mapped", addr, of.Name)
+		return netip.Addr{}, fmt.Errorf("%v is neither in the PodCIDR of cluster %s nor mapped", addr, peer.Name)
 	}
-	return Move(external, of.ExternalCIDR, view.External), nil
+	return Move(external, peer.ExternalCIDR, view.External), nil
 }
 
-// viewAt completes want, the networks that the first cluster uses for its peer. It chooses missing
-// networks as Liqo does, the PodCIDR first.
-func (l *Lab) viewAt(at, peer *Cluster, want View) (View, error) {
-	taken := reservedNetworks(at.PodCIDR, at.ExternalCIDR)
+// completeView completes want, the networks that the first cluster uses for its peer. It chooses
+// missing networks as Liqo does, the PodCIDR first.
+func (l *Lab) completeView(local, peer *Cluster, want View) (View, error) {
+	taken := reservedNetworks(local.PodCIDR, local.ExternalCIDR)
 	for _, c := range l.Clusters {
-		if v, ok := l.view(at, c); ok {
+		if v, ok := l.view(local, c); ok {
 			taken = append(taken, v.Pod, v.External)
 		}
 	}
@@ -202,13 +202,13 @@ func (l *Lab) viewAt(at, peer *Cluster, want View) (View, error) {
 		if !wanted.IsValid() {
 			chosen, err := remap(taken, network)
 			if err != nil {
-				return chosen, fmt.Errorf("network of cluster %s for the peer's %s %v: %w", at.Name, what, network, err)
+				return chosen, fmt.Errorf("network of cluster %s for the peer's %s %v: %w", local.Name, what, network, err)
 			}
 			taken = append(taken, chosen)
 			return chosen, nil
 		}
 		if wanted.Bits() != network.Bits() || !wanted.Addr().Is4() || wanted != wanted.Masked() {
-			return wanted, fmt.Errorf("%s cannot see the peer's %s %v under %v: want a network of the same length", at.Name, what, network, wanted)
+			return wanted, fmt.Errorf("%s cannot see the peer's %s %v under %v: want a network of the same length", local.Name, what, network, wanted)
 		}
 		taken = append(taken, wanted)
 		return wanted, nil
@@ -223,10 +223,10 @@ func (l *Lab) viewAt(at, peer *Cluster, want View) (View, error) {
 }
 
 // writePeer writes the objects about the peer into the first cluster's file for it.
-func (l *Lab) writePeer(at, peer *Cluster) error {
-	ofPeer, _ := l.view(at, peer)
-	ofUs, _ := l.view(peer, at)
-	if err := ensureGatewayFile(at); err != nil {
+func (l *Lab) writePeer(local, peer *Cluster) error {
+	peerView, _ := l.view(local, peer)
+	ownView, _ := l.view(peer, local)
+	if err := ensureGatewayFile(local); err != nil {
 		return err
 	}
 	backend, err := backendConfig(peer)
@@ -239,24 +239,24 @@ func (l *Lab) writePeer(at, peer *Cluster) error {
 		ObjectMeta: meta,
 		Spec: v1alpha1.TunnelEndpointSpec{
 			ClusterIdentity:       v1alpha1.ClusterIdentity{ClusterID: peer.ID, ClusterName: peer.Name},
-			LocalPodCIDR:          at.PodCIDR.String(),
-			LocalNATPodCIDR:       remapped(at.PodCIDR, ofUs.Pod),
-			LocalExternalCIDR:     at.ExternalCIDR.String(),
-			LocalNATExternalCIDR:  remapped(at.ExternalCIDR, ofUs.External),
+			LocalPodCIDR:          local.PodCIDR.String(),
+			LocalNATPodCIDR:       remapped(local.PodCIDR, ownView.Pod),
+			LocalExternalCIDR:     local.ExternalCIDR.String(),
+			LocalNATExternalCIDR:  remapped(local.ExternalCIDR, ownView.External),
 			RemotePodCIDR:         peer.PodCIDR.String(),
-			RemoteNATPodCIDR:      remapped(peer.PodCIDR, ofPeer.Pod),
+			RemoteNATPodCIDR:      remapped(peer.PodCIDR, peerView.Pod),
 			RemoteExternalCIDR:    peer.ExternalCIDR.String(),
-			RemoteNATExternalCIDR: remapped(peer.ExternalCIDR, ofPeer.External),
+			RemoteNATExternalCIDR: remapped(peer.ExternalCIDR, peerView.External),
 			EndpointIP:            peer.Gateway().Addr.String(),
 			BackendType:           v1alpha1.BackendWireGuard,
 			BackendConfig:         backend,
 		},
 	}
 	tunnel.Namespace = "liqo-tenant-" + uniqueName(peer)
-	mappings := map[string]string{tunnelAddr.String(): Move(at.ExternalCIDR.Addr().Next(), at.ExternalCIDR, ofUs.External).String()}
+	mappings := map[string]string{tunnelAddr.String(): Move(local.ExternalCIDR.Addr().Next(), local.ExternalCIDR, ownView.External).String()}
 	for _, m := range l.state.Mappings {
-		if m.Cluster == at.Name {
-			mappings[m.Real.String()] = Move(m.External, at.ExternalCIDR, ofUs.External).String()
+		if m.Cluster == local.Name {
+			mappings[m.Real.String()] = Move(m.External, local.ExternalCIDR, ownView.External).String()
 		}
 	}
 	nat := v1alpha1.NatMapping{
@@ -264,13 +264,13 @@ func (l *Lab) writePeer(at, peer *Cluster) error {
 		ObjectMeta: metav1.ObjectMeta{Name: "natmapping-" + peer.Name, Labels: map[string]string{v1alpha1.LabelClusterID: peer.ID, v1alpha1.LabelNatMapping: "true"}},
 		Spec: v1alpha1.NatMappingSpec{
 			ClusterID:       peer.ID,
-			PodCIDR:         ofPeer.Pod.String(),
-			ExternalCIDR:    ofUs.External.String(),
+			PodCIDR:         peerView.Pod.String(),
+			ExternalCIDR:    ownView.External.String(),
 			ClusterMappings: mappings,
 		},
 	}
 	var text bytes.Buffer
-	fmt.Fprintf(&text, "# Cluster %s's side of its peering with %s.\n", at.Name, peer.Name)
+	fmt.Fprintf(&text, "# Cluster %s's side of its peering with %s.\n", local.Name, peer.Name)
 	for i, object := range []any{tunnel, nat} {
 		document, err := yaml.Marshal(object)
 		if err != nil {
@@ -281,7 +281,7 @@ func (l *Lab) writePeer(at, peer *Cluster) error {
 		}
 		text.Write(document)
 	}
-	return writeFile(PeerFile(at, peer), text.Bytes(), 0o644)
+	return writeFile(PeerFile(local, peer), text.Bytes(), 0o644)
 }
 
 // remapped returns the remapped network in Liqo's notation, or "None" if it equals the network

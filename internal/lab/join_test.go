@@ -76,9 +76,9 @@ spec:
 		t.Errorf("got:\n%s\nwant:\n%s", got, want)
 	}
 	for _, tc := range []struct {
-		at, of *Cluster
-		addr   string
-		want   string
+		local, peer *Cluster
+		addr        string
+		want        string
 	}{
 		{a, b, "10.244.0.11", "10.246.0.11"},
 		{a, c, "10.244.0.11", "10.240.0.11"},
@@ -88,8 +88,8 @@ spec:
 		{a, b, "172.30.2.11", "172.30.2.11"},
 		{a, a, "10.244.0.11", "10.244.0.11"},
 	} {
-		if got, err := l.Seen(tc.at, tc.of, netip.MustParseAddr(tc.addr)); err != nil || got.String() != tc.want {
-			t.Errorf("%s sees %s of %s as %v, %v; want %s", tc.at, tc.addr, tc.of, got, err, tc.want)
+		if got, err := l.Seen(tc.local, tc.peer, netip.MustParseAddr(tc.addr)); err != nil || got.String() != tc.want {
+			t.Errorf("%s sees %s of %s as %v, %v; want %s", tc.local, tc.addr, tc.peer, got, err, tc.want)
 		}
 	}
 	if got, err := l.Seen(a, c, c.OnPrem.Addr); err == nil {
@@ -182,25 +182,25 @@ func TestJoinWritesAllTunnelsOfTheOtherSide(t *testing.T) {
 		t.Fatal(err)
 	}
 	for i, want := range []int{3, 2, 1} {
-		of := l.Clusters[i]
-		own, err := file.Load(of.ConfigDir)
+		peer := l.Clusters[i]
+		own, err := file.Load(peer.ConfigDir)
 		if err != nil || own.File.Tunnels != want {
-			t.Fatalf("cluster %s has %d tunnels, %v; want %d", of, own.File.Tunnels, err, want)
+			t.Fatalf("cluster %s has %d tunnels, %v; want %d", peer, own.File.Tunnels, err, want)
 		}
 		keys := fabric.PublicKeys(own.PrivateKey, want)
-		for _, at := range l.Clusters {
-			if at == of {
+		for _, local := range l.Clusters {
+			if local == peer {
 				continue
 			}
-			s, err := file.Load(at.ConfigDir)
+			s, err := file.Load(local.ConfigDir)
 			if err != nil {
 				t.Fatal(err)
 			}
-			p := s.Gateway.Peers[slices.IndexFunc(s.Gateway.Peers, func(p *fabric.GatewayPeer) bool { return p.ID == of.ID })]
+			p := s.Gateway.Peers[slices.IndexFunc(s.Gateway.Peers, func(p *fabric.GatewayPeer) bool { return p.ID == peer.ID })]
 			ends := append([]fabric.TunnelEnd{{PublicKey: p.PublicKey, Port: p.Port}}, p.Tunnels...)
 			for j, key := range keys {
 				if len(ends) != want || ends[j] != (fabric.TunnelEnd{PublicKey: key, Port: wireGuardPort + uint16(j)}) {
-					t.Errorf("%s knows of %s: %v; want %d tunnels with keys %x", at, of, ends, want, keys)
+					t.Errorf("%s knows of %s: %v; want %d tunnels with keys %x", local, peer, ends, want, keys)
 				}
 			}
 		}

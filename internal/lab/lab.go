@@ -165,8 +165,8 @@ func (l *Lab) Host(name string) (*Host, error) {
 
 // UniqueName returns a unique name for a lab: no other process and no other call gets the same.
 // The name starts with the given word.
-func UniqueName(word string) string {
-	return fmt.Sprintf("%s-%d-%d", word, os.Getpid(), uniqueNames.Add(1))
+func UniqueName(prefix string) string {
+	return fmt.Sprintf("%s-%d-%d", prefix, os.Getpid(), uniqueNames.Add(1))
 }
 
 var uniqueNames atomic.Uint32
@@ -197,7 +197,7 @@ func Up(ctx context.Context, spec Spec) (*Lab, error) {
 		if err := sweep(); err != nil {
 			return err
 		}
-		owner, err := claim(spec.Name)
+		owner, err := acquire(spec.Name)
 		if err != nil {
 			return err
 		}
@@ -250,7 +250,7 @@ func (l *Lab) Down() error {
 	defer l.mu.Unlock()
 	if l.owner == nil {
 		err := locked(func() (err error) {
-			l.owner, err = claim(l.Name)
+			l.owner, err = acquire(l.Name)
 			return err
 		})
 		if err != nil {
@@ -287,12 +287,12 @@ func sweep() error {
 		return err
 	}
 	for _, name := range all {
-		owner, claimErr := claim(name)
-		if errors.Is(claimErr, ErrInUse) {
+		owner, lockErr := acquire(name)
+		if errors.Is(lockErr, ErrInUse) {
 			continue
 		}
-		if claimErr != nil {
-			err = errors.Join(err, claimErr)
+		if lockErr != nil {
+			err = errors.Join(err, lockErr)
 			continue
 		}
 		if s, readErr := readState(name); readErr != nil || !s.Persistent || s.Boot != bootID() {

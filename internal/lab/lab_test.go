@@ -408,8 +408,8 @@ func TestNamespaceHiddenByAnotherMountCanBeRemoved(t *testing.T) {
 	if _, err := os.Lstat(path); !os.IsNotExist(err) {
 		t.Errorf("the name is left: %v", err)
 	}
-	var at unix.Stat_t
-	if err := unix.Stat(other, &at); err != nil {
+	var stat unix.Stat_t
+	if err := unix.Stat(other, &stat); err != nil {
 		t.Errorf("what was beside it: %v", err)
 	}
 	if err := unix.Unmount(dir, unix.MNT_DETACH); err != nil {

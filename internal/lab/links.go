@@ -102,7 +102,7 @@ func (k *kernel) bridge(name string, mtu int) error {
 	return k.up(name)
 }
 
-func (k *kernel) enslave(name, bridge string) error {
+func (k *kernel) setMaster(name, bridge string) error {
 	link, err := k.nl.LinkByName(name)
 	if err != nil {
 		return fmt.Errorf("%s: %s: %w", k.host.Name, name, err)

@@ -83,7 +83,7 @@ func (l Leak) String() string {
 	return fmt.Sprintf("%s %s, which must not show %v: %s", l.At.Format("15:04:05.000000"), l.Node, l.Network, l.Packet)
 }
 
-const toldLeaks = 100
+const maxLeaks = 100
 
 func (r Report) String() string {
 	text := fmt.Sprintf("underlay watched: %d packets, %d of them in the clear", r.Packets, r.Leaked)
@@ -180,16 +180,16 @@ func (s *Sniffer) settle() {
 }
 
 // waiting reports whether a tap has frames that its reader has not read yet.
-func (s *Sniffer) waiting() (is bool) {
+func (s *Sniffer) waiting() (found bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	for _, t := range s.taps {
 		_ = t.socket.Control(func(fd uintptr) { // fails if the tap is closed, which then has no frames
 			n, err := unix.Poll([]unix.PollFd{{Fd: int32(fd), Events: unix.POLLIN}}, 0)
-			is = is || err == nil && n > 0
+			found = found || err == nil && n > 0
 		})
 	}
-	return is
+	return found
 }
 
 // Take returns the leaks so far and removes them from the report, for a test that causes leaks on
@@ -369,11 +369,11 @@ func (s *Sniffer) read(t *tap) {
 func (s *Sniffer) look(t *tap, frame []byte) {
 	s.looking.Add(1)
 	defer s.looking.Add(-1)
-	at := time.Now()
+	now := time.Now()
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	_, _, leaks := s.watches[t.cluster].leak(frame)
-	if leaks && s.report.Leaked < toldLeaks { // confirm only the first leaks of a flood
+	if leaks && s.report.Leaked < maxLeaks { // confirm only the first leaks of a flood
 		s.mu.Unlock()
 		s.findNodes(t.cluster)
 		if s.refresh != nil {
@@ -385,8 +385,8 @@ func (s *Sniffer) look(t *tap, frame []byte) {
 	if !leaks {
 		return
 	}
-	if s.report.Leaked++; s.report.Leaked <= toldLeaks {
-		s.report.Leaks = append(s.report.Leaks, Leak{at, t.port, network, packet})
+	if s.report.Leaked++; s.report.Leaked <= maxLeaks {
+		s.report.Leaks = append(s.report.Leaks, Leak{now, t.port, network, packet})
 	}
 }
 

@@ -120,11 +120,11 @@ func TestSnifferChecksALeakAgainAfterRefresh(t *testing.T) {
 	l := up(t, Spec{Clusters: Clusters(1)})
 	a := l.Clusters[0]
 	peered := Watched{Networks: []netip.Prefix{peerPods}}
-	asked := make(chan *Cluster, 100)
+	requested := make(chan *Cluster, 100)
 	wait := func() {
 		t.Helper()
 		select {
-		case c := <-asked:
+		case c := <-requested:
 			if c != a {
 				t.Errorf("asked about %v", c)
 			}
@@ -135,7 +135,7 @@ func TestSnifferChecksALeakAgainAfterRefresh(t *testing.T) {
 	var s *Sniffer
 	s = sniff(t, l, func(c *Cluster) {
 		s.Watch(c, Watched{})
-		asked <- c
+		requested <- c
 	})
 	s.Watch(a, peered)
 	datagrams(t, a.Pods[0].Host, ":0", "10.246.0.1:9", nil)
@@ -144,7 +144,7 @@ func TestSnifferChecksALeakAgainAfterRefresh(t *testing.T) {
 		t.Errorf("of a peer that is gone: %v", err)
 	}
 
-	s = sniff(t, l, func(c *Cluster) { asked <- c })
+	s = sniff(t, l, func(c *Cluster) { requested <- c })
 	s.Watch(a, peered)
 	datagrams(t, a.Pods[0].Host, ":0", "10.246.0.1:9", nil)
 	for range 3 {
@@ -239,7 +239,7 @@ func TestSnifferWatchesRecreatedNodes(t *testing.T) {
 		t.Fatal(err)
 	}
 	for _, err := range []error{
-		underlay.enslave(n.Name, "br-a"),
+		underlay.setMaster(n.Name, "br-a"),
 		node.address(uplink, netip.PrefixFrom(n.Addr, 24)),
 		node.route(everywhere, netip.MustParseAddr("172.30.1.1"), uplink),
 	} {

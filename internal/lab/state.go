@@ -123,9 +123,9 @@ func flock(file *os.File, how int) error {
 	}
 }
 
-// claim acquires the owner's lock of a lab and creates its directory. It returns ErrInUse if a
+// acquire acquires the owner's lock of a lab and creates its directory. It returns ErrInUse if a
 // live process holds the lock.
-func claim(name string) (*os.File, error) {
+func acquire(name string) (*os.File, error) {
 	if err := os.MkdirAll(dirOf(name), 0o755); err != nil {
 		return nil, err
 	}

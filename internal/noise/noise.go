@@ -76,7 +76,7 @@ type Handshake struct {
 func (h *Handshake) Ephemeral() *ecdh.PrivateKey { return h.ephemeral }
 
 // Initiate returns an initiation message and the Handshake to finish it.
-func Initiate(own *ecdh.PrivateKey, peer *ecdh.PublicKey, at time.Time) ([]byte, *Handshake) {
+func Initiate(own *ecdh.PrivateKey, peer *ecdh.PublicKey, now time.Time) ([]byte, *Handshake) {
 	h := &Handshake{own: own, ephemeral: NewKey()}
 	h.chain = hashed([]byte("Noise_IKpsk2_25519_ChaChaPoly_BLAKE2s"))
 	h.hash = hashed(h.chain, []byte("WireGuard v1 zx2c4 Jason@zx2c4.com"))
@@ -89,8 +89,8 @@ func Initiate(own *ecdh.PrivateKey, peer *ecdh.PublicKey, at time.Time) ([]byte,
 	h.chain = expand(h.chain, h.ephemeral.PublicKey().Bytes(), 1)
 	h.mix(h.ephemeral.PublicKey().Bytes())
 	m = append(m, h.seal(shared(h.ephemeral, peer), own.PublicKey().Bytes())...)
-	stamp := binary.BigEndian.AppendUint64(nil, 1<<62+10+uint64(at.Unix())) // TAI64N: seconds, with the epoch's offset
-	stamp = binary.BigEndian.AppendUint32(stamp, uint32(at.Nanosecond()))
+	stamp := binary.BigEndian.AppendUint64(nil, 1<<62+10+uint64(now.Unix())) // TAI64N: seconds, with the epoch's offset
+	stamp = binary.BigEndian.AppendUint32(stamp, uint32(now.Nanosecond()))
 	m = append(m, h.seal(shared(own, peer), stamp)...)
 	return append(m, macs(peer, m)...), h
 }

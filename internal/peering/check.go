@@ -177,14 +177,14 @@ func (s *side) present(ctx context.Context, o client.Object) error {
 
 func (s *side) checkManager(ctx context.Context, o PeerOptions) error {
 	deadline := time.Now().Add(o.Timeout)
-	for told := false; ; told = true {
+	for reported := false; ; reported = true {
 		h, err := cluster.HolderOf(ctx, s.Cluster, cluster.ManagerLease, false)
 		switch {
 		case err != nil || h.Name != "":
 			return err
 		case time.Now().After(deadline):
 			return fmt.Errorf("%s: no manager is active: %s; start `isthmus manager`, or use --timeout 0 to set up without waiting for one", s.Cluster, h.Problem)
-		case !told:
+		case !reported:
 			o.Report(fmt.Sprintf("%s: waiting for a manager: %s", s.Cluster, h.Problem))
 		}
 		select {

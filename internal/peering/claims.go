@@ -74,14 +74,14 @@ func Review(ctx context.Context, c *cluster.Cluster, name string, o PeerOptions)
 	if err := s.checkConsent(ctx); err != nil {
 		return nil, err
 	}
-	said, err := s.setClaims(ctx)
+	changes, err := s.setClaims(ctx)
 	if err != nil {
 		return nil, err
 	}
-	if said != "" {
-		o.Report(said)
+	if changes != "" {
+		o.Report(changes)
 	}
-	if said != "" && o.Timeout > 0 {
+	if changes != "" && o.Timeout > 0 {
 		w := &waiter{sides: []*side{s}, goal: isthmus.ConditionPeerConfig, report: o.Report, quiet: true}
 		if err := w.wait(ctx, o.Timeout); err != nil {
 			return s.peering, interrupted(ctx, err)
@@ -209,38 +209,38 @@ func (s *side) setClaims(ctx context.Context) (string, error) {
 	if err != nil {
 		return "", s.Explain("spec.claims of Peering "+s.peering.Name, err)
 	}
-	var said []string
+	var changes []string
 	for _, field := range []string{"allowed", "alwaysRemap", "consent"} {
 		if value, ok := changed[field]; ok {
 			text, err := json.Marshal(value)
 			if err != nil {
 				return "", err
 			}
-			said = append(said, fmt.Sprintf("spec.claims.%s is %s", field, text))
+			changes = append(changes, fmt.Sprintf("spec.claims.%s is %s", field, text))
 		}
 	}
-	if len(said) == 0 {
+	if len(changes) == 0 {
 		return "", nil
 	}
-	return fmt.Sprintf("%s: Peering %s: %s", s.Cluster, s.peering.Name, strings.Join(said, ", ")), nil
+	return fmt.Sprintf("%s: Peering %s: %s", s.Cluster, s.peering.Name, strings.Join(changes, ", ")), nil
 }
 
 // show reports which networks s uses for its peer's advertised networks, and the reason.
 func (s *side) show(report func(string)) {
 	n := s.peering.Status.Remote
-	for _, of := range []struct{ what, own, here, why string }{
+	for _, network := range []struct{ what, own, here, why string }{
 		{"podCIDR", n.PodCIDR, n.PodCIDRSeen, n.PodCIDRWhy}, {"externalCIDR", n.ExternalCIDR, n.ExternalCIDRSeen, n.ExternalCIDRWhy},
 	} {
-		if of.own == "" || of.here == "" {
+		if network.own == "" || network.here == "" {
 			continue
 		}
-		as := "as " + safetext.Of(of.here)
-		if of.here == of.own {
+		as := "as " + safetext.Of(network.here)
+		if network.here == network.own {
 			as = "unchanged"
 		}
-		line := fmt.Sprintf("%s uses the %s of %s, %s, %s", s.Cluster, of.what, s.peer.Cluster, safetext.Of(of.own), as)
-		if of.why != "" {
-			line += ": " + safetext.Of(of.why)
+		line := fmt.Sprintf("%s uses the %s of %s, %s, %s", s.Cluster, network.what, s.peer.Cluster, safetext.Of(network.own), as)
+		if network.why != "" {
+			line += ": " + safetext.Of(network.why)
 		}
 		report(line)
 	}

@@ -20,7 +20,7 @@ func TestConsentCoversOnlyTheCurrentClaim(t *testing.T) {
 	t.Parallel()
 	p := clustertest.NewPair(t, "consent")
 	must(t, peerUp(t, p))
-	p.Said()
+	p.Reported()
 	claim := Claim{netip.MustParsePrefix("10.48.0.0/14"), netip.MustParsePrefix("10.60.0.0/20")}
 	agree := func(name string, c Claim) error {
 		t.Helper()
@@ -33,7 +33,7 @@ func TestConsentCoversOnlyTheCurrentClaim(t *testing.T) {
 			t.Fatal("agreed")
 		}
 		clustertest.Contains(t, err.Error(), wants...)
-		if peering := peeringOf(t, p); peering.Spec.Claims.Consent != nil || p.Said() != "" {
+		if peering := peeringOf(t, p); peering.Spec.Claims.Consent != nil || p.Reported() != "" {
 			t.Errorf("refused, and yet there is %+v", peering.Spec.Claims.Consent)
 		}
 	}
@@ -54,7 +54,7 @@ func TestConsentCoversOnlyTheCurrentClaim(t *testing.T) {
 
 	claim.External = netip.MustParsePrefix("10.61.0.0/20")
 	must(t, agree(p.B.Identity.UniqueName(), claim))
-	clustertest.Contains(t, p.Said(), `spec.claims.consent is {"podCIDR":"10.48.0.0/14","externalCIDR":"10.61.0.0/20"}`, "consent-a uses the podCIDR of consent-b, 10.60.0.0/20, unchanged")
+	clustertest.Contains(t, p.Reported(), `spec.claims.consent is {"podCIDR":"10.48.0.0/14","externalCIDR":"10.61.0.0/20"}`, "consent-a uses the podCIDR of consent-b, 10.60.0.0/20, unchanged")
 	before := peeringOf(t, p)
 	if before.Spec.Claims.Consent == nil || *before.Spec.Claims.Consent != (isthmus.Consent{PodCIDR: "10.48.0.0/14", ExternalCIDR: "10.61.0.0/20"}) {
 		t.Errorf("the Peering has %+v", before.Spec.Claims.Consent)

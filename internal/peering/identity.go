@@ -32,7 +32,7 @@ const tokenLife = 90 * 24 * time.Hour
 // giveIdentity makes sure that s has a working identity at its peer. It returns a report of the
 // change, or "" if the present identity works.
 func (s *side) giveIdentity(ctx context.Context) (report string, err error) {
-	have, wrong, err := s.whatIsWrongWithIdentity(ctx)
+	have, wrong, err := s.identityProblem(ctx)
 	if err != nil {
 		return "", err
 	}
@@ -90,9 +90,9 @@ func (s *side) allowAudiences(ctx context.Context, token string) (string, error)
 	return fmt.Sprintf("%s: %s may renew its token for %s", s.Cluster, s.peer.Cluster, safetext.Of(want)), nil
 }
 
-// whatIsWrongWithIdentity returns the token that s has, and the reason why s needs a new identity,
+// identityProblem returns the token that s has, and the reason why s needs a new identity,
 // or "" if s needs none. It asks the peer's API server whether it accepts the token.
-func (s *side) whatIsWrongWithIdentity(ctx context.Context) (token, wrong string, err error) {
+func (s *side) identityProblem(ctx context.Context) (token, wrong string, err error) {
 	var secret corev1.Secret
 	err = s.Client.Get(ctx, client.ObjectKey{Namespace: s.namespace, Name: s.secret}, &secret)
 	if apierrors.IsNotFound(err) {
@@ -117,12 +117,12 @@ func (s *side) whatIsWrongWithIdentity(ctx context.Context) (token, wrong string
 	if err != nil {
 		return "", "", err
 	}
-	if there, err := clientcmd.Load(want); err != nil {
+	if wanted, err := clientcmd.Load(want); err != nil {
 		return "", "", err
-	} else if !sameCluster(have.Clusters[in.Cluster], there.Clusters[there.Contexts[there.CurrentContext].Cluster]) {
+	} else if !sameCluster(have.Clusters[in.Cluster], wanted.Clusters[wanted.Contexts[wanted.CurrentContext].Cluster]) {
 		return "", "the old one was for another server, proxy or certificate authority", nil
 	}
-	wrong, err = s.peer.whatIsWrongWithToken(ctx, user.Token)
+	wrong, err = s.peer.tokenProblem(ctx, user.Token)
 	return user.Token, wrong, err
 }
 
@@ -166,10 +166,10 @@ func claimsOf(token string) (c claims) {
 	return c
 }
 
-// whatIsWrongWithToken compares a token with peerAccount and asks the API server about the
+// tokenProblem compares a token with peerAccount and asks the API server about the
 // token. The API server's answer alone is not enough: for some seconds it still accepts a token
 // of a deleted ServiceAccount.
-func (s *side) whatIsWrongWithToken(ctx context.Context, token string) (string, error) {
+func (s *side) tokenProblem(ctx context.Context, token string) (string, error) {
 	var account corev1.ServiceAccount
 	if err := s.Client.Get(ctx, client.ObjectKey{Namespace: s.namespace, Name: peerAccount}, &account); err != nil {
 		return "", s.Explain("ServiceAccount "+s.namespace+"/"+peerAccount, err)

@@ -18,10 +18,10 @@ import (
 	"github.com/isthmus-net/isthmus/internal/netconfig"
 )
 
-// checkWay returns an error if the peer's manager cannot reach the API server of s. In-band,
+// checkPath returns an error if the peer's manager cannot reach the API server of s. In-band,
 // every API server is reachable: the tunnel leads to it. Its identity is then verified by the
 // certificates that the cluster's Pods use.
-func (s *side) checkWay(ctx context.Context, flag string) error {
+func (s *side) checkPath(ctx context.Context, flag string) error {
 	if s.inBand {
 		var err error
 		if s.inBandCA, err = ownAuthority(ctx, s.peer.Cluster); err != nil {
@@ -79,9 +79,9 @@ func (s *side) setInBand(ctx context.Context, on bool) (string, error) {
 	return fmt.Sprintf("%s: its manager and that of %s no longer use the tunnel", s.Cluster, s.peer.Cluster), nil
 }
 
-// told reports whether our manager has reached the peer's API server and published our
+// published reports whether our manager has reached the peer's API server and published our
 // NetworkConfig there. Ready alone does not imply this once traffic flows.
-func (s *side) told(p *isthmus.Peering) bool {
+func (s *side) published(p *isthmus.Peering) bool {
 	return health.IsTrue(p, isthmus.ConditionIdentity) && health.IsTrue(p, isthmus.ConditionPublished)
 }
 
@@ -97,24 +97,24 @@ func (s *side) carry(ctx context.Context) error {
 	} else if err != nil {
 		return s.Explain("NetworkConfig "+name.String(), err)
 	}
-	want, there := netconfig.CopyOf(original, s.Identity.ClusterID, s.peer.namespace), &v1alpha1.NetworkConfig{}
+	want, have := netconfig.CopyOf(original, s.Identity.ClusterID, s.peer.namespace), &v1alpha1.NetworkConfig{}
 	what := "NetworkConfig " + want.Namespace + "/" + want.Name
-	switch err := s.peer.Client.Get(ctx, client.ObjectKeyFromObject(want), there); {
+	switch err := s.peer.Client.Get(ctx, client.ObjectKeyFromObject(want), have); {
 	case apierrors.IsNotFound(err):
 		return s.peer.Explain(what, s.peer.Client.Create(ctx, want, client.FieldOwner(cluster.FieldManager)))
 	case err != nil:
 		return s.peer.Explain(what, err)
-	case !there.DeletionTimestamp.IsZero():
+	case !have.DeletionTimestamp.IsZero():
 		return nil
-	case !equality.Semantic.DeepEqual(there.Spec, want.Spec):
-		there.Spec = want.Spec
-		if err := s.peer.Client.Update(ctx, there, client.FieldOwner(cluster.FieldManager)); !apierrors.IsConflict(err) {
+	case !equality.Semantic.DeepEqual(have.Spec, want.Spec):
+		have.Spec = want.Spec
+		if err := s.peer.Client.Update(ctx, have, client.FieldOwner(cluster.FieldManager)); !apierrors.IsConflict(err) {
 			return s.peer.Explain(what, err)
 		}
 		return nil
 	}
 	s.carried = want.Spec.BackendConfig[v1alpha1.ConfigInBand] == "true"
-	answer, answered := netconfig.AnswerTo(original, there)
+	answer, answered := netconfig.AnswerTo(original, have)
 	if !answered || equality.Semantic.DeepEqual(answer, original.Status) {
 		return nil
 	}

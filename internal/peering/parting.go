@@ -31,7 +31,7 @@ type teardown struct {
 	secret    string // name of the Secret in the tenant namespace with our identity at the peer
 	remains   string // description of our objects that stay at the peer if nobody waits
 	waitsFor  string // last reason for waiting, with the cluster's name
-	told      string // last reported text
+	reported  string // last reported text
 	inBand    bool   // spec.inBand
 	carried   bool   // both clusters part in-band: the command itself removes each manager's objects at the peer, because the managers lose the tunnel
 	abandoned bool   // the lack of a manager has been reported
@@ -93,7 +93,7 @@ func cutHash(name string) string {
 
 // teardownOf finds the Peering for which the first function returns true. If the Peering was
 // already deleted, teardownOf finds the tenant namespace that an earlier run left.
-func teardownOf(ctx context.Context, c *cluster.Cluster, is func(*isthmus.Peering) bool, left func(*corev1.Namespace) bool) (*teardown, error) {
+func teardownOf(ctx context.Context, c *cluster.Cluster, match func(*isthmus.Peering) bool, left func(*corev1.Namespace) bool) (*teardown, error) {
 	f := &teardown{Cluster: c, secret: isthmus.DefaultIdentitySecret}
 	var list isthmus.PeeringList
 	if err := c.Client.List(ctx, &list); err != nil {
@@ -101,7 +101,7 @@ func teardownOf(ctx context.Context, c *cluster.Cluster, is func(*isthmus.Peerin
 	}
 	for i := range list.Items {
 		p := &list.Items[i]
-		if !is(p) {
+		if !match(p) {
 			continue
 		}
 		if f.peering != "" {
@@ -149,9 +149,9 @@ func (f *teardown) side() *side {
 	return &side{Cluster: f.Cluster, peer: &side{Cluster: &cluster.Cluster{Identity: f.peer}}, namespace: f.namespace, secret: f.secret}
 }
 
-// disarm revokes the peer's rights. Unless all is true, the peer keeps the rights to delete its
-// own objects here.
-func (f *teardown) disarm(ctx context.Context, o UnpeerOptions, all bool) error {
+// revokeRights revokes the peer's rights. Unless all is true, the peer keeps the rights to delete
+// its own objects here.
+func (f *teardown) revokeRights(ctx context.Context, o UnpeerOptions, all bool) error {
 	if f.namespace == "" {
 		return nil
 	}
@@ -205,10 +205,10 @@ func (f *teardown) deletePeering(ctx context.Context, o UnpeerOptions) error {
 	return nil
 }
 
-// peeringGone waits until the manager has removed its objects. With Force and without a running
-// manager, it removes them itself. Then the networks of the peer stay allocated and refused
+// waitPeeringDeleted waits until the manager has removed its objects. With Force and without a
+// running manager, it removes them itself. Then the networks of the peer stay allocated and refused
 // until the next manager finds that no object names the peer, and releases them.
-func (f *teardown) peeringGone(ctx context.Context, o UnpeerOptions) (string, error) {
+func (f *teardown) waitPeeringDeleted(ctx context.Context, o UnpeerOptions) (string, error) {
 	if f.peering == "" {
 		return "", nil
 	}
@@ -366,9 +366,9 @@ func (f *teardown) deleteOurs(ctx context.Context, objects ...client.Object) (di
 	return did, nil
 }
 
-// namespaceGone waits until the namespace is gone, so that the same two clusters can be peered
-// again immediately.
-func (f *teardown) namespaceGone(ctx context.Context) (string, error) {
+// waitNamespaceDeleted waits until the namespace is gone, so that the same two clusters can be
+// peered again immediately.
+func (f *teardown) waitNamespaceDeleted(ctx context.Context) (string, error) {
 	if f.namespace == "" {
 		return "", nil
 	}

@@ -135,7 +135,7 @@ func check(ctx context.Context, a, b *side, o PeerOptions) error {
 		if err := s.checkConsent(ctx); err != nil {
 			return err
 		}
-		if err := s.checkWay(ctx, map[*side]string{a: "--server", b: "--remote-server"}[s]); err != nil {
+		if err := s.checkPath(ctx, map[*side]string{a: "--server", b: "--remote-server"}[s]); err != nil {
 			return err
 		}
 		if err := s.checkNamespace(ctx); err != nil {
@@ -202,10 +202,10 @@ func onBoth(a, b *side, o PeerOptions, step func(*side) (string, error)) (change
 // setRights creates the tenant namespace and the rights in it.
 func (s *side) setRights(ctx context.Context) (string, error) {
 	namespace := s.tenantNamespace()
-	var there corev1.Namespace
-	if err := s.Client.Get(ctx, client.ObjectKeyFromObject(namespace), &there); err != nil && !apierrors.IsNotFound(err) {
+	var have corev1.Namespace
+	if err := s.Client.Get(ctx, client.ObjectKeyFromObject(namespace), &have); err != nil && !apierrors.IsNotFound(err) {
 		return "", s.Explain("Namespace "+s.namespace, err)
-	} else if err != nil || there.Labels[cluster.LabelManagedBy] == cluster.ManagedBy {
+	} else if err != nil || have.Labels[cluster.LabelManagedBy] == cluster.ManagedBy {
 		namespace.Labels[cluster.LabelManagedBy] = cluster.ManagedBy // do not mark a namespace that existed before, so that it is not deleted later
 	}
 	var done []string
@@ -258,8 +258,8 @@ type waiter struct {
 	report func(string)
 	quiet  bool // do not report conditions that are true at first
 
-	told  []map[string]bool
-	trial []error // errors of the last look, by side
+	reported []map[string]bool
+	trial    []error // errors of the last look, by side
 }
 
 func (w *waiter) wait(ctx context.Context, timeout time.Duration) error {
@@ -267,23 +267,23 @@ func (w *waiter) wait(ctx context.Context, timeout time.Duration) error {
 	defer cancel()
 	w.trial = make([]error, len(w.sides))
 	for range w.sides {
-		w.told = append(w.told, map[string]bool{})
+		w.reported = append(w.reported, map[string]bool{})
 	}
 	for first := true; ; first = false {
-		there := 0
+		reached := 0
 		var awaited error
 		for i, s := range w.sides {
-			if s.inBand && !(s.carried && s.told(s.peering)) {
+			if s.inBand && !(s.carried && s.published(s.peering)) {
 				s.uncarried = s.carry(ctx)
 			}
 			if w.look(ctx, i, s, first && w.quiet) {
-				there++
+				reached++
 			}
 			if err := s.awaited(ctx); errors.Is(err, errConsent) {
 				awaited = errors.Join(awaited, err)
 			}
 		}
-		if there == len(w.sides) || awaited != nil {
+		if reached == len(w.sides) || awaited != nil {
 			return awaited
 		}
 		select {
@@ -306,19 +306,19 @@ func (w *waiter) look(ctx context.Context, i int, s *side, quiet bool) bool {
 	w.trial[i], s.peering = nil, p
 	for _, t := range health.Steps {
 		if !health.IsTrue(p, t) {
-			delete(w.told[i], t) // report the condition again if it becomes true again
+			delete(w.reported[i], t) // report the condition again if it becomes true again
 			continue
 		}
-		if !w.told[i][t] && !quiet {
-			w.report(tell(s, t))
+		if !w.reported[i][t] && !quiet {
+			w.report(progressLine(s, t))
 		}
-		w.told[i][t] = true
+		w.reported[i][t] = true
 	}
-	return health.IsTrue(p, w.goal) && remapped(p) && (!s.inBand || s.carried && s.told(p))
+	return health.IsTrue(p, w.goal) && remapped(p) && (!s.inBand || s.carried && s.published(p))
 }
 
-// tell returns the line about a condition of side s that has become true.
-func tell(s *side, t string) string {
+// progressLine returns the line about a condition of side s that has become true.
+func progressLine(s *side, t string) string {
 	me, peer, status := s.Cluster, s.peer.Cluster, s.peering.Status
 	switch t {
 	case isthmus.ConditionIdentity:
@@ -359,7 +359,7 @@ func (w *waiter) missing(timeout time.Duration) error {
 	}
 	for i, s := range w.sides {
 		c := health.FirstProblem(s.peering)
-		if id := meta.FindStatusCondition(s.peering.Status.Conditions, isthmus.ConditionIdentity); c == nil && s.inBand && !s.told(s.peering) {
+		if id := meta.FindStatusCondition(s.peering.Status.Conditions, isthmus.ConditionIdentity); c == nil && s.inBand && !s.published(s.peering) {
 			c = id
 		}
 		switch {

@@ -28,9 +28,9 @@ func TestPeerReportsEachStepAndIsIdempotent(t *testing.T) {
 	t.Parallel()
 	p := clustertest.NewPair(t, "story")
 	must(t, peerUp(t, p))
-	story := p.Said()
-	t.Log("\n" + story)
-	clustertest.Contains(t, story,
+	reported := p.Reported()
+	t.Log("\n" + reported)
+	clustertest.Contains(t, reported,
 		"story-a: namespace liqo-tenant-story-b-", " created, with the rights of story-b in it",
 		"story-a: has an identity at story-b until ", " days); it had none",
 		"story-b: Peering story-a-", " created",
@@ -45,8 +45,8 @@ func TestPeerReportsEachStepAndIsIdempotent(t *testing.T) {
 	const again = `story-a uses the podCIDR of story-b, 10.60.0.0/20, unchanged: it is in private space
 story-b uses the podCIDR of story-a, 10.60.0.0/20, unchanged: it is in private space
 story-a and story-b are peered already, nothing changed`
-	if said := p.Said(); said != again {
-		t.Errorf("the second time it says\n%s", said)
+	if reported := p.Reported(); reported != again {
+		t.Errorf("the second time it says\n%s", reported)
 	}
 	if changed := diff(before, everything(t, p)); changed != nil {
 		t.Errorf("the second time it changed %v", changed)
@@ -57,7 +57,7 @@ func TestPeerRepairsWhatIsMissing(t *testing.T) {
 	t.Parallel()
 	p := clustertest.NewPair(t, "repair")
 	must(t, peerUp(t, p))
-	p.Said()
+	p.Reported()
 	inA, inB := p.B.Identity.TenantNamespace(), p.A.Identity.TenantNamespace()
 	object := func(o client.Object, namespace, name string) client.Object {
 		o.SetNamespace(namespace)
@@ -67,7 +67,7 @@ func TestPeerRepairsWhatIsMissing(t *testing.T) {
 	for _, tc := range []struct {
 		name    string
 		breakIt func() error
-		says    string
+		problem string
 		changes []string
 	}{
 		{"a binding is gone", func() error { return p.A.Client.Delete(t.Context(), object(&rbacv1.RoleBinding{}, inA, peerAccount)) },
@@ -110,9 +110,9 @@ func TestPeerRepairsWhatIsMissing(t *testing.T) {
 		if err := peerUp(t, p); err != nil {
 			t.Errorf("%s: %v", tc.name, err)
 		}
-		said := p.Said()
-		if !strings.Contains(said, tc.says) {
-			t.Errorf("%s: no %q in\n%s", tc.name, tc.says, said)
+		reported := p.Reported()
+		if !strings.Contains(reported, tc.problem) {
+			t.Errorf("%s: no %q in\n%s", tc.name, tc.problem, reported)
 		}
 		after := everything(t, p)
 		var changed []string
@@ -149,7 +149,7 @@ func TestPeerNamesTheMissingConditionAndSide(t *testing.T) {
 	if strings.Contains(err.Error(), "late-a") || len(err.Error()) > 1300 {
 		t.Errorf("%v", err)
 	}
-	clustertest.Contains(t, p.Said(), "late-a: connected to late-b")
+	clustertest.Contains(t, p.Reported(), "late-a: connected to late-b")
 
 	p.Managers[1].Set(isthmus.ConditionPeerConfig, "")
 	p.Managers[1].Set(isthmus.ConditionConnected, "")
@@ -210,7 +210,7 @@ func TestPeerChecksEverythingBeforeItWrites(t *testing.T) {
 		}
 		t.Logf("%s: %v", name, err)
 		clustertest.Contains(t, err.Error(), wants...)
-		if !clustertest.Gone(t, p.A, &corev1.Namespace{}, mine) {
+		if !clustertest.Deleted(t, p.A, &corev1.Namespace{}, mine) {
 			t.Errorf("%s: namespace %s was made", name, mine)
 		}
 		return err
@@ -250,7 +250,7 @@ func TestPeerChecksEverythingBeforeItWrites(t *testing.T) {
 	must(t, err)
 	// The new bindings take a moment to become effective, and the namespace a moment to be
 	// deleted.
-	for begin := time.Now(); !clustertest.Gone(t, p.B, &corev1.Namespace{}, theirs) || viewer.Client.List(t.Context(), &isthmus.PeeringList{}) != nil; {
+	for begin := time.Now(); !clustertest.Deleted(t, p.B, &corev1.Namespace{}, theirs) || viewer.Client.List(t.Context(), &isthmus.PeeringList{}) != nil; {
 		if time.Since(begin) > clustertest.Patient {
 			t.Fatal("the namespace is still there, or the viewer may not look")
 		}

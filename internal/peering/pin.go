@@ -103,7 +103,7 @@ func (s *side) holdsItsIdentity(ctx context.Context) (bool, error) {
 	if token == "" {
 		return false, nil
 	}
-	wrong, err := s.peer.whatIsWrongWithToken(ctx, token)
+	wrong, err := s.peer.tokenProblem(ctx, token)
 	if apierrors.IsNotFound(err) { // the ServiceAccount was deleted
 		return false, nil
 	}

@@ -26,7 +26,7 @@ func TestACopiedClusterIdentityIsRefused(t *testing.T) {
 	t.Parallel()
 	p := clustertest.NewPair(t, "pin")
 	must(t, peerUp(t, p))
-	p.Said()
+	p.Reported()
 	name, here := p.B.Identity.UniqueName(), p.B.Identity.TenantNamespace()
 	var peering isthmus.Peering
 	must(t, p.A.Client.Get(t.Context(), client.ObjectKey{Name: name}, &peering))
@@ -58,7 +58,7 @@ func TestACopiedClusterIdentityIsRefused(t *testing.T) {
 		t.Fatal("the twin was accepted")
 	}
 	clustertest.Contains(t, err.Error(), "pin-a: context c leads to a cluster with the name and ID pin-b (pin-B-0000), but Peering "+name+" was created with another cluster of that name and ID", "UID "+twin.UID+", not "+p.B.UID, "certificate authority sha256:", "--replace")
-	if changed := diff(before, everything(t, p)); changed != nil || p.Said() != "" {
+	if changed := diff(before, everything(t, p)); changed != nil || p.Reported() != "" {
 		t.Errorf("the refusal changed %v", changed)
 	}
 	must(t, mayList())
@@ -66,7 +66,7 @@ func TestACopiedClusterIdentityIsRefused(t *testing.T) {
 	// If a person chooses to replace b, b loses its rights.
 	_, err = Peer(t.Context(), p.A, twin, PeerOptions{Replace: true, Timeout: clustertest.Patient, Report: p.Report})
 	must(t, err)
-	clustertest.Contains(t, p.Said(), "pin-a: the rights of the previous pin-b are revoked", "pin-a: has an identity at pin-b until ", twin.UID)
+	clustertest.Contains(t, p.Reported(), "pin-a: the rights of the previous pin-b are revoked", "pin-a: has an identity at pin-b until ", twin.UID)
 	for begin := time.Now(); !apierrors.IsUnauthorized(mayList()); time.Sleep(100 * time.Millisecond) {
 		if time.Since(begin) > clustertest.Patient {
 			t.Fatal("the identity of the replaced cluster still works")
@@ -99,10 +99,10 @@ func TestANewAuthorityIsAcceptedFromTheSameCluster(t *testing.T) {
 	must(t, clientcmd.WriteToFile(*config, file))
 	rotated := clustertest.ConnectTo(t, cluster.Access{Kubeconfig: file, Namespace: p.B.Namespace})
 	rotated.Identity = p.B.Identity
-	p.Said()
+	p.Reported()
 	_, err = Peer(t.Context(), p.A, rotated, PeerOptions{Timeout: clustertest.Patient, Report: p.Report})
 	must(t, err)
-	clustertest.Contains(t, p.Said(), "authority-a: has an identity at authority-b until ", "the old one was for another server, proxy or certificate authority")
+	clustertest.Contains(t, p.Reported(), "authority-a: has an identity at authority-b until ", "the old one was for another server, proxy or certificate authority")
 	if must(t, p.A.Client.Get(t.Context(), account, &is)); is.UID != was.UID {
 		t.Error("the account of b was revoked")
 	}
@@ -127,15 +127,15 @@ func TestAnAccountWithoutAPeeringIsRevoked(t *testing.T) {
 	p := clustertest.NewPair(t, "orphan")
 	must(t, peerUp(t, p))
 	must(t, p.A.Client.Delete(t.Context(), &isthmus.Peering{ObjectMeta: metav1.ObjectMeta{Name: p.B.Identity.UniqueName()}}))
-	for !clustertest.Gone(t, p.A, &isthmus.Peering{}, p.B.Identity.UniqueName()) {
+	for !clustertest.Deleted(t, p.A, &isthmus.Peering{}, p.B.Identity.UniqueName()) {
 		time.Sleep(20 * time.Millisecond)
 	}
 	account := client.ObjectKey{Namespace: p.B.Identity.TenantNamespace(), Name: peerAccount}
 	var was, is corev1.ServiceAccount
 	must(t, p.A.Client.Get(t.Context(), account, &was))
-	p.Said()
+	p.Reported()
 	must(t, peerUp(t, p))
-	clustertest.Contains(t, p.Said(), "orphan-a: the rights of the previous orphan-b are revoked")
+	clustertest.Contains(t, p.Reported(), "orphan-a: the rights of the previous orphan-b are revoked")
 	if must(t, p.A.Client.Get(t.Context(), account, &is)); is.UID == was.UID {
 		t.Error("the account is the same as before")
 	}

@@ -149,11 +149,11 @@ func sweep(t *testing.T, admin *cluster.Cluster, config *rest.Config, namespaces
 			group, version = "", l.GroupVersion
 		}
 		for _, resource := range l.APIResources {
-			places := []string{""}
+			scopes := []string{""}
 			if resource.Namespaced {
-				places = append(places, namespaces...)
+				scopes = append(scopes, namespaces...)
 			}
-			for _, namespace := range places {
+			for _, namespace := range scopes {
 				for _, name := range append([]string{"sweep"}, tried[resource.Name]...) {
 					for _, verb := range verbs {
 						byName := slices.Contains([]string{"get", "update", "patch", "delete"}, verb) || strings.Contains(resource.Name, "/")

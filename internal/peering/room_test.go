@@ -271,7 +271,7 @@ func TestAPeersRequestsHaveTheirOwnPriorityLevel(t *testing.T) {
 	}
 	// The FlowSchema is deleted with the rights.
 	must(t, peerDown(t, p))
-	if !clustertest.Gone(t, p.A, &flowcontrolv1.FlowSchema{}, p.B.Identity.TenantNamespace()) {
+	if !clustertest.Deleted(t, p.A, &flowcontrolv1.FlowSchema{}, p.B.Identity.TenantNamespace()) {
 		t.Error("the FlowSchema has stayed")
 	}
 }
@@ -297,7 +297,7 @@ func TestElectionsHaveTheirOwnPriorityLevel(t *testing.T) {
 		c, err := rest.HTTPClientFor(config)
 		must(t, err)
 		leases := "/apis/coordination.k8s.io/v1/namespaces/" + deploy.Namespace + "/leases"
-		for _, ask := range []struct{ method, path, want string }{
+		for _, request := range []struct{ method, path, want string }{
 			{http.MethodGet, leases + "/" + account, account + "-election"},
 			{http.MethodPut, leases + "/" + account, account + "-election"},
 			{http.MethodPost, leases, account + "-election"},
@@ -305,17 +305,17 @@ func TestElectionsHaveTheirOwnPriorityLevel(t *testing.T) {
 			{http.MethodGet, "/api/v1/nodes", "workload-low"},
 		} {
 			for begin := time.Now(); ; time.Sleep(50 * time.Millisecond) { // the API server takes a moment to see a new FlowSchema
-				req, err := http.NewRequestWithContext(t.Context(), ask.method, config.Host+ask.path, strings.NewReader("{}"))
+				req, err := http.NewRequestWithContext(t.Context(), request.method, config.Host+request.path, strings.NewReader("{}"))
 				must(t, err)
 				resp, err := c.Do(req)
 				must(t, err)
 				resp.Body.Close()
 				got := levels[resp.Header.Get("X-Kubernetes-Pf-Prioritylevel-Uid")]
-				if got == ask.want {
+				if got == request.want {
 					break
 				}
 				if time.Since(begin) > clustertest.Patient {
-					t.Fatalf("%s: %s %s is on the level %q, want %s", account, ask.method, ask.path, got, ask.want)
+					t.Fatalf("%s: %s %s is on the level %q, want %s", account, request.method, request.path, got, request.want)
 				}
 			}
 		}

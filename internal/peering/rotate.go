@@ -72,15 +72,15 @@ func RotateKey(ctx context.Context, c *cluster.Cluster, o RotateOptions) error {
 		return nil
 	}
 	began := ring
-	said := ""
+	reported := ""
 	for until := time.Now().Add(o.Wait); ; {
 		text, over, err := rotation(ctx, c, began, ring, now)
 		if err != nil {
 			return err
 		}
-		if text != said {
+		if text != reported {
 			o.Report(text)
-			said = text
+			reported = text
 		}
 		switch {
 		case over || o.Wait == 0:
@@ -141,8 +141,8 @@ func rotation(ctx context.Context, c *cluster.Cluster, began, ring keyring.Ring,
 		return "another key has replaced the next one", true, nil
 	}
 	since := ""
-	if at := ring.NextSince; !at.IsZero() && now.Sub(at) > time.Minute {
-		since = ", begun " + at.UTC().Format(time.RFC3339)
+	if begun := ring.NextSince; !begun.IsZero() && now.Sub(begun) > time.Minute {
+		since = ", begun " + begun.UTC().Format(time.RFC3339)
 	}
 	head := fmt.Sprintf("the key %s rotates to %s%s", shortKey(ring.Private), shortKey(ring.Next), since)
 	if !ring.Published {

@@ -29,8 +29,8 @@ func TestUnreadableKeyCanBeReplacedButNotRotated(t *testing.T) {
 				t.Errorf("%s: it rotates: %v", name, err)
 			}
 		}
-		var said []string
-		err := RotateKey(t.Context(), c, RotateOptions{Now: true, Report: func(line string) { said = append(said, line) }})
+		var reported []string
+		err := RotateKey(t.Context(), c, RotateOptions{Now: true, Report: func(line string) { reported = append(reported, line) }})
 		if err != nil || written == nil {
 			t.Errorf("%s: %v", name, err)
 			continue
@@ -39,7 +39,7 @@ func TestUnreadableKeyCanBeReplacedButNotRotated(t *testing.T) {
 		if err != nil || wrong != nil || string(written.Data[keyring.FieldPrivate]) == string(data[keyring.FieldPrivate]) {
 			t.Errorf("%s: %v, %v", name, err, wrong)
 		}
-		if all := strings.Join(said, "\n"); !strings.Contains(all, shortKey(ring.Private)) || !strings.Contains(all, "accepts the old key until it reads the new one") {
+		if all := strings.Join(reported, "\n"); !strings.Contains(all, shortKey(ring.Private)) || !strings.Contains(all, "accepts the old key until it reads the new one") {
 			t.Errorf("%s: %s", name, all)
 		}
 	}
@@ -68,8 +68,8 @@ func TestRotationCanBeAbortedBeforeItsPublication(t *testing.T) {
 		"begun after an offer": {replaced, "", false},
 	} {
 		var written *corev1.Secret
-		said := ""
-		err := RotateKey(t.Context(), clusterWith(tc.data, &written), RotateOptions{Abort: true, Report: func(line string) { said += line }})
+		reported := ""
+		err := RotateKey(t.Context(), clusterWith(tc.data, &written), RotateOptions{Abort: true, Report: func(line string) { reported += line }})
 		switch {
 		case tc.want != "":
 			if err == nil || !strings.Contains(err.Error(), tc.want) || written != nil {
@@ -81,8 +81,8 @@ func TestRotationCanBeAbortedBeforeItsPublication(t *testing.T) {
 			if ring, wrong, err := keyring.Read(written.Data); err != nil || wrong != nil || ring.Private != private || ring.Next != ([32]byte{}) {
 				t.Errorf("%s: %v, %v", name, err, wrong)
 			}
-			if strings.Contains(said, keyring.OfferName) != tc.last || strings.Contains(said, "gateway.rotateKeys") == tc.last {
-				t.Errorf("%s: %s", name, said)
+			if strings.Contains(reported, keyring.OfferName) != tc.last || strings.Contains(reported, "gateway.rotateKeys") == tc.last {
+				t.Errorf("%s: %s", name, reported)
 			}
 		}
 	}

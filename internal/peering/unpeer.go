@@ -62,7 +62,7 @@ func Unpeer(ctx context.Context, local, remote *cluster.Cluster, o UnpeerOptions
 	carried := remote != nil && !o.Force && slices.ContainsFunc(sides, func(f *teardown) bool { return f.inBand })
 	for _, f := range sides {
 		f.carried = carried
-		if err := f.disarm(ctx, o, remote == nil || o.Force || carried); err != nil {
+		if err := f.revokeRights(ctx, o, remote == nil || o.Force || carried); err != nil {
 			return err
 		}
 	}
@@ -72,9 +72,9 @@ func Unpeer(ctx context.Context, local, remote *cluster.Cluster, o UnpeerOptions
 		}
 	}
 	for _, step := range []func(*teardown) (string, error){
-		func(f *teardown) (string, error) { return f.peeringGone(ctx, o) },
+		func(f *teardown) (string, error) { return f.waitPeeringDeleted(ctx, o) },
 		func(f *teardown) (string, error) { return f.removeRest(ctx) },
-		func(f *teardown) (string, error) { return f.namespaceGone(ctx) },
+		func(f *teardown) (string, error) { return f.waitNamespaceDeleted(ctx) },
 	} {
 		if err := until(ctx, sides, o, step); err != nil {
 			return err
@@ -122,9 +122,9 @@ func until(ctx context.Context, sides []*teardown, o UnpeerOptions, step func(*t
 					f.waitsFor = f.String() + ": " + wait.what
 				}
 				waiting = append(waiting, errors.New(f.waitsFor))
-				if f.told != f.waitsFor && time.Since(begun) > cluster.Patience {
-					f.told = f.waitsFor
-					o.Report(f.told)
+				if f.reported != f.waitsFor && time.Since(begun) > cluster.Patience {
+					f.reported = f.waitsFor
+					o.Report(f.reported)
 				}
 			default:
 				return err

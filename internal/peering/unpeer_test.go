@@ -24,18 +24,18 @@ func TestUnpeerLeavesNothingAndCanBeRepeated(t *testing.T) {
 	t.Parallel()
 	p := clustertest.NewPair(t, "part")
 	must(t, peerUp(t, p))
-	p.Said()
+	p.Reported()
 	must(t, peerDown(t, p))
-	said := p.Said()
-	t.Log("\n" + said)
-	clustertest.Contains(t, said, "part-a: Peering part-b-", "part-b: the manager's objects are gone", "part-a: rights and identity removed, namespace liqo-tenant-part-b-",
+	reported := p.Reported()
+	t.Log("\n" + reported)
+	clustertest.Contains(t, reported, "part-a: Peering part-b-", "part-b: the manager's objects are gone", "part-a: rights and identity removed, namespace liqo-tenant-part-b-",
 		"is gone", "part-a and part-b are no longer peered")
 	if left := everything(t, p); len(left) != 0 {
 		t.Errorf("left: %v", left)
 	}
 	must(t, peerDown(t, p))
-	if said := p.Said(); said != "nothing to do: part-a and part-b are not peered, and nothing is left of a peering" {
-		t.Errorf("the second time it says %q", said)
+	if reported := p.Reported(); reported != "nothing to do: part-a and part-b are not peered, and nothing is left of a peering" {
+		t.Errorf("the second time it says %q", reported)
 	}
 	must(t, peerUp(t, p)) // peering again works at once
 }
@@ -44,7 +44,7 @@ func TestUnpeerReportsItsProgressAndKeepsRightsUntilDone(t *testing.T) {
 	t.Parallel()
 	p := clustertest.NewPair(t, "hold")
 	must(t, peerUp(t, p))
-	p.Said()
+	p.Reported()
 	p.Managers[0].Keep("hold-b does not answer:\x1b[2J its copy of NetworkConfig x is still there")
 	ctx := clustertest.NewDeadline(t)
 	up := sync.OnceFunc(func() { close(ctx.Up) })
@@ -58,8 +58,8 @@ func TestUnpeerReportsItsProgressAndKeepsRightsUntilDone(t *testing.T) {
 		t.Fatal(err)
 	}
 	clustertest.Contains(t, err.Error(), "not un-peered within 2m0s", `hold-a: hold-b does not answer:\u001b[2J its copy`)
-	if said := p.Said(); strings.Count(said, "its copy") != 1 {
-		t.Errorf("said once, please:\n%s", said)
+	if reported := p.Reported(); strings.Count(reported, "its copy") != 1 {
+		t.Errorf("said once, please:\n%s", reported)
 	}
 	// The manager of a needs its identity at b only to delete its objects there, and keeps no
 	// other rights.
@@ -91,12 +91,12 @@ func TestForcedUnpeerListsLeftoversAtThePeer(t *testing.T) {
 	t.Parallel()
 	p := clustertest.NewPair(t, "force")
 	must(t, peerUp(t, p))
-	p.Said()
+	p.Reported()
 	p.Managers[0].Keep("force-b is away")
 	must(t, Unpeer(t.Context(), p.A, nil, UnpeerOptions{Name: "force-b", Force: true, Timeout: clustertest.Patient, Report: p.Report}))
-	clustertest.Contains(t, p.Said(), "force-a: not waiting for force-b; our objects may stay at force-b, "+p.B.Server+": NetworkConfig force-b-",
+	clustertest.Contains(t, p.Reported(), "force-a: not waiting for force-b; our objects may stay at force-b, "+p.B.Server+": NetworkConfig force-b-",
 		" in namespace "+p.A.Identity.TenantNamespace(), "force-a is no longer peered with force-b")
-	if !clustertest.Gone(t, p.A, &corev1.Namespace{}, p.B.Identity.TenantNamespace()) || clustertest.Gone(t, p.B, &corev1.Namespace{}, p.A.Identity.TenantNamespace()) {
+	if !clustertest.Deleted(t, p.A, &corev1.Namespace{}, p.B.Identity.TenantNamespace()) || clustertest.Deleted(t, p.B, &corev1.Namespace{}, p.A.Identity.TenantNamespace()) {
 		t.Error("want the namespace of a gone, and that of b untouched")
 	}
 	// The other side parts later, alone, by the name of its Peering.
@@ -107,12 +107,12 @@ func TestForcedUnpeerListsLeftoversAtThePeer(t *testing.T) {
 }
 
 // networkConfig returns the copy that the cluster from publishes at the cluster at.
-func networkConfig(at, from *cluster.Cluster) *v1alpha1.NetworkConfig {
+func networkConfig(receiver, from *cluster.Cluster) *v1alpha1.NetworkConfig {
 	return &v1alpha1.NetworkConfig{
-		ObjectMeta: metav1.ObjectMeta{Namespace: from.Identity.TenantNamespace(), Name: at.Identity.UniqueName(), Labels: map[string]string{
+		ObjectMeta: metav1.ObjectMeta{Namespace: from.Identity.TenantNamespace(), Name: receiver.Identity.UniqueName(), Labels: map[string]string{
 			v1alpha1.LabelReplication: "false", v1alpha1.LabelReplicated: "true",
-			v1alpha1.LabelOriginID: from.Identity.ClusterID, v1alpha1.LabelRemoteID: at.Identity.ClusterID}},
-		Spec: v1alpha1.NetworkConfigSpec{RemoteCluster: at.Identity, PodCIDR: "10.60.0.0/20", ExternalCIDR: "10.61.0.0/20", EndpointIP: "192.0.2.2",
+			v1alpha1.LabelOriginID: from.Identity.ClusterID, v1alpha1.LabelRemoteID: receiver.Identity.ClusterID}},
+		Spec: v1alpha1.NetworkConfigSpec{RemoteCluster: receiver.Identity, PodCIDR: "10.60.0.0/20", ExternalCIDR: "10.61.0.0/20", EndpointIP: "192.0.2.2",
 			BackendType: v1alpha1.BackendWireGuard, BackendConfig: v1alpha1.BackendConfig{"port": "5871", "publicKey": "3p7bfXt9wbTTW2HC7OQ1Nz+DQ8hbeGdNrfx+FG+IK08="}},
 	}
 }
@@ -121,7 +121,7 @@ func TestForcedUnpeerRevokesThePeerFirst(t *testing.T) {
 	t.Parallel()
 	p := clustertest.NewPair(t, "first")
 	must(t, peerUp(t, p))
-	p.Said()
+	p.Reported()
 	here := p.B.Identity.TenantNamespace()
 	peer, err := clustertest.AsPeer(t.Context(), p.B, p.A.Identity.TenantNamespace())
 	must(t, err)
@@ -141,7 +141,7 @@ func TestForcedUnpeerRevokesThePeerFirst(t *testing.T) {
 	if !errors.Is(err, cluster.ErrNotReady) {
 		t.Fatal(err)
 	}
-	clustertest.Contains(t, p.Said(), "first-a: the rights of first-b here are revoked\nfirst-a: not waiting for first-b;")
+	clustertest.Contains(t, p.Reported(), "first-a: the rights of first-b here are revoked\nfirst-a: not waiting for first-b;")
 	for begin := time.Now(); ; time.Sleep(50 * time.Millisecond) { // the change takes a moment to become effective
 		err := peer.List(t.Context(), &v1alpha1.NetworkConfigList{}, client.InNamespace(here))
 		if apierrors.IsForbidden(err) || apierrors.IsUnauthorized(err) {
@@ -160,7 +160,7 @@ func TestForcedUnpeerNeedsNoManager(t *testing.T) {
 	t.Parallel()
 	p := clustertest.NewPair(t, "alone")
 	must(t, peerUp(t, p))
-	p.Said()
+	p.Reported()
 	p.Managers[0].Pause()
 	p.Managers[0].Release(t)
 	ns := p.B.Identity.TenantNamespace()
@@ -170,12 +170,12 @@ func TestForcedUnpeerNeedsNoManager(t *testing.T) {
 	ours.Finalizers = []string{v1alpha1.FinalizerReplicator, v1alpha1.FinalizerTunnelEndpointCreator}
 	must(t, p.A.Client.Create(t.Context(), ours))
 	err := Unpeer(t.Context(), p.A, nil, UnpeerOptions{Name: "alone-b", Force: true, Timeout: clustertest.Patient, Report: p.Report})
-	said := p.Said()
-	if err != nil || strings.Count(said, "no manager is active") != 1 {
-		t.Fatalf("%v\n%s", err, said)
+	reported := p.Reported()
+	if err != nil || strings.Count(reported, "no manager is active") != 1 {
+		t.Fatalf("%v\n%s", err, reported)
 	}
-	if !clustertest.Gone(t, p.A, &isthmus.Peering{}, p.B.Identity.UniqueName()) || !clustertest.Gone(t, p.A, &corev1.Namespace{}, ns) {
-		t.Errorf("Peering or namespace are still there\n%s", said)
+	if !clustertest.Deleted(t, p.A, &isthmus.Peering{}, p.B.Identity.UniqueName()) || !clustertest.Deleted(t, p.A, &corev1.Namespace{}, ns) {
+		t.Errorf("Peering or namespace are still there\n%s", reported)
 	}
 }
 
@@ -187,7 +187,7 @@ func TestUnpeerDoesNotWaitForFinalizersOfThePeer(t *testing.T) {
 	kept.Finalizers = []string{"example.com/for-ever"}
 	must(t, p.A.Client.Create(t.Context(), kept))
 	must(t, Unpeer(t.Context(), p.A, nil, UnpeerOptions{Name: "cling-b", Force: true, Timeout: clustertest.Patient, Report: p.Report}))
-	if !clustertest.Gone(t, p.A, &corev1.Namespace{}, p.B.Identity.TenantNamespace()) {
+	if !clustertest.Deleted(t, p.A, &corev1.Namespace{}, p.B.Identity.TenantNamespace()) {
 		t.Error("the namespace has stayed")
 	}
 }
@@ -197,7 +197,7 @@ func TestUnpeerOfAnUnknownPeerIsAnError(t *testing.T) {
 	p := clustertest.NewPair(t, "nobody")
 	err := Unpeer(t.Context(), p.A, nil, UnpeerOptions{Name: "nosuch", Timeout: clustertest.Patient, Report: p.Report})
 	if !errors.Is(err, cluster.ErrNoPeering) || !strings.Contains(err.Error(), "nobody-a: no such peering: no Peering and no peer is called nosuch") {
-		t.Errorf("%v; said %q", err, p.Said())
+		t.Errorf("%v; said %q", err, p.Reported())
 	}
 }
 
@@ -205,15 +205,15 @@ func TestUnpeerFinishesAnInterruptedRun(t *testing.T) {
 	t.Parallel()
 	p := clustertest.NewPair(t, "again")
 	must(t, peerUp(t, p))
-	p.Said()
+	p.Reported()
 	// An earlier run has ended after the Peering was deleted.
 	must(t, p.A.Client.Delete(t.Context(), &isthmus.Peering{ObjectMeta: metav1.ObjectMeta{Name: p.B.Identity.UniqueName()}}))
-	for !clustertest.Gone(t, p.A, &isthmus.Peering{}, p.B.Identity.UniqueName()) {
+	for !clustertest.Deleted(t, p.A, &isthmus.Peering{}, p.B.Identity.UniqueName()) {
 		time.Sleep(20 * time.Millisecond)
 	}
 	must(t, Unpeer(t.Context(), p.A, nil, UnpeerOptions{Name: "again-b", Timeout: clustertest.Patient, Report: p.Report}))
-	clustertest.Contains(t, p.Said(), "again-a: rights and identity removed, namespace")
-	if !clustertest.Gone(t, p.A, &corev1.Namespace{}, p.B.Identity.TenantNamespace()) {
+	clustertest.Contains(t, p.Reported(), "again-a: rights and identity removed, namespace")
+	if !clustertest.Deleted(t, p.A, &corev1.Namespace{}, p.B.Identity.TenantNamespace()) {
 		t.Error("the namespace of a is still there")
 	}
 }
@@ -226,9 +226,9 @@ func TestUnpeerKeepsAForeignNamespace(t *testing.T) {
 	must(t, peerUp(t, p))
 	must(t, peerUp(t, p)) // the namespace is still not ours
 	must(t, p.A.Client.Create(t.Context(), &corev1.Secret{ObjectMeta: metav1.ObjectMeta{Namespace: name, Name: "theirs"}}))
-	p.Said()
+	p.Reported()
 	must(t, peerDown(t, p))
-	clustertest.Contains(t, p.Said(), "own-a: rights and identity removed; namespace "+name+" stays, because `isthmus peer` did not create it")
+	clustertest.Contains(t, p.Reported(), "own-a: rights and identity removed; namespace "+name+" stays, because `isthmus peer` did not create it")
 	if left := everything(t, p); len(left) != 1 {
 		t.Errorf("left: %v", left)
 	}

@@ -81,11 +81,11 @@ func Imported(ctx context.Context, c *cluster.Cluster, text, peer string) (Place
 	if err := c.Client.List(ctx, &peerings); err != nil {
 		return Place{}, c.Explain("Peerings", err)
 	}
-	at, by, err := n.choose(&i, list.Items, peerings.Items, peer)
+	addr, by, err := n.choose(&i, list.Items, peerings.Items, peer)
 	if err != nil {
 		return Place{}, fmt.Errorf("%s: %s %w", c, what, err)
 	}
-	p, err := At(ctx, c, at)
+	p, err := At(ctx, c, addr)
 	p.By = by
 	return p, err
 }
@@ -107,9 +107,9 @@ func notImported(ctx context.Context, c *cluster.Cluster, n importedName) error 
 			continue
 		}
 		from := p.Namespace
-		for _, of := range peerings.Items {
-			if of.Spec.TenantNamespace.Local == p.Namespace {
-				from = of.Name
+		for _, peering := range peerings.Items {
+			if peering.Spec.TenantNamespace.Local == p.Namespace {
+				from = peering.Name
 			}
 		}
 		text := "the manager has not checked it yet"
@@ -128,7 +128,7 @@ func notImported(ctx context.Context, c *cluster.Cluster, n importedName) error 
 
 // choose selects an endpoint of an imported Service. The result by names the endpoint's cluster,
 // and states the number of other endpoints.
-func (n importedName) choose(i *mcs.ServiceImport, list []discoveryv1.EndpointSlice, peerings []isthmus.Peering, peer string) (at netip.AddrPort, by string, err error) {
+func (n importedName) choose(i *mcs.ServiceImport, list []discoveryv1.EndpointSlice, peerings []isthmus.Peering, peer string) (addr netip.AddrPort, by string, err error) {
 	var named *string // name of the endpoints' port
 	if i.Spec.Type != mcs.Headless {
 		for _, p := range i.Spec.Ports {
@@ -137,7 +137,7 @@ func (n importedName) choose(i *mcs.ServiceImport, list []discoveryv1.EndpointSl
 			}
 		}
 		if named == nil && n.port != 0 {
-			return at, "", fmt.Errorf("has no port %d", n.port)
+			return addr, "", fmt.Errorf("has no port %d", n.port)
 		}
 	}
 	type cluster struct {
@@ -157,40 +157,40 @@ func (n importedName) choose(i *mcs.ServiceImport, list []discoveryv1.EndpointSl
 		if clusters[e.cluster] == nil {
 			clusters[e.cluster] = &cluster{}
 		}
-		of, rank := clusters[e.cluster], 2
+		count, rank := clusters[e.cluster], 2
 		for j := range peerings {
 			p := &peerings[j]
-			if seen, err := netip.ParsePrefix(p.Status.Remote.PodCIDRSeen); err != nil || !seen.Contains(e.at.Addr()) {
+			if seen, err := netip.ParsePrefix(p.Status.Remote.PodCIDRSeen); err != nil || !seen.Contains(e.addr.Addr()) {
 				continue
 			}
 			if rank = 1; p.Spec.Cluster.ClusterID == peer {
 				rank = 0
 			}
 			if tunnel := meta.FindStatusCondition(p.Status.Conditions, isthmus.ConditionConnected); tunnel != nil && tunnel.Status != metav1.ConditionTrue {
-				of.down = " (not connected: " + safetext.Of(tunnel.Reason) + ")"
+				count.down = " (not connected: " + safetext.Of(tunnel.Reason) + ")"
 			}
 		}
-		if of.all++; !e.ready {
+		if count.all++; !e.ready {
 			continue
 		}
-		of.ready++
-		if rank < best || rank == best && e.at.Compare(at) < 0 {
-			best, at, from = rank, e.at, e.cluster
+		count.ready++
+		if rank < best || rank == best && e.addr.Compare(addr) < 0 {
+			best, addr, from = rank, e.addr, e.cluster
 		}
 	}
 	var counts []string
 	for _, name := range slices.Sorted(maps.Keys(clusters)) {
-		of := clusters[name]
+		count := clusters[name]
 		if n.host == "" || n.cluster == name {
-			counts = append(counts, fmt.Sprintf("%s %d of %d%s", safetext.Of(name), of.ready, of.all, of.down))
+			counts = append(counts, fmt.Sprintf("%s %d of %d%s", safetext.Of(name), count.ready, count.all, count.down))
 		}
 	}
 	ready := strings.Join(counts, ", ")
 	switch {
-	case at.IsValid():
-		return at, fmt.Sprintf("%s, endpoint of %s; ready endpoints: %s", safetext.Of(n.text), safetext.Of(from), ready), nil
+	case addr.IsValid():
+		return addr, fmt.Sprintf("%s, endpoint of %s; ready endpoints: %s", safetext.Of(n.text), safetext.Of(from), ready), nil
 	case n.host != "":
-		return at, "", fmt.Errorf("has no ready endpoint %s of cluster %s; ready endpoints: %s", safetext.Of(n.host), safetext.Of(n.cluster), cmp.Or(ready, "none"))
+		return addr, "", fmt.Errorf("has no ready endpoint %s of cluster %s; ready endpoints: %s", safetext.Of(n.host), safetext.Of(n.cluster), cmp.Or(ready, "none"))
 	}
-	return at, "", fmt.Errorf("has no ready endpoint; ready endpoints: %s", cmp.Or(ready, "none"))
+	return addr, "", fmt.Errorf("has no ready endpoint; ready endpoints: %s", cmp.Or(ready, "none"))
 }

@@ -51,10 +51,10 @@ func TestAnImportedNameResolvesToAnEndpointOfAPeer(t *testing.T) {
 	}
 	const name, counts = "shop.prod.svc.clusterset.local", "; ready endpoints: oslo 2 of 3, paris 1 of 1, rome 1 of 1 (not connected: PeerSilent)"
 	for _, tc := range []struct {
-		text, peer string
-		kind       mcs.ServiceImportType
-		list       []discoveryv1.EndpointSlice
-		at, says   string
+		text, peer    string
+		kind          mcs.ServiceImportType
+		list          []discoveryv1.EndpointSlice
+		addr, problem string
 	}{
 		{name, "", mcs.ClusterSetIP, list, "10.245.1.2:8080", name + ", endpoint of rome" + counts},
 		{name + ".:80", "o", mcs.ClusterSetIP, list, "10.246.1.8:8080", name + "., endpoint of oslo" + counts},
@@ -75,12 +75,12 @@ func TestAnImportedNameResolvesToAnEndpointOfAPeer(t *testing.T) {
 			Spec:   mcs.ServiceImportSpec{Type: tc.kind, Ports: []mcs.ServicePort{{Name: "http", Port: 80}}},
 			Status: mcs.ServiceImportStatus{Clusters: []mcs.ClusterStatus{{Cluster: "oslo"}}},
 		}
-		at, says, err := n.choose(i, tc.list, peerings, tc.peer)
+		addr, text, err := n.choose(i, tc.list, peerings, tc.peer)
 		if err != nil {
-			says = err.Error()
+			text = err.Error()
 		}
-		if (err != nil) != (tc.at == "") || err == nil && at.String() != tc.at || says != tc.says {
-			t.Errorf("%s, %s:\ngot  %v, %s\nwant %s, %s", tc.text, tc.kind, at, says, tc.at, tc.says)
+		if (err != nil) != (tc.addr == "") || err == nil && addr.String() != tc.addr || text != tc.problem {
+			t.Errorf("%s, %s:\ngot  %v, %s\nwant %s, %s", tc.text, tc.kind, addr, text, tc.addr, tc.problem)
 		}
 	}
 	for _, name := range []string{"clusterset.local", "shop.prod.svc", "10.0.0.1:80", "shop/web-0"} {

@@ -49,10 +49,10 @@ var ErrNone = errors.New("not found")
 
 // At returns the Place of an address, with the Pod that has the address if that Pod is in this
 // cluster.
-func At(ctx context.Context, c *cluster.Cluster, at netip.AddrPort) (Place, error) {
-	p := Place{Addr: at}
+func At(ctx context.Context, c *cluster.Cluster, addr netip.AddrPort) (Place, error) {
+	p := Place{Addr: addr}
 	var pods corev1.PodList
-	if err := c.Client.List(ctx, &pods, client.MatchingFields{"status.podIP": at.Addr().String()}); err != nil {
+	if err := c.Client.List(ctx, &pods, client.MatchingFields{"status.podIP": addr.Addr().String()}); err != nil {
 		return p, c.Explain("Pods", err)
 	}
 	for i := range pods.Items {
@@ -80,7 +80,7 @@ func Find(ctx context.Context, c *cluster.Cluster, name string) (Place, error) {
 		}
 		return endpointOf(ctx, c, namespace, parts[len(parts)-1], port)
 	case len(parts) == 2:
-		return podAt(ctx, c, parts[0], parts[1], port)
+		return podPlace(ctx, c, parts[0], parts[1], port)
 	}
 	return Place{}, fmt.Errorf("%s: want an address, NAMESPACE/POD, svc/NAME or svc/NAMESPACE/NAME", safetext.Of(name))
 }
@@ -97,7 +97,7 @@ func splitPort(name string) (bare string, port uint16, err error) {
 	return bare, uint16(n), nil
 }
 
-func podAt(ctx context.Context, c *cluster.Cluster, namespace, name string, port uint16) (Place, error) {
+func podPlace(ctx context.Context, c *cluster.Cluster, namespace, name string, port uint16) (Place, error) {
 	var pod corev1.Pod
 	what := fmt.Sprintf("Pod %s/%s", safetext.Of(namespace), safetext.Of(name))
 	if err := c.Client.Get(ctx, client.ObjectKey{Namespace: namespace, Name: name}, &pod); err != nil {
@@ -149,13 +149,13 @@ func endpointOf(ctx context.Context, c *cluster.Cluster, namespace, name string,
 	if len(found) == 0 {
 		return Place{}, fmt.Errorf("%s: %s has no ready endpoint", c, what)
 	}
-	first := slices.MinFunc(found, func(a, b endpoint) int { return a.at.Compare(b.at) })
-	return At(ctx, c, first.at)
+	first := slices.MinFunc(found, func(a, b endpoint) int { return a.addr.Compare(b.addr) })
+	return At(ctx, c, first.addr)
 }
 
 // An endpoint is an endpoint of a Service.
 type endpoint struct {
-	at            netip.AddrPort
+	addr          netip.AddrPort
 	ready         bool
 	host, cluster string // only for an imported Service
 }

@@ -41,26 +41,26 @@ const SecretName = "isthmus-psk"
 // total.
 const MaxStored = 642
 
-// Names of Words. In every deployed CRD, a value of backend_config may have at most 1,024
+// Names of Fields. In every deployed CRD, a value of backend_config may have at most 1,024
 // characters. So a key or an answer is split into two halves.
 const (
-	wordFirst  = "kem0"   // first half of a key or answer, in base64
-	wordSecond = "kem1"   // second half
-	wordFor    = "kemFor" // in an answer: ID of the exchange that is answered
-	wordUse    = "kemUse" // only of the answer: ID of the exchange whose key is in use; absent: none
-	wordTag    = "kemTag" // proves that the sender has the preshared key
+	fieldFirst  = "kem0"   // first half of a key or answer, in base64
+	fieldSecond = "kem1"   // second half
+	fieldFor    = "kemFor" // in an answer: ID of the exchange that is answered
+	fieldUse    = "kemUse" // only of the answer: ID of the exchange whose key is in use; absent: none
+	fieldTag    = "kemTag" // proves that the sender has the preshared key
 )
 
 // label keeps the hashes and keys of the exchange different from those for other purposes.
 const label = "isthmus-psk-v1"
 
-// Words are the values that a side publishes in backend_config for the other side.
-type Words map[string]string
+// Fields are the values that a side publishes in backend_config for the other side.
+type Fields map[string]string
 
-// WordsIn returns the Words in values, which may have others.
-func WordsIn(values map[string]string) Words {
-	w := make(Words)
-	for _, name := range []string{wordFirst, wordSecond, wordFor, wordUse, wordTag} {
+// FieldsIn returns the Fields in values, which may have others.
+func FieldsIn(values map[string]string) Fields {
+	w := make(Fields)
+	for _, name := range []string{fieldFirst, fieldSecond, fieldFor, fieldUse, fieldTag} {
 		if value := values[name]; value != "" {
 			w[name] = value
 		}
@@ -87,8 +87,8 @@ type State struct {
 	// the key, too.
 	Pending *Key `json:"pending,omitempty"`
 	Use     Key  `json:"use"` // key for handshakes; zero: none
-	// Former is the previous key, which the peer may still use, or zero.
-	Former Key `json:"former"`
+	// Previous is the previous key, which the peer may still use, or zero.
+	Previous Key `json:"former"`
 	// Sure is the ID of the exchange whose key the peer has used in a session.
 	Sure string `json:"sure,omitempty"`
 }
@@ -151,18 +151,18 @@ type Progress string
 const (
 	Agreed    Progress = "Agreed"    // both sides have the key in use
 	Waiting   Progress = "Waiting"   // our side has published, and the peer has not answered yet
-	NotOffers Progress = "NotOffers" // the peer publishes no Words
+	NotOffers Progress = "NotOffers" // the peer publishes no Fields
 	Malformed Progress = "Malformed" // the peer publishes an invalid key, answer or tag
 	Other     Progress = "Other"     // the peer's answer is for another key or another cluster
 	Altered   Progress = "Altered"   // the peer's tag is wrong: its publication was changed
 	Changed   Progress = "Changed"   // the peer has replaced its accepted answer, so the exchange starts again
 )
 
-// Step advances a State. The argument said is the peer's publication, and published is the
+// Step advances a State. The argument received is the peer's publication, and published is the
 // publication of this side so far. The caller must store the resulting State before it publishes
-// its Words. The keys in use change only if the peer proves that it has the new key, or if the peer
-// leaves the exchange.
-func (s State) Step(ours, theirs Identity, said, published Words) (State, Progress, error) {
+// its Fields. The keys in use change only if the peer proves that it has the new key, or if the
+// peer leaves the exchange.
+func (s State) Step(ours, theirs Identity, received, published Fields) (State, Progress, error) {
 	offers := ours.ClusterID < theirs.ClusterID
 	context := contextOf(ours, theirs)
 	if !offers {
@@ -174,19 +174,19 @@ func (s State) Step(ours, theirs Identity, said, published Words) (State, Progre
 			return s, "", err
 		}
 	}
-	if said[wordFirst] == "" && said[wordSecond] == "" {
+	if received[fieldFirst] == "" && received[fieldSecond] == "" {
 		return s.alone(offers, context)
 	}
 	if offers {
-		return s.readAnswer(said, context)
+		return s.readAnswer(received, context)
 	}
-	return s.readKey(said, context)
+	return s.readKey(received, context)
 }
 
 // recall completes a State that was read from the Secret. It derives the message from our seed,
 // or else reads it from our publication. If the message does not have the stored hash, the
 // exchange starts again.
-func (s State) recall(published Words) State {
+func (s State) recall(published Fields) State {
 	if s.Message != nil || s.ID == "" {
 		return s
 	}
@@ -209,31 +209,31 @@ func (s State) with(message []byte) State {
 	return s
 }
 
-// Words returns the values to publish for the peer.
-func (s State) Words() Words {
+// Fields returns the values to publish for the peer.
+func (s State) Fields() Fields {
 	if s.Message == nil {
 		return nil
 	}
 	text := base64.StdEncoding.EncodeToString(s.Message)
-	w := Words{wordFirst: text[:len(text)/2], wordSecond: text[len(text)/2:]}
+	w := Fields{fieldFirst: text[:len(text)/2], fieldSecond: text[len(text)/2:]}
 	set := func(name, value string) {
 		if value != "" {
 			w[name] = value
 		}
 	}
-	set(wordTag, base64.StdEncoding.EncodeToString(s.Tag))
+	set(fieldTag, base64.StdEncoding.EncodeToString(s.Tag))
 	if len(s.Message) == mlkem.CiphertextSize768 {
-		set(wordFor, s.ID)
-		set(wordUse, s.Use.ID)
+		set(fieldFor, s.ID)
+		set(fieldUse, s.Use.ID)
 	}
 	return w
 }
 
-// alone advances the State while the peer publishes no Words, because it has left the exchange
+// alone advances the State while the peer publishes no Fields, because it has left the exchange
 // or not joined it yet.
 func (s State) alone(offers bool, context []byte) (State, Progress, error) {
 	if s.Use != (Key{}) {
-		s.Use, s.Former = Key{}, s.Use
+		s.Use, s.Previous = Key{}, s.Use
 	}
 	if !offers {
 		return State{}.keeping(s), NotOffers, nil
@@ -258,13 +258,13 @@ func (s *State) begin(context []byte) error {
 }
 
 // readAnswer advances the State of the side with the lower cluster ID.
-func (s State) readAnswer(said Words, context []byte) (State, Progress, error) {
-	answer, tag := message(said, mlkem.CiphertextSize768), decoded(said[wordTag], sha256.Size)
-	use := said[wordUse]
+func (s State) readAnswer(received Fields, context []byte) (State, Progress, error) {
+	answer, tag := message(received, mlkem.CiphertextSize768), decoded(received[fieldTag], sha256.Size)
+	use := received[fieldUse]
 	switch {
-	case answer == nil || tag == nil || len(said[wordFor]) > 2*sha256.Size || len(use) > 2*sha256.Size:
+	case answer == nil || tag == nil || len(received[fieldFor]) > 2*sha256.Size || len(use) > 2*sha256.Size:
 		return s, Malformed, nil
-	case said[wordFor] != s.ID:
+	case received[fieldFor] != s.ID:
 		return s, Other, nil
 	case s.Seed == nil && hmac.Equal(tag, s.Theirs):
 		return s, Agreed, nil
@@ -285,18 +285,18 @@ func (s State) readAnswer(said Words, context []byte) (State, Progress, error) {
 	if !hmac.Equal(tag, theirs) {
 		return s, Altered, nil
 	}
-	// Perhaps the peer has not seen yet that this side uses a later key. Keep as Former the key
+	// Perhaps the peer has not seen yet that this side uses a later key. Keep as Previous the key
 	// that the peer uses.
-	if use != s.Former.ID || use == s.Use.ID {
-		s.Former = s.Use
+	if use != s.Previous.ID || use == s.Use.ID {
+		s.Previous = s.Use
 	}
 	s.Use, s.Seed, s.Theirs, s.Tag = Key{s.ID, d.secret}, nil, theirs, d.tag("key", "")
 	return s, Agreed, nil
 }
 
 // readKey advances the State of the side with the higher cluster ID.
-func (s State) readKey(said Words, context []byte) (State, Progress, error) {
-	public := message(said, mlkem.EncapsulationKeySize768)
+func (s State) readKey(received Fields, context []byte) (State, Progress, error) {
+	public := message(received, mlkem.EncapsulationKeySize768)
 	if public == nil {
 		return s, Malformed, nil
 	}
@@ -310,7 +310,7 @@ func (s State) readKey(said Words, context []byte) (State, Progress, error) {
 		s = State{ID: id, Pending: &Key{id, d.secret}}.with(answer).keeping(s)
 		s.Tag, s.Theirs = d.tag("answer", s.Use.ID), d.tag("key", "")
 	}
-	text := said[wordTag]
+	text := received[fieldTag]
 	switch tag := decoded(text, sha256.Size); {
 	case text == "":
 		return s, Waiting, nil
@@ -320,29 +320,29 @@ func (s State) readKey(said Words, context []byte) (State, Progress, error) {
 		return s, Altered, nil
 	}
 	if s.Pending != nil {
-		s.Use, s.Former, s.Pending = *s.Pending, s.Use, nil
+		s.Use, s.Previous, s.Pending = *s.Pending, s.Use, nil
 	}
 	return s, Agreed, nil
 }
 
 // keeping returns s with the keys that old uses, for a new exchange.
 func (s State) keeping(old State) State {
-	s.Use, s.Former, s.Sure = old.Use, old.Former, old.Sure
+	s.Use, s.Previous, s.Sure = old.Use, old.Previous, old.Sure
 	return s
 }
 
 // Settled erases the former key. Call it once the peer has used the current key in a session.
 func (s State) Settled() State {
-	s.Former, s.Sure = Key{}, s.Use.ID
+	s.Previous, s.Sure = Key{}, s.Use.ID
 	return s
 }
 
 // Changing reports whether the peer may still use the former key.
-func (s State) Changing() bool { return s.Sure != s.Use.ID || s.Former != (Key{}) }
+func (s State) Changing() bool { return s.Sure != s.Use.ID || s.Previous != (Key{}) }
 
 // Secrets returns all secret values of the State.
 func (s State) Secrets() [][]byte {
-	all := [][]byte{s.Use.Secret[:], s.Former.Secret[:], s.Seed}
+	all := [][]byte{s.Use.Secret[:], s.Previous.Secret[:], s.Seed}
 	if s.Pending != nil {
 		all = append(all, s.Pending.Secret[:])
 	}
@@ -351,7 +351,9 @@ func (s State) Secrets() [][]byte {
 
 // message joins the halves of a key or an answer of want octets. It returns nil if they are
 // invalid.
-func message(said Words, want int) []byte { return decoded(said[wordFirst]+said[wordSecond], want) }
+func message(received Fields, want int) []byte {
+	return decoded(received[fieldFirst]+received[fieldSecond], want)
+}
 
 func decoded(text string, want int) []byte {
 	if len(text) != base64.StdEncoding.EncodedLen(want) {

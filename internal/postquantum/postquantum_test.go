@@ -21,7 +21,7 @@ import (
 type side struct {
 	id        postquantum.Identity
 	stored    postquantum.State
-	published postquantum.Words
+	published postquantum.Fields
 }
 
 func newSide(id string, key byte) *side {
@@ -29,15 +29,15 @@ func newSide(id string, key byte) *side {
 }
 
 // step does what a manager does: it stores the next State, and publishes if publish is true.
-func (s *side) step(t *testing.T, peer *side, said postquantum.Words, publish bool) postquantum.Progress {
+func (s *side) step(t *testing.T, peer *side, received postquantum.Fields, publish bool) postquantum.Progress {
 	t.Helper()
-	next, progress, err := s.stored.Step(s.id, peer.id, said, s.published)
+	next, progress, err := s.stored.Step(s.id, peer.id, received, s.published)
 	if err != nil {
 		t.Fatal(err)
 	}
 	s.stored = next
 	if publish {
-		s.published = next.Words()
+		s.published = next.Fields()
 	}
 	return progress
 }
@@ -70,8 +70,8 @@ func agree(t *testing.T, a, b *side) {
 // meet reports whether the gateways of both sides can make a handshake: they have a preshared
 // key in common, or both accept none.
 func meet(a, b *side) bool {
-	for _, k := range []postquantum.Key{a.stored.Use, a.stored.Former} {
-		if k == b.stored.Use || k == b.stored.Former {
+	for _, k := range []postquantum.Key{a.stored.Use, a.stored.Previous} {
+		if k == b.stored.Use || k == b.stored.Previous {
 			return true
 		}
 	}
@@ -118,8 +118,8 @@ func TestAKeyIsUsedOnlyAfterThePeerConfirmsIt(t *testing.T) {
 // and keeps the previous key. Once the unchanged publication returns, the sides agree on a new
 // key.
 func TestAlteredMessagesMakeNoKey(t *testing.T) {
-	flip := func(name string) func(w, _, _ postquantum.Words) {
-		return func(w, _, _ postquantum.Words) {
+	flip := func(name string) func(w, _, _ postquantum.Fields) {
+		return func(w, _, _ postquantum.Fields) {
 			at := 100
 			if at >= len(w[name]) {
 				at = 3
@@ -134,7 +134,7 @@ func TestAlteredMessagesMakeNoKey(t *testing.T) {
 	cases := []struct {
 		name string
 		to   string // ID of the side that reads the changed publication
-		do   func(w, old, third postquantum.Words)
+		do   func(w, old, third postquantum.Fields)
 		want postquantum.Progress
 	}{
 		{"answer altered", "a", flip("kem0"), postquantum.Altered},
@@ -142,30 +142,30 @@ func TestAlteredMessagesMakeNoKey(t *testing.T) {
 		{"tag of the answer altered", "a", flip("kemTag"), postquantum.Altered},
 		{"key in use altered", "a", flip("kemUse"), postquantum.Altered},
 		{"answer to another key", "a", flip("kemFor"), postquantum.Other},
-		{"answer too short", "a", func(w, _, _ postquantum.Words) { w["kem0"] = w["kem0"][4:] }, postquantum.Malformed},
-		{"answer too long", "a", func(w, _, _ postquantum.Words) { w["kem0"] += "AAAA" }, postquantum.Malformed},
-		{"not base64", "a", func(w, _, _ postquantum.Words) { w["kem1"] = "?" + w["kem1"][1:] }, postquantum.Malformed},
-		{"no tag", "a", func(w, _, _ postquantum.Words) { delete(w, "kemTag") }, postquantum.Malformed},
-		{"answer replayed", "a", func(w, old, _ postquantum.Words) { clear(w); maps.Copy(w, old) }, postquantum.Other},
-		{"answer of a third peer", "a", func(w, _, third postquantum.Words) { clear(w); maps.Copy(w, third) }, postquantum.Other},
-		{"answer of a third peer for this key", "a", func(w, _, third postquantum.Words) { w["kem0"], w["kem1"] = third["kem0"], third["kem1"] }, postquantum.Altered},
-		{"our own key", "a", func(w, _, _ postquantum.Words) { w["kem0"] = strings.Repeat("A", 790); w["kem1"] = w["kem0"] }, postquantum.Malformed},
+		{"answer too short", "a", func(w, _, _ postquantum.Fields) { w["kem0"] = w["kem0"][4:] }, postquantum.Malformed},
+		{"answer too long", "a", func(w, _, _ postquantum.Fields) { w["kem0"] += "AAAA" }, postquantum.Malformed},
+		{"not base64", "a", func(w, _, _ postquantum.Fields) { w["kem1"] = "?" + w["kem1"][1:] }, postquantum.Malformed},
+		{"no tag", "a", func(w, _, _ postquantum.Fields) { delete(w, "kemTag") }, postquantum.Malformed},
+		{"answer replayed", "a", func(w, old, _ postquantum.Fields) { clear(w); maps.Copy(w, old) }, postquantum.Other},
+		{"answer of a third peer", "a", func(w, _, third postquantum.Fields) { clear(w); maps.Copy(w, third) }, postquantum.Other},
+		{"answer of a third peer for this key", "a", func(w, _, third postquantum.Fields) { w["kem0"], w["kem1"] = third["kem0"], third["kem1"] }, postquantum.Altered},
+		{"our own key", "a", func(w, _, _ postquantum.Fields) { w["kem0"] = strings.Repeat("A", 790); w["kem1"] = w["kem0"] }, postquantum.Malformed},
 		{"tag of the key altered", "b", flip("kemTag"), postquantum.Altered},
-		{"tag of the answer in place of the tag of the key", "b", func(w, _, third postquantum.Words) { w["kemTag"] = third["kemTag"] }, postquantum.Altered},
+		{"tag of the answer in place of the tag of the key", "b", func(w, _, third postquantum.Fields) { w["kemTag"] = third["kemTag"] }, postquantum.Altered},
 		{"key altered", "b", flip("kem1"), postquantum.Altered},
-		{"key with an invalid coefficient", "b", func(w, _, _ postquantum.Words) { w["kem0"] = strings.Repeat("/", len(w["kem0"])) }, postquantum.Malformed},
-		{"key too short", "b", func(w, _, _ postquantum.Words) { w["kem1"] = w["kem1"][:len(w["kem1"])-4] }, postquantum.Malformed},
-		{"key replayed", "b", func(w, old, _ postquantum.Words) { clear(w); maps.Copy(w, old) }, postquantum.Altered},
-		{"key of a third peer", "b", func(w, _, third postquantum.Words) { clear(w); maps.Copy(w, third) }, postquantum.Altered},
+		{"key with an invalid coefficient", "b", func(w, _, _ postquantum.Fields) { w["kem0"] = strings.Repeat("/", len(w["kem0"])) }, postquantum.Malformed},
+		{"key too short", "b", func(w, _, _ postquantum.Fields) { w["kem1"] = w["kem1"][:len(w["kem1"])-4] }, postquantum.Malformed},
+		{"key replayed", "b", func(w, old, _ postquantum.Fields) { clear(w); maps.Copy(w, old) }, postquantum.Altered},
+		{"key of a third peer", "b", func(w, _, third postquantum.Fields) { clear(w); maps.Copy(w, third) }, postquantum.Altered},
 	}
 	for _, c := range cases {
 		t.Run(c.name, func(t *testing.T) {
 			a, b := newSide("a", 1), newSide("b", 2)
 			agree(t, a, b)
-			old := map[string]postquantum.Words{"a": b.published, "b": a.published}[c.to]
+			old := map[string]postquantum.Fields{"a": b.published, "b": a.published}[c.to]
 			third, fourth := newSide("a", 7), newSide("b", 8)
 			agree(t, third, fourth)
-			strange := map[string]postquantum.Words{"a": fourth.published, "b": third.published}[c.to]
+			strange := map[string]postquantum.Fields{"a": fourth.published, "b": third.published}[c.to]
 			before := a.stored.Use
 
 			a.id.Keys = [][32]byte{{9}} // another identity starts a new exchange
@@ -199,7 +199,7 @@ func TestExchangeConvergesAfterACrashAtAnyStep(t *testing.T) {
 	for seed := range uint64(3000) {
 		rng := rand.New(rand.NewPCG(28, seed))
 		sides := [2]*side{newSide("a", 1), newSide("b", 2)}
-		var seen [2]postquantum.Words // each side's last copy of the other's publication
+		var seen [2]postquantum.Fields // each side's last copy of the other's publication
 		ops := ""
 		for range 40 {
 			i := rng.IntN(2)

@@ -130,7 +130,7 @@ func cleanNodes(ctx context.Context, c *cluster.Cluster, how cleaning, o Options
 		for node, want := range todo {
 			var p corev1.Pod
 			err := c.Client.Get(ctx, client.ObjectKeyFromObject(want), &p)
-			if apierrors.IsNotFound(err) && nodeGone(ctx, c, node) {
+			if apierrors.IsNotFound(err) && nodeDeleted(ctx, c, node) {
 				delete(todo, node) // the node was deleted, and its kernel with it
 				continue
 			}
@@ -235,6 +235,6 @@ func nodeReady(ctx context.Context, c *cluster.Cluster, name string) bool {
 	return c.Client.Get(ctx, client.ObjectKey{Name: name}, &n) == nil && isReady(&n)
 }
 
-func nodeGone(ctx context.Context, c *cluster.Cluster, name string) bool {
+func nodeDeleted(ctx context.Context, c *cluster.Cluster, name string) bool {
 	return apierrors.IsNotFound(c.Client.Get(ctx, client.ObjectKey{Name: name}, &corev1.Node{}))
 }

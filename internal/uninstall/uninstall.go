@@ -94,11 +94,11 @@ func Run(ctx context.Context, c *cluster.Cluster, o Options) error {
 	if err != nil {
 		return err
 	}
-	there, err := anyOf(ctx, c, objects)
+	installed, err := anyOf(ctx, c, objects)
 	if err != nil {
 		return err
 	}
-	if !there {
+	if !installed {
 		o.Report(fmt.Sprintf("%s: nothing to do: Isthmus is not installed", c))
 		return nil
 	}
@@ -233,7 +233,7 @@ func unpeerAll(ctx context.Context, c *cluster.Cluster, o Options) error {
 	if len(list.Items) == 0 {
 		return nil
 	}
-	manager, err := managerAtWork(ctx, c, o)
+	manager, err := activeManager(ctx, c, o)
 	if err != nil {
 		return err
 	}
@@ -257,9 +257,9 @@ func unpeerAll(ctx context.Context, c *cluster.Cluster, o Options) error {
 // manager.
 const managerWait = 30 * time.Second
 
-// managerAtWork returns the holder of the managers' Lease. If the Deployment of managers
+// activeManager returns the holder of the managers' Lease. If the Deployment of managers
 // exists, it waits for a holder, because only a manager removes our objects from peers.
-func managerAtWork(ctx context.Context, c *cluster.Cluster, o Options) (h health.Holder, err error) {
+func activeManager(ctx context.Context, c *cluster.Cluster, o Options) (h health.Holder, err error) {
 	key := client.ObjectKey{Namespace: c.Namespace, Name: deploy.ManagerServiceAccount} // the Deployment has this name, too
 	until := time.Now().Add(managerWait)
 	err = untilNothing(ctx, c, o, func() (string, error) {
@@ -398,14 +398,14 @@ func removeObject(ctx context.Context, c *cluster.Cluster, u *unstructured.Unstr
 // untilNothing repeats a step until the step has nothing to wait for. It reports the reason for
 // waiting whenever the reason changes.
 func untilNothing(ctx context.Context, c *cluster.Cluster, o Options, step func() (waitsFor string, err error)) error {
-	told := ""
+	reported := ""
 	for begun := time.Now(); ; {
 		wait, err := step()
 		switch {
 		case ctx.Err() != nil && !errors.Is(context.Cause(ctx), cluster.ErrNotReady):
 			return errors.New("interrupted; run the same command again to continue")
 		case ctx.Err() != nil:
-			return fmt.Errorf("%w: not uninstalled within %v; run the same command again to continue, with --force if peers or nodes are away\n%s: %s", cluster.ErrNotReady, o.Timeout, c, told)
+			return fmt.Errorf("%w: not uninstalled within %v; run the same command again to continue, with --force if peers or nodes are away\n%s: %s", cluster.ErrNotReady, o.Timeout, c, reported)
 		case errors.Is(err, cluster.ErrUnreachable): // the API server may become reachable again
 			wait = safetext.Of(err.Error())
 		case err != nil:
@@ -414,13 +414,13 @@ func untilNothing(ctx context.Context, c *cluster.Cluster, o Options, step func(
 		if wait == "" {
 			return nil
 		}
-		if wait != told && (told != "" || time.Since(begun) > cluster.Patience) {
+		if wait != reported && (reported != "" || time.Since(begun) > cluster.Patience) {
 			o.Report(fmt.Sprintf("%s: %s", c, wait))
-			told = wait
+			reported = wait
 		}
 		select {
 		case <-ctx.Done():
-			told = wait
+			reported = wait
 		case <-time.After(cluster.PollInterval):
 		}
 	}

@@ -135,7 +135,7 @@ func TestUninstallLeavesNothing(t *testing.T) {
 		}
 	}
 	before := inventory(t, c)
-	var said clustertest.Lines
+	var reported clustertest.Lines
 	install := func(values chart.Values) {
 		t.Helper()
 		values = chart.Merge(chart.Values{"networks": chart.Values{"podCIDR": "10.9.0.0/16"}}, values)
@@ -155,10 +155,10 @@ func TestUninstallLeavesNothing(t *testing.T) {
 	// until is part of the message when time has run out.
 	uninstall := func(o Options, away func(string) bool, until string) (map[string]string, error) {
 		t.Helper()
-		said = nil
+		reported = nil
 		up := clustertest.NewDeadline(t)
 		o.Timeout, o.Report = clustertest.Patient, func(line string) {
-			said.Report(line)
+			reported.Report(line)
 			if until != "" && strings.Contains(line, until) {
 				close(up.Up)
 				until = ""
@@ -183,22 +183,22 @@ func TestUninstallLeavesNothing(t *testing.T) {
 	install(chart.Values{"metrics": chart.Values{"enabled": true}, "image": chart.Values{"repository": "r", "tag": "t"}})
 	// A second installation in another namespace would remove the rights of this one.
 	other := clustertest.ConnectTo(t, cluster.Access{Kubeconfig: file, Namespace: "elsewhere"})
-	if err := Run(t.Context(), other, Options{Timeout: clustertest.Patient, Report: said.Report}); err == nil || !strings.Contains(err.Error(), "already installed in namespace "+c.Namespace) || len(said) > 0 {
-		t.Errorf("in another namespace: %v\n%s", err, strings.Join(said, "\n"))
+	if err := Run(t.Context(), other, Options{Timeout: clustertest.Patient, Report: reported.Report}); err == nil || !strings.Contains(err.Error(), "already installed in namespace "+c.Namespace) || len(reported) > 0 {
+		t.Errorf("in another namespace: %v\n%s", err, strings.Join(reported, "\n"))
 	}
 	peer()
 	// While a node is away, Run cleans the other nodes and then fails. It finishes when the
 	// node is back.
 	cleaned, err := uninstall(Options{}, func(node string) bool { return node == "n2" }, "waiting until nodes are clean: n2")
-	if first := said[0]; !strings.Contains(first, "follow the default route") { // before any change
+	if first := reported[0]; !strings.Contains(first, "follow the default route") { // before any change
 		t.Errorf("it begins with %q", first)
 	}
 	if !errors.Is(err, cluster.ErrNotReady) || cleaned["n1"] == "" || !strings.Contains(err.Error(), "n2") {
-		t.Fatalf("with a node away: %v; cleaned %v\n%s", err, cleaned, strings.Join(said, "\n"))
+		t.Fatalf("with a node away: %v; cleaned %v\n%s", err, cleaned, strings.Join(reported, "\n"))
 	}
 	cleaned, err = uninstall(Options{}, nobody, "")
 	if err != nil || !strings.HasPrefix(cleaned["n2"], "r:t route-agent --cleanup") {
-		t.Fatalf("when it is back: %v; cleaned %v\n%s", err, cleaned, strings.Join(said, "\n"))
+		t.Fatalf("when it is back: %v; cleaned %v\n%s", err, cleaned, strings.Join(reported, "\n"))
 	}
 	same("after an uninstallation in two runs")
 
@@ -206,19 +206,19 @@ func TestUninstallLeavesNothing(t *testing.T) {
 	install(nil)
 	peer()
 	must(t, c.Client.Delete(t.Context(), &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: c.Namespace}}))
-	for begin := time.Now(); !clustertest.Gone(t, c, &corev1.Namespace{}, c.Namespace); time.Sleep(100 * time.Millisecond) {
+	for begin := time.Now(); !clustertest.Deleted(t, c, &corev1.Namespace{}, c.Namespace); time.Sleep(100 * time.Millisecond) {
 		if time.Since(begin) > clustertest.Patient {
 			t.Fatal("the namespace stays")
 		}
 	}
 	cleaned, err = uninstall(Options{Image: "x:y"}, nobody, "")
 	if err != nil || len(cleaned) != 2 || !strings.HasPrefix(cleaned["n1"], "x:y route-agent --cleanup") {
-		t.Fatalf("after the namespace: %v; cleaned %v\n%s", err, cleaned, strings.Join(said, "\n"))
+		t.Fatalf("after the namespace: %v; cleaned %v\n%s", err, cleaned, strings.Join(reported, "\n"))
 	}
 	same("after the namespace went first")
 
-	if cleaned, err = uninstall(Options{}, nobody, ""); err != nil || len(cleaned) > 0 || !said.Has("nothing to do") {
-		t.Errorf("without an installation: %v; cleaned %v; %v", err, cleaned, said)
+	if cleaned, err = uninstall(Options{}, nobody, ""); err != nil || len(cleaned) > 0 || !reported.Has("nothing to do") {
+		t.Errorf("without an installation: %v; cleaned %v; %v", err, cleaned, reported)
 	}
 
 	// A namespace that Isthmus did not create stays unchanged. Our own namespace stays while a
@@ -241,13 +241,13 @@ func TestUninstallLeavesNothing(t *testing.T) {
 		if marks != nil {
 			must(t, c.Client.Create(t.Context(), pod))
 		}
-		if _, err = uninstall(Options{}, nobody, ""); err != nil || !said.Has("stays, because") {
-			t.Errorf("%s: %v; %v", name, err, said)
+		if _, err = uninstall(Options{}, nobody, ""); err != nil || !reported.Has("stays, because") {
+			t.Errorf("%s: %v; %v", name, err, reported)
 		}
 		err = c.Client.Get(t.Context(), client.ObjectKeyFromObject(key), &corev1.Secret{})
 		must(t, client.IgnoreNotFound(err))
-		if kept := err == nil; marks == nil && !kept || marks == nil != said.Has("Secret "+c.Namespace+"/"+keysSecret+" stays") {
-			t.Errorf("%s: the Secret with the key stays: %v; %v", name, kept, said)
+		if kept := err == nil; marks == nil && !kept || marks == nil != reported.Has("Secret "+c.Namespace+"/"+keysSecret+" stays") {
+			t.Errorf("%s: the Secret with the key stays: %v; %v", name, kept, reported)
 		}
 		if err := c.Client.Get(t.Context(), client.ObjectKeyFromObject(preshared), preshared); !apierrors.IsNotFound(err) {
 			t.Errorf("%s: the preshared keys stay: %v", name, err)
@@ -258,7 +258,7 @@ func TestUninstallLeavesNothing(t *testing.T) {
 		}
 		must(t, client.IgnoreNotFound(c.Client.Delete(t.Context(), pod, client.GracePeriodSeconds(0))))
 		must(t, c.Client.Delete(t.Context(), &theirs))
-		for begin := time.Now(); !clustertest.Gone(t, c, &corev1.Namespace{}, c.Namespace); time.Sleep(100 * time.Millisecond) {
+		for begin := time.Now(); !clustertest.Deleted(t, c, &corev1.Namespace{}, c.Namespace); time.Sleep(100 * time.Millisecond) {
 			if time.Since(begin) > clustertest.Patient {
 				t.Fatalf("%s: it does not go", name)
 			}
@@ -279,7 +279,7 @@ func TestUninstallLeavesNothing(t *testing.T) {
 	release := &corev1.Secret{ObjectMeta: metav1.ObjectMeta{Namespace: c.Namespace, Name: "sh.helm.release.v1.r.v1", Labels: map[string]string{"owner": "helm", "status": "uninstalling"}}}
 	must(t, c.Client.Create(t.Context(), release))
 	if cleaned, err = uninstall(Options{BeforeHelm: true}, nobody, ""); err != nil || len(cleaned) != 2 {
-		t.Fatalf("before Helm: %v; cleaned %v\n%s", err, cleaned, strings.Join(said, "\n"))
+		t.Fatalf("before Helm: %v; cleaned %v\n%s", err, cleaned, strings.Join(reported, "\n"))
 	}
 	helms, err := chart.Objects(chart.Options{Namespace: c.Namespace, Values: chart.Values{"cluster": chart.Values{"name": "u"}, "namespace": chart.Values{"create": true}}})
 	must(t, err)
@@ -292,7 +292,7 @@ func TestUninstallLeavesNothing(t *testing.T) {
 	for _, u := range helms {
 		must(t, client.IgnoreNotFound(c.Client.Delete(t.Context(), u)))
 	}
-	for begin := time.Now(); !clustertest.Gone(t, c, &corev1.Namespace{}, c.Namespace) || len(difference(before, inventory(t, c))) > 0; time.Sleep(100 * time.Millisecond) {
+	for begin := time.Now(); !clustertest.Deleted(t, c, &corev1.Namespace{}, c.Namespace) || len(difference(before, inventory(t, c))) > 0; time.Sleep(100 * time.Millisecond) {
 		if time.Since(begin) > clustertest.Patient {
 			break
 		}

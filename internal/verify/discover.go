@@ -35,25 +35,25 @@ type agreed struct {
 
 // agreedBy returns the networks of the second cluster in the form in which the first one uses them,
 // according to the Peering in the first one.
-func agreedBy(ctx context.Context, at, of *cluster.Cluster) (a agreed, err error) {
+func agreedBy(ctx context.Context, local, peer *cluster.Cluster) (a agreed, err error) {
 	var list isthmus.PeeringList
-	if err := at.Client.List(ctx, &list); err != nil {
-		return a, fmt.Errorf("%s: Peerings: %w", at, err)
+	if err := local.Client.List(ctx, &list); err != nil {
+		return a, fmt.Errorf("%s: Peerings: %w", local, err)
 	}
 	for _, p := range list.Items {
-		if p.Spec.Cluster.ClusterID != of.Identity.ClusterID {
+		if p.Spec.Cluster.ClusterID != peer.Identity.ClusterID {
 			continue
 		}
 		from, err1 := netip.ParsePrefix(p.Status.Remote.PodCIDR)
 		to, err2 := netip.ParsePrefix(p.Status.Remote.PodCIDRSeen)
 		if err1 != nil || err2 != nil {
-			return a, fmt.Errorf("%s has not agreed with %s on networks yet; `isthmus diagnose` shows why", at, of)
+			return a, fmt.Errorf("%s has not agreed with %s on networks yet; `isthmus diagnose` shows why", local, peer)
 		}
 		a.pods = natengine.Remap{From: from, To: to}
 		a.external, _ = netip.ParsePrefix(p.Status.Remote.ExternalCIDRSeen) // if the network is invalid, mapped addresses are not checked
 		return a, nil
 	}
-	return a, fmt.Errorf("%s has no Peering with %s: %w; `isthmus peer` joins them", at, of, ErrNotPeered)
+	return a, fmt.Errorf("%s has no Peering with %s: %w; `isthmus peer` joins them", local, peer, ErrNotPeered)
 }
 
 // seen returns the address at which a pod of the other cluster is reached here.
@@ -76,20 +76,20 @@ type Target struct {
 // targets are in the second cluster. Mapped addresses get a ping. A TCP port of a Service with
 // endpoints there, imported or not, gets a connection, by address and by name. It reports and
 // leaves out everything that it has no right to read.
-func discover(ctx context.Context, at, of *cluster.Cluster, a agreed, tell func(string)) (all []Target) {
+func discover(ctx context.Context, local, peer *cluster.Cluster, a agreed, report func(string)) (all []Target) {
 	some := func(what string, targets []Target, err error) {
 		if err != nil {
-			tell(fmt.Sprintf("%s of %s are not tested from %s: %v", what, of, at, err))
+			report(fmt.Sprintf("%s of %s are not tested from %s: %v", what, peer, local, err))
 		}
 		if more := len(targets) - maxFound; more > 0 {
 			targets = targets[:maxFound]
-			tell(fmt.Sprintf("%s of %s: %d are tested from %s, %d are not; test these with --to", what, of, maxFound, at, more))
+			report(fmt.Sprintf("%s of %s: %d are tested from %s, %d are not; test these with --to", what, peer, maxFound, local, more))
 		}
 		all = append(all, targets...)
 	}
 	var mappings v1alpha1.NatMappingList
-	err := of.Client.List(ctx, &mappings)
-	mapped := mappedIn(mappings.Items, at.Identity.ClusterID, a.external)
+	err := peer.Client.List(ctx, &mappings)
+	mapped := mappedIn(mappings.Items, local.Identity.ClusterID, a.external)
 	var pings []Target
 	for _, seen := range slices.SortedFunc(maps.Keys(mapped), netip.Addr.Compare) {
 		pings = append(pings, Target{Host: seen.String(), Own: mapped[seen].String(), What: "mapped address"})
@@ -98,19 +98,19 @@ func discover(ctx context.Context, at, of *cluster.Cluster, a agreed, tell func(
 
 	var endpoints discoveryv1.EndpointSliceList
 	var services corev1.ServiceList
-	if err = at.Client.List(ctx, &endpoints); err == nil {
-		err = at.Client.List(ctx, &services)
+	if err = local.Client.List(ctx, &endpoints); err == nil {
+		err = local.Client.List(ctx, &services)
 	}
-	remote := func(addr netip.Addr) (own netip.Addr, is bool) {
-		if own, is = a.pods.Reverse().Map(addr); !is {
-			own, is = mapped[addr]
+	remote := func(addr netip.Addr) (own netip.Addr, known bool) {
+		if own, known = a.pods.Reverse().Map(addr); !known {
+			own, known = mapped[addr]
 		}
-		return own, is
+		return own, known
 	}
 	some("endpoints of Services", servicesIn(endpoints.Items, services.Items, remote), err)
-	names, ends := importsIn(endpoints.Items, services.Items, remote)
+	names, targets := importsIn(endpoints.Items, services.Items, remote)
 	some("names of imported Services", names, nil)
-	some("endpoints of imported Services", ends, nil)
+	some("endpoints of imported Services", targets, nil)
 	return all
 }
 
@@ -137,20 +137,20 @@ func mappedIn(all []v1alpha1.NatMapping, peer v1alpha1.ClusterID, external netip
 // servicesIn returns the TCP ports of Services with endpoints in the other cluster: one target
 // for each ready endpoint, and one for the name of the Service. remote translates an address of
 // the other cluster, as it is used here, to the other cluster's own address.
-func servicesIn(endpoints []discoveryv1.EndpointSlice, services []corev1.Service, remote func(netip.Addr) (own netip.Addr, is bool)) (all []Target) {
+func servicesIn(endpoints []discoveryv1.EndpointSlice, services []corev1.Service, remote func(netip.Addr) (own netip.Addr, known bool)) (all []Target) {
 	for i := range endpoints {
 		s := &endpoints[i]
 		if s.Labels[isthmus.LabelService] != "" { // importsIn handles these
 			continue
 		}
-		at := slices.IndexFunc(services, func(of corev1.Service) bool {
-			return of.Namespace == s.Namespace && of.Name == s.Labels[discoveryv1.LabelServiceName]
+		i := slices.IndexFunc(services, func(service corev1.Service) bool {
+			return service.Namespace == s.Namespace && service.Name == s.Labels[discoveryv1.LabelServiceName]
 		})
-		if at < 0 {
+		if i < 0 {
 			continue
 		}
-		of := &services[at]
-		name := of.Namespace + "/" + of.Name
+		service := &services[i]
+		name := service.Namespace + "/" + service.Name
 		for _, p := range s.Ports {
 			if p.Port == nil || p.Protocol != nil && *p.Protocol != corev1.ProtocolTCP {
 				continue
@@ -163,18 +163,18 @@ func servicesIn(endpoints []discoveryv1.EndpointSlice, services []corev1.Service
 					if err != nil || e.Conditions.Ready != nil && !*e.Conditions.Ready {
 						continue
 					}
-					if own, is := remote(addr); is {
+					if own, known := remote(addr); known {
 						home = netip.AddrPortFrom(own, port).String()
 						all = append(all, Target{Host: netip.AddrPortFrom(addr, port).String(), What: "endpoint of Service " + name, Own: home})
 					}
 				}
 			}
-			for _, asked := range of.Spec.Ports {
-				if home != "" && p.Name != nil && asked.Name == *p.Name && asked.Protocol == corev1.ProtocolTCP {
-					if of.Spec.ClusterIP != corev1.ClusterIPNone {
-						port = uint16(asked.Port) //nolint:gosec // the API server takes no other
+			for _, servicePort := range service.Spec.Ports {
+				if home != "" && p.Name != nil && servicePort.Name == *p.Name && servicePort.Protocol == corev1.ProtocolTCP {
+					if service.Spec.ClusterIP != corev1.ClusterIPNone {
+						port = uint16(servicePort.Port) //nolint:gosec // the API server takes no other
 					}
-					all = append(all, Target{Host: net.JoinHostPort(of.Name+"."+of.Namespace+".svc", strconv.Itoa(int(port))), What: "Service " + name, Own: home})
+					all = append(all, Target{Host: net.JoinHostPort(service.Name+"."+service.Namespace+".svc", strconv.Itoa(int(port))), What: "Service " + name, Own: home})
 				}
 			}
 		}
@@ -186,23 +186,23 @@ func servicesIn(endpoints []discoveryv1.EndpointSlice, services []corev1.Service
 // importsIn returns the Services that a cluster imports from another cluster and that are ready
 // there. Each Service gives two targets at its first TCP port: its name, which may resolve to
 // any exporter, and an endpoint of the other cluster.
-func importsIn(endpoints []discoveryv1.EndpointSlice, services []corev1.Service, remote func(netip.Addr) (own netip.Addr, is bool)) (names, ends []Target) {
+func importsIn(endpoints []discoveryv1.EndpointSlice, services []corev1.Service, remote func(netip.Addr) (own netip.Addr, known bool)) (names, addresses []Target) {
 	type pair struct{ name, end Target }
 	found := map[string]pair{} // the targets of each Service
 	for i := range endpoints {
 		s := &endpoints[i]
 		name := s.Labels[isthmus.LabelService]
-		at := slices.IndexFunc(s.Ports, func(p discoveryv1.EndpointPort) bool {
+		first := slices.IndexFunc(s.Ports, func(p discoveryv1.EndpointPort) bool {
 			return p.Port != nil && p.Name != nil && (p.Protocol == nil || *p.Protocol == corev1.ProtocolTCP)
 		})
-		if name == "" || at < 0 {
+		if name == "" || first < 0 {
 			continue
 		}
-		behind := uint16(*s.Ports[at].Port) //nolint:gosec // the API server takes no other
+		behind := uint16(*s.Ports[first].Port) //nolint:gosec // the API server takes no other
 		port := behind
-		for _, of := range services { // a headless Service is not in services
-			for _, p := range of.Spec.Ports {
-				if of.Namespace == s.Namespace && of.Name == s.Labels[discoveryv1.LabelServiceName] && p.Name == *s.Ports[at].Name {
+		for _, service := range services { // a headless Service is not in services
+			for _, p := range service.Spec.Ports {
+				if service.Namespace == s.Namespace && service.Name == s.Labels[discoveryv1.LabelServiceName] && p.Name == *s.Ports[first].Name {
 					port = uint16(p.Port) //nolint:gosec // the API server takes no other
 				}
 			}
@@ -215,18 +215,18 @@ func importsIn(endpoints []discoveryv1.EndpointSlice, services []corev1.Service,
 				if err != nil || e.Conditions.Ready != nil && !*e.Conditions.Ready {
 					continue
 				}
-				own, is := remote(addr)
+				own, inPeer := remote(addr)
 				home, here := netip.AddrPortFrom(own, behind).String(), netip.AddrPortFrom(addr, behind).String()
-				if was, known := found[what]; is && (!known || here < was.end.Host) {
+				if was, known := found[what]; inPeer && (!known || here < was.end.Host) {
 					found[what] = pair{Target{Host: host, What: what, Own: home}, Target{Host: here, What: "endpoint of " + what, Own: home}}
 				}
 			}
 		}
 	}
 	for _, what := range slices.Sorted(maps.Keys(found)) {
-		names, ends = append(names, found[what].name), append(ends, found[what].end)
+		names, addresses = append(names, found[what].name), append(addresses, found[what].end)
 	}
-	return names, ends
+	return names, addresses
 }
 
 // control repeats failed checks of discovered targets from within the targets' own cluster. If
@@ -244,10 +244,10 @@ func control(ctx context.Context, own *site, results []Result) {
 	if len(checks) == 0 {
 		return
 	}
-	for i, there := range own.pods[0].send(ctx, checks, false) {
+	for i, repeated := range own.pods[0].send(ctx, checks, false) {
 		r := &results[which[i]]
-		if there.Error != "" {
-			r.Unknown = fmt.Sprintf("%s does not answer in its own cluster either: %s", r.own, there.Error)
+		if repeated.Error != "" {
+			r.Unknown = fmt.Sprintf("%s does not answer in its own cluster either: %s", r.own, repeated.Error)
 			r.Error = ""
 		}
 	}

@@ -125,7 +125,7 @@ func (m *member) end(ctx context.Context, c client.Client) error {
 		}
 		last = errors.New("it has not ended")
 		if m.http != nil {
-			_ = m.ask(ctx, http.MethodPost, "/end", nil, nil) // ignore the error: the next iteration checks whether it ended
+			_ = m.request(ctx, http.MethodPost, "/end", nil, nil) // ignore the error: the next iteration checks whether it ended
 		}
 		return false, nil
 	})

@@ -59,7 +59,7 @@ func (e End) String() string {
 const (
 	podNetwork  = "pod"
 	hostNetwork = "host"
-	atGateway   = "gateway"
+	gatewayNode = "gateway"
 	other       = "other"
 )
 
@@ -118,8 +118,8 @@ func Targets(local []End, only Only, targets []Target) (checks []Check) {
 	return checks
 }
 
-// whom returns the name of the receiver.
-func (c Check) whom() string {
+// receiver returns the name of the receiver.
+func (c Check) receiver() string {
 	switch {
 	case c.What != "":
 		return c.Target + ", " + c.What
@@ -137,15 +137,15 @@ func among(all []string, one string) bool { return len(all) == 0 || slices.Conta
 // become one check of the minimum.
 func Plan(local, remote []End, only Only, sizes map[string][]int) (checks []Check) {
 	known := map[Check]bool{}
-	for _, way := range []struct {
+	for _, direction := range []struct {
 		name     string
 		from, to []End
 	}{{"out", local, remote}, {"in", remote, local}} {
-		if !among(only.directions, way.name) {
+		if !among(only.directions, direction.name) {
 			continue
 		}
-		for _, from := range way.from {
-			for _, to := range way.to {
+		for _, from := range direction.from {
+			for _, to := range direction.to {
 				if to.Network != podNetwork || !among(only.networks, from.Network) {
 					continue
 				}
@@ -153,11 +153,11 @@ func Plan(local, remote []End, only Only, sizes map[string][]int) (checks []Chec
 					if !among(only.protocols, protocol) {
 						continue
 					}
-					of := Sizes[protocol]
+					lengths := Sizes[protocol]
 					if own, ok := sizes[protocol]; ok {
-						of = own
+						lengths = own
 					}
-					for _, size := range of {
+					for _, size := range lengths {
 						c := Check{From: from, To: to, Protocol: protocol, Size: max(size, least[protocol])}
 						if !known[c] {
 							known[c] = true

@@ -70,11 +70,11 @@ func (s *site) make(ctx context.Context) error {
 	if len(s.given) > 0 {
 		return s.borrow(ctx)
 	}
-	places, err := s.places(ctx)
+	locations, err := s.locations(ctx)
 	if err != nil {
 		return err
 	}
-	for _, p := range places {
+	for _, p := range locations {
 		for _, network := range []string{podNetwork, hostNetwork} {
 			pod := s.pod(p.node, p.place, network)
 			if err := s.Client.Create(ctx, pod); err != nil {
@@ -119,8 +119,8 @@ func (s *site) gateway(ctx context.Context) (*corev1.Pod, error) {
 	return g, nil
 }
 
-// places returns the node of the active gateway, and another node if there is one.
-func (s *site) places(ctx context.Context) ([]place, error) {
+// locations returns the node of the active gateway, and another node if there is one.
+func (s *site) locations(ctx context.Context) ([]place, error) {
 	g, err := s.gateway(ctx)
 	if err != nil {
 		return nil, err
@@ -129,7 +129,7 @@ func (s *site) places(ctx context.Context) ([]place, error) {
 	if err := s.Client.List(ctx, &nodes); err != nil {
 		return nil, fmt.Errorf("%s: Nodes: %w", s, err)
 	}
-	all := []place{{atGateway, g.Spec.NodeName}}
+	all := []place{{gatewayNode, g.Spec.NodeName}}
 	slices.SortFunc(nodes.Items, func(a, b corev1.Node) int { return strings.Compare(a.Name, b.Name) })
 	for i := range nodes.Items {
 		if n := &nodes.Items[i]; n.Name != g.Spec.NodeName && takesPods(n) {
@@ -215,11 +215,11 @@ func (s *site) wait(ctx context.Context, m *member) error {
 				return false, err
 			}
 		}
-		last = m.ask(ctx, http.MethodGet, "/ready", nil, nil)
+		last = m.request(ctx, http.MethodGet, "/ready", nil, nil)
 		return last == nil, nil
 	})
 	if ctx.Err() != nil {
-		err = endOfWait(ctx, last)
+		err = waitError(ctx, last)
 	}
 	if err == nil && m.Network == podNetwork {
 		m.Seen, err = s.as.seen(m.Addr)
@@ -230,9 +230,9 @@ func (s *site) wait(ctx context.Context, m *member) error {
 	return nil
 }
 
-// endOfWait returns the error for a wait whose context has ended: an interrupt, or the last
+// waitError returns the error for a wait whose context has ended: an interrupt, or the last
 // error that the wait saw.
-func endOfWait(ctx context.Context, last error) error {
+func waitError(ctx context.Context, last error) error {
 	if errors.Is(ctx.Err(), context.Canceled) {
 		return &stoppedError{last}
 	}
@@ -267,8 +267,8 @@ func stateOf(c corev1.ContainerStatus) string {
 	return ""
 }
 
-// ask sends a request to the program in the Pod.
-func (m *member) ask(ctx context.Context, method, path string, in, out any) error {
+// request sends a request to the program in the Pod.
+func (m *member) request(ctx context.Context, method, path string, in, out any) error {
 	body := io.Reader(http.NoBody)
 	if in != nil {
 		text, err := json.Marshal(in)

@@ -64,7 +64,7 @@ func Serve(ctx context.Context, echo, control uint16, idle time.Duration) error 
 	defer cancel()
 	alive := afterIdle(idle, cancel)
 	var config net.ListenConfig
-	told, err := config.Listen(ctx, "tcp", net.JoinHostPort("127.0.0.1", strconv.Itoa(int(control))))
+	listener, err := config.Listen(ctx, "tcp", net.JoinHostPort("127.0.0.1", strconv.Itoa(int(control))))
 	if err != nil {
 		return err
 	}
@@ -79,14 +79,14 @@ func Serve(ctx context.Context, echo, control uint16, idle time.Duration) error 
 	server := &http.Server{Handler: handler, ReadHeaderTimeout: 10 * time.Second, BaseContext: func(net.Listener) context.Context { return ctx }}
 	closers := []io.Closer{server}
 	errs := make(chan error, 3)
-	go func() { errs <- server.Serve(told) }()
+	go func() { errs <- server.Serve(listener) }()
 	if echo != 0 {
-		at := ":" + strconv.Itoa(int(echo))
-		tcp, err := config.Listen(ctx, "tcp", at)
+		addr := ":" + strconv.Itoa(int(echo))
+		tcp, err := config.Listen(ctx, "tcp", addr)
 		if err != nil {
 			return errors.Join(err, server.Close())
 		}
-		udp, err := config.ListenPacket(ctx, "udp", at)
+		udp, err := config.ListenPacket(ctx, "udp", addr)
 		if err != nil {
 			return errors.Join(err, server.Close(), tcp.Close())
 		}
@@ -118,15 +118,15 @@ func afterIdle(idle time.Duration, end func()) (alive func()) {
 // A TCP question is a length in four octets, followed by that number of octets. Its answer has
 // two parts of this form: an Answer in JSON, and the octets of the question.
 func echoTCP(l net.Listener) error {
-	seats := make(chan struct{}, maxConnections)
+	slots := make(chan struct{}, maxConnections)
 	for {
 		c, err := l.Accept()
 		if err != nil {
 			return err
 		}
-		seats <- struct{}{}
+		slots <- struct{}{}
 		go func() {
-			defer func() { <-seats }()
+			defer func() { <-slots }()
 			defer c.Close()
 			_ = answerTCP(c) // ignore the error: the client tries again
 		}()
@@ -199,8 +199,8 @@ func writePiece(w io.Writer, b []byte) error {
 
 // seenBy returns the Answer with the client's address.
 func seenBy(from net.Addr) []byte {
-	at, _ := netip.ParseAddrPort(from.String())
-	text, _ := json.Marshal(Answer{SeenAs: at.Addr().Unmap()}) // cannot fail: addresses can be marshalled
+	addr, _ := netip.ParseAddrPort(from.String())
+	text, _ := json.Marshal(Answer{SeenAs: addr.Addr().Unmap()}) // cannot fail: addresses can be marshalled
 	return text
 }
 
@@ -234,8 +234,8 @@ func echoUDP(c net.PacketConn) error {
 }
 
 func portOf(a net.Addr) uint16 {
-	at, _ := netip.ParseAddrPort(a.String())
-	return at.Port()
+	addr, _ := netip.ParseAddrPort(a.String())
+	return addr.Port()
 }
 
 // run performs the requests in an HTTP request.
@@ -247,12 +247,12 @@ func run(w http.ResponseWriter, r *http.Request) {
 	}
 	answers := make([]Answer, len(requests))
 	var group sync.WaitGroup
-	seats := make(chan struct{}, senders)
+	slots := make(chan struct{}, senders)
 	for i := range requests {
-		seats <- struct{}{}
+		slots <- struct{}{}
 		group.Go(func() {
 			answers[i] = Do(r.Context(), requests[i])
-			<-seats
+			<-slots
 		})
 	}
 	group.Wait()
@@ -262,7 +262,7 @@ func run(w http.ResponseWriter, r *http.Request) {
 
 // Do performs a request. It sends until an answer arrives, at most attempts times.
 func Do(ctx context.Context, r Request) (a Answer) {
-	send := map[string]func(context.Context, netip.AddrPort, int) (netip.Addr, error){TCP: overTCP, UDP: overUDP, ICMP: echo, Connect: knock}[r.Protocol]
+	send := map[string]func(context.Context, netip.AddrPort, int) (netip.Addr, error){TCP: overTCP, UDP: overUDP, ICMP: echo, Connect: dial}[r.Protocol]
 	if send == nil || r.Size < 0 || r.Size > maxSize {
 		return Answer{Error: fmt.Sprintf("protocol %q, %d octets: want %s, %s or %s, and at most %d octets", r.Protocol, r.Size, TCP, UDP, ICMP, maxSize)}
 	}
@@ -302,8 +302,8 @@ func (r Request) resolve(ctx context.Context) (to netip.AddrPort, err error) {
 	return netip.AddrPortFrom(addrs[0].Unmap(), r.Port), nil
 }
 
-// knock opens a connection and closes it.
-func knock(ctx context.Context, to netip.AddrPort, _ int) (netip.Addr, error) {
+// dial opens a connection and closes it.
+func dial(ctx context.Context, to netip.AddrPort, _ int) (netip.Addr, error) {
 	c, err := connect(ctx, "tcp", to)
 	if err == nil {
 		err = c.Close()
@@ -335,10 +335,10 @@ func connect(ctx context.Context, network string, to netip.AddrPort) (net.Conn, 
 }
 
 // A slowError reports a transfer that made progress but did not finish in time.
-type slowError struct{ came, of int }
+type slowError struct{ received, total int }
 
 func (e slowError) Error() string {
-	return fmt.Sprintf("too slow: about %d of %d octets came back, and no more within %v, or not all within %v", e.came, e.of, attempt, slowest)
+	return fmt.Sprintf("too slow: about %d of %d octets came back, and no more within %v, or not all within %v", e.received, e.total, attempt, slowest)
 }
 
 func overTCP(ctx context.Context, to netip.AddrPort, size int) (from netip.Addr, err error) {
@@ -412,12 +412,12 @@ func overUDP(ctx context.Context, to netip.AddrPort, size int) (from netip.Addr,
 var errUnable = errors.New("it may not send them: it has no CAP_NET_RAW, and its group is not in net.ipv4.ping_group_range, which the securityContext.sysctls of a Pod can set")
 
 func echo(ctx context.Context, to netip.AddrPort, size int) (from netip.Addr, err error) {
-	at := to.Addr()
-	network, all := ping.Raw(at)
+	addr := to.Addr()
+	network, all := ping.Raw(addr)
 	c, err := icmp.ListenPacket(network, all)
 	// If net.ipv4.ping_group_range permits it, a ping needs no raw socket.
 	if errors.Is(err, os.ErrPermission) {
-		c, err = icmp.ListenPacket(map[bool]string{false: "udp4", true: "udp6"}[at.Is6()], all)
+		c, err = icmp.ListenPacket(map[bool]string{false: "udp4", true: "udp6"}[addr.Is6()], all)
 	}
 	if errors.Is(err, os.ErrPermission) {
 		return from, fmt.Errorf("%w: %w", errUnable, err)
@@ -426,7 +426,7 @@ func echo(ctx context.Context, to netip.AddrPort, size int) (from netip.Addr, er
 		return from, err
 	}
 	defer func() { _ = c.Close() }() // fails only if it is already closed
-	_, _, err = ping.Echo(ctx, c, at, max(size, least[ICMP]))
+	_, _, err = ping.Echo(ctx, c, addr, max(size, least[ICMP]))
 	// A ping does not return the source address that the receiver saw.
 	return from, err
 }

@@ -62,7 +62,7 @@ func (r *Report) Print(w io.Writer) error {
 		if one.SeenAs.IsValid() {
 			seen = one.SeenAs.String()
 		}
-		fmt.Fprintf(t, "%v\t%s\t%s\t%d\t%s\t%s\t%s\n", one.From, safetext.Of(one.whom()), one.Protocol, one.Size, result, took, seen)
+		fmt.Fprintf(t, "%v\t%s\t%s\t%d\t%s\t%s\t%s\n", one.From, safetext.Of(one.receiver()), one.Protocol, one.Size, result, took, seen)
 	}
 	if err := t.Flush(); err != nil {
 		return err
@@ -102,7 +102,7 @@ func (r *Report) JUnit(w io.Writer) error {
 		Skipped: len(r.LeftOut), Timestamp: r.At.UTC().Format("2006-01-02T15:04:05"),
 	}
 	for _, one := range r.Results {
-		c := testcase{Class: one.From.String() + " to " + one.whom(), Name: fmt.Sprintf("%s %d octets", one.Protocol, one.Size), Time: fmt.Sprintf("%.4f", one.Seconds)}
+		c := testcase{Class: one.From.String() + " to " + one.receiver(), Name: fmt.Sprintf("%s %d octets", one.Protocol, one.Size), Time: fmt.Sprintf("%.4f", one.Seconds)}
 		switch {
 		case one.Unknown != "":
 			c.Error = &failure{one.Unknown}

@@ -73,14 +73,14 @@ func Run(ctx context.Context, local, remote *cluster.Cluster, o Options) (report
 	}
 	defer func() {
 		for _, s := range sites {
-			o.Report(s.story("deleting the Pods", "ending the containers"))
+			o.Report(s.summary("deleting the Pods", "ending the containers"))
 		}
 		var errs [2]error
 		each(sites, func(i int, s *site) { errs[i] = s.remove(ctx) })
 		err = errors.Join(err, errs[0], errs[1])
 	}()
 	for _, s := range sites {
-		o.Report(s.story(fmt.Sprintf("making Pods isthmus-verify-%s-...", run), fmt.Sprintf("adding a container isthmus-verify-%s to Pods", run)))
+		o.Report(s.summary(fmt.Sprintf("making Pods isthmus-verify-%s-...", run), fmt.Sprintf("adding a container isthmus-verify-%s to Pods", run)))
 	}
 	var errs [2]error
 	each(sites, func(i int, s *site) {
@@ -111,15 +111,15 @@ func verify(ctx context.Context, sites [2]*site, found [2][]Target, o Options, r
 	for _, target := range o.To {
 		checks = append(checks, Targets(sites[0].ends(), o.Only, []Target{{Host: target}})...)
 	}
-	for i, way := range []string{"out", "in"} {
-		if among(o.Only.directions, way) {
+	for i, direction := range []string{"out", "in"} {
+		if among(o.Only.directions, direction) {
 			checks = append(checks, Targets(sites[i].ends(), o.Only, found[i])...)
 		}
 	}
 	o.Report(fmt.Sprintf("%d checks", len(checks)))
 	results := send(ctx, sites, checks)
-	for _, of := range sites {
-		control(ctx, of, results)
+	for _, site := range sites {
+		control(ctx, site, results)
 	}
 	results, report.LeftOut = withoutUnable(results, o.Only)
 	report.add(results...)
@@ -142,9 +142,9 @@ func withoutUnable(results []Result, only Only) (some []Result, leftOut []string
 	return some, leftOut
 }
 
-// story returns a line about the Pods of a site. It begins with the text made if verify created the
-// Pods, and with the text given if the user named them.
-func (s *site) story(made, given string) string {
+// summary returns a line about the Pods of a site. It begins with the text made if verify created
+// the Pods, and with the text given if the user named them.
+func (s *site) summary(made, given string) string {
 	if len(s.given) > 0 {
 		return fmt.Sprintf("%s: %s %s", s, given, strings.Join(s.given, ", "))
 	}
@@ -184,23 +184,23 @@ func send(ctx context.Context, sites [2]*site, checks []Check) []Result {
 
 // senderOf returns the indexes of the checks that each Pod has to send.
 func senderOf(sites [2]*site, checks []Check) map[*member][]int {
-	of := map[*member][]int{}
+	indexes := map[*member][]int{}
 	for _, s := range sites {
 		for _, m := range s.pods {
 			for i, c := range checks {
 				if c.From == m.End {
-					of[m] = append(of[m], i)
+					indexes[m] = append(indexes[m], i)
 				}
 			}
 		}
 	}
-	return of
+	return indexes
 }
 
 func pick(checks []Check, which []int) []Check {
 	some := make([]Check, len(which))
-	for i, at := range which {
-		some[i] = checks[at]
+	for i, index := range which {
+		some[i] = checks[index]
 	}
 	return some
 }
@@ -216,7 +216,7 @@ func (m *member) send(ctx context.Context, checks []Check, once bool) []Result {
 	ctx, cancel := context.WithTimeout(ctx, patience(requests, once))
 	defer cancel()
 	var answers []Answer
-	err := m.ask(ctx, http.MethodPost, "/run", requests, &answers)
+	err := m.request(ctx, http.MethodPost, "/run", requests, &answers)
 	if err == nil && len(answers) != len(requests) {
 		err = fmt.Errorf("%d answers to %d requests", len(answers), len(requests))
 	}
@@ -291,9 +291,9 @@ func pairs(checks []Check) (few []Check) {
 	return few
 }
 
-// watch makes each Pod send once per second, independently of the others. It calls tell with the
-// counts once per second and at the end. Before there are any counts, it does not call tell.
-func watch(ctx context.Context, sites [2]*site, checks []Check, tell func([]Loss)) {
+// watch makes each Pod send once per second, independently of the others. It calls report with the
+// counts once per second and at the end. Before there are any counts, it does not call report.
+func watch(ctx context.Context, sites [2]*site, checks []Check, report func([]Loss)) {
 	losses := make([]Loss, len(checks))
 	for i, c := range checks {
 		losses[i].From, losses[i].To = c.From, c.To
@@ -305,7 +305,7 @@ func watch(ctx context.Context, sites [2]*site, checks []Check, tell func([]Loss
 		// A Pod that only answers must get requests, too, or it would end as idle.
 		if _, sends := senders[m]; !sends {
 			group.Go(func() {
-				every(ctx, idle/10, func() { _ = m.ask(ctx, http.MethodGet, "/ready", nil, nil) })
+				every(ctx, idle/10, func() { _ = m.request(ctx, http.MethodGet, "/ready", nil, nil) })
 			})
 		}
 	}
@@ -324,17 +324,17 @@ func watch(ctx context.Context, sites [2]*site, checks []Check, tell func([]Loss
 			})
 		})
 	}
-	say := func() {
+	publish := func() {
 		mu.Lock()
 		known := slices.Clone(losses)
 		mu.Unlock()
 		if slices.ContainsFunc(known, func(l Loss) bool { return l.Sent+l.NotAsked > 0 }) {
-			tell(known)
+			report(known)
 		}
 	}
-	every(ctx, time.Second, say)
+	every(ctx, time.Second, publish)
 	group.Wait()
-	say()
+	publish()
 }
 
 // every calls do at once, and then after each interval. It returns when ctx has ended.

@@ -22,7 +22,7 @@ import (
 )
 
 func ends(cluster string, nodes int) (all []End) {
-	for i, place := range []string{atGateway, other}[:nodes] {
+	for i, place := range []string{gatewayNode, other}[:nodes] {
 		for j, network := range []string{podNetwork, hostNetwork} {
 			all = append(all, End{Cluster: cluster, Network: network, Place: place, Node: fmt.Sprint(i), Seen: netip.AddrFrom4([4]byte{10, 0, byte(i), byte(j)})})
 		}
@@ -111,7 +111,7 @@ func TestTargetsAreProbedByPingOrConnection(t *testing.T) {
 		t.Fatalf("%d checks", len(got))
 	}
 	for i, c := range got {
-		if want := []string{ICMP, Connect, ICMP, Connect}[i/2]; c.Protocol != want || c.From.Network != podNetwork || c.To != (End{}) || c.whom() != c.Target {
+		if want := []string{ICMP, Connect, ICMP, Connect}[i/2]; c.Protocol != want || c.From.Network != podNetwork || c.To != (End{}) || c.receiver() != c.Target {
 			t.Errorf("%+v, want %s", c, want)
 		}
 	}
@@ -158,7 +158,7 @@ func serve(t *testing.T) (echo, control uint16) {
 	return 0, 0
 }
 
-func tell(t *testing.T, control uint16, requests []Request) (answers []Answer) {
+func request(t *testing.T, control uint16, requests []Request) (answers []Answer) {
 	t.Helper()
 	body, err := json.Marshal(requests)
 	if err != nil {
@@ -186,7 +186,7 @@ func TestProbesOfEverySizeAreAnswered(t *testing.T) {
 			requests = append(requests, Request{Protocol: protocol, Host: "127.0.0.1", Port: echo, Size: size})
 		}
 	}
-	for i, a := range tell(t, control, requests) {
+	for i, a := range request(t, control, requests) {
 		if r := requests[i]; a.Error != "" || a.Tries < 1 || a.Seconds <= 0 || (r.Protocol != ICMP) != (a.SeenAs == netip.MustParseAddr("127.0.0.1")) {
 			t.Errorf("%+v: %+v", r, a)
 		}
@@ -195,12 +195,12 @@ func TestProbesOfEverySizeAreAnswered(t *testing.T) {
 	if os.Geteuid() == 0 {
 		requests = append(requests, Request{Protocol: ICMP, Host: "127.0.0.1", Size: 56})
 	}
-	for _, a := range tell(t, control, requests) {
+	for _, a := range request(t, control, requests) {
 		if a.Error != "" {
 			t.Errorf("%+v", a)
 		}
 	}
-	for _, a := range tell(t, control, []Request{
+	for _, a := range request(t, control, []Request{
 		{Protocol: Connect, Host: "nowhere.invalid", Port: 80, Once: true},
 		{Protocol: UDP, Host: "127.0.0.1", Port: 9, Once: true}, // no process listens at this port
 		{Protocol: "sctp", Host: "127.0.0.1", Port: echo}, {Protocol: TCP, Host: "127.0.0.1", Port: echo, Size: maxSize + 1}, {Protocol: TCP, Host: "127.0.0.1", Port: echo, Size: -1},
@@ -265,8 +265,8 @@ func TestASlowTransferIsNotReportedLost(t *testing.T) {
 // received.
 func TestAnEchoDoesNotTrustTheStatedLength(t *testing.T) {
 	echo, _ := serve(t)
-	at := fmt.Sprintf("127.0.0.1:%d", echo)
-	c, err := net.Dial("tcp", at)
+	addr := fmt.Sprintf("127.0.0.1:%d", echo)
+	c, err := net.Dial("tcp", addr)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -277,7 +277,7 @@ func TestAnEchoDoesNotTrustTheStatedLength(t *testing.T) {
 	if b, _ := io.ReadAll(c); len(b) != 0 {
 		t.Errorf("%d octets for nothing", len(b))
 	}
-	u, err := net.Dial("udp", at)
+	u, err := net.Dial("udp", addr)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -298,18 +298,18 @@ func TestAnEchoDoesNotTrustTheStatedLength(t *testing.T) {
 	}
 }
 
-// heard is a socket with datagrams to read, which records the datagrams that are written.
-type heard struct {
+// fakeSocket is a socket with datagrams to read, which records the datagrams that are written.
+type fakeSocket struct {
 	net.PacketConn
 	from [][2]string // address and payload of each datagram
 	sent [][2]string
 }
 
-func (*heard) LocalAddr() net.Addr {
+func (*fakeSocket) LocalAddr() net.Addr {
 	return net.UDPAddrFromAddrPort(netip.AddrPortFrom(netip.IPv6Unspecified(), echoPort))
 }
 
-func (h *heard) ReadFrom(b []byte) (int, net.Addr, error) {
+func (h *fakeSocket) ReadFrom(b []byte) (int, net.Addr, error) {
 	if len(h.from) == 0 {
 		return 0, nil, io.EOF
 	}
@@ -318,7 +318,7 @@ func (h *heard) ReadFrom(b []byte) (int, net.Addr, error) {
 	return copy(b, one[1]), net.UDPAddrFromAddrPort(netip.MustParseAddrPort(one[0])), nil
 }
 
-func (h *heard) WriteTo(b []byte, to net.Addr) (int, error) {
+func (h *fakeSocket) WriteTo(b []byte, to net.Addr) (int, error) {
 	h.sent = append(h.sent, [2]string{to.String(), string(b)})
 	return len(b), nil
 }
@@ -326,10 +326,10 @@ func (h *heard) WriteTo(b []byte, to net.Addr) (int, error) {
 // A datagram with a forged source must not make two echoes answer each other for ever, whether
 // they use echoPort or an address translation has changed the port.
 func TestAnEchoDoesNotAnswerAnEcho(t *testing.T) {
-	asked := string([]byte{question | 5}) + strings.Repeat("x", 100)
-	c := &heard{from: [][2]string{
-		{"10.0.0.1:7468", asked}, {"[::ffff:10.0.0.1]:7468", asked}, {"[fd00::1]:7468", asked}, // the source looks like an echo
-		{"10.0.0.1:40000", asked}, {"[fd00::1]:40001", asked},
+	request := string([]byte{question | 5}) + strings.Repeat("x", 100)
+	c := &fakeSocket{from: [][2]string{
+		{"10.0.0.1:7468", request}, {"[::ffff:10.0.0.1]:7468", request}, {"[fd00::1]:7468", request}, // the source looks like an echo
+		{"10.0.0.1:40000", request}, {"[fd00::1]:40001", request},
 	}}
 	if err := echoUDP(c); !errors.Is(err, io.EOF) {
 		t.Fatal(err)
@@ -337,7 +337,7 @@ func TestAnEchoDoesNotAnswerAnEcho(t *testing.T) {
 	if len(c.sent) != 2 || c.sent[0][0] != "10.0.0.1:40000" || c.sent[1][0] != "[fd00::1]:40001" {
 		t.Fatalf("%q", c.sent)
 	}
-	answers := &heard{from: c.sent}
+	answers := &fakeSocket{from: c.sent}
 	if err := echoUDP(answers); !errors.Is(err, io.EOF) || len(answers.sent) != 0 {
 		t.Errorf("%v: answers are answered: %q", err, answers.sent)
 	}
@@ -416,11 +416,11 @@ func TestForbiddenPingsAreLeftOut(t *testing.T) {
 			t.Errorf("no %s in\n%s", want, &b)
 		}
 	}
-	asked, err := ParseOnly([]string{ICMP, UDP})
+	selected, err := ParseOnly([]string{ICMP, UDP})
 	if err != nil {
 		t.Fatal(err)
 	}
-	if some, leftOut := withoutUnable(results, asked); len(some) != len(results) || leftOut != nil {
+	if some, leftOut := withoutUnable(results, selected); len(some) != len(results) || leftOut != nil {
 		t.Errorf("asked for: %d of %d, %v", len(some), len(results), leftOut)
 	}
 }
@@ -440,10 +440,10 @@ func TestLineSummarizesLosses(t *testing.T) {
 	}
 }
 
-// A way is an http.RoundTripper in place of the connection to a Pod.
-type way func(*http.Request) (*http.Response, error)
+// A roundTripper is an http.RoundTripper in place of the connection to a Pod.
+type roundTripper func(*http.Request) (*http.Response, error)
 
-func (w way) RoundTrip(r *http.Request) (*http.Response, error) { return w(r) }
+func (w roundTripper) RoundTrip(r *http.Request) (*http.Response, error) { return w(r) }
 
 // fine is the connection to a Pod whose requests are all answered.
 func fine(r *http.Request) (*http.Response, error) {
@@ -462,8 +462,8 @@ func hung(r *http.Request) (*http.Response, error) {
 }
 
 // between returns two clusters with one Pod each, and the checks between them.
-func between(a, b way) (sites [2]*site, checks []Check) {
-	for i, w := range []way{a, b} {
+func between(a, b roundTripper) (sites [2]*site, checks []Check) {
+	for i, w := range []roundTripper{a, b} {
 		end := ends(string(rune('a'+i)), 1)[0]
 		sites[i] = &site{pods: []*member{{End: end, name: "verify-" + end.Cluster, http: &http.Client{Transport: w}}}}
 	}
@@ -493,14 +493,14 @@ func TestOtherPodsContinueWhenANodeIsLost(t *testing.T) {
 		sites, checks := between(fine, hung)
 		ctx, cancel := context.WithTimeout(t.Context(), 100*time.Second+time.Millisecond)
 		defer cancel()
-		told := 0
+		reports := 0
 		var last []Loss
-		watch(ctx, sites, pairs(checks), func(l []Loss) { told, last = told+1, l })
-		if told < 100 || len(last) != 2 || last[0].Sent < 100 || last[0].Lost != 0 {
-			t.Errorf("told %d times: %+v", told, last)
+		watch(ctx, sites, pairs(checks), func(l []Loss) { reports, last = reports+1, l })
+		if reports < 100 || len(last) != 2 || last[0].Sent < 100 || last[0].Lost != 0 {
+			t.Errorf("told %d times: %+v", reports, last)
 		}
-		if gone := last[1]; gone.Sent != 0 || gone.Lost != 0 || gone.NotAsked < 10 || gone.WhyNot == "" {
-			t.Errorf("of the Pod that is gone: %+v", gone)
+		if second := last[1]; second.Sent != 0 || second.Lost != 0 || second.NotAsked < 10 || second.WhyNot == "" {
+			t.Errorf("of the Pod that is gone: %+v", second)
 		}
 	})
 }
@@ -538,14 +538,14 @@ func TestGivenPodsMustBeValidAndUnique(t *testing.T) {
 // end, or gets no request for a while.
 func TestProbeEndsOnRequestOrWhenIdle(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		var asked time.Time
+		var sent time.Time
 		begin := time.Now()
 		ctx, cancel := context.WithCancel(t.Context())
-		alive := afterIdle(time.Minute, func() { asked = time.Now(); cancel() })
+		alive := afterIdle(time.Minute, func() { sent = time.Now(); cancel() })
 		time.Sleep(50 * time.Second)
 		alive()
 		<-ctx.Done()
-		if got := asked.Sub(begin); got != 110*time.Second {
+		if got := sent.Sub(begin); got != 110*time.Second {
 			t.Errorf("ended after %v", got)
 		}
 	})
@@ -563,12 +563,12 @@ func TestAnInterruptedWaitIsReported(t *testing.T) {
 	last := errors.New("ContainerCreating")
 	ctx, cancel := context.WithCancel(t.Context())
 	cancel()
-	if err := endOfWait(ctx, last); !errors.Is(err, context.Canceled) || !errors.Is(err, last) {
+	if err := waitError(ctx, last); !errors.Is(err, context.Canceled) || !errors.Is(err, last) {
 		t.Error(err)
 	}
 	late, cancel := context.WithDeadline(t.Context(), time.Now().Add(-time.Hour))
 	defer cancel()
-	if err := endOfWait(late, last); !errors.Is(err, last) || errors.Is(err, context.DeadlineExceeded) {
+	if err := waitError(late, last); !errors.Is(err, last) || errors.Is(err, context.DeadlineExceeded) {
 		t.Error(err)
 	}
 }

@@ -28,8 +28,8 @@ const fewLeft = 16
 // decide validates the claim of a peer and allocates its networks.
 func (r *answerReconciler) decide(ctx context.Context, peer peers.Peer, nc *v1alpha1.NetworkConfig) (ipam.Allocation, fabric.Claim, []fabric.Refusal, error) {
 	var allocation ipam.Allocation
-	j := Judge{Reader: r.Client, Peers: r.Peers, Facts: r.Facts, Store: r.Store}
-	claim, refusals, err := j.judge(ctx, peer, nc)
+	v := Validator{Reader: r.Client, Peers: r.Peers, Facts: r.Facts, Store: r.Store}
+	claim, refusals, err := v.validate(ctx, peer, nc)
 	if err != nil || len(refusals) > 0 {
 		return allocation, claim, refusals, err
 	}
@@ -39,7 +39,7 @@ func (r *answerReconciler) decide(ctx context.Context, peer peers.Peer, nc *v1al
 	} else if _, has := r.Store.State().AllocationOf(id); facts.Awaiting && !has {
 		return allocation, claim, nil, errTooEarly
 	}
-	asked, wrong := requestFrom(peer, claim)
+	request, wrong := requestFrom(peer, claim)
 	if wrong != nil {
 		return allocation, claim, []fabric.Refusal{{Reason: v1alpha1.ReasonCIDRConflict, Problem: *wrong}}, nil //nolint:nilerr // err is nil here
 	}
@@ -53,10 +53,10 @@ func (r *answerReconciler) decide(ctx context.Context, peer peers.Peer, nc *v1al
 			return b, err
 		}
 		gateways := func(p netip.Prefix) ([]netip.Addr, error) { return gatewaysIn(ctx, r.Client, peer, claim, p) }
-		next, got, inside, err := allocateClearOf(b, asked, gateways)
+		next, got, inside, err := allocateClearOf(b, request, gateways)
 		if had, has := b.AllocationOf(id); err == nil && has && got != had { // the previous networks are held from now on
-			if asked.Now, err = r.Store.Now(ctx); err == nil {
-				next, got, inside, err = allocateClearOf(b, asked, gateways)
+			if request.Now, err = r.Store.Now(ctx); err == nil {
+				next, got, inside, err = allocateClearOf(b, request, gateways)
 				next, _ = next.Yield()
 			}
 		}
@@ -104,31 +104,31 @@ func requestFrom(peer peers.Peer, claim fabric.Claim) (r ipam.Request, wrong *fa
 	return r, wrong
 }
 
-// StandingOf returns the networks that represent a peer's claim here, or would with consent, and
-// the reasons. It returns zero values for an invalid claim; a condition of the NetworkConfig has
-// its error.
-func StandingOf(state ipam.State, peer peers.Peer, nc *v1alpha1.NetworkConfig) (standing [2]ipam.Standing) {
+// TranslationsOf returns the networks that represent a peer's claim here, or would with consent,
+// and the reasons. It returns zero values for an invalid claim; a condition of the NetworkConfig
+// has its error.
+func TranslationsOf(state ipam.State, peer peers.Peer, nc *v1alpha1.NetworkConfig) (translations [2]ipam.Translation) {
 	if claim, problems := fabric.ClaimFrom(nc, fabric.Origin{}); len(problems) == 0 {
-		if asked, wrong := requestFrom(peer, claim); wrong == nil {
-			standing, _ = state.Explain(asked)
+		if request, wrong := requestFrom(peer, claim); wrong == nil {
+			translations, _ = state.Explain(request)
 		}
 	}
-	return standing
+	return translations
 }
 
 // allocateClearOf allocates networks for a claim. It avoids networks that contain the gateway of a
 // peer, because packets to that gateway would be routed into a tunnel. Existing allocations do not
 // change, even if they contain a gateway; inside lists these gateways.
-func allocateClearOf(b ipam.State, claim ipam.Request, gateways func(netip.Prefix) ([]netip.Addr, error)) (next ipam.State, allocation ipam.Allocation, inside []netip.Addr, err error) {
+func allocateClearOf(b ipam.State, request ipam.Request, gateways func(netip.Prefix) ([]netip.Addr, error)) (next ipam.State, allocation ipam.Allocation, inside []netip.Addr, err error) {
 	var avoid []netip.Addr
 	for {
-		asked := b
+		trial := b
 		if len(avoid) > 0 {
 			own := b.Own()
 			own.Nodes = append(own.Nodes, avoid...)
-			asked, _ = b.Configure(own)
+			trial, _ = b.Configure(own)
 		}
-		if next, allocation, err = asked.Allocate(claim); err != nil {
+		if next, allocation, err = trial.Allocate(request); err != nil {
 			return b, ipam.Allocation{}, nil, err
 		}
 		inside = nil

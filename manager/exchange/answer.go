@@ -234,9 +234,9 @@ func textOf(refusals []fabric.Refusal) string {
 // answerInForce reports whether the status of a copy still answers the sender's claim with the
 // networks that the sender has in the IPAM state.
 func answerInForce(b ipam.State, nc *v1alpha1.NetworkConfig) bool {
-	allocation, granted := b.AllocationOf(nc.Labels[v1alpha1.LabelOriginID])
+	allocation, allocated := b.AllocationOf(nc.Labels[v1alpha1.LabelOriginID])
 	pod, external, answered := fabric.SeenBy(nc)
-	return granted && answered && allocation == ipam.Allocation{Pod: pod, External: external}
+	return allocated && answered && allocation == ipam.Allocation{Pod: pod, External: external}
 }
 
 // write updates the status of a copy if that changes the stored status. We own the whole status, so

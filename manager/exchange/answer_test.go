@@ -88,7 +88,7 @@ func TestRefusalsNameTheFieldWithTheInvalidNetwork(t *testing.T) {
 		c.change(nc)
 		a.Create(nc)
 		p.untilAccepted(c.want)
-		if p.granted() || p.copied().Status.PodCIDRNAT != "" {
+		if p.allocated() || p.copied().Status.PodCIDRNAT != "" {
 			t.Errorf("%s: refused, and yet it got networks: %+v", c.name, p.copied().Status)
 		}
 	}
@@ -117,7 +117,7 @@ func TestExhaustedPoolsAreAConditionUntilAPoolIsAdded(t *testing.T) {
 	p := a.partner("bravo", 2).claims("10.244.0.0/16", "10.64.0.0/20")
 	p.untilAccepted("Exhausted: spec.podCIDR: 10.244.0.0/16 overlaps our PodCIDR, 10.244.0.0/16, and no /16 is free in the pools [10.244.0.0/15]; " +
 		"want a network that overlaps nothing, or a larger pool")
-	if p.granted() {
+	if p.allocated() {
 		t.Error("half an allocation")
 	}
 	a.configure([]netip.Prefix{netip.MustParsePrefix("10.244.0.0/15"), netip.MustParsePrefix("172.16.0.0/12")}, nil)
@@ -250,8 +250,8 @@ func TestAKeyBelongsToTheFirstAcceptedPeer(t *testing.T) {
 func TestKeyBelongsToThePeerThatProvesPossession(t *testing.T) {
 	a := newAnswering(t)
 	ours, next := keyring.New(), keyring.New()
-	told, public := fabric.PublicKeys(ours, 1)[0], keyText(fabric.PublicKeys(next, 1)[0])
-	a.facts.change(func(f *facts.Facts) { f.PublicKey, f.Keys.Private = told, ours })
+	published, public := fabric.PublicKeys(ours, 1)[0], keyText(fabric.PublicKeys(next, 1)[0])
+	a.facts.change(func(f *facts.Facts) { f.PublicKey, f.Keys.Private = published, ours })
 	owner := a.partner("owner", 2).claims("10.64.0.0/18", "10.65.0.0/20").publish().answer("None", "None")
 	owner.joined()
 	thief := a.partner("thief", 3).claims("10.66.0.0/16", "10.67.0.0/16").publish().answer("None", "None")
@@ -264,7 +264,9 @@ func TestKeyBelongsToThePeerThatProvesPossession(t *testing.T) {
 			}
 		})
 	}
-	proofOf := func(p *partner) string { return keyring.Prove(next, 1, p.Cluster.ClusterID, a.Self.ClusterID, told) }
+	proofOf := func(p *partner) string {
+		return keyring.Prove(next, 1, p.Cluster.ClusterID, a.Self.ClusterID, published)
+	}
 	const refused = "KeyConflict: spec.backend_config.publicKey: is the key of another peer of the receiver; want a key for each cluster (None None)"
 	claim(thief, public, "")
 	a.Until("the thief's tunnel has the key", func() bool { return thief.Endpoint().Spec.BackendConfig[v1alpha1.ConfigPublicKey] == public })
@@ -326,8 +328,8 @@ func TestOwnerKeepsAProvenKeyWhenOurKeyRotates(t *testing.T) {
 func TestOnlyKeysWithoutProofAreTakenBack(t *testing.T) {
 	a := newAnswering(t)
 	ours, shared := keyring.New(), keyring.New()
-	told, keys := fabric.PublicKeys(ours, 1)[0], fabric.PublicKeys(shared, 2)
-	a.facts.change(func(f *facts.Facts) { f.PublicKey, f.Keys.Private = told, ours })
+	published, keys := fabric.PublicKeys(ours, 1)[0], fabric.PublicKeys(shared, 2)
+	a.facts.change(func(f *facts.Facts) { f.PublicKey, f.Keys.Private = published, ours })
 	claim := func(p *partner, proved int, keys ...[32]byte) {
 		edit(a, p.copied(), func(nc *v1alpha1.NetworkConfig) {
 			config := nc.Spec.BackendConfig
@@ -335,7 +337,7 @@ func TestOnlyKeysWithoutProofAreTakenBack(t *testing.T) {
 				config[v1alpha1.ConfigTunnels] = fabric.FormatTunnels([]fabric.TunnelEnd{{Port: 5872, PublicKey: keys[1]}})
 			}
 			if proved > 0 {
-				config[v1alpha1.ConfigKeyProof] = keyring.Prove(shared, proved, p.Cluster.ClusterID, a.Self.ClusterID, told)
+				config[v1alpha1.ConfigKeyProof] = keyring.Prove(shared, proved, p.Cluster.ClusterID, a.Self.ClusterID, published)
 			}
 		})
 	}
@@ -472,7 +474,7 @@ func TestConditionsAreBoundedInAFloodOfNetworkConfigs(t *testing.T) {
 	if ambiguous, all := answers(); all > 60-20 {
 		t.Errorf("%d objects got a condition, %d of them since they are ambiguous", all, ambiguous)
 	}
-	if p.granted() {
+	if p.allocated() {
 		t.Error("and got networks")
 	}
 }
@@ -538,7 +540,7 @@ func TestNewPeersWaitUntilAllNodesHaveReported(t *testing.T) {
 	late := a.partner("late", 3).claims("192.168.32.0/22", "10.62.0.0/20")
 	edit(a, early.copied(), func(nc *v1alpha1.NetworkConfig) { nc.Spec.EndpointIP = "192.0.2.99" })
 	early.untilAccepted("None None") // a peer that has networks is answered
-	a.Always("it is not answered, and gets nothing", func() bool { return accepted(late.copied()) == "no answer" && !late.granted() })
+	a.Always("it is not answered, and gets nothing", func() bool { return accepted(late.copied()) == "no answer" && !late.allocated() })
 	a.facts.change(func(f *facts.Facts) { f.Awaiting = false })
 	late.untilAccepted("None None")
 }

@@ -176,9 +176,9 @@ func (p *partner) claim(pod, external string) *v1alpha1.NetworkConfig {
 	}
 }
 
-// told reports whether the partner got an answer with networks. A condition NotPeered does not
+// answered reports whether the partner got an answer with networks. A condition NotPeered does not
 // count; it may appear before the cache has the Peering.
-func (p *partner) told() bool {
+func (p *partner) answered() bool {
 	nc := p.copied()
 	return nc != nil && nc.Status.Processed
 }
@@ -266,7 +266,7 @@ func (p *partner) publish() *partner {
 		p.a.T.Fatal(problems)
 	}
 	nc := &v1alpha1.NetworkConfig{ObjectMeta: metav1.ObjectMeta{Namespace: p.NS, Name: p.Cluster.UniqueName()}}
-	p.a.OK(shape(nc, peers.From(&peering), spec, managertest.Client.Scheme()))
+	p.a.OK(setOriginal(nc, peers.From(&peering), spec, managertest.Client.Scheme()))
 	p.a.Create(nc)
 	return p
 }
@@ -300,7 +300,7 @@ func (p *partner) mappings() (all []v1alpha1.NatMapping) {
 	return all
 }
 
-func (p *partner) granted() bool {
+func (p *partner) allocated() bool {
 	_, ok := p.a.store.State().AllocationOf(p.Cluster.ClusterID)
 	return ok
 }

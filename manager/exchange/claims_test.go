@@ -21,10 +21,10 @@ func TestChangedClaimWaitsForConsent(t *testing.T) {
 	before := p.joined()
 	had, _ := a.store.State().AllocationOf(p.Cluster.ClusterID)
 
-	const ask = "ConsentNeeded: spec.podCIDR: is now %s; the receiver keeps 10.50.0.0/18 for it, and would use %s once spec.claims.consent of its Peering has " +
+	const consentNeeded = "ConsentNeeded: spec.podCIDR: is now %s; the receiver keeps 10.50.0.0/18 for it, and would use %s once spec.claims.consent of its Peering has " +
 		"podCIDR %s and externalCIDR 10.60.0.0/20"
-	asks := func(claim, use string) string {
-		return strings.NewReplacer("now %s", "now "+claim, "use %s", "use "+use, "podCIDR %s and", "podCIDR "+claim+" and").Replace(ask)
+	needsConsent := func(claim, use string) string {
+		return strings.NewReplacer("now %s", "now "+claim, "use %s", "use "+use, "podCIDR %s and", "podCIDR "+claim+" and").Replace(consentNeeded)
 	}
 	unchanged := func(after string) {
 		t.Helper()
@@ -46,18 +46,18 @@ func TestChangedClaimWaitsForConsent(t *testing.T) {
 		})
 	}
 	claim("192.168.32.0/22")
-	p.untilAccepted(asks("192.168.32.0/22", "192.168.32.0/22"))
+	p.untilAccepted(needsConsent("192.168.32.0/22", "192.168.32.0/22"))
 	unchanged("after it claimed an on-prem network")
 	consent("192.168.0.0/22") // consent to another claim does not count
 	claim("8.8.8.0/24")
-	p.untilAccepted(asks("8.8.8.0/24", "10.60.16.0/24"))
+	p.untilAccepted(needsConsent("8.8.8.0/24", "10.60.16.0/24"))
 	unchanged("after it claimed a resolver in the Internet")
 	claim("10.50.0.0/18") // the previous claim again
 	p.untilAccepted("None None")
 	unchanged("after it took its change back")
 
 	claim("10.48.0.0/14")
-	p.untilAccepted(asks("10.48.0.0/14", "10.48.0.0/14"))
+	p.untilAccepted(needsConsent("10.48.0.0/14", "10.48.0.0/14"))
 	consent("10.48.0.0/14")
 	p.untilAccepted("None None")
 	a.Until("the TunnelEndpoint follows", func() bool { return p.Endpoint().Spec.RemotePodCIDR == "10.48.0.0/14" })

@@ -28,9 +28,9 @@ import (
 //  2. The peer whose TunnelEndpoint has the key has it. An edit by hand can put the key into two
 //     TunnelEndpoints; then the older one counts, as in fabric.GatewayFor.
 //  3. The peer whose claim with the key was accepted has it.
-func (j Judge) takenKeys(ctx context.Context, peer peers.Peer, nc *v1alpha1.NetworkConfig, claim fabric.Claim) (taken [][32]byte, err error) {
+func (v Validator) takenKeys(ctx context.Context, peer peers.Peer, nc *v1alpha1.NetworkConfig, claim fabric.Claim) (taken [][32]byte, err error) {
 	for _, key := range claim.Keys() {
-		another, err := j.taken(ctx, peer, nc, keyText(key))
+		another, err := v.taken(ctx, peer, nc, keyText(key))
 		if err != nil {
 			return nil, err
 		}
@@ -41,12 +41,12 @@ func (j Judge) takenKeys(ctx context.Context, peer peers.Peer, nc *v1alpha1.Netw
 	return taken, nil
 }
 
-func (j Judge) taken(ctx context.Context, peer peers.Peer, nc *v1alpha1.NetworkConfig, key string) (bool, error) {
-	provers, err := j.provers(ctx, key)
+func (v Validator) taken(ctx context.Context, peer peers.Peer, nc *v1alpha1.NetworkConfig, key string) (bool, error) {
+	provers, err := v.provers(ctx, key)
 	if err != nil || len(provers) > 0 && !slices.Contains(provers, nc.Namespace) {
 		return err == nil, err
 	}
-	tunnels, err := j.tunnelsWith(ctx, key)
+	tunnels, err := v.tunnelsWith(ctx, key)
 	if err != nil {
 		return false, err
 	}
@@ -56,13 +56,13 @@ func (j Judge) taken(ctx context.Context, peer peers.Peer, nc *v1alpha1.NetworkC
 		first := slices.MinFunc(tunnels, func(a, b v1alpha1.TunnelEndpoint) int { return controllers.CompareAge(&a, &b) })
 		return first.Namespace != peer.LocalNamespace, nil
 	}
-	return j.acceptedBefore(ctx, nc, key, provers)
+	return v.acceptedBefore(ctx, nc, key, provers)
 }
 
 // tunnelsWith returns the TunnelEndpoints with a key, except those that are being deleted.
-func (j Judge) tunnelsWith(ctx context.Context, key string) ([]v1alpha1.TunnelEndpoint, error) {
+func (v Validator) tunnelsWith(ctx context.Context, key string) ([]v1alpha1.TunnelEndpoint, error) {
 	var list v1alpha1.TunnelEndpointList
-	if err := j.Reader.List(ctx, &list, client.MatchingFields{indexPublicKey: key}); err != nil {
+	if err := v.Reader.List(ctx, &list, client.MatchingFields{indexPublicKey: key}); err != nil {
 		return nil, fmt.Errorf("TunnelEndpoints with the same key: %w", err)
 	}
 	return slices.DeleteFunc(list.Items, func(te v1alpha1.TunnelEndpoint) bool { return !te.DeletionTimestamp.IsZero() }), nil
@@ -70,9 +70,9 @@ func (j Judge) tunnelsWith(ctx context.Context, key string) ([]v1alpha1.TunnelEn
 
 // provers returns the namespaces of the peers that prove possession of a key. It returns none if
 // only one peer claims the key.
-func (j Judge) provers(ctx context.Context, key string) (all []string, err error) {
+func (v Validator) provers(ctx context.Context, key string) (all []string, err error) {
 	var list v1alpha1.NetworkConfigList
-	if err := j.Reader.List(ctx, &list, client.MatchingFields{indexPublicKey: key}, client.UnsafeDisableDeepCopy); err != nil {
+	if err := v.Reader.List(ctx, &list, client.MatchingFields{indexPublicKey: key}, client.UnsafeDisableDeepCopy); err != nil {
 		return nil, fmt.Errorf("NetworkConfigs with the same key: %w", err)
 	}
 	var namespaces []string
@@ -84,7 +84,7 @@ func (j Judge) provers(ctx context.Context, key string) (all []string, err error
 		return nil, nil
 	}
 	for _, namespace := range namespaces {
-		switch proved, err := j.proved(ctx, namespace, key); {
+		switch proved, err := v.proved(ctx, namespace, key); {
 		case err != nil:
 			return nil, err
 		case proved:
@@ -96,15 +96,15 @@ func (j Judge) provers(ctx context.Context, key string) (all []string, err error
 
 // proved reports whether the peer of a tenant namespace claims a key and proves possession of the
 // private key, either now or when its TunnelEndpoint got the key.
-func (j Judge) proved(ctx context.Context, namespace, key string) (bool, error) {
-	peer, err := j.Peers.ByNamespace(ctx, namespace)
+func (v Validator) proved(ctx context.Context, namespace, key string) (bool, error) {
+	peer, err := v.Peers.ByNamespace(ctx, namespace)
 	if errors.Is(err, peers.ErrNoPeer) || err == nil && peer.Leaving && !peer.Draining {
 		return false, nil
 	}
 	if err != nil {
 		return false, err
 	}
-	copies, err := CopiesOf(ctx, j.Reader, namespace, peer.Cluster.ClusterID)
+	copies, err := CopiesOf(ctx, v.Reader, namespace, peer.Cluster.ClusterID)
 	if err != nil {
 		return false, err
 	}
@@ -112,12 +112,12 @@ func (j Judge) proved(ctx context.Context, namespace, key string) (bool, error) 
 	if len(copies) != 1 || !slices.Contains(publicKeysOf(copies[0].Spec.BackendConfig), key) {
 		return false, nil
 	}
-	tunnels, err := j.tunnelsWith(ctx, key)
+	tunnels, err := v.tunnelsWith(ctx, key)
 	if err != nil || slices.ContainsFunc(tunnels, func(te v1alpha1.TunnelEndpoint) bool { return te.Namespace == namespace && remembers(&te, key) }) {
 		return err == nil, err
 	}
-	facts, err := j.Facts.Facts(ctx)
-	return err == nil && proves(copies[0].Spec.BackendConfig, facts.Keys, j.Peers.Self, peer.Cluster.ClusterID), err
+	facts, err := v.Facts.Facts(ctx)
+	return err == nil && proves(copies[0].Spec.BackendConfig, facts.Keys, v.Peers.Self, peer.Cluster.ClusterID), err
 }
 
 // proves reports whether config proves possession of the private keys of all its tunnels. The proof
@@ -161,11 +161,11 @@ func (r *NetworkConfigReconciler) prove(ctx context.Context, peer peers.Peer, fa
 	if err != nil {
 		return nil //nolint:nilerr // a condition says so
 	}
-	of := proofOf{facts.Keys, facts.PublicKey, theirs, len(publicKeysOf(spec.BackendConfig))}
+	inputs := proofInputs{facts.Keys, facts.PublicKey, theirs, len(publicKeysOf(spec.BackendConfig))}
 	last, _ := r.proofs.Load(peer.Cluster.ClusterID)
 	p, _ := last.(proof)
-	if p.of != of {
-		p = proof{of, of.prove(r.Peers.Self, peer.Cluster.ClusterID)}
+	if p.inputs != inputs {
+		p = proof{inputs, inputs.prove(r.Peers.Self, peer.Cluster.ClusterID)}
 		r.proofs.Store(peer.Cluster.ClusterID, p)
 	}
 	if p.text != "" {
@@ -177,21 +177,21 @@ func (r *NetworkConfigReconciler) prove(ctx context.Context, peer peers.Peer, fa
 // A proof is cached by peer. Making a proof takes two X25519 operations for each tunnel, and every
 // change of a Node needs the proofs again.
 type proof struct {
-	of   proofOf
-	text string // empty: there is no proof
+	inputs proofInputs
+	text   string // empty: there is no proof
 }
 
-// A proofOf has all inputs of a peer's proof except the peer's cluster ID.
-type proofOf struct {
+// A proofInputs has all inputs of a peer's proof except the peer's cluster ID.
+type proofInputs struct {
 	keys           keyring.Ring
 	public, theirs [32]byte
 	tunnels        int
 }
 
-func (of proofOf) prove(self, peer string) string {
-	for _, private := range [][32]byte{of.keys.Private, of.keys.Next} {
-		if private != ([32]byte{}) && fabric.PublicKeys(private, 1)[0] == of.public {
-			return keyring.Prove(private, of.tunnels, self, peer, of.theirs)
+func (in proofInputs) prove(self, peer string) string {
+	for _, private := range [][32]byte{in.keys.Private, in.keys.Next} {
+		if private != ([32]byte{}) && fabric.PublicKeys(private, 1)[0] == in.public {
+			return keyring.Prove(private, in.tunnels, self, peer, in.theirs)
 		}
 	}
 	return ""
@@ -201,9 +201,9 @@ func (of proofOf) prove(self, peer string) string {
 // and the other peer does not. So a peer that lists a foreign key before its owner cannot keep the
 // key.
 func (r *tunnelEndpointReconciler) reclaim(ctx context.Context, peer peers.Peer, copied *v1alpha1.NetworkConfig) error {
-	j := Judge{Reader: r.Client, Peers: r.Peers, Facts: r.Facts, Store: r.Store}
+	v := Validator{Reader: r.Client, Peers: r.Peers, Facts: r.Facts, Store: r.Store}
 	for _, key := range publicKeysOf(copied.Spec.BackendConfig) {
-		tunnels, err := j.tunnelsWith(ctx, key)
+		tunnels, err := v.tunnelsWith(ctx, key)
 		if err != nil {
 			return err
 		}
@@ -212,11 +212,11 @@ func (r *tunnelEndpointReconciler) reclaim(ctx context.Context, peer peers.Peer,
 			if te.Namespace == peer.LocalNamespace {
 				continue
 			}
-			theirs, err := j.proved(ctx, te.Namespace, key)
+			theirs, err := v.proved(ctx, te.Namespace, key)
 			if err != nil {
 				return err
 			}
-			ours, err := j.proved(ctx, peer.LocalNamespace, key)
+			ours, err := v.proved(ctx, peer.LocalNamespace, key)
 			if err != nil {
 				return err
 			}
@@ -237,9 +237,9 @@ func (r *tunnelEndpointReconciler) reclaim(ctx context.Context, peer peers.Peer,
 // claim nc. No TunnelEndpoint has the key. acceptedBefore reads the conditions of the
 // NetworkConfigs, which survive a restart. If both were accepted, the older object wins. If provers
 // is not empty, only claims in these namespaces count.
-func (j Judge) acceptedBefore(ctx context.Context, nc *v1alpha1.NetworkConfig, key string, provers []string) (bool, error) {
+func (v Validator) acceptedBefore(ctx context.Context, nc *v1alpha1.NetworkConfig, key string, provers []string) (bool, error) {
 	var list v1alpha1.NetworkConfigList
-	if err := j.Reader.List(ctx, &list, client.MatchingFields{indexPublicKey: key}, client.UnsafeDisableDeepCopy); err != nil {
+	if err := v.Reader.List(ctx, &list, client.MatchingFields{indexPublicKey: key}, client.UnsafeDisableDeepCopy); err != nil {
 		return false, fmt.Errorf("NetworkConfigs with the same key: %w", err)
 	}
 	mine := standing(nc)
@@ -252,7 +252,7 @@ func (j Judge) acceptedBefore(ctx context.Context, nc *v1alpha1.NetworkConfig, k
 		if other.Namespace == nc.Namespace || theirs == 0 || theirs < mine || theirs == mine && controllers.CompareAge(other, nc) > 0 {
 			continue
 		}
-		_, stranger, err := sender(ctx, j.Peers, other.Namespace, other.Labels[v1alpha1.LabelOriginID])
+		_, stranger, err := sender(ctx, v.Peers, other.Namespace, other.Labels[v1alpha1.LabelOriginID])
 		if err != nil || stranger == nil {
 			return err == nil, err
 		}

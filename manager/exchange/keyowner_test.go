@@ -19,10 +19,10 @@ import (
 func TestProofIsMadeAgainOnlyWhenAKeyChanges(t *testing.T) {
 	ours, next, theirs := keyring.New(), keyring.New(), keyring.New()
 	var copied v1alpha1.NetworkConfig
-	tell := func(key [32]byte) {
+	publish := func(key [32]byte) {
 		copied.Spec.BackendConfig = v1alpha1.BackendConfig{v1alpha1.ConfigPublicKey: keyText(key)}
 	}
-	tell(fabric.PublicKeys(theirs, 1)[0])
+	publish(fabric.PublicKeys(theirs, 1)[0])
 	api := interceptor.NewClient(nil, interceptor.Funcs{List: func(_ context.Context, _ client.WithWatch, list client.ObjectList, _ ...client.ListOption) error {
 		if configs, ok := list.(*v1alpha1.NetworkConfigList); ok {
 			configs.Items = []v1alpha1.NetworkConfig{copied}
@@ -42,7 +42,7 @@ func TestProofIsMadeAgainOnlyWhenAKeyChanges(t *testing.T) {
 	}
 	keep := func() { // keep replaces the cached proof by a mark
 		p, _ := r.proofs.Load("b")
-		r.proofs.Store("b", proof{p.(proof).of, "kept"})
+		r.proofs.Store("b", proof{p.(proof).inputs, "kept"})
 	}
 	first := keyring.Prove(ours, 1, "a", "b", fabric.PublicKeys(theirs, 1)[0])
 	if got := prove(""); got != first {
@@ -58,7 +58,7 @@ func TestProofIsMadeAgainOnlyWhenAKeyChanges(t *testing.T) {
 		t.Errorf("a further tunnel: %q", got)
 	}
 	keep()
-	tell(fabric.PublicKeys(next, 1)[0])
+	publish(fabric.PublicKeys(next, 1)[0])
 	if got := prove(""); got != keyring.Prove(ours, 1, "a", "b", fabric.PublicKeys(next, 1)[0]) {
 		t.Errorf("another key of the peer: %q", got)
 	}

@@ -70,7 +70,7 @@ func (r *NetworkConfigReconciler) SetupWithManager(mgr ctrl.Manager) error {
 // peerOf returns the request for the peer that a NetworkConfig belongs to. Only the namespace
 // decides: somebody may have broken the labels, and a copy may have the name of our original.
 func (r *NetworkConfigReconciler) peerOf(ctx context.Context, o client.Object) []reconcile.Request {
-	return r.peerAt(ctx, o.GetNamespace())
+	return r.peerInNamespace(ctx, o.GetNamespace())
 }
 
 // presharedChanged drops updates of a TunnelEndpoint that do not change the preshared key of its
@@ -80,10 +80,10 @@ var presharedChanged = predicate.Funcs{UpdateFunc: func(e event.UpdateEvent) boo
 }}
 
 func (r *NetworkConfigReconciler) peerIn(ctx context.Context, namespace client.Object) []reconcile.Request {
-	return r.peerAt(ctx, namespace.GetName())
+	return r.peerInNamespace(ctx, namespace.GetName())
 }
 
-func (r *NetworkConfigReconciler) peerAt(ctx context.Context, namespace string) []reconcile.Request {
+func (r *NetworkConfigReconciler) peerInNamespace(ctx context.Context, namespace string) []reconcile.Request {
 	peer, err := r.Peers.ByNamespace(ctx, namespace)
 	if err != nil {
 		return nil
@@ -226,7 +226,7 @@ func (r *NetworkConfigReconciler) publish(ctx context.Context, peer peers.Peer, 
 func (r *NetworkConfigReconciler) publishSpec(ctx context.Context, peer peers.Peer, current *v1alpha1.NetworkConfig, spec v1alpha1.NetworkConfigSpec) error {
 	if current != nil {
 		want := current.DeepCopy()
-		if err := shape(want, peer, spec, r.Client.Scheme()); err != nil {
+		if err := setOriginal(want, peer, spec, r.Client.Scheme()); err != nil {
 			return err
 		}
 		if equality.Semantic.DeepEqual(current, want) {
@@ -251,7 +251,7 @@ func (r *NetworkConfigReconciler) publishSpec(ctx context.Context, peer peers.Pe
 		return err
 	}
 	want := &v1alpha1.NetworkConfig{ObjectMeta: metav1.ObjectMeta{Namespace: peer.LocalNamespace, Name: peer.Cluster.UniqueName()}}
-	if err := shape(want, peer, spec, r.Client.Scheme()); err != nil {
+	if err := setOriginal(want, peer, spec, r.Client.Scheme()); err != nil {
 		return err
 	}
 	err := r.Client.Create(ctx, want)
@@ -286,11 +286,11 @@ func OriginalFor(ctx context.Context, reader client.Reader, peer peers.Peer) (nc
 	if problem = notOurs(nc, peer); problem != "" {
 		return nil, problem, nil
 	}
-	return believed(nc), "", nil
+	return withoutOldAnswer(nc), "", nil
 }
 
-// believed returns our NetworkConfig without an answer to our previous networks.
-func believed(nc *v1alpha1.NetworkConfig) *v1alpha1.NetworkConfig {
+// withoutOldAnswer returns our NetworkConfig without an answer to our previous networks.
+func withoutOldAnswer(nc *v1alpha1.NetworkConfig) *v1alpha1.NetworkConfig {
 	if nc.Annotations[isthmus.AnnotationUnanswered] == "" {
 		return nc
 	}
@@ -299,8 +299,8 @@ func believed(nc *v1alpha1.NetworkConfig) *v1alpha1.NetworkConfig {
 	return nc
 }
 
-// shape sets all fields that an original for the peer needs, and keeps the others.
-func shape(nc *v1alpha1.NetworkConfig, peer peers.Peer, spec v1alpha1.NetworkConfigSpec, scheme *runtime.Scheme) error {
+// setOriginal sets all fields that an original for the peer needs, and keeps the others.
+func setOriginal(nc *v1alpha1.NetworkConfig, peer peers.Peer, spec v1alpha1.NetworkConfigSpec, scheme *runtime.Scheme) error {
 	nc.Spec = spec
 	if nc.Labels == nil {
 		nc.Labels = make(map[string]string)

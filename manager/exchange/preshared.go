@@ -247,7 +247,7 @@ func (k *KeyStore) Problem(id string) error {
 func (k *KeyStore) full() bool {
 	n := len(k.stored)
 	for id := range k.due {
-		if _, is := k.stored[id]; !is {
+		if _, stored := k.stored[id]; !stored {
 			n++
 		}
 	}
@@ -371,12 +371,12 @@ func (r *NetworkConfigReconciler) agree(ctx context.Context, peer peers.Peer, cu
 	if r.Keys == nil || !peer.Replicated() {
 		return nil
 	}
-	var published postquantum.Words
+	var published postquantum.Fields
 	if current != nil {
-		published = postquantum.WordsIn(current.Spec.BackendConfig)
+		published = postquantum.FieldsIn(current.Spec.BackendConfig)
 	}
-	words, err := r.step(ctx, peer, published, spec)
-	maps.Copy(spec.BackendConfig, words)
+	fields, err := r.step(ctx, peer, published, spec)
+	maps.Copy(spec.BackendConfig, fields)
 	if errors.Is(err, errPresharedFull) {
 		// The status of the Peering reports this. There may be room once another peer has left.
 		r.Keys.again.Add(controllers.RequestFor(peer.Cluster.ClusterID), presharedCheck)
@@ -387,7 +387,7 @@ func (r *NetworkConfigReconciler) agree(ctx context.Context, peer peers.Peer, cu
 
 // step returns the words to publish. These are the words published before, until a new state is
 // stored.
-func (r *NetworkConfigReconciler) step(ctx context.Context, peer peers.Peer, published postquantum.Words, spec *v1alpha1.NetworkConfigSpec) (postquantum.Words, error) {
+func (r *NetworkConfigReconciler) step(ctx context.Context, peer peers.Peer, published postquantum.Fields, spec *v1alpha1.NetworkConfigSpec) (postquantum.Fields, error) {
 	id := peer.Cluster.ClusterID
 	if r.Keys.Waits(id) {
 		return published, nil
@@ -418,13 +418,13 @@ func (r *NetworkConfigReconciler) step(ctx context.Context, peer peers.Peer, pub
 	if stored, err := r.Keys.Put(ctx, id, state); err != nil || !stored {
 		return published, err
 	}
-	return state.Words(), nil
+	return state.Fields(), nil
 }
 
 // StepOf computes one step of the exchange from the fields that both sides publish. published has
 // the words that we have published of the exchange.
-func StepOf(state postquantum.State, self string, ours v1alpha1.BackendConfig, id string, theirs v1alpha1.BackendConfig, published postquantum.Words) (postquantum.State, postquantum.Progress, error) {
-	return state.Step(identityOf(self, ours), identityOf(id, theirs), postquantum.WordsIn(theirs), published)
+func StepOf(state postquantum.State, self string, ours v1alpha1.BackendConfig, id string, theirs v1alpha1.BackendConfig, published postquantum.Fields) (postquantum.State, postquantum.Progress, error) {
+	return state.Step(identityOf(self, ours), identityOf(id, theirs), postquantum.FieldsIn(theirs), published)
 }
 
 // identityOf returns the ID and keys to which an exchange is bound: a side that changes a key

@@ -102,8 +102,9 @@ func write(t *testing.T, k *KeyStore) {
 	}
 }
 
-// asked returns the peers whose exchange the KeyStore has asked to continue since the last call.
-func asked(t *testing.T, k *KeyStore) []string {
+// dueExchanges returns the peers whose exchange the KeyStore has asked to continue since the last
+// call.
+func dueExchanges(t *testing.T, k *KeyStore) []string {
 	t.Helper()
 	var r requested
 	if err := k.again.Source().Start(t.Context(), &r); err != nil {
@@ -139,7 +140,7 @@ func TestKeyExchangeStatesOfAllPeersAreWrittenTogether(t *testing.T) {
 			}
 			write(t, k)
 			write(t, k) // another request of the controller arrived in the meantime
-			if ids := asked(t, k); len(ids) != peers {
+			if ids := dueExchanges(t, k); len(ids) != peers {
 				t.Errorf("%d peers may go on, want %d", len(ids), peers)
 			}
 		}
@@ -173,10 +174,10 @@ func TestKeyExchangeStateIsPublishedOnlyAfterItIsStored(t *testing.T) {
 	}
 	api.meet = nil
 	write(t, k)
-	if ids := asked(t, k); !slices.Equal(ids, []string{"b"}) {
+	if ids := dueExchanges(t, k); !slices.Equal(ids, []string{"b"}) {
 		t.Errorf("%v may go on, want b", ids)
 	}
-	if published := agree(); !maps.Equal(published, due.state.Words()) || !bytes.Equal(api.data["b"], due.data) {
+	if published := agree(); !maps.Equal(published, due.state.Fields()) || !bytes.Equal(api.data["b"], due.data) {
 		t.Errorf("published: %v", published)
 	}
 }
@@ -193,7 +194,7 @@ func TestConflictingWriteOverwritesNoKeyExchangeState(t *testing.T) {
 	if _, err := k.Reconcile(t.Context(), writeSecret); !apierrors.IsConflict(err) {
 		t.Errorf("%v, want a conflict", err)
 	}
-	if ids := asked(t, k); !slices.Equal(ids, []string{"erased", "theirs"}) {
+	if ids := dueExchanges(t, k); !slices.Equal(ids, []string{"erased", "theirs"}) {
 		t.Errorf("%v take their step again", ids)
 	}
 	write(t, k)
@@ -236,7 +237,7 @@ func TestForgetErasesTheStateOfAPeer(t *testing.T) {
 	if len(api.data) != 0 {
 		t.Errorf("%d states are left", len(api.data))
 	}
-	if ids := asked(t, k); !slices.Equal(ids, []string{"stored"}) {
+	if ids := dueExchanges(t, k); !slices.Equal(ids, []string{"stored"}) {
 		t.Errorf("%v may go on", ids)
 	}
 	if err := (*KeyStore)(nil).Forget(t.Context(), "x"); err != nil {
@@ -274,7 +275,7 @@ func TestFullSecretAcceptsNewKeysOfKnownPeers(t *testing.T) {
 
 // stepsOf returns a function that advances the exchange of a with b, which has offered nothing yet,
 // and returns the words to publish.
-func stepsOf(t *testing.T, k *KeyStore) (agree func() postquantum.Words) {
+func stepsOf(t *testing.T, k *KeyStore) (agree func() postquantum.Fields) {
 	t.Helper()
 	config := func() v1alpha1.BackendConfig {
 		return v1alpha1.BackendConfig{v1alpha1.ConfigPublicKey: base64.StdEncoding.EncodeToString(noise.NewKey().PublicKey().Bytes())}
@@ -290,14 +291,14 @@ func stepsOf(t *testing.T, k *KeyStore) (agree func() postquantum.Words) {
 	peer := peers.Peer{IdentitySecret: "identity"}
 	peer.Cluster.ClusterID = "b"
 	current := new(v1alpha1.NetworkConfig)
-	return func() postquantum.Words {
+	return func() postquantum.Fields {
 		t.Helper()
 		spec := v1alpha1.NetworkConfigSpec{BackendConfig: maps.Clone(ours)}
 		if err := r.agree(t.Context(), peer, current, &spec); err != nil {
 			t.Fatal(err)
 		}
 		current.Spec = spec
-		return postquantum.WordsIn(spec.BackendConfig)
+		return postquantum.FieldsIn(spec.BackendConfig)
 	}
 }
 
@@ -309,7 +310,7 @@ func TestFullSecretDoesNotBlockThePeering(t *testing.T) {
 	if published := agree(); len(published) != 0 {
 		t.Errorf("published: %v", published)
 	}
-	if ids := asked(t, k); !slices.Equal(ids, []string{"b"}) {
+	if ids := dueExchanges(t, k); !slices.Equal(ids, []string{"b"}) {
 		t.Errorf("%v is looked at again, want b", ids)
 	}
 	if err := k.Forget(t.Context(), "peer-0"); err != nil {

@@ -54,18 +54,18 @@ type RefusalGate struct {
 	// not refuse it yet.
 	Patience time.Duration
 
-	mu      sync.Mutex
-	granted map[string]granted
-	said    map[string]int64            // reported resourceVersion of each node, up to which the node refuses all networks
-	late    map[string]int64            // the same as in said, for nodes that the gate no longer waits for
-	waiting map[reconcile.Request]await // requests that wait for nodes
+	mu        sync.Mutex
+	allocated map[string]allocated
+	reported  map[string]int64            // reported resourceVersion of each node, up to which the node refuses all networks
+	late      map[string]int64            // the same as in reported, for nodes that the gate no longer waits for
+	waiting   map[reconcile.Request]await // requests that wait for nodes
 }
 
-// granted is the allocation of a peer, as Observe got it.
-type granted struct {
+// allocated is the allocation of a peer, as Observe got it.
+type allocated struct {
 	allocation ipam.Allocation
 	version    int64     // resourceVersion of its NetworkAllocation
-	at         time.Time // when Observe first got it
+	observed   time.Time // when Observe first got it
 }
 
 type await struct {
@@ -76,23 +76,23 @@ type await struct {
 // Observe replaces the allocations by those of a new version of the IPAM state. It is an
 // ipamstore.Observer.
 func (w *RefusalGate) Observe(state ipam.State, version func(id string) int64) {
-	now := make(map[string]granted)
+	now := make(map[string]allocated)
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	if w.waiting == nil {
-		w.said, w.late, w.waiting = make(map[string]int64), make(map[string]int64), make(map[reconcile.Request]await)
+		w.reported, w.late, w.waiting = make(map[string]int64), make(map[string]int64), make(map[reconcile.Request]await)
 	}
 	for _, id := range state.Peers() {
 		g, ok := state.AllocationOf(id)
 		if !ok {
 			continue
 		}
-		now[id] = granted{g, version(id), time.Now()}
-		if had, ok := w.granted[id]; ok && had.allocation == g && had.version == now[id].version && had.version != ipamstore.NotWritten {
+		now[id] = allocated{g, version(id), time.Now()}
+		if had, ok := w.allocated[id]; ok && had.allocation == g && had.version == now[id].version && had.version != ipamstore.NotWritten {
 			now[id] = had
 		}
 	}
-	w.granted = now
+	w.allocated = now
 	w.wake()
 }
 
@@ -101,7 +101,7 @@ func (w *RefusalGate) Observe(state ipam.State, version func(id string) int64) {
 func (w *RefusalGate) refused(id string, q *queue.Queue, request reconcile.Request) bool {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	g, ok := w.granted[id]
+	g, ok := w.allocated[id]
 	if g.version == ipamstore.NotWritten {
 		w.waiting[request] = await{id, q}
 		return false // the Store calls Observe once the allocation is written
@@ -110,13 +110,13 @@ func (w *RefusalGate) refused(id string, q *queue.Queue, request reconcile.Reque
 		delete(w.waiting, request)
 		return true
 	}
-	if rest := w.Patience - time.Since(g.at); rest > 0 {
+	if rest := w.Patience - time.Since(g.observed); rest > 0 {
 		w.waiting[request] = await{id, q}
 		q.Add(request, rest)
 		return false
 	}
 	for _, node := range w.behind(g) {
-		w.late[node] = w.said[node]
+		w.late[node] = w.reported[node]
 		w.Log.Warn("publishing networks that a node does not refuse yet: its pods may send to them in the clear; check the node's route agent",
 			"node", node, "peer", id, "podCIDR", g.allocation.Pod, "externalCIDR", g.allocation.External)
 		w.Events.Eventf(&corev1.ObjectReference{APIVersion: isthmus.GroupVersion.String(), Kind: "NodeNetworks", Namespace: w.Namespace, Name: node},
@@ -129,8 +129,8 @@ func (w *RefusalGate) refused(id string, q *queue.Queue, request reconcile.Reque
 
 // behind returns the nodes that the gate waits for because they do not refuse g yet. The caller
 // holds w.mu.
-func (w *RefusalGate) behind(g granted) (nodes []string) {
-	for node, version := range w.said {
+func (w *RefusalGate) behind(g allocated) (nodes []string) {
+	for node, version := range w.reported {
 		if _, late := w.late[node]; !late && version < g.version {
 			nodes = append(nodes, node)
 		}
@@ -171,14 +171,14 @@ func (w *RefusalGate) Reconcile(ctx context.Context, _ ctrl.Request) (ctrl.Resul
 	}
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	w.said = make(map[string]int64, len(reports.Items))
+	w.reported = make(map[string]int64, len(reports.Items))
 	for i := range reports.Items {
 		if r := &reports.Items[i]; r.Spec.RefusedResourceVersion > 0 {
-			w.said[strings.Clone(r.Name)] = r.Spec.RefusedResourceVersion
+			w.reported[strings.Clone(r.Name)] = r.Spec.RefusedResourceVersion
 		}
 	}
 	for node, version := range w.late {
-		if w.said[node] != version {
+		if w.reported[node] != version {
 			delete(w.late, node)
 		}
 	}
@@ -189,13 +189,13 @@ func (w *RefusalGate) Reconcile(ctx context.Context, _ ctrl.Request) (ctrl.Resul
 // wake queues the requests that no longer need to wait. The caller holds w.mu.
 func (w *RefusalGate) wake() {
 	least := int64(ipamstore.NotWritten - 1)
-	for node, version := range w.said {
+	for node, version := range w.reported {
 		if _, late := w.late[node]; !late {
 			least = min(least, version)
 		}
 	}
 	for request, a := range w.waiting {
-		if w.granted[a.id].version <= least {
+		if w.allocated[a.id].version <= least {
 			delete(w.waiting, request)
 			a.queue.Add(request, 0)
 		}

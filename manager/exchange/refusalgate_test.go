@@ -49,7 +49,7 @@ func (a *answering) awaited(n int) {
 	a.Until("the reports are read", func() bool {
 		a.nodes.mu.Lock()
 		defer a.nodes.mu.Unlock()
-		return len(a.nodes.said) == n
+		return len(a.nodes.reported) == n
 	})
 }
 
@@ -62,23 +62,23 @@ func TestNetworkIsPublishedOnlyAfterAllNodesRefuseIt(t *testing.T) {
 	a.awaited(2)
 
 	b := a.partner("b", 2).claims("10.50.0.0/18", "10.60.0.0/20")
-	a.Until("its networks are in the IPAM state", b.granted)
-	a.Always("it is not answered", func() bool { return !b.told() })
+	a.Until("its networks are in the IPAM state", b.allocated)
+	a.Always("it is not answered", func() bool { return !b.answered() })
 	a.refuses("n1", true)
-	a.Always("it is not answered for one node", func() bool { return !b.told() })
+	a.Always("it is not answered for one node", func() bool { return !b.answered() })
 	a.refuses("n2", true)
 	b.untilAccepted("None None")
 
 	// A node's report counts for the version that it names, but not for later allocations.
 	c := a.partner("c", 3).claims("10.51.0.0/18", "10.61.0.0/20")
-	a.Until("its networks are in the IPAM state", c.granted)
+	a.Until("its networks are in the IPAM state", c.allocated)
 	a.refuses("n1", true)
 	d := a.partner("d", 4).claims("10.52.0.0/18", "10.62.0.0/20")
-	a.Until("its networks are in the IPAM state", d.granted)
-	a.Always("neither is answered", func() bool { return !c.told() && !d.told() })
+	a.Until("its networks are in the IPAM state", d.allocated)
+	a.Always("neither is answered", func() bool { return !c.answered() && !d.answered() })
 	a.refuses("n2", true)
 	c.untilAccepted("None None")
-	a.Always("one node is behind", func() bool { return !d.told() })
+	a.Always("one node is behind", func() bool { return !d.answered() })
 	a.refuses("n1", true)
 	d.untilAccepted("None None")
 }
@@ -92,9 +92,9 @@ func TestUnresponsiveNodeIsReportedAndSkipped(t *testing.T) {
 	a.awaited(1)
 	b := a.partner("b", 2).claims("10.50.0.0/18", "10.60.0.0/20")
 	b.untilAccepted("None None")
-	told := <-a.events.Events
-	if !strings.Contains(told, "Warning NotRefused node n1: did not confirm within 1ms that it refuses the networks of a new peer") {
-		t.Error(told)
+	event := <-a.events.Events
+	if !strings.Contains(event, "Warning NotRefused node n1: did not confirm within 1ms that it refuses the networks of a new peer") {
+		t.Error(event)
 	}
 	if late := a.nodes.Late(); late != 1 {
 		t.Errorf("%d nodes are late", late)
@@ -108,8 +108,8 @@ func TestUnresponsiveNodeIsReportedAndSkipped(t *testing.T) {
 	a.refuses("n1", true) // the agent responds again
 	a.Until("the report is read", func() bool { return a.nodes.Late() == 0 })
 	d := a.partner("d", 4).claims("10.52.0.0/18", "10.62.0.0/20")
-	a.Until("its networks are in the IPAM state", d.granted)
-	a.Always("it is waited for again", func() bool { return !d.told() })
+	a.Until("its networks are in the IPAM state", d.allocated)
+	a.Always("it is waited for again", func() bool { return !d.answered() })
 	a.refuses("n1", true)
 	d.untilAccepted("None None")
 }
@@ -125,19 +125,19 @@ func TestNetworkIsNotPublishedBeforeItsNetworkAllocationIsWritten(t *testing.T) 
 	w := &RefusalGate{Log: slog.New(slog.NewTextHandler(t.Output(), nil))}
 	for _, step := range []struct {
 		version int64
-		told    bool
+		ready   bool
 	}{{ipamstore.NotWritten, false}, {7, true}, {9, false}, {9, false}, {7, true}, {ipamstore.NotWritten, false}, {ipamstore.NotWritten, false}} {
 		w.Observe(state, func(string) int64 { return step.version })
-		if w.said["n1"], w.Patience = 8, time.Hour; step.version == ipamstore.NotWritten { // Patience applies only to nodes
+		if w.reported["n1"], w.Patience = 8, time.Hour; step.version == ipamstore.NotWritten { // Patience applies only to nodes
 			w.Patience = 0
-			delete(w.said, "n1")
+			delete(w.reported, "n1")
 		}
 		var q queue.Queue
-		if told := w.refused("b", &q, controllers.RequestFor("b")); told != step.told || (len(w.waiting) == 0) != step.told {
-			t.Errorf("version %d: told %v, %d wait", step.version, told, len(w.waiting))
+		if ready := w.refused("b", &q, controllers.RequestFor("b")); ready != step.ready || (len(w.waiting) == 0) != step.ready {
+			t.Errorf("version %d: told %v, %d wait", step.version, ready, len(w.waiting))
 		}
 	}
-	w.said["n1"] = 8
+	w.reported["n1"] = 8
 	w.Observe(state, func(string) int64 { return 8 })
 	if len(w.waiting) > 0 {
 		t.Error("it is written and refused, and nobody is woken")

@@ -31,9 +31,9 @@ func (a *answering) endHolds() {
 // networks are released after a day, with an Event, and are free after another day.
 func TestNetworksOfAVanishedPeerAreReleasedAfterADay(t *testing.T) {
 	a := newAnswering(t)
-	there := a.partner("there", 2)
-	gone := a.Describe("gone").Cluster.ClusterID
-	for i, id := range []string{gone, there.Cluster.ClusterID} {
+	remaining := a.partner("there", 2)
+	leftID := a.Describe("gone").Cluster.ClusterID
+	for i, id := range []string{leftID, remaining.Cluster.ClusterID} {
 		_, err := a.store.Update(a.Ctx, func(b ipam.State) (ipam.State, error) {
 			b, _, err := b.Allocate(ipam.Request{ID: id, Pod: netip.PrefixFrom(netip.AddrFrom4([4]byte{10, byte(150 + i), 0, 0}), 16),
 				External: netip.PrefixFrom(netip.AddrFrom4([4]byte{10, byte(160 + i), 0, 0}), 20)})
@@ -47,22 +47,22 @@ func TestNetworksOfAVanishedPeerAreReleasedAfterADay(t *testing.T) {
 	a.Until("the cache has the Peering", func() bool {
 		named, err := r.named(a.Ctx)
 		a.OK(err)
-		return named[there.Cluster.ClusterID]
+		return named[remaining.Cluster.ClusterID]
 	})
 	a.OK(r.look(a.Ctx))
 	now = now.Add(ipam.UnusedGrace - time.Second)
 	a.OK(r.look(a.Ctx))
-	if _, has := a.store.State().AllocationOf(gone); !has {
+	if _, has := a.store.State().AllocationOf(leftID); !has {
 		t.Error("released early")
 	}
 	now = now.Add(time.Second)
 	a.OK(r.look(a.Ctx))
-	if at := a.store.State().ReleasedAt(gone); !at.Equal(now) || len(a.store.State().NetworksOf(gone)) != 2 {
-		t.Errorf("released at %v, nodes refuse %v", at, a.store.State().NetworksOf(gone))
+	if at := a.store.State().ReleasedAt(leftID); !at.Equal(now) || len(a.store.State().NetworksOf(leftID)) != 2 {
+		t.Errorf("released at %v, nodes refuse %v", at, a.store.State().NetworksOf(leftID))
 	}
 	select {
 	case e := <-a.events.Events:
-		for _, want := range []string{reasonReleased, gone, "10.150.0.0/16", "2026-11-27T12:00:00Z"} {
+		for _, want := range []string{reasonReleased, leftID, "10.150.0.0/16", "2026-11-27T12:00:00Z"} {
 			if !strings.Contains(e, want) {
 				t.Errorf("the Event %q lacks %s", e, want)
 			}
@@ -72,10 +72,10 @@ func TestNetworksOfAVanishedPeerAreReleasedAfterADay(t *testing.T) {
 	}
 	now = now.Add(fabric.ReleaseHold)
 	a.OK(r.look(a.Ctx))
-	if n := a.store.State().NetworksOf(gone); len(n) > 0 {
+	if n := a.store.State().NetworksOf(leftID); len(n) > 0 {
 		t.Errorf("after another day nodes refuse %v", n)
 	}
-	if _, has := a.store.State().AllocationOf(there.Cluster.ClusterID); !has {
+	if _, has := a.store.State().AllocationOf(remaining.Cluster.ClusterID); !has {
 		t.Error("a peer with a Peering is released")
 	}
 }

@@ -40,7 +40,7 @@ func (r *tunnelEndpointReconciler) end(ctx context.Context, x *exchange) error {
 		return err
 	}
 	for i := range x.copies {
-		if err := r.letGo(ctx, &x.copies[i]); err != nil {
+		if err := r.removeFinalizer(ctx, &x.copies[i]); err != nil {
 			return err
 		}
 	}
@@ -48,14 +48,14 @@ func (r *tunnelEndpointReconciler) end(ctx context.Context, x *exchange) error {
 		return nil // NetworkConfigReconciler deletes the originals
 	}
 	if !x.elsewhere {
-		if gone, err := r.release(ctx, x); err != nil || !gone {
+		if released, err := r.release(ctx, x); err != nil || !released {
 			return err
 		}
 		r.answers.forget(x.id)
 		r.gateways.forget(x.id)
 	}
 	for i := range x.originals {
-		if err := r.letGo(ctx, &x.originals[i]); err != nil {
+		if err := r.removeFinalizer(ctx, &x.originals[i]); err != nil {
 			return err
 		}
 	}
@@ -79,7 +79,7 @@ func (r *tunnelEndpointReconciler) deleteEndpoints(ctx context.Context, x *excha
 
 // release releases the networks of a peer, which puts them on hold. It returns false while the
 // NatMapping exists. The NatMapping is deleted after the IPAM state has changed.
-func (r *tunnelEndpointReconciler) release(ctx context.Context, x *exchange) (gone bool, err error) {
+func (r *tunnelEndpointReconciler) release(ctx context.Context, x *exchange) (released bool, err error) {
 	now, err := r.Store.Now(ctx)
 	if err != nil {
 		return false, err
@@ -109,8 +109,8 @@ func (r *tunnelEndpointReconciler) hold(ctx context.Context, nc *v1alpha1.Networ
 	return r.finalizer(ctx, nc, controllerutil.AddFinalizer)
 }
 
-// letGo removes the finalizer that hold adds.
-func (r *tunnelEndpointReconciler) letGo(ctx context.Context, nc *v1alpha1.NetworkConfig) error {
+// removeFinalizer removes the finalizer that hold adds.
+func (r *tunnelEndpointReconciler) removeFinalizer(ctx context.Context, nc *v1alpha1.NetworkConfig) error {
 	return r.finalizer(ctx, nc, controllerutil.RemoveFinalizer)
 }
 

@@ -190,14 +190,14 @@ func (r *tunnelEndpointReconciler) join(ctx context.Context, x *exchange) error 
 	}
 	for i := range x.copies {
 		if !alive(x.copies[i]) {
-			if err := r.letGo(ctx, &x.copies[i]); err != nil {
+			if err := r.removeFinalizer(ctx, &x.copies[i]); err != nil {
 				return err
 			}
 		}
 	}
 	for i := range x.originals {
 		if !alive(x.originals[i]) {
-			if err := r.letGo(ctx, &x.originals[i]); err != nil {
+			if err := r.removeFinalizer(ctx, &x.originals[i]); err != nil {
 				return err
 			}
 		}
@@ -208,7 +208,7 @@ func (r *tunnelEndpointReconciler) join(ctx context.Context, x *exchange) error 
 	if err := r.hold(ctx, original); err != nil {
 		return err
 	}
-	original = believed(original)
+	original = withoutOldAnswer(original)
 	if len(live) != 1 {
 		return nil
 	}
@@ -268,7 +268,7 @@ func (r *tunnelEndpointReconciler) decide(ctx context.Context, x *exchange, orig
 	if !answerInForce(r.Store.State(), copied) {
 		return nil, nil
 	}
-	_, refusals, err := Judge{Reader: r.Client, Peers: r.Peers, Facts: r.Facts, Store: r.Store}.judge(ctx, peer, copied)
+	_, refusals, err := Validator{Reader: r.Client, Peers: r.Peers, Facts: r.Facts, Store: r.Store}.validate(ctx, peer, copied)
 	if err != nil || len(refusals) > 0 {
 		return nil, err
 	}
@@ -308,7 +308,7 @@ func (r *tunnelEndpointReconciler) mapped(ctx context.Context, id string, origin
 		} else if err != nil {
 			return b, err
 		}
-		if _, granted := b.AllocationOf(id); !granted {
+		if _, allocated := b.AllocationOf(id); !allocated {
 			return b, errNotWanted // the peer was released in the meantime
 		}
 		return b.Answered(id, pod, external), nil

@@ -171,7 +171,7 @@ func TestPeersWithdrawalDeletesTheTunnelEndpointButKeepsNetworks(t *testing.T) {
 	a.OK(managertest.Client.Delete(a.Ctx, p.copied()))
 	a.Until("the NetworkConfig does not wait for the gateway", func() bool { return p.copied() == nil })
 	a.Until("the TunnelEndpoint is deleted", func() bool { return !p.Endpoint().DeletionTimestamp.IsZero() })
-	if !p.granted() || !holds(p.Original()) || len(p.mappings()) != 1 {
+	if !p.allocated() || !holds(p.Original()) || len(p.mappings()) != 1 {
 		t.Error("more went than the TunnelEndpoint")
 	}
 	// The peer returns before the gateway has removed its finalizer.
@@ -187,7 +187,7 @@ func TestNetworksAreKeptWhenOurNetworkConfigIsDeletedByHand(t *testing.T) {
 	p.joined()
 	a.OK(managertest.Client.Delete(a.Ctx, p.Original()))
 	a.Until("ours is gone, and what was made of it", func() bool { return p.Original() == nil && p.Endpoint() == nil })
-	if !p.granted() {
+	if !p.allocated() {
 		t.Error("the networks are free, and the Peering is still there")
 	}
 	p.publish().answer("None", "None").joined()
@@ -204,12 +204,12 @@ func TestUnpeeringDeletesObjectsInOrder(t *testing.T) {
 	a.Until("the TunnelEndpoint is deleted", func() bool { return !p.Endpoint().DeletionTimestamp.IsZero() })
 	a.OK(managertest.Client.Delete(a.Ctx, p.Original()))
 	a.Always("all waits for the gateway", func() bool {
-		return p.Original() != nil && holds(p.Original()) && p.granted() && len(p.mappings()) == 1
+		return p.Original() != nil && holds(p.Original()) && p.allocated() && len(p.mappings()) == 1
 	})
 	a.Until("the peer is not held up", func() bool { return !holds(p.copied()) })
 	edit(a, p.Endpoint(), func(te *v1alpha1.TunnelEndpoint) { te.Finalizers = nil })
 	a.Until("ours is gone", func() bool { return p.Original() == nil })
-	if p.granted() || len(p.mappings()) != 0 {
+	if p.allocated() || len(p.mappings()) != 0 {
 		t.Error("networks or NatMapping are still there")
 	}
 	p.held("10.246.0.0/18", "10.130.0.0/20")
@@ -238,7 +238,7 @@ func TestLeftoversOfARemovedPeerAreDeleted(t *testing.T) {
 	a.Until("the TunnelEndpoint is gone", func() bool { return p.Endpoint() == nil })
 	a.OK(managertest.Client.Delete(a.Ctx, p.Original()))
 	a.Until("all is gone", func() bool {
-		return p.Original() == nil && !p.granted() && len(p.mappings()) == 0 && !holds(p.copied())
+		return p.Original() == nil && !p.allocated() && len(p.mappings()) == 0 && !holds(p.copied())
 	})
 	p.held("10.246.0.0/18", "10.130.0.0/20")
 }
@@ -261,7 +261,7 @@ func TestRepeatedPeeringLeavesNothingBehind(t *testing.T) {
 		a.OK(managertest.Client.Delete(a.Ctx, p.Original()))
 		a.OK(managertest.Client.Delete(a.Ctx, p.copied()))
 		a.Until("all is gone", func() bool { return p.Original() == nil && p.copied() == nil && p.Endpoint() == nil })
-		if p.granted() || len(p.mappings()) != 0 || len(a.store.State().Peers()) != 1 { // the networks are held
+		if p.allocated() || len(p.mappings()) != 0 || len(a.store.State().Peers()) != 1 { // the networks are held
 			t.Fatalf("round %d: %v are left", i, a.store.State().Peers())
 		}
 		edit(a, p.Peering, func(p *isthmus.Peering) { p.Finalizers = nil })

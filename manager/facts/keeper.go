@@ -173,7 +173,7 @@ func (k *Keeper) Reconcile(ctx context.Context, _ ctrl.Request) (ctrl.Result, er
 			k.Log.Warn("cannot publish this cluster's networks or endpoint yet", "missing", missing)
 		}
 	}
-	k.tellIgnored(facts.Ignored)
+	k.reportIgnored(facts.Ignored)
 	k.facts, k.known = facts, true
 	k.Log.Info("facts of this cluster", "podCIDR", facts.PodCIDR, "serviceCIDR", facts.ServiceCIDR, "moreServices", facts.MoreServices, "externalCIDR", facts.ExternalCIDR,
 		"endpoint", facts.Endpoint, "port", facts.Port, "tunnels", 1+len(facts.Tunnels), "nodes", len(facts.Nodes), "reached", len(facts.Reached))
@@ -186,9 +186,9 @@ func (k *Keeper) Reconcile(ctx context.Context, _ ctrl.Request) (ctrl.Result, er
 	return k.again(), nil
 }
 
-// tellIgnored records an Event on each ignored report, so that people see the node's name. Events
+// reportIgnored records an Event on each ignored report, so that people see the node's name. Events
 // that differ only in their note are counted as one.
-func (k *Keeper) tellIgnored(now []fabric.Problem) {
+func (k *Keeper) reportIgnored(now []fabric.Problem) {
 	for _, p := range now {
 		if slices.Contains(k.facts.Ignored, p) {
 			continue

@@ -199,17 +199,17 @@ func TestNextPublicKeyIsNotPublishedWithoutItsPrivateKey(t *testing.T) {
 	secret := &corev1.Secret{ObjectMeta: metav1.ObjectMeta{Namespace: w.System, Name: keyring.SecretName}, Data: keyring.Publish(data, ring, 1, now)}
 	w.Create(secret)
 	keeper, _, _ := newKeeper(w)
-	told := func(want [32]byte, what string) {
+	wantPublished := func(want [32]byte, what string) {
 		t.Helper()
 		f, err := keeper.gather(w.Ctx)
 		if w.OK(err); f.PublicKey != fabric.PublicKeys(want, 1)[0] {
 			t.Errorf("%s: another key is told", what)
 		}
 	}
-	told(next, "both halves")
+	wantPublished(next, "both halves")
 	delete(secret.Data, keyring.FieldNext)
 	w.OK(w.API().Update(w.Ctx, secret))
-	told(private, "a public key alone")
+	wantPublished(private, "a public key alone")
 }
 
 func TestPodNetworksOfNodesWithoutAReportAreReserved(t *testing.T) {

@@ -24,12 +24,12 @@ import (
 // newKeeper returns a Keeper in a cluster with the PodCIDR 10.244.0.0/16. The test calls its
 // Reconcile.
 func newKeeper(w *managertest.World) (*Keeper, *managertest.Store, *events.FakeRecorder) {
-	store, told := new(managertest.Store), events.NewFakeRecorder(100)
+	store, recorder := new(managertest.Store), events.NewFakeRecorder(100)
 	return &Keeper{
-		Cache: w.API(), Direct: w.API(), Store: store, Cluster: w.Self, Namespace: w.System, Events: told, Log: slog.New(slog.DiscardHandler),
+		Cache: w.API(), Direct: w.API(), Store: store, Cluster: w.Self, Namespace: w.System, Events: recorder, Log: slog.New(slog.DiscardHandler),
 		Plan: AddressPlan{PodCIDR: netip.MustParsePrefix("10.244.0.0/16"), ServiceCIDR: netip.MustParsePrefix("10.96.0.0/12"),
 			ExternalCIDR: netip.MustParsePrefix("10.245.0.0/16")},
-	}, store, told
+	}, store, recorder
 }
 
 // If a peer claims a network that a node reaches, it gets another one, which no node reaches
@@ -38,7 +38,7 @@ func TestPeersGetNoNetworkThatANodeReaches(t *testing.T) {
 	w := managertest.New(t)
 	w.Report("n1", []string{"172.30.1.0/24", "192.168.77.0/24"}, "192.168.79.53", "2001:db8::53")
 	w.Report("n2", []string{"172.30.1.0/24", "10.0.0.0/11", "192.168.32.0/22", "100.64.7.0/24", "fd00:5::/48"})
-	keeper, store, told := newKeeper(w)
+	keeper, store, recorder := newKeeper(w)
 	_, err := keeper.Reconcile(w.Ctx, ctrl.Request{})
 	w.OK(err)
 	reached := []string{"172.30.1.0/24", "192.168.77.0/24", "192.168.79.53/32", "10.0.0.0/11", "192.168.32.0/22", "100.64.7.0/24", "fd00:5::/48"}
@@ -75,8 +75,8 @@ func TestPeersGetNoNetworkThatANodeReaches(t *testing.T) {
 	if err == nil || !strings.Contains(err.Error(), "fd00:5::/56 overlaps a network of a node, fd00:5::/48") {
 		t.Errorf("an IPv6 network of node n2: %v", err)
 	}
-	if n := len(told.Events); n > 0 {
-		t.Errorf("%d Events, such as %s", n, <-told.Events)
+	if n := len(recorder.Events); n > 0 {
+		t.Errorf("%d Events, such as %s", n, <-recorder.Events)
 	}
 }
 
@@ -85,7 +85,7 @@ func TestPeersGetNoNetworkThatANodeReaches(t *testing.T) {
 func TestNodeReportOfTooWideNetworksIsIgnoredWithAnEvent(t *testing.T) {
 	w := managertest.New(t)
 	r := w.Report("n3", []string{"0.0.0.0/0", "128.0.0.0/1", "10.0.0.0/7", "::/0", "192.168.32.0/22"})
-	keeper, store, told := newKeeper(w)
+	keeper, store, recorder := newKeeper(w)
 	for range 2 { // the second call records no other Event
 		_, err := keeper.Reconcile(w.Ctx, ctrl.Request{})
 		w.OK(err)
@@ -96,10 +96,10 @@ func TestNodeReportOfTooWideNetworksIsIgnoredWithAnEvent(t *testing.T) {
 			t.Errorf("%s is %v", pod, g.Pod)
 		}
 	}
-	if n := len(told.Events); n != 1 {
+	if n := len(recorder.Events); n != 1 {
 		t.Fatalf("%d Events", n)
 	}
-	if text := <-told.Events; !strings.Contains(text, `Warning Ignored spec.networks: node "n3" reports "0.0.0.0/0" and 3 more`) {
+	if text := <-recorder.Events; !strings.Contains(text, `Warning Ignored spec.networks: node "n3" reports "0.0.0.0/0" and 3 more`) {
 		t.Error(text)
 	}
 	facts, err := keeper.Facts(w.Ctx)

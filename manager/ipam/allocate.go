@@ -92,9 +92,9 @@ func (b State) UsedForAnother(id string, addr netip.Addr) bool {
 //     others. They stay even if the claim has changed, because both clusters use them.
 //   - A network held for another peer is not free. A network held for this peer is free.
 func (b State) Allocate(c Request) (State, Allocation, error) {
-	held, at := b, c.Now
+	held, released := b, c.Now
 	if p := b.peers[c.ID]; p != nil && !p.released.IsZero() {
-		at = p.released
+		released = p.released
 		b = b.Release(c.ID)
 	}
 	next, g, err := b.allocateFor(c)
@@ -102,7 +102,7 @@ func (b State) Allocate(c Request) (State, Allocation, error) {
 		return held, g, err
 	}
 	if had := held.peers[c.ID]; had != nil {
-		next.hold(c.ID, g, had.Allocation, at)
+		next.hold(c.ID, g, had.Allocation, released)
 		if refusal := next.tooManyHeld(c.ID, held.replaced); refusal != nil {
 			return held, Allocation{}, refusal
 		}
@@ -122,29 +122,29 @@ func (b State) allocateFor(c Request) (State, Allocation, error) {
 	if refusal := check(c); refusal != nil {
 		return b, Allocation{}, refusal
 	}
-	asks := [2]ask{
+	placements := [2]placement{
 		{field: "podCIDR", claim: c.Pod, want: c.WantPod, had: old.Pod},
 		{field: "externalCIDR", claim: c.External, want: c.WantExternal, had: old.External},
 	}
-	if before, left := b.FormerOf(c.ID); left && !old.Pod.IsValid() {
-		asks[0].before, asks[1].before = before.Pod, before.External
+	if before, left := b.PreviousOf(c.ID); left && !old.Pod.IsValid() {
+		placements[0].before, placements[1].before = before.Pod, before.External
 	}
-	for i := range asks {
-		asks[i].remap, asks[i].outside = c.AlwaysRemap, outside(asks[i].claim, c.Allowed)
+	for i := range placements {
+		placements[i].remap, placements[i].outside = c.AlwaysRemap, outside(placements[i].claim, c.Allowed)
 	}
 
 	// Kept networks are placed first and overrides second. Otherwise another allocation could occupy
 	// the network that an override demands.
 	changed := b
 	changed.replaced = slices.DeleteFunc(slices.Clone(b.replaced), func(r replaced) bool { return r.id == c.ID })
-	for i := range asks {
-		if asks[i].stays() {
-			asks[i].got = asks[i].had
+	for i := range placements {
+		if placements[i].stays() {
+			placements[i].got = placements[i].had
 		} else {
-			changed.taken = changed.taken.without(asks[i].had)
+			changed.taken = changed.taken.without(placements[i].had)
 		}
 	}
-	if asks[0].got.IsValid() && asks[1].got.IsValid() {
+	if placements[0].got.IsValid() && placements[1].got.IsValid() {
 		if !old.unused.IsZero() { // an object names the peer again
 			p := *old
 			p.unused = time.Time{}
@@ -154,23 +154,23 @@ func (b State) allocateFor(c Request) (State, Allocation, error) {
 	}
 	p := *old
 	p.unused = time.Time{}
-	p.Allocation = Allocation{Pod: asks[0].got, External: asks[1].got} // messages about the second network name the first one; p is not published yet
+	p.Allocation = Allocation{Pod: placements[0].got, External: placements[1].got} // messages about the second network name the first one; p is not published yet
 	changed = changed.withPeer(c.ID, &p)
 	changed.forget(c.ID)
-	for _, place := range []func(*State, *ask) *fabric.Refusal{(*State).placeWanted, (*State).placeBefore, (*State).placeAny} {
-		for i := range asks {
-			if asks[i].got.IsValid() {
+	for _, place := range []func(*State, *placement) *fabric.Refusal{(*State).placeWanted, (*State).placeBefore, (*State).placeAny} {
+		for i := range placements {
+			if placements[i].got.IsValid() {
 				continue
 			}
-			if refusal := place(&changed, &asks[i]); refusal != nil {
+			if refusal := place(&changed, &placements[i]); refusal != nil {
 				return b, Allocation{}, refusal
 			}
-			changed.taken = changed.taken.with(asks[i].got)
-			p.Allocation = Allocation{Pod: asks[0].got, External: asks[1].got}
+			changed.taken = changed.taken.with(placements[i].got)
+			p.Allocation = Allocation{Pod: placements[0].got, External: placements[1].got}
 		}
 	}
-	for _, a := range asks {
-		if !c.Consented && a.needsConsent() && !b.isOurs(a.had) {
+	for _, a := range placements {
+		if !c.Consented && a.needsConsent() && !b.overlapsOwn(a.had) {
 			return b, Allocation{}, refuse(v1alpha1.ReasonConsent, "spec."+a.field,
 				"is now %v; the receiver keeps %v for it, and would use %v once spec.claims.consent of its Peering has podCIDR %v and externalCIDR %v",
 				a.claim, a.had, a.got, c.Pod, c.External)
@@ -180,8 +180,8 @@ func (b State) allocateFor(c Request) (State, Allocation, error) {
 	return changed, p.Allocation, nil
 }
 
-// An ask is one network of a claim, and its placement, while Allocate runs.
-type ask struct {
+// A placement is one network of a claim while Allocate runs.
+type placement struct {
 	field     string
 	claim     netip.Prefix
 	want, had netip.Prefix // by override, and the current network; zero: none
@@ -193,19 +193,19 @@ type ask struct {
 
 // needsConsent reports whether a change of the peer's own claim would give it addresses that it did
 // not have before. No consent is needed for a change that an option of our Peering causes.
-func (a *ask) needsConsent() bool {
+func (a *placement) needsConsent() bool {
 	byUs := a.want.IsValid() || a.remap && a.had == a.claim
 	return a.had.IsValid() && !byUs && !contains(a.had, a.got)
 }
 
-// isOurs reports whether a peer's current network overlaps a network of this cluster, because
+// overlapsOwn reports whether a peer's current network overlaps a network of this cluster, because
 // somebody edited the IPAM state or the cluster has changed. Such a network cannot stay, so its
 // replacement needs no consent.
-func (b *State) isOurs(had netip.Prefix) bool {
+func (b *State) overlapsOwn(had netip.Prefix) bool {
 	return had.Overlaps(b.own.PodCIDR) || had.Overlaps(b.own.ServiceCIDR) || had.Overlaps(b.own.ExternalCIDR)
 }
 
-func (a *ask) stays() bool {
+func (a *placement) stays() bool {
 	if a.want.IsValid() {
 		return a.had == a.want
 	}
@@ -216,12 +216,12 @@ func (a *ask) stays() bool {
 }
 
 // placeWanted assigns the network that an override demands, if any.
-func (b *State) placeWanted(a *ask) *fabric.Refusal {
+func (b *State) placeWanted(a *placement) *fabric.Refusal {
 	if !a.want.IsValid() {
 		return nil
 	}
 	if !b.free(a.want) {
-		name, prefix := b.inTheWay(a.want)
+		name, prefix := b.obstacleFor(a.want)
 		return refuse(v1alpha1.ReasonCIDRConflict, "spec.overrides."+a.field, "%v overlaps %s, %v; want a network that is free", a.want, name, prefix)
 	}
 	a.got = a.want
@@ -230,17 +230,17 @@ func (b *State) placeWanted(a *ask) *fabric.Refusal {
 
 // placeBefore gives a returning peer the network that it had before. A Liqo peer keeps using the
 // networks of the first answer that it got.
-func (b *State) placeBefore(a *ask) *fabric.Refusal {
-	asItIs := a.before == a.claim
-	if a.before.IsValid() && fits(a.before, a.claim) && b.free(a.before) && !(asItIs && (a.remap || a.outside != "")) {
+func (b *State) placeBefore(a *placement) *fabric.Refusal {
+	unchanged := a.before == a.claim
+	if a.before.IsValid() && fits(a.before, a.claim) && b.free(a.before) && !(unchanged && (a.remap || a.outside != "")) {
 		a.got = a.before
 	}
 	return nil
 }
 
-// inTheWay returns the obstacle that holder finds, for a refusal. The refused peer reads the
+// obstacleFor returns the obstacle that holder finds, for a refusal. The refused peer reads the
 // refusal, so the name must not disclose our other peers.
-func (b *State) inTheWay(p netip.Prefix) (name string, prefix netip.Prefix) {
+func (b *State) obstacleFor(p netip.Prefix) (name string, prefix netip.Prefix) {
 	by := b.holder(p, "")
 	return by.name + by.anonymous, by.prefix
 }
@@ -248,18 +248,18 @@ func (b *State) inTheWay(p netip.Prefix) (name string, prefix netip.Prefix) {
 // placeAny keeps the claimed network if it is free and permitted; otherwise it allocates one. A
 // network that covers a pool is remapped if possible, because it would leave nothing to allocate
 // from.
-func (b *State) placeAny(a *ask) *fabric.Refusal {
-	asItIs := b.free(a.claim) && !a.remap && a.outside == ""
-	if asItIs && !b.coversPool(a.claim) {
+func (b *State) placeAny(a *placement) *fabric.Refusal {
+	unchanged := b.free(a.claim) && !a.remap && a.outside == ""
+	if unchanged && !b.coversPool(a.claim) {
 		a.got = a.claim
 		return nil
 	}
 	found, ok := b.allocate(a.claim)
-	if !ok && !asItIs {
+	if !ok && !unchanged {
 		why := a.outside
 		switch {
 		case !b.free(a.claim):
-			name, prefix := b.inTheWay(a.claim)
+			name, prefix := b.obstacleFor(a.claim)
 			why = fmt.Sprintf("overlaps %s, %v", name, prefix)
 		case a.remap:
 			why = "must be remapped (spec.claims.alwaysRemap of the receiver's Peering)"
@@ -309,7 +309,7 @@ func (b *State) allocate(p netip.Prefix) (netip.Prefix, bool) {
 		barred = barred.with(m)
 	}
 	shunned := barred
-	for _, f := range b.formers {
+	for _, f := range b.departed {
 		shunned = shunned.with(f.Pod).with(f.Ext)
 	}
 	for _, avoid := range []tree{shunned, barred} {
@@ -321,7 +321,7 @@ func (b *State) allocate(p netip.Prefix) (netip.Prefix, bool) {
 				return found, true
 			}
 		}
-		if len(b.formers) == 0 {
+		if len(b.departed) == 0 {
 			break
 		}
 	}

@@ -19,7 +19,7 @@ func (b State) Clusters() []string {
 	for _, r := range b.replaced {
 		ids = append(ids, r.id)
 	}
-	for _, f := range b.formers {
+	for _, f := range b.departed {
 		ids = append(ids, f.ID)
 	}
 	slices.Sort(ids)
@@ -32,10 +32,10 @@ func (b State) Allocation(id string) isthmus.NetworkAllocationSpec {
 	spec := isthmus.NetworkAllocationSpec{ClusterID: id, Networks: texts(b.NetworksOf(id))}
 	for _, r := range b.replaced {
 		if r.id == id {
-			spec.Held = append(spec.Held, isthmus.HeldNetwork{Network: r.network.String(), ReleasedAt: isthmus.UTCTimeOf(r.at)})
+			spec.Held = append(spec.Held, isthmus.HeldNetwork{Network: r.network.String(), ReleasedAt: isthmus.UTCTimeOf(r.released)})
 		}
 	}
-	if had, away := b.FormerOf(id); away {
+	if had, away := b.PreviousOf(id); away {
 		spec.Previous = pairOf(had.Pod, had.External)
 	}
 	p := b.peers[id]
@@ -175,7 +175,7 @@ func (r *reader) entry(spec *isthmus.NetworkAllocationSpec, own Config) (p *acco
 		if !n.IsValid() {
 			r.fail("spec.held", "has an entry without a network")
 		}
-		if !contains(p.Pod, n) && !contains(p.External, n) && len(held) < maxHeldOfOne {
+		if !contains(p.Pod, n) && !contains(p.External, n) && len(held) < maxHeldPerPeer {
 			held = append(held, replaced{spec.ClusterID, n, r.time("spec.held", h.ReleasedAt)})
 		}
 	}
@@ -237,7 +237,7 @@ func (b *State) restore(p *account, m *isthmus.MappedEndpoint, local netip.Prefi
 	for _, caller := range m.Requesters {
 		by = withCaller(by, caller)
 	}
-	p.endpoints = withAsked(p.endpoints, ip, by)
+	p.endpoints = withRequesters(p.endpoints, ip, by)
 	return nil
 }
 

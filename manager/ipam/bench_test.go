@@ -24,10 +24,10 @@ func large(b *testing.B) State {
 
 func BenchmarkWithAThousandPeers(b *testing.B) {
 	state := large(b)
-	ask := claim("one-more", "10.244.0.0/20", "10.245.0.0/20")
+	request := claim("one-more", "10.244.0.0/20", "10.245.0.0/20")
 	next := state.Release("peer-7")
 	for name, f := range map[string]func(){
-		"Allocate":      func() { state.Allocate(ask) },
+		"Allocate":      func() { state.Allocate(request) },
 		"AllocateAgain": func() { state.Allocate(claim("peer-7", "10.244.0.0/20", "10.245.0.0/22")) },
 		"MapEndpoint":   func() { state.MapEndpoint("peer-7", netip.AddrFrom4([4]byte{203, 0, 113, 1})) },
 		"Release":       func() { state.Release("peer-7") },

@@ -181,7 +181,7 @@ func (b *State) readdress(was, pods netip.Prefix) {
 		p.endpoints = nil
 		for real, callers := range old.endpoints {
 			if e := endpoints[real]; e != nil && p.externalSeen.IsValid() {
-				p.endpoints = withAsked(p.endpoints, real, callers)
+				p.endpoints = withRequesters(p.endpoints, real, callers)
 				e.peers++
 			}
 		}
@@ -302,11 +302,11 @@ func (b *State) holder(p netip.Prefix, except string) obstacle {
 	}
 	for _, r := range b.replaced {
 		if r.id != except && r.network.Overlaps(p) {
-			return heldObstacle(r.id, r.network, r.at)
+			return heldObstacle(r.id, r.network, r.released)
 		}
 	}
 	for _, id := range b.Peers() {
-		of := obstacle{whose: "peer " + id, anonymous: "another peer"}
+		found := obstacle{whose: "peer " + id, anonymous: "another peer"}
 		if other := b.peers[id]; id != except && !other.released.IsZero() {
 			for _, network := range []netip.Prefix{other.Pod, other.External} {
 				if network.Overlaps(p) {
@@ -316,11 +316,11 @@ func (b *State) holder(p netip.Prefix, except string) obstacle {
 		} else if id == except {
 			continue
 		} else if other.Pod.Overlaps(p) {
-			of.name, of.prefix = "the network used for the pods of ", other.Pod
-			return of
+			found.name, found.prefix = "the network used for the pods of ", other.Pod
+			return found
 		} else if other.External.Overlaps(p) {
-			of.name, of.prefix = "the network used for the ExternalCIDR of ", other.External
-			return of
+			found.name, found.prefix = "the network used for the ExternalCIDR of ", other.External
+			return found
 		}
 	}
 	return obstacle{name: "nothing"}

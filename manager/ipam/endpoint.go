@@ -40,8 +40,8 @@ func (b State) MapEndpoint(id string, ip netip.Addr) (State, netip.Addr, error) 
 		return b, move(firstHost(b.own.ExternalCIDR), p.externalSeen), nil
 	}
 
-	if _, mapped := p.endpoints[ip]; !mapped && len(p.endpoints) >= MaxEndpointsOfPeer {
-		return b, netip.Addr{}, refuse(v1alpha1.ReasonExhausted, "", "endpoint %v: %d endpoints are already mapped for cluster %q, and its NetworkAllocation has no room for more", ip, MaxEndpointsOfPeer, id)
+	if _, mapped := p.endpoints[ip]; !mapped && len(p.endpoints) >= MaxEndpointsPerPeer {
+		return b, netip.Addr{}, refuse(v1alpha1.ReasonExhausted, "", "endpoint %v: %d endpoints are already mapped for cluster %q, and its NetworkAllocation has no room for more", ip, MaxEndpointsPerPeer, id)
 	}
 	if e := b.endpoints[ip]; e != nil {
 		return b.mapTo(id, ip, e.addr), move(e.addr, p.externalSeen), nil
@@ -150,7 +150,7 @@ func (b State) mapTo(id string, ip, addr netip.Addr) State {
 	maps.Copy(endpoints, b.endpoints)
 	endpoints[ip] = &next
 	b.endpoints = endpoints
-	p.endpoints = withAsked(maps.Clone(p.endpoints), ip, nil)
+	p.endpoints = withRequesters(maps.Clone(p.endpoints), ip, nil)
 	return b.withPeer(id, &p)
 }
 
@@ -263,8 +263,8 @@ func firstHost(external netip.Prefix) netip.Addr {
 	return fabric.FirstHost(external)
 }
 
-// withAsked adds a mapping and its requesters to m, which may be nil.
-func withAsked(m map[netip.Addr][]string, ip netip.Addr, callers []string) map[netip.Addr][]string {
+// withRequesters adds a mapping and its requesters to m, which may be nil.
+func withRequesters(m map[netip.Addr][]string, ip netip.Addr, callers []string) map[netip.Addr][]string {
 	if m == nil {
 		m = make(map[netip.Addr][]string)
 	}

@@ -109,18 +109,18 @@ func TestNumberOfEndpointsIsBoundedPerPeerAndInTotal(t *testing.T) {
 	c.PodCIDR, c.ServiceCIDR, c.ExternalCIDR = pfx("fd00:1::/112"), pfx("fd00:2::/112"), pfx("fd00:aaaa:bbbb:cccc:dddd:eeee:ffff::/112")
 	c.ExternalCIDR = c.ExternalCIDR.Masked()
 	seen := &isthmus.NetworkPair{PodCIDR: "fd00:3::/112", ExternalCIDR: "fd00:4::/112"}
-	at := func(of netip.Prefix, i int) string {
-		a := of.Addr().As16()
+	addrIn := func(network netip.Prefix, i int) string {
+		a := network.Addr().As16()
 		a[14], a[15] = byte(i>>8), byte(i)
 		return netip.AddrFrom16(a).String()
 	}
 	var all []isthmus.NetworkAllocationSpec
 	for p := range 5 {
 		spec := isthmus.NetworkAllocationSpec{ClusterID: fmt.Sprint("peer-", p), Seen: seen}
-		for i := range MaxEndpointsOfPeer - 2*(p/3) {
-			n := 2 + p*MaxEndpointsOfPeer + i
+		for i := range MaxEndpointsPerPeer - 2*(p/3) {
+			n := 2 + p*MaxEndpointsPerPeer + i
 			if p < 4 || i == 0 {
-				spec.Endpoints = append(spec.Endpoints, isthmus.MappedEndpoint{IP: at(pfx("2001:db8:aaaa:bbbb:cccc:dddd:eeee::/112").Masked(), n), Address: at(c.ExternalCIDR, n)})
+				spec.Endpoints = append(spec.Endpoints, isthmus.MappedEndpoint{IP: addrIn(pfx("2001:db8:aaaa:bbbb:cccc:dddd:eeee::/112").Masked(), n), Address: addrIn(c.ExternalCIDR, n)})
 			}
 		}
 		all = append(all, spec)
@@ -152,7 +152,7 @@ func TestNumberOfEndpointsIsBoundedPerPeerAndInTotal(t *testing.T) {
 	sound(t, b)
 	largest := b.Allocation("peer-0")
 	for i := range largest.Endpoints { // requesters as long as MaxNotes permits
-		largest.Endpoints[i].Requesters, largest.Endpoints[i].Target = []string{strings.Repeat("x", MaxNotes/MaxEndpointsOfPeer-3)}, "service"
+		largest.Endpoints[i].Requesters, largest.Endpoints[i].Target = []string{strings.Repeat("x", MaxNotes/MaxEndpointsPerPeer-3)}, "service"
 	}
 	if text, err := json.Marshal(largest); err != nil || len(text) > 1<<20 {
 		t.Errorf("%d octets (%v); want at most 1 MiB", len(text), err)

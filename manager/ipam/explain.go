@@ -7,8 +7,8 @@ import (
 	"strings"
 )
 
-// A Standing is one network of a peer, with the reason for its translation here.
-type Standing struct {
+// A Translation is one network of a peer, with the reason for its translation here.
+type Translation struct {
 	Claim netip.Prefix // as the peer's own cluster uses it
 	Here  netip.Prefix // as this cluster uses it; equal to Claim if not remapped
 	Why   string       // a clause, such as "it overlaps our PodCIDR, 10.244.0.0/16"
@@ -17,7 +17,7 @@ type Standing struct {
 // Explain returns the networks that the peer has, or would get with consent, for the request. Each
 // comes with its reason; the pods' network is first. The error is that of Allocate. The State does
 // not change.
-func (b State) Explain(c Request) (both [2]Standing, err error) {
+func (b State) Explain(c Request) (both [2]Translation, err error) {
 	c.Consented = true
 	next, got, err := b.Allocate(c)
 	if err != nil {
@@ -25,8 +25,8 @@ func (b State) Explain(c Request) (both [2]Standing, err error) {
 	}
 	others := next.Release(c.ID)
 	others.replaced = slices.DeleteFunc(slices.Clone(others.replaced), func(r replaced) bool { return r.id == c.ID })
-	both[0] = Standing{c.Pod, got.Pod, others.why(c, "podCIDR", c.Pod, got.Pod, c.WantPod)}
-	both[1] = Standing{c.External, got.External, others.why(c, "externalCIDR", c.External, got.External, c.WantExternal)}
+	both[0] = Translation{c.Pod, got.Pod, others.why(c, "podCIDR", c.Pod, got.Pod, c.WantPod)}
+	both[1] = Translation{c.External, got.External, others.why(c, "externalCIDR", c.External, got.External, c.WantExternal)}
 	if both[1].Why == givenBefore && c.External.Overlaps(got.Pod) {
 		both[1].Why = fmt.Sprintf("it overlaps %v, which is used for its podCIDR here", got.Pod)
 	}

@@ -33,7 +33,7 @@ func TestExplainReturnsAReasonForEachNetwork(t *testing.T) {
 		if got := both[0].Here.String() + ": " + both[0].Why; err != nil || got != tc.want {
 			t.Errorf("%s: %s (%v), want %s", name, got, err, tc.want)
 		}
-		if _, there := b.AllocationOf("b"); there {
+		if _, ok := b.AllocationOf("b"); ok {
 			t.Fatal("something was given out")
 		}
 		// Allocate returns the explained networks, and afterwards Explain returns the same.

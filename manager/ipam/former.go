@@ -5,13 +5,13 @@ import (
 	"slices"
 )
 
-// maxFormer is how many peers that have left are remembered; the oldest are dropped first.
-const maxFormer = 256
+// maxDeparted is how many peers that have left are remembered; the oldest are dropped first.
+const maxDeparted = 256
 
-// A former records the networks that a peer had here when it left. A Liqo peer keeps the first
+// A departed records the networks that a peer had here when it left. A Liqo peer keeps the first
 // answer that it gets. So a returning peer needs the same networks again, and other peers get those
 // networks only when no other is free.
-type former struct {
+type departed struct {
 	ID       string
 	Pod, Ext netip.Prefix
 }
@@ -23,26 +23,26 @@ func (b *State) remember(id string, g Allocation) {
 		return
 	}
 	b.forget(id)
-	if len(b.formers) >= maxFormer {
-		b.forget(b.formers[0].ID)
+	if len(b.departed) >= maxDeparted {
+		b.forget(b.departed[0].ID)
 	}
-	b.formers = append(slices.Clone(b.formers), former{id, g.Pod, g.External})
+	b.departed = append(slices.Clone(b.departed), departed{id, g.Pod, g.External})
 }
 
 // forget removes the record of the peer's former networks.
 func (b *State) forget(id string) {
-	for i, f := range b.formers {
+	for i, f := range b.departed {
 		if f.ID == id {
-			b.formers = slices.Delete(slices.Clone(b.formers), i, i+1)
+			b.departed = slices.Delete(slices.Clone(b.departed), i, i+1)
 			return
 		}
 	}
 }
 
-// FormerOf returns the networks that a peer had here when it left. It returns false once the peer
+// PreviousOf returns the networks that a peer had here when it left. It returns false once the peer
 // has come back.
-func (b State) FormerOf(id string) (Allocation, bool) {
-	for _, f := range b.formers {
+func (b State) PreviousOf(id string) (Allocation, bool) {
+	for _, f := range b.departed {
 		if f.ID == id {
 			return Allocation{f.Pod, f.Ext}, true
 		}

@@ -23,7 +23,7 @@ func TestAReturningPeerGetsItsNetworksBack(t *testing.T) {
 	if again != had {
 		t.Errorf("b has %v, before it left it had %v", again, had)
 	}
-	if _, away := b.FormerOf("b"); away || b.Allocation("b").Previous != nil {
+	if _, away := b.PreviousOf("b"); away || b.Allocation("b").Previous != nil {
 		t.Errorf("b is back and still remembered: %v", b.Allocation("b").Previous)
 	}
 }
@@ -39,7 +39,7 @@ func restarted(t testing.TB, b State) State {
 	var all []isthmus.NetworkAllocationSpec
 	for _, id := range b.Clusters() {
 		spec := b.Allocation(id)
-		spec.Revision = int64(slices.IndexFunc(b.formers, func(f former) bool { return f.ID == id }))
+		spec.Revision = int64(slices.IndexFunc(b.departed, func(f departed) bool { return f.ID == id }))
 		all = append(all, spec)
 	}
 	read, wrong := FromAllocations(own, all)
@@ -67,9 +67,9 @@ func TestReturningPeerGetsPreviousNetworksOnlyIfFreeAndPermitted(t *testing.T) {
 	if _, g := allocate(t, left, remap); g.Pod != had.Pod || g.External == had.External {
 		t.Errorf("with alwaysRemap: %v", g)
 	}
-	wish := claim("b", "10.244.0.0/16", "10.50.0.0/16")
-	wish.WantPod = pfx("10.60.0.0/16")
-	if _, g := allocate(t, left, wish); g.Pod != wish.WantPod {
+	request := claim("b", "10.244.0.0/16", "10.50.0.0/16")
+	request.WantPod = pfx("10.60.0.0/16")
+	if _, g := allocate(t, left, request); g.Pod != request.WantPod {
 		t.Errorf("with an override: %v", g)
 	}
 	if _, g := allocate(t, left, claim("b", "10.244.0.0/18", "10.50.0.0/16")); g.Pod.Bits() != 18 {
@@ -89,19 +89,19 @@ func TestNetworksOfFormerPeersAreReusedBeforeExhaustion(t *testing.T) {
 
 func TestOldestFormerPeersAreForgottenFirst(t *testing.T) {
 	b := configured(t, ours())
-	for i := range maxFormer + 10 {
+	for i := range maxDeparted + 10 {
 		id := fmt.Sprintf("%063d", i)
 		b, _ = allocate(t, b, claim(id, "fd00::/64", "fd01::/64"))
 		b = b.Release(id)
 	}
-	if _, known := b.FormerOf(fmt.Sprintf("%063d", 9)); known || len(b.formers) != maxFormer {
-		t.Errorf("%d are remembered, the tenth among them: %v; want the latest %d", len(b.formers), known, maxFormer)
+	if _, known := b.PreviousOf(fmt.Sprintf("%063d", 9)); known || len(b.departed) != maxDeparted {
+		t.Errorf("%d are remembered, the tenth among them: %v; want the latest %d", len(b.departed), known, maxDeparted)
 	}
-	if _, known := b.FormerOf(fmt.Sprintf("%063d", 10)); !known {
+	if _, known := b.PreviousOf(fmt.Sprintf("%063d", 10)); !known {
 		t.Error("the eleventh is forgotten")
 	}
-	if again := restarted(t, b); !slices.Equal(again.formers, b.formers) {
-		t.Errorf("after a restart: %d, the first %v", len(again.formers), again.formers[0])
+	if again := restarted(t, b); !slices.Equal(again.departed, b.departed) {
+		t.Errorf("after a restart: %d, the first %v", len(again.departed), again.departed[0])
 	}
 }
 
@@ -134,7 +134,7 @@ func TestLeftReturnsTheNumberOfFurtherAllocations(t *testing.T) {
 	} {
 		b := configured(t, c)
 		claimed := claim("", c.PodCIDR.String(), b.Own().ExternalCIDR.String())
-		said, n := b.Left(), 0
+		left, n := b.Left(), 0
 		for ; ; n++ {
 			claimed.ID = fmt.Sprint("peer-", n)
 			next, _, err := b.Allocate(claimed)
@@ -143,10 +143,10 @@ func TestLeftReturnsTheNumberOfFurtherAllocations(t *testing.T) {
 			}
 			b = next
 		}
-		if float64(n) > said || float64(n) < 0.97*said {
-			t.Errorf("%v and %v: %v are left by Left, %d got networks", c.PodCIDR, claimed.External, said, n)
+		if float64(n) > left || float64(n) < 0.97*left {
+			t.Errorf("%v and %v: %v are left by Left, %d got networks", c.PodCIDR, claimed.External, left, n)
 		}
-		if b.Left() > said/20 {
+		if b.Left() > left/20 {
 			t.Errorf("%v: nobody gets anything, and %v are left by Left", c.PodCIDR, b.Left())
 		}
 	}

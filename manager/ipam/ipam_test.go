@@ -390,7 +390,7 @@ func TestRandomOperationsKeepTheStateValid(t *testing.T) {
 					had, _ := b.AllocationOf(c.ID)
 					next, g, err := b.Allocate(c)
 					if err == nil && g != had {
-						granted(t, b, c, had, g)
+						checkAllocation(t, b, c, had, g)
 					}
 					return next
 				}
@@ -413,8 +413,8 @@ func TestRandomOperationsKeepTheStateValid(t *testing.T) {
 	}
 }
 
-// granted checks each new network against all others, with simple code.
-func granted(t *testing.T, b State, c Request, had, got Allocation) {
+// checkAllocation checks each new network against all others, with simple code.
+func checkAllocation(t *testing.T, b State, c Request, had, got Allocation) {
 	t.Helper()
 	if got.Pod.Bits() != c.Pod.Bits() || got.External.Bits() != c.External.Bits() || got.Pod.Overlaps(got.External) {
 		t.Errorf("%+v got %v", c, got)

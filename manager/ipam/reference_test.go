@@ -84,7 +84,7 @@ func TestAllocateEqualsTheSlowReference(t *testing.T) {
 			if len(ids) > 0 && rng.IntN(4) == 0 { // free some networks, so that best fit has a choice
 				i := rng.IntN(len(ids))
 				b = b.Release(ids[i])
-				b.formers = nil // the reference does not avoid networks of former peers
+				b.departed = nil // the reference does not avoid networks of former peers
 				ids = append(ids[:i], ids[i+1:]...)
 			}
 			c := Request{ID: string(rune('a'+step/26)) + string(rune('a'+step%26)), Pod: randNetwork(rng, unit), External: randNetwork(rng, unit), Allowed: everywhere, Consented: true}

@@ -16,22 +16,22 @@ const (
 	// names the peer.
 	UnusedGrace = 24 * time.Hour
 	// maxReplaced bounds the held networks that a peer has replaced by others, for all peers
-	// together. maxReplacedOfOne is that bound for one peer.
-	maxReplaced, maxReplacedOfOne = 512, 8
-	// maxHeldOfOne bounds all networks held for one peer, apart from its two present ones, because one
-	// NetworkAllocation lists them all.
-	maxHeldOfOne = 30
+	// together. maxReplacedPerPeer is that bound for one peer.
+	maxReplaced, maxReplacedPerPeer = 512, 8
+	// maxHeldPerPeer bounds all networks held for one peer, apart from its two present ones,
+	// because one NetworkAllocation lists them all.
+	maxHeldPerPeer = 30
 )
 
 // A replaced network has been held since its peer got another one.
 type replaced struct {
-	id      string
-	network netip.Prefix
-	at      time.Time // when it was released
+	id       string
+	network  netip.Prefix
+	released time.Time // when it was released
 }
 
 func (r replaced) compare(other replaced) int {
-	return cmp.Or(r.at.Compare(other.at), cmp.Compare(r.id, other.id), r.network.Compare(other.network))
+	return cmp.Or(r.released.Compare(other.released), cmp.Compare(r.id, other.id), r.network.Compare(other.network))
 }
 
 // Part releases the networks of a peer that leaves, and holds them: nodes refuse them and no other
@@ -46,7 +46,7 @@ func (b State) Part(id string, now time.Time) State {
 		return b.Release(id)
 	}
 	b = b.unmapAll(p).withPeer(id, &account{Allocation: p.Allocation, released: stored(now)})
-	if b.inOurWay(p.Pod) || b.inOurWay(p.External) {
+	if b.conflictsWithOwn(p.Pod) || b.conflictsWithOwn(p.External) {
 		b, _ = b.Yield()
 	}
 	return b
@@ -60,7 +60,7 @@ func (b State) Part(id string, now time.Time) State {
 // Networks that nodes merely reach do not count: they are foreign, and may even lead to a former
 // peer. The other network of a former peer stays held. If there is no room for it, both stay held.
 func (b State) Yield() (next State, ended []netip.Prefix) {
-	return b.EndHolds(func(_ string, p netip.Prefix) bool { return b.inOurWay(p) })
+	return b.EndHolds(func(_ string, p netip.Prefix) bool { return b.conflictsWithOwn(p) })
 }
 
 // EndHolds ends the hold of the networks for which over returns true, and returns those networks.
@@ -101,9 +101,9 @@ func (b State) EndHolds(over func(id string, p netip.Prefix) bool) (next State, 
 	return next, ended
 }
 
-// inOurWay reports whether p overlaps something of this cluster, as Yield defines it.
-func (b *State) inOurWay(p netip.Prefix) bool {
-	if b.isOurs(p) || slices.ContainsFunc(b.own.Reserved, p.Overlaps) {
+// conflictsWithOwn reports whether p overlaps something of this cluster, as Yield defines it.
+func (b *State) conflictsWithOwn(p netip.Prefix) bool {
+	if b.overlapsOwn(p) || slices.ContainsFunc(b.own.Reserved, p.Overlaps) {
 		return true
 	}
 	i, _ := slices.BinarySearchFunc(b.own.Nodes, p.Addr(), netip.Addr.Compare)
@@ -114,8 +114,8 @@ func (b *State) inOurWay(p netip.Prefix) bool {
 func stored(t time.Time) time.Time { return t.UTC().Truncate(time.Second) }
 
 // hold puts on hold each network that the peer has in had but not in now. The holds begin at the
-// time at. It ends the holds of networks that the peer has again.
-func (b *State) hold(id string, now, had Allocation, at time.Time) {
+// time released. It ends the holds of networks that the peer has again.
+func (b *State) hold(id string, now, had Allocation, released time.Time) {
 	again := func(p netip.Prefix) bool { return contains(now.Pod, p) || contains(now.External, p) }
 	var kept []replaced
 	for _, r := range b.replaced {
@@ -124,8 +124,8 @@ func (b *State) hold(id string, now, had Allocation, at time.Time) {
 		}
 	}
 	for _, p := range []netip.Prefix{had.Pod, had.External} {
-		if p.IsValid() && !at.IsZero() && !again(p) {
-			kept = append(kept, replaced{id, p, stored(at)})
+		if p.IsValid() && !released.IsZero() && !again(p) {
+			kept = append(kept, replaced{id, p, stored(released)})
 		}
 	}
 	slices.SortFunc(kept, replaced.compare)
@@ -147,7 +147,7 @@ func (b State) Regain(id string, networks []netip.Prefix, now time.Time) (next S
 		}
 	}
 	for _, p := range networks {
-		if fabric.CheckClusterID(id) != "" || fabric.CheckNetwork(p) != "" || next.full(id) || next.inOurWay(p) || next.overlapsAnother(id, p) {
+		if fabric.CheckClusterID(id) != "" || fabric.CheckNetwork(p) != "" || next.full(id) || next.conflictsWithOwn(p) || next.overlapsAnother(id, p) {
 			left = append(left, p)
 			continue
 		}
@@ -162,13 +162,13 @@ func (b State) Regain(id string, networks []netip.Prefix, now time.Time) (next S
 
 // full reports whether no further network can be held for the peer.
 func (b *State) full(id string) bool {
-	ofOne := 0
+	count := 0
 	for _, r := range b.replaced {
 		if r.id == id {
-			ofOne++
+			count++
 		}
 	}
-	return ofOne >= maxHeldOfOne || len(b.replaced) >= maxReplaced
+	return count >= maxHeldPerPeer || len(b.replaced) >= maxReplaced
 }
 
 // overlapsAnother reports whether p overlaps a network of a peer other than id, present or held.
@@ -185,16 +185,16 @@ func (b *State) overlapsAnother(id string, p netip.Prefix) bool {
 // before, and more than the bounds allow.
 func (b *State) tooManyHeld(id string, before []replaced) *fabric.Refusal {
 	others := func(r replaced) bool { return r.id != id }
-	ofOne := slices.DeleteFunc(slices.Clone(b.replaced), others)
+	ofPeer := slices.DeleteFunc(slices.Clone(b.replaced), others)
 	full := b.replaced // sorted by time: the first one becomes free first
 	switch grown := len(b.replaced) > len(before); {
-	case grown && len(ofOne) > maxReplacedOfOne:
-		full = ofOne
+	case grown && len(ofPeer) > maxReplacedPerPeer:
+		full = ofPeer
 	case !grown || len(b.replaced) <= maxReplaced:
 		return nil
 	}
 	return refuse(v1alpha1.ReasonExhausted, "", "too many networks were replaced within %v, and each is held that long; keep the present networks, or change them after %s",
-		fabric.ReleaseHold, until(full[0].at))
+		fabric.ReleaseHold, until(full[0].released))
 }
 
 // NetworksOf returns the peer's networks, both present and held. Nodes refuse packets to them that
@@ -249,14 +249,14 @@ func (b State) Age(now time.Time, named func(id string) bool) (next State, aband
 			next = next.withPeer(id, &p)
 		}
 	}
-	over := func(r replaced) bool { return now.Sub(r.at) >= fabric.ReleaseHold }
+	over := func(r replaced) bool { return now.Sub(r.released) >= fabric.ReleaseHold }
 	if slices.ContainsFunc(b.replaced, over) {
 		next.replaced = slices.DeleteFunc(slices.Clone(b.replaced), over)
 	}
 	for i, r := range next.replaced {
-		if r.at.After(now) {
+		if r.released.After(now) {
 			next.replaced = slices.Clone(next.replaced)
-			next.replaced[i].at = now
+			next.replaced[i].released = now
 		}
 	}
 	next, _ = next.Yield()
@@ -264,8 +264,8 @@ func (b State) Age(now time.Time, named func(id string) bool) (next State, aband
 }
 
 // heldObstacle describes a network that is held for a peer.
-func heldObstacle(id string, network netip.Prefix, at time.Time) obstacle {
-	return obstacle{name: "a network that is held until " + until(at) + " after it was released by ",
+func heldObstacle(id string, network netip.Prefix, released time.Time) obstacle {
+	return obstacle{name: "a network that is held until " + until(released) + " after it was released by ",
 		whose: "peer " + id, anonymous: "another peer", prefix: network}
 }
 
@@ -286,14 +286,14 @@ func (b *State) freeSoon(claim netip.Prefix) string {
 		if !inPool || r.network.Addr().BitLen() != claim.Addr().BitLen() || r.network.Bits() > claim.Bits() {
 			continue
 		}
-		if held++; held == 1 || cmp.Or(r.at.Compare(first.at), r.network.Compare(first.network)) < 0 {
+		if held++; held == 1 || cmp.Or(r.released.Compare(first.released), r.network.Compare(first.network)) < 0 {
 			first = r
 		}
 	}
 	if held == 0 {
 		return ""
 	}
-	text := fmt.Sprintf("; %v was released and is free at %s", first.network, until(first.at))
+	text := fmt.Sprintf("; %v was released and is free at %s", first.network, until(first.released))
 	if held > 1 {
 		text += fmt.Sprintf(", %d more later", held-1)
 	}

@@ -64,8 +64,8 @@ func TestReleasedNetworksAreHeldForADay(t *testing.T) {
 	if _, g := allocate(t, over, claim("c", "10.50.0.0/16", "10.51.0.0/16")); g.External != pfx("10.51.0.0/16") || g.Pod != pfx("10.50.0.0/16") {
 		t.Errorf("after a day c has %v", g)
 	}
-	if former, _ := over.FormerOf("b"); former != had {
-		t.Errorf("after a day b is remembered with %v", former)
+	if previous, _ := over.PreviousOf("b"); previous != had {
+		t.Errorf("after a day b is remembered with %v", previous)
 	}
 }
 
@@ -107,7 +107,7 @@ func TestNetworksThatAPeerReplacesAreHeld(t *testing.T) {
 		c.Now = noon
 		next, _, err := b.Allocate(c)
 		if err != nil {
-			if i < maxReplacedOfOne || !strings.Contains(err.Error(), "held") {
+			if i < maxReplacedPerPeer || !strings.Contains(err.Error(), "held") {
 				t.Errorf("%d: %v", i, err)
 			}
 			return
@@ -201,12 +201,12 @@ func TestUnreferencedPeersAreReleasedAfterADay(t *testing.T) {
 	}
 	// The peer gets its networks again at the moment when they would be released.
 	back, _ := allocate(t, b, claim("b", "10.244.0.0/16", "10.245.0.0/16"))
-	if _, gone := back.Age(noon.Add(UnusedGrace), nobody); len(gone) > 0 {
+	if _, abandoned := back.Age(noon.Add(UnusedGrace), nobody); len(abandoned) > 0 {
 		t.Error("a peer that has just got its networks is released")
 	}
-	b, gone := b.Age(noon.Add(UnusedGrace), nobody)
-	if !slices.Equal(gone, []string{"b"}) || b.ReleasedAt("b") != noon.Add(UnusedGrace) || !slices.Equal(b.NetworksOf("b"), []netip.Prefix{had.Pod, had.External}) {
-		t.Errorf("released %v at %v, nodes refuse %v", gone, b.ReleasedAt("b"), b.NetworksOf("b"))
+	b, abandoned := b.Age(noon.Add(UnusedGrace), nobody)
+	if !slices.Equal(abandoned, []string{"b"}) || b.ReleasedAt("b") != noon.Add(UnusedGrace) || !slices.Equal(b.NetworksOf("b"), []netip.Prefix{had.Pod, had.External}) {
+		t.Errorf("released %v at %v, nodes refuse %v", abandoned, b.ReleasedAt("b"), b.NetworksOf("b"))
 	}
 	if b, _ = b.Age(noon.Add(UnusedGrace+fabric.ReleaseHold), nobody); len(b.Peers()) > 0 {
 		t.Errorf("left: %v", b.Peers())
@@ -235,7 +235,7 @@ func TestReplacementsByOnePeerLeaveRoomForOthers(t *testing.T) {
 	}
 	for i := range 20 {
 		var err error
-		for bits := 17; bits <= 17+maxReplacedOfOne && err == nil; bits++ {
+		for bits := 17; bits <= 17+maxReplacedPerPeer && err == nil; bits++ {
 			err = change(fmt.Sprint("hostile-", i), 20+i, bits, noon.Add(time.Duration(bits)*time.Minute))
 		}
 		if err != nil {
@@ -390,9 +390,9 @@ func TestLostNetworksAreHeldForTheirPeer(t *testing.T) {
 
 // takesBack reports whether nodes may stop refusing some network of a peer that they refused
 // before.
-func takesBack(is, since State) bool {
-	return slices.ContainsFunc(is.Changed(since), func(id string) bool {
-		now := is.NetworksOf(id)
+func takesBack(current, since State) bool {
+	return slices.ContainsFunc(current.Changed(since), func(id string) bool {
+		now := current.NetworksOf(id)
 		return slices.ContainsFunc(since.NetworksOf(id), func(was netip.Prefix) bool { return !slices.Contains(now, was) })
 	})
 }

@@ -33,9 +33,9 @@ const (
 	MaxPeers = 4096
 	// MaxEndpoints bounds the mapped endpoints of a State, including the gateway's own.
 	MaxEndpoints = 16384
-	// MaxEndpointsOfPeer bounds the endpoints mapped for one peer. Its NetworkAllocation lists
+	// MaxEndpointsPerPeer bounds the endpoints mapped for one peer. Its NetworkAllocation lists
 	// them, each in at most 150 octets besides the names of callers.
-	MaxEndpointsOfPeer = 4096
+	MaxEndpointsPerPeer = 4096
 )
 
 // Config has the networks and addresses of a State's own cluster. A zero prefix is not known yet.
@@ -121,7 +121,7 @@ type State struct {
 	endpoints map[netip.Addr]*endpoint // by real address, without the gateway's own
 	taken     tree                     // all networks unavailable to peers, including those of peers
 	nodes     tree                     // addresses of nodes, and the networks that nodes reach
-	formers   []former                 // peers that have left; immutable
+	departed  []departed               // peers that have left; immutable
 	replaced  []replaced               // held networks of peers that now have others; immutable
 	addresses tree                     // addresses of the ExternalCIDR that are in use or unusable
 }
@@ -147,7 +147,7 @@ func (p *account) empty() bool {
 type endpoint struct {
 	addr  netip.Addr
 	peers int    // number of peers for which it is mapped
-	what  string // kind when it was requested, as passed to Asked; empty: unknown
+	what  string // kind when it was requested, as passed to AddRequester; empty: unknown
 }
 
 // Own returns the Config in effect, with pools and ExternalCIDR filled in.

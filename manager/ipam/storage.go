@@ -20,13 +20,13 @@ func (b State) Spec() v1alpha1.IpamStorageSpec {
 // Delta returns the differing parts of the Specs of two States, and the fields that every
 // comparison needs. If one State was made from the other by changing a few peers, the cost depends
 // on those peers only.
-func Delta(was, is State) (have, want v1alpha1.IpamStorageSpec) {
-	if !was.own.sameNetworks(is.own) {
-		return was.Spec(), is.Spec()
+func Delta(before, after State) (have, want v1alpha1.IpamStorageSpec) {
+	if !before.own.sameNetworks(after.own) {
+		return before.Spec(), after.Spec()
 	}
-	ids, ips := is.Changed(was), make(map[netip.Addr]struct{})
+	ids, ips := after.Changed(before), make(map[netip.Addr]struct{})
 	for _, id := range ids {
-		for _, b := range []State{was, is} {
+		for _, b := range []State{before, after} {
 			if p := b.peers[id]; p != nil {
 				for ip := range p.endpoints {
 					ips[ip] = struct{}{}
@@ -34,8 +34,8 @@ func Delta(was, is State) (have, want v1alpha1.IpamStorageSpec) {
 			}
 		}
 	}
-	of := slices.Collect(maps.Keys(ips))
-	return was.part(ids, of), is.part(ids, of)
+	addrs := slices.Collect(maps.Keys(ips))
+	return before.part(ids, addrs), after.part(ids, addrs)
 }
 
 // part returns the Spec of the given peers and endpoints. ips must include all endpoints of the
@@ -228,7 +228,7 @@ func (r *reader) seen(field, value string, own netip.Prefix, ownField string) ne
 
 func (r *reader) peers(subnets map[string]v1alpha1.Subnets, own *Config) map[string]*account {
 	peers := make(map[string]*account, len(subnets))
-	var granted tree
+	var allocated tree
 	for _, id := range slices.Sorted(maps.Keys(subnets)) {
 		s, field := subnets[id], "spec.clusterSubnets["+quote(id)+"]"
 		if wrong := fabric.CheckClusterID(id); wrong != "" {
@@ -250,10 +250,10 @@ func (r *reader) peers(subnets map[string]v1alpha1.Subnets, own *Config) map[str
 			field  string
 			prefix netip.Prefix
 		}{{".remotePodCIDR", p.Pod}, {".remoteExternalCIDR", p.External}} {
-			if n.prefix.IsValid() && granted.overlaps(n.prefix) {
+			if n.prefix.IsValid() && allocated.overlaps(n.prefix) {
 				r.fail(field+n.field, "%v overlaps another network of a peer; want one of its own", n.prefix)
 			}
-			granted = granted.with(n.prefix)
+			allocated = allocated.with(n.prefix)
 		}
 		if r.err != nil {
 			return peers
@@ -307,7 +307,7 @@ func (r *reader) endpoints(mappings map[string]v1alpha1.EndpointMapping, externa
 			if want := move(addr, p.externalSeen); r.err == nil && natted != want {
 				r.fail(field+".ExternalCIDRNattedIP", "%v is not the translation of %v into %v; want %v", natted, addr, p.externalSeen, want)
 			}
-			p.endpoints = withAsked(p.endpoints, ip, nil)
+			p.endpoints = withRequesters(p.endpoints, ip, nil)
 		}
 		if r.err != nil {
 			return endpoints

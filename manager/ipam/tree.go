@@ -71,9 +71,9 @@ func change(old *node, p netip.Prefix, depth, delta int) *node {
 	return &n
 }
 
-// at returns the node of p. If a network in the tree covers p, at returns that network's node and
-// true.
-func (t tree) at(p netip.Prefix) (n *node, covered bool) {
+// lookup returns the node of p. If a network in the tree covers p, lookup returns that network's
+// node and true.
+func (t tree) lookup(p netip.Prefix) (n *node, covered bool) {
 	n = t.v6
 	if p.Addr().Is4() {
 		n = t.v4
@@ -89,7 +89,7 @@ func (t tree) at(p netip.Prefix) (n *node, covered bool) {
 
 // overlaps reports whether a network of the tree has an address in common with p.
 func (t tree) overlaps(p netip.Prefix) bool {
-	n, _ := t.at(p)
+	n, _ := t.lookup(p)
 	return n != nil
 }
 
@@ -112,7 +112,7 @@ func (t tree) alone(p netip.Prefix) bool {
 // smallest sufficient free block, and there the lowest one. It also skips networks in avoid, but
 // these do not split free blocks into smaller ones.
 func (t tree) fit(pool netip.Prefix, bits int, avoid tree) (netip.Prefix, bool) {
-	n, covered := t.at(pool)
+	n, covered := t.lookup(pool)
 	if covered || bits < pool.Bits() {
 		return netip.Prefix{}, false
 	}
@@ -121,7 +121,7 @@ func (t tree) fit(pool netip.Prefix, bits int, avoid tree) (netip.Prefix, bool) 
 			continue
 		}
 		for block := range n.blocks(pool, length) {
-			around, _ := avoid.at(block)
+			around, _ := avoid.lookup(block)
 			if found, ok := around.clear(block, bits); ok {
 				return found, true
 			}
@@ -133,8 +133,8 @@ func (t tree) fit(pool netip.Prefix, bits int, avoid tree) (netip.Prefix, bool) 
 // room returns how many disjoint networks of the given length are free in the pool. Networks in
 // avoid are not free.
 func (t tree) room(pool netip.Prefix, bits int, avoid tree) float64 {
-	n, covered := t.at(pool)
-	a, avoided := avoid.at(pool)
+	n, covered := t.lookup(pool)
+	a, avoided := avoid.lookup(pool)
 	if covered || avoided || bits < pool.Bits() {
 		return 0
 	}
@@ -154,9 +154,9 @@ func room(n, avoid *node, bits int) float64 {
 	sum := 0.0
 	for b := range 2 {
 		var below [2]*node
-		for i, of := range []*node{n, avoid} {
-			if of != nil {
-				below[i] = of.child[b]
+		for i, parent := range []*node{n, avoid} {
+			if parent != nil {
+				below[i] = parent.child[b]
 			}
 		}
 		sum += room(below[0], below[1], bits-1)
@@ -196,7 +196,7 @@ func (n *node) clear(p netip.Prefix, bits int) (netip.Prefix, bool) {
 
 // lowest returns the lowest address of p that is not in the tree.
 func (t tree) lowest(p netip.Prefix) (netip.Addr, bool) {
-	n, _ := t.at(p)
+	n, _ := t.lookup(p)
 	for n != nil {
 		b := 0
 		switch {
@@ -212,7 +212,7 @@ func (t tree) lowest(p netip.Prefix) (netip.Addr, bool) {
 
 // used returns how many addresses of p are in the tree.
 func (t tree) used(p netip.Prefix) float64 {
-	n, covered := t.at(p)
+	n, covered := t.lookup(p)
 	if covered {
 		return size(p)
 	}

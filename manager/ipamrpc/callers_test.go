@@ -254,12 +254,12 @@ func TestMappingCanBeRemovedOnceItsRequesterPodIsGone(t *testing.T) {
 		t.Skip("needs an API server")
 	}
 	peer(t, "lima", "10.200.0.0/16", "10.201.7.0/24")
-	there, broken := map[string]string{"10.244.7.7": "pod"}, false
+	owners, broken := map[string]string{"10.244.7.7": "pod"}, false
 	s := &server{store: testStore, log: slog.New(slog.DiscardHandler), callers: newCallers(), what: func(_ context.Context, ip netip.Addr) (string, error) {
 		if broken {
 			return "", errors.New("the API server is away")
 		}
-		return there[ip.String()], nil
+		return owners[ip.String()], nil
 	}}
 	as := func(address string) context.Context {
 		return grpcpeer.NewContext(t.Context(), &grpcpeer.Peer{Addr: net.TCPAddrFromAddrPort(netip.AddrPortFrom(netip.MustParseAddr(address), 4000))})
@@ -279,7 +279,7 @@ func TestMappingCanBeRemovedOnceItsRequesterPodIsGone(t *testing.T) {
 	if err := unmap("10.244.8.8"); err == nil || !mapped() {
 		t.Errorf("that of a Pod that is there: %v, mapped %v", err, mapped())
 	}
-	there = map[string]string{"10.244.8.8": "pod"} // the same kubelet in a new Pod
+	owners = map[string]string{"10.244.8.8": "pod"} // the same kubelet in a new Pod
 	broken = true
 	if err := unmap("10.244.8.8"); err == nil || !mapped() {
 		t.Errorf("while nobody knows: %v, mapped %v", err, mapped())

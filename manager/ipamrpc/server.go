@@ -163,7 +163,7 @@ func (s *server) mapEndpoint(ctx context.Context, id, text string) (seen netip.A
 	caller, what := callerOf(ctx), ""
 	now := s.store.State()
 	next, seen, err := now.MapEndpoint(id, ip)
-	if err == nil && s.what != nil && next.Mapped(id, ip) && !slices.Contains(now.AskedFor(id, ip), caller) {
+	if err == nil && s.what != nil && next.Mapped(id, ip) && !slices.Contains(now.Requesters(id, ip), caller) {
 		what, err = s.what(ctx, ip)
 	}
 	if err != nil {
@@ -171,7 +171,7 @@ func (s *server) mapEndpoint(ctx context.Context, id, text string) (seen netip.A
 	}
 	err = s.update(ctx, func(b ipam.State) (next ipam.State, err error) {
 		if next, seen, err = b.MapEndpoint(id, ip); err == nil {
-			next, err = next.Asked(id, ip, caller, what)
+			next, err = next.AddRequester(id, ip, caller, what)
 		}
 		return next, err
 	})
@@ -192,30 +192,30 @@ func (s *server) unmapEndpoint(ctx context.Context, id, text string) error {
 	if err != nil {
 		return err
 	}
-	caller, gone := callerOf(ctx), s.gone(ctx, id, ip)
-	return s.update(ctx, func(b ipam.State) (ipam.State, error) { return b.Withdraw(id, ip, caller, gone) })
+	caller, deleted := callerOf(ctx), s.deletedRequesters(ctx, id, ip)
+	return s.update(ctx, func(b ipam.State) (ipam.State, error) { return b.Withdraw(id, ip, caller, deleted) })
 }
 
-// gone returns the requesters of a mapping whose names are addresses of Pods that no longer exist.
-// A virtual kubelet without a certificate gets a new address when it restarts. Without gone, its
-// mappings under the old address would stay for ever.
-func (s *server) gone(ctx context.Context, id string, ip netip.Addr) (gone []string) {
+// deletedRequesters returns the requesters of a mapping whose names are addresses of Pods that no
+// longer exist. A virtual kubelet without a certificate gets a new address when it restarts.
+// Without deletedRequesters, its mappings under the old address would stay for ever.
+func (s *server) deletedRequesters(ctx context.Context, id string, ip netip.Addr) (deleted []string) {
 	if s.what == nil {
 		return nil
 	}
 	b := s.store.State()
 	pods := b.Own().PodCIDR
-	for _, by := range b.AskedFor(id, ip) {
+	for _, by := range b.Requesters(id, ip) {
 		text, plain := strings.CutPrefix(by, byAddress)
 		addr, err := netip.ParseAddr(text)
 		if !plain || err != nil || !pods.Contains(addr) || by == callerOf(ctx) {
 			continue
 		}
 		if what, err := s.what(ctx, addr); err == nil && what == "" {
-			gone = append(gone, by)
+			deleted = append(deleted, by)
 		}
 	}
-	return gone
+	return deleted
 }
 
 func (s *server) getHomePodIP(_ context.Context, in *GetHomePodIPRequest) (*GetHomePodIPResponse, error) {

@@ -118,24 +118,24 @@ func (s *Store) allocate(ctx context.Context, state ipam.State, clusters map[str
 	for _, name := range slices.Sorted(maps.Keys(clusters)) {
 		have, exists := s.allocations[name]
 		want := s.allocationOf(state, clusters[name])
-		gone := without(slices.Concat(have.spec.Networks, have.cut), want.Networks)
-		onlyFreed := more && len(gone) > 0 && len(want.Networks) == len(want.Held) && want.Seen == nil && len(without(want.Networks, have.spec.Networks)) == 0
+		removed := without(slices.Concat(have.spec.Networks, have.cut), want.Networks)
+		onlyFreed := more && len(removed) > 0 && len(want.Networks) == len(want.Held) && want.Seen == nil && len(without(want.Networks, have.spec.Networks)) == 0
 		if exists && onlyFreed || !exists && len(want.Networks) == 0 && want.Own == nil && want.Seen == nil {
 			continue
 		}
 		var cut []string
 		if more { // if there is too little room, networks of the State take precedence
-			place := max(0, min(len(gone), maxNetworks-len(want.Networks)))
-			for _, n := range gone[:place] {
+			place := max(0, min(len(removed), maxNetworks-len(want.Networks)))
+			for _, n := range removed[:place] {
 				want.Networks = append(want.Networks, n)
 				want.Held = append(want.Held, isthmus.HeldNetwork{Network: n, ReleasedAt: now})
 			}
-			cut, gone = gone[place:], nil
+			cut, removed = removed[place:], nil
 		}
 		if want.ClusterID == "" {
 			want.ClusterID = have.spec.ClusterID
 		}
-		if err := s.writeAllocation(ctx, name, want, gone, cut); err != nil {
+		if err := s.writeAllocation(ctx, name, want, removed, cut); err != nil {
 			failed = append(failed, fmt.Errorf("NetworkAllocation %s: %w", name, err))
 		}
 	}
@@ -160,24 +160,24 @@ func (s *Store) allocationOf(state ipam.State, id string) isthmus.NetworkAllocat
 	return state.Allocation(id)
 }
 
-// writeAllocation writes an object unless it is up to date, and frees the networks that gone lists.
-// It stores the networks that cut lists, so that the next write frees them.
-func (s *Store) writeAllocation(ctx context.Context, name string, want isthmus.NetworkAllocationSpec, gone, cut []string) error {
+// writeAllocation writes an object unless it is up to date, and frees the networks that removed
+// lists. It stores the networks that cut lists, so that the next write frees them.
+func (s *Store) writeAllocation(ctx context.Context, name string, want isthmus.NetworkAllocationSpec, removed, cut []string) error {
 	was, exists := s.allocations[name]
 	have, now := was.spec, time.Now()
 	want.Revision, want.Session = have.Revision, have.Session
 	want.Freed = slices.DeleteFunc(slices.Clone(have.Freed), func(f isthmus.FreedNetwork) bool {
-		return fabric.Revision(f.Revision, now) == 0 || slices.Contains(gone, f.Network)
+		return fabric.Revision(f.Revision, now) == 0 || slices.Contains(removed, f.Network)
 	})
 	counts := fabric.Revision(have.Revision, now) > 0 && have.Session <= s.session && (have.Session > 0 || len(want.Networks) == 0)
 	counts = counts && (!was.pending || have.Session == s.session) // in any other session, another manager would not adopt the object
 	counts = counts && fabric.NamedSince(string(was.uid), was.version, &have) == was.since
 	want.NetworksSince = have.NetworksSince
-	if exists && len(gone) == 0 && counts && equality.Semantic.DeepEqual(have, want) {
+	if exists && len(removed) == 0 && counts && equality.Semantic.DeepEqual(have, want) {
 		return nil
 	}
 	want.Session = s.session
-	if len(gone) > 0 || !slices.Equal(have.Networks, want.Networks) || len(have.Freed) != len(want.Freed) || fabric.Revision(have.Revision, now) == 0 ||
+	if len(removed) > 0 || !slices.Equal(have.Networks, want.Networks) || len(have.Freed) != len(want.Freed) || fabric.Revision(have.Revision, now) == 0 ||
 		!equality.Semantic.DeepEqual(have.Own, want.Own) {
 		s.revision = nextRevision(s.revision, now)
 		want.Revision = s.revision
@@ -185,7 +185,7 @@ func (s *Store) writeAllocation(ctx context.Context, name string, want isthmus.N
 	if want.NetworksSince = nil; was.since > 0 && slices.Equal(have.Networks, want.Networks) {
 		want.NetworksSince = &isthmus.NetworksSince{ResourceVersion: was.since, Revision: want.Revision, UID: string(was.uid)}
 	}
-	for _, n := range gone {
+	for _, n := range removed {
 		want.Freed = append(want.Freed, isthmus.FreedNetwork{Network: n, Revision: want.Revision})
 	}
 	want.Freed = want.Freed[max(len(want.Freed)-maxNetworks, 0):]
@@ -274,9 +274,9 @@ func (s *Store) stateOf(own ipam.Config, all []isthmus.NetworkAllocationSpec) ip
 	return state
 }
 
-// freedByHand ends the holds of networks that somebody freed in a NetworkAllocation, with a
+// freedManually ends the holds of networks that somebody freed in a NetworkAllocation, with a
 // revision higher than the last one that we know. Networks in use stay.
-func (s *Store) freedByHand(state ipam.State) ipam.State {
+func (s *Store) freedManually(state ipam.State) ipam.State {
 	if s.allocated {
 		return state // no object has changed
 	}

@@ -251,12 +251,12 @@ func TestRevisionsIncreaseWhenTheClockIsSetBack(t *testing.T) {
 // them.
 type stopping struct {
 	client.Client
-	at  string // part of the Go type and the name of an object; "": no write fails
-	err error  // the error of such a write; nil: some error
+	target string // part of the Go type and the name of an object; "": no write fails
+	err    error  // the error of such a write; nil: some error
 }
 
 func (s *stopping) fails(o client.Object) error {
-	if s.at != "" && strings.Contains(fmt.Sprintf("%T %s", o, o.GetName()), s.at) {
+	if s.target != "" && strings.Contains(fmt.Sprintf("%T %s", o, o.GetName()), s.target) {
 		return cmp.Or(s.err, errors.New("stopped"))
 	}
 	return nil
@@ -302,13 +302,13 @@ func TestNodesRefuseAllStoredNetworksWhereverAManagerStops(t *testing.T) {
 	change := func(f func(ipam.State) (ipam.State, error)) {
 		t.Helper()
 		for _, at := range []string{"NetworkAllocation", "PartialObjectMetadata"} {
-			s.at = at
+			s.target = at
 			if _, err := h.Update(t.Context(), f); err == nil && at == "PartialObjectMetadata" {
 				t.Error("written all the same")
 			}
 			whole("stopped at " + at)
 		}
-		s.at = ""
+		s.target = ""
 		if _, err := h.Update(t.Context(), f); err != nil {
 			t.Fatal(err)
 		}
@@ -324,7 +324,7 @@ func TestNodesRefuseAllStoredNetworksWhereverAManagerStops(t *testing.T) {
 		return b, err
 	})
 	want(t, "another network", "10.80.0.0/16", "10.81.0.0/20")
-	s.at = "NetworkAllocation" // the State has freed the networks, but nodes cannot read that yet
+	s.target = "NetworkAllocation" // the State has freed the networks, but nodes cannot read that yet
 	if _, err := h.Update(t.Context(), func(b ipam.State) (ipam.State, error) { return b.Release("b"), nil }); err != nil {
 		t.Fatal(err)
 	}
@@ -332,7 +332,7 @@ func TestNodesRefuseAllStoredNetworksWhereverAManagerStops(t *testing.T) {
 	if err := h.Refresh(t.Context()); err == nil {
 		t.Error("a refresh that cannot write it is content, and nobody tries again")
 	}
-	s.at = ""
+	s.target = ""
 	if err := h.Refresh(t.Context()); err != nil {
 		t.Fatal(err)
 	}
@@ -364,7 +364,7 @@ func TestVersionIsNotWrittenUntilTheObjectHasTheNetworks(t *testing.T) {
 // before the IpamStorage is written, and the rest are freed.
 func TestFullNetworkAllocationDoesNotBlockAnAllocation(t *testing.T) {
 	h := fresh(t)
-	s := &stopping{Client: h.client, at: "PartialObjectMetadata"} // the kind of the IpamStorage
+	s := &stopping{Client: h.client, target: "PartialObjectMetadata"} // the kind of the IpamStorage
 	h.client = s
 	full := &isthmus.NetworkAllocation{ObjectMeta: metav1.ObjectMeta{Name: "b"}, Spec: isthmus.NetworkAllocationSpec{ClusterID: "b", Revision: 1}}
 	for i := range maxNetworks {
@@ -383,7 +383,7 @@ func TestFullNetworkAllocationDoesNotBlockAnAllocation(t *testing.T) {
 	if named := allocationOf(t, "b").Spec.Networks; len(named) != maxNetworks || !slices.Equal(named[:2], []string{"10.64.0.0/16", "10.65.0.0/16"}) {
 		t.Errorf("before the IpamStorage it names %v", named)
 	}
-	s.at = ""
+	s.target = ""
 	if _, err := h.Update(t.Context(), give); err != nil {
 		t.Fatal(err)
 	}
@@ -412,7 +412,7 @@ func (unread) List(context.Context, client.ObjectList, ...client.ListOption) err
 func TestIpamStorageIsRestoredAfterAnotherObjectConflicted(t *testing.T) {
 	h := fresh(t)
 	allocate(t, h.Store, "b", "10.64.0.0/16", "10.65.0.0/16")
-	s, reader := &stopping{Client: h.client, at: "NetworkAllocation b", err: apierrors.NewConflict(schema.GroupResource{}, "b", nil)}, h.reader
+	s, reader := &stopping{Client: h.client, target: "NetworkAllocation b", err: apierrors.NewConflict(schema.GroupResource{}, "b", nil)}, h.reader
 	h.client, h.reader = s, unread{reader}
 	if _, err := h.Update(t.Context(), func(b ipam.State) (ipam.State, error) { return b.Release("b"), nil }); err == nil {
 		t.Error("written all the same")
@@ -420,7 +420,7 @@ func TestIpamStorageIsRestoredAfterAnotherObjectConflicted(t *testing.T) {
 	if _, has := object(t).Spec.ClusterSubnets["b"]; has {
 		t.Error("the IpamStorage is not written")
 	}
-	s.at, h.reader = "", reader
+	s.target, h.reader = "", reader
 	h.update(func(b ipam.State) ipam.State { return b })
 	_, has := h.State().AllocationOf("b")
 	if _, written := object(t).Spec.ClusterSubnets["b"]; !has || !written {
@@ -432,7 +432,7 @@ func TestIpamStorageIsRestoredAfterAnotherObjectConflicted(t *testing.T) {
 // An object that cannot be written does not prevent writes of other objects.
 func TestFailedWriteOfOneObjectDoesNotBlockOthers(t *testing.T) {
 	h := fresh(t)
-	s := &stopping{Client: h.client, at: "NetworkAllocation b"}
+	s := &stopping{Client: h.client, target: "NetworkAllocation b"}
 	h.client = s
 	if _, err := h.Update(t.Context(), func(state ipam.State) (ipam.State, error) {
 		state, _, err := state.Allocate(claim("b", "10.64.0.0/16", "10.65.0.0/16"))

@@ -206,8 +206,8 @@ func TestDelayedDeletionOfTheIpamStorageDoesNotBlockUpdates(t *testing.T) {
 		t.Errorf("%s is written", o.Name)
 	}
 	for _, h := range []*harness{h, another} {
-		if !strings.Contains(h.said(), `msg="IpamStorage is being deleted`) || !strings.Contains(h.said(), finalizer) {
-			t.Errorf("it said %s", h.said())
+		if !strings.Contains(h.logged(), `msg="IpamStorage is being deleted`) || !strings.Contains(h.logged(), finalizer) {
+			t.Errorf("it said %s", h.logged())
 		}
 	}
 	edit(t, func(o *v1alpha1.IpamStorage) { o.Finalizers = nil })

@@ -252,7 +252,7 @@ func (s *Store) Observe(f Observer) {
 func (s *Store) write(ctx context.Context, f func(ipam.State) (ipam.State, error)) (ipam.State, error) {
 	for {
 		state := s.State()
-		next, err := f(s.freedByHand(state))
+		next, err := f(s.freedManually(state))
 		if err != nil {
 			return state, err
 		}

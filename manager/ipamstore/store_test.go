@@ -61,7 +61,7 @@ func (h *harness) Write(p []byte) (int, error) {
 	return h.log.Write(p)
 }
 
-func (h *harness) said() string {
+func (h *harness) logged() string {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	return h.log.String()
@@ -273,15 +273,15 @@ func TestRestartReadsTheWholeStateAndChangesNoObject(t *testing.T) {
 	}
 }
 
-// ask maps an endpoint and records the caller by as its requester.
-func (h *harness) ask(id, ip, by, what string) {
+// request maps an endpoint and records the caller by as its requester.
+func (h *harness) request(id, ip, by, what string) {
 	h.t.Helper()
 	if _, err := h.Update(h.t.Context(), func(b ipam.State) (ipam.State, error) {
 		b, _, err := b.MapEndpoint(id, netip.MustParseAddr(ip))
 		if err != nil {
 			return b, err
 		}
-		return b.Asked(id, netip.MustParseAddr(ip), by, what)
+		return b.AddRequester(id, netip.MustParseAddr(ip), by, what)
 	}); err != nil {
 		h.t.Error(err)
 	}
@@ -291,8 +291,8 @@ func TestRequestersOfAMappingSurviveARestart(t *testing.T) {
 	h := fresh(t)
 	h.allocate(claim("b", "10.244.0.0/16", "10.245.0.0/16"))
 	h.answered("b", "10.246.0.0/16", "10.247.0.0/16")
-	h.ask("b", "198.51.100.7", "certificate CN=one", "pod")
-	h.ask("b", "198.51.100.7", "certificate CN=another", "")
+	h.request("b", "198.51.100.7", "certificate CN=one", "pod")
+	h.request("b", "198.51.100.7", "certificate CN=another", "")
 	want := []isthmus.MappedEndpoint{{IP: "198.51.100.7", Address: "10.245.0.2", Requesters: []string{"certificate CN=another", "certificate CN=one"}, Target: "pod"}}
 	if got := allocationOf(t, "b").Spec.Endpoints; !reflect.DeepEqual(got, want) {
 		t.Errorf("the object says %+v", got)
@@ -307,9 +307,9 @@ func TestRequestersOfAMappingSurviveARestart(t *testing.T) {
 		t.Errorf("a restart sends %v", methods)
 	}
 	// Both processes write, and each keeps the requesters that the other one recorded.
-	h.ask("b", "198.51.100.8", "certificate CN=one", "")
-	again.ask("b", "198.51.100.9", "certificate CN=another", "")
-	if by := again.State().AskedFor("b", netip.MustParseAddr("198.51.100.8")); !slices.Equal(by, []string{"certificate CN=one"}) {
+	h.request("b", "198.51.100.8", "certificate CN=one", "")
+	again.request("b", "198.51.100.9", "certificate CN=another", "")
+	if by := again.State().Requesters("b", netip.MustParseAddr("198.51.100.8")); !slices.Equal(by, []string{"certificate CN=one"}) {
 		t.Errorf("what the other process noted: %v", by)
 	}
 	again.update(func(b ipam.State) ipam.State { return b.Release("b") })
@@ -364,23 +364,23 @@ func TestConcurrentUpdatesAreWrittenTogether(t *testing.T) {
 	h := fresh(t)
 	h.sent()
 	const number = 40
-	refused, gone := errors.New("no"), number-1
+	refused, cancelledIndex := errors.New("no"), number-1
 	cancelled, cancel := context.WithCancel(t.Context())
 	cancel()
-	errs, granted := make([]error, number), make([]ipam.Allocation, number)
+	errs, allocations := make([]error, number), make([]ipam.Allocation, number)
 	var group sync.WaitGroup
 	h.Store.mu.Lock()
 	for i := range number {
 		group.Go(func() {
 			ctx := t.Context()
-			if i == gone {
+			if i == cancelledIndex {
 				ctx = cancelled
 			}
 			_, errs[i] = h.Update(ctx, func(b ipam.State) (_ ipam.State, err error) {
 				if i == 0 {
 					return b.Release("nobody"), refused
 				}
-				b, granted[i], err = b.Allocate(claim(fmt.Sprint("peer-", i), "10.244.0.0/20", "10.245.0.0/20"))
+				b, allocations[i], err = b.Allocate(claim(fmt.Sprint("peer-", i), "10.244.0.0/20", "10.245.0.0/20"))
 				return b, err
 			})
 		})
@@ -397,9 +397,9 @@ func TestConcurrentUpdatesAreWrittenTogether(t *testing.T) {
 		switch {
 		case i == 0 && (err != refused || ok): //nolint:errorlint // it has to be that very error
 			t.Errorf("the update that has an error returned %v; the State has %v", err, have)
-		case i == gone: // its caller gave up; another caller may have written its update
-		case i > 0 && (err != nil || have != granted[i]):
-			t.Errorf("peer-%d: %v, was told %v, the State has %v", i, err, granted[i], have)
+		case i == cancelledIndex: // its caller gave up; another caller may have written its update
+		case i > 0 && (err != nil || have != allocations[i]):
+			t.Errorf("peer-%d: %v, was told %v, the State has %v", i, err, allocations[i], have)
 		}
 	}
 	if methods, _, _ := h.sent(); len(methods) > 2 {
@@ -531,8 +531,8 @@ func TestEditsOfTheIpamStorageAreReverted(t *testing.T) {
 				if g, _ := now.State().AllocationOf("b"); g.Pod != pfx("10.246.0.0/16") || !now.State().Mapped("b", netip.MustParseAddr("198.51.100.7")) || len(now.State().NetworksOf("d")) > 0 {
 					t.Errorf("%s: b has %v, %v; d %v", when, g, now.State().Allocation("b"), now.State().NetworksOf("d"))
 				}
-				if now.agree(); now == h && !strings.Contains(h.said(), "IpamStorage was changed or deleted by somebody else") {
-					t.Errorf("%s: log: %s", when, h.said())
+				if now.agree(); now == h && !strings.Contains(h.logged(), "IpamStorage was changed or deleted by somebody else") {
+					t.Errorf("%s: log: %s", when, h.logged())
 				}
 			}
 		})
@@ -545,7 +545,7 @@ func TestEditsOfANetworkAllocationAreReverted(t *testing.T) {
 	h := fresh(t)
 	h.allocate(claim("b", "10.244.0.0/16", "10.245.0.0/16"))
 	h.answered("b", "10.246.0.0/16", "10.247.0.0/16")
-	h.ask("b", "198.51.100.7", "one", "pod")
+	h.request("b", "198.51.100.7", "one", "pod")
 	was, own := allocationOf(t, "b").Spec, allocationOf(t, "us").Spec
 	for _, both := range []bool{false, true} {
 		patched(t, "b", `{"spec":{"seen":{"podCIDR":"10.99.0.0/16"},"endpoints":null,"unusedSince":"2026-11-25T12:00:00Z"}}`)
@@ -614,8 +614,8 @@ func TestLaterOfTwoConflictingNetworkAllocationsWins(t *testing.T) {
 	if g, _ := again.State().AllocationOf("c"); g.Pod.String() != c.Spec.Networks[0] || !again.State().Mapped("c", netip.MustParseAddr("198.51.100.8")) {
 		t.Errorf("c has %+v", again.State().Allocation("c"))
 	}
-	if has := again.State().NetworksOf("b"); len(has) > 0 || !strings.Contains(again.said(), "is invalid") {
-		t.Errorf("b has %v; log: %s", has, again.said())
+	if has := again.State().NetworksOf("b"); len(has) > 0 || !strings.Contains(again.logged(), "is invalid") {
+		t.Errorf("b has %v; log: %s", has, again.logged())
 	}
 	again.agree()
 	want(t, "afterwards", c.Spec.Networks...)
@@ -644,7 +644,7 @@ func TestAllocationMadeWhileAnotherManagerStartsIsKept(t *testing.T) {
 	if err := s.Load(t.Context()); err != nil {
 		t.Fatal(err)
 	}
-	if _, granted := s.State().AllocationOf("c"); !granted || len(object(t).Spec.ClusterSubnets) != 2 {
+	if _, allocated := s.State().AllocationOf("c"); !allocated || len(object(t).Spec.ClusterSubnets) != 2 {
 		t.Error("what was granted meanwhile is gone")
 	}
 	if named := allocations(t).Named; len(named) != 4 {
@@ -688,8 +688,8 @@ func TestLostAllocationIsRestoredFromItsTunnelEndpoint(t *testing.T) {
 		if got := again.agree(); !reflect.DeepEqual(got.Spec.ClusterSubnets, want.Spec.ClusterSubnets) || !reflect.DeepEqual(got.Spec.EndpointMappings, want.Spec.EndpointMappings) {
 			t.Errorf("%s: have %v, %v; want %v", name, got.Spec.ClusterSubnets, got.Spec.EndpointMappings, want.Spec)
 		}
-		if !strings.Contains(again.said(), "b-0001") {
-			t.Errorf("%s: log: %s", name, again.said())
+		if !strings.Contains(again.logged(), "b-0001") {
+			t.Errorf("%s: log: %s", name, again.logged())
 		}
 	}
 }
@@ -725,8 +725,8 @@ func TestOldestOfSeveralIpamStoragesIsUsed(t *testing.T) {
 	}
 	again := newStore(t)
 	first, err := again.find(t.Context())
-	if err != nil || !strings.Contains(again.said(), "more than one IpamStorage") {
-		t.Errorf("%v, log: %s", err, again.said())
+	if err != nil || !strings.Contains(again.logged(), "more than one IpamStorage") {
+		t.Errorf("%v, log: %s", err, again.logged())
 	}
 	if first.CreationTimestamp.After(other.CreationTimestamp.Time) {
 		t.Errorf("took %s of %v rather than %s of %v", first.Name, first.CreationTimestamp, other.Name, other.CreationTimestamp)
@@ -776,10 +776,10 @@ func TestLostStateIsRebuiltFromTunnelEndpointsAndNetworkConfigs(t *testing.T) {
 		again := loaded(t)
 		again.update(func(b ipam.State) ipam.State { b, _ = b.Configure(ours); return b })
 		if got := again.agree().Spec; !reflect.DeepEqual(got, want) {
-			t.Errorf("rebuilt\n%+v\nwant\n%+v\nlog: %s", got, want, again.said())
+			t.Errorf("rebuilt\n%+v\nwant\n%+v\nlog: %s", got, want, again.logged())
 		}
-		if !strings.Contains(again.said(), "evil-0004") {
-			t.Errorf("log: %s", again.said())
+		if !strings.Contains(again.logged(), "evil-0004") {
+			t.Errorf("log: %s", again.logged())
 		}
 	}
 }
@@ -1009,7 +1009,7 @@ func TestNetworksOfRemovedPeersSurviveARestart(t *testing.T) {
 		t.Fatal(err)
 	}
 	refresh(t, again)
-	if _, known := loaded(t).State().FormerOf("b"); known {
+	if _, known := loaded(t).State().PreviousOf("b"); known {
 		t.Error("b is remembered")
 	}
 }

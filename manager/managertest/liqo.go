@@ -34,8 +34,8 @@ func InstallLiqo(t *testing.T) {
 			t.Error(err)
 		}
 		for { // the next test needs an API server that no longer serves the kind
-			gone := apierrors.IsNotFound(Client.Get(context.Background(), client.ObjectKeyFromObject(crd), crd))
-			if _, err := kinds.ServerResourcesForGroupVersion(peers.ForeignClusterVersion.String()); gone && apierrors.IsNotFound(err) {
+			deleted := apierrors.IsNotFound(Client.Get(context.Background(), client.ObjectKeyFromObject(crd), crd))
+			if _, err := kinds.ServerResourcesForGroupVersion(peers.ForeignClusterVersion.String()); deleted && apierrors.IsNotFound(err) {
 				return
 			}
 			time.Sleep(50 * time.Millisecond)

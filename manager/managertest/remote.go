@@ -50,21 +50,21 @@ func (r *Remote) Status() isthmus.PeeringStatus {
 	return p.Status
 }
 
-// Is reports whether the Peering's condition has the reason.
-func (r *Remote) Is(condition, reason string) bool {
+// HasReason reports whether the Peering's condition has the reason.
+func (r *Remote) HasReason(condition, reason string) bool {
 	c := meta.FindStatusCondition(r.Status().Conditions, condition)
 	return c != nil && c.Reason == reason
 }
 
-// UntilIs waits until the Peering's condition has the reason.
-func (r *Remote) UntilIs(condition, reason string) {
+// WaitForReason waits until the Peering's condition has the reason.
+func (r *Remote) WaitForReason(condition, reason string) {
 	r.W.T.Helper()
 	defer func() {
 		if r.W.T.Failed() {
 			r.W.T.Logf("%+v", r.Status())
 		}
 	}()
-	r.W.Until(condition+" is "+reason, func() bool { return r.Is(condition, reason) })
+	r.W.Until(condition+" is "+reason, func() bool { return r.HasReason(condition, reason) })
 }
 
 // Message returns the message of a condition of the Peering.
@@ -124,15 +124,16 @@ func (r *Remote) Delete() {
 	r.W.OK(r.W.API().Delete(r.W.Ctx, r.Peering))
 }
 
-// Gone reports whether the Peering no longer exists.
-func (r *Remote) Gone() bool {
+// Deleted reports whether the Peering no longer exists.
+func (r *Remote) Deleted() bool {
 	p, err := controllers.Found(r.W.Ctx, r.W.API(), types.NamespacedName{Name: r.Peering.Name}, new(isthmus.Peering))
 	r.W.OK(err)
 	return p == nil
 }
 
-// CopyGone does what the replicator does once our NetworkConfig no longer exists at the peer.
-func (r *Remote) CopyGone() {
+// RemoveFinalizer does what the replicator does once our NetworkConfig no longer exists at the
+// peer.
+func (r *Remote) RemoveFinalizer() {
 	r.W.T.Helper()
 	nc := r.Original()
 	controllerutil.RemoveFinalizer(nc, v1alpha1.FinalizerReplicator)

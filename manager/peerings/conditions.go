@@ -57,10 +57,10 @@ type peeringState struct {
 	key      keyState
 	rotates  bool // whether our key rotates and peers get the next key
 
-	granted  ipam.Allocation   // allocation of the peer; zero: none
-	standing [2]ipam.Standing  // explanation of the peer's networks here; zero: the claim is refused
-	unstored *metav1.Condition // Accepted of the peer's NetworkConfig if the API server drops conditions; nil: it stores them, or no answer yet
-	keyOwner string            // another peer that has a key of the claim, if the claim is refused because of the key
+	allocation   ipam.Allocation     // allocation of the peer; zero: none
+	translations [2]ipam.Translation // explanation of the peer's networks here; zero: the claim is refused
+	unstored     *metav1.Condition   // Accepted of the peer's NetworkConfig if the API server drops conditions; nil: it stores them, or no answer yet
+	keyOwner     string              // another peer that has a key of the claim, if the claim is refused because of the key
 }
 
 // steps has all conditions except Ready, in the order in which they become true.
@@ -230,13 +230,13 @@ func answeredCondition(s peeringState) condition {
 	case original == nil:
 		return no(isthmus.ReasonWaitingAnswer, "our NetworkConfig is not written yet")
 	case s.unreadable.status == metav1.ConditionFalse:
-		return no(s.unreadable.reason, "%s", s.refusedThere("answers", s.unreadable.message, "the peer's manager must answer with networks of the same length"))
+		return no(s.unreadable.reason, "%s", s.refusedByPeer("answers", s.unreadable.message, "the peer's manager must answer with networks of the same length"))
 	}
 	accepted := meta.FindStatusCondition(original.Status.Conditions, v1alpha1.ConditionAccepted)
 	switch n := networksOf(original); {
 	case accepted != nil && accepted.Status == metav1.ConditionFalse:
 		reason := known(accepted.Reason)
-		return no(reason, "%s", s.refusedThere("refuses", accepted.Message, s.remedyThere(reason)))
+		return no(reason, "%s", s.refusedByPeer("refuses", accepted.Message, s.remedyAtPeer(reason)))
 	case !original.Status.Processed:
 		return no(isthmus.ReasonWaitingAnswer, "the peer has not answered our NetworkConfig yet")
 	case s.withdrew():
@@ -283,7 +283,7 @@ func acceptedCondition(s peeringState) condition {
 // allocated for the peer. An answer to an older claim does not fit.
 func (s peeringState) inForceAsSeen(nc *v1alpha1.NetworkConfig) bool {
 	pod, external, answered := fabric.SeenBy(nc)
-	return answered && s.granted == ipam.Allocation{Pod: pod, External: external}
+	return answered && s.allocation == ipam.Allocation{Pod: pod, External: external}
 }
 
 // withdrew reports whether the peer's NetworkConfig existed here and is now deleted or being
@@ -342,7 +342,7 @@ func connectedCondition(s peeringState) condition {
 	if s.key.required && s.key.use == "" {
 		return no(isthmus.ReasonNoKey, "spec.postQuantum is Required, and there is no preshared key: %s; the tunnel stays down until there is one", s.key.why())
 	}
-	at := endpointText(te.Spec.EndpointIP, te.Spec.BackendConfig)
+	endpoint := endpointText(te.Spec.EndpointIP, te.Spec.BackendConfig)
 	accepted := meta.FindStatusCondition(te.Status.Conditions, v1alpha1.ConditionAccepted)
 	because := reasonOf(&te.Status)
 	switch c := te.Status.Connection; {
@@ -357,14 +357,14 @@ func connectedCondition(s peeringState) condition {
 		return condition{because.Status, because.Reason, because.Message}
 	case c.Status == v1alpha1.Connected && s.key.required && exchange.PresharedIn(te) == "":
 		return no(isthmus.ReasonNoKey, "spec.postQuantum is Required, but the gateway reports a session without a preshared key; an existing session ends within three minutes, but a gateway of an older version keeps using none")
-	case c.Status == v1alpha1.Connected && s.key.spoiled() != "":
-		return yes(isthmus.ReasonConnected, "the gateway hears the peer; "+s.key.spoiled())
+	case c.Status == v1alpha1.Connected && s.key.invalidFields() != "":
+		return yes(isthmus.ReasonConnected, "the gateway hears the peer; "+s.key.invalidFields())
 	case c.Status == v1alpha1.Connected:
 		return yes(isthmus.ReasonConnected, "the gateway hears the peer")
 	case c.Status == v1alpha1.Connecting:
-		return no(isthmus.ReasonConnecting, "the gateway waits for the peer at %s", at)
+		return no(isthmus.ReasonConnecting, "the gateway waits for the peer at %s", endpoint)
 	case c.Status == v1alpha1.ConnectionError:
-		return no(isthmus.ReasonLost, "the gateway does not hear %s at %s: %s", s.who(), at, plain(c.StatusMessage))
+		return no(isthmus.ReasonLost, "the gateway does not hear %s at %s: %s", s.who(), endpoint, plain(c.StatusMessage))
 	}
 	return no(isthmus.ReasonNoGateway, "no gateway has written a status of the TunnelEndpoint yet")
 }

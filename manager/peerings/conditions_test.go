@@ -127,7 +127,7 @@ func TestPeeringConditionsReportTheFirstProblem(t *testing.T) {
 			isthmus.ConditionPeerConfig, isthmus.ReasonWaitingAnswer, isthmus.ReasonWaitingAnswer, "has changed; the new version is not answered yet"},
 		{"the peer has moved, and has the networks that it had", func(s *peeringState) {
 			s.copies[0].Generation = 2
-			s.granted.Pod, s.granted.External, _ = fabric.SeenBy(&s.copies[0])
+			s.allocation.Pod, s.allocation.External, _ = fabric.SeenBy(&s.copies[0])
 		}, isthmus.ConditionPeerConfig, isthmus.ReasonAnswered, isthmus.ReasonConnected, "traffic can flow"},
 		{"conditions are not stored, and the answer is in force", func(s *peeringState) {
 			s.copies[0].Status.Conditions = nil
@@ -275,7 +275,7 @@ func TestFailedKeyExchangeIsReportedWhileTrafficContinues(t *testing.T) {
 			t.Errorf("%s: %+v and %+v; want the key of before, and traffic", progress, got, connected)
 		}
 		for what, text := range map[string]string{"status.postQuantum.why": got.Why, "Connected": connected.message} {
-			if told := strings.Contains(text, "no new preshared key: "); told != (words != "") || !strings.Contains(text, words) {
+			if mentioned := strings.Contains(text, "no new preshared key: "); mentioned != (words != "") || !strings.Contains(text, words) {
 				t.Errorf("%s: %s is %q; want %q", progress, what, text, words)
 			}
 		}

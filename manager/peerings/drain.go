@@ -49,19 +49,19 @@ func (d drain) next(now time.Time, shared bool) (drain, time.Duration) {
 
 // drains has the drain of each Peering that is being deleted.
 type drains struct {
-	mu sync.Mutex
-	of map[types.UID]drain
+	mu        sync.Mutex
+	byPeering map[types.UID]drain
 }
 
 func (d *drains) next(id types.UID, now time.Time, shared bool) (left time.Duration) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	if d.of == nil {
-		d.of = make(map[types.UID]drain)
+	if d.byPeering == nil {
+		d.byPeering = make(map[types.UID]drain)
 	}
-	d.of[id], left = d.of[id].next(now, shared)
+	d.byPeering[id], left = d.byPeering[id].next(now, shared)
 	if left == 0 {
-		delete(d.of, id)
+		delete(d.byPeering, id)
 	}
 	return left
 }

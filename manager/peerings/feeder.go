@@ -12,8 +12,8 @@ import (
 	"github.com/isthmus-net/isthmus/manager/replication"
 )
 
-// pauseOfFeeder is the minimum time between two lists of all peers.
-const pauseOfFeeder = 50 * time.Millisecond
+// feederPause is the minimum time between two lists of all peers.
+const feederPause = 50 * time.Millisecond
 
 // A Feeder passes the list of all peers to the replicator. It always passes the whole list, so one
 // request stands for any number of changes. A peer stays in the list until its Peering no longer
@@ -48,7 +48,7 @@ func (f *Feeder) Reconcile(ctx context.Context, _ ctrl.Request) (ctrl.Result, er
 	// The first of many changes takes effect at once, and the rest together after the pause. Otherwise
 	// each change would cost a list of all peers.
 	select {
-	case <-time.After(pauseOfFeeder):
+	case <-time.After(feederPause):
 	case <-ctx.Done():
 	}
 	return ctrl.Result{}, nil

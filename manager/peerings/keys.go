@@ -24,12 +24,12 @@ func (s *peeringState) keys(was isthmus.KeysStatus, now metav1.Time) isthmus.Key
 	if s.original != nil && k.Ours != shortKey(s.original.Spec.BackendConfig[v1alpha1.ConfigPublicKey]) {
 		k.Lags = k.Ours != "" || s.rotates || was.Lags // a peer that never had a session lags once a rotation begins
 	}
-	since := func(is, before string, at *metav1.Time) *metav1.Time {
+	since := func(current, before string, stored *metav1.Time) *metav1.Time {
 		switch {
-		case is == "":
+		case current == "":
 			return nil
-		case is == before && at != nil:
-			return at
+		case current == before && stored != nil:
+			return stored
 		}
 		return &now
 	}

@@ -106,7 +106,7 @@ func TestMoreSpecificCausesAreReportedInsteadOfAMissedKeyRotation(t *testing.T) 
 		if v.reason != c.want || v.status != metav1.ConditionFalse {
 			t.Errorf("%+v: %+v", c, v)
 		}
-		if told := strings.Contains(v.message, "the key of our gateway rotated"); told != (c.want == isthmus.ReasonKeyMissed || c.want == v1alpha1.CauseWrongKey) {
+		if mentioned := strings.Contains(v.message, "the key of our gateway rotated"); mentioned != (c.want == isthmus.ReasonKeyMissed || c.want == v1alpha1.CauseWrongKey) {
 			t.Errorf("%+v: %s", c, v.message)
 		}
 	}

@@ -42,13 +42,13 @@ type Liveness struct {
 
 	changed chan event.GenericEvent
 
-	mu     sync.Mutex
-	looked bool
-	unread string // the error of the last read of the Lease, or ""
-	lease  coordinationv1.LeaseSpec
-	since  time.Time // when the Lease was first seen with its present content; zero: not seen
-	gone   time.Time // since when a Lease that existed before is missing; zero: it exists
-	silent string
+	mu      sync.Mutex
+	looked  bool
+	unread  string // the error of the last read of the Lease, or ""
+	lease   coordinationv1.LeaseSpec
+	since   time.Time // when the Lease was first seen with its present content; zero: not seen
+	missing time.Time // since when a Lease that existed before is missing; zero: it exists
+	silent  string
 }
 
 // NewLiveness returns a Liveness that assumes an active gateway until it has read the Lease.
@@ -89,16 +89,16 @@ func (p *Liveness) look(ctx context.Context) {
 	err := p.Reader.Get(ctx, types.NamespacedName{Namespace: p.Namespace, Name: isthmus.LeaseGateway}, &lease)
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	p.tell(err)
+	p.logUnread(err)
 	switch now := time.Now(); {
 	case apierrors.IsNotFound(err) && !p.looked:
 		p.since = time.Time{}
-		p.say("")
+		p.setSilent("")
 	case apierrors.IsNotFound(err): // somebody deleted the Lease; an active gateway creates it again
-		if p.since = (time.Time{}); p.gone.IsZero() {
-			p.gone = now
-		} else if now.Sub(p.gone) >= livenessTimeout {
-			p.say(fmt.Sprintf("no gateway is active: Lease %s/%s was deleted and not recreated; check that the gateway Pods run and reach the API server", p.Namespace, isthmus.LeaseGateway))
+		if p.since = (time.Time{}); p.missing.IsZero() {
+			p.missing = now
+		} else if now.Sub(p.missing) >= livenessTimeout {
+			p.setSilent(fmt.Sprintf("no gateway is active: Lease %s/%s was deleted and not recreated; check that the gateway Pods run and reach the API server", p.Namespace, isthmus.LeaseGateway))
 		}
 		return
 	case err != nil: // while this manager cannot read the Lease, the gateway probably cannot renew it
@@ -108,20 +108,21 @@ func (p *Liveness) look(ctx context.Context) {
 		// A restarted manager must not report Ready if the previous manager knew that no gateway was
 		// active.
 		if r := lease.Spec.RenewTime; !p.looked && r != nil && now.Sub(r.Time) >= livenessTimeout+clockSkew {
-			p.say(p.sentence())
+			p.setSilent(p.sentence())
 		}
 		p.looked = true
-		p.gone = time.Time{}
+		p.missing = time.Time{}
 	case !p.lease.RenewTime.Equal(lease.Spec.RenewTime) || ptr.Deref(p.lease.HolderIdentity, "") != ptr.Deref(lease.Spec.HolderIdentity, ""):
 		p.lease, p.since = lease.Spec, now
-		p.say("")
+		p.setSilent("")
 	case now.Sub(p.since) >= livenessTimeout, ptr.Deref(p.lease.HolderIdentity, "") == "" && now.Sub(p.since) >= releasedTimeout:
-		p.say(p.sentence())
+		p.setSilent(p.sentence())
 	}
 }
 
-// tell logs once the reason why liveness is unknown, for example RBAC rules of an older version.
-func (p *Liveness) tell(err error) {
+// logUnread logs once the reason why liveness is unknown, for example RBAC rules of an older
+// version.
+func (p *Liveness) logUnread(err error) {
 	unread := ""
 	if err != nil && !apierrors.IsNotFound(err) {
 		unread = err.Error()
@@ -145,9 +146,9 @@ func (p *Liveness) sentence() string {
 	return fmt.Sprintf("no gateway is active: Lease %s/%s %s; check that the gateway Pods run and reach the API server", p.Namespace, isthmus.LeaseGateway, last)
 }
 
-// say sets the sentence that Silent returns. If the sentence is new, say notifies the reader of
-// Changed.
-func (p *Liveness) say(sentence string) {
+// setSilent sets the sentence that Silent returns. If the sentence is new, setSilent notifies the
+// reader of Changed.
+func (p *Liveness) setSilent(sentence string) {
 	if sentence == p.silent {
 		return
 	}

@@ -68,17 +68,17 @@ func TestPeerNetworkThatANodeReachesLaterIsKeptAndReported(t *testing.T) {
 	before := p.Endpoint()
 
 	r := w.Report("n1", []string{"10.60.32.0/24"})
-	p.UntilIs(isthmus.ConditionReady, isthmus.ReasonOverlap)
+	p.WaitForReason(isthmus.ConditionReady, isthmus.ReasonOverlap)
 	want := "ExternalCIDR of peer " + p.Cluster.ClusterID + ", 10.60.0.0/18 here, overlaps a network of node n1, 10.60.32.0/24"
 	if m := p.Message(isthmus.ConditionReady); !strings.Contains(m, want) {
 		t.Errorf("Ready says %q, want %q", m, want)
 	}
-	told := ""
+	recorded := ""
 	w.Until("an Event says so", func() bool {
 		for len(w.events.Events) > 0 {
-			told += <-w.events.Events + "\n"
+			recorded += <-w.events.Events + "\n"
 		}
-		return strings.Contains(told, "Warning Overlap Ready: ") && strings.Contains(told, want)
+		return strings.Contains(recorded, "Warning Overlap Ready: ") && strings.Contains(recorded, want)
 	})
 	if now, _ := w.ipam.State().AllocationOf(p.Cluster.ClusterID); now != had {
 		t.Errorf("the peer has %v, had %v", now, had)
@@ -87,5 +87,5 @@ func TestPeerNetworkThatANodeReachesLaterIsKeptAndReported(t *testing.T) {
 		t.Errorf("the TunnelEndpoint is %+v", now.Spec)
 	}
 	w.OK(w.API().Delete(w.Ctx, r))
-	p.UntilIs(isthmus.ConditionReady, isthmus.ReasonConnected)
+	p.WaitForReason(isthmus.ConditionReady, isthmus.ReasonConnected)
 }

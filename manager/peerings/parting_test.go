@@ -16,8 +16,8 @@ import (
 	"github.com/isthmus-net/isthmus/manager/replication"
 )
 
-// ofPeer is a finalizer that no controller here removes.
-const ofPeer = "example.com/of-the-peer"
+// peerFinalizer is a finalizer that no controller here removes.
+const peerFinalizer = "example.com/of-the-peer"
 
 // keep inserts a finalizer between the present finalizers of a NetworkConfig.
 func (r *remote) keep(nc *v1alpha1.NetworkConfig, finalizer string) {
@@ -32,20 +32,20 @@ func TestForeignFinalizerOnOurNetworkConfigDoesNotBlockUnpeering(t *testing.T) {
 	w.Gateway("192.0.2.1")
 	p := w.peer("b")
 	p.join()
-	p.keep(p.Original(), ofPeer)
+	p.keep(p.Original(), peerFinalizer)
 	w.Until("the peer's finalizer is gone from our NetworkConfig, and ours is not", func() bool {
 		nc := p.Original()
-		return !controllerutil.ContainsFinalizer(nc, ofPeer) && controllerutil.ContainsFinalizer(nc, v1alpha1.FinalizerReplicator)
+		return !controllerutil.ContainsFinalizer(nc, peerFinalizer) && controllerutil.ContainsFinalizer(nc, v1alpha1.FinalizerReplicator)
 	})
 
 	// The finalizer is added again just before the end, and the peer does not answer.
-	w.stub.say(p.Cluster.ClusterID, replication.State{
+	w.stub.report(p.Cluster.ClusterID, replication.State{
 		Identity: replication.Condition{Status: metav1.ConditionFalse, Reason: isthmus.ReasonUnreachable, Message: "https://b:6443 does not answer"}})
-	p.UntilIs(isthmus.ConditionIdentity, isthmus.ReasonUnreachable)
-	p.keep(p.Original(), ofPeer)
+	p.WaitForReason(isthmus.ConditionIdentity, isthmus.ReasonUnreachable)
+	p.keep(p.Original(), peerFinalizer)
 	w.OK(w.API().Patch(w.Ctx, p.Peering.DeepCopy(), client.RawPatch(types.MergePatchType, []byte(`{"metadata":{"annotations":{"`+isthmus.AnnotationForce+`":"true"}}}`))))
 	p.Delete()
-	w.Until("the Peering is gone", p.Gone)
+	w.Until("the Peering is gone", p.Deleted)
 	if nc := p.Original(); nc != nil {
 		t.Errorf("our NetworkConfig has stayed: %v", nc.Finalizers)
 	}
@@ -58,9 +58,9 @@ func TestDeletedCopyIsRemovedDespiteAForeignFinalizer(t *testing.T) {
 	p.join()
 	theirs := p.Theirs()
 	w.OK(w.API().Get(w.Ctx, client.ObjectKeyFromObject(theirs), theirs))
-	p.keep(theirs, ofPeer)
+	p.keep(theirs, peerFinalizer)
 	w.Always("while it lives it is the peer's", func() bool {
-		return w.API().Get(w.Ctx, client.ObjectKeyFromObject(theirs), theirs) == nil && controllerutil.ContainsFinalizer(theirs, ofPeer)
+		return w.API().Get(w.Ctx, client.ObjectKeyFromObject(theirs), theirs) == nil && controllerutil.ContainsFinalizer(theirs, peerFinalizer)
 	})
 	w.OK(w.API().Delete(w.Ctx, theirs))
 	w.Until("the copy is gone", func() bool {
@@ -81,7 +81,7 @@ func TestDeletionOfTheTenantNamespaceCompletes(t *testing.T) {
 		w.OK(err)
 		return ns == nil
 	})
-	p.UntilIs(isthmus.ConditionReady, isthmus.ReasonLocalSetup)
+	p.WaitForReason(isthmus.ConditionReady, isthmus.ReasonLocalSetup)
 	var last string
 	for len(w.events.Events) > 0 {
 		if e := <-w.events.Events; strings.Contains(e, reasonLeftBehind) {

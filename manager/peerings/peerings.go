@@ -223,14 +223,14 @@ func (r *Reconciler) gather(ctx context.Context, peering *isthmus.Peering) (s pe
 		return s, fmt.Errorf("NetworkConfigs in %s: %w", peer.LocalNamespace, err)
 	}
 	s.copies = copies.Items
-	if err := r.weigh(ctx, &s, peer); err != nil {
+	if err := r.evaluateClaim(ctx, &s, peer); err != nil {
 		return s, err
 	}
 	r.gatherServices(ctx, &s)
 	r.gatherKey(ctx, &s, peer)
 	state, looked := r.Replicator.State(peer.Cluster.ClusterID)
 	if !looked { // after a restart, the last status stays until the replicator has checked the peer
-		s.identity, s.published = told(peering, isthmus.ConditionIdentity), told(peering, isthmus.ConditionPublished)
+		s.identity, s.published = storedCondition(peering, isthmus.ConditionIdentity), storedCondition(peering, isthmus.ConditionPublished)
 		return s, nil
 	}
 	s.identity, s.published = s.aboutPeer(conditionOf(state.Identity, unknown)), s.aboutPeer(conditionOf(state.Published, unknown))
@@ -238,9 +238,9 @@ func (r *Reconciler) gather(ctx context.Context, peering *isthmus.Peering) (s pe
 	return s, nil
 }
 
-// told returns a condition from the stored status.
-func told(peering *isthmus.Peering, of string) condition {
-	c := meta.FindStatusCondition(peering.Status.Conditions, of)
+// storedCondition returns a condition from the stored status.
+func storedCondition(peering *isthmus.Peering, conditionType string) condition {
+	c := meta.FindStatusCondition(peering.Status.Conditions, conditionType)
 	if c == nil || c.Reason == isthmus.ReasonConflict { // because of the conflict, nothing was checked
 		return unknown
 	}
@@ -335,15 +335,15 @@ func (r *Reconciler) force(ctx context.Context, s *peeringState, now time.Time) 
 		return nil // no object stays at the peer
 	}
 	left := fmt.Sprintf("%s: NetworkConfig %s/%s may stay at the peer, cluster %s (%s)",
-		why, s.peering.Spec.TenantNamespace.Remote, nc.Name, s.peering.Spec.Cluster.ClusterID, s.peerSays())
+		why, s.peering.Spec.TenantNamespace.Remote, nc.Name, s.peering.Spec.Cluster.ClusterID, s.peerProblem())
 	left = fit(left, 1024) // the limit of an Event's note
 	r.Log.Warn(left, "peering", s.peering.Name)
 	r.Events.Eventf(s.peering, nil, corev1.EventTypeWarning, reasonLeftBehind, "ForceUnpeer", "%s", left)
 	return nil
 }
 
-// peerSays returns the replicator's last problem with the peer's API server, as a clause.
-func (s *peeringState) peerSays() string {
+// peerProblem returns the replicator's last problem with the peer's API server, as a clause.
+func (s *peeringState) peerProblem() string {
 	if s.identity.status != metav1.ConditionTrue {
 		return s.identity.message
 	}
@@ -365,12 +365,12 @@ func waitingFor(s peeringState, now time.Time) string {
 	switch nc := s.original; {
 	case nc == nil:
 	case controllerutil.ContainsFinalizer(nc, v1alpha1.FinalizerReplicator):
-		ends := ""
+		suffix := ""
 		if peer.InBand {
-			ends = fmt.Sprintf(", and so does the closing of the tunnel at %s", peer.Left.Add(peers.InBandPatience).UTC().Format(time.TimeOnly+"Z"))
+			suffix = fmt.Sprintf(", and so does the closing of the tunnel at %s", peer.Left.Add(peers.InBandPatience).UTC().Format(time.TimeOnly+"Z"))
 		}
 		all = append(all, fmt.Sprintf("the peer's API server to delete NetworkConfig %s/%s there (%s); the annotation %s=true ends the wait and leaves it there%s",
-			s.peering.Spec.TenantNamespace.Remote, nc.Name, s.peerSays(), isthmus.AnnotationForce, ends))
+			s.peering.Spec.TenantNamespace.Remote, nc.Name, s.peerProblem(), isthmus.AnnotationForce, suffix))
 	default:
 		all = append(all, fmt.Sprintf("NetworkConfig %s/%s to be deleted", nc.Namespace, nc.Name))
 	}

@@ -23,7 +23,7 @@ func TestPeeringStatusReportsEachStep(t *testing.T) {
 	w := newWorld(t, false)
 	p := w.describe("b")
 	w.Create(p.Peering)
-	p.UntilIs(isthmus.ConditionReady, isthmus.ReasonLocalSetup)
+	p.WaitForReason(isthmus.ConditionReady, isthmus.ReasonLocalSetup)
 	if m := p.Message(isthmus.ConditionReady); !strings.Contains(m, "tenant namespace "+p.NS+": not found") || !strings.Contains(m, "wireguard-pubkey") {
 		t.Errorf("Ready says %q", m)
 	}
@@ -34,12 +34,12 @@ func TestPeeringStatusReportsEachStep(t *testing.T) {
 	w.Until("the namespace is not missed any more", func() bool { return !strings.Contains(p.Message(isthmus.ConditionReady), p.NS) })
 	w.Gateway("192.0.2.1")
 	p.UntilPublished()
-	w.Until("Ready has another reason", func() bool { return !p.Is(isthmus.ConditionReady, isthmus.ReasonLocalSetup) })
+	w.Until("Ready has another reason", func() bool { return !p.HasReason(isthmus.ConditionReady, isthmus.ReasonLocalSetup) })
 	w.Until("the replicator knows the peer", func() bool { return w.stub.has(p.Cluster.ClusterID) })
 
-	w.stub.say(p.Cluster.ClusterID, replication.State{Identity: replication.Condition{
+	w.stub.report(p.Cluster.ClusterID, replication.State{Identity: replication.Condition{
 		Status: metav1.ConditionFalse, Reason: isthmus.ReasonSecretMissing, Message: "Secret " + p.NS + "/isthmus-identity: not there"}})
-	p.UntilIs(isthmus.ConditionIdentity, isthmus.ReasonSecretMissing)
+	p.WaitForReason(isthmus.ConditionIdentity, isthmus.ReasonSecretMissing)
 	if m := p.Message(isthmus.ConditionReady); !strings.Contains(m, "IdentityReady: "+p.Cluster.ClusterName+" ("+p.Cluster.ClusterID+"): Secret "+p.NS) {
 		t.Errorf("Ready says %q", m)
 	}
@@ -53,19 +53,19 @@ func TestPeeringStatusReportsEachStep(t *testing.T) {
 	te.Status.Connection.Status = v1alpha1.ConnectionError
 	te.Status.Connection.StatusMessage = "No network connectivity towards remote cluster"
 	w.OK(w.API().Status().Update(w.Ctx, te))
-	p.UntilIs(isthmus.ConditionConnected, isthmus.ReasonLost)
-	p.UntilIs(isthmus.ConditionReady, isthmus.ReasonLost)
+	p.WaitForReason(isthmus.ConditionConnected, isthmus.ReasonLost)
+	p.WaitForReason(isthmus.ConditionReady, isthmus.ReasonLost)
 
-	var told []string
+	var recorded []string
 	w.Until("both are told", func() bool { // Events are sent after the status is written
 		for len(w.events.Events) > 0 {
-			told = append(told, <-w.events.Events)
+			recorded = append(recorded, <-w.events.Events)
 		}
-		text := strings.Join(told, "\n")
+		text := strings.Join(recorded, "\n")
 		return strings.Contains(text, "Normal Connected traffic can flow") && strings.Contains(text, "Warning ConnectionLost Connected:")
 	})
-	if len(told) > 6 {
-		t.Errorf("%d events are not only transitions:\n%s", len(told), strings.Join(told, "\n"))
+	if len(recorded) > 6 {
+		t.Errorf("%d events are not only transitions:\n%s", len(recorded), strings.Join(recorded, "\n"))
 	}
 }
 
@@ -79,12 +79,12 @@ func TestDeletedPeeringRemovesItsObjectsInOrder(t *testing.T) {
 		return b, err
 	})
 	w.OK(err)
-	granted := func() bool { _, ok := w.ipam.State().AllocationOf(p.Cluster.ClusterID); return ok }
+	allocated := func() bool { _, ok := w.ipam.State().AllocationOf(p.Cluster.ClusterID); return ok }
 	p.Delete()
-	p.UntilIs(isthmus.ConditionReady, isthmus.ReasonUnpeering)
+	p.WaitForReason(isthmus.ConditionReady, isthmus.ReasonUnpeering)
 	w.Until("the TunnelEndpoint is gone at once", func() bool { return p.Endpoint() == nil })
 	w.Until("our NetworkConfig is being deleted", func() bool { return !p.Original().DeletionTimestamp.IsZero() })
-	w.stub.say(p.Cluster.ClusterID, replication.State{
+	w.stub.report(p.Cluster.ClusterID, replication.State{
 		Identity:  replication.Condition{Status: metav1.ConditionFalse, Reason: isthmus.ReasonUnreachable, Message: "https://b: connection refused"},
 		Published: replicated.Published,
 	})
@@ -92,13 +92,13 @@ func TestDeletedPeeringRemovesItsObjectsInOrder(t *testing.T) {
 		m := p.Message(isthmus.ConditionReady)
 		return strings.Contains(m, "tenant-at-b/"+p.Cluster.UniqueName()) && strings.Contains(m, "connection refused") && strings.Contains(m, isthmus.AnnotationForce)
 	})
-	w.Always("the Peering waits, and so do the IPAM state", func() bool { return !p.Gone() && granted() })
+	w.Always("the Peering waits, and so do the IPAM state", func() bool { return !p.Deleted() && allocated() })
 	if !w.stub.has(p.Cluster.ClusterID) {
 		t.Error("the replicator must keep the peer until the copy is gone")
 	}
-	p.CopyGone()
-	w.Until("the Peering is gone", p.Gone)
-	if granted() || w.ipam.State().ReleasedAt(p.Cluster.ClusterID).IsZero() {
+	p.RemoveFinalizer()
+	w.Until("the Peering is gone", p.Deleted)
+	if allocated() || w.ipam.State().ReleasedAt(p.Cluster.ClusterID).IsZero() {
 		t.Error("the networks of the peer were not released, or are not held")
 	}
 	w.Until("the replicator has let go", func() bool { return !w.stub.has(p.Cluster.ClusterID) })
@@ -109,14 +109,14 @@ func TestForcedUnpeeringDoesNotWaitAndReportsLeftoverObjects(t *testing.T) {
 	w.Gateway("192.0.2.1")
 	p := w.peer("b")
 	p.join()
-	w.stub.say(p.Cluster.ClusterID, replication.State{
+	w.stub.report(p.Cluster.ClusterID, replication.State{
 		Identity: replication.Condition{Status: metav1.ConditionFalse, Reason: isthmus.ReasonUnreachable, Message: "https://b:6443 does not answer"}})
-	p.UntilIs(isthmus.ConditionIdentity, isthmus.ReasonUnreachable)
+	p.WaitForReason(isthmus.ConditionIdentity, isthmus.ReasonUnreachable)
 	force := client.RawPatch(types.MergePatchType, []byte(`{"metadata":{"annotations":{"`+isthmus.AnnotationForce+`":"true"}}}`))
 	w.OK(w.API().Patch(w.Ctx, p.Peering.DeepCopy(), force))
 	w.Always("without a deletion it means nothing", func() bool { return p.Original().DeletionTimestamp.IsZero() })
 	p.Delete()
-	w.Until("the Peering is gone", p.Gone)
+	w.Until("the Peering is gone", p.Deleted)
 	var last string
 	for len(w.events.Events) > 0 {
 		if e := <-w.events.Events; strings.Contains(e, reasonLeftBehind) {
@@ -134,27 +134,27 @@ func TestPeeringWithoutObjectsIsDeletedAtOnce(t *testing.T) {
 	w := newWorld(t, false)
 	p := w.describe("b")
 	w.Create(p.Peering)
-	p.UntilIs(isthmus.ConditionReady, isthmus.ReasonLocalSetup)
+	p.WaitForReason(isthmus.ConditionReady, isthmus.ReasonLocalSetup)
 	p.Delete()
-	w.Until("the Peering is gone", p.Gone)
+	w.Until("the Peering is gone", p.Deleted)
 }
 
 func TestWithdrawnNetworkConfigIsReportedDifferentlyFromAMissingOne(t *testing.T) {
 	w := newWorld(t, false)
 	w.Gateway("192.0.2.1")
 	p := w.peer("b")
-	p.UntilIs(isthmus.ConditionPeerConfig, isthmus.ReasonWaitingPeer)
+	p.WaitForReason(isthmus.ConditionPeerConfig, isthmus.ReasonWaitingPeer)
 	p.join()
 	theirs := p.Theirs()
 	w.OK(w.API().Delete(w.Ctx, theirs))
-	p.UntilIs(isthmus.ConditionPeerConfig, isthmus.ReasonPeerWithdrew)
+	p.WaitForReason(isthmus.ConditionPeerConfig, isthmus.ReasonPeerWithdrew)
 	w.OK(w.API().Delete(w.Ctx, p.Endpoint())) // as package exchange would do
-	p.UntilIs(isthmus.ConditionTunnelEndpoint, isthmus.ReasonWaiting)
-	if !p.Is(isthmus.ConditionPeerConfig, isthmus.ReasonPeerWithdrew) {
+	p.WaitForReason(isthmus.ConditionTunnelEndpoint, isthmus.ReasonWaiting)
+	if !p.HasReason(isthmus.ConditionPeerConfig, isthmus.ReasonPeerWithdrew) {
 		t.Errorf("forgotten: %s", p.Message(isthmus.ConditionPeerConfig))
 	}
 	w.Create(p.Theirs())
-	p.UntilIs(isthmus.ConditionPeerConfig, isthmus.ReasonWaitingAnswer)
+	p.WaitForReason(isthmus.ConditionPeerConfig, isthmus.ReasonWaitingAnswer)
 }
 
 func TestOlderOfTwoPeeringsForOneClusterIsUsed(t *testing.T) {
@@ -170,29 +170,29 @@ func TestOlderOfTwoPeeringsForOneClusterIsUsed(t *testing.T) {
 	rival.Peering.Spec.TenantNamespace.Local = rival.NS
 	w.Create(&corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: rival.NS}})
 	w.Create(rival.Peering)
-	rival.UntilIs(isthmus.ConditionReady, isthmus.ReasonConflict)
+	rival.WaitForReason(isthmus.ConditionReady, isthmus.ReasonConflict)
 	if m := rival.Message(isthmus.ConditionReady); !strings.Contains(m, p.Peering.Name) {
 		t.Errorf("Ready says %q", m)
 	}
 	squatter := w.describe("c") // a Peering for another cluster with the same tenant namespace
 	squatter.Peering.Spec.TenantNamespace.Local = p.NS
 	w.Create(squatter.Peering)
-	squatter.UntilIs(isthmus.ConditionReady, isthmus.ReasonConflict)
+	squatter.WaitForReason(isthmus.ConditionReady, isthmus.ReasonConflict)
 	self := w.describe("d")
 	self.Peering.Spec.Cluster = w.Self
 	w.Create(self.Peering)
-	self.UntilIs(isthmus.ConditionReady, isthmus.ReasonConflict)
+	self.WaitForReason(isthmus.ConditionReady, isthmus.ReasonConflict)
 
 	w.Always("the loser makes nothing", func() bool { return rival.Original() == nil })
 	squatter.Delete()
-	w.Until("a loser goes without touching the other's", squatter.Gone)
+	w.Until("a loser goes without touching the other's", squatter.Deleted)
 	if p.Original() == nil || !p.Original().DeletionTimestamp.IsZero() {
 		t.Error("the winner has lost its NetworkConfig")
 	}
 	p.Delete()
-	w.Until("the winner is gone", p.Gone)
+	w.Until("the winner is gone", p.Deleted)
 	rival.UntilPublished()
-	rival.UntilIs(isthmus.ConditionReady, isthmus.ReasonUnknown) // its replicator reports nothing in this test
+	rival.WaitForReason(isthmus.ConditionReady, isthmus.ReasonUnknown) // its replicator reports nothing in this test
 }
 
 func TestStatusStaysUntilTheReplicatorHasCheckedThePeer(t *testing.T) {
@@ -205,9 +205,9 @@ func TestStatusStaysUntilTheReplicatorHasCheckedThePeer(t *testing.T) {
 		c := meta.FindStatusCondition(p.Status().Conditions, isthmus.ConditionReady)
 		return c.Status == metav1.ConditionTrue
 	})
-	w.stub.say(p.Cluster.ClusterID, replication.State{Identity: replication.Condition{
+	w.stub.report(p.Cluster.ClusterID, replication.State{Identity: replication.Condition{
 		Status: metav1.ConditionFalse, Reason: isthmus.ReasonUnreachable, Message: "https://b: connection refused"}})
-	p.UntilIs(isthmus.ConditionIdentity, isthmus.ReasonUnreachable)
+	p.WaitForReason(isthmus.ConditionIdentity, isthmus.ReasonUnreachable)
 }
 
 func TestEventsWithoutAChangeCauseNoWrites(t *testing.T) {
@@ -230,7 +230,7 @@ func TestEventsWithoutAChangeCauseNoWrites(t *testing.T) {
 	before := versions()
 	for range 5 { // five events without a change
 		for _, p := range peers {
-			w.stub.say(p.Cluster.ClusterID, replicated)
+			w.stub.report(p.Cluster.ClusterID, replicated)
 		}
 		time.Sleep(300 * time.Millisecond)
 	}
@@ -273,25 +273,25 @@ func TestEventReportsThatAClaimNeedsConsent(t *testing.T) {
 			Reason: v1alpha1.ReasonConsent, Message: "spec.podCIDR: is 192.168.32.0/22 now"})
 		w.OK(w.API().Status().Update(w.Ctx, nc))
 	}
-	p.UntilIs(isthmus.ConditionPeerConfig, v1alpha1.ReasonConsent)
-	told := ""
+	p.WaitForReason(isthmus.ConditionPeerConfig, v1alpha1.ReasonConsent)
+	recorded := ""
 	w.Until("an Event says so", func() bool {
 		for len(w.events.Events) > 0 {
-			told += <-w.events.Events + "\n"
+			recorded += <-w.events.Events + "\n"
 		}
-		return strings.Contains(told, "Warning ConsentNeeded PeerConfigAccepted: "+p.Cluster.ClusterName+" ("+p.Cluster.ClusterID+") requests in NetworkConfig ") &&
-			strings.Contains(told, "to agree: isthmus peer "+p.Peering.Name+" --consent 10.244.64.0/18,10.60.0.0/18")
+		return strings.Contains(recorded, "Warning ConsentNeeded PeerConfigAccepted: "+p.Cluster.ClusterName+" ("+p.Cluster.ClusterID+") requests in NetworkConfig ") &&
+			strings.Contains(recorded, "to agree: isthmus peer "+p.Peering.Name+" --consent 10.244.64.0/18,10.60.0.0/18")
 	})
 	// A changed claim needs consent again.
 	theirs := p.Theirs()
 	w.OK(w.API().Get(w.Ctx, client.ObjectKeyFromObject(theirs), theirs))
 	theirs.Spec.PodCIDR = "192.168.32.0/22"
 	w.OK(w.API().Update(w.Ctx, theirs))
-	told = ""
+	recorded = ""
 	w.Until("an Event says so again", func() bool {
 		for len(w.events.Events) > 0 {
-			told += <-w.events.Events + "\n"
+			recorded += <-w.events.Events + "\n"
 		}
-		return strings.Contains(told, "--consent 192.168.32.0/22,10.60.0.0/18")
+		return strings.Contains(recorded, "--consent 192.168.32.0/22,10.60.0.0/18")
 	})
 }

@@ -28,7 +28,7 @@ func (r *Reconciler) gatherKey(ctx context.Context, s *peeringState, peer peers.
 		// The new state is discarded: the reconciler of the NetworkConfig takes the same step and stores
 		// it.
 		_, s.key.progress, err = exchange.StepOf(state, r.Peers.Self, s.original.Spec.BackendConfig, peer.Cluster.ClusterID, s.copies[0].Spec.BackendConfig,
-			postquantum.WordsIn(s.original.Spec.BackendConfig))
+			postquantum.FieldsIn(s.original.Spec.BackendConfig))
 	}
 	s.key.problem = cmp.Or(err, r.Keys.Problem(peer.Cluster.ClusterID))
 }
@@ -55,9 +55,9 @@ func (k keyState) why() string {
 	return "waiting for the peer"
 }
 
-// spoiled returns the reason why no new key replaces the key in use, if the peer publishes invalid
-// fields. Otherwise it returns "".
-func (k keyState) spoiled() string {
+// invalidFields returns the reason why no new key replaces the key in use, if the peer publishes
+// invalid fields. Otherwise it returns "".
+func (k keyState) invalidFields() string {
 	switch k.progress {
 	case postquantum.Malformed, postquantum.Altered:
 		return "no new preshared key: " + k.why()
@@ -72,7 +72,7 @@ func (s *peeringState) postQuantum() isthmus.PostQuantumStatus {
 	case s.endpoint == nil || s.silent != "":
 		return isthmus.PostQuantumStatus{}
 	case exchange.PresharedIn(s.endpoint) != "":
-		return isthmus.PostQuantumStatus{Key: isthmus.KeyMLKEM, Why: fit(s.key.spoiled(), 1024)}
+		return isthmus.PostQuantumStatus{Key: isthmus.KeyMLKEM, Why: fit(s.key.invalidFields(), 1024)}
 	}
 	return isthmus.PostQuantumStatus{Key: isthmus.KeyNone, Why: fit(s.key.why(), 1024)}
 }

@@ -92,12 +92,12 @@ func TestAnAnswerIsWithdrawnWhenNetworksChange(t *testing.T) {
 		nc := p.Original()
 		return nc.Spec.PodCIDR == "10.244.0.0/16" && !nc.Status.Processed && nc.Status.PodCIDRNAT == "" && nc.Annotations[isthmus.AnnotationUnanswered] == ""
 	})
-	p.UntilIs(isthmus.ConditionAnswered, isthmus.ReasonWaitingAnswer)
-	p.UntilIs(isthmus.ConditionTunnelEndpoint, isthmus.ReasonWaiting)
+	p.WaitForReason(isthmus.ConditionAnswered, isthmus.ReasonWaitingAnswer)
+	p.WaitForReason(isthmus.ConditionTunnelEndpoint, isthmus.ReasonWaiting)
 
 	// The mark is also removed while our endpoint is unknown.
 	w.OK(w.API().Delete(w.Ctx, &corev1.Service{ObjectMeta: metav1.ObjectMeta{Namespace: w.System, Name: "isthmus-gateway"}}))
-	p.UntilIs(isthmus.ConditionReady, isthmus.ReasonLocalSetup)
+	p.WaitForReason(isthmus.ConditionReady, isthmus.ReasonLocalSetup)
 	nc = p.Original()
 	nc.Annotations = map[string]string{isthmus.AnnotationUnanswered: "true"}
 	w.OK(w.API().Update(w.Ctx, nc))

@@ -55,8 +55,8 @@ func (s *peeringState) refused(who, what, remedy string) string {
 	return sentence(who, what, tail)
 }
 
-// refusedThere returns the message of the peer's refusal of our networks.
-func (s *peeringState) refusedThere(verb, what, remedy string) string {
+// refusedByPeer returns the message of the peer's refusal of our networks.
+func (s *peeringState) refusedByPeer(verb, what, remedy string) string {
 	tail := "nothing is in force"
 	if te := s.endpoint; te != nil && te.DeletionTimestamp.IsZero() {
 		tail = fmt.Sprintf("in force: our podCIDR %s, our externalCIDR %s", asSeen(te.Spec.LocalPodCIDR, te.Spec.LocalNATPodCIDR),
@@ -77,8 +77,8 @@ func (s *peeringState) inForce() string {
 		return fmt.Sprintf("in force: its podCIDR %s, its externalCIDR %s", asSeen(te.Spec.RemotePodCIDR, te.Spec.RemoteNATPodCIDR),
 			asSeen(te.Spec.RemoteExternalCIDR, te.Spec.RemoteNATExternalCIDR))
 	}
-	if s.granted != (ipam.Allocation{}) {
-		return fmt.Sprintf("nothing is in force; %v and %v are reserved for it here", s.granted.Pod, s.granted.External)
+	if s.allocation != (ipam.Allocation{}) {
+		return fmt.Sprintf("nothing is in force; %v and %v are reserved for it here", s.allocation.Pod, s.allocation.External)
 	}
 	return "nothing is in force"
 }
@@ -108,10 +108,10 @@ func (s *peeringState) standingText() string {
 // why returns the reason for a network of the peer here. i is 0 for the PodCIDR and 1 for the
 // ExternalCIDR. It returns "" if the IPAM state has changed since the answer.
 func (s *peeringState) why(i int, seen string) string {
-	if here := s.standing[i].Here; !here.IsValid() || here.String() != seen {
+	if here := s.translations[i].Here; !here.IsValid() || here.String() != seen {
 		return ""
 	}
-	return fit(s.standing[i].Why, maxWhy)
+	return fit(s.translations[i].Why, maxWhy)
 }
 
 // refusedPeer returns a message with the reason why we refuse the NetworkConfig of the peer.
@@ -135,7 +135,7 @@ func (s *peeringState) changes(nc *v1alpha1.NetworkConfig) string {
 	}
 	var all []string
 	for i, n := range [2][2]string{{"spec.podCIDR", nc.Spec.PodCIDR}, {"spec.externalCIDR", nc.Spec.ExternalCIDR}} {
-		would := s.standing[i]
+		would := s.translations[i]
 		if had[i] == n[1] || !would.Here.IsValid() {
 			continue
 		}
@@ -169,8 +169,8 @@ func (s *peeringState) remedyHere(nc *v1alpha1.NetworkConfig, reason string) str
 	return fmt.Sprintf("%s has to correct that field; to end the peering, run isthmus unpeer %s", peer, peering)
 }
 
-// remedyThere returns the remedy if the peer refuses us.
-func (s *peeringState) remedyThere(reason string) string {
+// remedyAtPeer returns the remedy if the peer refuses us.
+func (s *peeringState) remedyAtPeer(reason string) string {
 	peering, peer := s.peering.Name, s.peering.Spec.Cluster.ClusterName
 	switch reason {
 	case v1alpha1.ReasonConsent:
@@ -211,19 +211,19 @@ func (s *peeringState) aboutPeer(v condition) condition {
 	return v
 }
 
-// weigh evaluates the peer's claim with the IPAM state.
-func (r *Reconciler) weigh(ctx context.Context, s *peeringState, peer peers.Peer) error {
+// evaluateClaim evaluates the peer's claim with the IPAM state.
+func (r *Reconciler) evaluateClaim(ctx context.Context, s *peeringState, peer peers.Peer) error {
 	state := r.Store.State()
-	s.granted, _ = state.AllocationOf(peer.Cluster.ClusterID)
+	s.allocation, _ = state.AllocationOf(peer.Cluster.ClusterID)
 	if len(s.copies) != 1 {
 		return nil
 	}
 	nc := &s.copies[0]
-	s.standing = exchange.StandingOf(state, peer, nc)
+	s.translations = exchange.TranslationsOf(state, peer, nc)
 	accepted := meta.FindStatusCondition(nc.Status.Conditions, v1alpha1.ConditionAccepted)
 	if accepted == nil {
 		var err error
-		if s.unstored, err = (exchange.Judge{Reader: r.Client, Peers: r.Peers, Facts: r.Facts, Store: r.Store}).Unstored(ctx, peer, nc); err != nil {
+		if s.unstored, err = (exchange.Validator{Reader: r.Client, Peers: r.Peers, Facts: r.Facts, Store: r.Store}).Unstored(ctx, peer, nc); err != nil {
 			return err
 		}
 		accepted = s.unstored

@@ -20,11 +20,11 @@ import (
 // has the request, the networks in force, and the remedy.
 func TestRefusalsNameRequestNetworksInForceAndRemedy(t *testing.T) {
 	const (
-		asks    = "bravo (bbbbbbbb-2222-4222-8222-222222222222) requests in NetworkConfig tenant/alpha-111111: "
-		refuses = "bravo (bbbbbbbb-2222-4222-8222-222222222222) refuses our NetworkConfig tenant/bravo-924e89: "
-		who     = "bravo (bbbbbbbb-2222-4222-8222-222222222222)"
-		there   = "; in force: our podCIDR 10.244.0.0/16 as 10.70.0.0/16, our externalCIDR 10.245.0.0/16 unchanged; "
-		stays   = "; in force: its podCIDR 10.244.64.0/18 as 10.246.0.0/18, its externalCIDR 10.60.0.0/18 unchanged; "
+		requests = "bravo (bbbbbbbb-2222-4222-8222-222222222222) requests in NetworkConfig tenant/alpha-111111: "
+		refuses  = "bravo (bbbbbbbb-2222-4222-8222-222222222222) refuses our NetworkConfig tenant/bravo-924e89: "
+		who      = "bravo (bbbbbbbb-2222-4222-8222-222222222222)"
+		inForce  = "; in force: our podCIDR 10.244.0.0/16 as 10.70.0.0/16, our externalCIDR 10.245.0.0/16 unchanged; "
+		stays    = "; in force: its podCIDR 10.244.64.0/18 as 10.246.0.0/18, its externalCIDR 10.60.0.0/18 unchanged; "
 	)
 	weRefuse := func(reason, problem string) func(*peeringState) {
 		return func(s *peeringState) {
@@ -46,35 +46,35 @@ func TestRefusalsNameRequestNetworksInForceAndRemedy(t *testing.T) {
 			weRefuse(v1alpha1.ReasonKeyConflict, "spec.backend_config.publicKey: is the key of another peer")(s)
 			s.keyOwner = "charlie (c) has it, by TunnelEndpoint tenant-c/charlie"
 		}, isthmus.ConditionPeerConfig, v1alpha1.ReasonKeyConflict,
-			asks + "spec.backend_config.publicKey: is the key of another peer (charlie (c) has it, by TunnelEndpoint tenant-c/charlie)" + stays +
+			requests + "spec.backend_config.publicKey: is the key of another peer (charlie (c) has it, by TunnelEndpoint tenant-c/charlie)" + stays +
 				"bravo has to replace the key of its gateway (isthmus rotate-key --now)"},
 		{"a key of low order", weRefuse(v1alpha1.ReasonInvalid, "spec.backend_config.publicKey: is a point of low order"),
 			isthmus.ConditionPeerConfig, v1alpha1.ReasonInvalid,
-			asks + "spec.backend_config.publicKey: is a point of low order" + stays + "bravo has to correct that field; to end the peering, run isthmus unpeer here"},
+			requests + "spec.backend_config.publicKey: is a point of low order" + stays + "bravo has to correct that field; to end the peering, run isthmus unpeer here"},
 		{"a claim that takes something new", func(s *peeringState) {
 			weRefuse(v1alpha1.ReasonConsent, "spec.podCIDR: is 8.0.0.0/12 now")(s)
 			s.copies[0].Spec.PodCIDR, s.copies[0].Status.Processed = "8.0.0.0/12", false
-			s.standing = [2]ipam.Standing{
+			s.translations = [2]ipam.Translation{
 				{Claim: netip.MustParsePrefix("8.0.0.0/12"), Here: netip.MustParsePrefix("10.0.0.0/12"), Why: "it is not private"},
 				{Claim: netip.MustParsePrefix("10.60.0.0/18"), Here: netip.MustParsePrefix("10.60.0.0/18"), Why: "it is private"},
 			}
 		}, isthmus.ConditionPeerConfig, v1alpha1.ReasonConsent,
-			asks + "spec.podCIDR 8.0.0.0/12 instead of 10.244.64.0/18, which this cluster would use as 10.0.0.0/12, because it is not private" + stays +
+			requests + "spec.podCIDR 8.0.0.0/12 instead of 10.244.64.0/18, which this cluster would use as 10.0.0.0/12, because it is not private" + stays +
 				"to agree: isthmus peer here --consent 8.0.0.0/12,10.60.0.0/18"},
 		{"an endpoint where none can be", weRefuse(v1alpha1.ReasonEndpoint, "spec.endpointIP: 10.244.1.1 is inside our PodCIDR"),
 			isthmus.ConditionPeerConfig, v1alpha1.ReasonEndpoint,
-			asks + "spec.endpointIP: 10.244.1.1 is inside our PodCIDR" + stays +
+			requests + "spec.endpointIP: 10.244.1.1 is inside our PodCIDR" + stays +
 				"bravo has to publish another address: annotation liqo.io/override-address of its gateway's Service, or spec.overrides.address of its Peering with us"},
 		{"no room", func(s *peeringState) {
 			weRefuse(v1alpha1.ReasonExhausted, "spec.podCIDR: no /16 is free")(s)
 			s.endpoint = nil
 		}, isthmus.ConditionPeerConfig, v1alpha1.ReasonExhausted,
-			asks + "spec.podCIDR: no /16 is free; nothing is in force; enlarge the pools (isthmus manager --pools), set spec.overrides of Peering here, or un-peer another cluster"},
+			requests + "spec.podCIDR: no /16 is free; nothing is in force; enlarge the pools (isthmus manager --pools), set spec.overrides of Peering here, or un-peer another cluster"},
 		{"a wanted network that is taken", func(s *peeringState) {
 			weRefuse(v1alpha1.ReasonCIDRConflict, "spec.overrides.podCIDR: overlaps")(s)
-			s.endpoint, s.granted = nil, ipam.Allocation{Pod: netip.MustParsePrefix("10.9.0.0/18"), External: netip.MustParsePrefix("10.8.0.0/20")}
+			s.endpoint, s.allocation = nil, ipam.Allocation{Pod: netip.MustParsePrefix("10.9.0.0/18"), External: netip.MustParsePrefix("10.8.0.0/20")}
 		}, isthmus.ConditionPeerConfig, v1alpha1.ReasonCIDRConflict,
-			asks + "spec.overrides.podCIDR: overlaps; nothing is in force; 10.9.0.0/18 and 10.8.0.0/20 are reserved for it here; " +
+			requests + "spec.overrides.podCIDR: overlaps; nothing is in force; 10.9.0.0/18 and 10.8.0.0/20 are reserved for it here; " +
 				"correct spec.overrides of Peering here, or reserve the network (isthmus manager --reserved)"},
 		{"two NetworkConfigs", func(s *peeringState) { s.copies = append(s.copies, s.copies[0]) }, isthmus.ConditionPeerConfig, isthmus.ReasonAmbiguous,
 			who + " has more than one NetworkConfig in namespace tenant" + stays + "delete all but one of them"},
@@ -83,29 +83,29 @@ func TestRefusalsNameRequestNetworksInForceAndRemedy(t *testing.T) {
 
 		{"our key is another's there", theyRefuse(v1alpha1.ReasonKeyConflict, "spec.backend_config.publicKey: is the key of another peer of the receiver"),
 			isthmus.ConditionAnswered, v1alpha1.ReasonKeyConflict,
-			refuses + "spec.backend_config.publicKey: is the key of another peer of the receiver" + there +
+			refuses + "spec.backend_config.publicKey: is the key of another peer of the receiver" + inForce +
 				"replace the key of our gateway (isthmus rotate-key --now), or un-peer the cluster that has the same key at bravo"},
 		{"our claim needs consent", theyRefuse(v1alpha1.ReasonConsent, "spec.podCIDR: is 10.244.0.0/16 now"), isthmus.ConditionAnswered, v1alpha1.ReasonConsent,
-			refuses + "spec.podCIDR: is 10.244.0.0/16 now" + there + "somebody at bravo has to agree: isthmus peer alpha --consent 10.244.0.0/16,10.245.0.0/16"},
+			refuses + "spec.podCIDR: is 10.244.0.0/16 now" + inForce + "somebody at bravo has to agree: isthmus peer alpha --consent 10.244.0.0/16,10.245.0.0/16"},
 		{"our endpoint is refused", theyRefuse(v1alpha1.ReasonEndpoint, "spec.endpointIP: is a node"), isthmus.ConditionAnswered, v1alpha1.ReasonEndpoint,
-			refuses + "spec.endpointIP: is a node" + there +
+			refuses + "spec.endpointIP: is a node" + inForce +
 				"publish another address: annotation liqo.io/override-address of our gateway's Service, or spec.overrides.address of Peering here"},
 		{"no room there", theyRefuse(v1alpha1.ReasonExhausted, "spec.podCIDR: none is free"), isthmus.ConditionAnswered, v1alpha1.ReasonExhausted,
-			refuses + "spec.podCIDR: none is free" + there + "bravo has to enlarge its pools (isthmus manager --pools), or to un-peer another cluster"},
+			refuses + "spec.podCIDR: none is free" + inForce + "bravo has to enlarge its pools (isthmus manager --pools), or to un-peer another cluster"},
 		{"a conflict there", theyRefuse(v1alpha1.ReasonCIDRConflict, "spec.podCIDR: a gateway is in there"), isthmus.ConditionAnswered, v1alpha1.ReasonCIDRConflict,
-			refuses + "spec.podCIDR: a gateway is in there" + there +
+			refuses + "spec.podCIDR: a gateway is in there" + inForce +
 				"bravo has to correct spec.overrides of its Peering with us, or to reserve the network (isthmus manager --reserved)"},
 		{"nobody there wants us", theyRefuse(v1alpha1.ReasonNotPeered, "no Peering here is for cluster x and namespace y"), isthmus.ConditionAnswered, v1alpha1.ReasonNotPeered,
-			refuses + "no Peering here is for cluster x and namespace y" + there + "run isthmus peer for both clusters, or isthmus unpeer here"},
+			refuses + "no Peering here is for cluster x and namespace y" + inForce + "run isthmus peer for both clusters, or isthmus unpeer here"},
 		{"the namespace there is another's", theyRefuse(v1alpha1.ReasonWrongOrigin, "is for cluster x"), isthmus.ConditionAnswered, v1alpha1.ReasonWrongOrigin,
-			refuses + "is for cluster x" + there + "run isthmus peer for both clusters, or isthmus unpeer here"},
+			refuses + "is for cluster x" + inForce + "run isthmus peer for both clusters, or isthmus unpeer here"},
 		{"two of ours there", theyRefuse(v1alpha1.ReasonAmbiguous, "more than one"), isthmus.ConditionAnswered, v1alpha1.ReasonAmbiguous,
-			refuses + "more than one" + there + "bravo has to delete all but one of our NetworkConfigs in namespace tenant-a"},
+			refuses + "more than one" + inForce + "bravo has to delete all but one of our NetworkConfigs in namespace tenant-a"},
 		{"a reason that the peer made up", theyRefuse("SendMoney", "now\n\x1b[2J"), isthmus.ConditionAnswered, v1alpha1.ReasonInvalid,
-			refuses + "now  [2J" + there + "correct the source of that field in this cluster, or run isthmus unpeer here"},
+			refuses + "now  [2J" + inForce + "correct the source of that field in this cluster, or run isthmus unpeer here"},
 		{"an answer that cannot be taken", func(s *peeringState) { s.unreadable = no(v1alpha1.ReasonInvalid, "status.podCIDRNAT: is long") },
 			isthmus.ConditionAnswered, v1alpha1.ReasonInvalid,
-			who + " answers our NetworkConfig tenant/bravo-924e89: status.podCIDRNAT: is long" + there + "the peer's manager must answer with networks of the same length"},
+			who + " answers our NetworkConfig tenant/bravo-924e89: status.podCIDRNAT: is long" + inForce + "the peer's manager must answer with networks of the same length"},
 		{"answers that do not fit", func(s *peeringState) { s.original.Status.ExternalCIDRNAT = "10.70.0.0/16" }, isthmus.ConditionTunnelEndpoint, isthmus.ReasonInvalid,
 			"our NetworkConfig and that of " + who + " contradict each other: NetworkConfig tenant/bravo-924e89: status.externalCIDRNAT: 10.70.0.0/16 overlaps our PodCIDR as the peer answered it, " +
 				"10.70.0.0/16; want a network of its own" + stays + "set spec.overrides of the Peerings, or isthmus unpeer here"},
@@ -209,10 +209,10 @@ func TestRefusalNamesTheOwnerOfTheKeyOrAddress(t *testing.T) {
 	meta.SetStatusCondition(&theirs.Status.Conditions, metav1.Condition{Type: v1alpha1.ConditionAccepted, Status: metav1.ConditionFalse,
 		Reason: v1alpha1.ReasonKeyConflict, Message: "spec.backend_config.publicKey: is the key of another peer"})
 	w.OK(w.API().Status().Update(w.Ctx, theirs))
-	p.UntilIs(isthmus.ConditionReady, v1alpha1.ReasonKeyConflict)
+	p.WaitForReason(isthmus.ConditionReady, v1alpha1.ReasonKeyConflict)
 	want := "(" + owner.Cluster.ClusterName + " (" + owner.Cluster.ClusterID + ") has it, by TunnelEndpoint " + owner.NS + "/o)"
 	w.Until("the condition says "+want, func() bool {
-		w.stub.say(p.Cluster.ClusterID, replicated) // another event, because the cache may get the owner's TunnelEndpoint late
+		w.stub.report(p.Cluster.ClusterID, replicated) // another event, because the cache may get the owner's TunnelEndpoint late
 		return strings.Contains(p.Message(isthmus.ConditionPeerConfig), want)
 	})
 	for _, c := range []struct{ other, want string }{
@@ -236,7 +236,7 @@ func TestRefusalNamesTheOwnerOfTheKeyOrAddress(t *testing.T) {
 // names the networks in force.
 func TestStatusHasTheReasonsForRemappedNetworks(t *testing.T) {
 	s := agreedState(t)
-	s.standing = [2]ipam.Standing{
+	s.translations = [2]ipam.Translation{
 		{Claim: netip.MustParsePrefix("10.244.64.0/18"), Here: netip.MustParsePrefix("10.246.0.0/18"), Why: "it overlaps our PodCIDR, 10.244.0.0/16"},
 		{Claim: netip.MustParsePrefix("10.60.0.0/18"), Here: netip.MustParsePrefix("10.61.0.0/18"), Why: "of what was not answered"},
 	}

@@ -39,35 +39,35 @@ func (r *Reconciler) gatherServices(ctx context.Context, s *peeringState) {
 // servicesCondition computes the condition ServicesShared. It returns nil if the Peering has no
 // such condition.
 func servicesCondition(s peeringState) *condition {
-	spec, is := s.peering.Spec.Services, s.services
-	if !is.on || len(spec.Export)+len(spec.Import) == 0 || s.conflict != "" || !s.peering.DeletionTimestamp.IsZero() {
+	spec, services := s.peering.Spec.Services, s.services
+	if !services.on || len(spec.Export)+len(spec.Import) == 0 || s.conflict != "" || !s.peering.DeletionTimestamp.IsZero() {
 		return nil
 	}
 	v := func(v condition) *condition { return &v }
-	c := is.sharing.Condition
+	c := services.sharing.Condition
 	switch {
-	case is.lacking != "":
-		return v(no(isthmus.ReasonLocalSetup, "%s", is.lacking))
-	case len(spec.Export) > 0 && !is.looked, !is.counted:
-		if before := told(s.peering, isthmus.ConditionServicesShared); before != unknown {
+	case services.lacking != "":
+		return v(no(isthmus.ReasonLocalSetup, "%s", services.lacking))
+	case len(spec.Export) > 0 && !services.looked, !services.counted:
+		if before := storedCondition(s.peering, isthmus.ConditionServicesShared); before != unknown {
 			return &before
 		}
 		return v(no(isthmus.ReasonSharing, "the manager has not checked the peer and its services yet"))
 	case len(spec.Export) > 0 && c.Status == metav1.ConditionFalse:
 		return v(no(c.Reason, "%s", c.Message))
 	}
-	text := fmt.Sprintf("%d services of the peer are served here", is.imports.Served)
+	text := fmt.Sprintf("%d services of the peer are served here", services.imports.Served)
 	if c.Status == metav1.ConditionTrue {
 		text += "; " + c.Message
 	}
 	var refused []string
-	if n := is.imports.Refused; n > 0 {
+	if n := services.imports.Refused; n > 0 {
 		refused = append(refused, fmt.Sprintf("%d services of the peer are refused here in whole or in part: see the status of PeerServices in namespace %s", n, s.peering.Spec.TenantNamespace.Local))
 	}
-	if n := len(is.sharing.Refused); n > 0 {
+	if n := len(services.sharing.Refused); n > 0 {
 		refused = append(refused, fmt.Sprintf("the peer refuses %d of our services in whole or in part: see the conditions of their ServiceExports", n))
 	}
-	if foreign := is.imports.Foreign; len(foreign) > 0 {
+	if foreign := services.imports.Foreign; len(foreign) > 0 {
 		refused = append(refused, "another implementation has "+strings.Join(foreign, ", "))
 	}
 	if len(refused) > 0 {

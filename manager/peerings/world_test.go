@@ -66,7 +66,7 @@ func (r *stubReplicator) State(id string) (replication.State, bool) {
 	return s, ok
 }
 
-func (r *stubReplicator) say(id string, s replication.State) {
+func (r *stubReplicator) report(id string, s replication.State) {
 	r.mu.Lock()
 	r.states[id] = s
 	r.mu.Unlock()
@@ -153,7 +153,7 @@ func (r *remote) join() {
 	nc := r.UntilPublished()
 	controllerutil.AddFinalizer(nc, v1alpha1.FinalizerReplicator)
 	r.w.OK(r.w.API().Update(r.w.Ctx, nc))
-	r.w.stub.say(r.Cluster.ClusterID, replicated)
+	r.w.stub.report(r.Cluster.ClusterID, replicated)
 	nc.Status = v1alpha1.NetworkConfigStatus{Processed: true, PodCIDRNAT: "10.70.0.0/16", ExternalCIDRNAT: v1alpha1.None}
 	r.w.OK(r.w.API().Status().Update(r.w.Ctx, nc))
 	theirs := r.Theirs()
@@ -171,5 +171,5 @@ func (r *remote) join() {
 	r.w.Create(te)
 	te.Status.Connection = v1alpha1.Connection{Status: v1alpha1.Connected, Latency: v1alpha1.ConnectionLatency{Value: "7ms"}}
 	r.w.OK(r.w.API().Status().Update(r.w.Ctx, te))
-	r.UntilIs(isthmus.ConditionReady, isthmus.ReasonConnected)
+	r.WaitForReason(isthmus.ConditionReady, isthmus.ReasonConnected)
 }

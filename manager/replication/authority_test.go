@@ -146,7 +146,7 @@ func TestRotatedCertificateAuthorityOfThePeerIsAdopted(t *testing.T) {
 		f = newFront(t, first)
 		return withKubeconfig(kubeconfig(f.URL, []byte(first.pem), &clientcmdapi.AuthInfo{Token: p.token()}))
 	})
-	believed := func() string {
+	storedAuthority := func() string {
 		var s corev1.Secret
 		p.must(home.admin.Get(t.Context(), client.ObjectKey{Namespace: p.peer.LocalNamespace, Name: p.peer.IdentitySecret}, &s))
 		config, err := clientcmd.Load(s.Data[isthmus.SecretKubeconfig])
@@ -156,7 +156,7 @@ func TestRotatedCertificateAuthorityOfThePeerIsAdopted(t *testing.T) {
 	await := func(want string) {
 		t.Helper()
 		p.eventually(func() string {
-			if believed() != want {
+			if storedAuthority() != want {
 				return "the Secret has another authority"
 			}
 			return ""
@@ -174,7 +174,7 @@ func TestRotatedCertificateAuthorityOfThePeerIsAdopted(t *testing.T) {
 		first.pem + strings.Repeat("#", maxAuthority)} {
 		f.publish(wrong)
 		time.Sleep(5 * often)
-		if believed() != first.pem {
+		if storedAuthority() != first.pem {
 			t.Fatalf("believed %.80q", wrong)
 		}
 	}
@@ -193,7 +193,7 @@ func TestRotatedCertificateAuthorityOfThePeerIsAdopted(t *testing.T) {
 	f.show(t, stranger)
 	p.awaitState(isthmus.ReasonUnreachable, isthmus.ReasonUpToDate, "does not verify", "run isthmus peer again")
 	time.Sleep(5 * often)
-	if believed() != second.pem {
+	if storedAuthority() != second.pem {
 		t.Error("an authority was followed over an unverified connection")
 	}
 }

@@ -97,7 +97,7 @@ func (w *worker) takeRemote(c change) {
 		for _, o := range c.all {
 			w.keep(o)
 		}
-	case c.gone:
+	case c.deleted:
 		delete(w.copies, c.object.GetName())
 	default:
 		w.keep(c.object)

@@ -17,7 +17,7 @@ import (
 type pace struct {
 	request  time.Duration // timeout of a request other than a watch
 	watch    time.Duration // maximum duration of a watch; the server may end it earlier
-	ask      time.Duration // during a watch: interval of the requests that check our identity; 0: none
+	check    time.Duration // during a watch: interval of the requests that check our identity; 0: none
 	settled  time.Duration // a watch that lasts this long ends a series of failures
 	min, max time.Duration // pause after the first failure in a series, and maximum pause
 	renew    time.Duration // minimum time between two attempts to renew a token
@@ -34,7 +34,7 @@ type pace struct {
 // accepts, and a server that disappears does not end any watch. One small request a minute detects
 // both cases. It costs both sides a tenth of a new watch.
 var usual = pace{
-	request: 10 * time.Second, watch: 2 * time.Hour, ask: 45 * time.Second, settled: 10 * time.Second,
+	request: 10 * time.Second, watch: 2 * time.Hour, check: 45 * time.Second, settled: 10 * time.Second,
 	min: 500 * time.Millisecond, max: 30 * time.Second, renew: 10 * time.Second, authority: time.Hour,
 }
 
@@ -46,7 +46,7 @@ const ownTurns = 16
 // own returns the pace at our own API server, which all workers share. Our identity needs no checks
 // there.
 func (p pace) own() pace {
-	p.ask = 0
+	p.check = 0
 	p.turns = make(chan struct{}, ownTurns)
 	return p
 }
@@ -87,12 +87,12 @@ func (b *backoff) reset() { b.failures = 0 }
 
 // A change is one result of follow: an error, the complete list of objects, or one changed object.
 type change struct {
-	err    error
-	full   bool
-	all    []client.Object // if full: all objects
-	more   bool            // if full: the list was truncated
-	object client.Object   // if not full: the changed object
-	gone   bool            // if not full: whether object was deleted
+	err     error
+	full    bool
+	all     []client.Object // if full: all objects
+	more    bool            // if full: the list was truncated
+	object  client.Object   // if not full: the changed object
+	deleted bool            // if not full: whether object was deleted
 }
 
 // A feed lists and watches objects of an API server.
@@ -147,8 +147,8 @@ func (p pace) watchOnce(ctx context.Context, f feed, version *string, b *backoff
 	if err != nil {
 		return false
 	}
-	var asking sync.WaitGroup
-	defer asking.Wait()
+	var checks sync.WaitGroup
+	defer checks.Wait()
 	ctx, cancel := context.WithTimeout(ctx, p.watch) // in case the server never ends the watch
 	defer cancel()
 	began := time.Now()
@@ -167,8 +167,8 @@ func (p pace) watchOnce(ctx context.Context, f feed, version *string, b *backoff
 	}
 	defer w.Stop()
 	refused := make(chan error, 1)
-	if p.ask > 0 {
-		asking.Go(func() { p.keepAsking(ctx, f, refused) })
+	if p.check > 0 {
+		checks.Go(func() { p.checkRegularly(ctx, f, refused) })
 	}
 	for {
 		var e watch.Event
@@ -193,23 +193,23 @@ func (p pace) watchOnce(ctx context.Context, f feed, version *string, b *backoff
 			emit(change{err: errors.New("the watch sent something that is not an object")})
 			return false
 		case e.Type != watch.Bookmark:
-			emit(change{object: object, gone: e.Type == watch.Deleted})
+			emit(change{object: object, deleted: e.Type == watch.Deleted})
 		}
 		*version = object.GetResourceVersion()
 	}
 }
 
-// keepAsking regularly sends a list request that the server answers from its cache. It ends when a
-// request fails or ctx is done.
-func (p pace) keepAsking(ctx context.Context, f feed, refused chan<- error) {
+// checkRegularly regularly sends a list request that the server answers from its cache. It ends
+// when a request fails or ctx is done.
+func (p pace) checkRegularly(ctx context.Context, f feed, refused chan<- error) {
 	for {
 		select {
 		case <-ctx.Done():
 			return
-		case <-time.After(p.ask - rand.N(p.ask/4)):
+		case <-time.After(p.check - rand.N(p.check/4)):
 		}
-		asked, cancel := context.WithTimeout(ctx, p.request)
-		_, _, err := f.list(asked, metav1.ListOptions{Limit: 1, ResourceVersion: "0"})
+		requestCtx, cancel := context.WithTimeout(ctx, p.request)
+		_, _, err := f.list(requestCtx, metav1.ListOptions{Limit: 1, ResourceVersion: "0"})
 		cancel()
 		if err != nil {
 			if ctx.Err() == nil {

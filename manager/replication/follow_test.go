@@ -18,19 +18,19 @@ import (
 
 // A script is an API server for follow. It runs in a synctest bubble.
 type script struct {
-	lists, asked, watches int       // numbers of requests; asked counts lists from the server's cache
-	version               string    // the resourceVersion from which the last watch began
-	away                  time.Time // the server does not answer before this time
-	revoked               time.Time // the server rejects our identity after this time; zero: never
-	more                  bool
-	watching              func(ctx context.Context, w *watch.FakeWatcher, o metav1.ListOptions)
+	lists, checks, watches int       // numbers of requests; checks counts lists from the server's cache
+	version                string    // the resourceVersion from which the last watch began
+	away                   time.Time // the server does not answer before this time
+	revoked                time.Time // the server rejects our identity after this time; zero: never
+	more                   bool
+	watching               func(ctx context.Context, w *watch.FakeWatcher, o metav1.ListOptions)
 }
 
 func (s *script) feed() feed {
 	return feed{
 		list: func(_ context.Context, o metav1.ListOptions) ([]client.Object, metav1.ListInterface, error) {
 			if o.ResourceVersion == "0" {
-				s.asked++
+				s.checks++
 			} else {
 				s.lists++
 			}
@@ -96,8 +96,8 @@ func TestFollowSendsOneWatchAndOneRequestAMinuteAtRest(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		s := &script{watching: untilEnd}
 		all := s.during(t, 2*life-time.Minute)
-		if s.lists != 1 || s.watches != 2 || s.asked < 79*60/45 || s.asked > 79*60*4/3/45+1 || len(all) != 1 {
-			t.Errorf("%d lists, %d watches, %d questions, %d changes in 79 minutes", s.lists, s.watches, s.asked, len(all))
+		if s.lists != 1 || s.watches != 2 || s.checks < 79*60/45 || s.checks > 79*60*4/3/45+1 || len(all) != 1 {
+			t.Errorf("%d lists, %d watches, %d questions, %d changes in 79 minutes", s.lists, s.watches, s.checks, len(all))
 		}
 	})
 }
@@ -157,7 +157,7 @@ func TestFollowContinuesFromBookmarksAndListsAgainIfTheyHaveExpired(t *testing.T
 			}
 		}
 		all := s.during(t, 4*life-time.Minute)
-		if s.lists != 2 || len(all) != 4 || !all[0].full || all[1].gone || !all[2].gone || !all[3].full {
+		if s.lists != 2 || len(all) != 4 || !all[0].full || all[1].deleted || !all[2].deleted || !all[3].full {
 			t.Errorf("%d lists, changes %+v", s.lists, all)
 		}
 	})
@@ -194,7 +194,7 @@ func TestConcurrentRequestsToOurAPIServerAreLimited(t *testing.T) {
 		const workers = 1000
 		var mu sync.Mutex
 		waiting, most, watching := 0, 0, 0
-		ask := func(ctx context.Context) {
+		follow := func(ctx context.Context) {
 			mu.Lock()
 			waiting++
 			most = max(most, waiting)
@@ -216,7 +216,7 @@ func TestConcurrentRequestsToOurAPIServerAreLimited(t *testing.T) {
 			group.Go(func() {
 				pace.follow(ctx, feed{
 					list: func(ctx context.Context, o metav1.ListOptions) ([]client.Object, metav1.ListInterface, error) {
-						ask(ctx)
+						follow(ctx)
 						return f.list(ctx, o)
 					},
 					watch: func(ctx context.Context, o metav1.ListOptions) (watch.Interface, error) {
@@ -224,7 +224,7 @@ func TestConcurrentRequestsToOurAPIServerAreLimited(t *testing.T) {
 							<-ctx.Done()
 							return nil, ctx.Err()
 						}
-						ask(ctx)
+						follow(ctx)
 						mu.Lock()
 						watching++
 						mu.Unlock()

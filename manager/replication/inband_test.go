@@ -19,11 +19,11 @@ func TestIdentityMustFitInBandSettingOfThePeering(t *testing.T) {
 	}
 	liqo := identity{endpoint: endpoint{server: "https://198.51.100.7:6443", cert: "c", key: "k"}}
 	for _, c := range []struct {
-		name  string
-		id    identity
-		peer  Target
-		wrong error
-		way   string
+		name   string
+		id     identity
+		peer   Target
+		wrong  error
+		inBand string
 	}{
 		{"through the tunnel", kubeconfig(isthmus.InBandServer), Target{ID: "b", InBand: true}, nil, "b"},
 		{"an older one through the tunnel", kubeconfig("https://198.51.100.7:6443"), Target{ID: "b", InBand: true}, nil, "b"},
@@ -32,10 +32,10 @@ func TestIdentityMustFitInBandSettingOfThePeering(t *testing.T) {
 		{"a Liqo's", liqo, Target{ID: "b", InBand: true}, errInBand, ""},
 	} {
 		err := c.id.through(c.peer)
-		if !errors.Is(err, c.wrong) || c.id.inBand != c.way {
+		if !errors.Is(err, c.wrong) || c.id.inBand != c.inBand {
 			t.Errorf("%s: by %q, %v", c.name, c.id.inBand, err)
 		}
-		if c.way != "" && c.id.proxy != "" {
+		if c.inBand != "" && c.id.proxy != "" {
 			t.Errorf("%s: by a proxy too", c.name)
 		}
 	}
@@ -43,9 +43,9 @@ func TestIdentityMustFitInBandSettingOfThePeering(t *testing.T) {
 
 // A connection through the tunnel is made by Options.InBand, and the condition has its error.
 func TestInBandConnectionsUseOnlyTheTunnel(t *testing.T) {
-	asked := ""
+	dialled := ""
 	p := pool{inBand: func(_ context.Context, peer string) (net.Conn, error) {
-		asked = peer
+		dialled = peer
 		return nil, &inband.RefusedError{Reason: "the tunnel to the peer is down"}
 	}}
 	id := identity{endpoint: endpoint{server: isthmus.InBandServer, inBand: "b"}, token: "t", user: "isthmus-peer"}
@@ -56,9 +56,9 @@ func TestInBandConnectionsUseOnlyTheTunnel(t *testing.T) {
 	defer l.close()
 	_, err = l.get(t.Context(), "a")
 	c := failure(id.String(), err)
-	if asked != "b" || c.Reason != isthmus.ReasonUnreachable ||
+	if dialled != "b" || c.Reason != isthmus.ReasonUnreachable ||
 		!strings.HasPrefix(c.Message, "the peer's API server, through the tunnel, is unreachable: the tunnel to the peer is down; ") {
-		t.Errorf("asked for %q; %+v", asked, c)
+		t.Errorf("asked for %q; %+v", dialled, c)
 	}
 }
 

@@ -165,15 +165,15 @@ func (l *link) publishedAuthority(ctx context.Context) (string, error) {
 // newToken requests a token for the same account and audience, bound to the same Secret.
 func (l *link) newToken(ctx context.Context, old serviceToken) (string, error) {
 	seconds := int64(tokenLife / time.Second)
-	ask := &authv1.TokenRequest{Spec: authv1.TokenRequestSpec{Audiences: old.audiences, ExpirationSeconds: &seconds}}
+	request := &authv1.TokenRequest{Spec: authv1.TokenRequestSpec{Audiences: old.audiences, ExpirationSeconds: &seconds}}
 	if old.secret != "" {
-		ask.Spec.BoundObjectRef = &authv1.BoundObjectReference{
+		request.Spec.BoundObjectRef = &authv1.BoundObjectReference{
 			Kind: "Secret", APIVersion: "v1", Name: old.secret, UID: types.UID(old.secretUID),
 		}
 	}
 	var answer authv1.TokenRequest
 	err := l.core.Post().Namespace(old.namespace).Resource("serviceaccounts").Name(old.account).SubResource("token").
-		Body(ask).MaxRetries(0).Do(ctx).Into(&answer)
+		Body(request).MaxRetries(0).Do(ctx).Into(&answer)
 	return answer.Status.Token, err
 }
 

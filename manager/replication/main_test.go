@@ -140,22 +140,22 @@ func (c *cluster) freeze(ctx context.Context) error {
 // quick is a pace for tests, with much shorter times than usual. Only the timeout of requests stays
 // long, for busy machines.
 var quick = pace{
-	request: 6 * time.Second, watch: time.Minute, ask: 2 * time.Second, settled: time.Second,
+	request: 6 * time.Second, watch: time.Minute, check: 2 * time.Second, settled: time.Second,
 	min: 50 * time.Millisecond, max: time.Second, renew: 200 * time.Millisecond, authority: time.Hour,
 }
 
 // A pair is one peering between home and away, with a Replicator at home.
 type pair struct {
-	t     *testing.T
-	own   string
-	peer  Target
-	r     *Replicator
-	user  string        // our user name at the peer, if the identity is a certificate
-	ahead atomic.Int64  // how far the Replicator's clock is ahead, in ns
-	told  atomic.Int64  // number of events of Changed, except the marks
-	marks atomic.Int64  // number of events of Changed that news caused
-	stop  func()        // stops the Replicator; further calls do nothing
-	ended chan struct{} // closed when stop has returned
+	t      *testing.T
+	own    string
+	peer   Target
+	r      *Replicator
+	user   string        // our user name at the peer, if the identity is a certificate
+	ahead  atomic.Int64  // how far the Replicator's clock is ahead, in ns
+	events atomic.Int64  // number of events of Changed, except the marks
+	marks  atomic.Int64  // number of events of Changed that news caused
+	stop   func()        // stops the Replicator; further calls do nothing
+	ended  chan struct{} // closed when stop has returned
 }
 
 var pairs atomic.Int64
@@ -241,7 +241,7 @@ func (p *pair) start() {
 				if e.Object.GetName() == "mark" {
 					p.marks.Add(1)
 				} else {
-					p.told.Add(1)
+					p.events.Add(1)
 				}
 			case <-ctx.Done():
 				return
@@ -266,7 +266,7 @@ func (p *pair) news() int64 {
 		p.r.mu.Lock()
 		p.r.news["mark"] = struct{}{}
 		p.r.mu.Unlock()
-		ring(p.r.bell)
+		wake(p.r.wakeup)
 		p.eventually(func() string {
 			if p.marks.Load() == before {
 				return "Changed tells nothing"
@@ -274,7 +274,7 @@ func (p *pair) news() int64 {
 			return ""
 		})
 	}
-	return p.told.Load()
+	return p.events.Load()
 }
 
 type testWriter struct{ t *testing.T }
@@ -338,10 +338,10 @@ func (p *pair) original() *v1alpha1.NetworkConfig {
 // shortest possible life.
 func (p *pair) token() string {
 	p.t.Helper()
-	ask := &authv1.TokenRequest{Spec: authv1.TokenRequestSpec{ExpirationSeconds: new(int64(600))}}
+	request := &authv1.TokenRequest{Spec: authv1.TokenRequestSpec{ExpirationSeconds: new(int64(600))}}
 	account := &corev1.ServiceAccount{ObjectMeta: metav1.ObjectMeta{Namespace: p.peer.RemoteNamespace, Name: "peer"}}
-	p.must(away.admin.SubResource("token").Create(p.t.Context(), account, ask))
-	return ask.Status.Token
+	p.must(away.admin.SubResource("token").Create(p.t.Context(), account, request))
+	return request.Status.Token
 }
 
 func kubeconfig(server string, ca []byte, user *clientcmdapi.AuthInfo) []byte {
@@ -395,8 +395,8 @@ func (p *pair) identify(data map[string][]byte) {
 }
 
 // here and there return the original and the copy, or nil.
-func (p *pair) here() *v1alpha1.NetworkConfig  { return p.get(home, p.peer.LocalNamespace) }
-func (p *pair) there() *v1alpha1.NetworkConfig { return p.get(away, p.peer.RemoteNamespace) }
+func (p *pair) here() *v1alpha1.NetworkConfig   { return p.get(home, p.peer.LocalNamespace) }
+func (p *pair) atPeer() *v1alpha1.NetworkConfig { return p.get(away, p.peer.RemoteNamespace) }
 
 func (p *pair) get(c cluster, namespace string) *v1alpha1.NetworkConfig {
 	p.t.Helper()
@@ -426,7 +426,7 @@ func (p *pair) change(c cluster, get func() *v1alpha1.NetworkConfig, edit func(*
 // answer writes a status into the copy, as the peer does in answer to the copy's present spec.
 func (p *pair) answer(status v1alpha1.NetworkConfigStatus) {
 	p.t.Helper()
-	c := p.there()
+	c := p.atPeer()
 	base := c.DeepCopy()
 	c.Status = status
 	c.Status.Conditions = slices.Clone(status.Conditions)

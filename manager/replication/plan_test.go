@@ -127,12 +127,12 @@ func TestRepeatedPlansReachAStateThatNeedsNone(t *testing.T) {
 				copies = append(copies, config(name, pick(claimed, dying, moved, processed, renumbered, received, answered1, changed)...))
 			}
 		}
-		there := byName(copies)
-		story := fmt.Sprintf("%+v\n%+v", original, there)
+		atPeer := byName(copies)
+		inputs := fmt.Sprintf("%+v\n%+v", original, atPeer)
 		rounds := 0
-		for actions := plan(Target{ID: "b"}, original, there); len(actions) > 0; actions = plan(Target{ID: "b"}, original, there) {
+		for actions := plan(Target{ID: "b"}, original, atPeer); len(actions) > 0; actions = plan(Target{ID: "b"}, original, atPeer) {
 			if rounds++; rounds > 5 { // replacing a copy takes one more round
-				t.Fatalf("%s\ndoes not end: %v", story, actions)
+				t.Fatalf("%s\ndoes not end: %v", inputs, actions)
 			}
 			for _, a := range actions {
 				switch a.step {
@@ -140,31 +140,31 @@ func TestRepeatedPlansReachAStateThatNeedsNone(t *testing.T) {
 					held(original)
 				case create:
 					if !slices.Contains(original.Finalizers, v1alpha1.FinalizerReplicator) {
-						t.Fatalf("%s\ncreates what is not held", story)
+						t.Fatalf("%s\ncreates what is not held", inputs)
 					}
-					there[a.name] = config(a.name, received)
-					there[a.name].Spec = original.Spec
+					atPeer[a.name] = config(a.name, received)
+					atPeer[a.name].Spec = original.Spec
 				case update:
-					there[a.name].Spec = original.Spec
-					received(there[a.name])
-					changed(there[a.name])
+					atPeer[a.name].Spec = original.Spec
+					received(atPeer[a.name])
+					changed(atPeer[a.name])
 				case answer:
-					if there[a.name].Spec.PodCIDR != original.Spec.PodCIDR {
-						t.Fatalf("%s\nbelieves an answer to other networks", story)
+					if atPeer[a.name].Spec.PodCIDR != original.Spec.PodCIDR {
+						t.Fatalf("%s\nbelieves an answer to other networks", inputs)
 					}
-					original.Status = there[a.name].Status
+					original.Status = atPeer[a.name].Status
 				case remove:
-					if dying(there[a.name]); len(there[a.name].Finalizers) == 0 {
-						delete(there, a.name)
+					if dying(atPeer[a.name]); len(atPeer[a.name].Finalizers) == 0 {
+						delete(atPeer, a.name)
 					}
 				case release:
-					if there[a.name] != nil {
-						t.Fatalf("%s\nreleases although there is a copy", story)
+					if atPeer[a.name] != nil {
+						t.Fatalf("%s\nreleases although there is a copy", inputs)
 					}
 					original.Finalizers = slices.DeleteFunc(original.Finalizers, func(f string) bool { return f == v1alpha1.FinalizerReplicator })
 				}
 			}
-			maps.DeleteFunc(there, func(_ string, c *v1alpha1.NetworkConfig) bool { // the peer removes its finalizers
+			maps.DeleteFunc(atPeer, func(_ string, c *v1alpha1.NetworkConfig) bool { // the peer removes its finalizers
 				return !c.DeletionTimestamp.IsZero() && rng.IntN(2) == 0
 			})
 		}

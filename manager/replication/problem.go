@@ -26,18 +26,18 @@ func diagnose(err error) (reason, text string) {
 	if !errors.As(err, &status) || !kubeerr.Answered(err) {
 		return isthmus.ReasonUnreachable, cause(err)
 	}
-	said := "says: " + quote(message(status.Status()))
+	answer := "says: " + quote(message(status.Status()))
 	switch code := status.Status().Code; {
 	case code == http.StatusUnauthorized:
-		return isthmus.ReasonUnauthorized, said
+		return isthmus.ReasonUnauthorized, answer
 	case apierrors.HasStatusCause(err, corev1.NamespaceTerminatingCause), missingNamespace(status):
-		return isthmus.ReasonNamespaceGone, said
+		return isthmus.ReasonNamespaceGone, answer
 	case code == http.StatusForbidden:
-		return isthmus.ReasonForbidden, said
+		return isthmus.ReasonForbidden, answer
 	case code == http.StatusTooManyRequests, code >= 500, code < 400:
-		return isthmus.ReasonUnreachable, said
+		return isthmus.ReasonUnreachable, answer
 	default: // 422, 400, 404 without the CRD, 409, 413, ...
-		return isthmus.ReasonRefusedByPeer, said
+		return isthmus.ReasonRefusedByPeer, answer
 	}
 }
 

@@ -126,7 +126,7 @@ type Replicator struct {
 	sharings map[string]Sharing                             // by cluster ID; the field Behind is not set
 	behind   map[string]time.Time                           // Sharing.Behind by cluster ID
 	news     map[string]struct{}                            // cluster IDs of changes that Changed has not sent yet
-	bell     chan struct{}
+	wakeup   chan struct{}
 }
 
 // New returns a Replicator without peers. It does nothing before Start is called.
@@ -142,7 +142,7 @@ func New(o Options) *Replicator {
 		changed: make(chan event.GenericEvent),
 		peers:   map[string]Target{}, workers: map[string]*worker{}, ending: map[string]*worker{}, byHome: map[string]*worker{},
 		states: map[string]State{}, shares: map[string]map[string]isthmus.PeerServicesSpec{}, sharings: map[string]Sharing{}, behind: map[string]time.Time{},
-		news: map[string]struct{}{}, bell: make(chan struct{}, 1),
+		news: map[string]struct{}{}, wakeup: make(chan struct{}, 1),
 	}
 }
 
@@ -183,10 +183,10 @@ func (r *Replicator) Start(ctx context.Context) error {
 	r.mu.Lock()
 	r.ctx = ctx
 	for _, p := range r.peers {
-		r.employ(p)
+		r.startWorker(p)
 	}
 	r.mu.Unlock()
-	r.tell(ctx)
+	r.notify(ctx)
 
 	r.mu.Lock()
 	r.ctx = nil // no further workers may start
@@ -196,8 +196,8 @@ func (r *Replicator) Start(ctx context.Context) error {
 }
 
 func (r *Replicator) observe(object any) {
-	if gone, ok := object.(toolscache.DeletedFinalStateUnknown); ok {
-		object = gone.Obj
+	if tombstone, ok := object.(toolscache.DeletedFinalStateUnknown); ok {
+		object = tombstone.Obj
 	}
 	if o, ok := object.(client.Object); ok {
 		r.enqueue(o.GetNamespace(), o.GetName())
@@ -225,15 +225,15 @@ func (r *Replicator) Set(peers []Target) {
 	}
 	for id, p := range want {
 		if r.workers[id] == nil && r.ctx != nil {
-			r.employ(p)
+			r.startWorker(p)
 		}
 	}
 	r.peers = want
 }
 
-// employ starts the worker of a peer, once the previous worker with the same ID has ended. The
+// startWorker starts the worker of a peer, once the previous worker with the same ID has ended. The
 // caller holds r.mu.
-func (r *Replicator) employ(p Target) {
+func (r *Replicator) startWorker(p Target) {
 	ctx, cancel := context.WithCancel(r.ctx)
 	w := newWorker(r, p, cancel)
 	before := r.ending[p.ID]
@@ -303,7 +303,7 @@ func (r *Replicator) enqueue(namespace, name string) {
 	w := r.byHome[namespace]
 	r.mu.Unlock()
 	if w != nil && w.name == name {
-		ring(w.wake)
+		wake(w.wake)
 	}
 }
 
@@ -321,12 +321,12 @@ func (r *Replicator) report(w *worker, s State) (before State, changed bool) {
 	}
 	r.states[w.peer.ID] = s
 	r.news[w.peer.ID] = struct{}{}
-	ring(r.bell)
+	wake(r.wakeup)
 	return before, true
 }
 
-// tell sends events to Changed until ctx is done. Workers never wait for the reader of Changed.
-func (r *Replicator) tell(ctx context.Context) {
+// notify sends events to Changed until ctx is done. Workers never wait for the reader of Changed.
+func (r *Replicator) notify(ctx context.Context) {
 	for {
 		r.mu.Lock()
 		news := r.news
@@ -340,17 +340,17 @@ func (r *Replicator) tell(ctx context.Context) {
 			}
 		}
 		select {
-		case <-r.bell:
+		case <-r.wakeup:
 		case <-ctx.Done():
 			return
 		}
 	}
 }
 
-// ring wakes the reader of bell. The channel must have room for one value.
-func ring(bell chan<- struct{}) {
+// wake wakes the reader of wakeup. The channel must have room for one value.
+func wake(wakeup chan<- struct{}) {
 	select {
-	case bell <- struct{}{}:
+	case wakeup <- struct{}{}:
 	default: // the reader has not read the previous value yet
 	}
 }

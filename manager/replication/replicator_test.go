@@ -59,7 +59,7 @@ func (p *pair) unanswered(want v1alpha1.NetworkConfigStatus) string {
 }
 
 func (p *pair) outdated() string {
-	a, b := p.here(), p.there()
+	a, b := p.here(), p.atPeer()
 	if a == nil || b == nil || a.Spec.EndpointIP != b.Spec.EndpointIP || a.Spec.PodCIDR != b.Spec.PodCIDR {
 		return fmt.Sprintf("copy is not the original:\n%+v\n%+v", a, b)
 	}
@@ -77,13 +77,13 @@ func TestSpecAndStatusAreReplicatedAsByLiqo(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			p := established(t, identity)
-			here, there := p.here(), p.there()
+			here, atPeer := p.here(), p.atPeer()
 			wantLabels := map[string]string{
 				v1alpha1.LabelReplication: "false", v1alpha1.LabelReplicated: "true", v1alpha1.LabelOriginID: p.own,
 				v1alpha1.LabelRemoteID: p.peer.ID,
 			}
-			if !maps.Equal(there.Labels, wantLabels) || len(there.Annotations)+len(there.OwnerReferences)+len(there.Finalizers) != 0 {
-				t.Errorf("metadata of the copy: %+v", there.ObjectMeta)
+			if !maps.Equal(atPeer.Labels, wantLabels) || len(atPeer.Annotations)+len(atPeer.OwnerReferences)+len(atPeer.Finalizers) != 0 {
+				t.Errorf("metadata of the copy: %+v", atPeer.ObjectMeta)
 			}
 			if !slices.Contains(here.Finalizers, v1alpha1.FinalizerReplicator) {
 				t.Errorf("finalizers of the original: %v", here.Finalizers)
@@ -94,18 +94,18 @@ func TestSpecAndStatusAreReplicatedAsByLiqo(t *testing.T) {
 
 			p.change(home, p.here, func(o *v1alpha1.NetworkConfig) { o.Labels["team"], o.Spec.EndpointIP = "red", "198.51.100.8" })
 			p.eventually(p.outdated)
-			p.change(away, p.there, func(o *v1alpha1.NetworkConfig) {
+			p.change(away, p.atPeer, func(o *v1alpha1.NetworkConfig) {
 				o.Spec.EndpointIP, o.Spec.BackendConfig["more"] = "203.0.113.99", "x"
 				o.Labels["team"], o.Annotations = "green", map[string]string{"theirs": "stays"}
 			})
 			p.eventually(func() string {
-				if p.there().Spec.BackendConfig["more"] != "" {
+				if p.atPeer().Spec.BackendConfig["more"] != "" {
 					return "an edit of the spec at the peer was not undone"
 				}
 				return p.outdated()
 			})
-			if there := p.there(); there.Labels["team"] != "green" || there.Annotations["theirs"] != "stays" {
-				t.Errorf("labels and annotations of the peer's tools do not stay: %+v", there.ObjectMeta)
+			if atPeer := p.atPeer(); atPeer.Labels["team"] != "green" || atPeer.Annotations["theirs"] != "stays" {
+				t.Errorf("labels and annotations of the peer's tools do not stay: %+v", atPeer.ObjectMeta)
 			}
 
 			p.answer(v1alpha1.NetworkConfigStatus{}) // the peer removes its answer
@@ -124,23 +124,23 @@ func TestLiqosAnswerToPreviousNetworksIsIgnored(t *testing.T) {
 	liqos := v1alpha1.NetworkConfigStatus{Processed: true, PodCIDRNAT: v1alpha1.None, ExternalCIDRNAT: v1alpha1.None}
 	p.answer(liqos)
 	p.eventually(func() string { return p.unanswered(liqos) })
-	p.change(away, p.there, func(o *v1alpha1.NetworkConfig) { o.Finalizers = []string{v1alpha1.FinalizerTunnelEndpointCreator} })
-	before := p.there().UID
+	p.change(away, p.atPeer, func(o *v1alpha1.NetworkConfig) { o.Finalizers = []string{v1alpha1.FinalizerTunnelEndpointCreator} })
+	before := p.atPeer().UID
 
 	p.change(home, p.here, func(o *v1alpha1.NetworkConfig) { o.Spec.PodCIDR = "10.200.0.0/16" })
 	p.eventually(func() string {
-		if there := p.there(); there.UID != before || there.DeletionTimestamp.IsZero() {
+		if atPeer := p.atPeer(); atPeer.UID != before || atPeer.DeletionTimestamp.IsZero() {
 			return "the copy is not deleted"
 		}
 		return ""
 	})
-	if there := p.there(); there.Spec.PodCIDR != "10.244.0.0/16" {
-		t.Errorf("an answered copy got other networks: %+v", there.Spec)
+	if atPeer := p.atPeer(); atPeer.Spec.PodCIDR != "10.244.0.0/16" {
+		t.Errorf("an answered copy got other networks: %+v", atPeer.Spec)
 	}
-	p.change(away, p.there, func(o *v1alpha1.NetworkConfig) { o.Finalizers = nil }) // Liqo's manager removes its finalizer
+	p.change(away, p.atPeer, func(o *v1alpha1.NetworkConfig) { o.Finalizers = nil }) // Liqo's manager removes its finalizer
 	p.eventually(func() string { return p.unanswered(v1alpha1.NetworkConfigStatus{}) })
-	if there := p.there(); there == nil || there.UID == before || there.Spec.PodCIDR != "10.200.0.0/16" {
-		t.Fatalf("the new copy: %+v", there)
+	if atPeer := p.atPeer(); atPeer == nil || atPeer.UID == before || atPeer.Spec.PodCIDR != "10.200.0.0/16" {
+		t.Fatalf("the new copy: %+v", atPeer)
 	}
 	liqos.PodCIDRNAT = "10.244.0.0/16" // Liqo gave this answer before
 	p.answer(liqos)
@@ -151,13 +151,13 @@ func TestLiqosAnswerToPreviousNetworksIsIgnored(t *testing.T) {
 func TestDeletedCopyIsRecreated(t *testing.T) {
 	t.Parallel()
 	p := established(t, (*pair).byToken)
-	p.change(away, p.there, func(o *v1alpha1.NetworkConfig) { o.Finalizers = []string{v1alpha1.FinalizerTunnelEndpointCreator} })
-	old := p.there()
+	p.change(away, p.atPeer, func(o *v1alpha1.NetworkConfig) { o.Finalizers = []string{v1alpha1.FinalizerTunnelEndpointCreator} })
+	old := p.atPeer()
 	p.must(away.admin.Delete(t.Context(), old))
 	p.awaitState(isthmus.ReasonIdentityAccepted, isthmus.ReasonPublishing, "being deleted by the peer")
-	p.change(away, p.there, func(o *v1alpha1.NetworkConfig) { o.Finalizers = nil })
+	p.change(away, p.atPeer, func(o *v1alpha1.NetworkConfig) { o.Finalizers = nil })
 	p.eventually(func() string {
-		if c := p.there(); c == nil || c.UID == old.UID {
+		if c := p.atPeer(); c == nil || c.UID == old.UID {
 			return "no new copy"
 		}
 		return p.unanswered(v1alpha1.NetworkConfigStatus{}) // the status of the new copy is empty
@@ -168,16 +168,16 @@ func TestDeletedCopyIsRecreated(t *testing.T) {
 func TestOriginalStaysUntilItsCopyIsDeleted(t *testing.T) {
 	t.Parallel()
 	p := established(t, (*pair).byToken)
-	p.change(away, p.there, func(o *v1alpha1.NetworkConfig) { o.Finalizers = []string{v1alpha1.FinalizerTunnelEndpointCreator} })
+	p.change(away, p.atPeer, func(o *v1alpha1.NetworkConfig) { o.Finalizers = []string{v1alpha1.FinalizerTunnelEndpointCreator} })
 	p.must(home.admin.Delete(t.Context(), p.here()))
 	p.awaitState(isthmus.ReasonIdentityAccepted, isthmus.ReasonPublishing, "waiting for the deletion", p.peer.RemoteNamespace, v1alpha1.FinalizerTunnelEndpointCreator)
 	time.Sleep(300 * time.Millisecond)
 	if p.here() == nil {
 		t.Fatal("the original is gone before its copy")
 	}
-	p.change(away, p.there, func(o *v1alpha1.NetworkConfig) { o.Finalizers = nil })
+	p.change(away, p.atPeer, func(o *v1alpha1.NetworkConfig) { o.Finalizers = nil })
 	p.eventually(func() string {
-		if p.here() != nil || p.there() != nil {
+		if p.here() != nil || p.atPeer() != nil {
 			return "original or copy is still there"
 		}
 		return ""
@@ -210,7 +210,7 @@ func TestForeignNetworkConfigsAtThePeerAreNotChanged(t *testing.T) {
 		}
 		return ""
 	})
-	if p.there() != nil || len(p.here().Finalizers) > 0 {
+	if p.atPeer() != nil || len(p.here().Finalizers) > 0 {
 		t.Error("an original for another cluster was replicated, or held")
 	}
 	if err := away.admin.Get(t.Context(), client.ObjectKeyFromObject(foreign), foreign); err != nil {
@@ -440,7 +440,7 @@ func TestNewIdentityReplacesAllConnections(t *testing.T) {
 		p.change(home, p.here, move(fmt.Sprintf("198.51.100.%d", 20+i)))
 		p.identify(data)
 		p.answer(v1alpha1.NetworkConfigStatus{Processed: true, PodCIDRNAT: fmt.Sprintf("10.%d.0.0/16", 70+i), ExternalCIDRNAT: v1alpha1.None})
-		want := p.there().Status
+		want := p.atPeer().Status
 		p.eventually(p.outdated)
 		p.eventually(func() string { return p.unanswered(want) })
 		p.awaitUpToDate()
@@ -479,16 +479,16 @@ func TestTokenIsRenewedAfterATenthOfItsLife(t *testing.T) {
 	}
 
 	// Without permission to renew, the old token stays in use, and the State has its expiry.
-	grant := role(p.peer.RemoteNamespace, "peer", rule("net.liqo.io", "networkconfigs", "get list watch create update patch delete"))
-	p.must(away.admin.Update(t.Context(), grant))
+	permission := role(p.peer.RemoteNamespace, "peer", rule("net.liqo.io", "networkconfigs", "get list watch create update patch delete"))
+	p.must(away.admin.Update(t.Context(), permission))
 	p.eventually(func() string { // the API server's authorizer applies the change with a delay
-		ask := &authorizationv1.SubjectAccessReview{Spec: authorizationv1.SubjectAccessReviewSpec{
+		review := &authorizationv1.SubjectAccessReview{Spec: authorizationv1.SubjectAccessReviewSpec{
 			User: "system:serviceaccount:" + p.peer.RemoteNamespace + ":peer",
 			ResourceAttributes: &authorizationv1.ResourceAttributes{
 				Namespace: p.peer.RemoteNamespace, Verb: "create", Resource: "serviceaccounts", Subresource: "token", Name: "peer"},
 		}}
-		p.must(away.admin.Create(t.Context(), ask))
-		if ask.Status.Allowed {
+		p.must(away.admin.Create(t.Context(), review))
+		if review.Status.Allowed {
 			return "the right is still there"
 		}
 		return ""
@@ -498,9 +498,9 @@ func TestTokenIsRenewedAfterATenthOfItsLife(t *testing.T) {
 	p.eventually(p.outdated)
 	p.awaitState(isthmus.ReasonNotRenewed, isthmus.ReasonUpToDate, "its token expires "+old.expires.Format(time.RFC3339), "serviceaccounts/token")
 
-	grant.ResourceVersion = ""
-	grant.Rules = append(grant.Rules, rule("", "serviceaccounts/token", "create", "peer"))
-	p.must(away.admin.Update(t.Context(), grant))
+	permission.ResourceVersion = ""
+	permission.Rules = append(permission.Rules, rule("", "serviceaccounts/token", "create", "peer"))
+	p.must(away.admin.Update(t.Context(), permission))
 	p.eventually(func() string { // the next try is after a tenth of the remaining life
 		if secret().ResourceVersion == first.ResourceVersion {
 			return "the token is still the old one"
@@ -544,12 +544,12 @@ func TestUnreachablePeerDelaysOnlyItsOwnNetworkConfig(t *testing.T) {
 	p.awaitState(isthmus.ReasonUnreachable, isthmus.ReasonPublishing)
 	p.must(home.admin.Delete(t.Context(), p.here()))
 	p.awaitState(isthmus.ReasonUnreachable, isthmus.ReasonPublishing, "waiting for the deletion")
-	told := p.news()
+	before := p.news()
 	time.Sleep(2 * time.Second)
 	if p.here() == nil {
 		t.Fatal("the original went although nobody has seen its copy go")
 	}
-	if n := p.news() - told; n > 0 {
+	if n := p.news() - before; n > 0 {
 		t.Errorf("the state changed %d times though nothing did", n)
 	}
 
@@ -561,7 +561,7 @@ func TestUnreachablePeerDelaysOnlyItsOwnNetworkConfig(t *testing.T) {
 		}
 		return ""
 	})
-	if p.there() == nil {
+	if p.atPeer() == nil {
 		t.Error("the copy at the peer should have stayed behind")
 	}
 	p.identify(p.byToken())
@@ -586,7 +586,7 @@ func TestNoChangeIsLostWhileAnAPIServerIsFrozen(t *testing.T) {
 	p.eventually(p.outdated)
 	p.awaitUpToDate()
 
-	told := p.news()
+	before := p.news()
 	p.must(home.freeze(t.Context()))
 	later := answered
 	later.PodCIDRNAT = "10.99.0.0/16"
@@ -597,7 +597,7 @@ func TestNoChangeIsLostWhileAnAPIServerIsFrozen(t *testing.T) {
 	p.change(home, p.here, move("198.51.100.9"))
 	p.eventually(p.outdated)
 	p.awaitUpToDate()
-	if n := p.news() - told; n > 2 { // not up to date, then up to date
+	if n := p.news() - before; n > 2 { // not up to date, then up to date
 		t.Errorf("the state changed %d times while our own API server was away", n)
 	}
 }
@@ -627,12 +627,12 @@ func TestRestartedReplicatorContinuesFromAnyStep(t *testing.T) {
 	}
 	restart(func() { p.change(home, p.here, move("198.51.100.40")) })
 	p.eventually(p.outdated)
-	restart(func() { p.must(away.admin.Delete(t.Context(), p.there())) })
+	restart(func() { p.must(away.admin.Delete(t.Context(), p.atPeer())) })
 	p.awaitUpToDate()
 	p.eventually(p.outdated)
 	restart(func() { p.must(home.admin.Delete(t.Context(), p.here())) })
 	p.eventually(func() string {
-		if p.here() != nil || p.there() != nil {
+		if p.here() != nil || p.atPeer() != nil {
 			return "original or copy is still there"
 		}
 		return ""
@@ -643,11 +643,11 @@ func TestReplicatorWritesNothingAtRest(t *testing.T) {
 	p := established(t, (*pair).byToken)
 	p.awaitUpToDate()
 	p.eventually(func() string {
-		told := p.news()
+		before := p.news()
 		if wrote := p.writesWithin(6 * time.Second); wrote != "" { // this long, two watches end
 			return wrote
 		}
-		if n := p.news() - told; n > 0 {
+		if n := p.news() - before; n > 0 {
 			return fmt.Sprintf("the state changed %d times", n)
 		}
 		return ""
@@ -677,8 +677,8 @@ var requestTotal = regexp.MustCompile(`(?m)^apiserver_request_total\{([^}]*)\} (
 // writes returns the total number of writing requests.
 func writes(t *testing.T, c cluster) (n int) {
 	t.Helper()
-	for _, of := range requests(t, c) {
-		n += of
+	for _, request := range requests(t, c) {
+		n += request
 	}
 	return n
 }

@@ -26,9 +26,9 @@ const maxServicesAnswer = 16 << 20
 // coalesce is the time for which a sharer collects changes before it writes them.
 const coalesce = 200 * time.Millisecond
 
-// atATime is the number of objects that a sharer writes concurrently. An importer's API server
-// grants some ten concurrent requests to all exporters together.
-const atATime = 4
+// concurrentWrites is the number of objects that a sharer writes concurrently. An importer's API
+// server grants some ten concurrent requests to all exporters together.
+const concurrentWrites = 4
 
 // Sharing is the progress of the export of services to a peer.
 type Sharing struct {
@@ -63,7 +63,7 @@ func (r *Replicator) Share(id string, want map[string]isthmus.PeerServicesSpec) 
 	}
 	r.shares[id] = want
 	if w := r.workers[id]; w != nil {
-		ring(w.share)
+		wake(w.share)
 	}
 }
 
@@ -151,7 +151,7 @@ func (s *sharer) take(c change) {
 		for _, o := range c.all {
 			keep(o)
 		}
-	case c.gone:
+	case c.deleted:
 		delete(s.have, c.object.GetName())
 	default:
 		keep(c.object)
@@ -188,9 +188,9 @@ func (s *sharer) wanted() map[string]isthmus.PeerServicesSpec {
 // sync writes the differing objects.
 func (s *sharer) sync(ctx context.Context) {
 	s.w.r.mu.Lock()
-	want, said := s.w.r.shares[s.w.peer.ID]
+	want, known := s.w.r.shares[s.w.peer.ID]
 	s.w.r.mu.Unlock()
-	if !s.listed || !said && !s.w.r.opts.Withdraw {
+	if !s.listed || !known && !s.w.r.opts.Withdraw {
 		return
 	}
 	var failed error
@@ -241,12 +241,12 @@ func (s *sharer) writeAll(ctx context.Context, want map[string]isthmus.PeerServi
 	}
 	var differ []string
 	for name, spec := range want {
-		if is := s.have[name]; is == nil || is.DeletionTimestamp.IsZero() && !is.Spec.Equal(spec) { // an object that is being deleted is recreated once it is gone
+		if have := s.have[name]; have == nil || have.DeletionTimestamp.IsZero() && !have.Spec.Equal(spec) { // an object that is being deleted is recreated once it is gone
 			differ = append(differ, name)
 		}
 	}
 	slices.Sort(differ)
-	results, turns := make([]result, len(differ)), make(chan struct{}, atATime)
+	results, turns := make([]result, len(differ)), make(chan struct{}, concurrentWrites)
 	var group sync.WaitGroup
 	for i, name := range differ {
 		turns <- struct{}{}
@@ -266,24 +266,24 @@ func (s *sharer) writeAll(ctx context.Context, want map[string]isthmus.PeerServi
 }
 
 // write creates or updates an object at the peer.
-func (s *sharer) write(ctx context.Context, is *isthmus.PeerServices, name string, spec isthmus.PeerServicesSpec) (*isthmus.PeerServices, error) {
+func (s *sharer) write(ctx context.Context, have *isthmus.PeerServices, name string, spec isthmus.PeerServicesSpec) (*isthmus.PeerServices, error) {
 	ctx, cancel := context.WithTimeout(ctx, s.w.r.pace.request)
 	defer cancel()
 	var made isthmus.PeerServices
-	if is == nil {
-		is = &isthmus.PeerServices{ObjectMeta: metav1.ObjectMeta{Namespace: s.link.namespace, Name: name}, Spec: spec}
-		return &made, s.link.services(http.MethodPost).Body(is).Do(ctx).Into(&made)
+	if have == nil {
+		have = &isthmus.PeerServices{ObjectMeta: metav1.ObjectMeta{Namespace: s.link.namespace, Name: name}, Spec: spec}
+		return &made, s.link.services(http.MethodPost).Body(have).Do(ctx).Into(&made)
 	}
 	put := func() error {
-		is = is.DeepCopy()
-		is.Spec = spec
-		return s.link.services(http.MethodPut).Name(name).Body(is).Do(ctx).Into(&made)
+		have = have.DeepCopy()
+		have.Spec = spec
+		return s.link.services(http.MethodPut).Name(name).Body(have).Do(ctx).Into(&made)
 	}
 	err := put()
 	if apierrors.IsConflict(err) { // the peer has written the status meanwhile, so our version is outdated
-		is = new(isthmus.PeerServices)
-		if err := s.link.services(http.MethodGet).Name(name).Do(ctx).Into(is); err != nil || !is.DeletionTimestamp.IsZero() {
-			return is, err
+		have = new(isthmus.PeerServices)
+		if err := s.link.services(http.MethodGet).Name(name).Do(ctx).Into(have); err != nil || !have.DeletionTimestamp.IsZero() {
+			return have, err
 		}
 		err = put()
 	}
@@ -334,7 +334,7 @@ func (s *sharer) report(sharing Sharing, lacks bool) {
 		return
 	}
 	r.news[id] = struct{}{}
-	ring(r.bell)
+	wake(r.wakeup)
 }
 
 // services prepares a request for the PeerServices at the peer.

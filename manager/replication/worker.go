@@ -169,7 +169,7 @@ func (w *worker) takeSecret(ctx context.Context, c change) bool {
 		return false
 	case c.full && len(c.all) > 0:
 		secret, _ = c.all[0].(*corev1.Secret)
-	case !c.full && !c.gone:
+	case !c.full && !c.deleted:
 		secret, _ = c.object.(*corev1.Secret)
 	}
 	if secret == nil {
@@ -241,7 +241,7 @@ func (w *worker) sync(ctx context.Context) {
 		w.followAuthority(ctx)
 		w.carryOut(ctx, original)
 	}
-	w.tell(original)
+	w.report(original)
 }
 
 // original returns the original from the cache, or nil.
@@ -261,15 +261,15 @@ func (w *worker) carryOut(ctx context.Context, original *v1alpha1.NetworkConfig)
 	failed := false
 	for _, a := range plan(w.peer, original, w.copies) {
 		err := w.do(ctx, a, original)
-		var there *remoteError
+		var remote *remoteError
 		switch {
 		case ctx.Err() != nil:
 			return
 		case err == nil:
-		case errors.As(err, &there):
-			w.blame(there.err)
+		case errors.As(err, &remote):
+			w.blame(remote.err)
 			w.log.Debug("replicate", "step", a.step.String(), "object", a.name, "error", err)
-			if reason, _ := diagnose(there.err); breaks(reason) {
+			if reason, _ := diagnose(remote.err); breaks(reason) {
 				w.reconnect(ctx)
 				return
 			}
@@ -351,17 +351,17 @@ func (w *worker) do(ctx context.Context, a action, original *v1alpha1.NetworkCon
 		return nil
 
 	case answer:
-		is := netconfig.AnswerOf(w.copies[a.name])
-		if equality.Semantic.DeepEqual(is, w.answer) && equality.Semantic.DeepEqual(original.Status, w.stored) {
+		latest := netconfig.AnswerOf(w.copies[a.name])
+		if equality.Semantic.DeepEqual(latest, w.answer) && equality.Semantic.DeepEqual(original.Status, w.stored) {
 			return nil
 		}
 		base := original.DeepCopy()
-		original.Status = is
+		original.Status = latest
 		// The patch has an optimistic lock, because the answer is only correct for the spec that was
 		// read.
 		err := w.r.opts.Client.Status().Patch(ctx, original, client.MergeFromWithOptions(base, client.MergeFromWithOptimisticLock{}))
 		if err == nil {
-			w.answer, w.stored = is, original.Status
+			w.answer, w.stored = latest, original.Status
 		}
 		return client.IgnoreNotFound(err)
 
@@ -376,13 +376,13 @@ func (w *worker) do(ctx context.Context, a action, original *v1alpha1.NetworkCon
 			w.retry = time.Now().Add(w.tries.next(w.r.pace))
 			return nil
 		case err == nil && w.peer.InBand && leaving(original) && original.Name == a.name:
-			return w.letGo(ctx, original) // in band, the peer closes the tunnel once the copy is gone, so a later check would be impossible
+			return w.removeFinalizer(ctx, original) // in band, the peer closes the tunnel once the copy is gone, so a later check would be impossible
 		}
 		return remotely(err)
 
 	case release:
 		if w.copies[a.name] != nil { // the copy is being deleted; see plan
-			return w.letGo(ctx, original)
+			return w.removeFinalizer(ctx, original)
 		}
 		found, err := w.link.get(ctx, a.name)
 		if err == nil && found.Labels[v1alpha1.LabelOriginID] == w.r.opts.ClusterID {
@@ -393,13 +393,13 @@ func (w *worker) do(ctx context.Context, a action, original *v1alpha1.NetworkCon
 		if err != nil && !apierrors.IsNotFound(err) {
 			return remotely(err)
 		}
-		return w.letGo(ctx, original)
+		return w.removeFinalizer(ctx, original)
 	}
 	return nil
 }
 
-// letGo removes our finalizer from the original.
-func (w *worker) letGo(ctx context.Context, original *v1alpha1.NetworkConfig) error {
+// removeFinalizer removes our finalizer from the original.
+func (w *worker) removeFinalizer(ctx context.Context, original *v1alpha1.NetworkConfig) error {
 	base := original.DeepCopy()
 	controllerutil.RemoveFinalizer(original, v1alpha1.FinalizerReplicator)
 	err := w.r.opts.Client.Patch(ctx, original, client.MergeFromWithOptions(base, client.MergeFromWithOptimisticLock{}))
@@ -430,8 +430,8 @@ func (w *worker) relabel(ctx context.Context, want *v1alpha1.NetworkConfig, exis
 	return w.link.update(ctx, found)
 }
 
-// tell completes the State and reports it.
-func (w *worker) tell(original *v1alpha1.NetworkConfig) {
+// report completes the State and reports it.
+func (w *worker) report(original *v1alpha1.NetworkConfig) {
 	s := w.state
 	v := view{peer: w.peer, original: original, copies: w.copies, listed: w.listed}
 	if w.link != nil {

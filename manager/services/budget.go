@@ -20,11 +20,11 @@ import (
 const (
 	looksPerSecond = 100
 	looksInTurn    = 500 // after spending this many, a peer's services queue behind those of all other peers
-	// looksAtOnce is enough for all services that a peer can have.
-	looksAtOnce = isthmus.PeerServicesShards * (isthmus.MaxExportedServices + isthmus.MaxExportedEndpoints/100)
+	// looksBurst is enough for all services that a peer can have.
+	looksBurst = isthmus.PeerServicesShards * (isthmus.MaxExportedServices + isthmus.MaxExportedEndpoints/100)
 
-	behindOthers = handler.LowPriority - 1                    // the priority of such a peer's services, even while a manager starts
-	looksPause   = looksAtOnce / looksPerSecond * time.Second // the delay of a service whose peer has no tokens left
+	behindOthers = handler.LowPriority - 1                   // the priority of such a peer's services, even while a manager starts
+	looksPause   = looksBurst / looksPerSecond * time.Second // the delay of a service whose peer has no tokens left
 )
 
 // budgets bounds the work that each peer can cause by changing its PeerServices. The keys are
@@ -36,10 +36,10 @@ type budgets map[string]*rate.Limiter
 func (b budgets) charge(tenant string, s *isthmus.ExportedService, now time.Time) (o priorityqueue.AddOpts) {
 	left := b[tenant]
 	if left == nil {
-		left = rate.NewLimiter(looksPerSecond, looksAtOnce)
+		left = rate.NewLimiter(looksPerSecond, looksBurst)
 		b[tenant] = left
 	}
-	if left.TokensAt(now) < looksAtOnce-looksInTurn {
+	if left.TokensAt(now) < looksBurst-looksInTurn {
 		o.Priority = ptr.To(behindOthers)
 	}
 	if !left.AllowN(now, 1+count(*s)/100) {
@@ -79,8 +79,8 @@ func differing(b budgets) handler.TypedFuncs[*isthmus.PeerServices, reconcile.Re
 				}
 				delete(before, k)
 			}
-			for _, gone := range before {
-				add(q, e.ObjectNew.Namespace, gone)
+			for _, removed := range before {
+				add(q, e.ObjectNew.Namespace, removed)
 			}
 		},
 		DeleteFunc: func(_ context.Context, e event.TypedDeleteEvent[*isthmus.PeerServices], q workQueue) {

@@ -61,7 +61,7 @@ func TestEachPeerHasItsOwnBudgetThatRefills(t *testing.T) {
 	for b.charge("busy", large, now).After == 0 {
 		n++
 	}
-	if want := looksAtOnce / 26; n != want {
+	if want := looksBurst / 26; n != want {
 		t.Errorf("%d large services are looked at at once; want %d", n, want)
 	}
 	if o := b.charge("quiet", large, now); o.After != 0 || o.Priority != nil {

@@ -56,8 +56,8 @@ func TestConditionsOfAnExportAreValidForAnyAnswerOfAPeer(t *testing.T) {
 			t.Errorf("%q: %+v", answer, all)
 		}
 		conflict := meta.FindStatusCondition(all, string(mcs.ServiceExportConditionConflict))
-		if said := "cluster b: " + want.conflict + ": port http TCP/80"; (conflict.Message == said) != (conflict.Status == metav1.ConditionTrue) {
-			t.Errorf("%q: %q; want %q", answer, conflict.Message, said)
+		if message := "cluster b: " + want.conflict + ": port http TCP/80"; (conflict.Message == message) != (conflict.Status == metav1.ConditionTrue) {
+			t.Errorf("%q: %q; want %q", answer, conflict.Message, message)
 		}
 		for _, c := range all {
 			if !formOfReason.MatchString(c.Reason) || len(c.Reason) > 1024 || len(c.Message) > 32768 {

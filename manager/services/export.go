@@ -276,8 +276,8 @@ func shardsOf(exports []isthmus.ExportedService) (shards map[string]isthmus.Peer
 	taken := make(map[Key]float64) // fraction taken, by shard and namespace
 	var fair, late []isthmus.ExportedService
 	for _, s := range byAge {
-		of := Key{Namespace: s.Namespace, Name: ShardOf(Key{Namespace: s.Namespace, Name: s.Name})}
-		if taken[of] += part(s); taken[of] > share {
+		key := Key{Namespace: s.Namespace, Name: ShardOf(Key{Namespace: s.Namespace, Name: s.Name})}
+		if taken[key] += part(s); taken[key] > share {
 			late = append(late, s)
 		} else {
 			fair = append(fair, s)

@@ -392,8 +392,8 @@ func endpointFor(e isthmus.ExportedEndpoint, here netip.Addr, node string, withd
 		Hostname: ptr.To(e.Hostname),
 	}
 	if e.Hostname == "" {
-		if there, err := netip.ParseAddr(e.Address); err == nil {
-			made.Hostname = ptr.To(hostnameOf(there))
+		if addr, err := netip.ParseAddr(e.Address); err == nil {
+			made.Hostname = ptr.To(hostnameOf(addr))
 		}
 	}
 	if e.Zone != "" {

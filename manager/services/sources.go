@@ -24,7 +24,7 @@ type sources struct {
 	mu      sync.Mutex
 	ctx     context.Context // context of run; nil while run is not running
 	running sync.WaitGroup
-	of      map[Key]*origin
+	origins map[Key]*origin
 }
 
 // An origin is the watch for one Service.
@@ -41,7 +41,7 @@ func newSources(config *rest.Config, changed func(Key)) (*sources, error) {
 	if err != nil {
 		return nil, fmt.Errorf("client for EndpointSlices: %w", err)
 	}
-	return &sources{client: client, changed: changed, of: make(map[Key]*origin)}, nil
+	return &sources{client: client, changed: changed, origins: make(map[Key]*origin)}, nil
 }
 
 // run permits watches until ctx is done. It returns when all watches have ended.
@@ -63,11 +63,11 @@ const exportsMost = 512
 func (s *sources) room(key Key) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if s.of[key] != nil {
+	if s.origins[key] != nil {
 		return true
 	}
 	n := 0
-	for k := range s.of {
+	for k := range s.origins {
 		if k.Namespace == key.Namespace {
 			n++
 		}
@@ -80,7 +80,7 @@ func (s *sources) room(key Key) bool {
 func (s *sources) slices(key Key) (all []*discoveryv1.EndpointSlice, wait bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	src := s.of[key]
+	src := s.origins[key]
 	if src == nil {
 		if s.ctx == nil {
 			return nil, true
@@ -108,9 +108,9 @@ func (s *sources) exists(ctx context.Context, want *discoveryv1.EndpointSlice) b
 func (s *sources) forget(key Key) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if src := s.of[key]; src != nil {
+	if src := s.origins[key]; src != nil {
 		src.cancel()
-		delete(s.of, key)
+		delete(s.origins, key)
 	}
 }
 
@@ -118,7 +118,7 @@ func (s *sources) forget(key Key) {
 func (s *sources) start(key Key) *origin {
 	ctx, cancel := context.WithCancel(s.ctx)
 	api, label := s.client.EndpointSlices(key.Namespace), discoveryv1.LabelServiceName+"="+key.Name
-	tell := func() { s.changed(key) }
+	notify := func() { s.changed(key) }
 	store, controller := toolscache.NewInformerWithOptions(toolscache.InformerOptions{
 		ListerWatcher: &toolscache.ListWatch{
 			ListWithContextFunc: func(ctx context.Context, o metav1.ListOptions) (runtime.Object, error) {
@@ -132,7 +132,7 @@ func (s *sources) start(key Key) *origin {
 		},
 		ObjectType: &discoveryv1.EndpointSlice{},
 		Handler: toolscache.ResourceEventHandlerFuncs{
-			AddFunc: func(any) { tell() }, UpdateFunc: func(any, any) { tell() }, DeleteFunc: func(any) { tell() },
+			AddFunc: func(any) { notify() }, UpdateFunc: func(any, any) { notify() }, DeleteFunc: func(any) { notify() },
 		},
 		Transform: toolscache.TransformFunc(func(o any) (any, error) {
 			if slice, ok := o.(*discoveryv1.EndpointSlice); ok {
@@ -142,11 +142,11 @@ func (s *sources) start(key Key) *origin {
 		}),
 	})
 	src := &origin{store: store, synced: controller.HasSynced, cancel: cancel}
-	s.of[key] = src
+	s.origins[key] = src
 	s.running.Go(func() { controller.RunWithContext(ctx) })
 	s.running.Go(func() {
 		if toolscache.WaitForCacheSync(ctx.Done(), controller.HasSynced) {
-			tell() // a Service without endpoints causes no event
+			notify() // a Service without endpoints causes no event
 		}
 	})
 	return src

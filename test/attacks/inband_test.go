@@ -88,7 +88,7 @@ func gatewayAddrs(t *testing.T, at, of *fleet.Cluster) []netip.Addr {
 // refuses and counts some of them.
 func syns(src netip.Addr, to netip.AddrPort) (packets [][]byte) {
 	be := binary.BigEndian
-	for i := range 4 * inband.AtOnce {
+	for i := range 4 * inband.OpeningBurst {
 		b := be.AppendUint16(be.AppendUint16(nil, uint16(20000+i)), to.Port())
 		b = append(b, 0, 0, 0, 1, 0, 0, 0, 0, 5<<4, 2, 0xff, 0xff, 0, 0, 0, 0) // SYN
 		pseudo := append(append([]byte{}, src.AsSlice()...), to.Addr().AsSlice()...)

@@ -46,7 +46,7 @@ func up(t *testing.T, plans [2]plan, nodes int) *world {
 	}
 	w := &world{plans: plans[:], nodes: nodes, listeners: map[*lab.Host]*listener{}}
 	begin := time.Now()
-	f, err := fleet.Up(t.Context(), fleet.Options{Spec: w.spec("cni"), Binary: binary, Kube: kube, Dress: w.dress, Network: w.network, IPAMAllow: "172.30.0.0/16"})
+	f, err := fleet.Up(t.Context(), fleet.Options{Spec: w.spec("cni"), Binary: binary, Kube: kube, Prepare: w.dress, Network: w.network, IPAMAllow: "172.30.0.0/16"})
 	if err != nil {
 		w.close()
 		t.Fatal(err)

@@ -123,7 +123,7 @@ func (w *world) agree(r *remote, a *agreement, ours *v1alpha1.NetworkConfig) err
 		return err
 	}
 	a.key = ours.Spec.BackendConfig[v1alpha1.ConfigPublicKey]
-	state, _, err := exchange.StepOf(a.state, r.ClusterID, r.spec.BackendConfig, w.home.id, ours.Spec.BackendConfig, postquantum.WordsIn(r.spec.BackendConfig))
+	state, _, err := exchange.StepOf(a.state, r.ClusterID, r.spec.BackendConfig, w.home.id, ours.Spec.BackendConfig, postquantum.FieldsIn(r.spec.BackendConfig))
 	if err != nil || (state.ID == a.state.ID && state.Use.ID == a.state.Use.ID) {
 		return err
 	}
@@ -139,7 +139,7 @@ func (w *world) agree(r *remote, a *agreement, ours *v1alpha1.NetworkConfig) err
 	}
 	used := a.state.Use.ID
 	a.state = state
-	err = merge(r.networkConfig(), map[string]any{"spec": map[string]any{"backend_config": state.Words()}})
+	err = merge(r.networkConfig(), map[string]any{"spec": map[string]any{"backend_config": state.Fields()}})
 	if id := state.Use.ID; err == nil && id != used {
 		te := &v1alpha1.TunnelEndpoint{}
 		te.Namespace, te.Name = r.TenantNamespace(), r.UniqueName()

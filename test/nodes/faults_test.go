@@ -52,7 +52,7 @@ func TestTrafficRecoversAfterEachFault(t *testing.T) {
 	fmt.Fprintf(&page, "The load of the machine before it was %s.\n\n| what happens | to a cluster with | lost | pause, UDP | pause, TCP | connections broken | packets in the clear |\n|---|---|---|---|---|---|---|\n",
 		loadNow(t))
 	row := func(t *testing.T, name string, c *kubenodes.Cluster, do fault) {
-		told := c.Tell(t.Context())
+		told := c.Follow(t.Context())
 		report := during(t, w, func() { must(t, do(t.Context(), c)) })
 		leaks := w.sniffer.Take()
 		for _, p := range report.Pauses {

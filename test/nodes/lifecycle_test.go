@@ -209,7 +209,7 @@ func (w *world) lives(t *testing.T, what string, do func()) {
 	t.Helper()
 	var told []func() string
 	for _, c := range w.set.Clusters {
-		told = append(told, c.Tell(t.Context()))
+		told = append(told, c.Follow(t.Context()))
 	}
 	r := during(t, w, do)
 	var timelines []string

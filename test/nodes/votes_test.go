@@ -139,7 +139,7 @@ func (w *world) measure(t *testing.T, faults []votesFault) {
 			for range *rounds {
 				time.Sleep(2 * time.Second) // kubelets probe once a second
 				w.fresh(t)
-				told := w.a.Tell(t.Context())
+				told := w.a.Follow(t.Context())
 				r := during(t, w, func() { must(t, fault.do(t.Context(), w.a)) })
 				leaked += len(w.sniffer.Take())
 				reports = append(reports, r)

@@ -288,7 +288,7 @@ func sendUDP(addr string, size int, d time.Duration, pps int) (Result, error) {
 		return Result{}, err
 	}
 	defer func() { _ = c.Close() }()
-	if _, _, err := askSink(c); err != nil { // also empties the counters
+	if _, _, err := readSink(c); err != nil { // also empties the counters
 		return Result{}, err
 	}
 	out := newMessages(32, size)
@@ -315,11 +315,11 @@ func sendUDP(addr string, size int, d time.Duration, pps int) (Result, error) {
 	}
 	res := Result{Sent: sent, Seconds: time.Since(start).Seconds()}
 	time.Sleep(300 * time.Millisecond) // wait for queued datagrams to arrive
-	res.Packets, res.Bytes, err = askSink(c)
+	res.Packets, res.Bytes, err = readSink(c)
 	return res, err
 }
 
-func askSink(c net.Conn) (packets, bytes uint64, err error) {
+func readSink(c net.Conn) (packets, bytes uint64, err error) {
 	buf := make([]byte, 64)
 	for err == nil { // skip late answers to earlier questions
 		_ = c.SetReadDeadline(time.Now().Add(time.Millisecond))
@@ -362,8 +362,8 @@ func roundTrips(addr string, d time.Duration) (Result, error) {
 		return Result{}, fmt.Errorf("rtt: only %d answers in %v", len(times), d)
 	}
 	slices.Sort(times)
-	at := func(q float64) float64 {
+	quantile := func(q float64) float64 {
 		return float64(times[int(q*float64(len(times)-1))].Nanoseconds()) / 1000
 	}
-	return Result{Packets: uint64(len(times)), Seconds: time.Since(start).Seconds(), P50: at(0.5), P90: at(0.9), P99: at(0.99), P999: at(0.999)}, nil
+	return Result{Packets: uint64(len(times)), Seconds: time.Since(start).Seconds(), P50: quantile(0.5), P90: quantile(0.9), P99: quantile(0.99), P999: quantile(0.999)}, nil
 }

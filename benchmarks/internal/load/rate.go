@@ -77,7 +77,7 @@ func highestRate(passes func(pps float64) (bool, error)) (float64, error) {
 // takes longer than a tenth of the trial, a queue has grown, and a longer trial would have lost
 // packets.
 func trial(c *net.UDPConn, out *messages, pps float64, d time.Duration) (bool, error) {
-	if _, _, err := askSink(c); err != nil { // resets the counters, and waits until the last trial's queues are empty
+	if _, _, err := readSink(c); err != nil { // resets the counters, and waits until the last trial's queues are empty
 		return false, err
 	}
 	raw, err := c.SyscallConn()
@@ -97,7 +97,7 @@ sending:
 		}
 		time.Sleep(time.Millisecond)
 	}
-	asked := time.Now()
-	packets, _, err := askSink(c)
-	return time.Since(asked) < d/10 && float64(sent) >= 0.98*pps*d.Seconds() && float64(packets) >= arriving*float64(sent), err
+	begin := time.Now()
+	packets, _, err := readSink(c)
+	return time.Since(begin) < d/10 && float64(sent) >= 0.98*pps*d.Seconds() && float64(packets) >= arriving*float64(sent), err
 }

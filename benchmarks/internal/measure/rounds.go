@@ -18,18 +18,18 @@ func Rounds(rounds int, variants []string, one func(variant int) ([]float64, err
 	s := make(Samples, len(variants))
 	for round := range rounds {
 		for i := range variants {
-			at := (i + round) % len(variants)
-			got, err := one(at)
+			index := (i + round) % len(variants)
+			got, err := one(index)
 			if err != nil {
-				return nil, fmt.Errorf("%s: %w", variants[at], err)
+				return nil, fmt.Errorf("%s: %w", variants[index], err)
 			}
-			if s[at] == nil {
-				s[at] = make([][]float64, len(got))
+			if s[index] == nil {
+				s[index] = make([][]float64, len(got))
 			}
 			for figure, v := range got {
-				s[at][figure] = append(s[at][figure], v)
+				s[index][figure] = append(s[index][figure], v)
 			}
-			log.Printf("round %d/%d  %-40s %.2f", round+1, rounds, variants[at], got)
+			log.Printf("round %d/%d  %-40s %.2f", round+1, rounds, variants[index], got)
 		}
 	}
 	return s, nil

@@ -76,11 +76,11 @@ func (l *Load) Stop() {
 }
 
 // Since returns the seconds that started at a time or later.
-func (l *Load) Since(at time.Time) (all []LoadSecond) {
+func (l *Load) Since(begin time.Time) (all []LoadSecond) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	for _, s := range l.seconds {
-		if s.Begin.Before(at.Truncate(time.Second)) {
+		if s.Begin.Before(begin.Truncate(time.Second)) {
 			continue
 		}
 		answered := make(map[string]int, len(s.Answered))
@@ -106,13 +106,13 @@ func (l *Load) run(ctx context.Context) {
 					l.next = firstPort
 				}
 			}
-			l.done.Go(func() { l.ask(ctx, port) })
+			l.done.Go(func() { l.send(ctx, port) })
 		}
 	}
 }
 
-// ask sends one request and records its result.
-func (l *Load) ask(ctx context.Context, from uint16) {
+// send sends one request and records its result.
+func (l *Load) send(ctx context.Context, from uint16) {
 	begin := time.Now()
 	ctx, cancel := context.WithTimeout(ctx, loadPatience)
 	defer cancel()
@@ -123,15 +123,15 @@ func (l *Load) ask(ctx context.Context, from uint16) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	second := begin.Truncate(time.Second)
-	at, there := slices.BinarySearchFunc(l.seconds, second, func(s LoadSecond, t time.Time) int { return s.Begin.Compare(t) })
-	if !there { // a later second may already have an entry, because its request ended first
-		l.seconds = slices.Insert(l.seconds, at, LoadSecond{Begin: second, Answered: make(map[string]int)})
+	i, found := slices.BinarySearchFunc(l.seconds, second, func(s LoadSecond, t time.Time) int { return s.Begin.Compare(t) })
+	if !found { // a later second may already have an entry, because its request ended first
+		l.seconds = slices.Insert(l.seconds, i, LoadSecond{Begin: second, Answered: make(map[string]int)})
 	}
 	if err != nil {
-		l.seconds[at].Failed = append(l.seconds[at].Failed, LoadFailure{begin, time.Since(begin), err.Error()})
+		l.seconds[i].Failed = append(l.seconds[i].Failed, LoadFailure{begin, time.Since(begin), err.Error()})
 		return
 	}
-	l.seconds[at].Answered[server]++
+	l.seconds[i].Answered[server]++
 }
 
 func (l *Load) request(ctx context.Context, from uint16) (server string, err error) {

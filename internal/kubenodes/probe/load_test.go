@@ -15,11 +15,11 @@ func TestLoadCountsAnswersByServerAndFailures(t *testing.T) {
 	begin := time.Now()
 	l := NewLoad("localhost", netip.MustParseAddrPort(server.Listener.Addr().String()).Port(), false)
 	defer l.Stop()
-	until := func(what string, is func(LoadSecond) bool) {
+	until := func(what string, done func(LoadSecond) bool) {
 		t.Helper()
 		for deadline := time.Now().Add(time.Minute); ; time.Sleep(10 * time.Millisecond) {
 			for _, s := range l.Since(begin) {
-				if is(s) {
+				if done(s) {
 					return
 				}
 			}

@@ -168,8 +168,8 @@ func (l *loader) object(origin fabric.Origin, where string, raw []byte) {
 		return
 	}
 	type kind struct{ apiVersion, kind string }
-	is := kind{head.APIVersion, head.Kind}
-	if is == (kind{"v1", "List"}) {
+	key := kind{head.APIVersion, head.Kind}
+	if key == (kind{"v1", "List"}) {
 		for i, item := range head.Items {
 			l.object(origin, strings.TrimSpace(fmt.Sprintf("%s items[%d]", where, i)), item)
 		}
@@ -179,7 +179,7 @@ func (l *loader) object(origin fabric.Origin, where string, raw []byte) {
 	if origin.Name != "" {
 		where = ""
 	}
-	switch is {
+	switch key {
 	case kind{GatewayAPIVersion, GatewayKind}:
 		l.gateway(fabric.Origin{File: origin.File, Kind: GatewayKind}, raw)
 	case kind{v1alpha1.GroupVersion.String(), "TunnelEndpoint"}:

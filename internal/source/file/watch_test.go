@@ -73,7 +73,7 @@ func (w *watched) end() {
 	}
 }
 
-func at(n int, endpoint string) string {
+func peerFile(n int, endpoint string) string {
 	return strings.Replace(peerYAML(n), "192.0.2.1", endpoint, 1)
 }
 
@@ -86,12 +86,12 @@ func TestWatchCallsBackOnChangeOnly(t *testing.T) {
 		w.expect(0, "id1@192.0.2.1")
 		w.expect(time.Minute)
 
-		write(t, peers, at(1, "192.0.2.2"))
+		write(t, peers, peerFile(1, "192.0.2.2"))
 		w.expect(1500*time.Millisecond, "id1@192.0.2.2")
 		write(t, filepath.Join(dir, "second.yaml"), peerYAML(2))
 		w.expect(1500*time.Millisecond, "id1@192.0.2.2 id2@192.0.2.1")
 
-		write(t, peers, at(1, "192.0.2.2")) // the same content again
+		write(t, peers, peerFile(1, "192.0.2.2")) // the same content again
 		w.expect(time.Minute)
 		write(t, filepath.Join(dir, "notes.txt"), "nothing of ours")
 		w.expect(time.Minute)
@@ -115,7 +115,7 @@ func TestWatchReportsAnInvalidDirectoryOnce(t *testing.T) {
 		w.expect(1500*time.Millisecond, "error: peers.yaml: line 2: did not find expected node content")
 		write(t, peers, "{ ")
 		w.expect(time.Minute)
-		write(t, peers, at(1, "[]"))
+		write(t, peers, peerFile(1, "[]"))
 		w.expect(1500*time.Millisecond, `error: peers.yaml: TunnelEndpoint tenant/peer1: spec.endpointIP: is of type array; want a string (in quotes, if it looks like something else)`)
 		write(t, peers, peerYAML(1)) // back to the first content: the end of the error is a change, too
 		w.expect(1500*time.Millisecond, "id1@192.0.2.1")
@@ -147,7 +147,7 @@ func TestWatchReportsAnErrorAtTheStart(t *testing.T) {
 func TestWatchDoesNotSeeAHalfWrittenFile(t *testing.T) {
 	dir := writeDir(t, valid(nil))
 	peers := filepath.Join(dir, "peers.yaml")
-	text := peerYAML(1) + "---\n" + at(2, "192.0.2.2")
+	text := peerYAML(1) + "---\n" + peerFile(2, "192.0.2.2")
 	synctest.Test(t, func(t *testing.T) {
 		w := watch(t, dir)
 		defer w.end()
@@ -171,7 +171,7 @@ func TestWatchIsNotBlockedByAConstantWriter(t *testing.T) {
 		w := watch(t, dir)
 		defer w.end()
 		w.expect(0, "id1@192.0.2.1")
-		write(t, filepath.Join(dir, "peers.yaml"), at(1, "192.0.2.2"))
+		write(t, filepath.Join(dir, "peers.yaml"), peerFile(1, "192.0.2.2"))
 		for i := range 120 {
 			write(t, next, strings.Repeat("#", i+1))
 			if err := os.Rename(next, filepath.Join(dir, "busy.yaml")); err != nil { // another test covers half-written files
@@ -210,7 +210,7 @@ func TestWatchFollowsAConfigMap(t *testing.T) {
 		w := watch(t, dir)
 		defer w.end()
 		w.expect(0, "id1@192.0.2.1")
-		version(t, "..2", valid(map[string]string{"peers.yaml": at(1, "192.0.2.9")}))
+		version(t, "..2", valid(map[string]string{"peers.yaml": peerFile(1, "192.0.2.9")}))
 		w.expect(1500*time.Millisecond, "id1@192.0.2.9")
 		w.expect(time.Minute)
 	})
@@ -229,7 +229,7 @@ func TestWatchNoticesAFileReplacedWithItsOldTime(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		write(t, peers+".new", at(1, "192.0.2.2"))
+		write(t, peers+".new", peerFile(1, "192.0.2.2"))
 		if err := os.Chtimes(peers+".new", time.Time{}, info.ModTime()); err != nil {
 			t.Fatal(err)
 		}
@@ -237,7 +237,7 @@ func TestWatchNoticesAFileReplacedWithItsOldTime(t *testing.T) {
 			t.Fatal(err)
 		}
 		w.expect(10*time.Second, "id1@192.0.2.2")
-		write(t, peers, at(1, "192.0.2.33"))
+		write(t, peers, peerFile(1, "192.0.2.33"))
 		if err := os.Chtimes(peers, time.Time{}, info.ModTime()); err != nil {
 			t.Fatal(err)
 		}
@@ -258,7 +258,7 @@ func TestWatchNoticesAWriteWithinTheClockResolution(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		write(t, peers, at(1, "192.0.2.2"))
+		write(t, peers, peerFile(1, "192.0.2.2"))
 		if err := os.Chtimes(peers, time.Time{}, info.ModTime()); err != nil {
 			t.Fatal(err)
 		}
@@ -308,7 +308,7 @@ func TestWatchEndsWhileItWaitsForAWriter(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		w := watch(t, dir)
 		w.expect(900*time.Millisecond, "id1@192.0.2.1")
-		write(t, filepath.Join(dir, "peers.yaml"), at(1, "192.0.2.2"))
+		write(t, filepath.Join(dir, "peers.yaml"), peerFile(1, "192.0.2.2"))
 		time.Sleep(200 * time.Millisecond) // Watch has noticed the change and waits for the writer to finish
 		w.end()
 		w.expect(time.Minute)
@@ -323,7 +323,7 @@ func TestFilesChangedDuringReadAreReadAgain(t *testing.T) {
 			snapshot, read, err := load(dir)
 			if writes > 0 {
 				writes--
-				write(t, filepath.Join(dir, "peers.yaml"), at(1, "192.0.2."+strings.Repeat("2", writes+1)))
+				write(t, filepath.Join(dir, "peers.yaml"), peerFile(1, "192.0.2."+strings.Repeat("2", writes+1)))
 			}
 			return snapshot, read, err
 		}

@@ -97,7 +97,7 @@ func (g *Gateway) Write(ctx context.Context, placed func(), report func() (Repor
 type writer struct {
 	*Gateway
 	memory map[types.UID]*memory
-	said   string // last logged problem with Pods and Service
+	logged string // last logged problem with Pods and Service
 
 	moving [32]byte  // the next private key in the last round
 	moved  time.Time // time since which no peer has lagged
@@ -106,14 +106,14 @@ type writer struct {
 
 // memory is the state of one written object.
 type memory struct {
-	version string    // resourceVersion that this replica has patched; a cache that still returns it is stale
-	written time.Time // time of the last successful write
-	retries retries
-	cost    retries       // retries for the deletion cost, which an admission policy may reject separately
-	rtt     time.Duration // smoothed
-	said    said          // inputs from which the stored status was made; zero: unknown
-	pruned  bool          // the API server drops the conditions of the object's status
-	seen    bool          // seen in the current round
+	version      string    // resourceVersion that this replica has patched; a cache that still returns it is stale
+	written      time.Time // time of the last successful write
+	retries      retries
+	cost         retries       // retries for the deletion cost, which an admission policy may reject separately
+	rtt          time.Duration // smoothed
+	statusInputs statusInputs  // inputs from which the stored status was made; zero: unknown
+	pruned       bool          // the API server drops the conditions of the object's status
+	seen         bool          // seen in the current round
 }
 
 // retries limit how often a failed write is repeated.
@@ -122,7 +122,7 @@ type retries struct {
 	failures int
 }
 
-func (w *writer) of(o client.Object) *memory {
+func (w *writer) memoryOf(o client.Object) *memory {
 	m := w.memory[o.GetUID()]
 	if m == nil {
 		m = new(memory)
@@ -143,12 +143,12 @@ func (m *memory) dueFor(o client.Object, r *retries, now time.Time) bool {
 // object since it was read. It returns true if the API server accepted the patch. want is then
 // the object as stored.
 func (w *writer) patch(ctx context.Context, kind string, have, want client.Object, status bool) bool {
-	return w.patchFor(ctx, kind, have, want, status, &w.of(have).retries)
+	return w.patchFor(ctx, kind, have, want, status, &w.memoryOf(have).retries)
 }
 
 // patchFor is like patch, with separate retries for a part of the object.
 func (w *writer) patchFor(ctx context.Context, kind string, have, want client.Object, status bool, r *retries) bool {
-	m := w.of(have)
+	m := w.memoryOf(have)
 	ctx, cancel := context.WithTimeout(ctx, writeTimeout)
 	defer cancel()
 	patch := client.MergeFromWithOptions(have, client.MergeFromWithOptimisticLock{})
@@ -190,7 +190,7 @@ func (w *writer) place(ctx context.Context, placed func()) {
 	var pods corev1.PodList
 	var services corev1.ServiceList
 	if err := errors.Join(w.objects.List(ctx, &pods, client.InNamespace(w.o.Namespace), client.MatchingLabels(podLabels)), w.objects.List(ctx, &services)); err != nil {
-		w.say(err.Error())
+		w.logProblem(err.Error())
 		return
 	}
 	node := w.nodeAddr(ctx)
@@ -201,11 +201,11 @@ func (w *writer) place(ctx context.Context, placed func()) {
 	if n := len(services.Items); n != 1 {
 		trouble = cmp.Or(trouble, fmt.Sprintf("namespace %s has %d Services labelled %s; want one, by which peers reach the gateway", w.o.Namespace, n, text(serviceLabels)))
 	}
-	w.say(trouble)
+	w.logProblem(trouble)
 
 	now := time.Now()
 	if len(services.Items) == 1 && node.IsValid() {
-		w.lead(ctx, &services.Items[0], node, now) // first, because the nodes follow the Service
+		w.markService(ctx, &services.Items[0], node, now) // first, because the nodes follow the Service
 	}
 	placed()
 	// Write the active Pod first: until it has the label, the Service has no endpoint for
@@ -217,7 +217,7 @@ func (w *writer) place(ctx context.Context, placed func()) {
 		if have.Name == w.o.Pod {
 			role = v1alpha1.GatewayActive
 		}
-		if m := w.of(have); have.Labels[v1alpha1.LabelGateway] == role || !m.due(have, now) {
+		if m := w.memoryOf(have); have.Labels[v1alpha1.LabelGateway] == role || !m.due(have, now) {
 			continue
 		}
 		want := have.DeepCopy()
@@ -229,9 +229,9 @@ func (w *writer) place(ctx context.Context, placed func()) {
 	for i := range pods.Items {
 		have, cost := &pods.Items[i], ""
 		if have.Name == w.o.Pod {
-			cost = costOfActive
+			cost = activeDeletionCost
 		}
-		m := w.of(have)
+		m := w.memoryOf(have)
 		if have.Annotations[corev1.PodDeletionCost] == cost || !m.dueFor(have, &m.cost, now) {
 			continue
 		}
@@ -247,12 +247,12 @@ func (w *writer) place(ctx context.Context, placed func()) {
 	}
 }
 
-// costOfActive is the pod deletion cost of the active gateway. With this cost a Deployment ends
-// standbys first, so an update of all replicas moves the active gateway only once.
-const costOfActive = "1"
+// activeDeletionCost is the pod deletion cost of the active gateway. With this cost a Deployment
+// ends standbys first, so an update of all replicas moves the active gateway only once.
+const activeDeletionCost = "1"
 
-// lead points the nodes to this replica, by annotations of the Service.
-func (w *writer) lead(ctx context.Context, have *corev1.Service, node netip.Addr, now time.Time) {
+// markService points the nodes to this replica, by annotations of the Service.
+func (w *writer) markService(ctx context.Context, have *corev1.Service, node netip.Addr, now time.Time) {
 	marks := map[string]string{v1alpha1.AnnotationGatewayNodeIP: node.String()}
 	if w.o.Node != "" { // otherwise agents get node and device from the TunnelEndpoints
 		marks[isthmus.AnnotationGateways] = w.o.PodIP.String()
@@ -265,7 +265,7 @@ func (w *writer) lead(ctx context.Context, have *corev1.Service, node netip.Addr
 		want.Annotations = make(map[string]string)
 	}
 	maps.Copy(want.Annotations, marks)
-	if m := w.of(have); maps.Equal(have.Annotations, want.Annotations) || !m.due(have, now) {
+	if m := w.memoryOf(have); maps.Equal(have.Annotations, want.Annotations) || !m.due(have, now) {
 		return
 	}
 	w.patch(ctx, "Service", have, want, false)
@@ -299,12 +299,12 @@ func rank(p corev1.Pod, self string) int {
 	return 1
 }
 
-// say logs a new problem that prevents marking the Pods or the Service.
-func (w *writer) say(trouble string) {
-	if trouble != w.said && trouble != "" {
+// logProblem logs a new problem that prevents marking the Pods or the Service.
+func (w *writer) logProblem(trouble string) {
+	if trouble != w.logged && trouble != "" {
 		w.log.Warn("cannot mark the active gateway; peers may not reach it", "problem", trouble)
 	}
-	w.said = trouble
+	w.logged = trouble
 }
 
 func text(labels map[string]string) string {

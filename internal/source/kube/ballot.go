@@ -35,14 +35,14 @@ const (
 	// than a node takes to reboot.
 	quietMost = 5 * time.Minute
 
-	// agentGone is how long a node may be without a route agent's Pod and still vote. It is
+	// agentAbsentMost is how long a node may be without a route agent's Pod and still vote. It is
 	// longer than a DaemonSet takes to replace a Pod, and shorter than
 	// mandate.Usual.EndedMandate.
-	agentGone = 10 * time.Second
+	agentAbsentMost = 10 * time.Second
 
-	// goneMost is how long the Nodes of a majority of voters must be missing before the Lease
-	// decides again.
-	goneMost = 30 * time.Second
+	// votersAbsentMost is how long the Nodes of a majority of voters must be missing before the
+	// Lease decides again.
+	votersAbsentMost = 30 * time.Second
 )
 
 // listOf returns the list of voters in a Lease. If it has no voters, the Lease decides.
@@ -110,16 +110,16 @@ func (g *Gateway) votes() votesMark {
 	return votesMark{e.transition, voting.KeyOf(shared).Public().(ed25519.PublicKey), e.byVotesLocked(), e.votes.wanted || e.byVotesLocked()}
 }
 
-// tellKey writes the public key into the Service if the Service has another key. Without the
+// publishKey writes the public key into the Service if the Service has another key. Without the
 // right key no node votes, and no gateway can become active.
-func (g *Gateway) tellKey(ctx context.Context) {
+func (g *Gateway) publishKey(ctx context.Context) {
 	var services corev1.ServiceList
 	if !g.reading.Load() || g.objects.List(ctx, &services) != nil || len(services.Items) != 1 {
 		return
 	}
 	have, mark := &services.Items[0], g.votes()
-	told := votesOf(have.Annotations[isthmus.AnnotationVotes])
-	if mark.Key == nil || bytes.Equal(told.Key, mark.Key) {
+	published := votesOf(have.Annotations[isthmus.AnnotationVotes])
+	if mark.Key == nil || bytes.Equal(published.Key, mark.Key) {
 		return
 	}
 	want := have.DeepCopy()
@@ -143,12 +143,12 @@ type ballot struct {
 	trial  voting.List          // list with which the holder of the Lease tries to get a majority
 	tried  time.Time            // time at which the trial began
 	silent map[string]bool      // nodes that did not answer in the trial
-	gone   time.Time            // since when the Nodes of a majority of voters have been missing; zero: they exist
+	absent time.Time            // since when the Nodes of a majority of voters have been missing; zero: they exist
 	quiet  map[string]time.Time // silent voter → since when it has been silent
 	key    func()               // writes the key for checking gateways' signatures into the Service, if the Service has another key
 
-	agents func() *map[string]bool // returns the nodes with a route agent; nil: any node may have one
-	manned map[string]time.Time    // node → when it was last seen with an agent
+	agents    func() *map[string]bool // returns the nodes with a route agent; nil: any node may have one
+	agentSeen map[string]time.Time    // node → when it was last seen with an agent
 
 	outdated string // last logged result of staleList
 }
@@ -190,7 +190,7 @@ func voters(nodes, before map[string]netip.Addr, without map[string]bool) map[st
 func step(have voting.List, want map[string]netip.Addr) voting.List {
 	next := voting.List{Version: have.Version + 1, Voters: maps.Clone(have.Voters)}
 	for _, name := range slices.Sorted(maps.Keys(want)) {
-		if at, ok := have.Voters[name]; ok && at != want[name] {
+		if addr, ok := have.Voters[name]; ok && addr != want[name] {
 			next.Voters[name] = want[name] // the node's address has changed
 			return next
 		}
@@ -247,23 +247,23 @@ func (e *election) sinceSeen() time.Time {
 
 // voters returns the number of nodes that vote, and the number of those that have answered
 // recently.
-func (e *election) voters() (all, heard int) {
+func (e *election) voters() (all, answering int) {
 	e.mu.Lock()
 	all = len(e.list.Voters)
 	e.mu.Unlock()
 	return all, len(e.votes.View().Heard)
 }
 
-// hearsLocked reports whether a majority of the voters has answered recently. The caller holds
+// majorityLocked reports whether a majority of the voters has answered recently. The caller holds
 // e.mu.
-func (e *election) hearsLocked(v voting.View) bool {
-	heard := 0
+func (e *election) majorityLocked(v voting.View) bool {
+	answering := 0
 	for _, name := range v.Heard {
 		if _, votes := e.list.Voters[name]; votes {
-			heard++
+			answering++
 		}
 	}
-	return heard > len(e.list.Voters)/2
+	return answering > len(e.list.Voters)/2
 }
 
 // staleList explains why no gateway can get votes with a list that is two or more versions older
@@ -278,10 +278,10 @@ func staleList(list voting.List, v voting.View) string {
 		isthmus.LeaseGateway, list.Version, v.Newest, isthmus.AnnotationVoters, v.Newest+1)
 }
 
-// judgeVotesLocked decides who is active while votes decide. The caller holds e.mu.
-func (e *election) judgeVotesLocked(v voting.View, now time.Time) {
-	if hears := e.hearsLocked(v) && staleList(e.list, v) == ""; hears || e.hears {
-		e.hears, e.heardAt = hears, now
+// reevaluateVotesLocked decides who is active while votes decide. The caller holds e.mu.
+func (e *election) reevaluateVotesLocked(v voting.View, now time.Time) {
+	if majority := e.majorityLocked(v) && staleList(e.list, v) == ""; majority || e.majority {
+		e.majority, e.majorityAt = majority, now
 	}
 	name, again := e.name, v.Holds && v.Epoch > uint64(e.transition) // this replica may have got the votes again without another gateway in between
 	switch {
@@ -290,16 +290,16 @@ func (e *election) judgeVotesLocked(v voting.View, now time.Time) {
 	case v.Holder != "" && (v.Since > uint64(e.transition) || v.Since == uint64(e.transition) && name == ""):
 		name, e.transition = v.Holder, int32(v.Since)
 	}
-	e.unheard = ""
+	e.unanswered = ""
 	e.lacking = name == e.identity && !v.Holds
-	if speaking := name == e.identity && (v.Holds || e.speaking); name != e.name || speaking != e.speaking {
+	if sending := name == e.identity && (v.Holds || e.sending); name != e.name || sending != e.sending {
 		if name != e.name {
 			e.log.Info("the nodes have elected the active gateway", "pod", name, "former", e.name, "epoch", e.transition)
 		}
 		if name == e.identity && (name != e.name || again) {
 			e.taken = takeover{e.elected(v.Released), now}
 		}
-		e.name, e.speaking = name, speaking
+		e.name, e.sending = name, sending
 		e.changed.set()
 	}
 }
@@ -312,31 +312,31 @@ func (e *election) stepVotes(v voting.View, now time.Time) (want *coordinationv1
 	list, transition, taken := e.list, e.transition, e.taken
 	e.mu.Unlock()
 	if !v.Holds {
-		nodes, there := b.Nodes(), 0
+		nodes, present := b.Nodes(), 0
 		for name := range list.Voters {
 			if nodes[name].IsValid() {
-				there++
+				present++
 			}
 		}
 		majority := len(list.Voters)/2 + 1
-		switch gone := len(nodes) > 0 && there < majority && len(v.Heard) < majority; {
+		switch absent := len(nodes) > 0 && present < majority && len(v.Heard) < majority; {
 		case e.lease == nil || standDown(e.lease, e.identity, e.sinceSeen(), now) > 0: // another gateway is active
-			b.gone = time.Time{}
-		case !gone && v.Newest > list.Version+1:
-			b.gone = time.Time{}
+			b.absent = time.Time{}
+		case !absent && v.Newest > list.Version+1:
+			b.absent = time.Time{}
 			if why := staleList(list, v); why != b.outdated {
 				b.outdated = why
 				e.log.Warn("nodes elect no gateway: " + why)
 			}
-		case !gone && v.Newest == list.Version+1: // the nodes' list is one version newer than that in the Lease, so the two differ by at most one voter
+		case !absent && v.Newest == list.Version+1: // the nodes' list is one version newer than that in the Lease, so the two differ by at most one voter
 			want = e.lease.DeepCopy()
 			withList(want, voting.List{Version: v.Newest, Voters: list.Voters})
-		case !gone:
-			b.gone = time.Time{}
+		case !absent:
+			b.absent = time.Time{}
 			b.key()
-		case b.gone.IsZero():
-			b.gone = now
-		case now.Sub(b.gone) >= goneMost:
+		case b.absent.IsZero():
+			b.absent = now
+		case now.Sub(b.absent) >= votersAbsentMost:
 			e.log.Warn("most voting nodes no longer exist: the Lease decides which gateway is active", "voters", slices.Sorted(maps.Keys(list.Voters)))
 			want = take(e.lease, e.identity, now)
 			e.takes(now).mark(want)
@@ -385,19 +385,19 @@ func (b *ballot) electable(now time.Time) map[string]netip.Addr {
 	if agents == nil {
 		return nodes
 	}
-	if b.manned == nil {
-		b.manned = make(map[string]time.Time)
+	if b.agentSeen == nil {
+		b.agentSeen = make(map[string]time.Time)
 	}
 	all := make(map[string]netip.Addr)
 	for name, addr := range nodes {
 		if (*agents)[name] {
-			b.manned[name] = now
+			b.agentSeen[name] = now
 		}
-		if at, had := b.manned[name]; had && now.Sub(at) < agentGone {
+		if seen, had := b.agentSeen[name]; had && now.Sub(seen) < agentAbsentMost {
 			all[name] = addr
 		}
 	}
-	maps.DeleteFunc(b.manned, func(name string, _ time.Time) bool { return !nodes[name].IsValid() })
+	maps.DeleteFunc(b.agentSeen, func(name string, _ time.Time) bool { return !nodes[name].IsValid() })
 	return all
 }
 
@@ -416,7 +416,7 @@ func (b *ballot) useful(all, list, nodes map[string]netip.Addr, now time.Time) m
 		if b.quiet[name].IsZero() {
 			b.quiet[name] = now
 		}
-		if addr, there := nodes[name]; there && now.Sub(b.quiet[name]) < quietMost {
+		if addr, exists := nodes[name]; exists && now.Sub(b.quiet[name]) < quietMost {
 			all[name] = addr
 		}
 	}

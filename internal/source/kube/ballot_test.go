@@ -85,17 +85,17 @@ func TestVotersAreKeptWhileTheirNodesExist(t *testing.T) {
 	if len(before) != votersMost {
 		t.Fatalf("%d voters", len(before))
 	}
-	var gone string
-	for gone = range before {
+	var removed string
+	for removed = range before {
 		break
 	}
-	delete(nodes, gone)
+	delete(nodes, removed)
 	for i := range 100 {
 		nodes[fmt.Sprint("later", i)] = netip.AddrFrom4([4]byte{10, 1, 0, byte(i)})
 	}
 	after := voters(nodes, before, nil)
 	for name := range before {
-		if _, ok := after[name]; ok != (name != gone) {
+		if _, ok := after[name]; ok != (name != removed) {
 			t.Errorf("%s votes: %v", name, ok)
 		}
 	}
@@ -147,13 +147,13 @@ func TestUnreadableVoterListIsIgnored(t *testing.T) {
 	}
 }
 
-// heard is a voter that has heard of a holder.
-type heard struct{ holder voting.Holder }
+// fakeVoter is a voter that has heard of a holder.
+type fakeVoter struct{ holder voting.Holder }
 
-func (heard) Set(ed25519.PublicKey)      {}
-func (heard) At(netip.Addr)              {}
-func (heard) Expect(map[netip.Addr]bool) {}
-func (h heard) Holder() voting.Holder    { return h.holder }
+func (fakeVoter) Set(ed25519.PublicKey)      {}
+func (fakeVoter) At(netip.Addr)              {}
+func (fakeVoter) Expect(map[netip.Addr]bool) {}
+func (h fakeVoter) Holder() voting.Holder    { return h.holder }
 
 // A node follows the newer of two gateways: the gateway that the Service names, or the gateway
 // that reported to the node that it has the votes.
@@ -182,7 +182,7 @@ func TestANodeFollowsTheNewerGateway(t *testing.T) {
 		{"no Pod of ours", votesMark{Epoch: 5, Key: key, Voting: true}.String(), voting.Holder{Epoch: 6, Addr: netip.MustParseAddr("10.244.2.9")}, "10.244.0.9"},
 		{"a mark that nobody can read", `{"epoch":5,"key":"AAAA"}`, voting.Holder{Epoch: 6, Addr: gateways[1].Addr}, "10.244.0.9"},
 	} {
-		w := &nodeWatch{voter: heard{tc.holder}}
+		w := &nodeWatch{voter: fakeVoter{tc.holder}}
 		if got := w.active(service(tc.mark), gateways); got.String() != tc.want {
 			t.Errorf("%s: it follows %v; want %s", tc.name, got, tc.want)
 		}
@@ -219,17 +219,17 @@ func TestAStandbyThatHearsTooFewVotersIsNotReady(t *testing.T) {
 	if err := e.cannotTakeOver(now); err == nil || !strings.Contains(err.Error(), "of the 3 nodes that vote, a, b, c do not answer it at UDP port 4801, and it needs the votes of 2") {
 		t.Errorf("a standby that never heard a voter says %v", err)
 	}
-	e.hears = true // a majority has answered until now
-	e.judge(now)
-	if err := e.cannotTakeOver(now.Add(deafMost - 1)); err != nil {
+	e.majority = true // a majority has answered until now
+	e.reevaluate(now)
+	if err := e.cannotTakeOver(now.Add(unansweredMost - 1)); err != nil {
 		t.Errorf("shortly after it heard them it says %v", err)
 	}
-	if e.cannotTakeOver(now.Add(deafMost)) == nil {
+	if e.cannotTakeOver(now.Add(unansweredMost)) == nil {
 		t.Error("it heard them too long ago, and is ready")
 	}
-	for enough, heard := range map[bool]voting.View{false: {Heard: []string{"b", "stranger"}}, true: {Heard: []string{"b", "c"}}} {
-		if got := e.hearsLocked(heard); got != enough {
-			t.Errorf("with answers of %v it hears enough: %v", heard.Heard, got)
+	for enough, answering := range map[bool]voting.View{false: {Heard: []string{"b", "stranger"}}, true: {Heard: []string{"b", "c"}}} {
+		if got := e.majorityLocked(answering); got != enough {
+			t.Errorf("with answers of %v it hears enough: %v", answering.Heard, got)
 		}
 	}
 	e.name = "me"
@@ -242,7 +242,7 @@ func TestAStandbyThatHearsTooFewVotersIsNotReady(t *testing.T) {
 	}
 }
 
-// A node votes while it has an agent's Pod, or had one less than agentGone ago. So replacing
+// A node votes while it has an agent's Pod, or had one less than agentAbsentMost ago. So replacing
 // the Pod costs no vote.
 func TestANodeWithoutAnAgentDoesNotVote(t *testing.T) {
 	candidate := voting.NewCandidate("me", netip.Addr{}, func() [32]byte { return [32]byte{} }, quiet)
@@ -263,9 +263,9 @@ func TestANodeWithoutAnAgentDoesNotVote(t *testing.T) {
 		{"agents are no Pods", 0, nil, "a b c d"},
 		{"one node has none", 0, []string{"a", "b", "c"}, "a b c"},
 		{"an agent is replaced", time.Minute, []string{"a", "b", "c"}, "a b c"},
-		{"an agent is replaced", time.Minute + agentGone - 1, []string{"a", "b"}, "a b c"},
-		{"an agent is gone", time.Minute + agentGone, []string{"a", "b"}, "a b"},
-		{"an agent has come", time.Minute + agentGone, []string{"a", "b", "d"}, "a b d"},
+		{"an agent is replaced", time.Minute + agentAbsentMost - 1, []string{"a", "b"}, "a b c"},
+		{"an agent is gone", time.Minute + agentAbsentMost, []string{"a", "b"}, "a b"},
+		{"an agent has come", time.Minute + agentAbsentMost, []string{"a", "b", "d"}, "a b d"},
 	} {
 		if tc.agents != nil {
 			agents = &map[string]bool{}
@@ -289,7 +289,7 @@ func TestNodesWithAgentsAreKnownByTheirPods(t *testing.T) {
 		return slim.(*corev1.Pod)
 	}
 	agent := map[string]string{"app.kubernetes.io/name": "route-agent", "pod-template-generation": "1"}
-	var p places
+	var p locations
 	if _, ok := p.withAgents("isthmus-system"); ok {
 		t.Error("agents are Pods, although there is none")
 	}
@@ -365,22 +365,22 @@ func TestStandbyAdvancesTheListInTheLeaseByOneStepOnly(t *testing.T) {
 		all[name] = netip.AddrFrom4([4]byte{192, 0, 2, byte(i)})
 	}
 	list := voting.List{Version: 3, Voters: all}
-	heard := []string{"a", "b"}
+	answering := []string{"a", "b"}
 	for _, tc := range []struct {
 		name, holder string
 		view         voting.View
 		want         uint64 // version of the list that it writes; 0: it writes nothing
 		log          string
 	}{
-		{"the nodes have the list", "", voting.View{Heard: heard, Newest: 3}, 0, ""},
-		{"they have an older one", "", voting.View{Heard: heard, Newest: 2}, 0, ""},
-		{"the next one, nobody holds the Lease", "", voting.View{Heard: heard, Newest: 4}, 4, ""},
-		{"the next one, this standby holds it", "me", voting.View{Heard: heard, Newest: 4}, 4, ""},
-		{"the next one, another gateway holds it", "you", voting.View{Heard: heard, Newest: 4}, 0, ""},
-		{"two steps, nobody holds the Lease", "", voting.View{Heard: heard, Newest: 5}, 0, `{"version":6}`},
-		{"two steps, this standby holds it", "me", voting.View{Heard: heard, Newest: 5}, 0, `{"version":6}`},
-		{"many steps", "", voting.View{Heard: heard, Newest: 70}, 0, `{"version":71}`},
-		{"many steps, another gateway holds it", "you", voting.View{Heard: heard, Newest: 70}, 0, ""},
+		{"the nodes have the list", "", voting.View{Heard: answering, Newest: 3}, 0, ""},
+		{"they have an older one", "", voting.View{Heard: answering, Newest: 2}, 0, ""},
+		{"the next one, nobody holds the Lease", "", voting.View{Heard: answering, Newest: 4}, 4, ""},
+		{"the next one, this standby holds it", "me", voting.View{Heard: answering, Newest: 4}, 4, ""},
+		{"the next one, another gateway holds it", "you", voting.View{Heard: answering, Newest: 4}, 0, ""},
+		{"two steps, nobody holds the Lease", "", voting.View{Heard: answering, Newest: 5}, 0, `{"version":6}`},
+		{"two steps, this standby holds it", "me", voting.View{Heard: answering, Newest: 5}, 0, `{"version":6}`},
+		{"many steps", "", voting.View{Heard: answering, Newest: 70}, 0, `{"version":71}`},
+		{"many steps, another gateway holds it", "you", voting.View{Heard: answering, Newest: 70}, 0, ""},
 	} {
 		var log strings.Builder
 		candidate := voting.NewCandidate("me", netip.Addr{}, func() [32]byte { return [32]byte{} }, quiet)
@@ -448,7 +448,7 @@ func TestVotersAreKeptIfTheLeaseLosesItsAnnotation(t *testing.T) {
 // one gateway, for which the nodes have begun to vote.
 type threeVoters struct {
 	t        *testing.T
-	at       func(last byte) netip.Addr
+	addrOf   func(last byte) netip.Addr
 	nodes    map[string]netip.Addr
 	private  [32]byte
 	run      func(func(context.Context))
@@ -458,13 +458,13 @@ type threeVoters struct {
 
 func newThreeVoters(t *testing.T, subnet byte) *threeVoters {
 	s := &threeVoters{t: t, nodes: make(map[string]netip.Addr), private: [32]byte{1},
-		at: func(last byte) netip.Addr { return netip.AddrFrom4([4]byte{127, 49, subnet, last}) }}
+		addrOf: func(last byte) netip.Addr { return netip.AddrFrom4([4]byte{127, 49, subnet, last}) }}
 	ctx, stop := context.WithCancel(context.Background())
 	var running sync.WaitGroup
 	t.Cleanup(func() { stop(); running.Wait() })
 	s.run = func(f func(context.Context)) { running.Go(func() { f(ctx) }) }
 	for i, name := range []string{"a", "b", "c"} {
-		s.nodes[name] = s.at(byte(i + 1))
+		s.nodes[name] = s.addrOf(byte(i + 1))
 		v := &voting.Voter{Node: name, Directory: t.TempDir(), Log: quiet}
 		v.Set(voting.KeyOf(s.private).Public().(ed25519.PublicKey))
 		v.At(s.nodes[name])
@@ -475,9 +475,9 @@ func newThreeVoters(t *testing.T, subnet byte) *threeVoters {
 		s.world.gw[i] = &simGateway{w: s.world, i: i}
 	}
 	s.election = electionWith(&simLeases{g: s.world.gw[0]}, "me", func() string { return "" }, quiet)
-	s.election.votes = &ballot{Candidate: s.candidate("me", s.at(101)), wanted: true,
+	s.election.votes = &ballot{Candidate: s.candidate("me", s.addrOf(101)), wanted: true,
 		key: func() {}, agents: func() *map[string]bool { return nil }}
-	s.election.stand(true)
+	s.election.setCandidate(true)
 	s.until("nodes vote", func() bool {
 		s.step()
 		return s.election.byVotes()
@@ -485,8 +485,8 @@ func newThreeVoters(t *testing.T, subnet byte) *threeVoters {
 	return s
 }
 
-func (s *threeVoters) candidate(pod string, at netip.Addr) *voting.Candidate {
-	c := voting.NewCandidate(pod, at, func() [32]byte { return s.private }, quiet)
+func (s *threeVoters) candidate(pod string, addr netip.Addr) *voting.Candidate {
+	c := voting.NewCandidate(pod, addr, func() [32]byte { return s.private }, quiet)
 	c.SetNodes(s.nodes)
 	s.run(c.Run)
 	return c
@@ -494,7 +494,7 @@ func (s *threeVoters) candidate(pod string, at netip.Addr) *voting.Candidate {
 
 // late starts another gateway that knows the list l and tries to become active.
 func (s *threeVoters) late(l voting.List) *voting.Candidate {
-	c := s.candidate("late", s.at(102))
+	c := s.candidate("late", s.addrOf(102))
 	c.Learn(l, false)
 	c.Allow(true, false, true)
 	return c
@@ -502,12 +502,12 @@ func (s *threeVoters) late(l voting.List) *voting.Candidate {
 
 func (s *threeVoters) step() {
 	s.election.step(s.t.Context())
-	s.election.judge(time.Now())
+	s.election.reevaluate(time.Now())
 }
 
-func (s *threeVoters) until(what string, is func() bool) {
+func (s *threeVoters) until(what string, done func() bool) {
 	s.t.Helper()
-	for begin := time.Now(); !is(); time.Sleep(10 * time.Millisecond) {
+	for begin := time.Now(); !done(); time.Sleep(10 * time.Millisecond) {
 		if time.Since(begin) > 30*time.Second {
 			s.t.Fatalf("%s: not within 30 s", what)
 		}
@@ -519,7 +519,7 @@ func (s *threeVoters) until(what string, is func() bool) {
 // with the former list gets no majority.
 func TestLeaseDecidesOnlyAfterNodesElectNoGateway(t *testing.T) {
 	s := newThreeVoters(t, 0)
-	e, former := s.election, s.election.newestList()
+	e, previous := s.election, s.election.newestList()
 	e.votes.wanted = false
 	s.until("the Lease decides", func() bool {
 		s.step()
@@ -528,11 +528,11 @@ func TestLeaseDecidesOnlyAfterNodesElectNoGateway(t *testing.T) {
 	if !e.active() {
 		t.Error("the gateway that switches is no longer active")
 	}
-	if l := listOf(s.world.old); l.Version <= former.Version || len(l.Voters) > 0 {
-		t.Errorf("after the list %v the Lease has %v", former, l)
+	if l := listOf(s.world.old); l.Version <= previous.Version || len(l.Voters) > 0 {
+		t.Errorf("after the list %v the Lease has %v", previous, l)
 	}
 
-	late := s.late(former)
+	late := s.late(previous)
 	s.until("the gateway that has missed it claims votes", func() bool { return late.View().Epoch != 0 })
 	s.until("its claim ends", func() bool {
 		if late.Gate.Open() {
@@ -547,17 +547,17 @@ func TestLeaseDecidesOnlyAfterNodesElectNoGateway(t *testing.T) {
 // the next gateway.
 func TestNodesElectAgainAfterAMissingNodeReturns(t *testing.T) {
 	s := newThreeVoters(t, 1)
-	e, former := s.election, s.election.newestList()
+	e, previous := s.election, s.election.newestList()
 	two := maps.Clone(s.nodes)
 	delete(two, "c")
 	e.votes.SetNodes(two)
 	s.step()
-	s.until("nodes have stored another version", func() bool { return e.votes.View().List > former.Version })
+	s.until("nodes have stored another version", func() bool { return e.votes.View().List > previous.Version })
 	e.votes.SetNodes(s.nodes)
 	s.step()
 	l := listOf(s.world.old)
-	if !e.active() || !maps.Equal(l.Voters, former.Voters) {
-		t.Fatalf("active: %v; after the list %v the Lease has %v", e.active(), former, l)
+	if !e.active() || !maps.Equal(l.Voters, previous.Voters) {
+		t.Fatalf("active: %v; after the list %v the Lease has %v", e.active(), previous, l)
 	}
 
 	late := s.late(l)
@@ -570,7 +570,7 @@ func TestNodesElectAgainAfterAMissingNodeReturns(t *testing.T) {
 func TestNoListIsProposedWhileAFenceIsPending(t *testing.T) {
 	s := newThreeVoters(t, 2)
 	moved := maps.Clone(s.nodes)
-	moved["a"] = s.at(50)
+	moved["a"] = s.addrOf(50)
 	s.election.votes.SetNodes(moved)
 	for _, pending := range []bool{true, false} {
 		v := s.election.votes.View()
@@ -591,19 +591,19 @@ func TestGatewayReportsWhyItIsActiveAgainAfterSilence(t *testing.T) {
 	e.name, e.transition = "you", 1
 	begin := time.Now()
 	for i, step := range []struct {
-		view   voting.View
-		speaks bool
-		want   isthmus.Takeover
+		view  voting.View
+		sends bool
+		want  isthmus.Takeover
 	}{
 		{voting.View{Holds: true, Epoch: 2, Released: true}, true, isthmus.Takeover{Pod: "me", Reason: isthmus.TakeoverReleased, Previous: "you"}},
 		{voting.View{Holds: true, Epoch: 3, Released: true}, true, isthmus.Takeover{Pod: "me", Reason: isthmus.TakeoverReleased, Previous: "you"}}, // elected again without having been inactive
 		{voting.View{}, false, isthmus.Takeover{Pod: "me", Reason: isthmus.TakeoverReleased, Previous: "you"}},
 		{voting.View{Holds: true, Epoch: 4, Released: true}, true, isthmus.Takeover{Pod: "me", Reason: isthmus.TakeoverNotHeard, Previous: "me"}},
 	} {
-		e.speaking = e.speaking && step.view.Holds
-		e.judgeVotesLocked(step.view, begin.Add(time.Duration(i)*time.Second))
-		if m, active := e.mandate(); active != step.speaks || m.Takeover != step.want {
-			t.Errorf("step %d: active: %v, %+v; want %v, %+v", i, active, m.Takeover, step.speaks, step.want)
+		e.sending = e.sending && step.view.Holds
+		e.reevaluateVotesLocked(step.view, begin.Add(time.Duration(i)*time.Second))
+		if m, active := e.mandate(); active != step.sends || m.Takeover != step.want {
+			t.Errorf("step %d: active: %v, %+v; want %v, %+v", i, active, m.Takeover, step.sends, step.want)
 		}
 	}
 	if m, _ := e.mandate(); m.Epoch != 4 || !m.Since.Equal(begin.Add(3*time.Second)) {

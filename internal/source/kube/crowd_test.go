@@ -26,8 +26,8 @@ func floodOfStrangers(t *testing.T, loopback netip.Addr) {
 		stranger = loopback
 		near = netip.MustParseAddr("2001:db8::1")
 	}
-	open := func(at netip.Addr) *net.UDPConn {
-		conn, err := net.ListenUDP("udp", net.UDPAddrFromAddrPort(netip.AddrPortFrom(at, 0)))
+	open := func(addr netip.Addr) *net.UDPConn {
+		conn, err := net.ListenUDP("udp", net.UDPAddrFromAddrPort(netip.AddrPortFrom(addr, 0)))
 		if err != nil {
 			t.Skip(err)
 		}

@@ -189,18 +189,18 @@ func TestStatusDescribesThePeersConnection(t *testing.T) {
 	lost := peer
 	lost.Reason = v1alpha1.CauseEndpointName
 	lost.Status, lost.Message, lost.RTT, lost.Endpoint = v1alpha1.ConnectionError, "resolving gw.example: no such host", 0, netip.AddrPort{}
-	gone := statusFor(&te, node, report, lost, now)
-	if l := gone.Connection.Latency; l.Value != "N/A" || l.Timestamp != nil || gone.Connection.PeerConfiguration["endpointIP"] != "" {
-		t.Errorf("lost: %+v", gone.Connection)
+	lostStatus := statusFor(&te, node, report, lost, now)
+	if l := lostStatus.Connection.Latency; l.Value != "N/A" || l.Timestamp != nil || lostStatus.Connection.PeerConfiguration["endpointIP"] != "" {
+		t.Errorf("lost: %+v", lostStatus.Connection)
 	}
 	lost.Message = "resolving gw.example: i/o timeout"
 	stored := te
-	stored.Status = gone
+	stored.Status = lostStatus
 	other := statusFor(&stored, node, report, lost, now)
 	lost.Reason = v1alpha1.CauseNoAnswer
 	third := statusFor(&stored, node, report, lost, now)
-	if mayWait(gone, other) != messageInterval || mayWait(other, third) != reasonInterval || mayWait(gone, first) != 0 {
-		t.Errorf("another message may wait %v, another reason %v, another state %v", mayWait(gone, other), mayWait(other, third), mayWait(gone, first))
+	if mayWait(lostStatus, other) != messageInterval || mayWait(other, third) != reasonInterval || mayWait(lostStatus, first) != 0 {
+		t.Errorf("another message may wait %v, another reason %v, another state %v", mayWait(lostStatus, other), mayWait(other, third), mayWait(lostStatus, first))
 	}
 	if c := meta.FindStatusCondition(third.Conditions, v1alpha1.ConditionConnected); c == nil || c.Status != metav1.ConditionFalse ||
 		c.Reason != v1alpha1.CauseNoAnswer || c.Message != lost.Message || c.Message != third.Connection.StatusMessage {
@@ -305,7 +305,7 @@ func TestKeySecretIsWrittenAndParsed(t *testing.T) {
 	if good.Labels["app.kubernetes.io/managed-by"] != "isthmus" {
 		t.Errorf("uninstall does not know it as ours by %v", good.Labels)
 	}
-	if _, there := good.Data["tunnels"]; there {
+	if _, ok := good.Data["tunnels"]; ok {
 		t.Error("a gateway with one tunnel tells of others")
 	}
 	further := fabric.PublicKeys(private, 3)[1:]
@@ -333,18 +333,18 @@ func TestKeySecretIsWrittenAndParsed(t *testing.T) {
 		if (err == nil) != tc.usable || tc.usable && got.Private != private {
 			t.Errorf("%s: %v, %v", tc.name, got, err)
 		}
-		said := ""
+		logged := ""
 		if err != nil {
-			said = err.Error()
+			logged = err.Error()
 		}
 		for _, p := range problems {
-			said += p.Error()
+			logged += p.Error()
 		}
-		if !strings.Contains(said, tc.field) || !strings.Contains(said, tc.words) || (said == "") != (tc.field == "") {
-			t.Errorf("%s: said %q", tc.name, said)
+		if !strings.Contains(logged, tc.field) || !strings.Contains(logged, tc.words) || (logged == "") != (tc.field == "") {
+			t.Errorf("%s: said %q", tc.name, logged)
 		}
-		if said != "" && !strings.HasPrefix(said, "Secret ns/wireguard-pubkey: ") || strings.Contains(said, base64.StdEncoding.EncodeToString(private[:])) {
-			t.Errorf("%s: said %q, which does not name the Secret or tells the key", tc.name, said)
+		if logged != "" && !strings.HasPrefix(logged, "Secret ns/wireguard-pubkey: ") || strings.Contains(logged, base64.StdEncoding.EncodeToString(private[:])) {
+			t.Errorf("%s: said %q, which does not name the Secret or tells the key", tc.name, logged)
 		}
 	}
 }

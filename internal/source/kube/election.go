@@ -67,10 +67,10 @@ type election struct {
 	cached   func() string // the holder of the Lease according to the watch, which may be behind
 
 	// Only the goroutine of run uses these.
-	lease   *coordinationv1.Lease // as last read or written; nil: unknown, or there is none
-	version string                // resourceVersion of the Lease at the time seen
-	vouched time.Time             // when this replica last renewed the Lease in its holder's name
-	written time.Time             // when this replica last wrote the Lease
+	lease            *coordinationv1.Lease // as last read or written; nil: unknown, or there is none
+	version          string                // resourceVersion of the Lease at the time seen
+	renewedForHolder time.Time             // when this replica last renewed the Lease in its holder's name
+	written          time.Time             // when this replica last wrote the Lease
 
 	mu           sync.Mutex
 	name         string      // last holder seen in the Lease, or elected by votes; kept when the Lease is freed
@@ -80,16 +80,16 @@ type election struct {
 	switching    bool        // a request to change between Lease and votes is pending or was lost, so it is unknown which of them decides
 	switchedFrom string      // version of the Lease before the request of switching
 	lacking      bool        // this replica is the holder but lacks a majority of votes
-	hears        bool        // a majority of the voters has answered recently
-	heardAt      time.Time   // when hears was last true; zero: never
-	may          bool        // this replica may become active
+	majority     bool        // a majority of the voters has answered recently
+	majorityAt   time.Time   // when majority was last true; zero: never
+	candidate    bool        // this replica may become active
 	renewed      time.Time   // when the last successful renewal by this replica was sent
 	seen         time.Time   // when the present version of the Lease was first seen, counting only time with contact to the API server
 	last         time.Time   // last contact with the API server
 	away         bool
 	taking       bool   // a request that makes this replica the holder is pending or was lost
-	speaking     bool   // the holder may speak
-	unheard      string // the Pod that prevents the holder from sending; empty: none
+	sending      bool   // the holder may send
+	unanswered   string // the Pod that prevents the holder from sending; empty: none
 	others       map[gatewayID]*other
 }
 
@@ -121,7 +121,7 @@ func electionWith(leases coordination.LeaseInterface, identity string, cached fu
 // run takes part in the election until ctx ends.
 func (e *election) run(ctx context.Context) {
 	counted := newSignal()
-	if e.votes != nil { // judge again at once, even while a request to the API server is pending
+	if e.votes != nil { // decide again at once, even while a request to the API server is pending
 		var group sync.WaitGroup
 		defer group.Wait()
 		group.Go(func() {
@@ -130,7 +130,7 @@ func (e *election) run(ctx context.Context) {
 				case <-ctx.Done():
 					return
 				case <-e.voted:
-					e.judge(time.Now())
+					e.reevaluate(time.Now())
 					counted.set()
 				}
 			}
@@ -177,10 +177,10 @@ func (e *election) step(ctx context.Context) time.Duration {
 		}
 		return e.put(ctx, want, now)
 	}
-	wait, vouch := e.begin(now)
+	wait, renewForHolder := e.begin(now)
 	if wait > 0 {
-		if vouch && now.Sub(e.vouched) >= retryPeriod {
-			e.vouch(ctx, now)
+		if renewForHolder && now.Sub(e.renewedForHolder) >= retryPeriod {
+			e.renewForHolder(ctx, now)
 		}
 		return min(wait, retryPeriod)
 	}
@@ -206,7 +206,7 @@ func (e *election) put(ctx context.Context, want *coordinationv1.Lease, now time
 		e.log.Info("election of the active gateway switches between Lease and votes", "voters", slices.Sorted(maps.Keys(listOf(want).Voters)))
 		e.mu.Lock()
 		e.switching, e.switchedFrom = true, e.version
-		e.judgeLocked(now)
+		e.reevaluateLocked(now)
 		e.mu.Unlock()
 	}
 	lease, err := e.write(ctx, want)
@@ -238,25 +238,25 @@ func (e *election) confirmed(now time.Time) bool {
 }
 
 // begin returns how long the Lease must not be written. If that is 0 and this replica is not
-// the holder, it makes no further promises until it has read the result of its request. vouch
-// is true if the holder answers but does not renew the Lease.
-func (e *election) begin(now time.Time) (wait time.Duration, vouch bool) {
+// the holder, it makes no further promises until it has read the result of its request.
+// renewForHolder is true if the holder answers but does not renew the Lease.
+func (e *election) begin(now time.Time) (wait time.Duration, renewForHolder bool) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	v := e.viewLocked(now)
 	v.free, v.wait = holderOf(e.lease) == "", standDown(e.lease, e.identity, e.seen, now)
 	r := decide(v)
 	e.taking = e.taking || r.wait <= 0 && !v.holds
-	return r.wait, r.deferring && now.Sub(e.seen) >= vouchAfter
+	return r.wait, r.deferring && now.Sub(e.seen) >= renewForHolderAfter
 }
 
-// vouch renews the Lease in the name of its holder. This does not count as a sign of life. If
-// the holder stops answering, a takeover is as quick as without vouch.
-func (e *election) vouch(ctx context.Context, now time.Time) {
-	e.vouched = now
+// renewForHolder renews the Lease in the name of its holder. This does not count as a sign of life.
+// If the holder stops answering, a takeover is as quick as without renewForHolder.
+func (e *election) renewForHolder(ctx context.Context, now time.Time) {
+	e.renewedForHolder = now
 	lease := e.lease.DeepCopy()
-	at := metav1.NewMicroTime(now)
-	lease.Spec.RenewTime = &at
+	renewed := metav1.NewMicroTime(now)
+	lease.Spec.RenewTime = &renewed
 	if lease, err := e.write(ctx, lease); e.reached(err) && err == nil {
 		e.lease, e.version = lease, lease.ResourceVersion
 	}
@@ -301,7 +301,7 @@ func (e *election) observe(lease *coordinationv1.Lease, now time.Time) {
 	// Votes may be newer than the Lease. After a restart, a replica knows the number of the
 	// last takeover but not the name of the replica that took over.
 	if e.byVotesLocked() && (transition < e.transition || transition == e.transition && e.name != "") {
-		e.judgeLocked(now)
+		e.reevaluateLocked(now)
 		return
 	}
 	if transition > 0 {
@@ -312,13 +312,13 @@ func (e *election) observe(lease *coordinationv1.Lease, now time.Time) {
 		e.name = holder
 		e.changed.set()
 	}
-	e.judgeLocked(now)
+	e.reevaluateLocked(now)
 }
 
 // viewLocked returns the state of this replica, without the data about other gateways, which
 // begin adds. The caller holds e.mu.
 func (e *election) viewLocked(now time.Time) view {
-	v := view{claim: claim{holds: e.name == e.identity, transition: e.transition}, reads: e.readsLocked()}
+	v := view{leaseState: leaseState{holds: e.name == e.identity, transition: e.transition}, reads: e.readsLocked()}
 	v.confirmed = v.holds && !e.renewed.IsZero() && now.Sub(e.renewed) < leaseDuration-stopEarly
 	for _, o := range e.others {
 		if o.answered && !o.leaving {
@@ -332,22 +332,22 @@ func (e *election) viewLocked(now time.Time) view {
 // readsLocked reports whether the API server answered the last request. The caller holds e.mu.
 func (e *election) readsLocked() bool { return !e.away && !e.last.IsZero() }
 
-// judge decides again whether this replica may send to peers. The passage of time alone can end
-// that permission.
-func (e *election) judge(now time.Time) {
+// reevaluate decides again whether this replica may send to peers. The passage of time alone can
+// end that permission.
+func (e *election) reevaluate(now time.Time) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	e.judgeLocked(now)
+	e.reevaluateLocked(now)
 }
 
-func (e *election) judgeLocked(now time.Time) {
+func (e *election) reevaluateLocked(now time.Time) {
 	v := e.viewLocked(now)
 	if e.votes != nil {
 		e.votes.See(uint64(e.transition))
 		votes := e.byVotesLocked()
-		e.votes.Allow(e.may && (votes || e.switching || v.confirmed && e.votes.wanted), v.confirmed && !votes, votes || e.switching)
+		e.votes.Allow(e.candidate && (votes || e.switching || v.confirmed && e.votes.wanted), v.confirmed && !votes, votes || e.switching)
 		if votes && !e.switching {
-			e.judgeVotesLocked(e.votes.View(), now)
+			e.reevaluateVotesLocked(e.votes.View(), now)
 			return
 		}
 	}
@@ -358,14 +358,14 @@ func (e *election) judgeLocked(now time.Time) {
 		e.look.set()    // read the Lease if possible
 		e.changed.set() // also set if this replica was not sending before
 	}
-	e.unheard = r.unheard
-	if r.speak == e.speaking {
+	e.unanswered = r.unanswered
+	if r.maySend == e.sending {
 		return
 	}
-	switch e.speaking = r.speak; {
-	case r.unheard != "":
-		e.log.Warn("stopped sending: cannot renew the Lease, and another gateway that may be active does not answer", "pod", r.unheard)
-	case r.speak:
+	switch e.sending = r.maySend; {
+	case r.unanswered != "":
+		e.log.Warn("stopped sending: cannot renew the Lease, and another gateway that may be active does not answer", "pod", r.unanswered)
+	case r.maySend:
 		e.log.Info("this gateway may send to peers")
 	}
 	e.changed.set()
@@ -407,7 +407,7 @@ func (e *election) reached(err error) bool {
 func (e *election) active() bool {
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	return e.name == e.identity && e.speaking
+	return e.name == e.identity && e.sending
 }
 
 // holds reports whether this replica was the last known holder.
@@ -427,9 +427,9 @@ func (e *election) lastContact() time.Time {
 	return e.last
 }
 
-// ask reads the Lease without taking part in the election. refused is true if reading is
+// readHolder reads the Lease without taking part in the election. refused is true if reading is
 // forbidden. Then the API server answers, and the lack of permission may be intended.
-func (e *election) ask(ctx context.Context) (holder string, refused bool, err error) {
+func (e *election) readHolder(ctx context.Context) (holder string, refused bool, err error) {
 	lease, err := e.leases.Get(ctx, isthmus.LeaseGateway, metav1.GetOptions{})
 	switch {
 	case apierrors.IsNotFound(err):
@@ -442,17 +442,17 @@ func (e *election) ask(ctx context.Context) (holder string, refused bool, err er
 	return holderOf(lease), false, nil
 }
 
-// carryOn makes this replica the holder according to its snapshot, until it learns of another
+// resume makes this replica the holder according to its snapshot, until it learns of another
 // holder. Call it before run. Gateways that answered before the restart have to answer again
 // before this replica sends to peers.
-func (e *election) carryOn(known acquaintance) {
+func (e *election) resume(known acquaintance) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	e.name, e.away = e.identity, true
 	e.taken = takeover{Takeover: isthmus.Takeover{Pod: e.identity, Reason: isthmus.TakeoverResumed, Previous: e.identity}, since: time.Now()}
 	e.transition = max(e.transition, known.Transition)
 	e.changed.set()
-	e.judgeLocked(time.Now())
+	e.reevaluateLocked(time.Now())
 }
 
 // superseded reports whether another gateway has answered that this replica no longer holds the
@@ -482,12 +482,12 @@ func (e *election) recall(known acquaintance) {
 	}
 }
 
-// stand sets whether this replica may become active.
-func (e *election) stand(may bool) {
+// setCandidate sets whether this replica may become active.
+func (e *election) setCandidate(may bool) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	e.may = may
-	e.judgeLocked(time.Now())
+	e.candidate = may
+	e.reevaluateLocked(time.Now())
 }
 
 // close closes the connections. Nothing else may be called after it.
@@ -499,7 +499,7 @@ func (e *election) release() error {
 	if e.byVotes() {
 		e.votes.Release()
 	}
-	e.stand(false)
+	e.setCandidate(false)
 	ctx, cancel := context.WithTimeout(context.Background(), leaseTimeout)
 	defer cancel()
 	lease, err := e.leases.Get(ctx, isthmus.LeaseGateway, metav1.GetOptions{})

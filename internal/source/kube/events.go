@@ -23,10 +23,10 @@ import (
 )
 
 const (
-	// tellAgain is the interval at which an Event is repeated while its cause lasts. The API
+	// repeatInterval is the interval at which an Event is repeated while its cause lasts. The API
 	// server deletes Events after an hour.
-	tellAgain = 10 * time.Minute
-	maxNote   = 1024 // the API server's limit for a note
+	repeatInterval = 10 * time.Minute
+	maxNote        = 1024 // the API server's limit for a note
 )
 
 // PodEvents records Events on a component's own Pod, where people look first if the Pod is not
@@ -40,7 +40,7 @@ type PodEvents struct {
 
 	mu   sync.Mutex
 	last string // reason and note of the last Event
-	at   time.Time
+	sent time.Time
 }
 
 // NewPodEvents returns the PodEvents of a Pod. If uid is empty, `kubectl get events` shows the
@@ -62,7 +62,7 @@ func NewPodEvents(config *rest.Config, component, namespace, pod string, uid typ
 
 // Warn records a problem, and repeats it every ten minutes while it stays the same.
 func (e *PodEvents) Warn(ctx context.Context, reason, note string) error {
-	return e.tell(ctx, corev1.EventTypeWarning, reason, note)
+	return e.record(ctx, corev1.EventTypeWarning, reason, note)
 }
 
 // Note records, once, an event that is not a problem.
@@ -84,14 +84,14 @@ func (e *PodEvents) Mended(ctx context.Context, note string) error {
 	if quiet {
 		return nil
 	}
-	err := e.tell(ctx, corev1.EventTypeNormal, isthmus.EventApplied, note)
+	err := e.record(ctx, corev1.EventTypeNormal, isthmus.EventApplied, note)
 	e.mu.Lock()
 	e.last = ""
 	e.mu.Unlock()
 	return err
 }
 
-func (e *PodEvents) tell(ctx context.Context, kind, reason, note string) error {
+func (e *PodEvents) record(ctx context.Context, kind, reason, note string) error {
 	if e == nil {
 		return nil
 	}
@@ -117,14 +117,14 @@ func (e *PodEvents) named(err error) error {
 }
 
 // due reports whether a message must be sent now, and if so records it as sent. It returns
-// false if the same message was sent less than tellAgain ago.
+// false if the same message was sent less than repeatInterval ago.
 func (e *PodEvents) due(what string, now time.Time) bool {
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	if e.last == what && now.Sub(e.at) < tellAgain {
+	if e.last == what && now.Sub(e.sent) < repeatInterval {
 		return false
 	}
-	e.last, e.at = what, now
+	e.last, e.sent = what, now
 	return true
 }
 

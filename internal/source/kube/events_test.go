@@ -11,8 +11,8 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 )
 
-// podEventsAreToldOnce is called by TestGatewayAgainstAnAPIServer.
-func podEventsAreToldOnce(t *testing.T, s *apiServer) {
+// podEventsAreSentOnce is called by TestGatewayAgainstAnAPIServer.
+func podEventsAreSentOnce(t *testing.T, s *apiServer) {
 	s.namespace(t, "events")
 	e, err := NewPodEvents(s.config, "gateway", "events", "gateway-1", "uid-1")
 	if err != nil {
@@ -84,14 +84,14 @@ func podEventsAreToldOnce(t *testing.T, s *apiServer) {
 // because the API server deletes old Events.
 func TestALastingWarningIsRepeatedEveryTenMinutes(t *testing.T) {
 	var e PodEvents
-	var told []time.Duration
+	var sent []time.Duration
 	begin := time.Now()
 	for after := time.Duration(0); after < 25*time.Minute; after += time.Second {
 		if e.due("the same", begin.Add(after)) {
-			told = append(told, after)
+			sent = append(sent, after)
 		}
 	}
-	if want := []time.Duration{0, tellAgain, 2 * tellAgain}; !slices.Equal(told, want) {
-		t.Errorf("told after %v, want %v", told, want)
+	if want := []time.Duration{0, repeatInterval, 2 * repeatInterval}; !slices.Equal(sent, want) {
+		t.Errorf("told after %v, want %v", sent, want)
 	}
 }

@@ -61,20 +61,20 @@ type GatewayOptions struct {
 // A Gateway is the Kubernetes side of one replica of the gateway. Its methods may be called
 // concurrently.
 type Gateway struct {
-	o       GatewayOptions
-	log     *slog.Logger
-	client  client.Client // uncached, with its own rate limit
-	objects *objects
-	look    signal
-	metrics *gatewayMetrics
-	reading atomic.Bool // everything has been read once
-	keeper  *keeper
-	asking  atomic.Bool // TunnelEndpoints or NatMappings have changed since they were listed
+	o              GatewayOptions
+	log            *slog.Logger
+	client         client.Client // uncached, with its own rate limit
+	objects        *objects
+	look           signal
+	metrics        *gatewayMetrics
+	reading        atomic.Bool // everything has been read once
+	keeper         *keeper
+	objectsChanged atomic.Bool // TunnelEndpoints or NatMappings have changed since they were listed
 
-	prepared chan struct{} // closed when everything has been read once
-	leaving  chan struct{} // closed when this replica should hand over to another
-	writing  sync.Mutex    // held while Write runs
-	places   places
+	prepared  chan struct{} // closed when everything has been read once
+	leaving   chan struct{} // closed when this replica should hand over to another
+	writing   sync.Mutex    // held while Write runs
+	locations locations
 
 	mu       sync.Mutex
 	shared   [32]byte  // key with which the gateways of the installation authenticate each other; zero: unknown
@@ -102,7 +102,7 @@ func NewGateway(o GatewayOptions) (*Gateway, error) {
 	g := &Gateway{o: o, log: o.Log, look: newSignal(), prepared: make(chan struct{}), leaving: make(chan struct{}), replaced: make(chan struct{}), wait: errors.New("starting")}
 	g.keeper = newKeeper(o, g.look.set)
 	g.listen = func() (net.PacketConn, error) { return listenAt(o.PodIP) }
-	g.places.known.Self = o.Node
+	g.locations.known.Self = o.Node
 	if o.Node != "" {
 		g.candidate = voting.NewCandidate(o.Pod, o.PodIP, g.SharedKey, o.Log)
 	}
@@ -141,7 +141,7 @@ func (g *Gateway) Run(ctx context.Context, serve func(ctx context.Context, begin
 	defer e.close()
 	e.met = g.keeper.changed.set
 	if g.candidate != nil {
-		e.votes = &ballot{Candidate: g.candidate, wanted: g.o.Votes, key: func() { g.tellKey(ctx) }, agents: g.agents.Load}
+		e.votes = &ballot{Candidate: g.candidate, wanted: g.o.Votes, key: func() { g.publishKey(ctx) }, agents: g.agents.Load}
 		g.candidate.Change = e.voted.set
 		group.Go(func() { g.candidate.Run(ctx) })
 	}
@@ -152,12 +152,12 @@ func (g *Gateway) Run(ctx context.Context, serve func(ctx context.Context, begin
 		g.shared = known.snapshot.Keys.Gateways
 	}
 	g.mu.Unlock()
-	asking, silence := context.WithCancel(ctx)
+	questionCtx, stopQuestions := context.WithCancel(ctx)
 	var questioners sync.WaitGroup
 	q, others := g.questioner(e)
-	questioners.Go(func() { q.run(asking) })
+	questioners.Go(func() { q.run(questionCtx) })
 	defer questioners.Wait()
-	defer silence()
+	defer stopQuestions()
 	group.Go(func() {
 		if g.prepare(ctx, &group, e) == nil {
 			close(g.prepared)
@@ -169,7 +169,7 @@ func (g *Gateway) Run(ctx context.Context, serve func(ctx context.Context, begin
 	g.mu.Lock()
 	g.election = e
 	g.mu.Unlock()
-	e.stand(true)
+	e.setCandidate(true)
 
 	electing, leave := context.WithCancel(ctx)
 	var elector sync.WaitGroup
@@ -177,7 +177,7 @@ func (g *Gateway) Run(ctx context.Context, serve func(ctx context.Context, begin
 	elector.Go(func() { g.keeper.run(electing, e) })
 	release := sync.OnceFunc(func() {
 		leave()
-		silence()
+		stopQuestions()
 		elector.Wait()
 		questioners.Wait() // an answer after this point would be wrong
 		close(g.leaving)
@@ -314,21 +314,21 @@ func (g *Gateway) prepare(ctx context.Context, group *sync.WaitGroup, e *electio
 		return err
 	}
 	group.Go(func() { _ = g.objects.Start(ctx) }) // Start ends only with ctx
-	ask := func() {
-		g.asking.Store(true)
+	reevaluate := func() {
+		g.objectsChanged.Store(true)
 		g.look.set()
 	}
 	err = errors.Join(
 		g.objects.watch(ctx, g.look.set, waiting, &corev1.Secret{}, &corev1.Service{}, &isthmus.NetworkAllocation{}, &discoveryv1.EndpointSlice{}),
-		g.objects.watch(ctx, ask, waiting, &v1alpha1.NatMapping{}, &v1alpha1.TunnelEndpoint{}),
-		g.objects.watchBy(ctx, g.places.handler(g.look.set), waiting, &corev1.Node{}))
+		g.objects.watch(ctx, reevaluate, waiting, &v1alpha1.NatMapping{}, &v1alpha1.TunnelEndpoint{}),
+		g.objects.watchBy(ctx, g.locations.handler(g.look.set), waiting, &corev1.Node{}))
 	if err != nil {
 		return err
 	}
 	if g.o.Node == "" {
 		err = g.objects.watch(ctx, g.look.set, waiting, &corev1.Pod{})
 	} else {
-		err = g.objects.watchBy(ctx, g.places.handler(g.look.set), waiting, &corev1.Pod{})
+		err = g.objects.watchBy(ctx, g.locations.handler(g.look.set), waiting, &corev1.Pod{})
 	}
 	if err != nil {
 		return err
@@ -340,7 +340,7 @@ func (g *Gateway) prepare(ctx context.Context, group *sync.WaitGroup, e *electio
 	if err != nil {
 		return err
 	}
-	e.onlySeen()
+	e.dropUnlisted()
 	if g.o.Node != "" {
 		g.watchReports(ctx, group)
 	}

@@ -246,7 +246,7 @@ func TestGatewayAgainstAnAPIServer(t *testing.T) {
 		}
 	})
 
-	t.Run("a problem is reported once by an Event of the Pod", func(t *testing.T) { podEventsAreToldOnce(t, s) })
+	t.Run("a problem is reported once by an Event of the Pod", func(t *testing.T) { podEventsAreSentOnce(t, s) })
 	t.Run("it refuses endpoints that no peer's gateway can have", func(t *testing.T) {
 		s.namespace(t, "site")
 		node := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "site"}}
@@ -419,7 +419,7 @@ func TestGatewayAgainstAnAPIServer(t *testing.T) {
 		s.namespace(t, "tunnels")
 		key := client.ObjectKey{Namespace: "tunnels", Name: keyring.SecretName}
 		var secret corev1.Secret
-		tells := func(n int) {
+		sends := func(n int) {
 			t.Helper()
 			within(t, fmt.Sprintf("%d tunnels", n), func() error {
 				if err := s.client.Get(t.Context(), key, &secret); err != nil {
@@ -444,18 +444,18 @@ func TestGatewayAgainstAnAPIServer(t *testing.T) {
 			}
 		}
 		first := replica("first", 1)
-		tells(1)
+		sends(1)
 		private := string(secret.Data["privateKey"])
 		replica("second", 3)
-		tells(3)
+		sends(3)
 		replica("third", 2)
-		tells(2)
+		sends(2)
 		if string(secret.Data["privateKey"]) != private {
 			t.Error("another key")
 		}
 		version := secret.ResourceVersion
 		time.Sleep(time.Second)
-		if tells(2); secret.ResourceVersion != version {
+		if sends(2); secret.ResourceVersion != version {
 			t.Error("replicas of different numbers of tunnels write in turn")
 		}
 		first.stop()
@@ -538,15 +538,15 @@ func TestGatewayAgainstAnAPIServer(t *testing.T) {
 
 	t.Run("watches resume at once after a long outage of the API server", func(t *testing.T) {
 		s.namespace(t, "away")
-		way, config := newWay(t, s)
+		path, config := newAPIPath(t, s)
 		r := start(t, GatewayOptions{Config: config, Namespace: "away", Pod: "p", Cluster: self})
 		<-r.serving
-		way.cut()
-		before := way.tried.Load()
+		path.cut()
+		before := path.tried.Load()
 		// Each of five kinds is watched again once a second. In a minute, the reflectors of
 		// client-go alone would make six or seven attempts, and the election thirty.
 		within(t, "trying again at once", func() error {
-			if n := way.tried.Load() - before; n < 90 {
+			if n := path.tried.Load() - before; n < 90 {
 				return fmt.Errorf("%d times", n)
 			}
 			return nil
@@ -555,7 +555,7 @@ func TestGatewayAgainstAnAPIServer(t *testing.T) {
 		te.Namespace, te.CreationTimestamp, te.Generation = "away", metav1.Time{}, 0
 		s.create(t, &te)
 		begin := time.Now()
-		way.mend()
+		path.mend()
 		within(t, "the new peer", func() error {
 			r.mu.Lock()
 			defer r.mu.Unlock()
@@ -705,7 +705,7 @@ func testHandOver(t *testing.T, s *apiServer) {
 		}
 	}
 	first, second := replicas[0], replicas[1]
-	leads := func(to string) func() error {
+	pointsTo := func(to string) func() error {
 		return func() error {
 			var service corev1.Service
 			if err := s.client.Get(t.Context(), client.ObjectKey{Namespace: "handover", Name: "gateway"}, &service); err != nil {
@@ -720,7 +720,7 @@ func testHandOver(t *testing.T, s *apiServer) {
 	nothing := func() (Report, error) { return Report{}, nil }
 	var writing sync.WaitGroup
 	writing.Go(func() { first.Write(t.Context(), func() {}, nothing) })
-	within(t, "it leads to the first", leads("10.1.0.1"))
+	within(t, "it leads to the first", pointsTo("10.1.0.1"))
 
 	writing.Go(first.stop)
 	if !<-second.serving {
@@ -773,30 +773,30 @@ func testHandOver(t *testing.T, s *apiServer) {
 		}, nothing)
 	})
 	<-placed
-	within(t, "it leads to the second", leads("10.1.0.2"))
+	within(t, "it leads to the second", pointsTo("10.1.0.2"))
 	if <-first.serving {
 		t.Error("the first serves again")
 	}
 }
 
-// way is a connection to an API server that a test can cut.
-type way struct {
-	tried atomic.Int64 // attempts to connect
-	mu    sync.Mutex
-	gone  bool
-	open  []net.Conn
+// apiPath is a connection to an API server that a test can cut.
+type apiPath struct {
+	tried       atomic.Int64 // attempts to connect
+	mu          sync.Mutex
+	unreachable bool
+	open        []net.Conn
 }
 
-func newWay(t *testing.T, s *apiServer) (*way, *rest.Config) {
+func newAPIPath(t *testing.T, s *apiServer) (*apiPath, *rest.Config) {
 	t.Helper()
-	w := &way{}
+	w := &apiPath{}
 	t.Cleanup(w.cut)
 	config := rest.CopyConfig(s.config)
 	config.Dial = w.dial
 	return w, config
 }
 
-func (w *way) dial(ctx context.Context, network, address string) (net.Conn, error) {
+func (w *apiPath) dial(ctx context.Context, network, address string) (net.Conn, error) {
 	w.tried.Add(1)
 	conn, err := new(net.Dialer).DialContext(ctx, network, address)
 	if err != nil {
@@ -804,7 +804,7 @@ func (w *way) dial(ctx context.Context, network, address string) (net.Conn, erro
 	}
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	if w.gone {
+	if w.unreachable {
 		conn.Close()
 		return nil, syscall.ECONNREFUSED
 	}
@@ -812,19 +812,19 @@ func (w *way) dial(ctx context.Context, network, address string) (net.Conn, erro
 	return conn, nil
 }
 
-func (w *way) mend() {
+func (w *apiPath) mend() {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	w.gone = false
+	w.unreachable = false
 }
 
-func (w *way) cut() {
+func (w *apiPath) cut() {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	for _, c := range w.open {
 		c.Close()
 	}
-	w.open, w.gone = nil, true
+	w.open, w.unreachable = nil, true
 }
 
 func compact(replicas []*testReplica) (some []*testReplica) {
@@ -848,8 +848,8 @@ func TestRejectedDeletionCostDoesNotDelayThePodLabel(t *testing.T) {
 	w := &writer{Gateway: g, memory: make(map[types.UID]*memory)}
 	have := &corev1.Pod{ObjectMeta: metav1.ObjectMeta{Namespace: "refused", Name: "p", UID: "u", ResourceVersion: "1"}} // this Pod does not exist, so the patch fails
 	want := have.DeepCopy()
-	want.Annotations = map[string]string{corev1.PodDeletionCost: costOfActive}
-	m := w.of(have)
+	want.Annotations = map[string]string{corev1.PodDeletionCost: activeDeletionCost}
+	m := w.memoryOf(have)
 	w.patchFor(t.Context(), "Pod", have, want, false, &m.cost)
 	if now := time.Now(); !m.due(have, now) || m.dueFor(have, &m.cost, now) || m.cost.failures != 1 {
 		t.Errorf("%+v", m)
@@ -880,7 +880,7 @@ func (c mutedConn) WriteTo(b []byte, to net.Addr) (int, error) {
 
 func testCutOff(t *testing.T, s *apiServer) {
 	s.namespace(t, "cutoff")
-	way, config := newWay(t, s)
+	path, config := newAPIPath(t, s)
 	var muted atomic.Bool
 	// Addresses that no concurrent run of this test uses.
 	network := [4]byte{127, byte(rand.IntN(256)), byte(rand.IntN(256)), 0}
@@ -918,7 +918,7 @@ func testCutOff(t *testing.T, s *apiServer) {
 		return nil
 	})
 
-	way.cut()
+	path.cut()
 	lease := func() (l coordinationv1.Lease) {
 		if err := s.client.Get(t.Context(), client.ObjectKey{Namespace: "cutoff", Name: isthmus.LeaseGateway}, &l); err != nil {
 			t.Fatal(err)
@@ -955,6 +955,6 @@ func testCutOff(t *testing.T, s *apiServer) {
 	if len(first.serving) > 0 {
 		t.Error("the first has served again")
 	}
-	way.mend()
+	path.mend()
 	within(t, "ready", first.Ready)
 }

@@ -104,7 +104,7 @@ func (g *Gateway) pods(here map[string]cache.Config) cache.ByObject {
 // Owner returns the owner of an address in the cluster, according to the Pods and Nodes that a
 // gateway in a Pod watches to deliver packets. A host-network gateway delivers none and knows
 // no owners. Owner may be called concurrently.
-func (g *Gateway) Owner(addr netip.Addr) fabric.Owner { return g.places.owner(addr) }
+func (g *Gateway) Owner(addr netip.Addr) fabric.Owner { return g.locations.owner(addr) }
 
 // podNetwork returns the nodes and pods to which a replica with its own network namespace
 // delivers. It is empty for a host-network gateway.
@@ -112,7 +112,7 @@ func (g *Gateway) podNetwork() (n fabric.PodNetwork, err error) {
 	if g.o.Node == "" {
 		return n, nil
 	}
-	n = g.places.network(g.o.PodIP)
+	n = g.locations.network(g.o.PodIP)
 	for _, node := range n.Nodes {
 		if node.Name == n.Node && slices.Contains(node.Addrs, n.Pod) {
 			return n, fmt.Errorf("POD_IP %v is an address of Node %s: the Pod has hostNetwork; want --host-network, or hostNetwork: false", n.Pod, node.Name)
@@ -129,7 +129,7 @@ func (g *Gateway) watchReports(ctx context.Context, group *sync.WaitGroup) {
 	group.Go(func() {
 		defer settle()
 		// It returns an error only when ctx ends; the cache logs problems.
-		_ = g.objects.watchBy(ctx, g.places.handler(g.look.set), func(error) { settle() }, &isthmus.NodeNetworks{})
+		_ = g.objects.watchBy(ctx, g.locations.handler(g.look.set), func(error) { settle() }, &isthmus.NodeNetworks{})
 	})
 	<-settled
 }
@@ -137,7 +137,7 @@ func (g *Gateway) watchReports(ctx context.Context, group *sync.WaitGroup) {
 // waiter returns a function that logs the reason for waiting, whenever it changes and twice a
 // minute.
 func (g *Gateway) waiter() func(error) {
-	var said time.Time
+	var logged time.Time
 	var last string
 	return func(err error) {
 		if err == nil {
@@ -146,8 +146,8 @@ func (g *Gateway) waiter() func(error) {
 		g.mu.Lock()
 		g.wait = kubeerr.Plain("the API server", err)
 		g.mu.Unlock()
-		if text := err.Error(); text != last || time.Since(said) > 30*time.Second {
-			last, said = text, time.Now()
+		if text := err.Error(); text != last || time.Since(logged) > 30*time.Second {
+			last, logged = text, time.Now()
 			g.log.Warn("waiting for the API server", "error", err)
 		}
 	}

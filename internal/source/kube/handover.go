@@ -100,8 +100,8 @@ func (g *Gateway) meet(e *election) toolscache.ResourceEventHandler {
 		AddFunc:    set,
 		UpdateFunc: func(_, after any) { set(after) },
 		DeleteFunc: func(o any) {
-			if gone, missed := o.(toolscache.DeletedFinalStateUnknown); missed {
-				o = gone.Obj
+			if tombstone, missed := o.(toolscache.DeletedFinalStateUnknown); missed {
+				o = tombstone.Obj
 			}
 			if p, ok := o.(*corev1.Pod); ok && isGateway(p, g.o.Namespace) {
 				e.unsee(p.Name)

@@ -110,40 +110,40 @@ func (g *Gateway) createKey(ctx context.Context, inUse keyring.Ring) error {
 	return nil
 }
 
-// tellInterval is the delay after which a failed write of the Secret is repeated.
-const tellInterval = 10 * time.Second
+// tunnelsRetryInterval is the delay after which a failed write of the Secret is repeated.
+const tunnelsRetryInterval = 10 * time.Second
 
-// tellTunnels writes this replica's tunnels into data.tunnels, once for each private key. While
+// syncTunnels writes this replica's tunnels into data.tunnels, once for each private key. While
 // an administrator changes the number of tunnels, replicas differ. Each writes its own number
 // when it starts, so the newest replica prevails. A value that does not belong to the private
-// key is corrected at any time. tellTunnels returns a problem if the write fails.
-func (r *refresher) tellTunnels(ctx context.Context, secret *corev1.Secret, private [32]byte) []fabric.Problem {
+// key is corrected at any time. syncTunnels returns a problem if the write fails.
+func (r *refresher) syncTunnels(ctx context.Context, secret *corev1.Secret, private [32]byte) []fabric.Problem {
 	have, want := string(secret.Data[keyring.FieldTunnels]), keyring.Tunnels(private, r.o.Tunnels)
 	switch {
 	case have == want:
-		r.told, r.tellErr = private, nil
+		r.writtenKey, r.tunnelsErr = private, nil
 		return nil
-	case r.told == private && (have == "" || strings.HasPrefix(keyring.Tunnels(private, fabric.MaxTunnels)+",", have+",")):
+	case r.writtenKey == private && (have == "" || strings.HasPrefix(keyring.Tunnels(private, fabric.MaxTunnels)+",", have+",")):
 		return nil
 	}
-	if now := time.Now(); now.After(r.tellAgain) {
-		r.tellErr = r.writeTunnels(ctx, secret, want)
+	if now := time.Now(); now.After(r.tunnelsRetry) {
+		r.tunnelsErr = r.writeTunnels(ctx, secret, want)
 		switch {
-		case apierrors.IsConflict(r.tellErr) || apierrors.IsNotFound(r.tellErr):
-			r.tellErr = nil // the cache is stale; its update triggers this function again
-		case r.tellErr != nil:
-			r.tellAgain = now.Add(tellInterval)
-			time.AfterFunc(tellInterval, r.look.set)
+		case apierrors.IsConflict(r.tunnelsErr) || apierrors.IsNotFound(r.tunnelsErr):
+			r.tunnelsErr = nil // the cache is stale; its update triggers this function again
+		case r.tunnelsErr != nil:
+			r.tunnelsRetry = now.Add(tunnelsRetryInterval)
+			time.AfterFunc(tunnelsRetryInterval, r.look.set)
 		default:
-			r.told = private
+			r.writtenKey = private
 			r.log.Info("wrote the tunnels into the key Secret", "secret", keyring.SecretName, "tunnels", r.o.Tunnels)
 		}
 	}
-	if r.tellErr == nil {
+	if r.tunnelsErr == nil {
 		return nil
 	}
 	return []fabric.Problem{{Origin: fabric.Origin{Kind: "Secret", Namespace: secret.Namespace, Name: secret.Name}, Field: "data." + keyring.FieldTunnels,
-		Message: fmt.Sprintf("lacks the public keys of our %d further tunnels, so peers cannot use these tunnels; writing them: %v", r.o.Tunnels-1, kubeerr.Plain("the API server", r.tellErr))}}
+		Message: fmt.Sprintf("lacks the public keys of our %d further tunnels, so peers cannot use these tunnels; writing them: %v", r.o.Tunnels-1, kubeerr.Plain("the API server", r.tunnelsErr))}}
 }
 
 func (g *Gateway) writeTunnels(ctx context.Context, secret *corev1.Secret, tunnels string) error {
@@ -167,7 +167,7 @@ func (r *refresher) key(ctx context.Context, inUse keyring.Ring) (keyring.Ring, 
 		if err != nil {
 			return ring, problems, err
 		}
-		return ring, append(problems, r.tellTunnels(ctx, &secret, ring.Private)...), nil
+		return ring, append(problems, r.syncTunnels(ctx, &secret, ring.Private)...), nil
 	case !apierrors.IsNotFound(err):
 		return inUse, nil, err
 	}

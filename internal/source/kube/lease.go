@@ -26,7 +26,7 @@ func standDown(lease *coordinationv1.Lease, identity string, seen, now time.Time
 	}
 	duration := leaseDuration
 	if len(listOf(lease).Voters) > 0 { // nodes vote, and may have elected the holder
-		return max(0, seen.Add(goneMost).Sub(now))
+		return max(0, seen.Add(votersAbsentMost).Sub(now))
 	}
 	if s := lease.Spec.LeaseDurationSeconds; s != nil && *s > 0 {
 		duration = time.Duration(*s) * time.Second
@@ -36,7 +36,7 @@ func standDown(lease *coordinationv1.Lease, identity string, seen, now time.Time
 
 // take returns the Lease with this replica as its holder.
 func take(lease *coordinationv1.Lease, identity string, now time.Time) *coordinationv1.Lease {
-	at, seconds := metav1.NewMicroTime(now), int32(leaseDuration/time.Second)
+	renewed, seconds := metav1.NewMicroTime(now), int32(leaseDuration/time.Second)
 	if lease == nil {
 		lease = new(coordinationv1.Lease)
 		lease.Name = isthmus.LeaseGateway
@@ -48,9 +48,9 @@ func take(lease *coordinationv1.Lease, identity string, now time.Time) *coordina
 		if t := lease.Spec.LeaseTransitions; t != nil {
 			transitions += *t
 		}
-		lease.Spec.AcquireTime, lease.Spec.LeaseTransitions = &at, &transitions
+		lease.Spec.AcquireTime, lease.Spec.LeaseTransitions = &renewed, &transitions
 	}
-	lease.Spec.HolderIdentity, lease.Spec.LeaseDurationSeconds, lease.Spec.RenewTime = &identity, &seconds, &at
+	lease.Spec.HolderIdentity, lease.Spec.LeaseDurationSeconds, lease.Spec.RenewTime = &identity, &seconds, &renewed
 	return lease
 }
 

@@ -83,9 +83,9 @@ func (m *gatewayMetrics) Collect(out chan<- prometheus.Metric) {
 		}
 	}
 	if e != nil && e.votes != nil {
-		voters, heard := e.voters()
+		voters, answering := e.voters()
 		out <- familyVoters.Sample(float64(voters))
-		out <- familyVotes.Sample(float64(heard))
+		out <- familyVotes.Sample(float64(answering))
 	}
 	if r := m.rotation.Load(); r != nil && active {
 		rotating := 0.0

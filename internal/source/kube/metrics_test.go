@@ -15,7 +15,7 @@ func TestAHolderWithoutVotesIsNotCountedAsActive(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	g.election = &election{identity: "me", name: "me", speaking: true, log: quiet, changed: newSignal(), votes: &ballot{Candidate: g.candidate}}
+	g.election = &election{identity: "me", name: "me", sending: true, log: quiet, changed: newSignal(), votes: &ballot{Candidate: g.candidate}}
 	registry := prometheus.NewPedanticRegistry()
 	registry.MustRegister(g.Collector())
 	for _, c := range []struct {

@@ -165,7 +165,7 @@ type voter interface {
 // millisecond, which is too long to repeat for every new Pod.
 type readAllocations struct {
 	versions map[types.UID]string
-	said     fabric.Allocations
+	parsed   fabric.Allocations
 	problems []fabric.Problem
 }
 
@@ -178,12 +178,12 @@ func (r *readAllocations) from(all []isthmus.NetworkAllocation) (fabric.Allocati
 		for i := range all {
 			r.versions[all[i].UID] = all[i].ResourceVersion
 		}
-		was := r.said
-		if r.said, r.problems = fabric.AllocationsFrom(all, time.Now()); len(r.said.Own) == 0 { // the manager recreates a deleted object
-			r.said.Own, r.said.OwnPods = was.Own, was.OwnPods
+		was := r.parsed
+		if r.parsed, r.problems = fabric.AllocationsFrom(all, time.Now()); len(r.parsed.Own) == 0 { // the manager recreates a deleted object
+			r.parsed.Own, r.parsed.OwnPods = was.Own, was.OwnPods
 		}
 	}
-	return r.said, slices.Clone(r.problems)
+	return r.parsed, slices.Clone(r.problems)
 }
 
 // see reads the known objects. whole reports whether all objects that are needed are known.

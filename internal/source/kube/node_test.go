@@ -256,8 +256,8 @@ func TestWatchNodeDeliversEachChangeOnce(t *testing.T) {
 	// While every gateway is a Pod with its own network namespace, other nodes and pods are not
 	// delivered, even after a gateway was deleted. With a host-network gateway, all are
 	// delivered.
-	gateway := func(name, at, addr string, hostNetwork bool) {
-		s.create(pod(name, at, addr, func(p *corev1.Pod) {
+	gateway := func(name, node, addr string, hostNetwork bool) {
+		s.create(pod(name, node, addr, func(p *corev1.Pod) {
 			p.Namespace, p.Spec.HostNetwork = deploy.Namespace, hostNetwork
 			p.Status.HostIP, p.Status.HostIPs = "172.30.1.12", []corev1.HostIP{{IP: "172.30.1.12"}}
 			p.Labels = map[string]string{"app.kubernetes.io/name": "gateway", "app.kubernetes.io/component": "networking"}

@@ -25,7 +25,7 @@ import (
 type PresharedKey struct {
 	ID       string             `json:"id,omitempty"` // ID of the exchange that made Key
 	Key      postquantum.Secret `json:"presharedKey,omitzero"`
-	Former   postquantum.Secret `json:"formerPresharedKey,omitzero"`
+	Previous postquantum.Secret `json:"formerPresharedKey,omitzero"`
 	Changing bool               `json:"changing,omitempty"`
 }
 
@@ -89,7 +89,7 @@ func (p *presharedKeys) read(ctx context.Context, namespace string) map[string]P
 		if json.Unmarshal(data, &s) != nil {
 			continue // the manager negotiates a new key
 		}
-		keys[id] = PresharedKey{ID: s.Use.ID, Key: s.Use.Secret, Former: s.Former.Secret, Changing: s.Changing()}
+		keys[id] = PresharedKey{ID: s.Use.ID, Key: s.Use.Secret, Previous: s.Previous.Secret, Changing: s.Changing()}
 	}
 	p.version, p.keys = secret.ResourceVersion, keys
 	return keys
@@ -111,7 +111,7 @@ func demand(endpoints []v1alpha1.TunnelEndpoint, keys map[string]PresharedKey) (
 				Message: "is Required, and there is no preshared key for this peer; the tunnel stays down without one"})
 			return true
 		}
-		if key.Changing && key.Former == (postquantum.Secret{}) {
+		if key.Changing && key.Previous == (postquantum.Secret{}) {
 			if !adjusted {
 				keys, adjusted = maps.Clone(keys), true
 			}

@@ -18,7 +18,7 @@ import (
 // If a peer requires a preshared key, it is left out until it has one, and no handshake with it
 // is allowed without the key.
 func TestAPeerIsLeftOutWithoutItsRequiredKey(t *testing.T) {
-	one, former := postquantum.Secret{1}, postquantum.Secret{2}
+	one, previous := postquantum.Secret{1}, postquantum.Secret{2}
 	for _, tc := range []struct {
 		name     string
 		required bool
@@ -28,10 +28,10 @@ func TestAPeerIsLeftOutWithoutItsRequiredKey(t *testing.T) {
 	}{
 		{"none, and none needed", false, PresharedKey{}, true, PresharedKey{}},
 		{"none, and one needed", true, PresharedKey{}, false, PresharedKey{}},
-		{"the peer has just stopped to take part", true, PresharedKey{Former: former, Changing: true}, false, PresharedKey{Former: former, Changing: true}},
+		{"the peer has just stopped to take part", true, PresharedKey{Previous: previous, Changing: true}, false, PresharedKey{Previous: previous, Changing: true}},
 		{"the first one", false, PresharedKey{ID: "1", Key: one, Changing: true}, true, PresharedKey{ID: "1", Key: one, Changing: true}},
 		{"the first one, and one needed", true, PresharedKey{ID: "1", Key: one, Changing: true}, true, PresharedKey{ID: "1", Key: one}},
-		{"a second one", true, PresharedKey{ID: "2", Key: one, Former: former, Changing: true}, true, PresharedKey{ID: "2", Key: one, Former: former, Changing: true}},
+		{"a second one", true, PresharedKey{ID: "2", Key: one, Previous: previous, Changing: true}, true, PresharedKey{ID: "2", Key: one, Previous: previous, Changing: true}},
 	} {
 		te := endpoint(1)
 		if tc.required {
@@ -60,7 +60,7 @@ func TestPresharedKeysSurviveARestart(t *testing.T) {
 	keep := func() {
 		t.Helper()
 		want := savedFrom(self, private, []v1alpha1.TunnelEndpoint{with, without}, nil)
-		want.places.Site, want.preshared = site, keys
+		want.locations.Site, want.preshared = site, keys
 		k.put(want, ringOf(private))
 		k.round("pod-1", noon, noon)
 		known, err := remember(o, noon)
@@ -69,12 +69,12 @@ func TestPresharedKeysSurviveARestart(t *testing.T) {
 		}
 	}
 	keep()
-	keys = map[string]PresharedKey{id: {ID: "of tomorrow", Key: postquantum.Secret{4}, Former: postquantum.Secret{1, 2, 3}, Changing: true}}
+	keys = map[string]PresharedKey{id: {ID: "of tomorrow", Key: postquantum.Secret{4}, Previous: postquantum.Secret{1, 2, 3}, Changing: true}}
 	keep() // only the keys have changed
 }
 
 func TestAPresharedKeyIsNotPrinted(t *testing.T) {
-	key := PresharedKey{ID: "1", Key: postquantum.Secret{201, 202}, Former: postquantum.Secret{203}, Changing: true}
+	key := PresharedKey{ID: "1", Key: postquantum.Secret{201, 202}, Previous: postquantum.Secret{203}, Changing: true}
 	s := Snapshot{Preshared: map[string]PresharedKey{"a": key}}
 	var b strings.Builder
 	slog.New(slog.NewJSONHandler(&b, &slog.HandlerOptions{ReplaceAttr: func(_ []string, a slog.Attr) slog.Attr {

@@ -80,7 +80,7 @@ func idOf(pod string) gatewayID {
 // message is a question or an answer in parsed form.
 type message struct {
 	kind     byte
-	claim    claim         // only set in an answer
+	state    leaseState    // only set in an answer
 	defers   time.Duration // only set in an answer
 	nonce    nonce
 	from, to gatewayID
@@ -100,16 +100,16 @@ func (m message) seal(key []byte) []byte {
 	b := make([]byte, signedLength, questionLength)
 	copy(b, questionMagic[:])
 	b[4] = m.kind
-	if m.claim.holds {
+	if m.state.holds {
 		b[5] |= flagHolds
 	}
-	if m.claim.confirmed {
+	if m.state.confirmed {
 		b[5] |= flagConfirmed
 	}
-	if m.claim.silent {
+	if m.state.silent {
 		b[5] |= flagSilent
 	}
-	binary.BigEndian.PutUint32(b[8:], uint32(m.claim.transition))
+	binary.BigEndian.PutUint32(b[8:], uint32(m.state.transition))
 	binary.BigEndian.PutUint32(b[12:], uint32(max(0, m.defers)/time.Millisecond))
 	copy(b[16:], m.nonce[:])
 	copy(b[32:], m.from[:])
@@ -134,7 +134,7 @@ func openMessage(b, key []byte) (m message, refused string) {
 	}
 	return message{
 		kind: b[4],
-		claim: claim{holds: b[5]&flagHolds != 0, confirmed: b[5]&flagConfirmed != 0,
+		state: leaseState{holds: b[5]&flagHolds != 0, confirmed: b[5]&flagConfirmed != 0,
 			transition: int32(binary.BigEndian.Uint32(b[8:])), silent: b[5]&flagSilent != 0},
 		defers: min(time.Duration(binary.BigEndian.Uint32(b[12:]))*time.Millisecond, deferFor),
 		nonce:  nonce(b[16:]), from: gatewayID(b[32:]), to: gatewayID(b[48:]),
@@ -224,7 +224,7 @@ func (q *questioner) run(ctx context.Context) {
 				_, _ = conn.WriteTo(m.seal(*key), net.UDPAddrFromAddrPort(netip.AddrPortFrom(o.addr, QuestionPort)))
 			}
 		}
-		q.election.judge(time.Now())
+		q.election.reevaluate(time.Now())
 		select {
 		case <-ctx.Done():
 			return
@@ -260,11 +260,11 @@ func (q *questioner) read(conn net.PacketConn, strangers *crowd.Crowd) {
 			case kindQuestion:
 				now := time.Now()
 				if at, ok := from.(*net.UDPAddr); ok {
-					q.election.askedBy(m.from, at.AddrPort().Addr().Unmap(), now)
+					q.election.recordQuestion(m.from, at.AddrPort().Addr().Unmap(), now)
 				}
 				_, _ = conn.WriteTo(q.election.answer(m, now).seal(*key), from)
 			case kindAnswer:
-				if !q.election.heard(m, time.Now()) {
+				if !q.election.handleAnswer(m, time.Now()) {
 					refused = refusedNonce
 				}
 			default:
@@ -283,18 +283,18 @@ func (q *questioner) read(conn net.PacketConn, strangers *crowd.Crowd) {
 
 // other is another gateway, identified by its Pod.
 type other struct {
-	pod      string // name of the Pod; until the API server lists the Pod, the result of unnamed
-	id       gatewayID
-	addr     netip.Addr // address of the Pod as last read; zero: none yet
-	listed   bool       // the API server has listed the Pod since this process started
-	asks     time.Time  // time of the other gateway's last question
-	leaving  bool       // the Pod is being deleted, so the other gateway will not take the Lease
-	answered bool       // the other gateway has answered at least once
-	last     account    // last answer of the other gateway; age is not set
-	asked    time.Time  // time at which the question of the last answer was sent
-	promised time.Time  // end of this gateway's promise to leave the Lease to the other one
-	missed   int        // unanswered questions in a row while the API server answered without listing the Pod
-	open     map[nonce]time.Time
+	pod          string // name of the Pod; until the API server lists the Pod, the result of unnamed
+	id           gatewayID
+	addr         netip.Addr // address of the Pod as last read; zero: none yet
+	listed       bool       // the API server has listed the Pod since this process started
+	lastQuestion time.Time  // time of the other gateway's last question
+	leaving      bool       // the Pod is being deleted, so the other gateway will not take the Lease
+	answered     bool       // the other gateway has answered at least once
+	last         account    // last answer of the other gateway; age is not set
+	sent         time.Time  // time at which the question of the last answer was sent
+	promised     time.Time  // end of this gateway's promise to leave the Lease to the other one
+	missed       int        // unanswered questions in a row while the API server answered without listing the Pod
+	open         map[nonce]time.Time
 }
 
 // stranger reports whether the only sign of this gateway is a question, which may be a replay.
@@ -316,18 +316,18 @@ func (e *election) questions(now time.Time) (all []question) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	for id, o := range e.others {
-		switch gone := now.Sub(o.asked) >= deferFor; {
-		case o.listed || !gone:
+		switch silent := now.Sub(o.sent) >= deferFor; {
+		case o.listed || !silent:
 			o.missed = 0
 		case e.readsLocked():
 			o.missed++
 		}
-		if o.stranger() && now.Sub(o.asks) >= deferFor || o.missed > missedMost {
+		if o.stranger() && now.Sub(o.lastQuestion) >= deferFor || o.missed > missedMost {
 			delete(e.others, id)
 			continue
 		}
-		for n, at := range o.open {
-			if now.Sub(at) >= deferFor { // an answer to this question would now be too old to be useful
+		for n, sent := range o.open {
+			if now.Sub(sent) >= deferFor { // an answer to this question would now be too old to be useful
 				delete(o.open, n)
 			}
 		}
@@ -347,32 +347,32 @@ func (e *election) questions(now time.Time) (all []question) {
 func (e *election) answer(m message, now time.Time) message {
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	e.judgeLocked(now)
+	e.reevaluateLocked(now)
 	v := e.viewLocked(now)
-	a := message{kind: kindAnswer, claim: v.claim, nonce: m.nonce, from: e.id, to: m.from}
+	a := message{kind: kindAnswer, state: v.leaseState, nonce: m.nonce, from: e.id, to: m.from}
 	o := e.others[m.from]
 	if o == nil || !o.answered || o.leaving {
 		return a
 	}
-	a.claim.silent = v.holds && !e.speaking
+	a.state.silent = v.holds && !e.sending
 	if to := o.account(now); !e.taking && !e.byVotesLocked() && v.defersTo(to) {
-		a.defers, o.promised = deferFor-to.age, o.asked.Add(deferFor)
+		a.defers, o.promised = deferFor-to.age, o.sent.Add(deferFor)
 	}
 	return a
 }
 
-// askedBy records a question from a gateway. Its Pod may be newer than the last contact with
+// recordQuestion records a question from a gateway. Its Pod may be newer than the last contact with
 // the API server. Therefore a gateway that is not listed yet is asked, too, and counts once it
 // has answered. From then on its address is fixed, so replaying its questions from another
 // address has no effect.
-func (e *election) askedBy(id gatewayID, addr netip.Addr, now time.Time) {
+func (e *election) recordQuestion(id gatewayID, addr netip.Addr, now time.Time) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	o := e.others[id]
 	if o == nil {
 		o = e.otherLocked(unnamed(id))
 	}
-	if o.asks = now; o.stranger() {
+	if o.lastQuestion = now; o.stranger() {
 		o.addr = addr
 	}
 }
@@ -380,36 +380,36 @@ func (e *election) askedBy(id gatewayID, addr netip.Addr, now time.Time) {
 // account returns the last answer of o. Its times are relative to the time now.
 func (o *other) account(now time.Time) account {
 	a := o.last
-	a.pod, a.age, a.promised = o.pod, now.Sub(o.asked), o.promised.Sub(now)
+	a.pod, a.age, a.promised = o.pod, now.Sub(o.sent), o.promised.Sub(now)
 	return a
 }
 
-// heard handles an answer. It returns false if the answer belongs to no open question.
-func (e *election) heard(m message, now time.Time) bool {
+// handleAnswer handles an answer. It returns false if the answer belongs to no open question.
+func (e *election) handleAnswer(m message, now time.Time) bool {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	o := e.others[m.from]
 	if o == nil {
 		return false
 	}
-	asked, open := o.open[m.nonce]
+	sent, open := o.open[m.nonce]
 	if !open {
 		return false
 	}
 	delete(o.open, m.nonce)
-	if asked.Before(o.asked) {
+	if sent.Before(o.sent) {
 		return true // a later answer has arrived first
 	}
 	met := !o.answered
-	last := account{claim: m.claim, defers: m.defers}
-	if m.claim.silent && o.last.silent {
-		last.mute = o.last.mute + asked.Sub(o.asked)
+	last := account{leaseState: m.state, defers: m.defers}
+	if m.state.silent && o.last.silent {
+		last.mute = o.last.mute + sent.Sub(o.sent)
 	}
-	o.answered, o.asked, o.last = true, asked, last
+	o.answered, o.sent, o.last = true, sent, last
 	if met && e.met != nil {
 		e.met()
 	}
-	e.judgeLocked(now)
+	e.reevaluateLocked(now)
 	return true
 }
 
@@ -428,8 +428,8 @@ func (e *election) unsee(pod string) {
 	delete(e.others, idOf(pod))
 }
 
-// onlySeen removes the gateways that are missing from the API server's complete list.
-func (e *election) onlySeen() {
+// dropUnlisted removes the gateways that are missing from the API server's complete list.
+func (e *election) dropUnlisted() {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	for id, o := range e.others {
@@ -474,7 +474,7 @@ func (e *election) standbys(now time.Time) (n int, ok bool) {
 			continue
 		}
 		ok = true
-		if o.answered && now.Sub(o.asked) < deferFor && !o.last.holds {
+		if o.answered && now.Sub(o.sent) < deferFor && !o.last.holds {
 			n++
 		}
 	}

@@ -38,7 +38,7 @@ func TestAnAgentThatStartsWithoutAnAPIServerFollowsTheVotes(t *testing.T) {
 			before.epoch = tc.epoch
 			before.remember(known)
 			synctest.Test(t, func(t *testing.T) {
-				w := &nodeWatch{directory: directory, voter: heard{tc.holder}, caches: &caches{log: slog.New(slog.DiscardHandler)}}
+				w := &nodeWatch{directory: directory, voter: fakeVoter{tc.holder}, caches: &caches{log: slog.New(slog.DiscardHandler)}}
 				var got *fabric.NodeIntent
 				elected := newSignal()
 				stop := w.recall(t.Context(), elected, func(in fabric.NodeIntent, _ []fabric.Problem) { got = &in })

@@ -18,15 +18,15 @@ type refresher struct {
 	*Gateway
 	cluster   v1alpha1.ClusterIdentity
 	preshared *presharedKeys
-	asked     asked
+	requested requested
 	decider   fabric.GatewayDecider
 	logged    string    // problems as last logged
 	keyTries  time.Time // earliest time to create the Secret again
 
-	// State of tellTunnels.
-	told      [32]byte  // private key for which data.tunnels was last written or found correct
-	tellAgain time.Time // earliest time for the next write
-	tellErr   error     // error of the last attempt
+	// State of syncTunnels.
+	writtenKey   [32]byte  // private key for which data.tunnels was last written or found correct
+	tunnelsRetry time.Time // earliest time for the next write
+	tunnelsErr   error     // error of the last attempt
 }
 
 // refresh reads the objects, evaluates them and publishes a Snapshot. If only Nodes or Pods
@@ -39,7 +39,7 @@ func (r *refresher) refresh(ctx context.Context) {
 	ring, mismatch, err := r.key(ctx, inUse)
 	site, unknown := r.site(ctx)
 	network, unreachable := r.podNetwork()
-	if err = errors.Join(err, unknown, unreachable, r.ask(ctx, ring)); err != nil {
+	if err = errors.Join(err, unknown, unreachable, r.evaluate(ctx, ring)); err != nil {
 		r.mu.Lock()
 		defer r.mu.Unlock()
 		next := r.desired
@@ -47,10 +47,10 @@ func (r *refresher) refresh(ctx context.Context) {
 		r.setDesired(next)
 		return
 	}
-	problems := slices.Concat(mismatch, r.asked.problems, r.keeper.problems())
+	problems := slices.Concat(mismatch, r.requested.problems, r.keeper.problems())
 	if r.o.StateDirectory != "" {
-		saved := r.asked.saved
-		saved.places.Site, saved.places.PodNetwork = site, network
+		saved := r.requested.saved
+		saved.locations.Site, saved.locations.PodNetwork = site, network
 		r.keeper.put(saved, ring)
 	}
 	if r.candidate != nil {
@@ -61,11 +61,11 @@ func (r *refresher) refresh(ctx context.Context) {
 			}
 		}
 		r.candidate.SetNodes(nodes)
-		if agents, ok := r.places.withAgents(r.o.Namespace); ok {
+		if agents, ok := r.locations.withAgents(r.o.Namespace); ok {
 			r.agents.Store(&agents)
 		}
 	}
-	r.publish(Snapshot{Gateway: r.asked.at(site), Problems: problems, Keys: ring, PodNetwork: network, Preshared: r.asked.preshared})
+	r.publish(Snapshot{Gateway: r.requested.atSite(site), Problems: problems, Keys: ring, PodNetwork: network, Preshared: r.requested.preshared})
 }
 
 // publish sets a Snapshot that was made from the API server's objects.

@@ -43,15 +43,15 @@ func NewNodeReporter(config *rest.Config, namespace, node string) (*NodeReporter
 	return &NodeReporter{api, namespace, node}, nil
 }
 
-// Tell writes the networks that the node reaches without Isthmus. It writes the refused version
-// only when it creates the report, because TellRefused may have written a newer version.
-func (r *NodeReporter) Tell(ctx context.Context, n fabric.NodeNetworks) error {
+// WriteNetworks writes the networks that the node reaches without Isthmus. It writes the refused
+// version only when it creates the report, because WriteRefused may have written a newer version.
+func (r *NodeReporter) WriteNetworks(ctx context.Context, n fabric.NodeNetworks) error {
 	return r.named(writeReport(ctx, r.api, r.namespace, r.node, n))
 }
 
-// TellRefused writes version into an existing report. The node refuses networks of
+// WriteRefused writes version into an existing report. The node refuses networks of
 // NetworkAllocations whose resourceVersion is at most version. 0 removes the field.
-func (r *NodeReporter) TellRefused(ctx context.Context, version int64) error {
+func (r *NodeReporter) WriteRefused(ctx context.Context, version int64) error {
 	spec := map[string]any{"refusedResourceVersion": version}
 	if version == 0 {
 		spec["refusedResourceVersion"] = nil

@@ -28,7 +28,7 @@ func TestReportRejectedByAnOlderCRDNamesTheRemedy(t *testing.T) {
 			return refusal
 		},
 	})}
-	err := r.Tell(t.Context(), fabric.NodeNetworks{})
+	err := r.WriteNetworks(t.Context(), fabric.NodeNetworks{})
 	if err == nil || !strings.Contains(err.Error(), "install the CRDs of this version") || !strings.Contains(err.Error(), "spec.routes: Too many: 40: must have at most 32 items") {
 		t.Error(err)
 	}

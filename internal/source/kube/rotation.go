@@ -36,8 +36,8 @@ func (w *writer) rotate(ctx context.Context, r Report) {
 		w.moved, w.moving = now, ring.Next
 	}
 	w.metrics.rotation.Store(&rotationState{ring, lagging})
-	offered, gone := w.offered(ctx, now)
-	step := ring.Step(keyring.Seen{Now: now, Answering: r.Rotation.Next == ring.Next, Offered: offered, Gone: gone, Lagging: len(lagging), Moved: now.Sub(w.moved), Untold: untold(r, lagging),
+	offered, absence := w.offered(ctx, now)
+	step := ring.Step(keyring.Seen{Now: now, Answering: r.Rotation.Next == ring.Next, Offered: offered, Absent: absence, Lagging: len(lagging), Moved: now.Sub(w.moved), PeersUnaware: peersUnaware(r, lagging),
 		Age: w.o.RotateKeys, Patience: w.o.RotationPatience})
 	if step == keyring.Nothing {
 		return
@@ -46,7 +46,7 @@ func (w *writer) rotate(ctx context.Context, r Report) {
 	if err := w.objects.Get(ctx, client.ObjectKey{Namespace: w.o.Namespace, Name: keyring.SecretName}, have); err != nil {
 		return // the next round tries again
 	}
-	if is, _, err := keyFrom(have); err != nil || is != ring || !w.due(have, now) {
+	if current, _, err := keyFrom(have); err != nil || current != ring || !w.due(have, now) {
 		return // the Secret has changed since
 	}
 	want := have.DeepCopy()
@@ -74,20 +74,20 @@ type offer struct {
 	key    [32]byte  // zero: no key is offered
 	absent time.Time // since when every read has found no Secret; zero: the last read found it or failed
 	next   time.Time
-	said   string // last logged problem
+	logged string // last logged problem
 }
 
-// offered returns the private key in a Secret that another program maintains. gone is how long that
-// Secret has been missing. It is 0 if the Secret exists, or if the last read failed. key is zero if
-// the Secret is missing or contains no key.
-func (w *writer) offered(ctx context.Context, now time.Time) (key [32]byte, gone time.Duration) {
+// offered returns the private key in a Secret that another program maintains. absence is how long
+// that Secret has been missing. It is 0 if the Secret exists, or if the last read failed. key is
+// zero if the Secret is missing or contains no key.
+func (w *writer) offered(ctx context.Context, now time.Time) (key [32]byte, absence time.Duration) {
 	if !now.Before(w.offer.next) {
 		w.readOffer(ctx, now)
 	}
 	if !w.offer.absent.IsZero() {
-		gone = now.Sub(w.offer.absent)
+		absence = now.Sub(w.offer.absent)
 	}
-	return w.offer.key, gone
+	return w.offer.key, absence
 }
 
 func (w *writer) readOffer(ctx context.Context, now time.Time) {
@@ -114,14 +114,14 @@ func (w *writer) readOffer(ctx context.Context, now time.Time) {
 	} else if apierrors.IsForbidden(err) { // otherwise keep the last result: the API server may be unavailable
 		wrong = err.Error()
 	}
-	if w.offer.next = now.Add(offerInterval); wrong != "" && wrong != w.offer.said {
+	if w.offer.next = now.Add(offerInterval); wrong != "" && wrong != w.offer.logged {
 		w.log.Warn("cannot use the offered private key", "secret", keyring.OfferName, "problem", wrong)
 	}
-	w.offer.said = wrong
+	w.offer.logged = wrong
 }
 
 // due reports whether the Secret may be written now.
-func (w *writer) due(o client.Object, now time.Time) bool { return w.of(o).due(o, now) }
+func (w *writer) due(o client.Object, now time.Time) bool { return w.memoryOf(o).due(o, now) }
 
 // lagging returns the IDs of the peers that have no session with the next key according to the
 // gateway's report. A peer that is missing from the report lags, too.
@@ -143,8 +143,8 @@ func lagging(s Snapshot, r Report) []string {
 	return all
 }
 
-// untold reports whether some peer is connected and all connected peers lag.
-func untold(r Report, lagging []string) bool {
+// peersUnaware reports whether some peer is connected and all connected peers lag.
+func peersUnaware(r Report, lagging []string) bool {
 	connected := 0
 	for _, p := range r.Peers {
 		switch {

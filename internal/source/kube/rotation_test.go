@@ -35,7 +35,7 @@ func TestNextKeyIsUnknownToPeersIfAllConnectedPeersLag(t *testing.T) {
 		"all who lag are away":                {[]PeerReport{peer("a", v1alpha1.Connecting)}, []string{"a"}, false},
 		"one who lags is away, one has moved": {[]PeerReport{peer("a", v1alpha1.Connecting), peer("b", v1alpha1.Connected)}, []string{"a"}, false},
 	} {
-		if got := untold(Report{Peers: tc.peers}, tc.lagging); got != tc.want {
+		if got := peersUnaware(Report{Peers: tc.peers}, tc.lagging); got != tc.want {
 			t.Errorf("%s: %v", name, got)
 		}
 	}
@@ -47,8 +47,8 @@ func TestForbiddenReadOfAnOfferedKeyIsLoggedOnce(t *testing.T) {
 	var log bytes.Buffer
 	forbidden := apierrors.NewForbidden(schema.GroupResource{Resource: "secrets"}, keyring.OfferName, errors.New("no rights"))
 	for _, tc := range []struct {
-		err  error
-		told int
+		err    error
+		logged int
 	}{{forbidden, 1}, {errors.New("connection refused"), 0}} {
 		log.Reset()
 		w := &writer{Gateway: &Gateway{log: slog.New(slog.NewTextHandler(&log, nil)), client: interceptor.NewClient(nil, interceptor.Funcs{
@@ -62,7 +62,7 @@ func TestForbiddenReadOfAnOfferedKeyIsLoggedOnce(t *testing.T) {
 				t.Errorf("%v: a key", tc.err)
 			}
 		}
-		if told := strings.Count(log.String(), keyring.OfferName); (told > 0) != (tc.told > 0) || strings.Count(log.String(), "\n") != tc.told {
+		if logged := strings.Count(log.String(), keyring.OfferName); (logged > 0) != (tc.logged > 0) || strings.Count(log.String(), "\n") != tc.logged {
 			t.Errorf("%v: log: %s", tc.err, log.String())
 		}
 	}
@@ -90,8 +90,8 @@ func TestOfferedKeyCountsAsMissingOnlyAfterRepeatedReads(t *testing.T) {
 		{errors.New("connection refused"), 0}, {absent, 0},
 	} {
 		err = tc.err
-		if _, gone := w.offered(t.Context(), now.Add(time.Duration(i)*offerInterval)); gone != tc.want {
-			t.Errorf("read %d, %v: gone for %v, want %v", i, err, gone, tc.want)
+		if _, absence := w.offered(t.Context(), now.Add(time.Duration(i)*offerInterval)); absence != tc.want {
+			t.Errorf("read %d, %v: gone for %v, want %v", i, err, absence, tc.want)
 		}
 	}
 }

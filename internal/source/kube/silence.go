@@ -24,15 +24,15 @@ func (e *election) silence() string {
 			return "silent: " + why
 		}
 		return fmt.Sprintf("silent: this gateway has no majority of the %d nodes that vote, %s; they have to answer at UDP port %d", len(e.list.Voters), strings.Join(slices.Sorted(maps.Keys(e.list.Voters)), ", "), voting.Port)
-	case e.unheard == "":
+	case e.unanswered == "":
 		return ""
 	}
-	return fmt.Sprintf("silent: this gateway cannot renew the Lease %s, and Pod %s, which may have taken over, does not answer at UDP port %d", isthmus.LeaseGateway, e.unheard, QuestionPort)
+	return fmt.Sprintf("silent: this gateway cannot renew the Lease %s, and Pod %s, which may have taken over, does not answer at UDP port %d", isthmus.LeaseGateway, e.unanswered, QuestionPort)
 }
 
-// deafMost is how long a standby stays ready although too few voters answer it. A message may
+// unansweredMost is how long a standby stays ready although too few voters answer it. A message may
 // be late, and agents restart.
-const deafMost = 3 * time.Second
+const unansweredMost = 3 * time.Second
 
 // cannotTakeOver explains why this standby would not get a majority of votes. It returns nil if the
 // standby would get one.
@@ -44,7 +44,7 @@ func (e *election) cannotTakeOver(now time.Time) error {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	why := staleList(e.list, v)
-	if !e.byVotesLocked() || e.name == e.identity || e.hearsLocked(v) && why == "" || now.Sub(e.heardAt) < deafMost {
+	if !e.byVotesLocked() || e.name == e.identity || e.majorityLocked(v) && why == "" || now.Sub(e.majorityAt) < unansweredMost {
 		return nil
 	}
 	if why != "" {

@@ -17,7 +17,7 @@ import (
 
 // site returns the addresses and networks of this cluster, as its objects define them.
 func (g *Gateway) site(ctx context.Context) (fabric.Site, error) {
-	return siteOf(ctx, g.objects, g.o.Config.Host, g.places.site())
+	return siteOf(ctx, g.objects, g.o.Config.Host, g.locations.site())
 }
 
 // siteOf adds to site, which has the addresses of the nodes, the networks in the
@@ -47,9 +47,9 @@ func siteOf(ctx context.Context, reader client.Reader, host string, site fabric.
 }
 
 // nodesSite returns a Site with the addresses of nodes.
-func nodesSite(addrs []netip.Addr) fabric.Site { return fabric.Site{}.WithRelays(addrs, nodeOfOurs) }
+func nodesSite(addrs []netip.Addr) fabric.Site { return fabric.Site{}.WithRelays(addrs, ownNode) }
 
-const nodeOfOurs = "a node of ours"
+const ownNode = "a node of ours"
 
 // apiServers returns the addresses of the API servers: the one at host, which this process
 // uses, and those behind the Service of the API servers.

@@ -26,11 +26,11 @@ import (
 // active, so a standby that restarts has no snapshot to use. leaseFile is written last: if it
 // exists, the others are complete.
 const (
-	keyFile     = "gateway-key.json" // the only file of the snapshot with a secret
-	objectsFile = "gateway-objects.json"
-	placesFile  = "gateway-places.json"
-	leaseFile   = "gateway-lease.json"
-	othersFile  = "gateway-others.json" // not part of the snapshot: standbys keep it, too; it contains a secret
+	keyFile       = "gateway-key.json" // the only file of the snapshot with a secret
+	objectsFile   = "gateway-objects.json"
+	locationsFile = "gateway-places.json"
+	leaseFile     = "gateway-lease.json"
+	othersFile    = "gateway-others.json" // not part of the snapshot: standbys keep it, too; it contains a secret
 
 	// snapshotVersion is the version of all files. Since version 2, the addresses of our own
 	// cluster have their own file. A gateway that finds another version reports it and waits
@@ -77,13 +77,13 @@ type savedObjects struct {
 	TunnelEndpoints []v1alpha1.TunnelEndpoint `json:"tunnelEndpoints"`
 	NatMappings     []v1alpha1.NatMapping     `json:"natMappings"`
 
-	places    savedPlaces             // saved in its own file
+	locations savedLocations          // saved in its own file
 	preshared map[string]PresharedKey // saved in the file with the private key
 	keys      keyring.Ring            // saved in the file with the private key
 }
 
-// savedPlaces has the addresses of our own cluster, from its Nodes and Pods.
-type savedPlaces struct {
+// savedLocations has the addresses of our own cluster, from its Nodes and Pods.
+type savedLocations struct {
 	Version    int               `json:"version"`
 	Site       fabric.Site       `json:"site"`                // addresses that no peer's gateway can have
 	PodNetwork fabric.PodNetwork `json:"podNetwork,omitzero"` // nodes and pods to deliver to
@@ -109,7 +109,7 @@ type savedOthers struct {
 
 // savedFrom copies the fields that package fabric reads. The caller sets places.
 func savedFrom(cluster v1alpha1.ClusterIdentity, private [32]byte, endpoints []v1alpha1.TunnelEndpoint, mappings []v1alpha1.NatMapping) savedObjects {
-	s := savedObjects{Version: snapshotVersion, Cluster: cluster, PublicKey: base64.StdEncoding.EncodeToString(publicKey(private)), places: savedPlaces{Version: snapshotVersion}}
+	s := savedObjects{Version: snapshotVersion, Cluster: cluster, PublicKey: base64.StdEncoding.EncodeToString(publicKey(private)), locations: savedLocations{Version: snapshotVersion}}
 	meta := func(m *metav1.ObjectMeta) metav1.ObjectMeta {
 		kept := metav1.ObjectMeta{Namespace: m.Namespace, Name: m.Name, CreationTimestamp: m.CreationTimestamp}
 		for _, name := range []string{isthmus.AnnotationPostQuantum, isthmus.AnnotationInBand} {
@@ -173,15 +173,15 @@ func remember(o GatewayOptions, now time.Time) (*remembered, error) {
 	if err := statefile.Read(o.StateDirectory, objectsFile, objectsLimit, &objects); err != nil {
 		return nil, err
 	}
-	if err := statefile.Read(o.StateDirectory, placesFile, objectsLimit, &objects.places); err != nil {
+	if err := statefile.Read(o.StateDirectory, locationsFile, objectsLimit, &objects.locations); err != nil {
 		return nil, err
 	}
-	if err := errors.Join(wantVersion(keyFile, key.Version), wantVersion(objectsFile, objects.Version), wantVersion(placesFile, objects.places.Version)); err != nil {
+	if err := errors.Join(wantVersion(keyFile, key.Version), wantVersion(objectsFile, objects.Version), wantVersion(locationsFile, objects.locations.Version)); err != nil {
 		return nil, err
 	}
-	nodes := objects.places.PodNetwork.Nodes // sorted by name below, as later code requires
+	nodes := objects.locations.PodNetwork.Nodes // sorted by name below, as later code requires
 	slices.SortStableFunc(nodes, func(a, b fabric.ClusterNode) int { return cmp.Compare(a.Name, b.Name) })
-	objects.places.PodNetwork.Nodes = slices.CompactFunc(nodes, func(a, b fabric.ClusterNode) bool { return a.Name == b.Name })
+	objects.locations.PodNetwork.Nodes = slices.CompactFunc(nodes, func(a, b fabric.ClusterNode) bool { return a.Name == b.Name })
 	private, err := fabric.ParseKey(key.PrivateKey)
 	if err != nil {
 		return nil, fmt.Errorf("%s: privateKey %w", keyFile, err)
@@ -209,10 +209,10 @@ func remember(o GatewayOptions, now time.Time) (*remembered, error) {
 		}
 	}
 	usable, preshared, lacking := demand(objects.TunnelEndpoints, key.Preshared)
-	gw, problems := gatewayFor(objects.Cluster, private, objects.places.Site, usable, objects.NatMappings)
+	gw, problems := gatewayFor(objects.Cluster, private, objects.locations.Site, usable, objects.NatMappings)
 	snapshot := Snapshot{Gateway: gw, Problems: fabric.SortProblems(append(problems, lacking...)), Keys: objects.keys, Preshared: preshared}
 	if o.Node != "" { // if the Pod's sandbox was recreated, the Pod may have another address
-		snapshot.PodNetwork = objects.places.PodNetwork
+		snapshot.PodNetwork = objects.locations.PodNetwork
 		snapshot.PodNetwork.Pod, snapshot.PodNetwork.Node = o.PodIP, o.Node
 	}
 	return &remembered{objects, snapshot, lease.Renewed}, nil
@@ -251,7 +251,7 @@ func Forget(directory string) error {
 
 // forgetSnapshot removes the files that only the active replica keeps.
 func forgetSnapshot(directory string) error {
-	if err := statefile.Remove(directory, keyFile, leaseFile, objectsFile, placesFile); err != nil {
+	if err := statefile.Remove(directory, keyFile, leaseFile, objectsFile, locationsFile); err != nil {
 		return fmt.Errorf("snapshot: %w", err)
 	}
 	return nil
@@ -274,7 +274,7 @@ type keeper struct {
 	have    savedObjects // content of the files as last written; Version 0: not written
 	renewed time.Time    // last contact with the API server before a restart
 	noted   time.Time    // when savedLease was written
-	placed  time.Time    // when savedPlaces was written
+	placed  time.Time    // when savedLocations was written
 	kept    bool         // files may exist
 }
 
@@ -317,8 +317,8 @@ func (k *keeper) problems() []fabric.Problem {
 	return nil
 }
 
-// tell records the result of a write. A nil error means that the directory is up to date.
-func (k *keeper) tell(err error) {
+// setError records the result of a write. A nil error means that the directory is up to date.
+func (k *keeper) setError(err error) {
 	k.mu.Lock()
 	before := k.err
 	k.err = err
@@ -385,19 +385,19 @@ func (k *keeper) round(holder string, renewed, now time.Time) bool {
 	if renewed.IsZero() {
 		renewed = k.renewed
 	}
-	places := want.places
-	want.Read, want.places = k.have.Read, k.have.places
+	locations := want.locations
+	want.Read, want.locations = k.have.Read, k.have.locations
 	same := reflect.DeepEqual(want, k.have)
 	const early = noteInterval - writeGap // a tick may come slightly early
-	moved := (!same || now.Sub(k.placed) >= early) && !reflect.DeepEqual(places, k.have.places)
+	moved := (!same || now.Sub(k.placed) >= early) && !reflect.DeepEqual(locations, k.have.locations)
 	if same && !moved && now.Sub(k.noted) < early {
 		return false
 	}
 	k.kept = true
 	var err error
 	if moved { // written before the files that need the new key
-		if err = statefile.Write(k.o.StateDirectory, placesFile, objectsLimit, places); err == nil {
-			want.places, k.placed = places, now
+		if err = statefile.Write(k.o.StateDirectory, locationsFile, objectsLimit, locations); err == nil {
+			want.locations, k.placed = locations, now
 		}
 	}
 	if !same && err == nil {
@@ -419,11 +419,11 @@ func (k *keeper) round(holder string, renewed, now time.Time) bool {
 		err = statefile.Write(k.o.StateDirectory, leaseFile, smallLimit, lease)
 	}
 	if err != nil {
-		k.tell(fmt.Errorf("not written: %w", err))
+		k.setError(fmt.Errorf("not written: %w", err))
 		return true
 	}
 	k.have, k.noted = want, now
-	k.tell(nil)
+	k.setError(nil)
 	return true
 }
 
@@ -433,7 +433,7 @@ func (k *keeper) forget() bool {
 		return false
 	}
 	err := forgetSnapshot(k.o.StateDirectory)
-	k.tell(err)
+	k.setError(err)
 	k.kept, k.have = err != nil, savedObjects{}
 	return true
 }

@@ -43,11 +43,11 @@ func saved(t *testing.T) (GatewayOptions, Snapshot) {
 	private := keyring.New()
 	endpoints, mappings := []v1alpha1.TunnelEndpoint{endpoint(2), endpoint(1)}, []v1alpha1.NatMapping{natMapping(1, map[string]string{"10.7.7.7": "10.245.0.9"})}
 	endpoints[1].Spec.RemoteNATPodCIDR = "10.102.0.0/20" // overlaps with the other peer, so one of the two is refused
-	gone := endpoint(3)
-	gone.DeletionTimestamp = new(metav1.Now())
+	deleted := endpoint(3)
+	deleted.DeletionTimestamp = new(metav1.Now())
 	k := newKeeper(o, func() {})
-	want := savedFrom(self, private, append(endpoints, gone), mappings)
-	want.places.Site = site
+	want := savedFrom(self, private, append(endpoints, deleted), mappings)
+	want.locations.Site = site
 	k.put(want, ringOf(private))
 	if !k.round("pod-1", noon.Add(-time.Second), noon) || k.problem() != nil {
 		t.Fatal(k.problem())
@@ -203,7 +203,7 @@ func TestNodeLocationsAreStoredWithPeersOrAtTheInterval(t *testing.T) {
 		te := endpoint(1)
 		te.Name = s.peers
 		want := savedFrom(self, private, []v1alpha1.TunnelEndpoint{te}, nil)
-		want.places.PodNetwork.Node = s.node
+		want.locations.PodNetwork.Node = s.node
 		k.put(want, ringOf(private))
 		at = at.Add(s.after)
 		if did := k.round("pod-1", at, at); did != s.changes || k.problem() != nil {
@@ -213,7 +213,7 @@ func TestNodeLocationsAreStoredWithPeersOrAtTheInterval(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		if got := known.objects.TunnelEndpoints[0].Name + " " + known.objects.places.PodNetwork.Node; got != s.want {
+		if got := known.objects.TunnelEndpoints[0].Name + " " + known.objects.locations.PodNetwork.Node; got != s.want {
 			t.Errorf("step %d: %s is kept; want %s", i, got, s.want)
 		}
 	}
@@ -227,7 +227,7 @@ func TestNodesOfASnapshotAreSortedAndUnique(t *testing.T) {
 	private := keyring.New()
 	want := savedFrom(self, private, nil, nil)
 	for _, name := range []string{"n3", "n1", "n3", "n2", "n1"} {
-		want.places.PodNetwork.Nodes = append(want.places.PodNetwork.Nodes, fabric.ClusterNode{Name: name})
+		want.locations.PodNetwork.Nodes = append(want.locations.PodNetwork.Nodes, fabric.ClusterNode{Name: name})
 	}
 	k.put(want, ringOf(private))
 	k.round("pod-1", noon, noon)
@@ -243,15 +243,15 @@ func TestNodesOfASnapshotAreSortedAndUnique(t *testing.T) {
 func TestAReadOnlyStateDirectoryIsReported(t *testing.T) {
 	o, _ := saved(t)
 	o.StateDirectory = filepath.Join(o.StateDirectory, leaseFile, "below a file")
-	told := 0
-	k := newKeeper(o, func() { told++ })
+	reports := 0
+	k := newKeeper(o, func() { reports++ })
 	private := keyring.New()
 	k.put(savedFrom(self, private, nil, nil), ringOf(private))
 	for range 2 {
 		k.round("pod-1", noon, noon)
 	}
-	if p := k.problems(); len(p) != 1 || told != 1 || !strings.Contains(p[0].Error(), "Snapshot "+o.StateDirectory+": not written: ") || !strings.Contains(p[0].Error(), "not a directory") {
-		t.Errorf("told %d times: %v", told, p)
+	if p := k.problems(); len(p) != 1 || reports != 1 || !strings.Contains(p[0].Error(), "Snapshot "+o.StateDirectory+": not written: ") || !strings.Contains(p[0].Error(), "not a directory") {
+		t.Errorf("told %d times: %v", reports, p)
 	}
 }
 
@@ -271,8 +271,8 @@ var damages = []struct {
 	{objectsFile, "cannot unmarshal", edit("tunnelEndpoints", "none")},
 	{objectsFile, "cannot unmarshal", edit("natMappings", []int{1})},
 	{objectsFile, "cluster.clusterID: ", edit("cluster", map[string]string{"clusterID": "a b"})},
-	{placesFile, "version 9; want 2", edit("version", 9)},
-	{placesFile, "cannot unmarshal", edit("podNetwork", "none")},
+	{locationsFile, "version 9; want 2", edit("version", 9)},
+	{locationsFile, "cannot unmarshal", edit("podNetwork", "none")},
 	{objectsFile, "unexpected end of JSON input", func(b []byte) []byte { return b[:len(b)/2] }},
 	{objectsFile, "larger than 16777216 octets", func(b []byte) []byte { return append(b, strings.Repeat(" ", objectsLimit)...) }},
 }
@@ -307,7 +307,7 @@ func TestADamagedSnapshotIsRefused(t *testing.T) {
 			t.Errorf("%s: %v, %v; want %q", d.file, known, err, d.want)
 		}
 	}
-	for _, name := range []string{keyFile, objectsFile, placesFile} { // without the lease file there is no snapshot, and no error
+	for _, name := range []string{keyFile, objectsFile, locationsFile} { // without the lease file there is no snapshot, and no error
 		o, _ := saved(t)
 		if err := os.Remove(filepath.Join(o.StateDirectory, name)); err != nil {
 			t.Fatal(err)
@@ -355,15 +355,15 @@ func serves(t *testing.T, r *testReplica, want bool) {
 
 // testCarryingOn starts replicas while the API server is unavailable. s has the CRDs.
 func testCarryingOn(t *testing.T, s *apiServer) {
-	begin := func(t *testing.T, namespace string) (GatewayOptions, *way) {
+	begin := func(t *testing.T, namespace string) (GatewayOptions, *apiPath) {
 		t.Helper()
 		s.namespace(t, namespace)
 		te := endpoint(7)
 		te.Namespace, te.CreationTimestamp, te.Generation = namespace, metav1.Time{}, 0
 		s.create(t, &te)
 		t.Cleanup(func() { _ = s.client.Delete(context.Background(), &te) })
-		way, config := newWay(t, s)
-		return GatewayOptions{Config: config, Namespace: namespace, Pod: "p", Cluster: self, StateDirectory: t.TempDir()}, way
+		path, config := newAPIPath(t, s)
+		return GatewayOptions{Config: config, Namespace: namespace, Pod: "p", Cluster: self, StateDirectory: t.TempDir()}, path
 	}
 	files := func(t *testing.T, o GatewayOptions, n int) {
 		t.Helper()
@@ -402,14 +402,14 @@ func testCarryingOn(t *testing.T, s *apiServer) {
 	}
 
 	t.Run("it uses its snapshot until the API server is back", func(t *testing.T) {
-		o, way := begin(t, "carries")
+		o, path := begin(t, "carries")
 		r := start(t, o)
 		serves(t, r, true)
 		files(t, o, 4)
 		r.mu.Lock()
 		before := r.desired.snapshot
 		r.mu.Unlock()
-		way.cut()
+		path.cut()
 		r.stop() // without a connection it cannot release the Lease
 		files(t, o, 4)
 
@@ -427,7 +427,7 @@ func testCarryingOn(t *testing.T, s *apiServer) {
 		}
 		r = start(t, o)
 		serves(t, r, true)
-		way.mend()
+		path.mend()
 		within(t, "ready", r.Ready)
 		holder(t, "carries", "p")
 		if _, active := r.Active(); !active || len(r.serving) > 0 {
@@ -445,17 +445,17 @@ func testCarryingOn(t *testing.T, s *apiServer) {
 	})
 
 	t.Run("it yields to a successor as soon as it can read the Lease", func(t *testing.T) {
-		o, way := begin(t, "gives-way")
+		o, path := begin(t, "gives-way")
 		r := start(t, o)
 		serves(t, r, true)
 		files(t, o, 4)
-		way.cut()
+		path.cut()
 		r.stop()
 		successor := start(t, GatewayOptions{Config: s.config, Namespace: "gives-way", Pod: "q", Cluster: self})
 		serves(t, successor, true)
 		r = start(t, o)
 		serves(t, r, true) // both are active until the connection is restored
-		way.mend()
+		path.mend()
 		serves(t, r, false)
 		files(t, o, 0)
 		holder(t, "gives-way", "q")
@@ -464,7 +464,7 @@ func testCarryingOn(t *testing.T, s *apiServer) {
 		// A standby keeps no snapshot.
 		r = start(t, o)
 		within(t, "ready", r.Ready)
-		way.cut()
+		path.cut()
 		r.stop()
 		files(t, o, 0)
 		if known, err := remember(r.o, time.Now()); known != nil || err != nil {
@@ -473,15 +473,15 @@ func testCarryingOn(t *testing.T, s *apiServer) {
 	})
 
 	t.Run("a replica that can read the Lease does not use its snapshot", func(t *testing.T) {
-		o, way := begin(t, "reads")
+		o, path := begin(t, "reads")
 		r := start(t, o)
 		serves(t, r, true)
 		files(t, o, 4)
-		way.cut()
+		path.cut()
 		r.stop()
 		successor := start(t, GatewayOptions{Config: s.config, Namespace: "reads", Pod: "q", Cluster: self})
 		serves(t, successor, true)
-		way.mend()
+		path.mend()
 		r = start(t, o)
 		within(t, "ready", r.Ready)
 		files(t, o, 0)
@@ -497,11 +497,11 @@ func testCarryingOn(t *testing.T, s *apiServer) {
 	})
 
 	t.Run("a damaged snapshot is reported, ignored and replaced", func(t *testing.T) {
-		o, way := begin(t, "damaged")
+		o, path := begin(t, "damaged")
 		r := start(t, o)
 		serves(t, r, true)
 		files(t, o, 4)
-		way.cut()
+		path.cut()
 		r.stop()
 		if err := os.WriteFile(filepath.Join(o.StateDirectory, objectsFile), []byte("{}"), 0o600); err != nil {
 			t.Fatal(err)
@@ -516,7 +516,7 @@ func testCarryingOn(t *testing.T, s *apiServer) {
 		if _, active := r.Active(); active || len(r.serving) > 0 {
 			t.Error("active by a damaged snapshot")
 		}
-		way.mend()
+		path.mend()
 		serves(t, r, true)
 		within(t, "a good one", func() error {
 			if known, err := remember(r.o, time.Now()); known == nil {

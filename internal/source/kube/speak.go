@@ -11,18 +11,18 @@ const (
 	// so that it does not delay a takeover from a dead gateway.
 	deferFor = 4 * time.Second
 
-	// vouchAfter is how long a holder may answer questions but fail to renew the Lease, before
-	// a standby renews it in the holder's name. It is short enough that no reader takes the
+	// renewForHolderAfter is how long a holder may answer questions but fail to renew the Lease,
+	// before a standby renews it in the holder's name. It is short enough that no reader takes the
 	// Lease for expired.
-	vouchAfter = 2 * retryPeriod
+	renewForHolderAfter = 2 * retryPeriod
 
 	// stopEarly is the margin by which an active gateway falls silent before a standby may take
 	// over. Timers are late on a busy machine, and the data plane needs a moment to stop.
 	stopEarly = time.Second
 )
 
-// A claim is the state of the Lease as a gateway knows it.
-type claim struct {
+// A leaseState is the state of the Lease as a gateway knows it.
+type leaseState struct {
 	holds      bool  // this gateway is the holder according to its last read, write or snapshot
 	confirmed  bool  // this gateway is the holder, and its last renewal is too recent for a takeover
 	transition int32 // transitions of the Lease as last read or written; each takeover adds one
@@ -33,7 +33,7 @@ type claim struct {
 
 // An account is the last answer of another gateway, as its receiver keeps it.
 type account struct {
-	claim
+	leaseState
 	pod string
 	age time.Duration // time since the question was sent
 	// defers is how long after that question the other gateway leaves the Lease to this gateway. If
@@ -51,7 +51,7 @@ func (a account) fresh() bool { return a.age < deferFor }
 // A view has all inputs of decide, which decides whether a gateway may send to peers and
 // whether it may take the Lease.
 type view struct {
-	claim
+	leaseState
 	reads  bool          // the API server answers
 	free   bool          // the Lease as last read has no holder or does not exist
 	wait   time.Duration // how much longer the Lease protects its holder; 0: it has expired
@@ -60,12 +60,12 @@ type view struct {
 
 // A ruling is the result of decide.
 type ruling struct {
-	speak bool // the gateway may send to peers
+	maySend bool // the gateway may send to peers
 
 	// The next three fields are for a holder that must not send.
-	lost      bool   // another gateway holds the Lease now
-	successor string // the Pod of that gateway; empty: unknown
-	unheard   string // the Pod of a gateway that does not answer and may have taken the Lease
+	lost       bool   // another gateway holds the Lease now
+	successor  string // the Pod of that gateway; empty: unknown
+	unanswered string // the Pod of a gateway that does not answer and may have taken the Lease
 
 	// wait is how long this gateway must not write the Lease. At 0, it may write.
 	wait time.Duration
@@ -116,10 +116,10 @@ func decide(v view) ruling {
 	}
 	for _, o := range v.others {
 		if !v.confirmed && o.age >= o.defers-stopEarly {
-			return ruling{unheard: o.pod}
+			return ruling{unanswered: o.pod}
 		}
 	}
-	return ruling{speak: true}
+	return ruling{maySend: true}
 }
 
 // defersTo reports whether this gateway, which does not hold the Lease, leaves the Lease to the

@@ -24,16 +24,16 @@ import (
 
 func TestDecideWhetherAGatewayMaySend(t *testing.T) {
 	holder := func(confirmed bool, others ...account) view {
-		return view{claim: claim{holds: true, confirmed: confirmed, transition: 5}, others: others}
+		return view{leaseState: leaseState{holds: true, confirmed: confirmed, transition: 5}, others: others}
 	}
 	standby := func(wait time.Duration, others ...account) view {
-		return view{claim: claim{transition: 5}, wait: wait, others: others}
+		return view{leaseState: leaseState{transition: 5}, wait: wait, others: others}
 	}
 	other := func(holds, confirmed bool, transition int32, age, defers time.Duration) account {
-		return account{claim: claim{holds: holds, confirmed: confirmed, transition: transition}, pod: "b", age: age, defers: defers}
+		return account{leaseState: leaseState{holds: holds, confirmed: confirmed, transition: transition}, pod: "b", age: age, defers: defers}
 	}
 	silent := func(mute, promised time.Duration) account {
-		return account{claim: claim{holds: true, transition: 5, silent: true}, pod: "b", age: time.Second, mute: mute, promised: promised}
+		return account{leaseState: leaseState{holds: true, transition: 5, silent: true}, pod: "b", age: time.Second, mute: mute, promised: promised}
 	}
 	const ms, s = time.Millisecond, time.Second
 	for _, tc := range []struct {
@@ -41,20 +41,20 @@ func TestDecideWhetherAGatewayMaySend(t *testing.T) {
 		view view
 		want ruling
 	}{
-		{"the holder renews the Lease", holder(true), ruling{speak: true}},
-		{"... though the standby is silent", holder(true, other(false, false, 5, time.Hour, 0)), ruling{speak: true}},
-		{"... and another one remembers an older Lease", holder(true, other(true, false, 4, 0, 0)), ruling{speak: true}},
-		{"the holder renews nothing, and never had a standby", holder(false), ruling{speak: true}},
-		{"... but its standby defers", holder(false, other(false, false, 5, 100*ms, 3900*ms)), ruling{speak: true}},
-		{"... whose promise ends", holder(false, other(false, false, 5, 2900*ms, 3900*ms)), ruling{unheard: "b"}},
-		{"... and its standby answers that it may take the Lease", holder(false, other(false, false, 5, 0, 0)), ruling{unheard: "b"}},
-		{"... and one of two standbys is silent", holder(false, other(false, false, 5, 0, 4*s), other(false, false, 5, time.Hour, 4*s)), ruling{unheard: "b"}},
+		{"the holder renews the Lease", holder(true), ruling{maySend: true}},
+		{"... though the standby is silent", holder(true, other(false, false, 5, time.Hour, 0)), ruling{maySend: true}},
+		{"... and another one remembers an older Lease", holder(true, other(true, false, 4, 0, 0)), ruling{maySend: true}},
+		{"the holder renews nothing, and never had a standby", holder(false), ruling{maySend: true}},
+		{"... but its standby defers", holder(false, other(false, false, 5, 100*ms, 3900*ms)), ruling{maySend: true}},
+		{"... whose promise ends", holder(false, other(false, false, 5, 2900*ms, 3900*ms)), ruling{unanswered: "b"}},
+		{"... and its standby answers that it may take the Lease", holder(false, other(false, false, 5, 0, 0)), ruling{unanswered: "b"}},
+		{"... and one of two standbys is silent", holder(false, other(false, false, 5, 0, 4*s), other(false, false, 5, time.Hour, 4*s)), ruling{unanswered: "b"}},
 		{"another one has taken over", holder(false, other(true, true, 6, 0, 0)), ruling{lost: true, successor: "b"}},
 		{"... which the holder has not read yet", holder(true, other(true, true, 6, 0, 0)), ruling{lost: true, successor: "b"}},
 		{"... as a third one knows", holder(false, other(false, false, 6, 0, 0)), ruling{lost: true}},
-		{"... by an answer of long ago", holder(true, other(true, true, 6, 5*s, 0)), ruling{speak: true}},
+		{"... by an answer of long ago", holder(true, other(true, true, 6, 5*s, 0)), ruling{maySend: true}},
 		{"the Lease was deleted, and another one can write it", holder(false, other(true, true, 1, 0, 0)), ruling{lost: true, successor: "b"}},
-		{"... but not this one's", holder(true, other(true, false, 1, 0, 0)), ruling{speak: true}},
+		{"... but not this one's", holder(true, other(true, false, 1, 0, 0)), ruling{maySend: true}},
 
 		{"the Lease is another's", standby(5 * s), ruling{wait: 5 * s}},
 		{"... which answers", standby(5*s, other(true, true, 5, 0, 0)), ruling{wait: 5 * s, deferring: true}},
@@ -62,13 +62,13 @@ func TestDecideWhetherAGatewayMaySend(t *testing.T) {
 		{"... but its holder answers", standby(0, other(true, false, 5, s, 0)), ruling{wait: 3 * s, deferring: true}},
 		{"... did so too long ago", standby(0, other(true, false, 5, 4*s, 0)), ruling{}},
 		{"... or is of before a takeover", standby(0, other(true, false, 4, s, 0)), ruling{}},
-		{"... answers that it is silent", view{claim: claim{transition: 5}, reads: true, others: []account{silent(3*s, 2*s)}}, ruling{wait: 3 * s}},
-		{"... for long", view{claim: claim{transition: 5}, reads: true, others: []account{silent(4*s, 2*s)}}, ruling{wait: 2 * s}},
-		{"... and was promised nothing", view{claim: claim{transition: 5}, reads: true, others: []account{silent(4*s, -s)}}, ruling{}},
+		{"... answers that it is silent", view{leaseState: leaseState{transition: 5}, reads: true, others: []account{silent(3*s, 2*s)}}, ruling{wait: 3 * s}},
+		{"... for long", view{leaseState: leaseState{transition: 5}, reads: true, others: []account{silent(4*s, 2*s)}}, ruling{wait: 2 * s}},
+		{"... and was promised nothing", view{leaseState: leaseState{transition: 5}, reads: true, others: []account{silent(4*s, -s)}}, ruling{}},
 		{"... and the API server does not answer", standby(0, silent(time.Hour, 2*s)), ruling{wait: 3 * s}},
 		{"... has just been promised the Lease, and does not hold it any more", standby(0, account{promised: 2 * s}), ruling{wait: 2 * s}},
 		{"... another standby answers", standby(0, other(false, false, 5, s, 0)), ruling{}},
-		{"the Lease was freed by its holder", view{claim: claim{transition: 5}, free: true, others: []account{other(true, true, 5, 0, 0)}}, ruling{}},
+		{"the Lease was freed by its holder", view{leaseState: leaseState{transition: 5}, free: true, others: []account{other(true, true, 5, 0, 0)}}, ruling{}},
 	} {
 		if got := decide(tc.view); got != tc.want {
 			t.Errorf("%s: %+v, want %+v", tc.name, got, tc.want)
@@ -83,14 +83,14 @@ func TestOnlyAnswersToOurQuestionsAreTrusted(t *testing.T) {
 	a.see("b", netip.MustParseAddr("10.0.0.2"), false)
 	b.see("a", netip.MustParseAddr("10.0.0.1"), false)
 	now := time.Now()
-	ask := func() message {
+	nextQuestion := func() message {
 		q := a.questions(now)
 		if len(q) != 1 {
 			t.Fatalf("%d questions", len(q))
 		}
 		return message{kind: kindQuestion, nonce: q[0].nonce, from: a.id, to: q[0].id}
 	}
-	question := ask()
+	question := nextQuestion()
 	answer := b.answer(question, now)
 	sealed := answer.seal(key)
 	if len(sealed) != len(question.seal(key)) {
@@ -125,17 +125,17 @@ func TestOnlyAnswersToOurQuestionsAreTrusted(t *testing.T) {
 		m    message
 		want bool
 	}{{stranger, false}, {unasked, false}, {answer, true}, {answer, false}} {
-		if got := a.heard(tc.m, now); got != tc.want {
+		if got := a.handleAnswer(tc.m, now); got != tc.want {
 			t.Errorf("answer %d: %v", i, got)
 		}
 	}
 	if n, _ := a.standbys(now); n != 1 {
 		t.Errorf("%d standbys", n)
 	}
-	late := b.answer(ask(), now)
+	late := b.answer(nextQuestion(), now)
 	now = now.Add(deferFor)
 	a.questions(now)
-	if a.heard(late, now) {
+	if a.handleAnswer(late, now) {
 		t.Error("an answer is believed for ever")
 	}
 	if n, ok := a.standbys(now); n != 0 || !ok {
@@ -241,7 +241,7 @@ func (g *simGateway) start() {
 	g.e, g.inbox = e, make(chan datagram, 100)
 	if api {
 		g.list()
-		e.onlySeen()
+		e.dropUnlisted()
 	}
 	conn := &simConn{g: g, addr: net.UDPAddrFromAddrPort(g.addr()), inbox: g.inbox, closed: make(chan struct{})}
 	q := &questioner{election: e, private: func() [32]byte { return g.w.key }, refused: func(string, uint32) {}, log: quiet,
@@ -261,7 +261,7 @@ func (g *simGateway) start() {
 			case <-time.After(2 * time.Second): // await waits as long
 			}
 			if !e.superseded(known, time.Now()) {
-				e.carryOn(known)
+				e.resume(known)
 			}
 			e.run(ctx)
 		})
@@ -285,7 +285,7 @@ func (e *election) unsure() bool {
 	return e.taking
 }
 
-func (g *simGateway) speaks() bool {
+func (g *simGateway) sends() bool {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	return g.e != nil && g.e.active()
@@ -516,7 +516,7 @@ func play(t *testing.T, seed uint64, phases []phase) {
 			silent := time.Duration(0)
 			for after := time.Duration(0); after < p.lasts; after += look {
 				time.Sleep(look)
-				a, b := w.gw[0].speaks(), w.gw[1].speaks()
+				a, b := w.gw[0].sends(), w.gw[1].sends()
 				if a && b {
 					failed(n, after, "two gateways speak")
 				}
@@ -633,9 +633,9 @@ func TestUnlistedGatewayCountsOnceItAnswers(t *testing.T) {
 	known := acquaintance{Transition: 3, Others: map[string]netip.Addr{"b": netip.MustParseAddr("10.0.0.2")}}
 	a := electionWith(nil, "a", nil, quiet)
 	a.recall(known)
-	a.carryOn(known)
+	a.resume(known)
 	c, at := idOf("c"), netip.MustParseAddr("10.0.0.3")
-	asked := func() (n nonce, ok bool) {
+	openQuestion := func() (n nonce, ok bool) {
 		for _, q := range a.questions(now) {
 			if q.id == c && q.addr == at {
 				return q.nonce, true
@@ -643,17 +643,17 @@ func TestUnlistedGatewayCountsOnceItAnswers(t *testing.T) {
 		}
 		return n, false
 	}
-	silent := func() bool { return a.answer(message{kind: kindQuestion, from: c, to: a.id}, now).claim.silent }
+	silent := func() bool { return a.answer(message{kind: kindQuestion, from: c, to: a.id}, now).state.silent }
 	promise := func() {
 		t.Helper()
-		n, ok := asked()
-		if !ok || !a.heard(message{kind: kindAnswer, claim: claim{transition: 3}, defers: deferFor, nonce: n, from: c, to: a.id}, now) {
+		n, ok := openQuestion()
+		if !ok || !a.handleAnswer(message{kind: kindAnswer, state: leaseState{transition: 3}, defers: deferFor, nonce: n, from: c, to: a.id}, now) {
 			t.Fatal("it is not asked")
 		}
 	}
 
-	a.askedBy(c, at, now)
-	if _, ok := asked(); !ok || silent() {
+	a.recordQuestion(c, at, now)
+	if _, ok := openQuestion(); !ok || silent() {
 		t.Errorf("asked: %v, silent: %v", ok, silent())
 	}
 	if n, _ := a.standbys(now); n != 0 || len(a.acquaintance().Others) != 1 {
@@ -662,12 +662,12 @@ func TestUnlistedGatewayCountsOnceItAnswers(t *testing.T) {
 	if now = now.Add(deferFor); len(a.questions(now)) != 1 {
 		t.Error("one that neither asks nor answers is asked for ever")
 	}
-	a.askedBy(c, at, now)
+	a.recordQuestion(c, at, now)
 	promise()
 	if !silent() {
 		t.Error("it is not told that the holder is silent, which needs its promise")
 	}
-	a.askedBy(c, netip.MustParseAddr("192.0.2.1"), now)
+	a.recordQuestion(c, netip.MustParseAddr("192.0.2.1"), now)
 	promise() // the question still goes to the first address
 
 	again := electionWith(nil, "a", nil, quiet)
@@ -721,19 +721,19 @@ func TestAStandbyRenewsTheLeaseOfAHolderThatAnswers(t *testing.T) {
 				t.Fatalf("the Lease is that of %s, renewed %v ago", holderOf(lease), age)
 			}
 		}
-		if !a.speaks() || b.speaks() {
-			t.Errorf("a speaks: %v, b: %v", a.speaks(), b.speaks())
+		if !a.sends() || b.sends() {
+			t.Errorf("a speaks: %v, b: %v", a.sends(), b.sends())
 		}
 		if why := a.e.silence(); why != "" {
 			t.Error(why)
 		}
 		cut(links{[2]bool{false, true}, [2]bool{}})
 		time.Sleep(deferFor - stopEarly + questionInterval)
-		if a.speaks() || !strings.Contains(a.e.silence(), "Pod b, which may have taken over, does not answer") {
+		if a.sends() || !strings.Contains(a.e.silence(), "Pod b, which may have taken over, does not answer") {
 			t.Errorf("it speaks although nobody answers; %q", a.e.silence())
 		}
 		time.Sleep(stopEarly + leaseTimeout)
-		if !b.speaks() {
+		if !b.sends() {
 			t.Error("the standby has not taken over when its holder stopped answering")
 		}
 		cut(links{[2]bool{false, true}, [2]bool{true, true}})
@@ -752,10 +752,10 @@ func TestAStandbyRenewsTheLeaseOfAHolderThatAnswers(t *testing.T) {
 func TestRestartedGatewayAsksOthersBeforeItSends(t *testing.T) {
 	known := acquaintance{Transition: 3, Others: map[string]netip.Addr{"b": netip.MustParseAddr("10.0.0.2")}}
 	now := time.Now()
-	start := func(claim claim, defers time.Duration) *election {
+	start := func(claim leaseState, defers time.Duration) *election {
 		e := electionWith(nil, "a", nil, quiet)
 		e.recall(known)
-		e.carryOn(known)
+		e.resume(known)
 		if e.active() || e.silence() == "" {
 			t.Errorf("it speaks before it has asked; %q", e.silence())
 		}
@@ -763,18 +763,18 @@ func TestRestartedGatewayAsksOthersBeforeItSends(t *testing.T) {
 		if len(q) != 1 || q[0].addr != known.Others["b"] {
 			t.Fatalf("it asks %+v", q)
 		}
-		e.heard(message{kind: kindAnswer, claim: claim, defers: defers, nonce: q[0].nonce, from: idOf("b"), to: e.id}, now)
+		e.handleAnswer(message{kind: kindAnswer, state: claim, defers: defers, nonce: q[0].nonce, from: idOf("b"), to: e.id}, now)
 		return e
 	}
-	if e := start(claim{transition: 3}, deferFor); !e.active() {
+	if e := start(leaseState{transition: 3}, deferFor); !e.active() {
 		t.Errorf("the standby defers, and it is silent: %s", e.silence())
 	}
-	if e := start(claim{transition: 4, holds: true, confirmed: true}, 0); e.active() || e.holder() != "b" {
+	if e := start(leaseState{transition: 4, holds: true, confirmed: true}, 0); e.active() || e.holder() != "b" {
 		t.Errorf("another one has taken over: active %v, holder %q", e.active(), e.holder())
 	}
 	alone := electionWith(nil, "a", nil, quiet)
 	alone.recall(acquaintance{Transition: 3})
-	alone.carryOn(acquaintance{Transition: 3})
+	alone.resume(acquaintance{Transition: 3})
 	if !alone.active() {
 		t.Error("a gateway that never had another one waits for it")
 	}
@@ -798,21 +798,21 @@ func TestStandbyPromisesNothingWhileItTakesTheLease(t *testing.T) {
 	if d := defers(); d != 0 {
 		t.Errorf("defers %v to a gateway that it has not heard", d)
 	}
-	b.heard(message{kind: kindAnswer, claim: claim{holds: true, transition: 1}, nonce: b.questions(now)[0].nonce, from: idOf("a"), to: b.id}, now)
+	b.handleAnswer(message{kind: kindAnswer, state: leaseState{holds: true, transition: 1}, nonce: b.questions(now)[0].nonce, from: idOf("a"), to: b.id}, now)
 	now = now.Add(time.Second)
 	if d := defers(); d != deferFor-time.Second {
 		t.Errorf("defers %v after a second, want %v", d, deferFor-time.Second)
 	}
 	now = now.Add(leaseDuration)
-	b.heard(message{kind: kindAnswer, claim: claim{holds: true, transition: 1}, nonce: b.questions(now)[0].nonce, from: idOf("a"), to: b.id}, now)
-	if wait, vouch := b.begin(now); wait != deferFor || !vouch || defers() != deferFor {
-		t.Errorf("the holder answers: wait %v, vouch %v, defers %v", wait, vouch, defers())
+	b.handleAnswer(message{kind: kindAnswer, state: leaseState{holds: true, transition: 1}, nonce: b.questions(now)[0].nonce, from: idOf("a"), to: b.id}, now)
+	if wait, renewForHolder := b.begin(now); wait != deferFor || !renewForHolder || defers() != deferFor {
+		t.Errorf("the holder answers: wait %v, vouch %v, defers %v", wait, renewForHolder, defers())
 	}
 	now = now.Add(deferFor)
 	if wait, _ := b.begin(now); wait != 0 {
 		t.Errorf("the holder is silent: wait %v", wait)
 	}
-	b.heard(message{kind: kindAnswer, claim: claim{holds: true, transition: 1}, nonce: b.questions(now)[0].nonce, from: idOf("a"), to: b.id}, now)
+	b.handleAnswer(message{kind: kindAnswer, state: leaseState{holds: true, transition: 1}, nonce: b.questions(now)[0].nonce, from: idOf("a"), to: b.id}, now)
 	if d := defers(); d != 0 {
 		t.Errorf("defers %v while its request may be under way", d)
 	}
@@ -837,7 +837,7 @@ func TestSilentGatewayCleansUpAfterItLostTheElection(t *testing.T) {
 		e := electionWith(nil, "a", nil, quiet)
 		known := acquaintance{Transition: 3, Others: map[string]netip.Addr{"b": netip.MustParseAddr("10.0.0.2")}}
 		e.recall(known)
-		e.carryOn(known)
+		e.resume(known)
 		ctx, cancel := context.WithCancel(t.Context())
 		serve := func(context.Context, <-chan struct{}) error { return errors.New("it serves") }
 		cleared := false
@@ -853,7 +853,7 @@ func TestSilentGatewayCleansUpAfterItLostTheElection(t *testing.T) {
 			t.Error("it clears what it may still need")
 		}
 		now := time.Now()
-		e.heard(message{kind: kindAnswer, claim: claim{transition: 4, holds: true}, nonce: e.questions(now)[0].nonce, from: idOf("b"), to: e.id}, now)
+		e.handleAnswer(message{kind: kindAnswer, state: leaseState{transition: 4, holds: true}, nonce: e.questions(now)[0].nonce, from: idOf("b"), to: e.id}, now)
 		synctest.Wait()
 		if !cleared {
 			t.Error("nothing is cleared although another one has taken over")

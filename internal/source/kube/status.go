@@ -93,7 +93,7 @@ func (w *writer) statuses(ctx context.Context, report Report) {
 			return
 		}
 		have := &endpoints.Items[i]
-		m, now, origin := w.of(have), time.Now(), originOf(have)
+		m, now, origin := w.memoryOf(have), time.Now(), originOf(have)
 		peer, known := peers[have.Spec.ClusterIdentity.ClusterID]
 		if known && chosen[origin] {
 			m.rtt = smooth(m.rtt, peer.RTT)
@@ -106,11 +106,11 @@ func (w *writer) statuses(ctx context.Context, report Report) {
 		case len(problems[origin]) > 0:
 			status = refusedStatus(have, problems[origin])
 		case known && chosen[origin]:
-			is := saidOf(have, report, peer)
-			if m.said == is && (peer.Status != v1alpha1.Connected || !outdated(have.Status.Connection.Latency, peer.RTT, now)) {
+			inputs := statusInputsOf(have, report, peer)
+			if m.statusInputs == inputs && (peer.Status != v1alpha1.Connected || !outdated(have.Status.Connection.Latency, peer.RTT, now)) {
 				continue
 			}
-			status, m.said = statusFor(have, w.o.PodIP, report, peer, now), is
+			status, m.statusInputs = statusFor(have, w.o.PodIP, report, peer, now), inputs
 		default:
 			continue // newer than the Snapshot or the report; the next round handles it
 		}
@@ -122,14 +122,14 @@ func (w *writer) statuses(ctx context.Context, report Report) {
 // CRD has no status.conditions for TunnelEndpoints, so the API server drops conditions. Then a
 // patch that changes only conditions changes nothing, not even the resourceVersion.
 func (w *writer) writeStatus(ctx context.Context, have *v1alpha1.TunnelEndpoint, status v1alpha1.TunnelEndpointStatus, now time.Time) {
-	m, stored := w.of(have), status
+	m, stored := w.memoryOf(have), status
 	if m.pruned {
 		stored.Conditions = have.Status.Conditions
 	}
 	if equality.Semantic.DeepEqual(have.Status, stored) {
 		return
 	}
-	m.said = said{} // until the status has been written
+	m.statusInputs = statusInputs{} // until the status has been written
 	if !m.due(have, now) || now.Sub(m.written) < mayWait(have.Status, stored) {
 		return
 	}
@@ -144,9 +144,10 @@ func (w *writer) writeStatus(ctx context.Context, have *v1alpha1.TunnelEndpoint,
 	}
 }
 
-// said has all inputs of a TunnelEndpoint's status except the latency. If they are unchanged,
-// the stored status need not be compared. This saves time with thousands of peers each second.
-type said struct {
+// statusInputs has all inputs of a TunnelEndpoint's status except the latency. If they are
+// unchanged, the stored status need not be compared. This saves time with thousands of peers each
+// second.
+type statusInputs struct {
 	version string
 	iface   string
 	index   int
@@ -154,9 +155,9 @@ type said struct {
 	peer    PeerReport // its RTT is always 0
 }
 
-func saidOf(te *v1alpha1.TunnelEndpoint, r Report, p PeerReport) said {
+func statusInputsOf(te *v1alpha1.TunnelEndpoint, r Report, p PeerReport) statusInputs {
 	p.RTT = 0
-	return said{te.ResourceVersion, r.Interface, r.Index, r.NextHop, p}
+	return statusInputs{te.ResourceVersion, r.Interface, r.Index, r.NextHop, p}
 }
 
 // refusedStatus returns the status of an invalid TunnelEndpoint. The gateway has no such peer,
@@ -211,7 +212,7 @@ func statusFor(te *v1alpha1.TunnelEndpoint, node netip.Addr, r Report, p PeerRep
 		at := metav1.NewTime(now.Truncate(time.Second)) // the stored value has a resolution of one second
 		want.Connection.Latency = v1alpha1.ConnectionLatency{Value: latencyText(p.RTT), Timestamp: &at}
 	}
-	if p.Status == v1alpha1.Connecting && was.Status == v1alpha1.Connected && acceptedAsIs(te) {
+	if p.Status == v1alpha1.Connecting && was.Status == v1alpha1.Connected && acceptedCurrent(te) {
 		// The previous gateway had contact with this peer under the same configuration. Its
 		// result stays until this gateway has a result of its own.
 		want.Connection, p.Reason = was, ""
@@ -230,9 +231,9 @@ func statusFor(te *v1alpha1.TunnelEndpoint, node netip.Addr, r Report, p PeerRep
 	return want
 }
 
-// acceptedAsIs reports whether the status states that a gateway applies the current generation
+// acceptedCurrent reports whether the status states that a gateway applies the current generation
 // of the object.
-func acceptedAsIs(te *v1alpha1.TunnelEndpoint) bool {
+func acceptedCurrent(te *v1alpha1.TunnelEndpoint) bool {
 	c := meta.FindStatusCondition(te.Status.Conditions, v1alpha1.ConditionAccepted)
 	return c != nil && c.Status == metav1.ConditionTrue && c.ObservedGeneration == te.Generation
 }

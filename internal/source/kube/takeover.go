@@ -85,5 +85,5 @@ func (g *Gateway) Mandate() *isthmus.Mandate {
 func (e *election) mandate() (m isthmus.Mandate, ok bool) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	return isthmus.Mandate{Epoch: e.transition, Since: e.taken.since, Takeover: e.taken.Takeover}, e.name == e.identity && e.speaking
+	return isthmus.Mandate{Epoch: e.transition, Since: e.taken.since, Takeover: e.taken.Takeover}, e.name == e.identity && e.sending
 }

@@ -95,7 +95,7 @@ func TestLeaseRecordsWhyItsHolderIsActive(t *testing.T) {
 // While nodes vote, the Lease is updated after the election.
 func TestLeaseRecordsWhyTheNodesElectedItsHolder(t *testing.T) {
 	for _, tc := range []struct {
-		former   string
+		previous string
 		released bool
 		want     string
 	}{
@@ -108,17 +108,17 @@ func TestLeaseRecordsWhyTheNodesElectedItsHolder(t *testing.T) {
 		candidate.SetNodes(voters)
 		e := electionWith(nil, "me", nil, quiet)
 		e.votes, e.list = &ballot{Candidate: candidate, wanted: true, agents: func() *map[string]bool { return nil }}, voting.List{Version: 5, Voters: voters}
-		e.name, e.transition = tc.former, 8
+		e.name, e.transition = tc.previous, 8
 		holder, transitions := "you", int32(8)
 		e.lease = &coordinationv1.Lease{ObjectMeta: metav1.ObjectMeta{ResourceVersion: "1"}, Spec: coordinationv1.LeaseSpec{HolderIdentity: &holder, LeaseTransitions: &transitions}}
 		elected := time.Now().Truncate(time.Microsecond)
 		view := voting.View{Holds: true, Epoch: 9, List: 5, Heard: []string{"a", "b", "c"}, Released: tc.released}
 		e.mu.Lock()
-		e.judgeVotesLocked(view, elected)
+		e.reevaluateVotesLocked(view, elected)
 		e.mu.Unlock()
 		lease := e.stepVotes(view, elected.Add(time.Minute)) // the API server answers only now
 		got := takeoverOf(lease)
-		if want := (isthmus.Takeover{Pod: "me", Reason: tc.want, Previous: tc.former}); got.Takeover != want || !got.since.Equal(elected) || *lease.Spec.LeaseTransitions != 9 {
+		if want := (isthmus.Takeover{Pod: "me", Reason: tc.want, Previous: tc.previous}); got.Takeover != want || !got.since.Equal(elected) || *lease.Spec.LeaseTransitions != 9 {
 			t.Errorf("after %+v: %+v", tc, got)
 		}
 		if m, active := e.mandate(); !active || m.Takeover != got.Takeover || m.Epoch != 9 || !m.Since.Equal(elected) {

@@ -10,8 +10,8 @@ import (
 
 // Bounds of the recorded requests for mappings.
 const (
-	// MaxAsked is how many mappings one caller may have.
-	MaxAsked = 4096
+	// MaxRequests is how many mappings one caller may have.
+	MaxRequests = 4096
 	// MaxNotes bounds the total length of the recorded callers of one peer's mappings, in bytes,
 	// because one object stores them all.
 	MaxNotes = 144 << 10
@@ -22,11 +22,11 @@ const (
 // errAnothers means that another caller has requested the mapping.
 var errAnothers = errors.New("was mapped by another caller; only that caller can unmap it")
 
-// Asked records that a caller, by, has requested an existing mapping of the peer. The argument what
-// is the kind of the endpoint, or "" if the kind is unknown. Asked changes nothing if the caller is
-// already recorded or the mapping does not exist.
-func (b State) Asked(id string, ip netip.Addr, by, what string) (State, error) {
-	callers, mapped := b.peers[id].askedFor(ip)
+// AddRequester records that a caller, by, has requested an existing mapping of the peer. The
+// argument what is the kind of the endpoint, or "" if the kind is unknown. AddRequester changes
+// nothing if the caller is already recorded or the mapping does not exist.
+func (b State) AddRequester(id string, ip netip.Addr, by, what string) (State, error) {
+	callers, mapped := b.peers[id].requesters(ip)
 	if _, known := slices.BinarySearch(callers, by); known || !mapped {
 		return b, nil
 	}
@@ -41,8 +41,8 @@ func (b State) Asked(id string, ip netip.Addr, by, what string) (State, error) {
 			}
 		}
 	}
-	if has >= MaxAsked {
-		return b, fmt.Errorf("this caller has already mapped %d endpoints; unmap some first", MaxAsked)
+	if has >= MaxRequests {
+		return b, fmt.Errorf("this caller has already mapped %d endpoints; unmap some first", MaxRequests)
 	}
 	next := b.withCallers(id, ip, withCaller(callers, by))
 	if what != "" {
@@ -56,15 +56,15 @@ func (b State) Asked(id string, ip netip.Addr, by, what string) (State, error) {
 }
 
 // Withdraw removes a caller's request for a mapping. The mapping stays while another caller
-// requests it. Callers in gone no longer exist, so their requests do not count. A mapping without a
-// known requester may be withdrawn by any caller. Withdrawing a mapping that does not exist changes
-// nothing.
-func (b State) Withdraw(id string, ip netip.Addr, by string, gone []string) (State, error) {
-	callers, mapped := b.peers[id].askedFor(ip)
+// requests it. Callers in deleted no longer exist, so their requests do not count. A mapping
+// without a known requester may be withdrawn by any caller. Withdrawing a mapping that does not
+// exist changes nothing.
+func (b State) Withdraw(id string, ip netip.Addr, by string, deleted []string) (State, error) {
+	callers, mapped := b.peers[id].requesters(ip)
 	if !mapped {
 		return b, nil
 	}
-	others := slices.DeleteFunc(slices.Clone(callers), func(c string) bool { return c == by || slices.Contains(gone, c) })
+	others := slices.DeleteFunc(slices.Clone(callers), func(c string) bool { return c == by || slices.Contains(deleted, c) })
 	if len(others) == 0 {
 		return b.UnmapEndpoint(id, ip), nil
 	}
@@ -74,13 +74,13 @@ func (b State) Withdraw(id string, ip netip.Addr, by string, gone []string) (Sta
 	return b.withCallers(id, ip, others), nil
 }
 
-// AskedFor returns the callers that requested a mapping, sorted. The result must not be changed.
-func (b State) AskedFor(id string, ip netip.Addr) []string {
-	callers, _ := b.peers[id].askedFor(ip)
+// Requesters returns the callers that requested a mapping, sorted. The result must not be changed.
+func (b State) Requesters(id string, ip netip.Addr) []string {
+	callers, _ := b.peers[id].requesters(ip)
 	return callers
 }
 
-func (p *account) askedFor(ip netip.Addr) (callers []string, mapped bool) {
+func (p *account) requesters(ip netip.Addr) (callers []string, mapped bool) {
 	if p == nil {
 		return nil, false
 	}
@@ -91,7 +91,7 @@ func (p *account) askedFor(ip netip.Addr) (callers []string, mapped bool) {
 // An Endpoint is a mapped endpoint.
 type Endpoint struct {
 	IP netip.Addr
-	// What is the kind of the endpoint when it was requested, as passed to Asked.
+	// What is the kind of the endpoint when it was requested, as passed to AddRequester.
 	What string
 	// For has the sorted IDs of the peers for which the endpoint is mapped.
 	For []string
@@ -142,7 +142,7 @@ func (p *account) noted() (n int) {
 // withCallers returns the State with callers as the requesters of an existing mapping of the peer.
 func (b State) withCallers(id string, ip netip.Addr, callers []string) State {
 	p := *b.peers[id]
-	p.endpoints = withAsked(maps.Clone(p.endpoints), ip, callers)
+	p.endpoints = withRequesters(maps.Clone(p.endpoints), ip, callers)
 	return b.withPeer(id, &p)
 }
 

@@ -13,21 +13,21 @@ func (g *Gateway) remember() *remembered {
 	known, err := remember(g.o, time.Now())
 	if err != nil {
 		g.log.Error("snapshot not used; waiting for the API server", "directory", g.o.StateDirectory, "error", err)
-		g.keeper.tell(err)
+		g.keeper.setError(err)
 	}
 	return known
 }
 
-// carryOnMisses is how many reads of the Lease in a row, a second apart, must fail before a
+// resumeMisses is how many reads of the Lease in a row, a second apart, must fail before a
 // restarted replica uses its snapshot. One lost packet is no outage, and another replica may have
 // taken over while this one was down.
-const carryOnMisses = 2
+const resumeMisses = 2
 
 // await returns once everything has been read. It returns earlier if the API server cannot be
 // reached to check for a successor, and this replica therefore uses the snapshot known.
 func (g *Gateway) await(ctx context.Context, e *election, known *remembered, others acquaintance) error {
 	for misses := 0; known != nil; {
-		holder, refused, err := e.ask(ctx)
+		holder, refused, err := e.readHolder(ctx)
 		switch {
 		case err != nil:
 			misses++
@@ -38,13 +38,13 @@ func (g *Gateway) await(ctx context.Context, e *election, known *remembered, oth
 		default:
 			misses = 0
 		}
-		if misses == carryOnMisses && ctx.Err() == nil {
+		if misses == resumeMisses && ctx.Err() == nil {
 			if e.superseded(others, time.Now()) {
 				g.log.Info("snapshot not used: another gateway answers that it is active")
 				known = nil
 				continue
 			}
-			g.carryOn(e, known, others)
+			g.resume(e, known, others)
 			return nil
 		}
 		select {
@@ -63,12 +63,12 @@ func (g *Gateway) await(ctx context.Context, e *election, known *remembered, oth
 	}
 }
 
-// carryOn makes this replica the active one with the state in known.
-func (g *Gateway) carryOn(e *election, known *remembered, others acquaintance) {
+// resume makes this replica the active one with the state in known.
+func (g *Gateway) resume(e *election, known *remembered, others acquaintance) {
 	why := known.from(time.Now())
 	g.log.Warn("active again from the snapshot, without the API server", "peers", len(known.snapshot.Gateway.Peers), "reason", why)
 	g.keeper.adopt(known)
-	e.carryOn(others)
+	e.resume(others)
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	if !g.desired.valid { // otherwise the API server has just answered

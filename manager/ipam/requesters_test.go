@@ -12,12 +12,12 @@ import (
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 )
 
-// asked maps an endpoint for peer b and records the caller by as its requester.
-func asked(t *testing.T, b State, ip, by, what string) State {
+// requested maps an endpoint for peer b and records the caller by as its requester.
+func requested(t *testing.T, b State, ip, by, what string) State {
 	t.Helper()
 	b, _, err := b.MapEndpoint("b", addr(ip))
 	if err == nil {
-		b, err = b.Asked("b", addr(ip), by, what)
+		b, err = b.AddRequester("b", addr(ip), by, what)
 	}
 	if err != nil {
 		t.Fatal(err)
@@ -36,22 +36,22 @@ func requests(b State) string {
 
 func TestAllocationsRecordTheRequesters(t *testing.T) {
 	empty := joined(t, ours(), "10.200.0.0/16", "10.247.0.0/16")
-	b := asked(t, empty, "198.51.100.7", "one", "pod")
-	b = asked(t, b, "198.51.100.7", "another", "")
-	b = asked(t, b, "198.51.100.6", "one", "")
-	b = asked(t, b, "10.244.3.4", "one", "") // a pod: no mapping is needed, and no requester recorded
+	b := requested(t, empty, "198.51.100.7", "one", "pod")
+	b = requested(t, b, "198.51.100.7", "another", "")
+	b = requested(t, b, "198.51.100.6", "one", "")
+	b = requested(t, b, "10.244.3.4", "one", "") // a pod: no mapping is needed, and no requester recorded
 	const want = "198.51.100.6 [one] ; 198.51.100.7 [another one] pod"
 	if got := requests(b); got != want {
 		t.Errorf("got  %s\nwant %s", got, want)
 	}
-	if again := asked(t, b, "198.51.100.7", "one", "node"); len(again.Changed(b)) > 0 || requests(again) != want {
+	if again := requested(t, b, "198.51.100.7", "one", "node"); len(again.Changed(b)) > 0 || requests(again) != want {
 		t.Errorf("asking again changes %s", requests(again))
 	}
 	if changed := b.Changed(empty); !slices.Equal(changed, []string{"b"}) {
 		t.Errorf("changed: %v", changed)
 	}
 	read := restarted(t, b)
-	if got := read.AskedFor("b", addr("198.51.100.7")); !slices.Equal(got, []string{"another", "one"}) || requests(read) != want {
+	if got := read.Requesters("b", addr("198.51.100.7")); !slices.Equal(got, []string{"another", "one"}) || requests(read) != want {
 		t.Errorf("after a restart: %v, %s", got, requests(read))
 	}
 	// A new ExternalCIDR of the same length keeps the mappings and their requesters.
@@ -60,24 +60,24 @@ func TestAllocationsRecordTheRequesters(t *testing.T) {
 	if moved, _ := read.Configure(c); requests(moved) != want {
 		t.Errorf("after a new ExternalCIDR: %s", requests(moved))
 	}
-	if gone := read.Release("b"); requests(gone) != "" {
-		t.Errorf("of a peer that has left: %s", requests(gone))
+	if released := read.Release("b"); requests(released) != "" {
+		t.Errorf("of a peer that has left: %s", requests(released))
 	}
 }
 
 func TestOnlyRequestersMayWithdrawAMapping(t *testing.T) {
 	ip, is := addr("198.51.100.7"), func(b State) bool { return b.Mapped("b", addr("198.51.100.7")) }
-	b := asked(t, joined(t, ours(), "10.200.0.0/16", "10.247.0.0/16"), "198.51.100.7", "one", "")
+	b := requested(t, joined(t, ours(), "10.200.0.0/16", "10.247.0.0/16"), "198.51.100.7", "one", "")
 	if next, err := b.Withdraw("b", ip, "another", nil); !errors.Is(err, errAnothers) || !is(next) {
 		t.Errorf("by another one: %v", err)
 	}
 	if next, err := b.Withdraw("b", ip, "another", []string{"one"}); err != nil || is(next) {
 		t.Errorf("of one who is gone: %v", err)
 	}
-	both := asked(t, b, "198.51.100.7", "another", "")
+	both := requested(t, b, "198.51.100.7", "another", "")
 	next, err := both.Withdraw("b", ip, "one", nil)
-	if err != nil || !is(next) || !slices.Equal(next.AskedFor("b", ip), []string{"another"}) {
-		t.Errorf("what another one has, too: %v, %v", err, next.AskedFor("b", ip))
+	if err != nil || !is(next) || !slices.Equal(next.Requesters("b", ip), []string{"another"}) {
+		t.Errorf("what another one has, too: %v, %v", err, next.Requesters("b", ip))
 	}
 	if next, err := next.Withdraw("b", ip, "one", nil); !errors.Is(err, errAnothers) || !is(next) {
 		t.Errorf("twice: %v", err)
@@ -96,15 +96,15 @@ func TestOnlyRequestersMayWithdrawAMapping(t *testing.T) {
 
 func TestRecordedRequestersAreBounded(t *testing.T) {
 	b := joined(t, ours(), "10.200.0.0/16", "10.247.0.0/16")
-	if _, err := mapped(t, b, "b", "198.51.100.7", "10.247.0.2").Asked("b", addr("198.51.100.7"), strings.Repeat("x", maxCaller+1), ""); err == nil {
+	if _, err := mapped(t, b, "b", "198.51.100.7", "10.247.0.2").AddRequester("b", addr("198.51.100.7"), strings.Repeat("x", maxCaller+1), ""); err == nil {
 		t.Error("a name without end")
 	}
 	full := b.Allocation("b")
 	ip := func(i int) netip.Addr { return netip.AddrFrom4([4]byte{198, 18, byte(i >> 8), byte(i)}) }
-	for i := range MaxAsked + 1 {
+	for i := range MaxRequests + 1 {
 		x := [2]byte{byte((i + 2) >> 8), byte(i + 2)}
 		e := isthmus.MappedEndpoint{IP: ip(i).String(), Address: netip.AddrFrom4([4]byte{10, 245, x[0], x[1]}).String()}
-		if i < MaxAsked {
+		if i < MaxRequests {
 			e.Requesters = []string{"one"}
 		}
 		full.Endpoints = append(full.Endpoints, e)
@@ -113,16 +113,16 @@ func TestRecordedRequestersAreBounded(t *testing.T) {
 	if wrong != nil {
 		t.Fatal(wrong)
 	}
-	if _, err := b.Asked("b", ip(MaxAsked), "one", ""); err == nil || !strings.Contains(err.Error(), "4096") {
+	if _, err := b.AddRequester("b", ip(MaxRequests), "one", ""); err == nil || !strings.Contains(err.Error(), "4096") {
 		t.Errorf("one more than the bound: %v", err)
 	}
-	if _, err := b.Asked("b", ip(7), "one", ""); err != nil {
+	if _, err := b.AddRequester("b", ip(7), "one", ""); err != nil {
 		t.Errorf("one that it has: %v", err)
 	}
 	var err error
 	more := b
 	for i := 0; err == nil && i < 1<<10; i++ { // long names use up the space for requesters
-		more, err = more.Asked("b", ip(i), fmt.Sprintf("%0250d", i), "")
+		more, err = more.AddRequester("b", ip(i), fmt.Sprintf("%0250d", i), "")
 	}
 	if err == nil || !strings.Contains(err.Error(), "list of callers") || more.peers["b"].noted() > MaxNotes {
 		t.Errorf("%d bytes, %v", more.peers["b"].noted(), err)
@@ -130,11 +130,11 @@ func TestRecordedRequestersAreBounded(t *testing.T) {
 }
 
 func TestExpireRemovesAnEndpointFromAllPeers(t *testing.T) {
-	b := asked(t, joined(t, ours(), "10.200.0.0/16", "10.247.0.0/16"), "198.51.100.7", "one", "pod")
+	b := requested(t, joined(t, ours(), "10.200.0.0/16", "10.247.0.0/16"), "198.51.100.7", "one", "pod")
 	b, _ = allocate(t, b, claim("c", "10.244.0.0/16", "10.245.0.0/16"))
 	b = b.Answered("c", pfx("10.244.0.0/16"), pfx("10.245.0.0/16"))
 	b = mapped(t, b, "c", "198.51.100.7", "10.245.0.2")
-	b = asked(t, b, "198.51.100.8", "one", "")
+	b = requested(t, b, "198.51.100.8", "one", "")
 	known := b.Known()
 	if len(known) != 1 || known[0].IP != addr("198.51.100.7") || known[0].What != "pod" || !slices.Equal(known[0].For, []string{"b", "c"}) {
 		t.Fatalf("known: %+v", known)
@@ -153,7 +153,7 @@ func TestExpireRemovesAnEndpointFromAllPeers(t *testing.T) {
 
 // A manager may stop between two of the objects that store one change of our networks.
 func TestFromAllocationsUpdatesObjectsWithOurPreviousNetworks(t *testing.T) {
-	b := asked(t, joined(t, ours(), "10.200.0.0/16", "10.247.0.0/16"), "198.51.100.7", "one", "pod")
+	b := requested(t, joined(t, ours(), "10.200.0.0/16", "10.247.0.0/16"), "198.51.100.7", "one", "pod")
 	old := b.Allocation("b")
 	for name, change := range map[string]func(*Config){
 		"another ExternalCIDR": func(c *Config) { c.ExternalCIDR = pfx("172.20.0.0/16") },

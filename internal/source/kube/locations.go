@@ -14,23 +14,23 @@ import (
 	"github.com/isthmus-net/isthmus/fabric"
 )
 
-// places tracks the addresses of the Nodes and Pods of a cluster, and the agents' reports. It
+// locations tracks the addresses of the Nodes and Pods of a cluster, and the agents' reports. It
 // does so incrementally: listing and comparing a hundred thousand Pods after each change would
 // take most of a second. Its methods may be called concurrently.
-type places struct {
-	mu    sync.Mutex
-	known fabric.PodPlaces        // where pods are; empty for a host-network gateway, which does not deliver packets
-	has   map[string][]netip.Addr // node → its addresses as counted in addrs
-	addrs map[netip.Addr]int      // address of any type → number of nodes that have it
-	nodes fabric.Site             // Site made from addrs; must not be modified while told is set
-	told  bool                    // a caller holds nodes, so the next change must copy it
+type locations struct {
+	mu     sync.Mutex
+	known  fabric.PodPlaces        // where pods are; empty for a host-network gateway, which does not deliver packets
+	has    map[string][]netip.Addr // node → its addresses as counted in addrs
+	addrs  map[netip.Addr]int      // address of any type → number of nodes that have it
+	nodes  fabric.Site             // Site made from addrs; must not be modified while shared is set
+	shared bool                    // a caller holds nodes, so the next change must copy it
 
 	agents map[string]string // namespace/name of route agents' Pods → their node
 }
 
 // handler returns an event handler that calls notify after a change that may affect site or
 // network.
-func (p *places) handler(notify func()) toolscache.ResourceEventHandler {
+func (p *locations) handler(notify func()) toolscache.ResourceEventHandler {
 	set := func(before, after any) {
 		if p.set(before, after) {
 			notify()
@@ -40,8 +40,8 @@ func (p *places) handler(notify func()) toolscache.ResourceEventHandler {
 		AddFunc:    func(o any) { set(nil, o) },
 		UpdateFunc: set,
 		DeleteFunc: func(o any) {
-			if gone, missed := o.(toolscache.DeletedFinalStateUnknown); missed {
-				o = gone.Obj
+			if tombstone, missed := o.(toolscache.DeletedFinalStateUnknown); missed {
+				o = tombstone.Obj
 			}
 			set(o, nil)
 		},
@@ -51,7 +51,7 @@ func (p *places) handler(notify func()) toolscache.ResourceEventHandler {
 // set applies a change of one object from the value before to the value after. A nil value means
 // that the object does not exist. It reports whether site or network may return a different result
 // now.
-func (p *places) set(before, after any) bool {
+func (p *locations) set(before, after any) bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	switch now := after.(type) {
@@ -85,7 +85,7 @@ func (p *places) set(before, after any) bool {
 }
 
 // setAgent records the node of a route agent's Pod. It reports whether that node has changed.
-func (p *places) setAgent(pod *corev1.Pod) bool {
+func (p *locations) setAgent(pod *corev1.Pod) bool {
 	id := pod.Namespace + "/" + pod.Name
 	if pod.Labels[labelName] != agentName || pod.Spec.NodeName == "" || p.agents[id] == pod.Spec.NodeName {
 		return false
@@ -99,7 +99,7 @@ func (p *places) setAgent(pod *corev1.Pod) bool {
 
 // withAgents returns the nodes with a route agent's Pod in a namespace. ok is false if there
 // are no such Pods: route agents may run without a DaemonSet.
-func (p *places) withAgents(namespace string) (nodes map[string]bool, ok bool) {
+func (p *locations) withAgents(namespace string) (nodes map[string]bool, ok bool) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	nodes = make(map[string]bool)
@@ -111,30 +111,30 @@ func (p *places) withAgents(namespace string) (nodes map[string]bool, ok bool) {
 	return nodes, len(nodes) > 0
 }
 
-// move replaces the addresses of a node by the list come, which may be nil. It reports whether the
-// set of all nodes' addresses changed. It compares come with the counted addresses, not with the
+// move replaces the addresses of a node by the list addrs, which may be nil. It reports whether the
+// set of all nodes' addresses changed. It compares addrs with the counted addresses, not with the
 // old version in the event, because the event of the old version may never have been delivered.
-func (p *places) move(node string, come []netip.Addr) (moved bool) {
-	gone := p.has[node]
-	if slices.Equal(gone, come) {
+func (p *locations) move(node string, addrs []netip.Addr) (moved bool) {
+	old := p.has[node]
+	if slices.Equal(old, addrs) {
 		return false
 	}
 	if p.addrs == nil {
 		p.has, p.addrs, p.nodes = make(map[string][]netip.Addr), make(map[netip.Addr]int), nodesSite(nil)
 	}
-	if p.has[node] = come; len(come) == 0 {
+	if p.has[node] = addrs; len(addrs) == 0 {
 		delete(p.has, node)
 	}
-	if p.told {
-		p.nodes, p.told = fabric.Site{Addrs: maps.Clone(p.nodes.Addrs), Relays: maps.Clone(p.nodes.Relays)}, false
+	if p.shared {
+		p.nodes, p.shared = fabric.Site{Addrs: maps.Clone(p.nodes.Addrs), Relays: maps.Clone(p.nodes.Relays)}, false
 	}
-	for _, a := range come {
+	for _, a := range addrs {
 		a = a.Unmap().WithZone("")
 		if p.addrs[a]++; p.addrs[a] == 1 {
-			p.nodes.Addrs[a], p.nodes.Relays[a], moved = nodeOfOurs, true, true
+			p.nodes.Addrs[a], p.nodes.Relays[a], moved = ownNode, true, true
 		}
 	}
-	for _, a := range gone {
+	for _, a := range old {
 		a = a.Unmap().WithZone("")
 		if p.addrs[a]--; p.addrs[a] == 0 {
 			delete(p.addrs, a)
@@ -147,23 +147,23 @@ func (p *places) move(node string, come []netip.Addr) (moved bool) {
 }
 
 // site returns a Site with the addresses of the nodes.
-func (p *places) site() fabric.Site {
+func (p *locations) site() fabric.Site {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if p.addrs == nil {
 		return nodesSite(nil)
 	}
-	p.told = true
+	p.shared = true
 	return p.nodes
 }
 
-func (p *places) owner(addr netip.Addr) fabric.Owner {
+func (p *locations) owner(addr netip.Addr) fabric.Owner {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	return p.known.Owner(addr)
 }
 
-func (p *places) network(pod netip.Addr) fabric.PodNetwork {
+func (p *locations) network(pod netip.Addr) fabric.PodNetwork {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	return p.known.Network(pod)

@@ -17,19 +17,19 @@ import (
 	"github.com/isthmus-net/isthmus/manager/peers"
 )
 
-// A Judge validates the claims of peers. It trusts only this cluster's own state, because under
+// A Validator validates the claims of peers. It trusts only this cluster's own state, because under
 // Liqo's RBAC a peer may write any status.
-type Judge struct {
+type Validator struct {
 	Reader client.Reader
 	Peers  peers.Peers
 	Facts  facts.Reader
 	Store  interface{ State() ipam.State }
 }
 
-func (j Judge) judge(ctx context.Context, peer peers.Peer, nc *v1alpha1.NetworkConfig) (fabric.Claim, []fabric.Refusal, error) {
+func (v Validator) validate(ctx context.Context, peer peers.Peer, nc *v1alpha1.NetworkConfig) (fabric.Claim, []fabric.Refusal, error) {
 	claim, problems := fabric.ClaimFrom(nc, fabric.Origin{})
-	if id := nc.Spec.RemoteCluster.ClusterID; id != j.Peers.Self {
-		problems = append(problems, fabric.Problem{Field: "spec.cluster.clusterID", Message: fmt.Sprintf("is %q; want %s, the receiver", id, j.Peers.Self)})
+	if id := nc.Spec.RemoteCluster.ClusterID; id != v.Peers.Self {
+		problems = append(problems, fabric.Problem{Field: "spec.cluster.clusterID", Message: fmt.Sprintf("is %q; want %s, the receiver", id, v.Peers.Self)})
 	}
 	if len(problems) > 0 {
 		var refusals []fabric.Refusal
@@ -38,7 +38,7 @@ func (j Judge) judge(ctx context.Context, peer peers.Peer, nc *v1alpha1.NetworkC
 		}
 		return claim, refusals, nil
 	}
-	facts, err := j.Facts.Facts(ctx)
+	facts, err := v.Facts.Facts(ctx)
 	if err != nil {
 		return claim, nil, err
 	}
@@ -53,9 +53,9 @@ func (j Judge) judge(ctx context.Context, peer peers.Peer, nc *v1alpha1.NetworkC
 	}
 	var others fabric.Neighbours
 	if addr, err := netip.ParseAddr(claim.Endpoint); err == nil {
-		others.EndpointTunnelled = j.Store.State().UsedForAnother(peer.Cluster.ClusterID, addr)
+		others.EndpointTunnelled = v.Store.State().UsedForAnother(peer.Cluster.ClusterID, addr)
 	}
-	if others.TakenKeys, err = j.takenKeys(ctx, peer, nc, claim); err != nil {
+	if others.TakenKeys, err = v.takenKeys(ctx, peer, nc, claim); err != nil {
 		return claim, nil, err
 	}
 	return claim, fabric.CheckClaim(claim, receiver, others), nil
@@ -64,23 +64,23 @@ func (j Judge) judge(ctx context.Context, peer peers.Peer, nc *v1alpha1.NetworkC
 // Unstored returns the condition Accepted for a copy whose conditions the API server drops, because
 // Liqo's CRD has none. It derives the decision of the answerReconciler: the claim is refused, or
 // the answer in the status is in force. It returns nil for a copy that is not answered yet.
-func (j Judge) Unstored(ctx context.Context, peer peers.Peer, nc *v1alpha1.NetworkConfig) (*metav1.Condition, error) {
-	claim, refusals, err := j.judge(ctx, peer, nc)
+func (v Validator) Unstored(ctx context.Context, peer peers.Peer, nc *v1alpha1.NetworkConfig) (*metav1.Condition, error) {
+	claim, refusals, err := v.validate(ctx, peer, nc)
 	if err != nil {
 		return nil, err
 	}
 	if len(refusals) == 0 {
 		var refusal *fabric.Refusal
-		if asked, wrong := requestFrom(peer, claim); wrong != nil {
+		if request, wrong := requestFrom(peer, claim); wrong != nil {
 			refusals = append(refusals, fabric.Refusal{Reason: v1alpha1.ReasonCIDRConflict, Problem: *wrong})
-		} else if _, _, err := j.Store.State().Allocate(asked); errors.As(err, &refusal) {
+		} else if _, _, err := v.Store.State().Allocate(request); errors.As(err, &refusal) {
 			refusals = append(refusals, *refusal)
 		}
 	}
 	switch {
 	case len(refusals) > 0:
 		return &metav1.Condition{Status: metav1.ConditionFalse, Reason: refusals[0].Reason, Message: textOf(refusals)}, nil
-	case answerInForce(j.Store.State(), nc):
+	case answerInForce(v.Store.State(), nc):
 		return &metav1.Condition{Status: metav1.ConditionTrue, Reason: v1alpha1.ReasonAnswered, ObservedGeneration: nc.Generation}, nil
 	}
 	return nil, nil

@@ -20,9 +20,9 @@ import (
 func TestSiteHasTheAddressesOfAllNodes(t *testing.T) {
 	rng := rand.New(rand.NewPCG(1, 2))
 	texts := []string{"192.0.2.1", "192.0.2.2", "::ffff:192.0.2.1", "fd00::1", "fe80::1%eth0", "a-host-name", "198.51.100.7"}
-	var p places
+	var p locations
 	nodes := map[string]*corev1.Node{}
-	was, told, copied := p.site(), p.site(), p.site()
+	was, given, copied := p.site(), p.site(), p.site()
 	for step := range 3000 {
 		name := fmt.Sprint("n", rng.IntN(4))
 		before, after := nodes[name], (*corev1.Node)(nil)
@@ -65,10 +65,10 @@ func TestSiteHasTheAddressesOfAllNodes(t *testing.T) {
 		if !reflect.DeepEqual(got, want) {
 			t.Fatalf("step %d: %v; want %v", step, got, want)
 		}
-		if !reflect.DeepEqual(told, copied) {
-			t.Fatalf("step %d: what was told has changed to %v", step, told)
+		if !reflect.DeepEqual(given, copied) {
+			t.Fatalf("step %d: what was told has changed to %v", step, given)
 		}
-		told, copied = got, fabric.Site{Addrs: maps.Clone(got.Addrs), Relays: maps.Clone(got.Relays)}
+		given, copied = got, fabric.Site{Addrs: maps.Clone(got.Addrs), Relays: maps.Clone(got.Relays)}
 	}
 }
 
@@ -76,7 +76,7 @@ func TestSiteHasTheAddressesOfAllNodes(t *testing.T) {
 // and knows no owners of addresses.
 func TestOnlyAPodGatewayTracksAddressOwners(t *testing.T) {
 	for _, self := range []string{"", "n1"} {
-		var p places
+		var p locations
 		p.known.Self = self
 		n := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "n1"}, Status: corev1.NodeStatus{
 			Addresses: []corev1.NodeAddress{{Type: corev1.NodeInternalIP, Address: "192.0.2.1"}}}}

@@ -13,33 +13,33 @@ import (
 	"github.com/isthmus-net/isthmus/internal/keyring"
 )
 
-// ask evaluates the peers' objects, if they may have changed.
-func (r *refresher) ask(ctx context.Context, ring keyring.Ring) error {
+// evaluate evaluates the peers' objects, if they may have changed.
+func (r *refresher) evaluate(ctx context.Context, ring keyring.Ring) error {
 	private := ring.Private
 	keys := r.preshared.read(ctx, r.o.Namespace)
-	if !r.asking.Swap(false) && private == r.asked.private && maps.Equal(keys, r.asked.secret) {
+	if !r.objectsChanged.Swap(false) && private == r.requested.private && maps.Equal(keys, r.requested.secret) {
 		return nil
 	}
 	var endpoints v1alpha1.TunnelEndpointList
 	var mappings v1alpha1.NatMappingList
 	err := errors.Join(r.objects.List(ctx, &endpoints, client.UnsafeDisableDeepCopy), r.objects.List(ctx, &mappings, client.UnsafeDisableDeepCopy))
 	if err != nil {
-		r.asking.Store(true)
+		r.objectsChanged.Store(true)
 		return err
 	}
 	usable, preshared, lacking := demand(endpoints.Items, keys)
-	r.asked = askedFor(&r.decider, r.cluster, private, usable, mappings.Items)
-	r.asked.secret, r.asked.preshared, r.asked.problems = keys, preshared, fabric.SortProblems(append(r.asked.problems, lacking...))
+	r.requested = requestedFor(&r.decider, r.cluster, private, usable, mappings.Items)
+	r.requested.secret, r.requested.preshared, r.requested.problems = keys, preshared, fabric.SortProblems(append(r.requested.problems, lacking...))
 	if r.o.StateDirectory != "" {
-		r.asked.saved = savedFrom(r.cluster, private, endpoints.Items, mappings.Items)
-		r.asked.saved.preshared = keys
+		r.requested.saved = savedFrom(r.cluster, private, endpoints.Items, mappings.Items)
+		r.requested.saved.preshared = keys
 	}
 	return nil
 }
 
-// asked is the configuration that the peers' objects request. It does not depend on the
+// requested is the configuration that the peers' objects request. It does not depend on the
 // addresses of our own cluster.
-type asked struct {
+type requested struct {
 	private  [32]byte
 	gateway  fabric.Gateway // decided for an empty Site
 	problems []fabric.Problem
@@ -53,13 +53,13 @@ type asked struct {
 // gatewayFor returns the configuration that the objects request. It leaves out invalid objects.
 // Each problem names the object and the field.
 func gatewayFor(cluster v1alpha1.ClusterIdentity, private [32]byte, site fabric.Site, endpoints []v1alpha1.TunnelEndpoint, mappings []v1alpha1.NatMapping) (fabric.Gateway, []fabric.Problem) {
-	a := askedFor(new(fabric.GatewayDecider), cluster, private, endpoints, mappings)
-	return a.at(site), a.problems
+	a := requestedFor(new(fabric.GatewayDecider), cluster, private, endpoints, mappings)
+	return a.atSite(site), a.problems
 }
 
-// askedFor is like gatewayFor, for an empty Site. For objects that have not changed, d reuses
+// requestedFor is like gatewayFor, for an empty Site. For objects that have not changed, d reuses
 // its last result.
-func askedFor(d *fabric.GatewayDecider, cluster v1alpha1.ClusterIdentity, private [32]byte, endpoints []v1alpha1.TunnelEndpoint, mappings []v1alpha1.NatMapping) asked {
+func requestedFor(d *fabric.GatewayDecider, cluster v1alpha1.ClusterIdentity, private [32]byte, endpoints []v1alpha1.TunnelEndpoint, mappings []v1alpha1.NatMapping) requested {
 	keys := fabric.PublicKeys(private, fabric.MaxTunnels)
 	in := fabric.Intent{ClusterID: cluster.ClusterID, ClusterName: cluster.ClusterName, PublicKey: keys[0], FurtherKeys: keys[1:]}
 	var peers []fabric.Peer
@@ -92,11 +92,11 @@ func askedFor(d *fabric.GatewayDecider, cluster v1alpha1.ClusterIdentity, privat
 	in.Peers, in.Waiting, wrong = fabric.Attach(peers, sets)
 	problems = append(problems, wrong...)
 	gw, wrong := d.GatewayFor(in)
-	return asked{private: private, gateway: gw, problems: fabric.SortProblems(append(problems, wrong...))}
+	return requested{private: private, gateway: gw, problems: fabric.SortProblems(append(problems, wrong...))}
 }
 
-// at returns the gateway's configuration at a Site. Peers only add networks to the Site.
-func (a *asked) at(site fabric.Site) fabric.Gateway {
+// atSite returns the gateway's configuration at a Site. Peers only add networks to the Site.
+func (a *requested) atSite(site fabric.Site) fabric.Gateway {
 	if a.networks == nil || !slices.Equal(site.Networks, a.ours) { // otherwise pass the previous slice, which is quick to compare
 		a.ours, a.networks = site.Networks, slices.Concat(site.Networks, a.gateway.Site.Networks)
 	}
