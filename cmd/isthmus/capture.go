@@ -124,7 +124,7 @@ func captureTo(ctx context.Context, out io.Writer, query string) (s capture.Summ
 	case errors.Is(err, syscall.ECONNREFUSED):
 		err = errors.New("nothing listens there (is the gateway running, in this network namespace?)")
 	case errors.Is(err, syscall.ECONNRESET), errors.Is(err, io.EOF), errors.Is(err, syscall.EPIPE):
-		err = errors.New("it refuses this user; want root, or the user that the gateway runs as")
+		err = errors.New("the gateway refuses this user; want root, or the user that the gateway runs as")
 	}
 	if err != nil {
 		return s, cli.Unreachable(fmt.Errorf("gateway at @%s: %w", gateway.CaptureSocket, err))

@@ -105,7 +105,7 @@ func endText(e netip.AddrPort) string {
 
 // parseEnd parses "10.0.0.1", "10.0.0.1:80", "[fd00::1]:80", "fd00::1", ":80" or "any".
 func parseEnd(s string) (netip.AddrPort, error) {
-	wrong := fmt.Errorf("%q is not an end; want an address such as 10.0.0.1, 10.0.0.1:80, fd00::1 or [fd00::1]:80, a port such as :80, or %s", s, Any)
+	wrong := fmt.Errorf("%q is not a valid end of a filter; want an address such as 10.0.0.1, 10.0.0.1:80, fd00::1 or [fd00::1]:80, a port such as :80, or %s", s, Any)
 	if s == Any {
 		return netip.AddrPort{}, nil
 	}

@@ -60,7 +60,7 @@ func addZone(text string) (string, error) {
 		return text, nil
 	}
 	if k.option != nil {
-		return "", fmt.Errorf("line %d: plugin kubernetes already has the option %s; add %s to it, and to the zones of the plugin", k.option[0].line, option, Zone)
+		return "", fmt.Errorf("line %d: plugin kubernetes already has the option %s; add %s by hand, both to the option and to the zones of the plugin", k.option[0].line, option, Zone)
 	}
 	ending := endingOf(text)
 	zone, note := "", mark

@@ -379,7 +379,7 @@ func (s *show) failover() error {
 		}
 	}
 	if err := echo("after"); err != nil {
-		return fmt.Errorf("the TCP connection that was open: %w", err)
+		return fmt.Errorf("the TCP connection did not survive the takeover: %w", err)
 	}
 	sent, lost, pause := pings.stop()
 	s.ok("the TCP connection goes on through the standby")

@@ -196,7 +196,7 @@ func (p *pair) fault() error {
 			break
 		}
 		if ctx.Err() != nil {
-			return fmt.Errorf("after %v, the gateway of b does not say %s: %w\n%s", faultTimeout, wrongKey, err, output)
+			return fmt.Errorf("after %v, the gateway of b does not report %s: %w\n%s", faultTimeout, wrongKey, err, output)
 		}
 		select {
 		case <-ctx.Done():

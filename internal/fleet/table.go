@@ -67,7 +67,7 @@ func (c *Cluster) table(ctx context.Context, path string) (*metav1.Table, error)
 	}
 	defer response.Body.Close()
 	if response.StatusCode != http.StatusOK {
-		return nil, fmt.Errorf("the API server says %s", response.Status)
+		return nil, fmt.Errorf("the API server returned the status %s", response.Status)
 	}
 	table := &metav1.Table{}
 	return table, json.NewDecoder(response.Body).Decode(table)

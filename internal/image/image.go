@@ -221,7 +221,7 @@ func writeTar(w io.Writer, files []File, created time.Time) error {
 	made := map[string]bool{"/": true}
 	for n, f := range files {
 		if !path.IsAbs(f.Path) || path.Clean(f.Path) != f.Path || n > 0 && files[n-1].Path == f.Path {
-			return fmt.Errorf("file %q: want an absolute path, once", f.Path)
+			return fmt.Errorf("file %q: want a clean absolute path that no other file has", f.Path)
 		}
 		for at := 1; at < len(f.Path); at++ {
 			if dir := f.Path[:at]; f.Path[at] == '/' && !made[dir] {

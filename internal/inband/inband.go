@@ -94,7 +94,7 @@ func request(c net.Conn, peer string) (net.Conn, error) {
 		return nil, &RefusedError{strings.TrimSpace(string(reason))}
 	}
 	if r.Buffered() > 0 {
-		return nil, errors.New("the gateway has sent more than its answer")
+		return nil, errors.New("the gateway has sent data after its answer")
 	}
 	return c, nil
 }
