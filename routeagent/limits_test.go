@@ -15,7 +15,7 @@ func (failingVoter) Run(context.Context)            {}
 func (v failingVoter) Err() error                   { return v.err }
 func (failingVoter) Refused() (read, unread uint64) { return 0, 0 }
 
-func TestNodeThatCannotVoteReportsIt(t *testing.T) {
+func TestNodeReportsThatItCannotVote(t *testing.T) {
 	voter := &failingVoter{errors.New("promise: no space left on device")}
 	l := &loop{opts: Options{Voter: voter}}
 	limits := []kernel.Limit{{Reason: kernel.LimitMasqueraded}}

@@ -245,7 +245,7 @@ func TestEngineAndKernelKeepEchoesWithTheSameIdentifierApart(t *testing.T) {
 	x.send(B, ip(header{}, endpoint, dst, protoICMP, icmp(echoReply, 0, 77<<16, nil)))
 }
 
-func TestEngineAndKernelLetOneHostUseAProtocolWithoutPorts(t *testing.T) {
+func TestEngineAndKernelServeOnlyOneHostPerPortlessProtocol(t *testing.T) {
 	x := bothRemapped(t)
 	dst := x.plan.podSeen(B, 10)
 	x.sendNAPT(A, ip(header{}, x.plan.node(A, 7), dst, protoTest, []byte("first come")))
