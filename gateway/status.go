@@ -224,7 +224,7 @@ func (g *gateway) nextKey(c Config) Key {
 	return c.NextKey
 }
 
-// status returns the gateway's status, with at most flows NAT flows.
+// status returns the gateway's status. flows is the maximum number of NAT flows in it.
 func (g *gateway) status(flows int) Status {
 	now := g.current()
 	checker := g.tunnels[0].checker

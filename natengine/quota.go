@@ -248,8 +248,9 @@ func (t *flowTable) longest(heads *[waitingQueues]uint32) int {
 	return found
 }
 
-// heads returns the flow of host h that has waited longest. If h is nil, it returns the first
-// flow of each of the peer's queues in the set. The caller holds mu.
+// heads returns the flows among which longest chooses. For a host h, that is only the host's flow
+// that has waited longest. If h is nil, they are the first flows of the peer's queues in the set.
+// The caller holds mu.
 func (t *flowTable) heads(h *host, set waitingSet) (heads [waitingQueues]uint32) {
 	if h != nil {
 		if h.queued != 0 {

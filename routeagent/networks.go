@@ -232,8 +232,9 @@ func (a *agent) look(own []netip.Prefix) (fabric.NodeNetworks, []fabric.Problem,
 	return n, problems, errors.Join(err, unknown, unread)
 }
 
-// setRoutes passes the node's routes via other hosts to the next comparison. If all gateways are
-// Pods, only the gateways need the routes, and they read them from the report.
+// setRoutes stores the node's routes via other hosts for the next comparison. If they have changed,
+// it requests a comparison, unless all gateways are Pods. Then only the gateways need the routes,
+// and they read them from the report.
 func (a *agent) setRoutes(routes []fabric.NodeRoute) {
 	a.mu.Lock()
 	changed := !slices.Equal(a.hops, routes)

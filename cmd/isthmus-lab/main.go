@@ -103,7 +103,7 @@ func addNameFlag(cmd *cobra.Command, name *string) {
 	})
 }
 
-// completeHosts completes the names of hosts, for at most most arguments.
+// completeHosts completes the names of hosts. most is the maximum number of arguments.
 func completeHosts(name *string, most int) cobra.CompletionFunc {
 	return func(_ *cobra.Command, args []string, _ string) (hosts []string, _ cobra.ShellCompDirective) {
 		if l, err := lab.Open(*name); err == nil && len(args) < most {

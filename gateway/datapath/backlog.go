@@ -83,8 +83,8 @@ type backlog struct {
 
 func (b *backlog) empty() bool { return b.first == nil }
 
-// push adds a message to the queue of p, or to that of messages without a peer (nil). The message
-// must be the last one in its slab. push returns false if there is no room.
+// push adds a message to the queue of p. A nil p stands for messages without a peer, which share a
+// queue. The message must be the last one in its slab. push returns false if there is no room.
 func (b *backlog) push(p *peer, w waiting) bool {
 	q := b.queues[p]
 	if q == nil {
@@ -99,7 +99,7 @@ func (b *backlog) push(p *peer, w waiting) bool {
 	return true
 }
 
-// limit returns the maximum cost of the queue of a peer, or of the queue without a peer (nil).
+// limit returns the maximum cost of the queue of p, which may be nil as in push.
 func (b *backlog) limit(p *peer) int {
 	if p == nil {
 		return unknownLimit

@@ -352,7 +352,7 @@ func (p *peer) breakSilence() {
 	p.begin()
 }
 
-// requestHandshake requests a handshake. A timer's goroutine makes it, because making an initiation
+// requestHandshake requests a handshake. A timer's goroutine creates the initiation, because that
 // takes longer than encrypting a hundred packets.
 func (p *peer) requestHandshake(now int64) {
 	if last := p.requested.Load(); last == 0 || time.Duration(now-last) >= requestInterval {

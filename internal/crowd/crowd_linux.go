@@ -50,7 +50,7 @@ func (c *Crowd) Refuse(expected func() map[netip.Addr]bool) error {
 	return c.only(slices.Collect(maps.Keys(expected())))
 }
 
-// only makes the kernel drop datagrams from all other addresses.
+// only attaches a filter to the socket. It drops datagrams from addresses that are not in from.
 func (c *Crowd) only(from []netip.Addr) error {
 	program, err := bpf.Assemble(onlyFrom(from))
 	if err != nil {

@@ -137,7 +137,7 @@ var StepNames = map[string]string{
 var followsWithdrawal = []string{v1alpha1.CausePeerSilent, v1alpha1.CauseNoAnswer}
 
 // followsSetup are the reasons that a Peering has when the peer lacks a part of its setup, such
-// as the tenant namespace with the account of our identity.
+// as the tenant namespace, which contains the ServiceAccount of our identity.
 var followsSetup = slices.Concat(isthmus.WaitReasons, followsWithdrawal, []string{
 	isthmus.ReasonUnauthorized, isthmus.ReasonForbidden, isthmus.ReasonNamespaceGone, isthmus.ReasonPeerWithdrew, v1alpha1.ReasonNotPeered,
 })

@@ -138,9 +138,9 @@ func anyIPv6(nodes []corev1.Node) bool {
 	})
 }
 
-// nothingIn returns a warning if the nodes have podCIDRs, none of them overlaps podCIDR, and no
-// Pod has an address in it. Otherwise it returns "". It requires a Pod outside as well because
-// a CNI that allocates addresses by itself does not use the podCIDRs of nodes.
+// nothingIn returns a warning if podCIDR overlaps no podCIDR of a node and contains no Pod's
+// address. It returns "" otherwise, and if no node has a podCIDR. The podCIDRs of nodes alone
+// prove nothing, because a CNI that allocates addresses by itself does not use them.
 func nothingIn(podCIDR string, nodeCIDRs []netip.Prefix, pods []address) string {
 	p, err := netip.ParsePrefix(podCIDR)
 	if err != nil || len(nodeCIDRs) == 0 || slices.ContainsFunc(nodeCIDRs, p.Overlaps) ||

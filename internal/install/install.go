@@ -46,7 +46,7 @@ type Options struct {
 	// Version is the tag of the image, unless Values contain a tag.
 	Version string
 	// ConfigureDNS adds the zone of services to the Corefile of CoreDNS, or removes it. If it is
-	// nil, the Corefile stays as it is.
+	// nil, the Corefile does not change.
 	ConfigureDNS *bool
 	// Wait is how long to wait until the components run. With 0, the command does not wait.
 	Wait time.Duration

@@ -32,8 +32,8 @@ func (p Plan) Commands(inner string) string {
 }
 
 // AdditionsFor is PlanFor without removals. It does not add a rule that already exists at another
-// priority. Such a rule belongs to an older version that had other priorities, and our refusing
-// rules would come before the other rules of that version.
+// priority, because an older version with other priorities has added that rule. If a refusing rule
+// were added again, it could come before the other rules of that version and refuse their packets.
 func AdditionsFor(have, want State) Plan {
 	wanted := make(map[netip.Prefix]struct{}, len(want.Routes))
 	for _, r := range want.Routes {

@@ -25,7 +25,7 @@ import (
 type Claims struct {
 	// Allowed are networks to add to spec.claims.allowed.
 	Allowed []netip.Prefix
-	// AlwaysRemap is the value for spec.claims.alwaysRemap. If it is nil, that stays as it is.
+	// AlwaysRemap is the value for spec.claims.alwaysRemap. If it is nil, the field does not change.
 	AlwaysRemap *bool
 	// Consent is the claim to which the person agrees, or nil.
 	Consent *Claim

@@ -33,7 +33,7 @@ type teardown struct {
 	waitsFor  string // last reason for waiting, with the cluster's name
 	reported  string // last reported text
 	inBand    bool   // spec.inBand
-	carried   bool   // both clusters part in-band: the command itself removes each manager's objects at the peer, because the managers lose the tunnel
+	carried   bool   // both clusters tear down in-band: the command itself removes each manager's objects at the peer, because the managers lose the tunnel
 	abandoned bool   // the lack of a manager has been reported
 }
 

@@ -37,9 +37,9 @@ type PeerOptions struct {
 	// Claims are the choices of the first cluster about the claim of the second.
 	Claims Claims
 	// Services are the namespaces whose services both clusters export to each other; * means all.
-	// If it is nil, they stay as they are.
+	// If it is nil, spec.services does not change.
 	Services []string
-	// InBand reports whether the managers use the tunnel. If it is nil, that stays as it is.
+	// InBand reports whether the managers use the tunnel. If it is nil, spec.inBand does not change.
 	InBand *bool
 	// Timeout is the maximum time to wait for traffic. With zero, the command does not wait.
 	Timeout time.Duration

@@ -118,8 +118,8 @@ func (s *side) flowSchema() *flowcontrolv1.FlowSchema {
 	}
 }
 
-// partingRole has the rights that the peer keeps while both sides part: to read and delete its
-// copies. It cannot write, so it cannot delay the end.
+// partingRole has the rights that the peer keeps during a teardown by both sides: to read and
+// delete its copies. The peer cannot create or update any, so it cannot delay the teardown.
 func (s *side) partingRole() *rbacv1.Role {
 	return s.peerRole(append(s.copyRules("get", "delete"), s.serviceRules("get", "delete")...))
 }
@@ -128,8 +128,8 @@ func (s *side) peerRole(rules []rbacv1.PolicyRule) *rbacv1.Role {
 	return &rbacv1.Role{ObjectMeta: s.inTenant(peerAccount), Rules: rules}
 }
 
-// copyRules allow the given verbs for the peer's copy. Lists and watches select by label, so
-// RBAC cannot restrict them to the copy's name.
+// copyRules returns the rules that allow the given verbs for the peer's copy of its NetworkConfig.
+// Lists and watches select by label, so RBAC cannot restrict them to the copy's name.
 func (s *side) copyRules(verbs ...string) []rbacv1.PolicyRule {
 	group, resource := []string{v1alpha1.GroupVersion.Group}, []string{"networkconfigs"}
 	return []rbacv1.PolicyRule{
@@ -138,8 +138,8 @@ func (s *side) copyRules(verbs ...string) []rbacv1.PolicyRule {
 	}
 }
 
-// serviceRules allow the given verbs for the objects with which the peer exports services to
-// us, if this cluster shares services.
+// serviceRules returns the rules that allow the given verbs for the PeerServices with which the
+// peer exports services to us. It returns none if this cluster does not share services.
 func (s *side) serviceRules(verbs ...string) []rbacv1.PolicyRule {
 	if !s.shares {
 		return nil

@@ -38,8 +38,8 @@ type UnpeerOptions struct {
 // allocated to no other cluster (fabric.ReleaseHold).
 //
 // If the peer is not contacted or not waited for, it loses all its rights here before any other
-// step, even if a later step fails. If both sides part, each manager keeps only the rights at
-// the other side that it needs to delete its NetworkConfig.
+// step, even if a later step fails. During a teardown by both sides, each manager keeps only the
+// rights at the other side that it needs to delete its NetworkConfig.
 func Unpeer(ctx context.Context, local, remote *cluster.Cluster, o UnpeerOptions) error {
 	sides, err := findTeardowns(ctx, local, remote, o)
 	if err != nil {

@@ -160,8 +160,8 @@ type endpoint struct {
 	host, cluster string // only for an imported Service
 }
 
-// endpointsIn returns the endpoints in slices, each at the port called named. If named is nil,
-// or the slice has no port with this name, the endpoint is at port.
+// endpointsIn returns the endpoints in EndpointSlices. It looks up their ports in the slice, by the
+// name *named. If named is nil, or the slice has no port with this name, it uses port.
 func endpointsIn(list []discoveryv1.EndpointSlice, named *string, port uint16) (all []endpoint) {
 	for i := range list {
 		slice := &list[i]

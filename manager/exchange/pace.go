@@ -13,8 +13,8 @@ import (
 )
 
 // A peer can change its answer, endpoint and keys as often as it likes. We apply changesAtOnce
-// changes at once, and then one per interval. A peer cannot alternate between networks in this way,
-// because a wider network needs consent.
+// changes at once, and then one per interval. Changes of the peer's networks need no such limit: a
+// claim that would give the peer additional addresses needs consent.
 const (
 	changesAtOnce = 8
 	answerEvery   = time.Minute // each new answer is an event for every node
@@ -82,7 +82,7 @@ func (r *tunnelEndpointReconciler) paced(id string, original *v1alpha1.NetworkCo
 // are paced.
 func complete(answer ipam.Allocation) bool { return answer.Pod.IsValid() && answer.External.IsValid() }
 
-// sameGateway reports whether both specs have the same endpoint and keys of the peer's gateway.
+// sameGateway reports whether both specs describe the peer's gateway by the same endpoint and keys.
 func sameGateway(a, b v1alpha1.TunnelEndpointSpec) bool {
 	return a.EndpointIP == b.EndpointIP && a.BackendType == b.BackendType && maps.Equal(a.BackendConfig, b.BackendConfig)
 }

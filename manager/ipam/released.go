@@ -57,14 +57,15 @@ func (b State) Part(id string, now time.Time) State {
 // our own hosts. It returns the networks whose hold ended; if there are none, the State is
 // unchanged.
 //
-// Networks that nodes merely reach do not count: they are foreign, and may even lead to a former
-// peer. The other network of a former peer stays held. If there is no room for it, both stay held.
+// Networks that nodes merely reach do not count: they are foreign, and may even be routes to a
+// former peer. EndHolds describes what happens to the other network of a former peer.
 func (b State) Yield() (next State, ended []netip.Prefix) {
 	return b.EndHolds(func(_ string, p netip.Prefix) bool { return b.conflictsWithOwn(p) })
 }
 
-// EndHolds ends the hold of the networks for which over returns true, and returns those networks.
-// It treats the second network of a former peer as Yield does.
+// EndHolds ends the hold of each network for which over returns true, and returns those networks.
+// If this concerns only one of the two networks of a former peer, the other one stays held. If
+// there is no room to hold it alone, both stay held.
 func (b State) EndHolds(over func(id string, p netip.Prefix) bool) (next State, ended []netip.Prefix) {
 	next = b
 	next.replaced = nil
@@ -211,7 +212,8 @@ func (b State) NetworksOf(id string) (all []netip.Prefix) {
 	return all
 }
 
-// ReleasedAt returns the time when the peer left, while its networks are held; otherwise zero.
+// ReleasedAt returns the time when the peer left. It returns zero if the peer has not left, or if
+// its networks are no longer held.
 func (b State) ReleasedAt(id string) time.Time {
 	if p := b.peers[id]; p != nil {
 		return p.released

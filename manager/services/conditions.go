@@ -131,7 +131,7 @@ func (c *Controller) readiness(ctx context.Context, g gathered, conflicts map[st
 // service, in octets.
 const maxMessage, maxRefusal = 4096, 512
 
-// fit shortens a message to at most most octets.
+// fit truncates a message. most is its maximum length in octets.
 func fit(s string, most int) string {
 	if len(s) > most {
 		s = strings.ToValidUTF8(s[:most], "")

@@ -49,8 +49,8 @@ const AnnotationKeyProved = "isthmus.net/key-proved"
 // server's name inside the peer's own cluster.
 const InBandServer = "https://kubernetes.default.svc"
 
-// LeaseGateway is the name of the Lease whose holder is the active gateway. It lasts 7 s and is
-// renewed every 2.
+// LeaseGateway is the name of the Lease whose holder is the active gateway. The Lease lasts 7 s and
+// is renewed every 2 s.
 const LeaseGateway = "isthmus-gateway"
 
 // `isthmus peer` records on a Peering the cluster for which the Peering was made. A cluster only

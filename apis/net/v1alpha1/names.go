@@ -71,8 +71,8 @@ const (
 var Causes = []string{CauseConnected, CauseConnecting, CauseNotApplied, CauseEndpointName, CauseSendError, CauseWrongKey, CauseAnswersLost,
 	CauseNoAnswer, CausePeerSilent, CauseRangesDisagree, CauseProbeUnanswered, CauseNarrowPath, CausePathMTU}
 
-// Carries reports whether packets to a peer with this cause arrive, and answers return: whether
-// ConditionConnected is True.
+// Carries reports whether ConditionConnected is True for a cause. If so, the peer receives our
+// packets, and its answers arrive here.
 func Carries(cause string) bool { return cause == CauseConnected || cause == CauseNarrowPath }
 
 // None in a NAT field means that the network is not remapped. The field must not be empty instead:

@@ -18,13 +18,13 @@ import (
 	"github.com/isthmus-net/isthmus/internal/kernel"
 )
 
-// groups are the netlink multicast groups whose events can concern an owner.
+// groups are the netlink multicast groups whose events can concern the objects of an owner.
 var groups = []int{unix.RTNLGRP_LINK, unix.RTNLGRP_NEIGH, unix.RTNLGRP_IPV4_IFADDR, unix.RTNLGRP_IPV6_IFADDR, unix.RTNLGRP_IPV4_ROUTE,
 	unix.RTNLGRP_IPV6_ROUTE, unix.RTNLGRP_IPV4_RULE, unix.RTNLGRP_IPV6_RULE, unix.RTNLGRP_IPV4_NETCONF}
 
-// Events calls notify whenever a change may concern the owner, until ctx ends. An event only means
-// "compare again", so losing one only causes a delay. After this call, Apply reads the kernel's
-// objects only if another program has changed them.
+// Events calls notify whenever a change may concern the objects of k's owner, until ctx ends. An
+// event only means "compare again", so losing one only causes a delay. After this call, Apply reads
+// the kernel's objects only if another program has changed them.
 func (k *Kernel) Events(ctx context.Context, notify func()) error {
 	for in := range k.handles {
 		if k.handles[in] == nil {

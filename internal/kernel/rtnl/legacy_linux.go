@@ -173,8 +173,9 @@ func standard(target []byte) (verdict int, is bool) {
 	return int(int32(binary.NativeEndian.Uint32(target[xtMatchSize:]))), true
 }
 
-// forwarding returns the effect of FORWARD on packets that no rule accepts. The handles of our
-// rules and of the refusing rule are offsets. A rule that cannot be parsed counts as not refusing.
+// forwarding returns the effect of FORWARD on packets that no rule accepts. Legacy rules have no
+// handles, so the result has the offsets of their entries instead. A rule that cannot be parsed
+// counts as not refusing.
 func (t legacyTable) forwarding() (f forwarding) {
 	f.accept = kernel.Accept{Program: kernel.IptablesLegacy, Chain: "FORWARD"}
 	if _, err := os.Stat(legacyLock); err != nil {
