@@ -63,9 +63,9 @@ type observer struct {
 	others atomic.Uint64 // counts the events that belong to no flow of the table
 }
 
-// Observe reports one in sample flows to f from now on. A nil f ends the reports. If the
-// opening of a flow is reported, its closing is too. f is called on the packet path with locks
-// held, so it must neither block nor call the engine. A packet of a known flow, or of a pod
+// Observe reports flows to f from now on: if sample is n, one flow in n. A nil f ends the reports.
+// If the opening of a flow is reported, its closing is too. f is called on the packet path with
+// locks held, so it must neither block nor call the engine. A packet of a known flow, or of a pod
 // that is mapped 1:1, costs no more than without an observer.
 func (e *Engine) Observe(f func(FlowEvent), sample int) {
 	if f == nil {

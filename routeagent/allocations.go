@@ -81,7 +81,7 @@ func freed(had fabric.Allocation, list []fabric.Allocation) bool {
 	return false
 }
 
-// from returns the part of a sorted list from the network p on.
+// from returns the rest of a sorted list, starting at network p.
 func from(list []fabric.Allocation, p netip.Prefix) []fabric.Allocation {
 	at, _ := slices.BinarySearchFunc(list, p, func(a fabric.Allocation, p netip.Prefix) int { return a.Network.Compare(p) })
 	return list[at:]

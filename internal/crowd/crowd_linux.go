@@ -50,7 +50,8 @@ func (c *Crowd) Refuse(expected func() map[netip.Addr]bool) error {
 	return c.only(slices.Collect(maps.Keys(expected())))
 }
 
-// only attaches a filter to the socket. It drops datagrams from addresses that are not in from.
+// only attaches a filter to the socket. The filter drops datagrams from addresses that are not in
+// the list from.
 func (c *Crowd) only(from []netip.Addr) error {
 	program, err := bpf.Assemble(onlyFrom(from))
 	if err != nil {

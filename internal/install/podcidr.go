@@ -94,8 +94,9 @@ func calicoNetworks(pools []unstructured.Unstructured) string {
 	return strings.Join(all, ",")
 }
 
-// k3s returns the value of a flag that k3s or RKE2 records in its servers' Nodes, or their default,
-// usual, if the flag is not set. It returns "" if the nodes are of neither distribution.
+// k3s returns the value of a flag that k3s or RKE2 records in its servers' Nodes. If the flag is
+// not set, it returns usual, the default of both. It returns "" if the nodes are of neither
+// distribution.
 func k3s(nodes []corev1.Node, flag, usual string) string {
 	found := false
 	for i := range nodes {
@@ -190,8 +191,8 @@ func ipv4Networks(text string) (all []netip.Prefix) {
 	return all
 }
 
-// around returns the one of the given networks that contains all others. ok is false if there is
-// none, and then a person must choose.
+// around returns the network in all that contains all others. ok is false if there is none, and
+// then a person must choose.
 func around(all []netip.Prefix) (netip.Prefix, bool) {
 	i := slices.IndexFunc(all, func(p netip.Prefix) bool {
 		return !slices.ContainsFunc(all, func(n netip.Prefix) bool { return !holds(p, n) })

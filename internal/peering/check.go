@@ -28,7 +28,7 @@ import (
 	"github.com/isthmus-net/isthmus/internal/cluster"
 )
 
-// both runs do on two sides concurrently. It returns the errors of both, because a person wants
+// both calls do for two sides concurrently. It returns the errors of both, because a person wants
 // to see all errors at once.
 func both(a, b *side, do func(*side) error) error {
 	var errs [2]error
@@ -110,8 +110,8 @@ func (s *side) findPeering(ctx context.Context, name string) error {
 	return nil
 }
 
-// agreed returns an error if the Peerings of both sides contradict each other, as some do that
-// people wrote by hand.
+// agreed returns an error if the Peerings of both sides contradict each other. That can happen if
+// people wrote them by hand.
 func (s *side) agreed() error {
 	p := s.peering
 	switch {

@@ -159,7 +159,8 @@ func (s *side) checkConsent(ctx context.Context) error {
 	return nil
 }
 
-// applyTo returns the claims have with the choices applied, and the fields that have changed.
+// applyTo applies the choices to the claims in have. It returns the resulting claims and the fields
+// that have changed.
 func (c Claims) applyTo(have isthmus.Claims) (isthmus.Claims, map[string]any) {
 	changed := map[string]any{}
 	for _, p := range c.Allowed {

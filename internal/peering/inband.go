@@ -85,10 +85,9 @@ func (s *side) published(p *isthmus.Peering) bool {
 	return health.IsTrue(p, isthmus.ConditionIdentity) && health.IsTrue(p, isthmus.ConditionPublished)
 }
 
-// carry performs once what our manager can do itself as soon as there is a tunnel: it copies
-// our NetworkConfig to the peer, and the peer's answer back. It sets carried once the peer has
-// our NetworkConfig with spec.inBand. Before that, the conditions may still describe the path
-// outside the tunnel.
+// carry stands in for our manager until there is a tunnel: it copies our NetworkConfig to the peer,
+// and the peer's answer back. It sets carried once the peer has our NetworkConfig with spec.inBand.
+// Before that, the conditions may still describe the path outside the tunnel.
 func (s *side) carry(ctx context.Context) error {
 	original := &v1alpha1.NetworkConfig{}
 	name := client.ObjectKey{Namespace: s.namespace, Name: s.peer.Identity.UniqueName()}

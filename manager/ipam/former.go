@@ -5,7 +5,8 @@ import (
 	"slices"
 )
 
-// maxDeparted is how many peers that have left are remembered; the oldest are dropped first.
+// maxDeparted is the maximum number of departed peers whose networks are remembered. The peer that
+// left first is dropped first.
 const maxDeparted = 256
 
 // A departed records the networks that a peer had here when it left. A Liqo peer keeps the first

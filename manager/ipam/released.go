@@ -114,8 +114,8 @@ func (b *State) conflictsWithOwn(p netip.Prefix) bool {
 // stored rounds a time to the resolution of stored objects.
 func stored(t time.Time) time.Time { return t.UTC().Truncate(time.Second) }
 
-// hold puts on hold each network that the peer has in had but not in now. The holds begin at the
-// time released. It ends the holds of networks that the peer has again.
+// hold puts those networks of the peer on hold that are in had and not in now. The holds begin at
+// the time released. It ends the holds of networks that the peer has again.
 func (b *State) hold(id string, now, had Allocation, released time.Time) {
 	again := func(p netip.Prefix) bool { return contains(now.Pod, p) || contains(now.External, p) }
 	var kept []replaced
@@ -273,8 +273,8 @@ func heldObstacle(id string, network netip.Prefix, released time.Time) obstacle 
 
 func until(released time.Time) string { return released.Add(fabric.ReleaseHold).Format(time.RFC3339) }
 
-// freeSoon returns the part of a message about the first held network to become free that fits the
-// claim. It returns "" if there is none.
+// freeSoon returns a clause for a message. It names the held network that fits the claim and
+// becomes free first. It returns "" if there is none.
 func (b *State) freeSoon(claim netip.Prefix) string {
 	var first replaced
 	held, now := 0, b.replaced

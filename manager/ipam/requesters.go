@@ -10,7 +10,7 @@ import (
 
 // Bounds of the recorded requests for mappings.
 const (
-	// MaxRequests is how many mappings one caller may have.
+	// MaxRequests is the maximum number of mappings of one caller.
 	MaxRequests = 4096
 	// MaxNotes bounds the total length of the recorded callers of one peer's mappings, in bytes,
 	// because one object stores them all.
