@@ -19,9 +19,9 @@ import (
 )
 
 // A change of an iptables-legacy table replaces the whole table. A program therefore acquires a
-// lock of the host before it reads the table, and releases the lock after the write. iptables does
-// so since 1.6, and therefore also kube-proxy, CNIs and firewalls. So does this file. If the lock's
-// file is missing, it changes nothing.
+// lock of the host before it reads the table, and releases the lock after the write. iptables has
+// done so since 1.6, and so have kube-proxy, CNIs and firewalls, which call iptables. This file
+// does so, too. If the lock's file is missing, it changes nothing.
 
 // legacyLock is the lock file (XT_LOCK_NAME of iptables). The first program creates the file, but
 // we never do: in a container without a mount of the node's file, our file would not lock out other
@@ -32,7 +32,7 @@ const legacyLock = "/run/xtables.lock"
 const legacyInterval = 9 * time.Second
 
 // errBusy means that the caller should try again soon; see Kernel.Busy.
-var errBusy = errors.New("others change iptables")
+var errBusy = errors.New("other programs are changing iptables")
 
 // Constants of linux/netfilter_ipv4/ip_tables.h and x_tables.h.
 const (
