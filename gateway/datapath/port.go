@@ -158,8 +158,8 @@ type Port struct {
 	once    sync.Once
 }
 
-// Listen opens the port number. Messages are truncated to most octets. An endpoint can have only
-// one Port.
+// Listen opens the port number. most is the maximum length of a message in octets; a longer message
+// is truncated. An endpoint can have only one Port.
 func (l *Local) Listen(number uint16, most int) (*Port, error) {
 	p := &Port{local: l, number: number, most: most, arrived: make(chan struct{}, 1), closed: make(chan struct{})}
 	if l.closed.Load() {

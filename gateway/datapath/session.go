@@ -287,8 +287,8 @@ func (p *peer) receivedAny() {
 	}
 }
 
-// confirmed does what the device's own receiver would do for a confirmed session, so that the
-// device stops repeating its initiation.
+// confirmed imitates the device's own receiver when a session is confirmed, so that the device
+// stops repeating its initiation.
 func (p *peer) confirmed() {
 	(*peerRetransmit.of(p.dev)).Del()
 	peerAttempts.of(p.dev).Store(0)
