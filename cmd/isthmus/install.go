@@ -32,13 +32,13 @@ func newInstallCommand() *cobra.Command {
 		Use:   "install --cluster-name NAME",
 		Short: "Install Isthmus in a cluster, or upgrade it",
 		Long: `Install Isthmus in a cluster: the custom resource definitions, a namespace, a
-ServiceAccount with the least rights for each component, the identity by which
+ServiceAccount with the least rights for each component, the ID and name by which
 peers know the cluster, and the components. It detects
 the pods' network, prints where it found it, and waits until the components run.
 
 It applies the Helm chart of Isthmus: --values and --set take its values, and the other
-flags are shorthands for some of them. The cluster stores them, so repeating the command
-without them changes nothing, or upgrades an older installation. Custom resource
+flags are shorthands for some of them. The cluster stores the values, so repeating the
+command without flags changes nothing, or upgrades an older installation. Custom resource
 definitions of a newer release are not changed. --print prints the manifests and needs
 no cluster.`,
 		Example: "  isthmus install --context paris --cluster-name paris --gateway-service LoadBalancer\n" +

@@ -41,7 +41,7 @@ func newManagerCommand() *cobra.Command {
 
 The status of the Peering reports the progress.
 
-Values without a flag are detected: the cluster's identity from the ConfigMap
+Values without a flag are detected: the cluster's ID and name from the ConfigMap
 that "isthmus install" (or Liqo) writes, the PodCIDR from kubeadm's configuration,
 the ServiceCIDR from the API server, the gateway's address and key from its Service
 and Secret. The status of each Peering names a value that cannot be detected.
@@ -76,7 +76,7 @@ takes its own Lease over at once.`,
 	flags.StringVar(&f.podCIDR, "pod-cidr", "", "network of all pods of this cluster (default: from kubeadm's configuration)")
 	flags.StringVar(&f.serviceCIDR, "service-cidr", "", "network of the Services (default: from the API server)")
 	flags.StringVar(&f.externalCIDR, "external-cidr", "", "network for endpoints that are not pods (default: a free /20, or a free network of the PodCIDR's size if that is smaller)")
-	flags.StringSliceVar(&f.pools, "pools", nil, "pools from which the manager takes a network for each network of a peer that it has to remap (default: 10.0.0.0/8,192.168.0.0/16,172.16.0.0/12,100.64.0.0/10)")
+	flags.StringSliceVar(&f.pools, "pools", nil, "pools of addresses for the remapped networks of peers (default: 10.0.0.0/8,192.168.0.0/16,172.16.0.0/12,100.64.0.0/10)")
 	flags.StringSliceVar(&f.reserved, "reserved", nil, "more networks that peers never get, besides this cluster's own and those that its nodes reach")
 	flags.BoolVar(&o.Services, "services", false, "share Services with peers according to their Peerings; needs rights and the CRDs of the Multi-Cluster Services API")
 	flags.BoolVar(&o.LeaderElect, "leader-elect", true, "elect one active manager among several")

@@ -100,7 +100,7 @@ consent. The command prints what is missing, and on which side.`,
 	cmd.Flags().StringVar(&remote.Server, "remote-server", "", "URL by which this cluster reaches the other cluster's API server (default from the kubeconfig)")
 	cmd.Flags().StringVar(&o.Name, "name", "", "name of the Peering in this cluster (default the other cluster's name and six digits)")
 	cmd.Flags().StringVar(&o.RemoteName, "remote-name", "", "name of the Peering in the other cluster")
-	cmd.Flags().BoolVar(&o.Replace, "replace", false, "join a recreated cluster in place of the old one, and revoke the rights of the old one. If a cluster has only a new certificate authority, this is needed only if the identity that it has at its peer is no longer valid")
+	cmd.Flags().BoolVar(&o.Replace, "replace", false, "join a recreated cluster in place of the old one, and revoke the rights of the old one. A cluster that only got a new certificate authority needs it only if that cluster's identity at its peer is no longer valid")
 	chosen.add(cmd)
 	cmd.Flags().StringSliceVar(&o.Services, "services", nil, "namespaces whose exported Services the clusters share (spec.services); '*' means all, '' none")
 	cmd.Flags().BoolVar(&inBand, "in-band", false, "connect the managers to each other's API servers through the tunnel (spec.inBand), so only UDP between the gateways has to be open")

@@ -35,7 +35,7 @@ then shows the chosen endpoint, and the number of endpoints in each cluster. The
 chooses an endpoint of the other cluster if there is one, otherwise one of any peer, and
 last one of this cluster.
 
-With --gateway or --address, the command queries the gateway on this machine, which
+With --gateway or --address, the command queries the gateway on this machine. The answer
 includes its NAT flows. With --config it reads the configuration in a directory instead.
 SRC and DST are then the addresses that the packet has when it reaches the gateway. For
 an outbound packet, SRC is our pod, and DST is the peer's pod as we see it. For an

@@ -53,8 +53,8 @@ and counts lost packets; -o json prints the counts at the end.
 The exit code is 0 if all targets answered, 1 if one did not, and 2 if a cluster could
 not be reached or the two are not peered. If a Pod did not get the command to send,
 because its node or the API server was away, its packets count as unknown, not as lost.
-If nothing failed, but packets are unknown, the exit code is 2. With --continuous it is
-then 2 only if nothing was sent at all.`,
+If nothing failed, but packets are unknown, the exit code is 2. With --continuous, unknown
+packets cause exit code 2 only if nothing was sent at all.`,
 		Example: "  isthmus verify --context paris --remote-context oslo\n" +
 			"  isthmus verify --context paris --remote-context oslo --only pod,tcp,out --sizes 1400,9000\n" +
 			"  isthmus verify --context paris --remote-context oslo --pod shop/web-0 --remote-pod db/postgres-0\n" +
