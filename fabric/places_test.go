@@ -18,7 +18,7 @@ func TestPodPlacesMatchTheLists(t *testing.T) {
 		p := PodPlaces{Self: "n0"}
 		nodes, pods, was := map[string]ClusterNode{}, map[string][]NodePod{}, map[string]string{}
 		sources := map[string][]netip.Addr{}
-		last, kept, lastChanged := PodNetwork{}, []ClusterNode(nil), true
+		last, kept, reported := PodNetwork{}, []ClusterNode(nil), true
 		for step := range 60 {
 			name := fmt.Sprintf("n%d", rng.IntN(4))
 			id := fmt.Sprintf("default/p%d", rng.IntN(8))
@@ -81,13 +81,13 @@ func TestPodPlacesMatchTheLists(t *testing.T) {
 			if !reflect.DeepEqual(got, want) {
 				t.Fatalf("round %d, step %d: got\n%+v\nwant\n%+v", round, step, got, want)
 			}
-			if lastChanged = lastChanged || changed; !lastChanged && !reflect.DeepEqual(got, last) {
+			if reported = reported || changed; !reported && !reflect.DeepEqual(got, last) {
 				t.Fatalf("round %d, step %d: nothing was reported, yet\n%+v\nis now\n%+v", round, step, last, got)
 			}
 			if !reflect.DeepEqual(last.Nodes, kept) {
 				t.Fatalf("round %d, step %d: an earlier result was modified to %+v", round, step, last.Nodes)
 			}
-			last, kept, lastChanged = got, slices.Clone(got.Nodes), false
+			last, kept, reported = got, slices.Clone(got.Nodes), false
 		}
 	}
 }

@@ -32,7 +32,7 @@ func TestCauseReportsTheFirstProblemToFix(t *testing.T) {
 		return e
 	}
 	session := func(e *evidence) { e.handshake, e.heard = ago(60), ago(1) }
-	told := map[string]bool{}
+	covered := map[string]bool{}
 	for _, c := range []struct {
 		name   string
 		change func(*evidence)
@@ -117,15 +117,15 @@ func TestCauseReportsTheFirstProblemToFix(t *testing.T) {
 		if got.Reason == v1alpha1.CauseProbeUnanswered && (strings.Contains(got.Text, "disagree") || !strings.HasPrefix(got.Text, "unanswered: ")) {
 			t.Errorf("%s: the text gives a reason: %s", c.name, got.Text)
 		}
-		told[c.reason] = true
+		covered[c.reason] = true
 	}
 	for _, reason := range v1alpha1.Causes {
-		if !told[reason] {
+		if !covered[reason] {
 			t.Errorf("%s is never the cause", reason)
 		}
 	}
-	if len(told) != len(v1alpha1.Causes) || !slices.Contains(v1alpha1.Causes, v1alpha1.CauseConnected) {
-		t.Errorf("%v; want %v", told, v1alpha1.Causes)
+	if len(covered) != len(v1alpha1.Causes) || !slices.Contains(v1alpha1.Causes, v1alpha1.CauseConnected) {
+		t.Errorf("%v; want %v", covered, v1alpha1.Causes)
 	}
 }
 

@@ -99,8 +99,8 @@ func TestFlowLogWritesOneJSONObjectPerLine(t *testing.T) {
 func TestFlowLogOmitsAndCountsEventsBeyondItsRate(t *testing.T) {
 	name := filepath.Join(t.TempDir(), "flows.json")
 	l, stop := startFlowLog(t, FlowLog{File: name, PerSecond: 10})
-	const told = 3 * flowQueue
-	for range told {
+	const events = 3 * flowQueue
+	for range events {
 		l.observe(closedFlow)
 	}
 	deadline := time.Now().Add(time.Minute)
@@ -111,14 +111,14 @@ func TestFlowLogOmitsAndCountsEventsBeyondItsRate(t *testing.T) {
 				lines++
 			}
 		}
-		if omitted > told-flowQueue-1000 && omitted < told {
+		if omitted > events-flowQueue-1000 && omitted < events {
 			if lines > 1000 {
 				t.Errorf("%d lines, though 10 a second are allowed", lines)
 			}
 			break
 		}
 		if time.Now().After(deadline) {
-			t.Fatalf("the log reports %d of %d events as omitted", omitted, told)
+			t.Fatalf("the log reports %d of %d events as omitted", omitted, events)
 		}
 		time.Sleep(50 * time.Millisecond)
 	}

@@ -71,10 +71,10 @@ func child(dir string) int {
 	begin := make(chan struct{})
 	switch os.Getenv(childBegins) {
 	case beginsLater:
-		asked := make(chan os.Signal, 1)
-		signal.Notify(asked, syscall.SIGUSR1)
+		requested := make(chan os.Signal, 1)
+		signal.Notify(requested, syscall.SIGUSR1)
 		go func() {
-			<-asked
+			<-requested
 			close(begin)
 		}()
 		o.Begin = begin

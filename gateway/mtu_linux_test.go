@@ -180,11 +180,11 @@ func TestEachPeerHasItsOwnMTUOverIPv6(t *testing.T) {
 	for i, s := range []*site{a, b, c} {
 		s.overIPv6(i + 1)
 	}
-	way := func(mtu int) {
+	setMTU := func(mtu int) {
 		a.must(a.nl.RouteReplace(&netlink.Route{Dst: &net.IPNet{IP: net.ParseIP(c.addr).To4(), Mask: net.CIDRMask(32, 32)},
 			LinkIndex: a.link("eth0").Attrs().Index, Scope: netlink.SCOPE_LINK, MTU: mtu}))
 	}
-	way(1400)
+	setMTU(1400)
 	a.write("b.yaml", a.peering6(b, 246, 250, b.addr))
 	a.write("c.yaml", a.peering6(c, 248, 246, c.addr))
 	b.write("a.yaml", b.peering6(a, 250, 246, a.addr))
@@ -224,7 +224,7 @@ func TestEachPeerHasItsOwnMTUOverIPv6(t *testing.T) {
 	node := a.pinger("fd00:248::10")
 	learn(a.space, node, 1329, 1328)
 
-	way(1300)
+	setMTU(1300)
 	learn(a.pod, toC, 1328, 1280)
 	pass(toC, 1280)
 }
@@ -254,7 +254,7 @@ func TestABlackHoleIsDetectedAndCleared(t *testing.T) {
 				if p.PathMTU.State != check.PathSearchComplete || p.PathMTU.Bytes != mtu || p.MTU != mtu || p.State != check.Connected || p.Loss != 0 {
 					return fmt.Errorf("%s: %s, loss %v, MTU %d, path %+v", s.name, p.State, p.Loss, p.MTU, p.PathMTU)
 				}
-				if said := strings.Contains(p.Message, "drops larger packets"); said != p.PathMTU.Narrow() || (p.Reason == v1alpha1.CauseNarrowPath) != said || !v1alpha1.Carries(p.Reason) {
+				if reported := strings.Contains(p.Message, "drops larger packets"); reported != p.PathMTU.Narrow() || (p.Reason == v1alpha1.CauseNarrowPath) != reported || !v1alpha1.Carries(p.Reason) {
 					return fmt.Errorf("%s: %s: %s", s.name, p.Reason, p.Message)
 				}
 				return nil

@@ -33,8 +33,8 @@ func TestAPresharedKeyReachesAllTunnelsOfItsPeer(t *testing.T) {
 			t.Errorf("peers %v have something else, and %v other rules: want one peer, and no rules", s.other, s.ruled)
 		}
 		for i := range g.tunnels {
-			if told := tunnelPeers(i, s.peers, s.other); len(told) != 1 || told[0].Preshared != keys {
-				t.Errorf("tunnel %d did not get the keys, but %d peers", i, len(told))
+			if got := tunnelPeers(i, s.peers, s.other); len(got) != 1 || got[0].Preshared != keys {
+				t.Errorf("tunnel %d did not get the keys, but %d peers", i, len(got))
 			}
 		}
 		g.take(t, c, false)

@@ -23,14 +23,14 @@ type names struct {
 	mu      sync.Mutex
 	answer  []netip.Addr
 	err     error
-	asked   int
+	queries int
 	changes int
 }
 
 func (n *names) lookup(context.Context, string) ([]netip.Addr, error) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
-	n.asked++
+	n.queries++
 	return n.answer, n.err
 }
 
@@ -102,8 +102,8 @@ func TestALiteralEndpointIsNeverLookedUp(t *testing.T) {
 		r.set1(named1("192.0.2.1"))
 		r.setHeard("b", false)
 		step(100)
-		if at() != "192.0.2.1:5871" || n.asked != 0 {
-			t.Errorf("%s, asked %d times", at(), n.asked)
+		if at() != "192.0.2.1:5871" || n.queries != 0 {
+			t.Errorf("%s, asked %d times", at(), n.queries)
 		}
 	})
 }
@@ -150,8 +150,8 @@ func TestNewDNSAnswerIsUsedOnlyWhenThePeerIsSilent(t *testing.T) {
 		if at() != "192.0.2.1:5871" {
 			t.Errorf("moved to %s although the peer is heard", at())
 		}
-		if n.asked > 4 {
-			t.Errorf("asked %d times in two minutes", n.asked)
+		if n.queries > 4 {
+			t.Errorf("asked %d times in two minutes", n.queries)
 		}
 		r.setHeard("b", false)
 		step(1)
@@ -176,8 +176,8 @@ func TestFailedLookupKeepsTheAddressAndIsRepeated(t *testing.T) {
 		if _, err := r.endpoint("b"); err == nil || !strings.Contains(err.Error(), "resolving gw.example: server misbehaving") {
 			t.Errorf("%v", err)
 		}
-		if n.asked != 3 {
-			t.Errorf("asked %d times in 25 s", n.asked)
+		if n.queries != 3 {
+			t.Errorf("asked %d times in 25 s", n.queries)
 		}
 		n.set(nil, "192.0.2.1")
 		step(10)
@@ -324,10 +324,10 @@ func TestAnEndpointAddressIsDroppedWhenItBecomesOurs(t *testing.T) {
 				t.Errorf("%s: %v, %v, refused %v", id, at, err, r.refused(id))
 			}
 		}
-		asked := n.asked
+		before := n.queries
 		n.set(nil, "192.0.2.3")
 		step(2) // the name is looked up again at once
-		if at, err := r.endpoint("b"); at.String() != "192.0.2.3:5871" || err != nil || r.refused("b") || n.asked == asked {
+		if at, err := r.endpoint("b"); at.String() != "192.0.2.3:5871" || err != nil || r.refused("b") || n.queries == before {
 			t.Errorf("afterwards: %v, %v", at, err)
 		}
 		r.set(peers, here)

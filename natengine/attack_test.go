@@ -98,8 +98,8 @@ func attacks() []attack {
 	host := func(i int) string { return fmt.Sprintf("10.73.%d.%d", 16+i/250%200, 1+i%250) }
 	const syn = packettest.SYN
 	cut := packettest.Fragments(udp("10.73.0.66:66", "10.247.0.9:80", make([]byte, 2000)...), 1000, 0)
-	fragment := func(packet []byte, i int) []byte {
-		b := slices.Clone(packet)
+	fragment := func(whole []byte, i int) []byte {
+		b := slices.Clone(whole)
 		b[4], b[5] = byte(i>>8), byte(i)
 		b[10], b[11] = 0, 0
 		sum := packettest.InternetChecksum(b[:20])

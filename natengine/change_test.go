@@ -33,14 +33,14 @@ func TestEngineAfterChangesEqualsANewEngineWithAllPeers(t *testing.T) {
 		}
 		return p
 	}
-	var asked []netip.Addr // addresses at the edges of networks and next to these
+	var addrs []netip.Addr // addresses at the edges of networks and next to these
 	ask := func(p Peer) {
 		for _, net := range slices.Concat(p.RemotePods, p.RemoteExternal) {
 			first := net.Addr()
-			asked = append(asked, first, first.Prev(), first.Next())
+			addrs = append(addrs, first, first.Prev(), first.Next())
 		}
-		if len(asked) > 300 {
-			asked = asked[len(asked)-300:]
+		if len(addrs) > 300 {
+			addrs = addrs[len(addrs)-300:]
 		}
 	}
 	type answer struct {
@@ -53,7 +53,7 @@ func TestEngineAfterChangesEqualsANewEngineWithAllPeers(t *testing.T) {
 		spec    Peer
 	}
 	answers := func(table *ruleTable) (all []answer) {
-		for _, a := range asked {
+		for _, a := range addrs {
 			var says answer
 			if r := table.remote(a); r != nil {
 				says = answer{r.peer.id, r.out, r.in, r.out6, r.mss, r.pods, r.guarded, r.rule.spec}

@@ -130,11 +130,11 @@ func TestFlowEventsDoNotAllocate(t *testing.T) {
 	e := newEngine(t, Config{}, peerB())
 	b := udp("192.168.1.1:5", "203.0.113.1:53")
 	once := func() { send(t, e, Outbound, b, at(1)) }
-	untold := testing.AllocsPerRun(100, once)
+	unobserved := testing.AllocsPerRun(100, once)
 	var last FlowEvent
 	e.Observe(func(ev FlowEvent) { last = ev }, 1)
-	if told := testing.AllocsPerRun(100, once); told != untold {
-		t.Errorf("%v allocations with an observer, %v without", told, untold)
+	if observed := testing.AllocsPerRun(100, once); observed != unobserved {
+		t.Errorf("%v allocations with an observer, %v without", observed, unobserved)
 	}
 	if last.Drop != DropNoPeer {
 		t.Errorf("%+v", last)

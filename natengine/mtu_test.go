@@ -138,7 +138,7 @@ func TestTooBigIsNotSentForUnknownSendersBehindNAPT(t *testing.T) {
 func TestTooBigErrorsAreRateLimitedForEachPeer(t *testing.T) {
 	e := newEngine(t, Config{MaxErrorsPerSecond: 10}, peerB(), peerC())
 	b, c := udp("10.244.1.1:4000", "10.71.0.5:80"), udp("10.244.1.1:4000", "10.73.0.5:80")
-	sent := func(b []byte, n int, now time.Duration) (sent int) {
+	errorsSent := func(b []byte, n int, now time.Duration) (sent int) {
 		for range n {
 			if _, action := tooBig(t, e, b, 100, now); action == Forward {
 				sent++
@@ -146,16 +146,16 @@ func TestTooBigErrorsAreRateLimitedForEachPeer(t *testing.T) {
 		}
 		return sent
 	}
-	if n := sent(b, 500, time.Minute); n != errorBurst {
+	if n := errorsSent(b, 500, time.Minute); n != errorBurst {
 		t.Errorf("%d errors at once, want %d", n, errorBurst)
 	}
-	if n := sent(b, 50, time.Minute+2*time.Second); n != 20 {
+	if n := errorsSent(b, 50, time.Minute+2*time.Second); n != 20 {
 		t.Errorf("%d errors two seconds later, want 20", n)
 	}
-	if n := sent(c, 50, time.Minute); n != 50 {
+	if n := errorsSent(c, 50, time.Minute); n != 50 {
 		t.Errorf("%d errors for another peer, want 50", n)
 	}
-	if n := sent(b, 500, time.Hour); n != errorBurst {
+	if n := errorsSent(b, 500, time.Hour); n != errorBurst {
 		t.Errorf("%d errors after an hour, want %d", n, errorBurst)
 	}
 	if s := e.Stats().Peers[0]; s.ErrorsSent != 2*errorBurst+20 || s.ErrorsLimited != 1050-s.ErrorsSent {

@@ -99,7 +99,7 @@ func Run(ctx context.Context, o Options) error {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	a := newAgent(o)
-	starting, err := a.reportStarted()
+	starting, err := a.serveStarted()
 	if err != nil {
 		return err
 	}

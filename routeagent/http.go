@@ -130,8 +130,8 @@ func (a *agent) listen() (*httpserve.Servers, error) {
 // startedSocket returns the name of the socket at which the agent of a Pod answers Started.
 func startedSocket(pod string) string { return "isthmus-route-agent-" + pod }
 
-// reportStarted answers Started until the result is closed.
-func (a *agent) reportStarted() (*httpserve.Servers, error) {
+// serveStarted answers Started until the result is closed.
+func (a *agent) serveStarted() (*httpserve.Servers, error) {
 	s := httpserve.New(a.log)
 	if a.opts.Pod == "" {
 		return s, nil

@@ -121,25 +121,25 @@ func (p *backProbe) suspects(received, sent uint64) bool {
 // probe sends each peer two datagrams that expire at the peer's gateway: one with TTL 2, because
 // our gateway is one hop if it is a Pod, and one with TTL 3, because it is two hops if it is on a
 // host's network. probe reports whether any answer came through the overlay.
-func (p *backProbe) probe(ctx context.Context, remotes []netip.Addr, device int) (answers bool) {
+func (p *backProbe) probe(ctx context.Context, remotes []netip.Addr, device int) (answered bool) {
 	all := slices.Clone(remotes)
-	answered := make([]bool, len(all))
+	byPeer := make([]bool, len(all))
 	var group sync.WaitGroup
 	for i, remote := range all {
 		group.Go(func() {
 			near, far := overlay.Round(ctx, overlay.Datagram{To: remote, TTL: 2, By: device}, overlay.Datagram{To: remote, TTL: 3, By: device})
-			answered[i] = near != overlay.NoAnswer || far
+			byPeer[i] = near != overlay.NoAnswer || far
 		})
 	}
 	group.Wait()
 	p.own += 2 * uint64(len(all))
 	for i, remote := range all {
-		if answered[i] {
+		if byPeer[i] {
 			p.answered(remote)
-			answers = true
+			answered = true
 		}
 	}
-	return answers
+	return answered
 }
 
 // probeOverlay regularly probes whether packets reach the gateway, and whether packets come back

@@ -24,7 +24,7 @@ import (
 func newCaptureCommand() *cobra.Command {
 	options := capture.DefaultOptions()
 	var file, direction string
-	var points, drops []string
+	var places, drops []string
 	cmd := &cobra.Command{
 		Use:   "capture [END [END [tcp|udp|icmp]]]",
 		Short: "Write packets of the gateway to a file, before and after NAT, inside and outside the tunnel (root)",
@@ -57,7 +57,7 @@ of the active gateway. The gateway logs the user and the filter of each capture.
 		},
 		RunE: func(cmd *cobra.Command, args []string) error {
 			query := options.Query()
-			query["place"], query["drop"] = points, drops
+			query["place"], query["drop"] = places, drops
 			if direction != "" {
 				query.Set("direction", direction)
 			}
@@ -94,7 +94,7 @@ of the active gateway. The gateway logs the user and the filter of each capture.
 	f.StringVarP(&file, "write", "w", "-", "file to write, readable only by its owner; - means standard output")
 	f.StringVar(&options.Peer, "peer", "", "only packets of the peer with this name or cluster ID")
 	cli.AddChoiceFlag(cmd, &direction, "direction", "", "out means towards the tunnel, in from it (default both)", "out", "in")
-	f.StringSliceVar(&points, "at", nil, "places: "+strings.Join(capture.PlaceNames(), ", ")+" (default all)")
+	f.StringSliceVar(&places, "at", nil, "places: "+strings.Join(capture.PlaceNames(), ", ")+" (default all)")
 	f.BoolVar(&options.Dropped, "dropped", false, "only dropped packets")
 	f.StringSliceVar(&drops, "drop", nil, "only packets dropped for these reasons, such as no_flow (label reason of isthmus_drops_total)")
 	f.IntVar(&options.Snap, "snaplen", 0, "octets of each packet to write; 0 means its headers, more includes the data of pods")

@@ -164,18 +164,18 @@ func TestRepliesUseTheRequestedAddressAsSource(t *testing.T) {
 	if err := a.Send([][]byte{{1}}, b.at(t, "127.0.0.77")); err != nil {
 		t.Fatal(err)
 	}
-	asked := b.next(t)
-	if got := asked.ep.SrcIP(); got != netip.MustParseAddr("127.0.0.77") {
+	received := b.next(t)
+	if got := received.ep.SrcIP(); got != netip.MustParseAddr("127.0.0.77") {
 		t.Fatalf("local address %v, want 127.0.0.77", got)
 	}
-	if err := b.Send([][]byte{{2}}, asked.ep); err != nil {
+	if err := b.Send([][]byte{{2}}, received.ep); err != nil {
 		t.Fatal(err)
 	}
 	if got := a.next(t).ep.DstIP(); got != netip.MustParseAddr("127.0.0.77") {
 		t.Fatalf("the reply came from %v, want 127.0.0.77", got)
 	}
-	asked.ep.ClearSrc()
-	if err := b.Send([][]byte{{3}}, asked.ep); err != nil {
+	received.ep.ClearSrc()
+	if err := b.Send([][]byte{{3}}, received.ep); err != nil {
 		t.Fatal(err)
 	}
 	if got := a.next(t).ep.DstIP(); got != netip.MustParseAddr("127.0.0.1") {

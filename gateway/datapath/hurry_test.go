@@ -7,7 +7,7 @@ import (
 )
 
 // The first handshakes of a gateway that has just become active get lost while a Service still
-// sends to the former gateway. If packets wait, the gateway repeats the handshake earlier than
+// sends to the previous gateway. If packets wait, the gateway repeats the handshake earlier than
 // the device, which would repeat it after five seconds.
 func TestALostHandshakeIsRetriedSoonForWaitingPackets(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {

@@ -200,10 +200,10 @@ func TestPortAcceptsOnlyGatewayMessages(t *testing.T) {
 	}
 	b := newBuffers(8, 2048)
 	read(t, d, b)
-	asked := header.IPv4(b.packet(0)) // creates the flow, without which packets from there are dropped
+	query := header.IPv4(b.packet(0)) // creates the flow, without which packets from there are dropped
 	answer := func(text string) []byte {
-		return packettest.Build(packettest.IP{Src: probe, Dst: netip.AddrFrom4(asked.SourceAddress().As4())},
-			packettest.UDP{SrcPort: 12345, DstPort: header.UDP(asked.Payload()).SourcePort(), Data: []byte(text)})
+		return packettest.Build(packettest.IP{Src: probe, Dst: netip.AddrFrom4(query.SourceAddress().As4())},
+			packettest.UDP{SrcPort: 12345, DstPort: header.UDP(query.Payload()).SourcePort(), Data: []byte(text)})
 	}
 	write(answer("answer"))
 	if m, from, _ := port.Receive(); string(m) != "answer" || from != at(probe, 12345) {
@@ -236,10 +236,10 @@ func TestEndpointCountsPacketsThatItDoesNotAnswer(t *testing.T) {
 	}
 	damaged := func(p []byte) []byte { p[len(p)-1]++; return p }
 	for _, tc := range []struct {
-		name string
-		p    []byte
-		want natengine.Drop
-		told bool
+		name     string
+		p        []byte
+		want     natengine.Drop
+		answered bool
 	}{
 		{"echo", echo4(podB, endpointSeen, 1, 1), natengine.DropNone, true},
 		{"echo with a bad timestamp option", packettest.Build(packettest.IP{Src: podB, Dst: endpointSeen, Options: []byte{68, 5, 5, 0, 0}},
@@ -270,7 +270,7 @@ func TestEndpointCountsPacketsThatItDoesNotAnswer(t *testing.T) {
 			}
 			b := newBuffers(8, 2048)
 			n := read(t, d, b)
-			if told := n == 2; told != tc.told || !bytes.HasSuffix(b.packet(n-1), []byte("end")) {
+			if answered := n == 2; answered != tc.answered || !bytes.HasSuffix(b.packet(n-1), []byte("end")) {
 				t.Errorf("%d packets back", n-1)
 			}
 			if len(link.written) != 0 {

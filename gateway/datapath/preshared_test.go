@@ -31,24 +31,24 @@ func (e *end) preshared() bool { return e.Stats()[e.other.key.public].Preshared 
 
 // Two gateways change their preshared key up to a minute apart, under traffic in both directions.
 // No packet is lost, and at most one handshake. At the end, the session has the new key, and a
-// handshake with the former key fails.
+// handshake with the previous key fails.
 func TestAPresharedKeyChangesWithoutLoss(t *testing.T) {
 	none, first, second := [32]byte{}, [32]byte{1}, [32]byte{2}
 	for _, change := range [][2][32]byte{{none, first}, {first, second}, {first, none}} {
-		former, key := change[0], change[1]
+		previous, key := change[0], change[1]
 		for _, later := range []time.Duration{-45 * time.Second, -4 * time.Second, 0, 4 * time.Second, 45 * time.Second} {
 			for _, at := range []time.Duration{time.Second, 100 * time.Second, 119 * time.Second, 121 * time.Second} {
-				t.Run(fmt.Sprintf("from %x to %x, second end %v later, at %v", former[:1], key[:1], later, at), func(t *testing.T) {
+				t.Run(fmt.Sprintf("from %x to %x, second end %v later, at %v", previous[:1], key[:1], later, at), func(t *testing.T) {
 					inPair(t, func(t *testing.T, _ *pair, a, b *end) {
-						if former != none {
+						if previous != none {
 							for _, e := range []*end{a, b} {
-								e.preshare(t, datapath.PresharedKeys{Key: former})
+								e.preshare(t, datapath.PresharedKeys{Key: previous})
 							}
 							time.Sleep(130 * time.Second)
 							a.Handshake(b.key.public)
 							time.Sleep(time.Second)
 						}
-						changes(t, a, b, datapath.PresharedKeys{Key: key, Previous: former, Changing: true}, at, later)
+						changes(t, a, b, datapath.PresharedKeys{Key: key, Previous: previous, Changing: true}, at, later)
 					})
 				})
 			}
@@ -90,7 +90,7 @@ func changes(t *testing.T, a, b *end, keys datapath.PresharedKeys, at, later tim
 	a.Handshake(b.key.public)
 	time.Sleep(4 * time.Second)
 	if synctest.Wait(); a.session() != before {
-		t.Error("a handshake with the former key made a session")
+		t.Error("a handshake with the previous key made a session")
 	}
 }
 
@@ -165,7 +165,7 @@ func exchanges(t *testing.T, a, b *end, rng *rand.Rand) {
 	}
 }
 
-// The side that gets a new preshared key first has then read a response with the former key. Once
+// The side that gets a new preshared key first has then read a response with the previous key. Once
 // both sides have the new key, two handshakes are enough to use it, even if the two sides start
 // them in turn.
 func TestAlternatingHandshakesAdoptANewPresharedKey(t *testing.T) {

@@ -14,13 +14,13 @@ import (
 // and before it sends the response. The key with which the response was made must be recorded.
 // Otherwise a session could be reported with a key that it does not have.
 func TestResponseKeepsThePresharedKeyItWasMadeWith(t *testing.T) {
-	former, key := [32]byte{1}, [32]byte{2}
+	previous, key := [32]byte{1}, [32]byte{2}
 	for name, step := range map[string]func(*device.Peer) error{
 		"before its session": func(*device.Peer) error { return nil },
 		"with its session":   (*device.Peer).BeginSymmetricSession,
 	} {
 		t.Run(name, func(t *testing.T) {
-			tunnel, own, far := benchTunnel(t, PresharedKeys{Key: key, Previous: former, Changing: true}, 1)
+			tunnel, own, far := benchTunnel(t, PresharedKeys{Key: key, Previous: previous, Changing: true}, 1)
 			dev := tunnel.current().dev
 			var s *preshared
 			for _, p := range tunnel.peers.Load().byDevice {
@@ -48,15 +48,15 @@ func TestResponseKeepsThePresharedKeyItWasMadeWith(t *testing.T) {
 				return response.Sender
 			}
 			s.responded(answer())
-			if s.sent != key || s.next != former {
+			if s.sent != key || s.next != previous {
 				t.Fatalf("the first response has key %d, the next one would have %d", s.sent[0], s.next[0])
 			}
 			index := answer()
 			s.tryKey()
 			s.tryKey()
 			s.responded(index)
-			if s.sent != former || s.next != key {
-				t.Errorf("a response with the former key counts as one with key %d, the next one would have %d", s.sent[0], s.next[0])
+			if s.sent != previous || s.next != key {
+				t.Errorf("a response with the previous key counts as one with key %d, the next one would have %d", s.sent[0], s.next[0])
 			}
 			s.responded(answer())
 			if s.sent != key {

@@ -9,7 +9,7 @@ import (
 )
 
 // BenchmarkRotation measures the two steps of a rotation of our key with 1,000 peers: answering
-// to the next key, and ending the former one. BenchmarkPresharedKey measures the handshakes that
+// to the next key, and ending the previous one. BenchmarkPresharedKey measures the handshakes that
 // a rotation causes. Run it with -benchtime=5x. It reports processor time, because other work on
 // the machine increases the elapsed time.
 func BenchmarkRotation(b *testing.B) {

@@ -93,7 +93,7 @@ func TestARotationLosesNoPacket(t *testing.T) {
 							at: func() { r.set(t, a.key, next) },
 							at + later + 10*time.Millisecond: func() {
 								if a.own(b.key) != a.key.public {
-									t.Error("the session before is not of the former key")
+									t.Error("the session before is not of the previous key")
 								}
 								b.learn(t, next)
 							},
@@ -156,19 +156,19 @@ func TestRotationsInARowLoseNoPacket(t *testing.T) {
 	})
 }
 
-// A key that is replaced without a rotation stops working at once. A former key makes no session
+// A key that is replaced without a rotation stops working at once. A previous key makes no session
 // with a peer that has learned the new one.
 func TestAPreviousKeyMakesNoSession(t *testing.T) {
 	inPair(t, func(t *testing.T, p *pair, a, b *end) {
 		next := numberedKey(7)
-		b.learn(t, next) // a still has only the former key
+		b.learn(t, next) // a still has only the previous key
 		before := b.Stats()[next.public].Handshake
 		for range 3 {
 			a.Handshake(b.key.public)
 			time.Sleep(6 * time.Second)
 		}
 		if got := b.Stats()[next.public].Handshake; got.After(before) {
-			t.Error("the former key made a session")
+			t.Error("the previous key made a session")
 		}
 		if err := a.SetKeys(next.private, [32]byte{}); err != nil {
 			t.Fatal(err)
@@ -183,7 +183,7 @@ func TestAPreviousKeyMakesNoSession(t *testing.T) {
 	})
 }
 
-// A rotation is given up, and the peer is set back to the former key.
+// A rotation is given up, and the peer is set back to the previous key.
 func TestARotationCanBeReverted(t *testing.T) {
 	inPair(t, func(t *testing.T, _ *pair, a, b *end) {
 		next := numberedKey(7)
@@ -231,7 +231,7 @@ func TestOctetCountersOfAPeerNeverDecrease(t *testing.T) {
 
 const wireGuardLatency, wireGuardStep = 15 * time.Millisecond, 10 * time.Millisecond
 
-// A plain WireGuard peer can only remove its former peer and add the new one. It loses packets
+// A plain WireGuard peer can only remove its previous peer and add the new one. It loses packets
 // that are in flight, and packets that arrive until its next packet has made a session: a
 // responder may not use a session before the initiator does (section 5.4.3).
 func TestRotationCostsAWireGuardGoPeerOneHandshake(t *testing.T) {
@@ -262,10 +262,10 @@ func rotateBesideWireGuardGo(t *testing.T, answers bool, most time.Duration) {
 		}
 		dev := device.NewDevice(packets, theirs, device.NewLogger(device.LogLevelSilent, ""))
 		defer dev.Close()
-		know := func(former, public [32]byte) {
+		know := func(previous, public [32]byte) {
 			text := fmt.Sprintf("public_key=%x\nendpoint=%s\nallowed_ip=%s\n", public, a.place, pairPlan[0].seen)
-			if former != ([32]byte{}) {
-				text = fmt.Sprintf("public_key=%x\nremove=true\n", former) + text
+			if previous != ([32]byte{}) {
+				text = fmt.Sprintf("public_key=%x\nremove=true\n", previous) + text
 			}
 			if err := dev.IpcSet(text); err != nil {
 				t.Error(err)
@@ -372,8 +372,8 @@ func TestANewActiveGatewayAcceptsTheNextKeyAtOnce(t *testing.T) {
 	})
 }
 
-// Data sent under the former key, just before the peer changes to the next one, is answered only
-// under the next key. The former session must not count the missing answer as silence and start a
+// Data sent under the previous key, just before the peer changes to the next one, is answered only
+// under the next key. The previous session must not count the missing answer as silence and start a
 // handshake.
 func TestUnansweredDataOfAReplacedSessionStartsNoHandshake(t *testing.T) {
 	inPair(t, func(t *testing.T, _ *pair, a, b *end) {

@@ -43,11 +43,11 @@ func (r record) dst() netip.Addr {
 }
 
 func (r record) String() string {
-	way := "in"
+	direction := "in"
 	if r.outbound {
-		way = "out"
+		direction = "out"
 	}
-	return fmt.Sprintf("%s %s %s>%s %d/%d %q", r.place, way, r.src(), r.dst(), len(r.data), r.length, r.comment)
+	return fmt.Sprintf("%s %s %s>%s %d/%d %q", r.place, direction, r.src(), r.dst(), len(r.data), r.length, r.comment)
 }
 
 // pcapngOptions parses a list of pcapng options.
@@ -323,11 +323,11 @@ func TestCaptureContainsOnlySelectedPackets(t *testing.T) {
 			all, _ := records(t, r.stop(t))
 			got := make(map[string]int)
 			for _, r := range all {
-				way := " in"
+				direction := " in"
 				if r.outbound {
-					way = " out"
+					direction = " out"
 				}
-				got[r.place+way]++
+				got[r.place+direction]++
 			}
 			if fmt.Sprint(got) != fmt.Sprint(tc.want) {
 				t.Errorf("got %v, want %v\n%s", got, tc.want, lines(all))

@@ -59,13 +59,13 @@ type Link struct {
 
 	settled chan struct{} // closed when each gateway known at the start has sent its flows or has failed
 
-	mu       sync.Mutex
-	config   *tls.Config // nil: the key is not known yet
-	expired  context.Context
-	expire   context.CancelFunc // ends the connections that use config
-	incoming map[netip.Addr]int // number of connections from each address
-	strange  *rate.Limiter      // limits connections from addresses that belong to no gateway
-	logged   string             // last logged error
+	mu         sync.Mutex
+	config     *tls.Config // nil: the key is not known yet
+	expired    context.Context
+	expire     context.CancelFunc // ends the connections that use config
+	incoming   map[netip.Addr]int // number of connections from each address
+	strange    *rate.Limiter      // limits connections from addresses that belong to no gateway
+	lastLogged string             // last logged error
 }
 
 // NewLink returns a Link, which Run starts.
@@ -219,10 +219,10 @@ func (l *Link) logFailure(ctx context.Context, addr netip.Addr, err error) {
 	}
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	if text != l.logged && err != nil {
+	if text != l.lastLogged && err != nil {
 		l.o.Log.Info("cannot copy the flows of the other gateway; retrying", "gateway", addr, "error", err)
 	}
-	l.logged = text
+	l.lastLogged = text
 }
 
 // listen accepts connections until ctx ends. If the port is not available, it tries again.
@@ -295,6 +295,7 @@ func (l *Link) enter(addr netip.Addr) bool {
 	return true
 }
 
+// exit undoes one call of enter.
 func (l *Link) exit(addr netip.Addr) {
 	l.mu.Lock()
 	defer l.mu.Unlock()

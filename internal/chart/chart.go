@@ -54,9 +54,9 @@ func ParseValues(text []byte) (Values, error) {
 	return values, nil
 }
 
-// Set sets one value by its path, such as gateway.replicas.
-func Set(values Values, value any, path ...string) {
-	for _, key := range path[:len(path)-1] {
+// Set sets one value by the keys of its path, such as gateway.replicas.
+func Set(values Values, value any, keys ...string) {
+	for _, key := range keys[:len(keys)-1] {
 		next, ok := values[key].(Values)
 		if !ok {
 			next = Values{}
@@ -64,15 +64,15 @@ func Set(values Values, value any, path ...string) {
 		}
 		values = next
 	}
-	values[path[len(path)-1]] = value
+	values[keys[len(keys)-1]] = value
 }
 
-// Get returns one value by its path, or nil if it does not exist.
-func Get(values Values, path ...string) any {
-	for _, key := range path[:len(path)-1] {
+// Get returns one value by the keys of its path, or nil if it does not exist.
+func Get(values Values, keys ...string) any {
+	for _, key := range keys[:len(keys)-1] {
 		values, _ = values[key].(Values)
 	}
-	return values[path[len(path)-1]]
+	return values[keys[len(keys)-1]]
 }
 
 // Merge returns base with the values of over replaced. It changes neither argument. A null

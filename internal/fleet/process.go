@@ -173,9 +173,9 @@ func (c *Cluster) SetTunnels(n int) {
 	}
 }
 
-// Hinder sets a shell command that runs before the component, in the component's mount namespace,
-// from the next start on. An empty command runs nothing.
-func (c *Cluster) Hinder(name, command string) { c.processes[name].prelude = command }
+// SetPrelude sets a shell command that runs before the component, in the component's mount
+// namespace, from the next start on. An empty command runs nothing.
+func (c *Cluster) SetPrelude(name, command string) { c.processes[name].prelude = command }
 
 // Start starts a stopped component and waits until it is ready.
 func (c *Cluster) Start(ctx context.Context, name string) error {

@@ -55,9 +55,9 @@ func owners() []uint32 {
 
 type ownerListener struct {
 	net.Listener
-	log    *slog.Logger
-	uids   []uint32
-	logged time.Time // time of the last logged refusal; only Accept uses it
+	log        *slog.Logger
+	uids       []uint32
+	lastLogged time.Time // time of the last logged refusal; only Accept uses it
 }
 
 // refusalInterval is the minimum time between two log lines about refused connections.
@@ -73,8 +73,8 @@ func (l *ownerListener) Accept() (net.Conn, error) {
 		if err == nil && slices.Contains(l.uids, uid) {
 			return c, nil
 		}
-		if now := time.Now(); l.logged.IsZero() || now.Sub(l.logged) >= refusalInterval {
-			l.logged = now
+		if now := time.Now(); l.lastLogged.IsZero() || now.Sub(l.lastLogged) >= refusalInterval {
+			l.lastLogged = now
 			l.log.Warn("refused a connection of another user", "socket", l.Addr().String(), "uid", uid, "error", err)
 		}
 		_ = c.Close()

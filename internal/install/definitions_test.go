@@ -78,13 +78,13 @@ func TestADefinitionIsRecreatedWhileAnotherIsDeleted(t *testing.T) {
 		must(t, c.Client.Create(t.Context(), going))
 		must(t, c.Client.Delete(t.Context(), going))
 	}
-	letGo := func(u *unstructured.Unstructured) {
+	removeFinalizers := func(u *unstructured.Unstructured) {
 		t.Helper()
 		must(t, c.Client.Patch(t.Context(), u.DeepCopy(), client.RawPatch("application/merge-patch+json", []byte(`{"metadata":{"finalizers":null}}`))))
 	}
 	ended := make(chan error, 1)
 	go func() { ended <- defineAgain(t.Context(), c, held, Options{Report: func(string) {}}) }()
-	letGo(held[1])
+	removeFinalizers(held[1])
 	for deadline := time.Now().Add(clustertest.Patient); ; time.Sleep(50 * time.Millisecond) {
 		have, err := c.Get(t.Context(), DefinitionKind, "", held[1].GetName())
 		if must(t, err); have != nil && have.GetDeletionTimestamp() == nil {
@@ -94,7 +94,7 @@ func TestADefinitionIsRecreatedWhileAnotherIsDeleted(t *testing.T) {
 			t.Fatal("it is not made again")
 		}
 	}
-	letGo(held[0])
+	removeFinalizers(held[0])
 	must(t, <-ended)
 	for _, u := range held {
 		must(t, c.Client.Delete(t.Context(), u))

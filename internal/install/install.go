@@ -374,8 +374,8 @@ func applyManifest(ctx context.Context, c *cluster.Cluster, u *unstructured.Unst
 	if err != nil {
 		return "", fmt.Errorf("%s: annotation %s: %w", cluster.Describe(u), annotationSchema, err)
 	}
-	if schema, err := strconv.Atoi(have.GetAnnotations()[annotationSchema]); err == nil && schema > ours {
-		return cluster.Outcome(fmt.Sprintf("belongs to a newer release (schema %d, not %d) and stays unchanged", schema, ours)), nil
+	if stored, err := strconv.Atoi(have.GetAnnotations()[annotationSchema]); err == nil && stored > ours {
+		return cluster.Outcome(fmt.Sprintf("belongs to a newer release (schema %d, not %d) and stays unchanged", stored, ours)), nil
 	}
 	return c.Apply(ctx, u)
 }

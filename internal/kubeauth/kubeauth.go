@@ -227,12 +227,12 @@ func (r *Reviewer) review(ctx context.Context, token, verb, path string) decisio
 // into the log, because the client is not authenticated.
 func (r *Reviewer) cannot(kind string, err error) decision {
 	r.mu.Lock()
-	logs := r.now().Sub(r.lastLogged) > logInterval
-	if logs {
+	mayLog := r.now().Sub(r.lastLogged) > logInterval
+	if mayLog {
 		r.lastLogged = r.now()
 	}
 	r.mu.Unlock()
-	if logs {
+	if mayLog {
 		want := "an API server that answers"
 		if apierrors.IsForbidden(err) {
 			want = "the rights that `isthmus install --metrics-auth` gives"

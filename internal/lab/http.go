@@ -145,9 +145,9 @@ func (t Throughput) BitsPerSecond() float64 { return float64(t.Bytes) * 8 / t.Du
 // Download fetches up to n octets from the lab's web server at addr, for at most the given time.
 // It measures the time from the request to the last octet.
 func (h *Host) Download(ctx context.Context, addr netip.Addr, n int64, timeout time.Duration) (Throughput, error) {
-	request, cancel := context.WithTimeout(ctx, timeout)
+	requestCtx, cancel := context.WithTimeout(ctx, timeout)
 	defer cancel()
-	req, err := http.NewRequestWithContext(request, http.MethodGet, fmt.Sprintf("http://%v/bytes?n=%d", netip.AddrPortFrom(addr, 80), n), nil)
+	req, err := http.NewRequestWithContext(requestCtx, http.MethodGet, fmt.Sprintf("http://%v/bytes?n=%d", netip.AddrPortFrom(addr, 80), n), nil)
 	if err != nil {
 		return Throughput{}, err
 	}
@@ -168,7 +168,7 @@ func (h *Host) Download(ctx context.Context, addr netip.Addr, n int64, timeout t
 		got += int64(m)
 	}
 	t := Throughput{got, time.Since(start)}
-	if errors.Is(err, io.EOF) || request.Err() != nil && ctx.Err() == nil && got > 0 {
+	if errors.Is(err, io.EOF) || requestCtx.Err() != nil && ctx.Err() == nil && got > 0 {
 		return t, nil
 	}
 	return t, fmt.Errorf("from %s: get %s: after %d octets: %w", h.Name, req.URL, got, err)

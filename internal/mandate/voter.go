@@ -79,15 +79,15 @@ type Answer struct {
 
 // A Voter is the vote of one node. It is not safe for concurrent use.
 type Voter struct {
-	id          ID
-	timing      Timing
-	incarnation uint64
-	promise     Promise
-	empty       bool // there is no promise; until endedUntil, vote only for a gateway with a mandate
-	bound       Time // until this time, no other gateway gets the vote
-	endedUntil  Time // until this time, no other gateway gets the vote unless the holder knows this incarnation; 0: does not apply
-	released    bool // the holder has released the epoch of the promise
-	last        Ask  // the ask that last got the vote; zero: none since the start
+	id             ID
+	timing         Timing
+	incarnation    uint64
+	promise        Promise
+	empty          bool // there is no promise; until inheritedBound, vote only for a gateway with a mandate
+	bound          Time // until this time, no other gateway gets the vote
+	inheritedBound Time // until this time, no other gateway gets the vote unless the holder knows this incarnation; 0: does not apply
+	released       bool // the holder has released the epoch of the promise
+	last           Ask  // the ask that last got the vote; zero: none since the start
 }
 
 // NewVoter starts a voter with the promise stored on its node, or with nil if none is stored. The
@@ -96,13 +96,13 @@ type Voter struct {
 func NewVoter(id ID, timing Timing, incarnation uint64, stored *Promise, now Time) *Voter {
 	v := &Voter{id: id, timing: timing, incarnation: incarnation}
 	if v.empty = stored == nil; v.empty {
-		v.endedUntil = now + timing.EndedBound // the longest time for which a gateway may count on an earlier promise
+		v.inheritedBound = now + timing.EndedBound // the longest time for which a gateway may count on an earlier promise
 		return v
 	}
 	v.promise, v.bound = *stored, now+timing.Bound
 	v.promise.Ended = false
 	if stored.Ended {
-		v.endedUntil = now + timing.EndedBound
+		v.inheritedBound = now + timing.EndedBound
 	}
 	return v
 }
@@ -113,7 +113,7 @@ func (v *Voter) Knows(a Ask) bool { return a.Heard == v.incarnation }
 // Stored returns the promise that the caller must store.
 func (v *Voter) Stored() Promise {
 	p := v.promise
-	p.Ended = v.endedUntil != 0
+	p.Ended = v.inheritedBound != 0
 	return p
 }
 
@@ -123,16 +123,16 @@ func (v *Voter) Receive(a Ask, now Time) (answer Answer) {
 	own := a.From == v.promise.Holder
 	switch {
 	case a.Kind == Release && own && a.Epoch == v.promise.Epoch && a.Nonce == v.last.Nonce:
-		v.released, v.bound, v.endedUntil = true, now, 0
+		v.released, v.bound, v.inheritedBound = true, now, 0
 	case a.Epoch > Most || a.List > Most:
 	case a.Kind == Claim && a.Heard == v.incarnation && v.newer(a) && a.List >= v.promise.List && v.permits(a, own, now):
 		answer.Granted = true
 		v.promise = Promise{Epoch: a.Epoch, Holder: a.From, List: a.List}
-		v.empty, v.released, v.bound, v.endedUntil, v.last = false, false, now+v.timing.Bound, 0, a
+		v.empty, v.released, v.bound, v.inheritedBound, v.last = false, false, now+v.timing.Bound, 0, a
 	}
 	answer.From, answer.Promise, answer.Sent, answer.Nonce, answer.Incarnation = v.id, v.promise, a.Sent, a.Nonce, v.incarnation
 	if a.From != v.promise.Holder && !(v.empty && a.Holds) {
-		answer.Free = max(0, max(v.bound, v.endedUntil)-now)
+		answer.Free = max(0, max(v.bound, v.inheritedBound)-now)
 	}
 	return answer
 }
@@ -145,11 +145,11 @@ func (v *Voter) newer(a Ask) bool { return a.Nonce != v.last.Nonce || a.Sent > v
 func (v *Voter) permits(a Ask, own bool, now Time) bool {
 	switch {
 	case v.empty:
-		return a.Holds || now >= v.endedUntil
+		return a.Holds || now >= v.inheritedBound
 	case a.Epoch == v.promise.Epoch:
 		return own && !v.released
 	}
-	return a.Epoch > v.promise.Epoch && (own || now >= max(v.bound, v.endedUntil))
+	return a.Epoch > v.promise.Epoch && (own || now >= max(v.bound, v.inheritedBound))
 }
 
 // End ends a voter in an orderly way; no other method may be called afterwards. If ok is true,

@@ -75,15 +75,15 @@ type Candidate struct {
 
 	soon chan struct{} // makes Run send before the next beat
 
-	mu       sync.Mutex
-	machine  *mandate.Gateway
-	voters   map[mandate.ID]*target // voters of the current list and of the proposed list
-	nodes    map[string]netip.Addr
-	notified map[string]*notice // nodes without a vote
-	may      bool
-	lease    bool // the Lease gives the gateway a mandate
-	gated    bool
-	last     View
+	mu      sync.Mutex
+	machine *mandate.Gateway
+	voters  map[mandate.ID]*target // voters of the current list and of the proposed list
+	nodes   map[string]netip.Addr
+	notices map[string]*notice // by the name of a node that does not vote
+	may     bool
+	lease   bool // the Lease gives the gateway a mandate
+	gated   bool
+	last    View
 }
 
 // A target is a node with a vote, as the candidate knows it.
@@ -124,7 +124,7 @@ const (
 func NewCandidate(pod string, addr netip.Addr, key func() [32]byte, log *slog.Logger) *Candidate {
 	return &Candidate{Pod: pod, Addr: addr, Key: key, Log: log, Gate: new(Gate), Change: func() {}, soon: make(chan struct{}, 1),
 		machine: mandate.NewGateway(mandate.ID(pod), mandate.Usual, random(), mandate.List{}),
-		voters:  make(map[mandate.ID]*target), notified: make(map[string]*notice)}
+		voters:  make(map[mandate.ID]*target), notices: make(map[string]*notice)}
 }
 
 // Learn passes a list to the candidate: the list in the Lease, or a list to try. own reports
@@ -179,7 +179,7 @@ func (c *Candidate) SetNodes(nodes map[string]netip.Addr) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	c.nodes = nodes
-	maps.DeleteFunc(c.notified, func(name string, _ *notice) bool { return !nodes[name].IsValid() })
+	maps.DeleteFunc(c.notices, func(name string, _ *notice) bool { return !nodes[name].IsValid() })
 }
 
 // Nodes returns the map passed to SetNodes. The caller must not change it.
@@ -202,7 +202,7 @@ func (c *Candidate) Answering() map[string]netip.Addr {
 			all[string(id)] = addr
 		}
 	}
-	for name, t := range c.notified {
+	for name, t := range c.notices {
 		if t.heard != 0 && now-t.heard < 3*noticeInterval {
 			all[name] = c.nodes[name]
 		}
@@ -270,7 +270,7 @@ func (c *Candidate) update(now mandate.Time) {
 		c.Log.Warn("this gateway has lost the majority of votes", "epoch", c.last.Epoch, "answered", v.Heard, "list", v.List)
 	}
 	if v.Epoch != c.last.Epoch {
-		for _, t := range c.notified {
+		for _, t := range c.notices {
 			t.tries, t.again = 0, 0
 		}
 	}
@@ -361,10 +361,10 @@ func (c *Candidate) messages(now mandate.Time, key ed25519.PrivateKey) (all []me
 	}
 	var text []byte // sealed once, because all nodes without a vote get the same text
 	for name, addr := range c.nodes {
-		t := c.notified[name]
+		t := c.notices[name]
 		if t == nil {
 			t = new(notice)
-			c.notified[name] = t
+			c.notices[name] = t
 		}
 		if _, votes := asks[mandate.ID(name)]; votes || now < t.again {
 			continue
@@ -406,8 +406,8 @@ func (c *Candidate) receive(a answer, from net.Addr) {
 	now := clock()
 	t := c.voters[a.From]
 	if t == nil || t.cookie != a.cookie {
-		if notice := c.notified[string(a.From)]; notice != nil && a.cookie == (cookie{}) && c.from(string(a.From), from) {
-			notice.tries, notice.again, notice.heard = 0, now+noticeInterval, now
+		if n := c.notices[string(a.From)]; n != nil && a.cookie == (cookie{}) && c.from(string(a.From), from) {
+			n.tries, n.again, n.heard = 0, now+noticeInterval, now
 		}
 		return
 	}

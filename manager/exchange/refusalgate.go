@@ -54,15 +54,15 @@ type RefusalGate struct {
 	// not refuse it yet.
 	Patience time.Duration
 
-	mu        sync.Mutex
-	allocated map[string]allocated
-	reported  map[string]int64            // reported resourceVersion of each node, up to which the node refuses all networks
-	late      map[string]int64            // the same as in reported, for nodes that the gate no longer waits for
-	waiting   map[reconcile.Request]await // requests that wait for nodes
+	mu          sync.Mutex
+	allocations map[string]observedAllocation
+	reported    map[string]int64            // reported resourceVersion of each node, up to which the node refuses all networks
+	late        map[string]int64            // the same as in reported, for nodes that the gate no longer waits for
+	waiting     map[reconcile.Request]await // requests that wait for nodes
 }
 
-// allocated is the allocation of a peer, as Observe got it.
-type allocated struct {
+// observedAllocation is the allocation of a peer, as Observe got it.
+type observedAllocation struct {
 	allocation ipam.Allocation
 	version    int64     // resourceVersion of its NetworkAllocation
 	observed   time.Time // when Observe first got it
@@ -76,7 +76,7 @@ type await struct {
 // Observe replaces the allocations by those of a new version of the IPAM state. It is an
 // ipamstore.Observer.
 func (w *RefusalGate) Observe(state ipam.State, version func(id string) int64) {
-	now := make(map[string]allocated)
+	now := make(map[string]observedAllocation)
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	if w.waiting == nil {
@@ -87,12 +87,12 @@ func (w *RefusalGate) Observe(state ipam.State, version func(id string) int64) {
 		if !ok {
 			continue
 		}
-		now[id] = allocated{g, version(id), time.Now()}
-		if had, ok := w.allocated[id]; ok && had.allocation == g && had.version == now[id].version && had.version != ipamstore.NotWritten {
+		now[id] = observedAllocation{g, version(id), time.Now()}
+		if had, ok := w.allocations[id]; ok && had.allocation == g && had.version == now[id].version && had.version != ipamstore.NotWritten {
 			now[id] = had
 		}
 	}
-	w.allocated = now
+	w.allocations = now
 	w.wake()
 }
 
@@ -101,7 +101,7 @@ func (w *RefusalGate) Observe(state ipam.State, version func(id string) int64) {
 func (w *RefusalGate) refused(id string, q *queue.Queue, request reconcile.Request) bool {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	g, ok := w.allocated[id]
+	g, ok := w.allocations[id]
 	if g.version == ipamstore.NotWritten {
 		w.waiting[request] = await{id, q}
 		return false // the Store calls Observe once the allocation is written
@@ -129,7 +129,7 @@ func (w *RefusalGate) refused(id string, q *queue.Queue, request reconcile.Reque
 
 // behind returns the nodes that the gate waits for because they do not refuse g yet. The caller
 // holds w.mu.
-func (w *RefusalGate) behind(g allocated) (nodes []string) {
+func (w *RefusalGate) behind(g observedAllocation) (nodes []string) {
 	for node, version := range w.reported {
 		if _, late := w.late[node]; !late && version < g.version {
 			nodes = append(nodes, node)
@@ -195,7 +195,7 @@ func (w *RefusalGate) wake() {
 		}
 	}
 	for request, a := range w.waiting {
-		if w.allocated[a.id].version <= least {
+		if w.allocations[a.id].version <= least {
 			delete(w.waiting, request)
 			a.queue.Add(request, 0)
 		}

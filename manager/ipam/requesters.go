@@ -10,8 +10,8 @@ import (
 
 // Bounds of the recorded requests for mappings.
 const (
-	// MaxRequests is the maximum number of mappings of one caller.
-	MaxRequests = 4096
+	// MaxMappingsPerCaller is the maximum number of mappings of one caller.
+	MaxMappingsPerCaller = 4096
 	// MaxNotes bounds the total length of the recorded callers of one peer's mappings, in bytes,
 	// because one object stores them all.
 	MaxNotes = 144 << 10
@@ -41,8 +41,8 @@ func (b State) AddRequester(id string, ip netip.Addr, by, what string) (State, e
 			}
 		}
 	}
-	if has >= MaxRequests {
-		return b, fmt.Errorf("this caller has already mapped %d endpoints; unmap some first", MaxRequests)
+	if has >= MaxMappingsPerCaller {
+		return b, fmt.Errorf("this caller has already mapped %d endpoints; unmap some first", MaxMappingsPerCaller)
 	}
 	next := b.withCallers(id, ip, withCaller(callers, by))
 	if what != "" {

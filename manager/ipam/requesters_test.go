@@ -101,10 +101,10 @@ func TestRecordedRequestersAreBounded(t *testing.T) {
 	}
 	full := b.Allocation("b")
 	ip := func(i int) netip.Addr { return netip.AddrFrom4([4]byte{198, 18, byte(i >> 8), byte(i)}) }
-	for i := range MaxRequests + 1 {
+	for i := range MaxMappingsPerCaller + 1 {
 		x := [2]byte{byte((i + 2) >> 8), byte(i + 2)}
 		e := isthmus.MappedEndpoint{IP: ip(i).String(), Address: netip.AddrFrom4([4]byte{10, 245, x[0], x[1]}).String()}
-		if i < MaxRequests {
+		if i < MaxMappingsPerCaller {
 			e.Requesters = []string{"one"}
 		}
 		full.Endpoints = append(full.Endpoints, e)
@@ -113,7 +113,7 @@ func TestRecordedRequestersAreBounded(t *testing.T) {
 	if wrong != nil {
 		t.Fatal(wrong)
 	}
-	if _, err := b.AddRequester("b", ip(MaxRequests), "one", ""); err == nil || !strings.Contains(err.Error(), "4096") {
+	if _, err := b.AddRequester("b", ip(MaxMappingsPerCaller), "one", ""); err == nil || !strings.Contains(err.Error(), "4096") {
 		t.Errorf("one more than the bound: %v", err)
 	}
 	if _, err := b.AddRequester("b", ip(7), "one", ""); err != nil {

@@ -26,8 +26,8 @@ const (
 	// endpoints when it starts.
 	perSecond = 100
 	burst     = 1000
-	// maxCallers bounds the number of callers whose rate is tracked. ipam.MaxAsked bounds the mappings
-	// of each caller.
+	// maxCallers bounds the number of callers whose rate is tracked.
+	// ipam.MaxMappingsPerCaller bounds the mappings of each caller.
 	maxCallers = 1024
 )
 

@@ -357,8 +357,8 @@ func connectedCondition(s peeringState) condition {
 		return condition{because.Status, because.Reason, because.Message}
 	case c.Status == v1alpha1.Connected && s.key.required && exchange.PresharedIn(te) == "":
 		return no(isthmus.ReasonNoKey, "spec.postQuantum is Required, but the gateway reports a session without a preshared key; an existing session ends within three minutes, but a gateway of an older version keeps using none")
-	case c.Status == v1alpha1.Connected && s.key.invalidFields() != "":
-		return yes(isthmus.ReasonConnected, "the gateway hears the peer; "+s.key.invalidFields())
+	case c.Status == v1alpha1.Connected && s.key.fieldsProblem() != "":
+		return yes(isthmus.ReasonConnected, "the gateway hears the peer; "+s.key.fieldsProblem())
 	case c.Status == v1alpha1.Connected:
 		return yes(isthmus.ReasonConnected, "the gateway hears the peer")
 	case c.Status == v1alpha1.Connecting:

@@ -55,9 +55,9 @@ func (k keyState) why() string {
 	return "waiting for the peer"
 }
 
-// invalidFields returns the reason why no new key replaces the key in use, if the peer publishes
+// fieldsProblem returns the reason why no new key replaces the key in use, if the peer publishes
 // invalid fields. Otherwise it returns "".
-func (k keyState) invalidFields() string {
+func (k keyState) fieldsProblem() string {
 	switch k.progress {
 	case postquantum.Malformed, postquantum.Altered:
 		return "no new preshared key: " + k.why()
@@ -72,7 +72,7 @@ func (s *peeringState) postQuantum() isthmus.PostQuantumStatus {
 	case s.endpoint == nil || s.silent != "":
 		return isthmus.PostQuantumStatus{}
 	case exchange.PresharedIn(s.endpoint) != "":
-		return isthmus.PostQuantumStatus{Key: isthmus.KeyMLKEM, Why: fit(s.key.invalidFields(), 1024)}
+		return isthmus.PostQuantumStatus{Key: isthmus.KeyMLKEM, Why: fit(s.key.fieldsProblem(), 1024)}
 	}
 	return isthmus.PostQuantumStatus{Key: isthmus.KeyNone, Why: fit(s.key.why(), 1024)}
 }

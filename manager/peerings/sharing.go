@@ -39,16 +39,16 @@ func (r *Reconciler) gatherServices(ctx context.Context, s *peeringState) {
 // servicesCondition computes the condition ServicesShared. It returns nil if the Peering has no
 // such condition.
 func servicesCondition(s peeringState) *condition {
-	spec, services := s.peering.Spec.Services, s.services
-	if !services.on || len(spec.Export)+len(spec.Import) == 0 || s.conflict != "" || !s.peering.DeletionTimestamp.IsZero() {
+	spec, state := s.peering.Spec.Services, s.services
+	if !state.on || len(spec.Export)+len(spec.Import) == 0 || s.conflict != "" || !s.peering.DeletionTimestamp.IsZero() {
 		return nil
 	}
 	v := func(v condition) *condition { return &v }
-	c := services.sharing.Condition
+	c := state.sharing.Condition
 	switch {
-	case services.lacking != "":
-		return v(no(isthmus.ReasonLocalSetup, "%s", services.lacking))
-	case len(spec.Export) > 0 && !services.looked, !services.counted:
+	case state.lacking != "":
+		return v(no(isthmus.ReasonLocalSetup, "%s", state.lacking))
+	case len(spec.Export) > 0 && !state.looked, !state.counted:
 		if before := storedCondition(s.peering, isthmus.ConditionServicesShared); before != unknown {
 			return &before
 		}
@@ -56,18 +56,18 @@ func servicesCondition(s peeringState) *condition {
 	case len(spec.Export) > 0 && c.Status == metav1.ConditionFalse:
 		return v(no(c.Reason, "%s", c.Message))
 	}
-	text := fmt.Sprintf("%d services of the peer are served here", services.imports.Served)
+	text := fmt.Sprintf("%d services of the peer are served here", state.imports.Served)
 	if c.Status == metav1.ConditionTrue {
 		text += "; " + c.Message
 	}
 	var refused []string
-	if n := services.imports.Refused; n > 0 {
+	if n := state.imports.Refused; n > 0 {
 		refused = append(refused, fmt.Sprintf("%d services of the peer are refused here in whole or in part: see the status of PeerServices in namespace %s", n, s.peering.Spec.TenantNamespace.Local))
 	}
-	if n := len(services.sharing.Refused); n > 0 {
+	if n := len(state.sharing.Refused); n > 0 {
 		refused = append(refused, fmt.Sprintf("the peer refuses %d of our services in whole or in part: see the conditions of their ServiceExports", n))
 	}
-	if foreign := services.imports.Foreign; len(foreign) > 0 {
+	if foreign := state.imports.Foreign; len(foreign) > 0 {
 		refused = append(refused, "another implementation has "+strings.Join(foreign, ", "))
 	}
 	if len(refused) > 0 {

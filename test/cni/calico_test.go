@@ -20,7 +20,7 @@ var calicoVXLAN = &shape{
 	source: "projectcalico/calico: felix/rules/static.go, felix/rules/nat.go, felix/dataplane/linux; docs.tigera.io, \"Overlay networking\", \"Calico IPAM\"",
 	form:   "no bridge, a route and proxy ARP for each pod, vxlan.calico, /26 blocks that are not the nodes' podCIDRs, natOutgoing, RPF for workloads",
 	own:    calicoBlocks,
-	node: func(c *lab.Cluster, i int) dress {
+	node: func(c *lab.Cluster, i int) nodeSetup {
 		d := routedNode(c, i, "cali", 1450)
 		n := c.Nodes[i]
 		vtep := func(i int) netip.Addr { return calicoBlock(c, i).Addr() }
@@ -50,7 +50,7 @@ var calicoBGP = &shape{
 	source: "as Calico, VXLAN; docs.tigera.io, \"Configure BGP peering\"",
 	form:   "the same with routes by the nodes' addresses (proto bird)",
 	own:    calicoBlocks,
-	node: func(c *lab.Cluster, i int) dress {
+	node: func(c *lab.Cluster, i int) nodeSetup {
 		d := routedNode(c, i, "cali", 1500)
 		d.ip = append(d.ip, fmt.Sprintf("route add blackhole %v proto bird", calicoBlock(c, i)))
 		for j, other := range c.Nodes {
@@ -81,7 +81,7 @@ func calicoBlocks(c *lab.Cluster) {
 }
 
 // routedNode returns the setup of a node with a device, a route and proxy ARP for each pod.
-func routedNode(c *lab.Cluster, i int, prefix string, mtu int) (d dress) {
+func routedNode(c *lab.Cluster, i int, prefix string, mtu int) (d nodeSetup) {
 	d.pods = map[*lab.Pod][]string{}
 	d.later = map[string]string{}
 	for _, p := range podsOn(c, c.Nodes[i]) {

@@ -24,7 +24,7 @@ var awsVPC = &shape{
 	form:       "addresses of the nodes' subnet, rules 512, 1024 and 1536, a second interface for the last pod of each node, AWS-SNAT-CHAIN, an underlay that drops foreign sources",
 	vpc:        true,
 	own:        withoutPodCIDRs,
-	node: func(c *lab.Cluster, i int) dress {
+	node: func(c *lab.Cluster, i int) nodeSetup {
 		d := vpcNode(c, i, "eni", 1500, mac(10*i+7))
 		n := c.Nodes[i]
 		pods := podsOn(c, n)
@@ -74,7 +74,7 @@ var azureCNI = &shape{
 	form:       "addresses of the nodes' subnet, a route and proxy ARP for each pod, ip-masq-agent, an underlay that drops foreign sources",
 	vpc:        true,
 	own:        withoutPodCIDRs,
-	node: func(c *lab.Cluster, i int) dress {
+	node: func(c *lab.Cluster, i int) nodeSetup {
 		d := vpcNode(c, i, "azv", 1500, "")
 		d.tables = masqueradeAgent("IP-MASQ-AGENT", subnet(c).String())
 		return d
@@ -90,7 +90,7 @@ var kubenetAKS = &shape{
 	translates: true,
 	open:       true,
 	form:       "bridge cbr0, routes in the underlay, masquerading of what leaves 10.0.0.0/8, MTU 1400",
-	node: func(c *lab.Cluster, i int) dress {
+	node: func(c *lab.Cluster, i int) nodeSetup {
 		d := bridgedNode(c, i, "cbr0", 1400)
 		d.underlay = []string{fmt.Sprintf("route add %v via %v", c.Nodes[i].PodCIDR, c.Nodes[i].Addr)}
 		d.tables = `*nat
@@ -109,7 +109,7 @@ var gkeNative = &shape{
 	name:   "GKE VPC-native",
 	source: "cloud.google.com: \"VPC-native clusters\", \"IP masquerade agent\", \"Alias IP ranges\"; kubernetes-sigs/ip-masq-agent",
 	form:   "a device and a route for each pod, alias ranges in the underlay, ip-masq-agent with the private networks, MTU 1460, an underlay that drops foreign sources",
-	node: func(c *lab.Cluster, i int) dress {
+	node: func(c *lab.Cluster, i int) nodeSetup {
 		d := routedNode(c, i, "gke", 1460)
 		n := c.Nodes[i]
 		d.ip = append(d.ip, "link set eth0 mtu 1460",
@@ -159,9 +159,9 @@ func plainPods(c *lab.Cluster, n *lab.Node) (all []*lab.Pod) {
 // vpcNode returns the setup of a node whose pods have addresses in the node's subnet. In the cloud,
 // the network fabric knows the location of pods; here the node answers ARP for them. With a MAC
 // address, pods know their gateway by a permanent neighbour, otherwise by proxy ARP.
-func vpcNode(c *lab.Cluster, i int, prefix string, mtu int, gateway string) dress {
+func vpcNode(c *lab.Cluster, i int, prefix string, mtu int, gateway string) nodeSetup {
 	n := c.Nodes[i]
-	d := dress{pods: map[*lab.Pod][]string{}, later: map[string]string{"ipv4/neigh/eth0/proxy_delay": "0"}}
+	d := nodeSetup{pods: map[*lab.Pod][]string{}, later: map[string]string{"ipv4/neigh/eth0/proxy_delay": "0"}}
 	var known []string
 	for _, p := range podsOn(c, n) {
 		name := veth(prefix, p)

@@ -106,7 +106,7 @@ func TestEveryCNISetupWorksWithoutIsthmus(t *testing.T) {
 					t.Error(err)
 				}
 			}()
-			must(t, w.dress(t.Context(), l))
+			must(t, w.prepare(t.Context(), l))
 			for i, c := range l.Clusters {
 				must(t, w.lookBefore(t.Context(), i, c))
 			}

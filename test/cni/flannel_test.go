@@ -15,7 +15,7 @@ var flannelVXLAN = &shape{
 	name:   "flannel, VXLAN",
 	source: "flannel-io/flannel: pkg/backend/vxlan, pkg/trafficmngr/iptables/iptables.go; containernetworking/plugins: bridge",
 	form:   "bridge cni0, flannel.1, FLANNEL-POSTRTG masquerades all that leaves the cluster, FLANNEL-FWD",
-	node: func(c *lab.Cluster, i int) dress {
+	node: func(c *lab.Cluster, i int) nodeSetup {
 		d := bridgedNode(c, i, "cni0", 1450)
 		d.ip = append(d.ip, flannelDevice(c, i)...)
 		for j := range c.Nodes {
@@ -34,7 +34,7 @@ var flannelHostGW = &shape{
 	name:   "flannel, host-gw",
 	source: "flannel-io/flannel: pkg/backend/hostgw, pkg/backend/route_network.go",
 	form:   "bridge cni0, routes by the nodes' addresses, the same rules",
-	node: func(c *lab.Cluster, i int) dress {
+	node: func(c *lab.Cluster, i int) nodeSetup {
 		d := bridgedNode(c, i, "cni0", 1500)
 		d.ip = append(d.ip, byNodes(c, i)...)
 		d.tables = flannelTables(c, i)
@@ -48,7 +48,7 @@ var canal = &shape{
 	name:   "Canal",
 	source: "projectcalico/canal and docs.tigera.io, \"Install Calico for policy and flannel for networking\"; as flannel and Calico",
 	form:   "flannel.1 and FLANNEL-POSTRTG, a cali device and a route for each pod, RPF for workloads",
-	node: func(c *lab.Cluster, i int) dress {
+	node: func(c *lab.Cluster, i int) nodeSetup {
 		d := routedNode(c, i, "cali", 1450)
 		d.ip = append(d.ip, flannelDevice(c, i)...)
 		for j := range c.Nodes {
@@ -63,7 +63,7 @@ var canal = &shape{
 
 // bridgedNode returns the setup of a node whose pods are on a bridge with the first address of the
 // node's network.
-func bridgedNode(c *lab.Cluster, i int, bridge string, mtu int) (d dress) {
+func bridgedNode(c *lab.Cluster, i int, bridge string, mtu int) (d nodeSetup) {
 	n := c.Nodes[i]
 	gateway := n.PodCIDR.Addr().Next()
 	d.ip = []string{

@@ -24,7 +24,7 @@ var flannelReal = &shape{
 	name:   "flannel, VXLAN: the real program",
 	source: "github.com/flannel-io/flannel, run by test/flannel",
 	form:   "**real:** flannel's packages vxlan, subnet/kube and trafficmngr/iptables make flannel.1, routes and rules; imitation: the bridge cni0",
-	node:   func(c *lab.Cluster, i int) dress { return bridgedNode(c, i, "cni0", 1450) },
+	node:   func(c *lab.Cluster, i int) nodeSetup { return bridgedNode(c, i, "cni0", 1450) },
 	run: func(ctx context.Context, c *fleet.Cluster, f filter) error {
 		program, err := flannelProgram()
 		if err != nil {

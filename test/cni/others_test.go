@@ -39,10 +39,10 @@ func ptp(name string) *shape {
 		form:       "a device and a route for each pod, routes by the nodes' addresses, KIND-MASQ-AGENT masquerades all that leaves the cluster",
 		translates: true,
 		open:       true,
-		node: func(c *lab.Cluster, i int) dress {
+		node: func(c *lab.Cluster, i int) nodeSetup {
 			n := c.Nodes[i]
 			gateway := n.PodCIDR.Addr().Next()
-			d := dress{pods: map[*lab.Pod][]string{}}
+			d := nodeSetup{pods: map[*lab.Pod][]string{}}
 			for _, p := range podsOn(c, n) {
 				name := veth("veth", p)
 				d.ip = append(d.ip, toPod(name, p, 1500,
@@ -78,10 +78,10 @@ var weave = &shape{
 			}
 		}
 	},
-	node: func(c *lab.Cluster, i int) dress {
+	node: func(c *lab.Cluster, i int) nodeSetup {
 		n := c.Nodes[i]
 		at := plus(c.PodCIDR.Addr(), (len(c.Nodes)-i)*1000+1)
-		d := dress{pods: map[*lab.Pod][]string{}}
+		d := nodeSetup{pods: map[*lab.Pod][]string{}}
 		d.ip = []string{
 			"link add weave mtu 1376 type bridge",
 			fmt.Sprintf("addr add %v/%d brd + dev weave", at, c.PodCIDR.Bits()),
@@ -135,10 +135,10 @@ var cilium = &shape{
 	name:   "Cilium, tunnel",
 	source: "cilium/cilium: pkg/datapath/iptables/iptables.go, bpf/bpf_lxc.c; docs.cilium.io, \"Routing\", \"Masquerading\"",
 	form:   "a device for each pod that accepts only the address of the pod as source, cilium_host and VXLAN, CILIUM_POST_nat masquerades by destination; no eBPF",
-	node: func(c *lab.Cluster, i int) dress {
+	node: func(c *lab.Cluster, i int) nodeSetup {
 		n := c.Nodes[i]
 		at := func(i int) netip.Addr { return plus(c.Nodes[i].PodCIDR.Addr(), 200) } // address of cilium_host
-		d := dress{pods: map[*lab.Pod][]string{}, later: map[string]string{}}
+		d := nodeSetup{pods: map[*lab.Pod][]string{}, later: map[string]string{}}
 		d.settings = map[string]string{"ipv4/conf/all/rp_filter": "0", "ipv4/conf/default/rp_filter": "0"} // 99-zzz-override_cilium.conf
 		d.ip = []string{
 			"link add cilium_host mtu 1500 type veth peer name cilium_net mtu 1500",
@@ -206,11 +206,11 @@ var ovnKubernetes = &shape{
 	source: "ovn-org/ovn-kubernetes: go-controller/pkg/node/management-port_linux.go, gateway_localnet.go; ovn-kubernetes.io, \"Gateway modes\"",
 	form:   "pods behind a logical router, ovn-k8s-mp0 to it, all that leaves the cluster masqueraded on the host; no Open vSwitch",
 	open:   true,
-	node: func(c *lab.Cluster, i int) dress {
+	node: func(c *lab.Cluster, i int) nodeSetup {
 		n := c.Nodes[i]
 		gateway, port := plus(n.PodCIDR.Addr(), 1), plus(n.PodCIDR.Addr(), 2) // addresses of the router, and of ovn-k8s-mp0
 		join := func(i int) netip.Addr { return plus(netip.MustParseAddr("100.88.0.1"), i) }
-		d := dress{pods: map[*lab.Pod][]string{}, router: n.Netns() + "-ovn"}
+		d := nodeSetup{pods: map[*lab.Pod][]string{}, router: n.Netns() + "-ovn"}
 		d.before = []string{ // the socket of the tunnel stays in the node's namespace when the device moves
 			"netns add " + d.router,
 			fmt.Sprintf("link add genev_sys_6081 address %s mtu 1400 type vxlan id 0x10 dev eth0 local %v dstport 6081 nolearning", mac(i), n.Addr),

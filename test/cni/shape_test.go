@@ -39,7 +39,7 @@ type shape struct {
 	// run starts real programs of the CNI, and returns when they are ready; nil: there are none.
 	run func(ctx context.Context, c *fleet.Cluster, f filter) error
 	// node returns the setup of node i. It may include its pods and the underlay.
-	node func(c *lab.Cluster, i int) dress
+	node func(c *lab.Cluster, i int) nodeSetup
 }
 
 // A filter is the kind of program that writes a node's packet filter.
@@ -58,8 +58,8 @@ func (f filter) program() string {
 	return "iptables-nft-restore"
 }
 
-// A dress is the setup of a node.
-type dress struct {
+// A nodeSetup is the setup of a node.
+type nodeSetup struct {
 	// A router is a namespace of the node that replaces a switch or router in user space.
 	router         string   // the router's name; empty: none
 	before         []string // lines of ip -batch on the node, run before the router is set up
@@ -117,7 +117,7 @@ func (p plan) wear(ctx context.Context, l *lab.Lab, c *lab.Cluster) error {
 	return nil
 }
 
-func (p plan) put(ctx context.Context, l *lab.Lab, c *lab.Cluster, n *lab.Node, d dress) error {
+func (p plan) put(ctx context.Context, l *lab.Lab, c *lab.Cluster, n *lab.Node, d nodeSetup) error {
 	set := map[string]string{"ipv4/conf/all/rp_filter": "0", "ipv4/conf/default/rp_filter": "0", "ipv4/conf/eth0/rp_filter": "0"}
 	if p.strict {
 		for name := range set {

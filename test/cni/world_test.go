@@ -46,7 +46,7 @@ func up(t *testing.T, plans [2]plan, nodes int) *world {
 	}
 	w := &world{plans: plans[:], nodes: nodes, listeners: map[*lab.Host]*listener{}}
 	begin := time.Now()
-	f, err := fleet.Up(t.Context(), fleet.Options{Spec: w.spec("cni"), Binary: binary, Kube: kube, Prepare: w.dress, Network: w.network, IPAMAllow: "172.30.0.0/16"})
+	f, err := fleet.Up(t.Context(), fleet.Options{Spec: w.spec("cni"), Binary: binary, Kube: kube, Prepare: w.prepare, Network: w.network, IPAMAllow: "172.30.0.0/16"})
 	if err != nil {
 		w.close()
 		t.Fatal(err)
@@ -114,8 +114,8 @@ func (w *world) first(t *testing.T, c *fleet.Cluster) {
 	must(t, c.Start(t.Context(), fleet.Gateway(1)))
 }
 
-// dress sets up the nodes according to the shapes, and starts listeners on all hosts.
-func (w *world) dress(ctx context.Context, l *lab.Lab) error {
+// prepare sets up the nodes according to the shapes, and starts listeners on all hosts.
+func (w *world) prepare(ctx context.Context, l *lab.Lab) error {
 	if err := batch(ctx, l.Underlay, "ip", []string{fmt.Sprintf("addr add %v/32 dev lo", internet)}); err != nil {
 		return err
 	}

@@ -120,11 +120,11 @@ func tooLarge(t *testing.T, s *troubleSite, from *lab.Node, size int) {
 	filter(t, s.Lab.Underlay, fmt.Sprintf("add chain ip fault on { type filter hook forward priority 0; }; add rule ip fault on %sip length > %d udp dport 5871 drop", of, size))
 }
 
-// without restarts a component after running a shell command that breaks it; see fleet's Hinder.
+// without restarts a component after running a shell command that breaks it; see SetPrelude.
 func without(t *testing.T, c *fleet.Cluster, name, how string) {
 	t.Helper()
 	must(t, c.Kill(name))
-	c.Hinder(name, how)
+	c.SetPrelude(name, how)
 	must(t, c.Launch(name))
 }
 
@@ -132,7 +132,7 @@ func without(t *testing.T, c *fleet.Cluster, name, how string) {
 func with(t *testing.T, c *fleet.Cluster, name string) {
 	t.Helper()
 	must(t, c.Kill(name))
-	c.Hinder(name, "")
+	c.SetPrelude(name, "")
 	must(t, c.Start(t.Context(), name))
 }
 
@@ -238,7 +238,7 @@ func hinderAll(t *testing.T, c *fleet.Cluster, how string) {
 	t.Helper()
 	killAll(t, c)
 	for i := range c.Nodes {
-		c.Hinder(fleet.Gateway(i), how)
+		c.SetPrelude(fleet.Gateway(i), how)
 		must(t, c.Launch(fleet.Gateway(i)))
 	}
 }
@@ -247,7 +247,7 @@ func unhinderAll(t *testing.T, c *fleet.Cluster) {
 	t.Helper()
 	killAll(t, c)
 	for i := range c.Nodes {
-		c.Hinder(fleet.Gateway(i), "")
+		c.SetPrelude(fleet.Gateway(i), "")
 	}
 	startAll(t, c)
 }

@@ -52,13 +52,13 @@ func TestTrafficRecoversAfterEachFault(t *testing.T) {
 	fmt.Fprintf(&page, "The load of the machine before it was %s.\n\n| what happens | to a cluster with | lost | pause, UDP | pause, TCP | connections broken | packets in the clear |\n|---|---|---|---|---|---|---|\n",
 		loadNow(t))
 	row := func(t *testing.T, name string, c *kubenodes.Cluster, do fault) {
-		told := c.Follow(t.Context())
+		events := c.Follow(t.Context())
 		report := during(t, w, func() { must(t, do(t.Context(), c)) })
 		leaks := w.sniffer.Take()
 		for _, p := range report.Pauses {
 			t.Logf("%s, for %.2f s: no answers", p.Begin.Format("05.000"), p.Seconds)
 		}
-		t.Log(told())
+		t.Log(events())
 		line := fmt.Sprintf("| %s | %s | %d of %d | %.2f s | %.2f s | %d | %d |\n", name, c.Proxy(), report.Sent-report.Answered, report.Sent,
 			report.Pause, report.TCPPause, report.Broken, len(leaks))
 		t.Log(line)

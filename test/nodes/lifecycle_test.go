@@ -207,14 +207,14 @@ const tooLong = 1.0
 // lives checks that the connection survives do, and that no packet is in the clear.
 func (w *world) lives(t *testing.T, what string, do func()) {
 	t.Helper()
-	var told []func() string
+	var events []func() string
 	for _, c := range w.set.Clusters {
-		told = append(told, c.Follow(t.Context()))
+		events = append(events, c.Follow(t.Context()))
 	}
 	r := during(t, w, do)
 	var timelines []string
-	for _, tell := range told {
-		timelines = append(timelines, tell())
+	for _, list := range events {
+		timelines = append(timelines, list())
 	}
 	if max(r.Pause, r.TCPPause) > tooLong {
 		for _, p := range r.Pauses {

@@ -139,11 +139,11 @@ func (w *world) measure(t *testing.T, faults []votesFault) {
 			for range *rounds {
 				time.Sleep(2 * time.Second) // kubelets probe once a second
 				w.fresh(t)
-				told := w.a.Follow(t.Context())
+				events := w.a.Follow(t.Context())
 				r := during(t, w, func() { must(t, fault.do(t.Context(), w.a)) })
 				leaked += len(w.sniffer.Take())
 				reports = append(reports, r)
-				t.Logf("%d of %d lost, pause %.2f s, TCP %.2f s, %d broken\n%s", r.Sent-r.Answered, r.Sent, r.Pause, r.TCPPause, r.Broken, told())
+				t.Logf("%d of %d lost, pause %.2f s, TCP %.2f s, %d broken\n%s", r.Sent-r.Answered, r.Sent, r.Pause, r.TCPPause, r.Broken, events())
 			}
 			row := rowOf(reports, leaked, load)
 			t.Log(row.line(fault.name))

@@ -154,8 +154,8 @@ func (k *Kernel) changeTable(remove bool, have func() *table, want table, rememb
 // error the table may be unchanged, or differ from both have and want.
 func (k *Kernel) changeElements(have, want table) error {
 	type change struct {
-		set         kernel.FilterSet
-		gone, added []nftables.SetElement
+		set            kernel.FilterSet
+		removed, added []nftables.SetElement
 	}
 	var differ []change
 	var messages []nfnl.Message
@@ -163,8 +163,8 @@ func (k *Kernel) changeElements(have, want table) error {
 		if have.sets[i].Elements == set.Elements {
 			continue
 		}
-		added, _, gone := diff.Of(strings.Fields(have.sets[i].Elements), strings.Fields(set.Elements), func(text string) string { return text })
-		remove, err := elementsFor(set, gone)
+		added, _, removed := diff.Of(strings.Fields(have.sets[i].Elements), strings.Fields(set.Elements), func(text string) string { return text })
+		remove, err := elementsFor(set, removed)
 		if err != nil {
 			return err
 		}
@@ -192,15 +192,15 @@ func (k *Kernel) changeElements(have, want table) error {
 		k.closeNFT()
 		return err
 	}
-	var asked []element
+	var expected []element
 	for _, d := range differ {
-		if len(d.gone)+len(d.added) <= fewElements {
-			asked = append(asked, elementsAfter(d.set.Name, d.gone, d.added)...)
+		if len(d.removed)+len(d.added) <= fewElements {
+			expected = append(expected, elementsAfter(d.set.Name, d.removed, d.added)...)
 		}
 	}
-	unlike, err := k.unlike(want.nft, asked)
+	unlike, err := k.unlike(want.nft, expected)
 	for _, d := range differ {
-		if few := len(d.gone)+len(d.added) <= fewElements; err == nil && few && !slices.Contains(unlike, d.set.Name) {
+		if few := len(d.removed)+len(d.added) <= fewElements; err == nil && few && !slices.Contains(unlike, d.set.Name) {
 			continue
 		}
 		if got, err := readElements(want.nft, d.set.Name); err != nil || got != d.set.Elements {
@@ -251,16 +251,16 @@ const fewElements = 16
 type element struct {
 	set string
 	nftables.SetElement
-	there bool
+	present bool
 }
 
 // elementsAfter returns the elements that show whether a set has the added elements and lacks the
 // removed ones.
-func elementsAfter(set string, gone, added []nftables.SetElement) (all []element) {
+func elementsAfter(set string, removed, added []nftables.SetElement) (all []element) {
 	for _, e := range added {
 		all = append(all, element{set, e, true})
 	}
-	for _, e := range gone {
+	for _, e := range removed {
 		if e.IntervalEnd || slices.ContainsFunc(added, func(a nftables.SetElement) bool { return !a.IntervalEnd && bytes.Equal(a.Key, e.Key) }) {
 			continue // now part of a network of another length, so its key is still present
 		}
@@ -273,28 +273,28 @@ func elementsAfter(set string, gone, added []nftables.SetElement) (all []element
 // another, its start also ends the other. An error may mean that the kernel does not support such
 // queries.
 func (k *Kernel) unlike(t *nftables.Table, all []element) (sets []string, err error) {
-	there, err := k.there(t, all)
+	present, err := k.contains(t, all)
 	if err != nil {
 		return nil, err
 	}
 	for i, e := range all {
-		if e.there && !there[i] && e.IntervalEnd {
-			begins, err := k.there(t, []element{{set: e.set, SetElement: nftables.SetElement{Key: e.Key}}})
+		if e.present && !present[i] && e.IntervalEnd {
+			begins, err := k.contains(t, []element{{set: e.set, SetElement: nftables.SetElement{Key: e.Key}}})
 			if err != nil {
 				return nil, err
 			}
-			there[i] = begins[0]
+			present[i] = begins[0]
 		}
-		if there[i] != e.there {
+		if present[i] != e.present {
 			sets = append(sets, e.set)
 		}
 	}
 	return sets, nil
 }
 
-// there queries several elements in one request, and reports which of them exist. For each key, the
-// kernel returns the element with that key, or the start of the interval that contains the key.
-func (k *Kernel) there(t *nftables.Table, all []element) ([]bool, error) {
+// contains queries several elements in one request, and reports which of them exist. For each key,
+// the kernel returns the element with that key, or the start of the interval that contains the key.
+func (k *Kernel) contains(t *nftables.Table, all []element) ([]bool, error) {
 	if len(all) == 0 {
 		return nil, nil
 	}
@@ -310,7 +310,7 @@ func (k *Kernel) there(t *nftables.Table, all []element) ([]bool, error) {
 		k.closeNFT()
 		return nil, err
 	}
-	there := make([]bool, len(all))
+	present := make([]bool, len(all))
 	for i, e := range all {
 		answers, err := c.Receive()
 		if errors.Is(err, unix.ENOENT) {
@@ -327,9 +327,9 @@ func (k *Kernel) there(t *nftables.Table, all []element) ([]bool, error) {
 		key := nested(nested(got, unix.NFTA_SET_ELEM_KEY), unix.NFTA_DATA_VALUE)
 		flags := nested(got, unix.NFTA_SET_ELEM_FLAGS)
 		end := len(flags) == 4 && binary.BigEndian.Uint32(flags)&unix.NFT_SET_ELEM_INTERVAL_END != 0
-		there[i] = bytes.Equal(key, e.Key) && (e.IntervalEnd || !end)
+		present[i] = bytes.Equal(key, e.Key) && (e.IntervalEnd || !end)
 	}
-	return there, nil
+	return present, nil
 }
 
 // readElements is haveElements with its own socket.

@@ -185,11 +185,11 @@ func TestEventsOfOwnTablesAreIgnored(t *testing.T) {
 // copy of them.
 func TestForeignChangesAreRepairedAlthoughReadsAreCached(t *testing.T) {
 	n := open(t, RouteAgent)
-	told := make(chan struct{}, 1)
+	notified := make(chan struct{}, 1)
 	if err := Do(n.f, func() error {
 		return n.k.Events(t.Context(), func() {
 			select {
-			case told <- struct{}{}:
+			case notified <- struct{}{}:
 			default:
 			}
 		})
@@ -207,12 +207,12 @@ func TestForeignChangesAreRepairedAlthoughReadsAreCached(t *testing.T) {
 	}
 	for _, change := range []string{"ip route flush table 4202", "ip rule del priority 422", "ip route replace blackhole 10.64.1.0/24 table 4202 metric 420000 proto 4",
 		"ip route add blackhole 10.99.0.0/16 table 4202 proto 72"} {
-		for range len(told) {
-			<-told
+		for range len(notified) {
+			<-notified
 		}
 		n.run(change)
 		select {
-		case <-told:
+		case <-notified:
 		case <-time.After(time.Minute):
 			t.Fatalf("%s: notify was not called", change)
 		}

@@ -143,12 +143,12 @@ var (
 // the reason.
 func readFilter() []kernel.Filter {
 	var f kernel.Filter
-	elements, there, err := readTable(filterTable, f.Sets(), func(said func(string) []string) []kernel.FilterChain {
-		f.Pod = said("raw") == nil // only a node's filter has this chain
+	elements, exists, err := readTable(filterTable, f.Sets(), func(comments func(string) []string) []kernel.FilterChain {
+		f.Pod = comments("raw") == nil // only a node's filter has this chain
 		return f.Chains()
 	})
 	switch {
-	case !there:
+	case !exists:
 		return nil
 	case err != nil:
 		return []kernel.Filter{changed}
@@ -162,12 +162,12 @@ func readFilter() []kernel.Filter {
 // readSourceNAT is readFilter for the table of the SourceNAT.
 func readSourceNAT() []kernel.SourceNAT {
 	var s kernel.SourceNAT
-	elements, there, err := readTable(natTable, s.Sets(), func(said func(string) []string) []kernel.FilterChain {
-		s.Self = kernel.SelfOf(said("topeers"))
+	elements, exists, err := readTable(natTable, s.Sets(), func(comments func(string) []string) []kernel.FilterChain {
+		s.Self = kernel.SelfOf(comments("topeers"))
 		return s.Chains()
 	})
 	switch {
-	case !there:
+	case !exists:
 		return nil
 	case err != nil:
 		return []kernel.SourceNAT{changedNAT}
@@ -181,9 +181,9 @@ func readSourceNAT() []kernel.SourceNAT {
 // readBridge is readFilter for the table of the Bridge.
 func readBridge() []kernel.Bridge {
 	var b kernel.Bridge
-	elements, there, err := readTable(bridgeTable, b.Sets(), func(func(string) []string) []kernel.FilterChain { return kernel.BridgeChains })
+	elements, exists, err := readTable(bridgeTable, b.Sets(), func(func(string) []string) []kernel.FilterChain { return kernel.BridgeChains })
 	switch {
-	case !there:
+	case !exists:
 		return nil
 	case err != nil:
 		return []kernel.Bridge{changedBridge}
@@ -198,8 +198,8 @@ var errChanged = errors.New("another process has changed it")
 
 // readTable returns the elements of the sets of a table, whether the table exists, and an error if
 // its content is unexpected. chains returns the expected chains. To read the comments of a chain's
-// rules, it may call its argument said.
-func readTable(t *nftables.Table, sets []kernel.FilterSet, chains func(said func(chain string) []string) []kernel.FilterChain) (elements map[string]string, there bool, err error) {
+// rules, it may call its argument comments.
+func readTable(t *nftables.Table, sets []kernel.FilterSet, chains func(comments func(chain string) []string) []kernel.FilterChain) (elements map[string]string, exists bool, err error) {
 	c, err := newConn(nftables.AsLasting()) // the same socket for all requests
 	if err != nil {
 		return nil, false, err
@@ -225,11 +225,11 @@ func readTable(t *nftables.Table, sets []kernel.FilterSet, chains func(said func
 			return nil, true, err
 		}
 	}
-	want := chains(func(chain string) (said []string) {
+	want := chains(func(chain string) (comments []string) {
 		for _, r := range rules[chain] {
-			said = append(said, comment(r))
+			comments = append(comments, comment(r))
 		}
-		return said
+		return comments
 	})
 	if len(have) != len(want) {
 		return nil, true, errChanged
@@ -411,7 +411,7 @@ func Dropped() (map[string]uint64, error) {
 			}
 			for _, r := range rules { // none if the table does not exist
 				for _, e := range r.Exprs {
-					if n, is := e.(*expr.Counter); is && n.Packets > 0 {
+					if n, ok := e.(*expr.Counter); ok && n.Packets > 0 {
 						dropped[chain.Drops] += n.Packets
 					}
 				}

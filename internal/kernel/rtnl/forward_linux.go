@@ -208,8 +208,8 @@ func (f *forwarding) add(r foreignRule) {
 		f.ours = append(f.ours, r)
 		f.accept.Gateways = withWord(f.accept.Gateways, gateway)
 		f.accept.Elsewhere = withWord(f.accept.Elsewhere, elsewhere)
-		is := func(r foreignRule, comment string) bool { return r.comment == comment }
-		f.right = f.before == 0 && slices.EqualFunc(f.ours, f.accept.Comments(), is)
+		hasComment := func(r foreignRule, comment string) bool { return r.comment == comment }
+		f.right = f.before == 0 && slices.EqualFunc(f.ours, f.accept.Comments(), hasComment)
 	case r.refuses && f.before == 0:
 		f.refuses, f.before = true, r.handle
 	}

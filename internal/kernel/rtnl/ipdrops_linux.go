@@ -38,8 +38,8 @@ func DroppedByIP() (map[string]uint64, error) {
 func addSNMP(to map[string]uint64, text string) {
 	var names []string
 	for line := range strings.Lines(text) {
-		values, is := strings.CutPrefix(line, "Ip: ")
-		if !is {
+		values, ok := strings.CutPrefix(line, "Ip: ")
+		if !ok {
 			continue
 		}
 		if names == nil {
@@ -58,7 +58,7 @@ func addSNMP(to map[string]uint64, text string) {
 func addSNMP6(to map[string]uint64, text string) {
 	for line := range strings.Lines(text) {
 		if f := strings.Fields(line); len(f) == 2 {
-			if name, is := strings.CutPrefix(f[0], "Ip6"); is {
+			if name, ok := strings.CutPrefix(f[0], "Ip6"); ok {
 				n, _ := strconv.ParseUint(f[1], 10, 64)
 				to[name] += n
 			}

@@ -253,10 +253,10 @@ func (k *Kernel) apply(want kernel.State, plan func(have, want kernel.State) ker
 	k.failed.nat, k.failed.bridge = nil, nil
 	for _, o := range plan(have, want) {
 		err := k.change(o)
-		if _, is := o.Object.(kernel.Filter); is && err != nil && !o.Remove {
+		if _, isFilter := o.Object.(kernel.Filter); isFilter && err != nil && !o.Remove {
 			return done, fmt.Errorf("%w: %w (want a kernel with nftables, conntrack and fib, and CAP_NET_ADMIN)", ErrFilter, err)
 		}
-		if limit, is := limitOf(o, err); is {
+		if limit, ok := limitOf(o, err); ok {
 			switch o.Object.(type) {
 			case kernel.SourceNAT:
 				k.failed.nat = err
@@ -302,7 +302,7 @@ func bridgesFiltered() bool {
 
 // limitOf returns the Limit that results from the failure to make an optional object. It returns
 // false for other objects.
-func limitOf(o kernel.Op, err error) (l kernel.Limit, is bool) {
+func limitOf(o kernel.Op, err error) (l kernel.Limit, ok bool) {
 	if err == nil || o.Remove {
 		return l, false
 	}

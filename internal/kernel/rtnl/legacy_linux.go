@@ -62,8 +62,8 @@ func legacyLimits(want kernel.SourceNAT) []kernel.Limit {
 	if !ok {
 		pod, ok = firstAddr(want.Pods)
 	}
-	remote, there := firstAddr(want.Remote)
-	if !ok || !there {
+	remote, hasRemote := firstAddr(want.Remote)
+	if !ok || !hasRemote {
 		return nil
 	}
 	t, err := readLegacy()
@@ -166,7 +166,7 @@ func (t legacyTable) entry(at int) (matches, target []byte, next int, ok bool) {
 
 // standard returns the verdict of a standard target: a negative verdict, or the offset of the entry
 // to which the target jumps.
-func standard(target []byte) (verdict int, is bool) {
+func standard(target []byte) (verdict int, ok bool) {
 	if target[2] != 0 || len(target) < xtMatchSize+4 {
 		return 0, false
 	}
@@ -187,8 +187,8 @@ func (t legacyTable) forwarding() (f forwarding) {
 			return forwarding{accept: f.accept, fixed: true}
 		}
 		comment, conditions := conditionsOf(matches)
-		verdict, is := standard(target)
-		refuses := !conditions && (is && verdict == -nfDrop-1 || targetName(target) == "REJECT")
+		verdict, isStandard := standard(target)
+		refuses := !conditions && (isStandard && verdict == -nfDrop-1 || targetName(target) == "REJECT")
 		if at == t.policy {
 			if f.before == 0 {
 				f.refuses = refuses
@@ -318,10 +318,10 @@ func lockLegacy() (*os.File, error) {
 	return f, nil
 }
 
-// rewritten returns struct ipt_replace without the rules in gone. It inserts the entries in added
-// at the offset before, unless that is negative. kept maps each new entry to its old one, or to -1
-// for added entries.
-func (t legacyTable) rewritten(gone []foreignRule, added [][]byte, before int) (b []byte, kept []int, ok bool) {
+// rewritten returns struct ipt_replace without the rules in removed. It inserts the entries in
+// added at the offset before, unless that is negative. kept maps each new entry to its old one, or
+// to -1 for added entries.
+func (t legacyTable) rewritten(removed []foreignRule, added [][]byte, before int) (b []byte, kept []int, ok bool) {
 	moved := make(map[int]int) // old offset → new offset of entries
 	itself := make(map[int]int)
 	var entries []byte
@@ -338,7 +338,7 @@ func (t legacyTable) rewritten(gone []foreignRule, added [][]byte, before int) (
 			}
 		}
 		itself[at] = len(entries)
-		if !slices.ContainsFunc(gone, func(r foreignRule) bool { return r.handle == uint64(at) }) {
+		if !slices.ContainsFunc(removed, func(r foreignRule) bool { return r.handle == uint64(at) }) {
 			entries = append(entries, t.entries[at:next]...)
 			kept = append(kept, i)
 		}
@@ -350,7 +350,7 @@ func (t legacyTable) rewritten(gone []foreignRule, added [][]byte, before int) (
 		if !ok {
 			return nil, nil, false
 		}
-		if verdict, is := standard(target); is && verdict >= 0 {
+		if verdict, isStandard := standard(target); isStandard && verdict >= 0 {
 			to, known := moved[verdict]
 			if !known {
 				return nil, nil, false

@@ -24,8 +24,8 @@ func (t legacyTable) drops(src, dst netip.Addr, in, out string) bool {
 			at = next
 			continue
 		}
-		verdict, is := standard(target)
-		if !is {
+		verdict, isStandard := standard(target)
+		if !isStandard {
 			if name := targetName(target); name == "REJECT" || name == "DROP" {
 				return true
 			}
@@ -75,9 +75,9 @@ func entryMatches(e []byte, src, dst netip.Addr, in, out string) bool {
 		if name == "" {
 			return inverted&flag == 0
 		}
-		is := padded(name)
-		for i := range is {
-			if is[i]&mask[i] != want[i]&mask[i] {
+		have := padded(name)
+		for i := range have {
+			if have[i]&mask[i] != want[i]&mask[i] {
 				return inverted&flag != 0
 			}
 		}

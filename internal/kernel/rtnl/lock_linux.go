@@ -51,10 +51,10 @@ func ownTable(c *nfnl.Conn, owner kernel.Owner) (err error) {
 		if err = inTransaction(c, 0, tableMessage(unix.NFT_MSG_NEWTABLE, owner.Lock)); err == nil {
 			return nil
 		}
-		port, asked := tableHolder(c, owner.Lock)
+		port, queryErr := tableHolder(c, owner.Lock)
 		switch {
-		case errors.Is(asked, unix.ENOENT):
-		case asked != nil:
+		case errors.Is(queryErr, unix.ENOENT):
+		case queryErr != nil:
 			return err
 		case port == 0: // the table was made by hand, without an owner
 			return inTransaction(c, 0, tableMessage(unix.NFT_MSG_DELTABLE, owner.Lock), tableMessage(unix.NFT_MSG_NEWTABLE, owner.Lock))
@@ -113,9 +113,9 @@ func inTransaction(c *nfnl.Conn, generation uint32, messages ...nfnl.Message) er
 
 // tableHolder returns the port of the socket that owns a table, or 0 if the table has no owner.
 func tableHolder(c *nfnl.Conn, name string) (port uint32, err error) {
-	ask := tableMessage(unix.NFT_MSG_GETTABLE, name)
-	ask.Header.Flags = nfnl.Request
-	answers, err := c.Execute(ask)
+	request := tableMessage(unix.NFT_MSG_GETTABLE, name)
+	request.Header.Flags = nfnl.Request
+	answers, err := c.Execute(request)
 	if err != nil {
 		return 0, err
 	}

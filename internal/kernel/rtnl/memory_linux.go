@@ -138,9 +138,9 @@ type neighbor struct {
 
 // neighborValue is the value of an entry, or zero if the entry does not exist.
 type neighborValue struct {
-	there bool
-	mac   kernel.MAC
-	dst   netip.Addr
+	present bool
+	mac     kernel.MAC
+	dst     netip.Addr
 }
 
 // write records the value that we are about to give to a neighbour. Events about removals, and all

@@ -336,9 +336,9 @@ func (k *Kernel) changeLink(v kernel.Link) error {
 // addr is the destination.
 func neighborOf(index, family int, mac kernel.MAC, addr netip.Addr) (neighbor, neighborValue) {
 	if family == unix.AF_BRIDGE {
-		return neighbor{index: index, mac: mac}, neighborValue{there: true, mac: mac, dst: addr}
+		return neighbor{index: index, mac: mac}, neighborValue{present: true, mac: mac, dst: addr}
 	}
-	return neighbor{index: index, addr: addr}, neighborValue{there: true, mac: mac}
+	return neighbor{index: index, addr: addr}, neighborValue{present: true, mac: mac}
 }
 
 func (k *Kernel) changeNeigh(remove bool, in kernel.Namespace, dev string, n *netlink.Neigh) (err error) {

@@ -548,7 +548,7 @@ func TestSetElementsAreQueriedOneByOne(t *testing.T) {
 		{"nodes", "172.30.1.12", false, false},
 	} {
 		e := nftables.SetElement{Key: netip.MustParseAddr(tc.addr).AsSlice(), IntervalEnd: tc.end}
-		if there, err := n.k.there(filterTable, []element{{set: tc.set, SetElement: e}}); err != nil || there[0] != tc.there {
+		if there, err := n.k.contains(filterTable, []element{{set: tc.set, SetElement: e}}); err != nil || there[0] != tc.there {
 			t.Errorf("%+v: there %v, %v", tc, there, err)
 		}
 	}

@@ -96,8 +96,8 @@ func (g *Gateway) Write(ctx context.Context, placed func(), report func() (Repor
 // writer is the state of one Write.
 type writer struct {
 	*Gateway
-	memory map[types.UID]*memory
-	logged string // last logged problem with Pods and Service
+	memory     map[types.UID]*memory
+	lastLogged string // last logged problem with Pods and Service
 
 	moving [32]byte  // the next private key in the last round
 	moved  time.Time // time since which no peer has lagged
@@ -301,10 +301,10 @@ func rank(p corev1.Pod, self string) int {
 
 // logProblem logs a new problem that prevents marking the Pods or the Service.
 func (w *writer) logProblem(trouble string) {
-	if trouble != w.logged && trouble != "" {
+	if trouble != w.lastLogged && trouble != "" {
 		w.log.Warn("cannot mark the active gateway; peers may not reach it", "problem", trouble)
 	}
-	w.logged = trouble
+	w.lastLogged = trouble
 }
 
 func text(labels map[string]string) string {

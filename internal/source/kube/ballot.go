@@ -254,9 +254,9 @@ func (e *election) voters() (all, answering int) {
 	return all, len(e.votes.View().Heard)
 }
 
-// majorityLocked reports whether a majority of the voters has answered recently. The caller holds
-// e.mu.
-func (e *election) majorityLocked(v voting.View) bool {
+// hasMajorityLocked reports whether a majority of the voters has answered recently. The caller
+// holds e.mu.
+func (e *election) hasMajorityLocked(v voting.View) bool {
 	answering := 0
 	for _, name := range v.Heard {
 		if _, votes := e.list.Voters[name]; votes {
@@ -280,8 +280,8 @@ func staleList(list voting.List, v voting.View) string {
 
 // reevaluateVotesLocked decides who is active while votes decide. The caller holds e.mu.
 func (e *election) reevaluateVotesLocked(v voting.View, now time.Time) {
-	if majority := e.majorityLocked(v) && staleList(e.list, v) == ""; majority || e.majority {
-		e.majority, e.majorityAt = majority, now
+	if has := e.hasMajorityLocked(v) && staleList(e.list, v) == ""; has || e.hasMajority {
+		e.hasMajority, e.lastMajority = has, now
 	}
 	name, again := e.name, v.Holds && v.Epoch > uint64(e.transition) // this replica may have got the votes again without another gateway in between
 	switch {

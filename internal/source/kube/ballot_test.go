@@ -219,7 +219,7 @@ func TestAStandbyThatHearsTooFewVotersIsNotReady(t *testing.T) {
 	if err := e.cannotTakeOver(now); err == nil || !strings.Contains(err.Error(), "of the 3 nodes that vote, a, b, c do not answer it at UDP port 4801, and it needs the votes of 2") {
 		t.Errorf("a standby that never heard a voter says %v", err)
 	}
-	e.majority = true // a majority has answered until now
+	e.hasMajority = true // a majority has answered until now
 	e.reevaluate(now)
 	if err := e.cannotTakeOver(now.Add(unansweredMost - 1)); err != nil {
 		t.Errorf("shortly after it heard them it says %v", err)
@@ -228,7 +228,7 @@ func TestAStandbyThatHearsTooFewVotersIsNotReady(t *testing.T) {
 		t.Error("it heard them too long ago, and is ready")
 	}
 	for enough, answering := range map[bool]voting.View{false: {Heard: []string{"b", "stranger"}}, true: {Heard: []string{"b", "c"}}} {
-		if got := e.majorityLocked(answering); got != enough {
+		if got := e.hasMajorityLocked(answering); got != enough {
 			t.Errorf("with answers of %v it hears enough: %v", answering.Heard, got)
 		}
 	}
@@ -477,7 +477,7 @@ func newThreeVoters(t *testing.T, subnet byte) *threeVoters {
 	s.election = electionWith(&simLeases{g: s.world.gw[0]}, "me", func() string { return "" }, quiet)
 	s.election.votes = &ballot{Candidate: s.candidate("me", s.addrOf(101)), wanted: true,
 		key: func() {}, agents: func() *map[string]bool { return nil }}
-	s.election.setCandidate(true)
+	s.election.setEligible(true)
 	s.until("nodes vote", func() bool {
 		s.step()
 		return s.election.byVotes()

@@ -80,9 +80,9 @@ type election struct {
 	switching    bool        // a request to change between Lease and votes is pending or was lost, so it is unknown which of them decides
 	switchedFrom string      // version of the Lease before the request of switching
 	lacking      bool        // this replica is the holder but lacks a majority of votes
-	majority     bool        // a majority of the voters has answered recently
-	majorityAt   time.Time   // when majority was last true; zero: never
-	candidate    bool        // this replica may become active
+	hasMajority  bool        // a majority of the voters has answered recently
+	lastMajority time.Time   // when hasMajority was last true; zero: never
+	eligible     bool        // this replica may become active
 	renewed      time.Time   // when the last successful renewal by this replica was sent
 	seen         time.Time   // when the present version of the Lease was first seen, counting only time with contact to the API server
 	last         time.Time   // last contact with the API server
@@ -345,7 +345,7 @@ func (e *election) reevaluateLocked(now time.Time) {
 	if e.votes != nil {
 		e.votes.See(uint64(e.transition))
 		votes := e.byVotesLocked()
-		e.votes.Allow(e.candidate && (votes || e.switching || v.confirmed && e.votes.wanted), v.confirmed && !votes, votes || e.switching)
+		e.votes.Allow(e.eligible && (votes || e.switching || v.confirmed && e.votes.wanted), v.confirmed && !votes, votes || e.switching)
 		if votes && !e.switching {
 			e.reevaluateVotesLocked(e.votes.View(), now)
 			return
@@ -482,11 +482,11 @@ func (e *election) recall(known acquaintance) {
 	}
 }
 
-// setCandidate sets whether this replica may become active.
-func (e *election) setCandidate(may bool) {
+// setEligible sets whether this replica may become active.
+func (e *election) setEligible(eligible bool) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	e.candidate = may
+	e.eligible = eligible
 	e.reevaluateLocked(time.Now())
 }
 
@@ -499,7 +499,7 @@ func (e *election) release() error {
 	if e.byVotes() {
 		e.votes.Release()
 	}
-	e.setCandidate(false)
+	e.setEligible(false)
 	ctx, cancel := context.WithTimeout(context.Background(), leaseTimeout)
 	defer cancel()
 	lease, err := e.leases.Get(ctx, isthmus.LeaseGateway, metav1.GetOptions{})

@@ -169,7 +169,7 @@ func (g *Gateway) Run(ctx context.Context, serve func(ctx context.Context, begin
 	g.mu.Lock()
 	g.election = e
 	g.mu.Unlock()
-	e.setCandidate(true)
+	e.setEligible(true)
 
 	electing, leave := context.WithCancel(ctx)
 	var elector sync.WaitGroup
@@ -314,13 +314,13 @@ func (g *Gateway) prepare(ctx context.Context, group *sync.WaitGroup, e *electio
 		return err
 	}
 	group.Go(func() { _ = g.objects.Start(ctx) }) // Start ends only with ctx
-	reevaluate := func() {
+	objectsChanged := func() {
 		g.objectsChanged.Store(true)
 		g.look.set()
 	}
 	err = errors.Join(
 		g.objects.watch(ctx, g.look.set, waiting, &corev1.Secret{}, &corev1.Service{}, &isthmus.NetworkAllocation{}, &discoveryv1.EndpointSlice{}),
-		g.objects.watch(ctx, reevaluate, waiting, &v1alpha1.NatMapping{}, &v1alpha1.TunnelEndpoint{}),
+		g.objects.watch(ctx, objectsChanged, waiting, &v1alpha1.NatMapping{}, &v1alpha1.TunnelEndpoint{}),
 		g.objects.watchBy(ctx, g.locations.handler(g.look.set), waiting, &corev1.Node{}))
 	if err != nil {
 		return err

@@ -137,7 +137,7 @@ func (g *Gateway) watchReports(ctx context.Context, group *sync.WaitGroup) {
 // waiter returns a function that logs the reason for waiting, whenever it changes and twice a
 // minute.
 func (g *Gateway) waiter() func(error) {
-	var logged time.Time
+	var lastLogged time.Time
 	var last string
 	return func(err error) {
 		if err == nil {
@@ -146,8 +146,8 @@ func (g *Gateway) waiter() func(error) {
 		g.mu.Lock()
 		g.wait = kubeerr.Plain("the API server", err)
 		g.mu.Unlock()
-		if text := err.Error(); text != last || time.Since(logged) > 30*time.Second {
-			last, logged = text, time.Now()
+		if text := err.Error(); text != last || time.Since(lastLogged) > 30*time.Second {
+			last, lastLogged = text, time.Now()
 			g.log.Warn("waiting for the API server", "error", err)
 		}
 	}

@@ -37,7 +37,7 @@ const QuestionPort = 5870
 //	48  to      16  identity of the receiver
 //	64  tag     32  HMAC-SHA256 of the octets before it
 //
-// A question contains no claim: it only shows that its sender exists. At most it causes a
+// A question contains no state: it only shows that its sender exists. At most it causes a
 // question in return. A gateway accepts an answer only with the nonce of its own question, so
 // replayed datagrams have no effect. Question and answer have the same length, and only a
 // question with a valid tag is answered, so there is no amplification.
@@ -342,7 +342,7 @@ func (e *election) questions(now time.Time) (all []question) {
 	return all
 }
 
-// answer returns this gateway's answer to m: its claim, and for how long it leaves the Lease
+// answer returns this gateway's answer to m: its state, and for how long it leaves the Lease
 // alone.
 func (e *election) answer(m message, now time.Time) message {
 	e.mu.Lock()

@@ -16,12 +16,12 @@ import (
 // it.
 type refresher struct {
 	*Gateway
-	cluster   v1alpha1.ClusterIdentity
-	preshared *presharedKeys
-	requested requested
-	decider   fabric.GatewayDecider
-	logged    string    // problems as last logged
-	keyTries  time.Time // earliest time to create the Secret again
+	cluster    v1alpha1.ClusterIdentity
+	preshared  *presharedKeys
+	requested  requested
+	decider    fabric.GatewayDecider
+	lastLogged string    // problems as last logged
+	keyTries   time.Time // earliest time to create the Secret again
 
 	// State of syncTunnels.
 	writtenKey   [32]byte  // private key for which data.tunnels was last written or found correct
@@ -74,8 +74,8 @@ func (r *refresher) publish(s Snapshot) {
 	for i, p := range s.Problems {
 		texts[i] = p.Error()
 	}
-	if all := strings.Join(texts, "\n"); all != r.logged {
-		r.logged = all
+	if all := strings.Join(texts, "\n"); all != r.lastLogged {
+		r.lastLogged = all
 		for _, p := range s.Problems {
 			r.log.Warn("ignored an invalid object", "object", p.Origin.String(), "field", p.Field, "problem", p.Message)
 		}

@@ -71,10 +71,10 @@ const offerInterval = 10 * time.Second
 
 // offer is the result of reading the Secret with an offered key.
 type offer struct {
-	key    [32]byte  // zero: no key is offered
-	absent time.Time // since when every read has found no Secret; zero: the last read found it or failed
-	next   time.Time
-	logged string // last logged problem
+	key        [32]byte  // zero: no key is offered
+	absent     time.Time // since when every read has found no Secret; zero: the last read found it or failed
+	next       time.Time
+	lastLogged string // last logged problem
 }
 
 // offered returns the private key in a Secret that another program maintains. absence is how long
@@ -114,10 +114,10 @@ func (w *writer) readOffer(ctx context.Context, now time.Time) {
 	} else if apierrors.IsForbidden(err) { // otherwise keep the last result: the API server may be unavailable
 		wrong = err.Error()
 	}
-	if w.offer.next = now.Add(offerInterval); wrong != "" && wrong != w.offer.logged {
+	if w.offer.next = now.Add(offerInterval); wrong != "" && wrong != w.offer.lastLogged {
 		w.log.Warn("cannot use the offered private key", "secret", keyring.OfferName, "problem", wrong)
 	}
-	w.offer.logged = wrong
+	w.offer.lastLogged = wrong
 }
 
 // due reports whether the Secret may be written now.

@@ -44,7 +44,7 @@ func (e *election) cannotTakeOver(now time.Time) error {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	why := staleList(e.list, v)
-	if !e.byVotesLocked() || e.name == e.identity || e.majorityLocked(v) && why == "" || now.Sub(e.majorityAt) < unansweredMost {
+	if !e.byVotesLocked() || e.name == e.identity || e.hasMajorityLocked(v) && why == "" || now.Sub(e.lastMajority) < unansweredMost {
 		return nil
 	}
 	if why != "" {

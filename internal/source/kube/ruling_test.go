@@ -449,8 +449,8 @@ func (p phase) String() string {
 // every retryPeriod, and each attempt may take leaseTimeout.
 const settled = leaseDuration + deferFor + 2*(retryPeriod+leaseTimeout)
 
-// play runs the phases. Every 50 ms it checks that at most one gateway may send to peers
-// ("speaks"), and that no gateway that could speak is silent for long.
+// play runs the phases. Every 50 ms it checks that at most one gateway may send to peers, and
+// that no gateway that could send is silent for long.
 func play(t *testing.T, seed uint64, phases []phase) {
 	const look = 50 * time.Millisecond
 	synctest.Test(t, func(t *testing.T) {
@@ -518,7 +518,7 @@ func play(t *testing.T, seed uint64, phases []phase) {
 				time.Sleep(look)
 				a, b := w.gw[0].sends(), w.gw[1].sends()
 				if a && b {
-					failed(n, after, "two gateways speak")
+					failed(n, after, "two gateways send")
 				}
 				can := p.joined() && w.gw[0].e != nil && w.gw[1].e != nil && holders == 1 && w.gw[0].knows() && w.gw[1].knows() // each gateway asks the other
 				for i, g := range w.gw {
@@ -528,7 +528,7 @@ func play(t *testing.T, seed uint64, phases []phase) {
 					silent = 0
 				}
 				if silent > settled && can {
-					failed(n, after, "nobody speaks")
+					failed(n, after, "nobody sends")
 				}
 			}
 		}
@@ -722,7 +722,7 @@ func TestAStandbyRenewsTheLeaseOfAHolderThatAnswers(t *testing.T) {
 			}
 		}
 		if !a.sends() || b.sends() {
-			t.Errorf("a speaks: %v, b: %v", a.sends(), b.sends())
+			t.Errorf("a sends: %v, b: %v", a.sends(), b.sends())
 		}
 		if why := a.e.silence(); why != "" {
 			t.Error(why)
@@ -730,7 +730,7 @@ func TestAStandbyRenewsTheLeaseOfAHolderThatAnswers(t *testing.T) {
 		cut(links{[2]bool{false, true}, [2]bool{}})
 		time.Sleep(deferFor - stopEarly + questionInterval)
 		if a.sends() || !strings.Contains(a.e.silence(), "Pod b, which may have taken over, does not answer") {
-			t.Errorf("it speaks although nobody answers; %q", a.e.silence())
+			t.Errorf("it sends although nobody answers; %q", a.e.silence())
 		}
 		time.Sleep(stopEarly + leaseTimeout)
 		if !b.sends() {
@@ -747,23 +747,22 @@ func TestAStandbyRenewsTheLeaseOfAHolderThatAnswers(t *testing.T) {
 	})
 }
 
-// A gateway that restarts without an API server asks the gateways that it knew before it
-// speaks.
+// A gateway that restarts without an API server asks the gateways that it knew before it sends.
 func TestRestartedGatewayAsksOthersBeforeItSends(t *testing.T) {
 	known := acquaintance{Transition: 3, Others: map[string]netip.Addr{"b": netip.MustParseAddr("10.0.0.2")}}
 	now := time.Now()
-	start := func(claim leaseState, defers time.Duration) *election {
+	start := func(state leaseState, defers time.Duration) *election {
 		e := electionWith(nil, "a", nil, quiet)
 		e.recall(known)
 		e.resume(known)
 		if e.active() || e.silence() == "" {
-			t.Errorf("it speaks before it has asked; %q", e.silence())
+			t.Errorf("it sends before it has asked; %q", e.silence())
 		}
 		q := e.questions(now)
 		if len(q) != 1 || q[0].addr != known.Others["b"] {
 			t.Fatalf("it asks %+v", q)
 		}
-		e.handleAnswer(message{kind: kindAnswer, state: claim, defers: defers, nonce: q[0].nonce, from: idOf("b"), to: e.id}, now)
+		e.handleAnswer(message{kind: kindAnswer, state: state, defers: defers, nonce: q[0].nonce, from: idOf("b"), to: e.id}, now)
 		return e
 	}
 	if e := start(leaseState{transition: 3}, deferFor); !e.active() {
@@ -806,7 +805,7 @@ func TestStandbyPromisesNothingWhileItTakesTheLease(t *testing.T) {
 	now = now.Add(leaseDuration)
 	b.handleAnswer(message{kind: kindAnswer, state: leaseState{holds: true, transition: 1}, nonce: b.questions(now)[0].nonce, from: idOf("a"), to: b.id}, now)
 	if wait, renewForHolder := b.begin(now); wait != deferFor || !renewForHolder || defers() != deferFor {
-		t.Errorf("the holder answers: wait %v, vouch %v, defers %v", wait, renewForHolder, defers())
+		t.Errorf("the holder answers: wait %v, renew for it %v, defers %v", wait, renewForHolder, defers())
 	}
 	now = now.Add(deferFor)
 	if wait, _ := b.begin(now); wait != 0 {

@@ -27,7 +27,7 @@ type leaseState struct {
 	confirmed  bool  // this gateway is the holder, and its last renewal is too recent for a takeover
 	transition int32 // transitions of the Lease as last read or written; each takeover adds one
 	// silent is true for a holder that sends nothing to peers until other gateways, including
-	// the receiver of this claim, have answered.
+	// the receiver of this state, have answered.
 	silent bool
 }
 
@@ -69,13 +69,13 @@ type ruling struct {
 
 	// wait is how long this gateway must not write the Lease. At 0, it may write.
 	wait time.Duration
-	// deferring is true if the holder of the Lease answers and speaks.
+	// deferring is true if the holder of the Lease answers and sends.
 	deferring bool
 }
 
-// decide applies the rules that let only one gateway at a time send to peers ("speak"):
+// decide applies the rules that let only one gateway at a time send to peers:
 //
-//   - The holder speaks while its last renewal is recent (confirmed). After that, it needs recent
+//   - The holder sends while its last renewal is recent (confirmed). After that, it needs recent
 //     answers of all other gateways that they leave the Lease alone. A gateway that never had
 //     another one beside it continues alone.
 //   - The holder gives way to a gateway that knows of a later takeover, or that also holds the
@@ -87,7 +87,7 @@ type ruling struct {
 // This is safe because a standby counts the time of its promise to leave the Lease alone from
 // when it sent its own question, and its answers state the remaining time. The holder counts
 // that time, less stopEarly, from when it sent its question, which was before the answer was
-// made. So no two clocks are compared. A standby keeps its promises, and a holder speaks no
+// made. So no two clocks are compared. A standby keeps its promises, and a holder sends no
 // longer than they last. A holder reports that it is silent only to a gateway whose promise it
 // needs.
 func decide(v view) ruling {
