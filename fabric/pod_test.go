@@ -454,7 +454,7 @@ func TestNodeCannotClaimTheAddressOfAPod(t *testing.T) {
 }
 
 // A CNI may replace the source of a node's packets by one of its own addresses. The agent's report
-// of that address must not let the node use addresses of others.
+// of that address must not let the node use addresses of other nodes.
 func TestGatewayPodAcceptsReportedCNIAddressesOfNodes(t *testing.T) {
 	n := podNetwork(t)
 	n.Pods, n.Trusted = []NodePod{{Addr: ip("10.244.200.9"), Node: "n3"}}, false // as with Calico, which ignores podCIDRs

@@ -47,7 +47,7 @@ import (
 // block the store. Eviction does little harm, because a datagram whose fragments all arrive
 // needs its entry only for milliseconds. One source may use a quarter of the store. At that
 // bound its own oldest datagram is evicted, so that a flood of one host does not displace the
-// datagrams of others.
+// datagrams of other hosts.
 type fragmentStore struct {
 	mu    sync.Mutex
 	rule  *rule                        // outbound: the rule under which the stored decisions were made

@@ -28,7 +28,7 @@ func TestFairQueueServesAddressesAlternately(t *testing.T) {
 	rng := rand.New(rand.NewPCG(24, 1))
 	var turns datapath.Turns
 	waiting := make(map[netip.AddrPort][]uint32)
-	passed := make(map[netip.AddrPort]int) // datagrams of others since an address was last served, or queued its first datagram
+	passed := make(map[netip.AddrPort]int) // datagrams from other addresses since an address was last served, or queued its first datagram
 	total := 0
 	for n := range uint32(200_000) {
 		if rng.IntN(16) < 9 || total < 100 && n%50_000 < 25_000 {

@@ -121,8 +121,8 @@ func (k *Keeper) Ready() error {
 	return errors.New("this standby has not received the NAT flows of the active gateway yet")
 }
 
-// Listed reports whether this gateway has received all flows of an active one.
-func (k *Keeper) Listed() bool {
+// hasList reports whether this gateway has received all flows of an active one.
+func (k *Keeper) hasList() bool {
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	return k.listed

@@ -78,7 +78,7 @@ func NewLink(k *Keeper, o Options) *Link {
 // that has all flows of the active gateway does not wait: another gateway may have ended, and
 // would never answer.
 func (l *Link) Await(ctx context.Context) {
-	if l.k.Listed() {
+	if l.k.hasList() {
 		return
 	}
 	select {

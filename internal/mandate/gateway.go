@@ -278,9 +278,9 @@ func (g *Gateway) Receive(a Answer, now Time) {
 	}
 	v := &g.votes[i]
 	if v.incarnation != 0 && (a.Sent < v.heard || a.Sent == v.heard && !a.Ended && (a.Granted || a.Incarnation != v.incarnation)) {
-		return // older than the last answer, or a copy of it; but a farewell, or a refusal by the same incarnation, counts
+		return // older than the last answer, or a copy of it; but a final answer, or a refusal by the same incarnation, counts
 	}
-	if a.Incarnation != v.incarnation { // another voter runs on that node now, so a farewell no longer counts for longer than other votes
+	if a.Incarnation != v.incarnation { // another voter runs on that node now, so a final answer no longer counts for longer than other votes
 		v.until = min(v.until, a.Sent+g.timing.Mandate)
 	}
 	v.heard, v.incarnation, v.promise, v.free = a.Sent, a.Incarnation, a.Promise, now+a.Free

@@ -116,12 +116,12 @@ var bugs = []bug{
 	}},
 	{rule: "2: a voter that starts is not bound", where: "a voter is killed", started: func(v *Voter, _ *Promise) { v.bound = 0 }},
 	{rule: "1: nothing is stored", where: "a voter is killed", started: func(v *Voter, _ *Promise) { *v = *NewVoter(v.id, v.timing, v.incarnation, &Promise{}, 0) }},
-	{rule: "6: a farewell is not stored", large: true, where: "a voter ends", started: func(v *Voter, _ *Promise) { v.inheritedBound = 0 }},
-	{rule: "6: a farewell is forgotten at the next change", large: true, where: "a voter ends and is killed", asked: func(v *Voter, _ *Ask, _ Time) { v.inheritedBound = 0 }},
-	{rule: "6: a farewell counts as long when the next voter has answered", large: true, where: "a voter ends", heard: func(g *Gateway, v *vote, a Answer) { v.incarnation = a.Incarnation }},
-	{rule: "6: a farewell is not stored, in mid-mandate", where: "with a mandate, a voter ends", started: func(v *Voter, _ *Promise) { v.inheritedBound = 0 }},
-	{rule: "6: a farewell ends with any ask", where: "with a mandate, a voter ends", asked: func(v *Voter, _ *Ask, _ Time) { v.inheritedBound = 0 }},
-	{rule: "6: a farewell counts as long when the next voter has answered, in mid-mandate", where: "with a mandate, a voter ends", timing: func(t *Timing) { t.EndedBound, t.EndedMandate = 6, 5 },
+	{rule: "6: a final answer is not stored", large: true, where: "a voter ends", started: func(v *Voter, _ *Promise) { v.inheritedBound = 0 }},
+	{rule: "6: a final answer is forgotten at the next change", large: true, where: "a voter ends and is killed", asked: func(v *Voter, _ *Ask, _ Time) { v.inheritedBound = 0 }},
+	{rule: "6: a final answer counts as long when the next voter has answered", large: true, where: "a voter ends", heard: func(g *Gateway, v *vote, a Answer) { v.incarnation = a.Incarnation }},
+	{rule: "6: a final answer is not stored, in mid-mandate", where: "with a mandate, a voter ends", started: func(v *Voter, _ *Promise) { v.inheritedBound = 0 }},
+	{rule: "6: a final answer ends with any ask", where: "with a mandate, a voter ends", asked: func(v *Voter, _ *Ask, _ Time) { v.inheritedBound = 0 }},
+	{rule: "6: a final answer counts as long when the next voter has answered, in mid-mandate", where: "with a mandate, a voter ends", timing: func(t *Timing) { t.EndedBound, t.EndedMandate = 6, 5 },
 		heard: func(g *Gateway, v *vote, a Answer) { v.incarnation = a.Incarnation }},
 	{rule: "7: a voter without a promise votes for anybody", where: "a promise is lost", asked: func(v *Voter, a *Ask, _ Time) { a.Holds = a.Holds || v.empty }},
 	{rule: "5: a mandate lives on after a release", where: "a gateway releases", freed: func(g *Gateway, was Gateway) { *g = was }},
@@ -193,23 +193,23 @@ func (p *pair) frees(now Time) bool {
 	return answer.Granted
 }
 
-func TestFarewellBindsUntilTheHolderKnowsTheNextVoter(t *testing.T) {
+func TestFinalAnswerBindsUntilTheHolderKnowsTheNextVoter(t *testing.T) {
 	p := newPair(t)
 	p.g.Claim(1 * time.Second)
 	_, answer := p.asks(1 * time.Second)
 	p.g.Receive(answer, 1*time.Second)
 	promise, final, ok := p.v.End(1100 * time.Millisecond)
 	if !ok {
-		t.Fatal("no farewell")
+		t.Fatal("no final answer")
 	}
 	p.g.Receive(final, 1100*time.Millisecond)
 	if got := p.g.Until(); got != 1*time.Second+Usual.EndedMandate {
-		t.Errorf("the farewell counts until %v", got)
+		t.Errorf("the final answer counts until %v", got)
 	}
 	p.v = NewVoter("1", Usual, 2, &promise, 2*time.Second)
 	_, lost := p.asks(3 * time.Second)
 	if p.frees(5 * time.Second) {
-		t.Error("an ask that names the voter before ends the farewell")
+		t.Error("an ask that names the voter before ends the final answer")
 	}
 	if p.g.Receive(lost, 3100*time.Millisecond); p.g.Until() != 3*time.Second+Usual.Mandate {
 		t.Errorf("the ordinary vote counts until %v", p.g.Until())
@@ -217,7 +217,7 @@ func TestFarewellBindsUntilTheHolderKnowsTheNextVoter(t *testing.T) {
 	_, answer = p.asks(3200 * time.Millisecond)
 	p.g.Receive(answer, 3200*time.Millisecond)
 	if p.g.Receive(final, 3300*time.Millisecond); p.g.Until() != 3200*time.Millisecond+Usual.Mandate {
-		t.Errorf("a late farewell counts until %v", p.g.Until())
+		t.Errorf("a late final answer counts until %v", p.g.Until())
 	}
 	if end := 3200*time.Millisecond + Usual.Bound; p.frees(end-1) || !p.frees(end) {
 		t.Error("want the vote free when the last answer binds no more")
@@ -344,7 +344,7 @@ func TestGatewayAcceptsALaterRefusalOfTheSameAsk(t *testing.T) {
 	}
 }
 
-// If the vote counted, a late farewell of the earlier voter would count again, although it no
+// If the vote counted, a late final answer of the earlier voter would count again, although it no
 // longer binds the node.
 func TestLateVoteByTheNextVoterIsIgnored(t *testing.T) {
 	p := newPair(t)

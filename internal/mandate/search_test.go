@@ -78,7 +78,7 @@ func newWorld(gateways, voters int, left limits, lists []List, b *bug) *world {
 	}
 	w := &world{now: 100, left: left, lists: lists, bug: b, amnesia: left.reboots > 0, oldest: timing.Bound + 1}
 	if left.ends == 0 {
-		timing.EndedBound, timing.EndedMandate = 2, 1 // without farewells, shorter times suffice and the search is faster
+		timing.EndedBound, timing.EndedMandate = 2, 1 // without final answers, shorter times suffice and the search is faster
 	} else {
 		w.oldest = timing.EndedBound + 1
 	}
@@ -227,7 +227,7 @@ func (w *world) key(b []byte) []byte {
 		flag(v.released)
 		flag(v.empty)
 		number(v.last.Nonce)
-		if w.left.ends > 0 { // a farewell answers the last ask once more
+		if w.left.ends > 0 { // a final answer repeats the answer to the last ask
 			back(v.last.Sent)
 		}
 		columns[j] = string(b[begin:])
@@ -419,7 +419,7 @@ func (w *world) voterActs(j int, yield func(*world)) {
 		c := w.clone("%[2]s ends and starts", 0, j)
 		c.left.ends--
 		if promise, answer, ok := c.voters[j].End(c.now); ok {
-			lost := c.clone("the farewell of %[2]s is lost", 0, j)
+			lost := c.clone("the final answer of %[2]s is lost", 0, j)
 			again(lost, &promise)
 			for i := range c.gateways {
 				if c.gateways[i].id == promise.Holder && c.now-answer.Sent < w.oldest {
