@@ -65,9 +65,9 @@ var (
 	familyRTT        = gauge("peer_probe_rtt_last_seconds", "Round trip time of the last answered probe, while the peer answers.", "peer")
 	familyLoss       = gauge("peer_probe_loss_ratio", "Share of the probes of the last minute that were not answered, 0 to 1.", "peer")
 	familyPeerMTU    = gauge("peer_mtu_bytes", "Largest IP packet that is sent to the peer.", "peer")
-	familyPathMTU    = gauge("peer_path_mtu_bytes", "Largest IP packet in the tunnel that probes have shown to arrive at the peer; less than isthmus_peer_way_mtu_bytes if the path silently drops larger ones.", "peer")
-	familyWayMTU     = gauge("peer_way_mtu_bytes", "Largest IP packet in the tunnel that should arrive at the peer, according to the kernel's path MTU.", "peer")
-	familyTooBig     = counter("peer_too_big_total", "Packets larger than isthmus_peer_mtu_bytes: fragmented, or dropped with an ICMP error (told), or without one because of the rate limit (untold).", "peer", "result")
+	familyPathMTU    = gauge("peer_path_mtu_bytes", "Largest IP packet in the tunnel that probes have shown to arrive at the peer; less than isthmus_peer_expected_mtu_bytes if the path silently drops larger ones.", "peer")
+	familyKernelMTU  = gauge("peer_expected_mtu_bytes", "Largest IP packet in the tunnel that should arrive at the peer, according to the kernel's path MTU.", "peer")
+	familyTooBig     = counter("peer_too_big_total", "Packets larger than isthmus_peer_mtu_bytes: fragmented, dropped with an ICMP error (reported), or dropped without one because of the rate limit (rate_limited).", "peer", "result")
 	familyPeerFlows  = gauge("peer_nat_sessions", "NAT flows of the peer.", "peer")
 	familyPeerLimit  = gauge("peer_nat_sessions_limit", "Limit of NAT flows of the peer.", "peer")
 	familyFlowEvents = counter("peer_nat_session_events_total", "NAT flows created, expired, evicted because the limit was reached, and purged because new rules do not permit them.", "event", "peer")
@@ -175,14 +175,14 @@ func ofPeer(s *scrape, p *view) {
 	}
 	if path := p.tunnels[0].check.Path; !path.Confirmed.IsZero() || path.Narrow() {
 		s.add(familyPathMTU, float64(path.Bytes), peer)
-		s.add(familyWayMTU, float64(path.Ceiling), peer)
+		s.add(familyKernelMTU, float64(path.Ceiling), peer)
 	}
 	if p.translated {
 		addUse(s, peer, p.Local.Pod.Addr().Is4(), p.nat)
 		s.add(familyPeerMTU, float64(p.nat.MTU), peer)
 		s.count(familyTooBig, p.nat.Fragmented, peer, "result", "fragmented")
-		s.count(familyTooBig, p.nat.ErrorsSent, peer, "result", "told")
-		s.count(familyTooBig, p.nat.ErrorsLimited, peer, "result", "untold")
+		s.count(familyTooBig, p.nat.ErrorsSent, peer, "result", "reported")
+		s.count(familyTooBig, p.nat.ErrorsLimited, peer, "result", "rate_limited")
 		s.count(familyFlowEvents, p.nat.Created, peer, "event", "created")
 		s.count(familyFlowEvents, p.nat.Expired, peer, "event", "expired")
 		s.count(familyFlowEvents, p.nat.Evicted, peer, "event", "evicted")

@@ -128,7 +128,7 @@ func TestEachPeerHasItsOwnMTU(t *testing.T) {
 	a.learns(a.pinger("10.248.1.10").dontFragment(t), 1329, 1328) // from a node, behind the NAPT address
 
 	b.pod.passes(b.pod.pinger("10.250.1.10").dontFragment(t), 1440)
-	if n := a.metric(`isthmus_peer_too_big_total{peer="` + c.id + `",result="told"}`); n != "2" {
+	if n := a.metric(`isthmus_peer_too_big_total{peer="` + c.id + `",result="reported"}`); n != "2" {
 		t.Errorf("%s errors were sent", n)
 	}
 
@@ -272,8 +272,8 @@ func TestABlackHoleIsDetectedAndCleared(t *testing.T) {
 	a.pod.learns(large, 1440, 1232)
 	b.pod.passes(b.pod.pinger("10.250.1.10").dontFragment(t), 1232)
 	peer := `{peer="` + b.id + `"}`
-	if path, way := a.metric("isthmus_peer_path_mtu_bytes"+peer), a.metric("isthmus_peer_way_mtu_bytes"+peer); path != "1232" || way != "1440" {
-		t.Errorf("metrics say %s of %s", path, way)
+	if path, expected := a.metric("isthmus_peer_path_mtu_bytes"+peer), a.metric("isthmus_peer_expected_mtu_bytes"+peer); path != "1232" || expected != "1440" {
+		t.Errorf("metrics report %s of %s", path, expected)
 	}
 
 	if !*long {

@@ -35,7 +35,7 @@ type Promise struct {
 	List   uint64 `json:"list"` // version of the list
 	// Ended records that the voter ended in an orderly way. The next voter on the node then
 	// stays bound for Timing.EndedBound.
-	Ended bool `json:"farewell,omitempty"`
+	Ended bool `json:"ended,omitempty"`
 }
 
 // A Kind is the purpose of an ask.

@@ -88,7 +88,7 @@ type State struct {
 	Pending *Key `json:"pending,omitempty"`
 	Use     Key  `json:"use"` // key for handshakes; zero: none
 	// Previous is the previous key, which the peer may still use, or zero.
-	Previous Key `json:"former"`
+	Previous Key `json:"previous"`
 	// Sure is the ID of the exchange whose key the peer has used in a session.
 	Sure string `json:"sure,omitempty"`
 }

@@ -189,6 +189,9 @@ func (k kubelet) unmapIP(id, ip string) {
 // peer adds a peer with networks like ours, which sees our networks as podSeen and externalSeen.
 func peer(t *testing.T, id, podSeen, externalSeen string) {
 	t.Helper()
+	if testing.Short() {
+		t.Skip("needs an API server")
+	}
 	_, err := testStore.Update(t.Context(), func(b ipam.State) (ipam.State, error) {
 		b, _, err := b.Allocate(ipam.Request{ID: id, Pod: pfx("10.244.0.0/16"), External: pfx("10.245.0.0/24")})
 		return b.Answered(id, pfx(podSeen), pfx(externalSeen)), err

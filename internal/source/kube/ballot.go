@@ -294,7 +294,7 @@ func (e *election) reevaluateVotesLocked(v voting.View, now time.Time) {
 	e.lacking = name == e.identity && !v.Holds
 	if sending := name == e.identity && (v.Holds || e.sending); name != e.name || sending != e.sending {
 		if name != e.name {
-			e.log.Info("the nodes have elected the active gateway", "pod", name, "former", e.name, "epoch", e.transition)
+			e.log.Info("the nodes have elected the active gateway", "pod", name, "previous", e.name, "epoch", e.transition)
 		}
 		if name == e.identity && (name != e.name || again) {
 			e.taken = takeover{e.elected(v.Released), now}

@@ -308,7 +308,7 @@ func (e *election) observe(lease *coordinationv1.Lease, now time.Time) {
 		e.transition = transition
 	}
 	if holder := holderOf(lease); holder != "" && holder != e.name {
-		e.log.Info("active gateway changed", "pod", holder, "former", e.name)
+		e.log.Info("active gateway changed", "pod", holder, "previous", e.name)
 		e.name = holder
 		e.changed.set()
 	}

@@ -25,7 +25,7 @@ import (
 type PresharedKey struct {
 	ID       string             `json:"id,omitempty"` // ID of the exchange that made Key
 	Key      postquantum.Secret `json:"presharedKey,omitzero"`
-	Previous postquantum.Secret `json:"formerPresharedKey,omitzero"`
+	Previous postquantum.Secret `json:"previousPresharedKey,omitzero"`
 	Changing bool               `json:"changing,omitempty"`
 }
 
