@@ -42,7 +42,7 @@ var reasons = []reason{
 	{"docs/install.md", "skopeo ", "a registry is needed", ""},
 	{"docs/lifecycle.md", "kubectl -n isthmus-system annotate lease ", "a restored Lease is needed, with voters that nobody knows", ""},
 	{"docs/liqo.md", "", "a Liqo is needed; its objects are made from the page and exchanged with a manager", "test/control/liqodoc_test.go: docs/liqo.md"},
-	{"docs/peering.md", "", "output of an example, in which a peer has changed its claim", "internal/peering/claims_test.go: Consent"},
+	{"docs/peering.md", "", "output of an example, in which a peer advertises other networks", "internal/peering/claims_test.go: Consent"},
 	{"docs/recipes.md", "isthmus install --context paris --pod-cidr", "containers are needed, and an image", "test/control/refusal_test.go: reconfigure("},
 	{"docs/recipes.md", "isthmus install --context oslo", "containers are needed, and an image", "test/nodes/lifecycle_test.go: \"Install\""},
 	{"docs/recipes.md", "kubectl ", "no kubectl is there; the test applies the objects itself", "test/fleet/recipes_test.go: applyRecipe("},
