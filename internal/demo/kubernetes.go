@@ -45,10 +45,11 @@ func RunKubernetes(ctx context.Context, o Options) (err error) {
 			err = errors.Join(err, os.RemoveAll(k.images))
 		}
 	}()
-	for _, step := range []struct {
+	type step struct {
 		title string
 		do    func() error
-	}{
+	}
+	steps := []step{
 		{"Two clusters of two nodes, with kubelet, containerd, kube-proxy, CoreDNS, and the same PodCIDR and Service CIDR", k.clusters},
 		{"isthmus install --cluster-name NAME --services --configure-dns, in both", k.install},
 		{"isthmus peer --context a --remote-context b --services default", k.peer},
@@ -57,7 +58,11 @@ func RunKubernetes(ctx context.Context, o Options) (err error) {
 		{"CoreDNS reads its new Corefile, which kubelets give it within two minutes", k.names},
 		{"kubectl apply, in b: the Service web and its ServiceExport", k.export},
 		{"The same in a, which has a web server too; then all nodes of b lose power", k.fail},
-	} {
+	}
+	if o.Keep {
+		steps = append(steps, step{"The nodes of b start again", k.restart})
+	}
+	for _, step := range steps {
 		start := time.Now()
 		fmt.Fprintf(o.Out, "\n%s\n", step.title)
 		if err := step.do(); err != nil {
@@ -326,4 +331,9 @@ func (k *kubernetes) fail() error {
 	fmt.Fprintf(k.Out, "  %d requests, one after the other, each for a second at most\n", requests)
 	fmt.Fprintf(k.Out, "  %d of them got no answer, the last %.1f s after the crash: then the endpoints in b left rotation\n", unanswered, last.Seconds())
 	return nil
+}
+
+// restart boots the nodes that fail has powered off, so that kept clusters are of use.
+func (k *kubernetes) restart() error {
+	return lab.Each(k.set.Clusters[1].Nodes, func(n *kubenodes.Node) error { return n.Start(k.ctx) })
 }

@@ -27,6 +27,8 @@ func AgentHops(cluster, source string, found Components, a Agents) (hops []Hop) 
 	}
 	hop.State, hop.Text = Works, fmt.Sprintf("on all %d nodes", a.Nodes)
 	switch {
+	case a.Nodes == 0 && len(a.Unready) > 0:
+		hop.State, hop.Text = Unknown, "no node that should have an agent is ready"
 	case a.lacking > 0:
 		hop.FollowsGateway = a.lacking == a.Unreached
 		hop.State, hop.Text = Broken, fmt.Sprintf("pods on %d of %d nodes do not reach peers: %s", a.lacking, a.Nodes, safetext.FirstFew(a.Missing, "; "))

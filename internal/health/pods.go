@@ -114,6 +114,38 @@ func (f Components) problem(p *corev1.Pod) string {
 	return why
 }
 
+// problems returns, after a colon, the problems of these Pods, or "" if all of them work.
+func (f Components) problems(pods []*corev1.Pod) string {
+	var all []string
+	for _, p := range pods {
+		if why := f.problem(p); why != "" {
+			all = append(all, fmt.Sprintf("Pod %s %s", safetext.Of(p.Name), why))
+		}
+	}
+	if len(all) == 0 {
+		return ""
+	}
+	return ": " + safetext.FirstFew(all, "; ")
+}
+
+// ExplainManager adds the problems of the manager's Pods to the hop of its Lease if no manager is
+// active.
+func (f Components) ExplainManager(hop *Hop) {
+	if hop.State != Broken {
+		return
+	}
+	var managers []*corev1.Pod
+	for i := range f.Pods {
+		if p := &f.Pods[i]; p.Spec.ServiceAccountName == deploy.ManagerServiceAccount {
+			managers = append(managers, p)
+		}
+	}
+	slices.SortFunc(managers, byName)
+	hop.Text += f.problems(managers)
+}
+
+func byName(a, b *corev1.Pod) int { return cmp.Compare(a.Name, b.Name) }
+
 // Gateways returns the gateway Pods, sorted by name.
 func (f Components) Gateways() (all []*corev1.Pod) {
 	for i := range f.Pods {
@@ -121,7 +153,7 @@ func (f Components) Gateways() (all []*corev1.Pod) {
 			all = append(all, p)
 		}
 	}
-	slices.SortFunc(all, func(a, b *corev1.Pod) int { return cmp.Compare(a.Name, b.Name) })
+	slices.SortFunc(all, byName)
 	return all
 }
 
@@ -142,15 +174,7 @@ func (f Components) CheckGateway(hop *Hop, h Holder, now time.Time) {
 		if hop.State == Unknown && len(gateways) > 0 { // there are gateway Pods, so the gateway belongs to this installation
 			hop.State = Broken
 		}
-		var pods []string
-		for _, p := range gateways {
-			if why := f.problem(p); why != "" {
-				pods = append(pods, fmt.Sprintf("Pod %s %s", safetext.Of(p.Name), why))
-			}
-		}
-		if len(pods) > 0 {
-			hop.Text += ": " + safetext.FirstFew(pods, "; ")
-		}
+		hop.Text += f.problems(gateways)
 		if hop.State == Broken && len(gateways) == 0 {
 			hop.Text += ": there are no gateway Pods in the namespace"
 		}
@@ -285,7 +309,10 @@ func PodProblem(p *corev1.Pod) string {
 	}
 	for _, c := range p.Status.Conditions {
 		if c.Type == corev1.PodReady && c.Status != corev1.ConditionTrue {
-			return "is not ready: " + safetext.Of(cmp.Or(c.Message, c.Reason))
+			if text := cmp.Or(c.Message, c.Reason); text != "" { // the node controller writes neither
+				return "is not ready: " + safetext.Of(text)
+			}
+			return "is not ready"
 		}
 	}
 	return ""

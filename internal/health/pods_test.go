@@ -10,6 +10,7 @@ import (
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/deploy"
 )
 
 func TestGatewayHealthIncludesItsPods(t *testing.T) {
@@ -235,5 +236,37 @@ func TestRightsOfAnotherVersionMatterOnlyForABrokenComponent(t *testing.T) {
 	Components{Pods: []corev1.Pod{pod("isthmus-gateway", "1")}}.ExcuseRights(&works, nil, nil, "2")
 	if works.State != Works {
 		t.Errorf("nothing is missing, and it is %s", works.State)
+	}
+}
+
+// The node controller marks the Pods of a node that it does not hear as not ready, without a
+// message.
+func TestHopsNameTheProblemsOfPodsOnNodesThatAreNotReady(t *testing.T) {
+	pod := func(name, account string) corev1.Pod {
+		return corev1.Pod{ObjectMeta: metav1.ObjectMeta{Name: name}, Spec: corev1.PodSpec{NodeName: "n1", ServiceAccountName: account},
+			Status: corev1.PodStatus{Phase: corev1.PodRunning, Conditions: []corev1.PodCondition{{Type: corev1.PodReady, Status: corev1.ConditionFalse}}}}
+	}
+	found := Components{
+		Pods: []corev1.Pod{pod("m-2", deploy.ManagerServiceAccount), pod("m-1", deploy.ManagerServiceAccount), pod("g-1", deploy.GatewayServiceAccount),
+			pod("a-1", deploy.RouteAgentServiceAccount)},
+		Events: map[string]string{"m-1": "NodeNotReady: Node is not ready"},
+	}
+	manager, gateway := Hop{State: Broken, Text: "no manager is active"}, Hop{State: Broken, Text: "no gateway is active"}
+	found.ExplainManager(&manager)
+	found.CheckGateway(&gateway, Holder{}, time.Now())
+	if want := "no manager is active: Pod m-1 is not ready; its last Event: NodeNotReady: Node is not ready; Pod m-2 is not ready"; manager.Text != want {
+		t.Errorf("manager: %q, want %q", manager.Text, want)
+	}
+	if want := "no gateway is active: Pod g-1 is not ready"; gateway.Text != want {
+		t.Errorf("gateway: %q, want %q", gateway.Text, want)
+	}
+	node := corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "n1"}, Status: corev1.NodeStatus{Conditions: []corev1.NodeCondition{{Type: corev1.NodeReady, Status: corev1.ConditionUnknown}}}}
+	hops := AgentHops("a", "", found, AgentsOf([]corev1.Node{node}, found, nil))
+	if agents := hops[len(hops)-1]; agents.State != Unknown {
+		t.Errorf("agents of nodes that are not ready: %s, %q; want %s", agents.State, agents.Text, Unknown)
+	}
+	works := Hop{State: Works, Text: "m-1 is active"}
+	if found.ExplainManager(&works); works.Text != "m-1 is active" {
+		t.Errorf("an active manager: %q", works.Text)
 	}
 }

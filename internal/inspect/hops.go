@@ -56,6 +56,7 @@ func clusterHops(ctx context.Context, c *cluster.Cluster) (hops []health.Hop, ma
 		return append(hops, health.Hop{Cluster: c.String(), Name: health.HopAgents, State: health.Unknown, Source: "Pods in " + c.Namespace,
 			Text: "you are not allowed to list Pods in " + c.Namespace}), manager, gateway, nil
 	}
+	found.ExplainManager(&hops[0])
 	found.CheckGateway(&hops[1], gateway, now)
 	wanted := gatewaysWanted(ctx, c)
 	if wanted == 0 && health.NoneActive(&hops[1]) {

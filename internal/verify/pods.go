@@ -253,7 +253,10 @@ func state(p *corev1.Pod) string {
 			return text
 		}
 	}
-	return safetext.Of(p.Status.Reason + " " + p.Status.Message)
+	if text := strings.TrimSpace(p.Status.Reason + " " + p.Status.Message); text != "" {
+		return safetext.Of(text)
+	}
+	return "the kubelet of its node has not reported a reason"
 }
 
 // stateOf returns the state of a container, or "" if it runs.
