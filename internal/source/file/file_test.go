@@ -428,7 +428,7 @@ func TestLoadNeverShowsAKey(t *testing.T) {
 			strings.Replace(gatewayYAML, "private.key", secret, 1), strings.Replace(gatewayYAML, "private.key", "["+secret+"]", 1),
 			strings.Replace(peerYAML(1), keyText('b'), secret[1:], 1), strings.Replace(peerYAML(1), keyText('b'), "["+secret+"]", 1)} {
 			if strings.HasSuffix(file, ".key") && text == secret || strings.HasPrefix(text, "apiVersion: c") {
-				continue // a valid key, or text that may be quoted because no key belongs in that field
+				continue // a valid key, or a field in which nobody would put a key: problems may quote its value
 			}
 			files := valid(map[string]string{"next.key": keyText('n'), file: text})
 			if file == "next.key" {

@@ -12,8 +12,7 @@ import (
 	"github.com/isthmus-net/isthmus/internal/keyring"
 )
 
-// Datagrams from unknown addresses are dropped unread, and a known gateway is answered
-// meanwhile.
+// Datagrams from unknown addresses are dropped unread, and do not delay answers to a known gateway.
 func TestFloodFromUnknownAddressesIsNotRead(t *testing.T) {
 	for _, loopback := range []string{"127.0.0.1", "::1"} {
 		t.Run(loopback, func(t *testing.T) { floodOfStrangers(t, netip.MustParseAddr(loopback)) })

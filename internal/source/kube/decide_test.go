@@ -388,7 +388,7 @@ func TestSignalsCloseTogetherAreMerged(t *testing.T) {
 				time.Sleep(time.Millisecond)
 			}
 		}()
-		if at := (<-looks).Sub(begin); at > coalesceMost+time.Millisecond {
+		if at := (<-looks).Sub(begin); at > coalesceLimit+time.Millisecond {
 			t.Errorf("under constant change looked after %v", at)
 		}
 		cancel()

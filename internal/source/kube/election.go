@@ -47,9 +47,9 @@ const (
 //     active replica died or lost the API server, too. Therefore the standby gives it another
 //     leaseDuration to renew.
 //
-// client-go's elector differs in each of these. It gives up when it cannot renew for a while,
-// and then the first replica to reach the API server takes over. It also reads the Lease only
-// every two to four seconds. This election learns of changes from a watch, and takes over as
+// client-go's elector differs in each of these points. It gives up when it cannot renew for a
+// while, and then the first replica to reach the API server takes over. It also reads the Lease
+// only every two to four seconds. This election learns of changes from a watch, and takes over as
 // soon as the Lease has expired. The content of the Lease has the same meaning for both.
 //
 // A replica counts as active if it is the holder and may send to peers.
@@ -237,9 +237,9 @@ func (e *election) confirmed(now time.Time) bool {
 	return e.viewLocked(now).confirmed
 }
 
-// begin returns how long the Lease must not be written. If that is 0 and this replica is not
-// the holder, it makes no further promises until it has read the result of its request.
-// renewForHolder is true if the holder answers but does not renew the Lease.
+// begin returns how long the Lease must not be written. If that is 0 and this replica is not the
+// holder, this replica makes no further promises to other gateways until it has read the result of
+// its request. renewForHolder is true if the holder answers but does not renew the Lease.
 func (e *election) begin(now time.Time) (wait time.Duration, renewForHolder bool) {
 	e.mu.Lock()
 	defer e.mu.Unlock()

@@ -123,7 +123,7 @@ func NewGateway(o GatewayOptions) (*Gateway, error) {
 // becomes active. Before that, when Run sees another active replica, it calls standby once, to
 // clear state that an earlier process of this replica may have left. Run returns when ctx ends, or
 // when serve or standby fails, and releases the Lease. If another replica is ready when ctx ends,
-// serve continues until that replica has taken over, but at most for handOverMost.
+// serve continues until that replica has taken over, but at most for handOverTimeout.
 //
 // While the API server cannot be reached for the first Snapshot, Run waits. Ready and the log
 // report the reason. A replica that was active shortly before, according to its state
@@ -179,7 +179,7 @@ func (g *Gateway) Run(ctx context.Context, serve func(ctx context.Context, begin
 		leave()
 		stopQuestions()
 		elector.Wait()
-		questioners.Wait() // an answer after this point would be wrong
+		questioners.Wait() // from here on, answers to other gateways would be wrong
 		close(g.leaving)
 		// Wait for a write in progress: it could name this replica after the successor has
 		// named itself.
@@ -238,7 +238,7 @@ func (g *Gateway) MaySend() bool { return g.candidate == nil || g.candidate.Gate
 
 // follow calls serve and standby as the election requires, until ctx ends.
 func (g *Gateway) follow(ctx context.Context, e *election, serve func(context.Context, <-chan struct{}) error, standby func() error) error {
-	cleared := g.o.Node != "" // otherwise serve itself adopts or removes the state of an earlier replica
+	cleared := false // whether standby or serve has handled the state that an earlier process left
 	for ctx.Err() == nil {
 		if g.o.Node == "" && !e.active() {
 			g.keeper.changed.set()

@@ -121,8 +121,8 @@ func (g *Gateway) podNetwork() (n fabric.PodNetwork, err error) {
 	return n, nil
 }
 
-// watchReports watches the agents' reports. It returns once they have been read, or once
-// reading has failed: an older Role forbids it, and few clusters need the reports.
+// watchReports watches the agents' reports. It returns once the reports have been read, or once
+// reading has failed, because an older Role forbids it and few clusters need the reports.
 func (g *Gateway) watchReports(ctx context.Context, group *sync.WaitGroup) {
 	settled := make(chan struct{})
 	settle := sync.OnceFunc(func() { close(settled) })
@@ -180,7 +180,7 @@ func (g *Gateway) questioner(e *election) (*questioner, acquaintance) {
 	if err != nil {
 		g.log.Error("cannot read the saved state of other gateways; waiting for the API server", "directory", g.o.StateDirectory, "error", err)
 	}
-	q.before = before
+	q.savedKey = before
 	e.recall(known)
 	return q, known
 }

@@ -13,18 +13,18 @@ import (
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 )
 
-// handOverMost is how long an ending replica waits for another replica to take over. A standby
-// that misses a change of the Lease reads it again after retryPeriod. handOverLook is the
+// handOverTimeout is how long an ending replica waits for another replica to take over. A standby
+// that misses a change of the Lease reads it again after retryPeriod. handOverInterval is the
 // interval at which the ending replica checks.
 const (
-	handOverMost = 4 * time.Second
-	handOverLook = 10 * time.Millisecond
+	handOverTimeout  = 4 * time.Second
+	handOverInterval = 10 * time.Millisecond
 )
 
 // handOver returns once another replica has taken over the traffic, or if there is no other
 // replica. Until then this replica continues to carry the traffic.
 func (g *Gateway) handOver(ended <-chan struct{}) {
-	for begin := time.Now(); time.Since(begin) < handOverMost; {
+	for begin := time.Now(); time.Since(begin) < handOverTimeout; {
 		next, waiting := g.successor()
 		if next != "" {
 			g.log.Info("handed over to another gateway", "pod", next, "after", time.Since(begin).Round(time.Millisecond).String())
@@ -35,14 +35,14 @@ func (g *Gateway) handOver(ended <-chan struct{}) {
 		select {
 		case <-ended:
 			return
-		case <-time.After(handOverLook):
+		case <-time.After(handOverInterval):
 		}
 	}
 }
 
-// successor returns the Pod of another gateway that holds the Lease and is named by the
-// Service. The Service alone does not suffice, because it may still name an earlier gateway.
-// Without a successor, waiting reports whether another gateway is running and may become it.
+// successor returns the Pod of another gateway that holds the Lease and is named by the Service.
+// The Service alone does not suffice, because it may still name an earlier gateway. Without a
+// successor, waiting reports whether another gateway is running and may become the successor.
 // Host-network gateways do not wait, because the nodes find them through the TunnelEndpoints.
 func (g *Gateway) successor() (pod string, waiting bool) {
 	if g.o.Node == "" || !g.reading.Load() {

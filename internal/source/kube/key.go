@@ -28,8 +28,8 @@ const (
 	managedBy      = "isthmus"
 )
 
-// keyFrom parses the keys. A wrong public key is only a problem, not an error: it misleads
-// peers that read it now, but peers that have the right one are not affected.
+// keyFrom parses the keys. A wrong public key in the Secret is a problem and not an error: it
+// misleads only peers that read it now, and peers that already have the right key stay connected.
 func keyFrom(secret *corev1.Secret) (ring keyring.Ring, problems []fabric.Problem, err error) {
 	origin := fabric.Origin{Kind: "Secret", Namespace: secret.Namespace, Name: secret.Name}
 	private, err := keyring.Key(secret.Data, keyring.FieldPrivate)

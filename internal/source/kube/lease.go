@@ -26,7 +26,7 @@ func standDown(lease *coordinationv1.Lease, identity string, seen, now time.Time
 	}
 	duration := leaseDuration
 	if len(listOf(lease).Voters) > 0 { // nodes vote, and may have elected the holder
-		return max(0, seen.Add(votersAbsentMost).Sub(now))
+		return max(0, seen.Add(maxVotersAbsence).Sub(now))
 	}
 	if s := lease.Spec.LeaseDurationSeconds; s != nil && *s > 0 {
 		duration = time.Duration(*s) * time.Second

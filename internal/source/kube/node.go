@@ -37,8 +37,8 @@ import (
 //   - all Nodes, Pods and TunnelEndpoints, if a gateway uses the host network, or no gateway has
 //     been seen yet.
 //
-// It calls deliver once everything has been read, and again after every relevant change. Calls
-// of deliver never overlap. Self and UnderlayMTU of the intent are empty. An invalid
+// WatchNode calls deliver once everything has been read, and again after every relevant change.
+// Calls of deliver never overlap. Self and UnderlayMTU of the intent are empty. An invalid
 // TunnelEndpoint is left out and reported as a problem.
 //
 // Gateways are the Pods with the gateway's labels in namespace, the namespace of the
@@ -47,8 +47,8 @@ import (
 // WatchNode writes no objects. It returns when ctx ends. While the API server is unavailable it
 // delivers nothing, so that the last intent stays in force.
 //
-// WatchNode passes a voter that is not nil the data that it needs to vote. The voter reports
-// which gateway the nodes have elected, even while the API server is unavailable.
+// If voter is not nil, WatchNode passes it the data for its votes. The voter reports which gateway
+// the nodes have elected, even while the API server is unavailable.
 func WatchNode(ctx context.Context, config *rest.Config, namespace, self string, voter *voting.Voter, log *slog.Logger, deliver func(fabric.NodeIntent, []fabric.Problem)) error {
 	config = rest.CopyConfig(config)
 	config.QPS = -1 // few and long requests
@@ -65,11 +65,11 @@ func WatchNode(ctx context.Context, config *rest.Config, namespace, self string,
 	recalled := w.recall(ctx, elected, deliver)
 	defer recalled()
 	here := map[string]cache.Config{namespace: {}}
-	w.place = w.further(map[client.Object]cache.ByObject{
+	w.place = w.optional(map[client.Object]cache.ByObject{
 		&corev1.Service{}: {Transform: slimService, Label: labels.SelectorFromSet(serviceLabels), Namespaces: here}}, urgent)
-	w.allocations = w.further(map[client.Object]cache.ByObject{&isthmus.NetworkAllocation{}: {Transform: slimAllocation}}, urgent)
-	w.tunnels = w.further(map[client.Object]cache.ByObject{&v1alpha1.TunnelEndpoint{}: {Transform: slimEndpoint}}, urgent)
-	w.all = w.further(map[client.Object]cache.ByObject{&corev1.Node{}: {Transform: slimNode}, &corev1.Pod{}: reachablePods()}, look)
+	w.allocations = w.optional(map[client.Object]cache.ByObject{&isthmus.NetworkAllocation{}: {Transform: slimAllocation}}, urgent)
+	w.tunnels = w.optional(map[client.Object]cache.ByObject{&v1alpha1.TunnelEndpoint{}: {Transform: slimEndpoint}}, urgent)
+	w.all = w.optional(map[client.Object]cache.ByObject{&corev1.Node{}: {Transform: slimNode}, &corev1.Pod{}: reachablePods()}, look)
 	var err error
 	w.few, err = w.open(ctx, map[client.Object]cache.ByObject{
 		&corev1.Node{}: {Transform: slimNode, Field: fields.OneTermEqualSelector("metadata.name", self)},
@@ -92,14 +92,14 @@ func WatchNode(ctx context.Context, config *rest.Config, namespace, self string,
 		return nil // ctx has ended
 	}
 	see := func() {
-		now, whole, err := w.see(ctx)
+		now, complete, err := w.see(ctx)
 		if err != nil {
 			if ctx.Err() == nil {
 				log.Error("cannot read objects from the cache", "error", err) // only a kind that is not watched can cause this
 			}
 			return
 		}
-		if w.last == nil && !whole {
+		if w.last == nil && !complete {
 			return // with an incomplete intent, an agent that has just started would remove its predecessor's routes
 		}
 		if w.last == nil || !reflect.DeepEqual(now, w.last) {
@@ -141,16 +141,16 @@ type nodeWatch struct {
 	few  *objects // objects that are always watched
 	mine *objects // the Pods on our node
 
-	place       *further // the gateway's Service
-	allocations *further // NetworkAllocations
-	tunnels     *further // TunnelEndpoints
-	all         *further // all Nodes and Pods
+	place       *optionalObjects // the gateway's Service
+	allocations *optionalObjects // NetworkAllocations
+	tunnels     *optionalObjects // TunnelEndpoints
+	all         *optionalObjects // all Nodes and Pods
 
-	only      bool          // all gateways are Pods with their own network namespace
-	last      *nodeSnapshot // last delivered
-	read      readAllocations
-	epoch     uint64 // epoch of the active gateway if nodes vote, else 0
-	remembers uint64 // epoch in the saved intent
+	podGateways bool          // all gateways are Pods with their own network namespace
+	last        *nodeSnapshot // last delivered
+	read        readAllocations
+	epoch       uint64 // epoch of the active gateway if nodes vote, else 0
+	remembers   uint64 // epoch in the saved intent
 }
 
 // voter is the part of voting.Voter that this package uses.
@@ -186,17 +186,18 @@ func (r *readAllocations) from(all []isthmus.NetworkAllocation) (fabric.Allocati
 	return r.parsed, slices.Clone(r.problems)
 }
 
-// see reads the known objects. whole reports whether all objects that are needed are known.
-func (w *nodeWatch) see(ctx context.Context) (now *nodeSnapshot, whole bool, err error) {
+// see makes a snapshot from the objects that have been read. complete reports whether all needed
+// objects have been read.
+func (w *nodeWatch) see(ctx context.Context) (now *nodeSnapshot, complete bool, err error) {
 	var pods corev1.PodList
 	if err := w.few.List(ctx, &pods, client.UnsafeDisableDeepCopy); err != nil {
 		return nil, false, err
 	}
 	hosts := slices.ContainsFunc(pods.Items, func(p corev1.Pod) bool { return p.Spec.HostNetwork })
-	w.only = !hosts && (w.only || len(pods.Items) > 0) // if all gateways were deleted, expect new ones with their own network namespaces, too
+	w.podGateways = !hosts && (w.podGateways || len(pods.Items) > 0) // if all gateways were deleted, expect new ones with their own network namespaces, too
 	now = &nodeSnapshot{}
 	in := &now.intent
-	in.OnlyPods = w.only
+	in.OnlyPods = w.podGateways
 	for i := range pods.Items {
 		in.Gateways = append(in.Gateways, gatewayFrom(&pods.Items[i])...)
 	}
@@ -209,7 +210,7 @@ func (w *nodeWatch) see(ctx context.Context) (now *nodeSnapshot, whole bool, err
 		in.Allocations, now.problems = w.read.from(list.Items)
 	}
 	place, refused := w.place.known()
-	if place != nil && w.only && len(in.OwnPods) > 0 {
+	if place != nil && w.podGateways && len(in.OwnPods) > 0 {
 		var services corev1.ServiceList
 		if err := place.List(ctx, &services, client.UnsafeDisableDeepCopy); err != nil {
 			return nil, false, err
@@ -217,16 +218,16 @@ func (w *nodeWatch) see(ctx context.Context) (now *nodeSnapshot, whole bool, err
 		in.Gateway = w.active(services.Items, in.Gateways)
 	}
 	undecided := place == nil && !refused || allocations == nil // at the start it takes a moment to know whether TunnelEndpoints are needed
-	w.all.want(ctx, !w.only)
+	w.all.want(ctx, !w.podGateways)
 	w.tunnels.want(ctx, !in.Gateway.IsValid() && !undecided)
 	all, _ := w.all.known()
 	tunnels, _ := w.tunnels.known()
-	whole = allocations != nil && (w.only || all != nil) && (in.Gateway.IsValid() || tunnels != nil)
+	complete = allocations != nil && (w.podGateways || all != nil) && (in.Gateway.IsValid() || tunnels != nil)
 	err = w.snapshot(ctx, now, all, tunnels)
-	if w.last != nil && !in.Gateway.IsValid() && tunnels == nil { // until they are read, the last known gateways stay in force
+	if w.last != nil && !in.Gateway.IsValid() && tunnels == nil { // until TunnelEndpoints are read, the last known gateways stay in force
 		in.Gateway, in.Tunnels = w.last.intent.Gateway, w.last.intent.Tunnels
 	}
-	return now, whole, err
+	return now, complete, err
 }
 
 // active returns the gateway that the nodes elected, or the gateway that the Service names,
@@ -256,10 +257,10 @@ func (w *nodeWatch) active(services []corev1.Service, gateways []fabric.GatewayP
 	return h.Addr
 }
 
-// activeGateway returns the address of the gateway that the gateway's Service names. It must be
-// one of the Pods in gateways, on the node that the Service names: a host-network gateway that
-// takes over writes only the node. The result is zero if no Pod matches, or if there is not
-// exactly one Service.
+// activeGateway returns the address of the active gateway that the gateway's Service names. The
+// Service names an address and a node. Both must belong to the same Pod in gateways, because a
+// host-network gateway that takes over changes only the node and leaves an old address. The result
+// is zero if no Pod matches, or if there is not exactly one Service.
 func activeGateway(services []corev1.Service, gateways []fabric.GatewayPod) netip.Addr {
 	if len(services) != 1 {
 		return netip.Addr{}
@@ -335,7 +336,7 @@ func (w *nodeWatch) snapshot(ctx context.Context, s *nodeSnapshot, all, tunnels 
 			s.intent.Tunnels = append(s.intent.Tunnels, tunnel)
 		}
 	}
-	if w.only {
+	if w.podGateways {
 		s.intent.Trust(w.self)
 	}
 	s.intent.Sort()

@@ -154,7 +154,7 @@ const (
 type questioner struct {
 	election *election
 	private  func() [32]byte // returns the WireGuard private key; zero: not known yet
-	before   []byte          // result of questionKey from before a restart, used until private is known; nil: none
+	savedKey []byte          // result of questionKey that was saved before a restart, used until private is known; nil: none
 	listen   func() (net.PacketConn, error)
 	refused  func(why string, n uint32) // counts rejected datagrams
 	log      *slog.Logger
@@ -186,8 +186,8 @@ func (q *questioner) run(ctx context.Context) {
 	}()
 	var again time.Time
 	logged := false
-	if q.before != nil {
-		q.key.Store(&q.before)
+	if q.savedKey != nil {
+		q.key.Store(&q.savedKey)
 	}
 	var private [32]byte
 	for {
@@ -300,9 +300,9 @@ type other struct {
 // stranger reports whether the only sign of this gateway is a question, which may be a replay.
 func (o *other) stranger() bool { return !o.listed && !o.answered }
 
-// missedMost is how many questions an unlisted gateway may leave unanswered before it is
+// maxMissed is how many questions an unlisted gateway may leave unanswered before it is
 // forgotten. It is the number sent in one minute, by which time a watch of Pods is up to date.
-const missedMost = int(time.Minute / questionInterval)
+const maxMissed = int(time.Minute / questionInterval)
 
 // question is a question that is ready to be sent.
 type question struct {
@@ -322,7 +322,7 @@ func (e *election) questions(now time.Time) (all []question) {
 		case e.readsLocked():
 			o.missed++
 		}
-		if o.stranger() && now.Sub(o.lastQuestion) >= deferFor || o.missed > missedMost {
+		if o.stranger() && now.Sub(o.lastQuestion) >= deferFor || o.missed > maxMissed {
 			delete(e.others, id)
 			continue
 		}

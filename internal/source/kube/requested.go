@@ -45,9 +45,9 @@ type requested struct {
 	problems []fabric.Problem
 	saved    savedObjects // its places are not set
 
-	secret, preshared map[string]PresharedKey // as read from the Secret, and as handshakes may use them
+	secret, preshared map[string]PresharedKey // all keys in the Secret, and the keys that handshakes use
 
-	ours, networks []fabric.SiteNetwork // networks of the last Site, without and with those of peers
+	ours, networks []fabric.SiteNetwork // networks of the last Site: as passed in, and with the networks of peers
 }
 
 // gatewayFor returns the configuration that the objects request. It leaves out invalid objects.

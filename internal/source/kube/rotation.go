@@ -32,12 +32,12 @@ func (w *writer) rotate(ctx context.Context, r Report) {
 	}
 	now := time.Now()
 	lagging := lagging(desired.snapshot, r)
-	if ring.Next == ([32]byte{}) || r.Rotation.Next != ring.Next || len(lagging) > 0 || w.moving != ring.Next {
-		w.moved, w.moving = now, ring.Next
+	if ring.Next == ([32]byte{}) || r.Rotation.Next != ring.Next || len(lagging) > 0 || w.nextKey != ring.Next {
+		w.lagEnded, w.nextKey = now, ring.Next
 	}
 	w.metrics.rotation.Store(&rotationState{ring, lagging})
 	offered, absence := w.offered(ctx, now)
-	step := ring.Step(keyring.Seen{Now: now, Answering: r.Rotation.Next == ring.Next, Offered: offered, Absent: absence, Lagging: len(lagging), Moved: now.Sub(w.moved), PeersUnaware: peersUnaware(r, lagging),
+	step := ring.Step(keyring.Seen{Now: now, Answering: r.Rotation.Next == ring.Next, Offered: offered, Absent: absence, Lagging: len(lagging), Moved: now.Sub(w.lagEnded), PeersUnaware: peersUnaware(r, lagging),
 		Age: w.o.RotateKeys, Patience: w.o.RotationPatience})
 	if step == keyring.Nothing {
 		return

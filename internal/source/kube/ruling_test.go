@@ -625,9 +625,9 @@ func TestAtMostOneGatewaySendsWhilePodsAreReplaced(t *testing.T) {
 	}
 }
 
-// A gateway that is not listed yet counts only after it has answered a question. Until then it
-// is not told that the holder is silent. Afterwards it may act on that knowledge, because the
-// silent holder sends nothing before it has a promise of this gateway.
+// A gateway that is not listed yet counts only after it has answered a question. Until then the
+// holder does not report its silence to that gateway. Afterwards that gateway may act on the
+// silence, because the silent holder sends nothing before it has a promise of that gateway.
 func TestUnlistedGatewayCountsOnceItAnswers(t *testing.T) {
 	now := time.Now()
 	known := acquaintance{Transition: 3, Others: map[string]netip.Addr{"b": netip.MustParseAddr("10.0.0.2")}}
@@ -685,7 +685,7 @@ func TestUnlistedGatewayCountsOnceItAnswers(t *testing.T) {
 	}
 
 	again.away, again.last = false, now // the API server answers, and its list is empty
-	for range missedMost + 1 {
+	for range maxMissed + 1 {
 		again.questions(now)
 	}
 	if len(again.others) > 0 {
