@@ -49,7 +49,7 @@ func (c *caches) optional(kinds map[client.Object]cache.ByObject, notify signal)
 	return &optionalObjects{caches: c, kinds: kinds, notify: notify}
 }
 
-// want starts the watch if wanted is true, and stops it otherwise. Only one goroutine may call want.
+// want starts the watch if wanted is true, and stops it otherwise. Only one goroutine may call it.
 func (o *optionalObjects) want(ctx context.Context, wanted bool) {
 	switch {
 	case !wanted && o.stop != nil:

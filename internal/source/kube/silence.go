@@ -30,7 +30,7 @@ func (e *election) silence() string {
 	return fmt.Sprintf("silent: this gateway cannot renew the Lease %s, and Pod %s, which may have taken over, does not answer at UDP port %d", isthmus.LeaseGateway, e.unanswered, QuestionPort)
 }
 
-// unansweredGrace is how long a standby stays ready although too few voters answer it. A message may
+// unansweredGrace is how long a standby stays ready although too few voters answer. A message may
 // be late, and agents restart.
 const unansweredGrace = 3 * time.Second
 
