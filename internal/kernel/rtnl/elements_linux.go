@@ -198,9 +198,9 @@ func (k *Kernel) changeElements(have, want table) error {
 			expected = append(expected, elementsAfter(d.set.Name, d.removed, d.added)...)
 		}
 	}
-	unlike, err := k.unlike(want.nft, expected)
+	mismatched, err := k.mismatched(want.nft, expected)
 	for _, d := range differ {
-		if few := len(d.removed)+len(d.added) <= fewElements; err == nil && few && !slices.Contains(unlike, d.set.Name) {
+		if few := len(d.removed)+len(d.added) <= fewElements; err == nil && few && !slices.Contains(mismatched, d.set.Name) {
 			continue
 		}
 		if got, err := readElements(want.nft, d.set.Name); err != nil || got != d.set.Elements {
@@ -269,10 +269,10 @@ func elementsAfter(set string, removed, added []nftables.SetElement) (all []elem
 	return all
 }
 
-// unlike returns the names of sets with unexpected elements. If an interval begins at the end of
-// another, its start also ends the other. An error may mean that the kernel does not support such
-// queries.
-func (k *Kernel) unlike(t *nftables.Table, all []element) (sets []string, err error) {
+// mismatched returns the names of sets with unexpected elements. If two intervals touch, the start
+// of the second is also the end of the first. An error may mean that the kernel does not support
+// such queries.
+func (k *Kernel) mismatched(t *nftables.Table, all []element) (sets []string, err error) {
 	present, err := k.contains(t, all)
 	if err != nil {
 		return nil, err

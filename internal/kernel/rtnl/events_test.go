@@ -10,7 +10,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	. "github.com/isthmus-net/isthmus/internal/kernel" //nolint:revive // its words are those of these tests
+	. "github.com/isthmus-net/isthmus/internal/kernel" //nolint:revive // nearly every line uses the package
 )
 
 // refusals returns refusing routes for n networks, and the rule for their table.
@@ -69,8 +69,9 @@ func TestEventsOfOwnChangesAndOfPodsAreIgnored(t *testing.T) {
 	overlay := refusals(2)
 	overlay.Devices = []Device{{Name: OverlayDevice, VXLAN: VXLAN{ID: OverlayID, Port: OverlayPort}}}
 	overlay.Links = []Link{{Name: OverlayDevice, MAC: MAC{0x66, 1}, MTU: 1400, Up: true}}
-	// As fabric sets it. Otherwise the kernel would give the device a link-local address, and send
-	// an event a second or more later, when duplicate address detection ends.
+	// Package fabric makes this setting, too. Without it, the kernel would give the device a
+	// link-local address, and send an event a second or more later, when duplicate address
+	// detection ends.
 	overlay.Settings = []Setting{{Path: "net/ipv6/conf/" + OverlayDevice + "/addr_gen_mode", Value: "1"}}
 	gateway := func(mac byte, at string) State {
 		s := overlay

@@ -270,7 +270,7 @@ func (k *Kernel) apply(want kernel.State, plan func(have, want kernel.State) ker
 		}
 		k.busy = k.busy || errors.Is(err, errBusy)
 		if errors.Is(err, errUnwritable) || errors.Is(err, errBusy) {
-			continue // otherwise each comparison would report it again
+			continue // not an error: the setting is optional, and Busy reports the lock
 		}
 		if err != nil {
 			errs = append(errs, fmt.Errorf("%s: %w", o.Command(k.Path()), explain(err, "CAP_NET_ADMIN")))

@@ -74,7 +74,7 @@ func legacyLimits(want kernel.SourceNAT) []kernel.Limit {
 		return nil
 	}
 	why := "because no visible rule accepts them"
-	if f := t.forwarding(); f.fixed && f.refuses {
+	if f := t.forwarding(); f.unchangeable && f.refuses {
 		why += ", and ours cannot be added without the node's " + legacyLock
 	}
 	return []kernel.Limit{{Reason: kernel.LimitForwarding, Message: "chain FORWARD of iptables-legacy drops packets between pods and peers, " + why +
@@ -179,12 +179,12 @@ func standard(target []byte) (verdict int, ok bool) {
 func (t legacyTable) forwarding() (f forwarding) {
 	f.accept = kernel.Accept{Program: kernel.IptablesLegacy, Chain: "FORWARD"}
 	if _, err := os.Stat(legacyLock); err != nil {
-		f.fixed = true
+		f.unchangeable = true
 	}
 	for at := t.forward; ; {
 		matches, target, next, ok := t.entry(at)
 		if !ok {
-			return forwarding{accept: f.accept, fixed: true}
+			return forwarding{accept: f.accept, unchangeable: true}
 		}
 		comment, conditions := conditionsOf(matches)
 		verdict, isStandard := standard(target)

@@ -88,7 +88,7 @@ func (k *Kernel) remembered(want kernel.State) (kernel.State, error) {
 		tables := k.haveTables()
 		have.Filters, have.SourceNAT, have.Bridges = tables.filters, tables.sourceNAT, tables.bridges
 		now := have
-		m.state = &now // even if an error follows
+		m.state = &now // set before the reads below, which may fail
 	}
 	for in, h := range k.handles {
 		if h != nil {

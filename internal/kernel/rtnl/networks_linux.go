@@ -17,7 +17,7 @@ import (
 // Networks returns the networks that the process's network namespace reaches without us: all its
 // addresses, and the destinations of all routes in the main table, of any type. Networks may occur
 // several times and inside each other. Networks has its own socket, and may be called concurrently
-// with anything.
+// with any other function.
 func Networks() (all []netip.Prefix, err error) {
 	h, err := netlink.NewHandle(unix.NETLINK_ROUTE)
 	if err != nil {
@@ -62,7 +62,7 @@ func Networks() (all []netip.Prefix, err error) {
 }
 
 // Addresses returns the IPv4 addresses of the process's network namespace, except the addresses of
-// our devices. Like Networks, it may be called concurrently with anything.
+// our devices. Like Networks, it may be called concurrently with any other function.
 func Addresses() (all []netip.Addr, err error) {
 	h, err := netlink.NewHandle(unix.NETLINK_ROUTE)
 	if err != nil {
@@ -98,7 +98,7 @@ func routed(h *netlink.Handle, family, table int, ours map[int]bool) (all []neti
 // Routes returns the foreign IPv4 routes of the main table that lead through exactly one other
 // host: the network and the next hop. Of several routes to a network, it returns the one with the
 // lowest metric, because the kernel uses that route. Routes for a single type of service are left
-// out. Like Networks, it may be called concurrently with anything.
+// out. Like Networks, it may be called concurrently with any other function.
 func Routes() ([]kernel.Route, error) {
 	h, err := netlink.NewHandle(unix.NETLINK_ROUTE)
 	if err != nil {

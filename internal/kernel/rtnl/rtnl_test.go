@@ -29,7 +29,7 @@ import (
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 
-	. "github.com/isthmus-net/isthmus/internal/kernel" //nolint:revive // its words are those of these tests
+	. "github.com/isthmus-net/isthmus/internal/kernel" //nolint:revive // nearly every line uses the package
 )
 
 // A node is a network namespace of a test, with the Kernel of an owner.
@@ -131,7 +131,7 @@ func TestApplyIsIdempotentAndAnEmptyStateRemovesEverything(t *testing.T) {
 	}
 }
 
-// If only one end of the veth pair is right, Apply replaces both ends, even if the wrong one is
+// If only one end of the veth pair is right, Apply replaces both ends, even if the wrong end is
 // another kind of device.
 func TestApplyReplacesAVethPairWithOneWrongEnd(t *testing.T) {
 	n := open(t, Gateway)
@@ -562,8 +562,8 @@ func TestSetElementsAreQueriedOneByOne(t *testing.T) {
 		gone, added []nftables.SetElement
 		want        bool
 	}{{absent, elements, true}, {nil, absent, false}, {elements, nil, false}} {
-		unlike, err := n.k.unlike(filterTable, elementsAfter("remote", tc.gone, tc.added))
-		if got := len(unlike) == 0; got != tc.want || err != nil {
+		mismatched, err := n.k.mismatched(filterTable, elementsAfter("remote", tc.gone, tc.added))
+		if got := len(mismatched) == 0; got != tc.want || err != nil {
 			t.Errorf("%+v: %v, %v", tc, got, err)
 		}
 	}
@@ -816,8 +816,8 @@ func addrs(all ...string) (list []netip.Addr) {
 	return list
 }
 
-// The same for nftables chains of any name. A chain of a table that a process owns is only
-// reported.
+// In an nftables chain of any name, our rules come last, too. A chain of a table that a process
+// owns is only reported.
 func TestAcceptIsLastInEveryDroppingNftablesChain(t *testing.T) {
 	n := open(t, RouteAgent)
 	if _, err := exec.LookPath("nft"); err != nil {
@@ -1271,7 +1271,7 @@ func testWhatAFilterDropsIsCounted(t *testing.T, owner Owner, pod bool) {
 }
 
 // The kernel tracks no connections with the filter of a gateway's Pod, but does with that of a
-// node. Neither filter is taken for the other.
+// node. A read never takes one filter for the other.
 func TestTheKernelTracksNoConnectionsInAGatewaysPod(t *testing.T) {
 	for _, pod := range []bool{false, true} {
 		n := open(t, GatewayPod)
