@@ -391,8 +391,8 @@ func (s *Sniffer) look(t *tap, frame []byte) {
 }
 
 // findNodes reads the current underlay addresses of a cluster's nodes from their kernels. An
-// additional address becomes an endpoint of the overlay. It remains one after the node has lost
-// the address, because packets may still be in flight.
+// additional address becomes an endpoint of the overlay, even after the node has lost the address,
+// because packets may still be in flight.
 func (s *Sniffer) findNodes(c *Cluster) {
 	var have []netip.Addr
 	for _, n := range c.Nodes {
