@@ -166,17 +166,17 @@ func (p *Peer) pairs(at places) (localPod, localExternal, remotePod, remoteExter
 }
 
 // check returns all faults of the peer, without regard to other peers. It alone defines a valid
-// peer; parsing comes before it. The argument at has the places from which the values were read.
-func (p *Peer) check(at places) []Problem {
+// peer; parsing comes before it. from has the places from which the values were read.
+func (p *Peer) check(from places) []Problem {
 	var r report
 	if wrong := CheckClusterID(p.ID); wrong != "" {
-		r.addAt(at.id, "%s", wrong)
+		r.addAt(from.id, "%s", wrong)
 	}
 	if wrong := CheckClusterName(p.Name); wrong != "" {
-		r.addAt(at.name, "%s", wrong)
+		r.addAt(from.name, "%s", wrong)
 	}
 
-	localPod, localExternal, remotePod, remoteExternal := p.pairs(at)
+	localPod, localExternal, remotePod, remoteExternal := p.pairs(from)
 	sound := true
 	for _, n := range []pair{localPod, localExternal, remotePod, remoteExternal} {
 		sound = r.network(n) && sound
@@ -186,22 +186,22 @@ func (p *Peer) check(at places) []Problem {
 	}
 
 	if wrong := checkEndpoint(p.Endpoint); wrong != "" {
-		r.addAt(at.endpoint, "%s", wrong)
+		r.addAt(from.endpoint, "%s", wrong)
 	} else if addr, err := netip.ParseAddr(p.Endpoint); err == nil && sound {
 		for _, n := range []pair{remotePod, remoteExternal} {
 			if n.seen.Contains(addr) {
 				// The host would route the tunnel's own UDP packets into the tunnel.
-				r.addAt(at.endpoint, "%s is inside %v (%s), which is reached through the tunnel itself; want an address outside", addr, n.seen, n.at().words)
+				r.addAt(from.endpoint, "%s is inside %v (%s), which is reached through the tunnel itself; want an address outside", addr, n.seen, n.at().words)
 			}
 		}
 	}
 	if p.Port == 0 {
-		r.addAt(at.port, "is 0; want a UDP port from 1 to 65535")
+		r.addAt(from.port, "is 0; want a UDP port from 1 to 65535")
 	}
 	if wrong := checkPublicKey(p.PublicKey); wrong != "" {
-		r.addAt(at.publicKey, "%s", wrong)
+		r.addAt(from.publicKey, "%s", wrong)
 	}
-	r.tunnels(at.tunnels, p.PublicKey, p.Port, p.Tunnels)
+	r.tunnels(from.tunnels, p.PublicKey, p.Port, p.Tunnels)
 	return r.problems
 }
 

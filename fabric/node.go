@@ -102,17 +102,17 @@ func (m *Decider) NodeFor(in NodeIntent) (kernel.State, []Problem) {
 	d.addFilter(ownPods, in)
 	d.addSourceNAT(in, ownPods)
 	d.nameStrangers(in, ownPods)
-	var own, here []netip.Prefix
+	var own, local []netip.Prefix
 	if d.one {
 		d.toGateway(in.Gateway)
 	} else {
-		own, here = d.addTunnels(in.Tunnels)
+		own, local = d.addTunnels(in.Tunnels)
 	}
-	if len(here) > 0 {
+	if len(local) > 0 {
 		d.addPods(in.Pods, own)
 		d.addRoutes(in.Routes, own)
 	}
-	d.guard(here)
+	d.guard(local)
 	if routes := m.peers(d.refused, d.src); len(d.node.Routes) == 0 {
 		d.sort()
 		d.node.Routes = routes // already sorted
@@ -368,17 +368,17 @@ func (d *nodeDecision) addSourceNAT(in NodeIntent, ownPods []netip.Prefix) {
 	}
 	s := kernel.SourceNATSets{Local: d.localPods(in), Pods: d.podNetworks(in, ownPods), Underlay: in.UnderlayDevices, Self: d.self.Underlay()}
 	d.node.SourceNAT = []kernel.SourceNAT{kernel.SourceNATFor(s).WithSet("remote", d.remote.Networks)}
-	var here, elsewhere []netip.Addr // gateways on our node and on others, active or not
+	var local, remote []netip.Addr // gateways on our node and on others, active or not
 	for _, g := range in.Gateways {
 		switch {
 		case g.HostNetwork:
 		case slices.Contains(d.self.Addrs, g.Host):
-			here = append(here, g.Addr)
+			local = append(local, g.Addr)
 		default:
-			elsewhere = append(elsewhere, g.Addr)
+			remote = append(remote, g.Addr)
 		}
 	}
-	d.node.Accepts = []kernel.Accept{kernel.AcceptFor(here, elsewhere)}
+	d.node.Accepts = []kernel.Accept{kernel.AcceptFor(local, remote)}
 }
 
 // localPods returns the networks of our node's own pods: the podCIDRs, or each pod's address.

@@ -74,7 +74,7 @@ func NodeNetworksOf(node string, have, own []netip.Prefix, resolvers []netip.Add
 			v6 = append(v6, p)
 		}
 	}
-	n.Networks = slices.Concat(atMost(maxNodeNetworks, v4), atMost(maxNodeNetworks, v6))
+	n.Networks = slices.Concat(limitNetworks(maxNodeNetworks, v4), limitNetworks(maxNodeNetworks, v6))
 	for _, addr := range resolvers {
 		if !insideAny(hostPrefix(addr), ignored) {
 			n.Resolvers = append(n.Resolvers, addr)
@@ -212,11 +212,11 @@ func NodeRoutesFrom(from *isthmus.NodeNetworks) []NodeRoute {
 	return NodeRoutesOf(all, nil, nil)
 }
 
-// atMost merges networks of one family until there are at most limit. It cuts all prefixes that are
-// longer than some length to that length, and uses the greatest length with which few enough
-// networks are left. limit must be at least the number of networks of length WidestNodeNetwork in a
+// limitNetworks merges networks of one family until at most limit are left. It cuts all prefixes
+// that are longer than some length to that length, and uses the greatest length that leaves few
+// enough networks. limit must be at least the number of networks of length WidestNodeNetwork in a
 // family.
-func atMost(limit int, networks []netip.Prefix) []netip.Prefix {
+func limitNetworks(limit int, networks []netip.Prefix) []netip.Prefix {
 	merged := mergeNetworks(networks)
 	if len(merged) <= limit {
 		return merged

@@ -9,9 +9,9 @@ import (
 	"github.com/isthmus-net/isthmus/internal/kernel"
 )
 
-// addTunnels adds rules and routes for the networks of peers. It returns the networks whose gateway
-// is on our node (here), and our own PodCIDRs from the tunnels of these networks (own).
-func (d *nodeDecision) addTunnels(tunnels []Tunnel) (own, here []netip.Prefix) {
+// addTunnels adds rules and routes for the networks of peers. local has the networks of peers whose
+// gateway is on our node. own has our PodCIDRs, as the tunnels of these peers have them.
+func (d *nodeDecision) addTunnels(tunnels []Tunnel) (own, local []netip.Prefix) {
 	peers := make([]Peer, len(tunnels))
 	gateways := make(map[Origin]netip.Addr, len(tunnels))
 	for i, t := range tunnels {
@@ -49,19 +49,19 @@ func (d *nodeDecision) addTunnels(tunnels []Tunnel) (own, here []netip.Prefix) {
 			}
 			continue
 		}
-		where, known := byAddr[gateway]
+		node, known := byAddr[gateway]
 		if !known {
 			d.problem(p.Origin, "status.gatewayIP", "%v is not the InternalIP of a node; want that of the node with the active gateway", gateway)
 		}
-		if known && where.Name == d.self.Name {
+		if known && node.Name == d.self.Name {
 			own = append(own, p.Local.Pod)
 			for _, prefix := range p.AllowedIPs {
-				here = append(here, prefix)
+				local = append(local, prefix)
 				d.rule(kernel.Rule{Priority: kernel.NodeRulePriority, From: prefix, Table: kernel.NodeTable})
 			}
 			continue
 		}
-		via, reachable := d.overlay[where.Name] // no node has an empty name
+		via, reachable := d.overlay[node.Name] // not reachable if the node is unknown, because its name is then empty
 		for _, prefix := range p.AllowedIPs {
 			d.rule(kernel.Rule{Priority: kernel.NodeRulePriority, To: prefix, Table: kernel.NodeTable})
 			if reachable && len(d.node.Devices) > 0 {
@@ -70,7 +70,7 @@ func (d *nodeDecision) addTunnels(tunnels []Tunnel) (own, here []netip.Prefix) {
 			d.route(kernel.Route{Prefix: prefix, Type: kernel.Unreachable, Table: kernel.NodeTable, Metric: kernel.UnreachableMetric})
 		}
 	}
-	return own, here
+	return own, local
 }
 
 // toPod adds the routes to a peer whose gateway is a Pod. Packets of the node itself get its
@@ -123,15 +123,15 @@ func (d *nodeDecision) carries(p *GatewayPeer) bool {
 // TunnelEndpoint, and writes its address to the status a moment later. Without the rules of
 // addTunnels, the CNI's routes would send such packets to other nodes, unencrypted. While no
 // gateway is known to be on our node, one rule per family covers all peers.
-func (d *nodeDecision) guard(here []netip.Prefix) {
-	if len(here) == 0 {
+func (d *nodeDecision) guard(local []netip.Prefix) {
+	if len(local) == 0 {
 		for _, everything := range everythingOf(d.refused) {
 			d.rule(kernel.Rule{V6: everything.Addr().Is6(), Priority: kernel.GuardRulePriority, Iif: kernel.VethHost, Table: kernel.GuardTable})
 		}
 		return
 	}
 	for _, p := range d.refused {
-		if !slices.Contains(here, p) {
+		if !slices.Contains(local, p) {
 			d.rule(kernel.Rule{V6: p.Addr().Is6(), Priority: kernel.GuardRulePriority, Iif: kernel.VethHost, From: p, Table: kernel.GuardTable})
 		}
 	}
