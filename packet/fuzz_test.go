@@ -85,8 +85,8 @@ func FuzzParse(f *testing.F) {
 	})
 }
 
-// sameNumber compares packets. A checksum field may be either zero of ones' complement,
-// because a packet from elsewhere may contain the zero that an update never writes.
+// sameNumber compares packets. In checksum fields 0 and 0xffff count as equal, because both are
+// zero in ones' complement, and an update writes only one of them.
 func sameNumber(a, b []byte) bool {
 	p := packettest.MustDecode(b)
 	fields := []int{}
@@ -161,8 +161,9 @@ func FuzzQuote(f *testing.F) {
 	})
 }
 
-// almost compares messages. At most four words may differ, and these must be 0 in one message
-// and 0xffff in the other, because checksums from elsewhere may contain the other zero.
+// almost compares messages. At most four words may differ, and these must be 0 in one message and
+// 0xffff in the other: both are zero in ones' complement, and an update of a checksum writes only
+// one of them.
 func almost(a, b []byte) bool {
 	differ := 0
 	for i := 0; i+1 < len(a); i += 2 {
@@ -372,8 +373,8 @@ func repair(b []byte) {
 	copy(b, fixed[0])
 }
 
-// equalInMeaning compares a segment of a run with a packet. A checksum of the packet may be
-// the other zero of ones' complement, which no update writes.
+// equalInMeaning compares a segment of a run with a packet. In checksum fields 0 and 0xffff count
+// as equal, because both are zero in ones' complement, and an update writes only one of them.
 func equalInMeaning(got, want []byte) bool {
 	return len(got) == len(want) && (sameNumber(got, want) || sameSegment(zeroSums(got), zeroSums(want)))
 }

@@ -397,8 +397,8 @@ func TestQuoteEndsWhereTheQuotedPacketEnds(t *testing.T) {
 	}
 }
 
-// A quoted UDP checksum that becomes zero must be written as 0xffff. One that was zero must
-// not change.
+// A quoted UDP checksum that becomes zero must be written as 0xffff. A quoted UDP checksum of zero
+// must not change.
 func TestQuotedUDPChecksumNeverBecomesZero(t *testing.T) {
 	for _, h := range []packettest.IP{ip4(), ip6()} {
 		kind := uint8(3)

@@ -319,7 +319,8 @@ func TestParseAcceptsOptions(t *testing.T) {
 	}
 }
 
-// The sum of the pseudo-header is zero, so the field may hold either zero of ones' complement.
+// The sum of the pseudo-header is zero, so the field may be 0 or 0xffff, which are both zero in
+// ones' complement.
 func TestPartialChecksumOfEitherZeroIsValid(t *testing.T) {
 	h, s := ip4(), packettest.TCP{SrcPort: 1, DstPort: 2}
 	sum := ^packettest.InternetChecksum(h.Src.AsSlice(), []byte{10, 2, 0, 0, 0, 6, 0, 20})
