@@ -38,7 +38,7 @@ const (
 	childNode   = "ISTHMUS_TEST_AGENT_NODE"
 	childIntent = "ISTHMUS_TEST_AGENT_INTENT" // a file with a fabric.NodeIntent as JSON, or a kubeconfig; empty: run Cleanup
 	childState  = "ISTHMUS_TEST_AGENT_STATE"  // directory of the snapshot
-	childReport = "ISTHMUS_TEST_AGENT_TOLD"   // file for the agent's reports, if there is no API server
+	childReport = "ISTHMUS_TEST_AGENT_REPORT" // file for the agent's reports, if there is no API server
 	childProbe  = "ISTHMUS_TEST_AGENT_PROBE"  // not empty: probe the overlay, with short intervals
 	statusAt    = "127.0.0.1:5875"
 	metricsAt   = "127.0.0.1:5874"

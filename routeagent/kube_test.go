@@ -273,8 +273,8 @@ func reported(c *cluster, api client.Client) {
 	}
 }
 
-// answersAreNotReported changes the answer of a peer, which no node reports. Then it allocates
-// another network, which each node reports once.
+// answersAreNotReported changes the answer of a peer, and checks that no node reports the change.
+// Then it allocates another network, and checks that each node reports it once.
 func answersAreNotReported(c *cluster, api client.Client, o *isthmus.NetworkAllocation) {
 	c.t.Helper()
 	patch := func(spec string) {

@@ -138,7 +138,7 @@ func (a *agent) reportRefused(ctx context.Context) {
 		}
 		_, nodes, _ := a.ourselves()
 		if !a.hasReported() {
-			continue // the first report contains it, and sets refusing
+			continue // the first report contains the refused networks, and sets refusing again
 		}
 		if !sleep(ctx, rand.N(refusedSpread*time.Duration(nodes+1))) {
 			return
