@@ -338,7 +338,7 @@ func checkName(s string) string {
 	case label == "localhost":
 		return "is this host"
 	case strings.Trim(label, "0123456789") == "" || isHex && strings.Trim(hex, "0123456789abcdef") == "":
-		return "ends in a number, but is not an IP address" // no top-level domain does (RFC 3696); resolvers disagree
+		return "ends in a number, but is not an IP address" // no top-level domain is a number (RFC 3696); resolvers disagree about such names
 	}
 	return ""
 }

@@ -99,7 +99,7 @@ func (d *GatewayDecider) decide(peers []Peer, site Site) bool {
 		forget(p)
 		networks = networks || p.kept
 	}
-	for _, p := range changed { // before any check, because a network may move from one peer to another
+	for _, p := range changed { // all drops come before all checks, because a network may move from one peer to another
 		forget(d.peers[p.ID])
 	}
 	var in []*GatewayPeer

@@ -187,7 +187,7 @@ func (r *report) checked(p Peer, at places) (Peer, []Problem) {
 		origin Origin
 		path   string
 	}
-	unread := make(map[field]bool, len(r.problems)) // zero in p, so check would report it again
+	unread := make(map[field]bool, len(r.problems)) // fields with a problem are zero in p, and check would report them again
 	for _, problem := range r.problems {
 		unread[field{problem.Origin, problem.Field}] = true
 	}
@@ -208,7 +208,7 @@ func (r *report) remapped(at place, value string, natAt place, nat string) (own,
 	switch nat {
 	case v1alpha1.None:
 		return own, own
-	case "": // unlike None, it is invalid for Liqo, too: a half-written answer must not count
+	case "": // Liqo accepts no empty value, either: a half-written answer must not count as None
 		r.addAt(natAt, "is empty; want a CIDR or \"None\"")
 		return own, netip.Prefix{}
 	}

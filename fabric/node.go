@@ -69,7 +69,7 @@ func NodeFor(in NodeIntent) (kernel.State, []Problem) { return new(Decider).Node
 // goroutine may use it, and callers must not modify the result.
 type Decider struct {
 	refused []netip.Prefix
-	src     netip.Addr     // of routes to the gateway; zero: there are none
+	src     netip.Addr     // source of the routes to the gateway; zero: no such routes
 	made    bool           // routes were computed for refused and src
 	routes  []kernel.Route // in the order of Route.Compare
 	remote  kernel.Remote  // refused, as sets of the filter
@@ -171,7 +171,7 @@ type nodeDecision struct {
 	nodes    []ClusterNode             // the oldest first
 	refused  []netip.Prefix            // networks of peers
 	remote   kernel.Remote             // refused, as sets of the filter
-	src      netip.Addr                // of routes to the one gateway; zero: there are none
+	src      netip.Addr                // source of the routes to the one gateway; zero: no such routes
 	trusted  bool                      // see podCIDRsHold
 	overlay  map[string]netip.Addr     // overlay addresses by name of the node
 	outer    []netip.Addr              // sorted; a gateway in a Pod accepts outer packets from them
@@ -212,7 +212,7 @@ func (d *nodeDecision) dropRemoteAddrs() {
 	find := func(a netip.Addr) int {
 		return slices.IndexFunc(d.refused, func(p netip.Prefix) bool { return p.Contains(a) })
 	}
-	if len(d.nodes) > 16 { // for fewer, the index costs more than it saves
+	if len(d.nodes) > 16 { // for fewer nodes, the index costs more than it saves
 		remote := newPrefixIndex(d.refused)
 		find = func(a netip.Addr) int { return remote.find(a, nil) }
 	}
@@ -292,7 +292,7 @@ func (d *nodeDecision) addOverlay(own netip.Addr, underlayMTU int) {
 		}
 		s.Neighbors = append(s.Neighbors, kernel.Neighbor{Dev: dev, Addr: addr, MAC: mac})
 	}
-	if d.onlyPods { // packets from the gateway must not go back to it
+	if d.onlyPods { // packets from the gateway must not go back to the gateway
 		d.rule(kernel.Rule{Priority: kernel.OverlayRulePriority, Iif: dev, Table: kernel.RefuseTable})
 		return
 	}
@@ -411,7 +411,7 @@ func (d *nodeDecision) nameStrangers(in NodeIntent, ownPods []netip.Prefix) {
 	}
 	known := func(p netip.Prefix) bool { return insideAny(p, ownPods) }
 	stranger := ""
-	if d.trusted { // in.Pods may be empty then
+	if d.trusted { // in.Pods may be empty, so check the podCIDRs
 		for _, p := range validOf(d.self.PodCIDRs) {
 			if p.Addr().Is4() && !known(p) {
 				stranger = "those of " + p.String()

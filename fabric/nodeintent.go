@@ -64,7 +64,7 @@ func (in *NodeIntent) Sort() {
 	slices.SortFunc(in.Gateways, func(a, b GatewayPod) int { return cmp.Or(a.Addr.Compare(b.Addr), a.Host.Compare(b.Host)) })
 	slices.SortFunc(in.Tunnels, func(a, b Tunnel) int { return a.Peer.Origin.compare(b.Peer.Origin) })
 	for _, networks := range [][]netip.Prefix{in.Allocated, in.Own, in.OwnPods} {
-		if !slices.IsSortedFunc(networks, netip.Prefix.Compare) { // a sorted list may be shared, so it must not be written
+		if !slices.IsSortedFunc(networks, netip.Prefix.Compare) { // do not write to a sorted list, which may be shared
 			slices.SortFunc(networks, netip.Prefix.Compare)
 		}
 	}
@@ -99,14 +99,14 @@ type NodePod struct {
 	Name    string // namespace/name
 	Addr    netip.Addr
 	Node    string // the pod's node; empty until the pod is scheduled
-	Created int64  // seconds since 1970; of two pods with the same address the younger one has it
+	Created int64  // seconds since 1970; of two pods with the same address, the younger one counts
 }
 
 // A GatewayPod is one replica of our gateway, active or not.
 type GatewayPod struct {
 	Addr        netip.Addr // of the Pod
 	Host        netip.Addr // address of the Pod's node; a CNI may use it as the source of the Pod's packets
-	HostNetwork bool       // it uses its node's network, and the node forwards for it
+	HostNetwork bool       // the gateway uses its node's network
 }
 
 // A Tunnel is a peer, and the gateway through which it is reached.
@@ -184,7 +184,7 @@ func (in *NodeIntent) Carriers() (outer, nodes []netip.Addr) {
 		}
 	}
 	here := func(t Tunnel) bool { return t.Gateway.IsValid() && slices.Contains(own, t.Gateway) }
-	if !in.OnlyPods && slices.ContainsFunc(in.Tunnels, here) { // our node delivers to all others
+	if !in.OnlyPods && slices.ContainsFunc(in.Tunnels, here) { // our node delivers packets to all other nodes
 		for _, n := range in.Nodes {
 			if a := n.Underlay(); a.IsValid() && n.Name != in.Self && !slices.Contains(own, a) {
 				nodes, outer = append(nodes, a), append(outer, a)

@@ -237,7 +237,7 @@ func limitNetworks(limit int, networks []netip.Prefix) []netip.Prefix {
 // mergeNetworks sorts networks, removes those inside others, and joins two halves of a network that
 // is not wider than WidestNodeNetwork. It works in place.
 func mergeNetworks(networks []netip.Prefix) []netip.Prefix {
-	slices.SortFunc(networks, netip.Prefix.Compare) // a network sorts before those inside it
+	slices.SortFunc(networks, netip.Prefix.Compare) // in this order, a network precedes the networks inside it
 	out := networks[:0]
 	for _, p := range networks {
 		if len(out) > 0 && contains(out[len(out)-1], p) {

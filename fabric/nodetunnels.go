@@ -42,7 +42,7 @@ func (d *nodeDecision) addTunnels(tunnels []Tunnel) (own, local []netip.Prefix) 
 		if !d.carries(p) {
 			continue
 		}
-		if d.onlyPods { // RefuseTable refuses it; one Problem for each gateway is enough
+		if d.onlyPods { // RefuseTable refuses packets for this peer; one Problem for each gateway is enough
 			if !slices.Contains(strangers, gateway) {
 				strangers = append(strangers, gateway)
 				d.problem(p.Origin, "status.gatewayIP", "%v is not the address of a gateway Pod; want that of the active one", gateway)
@@ -112,7 +112,7 @@ func (d *nodeDecision) carries(p *GatewayPeer) bool {
 		case prefix.Addr().Is6() && len(d.nodes) > 1:
 			d.problem(p.Origin, field, "%v is IPv6, which the overlay between nodes does not carry; only pods on the gateway's node reach it", prefix)
 		case prefix.Addr().Is6():
-			return false // there is no other node
+			return false // with only one node, there is no overlay
 		}
 	}
 	return len(d.problems) == before
@@ -153,14 +153,14 @@ func (d *nodeDecision) addPods(pods []NodePod, own []netip.Prefix) {
 	var networks []network // disjoint, sorted
 	find := func(p netip.Prefix) (at int, overlapped string, overlaps bool) {
 		at, _ = slices.BinarySearchFunc(networks, p, func(n network, p netip.Prefix) int { return n.prefix.Addr().Compare(p.Addr()) })
-		for i := max(at-1, 0); i <= at && i < len(networks); i++ { // the networks are disjoint, so only both neighbours can overlap
+		for i := max(at-1, 0); i <= at && i < len(networks); i++ { // the networks are disjoint, so only the two neighbours can overlap
 			if networks[i].prefix.Overlaps(p) {
 				return at, networks[i].node, true
 			}
 		}
 		return at, "", false
 	}
-	for _, n := range d.nodes { // there may be thousands, which hardly ever overlap
+	for _, n := range d.nodes { // first check all networks at once: there may be thousands, and they hardly ever overlap
 		for _, p := range n.PodCIDRs {
 			if p.IsValid() && p.Addr().Is4() {
 				networks = append(networks, network{p.Masked(), n.Name})

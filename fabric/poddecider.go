@@ -193,7 +193,7 @@ func (c *podChange) add(n ClusterNode, trusted, added bool) {
 	d.finishRoutes()
 	for _, p := range d.problems {
 		switch {
-		case p.Origin.Name != n.Name: // about the gateway's own node, which is not in this list
+		case p.Origin.Name != n.Name: // ignore problems about the gateway's own node, which is not n
 		case added:
 			c.problems = append(c.problems, p)
 		default:

@@ -54,9 +54,9 @@ type Options struct {
 	Source         Source
 	Log            *slog.Logger
 	Version        string
-	MetricsAddress string // TCP host:port of /metrics, /healthz and /readyz; empty: none
+	MetricsAddress string // TCP host:port of /metrics, /healthz and /readyz; empty: not served
 	StatusAddress  string // TCP host:port of /status; empty: none
-	StateDirectory string // of the snapshot; empty: the agent keeps none
+	StateDirectory string // directory of the snapshot; empty: the agent keeps no snapshot
 	// ReportNetworks stores for the manager which networks the node reaches without the tunnel. It
 	// may be nil. It is never called concurrently.
 	ReportNetworks func(context.Context, fabric.NodeNetworks) error

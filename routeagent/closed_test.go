@@ -309,7 +309,7 @@ func TestForeignRoutesLeakNoPlaintext(t *testing.T) {
 		}
 		quiet("a rule of others: " + rule)
 		for _, n := range c.Nodes {
-			c.eventually(n, func() error { // the node itself sends packets to the peer, and counts the dropped ones
+			c.eventually(n, func() error { // the node sends packets to the peer, and counts its drops
 				for _, page := range []struct{ address, has string }{{metricsAt + "/metrics", `isthmus_filter_drops_total{reason="in_the_clear"} `}, {statusAt + "/status", `"in_the_clear": `}} {
 					if s, err := n.Get(c.ctx, "http://"+page.address); err != nil || !strings.Contains(s, page.has) {
 						return fmt.Errorf("no %s: %s%w", page.has, s, err)

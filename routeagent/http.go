@@ -30,7 +30,7 @@ type Status struct {
 	Node     string    `json:"node"`
 	Version  string    `json:"version"`
 	Ready    bool      `json:"ready"`            // the state is applied and the overlay works
-	Error    string    `json:"error,omitempty"`  // the reason why not ready
+	Error    string    `json:"error,omitempty"`  // reason why the node is not ready
 	Applied  time.Time `json:"applied,omitzero"` // when the state was last applied completely
 	Problems []string  `json:"problems"`         // refused objects; features that foreign rules break
 	Commands string    `json:"commands"`         // the desired state as commands, one per line
@@ -69,7 +69,7 @@ func (a *agent) status() Status {
 	}
 	if o := a.lastOverlay(); o.Gateway.IsValid() {
 		s.Overlay = &o
-		if !o.Broken && o.Back.Broken { // the agent cannot tell whether the peers are at fault
+		if !o.Broken && o.Back.Broken { // not a failure of the node: the peers may be at fault
 			s.Problems = append(s.Problems, o.problem())
 		}
 	}

@@ -31,7 +31,7 @@ type loop struct {
 	refused     []netip.Prefix // networks that the last comparison refused
 	nextLookup  netip.Prefix   // where findDiverted continues
 	diverted    netip.Prefix   // the network that findDiverted found; zero: none
-	divertedTo  string         // device to which packets for diverted go
+	divertedTo  string         // device to which packets for that network go
 	saved       *snapshot      // the snapshot on disk; nil: there is no valid one
 }
 

@@ -19,8 +19,8 @@ import (
 // Intervals at which the agent reads the networks that its node reaches without the tunnel, and
 // reports them.
 const (
-	lookTogether   = 200 * time.Millisecond // after an event, because more may follow
-	lookInterval   = 30 * time.Second       // without events, because changes of DNS servers cause none
+	lookTogether   = 200 * time.Millisecond // after an event, because more events may follow
+	lookInterval   = 30 * time.Second       // without an event: changes of DNS servers cause no events
 	reportInterval = time.Hour              // somebody may have deleted the report
 	maxReportPause = time.Minute            // the longest pause after a failure
 	reportTimeout  = 30 * time.Second

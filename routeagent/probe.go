@@ -200,7 +200,7 @@ func (a *agent) probeOverlay(ctx context.Context) {
 		a.overlay = p
 		a.mu.Unlock()
 		if changed {
-			set(a.moved) // the node's report contains it
+			set(a.moved) // the node's report contains the state of the overlay
 		}
 	}
 }

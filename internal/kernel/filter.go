@@ -88,7 +88,7 @@ func inOrder(all []netip.Prefix) []netip.Prefix {
 func networksOf(sorted []netip.Prefix, family func(netip.Addr) bool) string {
 	var last netip.Prefix
 	text := make([]byte, 0, len("255.255.255.255/32 ")*len(sorted))
-	for _, p := range sorted { // a network sorts before those inside it
+	for _, p := range sorted { // in this order, a network precedes the networks inside it
 		if family(p.Addr()) && !(last.IsValid() && last.Overlaps(p)) {
 			last = p
 			text = append(p.AppendTo(text), ' ')

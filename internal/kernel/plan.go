@@ -41,7 +41,7 @@ func AdditionsFor(have, want State) Plan {
 	}
 	all := have.Routes
 	have.Routes = nil
-	for _, r := range all { // there may be thousands of others
+	for _, r := range all { // skip the other routes, of which there may be thousands
 		if _, found := wanted[r.Prefix]; found {
 			have.Routes = append(have.Routes, r)
 		}
@@ -90,7 +90,7 @@ func (s State) With(added Plan) (now State, ok bool) {
 			}
 			now.Routes, routes = append(now.Routes, routes[0]), routes[1:]
 		}
-		if len(routes) == 0 || order > 0 { // otherwise an added route replaced it
+		if len(routes) == 0 || order > 0 { // no added route has replaced r
 			now.Routes = append(now.Routes, r)
 		}
 	}

@@ -60,7 +60,7 @@ func (l *Lab) Lookup(from *Host, name string) (netip.Addr, error) {
 		if !ok {
 			continue
 		}
-		if viewer == nil { // from is the underlay
+		if viewer == nil { // a host of the underlay, which belongs to no cluster
 			return addr, nil
 		}
 		return l.Seen(viewer, c, addr)

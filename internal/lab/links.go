@@ -30,7 +30,8 @@ func newKernel(h *Host, settings map[string]string) (*kernel, error) {
 			return fmt.Errorf("create: %w", err)
 		}
 		for _, c := range []string{"all", "default", "lo"} {
-			// Router solicitations and duplicate address detection would disturb captures and counters.
+			// IPv6 is off, because router solicitations and duplicate address detection would
+			// disturb captures and counters.
 			err := setSysctl("ipv6/conf/"+c+"/disable_ipv6", "1")
 			if err != nil && !errors.Is(err, fs.ErrNotExist) { // the kernel has no IPv6
 				return err

@@ -260,7 +260,7 @@ func (s *Sniffer) count() {
 	n := s.past
 	for name, t := range s.taps {
 		link, err := s.kernel.nl.LinkByName(name)
-		if err == nil && link.Attrs().Index == t.index { // otherwise the port is being removed, and a notification will follow
+		if err == nil && link.Attrs().Index == t.index { // not equal while the port is being removed; a notification will follow
 			t.packets = received(link) - t.before
 		}
 		n += t.packets

@@ -111,7 +111,7 @@ func (k *Kernel) changeSourceNAT(remove bool, want kernel.SourceNAT) error {
 // transaction, and the tables need not be read again. have returns the table as last read, or nil
 // if its chains are not the wanted ones.
 func (k *Kernel) changeTable(remove bool, have func() *table, want table, remember func()) error {
-	doubt := func() { // a foreign transaction may have been taken for ours, and its event ignored; read everything again
+	doubt := func() { // read everything again, because a foreign transaction may have been mistaken for ours, and its event ignored
 		k.memory.filter.Store(true)
 		k.busy = true
 	}

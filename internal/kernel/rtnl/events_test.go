@@ -92,7 +92,7 @@ func TestEventsOfOwnChangesAndOfPodsAreIgnored(t *testing.T) {
 		stale, wakes bool
 	}{
 		{"bridge fdb replace 66:02:00:00:00:00 dev isthmus.vxlan dst 10.244.9.9 self permanent", true, true},
-		{"bridge fdb replace 66:02:00:00:00:00 dev isthmus.vxlan dst 10.244.2.254 self permanent", false, false}, // the value that it has already
+		{"bridge fdb replace 66:02:00:00:00:00 dev isthmus.vxlan dst 10.244.2.254 self permanent", false, false}, // the entry has this value already
 		{"bridge fdb del 66:02:00:00:00:00 dev isthmus.vxlan self", true, true},
 		{"ip neigh replace 192.0.0.8 lladdr 66:09:00:00:00:00 dev isthmus.vxlan nud permanent", true, true},
 		{"ip neigh del 192.0.0.8 dev isthmus.vxlan", true, true},

@@ -29,7 +29,7 @@ const (
 type foreignRule struct {
 	handle  uint64
 	comment string
-	refuses bool // it drops or rejects everything
+	refuses bool // the rule drops or rejects everything
 }
 
 // rulesOf returns the rules of a chain, in order. It parses the messages itself, because package
@@ -194,7 +194,7 @@ func matchIn(b []byte) (name, text string) {
 type forwarding struct {
 	accept       kernel.Accept
 	refuses      bool   // the end of the chain drops packets
-	before       uint64 // handle of the rule that drops or rejects everything; 0: the policy does
+	before       uint64 // handle of the rule that drops or rejects everything; 0: the policy drops packets
 	ours         []foreignRule
 	correct      bool // our rules are those of accept, at the right position
 	unchangeable bool // the chain cannot be changed safely

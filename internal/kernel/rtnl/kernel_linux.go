@@ -47,7 +47,7 @@ type Kernel struct {
 	failed  struct{ nat, bridge error }
 	busy    bool // during the last Apply, another program had the lock of iptables-legacy, or changed nftables
 	bridged bool // a Bridge existed after the last Apply that could read the kernel's state
-	applied bool // there has been an Apply that could read the kernel's state
+	applied bool // an earlier Apply could read the kernel's state
 	memory  memory
 }
 
@@ -282,7 +282,7 @@ func (k *Kernel) apply(want kernel.State, plan func(have, want kernel.State) ker
 		k.memory.state = after(have, done)
 	}
 	if now := k.memory.state; now != nil && (k.failed.nat != nil || k.failed.bridge != nil) {
-		without := *now // so that the next Apply tries again
+		without := *now // leave out the failed objects, so that the next Apply adds them
 		if k.failed.nat != nil {
 			without.SourceNAT = nil
 		}

@@ -70,7 +70,7 @@ func device(p kernel.Place, l netlink.Link, found map[kernel.Place]netlink.Link)
 	d := kernel.Device{In: p.In, Name: p.Name}
 	switch l := l.(type) {
 	case *netlink.Vxlan:
-		if l.VtepDevIndex == 0 && l.Group == nil && !l.FlowBased { // otherwise the device has a default destination
+		if l.VtepDevIndex == 0 && l.Group == nil && !l.FlowBased { // other devices have a default destination, which ours must not have
 			local, _ := netip.AddrFromSlice(l.SrcAddr)
 			d.VXLAN = kernel.VXLAN{ID: uint32(l.VxlanId), Port: uint16(l.Port), Local: local.Unmap(), Learning: l.Learning, UDPChecksum: l.UDPCSum}
 		}
@@ -174,7 +174,7 @@ func (k *Kernel) haveRoutes(s *kernel.State, in kernel.Namespace) error {
 			return fmt.Errorf("routes: %w", err)
 		}
 	}
-	for _, p := range hops { // only now, because the dump used the socket
+	for _, p := range hops { // after the dump, because these queries use the same socket
 		if names[p.dev] == "" {
 			if l, err := k.handles[in].LinkByIndex(p.dev); err == nil {
 				names[p.dev] = l.Attrs().Name
@@ -246,7 +246,7 @@ func (k *Kernel) change(o kernel.Op) (err error) {
 		}
 		a.Flags = unix.IFA_F_NOPREFIXROUTE
 		if v.Prefix.Addr().Is6() {
-			a.Flags |= unix.IFA_F_NODAD // our links have no other hosts, and an address cannot be a source until duplicate address detection ends
+			a.Flags |= unix.IFA_F_NODAD // no duplicate address detection: our links have no other hosts, and it would delay the use of the address as source
 		}
 		return k.handles[v.In].AddrReplace(l, a)
 	case kernel.FDBEntry:

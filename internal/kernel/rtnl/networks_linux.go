@@ -29,7 +29,7 @@ func Networks() (all []netip.Prefix, err error) {
 		return nil, fmt.Errorf("netlink: %w", err)
 	}
 	defer strict.Close()
-	_ = strict.SetStrictCheck(true) // since Linux 4.20, the kernel then leaves out other tables with thousands of routes
+	_ = strict.SetStrictCheck(true) // then the kernel (Linux 4.20 and later) leaves out other tables, which may have thousands of routes
 	links, err := untilWhole(h.LinkList)
 	if err != nil {
 		return nil, fmt.Errorf("links: %w", err)
@@ -52,7 +52,7 @@ func Networks() (all []netip.Prefix, err error) {
 		}
 		for _, table := range []int{unix.RT_TABLE_MAIN, unix.RT_TABLE_LOCAL} {
 			routes, err := untilWhole(func() ([]netip.Prefix, error) { return routed(strict, family, table, ours) })
-			if err != nil && !withoutFamily(family, err) && !errors.Is(err, unix.ENOENT) { // the table does not exist
+			if err != nil && !withoutFamily(family, err) && !errors.Is(err, unix.ENOENT) { // ENOENT: the table does not exist
 				return nil, fmt.Errorf("routes: %w", err)
 			}
 			all = append(all, routes...)
@@ -82,8 +82,8 @@ func Addresses() (all []netip.Addr, err error) {
 }
 
 // routed returns the foreign destinations in one of the kernel's tables. It leaves out broadcast
-// routes. In the local table, these are the node's addresses, and networks in which every address
-// is the node's.
+// routes. The destinations in the local table are the node's addresses, and networks in which every
+// address is the node's.
 func routed(h *netlink.Handle, family, table int, ours map[int]bool) (all []netip.Prefix, err error) {
 	err = h.RouteListFilteredIter(family, &netlink.Route{Table: table}, netlink.RT_FILTER_TABLE, func(r netlink.Route) bool {
 		own := r.Protocol == kernel.GatewayProtocol || r.Protocol == kernel.NodeProtocol || ours[r.LinkIndex]
@@ -162,7 +162,7 @@ func reachesOthers(b []byte) bool {
 	messages, err := syscall.ParseNetlinkMessage(b)
 	return err != nil || slices.ContainsFunc(messages, func(m syscall.NetlinkMessage) bool {
 		route := m.Header.Type == unix.RTM_NEWROUTE || m.Header.Type == unix.RTM_DELROUTE
-		return !route || len(m.Data) < unix.SizeofRtMsg || m.Data[5] != kernel.NodeProtocol && m.Data[5] != kernel.GatewayProtocol // as in concerns
+		return !route || len(m.Data) < unix.SizeofRtMsg || m.Data[5] != kernel.NodeProtocol && m.Data[5] != kernel.GatewayProtocol // a foreign route; see concerns
 	})
 }
 

@@ -54,7 +54,7 @@ func open(t *testing.T, owner Owner) *node {
 		t.Fatal(err)
 	}
 	t.Cleanup(n.k.Close)
-	n.run("ip link set lo up") // otherwise the kernel accepts no gateway as a unicast address
+	n.run("ip link set lo up") // without lo, the kernel accepts no address as a next hop
 	return n
 }
 
@@ -494,7 +494,7 @@ func TestFilterMatchesItsText(t *testing.T) {
 			if !sameLines(stripped, theirs) {
 				t.Errorf("we made\n%.2000s\nnft makes\n%.2000s", stripped, theirs)
 			}
-			if got := n.apply(want); got == "" { // without our comments the table is foreign
+			if got := n.apply(want); got == "" { // nft(8) adds no comments, so Apply must treat the table as foreign
 				t.Error("a foreign table is taken for ours")
 			}
 		}
@@ -1243,7 +1243,7 @@ func testWhatAFilterDropsIsCounted(t *testing.T, owner Owner, pod bool) {
 			}
 			defer c.Close()
 			_, err = c.Write([]byte("x"))
-			if errors.Is(err, unix.EPERM) { // the kernel reports the drop by the chain clear to the sender
+			if errors.Is(err, unix.EPERM) { // the kernel returns EPERM to the sender if the chain clear drops the packet
 				err = nil
 			}
 			return err
@@ -1277,7 +1277,7 @@ func TestTheKernelTracksNoConnectionsInAGatewaysPod(t *testing.T) {
 		n := open(t, GatewayPod)
 		sets := FilterSets{Remote: []netip.Prefix{remote4}}
 		if pod {
-			n.apply(State{Filters: []Filter{FilterFor(sets)}}) // as of an older gateway
+			n.apply(State{Filters: []Filter{FilterFor(sets)}}) // the filter that an older gateway used
 		}
 		sets.Pod = pod
 		want := State{Filters: []Filter{FilterFor(sets)}}
@@ -1406,7 +1406,7 @@ func (n *node) fate(i int, src, dst string, port uint16) string {
 		if n.passed() != passed {
 			got = ""
 		}
-		for reason, count := range n.dropped() { // a packet that is dropped when it leaves was counted as forwarded
+		for reason, count := range n.dropped() { // check the drops in any case: a packet that is dropped on its way out was also counted as forwarded
 			if count != dropped[reason] {
 				got = reason
 			}
@@ -1477,7 +1477,7 @@ func TestFilterDropsPeerTrafficForAnyPrefixLength(t *testing.T) {
 	n.run("ip route add default via 172.30.1.1")
 	n.run("ip neigh add 172.30.1.1 lladdr 02:00:00:00:00:01 dev eth0")
 	rng := rand.New(rand.NewPCG(14, 16))
-	random := func(bits int) netip.Prefix { // in few networks of length 8, so that some are adjacent
+	random := func(bits int) netip.Prefix { // within few networks of length 8, so that some results are adjacent
 		p, _ := netip.AddrFrom4([4]byte{10 + byte(rng.IntN(4)), byte(rng.IntN(256)), byte(rng.IntN(256)), byte(rng.IntN(256))}).Prefix(bits)
 		return p
 	}

@@ -42,7 +42,7 @@ type Snapshot struct {
 	File       GatewayFile
 	PrivateKey PrivateKey     // the key in File.PrivateKeyFile
 	NextKey    PrivateKey     // the key in File.NextPrivateKeyFile; zero: the key is not being rotated
-	Gateway    fabric.Gateway // has no Problem
+	Gateway    fabric.Gateway // complete: no object was left out because of a Problem
 	// OpenKeys lists the files with private keys that other users can access, each with its mode,
 	// such as "private.key (0644)".
 	OpenKeys []string

@@ -369,7 +369,7 @@ func TestStandbyAdvancesTheListInTheLeaseByOneStepOnly(t *testing.T) {
 	for _, tc := range []struct {
 		name, holder string
 		view         voting.View
-		want         uint64 // version of the list that it writes; 0: it writes nothing
+		want         uint64 // version of the list that the standby writes; 0: none
 		log          string
 	}{
 		{"the nodes have the list", "", voting.View{Heard: answering, Newest: 3}, 0, ""},

@@ -392,7 +392,7 @@ func TestSignalsCloseTogetherAreMerged(t *testing.T) {
 			t.Errorf("under constant change looked after %v", at)
 		}
 		cancel()
-		time.Sleep(time.Second) // for the other goroutines to end
+		time.Sleep(time.Second) // let the other goroutines end
 	})
 }
 

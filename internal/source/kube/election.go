@@ -67,7 +67,7 @@ type election struct {
 	cached   func() string // the holder of the Lease according to the watch, which may be behind
 
 	// Only the goroutine of run uses these.
-	lease            *coordinationv1.Lease // as last read or written; nil: unknown, or there is none
+	lease            *coordinationv1.Lease // as last read or written; nil: unknown, or no Lease exists
 	version          string                // resourceVersion of the Lease at the time seen
 	renewedForHolder time.Time             // when this replica last renewed the Lease in its holder's name
 	written          time.Time             // when this replica last wrote the Lease
@@ -96,7 +96,7 @@ type election struct {
 func newElection(config *rest.Config, namespace, identity string, cached func() string, log *slog.Logger) (*election, error) {
 	config = rest.CopyConfig(config)
 	config.Timeout = leaseTimeout
-	config.QPS, config.Burst = 5, 10 // a limit of its own, so that no other request can delay it
+	config.QPS, config.Burst = 5, 10 // a separate limit, so that other requests cannot delay requests for the Lease
 	// A separate connection, which is closed after a request without a response. An HTTP/2
 	// connection would stay open. After a network outage every request on it would wait for
 	// TCP's next retransmission, and these become as rare as once in two minutes.

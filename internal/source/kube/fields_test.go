@@ -12,7 +12,7 @@ import (
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 )
 
-// notOurs are the fields of a TunnelEndpoint's status that no gateway writes → the reason.
+// notOurs has the fields of a TunnelEndpoint's status that no gateway writes, each with the reason.
 var notOurs = map[string]string{
 	"TunnelIFaceIndex": "Liqo never writes it",
 	"TunnelIFaceName":  "Liqo never writes it",

@@ -108,7 +108,7 @@ func NewGateway(o GatewayOptions) (*Gateway, error) {
 	}
 	g.metrics = newGatewayMetrics(g)
 	config := rest.CopyConfig(o.Config)
-	config.QPS, config.Burst = 100, 100 // limit of writes: enough for 500 peers that change within seconds, and no flood for the API server
+	config.QPS, config.Burst = 100, 100 // limit of writes: enough for changes of 500 peers within seconds, without overloading the API server
 	var err error
 	if g.client, err = client.New(config, client.Options{Scheme: newScheme()}); err != nil {
 		return nil, err

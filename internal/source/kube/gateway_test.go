@@ -662,7 +662,7 @@ func TestGatewayAgainstAnAPIServer(t *testing.T) {
 		if version(2) != v2 || version(3) != v3 || version(1) == "" {
 			t.Error("written at rest")
 		}
-		// The forbidden write was repeated a few times, at growing intervals.
+		// The gateway repeated the forbidden write a few times, at growing intervals.
 		failed := func() float64 { return testutil.ToFloat64(r.metrics.writes.WithLabelValues("TunnelEndpoint", "error")) }
 		within(t, "a second attempt", func() error {
 			if failed() < 2 {

@@ -59,7 +59,7 @@ func (g *Gateway) successor() (pod string, waiting bool) {
 		if p.Name == g.o.Pod || !p.DeletionTimestamp.IsZero() {
 			continue
 		}
-		waiting = waiting || p.Status.Phase == corev1.PodRunning // a dead container may still count as running; then the wait is only longer than needed
+		waiting = waiting || p.Status.Phase == corev1.PodRunning // a dead container may still count as running, which only makes the wait longer
 		for _, s := range services.Items {
 			if p.Name == holder && p.Status.PodIP != "" && s.Annotations[isthmus.AnnotationGateways] == p.Status.PodIP {
 				return p.Name, true
@@ -72,7 +72,7 @@ func (g *Gateway) successor() (pod string, waiting bool) {
 // holder returns the holder of the Lease as the watch last saw it, which may be stale. It returns
 // "" if there is no holder, or until everything has been read.
 func (g *Gateway) holder(ctx context.Context) string {
-	if !g.reading.Load() { // until then, another goroutine may be setting objects
+	if !g.reading.Load() { // objects is not usable before everything has been read
 		return ""
 	}
 	var lease coordinationv1.Lease

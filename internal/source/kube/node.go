@@ -95,7 +95,7 @@ func WatchNode(ctx context.Context, config *rest.Config, namespace, self string,
 		now, complete, err := w.see(ctx)
 		if err != nil {
 			if ctx.Err() == nil {
-				log.Error("cannot read objects from the cache", "error", err) // only a kind that is not watched can cause this
+				log.Error("cannot read objects from the cache", "error", err) // only a read of a kind that is not watched can fail
 			}
 			return
 		}
@@ -136,7 +136,7 @@ type nodeWatch struct {
 	*caches
 	self      string
 	voter     voter  // nil: the node does not vote
-	directory string // where the intent is saved; empty: it is not saved
+	directory string // directory of the saved intent; empty: the intent is not saved
 
 	few  *objects // objects that are always watched
 	mine *objects // the Pods on our node
@@ -217,7 +217,7 @@ func (w *nodeWatch) see(ctx context.Context) (now *nodeSnapshot, complete bool, 
 		}
 		in.Gateway = w.active(services.Items, in.Gateways)
 	}
-	undecided := place == nil && !refused || allocations == nil // at the start it takes a moment to know whether TunnelEndpoints are needed
+	undecided := place == nil && !refused || allocations == nil // the objects that show whether TunnelEndpoints are needed have not been read yet
 	w.all.want(ctx, !w.podGateways)
 	w.tunnels.want(ctx, !in.Gateway.IsValid() && !undecided)
 	all, _ := w.all.known()
@@ -277,7 +277,7 @@ func activeGateway(services []corev1.Service, gateways []fabric.GatewayPod) neti
 func reachablePods() cache.ByObject {
 	visible, err := labels.NewRequirement(v1alpha1.LabelShadowPod, selection.NotEquals, []string{"true"})
 	if err != nil {
-		panic(err) // only invalid constants could cause this
+		panic(err) // only invalid constants could cause an error
 	}
 	return cache.ByObject{
 		Transform: slimPod,

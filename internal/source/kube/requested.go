@@ -97,7 +97,7 @@ func requestedFor(d *fabric.GatewayDecider, cluster v1alpha1.ClusterIdentity, pr
 
 // atSite returns the gateway's configuration at a Site. Peers only add networks to the Site.
 func (a *requested) atSite(site fabric.Site) fabric.Gateway {
-	if a.networks == nil || !slices.Equal(site.Networks, a.ours) { // otherwise pass the previous slice, which is quick to compare
+	if a.networks == nil || !slices.Equal(site.Networks, a.ours) { // if equal, keep the previous slice, because slices with the same memory are quick to compare
 		a.ours, a.networks = site.Networks, slices.Concat(site.Networks, a.gateway.Site.Networks)
 	}
 	gw := a.gateway

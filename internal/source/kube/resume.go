@@ -71,7 +71,7 @@ func (g *Gateway) resume(e *election, known *remembered, others acquaintance) {
 	e.resume(others)
 	g.mu.Lock()
 	defer g.mu.Unlock()
-	if !g.desired.valid { // otherwise the API server has just answered
+	if !g.desired.valid { // if it is valid already, the API server has just answered
 		g.setDesired(desired{snapshot: known.snapshot, err: why, valid: true, remembered: why})
 	}
 }

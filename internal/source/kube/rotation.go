@@ -27,7 +27,7 @@ func (w *writer) rotate(ctx context.Context, r Report) {
 	desired := w.desired
 	w.mu.Unlock()
 	ring := desired.snapshot.Keys
-	if !desired.valid || desired.err != nil || desired.remembered != nil { // the present content of the Secret is unknown
+	if !desired.valid || desired.err != nil || desired.remembered != nil { // the current content of the Secret is unknown
 		return
 	}
 	now := time.Now()
@@ -111,7 +111,7 @@ func (w *writer) readOffer(ctx context.Context, now time.Time) {
 		if w.offer.absent = absent; absent.IsZero() {
 			w.offer.absent = now
 		}
-	} else if apierrors.IsForbidden(err) { // otherwise keep the last result: the API server may be unavailable
+	} else if apierrors.IsForbidden(err) { // after other errors keep the last result, because the API server may be unavailable
 		wrong = err.Error()
 	}
 	if w.offer.next = now.Add(offerInterval); wrong != "" && wrong != w.offer.lastLogged {

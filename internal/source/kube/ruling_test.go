@@ -445,8 +445,8 @@ func (p phase) String() string {
 }
 
 // settled is the maximum time from a change until some gateway sends to peers again. The Lease
-// counts as expired leaseDuration after the API server was reached again. A gateway tries that
-// every retryPeriod, and each attempt may take leaseTimeout.
+// counts as expired leaseDuration after the API server was reached again. A gateway tries to reach
+// the API server every retryPeriod, and each attempt may take leaseTimeout.
 const settled = leaseDuration + deferFor + 2*(retryPeriod+leaseTimeout)
 
 // play runs the phases. Every 50 ms it checks that at most one gateway may send to peers, and
@@ -465,7 +465,7 @@ func play(t *testing.T, seed uint64, phases []phase) {
 					g.stop()
 				}
 			}
-			time.Sleep(time.Second) // for pending requests to end
+			time.Sleep(time.Second) // let pending requests end
 		}()
 		phases = append([]phase{{links: all, lasts: 30 * time.Second}}, phases...)
 		phases = append(phases, phase{links: all, lasts: 30 * time.Second})

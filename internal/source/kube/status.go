@@ -129,7 +129,7 @@ func (w *writer) writeStatus(ctx context.Context, have *v1alpha1.TunnelEndpoint,
 	if equality.Semantic.DeepEqual(have.Status, stored) {
 		return
 	}
-	m.statusInputs = statusInputs{} // until the status has been written
+	m.statusInputs = statusInputs{} // set again once the stored status is known to be right
 	if !m.due(have, now) || now.Sub(m.written) < mayWait(have.Status, stored) {
 		return
 	}
