@@ -98,12 +98,12 @@ func AllocationsFrom(all []isthmus.NetworkAllocation, now time.Time) (a Allocati
 		revision := Revision(spec.Revision, now)
 		a.Revision, a.Version = max(a.Revision, revision), max(a.Version, NamedSince(string(all[i].UID), all[i].ResourceVersion, spec))
 		for _, text := range spec.Networks {
-			if p := r.allocated("spec.networks", text); p.IsValid() {
+			if p := r.parseAllocated("spec.networks", text); p.IsValid() {
 				a.Named = append(a.Named, Allocation{all[i].Name, p, revision})
 			}
 		}
 		for _, f := range spec.Freed {
-			if p := r.allocated("spec.freed", f.Network); p.IsValid() {
+			if p := r.parseAllocated("spec.freed", f.Network); p.IsValid() {
 				a.Freed = append(a.Freed, Allocation{all[i].Name, p, Revision(f.Revision, now)})
 				a.Revision = max(a.Revision, Revision(f.Revision, now))
 			}
@@ -133,8 +133,8 @@ func OwnIn(all []isthmus.NetworkAllocation, now time.Time) (own isthmus.OwnNetwo
 	return own
 }
 
-// allocated parses a network. It reports an invalid one and returns the zero Prefix for it.
-func (r *report) allocated(field, text string) netip.Prefix {
+// parseAllocated parses a network. It reports an invalid one and returns the zero Prefix for it.
+func (r *report) parseAllocated(field, text string) netip.Prefix {
 	p, err := netip.ParsePrefix(text)
 	if err != nil || p.Bits() == 0 {
 		r.add(field, "%s is not a network; want CIDR notation", quote(text))

@@ -179,10 +179,10 @@ func (p *Peer) check(from places) []Problem {
 	localPod, localExternal, remotePod, remoteExternal := p.pairs(from)
 	sound := true
 	for _, n := range []pair{localPod, localExternal, remotePod, remoteExternal} {
-		sound = r.network(n) && sound
+		sound = r.checkNetwork(n) && sound
 	}
 	if sound {
-		r.together(localPod, localExternal, remotePod, remoteExternal)
+		r.checkOverlaps(localPod, localExternal, remotePod, remoteExternal)
 	}
 
 	if wrong := checkEndpoint(p.Endpoint); wrong != "" {
@@ -205,14 +205,14 @@ func (p *Peer) check(from places) []Problem {
 	return r.problems
 }
 
-// network checks one network and its remapping. It returns false if n must not be compared with
-// other networks.
-func (r *report) network(n pair) bool {
-	sound := r.prefix(n.ownAt, n.own)
+// checkNetwork checks one network and its remapping. It returns false if n must not be compared
+// with other networks.
+func (r *report) checkNetwork(n pair) bool {
+	sound := r.checkPrefix(n.ownAt, n.own)
 	if !n.remapped() {
 		return sound
 	}
-	sound = r.prefix(n.seenAt, n.seen) && sound
+	sound = r.checkPrefix(n.seenAt, n.seen) && sound
 	switch {
 	case !sound:
 	case n.own.Addr().Is4() != n.seen.Addr().Is4():
@@ -247,8 +247,8 @@ func CheckNetwork(p netip.Prefix) string {
 	return ""
 }
 
-// prefix adds the result of CheckNetwork to the report. It returns whether p is valid.
-func (r *report) prefix(at place, p netip.Prefix) bool {
+// checkPrefix adds the result of CheckNetwork to the report. It returns whether p is valid.
+func (r *report) checkPrefix(at place, p netip.Prefix) bool {
 	wrong := CheckNetwork(p)
 	if wrong != "" {
 		r.addAt(at, "%s", wrong)
@@ -256,10 +256,10 @@ func (r *report) prefix(at place, p netip.Prefix) bool {
 	return wrong == ""
 }
 
-// together checks the four networks of one peer against each other. Some overlaps are normal and
-// must pass: Pa@B equal to Pb@A, Xa@B equal to Pb@A, Pa@B equal to Xb@A, because each side chooses
-// for itself.
-func (r *report) together(localPod, localExternal, remotePod, remoteExternal pair) {
+// checkOverlaps checks the four networks of one peer against each other. Some overlaps are normal
+// and must pass: Pa@B equal to Pb@A, Xa@B equal to Pb@A, Pa@B equal to Xb@A, because each side
+// chooses for itself.
+func (r *report) checkOverlaps(localPod, localExternal, remotePod, remoteExternal pair) {
 	for _, n := range []pair{localExternal, remotePod, remoteExternal} {
 		if n.own.Addr().Is4() != localPod.own.Addr().Is4() {
 			r.addAt(n.ownAt, "%v is %s, but %s is %v; want networks of one family", n.own, family(n.own), localPod.ownAt.words, localPod.own)

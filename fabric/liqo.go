@@ -139,7 +139,7 @@ func SeenBy(nc *v1alpha1.NetworkConfig) (pod, external netip.Prefix, ok bool) {
 	var p, e pair
 	p.own, p.seen = r.remapped(place{}, nc.Spec.PodCIDR, place{}, nc.Status.PodCIDRNAT)
 	e.own, e.seen = r.remapped(place{}, nc.Spec.ExternalCIDR, place{}, nc.Status.ExternalCIDRNAT)
-	if len(r.problems) > 0 || !r.network(p) || !r.network(e) || p.seen.Overlaps(e.seen) {
+	if len(r.problems) > 0 || !r.checkNetwork(p) || !r.checkNetwork(e) || p.seen.Overlaps(e.seen) {
 		return netip.Prefix{}, netip.Prefix{}, false
 	}
 	return p.seen, e.seen, true
@@ -154,11 +154,11 @@ func MappingsFrom(nm *v1alpha1.NatMapping, o Origin) (clusterID string, mappings
 		r.add("spec.clusterID", "%s", wrong)
 	}
 	if pod, ok := r.cidr(r.at("spec.podCIDR"), nm.Spec.PodCIDR); ok {
-		r.prefix(r.at("spec.podCIDR"), pod)
+		r.checkPrefix(r.at("spec.podCIDR"), pod)
 	}
 	at := r.at("spec.externalCIDR")
 	external, ok := r.cidr(at, nm.Spec.ExternalCIDR)
-	if ok = ok && r.prefix(at, external); !ok || len(r.problems) > 0 {
+	if ok = ok && r.checkPrefix(at, external); !ok || len(r.problems) > 0 {
 		return "", nil, SortProblems(r.problems)
 	}
 	for real, seen := range nm.Spec.ClusterMappings {

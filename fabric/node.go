@@ -85,7 +85,7 @@ func (m *Decider) NodeFor(in NodeIntent) (kernel.State, []Problem) {
 		return RefusingState(d.refused), d.problems
 	}
 	d.node.Rules = refusingRules(d.refused)
-	m.take(d.refused)
+	m.setRefused(d.refused)
 	d.remote = m.remote
 	d.dropRemoteAddrs()
 	d.self = nodes[at]
@@ -123,9 +123,9 @@ func (m *Decider) NodeFor(in NodeIntent) (kernel.State, []Problem) {
 	return d.node, SortProblems(d.problems)
 }
 
-// take discards the cache if the networks have changed. The method NodeFor calls it before the
-// method peers.
-func (m *Decider) take(refused []netip.Prefix) {
+// setRefused discards the cache if the networks have changed. The method NodeFor calls it before
+// the method peers.
+func (m *Decider) setRefused(refused []netip.Prefix) {
 	if !m.made || !slices.Equal(refused, m.refused) {
 		*m = Decider{refused: refused, remote: kernel.RemoteOf(refused)}
 	}
@@ -337,7 +337,7 @@ func (d *nodeDecision) addFilter(ownPods []netip.Prefix, in NodeIntent) {
 	}
 	for _, p := range ownPods {
 		if d.onlyPods && d.trusted && p.Addr().Is4() {
-			elsewhere = append(elsewhere, without(p.Masked(), d.self.PodCIDRs)...)
+			elsewhere = append(elsewhere, subtract(p.Masked(), d.self.PodCIDRs)...)
 		}
 	}
 	slices.SortFunc(elsewhere, netip.Prefix.Compare)

@@ -203,7 +203,7 @@ func (in *NodeIntent) RemotePodAddr() netip.Addr {
 	}
 	for _, p := range validOf(in.OwnPods) {
 		if p.Addr().Is4() {
-			for _, rest := range without(p, in.Nodes[at].PodCIDRs) {
+			for _, rest := range subtract(p, in.Nodes[at].PodCIDRs) {
 				return lastButOne(rest)
 			}
 		}
@@ -270,9 +270,9 @@ func validOf(networks []netip.Prefix) (valid []netip.Prefix) {
 	return valid
 }
 
-// without splits the IPv4 network p into networks that overlap no network in the list taken.
+// subtract splits the IPv4 network p into networks that overlap no network in the list taken.
 // Together they cover the rest of p.
-func without(p netip.Prefix, taken []netip.Prefix) []netip.Prefix {
+func subtract(p netip.Prefix, taken []netip.Prefix) []netip.Prefix {
 	overlaps := func(t netip.Prefix) bool { return t.Overlaps(p) }
 	if !slices.ContainsFunc(taken, overlaps) {
 		return []netip.Prefix{p}
@@ -282,7 +282,7 @@ func without(p netip.Prefix, taken []netip.Prefix) []netip.Prefix {
 	}
 	upper := p.Addr().As4()
 	upper[p.Bits()/8] |= 0x80 >> (p.Bits() % 8)
-	return append(without(netip.PrefixFrom(p.Addr(), p.Bits()+1), taken), without(netip.PrefixFrom(netip.AddrFrom4(upper), p.Bits()+1), taken)...)
+	return append(subtract(netip.PrefixFrom(p.Addr(), p.Bits()+1), taken), subtract(netip.PrefixFrom(netip.AddrFrom4(upper), p.Bits()+1), taken)...)
 }
 
 // lastButOne returns the last but one address of an IPv4 network, or the last if there are at most

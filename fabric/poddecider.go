@@ -31,7 +31,7 @@ type PodDecider struct {
 func (m *PodDecider) GatewayPodFor(peers []*GatewayPeer, further map[string]TunnelSet, mtu, tunnels, underlayMTU int, in PodNetwork) (kernel.State, []Problem) {
 	mtus := [3]int{mtu, tunnels, underlayMTU}
 	if m.made && mtus == m.mtus && m.samePeers(peers, further) &&
-		in.Pod == m.in.Pod && in.Node == m.in.Node && in.Trusted == m.in.Trusted && slices.Equal(in.Pods, m.in.Pods) && m.follow(in) {
+		in.Pod == m.in.Pod && in.Node == m.in.Node && in.Trusted == m.in.Trusted && slices.Equal(in.Pods, m.in.Pods) && m.applyNodeChanges(in) {
 		return m.state, m.problems
 	}
 	d := decidePod(peers, further, mtu, tunnels, underlayMTU, in)
@@ -73,9 +73,9 @@ func (n ClusterNode) equal(other ClusterNode) bool {
 // maxChangedNodes is the maximum number of changed nodes in an incremental update.
 const maxChangedNodes = 32
 
-// follow applies added, removed and changed nodes to the state. If it returns false, the state is
-// invalid and must be computed again.
-func (m *PodDecider) follow(in PodNetwork) bool {
+// applyNodeChanges applies added, removed and changed nodes to the state. If it returns false, the
+// state is invalid and must be computed again.
+func (m *PodDecider) applyNodeChanges(in PodNetwork) bool {
 	if sameList(in.Nodes, m.in.Nodes) {
 		return true
 	}
@@ -127,10 +127,10 @@ func (m *PodDecider) follow(in PodNetwork) bool {
 		}
 		m.problems = SortProblems(append(left, change.problems...))
 	}
-	m.state.FDB = change.fdb.in(m.state.FDB, compareFDB)
-	m.state.Neighbors = change.neighbors.in(m.state.Neighbors, compareNeighbors)
-	m.state.Routes = change.routes.in(m.state.Routes, kernel.Route.Compare)
-	m.sources = change.sources.in(m.sources, netip.Addr.Compare)
+	m.state.FDB = change.fdb.apply(m.state.FDB, compareFDB)
+	m.state.Neighbors = change.neighbors.apply(m.state.Neighbors, compareNeighbors)
+	m.state.Routes = change.routes.apply(m.state.Routes, kernel.Route.Compare)
+	m.sources = change.sources.apply(m.sources, netip.Addr.Compare)
 	m.state.Filters = []kernel.Filter{m.state.Filters[0].WithSet("nodes", kernel.AddressElements(m.sources))}
 	return true
 }
@@ -217,8 +217,8 @@ func (c *listChange[T]) note(added bool, all ...T) {
 	}
 }
 
-// in returns a new list with the change applied. It does not modify list.
-func (c *listChange[T]) in(list []T, compare func(a, b T) int) []T {
+// apply returns a new list with the change applied. It does not modify list.
+func (c *listChange[T]) apply(list []T, compare func(a, b T) int) []T {
 	if len(c.added)+len(c.removed) == 0 {
 		return list
 	}

@@ -20,7 +20,7 @@ type Coalescer struct {
 	runs   []Run
 	joined []joined // segments other than the first of a run, in order of arrival
 	tails  [][]byte
-	sealed int // number of finished runs, at the start of runs
+	sealed int // number of finished runs, which come first in runs
 
 	tags  [maxOpen]uint64 // tags of the runs in open, in a separate array because every packet is compared with all of them
 	open  [maxOpen]openRun

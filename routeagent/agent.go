@@ -145,7 +145,7 @@ func Run(ctx context.Context, o Options) error {
 		return err
 	}
 	defer servers.Close()
-	if err := k.Events(ctx, a.happened); err != nil {
+	if err := k.Events(ctx, a.handleEvent); err != nil {
 		return err
 	}
 	a.manages.Store(true)
@@ -255,8 +255,8 @@ func (a *agent) deliver(in fabric.NodeIntent, broken []fabric.Problem) {
 // notify makes the loop compare again.
 func (a *agent) notify() { set(a.wake) }
 
-// happened handles an event of the kernel: the next comparison also probes the paths again.
-func (a *agent) happened() {
+// handleEvent handles an event of the kernel: the next comparison also probes the paths again.
+func (a *agent) handleEvent() {
 	a.events.Store(true)
 	a.notify()
 }

@@ -416,7 +416,7 @@ func TestPodsAndRemotePodsReachEachOtherOnlyThroughTheOverlay(t *testing.T) {
 		c.ping(p.Host, remoteEndpoint)
 	}
 	seen := c.remoteSees(c.Nodes[1].Host)
-	if want := c.Nodes[1].Addr; seen != want { // the source address of node 2, also with a wildcard socket
+	if want := c.Nodes[1].Addr; seen != want { // the kernel must choose this source for a socket that binds no address
 		t.Errorf("the source of node 2 is %v, want %v", seen, want)
 	}
 	for _, p := range c.Pods {

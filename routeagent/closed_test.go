@@ -21,9 +21,9 @@ import (
 	"github.com/isthmus-net/isthmus/internal/lab"
 )
 
-// talk sends datagrams to the remote networks from a host until the returned function is called,
-// which returns the number of datagrams.
-func (c *cluster) talk(from *lab.Host) (stop func() int) {
+// sendDatagrams sends datagrams to the remote networks from a host until the returned function is
+// called, which returns the number of datagrams.
+func (c *cluster) sendDatagrams(from *lab.Host) (stop func() int) {
 	c.t.Helper()
 	var conns []net.PacketConn
 	for range 2 {
@@ -72,7 +72,7 @@ func TestNothingLeavesInTheClearWhenComponentsStop(t *testing.T) {
 	c.want()
 	c.start(c.Nodes...)
 	captures := []*capture{newCapture(t, n1), newCapture(t, n2)}
-	stops := []func() int{c.talk(c.pod(1).Host), c.talk(n2.Host), c.talk(c.pod(0).Host)}
+	stops := []func() int{c.sendDatagrams(c.pod(1).Host), c.sendDatagrams(n2.Host), c.sendDatagrams(c.pod(0).Host)}
 	quiet := func(when string) {
 		t.Helper()
 		time.Sleep(300 * time.Millisecond) // packets are sent meanwhile
@@ -167,7 +167,7 @@ func TestNothingLeavesInTheClearWhenComponentsStop(t *testing.T) {
 		}
 		return nil
 	})
-	stops[0], stops[1] = c.talk(c.pod(1).Host), c.talk(n2.Host)
+	stops[0], stops[1] = c.sendDatagrams(c.pod(1).Host), c.sendDatagrams(n2.Host)
 	quiet("rebooted, and no API server")
 	c.want()
 	c.ping(c.pod(1).Host, remotePod)
@@ -292,7 +292,7 @@ func TestForeignRoutesLeakNoPlaintext(t *testing.T) {
 	c.start(c.Nodes...)
 	c.ping(c.pod(1).Host, remotePod)
 	captures := []*capture{newCapture(t, n1), newCapture(t, n2)}
-	stops := []func() int{c.talk(c.pod(1).Host), c.talk(n2.Host), c.talk(c.pod(0).Host), c.talk(n1.Host)}
+	stops := []func() int{c.sendDatagrams(c.pod(1).Host), c.sendDatagrams(n2.Host), c.sendDatagrams(c.pod(0).Host), c.sendDatagrams(n1.Host)}
 	quiet := func(when string) {
 		t.Helper()
 		time.Sleep(300 * time.Millisecond) // packets are sent meanwhile

@@ -96,7 +96,7 @@ func TestNodesKeepTheirStateWithoutTheAPIServer(t *testing.T) {
 	if s := c.snapshot(c.Nodes[1]); !strings.Contains(s, fmt.Sprintf("unreachable %v table 4202", remotePods)) || strings.Contains(s, "lookup 4201") {
 		t.Errorf("granted, without a gateway node 2 has\n%s", s)
 	}
-	reported(c, api)
+	checkReports(c, api)
 	answersAreNotReported(c, api, allocation)
 	create(te)
 
@@ -222,8 +222,8 @@ func gatewaysInPods(c *cluster, create func(client.Object), api client.Client) {
 	}
 }
 
-// reported checks the reports of the agents about their nodes.
-func reported(c *cluster, api client.Client) {
+// checkReports checks the reports of the agents about their nodes.
+func checkReports(c *cluster, api client.Client) {
 	c.t.Helper()
 	n := c.Nodes[1]
 	var report isthmus.NodeNetworks

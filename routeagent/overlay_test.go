@@ -155,7 +155,7 @@ func TestOnlyNodesReachTheOverlayAndNoPeerReachesANode(t *testing.T) {
 		{name: "a peer's pod to a NodePort of the gateway's node", from: far, to: netip.AddrPortFrom(n1.PodCIDR.Addr().Next(), nodePort), packet: plain, source: remotePod, victim: onPod},
 		{name: "a pod of the gateway's node as a remote pod", from: c.pod(0).Host, to: netip.AddrPortFrom(pod3.Addr, victimPort), packet: plain, source: remotePod, victim: onPod},
 	}
-	loose(t, c)
+	disableRPFilter(t, c)
 	for i, a := range attacks {
 		if a.arrives(t, fmt.Sprintf("filtered %d", i), 300*time.Millisecond) {
 			t.Errorf("%s: arrives", a.name)
@@ -209,8 +209,9 @@ func TestOnlyNodesReachTheOverlayAndNoPeerReachesANode(t *testing.T) {
 	}
 }
 
-// loose switches off the lab's strict reverse path filtering, which would also stop forged sources.
-func loose(t *testing.T, c *cluster) {
+// disableRPFilter switches off the lab's strict reverse path filtering, which would also stop
+// forged sources.
+func disableRPFilter(t *testing.T, c *cluster) {
 	t.Helper()
 	for _, n := range c.Nodes {
 		err := n.Do(func() error {

@@ -57,8 +57,8 @@ func TestOneWayLossIsReportedOnlyIfTheGatewayAnsweredBefore(t *testing.T) {
 		if p.answered(last); i < backPeers-1 {
 			p.answered(first)
 		}
-		if !slices.Contains(p.answer, last) || len(p.answer) > backPeers || slices.Contains(p.answer, first) != (i < 2*backPeers-2) {
-			t.Errorf("after %d more: %v", i+1, p.answer)
+		if !slices.Contains(p.answering, last) || len(p.answering) > backPeers || slices.Contains(p.answering, first) != (i < 2*backPeers-2) {
+			t.Errorf("after %d more: %v", i+1, p.answering)
 		}
 	}
 }

@@ -74,8 +74,9 @@ type AcceptRule struct {
 }
 
 // Rules returns the rules of an Accept, in order. The first two are for our devices. Then come four
-// rules for each gateway: UDP to and from the gateway, and ICMP to and from it. The last ones
-// accept TCP between the gateway and each later gateway, and each gateway elsewhere.
+// rules for each gateway: UDP to and from the gateway, and ICMP to and from it. The last rules
+// accept TCP between a gateway on our node and each gateway that follows it in the list, and each
+// gateway on another node.
 func (a Accept) Rules() []AcceptRule {
 	all := []AcceptRule{{In: true, Comment: acceptComment}, {Out: true, Comment: acceptComment}}
 	here, elsewhere := strings.Fields(a.Gateways), strings.Fields(a.Elsewhere)

@@ -35,11 +35,11 @@ type Remote struct {
 // RemoteOf makes a Remote from networks in any order.
 func RemoteOf(all []netip.Prefix) Remote {
 	all = inOrder(all)
-	return Remote{Networks: networksOf(all, netip.Addr.Is4), Networks6: networksOf(all, netip.Addr.Is6), Around: around(all)}
+	return Remote{Networks: networksOf(all, netip.Addr.Is4), Networks6: networksOf(all, netip.Addr.Is6), Around: covering16(all)}
 }
 
-// around returns the /16 networks that cover each network.
-func around(sorted []netip.Prefix) string {
+// covering16 returns the /16 networks that cover each network.
+func covering16(sorted []netip.Prefix) string {
 	var text []byte
 	next := 0 // all /16 networks before this one are done
 	for _, p := range sorted {

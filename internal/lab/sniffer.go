@@ -341,7 +341,7 @@ func (s *Sniffer) read(t *tap) {
 		if err != nil {
 			break
 		}
-		s.look(t, buf[:n])
+		s.checkFrame(t, buf[:n])
 	}
 	_ = t.socket.Control(func(fd uintptr) { // fails only after the file is closed, which is later
 		for {
@@ -352,7 +352,7 @@ func (s *Sniffer) read(t *tap) {
 			if err != nil {
 				break
 			}
-			s.look(t, buf[:n])
+			s.checkFrame(t, buf[:n])
 		}
 		st, err := unix.GetsockoptTpacketStats(int(fd), unix.SOL_PACKET, unix.PACKET_STATISTICS)
 		s.mu.Lock()
@@ -365,8 +365,8 @@ func (s *Sniffer) read(t *tap) {
 	})
 }
 
-// look checks one frame for a leak and records it.
-func (s *Sniffer) look(t *tap, frame []byte) {
+// checkFrame checks one frame for a leak and records it.
+func (s *Sniffer) checkFrame(t *tap, frame []byte) {
 	s.looking.Add(1)
 	defer s.looking.Add(-1)
 	now := time.Now()

@@ -26,7 +26,7 @@ func (k *Kernel) openNFT() (*nfnl.Conn, error) {
 			return nil, err
 		}
 		k.nft = c
-		roomy(c)
+		enlargeBuffers(c)
 	}
 	return k.nft, nil
 }
@@ -51,14 +51,14 @@ func (k *Kernel) generation() uint32 {
 		k.closeNFT()
 		return 0
 	}
-	if id := nested(messages[0].Data[nl.SizeofNfgenmsg:], unix.NFTA_GEN_ID); len(id) == 4 {
+	if id := attributeIn(messages[0].Data[nl.SizeofNfgenmsg:], unix.NFTA_GEN_ID); len(id) == 4 {
 		return binary.BigEndian.Uint32(id)
 	}
 	return 0
 }
 
-// nested returns the value of the first attribute of the type kind.
-func nested(b []byte, kind uint16) []byte {
+// attributeIn returns the value of the first attribute of the type kind.
+func attributeIn(b []byte, kind uint16) []byte {
 	attributes, _ := nl.ParseRouteAttr(b)
 	for _, a := range attributes {
 		if a.Attr.Type&^unix.NLA_F_NESTED == kind {
@@ -115,7 +115,7 @@ func (k *Kernel) changeTable(remove bool, have func() *table, want table, rememb
 		k.memory.filter.Store(true)
 		k.busy = true
 	}
-	if k.tables.generation == 0 || !k.tables.good() {
+	if k.tables.generation == 0 || !k.tables.complete() {
 		k.haveTables()
 	}
 	for again := false; !remove && k.tables.generation != 0; again = true {
@@ -323,9 +323,9 @@ func (k *Kernel) contains(t *nftables.Table, all []element) ([]bool, error) {
 			k.closeNFT()
 			return nil, err
 		}
-		got := nested(nested(answers[0].Data[nl.SizeofNfgenmsg:], unix.NFTA_SET_ELEM_LIST_ELEMENTS), unix.NFTA_LIST_ELEM)
-		key := nested(nested(got, unix.NFTA_SET_ELEM_KEY), unix.NFTA_DATA_VALUE)
-		flags := nested(got, unix.NFTA_SET_ELEM_FLAGS)
+		got := attributeIn(attributeIn(answers[0].Data[nl.SizeofNfgenmsg:], unix.NFTA_SET_ELEM_LIST_ELEMENTS), unix.NFTA_LIST_ELEM)
+		key := attributeIn(attributeIn(got, unix.NFTA_SET_ELEM_KEY), unix.NFTA_DATA_VALUE)
+		flags := attributeIn(got, unix.NFTA_SET_ELEM_FLAGS)
 		end := len(flags) == 4 && binary.BigEndian.Uint32(flags)&unix.NFT_SET_ELEM_INTERVAL_END != 0
 		present[i] = bytes.Equal(key, e.Key) && (e.IntervalEnd || !end)
 	}

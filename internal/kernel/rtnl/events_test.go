@@ -227,7 +227,7 @@ func TestForeignChangesAreRepairedAlthoughReadsAreCached(t *testing.T) {
 	}
 	rest := slices.Clone(more.Routes)
 	if err := Do(n.f, func() error {
-		s, err := n.k.have(more)
+		s, err := n.k.readObjects(more)
 		if !slices.Equal(s.Routes, rest) {
 			t.Errorf("in the end there are %d routes; want %d", len(s.Routes), len(rest))
 		}

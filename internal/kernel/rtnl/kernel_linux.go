@@ -98,7 +98,7 @@ func Look(owner kernel.Owner, want kernel.State, log *slog.Logger) error {
 		return err
 	}
 	for range 5 { // as in apply
-		if _, err = k.have(want); !errors.Is(err, netlink.ErrDumpInterrupted) {
+		if _, err = k.readObjects(want); !errors.Is(err, netlink.ErrDumpInterrupted) {
 			break
 		}
 	}
@@ -237,7 +237,7 @@ func (k *Kernel) apply(want kernel.State, plan func(have, want kernel.State) ker
 		if !errors.Is(err, netlink.ErrDumpInterrupted) {
 			break
 		}
-		have, err = k.have(want)
+		have, err = k.readObjects(want)
 	}
 	if err != nil {
 		return nil, fmt.Errorf("%w: %w", errUnread, err)

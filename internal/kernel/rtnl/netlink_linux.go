@@ -16,9 +16,9 @@ import (
 	"github.com/isthmus-net/isthmus/internal/kernel"
 )
 
-// have reads the owner's objects. want determines only which values of /proc/sys to read, and which
-// devices besides the owner's.
-func (k *Kernel) have(want kernel.State) (kernel.State, error) {
+// readObjects reads the owner's objects. want determines only which values of /proc/sys to read,
+// and which devices besides the owner's.
+func (k *Kernel) readObjects(want kernel.State) (kernel.State, error) {
 	places := slices.Clone(k.owner.Devices)
 	for _, l := range want.Links {
 		if p := (kernel.Place{In: l.In, Name: l.Name}); !slices.Contains(places, p) {
@@ -37,7 +37,7 @@ func (k *Kernel) have(want kernel.State) (kernel.State, error) {
 			errs = append(errs, fmt.Errorf("link %s: %w", p.Name, err))
 		default:
 			found[p], k.index[p] = l, l.Attrs().Index
-			k.memory.concerned(p.In, true, l.Attrs().Index)
+			k.memory.addRelevant(p.In, true, l.Attrs().Index)
 			errs = append(errs, k.haveOn(&s, p, l))
 		}
 	}
@@ -404,7 +404,7 @@ func (k *Kernel) dev(in kernel.Namespace, name string) (int, error) {
 		return 0, err
 	}
 	k.index[p] = l.Attrs().Index
-	k.memory.concerned(in, true, k.index[p])
+	k.memory.addRelevant(in, true, k.index[p])
 	return k.index[p], nil
 }
 

@@ -87,8 +87,8 @@ var (
 	via4, via6       = netip.MustParseAddr("169.254.100.1"), netip.MustParseAddr("fe80::a9fe:6401")
 )
 
-// pair returns a state with an object of every kind that a gateway has, except sysctls.
-func pair() State {
+// fullState returns a state with an object of every kind that a gateway has, except sysctls.
+func fullState() State {
 	mac := [2]MAC{{2, 0, 0, 0, 0, 1}, {2, 0, 0, 0, 0, 2}}
 	route := func(r Route) Route {
 		r.Protocol = GatewayProtocol
@@ -117,10 +117,10 @@ func pair() State {
 func TestApplyIsIdempotentAndAnEmptyStateRemovesEverything(t *testing.T) {
 	n := open(t, Gateway)
 	before := n.run("ip route show table all") + n.run("ip -6 rule show") + n.run("ip rule show")
-	if got, want := n.apply(pair()), PlanFor(State{}, pair()).Commands("INNER"); got != want {
+	if got, want := n.apply(fullState()), PlanFor(State{}, fullState()).Commands("INNER"); got != want {
 		t.Errorf("did\n%s\nwant\n%s", got, want)
 	}
-	if got := n.apply(pair()); got != "" {
+	if got := n.apply(fullState()); got != "" {
 		t.Errorf("the second time\n%s", got)
 	}
 	if got := n.apply(State{}); !strings.HasSuffix(got, "ip link del "+VethHost+"\n") {
@@ -135,7 +135,7 @@ func TestApplyIsIdempotentAndAnEmptyStateRemovesEverything(t *testing.T) {
 // another kind of device.
 func TestApplyReplacesAVethPairWithOneWrongEnd(t *testing.T) {
 	n := open(t, Gateway)
-	want := pair()
+	want := fullState()
 	for _, foreign := range []string{
 		"ip link add " + VethHost + " type bridge",
 		"ip link add " + VethHost + " type veth peer name foreign",
@@ -163,7 +163,7 @@ func TestApplyReplacesAVethPairWithOneWrongEnd(t *testing.T) {
 // Apply repairs or removes every route with our protocol that was changed.
 func TestApplyRepairsChangedRoutes(t *testing.T) {
 	n := open(t, Gateway)
-	n.apply(pair())
+	n.apply(fullState())
 	for _, change := range []string{
 		"ip route replace blackhole 10.246.0.0/16 table 4200 proto 71",
 		"ip route replace prohibit 10.246.0.0/16 table 4200 proto 71 metric 420000",
@@ -174,10 +174,10 @@ func TestApplyRepairsChangedRoutes(t *testing.T) {
 		"ip -6 route del fd00:246::/48 table 4200 metric 1024",
 	} {
 		n.run(change)
-		if got := n.apply(pair()); strings.Count(got, "\n") != 1 {
+		if got := n.apply(fullState()); strings.Count(got, "\n") != 1 {
 			t.Errorf("%s: did\n%s", change, got)
 		}
-		if got := n.apply(pair()); got != "" {
+		if got := n.apply(fullState()); got != "" {
 			t.Errorf("%s: the second time\n%s", change, got)
 		}
 	}
@@ -709,7 +709,7 @@ func TestApplyRepairsAChangedFilter(t *testing.T) {
 		if got := n.apply(want); got != "" {
 			t.Errorf("%s: the second time %q", change, got)
 		}
-		if !n.k.tables.good() {
+		if !n.k.tables.complete() {
 			t.Errorf("%s: the tables read are not kept, so each Apply reads them again", change)
 		}
 	}
@@ -1340,7 +1340,7 @@ func TestGatewayPodFilterRefusesLikeANodeFilter(t *testing.T) {
 			{"isthmus.vxlan", "10.244.0.11", "10.246.200.1", 53, "in_the_clear"},
 			{"isthmus0", "10.246.0.9", "10.246.200.1", 53, "in_the_clear"},
 		} {
-			got := n.fate(slices.Index(devices, packet.dev), packet.src, packet.dst, packet.port)
+			got := n.dropReason(slices.Index(devices, packet.dev), packet.src, packet.dst, packet.port)
 			if got != packet.want {
 				t.Errorf("Pod %v: %+v: %q", pod, packet, got)
 			}
@@ -1370,7 +1370,7 @@ func TestNodeFilterRefusesForgedSourcesThatNoPodHas(t *testing.T) {
 		{"eth0", "203.0.113.77", ""},
 		{"eth0", "198.51.100.9", ""}, // other nodes are behind eth0, and have checked the source
 	} {
-		if got := n.fate(slices.Index(devices, packet.dev), packet.src, "10.246.0.9", 53); got != packet.want {
+		if got := n.dropReason(slices.Index(devices, packet.dev), packet.src, "10.246.0.9", 53); got != packet.want {
 			t.Errorf("%+v: %q", packet, got)
 		}
 	}
@@ -1395,9 +1395,9 @@ func (n *node) router(devices ...string) {
 	}
 }
 
-// fate injects a datagram and returns the reason for which the filter dropped it, or "" if it
+// dropReason injects a datagram and returns the reason for which the filter dropped it, or "" if it
 // passed.
-func (n *node) fate(i int, src, dst string, port uint16) string {
+func (n *node) dropReason(i int, src, dst string, port uint16) string {
 	n.t.Helper()
 	dropped, passed := n.dropped(), n.passed()
 	n.inject(i, netip.MustParseAddr(src), netip.MustParseAddr(dst), port)

@@ -68,7 +68,7 @@ func (g *Gateway) Write(ctx context.Context, placed func(), report func() (Repor
 	tick := time.NewTicker(writeInterval)
 	defer tick.Stop()
 	for {
-		w.place(ctx, placed)
+		w.markActive(ctx, placed)
 		if r, err := report(); err != nil {
 			w.log.Error("cannot read the state of the gateway", "error", err)
 		} else {
@@ -185,8 +185,8 @@ func (w *writer) forget() {
 	}
 }
 
-// place marks the active gateway in the Pods and the Service.
-func (w *writer) place(ctx context.Context, placed func()) {
+// markActive marks the active gateway in the Pods and the Service.
+func (w *writer) markActive(ctx context.Context, placed func()) {
 	var pods corev1.PodList
 	var services corev1.ServiceList
 	if err := errors.Join(w.objects.List(ctx, &pods, client.InNamespace(w.o.Namespace), client.MatchingLabels(podLabels)), w.objects.List(ctx, &services)); err != nil {

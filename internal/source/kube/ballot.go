@@ -229,8 +229,8 @@ func (e *election) byVotes() bool {
 	return e.byVotesLocked()
 }
 
-// mute reports whether votes decide and this replica does not have a majority.
-func (e *election) mute() bool { return e.byVotes() && !e.votes.View().Holds }
+// lacksMajority reports whether votes decide and this replica does not have a majority.
+func (e *election) lacksMajority() bool { return e.byVotes() && !e.votes.View().Holds }
 
 // newestList returns the newest list of voters that this replica has read.
 func (e *election) newestList() voting.List {
@@ -339,8 +339,8 @@ func (e *election) stepVotes(v voting.View, now time.Time) (want *coordinationv1
 			b.absent = now
 		case now.Sub(b.absent) >= maxVotersAbsence:
 			e.log.Warn("most voting nodes no longer exist: the Lease decides which gateway is active", "voters", slices.Sorted(maps.Keys(list.Voters)))
-			want = take(e.lease, e.identity, now)
-			e.takes(now).mark(want)
+			want = withHolder(e.lease, e.identity, now)
+			e.newTakeover(now).mark(want)
 			*want.Spec.LeaseTransitions = max(*want.Spec.LeaseTransitions, transition+1)
 			withList(want, voting.List{Version: max(list.Version, v.Newest) + 1})
 		}
@@ -367,7 +367,7 @@ func (e *election) stepVotes(v voting.View, now time.Time) (want *coordinationv1
 	if next.Version == list.Version && holderOf(e.lease) == e.identity && now.Sub(e.written) < retryPeriod {
 		return nil
 	}
-	want = take(e.lease, e.identity, now)
+	want = withHolder(e.lease, e.identity, now)
 	t := want.Spec.LeaseTransitions
 	older := t == nil || *t < transition
 	if older {

@@ -492,8 +492,8 @@ func (s *threeVoters) candidate(pod string, addr netip.Addr) *voting.Candidate {
 	return c
 }
 
-// late starts another gateway that knows the list l and tries to become active.
-func (s *threeVoters) late(l voting.List) *voting.Candidate {
+// startWithList starts another gateway that knows the list l and tries to become active.
+func (s *threeVoters) startWithList(l voting.List) *voting.Candidate {
 	c := s.candidate("late", s.addrOf(102))
 	c.Learn(l, false)
 	c.Allow(true, false, true)
@@ -532,7 +532,7 @@ func TestLeaseDecidesOnlyAfterNodesElectNoGateway(t *testing.T) {
 		t.Errorf("after the list %v the Lease has %v", previous, l)
 	}
 
-	late := s.late(previous)
+	late := s.startWithList(previous)
 	s.until("the gateway that has missed it claims votes", func() bool { return late.View().Epoch != 0 })
 	s.until("its claim ends", func() bool {
 		if late.Gate.Open() {
@@ -560,7 +560,7 @@ func TestNodesElectAgainAfterAMissingNodeReturns(t *testing.T) {
 		t.Fatalf("active: %v; after the list %v the Lease has %v", e.active(), previous, l)
 	}
 
-	late := s.late(l)
+	late := s.startWithList(l)
 	e.votes.Release()
 	s.until("nodes elect another gateway", func() bool { return late.View().Holds })
 }

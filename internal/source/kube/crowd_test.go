@@ -36,7 +36,7 @@ func floodOfStrangers(t *testing.T, loopback netip.Addr) {
 	conn, private := open(loopback), keyring.New()
 	to := conn.LocalAddr().(*net.UDPAddr).AddrPort()
 	e := electionWith(&simLeases{}, "a", nil, quiet)
-	e.see("b", near, false)
+	e.addListed("b", near, false)
 	var read, unread atomic.Int64
 	q := &questioner{election: e, log: quiet, private: func() [32]byte { return private },
 		listen: func() (net.PacketConn, error) { return conn, nil },

@@ -264,11 +264,11 @@ func TestStandbyTakesTheLeaseOnlyAfterItExpires(t *testing.T) {
 			t.Errorf("%s: wait %v, want %v", tc.name, got, tc.wait)
 		}
 	}
-	taken := take(lease("you", 15), "me", seen)
+	taken := withHolder(lease("you", 15), "me", seen)
 	if holderOf(taken) != "me" || *taken.Spec.LeaseTransitions != 1 || *taken.Spec.LeaseDurationSeconds != 7 {
 		t.Errorf("taken: %+v", taken.Spec)
 	}
-	renewed := take(taken, "me", seen.Add(time.Second))
+	renewed := withHolder(taken, "me", seen.Add(time.Second))
 	if *renewed.Spec.LeaseTransitions != 1 || !renewed.Spec.AcquireTime.Equal(taken.Spec.AcquireTime) || renewed.Spec.RenewTime.Equal(taken.Spec.RenewTime) {
 		t.Errorf("renewed: %+v", renewed.Spec)
 	}

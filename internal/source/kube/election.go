@@ -90,7 +90,7 @@ type election struct {
 	taking       bool   // a request that makes this replica the holder is pending or was lost
 	sending      bool   // the holder may send
 	unanswered   string // the Pod that prevents the holder from sending; empty: none
-	others       map[gatewayID]*other
+	others       map[gatewayID]*otherGateway
 }
 
 func newElection(config *rest.Config, namespace, identity string, cached func() string, log *slog.Logger) (*election, error) {
@@ -115,7 +115,7 @@ func newElection(config *rest.Config, namespace, identity string, cached func() 
 }
 
 func electionWith(leases coordination.LeaseInterface, identity string, cached func() string, log *slog.Logger) *election {
-	return &election{leases: leases, identity: identity, id: idOf(identity), cached: cached, log: log, changed: newSignal(), look: newSignal(), voted: newSignal(), others: make(map[gatewayID]*other)}
+	return &election{leases: leases, identity: identity, id: idOf(identity), cached: cached, log: log, changed: newSignal(), look: newSignal(), voted: newSignal(), others: make(map[gatewayID]*otherGateway)}
 }
 
 // run takes part in the election until ctx ends.
@@ -147,7 +147,7 @@ func (e *election) run(ctx context.Context) {
 			case <-counted:
 				waiting = !e.counted(time.Now())
 			case <-e.look:
-				if e.holds() && e.cached() == e.identity && !e.mute() {
+				if e.holds() && e.cached() == e.identity && !e.lacksMajority() {
 					continue // this replica's own write caused the change
 				}
 				e.lease, waiting = nil, false // forces a read of the Lease
@@ -159,7 +159,7 @@ func (e *election) run(ctx context.Context) {
 // step reads the Lease, and writes it if this replica is the holder or should become the
 // holder. It returns the maximum delay until the next step.
 func (e *election) step(ctx context.Context) time.Duration {
-	if e.lease == nil || !e.holds() || e.mute() {
+	if e.lease == nil || !e.holds() || e.lacksMajority() {
 		lease, err := e.leases.Get(ctx, isthmus.LeaseGateway, metav1.GetOptions{})
 		if !e.reached(err) {
 			return retryPeriod
@@ -184,9 +184,9 @@ func (e *election) step(ctx context.Context) time.Duration {
 		}
 		return min(wait, retryPeriod)
 	}
-	want := take(e.lease, e.identity, now)
+	want := withHolder(e.lease, e.identity, now)
 	if holderOf(e.lease) != e.identity {
-		e.takes(now).mark(want)
+		e.newTakeover(now).mark(want)
 	}
 	if l := listOf(want); len(l.Voters) > 0 { // this replica does not support votes
 		withList(want, voting.List{Version: l.Version + 1})

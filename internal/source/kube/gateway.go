@@ -333,7 +333,7 @@ func (g *Gateway) prepare(ctx context.Context, group *sync.WaitGroup, e *electio
 	if err != nil {
 		return err
 	}
-	if err := g.objects.watchBy(ctx, g.meet(e), waiting, &corev1.Pod{}); err != nil {
+	if err := g.objects.watchBy(ctx, g.podHandler(e), waiting, &corev1.Pod{}); err != nil {
 		return err
 	}
 	preshared, err := g.watchPreshared(ctx, group, waiting)

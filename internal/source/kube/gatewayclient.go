@@ -32,20 +32,20 @@ import (
 func (g *Gateway) restConfig() *rest.Config {
 	config := rest.CopyConfig(g.o.Config)
 	config.QPS = -1
-	config.Wrap(func(next http.RoundTripper) http.RoundTripper { return &patient{next, &g.reading} })
+	config.Wrap(func(next http.RoundTripper) http.RoundTripper { return &retryingTransport{next, &g.reading} })
 	return config
 }
 
-// patient repeats a request while there is no connection to the API server. The reflectors of
-// client-go would wait up to a minute between attempts, to protect an API server that thousands
-// of nodes watch. There are few gateways, so they may reconnect at once.
-type patient struct {
+// retryingTransport repeats a request while there is no connection to the API server. The
+// reflectors of client-go would wait up to a minute between attempts, to protect an API server that
+// thousands of nodes watch. There are few gateways, so they may reconnect at once.
+type retryingTransport struct {
 	next http.RoundTripper
 	on   *atomic.Bool // false: return an error at once
 }
 
 // RoundTrip implements http.RoundTripper.
-func (p *patient) RoundTrip(r *http.Request) (*http.Response, error) {
+func (p *retryingTransport) RoundTrip(r *http.Request) (*http.Response, error) {
 	for {
 		response, err := p.next.RoundTrip(r)
 		if err == nil || r.Body != nil || !p.on.Load() {

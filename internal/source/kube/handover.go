@@ -82,19 +82,19 @@ func (g *Gateway) holder(ctx context.Context) string {
 	return holderOf(&lease)
 }
 
-// meet returns a handler that passes the Pods of the other gateways to e.
-func (g *Gateway) meet(e *election) toolscache.ResourceEventHandler {
+// podHandler returns a handler that passes the Pods of the other gateways to e.
+func (g *Gateway) podHandler(e *election) toolscache.ResourceEventHandler {
 	set := func(o any) {
 		p, ok := o.(*corev1.Pod)
 		if !ok || !isGateway(p, g.o.Namespace) || p.Name == g.o.Pod {
 			return
 		}
 		if p.Status.Phase == corev1.PodSucceeded || p.Status.Phase == corev1.PodFailed {
-			e.unsee(p.Name)
+			e.removeListed(p.Name)
 			return
 		}
 		addr, _ := netip.ParseAddr(p.Status.PodIP) // invalid: the Pod has no address yet
-		e.see(p.Name, addr, !p.DeletionTimestamp.IsZero())
+		e.addListed(p.Name, addr, !p.DeletionTimestamp.IsZero())
 	}
 	return toolscache.ResourceEventHandlerFuncs{
 		AddFunc:    set,
@@ -104,7 +104,7 @@ func (g *Gateway) meet(e *election) toolscache.ResourceEventHandler {
 				o = tombstone.Obj
 			}
 			if p, ok := o.(*corev1.Pod); ok && isGateway(p, g.o.Namespace) {
-				e.unsee(p.Name)
+				e.removeListed(p.Name)
 			}
 		},
 	}

@@ -92,7 +92,7 @@ func WatchNode(ctx context.Context, config *rest.Config, namespace, self string,
 		return nil // ctx has ended
 	}
 	see := func() {
-		now, complete, err := w.see(ctx)
+		now, complete, err := w.readObjects(ctx)
 		if err != nil {
 			if ctx.Err() == nil {
 				log.Error("cannot read objects from the cache", "error", err) // only a read of a kind that is not watched can fail
@@ -169,9 +169,9 @@ type readAllocations struct {
 	problems []fabric.Problem
 }
 
-// from returns the parsed content of the objects. It returns the same slices until an object
+// parse returns the parsed content of the objects. It returns the same slices until an object
 // changes.
-func (r *readAllocations) from(all []isthmus.NetworkAllocation) (fabric.Allocations, []fabric.Problem) {
+func (r *readAllocations) parse(all []isthmus.NetworkAllocation) (fabric.Allocations, []fabric.Problem) {
 	changed := func(o isthmus.NetworkAllocation) bool { return r.versions[o.UID] != o.ResourceVersion }
 	if len(all) != len(r.versions) || slices.ContainsFunc(all, changed) {
 		r.versions = make(map[types.UID]string, len(all))
@@ -186,9 +186,9 @@ func (r *readAllocations) from(all []isthmus.NetworkAllocation) (fabric.Allocati
 	return r.parsed, slices.Clone(r.problems)
 }
 
-// see makes a snapshot from the objects that have been read. complete reports whether all needed
-// objects have been read.
-func (w *nodeWatch) see(ctx context.Context) (now *nodeSnapshot, complete bool, err error) {
+// readObjects makes a snapshot from the objects that have been read. complete reports whether all
+// needed objects have been read.
+func (w *nodeWatch) readObjects(ctx context.Context) (now *nodeSnapshot, complete bool, err error) {
 	var pods corev1.PodList
 	if err := w.few.List(ctx, &pods, client.UnsafeDisableDeepCopy); err != nil {
 		return nil, false, err
@@ -207,7 +207,7 @@ func (w *nodeWatch) see(ctx context.Context) (now *nodeSnapshot, complete bool, 
 		if err := allocations.List(ctx, &list, client.UnsafeDisableDeepCopy); err != nil {
 			return nil, false, err
 		}
-		in.Allocations, now.problems = w.read.from(list.Items)
+		in.Allocations, now.problems = w.read.parse(list.Items)
 	}
 	place, refused := w.place.known()
 	if place != nil && w.podGateways && len(in.OwnPods) > 0 {

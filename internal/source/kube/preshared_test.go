@@ -39,7 +39,7 @@ func TestAPeerIsLeftOutWithoutItsRequiredKey(t *testing.T) {
 		}
 		id := te.Spec.ClusterIdentity.ClusterID
 		keys := map[string]PresharedKey{id: tc.have}
-		usable, used, problems := demand([]v1alpha1.TunnelEndpoint{te}, keys)
+		usable, used, problems := requirePreshared([]v1alpha1.TunnelEndpoint{te}, keys)
 		if (len(usable) == 1) != tc.usable || (len(problems) == 0) != tc.usable || used[id] != tc.want || keys[id] != tc.have {
 			t.Errorf("%s: %d usable, problems %v, or other keys", tc.name, len(usable), problems)
 		}

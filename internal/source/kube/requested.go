@@ -27,7 +27,7 @@ func (r *refresher) evaluate(ctx context.Context, ring keyring.Ring) error {
 		r.objectsChanged.Store(true)
 		return err
 	}
-	usable, preshared, lacking := demand(endpoints.Items, keys)
+	usable, preshared, lacking := requirePreshared(endpoints.Items, keys)
 	r.requested = requestedFor(&r.decider, r.cluster, private, usable, mappings.Items)
 	r.requested.secret, r.requested.preshared, r.requested.problems = keys, preshared, fabric.SortProblems(append(r.requested.problems, lacking...))
 	if r.o.StateDirectory != "" {

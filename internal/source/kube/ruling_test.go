@@ -80,8 +80,8 @@ func TestOnlyAnswersToOurQuestionsAreTrusted(t *testing.T) {
 	key := questionKey(keyring.New())
 	a := electionWith(nil, "a", nil, quiet)
 	b := electionWith(nil, "b", nil, quiet)
-	a.see("b", netip.MustParseAddr("10.0.0.2"), false)
-	b.see("a", netip.MustParseAddr("10.0.0.1"), false)
+	a.addListed("b", netip.MustParseAddr("10.0.0.2"), false)
+	b.addListed("a", netip.MustParseAddr("10.0.0.1"), false)
 	now := time.Now()
 	nextQuestion := func() message {
 		q := a.questions(now)
@@ -212,7 +212,7 @@ func (g *simGateway) list() {
 		}
 	}
 	g.e.mu.Unlock()
-	g.e.see(other.pod(), other.addr().Addr(), false)
+	g.e.addListed(other.pod(), other.addr().Addr(), false)
 }
 
 // knows reports whether the gateway asks the other gateway and no others.
@@ -298,9 +298,9 @@ type simLeases struct {
 
 var leaseResource = schema.GroupResource{Group: "coordination.k8s.io", Resource: "leases"}
 
-// reach returns nil, with w.mu held, if the gateway reaches the API server. Otherwise it
+// lockIfReachable returns nil, with w.mu held, if the gateway reaches the API server. Otherwise it
 // returns an error without w.mu held.
-func (l *simLeases) reach() error {
+func (l *simLeases) lockIfReachable() error {
 	w := l.g.w
 	w.mu.Lock()
 	delay := time.Duration(w.rng.IntN(30)) * time.Millisecond
@@ -322,7 +322,7 @@ func (l *simLeases) reach() error {
 }
 
 func (l *simLeases) Get(context.Context, string, metav1.GetOptions) (*coordinationv1.Lease, error) {
-	if err := l.reach(); err != nil {
+	if err := l.lockIfReachable(); err != nil {
 		return nil, err
 	}
 	defer l.g.w.mu.Unlock()
@@ -333,7 +333,7 @@ func (l *simLeases) Get(context.Context, string, metav1.GetOptions) (*coordinati
 }
 
 func (l *simLeases) Create(_ context.Context, lease *coordinationv1.Lease, _ metav1.CreateOptions) (*coordinationv1.Lease, error) {
-	if err := l.reach(); err != nil {
+	if err := l.lockIfReachable(); err != nil {
 		return nil, err
 	}
 	if l.g.w.old != nil {
@@ -344,7 +344,7 @@ func (l *simLeases) Create(_ context.Context, lease *coordinationv1.Lease, _ met
 }
 
 func (l *simLeases) Update(_ context.Context, lease *coordinationv1.Lease, _ metav1.UpdateOptions) (*coordinationv1.Lease, error) {
-	if err := l.reach(); err != nil {
+	if err := l.lockIfReachable(); err != nil {
 		return nil, err
 	}
 	if l.g.w.old == nil || l.g.w.old.ResourceVersion != lease.ResourceVersion {
@@ -675,11 +675,11 @@ func TestUnlistedGatewayCountsOnceItAnswers(t *testing.T) {
 	if o := again.others[c]; o == nil || o.addr != at {
 		t.Errorf("not remembered: %+v", a.acquaintance())
 	}
-	a.see("c", at, false)
+	a.addListed("c", at, false)
 	if a.others[c].pod != "c" || len(a.others) != 2 {
 		t.Errorf("the API server lists it as another one: %v", a.acquaintance())
 	}
-	a.unsee("b")
+	a.removeListed("b")
 	if promise(); !a.active() || silent() {
 		t.Error("it is silent although everybody defers to it")
 	}
@@ -784,12 +784,12 @@ func TestRestartedGatewayAsksOthersBeforeItSends(t *testing.T) {
 func TestStandbyPromisesNothingWhileItTakesTheLease(t *testing.T) {
 	now := time.Now()
 	lease := func(version string) *coordinationv1.Lease {
-		l := take(nil, "a", now)
+		l := withHolder(nil, "a", now)
 		l.ResourceVersion = version
 		return l
 	}
 	b := electionWith(nil, "b", nil, quiet)
-	b.see("a", netip.MustParseAddr("10.0.0.1"), false)
+	b.addListed("a", netip.MustParseAddr("10.0.0.1"), false)
 	b.observe(lease("1"), now)
 	defers := func() time.Duration {
 		return b.answer(message{kind: kindQuestion, from: idOf("a"), to: b.id}, now).defers

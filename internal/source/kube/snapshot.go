@@ -208,7 +208,7 @@ func remember(o GatewayOptions, now time.Time) (*remembered, error) {
 			return nil, fmt.Errorf("%s: %w", keyFile, err)
 		}
 	}
-	usable, preshared, lacking := demand(objects.TunnelEndpoints, key.Preshared)
+	usable, preshared, lacking := requirePreshared(objects.TunnelEndpoints, key.Preshared)
 	gw, problems := gatewayFor(objects.Cluster, private, objects.locations.Site, usable, objects.NatMappings)
 	snapshot := Snapshot{Gateway: gw, Problems: fabric.SortProblems(append(problems, lacking...)), Keys: objects.keys, Preshared: preshared}
 	if o.Node != "" { // if the Pod's sandbox was recreated, the Pod may have another address
@@ -438,9 +438,9 @@ func (k *keeper) forget() bool {
 	return true
 }
 
-// from describes how old the snapshot is, for the log and the status. since is the time at
+// reason describes how old the snapshot is, for the log and the status. since is the time at
 // which this replica began to use it.
-func (r *remembered) from(since time.Time) error {
+func (r *remembered) reason(since time.Time) error {
 	return fmt.Errorf("carrying on since %s from the snapshot of %s, the Lease renewed at %s: the API server does not answer",
 		since.UTC().Format(time.RFC3339), r.objects.Read.UTC().Format(time.RFC3339), r.renewed.UTC().Format(time.RFC3339))
 }
