@@ -12,7 +12,7 @@ import (
 
 // report collects problems.
 type report struct {
-	origin   Origin // the object to which add attributes problems
+	origin   Origin // the object of the problems that the method add records
 	problems []Problem
 }
 

@@ -373,7 +373,8 @@ func (k *keeper) check(p *Peer) []Problem {
 			r.addAt(n.at(), "%v overlaps %v of cluster %s (%s: %s); want a network that no other peer has here",
 				n.seen, other.prefix, quote(other.peer.ID), other.peer.Origin, other.field)
 		}
-		// Such a network would route the UDP packets of one tunnel into another.
+		// A network with another peer's gateway inside would route the UDP packets of that peer's
+		// tunnel into this peer's tunnel.
 		if i := k.endpointAt(n.seen.Addr()); i < len(k.endpoints) && n.seen.Contains(k.endpoints[i].addr) {
 			g := k.endpoints[i]
 			r.addAt(n.at(), "%v contains %v, the gateway of cluster %s (%s: spec.endpointIP); want a network without gateways of peers",
@@ -440,7 +441,7 @@ func (p GatewayPeer) String() string {
 	return b.String()
 }
 
-// hostPort is net.JoinHostPort, because this package does not import net.
+// hostPort replaces net.JoinHostPort, because this package must not import net.
 func hostPort(host string, port uint16) string {
 	if strings.Contains(host, ":") {
 		host = "[" + host + "]"

@@ -525,7 +525,8 @@ func TestSortProblemsRemovesDuplicates(t *testing.T) {
 	}
 }
 
-// GatewayFor with 10,000 peers, as after each change of one of them.
+// BenchmarkGatewayFor measures GatewayFor with 10,000 peers, which runs after each change of one
+// peer.
 func BenchmarkGatewayFor(b *testing.B) {
 	var in Intent
 	for i := range 10_000 {

@@ -372,8 +372,8 @@ func TestQuoteLengthBeyondTheMessageIsIgnored(t *testing.T) {
 	}
 }
 
-// Octets after the end of the quoted packet, by its length field, are padding, even where its
-// checksum would be.
+// The length field of the quoted packet determines its end. Octets after that end are padding, even
+// at the offset of the checksum.
 func TestQuoteEndsWhereTheQuotedPacketEnds(t *testing.T) {
 	h6 := ip6()
 	for _, inner := range [][]byte{

@@ -67,7 +67,7 @@ func TestNothingLeavesInTheClearWhenComponentsStop(t *testing.T) {
 	c := newCluster(t, 3)
 	n1, n2 := c.Nodes[0], c.Nodes[1]
 	tunnels := c.in.Tunnels
-	c.in.Tunnels = nil // allocated, but without a tunnel
+	c.in.Tunnels = nil // the networks are allocated, but have no tunnel
 	allocate(&c.in, remotePods, remoteExternal)
 	c.want()
 	c.start(c.Nodes...)
@@ -283,8 +283,8 @@ func TestASnapshotIsWrittenBeforeTheReport(t *testing.T) {
 	}
 }
 
-// The packet filter drops packets for a peer that do not leave through our devices. That happens if
-// a foreign rule comes before ours, or if somebody removes our routes.
+// The packet filter drops packets for a peer that do not leave through our devices. Packets leave
+// through other devices if a foreign rule comes before ours, or if somebody removes our routes.
 func TestForeignRoutesLeakNoPlaintext(t *testing.T) {
 	t.Parallel()
 	c := newCluster(t, 2)

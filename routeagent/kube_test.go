@@ -163,9 +163,9 @@ func TestNodesKeepTheirStateWithoutTheAPIServer(t *testing.T) {
 	}
 }
 
-// gatewaysInPods makes two gateways that are Pods. Each in turn is named as active on the Service:
-// all nodes send packets to it, without any TunnelEndpoint. When both are deleted, the nodes refuse
-// the packets.
+// gatewaysInPods makes two gateways that are Pods. The Service names each of them in turn as the
+// active gateway, and all nodes send packets to that gateway, without any TunnelEndpoint. When both
+// are deleted, the nodes refuse the packets.
 func gatewaysInPods(c *cluster, create func(client.Object), api client.Client) {
 	c.t.Helper()
 	addrs := []netip.Addr{netip.MustParseAddr("10.65.77.1"), netip.MustParseAddr("10.65.77.2")}

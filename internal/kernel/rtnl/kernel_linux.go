@@ -97,7 +97,7 @@ func Look(owner kernel.Owner, want kernel.State, log *slog.Logger) error {
 	if err := k.Events(ctx, func() {}); err != nil {
 		return err
 	}
-	for range 5 { // as in apply
+	for range 5 { // repeat interrupted dumps, as in apply
 		if _, err = k.readObjects(want); !errors.Is(err, netlink.ErrDumpInterrupted) {
 			break
 		}
@@ -215,7 +215,7 @@ func (k *Kernel) Add(want kernel.State) (kernel.Plan, error) {
 // routes, made by any process with the same Owner.
 func (k *Kernel) Refused() (all []netip.Prefix, err error) {
 	var s kernel.State
-	for range 5 { // as in apply
+	for range 5 { // repeat interrupted dumps, as in apply
 		s = kernel.State{}
 		if err = k.haveRoutes(&s, kernel.Host); !errors.Is(err, netlink.ErrDumpInterrupted) {
 			break

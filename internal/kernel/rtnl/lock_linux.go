@@ -138,8 +138,8 @@ func tableHolder(c *nfnl.Conn, name string) (port uint32, err error) {
 
 // lockAddress is the lock for kernels without tables that have an owner: an abstract Unix address.
 // Any user can bind that address, so only a holder that is root or the same user counts. If another
-// user holds it, this process continues without a lock. That does harm only if there are two
-// instances.
+// user has bound the address, this process continues without a lock. The missing lock does harm
+// only if two instances run.
 func lockAddress(owner kernel.Owner, log *slog.Logger) (io.Closer, error) {
 	at := &net.UnixAddr{Name: "@" + owner.Lock, Net: "unix"}
 	l, err := net.ListenUnix("unix", at)

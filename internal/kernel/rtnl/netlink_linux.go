@@ -359,7 +359,7 @@ func (k *Kernel) changeNeigh(remove bool, in kernel.Namespace, dev string, n *ne
 func (k *Kernel) changeRoute(remove bool, v kernel.Route) error {
 	r := &netlink.Route{Dst: ipNet(v.Prefix), Table: v.Table, Priority: v.Metric, Protocol: netlink.RouteProtocol(v.Protocol),
 		Type: routeTypes[v.Type], Family: nl.GetIPFamily(v.Prefix.Addr().AsSlice()), Src: v.Src.AsSlice()}
-	if remove { // regardless of its next hop
+	if remove { // remove the route regardless of its next hop
 		r.Scope = netlink.SCOPE_NOWHERE
 		if v.Type == kernel.Unicast && v.Dev == "" {
 			r.Type = 0 // any type; see routeTypes

@@ -385,8 +385,8 @@ func TestAnUnprivilegedProcessCannotHoldTheLock(t *testing.T) {
 	}
 }
 
-// If the kernel has no tables with an owner, a process that waits for another one logs that only
-// once.
+// If the kernel has no tables with an owner, a process that waits for another process logs the lock
+// error only once.
 func TestFollowLogsALockErrorOnce(t *testing.T) {
 	if os.Getuid() != 0 {
 		t.Skip("needs root")
@@ -505,8 +505,9 @@ func TestFilterMatchesItsText(t *testing.T) {
 	}
 }
 
-// The filter of a gateway's Pod in a cluster of 10,000 nodes, each with three source addresses, and
-// with 4,096 peers. Another filter has a peer with all addresses.
+// The kernel accepts the filter of a gateway's Pod in a cluster of 10,000 nodes, each with three
+// source addresses, and with 4,096 peers. It also accepts a filter for a peer that has all
+// addresses.
 func TestFilterHoldsTheAddressesOfTheLargestCluster(t *testing.T) {
 	n := open(t, RouteAgent)
 	var nodes []netip.Addr

@@ -68,7 +68,7 @@ type election struct {
 
 	// Only the goroutine of run uses these.
 	lease            *coordinationv1.Lease // as last read or written; nil: unknown, or no Lease exists
-	version          string                // resourceVersion of the Lease at the time seen
+	version          string                // resourceVersion of the Lease that was first seen at the time in seen
 	renewedForHolder time.Time             // when this replica last renewed the Lease in its holder's name
 	written          time.Time             // when this replica last wrote the Lease
 

@@ -21,7 +21,7 @@ import (
 )
 
 // A PresharedKey is the key for handshakes with one peer; see datapath.PresharedKeys. The zero
-// value is no key.
+// value means that there is no key.
 type PresharedKey struct {
 	ID       string             `json:"id,omitempty"` // ID of the exchange that made Key
 	Key      postquantum.Secret `json:"presharedKey,omitzero"`

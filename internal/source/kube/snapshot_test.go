@@ -42,7 +42,7 @@ func saved(t *testing.T) (GatewayOptions, Snapshot) {
 	o := GatewayOptions{Namespace: "home", Pod: "pod-1", StateDirectory: filepath.Join(t.TempDir(), "state"), Log: quiet}
 	private := keyring.New()
 	endpoints, mappings := []v1alpha1.TunnelEndpoint{endpoint(2), endpoint(1)}, []v1alpha1.NatMapping{natMapping(1, map[string]string{"10.7.7.7": "10.245.0.9"})}
-	endpoints[1].Spec.RemoteNATPodCIDR = "10.102.0.0/20" // overlaps with the other peer, so one of the two is refused
+	endpoints[1].Spec.RemoteNATPodCIDR = "10.102.0.0/20" // overlaps with a network of the other peer, so one of the two peers is refused
 	deleted := endpoint(3)
 	deleted.DeletionTimestamp = new(metav1.Now())
 	k := newKeeper(o, func() {})
