@@ -31,8 +31,8 @@ func isObjectName(clusterID string) bool {
 	})
 }
 
-// An Allocation is a network that a NetworkAllocation names or frees, with the revision in which it
-// did so.
+// An Allocation is a network that a NetworkAllocation names or frees, with the revision of that
+// change.
 type Allocation struct {
 	Object   string       `json:"object,omitempty"` // name of the NetworkAllocation
 	Network  netip.Prefix `json:"network"`
@@ -58,8 +58,8 @@ type Allocations struct {
 const revisionAhead = 24 * time.Hour
 
 // Revision returns n, or 0 if n is negative or far ahead of the time now. The manager takes
-// revisions from its clock, in milliseconds. No later revision would exceed one that is far ahead
-// of the clock.
+// revisions from its clock, in milliseconds. It ignores a revision that is far ahead of the clock,
+// because no later revision would exceed it.
 func Revision(n int64, now time.Time) int64 {
 	if n < 0 || n > now.Add(revisionAhead).UnixMilli() {
 		return 0

@@ -190,7 +190,8 @@ func (p *Peer) check(from places) []Problem {
 	} else if addr, err := netip.ParseAddr(p.Endpoint); err == nil && sound {
 		for _, n := range []pair{remotePod, remoteExternal} {
 			if n.seen.Contains(addr) {
-				// The host would route the tunnel's own UDP packets into the tunnel.
+				// If a network contained the endpoint, the host would route the tunnel's own UDP
+				// packets into the tunnel.
 				r.addAt(from.endpoint, "%s is inside %v (%s), which is reached through the tunnel itself; want an address outside", addr, n.seen, n.at().words)
 			}
 		}

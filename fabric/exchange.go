@@ -153,7 +153,8 @@ func CheckAllocation(c Claim, podSeen, externalSeen netip.Prefix, gateways []net
 	fields := map[netip.Prefix]string{podSeen: "spec.podCIDR", externalSeen: "spec.externalCIDR"}
 	for _, seen := range []netip.Prefix{podSeen, externalSeen} {
 		if addr, err := netip.ParseAddr(c.Endpoint); err == nil && seen.Contains(addr) {
-			// Otherwise the tunnel's own UDP packets would be routed into the tunnel.
+			// If a network contained the gateway of a peer, the tunnel's own UDP packets would be
+			// routed into the tunnel.
 			refusals = append(refusals, Refusal{v1alpha1.ReasonEndpoint, Problem{c.Origin, "spec.endpointIP",
 				fmt.Sprintf("%v is inside %v, which the receiver uses for %s; want an address outside, or reserve that network at the receiver",
 					addr, seen, fields[seen])}})

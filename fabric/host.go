@@ -61,7 +61,8 @@ func (s TunnelSet) devs() string {
 
 // GatewayHostFor computes the kernel state of both namespaces of a gateway: packets for its peers
 // reach the TUNs, and everything else that leaves a TUN reaches the host. tunnels is the number of
-// TUNs. inUse holds the tunnels that carry flows, by peer ID; without an entry only tunnel 0 does.
+// TUNs. inUse holds the tunnels that carry flows, by peer ID. For a peer without an entry, only
+// tunnel 0 carries flows.
 //
 // If several tunnels lead to a peer, the kernel chooses one by the hash of addresses and ports, so
 // that a flow stays in its tunnel. Fragments have no ports; the kernel hashes them by addresses, so

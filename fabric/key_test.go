@@ -11,7 +11,8 @@ import (
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 )
 
-// libraryAccepts reports whether the standard library accepts a key. It refuses keys of low order.
+// libraryAccepts reports whether the standard library accepts a key. The library refuses keys of
+// low order.
 func libraryAccepts(t *testing.T, key [32]byte) bool {
 	t.Helper()
 	private, err := ecdh.X25519().NewPrivateKey(slices.Repeat([]byte{7}, 32))

@@ -91,11 +91,11 @@ func specOf(p Peer) v1alpha1.TunnelEndpointSpec {
 	}
 }
 
-// NetworkConfigFor returns the spec from which ClaimFrom reads c. The argument to is the cluster to
-// which the spec is addressed.
-func NetworkConfigFor(c Claim, to v1alpha1.ClusterIdentity) v1alpha1.NetworkConfigSpec {
+// NetworkConfigFor returns the spec from which ClaimFrom reads c. recipient is the cluster to which
+// the spec is addressed.
+func NetworkConfigFor(c Claim, recipient v1alpha1.ClusterIdentity) v1alpha1.NetworkConfigSpec {
 	return v1alpha1.NetworkConfigSpec{
-		RemoteCluster: to,
+		RemoteCluster: recipient,
 		PodCIDR:       c.Pod.String(),
 		ExternalCIDR:  c.External.String(),
 		EndpointIP:    c.Endpoint,

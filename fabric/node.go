@@ -174,7 +174,7 @@ type nodeDecision struct {
 	src      netip.Addr                // source of the routes to the one gateway; zero: no such routes
 	trusted  bool                      // see podCIDRsHold
 	overlay  map[string]netip.Addr     // overlay addresses by name of the node
-	outer    []netip.Addr              // sorted; a gateway in a Pod accepts outer packets from them
+	outer    []netip.Addr              // outer addresses of nodes, sorted; a gateway in a Pod accepts outer packets from these
 	node     kernel.State
 	problems []Problem
 }

@@ -168,8 +168,8 @@ func OverlaySourcesFrom(from *isthmus.NodeNetworks) (all []netip.Addr) {
 
 // NodeRoutesOf returns the routes of a node through which it may reach mapped endpoints. own has
 // the networks of the cluster's pods and Services. NodeRoutesOf leaves out routes into these,
-// because a CNI may have thousands. It returns at most 128 routes: first the routes via one of
-// nodes, and last the routes via the next hop of a default route, because that is hardly ever a
+// because a CNI may have thousands. It returns at most 128 routes: first the routes via an address
+// in nodes, and last the routes via the next hop of a default route, because that is hardly ever a
 // node.
 func NodeRoutesOf(have []kernel.Route, own []netip.Prefix, nodes []netip.Addr) (all []NodeRoute) {
 	const byNode, byAnother, byRouter = 0, 1, 2

@@ -139,9 +139,9 @@ func (d *nodeDecision) guard(local []netip.Prefix) {
 
 // addPods adds the routes from the gateway's node to pods on other nodes: one for each podCIDR, and
 // one for each pod outside its node's podCIDRs. A CNI that ignores podCIDRs has many such pods. If
-// pods are trusted to be in their node's podCIDRs, a Pod with an address from another node's is
-// ignored. Otherwise write access to the status of one node's Pods could divert packets of peers
-// for pods of other nodes.
+// pods are trusted to be in their node's podCIDRs, a Pod with an address from another node's
+// podCIDRs is ignored. Otherwise write access to the status of one node's Pods could divert packets
+// of peers for pods of other nodes.
 //
 // Packets of a peer to any other address in own, our PodCIDRs, are refused, because the default
 // route could take them out of the cluster.

@@ -74,7 +74,7 @@ ip rule add priority 422 lookup 4202 protocol 72
 			t.Errorf("%s: got\n%s\nwant\n%s", self, text, want)
 		}
 		f := n.Filters[0]
-		host := "172.30.1.11" // node of the other node's gateway; the filter needs no entry for our own address
+		host := "172.30.1.11" // address of the node with the other gateway; the filter needs no entry for our own address
 		if self == "n1" {
 			host = "172.30.1.12"
 		}
@@ -417,8 +417,8 @@ func TestAGatewayPodTrustsOnlyPodAddressesOfTheirNode(t *testing.T) {
 	}
 }
 
-// A node that knows no other nodes refuses packets of its pods to peers with sources of other
-// nodes' pods.
+// A node that knows no other nodes refuses a packet for a peer if its pod has forged the address of
+// another node's pod.
 func TestANodeThatKnowsOnlyItselfRefusesForeignSources(t *testing.T) {
 	in := podIntent(t, "n2")
 	in.Nodes = slices.DeleteFunc(in.Nodes, func(n ClusterNode) bool { return n.Name != "n2" })

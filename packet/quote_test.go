@@ -299,8 +299,8 @@ func TestQuoteDoesNotAllocate(t *testing.T) {
 	}
 }
 
-// For the types that have the length octet of RFC 4884, the quote must end at that length.
-// Here this is within a TCP header that follows extension headers. The TCP checksum field then
+// For the types that have the length octet of RFC 4884, the quote must end at that length. Here
+// that length ends within a TCP header that follows extension headers. The TCP checksum field then
 // belongs to an extension and must not change. In other types the octet is part of an MTU or a
 // pointer.
 func TestQuoteEndsAtTheRFC4884Length(t *testing.T) {

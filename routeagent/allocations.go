@@ -30,7 +30,7 @@ func (g *allocations) hold(all []fabric.Allocation) { g.take(slices.Concat(g.kno
 func (g *allocations) take(known []fabric.Allocation) {
 	g.known = fabric.Latest(known)
 	if networks := networksOf(g.known); !slices.Equal(networks, g.networks) {
-		g.networks = networks // otherwise keep the old slice, so that callers see that nothing changed
+		g.networks = networks // only after a change, so that callers detect changes by the slice
 	}
 }
 

@@ -23,7 +23,8 @@ func (l *Lab) Describe(w io.Writer) error {
 		cells := []string{h.Name, what}
 		for _, viewer := range l.Clusters {
 			seen, err := l.Seen(viewer, owner, addr)
-			// Gateways have no route to a peer's nodes, so these get no address.
+			// Gateways have no route to a peer's nodes, so the table has no address for these
+			// nodes.
 			if err != nil || viewer != owner && underlayNetwork.Contains(addr) {
 				cells = append(cells, "-")
 				continue

@@ -81,17 +81,17 @@ func (k *kernel) close() {
 // uplink is the name of every host's device towards the rest of the lab.
 const uplink = "eth0"
 
-// veth connects two namespaces. It creates the device name in k, and its peer, named uplink,
-// directly in far. So the caller's namespace never has either device.
-func (k *kernel) veth(name string, mtu int, far *kernel) error {
+// veth connects two namespaces. It creates a device with the given name in k, and the device's
+// peer, named uplink, directly in remote. So the caller's namespace never has either device.
+func (k *kernel) veth(name string, mtu int, remote *kernel) error {
 	attrs := netlink.NewLinkAttrs()
 	attrs.Name, attrs.MTU = name, mtu
 	link := netlink.NewVeth(attrs)
-	link.PeerName, link.PeerMTU, link.PeerNamespace = uplink, uint32(mtu), netlink.NsFd(far.ns)
+	link.PeerName, link.PeerMTU, link.PeerNamespace = uplink, uint32(mtu), netlink.NsFd(remote.ns)
 	if err := k.nl.LinkAdd(link); err != nil {
-		return fmt.Errorf("%s: add veth %s to %s of %s: %w", k.host.Name, name, uplink, far.host.Name, err)
+		return fmt.Errorf("%s: add veth %s to %s of %s: %w", k.host.Name, name, uplink, remote.host.Name, err)
 	}
-	return errors.Join(k.up(name), far.up(uplink))
+	return errors.Join(k.up(name), remote.up(uplink))
 }
 
 func (k *kernel) bridge(name string, mtu int) error {

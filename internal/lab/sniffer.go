@@ -25,7 +25,7 @@ import (
 //	                   └─► filter in the kernel ─► reader: leak?
 //
 // Every node's port has a tap, a packet socket, which receives each packet of the node once. A
-// packet for a peer can leave a node only through this device. The others lead to the node's own
+// packet for a peer can leave a node only through eth0. The node's other devices lead to its own
 // pods, to the server outside the cluster, into the overlay and into the gateway. Control planes
 // are not watched, because they forward no packets for peers.
 //

@@ -139,8 +139,8 @@ var (
 )
 
 // readFilter reads the table of the Filter. It returns changed if the chains differ from the
-// expected ones. If the kernel has no nftables, it returns no Filter, and making the table reports
-// the reason.
+// expected ones. If the kernel has no nftables, it returns no Filter, and Apply reports the reason
+// when it makes the table.
 func readFilter() []kernel.Filter {
 	var f kernel.Filter
 	elements, exists, err := readTable(filterTable, f.Sets(), func(comments func(string) []string) []kernel.FilterChain {

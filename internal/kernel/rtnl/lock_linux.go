@@ -21,9 +21,9 @@ const (
 	tableOwner   = 0x7 // NFTA_TABLE_OWNER: port of the netlink socket that owns the table
 )
 
-// lock makes sure that only one process with an owner runs in the network namespace of the calling
-// thread. It returns ErrOther if another process holds the lock. again suppresses a warning that
-// the first attempt logged. Closing the lock, or any end of the process, releases the lock.
+// lock makes sure that only one process with the given Owner runs in the network namespace of the
+// calling thread. It returns ErrOther if another process holds the lock. again suppresses a warning
+// that the first attempt logged. Closing the lock, or any end of the process, releases the lock.
 //
 // The lock is an empty nftables table that belongs to a netlink socket. Only a process with
 // CAP_NET_ADMIN in the namespace can make such a table. No other process can change or remove it

@@ -380,7 +380,8 @@ func (e *election) stepVotes(v voting.View, now time.Time) (want *coordinationv1
 	return want
 }
 
-// electable returns the nodes that may vote: those with a route agent.
+// electable returns the nodes that may vote: those that have had a route agent within
+// maxAgentAbsence. If route agents may run outside of Pods, all nodes may vote.
 func (b *ballot) electable(now time.Time) map[string]netip.Addr {
 	nodes, agents := b.Nodes(), b.agents()
 	if agents == nil {
@@ -402,15 +403,15 @@ func (b *ballot) electable(now time.Time) map[string]netip.Addr {
 	return all
 }
 
-// useful returns the nodes that may vote from now on: all nodes in all, which answer, and those
-// voters in list that exist in nodes and have been silent for less than maxSilence. A silent voter
-// counts as a vote against the holder.
-func (b *ballot) useful(all, list, nodes map[string]netip.Addr, now time.Time) map[string]netip.Addr {
+// useful returns the nodes that may vote from now on: the nodes in answering, and those voters in
+// list that exist in nodes and have been silent for less than maxSilence. It adds the latter to
+// answering. A silent voter counts as a vote against the holder.
+func (b *ballot) useful(answering, list, nodes map[string]netip.Addr, now time.Time) map[string]netip.Addr {
 	if b.quiet == nil {
 		b.quiet = make(map[string]time.Time)
 	}
 	for name := range list {
-		if _, answers := all[name]; answers {
+		if _, answers := answering[name]; answers {
 			delete(b.quiet, name)
 			continue
 		}
@@ -418,10 +419,10 @@ func (b *ballot) useful(all, list, nodes map[string]netip.Addr, now time.Time) m
 			b.quiet[name] = now
 		}
 		if addr, exists := nodes[name]; exists && now.Sub(b.quiet[name]) < maxSilence {
-			all[name] = addr
+			answering[name] = addr
 		}
 	}
-	return all
+	return answering
 }
 
 // try makes the holder of the Lease collect votes before votes decide. Once all voters of a

@@ -21,7 +21,7 @@ func TestFloodFromUnknownAddressesIsNotRead(t *testing.T) {
 
 func floodOfStrangers(t *testing.T, loopback netip.Addr) {
 	near, stranger := loopback, netip.MustParseAddr("127.0.0.3")
-	if loopback.Is6() { // IPv6 has one loopback address, so no known gateway can send from another one
+	if loopback.Is6() { // IPv6 has only one loopback address, so the stranger and the known gateway cannot both have one
 		stranger = loopback
 		near = netip.MustParseAddr("2001:db8::1")
 	}

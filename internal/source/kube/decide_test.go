@@ -274,8 +274,8 @@ func TestStandbyTakesTheLeaseOnlyAfterItExpires(t *testing.T) {
 	}
 }
 
-// After a gap in its contact to the API server, a standby counts the age of the Lease from
-// zero. The holder may have been unable to renew the Lease, too.
+// After a gap in its contact to the API server, a standby counts the age of the Lease from zero,
+// because the holder may have been unable to renew the Lease, too.
 func TestLeaseAgeExcludesAPIServerOutages(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) { // time passes only where the test moves it
 		e := &election{identity: "me", log: quiet, changed: newSignal(), look: newSignal()}

@@ -98,8 +98,8 @@ func newElection(config *rest.Config, namespace, identity string, cached func() 
 	config.Timeout = leaseTimeout
 	config.QPS, config.Burst = 5, 10 // a separate limit, so that other requests cannot delay requests for the Lease
 	// A separate connection, which is closed after a request without a response. An HTTP/2
-	// connection would stay open. After a network outage every request on it would wait for
-	// TCP's next retransmission, and these become as rare as once in two minutes.
+	// connection would stay open. After a network outage every request on it would wait for TCP's
+	// next retransmission, which TCP repeats as rarely as once in two minutes.
 	config.NextProtos = []string{"http/1.1"}
 	web, err := rest.HTTPClientFor(config)
 	if err != nil {
@@ -427,8 +427,8 @@ func (e *election) lastContact() time.Time {
 	return e.last
 }
 
-// readHolder reads the Lease without taking part in the election. refused is true if reading is
-// forbidden. Then the API server answers, and the lack of permission may be intended.
+// readHolder reads the Lease without taking part in the election. refused is true if the API server
+// answers but forbids reading, which may be intended.
 func (e *election) readHolder(ctx context.Context) (holder string, refused bool, err error) {
 	lease, err := e.leases.Get(ctx, isthmus.LeaseGateway, metav1.GetOptions{})
 	switch {

@@ -37,9 +37,9 @@ type GatewayOptions struct {
 	// Node is the name of this replica's Node, if the replica has its own network namespace, where
 	// the overlay ends. It is empty if the replica uses the host network.
 	Node string
-	// Cluster is the identity of our cluster. Without an ID, it comes from the ConfigMap in
-	// Namespace that Liqo and `isthmus install` write. The default ID is the UID of the
-	// namespace kube-system.
+	// Cluster is the identity of our cluster. If Cluster has no ID, the identity comes from the
+	// ConfigMap in Namespace that Liqo and `isthmus install` write. If that does not exist, the ID
+	// is the UID of the namespace kube-system.
 	Cluster v1alpha1.ClusterIdentity
 	Tunnels int          // number of tunnels of this replica; 0 means 1
 	Log     *slog.Logger // nil: slog.Default()

@@ -128,7 +128,7 @@ func (g *Gateway) watchReports(ctx context.Context, group *sync.WaitGroup) {
 	settle := sync.OnceFunc(func() { close(settled) })
 	group.Go(func() {
 		defer settle()
-		// It returns an error only when ctx ends; the cache logs problems.
+		// watchBy returns an error only when ctx ends; the cache logs problems.
 		_ = g.objects.watchBy(ctx, g.locations.handler(g.look.set), func(error) { settle() }, &isthmus.NodeNetworks{})
 	})
 	<-settled

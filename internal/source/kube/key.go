@@ -180,7 +180,7 @@ func (r *refresher) key(ctx context.Context, inUse keyring.Ring) (keyring.Ring, 
 		}
 	}
 	if inUse.Private != ([32]byte{}) {
-		return inUse, nil, nil // peers are not affected yet
+		return inUse, nil, nil // keep the keys in use: the missing Secret does not affect peers yet
 	}
 	return inUse, nil, missing
 }

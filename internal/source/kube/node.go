@@ -179,7 +179,7 @@ func (r *readAllocations) parse(all []isthmus.NetworkAllocation) (fabric.Allocat
 			r.versions[all[i].UID] = all[i].ResourceVersion
 		}
 		was := r.parsed
-		if r.parsed, r.problems = fabric.AllocationsFrom(all, time.Now()); len(r.parsed.Own) == 0 { // the manager recreates a deleted object
+		if r.parsed, r.problems = fabric.AllocationsFrom(all, time.Now()); len(r.parsed.Own) == 0 { // the object with our own networks was deleted: keep them, because the manager recreates it
 			r.parsed.Own, r.parsed.OwnPods = was.Own, was.OwnPods
 		}
 	}
@@ -298,7 +298,7 @@ type nodeSnapshot struct {
 	problems []fabric.Problem
 }
 
-// snapshot adds the objects in the caches to s; all and tunnels may be nil. It sorts
+// snapshot adds the objects in the caches to s. The caches all and tunnels may be nil. It sorts
 // everything, because caches list in random order.
 func (w *nodeWatch) snapshot(ctx context.Context, s *nodeSnapshot, all, tunnels *objects) error {
 	var nodes corev1.NodeList

@@ -43,7 +43,7 @@ type requested struct {
 	private  [32]byte
 	gateway  fabric.Gateway // decided for an empty Site
 	problems []fabric.Problem
-	saved    savedObjects // its places are not set
+	saved    savedObjects // its locations are not set
 
 	secret, preshared map[string]PresharedKey // all keys in the Secret, and the keys that handshakes use
 

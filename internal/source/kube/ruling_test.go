@@ -828,8 +828,8 @@ func TestLeaseHasNoKnownHolderBeforeItIsWatched(t *testing.T) {
 	}
 }
 
-// A restarted gateway that is silent and learns that it lost the election removes what its
-// earlier process left.
+// A restarted gateway that is silent and learns that it lost the election removes the state that
+// its earlier process left.
 func TestSilentGatewayCleansUpAfterItLostTheElection(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		g := &Gateway{log: quiet, keeper: newKeeper(GatewayOptions{}, func() {})}

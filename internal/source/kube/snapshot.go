@@ -107,7 +107,7 @@ type savedOthers struct {
 	acquaintance
 }
 
-// savedFrom copies the fields that package fabric reads. The caller sets places.
+// savedFrom copies the fields that package fabric reads. The caller sets locations.
 func savedFrom(cluster v1alpha1.ClusterIdentity, private [32]byte, endpoints []v1alpha1.TunnelEndpoint, mappings []v1alpha1.NatMapping) savedObjects {
 	s := savedObjects{Version: snapshotVersion, Cluster: cluster, PublicKey: base64.StdEncoding.EncodeToString(publicKey(private)), locations: savedLocations{Version: snapshotVersion}}
 	meta := func(m *metav1.ObjectMeta) metav1.ObjectMeta {
@@ -291,8 +291,8 @@ func (k *keeper) put(want savedObjects, keys keyring.Ring) {
 	k.changed.set()
 }
 
-// adopt registers the existing files as written. Objects that were already put stay. Call adopt
-// before run.
+// adopt registers the existing files as written. Objects from an earlier call of put stay. Call
+// adopt before run.
 func (k *keeper) adopt(r *remembered) {
 	k.have, k.renewed = r.objects, r.renewed
 	k.mu.Lock()
