@@ -403,8 +403,8 @@ func (d *nodeDecision) podNetworks(in NodeIntent, ownPods []netip.Prefix) []neti
 	return all
 }
 
-// nameStrangers reports pods of our node outside of all networks by which peers know our pods.
-// Peers see the gateway's address instead of the pod's.
+// nameStrangers reports pods of our node whose addresses are in none of the pod networks that peers
+// know. Of such a pod, peers see the gateway's address instead of the pod's.
 func (d *nodeDecision) nameStrangers(in NodeIntent, ownPods []netip.Prefix) {
 	if len(d.node.Devices) == 0 || len(ownPods) == 0 {
 		return

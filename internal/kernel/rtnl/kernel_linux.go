@@ -105,7 +105,8 @@ func Look(owner kernel.Owner, want kernel.State, log *slog.Logger) error {
 	return err
 }
 
-// withLock is Open with a lock that has been acquired already. It closes the lock if it fails.
+// withLock is Open with a lock that has been acquired already. If withLock fails, it closes the
+// lock.
 func withLock(owner kernel.Owner, lock io.Closer, log *slog.Logger) (_ *Kernel, err error) {
 	k := &Kernel{owner: owner, log: log, lock: lock}
 	defer func() {

@@ -162,7 +162,7 @@ func reachesOthers(b []byte) bool {
 	messages, err := syscall.ParseNetlinkMessage(b)
 	return err != nil || slices.ContainsFunc(messages, func(m syscall.NetlinkMessage) bool {
 		route := m.Header.Type == unix.RTM_NEWROUTE || m.Header.Type == unix.RTM_DELROUTE
-		return !route || len(m.Data) < unix.SizeofRtMsg || m.Data[5] != kernel.NodeProtocol && m.Data[5] != kernel.GatewayProtocol // a foreign route; see concerns
+		return !route || len(m.Data) < unix.SizeofRtMsg || m.Data[5] != kernel.NodeProtocol && m.Data[5] != kernel.GatewayProtocol // whether the protocol (octet 5 of struct rtmsg) is foreign
 	})
 }
 
