@@ -160,13 +160,13 @@ func GatewayHostLeft(peers []*GatewayPeer) (left kernel.State) {
 }
 
 // gatewaySettings returns the sysctls of the gateway's namespace, and of the veth on the host:
-//   - The namespace forwards. For IPv4 that is set per device, not by ip_forward: netlink can set the
-//     former, and a container's /proc/sys is read-only.
+//   - The namespace forwards. For IPv4 that is set per device, not by ip_forward: netlink can set
+//     the former, and a container's /proc/sys is read-only.
 //   - Reverse path filtering is off: the engine checks sources, and the filter would drop a peer's
 //     packet for another peer's mapped endpoint.
 //   - Redirects are off, because a packet may leave by the TUN through which it came.
-//   - Devices get no IPv6 link-local address. The kernel would send unsolicited packets from it, and
-//     the tunnel would count them as dropped.
+//   - Devices get no IPv6 link-local address. The kernel would send unsolicited packets from it,
+//     and the tunnel would count them as dropped.
 //   - The hash that chooses among several tunnels includes ports.
 func gatewaySettings(six bool, tunnels int) (all []kernel.Setting) {
 	inner := func(path, value string) {

@@ -37,8 +37,8 @@ func GatewayMAC(pod netip.Addr) kernel.MAC { return OverlayMAC("gateway " + pod.
 //   - from their InternalIPs,
 //   - from the pod addresses that a node's agent reports as its own, because a CNI may masquerade
 //     packets from a node to pods,
-//   - and, if pods have addresses of podCIDRs, from the first two addresses of each podCIDR, which no
-//     pod has.
+//   - and, if pods have addresses of podCIDRs, from the first two addresses of each podCIDR, which
+//     no pod has.
 //
 // A PodDecider computes the same for successive PodNetworks, incrementally.
 func GatewayPodFor(peers []*GatewayPeer, inUse map[string]TunnelSet, mtu, tunnels, underlayMTU int, in PodNetwork) (kernel.State, []Problem) {
