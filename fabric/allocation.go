@@ -31,8 +31,8 @@ func isObjectName(clusterID string) bool {
 	})
 }
 
-// An Allocation is a network that a NetworkAllocation names or frees, with the revision in which it
-// did so.
+// An Allocation is a network that a NetworkAllocation names or frees, with the revision of that
+// change.
 type Allocation struct {
 	Object   string       `json:"object,omitempty"` // name of the NetworkAllocation
 	Network  netip.Prefix `json:"network"`
@@ -58,8 +58,8 @@ type Allocations struct {
 const revisionAhead = 24 * time.Hour
 
 // Revision returns n, or 0 if n is negative or far ahead of the time now. The manager takes
-// revisions from its clock, in milliseconds. No later revision would exceed one that is far ahead
-// of the clock.
+// revisions from its clock, in milliseconds. It ignores a revision that is far ahead of the clock,
+// because no later revision would exceed it.
 func Revision(n int64, now time.Time) int64 {
 	if n < 0 || n > now.Add(revisionAhead).UnixMilli() {
 		return 0
@@ -98,12 +98,12 @@ func AllocationsFrom(all []isthmus.NetworkAllocation, now time.Time) (a Allocati
 		revision := Revision(spec.Revision, now)
 		a.Revision, a.Version = max(a.Revision, revision), max(a.Version, NamedSince(string(all[i].UID), all[i].ResourceVersion, spec))
 		for _, text := range spec.Networks {
-			if p := r.allocated("spec.networks", text); p.IsValid() {
+			if p := r.parseAllocated("spec.networks", text); p.IsValid() {
 				a.Named = append(a.Named, Allocation{all[i].Name, p, revision})
 			}
 		}
 		for _, f := range spec.Freed {
-			if p := r.allocated("spec.freed", f.Network); p.IsValid() {
+			if p := r.parseAllocated("spec.freed", f.Network); p.IsValid() {
 				a.Freed = append(a.Freed, Allocation{all[i].Name, p, Revision(f.Revision, now)})
 				a.Revision = max(a.Revision, Revision(f.Revision, now))
 			}
@@ -133,8 +133,8 @@ func OwnIn(all []isthmus.NetworkAllocation, now time.Time) (own isthmus.OwnNetwo
 	return own
 }
 
-// allocated parses a network. It reports an invalid one and returns the zero Prefix for it.
-func (r *report) allocated(field, text string) netip.Prefix {
+// parseAllocated parses a network. It reports an invalid one and returns the zero Prefix for it.
+func (r *report) parseAllocated(field, text string) netip.Prefix {
 	p, err := netip.ParsePrefix(text)
 	if err != nil || p.Bits() == 0 {
 		r.add(field, "%s is not a network; want CIDR notation", quote(text))

@@ -12,7 +12,7 @@ import (
 
 // report collects problems.
 type report struct {
-	origin   Origin // the object to which add attributes problems
+	origin   Origin // the object of the problems that the method add records
 	problems []Problem
 }
 
@@ -166,53 +166,54 @@ func (p *Peer) pairs(at places) (localPod, localExternal, remotePod, remoteExter
 }
 
 // check returns all faults of the peer, without regard to other peers. It alone defines a valid
-// peer; parsing comes before it. The argument at has the places from which the values were read.
-func (p *Peer) check(at places) []Problem {
+// peer; parsing comes before it. from has the places from which the values were read.
+func (p *Peer) check(from places) []Problem {
 	var r report
 	if wrong := CheckClusterID(p.ID); wrong != "" {
-		r.addAt(at.id, "%s", wrong)
+		r.addAt(from.id, "%s", wrong)
 	}
 	if wrong := CheckClusterName(p.Name); wrong != "" {
-		r.addAt(at.name, "%s", wrong)
+		r.addAt(from.name, "%s", wrong)
 	}
 
-	localPod, localExternal, remotePod, remoteExternal := p.pairs(at)
+	localPod, localExternal, remotePod, remoteExternal := p.pairs(from)
 	sound := true
 	for _, n := range []pair{localPod, localExternal, remotePod, remoteExternal} {
-		sound = r.network(n) && sound
+		sound = r.checkNetwork(n) && sound
 	}
 	if sound {
-		r.together(localPod, localExternal, remotePod, remoteExternal)
+		r.checkOverlaps(localPod, localExternal, remotePod, remoteExternal)
 	}
 
 	if wrong := checkEndpoint(p.Endpoint); wrong != "" {
-		r.addAt(at.endpoint, "%s", wrong)
+		r.addAt(from.endpoint, "%s", wrong)
 	} else if addr, err := netip.ParseAddr(p.Endpoint); err == nil && sound {
 		for _, n := range []pair{remotePod, remoteExternal} {
 			if n.seen.Contains(addr) {
-				// The host would route the tunnel's own UDP packets into the tunnel.
-				r.addAt(at.endpoint, "%s is inside %v (%s), which is reached through the tunnel itself; want an address outside", addr, n.seen, n.at().words)
+				// If a network contained the endpoint, the host would route the tunnel's own UDP
+				// packets into the tunnel.
+				r.addAt(from.endpoint, "%s is inside %v (%s), which is reached through the tunnel itself; want an address outside", addr, n.seen, n.at().words)
 			}
 		}
 	}
 	if p.Port == 0 {
-		r.addAt(at.port, "is 0; want a UDP port from 1 to 65535")
+		r.addAt(from.port, "is 0; want a UDP port from 1 to 65535")
 	}
 	if wrong := checkPublicKey(p.PublicKey); wrong != "" {
-		r.addAt(at.publicKey, "%s", wrong)
+		r.addAt(from.publicKey, "%s", wrong)
 	}
-	r.tunnels(at.tunnels, p.PublicKey, p.Port, p.Tunnels)
+	r.tunnels(from.tunnels, p.PublicKey, p.Port, p.Tunnels)
 	return r.problems
 }
 
-// network checks one network and its remapping. It returns false if n must not be compared with
-// other networks.
-func (r *report) network(n pair) bool {
-	sound := r.prefix(n.ownAt, n.own)
+// checkNetwork checks one network and its remapping. It returns false if n must not be compared
+// with other networks.
+func (r *report) checkNetwork(n pair) bool {
+	sound := r.checkPrefix(n.ownAt, n.own)
 	if !n.remapped() {
 		return sound
 	}
-	sound = r.prefix(n.seenAt, n.seen) && sound
+	sound = r.checkPrefix(n.seenAt, n.seen) && sound
 	switch {
 	case !sound:
 	case n.own.Addr().Is4() != n.seen.Addr().Is4():
@@ -247,8 +248,8 @@ func CheckNetwork(p netip.Prefix) string {
 	return ""
 }
 
-// prefix adds the result of CheckNetwork to the report. It returns whether p is valid.
-func (r *report) prefix(at place, p netip.Prefix) bool {
+// checkPrefix adds the result of CheckNetwork to the report. It returns whether p is valid.
+func (r *report) checkPrefix(at place, p netip.Prefix) bool {
 	wrong := CheckNetwork(p)
 	if wrong != "" {
 		r.addAt(at, "%s", wrong)
@@ -256,10 +257,10 @@ func (r *report) prefix(at place, p netip.Prefix) bool {
 	return wrong == ""
 }
 
-// together checks the four networks of one peer against each other. Some overlaps are normal and
-// must pass: Pa@B equal to Pb@A, Xa@B equal to Pb@A, Pa@B equal to Xb@A, because each side chooses
-// for itself.
-func (r *report) together(localPod, localExternal, remotePod, remoteExternal pair) {
+// checkOverlaps checks the four networks of one peer against each other. Some overlaps are normal
+// and must pass: Pa@B equal to Pb@A, Xa@B equal to Pb@A, Pa@B equal to Xb@A, because each side
+// chooses for itself.
+func (r *report) checkOverlaps(localPod, localExternal, remotePod, remoteExternal pair) {
 	for _, n := range []pair{localExternal, remotePod, remoteExternal} {
 		if n.own.Addr().Is4() != localPod.own.Addr().Is4() {
 			r.addAt(n.ownAt, "%v is %s, but %s is %v; want networks of one family", n.own, family(n.own), localPod.ownAt.words, localPod.own)
@@ -338,7 +339,7 @@ func checkName(s string) string {
 	case label == "localhost":
 		return "is this host"
 	case strings.Trim(label, "0123456789") == "" || isHex && strings.Trim(hex, "0123456789abcdef") == "":
-		return "ends in a number, but is not an IP address" // no top-level domain does (RFC 3696); resolvers disagree
+		return "ends in a number, but is not an IP address" // no top-level domain is a number (RFC 3696); resolvers disagree about such names
 	}
 	return ""
 }

@@ -28,13 +28,13 @@ func (s Site) Equal(other Site) bool {
 	return (same || slices.Equal(s.Networks, other.Networks)) && maps.Equal(s.Addrs, other.Addrs) && maps.Equal(s.Relays, other.Relays)
 }
 
-// With returns a copy of the Site with additional addresses. The argument what describes all of
-// them, in the form of the values of Addrs.
-func (s Site) With(addrs []netip.Addr, what string) Site {
+// With returns a copy of the Site with additional addresses. description applies to all of them; it
+// has the form of the values of Addrs.
+func (s Site) With(addrs []netip.Addr, description string) Site {
 	all := make(map[netip.Addr]string, len(s.Addrs)+len(addrs))
 	maps.Copy(all, s.Addrs)
 	for _, a := range addrs {
-		all[a.Unmap().WithZone("")] = what
+		all[a.Unmap().WithZone("")] = description
 	}
 	s.Addrs = all
 	return s
@@ -43,8 +43,8 @@ func (s Site) With(addrs []netip.Addr, what string) Site {
 // WithRelays is With for addresses of nodes from which a peer's message may come: a node that
 // forwards packets for the gateway's Service to another node replaces their source by its own
 // address.
-func (s Site) WithRelays(addrs []netip.Addr, what string) Site {
-	s = s.With(addrs, what)
+func (s Site) WithRelays(addrs []netip.Addr, description string) Site {
+	s = s.With(addrs, description)
 	all := make(map[netip.Addr]bool, len(s.Relays)+len(addrs))
 	maps.Copy(all, s.Relays)
 	for _, a := range addrs {
@@ -66,10 +66,10 @@ func (s Site) CheckEndpoint(addr netip.Addr) string {
 }
 
 // describe returns the description of addr in the Site, or "" if the Site does not contain addr.
-// The argument in is the index of the network in s.Networks that contains addr, or -1.
-func (s Site) describe(addr netip.Addr, in int) string {
-	if in >= 0 {
-		return fmt.Sprintf("%v is inside %v, %s", addr, s.Networks[in].Prefix, s.Networks[in].What)
+// index is the index in s.Networks of the network that contains addr, or -1.
+func (s Site) describe(addr netip.Addr, index int) string {
+	if index >= 0 {
+		return fmt.Sprintf("%v is inside %v, %s", addr, s.Networks[index].Prefix, s.Networks[index].What)
 	}
 	if what, found := s.Addrs[addr]; found {
 		return fmt.Sprintf("%v is %s", addr, what)

@@ -40,10 +40,10 @@ func ClaimFrom(nc *v1alpha1.NetworkConfig, o Origin) (Claim, []Problem) {
 	pod, external := r.at("spec.podCIDR"), r.at("spec.externalCIDR")
 	var podOK, externalOK bool
 	if c.Pod, podOK = r.cidr(pod, spec.PodCIDR); podOK {
-		podOK = r.prefix(pod, c.Pod)
+		podOK = r.checkPrefix(pod, c.Pod)
 	}
 	if c.External, externalOK = r.cidr(external, spec.ExternalCIDR); externalOK {
-		externalOK = r.prefix(external, c.External)
+		externalOK = r.checkPrefix(external, c.External)
 	}
 	switch {
 	case !podOK || !externalOK:
@@ -147,13 +147,14 @@ func CheckClaim(c Claim, receiver Receiver, neighbours Neighbours) (refusals []R
 	return refusals
 }
 
-// CheckAllocation returns the reasons why we cannot use two networks for the sender of a claim, even
-// though the IPAM state allows them. gateways are our peers' endpoints inside one of them.
+// CheckAllocation returns the reasons why we cannot use two networks for the sender of a claim,
+// even though the IPAM state allows them. gateways are our peers' endpoints inside one of them.
 func CheckAllocation(c Claim, podSeen, externalSeen netip.Prefix, gateways []netip.Addr) (refusals []Refusal) {
 	fields := map[netip.Prefix]string{podSeen: "spec.podCIDR", externalSeen: "spec.externalCIDR"}
 	for _, seen := range []netip.Prefix{podSeen, externalSeen} {
 		if addr, err := netip.ParseAddr(c.Endpoint); err == nil && seen.Contains(addr) {
-			// Otherwise the tunnel's own UDP packets would be routed into the tunnel.
+			// If a network contained the gateway of a peer, the tunnel's own UDP packets would be
+			// routed into the tunnel.
 			refusals = append(refusals, Refusal{v1alpha1.ReasonEndpoint, Problem{c.Origin, "spec.endpointIP",
 				fmt.Sprintf("%v is inside %v, which the receiver uses for %s; want an address outside, or reserve that network at the receiver",
 					addr, seen, fields[seen])}})

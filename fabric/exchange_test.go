@@ -359,7 +359,7 @@ func randomSide(rng *rand.Rand, number int) side {
 	return side{number, inside("10.0.0.0/10"), inside("10.64.0.0/10")}
 }
 
-// allocate remaps networks that overlap our own, and sometimes others.
+// allocate remaps all networks that overlap our own, and sometimes other networks.
 func (s side) allocate(c Claim) (pod, external netip.Prefix) {
 	remap := func(p netip.Prefix, second byte) netip.Prefix {
 		if !p.Overlaps(s.pod) && !p.Overlaps(s.external) {

@@ -100,8 +100,8 @@ func TestPeerFromReadsATunnelEndpoint(t *testing.T) {
 func TestPeerFromAcceptsUnusualValidTunnelEndpoints(t *testing.T) {
 	type spec = v1alpha1.TunnelEndpointSpec
 	for name, change := range map[string]func(*spec){
-		// These networks are equal because each side chooses for itself (docs/liqo-v0.md, section
-		// 7.5).
+		// These networks may be equal, because each side chooses for itself (docs/liqo-v0.md,
+		// section 7.5).
 		"Pa@B equal to Pb@A": func(s *spec) { s.LocalNATPodCIDR, s.RemoteNATPodCIDR = "10.246.0.0/16", "10.246.0.0/16" },
 		"Xa@B equal to Pb@A": func(s *spec) { s.LocalNATExternalCIDR, s.RemoteNATPodCIDR = "10.248.0.0/16", "10.248.0.0/16" },
 		"Pa@B equal to Xb@A": func(s *spec) { s.LocalNATPodCIDR, s.RemoteNATExternalCIDR = "10.248.0.0/16", "10.248.0.0/16" },

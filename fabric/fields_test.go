@@ -31,9 +31,9 @@ var specFields = map[string]struct{ other, wrong string }{
 	"spec.backend_config.tunnels":      {"5900:" + keyText(41), "5900"},
 }
 
-// leaves calls f for each string in a struct, in nested structs and in maps: with its path, its
+// eachString calls f for each string in a struct, in nested structs and in maps: with its path, its
 // value and a function that sets it.
-func leaves(t *testing.T, path string, v reflect.Value, f func(path, value string, set func(string))) {
+func eachString(t *testing.T, path string, v reflect.Value, f func(path, value string, set func(string))) {
 	t.Helper()
 	switch v.Kind() {
 	case reflect.String:
@@ -41,7 +41,7 @@ func leaves(t *testing.T, path string, v reflect.Value, f func(path, value strin
 	case reflect.Struct:
 		for i := range v.NumField() {
 			name, _, _ := strings.Cut(v.Type().Field(i).Tag.Get("json"), ",")
-			leaves(t, path+"."+name, v.Field(i), f)
+			eachString(t, path+"."+name, v.Field(i), f)
 		}
 	case reflect.Map:
 		for _, key := range v.MapKeys() {
@@ -68,7 +68,7 @@ func TestEachFieldOfATunnelEndpointIsConvertedCheckedAndCompared(t *testing.T) {
 	wantTexts(t, problems)
 
 	missing := maps.Clone(specFields)
-	leaves(t, "spec", reflect.ValueOf(&fullEndpoint().Spec).Elem(), func(path, _ string, _ func(string)) {
+	eachString(t, "spec", reflect.ValueOf(&fullEndpoint().Spec).Elem(), func(path, _ string, _ func(string)) {
 		row, ok := specFields[path]
 		if !ok {
 			t.Errorf("%s has no row in specFields; want one, and then a fix of everything that this test reports", path)
@@ -77,7 +77,7 @@ func TestEachFieldOfATunnelEndpointIsConvertedCheckedAndCompared(t *testing.T) {
 		delete(missing, path)
 		with := func(value string) *v1alpha1.TunnelEndpoint {
 			te := fullEndpoint()
-			leaves(t, "spec", reflect.ValueOf(&te.Spec).Elem(), func(p, _ string, set func(string)) {
+			eachString(t, "spec", reflect.ValueOf(&te.Spec).Elem(), func(p, _ string, set func(string)) {
 				if p == path {
 					set(value)
 				}
@@ -115,7 +115,7 @@ func TestTunnelEndpointForSetsEachField(t *testing.T) {
 	spec, problems := TunnelEndpointFor(original, copied, bravo)
 	wantTexts(t, problems)
 	set := 0
-	leaves(t, "spec", reflect.ValueOf(&spec).Elem(), func(path, value string, _ func(string)) {
+	eachString(t, "spec", reflect.ValueOf(&spec).Elem(), func(path, value string, _ func(string)) {
 		if set++; value == "" {
 			t.Errorf("%s is empty; want TunnelEndpointFor to set it", path)
 		}
@@ -129,7 +129,7 @@ func TestANetworkConfigRoundTrips(t *testing.T) {
 	want := claimBravo
 	want.Tunnels = []TunnelEnd{{keyOf(3), 5872}, {keyOf(4), 1}}
 	spec := NetworkConfigFor(want, alpha)
-	leaves(t, "spec", reflect.ValueOf(&spec).Elem(), func(path, value string, _ func(string)) {
+	eachString(t, "spec", reflect.ValueOf(&spec).Elem(), func(path, value string, _ func(string)) {
 		if value == "" {
 			t.Errorf("%s is empty; want NetworkConfigFor to set it", path)
 		}

@@ -130,7 +130,7 @@ func gatewayPeer(p *Peer, endpoints []natengine.Endpoint) *GatewayPeer {
 // peers are equal in this order.
 func byAge(a, b Peer) int {
 	order := cmp.Or(
-		cmp.Compare(a.Created, b.Created), // 0, unknown, is oldest: somebody wrote that file by hand
+		cmp.Compare(a.Created, b.Created), // 0 (unknown) counts as oldest, because somebody wrote the object by hand
 		cmp.Compare(a.ID, b.ID),
 		a.Origin.compare(b.Origin),
 	)
@@ -140,8 +140,8 @@ func byAge(a, b Peer) int {
 	return order
 }
 
-// endpointsFor returns the engine's endpoints, sorted by the address seen: those of a peer's
-// mappings, and the gateway's own address.
+// endpointsFor returns the engine's endpoints for a peer: those of its mappings, and the gateway's
+// own address. They are sorted by the address that the peer sees.
 func endpointsFor(p *Peer) ([]natengine.Endpoint, []Problem) {
 	var (
 		r        = report{origin: p.MappingsOrigin}
@@ -189,33 +189,33 @@ func endpointsFor(p *Peer) ([]natengine.Endpoint, []Problem) {
 
 // A keeper remembers accepted peers, to find conflicts with them.
 type keeper struct {
-	id    string     // our own cluster ID
-	own   [][32]byte // our own public keys
-	local []*local   // our own networks, sorted; more than two only during a change of them
-	ids   map[string]*Peer
-	keys  map[[32]byte]*Peer // of all tunnels
-	nets  []*occupied        // disjoint, sorted by address
-	gates []*gate            // sorted by address; peers behind the same NAT share an address
+	id        string        // our own cluster ID
+	own       [][32]byte    // our own public keys
+	local     []*ownNetwork // our own networks, sorted; more than two only during a change of them
+	ids       map[string]*Peer
+	keys      map[[32]byte]*Peer // of all tunnels
+	nets      []*peerNetwork     // disjoint, sorted by address
+	endpoints []*peerEndpoint    // sorted by address; peers behind the same NAT share an address
 }
 
 func newKeeper(in Intent) keeper {
 	return keeper{id: in.ClusterID, own: append([][32]byte{in.PublicKey}, in.FurtherKeys...), ids: map[string]*Peer{}, keys: map[[32]byte]*Peer{}}
 }
 
-// A local is one of our own networks, of pods or of mapped endpoints, from the TunnelEndpoints of
-// peers.
-type local struct {
+// An ownNetwork is our PodCIDR or ExternalCIDR according to the TunnelEndpoint of at least one
+// peer.
+type ownNetwork struct {
 	prefix netip.Prefix
 	pods   bool
 	peers  int   // number of peers with this network
 	peer   *Peer // the first of them
 }
 
-func localsOf(p *Peer) [2]local {
-	return [2]local{{p.Local.Pod, true, 1, p}, {p.Local.External, false, 1, p}}
+func ownNetworksOf(p *Peer) [2]ownNetwork {
+	return [2]ownNetwork{{p.Local.Pod, true, 1, p}, {p.Local.External, false, 1, p}}
 }
 
-func (l *local) compare(m local) int {
+func (l *ownNetwork) compare(m ownNetwork) int {
 	switch order := l.prefix.Compare(m.prefix); {
 	case order != 0 || l.pods == m.pods:
 		return order
@@ -226,29 +226,29 @@ func (l *local) compare(m local) int {
 }
 
 // name returns the description of l in a Site.
-func (l *local) name() string {
+func (l *ownNetwork) name() string {
 	if l.pods {
 		return "our PodCIDR"
 	}
 	return "our ExternalCIDR"
 }
 
-// A gate is the endpoint of a peer's gateway, if it is an IP address.
-type gate struct {
+// A peerEndpoint is the endpoint of a peer's gateway. Peers whose endpoint is a DNS name have none.
+type peerEndpoint struct {
 	addr netip.Addr
 	peer *Peer
 }
 
-// An occupied is a network that we use for a peer.
-type occupied struct {
+// A peerNetwork is a network that we use for a peer.
+type peerNetwork struct {
 	prefix netip.Prefix
 	field  string
 	peer   *Peer
 }
 
 func (k *keeper) keep(p *Peer) {
-	for _, l := range localsOf(p) {
-		if at, has := slices.BinarySearchFunc(k.local, l, (*local).compare); has {
+	for _, l := range ownNetworksOf(p) {
+		if at, has := slices.BinarySearchFunc(k.local, l, (*ownNetwork).compare); has {
 			k.local[at].peers++
 		} else {
 			k.local = slices.Insert(k.local, at, &l)
@@ -261,18 +261,18 @@ func (k *keeper) keep(p *Peer) {
 	_, _, pod, external := p.pairs(placesInTunnelEndpoint(p.Origin))
 	for _, n := range []pair{pod, external} {
 		at, _ := k.find(n.seen)
-		k.nets = slices.Insert(k.nets, at, &occupied{n.seen, n.at().field, p})
+		k.nets = slices.Insert(k.nets, at, &peerNetwork{n.seen, n.at().field, p})
 	}
 	if addr, err := netip.ParseAddr(p.Endpoint); err == nil {
-		at := k.gateAt(addr)
-		k.gates = slices.Insert(k.gates, at, &gate{addr, p})
+		at := k.endpointAt(addr)
+		k.endpoints = slices.Insert(k.endpoints, at, &peerEndpoint{addr, p})
 	}
 }
 
 // drop removes an accepted peer.
 func (k *keeper) drop(p *Peer) {
-	for _, l := range localsOf(p) {
-		at, _ := slices.BinarySearchFunc(k.local, l, (*local).compare)
+	for _, l := range ownNetworksOf(p) {
+		at, _ := slices.BinarySearchFunc(k.local, l, (*ownNetwork).compare)
 		if k.local[at].peers--; k.local[at].peers == 0 {
 			k.local = slices.Delete(k.local, at, at+1)
 		}
@@ -286,11 +286,11 @@ func (k *keeper) drop(p *Peer) {
 		k.nets = slices.Delete(k.nets, at, at+1)
 	}
 	if addr, err := netip.ParseAddr(p.Endpoint); err == nil {
-		at := k.gateAt(addr)
-		for k.gates[at].peer != p {
+		at := k.endpointAt(addr)
+		for k.endpoints[at].peer != p {
 			at++
 		}
-		k.gates = slices.Delete(k.gates, at, at+1)
+		k.endpoints = slices.Delete(k.endpoints, at, at+1)
 	}
 }
 
@@ -308,16 +308,16 @@ func (k *keeper) site(s Site) Site {
 	return s
 }
 
-// gateAt returns the index in k.gates of the first address that is at least addr.
-func (k *keeper) gateAt(addr netip.Addr) int {
-	at, _ := slices.BinarySearchFunc(k.gates, addr, func(g *gate, a netip.Addr) int { return g.addr.Compare(a) })
+// endpointAt returns the index in k.endpoints of the first address that is at least addr.
+func (k *keeper) endpointAt(addr netip.Addr) int {
+	at, _ := slices.BinarySearchFunc(k.endpoints, addr, func(g *peerEndpoint, a netip.Addr) int { return g.addr.Compare(a) })
 	return at
 }
 
 // find returns the index at which prefix is, or has to be inserted, in k.nets, and a network that
 // overlaps prefix, if any.
-func (k *keeper) find(prefix netip.Prefix) (at int, overlapped *occupied) {
-	at, _ = slices.BinarySearchFunc(k.nets, prefix, func(o *occupied, p netip.Prefix) int {
+func (k *keeper) find(prefix netip.Prefix) (at int, overlapped *peerNetwork) {
+	at, _ = slices.BinarySearchFunc(k.nets, prefix, func(o *peerNetwork, p netip.Prefix) int {
 		return o.prefix.Addr().Compare(p.Addr())
 	})
 	// Prefixes overlap only when one contains the other, so among disjoint ones it is enough to
@@ -373,9 +373,10 @@ func (k *keeper) check(p *Peer) []Problem {
 			r.addAt(n.at(), "%v overlaps %v of cluster %s (%s: %s); want a network that no other peer has here",
 				n.seen, other.prefix, quote(other.peer.ID), other.peer.Origin, other.field)
 		}
-		// Such a network would route the UDP packets of one tunnel into another.
-		if i := k.gateAt(n.seen.Addr()); i < len(k.gates) && n.seen.Contains(k.gates[i].addr) {
-			g := k.gates[i]
+		// A network with another peer's gateway inside would route the UDP packets of that peer's
+		// tunnel into this peer's tunnel.
+		if i := k.endpointAt(n.seen.Addr()); i < len(k.endpoints) && n.seen.Contains(k.endpoints[i].addr) {
+			g := k.endpoints[i]
 			r.addAt(n.at(), "%v contains %v, the gateway of cluster %s (%s: spec.endpointIP); want a network without gateways of peers",
 				n.seen, g.addr, quote(g.peer.ID), g.peer.Origin)
 		}
@@ -440,7 +441,7 @@ func (p GatewayPeer) String() string {
 	return b.String()
 }
 
-// hostPort is net.JoinHostPort, because this package does not import net.
+// hostPort replaces net.JoinHostPort, because this package must not import net.
 func hostPort(host string, port uint16) string {
 	if strings.Contains(host, ":") {
 		host = "[" + host + "]"

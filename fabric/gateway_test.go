@@ -202,8 +202,8 @@ func TestMappingsToMetadataServicesAreRefused(t *testing.T) {
 	}
 }
 
-// The networks that peers use for us may overlap freely, also with each other's networks
-// (docs/liqo-v0.md, section 7.5).
+// The networks that peers use for us may overlap anything, even the networks that we use for other
+// peers (docs/liqo-v0.md, section 7.5).
 func TestGatewayForAcceptsOverlappingNetworksSeenByPeers(t *testing.T) {
 	b := peer(t, idB, nil)
 	c := peer(t, idC, remotes("10.248.0.0/16", "10.249.0.0/16"))
@@ -223,7 +223,7 @@ func TestGatewayForRefusesConflictingPeers(t *testing.T) {
 	apart := remotes("10.248.0.0/16", "10.249.0.0/16")
 	for _, test := range []struct {
 		name   string
-		change func(*Peer) // changes c, whose networks are disjoint from the others' before
+		change func(*Peer) // changes c, whose networks do not overlap with those of the other peers before the change
 		want   string
 		kept   string // first letters of the accepted peers' IDs
 	}{
@@ -525,7 +525,8 @@ func TestSortProblemsRemovesDuplicates(t *testing.T) {
 	}
 }
 
-// GatewayFor with 10,000 peers, as after each change of one of them.
+// BenchmarkGatewayFor measures GatewayFor with 10,000 peers, which runs after each change of one
+// peer.
 func BenchmarkGatewayFor(b *testing.B) {
 	var in Intent
 	for i := range 10_000 {

@@ -13,16 +13,16 @@ type GatewayDecider struct {
 	kept   keeper
 	peers  map[string]*decidedPeer // by peer ID; nil: two peers conflict, or there was no Intent yet
 	gw     Gateway
-	wrong  int    // number of peers with Problems
+	faulty int    // number of peers with Problems
 	intent uint64 // number of the last Intent, from 1
 }
 
 // A decidedPeer is the cached decision about a peer that conflicts with no other peer.
 type decidedPeer struct {
-	peer   Peer
-	kept   bool
-	wrong  []Problem
-	intent uint64 // number of the last Intent that had the peer
+	peer     Peer
+	kept     bool
+	problems []Problem
+	intent   uint64 // number of the last Intent that had the peer
 }
 
 // GatewayFor returns the same as the function GatewayFor.
@@ -30,7 +30,7 @@ func (d *GatewayDecider) GatewayFor(in Intent) (Gateway, []Problem) {
 	peers := in.Peers
 	in.Peers = nil
 	if d.peers == nil || in.ClusterID != d.in.ClusterID || in.PublicKey != d.in.PublicKey || !slices.Equal(in.FurtherKeys, d.in.FurtherKeys) {
-		d.peers, d.kept, d.gw, d.wrong, d.in = make(map[string]*decidedPeer, len(peers)), newKeeper(in), Gateway{}, 0, in
+		d.peers, d.kept, d.gw, d.faulty, d.in = make(map[string]*decidedPeer, len(peers)), newKeeper(in), Gateway{}, 0, in
 		d.gw.Site = d.kept.site(in.Site)
 	}
 	if !d.decide(peers, in.Site) {
@@ -41,9 +41,9 @@ func (d *GatewayDecider) GatewayFor(in Intent) (Gateway, []Problem) {
 	d.in = in
 	d.gw.ClusterID, d.gw.ClusterName, d.gw.Waiting = in.ClusterID, in.ClusterName, sortedWaiting(in.Waiting)
 	var problems []Problem
-	if d.wrong > 0 {
+	if d.faulty > 0 {
 		for _, p := range d.peers {
-			problems = append(problems, p.wrong...)
+			problems = append(problems, p.problems...)
 		}
 	}
 	return d.gw, SortProblems(problems)
@@ -87,8 +87,8 @@ func (d *GatewayDecider) decide(peers []Peer, site Site) bool {
 	networks := false // whether networks of peers have changed
 	out := make(map[string]bool, len(changed)+len(removed))
 	forget := func(p *decidedPeer) {
-		if len(p.wrong) > 0 {
-			d.wrong--
+		if len(p.problems) > 0 {
+			d.faulty--
 		}
 		if p.kept {
 			out[p.peer.ID] = true
@@ -99,7 +99,7 @@ func (d *GatewayDecider) decide(peers []Peer, site Site) bool {
 		forget(p)
 		networks = networks || p.kept
 	}
-	for _, p := range changed { // before any check, because a network may move from one peer to another
+	for _, p := range changed { // all drops come before all checks, because a network may move from one peer to another
 		forget(d.peers[p.ID])
 	}
 	var in []*GatewayPeer
@@ -107,18 +107,18 @@ func (d *GatewayDecider) decide(peers []Peer, site Site) bool {
 		p := d.peers[now.ID]
 		before := *p
 		p.peer, p.kept = *now, false
-		if p.wrong = p.peer.check(placesInTunnelEndpoint(p.peer.Origin)); len(p.wrong) == 0 {
+		if p.problems = p.peer.check(placesInTunnelEndpoint(p.peer.Origin)); len(p.problems) == 0 {
 			if len(d.kept.check(&p.peer)) > 0 {
 				return false
 			}
 			d.kept.keep(&p.peer)
 			p.kept = true
-			endpoints, wrong := endpointsFor(&p.peer)
-			p.wrong = wrong
+			endpoints, problems := endpointsFor(&p.peer)
+			p.problems = problems
 			in = append(in, gatewayPeer(&p.peer, endpoints))
 		}
-		if len(p.wrong) > 0 {
-			d.wrong++
+		if len(p.problems) > 0 {
+			d.faulty++
 		}
 		networks = networks || p.kept != before.kept || p.peer.Local != before.peer.Local || p.peer.Remote != before.peer.Remote
 	}
@@ -136,19 +136,19 @@ func (p *Peer) equal(q *Peer) bool {
 		p.Origin == q.Origin && p.MappingsOrigin == q.MappingsOrigin && p.Created == q.Created
 }
 
-// merged returns a copy of peers, sorted by ID. It leaves out the peers whose IDs are in the map
-// out, and adds the peers of the list in.
-func merged(peers []*GatewayPeer, out map[string]bool, in []*GatewayPeer) []*GatewayPeer {
-	all := slices.Grow([]*GatewayPeer(nil), len(peers)-len(out)+len(in))
-	slices.SortFunc(in, func(a, b *GatewayPeer) int { return cmp.Compare(a.ID, b.ID) })
+// merged returns a copy of peers, sorted by ID. It leaves out the peers whose IDs are in removed,
+// and adds the peers in added.
+func merged(peers []*GatewayPeer, removed map[string]bool, added []*GatewayPeer) []*GatewayPeer {
+	all := slices.Grow([]*GatewayPeer(nil), len(peers)-len(removed)+len(added))
+	slices.SortFunc(added, func(a, b *GatewayPeer) int { return cmp.Compare(a.ID, b.ID) })
 	for _, p := range peers {
-		if out[p.ID] {
+		if removed[p.ID] {
 			continue
 		}
-		for len(in) > 0 && in[0].ID < p.ID {
-			all, in = append(all, in[0]), in[1:]
+		for len(added) > 0 && added[0].ID < p.ID {
+			all, added = append(all, added[0]), added[1:]
 		}
 		all = append(all, p)
 	}
-	return append(all, in...)
+	return append(all, added...)
 }

@@ -61,7 +61,8 @@ func (s TunnelSet) devs() string {
 
 // GatewayHostFor computes the kernel state of both namespaces of a gateway: packets for its peers
 // reach the TUNs, and everything else that leaves a TUN reaches the host. tunnels is the number of
-// TUNs. inUse holds the tunnels that carry flows, by peer ID; without an entry only tunnel 0 does.
+// TUNs. inUse holds the tunnels that carry flows, by peer ID. For a peer without an entry, only
+// tunnel 0 carries flows.
 //
 // If several tunnels lead to a peer, the kernel chooses one by the hash of addresses and ports, so
 // that a flow stays in its tunnel. Fragments have no ports; the kernel hashes them by addresses, so
@@ -159,13 +160,13 @@ func GatewayHostLeft(peers []*GatewayPeer) (left kernel.State) {
 }
 
 // gatewaySettings returns the sysctls of the gateway's namespace, and of the veth on the host:
-//   - The namespace forwards. For IPv4 that is set per device, not by ip_forward: netlink can set the
-//     former, and a container's /proc/sys is read-only.
+//   - The namespace forwards. For IPv4 that is set per device, not by ip_forward: netlink can set
+//     the former, and a container's /proc/sys is read-only.
 //   - Reverse path filtering is off: the engine checks sources, and the filter would drop a peer's
 //     packet for another peer's mapped endpoint.
 //   - Redirects are off, because a packet may leave by the TUN through which it came.
-//   - Devices get no IPv6 link-local address. The kernel would send unsolicited packets from it, and
-//     the tunnel would count them as dropped.
+//   - Devices get no IPv6 link-local address. The kernel would send unsolicited packets from it,
+//     and the tunnel would count them as dropped.
 //   - The hash that chooses among several tunnels includes ports.
 func gatewaySettings(six bool, tunnels int) (all []kernel.Setting) {
 	inner := func(path, value string) {

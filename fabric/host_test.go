@@ -12,9 +12,9 @@ import (
 	"github.com/isthmus-net/isthmus/internal/kernel"
 )
 
-// behind returns the desired state of a gateway with the given number of tunnels and one peer for
-// every two networks. All peers use the same tunnels.
-func behind(mtu, tunnels int, inUse TunnelSet, networks ...string) kernel.State {
+// hostState returns the desired state of a gateway with the given number of tunnels and one peer
+// for every two networks. All peers use the same tunnels.
+func hostState(mtu, tunnels int, inUse TunnelSet, networks ...string) kernel.State {
 	var peers []*GatewayPeer
 	sets := make(map[string]TunnelSet)
 	for pair := range slices.Chunk(networks, 2) {
@@ -37,8 +37,8 @@ func fresh(tunnels int) (s kernel.State) {
 	return s
 }
 
-// less returns s without the objects for which unwanted returns true.
-func less(s kernel.State, unwanted func(in kernel.Namespace, dev string) bool) kernel.State {
+// removeObjects returns s without the objects for which unwanted returns true.
+func removeObjects(s kernel.State, unwanted func(in kernel.Namespace, dev string) bool) kernel.State {
 	s.Devices = slices.DeleteFunc(slices.Clone(s.Devices), func(v kernel.Device) bool { return unwanted(v.In, v.Name) })
 	s.Settings = slices.DeleteFunc(slices.Clone(s.Settings), func(v kernel.Setting) bool {
 		return slices.ContainsFunc(strings.Split(v.Path, "/"), func(part string) bool { return unwanted(v.In, part) })
@@ -57,7 +57,7 @@ func isVeth(_ kernel.Namespace, dev string) bool {
 // leftover returns the state that a killed gateway leaves: rules, routes without a device, and for
 // a moment the host's end of its veth with the objects on it.
 func leftover(networks ...string) kernel.State {
-	have := less(behind(1440, 1, 0, networks...), func(in kernel.Namespace, _ string) bool { return in == kernel.Inner })
+	have := removeObjects(hostState(1440, 1, 0, networks...), func(in kernel.Namespace, _ string) bool { return in == kernel.Inner })
 	have.Devices = []kernel.Device{{Name: kernel.VethHost}}
 	have.Links = append(have.Links, fresh(1).Links...)
 	return have
@@ -77,22 +77,22 @@ func golden(t *testing.T, name, got string) {
 }
 
 func TestPlanPrintsShellCommands(t *testing.T) {
-	one := behind(1440, 1, 0, four...)
+	one := hostState(1440, 1, 0, four...)
 	for _, tc := range []struct {
 		file       string
 		have, want kernel.State
 	}{
 		{"plan-fresh.txt", fresh(1), one},
-		{"plan-ipv6-peer.txt", one, behind(1440, 1, 0, mixed...)},
-		{"plan-peer-removed.txt", one, behind(1440, 1, 0)},
-		{"plan-mtu.txt", behind(1440, 1, 0), behind(1380, 1, 0)},
-		{"plan-veth-lost.txt", less(one, isVeth), one},
+		{"plan-ipv6-peer.txt", one, hostState(1440, 1, 0, mixed...)},
+		{"plan-peer-removed.txt", one, hostState(1440, 1, 0)},
+		{"plan-mtu.txt", hostState(1440, 1, 0), hostState(1380, 1, 0)},
+		{"plan-veth-lost.txt", removeObjects(one, isVeth), one},
 		{"plan-leftover.txt", leftover(four...), one},
 		{"plan-teardown.txt", one, kernel.State{}},
-		{"plan-tunnels-fresh.txt", fresh(3), behind(1440, 3, 0b101, mixed...)},
-		{"plan-tunnel-found.txt", behind(1440, 3, 0, mixed...), behind(1440, 3, 0b111, mixed...)},
-		{"plan-tunnel-lost.txt", behind(1440, 3, 0b111, mixed...), behind(1440, 3, 0b101, mixed...)},
-		{"plan-first-tunnel-lost.txt", behind(1440, 3, 0b111, mixed...), behind(1440, 3, 0b110, mixed...)},
+		{"plan-tunnels-fresh.txt", fresh(3), hostState(1440, 3, 0b101, mixed...)},
+		{"plan-tunnel-found.txt", hostState(1440, 3, 0, mixed...), hostState(1440, 3, 0b111, mixed...)},
+		{"plan-tunnel-lost.txt", hostState(1440, 3, 0b111, mixed...), hostState(1440, 3, 0b101, mixed...)},
+		{"plan-first-tunnel-lost.txt", hostState(1440, 3, 0b111, mixed...), hostState(1440, 3, 0b110, mixed...)},
 	} {
 		golden(t, tc.file, kernel.PlanFor(tc.have, tc.want).Commands("/proc/1/fd/9"))
 	}
@@ -123,8 +123,8 @@ ip -6 rule add priority 420 lookup 4200 protocol 71
 func TestGatewayHostIsIdempotent(t *testing.T) {
 	for _, networks := range [][]string{nil, four, mixed} {
 		for _, inUse := range []TunnelSet{0, 0b11, 0b10} {
-			s := behind(1400, 2, inUse, networks...)
-			if p := kernel.PlanFor(s, behind(1400, 2, inUse, networks...)); len(p) != 0 {
+			s := hostState(1400, 2, inUse, networks...)
+			if p := kernel.PlanFor(s, hostState(1400, 2, inUse, networks...)); len(p) != 0 {
 				t.Errorf("%v:\n%s", networks, p.Commands("NS"))
 			}
 		}
@@ -133,11 +133,11 @@ func TestGatewayHostIsIdempotent(t *testing.T) {
 
 func TestGatewayHostDoesNotDependOnTheOrderOfPeers(t *testing.T) {
 	pairs := [][]string{{"10.1.0.0/16", "10.9.0.0/16"}, {"10.2.0.0/16", "10.8.0.0/16"}, {"fd00:1::/48", "10.3.0.0/16"}}
-	want := kernel.PlanFor(fresh(1), behind(1440, 1, 0, slices.Concat(pairs...)...)).Commands("NS")
+	want := kernel.PlanFor(fresh(1), hostState(1440, 1, 0, slices.Concat(pairs...)...)).Commands("NS")
 	rng := rand.New(rand.NewPCG(1, 2))
 	for range 20 {
 		rng.Shuffle(len(pairs), func(i, j int) { pairs[i], pairs[j] = pairs[j], pairs[i] })
-		if got := kernel.PlanFor(fresh(1), behind(1440, 1, 0, slices.Concat(pairs...)...)).Commands("NS"); got != want {
+		if got := kernel.PlanFor(fresh(1), hostState(1440, 1, 0, slices.Concat(pairs...)...)).Commands("NS"); got != want {
 			t.Fatalf("%v:\n%s", pairs, got)
 		}
 	}
@@ -145,7 +145,7 @@ func TestGatewayHostDoesNotDependOnTheOrderOfPeers(t *testing.T) {
 
 // After the loss of any single object, the plan adds exactly the objects that are missing.
 func TestPlanRestoresAnySingleMissingObject(t *testing.T) {
-	want := behind(1440, 2, 0b10, mixed...)
+	want := hostState(1440, 2, 0b10, mixed...)
 	check := func(what any, have kernel.State, contains string) {
 		p := kernel.PlanFor(have, want)
 		if len(p) != 1 || !strings.Contains(p.Commands("NS"), contains) {
@@ -184,7 +184,7 @@ func TestHostRouteNeverExistsWithoutTheInnerRoute(t *testing.T) {
 			return ok && o.Remove == remove && r.In == in && r.Prefix == pfx(four[0]) && r.Type == kernel.Unicast
 		})
 	}
-	with, without := behind(1440, 1, 0, four...), behind(1440, 1, 0)
+	with, without := hostState(1440, 1, 0, four...), hostState(1440, 1, 0)
 	if p := kernel.PlanFor(without, with); at(p, false, kernel.Inner) < 0 || at(p, false, kernel.Inner) > at(p, false, kernel.Host) {
 		t.Errorf("added:\n%s", p.Commands("NS"))
 	}

@@ -11,8 +11,9 @@ import (
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 )
 
-// exchanges reports whether the standard library accepts a key. It refuses keys of low order.
-func exchanges(t *testing.T, key [32]byte) bool {
+// libraryAccepts reports whether the standard library accepts a key. The library refuses keys of
+// low order.
+func libraryAccepts(t *testing.T, key [32]byte) bool {
 	t.Helper()
 	private, err := ecdh.X25519().NewPrivateKey(slices.Repeat([]byte{7}, 32))
 	if err != nil {
@@ -34,7 +35,7 @@ func TestWeakPublicKeysAreRefused(t *testing.T) {
 	above[0]++
 	for _, low := range slices.Concat(lowOrder, [][32]byte{{}, prime, above}) {
 		for _, key := range [][32]byte{low, high(low)} {
-			if exchanges(t, key) {
+			if libraryAccepts(t, key) {
 				t.Errorf("%x is not of low order", key)
 			}
 			if checkPublicKey(key) == "" {
@@ -57,7 +58,7 @@ func TestWeakPublicKeysAreRefused(t *testing.T) {
 	for range 20_000 {
 		key := slices.Concat(lowOrder, [][32]byte{prime, above, {}})[rng.IntN(7)]
 		key[rng.IntN(32)] ^= 1 << rng.IntN(8)
-		if checkPublicKey(key) == "" && !exchanges(t, key) {
+		if checkPublicKey(key) == "" && !libraryAccepts(t, key) {
 			t.Errorf("%x is taken", key)
 		}
 	}

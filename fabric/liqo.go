@@ -91,11 +91,11 @@ func specOf(p Peer) v1alpha1.TunnelEndpointSpec {
 	}
 }
 
-// NetworkConfigFor returns the spec from which ClaimFrom reads c. The argument to is the cluster to
-// which the spec is addressed.
-func NetworkConfigFor(c Claim, to v1alpha1.ClusterIdentity) v1alpha1.NetworkConfigSpec {
+// NetworkConfigFor returns the spec from which ClaimFrom reads c. recipient is the cluster to which
+// the spec is addressed.
+func NetworkConfigFor(c Claim, recipient v1alpha1.ClusterIdentity) v1alpha1.NetworkConfigSpec {
 	return v1alpha1.NetworkConfigSpec{
-		RemoteCluster: to,
+		RemoteCluster: recipient,
 		PodCIDR:       c.Pod.String(),
 		ExternalCIDR:  c.External.String(),
 		EndpointIP:    c.Endpoint,
@@ -139,7 +139,7 @@ func SeenBy(nc *v1alpha1.NetworkConfig) (pod, external netip.Prefix, ok bool) {
 	var p, e pair
 	p.own, p.seen = r.remapped(place{}, nc.Spec.PodCIDR, place{}, nc.Status.PodCIDRNAT)
 	e.own, e.seen = r.remapped(place{}, nc.Spec.ExternalCIDR, place{}, nc.Status.ExternalCIDRNAT)
-	if len(r.problems) > 0 || !r.network(p) || !r.network(e) || p.seen.Overlaps(e.seen) {
+	if len(r.problems) > 0 || !r.checkNetwork(p) || !r.checkNetwork(e) || p.seen.Overlaps(e.seen) {
 		return netip.Prefix{}, netip.Prefix{}, false
 	}
 	return p.seen, e.seen, true
@@ -154,11 +154,11 @@ func MappingsFrom(nm *v1alpha1.NatMapping, o Origin) (clusterID string, mappings
 		r.add("spec.clusterID", "%s", wrong)
 	}
 	if pod, ok := r.cidr(r.at("spec.podCIDR"), nm.Spec.PodCIDR); ok {
-		r.prefix(r.at("spec.podCIDR"), pod)
+		r.checkPrefix(r.at("spec.podCIDR"), pod)
 	}
 	at := r.at("spec.externalCIDR")
 	external, ok := r.cidr(at, nm.Spec.ExternalCIDR)
-	if ok = ok && r.prefix(at, external); !ok || len(r.problems) > 0 {
+	if ok = ok && r.checkPrefix(at, external); !ok || len(r.problems) > 0 {
 		return "", nil, SortProblems(r.problems)
 	}
 	for real, seen := range nm.Spec.ClusterMappings {
@@ -187,7 +187,7 @@ func (r *report) checked(p Peer, at places) (Peer, []Problem) {
 		origin Origin
 		path   string
 	}
-	unread := make(map[field]bool, len(r.problems)) // zero in p, so check would report it again
+	unread := make(map[field]bool, len(r.problems)) // fields with a problem are zero in p, and check would report them again
 	for _, problem := range r.problems {
 		unread[field{problem.Origin, problem.Field}] = true
 	}
@@ -208,7 +208,7 @@ func (r *report) remapped(at place, value string, natAt place, nat string) (own,
 	switch nat {
 	case v1alpha1.None:
 		return own, own
-	case "": // unlike None, it is invalid for Liqo, too: a half-written answer must not count
+	case "": // Liqo accepts no empty value, either: a half-written answer must not count as None
 		r.addAt(natAt, "is empty; want a CIDR or \"None\"")
 		return own, netip.Prefix{}
 	}

@@ -69,7 +69,7 @@ func NodeFor(in NodeIntent) (kernel.State, []Problem) { return new(Decider).Node
 // goroutine may use it, and callers must not modify the result.
 type Decider struct {
 	refused []netip.Prefix
-	src     netip.Addr     // of routes to the gateway; zero: there are none
+	src     netip.Addr     // source of the routes to the gateway; zero: no such routes
 	made    bool           // routes were computed for refused and src
 	routes  []kernel.Route // in the order of Route.Compare
 	remote  kernel.Remote  // refused, as sets of the filter
@@ -85,7 +85,7 @@ func (m *Decider) NodeFor(in NodeIntent) (kernel.State, []Problem) {
 		return RefusingState(d.refused), d.problems
 	}
 	d.node.Rules = refusingRules(d.refused)
-	m.take(d.refused)
+	m.setRefused(d.refused)
 	d.remote = m.remote
 	d.dropRemoteAddrs()
 	d.self = nodes[at]
@@ -102,17 +102,17 @@ func (m *Decider) NodeFor(in NodeIntent) (kernel.State, []Problem) {
 	d.addFilter(ownPods, in)
 	d.addSourceNAT(in, ownPods)
 	d.nameStrangers(in, ownPods)
-	var own, here []netip.Prefix
+	var own, local []netip.Prefix
 	if d.one {
 		d.toGateway(in.Gateway)
 	} else {
-		own, here = d.addTunnels(in.Tunnels)
+		own, local = d.addTunnels(in.Tunnels)
 	}
-	if len(here) > 0 {
+	if len(local) > 0 {
 		d.addPods(in.Pods, own)
 		d.addRoutes(in.Routes, own)
 	}
-	d.guard(here)
+	d.guard(local)
 	if routes := m.peers(d.refused, d.src); len(d.node.Routes) == 0 {
 		d.sort()
 		d.node.Routes = routes // already sorted
@@ -123,9 +123,9 @@ func (m *Decider) NodeFor(in NodeIntent) (kernel.State, []Problem) {
 	return d.node, SortProblems(d.problems)
 }
 
-// take discards the cache if the networks have changed. The method NodeFor calls it before the
-// method peers.
-func (m *Decider) take(refused []netip.Prefix) {
+// setRefused discards the cache if the networks have changed. The method NodeFor calls it before
+// the method peers.
+func (m *Decider) setRefused(refused []netip.Prefix) {
 	if !m.made || !slices.Equal(refused, m.refused) {
 		*m = Decider{refused: refused, remote: kernel.RemoteOf(refused)}
 	}
@@ -171,10 +171,10 @@ type nodeDecision struct {
 	nodes    []ClusterNode             // the oldest first
 	refused  []netip.Prefix            // networks of peers
 	remote   kernel.Remote             // refused, as sets of the filter
-	src      netip.Addr                // of routes to the one gateway; zero: there are none
+	src      netip.Addr                // source of the routes to the one gateway; zero: no such routes
 	trusted  bool                      // see podCIDRsHold
 	overlay  map[string]netip.Addr     // overlay addresses by name of the node
-	outer    []netip.Addr              // sorted; a gateway in a Pod accepts outer packets from them
+	outer    []netip.Addr              // outer addresses of nodes, sorted; a gateway in a Pod accepts outer packets from these
 	node     kernel.State
 	problems []Problem
 }
@@ -212,7 +212,7 @@ func (d *nodeDecision) dropRemoteAddrs() {
 	find := func(a netip.Addr) int {
 		return slices.IndexFunc(d.refused, func(p netip.Prefix) bool { return p.Contains(a) })
 	}
-	if len(d.nodes) > 16 { // for fewer, the index costs more than it saves
+	if len(d.nodes) > 16 { // for fewer nodes, the index costs more than it saves
 		remote := newPrefixIndex(d.refused)
 		find = func(a netip.Addr) int { return remote.find(a, nil) }
 	}
@@ -292,7 +292,7 @@ func (d *nodeDecision) addOverlay(own netip.Addr, underlayMTU int) {
 		}
 		s.Neighbors = append(s.Neighbors, kernel.Neighbor{Dev: dev, Addr: addr, MAC: mac})
 	}
-	if d.onlyPods { // packets from the gateway must not go back to it
+	if d.onlyPods { // packets from the gateway must not go back to the gateway
 		d.rule(kernel.Rule{Priority: kernel.OverlayRulePriority, Iif: dev, Table: kernel.RefuseTable})
 		return
 	}
@@ -337,7 +337,7 @@ func (d *nodeDecision) addFilter(ownPods []netip.Prefix, in NodeIntent) {
 	}
 	for _, p := range ownPods {
 		if d.onlyPods && d.trusted && p.Addr().Is4() {
-			elsewhere = append(elsewhere, without(p.Masked(), d.self.PodCIDRs)...)
+			elsewhere = append(elsewhere, subtract(p.Masked(), d.self.PodCIDRs)...)
 		}
 	}
 	slices.SortFunc(elsewhere, netip.Prefix.Compare)
@@ -368,17 +368,17 @@ func (d *nodeDecision) addSourceNAT(in NodeIntent, ownPods []netip.Prefix) {
 	}
 	s := kernel.SourceNATSets{Local: d.localPods(in), Pods: d.podNetworks(in, ownPods), Underlay: in.UnderlayDevices, Self: d.self.Underlay()}
 	d.node.SourceNAT = []kernel.SourceNAT{kernel.SourceNATFor(s).WithSet("remote", d.remote.Networks)}
-	var here, elsewhere []netip.Addr // gateways on our node and on others, active or not
+	var local, remote []netip.Addr // gateways on our node and on others, active or not
 	for _, g := range in.Gateways {
 		switch {
 		case g.HostNetwork:
 		case slices.Contains(d.self.Addrs, g.Host):
-			here = append(here, g.Addr)
+			local = append(local, g.Addr)
 		default:
-			elsewhere = append(elsewhere, g.Addr)
+			remote = append(remote, g.Addr)
 		}
 	}
-	d.node.Accepts = []kernel.Accept{kernel.AcceptFor(here, elsewhere)}
+	d.node.Accepts = []kernel.Accept{kernel.AcceptFor(local, remote)}
 }
 
 // localPods returns the networks of our node's own pods: the podCIDRs, or each pod's address.
@@ -403,15 +403,15 @@ func (d *nodeDecision) podNetworks(in NodeIntent, ownPods []netip.Prefix) []neti
 	return all
 }
 
-// nameStrangers reports pods of our node outside of all networks by which peers know our pods.
-// Peers see the gateway's address instead of the pod's.
+// nameStrangers reports pods of our node whose addresses are in none of the pod networks that peers
+// know. Of such a pod, peers see the gateway's address instead of the pod's.
 func (d *nodeDecision) nameStrangers(in NodeIntent, ownPods []netip.Prefix) {
 	if len(d.node.Devices) == 0 || len(ownPods) == 0 {
 		return
 	}
 	known := func(p netip.Prefix) bool { return insideAny(p, ownPods) }
 	stranger := ""
-	if d.trusted { // in.Pods may be empty then
+	if d.trusted { // in.Pods may be empty, so check the podCIDRs
 		for _, p := range validOf(d.self.PodCIDRs) {
 			if p.Addr().Is4() && !known(p) {
 				stranger = "those of " + p.String()

@@ -64,7 +64,7 @@ func (in *NodeIntent) Sort() {
 	slices.SortFunc(in.Gateways, func(a, b GatewayPod) int { return cmp.Or(a.Addr.Compare(b.Addr), a.Host.Compare(b.Host)) })
 	slices.SortFunc(in.Tunnels, func(a, b Tunnel) int { return a.Peer.Origin.compare(b.Peer.Origin) })
 	for _, networks := range [][]netip.Prefix{in.Allocated, in.Own, in.OwnPods} {
-		if !slices.IsSortedFunc(networks, netip.Prefix.Compare) { // a sorted list may be shared, so it must not be written
+		if !slices.IsSortedFunc(networks, netip.Prefix.Compare) { // do not write to a sorted list, which may be shared
 			slices.SortFunc(networks, netip.Prefix.Compare)
 		}
 	}
@@ -99,14 +99,14 @@ type NodePod struct {
 	Name    string // namespace/name
 	Addr    netip.Addr
 	Node    string // the pod's node; empty until the pod is scheduled
-	Created int64  // seconds since 1970; of two pods with the same address the younger one has it
+	Created int64  // seconds since 1970; of two pods with the same address, the younger one counts
 }
 
 // A GatewayPod is one replica of our gateway, active or not.
 type GatewayPod struct {
 	Addr        netip.Addr // of the Pod
 	Host        netip.Addr // address of the Pod's node; a CNI may use it as the source of the Pod's packets
-	HostNetwork bool       // it uses its node's network, and the node forwards for it
+	HostNetwork bool       // the gateway uses its node's network
 }
 
 // A Tunnel is a peer, and the gateway through which it is reached.
@@ -184,7 +184,7 @@ func (in *NodeIntent) Carriers() (outer, nodes []netip.Addr) {
 		}
 	}
 	here := func(t Tunnel) bool { return t.Gateway.IsValid() && slices.Contains(own, t.Gateway) }
-	if !in.OnlyPods && slices.ContainsFunc(in.Tunnels, here) { // our node delivers to all others
+	if !in.OnlyPods && slices.ContainsFunc(in.Tunnels, here) { // our node delivers packets to all other nodes
 		for _, n := range in.Nodes {
 			if a := n.Underlay(); a.IsValid() && n.Name != in.Self && !slices.Contains(own, a) {
 				nodes, outer = append(nodes, a), append(outer, a)
@@ -203,7 +203,7 @@ func (in *NodeIntent) RemotePodAddr() netip.Addr {
 	}
 	for _, p := range validOf(in.OwnPods) {
 		if p.Addr().Is4() {
-			for _, rest := range without(p, in.Nodes[at].PodCIDRs) {
+			for _, rest := range subtract(p, in.Nodes[at].PodCIDRs) {
 				return lastButOne(rest)
 			}
 		}
@@ -270,9 +270,9 @@ func validOf(networks []netip.Prefix) (valid []netip.Prefix) {
 	return valid
 }
 
-// without splits the IPv4 network p into networks that overlap no network in the list taken.
+// subtract splits the IPv4 network p into networks that overlap no network in the list taken.
 // Together they cover the rest of p.
-func without(p netip.Prefix, taken []netip.Prefix) []netip.Prefix {
+func subtract(p netip.Prefix, taken []netip.Prefix) []netip.Prefix {
 	overlaps := func(t netip.Prefix) bool { return t.Overlaps(p) }
 	if !slices.ContainsFunc(taken, overlaps) {
 		return []netip.Prefix{p}
@@ -282,7 +282,7 @@ func without(p netip.Prefix, taken []netip.Prefix) []netip.Prefix {
 	}
 	upper := p.Addr().As4()
 	upper[p.Bits()/8] |= 0x80 >> (p.Bits() % 8)
-	return append(without(netip.PrefixFrom(p.Addr(), p.Bits()+1), taken), without(netip.PrefixFrom(netip.AddrFrom4(upper), p.Bits()+1), taken)...)
+	return append(subtract(netip.PrefixFrom(p.Addr(), p.Bits()+1), taken), subtract(netip.PrefixFrom(netip.AddrFrom4(upper), p.Bits()+1), taken)...)
 }
 
 // lastButOne returns the last but one address of an IPv4 network, or the last if there are at most
@@ -301,7 +301,7 @@ func lastButOne(p netip.Prefix) netip.Addr {
 // podCIDRsHold reports whether the cluster's pods have addresses from the podCIDRs of their nodes.
 // Some CNIs assign addresses in their own way, and podCIDRs then mean nothing. All pods of our node
 // and those of at least half of the nodes with pods must match, so that write access to the status
-// of one node's Pods does not decide it for other nodes.
+// of one node's Pods does not change the result for other nodes.
 func podCIDRsHold(nodes []ClusterNode, self string, pods []NodePod) bool {
 	networks := make(map[string][]netip.Prefix, len(nodes))
 	for _, n := range nodes {

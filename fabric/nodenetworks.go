@@ -74,7 +74,7 @@ func NodeNetworksOf(node string, have, own []netip.Prefix, resolvers []netip.Add
 			v6 = append(v6, p)
 		}
 	}
-	n.Networks = slices.Concat(atMost(maxNodeNetworks, v4), atMost(maxNodeNetworks, v6))
+	n.Networks = slices.Concat(limitNetworks(maxNodeNetworks, v4), limitNetworks(maxNodeNetworks, v6))
 	for _, addr := range resolvers {
 		if !insideAny(hostPrefix(addr), ignored) {
 			n.Resolvers = append(n.Resolvers, addr)
@@ -168,8 +168,8 @@ func OverlaySourcesFrom(from *isthmus.NodeNetworks) (all []netip.Addr) {
 
 // NodeRoutesOf returns the routes of a node through which it may reach mapped endpoints. own has
 // the networks of the cluster's pods and Services. NodeRoutesOf leaves out routes into these,
-// because a CNI may have thousands. It returns at most 128 routes: first the routes via one of
-// nodes, and last the routes via the next hop of a default route, because that is hardly ever a
+// because a CNI may have thousands. It returns at most 128 routes: first the routes via an address
+// in nodes, and last the routes via the next hop of a default route, because that is hardly ever a
 // node.
 func NodeRoutesOf(have []kernel.Route, own []netip.Prefix, nodes []netip.Addr) (all []NodeRoute) {
 	const byNode, byAnother, byRouter = 0, 1, 2
@@ -212,11 +212,11 @@ func NodeRoutesFrom(from *isthmus.NodeNetworks) []NodeRoute {
 	return NodeRoutesOf(all, nil, nil)
 }
 
-// atMost merges networks of one family until there are at most limit. It cuts all prefixes that are
-// longer than some length to that length, and uses the greatest length with which few enough
-// networks are left. limit must be at least the number of networks of length WidestNodeNetwork in a
+// limitNetworks merges networks of one family until at most limit are left. It cuts all prefixes
+// that are longer than some length to that length, and uses the greatest length that leaves few
+// enough networks. limit must be at least the number of networks of length WidestNodeNetwork in a
 // family.
-func atMost(limit int, networks []netip.Prefix) []netip.Prefix {
+func limitNetworks(limit int, networks []netip.Prefix) []netip.Prefix {
 	merged := mergeNetworks(networks)
 	if len(merged) <= limit {
 		return merged
@@ -237,7 +237,7 @@ func atMost(limit int, networks []netip.Prefix) []netip.Prefix {
 // mergeNetworks sorts networks, removes those inside others, and joins two halves of a network that
 // is not wider than WidestNodeNetwork. It works in place.
 func mergeNetworks(networks []netip.Prefix) []netip.Prefix {
-	slices.SortFunc(networks, netip.Prefix.Compare) // a network sorts before those inside it
+	slices.SortFunc(networks, netip.Prefix.Compare) // in this order, a network precedes the networks inside it
 	out := networks[:0]
 	for _, p := range networks {
 		if len(out) > 0 && contains(out[len(out)-1], p) {

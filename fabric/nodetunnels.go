@@ -9,9 +9,9 @@ import (
 	"github.com/isthmus-net/isthmus/internal/kernel"
 )
 
-// addTunnels adds rules and routes for the networks of peers. It returns the networks whose gateway
-// is on our node (here), and our own PodCIDRs from the tunnels of these networks (own).
-func (d *nodeDecision) addTunnels(tunnels []Tunnel) (own, here []netip.Prefix) {
+// addTunnels adds rules and routes for the networks of peers. local has the networks of peers whose
+// gateway is on our node. own has our PodCIDRs, as the tunnels of these peers have them.
+func (d *nodeDecision) addTunnels(tunnels []Tunnel) (own, local []netip.Prefix) {
 	peers := make([]Peer, len(tunnels))
 	gateways := make(map[Origin]netip.Addr, len(tunnels))
 	for i, t := range tunnels {
@@ -42,26 +42,26 @@ func (d *nodeDecision) addTunnels(tunnels []Tunnel) (own, here []netip.Prefix) {
 		if !d.carries(p) {
 			continue
 		}
-		if d.onlyPods { // RefuseTable refuses it; one Problem for each gateway is enough
+		if d.onlyPods { // RefuseTable refuses packets for this peer; one Problem for each gateway is enough
 			if !slices.Contains(strangers, gateway) {
 				strangers = append(strangers, gateway)
 				d.problem(p.Origin, "status.gatewayIP", "%v is not the address of a gateway Pod; want that of the active one", gateway)
 			}
 			continue
 		}
-		where, known := byAddr[gateway]
+		node, known := byAddr[gateway]
 		if !known {
 			d.problem(p.Origin, "status.gatewayIP", "%v is not the InternalIP of a node; want that of the node with the active gateway", gateway)
 		}
-		if known && where.Name == d.self.Name {
+		if known && node.Name == d.self.Name {
 			own = append(own, p.Local.Pod)
 			for _, prefix := range p.AllowedIPs {
-				here = append(here, prefix)
+				local = append(local, prefix)
 				d.rule(kernel.Rule{Priority: kernel.NodeRulePriority, From: prefix, Table: kernel.NodeTable})
 			}
 			continue
 		}
-		via, reachable := d.overlay[where.Name] // no node has an empty name
+		via, reachable := d.overlay[node.Name] // not reachable if the node is unknown, because its name is then empty
 		for _, prefix := range p.AllowedIPs {
 			d.rule(kernel.Rule{Priority: kernel.NodeRulePriority, To: prefix, Table: kernel.NodeTable})
 			if reachable && len(d.node.Devices) > 0 {
@@ -70,7 +70,7 @@ func (d *nodeDecision) addTunnels(tunnels []Tunnel) (own, here []netip.Prefix) {
 			d.route(kernel.Route{Prefix: prefix, Type: kernel.Unreachable, Table: kernel.NodeTable, Metric: kernel.UnreachableMetric})
 		}
 	}
-	return own, here
+	return own, local
 }
 
 // toPod adds the routes to a peer whose gateway is a Pod. Packets of the node itself get its
@@ -112,7 +112,7 @@ func (d *nodeDecision) carries(p *GatewayPeer) bool {
 		case prefix.Addr().Is6() && len(d.nodes) > 1:
 			d.problem(p.Origin, field, "%v is IPv6, which the overlay between nodes does not carry; only pods on the gateway's node reach it", prefix)
 		case prefix.Addr().Is6():
-			return false // there is no other node
+			return false // with only one node, there is no overlay
 		}
 	}
 	return len(d.problems) == before
@@ -123,15 +123,15 @@ func (d *nodeDecision) carries(p *GatewayPeer) bool {
 // TunnelEndpoint, and writes its address to the status a moment later. Without the rules of
 // addTunnels, the CNI's routes would send such packets to other nodes, unencrypted. While no
 // gateway is known to be on our node, one rule per family covers all peers.
-func (d *nodeDecision) guard(here []netip.Prefix) {
-	if len(here) == 0 {
+func (d *nodeDecision) guard(local []netip.Prefix) {
+	if len(local) == 0 {
 		for _, everything := range everythingOf(d.refused) {
 			d.rule(kernel.Rule{V6: everything.Addr().Is6(), Priority: kernel.GuardRulePriority, Iif: kernel.VethHost, Table: kernel.GuardTable})
 		}
 		return
 	}
 	for _, p := range d.refused {
-		if !slices.Contains(here, p) {
+		if !slices.Contains(local, p) {
 			d.rule(kernel.Rule{V6: p.Addr().Is6(), Priority: kernel.GuardRulePriority, Iif: kernel.VethHost, From: p, Table: kernel.GuardTable})
 		}
 	}
@@ -139,9 +139,9 @@ func (d *nodeDecision) guard(here []netip.Prefix) {
 
 // addPods adds the routes from the gateway's node to pods on other nodes: one for each podCIDR, and
 // one for each pod outside its node's podCIDRs. A CNI that ignores podCIDRs has many such pods. If
-// pods are trusted to be in their node's podCIDRs, a Pod with an address from another node's is
-// ignored. Otherwise write access to the status of one node's Pods could divert packets of peers
-// for pods of other nodes.
+// pods are trusted to be in their node's podCIDRs, a Pod with an address from another node's
+// podCIDRs is ignored. Otherwise write access to the status of one node's Pods could divert packets
+// of peers for pods of other nodes.
 //
 // Packets of a peer to any other address in own, our PodCIDRs, are refused, because the default
 // route could take them out of the cluster.
@@ -153,14 +153,14 @@ func (d *nodeDecision) addPods(pods []NodePod, own []netip.Prefix) {
 	var networks []network // disjoint, sorted
 	find := func(p netip.Prefix) (at int, overlapped string, overlaps bool) {
 		at, _ = slices.BinarySearchFunc(networks, p, func(n network, p netip.Prefix) int { return n.prefix.Addr().Compare(p.Addr()) })
-		for i := max(at-1, 0); i <= at && i < len(networks); i++ { // the networks are disjoint, so only both neighbours can overlap
+		for i := max(at-1, 0); i <= at && i < len(networks); i++ { // the networks are disjoint, so only the two neighbours can overlap
 			if networks[i].prefix.Overlaps(p) {
 				return at, networks[i].node, true
 			}
 		}
 		return at, "", false
 	}
-	for _, n := range d.nodes { // there may be thousands, which hardly ever overlap
+	for _, n := range d.nodes { // first check all networks at once: there may be thousands, and they hardly ever overlap
 		for _, p := range n.PodCIDRs {
 			if p.IsValid() && p.Addr().Is4() {
 				networks = append(networks, network{p.Masked(), n.Name})

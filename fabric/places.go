@@ -19,7 +19,7 @@ type PodPlaces struct {
 	routes  []NodeRoute                     // ClusterNode.Routes, of Self
 	sorted  []ClusterNode                   // by name; nil until the first call of Network
 	pods    map[string]map[string][]NodePod // by node and ID
-	away    map[string]map[string][]NodePod // the pods outside their node's podCIDRs
+	outside map[string]map[string][]NodePod // the pods outside their node's podCIDRs
 	counts  map[string]tally                // by node
 	seen    int                             // number of known nodes with IPv4 pods
 	holding int                             // number of these nodes whose pods are all inside the podCIDRs
@@ -41,18 +41,18 @@ func (p *PodPlaces) Owner(addr netip.Addr) Owner {
 		p.owners = make(map[netip.Addr]Owner)
 		for _, n := range p.nodes {
 			for _, a := range n.Addrs {
-				p.own(a, Owner{Node: n.Name})
+				p.addOwner(a, Owner{Node: n.Name})
 			}
 		}
 		for node, all := range p.sources {
 			for _, a := range all {
-				p.own(a, Owner{Node: node})
+				p.addOwner(a, Owner{Node: node})
 			}
 		}
 		for node, all := range p.pods {
 			for id, pods := range all {
 				for _, pod := range pods {
-					p.own(pod.Addr, Owner{id, node})
+					p.addOwner(pod.Addr, Owner{id, node})
 				}
 			}
 		}
@@ -60,17 +60,18 @@ func (p *PodPlaces) Owner(addr netip.Addr) Owner {
 	return p.owners[addr]
 }
 
-// own adds an address to the index. If the address has an owner already, it gets the zero Owner.
-func (p *PodPlaces) own(addr netip.Addr, o Owner) {
+// addOwner adds an address to the index. If the address has an owner already, it gets the zero
+// Owner.
+func (p *PodPlaces) addOwner(addr netip.Addr, o Owner) {
 	if other, has := p.owners[addr]; has && other != o {
 		o = Owner{}
 	}
 	p.owners[addr] = o
 }
 
-// disown removes a pod's addresses from the index. If an address had several owners, it discards
-// the index, because the index does not know the remaining ones.
-func (p *PodPlaces) disown(o Owner, pods []NodePod) {
+// removeOwner removes a pod's addresses from the index. If an address had several owners, it
+// discards the index, because the index does not know the remaining ones.
+func (p *PodPlaces) removeOwner(o Owner, pods []NodePod) {
 	for _, pod := range pods {
 		if now, has := p.owners[pod.Addr]; now == o {
 			delete(p.owners, pod.Addr)
@@ -120,7 +121,7 @@ func (p *PodPlaces) SetSources(node string, all []netip.Addr) bool {
 		delete(p.sources, node)
 	}
 	p.owners = nil
-	p.resort(node)
+	p.updateSorted(node)
 	return true
 }
 
@@ -131,13 +132,13 @@ func (p *PodPlaces) SetRoutes(node string, all []NodeRoute) bool {
 		return false
 	}
 	p.routes = all
-	p.resort(node)
+	p.updateSorted(node)
 	return true
 }
 
-// resort replaces, inserts or removes a node in p.sorted. It makes a new list, because Network has
-// returned the old one to callers.
-func (p *PodPlaces) resort(name string) {
+// updateSorted replaces, inserts or removes a node in p.sorted. It makes a new list, because
+// Network has returned the old one to callers.
+func (p *PodPlaces) updateSorted(name string) {
 	if p.sorted == nil {
 		return
 	}
@@ -164,21 +165,21 @@ func (p *PodPlaces) replace(name string, f func()) {
 	all := p.pods[name]
 	p.count(name, tally{})
 	delete(p.counts, name)
-	delete(p.away, name)
+	delete(p.outside, name)
 	f()
-	p.resort(name)
+	p.updateSorted(name)
 	for id, pods := range all {
 		p.add(name, id, pods)
 	}
 }
 
 // SetPod sets the addresses of a pod on a node; a deleted pod has none. id identifies the pod, such
-// as namespace/name. The argument was is the pod's previous node, if any. SetPod reports whether
-// the result of Network may have changed.
-func (p *PodPlaces) SetPod(id, was, node string, pods []NodePod) bool {
+// as namespace/name. previous is the pod's previous node, or empty. SetPod reports whether the
+// result of Network may have changed.
+func (p *PodPlaces) SetPod(id, previous, node string, pods []NodePod) bool {
 	trusted := p.trusted()
 	changed := false
-	for _, name := range []string{was, node} {
+	for _, name := range []string{previous, node} {
 		old, had := p.pods[name][id]
 		if !had || name == node && slices.Equal(old, pods) {
 			continue
@@ -192,35 +193,35 @@ func (p *PodPlaces) SetPod(id, was, node string, pods []NodePod) bool {
 			}
 		}
 		p.count(name, now)
-		p.disown(Owner{id, name}, old)
-		_, away := p.away[name][id]
-		changed = changed || away
-		remove(p.away, name, id)
+		p.removeOwner(Owner{id, name}, old)
+		_, outside := p.outside[name][id]
+		changed = changed || outside
+		remove(p.outside, name, id)
 		remove(p.pods, name, id)
 	}
 	if _, has := p.pods[node][id]; !has && len(pods) > 0 {
 		if p.pods == nil {
-			p.pods, p.away, p.counts = make(map[string]map[string][]NodePod), make(map[string]map[string][]NodePod), make(map[string]tally)
+			p.pods, p.outside, p.counts = make(map[string]map[string][]NodePod), make(map[string]map[string][]NodePod), make(map[string]tally)
 		}
 		put(p.pods, node, id, pods)
 		p.add(node, id, pods)
 		if p.owners != nil {
 			for _, pod := range pods {
-				p.own(pod.Addr, Owner{id, node})
+				p.addOwner(pod.Addr, Owner{id, node})
 			}
 		}
-		_, away := p.away[node][id]
-		changed = changed || away
+		_, outside := p.outside[node][id]
+		changed = changed || outside
 	}
 	return changed || trusted != p.trusted()
 }
 
-// add counts the addresses of a pod, and adds those outside its node's podCIDRs to p.away.
+// add counts the addresses of a pod, and adds those outside its node's podCIDRs to p.outside.
 func (p *PodPlaces) add(node, id string, pods []NodePod) {
-	now, away := p.counts[node], false
+	now, outside := p.counts[node], false
 	for _, pod := range pods {
 		inside := p.inside(pod)
-		away = away || !inside
+		outside = outside || !inside
 		if pod.Addr.Is4() && inside {
 			now.inside++
 		} else if pod.Addr.Is4() {
@@ -228,8 +229,8 @@ func (p *PodPlaces) add(node, id string, pods []NodePod) {
 		}
 	}
 	p.count(node, now)
-	if away {
-		put(p.away, node, id, slices.DeleteFunc(slices.Clone(pods), p.inside))
+	if outside {
+		put(p.outside, node, id, slices.DeleteFunc(slices.Clone(pods), p.inside))
 	}
 }
 
@@ -277,7 +278,7 @@ func (p *PodPlaces) Network(pod netip.Addr) PodNetwork {
 		}
 	}
 	n := PodNetwork{Pod: pod, Node: p.Self, Nodes: p.sorted, Trusted: p.trusted()}
-	for _, byNode := range p.away {
+	for _, byNode := range p.outside {
 		for _, pods := range byNode {
 			n.Pods = append(n.Pods, pods...)
 		}

@@ -37,8 +37,8 @@ func GatewayMAC(pod netip.Addr) kernel.MAC { return OverlayMAC("gateway " + pod.
 //   - from their InternalIPs,
 //   - from the pod addresses that a node's agent reports as its own, because a CNI may masquerade
 //     packets from a node to pods,
-//   - and, if pods have addresses of podCIDRs, from the first two addresses of each podCIDR, which no
-//     pod has.
+//   - and, if pods have addresses of podCIDRs, from the first two addresses of each podCIDR, which
+//     no pod has.
 //
 // A PodDecider computes the same for successive PodNetworks, incrementally.
 func GatewayPodFor(peers []*GatewayPeer, inUse map[string]TunnelSet, mtu, tunnels, underlayMTU int, in PodNetwork) (kernel.State, []Problem) {
@@ -89,7 +89,7 @@ func decidePod(peers []*GatewayPeer, inUse map[string]TunnelSet, mtu, tunnels, u
 		}
 		s.Settings = append(s.Settings, kernel.Setting{Path: "net/ipv6/conf/" + name + "/addr_gen_mode", Value: "1"})
 	}
-	if tunnels > 1 { // otherwise all flows between two pods take the same tunnel
+	if tunnels > 1 { // without ports in the hash, all flows between two pods take the same tunnel
 		s.Settings = append(s.Settings, kernel.Setting{Path: "net/ipv4/fib_multipath_hash_policy", Value: "1", Optional: true})
 	}
 
@@ -116,11 +116,11 @@ func (d *nodeDecision) finishRoutes() {
 	s := &d.node
 	for i := range s.Routes {
 		r := &s.Routes[i]
-		if r.Protocol = kernel.GatewayProtocol; r.Type == kernel.Throw { // the path is unknown, and must not be eth0
+		if r.Protocol = kernel.GatewayProtocol; r.Type == kernel.Throw { // refuse instead: the next table would send the packet to eth0
 			r.Type, r.Metric = kernel.Unreachable, kernel.UnreachableMetric
 		}
 	}
-	s.Routes = firstOfEach(s.Routes) // a node and a pod may have the same address
+	s.Routes = firstOfEach(s.Routes) // routes conflict if a node and a pod have the same address
 }
 
 // sortedIPv4 returns the IPv4 addresses of the list all, sorted and without duplicates. It works in

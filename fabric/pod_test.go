@@ -74,7 +74,7 @@ ip rule add priority 422 lookup 4202 protocol 72
 			t.Errorf("%s: got\n%s\nwant\n%s", self, text, want)
 		}
 		f := n.Filters[0]
-		host := "172.30.1.11" // node of the other node's gateway; the filter needs no entry for our own address
+		host := "172.30.1.11" // address of the node with the other gateway; the filter needs no entry for our own address
 		if self == "n1" {
 			host = "172.30.1.12"
 		}
@@ -315,7 +315,7 @@ ip rule add priority 422 lookup 4202 protocol 71
 	if want := "172.30.1.11 172.30.1.12 172.30.1.13"; f.Nodes != want {
 		t.Errorf("the filter accepts %s; want %s", f.Nodes, want)
 	}
-	in := podNetwork(t) // with pods inside podCIDRs; CNIs masquerade nodes behind the first addresses of these
+	in := podNetwork(t) // pods are inside podCIDRs, and CNIs masquerade nodes behind the first addresses of the podCIDRs
 	in.Trusted = true
 	s, _ = GatewayPodFor(gatewayPeers(t), nil, 1340, 1, 1400, in)
 	f = s.Filters[0]
@@ -409,7 +409,7 @@ func TestAGatewayPodTrustsOnlyPodAddressesOfTheirNode(t *testing.T) {
 		{Name: "default/thief", Addr: ip("10.244.2.5"), Node: "n3", Created: 9},
 	}
 	in = sorted(in)
-	in = sorted(in) // a second time, without the pods that showed that podCIDRs hold
+	in = sorted(in) // again: the first call removed the pods that show that podCIDRs hold
 	s, problems := GatewayPodFor(gatewayPeers(t), nil, 1400, 1, 1500, in)
 	wantTexts(t, problems, "Pod default/thief: status.podIPs: is 10.244.2.5 on Node n3, but that address is in the podCIDRs of Node n2, so it is ignored; want an address of its own Node")
 	if slices.ContainsFunc(s.Routes, func(r kernel.Route) bool { return r.Prefix == pfx("10.244.2.5/32") }) {
@@ -417,8 +417,8 @@ func TestAGatewayPodTrustsOnlyPodAddressesOfTheirNode(t *testing.T) {
 	}
 }
 
-// A node that knows no other nodes refuses packets of its pods to peers with sources of other
-// nodes' pods.
+// A node that knows no other nodes refuses a packet for a peer if its pod has forged the address of
+// another node's pod.
 func TestANodeThatKnowsOnlyItselfRefusesForeignSources(t *testing.T) {
 	in := podIntent(t, "n2")
 	in.Nodes = slices.DeleteFunc(in.Nodes, func(n ClusterNode) bool { return n.Name != "n2" })
@@ -480,7 +480,7 @@ func TestGatewayPodRoutesEndpointsViaTheirNodeThroughTheOverlay(t *testing.T) {
 	n.Nodes[0].Routes = []NodeRoute{{pfx("198.18.7.0/24"), ip("172.30.1.12")},
 		{pfx("198.18.8.0/24"), ip("172.30.1.99")}, // via a host that is no known node
 		{pfx("10.246.9.0/24"), ip("172.30.1.12")}, {pfx("10.0.0.0/8"), ip("172.30.1.12")}, {pfx("10.244.3.0/24"), ip("172.30.1.12")}}
-	n.Nodes[1].Routes = []NodeRoute{{pfx("198.18.9.0/24"), ip("172.30.1.13")}} // it is not the gateway's node
+	n.Nodes[1].Routes = []NodeRoute{{pfx("198.18.9.0/24"), ip("172.30.1.13")}} // ignored: this is not the gateway's node
 	before, _ := GatewayPodFor(gatewayPeers(t), nil, 1400, 1, 1500, podNetwork(t))
 	s, problems := GatewayPodFor(gatewayPeers(t), nil, 1400, 1, 1500, n)
 	wantTexts(t, problems)

@@ -31,7 +31,7 @@ type PodDecider struct {
 func (m *PodDecider) GatewayPodFor(peers []*GatewayPeer, further map[string]TunnelSet, mtu, tunnels, underlayMTU int, in PodNetwork) (kernel.State, []Problem) {
 	mtus := [3]int{mtu, tunnels, underlayMTU}
 	if m.made && mtus == m.mtus && m.samePeers(peers, further) &&
-		in.Pod == m.in.Pod && in.Node == m.in.Node && in.Trusted == m.in.Trusted && slices.Equal(in.Pods, m.in.Pods) && m.follow(in) {
+		in.Pod == m.in.Pod && in.Node == m.in.Node && in.Trusted == m.in.Trusted && slices.Equal(in.Pods, m.in.Pods) && m.applyNodeChanges(in) {
 		return m.state, m.problems
 	}
 	d := decidePod(peers, further, mtu, tunnels, underlayMTU, in)
@@ -70,12 +70,12 @@ func (n ClusterNode) equal(other ClusterNode) bool {
 		slices.Equal(n.PodCIDRs, other.PodCIDRs) && slices.Equal(n.Sources, other.Sources) && slices.Equal(n.Routes, other.Routes)
 }
 
-// mostFollowed is the maximum number of changed nodes in an incremental update.
-const mostFollowed = 32
+// maxChangedNodes is the maximum number of changed nodes in an incremental update.
+const maxChangedNodes = 32
 
-// follow applies added, removed and changed nodes to the state. If it returns false, the state is
-// invalid and must be computed again.
-func (m *PodDecider) follow(in PodNetwork) bool {
+// applyNodeChanges applies added, removed and changed nodes to the state. If it returns false, the
+// state is invalid and must be computed again.
+func (m *PodDecider) applyNodeChanges(in PodNetwork) bool {
 	if sameList(in.Nodes, m.in.Nodes) {
 		return true
 	}
@@ -94,7 +94,7 @@ func (m *PodDecider) follow(in PodNetwork) bool {
 			}
 			i, j = i+1, j+1
 		}
-		if len(removed)+len(added) > mostFollowed {
+		if len(removed)+len(added) > maxChangedNodes {
 			return false
 		}
 	}
@@ -103,13 +103,13 @@ func (m *PodDecider) follow(in PodNetwork) bool {
 		for _, p := range n.prefixes() {
 			m.used.remove(p)
 		}
-		if !m.alone(n) {
+		if !m.independent(n) {
 			return false
 		}
 		change.add(n, m.in.Trusted, false)
 	}
 	for _, n := range added {
-		if !m.alone(n) {
+		if !m.independent(n) {
 			return false
 		}
 		for _, p := range n.prefixes() {
@@ -118,19 +118,19 @@ func (m *PodDecider) follow(in PodNetwork) bool {
 		change.add(n, m.in.Trusted, true)
 	}
 	m.in = in
-	if len(change.unsound)+len(change.problems) > 0 {
+	if len(change.obsolete)+len(change.problems) > 0 {
 		var left []Problem // problems that still exist
 		for _, p := range m.problems {
-			if !slices.Contains(change.unsound, p) {
+			if !slices.Contains(change.obsolete, p) {
 				left = append(left, p)
 			}
 		}
 		m.problems = SortProblems(append(left, change.problems...))
 	}
-	m.state.FDB = change.fdb.in(m.state.FDB, compareFDB)
-	m.state.Neighbors = change.neighbors.in(m.state.Neighbors, compareNeighbors)
-	m.state.Routes = change.routes.in(m.state.Routes, kernel.Route.Compare)
-	m.sources = change.sources.in(m.sources, netip.Addr.Compare)
+	m.state.FDB = change.fdb.apply(m.state.FDB, compareFDB)
+	m.state.Neighbors = change.neighbors.apply(m.state.Neighbors, compareNeighbors)
+	m.state.Routes = change.routes.apply(m.state.Routes, kernel.Route.Compare)
+	m.sources = change.sources.apply(m.sources, netip.Addr.Compare)
 	m.state.Filters = []kernel.Filter{m.state.Filters[0].WithSet("nodes", kernel.AddressElements(m.sources))}
 	return true
 }
@@ -154,10 +154,10 @@ func usedBy(addrs []netip.Addr, networks []netip.Prefix) (all []netip.Prefix) {
 	return all
 }
 
-// alone reports whether a node that is not in m.used is independent of everything else: it shares
-// no address or network with another node, a pod or a peer, and the state depends on no pod or
-// route of it. Its objects can then be added and removed without regard to others.
-func (m *PodDecider) alone(n ClusterNode) bool {
+// independent reports whether a node that is not in m.used shares no address or network with
+// another node, a pod or a peer, and the state does not depend on its pods and routes. Its objects
+// can then be added and removed without regard to others.
+func (m *PodDecider) independent(n ClusterNode) bool {
 	if n.Name == "" || n.Name == m.in.Node || m.routed(n) || slices.ContainsFunc(m.in.Pods, func(p NodePod) bool { return p.Node == n.Name }) {
 		return false
 	}
@@ -182,7 +182,7 @@ type podChange struct {
 	routes    listChange[kernel.Route]
 	sources   listChange[netip.Addr]
 
-	problems, unsound []Problem // of added nodes, and of removed nodes
+	problems, obsolete []Problem // problems about added nodes, and about removed nodes
 }
 
 func (c *podChange) add(n ClusterNode, trusted, added bool) {
@@ -193,11 +193,11 @@ func (c *podChange) add(n ClusterNode, trusted, added bool) {
 	d.finishRoutes()
 	for _, p := range d.problems {
 		switch {
-		case p.Origin.Name != n.Name: // about the gateway's own node, which is not in this list
+		case p.Origin.Name != n.Name: // ignore problems about the gateway's own node, which is not n
 		case added:
 			c.problems = append(c.problems, p)
 		default:
-			c.unsound = append(c.unsound, p)
+			c.obsolete = append(c.obsolete, p)
 		}
 	}
 	c.fdb.note(added, d.node.FDB...)
@@ -217,8 +217,8 @@ func (c *listChange[T]) note(added bool, all ...T) {
 	}
 }
 
-// in returns a new list with the change applied. It does not modify list.
-func (c *listChange[T]) in(list []T, compare func(a, b T) int) []T {
+// apply returns a new list with the change applied. It does not modify list.
+func (c *listChange[T]) apply(list []T, compare func(a, b T) int) []T {
 	if len(c.added)+len(c.removed) == 0 {
 		return list
 	}

@@ -37,7 +37,7 @@ func TestAPrefixIndexEqualsALinearSearch(t *testing.T) {
 				t.Fatalf("%v in %v: %d", a, list, i)
 			}
 		}
-		for i, p := range list { // the widest network
+		for i, p := range list { // find the widest network that contains the address
 			if all >= 0 && p.Contains(a) && p.Bits() < list[all].Bits() {
 				t.Fatalf("%v in %v: %d, though %d is wider", a, list, all, i)
 			}

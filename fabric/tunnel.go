@@ -77,7 +77,7 @@ func ParseTunnels(s string) ([]TunnelEnd, error) {
 	if s == "" {
 		return nil, errors.New("is empty; " + want + ", or remove the field")
 	}
-	if n := strings.Count(s, ",") + 1; n >= MaxTunnels { // before anything is allocated for the list
+	if n := strings.Count(s, ",") + 1; n >= MaxTunnels { // checked before memory for the list is allocated
 		return nil, tooManyTunnels(n)
 	}
 	var further []TunnelEnd

@@ -89,7 +89,7 @@ func sum16(b []byte) uint16 {
 	s0, c = bits.Add64(s0, last, 0)
 	over += c
 	s0, c = bits.Add64(s0, over, 0)
-	s0 += c // cannot carry again: over is small, so s0 is small if c is 1
+	s0 += c // cannot overflow: if adding over, a small number, has overflowed, s0 is small
 	return bits.ReverseBytes16(fold(s0))
 }
 

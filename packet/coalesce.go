@@ -20,9 +20,9 @@ type Coalescer struct {
 	runs   []Run
 	joined []joined // segments other than the first of a run, in order of arrival
 	tails  [][]byte
-	sealed int // number of finished runs, at the start of runs
+	sealed int // number of finished runs, which come first in runs
 
-	tags  [maxOpen]uint64 // of open; in an array of their own, because every packet is compared with all tags
+	tags  [maxOpen]uint64 // tags of the runs in open, in a separate array because every packet is compared with all of them
 	open  [maxOpen]openRun
 	opens int
 	evict int // index of the run to close next when maxOpen runs are open

@@ -91,7 +91,7 @@ func (v *View) extensions() Error {
 			seen = true
 			word := be.Uint16(e[2:4])
 			v.fragID = be.Uint32(e[4:8])
-			if word&0xfff9 != 0 { // otherwise it is an atomic fragment: a whole packet (RFC 6946)
+			if word&0xfff9 != 0 { // 0 means an atomic fragment, which is a whole packet (RFC 6946)
 				if err := v.fragment(int(word&0xfff8), word&1 != 0, at-8-ipv6Len); err != 0 {
 					return err
 				}

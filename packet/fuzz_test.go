@@ -11,8 +11,8 @@ import (
 	"github.com/isthmus-net/isthmus/packet/packettest"
 )
 
-// seeds adds packets of every kind, so that the fuzzer need not discover their formats.
-func seeds(f *testing.F, add func(b []byte, partial bool)) {
+// addSeeds adds packets of every kind, so that the fuzzer need not discover their formats.
+func addSeeds(f *testing.F, add func(b []byte, partial bool)) {
 	f.Helper()
 	rng := newRand(16)
 	for range 60 {
@@ -39,7 +39,7 @@ func other(a netip.Addr) netip.Addr {
 // FuzzParse checks that a parsed packet lies within its bytes. A rewriting must keep valid
 // checksums valid, and undoing it must restore the octets.
 func FuzzParse(f *testing.F) {
-	seeds(f, func(b []byte, partial bool) { f.Add(b, partial, uint16(40000)) })
+	addSeeds(f, func(b []byte, partial bool) { f.Add(b, partial, uint16(40000)) })
 	f.Fuzz(func(t *testing.T, b []byte, partial bool, port uint16) {
 		state := packet.ChecksumComplete
 		if partial {
@@ -85,8 +85,8 @@ func FuzzParse(f *testing.F) {
 	})
 }
 
-// sameNumber compares packets. A checksum field may be either zero of ones' complement,
-// because a packet from elsewhere may contain the zero that an update never writes.
+// sameNumber compares packets. In checksum fields 0 and 0xffff count as equal, because both are
+// zero in ones' complement, and an update writes only one of them.
 func sameNumber(a, b []byte) bool {
 	p := packettest.MustDecode(b)
 	fields := []int{}
@@ -111,7 +111,7 @@ func sameNumber(a, b []byte) bool {
 // correct and changes nothing after the quoted packet. The reverse translation must restore
 // the octets.
 func FuzzQuote(f *testing.F) {
-	seeds(f, func(b []byte, _ bool) {
+	addSeeds(f, func(b []byte, _ bool) {
 		f.Add(b, uint16(40000), uint16(64))
 		f.Add(b, uint16(0), uint16(28))
 	})
@@ -155,15 +155,16 @@ func FuzzQuote(f *testing.F) {
 		q.SetSrcPort(ports[0])
 		q.SetDst(dst)
 		q.SetSrc(src)
-		if !bytes.Equal(b, before) && !almost(b, before) {
+		if !bytes.Equal(b, before) && !equalUpToZeros(b, before) {
 			t.Fatalf("not undone\n%x\n%x", b, before)
 		}
 	})
 }
 
-// almost compares messages. At most four words may differ, and these must be 0 in one message
-// and 0xffff in the other, because checksums from elsewhere may contain the other zero.
-func almost(a, b []byte) bool {
+// equalUpToZeros compares messages. At most four words may differ, and these must be 0 in one
+// message and 0xffff in the other: both are zero in ones' complement, and an update of a checksum
+// writes only one of them.
+func equalUpToZeros(a, b []byte) bool {
 	differ := 0
 	for i := 0; i+1 < len(a); i += 2 {
 		x, y := binary.BigEndian.Uint16(a[i:]), binary.BigEndian.Uint16(b[i:])
@@ -180,7 +181,7 @@ func almost(a, b []byte) bool {
 // FuzzVirtioHeader checks that a packet that Validate accepts can be sent: after its checksum
 // is completed, or as segments with all of its data.
 func FuzzVirtioHeader(f *testing.F) {
-	seeds(f, func(b []byte, partial bool) {
+	addSeeds(f, func(b []byte, partial bool) {
 		h := make([]byte, packet.VirtioHeaderLen)
 		p := packettest.MustDecode(b)
 		if partial {
@@ -226,7 +227,7 @@ func FuzzVirtioHeader(f *testing.F) {
 		if size != int(h.GSOSize) {
 			t.Fatalf("size %d", size)
 		}
-		if v.Len() > 10000 || v.Len()/size > 100 { // the reference is slow
+		if v.Len() > 10000 || v.Len()/size > 100 { // skip large packets, because the reference is slow
 			return
 		}
 		checkSegments(t, &v, size)
@@ -372,8 +373,8 @@ func repair(b []byte) {
 	copy(b, fixed[0])
 }
 
-// equalInMeaning compares a segment of a run with a packet. A checksum of the packet may be
-// the other zero of ones' complement, which no update writes.
+// equalInMeaning compares a segment of a run with a packet. In checksum fields 0 and 0xffff count
+// as equal, because both are zero in ones' complement, and an update writes only one of them.
 func equalInMeaning(got, want []byte) bool {
 	return len(got) == len(want) && (sameNumber(got, want) || sameSegment(zeroSums(got), zeroSums(want)))
 }

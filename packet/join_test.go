@@ -15,7 +15,7 @@ import (
 )
 
 // randomDatagram returns a whole UDP datagram, sometimes with options or extension headers.
-func randomDatagram(rng *rand.Rand, most int) []byte {
+func randomDatagram(rng *rand.Rand, limit int) []byte {
 	h := packettest.IP{Src: netip.MustParseAddr("10.71.0.5"), Dst: netip.MustParseAddr("10.244.1.1"), ID: uint16(rng.Uint32()), TTL: 9}
 	h.TOS = uint8(rng.IntN(64)) << 2
 	if rng.IntN(2) == 0 {
@@ -25,7 +25,7 @@ func randomDatagram(rng *rand.Rand, most int) []byte {
 	} else if rng.IntN(2) == 0 {
 		h.Options = []byte{148, 4, 0, 0, 7, 7, 4, 0, 0, 0, 0, 0}
 	}
-	data := make([]byte, rng.IntN(most))
+	data := make([]byte, rng.IntN(limit))
 	for i := range data {
 		data[i] = byte(rng.Uint32())
 	}

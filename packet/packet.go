@@ -63,8 +63,8 @@ const (
 )
 
 // Error is the reason why bytes were refused. Its values are the constants below and can be
-// compared. Converting one to error does not allocate, so a flood of malformed packets costs
-// no garbage.
+// compared. Converting an Error to the interface error does not allocate, so a flood of malformed
+// packets costs no garbage.
 type Error uint8
 
 // The reasons, in the order in which a packet is examined.

@@ -299,8 +299,8 @@ func TestQuoteDoesNotAllocate(t *testing.T) {
 	}
 }
 
-// For the types that have the length octet of RFC 4884, the quote must end at that length.
-// Here this is within a TCP header that follows extension headers. The TCP checksum field then
+// For the types that have the length octet of RFC 4884, the quote must end at that length. Here
+// that length ends within a TCP header that follows extension headers. The TCP checksum field then
 // belongs to an extension and must not change. In other types the octet is part of an MTU or a
 // pointer.
 func TestQuoteEndsAtTheRFC4884Length(t *testing.T) {
@@ -372,8 +372,8 @@ func TestQuoteLengthBeyondTheMessageIsIgnored(t *testing.T) {
 	}
 }
 
-// Octets after the end of the quoted packet, by its length field, are padding, even where its
-// checksum would be.
+// The length field of the quoted packet determines its end. Octets after that end are padding, even
+// at the offset of the checksum.
 func TestQuoteEndsWhereTheQuotedPacketEnds(t *testing.T) {
 	h6 := ip6()
 	for _, inner := range [][]byte{
@@ -397,8 +397,8 @@ func TestQuoteEndsWhereTheQuotedPacketEnds(t *testing.T) {
 	}
 }
 
-// A quoted UDP checksum that becomes zero must be written as 0xffff. One that was zero must
-// not change.
+// A quoted UDP checksum that becomes zero must be written as 0xffff. A quoted UDP checksum of zero
+// must not change.
 func TestQuotedUDPChecksumNeverBecomesZero(t *testing.T) {
 	for _, h := range []packettest.IP{ip4(), ip6()} {
 		kind := uint8(3)

@@ -96,9 +96,8 @@ func (v *View) addressChanged(delta uint64) {
 		}
 		be.PutUint16(field, sum)
 		if sum == 0 && v.icmp && sum16(v.b[v.transport:]) == 0 {
-			// The message is all zeros. Without a pseudo-header that can only be an echo reply.
-			// Its checksum is 0xffff. This is the one case in which RFC 1624, equation 3 yields
-			// the wrong zero.
+			// The message is all zeros. Without a pseudo-header that can only be an echo reply. Its
+			// checksum is 0xffff. Only here does RFC 1624, equation 3 yield 0 instead.
 			be.PutUint16(field, 0xffff)
 		}
 	}

@@ -116,8 +116,8 @@ func TestRewritingKeepsChecksumsAndCanBeUndone(t *testing.T) {
 	}
 }
 
-// sameButZero compares packets. The partial checksum may be either zero, because it is a
-// ones'-complement number.
+// sameButZero compares packets. Partial checksums of 0 and 0xffff count as equal, because both are
+// zero in ones' complement.
 func sameButZero(a, b []byte, v *packet.View) bool {
 	if bytes.Equal(a, b) {
 		return true

@@ -73,8 +73,8 @@ func (v *View) Split(mtu int, id uint16) [][]byte {
 	return fragments
 }
 
-// uncopied replaces the options that only the first fragment carries by no-operations. Parse
-// has checked their lengths.
+// uncopied turns the options that only the first fragment carries into no-operations. Parse has
+// checked their lengths.
 func uncopied(o []byte) {
 	for len(o) > 0 && o[0] != 0 {
 		size := 1

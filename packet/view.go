@@ -106,17 +106,16 @@ func options4(o []byte) Error {
 	return 0
 }
 
-// fragment records the offset of a fragment and checks its place in the datagram. before is
-// the number of octets before the fragmented part that the length field of the reassembled
-// datagram includes. The length of every fragment but the last must be a multiple of 8 (RFC
-// 791, RFC 8200).
-func (v *View) fragment(off int, more bool, before int) Error {
+// fragment records the offset of a fragment and checks its place in the datagram. headers is the
+// number of octets before the fragmented part that the length field of the reassembled datagram
+// includes. The length of every fragment but the last must be a multiple of 8 (RFC 791, RFC 8200).
+func (v *View) fragment(off int, more bool, headers int) Error {
 	size := len(v.b) - int(v.transport)
 	v.fragOff, v.more = uint16(off), more
 	switch {
 	case size == 0 && off == 0:
 		return ErrTinyFragment
-	case size == 0, more && size%8 != 0, before+off+size > maxPacket:
+	case size == 0, more && size%8 != 0, headers+off+size > maxPacket:
 		return ErrFragmentRange
 	}
 	return 0

@@ -293,7 +293,8 @@ func TestParseAcceptsTheLargestPackets(t *testing.T) {
 			t.Errorf("Len %d, want %d", v.Len(), len(b))
 		}
 	}
-	// The last fragment that fits the length field, and one that is an octet longer.
+	// Fragments that end at the maximum length of a datagram (n is 0), or one octet beyond (n is
+	// 1).
 	h6 := ip6()
 	h6.Extensions = []packettest.Extension{{Kind: 44, Data: []byte{0xff, 0xf8, 0, 0, 0, 1}}}
 	for n := range 2 {
@@ -319,7 +320,8 @@ func TestParseAcceptsOptions(t *testing.T) {
 	}
 }
 
-// The sum of the pseudo-header is zero, so the field may hold either zero of ones' complement.
+// The sum of the pseudo-header is zero, so the field may be 0 or 0xffff, which are both zero in
+// ones' complement.
 func TestPartialChecksumOfEitherZeroIsValid(t *testing.T) {
 	h, s := ip4(), packettest.TCP{SrcPort: 1, DstPort: 2}
 	sum := ^packettest.InternetChecksum(h.Src.AsSlice(), []byte{10, 2, 0, 0, 0, 6, 0, 20})

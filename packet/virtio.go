@@ -25,7 +25,7 @@ type VirtioHeader struct {
 	GSOType    uint8
 	HdrLen     uint16 // length of all headers; not reliable for forwarded packets
 	GSOSize    uint16 // transport data in each segment but the last
-	CsumStart  uint16 // offset of the checksummed part: of the transport header
+	CsumStart  uint16 // offset of the transport header, where the checksummed part begins
 	CsumOffset uint16 // offset of the checksum field from CsumStart
 }
 

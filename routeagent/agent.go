@@ -43,9 +43,9 @@ var compareInterval = 10 * time.Second
 
 // A Source delivers the complete intent, and the problems of the objects from which it was read:
 // first when all objects are known, and again after every change. The agent sets Self, Allocated,
-// and the fields that it finds out about the node itself. A Source returns when ctx ends, or with
-// an error when it cannot continue. It makes one call of deliver at a time, and never delivers an
-// incomplete intent.
+// and the fields whose values only an agent on the node can find out. A Source returns when ctx
+// ends, or with an error when it cannot continue. It makes one call of deliver at a time, and never
+// delivers an incomplete intent.
 type Source func(ctx context.Context, deliver func(fabric.NodeIntent, []fabric.Problem)) error
 
 // Options are the options of Run.
@@ -54,9 +54,9 @@ type Options struct {
 	Source         Source
 	Log            *slog.Logger
 	Version        string
-	MetricsAddress string // TCP host:port of /metrics, /healthz and /readyz; empty: none
+	MetricsAddress string // TCP host:port of /metrics, /healthz and /readyz; empty: not served
 	StatusAddress  string // TCP host:port of /status; empty: none
-	StateDirectory string // of the snapshot; empty: the agent keeps none
+	StateDirectory string // directory of the snapshot; empty: the agent keeps no snapshot
 	// ReportNetworks stores for the manager which networks the node reaches without the tunnel. It
 	// may be nil. It is never called concurrently.
 	ReportNetworks func(context.Context, fabric.NodeNetworks) error
@@ -145,10 +145,10 @@ func Run(ctx context.Context, o Options) error {
 		return err
 	}
 	defer servers.Close()
-	if err := k.Events(ctx, a.happened); err != nil {
+	if err := k.Events(ctx, a.handleEvent); err != nil {
 		return err
 	}
-	a.has.Store(true)
+	a.manages.Store(true)
 	if o.ReportNetworks != nil {
 		if err := k.WatchNetworks(ctx, func() { set(a.moved) }); err != nil {
 			return err
@@ -172,8 +172,9 @@ func Run(ctx context.Context, o Options) error {
 }
 
 // follow calls open, which waits until the agent that already runs in the namespace has ended. If
-// the source fails, follow cancels open and returns the source's error. In case open has just
-// succeeded, follow also puts the error back into the channel failed, whose buffer has room for it.
+// the source fails, follow cancels open and returns the source's error. It also puts the error back
+// into the channel failed, whose buffer has room for it, so that the caller sees the error even if
+// open succeeds at the same moment.
 func (a *agent) follow(ctx context.Context, failed chan error, open func(context.Context) (*rtnl.Kernel, error)) (*rtnl.Kernel, error) {
 	ctx, cancel := context.WithCancelCause(ctx)
 	done := make(chan struct{})
@@ -209,7 +210,7 @@ type agent struct {
 	urgent   chan struct{} // skip compareGap: networks or gateways of peers have changed
 	moved    chan struct{} // the node's report may have changed
 	refusing chan struct{} // the refused networks may have changed
-	has      atomic.Bool   // this agent manages the kernel's objects, and no other agent does
+	manages  atomic.Bool   // this agent manages the kernel's objects, and no other agent does
 	events   atomic.Bool   // the kernel has reported changes
 
 	mu sync.Mutex // guards the fields below
@@ -229,7 +230,7 @@ func newAgent(o Options) *agent {
 
 // newLoop returns the loop that applies the agent's intents.
 func (a *agent) newLoop(k *rtnl.Kernel) *loop {
-	return &loop{opts: a.opts, log: a.log, kernel: k, onRefused: a.setRefused, again: a.notify}
+	return &loop{opts: a.opts, log: a.log, kernel: k, onRefused: a.setRefused, requestComparison: a.notify}
 }
 
 func (a *agent) deliver(in fabric.NodeIntent, broken []fabric.Problem) {
@@ -254,8 +255,8 @@ func (a *agent) deliver(in fabric.NodeIntent, broken []fabric.Problem) {
 // notify makes the loop compare again.
 func (a *agent) notify() { set(a.wake) }
 
-// happened handles an event of the kernel: the next comparison also probes the paths again.
-func (a *agent) happened() {
+// handleEvent handles an event of the kernel: the next comparison also probes the paths again.
+func (a *agent) handleEvent() {
 	a.events.Store(true)
 	a.notify()
 }
@@ -319,7 +320,7 @@ func (a *agent) compare(l *loop) bool {
 	a.state = now
 	a.mu.Unlock()
 	if before.revision == 0 || !slices.Equal(reportedOf(a.opts.Node, before), reportedOf(a.opts.Node, now)) {
-		set(a.moved) // the node's report contains it, and the first report waits for this
+		set(a.moved) // the report contains this result, and the first report waits for it
 	}
 	return ok
 }

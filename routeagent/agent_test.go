@@ -38,7 +38,7 @@ const (
 	childNode   = "ISTHMUS_TEST_AGENT_NODE"
 	childIntent = "ISTHMUS_TEST_AGENT_INTENT" // a file with a fabric.NodeIntent as JSON, or a kubeconfig; empty: run Cleanup
 	childState  = "ISTHMUS_TEST_AGENT_STATE"  // directory of the snapshot
-	childReport = "ISTHMUS_TEST_AGENT_TOLD"   // file for the agent's reports, if there is no API server
+	childReport = "ISTHMUS_TEST_AGENT_REPORT" // file for the agent's reports, if there is no API server
 	childProbe  = "ISTHMUS_TEST_AGENT_PROBE"  // not empty: probe the overlay, with short intervals
 	statusAt    = "127.0.0.1:5875"
 	metricsAt   = "127.0.0.1:5874"
@@ -295,7 +295,7 @@ func (c *cluster) start(nodes ...*lab.Node) {
 	c.t.Helper()
 	for _, n := range nodes {
 		a := c.launch(n)
-		c.eventually(n, func() error { // each request has its own limit, so that one that hangs is repeated
+		c.eventually(n, func() error { // each request has its own timeout, so that a hanging request is repeated
 			ctx, cancel := context.WithTimeout(c.ctx, 5*time.Second)
 			defer cancel()
 			_, err := n.Get(ctx, "http://"+metricsAt+"/readyz")
@@ -388,7 +388,7 @@ func (c *cluster) snapshot(n *lab.Node) string {
 			if strings.Contains(line, ": "+kernel.OverlayDevice) {
 				_, line, _ = strings.Cut(line, ": ") // without the index of the device
 			}
-			if !strings.Contains(line, "fe80::") && !strings.Contains(line, "ff00::") { // these appear when duplicate address detection ends
+			if !strings.Contains(line, "fe80::") && !strings.Contains(line, "ff00::") { // link-local and multicast routes appear when duplicate address detection ends
 				lines = append(lines, line)
 			}
 		}
@@ -416,7 +416,7 @@ func TestPodsAndRemotePodsReachEachOtherOnlyThroughTheOverlay(t *testing.T) {
 		c.ping(p.Host, remoteEndpoint)
 	}
 	seen := c.remoteSees(c.Nodes[1].Host)
-	if want := c.Nodes[1].Addr; seen != want { // the source address of node 2, also with a wildcard socket
+	if want := c.Nodes[1].Addr; seen != want { // the kernel must choose this source for a socket that binds no address
 		t.Errorf("the source of node 2 is %v, want %v", seen, want)
 	}
 	for _, p := range c.Pods {
@@ -544,7 +544,7 @@ func TestEventsRestoreDeletedAndChangedObjects(t *testing.T) {
 		n := c.Nodes[tc.node]
 		before := c.snapshot(n)
 		time.Sleep(2 * compareGap) // wait until the agent has read the events of its own repair, so that only a new event can cause the next repair
-		if len(tc.commands) > 1 {  // otherwise the agent could compare between two commands
+		if len(tc.commands) > 1 {  // so that the agent cannot compare between two commands
 			c.freeze(c.agents[n])
 		}
 		for _, command := range tc.commands {
@@ -678,7 +678,7 @@ func TestUpgradeFromAnAgentWithOtherRulePrioritiesKeepsTrafficFlowing(t *testing
 		t.Fatal(err)
 	}
 	c.agents[n] = c.launch(n)
-	c.eventually(n, func() error { _, err := n.Get(c.ctx, "http://"+metricsAt+"/healthz"); return err }) // it has read the kernel's state
+	c.eventually(n, func() error { _, err := n.Get(c.ctx, "http://"+metricsAt+"/healthz"); return err }) // the new agent has read the kernel's state
 	if _, err := p.PingWith(c.ctx, remotePod, lab.PingOptions{Wait: 10 * time.Second}); err != nil {
 		t.Errorf("%v\n%s", err, c.snapshot(n))
 	}
@@ -764,7 +764,7 @@ func TestNewAgentTakesOverWhenTheRunningOneStops(t *testing.T) {
 	}
 	intent := c.intent
 	c.intent += ".second"
-	second := c.launch(n) // it has no intent yet
+	second := c.launch(n) // the second agent has no intent yet
 	c.eventually(n, func() error {
 		if err := started(second); err == nil || !strings.Contains(err.Error(), "has not read its configuration yet") {
 			return fmt.Errorf("%w\n%s", errors.Join(err, errors.New("it must not have started")), second.log)
@@ -783,7 +783,7 @@ func TestNewAgentTakesOverWhenTheRunningOneStops(t *testing.T) {
 	nodes := c.in.Nodes
 	c.in.Nodes = nodes[:1]
 	c.want()
-	c.eventually(n, func() error { // it cannot take over, and reports that before the first agent is stopped
+	c.eventually(n, func() error { // the second agent cannot take over, and reports that before the first agent is stopped
 		if err := started(second); err == nil || !strings.Contains(err.Error(), "does not find its Node") {
 			return errors.Join(err, errors.New("it must not have started"))
 		}

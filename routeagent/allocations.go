@@ -30,7 +30,7 @@ func (g *allocations) hold(all []fabric.Allocation) { g.take(slices.Concat(g.kno
 func (g *allocations) take(known []fabric.Allocation) {
 	g.known = fabric.Latest(known)
 	if networks := networksOf(g.known); !slices.Equal(networks, g.networks) {
-		g.networks = networks // otherwise keep the old slice, so that callers see that nothing changed
+		g.networks = networks // only after a change, so that callers detect changes by the slice
 	}
 }
 
@@ -47,7 +47,7 @@ func (g *allocations) read(now fabric.Allocations) []fabric.Problem {
 			continue
 		}
 		all = append(all, had)
-		if named := from(now.Named, had.Network); len(named) > 0 && named[0].Network == had.Network {
+		if named := startingAt(now.Named, had.Network); len(named) > 0 && named[0].Network == had.Network {
 			continue
 		}
 		if had.Object == "" {
@@ -70,7 +70,7 @@ func (g *allocations) read(now fabric.Allocations) []fabric.Problem {
 // freed reports whether the object that named had.Network has freed it since, or, if that object is
 // unknown, any object.
 func freed(had fabric.Allocation, list []fabric.Allocation) bool {
-	for _, f := range from(list, had.Network) {
+	for _, f := range startingAt(list, had.Network) {
 		if f.Network != had.Network {
 			break
 		}
@@ -81,8 +81,8 @@ func freed(had fabric.Allocation, list []fabric.Allocation) bool {
 	return false
 }
 
-// from returns the rest of a sorted list, starting at network p.
-func from(list []fabric.Allocation, p netip.Prefix) []fabric.Allocation {
+// startingAt returns the rest of a sorted list, starting at network p.
+func startingAt(list []fabric.Allocation, p netip.Prefix) []fabric.Allocation {
 	at, _ := slices.BinarySearchFunc(list, p, func(a fabric.Allocation, p netip.Prefix) int { return a.Network.Compare(p) })
 	return list[at:]
 }

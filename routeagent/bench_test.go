@@ -42,7 +42,7 @@ func BenchmarkChange(b *testing.B) {
 		a := newAgent(Options{Node: "n0", StateDirectory: b.TempDir(), Log: log})
 		l := a.newLoop(k)
 		ctx, cancel := context.WithCancel(b.Context())
-		if err := k.Events(ctx, a.happened); err != nil {
+		if err := k.Events(ctx, a.handleEvent); err != nil {
 			b.Fatal(err)
 		}
 		in := fabric.NodeIntent{Nodes: []fabric.ClusterNode{{Name: "n0", Addrs: []netip.Addr{netip.MustParseAddr("172.30.0.1")}, PodCIDRs: []netip.Prefix{netip.MustParsePrefix("10.128.0.0/24")}}},

@@ -14,8 +14,9 @@ import (
 	"github.com/isthmus-net/isthmus/internal/lab"
 )
 
-// capture counts packets with a remote address on a node's underlay device: bare are those outside
-// VXLAN, leaving are those of them that go to a remote address, and inner are those inside VXLAN.
+// capture counts packets with a remote address on a node's underlay device. bare counts all such
+// packets outside VXLAN, leaving counts only the packets outside VXLAN with a remote destination,
+// and inner counts the packets inside VXLAN.
 type capture struct {
 	file                 *os.File
 	done                 chan struct{}

@@ -21,9 +21,9 @@ import (
 	"github.com/isthmus-net/isthmus/internal/lab"
 )
 
-// talk sends datagrams to the remote networks from a host until the returned function is called,
-// which returns the number of datagrams.
-func (c *cluster) talk(from *lab.Host) (stop func() int) {
+// sendDatagrams sends datagrams to the remote networks from a host until the returned function is
+// called, which returns the number of datagrams.
+func (c *cluster) sendDatagrams(from *lab.Host) (stop func() int) {
 	c.t.Helper()
 	var conns []net.PacketConn
 	for range 2 {
@@ -67,12 +67,12 @@ func TestNothingLeavesInTheClearWhenComponentsStop(t *testing.T) {
 	c := newCluster(t, 3)
 	n1, n2 := c.Nodes[0], c.Nodes[1]
 	tunnels := c.in.Tunnels
-	c.in.Tunnels = nil // allocated, but without a tunnel
+	c.in.Tunnels = nil // the networks are allocated, but have no tunnel
 	allocate(&c.in, remotePods, remoteExternal)
 	c.want()
 	c.start(c.Nodes...)
 	captures := []*capture{newCapture(t, n1), newCapture(t, n2)}
-	stops := []func() int{c.talk(c.pod(1).Host), c.talk(n2.Host), c.talk(c.pod(0).Host)}
+	stops := []func() int{c.sendDatagrams(c.pod(1).Host), c.sendDatagrams(n2.Host), c.sendDatagrams(c.pod(0).Host)}
 	quiet := func(when string) {
 		t.Helper()
 		time.Sleep(300 * time.Millisecond) // packets are sent meanwhile
@@ -167,7 +167,7 @@ func TestNothingLeavesInTheClearWhenComponentsStop(t *testing.T) {
 		}
 		return nil
 	})
-	stops[0], stops[1] = c.talk(c.pod(1).Host), c.talk(n2.Host)
+	stops[0], stops[1] = c.sendDatagrams(c.pod(1).Host), c.sendDatagrams(n2.Host)
 	quiet("rebooted, and no API server")
 	c.want()
 	c.ping(c.pod(1).Host, remotePod)
@@ -283,8 +283,8 @@ func TestASnapshotIsWrittenBeforeTheReport(t *testing.T) {
 	}
 }
 
-// The packet filter drops packets for a peer that do not leave through our devices. That happens if
-// a foreign rule comes before ours, or if somebody removes our routes.
+// The packet filter drops packets for a peer that do not leave through our devices. Packets leave
+// through other devices if a foreign rule comes before ours, or if somebody removes our routes.
 func TestForeignRoutesLeakNoPlaintext(t *testing.T) {
 	t.Parallel()
 	c := newCluster(t, 2)
@@ -292,7 +292,7 @@ func TestForeignRoutesLeakNoPlaintext(t *testing.T) {
 	c.start(c.Nodes...)
 	c.ping(c.pod(1).Host, remotePod)
 	captures := []*capture{newCapture(t, n1), newCapture(t, n2)}
-	stops := []func() int{c.talk(c.pod(1).Host), c.talk(n2.Host), c.talk(c.pod(0).Host), c.talk(n1.Host)}
+	stops := []func() int{c.sendDatagrams(c.pod(1).Host), c.sendDatagrams(n2.Host), c.sendDatagrams(c.pod(0).Host), c.sendDatagrams(n1.Host)}
 	quiet := func(when string) {
 		t.Helper()
 		time.Sleep(300 * time.Millisecond) // packets are sent meanwhile
@@ -309,7 +309,7 @@ func TestForeignRoutesLeakNoPlaintext(t *testing.T) {
 		}
 		quiet("a rule of others: " + rule)
 		for _, n := range c.Nodes {
-			c.eventually(n, func() error { // the node itself sends packets to the peer, and counts the dropped ones
+			c.eventually(n, func() error { // the node sends packets to the peer, and counts its drops
 				for _, page := range []struct{ address, has string }{{metricsAt + "/metrics", `isthmus_filter_drops_total{reason="in_the_clear"} `}, {statusAt + "/status", `"in_the_clear": `}} {
 					if s, err := n.Get(c.ctx, "http://"+page.address); err != nil || !strings.Contains(s, page.has) {
 						return fmt.Errorf("no %s: %s%w", page.has, s, err)

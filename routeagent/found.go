@@ -164,7 +164,7 @@ var nowhere = netip.AddrFrom4([4]byte{192, 0, 2, 1})
 
 // reach caches whether other nodes can reach a gateway's Pod on this node.
 type reach struct {
-	elsewhere netip.Addr // see NodeIntent.RemotePodAddr
+	remotePod netip.Addr // see NodeIntent.RemotePodAddr
 	bridged   bool
 	limits    []kernel.Limit
 }
@@ -176,9 +176,9 @@ func (l *loop) limits(node kernel.State, in fabric.NodeIntent, look bool) []kern
 		l.reach = reach{}
 		return nil
 	}
-	elsewhere := in.RemotePodAddr()
-	if look = look || l.reach.elsewhere != elsewhere || l.reach.bridged != in.Bridged || !elsewhere.IsValid(); look {
-		l.reach = reach{elsewhere, in.Bridged, l.outOfReach(elsewhere, in)}
+	remotePod := in.RemotePodAddr()
+	if look = look || l.reach.remotePod != remotePod || l.reach.bridged != in.Bridged || !remotePod.IsValid(); look {
+		l.reach = reach{remotePod, in.Bridged, l.outOfReach(remotePod, in)}
 	}
 	return append(l.kernel.Limits(node.SourceNAT[0], look), l.reach.limits...)
 }
@@ -204,13 +204,13 @@ func (l *loop) withFiles(limits []kernel.Limit, unsaved error) []kernel.Limit {
 	return limits
 }
 
-// outOfReach returns a Limit if other nodes cannot reach a gateway's Pod on this node. elsewhere is
+// outOfReach returns a Limit if other nodes cannot reach a gateway's Pod on this node. remotePod is
 // an address that only a pod of another node can have.
-func (l *loop) outOfReach(elsewhere netip.Addr, in fabric.NodeIntent) []kernel.Limit {
-	if !elsewhere.IsValid() {
+func (l *loop) outOfReach(remotePod netip.Addr, in fabric.NodeIntent) []kernel.Limit {
+	if !remotePod.IsValid() {
 		return nil
 	}
-	name, kind, err := l.kernel.KindTo(elsewhere)
+	name, kind, err := l.kernel.KindTo(remotePod)
 	if out, _, unknown := l.kernel.KindTo(nowhere); unknown == nil && out == name {
 		return nil // only the default route leads to it, so no pod has the address
 	}

@@ -30,7 +30,7 @@ type Status struct {
 	Node     string    `json:"node"`
 	Version  string    `json:"version"`
 	Ready    bool      `json:"ready"`            // the state is applied and the overlay works
-	Error    string    `json:"error,omitempty"`  // the reason why not ready
+	Error    string    `json:"error,omitempty"`  // reason why the node is not ready
 	Applied  time.Time `json:"applied,omitzero"` // when the state was last applied completely
 	Problems []string  `json:"problems"`         // refused objects; features that foreign rules break
 	Commands string    `json:"commands"`         // the desired state as commands, one per line
@@ -69,7 +69,7 @@ func (a *agent) status() Status {
 	}
 	if o := a.lastOverlay(); o.Gateway.IsValid() {
 		s.Overlay = &o
-		if !o.Broken && o.Back.Broken { // the agent cannot tell whether the peers are at fault
+		if !o.Broken && o.Back.Broken { // not a failure of the node: the peers may be at fault
 			s.Problems = append(s.Problems, o.problem())
 		}
 	}
@@ -137,7 +137,7 @@ func (a *agent) serveStarted() (*httpserve.Servers, error) {
 		return s, nil
 	}
 	err := s.ListenOwner("started", startedSocket(a.opts.Pod), http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
-		if !a.has.Load() {
+		if !a.manages.Load() {
 			if err := a.canFollow(); err != nil {
 				http.Error(w, "another agent runs here, and "+err.Error(), http.StatusServiceUnavailable)
 				return
@@ -152,9 +152,9 @@ func (a *agent) serveStarted() (*httpserve.Servers, error) {
 	return s, nil
 }
 
-// canFollow returns the reason why this agent could not take over, or nil. It finds only reasons
-// that show without a change of the kernel. As soon as this agent reports that it has started,
-// Kubernetes stops the running agent.
+// canFollow returns the reason why this agent could not take over, or nil. It changes nothing in
+// the kernel, so it misses reasons that only a change would show. As soon as this agent reports
+// that it has started, Kubernetes stops the running agent.
 func (a *agent) canFollow() error {
 	a.mu.Lock()
 	var in fabric.NodeIntent
@@ -184,8 +184,8 @@ func (a *agent) canFollow() error {
 
 // Started returns nil if the agent of a Pod in this network namespace runs, or is ready to take
 // over from the running one: it has its configuration, and could read the kernel's state. It is for
-// startup probes. These cannot use /readyz, because the running agent serves it. If a node has two
-// agents, that is the older one.
+// startup probes. These cannot use /readyz: during an upgrade the older of two agents still serves
+// it.
 func Started(ctx context.Context, pod string) error {
 	if pod == "" {
 		return errors.New("$POD_UID is not set; want the UID of this Pod")

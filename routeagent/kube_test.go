@@ -96,7 +96,7 @@ func TestNodesKeepTheirStateWithoutTheAPIServer(t *testing.T) {
 	if s := c.snapshot(c.Nodes[1]); !strings.Contains(s, fmt.Sprintf("unreachable %v table 4202", remotePods)) || strings.Contains(s, "lookup 4201") {
 		t.Errorf("granted, without a gateway node 2 has\n%s", s)
 	}
-	reported(c, api)
+	checkReports(c, api)
 	answersAreNotReported(c, api, allocation)
 	create(te)
 
@@ -163,9 +163,9 @@ func TestNodesKeepTheirStateWithoutTheAPIServer(t *testing.T) {
 	}
 }
 
-// gatewaysInPods makes two gateways that are Pods. Each in turn is named as active on the Service:
-// all nodes send packets to it, without any TunnelEndpoint. When both are deleted, the nodes refuse
-// the packets.
+// gatewaysInPods makes two gateways that are Pods. The Service names each of them in turn as the
+// active gateway, and all nodes send packets to that gateway, without any TunnelEndpoint. When both
+// are deleted, the nodes refuse the packets.
 func gatewaysInPods(c *cluster, create func(client.Object), api client.Client) {
 	c.t.Helper()
 	addrs := []netip.Addr{netip.MustParseAddr("10.65.77.1"), netip.MustParseAddr("10.65.77.2")}
@@ -222,8 +222,8 @@ func gatewaysInPods(c *cluster, create func(client.Object), api client.Client) {
 	}
 }
 
-// reported checks the reports of the agents about their nodes.
-func reported(c *cluster, api client.Client) {
+// checkReports checks the reports of the agents about their nodes.
+func checkReports(c *cluster, api client.Client) {
 	c.t.Helper()
 	n := c.Nodes[1]
 	var report isthmus.NodeNetworks
@@ -273,8 +273,8 @@ func reported(c *cluster, api client.Client) {
 	}
 }
 
-// answersAreNotReported changes the answer of a peer, which no node reports. Then it allocates
-// another network, which each node reports once.
+// answersAreNotReported changes the answer of a peer, and checks that no node reports the change.
+// Then it allocates another network, and checks that each node reports it once.
 func answersAreNotReported(c *cluster, api client.Client, o *isthmus.NetworkAllocation) {
 	c.t.Helper()
 	patch := func(spec string) {

@@ -15,11 +15,11 @@ import (
 
 // A loop brings the kernel to the state that an intent demands. Only one goroutine may use it.
 type loop struct {
-	opts      Options
-	log       *slog.Logger
-	kernel    *rtnl.Kernel
-	onRefused func(refused int64) // is called as soon as the node refuses packets up to this resourceVersion
-	again     func()              // is called to request another comparison
+	opts              Options
+	log               *slog.Logger
+	kernel            *rtnl.Kernel
+	onRefused         func(refused int64) // reports that the node refuses packets up to this resourceVersion
+	requestComparison func()
 
 	last        state       // of the last comparison
 	looked      time.Time   // when routes and foreign rules were last probed
@@ -31,7 +31,7 @@ type loop struct {
 	refused     []netip.Prefix // networks that the last comparison refused
 	nextLookup  netip.Prefix   // where findDiverted continues
 	diverted    netip.Prefix   // the network that findDiverted found; zero: none
-	divertedTo  string         // device to which packets for diverted go
+	divertedTo  string         // device to which packets for that network go
 	saved       *snapshot      // the snapshot on disk; nil: there is no valid one
 }
 
@@ -110,8 +110,8 @@ func (l *loop) compare(want wanted, events bool) (changes kernel.Plan, ok bool) 
 	in := l.decided.intent
 	self := slices.IndexFunc(in.Nodes, func(n fabric.ClusterNode) bool { return n.Name == in.Self })
 	if self < 0 {
-		// Either the Node is being recreated, or --node-name is wrong. Neither is a reason to
-		// remove what works.
+		// Either the Node is being recreated, or --node-name is wrong. In both cases the existing
+		// routes must stay.
 		refusing, _ := fabric.NodeFor(in)
 		changes, _ = l.kernel.Add(refusing)
 		now.err = fmt.Errorf("no Node is called %q; want the name of the Node on which the agent runs", in.Self)
@@ -142,7 +142,7 @@ func (l *loop) compare(want wanted, events bool) (changes kernel.Plan, ok bool) 
 		}
 		now.problems = append(now.problems, l.findDiverted(in.Self, look, added)...)
 		if len(in.Bridges) > 0 && l.kernel.Bridged() != in.Bridged {
-			l.again() // the packet filter depends on the Bridge
+			l.requestComparison() // the packet filter depends on the Bridge
 		}
 		now.err = errors.Join(err, unknownMTU, forwards())
 		accepted := slices.ContainsFunc(changes, func(o kernel.Op) bool { _, isAccept := o.Object.(kernel.Accept); return isAccept })

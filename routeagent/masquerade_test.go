@@ -242,9 +242,9 @@ func TestChangesBlockedByTheIptablesLockAreMadeLater(t *testing.T) {
 		}
 	}
 	hold(unix.LOCK_EX)
-	c.start(n) // it becomes ready in spite of the lock
+	c.start(n) // the agent becomes ready in spite of the lock
 	tries := make(map[string]bool)
-	c.eventually(n, func() error { // it tries again and again without events
+	c.eventually(n, func() error { // the agent tries again and again without events
 		text, err := n.Get(c.ctx, "http://"+metricsAt+"/metrics")
 		_, at, _ := strings.Cut(text, "\nisthmus_route_agent_last_apply_timestamp_seconds ")
 		at, _, _ = strings.Cut(at, "\n")

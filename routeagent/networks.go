@@ -19,8 +19,8 @@ import (
 // Intervals at which the agent reads the networks that its node reaches without the tunnel, and
 // reports them.
 const (
-	lookTogether   = 200 * time.Millisecond // after an event, because more may follow
-	lookInterval   = 30 * time.Second       // without events, because changes of DNS servers cause none
+	lookTogether   = 200 * time.Millisecond // after an event, because more events may follow
+	lookInterval   = 30 * time.Second       // without an event: changes of DNS servers cause no events
 	reportInterval = time.Hour              // somebody may have deleted the report
 	maxReportPause = time.Minute            // the longest pause after a failure
 	reportTimeout  = 30 * time.Second
@@ -71,7 +71,7 @@ func (a *agent) reportNetworks(ctx context.Context) {
 		case <-timer.C:
 		}
 		timer.Reset(lookInterval)
-		wait, problems, err := t.once(ctx)
+		wait, problems, err := t.readAndReport(ctx)
 		if ctx.Err() != nil {
 			return
 		}
@@ -88,16 +88,16 @@ func (a *agent) reportNetworks(ctx context.Context) {
 	}
 }
 
-// once reads the node's networks, reports them if they have changed, and returns how long to wait
-// before the next read.
-func (t *reporter) once(ctx context.Context) (wait time.Duration, problems []fabric.Problem, err error) {
-	own, nodes, created := t.ourselves()
+// readAndReport reads the node's networks, reports them if they have changed, and returns how long
+// to wait before the next read.
+func (t *reporter) readAndReport(ctx context.Context) (wait time.Duration, problems []fabric.Problem, err error) {
+	own, nodes, created := t.ownCluster()
 	if nodes == 0 {
 		return 0, nil, nil // the cluster is not known yet
 	}
 	begin := time.Now()
 	if state := t.current(); state.revision == 0 {
-		return 0, nil, nil // the refused networks are not known yet; the first comparison sets moved
+		return 0, nil, nil // the refused networks are not known yet; the first comparison requests another call
 	}
 	now, problems, err := t.look(own)
 	if o := t.lastOverlay(); o.Broken || o.Back.Broken {
@@ -136,9 +136,9 @@ func (a *agent) reportRefused(ctx context.Context) {
 			return
 		case <-a.refusing:
 		}
-		_, nodes, _ := a.ourselves()
+		_, nodes, _ := a.ownCluster()
 		if !a.hasReported() {
-			continue // the first report contains it, and sets refusing
+			continue // the first report contains the refused networks, and sets refusing again
 		}
 		if !sleep(ctx, rand.N(refusedSpread*time.Duration(nodes+1))) {
 			return
@@ -170,8 +170,8 @@ func (a *agent) hasReported() bool {
 	return a.reported
 }
 
-// ourselves returns our own networks, the number of nodes, and the creation time of our Node.
-func (a *agent) ourselves() (own []netip.Prefix, nodes int, created int64) {
+// ownCluster returns our own networks, the number of nodes, and the creation time of our Node.
+func (a *agent) ownCluster() (own []netip.Prefix, nodes int, created int64) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	if a.intent == nil {

@@ -165,7 +165,8 @@ func TestAgentReportsReachableForeignNetworks(t *testing.T) {
 		t.Errorf("node 1 sent %d reports without a change", now-before)
 	}
 
-	// A default route in disguise is not kept from peers. The status reports it.
+	// The report leaves out a default route in disguise, so that peers still get networks. The
+	// status names the route.
 	c.run(n2.Host, "ip route add 0.0.0.0/1 via %v", n1.Addr)
 	c.eventually(n2, func() error {
 		s, err := n2.Get(c.ctx, "http://"+statusAt+"/status")
@@ -189,7 +190,7 @@ func TestAgentReportsReachableForeignNetworks(t *testing.T) {
 	})
 }
 
-// An agent whose reports cannot be stored says so in its status, and forwards traffic.
+// An agent whose reports cannot be stored shows that in its status, and forwards traffic.
 func TestAgentThatCannotReportForwardsTrafficAndShowsTheError(t *testing.T) {
 	t.Parallel()
 	c := newCluster(t, 2)

@@ -124,12 +124,12 @@ func TestOnlyNodesReachTheOverlayAndNoPeerReachesANode(t *testing.T) {
 	asPod := func(p string) []byte { return vxlan(n1.Name, pod3.Addr, remotePod, p) }
 	plain := func(p string) []byte { return []byte(p) }
 
-	// A CNI that masquerades packets from pods to nodes.
+	// The rule of a CNI that masquerades packets from pods to nodes.
 	masquerade := "table ip cni { chain p { type nat hook postrouting priority 100; ip saddr " + c.Pods[3].Addr.String() + " ip daddr 172.30.1.0/24 masquerade; }; }"
 	if out, err := n2.Command(c.ctx, "nft", masquerade).CombinedOutput(); err != nil {
 		t.Skipf("nft: %v %s", err, out)
 	}
-	// kube-proxy's rule for a NodePort, which exists at every address of the node.
+	// The rule of kube-proxy for a NodePort, which exists at every address of the node.
 	const nodePort = 30080
 	for _, n := range []*lab.Node{n1, n3} {
 		nat := fmt.Sprintf("table ip services { chain p { type nat hook prerouting priority -100; fib daddr type local udp dport %d dnat to %v:%d; }; }", nodePort, pod3.Addr, victimPort)
@@ -155,7 +155,7 @@ func TestOnlyNodesReachTheOverlayAndNoPeerReachesANode(t *testing.T) {
 		{name: "a peer's pod to a NodePort of the gateway's node", from: far, to: netip.AddrPortFrom(n1.PodCIDR.Addr().Next(), nodePort), packet: plain, source: remotePod, victim: onPod},
 		{name: "a pod of the gateway's node as a remote pod", from: c.pod(0).Host, to: netip.AddrPortFrom(pod3.Addr, victimPort), packet: plain, source: remotePod, victim: onPod},
 	}
-	loose(t, c)
+	disableRPFilter(t, c)
 	for i, a := range attacks {
 		if a.arrives(t, fmt.Sprintf("filtered %d", i), 300*time.Millisecond) {
 			t.Errorf("%s: arrives", a.name)
@@ -209,8 +209,9 @@ func TestOnlyNodesReachTheOverlayAndNoPeerReachesANode(t *testing.T) {
 	}
 }
 
-// loose switches off the lab's strict reverse path filtering, which would also stop forged sources.
-func loose(t *testing.T, c *cluster) {
+// disableRPFilter switches off the lab's strict reverse path filtering, which would also stop
+// forged sources.
+func disableRPFilter(t *testing.T, c *cluster) {
 	t.Helper()
 	for _, n := range c.Nodes {
 		err := n.Do(func() error {

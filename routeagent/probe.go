@@ -83,13 +83,13 @@ type backProbe struct {
 	received, sent uint64 // packets of the overlay device at the last call of suspects
 	own            uint64 // our own datagrams since that call
 
-	// answer holds addresses of peers whose gateways have answered, the most recent last. A missing
+	// answering holds addresses of peers whose gateways have answered, the most recent last. A missing
 	// answer is no evidence if the peer never answered (Liqo's gateway need not) or is offline, so
 	// several peers are probed.
-	answer []netip.Addr
+	answering []netip.Addr
 }
 
-// backPeers is the maximum length of answer, and of one round of probes.
+// backPeers is the maximum length of answering, and of one round of probes.
 const backPeers = 8
 
 // targets returns the peers to probe. If the path may be broken, these are the peers that have
@@ -97,8 +97,8 @@ const backPeers = 8
 func (p *backProbe) targets(suspected bool, remote netip.Addr) []netip.Addr {
 	switch {
 	case suspected:
-		return p.answer
-	case slices.Contains(p.answer, remote):
+		return p.answering
+	case slices.Contains(p.answering, remote):
 		return nil
 	}
 	return []netip.Addr{remote}
@@ -106,8 +106,8 @@ func (p *backProbe) targets(suspected bool, remote netip.Addr) []netip.Addr {
 
 // answered records that a peer has answered.
 func (p *backProbe) answered(remote netip.Addr) {
-	p.answer = append(slices.DeleteFunc(p.answer, func(a netip.Addr) bool { return a == remote }), remote)
-	p.answer = p.answer[max(0, len(p.answer)-backPeers):]
+	p.answering = append(slices.DeleteFunc(p.answering, func(a netip.Addr) bool { return a == remote }), remote)
+	p.answering = p.answering[max(0, len(p.answering)-backPeers):]
 }
 
 // suspects reports whether, since its last call, pods have sent packets but none has come back
@@ -200,7 +200,7 @@ func (a *agent) probeOverlay(ctx context.Context) {
 		a.overlay = p
 		a.mu.Unlock()
 		if changed {
-			set(a.moved) // the node's report contains it
+			set(a.moved) // the node's report contains the state of the overlay
 		}
 	}
 }

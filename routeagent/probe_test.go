@@ -57,14 +57,13 @@ func TestOneWayLossIsReportedOnlyIfTheGatewayAnsweredBefore(t *testing.T) {
 		if p.answered(last); i < backPeers-1 {
 			p.answered(first)
 		}
-		if !slices.Contains(p.answer, last) || len(p.answer) > backPeers || slices.Contains(p.answer, first) != (i < 2*backPeers-2) {
-			t.Errorf("after %d more: %v", i+1, p.answer)
+		if !slices.Contains(p.answering, last) || len(p.answering) > backPeers || slices.Contains(p.answering, first) != (i < 2*backPeers-2) {
+			t.Errorf("after %d more: %v", i+1, p.answering)
 		}
 	}
 }
 
-// A firewall between the nodes drops VXLAN. The agent reports that, and later that the fault is
-// over.
+// A firewall between the nodes drops VXLAN. The agent reports the fault, and later its end.
 func TestAnAgentReportsABrokenOverlay(t *testing.T) {
 	if _, err := exec.LookPath("nft"); err != nil {
 		t.Skip(err)
@@ -106,7 +105,7 @@ func TestAnAgentReportsABrokenOverlay(t *testing.T) {
 	wants("broken", func(s Status) bool {
 		return !s.Ready && s.Overlay.Broken && strings.Contains(s.Error, "allow UDP 4800 between nodes")
 	})
-	c.eventually(n, func() error { // the report to the manager has it
+	c.eventually(n, func() error { // the report to the manager names the fault
 		b, err := os.ReadFile(c.reportPath(n))
 		if !strings.Contains(string(b), fmt.Sprintf(`"BrokenOverlay":{"Gateway":"%v","Since":"2`, gateway.Addr)) {
 			return fmt.Errorf("told %s%w", b, err)

@@ -64,7 +64,7 @@ func (l *loop) restore(refused func() ([]netip.Prefix, error)) error {
 	if err != nil {
 		return fmt.Errorf("networks that an earlier agent refused: %w", err)
 	}
-	l.allocations.hold(unexplained(slices.DeleteFunc(left, func(p netip.Prefix) bool { return has(l.allocations.networks, p) })))
+	l.allocations.hold(unexplained(slices.DeleteFunc(left, func(p netip.Prefix) bool { return contains(l.allocations.networks, p) })))
 	return nil
 }
 
@@ -111,8 +111,8 @@ func unexplained(all []netip.Prefix) (known []fabric.Allocation) {
 	return known
 }
 
-// has reports whether a sorted list contains a network.
-func has(list []netip.Prefix, p netip.Prefix) bool {
+// contains reports whether a sorted list contains a network.
+func contains(list []netip.Prefix, p netip.Prefix) bool {
 	_, found := slices.BinarySearchFunc(list, p, netip.Prefix.Compare)
 	return found
 }
@@ -122,8 +122,8 @@ func has(list []netip.Prefix, p netip.Prefix) bool {
 func (l *loop) save(refused []netip.Prefix) error {
 	now := &snapshot{snapshotVersion, l.allocations.known}
 	if !slices.Equal(refused, l.allocations.networks) {
-		others := slices.DeleteFunc(slices.Clone(refused), func(p netip.Prefix) bool { return has(l.allocations.networks, p) })
-		known := slices.DeleteFunc(slices.Clone(l.allocations.known), func(k fabric.Allocation) bool { return !has(refused, k.Network) })
+		others := slices.DeleteFunc(slices.Clone(refused), func(p netip.Prefix) bool { return contains(l.allocations.networks, p) })
+		known := slices.DeleteFunc(slices.Clone(l.allocations.known), func(k fabric.Allocation) bool { return !contains(refused, k.Network) })
 		now.Refused = fabric.Latest(append(known, unexplained(others)...))
 	}
 	if l.opts.StateDirectory == "" || l.saved != nil && slices.Equal(now.Refused, l.saved.Refused) {

@@ -30,12 +30,12 @@ type Accept struct {
 	Elsewhere string
 }
 
-// AcceptFor returns the Accept for a node with gateway Pods at the addresses here, while gateway
-// Pods on other nodes have the addresses elsewhere. The lists may have any order.
-func AcceptFor(here, elsewhere []netip.Addr) Accept {
-	a := Accept{Gateways: addresses(here)}
+// AcceptFor returns the Accept for a node. local has the addresses of the gateway Pods on this
+// node, remote those of the gateway Pods on other nodes, both in any order.
+func AcceptFor(local, remote []netip.Addr) Accept {
+	a := Accept{Gateways: addresses(local)}
 	if a.Gateways != "" {
-		a.Elsewhere = addresses(elsewhere)
+		a.Elsewhere = addresses(remote)
 	}
 	return a
 }
@@ -74,8 +74,9 @@ type AcceptRule struct {
 }
 
 // Rules returns the rules of an Accept, in order. The first two are for our devices. Then come four
-// rules for each gateway: UDP to and from the gateway, and ICMP to and from it. The last ones
-// accept TCP between the gateway and each later gateway, and each gateway elsewhere.
+// rules for each gateway: UDP to and from the gateway, and ICMP to and from it. The last rules
+// accept TCP between a gateway on our node and each gateway that follows it in the list, and each
+// gateway on another node.
 func (a Accept) Rules() []AcceptRule {
 	all := []AcceptRule{{In: true, Comment: acceptComment}, {Out: true, Comment: acceptComment}}
 	here, elsewhere := strings.Fields(a.Gateways), strings.Fields(a.Elsewhere)
@@ -115,12 +116,13 @@ func (a Accept) Comments() (all []string) {
 	return all
 }
 
-// OwnComment reports whether a comment marks one of our rules. It returns the gateways of the rule,
-// on our node and elsewhere. Both are empty if the rule is for our devices.
-func OwnComment(comment string) (here, elsewhere string, ours bool) {
+// OwnComment reports whether a comment marks one of our rules. It returns the addresses of the
+// gateway on our node (local) and of the gateway on another node (remote) that the rule is for.
+// Both are empty if the rule is for our devices.
+func OwnComment(comment string) (local, remote string, ours bool) {
 	if gateways, found := strings.CutPrefix(comment, acceptComment+":"); found {
-		here, elsewhere, _ = strings.Cut(gateways, "-")
-		return here, elsewhere, true
+		local, remote, _ = strings.Cut(gateways, "-")
+		return local, remote, true
 	}
 	return "", "", comment == acceptComment
 }

@@ -21,10 +21,10 @@ func BridgeFor(gateways []netip.Addr, uplinks []string) Bridge {
 	return Bridge{addresses(gateways), devices(uplinks)}
 }
 
-// BridgeChains are the chains of a Bridge. An 802.1p tag (a VLAN tag with ID 0) inside another tag
-// would hide a packet from the match of addresses: Linux removes one tag before a bridge sees the
-// frame, and the destination removes all tags. Nobody needs two tags of which the outer one has ID
-// 0.
+// BridgeChains are the chains of a Bridge. The last two rules drop frames in which a priority tag
+// (a VLAN tag with ID 0, 802.1p) follows a tag that Linux has already removed. The rule for
+// gateways cannot see the addresses behind such a second tag, but the destination removes both tags
+// and accepts the packet. No legitimate sender needs such frames.
 var BridgeChains = []FilterChain{
 	{Name: "prerouting", Hook: "prerouting", Drops: "bridged_overlay_port", Rules: []FilterRule{
 		{InSet{InDevice, "uplinks"}, DoAccept},

@@ -35,11 +35,11 @@ type Remote struct {
 // RemoteOf makes a Remote from networks in any order.
 func RemoteOf(all []netip.Prefix) Remote {
 	all = inOrder(all)
-	return Remote{Networks: networksOf(all, netip.Addr.Is4), Networks6: networksOf(all, netip.Addr.Is6), Around: around(all)}
+	return Remote{Networks: networksOf(all, netip.Addr.Is4), Networks6: networksOf(all, netip.Addr.Is6), Around: covering16(all)}
 }
 
-// around returns the /16 networks that cover each network.
-func around(sorted []netip.Prefix) string {
+// covering16 returns the /16 networks that cover each network.
+func covering16(sorted []netip.Prefix) string {
 	var text []byte
 	next := 0 // all /16 networks before this one are done
 	for _, p := range sorted {
@@ -88,7 +88,7 @@ func inOrder(all []netip.Prefix) []netip.Prefix {
 func networksOf(sorted []netip.Prefix, family func(netip.Addr) bool) string {
 	var last netip.Prefix
 	text := make([]byte, 0, len("255.255.255.255/32 ")*len(sorted))
-	for _, p := range sorted { // a network sorts before those inside it
+	for _, p := range sorted { // in this order, a network precedes the networks inside it
 		if family(p.Addr()) && !(last.IsValid() && last.Overlaps(p)) {
 			last = p
 			text = append(p.AppendTo(text), ' ')
@@ -171,25 +171,25 @@ func (c FilterChain) Kind() string {
 // this namespace (isthmus.host, or the TUNs isthmus0 and so on).
 //
 // A peer may send to pods and to mapped endpoints. The node itself accepts only two kinds of
-// packets from peers: answers, and packets to its own addresses outside of the pods' networks. A
-// packet from a peer has such a destination only if it is a mapped endpoint. The check is repeated
-// before foreign rules translate the destination. Otherwise the ports of Services (NodePort) and of
-// pods (hostPort), which exist at all addresses of a node, would lead to pods, nodes and hosts that
-// a peer may not reach.
+// packets from peers: answers, and packets to its own addresses outside of the pods' networks. The
+// node receives the latter only for mapped endpoints. The rules make this check twice. The first
+// check precedes foreign rules that translate the destination. Otherwise the ports of Services
+// (NodePort) and of pods (hostPort), which exist at all addresses of a node, would lead to pods,
+// nodes and hosts that a peer may not reach.
 //
 // Inside the overlay, either the source or the destination of a packet belongs to a peer, but not
-// both. The exception is an answer to a packet for a NodePort of the gateway's node, which replaces
-// the peer's address by its own. Packets with a peer's source come from the gateway. The gateway's
-// node must not forward packets with such a source that one of its own pods forged.
+// both. The exception is an answer to a packet for a NodePort of the gateway's node: that node has
+// replaced the peer's address by its own. Packets with a peer's source come from the gateway. The
+// gateway's node must not forward packets with such a source that one of its own pods forged.
 //
 // A pod of ours may forge its source address, and most CNIs forward such packets. A packet with a
 // peer's source must come from the gateway, or from another node that forwards it for the gateway.
 // It must not come from the device of a pod, which is one end of a veth pair or a bridge. The same
-// holds for a packet to a peer with the source of another node's pod: it may come from that node,
-// if it is for a NodePort of our node that leads to a peer. A source that no pod has, such as that
-// of a container outside of Kubernetes, must have its route through the device by which the packet
-// came. Otherwise one pod could send as thousands of hosts, use up all of the gateway's NAPT ports
-// towards a peer, and make the answers leave in the clear.
+// holds for a packet to a peer with the source of another node's pod. Such a packet may come from
+// that other node, because it may have been sent to a NodePort of our node that leads to a peer. A
+// source that no pod has, such as that of a container outside of Kubernetes, must have its route
+// through the device by which the packet came. Otherwise one pod could send as thousands of hosts,
+// use up all of the gateway's NAPT ports towards a peer, and make the answers leave in the clear.
 //
 // A packet for a peer leaves by one of our devices or not at all, even if another rule or route
 // sends it elsewhere: a foreign rule before ours, a route from a redirect, or the default route

@@ -14,12 +14,12 @@ func TestAroundNetworksCoverEveryRemoteAddress(t *testing.T) {
 		var all []netip.Prefix
 		for range rng.IntN(8) {
 			var b [16]byte
-			b[0], b[1] = byte(rng.IntN(8))<<5, byte(rng.IntN(4))<<6 // so that some networks are adjacent or overlap
+			b[0], b[1] = byte(rng.IntN(8))<<5, byte(rng.IntN(4))<<6 // few values, so that some networks are adjacent or overlap
 			addr := netip.AddrFrom4([4]byte(b[:4]))
 			if rng.IntN(4) == 0 {
 				addr = netip.AddrFrom16(b)
 			}
-			all = append(all, netip.PrefixFrom(addr, rng.IntN(33))) // with host bits
+			all = append(all, netip.PrefixFrom(addr, rng.IntN(33))) // not masked: the address has host bits
 		}
 		var want []string
 		for i := range 1 << 16 {

@@ -10,9 +10,9 @@ const (
 
 	VethHost    = "isthmus.host" // the veth's end in the host's namespace
 	VethGateway = "isthmus.gw"   // its end in the gateway's namespace
-	TunPrefix   = "isthmus"      // followed by the number of a tunnel: its TUN in the gateway's namespace
+	TunPrefix   = "isthmus"      // prefix of a TUN in the gateway's namespace; the tunnel's number follows
 
-	MainTable    = 254  // in the host's namespace it also has foreign routes
+	MainTable    = 254  // the kernel's table; in the host's namespace it also has foreign routes
 	GatewayTable = 4200 // the gateway's routes to remote networks
 	NodeTable    = 4201 // the route agent's routes to remote networks and to pods on other nodes
 	RefuseTable  = 4202 // refuses packets that no table above routes

@@ -41,7 +41,7 @@ func AdditionsFor(have, want State) Plan {
 	}
 	all := have.Routes
 	have.Routes = nil
-	for _, r := range all { // there may be thousands of others
+	for _, r := range all { // skip the other routes, of which there may be thousands
 		if _, found := wanted[r.Prefix]; found {
 			have.Routes = append(have.Routes, r)
 		}
@@ -90,7 +90,7 @@ func (s State) With(added Plan) (now State, ok bool) {
 			}
 			now.Routes, routes = append(now.Routes, routes[0]), routes[1:]
 		}
-		if len(routes) == 0 || order > 0 { // otherwise an added route replaced it
+		if len(routes) == 0 || order > 0 { // no added route has replaced r
 			now.Routes = append(now.Routes, r)
 		}
 	}
@@ -129,7 +129,7 @@ func PlanFor(have, want State) Plan {
 		default:
 			removes = append(removes, Op{true, d})
 		}
-		have = have.without(d)
+		have = have.afterRemovalOf(d)
 	}
 	planKind(&adds, nil, have.Devices, want.Devices, func(d Device) Device { return d })
 	planKind(&adds, nil, have.Settings, want.Settings, func(s Setting) Setting { s.Value = ""; return s })
@@ -166,8 +166,8 @@ func (d Device) conflictsWith(want Device) bool {
 	return d.In == want.In && d.Name == want.Name || d.In == Inner && d.Name == want.Peer
 }
 
-// without returns s after the removal of a device, which also removes the objects on it.
-func (s State) without(d Device) State {
+// afterRemovalOf returns s after the removal of a device, which also removes the objects on it.
+func (s State) afterRemovalOf(d Device) State {
 	removed := func(in Namespace, dev string) bool {
 		return in == d.In && dev == d.Name || in == Inner && dev == d.Peer && dev != ""
 	}

@@ -9,7 +9,7 @@ import (
 	"testing"
 
 	"github.com/isthmus-net/isthmus/fabric"
-	. "github.com/isthmus-net/isthmus/internal/kernel" //nolint:revive // its words are those of these tests
+	. "github.com/isthmus-net/isthmus/internal/kernel" //nolint:revive // nearly every line uses the package
 )
 
 var (

@@ -47,8 +47,8 @@ const SourceNATPriority = 0
 // reported the address of a pod yet, the incoming device identifies the pod (Linux 5.7 and later;
 // earlier kernels never match this rule).
 //
-// A pod of another node keeps its address if the packet comes through the overlay. If it comes
-// another way, for example to a NodePort, the answers have to return to this node, so the source
+// A pod of another node keeps its address if the packet comes through the overlay. If it comes by
+// another path, for example to a NodePort, the answers have to return to this node, so the source
 // becomes the node's own address. The same holds for hosts that are not pods. A MASQUERADE of
 // kube-proxy would instead use an address of the overlay's device or, if that has none, any address
 // of the node. The gateway may have no route to such an address.

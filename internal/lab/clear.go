@@ -134,7 +134,7 @@ func (w *watch) filter() []bpf.Instruction {
 		drop)
 	for _, offset := range []uint32{ipv4Source, ipv4Dest} {
 		p = append(p, bpf.LoadAbsolute{Off: offset, Size: 4})
-		for i, o := range w.others { // continue with the other address
+		for i, o := range w.others { // the address of an allowed endpoint: skip to the check of the next offset
 			p = append(p, bpf.JumpIf{Cond: bpf.JumpEqual, Val: number(o), SkipTrue: uint8(len(w.others) - 1 - i + 4)})
 		}
 		p = append(p,

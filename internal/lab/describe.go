@@ -23,7 +23,8 @@ func (l *Lab) Describe(w io.Writer) error {
 		cells := []string{h.Name, what}
 		for _, viewer := range l.Clusters {
 			seen, err := l.Seen(viewer, owner, addr)
-			// Gateways have no route to a peer's nodes, so these get no address.
+			// Gateways have no route to a peer's nodes, so the table has no address for these
+			// nodes.
 			if err != nil || viewer != owner && underlayNetwork.Contains(addr) {
 				cells = append(cells, "-")
 				continue
@@ -60,7 +61,7 @@ func (l *Lab) Lookup(from *Host, name string) (netip.Addr, error) {
 		if !ok {
 			continue
 		}
-		if viewer == nil { // from is the underlay
+		if viewer == nil { // a host of the underlay, which belongs to no cluster
 			return addr, nil
 		}
 		return l.Seen(viewer, c, addr)

@@ -99,7 +99,7 @@ func (l *Lab) Unjoin(a, b *Cluster) error {
 	return errors.Join(errs...)
 }
 
-// PeerFile returns the path of the file in at.ConfigDir that has the objects about peer.
+// PeerFile returns the path of the file in local.ConfigDir with the objects about peer.
 func PeerFile(local, peer *Cluster) string {
 	return filepath.Join(local.ConfigDir, "peer-"+peer.Name+".yaml")
 }
@@ -146,7 +146,7 @@ func (l *Lab) mapped(c *Cluster, endpoint netip.Addr) (netip.Addr, bool) {
 	return netip.Addr{}, false
 }
 
-// View returns the networks that the first cluster uses for the second, or false if the two are not
+// View returns the networks that cluster local uses for cluster peer, or false if they are not
 // joined.
 func (l *Lab) View(local, peer *Cluster) (View, bool) {
 	l.mu.Lock()
@@ -166,9 +166,9 @@ func (l *Lab) view(local, peer *Cluster) (View, bool) {
 	return View{}, false
 }
 
-// Seen returns the address under which the first cluster reaches addr, which is the address of a
-// pod or of a mapped endpoint in the second. If both are the same cluster, or if addr belongs to a
-// node of any cluster, Seen returns addr.
+// Seen returns the address under which cluster local reaches addr, which is the address of a pod or
+// of a mapped endpoint of cluster peer. If local and peer are the same cluster, or if addr belongs
+// to a node of any cluster, Seen returns addr.
 func (l *Lab) Seen(local, peer *Cluster, addr netip.Addr) (netip.Addr, error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -189,7 +189,7 @@ func (l *Lab) Seen(local, peer *Cluster, addr netip.Addr) (netip.Addr, error) {
 	return Move(external, peer.ExternalCIDR, view.External), nil
 }
 
-// completeView completes want, the networks that the first cluster uses for its peer. It chooses
+// completeView completes want, the networks that cluster local uses for cluster peer. It chooses
 // missing networks as Liqo does, the PodCIDR first.
 func (l *Lab) completeView(local, peer *Cluster, want View) (View, error) {
 	taken := reservedNetworks(local.PodCIDR, local.ExternalCIDR)
@@ -222,7 +222,7 @@ func (l *Lab) completeView(local, peer *Cluster, want View) (View, error) {
 	return v, err
 }
 
-// writePeer writes the objects about the peer into the first cluster's file for it.
+// writePeer writes the file in local.ConfigDir with the objects about peer.
 func (l *Lab) writePeer(local, peer *Cluster) error {
 	peerView, _ := l.view(local, peer)
 	ownView, _ := l.view(peer, local)
@@ -284,8 +284,7 @@ func (l *Lab) writePeer(local, peer *Cluster) error {
 	return writeFile(PeerFile(local, peer), text.Bytes(), 0o644)
 }
 
-// remapped returns the remapped network in Liqo's notation, or "None" if it equals the network
-// itself.
+// remapped returns seen in Liqo's notation: "None" if it equals network.
 func remapped(network, seen netip.Prefix) string {
 	if seen == network {
 		return v1alpha1.None

@@ -95,7 +95,7 @@ type Pod struct {
 	Node *Node
 }
 
-// A Server is a host outside the nodes and pods of the cluster.
+// A Server is a host of a cluster that is neither a node nor a pod.
 type Server struct {
 	*Host
 	Addr netip.Addr

@@ -30,7 +30,8 @@ func newKernel(h *Host, settings map[string]string) (*kernel, error) {
 			return fmt.Errorf("create: %w", err)
 		}
 		for _, c := range []string{"all", "default", "lo"} {
-			// Router solicitations and duplicate address detection would disturb captures and counters.
+			// IPv6 is off, because router solicitations and duplicate address detection would
+			// disturb captures and counters.
 			err := setSysctl("ipv6/conf/"+c+"/disable_ipv6", "1")
 			if err != nil && !errors.Is(err, fs.ErrNotExist) { // the kernel has no IPv6
 				return err
@@ -80,17 +81,17 @@ func (k *kernel) close() {
 // uplink is the name of every host's device towards the rest of the lab.
 const uplink = "eth0"
 
-// veth connects two namespaces. It creates the device name in k, and its peer, named uplink,
-// directly in far. So the caller's namespace never has either device.
-func (k *kernel) veth(name string, mtu int, far *kernel) error {
+// veth connects two namespaces. It creates a device with the given name in k, and the device's
+// peer, named uplink, directly in remote. So the caller's namespace never has either device.
+func (k *kernel) veth(name string, mtu int, remote *kernel) error {
 	attrs := netlink.NewLinkAttrs()
 	attrs.Name, attrs.MTU = name, mtu
 	link := netlink.NewVeth(attrs)
-	link.PeerName, link.PeerMTU, link.PeerNamespace = uplink, uint32(mtu), netlink.NsFd(far.ns)
+	link.PeerName, link.PeerMTU, link.PeerNamespace = uplink, uint32(mtu), netlink.NsFd(remote.ns)
 	if err := k.nl.LinkAdd(link); err != nil {
-		return fmt.Errorf("%s: add veth %s to %s of %s: %w", k.host.Name, name, uplink, far.host.Name, err)
+		return fmt.Errorf("%s: add veth %s to %s of %s: %w", k.host.Name, name, uplink, remote.host.Name, err)
 	}
-	return errors.Join(k.up(name), far.up(uplink))
+	return errors.Join(k.up(name), remote.up(uplink))
 }
 
 func (k *kernel) bridge(name string, mtu int) error {

@@ -35,7 +35,7 @@ func (h *Host) Ping(ctx context.Context, dst netip.Addr) (time.Duration, error) 
 			break
 		}
 		var refused *ping.Error
-		if errors.As(err, &refused) { // the error arrived early: keep the interval
+		if errors.As(err, &refused) { // the error arrived early, so wait for the rest of the interval
 			select {
 			case <-ctx.Done():
 			case <-time.After(time.Second):

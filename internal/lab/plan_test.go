@@ -7,8 +7,9 @@ import (
 )
 
 func TestAllocateChoosesLikeLiqo(t *testing.T) {
-	// This is the observed sequence of Liqo v0.9.4 with PodCIDR 10.244.0.0/16 and ServiceCIDR
-	// 10.96.0.0/12, continued by Liqo's rule: fill the smallest gap first, then the lowest.
+	// The wanted networks are the observed sequence of Liqo v0.9.4 with PodCIDR 10.244.0.0/16 and
+	// ServiceCIDR 10.96.0.0/12, continued by Liqo's rule: fill the smallest gap first, then the
+	// lowest.
 	taken := reservedNetworks(netip.MustParsePrefix("10.244.0.0/16"))
 	for _, want := range []string{"10.245.0.0/16", "10.246.0.0/16", "10.247.0.0/16", "10.240.0.0/16", "10.241.0.0/16"} {
 		got, err := allocate(taken, 16)

@@ -25,7 +25,7 @@ import (
 //	                   └─► filter in the kernel ─► reader: leak?
 //
 // Every node's port has a tap, a packet socket, which receives each packet of the node once. A
-// packet for a peer can leave a node only through this device. The others lead to the node's own
+// packet for a peer can leave a node only through eth0. The node's other devices lead to its own
 // pods, to the server outside the cluster, into the overlay and into the gateway. Control planes
 // are not watched, because they forward no packets for peers.
 //
@@ -260,7 +260,7 @@ func (s *Sniffer) count() {
 	n := s.past
 	for name, t := range s.taps {
 		link, err := s.kernel.nl.LinkByName(name)
-		if err == nil && link.Attrs().Index == t.index { // otherwise the port is being removed, and a notification will follow
+		if err == nil && link.Attrs().Index == t.index { // not equal while the port is being removed; a notification will follow
 			t.packets = received(link) - t.before
 		}
 		n += t.packets
@@ -341,7 +341,7 @@ func (s *Sniffer) read(t *tap) {
 		if err != nil {
 			break
 		}
-		s.look(t, buf[:n])
+		s.checkFrame(t, buf[:n])
 	}
 	_ = t.socket.Control(func(fd uintptr) { // fails only after the file is closed, which is later
 		for {
@@ -352,7 +352,7 @@ func (s *Sniffer) read(t *tap) {
 			if err != nil {
 				break
 			}
-			s.look(t, buf[:n])
+			s.checkFrame(t, buf[:n])
 		}
 		st, err := unix.GetsockoptTpacketStats(int(fd), unix.SOL_PACKET, unix.PACKET_STATISTICS)
 		s.mu.Lock()
@@ -365,8 +365,8 @@ func (s *Sniffer) read(t *tap) {
 	})
 }
 
-// look checks one frame for a leak and records it.
-func (s *Sniffer) look(t *tap, frame []byte) {
+// checkFrame checks one frame for a leak and records it.
+func (s *Sniffer) checkFrame(t *tap, frame []byte) {
 	s.looking.Add(1)
 	defer s.looking.Add(-1)
 	now := time.Now()
@@ -391,8 +391,8 @@ func (s *Sniffer) look(t *tap, frame []byte) {
 }
 
 // findNodes reads the current underlay addresses of a cluster's nodes from their kernels. An
-// additional address becomes an endpoint of the overlay. It remains one after the node has lost
-// the address, because packets may still be in flight.
+// additional address becomes an endpoint of the overlay, even after the node has lost the address,
+// because packets may still be in flight.
 func (s *Sniffer) findNodes(c *Cluster) {
 	var have []netip.Addr
 	for _, n := range c.Nodes {

@@ -44,9 +44,9 @@ func datagrams(t *testing.T, from *Host, source, to string, payload []byte) {
 	}
 }
 
-// leaked waits for exactly three more leaks from a node and checks that all contain the
+// expectLeaks waits for exactly three more leaks from a node and checks that all contain the
 // description.
-func leaked(t *testing.T, s *Sniffer, node, packet string) {
+func expectLeaks(t *testing.T, s *Sniffer, node, packet string) {
 	t.Helper()
 	var r Report
 	for deadline := time.Now().Add(time.Minute); r.Leaked < 3 && time.Now().Before(deadline); time.Sleep(5 * time.Millisecond) {
@@ -70,14 +70,14 @@ func TestSnifferReportsPacketsInTheClear(t *testing.T) {
 	datagrams(t, b.Pods[0].Host, ":0", remote, []byte("of a cluster that has no such peer"))
 
 	datagrams(t, a.Pods[0].Host, ":0", remote, []byte("secret"))
-	leaked(t, s, "a-node1", "-> 10.246.7.7:9, 34 octets")
+	expectLeaks(t, s, "a-node1", "-> 10.246.7.7:9, 34 octets")
 	datagrams(t, a.Nodes[2].Host, ":0", "10.99.127.255:9", nil)
-	leaked(t, s, "a-node3", "UDP 172.30.1.13:")
+	expectLeaks(t, s, "a-node3", "UDP 172.30.1.13:")
 
 	inner := ip4("10.244.1.11", "10.246.0.11", unix.IPPROTO_UDP, 0, 0, udp(1, 2)...)
 	datagrams(t, a.Nodes[1].Host, ":0", a.Nodes[0].Addr.String()+":4800", vxlan(inner)[8:])
 	datagrams(t, a.Nodes[1].Host, ":0", b.Nodes[0].Addr.String()+":4800", vxlan(inner)[8:])
-	leaked(t, s, "a-node2", "-> 172.30.2.11:4800, 78 octets, with UDP 10.244.1.11:1 -> 10.246.0.11:2, 28 octets inside")
+	expectLeaks(t, s, "a-node2", "-> 172.30.2.11:4800, 78 octets, with UDP 10.244.1.11:1 -> 10.246.0.11:2, 28 octets inside")
 
 	// With a loose reverse path filter, a node forwards a packet with a source address of a peer.
 	pod := a.Pods[2]
@@ -97,7 +97,7 @@ func TestSnifferReportsPacketsInTheClear(t *testing.T) {
 	}
 	defer conn.Close()
 	datagrams(t, pod.Host, "10.246.0.5:7", to.Addr.String()+":9", nil)
-	leaked(t, s, "a-node2", fmt.Sprintf("UDP 10.246.0.5:7 -> %v:9", to.Addr))
+	expectLeaks(t, s, "a-node2", fmt.Sprintf("UDP 10.246.0.5:7 -> %v:9", to.Addr))
 	s.Watch(a, Watched{Networks: []netip.Prefix{peerOthers, peerPods}, Endpoints: []netip.Addr{to.Addr}})
 	datagrams(t, pod.Host, "10.246.0.5:7", to.Addr.String()+":9", nil)
 
@@ -190,15 +190,15 @@ func TestSnifferAcceptsOverlayAtAddedNodeAddresses(t *testing.T) {
 	give(a.Control.Host) // a host of the same network that is not a node
 	mustPing(t, a.Nodes[0].Host, moved)
 	datagrams(t, a.Nodes[0].Host, ":0", moved.String()+":4800", vxlan(inner)[8:])
-	leaked(t, s, "a-node1", "-> 172.30.1.112:4800")
+	expectLeaks(t, s, "a-node1", "-> 172.30.1.112:4800")
 
 	give(a.Nodes[1].Host)
 	datagrams(t, a.Nodes[0].Host, ":0", moved.String()+":4800", vxlan(inner)[8:])
 	datagrams(t, a.Nodes[1].Host, moved.String()+":0", a.Nodes[0].Addr.String()+":4800", vxlan(inner)[8:])
 	datagrams(t, a.Nodes[0].Host, ":0", b.Nodes[0].Addr.String()+":4800", vxlan(inner)[8:])
-	leaked(t, s, "a-node1", "-> 172.30.2.11:4800")
+	expectLeaks(t, s, "a-node1", "-> 172.30.2.11:4800")
 	datagrams(t, a.Nodes[1].Host, moved.String()+":0", "10.246.0.1:9", nil) // packets in the clear from the new address are leaks as well
-	leaked(t, s, "a-node2", "UDP 172.30.1.112:")
+	expectLeaks(t, s, "a-node2", "UDP 172.30.1.112:")
 	if err := s.Close(); err != nil {
 		t.Error(err)
 	}
@@ -211,7 +211,7 @@ func TestSnifferWatchesRecreatedNodes(t *testing.T) {
 	s := sniff(t, l, nil)
 	s.Watch(l.Clusters[0], Watched{Networks: []netip.Prefix{peerPods}})
 	datagrams(t, n.Host, ":0", "10.246.0.1:9", nil)
-	leaked(t, s, n.Name, "-> 10.246.0.1:9")
+	expectLeaks(t, s, n.Name, "-> 10.246.0.1:9")
 	before := s.Report().Packets
 
 	underlay, err := openKernel(l.Underlay)

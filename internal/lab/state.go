@@ -143,7 +143,8 @@ func acquire(name string) (*os.File, error) {
 	return file, nil
 }
 
-// names lists all labs of which anything exists, whether their owner lives or not.
+// names returns the names of all labs that have files or namespaces, whether or not their owner is
+// alive.
 func names() ([]string, error) {
 	var all []string
 	dirs, err := os.ReadDir(stateDir)

@@ -239,11 +239,11 @@ func icmp(src, dst netip.Addr, b []byte) (uint8, []byte) {
 
 func (r Raw) build(netip.Addr, netip.Addr) (uint8, []byte) { return r.Proto, r.Data }
 
-// padded returns a copy of b, padded with zeros to a multiple of unit and at least atLeast
-// octets.
-func padded(b []byte, unit, atLeast int) []byte {
+// padded returns a copy of b. It pads the copy with zeros to a multiple of unit octets, and to at
+// least minimum octets.
+func padded(b []byte, unit, minimum int) []byte {
 	out := append([]byte(nil), b...)
-	for len(out)%unit != 0 || len(out) < atLeast {
+	for len(out)%unit != 0 || len(out) < minimum {
 		out = append(out, 0)
 	}
 	return out

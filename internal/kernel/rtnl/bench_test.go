@@ -8,7 +8,7 @@ import (
 	"testing"
 
 	"github.com/isthmus-net/isthmus/internal/cputime"
-	. "github.com/isthmus-net/isthmus/internal/kernel" //nolint:revive // its words are those of these tests
+	. "github.com/isthmus-net/isthmus/internal/kernel" //nolint:revive // nearly every line uses the package
 )
 
 // BenchmarkAllocate measures how long the kernel takes to apply one additional network of a peer:

@@ -26,7 +26,7 @@ func (k *Kernel) openNFT() (*nfnl.Conn, error) {
 			return nil, err
 		}
 		k.nft = c
-		roomy(c)
+		enlargeBuffers(c)
 	}
 	return k.nft, nil
 }
@@ -51,14 +51,14 @@ func (k *Kernel) generation() uint32 {
 		k.closeNFT()
 		return 0
 	}
-	if id := nested(messages[0].Data[nl.SizeofNfgenmsg:], unix.NFTA_GEN_ID); len(id) == 4 {
+	if id := attributeIn(messages[0].Data[nl.SizeofNfgenmsg:], unix.NFTA_GEN_ID); len(id) == 4 {
 		return binary.BigEndian.Uint32(id)
 	}
 	return 0
 }
 
-// nested returns the value of the first attribute of the type kind.
-func nested(b []byte, kind uint16) []byte {
+// attributeIn returns the value of the first attribute of the type kind.
+func attributeIn(b []byte, kind uint16) []byte {
 	attributes, _ := nl.ParseRouteAttr(b)
 	for _, a := range attributes {
 		if a.Attr.Type&^unix.NLA_F_NESTED == kind {
@@ -111,11 +111,11 @@ func (k *Kernel) changeSourceNAT(remove bool, want kernel.SourceNAT) error {
 // transaction, and the tables need not be read again. have returns the table as last read, or nil
 // if its chains are not the wanted ones.
 func (k *Kernel) changeTable(remove bool, have func() *table, want table, remember func()) error {
-	doubt := func() { // a foreign transaction may have been taken for ours, and its event ignored; read everything again
+	doubt := func() { // read everything again, because a foreign transaction may have been mistaken for ours, and its event ignored
 		k.memory.filter.Store(true)
 		k.busy = true
 	}
-	if k.tables.generation == 0 || !k.tables.good() {
+	if k.tables.generation == 0 || !k.tables.complete() {
 		k.haveTables()
 	}
 	for again := false; !remove && k.tables.generation != 0; again = true {
@@ -198,9 +198,9 @@ func (k *Kernel) changeElements(have, want table) error {
 			expected = append(expected, elementsAfter(d.set.Name, d.removed, d.added)...)
 		}
 	}
-	unlike, err := k.unlike(want.nft, expected)
+	mismatched, err := k.mismatched(want.nft, expected)
 	for _, d := range differ {
-		if few := len(d.removed)+len(d.added) <= fewElements; err == nil && few && !slices.Contains(unlike, d.set.Name) {
+		if few := len(d.removed)+len(d.added) <= fewElements; err == nil && few && !slices.Contains(mismatched, d.set.Name) {
 			continue
 		}
 		if got, err := readElements(want.nft, d.set.Name); err != nil || got != d.set.Elements {
@@ -269,10 +269,10 @@ func elementsAfter(set string, removed, added []nftables.SetElement) (all []elem
 	return all
 }
 
-// unlike returns the names of sets with unexpected elements. If an interval begins at the end of
-// another, its start also ends the other. An error may mean that the kernel does not support such
-// queries.
-func (k *Kernel) unlike(t *nftables.Table, all []element) (sets []string, err error) {
+// mismatched returns the names of sets with unexpected elements. If two intervals touch, the start
+// of the second is also the end of the first. An error may mean that the kernel does not support
+// such queries.
+func (k *Kernel) mismatched(t *nftables.Table, all []element) (sets []string, err error) {
 	present, err := k.contains(t, all)
 	if err != nil {
 		return nil, err
@@ -323,9 +323,9 @@ func (k *Kernel) contains(t *nftables.Table, all []element) ([]bool, error) {
 			k.closeNFT()
 			return nil, err
 		}
-		got := nested(nested(answers[0].Data[nl.SizeofNfgenmsg:], unix.NFTA_SET_ELEM_LIST_ELEMENTS), unix.NFTA_LIST_ELEM)
-		key := nested(nested(got, unix.NFTA_SET_ELEM_KEY), unix.NFTA_DATA_VALUE)
-		flags := nested(got, unix.NFTA_SET_ELEM_FLAGS)
+		got := attributeIn(attributeIn(answers[0].Data[nl.SizeofNfgenmsg:], unix.NFTA_SET_ELEM_LIST_ELEMENTS), unix.NFTA_LIST_ELEM)
+		key := attributeIn(attributeIn(got, unix.NFTA_SET_ELEM_KEY), unix.NFTA_DATA_VALUE)
+		flags := attributeIn(got, unix.NFTA_SET_ELEM_FLAGS)
 		end := len(flags) == 4 && binary.BigEndian.Uint32(flags)&unix.NFT_SET_ELEM_INTERVAL_END != 0
 		present[i] = bytes.Equal(key, e.Key) && (e.IntervalEnd || !end)
 	}

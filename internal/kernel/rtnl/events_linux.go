@@ -49,7 +49,7 @@ func (k *Kernel) Events(ctx context.Context, notify func()) error {
 	if k.owner.Filter {
 		f, err := subscribe(unix.NETLINK_NETFILTER, unix.NFNLGRP_NFTABLES)
 		if errors.Is(err, unix.EPROTONOSUPPORT) {
-			return nil // the kernel has no nftables; making the filter reports that
+			return nil // the kernel has no nftables; Apply reports that when it makes the filter
 		}
 		if err != nil {
 			return fmt.Errorf("nftables events: %w", err)

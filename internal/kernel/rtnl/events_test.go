@@ -10,7 +10,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	. "github.com/isthmus-net/isthmus/internal/kernel" //nolint:revive // its words are those of these tests
+	. "github.com/isthmus-net/isthmus/internal/kernel" //nolint:revive // nearly every line uses the package
 )
 
 // refusals returns refusing routes for n networks, and the rule for their table.
@@ -69,8 +69,9 @@ func TestEventsOfOwnChangesAndOfPodsAreIgnored(t *testing.T) {
 	overlay := refusals(2)
 	overlay.Devices = []Device{{Name: OverlayDevice, VXLAN: VXLAN{ID: OverlayID, Port: OverlayPort}}}
 	overlay.Links = []Link{{Name: OverlayDevice, MAC: MAC{0x66, 1}, MTU: 1400, Up: true}}
-	// As fabric sets it. Otherwise the kernel would give the device a link-local address, and send
-	// an event a second or more later, when duplicate address detection ends.
+	// Package fabric makes this setting, too. Without it, the kernel would give the device a
+	// link-local address, and send an event a second or more later, when duplicate address
+	// detection ends.
 	overlay.Settings = []Setting{{Path: "net/ipv6/conf/" + OverlayDevice + "/addr_gen_mode", Value: "1"}}
 	gateway := func(mac byte, at string) State {
 		s := overlay
@@ -91,7 +92,7 @@ func TestEventsOfOwnChangesAndOfPodsAreIgnored(t *testing.T) {
 		stale, wakes bool
 	}{
 		{"bridge fdb replace 66:02:00:00:00:00 dev isthmus.vxlan dst 10.244.9.9 self permanent", true, true},
-		{"bridge fdb replace 66:02:00:00:00:00 dev isthmus.vxlan dst 10.244.2.254 self permanent", false, false}, // the value that it has already
+		{"bridge fdb replace 66:02:00:00:00:00 dev isthmus.vxlan dst 10.244.2.254 self permanent", false, false}, // the entry has this value already
 		{"bridge fdb del 66:02:00:00:00:00 dev isthmus.vxlan self", true, true},
 		{"ip neigh replace 192.0.0.8 lladdr 66:09:00:00:00:00 dev isthmus.vxlan nud permanent", true, true},
 		{"ip neigh del 192.0.0.8 dev isthmus.vxlan", true, true},
@@ -226,7 +227,7 @@ func TestForeignChangesAreRepairedAlthoughReadsAreCached(t *testing.T) {
 	}
 	rest := slices.Clone(more.Routes)
 	if err := Do(n.f, func() error {
-		s, err := n.k.have(more)
+		s, err := n.k.readObjects(more)
 		if !slices.Equal(s.Routes, rest) {
 			t.Errorf("in the end there are %d routes; want %d", len(s.Routes), len(rest))
 		}

@@ -51,12 +51,12 @@ func sourceNATOf(s kernel.SourceNAT) table { return table{natTable, s.Chains(), 
 const transactionBytes = 16 << 20
 
 func newConn(o ...nftables.ConnOption) (*nftables.Conn, error) {
-	return nftables.New(append(o, nftables.WithSockOptions(func(c *nfnl.Conn) error { roomy(c); return nil }))...)
+	return nftables.New(append(o, nftables.WithSockOptions(func(c *nfnl.Conn) error { enlargeBuffers(c); return nil }))...)
 }
 
-// roomy enlarges the buffers for large transactions. If the process is not permitted to enlarge
-// them, a large transaction fails and reports the error.
-func roomy(c *nfnl.Conn) {
+// enlargeBuffers enlarges the buffers for large transactions. If the process is not permitted to
+// enlarge them, a large transaction fails and reports the error.
+func enlargeBuffers(c *nfnl.Conn) {
 	_ = c.SetWriteBuffer(transactionBytes)
 	_ = c.SetReadBuffer(transactionBytes) // the kernel acknowledges each message of a transaction
 }
@@ -113,7 +113,7 @@ type tablesRead struct {
 // if only we have changed tables of the namespace since.
 func (k *Kernel) haveTables() tablesRead {
 	now := k.generation() // before the read, so that a concurrent change causes another read
-	if now == 0 || now != k.tables.generation || !k.tables.good() {
+	if now == 0 || now != k.tables.generation || !k.tables.complete() {
 		k.tables = tablesRead{generation: now, filters: readFilter()}
 		if k.owner.NAT {
 			k.tables.sourceNAT, k.tables.bridges = readSourceNAT(), readBridge()
@@ -125,9 +125,9 @@ func (k *Kernel) haveTables() tablesRead {
 	return k.tables
 }
 
-// good reports whether all tables were read and have their expected content. If not, the returned
-// error may be the reason.
-func (r tablesRead) good() bool {
+// complete reports whether all tables were read and have their expected content. If not, the
+// returned error may be the reason.
+func (r tablesRead) complete() bool {
 	return len(r.filters) == 1 && r.filters[0] != changed && !slices.Contains(r.sourceNAT, changedNAT) && !slices.Contains(r.bridges, changedBridge)
 }
 
@@ -139,8 +139,8 @@ var (
 )
 
 // readFilter reads the table of the Filter. It returns changed if the chains differ from the
-// expected ones. If the kernel has no nftables, it returns no Filter, and making the table reports
-// the reason.
+// expected ones. If the kernel has no nftables, it returns no Filter, and Apply reports the reason
+// when it makes the table.
 func readFilter() []kernel.Filter {
 	var f kernel.Filter
 	elements, exists, err := readTable(filterTable, f.Sets(), func(comments func(string) []string) []kernel.FilterChain {

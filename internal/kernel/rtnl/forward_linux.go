@@ -29,7 +29,7 @@ const (
 type foreignRule struct {
 	handle  uint64
 	comment string
-	refuses bool // it drops or rejects everything
+	refuses bool // the rule drops or rejects everything
 }
 
 // rulesOf returns the rules of a chain, in order. It parses the messages itself, because package
@@ -192,12 +192,12 @@ func matchIn(b []byte) (name, text string) {
 // A forwarding is a foreign chain for forwarded packets, with its effect on packets that no rule
 // accepts.
 type forwarding struct {
-	accept  kernel.Accept
-	refuses bool   // the end of the chain drops packets
-	before  uint64 // handle of the rule that drops or rejects everything; 0: the policy does
-	ours    []foreignRule
-	right   bool // our rules are those of accept, at the right position
-	fixed   bool // the chain cannot be changed safely
+	accept       kernel.Accept
+	refuses      bool   // the end of the chain drops packets
+	before       uint64 // handle of the rule that drops or rejects everything; 0: the policy drops packets
+	ours         []foreignRule
+	correct      bool // our rules are those of accept, at the right position
+	unchangeable bool // the chain cannot be changed safely
 }
 
 // add records the next rule of the chain.
@@ -209,7 +209,7 @@ func (f *forwarding) add(r foreignRule) {
 		f.accept.Gateways = withWord(f.accept.Gateways, gateway)
 		f.accept.Elsewhere = withWord(f.accept.Elsewhere, elsewhere)
 		hasComment := func(r foreignRule, comment string) bool { return r.comment == comment }
-		f.right = f.before == 0 && slices.EqualFunc(f.ours, f.accept.Comments(), hasComment)
+		f.correct = f.before == 0 && slices.EqualFunc(f.ours, f.accept.Comments(), hasComment)
 	case r.refuses && f.before == 0:
 		f.refuses, f.before = true, r.handle
 	}
@@ -319,19 +319,20 @@ func (k *Kernel) lookLegacy() {
 	k.forward = append(slices.DeleteFunc(k.forward, func(f forwarding) bool { return f.accept.Program == kernel.IptablesLegacy }), legacyForwarding()...)
 }
 
-// acceptsIn returns two lists. have are our existing accept rules that are correct or have to be
-// removed. want are the accept rules that are needed: if wanted is not empty, one Accept for each
-// chain that drops packets. Chains that cannot be changed safely are skipped; Limits reports them.
+// acceptsIn returns two lists. have contains our existing accept rules that are correct or have to
+// be removed. want contains the accept rules that are needed: none if wanted is empty, otherwise
+// one Accept for each chain that drops packets. Chains that cannot be changed safely are skipped;
+// Limits reports them.
 func (k *Kernel) acceptsIn(wanted []kernel.Accept) (have, want []kernel.Accept) {
 	for _, f := range k.forward {
-		if f.fixed {
+		if f.unchangeable {
 			continue
 		}
 		needed := len(wanted) > 0 && f.refuses
 		if needed {
 			want = append(want, f.accept.WithGatewaysOf(wanted[0]))
 		}
-		if len(f.ours) > 0 && (f.right || !needed) {
+		if len(f.ours) > 0 && (f.correct || !needed) {
 			have = append(have, f.accept)
 		}
 	}

@@ -47,7 +47,7 @@ type Kernel struct {
 	failed  struct{ nat, bridge error }
 	busy    bool // during the last Apply, another program had the lock of iptables-legacy, or changed nftables
 	bridged bool // a Bridge existed after the last Apply that could read the kernel's state
-	applied bool // there has been an Apply that could read the kernel's state
+	applied bool // an earlier Apply could read the kernel's state
 	memory  memory
 }
 
@@ -97,15 +97,16 @@ func Look(owner kernel.Owner, want kernel.State, log *slog.Logger) error {
 	if err := k.Events(ctx, func() {}); err != nil {
 		return err
 	}
-	for range 5 { // as in apply
-		if _, err = k.have(want); !errors.Is(err, netlink.ErrDumpInterrupted) {
+	for range 5 { // repeat interrupted dumps, as in apply
+		if _, err = k.readObjects(want); !errors.Is(err, netlink.ErrDumpInterrupted) {
 			break
 		}
 	}
 	return err
 }
 
-// withLock is Open with a lock that has been acquired already. It closes the lock if it fails.
+// withLock is Open with a lock that has been acquired already. If withLock fails, it closes the
+// lock.
 func withLock(owner kernel.Owner, lock io.Closer, log *slog.Logger) (_ *Kernel, err error) {
 	k := &Kernel{owner: owner, log: log, lock: lock}
 	defer func() {
@@ -215,7 +216,7 @@ func (k *Kernel) Add(want kernel.State) (kernel.Plan, error) {
 // routes, made by any process with the same Owner.
 func (k *Kernel) Refused() (all []netip.Prefix, err error) {
 	var s kernel.State
-	for range 5 { // as in apply
+	for range 5 { // repeat interrupted dumps, as in apply
 		s = kernel.State{}
 		if err = k.haveRoutes(&s, kernel.Host); !errors.Is(err, netlink.ErrDumpInterrupted) {
 			break
@@ -237,7 +238,7 @@ func (k *Kernel) apply(want kernel.State, plan func(have, want kernel.State) ker
 		if !errors.Is(err, netlink.ErrDumpInterrupted) {
 			break
 		}
-		have, err = k.have(want)
+		have, err = k.readObjects(want)
 	}
 	if err != nil {
 		return nil, fmt.Errorf("%w: %w", errUnread, err)
@@ -270,7 +271,7 @@ func (k *Kernel) apply(want kernel.State, plan func(have, want kernel.State) ker
 		}
 		k.busy = k.busy || errors.Is(err, errBusy)
 		if errors.Is(err, errUnwritable) || errors.Is(err, errBusy) {
-			continue // otherwise each comparison would report it again
+			continue // not an error: the setting is optional, and Busy reports the lock
 		}
 		if err != nil {
 			errs = append(errs, fmt.Errorf("%s: %w", o.Command(k.Path()), explain(err, "CAP_NET_ADMIN")))
@@ -282,7 +283,7 @@ func (k *Kernel) apply(want kernel.State, plan func(have, want kernel.State) ker
 		k.memory.state = after(have, done)
 	}
 	if now := k.memory.state; now != nil && (k.failed.nat != nil || k.failed.bridge != nil) {
-		without := *now // so that the next Apply tries again
+		without := *now // leave out the failed objects, so that the next Apply adds them
 		if k.failed.nat != nil {
 			without.SourceNAT = nil
 		}

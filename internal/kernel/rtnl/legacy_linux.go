@@ -21,7 +21,7 @@ import (
 // A change of an iptables-legacy table replaces the whole table. A program therefore acquires a
 // lock of the host before it reads the table, and releases the lock after the write. iptables has
 // done so since 1.6, and so have kube-proxy, CNIs and firewalls, which call iptables. This file
-// does so, too. If the lock's file is missing, it changes nothing.
+// does so, too. If the lock's file is missing, this code changes nothing.
 
 // legacyLock is the lock file (XT_LOCK_NAME of iptables). The first program creates the file, but
 // we never do: in a container without a mount of the node's file, our file would not lock out other
@@ -74,7 +74,7 @@ func legacyLimits(want kernel.SourceNAT) []kernel.Limit {
 		return nil
 	}
 	why := "because no visible rule accepts them"
-	if f := t.forwarding(); f.fixed && f.refuses {
+	if f := t.forwarding(); f.unchangeable && f.refuses {
 		why += ", and ours cannot be added without the node's " + legacyLock
 	}
 	return []kernel.Limit{{Reason: kernel.LimitForwarding, Message: "chain FORWARD of iptables-legacy drops packets between pods and peers, " + why +
@@ -179,12 +179,12 @@ func standard(target []byte) (verdict int, ok bool) {
 func (t legacyTable) forwarding() (f forwarding) {
 	f.accept = kernel.Accept{Program: kernel.IptablesLegacy, Chain: "FORWARD"}
 	if _, err := os.Stat(legacyLock); err != nil {
-		f.fixed = true
+		f.unchangeable = true
 	}
 	for at := t.forward; ; {
 		matches, target, next, ok := t.entry(at)
 		if !ok {
-			return forwarding{accept: f.accept, fixed: true}
+			return forwarding{accept: f.accept, unchangeable: true}
 		}
 		comment, conditions := conditionsOf(matches)
 		verdict, isStandard := standard(target)
@@ -319,9 +319,9 @@ func lockLegacy() (*os.File, error) {
 }
 
 // rewritten returns struct ipt_replace without the rules in removed. It inserts the entries in
-// added at the offset before, unless that is negative. kept maps each new entry to its old one, or
-// to -1 for added entries.
-func (t legacyTable) rewritten(removed []foreignRule, added [][]byte, before int) (b []byte, kept []int, ok bool) {
+// added at the offset insertAt, unless insertAt is negative. kept maps each new entry to its old
+// one, or to -1 for added entries.
+func (t legacyTable) rewritten(removed []foreignRule, added [][]byte, insertAt int) (b []byte, kept []int, ok bool) {
 	moved := make(map[int]int) // old offset → new offset of entries
 	itself := make(map[int]int)
 	var entries []byte
@@ -331,7 +331,7 @@ func (t legacyTable) rewritten(removed []foreignRule, added [][]byte, before int
 			return nil, nil, false
 		}
 		moved[at] = len(entries)
-		if at == before {
+		if at == insertAt {
 			for _, e := range added {
 				entries = append(entries, e...)
 				kept = append(kept, -1)

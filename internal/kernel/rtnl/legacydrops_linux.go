@@ -86,7 +86,7 @@ func entryMatches(e []byte, src, dst netip.Addr, in, out string) bool {
 	if !address(0, src, invSrc) || !address(4, dst, invDst) || !device(16, in, invIn) || !device(32, out, invOut) {
 		return false
 	}
-	if binary.NativeEndian.Uint16(e[80:]) != 0 { // the rule demands a protocol
+	if binary.NativeEndian.Uint16(e[80:]) != 0 { // the rule has a condition on the protocol
 		return false
 	}
 	for at := iptEntrySize; at+32 <= len(e); {

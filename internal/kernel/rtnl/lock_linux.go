@@ -21,9 +21,9 @@ const (
 	tableOwner   = 0x7 // NFTA_TABLE_OWNER: port of the netlink socket that owns the table
 )
 
-// lock makes sure that only one process with an owner runs in the network namespace of the calling
-// thread. It returns ErrOther if another process holds the lock. again suppresses a warning that
-// the first attempt logged. Closing the lock, or any end of the process, releases the lock.
+// lock makes sure that only one process with the given Owner runs in the network namespace of the
+// calling thread. It returns ErrOther if another process holds the lock. again suppresses a warning
+// that the first attempt logged. Closing the lock, or any end of the process, releases the lock.
 //
 // The lock is an empty nftables table that belongs to a netlink socket. Only a process with
 // CAP_NET_ADMIN in the namespace can make such a table. No other process can change or remove it
@@ -138,8 +138,8 @@ func tableHolder(c *nfnl.Conn, name string) (port uint32, err error) {
 
 // lockAddress is the lock for kernels without tables that have an owner: an abstract Unix address.
 // Any user can bind that address, so only a holder that is root or the same user counts. If another
-// user holds it, this process continues without a lock. That does harm only if there are two
-// instances.
+// user has bound the address, this process continues without a lock. The missing lock does harm
+// only if two instances run.
 func lockAddress(owner kernel.Owner, log *slog.Logger) (io.Closer, error) {
 	at := &net.UnixAddr{Name: "@" + owner.Lock, Net: "unix"}
 	l, err := net.ListenUnix("unix", at)

@@ -80,7 +80,7 @@ func (k *Kernel) remembered(want kernel.State) (kernel.State, error) {
 		m.filter.Store(false)
 		m.until = time.Now().Add(rereadInterval/2 + rand.N(rereadInterval/2))
 		m.state = nil // an error leaves the state unknown
-		return k.have(want)
+		return k.readObjects(want)
 	}
 	have := *m.state
 	have.Settings = nil
@@ -88,7 +88,7 @@ func (k *Kernel) remembered(want kernel.State) (kernel.State, error) {
 		tables := k.haveTables()
 		have.Filters, have.SourceNAT, have.Bridges = tables.filters, tables.sourceNAT, tables.bridges
 		now := have
-		m.state = &now // even if an error follows
+		m.state = &now // set before the reads below, which may fail
 	}
 	for in, h := range k.handles {
 		if h != nil {
@@ -107,9 +107,9 @@ func (k *Kernel) hasLinks(want kernel.State) bool {
 	})
 }
 
-// concerned records devices whose events are relevant. ours is true if the objects on the devices
+// addRelevant records devices whose events are relevant. ours is true if the objects on the devices
 // are the owner's.
-func (m *memory) concerned(in kernel.Namespace, ours bool, indices ...int) {
+func (m *memory) addRelevant(in kernel.Namespace, ours bool, indices ...int) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	if m.devices[in] == nil {

@@ -16,9 +16,9 @@ import (
 	"github.com/isthmus-net/isthmus/internal/kernel"
 )
 
-// have reads the owner's objects. want determines only which values of /proc/sys to read, and which
-// devices besides the owner's.
-func (k *Kernel) have(want kernel.State) (kernel.State, error) {
+// readObjects reads the owner's objects. want determines only which values of /proc/sys to read,
+// and which devices besides the owner's.
+func (k *Kernel) readObjects(want kernel.State) (kernel.State, error) {
 	places := slices.Clone(k.owner.Devices)
 	for _, l := range want.Links {
 		if p := (kernel.Place{In: l.In, Name: l.Name}); !slices.Contains(places, p) {
@@ -37,7 +37,7 @@ func (k *Kernel) have(want kernel.State) (kernel.State, error) {
 			errs = append(errs, fmt.Errorf("link %s: %w", p.Name, err))
 		default:
 			found[p], k.index[p] = l, l.Attrs().Index
-			k.memory.concerned(p.In, true, l.Attrs().Index)
+			k.memory.addRelevant(p.In, true, l.Attrs().Index)
 			errs = append(errs, k.haveOn(&s, p, l))
 		}
 	}
@@ -70,7 +70,7 @@ func device(p kernel.Place, l netlink.Link, found map[kernel.Place]netlink.Link)
 	d := kernel.Device{In: p.In, Name: p.Name}
 	switch l := l.(type) {
 	case *netlink.Vxlan:
-		if l.VtepDevIndex == 0 && l.Group == nil && !l.FlowBased { // otherwise the device has a default destination
+		if l.VtepDevIndex == 0 && l.Group == nil && !l.FlowBased { // other devices have a default destination, which ours must not have
 			local, _ := netip.AddrFromSlice(l.SrcAddr)
 			d.VXLAN = kernel.VXLAN{ID: uint32(l.VxlanId), Port: uint16(l.Port), Local: local.Unmap(), Learning: l.Learning, UDPChecksum: l.UDPCSum}
 		}
@@ -174,7 +174,7 @@ func (k *Kernel) haveRoutes(s *kernel.State, in kernel.Namespace) error {
 			return fmt.Errorf("routes: %w", err)
 		}
 	}
-	for _, p := range hops { // only now, because the dump used the socket
+	for _, p := range hops { // after the dump, because these queries use the same socket
 		if names[p.dev] == "" {
 			if l, err := k.handles[in].LinkByIndex(p.dev); err == nil {
 				names[p.dev] = l.Attrs().Name
@@ -246,7 +246,7 @@ func (k *Kernel) change(o kernel.Op) (err error) {
 		}
 		a.Flags = unix.IFA_F_NOPREFIXROUTE
 		if v.Prefix.Addr().Is6() {
-			a.Flags |= unix.IFA_F_NODAD // our links have no other hosts, and an address cannot be a source until duplicate address detection ends
+			a.Flags |= unix.IFA_F_NODAD // no duplicate address detection: our links have no other hosts, and it would delay the use of the address as source
 		}
 		return k.handles[v.In].AddrReplace(l, a)
 	case kernel.FDBEntry:
@@ -359,7 +359,7 @@ func (k *Kernel) changeNeigh(remove bool, in kernel.Namespace, dev string, n *ne
 func (k *Kernel) changeRoute(remove bool, v kernel.Route) error {
 	r := &netlink.Route{Dst: ipNet(v.Prefix), Table: v.Table, Priority: v.Metric, Protocol: netlink.RouteProtocol(v.Protocol),
 		Type: routeTypes[v.Type], Family: nl.GetIPFamily(v.Prefix.Addr().AsSlice()), Src: v.Src.AsSlice()}
-	if remove { // regardless of its next hop
+	if remove { // remove the route regardless of its next hop
 		r.Scope = netlink.SCOPE_NOWHERE
 		if v.Type == kernel.Unicast && v.Dev == "" {
 			r.Type = 0 // any type; see routeTypes
@@ -404,7 +404,7 @@ func (k *Kernel) dev(in kernel.Namespace, name string) (int, error) {
 		return 0, err
 	}
 	k.index[p] = l.Attrs().Index
-	k.memory.concerned(in, true, k.index[p])
+	k.memory.addRelevant(in, true, k.index[p])
 	return k.index[p], nil
 }
 

@@ -17,7 +17,7 @@ import (
 // Networks returns the networks that the process's network namespace reaches without us: all its
 // addresses, and the destinations of all routes in the main table, of any type. Networks may occur
 // several times and inside each other. Networks has its own socket, and may be called concurrently
-// with anything.
+// with any other function.
 func Networks() (all []netip.Prefix, err error) {
 	h, err := netlink.NewHandle(unix.NETLINK_ROUTE)
 	if err != nil {
@@ -29,7 +29,7 @@ func Networks() (all []netip.Prefix, err error) {
 		return nil, fmt.Errorf("netlink: %w", err)
 	}
 	defer strict.Close()
-	_ = strict.SetStrictCheck(true) // since Linux 4.20, the kernel then leaves out other tables with thousands of routes
+	_ = strict.SetStrictCheck(true) // then the kernel (Linux 4.20 and later) leaves out other tables, which may have thousands of routes
 	links, err := untilWhole(h.LinkList)
 	if err != nil {
 		return nil, fmt.Errorf("links: %w", err)
@@ -52,7 +52,7 @@ func Networks() (all []netip.Prefix, err error) {
 		}
 		for _, table := range []int{unix.RT_TABLE_MAIN, unix.RT_TABLE_LOCAL} {
 			routes, err := untilWhole(func() ([]netip.Prefix, error) { return routed(strict, family, table, ours) })
-			if err != nil && !withoutFamily(family, err) && !errors.Is(err, unix.ENOENT) { // the table does not exist
+			if err != nil && !withoutFamily(family, err) && !errors.Is(err, unix.ENOENT) { // ENOENT: the table does not exist
 				return nil, fmt.Errorf("routes: %w", err)
 			}
 			all = append(all, routes...)
@@ -62,7 +62,7 @@ func Networks() (all []netip.Prefix, err error) {
 }
 
 // Addresses returns the IPv4 addresses of the process's network namespace, except the addresses of
-// our devices. Like Networks, it may be called concurrently with anything.
+// our devices. Like Networks, it may be called concurrently with any other function.
 func Addresses() (all []netip.Addr, err error) {
 	h, err := netlink.NewHandle(unix.NETLINK_ROUTE)
 	if err != nil {
@@ -82,8 +82,8 @@ func Addresses() (all []netip.Addr, err error) {
 }
 
 // routed returns the foreign destinations in one of the kernel's tables. It leaves out broadcast
-// routes. In the local table, these are the node's addresses, and networks in which every address
-// is the node's.
+// routes. The destinations in the local table are the node's addresses, and networks in which every
+// address is the node's.
 func routed(h *netlink.Handle, family, table int, ours map[int]bool) (all []netip.Prefix, err error) {
 	err = h.RouteListFilteredIter(family, &netlink.Route{Table: table}, netlink.RT_FILTER_TABLE, func(r netlink.Route) bool {
 		own := r.Protocol == kernel.GatewayProtocol || r.Protocol == kernel.NodeProtocol || ours[r.LinkIndex]
@@ -98,7 +98,7 @@ func routed(h *netlink.Handle, family, table int, ours map[int]bool) (all []neti
 // Routes returns the foreign IPv4 routes of the main table that lead through exactly one other
 // host: the network and the next hop. Of several routes to a network, it returns the one with the
 // lowest metric, because the kernel uses that route. Routes for a single type of service are left
-// out. Like Networks, it may be called concurrently with anything.
+// out. Like Networks, it may be called concurrently with any other function.
 func Routes() ([]kernel.Route, error) {
 	h, err := netlink.NewHandle(unix.NETLINK_ROUTE)
 	if err != nil {
@@ -162,7 +162,7 @@ func reachesOthers(b []byte) bool {
 	messages, err := syscall.ParseNetlinkMessage(b)
 	return err != nil || slices.ContainsFunc(messages, func(m syscall.NetlinkMessage) bool {
 		route := m.Header.Type == unix.RTM_NEWROUTE || m.Header.Type == unix.RTM_DELROUTE
-		return !route || len(m.Data) < unix.SizeofRtMsg || m.Data[5] != kernel.NodeProtocol && m.Data[5] != kernel.GatewayProtocol // as in concerns
+		return !route || len(m.Data) < unix.SizeofRtMsg || m.Data[5] != kernel.NodeProtocol && m.Data[5] != kernel.GatewayProtocol // whether the protocol (octet 5 of struct rtmsg) is foreign
 	})
 }
 

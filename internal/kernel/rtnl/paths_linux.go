@@ -99,7 +99,7 @@ func (k *Kernel) routeTo(addr netip.Addr) (r netlink.Route, err error) {
 	if len(routes) == 0 {
 		return r, fmt.Errorf("route to %s: none", addr)
 	}
-	k.memory.concerned(kernel.Host, false, routes[0].LinkIndex)
+	k.memory.addRelevant(kernel.Host, false, routes[0].LinkIndex)
 	return routes[0], nil
 }
 
@@ -115,7 +115,7 @@ func (k *Kernel) DeviceOf(addr netip.Addr) (string, int, error) {
 			if err != nil {
 				return "", 0, fmt.Errorf("device of %v: %w", addr, err)
 			}
-			k.memory.concerned(kernel.Host, false, a.LinkIndex)
+			k.memory.addRelevant(kernel.Host, false, a.LinkIndex)
 			return l.Attrs().Name, l.Attrs().MTU, nil
 		}
 	}

@@ -29,7 +29,7 @@ import (
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 
-	. "github.com/isthmus-net/isthmus/internal/kernel" //nolint:revive // its words are those of these tests
+	. "github.com/isthmus-net/isthmus/internal/kernel" //nolint:revive // nearly every line uses the package
 )
 
 // A node is a network namespace of a test, with the Kernel of an owner.
@@ -54,7 +54,7 @@ func open(t *testing.T, owner Owner) *node {
 		t.Fatal(err)
 	}
 	t.Cleanup(n.k.Close)
-	n.run("ip link set lo up") // otherwise the kernel accepts no gateway as a unicast address
+	n.run("ip link set lo up") // without lo, the kernel accepts no address as a next hop
 	return n
 }
 
@@ -87,8 +87,8 @@ var (
 	via4, via6       = netip.MustParseAddr("169.254.100.1"), netip.MustParseAddr("fe80::a9fe:6401")
 )
 
-// pair returns a state with an object of every kind that a gateway has, except sysctls.
-func pair() State {
+// fullState returns a state with an object of every kind that a gateway has, except sysctls.
+func fullState() State {
 	mac := [2]MAC{{2, 0, 0, 0, 0, 1}, {2, 0, 0, 0, 0, 2}}
 	route := func(r Route) Route {
 		r.Protocol = GatewayProtocol
@@ -117,10 +117,10 @@ func pair() State {
 func TestApplyIsIdempotentAndAnEmptyStateRemovesEverything(t *testing.T) {
 	n := open(t, Gateway)
 	before := n.run("ip route show table all") + n.run("ip -6 rule show") + n.run("ip rule show")
-	if got, want := n.apply(pair()), PlanFor(State{}, pair()).Commands("INNER"); got != want {
+	if got, want := n.apply(fullState()), PlanFor(State{}, fullState()).Commands("INNER"); got != want {
 		t.Errorf("did\n%s\nwant\n%s", got, want)
 	}
-	if got := n.apply(pair()); got != "" {
+	if got := n.apply(fullState()); got != "" {
 		t.Errorf("the second time\n%s", got)
 	}
 	if got := n.apply(State{}); !strings.HasSuffix(got, "ip link del "+VethHost+"\n") {
@@ -131,11 +131,11 @@ func TestApplyIsIdempotentAndAnEmptyStateRemovesEverything(t *testing.T) {
 	}
 }
 
-// If only one end of the veth pair is right, Apply replaces both ends, even if the wrong one is
+// If only one end of the veth pair is right, Apply replaces both ends, even if the wrong end is
 // another kind of device.
 func TestApplyReplacesAVethPairWithOneWrongEnd(t *testing.T) {
 	n := open(t, Gateway)
-	want := pair()
+	want := fullState()
 	for _, foreign := range []string{
 		"ip link add " + VethHost + " type bridge",
 		"ip link add " + VethHost + " type veth peer name foreign",
@@ -163,7 +163,7 @@ func TestApplyReplacesAVethPairWithOneWrongEnd(t *testing.T) {
 // Apply repairs or removes every route with our protocol that was changed.
 func TestApplyRepairsChangedRoutes(t *testing.T) {
 	n := open(t, Gateway)
-	n.apply(pair())
+	n.apply(fullState())
 	for _, change := range []string{
 		"ip route replace blackhole 10.246.0.0/16 table 4200 proto 71",
 		"ip route replace prohibit 10.246.0.0/16 table 4200 proto 71 metric 420000",
@@ -174,10 +174,10 @@ func TestApplyRepairsChangedRoutes(t *testing.T) {
 		"ip -6 route del fd00:246::/48 table 4200 metric 1024",
 	} {
 		n.run(change)
-		if got := n.apply(pair()); strings.Count(got, "\n") != 1 {
+		if got := n.apply(fullState()); strings.Count(got, "\n") != 1 {
 			t.Errorf("%s: did\n%s", change, got)
 		}
-		if got := n.apply(pair()); got != "" {
+		if got := n.apply(fullState()); got != "" {
 			t.Errorf("%s: the second time\n%s", change, got)
 		}
 	}
@@ -385,8 +385,8 @@ func TestAnUnprivilegedProcessCannotHoldTheLock(t *testing.T) {
 	}
 }
 
-// If the kernel has no tables with an owner, a process that waits for another one logs that only
-// once.
+// If the kernel has no tables with an owner, a process that waits for another process logs the lock
+// error only once.
 func TestFollowLogsALockErrorOnce(t *testing.T) {
 	if os.Getuid() != 0 {
 		t.Skip("needs root")
@@ -494,7 +494,7 @@ func TestFilterMatchesItsText(t *testing.T) {
 			if !sameLines(stripped, theirs) {
 				t.Errorf("we made\n%.2000s\nnft makes\n%.2000s", stripped, theirs)
 			}
-			if got := n.apply(want); got == "" { // without our comments the table is foreign
+			if got := n.apply(want); got == "" { // nft(8) adds no comments, so Apply must treat the table as foreign
 				t.Error("a foreign table is taken for ours")
 			}
 		}
@@ -505,8 +505,9 @@ func TestFilterMatchesItsText(t *testing.T) {
 	}
 }
 
-// The filter of a gateway's Pod in a cluster of 10,000 nodes, each with three source addresses, and
-// with 4,096 peers. Another filter has a peer with all addresses.
+// The kernel accepts the filter of a gateway's Pod in a cluster of 10,000 nodes, each with three
+// source addresses, and with 4,096 peers. It also accepts a filter for a peer that has all
+// addresses.
 func TestFilterHoldsTheAddressesOfTheLargestCluster(t *testing.T) {
 	n := open(t, RouteAgent)
 	var nodes []netip.Addr
@@ -527,7 +528,8 @@ func TestFilterHoldsTheAddressesOfTheLargestCluster(t *testing.T) {
 	}
 }
 
-// Elements of a set are queried one by one, so that a change of one does not read thousands.
+// Elements of a set are queried one by one, so that a change of one element does not read thousands
+// of others.
 func TestSetElementsAreQueriedOneByOne(t *testing.T) {
 	n := open(t, RouteAgent)
 	remote := []netip.Prefix{netip.MustParsePrefix("10.246.0.0/16"), netip.MustParsePrefix("10.247.0.0/16"), netip.MustParsePrefix("255.255.255.0/24")}
@@ -562,8 +564,8 @@ func TestSetElementsAreQueriedOneByOne(t *testing.T) {
 		gone, added []nftables.SetElement
 		want        bool
 	}{{absent, elements, true}, {nil, absent, false}, {elements, nil, false}} {
-		unlike, err := n.k.unlike(filterTable, elementsAfter("remote", tc.gone, tc.added))
-		if got := len(unlike) == 0; got != tc.want || err != nil {
+		mismatched, err := n.k.mismatched(filterTable, elementsAfter("remote", tc.gone, tc.added))
+		if got := len(mismatched) == 0; got != tc.want || err != nil {
 			t.Errorf("%+v: %v, %v", tc, got, err)
 		}
 	}
@@ -709,7 +711,7 @@ func TestApplyRepairsAChangedFilter(t *testing.T) {
 		if got := n.apply(want); got != "" {
 			t.Errorf("%s: the second time %q", change, got)
 		}
-		if !n.k.tables.good() {
+		if !n.k.tables.complete() {
 			t.Errorf("%s: the tables read are not kept, so each Apply reads them again", change)
 		}
 	}
@@ -816,8 +818,8 @@ func addrs(all ...string) (list []netip.Addr) {
 	return list
 }
 
-// The same for nftables chains of any name. A chain of a table that a process owns is only
-// reported.
+// In an nftables chain of any name, our rules come last, too. A chain of a table that a process
+// owns is only reported.
 func TestAcceptIsLastInEveryDroppingNftablesChain(t *testing.T) {
 	n := open(t, RouteAgent)
 	if _, err := exec.LookPath("nft"); err != nil {
@@ -1243,7 +1245,7 @@ func testWhatAFilterDropsIsCounted(t *testing.T, owner Owner, pod bool) {
 			}
 			defer c.Close()
 			_, err = c.Write([]byte("x"))
-			if errors.Is(err, unix.EPERM) { // the kernel reports the drop by the chain clear to the sender
+			if errors.Is(err, unix.EPERM) { // the kernel returns EPERM to the sender if the chain clear drops the packet
 				err = nil
 			}
 			return err
@@ -1271,13 +1273,13 @@ func testWhatAFilterDropsIsCounted(t *testing.T, owner Owner, pod bool) {
 }
 
 // The kernel tracks no connections with the filter of a gateway's Pod, but does with that of a
-// node. Neither filter is taken for the other.
+// node. A read never takes one filter for the other.
 func TestTheKernelTracksNoConnectionsInAGatewaysPod(t *testing.T) {
 	for _, pod := range []bool{false, true} {
 		n := open(t, GatewayPod)
 		sets := FilterSets{Remote: []netip.Prefix{remote4}}
 		if pod {
-			n.apply(State{Filters: []Filter{FilterFor(sets)}}) // as of an older gateway
+			n.apply(State{Filters: []Filter{FilterFor(sets)}}) // the filter that an older gateway used
 		}
 		sets.Pod = pod
 		want := State{Filters: []Filter{FilterFor(sets)}}
@@ -1340,7 +1342,7 @@ func TestGatewayPodFilterRefusesLikeANodeFilter(t *testing.T) {
 			{"isthmus.vxlan", "10.244.0.11", "10.246.200.1", 53, "in_the_clear"},
 			{"isthmus0", "10.246.0.9", "10.246.200.1", 53, "in_the_clear"},
 		} {
-			got := n.fate(slices.Index(devices, packet.dev), packet.src, packet.dst, packet.port)
+			got := n.dropReason(slices.Index(devices, packet.dev), packet.src, packet.dst, packet.port)
 			if got != packet.want {
 				t.Errorf("Pod %v: %+v: %q", pod, packet, got)
 			}
@@ -1370,7 +1372,7 @@ func TestNodeFilterRefusesForgedSourcesThatNoPodHas(t *testing.T) {
 		{"eth0", "203.0.113.77", ""},
 		{"eth0", "198.51.100.9", ""}, // other nodes are behind eth0, and have checked the source
 	} {
-		if got := n.fate(slices.Index(devices, packet.dev), packet.src, "10.246.0.9", 53); got != packet.want {
+		if got := n.dropReason(slices.Index(devices, packet.dev), packet.src, "10.246.0.9", 53); got != packet.want {
 			t.Errorf("%+v: %q", packet, got)
 		}
 	}
@@ -1395,9 +1397,9 @@ func (n *node) router(devices ...string) {
 	}
 }
 
-// fate injects a datagram and returns the reason for which the filter dropped it, or "" if it
+// dropReason injects a datagram and returns the reason for which the filter dropped it, or "" if it
 // passed.
-func (n *node) fate(i int, src, dst string, port uint16) string {
+func (n *node) dropReason(i int, src, dst string, port uint16) string {
 	n.t.Helper()
 	dropped, passed := n.dropped(), n.passed()
 	n.inject(i, netip.MustParseAddr(src), netip.MustParseAddr(dst), port)
@@ -1406,7 +1408,7 @@ func (n *node) fate(i int, src, dst string, port uint16) string {
 		if n.passed() != passed {
 			got = ""
 		}
-		for reason, count := range n.dropped() { // a packet that is dropped when it leaves was counted as forwarded
+		for reason, count := range n.dropped() { // check the drops in any case: a packet that is dropped on its way out was also counted as forwarded
 			if count != dropped[reason] {
 				got = reason
 			}
@@ -1477,7 +1479,7 @@ func TestFilterDropsPeerTrafficForAnyPrefixLength(t *testing.T) {
 	n.run("ip route add default via 172.30.1.1")
 	n.run("ip neigh add 172.30.1.1 lladdr 02:00:00:00:00:01 dev eth0")
 	rng := rand.New(rand.NewPCG(14, 16))
-	random := func(bits int) netip.Prefix { // in few networks of length 8, so that some are adjacent
+	random := func(bits int) netip.Prefix { // within few networks of length 8, so that some results are adjacent
 		p, _ := netip.AddrFrom4([4]byte{10 + byte(rng.IntN(4)), byte(rng.IntN(256)), byte(rng.IntN(256)), byte(rng.IntN(256))}).Prefix(bits)
 		return p
 	}

@@ -44,11 +44,11 @@ func (c *compiler) add(term kernel.Term) {
 		c.load(t.Field)
 		c.then(masked([]byte{0xff, 0xff, 0, 0}), &expr.Lookup{SourceRegister: 1, SetName: t.Set})
 	case kernel.From:
-		c.then(meta(expr.MetaKeyIIFNAME), is(named(string(t))))
+		c.then(meta(expr.MetaKeyIIFNAME), is(nameOctets(string(t))))
 	case kernel.To:
-		c.then(meta(expr.MetaKeyOIFNAME), is(named(string(t))))
+		c.then(meta(expr.MetaKeyOIFNAME), is(nameOctets(string(t))))
 	case kernel.NotFrom:
-		c.then(meta(expr.MetaKeyIIFNAME), isNot(named(string(t))))
+		c.then(meta(expr.MetaKeyIIFNAME), isNot(nameOctets(string(t))))
 	case kernel.FromKind:
 		c.then(meta(metaIIFKind), is(padded(string(t))))
 	case kernel.ToPort:
@@ -161,9 +161,9 @@ func connection(key expr.CtKey, bits uint32) []expr.Any {
 	return []expr.Any{&expr.Ct{Key: key, Register: 1}, masked(binaryutil.NativeEndian.PutUint32(bits)), isNot(make([]byte, 4))}
 }
 
-// named returns the octets that the kernel compares with a device name: the whole name, or the part
-// before a trailing "*".
-func named(name string) []byte {
+// nameOctets returns the octets that the kernel compares with a device name: the whole name, or the
+// part before a trailing "*".
+func nameOctets(name string) []byte {
 	if prefix, found := strings.CutSuffix(name, "*"); found {
 		return []byte(prefix)
 	}

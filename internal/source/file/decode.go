@@ -47,8 +47,8 @@ func (l *loader) problem(origin fabric.Origin, field, format string, args ...any
 // YAML decoder does not accept all of JSON (surrogate pairs).
 func (l *loader) file(name string, data []byte) {
 	origin := fabric.Origin{File: name}
-	// An editor or a full disk can leave an empty file. To remove a peer, its file has to be
-	// removed.
+	// An editor or a full disk can leave an empty file. Therefore an empty file is a problem and
+	// does not remove a peer.
 	if len(bytes.TrimSpace(data)) == 0 {
 		l.problem(origin, "", "is empty; want an object or a comment, or delete the file")
 		return
@@ -76,20 +76,20 @@ func (l *loader) file(name string, data []byte) {
 		case value == nil:
 			continue // an empty document, or only comments
 		}
-		where := ""
+		position := ""
 		if n > 1 {
-			where = fmt.Sprintf("document %d", n)
+			position = fmt.Sprintf("document %d", n)
 		}
 		if value, err = jsonValue(value); err != nil {
-			l.problem(origin, where, "%v", err)
+			l.problem(origin, position, "%v", err)
 			continue
 		}
 		raw, err := stdjson.Marshal(value)
 		if err != nil {
-			l.problem(origin, where, "%v", err)
+			l.problem(origin, position, "%v", err)
 			continue
 		}
-		l.object(origin, where, raw)
+		l.object(origin, position, raw)
 	}
 }
 
@@ -151,9 +151,9 @@ func jsonValue(v any) (any, error) {
 	return v, nil
 }
 
-// object reads one object, or each object of a List. The argument where is the object's position in
-// the file. Problems use it in place of the object's name until that is known.
-func (l *loader) object(origin fabric.Origin, where string, raw []byte) {
+// object reads one object, or each object of a List. position is the object's position in the file.
+// Problems name the position until the object's name is known.
+func (l *loader) object(origin fabric.Origin, position string, raw []byte) {
 	var head struct {
 		APIVersion string `json:"apiVersion"`
 		Kind       string `json:"kind"`
@@ -164,43 +164,43 @@ func (l *loader) object(origin fabric.Origin, where string, raw []byte) {
 		Items []stdjson.RawMessage `json:"items"`
 	}
 	if err := json.UnmarshalCaseSensitivePreserveInts(raw, &head); err != nil {
-		l.decodeProblem(origin, where, err)
+		l.decodeProblem(origin, position, err)
 		return
 	}
 	type kind struct{ apiVersion, kind string }
 	key := kind{head.APIVersion, head.Kind}
 	if key == (kind{"v1", "List"}) {
 		for i, item := range head.Items {
-			l.object(origin, strings.TrimSpace(fmt.Sprintf("%s items[%d]", where, i)), item)
+			l.object(origin, strings.TrimSpace(fmt.Sprintf("%s items[%d]", position, i)), item)
 		}
 		return
 	}
 	origin.Kind, origin.Namespace, origin.Name = printable(head.Kind), printable(head.Metadata.Namespace), printable(head.Metadata.Name)
 	if origin.Name != "" {
-		where = ""
+		position = ""
 	}
 	switch key {
 	case kind{GatewayAPIVersion, GatewayKind}:
 		l.gateway(fabric.Origin{File: origin.File, Kind: GatewayKind}, raw)
 	case kind{v1alpha1.GroupVersion.String(), "TunnelEndpoint"}:
-		if l.first(origin, where) {
+		if l.first(origin, position) {
 			l.tunnelEndpoint(origin, raw)
 		}
 	case kind{v1alpha1.GroupVersion.String(), "NatMapping"}:
-		if l.first(origin, where) {
+		if l.first(origin, position) {
 			l.natMapping(origin, raw)
 		}
 	default:
-		l.problem(origin, where, "is of kind %q, apiVersion %q; want TunnelEndpoint or NatMapping (%s), Gateway (%s), or a List (v1) of them",
+		l.problem(origin, position, "is of kind %q, apiVersion %q; want TunnelEndpoint or NatMapping (%s), Gateway (%s), or a List (v1) of them",
 			cut(head.Kind), cut(head.APIVersion), v1alpha1.GroupVersion, GatewayAPIVersion)
 	}
 }
 
 // first reports whether an object has a name and occurs for the first time. If not, it records
 // a problem.
-func (l *loader) first(origin fabric.Origin, where string) bool {
+func (l *loader) first(origin fabric.Origin, position string) bool {
 	if origin.Name == "" {
-		l.problem(origin, strings.TrimSpace(where+" metadata.name"), "is empty; want the name of the object")
+		l.problem(origin, strings.TrimSpace(position+" metadata.name"), "is empty; want the name of the object")
 		return false
 	}
 	key := origin
@@ -289,10 +289,10 @@ func (l *loader) strictProblems(origin fabric.Origin, errs []error) bool {
 
 // decodeProblem records an error of the JSON decoder. The problem never quotes a value, because
 // a user may have put a key into the wrong field.
-func (l *loader) decodeProblem(origin fabric.Origin, where string, err error) {
+func (l *loader) decodeProblem(origin fabric.Origin, position string, err error) {
 	var wrong *stdjson.UnmarshalTypeError
 	if !errors.As(err, &wrong) {
-		l.problem(origin, where, "%s", printable(err.Error()))
+		l.problem(origin, position, "%s", printable(err.Error()))
 		return
 	}
 	found, _, _ := strings.Cut(wrong.Value, " ") // "number 70000" → "number"
@@ -303,7 +303,7 @@ func (l *loader) decodeProblem(origin fabric.Origin, where string, err error) {
 	case reflect.Slice:
 		want = "a list"
 	}
-	l.problem(origin, strings.TrimSpace(where+" "+printable(wrong.Field)), "is of type %s; want %s", found, want)
+	l.problem(origin, strings.TrimSpace(position+" "+printable(wrong.Field)), "is of type %s; want %s", found, want)
 }
 
 // printable makes a string from outside safe to print: unchanged if it is short and plain, else

@@ -42,7 +42,7 @@ type Snapshot struct {
 	File       GatewayFile
 	PrivateKey PrivateKey     // the key in File.PrivateKeyFile
 	NextKey    PrivateKey     // the key in File.NextPrivateKeyFile; zero: the key is not being rotated
-	Gateway    fabric.Gateway // has no Problem
+	Gateway    fabric.Gateway // complete: no object was left out because of a Problem
 	// OpenKeys lists the files with private keys that other users can access, each with its mode,
 	// such as "private.key (0644)".
 	OpenKeys []string
@@ -65,15 +65,15 @@ func (PrivateKey) MarshalText() ([]byte, error) { return []byte(hiddenKey), nil 
 // ConfigMap.
 //
 // The error joins all problems by errors.Join, sorted; problems in the contents have the type
-// fabric.Problem. It names files and fields, and never contains a private key. If the directory
-// changes while Load reads it, Load reads it again, and fails if the changes do not end within
-// about a second.
+// fabric.Problem. The error names files and fields, and never contains a private key. If the
+// directory changes while Load reads it, Load reads it again, and fails if the changes do not end
+// within about a second.
 func Load(dir string) (Snapshot, error) {
 	snapshot, _, err := loadSettled(dir)
 	return snapshot, err
 }
 
-// errUnsettled is returned when the files change faster than they can be read.
+// errUnsettled means that the files change faster than Load can read them.
 var errUnsettled = errors.New("files keep changing while they are read")
 
 func loadSettled(dir string) (Snapshot, fingerprint, error) { return untilSettled(dir, load) }

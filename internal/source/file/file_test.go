@@ -316,7 +316,7 @@ func TestLoadReportsEachProblem(t *testing.T) {
 		{map[string]string{"x.yaml": "apiVersion: v1\nkind: List\nitems: {}\n"}, []string{"x.yaml: items: is of type object; want a list"}},
 		{map[string]string{"x.yaml": "kind: \"\\e[2J\"\n"}, []string{`x.yaml: "\x1b[2J": is of kind "\x1b[2J", apiVersion ""` + kinds}},
 		{peer("net.liqo.io/v1alpha1", "net.liqo.io/v1beta1"), []string{te + `is of kind "TunnelEndpoint", apiVersion "net.liqo.io/v1beta1"` + kinds}},
-		// Problems of other objects.
+		// Problems of objects other than the Gateway.
 		{peer("  name: peer1\n", ""), []string{"peers.yaml: TunnelEndpoint tenant: metadata.name: is empty; want the name of the object"}},
 		{peer(`"5871"`, "5871"), []string{te + "spec.backend_config: is of type number; want a string (in quotes, if it looks like something else)"}},
 		{peer("remotePodCIDR", "remotePodCidr"), []string{te + "spec.remotePodCIDR: is empty; want a CIDR such as 10.244.0.0/16"}},
@@ -428,7 +428,7 @@ func TestLoadNeverShowsAKey(t *testing.T) {
 			strings.Replace(gatewayYAML, "private.key", secret, 1), strings.Replace(gatewayYAML, "private.key", "["+secret+"]", 1),
 			strings.Replace(peerYAML(1), keyText('b'), secret[1:], 1), strings.Replace(peerYAML(1), keyText('b'), "["+secret+"]", 1)} {
 			if strings.HasSuffix(file, ".key") && text == secret || strings.HasPrefix(text, "apiVersion: c") {
-				continue // a valid key, or text that may be quoted because no key belongs in that field
+				continue // a valid key, or a field in which nobody would put a key: problems may quote its value
 			}
 			files := valid(map[string]string{"next.key": keyText('n'), file: text})
 			if file == "next.key" {

@@ -38,8 +38,8 @@ const (
 	MaxFlows = 1 << 26 // more flows would need tens of gigabytes
 )
 
-// GatewayFile is the gateway's own part of the configuration. It is not a Kubernetes object.
-// Marshalling it to YAML or JSON and loading that returns the same value.
+// GatewayFile is the gateway's own part of the configuration. It is not a Kubernetes object. A
+// value that is marshalled to YAML or JSON and loaded again is unchanged.
 //
 //	apiVersion: isthmus.net/v1alpha1
 //	kind: Gateway
@@ -115,15 +115,16 @@ func (m MTU) String() string {
 	return strconv.Itoa(int(m))
 }
 
-// integer parses a JSON number. wrong describes the error, or is empty if the number is valid.
-func integer(b []byte, least, most int64) (n int64, wrong string) {
+// integer parses a JSON number from minimum to maximum. problem explains why the number is invalid;
+// it is empty if the number is valid.
+func integer(b []byte, minimum, maximum int64) (n int64, problem string) {
 	n, err := strconv.ParseInt(string(b), 10, 64)
-	if err != nil || n < least || n > most {
+	if err != nil || n < minimum || n > maximum {
 		found := "is not a whole number"
 		if err == nil {
 			found = "is " + string(b)
 		}
-		return 0, fmt.Sprintf("%s; want a number from %d to %d", found, least, most)
+		return 0, fmt.Sprintf("%s; want a number from %d to %d", found, minimum, maximum)
 	}
 	return n, ""
 }
@@ -229,8 +230,8 @@ func (l *loader) gateway(origin fabric.Origin, raw []byte) {
 	}
 }
 
-// address parses a TCP listen address and stores it in *to. An empty value leaves the default
-// there.
+// address parses a TCP listen address and stores it in *to. If value is empty, *to keeps its
+// default.
 func (l *loader) address(origin fabric.Origin, field, value string, to *string) {
 	if value == "" {
 		return

@@ -36,7 +36,7 @@ type nat[number, truth, duration any] struct {
 	FragmentTimeout        duration `json:"fragmentTimeout,omitempty"`
 }
 
-// Config returns the configuration of the engine without addresses. The caller adds those.
+// Config returns the configuration of the engine without addresses. The caller adds the addresses.
 func (n NAT) Config() natengine.Config {
 	return natengine.Config{
 		MaxFlows: n.MaxFlows, MaxFlowsPerPeer: n.MaxFlowsPerPeer, MaxFlowsPerHost: n.MaxFlowsPerHost, RandomPorts: n.RandomPorts,
@@ -102,14 +102,14 @@ func (n *NAT) read(raw *natRaw, problem func(field, format string, args ...any))
 	}
 }
 
-// number is an int from 0 to most.
+// number is an int from 0 to limit.
 type number struct {
-	to   *int
-	most int64
+	to    *int
+	limit int64
 }
 
 func (v *number) Set(text string) error {
-	n, wrong := integer([]byte(text), 0, v.most)
+	n, wrong := integer([]byte(text), 0, v.limit)
 	if wrong != "" {
 		return errors.New(wrong)
 	}

@@ -217,7 +217,7 @@ func TestWatchFollowsAConfigMap(t *testing.T) {
 }
 
 // A file is replaced by one with the same name, time and size, or with the same name, time and
-// inode. Watch must notice both.
+// inode. Watch must notice both replacements.
 func TestWatchNoticesAFileReplacedWithItsOldTime(t *testing.T) {
 	dir := writeDir(t, valid(nil))
 	peers := filepath.Join(dir, "peers.yaml")

@@ -68,7 +68,7 @@ func (g *Gateway) Write(ctx context.Context, placed func(), report func() (Repor
 	tick := time.NewTicker(writeInterval)
 	defer tick.Stop()
 	for {
-		w.place(ctx, placed)
+		w.markActive(ctx, placed)
 		if r, err := report(); err != nil {
 			w.log.Error("cannot read the state of the gateway", "error", err)
 		} else {
@@ -87,7 +87,7 @@ func (g *Gateway) Write(ctx context.Context, placed func(), report func() (Repor
 			select {
 			case <-ctx.Done():
 				return
-			case <-time.After(coalesceMost): // gives the gateway time to apply the change
+			case <-time.After(coalesceLimit): // gives the gateway time to apply the change
 			}
 		}
 	}
@@ -99,9 +99,9 @@ type writer struct {
 	memory     map[types.UID]*memory
 	lastLogged string // last logged problem with Pods and Service
 
-	moving [32]byte  // the next private key in the last round
-	moved  time.Time // time since which no peer has lagged
-	offer  offer
+	nextKey  [32]byte  // next private key of the rotation, as of the last round
+	lagEnded time.Time // time since which no peer has lagged
+	offer    offer
 }
 
 // memory is the state of one written object.
@@ -185,8 +185,8 @@ func (w *writer) forget() {
 	}
 }
 
-// place marks the active gateway in the Pods and the Service.
-func (w *writer) place(ctx context.Context, placed func()) {
+// markActive marks the active gateway in the Pods and the Service.
+func (w *writer) markActive(ctx context.Context, placed func()) {
 	var pods corev1.PodList
 	var services corev1.ServiceList
 	if err := errors.Join(w.objects.List(ctx, &pods, client.InNamespace(w.o.Namespace), client.MatchingLabels(podLabels)), w.objects.List(ctx, &services)); err != nil {
@@ -224,8 +224,8 @@ func (w *writer) place(ctx context.Context, placed func()) {
 		want.Labels[v1alpha1.LabelGateway] = role
 		w.patch(ctx, "Pod", have, want, false)
 	}
-	// This is a separate patch with its own retries, because older RBAC rules forbid it, and
-	// the label must not wait for it.
+	// The deletion cost has its own patch and retries, because older RBAC rules forbid this patch,
+	// and the label must not wait for it.
 	for i := range pods.Items {
 		have, cost := &pods.Items[i], ""
 		if have.Name == w.o.Pod {
@@ -254,7 +254,7 @@ const activeDeletionCost = "1"
 // markService points the nodes to this replica, by annotations of the Service.
 func (w *writer) markService(ctx context.Context, have *corev1.Service, node netip.Addr, now time.Time) {
 	marks := map[string]string{v1alpha1.AnnotationGatewayNodeIP: node.String()}
-	if w.o.Node != "" { // otherwise agents get node and device from the TunnelEndpoints
+	if w.o.Node != "" { // agents find a host-network gateway by the TunnelEndpoints instead
 		marks[isthmus.AnnotationGateways] = w.o.PodIP.String()
 	}
 	if v := w.votes(); v.wanted || have.Annotations[isthmus.AnnotationVotes] != "" {
@@ -271,8 +271,8 @@ func (w *writer) markService(ctx context.Context, have *corev1.Service, node net
 	w.patch(ctx, "Service", have, want, false)
 }
 
-// nodeAddr returns the address of our node, whose port forwards to us. It returns zero while the
-// address is unknown.
+// nodeAddr returns the address of our node, or zero while the address is unknown. The Service's
+// port on that node forwards to us.
 func (w *writer) nodeAddr(ctx context.Context) netip.Addr {
 	if w.o.Node == "" {
 		return w.o.PodIP

@@ -22,30 +22,31 @@ import (
 )
 
 const (
-	// votersMost and votersLeast limit the number of nodes that vote. With two voters, one
+	// maxVoters and minVoters limit the number of nodes that vote. With two voters, one
 	// crash would silence the gateways.
-	votersMost  = 9
-	votersLeast = 3
+	maxVoters = 9
+	minVoters = 3
 
-	// trialMost is how long a trial waits for all voters of a list to answer. After that, it
+	// trialTimeout is how long a trial waits for all voters of a list to answer. After that, it
 	// continues without the silent voters.
-	trialMost = 5 * time.Second
+	trialTimeout = 5 * time.Second
 
-	// quietMost is how long a voter may be silent before another node replaces it. It is longer
+	// maxSilence is how long a voter may be silent before another node replaces it. It is longer
 	// than a node takes to reboot.
-	quietMost = 5 * time.Minute
+	maxSilence = 5 * time.Minute
 
-	// agentAbsentMost is how long a node may be without a route agent's Pod and still vote. It is
+	// maxAgentAbsence is how long a node may be without a route agent's Pod and still vote. It is
 	// longer than a DaemonSet takes to replace a Pod, and shorter than
 	// mandate.Usual.EndedMandate.
-	agentAbsentMost = 10 * time.Second
+	maxAgentAbsence = 10 * time.Second
 
-	// votersAbsentMost is how long the Nodes of a majority of voters must be missing before the
+	// maxVotersAbsence is how long the Nodes of a majority of voters must be missing before the
 	// Lease decides again.
-	votersAbsentMost = 30 * time.Second
+	maxVotersAbsence = 30 * time.Second
 )
 
-// listOf returns the list of voters in a Lease. If it has no voters, the Lease decides.
+// listOf returns the list of voters in a Lease. If the list has no voters, the Lease decides which
+// replica is active.
 func listOf(lease *coordinationv1.Lease) (l voting.List) {
 	if lease == nil {
 		return l
@@ -77,7 +78,7 @@ type votesMark struct {
 	Epoch  int32  `json:"epoch"`
 	Key    []byte `json:"key"`
 	Voting bool   `json:"voting"` // votes decide, not the Lease
-	wanted bool   // not in the annotation: votes decide or are to decide
+	wanted bool   // votes decide or should decide; not part of the annotation
 }
 
 // String returns the text of the annotation.
@@ -162,8 +163,8 @@ func voters(nodes, before map[string]netip.Addr, without map[string]bool) map[st
 			all = append(all, name)
 		}
 	}
-	n := min(votersMost, len(all)-(len(all)+1)%2) // an odd number: an even one would not tolerate more failures
-	if n < votersLeast {
+	n := min(maxVoters, len(all)-(len(all)+1)%2) // an odd number: an even one would not tolerate more failures
+	if n < minVoters {
 		return nil
 	}
 	slices.SortFunc(all, func(a, b string) int {
@@ -228,8 +229,8 @@ func (e *election) byVotes() bool {
 	return e.byVotesLocked()
 }
 
-// mute reports whether votes decide and this replica does not have a majority.
-func (e *election) mute() bool { return e.byVotes() && !e.votes.View().Holds }
+// lacksMajority reports whether votes decide and this replica does not have a majority.
+func (e *election) lacksMajority() bool { return e.byVotes() && !e.votes.View().Holds }
 
 // newestList returns the newest list of voters that this replica has read.
 func (e *election) newestList() voting.List {
@@ -336,10 +337,10 @@ func (e *election) stepVotes(v voting.View, now time.Time) (want *coordinationv1
 			b.key()
 		case b.absent.IsZero():
 			b.absent = now
-		case now.Sub(b.absent) >= votersAbsentMost:
+		case now.Sub(b.absent) >= maxVotersAbsence:
 			e.log.Warn("most voting nodes no longer exist: the Lease decides which gateway is active", "voters", slices.Sorted(maps.Keys(list.Voters)))
-			want = take(e.lease, e.identity, now)
-			e.takes(now).mark(want)
+			want = withHolder(e.lease, e.identity, now)
+			e.newTakeover(now).mark(want)
 			*want.Spec.LeaseTransitions = max(*want.Spec.LeaseTransitions, transition+1)
 			withList(want, voting.List{Version: max(list.Version, v.Newest) + 1})
 		}
@@ -350,7 +351,7 @@ func (e *election) stepVotes(v voting.View, now time.Time) (want *coordinationv1
 	useful := b.useful(b.Answering(), list.Voters, nodes, now)
 	// If only two of three voters remained, the next crash of a voter would silence the
 	// gateways.
-	switch off := !b.wanted || min(len(nodes), len(useful)) < votersLeast; {
+	switch off := !b.wanted || min(len(nodes), len(useful)) < minVoters; {
 	case off && v.List == list.Version:
 		b.Fence()
 	case v.List > list.Version: // a majority of voters has stored a list without voters
@@ -366,7 +367,7 @@ func (e *election) stepVotes(v voting.View, now time.Time) (want *coordinationv1
 	if next.Version == list.Version && holderOf(e.lease) == e.identity && now.Sub(e.written) < retryPeriod {
 		return nil
 	}
-	want = take(e.lease, e.identity, now)
+	want = withHolder(e.lease, e.identity, now)
 	t := want.Spec.LeaseTransitions
 	older := t == nil || *t < transition
 	if older {
@@ -379,7 +380,8 @@ func (e *election) stepVotes(v voting.View, now time.Time) (want *coordinationv1
 	return want
 }
 
-// electable returns the nodes that may vote: those with a route agent.
+// electable returns the nodes that may vote: those that have had a route agent within
+// maxAgentAbsence. If route agents may run outside of Pods, all nodes may vote.
 func (b *ballot) electable(now time.Time) map[string]netip.Addr {
 	nodes, agents := b.Nodes(), b.agents()
 	if agents == nil {
@@ -393,7 +395,7 @@ func (b *ballot) electable(now time.Time) map[string]netip.Addr {
 		if (*agents)[name] {
 			b.agentSeen[name] = now
 		}
-		if seen, had := b.agentSeen[name]; had && now.Sub(seen) < agentAbsentMost {
+		if seen, had := b.agentSeen[name]; had && now.Sub(seen) < maxAgentAbsence {
 			all[name] = addr
 		}
 	}
@@ -401,26 +403,26 @@ func (b *ballot) electable(now time.Time) map[string]netip.Addr {
 	return all
 }
 
-// useful returns the nodes that may vote from now on. These are the answering nodes, which all has,
-// and the voters in list that still exist in nodes and have been silent for less than quietMost. A
-// silent voter counts as a vote against the holder.
-func (b *ballot) useful(all, list, nodes map[string]netip.Addr, now time.Time) map[string]netip.Addr {
+// useful returns the nodes that may vote from now on: the nodes in answering, and those voters in
+// list that exist in nodes and have been silent for less than maxSilence. It adds the latter to
+// answering. A silent voter counts as a vote against the holder.
+func (b *ballot) useful(answering, list, nodes map[string]netip.Addr, now time.Time) map[string]netip.Addr {
 	if b.quiet == nil {
 		b.quiet = make(map[string]time.Time)
 	}
 	for name := range list {
-		if _, answers := all[name]; answers {
+		if _, answers := answering[name]; answers {
 			delete(b.quiet, name)
 			continue
 		}
 		if b.quiet[name].IsZero() {
 			b.quiet[name] = now
 		}
-		if addr, exists := nodes[name]; exists && now.Sub(b.quiet[name]) < quietMost {
-			all[name] = addr
+		if addr, exists := nodes[name]; exists && now.Sub(b.quiet[name]) < maxSilence {
+			answering[name] = addr
 		}
 	}
-	return all
+	return answering
 }
 
 // try makes the holder of the Lease collect votes before votes decide. Once all voters of a
@@ -434,13 +436,13 @@ func (b *ballot) try(before voting.List, now time.Time) voting.List {
 	if b.silent == nil {
 		b.silent = make(map[string]bool)
 	}
-	if !b.tried.IsZero() && now.Sub(b.tried) >= trialMost && len(v.Heard) < len(b.trial.Voters) {
+	if !b.tried.IsZero() && now.Sub(b.tried) >= trialTimeout && len(v.Heard) < len(b.trial.Voters) {
 		for name := range b.trial.Voters {
 			if !slices.Contains(v.Heard, name) {
 				b.silent[name] = true
 			}
 		}
-		if len(nodes)-len(b.silent) < votersLeast {
+		if len(nodes)-len(b.silent) < minVoters {
 			clear(b.silent) // start again with all nodes
 		}
 		b.tried = now

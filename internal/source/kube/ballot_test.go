@@ -46,7 +46,7 @@ func TestTheListChangesByOneVoterAtATime(t *testing.T) {
 		if want == nil {
 			continue
 		}
-		if n := len(want); n%2 == 0 || n < votersLeast || n > votersMost {
+		if n := len(want); n%2 == 0 || n < minVoters || n > maxVoters {
 			t.Fatalf("%d voters", n)
 		}
 		for steps := 0; ; steps++ {
@@ -82,7 +82,7 @@ func TestVotersAreKeptWhileTheirNodesExist(t *testing.T) {
 		nodes[fmt.Sprint("n", i)] = netip.AddrFrom4([4]byte{10, 0, 0, byte(i)})
 	}
 	before := voters(nodes, nil, nil)
-	if len(before) != votersMost {
+	if len(before) != maxVoters {
 		t.Fatalf("%d voters", len(before))
 	}
 	var removed string
@@ -110,7 +110,7 @@ func TestVotersAreKeptWhileTheirNodesExist(t *testing.T) {
 	}
 }
 
-// Two nodes must never decide alone. So if the third voter is silent for quietMost, the Lease
+// Two nodes must never decide alone. So if the third voter is silent for maxSilence, the Lease
 // decides again, even if the voter's Node still exists.
 func TestALongSilentVoterIsRemoved(t *testing.T) {
 	nodes := map[string]netip.Addr{"a": netip.MustParseAddr("10.0.0.1"), "b": netip.MustParseAddr("10.0.0.2"), "c": netip.MustParseAddr("10.0.0.3")}
@@ -123,12 +123,12 @@ func TestALongSilentVoterIsRemoved(t *testing.T) {
 	for _, tc := range []struct {
 		after time.Duration
 		want  int
-	}{{0, 3}, {quietMost - time.Second, 3}, {quietMost, 2}} {
+	}{{0, 3}, {maxSilence - time.Second, 3}, {maxSilence, 2}} {
 		if got := len(b.useful(answering(), nodes, nodes, begin.Add(tc.after))); got != tc.want {
 			t.Errorf("after %v %d nodes may vote, want %d", tc.after, got, tc.want)
 		}
 	}
-	if got := len(b.useful(maps.Clone(nodes), nodes, nodes, begin.Add(quietMost))); got != 3 {
+	if got := len(b.useful(maps.Clone(nodes), nodes, nodes, begin.Add(maxSilence))); got != 3 {
 		t.Errorf("it answers again, and %d nodes may vote", got)
 	}
 }
@@ -221,10 +221,10 @@ func TestAStandbyThatHearsTooFewVotersIsNotReady(t *testing.T) {
 	}
 	e.hasMajority = true // a majority has answered until now
 	e.reevaluate(now)
-	if err := e.cannotTakeOver(now.Add(unansweredMost - 1)); err != nil {
+	if err := e.cannotTakeOver(now.Add(unansweredGrace - 1)); err != nil {
 		t.Errorf("shortly after it heard them it says %v", err)
 	}
-	if e.cannotTakeOver(now.Add(unansweredMost)) == nil {
+	if e.cannotTakeOver(now.Add(unansweredGrace)) == nil {
 		t.Error("it heard them too long ago, and is ready")
 	}
 	for enough, answering := range map[bool]voting.View{false: {Heard: []string{"b", "stranger"}}, true: {Heard: []string{"b", "c"}}} {
@@ -242,7 +242,7 @@ func TestAStandbyThatHearsTooFewVotersIsNotReady(t *testing.T) {
 	}
 }
 
-// A node votes while it has an agent's Pod, or had one less than agentAbsentMost ago. So replacing
+// A node votes while it has an agent's Pod, or had one less than maxAgentAbsence ago. So replacing
 // the Pod costs no vote.
 func TestANodeWithoutAnAgentDoesNotVote(t *testing.T) {
 	candidate := voting.NewCandidate("me", netip.Addr{}, func() [32]byte { return [32]byte{} }, quiet)
@@ -263,9 +263,9 @@ func TestANodeWithoutAnAgentDoesNotVote(t *testing.T) {
 		{"agents are no Pods", 0, nil, "a b c d"},
 		{"one node has none", 0, []string{"a", "b", "c"}, "a b c"},
 		{"an agent is replaced", time.Minute, []string{"a", "b", "c"}, "a b c"},
-		{"an agent is replaced", time.Minute + agentAbsentMost - 1, []string{"a", "b"}, "a b c"},
-		{"an agent is gone", time.Minute + agentAbsentMost, []string{"a", "b"}, "a b"},
-		{"an agent has come", time.Minute + agentAbsentMost, []string{"a", "b", "d"}, "a b d"},
+		{"an agent is replaced", time.Minute + maxAgentAbsence - 1, []string{"a", "b"}, "a b c"},
+		{"an agent is gone", time.Minute + maxAgentAbsence, []string{"a", "b"}, "a b"},
+		{"an agent has come", time.Minute + maxAgentAbsence, []string{"a", "b", "d"}, "a b d"},
 	} {
 		if tc.agents != nil {
 			agents = &map[string]bool{}
@@ -369,7 +369,7 @@ func TestStandbyAdvancesTheListInTheLeaseByOneStepOnly(t *testing.T) {
 	for _, tc := range []struct {
 		name, holder string
 		view         voting.View
-		want         uint64 // version of the list that it writes; 0: it writes nothing
+		want         uint64 // version of the list that the standby writes; 0: none
 		log          string
 	}{
 		{"the nodes have the list", "", voting.View{Heard: answering, Newest: 3}, 0, ""},
@@ -492,8 +492,8 @@ func (s *threeVoters) candidate(pod string, addr netip.Addr) *voting.Candidate {
 	return c
 }
 
-// late starts another gateway that knows the list l and tries to become active.
-func (s *threeVoters) late(l voting.List) *voting.Candidate {
+// startWithList starts another gateway that knows the list l and tries to become active.
+func (s *threeVoters) startWithList(l voting.List) *voting.Candidate {
 	c := s.candidate("late", s.addrOf(102))
 	c.Learn(l, false)
 	c.Allow(true, false, true)
@@ -532,7 +532,7 @@ func TestLeaseDecidesOnlyAfterNodesElectNoGateway(t *testing.T) {
 		t.Errorf("after the list %v the Lease has %v", previous, l)
 	}
 
-	late := s.late(previous)
+	late := s.startWithList(previous)
 	s.until("the gateway that has missed it claims votes", func() bool { return late.View().Epoch != 0 })
 	s.until("its claim ends", func() bool {
 		if late.Gate.Open() {
@@ -560,7 +560,7 @@ func TestNodesElectAgainAfterAMissingNodeReturns(t *testing.T) {
 		t.Fatalf("active: %v; after the list %v the Lease has %v", e.active(), previous, l)
 	}
 
-	late := s.late(l)
+	late := s.startWithList(l)
 	e.votes.Release()
 	s.until("nodes elect another gateway", func() bool { return late.View().Holds })
 }

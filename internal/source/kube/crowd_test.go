@@ -12,8 +12,7 @@ import (
 	"github.com/isthmus-net/isthmus/internal/keyring"
 )
 
-// Datagrams from unknown addresses are dropped unread, and a known gateway is answered
-// meanwhile.
+// Datagrams from unknown addresses are dropped unread, and do not delay answers to a known gateway.
 func TestFloodFromUnknownAddressesIsNotRead(t *testing.T) {
 	for _, loopback := range []string{"127.0.0.1", "::1"} {
 		t.Run(loopback, func(t *testing.T) { floodOfStrangers(t, netip.MustParseAddr(loopback)) })
@@ -22,7 +21,7 @@ func TestFloodFromUnknownAddressesIsNotRead(t *testing.T) {
 
 func floodOfStrangers(t *testing.T, loopback netip.Addr) {
 	near, stranger := loopback, netip.MustParseAddr("127.0.0.3")
-	if loopback.Is6() { // IPv6 has one loopback address, so no known gateway can send from another one
+	if loopback.Is6() { // IPv6 has only one loopback address, so the stranger and the known gateway cannot both have one
 		stranger = loopback
 		near = netip.MustParseAddr("2001:db8::1")
 	}
@@ -37,7 +36,7 @@ func floodOfStrangers(t *testing.T, loopback netip.Addr) {
 	conn, private := open(loopback), keyring.New()
 	to := conn.LocalAddr().(*net.UDPAddr).AddrPort()
 	e := electionWith(&simLeases{}, "a", nil, quiet)
-	e.see("b", near, false)
+	e.addListed("b", near, false)
 	var read, unread atomic.Int64
 	q := &questioner{election: e, log: quiet, private: func() [32]byte { return private },
 		listen: func() (net.PacketConn, error) { return conn, nil },

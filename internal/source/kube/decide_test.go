@@ -264,18 +264,18 @@ func TestStandbyTakesTheLeaseOnlyAfterItExpires(t *testing.T) {
 			t.Errorf("%s: wait %v, want %v", tc.name, got, tc.wait)
 		}
 	}
-	taken := take(lease("you", 15), "me", seen)
+	taken := withHolder(lease("you", 15), "me", seen)
 	if holderOf(taken) != "me" || *taken.Spec.LeaseTransitions != 1 || *taken.Spec.LeaseDurationSeconds != 7 {
 		t.Errorf("taken: %+v", taken.Spec)
 	}
-	renewed := take(taken, "me", seen.Add(time.Second))
+	renewed := withHolder(taken, "me", seen.Add(time.Second))
 	if *renewed.Spec.LeaseTransitions != 1 || !renewed.Spec.AcquireTime.Equal(taken.Spec.AcquireTime) || renewed.Spec.RenewTime.Equal(taken.Spec.RenewTime) {
 		t.Errorf("renewed: %+v", renewed.Spec)
 	}
 }
 
-// After a gap in its contact to the API server, a standby counts the age of the Lease from
-// zero. The holder may have been unable to renew the Lease, too.
+// After a gap in its contact to the API server, a standby counts the age of the Lease from zero,
+// because the holder may have been unable to renew the Lease, too.
 func TestLeaseAgeExcludesAPIServerOutages(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) { // time passes only where the test moves it
 		e := &election{identity: "me", log: quiet, changed: newSignal(), look: newSignal()}
@@ -388,11 +388,11 @@ func TestSignalsCloseTogetherAreMerged(t *testing.T) {
 				time.Sleep(time.Millisecond)
 			}
 		}()
-		if at := (<-looks).Sub(begin); at > coalesceMost+time.Millisecond {
+		if at := (<-looks).Sub(begin); at > coalesceLimit+time.Millisecond {
 			t.Errorf("under constant change looked after %v", at)
 		}
 		cancel()
-		time.Sleep(time.Second) // for the other goroutines to end
+		time.Sleep(time.Second) // let the other goroutines end
 	})
 }
 

@@ -47,9 +47,9 @@ const (
 //     active replica died or lost the API server, too. Therefore the standby gives it another
 //     leaseDuration to renew.
 //
-// client-go's elector differs in each of these. It gives up when it cannot renew for a while,
-// and then the first replica to reach the API server takes over. It also reads the Lease only
-// every two to four seconds. This election learns of changes from a watch, and takes over as
+// client-go's elector differs in each of these points. It gives up when it cannot renew for a
+// while, and then the first replica to reach the API server takes over. It also reads the Lease
+// only every two to four seconds. This election learns of changes from a watch, and takes over as
 // soon as the Lease has expired. The content of the Lease has the same meaning for both.
 //
 // A replica counts as active if it is the holder and may send to peers.
@@ -67,8 +67,8 @@ type election struct {
 	cached   func() string // the holder of the Lease according to the watch, which may be behind
 
 	// Only the goroutine of run uses these.
-	lease            *coordinationv1.Lease // as last read or written; nil: unknown, or there is none
-	version          string                // resourceVersion of the Lease at the time seen
+	lease            *coordinationv1.Lease // as last read or written; nil: unknown, or no Lease exists
+	version          string                // resourceVersion of the Lease that was first seen at the time in seen
 	renewedForHolder time.Time             // when this replica last renewed the Lease in its holder's name
 	written          time.Time             // when this replica last wrote the Lease
 
@@ -90,16 +90,16 @@ type election struct {
 	taking       bool   // a request that makes this replica the holder is pending or was lost
 	sending      bool   // the holder may send
 	unanswered   string // the Pod that prevents the holder from sending; empty: none
-	others       map[gatewayID]*other
+	others       map[gatewayID]*otherGateway
 }
 
 func newElection(config *rest.Config, namespace, identity string, cached func() string, log *slog.Logger) (*election, error) {
 	config = rest.CopyConfig(config)
 	config.Timeout = leaseTimeout
-	config.QPS, config.Burst = 5, 10 // a limit of its own, so that no other request can delay it
+	config.QPS, config.Burst = 5, 10 // a separate limit, so that other requests cannot delay requests for the Lease
 	// A separate connection, which is closed after a request without a response. An HTTP/2
-	// connection would stay open. After a network outage every request on it would wait for
-	// TCP's next retransmission, and these become as rare as once in two minutes.
+	// connection would stay open. After a network outage every request on it would wait for TCP's
+	// next retransmission, which TCP repeats as rarely as once in two minutes.
 	config.NextProtos = []string{"http/1.1"}
 	web, err := rest.HTTPClientFor(config)
 	if err != nil {
@@ -115,7 +115,7 @@ func newElection(config *rest.Config, namespace, identity string, cached func() 
 }
 
 func electionWith(leases coordination.LeaseInterface, identity string, cached func() string, log *slog.Logger) *election {
-	return &election{leases: leases, identity: identity, id: idOf(identity), cached: cached, log: log, changed: newSignal(), look: newSignal(), voted: newSignal(), others: make(map[gatewayID]*other)}
+	return &election{leases: leases, identity: identity, id: idOf(identity), cached: cached, log: log, changed: newSignal(), look: newSignal(), voted: newSignal(), others: make(map[gatewayID]*otherGateway)}
 }
 
 // run takes part in the election until ctx ends.
@@ -147,7 +147,7 @@ func (e *election) run(ctx context.Context) {
 			case <-counted:
 				waiting = !e.counted(time.Now())
 			case <-e.look:
-				if e.holds() && e.cached() == e.identity && !e.mute() {
+				if e.holds() && e.cached() == e.identity && !e.lacksMajority() {
 					continue // this replica's own write caused the change
 				}
 				e.lease, waiting = nil, false // forces a read of the Lease
@@ -159,7 +159,7 @@ func (e *election) run(ctx context.Context) {
 // step reads the Lease, and writes it if this replica is the holder or should become the
 // holder. It returns the maximum delay until the next step.
 func (e *election) step(ctx context.Context) time.Duration {
-	if e.lease == nil || !e.holds() || e.mute() {
+	if e.lease == nil || !e.holds() || e.lacksMajority() {
 		lease, err := e.leases.Get(ctx, isthmus.LeaseGateway, metav1.GetOptions{})
 		if !e.reached(err) {
 			return retryPeriod
@@ -184,9 +184,9 @@ func (e *election) step(ctx context.Context) time.Duration {
 		}
 		return min(wait, retryPeriod)
 	}
-	want := take(e.lease, e.identity, now)
+	want := withHolder(e.lease, e.identity, now)
 	if holderOf(e.lease) != e.identity {
-		e.takes(now).mark(want)
+		e.newTakeover(now).mark(want)
 	}
 	if l := listOf(want); len(l.Voters) > 0 { // this replica does not support votes
 		withList(want, voting.List{Version: l.Version + 1})
@@ -237,9 +237,9 @@ func (e *election) confirmed(now time.Time) bool {
 	return e.viewLocked(now).confirmed
 }
 
-// begin returns how long the Lease must not be written. If that is 0 and this replica is not
-// the holder, it makes no further promises until it has read the result of its request.
-// renewForHolder is true if the holder answers but does not renew the Lease.
+// begin returns how long the Lease must not be written. If that is 0 and this replica is not the
+// holder, this replica makes no further promises to other gateways until it has read the result of
+// its request. renewForHolder is true if the holder answers but does not renew the Lease.
 func (e *election) begin(now time.Time) (wait time.Duration, renewForHolder bool) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -427,8 +427,8 @@ func (e *election) lastContact() time.Time {
 	return e.last
 }
 
-// readHolder reads the Lease without taking part in the election. refused is true if reading is
-// forbidden. Then the API server answers, and the lack of permission may be intended.
+// readHolder reads the Lease without taking part in the election. refused is true if the API server
+// answers but forbids reading, which may be intended.
 func (e *election) readHolder(ctx context.Context) (holder string, refused bool, err error) {
 	lease, err := e.leases.Get(ctx, isthmus.LeaseGateway, metav1.GetOptions{})
 	switch {

@@ -60,7 +60,8 @@ func NewPodEvents(config *rest.Config, component, namespace, pod string, uid typ
 		about: corev1.ObjectReference{APIVersion: "v1", Kind: "Pod", Namespace: namespace, Name: pod, UID: uid}}, nil
 }
 
-// Warn records a problem, and repeats it every ten minutes while it stays the same.
+// Warn records a problem. Callers call it repeatedly while the problem lasts. It ignores repeated
+// calls with the same arguments for ten minutes, and then sends the Event again.
 func (e *PodEvents) Warn(ctx context.Context, reason, note string) error {
 	return e.record(ctx, corev1.EventTypeWarning, reason, note)
 }
@@ -118,13 +119,13 @@ func (e *PodEvents) named(err error) error {
 
 // due reports whether a message must be sent now, and if so records it as sent. It returns
 // false if the same message was sent less than repeatInterval ago.
-func (e *PodEvents) due(what string, now time.Time) bool {
+func (e *PodEvents) due(message string, now time.Time) bool {
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	if e.last == what && now.Sub(e.sent) < repeatInterval {
+	if e.last == message && now.Sub(e.sent) < repeatInterval {
 		return false
 	}
-	e.last, e.sent = what, now
+	e.last, e.sent = message, now
 	return true
 }
 

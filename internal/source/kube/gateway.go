@@ -37,9 +37,9 @@ type GatewayOptions struct {
 	// Node is the name of this replica's Node, if the replica has its own network namespace, where
 	// the overlay ends. It is empty if the replica uses the host network.
 	Node string
-	// Cluster is the identity of our cluster. Without an ID, it comes from the ConfigMap in
-	// Namespace that Liqo and `isthmus install` write. The default ID is the UID of the
-	// namespace kube-system.
+	// Cluster is the identity of our cluster. If Cluster has no ID, the identity comes from the
+	// ConfigMap in Namespace that Liqo and `isthmus install` write. If that does not exist, the ID
+	// is the UID of the namespace kube-system.
 	Cluster v1alpha1.ClusterIdentity
 	Tunnels int          // number of tunnels of this replica; 0 means 1
 	Log     *slog.Logger // nil: slog.Default()
@@ -108,7 +108,7 @@ func NewGateway(o GatewayOptions) (*Gateway, error) {
 	}
 	g.metrics = newGatewayMetrics(g)
 	config := rest.CopyConfig(o.Config)
-	config.QPS, config.Burst = 100, 100 // limit of writes: enough for 500 peers that change within seconds, and no flood for the API server
+	config.QPS, config.Burst = 100, 100 // limit of writes: enough for changes of 500 peers within seconds, without overloading the API server
 	var err error
 	if g.client, err = client.New(config, client.Options{Scheme: newScheme()}); err != nil {
 		return nil, err
@@ -123,7 +123,7 @@ func NewGateway(o GatewayOptions) (*Gateway, error) {
 // becomes active. Before that, when Run sees another active replica, it calls standby once, to
 // clear state that an earlier process of this replica may have left. Run returns when ctx ends, or
 // when serve or standby fails, and releases the Lease. If another replica is ready when ctx ends,
-// serve continues until that replica has taken over, but at most for handOverMost.
+// serve continues until that replica has taken over, but at most for handOverTimeout.
 //
 // While the API server cannot be reached for the first Snapshot, Run waits. Ready and the log
 // report the reason. A replica that was active shortly before, according to its state
@@ -179,7 +179,7 @@ func (g *Gateway) Run(ctx context.Context, serve func(ctx context.Context, begin
 		leave()
 		stopQuestions()
 		elector.Wait()
-		questioners.Wait() // an answer after this point would be wrong
+		questioners.Wait() // from here on, answers to other gateways would be wrong
 		close(g.leaving)
 		// Wait for a write in progress: it could name this replica after the successor has
 		// named itself.
@@ -238,7 +238,7 @@ func (g *Gateway) MaySend() bool { return g.candidate == nil || g.candidate.Gate
 
 // follow calls serve and standby as the election requires, until ctx ends.
 func (g *Gateway) follow(ctx context.Context, e *election, serve func(context.Context, <-chan struct{}) error, standby func() error) error {
-	cleared := g.o.Node != "" // otherwise serve itself adopts or removes the state of an earlier replica
+	cleared := false // whether standby or serve has handled the state that an earlier process left
 	for ctx.Err() == nil {
 		if g.o.Node == "" && !e.active() {
 			g.keeper.changed.set()
@@ -333,7 +333,7 @@ func (g *Gateway) prepare(ctx context.Context, group *sync.WaitGroup, e *electio
 	if err != nil {
 		return err
 	}
-	if err := g.objects.watchBy(ctx, g.meet(e), waiting, &corev1.Pod{}); err != nil {
+	if err := g.objects.watchBy(ctx, g.podHandler(e), waiting, &corev1.Pod{}); err != nil {
 		return err
 	}
 	preshared, err := g.watchPreshared(ctx, group, waiting)

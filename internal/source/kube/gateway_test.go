@@ -521,7 +521,7 @@ func TestGatewayAgainstAnAPIServer(t *testing.T) {
 		r := start(t, GatewayOptions{Config: config, Namespace: "rollback", Pod: "p", Node: "n1", Cluster: self})
 		within(t, "ready", r.Ready)
 
-		// It knows the owner of a Pod's address.
+		// The gateway knows the owner of a Pod's address.
 		web := &corev1.Pod{ObjectMeta: metav1.ObjectMeta{Namespace: "rollback", Name: "web"}, Spec: corev1.PodSpec{NodeName: "n2", Containers: []corev1.Container{{Name: "c", Image: "i"}}}}
 		s.create(t, web)
 		web.Status = corev1.PodStatus{Phase: corev1.PodRunning, PodIP: "10.244.2.7", PodIPs: []corev1.PodIP{{IP: "10.244.2.7"}}}
@@ -662,7 +662,7 @@ func TestGatewayAgainstAnAPIServer(t *testing.T) {
 		if version(2) != v2 || version(3) != v3 || version(1) == "" {
 			t.Error("written at rest")
 		}
-		// The forbidden write was repeated a few times, at growing intervals.
+		// The gateway repeated the forbidden write a few times, at growing intervals.
 		failed := func() float64 { return testutil.ToFloat64(r.metrics.writes.WithLabelValues("TunnelEndpoint", "error")) }
 		within(t, "a second attempt", func() error {
 			if failed() < 2 {
@@ -731,8 +731,8 @@ func testHandOver(t *testing.T, s *apiServer) {
 		t.Error("the first has ended before the nodes know of the second")
 	default:
 	}
-	// A Service that names a gateway's Pod is no reason to end unless this Pod holds the Lease:
-	// it may not be active.
+	// An ending replica waits on if the Service names a Pod that does not hold the Lease, because
+	// that Pod may not be active.
 	stranger := &corev1.Pod{ObjectMeta: metav1.ObjectMeta{Namespace: "handover", Name: "gateway-before", Labels: podLabels},
 		Spec: corev1.PodSpec{NodeName: "handover", Containers: []corev1.Container{{Name: "gateway", Image: "i"}}}}
 	s.create(t, stranger)

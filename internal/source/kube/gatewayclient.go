@@ -32,20 +32,20 @@ import (
 func (g *Gateway) restConfig() *rest.Config {
 	config := rest.CopyConfig(g.o.Config)
 	config.QPS = -1
-	config.Wrap(func(next http.RoundTripper) http.RoundTripper { return &patient{next, &g.reading} })
+	config.Wrap(func(next http.RoundTripper) http.RoundTripper { return &retryingTransport{next, &g.reading} })
 	return config
 }
 
-// patient repeats a request while there is no connection to the API server. The reflectors of
-// client-go would wait up to a minute between attempts, to protect an API server that thousands
-// of nodes watch. There are few gateways, so they may reconnect at once.
-type patient struct {
+// retryingTransport repeats a request while there is no connection to the API server. The
+// reflectors of client-go would wait up to a minute between attempts, to protect an API server that
+// thousands of nodes watch. There are few gateways, so they may reconnect at once.
+type retryingTransport struct {
 	next http.RoundTripper
 	on   *atomic.Bool // false: return an error at once
 }
 
 // RoundTrip implements http.RoundTripper.
-func (p *patient) RoundTrip(r *http.Request) (*http.Response, error) {
+func (p *retryingTransport) RoundTrip(r *http.Request) (*http.Response, error) {
 	for {
 		response, err := p.next.RoundTrip(r)
 		if err == nil || r.Body != nil || !p.on.Load() {
@@ -121,14 +121,14 @@ func (g *Gateway) podNetwork() (n fabric.PodNetwork, err error) {
 	return n, nil
 }
 
-// watchReports watches the agents' reports. It returns once they have been read, or once
-// reading has failed: an older Role forbids it, and few clusters need the reports.
+// watchReports watches the agents' reports. It returns once the reports have been read, or once
+// reading has failed, because an older Role forbids it and few clusters need the reports.
 func (g *Gateway) watchReports(ctx context.Context, group *sync.WaitGroup) {
 	settled := make(chan struct{})
 	settle := sync.OnceFunc(func() { close(settled) })
 	group.Go(func() {
 		defer settle()
-		// It returns an error only when ctx ends; the cache logs problems.
+		// watchBy returns an error only when ctx ends; the cache logs problems.
 		_ = g.objects.watchBy(ctx, g.locations.handler(g.look.set), func(error) { settle() }, &isthmus.NodeNetworks{})
 	})
 	<-settled
@@ -180,7 +180,7 @@ func (g *Gateway) questioner(e *election) (*questioner, acquaintance) {
 	if err != nil {
 		g.log.Error("cannot read the saved state of other gateways; waiting for the API server", "directory", g.o.StateDirectory, "error", err)
 	}
-	q.before = before
+	q.savedKey = before
 	e.recall(known)
 	return q, known
 }

@@ -13,18 +13,18 @@ import (
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 )
 
-// handOverMost is how long an ending replica waits for another replica to take over. A standby
-// that misses a change of the Lease reads it again after retryPeriod. handOverLook is the
+// handOverTimeout is how long an ending replica waits for another replica to take over. A standby
+// that misses a change of the Lease reads it again after retryPeriod. handOverInterval is the
 // interval at which the ending replica checks.
 const (
-	handOverMost = 4 * time.Second
-	handOverLook = 10 * time.Millisecond
+	handOverTimeout  = 4 * time.Second
+	handOverInterval = 10 * time.Millisecond
 )
 
 // handOver returns once another replica has taken over the traffic, or if there is no other
 // replica. Until then this replica continues to carry the traffic.
 func (g *Gateway) handOver(ended <-chan struct{}) {
-	for begin := time.Now(); time.Since(begin) < handOverMost; {
+	for begin := time.Now(); time.Since(begin) < handOverTimeout; {
 		next, waiting := g.successor()
 		if next != "" {
 			g.log.Info("handed over to another gateway", "pod", next, "after", time.Since(begin).Round(time.Millisecond).String())
@@ -35,14 +35,14 @@ func (g *Gateway) handOver(ended <-chan struct{}) {
 		select {
 		case <-ended:
 			return
-		case <-time.After(handOverLook):
+		case <-time.After(handOverInterval):
 		}
 	}
 }
 
-// successor returns the Pod of another gateway that holds the Lease and is named by the
-// Service. The Service alone does not suffice, because it may still name an earlier gateway.
-// Without a successor, waiting reports whether another gateway is running and may become it.
+// successor returns the Pod of another gateway that holds the Lease and is named by the Service.
+// The Service alone does not suffice, because it may still name an earlier gateway. Without a
+// successor, waiting reports whether another gateway is running and may become the successor.
 // Host-network gateways do not wait, because the nodes find them through the TunnelEndpoints.
 func (g *Gateway) successor() (pod string, waiting bool) {
 	if g.o.Node == "" || !g.reading.Load() {
@@ -59,7 +59,7 @@ func (g *Gateway) successor() (pod string, waiting bool) {
 		if p.Name == g.o.Pod || !p.DeletionTimestamp.IsZero() {
 			continue
 		}
-		waiting = waiting || p.Status.Phase == corev1.PodRunning // a dead container may still count as running; then the wait is only longer than needed
+		waiting = waiting || p.Status.Phase == corev1.PodRunning // a dead container may still count as running, which only makes the wait longer
 		for _, s := range services.Items {
 			if p.Name == holder && p.Status.PodIP != "" && s.Annotations[isthmus.AnnotationGateways] == p.Status.PodIP {
 				return p.Name, true
@@ -72,7 +72,7 @@ func (g *Gateway) successor() (pod string, waiting bool) {
 // holder returns the holder of the Lease as the watch last saw it, which may be stale. It returns
 // "" if there is no holder, or until everything has been read.
 func (g *Gateway) holder(ctx context.Context) string {
-	if !g.reading.Load() { // until then, another goroutine may be setting objects
+	if !g.reading.Load() { // objects is not usable before everything has been read
 		return ""
 	}
 	var lease coordinationv1.Lease
@@ -82,19 +82,19 @@ func (g *Gateway) holder(ctx context.Context) string {
 	return holderOf(&lease)
 }
 
-// meet returns a handler that passes the Pods of the other gateways to e.
-func (g *Gateway) meet(e *election) toolscache.ResourceEventHandler {
+// podHandler returns a handler that passes the Pods of the other gateways to e.
+func (g *Gateway) podHandler(e *election) toolscache.ResourceEventHandler {
 	set := func(o any) {
 		p, ok := o.(*corev1.Pod)
 		if !ok || !isGateway(p, g.o.Namespace) || p.Name == g.o.Pod {
 			return
 		}
 		if p.Status.Phase == corev1.PodSucceeded || p.Status.Phase == corev1.PodFailed {
-			e.unsee(p.Name)
+			e.removeListed(p.Name)
 			return
 		}
 		addr, _ := netip.ParseAddr(p.Status.PodIP) // invalid: the Pod has no address yet
-		e.see(p.Name, addr, !p.DeletionTimestamp.IsZero())
+		e.addListed(p.Name, addr, !p.DeletionTimestamp.IsZero())
 	}
 	return toolscache.ResourceEventHandlerFuncs{
 		AddFunc:    set,
@@ -104,7 +104,7 @@ func (g *Gateway) meet(e *election) toolscache.ResourceEventHandler {
 				o = tombstone.Obj
 			}
 			if p, ok := o.(*corev1.Pod); ok && isGateway(p, g.o.Namespace) {
-				e.unsee(p.Name)
+				e.removeListed(p.Name)
 			}
 		},
 	}

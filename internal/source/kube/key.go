@@ -28,8 +28,8 @@ const (
 	managedBy      = "isthmus"
 )
 
-// keyFrom parses the keys. A wrong public key is only a problem, not an error: it misleads
-// peers that read it now, but peers that have the right one are not affected.
+// keyFrom parses the keys. A wrong public key in the Secret is a problem and not an error: it
+// misleads only peers that read it now, and peers that already have the right key stay connected.
 func keyFrom(secret *corev1.Secret) (ring keyring.Ring, problems []fabric.Problem, err error) {
 	origin := fabric.Origin{Kind: "Secret", Namespace: secret.Namespace, Name: secret.Name}
 	private, err := keyring.Key(secret.Data, keyring.FieldPrivate)
@@ -180,7 +180,7 @@ func (r *refresher) key(ctx context.Context, inUse keyring.Ring) (keyring.Ring, 
 		}
 	}
 	if inUse.Private != ([32]byte{}) {
-		return inUse, nil, nil // peers are not affected yet
+		return inUse, nil, nil // keep the keys in use: the missing Secret does not affect peers yet
 	}
 	return inUse, nil, missing
 }

@@ -199,10 +199,10 @@ func (s signal) set() {
 }
 
 // Changes with one cause arrive close together. Therefore coalesce waits until no signal has
-// arrived for coalesceQuiet, but at most for coalesceMost.
+// arrived for coalesceQuiet, but at most for coalesceLimit.
 const (
 	coalesceQuiet = 20 * time.Millisecond
-	coalesceMost  = 200 * time.Millisecond
+	coalesceLimit = 200 * time.Millisecond
 )
 
 // coalesce calls look once for each group of signals, until ctx ends. For an urgent signal it
@@ -221,7 +221,7 @@ func (s signal) coalesce(ctx context.Context, urgent signal, look func()) {
 			continue
 		case <-s:
 		}
-		most := time.After(coalesceMost)
+		most := time.After(coalesceLimit)
 	group:
 		for {
 			select {

@@ -26,7 +26,7 @@ func standDown(lease *coordinationv1.Lease, identity string, seen, now time.Time
 	}
 	duration := leaseDuration
 	if len(listOf(lease).Voters) > 0 { // nodes vote, and may have elected the holder
-		return max(0, seen.Add(votersAbsentMost).Sub(now))
+		return max(0, seen.Add(maxVotersAbsence).Sub(now))
 	}
 	if s := lease.Spec.LeaseDurationSeconds; s != nil && *s > 0 {
 		duration = time.Duration(*s) * time.Second
@@ -34,8 +34,8 @@ func standDown(lease *coordinationv1.Lease, identity string, seen, now time.Time
 	return max(0, seen.Add(duration).Sub(now))
 }
 
-// take returns the Lease with this replica as its holder.
-func take(lease *coordinationv1.Lease, identity string, now time.Time) *coordinationv1.Lease {
+// withHolder returns the Lease with this replica as its holder.
+func withHolder(lease *coordinationv1.Lease, identity string, now time.Time) *coordinationv1.Lease {
 	renewed, seconds := metav1.NewMicroTime(now), int32(leaseDuration/time.Second)
 	if lease == nil {
 		lease = new(coordinationv1.Lease)

@@ -37,8 +37,8 @@ import (
 //   - all Nodes, Pods and TunnelEndpoints, if a gateway uses the host network, or no gateway has
 //     been seen yet.
 //
-// It calls deliver once everything has been read, and again after every relevant change. Calls
-// of deliver never overlap. Self and UnderlayMTU of the intent are empty. An invalid
+// WatchNode calls deliver once everything has been read, and again after every relevant change.
+// Calls of deliver never overlap. Self and UnderlayMTU of the intent are empty. An invalid
 // TunnelEndpoint is left out and reported as a problem.
 //
 // Gateways are the Pods with the gateway's labels in namespace, the namespace of the
@@ -47,8 +47,8 @@ import (
 // WatchNode writes no objects. It returns when ctx ends. While the API server is unavailable it
 // delivers nothing, so that the last intent stays in force.
 //
-// WatchNode passes a voter that is not nil the data that it needs to vote. The voter reports
-// which gateway the nodes have elected, even while the API server is unavailable.
+// If voter is not nil, WatchNode passes it the data for its votes. The voter reports which gateway
+// the nodes have elected, even while the API server is unavailable.
 func WatchNode(ctx context.Context, config *rest.Config, namespace, self string, voter *voting.Voter, log *slog.Logger, deliver func(fabric.NodeIntent, []fabric.Problem)) error {
 	config = rest.CopyConfig(config)
 	config.QPS = -1 // few and long requests
@@ -65,11 +65,11 @@ func WatchNode(ctx context.Context, config *rest.Config, namespace, self string,
 	recalled := w.recall(ctx, elected, deliver)
 	defer recalled()
 	here := map[string]cache.Config{namespace: {}}
-	w.place = w.further(map[client.Object]cache.ByObject{
+	w.place = w.optional(map[client.Object]cache.ByObject{
 		&corev1.Service{}: {Transform: slimService, Label: labels.SelectorFromSet(serviceLabels), Namespaces: here}}, urgent)
-	w.allocations = w.further(map[client.Object]cache.ByObject{&isthmus.NetworkAllocation{}: {Transform: slimAllocation}}, urgent)
-	w.tunnels = w.further(map[client.Object]cache.ByObject{&v1alpha1.TunnelEndpoint{}: {Transform: slimEndpoint}}, urgent)
-	w.all = w.further(map[client.Object]cache.ByObject{&corev1.Node{}: {Transform: slimNode}, &corev1.Pod{}: reachablePods()}, look)
+	w.allocations = w.optional(map[client.Object]cache.ByObject{&isthmus.NetworkAllocation{}: {Transform: slimAllocation}}, urgent)
+	w.tunnels = w.optional(map[client.Object]cache.ByObject{&v1alpha1.TunnelEndpoint{}: {Transform: slimEndpoint}}, urgent)
+	w.all = w.optional(map[client.Object]cache.ByObject{&corev1.Node{}: {Transform: slimNode}, &corev1.Pod{}: reachablePods()}, look)
 	var err error
 	w.few, err = w.open(ctx, map[client.Object]cache.ByObject{
 		&corev1.Node{}: {Transform: slimNode, Field: fields.OneTermEqualSelector("metadata.name", self)},
@@ -92,14 +92,14 @@ func WatchNode(ctx context.Context, config *rest.Config, namespace, self string,
 		return nil // ctx has ended
 	}
 	see := func() {
-		now, whole, err := w.see(ctx)
+		now, complete, err := w.readObjects(ctx)
 		if err != nil {
 			if ctx.Err() == nil {
-				log.Error("cannot read objects from the cache", "error", err) // only a kind that is not watched can cause this
+				log.Error("cannot read objects from the cache", "error", err) // only a read of a kind that is not watched can fail
 			}
 			return
 		}
-		if w.last == nil && !whole {
+		if w.last == nil && !complete {
 			return // with an incomplete intent, an agent that has just started would remove its predecessor's routes
 		}
 		if w.last == nil || !reflect.DeepEqual(now, w.last) {
@@ -136,21 +136,21 @@ type nodeWatch struct {
 	*caches
 	self      string
 	voter     voter  // nil: the node does not vote
-	directory string // where the intent is saved; empty: it is not saved
+	directory string // directory of the saved intent; empty: the intent is not saved
 
 	few  *objects // objects that are always watched
 	mine *objects // the Pods on our node
 
-	place       *further // the gateway's Service
-	allocations *further // NetworkAllocations
-	tunnels     *further // TunnelEndpoints
-	all         *further // all Nodes and Pods
+	place       *optionalObjects // the gateway's Service
+	allocations *optionalObjects // NetworkAllocations
+	tunnels     *optionalObjects // TunnelEndpoints
+	all         *optionalObjects // all Nodes and Pods
 
-	only      bool          // all gateways are Pods with their own network namespace
-	last      *nodeSnapshot // last delivered
-	read      readAllocations
-	epoch     uint64 // epoch of the active gateway if nodes vote, else 0
-	remembers uint64 // epoch in the saved intent
+	podGateways bool          // all gateways are Pods with their own network namespace
+	last        *nodeSnapshot // last delivered
+	read        readAllocations
+	epoch       uint64 // epoch of the active gateway if nodes vote, else 0
+	remembers   uint64 // epoch in the saved intent
 }
 
 // voter is the part of voting.Voter that this package uses.
@@ -169,9 +169,9 @@ type readAllocations struct {
 	problems []fabric.Problem
 }
 
-// from returns the parsed content of the objects. It returns the same slices until an object
+// parse returns the parsed content of the objects. It returns the same slices until an object
 // changes.
-func (r *readAllocations) from(all []isthmus.NetworkAllocation) (fabric.Allocations, []fabric.Problem) {
+func (r *readAllocations) parse(all []isthmus.NetworkAllocation) (fabric.Allocations, []fabric.Problem) {
 	changed := func(o isthmus.NetworkAllocation) bool { return r.versions[o.UID] != o.ResourceVersion }
 	if len(all) != len(r.versions) || slices.ContainsFunc(all, changed) {
 		r.versions = make(map[types.UID]string, len(all))
@@ -179,24 +179,25 @@ func (r *readAllocations) from(all []isthmus.NetworkAllocation) (fabric.Allocati
 			r.versions[all[i].UID] = all[i].ResourceVersion
 		}
 		was := r.parsed
-		if r.parsed, r.problems = fabric.AllocationsFrom(all, time.Now()); len(r.parsed.Own) == 0 { // the manager recreates a deleted object
+		if r.parsed, r.problems = fabric.AllocationsFrom(all, time.Now()); len(r.parsed.Own) == 0 { // the object with our own networks was deleted: keep them, because the manager recreates it
 			r.parsed.Own, r.parsed.OwnPods = was.Own, was.OwnPods
 		}
 	}
 	return r.parsed, slices.Clone(r.problems)
 }
 
-// see reads the known objects. whole reports whether all objects that are needed are known.
-func (w *nodeWatch) see(ctx context.Context) (now *nodeSnapshot, whole bool, err error) {
+// readObjects makes a snapshot from the objects that have been read. complete reports whether all
+// needed objects have been read.
+func (w *nodeWatch) readObjects(ctx context.Context) (now *nodeSnapshot, complete bool, err error) {
 	var pods corev1.PodList
 	if err := w.few.List(ctx, &pods, client.UnsafeDisableDeepCopy); err != nil {
 		return nil, false, err
 	}
 	hosts := slices.ContainsFunc(pods.Items, func(p corev1.Pod) bool { return p.Spec.HostNetwork })
-	w.only = !hosts && (w.only || len(pods.Items) > 0) // if all gateways were deleted, expect new ones with their own network namespaces, too
+	w.podGateways = !hosts && (w.podGateways || len(pods.Items) > 0) // if all gateways were deleted, expect new ones with their own network namespaces, too
 	now = &nodeSnapshot{}
 	in := &now.intent
-	in.OnlyPods = w.only
+	in.OnlyPods = w.podGateways
 	for i := range pods.Items {
 		in.Gateways = append(in.Gateways, gatewayFrom(&pods.Items[i])...)
 	}
@@ -206,27 +207,27 @@ func (w *nodeWatch) see(ctx context.Context) (now *nodeSnapshot, whole bool, err
 		if err := allocations.List(ctx, &list, client.UnsafeDisableDeepCopy); err != nil {
 			return nil, false, err
 		}
-		in.Allocations, now.problems = w.read.from(list.Items)
+		in.Allocations, now.problems = w.read.parse(list.Items)
 	}
 	place, refused := w.place.known()
-	if place != nil && w.only && len(in.OwnPods) > 0 {
+	if place != nil && w.podGateways && len(in.OwnPods) > 0 {
 		var services corev1.ServiceList
 		if err := place.List(ctx, &services, client.UnsafeDisableDeepCopy); err != nil {
 			return nil, false, err
 		}
 		in.Gateway = w.active(services.Items, in.Gateways)
 	}
-	undecided := place == nil && !refused || allocations == nil // at the start it takes a moment to know whether TunnelEndpoints are needed
-	w.all.want(ctx, !w.only)
+	undecided := place == nil && !refused || allocations == nil // the objects that show whether TunnelEndpoints are needed have not been read yet
+	w.all.want(ctx, !w.podGateways)
 	w.tunnels.want(ctx, !in.Gateway.IsValid() && !undecided)
 	all, _ := w.all.known()
 	tunnels, _ := w.tunnels.known()
-	whole = allocations != nil && (w.only || all != nil) && (in.Gateway.IsValid() || tunnels != nil)
+	complete = allocations != nil && (w.podGateways || all != nil) && (in.Gateway.IsValid() || tunnels != nil)
 	err = w.snapshot(ctx, now, all, tunnels)
-	if w.last != nil && !in.Gateway.IsValid() && tunnels == nil { // until they are read, the last known gateways stay in force
+	if w.last != nil && !in.Gateway.IsValid() && tunnels == nil { // until TunnelEndpoints are read, the last known gateways stay in force
 		in.Gateway, in.Tunnels = w.last.intent.Gateway, w.last.intent.Tunnels
 	}
-	return now, whole, err
+	return now, complete, err
 }
 
 // active returns the gateway that the nodes elected, or the gateway that the Service names,
@@ -256,10 +257,10 @@ func (w *nodeWatch) active(services []corev1.Service, gateways []fabric.GatewayP
 	return h.Addr
 }
 
-// activeGateway returns the address of the gateway that the gateway's Service names. It must be
-// one of the Pods in gateways, on the node that the Service names: a host-network gateway that
-// takes over writes only the node. The result is zero if no Pod matches, or if there is not
-// exactly one Service.
+// activeGateway returns the address of the active gateway that the gateway's Service names. The
+// Service names an address and a node. Both must belong to the same Pod in gateways, because a
+// host-network gateway that takes over changes only the node and leaves an old address. The result
+// is zero if no Pod matches, or if there is not exactly one Service.
 func activeGateway(services []corev1.Service, gateways []fabric.GatewayPod) netip.Addr {
 	if len(services) != 1 {
 		return netip.Addr{}
@@ -276,7 +277,7 @@ func activeGateway(services []corev1.Service, gateways []fabric.GatewayPod) neti
 func reachablePods() cache.ByObject {
 	visible, err := labels.NewRequirement(v1alpha1.LabelShadowPod, selection.NotEquals, []string{"true"})
 	if err != nil {
-		panic(err) // only invalid constants could cause this
+		panic(err) // only invalid constants could cause an error
 	}
 	return cache.ByObject{
 		Transform: slimPod,
@@ -297,7 +298,7 @@ type nodeSnapshot struct {
 	problems []fabric.Problem
 }
 
-// snapshot adds the objects in the caches to s; all and tunnels may be nil. It sorts
+// snapshot adds the objects in the caches to s. The caches all and tunnels may be nil. It sorts
 // everything, because caches list in random order.
 func (w *nodeWatch) snapshot(ctx context.Context, s *nodeSnapshot, all, tunnels *objects) error {
 	var nodes corev1.NodeList
@@ -335,7 +336,7 @@ func (w *nodeWatch) snapshot(ctx context.Context, s *nodeSnapshot, all, tunnels 
 			s.intent.Tunnels = append(s.intent.Tunnels, tunnel)
 		}
 	}
-	if w.only {
+	if w.podGateways {
 		s.intent.Trust(w.self)
 	}
 	s.intent.Sort()

@@ -273,9 +273,9 @@ func TestWatchNodeDeliversEachChangeOnce(t *testing.T) {
 	s.create(node("n3", "172.30.1.13", "10.64.2.0/24"))
 	s.silence("a pod and a node, none of which matter", 500*time.Millisecond)
 
-	// Our own networks are known, and the Service names an active gateway. Now TunnelEndpoints
-	// are not read, even if they change. A gateway in the Service that is not one of its Pods
-	// is ignored.
+	// Our own networks are known, and the Service names an active gateway. Now TunnelEndpoints are
+	// not read, even if they change. An address in the Service that belongs to none of the gateway
+	// Pods is ignored.
 	service := &corev1.Service{ObjectMeta: metav1.ObjectMeta{Namespace: deploy.Namespace, Name: "gateway", Labels: map[string]string{v1alpha1.LabelGateway: "true"},
 		Annotations: map[string]string{isthmus.AnnotationGateways: "10.64.1.254", v1alpha1.AnnotationGatewayNodeIP: "172.30.1.12"}}, Spec: corev1.ServiceSpec{Ports: []corev1.ServicePort{{Port: 5871}}}}
 	s.must(s.admin.Create(ctx, service))

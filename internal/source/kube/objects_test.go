@@ -17,29 +17,29 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 )
 
-// An unread is a cache, an informer and a registration that has never read any object.
-type unread struct{ cache.Cache }
+// neverRead is a cache, an informer and a registration that has never read any object.
+type neverRead struct{ cache.Cache }
 
-func (u unread) GetInformer(context.Context, client.Object, ...cache.InformerGetOption) (cache.Informer, error) {
-	return unreadInformer{}, nil
+func (u neverRead) GetInformer(context.Context, client.Object, ...cache.InformerGetOption) (cache.Informer, error) {
+	return neverReadInformer{}, nil
 }
 
-type unreadInformer struct{ cache.Informer }
+type neverReadInformer struct{ cache.Informer }
 
-func (unreadInformer) AddEventHandler(toolscache.ResourceEventHandler) (toolscache.ResourceEventHandlerRegistration, error) {
-	return unreadRegistration{}, nil
+func (neverReadInformer) AddEventHandler(toolscache.ResourceEventHandler) (toolscache.ResourceEventHandlerRegistration, error) {
+	return neverReadRegistration{}, nil
 }
 
-type unreadRegistration struct {
+type neverReadRegistration struct {
 	toolscache.ResourceEventHandlerRegistration
 }
 
-func (unreadRegistration) HasSynced() bool { return false }
+func (neverReadRegistration) HasSynced() bool { return false }
 
 func TestGatewayReportsUnreadableObjectsInPlainWords(t *testing.T) {
 	var logged strings.Builder
 	g := &Gateway{log: slog.New(slog.DiscardHandler), keeper: new(keeper)}
-	o := &objects{Cache: unread{}, log: slog.New(slog.NewTextHandler(&logged, nil)), trouble: make(map[string]error)}
+	o := &objects{Cache: neverRead{}, log: slog.New(slog.NewTextHandler(&logged, nil)), trouble: make(map[string]error)}
 	refused := &url.Error{Op: "Get", URL: "https://10.96.0.1/api/v1/nodes", Err: &net.OpError{Op: "dial", Net: "tcp", Err: syscall.ECONNREFUSED}}
 	for range 2 {
 		o.failed("*v1.Node", refused)

@@ -21,7 +21,7 @@ import (
 )
 
 // A PresharedKey is the key for handshakes with one peer; see datapath.PresharedKeys. The zero
-// value is no key.
+// value means that there is no key.
 type PresharedKey struct {
 	ID       string             `json:"id,omitempty"` // ID of the exchange that made Key
 	Key      postquantum.Secret `json:"presharedKey,omitzero"`
@@ -95,9 +95,9 @@ func (p *presharedKeys) read(ctx context.Context, namespace string) map[string]P
 	return keys
 }
 
-// demand leaves out the TunnelEndpoints that require a preshared key for which keys has none.
-// For the remaining ones that require a key, it forbids handshakes without it.
-func demand(endpoints []v1alpha1.TunnelEndpoint, keys map[string]PresharedKey) ([]v1alpha1.TunnelEndpoint, map[string]PresharedKey, []fabric.Problem) {
+// requirePreshared leaves out the TunnelEndpoints that require a preshared key for which keys has
+// none. For the other TunnelEndpoints that require a key, it forbids handshakes without the key.
+func requirePreshared(endpoints []v1alpha1.TunnelEndpoint, keys map[string]PresharedKey) ([]v1alpha1.TunnelEndpoint, map[string]PresharedKey, []fabric.Problem) {
 	var problems []fabric.Problem
 	adjusted := false
 	usable := slices.DeleteFunc(slices.Clone(endpoints), func(te v1alpha1.TunnelEndpoint) bool {

@@ -15,8 +15,8 @@ import (
 	"github.com/isthmus-net/isthmus/internal/keyring"
 )
 
-// If a peer requires a preshared key, it is left out until it has one, and no handshake with it
-// is allowed without the key.
+// A peer that requires a preshared key is left out until its key exists. Handshakes with that peer
+// always need the key.
 func TestAPeerIsLeftOutWithoutItsRequiredKey(t *testing.T) {
 	one, previous := postquantum.Secret{1}, postquantum.Secret{2}
 	for _, tc := range []struct {
@@ -39,7 +39,7 @@ func TestAPeerIsLeftOutWithoutItsRequiredKey(t *testing.T) {
 		}
 		id := te.Spec.ClusterIdentity.ClusterID
 		keys := map[string]PresharedKey{id: tc.have}
-		usable, used, problems := demand([]v1alpha1.TunnelEndpoint{te}, keys)
+		usable, used, problems := requirePreshared([]v1alpha1.TunnelEndpoint{te}, keys)
 		if (len(usable) == 1) != tc.usable || (len(problems) == 0) != tc.usable || used[id] != tc.want || keys[id] != tc.have {
 			t.Errorf("%s: %d usable, problems %v, or other keys", tc.name, len(usable), problems)
 		}
@@ -79,7 +79,7 @@ func TestAPresharedKeyIsNotPrinted(t *testing.T) {
 	var b strings.Builder
 	slog.New(slog.NewJSONHandler(&b, &slog.HandlerOptions{ReplaceAttr: func(_ []string, a slog.Attr) slog.Attr {
 		if a.Key == slog.TimeKey {
-			return slog.Attr{} // its digits could equal those of the key
+			return slog.Attr{} // the digits of the time could look like a part of the key
 		}
 		return a
 	}})).Info("x", "key", key)

@@ -154,7 +154,7 @@ const (
 type questioner struct {
 	election *election
 	private  func() [32]byte // returns the WireGuard private key; zero: not known yet
-	before   []byte          // result of questionKey from before a restart, used until private is known; nil: none
+	savedKey []byte          // result of questionKey that was saved before a restart, used until private is known; nil: none
 	listen   func() (net.PacketConn, error)
 	refused  func(why string, n uint32) // counts rejected datagrams
 	log      *slog.Logger
@@ -186,8 +186,8 @@ func (q *questioner) run(ctx context.Context) {
 	}()
 	var again time.Time
 	logged := false
-	if q.before != nil {
-		q.key.Store(&q.before)
+	if q.savedKey != nil {
+		q.key.Store(&q.savedKey)
 	}
 	var private [32]byte
 	for {
@@ -281,8 +281,8 @@ func (q *questioner) read(conn net.PacketConn, strangers *crowd.Crowd) {
 	}
 }
 
-// other is another gateway, identified by its Pod.
-type other struct {
+// otherGateway has the known state of another gateway, which is identified by its Pod.
+type otherGateway struct {
 	pod          string // name of the Pod; until the API server lists the Pod, the result of unnamed
 	id           gatewayID
 	addr         netip.Addr // address of the Pod as last read; zero: none yet
@@ -298,11 +298,11 @@ type other struct {
 }
 
 // stranger reports whether the only sign of this gateway is a question, which may be a replay.
-func (o *other) stranger() bool { return !o.listed && !o.answered }
+func (o *otherGateway) stranger() bool { return !o.listed && !o.answered }
 
-// missedMost is how many questions an unlisted gateway may leave unanswered before it is
+// maxMissed is how many questions an unlisted gateway may leave unanswered before it is
 // forgotten. It is the number sent in one minute, by which time a watch of Pods is up to date.
-const missedMost = int(time.Minute / questionInterval)
+const maxMissed = int(time.Minute / questionInterval)
 
 // question is a question that is ready to be sent.
 type question struct {
@@ -322,7 +322,7 @@ func (e *election) questions(now time.Time) (all []question) {
 		case e.readsLocked():
 			o.missed++
 		}
-		if o.stranger() && now.Sub(o.lastQuestion) >= deferFor || o.missed > missedMost {
+		if o.stranger() && now.Sub(o.lastQuestion) >= deferFor || o.missed > maxMissed {
 			delete(e.others, id)
 			continue
 		}
@@ -378,7 +378,7 @@ func (e *election) recordQuestion(id gatewayID, addr netip.Addr, now time.Time) 
 }
 
 // account returns the last answer of o. Its times are relative to the time now.
-func (o *other) account(now time.Time) account {
+func (o *otherGateway) account(now time.Time) account {
 	a := o.last
 	a.pod, a.age, a.promised = o.pod, now.Sub(o.sent), o.promised.Sub(now)
 	return a
@@ -413,16 +413,16 @@ func (e *election) handleAnswer(m message, now time.Time) bool {
 	return true
 }
 
-// see records another gateway that the API server lists.
-func (e *election) see(pod string, addr netip.Addr, leaving bool) {
+// addListed records another gateway that the API server lists.
+func (e *election) addListed(pod string, addr netip.Addr, leaving bool) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	o := e.otherLocked(pod)
 	o.addr, o.listed, o.leaving = addr, true, leaving
 }
 
-// unsee removes another gateway whose Pod was deleted.
-func (e *election) unsee(pod string) {
+// removeListed removes another gateway whose Pod was deleted.
+func (e *election) removeListed(pod string) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	delete(e.others, idOf(pod))
@@ -439,11 +439,11 @@ func (e *election) dropUnlisted() {
 	}
 }
 
-func (e *election) otherLocked(pod string) *other {
+func (e *election) otherLocked(pod string) *otherGateway {
 	id := idOf(pod)
 	o := e.others[id]
 	if o == nil {
-		o = &other{id: id, open: make(map[nonce]time.Time)}
+		o = &otherGateway{id: id, open: make(map[nonce]time.Time)}
 		e.others[id] = o
 	}
 	o.pod = pod

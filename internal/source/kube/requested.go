@@ -27,7 +27,7 @@ func (r *refresher) evaluate(ctx context.Context, ring keyring.Ring) error {
 		r.objectsChanged.Store(true)
 		return err
 	}
-	usable, preshared, lacking := demand(endpoints.Items, keys)
+	usable, preshared, lacking := requirePreshared(endpoints.Items, keys)
 	r.requested = requestedFor(&r.decider, r.cluster, private, usable, mappings.Items)
 	r.requested.secret, r.requested.preshared, r.requested.problems = keys, preshared, fabric.SortProblems(append(r.requested.problems, lacking...))
 	if r.o.StateDirectory != "" {
@@ -43,11 +43,11 @@ type requested struct {
 	private  [32]byte
 	gateway  fabric.Gateway // decided for an empty Site
 	problems []fabric.Problem
-	saved    savedObjects // its places are not set
+	saved    savedObjects // its locations are not set
 
-	secret, preshared map[string]PresharedKey // as read from the Secret, and as handshakes may use them
+	secret, preshared map[string]PresharedKey // all keys in the Secret, and the keys that handshakes use
 
-	ours, networks []fabric.SiteNetwork // networks of the last Site, without and with those of peers
+	ours, networks []fabric.SiteNetwork // networks of the last Site: as passed in, and with the networks of peers
 }
 
 // gatewayFor returns the configuration that the objects request. It leaves out invalid objects.
@@ -97,7 +97,7 @@ func requestedFor(d *fabric.GatewayDecider, cluster v1alpha1.ClusterIdentity, pr
 
 // atSite returns the gateway's configuration at a Site. Peers only add networks to the Site.
 func (a *requested) atSite(site fabric.Site) fabric.Gateway {
-	if a.networks == nil || !slices.Equal(site.Networks, a.ours) { // otherwise pass the previous slice, which is quick to compare
+	if a.networks == nil || !slices.Equal(site.Networks, a.ours) { // if equal, keep the previous slice, because slices with the same memory are quick to compare
 		a.ours, a.networks = site.Networks, slices.Concat(site.Networks, a.gateway.Site.Networks)
 	}
 	gw := a.gateway

@@ -65,13 +65,13 @@ func (g *Gateway) await(ctx context.Context, e *election, known *remembered, oth
 
 // resume makes this replica the active one with the state in known.
 func (g *Gateway) resume(e *election, known *remembered, others acquaintance) {
-	why := known.from(time.Now())
+	why := known.reason(time.Now())
 	g.log.Warn("active again from the snapshot, without the API server", "peers", len(known.snapshot.Gateway.Peers), "reason", why)
 	g.keeper.adopt(known)
 	e.resume(others)
 	g.mu.Lock()
 	defer g.mu.Unlock()
-	if !g.desired.valid { // otherwise the API server has just answered
+	if !g.desired.valid { // if it is valid already, the API server has just answered
 		g.setDesired(desired{snapshot: known.snapshot, err: why, valid: true, remembered: why})
 	}
 }

@@ -27,17 +27,17 @@ func (w *writer) rotate(ctx context.Context, r Report) {
 	desired := w.desired
 	w.mu.Unlock()
 	ring := desired.snapshot.Keys
-	if !desired.valid || desired.err != nil || desired.remembered != nil { // the present content of the Secret is unknown
+	if !desired.valid || desired.err != nil || desired.remembered != nil { // the current content of the Secret is unknown
 		return
 	}
 	now := time.Now()
 	lagging := lagging(desired.snapshot, r)
-	if ring.Next == ([32]byte{}) || r.Rotation.Next != ring.Next || len(lagging) > 0 || w.moving != ring.Next {
-		w.moved, w.moving = now, ring.Next
+	if ring.Next == ([32]byte{}) || r.Rotation.Next != ring.Next || len(lagging) > 0 || w.nextKey != ring.Next {
+		w.lagEnded, w.nextKey = now, ring.Next
 	}
 	w.metrics.rotation.Store(&rotationState{ring, lagging})
 	offered, absence := w.offered(ctx, now)
-	step := ring.Step(keyring.Seen{Now: now, Answering: r.Rotation.Next == ring.Next, Offered: offered, Absent: absence, Lagging: len(lagging), Moved: now.Sub(w.moved), PeersUnaware: peersUnaware(r, lagging),
+	step := ring.Step(keyring.Seen{Now: now, Answering: r.Rotation.Next == ring.Next, Offered: offered, Absent: absence, Lagging: len(lagging), Moved: now.Sub(w.lagEnded), PeersUnaware: peersUnaware(r, lagging),
 		Age: w.o.RotateKeys, Patience: w.o.RotationPatience})
 	if step == keyring.Nothing {
 		return
@@ -111,7 +111,7 @@ func (w *writer) readOffer(ctx context.Context, now time.Time) {
 		if w.offer.absent = absent; absent.IsZero() {
 			w.offer.absent = now
 		}
-	} else if apierrors.IsForbidden(err) { // otherwise keep the last result: the API server may be unavailable
+	} else if apierrors.IsForbidden(err) { // after other errors keep the last result, because the API server may be unavailable
 		wrong = err.Error()
 	}
 	if w.offer.next = now.Add(offerInterval); wrong != "" && wrong != w.offer.lastLogged {

@@ -123,10 +123,10 @@ func decide(v view) ruling {
 }
 
 // defersTo reports whether this gateway, which does not hold the Lease, leaves the Lease to the
-// other gateway o. An answer from before a takeover that v knows of does not count. A holder
-// that has been silent for long does not count either, if this gateway can read the API server
-// and thus do better. If neither gateway can read it, and both have lost contact, only this
-// promise lets one of them continue.
+// other gateway o. An answer from before a takeover that v knows of does not count. A holder that
+// has been silent for long does not count either, if this gateway can read the API server and thus
+// do better. If neither gateway can read the API server, the silent holder still counts, because
+// only this promise lets one of the two continue.
 func (v view) defersTo(o account) bool {
 	mute := v.reads && o.silent && o.mute >= deferFor
 	return !v.holds && o.holds && o.fresh() && o.transition >= v.transition && !mute

@@ -80,8 +80,8 @@ func TestOnlyAnswersToOurQuestionsAreTrusted(t *testing.T) {
 	key := questionKey(keyring.New())
 	a := electionWith(nil, "a", nil, quiet)
 	b := electionWith(nil, "b", nil, quiet)
-	a.see("b", netip.MustParseAddr("10.0.0.2"), false)
-	b.see("a", netip.MustParseAddr("10.0.0.1"), false)
+	a.addListed("b", netip.MustParseAddr("10.0.0.2"), false)
+	b.addListed("a", netip.MustParseAddr("10.0.0.1"), false)
 	now := time.Now()
 	nextQuestion := func() message {
 		q := a.questions(now)
@@ -212,7 +212,7 @@ func (g *simGateway) list() {
 		}
 	}
 	g.e.mu.Unlock()
-	g.e.see(other.pod(), other.addr().Addr(), false)
+	g.e.addListed(other.pod(), other.addr().Addr(), false)
 }
 
 // knows reports whether the gateway asks the other gateway and no others.
@@ -298,9 +298,9 @@ type simLeases struct {
 
 var leaseResource = schema.GroupResource{Group: "coordination.k8s.io", Resource: "leases"}
 
-// reach returns nil, with w.mu held, if the gateway reaches the API server. Otherwise it
+// lockIfReachable returns nil, with w.mu held, if the gateway reaches the API server. Otherwise it
 // returns an error without w.mu held.
-func (l *simLeases) reach() error {
+func (l *simLeases) lockIfReachable() error {
 	w := l.g.w
 	w.mu.Lock()
 	delay := time.Duration(w.rng.IntN(30)) * time.Millisecond
@@ -322,7 +322,7 @@ func (l *simLeases) reach() error {
 }
 
 func (l *simLeases) Get(context.Context, string, metav1.GetOptions) (*coordinationv1.Lease, error) {
-	if err := l.reach(); err != nil {
+	if err := l.lockIfReachable(); err != nil {
 		return nil, err
 	}
 	defer l.g.w.mu.Unlock()
@@ -333,7 +333,7 @@ func (l *simLeases) Get(context.Context, string, metav1.GetOptions) (*coordinati
 }
 
 func (l *simLeases) Create(_ context.Context, lease *coordinationv1.Lease, _ metav1.CreateOptions) (*coordinationv1.Lease, error) {
-	if err := l.reach(); err != nil {
+	if err := l.lockIfReachable(); err != nil {
 		return nil, err
 	}
 	if l.g.w.old != nil {
@@ -344,7 +344,7 @@ func (l *simLeases) Create(_ context.Context, lease *coordinationv1.Lease, _ met
 }
 
 func (l *simLeases) Update(_ context.Context, lease *coordinationv1.Lease, _ metav1.UpdateOptions) (*coordinationv1.Lease, error) {
-	if err := l.reach(); err != nil {
+	if err := l.lockIfReachable(); err != nil {
 		return nil, err
 	}
 	if l.g.w.old == nil || l.g.w.old.ResourceVersion != lease.ResourceVersion {
@@ -445,8 +445,8 @@ func (p phase) String() string {
 }
 
 // settled is the maximum time from a change until some gateway sends to peers again. The Lease
-// counts as expired leaseDuration after the API server was reached again. A gateway tries that
-// every retryPeriod, and each attempt may take leaseTimeout.
+// counts as expired leaseDuration after the API server was reached again. A gateway tries to reach
+// the API server every retryPeriod, and each attempt may take leaseTimeout.
 const settled = leaseDuration + deferFor + 2*(retryPeriod+leaseTimeout)
 
 // play runs the phases. Every 50 ms it checks that at most one gateway may send to peers, and
@@ -465,7 +465,7 @@ func play(t *testing.T, seed uint64, phases []phase) {
 					g.stop()
 				}
 			}
-			time.Sleep(time.Second) // for pending requests to end
+			time.Sleep(time.Second) // let pending requests end
 		}()
 		phases = append([]phase{{links: all, lasts: 30 * time.Second}}, phases...)
 		phases = append(phases, phase{links: all, lasts: 30 * time.Second})
@@ -625,9 +625,9 @@ func TestAtMostOneGatewaySendsWhilePodsAreReplaced(t *testing.T) {
 	}
 }
 
-// A gateway that is not listed yet counts only after it has answered a question. Until then it
-// is not told that the holder is silent. Afterwards it may act on that knowledge, because the
-// silent holder sends nothing before it has a promise of this gateway.
+// A gateway that is not listed yet counts only after it has answered a question. Until then the
+// holder does not report its silence to that gateway. Afterwards that gateway may act on the
+// silence, because the silent holder sends nothing before it has a promise of that gateway.
 func TestUnlistedGatewayCountsOnceItAnswers(t *testing.T) {
 	now := time.Now()
 	known := acquaintance{Transition: 3, Others: map[string]netip.Addr{"b": netip.MustParseAddr("10.0.0.2")}}
@@ -675,17 +675,17 @@ func TestUnlistedGatewayCountsOnceItAnswers(t *testing.T) {
 	if o := again.others[c]; o == nil || o.addr != at {
 		t.Errorf("not remembered: %+v", a.acquaintance())
 	}
-	a.see("c", at, false)
+	a.addListed("c", at, false)
 	if a.others[c].pod != "c" || len(a.others) != 2 {
 		t.Errorf("the API server lists it as another one: %v", a.acquaintance())
 	}
-	a.unsee("b")
+	a.removeListed("b")
 	if promise(); !a.active() || silent() {
 		t.Error("it is silent although everybody defers to it")
 	}
 
 	again.away, again.last = false, now // the API server answers, and its list is empty
-	for range missedMost + 1 {
+	for range maxMissed + 1 {
 		again.questions(now)
 	}
 	if len(again.others) > 0 {
@@ -784,12 +784,12 @@ func TestRestartedGatewayAsksOthersBeforeItSends(t *testing.T) {
 func TestStandbyPromisesNothingWhileItTakesTheLease(t *testing.T) {
 	now := time.Now()
 	lease := func(version string) *coordinationv1.Lease {
-		l := take(nil, "a", now)
+		l := withHolder(nil, "a", now)
 		l.ResourceVersion = version
 		return l
 	}
 	b := electionWith(nil, "b", nil, quiet)
-	b.see("a", netip.MustParseAddr("10.0.0.1"), false)
+	b.addListed("a", netip.MustParseAddr("10.0.0.1"), false)
 	b.observe(lease("1"), now)
 	defers := func() time.Duration {
 		return b.answer(message{kind: kindQuestion, from: idOf("a"), to: b.id}, now).defers
@@ -828,8 +828,8 @@ func TestLeaseHasNoKnownHolderBeforeItIsWatched(t *testing.T) {
 	}
 }
 
-// A restarted gateway that is silent and learns that it lost the election removes what its
-// earlier process left.
+// A restarted gateway that is silent and learns that it lost the election removes the state that
+// its earlier process left.
 func TestSilentGatewayCleansUpAfterItLostTheElection(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		g := &Gateway{log: quiet, keeper: newKeeper(GatewayOptions{}, func() {})}

@@ -30,9 +30,9 @@ func (e *election) silence() string {
 	return fmt.Sprintf("silent: this gateway cannot renew the Lease %s, and Pod %s, which may have taken over, does not answer at UDP port %d", isthmus.LeaseGateway, e.unanswered, QuestionPort)
 }
 
-// unansweredMost is how long a standby stays ready although too few voters answer it. A message may
+// unansweredGrace is how long a standby stays ready although too few voters answer. A message may
 // be late, and agents restart.
-const unansweredMost = 3 * time.Second
+const unansweredGrace = 3 * time.Second
 
 // cannotTakeOver explains why this standby would not get a majority of votes. It returns nil if the
 // standby would get one.
@@ -44,7 +44,7 @@ func (e *election) cannotTakeOver(now time.Time) error {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	why := staleList(e.list, v)
-	if !e.byVotesLocked() || e.name == e.identity || e.hasMajorityLocked(v) && why == "" || now.Sub(e.lastMajority) < unansweredMost {
+	if !e.byVotesLocked() || e.name == e.identity || e.hasMajorityLocked(v) && why == "" || now.Sub(e.lastMajority) < unansweredGrace {
 		return nil
 	}
 	if why != "" {

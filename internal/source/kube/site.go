@@ -20,8 +20,8 @@ func (g *Gateway) site(ctx context.Context) (fabric.Site, error) {
 	return siteOf(ctx, g.objects, g.o.Config.Host, g.locations.site())
 }
 
-// siteOf adds to site, which has the addresses of the nodes, the networks in the
-// NetworkAllocations and the addresses of the API servers. host is the URL of one API server.
+// siteOf returns site, which has the addresses of the nodes, with two additions: the networks in
+// the NetworkAllocations, and the addresses of the API servers. host is the URL of one API server.
 func siteOf(ctx context.Context, reader client.Reader, host string, site fabric.Site) (fabric.Site, error) {
 	var (
 		allocations isthmus.NetworkAllocationList

@@ -107,7 +107,7 @@ type savedOthers struct {
 	acquaintance
 }
 
-// savedFrom copies the fields that package fabric reads. The caller sets places.
+// savedFrom copies the fields that package fabric reads. The caller sets locations.
 func savedFrom(cluster v1alpha1.ClusterIdentity, private [32]byte, endpoints []v1alpha1.TunnelEndpoint, mappings []v1alpha1.NatMapping) savedObjects {
 	s := savedObjects{Version: snapshotVersion, Cluster: cluster, PublicKey: base64.StdEncoding.EncodeToString(publicKey(private)), locations: savedLocations{Version: snapshotVersion}}
 	meta := func(m *metav1.ObjectMeta) metav1.ObjectMeta {
@@ -208,7 +208,7 @@ func remember(o GatewayOptions, now time.Time) (*remembered, error) {
 			return nil, fmt.Errorf("%s: %w", keyFile, err)
 		}
 	}
-	usable, preshared, lacking := demand(objects.TunnelEndpoints, key.Preshared)
+	usable, preshared, lacking := requirePreshared(objects.TunnelEndpoints, key.Preshared)
 	gw, problems := gatewayFor(objects.Cluster, private, objects.locations.Site, usable, objects.NatMappings)
 	snapshot := Snapshot{Gateway: gw, Problems: fabric.SortProblems(append(problems, lacking...)), Keys: objects.keys, Preshared: preshared}
 	if o.Node != "" { // if the Pod's sandbox was recreated, the Pod may have another address
@@ -291,8 +291,8 @@ func (k *keeper) put(want savedObjects, keys keyring.Ring) {
 	k.changed.set()
 }
 
-// adopt registers the existing files as written. Objects that were already put stay. Call adopt
-// before run.
+// adopt registers the existing files as written. Objects from an earlier call of put stay. Call
+// adopt before run.
 func (k *keeper) adopt(r *remembered) {
 	k.have, k.renewed = r.objects, r.renewed
 	k.mu.Lock()
@@ -438,9 +438,9 @@ func (k *keeper) forget() bool {
 	return true
 }
 
-// from describes how old the snapshot is, for the log and the status. since is the time at
+// reason describes how old the snapshot is, for the log and the status. since is the time at
 // which this replica began to use it.
-func (r *remembered) from(since time.Time) error {
+func (r *remembered) reason(since time.Time) error {
 	return fmt.Errorf("carrying on since %s from the snapshot of %s, the Lease renewed at %s: the API server does not answer",
 		since.UTC().Format(time.RFC3339), r.objects.Read.UTC().Format(time.RFC3339), r.renewed.UTC().Format(time.RFC3339))
 }

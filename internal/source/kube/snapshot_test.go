@@ -42,7 +42,7 @@ func saved(t *testing.T) (GatewayOptions, Snapshot) {
 	o := GatewayOptions{Namespace: "home", Pod: "pod-1", StateDirectory: filepath.Join(t.TempDir(), "state"), Log: quiet}
 	private := keyring.New()
 	endpoints, mappings := []v1alpha1.TunnelEndpoint{endpoint(2), endpoint(1)}, []v1alpha1.NatMapping{natMapping(1, map[string]string{"10.7.7.7": "10.245.0.9"})}
-	endpoints[1].Spec.RemoteNATPodCIDR = "10.102.0.0/20" // overlaps with the other peer, so one of the two is refused
+	endpoints[1].Spec.RemoteNATPodCIDR = "10.102.0.0/20" // overlaps with a network of the other peer, so one of the two peers is refused
 	deleted := endpoint(3)
 	deleted.DeletionTimestamp = new(metav1.Now())
 	k := newKeeper(o, func() {})
@@ -307,7 +307,7 @@ func TestADamagedSnapshotIsRefused(t *testing.T) {
 			t.Errorf("%s: %v, %v; want %q", d.file, known, err, d.want)
 		}
 	}
-	for _, name := range []string{keyFile, objectsFile, locationsFile} { // without the lease file there is no snapshot, and no error
+	for _, name := range []string{keyFile, objectsFile, locationsFile} { // not the lease file: without it there is no snapshot, and no error
 		o, _ := saved(t)
 		if err := os.Remove(filepath.Join(o.StateDirectory, name)); err != nil {
 			t.Fatal(err)
@@ -369,7 +369,7 @@ func testCarryingOn(t *testing.T, s *apiServer) {
 		t.Helper()
 		within(t, fmt.Sprintf("%d files", n), func() error {
 			entries, err := os.ReadDir(o.StateDirectory)
-			entries = slices.DeleteFunc(entries, func(e fs.DirEntry) bool { return e.Name() == othersFile }) // keep out the file that a standby has, too
+			entries = slices.DeleteFunc(entries, func(e fs.DirEntry) bool { return e.Name() == othersFile }) // ignore the file that a standby has, too
 			if len(entries) != n {
 				return fmt.Errorf("%v, %w", entries, err)
 			}
@@ -410,7 +410,7 @@ func testCarryingOn(t *testing.T, s *apiServer) {
 		before := r.desired.snapshot
 		r.mu.Unlock()
 		path.cut()
-		r.stop() // without a connection it cannot release the Lease
+		r.stop() // without a connection the replica cannot release the Lease
 		files(t, o, 4)
 
 		for range 2 { // several restarts in a row
@@ -454,7 +454,7 @@ func testCarryingOn(t *testing.T, s *apiServer) {
 		successor := start(t, GatewayOptions{Config: s.config, Namespace: "gives-way", Pod: "q", Cluster: self})
 		serves(t, successor, true)
 		r = start(t, o)
-		serves(t, r, true) // both are active until the connection is restored
+		serves(t, r, true) // both replicas are active until the connection is restored
 		path.mend()
 		serves(t, r, false)
 		files(t, o, 0)

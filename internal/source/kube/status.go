@@ -129,7 +129,7 @@ func (w *writer) writeStatus(ctx context.Context, have *v1alpha1.TunnelEndpoint,
 	if equality.Semantic.DeepEqual(have.Status, stored) {
 		return
 	}
-	m.statusInputs = statusInputs{} // until the status has been written
+	m.statusInputs = statusInputs{} // set again once the stored status is known to be right
 	if !m.due(have, now) || now.Sub(m.written) < mayWait(have.Status, stored) {
 		return
 	}
@@ -238,10 +238,10 @@ func acceptedCurrent(te *v1alpha1.TunnelEndpoint) bool {
 	return c != nil && c.Status == metav1.ConditionTrue && c.ObservedGeneration == te.Generation
 }
 
-// liqoMessage returns Liqo's message for a status, or else the message of the condition
-// Connected. The manager compares it with the condition's message. They differ if the condition
-// is stale: a gateway version without this condition writes another message and leaves the
-// condition unchanged.
+// liqoMessage returns Liqo's message for a status, or else the message of the condition Connected.
+// The manager compares the status's message with the condition's message. A difference means that
+// the condition is stale, because a gateway version without this condition writes another message
+// and leaves the condition unchanged.
 func liqoMessage(p PeerReport) string {
 	switch {
 	case p.Status == v1alpha1.Connecting:

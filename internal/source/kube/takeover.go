@@ -39,9 +39,9 @@ func (t takeover) mark(lease *coordinationv1.Lease) {
 	lease.Spec.AcquireTime = &at
 }
 
-// takes returns the takeover of a replica that takes the Lease as last read. Only the goroutine
-// of run may call it.
-func (e *election) takes(now time.Time) takeover {
+// newTakeover returns the takeover of a replica that takes the Lease as last read. Only the
+// goroutine of run may call it.
+func (e *election) newTakeover(now time.Time) takeover {
 	t := takeover{isthmus.Takeover{Pod: e.identity, Reason: isthmus.TakeoverExpired, Previous: holderOf(e.lease)}, now}
 	switch {
 	case e.lease == nil:
@@ -81,7 +81,8 @@ func (g *Gateway) Mandate() *isthmus.Mandate {
 	return &m
 }
 
-// mandate is like Mandate, but Since may be zero. ok is false unless this replica is the active one.
+// mandate is like Mandate, but Since may be zero. ok is false unless this replica is the active
+// one.
 func (e *election) mandate() (m isthmus.Mandate, ok bool) {
 	e.mu.Lock()
 	defer e.mu.Unlock()

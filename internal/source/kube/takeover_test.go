@@ -61,7 +61,7 @@ func TestLeaseRecordsWhyItsHolderIsActive(t *testing.T) {
 			api := new(storedLease)
 			epoch := int32(1)
 			if tc.held {
-				api.put(take(nil, "you", time.Now()))
+				api.put(withHolder(nil, "you", time.Now()))
 				epoch = 2
 			}
 			e := electionWith(api, "me", nil, quiet)

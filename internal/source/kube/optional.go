@@ -28,13 +28,13 @@ func (c *caches) open(ctx context.Context, kinds map[client.Object]cache.ByObjec
 		return err
 	})
 	if err == nil {
-		c.group.Go(func() { _ = o.Start(ctx) }) // it ends only with ctx
+		c.group.Go(func() { _ = o.Start(ctx) }) // Start ends only with ctx
 	}
 	return o, err
 }
 
-// further watches some kinds of objects, but only while they are needed.
-type further struct {
+// optionalObjects watches some kinds of objects, but only while they are needed.
+type optionalObjects struct {
 	*caches
 	kinds  map[client.Object]cache.ByObject
 	notify signal
@@ -45,54 +45,54 @@ type further struct {
 	refused bool       // the API server forbids reading, perhaps only for now
 }
 
-func (c *caches) further(kinds map[client.Object]cache.ByObject, notify signal) *further {
-	return &further{caches: c, kinds: kinds, notify: notify}
+func (c *caches) optional(kinds map[client.Object]cache.ByObject, notify signal) *optionalObjects {
+	return &optionalObjects{caches: c, kinds: kinds, notify: notify}
 }
 
-// want starts or stops the watch. Only one goroutine may call it.
-func (f *further) want(ctx context.Context, wanted bool) {
+// want starts the watch if wanted is true, and stops it otherwise. Only one goroutine may call it.
+func (o *optionalObjects) want(ctx context.Context, wanted bool) {
 	switch {
-	case !wanted && f.stop != nil:
-		f.stop()
-		f.stop = nil
-		f.mu.Lock()
-		f.got, f.refused = nil, false
-		f.mu.Unlock()
-	case wanted && f.stop == nil:
+	case !wanted && o.stop != nil:
+		o.stop()
+		o.stop = nil
+		o.mu.Lock()
+		o.got, o.refused = nil, false
+		o.mu.Unlock()
+	case wanted && o.stop == nil:
 		var watching context.Context
-		watching, f.stop = context.WithCancel(ctx)
-		f.group.Go(func() { f.watch(watching) })
+		watching, o.stop = context.WithCancel(ctx)
+		o.group.Go(func() { o.watch(watching) })
 	}
 }
 
 // watch watches until ctx ends.
-func (f *further) watch(ctx context.Context) {
+func (o *optionalObjects) watch(ctx context.Context) {
 	waiting := func(err error) {
-		f.waiting(err)
-		f.mu.Lock()
-		f.refused = true
-		f.mu.Unlock()
-		f.look.set()
+		o.waiting(err)
+		o.mu.Lock()
+		o.refused = true
+		o.mu.Unlock()
+		o.look.set()
 	}
-	got, err := f.open(ctx, f.kinds, waiting) // perhaps the API server does not serve these kinds
+	got, err := o.open(ctx, o.kinds, waiting) // may wait for long: the API server may not serve these kinds
 	if err != nil {
 		return // ctx has ended
 	}
-	if got.watch(ctx, f.notify.set, waiting, slices.Collect(maps.Keys(f.kinds))...) != nil {
+	if got.watch(ctx, o.notify.set, waiting, slices.Collect(maps.Keys(o.kinds))...) != nil {
 		return // ctx has ended
 	}
-	f.mu.Lock()
+	o.mu.Lock()
 	if ctx.Err() == nil {
-		f.got, f.refused = got, false
+		o.got, o.refused = got, false
 	}
-	f.mu.Unlock()
-	f.notify.set()
+	o.mu.Unlock()
+	o.notify.set()
 }
 
 // known returns the watched objects, or nil until they have been read. refused reports whether
 // the API server forbids reading them.
-func (f *further) known() (got *objects, refused bool) {
-	f.mu.Lock()
-	defer f.mu.Unlock()
-	return f.got, f.refused
+func (o *optionalObjects) known() (got *objects, refused bool) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	return o.got, o.refused
 }
