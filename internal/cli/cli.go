@@ -55,8 +55,8 @@ func Unreachable(err error) error { return &codeError{Wrong, err} }
 // already.
 var ErrProblem error = &codeError{code: Problem}
 
-// started is the annotation of a command that has begun to run. Later errors are not usage
-// errors.
+// started is the annotation of a command that has begun to run. From then on, its errors are not
+// usage errors.
 const started = "started"
 
 // Run runs a program and returns its exit code. The first SIGINT, SIGTERM or SIGHUP cancels the

@@ -10,8 +10,8 @@ import (
 	"sigs.k8s.io/yaml"
 )
 
-// Output is the value of --output. The empty value is for people, and "wide" adds columns. "json"
-// and "yaml" are for programs.
+// Output is the value of --output. The empty value selects text for people, and "wide" adds columns
+// to that text. "json" and "yaml" are for programs.
 type Output string
 
 // AddOutputFlag adds --output and -o. usage describes the printed data. more are accepted values

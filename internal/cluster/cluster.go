@@ -161,7 +161,7 @@ func (c *Cluster) String() string {
 	return safetext.Of(cmp.Or(c.Identity.ClusterName, c.Context))
 }
 
-// The ConfigMap with the identity of the cluster, in Liqo's format. It is found by its label.
+// The ConfigMap with the identity of the cluster, in Liqo's format. Commands find it by its label.
 const (
 	IdentityConfigMap  = "isthmus-cluster"
 	LabelName          = "app.kubernetes.io/name"

@@ -415,7 +415,8 @@ type token struct {
 }
 
 // lex splits text in the way github.com/coredns/caddy does (v1.1.4, caddyfile/lexer.go), where #
-// begins a comment even inside a word. Unlike there, a word that spans several lines is an error.
+// begins a comment even inside a word. Unlike that lexer, lex returns an error for a word that
+// spans several lines.
 func lex(text string) (tokens []token, err error) {
 	line := 1
 	for i := 0; i < len(text); i++ {
