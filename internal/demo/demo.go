@@ -24,7 +24,7 @@ type Options struct {
 	Keep   bool      // keep the clusters at the end, until the context ends
 	Color  bool      // Out is a terminal that shows colors
 	// Kube returns the folder with etcd, kube-apiserver and kube-controller-manager. It may take
-	// minutes to build them. The demo calls it when it needs the programs.
+	// minutes to build them. The demo does not call Kube before it needs the programs.
 	Kube func(context.Context) (string, error)
 }
 
@@ -354,7 +354,7 @@ func (s *show) failover() error {
 	ctx, cancel := context.WithTimeout(s.ctx, failoverTimeout)
 	defer cancel()
 	pings := s.count(ctx, from, seen)
-	if err := pings.until(ctx, func() bool { return pings.answered >= 10 }); err != nil {
+	if err := pings.waitUntil(ctx, func() bool { return pings.answered >= 10 }); err != nil {
 		return err
 	}
 	echo, end, err := connect(ctx, from.Host, to.Host, seen)
@@ -371,7 +371,7 @@ func (s *show) failover() error {
 	}
 	now := active
 	for now == active {
-		if err := pings.until(ctx, func() bool { return pings.inRow >= 10 }); err != nil {
+		if err := pings.waitUntil(ctx, func() bool { return pings.inRow >= 10 }); err != nil {
 			return fmt.Errorf("no answer through the standby: %w", err)
 		}
 		if now, err = s.a.ActiveGateway(ctx); err != nil {
@@ -387,7 +387,8 @@ func (s *show) failover() error {
 	return s.a.Start(s.ctx, fleet.Gateway(active))
 }
 
-// unpeer removes one peering and checks what is left.
+// unpeer removes one peering. It checks that its pods no longer reach each other, and that the
+// other peerings still work.
 func (s *show) unpeer() error {
 	to := s.c.Pods[0]
 	seen, err := s.a.Seen(s.ctx, s.c, to.Addr)
