@@ -70,7 +70,7 @@ func HolderOf(name string, lease *coordinationv1.Lease, now time.Time, exact boo
 	}
 	taken, known := renewalTime(lease)
 	if l.RenewTime != nil && l.LeaseDurationSeconds != nil {
-		renewed, allowed := l.RenewTime.Time, clocksDiffer
+		renewed, allowed := l.RenewTime.Time, maxClockDifference
 		if known {
 			renewed = taken
 		}
@@ -99,17 +99,18 @@ func HolderOf(name string, lease *coordinationv1.Lease, now time.Time, exact boo
 	return h
 }
 
-// clocksDiffer is the maximum difference between a clock and the API server's for which this
-// package allows. It also covers a slow API server, which receives a renewal seconds after the
-// time in it.
-const clocksDiffer = 30 * time.Second
+// maxClockDifference is the difference between a clock and the API server's clock that this package
+// tolerates. It also covers a slow API server, which receives a renewal seconds after the time in
+// it.
+const maxClockDifference = 30 * time.Second
 
 // SecondsOff is the uncertainty of the difference between two clocks. The API server returns
 // whole seconds, and a request takes time.
 const SecondsOff = 2 * time.Second
 
-// byServer converts a time from a clock that is ahead of the API server's clock to the latter.
-// For a time in the future it returns zero, which means unknown.
+// byServer converts a time to the API server's clock. The time was read from a clock that is ahead
+// of that clock by the given duration. For a time in the future, byServer returns zero, which means
+// unknown.
 func byServer(t metav1.Time, ahead time.Duration, now time.Time) metav1.Time {
 	if ahead.Abs() > SecondsOff && !t.IsZero() {
 		t.Time = t.Add(-ahead)
@@ -160,7 +161,7 @@ func CheckClocks(cluster string, manager, gateway Holder, leases []coordinationv
 	hop := Hop{Cluster: cluster, Name: HopClocks, State: Limited, Source: "Leases"}
 	var wrong []string
 	note := func(whose string, ahead time.Duration) {
-		if ahead.Abs() > clocksDiffer {
+		if ahead.Abs() > maxClockDifference {
 			which := "ahead"
 			if ahead < 0 {
 				which = "behind"

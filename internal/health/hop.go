@@ -31,7 +31,7 @@ const (
 	Limited HopState = "limited"
 )
 
-// A Hop is one condition for packets to go both ways: a component, or a step of a peering.
+// A Hop is a part that must work before packets go both ways: a component, or a step of a peering.
 // `isthmus status` and `isthmus diagnose` use the same hops.
 type Hop struct {
 	Cluster string   `json:"cluster"`
@@ -95,7 +95,7 @@ func LeaseHop(cluster, name, lease string, h Holder, remedy string) Hop {
 		hop.State, hop.Text = Unknown, h.Problem+", so no gateway of this cluster was ever elected; "+remedy
 	default:
 		hop.State, hop.Text = Broken, "no "+name+" is active: "+h.Problem+"; "+remedy
-		// The manager uses the same reason, and notices it earlier.
+		// The manager writes the same reason into Peerings, usually earlier; see Heed.
 		if name == HopGateway {
 			hop.Reason = isthmus.ReasonGatewaySilent
 		}

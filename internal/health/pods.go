@@ -125,7 +125,7 @@ func (f Components) Gateways() (all []*corev1.Pod) {
 	return all
 }
 
-// Reasons of the gateway's hop for which a gateway is active nevertheless.
+// Reasons for which the gateway's hop is broken although a gateway is active.
 const (
 	reasonSeveralActive = "SeveralActive"
 	reasonNoneMarked    = "NoneMarked"
