@@ -36,8 +36,8 @@ const (
 	Idle = 45 * time.Second
 
 	// maxPending is the maximum number of connections to ManagerPort that have not sent a valid
-	// request yet; maxPendingEach is the maximum from one address. So nobody who can reach the port
-	// can keep the manager out.
+	// request yet; maxPendingEach is the maximum from one address. Without these limits, any client
+	// that can reach the port could keep the manager out.
 	maxPending     = 64
 	maxPendingEach = 8
 	// listenAgain is the delay after an error of the listener.
@@ -297,7 +297,7 @@ func (s *Server) request(c net.Conn) (ctx context.Context, id string, secured ne
 	if err := t.HandshakeContext(ctx); err != nil {
 		return nil, "", nil, err
 	}
-	if id, err = requested(t); err != nil {
+	if id, err = readRequest(t); err != nil {
 		return nil, "", nil, err
 	}
 	return ctx, id, t, c.SetDeadline(time.Time{})

@@ -24,9 +24,9 @@ type Timing struct {
 var Usual = Timing{Beat: 150 * time.Millisecond, Bound: 900 * time.Millisecond, Mandate: 700 * time.Millisecond,
 	EndedBound: 30 * time.Second, EndedMandate: 23 * time.Second}
 
-// Most is the highest valid epoch and the highest valid version of a list. Messages with higher
-// values are ignored.
-const Most = 1<<31 - 2
+// MaxNumber is the highest valid epoch and the highest valid version of a list. Messages with
+// higher values are ignored.
+const MaxNumber = 1<<31 - 2
 
 // A Promise is the state that a voter stores. The zero Promise has no holder.
 type Promise struct {
@@ -124,7 +124,7 @@ func (v *Voter) Receive(a Ask, now Time) (answer Answer) {
 	switch {
 	case a.Kind == Release && own && a.Epoch == v.promise.Epoch && a.Nonce == v.last.Nonce:
 		v.released, v.bound, v.inheritedBound = true, now, 0
-	case a.Epoch > Most || a.List > Most:
+	case a.Epoch > MaxNumber || a.List > MaxNumber:
 	case a.Kind == Claim && a.Heard == v.incarnation && v.newer(a) && a.List >= v.promise.List && v.permits(a, own, now):
 		answer.Granted = true
 		v.promise = Promise{Epoch: a.Epoch, Holder: a.From, List: a.List}

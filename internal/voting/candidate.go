@@ -210,13 +210,13 @@ func (c *Candidate) Answering() map[string]netip.Addr {
 	return all
 }
 
-// Allow sets the conditions of the candidate. may permits it to claim a mandate. lease means that
-// its gateway has a mandate by the Lease. If gated is true, the Gate is open only during a mandate
-// by votes. Otherwise it is always open.
-func (c *Candidate) Allow(may, lease, gated bool) {
+// Allow sets the conditions of the candidate. mayClaim permits it to claim a mandate. hasLease
+// means that its gateway has a mandate by the Lease. If gated is true, the Gate is open only during
+// a mandate by votes. If gated is false, the Gate is always open.
+func (c *Candidate) Allow(mayClaim, hasLease, gated bool) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	c.may, c.lease, c.gated = may, lease, gated
+	c.may, c.lease, c.gated = mayClaim, hasLease, gated
 	c.update(clock())
 }
 
@@ -406,7 +406,7 @@ func (c *Candidate) receive(a answer, from net.Addr) {
 	now := clock()
 	t := c.voters[a.From]
 	if t == nil || t.cookie != a.cookie {
-		if n := c.notices[string(a.From)]; n != nil && a.cookie == (cookie{}) && c.from(string(a.From), from) {
+		if n := c.notices[string(a.From)]; n != nil && a.cookie == (cookie{}) && c.sentBy(string(a.From), from) {
 			n.tries, n.again, n.heard = 0, now+noticeInterval, now
 		}
 		return
@@ -427,9 +427,9 @@ func (c *Candidate) beatSoon() {
 	}
 }
 
-// from reports whether a datagram has the source address of the node called name. A forged
-// datagram only delays the next notice to that node by noticeInterval.
-func (c *Candidate) from(name string, from net.Addr) bool {
+// sentBy reports whether the address from, the source of a datagram, is the address of the node
+// called name. A forged datagram only delays the next notice to that node by noticeInterval.
+func (c *Candidate) sentBy(name string, from net.Addr) bool {
 	u, ok := from.(*net.UDPAddr)
 	return ok && u.AddrPort().Addr().Unmap() == c.nodes[name]
 }

@@ -33,9 +33,9 @@ const (
 	crowdInterval = 250 * time.Millisecond // the interval of Crowd.Open, see package crowd
 
 	// knownRate is the number of asks per second whose signatures a voter checks, for asks that
-	// name its incarnation. Only receivers of its answers know that. The same rate applies to
-	// other asks from the addresses of gateways, and strangeRate to all remaining asks. A
-	// gateway sends seven asks per second.
+	// name its incarnation. Only receivers of the voter's answers know the incarnation. The same
+	// rate applies to other asks from the addresses of gateways, and strangeRate to all remaining
+	// asks. A gateway sends seven asks per second.
 	knownRate   = 500
 	strangeRate = 50
 )
@@ -101,8 +101,8 @@ func (v *Voter) OnHolder(f func()) {
 	v.follow = f
 }
 
-// Expect sets the addresses of gateways. A flood from other addresses then cannot keep their
-// asks out.
+// Expect sets the addresses of gateways. A flood from other addresses then cannot displace the asks
+// of these gateways.
 func (v *Voter) Expect(gateways map[netip.Addr]bool) {
 	v.mu.Lock()
 	defer v.mu.Unlock()
