@@ -22,9 +22,9 @@ import (
 	"github.com/isthmus-net/isthmus/internal/safetext"
 )
 
-// detect finds the values that the chart needs and nobody has set, and reports their sources.
-// It returns an error for a cluster without IPv4 pods, and for a newly chosen PodCIDR that
-// contains no node and no Pod. Of its results, Install remembers only the PodCIDR.
+// detect finds the values that the chart needs and nobody has set, and reports their sources. It
+// returns an error for a cluster without IPv4 pods, and for a newly chosen PodCIDR that contains no
+// node and no Pod. Of its results, Run remembers only the PodCIDR.
 func detect(ctx context.Context, c *cluster.Cluster, chosen chart.Values, o Options) (chart.Values, error) {
 	var nodes corev1.NodeList
 	if err := c.Client.List(ctx, &nodes); err != nil {

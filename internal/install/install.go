@@ -55,7 +55,7 @@ type Options struct {
 	Report func(line string)
 }
 
-// Name and key of the ConfigMap in which Install remembers the values that a person chose.
+// Name and key of the ConfigMap in which Run remembers the values that a person chose.
 const (
 	ConfigMap = "isthmus-install"
 	keyValues = "values.yaml"
@@ -132,8 +132,9 @@ func Run(ctx context.Context, c *cluster.Cluster, o Options) error {
 		return err
 	}
 	for _, object := range objects {
-		// New values are remembered once they are applied, because the API server may refuse
-		// them. But a first installation that is interrupted must not look like one without
+		// Run remembers new values after it has applied them, because the API server may refuse
+		// them. A first installation remembers its older values, perhaps none, before it creates
+		// the workloads. Without that, an interrupted installation would look like one without
 		// workloads.
 		if !known && object.GetKind() != "Namespace" {
 			if err := remember(ctx, c, before); err != nil {

@@ -90,8 +90,8 @@ const labelCleans = "isthmus.net/cleans"
 // cleanNodes runs a Pod on each node, which removes everything that the components left in the
 // kernel.
 func cleanNodes(ctx context.Context, c *cluster.Cluster, how cleaning, o Options) error {
-	if !o.BeforeHelm { // otherwise this process itself runs in the namespace
-		if err := untilNothing(ctx, c, o, func() (string, error) {
+	if !o.BeforeHelm { // with BeforeHelm, this process itself runs in the namespace
+		if err := repeatUntilDone(ctx, c, o, func() (string, error) {
 			have, err := c.Get(ctx, corev1.SchemeGroupVersion.WithKind("Namespace"), "", c.Namespace)
 			if err != nil {
 				return "", err
@@ -125,7 +125,7 @@ func cleanNodes(ctx context.Context, c *cluster.Cluster, how cleaning, o Options
 		}
 		todo[n.Name] = cleaningPod(c.Namespace, n.Name, how)
 	}
-	err := untilNothing(ctx, c, o, func() (string, error) {
+	err := repeatUntilDone(ctx, c, o, func() (string, error) {
 		var waiting []string
 		for node, want := range todo {
 			var p corev1.Pod
