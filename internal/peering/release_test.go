@@ -86,7 +86,8 @@ type busyServer struct {
 	refusals int
 }
 
-// SubResource returns a client whose requests are executed, but answered like those that were not.
+// SubResource returns a client whose requests are executed, but return the error of a request that
+// was not.
 func (b *busyServer) SubResource(name string) client.SubResourceClient {
 	return unanswered{b.Client.SubResource(name)}
 }
@@ -144,7 +145,7 @@ func TestAGatewayIsReleasedOnlyToAReadyStandby(t *testing.T) {
 	setReady(t, c, secondPod, corev1.ConditionTrue)
 
 	refusing := &busyServer{Client: c.Client, pair: p}
-	busy := *c // others read the client of c
+	busy := *c // a copy, because other goroutines read c.Client
 	busy.Client = refusing
 	must(t, release(&busy))
 	if refusing.refusals != 3 {

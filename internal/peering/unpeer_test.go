@@ -99,14 +99,14 @@ func TestForcedUnpeerListsLeftoversAtThePeer(t *testing.T) {
 	if !clustertest.Deleted(t, p.A, &corev1.Namespace{}, p.B.Identity.TenantNamespace()) || clustertest.Deleted(t, p.B, &corev1.Namespace{}, p.A.Identity.TenantNamespace()) {
 		t.Error("want the namespace of a gone, and that of b untouched")
 	}
-	// The other side parts later, alone, by the name of its Peering.
+	// The other side is torn down later, alone, by the name of its Peering.
 	must(t, Unpeer(t.Context(), p.B, nil, UnpeerOptions{Name: p.A.Identity.UniqueName(), Timeout: clustertest.Patient, Report: p.Report}))
 	if left := everything(t, p); len(left) != 0 {
 		t.Errorf("left: %v", left)
 	}
 }
 
-// networkConfig returns the copy that the cluster from publishes at the cluster at.
+// networkConfig returns the copy that the cluster from publishes at the cluster receiver.
 func networkConfig(receiver, from *cluster.Cluster) *v1alpha1.NetworkConfig {
 	return &v1alpha1.NetworkConfig{
 		ObjectMeta: metav1.ObjectMeta{Namespace: from.Identity.TenantNamespace(), Name: receiver.Identity.UniqueName(), Labels: map[string]string{
@@ -155,7 +155,8 @@ func TestForcedUnpeerRevokesThePeerFirst(t *testing.T) {
 		client.RawPatch(types.MergePatchType, []byte(`{"metadata":{"finalizers":null}}`))))
 }
 
-// Without this, a person without a manager would have to remove finalizers by hand.
+// If Unpeer with Force needed a manager, a person without one would have to remove finalizers by
+// hand.
 func TestForcedUnpeerNeedsNoManager(t *testing.T) {
 	t.Parallel()
 	p := clustertest.NewPair(t, "alone")
