@@ -27,7 +27,7 @@ const maxFound = 16
 // tunnelEndpoint is an endpoint that every peer maps: the gateway itself.
 const tunnelEndpoint = "169.254.0.1"
 
-// agreed are another cluster's networks as one cluster uses them, according to its Peering.
+// agreed holds the networks of another cluster, as one cluster uses them according to its Peering.
 type agreed struct {
 	pods     natengine.Remap // maps the other cluster's own pod addresses to those used here
 	external netip.Prefix    // network of mapped addresses; invalid: none
@@ -74,7 +74,7 @@ type Target struct {
 
 // discover finds targets for senders in the first cluster, in addition to the Pods of this run. The
 // targets are in the second cluster. Mapped addresses get a ping. A TCP port of a Service with
-// endpoints there, imported or not, gets a connection, by address and by name. It reports and
+// endpoints there, imported or not, gets a connection, by address and by name. discover reports and
 // leaves out everything that it has no right to read.
 func discover(ctx context.Context, local, peer *cluster.Cluster, a agreed, report func(string)) (all []Target) {
 	some := func(what string, targets []Target, err error) {
