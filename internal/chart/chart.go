@@ -219,9 +219,9 @@ func documents(o Options) ([]document, error) {
 	return all, nil
 }
 
-// rank orders objects after those that they need. A Pod is not created without its
-// ServiceAccount. A component without its permissions or configuration exits with an error.
-// Agents accept packets only from gateways that they know.
+// rank orders objects after those that they need. A Pod is not created without its ServiceAccount.
+// A component without its permissions or configuration exits with an error. Agents come before
+// gateways, because agents accept packets only from gateways that they know.
 func rank(u *unstructured.Unstructured) int {
 	switch u.GetKind() {
 	case "Namespace":
@@ -317,8 +317,7 @@ func empty(value any) bool {
 	return !ok || !truth
 }
 
-// files are the files of the chart's folder files/, beside its templates. Templates call its
-// methods.
+// files gives templates access to the chart's folder files/. Templates call its methods.
 type files struct{}
 
 // Get returns the text of a file, or the empty string if there is none.

@@ -92,7 +92,8 @@ func TestManifestsUseTheChosenNamespace(t *testing.T) {
 	}
 }
 
-// kubectl applies the objects of a file in order, and continues after an error.
+// kubectl applies the objects of a file in order, and does not retry after an error. So each object
+// must come after the objects that it needs.
 func TestManifestsAreInApplyOrder(t *testing.T) {
 	text, err := Manifests(Options{Namespace: "elsewhere", AppVersion: "v9", Values: paris(everything)})
 	if err != nil {

@@ -1,9 +1,9 @@
 // Command ci runs all checks of a change, in order. It continues after a failure, so that one run
 // shows all failures. `make test` calls it, and CI calls `make test`.
 //
-// Its last line is "N passed, N failed, N skipped" over all Go tests and subtests of both
-// modules. A step that is not a test (lint, generated files) affects the exit code and the table
-// of steps above that line, not the count.
+// The last line of the output is "N passed, N failed, N skipped" over all Go tests and subtests of
+// both modules. A step that is not a test (lint, generated files) affects the exit code and the
+// table of steps above that line, not the count.
 package main
 
 import (
@@ -175,7 +175,7 @@ var sequential = []string{
 // end.
 var longest = []string{"./internal/install", "./internal/peering", "./natengine", "./manager"}
 
-// concurrent returns all other packages of the main module.
+// concurrent returns the packages of the main module that are not in sequential, the longest first.
 func concurrent() []string {
 	packages := slices.Clone(longest)
 	out, err := exec.Command("go", "list", "./...").Output()

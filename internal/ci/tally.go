@@ -197,9 +197,9 @@ func (n testName) top() testName {
 	return testName{n.pkg, name}
 }
 
-// repeatable returns the failed tests that may be repeated. It returns none if one of the
-// failures is final, or if there are more than bound failures, because that is not chance.
-func (t *tally) repeatable(bound int) (names []testName) {
+// repeatable returns the failed tests that may be repeated. It returns none if one of the failures
+// is final, or if there are more than limit failures, because so many failures are not chance.
+func (t *tally) repeatable(limit int) (names []testName) {
 	for _, f := range t.failures {
 		if f.final {
 			return nil
@@ -208,7 +208,7 @@ func (t *tally) repeatable(bound int) (names []testName) {
 			names = append(names, f.top())
 		}
 	}
-	if len(names) > bound {
+	if len(names) > limit {
 		return nil
 	}
 	return names

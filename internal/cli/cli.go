@@ -88,8 +88,8 @@ func Run(root *cobra.Command, args []string, stdin io.Reader, stdout, stderr io.
 	return exitCode(ctx, root, cmd, err)
 }
 
-// As sets the program's name in its help to the name under which it was called: kubectl runs the
-// plugin kubectl-NAME for "kubectl NAME". argv0 is os.Args[0].
+// As sets the name in the help to the name under which the program was called: `kubectl NAME` runs
+// the program as the plugin kubectl-NAME. argv0 is os.Args[0].
 func As(root *cobra.Command, argv0 string) {
 	if filepath.Base(argv0) != "kubectl-"+root.Name() {
 		return

@@ -15,12 +15,12 @@ import (
 // ManagerLease is the Lease that the active manager holds.
 const ManagerLease = deploy.ManagerServiceAccount
 
-// HolderOf returns the active manager or gateway, according to the Lease that it renews. Set
-// forDisplay if the result is only displayed. Then the Lease expires at its stated end, by the API
-// server's clock. Do not set forDisplay if the caller acts on the lack of a holder, for example by
-// removing the holder's objects. Then the Lease expires half a minute later, and only when both the
-// API server's clock and ours agree. The API server's time alone is not sufficient, because it may
-// be the time of a proxy, or of one of several servers.
+// HolderOf returns the active manager or gateway, according to the Lease that it renews. With
+// forDisplay, the Lease expires at its stated end, by the API server's clock. Without forDisplay,
+// the Lease expires half a minute later, and only when it has expired by the API server's clock and
+// by ours. The API server's time alone is not reliable: it may be the time of a proxy, or of one of
+// several servers. A caller that acts on the lack of a holder, for example by removing the holder's
+// objects, must not set forDisplay.
 func HolderOf(ctx context.Context, c *Cluster, leaseName string, forDisplay bool) (health.Holder, error) {
 	var lease coordinationv1.Lease
 	// The Lease may have been read at any time since this moment.

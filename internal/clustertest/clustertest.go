@@ -341,7 +341,7 @@ func Deleted(t *testing.T, c *cluster.Cluster, o client.Object, name string) boo
 	return apierrors.IsNotFound(err)
 }
 
-// Lines records the lines that Install reports.
+// Lines records the lines that a command reports.
 type Lines []string
 
 // Report records a line.

@@ -26,8 +26,8 @@ const Zone = "clusterset.local"
 // option is the option of the plugin kubernetes, available since CoreDNS 1.12.2.
 const option = "multicluster"
 
-// Marks are comments at the end of a line that Add wrote. They name the other parts that Add
-// wrote.
+// A mark is a comment at the end of a line that Add has written. It names the other parts that Add
+// has written with the line.
 const (
 	mark      = "# added by isthmus install"
 	markZone  = mark + ", with the zone"

@@ -74,11 +74,11 @@ func Run(ctx context.Context, o Options) error {
 	return runFleet(n, kube, took)
 }
 
-// runFleet is the part with API servers. kube is the folder of their programs. before is the time
+// runFleet is the part with API servers. kube is the folder of their programs. elapsed is the time
 // that the demo has taken so far.
-func runFleet(n *narrator, kube string, before time.Duration) (err error) {
+func runFleet(n *narrator, kube string, elapsed time.Duration) (err error) {
 	s := &show{narrator: n}
-	start := time.Now().Add(-before)
+	start := time.Now().Add(-elapsed)
 	defer func() {
 		if err != nil && s.ctx.Err() == nil {
 			s.explain()

@@ -32,7 +32,8 @@ func Of[K, V comparable](have, want []V, key func(V) K) (add, replace, remove []
 		}
 	}
 	if countKeys(have, keys, key) != len(old) || countKeys(want, keys, key) != len(wanted) {
-		// An element that is equal in both lists has the same key as an element that differs.
+		// An element outside old and wanted has the same key as an element in them, so all elements
+		// must be compared.
 		return whole(have, want, key)
 	}
 	return whole(old, wanted, key)
