@@ -12,8 +12,8 @@ import (
 	"sigs.k8s.io/yaml"
 )
 
-// wanted is a kind of objects to read. Without a namespace, it is cluster-scoped or is read in
-// all namespaces.
+// wanted is a kind of objects to read. A kind with the place everywhere is cluster-scoped, or is
+// read in all namespaces.
 type wanted struct {
 	version, kind string
 	where         place

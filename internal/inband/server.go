@@ -400,9 +400,9 @@ func (p *peer) take(n *atomic.Int64) bool {
 	return false
 }
 
-// splice copies between the peer (far) and a local connection (here) until either ends, and
-// closes both. It returns only after far.Close has returned, so that the connection counts
-// until then.
+// splice copies between the peer (far) and a local connection (here) until either ends, and closes
+// both. It returns only after far.Close has returned, so that the connection counts towards
+// Connections until then.
 func (p *peer) splice(ctx context.Context, far, here net.Conn) {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
