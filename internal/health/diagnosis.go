@@ -110,8 +110,8 @@ func notWorking(hops []Hop, cluster, step string) bool {
 	})
 }
 
-// explained reports whether a broken hop already shows the fault that Ready of a Peering would
-// repeat.
+// explained reports whether a broken hop already shows the fault. The hop of the condition Ready
+// would only repeat it.
 func explained(hops []Hop) bool {
 	first := FirstBroken(hops)
 	return first != nil && !ranksLast(first)

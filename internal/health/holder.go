@@ -108,9 +108,9 @@ const maxClockDifference = 30 * time.Second
 // whole seconds, and a request takes time.
 const SecondsOff = 2 * time.Second
 
-// byServer converts a time to the API server's clock. The time was read from a clock that is ahead
-// of that clock by the given duration. For a time in the future, byServer returns zero, which means
-// unknown.
+// byServer converts t to the API server's clock. The clock from which t was read is ahead of the
+// API server's clock by the duration ahead. For a time in the future, byServer returns zero, which
+// means unknown.
 func byServer(t metav1.Time, ahead time.Duration, now time.Time) metav1.Time {
 	if ahead.Abs() > SecondsOff && !t.IsZero() {
 		t.Time = t.Add(-ahead)

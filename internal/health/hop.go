@@ -56,9 +56,9 @@ func NoneActive(h *Hop) bool {
 	return h.Name == HopGateway && (h.State == Broken || h.State == Waits) && !slices.Contains([]string{reasonSeveralActive, reasonNoneMarked, reasonServices}, h.Reason)
 }
 
-// ExcuseByGateway makes broken hops with FollowsGateway wait while no gateway is active. For
-// AgentsLag after a takeover it makes them unknown, because agents may not have noticed the new
-// gateway.
+// ExcuseByGateway makes broken hops with FollowsGateway wait while no gateway is active. Until
+// AgentsLag has passed since a takeover, it makes them unknown, because agents may not have noticed
+// the new gateway.
 func ExcuseByGateway(hops []Hop, gateway *Hop, now time.Time) {
 	for i := range hops {
 		switch h := &hops[i]; {
@@ -142,17 +142,17 @@ var followsSetup = slices.Concat(isthmus.WaitReasons, followsWithdrawal, []strin
 	isthmus.ReasonUnauthorized, isthmus.ReasonForbidden, isthmus.ReasonNamespaceGone, isthmus.ReasonPeerWithdrew, v1alpha1.ReasonNotPeered,
 })
 
-// PeeringHops returns the hops of one Peering, made from its conditions. before are the
-// cluster's hops. Without an active manager, all conditions are stale; without an active
+// PeeringHops returns the hops of one Peering, made from its conditions. clusterHops are the hops
+// of the cluster itself. Without an active manager, all conditions are stale; without an active
 // gateway, the tunnel's condition is stale.
-func PeeringHops(cluster string, p *isthmus.Peering, before []Hop) (hops []Hop) {
+func PeeringHops(cluster string, p *isthmus.Peering, clusterHops []Hop) (hops []Hop) {
 	var manager, gateway *Hop
-	for i := range before {
+	for i := range clusterHops {
 		switch {
-		case before[i].Name == HopManager && before[i].State == Broken:
-			manager = &before[i]
-		case before[i].Name == HopGateway && before[i].State == Broken:
-			gateway = &before[i]
+		case clusterHops[i].Name == HopManager && clusterHops[i].State == Broken:
+			manager = &clusterHops[i]
+		case clusterHops[i].Name == HopGateway && clusterHops[i].State == Broken:
+			gateway = &clusterHops[i]
 		}
 	}
 	broken, refused, left := false, false, false

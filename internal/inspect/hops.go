@@ -140,9 +140,9 @@ func gatewaysWanted(ctx context.Context, c *cluster.Cluster) int {
 	return n
 }
 
-// managersRoll returns a sentence if the Deployment of the managers is or was just being rolled
-// out, and a manager is available to take over. It returns "" otherwise, or if that cannot be
-// read.
+// managersRoll returns a sentence if a rollout of the managers is in progress or has just ended,
+// and a manager is available to take over. Otherwise, or if it cannot read the Deployment, it
+// returns "".
 func managersRoll(ctx context.Context, c *cluster.Cluster, now time.Time) string {
 	var deployments appsv1.DeploymentList // optional, as in gatewaysWanted
 	if c.Client.List(ctx, &deployments, client.InNamespace(c.Namespace), client.MatchingLabels{"app.kubernetes.io/name": "manager"}) != nil {

@@ -150,7 +150,7 @@ func TestServiceNamesResolveUntilTheFeatureIsDisabled(t *testing.T) {
 		t.Errorf("%+v, %q, %v", h, notAsked, err)
 	}
 
-	// Later runs keep the choices.
+	// Later runs keep the choices about services and --configure-dns.
 	for _, o := range []install.Options{{}, {ConfigureDNS: new(true)}} {
 		must(t, n.install(o))
 		n.wants("the second time", with, true, true, true)

@@ -172,7 +172,7 @@ func rowOf(p *isthmus.Peering) Row {
 	return s
 }
 
-// keyText returns the text about a key with its age.
+// keyText formats a key with its age. With lags, it adds that the key is being rotated.
 func keyText(key string, since *metav1.Time, now time.Time, lags bool) string {
 	if key == "" {
 		return ""
