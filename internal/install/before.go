@@ -121,8 +121,8 @@ func NotElsewhere(ctx context.Context, c *cluster.Cluster) error {
 	return nil
 }
 
-// checkConflicts returns an error about an existing object that Install cannot replace, or beside
-// which Isthmus must not run.
+// checkConflicts returns an error about an existing object that Run cannot replace, or beside which
+// Isthmus must not run.
 func checkConflicts(ctx context.Context, c *cluster.Cluster, objects []*unstructured.Unstructured) error {
 	workloads := false
 	for _, u := range objects {

@@ -133,9 +133,9 @@ func Run(ctx context.Context, c *cluster.Cluster, o Options) error {
 	}
 	for _, object := range objects {
 		// Run remembers new values after it has applied them, because the API server may refuse
-		// them. A first installation remembers its older values, perhaps none, before it creates
-		// the workloads. Without that, an interrupted installation would look like one without
-		// workloads.
+		// them. A first run stores the values of the older installation, even if there are none,
+		// before it creates any workload. Otherwise the next run, after an interruption, would
+		// mistake the cluster for an installation without workloads.
 		if !known && object.GetKind() != "Namespace" {
 			if err := remember(ctx, c, before); err != nil {
 				return err
@@ -259,9 +259,10 @@ func (o Options) Manifests(namespace string) (string, error) {
 }
 
 // chart returns the input of the renderer. Chosen values take precedence over found values, and
-// found values over defaults. own means that Isthmus creates the ConfigMap with the identity.
-func (o Options) chart(namespace string, who v1alpha1.ClusterIdentity, own bool, chosen, found chart.Values) chart.Options {
-	usual := chart.Values{"namespace": chart.Values{"create": true}, "cluster": chart.Values{"configMap": own}}
+// found values over defaults. createConfigMap means that Isthmus creates the ConfigMap with the
+// identity.
+func (o Options) chart(namespace string, who v1alpha1.ClusterIdentity, createConfigMap bool, chosen, found chart.Values) chart.Options {
+	usual := chart.Values{"namespace": chart.Values{"create": true}, "cluster": chart.Values{"configMap": createConfigMap}}
 	if !withWorkloads(chosen) {
 		chart.Set(usual, "", "gateway", "service", "type")
 	}

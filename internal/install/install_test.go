@@ -117,7 +117,7 @@ func TestInstallingTwiceChangesNothing(t *testing.T) {
 	if surge := agents.Spec.UpdateStrategy.RollingUpdate.MaxSurge; surge.IntValue() != 3 {
 		t.Errorf("on %v nodes at a time; want the 3 of before", surge)
 	}
-	// No component runs here, and Install reports that.
+	// No component runs here, and Run reports that.
 	options.Wait, options.Version = time.Second, "v2"
 	err := Run(t.Context(), c, options)
 	if !errors.Is(err, cluster.ErrNotReady) || !strings.Contains(err.Error(), "everything is applied") || !strings.Contains(err.Error(), "twice/isthmus-") {

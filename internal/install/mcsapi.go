@@ -236,7 +236,7 @@ func UnnameServices(ctx context.Context, c *cluster.Cluster, keepDefinitions boo
 			needs = "the " + dns.Where() + " has the option multicluster, and without this object CoreDNS answers for no Service"
 		}
 	}
-	if len(ours) > 0 && !keepDefinitions { // without objects of ours, services were never on
+	if len(ours) > 0 && !keepDefinitions { // if Isthmus applied no objects, services were never on
 		if err := removeImports(ctx, c, report); err != nil {
 			return err
 		}

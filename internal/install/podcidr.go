@@ -142,7 +142,7 @@ func podCIDRFrom(ctx context.Context, c *cluster.Cluster, sources []podSource, n
 		all := ipv4Networks(text)
 		p, ok := around(all)
 		if !ok {
-			if source.own && len(all) > 0 { // a running Pod need not have an address of each pool
+			if source.own && len(all) > 0 { // the Pods may use only some of the pools now, and all of them later
 				several = append(several, all...)
 				outside = append(outside, fmt.Sprintf("%s: more than one network, %s", source.what, safetext.Of(text)))
 			}

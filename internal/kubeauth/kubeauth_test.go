@@ -211,7 +211,7 @@ func TestMetricsRequireAuthorizationByTheAPIServer(t *testing.T) {
 		}
 	}
 
-	// A decision is valid for a minute, whether the right was granted or revoked since.
+	// A decision is valid for a minute, even if the right is granted or revoked in that time.
 	before := g.reviews.Load()
 	for range 100 {
 		g.request(scraper)

@@ -30,8 +30,9 @@ type cleaning struct {
 	HostGateways   bool                          `json:"hostGateways,omitempty"` // gateways ran in the nodes' networks
 }
 
-// howToClean determines how to clean nodes while the DaemonSet exists, and stores that for
-// later runs. It returns nil if there is no sign that agents ran here.
+// howToClean returns the data to clean nodes. It reads them from the DaemonSet and stores them for
+// later runs, or reads the stored data if the DaemonSet was deleted. If there are no stored data
+// either and o.Image is empty, it returns nil: nothing shows that agents ran here.
 func howToClean(ctx context.Context, c *cluster.Cluster, o Options) (*cleaning, error) {
 	how := cleaning{Image: o.Image, StateDirectory: "/var/lib/isthmus"}
 	key := client.ObjectKey{Namespace: c.Namespace, Name: deploy.RouteAgentServiceAccount} // the DaemonSet has this name, too

@@ -34,7 +34,7 @@ import (
 	"github.com/isthmus-net/isthmus/internal/postquantum"
 )
 
-// Options are the choices of Uninstall.
+// Options are the choices of Run.
 type Options struct {
 	// Force does not wait for peers or for unreachable nodes, and reports what remains there.
 	Force bool

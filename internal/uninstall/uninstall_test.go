@@ -110,8 +110,8 @@ func kubelets(ctx context.Context, c *cluster.Cluster, away func(node string) bo
 	}
 }
 
-// After Install and Uninstall, the list of objects is the same as before, whatever was deleted
-// first.
+// After `isthmus install` and `isthmus uninstall`, the list of objects is the same as before,
+// whatever was deleted first.
 func TestUninstallLeavesNothing(t *testing.T) {
 	server, err := kubetest.Start(t.Context(), kubetest.Options{Name: "u", Controllers: true})
 	must(t, err)
