@@ -19,8 +19,8 @@
 //     than the stored one, if it does not name the voter's incarnation, or if it is not newer than
 //     the last ask of the same gateway.
 //  4. An answered ask counts for the gateway until Timing.Mandate after it was sent. Timing.Mandate
-//     is shorter than Timing.Bound. The difference is larger than the difference that the rates of
-//     two clocks can cause in that time.
+//     is so much shorter than Timing.Bound that an answer never counts longer than it binds the
+//     voter, even if the clocks of the two run at different rates.
 //  5. A release by the holder frees the voter at once. The holder never uses the released epoch
 //     again. It sends a release when it stops, and when its mandate has ended for lack of answers.
 //  6. A voter that ends in an orderly way (SIGTERM) stores that it stays bound, and notifies its
@@ -49,9 +49,9 @@
 // propose the next list, and it counts by the next list from then on. Any other gateway needs
 // voters that were free.
 //
-// Epochs order successive mandates, so that nodes and peers can follow the latest. They do not
-// exclude two mandates. A voter that lost its promise may accept a lower epoch than that of a
-// mandate that ended more than Timing.EndedBound ago.
+// Epochs order successive mandates, so that nodes and peers can follow the latest. Epochs alone do
+// not exclude two mandates at the same time. A voter that lost its promise may accept a lower epoch
+// than that of a mandate that ended more than Timing.EndedBound ago.
 //
 // The tests search the states of small systems with two gateways: with loss, delay, duplication
 // and reordering of messages, paused hosts, and restarts. If any one of the rules is broken,

@@ -8,14 +8,14 @@ type List struct {
 	Voters  []ID
 }
 
-// follows reports whether l may replace before: its version is the next one, and the lists
+// follows reports whether l may replace previous: the version of l is the next one, and the lists
 // differ by one voter.
-func (l List) follows(before List) bool {
-	if l.Version != before.Version+1 {
+func (l List) follows(previous List) bool {
+	if l.Version != previous.Version+1 {
 		return false
 	}
 	differ := 0
-	for _, pair := range [][2][]ID{{l.Voters, before.Voters}, {before.Voters, l.Voters}} {
+	for _, pair := range [][2][]ID{{l.Voters, previous.Voters}, {previous.Voters, l.Voters}} {
 		for _, id := range pair[0] {
 			if !slices.Contains(pair[1], id) {
 				differ++
@@ -280,7 +280,7 @@ func (g *Gateway) Receive(a Answer, now Time) {
 	if v.incarnation != 0 && (a.Sent < v.heard || a.Sent == v.heard && !a.Ended && (a.Granted || a.Incarnation != v.incarnation)) {
 		return // the answer is older than the last one, or a copy of it. A final answer to the same ask counts, and so does a refusal by the same incarnation.
 	}
-	if a.Incarnation != v.incarnation { // another voter runs on that node now, so the vote of a former final answer counts no longer than any other vote
+	if a.Incarnation != v.incarnation { // another voter runs on that node now, so the final answer of the previous voter no longer extends the time for which the vote counts
 		v.until = min(v.until, a.Sent+g.timing.Mandate)
 	}
 	v.heard, v.incarnation, v.promise, v.free = a.Sent, a.Incarnation, a.Promise, now+a.Free

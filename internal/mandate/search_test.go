@@ -53,8 +53,8 @@ type world struct {
 // A bug breaks one rule by its functions. Each may be nil.
 type bug struct {
 	rule     string
-	large    bool   // finding it takes long
-	where    string // name of the system that shows it
+	large    bool   // finding the bug takes long
+	where    string // name of the system that shows the bug
 	timing   func(*Timing)
 	asked    func(v *Voter, a *Ask, now Time)            // called before a voter gets an ask
 	heard    func(g *Gateway, v *vote, a Answer)         // called before a gateway gets an answer

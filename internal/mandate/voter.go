@@ -61,7 +61,8 @@ type Ask struct {
 	// Heard is the voter's incarnation in its last answer to the gateway, or 0 if it has not
 	// answered yet.
 	Heard uint64
-	// Holds reports that the gateway has a mandate: by votes, or by the Lease while it decides.
+	// Holds reports that the gateway has a mandate: by votes, or by the Lease while the Lease
+	// decides.
 	Holds bool
 }
 
@@ -140,20 +141,20 @@ func (v *Voter) Receive(a Ask, now Time) (answer Answer) {
 // newer reports whether an ask is newer than the last one that got the vote.
 func (v *Voter) newer(a Ask) bool { return a.Nonce != v.last.Nonce || a.Sent > v.last.Sent }
 
-// permits reports whether the epoch and the time permit a vote for a claim. own reports whether
-// the claim is from the current holder.
-func (v *Voter) permits(a Ask, own bool, now Time) bool {
+// permits reports whether the epoch and the time permit a vote for a claim. fromHolder reports
+// whether the claim is from the current holder.
+func (v *Voter) permits(a Ask, fromHolder bool, now Time) bool {
 	switch {
 	case v.empty:
 		return a.Holds || now >= v.inheritedBound
 	case a.Epoch == v.promise.Epoch:
-		return own && !v.released
+		return fromHolder && !v.released
 	}
-	return a.Epoch > v.promise.Epoch && (own || now >= max(v.bound, v.inheritedBound))
+	return a.Epoch > v.promise.Epoch && (fromHolder || now >= max(v.bound, v.inheritedBound))
 }
 
-// End ends a voter in an orderly way; no other method may be called afterwards. If ok is true,
-// the caller stores the promise and then sends the answer to its holder. ok is false if no
+// End ends a voter in an orderly way; no other method may be called afterwards. If ok is true, the
+// caller stores the promise and then sends the answer to the promise's holder. ok is false if no
 // gateway has the vote.
 func (v *Voter) End(now Time) (promise Promise, answer Answer, ok bool) {
 	if v.released || v.last.From == "" || now >= v.bound {

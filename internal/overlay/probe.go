@@ -10,8 +10,8 @@
 // to guess to make a broken overlay look intact.
 //
 // The counter of the overlay device shows whether packets come back through the overlay. If none
-// come while pods send, datagrams are sent with a TTL that expires at the peer's gateway. Every
-// answer to these datagrams comes through the overlay, like the answers to pods.
+// come while pods send, the caller sends datagrams with a TTL that expires at the peer's gateway.
+// Every answer to these datagrams comes through the overlay, like the answers to pods.
 package overlay
 
 import (
@@ -53,7 +53,7 @@ func (s *State) Take(began time.Time, answered, control bool) {
 	switch {
 	case answered:
 		s.missed, s.Broken, s.Since, s.Answered = 0, false, time.Time{}, began
-	case !control: // without a control nothing is known
+	case !control: // without an answer to the control, the round shows nothing
 		s.missed = 0
 	default:
 		if s.missed++; s.missed == 1 {

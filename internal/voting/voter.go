@@ -77,7 +77,7 @@ type Voter struct {
 // A place has the two values that a voter needs before it can vote.
 type place struct {
 	Addr netip.Addr        `json:"addr"` // address of the node; zero: not known yet
-	Key  ed25519.PublicKey `json:"key"`  // public key of the gateways; nil: nodes do not vote, or not known yet
+	Key  ed25519.PublicKey `json:"key"`  // public key of the gateways; nil: nodes do not vote, or the key is not known yet
 }
 
 // waiting is a gateway to notify as soon as the vote becomes free.
@@ -86,8 +86,8 @@ type waiting struct {
 	at  net.Addr
 }
 
-// A record is the stored state of a voter. It includes the voter's Place, because a voter may start
-// without the API server.
+// A record is the stored state of a voter. It includes the voter's place, because a voter may start
+// while the API server is unreachable.
 type record struct {
 	Place   place           `json:"place"`
 	Promise mandate.Promise `json:"promise"`
