@@ -54,7 +54,7 @@ var commonRights = []right{
 
 var verbs = []string{"get", "list", "watch", "create", "update", "patch", "delete", "deletecollection"}
 
-// names are object names that the sweep tries, in addition to one that has no meaning.
+// names are object names that the sweep tries, in addition to an arbitrary name.
 var names = map[string][]string{
 	"secrets": {"wireguard-pubkey", isthmus.DefaultIdentitySecret}, "serviceaccounts": {peerAccount, "default"}, "serviceaccounts/token": {peerAccount, "default"},
 	"roles": {peerAccount, managerRole}, "rolebindings": {peerAccount, managerRole},

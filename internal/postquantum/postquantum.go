@@ -158,10 +158,10 @@ const (
 	Changed   Progress = "Changed"   // the peer has replaced its accepted answer, so the exchange starts again
 )
 
-// Step advances a State. The argument received is the peer's publication, and published is the
-// publication of this side so far. The caller must store the resulting State before it publishes
-// its Fields. The keys in use change only if the peer proves that it has the new key, or if the
-// peer leaves the exchange.
+// Step advances a State. received is the peer's publication, and published is the last publication
+// of this side. The caller must store the resulting State before it publishes its Fields. The keys
+// in use change only if the peer proves that it has the new key, or if the peer leaves the
+// exchange.
 func (s State) Step(ours, theirs Identity, received, published Fields) (State, Progress, error) {
 	offers := ours.ClusterID < theirs.ClusterID
 	context := contextOf(ours, theirs)
@@ -349,8 +349,8 @@ func (s State) Secrets() [][]byte {
 	return slices.DeleteFunc(all, func(b []byte) bool { return len(bytes.Trim(b, "\x00")) == 0 })
 }
 
-// message joins the halves of a key or an answer of want octets. It returns nil if they are
-// invalid.
+// message joins the halves of a key or an answer. It returns nil if they are invalid, or if the
+// result does not have want octets.
 func message(received Fields, want int) []byte {
 	return decoded(received[fieldFirst]+received[fieldSecond], want)
 }
@@ -366,8 +366,8 @@ func decoded(text string, want int) []byte {
 	return b
 }
 
-// contextOf returns a hash of both identities. The input has the length before each field of
-// variable length.
+// contextOf returns a hash of both identities. The input of the hash has a length before each field
+// of variable length.
 func contextOf(lower, higher Identity) []byte {
 	b := []byte(label)
 	for _, side := range []Identity{lower, higher} {

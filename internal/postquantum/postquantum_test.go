@@ -211,7 +211,7 @@ func TestExchangeConvergesAfterACrashAtAnyStep(t *testing.T) {
 			case 2:
 				s.step(t, other, seen[i], false)
 				if ops += fmt.Sprintf(" %d:crash", i); rng.IntN(2) == 0 {
-					s.restart(t) // it stops before it publishes
+					s.restart(t) // the manager stops before it publishes
 				}
 			case 3, 4, 5:
 				seen[i] = other.published

@@ -90,8 +90,8 @@ func decoded(text string) ([]byte, bool) {
 
 // The forms by which secrets are recognized.
 var (
-	// Without an END line, the match extends as far as a key can. No pattern looks far ahead,
-	// so a file with many BEGIN lines takes no excessive time.
+	// Without an END line, the match ends at the first character that cannot be part of a key. No
+	// pattern looks far ahead, so a file with many BEGIN lines takes no excessive time.
 	pemKey = regexp.MustCompile(`-----BEGIN [A-Z0-9 ]*PRIVATE KEY-----(?:(?:\s|\\[nr])+[A-Za-z-]+: [^\n\\]*)*[A-Za-z0-9+/=\s\\]*(?:-----END [A-Z0-9 ]*PRIVATE KEY-----)?`)
 	jwt    = regexp.MustCompile(`eyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]*)?`)
 	bearer = regexp.MustCompile(`(?i)\b(bearer|basic) +[A-Za-z0-9._~+/=-]{8,}`)

@@ -33,8 +33,8 @@ type agreed struct {
 	external netip.Prefix    // network of mapped addresses; invalid: none
 }
 
-// agreedBy returns the networks of the second cluster in the form in which the first one uses them,
-// according to the Peering in the first one.
+// agreedBy returns the networks of the cluster peer as the cluster local uses them, according to
+// local's Peering.
 func agreedBy(ctx context.Context, local, peer *cluster.Cluster) (a agreed, err error) {
 	var list isthmus.PeeringList
 	if err := local.Client.List(ctx, &list); err != nil {
@@ -134,9 +134,9 @@ func mappedIn(all []v1alpha1.NatMapping, peer v1alpha1.ClusterID, external netip
 	return mapped
 }
 
-// servicesIn returns the TCP ports of Services with endpoints in the other cluster: one target
-// for each ready endpoint, and one for the name of the Service. remote translates an address of
-// the other cluster, as it is used here, to the other cluster's own address.
+// servicesIn returns the TCP ports of Services with endpoints in the other cluster: one target for
+// each ready endpoint, and one for the name of the Service. remote returns an endpoint's own
+// address in the other cluster. known is false if the endpoint is not in the other cluster.
 func servicesIn(endpoints []discoveryv1.EndpointSlice, services []corev1.Service, remote func(netip.Addr) (own netip.Addr, known bool)) (all []Target) {
 	for i := range endpoints {
 		s := &endpoints[i]

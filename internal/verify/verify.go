@@ -129,9 +129,9 @@ func verify(ctx context.Context, sites [2]*site, found [2][]Target, o Options, r
 // withoutUnable leaves out pings between Pods if one of the two is not permitted to send pings, and
 // names that Pod. Its TCP and UDP packets use the same path. Pings that a person requested, and
 // pings to targets that can only be pinged, are kept as unknown.
-func withoutUnable(results []Result, only Only) (some []Result, leftOut []string) {
+func withoutUnable(results []Result, selection Only) (some []Result, leftOut []string) {
 	for _, r := range results {
-		if r.Unable == "" || r.Target != "" || slices.Contains(only.protocols, ICMP) {
+		if r.Unable == "" || r.Target != "" || slices.Contains(selection.protocols, ICMP) {
 			some = append(some, r)
 			continue
 		}
@@ -280,15 +280,15 @@ func CheckTarget(text string) error {
 }
 
 // pairs returns the checks for Continuous: one for each pair of Ends.
-func pairs(checks []Check) (few []Check) {
+func pairs(checks []Check) (some []Check) {
 	known := map[[2]End]bool{}
 	for _, c := range checks {
 		if pair := [2]End{c.From, c.To}; !known[pair] {
 			known[pair] = true
-			few = append(few, Check{From: c.From, To: c.To, Protocol: UDP, Size: Sizes[UDP][0]})
+			some = append(some, Check{From: c.From, To: c.To, Protocol: UDP, Size: Sizes[UDP][0]})
 		}
 	}
-	return few
+	return some
 }
 
 // watch makes each Pod send once per second, independently of the others. It calls report with the

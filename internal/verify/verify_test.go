@@ -30,8 +30,8 @@ func ends(cluster string, nodes int) (all []End) {
 	return all
 }
 
-// Every sender sends to every pod of the other cluster, with each protocol and size. Nobody
-// sends to a host of the other cluster, or within a cluster.
+// Every sender sends to every pod of the other cluster, with each protocol and size. No Pod sends
+// to a host of the other cluster, or within its own cluster.
 func TestThePlanHasEveryPairInBothDirections(t *testing.T) {
 	a, b := ends("a", 2), ends("b", 1)
 	seen := map[Check]bool{}
@@ -392,7 +392,7 @@ func TestForbiddenPingsAreLeftOut(t *testing.T) {
 	results := []Result{
 		{Check: Check{From: may, Protocol: ICMP}}, unable(Check{From: mayNot, Protocol: ICMP, Size: 56}), unable(Check{From: mayNot, Protocol: ICMP, Size: 1300}),
 		{Check: Check{From: mayNot, Protocol: UDP}}, unable(Check{From: mayNot, Protocol: ICMP, Target: "10.80.0.1", What: "mapped address"}), // its target can only be pinged
-		unable(Check{From: mayNot, Protocol: ICMP, Target: "192.0.2.1"}), // a person named it
+		unable(Check{From: mayNot, Protocol: ICMP, Target: "192.0.2.1"}), // a person requested this target
 	}
 	some, leftOut := withoutUnable(results, Only{})
 	r := &Report{LeftOut: leftOut}
