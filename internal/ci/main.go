@@ -175,7 +175,8 @@ var sequential = []string{
 // end.
 var longest = []string{"./internal/install", "./internal/peering", "./natengine", "./manager"}
 
-// concurrent returns the packages of the main module that are not in sequential, the longest first.
+// concurrent returns the packages of the main module that are not in sequential. Those in longest
+// come first.
 func concurrent() []string {
 	packages := slices.Clone(longest)
 	out, err := exec.Command("go", "list", "./...").Output()

@@ -95,7 +95,7 @@ func LeaseHop(cluster, name, lease string, h Holder, remedy string) Hop {
 		hop.State, hop.Text = Unknown, h.Problem+", so no gateway of this cluster was ever elected; "+remedy
 	default:
 		hop.State, hop.Text = Broken, "no "+name+" is active: "+h.Problem+"; "+remedy
-		// The manager writes the same reason into Peerings, usually earlier; see Heed.
+		// The manager writes the same reason into Peerings, usually earlier; see UpdateGateway.
 		if name == HopGateway {
 			hop.Reason = isthmus.ReasonGatewaySilent
 		}
@@ -103,24 +103,24 @@ func LeaseHop(cluster, name, lease string, h Holder, remedy string) Hop {
 	return hop
 }
 
-// Heed updates the state of the gateway from a Peering. The manager notices earlier than this
-// program that nobody renews the gateways' Lease, because it reads the Lease every few seconds, by
-// a single clock.
-func Heed(own []Hop, p *isthmus.Peering) {
+// UpdateGateway updates the hop of the gateway in hops from a Peering. The manager notices earlier
+// than this program that nobody renews the gateways' Lease, because the manager reads the Lease
+// every few seconds, by a single clock.
+func UpdateGateway(hops []Hop, p *isthmus.Peering) {
 	c := meta.FindStatusCondition(p.Status.Conditions, isthmus.ConditionConnected)
 	if c == nil || c.Reason != isthmus.ReasonGatewaySilent {
 		return
 	}
-	for i := range own {
-		if h := &own[i]; h.Name == HopManager && h.State == Broken {
+	for i := range hops {
+		if h := &hops[i]; h.Name == HopManager && h.State == Broken {
 			return // without a manager the Peering is stale
 		}
 	}
-	for i := range own {
-		if h := &own[i]; h.Name == HopGateway && h.State == Works {
+	for i := range hops {
+		if h := &hops[i]; h.Name == HopGateway && h.State == Works {
 			h.State, h.Reason, h.Text, h.Since = Broken, safetext.Of(c.Reason), safetext.Cut(c.Message, safetext.Message), &c.LastTransitionTime
 			h.Source = "condition Connected of Peering " + p.Name
-			ExcuseByGateway(own, h, time.Time{})
+			ExcuseByGateway(hops, h, time.Time{})
 		}
 	}
 }

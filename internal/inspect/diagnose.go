@@ -103,7 +103,7 @@ func examine(ctx context.Context, c *cluster.Cluster, meant func(*isthmus.Peerin
 	now, _ := c.Now()
 	health.DateByServer(list.Items, manager, now)
 	for i := range list.Items {
-		health.Heed(e.Own, &list.Items[i])
+		health.UpdateGateway(e.Own, &list.Items[i])
 	}
 	if !slices.ContainsFunc(e.Own, func(h health.Hop) bool { return h.Name == health.HopRights }) {
 		e.NotAsked = append(e.NotAsked, fmt.Sprintf("%s: the rights of the components; you are not allowed to create SubjectAccessReviews", c))

@@ -117,16 +117,16 @@ func TestGatewayThatTheManagerReportsSilentIsBroken(t *testing.T) {
 	silent := peeringWith("p", "Unknown(GatewaySilent) x", "Connected=Unknown(GatewaySilent) no gateway is active")
 	own := []health.Hop{{Cluster: "a", Name: health.HopManager, State: health.Works}, {Cluster: "a", Name: health.HopGateway, State: health.Works},
 		{Cluster: "a", Name: health.HopAgents, State: health.Broken, FollowsGateway: true}, {Cluster: "a", Name: health.HopNodes, State: health.Broken}}
-	health.Heed(own, peeringWith("q", "True"))
+	health.UpdateGateway(own, peeringWith("q", "True"))
 	if own[1].State != health.Works {
 		t.Error("broken, though a gateway is at work")
 	}
 	own[0].State = health.Broken
-	if health.Heed(own, silent); own[1].State != health.Works {
+	if health.UpdateGateway(own, silent); own[1].State != health.Works {
 		t.Error("broken by what is a memory")
 	}
 	own[0].State = health.Works
-	if health.Heed(own, silent); own[1].State != health.Broken || own[1].Reason != isthmus.ReasonGatewaySilent || own[1].Text != "no gateway is active" {
+	if health.UpdateGateway(own, silent); own[1].State != health.Broken || own[1].Reason != isthmus.ReasonGatewaySilent || own[1].Text != "no gateway is active" {
 		t.Errorf("%+v", own[1])
 	}
 	if own[2].State != health.Waits || own[3].State != health.Broken {

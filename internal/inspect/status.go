@@ -99,7 +99,7 @@ func StatusOf(ctx context.Context, c *cluster.Cluster) (s Status, err error) {
 			row.Problem = strings.Join(row.Problems[:min(1, len(row.Problems))], "")
 		}
 		s.Peerings = append(s.Peerings, row)
-		health.Heed(s.Hops, &list.Items[i])
+		health.UpdateGateway(s.Hops, &list.Items[i])
 	}
 	slices.SortFunc(s.Peerings, func(a, b Row) int { return cmp.Compare(a.Name, b.Name) })
 	var pods corev1.PodList

@@ -95,7 +95,7 @@ func GatewayHop(ctx context.Context, c *cluster.Cluster) (health.Hop, error) {
 		return health.Hop{}, c.Explain("Peerings", err)
 	}
 	for i := range list.Items {
-		health.Heed(hops, &list.Items[i])
+		health.UpdateGateway(hops, &list.Items[i])
 	}
 	i := slices.IndexFunc(hops, func(h health.Hop) bool { return h.Name == health.HopGateway })
 	return hops[i], nil
