@@ -146,8 +146,8 @@ func stillWanted(sets []appsv1.DaemonSet) (more int, known bool) {
 	return more, known
 }
 
-// AgentsOf finds the agent of each node. The DaemonSet decides by labels and taints which nodes
-// get an agent. Without its status, every node counts as one that should have an agent.
+// AgentsOf finds the agent of each node. The DaemonSet decides by labels and taints which nodes get
+// an agent. If the status of the DaemonSet is unknown, every node should have an agent.
 func AgentsOf(nodes []corev1.Node, found Components, sets []appsv1.DaemonSet) (a Agents) {
 	on := make(map[string]*corev1.Pod)
 	images := make(map[string]bool)

@@ -226,7 +226,7 @@ func OfNodes(h *Hop) bool { return h.Name == HopNodes || h.Name == HopAgents || 
 func ranksLast(h *Hop) bool { return OfNodes(h) || h.Name == HopNames }
 
 // specificity ranks the reasons of a broken tunnel; the most specific reason ranks highest. The
-// least specific one is that a side receives nothing.
+// least specific reason is that a side receives nothing.
 func specificity(reason string) int {
 	return slices.Index([]string{
 		isthmus.ReasonLost, v1alpha1.CauseNoAnswer, v1alpha1.CausePeerSilent, v1alpha1.CauseProbeUnanswered, v1alpha1.CauseAnswersLost,

@@ -414,8 +414,8 @@ func (p *peer) splice(ctx context.Context, far, here net.Conn) {
 	both.Go(func() {
 		defer cancel()
 		move(ctx, here, far, p.in, &p.received, idle)
-		// Without this, the local port would stay in use for a minute, unless the API server
-		// closed the connection first.
+		// Reset the connection. Otherwise the local port would stay in use for a minute
+		// (TIME_WAIT), unless the API server closed the connection first.
 		if c, ok := here.(*net.TCPConn); ok && ctx.Err() == nil {
 			_ = c.SetLinger(0)
 		}

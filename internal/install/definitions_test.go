@@ -101,7 +101,7 @@ func TestADefinitionIsRecreatedWhileAnotherIsDeleted(t *testing.T) {
 	}
 }
 
-// A definition that is applied while it is being deleted is deleted nevertheless.
+// Applying a definition that is being deleted does not stop its deletion.
 func TestInstallWaitsForDeletedDefinitions(t *testing.T) {
 	t.Parallel()
 	c := clustertest.ConnectTo(t, cluster.Access{Kubeconfig: clustertest.Kubeconfigs.A})

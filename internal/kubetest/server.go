@@ -66,7 +66,7 @@ type Options struct {
 	// completes, and owner references, ServiceAccounts of new namespaces and quotas have no effect.
 	Controllers bool
 	// Nodes must be true if there are kubelets. Then a scheduler and all controllers run, and the
-	// API server may connect to kubelets. This needs the programs of BuildNodes.
+	// API server may connect to kubelets. Nodes needs the programs of BuildNodes.
 	Nodes bool
 	// APIServerArgs are additional arguments of kube-apiserver, such as those of an audit log.
 	// Paths in them must be absolute.

@@ -296,7 +296,7 @@ func TestAGatewayWithAnOldListGetsNoMandate(t *testing.T) {
 	}
 }
 
-// After any history, once no more messages are lost, one gateway gets a mandate and keeps it.
+// After any history, one gateway gets a mandate and keeps it, once all messages arrive.
 func TestOneGatewayFinallyGetsAMandate(t *testing.T) {
 	random := rand.New(rand.NewPCG(26, 11))
 	for round := range 200 {

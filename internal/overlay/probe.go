@@ -3,8 +3,8 @@
 // It works like traceroute(8): it sends an empty datagram between random ports, which the kernel at
 // the other end answers with an ICMP error. The answer takes the underlay, so the probe tests one
 // direction. A second datagram takes the underlay both ways. The second datagram is the control: if
-// it gets no answer either, the other end may be down or answer nobody, so the probe shows nothing
-// about the overlay. Both answers are subject to the same rate limits of the other kernel
+// it gets no answer either, the other end may be down or may never answer, so the probe shows
+// nothing about the overlay. Both answers are subject to the same rate limits of the other kernel
 // (icmp_ratelimit, icmp_msgs_per_sec). An attacker who exhausts these can hide the state of the
 // overlay but cannot make it look broken. Both answers quote random ports, which a pod would have
 // to guess to make a broken overlay look intact.

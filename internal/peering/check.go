@@ -66,8 +66,8 @@ func reachable(c *cluster.Cluster, flag string) error {
 	return nil
 }
 
-// thisMachine reports whether a URL leads each client to the client's own machine. An
-// unspecified address, such as 0.0.0.0 in a kubeconfig of k3d, does so, too.
+// thisMachine reports whether a URL leads each client to the client's own machine. Loopback
+// addresses do, and so do unspecified addresses, such as 0.0.0.0 in a kubeconfig of k3d.
 func thisMachine(u *url.URL) bool {
 	addr, err := netip.ParseAddr(u.Hostname())
 	return err == nil && (addr.Unmap().IsLoopback() || addr.Unmap().IsUnspecified()) || u.Hostname() == "localhost"
@@ -111,7 +111,7 @@ func (s *side) findPeering(ctx context.Context, name string) error {
 }
 
 // checkPeering returns an error if the existing Peering is being deleted, or does not match the
-// peer's identity or namespace. A Peering that a person wrote by hand may not match.
+// peer's identity or namespace. A Peering that a person wrote by hand can differ.
 func (s *side) checkPeering() error {
 	p := s.peering
 	switch {

@@ -92,8 +92,8 @@ func cutHash(name string) string {
 }
 
 // teardownOf finds the Peering for which match returns true. If the Peering was already deleted,
-// teardownOf finds the tenant namespace for which matchNamespace returns true, which an earlier run
-// left.
+// teardownOf finds the tenant namespace that an earlier run left, for which matchNamespace returns
+// true.
 func teardownOf(ctx context.Context, c *cluster.Cluster, match func(*isthmus.Peering) bool, matchNamespace func(*corev1.Namespace) bool) (*teardown, error) {
 	f := &teardown{Cluster: c, secret: isthmus.DefaultIdentitySecret}
 	var list isthmus.PeeringList

@@ -122,8 +122,8 @@ func tokenIn(kubeconfig []byte) string {
 	return ""
 }
 
-// revokeAnother revokes all tokens of the previous peer. It also does so if there is no
-// Peering, because then nothing shows to whom the tokens were issued.
+// revokeAnother revokes all tokens of the previous peer. It also revokes all tokens if there is no
+// Peering, because then nothing shows to whom they were issued.
 func (s *side) revokeAnother(ctx context.Context) (string, error) {
 	if s.exists && !s.another {
 		return "", nil

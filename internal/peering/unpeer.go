@@ -31,7 +31,7 @@ type UnpeerOptions struct {
 // Unpeer separates two clusters, or one from its peer if remote is nil. It revokes the peer's
 // rights and deletes the Peerings. The managers remove the finalizers of the Peerings once all
 // their objects are gone. Then Unpeer removes the other objects that Peer created. With two
-// clusters, a peering that no longer exists is no error. With one, a name without a Peering
+// clusters, a peering that no longer exists is no error. With one cluster, a name without a Peering
 // gives ErrNoPeering.
 //
 // For 24 hours after that, the networks of the peer stay refused on every node, and are

@@ -155,8 +155,7 @@ func TestForcedUnpeerRevokesThePeerFirst(t *testing.T) {
 		client.RawPatch(types.MergePatchType, []byte(`{"metadata":{"finalizers":null}}`))))
 }
 
-// If Unpeer with Force needed a manager, a person without one would have to remove finalizers by
-// hand.
+// Unpeer with Force must work without a manager, so that nobody has to remove finalizers by hand.
 func TestForcedUnpeerNeedsNoManager(t *testing.T) {
 	t.Parallel()
 	p := clustertest.NewPair(t, "alone")
@@ -225,7 +224,7 @@ func TestUnpeerKeepsAForeignNamespace(t *testing.T) {
 	name := p.B.Identity.TenantNamespace()
 	must(t, p.A.Client.Create(t.Context(), &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: name}}))
 	must(t, peerUp(t, p))
-	must(t, peerUp(t, p)) // the namespace is still not ours
+	must(t, peerUp(t, p)) // peering again does not make the namespace ours
 	must(t, p.A.Client.Create(t.Context(), &corev1.Secret{ObjectMeta: metav1.ObjectMeta{Namespace: name, Name: "theirs"}}))
 	p.Reported()
 	must(t, peerDown(t, p))

@@ -10,8 +10,8 @@ import (
 const (
 	// maxLength is the maximum number of octets that are shown of a text of unknown origin.
 	maxLength = 400
-	// Message is the limit for the message of a condition. Our manager writes no longer
-	// messages.
+	// Message is the limit for the message of a condition. Our manager never writes a longer
+	// message.
 	Message = 1024
 )
 
