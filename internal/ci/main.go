@@ -236,7 +236,6 @@ const mainModule = "github.com/isthmus-net/isthmus"
 // testModule is the path of the module in test/, which has the heavy dependencies.
 const testModule = mainModule + "/test"
 
-// testDir is the folder of testModule.
 const testDir = "test"
 
 // errTestsFailed represents exit code 1 of go test. The tally has the names of the failed tests.

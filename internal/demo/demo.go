@@ -102,7 +102,6 @@ func runFleet(n *narrator, kube string, elapsed time.Duration) (err error) {
 	})
 }
 
-// build creates the clusters.
 func (s *show) build(kube string) error {
 	begin := time.Now()
 	s.printf(`Each has three nodes, an etcd, a kube-apiserver and a kube-controller-manager of its own; manager, gateways and
@@ -408,7 +407,6 @@ func (s *show) unpeer() error {
 	return s.isthmus("status", "--context", "a")
 }
 
-// talkTo makes the first pods of two clusters talk.
 func (s *show) talkTo(local, peer *fleet.Cluster) error {
 	seen, err := local.Seen(s.ctx, peer, peer.Pods[0].Addr)
 	if err != nil {

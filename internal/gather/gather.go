@@ -116,7 +116,6 @@ func (g *gathering) miss(what string, err error) {
 	g.missing = append(g.missing, Missing{what, err.Error()})
 }
 
-// tenants returns the tenant namespaces of the peerings.
 func (g *gathering) tenants(ctx context.Context) (names []string) {
 	var list isthmus.PeeringList
 	if err := g.cluster.Client.List(ctx, &list); err != nil {

@@ -89,7 +89,6 @@ type Server struct {
 	endOurs context.CancelFunc
 }
 
-// peer is the state of one peer.
 type peer struct {
 	Peer
 	ctx    context.Context

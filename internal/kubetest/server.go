@@ -330,7 +330,6 @@ func (s *Server) run(name string, args ...string) (*process, error) {
 	return s.guard.start(s.opts.Starter, s.dir, filepath.Join(s.opts.Dir, name), args...)
 }
 
-// readyz is the path of the API server's readiness check.
 const readyz = "/readyz"
 
 // await returns when a GET of path returns status 200, or with an error when a program has ended.

@@ -153,7 +153,6 @@ func endpointOf(ctx context.Context, c *cluster.Cluster, namespace, name string,
 	return At(ctx, c, first.addr)
 }
 
-// An endpoint is an endpoint of a Service.
 type endpoint struct {
 	addr          netip.AddrPort
 	ready         bool

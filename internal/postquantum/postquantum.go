@@ -382,7 +382,6 @@ func contextOf(lower, higher Identity) []byte {
 	return sum[:]
 }
 
-// idOf returns the ID of an exchange.
 func idOf(context, public []byte) string {
 	sum := sha256.Sum256(bytes.Join([][]byte{[]byte(label), context, public}, nil))
 	return base64.StdEncoding.EncodeToString(sum[:])

@@ -276,7 +276,7 @@ func TestExchangeStartsAgainWithoutItsPublication(t *testing.T) {
 					sides[step%2].step(t, sides[1-step%2], sides[1-step%2].published, true)
 				}
 				s, other := sides[i], sides[1-i]
-				id, use, seeded := s.stored.ID, s.stored.Use, s.stored.Seed != nil // with a seed, the key needs no publication
+				id, use, seeded := s.stored.ID, s.stored.Use, s.stored.Seed != nil // the key can be derived from a seed, so it needs no publication
 				s.restart(t)
 				spoil(s, []*side{third, fourth}[i])
 				s.step(t, other, other.published, true)

@@ -52,8 +52,8 @@ type Options struct {
 	Report func(line string)
 }
 
-// uninstallConfigMap stores how to clean the nodes, from before the workloads are deleted until
-// the end. With it, an interrupted run can be continued.
+// uninstallConfigMap stores how to clean the nodes. It exists from before the workloads are deleted
+// until the end of a run, so that an interrupted run can be continued.
 const (
 	uninstallConfigMap = "isthmus-uninstall"
 	keyCleaning        = "cleaning.json"
@@ -204,10 +204,10 @@ func removeInstalled(ctx context.Context, c *cluster.Cluster, o Options) error {
 	return nil
 }
 
-// helmUninstalls returns an error unless Helm is deleting a release in the namespace. Helm
-// records that in the release before it runs the hooks (Helm 3.22 and 4.3,
-// pkg/action/uninstall.go). Rendered without Helm, the hook is an ordinary Job, which must not
-// uninstall anything.
+// helmUninstalls returns an error unless Helm is deleting a release in the namespace. Helm records
+// that in the release before it runs the hooks (Helm 3.22 and 4.3, pkg/action/uninstall.go). If
+// somebody applies the rendered hook without Helm, it is an ordinary Job, which must not uninstall
+// anything.
 func helmUninstalls(ctx context.Context, c *cluster.Cluster) error {
 	for _, list := range []client.ObjectList{&corev1.SecretList{}, &corev1.ConfigMapList{}} { // Helm stores releases in one of these kinds
 		err := c.Client.List(ctx, list, client.InNamespace(c.Namespace), client.MatchingLabels{"owner": "helm", "status": "uninstalling"})

@@ -21,7 +21,7 @@ import (
 	"github.com/isthmus-net/isthmus/natengine"
 )
 
-// maxFound is the maximum number of targets of each sort, in each direction.
+// maxFound is the maximum number of targets of each kind, in each direction.
 const maxFound = 16
 
 // tunnelEndpoint is an endpoint that every peer maps: the gateway itself.

@@ -119,7 +119,6 @@ func Targets(local []End, selection Only, targets []Target) (checks []Check) {
 	return checks
 }
 
-// receiver returns the name of the receiver.
 func (c Check) receiver() string {
 	switch {
 	case c.What != "":

@@ -148,7 +148,6 @@ func takesPods(n *corev1.Node) bool {
 	})
 }
 
-// args returns the arguments of the program in a Pod.
 func (s *site) args(network string) []string {
 	args := []string{"probe", fmt.Sprintf("--control=%d", s.control)}
 	if network == podNetwork {
@@ -267,7 +266,6 @@ func stateOf(c corev1.ContainerStatus) string {
 	return ""
 }
 
-// request sends a request to the program in the Pod.
 func (m *member) request(ctx context.Context, method, path string, in, out any) error {
 	body := io.Reader(http.NoBody)
 	if in != nil {

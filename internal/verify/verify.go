@@ -250,7 +250,6 @@ func patience(requests []Request, once bool) time.Duration {
 	return time.Duration(rounds*attempts)*attempt + time.Duration(transfers)*(maxTransferTime-attempt)/senders + maxTransferTime
 }
 
-// request returns the request for the sender of a check.
 func (c Check) request() Request {
 	r := Request{Protocol: c.Protocol, Host: c.To.Seen.String(), Port: echoPort, Size: c.Size}
 	if c.Target != "" {

@@ -111,7 +111,6 @@ func (l *Load) run(ctx context.Context) {
 	}
 }
 
-// send sends one request and records its result.
 func (l *Load) send(ctx context.Context, from uint16) {
 	begin := time.Now()
 	ctx, cancel := context.WithTimeout(ctx, loadPatience)
