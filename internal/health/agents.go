@@ -198,7 +198,7 @@ func AgentsOf(nodes []corev1.Node, found Components, sets []appsv1.DaemonSet) (a
 	a.lacking = len(a.Missing)
 	const remedy = "no Pod of ServiceAccount " + deploy.RouteAgentServiceAccount + "; check the DaemonSet and the node's taints"
 	switch {
-	case !known || more >= len(without): // each of these nodes should have an agent
+	case !known || more >= len(without): // every node in without should have an agent
 		for _, name := range without {
 			a.Missing = append(a.Missing, "Node "+name+" has "+remedy)
 		}

@@ -20,7 +20,7 @@ import (
 )
 
 // Mapped addresses outside the peer's agreed network are not probed, because they may belong to
-// anybody.
+// hosts outside of the peer.
 func TestMappedAddressesOutsideThePeersNetworkAreSkipped(t *testing.T) {
 	var all []v1alpha1.NatMapping
 	for id, mappings := range map[string]v1alpha1.EndpointMap{
