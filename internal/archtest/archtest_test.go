@@ -28,8 +28,8 @@ func TestModuleFollowsImportRules(t *testing.T) {
 	}
 }
 
-// Code that only creates and shows clusters on one machine belongs to isthmus-lab. The program
-// that runs in clusters does not need it.
+// Code that creates clusters on one machine, or shows them, belongs to isthmus-lab. The program
+// isthmus, which runs in clusters, must not link it.
 func TestIsthmusDoesNotLinkTheLab(t *testing.T) {
 	deps := func(pkg string) []string {
 		out, err := exec.Command("go", "list", "-deps", Module+"/cmd/"+pkg).Output()

@@ -54,7 +54,7 @@ var (
 // folder belongs to the last folder that the row names before it.
 func wrongInRow(t *testing.T, root, row string) (problems []string) {
 	t.Helper()
-	var named []string // existing paths in the row so far
+	var paths []string // existing paths that the row has named so far
 	exists := func(path string) bool { _, err := os.Stat(filepath.Join(root, path)); return err == nil }
 	var names []string
 	for _, m := range inCode.FindAllStringSubmatch(row, -1) {
@@ -62,18 +62,18 @@ func wrongInRow(t *testing.T, root, row string) (problems []string) {
 		switch {
 		case strings.Contains(word, " "), strings.HasPrefix(word, "-"): // a command
 		case exists(word):
-			named = append(named, word)
+			paths = append(paths, word)
 		case strings.ContainsAny(word, "./"):
-			beside := slices.IndexFunc(named, func(path string) bool {
+			beside := slices.IndexFunc(paths, func(path string) bool {
 				return exists(filepath.Join(path, word)) || exists(filepath.Join(filepath.Dir(path), word))
 			})
 			if beside < 0 && word != "cipher.AEAD" {
 				problems = append(problems, word+" does not exist")
 			} else if beside >= 0 {
-				if path := filepath.Join(named[beside], word); exists(path) {
-					named = append(named, path)
+				if path := filepath.Join(paths[beside], word); exists(path) {
+					paths = append(paths, path)
 				} else {
-					named = append(named, filepath.Join(filepath.Dir(named[beside]), word))
+					paths = append(paths, filepath.Join(filepath.Dir(paths[beside]), word))
 				}
 			}
 		case identifier.MatchString(word):
@@ -81,7 +81,7 @@ func wrongInRow(t *testing.T, root, row string) (problems []string) {
 		}
 	}
 	for _, name := range names {
-		if !slices.ContainsFunc(named, func(path string) bool { return mentions(t, filepath.Join(root, path), name) }) {
+		if !slices.ContainsFunc(paths, func(path string) bool { return mentions(t, filepath.Join(root, path), name) }) {
 			problems = append(problems, name+" stands in none of the row's files")
 		}
 	}

@@ -13,8 +13,8 @@ import (
 )
 
 // TestNATDocumentNamesItsTests compares docs/nat.md with the tests. Every row of a table of
-// requirements has a status, a requirement that is met names its tests, each named test exists,
-// and each test that is named after an RFC has a row.
+// requirements must have a status. A requirement that is met must name its tests, and each named
+// test must exist. Each test that is named after an RFC must have a row.
 func TestNATDocumentNamesItsTests(t *testing.T) {
 	root := filepath.Join("..", "..")
 	text, err := os.ReadFile(filepath.Join(root, "docs", "nat.md"))

@@ -26,8 +26,8 @@ type File struct {
 	Clock   []string // calls that read the clock or wait, e.g. "time.Now"
 }
 
-// A Rule is a condition on one file. Check returns the reason why the file breaks the rule, or
-// "".
+// A Rule is a condition on one file. Check returns the reason why the file breaks the rule, or ""
+// if it does not.
 type Rule struct {
 	Name  string
 	Check func(File) string
@@ -36,13 +36,13 @@ type Rule struct {
 // Rules are all rules. Unless a rule states otherwise, they exempt test files, which may import
 // anything.
 var Rules = []Rule{
-	{"packet imports only the standard library", only([]string{"packet"}, nil, nil)},
-	{"natengine imports packet and one prefix table", only([]string{"natengine"}, []string{"packet"}, []string{"github.com/gaissmai/bart"})},
-	{"fabric imports apis, natengine, kernel objects and nothing heavy", only([]string{"fabric"}, []string{"apis", "natengine", "internal/kernel"}, nil)},
-	{"apis imports nothing of ours", only([]string{"apis"}, nil, []string{"k8s.io/apimachinery"})},
-	{"internal/diff imports only the standard library", only([]string{"internal/diff"}, nil, nil)},
+	{"packet imports only the standard library", importsOnly([]string{"packet"}, nil, nil)},
+	{"natengine imports packet and one prefix table", importsOnly([]string{"natengine"}, []string{"packet"}, []string{"github.com/gaissmai/bart"})},
+	{"fabric imports apis, natengine, kernel objects and nothing heavy", importsOnly([]string{"fabric"}, []string{"apis", "natengine", "internal/kernel"}, nil)},
+	{"apis imports nothing of ours", importsOnly([]string{"apis"}, nil, []string{"k8s.io/apimachinery"})},
+	{"internal/diff imports only the standard library", importsOnly([]string{"internal/diff"}, nil, nil)},
 
-	{"pure packages do no I/O", without([]string{"packet", "natengine", "fabric", "internal/kernel", "internal/health"},
+	{"pure packages do no I/O", importsNone([]string{"packet", "natengine", "fabric", "internal/kernel", "internal/health"},
 		Module+"/internal/kernel/rtnl", "os", "os/*", "io/ioutil", "net", "net/http", "net/rpc", "net/smtp", "net/textproto", "syscall", "log", "log/*", "plugin", "crypto/rand", "testing")},
 	{"pure packages read no clock", noClock("packet", "natengine", "fabric", "internal/kernel", "internal/health")},
 
@@ -50,9 +50,9 @@ var Rules = []Rule{
 		inPackage("manager"), inPackage("internal/source/kube"), inPackage("internal/owncluster"), inPackage("internal/peering"), inPackage("internal/cluster"), inPackage("internal/clustertest"), inPackage("internal/coredns"), inPackage("internal/place"),
 		inPackage("internal/install"), inPackage("internal/uninstall"), inPackage("internal/inspect"), // join clusters
 		inPackage("internal/gather"), inPackage("internal/podport"), inPackage("internal/verify"), // inspect clusters
-		inPackage("internal/kubetest"), inPackage("internal/fleet"), inPackage("internal/kubenodes"), inPackage("internal/demo"), // create and show clusters
+		inPackage("internal/kubetest"), inPackage("internal/fleet"), inPackage("internal/kubenodes"), inPackage("internal/demo"), // create clusters, or show them
 		inPackage("benchmarks"),          // measure clusters
-		inPackage("internal/kubeauth"))}, // asks the API server who may read metrics
+		inPackage("internal/kubeauth"))}, // asks the API server whether a client may read metrics
 	{"netlink stays in internal/kernel/rtnl", onlyIn([]string{"github.com/vishvananda/netlink", "github.com/mdlayher/netlink", "github.com/jsimonetti/rtnetlink", "github.com/google/nftables"},
 		inPackage("internal/kernel/rtnl"), inPackage("internal/lab"), inPackage("benchmarks"))},
 	{"wireguard-go stays in gateway", onlyIn([]string{"golang.zx2c4.com/wireguard"}, inPackage("gateway"), inPackage("benchmarks"))},
@@ -70,8 +70,8 @@ var managerOrder = []string{"manager/controllers", "manager/peers", "manager/fac
 // gatewayOrder lists the packages of the gateway. Each may import only the packages before it.
 var gatewayOrder = []string{"gateway/bind", "gateway/capture", "gateway/datapath", "gateway/tun", "gateway/flowsync", "gateway/check", "gateway"}
 
-// layers gives each folder its layer. A package may import packages of lower layers and of its
-// own folder. The longest matching path counts.
+// layers gives each folder its layer. A package may import packages of lower layers and packages of
+// its own folder. If several paths match a package, the longest one applies.
 var layers = map[string]int{
 	"internal/diff":      0,
 	"internal/kernel":    1,
@@ -104,7 +104,7 @@ func downwards(f File) string {
 	if !ok {
 		return ""
 	}
-	for _, imp := range f.ours() {
+	for _, imp := range f.localImports() {
 		its, itsTree, ok := layerOf(imp)
 		switch {
 		case !ok:
@@ -126,7 +126,7 @@ func downwards(f File) string {
 func inOrder(packages []string) func(File) string {
 	return func(f File) string {
 		mine := slices.Index(packages, f.Package)
-		for _, imp := range f.ours() {
+		for _, imp := range f.localImports() {
 			if its := slices.Index(packages, imp); its > mine && mine >= 0 {
 				return fmt.Sprintf("imports %s, which lies above it", imp)
 			}
@@ -144,9 +144,9 @@ func layerOf(pkg string) (layer int, tree string, ok bool) {
 	return layer, tree, ok
 }
 
-// only returns a check that files in trees import nothing but the standard library, their own
-// tree, the given packages of this module (ours) and the given foreign packages (others).
-func only(trees, ours, others []string) func(File) string {
+// importsOnly returns a check that files in trees import nothing but the standard library, their
+// own tree, the given packages of this module (ours) and the given foreign packages (others).
+func importsOnly(trees, ours, others []string) func(File) string {
 	return func(f File) string {
 		if f.Test || !withinAny(f.Package, trees) {
 			return ""
@@ -164,9 +164,9 @@ func only(trees, ours, others []string) func(File) string {
 	}
 }
 
-// without returns a check that files in trees import none of the banned packages. "net" bans that
-// package alone and permits net/netip; "os/*" bans everything below os.
-func without(trees []string, banned ...string) func(File) string {
+// importsNone returns a check that files in trees import none of the banned packages. "net" bans
+// that package alone and permits net/netip; "os/*" bans everything below os.
+func importsNone(trees []string, banned ...string) func(File) string {
 	return func(f File) string {
 		if f.Test || !withinAny(f.Package, trees) || strings.HasSuffix(f.Package, "test") || f.Package == rtnl {
 			return "" // package packettest contains helpers for tests
@@ -194,8 +194,8 @@ func noClock(trees ...string) func(File) string {
 // rtnl is the package that does the I/O of internal/kernel.
 const rtnl = "internal/kernel/rtnl"
 
-// onlyIn returns a check that the given modules are imported only by files for which one of the
-// places returns true.
+// onlyIn returns a check that the given modules are imported only by test files, and by files for
+// which one of the allowed functions returns true.
 func onlyIn(modules []string, allowed ...func(File) bool) func(File) string {
 	return func(f File) string {
 		if f.Test || slices.ContainsFunc(allowed, func(here func(File) bool) bool { return here(f) }) {
@@ -214,9 +214,9 @@ func inPackage(tree string) func(File) bool {
 	return func(f File) bool { return within(f.Package, tree) }
 }
 
-// ours lists the module's own packages that f imports, as relative paths. It returns none for
-// test files, which may import any package.
-func (f File) ours() (paths []string) {
+// localImports lists the packages of this module that f imports, as paths relative to the module.
+// It returns none for test files, which may import any package.
+func (f File) localImports() (paths []string) {
 	if f.Test {
 		return nil
 	}

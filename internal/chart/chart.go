@@ -30,13 +30,14 @@ type Options struct {
 	Namespace string
 	// AppVersion is the tag of the image, unless Values set one.
 	AppVersion string
-	// Values override those of values.yaml. Maps are merged field by field; lists are replaced.
+	// Values take precedence over those of values.yaml. Maps are merged field by field; lists are
+	// replaced.
 	Values Values
 }
 
 const root = "chart/isthmus"
 
-// Defaults are the values of values.yaml.
+// Defaults returns the values of values.yaml.
 func Defaults() (Values, error) {
 	text, err := deploy.Chart.ReadFile(root + "/values.yaml")
 	if err != nil {
@@ -75,14 +76,14 @@ func Get(values Values, keys ...string) any {
 	return values[keys[len(keys)-1]]
 }
 
-// Merge returns base with the values of over replaced. It changes neither argument. A null
-// removes a value.
-func Merge(base, over Values) Values {
+// Merge returns the values of base, replaced by those of overrides. A null in overrides removes a
+// value. Merge changes neither argument.
+func Merge(base, overrides Values) Values {
 	merged := maps.Clone(base)
 	if merged == nil {
 		merged = Values{}
 	}
-	for key, value := range over {
+	for key, value := range overrides {
 		inner, isMap := value.(Values)
 		below, wasMap := merged[key].(Values)
 		switch {
@@ -151,8 +152,8 @@ func Render(o Options) (string, error) {
 	return out.String(), nil
 }
 
-// readable removes text/template's position from an error by which the chart requests a missing
-// value.
+// readable returns err without the position that text/template adds, if the chart itself reports
+// that a value is missing.
 func readable(err error) error {
 	if wants := (*wantsError)(nil); errors.As(err, &wants) {
 		return wants
@@ -210,7 +211,7 @@ func documents(o Options) ([]document, error) {
 			return nil, fmt.Errorf("rendered chart: not an object: %w", err)
 		}
 		if _, hook := u.GetAnnotations()["helm.sh/hook"]; hook {
-			continue // only Helm needs hooks; Uninstall does their work itself
+			continue // only Helm needs hooks: `isthmus uninstall` does their work itself
 		}
 		all = append(all, document{strings.Trim(one, "\n"), u})
 	}
@@ -218,9 +219,9 @@ func documents(o Options) ([]document, error) {
 	return all, nil
 }
 
-// rank orders objects after those that they need. A Pod is not created without its
-// ServiceAccount. A component without its permissions or configuration exits with an error.
-// Agents accept packets only from gateways that they know.
+// rank orders objects after those that they need. A Pod is not created without its ServiceAccount.
+// A component without its permissions or configuration exits with an error. Agents come before
+// gateways, because agents accept packets only from gateways that they know.
 func rank(u *unstructured.Unstructured) int {
 	switch u.GetKind() {
 	case "Namespace":
@@ -235,8 +236,8 @@ func rank(u *unstructured.Unstructured) int {
 	return 2
 }
 
-// functions are the functions of Helm and its library that the chart uses, with the same
-// behavior.
+// functions returns the functions of Helm and its library that the chart uses. They behave as in
+// Helm.
 func functions(all *template.Template) template.FuncMap {
 	return template.FuncMap{
 		"default": func(or, value any) any {
@@ -316,8 +317,7 @@ func empty(value any) bool {
 	return !ok || !truth
 }
 
-// files are the files of the chart's folder files/, beside its templates. Templates call its
-// methods.
+// files gives templates access to the chart's folder files/. Templates call its methods.
 type files struct{}
 
 // Get returns the text of a file, or the empty string if there is none.

@@ -48,8 +48,8 @@ var everything = Values{
 	"metrics": Values{"enabled": true, "podMonitor": Values{"enabled": true}, "prometheusRule": Values{"enabled": true}, "dashboard": Values{"enabled": true}},
 }
 
-// The recorded manifests show a reviewer the effect of a change on the default installation.
-// test/helm renders other values, also with Helm.
+// The recorded manifests show a reviewer how a change affects the default installation. Other
+// values are tested in test/helm, which compares with Helm.
 func TestDefaultManifestsMatchRecordedFile(t *testing.T) {
 	const file = "testdata/defaults.yaml"
 	got, err := Render(Options{Namespace: deploy.Namespace, AppVersion: "0.0.0", Values: paris(Values{"crds": Values{"install": false}})})
@@ -92,7 +92,8 @@ func TestManifestsUseTheChosenNamespace(t *testing.T) {
 	}
 }
 
-// kubectl applies the objects of a file in order, and continues after an error.
+// kubectl applies the objects of a file in order, and does not retry after an error. So each object
+// must come after the objects that it needs.
 func TestManifestsAreInApplyOrder(t *testing.T) {
 	text, err := Manifests(Options{Namespace: "elsewhere", AppVersion: "v9", Values: paris(everything)})
 	if err != nil {
@@ -328,7 +329,8 @@ func TestGatewaysSurgeUnlessTheyUseHostPorts(t *testing.T) {
 	}
 }
 
-// Votes of the nodes are used by default. Gateways on the host network do not use them.
+// By default, the nodes elect the active gateway by votes. Gateways on the host network do not use
+// votes.
 func TestGatewaysUseVotesUnlessOnTheHostNetwork(t *testing.T) {
 	for _, tc := range []struct {
 		gateway Values

@@ -66,8 +66,8 @@ func kindOf(value any) string {
 	return kinds["string"]
 }
 
-// check returns an error for each value that the schema does not allow. at is the path of the
-// value, empty for the root. A null removes a value and is always valid.
+// check returns an error for each value that the schema does not allow. path locates the value in
+// messages, and is empty for the root. A null removes a value and is always valid.
 func (s *schema) check(value any, path string) error {
 	if value == nil {
 		return nil

@@ -1,9 +1,9 @@
 // Command ci runs all checks of a change, in order. It continues after a failure, so that one run
 // shows all failures. `make test` calls it, and CI calls `make test`.
 //
-// Its last line is "N passed, N failed, N skipped" over all Go tests and subtests of both
-// modules. A step that is not a test (lint, generated files) affects the exit code and the table
-// of steps above that line, not the count.
+// The last line of the output is "N passed, N failed, N skipped" over all Go tests and subtests of
+// both modules. A step that is not a test (lint, generated files) affects the exit code and the
+// table of steps above that line, not the count.
 package main
 
 import (
@@ -51,19 +51,19 @@ func check(ctx context.Context) bool {
 		{"generated files", command("make", "--no-print-directory", "generate-check")},
 		{"vet", command("go", "vet", "./...")},
 		{"vet test/", command("go", "-C", "test", "vet", "./...")},
-		// This step runs before the tests. The build takes minutes with cold caches, and would count
-		// against a test's timeout.
+		// This step runs before the tests. The build takes minutes with cold caches, and would
+		// count against a test's timeout.
 		{"kube-apiserver", command("make", "--no-print-directory", "kube")},
 	}
-	// Both lists run at the same time. Tests in test/ mostly wait, for elections and API servers,
-	// and need the CPU at once when they wake. Tests that mostly compute have nice 10: they get a
-	// tenth of the CPU when the API servers need it.
+	// The steps of here and those of beside run at the same time. Tests in test/ mostly wait, for
+	// elections and API servers, and need the CPU at once when they wake. Tests that mostly compute
+	// have nice 10: they get a tenth of the CPU when the API servers need it.
 	here := []step{
 		{"lint", command("nice", "-n", "10", "make", "--no-print-directory", "lint")},
 		{"tests", goTest(nice10, ".", tests, raceDetector, concurrent()...)},
 		{"sequential", goTest(nice10, ".", tests, "", sequential...)},
-		// The race detector allocates memory. Tests of "no allocation" therefore skip themselves under
-		// it, and run here.
+		// The race detector allocates memory. Tests of "no allocation" therefore skip themselves
+		// under it, and run here.
 		{"allocations", goTest(nice10, ".", tests, "", append([]string{"-run=NotAllocate"}, packagesWith("NotAllocate")...)...)},
 		// The race detector would slow down the honest peer and falsify the comparison.
 		{"fairness", goTest(nice0, ".", tests, "", "-run=OneHostilePeer", "./gateway")},
@@ -90,9 +90,9 @@ func check(ctx context.Context) bool {
 	return report(os.Stdout, results, tests, ctx.Err())
 }
 
-// maxRepeated bounds the number of failed tests that are repeated. The suite runs at a load of
-// ten on unknown machines, where a process of a test may be stopped for longer than the test
-// waits. That happens to one or two tests. More failures are not chance.
+// maxRepeated bounds the number of failed tests that are repeated. The suite runs at a load of ten
+// on unknown machines, where a process of a test may be stopped for longer than the test waits.
+// That happens to one or two tests in a run. More failures have another cause.
 const maxRepeated = 4
 
 // repeat runs failed tests again, one after the other and with no other tests beside them. The
@@ -175,7 +175,8 @@ var sequential = []string{
 // end.
 var longest = []string{"./internal/install", "./internal/peering", "./natengine", "./manager"}
 
-// concurrent returns all other packages of the main module.
+// concurrent returns the packages of the main module that are not in sequential. Those in longest
+// come first.
 func concurrent() []string {
 	packages := slices.Clone(longest)
 	out, err := exec.Command("go", "list", "./...").Output()
@@ -235,7 +236,6 @@ const mainModule = "github.com/isthmus-net/isthmus"
 // testModule is the path of the module in test/, which has the heavy dependencies.
 const testModule = mainModule + "/test"
 
-// testDir is the folder of testModule.
 const testDir = "test"
 
 // errTestsFailed represents exit code 1 of go test. The tally has the names of the failed tests.

@@ -40,9 +40,9 @@ type failure struct {
 // panics, after which the rest of the package has not run.
 var finalWords = []string{"DATA RACE", "in the clear", "panic:"}
 
-// nothingLeft is the line of a packet sniffer's report that means success. It contains one of
+// noLeaks is a text in a packet sniffer's report that means success, although it contains one of
 // finalWords.
-const nothingLeft = " 0 of them in the clear"
+const noLeaks = " 0 of them in the clear"
 
 // tally counts tests and keeps the output of tests that have not ended. Several `go test`
 // processes may report to it concurrently.
@@ -106,7 +106,7 @@ func (t *tally) endTest(name testName, action string) (show string) {
 	case "fail":
 		t.failed++
 		c[1]++
-		t.failures = append(t.failures, failure{name, hasAny(strings.ReplaceAll(out, nothingLeft, ""), finalWords)})
+		t.failures = append(t.failures, failure{name, hasAny(strings.ReplaceAll(out, noLeaks, ""), finalWords)})
 		show = withoutRunLines(out)
 	case "skip":
 		t.skipped++
@@ -179,10 +179,10 @@ func (t *tally) running() (names []string) {
 	return names
 }
 
-// slowest returns the slowest tests. Their number is at most the argument most.
-func (t *tally) slowest(most int) []testTime {
+// slowest returns the slowest tests, at most limit of them.
+func (t *tally) slowest(limit int) []testTime {
 	slices.SortStableFunc(t.times, func(a, b testTime) int { return cmp.Compare(b.took, a.took) })
-	return t.times[:min(most, len(t.times))]
+	return t.times[:min(limit, len(t.times))]
 }
 
 func hasAny(s string, words []string) bool {
@@ -197,9 +197,9 @@ func (n testName) top() testName {
 	return testName{n.pkg, name}
 }
 
-// repeatable returns the failed tests that may be repeated. It returns none if one of the
-// failures is final, or if there are more than bound failures, because that is not chance.
-func (t *tally) repeatable(bound int) (names []testName) {
+// repeatable returns the failed tests that may be repeated. It returns none if one of the failures
+// is final, or if there are more than limit failures, because so many failures are not chance.
+func (t *tally) repeatable(limit int) (names []testName) {
 	for _, f := range t.failures {
 		if f.final {
 			return nil
@@ -208,7 +208,7 @@ func (t *tally) repeatable(bound int) (names []testName) {
 			names = append(names, f.top())
 		}
 	}
-	if len(names) > bound {
+	if len(names) > limit {
 		return nil
 	}
 	return names

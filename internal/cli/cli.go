@@ -55,8 +55,8 @@ func Unreachable(err error) error { return &codeError{Wrong, err} }
 // already.
 var ErrProblem error = &codeError{code: Problem}
 
-// started is the annotation of a command that has begun to run. Later errors are not usage
-// errors.
+// started is the annotation of a command that has begun to run. From then on, its errors are not
+// usage errors.
 const started = "started"
 
 // Run runs a program and returns its exit code. The first SIGINT, SIGTERM or SIGHUP cancels the
@@ -88,8 +88,8 @@ func Run(root *cobra.Command, args []string, stdin io.Reader, stdout, stderr io.
 	return exitCode(ctx, root, cmd, err)
 }
 
-// As sets the program's name in its help to the name under which it was called: kubectl runs the
-// plugin kubectl-NAME for "kubectl NAME". argv0 is os.Args[0].
+// As sets the name in the help to the name under which the program was called: `kubectl NAME` runs
+// the program as the plugin kubectl-NAME. argv0 is os.Args[0].
 func As(root *cobra.Command, argv0 string) {
 	if filepath.Base(argv0) != "kubectl-"+root.Name() {
 		return

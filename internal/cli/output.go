@@ -10,14 +10,14 @@ import (
 	"sigs.k8s.io/yaml"
 )
 
-// Output is the value of --output. The empty value is for people, and "wide" adds columns. "json"
-// and "yaml" are for programs.
+// Output is the value of --output. The empty value selects text for people, and "wide" adds columns
+// to that text. "json" and "yaml" are for programs.
 type Output string
 
-// AddOutputFlag adds --output and -o. usage describes the printed data. more are accepted values
-// besides json and yaml.
-func AddOutputFlag(cmd *cobra.Command, o *Output, usage string, more ...string) {
-	addChoice(cmd, (*string)(o), "output", "o", "", usage, append(more, "json", "yaml"))
+// AddOutputFlag adds --output and -o. usage describes the printed data. formats are the accepted
+// values besides json and yaml.
+func AddOutputFlag(cmd *cobra.Command, o *Output, usage string, formats ...string) {
+	addChoice(cmd, (*string)(o), "output", "o", "", usage, append(formats, "json", "yaml"))
 }
 
 // ForPrograms reports whether the output is JSON or YAML.

@@ -60,17 +60,16 @@ func explainArgs(cmd *cobra.Command) {
 	}
 }
 
-// nearest returns the word that the user probably meant. The argument typed is the word that the
-// user typed. Another word matches if it begins with typed, or if the edit distance is at most two.
-// nearest returns "" if no word matches.
-func nearest(typed string, words []string) string {
+// nearest returns the word that the user probably meant by input. A word matches if it begins with
+// input, or if the edit distance is at most two. nearest returns "" if no word matches.
+func nearest(input string, words []string) string {
 	best, least := "", 3
 	for _, w := range words {
-		d := distance(typed, w)
-		if len(typed) > 1 && strings.HasPrefix(w, typed) {
+		d := distance(input, w)
+		if len(input) > 1 && strings.HasPrefix(w, input) {
 			d = min(d, 2)
 		}
-		if d < least && d < len(typed) {
+		if d < least && d < len(input) {
 			best, least = w, d
 		}
 	}

@@ -33,8 +33,8 @@ func (s *serverClock) ahead() (time.Duration, bool) {
 	return max(s.low, min(s.high, 0)), s.known
 }
 
-// lowerBound returns the lower bound of the difference. With this bound, nothing looks older than
-// it is.
+// lowerBound returns the lower bound of the difference. With the lower bound, no event looks older
+// than it is.
 func (s *serverClock) lowerBound() (time.Duration, bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()

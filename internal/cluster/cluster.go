@@ -161,7 +161,7 @@ func (c *Cluster) String() string {
 	return safetext.Of(cmp.Or(c.Identity.ClusterName, c.Context))
 }
 
-// The ConfigMap with the identity of the cluster, in Liqo's format. It is found by its label.
+// The ConfigMap with the identity of the cluster, in Liqo's format. Commands find it by its label.
 const (
 	IdentityConfigMap  = "isthmus-cluster"
 	LabelName          = "app.kubernetes.io/name"
@@ -253,21 +253,21 @@ func CheckIdentity(i v1alpha1.ClusterIdentity) error {
 	return nil
 }
 
-// Explain translates an error of the API server into a message for people. The argument what names
+// Explain translates an error of the API server into a message for people. subject is the name of
 // the object or step.
-func (c *Cluster) Explain(what string, err error) error {
+func (c *Cluster) Explain(subject string, err error) error {
 	switch {
 	case err == nil:
 		return nil
 	case meta.IsNoMatchError(err):
-		return fmt.Errorf("%s: %s: the custom resource definitions are not installed; run `isthmus install --context %s`", c, what, c.Context)
+		return fmt.Errorf("%s: %s: the custom resource definitions are not installed; run `isthmus install --context %s`", c, subject, c.Context)
 	case apierrors.IsUnauthorized(err):
-		return fmt.Errorf("%s: %s: %w: the API server does not accept the credentials of the kubeconfig", c, what, ErrUnreachable)
+		return fmt.Errorf("%s: %s: %w: the API server does not accept the credentials of the kubeconfig", c, subject, ErrUnreachable)
 	case apierrors.ReasonForError(err) == metav1.StatusReasonUnknown && !errors.Is(err, context.Canceled):
 		// There was no response from the API server.
-		return fmt.Errorf("%s: %s: %w: %w", c, what, ErrUnreachable, kubeerr.Plain("API server "+safetext.Of(c.Config.Host), err))
+		return fmt.Errorf("%s: %s: %w: %w", c, subject, ErrUnreachable, kubeerr.Plain("API server "+safetext.Of(c.Config.Host), err))
 	}
-	return fmt.Errorf("%s: %s: %w", c, what, err)
+	return fmt.Errorf("%s: %s: %w", c, subject, err)
 }
 
 // Distinct returns an error if a and b are the same cluster, or if peers could not distinguish

@@ -15,12 +15,13 @@ import (
 // ManagerLease is the Lease that the active manager holds.
 const ManagerLease = deploy.ManagerServiceAccount
 
-// HolderOf returns the active manager or gateway, according to the Lease that it renews. Set
-// sharp if the result is only displayed. A caller that acts when there is no holder, for
-// example by removing the holder's objects, must not set sharp. Without sharp, the Lease counts
-// as expired only half a minute later, and by both clocks: the API server's time may be that of
-// a proxy, or of one of several servers.
-func HolderOf(ctx context.Context, c *Cluster, leaseName string, sharp bool) (health.Holder, error) {
+// HolderOf returns the active manager or gateway, according to the Lease that it renews. With
+// forDisplay, the Lease expires at its stated end, by the API server's clock. Without forDisplay,
+// the Lease expires half a minute later, and only when it has expired by the API server's clock and
+// by ours. The API server's time alone is not reliable: it may be the time of a proxy, or of one of
+// several servers. A caller that acts on the lack of a holder, for example by removing the holder's
+// objects, must not set forDisplay.
+func HolderOf(ctx context.Context, c *Cluster, leaseName string, forDisplay bool) (health.Holder, error) {
 	var lease coordinationv1.Lease
 	// The Lease may have been read at any time since this moment.
 	sent := time.Now()
@@ -33,7 +34,7 @@ func HolderOf(ctx context.Context, c *Cluster, leaseName string, sharp bool) (he
 		return health.Holder{}, c.Explain(name, err)
 	}
 	ahead, known := c.clock.lowerBound()
-	if !sharp {
+	if !forDisplay {
 		ahead, known = min(ahead, 0), false
 	}
 	return health.HolderOf(name, &lease, sent.Add(ahead), known), nil

@@ -17,15 +17,16 @@ import (
 
 var must = expect.NoError
 
-// A displayed holder is judged by the API server's clock, at the time of the request. An action
-// that requires that there is no holder needs both clocks to agree that the Lease has expired.
+// For a displayed holder, the API server's clock at the time of the request decides whether the
+// Lease has expired. An action that requires the lack of a holder waits until the Lease has expired
+// by both clocks.
 func TestLeaseIsExpiredForActionsOnlyByBothClocks(t *testing.T) {
 	for _, tc := range []struct {
-		name         string
-		ago, took    time.Duration // by our clock: the time from the renewal to the request, and from the request to the response
-		low          time.Duration // lower bound of how far the API server's clock is ahead
-		unknown      bool
-		sharp, acted bool // whether the Lease counts as held, with and without sharp
+		name            string
+		ago, took       time.Duration // by our clock: the time from the renewal to the request, and from the request to the response
+		low             time.Duration // lower bound of how far the API server's clock is ahead
+		unknown         bool
+		display, action bool // whether the Lease counts as held, with and without forDisplay
 	}{
 		{"renewed just now", time.Second, 0, 0, false, true, true},
 		{"the answer took its time", 16 * time.Second, 5 * time.Second, 0, false, true, true},
@@ -38,15 +39,15 @@ func TestLeaseIsExpiredForActionsOnlyByBothClocks(t *testing.T) {
 	} {
 		t.Run(tc.name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
-				for sharp, want := range map[bool]bool{true: tc.sharp, false: tc.acted} {
+				for forDisplay, want := range map[bool]bool{true: tc.display, false: tc.action} {
 					at := metav1.NewTime(time.Now().Add(-tc.ago))
 					lease := coordinationv1.Lease{Spec: coordinationv1.LeaseSpec{HolderIdentity: new("m"), LeaseDurationSeconds: new(int32(15)), RenewTime: &metav1.MicroTime{Time: at.Time}}}
 					lease.ManagedFields = []metav1.ManagedFieldsEntry{{Time: &at, FieldsV1: metav1.NewFieldsV1(`{"f:spec":{"f:renewTime":{}}}`)}}
 					c := &Cluster{Client: leaseAfter{lease: lease, took: tc.took}, clock: &serverClock{known: !tc.unknown, low: tc.low, high: tc.low + time.Second}}
-					h, err := HolderOf(t.Context(), c, ManagerLease, sharp)
+					h, err := HolderOf(t.Context(), c, ManagerLease, forDisplay)
 					must(t, err)
 					if (h.Name != "") != want {
-						t.Errorf("sharp %v: %+v; want it held: %v", sharp, h, want)
+						t.Errorf("forDisplay %v: %+v; want it held: %v", forDisplay, h, want)
 					}
 				}
 			})

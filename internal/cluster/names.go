@@ -10,9 +10,9 @@ import (
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 )
 
-// Contexts returns the names of the contexts in a kubeconfig file, sorted. If no file is named, it
-// reads the files that kubectl uses. It returns no error, because shell completion has no use for
-// one.
+// Contexts returns the names of the contexts in a kubeconfig file, sorted. If kubeconfig is empty,
+// it reads the files that kubectl uses. It returns no error, because shell completion has no use
+// for one.
 func Contexts(kubeconfig string) []string {
 	rules := clientcmd.NewDefaultClientConfigLoadingRules()
 	rules.ExplicitPath = kubeconfig

@@ -132,7 +132,7 @@ func NewPair(t *testing.T, name string) *Pair {
 // Patient is a timeout that is long enough for any expected event on a busy machine.
 const Patient = 2 * time.Minute
 
-// A Deadline is a context that times out when the test closes Up. The test does so after all
+// A Deadline is a context that times out when the test closes Up. The test closes Up after all
 // events that must precede the timeout.
 type Deadline struct {
 	context.Context
@@ -341,7 +341,7 @@ func Deleted(t *testing.T, c *cluster.Cluster, o client.Object, name string) boo
 	return apierrors.IsNotFound(err)
 }
 
-// Lines records the lines that Install reports.
+// Lines records the lines that a command reports.
 type Lines []string
 
 // Report records a line.

@@ -35,7 +35,7 @@ func (c *cache) last() int {
 }
 
 // findCache finds the plugin cache. It returns false if there is nothing to edit, or if the
-// Corefile cannot be parsed. Imported names also work without the edit.
+// Corefile cannot be parsed. The edit is optional, because imported names also work without it.
 func findCache(text string) (c cache, ok bool) {
 	servers, err := parse(text)
 	if err != nil {

@@ -26,8 +26,8 @@ const Zone = "clusterset.local"
 // option is the option of the plugin kubernetes, available since CoreDNS 1.12.2.
 const option = "multicluster"
 
-// Marks are comments at the end of a line that Add wrote. They name the other parts that Add
-// wrote.
+// A mark is a comment at the end of a line that Add has written. It names the other parts that Add
+// has written with the line.
 const (
 	mark      = "# added by isthmus install"
 	markZone  = mark + ", with the zone"
@@ -415,7 +415,8 @@ type token struct {
 }
 
 // lex splits text in the way github.com/coredns/caddy does (v1.1.4, caddyfile/lexer.go), where #
-// begins a comment even inside a word. Unlike there, a word that spans several lines is an error.
+// begins a comment even inside a word. Unlike that lexer, lex returns an error for a word that
+// spans several lines.
 func lex(text string) (tokens []token, err error) {
 	line := 1
 	for i := 0; i < len(text); i++ {

@@ -180,8 +180,8 @@ func TestAddExcludesZoneFromNegativeCache(t *testing.T) {
 		" cache {\n }\n":                        " cache {\n     disable denial clusterset.local" + ours + "\n }\n",
 		" cache 30 local {\n  prefetch 1\n }\n": " cache 30 local {\n  disable denial clusterset.local" + ours + "\n  prefetch 1\n }\n",
 		" cache {\n  disable denial a\n  disable denial b # why\n }\n": " cache {\n  disable denial a\n  disable denial b clusterset.local # why" + ours + ", with the zone\n }\n",
-		// Here the cache already does not store missing names of the zone, or only CoreDNS knows
-		// whether it does.
+		// Add changes nothing if the cache already does not store missing names of the zone, or if
+		// the Corefile does not show whether it does.
 		" cache {\n  disable denial\n }\n":              "",
 		" cache {\n  disable denial a Local.\n }\n":     "",
 		" cache 30 cluster.local\n":                     "",

@@ -1,5 +1,5 @@
 // Package crowd protects a UDP socket to which anybody may send. While too many datagrams come from
-// unexpected senders, it makes the kernel drop these.
+// unexpected senders, it makes the kernel drop their datagrams.
 package crowd
 
 import (
@@ -18,11 +18,11 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// most is the maximum number of refused datagrams between two calls of Open. After that the kernel
-// drops datagrams from addresses that are not expected. Reading and refusing a datagram takes 4 µs
-// of CPU time that packets need, and datagrams in the socket's buffer leave no room for those of
-// expected senders.
-const most = 50
+// maxRefused is the maximum number of refused datagrams between two calls of Open. After that the
+// kernel drops datagrams from addresses that are not expected. Reading and refusing a datagram
+// takes 4 µs of CPU time that packets need, and datagrams in the socket's buffer leave no room for
+// those of expected senders.
+const maxRefused = 50
 
 // A Crowd belongs to one socket. The zero value does nothing. Open and Refuse may be called
 // concurrently.
@@ -36,24 +36,24 @@ type Crowd struct {
 func Of(conn net.PacketConn) *Crowd {
 	c := new(Crowd)
 	if s, ok := conn.(syscall.Conn); ok {
-		c.socket, _ = s.SyscallConn() // an error means that it is closed
+		c.socket, _ = s.SyscallConn() // an error means that the socket is closed
 	}
 	return c
 }
 
-// Refuse counts a refused datagram. If there are too many, the socket accepts only datagrams from
-// the expected addresses, at most 64, until Open.
+// Refuse counts a refused datagram. After too many, the socket accepts only datagrams from the
+// expected addresses, at most 64, until the next call of Open.
 func (c *Crowd) Refuse(expected func() map[netip.Addr]bool) error {
-	if c.socket == nil || c.refused.Add(1) != most {
+	if c.socket == nil || c.refused.Add(1) != maxRefused {
 		return nil
 	}
-	return c.only(slices.Collect(maps.Keys(expected())))
+	return c.restrict(slices.Collect(maps.Keys(expected())))
 }
 
-// only attaches a filter to the socket. The filter drops datagrams from addresses that are not in
-// the list from.
-func (c *Crowd) only(from []netip.Addr) error {
-	program, err := bpf.Assemble(onlyFrom(from))
+// restrict attaches a filter to the socket. The filter drops datagrams from all addresses except
+// senders.
+func (c *Crowd) restrict(senders []netip.Addr) error {
+	program, err := bpf.Assemble(filterFor(senders))
 	if err != nil {
 		return err
 	}
@@ -74,7 +74,7 @@ func (c *Crowd) Open() (dropped uint32) {
 	if c.socket == nil {
 		return 0
 	}
-	crowded := c.refused.Swap(0) >= most
+	crowded := c.refused.Swap(0) >= maxRefused
 	_ = c.socket.Control(func(fd uintptr) {
 		if crowded {
 			_ = unix.SetsockoptInt(int(fd), unix.SOL_SOCKET, unix.SO_DETACH_FILTER, 0) // fails if there is no filter
@@ -90,8 +90,8 @@ func (c *Crowd) Open() (dropped uint32) {
 	return dropped
 }
 
-// onlyFrom returns a filter that accepts datagrams from these addresses.
-func onlyFrom(all []netip.Addr) (program []bpf.Instruction) {
+// filterFor returns a filter that accepts only datagrams from the first 64 of the addresses.
+func filterFor(all []netip.Addr) (program []bpf.Instruction) {
 	const network = 0xfff00000 // SKF_NET_OFF: the offset of the IP header
 	for _, addr := range all[:min(len(all), 64)] {
 		b, offset := addr.Unmap().AsSlice(), uint32(network+12)

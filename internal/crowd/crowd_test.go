@@ -24,7 +24,7 @@ func TestKernelDropsUnexpectedSendersUntilOpen(t *testing.T) {
 		}
 		defer conn.Close()
 		c := Of(conn)
-		if err := c.only(tc.only); err != nil {
+		if err := c.restrict(tc.only); err != nil {
 			t.Fatal(err)
 		}
 		if _, err := conn.WriteTo([]byte{1}, conn.LocalAddr()); err != nil {

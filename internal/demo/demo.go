@@ -24,7 +24,7 @@ type Options struct {
 	Keep   bool      // keep the clusters at the end, until the context ends
 	Color  bool      // Out is a terminal that shows colors
 	// Kube returns the folder with etcd, kube-apiserver and kube-controller-manager. It may take
-	// minutes to build them. The demo calls it when it needs the programs.
+	// minutes to build them. The demo does not call Kube before it needs the programs.
 	Kube func(context.Context) (string, error)
 }
 
@@ -74,11 +74,11 @@ func Run(ctx context.Context, o Options) error {
 	return runFleet(n, kube, took)
 }
 
-// runFleet is the part with API servers. kube is the folder of their programs. before is the time
+// runFleet is the part with API servers. kube is the folder of their programs. elapsed is the time
 // that the demo has taken so far.
-func runFleet(n *narrator, kube string, before time.Duration) (err error) {
+func runFleet(n *narrator, kube string, elapsed time.Duration) (err error) {
 	s := &show{narrator: n}
-	start := time.Now().Add(-before)
+	start := time.Now().Add(-elapsed)
 	defer func() {
 		if err != nil && s.ctx.Err() == nil {
 			s.explain()
@@ -102,7 +102,6 @@ func runFleet(n *narrator, kube string, before time.Duration) (err error) {
 	})
 }
 
-// build creates the clusters.
 func (s *show) build(kube string) error {
 	begin := time.Now()
 	s.printf(`Each has three nodes, an etcd, a kube-apiserver and a kube-controller-manager of its own; manager, gateways and
@@ -354,7 +353,7 @@ func (s *show) failover() error {
 	ctx, cancel := context.WithTimeout(s.ctx, failoverTimeout)
 	defer cancel()
 	pings := s.count(ctx, from, seen)
-	if err := pings.until(ctx, func() bool { return pings.answered >= 10 }); err != nil {
+	if err := pings.waitUntil(ctx, func() bool { return pings.answered >= 10 }); err != nil {
 		return err
 	}
 	echo, end, err := connect(ctx, from.Host, to.Host, seen)
@@ -371,7 +370,7 @@ func (s *show) failover() error {
 	}
 	now := active
 	for now == active {
-		if err := pings.until(ctx, func() bool { return pings.inRow >= 10 }); err != nil {
+		if err := pings.waitUntil(ctx, func() bool { return pings.inRow >= 10 }); err != nil {
 			return fmt.Errorf("no answer through the standby: %w", err)
 		}
 		if now, err = s.a.ActiveGateway(ctx); err != nil {
@@ -387,7 +386,8 @@ func (s *show) failover() error {
 	return s.a.Start(s.ctx, fleet.Gateway(active))
 }
 
-// unpeer removes one peering and checks what is left.
+// unpeer removes one peering. It checks that its pods no longer reach each other, and that the
+// other peerings still work.
 func (s *show) unpeer() error {
 	to := s.c.Pods[0]
 	seen, err := s.a.Seen(s.ctx, s.c, to.Addr)
@@ -407,7 +407,6 @@ func (s *show) unpeer() error {
 	return s.isthmus("status", "--context", "a")
 }
 
-// talkTo makes the first pods of two clusters talk.
 func (s *show) talkTo(local, peer *fleet.Cluster) error {
 	seen, err := local.Seen(s.ctx, peer, peer.Pods[0].Addr)
 	if err != nil {

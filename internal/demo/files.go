@@ -127,7 +127,7 @@ func (p *pair) answers(from *lab.Pod, addr netip.Addr) error {
 	defer cancel()
 	pings := p.count(ctx, from, addr)
 	defer pings.stop()
-	return pings.until(ctx, func() bool { return pings.answered > 0 })
+	return pings.waitUntil(ctx, func() bool { return pings.answered > 0 })
 }
 
 // kernel shows that the gateways' network namespaces contain no WireGuard device and no nftables

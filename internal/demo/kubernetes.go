@@ -200,7 +200,7 @@ func (k *kubernetes) answer() error {
 	return nil
 }
 
-// get makes the client fetch a page. The demo reaches the client from the client's node.
+// get makes the client fetch a page. It connects to the client from the client's node.
 func (k *kubernetes) get(page string, timeout time.Duration) (string, error) {
 	ctx, cancel := context.WithTimeout(k.ctx, timeout)
 	defer cancel()
@@ -249,8 +249,8 @@ func (k *kubernetes) export() error {
 	if err := k.share(k.set.Clusters[1]); err != nil {
 		return err
 	}
-	// Wait for the import before the first query: CoreDNS caches for 30 seconds that a name does not
-	// exist.
+	// Wait for the import before the first query: CoreDNS caches for 30 seconds that a name does
+	// not exist.
 	imported := &unstructured.Unstructured{Object: map[string]any{"apiVersion": "multicluster.x-k8s.io/v1beta1", "kind": "ServiceImport"}}
 	err := wait.PollUntilContextTimeout(k.ctx, 50*time.Millisecond, readyTimeout, true, func(ctx context.Context) (bool, error) {
 		err := k.set.Clusters[0].Client.Get(ctx, client.ObjectKey{Namespace: demoNamespace, Name: "web"}, imported)
@@ -310,14 +310,14 @@ func (k *kubernetes) fail() error {
 	if err := lab.Each(b.Nodes, (*kubenodes.Node).Crash); err != nil {
 		return err
 	}
-	// After the failure, the demo waits for a period of the length quiet in which all requests are
-	// answered. If it has to wait longer than most, it fails.
-	const quiet, most = 5 * time.Second, time.Minute
+	// After the failure, the demo waits until all requests of a period of length quiet are
+	// answered. It fails if that takes longer than limit.
+	const quiet, limit = 5 * time.Second, time.Minute
 	requests, unanswered := 0, 0
 	crash, last := time.Now(), time.Duration(0)
 	for since := time.Since(crash); since < last+quiet; since = time.Since(crash) {
-		if since > most {
-			return fmt.Errorf("%d of %d requests were not answered within %v after the crash", unanswered, requests, most)
+		if since > limit {
+			return fmt.Errorf("%d of %d requests were not answered within %v after the crash", unanswered, requests, limit)
 		}
 		requests++
 		if _, err := k.get(demoPage, time.Second); err != nil {

@@ -82,24 +82,24 @@ func (i *indenter) Write(p []byte) (int, error) {
 	return len(p), nil
 }
 
-// talk pings a host at the address seen and fetches a page from it. It verifies that the right
-// host answers, and that this host sees the caller's expected address.
-func (n *narrator) talk(from, to *lab.Host, seen, caller netip.Addr) error {
-	rtt, err := from.Ping(n.ctx, seen)
+// talk pings the address dst and fetches a page from it. It verifies that the host to answers, and
+// that this host sees src as the address of the client.
+func (n *narrator) talk(from, to *lab.Host, dst, src netip.Addr) error {
+	rtt, err := from.Ping(n.ctx, dst)
 	if err != nil {
 		return err
 	}
 	ctx, cancel := context.WithTimeout(n.ctx, time.Minute)
 	defer cancel()
-	got, err := from.Get(ctx, fmt.Sprintf("http://%v/", seen))
+	got, err := from.Get(ctx, fmt.Sprintf("http://%v/", dst))
 	if err != nil {
 		return err
 	}
 	got = strings.TrimSpace(got)
-	if want := fmt.Sprintf("%s sees %v", to, caller); got != want {
-		return fmt.Errorf("http://%v from %s: %q; want %q", seen, from, got, want)
+	if want := fmt.Sprintf("%s sees %v", to, src); got != want {
+		return fmt.Errorf("http://%v from %s: %q; want %q", dst, from, got, want)
 	}
-	n.ok("%-7s -> %-8s at %-12v ping %5.2f ms   HTTP: %q", from, to, seen, float64(rtt.Microseconds())/1000, got)
+	n.ok("%-7s -> %-8s at %-12v ping %5.2f ms   HTTP: %q", from, to, dst, float64(rtt.Microseconds())/1000, got)
 	return nil
 }
 
@@ -167,11 +167,11 @@ func (p *pings) note(answered bool) {
 	p.last = now
 }
 
-// until waits until enough returns true. It calls enough with p.mu held.
-func (p *pings) until(ctx context.Context, enough func() bool) error {
+// waitUntil waits until cond returns true. It calls cond with p.mu held.
+func (p *pings) waitUntil(ctx context.Context, cond func() bool) error {
 	for {
 		p.mu.Lock()
-		done, sent, answered := enough(), p.sent, p.answered
+		done, sent, answered := cond(), p.sent, p.answered
 		p.mu.Unlock()
 		if done {
 			return nil

@@ -3,9 +3,10 @@ package diff
 
 import "slices"
 
-// few is the maximum number of different elements for which Of compares without hashing. Up to this
-// number it reads each list once, so a change among thousands of elements costs microseconds.
-const few = 64
+// maxDiffering is the maximum number of different elements for which Of compares without hashing.
+// Up to this number, Of compares the lists side by side, so a change among thousands of elements
+// costs microseconds.
+const maxDiffering = 64
 
 // Of returns the elements to add, replace and remove in order to turn have into want. Elements are
 // matched by key. A matched element that differs in any other field has to be replaced, and the
@@ -21,7 +22,7 @@ func Of[K, V comparable](have, want []V, key func(V) K) (add, replace, remove []
 	switch {
 	case len(old)+len(wanted) == 0:
 		return nil, nil, nil
-	case len(old)+len(wanted) > few:
+	case len(old)+len(wanted) > maxDiffering:
 		return whole(have, want, key)
 	}
 	var keys []K
@@ -30,24 +31,25 @@ func Of[K, V comparable](have, want []V, key func(V) K) (add, replace, remove []
 			keys = append(keys, k)
 		}
 	}
-	if occur(have, keys, key) != len(old) || occur(want, keys, key) != len(wanted) {
-		// An equal element of both lists has the key of an element that differs.
+	if countKeys(have, keys, key) != len(old) || countKeys(want, keys, key) != len(wanted) {
+		// An element outside old and wanted has the same key as an element in them, so all elements
+		// must be compared.
 		return whole(have, want, key)
 	}
 	return whole(old, wanted, key)
 }
 
-// differing walks through both lists side by side. It returns the elements that are not at the same
-// place in both lists. If there are more than few, the result is incomplete.
+// differing walks through both lists side by side. It returns the elements that do not match. If
+// there are more than maxDiffering, the result is incomplete.
 func differing[V comparable](have, want []V) (old, wanted []V) {
 	i, j := 0, 0
 walk:
-	for i < len(have) && j < len(want) && len(old)+len(wanted) <= few {
+	for i < len(have) && j < len(want) && len(old)+len(wanted) <= maxDiffering {
 		if have[i] == want[j] {
 			i, j = i+1, j+1
 			continue
 		}
-		for d := 1; d <= few; d++ {
+		for d := 1; d <= maxDiffering; d++ {
 			if j+d < len(want) && want[j+d] == have[i] {
 				wanted, j = append(wanted, want[j:j+d]...), j+d
 				continue walk
@@ -63,8 +65,8 @@ walk:
 	return append(old, have[i:]...), append(wanted, want[j:]...)
 }
 
-// occur returns the number of elements of list whose key is in keys.
-func occur[K, V comparable](list []V, keys []K, key func(V) K) (n int) {
+// countKeys returns the number of elements of list whose key is in keys.
+func countKeys[K, V comparable](list []V, keys []K, key func(V) K) (n int) {
 	for _, v := range list {
 		// There are usually one or two keys, for which this is faster than a map.
 		if slices.Contains(keys, key(v)) {
@@ -74,7 +76,7 @@ func occur[K, V comparable](list []V, keys []K, key func(V) K) (n int) {
 	return n
 }
 
-// whole compares all elements through maps, with the result of Of.
+// whole returns the same result as Of. It compares all elements through maps.
 func whole[K, V comparable](have, want []V, key func(V) K) (add, replace, remove []V) {
 	old := make(map[K]V, len(have))
 	for _, v := range have {

@@ -18,14 +18,14 @@ func NoError(t testing.TB, err error) {
 	}
 }
 
-// Eventually waits until f returns nil. It ends the test after Patience. The argument what names
-// the event.
-func Eventually(t testing.TB, what string, f func() error) {
+// Eventually waits until f returns nil. It ends the test after Patience. event describes the event
+// in the error.
+func Eventually(t testing.TB, event string, f func() error) {
 	t.Helper()
 	err := f()
 	for deadline := time.Now().Add(Patience); err != nil; err = f() {
 		if time.Now().After(deadline) {
-			t.Fatalf("%s did not come within %v: %v", what, Patience, err)
+			t.Fatalf("%s did not come within %v: %v", event, Patience, err)
 		}
 		time.Sleep(20 * time.Millisecond)
 	}

@@ -200,8 +200,8 @@ func (c *Cluster) identity(ctx context.Context, account string) (string, error) 
 	return c.tokenFor(ctx, account, account, nil)
 }
 
-// podIdentity writes a kubeconfig for a Pod and returns its path. Like a kubelet's, the token is
-// bound to the Pod, so the API server knows the Pod and its node.
+// podIdentity writes a kubeconfig for a Pod and returns its path. The token is bound to the Pod,
+// like a token that a kubelet requests, so the API server knows the Pod and its node.
 func (c *Cluster) podIdentity(ctx context.Context, account, name string) (string, error) {
 	var pod corev1.Pod
 	if err := c.Client.Get(ctx, client.ObjectKey{Namespace: Namespace, Name: name}, &pod); err != nil {
@@ -229,7 +229,7 @@ func (c *Cluster) tokenFor(ctx context.Context, account, file string, bound *aut
 }
 
 // waitForReports waits until every node has reported the networks to which it has routes. After
-// that, no peer is allocated a network that a node already uses.
+// that, the manager allocates no network that a node already uses.
 func (c *Cluster) waitForReports(ctx context.Context) error {
 	var missing []string
 	err := wait.PollUntilContextTimeout(ctx, 20*time.Millisecond, patience, true, func(ctx context.Context) (bool, error) {

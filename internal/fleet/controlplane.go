@@ -83,7 +83,7 @@ func (c *ControlPlane) WaitReady(ctx context.Context, with Member, timeout time.
 	err := wait.PollUntilContextTimeout(ctx, 20*time.Millisecond, timeout, true, func(ctx context.Context) (bool, error) {
 		p, err := c.Peering(ctx, with)
 		if err != nil {
-			return false, nil //nolint:nilerr // not there yet, or the API server is away: the wait goes on
+			return false, nil //nolint:nilerr // not there yet, or the API server does not answer: continue to wait
 		}
 		for _, condition := range p.Status.Conditions {
 			if condition.Type == isthmus.ConditionReady {
@@ -113,7 +113,8 @@ func (c *ControlPlane) Networks(ctx context.Context, peer Member) (pods, externa
 	return pods, external, err
 }
 
-// Seen returns the address in c of a pod of another cluster. addr is the pod's own address.
+// Seen returns the address under which c reaches a pod of another cluster. addr is the address of
+// the pod in its own cluster.
 func (c *ControlPlane) Seen(ctx context.Context, member Member, addr netip.Addr) (netip.Addr, error) {
 	peer := member.controlPlane()
 	if peer == c {

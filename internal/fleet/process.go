@@ -96,8 +96,8 @@ func (c *Cluster) startComponents(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	// Peers cannot use the networks that nodes report, which include the node's DNS servers. A fixed
-	// resolv.conf makes the reports independent of this machine's DNS servers.
+	// Peers cannot use the networks that nodes report, which include the node's DNS servers. A
+	// fixed resolv.conf makes the reports independent of this machine's DNS servers.
 	resolvers := filepath.Join(c.dir, "resolv.conf")
 	if err := os.WriteFile(resolvers, []byte("nameserver "+Resolver+"\n"), 0o600); err != nil {
 		return err
@@ -174,7 +174,7 @@ func (c *Cluster) SetTunnels(n int) {
 }
 
 // SetPrelude sets a shell command that runs before the component, in the component's mount
-// namespace, from the next start on. An empty command runs nothing.
+// namespace, from the next start on. An empty command removes the prelude.
 func (c *Cluster) SetPrelude(name, command string) { c.processes[name].prelude = command }
 
 // Start starts a stopped component and waits until it is ready.

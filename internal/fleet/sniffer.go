@@ -39,8 +39,8 @@ func (f *Fleet) stopSniffing() error {
 	return err
 }
 
-// remotes are the networks that a cluster has allocated for its peers, as the sniffer knows them:
-// from the allocation until un-peering has removed it from the IPAM state.
+// remotes are the networks of a cluster's peers that the sniffer watches. A network is in remotes
+// from its allocation until un-peering has removed the allocation from the IPAM state.
 type remotes struct {
 	report func(lab.Watched)
 	end    context.CancelFunc
@@ -72,7 +72,7 @@ func (c *Cluster) follow(ctx context.Context, s *lab.Sniffer) error {
 	if err != nil {
 		return fmt.Errorf("networks of peers: %w", last)
 	}
-	// The caller's context ends when the cluster has started. This one ends in stop.
+	// The caller's context ends when the cluster has started. The new context ends in stop.
 	ctx, c.remotes.end = context.WithCancel(context.Background())
 	c.remotes.done.Go(func() {
 		for ctx.Err() == nil {

@@ -76,9 +76,9 @@ type gathering struct {
 	redact  redact.Redactor
 }
 
-// Write gathers from a cluster and writes the archive, a tar file compressed with gzip. The
-// error is about the archive, or is that of ctx. The result lists the parts of the cluster that
-// could not be read; the archive has the same list.
+// Write gathers from a cluster and writes the archive, a tar file compressed with gzip. The result
+// lists the parts of the cluster that could not be read; the archive has the same list. Write
+// returns an error only if the cluster is unreachable, ctx has ended, or writing fails.
 func Write(ctx context.Context, c *cluster.Cluster, w io.Writer, o Options) ([]Missing, error) {
 	g := &gathering{Options: o, cluster: c, begin: time.Now().UTC(), files: map[string][]byte{}}
 	if err := c.Identify(ctx); err != nil {
@@ -116,7 +116,6 @@ func (g *gathering) miss(what string, err error) {
 	g.missing = append(g.missing, Missing{what, err.Error()})
 }
 
-// tenants returns the tenant namespaces of the peerings.
 func (g *gathering) tenants(ctx context.Context) (names []string) {
 	var list isthmus.PeeringList
 	if err := g.cluster.Client.List(ctx, &list); err != nil {

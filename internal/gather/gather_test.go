@@ -59,7 +59,7 @@ func unpack(t *testing.T, archive []byte) map[string]string {
 	}
 }
 
-// planted are secrets that the test puts where people put them.
+// planted holds the secrets that the test puts into objects, in the same places as users do.
 type planted struct{ private, public, token, client, password string }
 
 func plant(t *testing.T, c client.Client) (p planted, all map[string][]byte) {
@@ -207,8 +207,8 @@ func TestAnArchiveIsCompleteAndHasNoSecret(t *testing.T) {
 		must(t, clientcmd.WriteToFile(*config, limited))
 		c, err := cluster.Connect(cluster.Access{Kubeconfig: limited})
 		must(t, err)
-		// The password is also in an annotation of a ConfigMap. It can be recognized there only
-		// by a person who may read the Secret.
+		// The password is also in an annotation of a ConfigMap. gather recognizes it there only if
+		// the person may read the Secret.
 		delete(secrets, "the password")
 		delete(secrets, "the preshared key")
 		delete(secrets, "its text") // the same password in base64

@@ -12,12 +12,12 @@ import (
 	"sigs.k8s.io/yaml"
 )
 
-// wanted is a kind of objects to read. Without a namespace, it is cluster-scoped or is read in
-// all namespaces.
+// wanted is a kind of objects to read. A kind with the place everywhere is cluster-scoped, or is
+// read in all namespaces.
 type wanted struct {
 	version, kind string
 	where         place
-	named         string // prefix of the objects' names; empty: all objects
+	prefix        string // prefix of the objects' names; empty: all objects
 }
 
 type place int
@@ -83,7 +83,7 @@ func (g *gathering) objects(ctx context.Context, tenants []string) {
 			var kept []any
 			for i := range list.Items {
 				u := &list.Items[i]
-				if !strings.HasPrefix(u.GetName(), k.named) {
+				if !strings.HasPrefix(u.GetName(), k.prefix) {
 					continue
 				}
 				g.clean(u)

@@ -105,15 +105,14 @@ func Severity(p isthmus.NodeProblem) int {
 type Agents struct {
 	Nodes     int      // ready nodes that accept an agent
 	lacking   int      // number of Nodes without a working agent
-	Unreached int      // number of Nodes whose agent runs and may lack only the gateway
+	Unreached int      // number of Nodes whose agent runs but does not work, perhaps because it cannot reach the gateway
 	Missing   []string // descriptions of the nodes in lacking and Unreached
 	Unready   []string // descriptions of the nodes that are not ready
-	unwanted  []string // nodes without an agent on which the DaemonSet wants none
+	unwanted  []string // names of nodes on which the DaemonSet wants no agent, and none runs
 	versions  []string // images of the agents
 }
 
-// virtual are labels of Nodes that run no route agent, because they have no kernel of their own
-// with routes.
+// virtual are labels of Nodes without a kernel of their own. Such a Node runs no route agent.
 var virtual = map[string]string{
 	"liqo.io/type":                   "virtual-node", // represents another cluster
 	"type":                           "virtual-kubelet",
@@ -149,8 +148,8 @@ func stillWanted(sets []appsv1.DaemonSet) (more int, known bool) {
 	return more, known
 }
 
-// AgentsOf finds the agent of each node. The DaemonSet decides by labels and taints which nodes
-// get an agent. Without its status, every node counts as one that should have an agent.
+// AgentsOf finds the agent of each node. The DaemonSet decides by labels and taints which nodes get
+// an agent. If the status of the DaemonSet is unknown, every node should have an agent.
 func AgentsOf(nodes []corev1.Node, found Components, sets []appsv1.DaemonSet) (a Agents) {
 	on := make(map[string]*corev1.Pod)
 	images := make(map[string]bool)
@@ -159,7 +158,7 @@ func AgentsOf(nodes []corev1.Node, found Components, sets []appsv1.DaemonSet) (a
 		if p.Spec.ServiceAccountName != deploy.RouteAgentServiceAccount || p.Spec.NodeName == "" {
 			continue
 		}
-		if other := on[p.Spec.NodeName]; other == nil || PodProblem(other) != "" { // prefer a working Pod: an old one may still be ending beside it
+		if other := on[p.Spec.NodeName]; other == nil || PodProblem(other) != "" { // prefer a working Pod: a former Pod may not have ended yet
 			on[p.Spec.NodeName] = p
 		}
 		for _, container := range p.Spec.Containers {
@@ -201,7 +200,7 @@ func AgentsOf(nodes []corev1.Node, found Components, sets []appsv1.DaemonSet) (a
 	a.lacking = len(a.Missing)
 	const remedy = "no Pod of ServiceAccount " + deploy.RouteAgentServiceAccount + "; check the DaemonSet and the node's taints"
 	switch {
-	case !known || more >= len(without): // every node without an agent should have one
+	case !known || more >= len(without): // every node in without should have an agent
 		for _, name := range without {
 			a.Missing = append(a.Missing, "Node "+name+" has "+remedy)
 		}

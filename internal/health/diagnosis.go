@@ -37,7 +37,7 @@ type Side struct {
 	Cluster  string
 	Own      []Hop
 	Peerings [][]Hop
-	Found    []*isthmus.Peering // the Peering of each element of Peerings
+	Found    []*isthmus.Peering // the API objects of Peerings, in the same order
 	NotAsked []string
 }
 
@@ -50,9 +50,9 @@ func (e *Side) AllHops() []Hop {
 	return all
 }
 
-// lacks reports whether a Peering of this cluster is not ready because of the cluster's own
+// setupBroken reports whether a Peering of this cluster is not ready because of the cluster's own
 // setup.
-func (e *Side) lacks() bool {
+func (e *Side) setupBroken() bool {
 	return slices.ContainsFunc(slices.Concat(e.Peerings...), func(h Hop) bool { return h.State == Broken && h.Reason == isthmus.ReasonLocalSetup })
 }
 
@@ -88,7 +88,7 @@ func Between(a, b *Side) []Hop {
 					// other side has removed the tunnel, the tunnel is silent here.
 					stuck = stuck || step == isthmus.ConditionPeerConfig && h.Reason == isthmus.ReasonPeerWithdrew && notWorking(all, other.Cluster, isthmus.ConditionPublished) ||
 						step == isthmus.ConditionConnected && slices.Contains(followsWithdrawal, h.Reason) && notWorking(all, other.Cluster, isthmus.ConditionPeerConfig)
-					stuck = stuck || other.lacks() && slices.Contains(followsSetup, h.Reason)
+					stuck = stuck || other.setupBroken() && slices.Contains(followsSetup, h.Reason)
 					stuck = stuck || len(other.Peerings) == 0 && (h.Reason == v1alpha1.ReasonNotPeered || h.Reason == isthmus.ReasonPeerWithdrew)
 					if h.State == Broken && (stuck || step == isthmus.ConditionReady && explained(all)) {
 						h.State = Waits
@@ -102,23 +102,23 @@ func Between(a, b *Side) []Hop {
 	return all
 }
 
-// notWorking reports whether a hop of a Peering is broken or waits. It is the hop for the condition
-// step in the cluster with that name.
+// notWorking reports whether a hop of a Peering is broken or waits. cluster and step name the hop's
+// cluster and the condition from which the hop was made.
 func notWorking(hops []Hop, cluster, step string) bool {
 	return slices.ContainsFunc(hops, func(h Hop) bool {
 		return h.Cluster == cluster && h.Name == StepNames[step] && (h.State == Broken || h.State == Waits)
 	})
 }
 
-// explained reports whether a broken hop already shows the fault that Ready of a Peering would
-// repeat.
+// explained reports whether a broken hop already shows the fault. The hop of the condition Ready
+// would only repeat it.
 func explained(hops []Hop) bool {
 	first := FirstBroken(hops)
 	return first != nil && !ranksLast(first)
 }
 
-// blameOne leaves only one side of a tunnel broken, the one that FirstBroken names, because the
-// other side shows the same fault.
+// blameOne makes only one side of a tunnel broken, because both sides show the same fault. It
+// chooses the side that FirstBroken returns.
 func blameOne(hops []Hop) {
 	tunnel := StepNames[isthmus.ConditionConnected]
 	var tunnels []Hop

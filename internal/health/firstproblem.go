@@ -48,7 +48,7 @@ func FirstProblem(p *isthmus.Peering) *metav1.Condition {
 }
 
 // Problems returns all conditions of a Peering that describe a fault, with FirstProblem first.
-// Several are possible, because each side may refuse the other.
+// Several conditions are possible, because each side may refuse the other.
 func Problems(p *isthmus.Peering) (all []metav1.Condition) {
 	first := FirstProblem(p)
 	if first == nil {

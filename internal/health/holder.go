@@ -61,8 +61,9 @@ func ended(p *corev1.Pod) bool {
 
 // HolderOf returns the holder of a Lease at the time now. It counts from the time at which the API
 // server received the last renewal, if that is known, because the holder's clock may be wrong.
-// exact means that now, too, is a time of the API server's clock. Then the Lease ends after its
-// stated duration. Otherwise it ends half a minute later, because the clocks may differ.
+// exact means that now, too, is a time of the API server's clock. If exact is set, the Lease ends
+// after its stated duration. If it is not set, the Lease ends half a minute later, because the
+// clocks may differ.
 func HolderOf(name string, lease *coordinationv1.Lease, now time.Time, exact bool) Holder {
 	l := lease.Spec
 	if l.HolderIdentity == nil || *l.HolderIdentity == "" {
@@ -70,7 +71,7 @@ func HolderOf(name string, lease *coordinationv1.Lease, now time.Time, exact boo
 	}
 	taken, known := renewalTime(lease)
 	if l.RenewTime != nil && l.LeaseDurationSeconds != nil {
-		renewed, allowed := l.RenewTime.Time, clocksDiffer
+		renewed, allowed := l.RenewTime.Time, maxClockDifference
 		if known {
 			renewed = taken
 		}
@@ -99,17 +100,18 @@ func HolderOf(name string, lease *coordinationv1.Lease, now time.Time, exact boo
 	return h
 }
 
-// clocksDiffer is the maximum difference between a clock and the API server's for which this
-// package allows. It also covers a slow API server, which receives a renewal seconds after the
-// time in it.
-const clocksDiffer = 30 * time.Second
+// maxClockDifference is the difference between a clock and the API server's clock that this package
+// tolerates. It also covers a slow API server, which receives a renewal seconds after the time in
+// it.
+const maxClockDifference = 30 * time.Second
 
 // SecondsOff is the uncertainty of the difference between two clocks. The API server returns
 // whole seconds, and a request takes time.
 const SecondsOff = 2 * time.Second
 
-// byServer converts a time from a clock that is ahead of the API server's clock to the latter.
-// For a time in the future it returns zero, which means unknown.
+// byServer converts t to the API server's clock. The clock from which t was read is ahead of the
+// API server's clock by the duration ahead. For a time in the future, byServer returns zero, which
+// means unknown.
 func byServer(t metav1.Time, ahead time.Duration, now time.Time) metav1.Time {
 	if ahead.Abs() > SecondsOff && !t.IsZero() {
 		t.Time = t.Add(-ahead)
@@ -160,7 +162,7 @@ func CheckClocks(cluster string, manager, gateway Holder, leases []coordinationv
 	hop := Hop{Cluster: cluster, Name: HopClocks, State: Limited, Source: "Leases"}
 	var wrong []string
 	note := func(whose string, ahead time.Duration) {
-		if ahead.Abs() > clocksDiffer {
+		if ahead.Abs() > maxClockDifference {
 			which := "ahead"
 			if ahead < 0 {
 				which = "behind"

@@ -63,7 +63,7 @@ func TestLeaseThatIsNotRenewedHasNoHolder(t *testing.T) {
 	transitions := int32(7)
 	by := held("m", time.Second)
 	by.LeaseTransitions = &transitions
-	for _, pod := range []string{"m", "another"} { // an older version does not replace the annotation of its predecessor
+	for _, pod := range []string{"m", "another"} { // a gateway of an older version does not replace the annotation of the former holder
 		t7 := isthmus.Takeover{Pod: pod, Reason: isthmus.TakeoverReleased, Previous: "n"}
 		lease := &coordinationv1.Lease{ObjectMeta: metav1.ObjectMeta{Annotations: map[string]string{isthmus.AnnotationTakeover: t7.Annotation()}}, Spec: by}
 		got := HolderOf("L", lease, now, true)

@@ -31,7 +31,7 @@ const (
 	Limited HopState = "limited"
 )
 
-// A Hop is one condition for packets to go both ways: a component, or a step of a peering.
+// A Hop is a part that must work before packets go both ways: a component, or a step of a peering.
 // `isthmus status` and `isthmus diagnose` use the same hops.
 type Hop struct {
 	Cluster string   `json:"cluster"`
@@ -56,9 +56,9 @@ func NoneActive(h *Hop) bool {
 	return h.Name == HopGateway && (h.State == Broken || h.State == Waits) && !slices.Contains([]string{reasonSeveralActive, reasonNoneMarked, reasonServices}, h.Reason)
 }
 
-// ExcuseByGateway makes broken hops with FollowsGateway wait while no gateway is active. For
-// AgentsLag after a takeover it makes them unknown, because agents may not have noticed the new
-// gateway.
+// ExcuseByGateway makes broken hops with FollowsGateway wait while no gateway is active. Until
+// AgentsLag has passed since a takeover, it makes them unknown, because agents may not have noticed
+// the new gateway.
 func ExcuseByGateway(hops []Hop, gateway *Hop, now time.Time) {
 	for i := range hops {
 		switch h := &hops[i]; {
@@ -95,7 +95,7 @@ func LeaseHop(cluster, name, lease string, h Holder, remedy string) Hop {
 		hop.State, hop.Text = Unknown, h.Problem+", so no gateway of this cluster was ever elected; "+remedy
 	default:
 		hop.State, hop.Text = Broken, "no "+name+" is active: "+h.Problem+"; "+remedy
-		// The manager uses the same reason, and notices it earlier.
+		// The manager writes the same reason into Peerings, usually earlier; see UpdateGateway.
 		if name == HopGateway {
 			hop.Reason = isthmus.ReasonGatewaySilent
 		}
@@ -103,24 +103,24 @@ func LeaseHop(cluster, name, lease string, h Holder, remedy string) Hop {
 	return hop
 }
 
-// Heed updates the state of the gateway from a Peering. The manager notices earlier than this
-// program that nobody renews the gateways' Lease, because it reads the Lease every few seconds, by
-// a single clock.
-func Heed(own []Hop, p *isthmus.Peering) {
+// UpdateGateway updates the hop of the gateway in hops from a Peering. The manager notices earlier
+// than this program that nobody renews the gateways' Lease, because the manager reads the Lease
+// every few seconds, by a single clock.
+func UpdateGateway(hops []Hop, p *isthmus.Peering) {
 	c := meta.FindStatusCondition(p.Status.Conditions, isthmus.ConditionConnected)
 	if c == nil || c.Reason != isthmus.ReasonGatewaySilent {
 		return
 	}
-	for i := range own {
-		if h := &own[i]; h.Name == HopManager && h.State == Broken {
+	for i := range hops {
+		if h := &hops[i]; h.Name == HopManager && h.State == Broken {
 			return // without a manager the Peering is stale
 		}
 	}
-	for i := range own {
-		if h := &own[i]; h.Name == HopGateway && h.State == Works {
+	for i := range hops {
+		if h := &hops[i]; h.Name == HopGateway && h.State == Works {
 			h.State, h.Reason, h.Text, h.Since = Broken, safetext.Of(c.Reason), safetext.Cut(c.Message, safetext.Message), &c.LastTransitionTime
 			h.Source = "condition Connected of Peering " + p.Name
-			ExcuseByGateway(own, h, time.Time{})
+			ExcuseByGateway(hops, h, time.Time{})
 		}
 	}
 }
@@ -142,17 +142,17 @@ var followsSetup = slices.Concat(isthmus.WaitReasons, followsWithdrawal, []strin
 	isthmus.ReasonUnauthorized, isthmus.ReasonForbidden, isthmus.ReasonNamespaceGone, isthmus.ReasonPeerWithdrew, v1alpha1.ReasonNotPeered,
 })
 
-// PeeringHops returns the hops of one Peering, made from its conditions. before are the
-// cluster's hops. Without an active manager, all conditions are stale; without an active
+// PeeringHops returns the hops of one Peering, made from its conditions. clusterHops are the hops
+// of the cluster itself. Without an active manager, all conditions are stale; without an active
 // gateway, the tunnel's condition is stale.
-func PeeringHops(cluster string, p *isthmus.Peering, before []Hop) (hops []Hop) {
+func PeeringHops(cluster string, p *isthmus.Peering, clusterHops []Hop) (hops []Hop) {
 	var manager, gateway *Hop
-	for i := range before {
+	for i := range clusterHops {
 		switch {
-		case before[i].Name == HopManager && before[i].State == Broken:
-			manager = &before[i]
-		case before[i].Name == HopGateway && before[i].State == Broken:
-			gateway = &before[i]
+		case clusterHops[i].Name == HopManager && clusterHops[i].State == Broken:
+			manager = &clusterHops[i]
+		case clusterHops[i].Name == HopGateway && clusterHops[i].State == Broken:
+			gateway = &clusterHops[i]
 		}
 	}
 	broken, refused, left := false, false, false
@@ -226,7 +226,7 @@ func OfNodes(h *Hop) bool { return h.Name == HopNodes || h.Name == HopAgents || 
 func ranksLast(h *Hop) bool { return OfNodes(h) || h.Name == HopNames }
 
 // specificity ranks the reasons of a broken tunnel; the most specific reason ranks highest. The
-// least specific one is that a side receives nothing.
+// least specific reason is that a side receives nothing.
 func specificity(reason string) int {
 	return slices.Index([]string{
 		isthmus.ReasonLost, v1alpha1.CauseNoAnswer, v1alpha1.CausePeerSilent, v1alpha1.CauseProbeUnanswered, v1alpha1.CauseAnswersLost,

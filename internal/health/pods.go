@@ -39,13 +39,12 @@ const readyLag = 2 * time.Minute
 // unrelated are reasons of Events that cannot explain why a Pod is not ready.
 var unrelated = []string{"MissingClusterDNS", "DNSConfigForming"}
 
-// LastWarnings returns the latest warning about each Pod that still applies. It skips old
-// warnings, warnings from before the Pod was ready, and warnings that their reporter has
-// revoked. A warning of our own components takes precedence over those of a kubelet, which only
-// repeat that the Pod is not ready. now is by the API server's clock, which determines the age
-// of an Event. The Events of one Pod are ordered by its node's clock, which sets all their
-// times.
-func LastWarnings(warnings, over []corev1.Event, pods []corev1.Pod, now time.Time) map[string]string {
+// LastWarnings returns the latest warning about each Pod that still applies. It skips old warnings,
+// warnings from before the Pod was ready, and warnings that their reporter has revoked by an Event
+// in revocations. A warning of our own components takes precedence over those of a kubelet, which
+// only repeat that the Pod is not ready. now is by the API server's clock, which determines the age
+// of an Event. The Events of one Pod are ordered by its node's clock, which sets all their times.
+func LastWarnings(warnings, revocations []corev1.Event, pods []corev1.Pod, now time.Time) map[string]string {
 	after := make(map[string]time.Time)
 	for i := range pods {
 		for _, c := range pods[i].Status.Conditions {
@@ -56,8 +55,8 @@ func LastWarnings(warnings, over []corev1.Event, pods []corev1.Pod, now time.Tim
 	}
 	type reporter struct{ pod, name string }
 	mended := make(map[reporter]time.Time)
-	for i := range over {
-		e := &over[i]
+	for i := range revocations {
+		e := &revocations[i]
 		by := reporter{e.InvolvedObject.Name, e.ReportingController}
 		if seen := eventTime(e); seen.After(mended[by]) {
 			mended[by] = seen
@@ -157,7 +156,7 @@ func (f Components) Gateways() (all []*corev1.Pod) {
 	return all
 }
 
-// Reasons of the gateway's hop for which a gateway is active nevertheless.
+// Reasons for which the gateway's hop is broken although a gateway is active.
 const (
 	reasonSeveralActive = "SeveralActive"
 	reasonNoneMarked    = "NoneMarked"
@@ -343,7 +342,7 @@ func stopped(p *corev1.Pod) string {
 	return ""
 }
 
-// pendingFor returns, after a colon, the reason why a Pod does not run yet, or "" if the reason is
+// pendingFor returns a colon and the reason why a Pod does not run yet, or "" if the reason is
 // unknown.
 func pendingFor(p *corev1.Pod) string {
 	why := func(reason, message string) string {
@@ -372,8 +371,8 @@ func pendingFor(p *corev1.Pod) string {
 // The Lease of a killed manager stays valid for 15 seconds.
 const rolloutStep = 30 * time.Second
 
-// Rolls returns a sentence if a Deployment is or was just being rolled out, and one of its Pods
-// is available to take over. Otherwise it returns "".
+// Rolls returns a sentence if a rollout of a Deployment is in progress or has just ended, and one
+// of its Pods is available to take over. Otherwise it returns "".
 func Rolls(deployments []appsv1.Deployment, now time.Time) string {
 	for i := range deployments {
 		d := &deployments[i]

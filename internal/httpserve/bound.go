@@ -17,7 +17,7 @@ const maxConnections = 256
 // connections, it closes the one that has waited longest. Thus a client that holds connections
 // open cannot shut out other clients, in particular the kubelet.
 type bound struct {
-	most int
+	limit int
 
 	mu    sync.Mutex
 	since map[net.Conn]uint64 // step at which the wait for a request began; 0: a request is being served
@@ -48,7 +48,7 @@ func (b *bound) state(c net.Conn, state http.ConnState) {
 	case http.StateNew:
 		b.steps++
 		b.since[c] = b.steps
-		if len(b.since) > b.most {
+		if len(b.since) > b.limit {
 			surplus := b.surplus()
 			delete(b.since, surplus)
 			closeNow(surplus)

@@ -96,8 +96,8 @@ func TestIdleConnectionsDoNotBlockOtherClients(t *testing.T) {
 				}
 				held = append(held, c)
 			}
-			// The server must accept a new connection, and keep one that was idle before the others
-			// opened.
+			// The server must accept a new connection, and keep a connection that was idle before
+			// the other connections were opened.
 			fresh := dial(t, "127.0.0.4", port)
 			fresh.send(get)
 			if got := fresh.answer(); got != "200 OK" {

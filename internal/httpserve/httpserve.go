@@ -32,47 +32,47 @@ type server struct {
 func New(log *slog.Logger) *Servers { return &Servers{log: log} }
 
 // Listen opens a socket for a handler that needs no authorization, and returns the socket's
-// address. It returns an error for an address that cannot be used. The argument what names the
-// server in errors. An empty address means no server, and is no error. Connections wait until Serve
+// address. It returns an error for an address that cannot be used. label is the name of the server
+// in errors. An empty address means no server, and is no error. Connections wait until Serve
 // accepts them.
-func (s *Servers) Listen(what, address string, handler http.Handler) (net.Addr, error) {
-	return s.listen(what, address, nil, handler)
+func (s *Servers) Listen(label, address string, handler http.Handler) (net.Addr, error) {
+	return s.listen(label, address, nil, handler)
 }
 
 // ListenPrivate is Listen for a handler that needs authorization. It uses the TLS of secure;
 // handler must apply secure.Guarded itself. If secure is nil, it logs a warning for an address
 // that other machines can reach.
-func (s *Servers) ListenPrivate(what, address string, secure *Secure, handler http.Handler) (net.Addr, error) {
+func (s *Servers) ListenPrivate(label, address string, secure *Secure, handler http.Handler) (net.Addr, error) {
 	if secure != nil {
-		return s.listen(what, address, secure.TLS, handler)
+		return s.listen(label, address, secure.TLS, handler)
 	}
-	addr, err := s.listen(what, address, nil, handler)
+	addr, err := s.listen(label, address, nil, handler)
 	if tcp, ok := addr.(*net.TCPAddr); ok && !tcp.IP.IsLoopback() {
 		s.log.Warn("everybody who reaches this address can read it; use a loopback address, or --metrics-secure for metrics",
-			"server", what, "address", address)
+			"server", label, "address", address)
 	}
 	return addr, err
 }
 
-func (s *Servers) listen(what, address string, secure *tls.Config, handler http.Handler) (net.Addr, error) {
+func (s *Servers) listen(label, address string, secure *tls.Config, handler http.Handler) (net.Addr, error) {
 	if address == "" {
 		return nil, nil
 	}
 	l, err := net.Listen("tcp", address)
 	if err != nil {
-		return nil, fmt.Errorf("%s: %w", what, err)
+		return nil, fmt.Errorf("%s: %w", label, err)
 	}
 	addr := l.Addr()
 	if secure != nil {
 		l = tls.NewListener(l, secure)
 	}
-	s.serve(what, l, handler)
+	s.serve(label, l, handler)
 	return addr, nil
 }
 
 // serve adds a server for a listener. Serve starts it.
-func (s *Servers) serve(what string, l net.Listener, handler http.Handler) {
-	one := server{what, l, &http.Server{
+func (s *Servers) serve(label string, l net.Listener, handler http.Handler) {
+	one := server{label, l, &http.Server{
 		Handler:           handler,
 		ReadHeaderTimeout: 5 * time.Second, // includes the TLS handshake
 		ReadTimeout:       10 * time.Second,
@@ -81,7 +81,7 @@ func (s *Servers) serve(what string, l net.Listener, handler http.Handler) {
 		MaxHeaderBytes:    1 << 14,
 		ErrorLog:          slog.NewLogLogger(s.log.Handler(), slog.LevelDebug),
 	}}
-	(&bound{most: maxConnections}).bind(one.http)
+	(&bound{limit: maxConnections}).bind(one.http)
 	s.all = append(s.all, one)
 }
 

@@ -18,12 +18,12 @@ import (
 // listens on an abstract Unix socket (unix(7)). Such a socket belongs to the network namespace,
 // not to the file system, so it needs no writable directory. The server closes connections of
 // other users. DialOwner is the client.
-func (s *Servers) ListenOwner(what, name string, handler http.Handler) error {
+func (s *Servers) ListenOwner(label, name string, handler http.Handler) error {
 	l, err := net.Listen("unix", "@"+name)
 	if err != nil {
 		return err
 	}
-	s.serve(what, &ownerListener{Listener: l, log: s.log, uids: owners()}, handler)
+	s.serve(label, &ownerListener{Listener: l, log: s.log, uids: owners()}, handler)
 	return nil
 }
 

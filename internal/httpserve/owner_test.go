@@ -19,8 +19,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// asOther is the environment variable that makes this test program a client. The test runs it as
-// another user, and it prints the response that it gets.
+// asOther is the environment variable that makes this test program a client. The test runs the
+// client as another user. The client prints the response that it gets.
 const asOther = "HTTPSERVE_TEST_SOCKET"
 
 func TestMain(m *testing.M) {
@@ -73,8 +73,8 @@ func TestOnlyOwnerAndRootMayUseTheSocket(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	// Another user may not enter the program's directory, so the program is run by its file
-	// descriptor.
+	// The other user has no permission to enter the program's directory, so the program is run by
+	// its file descriptor.
 	f, err := os.Open(program)
 	if err != nil {
 		t.Fatal(err)

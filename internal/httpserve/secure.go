@@ -39,8 +39,8 @@ const (
 )
 
 // TLS returns a server's configuration with the certificate in dir (tls.crt, tls.key). It reloads
-// the files when they change. If dir is empty, it creates a self-signed certificate. Clients
-// cannot verify that, but it protects against eavesdroppers.
+// the files when they change. If dir is empty, it creates a self-signed certificate. Clients cannot
+// verify such a certificate, but TLS still protects against eavesdroppers.
 func TLS(dir string) (*tls.Config, error) {
 	config := &tls.Config{MinVersion: tls.VersionTLS12, NextProtos: []string{"http/1.1"}}
 	if dir == "" {

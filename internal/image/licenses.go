@@ -124,8 +124,8 @@ func licenseIn(dir string) (l license, err error) {
 	return l, err
 }
 
-// notices returns the text that the licenses require beside the program and the certificate
-// authorities: each module with its license text.
+// notices returns the text that must accompany the program and the certificate authorities: each
+// module with the text of its license.
 func notices(info *debug.BuildInfo, origin *debug.Module, licenses map[string]license) []byte {
 	var b bytes.Buffer
 	fmt.Fprintf(&b, "isthmus is under the Apache License 2.0. Its image contains these modules:\n\n")

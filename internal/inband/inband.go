@@ -31,7 +31,8 @@ const (
 	// Port is the TCP port on which gateways accept connections inside the tunnel.
 	Port = 6443
 
-	// purpose is the input from which a manager and its gateway derive the keys of their TLS.
+	// purpose distinguishes the TLS keys of managers and gateways from other keys that are derived
+	// from the same private key.
 	purpose = "isthmus in-band manager"
 
 	// answerTime is how long a manager waits for its gateway to connect to the peer.
@@ -65,7 +66,7 @@ func Dial(ctx context.Context, gateway netip.Addr, private [32]byte, peer string
 		return nil, err
 	}
 	stop := context.AfterFunc(ctx, func() { c.Close() })
-	connected, err := request(c, peer)
+	connected, err := connect(c, peer)
 	if !stop() && err == nil {
 		err = context.Cause(ctx)
 	}
@@ -76,8 +77,8 @@ func Dial(ctx context.Context, gateway netip.Addr, private [32]byte, peer string
 	return connected, nil
 }
 
-// request asks a gateway for a connection.
-func request(c net.Conn, peer string) (net.Conn, error) {
+// connect asks a gateway to connect to a peer.
+func connect(c net.Conn, peer string) (net.Conn, error) {
 	if _, err := fmt.Fprintf(c, "CONNECT %[1]s:%[2]d HTTP/1.1\r\nHost: %[1]s:%[2]d\r\n\r\n", peer, Port); err != nil {
 		return nil, err
 	}
@@ -99,8 +100,8 @@ func request(c net.Conn, peer string) (net.Conn, error) {
 	return c, nil
 }
 
-// requested reads a manager's request and returns the cluster ID of the peer.
-func requested(c net.Conn) (string, error) {
+// readRequest reads a manager's request and returns the cluster ID of the peer.
+func readRequest(c net.Conn) (string, error) {
 	r := bufio.NewReader(io.LimitReader(c, requestLen))
 	request, err := http.ReadRequest(r)
 	if err != nil {

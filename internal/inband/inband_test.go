@@ -96,7 +96,7 @@ func (w *world) manager(private [32]byte, peer string) (net.Conn, error) {
 		return nil, err
 	}
 	_ = c.SetDeadline(time.Now().Add(time.Minute))
-	connected, err := request(c, peer)
+	connected, err := connect(c, peer)
 	if err != nil {
 		c.Close()
 	}

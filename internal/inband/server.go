@@ -36,8 +36,8 @@ const (
 	Idle = 45 * time.Second
 
 	// maxPending is the maximum number of connections to ManagerPort that have not sent a valid
-	// request yet; maxPendingEach is the maximum from one address. So nobody who can reach the port
-	// can keep the manager out.
+	// request yet; maxPendingEach is the maximum from one address. Without these limits, any client
+	// that can reach the port could keep the manager out.
 	maxPending     = 64
 	maxPendingEach = 8
 	// listenAgain is the delay after an error of the listener.
@@ -89,7 +89,6 @@ type Server struct {
 	endOurs context.CancelFunc
 }
 
-// peer is the state of one peer.
 type peer struct {
 	Peer
 	ctx    context.Context
@@ -297,7 +296,7 @@ func (s *Server) request(c net.Conn) (ctx context.Context, id string, secured ne
 	if err := t.HandshakeContext(ctx); err != nil {
 		return nil, "", nil, err
 	}
-	if id, err = requested(t); err != nil {
+	if id, err = readRequest(t); err != nil {
 		return nil, "", nil, err
 	}
 	return ctx, id, t, c.SetDeadline(time.Time{})
@@ -400,9 +399,9 @@ func (p *peer) take(n *atomic.Int64) bool {
 	return false
 }
 
-// splice copies between the peer (far) and a local connection (here) until either ends, and
-// closes both. It returns only after far.Close has returned, so that the connection counts
-// until then.
+// splice copies between the peer (far) and a local connection (here) until either ends, and closes
+// both. It returns only after far.Close has returned, so that the connection counts towards
+// Connections until then.
 func (p *peer) splice(ctx context.Context, far, here net.Conn) {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
@@ -414,8 +413,8 @@ func (p *peer) splice(ctx context.Context, far, here net.Conn) {
 	both.Go(func() {
 		defer cancel()
 		move(ctx, here, far, p.in, &p.received, idle)
-		// Without this, the local port would stay in use for a minute, unless the API server
-		// closed the connection first.
+		// Reset the connection. Otherwise the local port would stay in use for a minute
+		// (TIME_WAIT), unless the API server closed the connection first.
 		if c, ok := here.(*net.TCPConn); ok && ctx.Err() == nil {
 			_ = c.SetLinger(0)
 		}

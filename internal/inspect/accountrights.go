@@ -108,7 +108,6 @@ func needsOf(account, namespace string, rule rbacv1.PolicyRule) (all []need) {
 	return all
 }
 
-// concurrentRequests is the maximum number of concurrent requests.
 const concurrentRequests = 16
 
 // rightsHop asks the API server whether the components have the rights that they need. lacking

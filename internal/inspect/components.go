@@ -58,9 +58,9 @@ func components(ctx context.Context, c *cluster.Cluster, now time.Time) (found h
 	return found, nil
 }
 
-// anyConnected reports whether packets have gone both ways between this cluster and some peer
-// for at least AgentsLag. If not, an outage between the clusters explains why a node received
-// none.
+// anyConnected reports whether packets have gone both ways between this cluster and some peer for
+// at least AgentsLag. If it returns false, an outage between the clusters may explain why a node
+// received no packets.
 func anyConnected(ctx context.Context, c *cluster.Cluster, now time.Time) bool {
 	var list isthmus.PeeringList
 	return c.Client.List(ctx, &list) == nil && slices.ContainsFunc(list.Items, func(p isthmus.Peering) bool { return health.ConnectedBefore(&p, now.Add(-health.AgentsLag)) })

@@ -17,8 +17,8 @@ func TestMissingRightsNameTheInstallCommand(t *testing.T) {
 	}
 }
 
-// The checked rights are the installed ones: of each account, in each scope, and with object
-// names where a rule has them.
+// The rights that status checks are the rights that the manifests grant, for each account and
+// scope, and for the object names of each rule.
 func TestCheckedRightsMatchTheManifests(t *testing.T) {
 	all, err := needs("elsewhere")
 	if err != nil {

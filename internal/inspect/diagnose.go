@@ -22,7 +22,7 @@ func Diagnose(ctx context.Context, local, remote *cluster.Cluster, name string) 
 	if err := local.Identify(ctx); err != nil {
 		return nil, err
 	}
-	meant := func(p *isthmus.Peering) bool { return name == "" || called(p, name) }
+	meant := func(p *isthmus.Peering) bool { return name == "" || hasName(p, name) }
 	var queryErr error // error of querying the other side
 	if remote != nil {
 		if queryErr = remote.Identify(ctx); queryErr != nil {
@@ -41,7 +41,7 @@ func Diagnose(ctx context.Context, local, remote *cluster.Cluster, name string) 
 	}
 	d := &health.Diagnosis{At: time.Now()}
 	if remote == nil {
-		if len(here.Peerings) == 0 && name != "" && queryErr != nil { // name may be the name by which the other side calls itself
+		if len(here.Peerings) == 0 && name != "" && queryErr != nil { // name may be the other cluster's own name
 			return nil, queryErr
 		}
 		if len(here.Peerings) == 0 && name != "" {
@@ -71,14 +71,14 @@ func Diagnose(ctx context.Context, local, remote *cluster.Cluster, name string) 
 // different peers.
 var ErrOtherPeer = errors.New("another peer")
 
-// called reports whether a Peering, or its peer, has this name.
-func called(p *isthmus.Peering, name string) bool {
+// hasName reports whether a Peering, or its peer, has this name.
+func hasName(p *isthmus.Peering, name string) bool {
 	return p.Name == name || p.Spec.Cluster.ClusterName == name
 }
 
 // sameAs returns an error if name is not a name of the remote cluster.
 func sameAs(e *health.Side, name string, remote *cluster.Cluster) error {
-	if name == "" || name == remote.Identity.ClusterName || slices.ContainsFunc(e.Found, func(p *isthmus.Peering) bool { return called(p, name) }) {
+	if name == "" || name == remote.Identity.ClusterName || slices.ContainsFunc(e.Found, func(p *isthmus.Peering) bool { return hasName(p, name) }) {
 		return nil
 	}
 	with := "there is no Peering with it here"
@@ -103,7 +103,7 @@ func examine(ctx context.Context, c *cluster.Cluster, meant func(*isthmus.Peerin
 	now, _ := c.Now()
 	health.DateByServer(list.Items, manager, now)
 	for i := range list.Items {
-		health.Heed(e.Own, &list.Items[i])
+		health.UpdateGateway(e.Own, &list.Items[i])
 	}
 	if !slices.ContainsFunc(e.Own, func(h health.Hop) bool { return h.Name == health.HopRights }) {
 		e.NotAsked = append(e.NotAsked, fmt.Sprintf("%s: the rights of the components; you are not allowed to create SubjectAccessReviews", c))

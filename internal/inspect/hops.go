@@ -87,9 +87,9 @@ func clusterHops(ctx context.Context, c *cluster.Cluster) (hops []health.Hop, ma
 	return append([]health.Hop{*rights}, hops...), manager, gateway, nil
 }
 
-// nodeHops checks that every node that accepts a route agent has one, as the kubelets report.
-// The nodes that are not ready get a hop of their own. That hop is not broken: a kubelet may
-// have lost only the API server, while its pods are reachable.
+// nodeHops checks that every node that accepts a route agent has one, as the kubelets report. The
+// nodes that are not ready get a hop of their own. That hop is not broken: perhaps a kubelet has
+// only lost its connection to the API server, while its pods are reachable.
 func nodeHops(ctx context.Context, c *cluster.Cluster, found health.Components) ([]health.Hop, error) {
 	source := "Nodes, Pods in " + c.Namespace
 	var nodes corev1.NodeList
@@ -141,9 +141,9 @@ func gatewaysWanted(ctx context.Context, c *cluster.Cluster) int {
 	return n
 }
 
-// managersRoll returns a sentence if the Deployment of the managers is or was just being rolled
-// out, and a manager is available to take over. It returns "" otherwise, or if that cannot be
-// read.
+// managersRoll returns a sentence if a rollout of the managers is in progress or has just ended,
+// and a manager is available to take over. Otherwise, or if it cannot read the Deployment, it
+// returns "".
 func managersRoll(ctx context.Context, c *cluster.Cluster, now time.Time) string {
 	var deployments appsv1.DeploymentList // optional, as in gatewaysWanted
 	if c.Client.List(ctx, &deployments, client.InNamespace(c.Namespace), client.MatchingLabels{"app.kubernetes.io/name": "manager"}) != nil {

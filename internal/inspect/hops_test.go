@@ -23,8 +23,9 @@ import (
 	"github.com/isthmus-net/isthmus/internal/kubeerr"
 )
 
-// named returns a Peering with these conditions, in the format of conditions.
-func named(name string, ready string, others ...string) *isthmus.Peering {
+// peeringWith returns a Peering with the given name and conditions. The function conditions
+// documents the format of ready and others.
+func peeringWith(name string, ready string, others ...string) *isthmus.Peering {
 	return &isthmus.Peering{ObjectMeta: metav1.ObjectMeta{Name: name, Generation: 1}, Spec: isthmus.PeeringSpec{Cluster: v1alpha1.ClusterIdentity{ClusterID: name}},
 		Status: isthmus.PeeringStatus{Conditions: conditions(ready, others...)}}
 }
@@ -57,7 +58,7 @@ func TestOnlyTheFirstBrokenHopIsBlamed(t *testing.T) {
 	side := func(c string, broken []string, ready string, others ...string) *health.Side {
 		e := &health.Side{Cluster: c, Own: own(c, broken...)}
 		if ready != "" {
-			e.Peerings = [][]health.Hop{health.PeeringHops(c, named("p", ready, others...), e.Own)}
+			e.Peerings = [][]health.Hop{health.PeeringHops(c, peeringWith("p", ready, others...), e.Own)}
 		}
 		return e
 	}
@@ -113,19 +114,19 @@ func TestOnlyTheFirstBrokenHopIsBlamed(t *testing.T) {
 }
 
 func TestGatewayThatTheManagerReportsSilentIsBroken(t *testing.T) {
-	silent := named("p", "Unknown(GatewaySilent) x", "Connected=Unknown(GatewaySilent) no gateway is active")
+	silent := peeringWith("p", "Unknown(GatewaySilent) x", "Connected=Unknown(GatewaySilent) no gateway is active")
 	own := []health.Hop{{Cluster: "a", Name: health.HopManager, State: health.Works}, {Cluster: "a", Name: health.HopGateway, State: health.Works},
 		{Cluster: "a", Name: health.HopAgents, State: health.Broken, FollowsGateway: true}, {Cluster: "a", Name: health.HopNodes, State: health.Broken}}
-	health.Heed(own, named("q", "True"))
+	health.UpdateGateway(own, peeringWith("q", "True"))
 	if own[1].State != health.Works {
 		t.Error("broken, though a gateway is at work")
 	}
 	own[0].State = health.Broken
-	if health.Heed(own, silent); own[1].State != health.Works {
+	if health.UpdateGateway(own, silent); own[1].State != health.Works {
 		t.Error("broken by what is a memory")
 	}
 	own[0].State = health.Works
-	if health.Heed(own, silent); own[1].State != health.Broken || own[1].Reason != isthmus.ReasonGatewaySilent || own[1].Text != "no gateway is active" {
+	if health.UpdateGateway(own, silent); own[1].State != health.Broken || own[1].Reason != isthmus.ReasonGatewaySilent || own[1].Text != "no gateway is active" {
 		t.Errorf("%+v", own[1])
 	}
 	if own[2].State != health.Waits || own[3].State != health.Broken {
@@ -187,11 +188,11 @@ func TestJoinedErrorIsForbiddenOnlyIfEachPartIs(t *testing.T) {
 	}
 }
 
-// The same checks against an API server, where a test manager renews the Leases.
+// This test runs the checks against an API server, where a test manager renews the Leases.
 func TestDiagnoseAsksBothSides(t *testing.T) {
 	t.Parallel()
 	p := clustertest.NewPair(t, "diagnose")
-	for _, c := range []*cluster.Cluster{p.A, p.B} { // the pair was not installed, so the components would lack rights
+	for _, c := range []*cluster.Cluster{p.A, p.B} { // without installed RBAC objects, the components would lack their rights
 		must(t, c.Client.Create(t.Context(), &rbacv1.ClusterRoleBinding{ObjectMeta: metav1.ObjectMeta{Name: c.Namespace},
 			RoleRef:  rbacv1.RoleRef{APIGroup: rbacv1.GroupName, Kind: "ClusterRole", Name: "cluster-admin"},
 			Subjects: []rbacv1.Subject{{APIGroup: rbacv1.GroupName, Kind: rbacv1.GroupKind, Name: "system:serviceaccounts:" + c.Namespace}}}))

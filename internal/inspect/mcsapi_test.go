@@ -89,8 +89,8 @@ func (n *nameServer) setImage(image string) {
 		[]byte(`{"spec":{"template":{"spec":{"containers":[{"name":"coredns","image":"`+image+`"}]}}}}`))))
 }
 
-// wants fails the test unless the Corefile is text, and each object exists or not as there
-// states: the definition of exports, the definition of imports, the right of CoreDNS.
+// wants fails the test unless the Corefile is text, and the objects exist as the elements of exist
+// state, in this order: the definition of exports, the definition of imports, the right of CoreDNS.
 func (n *nameServer) wants(what, text string, exist ...bool) {
 	n.t.Helper()
 	var m corev1.ConfigMap
@@ -150,7 +150,7 @@ func TestServiceNamesResolveUntilTheFeatureIsDisabled(t *testing.T) {
 		t.Errorf("%+v, %q, %v", h, notAsked, err)
 	}
 
-	// Later runs keep the choices.
+	// Later runs keep the choices about services and --configure-dns.
 	for _, o := range []install.Options{{}, {ConfigureDNS: new(true)}} {
 		must(t, n.install(o))
 		n.wants("the second time", with, true, true, true)
@@ -174,7 +174,8 @@ func TestServiceNamesResolveUntilTheFeatureIsDisabled(t *testing.T) {
 	n.uninstall()
 	n.wants("uninstalled", n.corefile, false, false, false)
 
-	// A person who has added the zone by hand may have left the cache configured for it.
+	// If a person has added the zone by hand but not changed the cache, --configure-dns changes the
+	// cache.
 	zone := strings.Replace(strings.ReplaceAll(with, " # added by isthmus install, with the zone", ""), "denial cluster.local clusterset.local", "denial cluster.local", 1)
 	n.setCorefile(zone)
 	must(t, n.install(install.Options{Values: servicesOn}))

@@ -39,8 +39,8 @@ func TestAManagerIsNotBrokenDuringARollout(t *testing.T) {
 		{"no Pod is available", 0, 0, false},
 		{"it was long ago", time.Hour, 1, false},
 	} {
-		// The time is a minute in the future, because a busy machine may take long before it
-		// reads it.
+		// The time is a minute in the future, because a busy machine may reach clusterHops much
+		// later.
 		step := metav1.NewTime(time.Now().Add(time.Minute - tc.ago))
 		d.Status = appsv1.DeploymentStatus{Replicas: 2, UpdatedReplicas: 1, ReadyReplicas: tc.available, AvailableReplicas: tc.available,
 			Conditions: []appsv1.DeploymentCondition{{Type: appsv1.DeploymentProgressing, Status: corev1.ConditionTrue, LastUpdateTime: step, LastTransitionTime: step}}}

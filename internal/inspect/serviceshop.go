@@ -203,7 +203,8 @@ func (s *ServiceCounts) String() string {
 	return text
 }
 
-// problems returns one line for each of the first few problems of the services.
+// problems returns a line for each of the first refused services, and a line with the number of the
+// others.
 func (s *ServiceCounts) problems() (all []string) {
 	const few = 5
 	for _, reason := range s.reasons[:min(few, len(s.reasons))] {

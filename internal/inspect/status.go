@@ -99,7 +99,7 @@ func StatusOf(ctx context.Context, c *cluster.Cluster) (s Status, err error) {
 			row.Problem = strings.Join(row.Problems[:min(1, len(row.Problems))], "")
 		}
 		s.Peerings = append(s.Peerings, row)
-		health.Heed(s.Hops, &list.Items[i])
+		health.UpdateGateway(s.Hops, &list.Items[i])
 	}
 	slices.SortFunc(s.Peerings, func(a, b Row) int { return cmp.Compare(a.Name, b.Name) })
 	var pods corev1.PodList
@@ -127,8 +127,8 @@ func (s *Status) noGateway() string {
 	return ""
 }
 
-// markStale changes Peerings from Ready to Unknown while no component is active that would update
-// them, because their status is then stale.
+// markStale changes ready Peerings to Unknown if no manager or no gateway is active, because the
+// status of these Peerings may be outdated.
 func (s *Status) markStale() {
 	why, reason := "", isthmus.ReasonUnknown
 	if s.Manager.Name == "" && !s.Manager.Rolls {
@@ -172,7 +172,7 @@ func rowOf(p *isthmus.Peering) Row {
 	return s
 }
 
-// keyText returns the text about a key with its age.
+// keyText formats a key with its age. With lags, it adds that the key is being rotated.
 func keyText(key string, since *metav1.Time, now time.Time, lags bool) string {
 	if key == "" {
 		return ""
@@ -183,8 +183,8 @@ func keyText(key string, since *metav1.Time, now time.Time, lags bool) string {
 	return key
 }
 
-// Ready reports whether all peerings are ready, and everything works that they need in this
-// cluster. It is true if there is no peering.
+// Ready reports whether all peerings are ready, and all hops that they share in this cluster work.
+// It is true if there is no peering.
 func (s Status) Ready() bool {
 	if len(s.Peerings) == 0 {
 		return true

@@ -148,7 +148,8 @@ c-4d5e6f, cluster c (C):
 	clustertest.Contains(t, b.String(), "no peerings")
 }
 
-// The manager writes times by its own clock. They are shown by the API server's clock.
+// The manager writes times by its own clock. The status shows these times by the API server's
+// clock.
 func TestAgesUseTheAPIServerClock(t *testing.T) {
 	now := time.Date(2026, 11, 22, 12, 0, 0, 0, time.UTC)
 	for _, tc := range []struct {

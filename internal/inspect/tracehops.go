@@ -62,8 +62,8 @@ func NodeHop(ctx context.Context, c *cluster.Cluster, node string) (health.Hop, 
 }
 
 // VacantHop returns a hop for an address that is in the PodCIDR of a node but belongs to no running
-// Pod. The second result reports whether this applies to addr. The hop states that nothing may
-// answer: the address may still be the node's own, for example that of its bridge.
+// Pod. The second result reports whether this applies to addr. The hop states that nothing answers
+// unless the node itself has the address, for example on its bridge.
 func VacantHop(ctx context.Context, c *cluster.Cluster, addr netip.Addr) (hop health.Hop, vacant bool, err error) {
 	var nodes corev1.NodeList
 	switch err := c.Client.List(ctx, &nodes); {
@@ -95,7 +95,7 @@ func GatewayHop(ctx context.Context, c *cluster.Cluster) (health.Hop, error) {
 		return health.Hop{}, c.Explain("Peerings", err)
 	}
 	for i := range list.Items {
-		health.Heed(hops, &list.Items[i])
+		health.UpdateGateway(hops, &list.Items[i])
 	}
 	i := slices.IndexFunc(hops, func(h health.Hop) bool { return h.Name == health.HopGateway })
 	return hops[i], nil

@@ -66,7 +66,7 @@ func olderValues(ctx context.Context, c *cluster.Cluster, o Options) (chart.Valu
 	if chart.Get(o.Values, "gateway", "port") != nil || chart.Get(o.Values, "gateway", "service", "type") != nil {
 		return values, nil // the person has chosen this value
 	}
-	port, ok := inARow(s.Spec.Ports)
+	port, ok := consecutivePorts(s.Spec.Ports)
 	if !ok {
 		return nil, fmt.Errorf("%s: Service %s: its ports are not consecutive UDP ports with the same target ports; set --gateway-port and --tunnels, "+
 			"or keep the Service unchanged with --gateway-service none", c, key)
@@ -82,9 +82,9 @@ func onHostNetwork(deployment *unstructured.Unstructured) bool {
 	return on
 }
 
-// inARow returns the first of the ports of our Service. ok reports whether the ports are
+// consecutivePorts returns the first of the ports of our Service. ok reports whether the ports are
 // consecutive.
-func inARow(ports []corev1.ServicePort) (first int32, ok bool) {
+func consecutivePorts(ports []corev1.ServicePort) (first int32, ok bool) {
 	for i, p := range ports {
 		if i == 0 {
 			first = p.Port
@@ -121,8 +121,8 @@ func NotElsewhere(ctx context.Context, c *cluster.Cluster) error {
 	return nil
 }
 
-// checkConflicts returns an error about an existing object that Install cannot replace, or beside
-// which Isthmus must not run.
+// checkConflicts returns an error about an existing object that Run cannot replace, or beside which
+// Isthmus must not run.
 func checkConflicts(ctx context.Context, c *cluster.Cluster, objects []*unstructured.Unstructured) error {
 	workloads := false
 	for _, u := range objects {

@@ -16,8 +16,8 @@ import (
 	"github.com/isthmus-net/isthmus/internal/clustertest"
 )
 
-// If the deletion of a definition is stuck, here by a finalizer, the definition is changed
-// until it is deleted. That makes an API server continue that has overlooked the deletion.
+// If the deletion of a definition is stuck, here by a finalizer, the definition is changed until it
+// is deleted. The change makes the API server continue a deletion that it has overlooked.
 func TestStuckDefinitionIsChangedUntilItIsDeleted(t *testing.T) {
 	t.Parallel()
 	c := clustertest.ConnectTo(t, cluster.Access{Kubeconfig: clustertest.Kubeconfigs.A})
@@ -101,7 +101,7 @@ func TestADefinitionIsRecreatedWhileAnotherIsDeleted(t *testing.T) {
 	}
 }
 
-// A definition that is applied while it is being deleted is deleted nevertheless.
+// Applying a definition that is being deleted does not stop its deletion.
 func TestInstallWaitsForDeletedDefinitions(t *testing.T) {
 	t.Parallel()
 	c := clustertest.ConnectTo(t, cluster.Access{Kubeconfig: clustertest.Kubeconfigs.A})
@@ -198,7 +198,7 @@ func TestAnInstallationDoesNotWaitForFinalizersOfItsOwnManager(t *testing.T) {
 		default:
 		}
 	}
-	finalizers("null") // what the manager does
+	finalizers("null") // as the manager does
 	must(t, <-ended)
 	must(t, c.Client.Get(t.Context(), client.ObjectKeyFromObject(definition), definition))
 	if definition.GetDeletionTimestamp() != nil || !servesKind(t.Context(), c, definition) {

@@ -22,21 +22,21 @@ import (
 	"github.com/isthmus-net/isthmus/internal/safetext"
 )
 
-// detect finds the values that the chart needs and nobody has set, and reports their sources.
-// It returns an error for a cluster without IPv4 pods, and for a newly chosen PodCIDR that
-// contains no node and no Pod. Of its results, Install remembers only the PodCIDR.
+// detect finds the values that the chart needs and nobody has set, and reports their sources. It
+// returns an error for a cluster without IPv4 pods, and for a newly chosen PodCIDR that contains no
+// node and no Pod. Of its results, Run remembers only the PodCIDR.
 func detect(ctx context.Context, c *cluster.Cluster, chosen chart.Values, o Options) (chart.Values, error) {
 	var nodes corev1.NodeList
 	if err := c.Client.List(ctx, &nodes); err != nil {
 		return nil, c.Explain("Nodes", err)
 	}
-	pods, six, err := podAddresses(ctx, c)
+	pods, hasIPv6, err := podAddresses(ctx, c)
 	if err != nil {
 		return nil, err
 	}
 	nodeCIDRs := nodeNetworks(nodes.Items)
-	six = six || anyIPv6(nodes.Items)
-	if six && len(pods) == 0 && len(nodeCIDRs) == 0 {
+	hasIPv6 = hasIPv6 || anyIPv6(nodes.Items)
+	if hasIPv6 && len(pods) == 0 && len(nodeCIDRs) == 0 {
 		return nil, fmt.Errorf("%s: its pods have only IPv6 addresses, but Isthmus joins pods by IPv4; nothing was changed", c)
 	}
 	found := chart.Values{}
@@ -54,7 +54,7 @@ func detect(ctx context.Context, c *cluster.Cluster, chosen chart.Values, o Opti
 			return nil, fmt.Errorf("%s: %s; correct --pod-cidr, or use it anyway with --force", c, wrong)
 		}
 	}
-	if six {
+	if hasIPv6 {
 		o.Report(fmt.Sprintf("%s: its pods have IPv4 and IPv6 addresses; only IPv4 is joined", c))
 	}
 	services, err := serviceNetwork(ctx, c, chosen, nodes.Items, o.Report)
@@ -101,9 +101,9 @@ type address struct {
 	addr netip.Addr
 }
 
-// podAddresses returns the IPv4 addresses of all Pods. six reports whether any Pod has an IPv6
+// podAddresses returns the IPv4 addresses of all Pods. hasIPv6 reports whether any Pod has an IPv6
 // address. Without permission to read Pods it returns none.
-func podAddresses(ctx context.Context, c *cluster.Cluster) (all []address, six bool, err error) {
+func podAddresses(ctx context.Context, c *cluster.Cluster) (all []address, hasIPv6 bool, err error) {
 	for next, more := "", true; more; more = next != "" {
 		var pods corev1.PodList
 		err := c.Client.List(ctx, &pods, client.MatchingFields{"status.phase": string(corev1.PodRunning)}, client.Limit(500), client.Continue(next))
@@ -119,13 +119,13 @@ func podAddresses(ctx context.Context, c *cluster.Cluster) (all []address, six b
 			for _, ip := range append([]corev1.PodIP{{IP: p.Status.PodIP}}, p.Status.PodIPs...) {
 				a, err := netip.ParseAddr(ip.IP)
 				one := address{p.Namespace + "/" + p.Name, a}
-				if six = six || err == nil && a.Is6(); err == nil && a.Is4() && (len(all) == 0 || all[len(all)-1] != one) {
+				if hasIPv6 = hasIPv6 || err == nil && a.Is6(); err == nil && a.Is4() && (len(all) == 0 || all[len(all)-1] != one) {
 					all = append(all, one)
 				}
 			}
 		}
 	}
-	return all, six, nil
+	return all, hasIPv6, nil
 }
 
 // anyIPv6 reports whether a node has an IPv6 podCIDR.

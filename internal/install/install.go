@@ -55,7 +55,7 @@ type Options struct {
 	Report func(line string)
 }
 
-// Name and key of the ConfigMap in which Install remembers the values that a person chose.
+// Name and key of the ConfigMap in which Run remembers the values that a person chose.
 const (
 	ConfigMap = "isthmus-install"
 	keyValues = "values.yaml"
@@ -132,9 +132,10 @@ func Run(ctx context.Context, c *cluster.Cluster, o Options) error {
 		return err
 	}
 	for _, object := range objects {
-		// New values are remembered once they are applied, because the API server may refuse
-		// them. But a first installation that is interrupted must not look like one without
-		// workloads.
+		// Run remembers new values after it has applied them, because the API server may refuse
+		// them. A first run stores the values of the older installation, even if there are none,
+		// before it creates any workload. Otherwise the next run, after an interruption, would
+		// mistake the cluster for an installation without workloads.
 		if !known && object.GetKind() != "Namespace" {
 			if err := remember(ctx, c, before); err != nil {
 				return err
@@ -258,9 +259,10 @@ func (o Options) Manifests(namespace string) (string, error) {
 }
 
 // chart returns the input of the renderer. Chosen values take precedence over found values, and
-// found values over defaults. own means that Isthmus creates the ConfigMap with the identity.
-func (o Options) chart(namespace string, who v1alpha1.ClusterIdentity, own bool, chosen, found chart.Values) chart.Options {
-	usual := chart.Values{"namespace": chart.Values{"create": true}, "cluster": chart.Values{"configMap": own}}
+// found values over defaults. createConfigMap means that Isthmus creates the ConfigMap with the
+// identity.
+func (o Options) chart(namespace string, who v1alpha1.ClusterIdentity, createConfigMap bool, chosen, found chart.Values) chart.Options {
+	usual := chart.Values{"namespace": chart.Values{"create": true}, "cluster": chart.Values{"configMap": createConfigMap}}
 	if !withWorkloads(chosen) {
 		chart.Set(usual, "", "gateway", "service", "type")
 	}

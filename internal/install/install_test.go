@@ -117,7 +117,7 @@ func TestInstallingTwiceChangesNothing(t *testing.T) {
 	if surge := agents.Spec.UpdateStrategy.RollingUpdate.MaxSurge; surge.IntValue() != 3 {
 		t.Errorf("on %v nodes at a time; want the 3 of before", surge)
 	}
-	// No component runs here, and Install reports that.
+	// No component runs here, and Run reports that.
 	options.Wait, options.Version = time.Second, "v2"
 	err := Run(t.Context(), c, options)
 	if !errors.Is(err, cluster.ErrNotReady) || !strings.Contains(err.Error(), "everything is applied") || !strings.Contains(err.Error(), "twice/isthmus-") {
@@ -184,7 +184,7 @@ func TestInstallingTwiceChangesNothing(t *testing.T) {
 		t.Errorf("%d gateways with %v", *gateway.Spec.Replicas, args)
 	}
 
-	// Objects in the way are reported before anything is written.
+	// Run reports objects that it cannot replace before it writes anything.
 	refused := func(want string) {
 		t.Helper()
 		if err := install(nil); err == nil || !strings.Contains(err.Error(), want) || reported.Has("changed") || reported.Has("created") {
@@ -209,7 +209,7 @@ func TestInstallingTwiceChangesNothing(t *testing.T) {
 	must(t, c.Client.Create(t.Context(), byHand))
 	refused("Deployment twice/isthmus-gateway: the immutable spec.selector is map[matchLabels:map[mine:yes]]")
 
-	// An installation whose components run elsewhere gets no workloads, now and later.
+	// If an installation has no workloads, later runs create none.
 	must(t, c.Client.Delete(t.Context(), byHand))
 	must(t, c.Client.Delete(t.Context(), &appsv1.Deployment{ObjectMeta: metav1.ObjectMeta{Namespace: "twice", Name: "isthmus-manager"}}))
 	must(t, c.Client.Delete(t.Context(), &appsv1.DaemonSet{ObjectMeta: metav1.ObjectMeta{Namespace: "twice", Name: "isthmus-route-agent"}}))
@@ -292,7 +292,7 @@ func TestAnOlderProgramDoesNotReplaceNewerDefinitions(t *testing.T) {
 	}{
 		{`"999999"`, "peerings.isthmus.net belongs to a newer release (schema 999999, not "},
 		{`"0"`, "peerings.isthmus.net changed"},
-		{`null`, "peerings.isthmus.net changed"}, // a definition from before definitions had a number
+		{`null`, "peerings.isthmus.net changed"}, // a definition of an old release, which has no number
 	} {
 		annotate(tc.existing)
 		var reported clustertest.Lines
@@ -351,18 +351,18 @@ func TestInstallRemovesDisabledParts(t *testing.T) {
 	if did := install(6000); did != without {
 		t.Errorf("without metrics and NetworkPolicies it deletes %s\nwant %s", did, without)
 	}
-	// Objects of other people may have our names, because they took them from our manifests.
+	// Other clients may have created objects with our names, from our manifests.
 	foreign := &rbacv1.ClusterRole{ObjectMeta: metav1.ObjectMeta{Name: "isthmus-metrics-reader"}}
 	must(t, c.Client.Create(t.Context(), foreign))
 	policy := &networkingv1.NetworkPolicy{ObjectMeta: metav1.ObjectMeta{Namespace: c.Namespace, Name: "isthmus-ipam"}}
-	must(t, c.Client.Create(t.Context(), policy, client.FieldOwner(cluster.FieldManager))) // the same name alone does not mark it as ours
+	must(t, c.Client.Create(t.Context(), policy, client.FieldOwner(cluster.FieldManager))) // a policy is not ours just because it has the same name
 	if did := install(0); did != strings.Replace(want, "NetworkPolicy twice/isthmus-ipam, ", "", 1) {
 		t.Errorf("beside what others made it deletes %s", did)
 	}
 	for _, o := range []client.Object{foreign, policy} {
 		must(t, c.Client.Get(t.Context(), client.ObjectKeyFromObject(o), o))
 	}
-	// If a person may not read such objects, the installation succeeds nevertheless.
+	// The installation succeeds even if the person may not read such objects.
 	c.Client = mayNotGet{c.Client, "NetworkPolicy"}
 	if did := install(0); did != "" {
 		t.Errorf("without the right to get NetworkPolicies it deletes %s", did)

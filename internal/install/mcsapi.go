@@ -196,8 +196,8 @@ func nameServices(ctx context.Context, c *cluster.Cluster, p *servicesPlan, repo
 	return nil
 }
 
-// UnnameServices reverts defineServices and nameServices: first the Corefile, then the rights,
-// then the definitions. It keeps and reports everything that CoreDNS or others still need.
+// UnnameServices reverts defineServices and nameServices: first the Corefile, then the rights, then
+// the definitions. It keeps and reports everything that CoreDNS or other clients still need.
 func UnnameServices(ctx context.Context, c *cluster.Cluster, keepDefinitions bool, report func(string)) error {
 	definitions, err := ServiceDefinitions()
 	if err != nil {
@@ -236,7 +236,7 @@ func UnnameServices(ctx context.Context, c *cluster.Cluster, keepDefinitions boo
 			needs = "the " + dns.Where() + " has the option multicluster, and without this object CoreDNS answers for no Service"
 		}
 	}
-	if len(ours) > 0 && !keepDefinitions { // otherwise services were never on
+	if len(ours) > 0 && !keepDefinitions { // if Isthmus applied no objects, services were never on
 		if err := removeImports(ctx, c, report); err != nil {
 			return err
 		}

@@ -95,9 +95,9 @@ func calicoNetworks(pools []unstructured.Unstructured) string {
 }
 
 // k3s returns the value of a flag that k3s or RKE2 records in its servers' Nodes. If the flag is
-// not set, it returns usual, the default of both. It returns "" if the nodes are of neither
-// distribution.
-func k3s(nodes []corev1.Node, flag, usual string) string {
+// not set, it returns fallback, the default of both distributions. It returns "" if the nodes are
+// of neither distribution.
+func k3s(nodes []corev1.Node, flag, fallback string) string {
 	found := false
 	for i := range nodes {
 		text := nodes[i].Annotations["k3s.io/node-args"] + nodes[i].Annotations["rke2.io/node-args"]
@@ -119,7 +119,7 @@ func k3s(nodes []corev1.Node, flag, usual string) string {
 		}
 	}
 	if found {
-		return usual
+		return fallback
 	}
 	return ""
 }
@@ -142,7 +142,7 @@ func podCIDRFrom(ctx context.Context, c *cluster.Cluster, sources []podSource, n
 		all := ipv4Networks(text)
 		p, ok := around(all)
 		if !ok {
-			if source.own && len(all) > 0 { // Pods do not use all pools from the start
+			if source.own && len(all) > 0 { // the Pods may use only some of the pools now, and all of them later
 				several = append(several, all...)
 				outside = append(outside, fmt.Sprintf("%s: more than one network, %s", source.what, safetext.Of(text)))
 			}
@@ -191,8 +191,7 @@ func ipv4Networks(text string) (all []netip.Prefix) {
 	return all
 }
 
-// around returns the network in all that contains all others. ok is false if there is none, and
-// then a person must choose.
+// around returns the network in all that contains all others. It returns false if there is none.
 func around(all []netip.Prefix) (netip.Prefix, bool) {
 	i := slices.IndexFunc(all, func(p netip.Prefix) bool {
 		return !slices.ContainsFunc(all, func(n netip.Prefix) bool { return !holds(p, n) })

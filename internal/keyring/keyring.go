@@ -75,8 +75,8 @@ func (Ring) GoString() string { return "(key ring)" }
 // MarshalText hides the keys from JSON and other encodings.
 func (Ring) MarshalText() ([]byte, error) { return []byte("(key ring)"), nil }
 
-// Read parses the data of the Secret. An unreadable private key is an error. wrong reports
-// another unreadable field, which is left out of r.
+// Read parses the data of the Secret. An unreadable private key is an error. wrong describes other
+// unreadable fields, which are left out of r.
 func Read(data map[string][]byte) (r Ring, wrong, err error) {
 	if r.Private, err = Key(data, FieldPrivate); err != nil {
 		return r, nil, fmt.Errorf("data.%s %w", FieldPrivate, err)
@@ -257,7 +257,7 @@ const Settled = 10 * time.Second
 // again.
 const OfferTimeout = time.Hour
 
-// Seen is the active gateway's observations, from which Step decides.
+// Seen holds the settings and observations of the active gateway, from which Step decides.
 type Seen struct {
 	Now          time.Time
 	Answering    bool          // the gateway responds to Ring.Next

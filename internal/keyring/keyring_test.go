@@ -309,8 +309,8 @@ func (m *model) failover(t *testing.T) {
 	m.moved, m.log = m.now, m.log+" failover"
 }
 
-// restart models a crash of the active gateway. It reads the Secret before it responds to peers
-// again.
+// restart models a crash of the active gateway. The restarted gateway reads the Secret before it
+// responds to peers again.
 func (m *model) restart(t *testing.T) {
 	t.Helper()
 	for i := range m.gateways {

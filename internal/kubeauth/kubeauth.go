@@ -180,26 +180,27 @@ func (r *Reviewer) remember(k key, v decision) {
 	}
 }
 
-// keep stores a decision in the map all. If the map is full, the decision replaces the oldest one.
-func keep(all map[key]decision, k key, v decision, most int) {
-	if _, exists := all[k]; !exists && len(all) >= most {
+// keep adds a decision to decisions. If there are already limit decisions, it replaces the oldest
+// one.
+func keep(decisions map[key]decision, k key, v decision, limit int) {
+	if _, exists := decisions[k]; !exists && len(decisions) >= limit {
 		var oldest key
 		var until time.Time
-		for other, o := range all {
+		for other, o := range decisions {
 			if until.IsZero() || o.until.Before(until) {
 				oldest, until = other, o.until
 			}
 		}
-		delete(all, oldest)
+		delete(decisions, oldest)
 	}
-	all[k] = v
+	decisions[k] = v
 }
 
 // review asks the API server who the token's user is, and whether that user may get the path.
 func (r *Reviewer) review(ctx context.Context, token, verb, path string) decision {
 	who, err := r.tokens.Create(ctx, &authentication.TokenReview{Spec: authentication.TokenReviewSpec{Token: token}}, metav1.CreateOptions{})
 	if err != nil {
-		return r.cannot("TokenReview", err)
+		return r.unavailable("TokenReview", err)
 	}
 	if !who.Status.Authenticated {
 		return decision{code: http.StatusUnauthorized, why: "the API server does not know this token; want one of this cluster"}
@@ -214,7 +215,7 @@ func (r *Reviewer) review(ctx context.Context, token, verb, path string) decisio
 		NonResourceAttributes: &authorization.NonResourceAttributes{Path: path, Verb: verb},
 	}}, metav1.CreateOptions{})
 	if err != nil {
-		return r.cannot("SubjectAccessReview", err)
+		return r.unavailable("SubjectAccessReview", err)
 	}
 	if !may.Status.Allowed {
 		return decision{code: http.StatusForbidden, why: fmt.Sprintf("user %q may not %s %s; want a ClusterRole with nonResourceURLs, such as isthmus-metrics-reader",
@@ -223,9 +224,9 @@ func (r *Reviewer) review(ctx context.Context, token, verb, path string) decisio
 	return decision{code: http.StatusOK}
 }
 
-// cannot refuses a request because the API server has not answered. It writes the reason only
-// into the log, because the client is not authenticated.
-func (r *Reviewer) cannot(kind string, err error) decision {
+// unavailable returns the decision to refuse a request because the API server has not answered. It
+// writes the reason only into the log, because the client is not authenticated.
+func (r *Reviewer) unavailable(kind string, err error) decision {
 	r.mu.Lock()
 	mayLog := r.now().Sub(r.lastLogged) > logInterval
 	if mayLog {

@@ -98,7 +98,7 @@ func (w *world) reader(account string) {
 	must(w.t, err)
 }
 
-// counted counts the requests of a Reviewer.
+// counted counts the TokenReviews that a Reviewer requests.
 type counted struct {
 	next  http.RoundTripper
 	count *atomic.Int64
@@ -158,8 +158,9 @@ func (g *guarded) request(authorization string) (int, string) {
 	return w.Code, w.Body.String()
 }
 
-// until waits until the API server's authorizer has seen a change.
-func (g *guarded) until(authorization string, want int) {
+// waitForCode waits until the API server's authorizer has seen a change, so that requests return
+// the status code want.
+func (g *guarded) waitForCode(authorization string, want int) {
 	g.t.Helper()
 	for begin := time.Now(); ; time.Sleep(50 * time.Millisecond) {
 		code, text := g.request(authorization)
@@ -188,7 +189,7 @@ func TestMetricsRequireAuthorizationByTheAPIServer(t *testing.T) {
 	}
 	w.install()
 	w.reader("scraper")
-	g.until(scraper, http.StatusOK)
+	g.waitForCode(scraper, http.StatusOK)
 
 	for _, tc := range []struct {
 		authorization string
@@ -210,7 +211,7 @@ func TestMetricsRequireAuthorizationByTheAPIServer(t *testing.T) {
 		}
 	}
 
-	// A decision is valid for a minute, whether the right was granted or revoked since.
+	// A decision is valid for a minute, even if the right is granted or revoked in that time.
 	before := g.reviews.Load()
 	for range 100 {
 		g.request(scraper)
@@ -222,8 +223,8 @@ func TestMetricsRequireAuthorizationByTheAPIServer(t *testing.T) {
 	}
 	w.reader("stranger")
 	must(t, w.client.RbacV1().ClusterRoleBindings().Delete(t.Context(), "scraper", metav1.DeleteOptions{}))
-	g.until(stranger, http.StatusOK)
-	g.until(scraper, http.StatusForbidden)
+	g.waitForCode(stranger, http.StatusOK)
+	g.waitForCode(scraper, http.StatusForbidden)
 }
 
 func TestWrongTokensCauseFewTokenReviews(t *testing.T) {
@@ -232,7 +233,7 @@ func TestWrongTokensCauseFewTokenReviews(t *testing.T) {
 	g := w.guard(w.token(deploy.RouteAgentServiceAccount))
 	scraper := "Bearer " + w.token("scraper")
 	w.reader("scraper")
-	g.until(scraper, http.StatusOK)
+	g.waitForCode(scraper, http.StatusOK)
 
 	flood := func() (refused, tooMany int64) {
 		var codes [600]atomic.Int64
@@ -276,7 +277,7 @@ func TestWithoutAnAPIServerAccessIsDenied(t *testing.T) {
 	g := w.guard(w.token(deploy.ManagerServiceAccount))
 	scraper := "Bearer " + w.token("scraper")
 	w.reader("scraper")
-	g.until(scraper, http.StatusOK)
+	g.waitForCode(scraper, http.StatusOK)
 	must(t, w.server.Freeze())
 	if code, _ := g.request(scraper); code != http.StatusOK {
 		t.Errorf("within the minute: %d", code)
@@ -289,7 +290,7 @@ func TestWithoutAnAPIServerAccessIsDenied(t *testing.T) {
 		t.Errorf("log: %s", log)
 	}
 	must(t, w.server.Thaw())
-	g.until(scraper, http.StatusOK)
+	g.waitForCode(scraper, http.StatusOK)
 	must(t, w.server.Stop())
 	g.later(2 * remembered)
 	if code, text := g.request(scraper); code != http.StatusServiceUnavailable {

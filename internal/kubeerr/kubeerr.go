@@ -45,9 +45,9 @@ type plain struct {
 func (p *plain) Error() string { return p.text }
 func (p *plain) Unwrap() error { return p.err }
 
-// unanswered returns the errors in a tree that each represent one request or watch without a
-// response, including the prefix of controller-runtime ("failed to get server groups"). None of
-// our own errors has such a prefix.
+// unanswered returns the errors in the tree of err that represent a request or watch without a
+// response. If an error has a prefix of controller-runtime, such as "failed to get server groups",
+// the result includes the prefix. None of our own errors has such a prefix.
 func unanswered(err error) []error {
 	switch e := err.(type) { //nolint:errorlint // it walks the tree itself
 	case *url.Error:

@@ -148,8 +148,8 @@ func (c *Cluster) NodeOf(name string) (*Node, error) {
 	return nil, fmt.Errorf("cluster %s has no node %q", c.Name, name)
 }
 
-// Watch makes the sniffer detect packets to or from the peers' networks in c that are sent in the
-// clear.
+// Watch makes the sniffer detect packets that are sent in the clear to or from the networks that c
+// has allocated for the peers.
 func (c *Cluster) Watch(ctx context.Context, s *lab.Sniffer, peers ...*Cluster) error {
 	w := lab.Watched{Overlay: c.PodCIDR}
 	for _, p := range peers {

@@ -281,7 +281,6 @@ func (c *Cluster) startNodes(ctx context.Context) error {
 	return errors.Join(errs...)
 }
 
-// isReady reports whether the condition Ready of a Node is true.
 func isReady(n *corev1.Node) bool {
 	return slices.ContainsFunc(n.Status.Conditions, func(c corev1.NodeCondition) bool {
 		return c.Type == corev1.NodeReady && c.Status == corev1.ConditionTrue

@@ -86,7 +86,7 @@ spec: {selector: {app: server}, ports: [{port: 7000}]}
 	if wait.PollUntilContextCancel(ctx, time.Second, true, func(ctx context.Context) (bool, error) {
 		var p corev1.Pod
 		if last = c.Client.Get(ctx, client.ObjectKey{Namespace: "default", Name: "server"}, &p); last != nil || p.Status.PodIP == "" {
-			return false, nil //nolint:nilerr // the wait goes on, and its error says this one
+			return false, nil //nolint:nilerr // continue to wait; a timeout reports this error
 		}
 		transport := &http.Transport{DisableKeepAlives: true, DialContext: c.Nodes[0].Dial}
 		for _, name := range []string{"named", "named.default.svc.cluster.local"} {

@@ -361,7 +361,7 @@ func (r *reporter) report() {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	stage := r.stage
-	if r.done >= 100 && r.done < r.all { // earlier, the rate is not a good estimate for the rest
+	if r.done >= 100 && r.done < r.all { // the rate of the first hundred packages is no good estimate
 		left := time.Since(r.since) / time.Duration(r.done) * time.Duration(r.all-r.done)
 		stage += fmt.Sprintf("; about %v left, and the linking", left.Round(10*time.Second))
 	}

@@ -131,7 +131,7 @@ func TestBuildStopsWhenContextIsCanceled(t *testing.T) {
 		t.Fatal(err)
 	}
 	ctx, cancel := context.WithCancel(t.Context())
-	progress := hookBuffer{then: cancel} // Build reports that it waits
+	progress := hookBuffer{hook: cancel} // Build reports that it waits
 	if _, err := Build(ctx, &progress); !errors.Is(err, context.Canceled) || !strings.Contains(progress.String(), "waiting") {
 		t.Errorf("while another builds: %v, %q", err, progress.String())
 	}
@@ -144,14 +144,14 @@ func TestBuildStopsWhenContextIsCanceled(t *testing.T) {
 	}
 }
 
-// hookBuffer records the text written to it, and calls then after each write.
+// hookBuffer records the text written to it, and calls hook after each write.
 type hookBuffer struct {
 	bytes.Buffer
-	then func()
+	hook func()
 }
 
 func (s *hookBuffer) Write(b []byte) (int, error) {
-	defer s.then()
+	defer s.hook()
 	return s.Buffer.Write(b)
 }
 

@@ -13,7 +13,8 @@ import (
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 )
 
-// NewScheme returns a scheme with the kinds of Kubernetes, Isthmus, Liqo and the Multi-Cluster Services API.
+// NewScheme returns a scheme with the kinds of Kubernetes, Isthmus, Liqo and the Multi-Cluster
+// Services API.
 func NewScheme() *runtime.Scheme {
 	scheme := runtime.NewScheme()
 	for _, add := range []func(*runtime.Scheme) error{

@@ -56,7 +56,8 @@ type Options struct {
 	// Host is the address to listen on and to advertise. Default: 127.0.0.1.
 	Host netip.Addr
 	// APIPort is the port to listen on. Default: a free port, or 6443 with a Starter. A Starter may
-	// start programs in another network namespace, where this package cannot search for a free port.
+	// start programs in another network namespace, where this package cannot search for a free
+	// port.
 	APIPort uint16
 	// ServiceCIDR is the network of cluster IPs, in the family of Host, with at most 2^20
 	// addresses. Default: 10.96.0.0/12, or fd00:96::/108 if Host is IPv6.
@@ -65,10 +66,10 @@ type Options struct {
 	// completes, and owner references, ServiceAccounts of new namespaces and quotas have no effect.
 	Controllers bool
 	// Nodes must be true if there are kubelets. Then a scheduler and all controllers run, and the
-	// API server may connect to kubelets. This needs the programs of BuildNodes.
+	// API server may connect to kubelets. Nodes needs the programs of BuildNodes.
 	Nodes bool
-	// APIServerArgs are additional arguments of kube-apiserver, such as those of an audit log. Paths
-	// in them must be absolute.
+	// APIServerArgs are additional arguments of kube-apiserver, such as those of an audit log.
+	// Paths in them must be absolute.
 	APIServerArgs []string
 	// Starter starts a prepared command, for example inside a network namespace. It must not change
 	// SysProcAttr, Dir, Stdout and Stderr. Default: cmd.Start.
@@ -277,7 +278,8 @@ func (s *Server) startEtcd() (err error) {
 func (s *Server) startAPI() error {
 	endpoints, disabled := "lease", ""
 	if s.opts.Host.IsLoopback() {
-		// Otherwise the API server logs an error about a loopback address every ten seconds.
+		// With "lease", the API server would log an error about its loopback address every ten
+		// seconds.
 		endpoints = "none"
 	}
 	if !s.opts.Controllers {
@@ -328,7 +330,6 @@ func (s *Server) run(name string, args ...string) (*process, error) {
 	return s.guard.start(s.opts.Starter, s.dir, filepath.Join(s.opts.Dir, name), args...)
 }
 
-// readyz is the path of the API server's readiness check.
 const readyz = "/readyz"
 
 // await returns when a GET of path returns status 200, or with an error when a program has ended.

@@ -171,7 +171,7 @@ func (u user) try(ctx context.Context, method, path string, body object) (code i
 	return resp.StatusCode, answer, json.NewDecoder(resp.Body).Decode(&answer)
 }
 
-// must is do for a request that must succeed.
+// must sends a request that must succeed, and returns the object of the response.
 func (u user) must(t *testing.T, method, path string, body object) object {
 	t.Helper()
 	code, answer := u.do(t, method, path, body)

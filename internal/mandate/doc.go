@@ -9,24 +9,25 @@
 //
 // # Rules
 //
-//  1. A voter keeps one Promise: epoch, holder and version of the list. It stores a changed promise
-//     before it answers, where the promise survives a reboot.
+//  1. A voter keeps one Promise: epoch, holder and version of the list. Before it answers, it stores
+//     a changed promise in a place that survives a reboot.
 //  2. A voter that answers an ask of its holder stays bound to that gateway for Timing.Bound.
 //     Meanwhile no other gateway gets the vote. A voter that starts is bound to its stored holder
 //     for the same time.
-//  3. A free voter accepts a higher epoch from any gateway; a bound voter only from its holder. An
-//     ask with a lower epoch, or with an older list than the stored one, gets no vote. Nor does an
-//     ask that does not name the voter's incarnation, or that is not newer than the last ask of the
-//     same gateway.
-//  4. An answered ask counts for the gateway until Timing.Mandate after it was sent. That time is
-//     shorter than Timing.Bound, by more than two clocks can differ in it.
+//  3. A free voter accepts a higher epoch from any gateway; a bound voter accepts it only from its
+//     holder. An ask gets no vote if its epoch is lower than the stored one, if its list is older
+//     than the stored one, if it does not name the voter's incarnation, or if it is not newer than
+//     the last ask of the same gateway.
+//  4. An answered ask counts for the gateway until Timing.Mandate after it was sent. Timing.Mandate
+//     is so much shorter than Timing.Bound that an answer never counts longer than it binds the
+//     voter, even if the clocks of the two run at different rates.
 //  5. A release by the holder frees the voter at once. The holder never uses the released epoch
 //     again. It sends a release when it stops, and when its mandate has ended for lack of answers.
 //  6. A voter that ends in an orderly way (SIGTERM) stores that it stays bound, and notifies its
-//     holder, which counts the vote for Timing.EndedMandate. The next voter on that node stays
-//     bound for Timing.EndedBound after its start, or until it answers an ask that names its own
-//     incarnation. That ask shows that the holder knows the new voter and counts its vote like any
-//     other.
+//     holder. The holder counts that vote for Timing.EndedMandate. The next voter on that node
+//     stays bound for Timing.EndedBound after its start, or until it answers an ask that names its
+//     own incarnation. Such an ask shows that the holder knows the new voter, and counts its vote
+//     like any other.
 //  7. A voter without a stored promise cannot know to whom its node is bound. For
 //     Timing.EndedBound, the longest time for which any gateway counts on the node, it votes only
 //     for a gateway that already has a mandate.
@@ -48,9 +49,9 @@
 // propose the next list, and it counts by the next list from then on. Any other gateway needs
 // voters that were free.
 //
-// Epochs order successive mandates, so that nodes and peers can follow the latest. They do not
-// exclude two mandates. A voter that lost its promise may accept a lower epoch than that of a
-// mandate that ended more than Timing.EndedBound ago.
+// Epochs order successive mandates, so that nodes and peers can follow the latest. Epochs alone do
+// not exclude two mandates at the same time. A voter that lost its promise may accept a lower epoch
+// than that of a mandate that ended more than Timing.EndedBound ago.
 //
 // The tests search the states of small systems with two gateways: with loss, delay, duplication
 // and reordering of messages, paused hosts, and restarts. If any one of the rules is broken,

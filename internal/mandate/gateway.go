@@ -8,14 +8,14 @@ type List struct {
 	Voters  []ID
 }
 
-// follows reports whether l may replace before: its version is the next one, and the lists
+// follows reports whether l may replace previous: the version of l is the next one, and the lists
 // differ by one voter.
-func (l List) follows(before List) bool {
-	if l.Version != before.Version+1 {
+func (l List) follows(previous List) bool {
+	if l.Version != previous.Version+1 {
 		return false
 	}
 	differ := 0
-	for _, pair := range [][2][]ID{{l.Voters, before.Voters}, {before.Voters, l.Voters}} {
+	for _, pair := range [][2][]ID{{l.Voters, previous.Voters}, {previous.Voters, l.Voters}} {
 		for _, id := range pair[0] {
 			if !slices.Contains(pair[1], id) {
 				differ++
@@ -137,7 +137,7 @@ func (g *Gateway) Heard(now Time) (voters []ID, newest uint64) {
 			voters = append(voters, v.voter)
 		}
 	}
-	return voters, g.majorityth(func(v *vote) uint64 { return v.promise.List })
+	return voters, g.majorityValue(func(v *vote) uint64 { return v.promise.List })
 }
 
 // Elected returns the gateway to which a majority has promised the same epoch, as far as this
@@ -165,13 +165,13 @@ func (g *Gateway) Pending() bool { return g.next != nil }
 
 // Claim makes the gateway ask for votes from the next Tick on.
 func (g *Gateway) Claim(now Time) {
-	g.epoch, g.since = min(max(g.seen, g.promised())+1, Most), now
+	g.epoch, g.since = min(max(g.seen, g.promised())+1, MaxNumber), now
 	g.seen = g.epoch // a released epoch must not be used again
 }
 
-// majorityth returns the smallest value that a majority of the list's voters do not exceed. One
-// voter alone cannot raise it.
-func (g *Gateway) majorityth(value func(*vote) uint64) uint64 {
+// majorityValue returns the smallest value that a majority of the list's voters do not exceed. A
+// single voter cannot raise the result.
+func (g *Gateway) majorityValue(value func(*vote) uint64) uint64 {
 	var all []uint64
 	for i := range g.votes {
 		if slices.Contains(g.list.Voters, g.votes[i].voter) {
@@ -187,7 +187,7 @@ func (g *Gateway) majorityth(value func(*vote) uint64) uint64 {
 
 // promised returns the epoch that a claim must exceed to get a majority.
 func (g *Gateway) promised() uint64 {
-	return g.majorityth(func(v *vote) uint64 { return v.promise.Epoch })
+	return g.majorityValue(func(v *vote) uint64 { return v.promise.Epoch })
 }
 
 // withdraw ends the claim and the mandate. The gateway claims no epoch before the time rest.
@@ -202,32 +202,32 @@ func (g *Gateway) withdraw(rest Time) {
 func (g *Gateway) See(epoch uint64) { g.seen = max(g.seen, epoch) }
 
 // Tick must be called once per beat. It returns the ask for each voter; the asks differ only in
-// Ask.Heard. The argument may permits the gateway to claim an epoch as soon as it could get a
-// majority. The argument holds means that the gateway has a mandate by the Lease. When a mandate
-// has ended for lack of answers, Tick returns releases, because the earlier asks have bound voters
-// to this gateway. A voter whose answers were lost may still receive its release.
-func (g *Gateway) Tick(now Time, may, holds bool) map[ID]Ask {
+// Ask.Heard. mayClaim permits the gateway to claim an epoch as soon as it could get a majority.
+// hasLease means that the gateway has a mandate by the Lease. When a mandate has ended for lack of
+// answers, Tick returns releases, because the earlier asks have bound voters to this gateway. A
+// voter whose answers were lost may still receive its release.
+func (g *Gateway) Tick(now Time, mayClaim, hasLease bool) map[ID]Ask {
 	switch {
-	case may && g.Could(now):
+	case mayClaim && g.Could(now):
 		g.Claim(now)
-	case g.epoch != 0 && !may:
+	case g.epoch != 0 && !mayClaim:
 		g.withdraw(now)
 	case g.epoch != 0 && !g.Holds(now) && (g.epoch < g.promised() || now >= g.since+2*g.timing.Bound):
-		all := g.asks(Release, now, holds)
+		all := g.asks(Release, now, hasLease)
 		g.withdraw(now + g.pause())
 		return all
 	case g.epoch != 0 && g.epoch < max(g.seen, g.promised()): // another candidate has some votes
-		g.seen = min(max(g.seen, g.promised())+1, Most)
+		g.seen = min(max(g.seen, g.promised())+1, MaxNumber)
 		g.epoch = g.seen
 	}
 	kind := Probe
 	if g.epoch != 0 {
 		kind = Claim
 	}
-	return g.asks(kind, now, holds)
+	return g.asks(kind, now, hasLease)
 }
 
-func (g *Gateway) asks(kind Kind, now Time, holds bool) map[ID]Ask {
+func (g *Gateway) asks(kind Kind, now Time, hasLease bool) map[ID]Ask {
 	all := make(map[ID]Ask, len(g.votes))
 	list := g.list.Version
 	if g.next != nil {
@@ -235,7 +235,7 @@ func (g *Gateway) asks(kind Kind, now Time, holds bool) map[ID]Ask {
 	}
 	for _, v := range g.votes {
 		all[v.voter] = Ask{Kind: kind, From: g.id, Epoch: g.epoch, List: list, Sent: now, Nonce: g.nonce, Heard: v.incarnation,
-			Holds: holds || g.Holds(now)}
+			Holds: hasLease || g.Holds(now)}
 	}
 	return all
 }
@@ -273,14 +273,14 @@ func (g *Gateway) Release(now Time) map[ID]Ask {
 // Receive processes an answer.
 func (g *Gateway) Receive(a Answer, now Time) {
 	i := slices.IndexFunc(g.votes, func(v vote) bool { return v.voter == a.From })
-	if i < 0 || a.Nonce != g.nonce || a.Sent > now || a.Promise.Epoch > Most || a.Promise.List > Most {
+	if i < 0 || a.Nonce != g.nonce || a.Sent > now || a.Promise.Epoch > MaxNumber || a.Promise.List > MaxNumber {
 		return
 	}
 	v := &g.votes[i]
 	if v.incarnation != 0 && (a.Sent < v.heard || a.Sent == v.heard && !a.Ended && (a.Granted || a.Incarnation != v.incarnation)) {
-		return // older than the last answer, or a copy of it; but a final answer, or a refusal by the same incarnation, counts
+		return // the answer is older than the last one, or a copy of it. A final answer to the same ask counts, and so does a refusal by the same incarnation.
 	}
-	if a.Incarnation != v.incarnation { // another voter runs on that node now, so a final answer no longer counts for longer than other votes
+	if a.Incarnation != v.incarnation { // another voter runs on that node now, so the final answer of the previous voter no longer extends the time for which the vote counts
 		v.until = min(v.until, a.Sent+g.timing.Mandate)
 	}
 	v.heard, v.incarnation, v.promise, v.free = a.Sent, a.Incarnation, a.Promise, now+a.Free

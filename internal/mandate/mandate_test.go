@@ -9,18 +9,17 @@ import (
 	"time"
 )
 
-// With -whole, the tests search large systems completely, which takes minutes to hours. -most
-// bounds that.
+// With -whole, the tests search large systems completely, which takes minutes to hours. The flag
+// -most limits the number of worlds.
 var (
 	whole     = flag.Bool("whole", false, "search all systems to the end")
 	wholeMost = flag.Int("most", 0, "with -whole, the worlds of a large system that are searched; 0: all")
 )
 
-// A system is a configuration to search. left limits how often each fault occurs in one
-// history.
+// A system is a configuration to search. faults limits how often each fault occurs in one history.
 type system struct {
 	voters int
-	left   limits
+	faults limits
 	lists  []List
 	large  bool
 }
@@ -45,8 +44,8 @@ var systems = map[string]system{
 }
 
 const (
-	most  = 30_000    // maximum number of worlds of a large system without -whole
-	found = 4_000_000 // maximum number of worlds within which a bug must be found
+	worldLimit = 30_000    // maximum number of worlds of a large system without -whole
+	found      = 4_000_000 // maximum number of worlds within which a bug must be found
 )
 
 func TestNeverTwoMandates(t *testing.T) {
@@ -57,10 +56,10 @@ func TestNeverTwoMandates(t *testing.T) {
 			case s.large && *whole:
 				bound = *wholeMost
 			case s.large:
-				bound = most
+				bound = worldLimit
 			}
 			begin := time.Now()
-			w, n := search(newWorld(2, s.voters, s.left, s.lists, nil), bound)
+			w, n := search(newWorld(2, s.voters, s.faults, s.lists, nil), bound)
 			t.Logf("%s: %d worlds in %v", name, n, time.Since(begin).Round(time.Millisecond))
 			if w != nil {
 				t.Errorf("%s:\n\t%s", w.violation(), w.history())
@@ -69,15 +68,15 @@ func TestNeverTwoMandates(t *testing.T) {
 	}
 }
 
-// The search visits only one of the worlds with equal keys. That is correct only if equal
-// worlds lead to equal worlds.
+// The search visits only one of the worlds with equal keys. That is correct only if worlds with
+// equal keys have successors with equal keys.
 func TestStatesWithEqualKeysHaveEqualSuccessors(t *testing.T) {
 	for name, s := range systems {
 		t.Run(name, func(t *testing.T) {
 			random := rand.New(rand.NewPCG(26, 28))
 			seen, compared := make(map[string]*world), 0
 			for range 150 {
-				w := newWorld(2, s.voters, s.left, s.lists, nil)
+				w := newWorld(2, s.voters, s.faults, s.lists, nil)
 				for range 2 + random.IntN(40) {
 					var all []*world
 					w.next(func(n *world) { all = append(all, n) })
@@ -148,7 +147,7 @@ func TestSearchFindsTwoMandatesIfAnyRuleIsBroken(t *testing.T) {
 		}
 		t.Run(b.rule, func(t *testing.T) {
 			s := systems[b.where]
-			w, n := search(newWorld(2, s.voters, s.left, s.lists, &b), found)
+			w, n := search(newWorld(2, s.voters, s.faults, s.lists, &b), found)
 			if w == nil {
 				t.Fatalf("%s: not found in %d worlds", b.rule, n)
 			}
@@ -186,8 +185,8 @@ func (p *pair) asks(now Time) (Ask, Answer) {
 	return a, answer
 }
 
-// frees reports whether another gateway would get the vote now.
-func (p *pair) frees(now Time) bool {
+// isFree reports whether another gateway would get the vote now.
+func (p *pair) isFree(now Time) bool {
 	v := *p.v
 	answer := v.Receive(Ask{Kind: Claim, From: "b", Epoch: 100, Sent: now, Nonce: 9, Heard: v.incarnation}, now)
 	return answer.Granted
@@ -208,7 +207,7 @@ func TestFinalAnswerBindsUntilTheHolderKnowsTheNextVoter(t *testing.T) {
 	}
 	p.v = NewVoter("1", Usual, 2, &promise, 2*time.Second)
 	_, lost := p.asks(3 * time.Second)
-	if p.frees(5 * time.Second) {
+	if p.isFree(5 * time.Second) {
 		t.Error("an ask that names the voter before ends the final answer")
 	}
 	if p.g.Receive(lost, 3100*time.Millisecond); p.g.Until() != 3*time.Second+Usual.Mandate {
@@ -219,7 +218,7 @@ func TestFinalAnswerBindsUntilTheHolderKnowsTheNextVoter(t *testing.T) {
 	if p.g.Receive(final, 3300*time.Millisecond); p.g.Until() != 3200*time.Millisecond+Usual.Mandate {
 		t.Errorf("a late final answer counts until %v", p.g.Until())
 	}
-	if end := 3200*time.Millisecond + Usual.Bound; p.frees(end-1) || !p.frees(end) {
+	if end := 3200*time.Millisecond + Usual.Bound; p.isFree(end-1) || !p.isFree(end) {
 		t.Error("want the vote free when the last answer binds no more")
 	}
 }
@@ -235,14 +234,14 @@ func TestReleaseByAnEarlierGatewayProcessIsIgnored(t *testing.T) {
 	_, answer := p.asks(now)
 	p.g.Receive(answer, now)
 	p.v.Receive(late, now)
-	if !p.g.Holds(now) || p.frees(now) {
+	if !p.g.Holds(now) || p.isFree(now) {
 		t.Error("the voter is free while the gateway counts on it")
 	}
 	release := p.g.Release(now)["1"]
 	if p.g.Holds(now) {
 		t.Error("a mandate after the release")
 	}
-	if p.v.Receive(release, now); !p.frees(now) {
+	if p.v.Receive(release, now); !p.isFree(now) {
 		t.Error("the voter is bound after the release")
 	}
 }
@@ -297,12 +296,12 @@ func TestAGatewayWithAnOldListGetsNoMandate(t *testing.T) {
 	}
 }
 
-// After any history, once no more messages are lost, one gateway gets a mandate and keeps it.
+// After any history, one gateway gets a mandate and keeps it, once all messages arrive.
 func TestOneGatewayFinallyGetsAMandate(t *testing.T) {
 	random := rand.New(rand.NewPCG(26, 11))
 	for round := range 200 {
 		s := systems[[]string{"one voter", "a voter ends", "of three promises one is lost", "a gateway releases", "two voters", "three voters"}[round%6]]
-		w := newWorld(2, s.voters, s.left, s.lists, &bug{timing: func(t *Timing) { *t = Timing{Beat: 1, Bound: 6, Mandate: 4, EndedBound: 20, EndedMandate: 15} }})
+		w := newWorld(2, s.voters, s.faults, s.lists, &bug{timing: func(t *Timing) { *t = Timing{Beat: 1, Bound: 6, Mandate: 4, EndedBound: 20, EndedMandate: 15} }})
 		for range random.IntN(40) {
 			var all []*world
 			w.next(func(n *world) { all = append(all, n) })
@@ -390,7 +389,7 @@ func TestVoterGrantsItsVoteOnlyByTheRules(t *testing.T) {
 	for _, tc := range []struct {
 		name   string
 		change func(*Ask)
-		at     time.Duration // time from the vote for the ask last
+		at     time.Duration // time since the voter answered the ask in the variable last
 		want   bool
 	}{
 		{"a newer ask", func(a *Ask) { a.Sent++ }, 1, true},

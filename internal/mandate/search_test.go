@@ -53,8 +53,8 @@ type world struct {
 // A bug breaks one rule by its functions. Each may be nil.
 type bug struct {
 	rule     string
-	large    bool   // finding it takes long
-	where    string // name of the system that shows it
+	large    bool   // finding the bug takes long
+	where    string // name of the system that shows the bug
 	timing   func(*Timing)
 	asked    func(v *Voter, a *Ask, now Time)            // called before a voter gets an ask
 	heard    func(g *Gateway, v *vote, a Answer)         // called before a gateway gets an answer
@@ -476,14 +476,14 @@ func (w *world) history() string {
 }
 
 // search visits each world that can follow from first once. It returns the first world with a
-// violation, or nil, and the number of worlds seen. It stops after most worlds; 0: no limit.
-func search(first *world, most int) (*world, int) {
+// violation, or nil, and the number of worlds seen. It stops after limit worlds; 0 means no limit.
+func search(first *world, limit int) (*world, int) {
 	seed := maphash.MakeSeed()
 	seen := make(map[uint64]struct{})
 	queue := []*world{first}
 	var b []byte
 	var found *world
-	for len(queue) > 0 && found == nil && (most == 0 || len(seen) < most) {
+	for len(queue) > 0 && found == nil && (limit == 0 || len(seen) < limit) {
 		w := queue[len(queue)-1]
 		queue = queue[:len(queue)-1]
 		w.next(func(n *world) {

@@ -24,9 +24,9 @@ type Timing struct {
 var Usual = Timing{Beat: 150 * time.Millisecond, Bound: 900 * time.Millisecond, Mandate: 700 * time.Millisecond,
 	EndedBound: 30 * time.Second, EndedMandate: 23 * time.Second}
 
-// Most is the highest valid epoch and the highest valid version of a list. Messages with higher
-// values are ignored.
-const Most = 1<<31 - 2
+// MaxNumber is the highest valid epoch and the highest valid version of a list. Messages with
+// higher values are ignored.
+const MaxNumber = 1<<31 - 2
 
 // A Promise is the state that a voter stores. The zero Promise has no holder.
 type Promise struct {
@@ -61,7 +61,8 @@ type Ask struct {
 	// Heard is the voter's incarnation in its last answer to the gateway, or 0 if it has not
 	// answered yet.
 	Heard uint64
-	// Holds reports that the gateway has a mandate: by votes, or by the Lease while it decides.
+	// Holds reports that the gateway has a mandate: by votes, or by the Lease while the Lease
+	// decides.
 	Holds bool
 }
 
@@ -124,7 +125,7 @@ func (v *Voter) Receive(a Ask, now Time) (answer Answer) {
 	switch {
 	case a.Kind == Release && own && a.Epoch == v.promise.Epoch && a.Nonce == v.last.Nonce:
 		v.released, v.bound, v.inheritedBound = true, now, 0
-	case a.Epoch > Most || a.List > Most:
+	case a.Epoch > MaxNumber || a.List > MaxNumber:
 	case a.Kind == Claim && a.Heard == v.incarnation && v.newer(a) && a.List >= v.promise.List && v.permits(a, own, now):
 		answer.Granted = true
 		v.promise = Promise{Epoch: a.Epoch, Holder: a.From, List: a.List}
@@ -140,20 +141,20 @@ func (v *Voter) Receive(a Ask, now Time) (answer Answer) {
 // newer reports whether an ask is newer than the last one that got the vote.
 func (v *Voter) newer(a Ask) bool { return a.Nonce != v.last.Nonce || a.Sent > v.last.Sent }
 
-// permits reports whether the epoch and the time permit a vote for a claim. own reports whether
-// the claim is from the current holder.
-func (v *Voter) permits(a Ask, own bool, now Time) bool {
+// permits reports whether the epoch and the time permit a vote for a claim. fromHolder reports
+// whether the claim is from the current holder.
+func (v *Voter) permits(a Ask, fromHolder bool, now Time) bool {
 	switch {
 	case v.empty:
 		return a.Holds || now >= v.inheritedBound
 	case a.Epoch == v.promise.Epoch:
-		return own && !v.released
+		return fromHolder && !v.released
 	}
-	return a.Epoch > v.promise.Epoch && (own || now >= max(v.bound, v.inheritedBound))
+	return a.Epoch > v.promise.Epoch && (fromHolder || now >= max(v.bound, v.inheritedBound))
 }
 
-// End ends a voter in an orderly way; no other method may be called afterwards. If ok is true,
-// the caller stores the promise and then sends the answer to its holder. ok is false if no
+// End ends a voter in an orderly way; no other method may be called afterwards. If ok is true, the
+// caller stores the promise and then sends the answer to the promise's holder. ok is false if no
 // gateway has the vote.
 func (v *Voter) End(now Time) (promise Promise, answer Answer, ok bool) {
 	if v.released || v.last.From == "" || now >= v.bound {

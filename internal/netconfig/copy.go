@@ -34,9 +34,9 @@ func AnswerTo(original, c *v1alpha1.NetworkConfig) (v1alpha1.NetworkConfigStatus
 	return AnswerOf(c), answers(c, original)
 }
 
-// answers reports whether the status of the copy answers the current original. Isthmus records
-// the generation that it has answered. Liqo does not. But once Liqo has answered a copy, that
-// copy never gets other networks; see stale in manager/replication.
+// answers reports whether the status of the copy answers the current original. Isthmus records the
+// generation that it has answered. Liqo does not, but after Liqo has answered a copy, that copy
+// never gets other networks; see stale in manager/replication.
 func answers(c, original *v1alpha1.NetworkConfig) bool {
 	if accepted := meta.FindStatusCondition(c.Status.Conditions, v1alpha1.ConditionAccepted); accepted != nil {
 		return accepted.ObservedGeneration == c.Generation && equality.Semantic.DeepEqual(c.Spec, original.Spec)

@@ -9,14 +9,14 @@ import (
 	"golang.org/x/crypto/blake2s"
 )
 
-// Respond reads an initiation sent to the owner of the private key own. It returns the response and
-// the session. index becomes the responder's index of the session.
-func Respond(own *ecdh.PrivateKey, m []byte, index uint32) (response []byte, s *Session, err error) {
+// Respond reads an initiation that was sent to the owner of the private key. It returns the
+// response and the session. index becomes the responder's index of the session.
+func Respond(private *ecdh.PrivateKey, m []byte, index uint32) (response []byte, s *Session, err error) {
 	if len(m) != InitiationLen || m[0] != InitiationType {
 		return nil, nil, errors.New("no initiation")
 	}
 	chain := hashed([]byte("Noise_IKpsk2_25519_ChaChaPoly_BLAKE2s"))
-	hash := hashed(hashed(chain, []byte("WireGuard v1 zx2c4 Jason@zx2c4.com")), own.PublicKey().Bytes())
+	hash := hashed(hashed(chain, []byte("WireGuard v1 zx2c4 Jason@zx2c4.com")), private.PublicKey().Bytes())
 	mix := func(b []byte) { hash = hashed(hash, b) }
 
 	ephemeral, err := ecdh.X25519().NewPublicKey(m[8:40])
@@ -25,7 +25,7 @@ func Respond(own *ecdh.PrivateKey, m []byte, index uint32) (response []byte, s *
 	}
 	chain = expand(chain, m[8:40], 1)
 	mix(m[8:40])
-	secret, err := own.ECDH(ephemeral)
+	secret, err := private.ECDH(ephemeral)
 	if err != nil {
 		return nil, nil, err
 	}
@@ -39,7 +39,7 @@ func Respond(own *ecdh.PrivateKey, m []byte, index uint32) (response []byte, s *
 	if err != nil {
 		return nil, nil, err
 	}
-	if secret, err = own.ECDH(peer); err != nil {
+	if secret, err = private.ECDH(peer); err != nil {
 		return nil, nil, err
 	}
 	keys = expand(keys[:32], secret, 2)

@@ -2,15 +2,16 @@
 //
 // It works like traceroute(8): it sends an empty datagram between random ports, which the kernel at
 // the other end answers with an ICMP error. The answer takes the underlay, so the probe tests one
-// direction. A second datagram takes the underlay both ways. It is the control: if the other end is
-// down, or answers nobody, nothing is known about the overlay. Both answers are subject to the same
-// rate limits of the other kernel (icmp_ratelimit, icmp_msgs_per_sec). An attacker who exhausts
-// these can hide the state of the overlay but cannot make it look broken. Both answers quote random
-// ports, which a pod would have to guess to make a broken overlay look intact.
+// direction. A second datagram takes the underlay both ways. The second datagram is the control: if
+// it gets no answer either, the other end may be down or may never answer, so the probe shows
+// nothing about the overlay. Both answers are subject to the same rate limits of the other kernel
+// (icmp_ratelimit, icmp_msgs_per_sec). An attacker who exhausts these can hide the state of the
+// overlay but cannot make it look broken. Both answers quote random ports, which a pod would have
+// to guess to make a broken overlay look intact.
 //
 // The counter of the overlay device shows whether packets come back through the overlay. If none
-// come while pods send, datagrams are sent with a TTL that expires at the peer's gateway. Every
-// answer to them comes through the overlay, as answers to pods do.
+// come while pods send, the caller sends datagrams with a TTL that expires at the peer's gateway.
+// Every answer to these datagrams comes through the overlay, like the answers to pods.
 package overlay
 
 import (
@@ -52,7 +53,7 @@ func (s *State) Take(began time.Time, answered, control bool) {
 	switch {
 	case answered:
 		s.missed, s.Broken, s.Since, s.Answered = 0, false, time.Time{}, began
-	case !control: // without a control nothing is known
+	case !control: // without an answer to the control, the round shows nothing
 		s.missed = 0
 	default:
 		if s.missed++; s.missed == 1 {

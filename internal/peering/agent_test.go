@@ -112,8 +112,8 @@ func TestAnAgentMayOnlyReportItsOwnNode(t *testing.T) {
 	must(t, patch(agent, mine, `{"spec":{"networks":[`+several(`"10.0.0.0/8"`, 512)+`]}}`))
 }
 
-// An attacker with the token of a node or a gateway can report nothing in the name of another
-// one.
+// An attacker with the token of an agent or a gateway cannot report anything in the name of another
+// Pod.
 func TestAgentsAndGatewaysMayOnlyReportTheirOwnPod(t *testing.T) {
 	t.Parallel()
 	const home = deploy.Namespace
@@ -152,5 +152,5 @@ func TestAgentsAndGatewaysMayOnlyReportTheirOwnPod(t *testing.T) {
 	}
 }
 
-// several returns the elements of a JSON list, without brackets: n copies of what.
+// several returns n copies of what, separated by commas, for use in a JSON list.
 func several(what string, n int) string { return strings.TrimSuffix(strings.Repeat(what+",", n), ",") }

@@ -28,9 +28,9 @@ import (
 	"github.com/isthmus-net/isthmus/internal/cluster"
 )
 
-// both calls do for two sides concurrently. It returns the errors of both, because a person wants
-// to see all errors at once.
-func both(a, b *side, do func(*side) error) error {
+// forEachSide calls do for two sides concurrently. It returns the errors of both sides, because a
+// person wants to see all errors at once.
+func forEachSide(a, b *side, do func(*side) error) error {
 	var errs [2]error
 	var group sync.WaitGroup
 	group.Go(func() { errs[0] = do(a) })
@@ -66,8 +66,8 @@ func reachable(c *cluster.Cluster, flag string) error {
 	return nil
 }
 
-// thisMachine reports whether a URL leads each client to the client's own machine. An
-// unspecified address, such as 0.0.0.0 in a kubeconfig of k3d, does so, too.
+// thisMachine reports whether a URL leads each client to the client's own machine. Loopback
+// addresses do, and so do unspecified addresses, such as 0.0.0.0 in a kubeconfig of k3d.
 func thisMachine(u *url.URL) bool {
 	addr, err := netip.ParseAddr(u.Hostname())
 	return err == nil && (addr.Unmap().IsLoopback() || addr.Unmap().IsUnspecified()) || u.Hostname() == "localhost"
@@ -110,9 +110,9 @@ func (s *side) findPeering(ctx context.Context, name string) error {
 	return nil
 }
 
-// agreed returns an error if the Peerings of both sides contradict each other. That can happen if
-// people wrote them by hand.
-func (s *side) agreed() error {
+// checkPeering returns an error if the existing Peering is being deleted, or does not match the
+// peer's identity or namespace. A Peering that a person wrote by hand can differ.
+func (s *side) checkPeering() error {
 	p := s.peering
 	switch {
 	case !p.DeletionTimestamp.IsZero():
@@ -152,18 +152,18 @@ func (s *side) checkAdmission(ctx context.Context) error {
 	for _, name := range []string{deploy.PeerObjectsPolicy, deploy.PeerTokensPolicy} {
 		for _, o := range []client.Object{&admissionv1.ValidatingAdmissionPolicy{}, &admissionv1.ValidatingAdmissionPolicyBinding{}} {
 			o.SetName(name)
-			if err := s.present(ctx, o); err != nil {
+			if err := s.checkExists(ctx, o); err != nil {
 				return err
 			}
 		}
 	}
 	level := &flowcontrolv1.PriorityLevelConfiguration{}
 	level.Name = deploy.PeerPriority
-	return s.present(ctx, level)
+	return s.checkExists(ctx, level)
 }
 
-// present returns an error with the remedy if o does not exist.
-func (s *side) present(ctx context.Context, o client.Object) error {
+// checkExists returns an error with the remedy if o does not exist.
+func (s *side) checkExists(ctx context.Context, o client.Object) error {
 	u, err := s.Unstructured(o)
 	if err != nil {
 		return err
@@ -195,8 +195,8 @@ func (s *side) checkManager(ctx context.Context, o PeerOptions) error {
 	}
 }
 
-// checkRights asks the API server whether the person may perform all later steps. RBAC lets
-// nobody grant rights that they do not have, so it also asks about the peer's rights.
+// checkRights asks the API server whether the person may perform all later steps. RBAC lets nobody
+// grant rights that they do not have, so checkRights also asks about the peer's rights.
 func (s *side) checkRights(ctx context.Context) error {
 	var wanted []authorizationv1.ResourceAttributes
 	want := func(namespace, group, resource string, verbs ...string) {

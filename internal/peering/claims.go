@@ -25,7 +25,8 @@ import (
 type Claims struct {
 	// Allowed are networks to add to spec.claims.allowed.
 	Allowed []netip.Prefix
-	// AlwaysRemap is the value for spec.claims.alwaysRemap. If it is nil, the field does not change.
+	// AlwaysRemap is the value for spec.claims.alwaysRemap. If it is nil, the field does not
+	// change.
 	AlwaysRemap *bool
 	// Consent is the claim to which the person agrees, or nil.
 	Consent *Claim
@@ -88,7 +89,7 @@ func Review(ctx context.Context, c *cluster.Cluster, name string, o PeerOptions)
 		}
 	}
 	s.show(o.Report)
-	return s.peering, s.awaited(ctx)
+	return s.peering, s.consentError(ctx)
 }
 
 // peeringNamed returns the Peering with this name, or the Peering for the cluster with this
@@ -250,9 +251,9 @@ func (s *side) show(report func(string)) {
 // errConsent is returned when the peer's claim needs a person's consent.
 var errConsent = errors.New("consent is needed")
 
-// awaited returns errConsent with the manager's message if the Peering of s waits for consent
+// consentError returns errConsent with the manager's message if the Peering of s waits for consent
 // to the current claim.
-func (s *side) awaited(ctx context.Context) error {
+func (s *side) consentError(ctx context.Context) error {
 	c := meta.FindStatusCondition(s.peering.Status.Conditions, isthmus.ConditionPeerConfig)
 	if c == nil || c.Reason != v1alpha1.ReasonConsent {
 		return nil
@@ -269,8 +270,8 @@ func (s *side) awaited(ctx context.Context) error {
 	return fmt.Errorf("%s: %w: %s (--context %s)", s.Cluster, errConsent, safetext.Cut(c.Message, safetext.Message), s.Context)
 }
 
-// remapped reports whether the status of a Peering has the effect of spec.claims.alwaysRemap.
-// An override takes precedence over alwaysRemap.
+// remapped reports whether the networks in the status of a Peering comply with
+// spec.claims.alwaysRemap. An override takes precedence over alwaysRemap.
 func remapped(p *isthmus.Peering) bool {
 	n, o := p.Status.Remote, p.Spec.Overrides
 	return !p.Spec.Claims.AlwaysRemap || (o.PodCIDR != nil || n.PodCIDR != n.PodCIDRSeen) && (o.ExternalCIDR != nil || n.ExternalCIDR != n.ExternalCIDRSeen)

@@ -18,9 +18,9 @@ import (
 	"github.com/isthmus-net/isthmus/internal/netconfig"
 )
 
-// checkPath returns an error if the peer's manager cannot reach the API server of s. In-band,
-// every API server is reachable: the tunnel leads to it. Its identity is then verified by the
-// certificates that the cluster's Pods use.
+// checkPath returns an error if the peer's manager cannot reach the API server of s. In-band, every
+// API server is reachable through the tunnel. The peer's manager then verifies it by the
+// certificates that the Pods of the API server's cluster use.
 func (s *side) checkPath(ctx context.Context, flag string) error {
 	if s.inBand {
 		var err error
@@ -63,31 +63,32 @@ func (s *side) identityWith(token string) ([]byte, error) {
 	return kubeconfigWith(s.peer.Cluster, &clientcmdapi.Cluster{Server: isthmus.InBandServer, CertificateAuthorityData: s.inBandCA}, token, s.peer.namespace)
 }
 
-// setInBand sets spec.inBand of an existing Peering to the value on. It does nothing if s.inBand
-// has the opposite value, or if the Peering already has this value.
-func (s *side) setInBand(ctx context.Context, on bool) (string, error) {
-	if !s.exists || s.inBand != on || s.peering.Spec.InBand == on {
+// setInBand sets spec.inBand of an existing Peering to value. It does nothing if s.inBand differs
+// from value, or if the Peering already has the value.
+func (s *side) setInBand(ctx context.Context, value bool) (string, error) {
+	if !s.exists || s.inBand != value || s.peering.Spec.InBand == value {
 		return "", nil
 	}
-	patch := fmt.Appendf(nil, `{"spec":{"inBand":%t}}`, on)
+	patch := fmt.Appendf(nil, `{"spec":{"inBand":%t}}`, value)
 	if err := s.Client.Patch(ctx, s.peering, client.RawPatch(types.MergePatchType, patch), client.FieldOwner(cluster.FieldManager)); err != nil {
 		return "", s.Explain("spec.inBand of Peering "+s.peering.Name, err)
 	}
-	if on {
+	if value {
 		return fmt.Sprintf("%s: its manager and that of %s use the tunnel", s.Cluster, s.peer.Cluster), nil
 	}
 	return fmt.Sprintf("%s: its manager and that of %s no longer use the tunnel", s.Cluster, s.peer.Cluster), nil
 }
 
 // published reports whether our manager has reached the peer's API server and published our
-// NetworkConfig there. Ready alone does not imply this once traffic flows.
+// NetworkConfig there. The condition Ready does not imply that, because Ready is true as soon as
+// traffic flows.
 func (s *side) published(p *isthmus.Peering) bool {
 	return health.IsTrue(p, isthmus.ConditionIdentity) && health.IsTrue(p, isthmus.ConditionPublished)
 }
 
-// carry stands in for our manager until there is a tunnel: it copies our NetworkConfig to the peer,
-// and the peer's answer back. It sets carried once the peer has our NetworkConfig with spec.inBand.
-// Before that, the conditions may still describe the path outside the tunnel.
+// carry does the work of our manager until there is a tunnel: it copies our NetworkConfig to the
+// peer, and the peer's answer back. It sets carried once the peer has our NetworkConfig with
+// spec.inBand. Before that, the conditions may still describe the path outside the tunnel.
 func (s *side) carry(ctx context.Context) error {
 	original := &v1alpha1.NetworkConfig{}
 	name := client.ObjectKey{Namespace: s.namespace, Name: s.peer.Identity.UniqueName()}

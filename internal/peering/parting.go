@@ -58,7 +58,7 @@ func findTeardowns(ctx context.Context, local, remote *cluster.Cluster, o Unpeer
 		return []*teardown{f}, nil
 	}
 	a, b := &side{Cluster: local}, &side{Cluster: remote}
-	if err := both(a, b, func(s *side) error { return s.Identify(ctx) }); err != nil {
+	if err := forEachSide(a, b, func(s *side) error { return s.Identify(ctx) }); err != nil {
 		return nil, err
 	}
 	if err := cluster.Distinct(local, remote); err != nil {
@@ -91,9 +91,10 @@ func cutHash(name string) string {
 	return name
 }
 
-// teardownOf finds the Peering for which the first function returns true. If the Peering was
-// already deleted, teardownOf finds the tenant namespace that an earlier run left.
-func teardownOf(ctx context.Context, c *cluster.Cluster, match func(*isthmus.Peering) bool, left func(*corev1.Namespace) bool) (*teardown, error) {
+// teardownOf finds the Peering for which match returns true. If the Peering was already deleted,
+// teardownOf finds the tenant namespace that an earlier run left, for which matchNamespace returns
+// true.
+func teardownOf(ctx context.Context, c *cluster.Cluster, match func(*isthmus.Peering) bool, matchNamespace func(*corev1.Namespace) bool) (*teardown, error) {
 	f := &teardown{Cluster: c, secret: isthmus.DefaultIdentitySecret}
 	var list isthmus.PeeringList
 	if err := c.Client.List(ctx, &list); err != nil {
@@ -118,7 +119,7 @@ func teardownOf(ctx context.Context, c *cluster.Cluster, match func(*isthmus.Pee
 		return nil, c.Explain("Namespaces", err)
 	}
 	for i := range namespaces.Items {
-		if left(&namespaces.Items[i]) {
+		if matchNamespace(&namespaces.Items[i]) {
 			if f.namespace != "" {
 				return nil, fmt.Errorf("%s: the name matches the namespaces %s and %s; use the part of one of them after liqo-tenant-", c, f.namespace, namespaces.Items[i].Name)
 			}

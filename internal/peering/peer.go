@@ -39,7 +39,8 @@ type PeerOptions struct {
 	// Services are the namespaces whose services both clusters export to each other; * means all.
 	// If it is nil, spec.services does not change.
 	Services []string
-	// InBand reports whether the managers use the tunnel. If it is nil, spec.inBand does not change.
+	// InBand reports whether the managers use the tunnel. If it is nil, spec.inBand does not
+	// change.
 	InBand *bool
 	// Timeout is the maximum time to wait for traffic. With zero, the command does not wait.
 	Timeout time.Duration
@@ -64,7 +65,7 @@ func Peer(ctx context.Context, local, remote *cluster.Cluster, o PeerOptions) (p
 			report(line)
 		}
 	}
-	err = both(a, b, func(s *side) error { return s.Identify(ctx) })
+	err = forEachSide(a, b, func(s *side) error { return s.Identify(ctx) })
 	if err == nil {
 		err = check(ctx, a, b, o)
 	}
@@ -114,7 +115,7 @@ func check(ctx context.Context, a, b *side, o PeerOptions) error {
 		return err
 	}
 	names := map[*side]string{a: o.Name, b: o.RemoteName}
-	if err := both(a, b, func(s *side) error { return s.findPeering(ctx, names[s]) }); err != nil {
+	if err := forEachSide(a, b, func(s *side) error { return s.findPeering(ctx, names[s]) }); err != nil {
 		return err
 	}
 	for _, s := range []*side{a, b} {
@@ -125,8 +126,8 @@ func check(ctx context.Context, a, b *side, o PeerOptions) error {
 			return errors.New("--in-band needs a --timeout above 0, because this command carries the managers' objects until there is a tunnel")
 		}
 	}
-	return both(a, b, func(s *side) error {
-		if err := s.agreed(); err != nil {
+	return forEachSide(a, b, func(s *side) error {
+		if err := s.checkPeering(); err != nil {
 			return err
 		}
 		if err := s.checkPin(ctx, o.Replace); err != nil {
@@ -161,8 +162,9 @@ func setUp(ctx context.Context, a, b *side, o PeerOptions) (changed bool, err er
 	for _, step := range []func(*side) (string, error){
 		func(s *side) (string, error) { return s.revokeAnother(ctx) },
 		func(s *side) (string, error) { return s.setRights(ctx) },
-		// Set spec.inBand before the identity, and unset it after the identity. While it is
-		// set, a manager can use either identity; otherwise only the one outside the tunnel.
+		// Set spec.inBand before the identity, and unset it after the identity. While spec.inBand
+		// is set, a manager can use an identity of either kind. While it is unset, the manager can
+		// only use an identity outside the tunnel.
 		func(s *side) (string, error) { return s.setInBand(ctx, true) },
 		func(s *side) (string, error) { return s.giveIdentity(ctx) },
 		func(s *side) (string, error) { return s.setInBand(ctx, false) },
@@ -182,7 +184,7 @@ func setUp(ctx context.Context, a, b *side, o PeerOptions) (changed bool, err er
 // onBoth performs a step on both sides and reports the results, first that of a.
 func onBoth(a, b *side, o PeerOptions, step func(*side) (string, error)) (changed bool, err error) {
 	var reports [2]string
-	err = both(a, b, func(s *side) (err error) {
+	err = forEachSide(a, b, func(s *side) (err error) {
 		i := 0
 		if s == b {
 			i = 1
@@ -259,7 +261,7 @@ type waiter struct {
 	quiet  bool // do not report conditions that are true at first
 
 	reported []map[string]bool
-	trial    []error // errors of the last look, by side
+	trial    []error // errors of the last poll, by side
 }
 
 func (w *waiter) wait(ctx context.Context, timeout time.Duration) error {
@@ -276,10 +278,10 @@ func (w *waiter) wait(ctx context.Context, timeout time.Duration) error {
 			if s.inBand && !(s.carried && s.published(s.peering)) {
 				s.uncarried = s.carry(ctx)
 			}
-			if w.look(ctx, i, s, first && w.quiet) {
+			if w.poll(ctx, i, s, first && w.quiet) {
 				reached++
 			}
-			if err := s.awaited(ctx); errors.Is(err, errConsent) {
+			if err := s.consentError(ctx); errors.Is(err, errConsent) {
 				awaited = errors.Join(awaited, err)
 			}
 		}
@@ -294,8 +296,8 @@ func (w *waiter) wait(ctx context.Context, timeout time.Duration) error {
 	}
 }
 
-// look reads one side's Peering and reports whether the goal is true for it.
-func (w *waiter) look(ctx context.Context, i int, s *side, quiet bool) bool {
+// poll reads one side's Peering and reports whether the goal is true for it.
+func (w *waiter) poll(ctx context.Context, i int, s *side, quiet bool) bool {
 	p := &isthmus.Peering{}
 	if err := s.Client.Get(ctx, client.ObjectKeyFromObject(s.peering), p); err != nil {
 		if ctx.Err() == nil {
@@ -351,7 +353,7 @@ func latency(l string) string {
 	return ", " + safetext.Of(l)
 }
 
-// missing returns the conditions that are not true, by side.
+// missing returns an error with the conditions that are not true, by side.
 func (w *waiter) missing(timeout time.Duration) error {
 	errs := []error{fmt.Errorf("%w: condition %s is not True after %v", cluster.ErrNotReady, w.goal, timeout)}
 	if w.goal == isthmus.ConditionReady {

@@ -122,8 +122,8 @@ func tokenIn(kubeconfig []byte) string {
 	return ""
 }
 
-// revokeAnother revokes all tokens of the previous peer. It also does so if there is no
-// Peering, because then nothing shows to whom the tokens were issued.
+// revokeAnother revokes all tokens of the previous peer. It also revokes all tokens if there is no
+// Peering, because then nothing shows to whom they were issued.
 func (s *side) revokeAnother(ctx context.Context) (string, error) {
 	if s.exists && !s.another {
 		return "", nil
@@ -138,7 +138,7 @@ func (s *side) revokeAnother(ctx context.Context) (string, error) {
 	return fmt.Sprintf("%s: the rights of the previous %s are revoked", s.Cluster, s.peer.Cluster), nil
 }
 
-// setPin records in the Peering which cluster the peer is.
+// setPin records the identity of the peer's cluster in the Peering.
 func (s *side) setPin(ctx context.Context) (string, error) {
 	have := maps.Clone(s.peering.Annotations)
 	maps.DeleteFunc(have, func(name, _ string) bool { _, ok := s.pinned[name]; return !ok })

@@ -84,8 +84,8 @@ func ReleaseGateway(ctx context.Context, c *cluster.Cluster, o ReleaseOptions) e
 	}
 }
 
-// unserved reports whether the API server did not answer a request, or had a failure of its own. It
-// may have executed the request nevertheless.
+// unserved reports whether the API server did not answer a request, or had a failure of its own.
+// The API server may have executed the request nevertheless.
 func unserved(err error) bool {
 	var status apierrors.APIStatus
 	return errors.Is(err, cluster.ErrUnreachable) || errors.As(err, &status) && status.Status().Code >= http.StatusInternalServerError

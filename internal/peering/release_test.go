@@ -57,8 +57,8 @@ func gatewayInPod(t *testing.T, c *cluster.Cluster, name, node string, addr neti
 	return g, p
 }
 
-// eventually retries try until it succeeds. It fails the test if that takes too long even for a
-// busy machine.
+// eventually calls try until it succeeds. It fails the test after a time that is too long even for
+// a busy machine.
 func eventually(t *testing.T, what string, try func() error) {
 	t.Helper()
 	var last error
@@ -86,7 +86,7 @@ type busyServer struct {
 	refusals int
 }
 
-// SubResource returns a client whose requests are executed, but answered like those that were not.
+// SubResource returns a client whose requests are executed but return the error ServiceUnavailable.
 func (b *busyServer) SubResource(name string) client.SubResourceClient {
 	return unanswered{b.Client.SubResource(name)}
 }
@@ -144,7 +144,7 @@ func TestAGatewayIsReleasedOnlyToAReadyStandby(t *testing.T) {
 	setReady(t, c, secondPod, corev1.ConditionTrue)
 
 	refusing := &busyServer{Client: c.Client, pair: p}
-	busy := *c // others read the client of c
+	busy := *c // a copy, because other goroutines read c.Client
 	busy.Client = refusing
 	must(t, release(&busy))
 	if refusing.refusals != 3 {

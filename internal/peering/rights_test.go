@@ -37,7 +37,7 @@ func (r request) String() string {
 	return fmt.Sprintf("%s %s.%s %s/%s", r.verb, r.resource, r.group, r.namespace, r.name)
 }
 
-// A right is a right that an identity must have. The list is written independently of the
+// A right is a right that an identity must have. The tests list the rights independently of the
 // manifests. An empty namespace or name matches any.
 type right struct{ verbs, group, resources, namespace, name string }
 
@@ -46,15 +46,15 @@ func (r right) covers(q request) bool {
 		(r.namespace == "" || r.namespace == q.namespace) && (r.name == "" || r.name == q.name)
 }
 
-// everybody has the rights of every identity, to ask about itself.
-var everybody = []right{
+// commonRights are the rights that every identity has: to ask about itself.
+var commonRights = []right{
 	{"create", "authorization.k8s.io", "selfsubjectaccessreviews selfsubjectrulesreviews", "", ""},
 	{"create", "authentication.k8s.io", "selfsubjectreviews", "", ""},
 }
 
 var verbs = []string{"get", "list", "watch", "create", "update", "patch", "delete", "deletecollection"}
 
-// names are object names that the sweep tries, in addition to one that has no meaning.
+// names are object names that the sweep tries, in addition to an arbitrary name.
 var names = map[string][]string{
 	"secrets": {"wireguard-pubkey", isthmus.DefaultIdentitySecret}, "serviceaccounts": {peerAccount, "default"}, "serviceaccounts/token": {peerAccount, "default"},
 	"roles": {peerAccount, managerRole}, "rolebindings": {peerAccount, managerRole},
@@ -120,7 +120,7 @@ func try(ctx context.Context, c *http.Client, host, version string, r request) (
 // cluster-wide, and compares the allowed requests with rights.
 func sweep(t *testing.T, admin *cluster.Cluster, config *rest.Config, namespaces []string, rights []right) {
 	t.Helper()
-	rights = append(rights, everybody...)
+	rights = append(rights, commonRights...)
 	d, err := discovery.NewDiscoveryClientForConfig(admin.Config)
 	must(t, err)
 	_, lists, err := d.ServerGroupsAndResources()
@@ -235,7 +235,7 @@ func TestAPeersIdentityGrantsOnlyItsNetworkConfigs(t *testing.T) {
 		{"get", "", "configmaps", here, isthmus.ConfigMapRootCA},
 	})
 
-	// The peer performs its normal work, as far as the quota permits.
+	// The peer may do its normal work.
 	peer, err := clustertest.AsPeer(t.Context(), p.B, there)
 	must(t, err)
 	account := &corev1.ServiceAccount{ObjectMeta: metav1.ObjectMeta{Namespace: here, Name: peerAccount}}

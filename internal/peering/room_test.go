@@ -125,7 +125,7 @@ func TestAPeerMayWriteOnlyItsOwnSmallObject(t *testing.T) {
 			t.Errorf("%s: %v", name, err)
 		}
 	}
-	// Even with everything that is allowed, from many field managers, the object stays small.
+	// The object stays small even with the largest permitted content and many field managers.
 	key := client.ObjectKeyFromObject(mine)
 	for i := range 40 {
 		must(t, peer.Get(t.Context(), key, mine))
@@ -327,7 +327,7 @@ func TestPeeringWithoutAdmissionPoliciesIsRefused(t *testing.T) {
 	must(t, s.checkAdmission(t.Context()))
 	level := &flowcontrolv1.PriorityLevelConfiguration{}
 	level.Name = "no-such-level"
-	if err := s.present(t.Context(), level); err == nil || !strings.Contains(err.Error(), "PriorityLevelConfiguration no-such-level not found") ||
+	if err := s.checkExists(t.Context(), level); err == nil || !strings.Contains(err.Error(), "PriorityLevelConfiguration no-such-level not found") ||
 		!strings.Contains(err.Error(), "isthmus install --context a") {
 		t.Error(err)
 	}

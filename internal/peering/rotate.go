@@ -20,7 +20,7 @@ import (
 	"github.com/isthmus-net/isthmus/internal/safetext"
 )
 
-// RotateOptions of RotateKey.
+// RotateOptions are the choices of RotateKey.
 type RotateOptions struct {
 	// Now replaces the key at once, without waiting for peers, so that a stolen key becomes
 	// useless.
@@ -99,8 +99,8 @@ func RotateKey(ctx context.Context, c *cluster.Cluster, o RotateOptions) error {
 	}
 }
 
-// abortRotation drops the next key. It returns an error once a peer may have the next key,
-// because that peer forgets the current key when it moves.
+// abortRotation drops the next key. It returns an error once a peer may have the next key, because
+// that peer forgets the current key when it moves to the next one.
 func abortRotation(ctx context.Context, c *cluster.Cluster, secret *corev1.Secret, ring keyring.Ring, report func(string)) error {
 	switch {
 	case ring.Next == ([32]byte{}):
@@ -160,7 +160,7 @@ func rotation(ctx context.Context, c *cluster.Cluster, began, ring keyring.Ring,
 }
 
 // movedTo returns the number of peers that have a session with this public key of ours, and the
-// IDs of the others.
+// names of the other peers.
 func movedTo(ctx context.Context, c *cluster.Cluster, public [32]byte) (moved int, lagging []string, err error) {
 	var endpoints v1alpha1.TunnelEndpointList
 	if err := c.Client.List(ctx, &endpoints); err != nil {

@@ -17,8 +17,8 @@ import (
 	"github.com/isthmus-net/isthmus/internal/cluster"
 )
 
-// checkServices determines whether this cluster shares services at all. It does if the cluster has
-// the admission policy that limits the objects which the manager creates for services.
+// checkServices determines whether this cluster shares services at all. The cluster shares services
+// if it has the admission policy that limits the objects which the manager creates for services.
 func (s *side) checkServices(ctx context.Context) error {
 	policy := &admissionv1.ValidatingAdmissionPolicy{}
 	policy.Name = deploy.ManagerServicesPolicy

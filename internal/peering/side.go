@@ -119,7 +119,7 @@ func (s *side) flowSchema() *flowcontrolv1.FlowSchema {
 }
 
 // partingRole has the rights that the peer keeps during a teardown by both sides: to read and
-// delete its copies. The peer cannot create or update any, so it cannot delay the teardown.
+// delete its copies. The peer cannot create or update a copy, so it cannot delay the teardown.
 func (s *side) partingRole() *rbacv1.Role {
 	return s.peerRole(append(s.copyRules("get", "delete"), s.serviceRules("get", "delete")...))
 }

@@ -25,13 +25,13 @@ type UnpeerOptions struct {
 	// Report is called with a line for each change and for each reason to wait.
 	Report func(line string)
 
-	Uninstalls bool // the command after this one cleans the nodes
+	Uninstalls bool // for `isthmus uninstall`, which cleans the nodes afterwards
 }
 
 // Unpeer separates two clusters, or one from its peer if remote is nil. It revokes the peer's
 // rights and deletes the Peerings. The managers remove the finalizers of the Peerings once all
 // their objects are gone. Then Unpeer removes the other objects that Peer created. With two
-// clusters, a peering that no longer exists is no error. With one, a name without a Peering
+// clusters, a peering that no longer exists is no error. With one cluster, a name without a Peering
 // gives ErrNoPeering.
 //
 // For 24 hours after that, the networks of the peer stay refused on every node, and are
@@ -76,7 +76,7 @@ func Unpeer(ctx context.Context, local, remote *cluster.Cluster, o UnpeerOptions
 		func(f *teardown) (string, error) { return f.removeRest(ctx) },
 		func(f *teardown) (string, error) { return f.waitNamespaceDeleted(ctx) },
 	} {
-		if err := until(ctx, sides, o, step); err != nil {
+		if err := repeatUntilDone(ctx, sides, o, step); err != nil {
 			return err
 		}
 	}
@@ -97,9 +97,9 @@ type errWaiting struct{ what string }
 
 func (e *errWaiting) Error() string { return e.what }
 
-// until repeats a step on each side until the step is done. Whenever the reason for waiting
-// changes, it reports the reason.
-func until(ctx context.Context, sides []*teardown, o UnpeerOptions, step func(*teardown) (string, error)) error {
+// repeatUntilDone repeats a step on each side until the step is done. Whenever the reason for
+// waiting changes, it reports the reason.
+func repeatUntilDone(ctx context.Context, sides []*teardown, o UnpeerOptions, step func(*teardown) (string, error)) error {
 	done := make([]bool, len(sides))
 	for begun := time.Now(); ; {
 		var waiting []error

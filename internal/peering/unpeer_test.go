@@ -99,14 +99,14 @@ func TestForcedUnpeerListsLeftoversAtThePeer(t *testing.T) {
 	if !clustertest.Deleted(t, p.A, &corev1.Namespace{}, p.B.Identity.TenantNamespace()) || clustertest.Deleted(t, p.B, &corev1.Namespace{}, p.A.Identity.TenantNamespace()) {
 		t.Error("want the namespace of a gone, and that of b untouched")
 	}
-	// The other side parts later, alone, by the name of its Peering.
+	// The other side is torn down later, alone, by the name of its Peering.
 	must(t, Unpeer(t.Context(), p.B, nil, UnpeerOptions{Name: p.A.Identity.UniqueName(), Timeout: clustertest.Patient, Report: p.Report}))
 	if left := everything(t, p); len(left) != 0 {
 		t.Errorf("left: %v", left)
 	}
 }
 
-// networkConfig returns the copy that the cluster from publishes at the cluster at.
+// networkConfig returns the copy that the cluster from publishes at the cluster receiver.
 func networkConfig(receiver, from *cluster.Cluster) *v1alpha1.NetworkConfig {
 	return &v1alpha1.NetworkConfig{
 		ObjectMeta: metav1.ObjectMeta{Namespace: from.Identity.TenantNamespace(), Name: receiver.Identity.UniqueName(), Labels: map[string]string{
@@ -155,7 +155,7 @@ func TestForcedUnpeerRevokesThePeerFirst(t *testing.T) {
 		client.RawPatch(types.MergePatchType, []byte(`{"metadata":{"finalizers":null}}`))))
 }
 
-// Without this, a person without a manager would have to remove finalizers by hand.
+// Unpeer with Force must work without a manager, so that nobody has to remove finalizers by hand.
 func TestForcedUnpeerNeedsNoManager(t *testing.T) {
 	t.Parallel()
 	p := clustertest.NewPair(t, "alone")
@@ -224,7 +224,7 @@ func TestUnpeerKeepsAForeignNamespace(t *testing.T) {
 	name := p.B.Identity.TenantNamespace()
 	must(t, p.A.Client.Create(t.Context(), &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: name}}))
 	must(t, peerUp(t, p))
-	must(t, peerUp(t, p)) // the namespace is still not ours
+	must(t, peerUp(t, p)) // peering again does not make the namespace ours
 	must(t, p.A.Client.Create(t.Context(), &corev1.Secret{ObjectMeta: metav1.ObjectMeta{Namespace: name, Name: "theirs"}}))
 	p.Reported()
 	must(t, peerDown(t, p))

@@ -126,17 +126,17 @@ func notImported(ctx context.Context, c *cluster.Cluster, n importedName) error 
 	return fmt.Errorf("%s: Service %s is not imported: %s", c, safetext.Of(n.namespace+"/"+n.name), safetext.FirstFew(why, "; "))
 }
 
-// choose selects an endpoint of an imported Service. The result by names the endpoint's cluster,
-// and states the number of other endpoints.
-func (n importedName) choose(i *mcs.ServiceImport, list []discoveryv1.EndpointSlice, peerings []isthmus.Peering, peer string) (addr netip.AddrPort, by string, err error) {
-	var named *string // name of the endpoints' port
+// choose selects an endpoint of an imported Service. The result origin names the endpoint's cluster
+// and the number of ready endpoints of each cluster.
+func (n importedName) choose(i *mcs.ServiceImport, list []discoveryv1.EndpointSlice, peerings []isthmus.Peering, peer string) (addr netip.AddrPort, origin string, err error) {
+	var portName *string // name of the endpoints' port
 	if i.Spec.Type != mcs.Headless {
 		for _, p := range i.Spec.Ports {
 			if int32(n.port) == p.Port || n.port == 0 && len(i.Spec.Ports) == 1 {
-				named = &p.Name
+				portName = &p.Name
 			}
 		}
-		if named == nil && n.port != 0 {
+		if portName == nil && n.port != 0 {
 			return addr, "", fmt.Errorf("has no port %d", n.port)
 		}
 	}
@@ -150,7 +150,7 @@ func (n importedName) choose(i *mcs.ServiceImport, list []discoveryv1.EndpointSl
 	}
 	var from string
 	best := 3 // lowest rank of a ready endpoint: 0 for the given peer, 1 for another peer, 2 for this cluster
-	for _, e := range endpointsIn(list, named, n.port) {
+	for _, e := range endpointsIn(list, portName, n.port) {
 		if n.host != "" && (n.host != e.host || n.cluster != e.cluster) {
 			continue
 		}

@@ -153,21 +153,20 @@ func endpointOf(ctx context.Context, c *cluster.Cluster, namespace, name string,
 	return At(ctx, c, first.addr)
 }
 
-// An endpoint is an endpoint of a Service.
 type endpoint struct {
 	addr          netip.AddrPort
 	ready         bool
 	host, cluster string // only for an imported Service
 }
 
-// endpointsIn returns the endpoints in EndpointSlices. It looks up their ports in the slice, by the
-// name *named. If named is nil, or the slice has no port with this name, it uses port.
-func endpointsIn(list []discoveryv1.EndpointSlice, named *string, port uint16) (all []endpoint) {
+// endpointsIn returns the endpoints in EndpointSlices. It looks up their ports in the slices by
+// portName. If portName is nil, or a slice has no port with this name, it uses port.
+func endpointsIn(list []discoveryv1.EndpointSlice, portName *string, port uint16) (all []endpoint) {
 	for i := range list {
 		slice := &list[i]
 		behind := port
 		for _, p := range slice.Ports {
-			if named != nil && p.Port != nil && (p.Name == nil || *p.Name == *named) {
+			if portName != nil && p.Port != nil && (p.Name == nil || *p.Name == *portName) {
 				behind = uint16(*p.Port)
 			}
 		}
@@ -182,13 +181,13 @@ func endpointsIn(list []discoveryv1.EndpointSlice, named *string, port uint16) (
 	return all
 }
 
-// mostCompleted is the maximum number of Pods to offer to a shell.
-const mostCompleted = 500
+// maxCompletions is the maximum number of Pods to offer to a shell.
+const maxCompletions = 500
 
 // Pods returns the names of Pods in the form that Find accepts, for shell completion.
 func Pods(ctx context.Context, c *cluster.Cluster) (names []string, err error) {
 	var list corev1.PodList
-	if err := c.Client.List(ctx, &list, client.Limit(mostCompleted)); err != nil {
+	if err := c.Client.List(ctx, &list, client.Limit(maxCompletions)); err != nil {
 		return nil, err
 	}
 	for _, p := range list.Items {

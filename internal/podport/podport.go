@@ -31,8 +31,8 @@ func Client(config *rest.Config, namespace, pod string, port uint16) (*http.Clie
 	}
 	return &http.Client{
 		Transport: &http.Transport{
-			// A connection consists of streams in its own connection to the API server, which is
-			// closed with it.
+			// Each connection to the Pod uses a separate connection to the API server, and closes
+			// it at the end.
 			DisableKeepAlives: true,
 			DialContext:       func(ctx context.Context, _, _ string) (net.Conn, error) { return dial(ctx, dialer, port) },
 		},

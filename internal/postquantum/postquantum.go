@@ -158,10 +158,10 @@ const (
 	Changed   Progress = "Changed"   // the peer has replaced its accepted answer, so the exchange starts again
 )
 
-// Step advances a State. The argument received is the peer's publication, and published is the
-// publication of this side so far. The caller must store the resulting State before it publishes
-// its Fields. The keys in use change only if the peer proves that it has the new key, or if the
-// peer leaves the exchange.
+// Step advances a State. received is the peer's publication, and published is the last publication
+// of this side. The caller must store the resulting State before it publishes its Fields. The keys
+// in use change only if the peer proves that it has the new key, or if the peer leaves the
+// exchange.
 func (s State) Step(ours, theirs Identity, received, published Fields) (State, Progress, error) {
 	offers := ours.ClusterID < theirs.ClusterID
 	context := contextOf(ours, theirs)
@@ -175,7 +175,7 @@ func (s State) Step(ours, theirs Identity, received, published Fields) (State, P
 		}
 	}
 	if received[fieldFirst] == "" && received[fieldSecond] == "" {
-		return s.alone(offers, context)
+		return s.withoutPeer(offers, context)
 	}
 	if offers {
 		return s.readAnswer(received, context)
@@ -197,13 +197,13 @@ func (s State) recall(published Fields) State {
 		s.Message = key.EncapsulationKey().Bytes()
 	}
 	if sum := sha256.Sum256(s.Message); !bytes.Equal(sum[:], s.Sum) {
-		return State{}.keeping(s)
+		return State{}.withKeysOf(s)
 	}
 	return s
 }
 
-// with sets the message that this side has made for a new exchange.
-func (s State) with(message []byte) State {
+// withMessage returns s with the message that this side has made for a new exchange.
+func (s State) withMessage(message []byte) State {
 	sum := sha256.Sum256(message)
 	s.Message, s.Sum = message, sum[:]
 	return s
@@ -229,14 +229,14 @@ func (s State) Fields() Fields {
 	return w
 }
 
-// alone advances the State while the peer publishes no Fields, because it has left the exchange
-// or not joined it yet.
-func (s State) alone(offers bool, context []byte) (State, Progress, error) {
+// withoutPeer advances the State while the peer publishes no Fields, because it has left the
+// exchange or not joined it yet.
+func (s State) withoutPeer(offers bool, context []byte) (State, Progress, error) {
 	if s.Use != (Key{}) {
 		s.Use, s.Previous = Key{}, s.Use
 	}
 	if !offers {
-		return State{}.keeping(s), NotOffers, nil
+		return State{}.withKeysOf(s), NotOffers, nil
 	}
 	if s.Seed == nil {
 		if err := s.begin(context); err != nil {
@@ -253,7 +253,7 @@ func (s *State) begin(context []byte) error {
 		return fmt.Errorf("ML-KEM key: %w", err)
 	}
 	public := key.EncapsulationKey().Bytes()
-	*s = State{ID: idOf(context, public), Seed: key.Bytes()}.with(public).keeping(*s)
+	*s = State{ID: idOf(context, public), Seed: key.Bytes()}.withMessage(public).withKeysOf(*s)
 	return nil
 }
 
@@ -307,7 +307,7 @@ func (s State) readKey(received Fields, context []byte) (State, Progress, error)
 		}
 		shared, answer := key.Encapsulate()
 		d := derive(shared, public, answer, context)
-		s = State{ID: id, Pending: &Key{id, d.secret}}.with(answer).keeping(s)
+		s = State{ID: id, Pending: &Key{id, d.secret}}.withMessage(answer).withKeysOf(s)
 		s.Tag, s.Theirs = d.tag("answer", s.Use.ID), d.tag("key", "")
 	}
 	text := received[fieldTag]
@@ -325,8 +325,8 @@ func (s State) readKey(received Fields, context []byte) (State, Progress, error)
 	return s, Agreed, nil
 }
 
-// keeping returns s with the keys that old uses, for a new exchange.
-func (s State) keeping(old State) State {
+// withKeysOf returns s with the keys of old that are in use, for a new exchange.
+func (s State) withKeysOf(old State) State {
 	s.Use, s.Previous, s.Sure = old.Use, old.Previous, old.Sure
 	return s
 }
@@ -349,8 +349,8 @@ func (s State) Secrets() [][]byte {
 	return slices.DeleteFunc(all, func(b []byte) bool { return len(bytes.Trim(b, "\x00")) == 0 })
 }
 
-// message joins the halves of a key or an answer of want octets. It returns nil if they are
-// invalid.
+// message joins the halves of a key or an answer. It returns nil if they are invalid, or if the
+// result does not have want octets.
 func message(received Fields, want int) []byte {
 	return decoded(received[fieldFirst]+received[fieldSecond], want)
 }
@@ -366,8 +366,8 @@ func decoded(text string, want int) []byte {
 	return b
 }
 
-// contextOf returns a hash of both identities. The input has the length before each field of
-// variable length.
+// contextOf returns a hash of both identities. The input of the hash has a length before each field
+// of variable length.
 func contextOf(lower, higher Identity) []byte {
 	b := []byte(label)
 	for _, side := range []Identity{lower, higher} {
@@ -382,7 +382,6 @@ func contextOf(lower, higher Identity) []byte {
 	return sum[:]
 }
 
-// idOf returns the ID of an exchange.
 func idOf(context, public []byte) string {
 	sum := sha256.Sum256(bytes.Join([][]byte{[]byte(label), context, public}, nil))
 	return base64.StdEncoding.EncodeToString(sum[:])

@@ -211,7 +211,7 @@ func TestExchangeConvergesAfterACrashAtAnyStep(t *testing.T) {
 			case 2:
 				s.step(t, other, seen[i], false)
 				if ops += fmt.Sprintf(" %d:crash", i); rng.IntN(2) == 0 {
-					s.restart(t) // it stops before it publishes
+					s.restart(t) // the manager stops before it publishes
 				}
 			case 3, 4, 5:
 				seen[i] = other.published
@@ -276,7 +276,7 @@ func TestExchangeStartsAgainWithoutItsPublication(t *testing.T) {
 					sides[step%2].step(t, sides[1-step%2], sides[1-step%2].published, true)
 				}
 				s, other := sides[i], sides[1-i]
-				id, use, seeded := s.stored.ID, s.stored.Use, s.stored.Seed != nil // with a seed, the key needs no publication
+				id, use, seeded := s.stored.ID, s.stored.Use, s.stored.Seed != nil // the key can be derived from a seed, so it needs no publication
 				s.restart(t)
 				spoil(s, []*side{third, fourth}[i])
 				s.step(t, other, other.published, true)

@@ -22,22 +22,22 @@ type Redactor struct {
 	public map[string]bool // WireGuard public keys, which look like private ones
 }
 
-// least is the minimum length of a secret to remove, in octets. Shorter ones may be parts of
+// minLength is the minimum length of a secret to remove, in octets. Shorter ones may be parts of
 // words.
-const least = 8
+const minLength = 8
 
 // Secret registers a secret. In a PEM text, each line of the body counts as a secret of its
 // own.
 func (r *Redactor) Secret(value []byte) {
 	value = bytes.TrimSpace(value)
-	if len(value) < least {
+	if len(value) < minLength {
 		return
 	}
 	forms := []string{string(value), hex.EncodeToString(value), strings.ToUpper(hex.EncodeToString(value))}
 	for _, e := range encodings {
 		forms = append(forms, e.EncodeToString(value))
 	}
-	if raw, ok := decoded(string(value)); ok && len(raw) >= least { // such as a key, which other programs print in hexadecimal
+	if raw, ok := decoded(string(value)); ok && len(raw) >= minLength { // such as a key, which other programs print in hexadecimal
 		forms = append(forms, hex.EncodeToString(raw), strings.ToUpper(hex.EncodeToString(raw)))
 	}
 	// Within the base64 of a larger text, a value has three possible forms, depending on its
@@ -45,14 +45,14 @@ func (r *Redactor) Secret(value []byte) {
 	for shift := range 3 {
 		inner := base64.StdEncoding.EncodeToString(append(make([]byte, shift), value...))
 		inner = strings.TrimRight(inner, "=")
-		if from, to := (shift*8+5)/6, len(inner)-2; to-from >= 2*least {
+		if from, to := (shift*8+5)/6, len(inner)-2; to-from >= 2*minLength {
 			forms = append(forms, inner[from:to])
 		}
 	}
 	forms = append(forms, strings.ReplaceAll(string(value), "\n", `\n`))
 	if bytes.HasPrefix(value, []byte("-----BEGIN ")) {
 		for line := range strings.Lines(string(value)) {
-			if line = strings.TrimSpace(line); !strings.HasPrefix(line, "-----") && len(line) >= 4*least {
+			if line = strings.TrimSpace(line); !strings.HasPrefix(line, "-----") && len(line) >= 4*minLength {
 				forms = append(forms, line)
 			}
 		}
@@ -61,7 +61,7 @@ func (r *Redactor) Secret(value []byte) {
 		r.known = make(map[string]bool)
 	}
 	for _, f := range forms {
-		if len(f) >= least && !r.known[f] {
+		if len(f) >= minLength && !r.known[f] {
 			r.known[f] = true
 			r.order = append(r.order, f)
 		}
@@ -90,17 +90,17 @@ func decoded(text string) ([]byte, bool) {
 
 // The forms by which secrets are recognized.
 var (
-	// Without an END line, the match extends as far as a key can. No pattern looks far ahead,
-	// so a file with many BEGIN lines takes no excessive time.
+	// Without an END line, the match ends at the first character that cannot be part of a key. No
+	// pattern looks far ahead, so a file with many BEGIN lines takes no excessive time.
 	pemKey = regexp.MustCompile(`-----BEGIN [A-Z0-9 ]*PRIVATE KEY-----(?:(?:\s|\\[nr])+[A-Za-z-]+: [^\n\\]*)*[A-Za-z0-9+/=\s\\]*(?:-----END [A-Z0-9 ]*PRIVATE KEY-----)?`)
 	jwt    = regexp.MustCompile(`eyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]*)?`)
 	bearer = regexp.MustCompile(`(?i)\b(bearer|basic) +[A-Za-z0-9._~+/=-]{8,}`)
 	// A field whose name shows that its value is secret, in YAML, JSON, an environment or a header.
-	// A value that begins with a slash counts too, because one base64 text in 64 does. Fields for
-	// paths have other names, such as privateKeyFile. Several such names may stand in a row before
-	// the value, if the earlier fields are empty.
-	named    = regexp.MustCompile(`(?i)((?:(?:[\w.-]*(?:password|passwd|secret[_-]?key|client-key-data|private[_-]?key|gateway[_-]?key|preshared[_-]?key|access[_-]?key|api[_-]?key|auth[_-]?token|id-token|refresh-token)|\btoken)\\?["']?\s*[:=]\s*\\?["']?)+)[^\s"'\\,}\[]{4,}`)
-	userinfo = regexp.MustCompile(`(://)[^/\s:@"']+:[^/\s@"']+@`)
+	// A value may begin with a slash, because one in 64 base64 texts does. Fields for paths have
+	// other names, such as privateKeyFile. Several such names may precede the value, if the earlier
+	// fields are empty.
+	secretField = regexp.MustCompile(`(?i)((?:(?:[\w.-]*(?:password|passwd|secret[_-]?key|client-key-data|private[_-]?key|gateway[_-]?key|preshared[_-]?key|access[_-]?key|api[_-]?key|auth[_-]?token|id-token|refresh-token)|\btoken)\\?["']?\s*[:=]\s*\\?["']?)+)[^\s"'\\,}\[]{4,}`)
+	userinfo    = regexp.MustCompile(`(://)[^/\s:@"']+:[^/\s@"']+@`)
 	// Text that may encode 32 octets, the length of WireGuard's keys, or more.
 	blob       = regexp.MustCompile(`[A-Za-z0-9+/_-]{40,}={0,2}`)
 	onlyDigits = regexp.MustCompile(`^[0-9a-fA-F]+$`)
@@ -120,7 +120,7 @@ func (r *Redactor) text(text []byte, depth int) []byte {
 	out = pemKey.ReplaceAll(out, mark)
 	out = jwt.ReplaceAll(out, mark)
 	out = bearer.ReplaceAll(out, []byte("$1 "+Mark))
-	out = named.ReplaceAll(out, []byte("${1}"+Mark))
+	out = secretField.ReplaceAll(out, []byte("${1}"+Mark))
 	out = userinfo.ReplaceAll(out, []byte("$1"+Mark+"@"))
 	if depth == 0 {
 		return out

@@ -123,7 +123,7 @@ func FuzzRedact(f *testing.F) {
 	f.Add([]byte(token), []byte("token: "), []byte("\n"), uint8(2))
 	f.Add([]byte("hunter2222"), []byte("map["), []byte("]"), uint8(1))
 	f.Fuzz(func(t *testing.T, secret, before, after []byte, form uint8) {
-		if len(bytes.TrimSpace(secret)) < least || bytes.Contains([]byte(Mark), bytes.TrimSpace(secret)) || len(secret) > 1<<10 {
+		if len(bytes.TrimSpace(secret)) < minLength || bytes.Contains([]byte(Mark), bytes.TrimSpace(secret)) || len(secret) > 1<<10 {
 			t.Skip()
 		}
 		secret = bytes.TrimSpace(secret)

@@ -13,7 +13,6 @@ import (
 	"github.com/isthmus-net/isthmus/internal/source/file"
 )
 
-// parse parses a Go file below root.
 func parse(root, name string) (*ast.File, error) {
 	return parser.ParseFile(token.NewFileSet(), filepath.Join(root, filepath.FromSlash(name)), nil, parser.ParseComments|parser.SkipObjectResolution)
 }

@@ -8,16 +8,16 @@ import (
 )
 
 const (
-	// most is the maximum number of octets that are shown of a text of unknown origin.
-	most = 400
-	// Message is the limit for the message of a condition. Our manager writes no longer
-	// messages.
+	// maxLength is the maximum number of octets that are shown of a text of unknown origin.
+	maxLength = 400
+	// Message is the limit for the message of a condition. Our manager never writes a longer
+	// message.
 	Message = 1024
 )
 
 // Of escapes unprintable characters (control and bidirectional characters, line ends) and
 // shortens a long text.
-func Of(s string) string { return Cut(s, most) }
+func Of(s string) string { return Cut(s, maxLength) }
 
 // Cut is like Of, with another maximum length.
 func Cut(s string, limit int) string {

@@ -30,8 +30,9 @@ type cleaning struct {
 	HostGateways   bool                          `json:"hostGateways,omitempty"` // gateways ran in the nodes' networks
 }
 
-// howToClean determines how to clean nodes while the DaemonSet exists, and stores that for
-// later runs. It returns nil if there is no sign that agents ran here.
+// howToClean returns the data to clean nodes. It reads them from the DaemonSet and stores them for
+// later runs, or reads the stored data if the DaemonSet was deleted. If there are no stored data
+// either and o.Image is empty, it returns nil: nothing shows that agents ran here.
 func howToClean(ctx context.Context, c *cluster.Cluster, o Options) (*cleaning, error) {
 	how := cleaning{Image: o.Image, StateDirectory: "/var/lib/isthmus"}
 	key := client.ObjectKey{Namespace: c.Namespace, Name: deploy.RouteAgentServiceAccount} // the DaemonSet has this name, too
@@ -84,14 +85,14 @@ func howToClean(ctx context.Context, c *cluster.Cluster, o Options) (*cleaning, 
 	return nil, nil
 }
 
-// labelCleans marks the Pods that clean nodes. They all have the same value.
+// labelCleans marks the Pods that clean nodes. The label has the same value on all of them.
 const labelCleans = "isthmus.net/cleans"
 
 // cleanNodes runs a Pod on each node, which removes everything that the components left in the
 // kernel.
 func cleanNodes(ctx context.Context, c *cluster.Cluster, how cleaning, o Options) error {
-	if !o.BeforeHelm { // otherwise this process itself runs in the namespace
-		if err := untilNothing(ctx, c, o, func() (string, error) {
+	if !o.BeforeHelm { // with BeforeHelm, this process itself runs in the namespace
+		if err := repeatUntilDone(ctx, c, o, func() (string, error) {
 			have, err := c.Get(ctx, corev1.SchemeGroupVersion.WithKind("Namespace"), "", c.Namespace)
 			if err != nil {
 				return "", err
@@ -125,7 +126,7 @@ func cleanNodes(ctx context.Context, c *cluster.Cluster, how cleaning, o Options
 		}
 		todo[n.Name] = cleaningPod(c.Namespace, n.Name, how)
 	}
-	err := untilNothing(ctx, c, o, func() (string, error) {
+	err := repeatUntilDone(ctx, c, o, func() (string, error) {
 		var waiting []string
 		for node, want := range todo {
 			var p corev1.Pod

@@ -34,7 +34,7 @@ import (
 	"github.com/isthmus-net/isthmus/internal/postquantum"
 )
 
-// Options are the choices of Uninstall.
+// Options are the choices of Run.
 type Options struct {
 	// Force does not wait for peers or for unreachable nodes, and reports what remains there.
 	Force bool
@@ -52,8 +52,8 @@ type Options struct {
 	Report func(line string)
 }
 
-// uninstallConfigMap stores how to clean the nodes, from before the workloads are deleted until
-// the end. With it, an interrupted run can be continued.
+// uninstallConfigMap stores how to clean the nodes. It exists from before the workloads are deleted
+// until the end of a run, so that an interrupted run can be continued.
 const (
 	uninstallConfigMap = "isthmus-uninstall"
 	keyCleaning        = "cleaning.json"
@@ -132,8 +132,8 @@ func Run(ctx context.Context, c *cluster.Cluster, o Options) error {
 	return nil
 }
 
-// everyObject returns all objects that Install may have created, with any options, except the
-// namespace.
+// everyObject returns all objects that `isthmus install` may have created, with any options, except
+// the namespace.
 func everyObject(ctx context.Context, c *cluster.Cluster) ([]*unstructured.Unstructured, error) {
 	chosen, err := install.Remembered(ctx, c)
 	if err != nil {
@@ -164,9 +164,9 @@ func anyOf(ctx context.Context, c *cluster.Cluster, objects []*unstructured.Unst
 	return false, nil
 }
 
-// installedObjects returns the objects that are in no manifest: those that Install, Uninstall
-// and the components create. It includes the Secret with the key only if our gateway created
-// it, because Liqo creates a Secret with the same name in its namespace.
+// installedObjects returns the objects that are in no manifest: those that `isthmus install`,
+// `isthmus uninstall` and the components create. It includes the Secret with the key only if our
+// gateway created it, because Liqo creates a Secret with the same name in its namespace.
 func installedObjects(ctx context.Context, c *cluster.Cluster) (all []*unstructured.Unstructured, err error) {
 	for _, o := range []struct{ version, kind, name string }{
 		{"v1", "ConfigMap", install.ConfigMap}, {"v1", "ConfigMap", uninstallConfigMap},
@@ -204,10 +204,10 @@ func removeInstalled(ctx context.Context, c *cluster.Cluster, o Options) error {
 	return nil
 }
 
-// helmUninstalls returns an error unless Helm is deleting a release in the namespace. Helm
-// records that in the release before it runs the hooks (Helm 3.22 and 4.3,
-// pkg/action/uninstall.go). Rendered without Helm, the hook is an ordinary Job, which must not
-// uninstall anything.
+// helmUninstalls returns an error unless Helm is deleting a release in the namespace. Helm records
+// that in the release before it runs the hooks (Helm 3.22 and 4.3, pkg/action/uninstall.go). If
+// somebody applies the rendered hook without Helm, it is an ordinary Job, which must not uninstall
+// anything.
 func helmUninstalls(ctx context.Context, c *cluster.Cluster) error {
 	for _, list := range []client.ObjectList{&corev1.SecretList{}, &corev1.ConfigMapList{}} { // Helm stores releases in one of these kinds
 		err := c.Client.List(ctx, list, client.InNamespace(c.Namespace), client.MatchingLabels{"owner": "helm", "status": "uninstalling"})
@@ -262,7 +262,7 @@ const managerWait = 30 * time.Second
 func activeManager(ctx context.Context, c *cluster.Cluster, o Options) (h health.Holder, err error) {
 	key := client.ObjectKey{Namespace: c.Namespace, Name: deploy.ManagerServiceAccount} // the Deployment has this name, too
 	until := time.Now().Add(managerWait)
-	err = untilNothing(ctx, c, o, func() (string, error) {
+	err = repeatUntilDone(ctx, c, o, func() (string, error) {
 		var err error
 		if h, err = cluster.HolderOf(ctx, c, cluster.ManagerLease, false); err != nil || h.Name != "" {
 			return "", err
@@ -287,7 +287,7 @@ func removeWorkloads(ctx context.Context, c *cluster.Cluster, o Options, objects
 			}
 		}
 	}
-	return untilNothing(ctx, c, o, func() (string, error) {
+	return repeatUntilDone(ctx, c, o, func() (string, error) {
 		var pods corev1.PodList
 		if err := c.Client.List(ctx, &pods, client.InNamespace(c.Namespace), client.MatchingLabels{"app.kubernetes.io/part-of": "isthmus"}); err != nil {
 			return "", c.Explain("Pods in "+c.Namespace, err)
@@ -331,7 +331,7 @@ func removeObjects(ctx context.Context, c *cluster.Cluster, o Options, objects [
 			return err
 		}
 	}
-	if err := untilNothing(ctx, c, o, func() (string, error) {
+	if err := repeatUntilDone(ctx, c, o, func() (string, error) {
 		for _, u := range definitions {
 			have, err := c.Get(ctx, install.DefinitionKind, "", u.GetName())
 			if err != nil {
@@ -377,7 +377,7 @@ func removeObjects(ctx context.Context, c *cluster.Cluster, o Options, objects [
 	if err := removeObject(ctx, c, namespace, o); err != nil {
 		return err
 	}
-	return untilNothing(ctx, c, o, func() (string, error) {
+	return repeatUntilDone(ctx, c, o, func() (string, error) {
 		have, err := c.Get(ctx, namespace.GroupVersionKind(), "", c.Namespace)
 		if err != nil || have == nil {
 			return "", err
@@ -395,9 +395,9 @@ func removeObject(ctx context.Context, c *cluster.Cluster, u *unstructured.Unstr
 	return install.DeleteObject(ctx, c, have, o.Report)
 }
 
-// untilNothing repeats a step until the step has nothing to wait for. It reports the reason for
-// waiting whenever the reason changes.
-func untilNothing(ctx context.Context, c *cluster.Cluster, o Options, step func() (waitsFor string, err error)) error {
+// repeatUntilDone repeats a step until the step returns no reason for waiting. It reports the
+// reason for waiting whenever the reason changes.
+func repeatUntilDone(ctx context.Context, c *cluster.Cluster, o Options, step func() (waitsFor string, err error)) error {
 	reported := ""
 	for begun := time.Now(); ; {
 		wait, err := step()

@@ -110,8 +110,8 @@ func kubelets(ctx context.Context, c *cluster.Cluster, away func(node string) bo
 	}
 }
 
-// After Install and Uninstall, the list of objects is the same as before, whatever was deleted
-// first.
+// After `isthmus install` and `isthmus uninstall`, the list of objects is the same as before,
+// whatever was deleted first.
 func TestUninstallLeavesNothing(t *testing.T) {
 	server, err := kubetest.Start(t.Context(), kubetest.Options{Name: "u", Controllers: true})
 	must(t, err)
@@ -152,16 +152,17 @@ func TestUninstallLeavesNothing(t *testing.T) {
 		controllerutil.AddFinalizer(p, isthmus.FinalizerPeering)
 		must(t, c.Client.Create(t.Context(), p))
 	}
-	// until is part of the message when time has run out.
-	uninstall := func(o Options, away func(string) bool, until string) (map[string]string, error) {
+	// uninstall lets Run time out when Run reports a line that contains waitLine. If waitLine is
+	// empty, Run never times out.
+	uninstall := func(o Options, away func(string) bool, waitLine string) (map[string]string, error) {
 		t.Helper()
 		reported = nil
 		up := clustertest.NewDeadline(t)
 		o.Timeout, o.Report = clustertest.Patient, func(line string) {
 			reported.Report(line)
-			if until != "" && strings.Contains(line, until) {
+			if waitLine != "" && strings.Contains(line, waitLine) {
 				close(up.Up)
-				until = ""
+				waitLine = ""
 			}
 		}
 		ctx, stop := context.WithCancel(t.Context())

@@ -21,20 +21,20 @@ import (
 	"github.com/isthmus-net/isthmus/natengine"
 )
 
-// maxFound is the maximum number of targets of each sort, in each direction.
+// maxFound is the maximum number of targets of each kind, in each direction.
 const maxFound = 16
 
 // tunnelEndpoint is an endpoint that every peer maps: the gateway itself.
 const tunnelEndpoint = "169.254.0.1"
 
-// agreed are another cluster's networks as one cluster uses them, according to its Peering.
+// agreed holds the networks of another cluster, as one cluster uses them according to its Peering.
 type agreed struct {
 	pods     natengine.Remap // maps the other cluster's own pod addresses to those used here
 	external netip.Prefix    // network of mapped addresses; invalid: none
 }
 
-// agreedBy returns the networks of the second cluster in the form in which the first one uses them,
-// according to the Peering in the first one.
+// agreedBy returns the networks of the cluster peer as the cluster local uses them, according to
+// local's Peering.
 func agreedBy(ctx context.Context, local, peer *cluster.Cluster) (a agreed, err error) {
 	var list isthmus.PeeringList
 	if err := local.Client.List(ctx, &list); err != nil {
@@ -74,7 +74,7 @@ type Target struct {
 
 // discover finds targets for senders in the first cluster, in addition to the Pods of this run. The
 // targets are in the second cluster. Mapped addresses get a ping. A TCP port of a Service with
-// endpoints there, imported or not, gets a connection, by address and by name. It reports and
+// endpoints there, imported or not, gets a connection, by address and by name. discover reports and
 // leaves out everything that it has no right to read.
 func discover(ctx context.Context, local, peer *cluster.Cluster, a agreed, report func(string)) (all []Target) {
 	some := func(what string, targets []Target, err error) {
@@ -134,9 +134,9 @@ func mappedIn(all []v1alpha1.NatMapping, peer v1alpha1.ClusterID, external netip
 	return mapped
 }
 
-// servicesIn returns the TCP ports of Services with endpoints in the other cluster: one target
-// for each ready endpoint, and one for the name of the Service. remote translates an address of
-// the other cluster, as it is used here, to the other cluster's own address.
+// servicesIn returns the TCP ports of Services with endpoints in the other cluster: one target for
+// each ready endpoint, and one for the name of the Service. remote returns an endpoint's own
+// address in the other cluster. known is false if the endpoint is not in the other cluster.
 func servicesIn(endpoints []discoveryv1.EndpointSlice, services []corev1.Service, remote func(netip.Addr) (own netip.Addr, known bool)) (all []Target) {
 	for i := range endpoints {
 		s := &endpoints[i]

@@ -20,7 +20,7 @@ import (
 )
 
 // Mapped addresses outside the peer's agreed network are not probed, because they may belong to
-// anybody.
+// hosts outside of the peer.
 func TestMappedAddressesOutsideThePeersNetworkAreSkipped(t *testing.T) {
 	var all []v1alpha1.NatMapping
 	for id, mappings := range map[string]v1alpha1.EndpointMap{
@@ -115,8 +115,8 @@ func TestImportedServicesAreProbedByNameAndEndpoint(t *testing.T) {
 	}
 }
 
-// A target that does not answer in its own cluster either is not counted as failed. A target
-// that does answer there is.
+// A target that does not answer in its own cluster either is not counted as failed. A target that
+// answers there is counted.
 func TestTargetsThatFailInTheirOwnClusterAreNotCounted(t *testing.T) {
 	home := func(r *http.Request) (*http.Response, error) {
 		var requests []Request

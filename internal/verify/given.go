@@ -35,8 +35,8 @@ func CheckPods(given []string) error {
 	return nil
 }
 
-// borrow adds a container to each given Pod, and waits until all of these accept requests. The
-// Pods' own containers are not disturbed.
+// borrow adds a container to each given Pod, and waits until all added containers accept requests.
+// The Pods' own containers are not disturbed.
 func (s *site) borrow(ctx context.Context) error {
 	if s.image == "" {
 		if _, err := s.gateway(ctx); err != nil {

@@ -30,8 +30,9 @@ const (
 // fit into one packet, and more than any MTU of the path, so that UDP and ICMP are fragmented.
 var Sizes = map[string][]int{TCP: {1000, 500_000}, UDP: {100, 1300, 4000}, ICMP: {56, 1300, 4000}}
 
-// least is the minimum size: for UDP the cookie and room for the Answer, for ICMP the cookie.
-var least = map[string]int{UDP: cookie + answerRoom, ICMP: cookie}
+// minSize is the minimum size, by protocol: for UDP the cookie and room for the Answer, for ICMP
+// the cookie.
+var minSize = map[string]int{UDP: cookie + answerRoom, ICMP: cookie}
 
 // An End is a Pod that sends or receives.
 type End struct {
@@ -102,15 +103,15 @@ func ParseOnly(words []string) (o Only, err error) {
 // Targets returns the checks of targets from every End in a cluster: a ping to HOST, and a
 // connection to HOST:PORT. HOST is an address as that cluster uses it, such as that of a mapped
 // endpoint, or a name that the Pods resolve. Targets that a person named are checked even if
-// only excludes their protocol.
-func Targets(local []End, only Only, targets []Target) (checks []Check) {
+// selection excludes their protocol.
+func Targets(local []End, selection Only, targets []Target) (checks []Check) {
 	for _, t := range targets {
 		protocol, word, size := ICMP, ICMP, Sizes[ICMP][0]
 		if _, _, err := net.SplitHostPort(t.Host); err == nil {
 			protocol, word, size = Connect, TCP, 0
 		}
 		for _, from := range local {
-			if among(only.networks, from.Network) && (t.What == "" || among(only.protocols, word)) {
+			if among(selection.networks, from.Network) && (t.What == "" || among(selection.protocols, word)) {
 				checks = append(checks, Check{From: from, Target: t.Host, What: t.What, Protocol: protocol, Size: size, own: t.Own})
 			}
 		}
@@ -118,7 +119,6 @@ func Targets(local []End, only Only, targets []Target) (checks []Check) {
 	return checks
 }
 
-// receiver returns the name of the receiver.
 func (c Check) receiver() string {
 	switch {
 	case c.What != "":
@@ -135,22 +135,22 @@ func among(all []string, one string) bool { return len(all) == 0 || slices.Conta
 // directions. Ends in the host network only send, because a cluster cannot reach the other's
 // host network. sizes replaces the Sizes of a protocol. Sizes below the protocol's minimum
 // become one check of the minimum.
-func Plan(local, remote []End, only Only, sizes map[string][]int) (checks []Check) {
+func Plan(local, remote []End, selection Only, sizes map[string][]int) (checks []Check) {
 	known := map[Check]bool{}
 	for _, direction := range []struct {
 		name     string
 		from, to []End
 	}{{"out", local, remote}, {"in", remote, local}} {
-		if !among(only.directions, direction.name) {
+		if !among(selection.directions, direction.name) {
 			continue
 		}
 		for _, from := range direction.from {
 			for _, to := range direction.to {
-				if to.Network != podNetwork || !among(only.networks, from.Network) {
+				if to.Network != podNetwork || !among(selection.networks, from.Network) {
 					continue
 				}
 				for _, protocol := range []string{ICMP, UDP, TCP} {
-					if !among(only.protocols, protocol) {
+					if !among(selection.protocols, protocol) {
 						continue
 					}
 					lengths := Sizes[protocol]
@@ -158,7 +158,7 @@ func Plan(local, remote []End, only Only, sizes map[string][]int) (checks []Chec
 						lengths = own
 					}
 					for _, size := range lengths {
-						c := Check{From: from, To: to, Protocol: protocol, Size: max(size, least[protocol])}
+						c := Check{From: from, To: to, Protocol: protocol, Size: max(size, minSize[protocol])}
 						if !known[c] {
 							known[c] = true
 							checks = append(checks, c)

@@ -43,13 +43,13 @@ const (
 // A site is one cluster with the Pods of this run in it.
 type site struct {
 	*cluster.Cluster
-	run     string
-	image   string
-	secrets []corev1.LocalObjectReference
-	given   []string // Pods to use instead of creating some, each NAMESPACE/NAME
-	as      agreed   // this cluster's networks as the other cluster uses them
-	control uint16   // port at which the Pods accept requests
-	pods    []*member
+	run      string
+	image    string
+	secrets  []corev1.LocalObjectReference
+	given    []string // Pods to use instead of creating some, each NAMESPACE/NAME
+	networks agreed   // this cluster's networks as the other cluster uses them
+	control  uint16   // port at which the Pods accept requests
+	pods     []*member
 }
 
 // A member is a Pod of the run with the connection for its requests.
@@ -148,7 +148,6 @@ func takesPods(n *corev1.Node) bool {
 	})
 }
 
-// args returns the arguments of the program in a Pod.
 func (s *site) args(network string) []string {
 	args := []string{"probe", fmt.Sprintf("--control=%d", s.control)}
 	if network == podNetwork {
@@ -207,7 +206,7 @@ func (s *site) wait(ctx context.Context, m *member) error {
 		}
 		if p.Status.Phase != corev1.PodRunning || err != nil || c == nil {
 			last = fmt.Errorf("it is %s: %s", p.Status.Phase, state(&p))
-			return false, nil //nolint:nilerr // it has no address yet: the wait goes on
+			return false, nil //nolint:nilerr // the Pod has no address yet: continue to wait
 		}
 		m.Addr = addr
 		if m.http == nil {
@@ -222,7 +221,7 @@ func (s *site) wait(ctx context.Context, m *member) error {
 		err = waitError(ctx, last)
 	}
 	if err == nil && m.Network == podNetwork {
-		m.Seen, err = s.as.seen(m.Addr)
+		m.Seen, err = s.networks.seen(m.Addr)
 	}
 	if err != nil {
 		return fmt.Errorf("%s: Pod %s on node %s: %w", s, m.name, m.Node, err)
@@ -270,7 +269,6 @@ func stateOf(c corev1.ContainerStatus) string {
 	return ""
 }
 
-// request sends a request to the program in the Pod.
 func (m *member) request(ctx context.Context, method, path string, in, out any) error {
 	body := io.Reader(http.NoBody)
 	if in != nil {

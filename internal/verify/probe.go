@@ -29,11 +29,11 @@ const (
 	// senders is the number of requests that a Pod handles concurrently.
 	senders = 8
 	// attempt is how long an attempt may take without receiving an octet, and attempts is the
-	// number of attempts. A transfer that makes progress may take longer, up to the time slowest.
+	// number of attempts. A transfer that makes progress may take longer, up to maxTransferTime.
 	attempt, attempts = 3 * time.Second, 3
-	slowest           = 20 * time.Second
-	// large is the size from which a transfer may be slow on a busy machine.
-	large = 64 << 10
+	maxTransferTime   = 20 * time.Second
+	// largeSize is the size from which a transfer may be slow on a busy machine.
+	largeSize = 64 << 10
 	// maxConnections is the number of clients that an echo serves concurrently.
 	maxConnections = 64
 )
@@ -134,7 +134,7 @@ func echoTCP(l net.Listener) error {
 }
 
 func answerTCP(c net.Conn) error {
-	t := &transfer{Conn: c, end: time.Now().Add(slowest)} // by then, the client no longer waits
+	t := &transfer{Conn: c, end: time.Now().Add(maxTransferTime)} // by then, the client no longer waits
 	payload, err := readPiece(t)
 	if err != nil {
 		return err
@@ -146,13 +146,13 @@ func answerTCP(c net.Conn) error {
 // attempt, and must finish before end.
 type transfer struct {
 	net.Conn
-	end  time.Time
-	came int // number of octets read
+	end      time.Time
+	received int // number of octets read
 }
 
 func (t *transfer) Read(b []byte) (n int, err error) {
 	n, err = t.step(b, t.Conn.Read)
-	t.came += n
+	t.received += n
 	return n, err
 }
 
@@ -204,8 +204,8 @@ func seenBy(from net.Addr) []byte {
 	return text
 }
 
-// A UDP answer is as long as its question and begins with the same 16 octets, except for one
-// bit. They are followed by an Answer, as far as it fits.
+// A UDP answer is as long as its question and begins with the same 16 octets, except for one bit.
+// An Answer follows these octets, as far as it fits.
 const cookie = 16
 
 // question is a bit of the first octet that is set only in questions. An echo answers only
@@ -338,7 +338,7 @@ func connect(ctx context.Context, network string, to netip.AddrPort) (net.Conn, 
 type slowError struct{ received, total int }
 
 func (e slowError) Error() string {
-	return fmt.Sprintf("too slow: about %d of %d octets came back, and no more within %v, or not all within %v", e.received, e.total, attempt, slowest)
+	return fmt.Sprintf("too slow: about %d of %d octets came back, and no more within %v, or not all within %v", e.received, e.total, attempt, maxTransferTime)
 }
 
 func overTCP(ctx context.Context, to netip.AddrPort, size int) (from netip.Addr, err error) {
@@ -352,10 +352,10 @@ func overTCP(ctx context.Context, to netip.AddrPort, size int) (from netip.Addr,
 
 // exchange sends size octets and reads them back. It sets deadlines by itself, see transfer.
 func exchange(conn net.Conn, size int) (from netip.Addr, err error) {
-	c := &transfer{Conn: conn, end: time.Now().Add(slowest)}
+	c := &transfer{Conn: conn, end: time.Now().Add(maxTransferTime)}
 	defer func() {
-		if c.came > 0 && isTimeout(err) {
-			err = slowError{c.came, size}
+		if c.received > 0 && isTimeout(err) {
+			err = slowError{c.received, size}
 		}
 	}()
 	sent := payload(size)
@@ -377,14 +377,14 @@ func exchange(conn net.Conn, size int) (from netip.Addr, err error) {
 	return seen.SeenAs, err
 }
 
-// overUDP uses a connected socket, which ignores datagrams from other addresses.
+// overUDP performs a UDP request. Its connected socket ignores datagrams from other addresses.
 func overUDP(ctx context.Context, to netip.AddrPort, size int) (from netip.Addr, err error) {
 	c, err := connect(ctx, "udp", to)
 	if err != nil {
 		return from, err
 	}
 	defer c.Close()
-	sent := payload(max(size, least[UDP]))
+	sent := payload(max(size, minSize[UDP]))
 	sent[0] |= question
 	if _, err := c.Write(sent); err != nil {
 		return from, err
@@ -426,7 +426,8 @@ func echo(ctx context.Context, to netip.AddrPort, size int) (from netip.Addr, er
 		return from, err
 	}
 	defer func() { _ = c.Close() }() // fails only if it is already closed
-	_, _, err = ping.Echo(ctx, c, addr, max(size, least[ICMP]))
-	// A ping does not return the source address that the receiver saw.
+	_, _, err = ping.Echo(ctx, c, addr, max(size, minSize[ICMP]))
+	// from is not valid, because the answer to a ping does not contain the source address that the
+	// receiver saw.
 	return from, err
 }

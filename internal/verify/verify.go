@@ -51,8 +51,8 @@ type Loss struct {
 // ErrNotPeered is returned for two clusters that are not peered.
 var ErrNotPeered = errors.New("not peered")
 
-// Run creates Pods in both clusters, makes them send, and deletes them, even if ctx ends. If
-// there is an error, the Report has the results before it. The end of ctx is an error, unless
+// Run creates Pods in both clusters, makes them send, and deletes them, even if ctx ends. If Run
+// returns an error, the Report has the results before the error. The end of ctx is an error, unless
 // Continuous had begun.
 func Run(ctx context.Context, local, remote *cluster.Cluster, o Options) (report *Report, err error) {
 	report = &Report{At: time.Now(), Results: []Result{}}
@@ -84,7 +84,7 @@ func Run(ctx context.Context, local, remote *cluster.Cluster, o Options) (report
 	}
 	var errs [2]error
 	each(sites, func(i int, s *site) {
-		if s.as, errs[i] = agreedBy(ctx, clusters[1-i], clusters[i]); errs[i] == nil {
+		if s.networks, errs[i] = agreedBy(ctx, clusters[1-i], clusters[i]); errs[i] == nil {
 			errs[i] = s.make(ctx)
 		}
 	})
@@ -94,7 +94,7 @@ func Run(ctx context.Context, local, remote *cluster.Cluster, o Options) (report
 	var found [2][]Target
 	for i := range found {
 		if o.Continuous == nil {
-			found[i] = discover(ctx, clusters[i], clusters[1-i], sites[1-i].as, o.Report)
+			found[i] = discover(ctx, clusters[i], clusters[1-i], sites[1-i].networks, o.Report)
 		}
 	}
 	return report, verify(ctx, sites, found, o, report)
@@ -129,9 +129,9 @@ func verify(ctx context.Context, sites [2]*site, found [2][]Target, o Options, r
 // withoutUnable leaves out pings between Pods if one of the two is not permitted to send pings, and
 // names that Pod. Its TCP and UDP packets use the same path. Pings that a person requested, and
 // pings to targets that can only be pinged, are kept as unknown.
-func withoutUnable(results []Result, only Only) (some []Result, leftOut []string) {
+func withoutUnable(results []Result, selection Only) (some []Result, leftOut []string) {
 	for _, r := range results {
-		if r.Unable == "" || r.Target != "" || slices.Contains(only.protocols, ICMP) {
+		if r.Unable == "" || r.Target != "" || slices.Contains(selection.protocols, ICMP) {
 			some = append(some, r)
 			continue
 		}
@@ -142,13 +142,13 @@ func withoutUnable(results []Result, only Only) (some []Result, leftOut []string
 	return some, leftOut
 }
 
-// summary returns a line about the Pods of a site. It begins with the text made if verify created
-// the Pods, and with the text given if the user named them.
-func (s *site) summary(made, given string) string {
+// summary returns a line about the Pods of a site. It begins with createdText if verify created the
+// Pods, and with givenText if the user named them.
+func (s *site) summary(createdText, givenText string) string {
 	if len(s.given) > 0 {
-		return fmt.Sprintf("%s: %s %s", s, given, strings.Join(s.given, ", "))
+		return fmt.Sprintf("%s: %s %s", s, givenText, strings.Join(s.given, ", "))
 	}
-	return fmt.Sprintf("%s: %s", s, made)
+	return fmt.Sprintf("%s: %s", s, createdText)
 }
 
 func each(sites [2]*site, do func(int, *site)) {
@@ -243,14 +243,13 @@ func patience(requests []Request, once bool) time.Duration {
 	}
 	transfers := 0
 	for i := range requests {
-		if requests[i].Protocol == TCP && requests[i].Size >= large {
+		if requests[i].Protocol == TCP && requests[i].Size >= largeSize {
 			transfers++
 		}
 	}
-	return time.Duration(rounds*attempts)*attempt + time.Duration(transfers)*(slowest-attempt)/senders + slowest
+	return time.Duration(rounds*attempts)*attempt + time.Duration(transfers)*(maxTransferTime-attempt)/senders + maxTransferTime
 }
 
-// request returns the request for the sender of a check.
 func (c Check) request() Request {
 	r := Request{Protocol: c.Protocol, Host: c.To.Seen.String(), Port: echoPort, Size: c.Size}
 	if c.Target != "" {
@@ -280,15 +279,15 @@ func CheckTarget(text string) error {
 }
 
 // pairs returns the checks for Continuous: one for each pair of Ends.
-func pairs(checks []Check) (few []Check) {
+func pairs(checks []Check) (some []Check) {
 	known := map[[2]End]bool{}
 	for _, c := range checks {
 		if pair := [2]End{c.From, c.To}; !known[pair] {
 			known[pair] = true
-			few = append(few, Check{From: c.From, To: c.To, Protocol: UDP, Size: Sizes[UDP][0]})
+			some = append(some, Check{From: c.From, To: c.To, Protocol: UDP, Size: Sizes[UDP][0]})
 		}
 	}
-	return few
+	return some
 }
 
 // watch makes each Pod send once per second, independently of the others. It calls report with the

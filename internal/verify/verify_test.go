@@ -30,8 +30,8 @@ func ends(cluster string, nodes int) (all []End) {
 	return all
 }
 
-// Every sender sends to every pod of the other cluster, with each protocol and size. Nobody
-// sends to a host of the other cluster, or within a cluster.
+// Every sender sends to every pod of the other cluster, with each protocol and size. No Pod sends
+// to a host of the other cluster, or within its own cluster.
 func TestThePlanHasEveryPairInBothDirections(t *testing.T) {
 	a, b := ends("a", 2), ends("b", 1)
 	seen := map[Check]bool{}
@@ -95,8 +95,8 @@ func TestProbesBelowTheMinimumSizeAreNotPlanned(t *testing.T) {
 		t.Errorf("%v, want %v", got, want)
 	}
 	longest := seenBy(net.UDPAddrFromAddrPort(netip.MustParseAddrPort("[fd00:1111:2222:3333:4444:5555:6666:7777]:65535")))
-	if cookie+len(longest) > least[UDP] {
-		t.Errorf("%s: %d octets in %d", longest, len(longest), least[UDP]-cookie)
+	if cookie+len(longest) > minSize[UDP] {
+		t.Errorf("%s: %d octets in %d", longest, len(longest), minSize[UDP]-cookie)
 	}
 }
 
@@ -211,14 +211,14 @@ func TestProbesOfEverySizeAreAnswered(t *testing.T) {
 	}
 }
 
-// A transfer that makes progress is not abandoned, however slow the machine is. One that stops
-// is.
+// A transfer that makes progress is not abandoned, however slow the machine is. A transfer that
+// stops is abandoned.
 func TestASlowTransferIsNotReportedLost(t *testing.T) {
 	const size = 160 << 10
 	for _, tc := range []struct {
 		name  string
 		pause time.Duration // pause before each of ten parts of the answer
-		most  int           // octets of the answer that are sent
+		limit int           // octets of the answer that are sent
 		want  string        // part of the error; empty: none
 	}{
 		{"slow", 1500 * time.Millisecond, 1 << 20, ""},
@@ -241,7 +241,7 @@ func TestASlowTransferIsNotReportedLost(t *testing.T) {
 					var answer bytes.Buffer
 					_ = writePiece(&answer, []byte("{}"))
 					_ = writePiece(&answer, payload)
-					for b := answer.Next(min(tc.most, answer.Len())); len(b) > 0; {
+					for b := answer.Next(min(tc.limit, answer.Len())); len(b) > 0; {
 						time.Sleep(tc.pause)
 						n, err := there.Write(b[:min(len(b), size/10+1)])
 						if b = b[n:]; err != nil {
@@ -392,7 +392,7 @@ func TestForbiddenPingsAreLeftOut(t *testing.T) {
 	results := []Result{
 		{Check: Check{From: may, Protocol: ICMP}}, unable(Check{From: mayNot, Protocol: ICMP, Size: 56}), unable(Check{From: mayNot, Protocol: ICMP, Size: 1300}),
 		{Check: Check{From: mayNot, Protocol: UDP}}, unable(Check{From: mayNot, Protocol: ICMP, Target: "10.80.0.1", What: "mapped address"}), // its target can only be pinged
-		unable(Check{From: mayNot, Protocol: ICMP, Target: "192.0.2.1"}), // a person named it
+		unable(Check{From: mayNot, Protocol: ICMP, Target: "192.0.2.1"}), // a person requested this target
 	}
 	some, leftOut := withoutUnable(results, Only{})
 	r := &Report{LeftOut: leftOut}
@@ -505,8 +505,7 @@ func TestOtherPodsContinueWhenANodeIsLost(t *testing.T) {
 	})
 }
 
-// When a continuous run is interrupted, that is no error. Only Pods that cannot be removed are
-// one.
+// Interrupting a continuous run is no error, unless Pods cannot be removed.
 func TestInterruptingAContinuousRunIsNotAnError(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		sites, _ := between(fine, fine)

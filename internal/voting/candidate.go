@@ -57,8 +57,8 @@ type View struct {
 	List   uint64   // version of the list by which the candidate counts votes
 	// Pending reports that a proposed list, or a fence, does not count yet.
 	Pending bool
-	// Released reports that the former holder has released a majority of the voters. Otherwise
-	// they became free because they no longer heard the holder.
+	// Released reports that the former holder has released a majority of the voters. If it is
+	// false, the voters became free because they no longer heard the holder.
 	Released bool
 }
 
@@ -92,7 +92,7 @@ type target struct {
 	cookie cookie
 
 	free     mandate.Time // when the vote becomes free if its holder (another gateway) sends nothing more
-	released bool         // the vote became free earlier, so the holder has released it
+	released bool         // the vote became free before the time in free, so the holder has released it
 }
 
 // heard records an answer to the candidate of a Pod. The margin of two beats allows for late
@@ -127,17 +127,17 @@ func NewCandidate(pod string, addr netip.Addr, key func() [32]byte, log *slog.Lo
 		voters:  make(map[mandate.ID]*target), notices: make(map[string]*notice)}
 }
 
-// Learn passes a list to the candidate: the list in the Lease, or a list to try. own reports
-// that this gateway has proposed the list as the next one. A list that the candidate does not
-// use ends the mandate, unless own is true.
-func (c *Candidate) Learn(l List, own bool) {
+// Learn passes a list to the candidate: the list in the Lease, or a list to try. proposed means
+// that this gateway has proposed the list as the next one. A list that the candidate does not use
+// ends the mandate, unless proposed is true.
+func (c *Candidate) Learn(l List, proposed bool) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	now := clock()
-	if own && l.Version < c.machine.List().Version { // Fence has been called since the proposal
+	if proposed && l.Version < c.machine.List().Version { // Fence has been called since the proposal
 		return
 	}
-	if !own || !c.machine.Propose(l.list(), now) {
+	if !proposed || !c.machine.Propose(l.list(), now) {
 		c.machine.Learn(l.list(), now)
 	}
 	before := c.voters
@@ -210,13 +210,13 @@ func (c *Candidate) Answering() map[string]netip.Addr {
 	return all
 }
 
-// Allow sets the conditions of the candidate. may permits it to claim a mandate. lease means that
-// its gateway has a mandate by the Lease. If gated is true, the Gate is open only during a mandate
-// by votes. Otherwise it is always open.
-func (c *Candidate) Allow(may, lease, gated bool) {
+// Allow sets the conditions of the candidate. mayClaim permits it to claim a mandate. hasLease
+// means that its gateway has a mandate by the Lease. If gated is true, the Gate is open only during
+// a mandate by votes. If gated is false, the Gate is always open.
+func (c *Candidate) Allow(mayClaim, hasLease, gated bool) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	c.may, c.lease, c.gated = may, lease, gated
+	c.may, c.lease, c.gated = mayClaim, hasLease, gated
 	c.update(clock())
 }
 
@@ -406,7 +406,7 @@ func (c *Candidate) receive(a answer, from net.Addr) {
 	now := clock()
 	t := c.voters[a.From]
 	if t == nil || t.cookie != a.cookie {
-		if n := c.notices[string(a.From)]; n != nil && a.cookie == (cookie{}) && c.from(string(a.From), from) {
+		if n := c.notices[string(a.From)]; n != nil && a.cookie == (cookie{}) && c.sentBy(string(a.From), from) {
 			n.tries, n.again, n.heard = 0, now+noticeInterval, now
 		}
 		return
@@ -427,9 +427,9 @@ func (c *Candidate) beatSoon() {
 	}
 }
 
-// from reports whether a datagram has the source address of the node called name. A forged
-// datagram only delays the next notice to that node by noticeInterval.
-func (c *Candidate) from(name string, from net.Addr) bool {
+// sentBy reports whether the address from, the source of a datagram, is the address of the node
+// called name. A forged datagram only delays the next notice to that node by noticeInterval.
+func (c *Candidate) sentBy(name string, from net.Addr) bool {
 	u, ok := from.(*net.UDPAddr)
 	return ok && u.AddrPort().Addr().Unmap() == c.nodes[name]
 }

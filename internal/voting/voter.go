@@ -33,9 +33,9 @@ const (
 	crowdInterval = 250 * time.Millisecond // the interval of Crowd.Open, see package crowd
 
 	// knownRate is the number of asks per second whose signatures a voter checks, for asks that
-	// name its incarnation. Only receivers of its answers know that. The same rate applies to
-	// other asks from the addresses of gateways, and strangeRate to all remaining asks. A
-	// gateway sends seven asks per second.
+	// name its incarnation. Only receivers of the voter's answers know the incarnation. The same
+	// rate applies to other asks from the addresses of gateways, and strangeRate to all remaining
+	// asks. A gateway sends seven asks per second.
 	knownRate   = 500
 	strangeRate = 50
 )
@@ -77,7 +77,7 @@ type Voter struct {
 // A place has the two values that a voter needs before it can vote.
 type place struct {
 	Addr netip.Addr        `json:"addr"` // address of the node; zero: not known yet
-	Key  ed25519.PublicKey `json:"key"`  // public key of the gateways; nil: nodes do not vote, or not known yet
+	Key  ed25519.PublicKey `json:"key"`  // public key of the gateways; nil: nodes do not vote, or the key is not known yet
 }
 
 // waiting is a gateway to notify as soon as the vote becomes free.
@@ -86,8 +86,8 @@ type waiting struct {
 	at  net.Addr
 }
 
-// A record is the stored state of a voter. It includes the voter's Place, because a voter may start
-// without the API server.
+// A record is the stored state of a voter. It includes the voter's place, because a voter may start
+// while the API server is unreachable.
 type record struct {
 	Place   place           `json:"place"`
 	Promise mandate.Promise `json:"promise"`
@@ -101,8 +101,8 @@ func (v *Voter) OnHolder(f func()) {
 	v.follow = f
 }
 
-// Expect sets the addresses of gateways. A flood from other addresses then cannot keep their
-// asks out.
+// Expect sets the addresses of gateways. A flood from other addresses then cannot displace the asks
+// of these gateways.
 func (v *Voter) Expect(gateways map[netip.Addr]bool) {
 	v.mu.Lock()
 	defer v.mu.Unlock()

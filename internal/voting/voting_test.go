@@ -198,7 +198,8 @@ func TestVoterDoesNotReadAFloodFromUnknownAddresses(t *testing.T) {
 	}
 }
 
-// A gateway that waits for the vote learns of its release at once, not only from its next ask.
+// A gateway that waits for the vote is notified of the release at once. It need not send another
+// ask first.
 func TestWaitingGatewayIsNotifiedOfARelease(t *testing.T) {
 	key := KeyOf(private)
 	v := &Voter{Node: "n1", Directory: t.TempDir(), Log: slog.New(slog.DiscardHandler)}

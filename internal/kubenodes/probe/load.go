@@ -111,7 +111,6 @@ func (l *Load) run(ctx context.Context) {
 	}
 }
 
-// send sends one request and records its result.
 func (l *Load) send(ctx context.Context, from uint16) {
 	begin := time.Now()
 	ctx, cancel := context.WithTimeout(ctx, loadPatience)
@@ -124,7 +123,7 @@ func (l *Load) send(ctx context.Context, from uint16) {
 	defer l.mu.Unlock()
 	second := begin.Truncate(time.Second)
 	i, found := slices.BinarySearchFunc(l.seconds, second, func(s LoadSecond, t time.Time) int { return s.Begin.Compare(t) })
-	if !found { // a later second may already have an entry, because its request ended first
+	if !found { // requests may end out of order, so a later second may already have an entry
 		l.seconds = slices.Insert(l.seconds, i, LoadSecond{Begin: second, Answered: make(map[string]int)})
 	}
 	if err != nil {

@@ -42,7 +42,8 @@ type Request struct {
 	Port     uint16 // port of the server; unused for ICMP
 	Size     int    // octets of the payload, in both directions
 
-	// Dial connects, if the connection must start in another network namespace. Default: net.Dialer.
+	// Dial connects, if the connection must start in another network namespace. Default:
+	// net.Dialer.
 	Dial func(ctx context.Context, network, address string) (net.Conn, error)
 	Wait time.Duration // for one attempt; UDP and ICMP are sent again until the context ends. Default 3 s
 }
@@ -136,8 +137,8 @@ func overUDP(ctx context.Context, r Request) (a Answer, err error) {
 	return a, json.Unmarshal(bytes.TrimRight(b[:n], "\x00"), &a)
 }
 
-// echo sends a ping, which the receiver's kernel answers. The receiver's Server records its
-// source.
+// echo sends a ping, which the receiver's kernel answers. The receiver's Server records the source
+// of the ping.
 func echo(ctx context.Context, r Request) (token string, err error) {
 	c, err := icmp.ListenPacket(ping.Raw(r.To))
 	if err != nil {
