@@ -124,7 +124,7 @@ func TestDelayedAnswerIsScheduledForARetry(t *testing.T) {
 	b := a.partner("b", 2).claims("10.64.0.0/16", "10.65.0.0/20").publish().answer("None", "None")
 	b.joined()
 	r, id := a.pacing(), b.Cluster.ClusterID
-	r.Facts = &stubFacts{} // different networks of ours, so that nothing is written
+	r.Facts = &stubFacts{} // our networks differ from those in the NetworkConfig, so nothing is written
 	queue := later{after: make(map[reconcile.Request]time.Duration)}
 	a.OK(r.queue.Source().Start(a.Ctx, queue))
 	for range changesAtOnce {

@@ -57,7 +57,7 @@ type RefusalGate struct {
 	mu          sync.Mutex
 	allocations map[string]observedAllocation
 	reported    map[string]int64            // reported resourceVersion of each node, up to which the node refuses all networks
-	late        map[string]int64            // the same as in reported, for nodes that the gate no longer waits for
+	late        map[string]int64            // resourceVersion that a node had reported when Patience was over; the gate ignores the node until it reports another one
 	waiting     map[reconcile.Request]await // requests that wait for nodes
 }
 

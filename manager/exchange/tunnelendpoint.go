@@ -176,14 +176,15 @@ func (r *tunnelEndpointReconciler) reconcile(ctx context.Context, req ctrl.Reque
 	return 0, r.join(ctx, x)
 }
 
-// join creates or corrects the TunnelEndpoint if both sides agree, and deletes it if one has
-// withdrawn.
+// join creates or corrects the TunnelEndpoint if both sides agree, and deletes it if one side has
+// withdrawn its NetworkConfig.
 func (r *tunnelEndpointReconciler) join(ctx context.Context, x *exchange) error {
 	live := slices.DeleteFunc(slices.Clone(x.copies), func(nc v1alpha1.NetworkConfig) bool { return !alive(nc) })
 	original := x.original()
 	if len(live) == 0 || original != nil && !alive(*original) {
-		// One of the NetworkConfigs is missing or being deleted. If it is ours, somebody deleted it by
-		// mistake: the Peering stays, and so do the networks that the peer knows.
+		// One of the NetworkConfigs is missing or being deleted. If ours is missing, somebody
+		// deleted it by mistake: the Peering still exists, so the networks that the peer knows stay
+		// allocated.
 		if err := r.deleteEndpoints(ctx, x); err != nil {
 			return err
 		}
@@ -217,7 +218,7 @@ func (r *tunnelEndpointReconciler) join(ctx context.Context, x *exchange) error 
 		return err
 	}
 	original, wait := r.paced(x.id, original)
-	if wait > 0 { // even if the previous answer no longer works
+	if wait > 0 { // the new answer has to wait, even if the previous one no longer works
 		r.queue.Add(exchangeWith(x.peer), wait)
 	}
 	spec, err := r.decide(ctx, x, original, copied)
@@ -332,9 +333,9 @@ func (r *tunnelEndpointReconciler) mapped(ctx context.Context, id string, origin
 	}), err
 }
 
-// inBand reports whether both sides want their managers to use the tunnel. If only our side had to
-// agree, our API server would be open to every host that has the address of the peer's gateway. In
-// a Liqo cluster every node has it.
+// inBand reports whether both sides want their managers to use the tunnel. The peer has to agree,
+// because our API server is then open to every host with the address of the peer's gateway. In a
+// Liqo cluster, every node has that address.
 func inBand(peer peers.Peer, copied *v1alpha1.NetworkConfig) bool {
 	return peer.InBand && copied.Spec.BackendConfig[v1alpha1.ConfigInBand] == "true"
 }
