@@ -31,7 +31,7 @@ func TestIdentityMustFitInBandSettingOfThePeering(t *testing.T) {
 		{"what would be our own API server", kubeconfig(isthmus.InBandServer), Target{ID: "b"}, errOutOfBand, ""},
 		{"a Liqo's", liqo, Target{ID: "b", InBand: true}, errInBand, ""},
 	} {
-		err := c.id.through(c.peer)
+		err := c.id.checkInBand(c.peer)
 		if !errors.Is(err, c.wrong) || c.id.inBand != c.inBand {
 			t.Errorf("%s: by %q, %v", c.name, c.id.inBand, err)
 		}

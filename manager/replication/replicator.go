@@ -138,7 +138,7 @@ func New(o Options) *Replicator {
 		o.Now = time.Now
 	}
 	return &Replicator{
-		opts: o, pace: usual, own: usual.own(), pool: pool{inBand: o.InBand},
+		opts: o, pace: defaultPace, own: defaultPace.own(), pool: pool{inBand: o.InBand},
 		changed: make(chan event.GenericEvent),
 		peers:   map[string]Target{}, workers: map[string]*worker{}, ending: map[string]*worker{}, byHome: map[string]*worker{},
 		states: map[string]State{}, shares: map[string]map[string]isthmus.PeerServicesSpec{}, sharings: map[string]Sharing{}, behind: map[string]time.Time{},

@@ -23,7 +23,7 @@ import (
 	"github.com/isthmus-net/isthmus/internal/netconfig"
 )
 
-// A worker replicates to one peer. The fields below done belong to run.
+// A worker replicates to one peer. Only run uses the fields below done.
 type worker struct {
 	r      *Replicator
 	peer   Target
@@ -177,7 +177,7 @@ func (w *worker) takeSecret(ctx context.Context, c change) bool {
 	}
 	id, err := identityFrom(secret)
 	if err == nil {
-		err = id.through(w.peer)
+		err = id.checkInBand(w.peer)
 	}
 	if errors.Is(err, errInBand) {
 		return without(isthmus.ReasonSecretInvalid, "%s: %v", where, err)
