@@ -296,7 +296,7 @@ func (c *Controller) gatherOwn(ctx context.Context, g *gathered, name string, wh
 	var endpoints []*discoveryv1.EndpointSlice
 	var many *Invalid
 	if svc != nil && !c.sources.room(g.key) {
-		many = &Invalid{reasonTooMany, fmt.Sprintf("the namespace already has %d exported ServiceExports, which is the limit", exportsMost)}
+		many = &Invalid{reasonTooMany, fmt.Sprintf("the namespace already has %d exported ServiceExports, which is the limit", maxExports)}
 		svc, g.after = nil, lookAgain
 	}
 	if svc == nil { // the name may be invalid as a label value, so the Service's slices could not be watched by label

@@ -31,7 +31,7 @@ type Invalid struct {
 	Message string
 }
 
-// reasonTooMany is the reason of exports beyond exportsMost. The Multi-Cluster Services API has no
+// reasonTooMany is the reason of exports beyond maxExports. The Multi-Cluster Services API has no
 // reason for this.
 const reasonTooMany mcs.ServiceExportConditionReason = "TooManyExports"
 
@@ -51,8 +51,8 @@ func exportOf(export *mcs.ServiceExport, svc *corev1.Service, endpoints []*disco
 		Type:                  string(mcs.ClusterSetIP),
 		InternalTrafficPolicy: string(ptr.Deref(svc.Spec.InternalTrafficPolicy, "")),
 		TrafficDistribution:   ptr.Deref(svc.Spec.TrafficDistribution, ""),
-		Labels:                taken(exported(export.Spec.ExportedLabels), true),
-		Annotations:           taken(exported(export.Spec.ExportedAnnotations), false),
+		Labels:                permittedMetadata(exported(export.Spec.ExportedLabels), true),
+		Annotations:           permittedMetadata(exported(export.Spec.ExportedAnnotations), false),
 	}
 	if svc.Spec.ClusterIP == corev1.ClusterIPNone {
 		s.Type = string(mcs.Headless)
