@@ -26,11 +26,11 @@ const (
 // A drain is the state of draining one Peering. The zero value means that draining has not begun.
 type drain struct {
 	begun     time.Time
-	withdrawn time.Time // time since which neither cluster has services of the other; zero if one still has some
+	withdrawn time.Time // time since which neither cluster has services of the other; zero if a cluster still has some
 }
 
 // next returns the state at the time now, and the remaining time for which the tunnel has to stay.
-// shared is true while a cluster has services of the other one.
+// shared is true while one cluster still has services of the other.
 func (d drain) next(now time.Time, shared bool) (drain, time.Duration) {
 	if d.begun.IsZero() {
 		d.begun = now

@@ -109,12 +109,12 @@ type Peers struct {
 
 // ByID returns the peer with the given cluster ID, or ErrNoPeer.
 func (p Peers) ByID(ctx context.Context, id string) (Peer, error) {
-	return p.one(ctx, IndexClusterID, id)
+	return p.find(ctx, IndexClusterID, id)
 }
 
 // ByNamespace returns the peer with the given tenant namespace in this cluster, or ErrNoPeer.
 func (p Peers) ByNamespace(ctx context.Context, namespace string) (Peer, error) {
-	return p.one(ctx, IndexTenantNamespace, namespace)
+	return p.find(ctx, IndexTenantNamespace, namespace)
 }
 
 // List returns all peers, sorted by cluster ID. The peers share memory with the cache, so the
@@ -157,8 +157,8 @@ func (p Peers) List(ctx context.Context) ([]Peer, error) {
 	return slices.SortedFunc(maps.Values(byID), func(a, b Peer) int { return cmp.Compare(a.Cluster.ClusterID, b.Cluster.ClusterID) }), nil
 }
 
-// one finds a peer by the value of an index.
-func (p Peers) one(ctx context.Context, index, value string) (Peer, error) {
+// find finds a peer by the value of an index.
+func (p Peers) find(ctx context.Context, index, value string) (Peer, error) {
 	none := fmt.Errorf("%q: %w", value, ErrNoPeer)
 	var list isthmus.PeeringList
 	if err := p.Reader.List(ctx, &list, client.MatchingFields{index: value}); err != nil {
@@ -178,7 +178,7 @@ func (p Peers) one(ctx context.Context, index, value string) (Peer, error) {
 	if !p.ForeignClusters {
 		return Peer{}, none
 	}
-	return p.oneForeign(ctx, index, value)
+	return p.findForeign(ctx, index, value)
 }
 
 // Conflict returns the reason for which a Peering is ignored, or "".
