@@ -91,10 +91,9 @@ func (k *Keeper) serviceCIDRs(ctx context.Context) (all []netip.Prefix, err erro
 	return all, nil
 }
 
-// outside returns the addresses of the networks in all that are outside of inner, as sorted
-// networks.
-func outside(all []netip.Prefix, inner netip.Prefix) (rest []netip.Prefix) {
-	for _, p := range all {
+// outside returns the parts of the given networks that are outside of inner, as sorted networks.
+func outside(networks []netip.Prefix, inner netip.Prefix) (rest []netip.Prefix) {
+	for _, p := range networks {
 		if !p.Overlaps(inner) {
 			rest = append(rest, p)
 			continue
@@ -214,7 +213,7 @@ func (k *Keeper) readServices(ctx context.Context) error {
 // apiServers returns the addresses behind the Service kubernetes. It returns none if they are
 // missing, or if reading them is forbidden.
 func (k *Keeper) apiServers(ctx context.Context) ([]netip.Addr, error) {
-	if now := time.Now(); now.Sub(k.serversRead) < apiServerInterval/2 { // every heartbeat of a node causes a call
+	if now := time.Now(); now.Sub(k.serversRead) < apiServerInterval/2 { // other events may cause much more frequent calls
 		return k.servers, nil
 	}
 	var slice discoveryv1.EndpointSlice
