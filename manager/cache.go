@@ -23,7 +23,7 @@ import (
 
 // prepare sets up everything that a manager needs even while another one leads: indexes, caches and
 // health checks.
-func prepare(ctx context.Context, mgr ctrl.Manager, has present) error {
+func prepare(ctx context.Context, mgr ctrl.Manager, has optionalKinds) error {
 	if err := peers.AddIndexes(ctx, mgr.GetFieldIndexer(), has.foreignClusters); err != nil {
 		return fmt.Errorf("indexes: %w", installFirst(err))
 	}

@@ -238,8 +238,8 @@ func (b *State) placeBefore(a *placement) *fabric.Refusal {
 	return nil
 }
 
-// obstacleFor returns the obstacle that holder finds, for a refusal. The refused peer reads the
-// refusal, so the name must not disclose our other peers.
+// obstacleFor returns the obstacle that holder finds, for the text of a refusal. The refused peer
+// reads that text, so the name must not disclose our other peers.
 func (b *State) obstacleFor(p netip.Prefix) (name string, prefix netip.Prefix) {
 	by := b.holder(p, "")
 	return by.name + by.anonymous, by.prefix
@@ -278,8 +278,8 @@ func (b *State) free(p netip.Prefix) bool {
 	return !b.taken.overlaps(p) && !b.nodes.overlaps(p) && !slices.ContainsFunc(b.replaced, func(r replaced) bool { return r.network.Overlaps(p) })
 }
 
-// barred returns the networks that no peer gets, apart from those in the tree taken. Barred
-// networks do not split free blocks.
+// barred returns the networks that no peer gets, apart from those in b.taken. Barred networks do
+// not split free blocks.
 func (b *State) barred() tree {
 	barred := b.nodes
 	for _, r := range b.replaced {

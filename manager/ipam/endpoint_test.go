@@ -149,7 +149,7 @@ func TestNumberOfEndpointsIsBoundedPerPeerAndInTotal(t *testing.T) {
 	if err := more("peer-3", "2001:db8::2"); !exhausted(err) || !strings.Contains(err.Error(), "16384") {
 		t.Errorf("of all: %v", err)
 	}
-	sound(t, b)
+	checkState(t, b)
 	largest := b.Allocation("peer-0")
 	for i := range largest.Endpoints { // requesters as long as MaxNotes permits
 		largest.Endpoints[i].Requesters, largest.Endpoints[i].Target = []string{strings.Repeat("x", MaxNotes/MaxEndpointsPerPeer-3)}, "service"
@@ -184,9 +184,9 @@ func TestMappingsAreUpdatedWhenOurNetworksOrAnswersChange(t *testing.T) {
 	if nm, ok := around.NatMapping("b"); !ok || nm.ClusterMappings["198.51.100.7"] != "" || nm.ClusterMappings["192.0.2.7"] != "10.77.0.3" {
 		t.Errorf("mappings %v", nm.ClusterMappings)
 	}
-	sound(t, moved)
-	sound(t, shorter)
-	sound(t, around)
+	checkState(t, moved)
+	checkState(t, shorter)
+	checkState(t, around)
 }
 
 func TestHomePodIPKeepsHostBits(t *testing.T) {

@@ -301,7 +301,7 @@ func TestInvalidAllocationsAreLeftOut(t *testing.T) {
 		if _, has := read.AllocationOf("c"); has || !slices.Equal(read.NetworksOf("b"), b.NetworksOf("b")) {
 			t.Errorf("%s: c has networks: %v; b has %v", name, has, read.NetworksOf("b"))
 		}
-		sound(t, read)
+		checkState(t, read)
 	}
 }
 
