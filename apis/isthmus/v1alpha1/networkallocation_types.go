@@ -2,7 +2,7 @@ package v1alpha1
 
 import metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
-// AllocatedNetwork is a network of a peer in CIDR notation. A pattern checks it, because there may
+// AllocatedNetwork is a network in CIDR notation. A pattern checks it, because there may
 // be too many networks for a CEL rule. Readers parse it and refuse invalid networks that match the
 // pattern.
 // +kubebuilder:validation:MaxLength=43
@@ -91,6 +91,7 @@ type NetworkAllocationSpec struct {
 // only if revision and uid match the object, because an older manager changes networks without
 // updating it, and a backup may contain the values of another object.
 type NetworksSince struct {
+	// ResourceVersion is the resourceVersion of the object when it first named its present networks.
 	// +kubebuilder:validation:Minimum=1
 	ResourceVersion int64 `json:"resourceVersion"`
 	// Revision must equal spec.revision of the object.
@@ -103,6 +104,7 @@ type NetworksSince struct {
 
 // FreedNetwork is a former network of a peer that nodes no longer have to refuse.
 type FreedNetwork struct {
+	// Network is the freed network.
 	Network AllocatedNetwork `json:"network"`
 	// Revision is the revision in which the network was freed.
 	// +kubebuilder:validation:Minimum=1
@@ -111,15 +113,18 @@ type FreedNetwork struct {
 
 // HeldNetwork is a released network that nodes refuse for a day.
 type HeldNetwork struct {
+	// Network is the released network.
 	Network AllocatedNetwork `json:"network"`
 	// ReleasedAt is the time at which the network was released.
 	ReleasedAt UTCTime `json:"releasedAt"`
 }
 
-// NetworkPair is a network for pods and one for mapped endpoints. Either may be absent.
+// NetworkPair is a network for pods and a network for mapped endpoints. Either may be absent.
 type NetworkPair struct {
+	// PodCIDR is the network for pods.
 	// +optional
 	PodCIDR AllocatedNetwork `json:"podCIDR,omitempty"`
+	// ExternalCIDR is the network for mapped endpoints.
 	// +optional
 	ExternalCIDR AllocatedNetwork `json:"externalCIDR,omitempty"`
 }
@@ -150,10 +155,13 @@ type MappedEndpoint struct {
 // OwnNetworks are the networks of our own pods, Services and mapped endpoints, and the pools for
 // peers.
 type OwnNetworks struct {
+	// PodCIDR is the network of our pods.
 	// +optional
 	PodCIDR AllocatedNetwork `json:"podCIDR,omitempty"`
+	// ServiceCIDR is the network of our Services.
 	// +optional
 	ServiceCIDR AllocatedNetwork `json:"serviceCIDR,omitempty"`
+	// ExternalCIDR is the network whose addresses stand for our mapped endpoints.
 	// +optional
 	ExternalCIDR AllocatedNetwork `json:"externalCIDR,omitempty"`
 	// Pools are the networks from which the manager allocates networks for peers, in this order.

@@ -75,6 +75,7 @@ type BrokenOverlay struct {
 
 // NodeRoute is an IPv4 route of a node's main table.
 type NodeRoute struct {
+	// Network is the destination of the route.
 	Network NodeNetwork `json:"network"`
 	// Via is the next hop.
 	Via net.IPAddress `json:"via"`

@@ -192,9 +192,11 @@ type ExportedEndpoint struct {
 	// +kubebuilder:validation:MaxLength=63
 	// +optional
 	Zone string `json:"zone,omitempty"`
-	// Ready, Serving and Terminating are the conditions of the endpoint in its EndpointSlice.
-	Ready       bool `json:"ready"`
-	Serving     bool `json:"serving"`
+	// Ready is the condition ready of the endpoint in its EndpointSlice.
+	Ready bool `json:"ready"`
+	// Serving is the condition serving of the endpoint in its EndpointSlice.
+	Serving bool `json:"serving"`
+	// Terminating is the condition terminating of the endpoint in its EndpointSlice.
 	Terminating bool `json:"terminating,omitempty"`
 }
 

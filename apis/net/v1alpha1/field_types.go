@@ -84,7 +84,7 @@ type ClusterID = string
 // +kubebuilder:validation:XValidation:rule="self.matches('^[a-z0-9]([a-z0-9.-]*[a-z0-9-])?$')",message="must be usable at the beginning of an object name: lower case letters, digits, '-' and '.'",reason=FieldValueInvalid
 type ClusterName = string
 
-// IPAddress is an IP address of either family.
+// IPAddress is an IPv4 or IPv6 address.
 // +kubebuilder:validation:MaxLength=45
 // +kubebuilder:validation:XValidation:rule="isIP(self)",message="must be an IP address",reason=FieldValueInvalid
 type IPAddress = string
