@@ -236,7 +236,7 @@ func runOnce(ctx context.Context, o Options, cfg *rest.Config) error {
 		RenewDeadline:                       ptr.To(renewDeadline),
 		GracefulShutdownTimeout:             ptr.To(10 * time.Second),
 		Metrics:                             metricsserver.Options{BindAddress: "0"},             // off, because listen serves the metrics with limits
-		Controller:                          config.Controller{SkipNameValidation: ptr.To(true)}, // after errAgain, controllers with the same names start again
+		Controller:                          config.Controller{SkipNameValidation: ptr.To(true)}, // a run after errAgain starts controllers with the same names
 	})
 	if err != nil {
 		return installFirst(err)

@@ -79,7 +79,7 @@ func (r *answerReconciler) SetupWithManager(mgr ctrl.Manager) error {
 				return everyExchange(r.Peers, r.Log)(ctx, o)
 			}
 			all := r.waiting.with(forRoom)
-			if peer, err := r.Peers.ByID(ctx, o.GetName()); err == nil { // somebody may have edited the peer's networks
+			if peer, err := r.Peers.ByID(ctx, o.GetName()); err == nil { // the NetworkAllocation of the peer may have been edited
 				all = append(all, exchangeWith(peer))
 			}
 			return all
@@ -131,7 +131,8 @@ func (r *answerReconciler) reconcile(ctx context.Context, req ctrl.Request) erro
 			Message: fmt.Sprintf("there is more than one NetworkConfig of this cluster in namespace %s; want one", req.Namespace)}})
 	}
 	nc := &copies[0]
-	// The request is registered before the decision, so that it misses no release in between.
+	// The request is registered first, so that a release of networks during the decision causes
+	// another request.
 	r.waiting.add(req, forRoom)
 	r.claimants.add(req, publicKeysOf(nc.Spec.BackendConfig)...)
 	allocation, claim, refusals, err := r.decide(ctx, peer, nc)

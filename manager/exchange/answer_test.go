@@ -323,8 +323,8 @@ func TestOwnerKeepsAProvenKeyWhenOurKeyRotates(t *testing.T) {
 	a.Until("what the owner proved is forgotten", func() bool { return owner.Endpoint().Annotations[isthmus.AnnotationKeyProved] == "" })
 }
 
-// A peer proves possession of two keys. Each key is taken back only from a peer that does not prove
-// it.
+// A peer that proves possession of two keys gets each of them back, but only from a peer that has
+// no proof for that key.
 func TestOnlyKeysWithoutProofAreTakenBack(t *testing.T) {
 	a := newAnswering(t)
 	ours, shared := keyring.New(), keyring.New()

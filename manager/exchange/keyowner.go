@@ -51,7 +51,7 @@ func (v Validator) taken(ctx context.Context, peer peers.Peer, nc *v1alpha1.Netw
 		return false, err
 	}
 	// The TunnelEndpoint of a peer without a proof counts until reclaim has deleted it, so that no
-	// gateway gets the key of two peers.
+	// gateway gets the same key for two peers.
 	if len(tunnels) > 0 {
 		first := slices.MinFunc(tunnels, func(a, b v1alpha1.TunnelEndpoint) int { return controllers.CompareAge(&a, &b) })
 		return first.Namespace != peer.LocalNamespace, nil
@@ -197,9 +197,9 @@ func (in proofInputs) prove(self, peer string) string {
 	return ""
 }
 
-// reclaim deletes the TunnelEndpoints of other peers with a key whose possession this peer proves
-// and the other peer does not. So a peer that lists a foreign key before its owner cannot keep the
-// key.
+// reclaim deletes the TunnelEndpoint of another peer if it has a key whose possession this peer
+// proves and the other peer does not. So a peer that lists a foreign key before its owner cannot
+// keep the key.
 func (r *tunnelEndpointReconciler) reclaim(ctx context.Context, peer peers.Peer, copied *v1alpha1.NetworkConfig) error {
 	v := Validator{Reader: r.Client, Peers: r.Peers, Facts: r.Facts, Store: r.Store}
 	for _, key := range publicKeysOf(copied.Spec.BackendConfig) {

@@ -64,7 +64,7 @@ type RefusalGate struct {
 // observedAllocation is the allocation of a peer, as Observe got it.
 type observedAllocation struct {
 	allocation ipam.Allocation
-	version    int64     // resourceVersion of its NetworkAllocation
+	version    int64     // resourceVersion of the peer's NetworkAllocation
 	observed   time.Time // when Observe first got it
 }
 

@@ -182,8 +182,8 @@ func (k *Keeper) kubeadm(ctx context.Context) (pods, services []netip.Prefix, er
 const serviceSources = "ServiceCIDR kubernetes, ConfigMap kube-system/kubeadm-config and the flags of API servers"
 
 // readServices reads the network of the Services if the kind ServiceCIDR is not served (Kubernetes
-// 1.31 and 1.32). In those versions, only the cluster's configuration contains the network, and it
-// is not always visible.
+// 1.31 and 1.32). In those versions, only the cluster's configuration contains the network, and the
+// manager cannot always read that configuration.
 func (k *Keeper) readServices(ctx context.Context) error {
 	if len(k.detected.services) > 0 {
 		return nil

@@ -145,7 +145,7 @@ func (b State) allocateFor(c Request) (State, Allocation, error) {
 		}
 	}
 	if placements[0].got.IsValid() && placements[1].got.IsValid() {
-		if !old.unused.IsZero() { // an object names the peer again
+		if !old.unused.IsZero() { // the peer is in use again
 			p := *old
 			p.unused = time.Time{}
 			b = b.withPeer(c.ID, &p)

@@ -72,8 +72,8 @@ func (b State) Mapped(id string, ip netip.Addr) bool {
 func (b State) KnowsNodes() bool { return len(b.own.Nodes) > 0 }
 
 // Guarded returns the kind of an endpoint that may be mapped for a peer only if an administrator
-// allows it: nodes, Services, API servers and endpoints of other peers. It is empty for any other
-// endpoint.
+// allows it: a node, a Service, an API server or an endpoint of another peer. It returns "" for any
+// other endpoint.
 func (b State) Guarded(ip netip.Addr) string {
 	switch {
 	case b.IsNode(ip):

@@ -27,7 +27,7 @@ const (
 type replaced struct {
 	id       string
 	network  netip.Prefix
-	released time.Time // when it was released
+	released time.Time
 }
 
 func (r replaced) compare(other replaced) int {
@@ -54,11 +54,11 @@ func (b State) Part(id string, now time.Time) State {
 
 // Yield ends the hold of each network that overlaps something of this cluster: one of our networks,
 // a reserved one, a node or an API server. Nodes that kept refusing such a network would cut off
-// our own hosts. It returns the networks whose hold ended; if there are none, the State is
+// our own hosts. Yield returns the networks whose hold ended. If there are none, the State is
 // unchanged.
 //
 // Networks that nodes merely reach do not count: they are foreign, and may even be routes to a
-// former peer. EndHolds describes what happens to the other network of a former peer.
+// former peer. If only one network of a former peer overlaps, EndHolds decides about the other one.
 func (b State) Yield() (next State, ended []netip.Prefix) {
 	return b.EndHolds(func(_ string, p netip.Prefix) bool { return b.conflictsWithOwn(p) })
 }
@@ -136,8 +136,8 @@ func (b *State) hold(id string, after, before Allocation, released time.Time) {
 }
 
 // Regain holds networks that nodes refuse for a peer but that the State does not have, as if the
-// peer had released them now. If the peer is unknown, the first two count as its last networks,
-// which it gets again when it returns. The result left has the networks that cannot be held,
+// peer had released them now. If the peer is unknown, the first two networks count as its last
+// ones, which it gets again when it returns. The result left has the networks that cannot be held,
 // because they are in use or there is no room.
 func (b State) Regain(id string, networks []netip.Prefix, now time.Time) (next State, left []netip.Prefix) {
 	next = b

@@ -57,8 +57,8 @@ type Options struct {
 	// Allow lists networks whose endpoints may be mapped although ipam.State.Guarded names them:
 	// nodes, Services, and endpoints of other peers.
 	Allow []netip.Prefix
-	// OwnerKind returns the kind of the present owner of an address, such as "node" or "pod", or "" if
-	// the cluster knows no owner. It is called before an endpoint is mapped, and may be nil.
+	// OwnerKind returns the kind of the present owner of an address, such as "node" or "pod", or ""
+	// if the cluster knows no owner. It is called before an endpoint is mapped, and may be nil.
 	OwnerKind func(context.Context, netip.Addr) (string, error)
 }
 
@@ -116,7 +116,7 @@ var service = grpc.ServiceDesc{
 	Metadata: "ipam.proto",
 }
 
-// method describes a unary method. There are no interceptors.
+// method describes a unary method. It ignores interceptors, because the server has none.
 func method[Request, Response any](name string, call func(*server, context.Context, *Request) (*Response, error)) grpc.MethodDesc {
 	return grpc.MethodDesc{
 		MethodName: name,

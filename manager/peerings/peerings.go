@@ -387,8 +387,8 @@ func (r *Reconciler) write(ctx context.Context, s peeringState) error {
 	if equality.Semantic.DeepEqual(want.Status, s.peering.Status) {
 		return nil
 	}
-	// The patch has an optimistic lock: conditions depend on their previous state, so they must not be
-	// computed from an outdated status.
+	// The patch has an optimistic lock, because conditions depend on their previous state and must
+	// not be computed from an outdated status.
 	if err := r.Client.Status().Patch(ctx, want, client.MergeFromWithOptions(s.peering, client.MergeFromWithOptimisticLock{})); err != nil {
 		return client.IgnoreNotFound(err)
 	}

@@ -63,8 +63,8 @@ type Peer struct {
 // Replicated reports whether this manager replicates the NetworkConfig to the peer.
 func (p Peer) Replicated() bool { return p.IdentitySecret != "" }
 
-// InBandLeft returns the remaining time to wait for a peer that leaves in band. After it, the
-// tunnel closes, which is the only path to the peer's API server.
+// InBandLeft returns the remaining time to wait for a peer that leaves in band. Then the tunnel
+// closes, which is the only path to the peer's API server.
 func (p Peer) InBandLeft(now time.Time) time.Duration {
 	return min(max(p.Left.Add(InBandPatience).Sub(now), 0), InBandPatience)
 }

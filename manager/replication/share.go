@@ -108,7 +108,7 @@ func (s *sharer) run(ctx context.Context) {
 	go func() {
 		defer close(finished)
 		p := s.w.pace()
-		p.max = 2 * p.max // double, because a peer without the CRD is tried for ever
+		p.max = 2 * p.max // a peer without the CRD is tried for ever, so the pauses may get longer
 		p.follow(ctx, s.link.servicesFeed(), &backoff{}, deliver(ctx, changes))
 	}()
 	defer func() {
@@ -233,8 +233,8 @@ func services(want map[string]isthmus.PeerServicesSpec) string {
 	return fmt.Sprintf("%d exported services", n)
 }
 
-// writeAll writes the differing objects. It writes several concurrently, because the peer may be
-// far away.
+// writeAll writes the objects at the peer that differ from want. It writes several concurrently,
+// because the peer may be far away.
 func (s *sharer) writeAll(ctx context.Context, want map[string]isthmus.PeerServicesSpec) (failed error) {
 	type result struct {
 		made *isthmus.PeerServices

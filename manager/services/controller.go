@@ -111,9 +111,9 @@ func (c *Controller) Imported() *queue.Queue { return &c.imported }
 // Imports summarises the imports from a peer.
 func (c *Controller) Imports(id string) Imports { return c.board.imports(id) }
 
-// Looked reports whether all services that a peer exports to us have been checked. tenant is the
+// Checked reports whether all services that a peer exports to us have been checked. tenant is the
 // peer's tenant namespace. Just after a start, some services are not checked yet.
-func (c *Controller) Looked(ctx context.Context, id, tenant string) bool {
+func (c *Controller) Checked(ctx context.Context, id, tenant string) bool {
 	var list isthmus.PeerServicesList
 	if err := c.objects.List(ctx, &list, client.InNamespace(tenant), client.UnsafeDisableDeepCopy); err != nil {
 		return false // the cache has not started yet

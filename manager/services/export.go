@@ -20,7 +20,7 @@ import (
 // Own is an export of this cluster.
 type Own struct {
 	Service isthmus.ExportedService
-	// Nodes maps the address of each endpoint to its node. Peers do not get it.
+	// Nodes maps the address of each endpoint to its node. It is not sent to peers.
 	Nodes map[string]string
 }
 

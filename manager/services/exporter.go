@@ -67,7 +67,7 @@ func (e *exporter) Reconcile(ctx context.Context, _ ctrl.Request) (ctrl.Result, 
 		return ctrl.Result{}, fmt.Errorf("ServiceExports: %w", err)
 	}
 	for i := range list.Items { // right after a start, a service that is not checked yet would be withdrawn
-		if s := &list.Items[i]; !e.complete && s.DeletionTimestamp.IsZero() && !e.board.looked(client.ObjectKeyFromObject(s)) {
+		if s := &list.Items[i]; !e.complete && s.DeletionTimestamp.IsZero() && !e.board.checked(client.ObjectKeyFromObject(s)) {
 			return ctrl.Result{RequeueAfter: 2 * pause}, nil
 		}
 	}
