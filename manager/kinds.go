@@ -33,7 +33,7 @@ func hasForeignClusters(kinds *discovery.DiscoveryClient) (bool, error) {
 	return false, nil
 }
 
-// An optionalKinds has the optional kinds that a cluster serves.
+// optionalKinds are the optional kinds that a cluster serves.
 type optionalKinds struct {
 	foreignClusters bool // the kind of Liqo's control plane
 	serviceCIDRs    bool // served since Kubernetes 1.33, and this manager may list them
@@ -111,7 +111,7 @@ func watchKinds(ctx context.Context, look func(context.Context) (optionalKinds, 
 	}
 }
 
-// lost reports whether now lacks a kind that p has.
-func (p optionalKinds) lost(now optionalKinds) bool {
-	return p.foreignClusters && !now.foreignClusters || p.serviceCIDRs && !now.serviceCIDRs || p.sharedServices && !now.sharedServices
+// lost reports whether current lacks a kind that p has.
+func (p optionalKinds) lost(current optionalKinds) bool {
+	return p.foreignClusters && !current.foreignClusters || p.serviceCIDRs && !current.serviceCIDRs || p.sharedServices && !current.sharedServices
 }

@@ -390,8 +390,8 @@ func TestOnlyOneOfTwoManagersWithTheSameNameLeads(t *testing.T) {
 	isLeader := func(i int) bool { return strings.Contains(logs[i].String(), "manager is the leader") }
 	w.Until("one leads", func() bool { return isLeader(0) || isLeader(1) })
 	// This is longer than two attempts to acquire the Lease. If the machine stalls meanwhile, the
-	// second manager may acquire it, and LeaseTransitions counts that. It counts nothing if both
-	// managers are one holder.
+	// second manager may acquire the Lease, and LeaseTransitions counts that. LeaseTransitions does
+	// not change if both managers are one holder.
 	time.Sleep(5 * time.Second)
 	if both := isLeader(0) && isLeader(1); both {
 		var lease coordinationv1.Lease

@@ -212,7 +212,7 @@ func (r *answerReconciler) refuse(ctx context.Context, copies []v1alpha1.Network
 		nc := &copies[i]
 		var answer v1alpha1.NetworkConfigStatus
 		switch condition.Reason {
-		case v1alpha1.ReasonNotPeered, v1alpha1.ReasonWrongOrigin: // no peer exists whose answer could be kept
+		case v1alpha1.ReasonNotPeered, v1alpha1.ReasonWrongOrigin: // no peer belongs to the namespace, so there is no answer to keep
 		default:
 			if answerInForce(r.Store.State(), nc) {
 				answer = v1alpha1.NetworkConfigStatus{Processed: true, PodCIDRNAT: nc.Status.PodCIDRNAT, ExternalCIDRNAT: nc.Status.ExternalCIDRNAT}

@@ -523,7 +523,7 @@ func TestAnswersAreUpdatedWhenTheIPAMStateChanges(t *testing.T) {
 	a := newAnswering(t)
 	p := a.partner("bravo", 2).claims("10.244.0.0/18", "10.65.0.0/20")
 	p.untilAccepted("10.246.0.0/18 None")
-	_, err := a.store.Update(a.Ctx, func(b ipam.State) (ipam.State, error) { // the result of an edit of the IPAM state
+	_, err := a.store.Update(a.Ctx, func(b ipam.State) (ipam.State, error) { // as if somebody had edited the IPAM state
 		b, _, err := b.Release(p.Cluster.ClusterID).Allocate(ipam.Request{ID: p.Cluster.ClusterID,
 			Pod: netip.MustParsePrefix("10.244.0.0/18"), External: netip.MustParsePrefix("10.65.0.0/20"), WantPod: netip.MustParsePrefix("10.8.0.0/18")})
 		return b, err

@@ -159,7 +159,7 @@ func (r *NetworkConfigReconciler) prove(ctx context.Context, peer peers.Peer, fa
 	}
 	theirs, err := fabric.ParseKey(copies[0].Spec.BackendConfig[v1alpha1.ConfigPublicKey])
 	if err != nil {
-		return nil //nolint:nilerr // a condition says so
+		return nil //nolint:nilerr // a condition reports the invalid key
 	}
 	inputs := proofInputs{facts.Keys, facts.PublicKey, theirs, len(publicKeysOf(spec.BackendConfig))}
 	last, _ := r.proofs.Load(peer.Cluster.ClusterID)
@@ -174,8 +174,8 @@ func (r *NetworkConfigReconciler) prove(ctx context.Context, peer peers.Peer, fa
 	return nil
 }
 
-// A proof is cached by peer. Making a proof takes two X25519 operations for each tunnel, and every
-// change of a Node needs the proofs again.
+// A proof is cached for each peer, because making one takes two X25519 operations for each tunnel,
+// and every change of a Node reconciles all peers.
 type proof struct {
 	inputs proofInputs
 	text   string // empty: there is no proof

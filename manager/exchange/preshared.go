@@ -35,8 +35,8 @@ const maxPreshared = corev1.MaxSecretSize / postquantum.MaxStored
 // errPresharedFull means that the Secret has no room for another peer.
 var errPresharedFull = fmt.Errorf("the Secret %s is full: it holds the keys of %d peers", postquantum.SecretName, maxPreshared)
 
-// A peer may begin exchangesAtOnce exchanges at once, and then one per exchangePause. Each exchange
-// replaces the whole Secret in etcd, and a peer may publish new keys all the time.
+// A peer may publish new keys all the time, and each exchange replaces the whole Secret in etcd. So
+// a peer may begin exchangesAtOnce exchanges at once, and then one per exchangePause.
 const (
 	exchangePause   = 30 * time.Second
 	exchangesAtOnce = 4
@@ -378,7 +378,8 @@ func (r *NetworkConfigReconciler) agree(ctx context.Context, peer peers.Peer, cu
 	fields, err := r.step(ctx, peer, published, spec)
 	maps.Copy(spec.BackendConfig, fields)
 	if errors.Is(err, errPresharedFull) {
-		// The status of the Peering reports this. There may be room once another peer has left.
+		// The status of the Peering reports that the Secret is full. The next try is later, because
+		// there may be room once another peer has left.
 		r.Keys.again.Add(controllers.RequestFor(peer.Cluster.ClusterID), presharedCheck)
 		return nil
 	}

@@ -139,7 +139,7 @@ func outerAddress(inner string, families []corev1.IPFamily, nodes []corev1.Node)
 	if at < 0 {
 		return inner
 	}
-	for _, family := range families { // the primary family comes first, because nodes are not always reachable by the other
+	for _, family := range families { // the primary family comes first, because nodes are not always reachable by the other family
 		for _, kind := range []corev1.NodeAddressType{corev1.NodeExternalIP, corev1.NodeInternalIP} {
 			for _, a := range nodes[at].Status.Addresses {
 				if addr, err := netip.ParseAddr(a.Address); err == nil && a.Type == kind && addr.Is4() == (family == corev1.IPv4Protocol) {

@@ -139,8 +139,8 @@ func (k *Keeper) checkPodCIDR(ctx context.Context, f *Facts, nodes []corev1.Node
 	return nil
 }
 
-// strayNode returns the first node with a podCIDR of the PodCIDR's family, and that podCIDR. If any
-// node's podCIDR overlaps the PodCIDR, or no node has one of its family, node is "".
+// strayNode returns the first node with a podCIDR of the PodCIDR's family, and that podCIDR. node
+// is "" if a node's podCIDR overlaps the PodCIDR, or if no node has a podCIDR of that family.
 func strayNode(podCIDR netip.Prefix, nodes []corev1.Node) (stray netip.Prefix, node string) {
 	for i := range nodes {
 		for _, text := range nodes[i].Spec.PodCIDRs {

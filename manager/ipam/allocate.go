@@ -154,7 +154,7 @@ func (b State) allocateFor(c Request) (State, Allocation, error) {
 	}
 	p := *old
 	p.unused = time.Time{}
-	p.Allocation = Allocation{Pod: placements[0].got, External: placements[1].got} // messages about the second network name the first one; p is not published yet
+	p.Allocation = Allocation{Pod: placements[0].got, External: placements[1].got} // messages about the second network may name the first one; p is not published yet, so it may change
 	changed = changed.withPeer(c.ID, &p)
 	changed.forget(c.ID)
 	for _, place := range []func(*State, *placement) *fabric.Refusal{(*State).placeWanted, (*State).placeBefore, (*State).placeAny} {
@@ -184,7 +184,7 @@ func (b State) allocateFor(c Request) (State, Allocation, error) {
 type placement struct {
 	field     string
 	claim     netip.Prefix
-	want, had netip.Prefix // by override, and the current network; zero: none
+	want, had netip.Prefix // the network that an override demands, and the current network; zero: none
 	before    netip.Prefix // the network here when the peer left; zero: none
 	remap     bool         // the Peering forbids using the claimed network unchanged
 	outside   string       // another reason not to use the claimed network unchanged; or ""

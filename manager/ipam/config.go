@@ -212,7 +212,7 @@ type obstacle struct {
 	whose, anonymous string
 	prefix           netip.Prefix
 	node             bool // whether it belongs to a node and changes with the cluster's nodes
-	previous         bool // a network of ours from before a change
+	previous         bool // whether it is a previous network of ours
 }
 
 // obstacles yields all obstacles except the networks of peers.

@@ -225,7 +225,8 @@ func TestRestoreEndpointKeepsAddressesOfLostMappings(t *testing.T) {
 	}
 }
 
-// Until the peer answers for the new PodCIDR, the address that it uses leads to the previous one.
+// Until the peer answers for our new PodCIDR, it uses addresses that stand for the previous
+// PodCIDR.
 func TestPodsAreNotMappedUntilANewPodCIDRIsAnswered(t *testing.T) {
 	b := joined(t, ours(), "10.200.0.0/16", "10.247.0.0/16")
 	b = mapped(t, b, "b", "198.51.100.7", "10.247.0.2")

@@ -12,12 +12,12 @@ import (
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 )
 
-// requested maps an endpoint for peer b and records the caller by as its requester.
-func requested(t *testing.T, b State, ip, by, what string) State {
+// requested maps an endpoint for peer b and records caller as its requester.
+func requested(t *testing.T, b State, ip, caller, kind string) State {
 	t.Helper()
 	b, _, err := b.MapEndpoint("b", addr(ip))
 	if err == nil {
-		b, err = b.AddRequester("b", addr(ip), by, what)
+		b, err = b.AddRequester("b", addr(ip), caller, kind)
 	}
 	if err != nil {
 		t.Fatal(err)

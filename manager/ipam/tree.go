@@ -141,9 +141,8 @@ func (t tree) room(pool netip.Prefix, bits int, avoid tree) float64 {
 	return room(n, a, bits-pool.Bits())
 }
 
-// room returns the number of networks that are free below both n and avoid. Their prefixes are
-// longer than the prefix of n, by the number bits. n and avoid are the nodes of the same network in
-// two trees.
+// room returns the number of networks that are free below both n and avoid, and whose prefixes have
+// bits more bits than the prefix of n. n and avoid are the nodes of the same network in two trees.
 func room(n, avoid *node, bits int) float64 {
 	switch {
 	case n == nil && avoid == nil:

@@ -181,8 +181,8 @@ func readyCondition(s peeringState, conditions map[string]condition) condition {
 	return yes(isthmus.ReasonConnected, "traffic can flow")
 }
 
-// carries reports whether the tunnel carries packets as both sides agreed. It does not matter
-// whether their API servers are reachable.
+// carries reports whether the tunnel carries packets as both sides agreed. It ignores whether the
+// API servers are reachable.
 func carries(conditions map[string]condition) bool {
 	return conditions[isthmus.ConditionTunnelEndpoint].status == metav1.ConditionTrue && conditions[isthmus.ConditionConnected].status == metav1.ConditionTrue
 }

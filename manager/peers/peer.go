@@ -1,6 +1,6 @@
 // Package peers lists the clusters to peer with, from Peerings or, under Liqo's control plane, from
 // ForeignClusters. It decides which of several objects for one cluster is used, and how long to
-// wait for a leaving peer. It only reads, from the cache of the manager.
+// wait for a leaving peer. It only reads, and only from the manager's cache.
 package peers
 
 import (

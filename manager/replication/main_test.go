@@ -436,7 +436,7 @@ func (p *pair) answer(status v1alpha1.NetworkConfigStatus) {
 	p.must(away.admin.Status().Patch(p.t.Context(), c, client.MergeFrom(base)))
 }
 
-// eventually waits until wrong returns "".
+// eventually waits until the function wrong returns "".
 func (p *pair) eventually(wrong func() string) {
 	p.t.Helper()
 	const limit = 2 * time.Minute

@@ -352,7 +352,7 @@ func slicesOf(key Key, x Export, ports []isthmus.ExportedPort, withdrawn bool) (
 			_, _ = h.Write([]byte(e.Address))
 			var name string
 			var slice *discoveryv1.EndpointSlice
-			for full := 0; ; full++ { // an exporter may choose addresses with equal hashes
+			for full := 0; ; full++ { // an exporter may choose addresses with equal hashes, so a slice may become full
 				at := slot{family, h.Sum32() % slots, full}
 				if name = names[at]; name == "" {
 					name = derived + "-" + digest(16, x.ID, text, string(family), fmt.Sprint(at.number, slots, full))
@@ -414,9 +414,9 @@ func portsText(ports []discoveryv1.EndpointPort) string {
 	return b.String()
 }
 
-// clusterNames returns the name of each cluster in DNS and in labels. This is the clusterName if it
-// is a DNS label and no earlier cluster in the list has it. Otherwise it is the clusterID or a
-// digest of the clusterID.
+// clusterNames returns the name of each cluster in DNS and in labels: its clusterName, if that is a
+// DNS label and no earlier cluster in the list has it; otherwise its clusterID or a digest of the
+// clusterID.
 func clusterNames(clusters []net.ClusterIdentity) map[string]string {
 	names, taken := make(map[string]string, len(clusters)), make(map[string]bool, len(clusters))
 	for _, c := range clusters {

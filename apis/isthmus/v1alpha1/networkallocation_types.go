@@ -75,9 +75,9 @@ type NetworkAllocationSpec struct {
 	// answer.
 	// +optional
 	Seen *NetworkPair `json:"seen,omitempty"`
-	// Local are our PodCIDR and ExternalCIDR that seen stands for. The addresses in endpoints are
-	// in this ExternalCIDR. These networks differ from own only while a change of our networks is
-	// being written.
+	// Local are our PodCIDR and ExternalCIDR that the networks in seen represent. The addresses in
+	// endpoints are in this ExternalCIDR. These networks differ from own only while a change of our
+	// networks is being written.
 	// +optional
 	Local *NetworkPair `json:"local,omitempty"`
 	// Endpoints are the endpoints that are mapped for the peer, sorted by address.
