@@ -166,7 +166,7 @@ func passing(r fabric.Refusal) bool {
 	return false
 }
 
-// sender returns the peer whose NetworkConfigs may have the origin label in the namespace. It
+// sender returns the peer that may send NetworkConfigs with this origin to the namespace. It
 // returns a refusal if there is no such peer.
 func sender(ctx context.Context, all peers.Peers, namespace, origin string) (peers.Peer, *fabric.Refusal, error) {
 	const field = "metadata.labels[" + v1alpha1.LabelOriginID + "]"

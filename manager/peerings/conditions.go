@@ -270,7 +270,7 @@ func acceptedCondition(s peeringState) condition {
 	case accepted == nil:
 		return no(isthmus.ReasonWaitingAnswer, "the peer's NetworkConfig is not answered yet")
 	case accepted.Status != metav1.ConditionTrue || !nc.Status.Processed:
-		reason := knownReason(accepted.Reason) // with the permissions that Liqo grants, the peer may have written it
+		reason := knownReason(accepted.Reason) // with the permissions that Liqo grants, the peer may have written the reason itself
 		return no(reason, "%s", s.refusedPeer(nc, reason, accepted.Message))
 	case accepted.ObservedGeneration != nc.Generation && !s.inForceAsSeen(nc):
 		return no(isthmus.ReasonWaitingAnswer, "the peer's NetworkConfig has changed; the new version is not answered yet")
@@ -292,8 +292,8 @@ func (s peeringState) withdrew() bool {
 	return len(s.copies) == 1 && !s.copies[0].DeletionTimestamp.IsZero() || len(s.copies) == 0 && hadPeerConfig(s.peering)
 }
 
-// hadPeerConfig reports whether a NetworkConfig of the peer has ever existed. The condition
-// PeerConfigAccepted preserves this.
+// hadPeerConfig reports whether a NetworkConfig of the peer has ever existed, which the condition
+// PeerConfigAccepted records.
 func hadPeerConfig(p *isthmus.Peering) bool {
 	c := meta.FindStatusCondition(p.Status.Conditions, isthmus.ConditionPeerConfig)
 	if c == nil {

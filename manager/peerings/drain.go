@@ -80,7 +80,7 @@ func (r *Reconciler) drain(ctx context.Context, s *peeringState) (time.Duration,
 			return left, nil
 		}
 	}
-	// With this annotation, the other reconcilers continue the removal.
+	// The other reconcilers continue the removal once the Peering has this annotation.
 	patch := client.RawPatch(types.MergePatchType, fmt.Appendf(nil, `{"metadata":{"annotations":{%q:"true"}}}`, isthmus.AnnotationDrained))
 	if err := r.Client.Patch(ctx, s.peering, patch); client.IgnoreNotFound(err) != nil {
 		return 0, fmt.Errorf("record that the services are drained: %w", err)

@@ -24,8 +24,9 @@ import (
 // is shortened if the line is too long.
 
 const (
-	// maxMessage bounds the message of a condition, in octets. An Event's note may have 1024 octets,
-	// which include the name of the condition. For Ready, they include two names.
+	// maxMessage bounds the message of a condition, in octets. An Event's note may have 1024
+	// octets, which include the name of the condition. The note about Ready also includes the name
+	// of another condition.
 	maxMessage = 1000
 	maxRefusal = maxMessage - len(isthmus.ConditionTunnelEndpoint+": ")
 	// maxWhy bounds status.remote.podCIDRWhy, in octets.

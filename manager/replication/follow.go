@@ -24,8 +24,8 @@ type pace struct {
 	// authority is the interval of reads of the certificate authority that the peer publishes.
 	authority time.Duration
 
-	// turns has one element for each request of any worker to one API server that waits for a
-	// response. Its capacity limits these requests. If it is nil, there is no limit.
+	// turns limits the requests of all workers to one API server that wait for a response: it has
+	// one element for each such request. If it is nil, there is no limit.
 	turns chan struct{}
 }
 

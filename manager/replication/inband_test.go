@@ -41,7 +41,8 @@ func TestIdentityMustFitInBandSettingOfThePeering(t *testing.T) {
 	}
 }
 
-// A connection through the tunnel is made by Options.InBand, and the condition has its error.
+// Options.InBand makes the connections through the tunnel. If it fails, the condition has its
+// error.
 func TestInBandConnectionsUseOnlyTheTunnel(t *testing.T) {
 	dialled := ""
 	p := pool{inBand: func(_ context.Context, peer string) (net.Conn, error) {

@@ -41,7 +41,8 @@ import (
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 )
 
-// A Target is a peer to replicate to. Work for equal Targets is the same.
+// A Target is a peer to replicate to. If the Target of a peer changes, Set replaces the peer's
+// worker.
 type Target struct {
 	ID              string                   // clusterID of the peer
 	Cluster         v1alpha1.ClusterIdentity // identity of the peer; its UniqueName is the name of the original

@@ -186,7 +186,7 @@ func (s *sharer) wanted() map[string]isthmus.PeerServicesSpec {
 	return s.w.r.shares[s.w.peer.ID]
 }
 
-// sync writes the differing objects.
+// sync writes the objects at the peer that differ from those passed to Share.
 func (s *sharer) sync(ctx context.Context) {
 	s.w.r.mu.Lock()
 	want, known := s.w.r.shares[s.w.peer.ID]

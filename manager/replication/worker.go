@@ -46,8 +46,8 @@ type worker struct {
 	listed bool                               // whether copies were listed at this API server, perhaps some time ago
 	up     bool                               // whether the last request succeeded
 
-	// answer is the last answer that was written into the original. stored is the resulting status at
-	// our API server, because Liqo's CRD drops the condition.
+	// answer is the last answer that was written into the original. stored is the resulting status
+	// at our API server. They differ if Liqo's CRD drops the condition.
 	answer, stored v1alpha1.NetworkConfigStatus
 
 	state   State

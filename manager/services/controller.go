@@ -299,7 +299,7 @@ func (c *Controller) gatherOwn(ctx context.Context, g *gathered, name string, wh
 		many = &Invalid{reasonTooMany, fmt.Sprintf("the namespace already has %d exported ServiceExports, which is the limit", maxExports)}
 		svc, g.after = nil, lookAgain
 	}
-	if svc == nil { // the name may be invalid as a label value, so the Service's slices could not be watched by label
+	if svc == nil { // the Service does not exist; its name may even be an invalid label value, by which no slices can be watched
 		c.sources.forget(g.key)
 	} else if endpoints, g.wait = c.sources.slices(g.key); g.wait {
 		return nil

@@ -159,7 +159,7 @@ func (c *Controller) applyImport(ctx context.Context, have, want *mcs.ServiceImp
 		return made, wrap("create ServiceImport", c.Client.Create(ctx, made))
 	}
 	if !have.DeletionTimestamp.IsZero() {
-		return nil, nil //nolint:nilnil // its deletion is an event
+		return nil, nil //nolint:nilnil // the end of its deletion causes an event
 	}
 	changed := have.DeepCopy()
 	changed.Labels, changed.Annotations = maps.Clone(want.Labels), maps.Clone(want.Annotations)
