@@ -63,9 +63,9 @@ func canList(ctx context.Context, direct client.Reader, list client.ObjectList) 
 // tunnels of all their peers.
 const looksForAbsence = 4
 
-// checkAbsence returns an error if ForeignClusters are missing while TunnelEndpoints still belong
-// to some. n is the number of checks since the start. From looksForAbsence checks on, checkAbsence
-// returns nil.
+// checkAbsence returns an error if ForeignClusters are missing although some TunnelEndpoints belong
+// to ForeignClusters. n is the number of checks since the start. From looksForAbsence checks on,
+// checkAbsence returns nil.
 func checkAbsence(ctx context.Context, direct client.Reader, n int) error {
 	if n >= looksForAbsence {
 		return nil

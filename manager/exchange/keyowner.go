@@ -175,7 +175,7 @@ func (r *NetworkConfigReconciler) prove(ctx context.Context, peer peers.Peer, fa
 }
 
 // A proof is cached for each peer, because making one takes two X25519 operations for each tunnel,
-// and every change of a Node reconciles all peers.
+// and every change of the Facts, such as a new Node, reconciles all peers.
 type proof struct {
 	inputs proofInputs
 	text   string // empty: there is no proof
