@@ -16,7 +16,7 @@ type NodeNetwork = string
 type NodeNetworksSpec struct {
 	// Networks are the addresses of the node, the networks on its links and the destinations of its
 	// routes, IPv4 and IPv6, without default routes and without the networks of the cluster's own
-	// pods and Services. If a family has too many, they are merged into wider networks.
+	// pods and Services. Too many networks of one family are merged into wider networks.
 	// +kubebuilder:validation:MaxItems=512
 	// +listType=atomic
 	// +optional
