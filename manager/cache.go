@@ -21,9 +21,9 @@ import (
 	"github.com/isthmus-net/isthmus/manager/peers"
 )
 
-// prepare sets up everything that a manager needs even while another one leads: indexes, caches and
-// health checks.
-func prepare(ctx context.Context, mgr ctrl.Manager, has present) error {
+// prepare sets up everything that a manager needs even while another manager leads: indexes, caches
+// and health checks.
+func prepare(ctx context.Context, mgr ctrl.Manager, has optionalKinds) error {
 	if err := peers.AddIndexes(ctx, mgr.GetFieldIndexer(), has.foreignClusters); err != nil {
 		return fmt.Errorf("indexes: %w", installFirst(err))
 	}

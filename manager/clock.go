@@ -12,8 +12,8 @@ import (
 )
 
 // serverClock returns a function that reads the API server's time from the Date header of a
-// response (RFC 9110, section 6.6.1). The resolution is one second. With this clock, a wrong clock
-// on this machine cannot end a hold.
+// response (RFC 9110, section 6.6.1). The resolution is one second. The manager uses this clock for
+// holds, so that a wrong clock on this machine cannot end the hold of a released network early.
 func serverClock(cfg *rest.Config) (func(context.Context) (time.Time, error), error) {
 	cfg = rest.CopyConfig(cfg)
 	cfg.Timeout = 10 * time.Second

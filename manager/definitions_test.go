@@ -11,8 +11,7 @@ import (
 	"github.com/isthmus-net/isthmus/manager/controllers"
 )
 
-// `isthmus install` may start a manager while CRDs are being deleted and only wait for our
-// finalizers.
+// `isthmus install` may start a manager while the deletion of CRDs waits only for our finalizers.
 func TestStartingManagerRemovesFinalizersWhileCRDsAreDeleted(t *testing.T) {
 	a, b := twoSides(t)
 	ready(a, b)

@@ -65,7 +65,7 @@ func (x *expiry) run(ctx context.Context) error {
 	tick := time.NewTicker(expiryInterval)
 	defer tick.Stop()
 	for {
-		if err := x.look(ctx, time.Now()); err != nil && ctx.Err() == nil {
+		if err := x.sweep(ctx, time.Now()); err != nil && ctx.Err() == nil {
 			x.Log.Warn("cannot look up mapped endpoints; no mapping expires meanwhile", "error", err)
 		}
 		select {
@@ -76,10 +76,10 @@ func (x *expiry) run(ctx context.Context) error {
 	}
 }
 
-// look ends the mappings of endpoints that have been gone for expiryGrace. If the owner of an
+// sweep ends the mappings of endpoints that have been gone for expiryGrace. If the owner of an
 // address has changed, it ends the mappings at once. It continues after an error and returns the
 // first error.
-func (x *expiry) look(ctx context.Context, now time.Time) (first error) {
+func (x *expiry) sweep(ctx context.Context, now time.Time) (first error) {
 	known := x.Store.State().Known()
 	maps.DeleteFunc(x.since, func(ip netip.Addr, _ time.Time) bool {
 		_, mapped := slices.BinarySearchFunc(known, ip, func(e ipam.Endpoint, ip netip.Addr) int { return e.IP.Compare(ip) })
@@ -99,7 +99,7 @@ func (x *expiry) lookFor(ctx context.Context, e ipam.Endpoint, now time.Time, pa
 	if err != nil {
 		return err
 	}
-	if what == e.What {
+	if what == e.Kind {
 		delete(x.since, e.IP)
 		return nil
 	}
@@ -112,13 +112,13 @@ func (x *expiry) lookFor(ctx context.Context, e ipam.Endpoint, now time.Time, pa
 		return x.end(ctx, e, what)
 	}
 	if !before {
-		x.Log.Info("mapped endpoint is gone; its mappings expire unless it returns", "endpoint", e.IP, "was", e.What, "peers", e.For, "in", expiryGrace)
+		x.Log.Info("mapped endpoint is gone; its mappings expire unless it returns", "endpoint", e.IP, "was", e.Kind, "peers", e.For, "in", expiryGrace)
 	}
 	return nil
 }
 
-// end ends the mappings of one endpoint. The last parameter is the kind of the address's present
-// owner, or "" if it has none.
+// end ends the mappings of one endpoint. owner is the kind of object that has the address now, or
+// "" if no object has it.
 func (x *expiry) end(ctx context.Context, e ipam.Endpoint, owner string) error {
 	before := x.Store.State()
 	after, err := x.Store.Update(ctx, func(b ipam.State) (ipam.State, error) {
@@ -131,14 +131,15 @@ func (x *expiry) end(ctx context.Context, e ipam.Endpoint, owner string) error {
 	for _, id := range e.For {
 		if before.Mapped(id, e.IP) && !after.Mapped(id, e.IP) {
 			x.expired.Add(1)
-			x.Log.Warn("mapping expired, because its endpoint is gone", "endpoint", e.IP, "was", e.What, "is", owner, "peer", id, "askedFor", before.Requesters(id, e.IP))
+			x.Log.Warn("mapping expired, because its endpoint is gone", "endpoint", e.IP, "was", e.Kind, "is", owner, "peer", id, "askedFor", before.Requesters(id, e.IP))
 		}
 	}
 	return nil
 }
 
-// what calls find with the limit for callers of the IPAM service. It may be called concurrently.
-func (x *expiry) what(ctx context.Context, ip netip.Addr) (string, error) {
+// ownerKind calls find with the limit for callers of the IPAM service. It may be called
+// concurrently.
+func (x *expiry) ownerKind(ctx context.Context, ip netip.Addr) (string, error) {
 	return x.find(ctx, ip, x.callerLookups)
 }
 
@@ -164,7 +165,7 @@ func (x *expiry) find(ctx context.Context, ip netip.Addr, pace *rate.Limiter) (s
 		fields.OneTermNotEqualSelector("status.phase", string(corev1.PodFailed))))
 }
 
-// first returns word if the selector matches some object; otherwise "".
+// first returns owner if the selector matches some object; otherwise "".
 func (x *expiry) first(ctx context.Context, pace *rate.Limiter, owner, kind string, selector fields.Selector) (string, error) {
 	if err := pace.Wait(ctx); err != nil {
 		return "", err

@@ -32,7 +32,7 @@ func newAging(t *testing.T) *aging {
 	t.Helper()
 	a := &aging{world: bare(t), now: time.Unix(0, 0), nodes: []netip.Addr{netip.MustParseAddr("172.30.0.1"), netip.MustParseAddr("172.30.0.2")}}
 	a.expiry = newExpiry(managertest.Client, new(managertest.Store), slog.New(slog.NewTextHandler(&a.log, nil)))
-	a.callerLookups.SetLimit(1000) // sees calls what often
+	a.callerLookups.SetLimit(1000) // sees calls ownerKind often
 	a.configure()
 	a.joined("p", "172.16.0.0/20")
 	a.OK(client.IgnoreAlreadyExists(managertest.Client.Create(a.Ctx, &corev1.ServiceAccount{ObjectMeta: metav1.ObjectMeta{Namespace: a.System, Name: "default"}})))
@@ -73,7 +73,7 @@ func (a *aging) joined(id, network string) {
 func (a *aging) mapped(ip, want string) {
 	a.T.Helper()
 	addr := netip.MustParseAddr(ip)
-	what, err := a.what(a.Ctx, addr)
+	what, err := a.ownerKind(a.Ctx, addr)
 	if a.OK(err); what != want {
 		a.T.Errorf("%s is %q, want %q", ip, what, want)
 	}
@@ -86,12 +86,12 @@ func (a *aging) mapped(ip, want string) {
 	})
 }
 
-// mappedAfter advances the clock by after, runs look, and checks that exactly the given endpoints
+// mappedAfter advances the clock by after, runs sweep, and checks that exactly the given endpoints
 // are mapped.
 func (a *aging) mappedAfter(after time.Duration, ips ...string) {
 	a.T.Helper()
 	a.now = a.now.Add(after)
-	a.OK(a.look(a.Ctx, a.now))
+	a.OK(a.sweep(a.Ctx, a.now))
 	have := a.Store.State().Spec().EndpointMappings
 	delete(have, "169.254.0.1")
 	for _, ip := range ips {
@@ -123,11 +123,11 @@ func (a *aging) pod(name, ip string, phase corev1.PodPhase) (remove func()) {
 	}
 }
 
-// sees waits until the API server's memory has the kind of owner that was written.
+// sees waits until ownerKind returns want, because the API server's memory may be outdated.
 func (a *aging) sees(ip, want string) {
 	a.T.Helper()
 	a.Until(ip+" is "+want, func() bool {
-		what, err := a.what(a.Ctx, netip.MustParseAddr(ip))
+		what, err := a.ownerKind(a.Ctx, netip.MustParseAddr(ip))
 		a.OK(err)
 		return what == want
 	})
@@ -207,7 +207,7 @@ func TestNoMappingExpiresWhileTheAPIServerDoesNotAnswer(t *testing.T) {
 	a.OK(managertest.Server.Freeze())
 	away, cancel := context.WithTimeout(a.Ctx, time.Second)
 	defer cancel()
-	err := a.look(away, a.now.Add(2*expiryGrace))
+	err := a.sweep(away, a.now.Add(2*expiryGrace))
 	a.OK(managertest.Server.Thaw())
 	if err == nil || !a.Store.State().Mapped("p", netip.MustParseAddr("10.9.9.1")) {
 		t.Errorf("%v, mapped %v", err, a.Store.State().Mapped("p", netip.MustParseAddr("10.9.9.1")))

@@ -15,9 +15,10 @@ import (
 )
 
 // listen serves the addresses of o until the returned servers are closed. It replaces
-// controller-runtime's servers, which do not limit slow or numerous clients. waits has the reason
-// while a leading manager cannot begin its work. A standby counts as ready.
-func listen(o Options, mgr ctrl.Manager, waits *atomic.Pointer[string]) (*httpserve.Servers, error) {
+// controller-runtime's servers, which do not limit slow or numerous clients. While a leading
+// manager cannot begin its work, waitReason points to the reason, and the manager does not count as
+// ready. A standby counts as ready.
+func listen(o Options, mgr ctrl.Manager, waitReason *atomic.Pointer[string]) (*httpserve.Servers, error) {
 	public, private := http.NewServeMux(), http.NewServeMux()
 	private.Handle("GET /metrics", o.MetricsSecure.Guarded(promhttp.HandlerFor(metrics.Registry, promhttp.HandlerOpts{ErrorHandling: promhttp.HTTPErrorOnError})))
 	public.HandleFunc("GET /healthz", func(w http.ResponseWriter, _ *http.Request) { fmt.Fprintln(w, "ok") })
@@ -28,7 +29,7 @@ func listen(o Options, mgr ctrl.Manager, waits *atomic.Pointer[string]) (*httpse
 			http.Error(w, "the caches are not filled yet", http.StatusServiceUnavailable)
 			return
 		}
-		if why := waits.Load(); why != nil {
+		if why := waitReason.Load(); why != nil {
 			http.Error(w, "this manager is the leader but cannot start: "+*why, http.StatusServiceUnavailable)
 			return
 		}

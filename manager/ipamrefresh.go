@@ -17,8 +17,8 @@ import (
 	"github.com/isthmus-net/isthmus/manager/ipamstore"
 )
 
-// ipamRefresher refreshes the Store when its objects have changed, because another program may have
-// changed them. Most events come from our own writes. A delay of one second merges them, so that a
+// ipamRefresher refreshes the Store after a change of its objects, because another program may have
+// made the change. Most changes are our own. A delay of one second merges their events, so that a
 // hundred new peers do not cause a hundred refreshes.
 type ipamRefresher struct {
 	store *ipamstore.Store
@@ -33,7 +33,7 @@ func (r *ipamRefresher) SetupWithManager(mgr ctrl.Manager) error {
 		UpdateFunc: func(_ context.Context, _ event.UpdateEvent, q queue) { later(q) },
 		DeleteFunc: func(_ context.Context, _ event.TypedDeleteEvent[client.Object], q queue) { later(q) },
 	}
-	allocations := look // somebody may create an object with a name that we do not use
+	allocations := look // a creation counts as well: somebody may create a NetworkAllocation with a name that we do not use
 	allocations.CreateFunc = func(_ context.Context, _ event.CreateEvent, q queue) { later(q) }
 	return ctrl.NewControllerManagedBy(mgr).Named("ipamstate").WatchesMetadata(&v1alpha1.IpamStorage{}, look).
 		Watches(&isthmus.NetworkAllocation{}, allocations).Complete(controllers.Noted("ipamstate", r))

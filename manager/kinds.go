@@ -33,14 +33,14 @@ func hasForeignClusters(kinds *discovery.DiscoveryClient) (bool, error) {
 	return false, nil
 }
 
-// A present has the optional kinds that a cluster serves.
-type present struct {
+// optionalKinds are the optional kinds that a cluster serves.
+type optionalKinds struct {
 	foreignClusters bool // the kind of Liqo's control plane
 	serviceCIDRs    bool // served since Kubernetes 1.33, and this manager may list them
 	sharedServices  bool // the kinds for Options.Services are served and may be listed; false if the option is off
 }
 
-func servedKinds(ctx context.Context, kinds *discovery.DiscoveryClient, direct client.Reader, services bool) (p present, err error) {
+func servedKinds(ctx context.Context, kinds *discovery.DiscoveryClient, direct client.Reader, services bool) (p optionalKinds, err error) {
 	if p.foreignClusters, err = hasForeignClusters(kinds); err != nil {
 		return p, err
 	}
@@ -59,13 +59,13 @@ func canList(ctx context.Context, direct client.Reader, list client.ObjectList) 
 
 // looksForAbsence is the number of consecutive checks in which a kind must be missing before it
 // counts as removed. An API server that starts or lags behind does not serve custom resources for a
-// moment. If ForeignClusters counted as removed then, the manager would take down the tunnels of
-// all their peers.
+// moment. If ForeignClusters counted as removed during that moment, the manager would take down the
+// tunnels of all their peers.
 const looksForAbsence = 4
 
-// checkAbsence returns an error if ForeignClusters are missing while TunnelEndpoints still belong
-// to some. n is the number of checks since the start. From looksForAbsence checks on, checkAbsence
-// returns nil.
+// checkAbsence returns an error if ForeignClusters are missing although some TunnelEndpoints belong
+// to ForeignClusters. n is the number of checks since the start. From looksForAbsence checks on,
+// checkAbsence returns nil.
 func checkAbsence(ctx context.Context, direct client.Reader, n int) error {
 	if n >= looksForAbsence {
 		return nil
@@ -86,7 +86,7 @@ func checkAbsence(ctx context.Context, direct client.Reader, n int) error {
 
 // watchKinds calls changed when kinds appear or disappear, because Liqo may be installed, removed
 // or upgraded later.
-func watchKinds(ctx context.Context, look func(context.Context) (present, error), had present, every time.Duration, changed func()) {
+func watchKinds(ctx context.Context, look func(context.Context) (optionalKinds, error), had optionalKinds, every time.Duration, changed func()) {
 	tick := time.NewTicker(every)
 	defer tick.Stop()
 	missing := 0
@@ -111,7 +111,7 @@ func watchKinds(ctx context.Context, look func(context.Context) (present, error)
 	}
 }
 
-// lost reports whether now lacks a kind that p has.
-func (p present) lost(now present) bool {
-	return p.foreignClusters && !now.foreignClusters || p.serviceCIDRs && !now.serviceCIDRs || p.sharedServices && !now.sharedServices
+// lost reports whether current lacks a kind that p has.
+func (p optionalKinds) lost(current optionalKinds) bool {
+	return p.foreignClusters && !current.foreignClusters || p.serviceCIDRs && !current.serviceCIDRs || p.sharedServices && !current.sharedServices
 }

@@ -12,23 +12,23 @@ import (
 )
 
 func TestKindCountsAsRemovedOnlyAfterSeveralChecks(t *testing.T) {
-	with, without := present{foreignClusters: true, serviceCIDRs: true}, present{serviceCIDRs: true}
+	with, without := optionalKinds{foreignClusters: true, serviceCIDRs: true}, optionalKinds{serviceCIDRs: true}
 	for name, tc := range map[string]struct {
-		had   present
-		looks []present // the last one is repeated
-		after int       // number of checks until changed is called
+		had   optionalKinds
+		looks []optionalKinds // the last one is repeated
+		after int             // number of checks until changed is called
 	}{
-		"gone for good":       {with, []present{without}, looksForAbsence},
-		"back in between":     {with, []present{without, without, without, with, without}, 4 + looksForAbsence},
-		"an error in between": {with, []present{without, {}, without}, 1 + looksForAbsence},
-		"there at last":       {without, []present{without, with}, 2},
+		"gone for good":       {with, []optionalKinds{without}, looksForAbsence},
+		"back in between":     {with, []optionalKinds{without, without, without, with, without}, 4 + looksForAbsence},
+		"an error in between": {with, []optionalKinds{without, {}, without}, 1 + looksForAbsence},
+		"there at last":       {without, []optionalKinds{without, with}, 2},
 	} {
 		synctest.Test(t, func(t *testing.T) {
 			n, began := 0, time.Now()
 			changed := false
-			watchKinds(t.Context(), func(context.Context) (present, error) {
+			watchKinds(t.Context(), func(context.Context) (optionalKinds, error) {
 				p := tc.looks[min(n, len(tc.looks)-1)]
-				if n++; p == (present{}) {
+				if n++; p == (optionalKinds{}) {
 					return p, errors.New("no answer")
 				}
 				return p, nil
@@ -40,25 +40,25 @@ func TestKindCountsAsRemovedOnlyAfterSeveralChecks(t *testing.T) {
 	}
 }
 
-// owned is a reader with one TunnelEndpoint, which belongs to an object of the kind by.
+// owned is a reader with one TunnelEndpoint, whose owner is an object of the given kind.
 type owned struct {
 	client.Reader
-	by string
+	kind string
 }
 
 func (o owned) List(_ context.Context, list client.ObjectList, _ ...client.ListOption) error {
 	list.(*metav1.PartialObjectMetadataList).Items = []metav1.PartialObjectMetadata{{ObjectMeta: metav1.ObjectMeta{Namespace: "n", Name: "te",
-		OwnerReferences: []metav1.OwnerReference{{Kind: "NetworkConfig"}, {Kind: o.by}}}}}
+		OwnerReferences: []metav1.OwnerReference{{Kind: "NetworkConfig"}, {Kind: o.kind}}}}}
 	return nil
 }
 
 func TestStartingManagerChecksRepeatedlyThatForeignClustersAreRemoved(t *testing.T) {
 	for n := 1; n <= looksForAbsence; n++ {
-		if err := checkAbsence(t.Context(), owned{by: "ForeignCluster"}, n); (err == nil) != (n == looksForAbsence) {
+		if err := checkAbsence(t.Context(), owned{kind: "ForeignCluster"}, n); (err == nil) != (n == looksForAbsence) {
 			t.Errorf("look %d: %v", n, err)
 		}
 	}
-	if err := checkAbsence(t.Context(), owned{by: "Peering"}, 1); err != nil {
+	if err := checkAbsence(t.Context(), owned{kind: "Peering"}, 1); err != nil {
 		t.Errorf("no ForeignCluster has a tunnel: %v", err)
 	}
 }

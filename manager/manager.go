@@ -199,8 +199,8 @@ func runOnce(ctx context.Context, o Options, cfg *rest.Config) error {
 	if err != nil {
 		return err
 	}
-	look := func(ctx context.Context) (present, error) { return servedKinds(ctx, kinds, direct, o.Services) }
-	var has present
+	look := func(ctx context.Context) (optionalKinds, error) { return servedKinds(ctx, kinds, direct, o.Services) }
+	var has optionalKinds
 	absent := 0
 	if err := untilAnswered(ctx, o.Log, func() (err error) {
 		if o.Cluster, err = identify(ctx, direct, o.Namespace, o.Cluster); err != nil {
@@ -236,7 +236,7 @@ func runOnce(ctx context.Context, o Options, cfg *rest.Config) error {
 		RenewDeadline:                       ptr.To(renewDeadline),
 		GracefulShutdownTimeout:             ptr.To(10 * time.Second),
 		Metrics:                             metricsserver.Options{BindAddress: "0"},             // off, because listen serves the metrics with limits
-		Controller:                          config.Controller{SkipNameValidation: ptr.To(true)}, // after errAgain, controllers with the same names start again
+		Controller:                          config.Controller{SkipNameValidation: ptr.To(true)}, // a run after errAgain starts controllers with the same names
 	})
 	if err != nil {
 		return installFirst(err)
@@ -266,7 +266,7 @@ func runOnce(ctx context.Context, o Options, cfg *rest.Config) error {
 	); err != nil {
 		return err
 	}
-	servers, err := listen(o, mgr, l.waits)
+	servers, err := listen(o, mgr, l.waitReason)
 	if err != nil {
 		return err
 	}
@@ -296,14 +296,14 @@ func leaseLock(o Options, cfg *rest.Config) (lock resourcelock.Interface, done f
 	}, done, nil
 }
 
-func newLeader(o Options, cfg *rest.Config, mgr ctrl.Manager, has present) (*leader, error) {
+func newLeader(o Options, cfg *rest.Config, mgr ctrl.Manager, has optionalKinds) (*leader, error) {
 	l := &leader{
 		Options: o, mgr: mgr,
-		client:  client.WithFieldOwner(mgr.GetClient(), component),
-		peers:   peers.Peers{Reader: mgr.GetCache(), Self: o.Cluster.ClusterID, ForeignClusters: has.foreignClusters},
-		config:  cfg,
-		leading: new(atomic.Pointer[leading]),
-		waits:   new(atomic.Pointer[string]),
+		client:     client.WithFieldOwner(mgr.GetClient(), component),
+		peers:      peers.Peers{Reader: mgr.GetCache(), Self: o.Cluster.ClusterID, ForeignClusters: has.foreignClusters},
+		config:     cfg,
+		leading:    new(atomic.Pointer[leading]),
+		waitReason: new(atomic.Pointer[string]),
 	}
 	l.store = ipamstore.New(l.client, mgr.GetAPIReader(), o.Cluster.ClusterID, o.Log)
 	l.services = has.serviceCIDRs
@@ -320,16 +320,16 @@ func newLeader(o Options, cfg *rest.Config, mgr ctrl.Manager, has present) (*lea
 // A leader is the part of a manager that only runs while it leads.
 type leader struct {
 	Options
-	mgr      ctrl.Manager
-	client   client.Client
-	peers    peers.Peers
-	store    *ipamstore.Store
-	expiry   *expiry
-	leading  *atomic.Pointer[leading]
-	waits    *atomic.Pointer[string] // the reason why this leader cannot begin its work; a nil pointer: it works, or does not lead
-	config   *rest.Config
-	services bool // value of present.serviceCIDRs
-	shared   bool // value of present.sharedServices
+	mgr        ctrl.Manager
+	client     client.Client
+	peers      peers.Peers
+	store      *ipamstore.Store
+	expiry     *expiry
+	leading    *atomic.Pointer[leading]
+	waitReason *atomic.Pointer[string] // the reason why this leader cannot begin its work; a nil pointer: it works, or does not lead
+	config     *rest.Config
+	services   bool // value of optionalKinds.serviceCIDRs
+	shared     bool // value of optionalKinds.sharedServices
 }
 
 // run works until ctx ends. It starts the controllers after the IPAM state has been read and
@@ -342,17 +342,17 @@ func (l *leader) run(ctx context.Context) error {
 	}
 	gate := &exchange.RefusalGate{Cache: l.mgr.GetCache(), Namespace: l.Namespace, Events: l.mgr.GetEventRecorder(component), Log: l.Log, Patience: refusalPatience}
 	l.store.Observe(gate.Observe)
-	l.waits.Store(ptr.To("it has not read the cluster yet"))
+	l.waitReason.Store(ptr.To("it has not read the cluster yet"))
 	if !untilDone(ctx, l.Log, func() error {
 		err := l.begin(ctx, own, gate)
 		if err != nil {
-			l.waits.Store(ptr.To(kubeerr.Plain("the API server", err).Error()))
+			l.waitReason.Store(ptr.To(kubeerr.Plain("the API server", err).Error()))
 		}
 		return err
 	}) {
 		return nil
 	}
-	l.waits.Store(nil)
+	l.waitReason.Store(nil)
 	replicator := replication.New(replication.Options{
 		ClusterID: l.Cluster.ClusterID, Client: l.client, Cache: l.mgr.GetCache(), Config: l.config, Log: l.Log,
 		Services: l.shared, Withdraw: !l.Options.Services, InBand: l.dialInBand,
@@ -364,7 +364,7 @@ func (l *leader) run(ctx context.Context) error {
 	}
 	if l.IPAM.Address != "" {
 		service := l.IPAM
-		service.What = l.expiry.what
+		service.OwnerKind = l.expiry.ownerKind
 		if err := l.mgr.Add(runtimemanager.RunnableFunc(func(ctx context.Context) error {
 			return ipamrpc.Serve(ctx, service, l.store, l.Log)
 		})); err != nil {

@@ -96,8 +96,9 @@ func twoSides(t *testing.T) (a, b *side) {
 	return twoSidesWith(t, managertest.Connect)
 }
 
-// twoSidesWith does the same as twoSides. connect installs CRDs on the API server of the second
-// side, and returns its configuration and client. edits change each side before its manager starts.
+// twoSidesWith is twoSides with two additions: connect installs the CRDs on the API server of the
+// second side, and returns the configuration and a client of that server; edits change each side
+// before its manager starts.
 func twoSidesWith(t *testing.T, connect func(context.Context, *kubetest.Server) (*rest.Config, client.Client, error), edits ...func(*side)) (a, b *side) {
 	t.Helper()
 	w := bare(t)
@@ -233,8 +234,8 @@ func (s *side) preshared(with *side) (state postquantum.State) {
 	return state
 }
 
-// waitIdle waits until both sides have a preshared key, which they agree on last. It returns the
-// versions of all objects.
+// waitIdle waits until both sides have a preshared key, because that is the last step of a peering.
+// It returns the versions of all objects.
 func waitIdle(a, b *side) (versions string) {
 	a.T.Helper()
 	a.Until("both sides have a preshared key, and nothing is written", func() bool {
@@ -389,8 +390,8 @@ func TestOnlyOneOfTwoManagersWithTheSameNameLeads(t *testing.T) {
 	isLeader := func(i int) bool { return strings.Contains(logs[i].String(), "manager is the leader") }
 	w.Until("one leads", func() bool { return isLeader(0) || isLeader(1) })
 	// This is longer than two attempts to acquire the Lease. If the machine stalls meanwhile, the
-	// second manager may acquire it, and LeaseTransitions counts that. It counts nothing if both
-	// managers are one holder.
+	// second manager may acquire the Lease, and LeaseTransitions counts that. LeaseTransitions does
+	// not change if both managers are one holder.
 	time.Sleep(5 * time.Second)
 	if both := isLeader(0) && isLeader(1); both {
 		var lease coordinationv1.Lease
@@ -477,8 +478,8 @@ func TestManagerDetectsWhenLiqoIsInstalled(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	look := func(ctx context.Context) (present, error) { return servedKinds(ctx, kinds, direct, false) }
-	go watchKinds(t.Context(), look, present{serviceCIDRs: managertest.ServesServiceCIDRs}, 50*time.Millisecond, func() { close(changed) })
+	look := func(ctx context.Context) (optionalKinds, error) { return servedKinds(ctx, kinds, direct, false) }
+	go watchKinds(t.Context(), look, optionalKinds{serviceCIDRs: managertest.ServesServiceCIDRs}, 50*time.Millisecond, func() { close(changed) })
 	select {
 	case <-changed:
 		t.Fatal("noticed before it happened")

@@ -60,7 +60,7 @@ func startOldServer(t *testing.T) *oldServer {
 		Transport: transport, FlushInterval: -1, ErrorLog: slog.NewLogLogger(slog.DiscardHandler, slog.LevelError),
 		Rewrite: func(r *httputil.ProxyRequest) {
 			r.SetURL(target)
-			if path := r.In.URL.Path; path == "/apis" || path == group { // the old form of discovery, as JSON that ModifyResponse can edit
+			if path := r.In.URL.Path; path == "/apis" || path == group { // requests the older form of discovery, which is JSON that ModifyResponse can edit
 				r.Out.Header.Set("Accept", "application/json")
 				r.Out.Header.Del("Accept-Encoding")
 			}

@@ -32,11 +32,11 @@ func canShare(ctx context.Context, direct client.Reader) (bool, error) {
 // shareServices sets up the sharing of Services, if it is enabled and possible.
 func (l *leader) shareServices(own facts.Reader, replicator *replication.Replicator, peering *peerings.Reconciler) (*services.Controller, error) {
 	if !l.Options.Services {
-		return nil, nil //nolint:nilnil // it is off
+		return nil, nil //nolint:nilnil // sharing is off
 	}
 	if !l.shared {
 		peering.ServicesLacking = servicesLacking
-		return nil, nil //nolint:nilnil // the statuses of Peerings say why
+		return nil, nil //nolint:nilnil // the statuses of Peerings have the reason
 	}
 	forPeerings, forServices := make(chan event.GenericEvent), make(chan event.GenericEvent)
 	changed := peering.PeerChanged

@@ -203,8 +203,8 @@ func TestServicesAreSharedBetweenClustersWithTheSamePodCIDR(t *testing.T) {
 	a.peer.WaitForReason(isthmus.ConditionServicesShared, isthmus.ReasonShared)
 	b.peer.WaitForReason(isthmus.ConditionServicesShared, isthmus.ReasonShared)
 
-	// Unvalidated fields of a ServiceExport and of a slice by a user must not affect other services of
-	// the shard.
+	// Users may write invalid values into a ServiceExport and an EndpointSlice. Such values must
+	// not affect other services of the shard.
 	odd := sameShard(b.prod(), "shop")
 	zone := b.serve(odd, "10.200.3.3")
 	zone.Endpoints[0].Zone = ptr.To(strings.Repeat("z", 300))

@@ -23,7 +23,7 @@ const (
 	Soon    = 100 * time.Millisecond // the delay of a retry after a read from an outdated cache
 )
 
-// RequestFor returns the request that is named by a cluster ID.
+// RequestFor returns the request whose name is the cluster ID id.
 func RequestFor(id string) reconcile.Request {
 	var r reconcile.Request
 	r.Name = id

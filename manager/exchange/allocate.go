@@ -45,8 +45,8 @@ func (r *answerReconciler) decide(ctx context.Context, peer peers.Peer, nc *v1al
 	}
 	before := r.Store.State()
 	after, err := r.Store.Update(ctx, func(b ipam.State) (ipam.State, error) {
-		// Update serialises this look-up with releases. An allocation made after the peer has left would
-		// never be released.
+		// The peer is looked up inside Update, which does not run at the same time as a release. An
+		// allocation made after the peer has left would never be released.
 		if now, err := r.Peers.ByID(ctx, id); errors.Is(err, peers.ErrNoPeer) || err == nil && (!now.Begun() || now.LocalNamespace != peer.LocalNamespace) {
 			return b, errNotWanted
 		} else if err != nil {
@@ -104,9 +104,9 @@ func requestFrom(peer peers.Peer, claim fabric.Claim) (r ipam.Request, wrong *fa
 	return r, wrong
 }
 
-// TranslationsOf returns the networks that represent a peer's claim here, or would with consent,
-// and the reasons. It returns zero values for an invalid claim; a condition of the NetworkConfig
-// has its error.
+// TranslationsOf returns the networks that represent a peer's claim here, or that would represent
+// it after consent, each with its reason. For an invalid claim it returns zero values, because a
+// condition of the NetworkConfig has the error.
 func TranslationsOf(state ipam.State, peer peers.Peer, nc *v1alpha1.NetworkConfig) (translations [2]ipam.Translation) {
 	if claim, problems := fabric.ClaimFrom(nc, fabric.Origin{}); len(problems) == 0 {
 		if request, wrong := requestFrom(peer, claim); wrong == nil {
@@ -118,7 +118,7 @@ func TranslationsOf(state ipam.State, peer peers.Peer, nc *v1alpha1.NetworkConfi
 
 // allocateClearOf allocates networks for a claim. It avoids networks that contain the gateway of a
 // peer, because packets to that gateway would be routed into a tunnel. Existing allocations do not
-// change, even if they contain a gateway; inside lists these gateways.
+// change, even if they contain a gateway; the result inside lists such gateways.
 func allocateClearOf(b ipam.State, request ipam.Request, gateways func(netip.Prefix) ([]netip.Addr, error)) (next ipam.State, allocation ipam.Allocation, inside []netip.Addr, err error) {
 	var avoid []netip.Addr
 	for {
@@ -150,8 +150,8 @@ func allocateClearOf(b ipam.State, request ipam.Request, gateways func(netip.Pre
 	}
 }
 
-// gatewaysIn returns the addresses in p of peers' gateways, including the gateway of the claim
-// itself.
+// gatewaysIn returns the addresses of peers' gateways that are inside p, including the gateway of
+// the claim itself.
 func gatewaysIn(ctx context.Context, reader client.Reader, peer peers.Peer, claim fabric.Claim, p netip.Prefix) (found []netip.Addr, err error) {
 	var list v1alpha1.TunnelEndpointList
 	if err := reader.List(ctx, &list, client.MatchingFields{indexGatewayIn: p.String()}); err != nil {

@@ -79,7 +79,7 @@ func (r *answerReconciler) SetupWithManager(mgr ctrl.Manager) error {
 				return everyExchange(r.Peers, r.Log)(ctx, o)
 			}
 			all := r.waiting.with(forRoom)
-			if peer, err := r.Peers.ByID(ctx, o.GetName()); err == nil { // somebody may have edited the peer's networks
+			if peer, err := r.Peers.ByID(ctx, o.GetName()); err == nil { // the NetworkAllocation of the peer may have been edited
 				all = append(all, exchangeWith(peer))
 			}
 			return all
@@ -131,7 +131,8 @@ func (r *answerReconciler) reconcile(ctx context.Context, req ctrl.Request) erro
 			Message: fmt.Sprintf("there is more than one NetworkConfig of this cluster in namespace %s; want one", req.Namespace)}})
 	}
 	nc := &copies[0]
-	// The request is registered before the decision, so that it misses no release in between.
+	// The request is registered first, so that a release of networks during the decision causes
+	// another request.
 	r.waiting.add(req, forRoom)
 	r.claimants.add(req, publicKeysOf(nc.Spec.BackendConfig)...)
 	allocation, claim, refusals, err := r.decide(ctx, peer, nc)
@@ -165,7 +166,7 @@ func passing(r fabric.Refusal) bool {
 	return false
 }
 
-// sender returns the peer whose NetworkConfigs may have the origin label in the namespace. It
+// sender returns the peer that may send NetworkConfigs with this origin to the namespace. It
 // returns a refusal if there is no such peer.
 func sender(ctx context.Context, all peers.Peers, namespace, origin string) (peers.Peer, *fabric.Refusal, error) {
 	const field = "metadata.labels[" + v1alpha1.LabelOriginID + "]"
@@ -211,7 +212,7 @@ func (r *answerReconciler) refuse(ctx context.Context, copies []v1alpha1.Network
 		nc := &copies[i]
 		var answer v1alpha1.NetworkConfigStatus
 		switch condition.Reason {
-		case v1alpha1.ReasonNotPeered, v1alpha1.ReasonWrongOrigin: // no peer exists whose answer could be kept
+		case v1alpha1.ReasonNotPeered, v1alpha1.ReasonWrongOrigin: // no peer belongs to the namespace, so there is no answer to keep
 		default:
 			if answerInForce(r.Store.State(), nc) {
 				answer = v1alpha1.NetworkConfigStatus{Processed: true, PodCIDRNAT: nc.Status.PodCIDRNAT, ExternalCIDRNAT: nc.Status.ExternalCIDRNAT}

@@ -25,8 +25,8 @@ import (
 
 func isConflict(err error) bool { return apierrors.IsConflict(err) }
 
-// The first answer is the one recorded from Liqo (docs/liqo-v0.md, section 5). The others are for
-// masks that differ from ours.
+// The first expected answer was recorded from Liqo (docs/liqo-v0.md, section 5). The other cases
+// have networks whose length differs from ours.
 func TestOnlyOverlappingNetworksAreRemapped(t *testing.T) {
 	a := newAnswering(t)
 	a.partner("both", 2).claims("10.244.0.0/16", "10.245.0.0/16").untilAccepted("10.246.0.0/16 10.247.0.0/16")
@@ -113,7 +113,7 @@ func TestOverlappingNetworksAreNotRefused(t *testing.T) {
 
 func TestExhaustedPoolsAreAConditionUntilAPoolIsAdded(t *testing.T) {
 	a := newAnswering(t)
-	a.configure([]netip.Prefix{netip.MustParsePrefix("10.244.0.0/15")}, nil) // both of our networks
+	a.configure([]netip.Prefix{netip.MustParsePrefix("10.244.0.0/15")}, nil) // the only pool contains both of our networks
 	p := a.partner("bravo", 2).claims("10.244.0.0/16", "10.64.0.0/20")
 	p.untilAccepted("Exhausted: spec.podCIDR: 10.244.0.0/16 overlaps our PodCIDR, 10.244.0.0/16, and no /16 is free in the pools [10.244.0.0/15]; " +
 		"want a network that overlaps nothing, or a larger pool")
@@ -272,7 +272,7 @@ func TestKeyBelongsToThePeerThatProvesPossession(t *testing.T) {
 	a.Until("the thief's tunnel has the key", func() bool { return thief.Endpoint().Spec.BackendConfig[v1alpha1.ConfigPublicKey] == public })
 	claim(owner, public, "")
 	owner.untilAccepted(refused)
-	claim(owner, public, proofOf(thief)) // this proof is about the thief
+	claim(owner, public, proofOf(thief)) // a proof that the thief has the key, not the owner
 	owner.untilAccepted(refused)
 	claim(owner, public, proofOf(owner))
 	owner.untilAccepted("None None")
@@ -323,8 +323,8 @@ func TestOwnerKeepsAProvenKeyWhenOurKeyRotates(t *testing.T) {
 	a.Until("what the owner proved is forgotten", func() bool { return owner.Endpoint().Annotations[isthmus.AnnotationKeyProved] == "" })
 }
 
-// A peer proves possession of two keys. Each key is taken back only from a peer that does not prove
-// it.
+// A peer that proves possession of two keys gets each of them back, but only from a peer that has
+// no proof for that key.
 func TestOnlyKeysWithoutProofAreTakenBack(t *testing.T) {
 	a := newAnswering(t)
 	ours, shared := keyring.New(), keyring.New()
@@ -442,7 +442,7 @@ func TestConditionsAreBoundedInAFloodOfNetworkConfigs(t *testing.T) {
 	a := newAnswering(t)
 	p := a.partner("flood", 2)
 	other := a.partner("other", 3)
-	a.Stop() // a single first object would be answered
+	a.Stop() // otherwise the manager could answer the first object before the others exist
 	for i := range 60 {
 		if i == 10 {
 			a.start()
@@ -523,7 +523,7 @@ func TestAnswersAreUpdatedWhenTheIPAMStateChanges(t *testing.T) {
 	a := newAnswering(t)
 	p := a.partner("bravo", 2).claims("10.244.0.0/18", "10.65.0.0/20")
 	p.untilAccepted("10.246.0.0/18 None")
-	_, err := a.store.Update(a.Ctx, func(b ipam.State) (ipam.State, error) { // the result of an edit of the IPAM state
+	_, err := a.store.Update(a.Ctx, func(b ipam.State) (ipam.State, error) { // as if somebody had edited the IPAM state
 		b, _, err := b.Release(p.Cluster.ClusterID).Allocate(ipam.Request{ID: p.Cluster.ClusterID,
 			Pod: netip.MustParsePrefix("10.244.0.0/18"), External: netip.MustParsePrefix("10.65.0.0/20"), WantPod: netip.MustParsePrefix("10.8.0.0/18")})
 		return b, err

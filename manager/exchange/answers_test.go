@@ -77,7 +77,7 @@ func newAnswering(t *testing.T) *answering {
 	return a
 }
 
-// start starts a manager, or the next one after a.Stop.
+// start starts a manager. After a.Stop, it starts another one.
 func (a *answering) start() {
 	a.T.Helper()
 	ctx, cancel := context.WithCancel(context.Background())

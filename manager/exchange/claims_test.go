@@ -77,7 +77,7 @@ func TestAPublicNetworkIsRemappedUnlessThePeeringAllowsIt(t *testing.T) {
 		claims("203.0.113.0/24", "192.168.201.0/24").untilAccepted("None None")
 	always := a.partner("always", 6, func(p *isthmus.Peering) { p.Spec.Claims.AlwaysRemap = true }).claims("192.168.32.0/22", "192.168.202.0/24")
 	a.Until("the one that is always remapped is", func() bool { pod, external := remapped(always); return pod && external })
-	// If an administrator sets alwaysRemap later, the new networks need no other consent.
+	// If an administrator sets alwaysRemap later, the new networks need no further consent.
 	later := a.partner("later", 7).claims("192.168.64.0/22", "192.168.203.0/24")
 	later.untilAccepted("None None")
 	edit(a, later.Peering, func(p *isthmus.Peering) { p.Spec.Claims.AlwaysRemap = true })

@@ -1,11 +1,12 @@
-// Package exchange implements the exchange of NetworkConfigs with the peers. It publishes ours and
-// answers theirs with networks from the IPAM. It agrees on preshared keys, and joins both sides
-// into the TunnelEndpoint and the NatMapping of each peer. A RefusalGate holds an answer back until
-// the nodes refuse its networks. Releases frees the networks of a peer that has left.
+// Package exchange implements the exchange of NetworkConfigs with the peers. It publishes ours, and
+// answers theirs with networks from the IPAM. It agrees on preshared keys. From the NetworkConfigs
+// of both sides it makes the TunnelEndpoint and the NatMapping of each peer. A RefusalGate holds an
+// answer back until the nodes refuse its networks. Releases frees the networks of a peer that has
+// left.
 //
 // The package owns NetworkConfigs, TunnelEndpoints, NatMappings and the Secret of preshared keys.
-// The manager runs its controllers. Package peerings asks it for the reasons of a missing
-// agreement, and deletes TunnelEndpoints when a Peering is deleted.
+// The manager runs its controllers. Package peerings uses it to explain why two clusters have not
+// agreed, and deletes TunnelEndpoints when a Peering is deleted.
 package exchange
 
 import (
@@ -65,7 +66,7 @@ func (a *Answers) SetupWithManager(mgr ctrl.Manager) error {
 }
 
 // maxCopies bounds the number of NetworkConfigs that are read for one sender. A correct sender has
-// one. With 64, a flood can be refused and cleaned up a few objects at a time.
+// one. If a peer creates thousands, the reconciler handles 64 at a time.
 const maxCopies = 64
 
 // CopiesOf returns the NetworkConfigs of a sender in a namespace, oldest first, at most maxCopies.

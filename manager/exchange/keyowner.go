@@ -51,7 +51,7 @@ func (v Validator) taken(ctx context.Context, peer peers.Peer, nc *v1alpha1.Netw
 		return false, err
 	}
 	// The TunnelEndpoint of a peer without a proof counts until reclaim has deleted it, so that no
-	// gateway gets the key of two peers.
+	// gateway gets the same key for two peers.
 	if len(tunnels) > 0 {
 		first := slices.MinFunc(tunnels, func(a, b v1alpha1.TunnelEndpoint) int { return controllers.CompareAge(&a, &b) })
 		return first.Namespace != peer.LocalNamespace, nil
@@ -159,7 +159,7 @@ func (r *NetworkConfigReconciler) prove(ctx context.Context, peer peers.Peer, fa
 	}
 	theirs, err := fabric.ParseKey(copies[0].Spec.BackendConfig[v1alpha1.ConfigPublicKey])
 	if err != nil {
-		return nil //nolint:nilerr // a condition says so
+		return nil //nolint:nilerr // a condition reports the invalid key
 	}
 	inputs := proofInputs{facts.Keys, facts.PublicKey, theirs, len(publicKeysOf(spec.BackendConfig))}
 	last, _ := r.proofs.Load(peer.Cluster.ClusterID)
@@ -174,8 +174,8 @@ func (r *NetworkConfigReconciler) prove(ctx context.Context, peer peers.Peer, fa
 	return nil
 }
 
-// A proof is cached by peer. Making a proof takes two X25519 operations for each tunnel, and every
-// change of a Node needs the proofs again.
+// A proof is cached for each peer, because making one takes two X25519 operations for each tunnel,
+// and every change of the Facts, such as a new Node, reconciles all peers.
 type proof struct {
 	inputs proofInputs
 	text   string // empty: there is no proof
@@ -197,9 +197,9 @@ func (in proofInputs) prove(self, peer string) string {
 	return ""
 }
 
-// reclaim deletes the TunnelEndpoints of other peers with a key whose possession this peer proves
-// and the other peer does not. So a peer that lists a foreign key before its owner cannot keep the
-// key.
+// reclaim deletes the TunnelEndpoint of another peer if it has a key whose possession this peer
+// proves and the other peer does not. So a peer that lists a foreign key before its owner cannot
+// keep the key.
 func (r *tunnelEndpointReconciler) reclaim(ctx context.Context, peer peers.Peer, copied *v1alpha1.NetworkConfig) error {
 	v := Validator{Reader: r.Client, Peers: r.Peers, Facts: r.Facts, Store: r.Store}
 	for _, key := range publicKeysOf(copied.Spec.BackendConfig) {
@@ -234,9 +234,9 @@ func (r *tunnelEndpointReconciler) reclaim(ctx context.Context, peer peers.Peer,
 }
 
 // acceptedBefore reports whether the claim of another peer with the key was accepted before the
-// claim nc. No TunnelEndpoint has the key. acceptedBefore reads the conditions of the
-// NetworkConfigs, which survive a restart. If both were accepted, the older object wins. If provers
-// is not empty, only claims in these namespaces count.
+// claim nc. The caller has checked that no TunnelEndpoint has the key. acceptedBefore reads the
+// conditions of the NetworkConfigs, which survive a restart. If both claims were accepted, the
+// older object wins. If provers is not empty, only claims in these namespaces count.
 func (v Validator) acceptedBefore(ctx context.Context, nc *v1alpha1.NetworkConfig, key string, provers []string) (bool, error) {
 	var list v1alpha1.NetworkConfigList
 	if err := v.Reader.List(ctx, &list, client.MatchingFields{indexPublicKey: key}, client.UnsafeDisableDeepCopy); err != nil {

@@ -45,7 +45,7 @@ func (r *natMappingReconciler) SetupWithManager(mgr ctrl.Manager) error {
 		})).
 		WatchesRawSource(source.Channel(r.Store.Subscribe(), handler.EnqueueRequestsFromMapFunc(r.changed))).
 		WatchesRawSource(source.Func(func(ctx context.Context, q workqueue.TypedRateLimitingInterface[reconcile.Request]) error {
-			for _, request := range r.changed(ctx, new(v1alpha1.NatMapping)) { // events before the start are unknown, so all peers are checked
+			for _, request := range r.changed(ctx, new(v1alpha1.NatMapping)) { // events before the start are lost, so all peers are checked
 				q.Add(request)
 			}
 			return nil
@@ -175,8 +175,8 @@ func natMappingName(id string) string {
 	return natMappingPrefix + hex.EncodeToString(sum[:5])
 }
 
-// natMappingsOf returns the NatMappings for a peer, oldest first. The label and the spec differ
-// only after an edit by hand; then the object's name decides.
+// natMappingsOf returns the NatMappings for a peer, oldest first. If somebody edited a NatMapping
+// so that its label and its spec name different peers, the object's name decides.
 func natMappingsOf(ctx context.Context, reader client.Reader, id string) ([]v1alpha1.NatMapping, error) {
 	var list v1alpha1.NatMappingList
 	if err := reader.List(ctx, &list, client.MatchingFields{indexMappedFor: id}); err != nil {

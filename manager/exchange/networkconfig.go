@@ -35,7 +35,7 @@ import (
 	"github.com/isthmus-net/isthmus/manager/peers"
 )
 
-// NetworkConfigReconciler keeps one NetworkConfig for each peer, the original. It describes this
+// NetworkConfigReconciler keeps one NetworkConfig for each peer: the original, which describes this
 // cluster's network to the peer. Requests are named by the cluster ID of the peer.
 type NetworkConfigReconciler struct {
 	Client client.Client
@@ -107,7 +107,7 @@ func (r *NetworkConfigReconciler) Reconcile(ctx context.Context, req ctrl.Reques
 	peer, err := r.Peers.ByID(ctx, req.Name)
 	if errors.Is(err, peers.ErrNoPeer) {
 		r.proofs.Delete(req.Name)
-		return ctrl.Result{}, r.Keys.Forget(ctx, req.Name) // owners and finalizers remove everything else
+		return ctrl.Result{}, r.Keys.Forget(ctx, req.Name) // owner references and finalizers ensure that everything else is deleted
 	}
 	if err != nil {
 		return ctrl.Result{}, fmt.Errorf("peer %s: %w", req.Name, err)
@@ -276,8 +276,9 @@ func (r *NetworkConfigReconciler) withdraw(ctx context.Context, current *v1alpha
 	return r.Client.Patch(ctx, current, client.MergeFromWithOptions(before, client.MergeFromWithOptimisticLock{}))
 }
 
-// OriginalFor returns our NetworkConfig for a peer, or nil. It leaves out an answer to our previous
-// networks. problem is the reason if the object with its name is not ours; otherwise "".
+// OriginalFor returns our NetworkConfig for a peer, without an answer to our previous networks. It
+// returns nil if there is none. If the object with its name is not ours, problem has the reason;
+// otherwise problem is "".
 func OriginalFor(ctx context.Context, reader client.Reader, peer peers.Peer) (nc *v1alpha1.NetworkConfig, problem string, err error) {
 	name := types.NamespacedName{Namespace: peer.LocalNamespace, Name: peer.Cluster.UniqueName()}
 	if nc, err = controllers.Found(ctx, reader, name, new(v1alpha1.NetworkConfig)); nc == nil || err != nil {
@@ -319,8 +320,8 @@ func setOriginal(nc *v1alpha1.NetworkConfig, peer peers.Peer, spec v1alpha1.Netw
 	return controllerutil.SetControllerReference(peer.Owner, nc, scheme)
 }
 
-// notOurs returns the reason if the object with the name of our original is not ours; otherwise "".
-// The peer may create objects in its tenant namespace, even with that name.
+// notOurs explains why the object with the name of our original is not ours. It returns "" if the
+// object is ours. The peer may create objects in its tenant namespace, even with that name.
 func notOurs(nc *v1alpha1.NetworkConfig, peer peers.Peer) string {
 	if origin, ok := nc.Labels[v1alpha1.LabelOriginID]; ok && !metav1.IsControlledBy(nc, peer.Owner) {
 		return fmt.Sprintf("NetworkConfig %s/%s has the name of ours, but comes from cluster %q (label %s); delete it",
@@ -336,8 +337,8 @@ func (r *NetworkConfigReconciler) remove(ctx context.Context, nc *v1alpha1.Netwo
 	return client.IgnoreNotFound(r.Client.Delete(ctx, nc, client.Preconditions{UID: &nc.UID}))
 }
 
-// NetworkConfigFor decides the spec that this cluster publishes to a peer. If there is none yet,
-// problems has the reasons, as sentences.
+// NetworkConfigFor decides the spec that this cluster publishes to a peer. If the spec cannot be
+// decided yet, problems has the reasons, as sentences.
 func NetworkConfigFor(f facts.Facts, p peers.Peer) (spec v1alpha1.NetworkConfigSpec, problems []string) {
 	endpoint, port := f.Endpoint, f.Port
 	if p.Overrides.Address != nil {

@@ -40,9 +40,9 @@ func (p *pace) wait(id string, now time.Time) time.Duration {
 	return max(0, time.Duration((1-l.TokensAt(now))*float64(p.every)))
 }
 
-// count counts a change that was written. last reports whether another change at the same time
-// would have to wait.
-func (p *pace) count(id string, now time.Time) (last bool) {
+// count counts a change that was written. It reports whether another change at the same time would
+// have to wait.
+func (p *pace) count(id string, now time.Time) bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if p.peers == nil {

@@ -109,13 +109,13 @@ func (a *answering) pacing() *tunnelEndpointReconciler {
 	}
 }
 
-// later is a queue that records delayed requests.
-type later struct {
+// recordingQueue is a queue that records delayed requests.
+type recordingQueue struct {
 	workqueue.TypedRateLimitingInterface[reconcile.Request] // nil: all other methods panic
 	after                                                   map[reconcile.Request]time.Duration
 }
 
-func (l later) AddAfter(r reconcile.Request, after time.Duration) { l.after[r] = after }
+func (l recordingQueue) AddAfter(r reconcile.Request, after time.Duration) { l.after[r] = after }
 
 // While an answer has to wait, nothing may change in the API. So the reconciler must schedule its
 // next try itself.
@@ -124,8 +124,8 @@ func TestDelayedAnswerIsScheduledForARetry(t *testing.T) {
 	b := a.partner("b", 2).claims("10.64.0.0/16", "10.65.0.0/20").publish().answer("None", "None")
 	b.joined()
 	r, id := a.pacing(), b.Cluster.ClusterID
-	r.Facts = &stubFacts{} // different networks of ours, so that nothing is written
-	queue := later{after: make(map[reconcile.Request]time.Duration)}
+	r.Facts = &stubFacts{} // our networks differ from those in the NetworkConfig, so nothing is written
+	queue := recordingQueue{after: make(map[reconcile.Request]time.Duration)}
 	a.OK(r.queue.Source().Start(a.Ctx, queue))
 	for range changesAtOnce {
 		r.answers.count(id, time.Now())

@@ -35,8 +35,8 @@ const maxPreshared = corev1.MaxSecretSize / postquantum.MaxStored
 // errPresharedFull means that the Secret has no room for another peer.
 var errPresharedFull = fmt.Errorf("the Secret %s is full: it holds the keys of %d peers", postquantum.SecretName, maxPreshared)
 
-// A peer may begin exchangesAtOnce exchanges at once, and then one per exchangePause. Each exchange
-// replaces the whole Secret in etcd, and a peer may publish new keys all the time.
+// A peer may publish new keys all the time, and each exchange replaces the whole Secret in etcd. So
+// a peer may begin exchangesAtOnce exchanges at once, and then one per exchangePause.
 const (
 	exchangePause   = 30 * time.Second
 	exchangesAtOnce = 4
@@ -76,9 +76,9 @@ type KeyStore struct {
 
 	mu     sync.Mutex
 	stored map[string]storedState // by cluster ID; nil: the Secret was not read yet
-	due    map[string]storedState // changes for the next write, by cluster ID; no data: delete the entry
+	due    map[string]storedState // changes for the next write, by cluster ID; an entry without data deletes the stored state
 	secret string                 // resourceVersion of the Secret as last read or written
-	err    error                  // of the last read or write
+	err    error                  // the error of the last read or write
 	writes *rate.Limiter
 	begun  map[string]*rate.Limiter
 }
@@ -284,8 +284,8 @@ func (k *KeyStore) readLocked(ctx context.Context) error {
 	return err
 }
 
-// create creates the Secret, with the states from before somebody deleted it. It uses server-side
-// apply, because RBAC can restrict a patch, but not a create, to one name.
+// create creates the Secret, with the states that it had before somebody deleted it. It uses
+// server-side apply, because RBAC can restrict a patch, but not a create, to one name.
 func (k *KeyStore) create(ctx context.Context) error {
 	states := make(map[string][]byte)
 	k.mu.Lock()
@@ -364,9 +364,9 @@ func (k *KeyStore) write(ctx context.Context) error {
 	return err
 }
 
-// agree advances the key exchange with a peer, has the new state stored, and puts our part of the
-// exchange into spec. Until the state is stored, spec keeps the published part. So the peer gets
-// the rest of spec even if the Secret cannot be written or is full.
+// agree advances the key exchange with a peer, schedules a write of the new state, and puts our
+// part of the exchange into spec. Until the state is stored, spec keeps the part that is already
+// published. So the peer gets the rest of spec even if the Secret cannot be written or is full.
 func (r *NetworkConfigReconciler) agree(ctx context.Context, peer peers.Peer, current *v1alpha1.NetworkConfig, spec *v1alpha1.NetworkConfigSpec) error {
 	if r.Keys == nil || !peer.Replicated() {
 		return nil
@@ -378,15 +378,16 @@ func (r *NetworkConfigReconciler) agree(ctx context.Context, peer peers.Peer, cu
 	fields, err := r.step(ctx, peer, published, spec)
 	maps.Copy(spec.BackendConfig, fields)
 	if errors.Is(err, errPresharedFull) {
-		// The status of the Peering reports this. There may be room once another peer has left.
+		// The status of the Peering reports that the Secret is full. The next try is later, because
+		// there may be room once another peer has left.
 		r.Keys.again.Add(controllers.RequestFor(peer.Cluster.ClusterID), presharedCheck)
 		return nil
 	}
 	return err
 }
 
-// step returns the words to publish. These are the words published before, until a new state is
-// stored.
+// step returns our fields of the exchange, to be published. Until a new state is stored, these are
+// the fields that are already published.
 func (r *NetworkConfigReconciler) step(ctx context.Context, peer peers.Peer, published postquantum.Fields, spec *v1alpha1.NetworkConfigSpec) (postquantum.Fields, error) {
 	id := peer.Cluster.ClusterID
 	if r.Keys.Waits(id) {
@@ -422,7 +423,7 @@ func (r *NetworkConfigReconciler) step(ctx context.Context, peer peers.Peer, pub
 }
 
 // StepOf computes one step of the exchange from the fields that both sides publish. published has
-// the words that we have published of the exchange.
+// our own fields.
 func StepOf(state postquantum.State, self string, ours v1alpha1.BackendConfig, id string, theirs v1alpha1.BackendConfig, published postquantum.Fields) (postquantum.State, postquantum.Progress, error) {
 	return state.Step(identityOf(self, ours), identityOf(id, theirs), postquantum.FieldsIn(theirs), published)
 }

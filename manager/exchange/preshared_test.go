@@ -94,7 +94,7 @@ func keyStore(data map[string][]byte) (*KeyStore, *secretAPI) {
 	return &KeyStore{Client: a.client(), Direct: a.client(), Log: slog.New(slog.DiscardHandler)}, a
 }
 
-// write does what the controller does after a Put.
+// write reconciles k, as its controller does after a Put.
 func write(t *testing.T, k *KeyStore) {
 	t.Helper()
 	if _, err := k.Reconcile(t.Context(), writeSecret); err != nil {
@@ -273,8 +273,8 @@ func TestFullSecretAcceptsNewKeysOfKnownPeers(t *testing.T) {
 	}
 }
 
-// stepsOf returns a function that advances the exchange of a with b, which has offered nothing yet,
-// and returns the words to publish.
+// stepsOf returns a function that advances the exchange of a with b and returns the fields to
+// publish. b has offered nothing yet.
 func stepsOf(t *testing.T, k *KeyStore) (agree func() postquantum.Fields) {
 	t.Helper()
 	config := func() v1alpha1.BackendConfig {

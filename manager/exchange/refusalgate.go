@@ -57,14 +57,14 @@ type RefusalGate struct {
 	mu          sync.Mutex
 	allocations map[string]observedAllocation
 	reported    map[string]int64            // reported resourceVersion of each node, up to which the node refuses all networks
-	late        map[string]int64            // the same as in reported, for nodes that the gate no longer waits for
+	late        map[string]int64            // resourceVersion that a node had reported when Patience was over; the gate ignores the node until it reports another one
 	waiting     map[reconcile.Request]await // requests that wait for nodes
 }
 
 // observedAllocation is the allocation of a peer, as Observe got it.
 type observedAllocation struct {
 	allocation ipam.Allocation
-	version    int64     // resourceVersion of its NetworkAllocation
+	version    int64     // resourceVersion of the peer's NetworkAllocation
 	observed   time.Time // when Observe first got it
 }
 

@@ -22,7 +22,8 @@ import (
 	"github.com/isthmus-net/isthmus/manager/queue"
 )
 
-// refuses reports for a node that it refuses all allocated networks, or none yet.
+// refuses writes the report of a node: if all is true, the node refuses all allocated networks;
+// otherwise it refuses none yet.
 func (a *answering) refuses(node string, all bool) {
 	a.T.Helper()
 	revision := int64(1)

@@ -18,7 +18,7 @@ import (
 	"github.com/isthmus-net/isthmus/manager/peers"
 )
 
-// releaseInterval is the interval between two calls of look.
+// releaseInterval is the interval between two calls of sweep.
 const releaseInterval = 5 * time.Minute
 
 // reasonReleased is the reason of the Event about networks released because no object named their
@@ -36,12 +36,12 @@ type Releases struct {
 	Log    *slog.Logger
 }
 
-// Run calls look every releaseInterval until ctx ends.
+// Run calls sweep every releaseInterval until ctx ends.
 func (r *Releases) Run(ctx context.Context) error {
 	tick := time.NewTicker(releaseInterval)
 	defer tick.Stop()
 	for {
-		if err := r.look(ctx); err != nil && ctx.Err() == nil {
+		if err := r.sweep(ctx); err != nil && ctx.Err() == nil {
 			r.Log.Warn("cannot read or write the IPAM state; released networks stay held", "error", err)
 		}
 		select {
@@ -52,9 +52,9 @@ func (r *Releases) Run(ctx context.Context) error {
 	}
 }
 
-// look ends expired holds, and releases the networks of peers without objects.
-func (r *Releases) look(ctx context.Context) error {
-	named, err := r.named(ctx)
+// sweep ends expired holds, and releases the networks of peers without objects.
+func (r *Releases) sweep(ctx context.Context) error {
+	named, err := r.namedIDs(ctx)
 	if err != nil {
 		return err
 	}
@@ -81,8 +81,8 @@ func (r *Releases) look(ctx context.Context) error {
 	return nil
 }
 
-// named returns the IDs of all clusters that some object of a peering names.
-func (r *Releases) named(ctx context.Context) (map[string]bool, error) {
+// namedIDs returns the IDs of all clusters that some object of a peering names.
+func (r *Releases) namedIDs(ctx context.Context) (map[string]bool, error) {
 	var (
 		peerings  isthmus.PeeringList
 		configs   v1alpha1.NetworkConfigList

@@ -45,18 +45,18 @@ func TestNetworksOfAVanishedPeerAreReleasedAfterADay(t *testing.T) {
 	a.store.WithClock(func(context.Context) (time.Time, error) { return now, nil })
 	r := &Releases{Cache: a.mgr.GetCache(), Peers: peers.Peers{Reader: a.mgr.GetCache(), Self: a.Self.ClusterID}, Store: a.store, Events: a.events, Log: slog.New(slog.DiscardHandler)}
 	a.Until("the cache has the Peering", func() bool {
-		named, err := r.named(a.Ctx)
+		named, err := r.namedIDs(a.Ctx)
 		a.OK(err)
 		return named[remaining.Cluster.ClusterID]
 	})
-	a.OK(r.look(a.Ctx))
+	a.OK(r.sweep(a.Ctx))
 	now = now.Add(ipam.UnusedGrace - time.Second)
-	a.OK(r.look(a.Ctx))
+	a.OK(r.sweep(a.Ctx))
 	if _, has := a.store.State().AllocationOf(leftID); !has {
 		t.Error("released early")
 	}
 	now = now.Add(time.Second)
-	a.OK(r.look(a.Ctx))
+	a.OK(r.sweep(a.Ctx))
 	if at := a.store.State().ReleasedAt(leftID); !at.Equal(now) || len(a.store.State().NetworksOf(leftID)) != 2 {
 		t.Errorf("released at %v, nodes refuse %v", at, a.store.State().NetworksOf(leftID))
 	}
@@ -71,7 +71,7 @@ func TestNetworksOfAVanishedPeerAreReleasedAfterADay(t *testing.T) {
 		t.Error("no Event")
 	}
 	now = now.Add(fabric.ReleaseHold)
-	a.OK(r.look(a.Ctx))
+	a.OK(r.sweep(a.Ctx))
 	if n := a.store.State().NetworksOf(leftID); len(n) > 0 {
 		t.Errorf("after another day nodes refuse %v", n)
 	}

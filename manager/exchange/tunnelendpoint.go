@@ -73,7 +73,7 @@ func (r *tunnelEndpointReconciler) SetupWithManager(mgr ctrl.Manager) error {
 			if o.GetName() == "" {
 				return everyExchange(r.Peers, r.Log)(ctx, o)
 			}
-			if peer, err := r.Peers.ByID(ctx, o.GetName()); err == nil { // somebody may have edited the peer's answer
+			if peer, err := r.Peers.ByID(ctx, o.GetName()); err == nil { // the NetworkAllocation of the peer may have been edited
 				return []reconcile.Request{exchangeWith(peer)}
 			}
 			return nil
@@ -112,7 +112,7 @@ func (r *tunnelEndpointReconciler) Reconcile(ctx context.Context, req ctrl.Reque
 type exchange struct {
 	id        string
 	peer      peers.Peer                // zero if the namespace belongs to no peer
-	wanted    bool                      // whether the namespace belongs to a peer that stays, or still drains
+	wanted    bool                      // whether the namespace belongs to a peer that is not leaving, or is still draining
 	elsewhere bool                      // whether the cluster is a peer in another namespace
 	originals []v1alpha1.NetworkConfig  // labelled as ours; first the one with the right name
 	copies    []v1alpha1.NetworkConfig  // from the peer, oldest first
@@ -176,14 +176,15 @@ func (r *tunnelEndpointReconciler) reconcile(ctx context.Context, req ctrl.Reque
 	return 0, r.join(ctx, x)
 }
 
-// join creates or corrects the TunnelEndpoint if both sides agree, and deletes it if one has
-// withdrawn.
+// join creates or corrects the TunnelEndpoint if both sides agree, and deletes it if one side has
+// withdrawn its NetworkConfig.
 func (r *tunnelEndpointReconciler) join(ctx context.Context, x *exchange) error {
 	live := slices.DeleteFunc(slices.Clone(x.copies), func(nc v1alpha1.NetworkConfig) bool { return !alive(nc) })
 	original := x.original()
 	if len(live) == 0 || original != nil && !alive(*original) {
-		// One of the NetworkConfigs is missing or being deleted. If it is ours, somebody deleted it by
-		// mistake: the Peering stays, and so do the networks that the peer knows.
+		// One of the NetworkConfigs is missing or being deleted. If ours is missing, somebody
+		// deleted it by mistake: the Peering still exists, so the networks that the peer knows stay
+		// allocated.
 		if err := r.deleteEndpoints(ctx, x); err != nil {
 			return err
 		}
@@ -217,7 +218,7 @@ func (r *tunnelEndpointReconciler) join(ctx context.Context, x *exchange) error 
 		return err
 	}
 	original, wait := r.paced(x.id, original)
-	if wait > 0 { // even if the previous answer no longer works
+	if wait > 0 { // the new answer has to wait, even if the previous one no longer works
 		r.queue.Add(exchangeWith(x.peer), wait)
 	}
 	spec, err := r.decide(ctx, x, original, copied)
@@ -225,7 +226,7 @@ func (r *tunnelEndpointReconciler) join(ctx context.Context, x *exchange) error 
 		return err
 	}
 	if !r.RefusalGate.refused(x.id, &r.queue, exchangeWith(x.peer)) {
-		return nil // with the permissions that Liqo grants, the peer may have written the answer itself
+		return nil // not published yet: the peer may have written this answer itself, with the permissions that Liqo grants
 	}
 	if ready, err := r.mapped(ctx, x.id, original); err != nil || !ready {
 		return err
@@ -332,9 +333,9 @@ func (r *tunnelEndpointReconciler) mapped(ctx context.Context, id string, origin
 	}), err
 }
 
-// inBand reports whether both sides want their managers to use the tunnel. If only our side had to
-// agree, our API server would be open to every host that has the address of the peer's gateway. In
-// a Liqo cluster every node has it.
+// inBand reports whether both sides want their managers to use the tunnel. The peer has to agree,
+// because our API server is then open to every host with the address of the peer's gateway. In a
+// Liqo cluster, every node has that address.
 func inBand(peer peers.Peer, copied *v1alpha1.NetworkConfig) bool {
 	return peer.InBand && copied.Spec.BackendConfig[v1alpha1.ConfigInBand] == "true"
 }

@@ -226,8 +226,8 @@ func (p *partner) held(networks ...string) {
 	}
 }
 
-// ForeignClusters of Liqo have no finalizer of ours, and neither has a Peering whose CRD was
-// deleted. So these objects may disappear first.
+// Our finalizer is neither on ForeignClusters of Liqo nor on a Peering whose CRD was deleted. Such
+// an object may disappear before the other objects of the peering.
 func TestLeftoversOfARemovedPeerAreDeleted(t *testing.T) {
 	a := newAnswering(t)
 	p := a.partner("bravo", 2).claims("10.244.0.0/18", "10.130.0.0/20").publish().answer("None", "None")

@@ -37,7 +37,7 @@ func endpointOf(namespace string, services []corev1.Service, nodes []corev1.Node
 		return fmt.Sprintf("Service %s/%s: ", s.Namespace, s.Name) + fmt.Sprintf(format, args...)
 	}
 	var noHost, noPort string
-	host, ports, noHost, noPort = exposed(s, nodes)
+	host, ports, noHost, noPort = serviceEndpoint(s, nodes)
 	if override, ok := s.Annotations[v1alpha1.AnnotationOverrideAddress]; ok {
 		host, noHost = strings.TrimSpace(override), ""
 		if host == "" {
@@ -79,9 +79,9 @@ func servicePorts(s *corev1.Service) (ports []corev1.ServicePort, missing string
 	return ports, ""
 }
 
-// exposed returns the endpoint in the Service's own spec and status. noHost and noPort have
-// sentences about missing parts. The ports are as in endpointOf.
-func exposed(s *corev1.Service, nodes []corev1.Node) (host string, ports []uint16, noHost, noPort string) {
+// serviceEndpoint returns the endpoint in the Service's own spec and status. If the host or the
+// port is missing, noHost or noPort is a sentence with the reason. The ports are as in endpointOf.
+func serviceEndpoint(s *corev1.Service, nodes []corev1.Node) (host string, ports []uint16, noHost, noPort string) {
 	all, missing := servicePorts(s)
 	if len(all) == 0 {
 		noPort = missing
@@ -139,7 +139,7 @@ func outerAddress(inner string, families []corev1.IPFamily, nodes []corev1.Node)
 	if at < 0 {
 		return inner
 	}
-	for _, family := range families { // the primary family comes first, because nodes are not always reachable by the other
+	for _, family := range families { // the primary family comes first, because nodes are not always reachable by the other family
 		for _, kind := range []corev1.NodeAddressType{corev1.NodeExternalIP, corev1.NodeInternalIP} {
 			for _, a := range nodes[at].Status.Addresses {
 				if addr, err := netip.ParseAddr(a.Address); err == nil && a.Type == kind && addr.Is4() == (family == corev1.IPv4Protocol) {
@@ -152,8 +152,8 @@ func outerAddress(inner string, families []corev1.IPFamily, nodes []corev1.Node)
 }
 
 // tunnelsOf pairs the keys of the gateway's further tunnels with the ports of its Service. If a
-// tunnel lacks a key or port, fewer has the reason. field names the Secret's field with the keys;
-// first is the key of tunnel 0.
+// tunnel lacks a key or port, the result fewer has the reason. field is the name of the Secret's
+// field with the keys. first is the key of tunnel 0.
 func tunnelsOf(secret *corev1.Secret, field string, first [32]byte, ports []uint16) (further []fabric.TunnelEnd, fewer string) {
 	text := strings.TrimSpace(string(secret.Data[field]))
 	if text == "" {

@@ -163,7 +163,7 @@ func (k *Keeper) Reconcile(ctx context.Context, _ ctrl.Request) (ctrl.Result, er
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	if k.known && reflect.DeepEqual(k.facts, facts) {
-		return k.again(), nil
+		return k.nextCheck(), nil
 	}
 	if facts.FewerTunnels != "" && (!k.known || k.facts.FewerTunnels != facts.FewerTunnels) {
 		k.Log.Warn("publishing fewer tunnels than the gateway has", "published", 1+len(facts.Tunnels), "reason", facts.FewerTunnels)
@@ -183,11 +183,11 @@ func (k *Keeper) Reconcile(ctx context.Context, _ ctrl.Request) (ctrl.Result, er
 		default: // the channel holds a value that nobody has read yet, so it covers this change
 		}
 	}
-	return k.again(), nil
+	return k.nextCheck(), nil
 }
 
-// reportIgnored records an Event on each ignored report, so that people see the node's name. Events
-// that differ only in their note are counted as one.
+// reportIgnored records an Event on each object whose report is ignored, so that people see the
+// node's name. Kubernetes counts Events that differ only in their note as one Event.
 func (k *Keeper) reportIgnored(now []fabric.Problem) {
 	for _, p := range now {
 		if slices.Contains(k.facts.Ignored, p) {
@@ -199,8 +199,8 @@ func (k *Keeper) reportIgnored(now []fabric.Problem) {
 	}
 }
 
-// again returns the time after which sources without a watch are read again.
-func (k *Keeper) again() ctrl.Result {
+// nextCheck returns the time after which sources without a watch are read again.
+func (k *Keeper) nextCheck() ctrl.Result {
 	if k.facts.Awaiting {
 		return ctrl.Result{RequeueAfter: time.Second}
 	}
@@ -268,7 +268,7 @@ func (k *Keeper) gather(ctx context.Context) (Facts, error) {
 }
 
 // agreed returns the networks of ours that TunnelEndpoints name. A change of a TunnelEndpoint does
-// not trigger it. So a previous network that the last peer has stopped using is free after
+// not cause a Reconcile. So a previous network that the last peer has stopped using is free after
 // apiServerInterval at the latest.
 func (k *Keeper) agreed(ctx context.Context) (all []netip.Prefix, err error) {
 	var tunnels v1alpha1.TunnelEndpointList
@@ -356,9 +356,9 @@ func (k *Keeper) reports(ctx context.Context, f *Facts, nodes []corev1.Node) err
 }
 
 // unreported returns the pod networks outside of the PodCIDR of nodes whose agent has not reported.
-// Such a node may have no agent at all, so nothing else shows that these networks are in use.
-// Networks that are wider than any pod network are returned as wide. Peers may still get networks
-// that overlap these, as with too wide networks in reports.
+// Such a node may have no agent at all, so nothing else shows that these networks are in use. The
+// result wide has the networks that are wider than any pod network. Peers may still get networks
+// that overlap those, as with too wide networks in reports.
 func unreported(nodes []corev1.Node, reported map[string]bool, podCIDR netip.Prefix) (all []ipam.Reached, wide []fabric.Problem) {
 	for i := range nodes {
 		name := nodes[i].Name

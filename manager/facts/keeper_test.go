@@ -188,7 +188,7 @@ func TestOnlyTunnelsWithAKeyAndAPortAreListed(t *testing.T) {
 	}
 }
 
-// If a next public key is published that no gateway answers to, all peers that use it are cut off.
+// A next public key without a gateway behind it would cut off all peers that use it.
 func TestNextPublicKeyIsNotPublishedWithoutItsPrivateKey(t *testing.T) {
 	w := managertest.New(t)
 	private, next := keyring.New(), keyring.New()

@@ -91,10 +91,9 @@ func (k *Keeper) serviceCIDRs(ctx context.Context) (all []netip.Prefix, err erro
 	return all, nil
 }
 
-// outside returns the addresses of the networks in all that are outside of inner, as sorted
-// networks.
-func outside(all []netip.Prefix, inner netip.Prefix) (rest []netip.Prefix) {
-	for _, p := range all {
+// outside returns the parts of the given networks that are outside of inner, as sorted networks.
+func outside(networks []netip.Prefix, inner netip.Prefix) (rest []netip.Prefix) {
+	for _, p := range networks {
 		if !p.Overlaps(inner) {
 			rest = append(rest, p)
 			continue
@@ -140,8 +139,8 @@ func (k *Keeper) checkPodCIDR(ctx context.Context, f *Facts, nodes []corev1.Node
 	return nil
 }
 
-// strayNode returns the first node with a podCIDR of the PodCIDR's family, and that podCIDR. If any
-// node's podCIDR overlaps the PodCIDR, or no node has one of its family, node is "".
+// strayNode returns the first node with a podCIDR of the PodCIDR's family, and that podCIDR. node
+// is "" if a node's podCIDR overlaps the PodCIDR, or if no node has a podCIDR of that family.
 func strayNode(podCIDR netip.Prefix, nodes []corev1.Node) (stray netip.Prefix, node string) {
 	for i := range nodes {
 		for _, text := range nodes[i].Spec.PodCIDRs {
@@ -183,8 +182,8 @@ func (k *Keeper) kubeadm(ctx context.Context) (pods, services []netip.Prefix, er
 const serviceSources = "ServiceCIDR kubernetes, ConfigMap kube-system/kubeadm-config and the flags of API servers"
 
 // readServices reads the network of the Services if the kind ServiceCIDR is not served (Kubernetes
-// 1.31 and 1.32). In those versions, only the cluster's configuration contains the network, and it
-// is not always visible.
+// 1.31 and 1.32). In those versions, only the cluster's configuration contains the network, and the
+// manager cannot always read that configuration.
 func (k *Keeper) readServices(ctx context.Context) error {
 	if len(k.detected.services) > 0 {
 		return nil
@@ -214,7 +213,7 @@ func (k *Keeper) readServices(ctx context.Context) error {
 // apiServers returns the addresses behind the Service kubernetes. It returns none if they are
 // missing, or if reading them is forbidden.
 func (k *Keeper) apiServers(ctx context.Context) ([]netip.Addr, error) {
-	if now := time.Now(); now.Sub(k.serversRead) < apiServerInterval/2 { // every heartbeat of a node causes a call
+	if now := time.Now(); now.Sub(k.serversRead) < apiServerInterval/2 { // other events may cause much more frequent calls
 		return k.servers, nil
 	}
 	var slice discoveryv1.EndpointSlice

@@ -38,14 +38,14 @@ func TestOutsideReturnsExactlyTheAddressesOutsideOfInner(t *testing.T) {
 	}
 }
 
-// A pods is a reader of Pods. It returns them in pages, and counts the calls of List.
-type pods struct {
+// A podReader is a reader of Pods. It returns them in pages, and counts the calls of List.
+type podReader struct {
 	client.Reader
 	items []corev1.Pod
 	lists int
 }
 
-func (p *pods) List(_ context.Context, list client.ObjectList, options ...client.ListOption) error {
+func (p *podReader) List(_ context.Context, list client.ObjectList, options ...client.ListOption) error {
 	var o client.ListOptions
 	o.ApplyOptions(options)
 	from, _ := strconv.Atoi(o.Continue)
@@ -78,7 +78,7 @@ func TestPodCIDRWithoutAnyPodIsReportedAsMissing(t *testing.T) {
 		"Pods of hundreds of others first":  {[]corev1.Node{node("10.246.1.0/24")}, append(slices.Repeat([]corev1.Pod{pod("10.1.1.1")}, 1200), pod("10.244.3.4")), ""},
 		"hundreds of Pods, all outside":     {[]corev1.Node{node("10.246.1.0/24")}, slices.Repeat([]corev1.Pod{pod("10.1.1.1")}, 1000), "correct --pod-cidr"},
 	} {
-		reader := &pods{items: tc.pods}
+		reader := &podReader{items: tc.pods}
 		own := &Keeper{Direct: reader}
 		for range 2 {
 			f := Facts{PodCIDR: netip.MustParsePrefix("10.244.0.0/16")}

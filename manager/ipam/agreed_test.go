@@ -5,8 +5,8 @@ import (
 	"testing"
 )
 
-// If a peer's network here overlaps one of our previous networks that another peer still uses, the
-// gateway does not set up the first peer.
+// The gateway does not set up a peer whose network here overlaps a previous network of ours that
+// another peer still uses.
 func TestOurPreviousNetworksInUseAreNotReallocated(t *testing.T) {
 	was := ours()
 	b, _ := allocate(t, configured(t, was), claim("b", "10.50.0.0/16", "10.51.0.0/16"))

@@ -145,7 +145,7 @@ func (b State) allocateFor(c Request) (State, Allocation, error) {
 		}
 	}
 	if placements[0].got.IsValid() && placements[1].got.IsValid() {
-		if !old.unused.IsZero() { // an object names the peer again
+		if !old.unused.IsZero() { // the peer is in use again
 			p := *old
 			p.unused = time.Time{}
 			b = b.withPeer(c.ID, &p)
@@ -154,7 +154,7 @@ func (b State) allocateFor(c Request) (State, Allocation, error) {
 	}
 	p := *old
 	p.unused = time.Time{}
-	p.Allocation = Allocation{Pod: placements[0].got, External: placements[1].got} // messages about the second network name the first one; p is not published yet
+	p.Allocation = Allocation{Pod: placements[0].got, External: placements[1].got} // messages about the second network may name the first one; p is not published yet, so it may change
 	changed = changed.withPeer(c.ID, &p)
 	changed.forget(c.ID)
 	for _, place := range []func(*State, *placement) *fabric.Refusal{(*State).placeWanted, (*State).placeBefore, (*State).placeAny} {
@@ -184,7 +184,7 @@ func (b State) allocateFor(c Request) (State, Allocation, error) {
 type placement struct {
 	field     string
 	claim     netip.Prefix
-	want, had netip.Prefix // by override, and the current network; zero: none
+	want, had netip.Prefix // the network that an override demands, and the current network; zero: none
 	before    netip.Prefix // the network here when the peer left; zero: none
 	remap     bool         // the Peering forbids using the claimed network unchanged
 	outside   string       // another reason not to use the claimed network unchanged; or ""
@@ -238,8 +238,8 @@ func (b *State) placeBefore(a *placement) *fabric.Refusal {
 	return nil
 }
 
-// obstacleFor returns the obstacle that holder finds, for a refusal. The refused peer reads the
-// refusal, so the name must not disclose our other peers.
+// obstacleFor returns the obstacle that holder finds, for the text of a refusal. The refused peer
+// reads that text, so the name must not disclose our other peers.
 func (b *State) obstacleFor(p netip.Prefix) (name string, prefix netip.Prefix) {
 	by := b.holder(p, "")
 	return by.name + by.anonymous, by.prefix
@@ -278,8 +278,8 @@ func (b *State) free(p netip.Prefix) bool {
 	return !b.taken.overlaps(p) && !b.nodes.overlaps(p) && !slices.ContainsFunc(b.replaced, func(r replaced) bool { return r.network.Overlaps(p) })
 }
 
-// barred returns the networks that no peer gets, apart from those in the tree taken. Barred
-// networks do not split free blocks.
+// barred returns the networks that no peer gets, apart from those in b.taken. Barred networks do
+// not split free blocks.
 func (b *State) barred() tree {
 	barred := b.nodes
 	for _, r := range b.replaced {

@@ -47,7 +47,7 @@ func (b State) Allocation(id string) isthmus.NetworkAllocationSpec {
 	spec.Local = pairOf(b.own.behind(p))
 	for _, ip := range slices.SortedFunc(maps.Keys(p.endpoints), netip.Addr.Compare) {
 		spec.Endpoints = append(spec.Endpoints, isthmus.MappedEndpoint{
-			IP: ip.String(), Address: b.endpoints[ip].addr.String(), Requesters: p.endpoints[ip], Target: b.endpoints[ip].what,
+			IP: ip.String(), Address: b.endpoints[ip].addr.String(), Requesters: p.endpoints[ip], Target: b.endpoints[ip].kind,
 		})
 	}
 	return spec
@@ -231,7 +231,7 @@ func (b *State) restore(p *account, m *isthmus.MappedEndpoint, local netip.Prefi
 	}
 	owners[addr] = ip
 	if b.endpoints[ip] == nil {
-		b.endpoints[ip] = &endpoint{addr: addr, what: m.Target}
+		b.endpoints[ip] = &endpoint{addr: addr, kind: m.Target}
 	}
 	var by []string
 	for _, caller := range m.Requesters {

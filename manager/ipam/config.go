@@ -135,7 +135,8 @@ func (b *State) chooseExternal(was netip.Prefix) netip.Prefix {
 	return chosen
 }
 
-// externalLike returns some network with the length of the ExternalCIDR for a PodCIDR.
+// externalLike returns some network with the length that the ExternalCIDR gets for the given
+// PodCIDR.
 func externalLike(pod netip.Prefix) netip.Prefix {
 	if pod.Addr().Is4() && pod.Bits() < largestExternal {
 		return netip.PrefixFrom(pod.Addr(), largestExternal)
@@ -143,8 +144,8 @@ func externalLike(pod netip.Prefix) netip.Prefix {
 	return pod
 }
 
-// readdress adapts mapped addresses and the peers' answers to a change of our own networks. was and
-// pods are the previous ExternalCIDR and PodCIDR.
+// readdress adapts mapped addresses and the peers' answers to a change of our own networks. The
+// parameters was and pods are the previous ExternalCIDR and PodCIDR.
 func (b *State) readdress(was, pods netip.Prefix) {
 	external := b.own.ExternalCIDR
 	peers := make(map[string]*account, len(b.peers))
@@ -211,7 +212,7 @@ type obstacle struct {
 	whose, anonymous string
 	prefix           netip.Prefix
 	node             bool // whether it belongs to a node and changes with the cluster's nodes
-	previous         bool // a network of ours from before a change
+	previous         bool // whether it is a previous network of ours
 }
 
 // obstacles yields all obstacles except the networks of peers.
@@ -261,7 +262,7 @@ func (b State) Conflicts() []Conflict {
 	ours := []Conflict{{Network: "PodCIDR", Prefix: own.PodCIDR}, {Network: "ServiceCIDR", Prefix: own.ServiceCIDR}, {Network: "ExternalCIDR", Prefix: own.ExternalCIDR}}
 	for i, n := range ours {
 		for o := range b.obstacles {
-			itself := slices.ContainsFunc(ours[i:], func(c Conflict) bool { return "our "+c.Network == o.name }) // in that case the later network reports the overlap
+			itself := slices.ContainsFunc(ours[i:], func(c Conflict) bool { return "our "+c.Network == o.name }) // o is one of our later networks, which reports the overlap itself
 			// Nodes inside the PodCIDR are normal: clouds allocate both from one network.
 			if !itself && !o.previous && n.Prefix.Overlaps(o.prefix) && (!o.node || n.Network == "ExternalCIDR") {
 				n.With, n.Other = o.name+o.whose, o.prefix

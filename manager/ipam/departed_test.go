@@ -124,7 +124,7 @@ func TestAllocationAvoidsMetadataServices(t *testing.T) {
 	}
 }
 
-// Left equals the number of peers that Allocate then accepts, if all have the same claim.
+// Left equals the number of further peers with the same claim that Allocate accepts.
 func TestLeftReturnsTheNumberOfFurtherAllocations(t *testing.T) {
 	for _, c := range []Config{
 		ours(),

@@ -72,8 +72,8 @@ func (b State) Mapped(id string, ip netip.Addr) bool {
 func (b State) KnowsNodes() bool { return len(b.own.Nodes) > 0 }
 
 // Guarded returns the kind of an endpoint that may be mapped for a peer only if an administrator
-// allows it: nodes, Services, API servers and endpoints of other peers. It is empty for any other
-// endpoint.
+// allows it: a node, a Service, an API server or an endpoint of another peer. It returns "" for any
+// other endpoint.
 func (b State) Guarded(ip netip.Addr) string {
 	switch {
 	case b.IsNode(ip):
@@ -117,9 +117,10 @@ func (b State) PeerAt(ip netip.Addr) (id string, network netip.Prefix) {
 	return "", netip.Prefix{}
 }
 
-// RestoreEndpoint restores a mapping of lost IPAM state. seen is the address by which the peer
-// already reaches the endpoint, in the peer's network for our ExternalCIDR. The State is unchanged
-// if the endpoint has another address here, or if the address belongs to another endpoint.
+// RestoreEndpoint restores a mapping of lost IPAM state. The parameter seen is the address by which
+// the peer already reaches the endpoint, in the peer's network for our ExternalCIDR. The State is
+// unchanged if the endpoint has another address here, or if the address belongs to another
+// endpoint.
 func (b State) RestoreEndpoint(id string, ip, seen netip.Addr) State {
 	p := b.peers[id]
 	if p == nil || !p.externalSeen.Contains(seen) || b.checkEndpoint(ip) != nil || ip.BitLen() != seen.BitLen() || len(b.endpoints) >= MaxEndpoints-1 {

@@ -149,7 +149,7 @@ func TestNumberOfEndpointsIsBoundedPerPeerAndInTotal(t *testing.T) {
 	if err := more("peer-3", "2001:db8::2"); !exhausted(err) || !strings.Contains(err.Error(), "16384") {
 		t.Errorf("of all: %v", err)
 	}
-	sound(t, b)
+	checkState(t, b)
 	largest := b.Allocation("peer-0")
 	for i := range largest.Endpoints { // requesters as long as MaxNotes permits
 		largest.Endpoints[i].Requesters, largest.Endpoints[i].Target = []string{strings.Repeat("x", MaxNotes/MaxEndpointsPerPeer-3)}, "service"
@@ -184,9 +184,9 @@ func TestMappingsAreUpdatedWhenOurNetworksOrAnswersChange(t *testing.T) {
 	if nm, ok := around.NatMapping("b"); !ok || nm.ClusterMappings["198.51.100.7"] != "" || nm.ClusterMappings["192.0.2.7"] != "10.77.0.3" {
 		t.Errorf("mappings %v", nm.ClusterMappings)
 	}
-	sound(t, moved)
-	sound(t, shorter)
-	sound(t, around)
+	checkState(t, moved)
+	checkState(t, shorter)
+	checkState(t, around)
 }
 
 func TestHomePodIPKeepsHostBits(t *testing.T) {
@@ -225,7 +225,8 @@ func TestRestoreEndpointKeepsAddressesOfLostMappings(t *testing.T) {
 	}
 }
 
-// Until the peer answers for the new PodCIDR, the address that it uses leads to the previous one.
+// Until the peer answers for our new PodCIDR, it uses addresses that stand for the previous
+// PodCIDR.
 func TestPodsAreNotMappedUntilANewPodCIDRIsAnswered(t *testing.T) {
 	b := joined(t, ours(), "10.200.0.0/16", "10.247.0.0/16")
 	b = mapped(t, b, "b", "198.51.100.7", "10.247.0.2")

@@ -25,8 +25,8 @@ func (b State) Explain(c Request) (both [2]Translation, err error) {
 	}
 	others := next.Release(c.ID)
 	others.replaced = slices.DeleteFunc(slices.Clone(others.replaced), func(r replaced) bool { return r.id == c.ID })
-	both[0] = Translation{c.Pod, got.Pod, others.why(c, "podCIDR", c.Pod, got.Pod, c.WantPod)}
-	both[1] = Translation{c.External, got.External, others.why(c, "externalCIDR", c.External, got.External, c.WantExternal)}
+	both[0] = Translation{c.Pod, got.Pod, others.reasonFor(c, "podCIDR", c.Pod, got.Pod, c.WantPod)}
+	both[1] = Translation{c.External, got.External, others.reasonFor(c, "externalCIDR", c.External, got.External, c.WantExternal)}
 	if both[1].Why == givenBefore && c.External.Overlaps(got.Pod) {
 		both[1].Why = fmt.Sprintf("it overlaps %v, which is used for its podCIDR here", got.Pod)
 	}
@@ -36,9 +36,10 @@ func (b State) Explain(c Request) (both [2]Translation, err error) {
 // givenBefore is the reason for a remapped network whose original reason no longer exists.
 const givenBefore = "another network was allocated earlier"
 
-// why returns the reason why the network here represents claim. b is the State without the peer's
-// own networks. An allocation outlives its reason, so the original reason may no longer exist.
-func (b *State) why(c Request, field string, claim, here, want netip.Prefix) string {
+// reasonFor returns the reason why the network here represents claim. b is the State without the
+// peer's own networks. An allocation outlives its reason, so the original reason may no longer
+// exist.
+func (b *State) reasonFor(c Request, field string, claim, here, want netip.Prefix) string {
 	forbidden, overlaps := outside(claim, c.Allowed), ""
 	if !b.free(claim) {
 		by := b.holder(claim, "")

@@ -402,7 +402,7 @@ func TestRandomOperationsKeepTheStateValid(t *testing.T) {
 			if !reflect.DeepEqual(before.Spec(), spec) {
 				t.Fatalf("seed %d: an older State changed", seed)
 			}
-			sound(t, b)
+			checkState(t, b)
 			if have, want := Delta(before, b); reflect.DeepEqual(have, want) != reflect.DeepEqual(spec, b.Spec()) || len(want.ClusterSubnets) > len(b.peers) {
 				t.Errorf("Delta has %+v and %+v for\n%+v and\n%+v", have, want, spec, b.Spec())
 			}
@@ -436,8 +436,8 @@ func checkAllocation(t *testing.T, b State, c Request, had, got Allocation) {
 	}
 }
 
-// sound checks the networks in the State's text, and that the text represents the whole State.
-func sound(t *testing.T, b State) {
+// checkState checks the networks in the State's text, and that the text represents the whole State.
+func checkState(t *testing.T, b State) {
 	t.Helper()
 	spec := b.Spec()
 	back, err := Read(&spec)

@@ -57,7 +57,7 @@ func (r *reference) place(p netip.Prefix) netip.Prefix {
 			step := 1 << (unit - length)
 			for first := index(pool); first < index(pool)+1<<(unit-pool.Bits()); first += step {
 				parent := first &^ step
-				whole := length > pool.Bits() && r.free(parent, length-1) // the free block is larger than this one
+				whole := length > pool.Bits() && r.free(parent, length-1) // the free block is larger than a network of this length
 				if r.free(first, length) && !whole {
 					return netip.PrefixFrom(netip.AddrFrom4([4]byte{byte(first >> (unit - 8)), byte(first << (24 - unit) >> 8), byte(first << (24 - unit))}), p.Bits())
 				}

@@ -23,11 +23,11 @@ const (
 	maxHeldPerPeer = 30
 )
 
-// A replaced network has been held since its peer got another one.
+// A replaced is a network that has been held since its peer got another network.
 type replaced struct {
 	id       string
 	network  netip.Prefix
-	released time.Time // when it was released
+	released time.Time
 }
 
 func (r replaced) compare(other replaced) int {
@@ -54,23 +54,23 @@ func (b State) Part(id string, now time.Time) State {
 
 // Yield ends the hold of each network that overlaps something of this cluster: one of our networks,
 // a reserved one, a node or an API server. Nodes that kept refusing such a network would cut off
-// our own hosts. It returns the networks whose hold ended; if there are none, the State is
+// our own hosts. Yield returns the networks whose hold ended. If there are none, the State is
 // unchanged.
 //
 // Networks that nodes merely reach do not count: they are foreign, and may even be routes to a
-// former peer. EndHolds describes what happens to the other network of a former peer.
+// former peer. If only one network of a former peer overlaps, EndHolds decides about the other one.
 func (b State) Yield() (next State, ended []netip.Prefix) {
 	return b.EndHolds(func(_ string, p netip.Prefix) bool { return b.conflictsWithOwn(p) })
 }
 
-// EndHolds ends the hold of each network for which over returns true, and returns those networks.
-// If this concerns only one of the two networks of a former peer, the other one stays held. If
+// EndHolds ends the hold of each network for which match returns true, and returns those networks.
+// If match selects only one of the two networks of a former peer, the other one stays held. If
 // there is no room to hold it alone, both stay held.
-func (b State) EndHolds(over func(id string, p netip.Prefix) bool) (next State, ended []netip.Prefix) {
+func (b State) EndHolds(match func(id string, p netip.Prefix) bool) (next State, ended []netip.Prefix) {
 	next = b
 	next.replaced = nil
 	for _, r := range b.replaced {
-		if over(r.id, r.network) {
+		if match(r.id, r.network) {
 			ended = append(ended, r.network)
 		} else {
 			next.replaced = append(next.replaced, r)
@@ -84,7 +84,7 @@ func (b State) EndHolds(over func(id string, p netip.Prefix) bool) (next State, 
 		if p.released.IsZero() {
 			continue
 		}
-		pod, external := over(id, p.Pod), over(id, p.External)
+		pod, external := match(id, p.Pod), match(id, p.External)
 		rest := Allocation{} // the network that stays held
 		switch {
 		case !pod && !external, pod != external && len(next.replaced) >= maxReplaced:
@@ -114,17 +114,17 @@ func (b *State) conflictsWithOwn(p netip.Prefix) bool {
 // stored rounds a time to the resolution of stored objects.
 func stored(t time.Time) time.Time { return t.UTC().Truncate(time.Second) }
 
-// hold puts those networks of the peer on hold that are in had and not in now. The holds begin at
-// the time released. It ends the holds of networks that the peer has again.
-func (b *State) hold(id string, now, had Allocation, released time.Time) {
-	again := func(p netip.Prefix) bool { return contains(now.Pod, p) || contains(now.External, p) }
+// hold holds the networks of the peer that are in before but not in after. These holds begin at the
+// time released. It ends the holds of networks that are in after.
+func (b *State) hold(id string, after, before Allocation, released time.Time) {
+	again := func(p netip.Prefix) bool { return contains(after.Pod, p) || contains(after.External, p) }
 	var kept []replaced
 	for _, r := range b.replaced {
 		if r.id != id || !again(r.network) {
 			kept = append(kept, r)
 		}
 	}
-	for _, p := range []netip.Prefix{had.Pod, had.External} {
+	for _, p := range []netip.Prefix{before.Pod, before.External} {
 		if p.IsValid() && !released.IsZero() && !again(p) {
 			kept = append(kept, replaced{id, p, stored(released)})
 		}
@@ -136,8 +136,8 @@ func (b *State) hold(id string, now, had Allocation, released time.Time) {
 }
 
 // Regain holds networks that nodes refuse for a peer but that the State does not have, as if the
-// peer had released them now. If the peer is unknown, the first two count as its last networks,
-// which it gets again when it returns. The result left has the networks that cannot be held,
+// peer had released them now. If the peer is unknown, the first two networks count as its last
+// ones, which it gets again when it returns. The result left has the networks that cannot be held,
 // because they are in use or there is no room.
 func (b State) Regain(id string, networks []netip.Prefix, now time.Time) (next State, left []netip.Prefix) {
 	next = b
@@ -223,7 +223,7 @@ func (b State) ReleasedAt(id string) time.Time {
 
 // Age updates the State to the time now. It ends expired holds, and those that Yield would end. It
 // releases each peer that no object has named for UnusedGrace, and returns the IDs of those peers.
-// named reports whether some object names a peer.
+// The function named reports whether some object names a peer.
 //
 // A recorded time in the future was written by a wrong clock, and counts as now.
 func (b State) Age(now time.Time, named func(id string) bool) (next State, abandoned []string) {

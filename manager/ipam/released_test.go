@@ -119,8 +119,8 @@ func TestNetworksThatAPeerReplacesAreHeld(t *testing.T) {
 	t.Error("no bound")
 }
 
-// A network of ours comes to overlap a peer's network, and an administrator deletes the peering and
-// makes it again, as the Ready condition advises. Nodes stop refusing the peer's network at once.
+// A network of ours begins to overlap a peer's network. An administrator deletes the peering and
+// makes it again, as the condition Ready advises. Nodes stop refusing the peer's network at once.
 func TestPeerNetworksThatOverlapOursAreNotHeld(t *testing.T) {
 	peered, had := allocate(t, configured(t, ours()), claim("b", "10.50.0.0/16", "10.51.0.0/16"))
 	for name, change := range map[string]func(*Config){
@@ -301,12 +301,12 @@ func TestInvalidAllocationsAreLeftOut(t *testing.T) {
 		if _, has := read.AllocationOf("c"); has || !slices.Equal(read.NetworksOf("b"), b.NetworksOf("b")) {
 			t.Errorf("%s: c has networks: %v; b has %v", name, has, read.NetworksOf("b"))
 		}
-		sound(t, read)
+		checkState(t, read)
 	}
 }
 
 // While peers join and leave at random, no other cluster gets an address that is held. Nodes refuse
-// a network for a day after its release at least. Restarts change nothing.
+// a network for at least a day after its release. Restarts change nothing.
 func TestNoAddressIsAllocatedToAnotherClusterWithinADay(t *testing.T) {
 	for seed := range uint64(20) {
 		rng := rand.New(rand.NewPCG(seed, 39))
@@ -363,9 +363,9 @@ func TestNoAddressIsAllocatedToAnotherClusterWithinADay(t *testing.T) {
 	}
 }
 
-// Nodes refuse networks for a peer that the State has lost. Regain holds them for that peer, even
-// if the peer now has a part of one of them. It does not hold networks of other peers or of this
-// cluster.
+// The State has lost networks that nodes still refuse for a peer. Regain holds them for that peer,
+// even if the peer now has a part of one of them. It does not hold networks of other peers or of
+// this cluster.
 func TestLostNetworksAreHeldForTheirPeer(t *testing.T) {
 	b, _ := allocate(t, configured(t, ours()), claim("b", "10.66.0.0/17", "10.67.0.0/20"))
 	b, _ = allocate(t, b, claim("c", "10.68.0.0/16", "10.69.0.0/20"))

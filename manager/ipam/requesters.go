@@ -22,21 +22,21 @@ const (
 // errAnothers means that another caller has requested the mapping.
 var errAnothers = errors.New("was mapped by another caller; only that caller can unmap it")
 
-// AddRequester records that a caller, by, has requested an existing mapping of the peer. The
-// argument what is the kind of the endpoint, or "" if the kind is unknown. AddRequester changes
-// nothing if the caller is already recorded or the mapping does not exist.
-func (b State) AddRequester(id string, ip netip.Addr, by, what string) (State, error) {
+// AddRequester records that a caller has requested an existing mapping of the peer. kind is the
+// kind of the endpoint, or "" if it is unknown. AddRequester changes nothing if the caller is
+// already recorded or the mapping does not exist.
+func (b State) AddRequester(id string, ip netip.Addr, caller, kind string) (State, error) {
 	callers, mapped := b.peers[id].requesters(ip)
-	if _, known := slices.BinarySearch(callers, by); known || !mapped {
+	if _, known := slices.BinarySearch(callers, caller); known || !mapped {
 		return b, nil
 	}
-	if len(by) > maxCaller {
-		return b, fmt.Errorf("the caller's name has %d bytes; want at most %d", len(by), maxCaller)
+	if len(caller) > maxCaller {
+		return b, fmt.Errorf("the caller's name has %d bytes; want at most %d", len(caller), maxCaller)
 	}
 	has := 0
 	for _, p := range b.peers {
 		for _, callers := range p.endpoints {
-			if _, mine := slices.BinarySearch(callers, by); mine {
+			if _, mine := slices.BinarySearch(callers, caller); mine {
 				has++
 			}
 		}
@@ -44,10 +44,10 @@ func (b State) AddRequester(id string, ip netip.Addr, by, what string) (State, e
 	if has >= MaxMappingsPerCaller {
 		return b, fmt.Errorf("this caller has already mapped %d endpoints; unmap some first", MaxMappingsPerCaller)
 	}
-	next := b.withCallers(id, ip, withCaller(callers, by))
-	if what != "" {
+	next := b.withCallers(id, ip, withCaller(callers, caller))
+	if kind != "" {
 		next.endpoints = maps.Clone(next.endpoints)
-		next.note(ip, what)
+		next.note(ip, kind)
 	}
 	if n := next.peers[id].noted(); n > MaxNotes {
 		return b, fmt.Errorf("the list of callers would have %[2]d bytes; want at most %[1]d; unmap endpoints that are not needed", MaxNotes, n)
@@ -59,16 +59,16 @@ func (b State) AddRequester(id string, ip netip.Addr, by, what string) (State, e
 // requests it. Callers in deleted no longer exist, so their requests do not count. A mapping
 // without a known requester may be withdrawn by any caller. Withdrawing a mapping that does not
 // exist changes nothing.
-func (b State) Withdraw(id string, ip netip.Addr, by string, deleted []string) (State, error) {
+func (b State) Withdraw(id string, ip netip.Addr, caller string, deleted []string) (State, error) {
 	callers, mapped := b.peers[id].requesters(ip)
 	if !mapped {
 		return b, nil
 	}
-	others := slices.DeleteFunc(slices.Clone(callers), func(c string) bool { return c == by || slices.Contains(deleted, c) })
+	others := slices.DeleteFunc(slices.Clone(callers), func(c string) bool { return c == caller || slices.Contains(deleted, c) })
 	if len(others) == 0 {
 		return b.UnmapEndpoint(id, ip), nil
 	}
-	if !slices.Contains(callers, by) {
+	if !slices.Contains(callers, caller) {
 		return b, errAnothers
 	}
 	return b.withCallers(id, ip, others), nil
@@ -91,8 +91,8 @@ func (p *account) requesters(ip netip.Addr) (callers []string, mapped bool) {
 // An Endpoint is a mapped endpoint.
 type Endpoint struct {
 	IP netip.Addr
-	// What is the kind of the endpoint when it was requested, as passed to AddRequester.
-	What string
+	// Kind is the kind of the endpoint when it was requested, as passed to AddRequester.
+	Kind string
 	// For has the sorted IDs of the peers for which the endpoint is mapped.
 	For []string
 }
@@ -100,8 +100,8 @@ type Endpoint struct {
 // Known returns the mapped endpoints whose kind is known, sorted by address.
 func (b State) Known() (known []Endpoint) {
 	for _, ip := range slices.SortedFunc(maps.Keys(b.endpoints), netip.Addr.Compare) {
-		if what := b.endpoints[ip].what; what != "" {
-			known = append(known, Endpoint{IP: ip, What: what, For: b.having(ip)})
+		if kind := b.endpoints[ip].kind; kind != "" {
+			known = append(known, Endpoint{IP: ip, Kind: kind, For: b.having(ip)})
 		}
 	}
 	return known
@@ -120,7 +120,7 @@ func (b State) having(ip netip.Addr) (ids []string) {
 // Expire unmaps an endpoint that is gone, for all peers. It changes nothing if the kind of the
 // endpoint has changed meanwhile.
 func (b State) Expire(e Endpoint) State {
-	if now := b.endpoints[e.IP]; now == nil || now.what != e.What {
+	if now := b.endpoints[e.IP]; now == nil || now.kind != e.Kind {
 		return b
 	}
 	for _, id := range b.having(e.IP) {
@@ -147,19 +147,19 @@ func (b State) withCallers(id string, ip netip.Addr, callers []string) State {
 }
 
 // note records the kind of an endpoint. It changes the map of b, which no other State may share.
-func (b *State) note(ip netip.Addr, what string) {
+func (b *State) note(ip netip.Addr, kind string) {
 	if e := b.endpoints[ip]; e != nil {
 		next := *e
-		next.what = what
+		next.kind = kind
 		b.endpoints[ip] = &next
 	}
 }
 
-// withCaller returns a copy of the sorted list callers with one more caller, by.
-func withCaller(callers []string, by string) []string {
-	i, known := slices.BinarySearch(callers, by)
+// withCaller returns a copy of the sorted list callers with one more caller.
+func withCaller(callers []string, caller string) []string {
+	i, known := slices.BinarySearch(callers, caller)
 	if known {
 		return callers
 	}
-	return slices.Insert(slices.Clone(callers), i, by)
+	return slices.Insert(slices.Clone(callers), i, caller)
 }

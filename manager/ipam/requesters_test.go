@@ -12,12 +12,12 @@ import (
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 )
 
-// requested maps an endpoint for peer b and records the caller by as its requester.
-func requested(t *testing.T, b State, ip, by, what string) State {
+// requested maps an endpoint for peer b and records caller as its requester.
+func requested(t *testing.T, b State, ip, caller, kind string) State {
 	t.Helper()
 	b, _, err := b.MapEndpoint("b", addr(ip))
 	if err == nil {
-		b, err = b.AddRequester("b", addr(ip), by, what)
+		b, err = b.AddRequester("b", addr(ip), caller, kind)
 	}
 	if err != nil {
 		t.Fatal(err)
@@ -136,17 +136,17 @@ func TestExpireRemovesAnEndpointFromAllPeers(t *testing.T) {
 	b = mapped(t, b, "c", "198.51.100.7", "10.245.0.2")
 	b = requested(t, b, "198.51.100.8", "one", "")
 	known := b.Known()
-	if len(known) != 1 || known[0].IP != addr("198.51.100.7") || known[0].What != "pod" || !slices.Equal(known[0].For, []string{"b", "c"}) {
+	if len(known) != 1 || known[0].IP != addr("198.51.100.7") || known[0].Kind != "pod" || !slices.Equal(known[0].For, []string{"b", "c"}) {
 		t.Fatalf("known: %+v", known)
 	}
 	next := b.Expire(known[0])
 	if next.Mapped("b", addr("198.51.100.7")) || next.Mapped("c", addr("198.51.100.7")) || !next.Mapped("b", addr("198.51.100.8")) {
 		t.Errorf("mapped: %v", next.Spec().EndpointMappings)
 	}
-	if next := b.Expire(Endpoint{IP: addr("198.51.100.7"), What: "node"}); len(next.Changed(b)) > 0 {
+	if next := b.Expire(Endpoint{IP: addr("198.51.100.7"), Kind: "node"}); len(next.Changed(b)) > 0 {
 		t.Error("what is something else meanwhile")
 	}
-	if next := b.Expire(Endpoint{IP: addr("198.51.100.9"), What: "pod"}); len(next.Changed(b)) > 0 {
+	if next := b.Expire(Endpoint{IP: addr("198.51.100.9"), Kind: "pod"}); len(next.Changed(b)) > 0 {
 		t.Error("what is not mapped")
 	}
 }

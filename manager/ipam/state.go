@@ -147,7 +147,7 @@ func (p *account) empty() bool {
 type endpoint struct {
 	addr  netip.Addr
 	peers int    // number of peers for which it is mapped
-	what  string // kind when it was requested, as passed to AddRequester; empty: unknown
+	kind  string // kind when it was requested, as passed to AddRequester; empty: unknown
 }
 
 // Own returns the Config in effect, with pools and ExternalCIDR filled in.

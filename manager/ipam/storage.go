@@ -154,7 +154,8 @@ func Read(spec *v1alpha1.IpamStorageSpec) (State, error) {
 	return b, nil
 }
 
-// A reader records the first error. Results of a reader with an error are not used.
+// A reader parses stored values and records the first error. After an error, its results must not
+// be used.
 type reader struct{ err error }
 
 func (r *reader) fail(field, format string, args ...any) {

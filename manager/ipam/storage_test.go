@@ -72,7 +72,8 @@ func TestSpecIsReadableAndComplete(t *testing.T) {
 	}
 }
 
-// Liqo's object also has the memory of Liqo's allocator, and a mark of a peer that has left.
+// Liqo's object also has the state of Liqo's allocator, and an entry that a former peer left
+// behind.
 func TestReadAcceptsIpamStorageWrittenByLiqo(t *testing.T) {
 	spec := readSpec(t, readable)
 	want, err := Read(&spec)
@@ -174,14 +175,14 @@ func FuzzRead(f *testing.F) {
 		if err != nil {
 			return
 		}
-		sound(t, b)
+		checkState(t, b)
 		for _, id := range b.Peers() {
 			b.MapEndpoint(id, addr("198.51.100.1"))
 		}
 		next, _ := b.Configure(ours())
-		sound(t, next)
+		checkState(t, next)
 		if next, _, err = next.Allocate(claim("fuzz", "10.244.0.0/16", "10.245.0.0/16")); err == nil {
-			sound(t, next)
+			checkState(t, next)
 		}
 	})
 }

@@ -122,7 +122,7 @@ func (t tree) fit(pool netip.Prefix, bits int, avoid tree) (netip.Prefix, bool) 
 		}
 		for block := range n.blocks(pool, length) {
 			around, _ := avoid.lookup(block)
-			if found, ok := around.clear(block, bits); ok {
+			if found, ok := around.firstEmpty(block, bits); ok {
 				return found, true
 			}
 		}
@@ -141,9 +141,8 @@ func (t tree) room(pool netip.Prefix, bits int, avoid tree) float64 {
 	return room(n, a, bits-pool.Bits())
 }
 
-// room returns the number of networks that are free below both n and avoid. Their prefixes are
-// longer than the prefix of n, by the number bits. n and avoid are the nodes of the same network in
-// two trees.
+// room returns the number of networks that are free below both n and avoid, and whose prefixes have
+// bits more bits than the prefix of n. n and avoid are the nodes of the same network in two trees.
 func room(n, avoid *node, bits int) float64 {
 	switch {
 	case n == nil && avoid == nil:
@@ -180,18 +179,18 @@ func (n *node) eachBlock(p netip.Prefix, length int, yield func(netip.Prefix) bo
 	return n.child[0].eachBlock(half(p, 0), length, yield) && n.child[1].eachBlock(half(p, 1), length, yield)
 }
 
-// clear returns the lowest empty network of the given length in p, which is the network of n.
-func (n *node) clear(p netip.Prefix, bits int) (netip.Prefix, bool) {
+// firstEmpty returns the lowest empty network of the given length in p, which is the network of n.
+func (n *node) firstEmpty(p netip.Prefix, bits int) (netip.Prefix, bool) {
 	switch {
 	case n == nil:
 		return netip.PrefixFrom(p.Addr(), bits), true
 	case n.count > 0 || p.Bits() >= bits:
 		return netip.Prefix{}, false
 	}
-	if found, ok := n.child[0].clear(half(p, 0), bits); ok {
+	if found, ok := n.child[0].firstEmpty(half(p, 0), bits); ok {
 		return found, true
 	}
-	return n.child[1].clear(half(p, 1), bits)
+	return n.child[1].firstEmpty(half(p, 1), bits)
 }
 
 // lowest returns the lowest address of p that is not in the tree.

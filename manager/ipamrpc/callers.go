@@ -139,7 +139,7 @@ func (g *gate) Accept() (net.Conn, error) {
 		}
 		g.mu.Unlock()
 		if !full {
-			return &passed{Conn: conn, leave: sync.OnceFunc(func() { g.left(host) })}, nil
+			return &countedConn{Conn: conn, leave: sync.OnceFunc(func() { g.left(host) })}, nil
 		}
 		_ = conn.Close() // nobody would answer the client
 	}
@@ -154,13 +154,13 @@ func (g *gate) left(host netip.Addr) {
 	}
 }
 
-// A passed is a connection that the gate counts until it is closed.
-type passed struct {
+// A countedConn is a connection that the gate counts until it is closed.
+type countedConn struct {
 	net.Conn
 	leave func()
 }
 
-func (p *passed) Close() error {
+func (p *countedConn) Close() error {
 	p.leave()
 	return p.Conn.Close()
 }

@@ -132,7 +132,7 @@ func TestOnlyCallersWithACertificateOfTheirAuthorityAreAnswered(t *testing.T) {
 	if err := dial(t, address, "127.0.0.1", servers.caller(callers.sign("bravo"))).belongs(); err != nil {
 		t.Error(err)
 	}
-	// A new authority takes effect when the file has it.
+	// A new authority takes effect once it is in the file.
 	servers.files(dir, strangers)
 	if err := dial(t, address, "127.0.0.1", servers.caller(callers.sign("bravo"))).belongs(); err == nil {
 		t.Error("the previous authority is still accepted")
@@ -255,7 +255,7 @@ func TestMappingCanBeRemovedOnceItsRequesterPodIsGone(t *testing.T) {
 	}
 	peer(t, "lima", "10.200.0.0/16", "10.201.7.0/24")
 	owners, broken := map[string]string{"10.244.7.7": "pod"}, false
-	s := &server{store: testStore, log: slog.New(slog.DiscardHandler), callers: newCallers(), what: func(_ context.Context, ip netip.Addr) (string, error) {
+	s := &server{store: testStore, log: slog.New(slog.DiscardHandler), callers: newCallers(), ownerKind: func(_ context.Context, ip netip.Addr) (string, error) {
 		if broken {
 			return "", errors.New("the API server is away")
 		}

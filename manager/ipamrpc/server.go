@@ -47,7 +47,7 @@ const (
 
 // Options are the options of Serve: its address and the clients that it accepts.
 type Options struct {
-	// Address is the TCP address to listen on; Liqo's components expect port 6000.
+	// Address is the TCP address on which to listen. Liqo's components expect port 6000.
 	Address string
 	// TLS is the result of the function TLS. Callers are identified by their certificates.
 	TLS *tls.Config
@@ -57,9 +57,9 @@ type Options struct {
 	// Allow lists networks whose endpoints may be mapped although ipam.State.Guarded names them:
 	// nodes, Services, and endpoints of other peers.
 	Allow []netip.Prefix
-	// What returns the kind of the present owner of an address, such as "node" or "pod", or "" if
-	// the cluster knows no owner. It is called before an endpoint is mapped, and may be nil.
-	What func(context.Context, netip.Addr) (string, error)
+	// OwnerKind returns the kind of the present owner of an address, such as "node" or "pod", or ""
+	// if the cluster knows no owner. It is called before an endpoint is mapped, and may be nil.
+	OwnerKind func(context.Context, netip.Addr) (string, error)
 }
 
 // Serve answers requests until ctx ends, and then returns nil. The Store must be loaded and
@@ -86,7 +86,7 @@ func serve(ctx context.Context, listener net.Listener, o Options, s *ipamstore.S
 		settings = append(settings, grpc.Creds(credentials.NewTLS(o.TLS)))
 	}
 	g := grpc.NewServer(settings...)
-	g.RegisterService(&service, &server{store: s, log: log, allow: o.Allow, what: o.What, callers: newCallers()})
+	g.RegisterService(&service, &server{store: s, log: log, allow: o.Allow, ownerKind: o.OwnerKind, callers: newCallers()})
 	ended := make(chan error, 1)
 	go func() { ended <- g.Serve(newGate(listener)) }()
 	select {
@@ -116,7 +116,7 @@ var service = grpc.ServiceDesc{
 	Metadata: "ipam.proto",
 }
 
-// method describes a unary method. There are no interceptors.
+// method describes a unary method. It ignores interceptors, because the server has none.
 func method[Request, Response any](name string, call func(*server, context.Context, *Request) (*Response, error)) grpc.MethodDesc {
 	return grpc.MethodDesc{
 		MethodName: name,
@@ -134,11 +134,11 @@ func method[Request, Response any](name string, call func(*server, context.Conte
 }
 
 type server struct {
-	store   *ipamstore.Store
-	log     *slog.Logger
-	allow   []netip.Prefix
-	what    func(context.Context, netip.Addr) (string, error) // may be nil
-	callers *callers
+	store     *ipamstore.Store
+	log       *slog.Logger
+	allow     []netip.Prefix
+	ownerKind func(context.Context, netip.Addr) (string, error) // may be nil
+	callers   *callers
 }
 
 func (s *server) mapEndpointIP(ctx context.Context, in *MapRequest) (*MapResponse, error) {
@@ -163,8 +163,8 @@ func (s *server) mapEndpoint(ctx context.Context, id, text string) (seen netip.A
 	caller, what := callerOf(ctx), ""
 	now := s.store.State()
 	next, seen, err := now.MapEndpoint(id, ip)
-	if err == nil && s.what != nil && next.Mapped(id, ip) && !slices.Contains(now.Requesters(id, ip), caller) {
-		what, err = s.what(ctx, ip)
+	if err == nil && s.ownerKind != nil && next.Mapped(id, ip) && !slices.Contains(now.Requesters(id, ip), caller) {
+		what, err = s.ownerKind(ctx, ip)
 	}
 	if err != nil {
 		return seen, err
@@ -200,7 +200,7 @@ func (s *server) unmapEndpoint(ctx context.Context, id, text string) error {
 // longer exist. A virtual kubelet without a certificate gets a new address when it restarts.
 // Without deletedRequesters, its mappings under the old address would stay for ever.
 func (s *server) deletedRequesters(ctx context.Context, id string, ip netip.Addr) (deleted []string) {
-	if s.what == nil {
+	if s.ownerKind == nil {
 		return nil
 	}
 	b := s.store.State()
@@ -211,7 +211,7 @@ func (s *server) deletedRequesters(ctx context.Context, id string, ip netip.Addr
 		if !plain || err != nil || !pods.Contains(addr) || by == callerOf(ctx) {
 			continue
 		}
-		if what, err := s.what(ctx, addr); err == nil && what == "" {
+		if what, err := s.ownerKind(ctx, addr); err == nil && what == "" {
 			deleted = append(deleted, by)
 		}
 	}

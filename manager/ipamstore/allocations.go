@@ -33,15 +33,15 @@ type allocation struct {
 	spec    isthmus.NetworkAllocationSpec
 	known   int64    // the object's revision when we first read it or last wrote it
 	cut     []string // networks for which the object has no more room; still to be freed
-	pending bool     // we wrote it, but did not yet write the IpamStorage that makes it count
+	pending bool     // we wrote the object, but not yet the IpamStorage; until then, other managers do not adopt the object
 }
 
-// sinceWith returns the first version of the object that had the networks in the argument now. A
-// node that refuses the networks of that version does not need to report a later version.
-func (a allocation) sinceWith(now *isthmus.NetworkAllocation) int64 {
-	same := a.uid == now.UID && a.spec.Revision == now.Spec.Revision && slices.Equal(a.spec.Networks, now.Spec.Networks)
-	if !same || a.since > fabric.Version(now.ResourceVersion) {
-		return fabric.NamedSince(string(now.UID), now.ResourceVersion, &now.Spec)
+// sinceWith returns the first version of the object that had the networks of current. A node that
+// refuses the networks of that version does not need to report a later version.
+func (a allocation) sinceWith(current *isthmus.NetworkAllocation) int64 {
+	same := a.uid == current.UID && a.spec.Revision == current.Spec.Revision && slices.Equal(a.spec.Networks, current.Spec.Networks)
+	if !same || a.since > fabric.Version(current.ResourceVersion) {
+		return fabric.NamedSince(string(current.UID), current.ResourceVersion, &current.Spec)
 	}
 	return a.since
 }
@@ -107,24 +107,24 @@ func (s *Store) unallocated(state ipam.State) map[string]string {
 }
 
 // allocate writes the State of some clusters into their NetworkAllocations. clusters maps object
-// names to cluster IDs. If more is true, allocate only adds networks.
+// names to cluster IDs. If addOnly is true, allocate only adds networks.
 //
 // Networks are added before the write of the IpamStorage and freed after it, so that agents never
 // lack a network of the IpamStorage. allocate continues after an error, and returns all errors. The
 // API server answers Conflict, NotFound or AlreadyExists if an object is not as last read.
-func (s *Store) allocate(ctx context.Context, state ipam.State, clusters map[string]string, more bool) error {
+func (s *Store) allocate(ctx context.Context, state ipam.State, clusters map[string]string, addOnly bool) error {
 	var failed []error
 	now := isthmus.UTCTimeOf(time.Now())
 	for _, name := range slices.Sorted(maps.Keys(clusters)) {
 		have, exists := s.allocations[name]
 		want := s.allocationOf(state, clusters[name])
 		removed := without(slices.Concat(have.spec.Networks, have.cut), want.Networks)
-		onlyFreed := more && len(removed) > 0 && len(want.Networks) == len(want.Held) && want.Seen == nil && len(without(want.Networks, have.spec.Networks)) == 0
+		onlyFreed := addOnly && len(removed) > 0 && len(want.Networks) == len(want.Held) && want.Seen == nil && len(without(want.Networks, have.spec.Networks)) == 0
 		if exists && onlyFreed || !exists && len(want.Networks) == 0 && want.Own == nil && want.Seen == nil {
 			continue
 		}
 		var cut []string
-		if more { // if there is too little room, networks of the State take precedence
+		if addOnly { // if there is too little room, networks of the State take precedence
 			place := max(0, min(len(removed), maxNetworks-len(want.Networks)))
 			for _, n := range removed[:place] {
 				want.Networks = append(want.Networks, n)
@@ -160,8 +160,8 @@ func (s *Store) allocationOf(state ipam.State, id string) isthmus.NetworkAllocat
 	return state.Allocation(id)
 }
 
-// writeAllocation writes an object unless it is up to date, and frees the networks that removed
-// lists. It stores the networks that cut lists, so that the next write frees them.
+// writeAllocation writes an object unless it is up to date. It frees the networks in removed. It
+// stores the networks in cut, so that the next write frees them.
 func (s *Store) writeAllocation(ctx context.Context, name string, want isthmus.NetworkAllocationSpec, removed, cut []string) error {
 	was, exists := s.allocations[name]
 	have, now := was.spec, time.Now()
@@ -170,7 +170,7 @@ func (s *Store) writeAllocation(ctx context.Context, name string, want isthmus.N
 		return fabric.Revision(f.Revision, now) == 0 || slices.Contains(removed, f.Network)
 	})
 	counts := fabric.Revision(have.Revision, now) > 0 && have.Session <= s.session && (have.Session > 0 || len(want.Networks) == 0)
-	counts = counts && (!was.pending || have.Session == s.session) // in any other session, another manager would not adopt the object
+	counts = counts && (!was.pending || have.Session == s.session) // other managers do not adopt a pending object of an earlier session
 	counts = counts && fabric.NamedSince(string(was.uid), was.version, &have) == was.since
 	want.NetworksSince = have.NetworksSince
 	if exists && len(removed) == 0 && counts && equality.Semantic.DeepEqual(have, want) {
@@ -210,9 +210,9 @@ func nextRevision(last int64, now time.Time) int64 {
 	return max(fabric.Revision(last, now)+1, now.UnixMilli())
 }
 
-// adopt returns the State with the entries that other managers wrote in later sessions than ours,
-// which is the argument session. It returns nil if there are no such entries. The argument before
-// has the NetworkAllocations as we last read them.
+// adopt returns the State with the entries that other managers wrote in sessions later than
+// session, which is ours. It returns nil if there are no such entries. The parameter before has the
+// NetworkAllocations as we last read them.
 func (s *Store) adopt(state ipam.State, session int64, before map[string]allocation) *ipam.State {
 	theirs := make(map[string]isthmus.NetworkAllocationSpec)
 	own := state.Own()

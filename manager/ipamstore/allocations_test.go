@@ -407,8 +407,8 @@ func (unread) List(context.Context, client.ObjectList, ...client.ListOption) err
 	return errors.New("no answer")
 }
 
-// The IpamStorage is written, but the write of a NetworkAllocation conflicts and it cannot be read
-// again. The State stays unchanged, and the next write restores the IpamStorage.
+// The IpamStorage is written, but the write of a NetworkAllocation conflicts, and that object
+// cannot be read again. The State stays unchanged, and the next write restores the IpamStorage.
 func TestIpamStorageIsRestoredAfterAnotherObjectConflicted(t *testing.T) {
 	h := fresh(t)
 	allocate(t, h.Store, "b", "10.64.0.0/16", "10.65.0.0/16")

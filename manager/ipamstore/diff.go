@@ -60,9 +60,9 @@ func patchOf(version string, spec map[string]any) []byte {
 	if len(spec) == 0 {
 		return nil
 	}
-	// One empty entry removes managedFields. Otherwise these would be longer than all the rest of the
-	// object, cost the API server more than the write itself, and be part of every response. They are
-	// useless, because the object has one writer.
+	// One empty entry removes managedFields, which are useless, because the object has one writer.
+	// They would be longer than all the rest of the object, cost the API server more than the write
+	// itself, and be part of every response.
 	metadata := map[string]any{"resourceVersion": version, "managedFields": []any{map[string]any{}},
 		"annotations": map[string]any{isthmus.AnnotationTakenOver: nil}} // this write changes the version, so the annotation is obsolete
 	patch, err := json.Marshal(map[string]any{"metadata": metadata, "spec": spec})

@@ -59,9 +59,10 @@ func (s *Store) readAll(ctx context.Context) (state ipam.State, err error) {
 	return s.withAllocations(ctx, state)
 }
 
-// withTraces restores allocations from TunnelEndpoints if NetworkAllocations differ from them:
-// somebody edited, deleted or restored one while no manager ran. It also reverts an allocation that
-// has not reached the TunnelEndpoint yet; that allocation is then made again.
+// withTraces restores allocations from TunnelEndpoints if NetworkAllocations differ from them,
+// because somebody edited, deleted or restored a NetworkAllocation while no manager ran. It also
+// reverts an allocation that has not reached the TunnelEndpoint yet; that allocation is then made
+// again.
 //
 // Peers may write NetworkConfigs, so these count only if all NetworkAllocations are lost, only for
 // the peer of their tenant namespace, and only if they contradict no other object.

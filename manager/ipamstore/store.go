@@ -67,7 +67,7 @@ type Store struct {
 	mu          sync.Mutex // held during an update
 	loaded      bool
 	object      *v1alpha1.IpamStorage // as last read; nil if it does not exist
-	synced      bool                  // object's version is current and it has the State; its spec may be outdated
+	synced      bool                  // the IpamStorage has the State, and object has its current version; the spec of object may be outdated
 	self        string                // ID of our own cluster, whose NetworkAllocation has our own networks
 	allocations map[string]allocation // by name, as last read or written
 	session     int64                 // resourceVersion of the IpamStorage when this manager began to write
@@ -248,7 +248,8 @@ func (s *Store) Observe(f Observer) {
 	s.observers = append(s.observers, f)
 }
 
-// write applies f to the State, without holds that somebody ended by hand, and writes the result.
+// write applies f to the State and writes the result. Before that, it removes from the State the
+// holds that somebody ended by hand.
 func (s *Store) write(ctx context.Context, f func(ipam.State) (ipam.State, error)) (ipam.State, error) {
 	for {
 		state := s.State()
@@ -330,8 +331,8 @@ func Metadata() *metav1.PartialObjectMetadata {
 	return m
 }
 
-// reread adopts the writes of other managers. It ignores all other changes, and write then reverts
-// these.
+// reread adopts the writes of other managers. It ignores all other changes, which write then
+// reverts.
 func (s *Store) reread(ctx context.Context) error {
 	object, err := s.find(ctx)
 	if err != nil {

@@ -273,15 +273,15 @@ func TestRestartReadsTheWholeStateAndChangesNoObject(t *testing.T) {
 	}
 }
 
-// request maps an endpoint and records the caller by as its requester.
-func (h *harness) request(id, ip, by, what string) {
+// request maps an endpoint and records caller as its requester.
+func (h *harness) request(id, ip, caller, kind string) {
 	h.t.Helper()
 	if _, err := h.Update(h.t.Context(), func(b ipam.State) (ipam.State, error) {
 		b, _, err := b.MapEndpoint(id, netip.MustParseAddr(ip))
 		if err != nil {
 			return b, err
 		}
-		return b.AddRequester(id, netip.MustParseAddr(ip), by, what)
+		return b.AddRequester(id, netip.MustParseAddr(ip), caller, kind)
 	}); err != nil {
 		h.t.Error(err)
 	}
@@ -836,8 +836,8 @@ func networkConfig(ns, name, origin, pod, podNAT string) *v1alpha1.NetworkConfig
 
 var namespaces int
 
-// namespace creates the tenant namespace of a peer; if id is empty, a namespace of no peer. At the
-// end the test deletes the objects in it, because no controller deletes namespaces here.
+// namespace creates the tenant namespace of a peer, or of no peer if id is empty. At the end the
+// test deletes the objects in it, because no controller deletes namespaces here.
 func namespace(t *testing.T, id string) string {
 	t.Helper()
 	namespaces++

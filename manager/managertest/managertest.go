@@ -120,7 +120,8 @@ func Connect(ctx context.Context, server *kubetest.Server) (*rest.Config, client
 	return ConnectWith(ctx, server, filepath.Join(Root(), "deploy/crds"))
 }
 
-// ConnectWith does the same as Connect with the CRDs in a directory.
+// ConnectWith installs the CRDs in a directory, and returns the configuration and a client of the
+// server.
 func ConnectWith(ctx context.Context, server *kubetest.Server, crds string) (*rest.Config, client.Client, error) {
 	cfg, err := server.Config()
 	if err != nil {

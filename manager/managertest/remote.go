@@ -131,8 +131,8 @@ func (r *Remote) Deleted() bool {
 	return p == nil
 }
 
-// RemoveFinalizer does what the replicator does once our NetworkConfig no longer exists at the
-// peer.
+// RemoveFinalizer removes the replicator's finalizer, as the replicator does once our NetworkConfig
+// no longer exists at the peer.
 func (r *Remote) RemoveFinalizer() {
 	r.W.T.Helper()
 	nc := r.Original()

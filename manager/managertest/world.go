@@ -179,7 +179,7 @@ func (w *World) Gateway(nodeIP string) {
 	w.GatewayWith(nodeIP, SomeKey)
 }
 
-// GatewayWith does the same as Gateway with the given public key.
+// GatewayWith creates the objects of a gateway with the given public key.
 func (w *World) GatewayWith(nodeIP, key string) {
 	w.T.Helper()
 	w.Create(&corev1.Secret{

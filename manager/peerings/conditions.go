@@ -59,7 +59,7 @@ type peeringState struct {
 
 	allocation   ipam.Allocation     // allocation of the peer; zero: none
 	translations [2]ipam.Translation // explanation of the peer's networks here; zero: the claim is refused
-	unstored     *metav1.Condition   // Accepted of the peer's NetworkConfig if the API server drops conditions; nil: it stores them, or no answer yet
+	unstored     *metav1.Condition   // condition Accepted of the peer's NetworkConfig, if the API server drops conditions; nil: it stores them, or we have not answered yet
 	keyOwner     string              // another peer that has a key of the claim, if the claim is refused because of the key
 }
 
@@ -121,7 +121,7 @@ func remoteNetworks(s peeringState) isthmus.Networks {
 			ExternalCIDR: te.Spec.RemoteExternalCIDR, ExternalCIDRSeen: seen(te.Spec.RemoteExternalCIDR, te.Spec.RemoteNATExternalCIDR),
 		}
 	}
-	n.PodCIDRWhy, n.ExternalCIDRWhy = s.why(0, n.PodCIDRSeen), s.why(1, n.ExternalCIDRSeen)
+	n.PodCIDRWhy, n.ExternalCIDRWhy = s.reasonFor(0, n.PodCIDRSeen), s.reasonFor(1, n.ExternalCIDRSeen)
 	return n
 }
 
@@ -163,13 +163,13 @@ func readyCondition(s peeringState, conditions map[string]condition) condition {
 			return no(isthmus.ReasonLocalSetup, "%s", strings.Join(s.lacking, "; "))
 		case v.reason == isthmus.ReasonGatewaySilent:
 			return v
-		case step == isthmus.ConditionAnswered && v.reason == isthmus.ReasonPeerWithdrew: // the condition PeerConfigAccepted says more
+		case step == isthmus.ConditionAnswered && v.reason == isthmus.ReasonPeerWithdrew: // the condition PeerConfigAccepted has more details
 		default:
 			return no(v.reason, "%s: %s", step, v.message)
 		}
 	}
 	if len(s.overlaps) > 0 {
-		return no(isthmus.ReasonOverlap, "%s", s.refused(s.who()+" has networks that overlap addresses of this cluster: ", strings.Join(s.overlaps, "; "),
+		return no(isthmus.ReasonOverlap, "%s", s.refused(s.peerName()+" has networks that overlap addresses of this cluster: ", strings.Join(s.overlaps, "; "),
 			"remove the overlap, or give the peer other networks: isthmus unpeer "+s.peering.Name+", then isthmus peer"))
 	}
 	if v := conditions[isthmus.ConditionConnected]; v.reason == v1alpha1.CauseNarrowPath {
@@ -181,8 +181,8 @@ func readyCondition(s peeringState, conditions map[string]condition) condition {
 	return yes(isthmus.ReasonConnected, "traffic can flow")
 }
 
-// carries reports whether the tunnel carries packets as both sides agreed. It does not matter
-// whether their API servers are reachable.
+// carries reports whether the tunnel carries packets as both sides agreed. It ignores whether the
+// API servers are reachable.
 func carries(conditions map[string]condition) bool {
 	return conditions[isthmus.ConditionTunnelEndpoint].status == metav1.ConditionTrue && conditions[isthmus.ConditionConnected].status == metav1.ConditionTrue
 }
@@ -235,7 +235,7 @@ func answeredCondition(s peeringState) condition {
 	accepted := meta.FindStatusCondition(original.Status.Conditions, v1alpha1.ConditionAccepted)
 	switch n := networksOf(original); {
 	case accepted != nil && accepted.Status == metav1.ConditionFalse:
-		reason := known(accepted.Reason)
+		reason := knownReason(accepted.Reason)
 		return no(reason, "%s", s.refusedByPeer("refuses", accepted.Message, s.remedyAtPeer(reason)))
 	case !original.Status.Processed:
 		return no(isthmus.ReasonWaitingAnswer, "the peer has not answered our NetworkConfig yet")
@@ -250,7 +250,7 @@ func answeredCondition(s peeringState) condition {
 func peerConfigCondition(s peeringState) condition {
 	switch {
 	case len(s.copies) > 1:
-		return no(isthmus.ReasonAmbiguous, "%s", s.refused(s.who(), " has more than one NetworkConfig in namespace "+s.peering.Spec.TenantNamespace.Local,
+		return no(isthmus.ReasonAmbiguous, "%s", s.refused(s.peerName(), " has more than one NetworkConfig in namespace "+s.peering.Spec.TenantNamespace.Local,
 			s.remedyHere(&s.copies[0], v1alpha1.ReasonAmbiguous)))
 	case len(s.copies) == 1 && s.copies[0].DeletionTimestamp.IsZero():
 		return acceptedCondition(s)
@@ -258,7 +258,7 @@ func peerConfigCondition(s peeringState) condition {
 		return no(isthmus.ReasonWaitingPeer, "%s", s.tenant)
 	case s.withdrew():
 		return no(isthmus.ReasonPeerWithdrew, "%s has deleted its NetworkConfig in namespace %s: it un-peered, or its tenant namespace was deleted; isthmus unpeer %s, or isthmus peer for both clusters",
-			s.who(), s.peering.Spec.TenantNamespace.Local, s.peering.Name)
+			s.peerName(), s.peering.Spec.TenantNamespace.Local, s.peering.Name)
 	}
 	return no(isthmus.ReasonWaitingPeer, "the peer has not published its NetworkConfig in namespace %s yet", s.peering.Spec.TenantNamespace.Local)
 }
@@ -270,7 +270,7 @@ func acceptedCondition(s peeringState) condition {
 	case accepted == nil:
 		return no(isthmus.ReasonWaitingAnswer, "the peer's NetworkConfig is not answered yet")
 	case accepted.Status != metav1.ConditionTrue || !nc.Status.Processed:
-		reason := known(accepted.Reason) // with the permissions that Liqo grants, the peer may have written it
+		reason := knownReason(accepted.Reason) // with the permissions that Liqo grants, the peer may have written the reason itself
 		return no(reason, "%s", s.refusedPeer(nc, reason, accepted.Message))
 	case accepted.ObservedGeneration != nc.Generation && !s.inForceAsSeen(nc):
 		return no(isthmus.ReasonWaitingAnswer, "the peer's NetworkConfig has changed; the new version is not answered yet")
@@ -292,8 +292,8 @@ func (s peeringState) withdrew() bool {
 	return len(s.copies) == 1 && !s.copies[0].DeletionTimestamp.IsZero() || len(s.copies) == 0 && hadPeerConfig(s.peering)
 }
 
-// hadPeerConfig reports whether a NetworkConfig of the peer has ever existed. The condition
-// PeerConfigAccepted preserves this.
+// hadPeerConfig reports whether a NetworkConfig of the peer has ever existed, which the condition
+// PeerConfigAccepted records.
 func hadPeerConfig(p *isthmus.Peering) bool {
 	c := meta.FindStatusCondition(p.Status.Conditions, isthmus.ConditionPeerConfig)
 	if c == nil {
@@ -316,7 +316,7 @@ func tunnelEndpointCondition(s peeringState) condition {
 	want, problems := fabric.TunnelEndpointFor(s.original, &s.copies[0], s.peering.Spec.Cluster)
 	switch {
 	case len(problems) > 0:
-		return no(isthmus.ReasonInvalid, "%s", s.refused("our NetworkConfig and that of "+s.who()+" contradict each other: ", problems[0].Error(),
+		return no(isthmus.ReasonInvalid, "%s", s.refused("our NetworkConfig and that of "+s.peerName()+" contradict each other: ", problems[0].Error(),
 			fmt.Sprintf("set spec.overrides of the Peerings, or isthmus unpeer %s", s.peering.Name)))
 	case s.endpoint == nil:
 		return no(isthmus.ReasonWaiting, "the TunnelEndpoint is not written yet")
@@ -328,8 +328,8 @@ func tunnelEndpointCondition(s peeringState) condition {
 	return yes(isthmus.ReasonAgreed, "both sides agree")
 }
 
-// silent has the causes that only mean that no packet arrives.
-var silent = []string{v1alpha1.CauseConnecting, v1alpha1.CauseNoAnswer, v1alpha1.CausePeerSilent}
+// silentCauses are the causes that only mean that no packet arrives.
+var silentCauses = []string{v1alpha1.CauseConnecting, v1alpha1.CauseNoAnswer, v1alpha1.CausePeerSilent}
 
 func connectedCondition(s peeringState) condition {
 	te := s.endpoint
@@ -347,12 +347,12 @@ func connectedCondition(s peeringState) condition {
 	because := reasonOf(&te.Status)
 	switch c := te.Status.Connection; {
 	case accepted != nil && accepted.Status == metav1.ConditionFalse:
-		return no(isthmus.ReasonInvalid, "%s", sentence(fmt.Sprintf("the gateway refuses TunnelEndpoint %s/%s of %s: ", te.Namespace, te.Name, s.who()),
+		return no(isthmus.ReasonInvalid, "%s", sentence(fmt.Sprintf("the gateway refuses TunnelEndpoint %s/%s of %s: ", te.Namespace, te.Name, s.peerName()),
 			accepted.Message, "it carries no traffic for this peer; run isthmus unpeer "+s.peering.Name+", or un-peer the other peer with the same value"))
 	case because != nil && because.Reason == v1alpha1.CauseWrongKey && s.missedKey():
-		return no(because.Reason, "%s; the key of our gateway rotated, and %s had no session with the new one when the rotation ended", because.Message, s.who())
-	case s.missedKey() && s.published.status != metav1.ConditionTrue && (because == nil || slices.Contains(silent, because.Reason)):
-		return no(isthmus.ReasonKeyMissed, "the key of our gateway rotated, and %s had not moved to the new one when the rotation ended; the tunnel is down until its manager reads our NetworkConfig", s.who())
+		return no(because.Reason, "%s; the key of our gateway rotated, and %s had no session with the new one when the rotation ended", because.Message, s.peerName())
+	case s.missedKey() && s.published.status != metav1.ConditionTrue && (because == nil || slices.Contains(silentCauses, because.Reason)):
+		return no(isthmus.ReasonKeyMissed, "the key of our gateway rotated, and %s had not moved to the new one when the rotation ended; the tunnel is down until its manager reads our NetworkConfig", s.peerName())
 	case because != nil:
 		return condition{because.Status, because.Reason, because.Message}
 	case c.Status == v1alpha1.Connected && s.key.required && exchange.PresharedIn(te) == "":
@@ -364,7 +364,7 @@ func connectedCondition(s peeringState) condition {
 	case c.Status == v1alpha1.Connecting:
 		return no(isthmus.ReasonConnecting, "the gateway waits for the peer at %s", endpoint)
 	case c.Status == v1alpha1.ConnectionError:
-		return no(isthmus.ReasonLost, "the gateway does not hear %s at %s: %s", s.who(), endpoint, plain(c.StatusMessage))
+		return no(isthmus.ReasonLost, "the gateway does not hear %s at %s: %s", s.peerName(), endpoint, plain(c.StatusMessage))
 	}
 	return no(isthmus.ReasonNoGateway, "no gateway has written a status of the TunnelEndpoint yet")
 }

@@ -26,11 +26,11 @@ const (
 // A drain is the state of draining one Peering. The zero value means that draining has not begun.
 type drain struct {
 	begun     time.Time
-	withdrawn time.Time // time since which neither cluster has services of the other; zero if one still has some
+	withdrawn time.Time // time since which neither cluster has services of the other; zero if a cluster still has some
 }
 
 // next returns the state at the time now, and the remaining time for which the tunnel has to stay.
-// shared is true while a cluster has services of the other one.
+// shared is true while one cluster still has services of the other.
 func (d drain) next(now time.Time, shared bool) (drain, time.Duration) {
 	if d.begun.IsZero() {
 		d.begun = now
@@ -80,7 +80,7 @@ func (r *Reconciler) drain(ctx context.Context, s *peeringState) (time.Duration,
 			return left, nil
 		}
 	}
-	// With this annotation, the other reconcilers continue the removal.
+	// The other reconcilers continue the removal once the Peering has this annotation.
 	patch := client.RawPatch(types.MergePatchType, fmt.Appendf(nil, `{"metadata":{"annotations":{%q:"true"}}}`, isthmus.AnnotationDrained))
 	if err := r.Client.Patch(ctx, s.peering, patch); client.IgnoreNotFound(err) != nil {
 		return 0, fmt.Errorf("record that the services are drained: %w", err)

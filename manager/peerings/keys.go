@@ -12,17 +12,17 @@ import (
 	"github.com/isthmus-net/isthmus/manager/facts"
 )
 
-// keys returns the WireGuard keys of the sessions with the peer, as the gateway reports them. was
-// is the previous status. Without a session, the key of the last session stays. So a peer that has
-// already used the next key does not count as lagging while it is disconnected.
-func (s *peeringState) keys(was isthmus.KeysStatus, now metav1.Time) isthmus.KeysStatus {
+// keys returns the WireGuard keys of the sessions with the peer, as the gateway reports them.
+// previous is the previous status. Without a session, the key of the last session stays. So a peer
+// that has already used the next key does not count as lagging while it is disconnected.
+func (s *peeringState) keys(previous isthmus.KeysStatus, now metav1.Time) isthmus.KeysStatus {
 	if s.endpoint == nil {
 		return isthmus.KeysStatus{}
 	}
 	own := shortKey(s.endpoint.Status.Connection.PeerConfiguration[v1alpha1.ConfigOwnKey])
-	k := isthmus.KeysStatus{Ours: cmp.Or(own, was.Ours), Theirs: shortKey(s.endpoint.Spec.BackendConfig[v1alpha1.ConfigPublicKey])}
+	k := isthmus.KeysStatus{Ours: cmp.Or(own, previous.Ours), Theirs: shortKey(s.endpoint.Spec.BackendConfig[v1alpha1.ConfigPublicKey])}
 	if s.original != nil && k.Ours != shortKey(s.original.Spec.BackendConfig[v1alpha1.ConfigPublicKey]) {
-		k.Lags = k.Ours != "" || s.rotates || was.Lags // a peer that never had a session lags once a rotation begins
+		k.Lags = k.Ours != "" || s.rotates || previous.Lags // a peer that never had a session lags once a rotation begins
 	}
 	since := func(current, before string, stored *metav1.Time) *metav1.Time {
 		switch {
@@ -33,7 +33,7 @@ func (s *peeringState) keys(was isthmus.KeysStatus, now metav1.Time) isthmus.Key
 		}
 		return &now
 	}
-	k.OursSince, k.TheirsSince = since(k.Ours, was.Ours, was.OursSince), since(k.Theirs, was.Theirs, was.TheirsSince)
+	k.OursSince, k.TheirsSince = since(k.Ours, previous.Ours, previous.OursSince), since(k.Theirs, previous.Theirs, previous.TheirsSince)
 	return k
 }
 

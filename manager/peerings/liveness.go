@@ -73,7 +73,7 @@ func (p *Liveness) Start(ctx context.Context) error {
 	tick := time.NewTicker(livenessInterval)
 	defer tick.Stop()
 	for {
-		p.look(ctx)
+		p.checkLease(ctx)
 		select {
 		case <-ctx.Done():
 			return nil
@@ -82,7 +82,7 @@ func (p *Liveness) Start(ctx context.Context) error {
 	}
 }
 
-func (p *Liveness) look(ctx context.Context) {
+func (p *Liveness) checkLease(ctx context.Context) {
 	ctx, cancel := context.WithTimeout(ctx, livenessInterval)
 	defer cancel()
 	var lease coordinationv1.Lease

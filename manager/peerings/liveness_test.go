@@ -84,14 +84,14 @@ func TestGatewayIsReportedInactiveWhenItsLeaseIsNotRenewed(t *testing.T) {
 					c.first(r)
 				}
 				p := NewLiveness(r, "isthmus-system", slog.New(slog.DiscardHandler))
-				p.look(t.Context())
+				p.checkLease(t.Context())
 				if got := p.Silent(); got != "" {
 					t.Errorf("silent at the first look: %s", got)
 				}
 				for second := range 60 {
 					time.Sleep(time.Second)
 					if c.each(r, second); second%3 == 0 {
-						p.look(t.Context())
+						p.checkLease(t.Context())
 					}
 				}
 				if got := p.Silent(); (got != "") != c.silent {
@@ -110,13 +110,13 @@ func TestLivenessToleratesTwoFailedLeaseRenewals(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		r := &leaseReader{holder: "gateway-1", renewed: time.Now()}
 		p := NewLiveness(r, "isthmus-system", slog.New(slog.DiscardHandler))
-		p.look(t.Context())
+		p.checkLease(t.Context())
 		time.Sleep(11 * time.Second)
-		if p.look(t.Context()); p.Silent() != "" {
+		if p.checkLease(t.Context()); p.Silent() != "" {
 			t.Errorf("silent after 11 s: %s", p.Silent())
 		}
 		time.Sleep(time.Second)
-		if p.look(t.Context()); p.Silent() == "" {
+		if p.checkLease(t.Context()); p.Silent() == "" {
 			t.Error("not silent after 12 s")
 		}
 	})
@@ -127,10 +127,10 @@ func TestReleasedLeaseIsReportedEarlierThanAnUnrenewedOne(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		r := &leaseReader{holder: "gateway-1", renewed: time.Now()}
 		p := NewLiveness(r, "isthmus-system", slog.New(slog.DiscardHandler))
-		p.look(t.Context())
+		p.checkLease(t.Context())
 		r.holder = ""
 		for second := range 9 {
-			if p.look(t.Context()); (p.Silent() != "") != (second >= 6) {
+			if p.checkLease(t.Context()); (p.Silent() != "") != (second >= 6) {
 				t.Errorf("%d s after the release: %q", second, p.Silent())
 			}
 			time.Sleep(time.Second)
@@ -143,13 +143,13 @@ func TestStartingManagerReportsAnOldLeaseAsInactive(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		r := &leaseReader{holder: "gateway-1", renewed: time.Now().Add(-time.Minute)}
 		p := NewLiveness(r, "isthmus-system", slog.New(slog.DiscardHandler))
-		p.look(t.Context())
+		p.checkLease(t.Context())
 		if got := p.Silent(); !strings.Contains(got, "gateway-1 and renewed at") {
 			t.Errorf("silent: %q", got)
 		}
 		r.renewed = time.Now()
 		time.Sleep(livenessInterval)
-		if p.look(t.Context()); p.Silent() != "" {
+		if p.checkLease(t.Context()); p.Silent() != "" {
 			t.Errorf("silent although renewed: %q", p.Silent())
 		}
 	})

@@ -53,7 +53,7 @@ func TestNetworksOfLaterServiceCIDRsAreReserved(t *testing.T) {
 }
 
 // A node reaches a network that a peer already has. The network stays in force. A condition and an
-// Event name the node and the network until one of them is gone.
+// Event name the node and the network until the node or the peer is gone.
 func TestPeerNetworkThatANodeReachesLaterIsKeptAndReported(t *testing.T) {
 	w := newWorld(t, false)
 	w.Gateway("192.0.2.1")

@@ -38,7 +38,8 @@ func TestForeignFinalizerOnOurNetworkConfigDoesNotBlockUnpeering(t *testing.T) {
 		return !controllerutil.ContainsFinalizer(nc, peerFinalizer) && controllerutil.ContainsFinalizer(nc, v1alpha1.FinalizerReplicator)
 	})
 
-	// The finalizer is added again just before the end, and the peer does not answer.
+	// The peer's finalizer is added again just before the Peering is deleted, and the peer's API
+	// server does not answer.
 	w.stub.report(p.Cluster.ClusterID, replication.State{
 		Identity: replication.Condition{Status: metav1.ConditionFalse, Reason: isthmus.ReasonUnreachable, Message: "https://b:6443 does not answer"}})
 	p.WaitForReason(isthmus.ConditionIdentity, isthmus.ReasonUnreachable)

@@ -307,8 +307,8 @@ func (r *Reconciler) deleteCopies(ctx context.Context, peer peers.Peer) error {
 
 // force ends the wait for the peer, and reports the objects that stay at the peer. There are three
 // causes: an administrator requests it; somebody deletes the tenant namespace, which has the
-// identity that is needed to delete objects at the peer; or the tunnel closes through which the
-// peer was reached.
+// identity that is needed to delete objects at the peer; or the tunnel through which the peer was
+// reached closes.
 func (r *Reconciler) force(ctx context.Context, s *peeringState, now time.Time) error {
 	nc := s.original
 	if nc == nil || nc.DeletionTimestamp.IsZero() || !controllerutil.ContainsFinalizer(nc, v1alpha1.FinalizerReplicator) {
@@ -387,8 +387,8 @@ func (r *Reconciler) write(ctx context.Context, s peeringState) error {
 	if equality.Semantic.DeepEqual(want.Status, s.peering.Status) {
 		return nil
 	}
-	// The patch has an optimistic lock: conditions depend on their previous state, so they must not be
-	// computed from an outdated status.
+	// The patch has an optimistic lock, because conditions depend on their previous state and must
+	// not be computed from an outdated status.
 	if err := r.Client.Status().Patch(ctx, want, client.MergeFromWithOptions(s.peering, client.MergeFromWithOptimisticLock{})); err != nil {
 		return client.IgnoreNotFound(err)
 	}
@@ -399,9 +399,9 @@ func (r *Reconciler) write(ctx context.Context, s peeringState) error {
 // announce records Events that people should see: Ready changes, a condition is no longer True, or
 // the peer's claim needs consent.
 //
-// A peer can change its NetworkConfig as often as it likes. This must not fill our API server. So
-// Events that differ only in their note are counted as one: they refer to the Peering without its
-// resourceVersion, and the peer never chooses their reason.
+// A peer can change its NetworkConfig as often as it likes, and must not fill our API server with
+// Events. Kubernetes counts Events that differ only in their note as one Event. So the Events refer
+// to the Peering without its resourceVersion, and the peer never chooses their reason.
 func (r *Reconciler) announce(before, after *isthmus.Peering) {
 	about := &corev1.ObjectReference{APIVersion: isthmus.GroupVersion.String(), Kind: "Peering", Name: after.Name, UID: after.UID}
 	for i := range after.Status.Conditions {
@@ -448,11 +448,10 @@ func eventReason(c *metav1.Condition) string {
 	return c.Reason
 }
 
-// conditionOf converts a condition of the replicator. If c is empty, it returns the parameter
-// silent.
-func conditionOf(c replication.Condition, silent condition) condition {
+// conditionOf converts a condition of the replicator. If c is empty, it returns fallback.
+func conditionOf(c replication.Condition, fallback condition) condition {
 	if c.Status == "" {
-		return silent
+		return fallback
 	}
 	return condition{c.Status, c.Reason, c.Message}
 }

@@ -95,7 +95,7 @@ func TestAnAnswerIsWithdrawnWhenNetworksChange(t *testing.T) {
 	p.WaitForReason(isthmus.ConditionAnswered, isthmus.ReasonWaitingAnswer)
 	p.WaitForReason(isthmus.ConditionTunnelEndpoint, isthmus.ReasonWaiting)
 
-	// The mark is also removed while our endpoint is unknown.
+	// The annotation is also removed while our endpoint is unknown.
 	w.OK(w.API().Delete(w.Ctx, &corev1.Service{ObjectMeta: metav1.ObjectMeta{Namespace: w.System, Name: "isthmus-gateway"}}))
 	p.WaitForReason(isthmus.ConditionReady, isthmus.ReasonLocalSetup)
 	nc = p.Original()

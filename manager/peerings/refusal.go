@@ -24,8 +24,9 @@ import (
 // is shortened if the line is too long.
 
 const (
-	// maxMessage bounds the message of a condition, in octets. An Event's note may have 1024 octets,
-	// which include the name of the condition. For Ready, they include two names.
+	// maxMessage bounds the message of a condition, in octets. An Event's note may have 1024
+	// octets, which include the name of the condition. The note about Ready also includes the name
+	// of another condition.
 	maxMessage = 1000
 	maxRefusal = maxMessage - len(isthmus.ConditionTunnelEndpoint+": ")
 	// maxWhy bounds status.remote.podCIDRWhy, in octets.
@@ -40,35 +41,36 @@ func fit(s string, octets int) string {
 	return strings.ToValidUTF8(s[:max(0, octets-3)], "") + "..."
 }
 
-// who returns the peer's name and ID.
-func (s *peeringState) who() string {
+// peerName returns the peer's name and ID.
+func (s *peeringState) peerName() string {
 	c := s.peering.Spec.Cluster
 	return fmt.Sprintf("%s (%s)", c.ClusterName, c.ClusterID)
 }
 
 // refused returns the message of our refusal of the peer.
-func (s *peeringState) refused(who, what, remedy string) string {
+func (s *peeringState) refused(requester, request, remedy string) string {
 	tail := s.inForce()
 	if remedy != "" {
 		tail += "; " + remedy
 	}
-	return sentence(who, what, tail)
+	return sentence(requester, request, tail)
 }
 
 // refusedByPeer returns the message of the peer's refusal of our networks.
-func (s *peeringState) refusedByPeer(verb, what, remedy string) string {
+func (s *peeringState) refusedByPeer(verb, request, remedy string) string {
 	tail := "nothing is in force"
 	if te := s.endpoint; te != nil && te.DeletionTimestamp.IsZero() {
 		tail = fmt.Sprintf("in force: our podCIDR %s, our externalCIDR %s", asSeen(te.Spec.LocalPodCIDR, te.Spec.LocalNATPodCIDR),
 			asSeen(te.Spec.LocalExternalCIDR, te.Spec.LocalNATExternalCIDR))
 	}
-	who := fmt.Sprintf("%s %s our NetworkConfig %s/%s: ", s.who(), verb, s.original.Namespace, s.original.Name)
-	return sentence(who, what, tail+"; "+remedy)
+	requester := fmt.Sprintf("%s %s our NetworkConfig %s/%s: ", s.peerName(), verb, s.original.Namespace, s.original.Name)
+	return sentence(requester, request, tail+"; "+remedy)
 }
 
-// sentence joins the three parts of a message. It shortens what if the message would be too long.
-func sentence(who, what, tail string) string {
-	return who + fit(plain(what), maxRefusal-len(who)-len("; ")-len(tail)) + "; " + tail
+// sentence joins the three parts of a message. It shortens request if the message would be too
+// long.
+func sentence(requester, request, tail string) string {
+	return requester + fit(plain(request), maxRefusal-len(requester)-len("; ")-len(tail)) + "; " + tail
 }
 
 // inForce describes the peer's networks that are in force here.
@@ -98,16 +100,16 @@ func (s *peeringState) standingText() string {
 	n := networksOf(&s.copies[0])
 	for i, seen := range [2][2]string{{n.PodCIDR, n.PodCIDRSeen}, {n.ExternalCIDR, n.ExternalCIDRSeen}} {
 		texts[i] = "its " + names[i] + " " + asSeen(seen[0], seen[1])
-		if why := s.why(i, seen[1]); why != "" {
+		if why := s.reasonFor(i, seen[1]); why != "" {
 			texts[i] += ", because " + why
 		}
 	}
 	return "used here: " + strings.Join(texts[:], "; ")
 }
 
-// why returns the reason for a network of the peer here. i is 0 for the PodCIDR and 1 for the
+// reasonFor returns the reason for a network of the peer here. i is 0 for the PodCIDR and 1 for the
 // ExternalCIDR. It returns "" if the IPAM state has changed since the answer.
-func (s *peeringState) why(i int, seen string) string {
+func (s *peeringState) reasonFor(i int, seen string) string {
 	if here := s.translations[i].Here; !here.IsValid() || here.String() != seen {
 		return ""
 	}
@@ -116,7 +118,7 @@ func (s *peeringState) why(i int, seen string) string {
 
 // refusedPeer returns a message with the reason why we refuse the NetworkConfig of the peer.
 func (s *peeringState) refusedPeer(nc *v1alpha1.NetworkConfig, reason, problem string) string {
-	what := fmt.Sprintf("%s requests in NetworkConfig %s/%s: ", s.who(), nc.Namespace, nc.Name)
+	what := fmt.Sprintf("%s requests in NetworkConfig %s/%s: ", s.peerName(), nc.Namespace, nc.Name)
 	if changes := s.changes(nc); reason == v1alpha1.ReasonConsent && changes != "" {
 		problem = changes
 	}
@@ -192,9 +194,9 @@ func (s *peeringState) remedyAtPeer(reason string) string {
 	return "correct the source of that field in this cluster, or run isthmus unpeer " + peering
 }
 
-// known returns the reason of the peer's refusal if it is one of the defined reasons. Other reasons
-// are replaced, because the reason becomes the label of a metric.
-func known(reason string) string {
+// knownReason returns the reason of the peer's refusal if it is one of the defined reasons. Other
+// reasons are replaced, because the reason becomes the label of a metric.
+func knownReason(reason string) string {
 	switch reason {
 	case v1alpha1.ReasonNotPeered, v1alpha1.ReasonWrongOrigin, v1alpha1.ReasonKeyConflict, v1alpha1.ReasonEndpoint, v1alpha1.ReasonExhausted,
 		v1alpha1.ReasonConsent, v1alpha1.ReasonCIDRConflict, v1alpha1.ReasonAmbiguous:
@@ -206,7 +208,7 @@ func known(reason string) string {
 // aboutPeer adds the peer's name to a problem that the replicator found.
 func (s *peeringState) aboutPeer(v condition) condition {
 	if v.status == metav1.ConditionFalse && v.reason != isthmus.ReasonPublishing && s.peering.DeletionTimestamp.IsZero() {
-		v.message = s.refused(s.who()+": ", v.message, "")
+		v.message = s.refused(s.peerName()+": ", v.message, "")
 	}
 	return v
 }

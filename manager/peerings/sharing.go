@@ -30,7 +30,7 @@ func (r *Reconciler) gatherServices(ctx context.Context, s *peeringState) {
 	}
 	id := s.peering.Spec.Cluster.ClusterID
 	s.services.sharing, s.services.looked = r.Services.Sharing(id)
-	s.services.imports, s.services.counted = r.Services.Imports(id), r.Services.Looked(ctx, id, s.peering.Spec.TenantNamespace.Local)
+	s.services.imports, s.services.counted = r.Services.Imports(id), r.Services.Checked(ctx, id, s.peering.Spec.TenantNamespace.Local)
 	// Until the peer answers, the removal waits only if the peer had services of ours. The removal of
 	// the NetworkConfig waits for the peer in any case.
 	s.services.left = s.services.looked && !s.services.sharing.Withdrawn

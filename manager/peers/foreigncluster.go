@@ -98,9 +98,9 @@ func peerFromForeign(f *ForeignCluster) (Peer, bool) {
 	}, true
 }
 
-// oneForeign finds a peer among the ForeignClusters by the value of an index. The caller has
+// findForeign finds a peer among the ForeignClusters by the value of an index. The caller has
 // checked that no Peering has that value.
-func (p Peers) oneForeign(ctx context.Context, index, value string) (Peer, error) {
+func (p Peers) findForeign(ctx context.Context, index, value string) (Peer, error) {
 	none := fmt.Errorf("%q: %w", value, ErrNoPeer)
 	var list ForeignClusterList
 	if err := p.Reader.List(ctx, &list, client.MatchingFields{index: value}); err != nil {

@@ -1,6 +1,6 @@
 // Package peers lists the clusters to peer with, from Peerings or, under Liqo's control plane, from
 // ForeignClusters. It decides which of several objects for one cluster is used, and how long to
-// wait for a leaving peer. It only reads, from the cache of the manager.
+// wait for a leaving peer. It only reads, and only from the manager's cache.
 package peers
 
 import (
@@ -48,8 +48,8 @@ type Peer struct {
 	// IdentitySecret is the name of the Secret in LocalNamespace with our identity at the peer. It
 	// is empty if Liqo's crd-replicator copies the objects.
 	IdentitySecret string
-	// Leaving is true while the peering is taken down, when no new objects are made for it. Forced is
-	// true if the teardown no longer waits for the peer.
+	// Leaving is true while the peering is taken down. No new objects are then made for it. Forced
+	// is true if the teardown no longer waits for the peer.
 	Leaving, Forced bool
 	// Left is the time when Leaving became true.
 	Left time.Time
@@ -63,8 +63,8 @@ type Peer struct {
 // Replicated reports whether this manager replicates the NetworkConfig to the peer.
 func (p Peer) Replicated() bool { return p.IdentitySecret != "" }
 
-// InBandLeft returns the remaining time to wait for a peer that leaves in band. After it, the
-// tunnel closes, which is the only path to the peer's API server.
+// InBandLeft returns the remaining time to wait for a peer that leaves in band. Then the tunnel
+// closes, and with it the only path to the peer's API server.
 func (p Peer) InBandLeft(now time.Time) time.Duration {
 	return min(max(p.Left.Add(InBandPatience).Sub(now), 0), InBandPatience)
 }
@@ -109,12 +109,12 @@ type Peers struct {
 
 // ByID returns the peer with the given cluster ID, or ErrNoPeer.
 func (p Peers) ByID(ctx context.Context, id string) (Peer, error) {
-	return p.one(ctx, IndexClusterID, id)
+	return p.find(ctx, IndexClusterID, id)
 }
 
 // ByNamespace returns the peer with the given tenant namespace in this cluster, or ErrNoPeer.
 func (p Peers) ByNamespace(ctx context.Context, namespace string) (Peer, error) {
-	return p.one(ctx, IndexTenantNamespace, namespace)
+	return p.find(ctx, IndexTenantNamespace, namespace)
 }
 
 // List returns all peers, sorted by cluster ID. The peers share memory with the cache, so the
@@ -157,8 +157,8 @@ func (p Peers) List(ctx context.Context) ([]Peer, error) {
 	return slices.SortedFunc(maps.Values(byID), func(a, b Peer) int { return cmp.Compare(a.Cluster.ClusterID, b.Cluster.ClusterID) }), nil
 }
 
-// one finds a peer by the value of an index.
-func (p Peers) one(ctx context.Context, index, value string) (Peer, error) {
+// find finds a peer by the value of an index.
+func (p Peers) find(ctx context.Context, index, value string) (Peer, error) {
 	none := fmt.Errorf("%q: %w", value, ErrNoPeer)
 	var list isthmus.PeeringList
 	if err := p.Reader.List(ctx, &list, client.MatchingFields{index: value}); err != nil {
@@ -178,7 +178,7 @@ func (p Peers) one(ctx context.Context, index, value string) (Peer, error) {
 	if !p.ForeignClusters {
 		return Peer{}, none
 	}
-	return p.oneForeign(ctx, index, value)
+	return p.findForeign(ctx, index, value)
 }
 
 // Conflict returns the reason for which a Peering is ignored, or "".

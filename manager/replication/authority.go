@@ -36,7 +36,7 @@ func (w *worker) followAuthority(ctx context.Context) {
 	defer cancel()
 	published, err := w.link.publishedAuthority(ctx)
 	if err != nil {
-		w.log.Debug("read the peer's certificate authority", "error", err) // the peer uses Liqo, or does not permit this
+		w.log.Debug("read the peer's certificate authority", "error", err) // the peer uses Liqo, or does not permit the read
 		return
 	}
 	if err := w.adopt(ctx, published); err != nil {

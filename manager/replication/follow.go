@@ -24,16 +24,16 @@ type pace struct {
 	// authority is the interval of reads of the certificate authority that the peer publishes.
 	authority time.Duration
 
-	// turns has one element for each request of any worker to one API server that waits for a
-	// response. Its capacity limits these requests. If it is nil, there is no limit.
+	// turns limits the requests of all workers to one API server that wait for a response: it has
+	// one element for each such request. If it is nil, there is no limit.
 	turns chan struct{}
 }
 
-// usual is the pace outside of tests. A watch lasts as long as the server permits, usually between
-// half an hour and an hour. An API server does not end the watches of an identity that it no longer
-// accepts, and a server that disappears does not end any watch. One small request a minute detects
-// both cases. It costs both sides a tenth of a new watch.
-var usual = pace{
+// defaultPace is the pace outside of tests. A watch lasts as long as the server permits, usually
+// between half an hour and an hour. An API server does not end the watches of an identity that it
+// no longer accepts, and a server that disappears does not end any watch. One small request a
+// minute detects both cases. It costs both sides a tenth of a new watch.
+var defaultPace = pace{
 	request: 10 * time.Second, watch: 2 * time.Hour, check: 45 * time.Second, settled: 10 * time.Second,
 	min: 500 * time.Millisecond, max: 30 * time.Second, renew: 10 * time.Second, authority: time.Hour,
 }
@@ -51,9 +51,9 @@ func (p pace) own() pace {
 	return p
 }
 
-// turn waits until another request may be sent. The caller calls answered when it has the response.
-// A request without a response occupies its turn until its timeout. turn returns an error if ctx
-// ends first.
+// turn waits until another request may be sent. The caller must call answered when it has the
+// response. A request without a response occupies its turn until its timeout. turn returns an error
+// if ctx ends first.
 func (p pace) turn(ctx context.Context) (answered func(), err error) {
 	if p.turns == nil {
 		return func() {}, nil

@@ -84,7 +84,7 @@ func (s *script) during(t *testing.T, d time.Duration) (all []change) {
 	done := make(chan struct{})
 	go func() {
 		defer close(done)
-		usual.follow(ctx, s.feed(), &backoff{}, func(c change) { all = append(all, c) })
+		defaultPace.follow(ctx, s.feed(), &backoff{}, func(c change) { all = append(all, c) })
 	}()
 	time.Sleep(d)
 	cancel()
@@ -207,7 +207,7 @@ func TestConcurrentRequestsToOurAPIServerAreLimited(t *testing.T) {
 			waiting--
 			mu.Unlock()
 		}
-		pace := usual.own()
+		pace := defaultPace.own()
 		ctx, cancel := context.WithCancel(t.Context())
 		var group sync.WaitGroup
 		for i := range workers {
@@ -233,7 +233,7 @@ func TestConcurrentRequestsToOurAPIServerAreLimited(t *testing.T) {
 				}, &backoff{}, func(change) {})
 			})
 		}
-		time.Sleep(2*workers/ownTurns*10*time.Millisecond + 2*usual.request)
+		time.Sleep(2*workers/ownTurns*10*time.Millisecond + 2*defaultPace.request)
 		cancel()
 		group.Wait()
 		if most > ownTurns || watching != workers-ownTurns {
@@ -245,20 +245,20 @@ func TestConcurrentRequestsToOurAPIServerAreLimited(t *testing.T) {
 func TestBackoffDoublesUpToTheMaximumAndIsRandom(t *testing.T) {
 	var b backoff
 	seen := map[time.Duration]bool{}
-	want := usual.min
+	want := defaultPace.min
 	for range 1000 {
-		d := b.next(usual)
+		d := b.next(defaultPace)
 		if d > want || d < want/2 {
 			t.Fatalf("pause %v, want at most %v and at least half of it", d, want)
 		}
 		seen[d] = true
-		want = min(2*want, usual.max)
+		want = min(2*want, defaultPace.max)
 	}
 	if len(seen) < 900 {
 		t.Errorf("%d different pauses of 1000", len(seen))
 	}
 	b.reset()
-	if d := b.next(usual); d > usual.min {
+	if d := b.next(defaultPace); d > defaultPace.min {
 		t.Errorf("first pause %v", d)
 	}
 }

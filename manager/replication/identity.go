@@ -88,9 +88,9 @@ var (
 	errOutOfBand = errors.New("leads through the tunnel, but the Peering does not have spec.inBand")
 )
 
-// through checks that the identity fits spec.inBand of the Peering. In band, it makes the identity
-// use the tunnel.
-func (id *identity) through(p Target) error {
+// checkInBand checks that the identity fits spec.inBand of the Peering. In band, it makes the
+// identity use the tunnel.
+func (id *identity) checkInBand(p Target) error {
 	switch {
 	case p.InBand && id.user == "":
 		return errInBand
@@ -272,9 +272,9 @@ func readToken(token string) (serviceToken, bool) {
 	return t, true
 }
 
-// renewal returns the time at which a tenth of the token's life is over. After that, a cluster may
-// be switched off for up to nine tenths of the token's life, however long a life the API server
-// grants.
+// renewal returns the time at which a tenth of the token's life is over. Because tokens are renewed
+// so early, a cluster may be switched off for up to nine tenths of a token's life, however long a
+// life the API server grants.
 func (t serviceToken) renewal() time.Time { return t.issued.Add(t.expires.Sub(t.issued) / 10) }
 
 // expired describes a token that has expired. If an API server caps the life of tokens, a cluster

@@ -31,7 +31,7 @@ func TestIdentityMustFitInBandSettingOfThePeering(t *testing.T) {
 		{"what would be our own API server", kubeconfig(isthmus.InBandServer), Target{ID: "b"}, errOutOfBand, ""},
 		{"a Liqo's", liqo, Target{ID: "b", InBand: true}, errInBand, ""},
 	} {
-		err := c.id.through(c.peer)
+		err := c.id.checkInBand(c.peer)
 		if !errors.Is(err, c.wrong) || c.id.inBand != c.inBand {
 			t.Errorf("%s: by %q, %v", c.name, c.id.inBand, err)
 		}
@@ -41,7 +41,8 @@ func TestIdentityMustFitInBandSettingOfThePeering(t *testing.T) {
 	}
 }
 
-// A connection through the tunnel is made by Options.InBand, and the condition has its error.
+// Options.InBand makes the connections through the tunnel. If it fails, the condition has its
+// error.
 func TestInBandConnectionsUseOnlyTheTunnel(t *testing.T) {
 	dialled := ""
 	p := pool{inBand: func(_ context.Context, peer string) (net.Conn, error) {

@@ -137,8 +137,8 @@ func (c *cluster) freeze(ctx context.Context) error {
 	return ctx.Err()
 }
 
-// quick is a pace for tests, with much shorter times than usual. Only the timeout of requests stays
-// long, for busy machines.
+// quick is a pace for tests, with much shorter times than defaultPace. Only the timeout of requests
+// stays long, for busy machines.
 var quick = pace{
 	request: 6 * time.Second, watch: time.Minute, check: 2 * time.Second, settled: time.Second,
 	min: 50 * time.Millisecond, max: time.Second, renew: 200 * time.Millisecond, authority: time.Hour,
@@ -436,7 +436,7 @@ func (p *pair) answer(status v1alpha1.NetworkConfigStatus) {
 	p.must(away.admin.Status().Patch(p.t.Context(), c, client.MergeFrom(base)))
 }
 
-// eventually waits until wrong returns "".
+// eventually waits until the function wrong returns "".
 func (p *pair) eventually(wrong func() string) {
 	p.t.Helper()
 	const limit = 2 * time.Minute

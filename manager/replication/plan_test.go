@@ -194,7 +194,7 @@ func (s pruningStatus) Patch(_ context.Context, o client.Object, _ client.Patch,
 func TestAnswerIsCopiedOnceIfItsConditionIsDropped(t *testing.T) {
 	api := new(pruning)
 	original, c := config("n", held), config("n", received, answered1)
-	w := &worker{peer: Target{ID: "b"}, r: &Replicator{opts: Options{Client: api}, pace: usual}, copies: map[string]*v1alpha1.NetworkConfig{"n": c}}
+	w := &worker{peer: Target{ID: "b"}, r: &Replicator{opts: Options{Client: api}, pace: defaultPace}, copies: map[string]*v1alpha1.NetworkConfig{"n": c}}
 	sync := func() {
 		for _, a := range plan(w.peer, original, w.copies) {
 			if err := w.do(t.Context(), a, original); err != nil || a.step != answer {

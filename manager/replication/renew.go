@@ -53,7 +53,8 @@ func (w *worker) renew(ctx context.Context) {
 		return
 	}
 	n.tried = true
-	// Retries come after a tenth of the remaining life. That is often enough to succeed in time.
+	// A retry comes after a tenth of the remaining life, so there are many tries before the token
+	// expires.
 	n.next = time.Now().Add(max(w.r.pace.renew, n.token.expires.Sub(now)/10))
 	if err := w.renewToken(ctx); err != nil {
 		n.refusal = cmp.Or(err.Error(), "unknown")

@@ -41,7 +41,8 @@ import (
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 )
 
-// A Target is a peer to replicate to. Work for equal Targets is the same.
+// A Target is a peer to replicate to. If the Target of a peer changes, Set replaces the peer's
+// worker.
 type Target struct {
 	ID              string                   // clusterID of the peer
 	Cluster         v1alpha1.ClusterIdentity // identity of the peer; its UniqueName is the name of the original
@@ -138,7 +139,7 @@ func New(o Options) *Replicator {
 		o.Now = time.Now
 	}
 	return &Replicator{
-		opts: o, pace: usual, own: usual.own(), pool: pool{inBand: o.InBand},
+		opts: o, pace: defaultPace, own: defaultPace.own(), pool: pool{inBand: o.InBand},
 		changed: make(chan event.GenericEvent),
 		peers:   map[string]Target{}, workers: map[string]*worker{}, ending: map[string]*worker{}, byHome: map[string]*worker{},
 		states: map[string]State{}, shares: map[string]map[string]isthmus.PeerServicesSpec{}, sharings: map[string]Sharing{}, behind: map[string]time.Time{},

@@ -723,7 +723,7 @@ func TestGoroutinesPerPeerAreBounded(t *testing.T) {
 	}
 	q := &pair{t: t, own: p.own, peer: Target{LocalNamespace: metav1.NamespaceAll}}
 	q.prepare(home.config)
-	q.r.pace = usual
+	q.r.pace = defaultPace
 	p.r, p.stop = q.r, func() { q.stop() }
 	p.create(home, p.original())
 	identity := p.byCert()

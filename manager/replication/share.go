@@ -59,7 +59,7 @@ func (r *Replicator) Share(id string, want map[string]isthmus.PeerServicesSpec) 
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	if !same {
-		r.lacks(id, true)
+		r.setBehind(id, true)
 	}
 	r.shares[id] = want
 	if w := r.workers[id]; w != nil {
@@ -77,10 +77,11 @@ func (r *Replicator) Sharing(id string) (Sharing, bool) {
 	return s, ok
 }
 
-// lacks records whether a peer lacks some of our exports, and since when. The caller holds r.mu.
-func (r *Replicator) lacks(id string, something bool) {
+// setBehind records whether a peer lacks some of our exports, and since when. The caller holds
+// r.mu.
+func (r *Replicator) setBehind(id string, lacks bool) {
 	switch {
-	case !something:
+	case !lacks:
 		delete(r.behind, id)
 	case r.behind[id].IsZero():
 		r.behind[id] = r.opts.Now()
@@ -96,7 +97,7 @@ type sharer struct {
 
 	have   map[string]*isthmus.PeerServices
 	listed bool
-	over   bool // with Options.Withdraw: the peer has none left
+	over   bool // with Options.Withdraw: the peer has no PeerServices of ours left
 	tries  backoff
 	retry  <-chan time.Time
 }
@@ -107,7 +108,7 @@ func (s *sharer) run(ctx context.Context) {
 	go func() {
 		defer close(finished)
 		p := s.w.pace()
-		p.max = 2 * p.max // a peer without the CRD is tried again and again
+		p.max = 2 * p.max // a peer without the CRD is tried for ever, so the pauses may get longer
 		p.follow(ctx, s.link.servicesFeed(), &backoff{}, deliver(ctx, changes))
 	}()
 	defer func() {
@@ -185,7 +186,7 @@ func (s *sharer) wanted() map[string]isthmus.PeerServicesSpec {
 	return s.w.r.shares[s.w.peer.ID]
 }
 
-// sync writes the differing objects.
+// sync writes the objects at the peer that differ from those passed to Share.
 func (s *sharer) sync(ctx context.Context) {
 	s.w.r.mu.Lock()
 	want, known := s.w.r.shares[s.w.peer.ID]
@@ -232,8 +233,8 @@ func services(want map[string]isthmus.PeerServicesSpec) string {
 	return fmt.Sprintf("%d exported services", n)
 }
 
-// writeAll writes the differing objects. It writes several concurrently, because the peer may be
-// far away.
+// writeAll writes the objects at the peer that differ from want. It writes several concurrently,
+// because the peer may be far away.
 func (s *sharer) writeAll(ctx context.Context, want map[string]isthmus.PeerServicesSpec) (failed error) {
 	type result struct {
 		made *isthmus.PeerServices
@@ -315,10 +316,10 @@ func (s *sharer) seen() (sharing Sharing) {
 	return sharing
 }
 
-// report stores the Sharing of a sharer, and triggers Changed if it is new.
+// report stores the Sharing of a sharer, and triggers Changed if the Sharing is new.
 func (s *sharer) report(sharing Sharing, lacks bool) {
 	r, id := s.w.r, s.w.peer.ID
-	if r.opts.Withdraw { // with Options.Withdraw, nobody reads it
+	if r.opts.Withdraw { // with Options.Withdraw, nobody reads the Sharing
 		s.over = sharing.Withdrawn
 		return
 	}
@@ -327,7 +328,7 @@ func (s *sharer) report(sharing Sharing, lacks bool) {
 	if r.workers[id] != s.w { // the worker was dismissed in the meantime
 		return
 	}
-	r.lacks(id, lacks)
+	r.setBehind(id, lacks)
 	before, known := r.sharings[id]
 	r.sharings[id] = sharing
 	if known && before.equal(sharing) {

@@ -23,7 +23,7 @@ import (
 	"github.com/isthmus-net/isthmus/internal/netconfig"
 )
 
-// A worker replicates to one peer. The fields below done belong to run.
+// A worker replicates to one peer. Only run uses the fields below done.
 type worker struct {
 	r      *Replicator
 	peer   Target
@@ -46,8 +46,8 @@ type worker struct {
 	listed bool                               // whether copies were listed at this API server, perhaps some time ago
 	up     bool                               // whether the last request succeeded
 
-	// answer is the last answer that was written into the original. stored is the resulting status at
-	// our API server, because Liqo's CRD drops the condition.
+	// answer is the last answer that was written into the original. stored is the resulting status
+	// at our API server. They differ if Liqo's CRD drops the condition.
 	answer, stored v1alpha1.NetworkConfigStatus
 
 	state   State
@@ -177,7 +177,7 @@ func (w *worker) takeSecret(ctx context.Context, c change) bool {
 	}
 	id, err := identityFrom(secret)
 	if err == nil {
-		err = id.through(w.peer)
+		err = id.checkInBand(w.peer)
 	}
 	if errors.Is(err, errInBand) {
 		return without(isthmus.ReasonSecretInvalid, "%s: %v", where, err)

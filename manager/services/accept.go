@@ -118,7 +118,7 @@ func (p Peer) Accept(shard string, s isthmus.ExportedService, where Namespaces, 
 	if foreign > 0 {
 		refuse(RefusedAddress, "%d endpoints are outside the PodCIDR of the exporting cluster", foreign)
 	}
-	x.Service.Labels, x.Service.Annotations = taken(s.Labels, true), taken(s.Annotations, false)
+	x.Service.Labels, x.Service.Annotations = permittedMetadata(s.Labels, true), permittedMetadata(s.Annotations, false)
 	dropped := len(s.Labels) + len(s.Annotations) - len(x.Service.Labels) - len(x.Service.Annotations)
 	if dropped > 0 {
 		refuse(RefusedMetadata, "%d labels or annotations were dropped", dropped)
@@ -126,12 +126,12 @@ func (p Peer) Accept(shard string, s isthmus.ExportedService, where Namespaces, 
 	return x, refusals, true
 }
 
-// taken returns those exported labels or annotations that our objects may have, or nil if there are
-// none.
-func taken(m map[string]isthmus.MetadataValue, labels bool) map[string]isthmus.MetadataValue {
+// permittedMetadata returns those exported labels or annotations that our objects may have, or nil
+// if there are none.
+func permittedMetadata(m map[string]isthmus.MetadataValue, labels bool) map[string]isthmus.MetadataValue {
 	kept := maps.Clone(m)
 	maps.DeleteFunc(kept, func(k string, v isthmus.MetadataValue) bool {
-		return guarded(k) || labels && len(validation.IsValidLabelValue(string(v))) > 0
+		return reservedKey(k) || labels && len(validation.IsValidLabelValue(string(v))) > 0
 	})
 	if len(kept) == 0 {
 		return nil
@@ -139,9 +139,9 @@ func taken(m map[string]isthmus.MetadataValue, labels bool) map[string]isthmus.M
 	return kept
 }
 
-// guarded reports whether a peer must not set the key: it is not valid for a label, or has a
+// reservedKey reports whether a peer must not set the key: it is not valid for a label, or has a
 // meaning to us or to the Multi-Cluster Services API.
-func guarded(key string) bool {
+func reservedKey(key string) bool {
 	if len(validation.IsQualifiedName(key)) > 0 || key == "app.kubernetes.io/managed-by" {
 		return true
 	}

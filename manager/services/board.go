@@ -50,8 +50,8 @@ func (b *board) dropOwn(key Key) bool {
 	return was
 }
 
-// looked reports whether the export has been checked.
-func (b *board) looked(key Key) bool {
+// checked reports whether the export has been checked.
+func (b *board) checked(key Key) bool {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	_, ok := b.own[key]

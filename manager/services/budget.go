@@ -19,7 +19,7 @@ import (
 // hundred of its endpoints, because each hundred are an EndpointSlice that may have to be written.
 const (
 	looksPerSecond = 100
-	looksInTurn    = 500 // after spending this many, a peer's services queue behind those of all other peers
+	looksInTurn    = 500 // a peer that has spent this many tokens queues behind all other peers
 	// looksBurst is enough for all services that a peer can have.
 	looksBurst = isthmus.PeerServicesShards * (isthmus.MaxExportedServices + isthmus.MaxExportedEndpoints/100)
 
@@ -28,7 +28,7 @@ const (
 )
 
 // budgets bounds the work that each peer can cause by changing its PeerServices. The keys are
-// tenant namespaces. Only one goroutine may use it.
+// tenant namespaces. Only one goroutine may use the map.
 type budgets map[string]*rate.Limiter
 
 // charge spends the tokens for a changed service, and returns the options to enqueue the service

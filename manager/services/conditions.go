@@ -131,10 +131,10 @@ func (c *Controller) readiness(ctx context.Context, g gathered, conflicts map[st
 // service, in octets.
 const maxMessage, maxRefusal = 4096, 512
 
-// fit truncates a message. most is its maximum length in octets.
-func fit(s string, most int) string {
-	if len(s) > most {
-		s = strings.ToValidUTF8(s[:most], "")
+// fit truncates a message to at most limit octets.
+func fit(s string, limit int) string {
+	if len(s) > limit {
+		s = strings.ToValidUTF8(s[:limit], "")
 	}
 	return s
 }

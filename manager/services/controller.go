@@ -111,9 +111,9 @@ func (c *Controller) Imported() *queue.Queue { return &c.imported }
 // Imports summarises the imports from a peer.
 func (c *Controller) Imports(id string) Imports { return c.board.imports(id) }
 
-// Looked reports whether all services that a peer exports to us have been checked. tenant is the
+// Checked reports whether all services that a peer exports to us have been checked. tenant is the
 // peer's tenant namespace. Just after a start, some services are not checked yet.
-func (c *Controller) Looked(ctx context.Context, id, tenant string) bool {
+func (c *Controller) Checked(ctx context.Context, id, tenant string) bool {
 	var list isthmus.PeerServicesList
 	if err := c.objects.List(ctx, &list, client.InNamespace(tenant), client.UnsafeDisableDeepCopy); err != nil {
 		return false // the cache has not started yet
@@ -296,10 +296,10 @@ func (c *Controller) gatherOwn(ctx context.Context, g *gathered, name string, wh
 	var endpoints []*discoveryv1.EndpointSlice
 	var many *Invalid
 	if svc != nil && !c.sources.room(g.key) {
-		many = &Invalid{reasonTooMany, fmt.Sprintf("the namespace already has %d exported ServiceExports, which is the limit", exportsMost)}
+		many = &Invalid{reasonTooMany, fmt.Sprintf("the namespace already has %d exported ServiceExports, which is the limit", maxExports)}
 		svc, g.after = nil, lookAgain
 	}
-	if svc == nil { // the name may be invalid as a label value, so the Service's slices could not be watched by label
+	if svc == nil { // the Service does not exist; its name may even be an invalid label value, by which no slices can be watched
 		c.sources.forget(g.key)
 	} else if endpoints, g.wait = c.sources.slices(g.key); g.wait {
 		return nil

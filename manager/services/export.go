@@ -20,7 +20,7 @@ import (
 // Own is an export of this cluster.
 type Own struct {
 	Service isthmus.ExportedService
-	// Nodes maps the address of each endpoint to its node. Peers do not get it.
+	// Nodes maps the address of each endpoint to its node. It is not sent to peers.
 	Nodes map[string]string
 }
 
@@ -31,7 +31,7 @@ type Invalid struct {
 	Message string
 }
 
-// reasonTooMany is the reason of exports beyond exportsMost. The Multi-Cluster Services API has no
+// reasonTooMany is the reason of exports beyond maxExports. The Multi-Cluster Services API has no
 // reason for this.
 const reasonTooMany mcs.ServiceExportConditionReason = "TooManyExports"
 
@@ -51,8 +51,8 @@ func exportOf(export *mcs.ServiceExport, svc *corev1.Service, endpoints []*disco
 		Type:                  string(mcs.ClusterSetIP),
 		InternalTrafficPolicy: string(ptr.Deref(svc.Spec.InternalTrafficPolicy, "")),
 		TrafficDistribution:   ptr.Deref(svc.Spec.TrafficDistribution, ""),
-		Labels:                taken(exported(export.Spec.ExportedLabels), true),
-		Annotations:           taken(exported(export.Spec.ExportedAnnotations), false),
+		Labels:                permittedMetadata(exported(export.Spec.ExportedLabels), true),
+		Annotations:           permittedMetadata(exported(export.Spec.ExportedAnnotations), false),
 	}
 	if svc.Spec.ClusterIP == corev1.ClusterIPNone {
 		s.Type = string(mcs.Headless)

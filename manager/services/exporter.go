@@ -66,8 +66,8 @@ func (e *exporter) Reconcile(ctx context.Context, _ ctrl.Request) (ctrl.Result, 
 	if err := e.objects.List(ctx, &list, client.UnsafeDisableDeepCopy); err != nil {
 		return ctrl.Result{}, fmt.Errorf("ServiceExports: %w", err)
 	}
-	for i := range list.Items { // services that are not checked yet, right after a start, would be withdrawn
-		if s := &list.Items[i]; !e.complete && s.DeletionTimestamp.IsZero() && !e.board.looked(client.ObjectKeyFromObject(s)) {
+	for i := range list.Items { // right after a start, a service that is not checked yet would be withdrawn
+		if s := &list.Items[i]; !e.complete && s.DeletionTimestamp.IsZero() && !e.board.checked(client.ObjectKeyFromObject(s)) {
 			return ctrl.Result{RequeueAfter: 2 * pause}, nil
 		}
 	}

@@ -245,9 +245,10 @@ func portless(x Export) bool {
 	return importType(x.Service) == mcs.Headless && len(x.Service.Ports) == 0
 }
 
-// served returns the ports of a subset that are unchanged in the merged service. kube-proxy matches
-// the ports of a slice only by name, so a slice must not contain a port with another number.
-func served(x Export, subset isthmus.EndpointSubset, merged []isthmus.ExportedPort) (all []discoveryv1.EndpointPort) {
+// servedPorts returns the ports of a subset that are unchanged in the merged service. kube-proxy
+// matches the ports of a slice only by name, so a slice must not contain a port with another
+// number.
+func servedPorts(x Export, subset isthmus.EndpointSubset, merged []isthmus.ExportedPort) (all []discoveryv1.EndpointPort) {
 	for _, p := range x.Service.Ports {
 		if !slices.ContainsFunc(merged, func(q isthmus.ExportedPort) bool {
 			return q.Name == p.Name && q.Protocol == p.Protocol && q.Port == p.Port
@@ -281,7 +282,7 @@ func replaced(x Export, all []Export, merged []isthmus.ExportedPort) bool {
 			}) {
 				continue
 			}
-			ports := served(x, subset, merged)
+			ports := servedPorts(x, subset, merged)
 			for _, p := range ports {
 				have[*p.Name] = true
 			}
@@ -322,7 +323,7 @@ func slicesOf(key Key, x Export, ports []isthmus.ExportedPort, withdrawn bool) (
 	}
 	seen := make(map[place]bool) // each endpoint is in only one slice
 	for _, subset := range x.Service.Subsets {
-		listen := served(x, subset, ports)
+		listen := servedPorts(x, subset, ports)
 		if len(listen) == 0 && len(ports) > 0 {
 			continue // a slice without ports would mean all ports
 		}
@@ -351,7 +352,7 @@ func slicesOf(key Key, x Export, ports []isthmus.ExportedPort, withdrawn bool) (
 			_, _ = h.Write([]byte(e.Address))
 			var name string
 			var slice *discoveryv1.EndpointSlice
-			for full := 0; ; full++ { // an exporter may choose addresses with equal hashes
+			for full := 0; ; full++ { // an exporter may choose addresses with equal hashes, so a slice may become full
 				at := slot{family, h.Sum32() % slots, full}
 				if name = names[at]; name == "" {
 					name = derived + "-" + digest(16, x.ID, text, string(family), fmt.Sprint(at.number, slots, full))
@@ -413,9 +414,9 @@ func portsText(ports []discoveryv1.EndpointPort) string {
 	return b.String()
 }
 
-// clusterNames returns the name of each cluster in DNS and in labels. This is the clusterName if it
-// is a DNS label and no earlier cluster in the list has it. Otherwise it is the clusterID or a
-// digest of the clusterID.
+// clusterNames returns the name of each cluster in DNS and in labels: its clusterName, if that is a
+// DNS label and no earlier cluster in the list has it; otherwise its clusterID or a digest of the
+// clusterID.
 func clusterNames(clusters []net.ClusterIdentity) map[string]string {
 	names, taken := make(map[string]string, len(clusters)), make(map[string]bool, len(clusters))
 	for _, c := range clusters {

@@ -21,7 +21,7 @@ type namespaces struct {
 
 func (n namespaces) Reserved(name string) bool {
 	ns, _ := n.get(name)
-	return slices.Contains(system, name) || name == n.c.Namespace || ns.Labels[net.LabelTenantClusterID] != "" ||
+	return slices.Contains(systemNamespaces, name) || name == n.c.Namespace || ns.Labels[net.LabelTenantClusterID] != "" ||
 		slices.ContainsFunc(n.peerings, func(p *isthmus.Peering) bool { return p.Spec.TenantNamespace.Local == name })
 }
 

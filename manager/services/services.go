@@ -77,8 +77,8 @@ func permits(list []string, namespace string) bool {
 	return slices.Contains(list, "*") || slices.Contains(list, namespace)
 }
 
-// system lists the namespaces from and into which no service is shared.
-var system = []string{"kube-system", "kube-public", "kube-node-lease"}
+// systemNamespaces lists the namespaces from and into which no service is shared.
+var systemNamespaces = []string{"kube-system", "kube-public", "kube-node-lease"}
 
 // A Remap translates the addresses of a peer's pods into the network that we use for them, like
 // NETMAP: the network bits change, and the host bits stay. Both networks have the same length.
@@ -105,9 +105,9 @@ func (r Remap) Map(addr netip.Addr) (netip.Addr, bool) {
 	return moved, ok
 }
 
-// hostnameOf returns the hostname of an endpoint without a hostname of its own. It is made from the
-// address in the endpoint's own cluster, which stays the same if this cluster uses another network
-// for the peer.
+// hostnameOf returns a hostname for an endpoint that has none. The hostname is made from the
+// endpoint's address in its own cluster, because that address stays the same if this cluster uses
+// another network for the peer.
 func hostnameOf(addr netip.Addr) string {
 	return strings.NewReplacer(".", "-", ":", "-").Replace(addr.StringExpanded())
 }

@@ -56,8 +56,8 @@ func (s *sources) run(ctx context.Context) {
 	s.running.Wait()
 }
 
-// exportsMost bounds the watched Services of one namespace. Each watch takes some 80 KB.
-const exportsMost = 512
+// maxExports bounds the watched Services of one namespace. Each watch takes some 80 KB.
+const maxExports = 512
 
 // room reports whether a Service is watched, or whether there is room for another watch.
 func (s *sources) room(key Key) bool {
@@ -72,11 +72,11 @@ func (s *sources) room(key Key) bool {
 			n++
 		}
 	}
-	return n < exportsMost
+	return n < maxExports
 }
 
 // slices returns the EndpointSlices of a Service, which the caller must not change. wait is true if
-// they are not known yet. Once they are, sources calls changed.
+// they are not known yet; once they are known, sources calls changed.
 func (s *sources) slices(key Key) (all []*discoveryv1.EndpointSlice, wait bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()

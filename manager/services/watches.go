@@ -66,13 +66,13 @@ func (c *Controller) SetupWithManager(mgr ctrl.Manager) error {
 		WatchesRawSource(source.Kind[client.Object](c.objects, &discoveryv1.EndpointSlice{}, handler.EnqueueRequestsFromMapFunc(byLabel))).
 		WatchesRawSource(source.Kind(c.objects, &isthmus.PeerServices{}, differing(budgets{}))).
 		WatchesRawSource(source.Kind[client.Object](c.Cache, &net.TunnelEndpoint{}, handler.EnqueueRequestsFromMapFunc(func(ctx context.Context, o client.Object) []reconcile.Request {
-			return c.offered(ctx, o.GetNamespace())
+			return c.offeredBy(ctx, o.GetNamespace())
 		}), predicate.GenerationChangedPredicate{})). // ignores status updates, such as those of the latency
 		WatchesRawSource(source.Kind[client.Object](c.Cache, &isthmus.Peering{}, handler.EnqueueRequestsFromMapFunc(func(ctx context.Context, o client.Object) []reconcile.Request {
-			return append(c.known(), c.offered(ctx, o.(*isthmus.Peering).Spec.TenantNamespace.Local)...)
+			return append(c.known(), c.offeredBy(ctx, o.(*isthmus.Peering).Spec.TenantNamespace.Local)...)
 		}), peeringChanged)).
 		WatchesMetadata(&corev1.Namespace{}, handler.EnqueueRequestsFromMapFunc(func(ctx context.Context, o client.Object) (all []reconcile.Request) {
-			for _, r := range c.offered(ctx, "") {
+			for _, r := range c.offeredBy(ctx, "") {
 				if r.Namespace == o.GetName() {
 					all = append(all, r)
 				}
@@ -120,9 +120,9 @@ func (c *Controller) known() (all []reconcile.Request) {
 	return all
 }
 
-// offered returns requests for the services that the peer with the tenant namespace exports to us.
-// If tenant is "", it returns requests for the services of all peers.
-func (c *Controller) offered(ctx context.Context, tenant string) (all []reconcile.Request) {
+// offeredBy returns requests for the services that the peer with the tenant namespace exports to
+// us. If tenant is "", it returns requests for the services of all peers.
+func (c *Controller) offeredBy(ctx context.Context, tenant string) (all []reconcile.Request) {
 	var list isthmus.PeerServicesList
 	if err := c.objects.List(ctx, &list, client.InNamespace(tenant), client.UnsafeDisableDeepCopy); err != nil {
 		c.Log.Error("cannot list imported services; a change waits for the next event", "error", err)

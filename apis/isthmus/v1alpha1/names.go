@@ -10,51 +10,51 @@ import (
 // peer, is gone.
 const FinalizerPeering = "isthmus.net/peering"
 
-// AnnotationForce is "true" on a Peering that is being deleted, to end the wait for the peer. Our
-// objects at the peer stay in place, and an Event names them.
+// AnnotationForce with the value "true", on a Peering that is being deleted, ends the wait for the
+// peer. Our objects at the peer stay in place, and an Event names them.
 const AnnotationForce = "isthmus.net/force-unpeer"
 
-// ForceCarried is the other value of AnnotationForce: both clusters end the peering, and `isthmus
-// unpeer` itself removes our objects at the peer. It must, because the manager could reach the peer
-// only through the tunnel.
+// ForceCarried is the other value of AnnotationForce. `isthmus unpeer` sets it in both clusters,
+// and removes our objects at the peer itself, if the manager could reach the peer only through the
+// tunnel.
 const ForceCarried = "carried"
 
 // AnnotationDrained is "true" on a Peering that is being deleted, once clients have had time to
-// leave the services that it shared. Until then the tunnel stays.
+// stop using the shared services. Until then the tunnel stays.
 const AnnotationDrained = "isthmus.net/drained"
 
-// AnnotationUnanswered is "true" on our NetworkConfig while its status still has the answer to
-// older networks. It is written together with new networks, so that no reader applies the old
-// answer to the new networks.
+// AnnotationUnanswered is "true" on our NetworkConfig while its status still has the answer to our
+// previous networks. The write that publishes new networks sets the annotation, so no reader
+// applies the old answer to the new networks.
 const AnnotationUnanswered = "isthmus.net/unanswered"
 
 // AnnotationPostQuantum is "Required" on a TunnelEndpoint whose Peering demands a preshared key
-// (spec.postQuantum). A gateway that has none carries nothing for that peer.
+// (spec.postQuantum). A gateway without such a key carries no packets of that peer.
 const AnnotationPostQuantum = "isthmus.net/post-quantum"
 
-// AnnotationInBand is "true" on a TunnelEndpoint if both clusters' Peerings have spec.inBand. It is
-// InBandLeaving while ours is being deleted: then only our manager may connect, to delete its
-// objects at the peer.
+// AnnotationInBand is "true" on a TunnelEndpoint if the Peerings of both clusters have spec.inBand.
+// Its value is InBandLeaving while our Peering is being deleted: then only our manager may connect
+// through the tunnel, to delete its objects at the peer.
 const (
 	AnnotationInBand = "isthmus.net/in-band"
 	InBandLeaving    = "leaving"
 )
 
-// AnnotationKeyProved on a TunnelEndpoint lists public keys, separated by spaces. The peer has
-// proved that it has their private keys. A new proof must name our present key. A proof that was
-// once accepted stays valid after our key rotates.
+// AnnotationKeyProved on a TunnelEndpoint lists public keys, separated by spaces, whose private
+// keys the peer has proved to have. A new proof must name our present key. An accepted proof stays
+// valid after our key rotates.
 const AnnotationKeyProved = "isthmus.net/key-proved"
 
-// InBandServer is the URL of the peer's API server in an identity for in-band control. It is the
-// server's name inside the peer's own cluster.
+// InBandServer is the server in the kubeconfig of an identity for in-band control. It is the URL of
+// the peer's API server inside the peer's own cluster.
 const InBandServer = "https://kubernetes.default.svc"
 
 // LeaseGateway is the name of the Lease whose holder is the active gateway. The Lease lasts 7 s and
 // is renewed every 2 s.
 const LeaseGateway = "isthmus-gateway"
 
-// `isthmus peer` records on a Peering the cluster for which the Peering was made. A cluster only
-// claims its ID and name. If another cluster claims the same, it is refused.
+// `isthmus peer` writes these annotations on a Peering to identify the peer, because any cluster
+// can use the ID and name of another. A cluster that does not match the annotations is refused.
 const (
 	// AnnotationPeerUID is the UID of the namespace kube-system in the peer.
 	AnnotationPeerUID = "isthmus.net/peer-uid"
@@ -67,18 +67,19 @@ const (
 )
 
 // AnnotationVoters on the Lease of the gateways lists the nodes that vote on which gateway is
-// active. It is JSON: version, a number that grows with each change, and voters, the nodes'
-// addresses by name of the Node. Without voters, the Lease decides.
+// active. It is JSON with two fields: version is a number that grows with each change; voters maps
+// the names of Nodes to their addresses. Without voters, the holder of the Lease is active.
 const AnnotationVoters = "isthmus.net/voters"
 
 // AnnotationVotes on the Service of the gateway has the data that a node needs in order to vote. It
-// is JSON: epoch, the epoch of the active gateway, and key, the Ed25519 public key that verifies
-// signatures of gateways, in base64.
+// is JSON with two fields: epoch is the epoch of the active gateway; key is the Ed25519 public key,
+// in base64, that verifies the signatures of gateways.
 const AnnotationVotes = "isthmus.net/votes"
 
 // AnnotationGateways on the Service of the gateway has the addresses of the Pods of the active
-// gateways, separated by commas; at present there is only one. Route agents use it instead of the
-// status of each TunnelEndpoint, as long as it names a gateway Pod with its own network.
+// gateways, separated by commas; at present there is only one. Route agents use this address
+// instead of the status of each TunnelEndpoint, unless it belongs to a Pod with hostNetwork or to
+// no gateway Pod.
 const AnnotationGateways = "isthmus.net/gateways"
 
 // AnnotationTakenOver on the IpamStorage is the resourceVersion at which a manager began to write.
@@ -86,12 +87,12 @@ const AnnotationGateways = "isthmus.net/gateways"
 // state again.
 const AnnotationTakenOver = "isthmus.net/taken-over-at"
 
-// AnnotationTokenAudiences on a tenant namespace has the audiences of the peer's tokens, separated
-// by commas. The peer renews its token for no others.
+// AnnotationTokenAudiences on a tenant namespace lists the audiences for which the peer may renew
+// its token, separated by commas.
 const AnnotationTokenAudiences = "isthmus.net/token-audiences"
 
-// LabelService marks the ServiceImports, Services and EndpointSlices that the manager makes for
-// shared services. Its value is the name of the service.
+// LabelService marks the ServiceImports, Services and EndpointSlices that the manager creates for
+// shared services. Its value is the name of the shared service.
 const LabelService = "isthmus.net/service"
 
 // PeerServicesPrefix is the beginning of the names of PeerServices: services-0 to services-15.
@@ -109,12 +110,12 @@ const EventActive = "Active"
 // reports that it does not hear the nodes whose votes it needs.
 const EventCannotTakeOver = "StandbyCannotTakeOver"
 
-// DefaultIdentitySecret is the Secret in the local tenant namespace with the manager's identity at
-// the peer's API server, unless the Peering names another.
+// DefaultIdentitySecret is the default name of the Secret with the manager's identity at the peer's
+// API server. The Secret is in the local tenant namespace.
 const DefaultIdentitySecret = "isthmus-identity"
 
-// SecretKubeconfig is the key of an identity Secret that holds a kubeconfig. A Secret without it is
-// read as Liqo's: private-key, certificate, apiServerUrl, apiServerCa.
+// SecretKubeconfig is the key of an identity Secret that holds a kubeconfig. A Secret without this
+// key must have Liqo's keys: private-key, certificate, apiServerUrl, apiServerCa.
 const SecretKubeconfig = "kubeconfig"
 
 // Condition types of a Peering, in the order in which they become true. The first reconcile sets
@@ -133,7 +134,7 @@ const (
 	ConditionPeerConfig = "PeerConfigAccepted"
 	// ConditionTunnelEndpoint: the TunnelEndpoint has the networks on which both sides agreed.
 	ConditionTunnelEndpoint = "TunnelEndpointReady"
-	// ConditionConnected: the gateway hears the peer.
+	// ConditionConnected: the gateway receives answers from the peer.
 	ConditionConnected = "Connected"
 	// ConditionServicesShared: services are shared with the peer according to spec.services. The
 	// Peering has this condition only if the manager runs with --services and spec.services names
@@ -141,11 +142,12 @@ const (
 	ConditionServicesShared = "ServicesShared"
 )
 
-// Reasons of the conditions of a Peering. A refused NetworkConfig passes the reasons of its
-// condition Accepted (see package net/v1alpha1) on to ConditionPeerConfig and ConditionAnswered.
+// Reasons of the conditions of a Peering. If a NetworkConfig is refused, ConditionPeerConfig or
+// ConditionAnswered has the reason of the NetworkConfig's condition Accepted (see package
+// net/v1alpha1).
 //
-// Ready has either its own reason or the reason of the first condition that is not true. Its
-// message names that condition.
+// Ready has either its own reason or the reason of the first condition that is not true. The
+// message of Ready names that condition.
 const (
 	// Ready
 	ReasonConnected  = "Connected"  // all conditions are true
@@ -195,12 +197,12 @@ const (
 	ReasonNoKey         = "NoPresharedKey" // the tunnel is down, because spec.postQuantum is Required and there is no preshared key
 
 	// ServicesShared: Forbidden, RefusedByPeer and NamespaceGone, as for Published, or one of these
-	ReasonShared        = "Shared"        // each side has all services that the other one exports to it
+	ReasonShared        = "Shared"        // each cluster has all services that the other cluster exports to it
 	ReasonPartlyRefused = "PartlyRefused" // some services are not served, or only in part; the condition is True
 	ReasonSharing       = "Sharing"       // sharing is not complete yet
 	ReasonNotSupported  = "NotSupported"  // the peer does not accept services
 
-	// ReasonUnknown: not checked yet.
+	// ReasonUnknown: the manager has not checked the condition yet.
 	ReasonUnknown = "Unknown"
 )
 

@@ -2,40 +2,43 @@ package v1alpha1
 
 import metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
-// AllocatedNetwork is a network of a peer in CIDR notation. A pattern checks it, because there may
+// AllocatedNetwork is a network in CIDR notation. A pattern checks it, because there may
 // be too many networks for a CEL rule. Readers parse it and refuse invalid networks that match the
 // pattern.
 // +kubebuilder:validation:MaxLength=43
 // +kubebuilder:validation:Pattern=`^[0-9A-Fa-f:.]+/[0-9]{1,3}$`
 type AllocatedNetwork = string
 
-// NetworkAllocationSpec is the IPAM state of one cluster. The manager writes it. Nodes read networks,
-// networksSince, freed and own; the manager reads the rest when it starts. It is atomic so that
-// managedFields, which thousands of nodes read, do not list its fields.
+// NetworkAllocationSpec is the IPAM state of one cluster. The manager writes it. Nodes read
+// networks, networksSince, freed and own; the manager reads the other fields when it starts. The
+// spec is atomic: otherwise managedFields, which thousands of nodes read, would list each of its
+// fields.
 // +structType=atomic
 type NetworkAllocationSpec struct {
 	// ClusterID is the ID of the cluster. It is also the object's name, if it is a valid name.
 	// +kubebuilder:validation:MinLength=1
 	// +kubebuilder:validation:MaxLength=63
 	ClusterID string `json:"clusterID"`
-	// Revision grows with each change of the networks, over all objects. An object with a lower
-	// revision than before is an older version of itself. A revision is at least the time of the
-	// change in milliseconds since 1970; agents ignore a revision that is over a day ahead.
+	// Revision is a number that grows with each change of networks in any NetworkAllocation. A
+	// revision is at least the time of the change in milliseconds since 1970. Route agents ignore a
+	// revision that is more than a day in the future. An object whose revision has decreased was
+	// restored from an older version.
 	// +kubebuilder:validation:Minimum=1
 	Revision int64 `json:"revision"`
-	// Networks are the networks that our cluster uses for the peer: first that for its pods, then
-	// that for its mapped endpoints, then the held ones. Every node refuses packets for them
-	// outside of the tunnel.
+	// Networks are the networks that our cluster uses for the peer, in this order: the network for
+	// its pods, the network for its mapped endpoints, and the networks in held. Every node refuses
+	// packets for them outside of the tunnel.
 	// +kubebuilder:validation:MaxItems=32
 	// +listType=atomic
 	// +optional
 	Networks []AllocatedNetwork `json:"networks,omitempty"`
-	// NetworksSince is the version that first named these networks; absent: the resourceVersion of
-	// this object. With it, nodes need not report again when only other fields change.
+	// NetworksSince has the resourceVersion at which this object first named its present networks.
+	// If it is absent, the resourceVersion of the object itself counts. Thanks to this field, nodes
+	// need not report again after a change of other fields.
 	// +optional
 	NetworksSince *NetworksSince `json:"networksSince,omitempty"`
 	// Freed are former networks of the peer, the latest last. Nodes stop refusing a freed network,
-	// unless another object names it, or this object names it with a higher revision.
+	// unless another object lists it in networks, or this object does so with a higher revision.
 	// +kubebuilder:validation:MaxItems=32
 	// +listType=atomic
 	// +optional
@@ -44,18 +47,19 @@ type NetworkAllocationSpec struct {
 	// +optional
 	Own *OwnNetworks `json:"own,omitempty"`
 
-	// Session is the number of the manager that wrote this object. Each manager that begins to
-	// write takes a higher number. A manager adopts changes of a later session. It overwrites other
-	// foreign changes, except those of freed: it keeps added entries, and ends the hold of a network
-	// that somebody moved from networks to freed with a higher revision. 0: no manager has written
-	// this object.
+	// Session is the number of the manager that wrote this object, or 0 if none has written it.
+	// Each manager that begins to write takes a higher number. A manager adopts a change that has a
+	// later session, and overwrites any other foreign change, with two exceptions: It keeps entries
+	// that were added to freed. It ends the hold of a network that was moved from networks to freed
+	// with a higher revision.
 	// +kubebuilder:validation:Minimum=1
 	// +optional
 	Session int64 `json:"session,omitempty"`
-	// ReleasedAt is when the peer left. Its networks are held for a day from then on.
+	// ReleasedAt is the time at which the peer left. From then on its networks are held for a day.
 	// +optional
 	ReleasedAt UTCTime `json:"releasedAt,omitempty"`
-	// UnusedSince is when the last object of a peering that names the peer disappeared.
+	// UnusedSince is the time since which no object in this cluster names the peer. It is absent
+	// while some object does.
 	// +optional
 	UnusedSince UTCTime `json:"unusedSince,omitempty"`
 	// Held are the released networks of the peer that nodes still refuse.
@@ -64,15 +68,16 @@ type NetworkAllocationSpec struct {
 	// +optional
 	Held []HeldNetwork `json:"held,omitempty"`
 	// Previous are the networks that the peer had when it left. They are recorded when the hold
-	// ends. If the peer returns, it gets them again while they are free.
+	// ends. A peer that returns gets them again if they are still free.
 	// +optional
 	Previous *NetworkPair `json:"previous,omitempty"`
 	// Seen are the networks that the peer uses for our PodCIDR and our ExternalCIDR, from its
 	// answer.
 	// +optional
 	Seen *NetworkPair `json:"seen,omitempty"`
-	// Local are our networks to which seen corresponds, and which contain the addresses of
-	// endpoints. They differ from own while a change of our networks is being written.
+	// Local are our PodCIDR and ExternalCIDR that the networks in seen represent. The addresses in
+	// endpoints are in this ExternalCIDR. These networks differ from own only while a change of our
+	// networks is being written.
 	// +optional
 	Local *NetworkPair `json:"local,omitempty"`
 	// Endpoints are the endpoints that are mapped for the peer, sorted by address.
@@ -83,21 +88,23 @@ type NetworkAllocationSpec struct {
 }
 
 // NetworksSince is the resourceVersion at which an object first named its networks. It is valid
-// only with the object's own revision and UID: an older manager changes networks without updating
-// it, and a backup may contain the values of another object.
+// only if revision and uid match the object, because an older manager changes networks without
+// updating it, and a backup may contain the values of another object.
 type NetworksSince struct {
+	// ResourceVersion is the resourceVersion of the object when it first named its present networks.
 	// +kubebuilder:validation:Minimum=1
 	ResourceVersion int64 `json:"resourceVersion"`
-	// Revision is spec.revision.
+	// Revision must equal spec.revision of the object.
 	// +kubebuilder:validation:Minimum=1
 	Revision int64 `json:"revision"`
-	// UID is metadata.uid.
+	// UID must equal metadata.uid of the object.
 	// +kubebuilder:validation:MaxLength=128
 	UID string `json:"uid"`
 }
 
-// FreedNetwork is a former network of a peer that nodes need not refuse.
+// FreedNetwork is a former network of a peer that nodes no longer have to refuse.
 type FreedNetwork struct {
+	// Network is the freed network.
 	Network AllocatedNetwork `json:"network"`
 	// Revision is the revision in which the network was freed.
 	// +kubebuilder:validation:Minimum=1
@@ -106,15 +113,18 @@ type FreedNetwork struct {
 
 // HeldNetwork is a released network that nodes refuse for a day.
 type HeldNetwork struct {
+	// Network is the released network.
 	Network AllocatedNetwork `json:"network"`
-	// ReleasedAt is when the network was released.
+	// ReleasedAt is the time at which the network was released.
 	ReleasedAt UTCTime `json:"releasedAt"`
 }
 
-// NetworkPair is a network for pods and one for mapped endpoints. Either may be absent.
+// NetworkPair is a network for pods and a network for mapped endpoints. Either may be absent.
 type NetworkPair struct {
+	// PodCIDR is the network for pods.
 	// +optional
 	PodCIDR AllocatedNetwork `json:"podCIDR,omitempty"`
+	// ExternalCIDR is the network for mapped endpoints.
 	// +optional
 	ExternalCIDR AllocatedNetwork `json:"externalCIDR,omitempty"`
 }
@@ -128,14 +138,15 @@ type MappedEndpoint struct {
 	// peers.
 	// +kubebuilder:validation:MaxLength=39
 	Address string `json:"address"`
-	// Requesters are the clients of the IPAM that requested the mapping; none: not known.
+	// Requesters are the names of the IPAM clients that requested the mapping. The list is empty if
+	// the clients are not known.
 	// +kubebuilder:validation:MaxItems=4096
 	// +kubebuilder:validation:items:MaxLength=256
 	// +listType=atomic
 	// +optional
 	Requesters []string `json:"requesters,omitempty"`
-	// Target is the kind of the endpoint at the time of the mapping, such as "pod"; empty: not
-	// known.
+	// Target is the kind of object that had the endpoint's address when the mapping was made: pod,
+	// service, node or "peer CLUSTERID". It is empty if no such object was found.
 	// +kubebuilder:validation:MaxLength=256
 	// +optional
 	Target string `json:"target,omitempty"`
@@ -144,18 +155,21 @@ type MappedEndpoint struct {
 // OwnNetworks are the networks of our own pods, Services and mapped endpoints, and the pools for
 // peers.
 type OwnNetworks struct {
+	// PodCIDR is the network of our pods.
 	// +optional
 	PodCIDR AllocatedNetwork `json:"podCIDR,omitempty"`
+	// ServiceCIDR is the network of our Services.
 	// +optional
 	ServiceCIDR AllocatedNetwork `json:"serviceCIDR,omitempty"`
+	// ExternalCIDR is the network whose addresses stand for our mapped endpoints.
 	// +optional
 	ExternalCIDR AllocatedNetwork `json:"externalCIDR,omitempty"`
-	// Pools are the networks to allocate from, in this order.
+	// Pools are the networks from which the manager allocates networks for peers, in this order.
 	// +kubebuilder:validation:MaxItems=1024
 	// +listType=atomic
 	// +optional
 	Pools []AllocatedNetwork `json:"pools,omitempty"`
-	// Reserved are networks that no peer gets.
+	// Reserved are networks that the manager allocates to no peer.
 	// +kubebuilder:validation:MaxItems=1024
 	// +listType=atomic
 	// +optional
@@ -164,9 +178,9 @@ type OwnNetworks struct {
 
 // NetworkAllocation has the networks that our cluster uses for one other cluster, and everything
 // else that the IPAM stores about that cluster. The manager writes it before it publishes a network
-// to the peer. Route agents refuse packets for its networks outside of the tunnel, until each
-// object that has named the network has freed it with a higher revision. A missing or old object
-// frees nothing.
+// to the peer. Route agents refuse packets for these networks outside of the tunnel. They stop
+// refusing a network only when each object that named it lists it in freed with a higher revision.
+// Deleting an object, or restoring an older version of it, frees nothing.
 // +kubebuilder:object:root=true
 // +kubebuilder:resource:path=networkallocations,singular=networkallocation,scope=Cluster,categories=isthmus
 // +kubebuilder:printcolumn:name="Cluster",type=string,JSONPath=`.spec.clusterID`

@@ -15,10 +15,11 @@ type Namespace = string
 // PeeringSpec names the cluster to join and how to reach its API server. A person or `isthmus peer`
 // writes it.
 type PeeringSpec struct {
-	// Cluster is the peer. It is set once: another cluster is another Peering.
+	// Cluster is the peer. It cannot be changed: another cluster needs another Peering.
 	// +kubebuilder:validation:XValidation:rule="self.clusterID == oldSelf.clusterID && self.clusterName == oldSelf.clusterName",message="cluster is immutable",reason=FieldValueInvalid
 	Cluster net.ClusterIdentity `json:"cluster"`
-	// TenantNamespace is where the objects of this peering live on each side.
+	// TenantNamespace names the namespaces, here and at the peer, that hold the objects of this
+	// peering.
 	TenantNamespace TenantNamespace `json:"tenantNamespace"`
 	// IdentitySecretName is the Secret in the local tenant namespace with our identity at the peer:
 	// a kubeconfig under the key kubeconfig, or Liqo's certificate (private-key, certificate,
@@ -31,22 +32,24 @@ type PeeringSpec struct {
 	// Overrides replace values that the manager would otherwise choose.
 	// +optional
 	Overrides Overrides `json:"overrides,omitzero"`
-	// Claims restrict the networks that the peer gets in this cluster.
+	// Claims decide which of the networks that the peer advertises are used unchanged in this
+	// cluster, and which are remapped.
 	// +optional
 	Claims Claims `json:"claims,omitzero"`
 	// Services name the services that the clusters share. A manager without --services ignores
 	// them.
 	// +optional
 	Services Services `json:"services,omitzero"`
-	// PostQuantum decides whether the tunnel may run without a preshared key from ML-KEM-768. Such
-	// a key protects today's traffic against future quantum computers. Two clusters with Isthmus
+	// PostQuantum states whether the tunnel may run without a preshared key from ML-KEM-768. Such a
+	// key protects today's traffic against future quantum computers. Two clusters with Isthmus
 	// agree on a key automatically.
 	// +kubebuilder:default=Preferred
 	// +optional
 	PostQuantum PostQuantum `json:"postQuantum,omitempty"`
 	// InBand lets the managers of the two clusters reach each other's API servers through the
-	// tunnel. Our manager uses the tunnel, and our gateway forwards connections of the peer's
-	// gateway to our API server. Both Peerings need it. `isthmus peer --in-band` writes it.
+	// tunnel. Our manager uses the tunnel, and our gateway forwards connections from the peer's
+	// gateway to our API server. The Peerings of both clusters must set it. `isthmus peer
+	// --in-band` does so.
 	// +optional
 	InBand bool `json:"inBand,omitempty"`
 }
@@ -62,23 +65,25 @@ const (
 	PostQuantumRequired  PostQuantum = "Required"
 )
 
-// Services name namespaces whose services are shared with a peer. Both clusters must agree: one
-// cluster exports what the other imports. Without namespaces nothing is shared. `isthmus peer
-// --services` writes them.
+// Services name namespaces whose services are shared with a peer. A service is shared only if one
+// cluster exports its namespace and the other cluster imports it. Without namespaces nothing is
+// shared. `isthmus peer --services` writes them.
 type Services struct {
-	// Export are the namespaces whose exported services the peer gets; * stands for all.
+	// Export are the namespaces whose services the peer gets, if they have a ServiceExport; *
+	// stands for all namespaces.
 	// +kubebuilder:validation:MaxItems=256
 	// +listType=set
 	// +optional
 	Export []ServiceNamespace `json:"export,omitempty"`
-	// Import are the namespaces into which the peer's services are imported; * stands for all.
+	// Import are the namespaces into which the peer's services are imported; * stands for all
+	// namespaces.
 	// +kubebuilder:validation:MaxItems=256
 	// +listType=set
 	// +optional
 	Import []ServiceNamespace `json:"import,omitempty"`
 }
 
-// ServiceNamespace is the name of a namespace, or * for all.
+// ServiceNamespace is the name of a namespace, or * for all namespaces.
 // +kubebuilder:validation:MinLength=1
 // +kubebuilder:validation:MaxLength=63
 // +kubebuilder:validation:Pattern=`^([a-z0-9]([a-z0-9-]*[a-z0-9])?|\*)$`
@@ -88,18 +93,19 @@ type ServiceNamespace = string
 // Without restrictions, a network is used unchanged if it is in private space (RFC 1918, 6598 and
 // 4193) and overlaps nothing of this cluster. Any other network is remapped into the pools.
 type Claims struct {
-	// Allowed are networks outside of private space. The peer may have them, and all networks
-	// inside them, unchanged.
+	// Allowed are networks outside of private space. Networks of the peer inside them may be used
+	// unchanged, like those in private space.
 	// +kubebuilder:validation:MaxItems=16
 	// +listType=set
 	// +optional
 	Allowed []net.CIDR `json:"allowed,omitempty"`
-	// AlwaysRemap demands that both networks of the peer are remapped.
+	// AlwaysRemap demands that both networks of the peer be remapped.
 	// +optional
 	AlwaysRemap bool `json:"alwaysRemap,omitempty"`
 	// Consent names the advertised networks to which an administrator has agreed. It is needed if
-	// the peer changes its networks and would thereby get addresses that it has not had. Until then
-	// the present networks stay in force. `isthmus peer NAME --consent` writes it.
+	// the peer changes its networks and would thereby get addresses in this cluster that it did not
+	// have before. The previous networks stay in force until the administrator agrees. `isthmus
+	// peer NAME --consent` writes it.
 	// +optional
 	Consent *Consent `json:"consent,omitempty"`
 }
@@ -115,22 +121,24 @@ type Consent struct {
 // TenantNamespace names the namespaces of a peering.
 type TenantNamespace struct {
 	// Local is the namespace in this cluster. The peer's identity has no rights outside of it. It
-	// is set once.
+	// cannot be changed.
 	// +kubebuilder:validation:XValidation:rule="self == oldSelf",message="tenantNamespace.local is immutable",reason=FieldValueInvalid
 	Local Namespace `json:"local"`
-	// Remote is the namespace at the peer. It is set once: a change would leave our NetworkConfig
-	// behind in the previous namespace.
+	// Remote is the namespace at the peer. It cannot be changed, because our NetworkConfig would
+	// stay behind in the previous namespace.
 	// +kubebuilder:validation:XValidation:rule="self == oldSelf",message="tenantNamespace.remote is immutable",reason=FieldValueInvalid
 	Remote Namespace `json:"remote"`
 }
 
-// Overrides replace values that the manager cannot detect in some networks. Each is optional.
+// Overrides replace values that the manager detects or chooses, for example if it cannot detect a
+// correct value. Each is optional.
 type Overrides struct {
-	// Address is the address of our gateway to publish to this peer, instead of the address of the
-	// gateway's Service.
+	// Address is the address of our gateway that is published to this peer, instead of the address
+	// of the gateway's Service.
 	// +optional
 	Address *net.EndpointHost `json:"address,omitempty"`
-	// Port is the UDP port of our gateway to publish to this peer.
+	// Port is the UDP port of our gateway that is published to this peer, instead of the port of
+	// the gateway's Service.
 	// +kubebuilder:validation:Minimum=1
 	// +kubebuilder:validation:Maximum=65535
 	// +optional
@@ -139,8 +147,8 @@ type Overrides struct {
 	// IPAM chooses. It must have the prefix length of the peer's PodCIDR.
 	// +optional
 	PodCIDR *net.CIDR `json:"podCIDR,omitempty"`
-	// ExternalCIDR is the network to use in this cluster for the peer's ExternalCIDR, with the same
-	// rules.
+	// ExternalCIDR is the network to use in this cluster for the peer's ExternalCIDR, instead of
+	// one that the IPAM chooses. It must have the prefix length of the peer's ExternalCIDR.
 	// +optional
 	ExternalCIDR *net.CIDR `json:"externalCIDR,omitempty"`
 }
@@ -151,7 +159,7 @@ type PeeringStatus struct {
 	// +optional
 	ObservedGeneration int64 `json:"observedGeneration,omitempty"`
 	// Conditions are Ready, IdentityReady, Published, Answered, PeerConfigAccepted,
-	// TunnelEndpointReady and Connected.
+	// TunnelEndpointReady, Connected and, if services are shared, ServicesShared.
 	// +optional
 	// +listType=map
 	// +listMapKey=type
@@ -188,7 +196,7 @@ type PostQuantumStatus struct {
 	// +kubebuilder:validation:MaxLength=32
 	// +optional
 	Key string `json:"key,omitempty"`
-	// Why is the reason why there is no preshared key, or why the next one cannot be made.
+	// Why explains why there is no preshared key, or why no new key replaces the present one.
 	// +kubebuilder:validation:MaxLength=1024
 	// +optional
 	Why string `json:"why,omitempty"`
@@ -210,8 +218,8 @@ type KeysStatus struct {
 	// TheirsSince is when our gateway learned that key.
 	// +optional
 	TheirsSince *metav1.Time `json:"theirsSince,omitempty"`
-	// Lags is true while this cluster rotates its key and the peer has no session with the next key
-	// yet.
+	// Lags is true during a rotation of this cluster's key, until the peer has a session with the
+	// next key.
 	// +optional
 	Lags bool `json:"lags,omitempty"`
 }
@@ -234,8 +242,8 @@ type Networks struct {
 	// +kubebuilder:validation:MaxLength=43
 	// +optional
 	PodCIDRSeen string `json:"podCIDRSeen,omitempty"`
-	// PodCIDRWhy is the reason why podCIDRSeen equals podCIDR, or differs from it. Only the peer's
-	// networks have it, because we do not know the peer's reasons for ours.
+	// PodCIDRWhy explains why podCIDR is remapped, or why it is used unchanged. It is set only for
+	// the peer's networks, because this cluster does not know the peer's reasons for ours.
 	// +kubebuilder:validation:MaxLength=512
 	// +optional
 	PodCIDRWhy string `json:"podCIDRWhy,omitempty"`
@@ -249,8 +257,8 @@ type Networks struct {
 	// +kubebuilder:validation:MaxLength=43
 	// +optional
 	ExternalCIDRSeen string `json:"externalCIDRSeen,omitempty"`
-	// ExternalCIDRWhy is the reason why externalCIDRSeen equals externalCIDR, or differs from it.
-	// Only the peer's networks have it.
+	// ExternalCIDRWhy explains why externalCIDR is remapped, or why it is used unchanged. It is set
+	// only for the peer's networks.
 	// +kubebuilder:validation:MaxLength=512
 	// +optional
 	ExternalCIDRWhy string `json:"externalCIDRWhy,omitempty"`

@@ -8,7 +8,7 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 )
 
-// A change of a field that Equal ignores would never reach a peer.
+// If Equal ignored a field, a change of that field would never reach a peer.
 func TestEqualComparesEachFieldOfAnExportedService(t *testing.T) {
 	for f := range reflect.TypeFor[ExportedService]().Fields() {
 		if f.Name == "Subsets" {

@@ -47,7 +47,7 @@ type EndpointAddress = string
 // +kubebuilder:validation:MaxLength=512
 type MetadataValue string
 
-// PeerServicesSpec has exported services. The exporter's manager writes it.
+// PeerServicesSpec lists exported services. The exporter's manager writes it.
 type PeerServicesSpec struct {
 	// Services are the exported services of this shard.
 	// +kubebuilder:validation:MaxItems=128
@@ -58,16 +58,17 @@ type PeerServicesSpec struct {
 	Services []ExportedService `json:"services,omitempty"`
 }
 
-// ExportedService describes a Service that has a ServiceExport, in the terms of its own cluster. It
-// is atomic, because its writer always writes all of it: metadata.managedFields of a full object
-// would be larger than a peer may write.
+// ExportedService describes a Service that has a ServiceExport, with its ports and addresses in the
+// exporting cluster. It is atomic, because otherwise metadata.managedFields would make a full
+// object larger than a peer may write.
 // +structType=atomic
 type ExportedService struct {
 	// Namespace of the Service.
 	Namespace DNSLabel `json:"namespace"`
 	// Name of the Service.
 	Name DNSLabel `json:"name"`
-	// Since is when its ServiceExport was created. The older export wins a conflict.
+	// Since is the creation time of the service's ServiceExport. If two clusters export the same
+	// service with different properties, the properties of the oldest ServiceExport apply.
 	Since UTCTime `json:"since"`
 	// Type is ClusterSetIP or Headless.
 	// +kubebuilder:validation:Enum=ClusterSetIP;Headless
@@ -81,7 +82,9 @@ type ExportedService struct {
 	// +kubebuilder:validation:Enum=None;ClientIP
 	// +optional
 	SessionAffinity string `json:"sessionAffinity,omitempty"`
-	// SessionAffinitySeconds is how long a client keeps its endpoint; 0: the default of Kubernetes.
+	// SessionAffinitySeconds is the session affinity timeout of the Service
+	// (spec.sessionAffinityConfig.clientIP.timeoutSeconds). 0 means the default of Kubernetes,
+	// three hours.
 	// +kubebuilder:validation:Minimum=1
 	// +kubebuilder:validation:Maximum=86400
 	// +optional
@@ -162,7 +165,7 @@ type EndpointSubset struct {
 	Endpoints []ExportedEndpoint `json:"endpoints,omitempty"`
 }
 
-// TargetPort is a port on which endpoints listen, for one port of their Service.
+// TargetPort is the port on which endpoints listen for one port of their Service.
 type TargetPort struct {
 	// Name is the name of the Service's port.
 	// +kubebuilder:validation:MaxLength=63
@@ -189,9 +192,11 @@ type ExportedEndpoint struct {
 	// +kubebuilder:validation:MaxLength=63
 	// +optional
 	Zone string `json:"zone,omitempty"`
-	// Ready, Serving and Terminating are the conditions of the endpoint in its EndpointSlice.
-	Ready       bool `json:"ready"`
-	Serving     bool `json:"serving"`
+	// Ready is the condition ready of the endpoint in its EndpointSlice.
+	Ready bool `json:"ready"`
+	// Serving is the condition serving of the endpoint in its EndpointSlice.
+	Serving bool `json:"serving"`
+	// Terminating is the condition terminating of the endpoint in its EndpointSlice.
 	Terminating bool `json:"terminating,omitempty"`
 }
 
@@ -200,7 +205,7 @@ type PeerServicesStatus struct {
 	// ObservedGeneration is the metadata.generation to which the rest of the status refers.
 	// +optional
 	ObservedGeneration int64 `json:"observedGeneration,omitempty"`
-	// Refused are services that the importer does not serve as they were exported.
+	// Refused are services that the importer does not serve, or serves only in part.
 	// +kubebuilder:validation:MaxItems=128
 	// +listType=map
 	// +listMapKey=namespace
@@ -219,7 +224,7 @@ type RefusedService struct {
 	// Name of the Service.
 	// +kubebuilder:validation:MaxLength=63
 	Name string `json:"name"`
-	// Reason is a word in CamelCase, or several with commas between them.
+	// Reason is one word in CamelCase, or several separated by commas.
 	// +kubebuilder:validation:MaxLength=256
 	Reason string `json:"reason"`
 	// Message explains the reason to users.
@@ -228,8 +233,8 @@ type RefusedService struct {
 	Message string `json:"message,omitempty"`
 }
 
-// PeerServices has services that the peer of a tenant namespace exports to this cluster. The peer's
-// manager writes it here. There are at most 16, services-0 to services-15.
+// PeerServices lists services that a peer exports to this cluster. The peer's manager writes it
+// into the tenant namespace of the peering, which has at most 16: services-0 to services-15.
 //
 // +kubebuilder:object:root=true
 // +kubebuilder:subresource:status

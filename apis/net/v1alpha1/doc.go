@@ -12,12 +12,12 @@
 //	NetworkConfig (peer's) ◄─replicated── peer    we answer in the status
 //	        └── both, answered ──► TunnelEndpoint ──► gateway, route agents
 //	                               NatMapping     ──► gateway
-//	IpamStorage: which networks are allocated to whom
+//	IpamStorage: all allocated networks
 //
-// Unlike Liqo's, these schemas validate. Liqo's only demand that fields are present. Ours refuse
-// values that no gateway could apply, because a peer writes the NetworkConfig. Everything that a
-// real Liqo writes is valid. IPv6 is valid too, although Liqo's own networks are IPv4. The kinds
-// that have a status also have status.conditions, which Liqo lacks; it is omitted when empty.
+// These schemas validate values, because a peer writes the NetworkConfig. They refuse values that
+// no gateway could apply. Liqo's schemas only demand that fields are present. Everything that a
+// real Liqo writes is valid here. IPv6 is valid too, although Liqo's own networks are IPv4. The
+// kinds that have a status also have status.conditions, which Liqo lacks; it is omitted when empty.
 //
 // The rules use the IP and CIDR functions of CEL, which API servers have since Kubernetes 1.31.
 // They check the form of a value. Package fabric and the manager check whether the value conflicts

@@ -2,11 +2,11 @@ package v1alpha1
 
 import "maps"
 
-// Most types in this file are aliases: they are plain strings in Go. Their validation rules are
+// Most types in this file are aliases, so they are plain strings in Go. Their validation rules are
 // written once here instead of at each field.
 
-// The rules do not use containsCIDR. In Kubernetes 1.31 it compares addresses before it masks them,
-// and finds only networks that begin at the same address.
+// The rules do not use CEL's containsCIDR: in Kubernetes 1.31, it returns true only for networks
+// that begin at the same address, because it compares addresses before it masks them.
 
 // CIDR is a network of pods or of mapped endpoints, in canonical notation: all host bits are zero,
 // as in 10.244.0.0/16. Liqo publishes only canonical networks. The bounds of the prefix length
@@ -20,8 +20,8 @@ import "maps"
 // +kubebuilder:validation:XValidation:rule="!isCIDR(self) || (!['0.0.0.0/8', '127.0.0.0/8', '169.254.0.0/16', '224.0.0.0/4', '::/8', 'fe80::/10', 'ff00::/8'].exists(n, cidr(n).containsIP(cidr(self).ip()) && cidr(self).prefixLength() >= cidr(n).prefixLength()) && !['0.0.0.0', '127.0.0.0', '169.254.0.0', '224.0.0.0', '255.255.255.255', '::', 'fe80::', 'ff00::'].exists(a, cidr(self).containsIP(a)))",message="must be a unicast network, apart from unspecified, loopback, link-local, multicast and broadcast addresses",reason=FieldValueInvalid
 type CIDR = string
 
-// NATCIDR is the network that stands for another network in the peer cluster, or the literal None
-// if the other network is used unchanged.
+// NATCIDR is the network into which another network is remapped, or the literal None if that
+// network is used unchanged.
 // +kubebuilder:validation:MaxLength=43
 // +kubebuilder:validation:XValidation:rule="self == 'None' || isCIDR(self)",message="must be None or a network in CIDR notation, such as 10.246.0.0/16",reason=FieldValueInvalid
 // +kubebuilder:validation:XValidation:rule="!isCIDR(self) || string(cidr(self).masked()) == self",message="must be in canonical form, with all host bits zero",reason=FieldValueInvalid
@@ -31,9 +31,9 @@ type NATCIDR = string
 
 // EndpointHost is the address of a gateway: an IP address, or a DNS name if a load balancer has no
 // IP address. Names come from Service statuses or from an annotation that a person wrote. Therefore
-// upper case, underscores and a final dot are accepted. A name that ends in a number is a mistyped
-// address. Code that resolves the name must check the resulting address again, because a name may
-// resolve to any address.
+// upper case, underscores and a final dot are accepted. A name that ends in a number is refused as
+// a mistyped address. Code that resolves the name must check the resulting address, because a name
+// may resolve to any address.
 // +kubebuilder:validation:MinLength=1
 // +kubebuilder:validation:MaxLength=253
 // +kubebuilder:validation:XValidation:rule="isIP(self) || (self.matches('^([A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?[.])*[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?[.]?$') && !self.matches('(^|[.])([0-9]+|0[xX][0-9A-Fa-f]*)[.]?$'))",message="must be an IP address or a DNS name",reason=FieldValueInvalid
@@ -45,10 +45,11 @@ type EndpointHost = string
 type ConfigValue = string
 
 // BackendConfig holds the parameters of the tunnel: publicKey, a WireGuard public key in base64,
-// and port, a decimal string. Liqo writes nothing else. Isthmus also writes tunnels for a gateway
-// with several tunnels: up to 15 times PORT:PUBLICKEY with commas between them. Further keys are
-// bounded and ignored, so that a newer peer can add some. The zero key is refused because WireGuard
-// uses it for "no key". The controllers check that all ports and keys differ.
+// and port, a decimal string. Liqo writes nothing else. If a gateway has several tunnels, Isthmus
+// also writes the key tunnels: up to 15 entries PORT:PUBLICKEY, separated by commas. Other keys are
+// ignored, so that later versions can add some; their number and length are limited. The zero
+// public key is refused, because WireGuard uses it for "no key". The controllers check that all
+// ports and public keys differ.
 // +kubebuilder:validation:MaxProperties=16
 // +kubebuilder:validation:XValidation:rule="self.all(k, k.size() > 0 && k.size() <= 63)",message="keys must have 1 to 63 characters",reason=FieldValueInvalid
 // +kubebuilder:validation:XValidation:rule="'publicKey' in self && 'port' in self",message="must have the keys publicKey and port",reason=FieldValueRequired
@@ -65,7 +66,7 @@ type BackendConfig map[string]ConfigValue
 func (in BackendConfig) DeepCopy() BackendConfig { return maps.Clone(in) }
 
 // BackendType names the tunnel driver. Liqo's field is a plain string, but WireGuard is the only
-// driver of every version since v0.2. An object with another driver could not be applied.
+// driver in every version of Liqo since v0.2. An object with another driver could not be applied.
 // +kubebuilder:validation:Enum=wireguard
 type BackendType = string
 
@@ -83,7 +84,7 @@ type ClusterID = string
 // +kubebuilder:validation:XValidation:rule="self.matches('^[a-z0-9]([a-z0-9.-]*[a-z0-9-])?$')",message="must be usable at the beginning of an object name: lower case letters, digits, '-' and '.'",reason=FieldValueInvalid
 type ClusterName = string
 
-// IPAddress is an IP address of either family.
+// IPAddress is an IPv4 or IPv6 address.
 // +kubebuilder:validation:MaxLength=45
 // +kubebuilder:validation:XValidation:rule="isIP(self)",message="must be an IP address",reason=FieldValueInvalid
 type IPAddress = string

@@ -2,14 +2,15 @@ package v1alpha1
 
 import metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
-// StoredCIDR is a network in the IPAM state, or empty while it is unknown. The IPAM checks whether
-// the network is plausible: reserved networks may be of any kind and length.
+// StoredCIDR is a network in the IPAM state, or empty if the network is not known. The IPAM checks
+// whether the network is plausible; the schema cannot, because reserved networks may be of any kind
+// and length.
 // +kubebuilder:validation:MaxLength=43
 // +kubebuilder:validation:XValidation:rule="self.size() == 0 || (isCIDR(self) && string(cidr(self).masked()) == self)",message="must be empty or a network in canonical CIDR notation",reason=FieldValueInvalid
 type StoredCIDR = string
 
-// StoredNATCIDR is the answer of a peer in the IPAM state: a network, None, or empty while there is
-// no answer.
+// StoredNATCIDR is the answer of a peer in the IPAM state: a network, None, or empty if the peer
+// has not answered.
 // +kubebuilder:validation:MaxLength=43
 // +kubebuilder:validation:XValidation:rule="self.size() == 0 || self == 'None' || (isCIDR(self) && string(cidr(self).masked()) == self)",message="must be empty, None or a network in canonical CIDR notation",reason=FieldValueInvalid
 type StoredNATCIDR = string
@@ -28,15 +29,15 @@ type StoredIP = string
 // Subnets are the networks exchanged with one peer. The two remote fields have the networks that
 // this cluster uses, remapped or not. The two local fields have the peer's answer.
 type Subnets struct {
-	// LocalNATPodCIDR is the network that the peer uses for our pods, or None; empty until the peer
-	// answers.
+	// LocalNATPodCIDR is the network that the peer uses for our pods. It is None if the peer uses
+	// our PodCIDR unchanged, and empty if the peer has not answered.
 	LocalNATPodCIDR StoredNATCIDR `json:"localNATPodCIDR"`
-	// RemotePodCIDR is the network used here for the peer's pods.
+	// RemotePodCIDR is the network that this cluster uses for the peer's pods.
 	RemotePodCIDR StoredCIDR `json:"remotePodCIDR"`
-	// LocalNATExternalCIDR is the network that the peer uses for our ExternalCIDR, or None; empty
-	// until the peer answers.
+	// LocalNATExternalCIDR is the network that the peer uses for our ExternalCIDR. It is None if
+	// the peer uses our ExternalCIDR unchanged, and empty if the peer has not answered.
 	LocalNATExternalCIDR StoredNATCIDR `json:"localNATExternalCIDR"`
-	// RemoteExternalCIDR is the network used here for the peer's ExternalCIDR.
+	// RemoteExternalCIDR is the network that this cluster uses for the peer's ExternalCIDR.
 	RemoteExternalCIDR StoredCIDR `json:"remoteExternalCIDR"`
 }
 
@@ -50,7 +51,8 @@ type ClusterMapping struct {
 type EndpointMapping struct {
 	// ExternalCIDROriginalIP is the endpoint's address in our ExternalCIDR.
 	ExternalCIDROriginalIP StoredIP `json:"ExternalCIDROriginalIP"`
-	// ClusterMappings has an entry for each peer that may reach the endpoint, by clusterID.
+	// ClusterMappings has an entry for each peer that may reach the endpoint. The keys are the
+	// clusterIDs of the peers.
 	// +kubebuilder:validation:MaxProperties=4096
 	ClusterMappings map[string]ClusterMapping `json:"clusterMappings"`
 }
@@ -59,12 +61,12 @@ type EndpointMapping struct {
 type ConfiguredCluster struct{}
 
 // IpamStorageSpec is the whole state of the IPAM. Liqo creates it with empty maps, lists and
-// strings, and then replaces one field at a time by JSON patches. Therefore no field may be
-// omitted.
+// strings, and then replaces one field at a time by JSON patches. Such a patch needs the field to
+// exist, so no field may be omitted.
 type IpamStorageSpec struct {
-	// Prefixes is the allocator's state by prefix. Liqo stores Go gobs of its allocator in it,
-	// which no other program can use. Only the size of the object limits the gobs: each allocated
-	// address is in one of them.
+	// Prefixes is the state of Liqo's allocator, keyed by prefix. The values are Go gobs, which no
+	// other program can use. The schema does not limit their length, because a gob grows with each
+	// allocated address.
 	// +kubebuilder:validation:MaxProperties=16384
 	// +kubebuilder:validation:XValidation:rule="self.all(p, p.size() <= 64)",message="keys must be prefixes of at most 64 characters",reason=FieldValueInvalid
 	Prefixes map[string][]byte `json:"prefixes"`
@@ -74,14 +76,15 @@ type IpamStorageSpec struct {
 	// ReservedSubnets are networks that are never used for peers.
 	// +kubebuilder:validation:MaxItems=1024
 	ReservedSubnets []ListedCIDR `json:"reservedSubnets"`
-	// ClusterSubnets are the networks exchanged with each peer, by clusterID.
+	// ClusterSubnets are the networks exchanged with each peer. The keys are the clusterIDs of the
+	// peers.
 	// +kubebuilder:validation:MaxProperties=4096
 	// +kubebuilder:validation:XValidation:rule="self.all(c, c.size() > 0 && c.size() <= 63)",message="keys must be clusterIDs of 1 to 63 characters",reason=FieldValueInvalid
 	ClusterSubnets map[string]Subnets `json:"clusterSubnets"`
 	// ExternalCIDR is our own ExternalCIDR.
 	ExternalCIDR StoredCIDR `json:"externalCIDR"`
-	// EndpointMappings are the endpoints that have an address in our ExternalCIDR, by the
-	// endpoint's own address.
+	// EndpointMappings are the endpoints that have an address in our ExternalCIDR. The keys are the
+	// endpoints' own addresses.
 	// +kubebuilder:validation:MaxProperties=16384
 	// +kubebuilder:validation:XValidation:rule="self.all(e, isIP(e))",message="keys must be IP addresses",reason=FieldValueInvalid
 	EndpointMappings map[string]EndpointMapping `json:"endpointMappings"`
@@ -89,8 +92,8 @@ type IpamStorageSpec struct {
 	PodCIDR StoredCIDR `json:"podCIDR"`
 	// ServiceCIDR is the network of our Services.
 	ServiceCIDR StoredCIDR `json:"serviceCIDR"`
-	// NatMappingsConfigured has the peers whose NatMapping was initialised, by clusterID. Liqo
-	// leaves entries behind when a peering ends.
+	// NatMappingsConfigured has an entry for each peer whose NatMapping was initialised. The keys
+	// are the clusterIDs of the peers. Liqo leaves entries behind when a peering ends.
 	// +kubebuilder:validation:MaxProperties=16384
 	// +kubebuilder:validation:XValidation:rule="self.all(c, c.size() > 0 && c.size() <= 63)",message="keys must be clusterIDs of 1 to 63 characters",reason=FieldValueInvalid
 	NatMappingsConfigured map[string]ConfiguredCluster `json:"natMappingsConfigured"`

@@ -7,8 +7,9 @@ import (
 )
 
 // UniqueName returns the name of the cluster in object names: clusterName, a dash and the first six
-// hexadecimal digits of the SHA-256 of clusterID. A NetworkConfig, original and copy, has the
-// unique name of the receiver. A TunnelEndpoint has the unique name of the peer.
+// hexadecimal digits of the SHA-256 of clusterID. The receiver's unique name is the name of a
+// NetworkConfig, both of the original and of the copy. The peer's unique name is the name of a
+// TunnelEndpoint.
 func (c ClusterIdentity) UniqueName() string {
 	sum := sha256.Sum256([]byte(c.ClusterID))
 	return c.ClusterName + "-" + hex.EncodeToString(sum[:])[:6]
@@ -26,8 +27,8 @@ const (
 )
 
 // ConditionAccepted is a condition of the copy of a NetworkConfig: it states whether the receiver
-// accepts the content. The status, and with it the condition, is copied back to the original, so
-// the sender sees the reason of a refusal. The message names the field.
+// accepts the content. Its message names the field of a refused value. The status is copied back to
+// the original, so the sender sees the condition.
 const ConditionAccepted = "Accepted"
 
 // Reasons of ConditionAccepted. Only the first has the status True.
@@ -39,14 +40,15 @@ const (
 	ReasonKeyConflict  = "KeyConflict"   // the public key belongs to us or to another peer
 	ReasonEndpoint     = "BadEndpoint"   // the gateway's address is reserved, or inside a network of ours or of a peer
 	ReasonExhausted    = "Exhausted"     // the pools have no free network of that length
-	ReasonConsent      = "ConsentNeeded" // the claim changed and needs new addresses; an administrator has to agree
+	ReasonConsent      = "ConsentNeeded" // the advertised networks changed and need new addresses; an administrator has to agree
 	ReasonCIDRConflict = "CIDRConflict"  // the network that spec.overrides of the Peering demands is not free
 	ReasonAmbiguous    = "Ambiguous"     // the sender has more than one NetworkConfig here
 )
 
 // ConditionConnected is a condition of a TunnelEndpoint that the active gateway writes: it states
-// whether the peer answers, and if not, why. Liqo has no such condition. status.connection has the
-// same state in Liqo's words. If its status is Error, its message is the condition's message.
+// whether the peer answers, and if not, why. Liqo has no such condition, but has the state in
+// status.connection. If status.connection.status is Error, statusMessage is the message of the
+// condition.
 const ConditionConnected = "Connected"
 
 // Reasons of ConditionConnected. Only Connected and NarrowPath have the status True.
@@ -155,12 +157,12 @@ const (
 	LabelIpamStorage = "net.liqo.io/ipamstorage"
 	// LabelKey is "wireguard" on the Secret with the key of the gateways.
 	LabelKey = "net.liqo.io/key"
-	// LabelGateway is "true" on the Service of the gateway. On the gateway's Pods it is
-	// GatewayActive or GatewayStandby.
+	// LabelGateway is "true" on the Service of the gateway. On a gateway's Pod it is GatewayActive
+	// or GatewayStandby.
 	LabelGateway = "net.liqo.io/gateway"
-	// GatewayActive is on the Pod that the Service selects.
+	// GatewayActive is the value on the Pod of the active gateway, which the Service selects.
 	GatewayActive = "active"
-	// GatewayStandby is on the Pods that wait to take over.
+	// GatewayStandby is the value on the Pods of gateways that wait to take over.
 	GatewayStandby = "standby"
 	// LabelShadowPod is "true" on Pods that run in another cluster.
 	LabelShadowPod = "liqo.io/shadowPod"

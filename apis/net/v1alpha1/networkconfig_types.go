@@ -6,8 +6,8 @@ import metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 // receiver's cluster, the sender's replicator writes it.
 // +kubebuilder:validation:XValidation:rule="!isCIDR(self.podCIDR) || !isCIDR(self.externalCIDR) || !(cidr(self.podCIDR).containsIP(cidr(self.externalCIDR).ip()) || cidr(self.externalCIDR).containsIP(cidr(self.podCIDR).ip()))",message="podCIDR and externalCIDR must not overlap",fieldPath=".externalCIDR",reason=FieldValueInvalid
 type NetworkConfigSpec struct {
-	// RemoteCluster is the cluster to which this object is addressed, in the original and in the
-	// copy.
+	// RemoteCluster is the receiver of this object. In the receiver's own cluster, the copy
+	// therefore names that cluster itself.
 	RemoteCluster ClusterIdentity `json:"cluster"`
 	// PodCIDR is the network of the sender's pods.
 	PodCIDR CIDR `json:"podCIDR"`
@@ -26,15 +26,15 @@ type NetworkConfigSpec struct {
 // sender's replicator copies it to the original.
 // +kubebuilder:validation:XValidation:rule="!self.processed || (has(self.podCIDRNAT) && has(self.externalCIDRNAT))",message="podCIDRNAT and externalCIDRNAT must be set, to None if need be, once processed is true",reason=FieldValueRequired
 type NetworkConfigStatus struct {
-	// Processed is true when the receiver has answered. Both NAT fields are set together with it.
+	// Processed is true when the receiver has answered. Both NAT fields are set at the same time.
 	// +kubebuilder:default=false
 	Processed bool `json:"processed"`
 	// PodCIDRNAT is the network that the receiver uses for the sender's pods, or None if it uses
 	// spec.podCIDR itself. It has the prefix length of spec.podCIDR.
 	// +optional
 	PodCIDRNAT NATCIDR `json:"podCIDRNAT,omitempty"`
-	// ExternalCIDRNAT is the network that the receiver uses for spec.externalCIDR, in the same form
-	// as podCIDRNAT.
+	// ExternalCIDRNAT is the network that the receiver uses for spec.externalCIDR, or None if it
+	// uses spec.externalCIDR itself. It has the prefix length of spec.externalCIDR.
 	// +optional
 	ExternalCIDRNAT NATCIDR `json:"externalCIDRNAT,omitempty"`
 	// Conditions describe the state of this object in this cluster. Liqo has none.

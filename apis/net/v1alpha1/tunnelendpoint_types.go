@@ -27,20 +27,23 @@ type TunnelEndpointSpec struct {
 	LocalNATPodCIDR NATCIDR `json:"localNATPodCIDR"`
 	// LocalExternalCIDR is the network whose addresses stand for our mapped endpoints.
 	LocalExternalCIDR CIDR `json:"localExternalCIDR"`
-	// LocalNATExternalCIDR is the network that the peer uses for localExternalCIDR, or None.
+	// LocalNATExternalCIDR is the network that the peer uses for localExternalCIDR, or None if it
+	// uses localExternalCIDR itself.
 	// +optional
 	// +kubebuilder:default="None"
 	LocalNATExternalCIDR NATCIDR `json:"localNATExternalCIDR"`
 	// RemotePodCIDR is the network of the peer's pods in the peer's own cluster.
 	RemotePodCIDR CIDR `json:"remotePodCIDR"`
-	// RemoteNATPodCIDR is the network that we use for the peer's pods, or None.
+	// RemoteNATPodCIDR is the network that this cluster uses for the peer's pods, or None if it
+	// uses remotePodCIDR itself.
 	// +optional
 	// +kubebuilder:default="None"
 	RemoteNATPodCIDR NATCIDR `json:"remoteNATPodCIDR"`
 	// RemoteExternalCIDR is the network whose addresses stand for the peer's mapped endpoints, in
 	// the peer's own cluster.
 	RemoteExternalCIDR CIDR `json:"remoteExternalCIDR"`
-	// RemoteNATExternalCIDR is the network that we use for remoteExternalCIDR, or None.
+	// RemoteNATExternalCIDR is the network that this cluster uses for remoteExternalCIDR, or None
+	// if it uses remoteExternalCIDR itself.
 	// +optional
 	// +kubebuilder:default="None"
 	RemoteNATExternalCIDR NATCIDR `json:"remoteNATExternalCIDR"`
@@ -57,7 +60,7 @@ type TunnelEndpointSpec struct {
 // +kubebuilder:validation:Enum=Connected;Connecting;Error
 type ConnectionStatus string
 
-// The states of a tunnel, and Liqo's statusMessage for the first two.
+// The states of a tunnel, and the statusMessage that Liqo writes for the first two states.
 const (
 	// Connected: the peer answers the connection check.
 	Connected ConnectionStatus = "Connected"
@@ -85,7 +88,7 @@ type ConnectionLatency struct {
 	// +kubebuilder:validation:MaxLength=32
 	// +kubebuilder:validation:XValidation:rule="self.matches('^(N/A|-?[0-9]+(s|ms|[μµ]s))$')",message="must be N/A or a whole number of ms or μs",reason=FieldValueInvalid
 	Value string `json:"value,omitempty"`
-	// Timestamp is when the value was measured; absent without a measurement.
+	// Timestamp is the time of the measurement. It is absent if there is none.
 	// +optional
 	// +kubebuilder:validation:XValidation:rule="self.getFullYear() > 0",message="must be a time that Go parses, such as 2026-11-27T12:00:00Z",reason=FieldValueInvalid
 	Timestamp *metav1.Time `json:"timestamp,omitempty"`
@@ -124,16 +127,18 @@ type TunnelEndpointStatus struct {
 	// nothing until it is set.
 	// +optional
 	GatewayIP IPAddress `json:"gatewayIP,omitempty"`
-	// VethIFaceIndex is the index of the interface on the gateway's node that leads to the gateway.
+	// VethIFaceIndex is the index of the interface through which the gateway's node reaches the
+	// gateway.
 	// +optional
 	// +kubebuilder:validation:Minimum=0
 	// +kubebuilder:validation:Maximum=2147483647
 	VethIFaceIndex int `json:"vethIFaceIndex,omitempty"`
-	// VethIFaceName is the name of the interface on the gateway's node that leads to the gateway.
+	// VethIFaceName is the name of the interface through which the gateway's node reaches the
+	// gateway.
 	// +optional
 	// +kubebuilder:validation:MaxLength=15
 	VethIFaceName string `json:"vethIFaceName,omitempty"`
-	// VethIP is the next hop towards the gateway on the gateway's node.
+	// VethIP is the next hop that the gateway's node uses for packets to the gateway.
 	// +optional
 	VethIP IPAddress `json:"vethIP,omitempty"`
 	// TunnelIFaceIndex is the index of the tunnel interface. Liqo v0.9.4 never writes it.
@@ -160,7 +165,7 @@ type TunnelEndpointStatus struct {
 }
 
 // TunnelEndpoint combines the NetworkConfigs of both sides of a peering, each with the other's
-// answer. The gateway applies it. It never leaves its cluster.
+// answer. The gateway applies it. It is not replicated to the peer.
 // +kubebuilder:object:root=true
 // +kubebuilder:subresource:status
 // +kubebuilder:resource:path=tunnelendpoints,categories=liqo
