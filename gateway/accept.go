@@ -105,12 +105,13 @@ func (l *loop) accept(c Config) error {
 	if l.flows != nil {
 		l.flows.name(gw.Peers)
 	}
-	// The rules are in force, and the TUNs have not been read yet.
+	// Adopt the flows of the previous active gateway now: the rules that translate them are in
+	// force, and no packet has been read from the TUNs.
 	if l.acting {
 		l.adopt()
 	}
 	l.put(&survey)
-	l.now.generation++ // last, so that a caller who sees the generation sees all of it in force
+	l.now.generation++ // last: a caller that sees the new generation relies on all of it being in force
 	l.now.reloaded = time.Now()
 	l.publish()
 	l.log.Info("configuration in force", "generation", l.now.generation, "peers", len(gw.Peers))

@@ -34,11 +34,11 @@ type tracePath struct {
 	Verdict string `json:"verdict"`
 }
 
-// hopOtherSide is the name of a hop that represents the peer's cluster if that cluster is not
-// queried. It ends a path that works up to there.
+// hopOtherSide is the name of the last hop of a path that works in this cluster, if the peer's
+// cluster is not queried.
 const hopOtherSide = "other side"
 
-// A pathHop is a hop. The gateway's hop also has the gateway's step.
+// A pathHop is one hop of a tracePath. Step is set only for a gateway.
 type pathHop struct {
 	health.Hop
 	Step *gateway.TraceStep `json:"step,omitempty"`
@@ -47,7 +47,7 @@ type pathHop struct {
 // clusterTrace is one run of `isthmus trace` on clusters.
 type clusterTrace struct {
 	ctx           context.Context
-	query         gateway.TraceQuery // its addresses are not set
+	query         gateway.TraceQuery // without addresses: SRC and DST may be names
 	local, remote *cluster.Cluster   // remote is nil if the other cluster is not queried
 }
 
@@ -84,7 +84,8 @@ func (t *clusterTrace) run(cmd *cobra.Command, local, remote cluster.Access, src
 	return err
 }
 
-// paths returns the path of the packet and the path of its answer, or only one of them.
+// paths returns the path of the packet and the path of its answer. It returns only one of them if
+// the user asked for one direction or the gateway drops the packet.
 func (t *clusterTrace) paths(src, dst string) ([]tracePath, error) {
 	from, err := t.end(t.local, src)
 	if err != nil {
@@ -111,7 +112,7 @@ func (t *clusterTrace) paths(src, dst string) ([]tracePath, error) {
 	return []tracePath{out, in}, nil
 }
 
-// end finds one end of the path in the cluster to which it belongs.
+// end finds SRC or DST in the cluster to which it belongs. name is an address or a name.
 func (t *clusterTrace) end(c *cluster.Cluster, name string) (place.Place, error) {
 	if !strings.Contains(name, "/") {
 		addr, err := gateway.ParseTraceAddr(name)
@@ -123,9 +124,8 @@ func (t *clusterTrace) end(c *cluster.Cluster, name string) (place.Place, error)
 	return place.Find(t.ctx, c, name)
 }
 
-// destination finds the destination and its address in this cluster. If the other cluster is
-// queried, a name is resolved there. The exception is the name of a Service that this cluster
-// imports.
+// destination finds DST, with its address as this cluster sees it. If the other cluster is queried,
+// a name is resolved there, unless it is the name of a Service that this cluster imports.
 func (t *clusterTrace) destination(name string) (place.Place, error) {
 	if place.IsImportedName(name) {
 		peer := ""
@@ -145,8 +145,8 @@ func (t *clusterTrace) destination(name string) (place.Place, error) {
 	return p, err
 }
 
-// out follows the packet. The second result is the gateway's step, or nil if the gateway drops the
-// packet.
+// out follows the packet from its source to the tunnel, and through the other cluster if that
+// cluster is queried. sent is the gateway's step, or nil if the gateway drops the packet.
 func (t *clusterTrace) out(from, to place.Place) (w tracePath, sent *gateway.TraceStep, err error) {
 	w = tracePath{Direction: "out", Protocol: t.query.Protocol, From: from.String(), To: to.String()}
 	if err := w.add(inspect.NodeHop(t.ctx, t.local, from.Node)); err != nil {
@@ -174,8 +174,9 @@ func (t *clusterTrace) out(from, to place.Place) (w tracePath, sent *gateway.Tra
 	return w.finish(), step, nil
 }
 
-// arrive follows a packet that the other gateway has sent, through its own cluster to the Pod's
-// node.
+// arrive follows a packet in cluster c, from the tunnel to the destination's node. sent is the step
+// of the other cluster's gateway. The result is the step of c's gateway, or nil if that gateway
+// drops the packet.
 func (t *clusterTrace) arrive(w *tracePath, c *cluster.Cluster, sent *gateway.TraceStep) (*gateway.TraceStep, error) {
 	src, dst, err := after(sent)
 	if err != nil {
@@ -335,8 +336,8 @@ func (w *tracePath) add(h health.Hop, err error) error {
 	return nil
 }
 
-// finish ends a path at the first hop that is broken or unknown. An unknown node does not end
-// it: no Pod may be known there.
+// finish sets the verdict by the first hop that is broken or unknown. A node whose state is unknown
+// does not count, because the address may belong to a machine without a Pod.
 func (w *tracePath) finish() tracePath {
 	w.Arrives, w.Verdict = true, "it arrives"
 	if w.Direction == "in" {

@@ -24,12 +24,12 @@ type front struct {
 	own     *prometheus.Registry // metrics of the replica
 	idle    *prometheus.Registry // metrics of the process; a running gateway registers the same metrics itself
 
-	mu      sync.RWMutex // held for reading while running is in use
+	mu      sync.RWMutex // held for reading while a request uses the running gateway
 	running *gateway.Running
 }
 
-// set replaces the running gateway. A nil argument means that none runs. It waits until no request
-// uses the previous one.
+// set replaces the running gateway; nil means that none runs. set waits for the requests that still
+// use the previous gateway.
 func (f *front) set(r *gateway.Running) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -83,8 +83,8 @@ func (f *front) scrape(w http.ResponseWriter, r *http.Request) {
 	promhttp.HandlerFor(all, promhttp.HandlerOpts{DisableCompression: true}).ServeHTTP(w, r)
 }
 
-// capture serves a capture. A capture may last long, so unlike the status it must not hold the
-// lock, for which set would have to wait.
+// capture serves a capture. It does not hold the lock meanwhile: a capture may take long, and set
+// waits for the lock.
 func (f *front) capture(w http.ResponseWriter, r *http.Request) {
 	f.mu.RLock()
 	running := f.running
@@ -142,8 +142,8 @@ func (f *front) readiness(pod string, self, running bool, err error) (text strin
 	return "ok, standby for " + pod, true
 }
 
-// using calls handler with f.running locked, and sends the response after unlocking, so that a
-// slow client does not delay the end of the gateway.
+// using returns a handler that runs handler with the lock held for reading. It sends the response
+// only after it has released the lock, so that a slow client does not delay set.
 func (f *front) using(handler http.HandlerFunc) http.HandlerFunc {
 	return func(w http.ResponseWriter, r *http.Request) {
 		answer := answer{header: w.Header(), code: http.StatusOK}

@@ -165,7 +165,7 @@ func (k *kubeGateway) complete() error {
 	case k.hostNetwork && k.votes:
 		return cli.Usage("--votes cannot be combined with --host-network: nodes vote only for gateways with their own network")
 	case k.hostNetwork:
-		node = "" // packets leave through the host's network
+		node = "" // the overlay does not end in this Pod
 	case node == "":
 		return cli.Usage("NODE_NAME is not set; want the name of the Node of this Pod (downward API, spec.nodeName), or --host-network")
 	case !ip.Unmap().Is4():
@@ -302,7 +302,7 @@ func (k *kubeGateway) links(replica *kube.Gateway) flowsync.Options {
 	}
 }
 
-// inBand returns the options for managers that use the tunnel.
+// inBand returns the options for the managers' connections to API servers through the tunnel.
 func (k *kubeGateway) inBand(replica *kube.Gateway) *gateway.InBand {
 	return &gateway.InBand{
 		Listen: func() (net.Listener, error) {

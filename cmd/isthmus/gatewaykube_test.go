@@ -206,7 +206,7 @@ func (s *kubeSite) publicKey() string {
 	return string(secret.Data["publicKey"])
 }
 
-// view has the networks of a cluster, each with the network by which its peer replaces it.
+// A view has the networks of one cluster, and the networks to which the peer remaps them.
 type view struct{ pod, podAtPeer, external, externalAtPeer string }
 
 func (s *kubeSite) tunnelEndpoint(mine, its view, peer *kubeSite) *v1alpha1.TunnelEndpoint {

@@ -188,7 +188,7 @@ func (f *installFlags) values(cmd *cobra.Command) (chart.Values, error) {
 		if repository == "" || !byDigest && tag == "" {
 			return nil, cli.Usage("--image %q: want a name with a tag or a digest, such as %s:v1.0.0", f.image, defaultRepository)
 		}
-		for key, value := range map[string]string{"repository": repository, "tag": tag, "digest": digest} { // keeps the pull policy
+		for key, value := range map[string]string{"repository": repository, "tag": tag, "digest": digest} { // do not replace the whole map: it also has the pull policy
 			chart.Set(values, value, "image", key)
 		}
 	}

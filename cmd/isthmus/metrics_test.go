@@ -90,7 +90,7 @@ func fetch(from *lab.Host, url, token string) (code int, text string, err error)
 	return res.StatusCode, string(body), err
 }
 
-// Requests from another node represent those of a pod in the host network, or of any other
+// Requests from another node stand for those of a pod in the host network, or of any other
 // host.
 func TestMetricsAndStatusAreNotReachableFromOtherHosts(t *testing.T) {
 	if testing.Short() {

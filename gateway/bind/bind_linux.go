@@ -1,9 +1,9 @@
 // Package bind is the UDP side of a tunnel on Linux.
 //
-// One sendmsg(2) with UDP_SEGMENT sends many datagrams of one size without copying them
-// together. Received datagrams are stored one after the other in a Batch. The kernel may have
-// joined some of them (UDP_GRO). The data path processes them in the Batch without a copy. All
-// datagrams of one remote address share one endpoint value.
+// One sendmsg(2) with UDP_SEGMENT sends many datagrams of one size without copying them into one
+// buffer. Received datagrams are stored one after the other in a Batch. The kernel may have joined
+// some of them (UDP_GRO). The data path processes them in the Batch without a copy. All datagrams
+// of one remote address share one endpoint value.
 //
 //	datapath ── Send ───► sendmsg, UDP_SEGMENT ──► socket ══ peer
 //	datapath ◄─ Batch ─── recvmsg, UDP_GRO ◄────── socket ══ peer

@@ -195,8 +195,8 @@ func withZone(a netip.Addr, name []byte) netip.Addr {
 	return a
 }
 
-// zoneID returns the interface index of an address's zone, or 0 if there is none or it is
-// unknown.
+// zoneID returns the interface index of an address's zone. It returns 0 if the address has no zone
+// or the interface does not exist.
 func zoneID(a netip.Addr) uint32 {
 	if a.Zone() == "" {
 		return 0

@@ -134,8 +134,8 @@ func (c *Capture) Add(p Place, dir natengine.Direction, length int, comment stri
 	}
 }
 
-// End ends the capture. The argument reason is the reason to report. Only the reason of the first
-// call counts.
+// End ends the capture and records the reason. If the capture has ended already, its first reason
+// stays.
 func (c *Capture) End(reason string) {
 	c.mu.Lock()
 	defer c.mu.Unlock()

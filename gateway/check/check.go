@@ -28,10 +28,10 @@ import (
 // 113. Liqo accepts up to 1024.
 const MaxMessage = 512
 
-// Liqo's connection check uses UDP port 12345 of the gateways' own addresses, with one JSON
-// object in each message. Each side sends a PING every two seconds and answers a PING with a
-// PONG. Messages and states are exactly Liqo's, because Liqo derives the readiness of a virtual
-// node from them. The Monitor accepts fewer PONGs than Liqo does (see take).
+// Liqo's connection check uses UDP port 12345 of the gateways' own addresses, with one JSON object
+// in each message. Each side sends a PING every two seconds and answers a PING with a PONG.
+// Messages and states are exactly Liqo's, because Liqo derives the readiness of a virtual node from
+// them. The Monitor accepts fewer PONGs than Liqo does (see acceptPong).
 const (
 	interval        = 2 * time.Second
 	threshold       = 5 // intervals without an answer after which the peer counts as lost
@@ -41,8 +41,8 @@ const (
 	// window is the number of PINGs over which loss is measured: those of the last minute.
 	window = 30
 
-	// slots is the number of turns, each slotTime long, in an interval. Each peer is pinged in one
-	// turn: PINGs to a thousand peers at once would overflow the queue of the in-process endpoint
+	// slots is the number of turns in an interval; a turn lasts slotTime. Each peer has one turn,
+	// because PINGs to a thousand peers at once would overflow the queue of the in-process endpoint
 	// and delay packets on the same processor.
 	slots    = 100
 	slotTime = interval / slots
@@ -168,9 +168,9 @@ type checked struct {
 	newest time.Time // when the newest answered PING was sent
 
 	away  bool      // the peer has no session, see Sessions
-	back  bool      // the peer has a session again, and was not pinged since then
+	back  bool      // the peer has a session again, and has not been pinged since
 	tried time.Time // when a handshake was last started
-	rests bool      // wireguard-go was stopped from repeating the last handshake
+	rests bool      // wireguard-go does not repeat the last handshake any more
 	waits bool      // the last handshake may still be answered
 
 	sent [window]probe // ring buffer of the last PINGs
@@ -220,7 +220,7 @@ func (m *Monitor) Set(peers []Peer) {
 	m.Change(peers, removed)
 }
 
-// Change does the same as Set, but is given only the changed and the removed peers.
+// Change adds or updates the given peers, and removes those with the cluster IDs in removed.
 func (m *Monitor) Change(peers []Peer, removed []string) {
 	now := time.Now()
 	m.mu.Lock()
@@ -254,14 +254,14 @@ func (m *Monitor) Change(peers []Peer, removed []string) {
 		m.bySource[p.Allowed[0].Addr()] = p // the address that gateway.gatewayOf derives, too
 		m.slots[p.slot] = append(m.slots[p.slot], p)
 		p.away = i >= burst
-		m.look()
+		m.wakeSender()
 	}
 }
 
-// moved applies a new key or endpoint of a peer, and reports whether the peer keeps its state. It
-// keeps its state in two cases: after a rotation of the key, because sessions survive that, and
-// if it is connected while the configured endpoint of its gateway changes. In the second case it
-// is pinged at once, and counts as lost only after the usual threshold. The caller holds m.mu.
+// moved applies a new key or endpoint to a peer, and reports whether the peer keeps its state. The
+// peer keeps its state after a rotation of the key, because sessions survive that. It also keeps
+// its state if it is connected and only the configured endpoint of its gateway changes. Then it is
+// pinged at once, and counts as lost only after the usual threshold. The caller holds m.mu.
 func (m *Monitor) moved(p *checked, to Peer, now time.Time) bool {
 	from := p.Peer
 	rotated := from
@@ -275,7 +275,7 @@ func (m *Monitor) moved(p *checked, to Peer, now time.Time) bool {
 	if rotated != to {
 		p.back = true
 		p.path.begin(now)
-		m.look()
+		m.wakeSender()
 	}
 	return true
 }
@@ -289,8 +289,8 @@ func (m *Monitor) forget(p *checked) {
 	m.slots[p.slot] = slices.DeleteFunc(m.slots[p.slot], func(other *checked) bool { return other == p })
 }
 
-// look makes send ping new peers.
-func (m *Monitor) look() {
+// wakeSender makes the goroutine of send ping new peers.
+func (m *Monitor) wakeSender() {
 	select {
 	case m.fresh <- struct{}{}:
 	default:
@@ -306,7 +306,7 @@ func (m *Monitor) hold(released <-chan struct{}) {
 		case <-m.done:
 		}
 		m.held.Store(false)
-		m.look()
+		m.wakeSender()
 	})
 }
 
@@ -373,7 +373,7 @@ func (m *Monitor) send() {
 	}
 }
 
-// idle returns the number of turns from turn on in which no peer is pinged.
+// idle returns the number of successive turns, from turn on, in which no peer is pinged.
 func (m *Monitor) idle(turn int) int {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -420,7 +420,7 @@ func (m *Monitor) pingNew() {
 		}
 		if len(peers) == burst {
 			m.more = now.Add(slotTime)
-			time.AfterFunc(slotTime, m.look)
+			time.AfterFunc(slotTime, m.wakeSender)
 			break
 		}
 		p.back = false
@@ -430,8 +430,8 @@ func (m *Monitor) pingNew() {
 	m.ping(peers)
 }
 
-// ping pings peers. For a peer that is away, the PING only counts as sent: the packet could only
-// occupy memory until there is a session.
+// ping pings peers. For a peer that is away it only counts a PING, because a packet would occupy
+// memory until there is a session.
 func (m *Monitor) ping(peers []*checked) {
 	type ping struct {
 		to   netip.AddrPort
@@ -453,7 +453,7 @@ func (m *Monitor) ping(peers []*checked) {
 	}
 	m.mu.Unlock()
 	for _, p := range pings {
-		_ = m.port.Send(p.text, p.to, 0) // after an error the answer will be missing, which counts
+		_ = m.port.Send(p.text, p.to, 0) // ignore the error: the missing answer counts as loss
 	}
 }
 
