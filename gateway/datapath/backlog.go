@@ -16,9 +16,9 @@ const (
 	// costs of a small and of a full-size message is about the ratio of their processing times.
 	messageCost = 1000
 
-	// quantum is the cost that one peer may use per turn. Messages that cannot be attributed to a
-	// peer have a smaller quantum: junk gets at most a fifth of the time of a peer, while messages
-	// of a peer with a new address still pass.
+	// quantum is the cost that one peer may use per turn. unknownQuantum is that of all messages
+	// that cannot be attributed to a peer. It is smaller, so that junk gets little processing time,
+	// and above zero, because a peer with a new address sends such messages, too.
 	quantum        = 64 << 10
 	unknownQuantum = quantum / 4
 
@@ -107,7 +107,7 @@ func (b *backlog) limit(p *peer) int {
 	return max(leastQueue, backlogLimit/len(b.queues))
 }
 
-// begin adds an empty queue for a peer, which has its turn after all others.
+// begin adds an empty queue for a peer. Its turn comes after those of all other queues.
 func (b *backlog) begin(p *peer) *queue {
 	if b.queues == nil {
 		b.queues = make(map[*peer]*queue)

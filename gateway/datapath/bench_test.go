@@ -12,8 +12,8 @@ import (
 	"github.com/isthmus-net/isthmus/internal/cputime"
 )
 
-// outShapes returns outbound traffic patterns by name: the packets that the link repeats, and how
-// many of them it returns before it has no more.
+// outShapes returns links by the name of an outbound traffic pattern. A link repeats its packets,
+// and pauses (ErrAgain) after every so many.
 func outShapes() map[string]*scriptLink {
 	shapes := map[string]*scriptLink{}
 	add := func(name string, every int, packets ...[]byte) {

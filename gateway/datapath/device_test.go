@@ -26,7 +26,8 @@ import (
 
 var self = netip.MustParseAddr("169.254.0.1")
 
-// rules returns our rules for a peer whose own pods use the same range as it sees our pods in.
+// rules returns our rules for a peer that uses 10.71.0.0/16 itself and also sees our pods in that
+// range.
 func rules(id string) natengine.Peer {
 	return natengine.Peer{
 		ID:             id,
@@ -362,7 +363,7 @@ func TestReadAlsoWaitsForPacketsOfTheEndpoint(t *testing.T) {
 	}
 }
 
-// The engine must not be given the time at which the wait for a packet began.
+// The engine must get the time after Read has waited for a packet, not the time before.
 func TestReadPassesTheTimeAfterTheWaitToTheEngine(t *testing.T) {
 	synctest.Test(t, readAsksForTheTimeAfterEachWait)
 }

@@ -34,7 +34,8 @@ import (
 
 const (
 	// knownHandshakes and otherHandshakes are the capacities of the two stacks. The first one holds
-	// one handshake each of a thousand peers, which may all start at once when this gateway returns.
+	// a handshake from each of a thousand peers, because all of them may start at once when this
+	// gateway returns.
 	knownHandshakes = 1024
 	otherHandshakes = 512
 	// At most one in cookieShare places of a stack holds a message whose sender only gets a cookie.
@@ -233,9 +234,9 @@ func (h *handshakes) receive(closed <-chan struct{}, bufs [][]byte, sizes []int,
 // not. peers is the number of peers at the source address. If the message exceeds its budget,
 // unproven reports whether its sender gets a cookie.
 //
-// A cookie reply carries no MAC. So it must refer to an initiation of ours, and uses a budget of
-// that peer. If it used the budget of its source address, somebody who forges that address could
-// keep the peer's cookies from us.
+// A cookie reply carries no MAC. So admit accepts it only if it refers to an initiation of ours,
+// and charges the peer to which we sent that initiation. If admit charged the source address
+// instead, somebody who forges that address could keep the peer's cookies from us.
 func (h *handshakes) admit(m []byte, from conn.Endpoint, peers int, now time.Time) (why natengine.Drop, unproven bool) {
 	t, checker := h.t, h.identity.checker.Load()
 	if m[0] == device.MessageCookieReplyType {
@@ -289,8 +290,8 @@ func (h *handshakes) admit(m []byte, from conn.Endpoint, peers int, now time.Tim
 // flood are.
 var noMAC2 [16]byte
 
-// sendCookie answers a message with a cookie. If the cookie is lost, the sender will send another
-// message.
+// sendCookie answers a message with a cookie. It ignores errors, because the sender repeats the
+// message if no cookie arrives.
 func (h *handshakes) sendCookie(msg *handshake) {
 	m := msg.b[:msg.n]
 	reply, err := h.identity.checker.Load().CreateReply(m, binary.LittleEndian.Uint32(m[4:]), msg.from.DstToBytes())
@@ -366,7 +367,7 @@ func (h *handshakes) observe(messageType uint32, m []byte, to conn.Endpoint) {
 	case device.MessageTransportType:
 		// Among other things, the device sends a keepalive after a response to our initiation.
 		if len(m) == device.MessageKeepaliveSize {
-			h.t.lookSoon()
+			h.t.recheckSoon()
 		}
 	case device.MessageCookieReplyType:
 		h.t.answered(binary.LittleEndian.Uint32(m[4:]), to)
@@ -381,7 +382,7 @@ func (h *handshakes) observe(messageType uint32, m []byte, to conn.Endpoint) {
 		index := binary.LittleEndian.Uint32(m[4:])
 		if messageType == device.MessageResponseType {
 			p.preshared.responded(index)
-			p.called.Store(&called{to, time.Now()})
+			p.initiated.Store(&answeredInitiation{to, time.Now()})
 		}
 		p.sentAny()
 		h.crossings.Lock()

@@ -76,8 +76,8 @@ func crossing(t *testing.T, lower bool, latency time.Duration) {
 	}
 }
 
-// On a path with a longer latency than any real one, the session takes a number of round trips
-// instead of a second.
+// Even if the latency is longer than on any real path, the session is made within a few round
+// trips, not only after seconds.
 func TestCrossingHandshakesMakeASessionOnASlowPath(t *testing.T) {
 	for _, lower := range []bool{true, false} {
 		for _, latency := range []time.Duration{200 * time.Millisecond, 300 * time.Millisecond, 600 * time.Millisecond} {
@@ -101,8 +101,8 @@ func TestCrossingHandshakesMakeASessionOnASlowPath(t *testing.T) {
 	}
 }
 
-// An initiation that has not crossed another one is not repeated early: a's initiations were
-// lost, and the peer that is reachable again starts a handshake.
+// An initiation is repeated early only if it has crossed another one. Here a's initiations are
+// lost, and then b starts a handshake.
 func TestHandshakeThatDidNotCrossIsNotRepeatedEarly(t *testing.T) {
 	for _, lower := range []bool{true, false} {
 		t.Run(fmt.Sprintf("lower key %v", lower), func(t *testing.T) {
@@ -356,7 +356,7 @@ func TestAKnownPeerBehindARelayReconnectsDuringAFlood(t *testing.T) {
 	}
 }
 
-// roam makes a peer of the end to send 40,000 initiations in ten seconds: 20 from each of 2,000
+// roam sends 40,000 initiations from e to the other end in ten seconds: 20 from each of 2,000
 // addresses. At each address it first sends a data message.
 func (e *end) roam(t *testing.T, to *end, nth func(i int) netip.AddrPort) {
 	t.Helper()
@@ -454,7 +454,8 @@ func TestPeerConnectsWithACookieDuringAFlood(t *testing.T) {
 	}
 }
 
-// provenFor is like initiationFor, with a valid cookie of the end to for a source.
+// provenFor is like initiationFor, but the initiation carries the cookie that its receiver would
+// issue to the source from.
 func provenFor(to *end, n uint32, from conn.Endpoint) []byte {
 	m := initiationFor(to.key.public, n)
 	var g device.CookieGenerator

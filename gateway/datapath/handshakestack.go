@@ -20,8 +20,8 @@ type handshakeStack struct {
 	n     int
 }
 
-func newHandshakeStack(most int) *handshakeStack {
-	return &handshakeStack{ready: make(chan struct{}, 1), ring: make([]handshake, most)}
+func newHandshakeStack(size int) *handshakeStack {
+	return &handshakeStack{ready: make(chan struct{}, 1), ring: make([]handshake, size)}
 }
 
 // push adds a message. If the stack is full, it drops the oldest one. An unproven message may use

@@ -23,7 +23,7 @@ import (
 // Each key of ours is an identity with a device of its own, because a device has only one static
 // key. All identities share the socket. A handshake message belongs to the identity for whose
 // public key its mac1 was made. Any other message belongs to the device that knows the receiver
-// index. Two devices choose the same index only once in 2^32.
+// index. The probability that two devices choose the same index is 2^-32.
 //
 // So several peers, of different devices, may correspond to one peer of the engine. The one with
 // the newest session encrypts.
@@ -214,7 +214,7 @@ func (t *Tunnel) prepare(private [32]byte) error {
 			t.options.Logger.Errorf("peer %s: %v", state.ID(), err)
 			continue
 		}
-		table.byDevice[q.dev], table.also[state] = q, append(slices.Clone(table.also[state]), q)
+		table.byDevice[q.dev], table.siblings[state] = q, append(slices.Clone(table.siblings[state]), q)
 	}
 	t.publish(table)
 	for _, p := range table.byDevice {
@@ -266,7 +266,7 @@ func (t *Tunnel) promote() {
 	ids := t.ids.Load()
 	old := t.peers.Load()
 	table := newPeerTable(len(old.byState))
-	for state, all := range old.also {
+	for state, all := range old.siblings {
 		for _, p := range all {
 			switch {
 			case p.identity == ids.current:
@@ -274,7 +274,7 @@ func (t *Tunnel) promote() {
 			case !p.retired.Load():
 				table.byState[state], table.addrs[p] = p, old.addrs[old.byState[state]]
 			default:
-				table.also[state] = append(table.also[state], p)
+				table.siblings[state] = append(table.siblings[state], p)
 			}
 			table.byDevice[p.dev] = p
 		}
@@ -283,14 +283,14 @@ func (t *Tunnel) promote() {
 	t.publish(table)
 	t.ids.Store(&identities{current: ids.next})
 	ids.current.dev.Close()
-	t.lookSoon()
+	t.recheckSoon()
 }
 
-// keep removes from the table all peers for which may returns false. The caller holds t.mu.
-func (t *Tunnel) keep(may func(p *peer) bool) {
+// keep removes from the table all peers for which valid returns false. The caller holds t.mu.
+func (t *Tunnel) keep(valid func(p *peer) bool) {
 	table := t.peers.Load().clone()
 	for dev, p := range table.byDevice {
-		if may(p) {
+		if valid(p) {
 			continue
 		}
 		delete(table.byDevice, dev)
@@ -303,29 +303,30 @@ func (t *Tunnel) keep(may func(p *peer) bool) {
 	t.publish(table)
 }
 
-// clone returns a copy of the table that may be modified, except for the slices in its field also.
+// clone returns a copy of the table. The caller may modify the copy, except for the slices in
+// siblings.
 func (t *peerTable) clone() *peerTable {
-	return &peerTable{byState: maps.Clone(t.byState), also: maps.Clone(t.also), byDevice: maps.Clone(t.byDevice),
+	return &peerTable{byState: maps.Clone(t.byState), siblings: maps.Clone(t.siblings), byDevice: maps.Clone(t.byDevice),
 		addrs: maps.Clone(t.addrs), byAddr: t.byAddr}
 }
 
-// without removes a peer from t.also.
+// without removes a peer from t.siblings.
 func (t *peerTable) without(p *peer) {
-	rest := slices.DeleteFunc(slices.Clone(t.also[p.state]), func(q *peer) bool { return q == p })
-	if t.also[p.state] = rest; len(rest) == 0 {
-		delete(t.also, p.state)
+	rest := slices.DeleteFunc(slices.Clone(t.siblings[p.state]), func(q *peer) bool { return q == p })
+	if t.siblings[p.state] = rest; len(rest) == 0 {
+		delete(t.siblings, p.state)
 	}
 }
 
-// living returns the peers of a state that may start handshakes, which excludes retired ones. The
-// caller owns the slice.
+// living returns the peers of a state that are not retired, and so may start handshakes. The caller
+// owns the slice.
 func (t *peerTable) living(state *natengine.PeerState) []*peer {
 	p := t.byState[state]
 	if p == nil {
 		return nil
 	}
 	all := []*peer{p}
-	for _, q := range t.also[state] {
+	for _, q := range t.siblings[state] {
 		if !q.retired.Load() {
 			all = append(all, q)
 		}
@@ -333,33 +334,33 @@ func (t *peerTable) living(state *natengine.PeerState) []*peer {
 	return all
 }
 
-// newest returns the newest session that can encrypt for a peer, and the peer in the table that
-// has it. The keypair is nil if there is none.
+// newest returns the newest session that can encrypt for a peer, and the peer of the table to which
+// that session belongs. The keypair is nil if there is no such session.
 func (t *peerTable) newest(p *peer, now time.Time) (*peer, *device.Keypair) {
 	k := p.sending(now)
-	if len(t.also) == 0 {
+	if len(t.siblings) == 0 {
 		return p, k
 	}
 	via := p
 	consider := func(q *peer) {
 		other := q.sending(now)
-		if other != nil && (k == nil || keypairCreated.of(other).After(*keypairCreated.of(k))) {
+		if other != nil && (k == nil || keypairCreated.ptr(other).After(*keypairCreated.ptr(k))) {
 			via, k = q, other
 		}
 	}
 	if main := t.byState[p.state]; main != nil && main != p {
 		consider(main)
 	}
-	for _, q := range t.also[p.state] {
+	for _, q := range t.siblings[p.state] {
 		consider(q)
 	}
 	return via, k
 }
 
-// follow sets the endpoint of the peer's device to that of another peer for the same engine peer,
-// if that one has a newer session.
+// follow copies the endpoint of the peer with the newest session. Only peers that stand for the
+// same engine peer as p count.
 func (p *peer) follow(table *peerTable) {
-	if len(table.also) == 0 {
+	if len(table.siblings) == 0 {
 		return
 	}
 	if via, k := table.newest(p, time.Now()); via != p && k != nil {
@@ -369,7 +370,7 @@ func (p *peer) follow(table *peerTable) {
 	}
 }
 
-// wanted returns the keys that set last set.
+// wanted returns the keys of the last call of set.
 func (s *preshared) wanted() PresharedKeys {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -382,10 +383,10 @@ func (id *identity) key() [32]byte { return *id.public.Load() }
 // latest returns the peer with the newest session, among p and the other peers for the same engine
 // peer.
 func (t *peerTable) latest(p *peer, now time.Time) *peer {
-	if len(t.also) == 0 {
+	if len(t.siblings) == 0 {
 		return p
 	}
-	for _, q := range append([]*peer{t.byState[p.state]}, t.also[p.state]...) {
+	for _, q := range append([]*peer{t.byState[p.state]}, t.siblings[p.state]...) {
 		if q != nil && q.session(now).After(p.session(now)) {
 			p = q
 		}
@@ -393,7 +394,9 @@ func (t *peerTable) latest(p *peer, now time.Time) *peer {
 	return p
 }
 
-// octetsReceived and octetsSent return the octets of WireGuard messages of a peer, including
-// those of the peers that it has replaced.
-func (p *peer) octetsReceived() uint64 { return p.received0.Load() + peerReceived.of(p.dev).Load() }
-func (p *peer) octetsSent() uint64     { return p.sent0.Load() + peerSent.of(p.dev).Load() }
+// octetsReceived returns the number of octets of WireGuard messages from a peer, including those
+// that its replaced predecessors received.
+func (p *peer) octetsReceived() uint64 { return p.received0.Load() + peerReceived.ptr(p.dev).Load() }
+
+// octetsSent is the counterpart of octetsReceived for messages to a peer.
+func (p *peer) octetsSent() uint64 { return p.sent0.Load() + peerSent.ptr(p.dev).Load() }

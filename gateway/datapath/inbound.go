@@ -36,7 +36,7 @@ type inbound struct {
 	write writer
 
 	backlog backlog
-	taken   []*slab // for each message taken from the backlog that is being decrypted, its slab
+	taken   []*slab // slabs of the messages taken from the backlog and not released yet, one entry per message
 
 	source struct { // result of the last sourceAllowed
 		from    conn.Endpoint
@@ -117,7 +117,7 @@ func (in *inbound) drain(next func(b *bind.Batch, wait bool) error) error {
 		}
 		wait = false
 		for !s.Empty() {
-			if m, from := s.Next(); in.sort(m, from) {
+			if m, from := s.Next(); in.classify(m, from) {
 				in.enqueue(m, from, s)
 			}
 		}
@@ -175,7 +175,7 @@ func (in *inbound) enqueue(m []byte, from conn.Endpoint, s *slab) {
 	// just moved.
 	if !session {
 		in.refuse(nil, m, from, natengine.DropTunnelSession)
-		in.t.strange(from, in.now)
+		in.t.unknownSession(from, in.now)
 		return
 	}
 	if in.backlog.push(p, waiting{m, from, s}) {
@@ -234,7 +234,7 @@ func (in *inbound) work() {
 
 // accept handles one message of a batch. After the last one, the caller must call open.
 func (in *inbound) accept(m []byte, from conn.Endpoint) {
-	if in.sort(m, from) {
+	if in.classify(m, from) {
 		in.add(m, from)
 	}
 }
@@ -249,9 +249,9 @@ func (in *inbound) add(m []byte, from conn.Endpoint) {
 	in.run.messages = append(in.run.messages, message{b: m, counter: binary.LittleEndian.Uint64(m[8:]), from: from})
 }
 
-// sort reports whether a message is data. It queues handshakes for the device, and refuses all
-// other messages.
-func (in *inbound) sort(m []byte, from conn.Endpoint) bool {
+// classify reports whether a message is data. It queues a handshake message for the device, and
+// refuses any other message.
+func (in *inbound) classify(m []byte, from conn.Endpoint) bool {
 	if !in.sourceAllowed(from) {
 		in.refuse(nil, m, from, natengine.DropTunnelSource)
 		return false
@@ -266,7 +266,7 @@ func (in *inbound) sort(m []byte, from conn.Endpoint) bool {
 	case messageType == device.MessageTransportType:
 		in.refuse(nil, m, from, natengine.DropTunnelShort)
 	case len(m) != 0 && len(m) == handshakeLen(messageType):
-		if in.tap.on() {
+		if in.tap.active() {
 			in.tap.to.handshake(in.t, natengine.Inbound, m, from, natengine.DropNone)
 		}
 		in.t.identityOf(m).bind.offer(m, from, in.now)
@@ -302,7 +302,7 @@ func (in *inbound) open() {
 		for i := range r.messages {
 			in.refuse(nil, r.messages[i].b, r.messages[i].from, natengine.DropTunnelSession)
 		}
-		in.t.strange(r.messages[len(r.messages)-1].from, in.now)
+		in.t.unknownSession(r.messages[len(r.messages)-1].from, in.now)
 	}
 	clear(r.messages)
 	r.messages, r.octets = r.messages[:0], 0
@@ -311,7 +311,7 @@ func (in *inbound) open() {
 // openFor decrypts the current run with the keypair k of p.
 func (in *inbound) openFor(p *peer, k *device.Keypair) {
 	r := &in.run
-	aead := *keypairReceive.of(k)
+	aead := *keypairReceive.ptr(k)
 	for i := range r.messages {
 		m := &r.messages[i]
 		binary.LittleEndian.PutUint64(in.nonce[4:], m.counter)
@@ -327,15 +327,15 @@ func (in *inbound) openFor(p *peer, k *device.Keypair) {
 	if from == nil {
 		return
 	}
-	p.recordEndpoint(k, from) // before anything is sent, because send uses the result
+	p.recordEndpoint(k, from) // before any answer is sent, because send uses the recorded endpoint
 	p.dev.SetEndpointFromPacket(from)
 	in.t.locations.note(p, from, in.now)
-	peerReceived.of(p.dev).Add(uint64(r.octets))
+	peerReceived.ptr(p.dev).Add(uint64(r.octets))
 	p.received(k, in.now, data)
 	for i := range r.messages {
 		m := &r.messages[i]
 		if len(m.b) <= headerLen { // nil if refused; otherwise a keepalive
-			if in.tap.on() && m.b != nil {
+			if in.tap.active() && m.b != nil {
 				in.showKeepalive(p.state, m)
 			}
 			continue
@@ -345,14 +345,14 @@ func (in *inbound) openFor(p *peer, k *device.Keypair) {
 			in.refuse(p.state, m.b, m.from, natengine.DropMalformed)
 			continue
 		}
-		if in.tap.on() {
+		if in.tap.active() {
 			in.show(p.state, m, size)
 		}
 		r.packets = append(r.packets, m.b[headerLen:headerLen+size])
 	}
 	if len(r.packets) > 0 {
-		// packets counts dropped packets itself, and the outbound goroutine notices when the link has
-		// ended.
+		// Ignore the error: dropped packets are already counted, and the outbound goroutine notices
+		// when the link has ended.
 		_ = in.write.packets(p, r.packets)
 		clear(r.packets)
 		r.packets = r.packets[:0]
@@ -365,7 +365,7 @@ func (in *inbound) openFor(p *peer, k *device.Keypair) {
 // replay window.
 func (in *inbound) first(p *peer, k *device.Keypair) (from conn.Endpoint, data bool) {
 	r := &in.run
-	window := keypairWindow.of(k)
+	window := keypairWindow.ptr(k)
 	p.windows.Lock()
 	defer p.windows.Unlock()
 	for i := range r.messages {
@@ -387,7 +387,7 @@ func (in *inbound) first(p *peer, k *device.Keypair) (from conn.Endpoint, data b
 // refuse counts a refused message and shows it to a capture.
 func (in *inbound) refuse(peer *natengine.PeerState, m []byte, from conn.Endpoint, why natengine.Drop) {
 	in.t.engine.Count(peer, natengine.Inbound, why)
-	if in.tap.on() && !in.tap.to.Narrow() {
+	if in.tap.active() && !in.tap.to.Narrow() {
 		in.tap.outer(peer, m, from, why)
 	}
 }

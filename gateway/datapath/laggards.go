@@ -48,7 +48,7 @@ func (t *Tunnel) lookForLaggards() {
 // laggards returns the peers of the next identity that have no session and whose current session
 // is silent, at most laggardsAtOnce. The caller holds t.mu.
 func (t *peerTable) laggards(next *identity, now time.Time) (all []*peer) {
-	for state, others := range t.also {
+	for state, others := range t.siblings {
 		p := t.byState[state]
 		if p == nil { // the current identity has no such peer, because its public key is one of ours
 			continue
@@ -86,13 +86,13 @@ func (p *peer) introduce(table *peerTable) {
 	p.follow(table)
 	p.forgetInitiation()
 	_ = p.dev.SendHandshakeInitiation(false) // the device logs an error itself
-	(*peerRetransmit.of(p.dev)).Del()
+	(*peerRetransmit.ptr(p.dev)).Del()
 }
 
 // forgetInitiation lets the device start a handshake even within RekeyTimeout of the last one.
 func (p *peer) forgetInitiation() {
-	mu := peerHandshakeMu.of(p.dev)
+	mu := peerHandshakeMu.ptr(p.dev)
 	mu.Lock()
 	defer mu.Unlock()
-	*peerInitiated.of(p.dev) = time.Time{}
+	*peerInitiated.ptr(p.dev) = time.Time{}
 }

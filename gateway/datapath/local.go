@@ -239,11 +239,11 @@ func (l *localLink) WritePackets(pkts stack.PacketBufferList) (int, tcpip.Error)
 		if l.out.push(datagram{at: netip.AddrPortFrom(destination(b), 0), by: l.answers.Load(), b: b}) {
 			queued++
 		} else {
-			l.called(&l.overflow)
+			l.call(&l.overflow)
 		}
 	}
 	if queued > 0 {
-		l.called(&l.wake)
+		l.call(&l.wake)
 	}
 	return queued, nil
 }
@@ -256,8 +256,8 @@ func destination(b []byte) netip.Addr {
 	return netip.AddrFrom16([16]byte(b[24:40]))
 }
 
-// called calls the stored function, unless it is nil.
-func (l *localLink) called(f *atomic.Pointer[func()]) {
+// call calls the stored function, unless it is nil.
+func (l *localLink) call(f *atomic.Pointer[func()]) {
 	if f := f.Load(); f != nil {
 		(*f)()
 	}

@@ -66,13 +66,13 @@ func (o *outbound) run() {
 // A sink consumes the packets of a batch, one after the other.
 type sink interface {
 	// take consumes one complete packet, with final checksums and no larger than the MTU of its
-	// peer. p may have capacity for padding, up to most octets in total. The sink may modify p until
-	// take returns. more reports whether there is room for another packet.
+	// peer. p may have capacity for padding, up to maxSize octets in total. The sink may modify p
+	// until take returns. more reports whether there is room for another packet.
 	take(peer *natengine.PeerState, p []byte) (more bool)
 
-	// most returns the size of the largest packet that the sink accepts now, in octets. It may grow
-	// while the batch is empty.
-	most() int
+	// maxSize returns the size of the largest packet that the sink accepts now, in octets. It may
+	// grow while the batch is empty.
+	maxSize() int
 }
 
 // A batch is the set of packets of one read. It ends when the link has no more packets or the
@@ -110,7 +110,7 @@ func (o *outbound) read(b *batch) error {
 				err = nil
 				o.tap.begin()
 				o.readLocal(b)
-				if o.readInjected(b); o.t.look.Load() {
+				if o.readInjected(b); o.t.recheck.Load() {
 					break
 				}
 				continue
@@ -154,9 +154,9 @@ func (o *outbound) readReleased(b *batch) {
 }
 
 // readLocal adds packets of the in-process endpoint. If some stay queued, the batch is not empty,
-// so read will not block. A padded packet gets a batch of its own: otherwise the kernel could
-// send its message as a segment of a UDP superpacket, which passes virtual links that would drop
-// a packet of its size.
+// so read will not block. A padded packet, which probes the path MTU, gets a batch of its own.
+// Otherwise its message could be a segment of a UDP superpacket, and virtual links may pass such a
+// segment although they drop a single packet of its size.
 func (o *outbound) readLocal(b *batch) {
 	if o.t.local == nil {
 		return
@@ -205,7 +205,7 @@ func (o *outbound) outbound(b *batch, p []byte) {
 // discard counts a packet that is dropped before it reaches the engine.
 func (o *outbound) discard(p []byte, why natengine.Drop) {
 	o.t.engine.Count(nil, natengine.Outbound, why)
-	if o.tap.on() {
+	if o.tap.active() {
 		o.tap.dropped(capture.BeforeNAT, nil, p, why)
 	}
 }
@@ -229,11 +229,11 @@ func (o *outbound) translate(b *batch, gsoSize int, local bool) {
 	if !b.timed {
 		o.now, b.timed = o.t.Now(), true
 	}
-	if o.tap.on() {
+	if o.tap.active() {
 		o.tap.saveHeaders(&o.view)
 	}
 	v := o.t.engine.Outbound(&o.view, o.now)
-	if o.tap.on() {
+	if o.tap.active() {
 		o.show(v, gsoSize, local)
 	}
 	if v.Action != natengine.Forward {
@@ -267,10 +267,10 @@ func (o *outbound) show(v natengine.Verdict, gsoSize int, local bool) {
 // release adds the fragments that the engine released together with the current packet.
 func (o *outbound) release(b *batch, v natengine.Verdict) {
 	for _, p := range v.Released() {
-		if most := limit(b, v.Peer); len(p) > most {
-			// It cannot fail, because the fragment was parsed when it arrived.
+		if mtu := limit(b, v.Peer); len(p) > mtu {
+			// Parse cannot fail, because the fragment was parsed when it arrived.
 			if o.view.Parse(p, packet.ChecksumComplete) == nil {
-				o.splitOrReject(&o.view, most, v.Peer)
+				o.splitOrReject(&o.view, mtu, v.Peer)
 			}
 			continue
 		}
@@ -285,17 +285,17 @@ func (o *outbound) forward(b *batch, gsoSize int, peer *natengine.PeerState) {
 	if gsoSize == 0 {
 		o.view.CompleteChecksum()
 		p := o.view.Bytes()
-		if most := limit(b, peer); len(p) > most {
-			o.tooBig(b, 0, most, peer)
+		if mtu := limit(b, peer); len(p) > mtu {
+			o.tooBig(b, 0, mtu, peer)
 			return
 		}
-		b.add(peer, o.padded(p, b.to.most()))
+		b.add(peer, o.padded(p, b.to.maxSize()))
 		o.traffic.add(peer, 1, len(p))
 		return
 	}
 	headers := o.view.PayloadOffset()
-	if most := limit(b, peer); headers+gsoSize > most {
-		o.tooBig(b, gsoSize, most, peer)
+	if mtu := limit(b, peer); headers+gsoSize > mtu {
+		o.tooBig(b, gsoSize, mtu, peer)
 		return
 	}
 	if err := o.segmenter.Reset(&o.view, gsoSize); err != nil {
@@ -309,8 +309,8 @@ func (o *outbound) forward(b *batch, gsoSize int, peer *natengine.PeerState) {
 
 // padded returns p, extended by zeros to padTo if that is set. Such a packet is at the beginning
 // of scratch.
-func (o *outbound) padded(p []byte, most int) []byte {
-	if size := min(o.padTo, most); size > len(p) {
+func (o *outbound) padded(p []byte, limit int) []byte {
+	if size := min(o.padTo, limit); size > len(p) {
 		clear(o.scratch[len(p):size])
 		return o.scratch[:size]
 	}

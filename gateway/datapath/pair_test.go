@@ -247,8 +247,7 @@ func (p *pair) sibling(t testing.TB) *end {
 	return e
 }
 
-// third returns a third gateway, which is another peer of the second end, and makes a session
-// between the two.
+// third returns a third gateway, which is another peer of the second end and has a session with it.
 func (p *pair) third(t testing.TB) *end {
 	t.Helper()
 	a, b := p.ends[0], p.ends[1]

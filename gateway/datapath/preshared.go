@@ -94,17 +94,17 @@ func (s *preshared) set(keys PresharedKeys) {
 // use sets the device's key. A response that the device has made but not sent keeps its key, so
 // use records that key in made. The caller holds s.mu.
 func (s *preshared) use(key [32]byte) {
-	mu := peerHandshakeMu.of(s.dev)
+	mu := peerHandshakeMu.ptr(s.dev)
 	mu.Lock()
 	defer mu.Unlock()
-	index := *peerIndex.of(s.dev)
-	if k := keypairsNext.of(peerKeypairs.of(s.dev)).Load(); index == 0 && k != nil {
-		index = *keypairLocal.of(k)
+	index := *peerIndex.ptr(s.dev)
+	if k := keypairsNext.ptr(peerKeypairs.ptr(s.dev)).Load(); index == 0 && k != nil {
+		index = *keypairLocal.ptr(k)
 	}
 	if index != s.made.index {
 		s.made = keyOfResponse{index, s.next}
 	}
-	s.next, *peerPreshared.of(s.dev) = key, key
+	s.next, *peerPreshared.ptr(s.dev) = key, key
 }
 
 // settle ends a change of the key. The caller holds s.mu.
@@ -188,7 +188,7 @@ func (s *preshared) crossed() {
 func (s *preshared) protects(k *device.Keypair) (id string, ok bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	ok = k != nil && s.keys.Key != [32]byte{} && (k == s.certain || s.settled && !keypairCreated.of(k).Before(s.since))
+	ok = k != nil && s.keys.Key != [32]byte{} && (k == s.certain || s.settled && !keypairCreated.ptr(k).Before(s.since))
 	if ok {
 		id = s.keys.ID
 	}
@@ -214,10 +214,10 @@ type response struct {
 
 // readResponse repeats the device's processing of a response, up to the preshared key.
 func readResponse(dev *device.Peer, private *device.NoisePrivateKey, m []byte) (r response, ok bool) {
-	mu := peerHandshakeMu.of(dev)
+	mu := peerHandshakeMu.ptr(dev)
 	mu.RLock()
-	r.chain, r.hash = *peerChain.of(dev), *peerHash.of(dev)
-	ephemeral := *peerEphemeral.of(dev)
+	r.chain, r.hash = *peerChain.ptr(dev), *peerHash.ptr(dev)
+	ephemeral := *peerEphemeral.ptr(dev)
 	mu.RUnlock()
 	theirs := m[12:44]
 	r.mix(theirs)

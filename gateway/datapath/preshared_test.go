@@ -165,9 +165,9 @@ func exchanges(t *testing.T, a, b *end, rng *rand.Rand) {
 	}
 }
 
-// The side that gets a new preshared key first has then read a response with the previous key. Once
-// both sides have the new key, two handshakes are enough to use it, even if the two sides start
-// them in turn.
+// The side that gets a new preshared key first receives one more response with the previous key.
+// Once both sides have the new key, two handshakes are enough to use it, even if the two sides
+// start them in turn.
 func TestAlternatingHandshakesAdoptANewPresharedKey(t *testing.T) {
 	inPair(t, func(t *testing.T, _ *pair, a, b *end) {
 		keys := shareFirst(t, a, b)
@@ -263,7 +263,7 @@ func TestASessionReportsItsPresharedKey(t *testing.T) {
 // A quantum attacker records all messages between two sides and can compute all X25519 private
 // keys. That decrypts every message of a session without a preshared key, and none of a session
 // with one. The gateway's status shows which sessions have one. TestPresharedKeys in test/fleet
-// does the same with a whole peering.
+// checks this for a whole peering.
 func TestQuantumAttackerDecryptsNoSessionWithAPresharedKey(t *testing.T) {
 	for _, agreed := range []bool{false, true} {
 		for _, changing := range []bool{false, true} {

@@ -25,15 +25,15 @@ const (
 // because somebody may have stolen the former key. retire returns false if there is no session to
 // keep. The caller holds t.mu.
 func (p *peer) retire() bool {
-	k := peerKeypairs.of(p.dev)
-	if k.Current() == nil && keypairsNext.of(k).Load() == nil {
+	k := peerKeypairs.ptr(p.dev)
+	if k.Current() == nil && keypairsNext.ptr(k).Load() == nil {
 		return false
 	}
-	mu := peerHandshakeMu.of(p.dev)
+	mu := peerHandshakeMu.ptr(p.dev)
 	mu.Lock()
-	clear(peerStatic.of(p.dev)[:]) // without it the device neither starts nor answers handshakes
+	clear(peerStatic.ptr(p.dev)[:]) // without it the device neither starts nor answers handshakes
 	mu.Unlock()
-	(*peerRetransmit.of(p.dev)).Del()
+	(*peerRetransmit.ptr(p.dev)).Del()
 	p.retiredAt = time.Now()
 	p.retired.Store(true)
 	return true
@@ -55,7 +55,7 @@ func (t *Tunnel) retireFor(table, old *peerTable, fresh *peer) {
 	}
 	for _, p := range old.living(fresh.state) {
 		if table.byDevice[p.dev] == nil && p.retire() {
-			table.byDevice[p.dev], table.also[fresh.state] = p, append(slices.Clone(table.also[fresh.state]), p)
+			table.byDevice[p.dev], table.siblings[fresh.state] = p, append(slices.Clone(table.siblings[fresh.state]), p)
 		}
 	}
 	if t.sweep == nil {
@@ -69,7 +69,7 @@ func (t *Tunnel) retireFor(table, old *peerTable, fresh *peer) {
 // maxRetired. The caller holds t.mu.
 func (t *peerTable) limitRetired(state *natengine.PeerState) {
 	retired := 0
-	for _, p := range slices.Backward(t.also[state]) {
+	for _, p := range slices.Backward(t.siblings[state]) {
 		if !p.retired.Load() {
 			continue
 		}
@@ -94,8 +94,8 @@ func (t *Tunnel) sweepRetired() {
 		if now.Sub(p.retiredAt) >= retiredMost {
 			return false
 		}
-		k := peerKeypairs.of(p.dev)
-		current, next := k.Current(), keypairsNext.of(k).Load()
+		k := peerKeypairs.ptr(p.dev)
+		current, next := k.Current(), keypairsNext.ptr(k).Load()
 		if (current == nil || !fresh(current, now)) && (next == nil || !fresh(next, now)) {
 			return false
 		}
@@ -107,7 +107,7 @@ func (t *Tunnel) sweepRetired() {
 		return p.replaced.IsZero() || now.Sub(p.replaced) < retiredGrace
 	}
 	removed := make(map[*peer]bool)
-	for _, all := range table.also {
+	for _, all := range table.siblings {
 		for _, p := range all {
 			switch {
 			case !p.retired.Load():

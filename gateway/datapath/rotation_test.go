@@ -29,7 +29,7 @@ func (r *rotating) set(t testing.TB, now, next key) {
 	r.WithoutFinalizers()
 }
 
-// learn tells an end the new key of its peer.
+// learn gives an end the new key of its peer.
 func (e *end) learn(t testing.TB, k key) {
 	t.Helper()
 	if err := e.Change([]datapath.Peer{{State: e.engine.Peers()[0], Key: k.public, Endpoint: e.other.place}}, nil); err != nil {
@@ -41,13 +41,13 @@ func (e *end) learn(t testing.TB, k key) {
 // own returns our public key in the session with a peer, given the peer's current key.
 func (e *end) own(k key) [32]byte { return e.Stats()[k.public].Own }
 
-// steps runs actions at their times while both ends send a packet every 10 ms, until the time
-// until. All packets must arrive.
-func steps(t *testing.T, a, b *end, until time.Duration, actions map[time.Duration]func()) {
+// steps runs actions at their times, for the duration d, while both ends send a packet every 10 ms.
+// All packets must arrive.
+func steps(t *testing.T, a, b *end, d time.Duration, actions map[time.Duration]func()) {
 	t.Helper()
 	const step = 10 * time.Millisecond
 	var want []uint32
-	for now := time.Duration(0); now < until; now += step {
+	for now := time.Duration(0); now < d; now += step {
 		if f := actions[now]; f != nil {
 			f()
 		}
@@ -246,8 +246,8 @@ func TestRotationReachesAPassiveWireGuardGoPeer(t *testing.T) {
 
 // rotateBesideWireGuardGo rotates the key of a gateway whose peer runs wireguard-go. The gateway
 // sends a packet in each step. The peer either answers each packet or sends packets by itself.
-// Packets may be lost for at most the duration most.
-func rotateBesideWireGuardGo(t *testing.T, answers bool, most time.Duration) {
+// Packets may be lost for at most maxLoss.
+func rotateBesideWireGuardGo(t *testing.T, answers bool, maxLoss time.Duration) {
 	synctest.Test(t, func(t *testing.T) {
 		keys := orderedKeys(true)
 		p := newPair(t, keys)
@@ -304,8 +304,8 @@ func rotateBesideWireGuardGo(t *testing.T, answers bool, most time.Duration) {
 		a.mu.Lock()
 		defer a.mu.Unlock()
 		for way, got := range map[string]int{"from": len(a.got), "to": len(packets.got)} {
-			if lost := all - got; lost < 0 || lost > int(most/wireGuardStep)+1 {
-				t.Errorf("%d packets %s the peer lost: want %d at most", lost, way, most/wireGuardStep+1)
+			if lost := all - got; lost < 0 || lost > int(maxLoss/wireGuardStep)+1 {
+				t.Errorf("%d packets %s the peer lost: want %d at most", lost, way, maxLoss/wireGuardStep+1)
 			}
 		}
 	})

@@ -87,7 +87,7 @@ type peer struct {
 
 	unanswered     atomic.Int64 // time of the first data sent after the last message received; 0: all data was answered
 	unacknowledged atomic.Int64 // time of the first data received after the last message sent; 0: all data was acknowledged
-	more           atomic.Bool  // further data was received after unacknowledged
+	more           atomic.Bool  // more data was received after the time in unacknowledged
 	requested      atomic.Int64 // time of the last request for a handshake
 	answers        atomic.Int64 // number of the peer's handshakes that the device answered
 	answered       atomic.Int64 // time of the last such answer
@@ -95,13 +95,13 @@ type peer struct {
 	unsent         atomic.Pointer[unsent]
 	location       atomic.Pointer[location] // written only by locationCounts
 	removed        bool                     // the peer was removed; guarded by locationCounts.mu
-	renewed        atomic.Int64             // creation time of the session for which received last requested a handshake
+	renewed        atomic.Int64             // creation time of the session for which the method received last requested a handshake
 	checkRequested atomic.Int64             // when it was last reported that the peer may have another session
 
 	// sessionEndpoint is the session under which the peer last sent, with its endpoint. It is nil
 	// if a configuration has set the endpoint since then.
 	sessionEndpoint atomic.Pointer[sessionEndpoint]
-	called          atomic.Pointer[called] // the peer's last answered initiation
+	initiated       atomic.Pointer[answeredInitiation] // the peer's last answered initiation
 
 	crossedAt atomic.Int64 // value of answers when two handshakes last crossed
 	begun     initiation   // our last initiation, guarded by handshakes.crossings
@@ -141,15 +141,16 @@ type sessionEndpoint struct {
 	endpoint conn.Endpoint
 }
 
-// called is an initiation that was answered: its source and the time.
-type called struct {
+// An answeredInitiation is the source of an initiation that we answered, and the time of the
+// answer.
+type answeredInitiation struct {
 	from conn.Endpoint
 	at   time.Time
 }
 
 // recordEndpoint records the endpoint from which messages of the session k come.
 func (p *peer) recordEndpoint(k *device.Keypair, from conn.Endpoint) {
-	session := *keypairRemote.of(k)
+	session := *keypairRemote.ptr(k)
 	if was := p.sessionEndpoint.Load(); was == nil || was.session != session || !sameEndpoint(was.endpoint, from) {
 		p.sessionEndpoint.Store(&sessionEndpoint{session, from})
 	}
@@ -161,14 +162,14 @@ func (p *peer) recordEndpoint(k *device.Keypair, from conn.Endpoint) {
 // its own session, send uses the previous endpoint.
 func (p *peer) send(k *device.Keypair, messages [][]byte, now time.Time) error {
 	s, at := p.sessionEndpoint.Load(), endpointOf(p.dev)
-	if s == nil || s.session != *keypairRemote.of(k) || sameEndpoint(s.endpoint, at) {
+	if s == nil || s.session != *keypairRemote.ptr(k) || sameEndpoint(s.endpoint, at) {
 		return p.dev.SendBuffers(messages)
 	}
-	if c := p.called.Load(); c != nil && sameEndpoint(c.from, at) && now.Sub(c.at) > confirmMost {
+	if c := p.initiated.Load(); c != nil && sameEndpoint(c.from, at) && now.Sub(c.at) > confirmMost {
 		return p.dev.SendBuffers(messages)
 	}
 	for _, m := range messages {
-		peerSent.of(p.dev).Add(uint64(len(m)))
+		peerSent.ptr(p.dev).Add(uint64(len(m)))
 	}
 	return p.identity.bind.Send(messages, s.endpoint)
 }
@@ -220,8 +221,8 @@ func (p *peer) act(d *deadline, f func()) {
 // sending returns the keypair that encrypts messages to the peer, or nil if no keypair is usable
 // (section 6.1).
 func (p *peer) sending(now time.Time) *device.Keypair {
-	k := peerKeypairs.of(p.dev).Current()
-	if k == nil || !fresh(k, now) || keypairNonce.of(k).Load() >= device.RejectAfterMessages {
+	k := peerKeypairs.ptr(p.dev).Current()
+	if k == nil || !fresh(k, now) || keypairNonce.ptr(k).Load() >= device.RejectAfterMessages {
 		return nil
 	}
 	return k
@@ -229,7 +230,7 @@ func (p *peer) sending(now time.Time) *device.Keypair {
 
 // fresh reports whether k is young enough to send and accept messages.
 func fresh(k *device.Keypair, now time.Time) bool {
-	return now.Sub(*keypairCreated.of(k)) < device.RejectAfterTime
+	return now.Sub(*keypairCreated.ptr(k)) < device.RejectAfterTime
 }
 
 // sent records that data was sent under k at the time now.
@@ -240,8 +241,8 @@ func (p *peer) sent(k *device.Keypair, now time.Time) {
 		p.unanswered.Store(at)
 		p.silence.arm(silenceTimeout + jitter())
 	}
-	initiator := *keypairInitiator.of(k) && now.Sub(*keypairCreated.of(k)) > device.RekeyAfterTime
-	if initiator || keypairNonce.of(k).Load() > device.RekeyAfterMessages {
+	initiator := *keypairInitiator.ptr(k) && now.Sub(*keypairCreated.ptr(k)) > device.RekeyAfterTime
+	if initiator || keypairNonce.ptr(k).Load() > device.RekeyAfterMessages {
 		p.requestHandshake(at)
 	}
 }
@@ -272,9 +273,9 @@ func (p *peer) received(k *device.Keypair, now time.Time, data bool) {
 		p.confirmed()
 		p.preshared.confirmed(k)
 	}
-	created := *keypairCreated.of(k)
-	if *keypairInitiator.of(k) && now.Sub(created) > lastMinute &&
-		peerKeypairs.of(p.dev).Current() == k && p.renewed.Swap(p.t.stamp(created)) != p.t.stamp(created) {
+	created := *keypairCreated.ptr(k)
+	if *keypairInitiator.ptr(k) && now.Sub(created) > lastMinute &&
+		peerKeypairs.ptr(p.dev).Current() == k && p.renewed.Swap(p.t.stamp(created)) != p.t.stamp(created) {
 		p.requested.Store(0)
 		p.requestHandshake(at)
 	}
@@ -290,17 +291,17 @@ func (p *peer) receivedAny() {
 // confirmed imitates the device's own receiver when a session is confirmed, so that the device
 // stops repeating its initiation.
 func (p *peer) confirmed() {
-	(*peerRetransmit.of(p.dev)).Del()
-	peerAttempts.of(p.dev).Store(0)
-	p.t.lookSoon()
+	(*peerRetransmit.ptr(p.dev)).Del()
+	peerAttempts.ptr(p.dev).Store(0)
+	p.t.recheckSoon()
 }
 
 // session returns the creation time of the current session, or of the last one if the device has
 // erased its keys. It returns zero if there was no session. The session's age by the monotonic
 // clock decides whether messages are sent and accepted (see fresh).
 func (p *peer) session(now time.Time) time.Time {
-	if k := peerKeypairs.of(p.dev).Current(); k != nil {
-		p.created.Store(p.t.stamp(*keypairCreated.of(k)))
+	if k := peerKeypairs.ptr(p.dev).Current(); k != nil {
+		p.created.Store(p.t.stamp(*keypairCreated.ptr(k)))
 	}
 	return p.t.when(p.created.Load(), now)
 }
@@ -335,8 +336,8 @@ func (p *peer) breakSilence() {
 	}
 	// If a session was made after the data was sent, the wait starts with that session: its
 	// handshake was an answer.
-	if k := peerKeypairs.of(p.dev).Current(); k != nil {
-		since = max(since, p.t.stamp(*keypairCreated.of(k)))
+	if k := peerKeypairs.ptr(p.dev).Current(); k != nil {
+		since = max(since, p.t.stamp(*keypairCreated.ptr(k)))
 	}
 	if left := silenceTimeout - time.Duration(p.t.stamp(time.Now())-since); left > 0 {
 		p.silence.arm(left)
@@ -379,14 +380,14 @@ func (p *peer) begin() {
 	if hurried {
 		p.keepPace(last)
 	}
-	if !(*peerRetransmit.of(p.dev)).IsPending() && p.sending(time.Now()) == nil {
+	if !(*peerRetransmit.ptr(p.dev)).IsPending() && p.sending(time.Now()) == nil {
 		p.initiation.arm(requestInterval)
 	}
 }
 
-// hurry allows the device to start a handshake within RekeyTimeout of the last one, if that one
-// has made no session. If it allows that, it returns the time of the last one and true. The
-// caller holds mu.
+// hurry allows the device to start a handshake within RekeyTimeout of the last one, unless that one
+// has made a session or a limit is reached. hurried reports whether it did, and last is the time of
+// the last handshake. The caller holds mu.
 func (p *peer) hurry(now time.Time) (last time.Time, hurried bool) {
 	if created := p.created.Load(); p.hurriedSince != created {
 		p.hurried, p.hurriedSince = 0, created
@@ -394,27 +395,27 @@ func (p *peer) hurry(now time.Time) (last time.Time, hurried bool) {
 	if p.hurried == hurries || p.sending(now) != nil {
 		return last, false
 	}
-	lock := peerHandshakeMu.of(p.dev)
+	lock := peerHandshakeMu.ptr(p.dev)
 	lock.Lock()
 	defer lock.Unlock()
-	last = *peerInitiated.of(p.dev)
+	last = *peerInitiated.ptr(p.dev)
 	since := now.Sub(last)
 	if since < hurryAfter || since > device.RekeyTimeout-hurryAfter || !p.t.hurry.Allow() {
 		return last, false
 	}
 	p.hurried++
-	*peerInitiated.of(p.dev) = time.Time{}
+	*peerInitiated.ptr(p.dev) = time.Time{}
 	return last, true
 }
 
 // keepPace keeps the hurried handshake from delaying the device's next one: it sets back the times
 // that the device has recorded. last is the time of the handshake before the hurried one.
 func (p *peer) keepPace(last time.Time) {
-	lock := peerHandshakeMu.of(p.dev)
+	lock := peerHandshakeMu.ptr(p.dev)
 	lock.Lock()
 	defer lock.Unlock()
-	*peerInitiated.of(p.dev) = last
-	if t := *peerRetransmit.of(p.dev); t.IsPending() {
+	*peerInitiated.ptr(p.dev) = last
+	if t := *peerRetransmit.ptr(p.dev); t.IsPending() {
 		t.Mod(device.RekeyTimeout - time.Since(last) + jitter())
 	}
 }
@@ -437,10 +438,10 @@ func (p *peer) crossed(roundTrip time.Duration) {
 }
 
 func (p *peer) uncross() {
-	if p.answers.Load() != p.crossedAt.Load() || p.sending(time.Now()) != nil || !(*peerRetransmit.of(p.dev)).IsPending() {
+	if p.answers.Load() != p.crossedAt.Load() || p.sending(time.Now()) != nil || !(*peerRetransmit.ptr(p.dev)).IsPending() {
 		return
 	}
-	p.dev.ExpireCurrentKeypairs() // none of them is usable; without them the device starts a new handshake
+	p.dev.ExpireCurrentKeypairs() // no keypair is usable; without keypairs the device starts a new handshake
 	p.begin()
 }
 

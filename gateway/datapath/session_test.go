@@ -29,7 +29,7 @@ const (
 	mostJitter          = time.Second/3 + 1e6 // section 6.1, in whole milliseconds
 )
 
-// wantMessages fails the test unless an end has sent messages of a kind exactly at the times at
+// wantMessages fails the test unless an end has sent messages of a kind exactly at the given times
 // after begin, to the millisecond.
 func wantMessages(t *testing.T, e *end, what string, kind func([]byte) bool, begin time.Time, at ...time.Duration) {
 	t.Helper()
@@ -47,8 +47,8 @@ func wantMessages(t *testing.T, e *end, what string, kind func([]byte) bool, beg
 	}
 }
 
-// until sleeps until the duration after has passed since begin.
-func until(begin time.Time, after time.Duration) { time.Sleep(time.Until(begin.Add(after))) }
+// sleepUntil sleeps until d has passed since begin.
+func sleepUntil(begin time.Time, d time.Duration) { time.Sleep(time.Until(begin.Add(d))) }
 
 func TestAPassiveKeepaliveAnswersDataAfterTenSeconds(t *testing.T) {
 	inPair(t, func(t *testing.T, _ *pair, a, b *end) {
@@ -100,7 +100,7 @@ func TestTheInitiatorRekeysWhenItSendsAfter120Seconds(t *testing.T) {
 	inPair(t, func(t *testing.T, _ *pair, a, b *end) {
 		begin := datapath.Created(a.session())
 		for _, at := range []int{119, 120, 121} {
-			until(begin, time.Duration(at)*time.Second)
+			sleepUntil(begin, time.Duration(at)*time.Second)
 			a.send(t, uint32(at))
 			synctest.Wait()
 			b.send(t, uint32(at)) // so that the age of the session is a's only reason to rekey
@@ -134,9 +134,9 @@ func TestTheResponderNeverRekeysByTime(t *testing.T) {
 func TestTheInitiatorThatOnlyReceivesRekeysAfter165SecondsOnce(t *testing.T) {
 	inPair(t, func(t *testing.T, _ *pair, a, b *end) {
 		begin := datapath.Created(a.session())
-		until(begin, rejectAfterTime-keepaliveTimeout-rekeyTimeout)
+		sleepUntil(begin, rejectAfterTime-keepaliveTimeout-rekeyTimeout)
 		b.send(t, 1)
-		until(begin, 166*time.Second)
+		sleepUntil(begin, 166*time.Second)
 		wantMessages(t, a, "initiations at 165 s", initiations, begin)
 		a.wire.dropAll(initiations)
 		b.send(t, 2)
@@ -249,12 +249,12 @@ func TestNothingIsSealedOrAcceptedAfter180Seconds(t *testing.T) {
 		begin := datapath.Created(b.session())
 		a.wire.dropAll(initiations)
 		b.wire.dropAll(initiations)
-		until(begin, rejectAfterTime-time.Microsecond)
+		sleepUntil(begin, rejectAfterTime-time.Microsecond)
 		b.send(t, 1)
 		synctest.Wait()
 		a.wants(t, 1)
 		late := datapath.SealWith(b.session(), 1000, numbered(a.to, podOf(0), 2, 100))
-		until(datapath.Created(a.session()), rejectAfterTime)
+		sleepUntil(datapath.Created(a.session()), rejectAfterTime)
 		a.tell(t, p.stranger(t, "192.0.2.9"), late)
 		a.wants(t)
 		if n := a.drops(natengine.Inbound, natengine.DropTunnelSession); n != 1 {

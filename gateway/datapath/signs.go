@@ -108,10 +108,10 @@ func (t *Tunnel) recordHandshake(m []byte, from conn.Endpoint, ours bool) {
 	p.index, p.arrived = binary.LittleEndian.Uint32(m[4:]), now
 }
 
-// strange handles data of an unknown session. If it comes from a peer's address, the peer may
-// have dropped our session and use one with another gateway of ours. Anybody can forge such data
-// (see OnUnknownSession).
-func (t *Tunnel) strange(from conn.Endpoint, now time.Time) {
+// unknownSession handles data of an unknown session. If the data comes from a peer's address, the
+// peer may have dropped our session and use one with another gateway of ours. Anybody can forge
+// such data (see OnUnknownSession).
+func (t *Tunnel) unknownSession(from conn.Endpoint, now time.Time) {
 	addr := from.DstIP().Unmap()
 	table := t.peers.Load()
 	if p := table.byAddr[addr]; p != nil {
@@ -189,15 +189,15 @@ type unsent struct {
 	at  time.Time
 }
 
-// fail records the error with which messages to a peer could not be sent. It keeps an error for a
-// second, so that a flood of failing messages costs little.
+// fail records the error of sending messages to a peer. It replaces an error only after a second,
+// so that a flood of failing messages costs little.
 func (p *peer) fail(err error, now time.Time) {
 	if was := p.unsent.Load(); was == nil || now.Sub(was.at) > time.Second {
 		p.unsent.Store(&unsent{err, now})
 	}
 }
 
-// signs returns the signs of a peer, without those that a later session has made obsolete.
+// signs returns the signs of a peer. It omits signs that a later session has made obsolete.
 func (p *peer) signs(table *peerTable, now time.Time) Signs {
 	s := table.byAddr[table.addrs[p]].signs(now)
 	relayed := p.t.relayed.signs(now)

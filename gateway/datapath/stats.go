@@ -28,14 +28,14 @@ func (t *Tunnel) Stats() map[[32]byte]Stats {
 	for _, p := range table.byState {
 		via := table.latest(p, now)
 		s := Stats{Handshake: via.session(now), Received: p.octetsReceived(), Sent: p.octetsSent()}
-		for _, q := range table.also[p.state] {
+		for _, q := range table.siblings[p.state] {
 			s.Received += q.octetsReceived()
 			s.Sent += q.octetsSent()
 		}
 		if !s.Handshake.IsZero() {
 			s.Own = via.identity.key()
 		}
-		s.PresharedID, s.Preshared = via.preshared.protects(peerKeypairs.of(via.dev).Current())
+		s.PresharedID, s.Preshared = via.preshared.protects(peerKeypairs.ptr(via.dev).Current())
 		if e := endpointOf(via.dev); e != nil {
 			if at, ok := e.(interface{ AddrPort() netip.AddrPort }); ok {
 				s.Endpoint = at.AddrPort()

@@ -190,8 +190,8 @@ func (s *Streams) close() {
 	s.link.Endpoint.Close()
 }
 
-// has reports whether a packet is a TCP segment of streams: to our port, or of a connection to
-// the peer's port.
+// has reports whether a packet is a TCP segment of a stream: to our port, or of a connection to the
+// peer's port.
 func (s *Streams) has(v *packet.View) bool {
 	_, _, _, fragment := v.Fragment()
 	return s != nil && v.Proto() == packet.TCP && !fragment && (v.DstPort() == s.number || v.SrcPort() == s.number)

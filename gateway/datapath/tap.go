@@ -44,8 +44,8 @@ const (
 	tapWhole = 2048
 )
 
-// tap shows the packets of one goroutine to a capture. It owns its scratch memory. While no
-// capture runs, to is nil, and no method except begin and on may be called.
+// tap shows the packets of one goroutine to a capture. It owns its scratch memory. While no capture
+// runs, call only its methods begin and active.
 type tap struct {
 	t   *Tunnel
 	dir natengine.Direction
@@ -76,8 +76,8 @@ type tap struct {
 // begin loads the capture. It is called once per batch.
 func (p *tap) begin() { p.to = p.t.capture.Load() }
 
-// on reports whether a capture is running.
-func (p *tap) on() bool { return p.to != nil }
+// active reports whether a capture is running.
+func (p *tap) active() bool { return p.to != nil }
 
 // saveHeaders saves the headers of a packet or run before the engine changes them.
 func (p *tap) saveHeaders(v *packet.View) {
@@ -300,8 +300,8 @@ func (p *tap) packet(place capture.Place, peer *natengine.PeerState, b []byte, d
 }
 
 // inner shows an outbound packet as it is inside the tunnel, and reports whether the capture wants
-// it. translated is true if the packet is a part of the one that passed the engine last. Whether
-// the capture wants that one is already known.
+// it. translated is true if the packet is a part of the packet that passed the engine last; then
+// inner does not check its ends again.
 func (p *tap) inner(peer *natengine.PeerState, b []byte, translated bool) bool {
 	headers, wanted := p.wantsInner(peer, b, translated && p.wanted, 0)
 	if wanted {

@@ -16,11 +16,11 @@ type tooBig struct {
 
 // limit returns the size of the largest packet that may be sent to the peer in this batch.
 func limit(b *batch, peer *natengine.PeerState) int {
-	most := b.to.most()
+	size := b.to.maxSize()
 	if mtu := peer.MTU(); mtu != 0 {
-		return min(mtu, most)
+		return min(mtu, size)
 	}
-	return most
+	return size
 }
 
 // tooBig handles a translated packet, or a superpacket with segments of gsoSize octets, that is
@@ -64,7 +64,7 @@ func (o *outbound) splitOrReject(v *packet.View, limit int, peer *natengine.Peer
 		return true
 	}
 	o.t.engine.Count(peer, natengine.Outbound, natengine.DropTooBig)
-	if o.tap.on() {
+	if o.tap.active() {
 		o.tap.dropped(capture.Tunnel, peer, v.Bytes(), natengine.DropTooBig)
 	}
 	packetBuf := o.big.answer[packet.VirtioHeaderLen:]

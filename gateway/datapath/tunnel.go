@@ -68,7 +68,7 @@ type Tunnel struct {
 	relayed      place                                 // signs of messages that came through relays
 
 	onUnknownSession atomic.Pointer[func(key [32]byte)] // nil: doubts are not reported
-	searched         atomic.Int64                       // when strange last searched for a peer
+	searched         atomic.Int64                       // when unknownSession last searched for a peer
 
 	capture atomic.Pointer[captured] // nil: no capture is running
 
@@ -77,7 +77,7 @@ type Tunnel struct {
 
 	hurry   *rate.Limiter // limits handshakes within RekeyTimeout (peer.hurry)
 	waiting atomic.Bool   // some packets wait for a session
-	look    atomic.Bool   // check them: they may have a session now, or have waited too long
+	recheck atomic.Bool   // check the waiting packets: they may have a session now, or have waited too long
 	out     outbound      // state of the outbound goroutine
 	running sync.WaitGroup
 	ended   chan struct{} // closed when the link has ended, or by Close
@@ -292,7 +292,7 @@ func (t *Tunnel) handshake(key [32]byte, now bool) {
 func (t *Tunnel) Rest(key [32]byte) {
 	if p := t.peer(key); p != nil {
 		for _, q := range t.peers.Load().living(p.state) {
-			(*peerRetransmit.of(q.dev)).Del()
+			(*peerRetransmit.ptr(q.dev)).Del()
 		}
 	}
 }
@@ -336,11 +336,11 @@ func (t *Tunnel) Close() error {
 	return err
 }
 
-// lookSoon makes the outbound goroutine check the packets that wait for a session, if there are
+// recheckSoon makes the outbound goroutine check the packets that wait for a session, if there are
 // any.
-func (t *Tunnel) lookSoon() {
+func (t *Tunnel) recheckSoon() {
 	if t.waiting.Load() {
-		t.look.Store(true)
+		t.recheck.Store(true)
 		t.link.Wake()
 	}
 }

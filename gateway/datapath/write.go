@@ -44,7 +44,7 @@ func (w *writer) packets(from *peer, packets [][]byte) error {
 	for _, b := range packets {
 		if err := w.coalescer.Add(b); err != nil {
 			w.t.engine.Count(peer, natengine.Inbound, dropOf(err))
-			if w.tap.on() {
+			if w.tap.active() {
 				w.tap.dropped(capture.BeforeNAT, peer, b, dropOf(err))
 			}
 		}
@@ -70,11 +70,11 @@ func (w *writer) packets(from *peer, packets [][]byte) error {
 // run translates one run and delivers it. The key that decrypted its packets identifies the peer.
 // The engine drops packets whose source address does not belong to that peer.
 func (w *writer) run(peer *natengine.PeerState, run *packet.Run) {
-	if w.tap.on() {
+	if w.tap.active() {
 		w.tap.saveHeaders(&run.View)
 	}
 	v := w.t.engine.InboundFrom(peer, &run.View, w.now)
-	if w.tap.on() {
+	if w.tap.active() {
 		w.tap.translated(&run.View, v, v.Drop, run.Segments, run.Tail, w.now)
 	}
 	switch v.Action {
@@ -113,7 +113,7 @@ func (w *writer) writeRun(peer *natengine.PeerState, run *packet.Run) {
 		w.each(peer, run, func(p []byte) { w.written(peer, 1, w.writeLink(packet.VirtioHeader{}, p, nil)) })
 		return
 	}
-	if w.written(peer, run.Segments, err); err != nil && w.tap.on() {
+	if w.written(peer, run.Segments, err); err != nil && w.tap.active() {
 		w.tap.dropped(capture.AfterNAT, peer, run.View.Bytes(), natengine.DropTUNWrite)
 	}
 }
@@ -175,7 +175,7 @@ func (w *writer) deliver(peer *natengine.PeerState, p []byte) {
 		return
 	}
 	w.t.engine.Count(peer, natengine.Inbound, why)
-	if w.tap.on() {
+	if w.tap.active() {
 		w.tap.dropped(capture.AfterNAT, peer, p, why)
 	}
 }

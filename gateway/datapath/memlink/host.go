@@ -222,7 +222,8 @@ func (e *hostEndpoint) WritePackets(pkts stack.PacketBufferList) (int, tcpip.Err
 					hdr.GSOType = gsoTCPv6
 				}
 				hdr.GSOSize = gso.MSS
-				// The kernel may set it like this for forwarded packets.
+				// For forwarded packets the kernel may also set HdrLen to the length of the whole
+				// packet.
 				hdr.HdrLen = uint16(pkt.Size())
 				e.superOut.Add(1)
 			}
