@@ -107,11 +107,12 @@ var (
 	victimMapped   = netip.MustParseAddr("10.90.0.9") // mapped address of a host that is no pod; each flow to it has state
 )
 
-// nthPods and nthExternal return the networks of a peer as the victim sees them.
+// nthPods returns the remapped PodCIDR of a peer as the victim sees it.
 func nthPods(n int) netip.Prefix {
 	return netip.PrefixFrom(netip.AddrFrom4([4]byte{11, byte(n >> 4), byte(n << 4)}), 20)
 }
 
+// nthExternal returns the ExternalCIDR of a peer as the victim sees it.
 func nthExternal(n int) netip.Prefix {
 	return netip.PrefixFrom(netip.AddrFrom4([4]byte{100, 64 + byte(n>>8), byte(n)}), 24)
 }
@@ -471,8 +472,8 @@ func schedstat() map[string][2]time.Duration {
 	return all
 }
 
-// got returns the share of the wanted processor time that the process got. Only one of its
-// threads runs at a time, so it compares the longest waiting time of a thread with the total
+// got returns the share of the wanted processor time that the process got. Only one thread of the
+// process runs at a time, so got compares the longest waiting time of a thread with the total
 // running time.
 func got(before, after map[string][2]time.Duration) float64 {
 	var ran, waited time.Duration
@@ -483,8 +484,8 @@ func got(before, after map[string][2]time.Duration) float64 {
 	return float64(ran) / float64(max(1, ran+waited))
 }
 
-// bad returns the reason why a quiet time is too bad to be compared with an attack; empty: it is
-// not. crowd is the size of the crowd.
+// bad returns the reason why the quiet time r cannot be compared with an attack; empty: it can.
+// crowd is the size of the crowd.
 func (r *noticed) bad(crowd int) string {
 	switch {
 	case r.lost[0] > 0.02 || r.lost[1] > 0.05 || r.offered < 0.95:
@@ -579,9 +580,9 @@ func same(m []byte) func(n int) [][]byte {
 	return func(n int) [][]byte { return batch[:n] }
 }
 
-// sealed returns at least n messages of the hostile peer with the packet b. Afterwards its wire
-// continues to record instead of sending: if it sent a keepalive after these messages were
-// sealed, all of them would count as replays.
+// sealed returns at least n encrypted messages of the hostile peer, each with the packet b.
+// Afterwards the wire of the hostile peer still records instead of sending. Otherwise the peer
+// could send a keepalive with a later counter, and then all these messages would count as replays.
 func (f *fairness) sealed(b []byte, n int) (all [][]byte) {
 	for f.hostile.wire.record(true); len(all) < n; all = append(all, f.hostile.wire.record(true)...) {
 		for range 400 {
@@ -609,9 +610,10 @@ func (f *fairness) flood(b []byte, rate int) func(n int) int {
 	})
 }
 
-// stranger returns a function that sends messages, made by next, from a socket at the address at.
-func (f *fairness) stranger(at netip.Addr, next func() []byte) func(n int) int {
-	c, err := net.DialUDP("udp4", net.UDPAddrFromAddrPort(netip.AddrPortFrom(at, 0)), net.UDPAddrFromAddrPort(f.at))
+// stranger returns a function that sends messages, made by next, from a socket with the address
+// src.
+func (f *fairness) stranger(src netip.Addr, next func() []byte) func(n int) int {
+	c, err := net.DialUDP("udp4", net.UDPAddrFromAddrPort(netip.AddrPortFrom(src, 0)), net.UDPAddrFromAddrPort(f.at))
 	if err != nil {
 		f.t.Fatal(err)
 	}
@@ -827,21 +829,22 @@ func (f *fairness) attack(a *attack) (failed []string, busy string) {
 	close(stop)
 	sent := <-done
 	failed = r.suffers(&quiet)
-	// All messages are counted when the queues are empty. The kernel reports drops of the socket
-	// only with the next message, and counts up to 64 datagrams that it has joined as one.
-	var missing, most int
+	// Wait until the queues are empty, because only then are all messages counted. The kernel
+	// reports drops of the socket only with the next message, and counts up to 64 datagrams that it
+	// has joined as one.
+	var missing, limit int
 	for end := time.Now().Add(3 * time.Second); time.Now().Before(end); time.Sleep(20 * time.Millisecond) {
 		inject(f.honest, fairPacket(honestID, victimPod, fairPort, 2, 36))
-		missing, most = sent-int(a.handled(f)-before), int(f.nobodys(natengine.DropSocketBuffer)-full)*64
-		if missing <= most {
+		missing, limit = sent-int(a.handled(f)-before), int(f.nobodys(natengine.DropSocketBuffer)-full)*64
+		if missing <= limit {
 			break
 		}
 	}
-	if missing < 0 || missing > most {
-		failed = append(failed, fmt.Sprintf("%d of %d messages are counted nowhere, %d were lost in the socket at most", missing, sent, most))
+	if missing < 0 || missing > limit {
+		failed = append(failed, fmt.Sprintf("%d of %d messages are counted nowhere, %d were lost in the socket at most", missing, sent, limit))
 	}
 	f.rows = append(f.rows, fmt.Sprintf("| nothing | | %s | %.0f %% | %s, %d of %d | |", quiet.times(), 100*quiet.offered, quiet.check[0].State, quiet.crowd, f.crowd),
-		fmt.Sprintf("| %s | %d | %s | %.0f %% | %s, %d of %d | %.0f %% |", a.name, sent, r.times(), 100*r.offered, r.check[0].State, r.crowd, f.crowd, 100*float64(sent-max(0, missing-most))/float64(max(1, sent))))
+		fmt.Sprintf("| %s | %d | %s | %.0f %% | %s, %d of %d | %.0f %% |", a.name, sent, r.times(), 100*r.offered, r.check[0].State, r.crowd, f.crowd, 100*float64(sent-max(0, missing-limit))/float64(max(1, sent))))
 	if len(failed) > 0 && r.got < 0.5 {
 		return failed, fmt.Sprintf("the process got %.0f %% of the processor time that it could have used", 100*r.got)
 	}
@@ -859,7 +862,7 @@ func (r *noticed) times() string {
 // restart measures how soon a restarted peer is connected again during an attack.
 func (f *fairness) restart(a *attack) (failed []string, busy string) {
 	time.Sleep(100 * time.Millisecond) // a device accepts one initiation of a peer in 20 ms
-	quiet := f.returns()
+	quiet := f.reconnectTime()
 	if quiet > time.Second {
 		return nil, fmt.Sprintf("even in quiet a peer is back after %v", quiet)
 	}
@@ -867,7 +870,7 @@ func (f *fairness) restart(a *attack) (failed []string, busy string) {
 	send := f.prepare(a)
 	go func() { done <- paced(stop, a.rate, send) }()
 	time.Sleep(500 * time.Millisecond)
-	took := f.returns()
+	took := f.reconnectTime()
 	close(stop)
 	sent := <-done
 	f.rows = append(f.rows, fmt.Sprintf("| a peer starts again while %s | %d | back after %v, quiet %v | | | | |", a.name, sent, took.Round(time.Millisecond), quiet.Round(time.Millisecond)))
@@ -877,8 +880,8 @@ func (f *fairness) restart(a *attack) (failed []string, busy string) {
 	return failed, ""
 }
 
-// returns returns the time from the start of a peer to its first answer.
-func (f *fairness) returns() time.Duration {
+// reconnectTime returns the time from the start of a peer to its first answer.
+func (f *fairness) reconnectTime() time.Duration {
 	port := f.backPort()
 	begin := time.Now()
 	e, _ := f.peer(backID, port)

@@ -57,8 +57,8 @@ type FlowRecord struct {
 	Direction string    `json:"direction,omitempty"` // "outbound" or "inbound": of the flow's first packet, or of the refused packet
 	Protocol  string    `json:"protocol,omitempty"`
 	Local     string    `json:"local,omitempty"` // our end of the flow
-	// LocalPod is the namespace/name of the pod that has the address Local when the line is written,
-	// if any.
+	// LocalPod is the namespace/name of the pod that has the address Local when the line is
+	// written. It is empty if no pod has it.
 	LocalPod string `json:"localPod,omitempty"`
 	// LocalNode is the node of that pod. If the address Local belongs to a node, it is that node.
 	LocalNode string   `json:"localNode,omitempty"`

@@ -155,9 +155,9 @@ func TestGatewayFailsToStartIfTheFlowLogCannotBeOpened(t *testing.T) {
 	}
 }
 
-// BenchmarkFlowLog measures a packet's way through the engine, without a flow log and with one
-// that writes to a file. The packets belong to a known flow, to a pod, to a new flow each, or are
-// refused. Compare results of one run only:
+// BenchmarkFlowLog measures the time of a packet in the engine, without a flow log and with one
+// that writes to a file. There are four kinds of packets: of one known NAPT flow, from a pod, of a
+// new flow each, and refused ones. Compare only results of the same run:
 //
 //	for i in 1 2 3 4 5 6; do go test -run '^$' -bench FlowLog ./gateway; done
 func BenchmarkFlowLog(b *testing.B) {

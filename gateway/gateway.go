@@ -45,7 +45,7 @@ const (
 	// compareDelay is the time during which the loop collects the netlink events that one change
 	// causes. It is short enough to restore a deleted route well within a second.
 	compareDelay = 100 * time.Millisecond
-	// compareInterval is the time between comparisons without an event, in case one was lost.
+	// compareInterval is the time between comparisons without an event, in case an event was lost.
 	compareInterval = 10 * time.Second
 
 	// sessionFirst is the time a new peer has for its first handshake. After it, packets for the

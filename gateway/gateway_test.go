@@ -42,7 +42,7 @@ import (
 // process of its own: this binary, started with the environment variable childConfig.
 const childConfig = "ISTHMUS_TEST_GATEWAY_CONFIG"
 
-// childBegins is the environment variable that tells a gateway when it becomes active:
+// childBegins is the environment variable that determines when a gateway becomes active:
 // beginsLater or beginsAtOnce. Without it, the gateway is active from its start.
 const (
 	childBegins  = "ISTHMUS_TEST_GATEWAY_BEGINS"
@@ -936,7 +936,7 @@ func TestStandbyGatewaySendsNothingUntilItBegins(t *testing.T) {
 		}
 		return err
 	})
-	silent := a.pod.pinger("10.246.1.10") // its packets do not make the gateway send
+	silent := a.pod.pinger("10.246.1.10") // a gateway that is not active must not send its packets
 	for seq := range 20 {
 		a.must(silent.send(seq, 8))
 	}
@@ -952,7 +952,7 @@ func TestStandbyGatewaySendsNothingUntilItBegins(t *testing.T) {
 	a.must(p.cmd.Process.Signal(syscall.SIGUSR1))
 	a.pod.ping("10.246.1.10")
 	b.pod.ping("10.250.1.10")
-	// Nor are its packets sent later.
+	// The active gateway must not send those packets later.
 	if seq, err := silent.receive(time.Now().Add(100 * time.Millisecond)); err == nil {
 		t.Errorf("ping %d was answered", seq)
 	}

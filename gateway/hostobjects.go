@@ -99,8 +99,8 @@ func (l *loop) put(s *survey) {
 	l.publish()
 }
 
-// fewNodes is the number of nodes whose routes are queried for their MTU. Some CNIs set the MTU
-// on a Pod's routes instead of its device, but all nodes have the same.
+// fewNodes is the number of nodes whose routes are queried for their MTU. Some CNIs set the MTU on
+// a Pod's routes instead of its device, but the MTU is the same for all nodes.
 const fewNodes = 16
 
 // objectsFor returns the desired kernel objects for the peers, and the nodes and networks that a

@@ -209,7 +209,7 @@ func (l *loop) tick(now time.Time) {
 	changed := false
 	for i := range peers {
 		p, was := &peers[i], &l.now.peers[i]
-		p.look(stats, now)
+		p.updateSessions(stats, now)
 		down := p.down()
 		if down != was.down() {
 			if down {
@@ -245,7 +245,7 @@ func (l *loop) tick(now time.Time) {
 	if changed {
 		l.compareSoon()
 	}
-	l.drops.look(l.engine, now)
+	l.drops.poll(l.engine, now)
 	l.resolver.tick(now)
 	l.reach(stats, now)
 }

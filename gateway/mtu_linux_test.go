@@ -132,8 +132,8 @@ func TestEachPeerHasItsOwnMTU(t *testing.T) {
 		t.Errorf("%s errors were sent", n)
 	}
 
-	// Packets that may be fragmented are: by the pod's kernel once it has learned the MTU, and by
-	// the engine for a sender that ignores it.
+	// A packet without DF arrives whatever its size. The pod's kernel fragments it once that kernel
+	// has learned the MTU. If the sender ignores the MTU, the engine fragments it.
 	cut := a.pod.pinger("10.248.1.10")
 	raw, err := cut.conn.SyscallConn()
 	if err != nil {

@@ -21,7 +21,7 @@ type peer struct {
 	at                  netip.AddrPort   // address of its configured endpoint; zero: unknown
 	refused             bool             // the address in use is now refused: send nothing more there
 	queried             netip.Addr       // address for which the kernel was queried for the path MTU; zero: none
-	kernel              int              // the kernel's path MTU to asked, in octets; 0: no path
+	kernel              int              // the kernel's path MTU to queried, in octets; 0: no path
 	pathInner           int              // largest packet in the tunnel that this path MTU allows, in octets
 	mtu                 int              // largest packet to the peer; less than pathInner if the path silently drops larger ones
 	inUse               fabric.TunnelSet // tunnels that carry flows; empty: tunnel 0
@@ -93,8 +93,9 @@ func (p *peer) heard() (last time.Time) {
 	return last
 }
 
-// look updates the sessions of the peer. stats holds, for each tunnel, the stats by public key.
-func (p *peer) look(stats []map[[32]byte]datapath.Stats, now time.Time) {
+// updateSessions updates the sessions of the peer. stats holds, for each tunnel, the stats by
+// public key.
+func (p *peer) updateSessions(stats []map[[32]byte]datapath.Stats, now time.Time) {
 	p.session = p.session.after(stats[0][p.PublicKey], now)
 	if len(p.Tunnels) == 0 {
 		p.further = nil
@@ -221,7 +222,7 @@ type view struct {
 	*peer
 	tunnels    []tunnelView // all tunnels to the peer, in order
 	nat        natengine.PeerStats
-	translated bool           // nat is valid: the engine may already have deleted a peer that others still have
+	translated bool           // nat is valid; false if the engine has deleted the peer already, but the tunnels still have it
 	resolved   netip.AddrPort // address of the configured endpoint
 	unresolved error          // reason why resolved is missing or outdated; nil: it is neither
 	alone      bool           // every other peer is connected
@@ -263,8 +264,8 @@ func (v *view) presharedID() (id string) {
 	return id
 }
 
-// lags reports whether a session with the peer does not use our next key yet, or whether there is
-// no session. next has our next key for each tunnel.
+// lags reports whether the peer does not use our next key yet: a session uses an older key, or
+// there is no session. next has our next key for each tunnel.
 func (v *view) lags(next [][32]byte) bool {
 	moved := false
 	for i, e := range v.tunnels {
@@ -289,8 +290,8 @@ func (v *view) octets() (received, sent uint64) {
 	return received, sent
 }
 
-// views returns a view of each peer of the current state, now, in the same order. stats are the
-// engine's statistics.
+// views returns a view of each peer in the state now, in the same order. stats are the engine's
+// statistics.
 func (g *gateway) views(now current, stats natengine.Stats) []view {
 	views, at := make([]view, len(now.peers)), make(map[string]int, len(now.peers))
 	for i := range now.peers {

@@ -20,8 +20,8 @@ func TestAPresharedKeyReachesAllTunnelsOfItsPeer(t *testing.T) {
 	}
 	c := Config{MTU: 1440, PrivateKey: key(40), Tunnels: 2}
 	c.Gateway, _ = fabric.GatewayFor(in)
-	g.take(t, c, false)
-	g.take(t, c, false)
+	g.applyConfig(t, c, false)
+	g.applyConfig(t, c, false)
 	if g.now.applyErr != nil || len(g.now.peers) != 3 {
 		t.Fatalf("%d peers: want 3; %v", len(g.now.peers), g.now.applyErr)
 	}
@@ -37,7 +37,7 @@ func TestAPresharedKeyReachesAllTunnelsOfItsPeer(t *testing.T) {
 				t.Errorf("tunnel %d did not get the keys, but %d peers", i, len(got))
 			}
 		}
-		g.take(t, c, false)
+		g.applyConfig(t, c, false)
 		if s := g.survey(c, c.Gateway.Peers, false); len(s.other) > 0 {
 			t.Errorf("unchanged keys were set again for peers %v", s.other)
 		}

@@ -52,9 +52,9 @@ func (g *gateway) rekey(peers []peer, now time.Time) {
 	}
 }
 
-// reach starts handshakes with the peers whose public keys try lists, and stops attempts to reach
-// the peers that rest lists. It spreads the calls over most of a second, so that packets do not
-// wait for many handshakes at once.
+// reach starts a handshake with each peer whose public key is in try, and stops the attempts to
+// reach each peer whose public key is in rest. It spreads the calls over most of a second, so that
+// packets do not wait for many handshakes at once.
 func (e *tunnelEnd) reach(try, rest [][32]byte, done <-chan struct{}) {
 	pause := time.NewTicker(900 * time.Millisecond / time.Duration(len(try)+len(rest)))
 	defer pause.Stop()

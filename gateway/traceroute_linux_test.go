@@ -214,10 +214,10 @@ func TestTracerouteThroughTwoGateways(t *testing.T) {
 	}
 }
 
-// Two gateways send a packet back and forth, because each has mapped an address for the other
-// that leads to the other's mapped address. Both kernels decrement the TTL, so one packet crosses
-// the tunnel at most TTL times. It also causes at most one ICMP "time exceeded", which must find
-// its way back through all the flows to the sender.
+// Two gateways send a packet back and forth, because each has a mapped endpoint whose real address
+// is the mapped endpoint of the other cluster. Both kernels decrement the TTL, so one packet
+// crosses the tunnel at most TTL times. It also causes at most one ICMP "time exceeded", which must
+// find its way back through all the flows to the sender.
 func TestALoopBetweenGatewaysEndsByTTL(t *testing.T) {
 	needRoot(t)
 	wire := newWire(t)

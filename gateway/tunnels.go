@@ -111,10 +111,10 @@ func (g *gateway) startTunnels(c Config) error {
 // discard drops the packets that wait in the TUNs of a standby gateway, so that it sends no old
 // packets when it becomes active.
 func (g *gateway) discard() {
-	const most = 1000 // the queue of a TUN holds 500
+	const limit = 1000 // the queue of a TUN holds 500
 	b := make([]byte, packet.VirtioHeaderLen+1<<16)
 	for _, e := range g.tunnels {
-		for range most {
+		for range limit {
 			if _, err := e.link.Read(b, false); err != nil {
 				break
 			}
@@ -239,27 +239,27 @@ func (g *gateway) applyTunnels(c Config, s *survey) (errs []error) {
 		if err := g.apply(i, c, s); err != nil {
 			errs = append(errs, err)
 		}
-		checks, without := checkPeers(i, s.peers, s.other)
+		checks, absent := checkPeers(i, s.peers, s.other)
 		if s.all {
 			e.checker.Set(checks)
 		} else {
 			for j := range s.removed {
-				without = append(without, s.removed[j].ID)
+				absent = append(absent, s.removed[j].ID)
 			}
-			e.checker.Change(checks, without)
+			e.checker.Change(checks, absent)
 		}
 	}
 	return errs
 }
 
-// checkPeers returns the connection-check settings of the peers that have tunnel i, among those
-// with the given indexes. without has the IDs of the peers among them that do not have it.
-func checkPeers(i int, peers []peer, indexes []int) (all []check.Peer, without []string) {
+// checkPeers looks at the peers with the given indexes. It returns the connection-check settings of
+// those that have tunnel i, and in absent the IDs of those that do not.
+func checkPeers(i int, peers []peer, indexes []int) (all []check.Peer, absent []string) {
 	for _, j := range indexes {
 		p := &peers[j]
 		theirs, ok := theirEnd(p.GatewayPeer, i)
 		if !ok {
-			without = append(without, p.ID)
+			absent = append(absent, p.ID)
 			continue
 		}
 		to := check.Peer{ID: p.ID, Probe: p.Probe, Allowed: p.AllowedIPs, Key: theirs.PublicKey, Endpoint: p.Endpoint, Port: theirs.Port}
@@ -270,7 +270,7 @@ func checkPeers(i int, peers []peer, indexes []int) (all []check.Peer, without [
 		}
 		all = append(all, to)
 	}
-	return all, without
+	return all, absent
 }
 
 // status returns the status of one of several tunnels to a peer.

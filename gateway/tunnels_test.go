@@ -14,7 +14,7 @@ import (
 func withTwoTunnels(t *testing.T) (*loop, *peer) {
 	t.Helper()
 	g := changing(t)
-	g.take(t, Config{MTU: 1440, PrivateKey: key(40), Gateway: decided(t, fabric.Intent{ClusterID: "11111111-0000-4000-8000-000000000000", Peers: []fabric.Peer{twoTunnels(crowdOf(1)[0])}})}, true)
+	g.applyConfig(t, Config{MTU: 1440, PrivateKey: key(40), Gateway: decided(t, fabric.Intent{ClusterID: "11111111-0000-4000-8000-000000000000", Peers: []fabric.Peer{twoTunnels(crowdOf(1)[0])}})}, true)
 	if len(g.now.peers) != 1 || len(g.now.peers[0].Tunnels) != 1 {
 		t.Fatalf("%+v; want a peer with a further tunnel", g.now.peers)
 	}
@@ -74,19 +74,19 @@ func TestAPeerIsDownOnlyWithoutASessionInAllTunnels(t *testing.T) {
 	fresh := func(at time.Time, received uint64) datapath.Stats {
 		return datapath.Stats{Handshake: at, Received: received}
 	}
-	p.look(stats(datapath.Stats{}, datapath.Stats{}), begin)
+	p.updateSessions(stats(datapath.Stats{}, datapath.Stats{}), begin)
 
 	at := begin.Add(time.Minute)
-	p.look(stats(datapath.Stats{}, fresh(at, 1)), at)
+	p.updateSessions(stats(datapath.Stats{}, fresh(at, 1)), at)
 	if p.down() || !p.heard().Equal(at) {
 		t.Errorf("with a session in the second tunnel alone: down %v, heard %v", p.down(), p.heard().Sub(begin))
 	}
 	at = begin.Add(time.Hour)
-	p.look(stats(fresh(at, 1), fresh(begin.Add(time.Minute), 1)), at)
+	p.updateSessions(stats(fresh(at, 1), fresh(begin.Add(time.Minute), 1)), at)
 	if p.down() || !p.heard().Equal(at) {
 		t.Errorf("with a session in the first tunnel alone: down %v, heard %v", p.down(), p.heard().Sub(begin))
 	}
-	p.look(stats(fresh(at, 1), fresh(begin.Add(time.Minute), 1)), at.Add(check.SessionGone+time.Second))
+	p.updateSessions(stats(fresh(at, 1), fresh(begin.Add(time.Minute), 1)), at.Add(check.SessionGone+time.Second))
 	if !p.down() || !p.heard().Equal(at) {
 		t.Errorf("without a session in any tunnel: down %v, heard %v", p.down(), p.heard().Sub(begin))
 	}

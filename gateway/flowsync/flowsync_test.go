@@ -309,7 +309,7 @@ func TestFlowsAreSentOnlyToHoldersOfTheKey(t *testing.T) {
 			t.Errorf("a stranger received %q", b)
 		}
 	}
-	time.Sleep(2 * look)
+	time.Sleep(2 * checkInterval)
 	if n := b.State().Copied; n != 0 {
 		t.Errorf("a gateway with another key has %d flows", n)
 	}

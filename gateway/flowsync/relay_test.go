@@ -72,7 +72,7 @@ func TestRelayedPacketsReachTheNextGateway(t *testing.T) {
 }
 
 // If a gateway has two connections to the active one, it accepts packets only from the connection
-// that follows.
+// that stays open after the list of flows.
 func TestOnlyAFollowingConnectionAcceptsPackets(t *testing.T) {
 	for name, once := range map[string]bool{"follows": false, "asks": true} {
 		var b bytes.Buffer
@@ -97,21 +97,22 @@ func TestOnlyAFollowingConnectionAcceptsPackets(t *testing.T) {
 // delayed.
 type gatedList struct {
 	running
-	other atomic.Bool   // the first list has begun
-	begun chan struct{} // closed when the first list begins
-	may   chan struct{}
+	listed atomic.Bool   // the first list has begun
+	begun  chan struct{} // closed when the first list begins
+	may    chan struct{}
 }
 
 func (g *gatedList) EachFlow(f func(peer string, flow natengine.Flow), between func() bool) {
-	if !g.other.Swap(true) {
+	if !g.listed.Swap(true) {
 		close(g.begun)
 		<-g.may
 	}
 	g.running.EachFlow(f, between)
 }
 
-// A starting standby requests the flows of all gateways. As soon as it knows which one is active,
-// it also follows that one. During that time, packets arrive on two connections.
+// A starting standby requests the flows of all gateways. As soon as it knows which gateway is
+// active, it opens a second connection to that one, for the changes. For a while, packets arrive on
+// both connections.
 func TestStandbyAcceptsEachPacketOnceFromTwoConnections(t *testing.T) {
 	before := &gatedList{running: newRunning(t, "10.246.0.0/16"), begun: make(chan struct{}), may: make(chan struct{})}
 	after, a, b := newRunning(t, "10.246.0.0/16"), NewKeeper(), NewKeeper()
@@ -122,7 +123,7 @@ func TestStandbyAcceptsEachPacketOnceFromTwoConnections(t *testing.T) {
 		ctx, cancel := context.WithCancel(t.Context())
 		done := make(chan error, 1)
 		go func() { done <- a.send(ctx, &slow{Conn: far}) }()
-		go func() { // does the same as Link.ask
+		go func() { // receives as Link.copyFrom does
 			r := receiver{k: b, once: once}
 			_ = r.receive(near, func() {})
 			r.close()
@@ -197,8 +198,8 @@ func TestWaitingRelayedPacketsAreBounded(t *testing.T) {
 	}
 }
 
-// If another gateway becomes active, it gets the packets as well, so this one drops them. A
-// second connection to the gateway that relayed them is not a sign of that.
+// If another gateway becomes active, it gets the packets as well, so this one drops them. A second
+// connection to the gateway that relayed the packets does not mean that another gateway is active.
 func TestStandbyDropsWaitingPacketsWhenAnotherGatewayIsActive(t *testing.T) {
 	k := NewKeeper()
 	first, second := netip.MustParseAddr("10.244.1.254"), netip.MustParseAddr("10.244.2.254")

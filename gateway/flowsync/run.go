@@ -24,8 +24,8 @@ const purpose = "isthmus gateway flows"
 
 // Timing of connections.
 const (
-	look             = 250 * time.Millisecond // interval between checks of the list of other gateways
-	again            = time.Second            // pause after a connection has ended or failed
+	checkInterval    = 250 * time.Millisecond // interval between checks of the list of other gateways
+	retryPause       = time.Second            // pause after a connection has ended or failed
 	listenAgain      = 5 * time.Second
 	handshakeTimeout = 3 * time.Second
 	readTimeout      = 5 * beatInterval
@@ -103,7 +103,7 @@ func (l *Link) Run(ctx context.Context) {
 	var unfollow context.CancelFunc = func() {}
 	ended := make(chan netip.Addr)
 	next := make(map[netip.Addr]time.Time)
-	tick := time.NewTicker(look)
+	tick := time.NewTicker(checkInterval)
 	defer tick.Stop()
 	for {
 		if p := l.o.Key(); p != private && p != ([32]byte{}) {
@@ -148,7 +148,7 @@ func (l *Link) Run(ctx context.Context) {
 			unfollow()
 			return
 		case addr := <-ended:
-			if next[addr] = time.Now().Add(again); addr == following {
+			if next[addr] = time.Now().Add(retryPause); addr == following {
 				following = netip.Addr{}
 			}
 		case now := <-tick.C:
@@ -256,7 +256,7 @@ func (l *Link) accept(ctx context.Context, listener net.Listener, group *sync.Wa
 			if failures++; failures > 100 || errors.Is(err, net.ErrClosed) {
 				return err
 			}
-			time.Sleep(look) // for example, no file descriptor may be left
+			time.Sleep(checkInterval) // for example, no file descriptor may be left
 			continue
 		}
 		failures = 0

@@ -86,7 +86,7 @@ func (k *Keeper) send(ctx context.Context, conn net.Conn) error {
 		select {
 		case <-ctx.Done():
 			return ctx.Err()
-		case <-time.After(again):
+		case <-time.After(retryPause):
 		}
 	}
 }

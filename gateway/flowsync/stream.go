@@ -133,7 +133,7 @@ func (r *receiver) receive(from io.Reader, beat func()) error {
 			return err
 		}
 		kind, rest := body[0], body[1:n]
-		if r.begun && r.over() {
+		if r.begun && r.missedFlows() {
 			return errors.New("this gateway has been active since")
 		}
 		if !r.begun && kind != frameBegin {
