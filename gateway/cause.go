@@ -119,9 +119,9 @@ func (e *evidence) cause() Cause {
 			"either its key here is wrong, or our packets do not arrive; its next handshake, within half a minute, shows which", source)}
 	case e.handshake.IsZero() && e.heard.IsZero():
 		return Cause{v1alpha1.CauseNoAnswer, fmt.Sprintf("nothing has ever come from %s: its gateway does not run, the address or port is wrong, or a firewall drops UDP on the path; "+
-			"allow UDP to that port in both clusters%s", source, e.relayed())}
+			"allow UDP to that port in both clusters%s", source, e.relayedHint())}
 	case !connected:
-		return Cause{v1alpha1.CausePeerSilent, fmt.Sprintf("nothing has come from %s%s: its gateway has stopped, or a firewall has dropped UDP on the path since then%s", source, e.sinceHeard(), e.relayed())}
+		return Cause{v1alpha1.CausePeerSilent, fmt.Sprintf("nothing has come from %s%s: its gateway has stopped, or a firewall has dropped UDP on the path since then%s", source, e.sinceHeard(), e.relayedHint())}
 	case !agreed && e.recent(e.source, packetAge):
 		return Cause{v1alpha1.CauseRangesDisagree, fmt.Sprintf("the peer sends from addresses outside %v, its networks here, so its packets are dropped (source): "+
 			"the two clusters disagree about the peer's networks%s", e.remote, compare)}
@@ -133,9 +133,9 @@ func (e *evidence) cause() Cause {
 		"check there what arrives and what is dropped (source, destination): `isthmus status --gateway`, or the log of Liqo's gateway if the peer is a Liqo"}
 }
 
-// relayed returns a second possible explanation to append to a message: if handshakes with a
+// relayedHint returns a second possible explanation to append to a message: if handshakes with a
 // wrong key arrive through a Service, any of the unconnected peers may have sent them.
-func (e *evidence) relayed() string {
+func (e *evidence) relayedHint() string {
 	if !e.recent(e.signs.RelayedOtherKey, handshakeAge) && !e.recent(e.signs.RelayedRefused, handshakeAge) {
 		return ""
 	}
@@ -193,14 +193,14 @@ func (g *gateway) causeOf(v *view, failed error, now time.Time) Cause {
 	first := v.primary()
 	e := evidence{
 		now: now, check: first.check, endpoint: first.stats.Endpoint, hidden: g.hidden(first.stats.Endpoint), configured: hostPort(v.Endpoint, v.Port), unresolved: v.unresolved,
-		failed: failedOf(v.ID, failed), handshake: first.stats.Handshake, heard: v.heard(), alone: v.alone,
+		failed: failedOf(v.ID, failed), handshake: first.stats.Handshake, heard: v.lastHeard(), alone: v.alone,
 		remote: ranges{v.Remote.PodSeen, v.Remote.ExternalSeen}, local: ranges{v.Local.PodSeen, v.Local.ExternalSeen},
 	}
 	if v.state != nil {
 		e.signs = g.tunnels[0].Signs(v.state)
-		e.source = g.drops.last(v.state, natengine.Inbound, natengine.DropSource)
-		e.destination = g.drops.last(v.state, natengine.Inbound, natengine.DropDestination)
-		if m := g.drops.last(v.state, natengine.Inbound, natengine.DropNoMapping); m.After(e.destination) {
+		e.source = g.drops.lastIncrease(v.state, natengine.Inbound, natengine.DropSource)
+		e.destination = g.drops.lastIncrease(v.state, natengine.Inbound, natengine.DropDestination)
+		if m := g.drops.lastIncrease(v.state, natengine.Inbound, natengine.DropNoMapping); m.After(e.destination) {
 			e.destination = m
 		}
 	}

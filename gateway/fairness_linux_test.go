@@ -288,7 +288,7 @@ func newFairness(t *testing.T) *fairness {
 	f.at = netip.AddrPortFrom(netip.MustParseAddr("127.0.0.1"), f.victim.Port())
 	f.victim.link.OnReceive(f.answer)
 	f.honest, honestLocal = f.peer(honestID, 0)
-	f.honest.link.OnReceive(f.came)
+	f.honest.link.OnReceive(f.receiveAnswers)
 	f.hostile, _ = f.peer(hostileID, 0)
 	back, _ := f.peer(backID, 0)
 	crowdPort, meet := startCrowd(t, f.peers)
@@ -346,8 +346,8 @@ func (f *fairness) answer(bufs [][]byte) error {
 	return nil
 }
 
-// came acts as the honest peer's pods: it records the answers.
-func (f *fairness) came(bufs [][]byte) error {
+// receiveAnswers acts as the honest peer's pods: it records the answers.
+func (f *fairness) receiveAnswers(bufs [][]byte) error {
 	n := binary.BigEndian.Uint64(bufs[1][28:])
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -369,8 +369,8 @@ func fairPacket(peer int, to netip.Addr, port uint16, number uint64, size int) [
 
 func inject(e *fairEnd, b []byte) bool { return e.link.Inject(make([]byte, packet.VirtioHeaderLen), b) }
 
-// noticed holds measurements of the honest peer.
-type noticed struct {
+// measurement holds measurements of the honest peer.
+type measurement struct {
 	median, worst [2]time.Duration // round trips: of known flows, of new flows
 	lost          [2]float64       // lost shares, 0 to 1, of the same
 	offered       float64          // share of the stream that the peer managed to send
@@ -379,8 +379,8 @@ type noticed struct {
 	got           float64          // share of the wanted processor time that the process got
 }
 
-// notice measures the honest peer for the time d.
-func (f *fairness) notice(d time.Duration) (r noticed) {
+// measure measures the honest peer for the time d.
+func (f *fairness) measure(d time.Duration) (r measurement) {
 	f.mu.Lock()
 	clear(f.sent)
 	f.rtts = [2][]time.Duration{}
@@ -419,7 +419,7 @@ func (f *fairness) notice(d time.Duration) (r noticed) {
 		}
 		time.Sleep(time.Millisecond)
 	}
-	r.got = got(before, schedstat())
+	r.got = cpuShare(before, schedstat())
 	octets := float64(f.octets.Load())
 	if bursts > 0 {
 		r.offered = octets / float64(bursts*streamBurst*streamLen)
@@ -472,10 +472,10 @@ func schedstat() map[string][2]time.Duration {
 	return all
 }
 
-// got returns the share of the wanted processor time that the process got. Only one thread of the
-// process runs at a time, so got compares the longest waiting time of a thread with the total
+// cpuShare returns the share of the wanted processor time that the process got. Only one thread of
+// the process runs at a time, so got compares the longest waiting time of a thread with the total
 // running time.
-func got(before, after map[string][2]time.Duration) float64 {
+func cpuShare(before, after map[string][2]time.Duration) float64 {
 	var ran, waited time.Duration
 	for name, now := range after {
 		ran += now[0] - before[name][0]
@@ -486,7 +486,7 @@ func got(before, after map[string][2]time.Duration) float64 {
 
 // bad returns the reason why the quiet time r cannot be compared with an attack; empty: it can.
 // crowd is the size of the crowd.
-func (r *noticed) bad(crowd int) string {
+func (r *measurement) bad(crowd int) string {
 	switch {
 	case r.lost[0] > 0.02 || r.lost[1] > 0.05 || r.offered < 0.95:
 		return fmt.Sprintf("even in quiet %.0f %% of echoes and %.0f %% of new flows were lost, and %.0f %% of the stream arrived", 100*r.lost[0], 100*r.lost[1], 100*r.offered)
@@ -500,9 +500,9 @@ func (r *noticed) bad(crowd int) string {
 	return ""
 }
 
-// suffers returns the harms that an attack did to the honest peer, compared with the quiet time
+// harms returns the harms that an attack did to the honest peer, compared with the quiet time
 // before it.
-func (r *noticed) suffers(quiet *noticed) (list []string) {
+func (r *measurement) harms(quiet *measurement) (list []string) {
 	for kind, name := range []string{"echoes", "new flows"} {
 		if most := 10*quiet.median[kind] + 60*time.Millisecond; r.median[kind] > most {
 			list = append(list, fmt.Sprintf("%s take %v: want %v at most", name, r.median[kind], most))
@@ -539,8 +539,9 @@ type attack struct {
 	handled func(f *fairness) uint64
 }
 
-// paced calls send a thousand times a second, each time with the number of messages that are due.
-func paced(stop <-chan struct{}, perSecond int, send func(n int) int) (sent int) {
+// sendPaced calls send a thousand times a second, each time with the number of messages that are
+// due.
+func sendPaced(stop <-chan struct{}, perSecond int, send func(n int) int) (sent int) {
 	for begin, due := time.Now(), 0; ; time.Sleep(time.Millisecond) {
 		select {
 		case <-stop:
@@ -574,8 +575,8 @@ func batches(w *bind.Bind, to netip.AddrPort, next func(n int) [][]byte) func(n 
 	}
 }
 
-// same returns a function that returns the same message n times.
-func same(m []byte) func(n int) [][]byte {
+// repeat returns a function that returns the same message n times.
+func repeat(m []byte) func(n int) [][]byte {
 	batch := slices.Repeat([][]byte{m}, 64)
 	return func(n int) [][]byte { return batch[:n] }
 }
@@ -669,7 +670,7 @@ func (f *fairness) ofHandshakes() uint64 {
 var attacks = []attack{
 	{"a pod of the hostile peer sends 100,000 small packets a second", podsRate, (*fairness).podsFlood, (*fairness).ofPods},
 	{"in addition, its gateway sends 100,000 messages that cannot be decrypted", 2 * podsRate, func(f *fairness) func(n int) int {
-		pods, gateway := f.podsFlood(), batches(f.hostile.wire.Bind, f.at, same(f.hostile.wire.junk()))
+		pods, gateway := f.podsFlood(), batches(f.hostile.wire.Bind, f.at, repeat(f.hostile.wire.junk()))
 		return func(n int) int { return pods(n/2) + gateway(n/2) }
 	}, (*fairness).ofPods},
 	{"in addition, a host on the underlay sends 100,000 with the index of the honest peer", 2 * podsRate, func(f *fairness) func(n int) int {
@@ -678,7 +679,7 @@ var attacks = []attack{
 			f.t.Fatal(err)
 		}
 		f.t.Cleanup(func() { _ = elsewhere.Close() })
-		pods, host := f.podsFlood(), batches(elsewhere, f.at, same(f.honest.wire.junk()))
+		pods, host := f.podsFlood(), batches(elsewhere, f.at, repeat(f.honest.wire.junk()))
 		return func(n int) int { return pods(n/2) + host(n/2) }
 	}, func(f *fairness) uint64 {
 		return f.ofPods() + f.nobodys(natengine.DropReceiveQueue) + f.charged(honestID, false, natengine.DropTunnelForged)
@@ -818,17 +819,17 @@ func (f *fairness) run() {
 // if it was.
 func (f *fairness) attack(a *attack) (failed []string, busy string) {
 	send := f.prepare(a)
-	quiet := f.notice(f.quiet)
+	quiet := f.measure(f.quiet)
 	if busy = quiet.bad(f.crowd); busy != "" {
 		return nil, busy
 	}
 	before, full := a.handled(f), f.nobodys(natengine.DropSocketBuffer)
 	stop, done := make(chan struct{}), make(chan int)
-	go func() { done <- paced(stop, a.rate, send) }()
-	r := f.notice(f.time)
+	go func() { done <- sendPaced(stop, a.rate, send) }()
+	r := f.measure(f.time)
 	close(stop)
 	sent := <-done
-	failed = r.suffers(&quiet)
+	failed = r.harms(&quiet)
 	// Wait until the queues are empty, because only then are all messages counted. The kernel
 	// reports drops of the socket only with the next message, and counts up to 64 datagrams that it
 	// has joined as one.
@@ -851,7 +852,7 @@ func (f *fairness) attack(a *attack) (failed []string, busy string) {
 	return failed, ""
 }
 
-func (r *noticed) times() string {
+func (r *measurement) times() string {
 	var cells []string
 	for kind := range r.median {
 		cells = append(cells, fmt.Sprintf("%.1f ms, %.0f ms, %.1f %%", r.median[kind].Seconds()*1000, r.worst[kind].Seconds()*1000, 100*r.lost[kind]))
@@ -868,7 +869,7 @@ func (f *fairness) restart(a *attack) (failed []string, busy string) {
 	}
 	stop, done := make(chan struct{}), make(chan int)
 	send := f.prepare(a)
-	go func() { done <- paced(stop, a.rate, send) }()
+	go func() { done <- sendPaced(stop, a.rate, send) }()
 	time.Sleep(500 * time.Millisecond)
 	took := f.reconnectTime()
 	close(stop)

@@ -39,7 +39,7 @@ type flowLog struct {
 	queue   chan natengine.FlowEvent
 	omitted atomic.Uint64
 	limit   *rate.Limiter
-	file    *reopened
+	file    *logFile
 	names   atomic.Pointer[map[string]string] // names of the peers by cluster ID; the map is never modified
 	// owner returns the pod or node that has an address of this cluster. It is nil if the log has
 	// no owners.
@@ -85,8 +85,8 @@ func openFlowLog(c FlowLog, owner func(netip.Addr) fabric.Owner, log *slog.Logge
 	}, nil
 }
 
-// name sets the names of the peers. It may be called while run runs.
-func (l *flowLog) name(peers []*fabric.GatewayPeer) {
+// setNames sets the names of the peers. It may be called while run runs.
+func (l *flowLog) setNames(peers []*fabric.GatewayPeer) {
 	names := make(map[string]string, len(peers))
 	for _, p := range peers {
 		names[p.ID] = p.Name
@@ -197,14 +197,14 @@ func endOf(a netip.AddrPort) string {
 	return end(a)
 }
 
-// reopened is a file opened for appending. follow opens it again after log rotation.
-type reopened struct {
+// logFile is a file opened for appending. follow opens it again after log rotation.
+type logFile struct {
 	name string
 	io.WriteCloser
 }
 
-func reopen(name string) (*reopened, error) {
-	r := &reopened{name: name}
+func reopen(name string) (*logFile, error) {
+	r := &logFile{name: name}
 	if name == "-" {
 		r.WriteCloser = standard{os.Stdout}
 		return r, nil
@@ -212,14 +212,14 @@ func reopen(name string) (*reopened, error) {
 	return r, r.open()
 }
 
-func (r *reopened) open() (err error) {
+func (r *logFile) open() (err error) {
 	r.WriteCloser, err = os.OpenFile(r.name, os.O_WRONLY|os.O_CREATE|os.O_APPEND, 0o600)
 	return err
 }
 
 // follow opens the file again if its name now refers to another file or to none, as after log
 // rotation.
-func (r *reopened) follow() error {
+func (r *logFile) follow() error {
 	f, ok := r.WriteCloser.(*os.File)
 	if !ok {
 		return nil

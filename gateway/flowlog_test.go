@@ -31,7 +31,7 @@ func startFlowLog(t *testing.T, c FlowLog) (l *flowLog, stop func()) {
 		t.Fatal(err)
 	}
 	done, ended := make(chan struct{}), make(chan struct{})
-	l.name([]*fabric.GatewayPeer{{ID: "b", Name: "name of b"}})
+	l.setNames([]*fabric.GatewayPeer{{ID: "b", Name: "name of b"}})
 	go func() { l.run(done); close(ended) }()
 	return l, func() { close(done); <-ended }
 }
@@ -193,7 +193,7 @@ func BenchmarkFlowLog(b *testing.B) {
 						b.Fatal(err)
 					}
 					done, ended := make(chan struct{}), make(chan struct{})
-					l.name([]*fabric.GatewayPeer{{ID: "b", Name: "name of b"}})
+					l.setNames([]*fabric.GatewayPeer{{ID: "b", Name: "name of b"}})
 					go func() { l.run(done); close(ended) }()
 					defer func() { close(done); <-ended }()
 					e.Observe(l.observe, on.Sample)

@@ -11,9 +11,9 @@ import (
 	"github.com/isthmus-net/isthmus/internal/kernel/rtnl"
 )
 
-// located holds the addresses of the last locate, so that the next one need not build the Site
+// locatedAddrs holds the addresses of the last locate, so that the next one need not build the Site
 // again while nothing has changed.
-type located struct {
+type locatedAddrs struct {
 	site, all fabric.Site
 	own       []netip.Addr
 }
@@ -33,7 +33,7 @@ func (l *loop) locate(peers []*fabric.GatewayPeer, site fabric.Site) {
 		}
 	}
 	if was := &l.located; was.own == nil || !slices.Equal(addrs, was.own) || !site.Equal(was.site) {
-		l.located = located{site, site.WithRelays(addrs, "an address of the gateway's own host"), addrs}
+		l.located = locatedAddrs{site, site.WithRelays(addrs, "an address of the gateway's own host"), addrs}
 	}
 	if !l.resolver.set(peers, l.located.all) {
 		return
@@ -74,7 +74,7 @@ func (l *loop) put(s *survey) {
 	// Without its packet filter, the overlay would accept packets from anybody. So remove the
 	// overlay.
 	if errors.Is(err, rtnl.ErrFilter) {
-		if _, err := l.host.Apply(l.left()); err != nil {
+		if _, err := l.host.Apply(l.remainingObjects()); err != nil {
 			errs = append(errs, err)
 		}
 	}

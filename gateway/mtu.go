@@ -63,11 +63,11 @@ func inner6(p *fabric.GatewayPeer) bool {
 func autoMTUs(paths []underlay, last int) (tunnel int, pathMTUs []int) {
 	pathMTUs = make([]int, len(paths))
 	for i := range paths {
-		tunnel = max(tunnel, paths[i].inner())
+		tunnel = max(tunnel, paths[i].innerMTU())
 	}
 	tunnel = cmp.Or(tunnel, last, defaultMTU)
 	for i := range paths {
-		mtu := min(cmp.Or(paths[i].inner(), defaultMTU), tunnel)
+		mtu := min(cmp.Or(paths[i].innerMTU(), defaultMTU), tunnel)
 		if mtu < tunnel {
 			mtu -= mtu % padding
 		}
@@ -76,9 +76,9 @@ func autoMTUs(paths []underlay, last int) (tunnel int, pathMTUs []int) {
 	return tunnel, pathMTUs
 }
 
-// inner returns the size of the largest packet that fits into one outer packet on this path, or 0
-// if the path was never known.
-func (w *underlay) inner() int {
+// innerMTU returns the size of the largest packet that fits into one outer packet on this path, or
+// 0 if the path was never known.
+func (w *underlay) innerMTU() int {
 	if w.mtu == 0 {
 		return w.last
 	}
@@ -170,7 +170,7 @@ func (l *loop) measurePaths(peers []peer, all bool) (tunnel int) {
 		}
 		paths[i] = underlay{addr: p.queried, mtu: p.kernel, last: p.pathInner, ipv6: inner6(p.GatewayPeer)}
 	}
-	ignore := slices.ContainsFunc(paths, func(w underlay) bool { return w.addr.Is4() && w.mtu != 0 && w.mtu < w.inner()+overhead4 })
+	ignore := slices.ContainsFunc(paths, func(w underlay) bool { return w.addr.Is4() && w.mtu != 0 && w.mtu < w.innerMTU()+overhead4 })
 	for _, e := range l.tunnels {
 		if err := e.wire.IgnorePath(ignore); err != nil {
 			l.log.Warn("cannot change how the socket handles the path MTU", "ignored", ignore, "error", err)

@@ -82,9 +82,9 @@ func (p *peer) down() bool {
 	return true
 }
 
-// heard returns the time when an authenticated message last came from the peer in any tunnel, or
-// zero if none came.
-func (p *peer) heard() (last time.Time) {
+// lastHeard returns the time when an authenticated message last came from the peer in any tunnel,
+// or zero if none came.
+func (p *peer) lastHeard() (last time.Time) {
 	for _, s := range p.sessions {
 		if s.heard.After(last) {
 			last = s.heard
@@ -113,8 +113,8 @@ func (p *peer) updateSessions(stats []map[[32]byte]datapath.Stats, now time.Time
 	}
 }
 
-// wanted returns the desired state of all peers. The caller owns the slice.
-func (c current) wanted() []*fabric.GatewayPeer {
+// wantedPeers returns the desired state of all peers. The caller owns the slice.
+func (c current) wantedPeers() []*fabric.GatewayPeer {
 	all := make([]*fabric.GatewayPeer, len(c.peers))
 	for i, p := range c.peers {
 		all[i] = p.GatewayPeer
@@ -155,7 +155,7 @@ func (l *loop) survey(c Config, want []*fabric.GatewayPeer, remeasure bool) surv
 		if p.GatewayPeer == nil || p.PublicKey != w.PublicKey {
 			p.session = session{since: now}
 		}
-		p.GatewayPeer, p.inUse, p.forgotten = w, l.working(w.ID, now), false
+		p.GatewayPeer, p.inUse, p.forgotten = w, l.workingTunnels(w.ID, now), false
 		p.preshared = c.Preshared[w.ID]
 	}
 	s.removed = append(s.removed, old[j:]...)

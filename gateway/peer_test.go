@@ -20,9 +20,9 @@ import (
 	"github.com/isthmus-net/isthmus/packet"
 )
 
-// changing returns a gateway without a kernel, with a second tunnel and no configuration yet. Its
-// connection checks never get an answer.
-func changing(t *testing.T) *loop {
+// newChangingLoop returns a gateway without a kernel, with a second tunnel and no configuration
+// yet. Its connection checks never get an answer.
+func newChangingLoop(t *testing.T) *loop {
 	g := newTestLoop(t)
 	second := &tunnelEnd{
 		Tunnel:  g.tunnels[0].Beside(memlink.NewLink("mem1", 1440), bind.New(), nil, nil),
@@ -118,7 +118,7 @@ func TestIncrementalPeerChangesEqualAFullConfiguration(t *testing.T) {
 	)
 	mtuTo := func(a netip.Addr, _ map[int]int) (int, error) { return 1500 - mtus[a], nil }
 	base[3].PublicKey = [32]byte(theirs)
-	g := changing(t)
+	g := newChangingLoop(t)
 	g.mtuTo = mtuTo
 	for step := range 900 {
 		remeasure := false
@@ -213,7 +213,7 @@ func TestIncrementalPeerChangesEqualAFullConfiguration(t *testing.T) {
 			happened["ways"]++
 		}
 
-		ref := changing(t) // the new gateway; it shares only resolved addresses and measured MTUs
+		ref := newChangingLoop(t) // the new gateway; it shares only resolved addresses and measured MTUs
 		ref.resolver, ref.mtuTo = g.resolver, mtuTo
 		ref.now.mtu, ref.now.peers = g.now.mtu, slices.Clone(g.now.peers)
 		for i := range ref.now.peers {
@@ -231,7 +231,7 @@ func TestIncrementalPeerChangesEqualAFullConfiguration(t *testing.T) {
 			e.setStates(states)
 		}
 		if rng.IntN(4) == 0 { // the Site changes before this configuration, as when a lookup is refused in between
-			g.resolver.set(g.now.wanted(), fabric.Site{})
+			g.resolver.set(g.now.wantedPeers(), fabric.Site{})
 		}
 		objects := g.applyConfig(t, c, remeasure)
 		wantObjects := ref.applyConfig(t, c, remeasure)

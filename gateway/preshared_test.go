@@ -10,7 +10,7 @@ import (
 
 // A changed preshared key is set in all tunnels of its peer, and in those of no other peer.
 func TestAPresharedKeyReachesAllTunnelsOfItsPeer(t *testing.T) {
-	g := changing(t)
+	g := newChangingLoop(t)
 	in := fabric.Intent{ClusterID: "11111111-0000-4000-8000-000000000000"}
 	for _, p := range crowdOf(3) {
 		k := p.PublicKey

@@ -104,7 +104,7 @@ func (s *space) probe(method string, dst netip.Addr, ttl int, wait time.Duration
 				return err
 			}}
 			dialing.Go(func() {
-				err := s.in(func() error {
+				err := s.runIn(func() error {
 					c, err := d.DialContext(ctx, "tcp", netip.AddrPortFrom(dst, port).String())
 					if err == nil {
 						c.Close()

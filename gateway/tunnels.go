@@ -286,9 +286,9 @@ func (e tunnelView) status(tunnel int, now time.Time) TunnelStatus {
 	return s
 }
 
-// working returns the set of tunnels that carry the flows of a peer. The empty set means the
+// workingTunnels returns the set of tunnels that carry the flows of a peer. The empty set means the
 // first tunnel, which is always so for a peer with a single tunnel.
-func (g *gateway) working(id string, now time.Time) (set fabric.TunnelSet) {
+func (g *gateway) workingTunnels(id string, now time.Time) (set fabric.TunnelSet) {
 	for i, e := range g.tunnels[1:] {
 		if e.observe(id).State == check.Connected {
 			set = set.With(i + 1)

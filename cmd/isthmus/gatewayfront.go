@@ -70,8 +70,8 @@ func (f *front) serve(metricsAddr string, secure *httpserve.Secure, statusAddr s
 // private returns the handler for clients that may read the status, which includes the metrics.
 func (f *front) private() http.Handler {
 	mux := http.NewServeMux()
-	mux.HandleFunc("GET /metrics", f.using(f.scrape))
-	mux.HandleFunc("/", f.using(f.status))
+	mux.HandleFunc("GET /metrics", f.withRunning(f.scrape))
+	mux.HandleFunc("/", f.withRunning(f.status))
 	return mux
 }
 
@@ -90,7 +90,7 @@ func (f *front) capture(w http.ResponseWriter, r *http.Request) {
 	running := f.running
 	f.mu.RUnlock()
 	if running == nil {
-		f.using(f.status)(w, r)
+		f.withRunning(f.status)(w, r)
 		return
 	}
 	running.CaptureHandler().ServeHTTP(w, r)
@@ -98,7 +98,7 @@ func (f *front) capture(w http.ResponseWriter, r *http.Request) {
 
 func (f *front) metrics(secure *httpserve.Secure) http.Handler {
 	mux := http.NewServeMux()
-	mux.Handle("GET /metrics", secure.Guarded(f.using(f.scrape)))
+	mux.Handle("GET /metrics", secure.Guarded(f.withRunning(f.scrape)))
 	// The process is alive if it answers. It must not be killed because a peer or the API
 	// server is unavailable.
 	mux.HandleFunc("GET /healthz", func(w http.ResponseWriter, _ *http.Request) { fmt.Fprintln(w, "ok") })
@@ -142,9 +142,9 @@ func (f *front) readiness(pod string, self, running bool, err error) (text strin
 	return "ok, standby for " + pod, true
 }
 
-// using returns a handler that runs handler with the lock held for reading. It sends the response
-// only after it has released the lock, so that a slow client does not delay set.
-func (f *front) using(handler http.HandlerFunc) http.HandlerFunc {
+// withRunning returns a handler that runs handler with the lock held for reading. It sends the
+// response only after it has released the lock, so that a slow client does not delay set.
+func (f *front) withRunning(handler http.HandlerFunc) http.HandlerFunc {
 	return func(w http.ResponseWriter, r *http.Request) {
 		answer := answer{header: w.Header(), code: http.StatusOK}
 		f.mu.RLock()

@@ -220,7 +220,7 @@ func (k *kubeGateway) run(ctx context.Context, options gateway.Options) error {
 	defer unwatch()
 	options.PodNetwork, options.Gate = !k.hostNetwork, replica.MaySend
 	options.InBand = k.inBand(replica)
-	link := flowsync.NewLink(options.Flows, k.links(replica))
+	link := flowsync.NewLink(options.Flows, k.linkOptions(replica))
 	linked, unlink := context.WithCancel(context.WithoutCancel(ctx))
 	var linking sync.WaitGroup
 	linking.Go(func() { link.Run(linked) })
@@ -266,16 +266,16 @@ func (k *kubeGateway) run(ctx context.Context, options gateway.Options) error {
 	}
 	err = replica.Run(ctx, serve, func() error { return gateway.Clear(options.PodNetwork, log) })
 	if err != nil && ctx.Err() == nil { // the last message of this process
-		if eventErr := events.Warn(ctx, "Failed", ended(err)); eventErr != nil {
+		if eventErr := events.Warn(ctx, "Failed", endedMessage(err)); eventErr != nil {
 			log.Warn("cannot send an Event about the failure", "error", eventErr)
 		}
 	}
 	return err
 }
 
-// ended returns the message of an Event about a gateway that ended with an error. The log has
-// the whole error.
-func ended(err error) string {
+// endedMessage returns the message of an Event about a gateway that ended with an error. The log
+// has the whole error.
+func endedMessage(err error) string {
 	return "the gateway ended: " + kubeerr.Plain("the API server", err).Error()
 }
 
@@ -288,9 +288,9 @@ func presharedOf(keys map[string]kube.PresharedKey) map[string]datapath.Preshare
 	return all
 }
 
-// links returns the options for the connections by which the gateways of the installation copy
-// flows.
-func (k *kubeGateway) links(replica *kube.Gateway) flowsync.Options {
+// linkOptions returns the options for the connections by which the gateways of the installation
+// copy flows.
+func (k *kubeGateway) linkOptions(replica *kube.Gateway) flowsync.Options {
 	return flowsync.Options{
 		Listen: func() (net.Listener, error) {
 			return net.ListenTCP("tcp", net.TCPAddrFromAddrPort(netip.AddrPortFrom(k.source.PodIP, flowsync.Port)))

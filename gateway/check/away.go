@@ -40,7 +40,7 @@ const (
 func (m *Monitor) Sessions(stats map[[32]byte]datapath.Stats, now time.Time) (try, rest [][32]byte) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	var away []*checked
+	var away []*peerState
 	answered, lost := 0.0, 0.0
 	for _, p := range m.peers {
 		s := stats[p.Key]
@@ -80,7 +80,7 @@ func (m *Monitor) Sessions(stats map[[32]byte]datapath.Stats, now time.Time) (tr
 		again = fastRate
 	}
 	pause := max(device.RekeyTimeout, time.Duration(len(away))*time.Second/time.Duration(again))
-	slices.SortFunc(away, func(a, b *checked) int { return cmp.Or(a.tried.Compare(b.tried), cmp.Compare(a.ID, b.ID)) })
+	slices.SortFunc(away, func(a, b *peerState) int { return cmp.Or(a.tried.Compare(b.tried), cmp.Compare(a.ID, b.ID)) })
 	first := fastRate
 	for _, p := range away { // the sort puts peers that were never tried first
 		left, due := &again, now.Sub(p.tried) >= pause
@@ -115,11 +115,11 @@ func (m *Monitor) TestSession(key [32]byte) {
 	}
 }
 
-// test pings a peer reported by TestSession, and starts a handshake if no answer comes. Without
-// that, WireGuard would start one only after 15 seconds.
-func (m *Monitor) test(key [32]byte) {
+// testSession pings a peer reported by TestSession, and starts a handshake if no answer comes.
+// Without that, WireGuard would start one only after 15 seconds.
+func (m *Monitor) testSession(key [32]byte) {
 	m.mu.Lock()
-	var p *checked
+	var p *peerState
 	for _, q := range m.peers {
 		if q.Key == key {
 			p = q
@@ -129,7 +129,7 @@ func (m *Monitor) test(key [32]byte) {
 	if p == nil {
 		return
 	}
-	m.ping([]*checked{p})
+	m.ping([]*peerState{p})
 	m.mu.Lock()
 	sent, wait := p.sent[(p.n-1)%window].at, testPatience+p.result.RTT
 	m.mu.Unlock()

@@ -151,16 +151,16 @@ type Monitor struct {
 	answered atomic.Uint64 // number of answered PINGs
 
 	mu       sync.Mutex
-	peers    map[string]*checked
-	bySource map[netip.Addr]*checked // peers by the source address of their PINGs
-	slots    [slots][]*checked
+	peers    map[string]*peerState
+	bySource map[netip.Addr]*peerState // peers by the source address of their PINGs
+	slots    [slots][]*peerState
 	// answers holds moving averages of the handshakes per second that peers answered and did not
 	// answer (see Sessions).
 	answers struct{ answered, lost float64 }
 }
 
-// checked is the Monitor's state of one peer.
-type checked struct {
+// peerState is the Monitor's state of one peer.
+type peerState struct {
 	Peer
 	result Result
 	slot   int
@@ -187,7 +187,7 @@ type probe struct {
 // Start starts both roles. The Monitor owns port.
 func Start(port Port, o Options) *Monitor {
 	m := &Monitor{port: port, o: o,
-		fresh: make(chan struct{}, 1), suspects: make(chan [32]byte, burst), done: make(chan struct{}), peers: make(map[string]*checked), bySource: make(map[netip.Addr]*checked)}
+		fresh: make(chan struct{}, 1), suspects: make(chan [32]byte, burst), done: make(chan struct{}), peers: make(map[string]*peerState), bySource: make(map[netip.Addr]*peerState)}
 	if o.Hold != nil {
 		m.hold(o.Hold)
 	}
@@ -230,7 +230,7 @@ func (m *Monitor) Change(peers []Peer, removed []string) {
 			m.forget(p)
 		}
 	}
-	var anew []*checked
+	var anew []*peerState
 	for i := range peers {
 		was := m.peers[peers[i].ID]
 		if was != nil {
@@ -240,7 +240,7 @@ func (m *Monitor) Change(peers []Peer, removed []string) {
 			}
 			m.forget(was)
 		}
-		p := &checked{Peer: peers[i], begun: now, result: Result{State: Connecting, Since: now}}
+		p := &peerState{Peer: peers[i], begun: now, result: Result{State: Connecting, Since: now}}
 		p.limit(p.BaseMTU, p.MaxMTU, now)
 		anew = append(anew, p)
 	}
@@ -262,7 +262,7 @@ func (m *Monitor) Change(peers []Peer, removed []string) {
 // peer keeps its state after a rotation of the key, because sessions survive that. It also keeps
 // its state if it is connected and only the configured endpoint of its gateway changes. Then it is
 // pinged at once, and counts as lost only after the usual threshold. The caller holds m.mu.
-func (m *Monitor) moved(p *checked, to Peer, now time.Time) bool {
+func (m *Monitor) moved(p *peerState, to Peer, now time.Time) bool {
 	from := p.Peer
 	rotated := from
 	rotated.Key = to.Key
@@ -281,12 +281,12 @@ func (m *Monitor) moved(p *checked, to Peer, now time.Time) bool {
 }
 
 // forget removes a peer. The caller holds m.mu.
-func (m *Monitor) forget(p *checked) {
+func (m *Monitor) forget(p *peerState) {
 	delete(m.peers, p.ID)
 	if m.bySource[p.Allowed[0].Addr()] == p {
 		delete(m.bySource, p.Allowed[0].Addr())
 	}
-	m.slots[p.slot] = slices.DeleteFunc(m.slots[p.slot], func(other *checked) bool { return other == p })
+	m.slots[p.slot] = slices.DeleteFunc(m.slots[p.slot], func(other *peerState) bool { return other == p })
 }
 
 // wakeSender makes the goroutine of send ping new peers.
@@ -359,7 +359,7 @@ func (m *Monitor) send() {
 		case <-m.fresh:
 			m.pingNew()
 		case key := <-m.suspects:
-			m.test(key)
+			m.testSession(key)
 		case <-turns.C:
 			now := int(time.Since(began) / slotTime)
 			for turn = max(turn, now-slots+1); turn <= now; turn++ {
@@ -387,7 +387,7 @@ func (m *Monitor) idle(turn int) int {
 
 // due returns the peers to ping in a turn. It leaves out new peers whose first PING is delayed or
 // was sent a moment ago.
-func (m *Monitor) due(turn int) (peers []*checked) {
+func (m *Monitor) due(turn int) (peers []*peerState) {
 	now := time.Now()
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -412,7 +412,7 @@ func (m *Monitor) pingNew() {
 	if now.Before(m.more) || m.held.Load() {
 		return
 	}
-	var peers []*checked
+	var peers []*peerState
 	m.mu.Lock()
 	for _, p := range m.peers {
 		if !p.back && p.n > 0 {
@@ -432,7 +432,7 @@ func (m *Monitor) pingNew() {
 
 // ping pings peers. For a peer that is away it only counts a PING, because a packet would occupy
 // memory until there is a session.
-func (m *Monitor) ping(peers []*checked) {
+func (m *Monitor) ping(peers []*peerState) {
 	type ping struct {
 		to   netip.AddrPort
 		text []byte
@@ -475,7 +475,7 @@ func (m *Monitor) findLate(now time.Time) {
 
 // loss returns the share of unanswered PINGs, and the number of PINGs that it is based on. PINGs
 // of the last interval may still be answered, so they do not count.
-func (p *checked) loss(now time.Time) (share float64, sent int) {
+func (p *peerState) loss(now time.Time) (share float64, sent int) {
 	lost := 0
 	for _, s := range p.sent[:min(p.n, window)] {
 		if !s.answered && now.Sub(s.at) < interval {

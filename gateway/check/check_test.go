@@ -356,7 +356,7 @@ func FuzzCheckMessage(f *testing.F) {
 				t.Errorf("sent %q, %v", out, err)
 			}
 		})
-		c := &Monitor{port: s, o: Options{Log: quiet}, peers: map[string]*checked{}, bySource: map[netip.Addr]*checked{}}
+		c := &Monitor{port: s, o: Options{Log: quiet}, peers: map[string]*peerState{}, bySource: map[netip.Addr]*peerState{}}
 		c.Set([]Peer{bravoPeer})
 		from := netip.MustParseAddrPort("10.246.0.0:9")
 		if probe {
@@ -437,7 +437,7 @@ func TestCheckSpreadsItsPingsOverTheInterval(t *testing.T) {
 func TestIncrementalCheckChangesEqualAFullConfiguration(t *testing.T) {
 	rng := rand.New(rand.NewPCG(14, 3))
 	fresh := func() *Monitor {
-		return &Monitor{o: Options{Log: quiet}, peers: make(map[string]*checked), bySource: make(map[netip.Addr]*checked)}
+		return &Monitor{o: Options{Log: quiet}, peers: make(map[string]*peerState), bySource: make(map[netip.Addr]*peerState)}
 	}
 	peerOf := func(i int) Peer {
 		p := manyPeers(i + 1)[i]

@@ -323,7 +323,7 @@ func (s *pathSearch) conclude(round []pathProbe, best int, now time.Time) (chang
 }
 
 // limit sets the bounds of the search for the path MTU to a peer.
-func (p *checked) limit(base, ceiling int, now time.Time) {
+func (p *peerState) limit(base, ceiling int, now time.Time) {
 	p.BaseMTU, p.MaxMTU = base, ceiling
 	p.path.limit(base, ceiling, now)
 }
@@ -389,7 +389,7 @@ func (m *Monitor) searchPaths(now time.Time) {
 	}
 }
 
-func (m *Monitor) enter(p *checked, s State, now time.Time) {
+func (m *Monitor) enter(p *peerState, s State, now time.Time) {
 	p.result.State, p.result.Since = s, now
 	if s == Connected {
 		p.path.begin(now)

@@ -54,19 +54,19 @@ type slab struct {
 	waiting int
 }
 
-// waiting is a data message in the queue of a peer.
-type waiting struct {
+// waitingMessage is a data message in the queue of a peer.
+type waitingMessage struct {
 	b    []byte
 	from conn.Endpoint
 	in   *slab
 }
 
-func (w *waiting) cost() int { return messageCost + len(w.b) }
+func (w *waitingMessage) cost() int { return messageCost + len(w.b) }
 
 // A queue holds the waiting messages of one peer, in order of arrival.
 type queue struct {
-	peer     *peer     // nil: messages that cannot be attributed to a peer
-	messages []waiting // those from index first on are waiting
+	peer     *peer            // nil: messages that cannot be attributed to a peer
+	messages []waitingMessage // those from index first on are waiting
 	first    int
 	cost     int    // total cost of the waiting messages
 	deficit  int    // cost that may still be used in this turn
@@ -85,7 +85,7 @@ func (b *backlog) empty() bool { return b.first == nil }
 
 // push adds a message to the queue of p. A nil p stands for messages without a peer, which share a
 // queue. The message must be the last one in its slab. push returns false if there is no room.
-func (b *backlog) push(p *peer, w waiting) bool {
+func (b *backlog) push(p *peer, w waitingMessage) bool {
 	q := b.queues[p]
 	if q == nil {
 		q = b.begin(p)
@@ -143,7 +143,7 @@ func (b *backlog) append(q *queue) {
 }
 
 // pop removes and returns the next message in turn. The backlog must not be empty.
-func (b *backlog) pop() waiting {
+func (b *backlog) pop() waitingMessage {
 	for b.first.deficit <= 0 {
 		q := b.first
 		b.first = q.next
@@ -152,7 +152,7 @@ func (b *backlog) pop() waiting {
 	}
 	q := b.first
 	w := q.messages[q.first]
-	q.messages[q.first] = waiting{}
+	q.messages[q.first] = waitingMessage{}
 	q.first++
 	q.cost -= w.cost()
 	q.deficit -= w.cost()

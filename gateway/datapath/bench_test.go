@@ -168,7 +168,7 @@ func BenchmarkGateways(b *testing.B) {
 		}
 		return nil
 	})
-	pod, remote := from.pod, to.seen(to.pod)
+	pod, remote := from.pod, to.seenAddr(to.pod)
 	for _, tc := range []struct {
 		name    string
 		window  int // packets in flight
@@ -194,7 +194,7 @@ func BenchmarkGateways(b *testing.B) {
 					select {
 					case <-arrived:
 					case <-time.After(time.Second):
-						b.Fatalf("lost: %s", lost(network, from, to))
+						b.Fatalf("lost: %s", lossReport(network, from, to))
 					}
 				}
 			}

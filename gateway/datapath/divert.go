@@ -61,7 +61,7 @@ func (o *outbound) readInjected(b *batch) {
 		if n == 0 {
 			return
 		}
-		o.outbound(b, o.scratch[:n])
+		o.handlePacket(b, o.scratch[:n])
 	}
 }
 

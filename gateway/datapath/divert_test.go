@@ -37,7 +37,7 @@ func TestDivertedPacketsCanBeReinjectedUnaltered(t *testing.T) {
 func TestDivertWaitsForPacketsInFlight(t *testing.T) {
 	for range 5 {
 		a, b := startGateways(t, &memlink.Network{}, plans[0], datapath.Options{})
-		p := plain(udp4(at(a.pod, 9), at(b.seen(b.pod), 9), make([]byte, 400)))
+		p := plain(udp4(at(a.pod, 9), at(b.seenAddr(b.pod), 9), make([]byte, 400)))
 		stop := make(chan struct{})
 		var flood sync.WaitGroup
 		for range 4 {

@@ -69,7 +69,7 @@ func (t *Tunnel) Write(bufs [][]byte, offset int) (int, error) {
 	for _, p := range t.peers.Load().byState {
 		from = p
 	}
-	if err := w.packets(from, w.bufs); err != nil {
+	if err := w.writePackets(from, w.bufs); err != nil {
 		return 0, err
 	}
 	return len(bufs), nil
@@ -231,7 +231,7 @@ func (b *Backlog) Push(m []byte) bool {
 		p = new(peer)
 		b.peers[int(m[0])] = p
 	}
-	return b.b.push(p, waiting{m, nil, &b.slab})
+	return b.b.push(p, waitingMessage{m, nil, &b.slab})
 }
 
 func (b *Backlog) Pop() []byte { return b.b.pop().b }
@@ -317,7 +317,7 @@ func (t *Tunnel) Replay(key [32]byte) Replay { return Replay{t.peer(key), t.Keyp
 func (r Replay) First(counter uint64) bool {
 	in := newInbound(r.p.t)
 	in.run.messages = []message{{b: make([]byte, headerLen+1), counter: counter, from: endpointOf(r.p.dev)}}
-	from, _ := in.first(r.p, r.k)
+	from, _ := in.refuseReplays(r.p, r.k)
 	return from != nil
 }
 

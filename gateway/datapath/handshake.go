@@ -222,7 +222,7 @@ func (h *handshakes) receive(closed <-chan struct{}, bufs [][]byte, sizes []int,
 		if h.forgot(m.b[:m.n]) {
 			continue
 		}
-		h.choose(m.b[:m.n])
+		h.chooseKey(m.b[:m.n])
 		sizes[n], eps[n] = copy(bufs[n], m.b[:m.n]), m.from
 		if n++; n == len(bufs) {
 			return n, nil
@@ -343,7 +343,7 @@ func (h *handshakes) Send(bufs [][]byte, to conn.Endpoint) error {
 	err := h.t.wire.Send(bufs, to)
 	if err != nil && alone {
 		if p := h.peerOf(m); p != nil {
-			p.fail(err, time.Now())
+			p.recordFailure(err, time.Now())
 		}
 	}
 	return err
@@ -370,10 +370,10 @@ func (h *handshakes) observe(messageType uint32, m []byte, to conn.Endpoint) {
 			h.t.recheckSoon()
 		}
 	case device.MessageCookieReplyType:
-		h.t.answered(binary.LittleEndian.Uint32(m[4:]), to)
+		h.t.recordAnswer(binary.LittleEndian.Uint32(m[4:]), to)
 	case device.MessageInitiationType, device.MessageResponseType:
 		if messageType == device.MessageResponseType {
-			h.t.answered(binary.LittleEndian.Uint32(m[8:]), to)
+			h.t.recordAnswer(binary.LittleEndian.Uint32(m[8:]), to)
 		}
 		p := h.peerOf(m)
 		if p == nil {
@@ -381,10 +381,10 @@ func (h *handshakes) observe(messageType uint32, m []byte, to conn.Endpoint) {
 		}
 		index := binary.LittleEndian.Uint32(m[4:])
 		if messageType == device.MessageResponseType {
-			p.preshared.responded(index)
+			p.preshared.recordResponse(index)
 			p.initiated.Store(&answeredInitiation{to, time.Now()})
 		}
-		p.sentAny()
+		p.recordAnySent()
 		h.crossings.Lock()
 		defer h.crossings.Unlock()
 		if messageType == device.MessageInitiationType {
@@ -392,7 +392,7 @@ func (h *handshakes) observe(messageType uint32, m []byte, to conn.Endpoint) {
 			p.begun = initiation{index, time.Now()}
 			return
 		}
-		p.receivedAny() // the device responds only to authentic initiations
+		p.recordAnyReceived() // the device responds only to authentic initiations
 		p.answers.Add(1)
 		p.answered.Store(h.t.stamp(time.Now()))
 		if time.Since(p.begun.at) < device.RekeyTimeout {
@@ -415,8 +415,8 @@ func (h *handshakes) forgot(m []byte) bool {
 		return false
 	}
 	delete(h.forgotten, index)
-	p.preshared.crossed()
-	p.crossed(time.Since(p.begun.at))
+	p.preshared.handleCrossing()
+	p.handleCrossing(time.Since(p.begun.at))
 	return true
 }
 

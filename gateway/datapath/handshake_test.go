@@ -294,8 +294,8 @@ func (p *pair) floodFromElsewhere(t *testing.T, to *end) {
 	p.flood(t, to, func(m [][]byte) { _ = bad.Send(m, to.wire.Endpoint(to.place)) })
 }
 
-// cookied reports whether an initiation was made with a cookie.
-func cookied(m message) bool { return string(m.b[132:]) != string(make([]byte, 16)) }
+// hasCookie reports whether an initiation was made with a cookie.
+func hasCookie(m message) bool { return string(m.b[132:]) != string(make([]byte, 16)) }
 
 // A peer at its known address is answered at once while initiations from other addresses flood
 // the gateway.
@@ -443,7 +443,7 @@ func TestPeerConnectsWithACookieDuringAFlood(t *testing.T) {
 				time.Sleep(rekeyTimeout + mostJitter + time.Second)
 				b.wants(t, 1)
 				list := a.wire.messages(initiations)
-				if len(list) != 2 || cookied(list[0]) || !cookied(list[1]) {
+				if len(list) != 2 || hasCookie(list[0]) || !hasCookie(list[1]) {
 					t.Errorf("%d initiations: want two, of which the second shows the cookie", len(list))
 				}
 				if n := b.drops(natengine.Inbound, natengine.DropHandshakeQueue); n < 1000 {
@@ -553,7 +553,7 @@ func TestEachRefusedHandshakeIsCounted(t *testing.T) {
 		var g device.CookieGenerator
 		g.Init(b.key.public)
 		g.AddMacs(response)
-		b.tell(t, s, initiationFor(a.key.public, 1), initiationFor(b.key.public, 2), response)
+		b.sendFrom(t, s, initiationFor(a.key.public, 1), initiationFor(b.key.public, 2), response)
 		for reason, want := range map[natengine.Drop]uint64{natengine.DropHandshakeKey: 1, natengine.DropHandshakeRefused: 2} {
 			if n := b.drops(natengine.Inbound, reason); n != want {
 				t.Errorf("%d counted as %s: want %d", n, reason, want)

@@ -185,7 +185,7 @@ func (t *Tunnel) replace(private [32]byte) error {
 	// lock of its key and waits for the peer's timers, which may in turn wait for that lock. So such
 	// peers are removed before.
 	own := t.current()
-	t.keep(func(p *peer) bool { return !p.retired.Load() && p.key != device.NoisePublicKey(public) })
+	t.filterPeers(func(p *peer) bool { return !p.retired.Load() && p.key != device.NoisePublicKey(public) })
 	return own.setPrivate(private, [32]byte(public))
 }
 
@@ -242,7 +242,7 @@ func newTwin(id *identity, p *peer) (*peer, error) {
 	}
 	q := newPeer(id, p.state, p.key, dev, nil)
 	q.gateway.Store(p.gateway.Load())
-	q.preshared.set(p.preshared.wanted())
+	q.preshared.set(p.preshared.current())
 	if e := endpointOf(p.dev); e != nil {
 		dev.SetEndpointFromPacket(e)
 	}
@@ -255,7 +255,7 @@ func (t *Tunnel) withdraw() {
 	if ids.next == nil {
 		return
 	}
-	t.keep(func(p *peer) bool { return p.identity != ids.next })
+	t.filterPeers(func(p *peer) bool { return p.identity != ids.next })
 	t.ids.Store(&identities{current: ids.current})
 	ids.next.dev.Close()
 }
@@ -286,8 +286,9 @@ func (t *Tunnel) promote() {
 	t.recheckSoon()
 }
 
-// keep removes from the table all peers for which valid returns false. The caller holds t.mu.
-func (t *Tunnel) keep(valid func(p *peer) bool) {
+// filterPeers removes from the table all peers for which valid returns false. The caller holds
+// t.mu.
+func (t *Tunnel) filterPeers(valid func(p *peer) bool) {
 	table := t.peers.Load().clone()
 	for dev, p := range table.byDevice {
 		if valid(p) {
@@ -298,7 +299,7 @@ func (t *Tunnel) keep(valid func(p *peer) bool) {
 			delete(table.byState, p.state)
 			delete(table.addrs, p)
 		}
-		table.without(p)
+		table.removeSibling(p)
 	}
 	t.publish(table)
 }
@@ -310,17 +311,17 @@ func (t *peerTable) clone() *peerTable {
 		addrs: maps.Clone(t.addrs), byAddr: t.byAddr}
 }
 
-// without removes a peer from t.siblings.
-func (t *peerTable) without(p *peer) {
+// removeSibling removes a peer from t.siblings.
+func (t *peerTable) removeSibling(p *peer) {
 	rest := slices.DeleteFunc(slices.Clone(t.siblings[p.state]), func(q *peer) bool { return q == p })
 	if t.siblings[p.state] = rest; len(rest) == 0 {
 		delete(t.siblings, p.state)
 	}
 }
 
-// living returns the peers of a state that are not retired, and so may start handshakes. The caller
-// owns the slice.
-func (t *peerTable) living(state *natengine.PeerState) []*peer {
+// livePeers returns the peers of a state that are not retired, and so may start handshakes. The
+// caller owns the slice.
+func (t *peerTable) livePeers(state *natengine.PeerState) []*peer {
 	p := t.byState[state]
 	if p == nil {
 		return nil
@@ -334,16 +335,16 @@ func (t *peerTable) living(state *natengine.PeerState) []*peer {
 	return all
 }
 
-// newest returns the newest session that can encrypt for a peer, and the peer of the table to which
-// that session belongs. The keypair is nil if there is no such session.
-func (t *peerTable) newest(p *peer, now time.Time) (*peer, *device.Keypair) {
-	k := p.sending(now)
+// newestSession returns the newest session that can encrypt for a peer, and the peer of the table
+// to which that session belongs. The keypair is nil if there is no such session.
+func (t *peerTable) newestSession(p *peer, now time.Time) (*peer, *device.Keypair) {
+	k := p.sendingKeypair(now)
 	if len(t.siblings) == 0 {
 		return p, k
 	}
 	via := p
 	consider := func(q *peer) {
-		other := q.sending(now)
+		other := q.sendingKeypair(now)
 		if other != nil && (k == nil || keypairCreated.ptr(other).After(*keypairCreated.ptr(k))) {
 			via, k = q, other
 		}
@@ -363,15 +364,15 @@ func (p *peer) follow(table *peerTable) {
 	if len(table.siblings) == 0 {
 		return
 	}
-	if via, k := table.newest(p, time.Now()); via != p && k != nil {
+	if via, k := table.newestSession(p, time.Now()); via != p && k != nil {
 		if e := endpointOf(via.dev); e != nil {
 			p.dev.SetEndpointFromPacket(e)
 		}
 	}
 }
 
-// wanted returns the keys of the last call of set.
-func (s *preshared) wanted() PresharedKeys {
+// current returns the keys of the last call of set.
+func (s *preshared) current() PresharedKeys {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return s.keys
@@ -380,9 +381,9 @@ func (s *preshared) wanted() PresharedKeys {
 // key returns the public key of the identity.
 func (id *identity) key() [32]byte { return *id.public.Load() }
 
-// latest returns the peer with the newest session, among p and the other peers for the same engine
-// peer.
-func (t *peerTable) latest(p *peer, now time.Time) *peer {
+// latestPeer returns the peer with the newest session, among p and the other peers for the same
+// engine peer.
+func (t *peerTable) latestPeer(p *peer, now time.Time) *peer {
 	if len(t.siblings) == 0 {
 		return p
 	}

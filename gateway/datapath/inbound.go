@@ -178,7 +178,7 @@ func (in *inbound) enqueue(m []byte, from conn.Endpoint, s *slab) {
 		in.t.unknownSession(from, in.now)
 		return
 	}
-	if in.backlog.push(p, waiting{m, from, s}) {
+	if in.backlog.push(p, waitingMessage{m, from, s}) {
 		return
 	}
 	var state *natengine.PeerState
@@ -296,7 +296,7 @@ func (in *inbound) open() {
 		return
 	}
 	dev, k := in.t.lookup(r.index)
-	if p := in.t.peers.Load().byDevice[dev]; p != nil && k != nil && fresh(k, in.now) {
+	if p := in.t.peers.Load().byDevice[dev]; p != nil && k != nil && isFresh(k, in.now) {
 		in.openFor(p, k)
 	} else {
 		for i := range r.messages {
@@ -323,7 +323,7 @@ func (in *inbound) openFor(p *peer, k *device.Keypair) {
 			m.b = m.b[:headerLen+len(opened)]
 		}
 	}
-	from, data := in.first(p, k)
+	from, data := in.refuseReplays(p, k)
 	if from == nil {
 		return
 	}
@@ -331,7 +331,7 @@ func (in *inbound) openFor(p *peer, k *device.Keypair) {
 	p.dev.SetEndpointFromPacket(from)
 	in.t.locations.note(p, from, in.now)
 	peerReceived.ptr(p.dev).Add(uint64(r.octets))
-	p.received(k, in.now, data)
+	p.recordReceived(k, in.now, data)
 	for i := range r.messages {
 		m := &r.messages[i]
 		if len(m.b) <= headerLen { // nil if refused; otherwise a keepalive
@@ -353,17 +353,17 @@ func (in *inbound) openFor(p *peer, k *device.Keypair) {
 	if len(r.packets) > 0 {
 		// Ignore the error: dropped packets are already counted, and the outbound goroutine notices
 		// when the link has ended.
-		_ = in.write.packets(p, r.packets)
+		_ = in.write.writePackets(p, r.packets)
 		clear(r.packets)
 		r.packets = r.packets[:0]
 	}
 }
 
-// first refuses the replayed messages of the current run. It returns the endpoint of the last
-// message that is no replay, or nil if all are replays. It also reports whether any such message is
-// more than a keepalive. It ignores messages that failed decryption, so forged ones do not move the
-// replay window.
-func (in *inbound) first(p *peer, k *device.Keypair) (from conn.Endpoint, data bool) {
+// refuseReplays refuses the replayed messages of the current run. It returns the endpoint of the
+// last message that is no replay, or nil if all are replays. It also reports whether any such
+// message is more than a keepalive. It ignores messages that failed decryption, so forged ones do
+// not move the replay window.
+func (in *inbound) refuseReplays(p *peer, k *device.Keypair) (from conn.Endpoint, data bool) {
 	r := &in.run
 	window := keypairWindow.ptr(k)
 	p.windows.Lock()
@@ -388,7 +388,7 @@ func (in *inbound) first(p *peer, k *device.Keypair) (from conn.Endpoint, data b
 func (in *inbound) refuse(peer *natengine.PeerState, m []byte, from conn.Endpoint, why natengine.Drop) {
 	in.t.engine.Count(peer, natengine.Inbound, why)
 	if in.tap.active() && !in.tap.to.Narrow() {
-		in.tap.outer(peer, m, from, why)
+		in.tap.showOuter(peer, m, from, why)
 	}
 }
 
@@ -397,14 +397,14 @@ func (in *inbound) refuse(peer *natengine.PeerState, m []byte, from conn.Endpoin
 func (in *inbound) show(peer *natengine.PeerState, m *message, size int) {
 	p := m.b[headerLen : headerLen+size]
 	if headers, wanted := in.tap.wantsInner(peer, p, false, time.Duration(in.t.stamp(in.now))); wanted {
-		in.tap.outer(peer, m.b[:len(m.b)+tagLen], m.from, natengine.DropNone)
-		in.tap.showInner(peer, p, headers)
+		in.tap.showOuter(peer, m.b[:len(m.b)+tagLen], m.from, natengine.DropNone)
+		in.tap.addInner(peer, p, headers)
 	}
 }
 
 func (in *inbound) showKeepalive(peer *natengine.PeerState, m *message) {
 	if !in.tap.to.Narrow() {
-		in.tap.outer(peer, m.b[:len(m.b)+tagLen], m.from, natengine.DropNone)
+		in.tap.showOuter(peer, m.b[:len(m.b)+tagLen], m.from, natengine.DropNone)
 	}
 }
 

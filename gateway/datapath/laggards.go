@@ -64,7 +64,7 @@ func (t *peerTable) laggards(next *identity, now time.Time) (all []*peer) {
 				continue
 			}
 			pause := min(time.Duration(max(1, q.introductions))*laggardPause, device.RekeyTimeout)
-			if len(all) == laggardsAtOnce || q.sending(now) != nil || now.Sub(q.introduced) < pause {
+			if len(all) == laggardsAtOnce || q.sendingKeypair(now) != nil || now.Sub(q.introduced) < pause {
 				continue
 			}
 			q.introduced = now

@@ -126,7 +126,7 @@ func (o *outbound) read(b *batch) error {
 			}
 			continue
 		}
-		o.outbound(b, o.scratch[:n])
+		o.handlePacket(b, o.scratch[:n])
 	}
 	o.traffic.flush()
 	return err
@@ -185,8 +185,8 @@ func (o *outbound) readLocal(b *batch) {
 	}
 }
 
-// outbound handles one packet from the link. p starts with the virtio header.
-func (o *outbound) outbound(b *batch, p []byte) {
+// handlePacket handles one packet from the link. p starts with the virtio header.
+func (o *outbound) handlePacket(b *batch, p []byte) {
 	if err := o.header.Decode(p); err != nil {
 		o.discard(p[min(len(p), packet.VirtioHeaderLen):], natengine.DropVirtioHeader)
 		return
@@ -206,7 +206,7 @@ func (o *outbound) outbound(b *batch, p []byte) {
 func (o *outbound) discard(p []byte, why natengine.Drop) {
 	o.t.engine.Count(nil, natengine.Outbound, why)
 	if o.tap.active() {
-		o.tap.dropped(capture.BeforeNAT, nil, p, why)
+		o.tap.showDropped(capture.BeforeNAT, nil, p, why)
 	}
 }
 
@@ -261,7 +261,7 @@ func (o *outbound) show(v natengine.Verdict, gsoSize int, local bool) {
 	if gsoSize > 0 {
 		segments = (o.view.Len() - o.view.PayloadOffset() + gsoSize - 1) / gsoSize
 	}
-	o.tap.translated(&o.view, v, drop, segments, nil, o.now)
+	o.tap.showTranslated(&o.view, v, drop, segments, nil, o.now)
 }
 
 // release adds the fragments that the engine released together with the current packet.

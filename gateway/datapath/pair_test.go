@@ -426,8 +426,8 @@ func (p *pair) stranger(t testing.TB, addr string) *memlink.Bind {
 	return b
 }
 
-// tell sends messages to an end, from the socket b.
-func (e *end) tell(t testing.TB, b conn.Bind, messages ...[]byte) {
+// sendFrom sends messages to an end, from the socket b.
+func (e *end) sendFrom(t testing.TB, b conn.Bind, messages ...[]byte) {
 	t.Helper()
 	if err := b.Send(messages, e.wire.Endpoint(e.place)); err != nil {
 		t.Fatal(err)

@@ -137,7 +137,7 @@ func (t *Tunnel) set(table *peerTable, peers []Peer) error {
 	for _, p := range fresh {
 		if t.up {
 			p.dev.Start() // not earlier, so that its first message finds the peer in the table
-			if table.replaces(p) {
+			if table.hasRetired(p) {
 				p.initiation.arm(0)
 			}
 		}
@@ -157,7 +157,7 @@ func (t *Tunnel) member(table, old *peerTable, id *identity, want Peer) (p *peer
 	// The former key of a retired peer is in use again, by the same or another peer.
 	if p = old.byDevice[dev]; p != nil && p.retired.Load() {
 		delete(table.byDevice, dev)
-		table.without(p)
+		table.removeSibling(p)
 		p.stop()
 		id.dev.RemovePeer(key)
 		dev, p = nil, nil
@@ -179,8 +179,8 @@ func (t *Tunnel) member(table, old *peerTable, id *identity, want Peer) (p *peer
 	return newPeer(id, want.State, key, dev, p), true, nil
 }
 
-// replaces reports whether a peer has retired predecessors, which have former keys.
-func (t *peerTable) replaces(p *peer) bool {
+// hasRetired reports whether a peer has retired predecessors, which have former keys.
+func (t *peerTable) hasRetired(p *peer) bool {
 	return slices.ContainsFunc(t.siblings[p.state], func(q *peer) bool { return q.retired.Load() })
 }
 

@@ -256,7 +256,7 @@ func (t *Tunnel) toLocal(p *peer, v *packet.View, now time.Duration) natengine.D
 		}
 		return port.offer(v)
 	}
-	if streams := t.local.streams.Load(); p.streams.Load() && streams.has(v) {
+	if streams := t.local.streams.Load(); p.streams.Load() && streams.isSegment(v) {
 		return streams.deliver(p, v, now)
 	}
 	if !p.others.take(now, int64(1+len(v.Bytes())/otherLen), otherRate, otherBurst) {

@@ -86,14 +86,14 @@ func (s *preshared) set(keys PresharedKeys) {
 		return
 	}
 	s.keys, s.settled, s.certain = keys, false, nil
-	if s.use(keys.Key); !keys.Changing {
+	if s.useKey(keys.Key); !keys.Changing {
 		s.settle(grace)
 	}
 }
 
-// use sets the device's key. A response that the device has made but not sent keeps its key, so
-// use records that key in made. The caller holds s.mu.
-func (s *preshared) use(key [32]byte) {
+// useKey sets the device's key. A response that the device has made but not sent keeps its key, so
+// useKey records that key in made. The caller holds s.mu.
+func (s *preshared) useKey(key [32]byte) {
 	mu := peerHandshakeMu.ptr(s.dev)
 	mu.Lock()
 	defer mu.Unlock()
@@ -109,13 +109,13 @@ func (s *preshared) use(key [32]byte) {
 
 // settle ends a change of the key. The caller holds s.mu.
 func (s *preshared) settle(grace time.Duration) {
-	s.use(s.keys.Key)
+	s.useKey(s.keys.Key)
 	s.settled, s.since = true, time.Now().Add(grace)
 }
 
-// responded records that the device sends a response, given its sender index. It then selects the
-// key for the next response.
-func (s *preshared) responded(index uint32) {
+// recordResponse records that the device sends a response, given its sender index. It then selects
+// the key for the next response.
+func (s *preshared) recordResponse(index uint32) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.sent = s.next; index == s.made.index {
@@ -124,15 +124,15 @@ func (s *preshared) responded(index uint32) {
 	switch {
 	case s.settled || !s.keys.Changing:
 	case s.sent == s.keys.Key:
-		s.use(s.keys.Previous)
+		s.useKey(s.keys.Previous)
 	default:
-		s.use(s.keys.Key)
+		s.useKey(s.keys.Key)
 	}
 }
 
-// confirmed records that the peer has used k, the session of the last response. So the peer has the
-// preshared key of that session.
-func (s *preshared) confirmed(k *device.Keypair) {
+// recordConfirmation records that the peer has used k, the session of the last response. So the
+// peer has the preshared key of that session.
+func (s *preshared) recordConfirmation(k *device.Keypair) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.keys.Changing && !s.settled && s.sent == s.keys.Key {
@@ -141,8 +141,8 @@ func (s *preshared) confirmed(k *device.Keypair) {
 	}
 }
 
-// choose sets the device's key to the one that was used in a response m of the peer.
-func (s *preshared) choose(private *device.NoisePrivateKey, m []byte) {
+// chooseKey sets the device's key to the one that was used in a response m of the peer.
+func (s *preshared) chooseKey(private *device.NoisePrivateKey, m []byte) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.settled || !s.keys.Changing {
@@ -153,7 +153,7 @@ func (s *preshared) choose(private *device.NoisePrivateKey, m []byte) {
 	case ok && r.madeWith(s.keys.Key):
 		s.settle(0)
 	case ok && r.madeWith(s.keys.Previous):
-		s.use(s.keys.Previous)
+		s.useKey(s.keys.Previous)
 		time.AfterFunc(presharedGrace, s.tryKey)
 	}
 }
@@ -165,21 +165,21 @@ func (s *preshared) tryKey() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.keys.Changing && !s.settled {
-		s.use(s.keys.Key)
+		s.useKey(s.keys.Key)
 	}
 }
 
-// crossed handles two handshakes that have crossed, so that our last response is void. It is
+// handleCrossing handles two handshakes that have crossed, so that our last response is void. It is
 // still unknown whether the peer has the new key, so the next response uses the same key.
-func (s *preshared) crossed() {
+func (s *preshared) handleCrossing() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	switch {
 	case s.settled || !s.keys.Changing:
 	case s.sent == s.keys.Previous:
-		s.use(s.keys.Previous)
+		s.useKey(s.keys.Previous)
 	default: // the new key; the keys may have changed since that response
-		s.use(s.keys.Key)
+		s.useKey(s.keys.Key)
 	}
 }
 
@@ -195,14 +195,14 @@ func (s *preshared) protects(k *device.Keypair) (id string, ok bool) {
 	return id, ok
 }
 
-// choose makes the device use the right preshared key for a response m, before it reads m.
-func (h *handshakes) choose(m []byte) {
+// chooseKey makes the device use the right preshared key for a response m, before it reads m.
+func (h *handshakes) chooseKey(m []byte) {
 	if m[0] != device.MessageResponseType {
 		return
 	}
 	dev, _ := lookup(h.identity.dev, binary.LittleEndian.Uint32(m[8:]))
 	if p := h.t.peers.Load().byDevice[dev]; p != nil {
-		p.preshared.choose(h.identity.private.Load(), m)
+		p.preshared.chooseKey(h.identity.private.Load(), m)
 	}
 }
 

@@ -318,7 +318,7 @@ func recorded(t *testing.T, agreed, changing bool) {
 
 	initiation, h := noise.Initiate(far, static.PublicKey(), time.Now())
 	h.Preshared = psk
-	a.tell(t, there, initiation)
+	a.sendFrom(t, there, initiation)
 	time.Sleep(time.Second)
 	answers := a.wire.messages(func(m []byte) bool { return m[0] == noise.ResponseType })
 	if len(answers) != 1 {
@@ -333,7 +333,7 @@ func recorded(t *testing.T, agreed, changing bool) {
 	for n := range uint32(packets) {
 		m := session.SealPadded(numbered(podOf(1), podOf(0), n, 100))
 		capture = append(capture, append([]byte(nil), m...))
-		a.tell(t, there, m)
+		a.sendFrom(t, there, m)
 		a.send(t, n)
 		time.Sleep(time.Millisecond)
 	}

@@ -53,7 +53,7 @@ func (t *Tunnel) retireFor(table, old *peerTable, fresh *peer) {
 			t.endpoints[fresh.key] = at
 		}
 	}
-	for _, p := range old.living(fresh.state) {
+	for _, p := range old.livePeers(fresh.state) {
 		if table.byDevice[p.dev] == nil && p.retire() {
 			table.byDevice[p.dev], table.siblings[fresh.state] = p, append(slices.Clone(table.siblings[fresh.state]), p)
 		}
@@ -75,7 +75,7 @@ func (t *peerTable) limitRetired(state *natengine.PeerState) {
 		}
 		if retired++; retired > maxRetired {
 			delete(t.byDevice, p.dev)
-			t.without(p)
+			t.removeSibling(p)
 		}
 	}
 }
@@ -96,11 +96,11 @@ func (t *Tunnel) sweepRetired() {
 		}
 		k := peerKeypairs.ptr(p.dev)
 		current, next := k.Current(), keypairsNext.ptr(k).Load()
-		if (current == nil || !fresh(current, now)) && (next == nil || !fresh(next, now)) {
+		if (current == nil || !isFresh(current, now)) && (next == nil || !isFresh(next, now)) {
 			return false
 		}
-		for _, q := range table.living(p.state) {
-			if q.sending(now) != nil && p.replaced.IsZero() {
+		for _, q := range table.livePeers(p.state) {
+			if q.sendingKeypair(now) != nil && p.replaced.IsZero() {
 				p.replaced = now
 			}
 		}
@@ -119,7 +119,7 @@ func (t *Tunnel) sweepRetired() {
 		}
 	}
 	if len(removed) > 0 {
-		t.keep(func(p *peer) bool { return !removed[p] })
+		t.filterPeers(func(p *peer) bool { return !removed[p] })
 	}
 	if left {
 		t.sweep.Reset(retiredLook)

@@ -111,7 +111,7 @@ func (s *sealer) turnTo(state *natengine.PeerState, p *peer) {
 	if p == nil {
 		return
 	}
-	if s.via, s.keypair = s.table.newest(p, s.now); s.keypair == nil || len(p.staged.ring) == 0 {
+	if s.via, s.keypair = s.table.newestSession(p, s.now); s.keypair == nil || len(p.staged.ring) == 0 {
 		return
 	}
 	s.expire(p)
@@ -143,7 +143,7 @@ func (s *sealer) seal(p []byte, received bool) bool {
 	binary.LittleEndian.PutUint32(m[4:], *keypairRemote.ptr(k))
 	binary.LittleEndian.PutUint64(m[8:], counter)
 	binary.LittleEndian.PutUint64(s.nonce[4:], counter)
-	shown := s.tap.active() && s.tap.inner(s.state, p, received)
+	shown := s.tap.active() && s.tap.showInner(s.state, p, received)
 	if padded := min((len(p)+device.PaddingMultiple-1)&^(device.PaddingMultiple-1), s.mtu); padded > len(p) {
 		plain := m[headerLen : headerLen+padded]
 		clear(plain[copy(plain, p):])
@@ -151,7 +151,7 @@ func (s *sealer) seal(p []byte, received bool) bool {
 	}
 	s.sealed = append(s.sealed, (*keypairSend.ptr(k)).Seal(m[:headerLen], s.nonce[:], p, nil))
 	if shown {
-		s.tap.outer(s.state, s.sealed[len(s.sealed)-1], endpointOf(s.via.dev), natengine.DropNone)
+		s.tap.showOuter(s.state, s.sealed[len(s.sealed)-1], endpointOf(s.via.dev), natengine.DropNone)
 	}
 	return true
 }
@@ -163,14 +163,14 @@ func (s *sealer) flush() {
 	}
 	// Record the sending time first. Otherwise it could seem to be later than an immediate answer of
 	// the peer.
-	s.via.sent(s.keypair, s.now)
+	s.via.recordSent(s.keypair, s.now)
 	if err := s.via.send(s.keypair, s.sealed, s.now); err != nil {
 		reason := natengine.DropTunnelSend
 		if errors.Is(err, bind.ErrShut) {
 			reason = natengine.DropNoMandate
 		}
 		s.count(s.state, bind.Unsent(err, len(s.sealed)), reason)
-		s.via.fail(err, s.now)
+		s.via.recordFailure(err, s.now)
 	}
 	clear(s.sealed)
 	s.sealed, s.used = s.sealed[:0], 0
@@ -186,8 +186,8 @@ func (s *sealer) finish() {
 	s.taken, s.table, s.state, s.peer, s.via, s.keypair = 0, nil, nil, nil, nil, nil
 }
 
-// sendStaged sends or expires the waiting packets of all peers. It runs when the first packet of
-// a peer has started to wait, and when recheckSoon was called: after a new session, or by the expiry
+// sendStaged sends or expires the waiting packets of all peers. It runs when the first packet of a
+// peer has started to wait, and when recheckSoon was called: after a new session, or by the expiry
 // timer.
 func (s *sealer) sendStaged() {
 	s.begin()
@@ -212,7 +212,7 @@ func (s *sealer) stage(p []byte) {
 	if s.peer == nil {
 		s.count(s.state, 1, natengine.DropPeerDown)
 		if s.tap.active() {
-			s.tap.dropped(capture.Tunnel, s.state, p, natengine.DropPeerDown)
+			s.tap.showDropped(capture.Tunnel, s.state, p, natengine.DropPeerDown)
 		}
 		return
 	}

@@ -92,10 +92,10 @@ type peer struct {
 	answers        atomic.Int64 // number of the peer's handshakes that the device answered
 	answered       atomic.Int64 // time of the last such answer
 	created        atomic.Int64 // creation time of the last session; stored by the method session
-	unsent         atomic.Pointer[unsent]
+	unsent         atomic.Pointer[sendFailure]
 	location       atomic.Pointer[location] // written only by locationCounts
 	removed        bool                     // the peer was removed; guarded by locationCounts.mu
-	renewed        atomic.Int64             // creation time of the session for which the method received last requested a handshake
+	renewed        atomic.Int64             // creation time of the session for which recordReceived last requested a handshake
 	checkRequested atomic.Int64             // when it was last reported that the peer may have another session
 
 	// sessionEndpoint is the session under which the peer last sent, with its endpoint. It is nil
@@ -120,10 +120,10 @@ func newPeer(id *identity, state *natengine.PeerState, key device.NoisePublicKey
 	if old != nil {
 		p.windows, p.preshared = old.windows, old.preshared
 	}
-	p.keepalive.timer = time.AfterFunc(time.Hour, func() { p.act(&p.keepalive, p.acknowledge) })
-	p.silence.timer = time.AfterFunc(time.Hour, func() { p.act(&p.silence, p.breakSilence) })
-	p.initiation.timer = time.AfterFunc(time.Hour, func() { p.act(&p.initiation, p.begin) })
-	p.crossing.timer = time.AfterFunc(time.Hour, func() { p.act(&p.crossing, p.uncross) })
+	p.keepalive.timer = time.AfterFunc(time.Hour, func() { p.runDeadline(&p.keepalive, p.acknowledge) })
+	p.silence.timer = time.AfterFunc(time.Hour, func() { p.runDeadline(&p.silence, p.breakSilence) })
+	p.initiation.timer = time.AfterFunc(time.Hour, func() { p.runDeadline(&p.initiation, p.beginHandshake) })
+	p.crossing.timer = time.AfterFunc(time.Hour, func() { p.runDeadline(&p.crossing, p.uncross) })
 	for _, d := range p.deadlines() {
 		d.timer.Stop()
 	}
@@ -208,8 +208,8 @@ func (d *deadline) arm(after time.Duration) {
 	}
 }
 
-// act runs f, the function of the deadline d. f may arm d again.
-func (p *peer) act(d *deadline, f func()) {
+// runDeadline runs f, the function of the deadline d. f may arm d again.
+func (p *peer) runDeadline(d *deadline, f func()) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if !p.stopped {
@@ -218,25 +218,25 @@ func (p *peer) act(d *deadline, f func()) {
 	}
 }
 
-// sending returns the keypair that encrypts messages to the peer, or nil if no keypair is usable
-// (section 6.1).
-func (p *peer) sending(now time.Time) *device.Keypair {
+// sendingKeypair returns the keypair that encrypts messages to the peer, or nil if no keypair is
+// usable (section 6.1).
+func (p *peer) sendingKeypair(now time.Time) *device.Keypair {
 	k := peerKeypairs.ptr(p.dev).Current()
-	if k == nil || !fresh(k, now) || keypairNonce.ptr(k).Load() >= device.RejectAfterMessages {
+	if k == nil || !isFresh(k, now) || keypairNonce.ptr(k).Load() >= device.RejectAfterMessages {
 		return nil
 	}
 	return k
 }
 
-// fresh reports whether k is young enough to send and accept messages.
-func fresh(k *device.Keypair, now time.Time) bool {
+// isFresh reports whether k is young enough to send and accept messages.
+func isFresh(k *device.Keypair, now time.Time) bool {
 	return now.Sub(*keypairCreated.ptr(k)) < device.RejectAfterTime
 }
 
-// sent records that data was sent under k at the time now.
-func (p *peer) sent(k *device.Keypair, now time.Time) {
+// recordSent records that data was sent under k at the time now.
+func (p *peer) recordSent(k *device.Keypair, now time.Time) {
 	at := p.t.stamp(now)
-	p.sentAny()
+	p.recordAnySent()
 	if p.unanswered.Load() == 0 {
 		p.unanswered.Store(at)
 		p.silence.arm(silenceTimeout + jitter())
@@ -247,20 +247,20 @@ func (p *peer) sent(k *device.Keypair, now time.Time) {
 	}
 }
 
-// sentAny records that an authenticated message was sent to the peer, which therefore needs no
-// keepalive.
-func (p *peer) sentAny() {
+// recordAnySent records that an authenticated message was sent to the peer, which therefore needs
+// no keepalive.
+func (p *peer) recordAnySent() {
 	if p.unacknowledged.Load() != 0 {
 		p.more.Store(false)
 		p.unacknowledged.Store(0)
 	}
 }
 
-// received records that messages, none of them a replay, were received under k at the time now.
-// data is true if one of them was more than a keepalive.
-func (p *peer) received(k *device.Keypair, now time.Time, data bool) {
+// recordReceived records that messages, none of them a replay, were received under k at the time
+// now. data is true if one of them was more than a keepalive.
+func (p *peer) recordReceived(k *device.Keypair, now time.Time, data bool) {
 	at := p.t.stamp(now)
-	p.receivedAny()
+	p.recordAnyReceived()
 	if data {
 		if p.unacknowledged.Load() == 0 {
 			p.unacknowledged.Store(at)
@@ -270,8 +270,8 @@ func (p *peer) received(k *device.Keypair, now time.Time, data bool) {
 		}
 	}
 	if p.dev.ReceivedWithKeypair(k) { // we were responder, and this is the first message under k
-		p.confirmed()
-		p.preshared.confirmed(k)
+		p.recordConfirmation()
+		p.preshared.recordConfirmation(k)
 	}
 	created := *keypairCreated.ptr(k)
 	if *keypairInitiator.ptr(k) && now.Sub(created) > lastMinute &&
@@ -281,16 +281,16 @@ func (p *peer) received(k *device.Keypair, now time.Time, data bool) {
 	}
 }
 
-// receivedAny records that the peer has sent an authenticated message.
-func (p *peer) receivedAny() {
+// recordAnyReceived records that the peer has sent an authenticated message.
+func (p *peer) recordAnyReceived() {
 	if p.unanswered.Load() != 0 {
 		p.unanswered.Store(0)
 	}
 }
 
-// confirmed imitates the device's own receiver when a session is confirmed, so that the device
-// stops repeating its initiation.
-func (p *peer) confirmed() {
+// recordConfirmation imitates the device's own receiver when a session is confirmed, so that the
+// device stops repeating its initiation.
+func (p *peer) recordConfirmation() {
 	(*peerRetransmit.ptr(p.dev)).Del()
 	peerAttempts.ptr(p.dev).Store(0)
 	p.t.recheckSoon()
@@ -298,12 +298,12 @@ func (p *peer) confirmed() {
 
 // session returns the creation time of the current session, or of the last one if the device has
 // erased its keys. It returns zero if there was no session. The session's age by the monotonic
-// clock decides whether messages are sent and accepted (see fresh).
+// clock decides whether messages are sent and accepted (see isFresh).
 func (p *peer) session(now time.Time) time.Time {
 	if k := peerKeypairs.ptr(p.dev).Current(); k != nil {
 		p.created.Store(p.t.stamp(*keypairCreated.ptr(k)))
 	}
-	return p.t.when(p.created.Load(), now)
+	return p.t.timeOf(p.created.Load(), now)
 }
 
 // acknowledge sends a passive keepalive if received data still needs one (section 6.5).
@@ -318,7 +318,7 @@ func (p *peer) acknowledge() {
 	}
 	more := p.more.Swap(false)
 	p.unacknowledged.Store(0)
-	if p.t.peers.Load().latest(p, time.Now()) != p {
+	if p.t.peers.Load().latestPeer(p, time.Now()) != p {
 		return // another, newer session carries our data, and the peer may have dropped this one
 	}
 	p.dev.SendKeepalive()
@@ -344,13 +344,13 @@ func (p *peer) breakSilence() {
 		return
 	}
 	p.unanswered.Store(0)
-	if p.t.peers.Load().latest(p, time.Now()) != p {
+	if p.t.peers.Load().latestPeer(p, time.Now()) != p {
 		return // another, newer session carries our data, and has its own timer
 	}
 	if e := endpointOf(p.dev); e != nil {
 		e.ClearSrc() // a wrong source address may be the cause
 	}
-	p.begin()
+	p.beginHandshake()
 }
 
 // requestHandshake requests a handshake. A timer's goroutine creates the initiation, because that
@@ -362,12 +362,13 @@ func (p *peer) requestHandshake(now int64) {
 	}
 }
 
-// begin starts a handshake. The device refuses to start one within RekeyTimeout of the last one.
-// If it then has no handshake in progress either, begin runs again later.
-func (p *peer) begin() {
+// beginHandshake starts a handshake. The device refuses that within RekeyTimeout of the last
+// handshake. If no handshake is in progress although the device refuses a new one, beginHandshake
+// runs again later.
+func (p *peer) beginHandshake() {
 	table := p.t.peers.Load()
 	if p.retired.Load() {
-		for _, q := range table.living(p.state) {
+		for _, q := range table.livePeers(p.state) {
 			q.initiation.arm(0)
 		}
 		return
@@ -380,7 +381,7 @@ func (p *peer) begin() {
 	if hurried {
 		p.keepPace(last)
 	}
-	if !(*peerRetransmit.ptr(p.dev)).IsPending() && p.sending(time.Now()) == nil {
+	if !(*peerRetransmit.ptr(p.dev)).IsPending() && p.sendingKeypair(time.Now()) == nil {
 		p.initiation.arm(requestInterval)
 	}
 }
@@ -392,7 +393,7 @@ func (p *peer) hurry(now time.Time) (last time.Time, hurried bool) {
 	if created := p.created.Load(); p.hurriedSince != created {
 		p.hurried, p.hurriedSince = 0, created
 	}
-	if p.hurried == hurries || p.sending(now) != nil {
+	if p.hurried == hurries || p.sendingKeypair(now) != nil {
 		return last, false
 	}
 	lock := peerHandshakeMu.ptr(p.dev)
@@ -420,12 +421,12 @@ func (p *peer) keepPace(last time.Time) {
 	}
 }
 
-// crossed handles two handshakes that have crossed: the peer has answered our initiation, sent
-// roundTrip ago, after the device had dropped it to answer one from the peer. The peer has
+// handleCrossing handles two handshakes that have crossed: the peer has answered our initiation,
+// sent roundTrip ago, after the device had dropped it to answer one from the peer. The peer has
 // dropped its own initiation as well, so both sides would start again only after RekeyTimeout.
-// Instead, the side with the lower public key starts a handshake at once. The other side starts
-// one later if that does not help, for example because the peer is not an Isthmus gateway.
-func (p *peer) crossed(roundTrip time.Duration) {
+// Instead, the side with the lower public key starts a handshake at once. The other side starts one
+// later if that does not help, for example because the peer is not an Isthmus gateway.
+func (p *peer) handleCrossing(roundTrip time.Duration) {
 	if roundTrip >= device.RekeyTimeout {
 		return
 	}
@@ -438,11 +439,11 @@ func (p *peer) crossed(roundTrip time.Duration) {
 }
 
 func (p *peer) uncross() {
-	if p.answers.Load() != p.crossedAt.Load() || p.sending(time.Now()) != nil || !(*peerRetransmit.ptr(p.dev)).IsPending() {
+	if p.answers.Load() != p.crossedAt.Load() || p.sendingKeypair(time.Now()) != nil || !(*peerRetransmit.ptr(p.dev)).IsPending() {
 		return
 	}
 	p.dev.ExpireCurrentKeypairs() // no keypair is usable; without keypairs the device starts a new handshake
-	p.begin()
+	p.beginHandshake()
 }
 
 // jitter returns a random delay, so that peers do not start handshakes at the same moment.

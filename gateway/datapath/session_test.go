@@ -212,7 +212,7 @@ func TestMessagesFromRefusedSourcesAreDropped(t *testing.T) {
 		s := p.stranger(t, "192.0.2.9")
 		before := b.Stats()
 		b.SetSources(func(addr netip.Addr) bool { return addr != netip.MustParseAddr("192.0.2.9") })
-		b.tell(t, s, datapath.SealWith(a.session(), 100, numbered(b.to, podOf(1), 7, 100)))
+		b.sendFrom(t, s, datapath.SealWith(a.session(), 100, numbered(b.to, podOf(1), 7, 100)))
 		b.wants(t)
 		if n := b.drops(natengine.Inbound, natengine.DropTunnelSource); n != 1 {
 			t.Errorf("%d counted: want 1", n)
@@ -223,7 +223,7 @@ func TestMessagesFromRefusedSourcesAreDropped(t *testing.T) {
 			}
 		}
 		b.SetSources(func(netip.Addr) bool { return true }) // the cached result must no longer be used
-		b.tell(t, s, datapath.SealWith(a.session(), 101, numbered(b.to, podOf(1), 8, 100)))
+		b.sendFrom(t, s, datapath.SealWith(a.session(), 101, numbered(b.to, podOf(1), 8, 100)))
 		b.wants(t, 8)
 	})
 }
@@ -232,10 +232,10 @@ func TestNothingIsAcceptedWithTheLastNonces(t *testing.T) {
 	inPair(t, func(t *testing.T, p *pair, a, b *end) {
 		s := p.stranger(t, "192.0.2.9")
 		packet := numbered(b.to, podOf(1), 7, 100)
-		b.tell(t, s, datapath.SealWith(a.session(), rejectAfterMessages-1, packet))
+		b.sendFrom(t, s, datapath.SealWith(a.session(), rejectAfterMessages-1, packet))
 		b.wants(t, 7)
 		for _, n := range []uint64{rejectAfterMessages, 1<<64 - 1} {
-			b.tell(t, s, datapath.SealWith(a.session(), n, packet))
+			b.sendFrom(t, s, datapath.SealWith(a.session(), n, packet))
 		}
 		b.wants(t)
 		if n := b.drops(natengine.Inbound, natengine.DropTunnelReplay); n != 2 {
@@ -255,7 +255,7 @@ func TestNothingIsSealedOrAcceptedAfter180Seconds(t *testing.T) {
 		a.wants(t, 1)
 		late := datapath.SealWith(b.session(), 1000, numbered(a.to, podOf(0), 2, 100))
 		sleepUntil(datapath.Created(a.session()), rejectAfterTime)
-		a.tell(t, p.stranger(t, "192.0.2.9"), late)
+		a.sendFrom(t, p.stranger(t, "192.0.2.9"), late)
 		a.wants(t)
 		if n := a.drops(natengine.Inbound, natengine.DropTunnelSession); n != 1 {
 			t.Errorf("%d counted for a session that has ended: want 1", n)
@@ -527,7 +527,7 @@ func TestAPeerMayRoam(t *testing.T) {
 			}
 		}
 		s := p.stranger(t, "192.0.2.40") // the peer's new address
-		b.tell(t, s, a.Seal(b.key.public, numbered(podOf(0), a.to, 3, 100)))
+		b.sendFrom(t, s, a.Seal(b.key.public, numbered(podOf(0), a.to, 3, 100)))
 		if at := b.Stats()[a.key.public].Endpoint; at.Addr().String() != "192.0.2.40" {
 			t.Errorf("the peer is at %s: want 192.0.2.40", at)
 		}

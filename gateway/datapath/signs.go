@@ -137,7 +137,7 @@ func (t *Tunnel) unknownSession(from conn.Endpoint, now time.Time) {
 // test of the session, at most once in RekeyTimeout.
 func (p *peer) checkSession(now time.Time) {
 	at := p.t.stamp(now)
-	if p.sending(now) == nil {
+	if p.sendingKeypair(now) == nil {
 		p.requestHandshake(at)
 		return
 	}
@@ -149,9 +149,9 @@ func (p *peer) checkSession(now time.Time) {
 	(*f)(p.key)
 }
 
-// answered records that the device answers a handshake, which index identifies: by a response or,
-// under load, by a cookie.
-func (t *Tunnel) answered(index uint32, to conn.Endpoint) {
+// recordAnswer records that the device answers a handshake, which index identifies: by a response
+// or, under load, by a cookie.
+func (t *Tunnel) recordAnswer(index uint32, to conn.Endpoint) {
 	p := t.placeAt(to.DstIP())
 	if p == nil {
 		return
@@ -183,17 +183,17 @@ func placesOf(addrs map[*peer]netip.Addr, old map[netip.Addr]*place) map[netip.A
 	return all
 }
 
-// unsent is an error of the kernel when a message was sent, and its time.
-type unsent struct {
+// sendFailure is an error of the kernel when a message was sent, and its time.
+type sendFailure struct {
 	err error
 	at  time.Time
 }
 
-// fail records the error of sending messages to a peer. It replaces an error only after a second,
-// so that a flood of failing messages costs little.
-func (p *peer) fail(err error, now time.Time) {
+// recordFailure records the error of sending messages to a peer. It replaces an error only after a
+// second, so that a flood of failing messages costs little.
+func (p *peer) recordFailure(err error, now time.Time) {
 	if was := p.unsent.Load(); was == nil || now.Sub(was.at) > time.Second {
-		p.unsent.Store(&unsent{err, now})
+		p.unsent.Store(&sendFailure{err, now})
 	}
 }
 
@@ -202,7 +202,7 @@ func (p *peer) signs(table *peerTable, now time.Time) Signs {
 	s := table.byAddr[table.addrs[p]].signs(now)
 	relayed := p.t.relayed.signs(now)
 	s.RelayedOtherKey, s.RelayedRefused = relayed.OtherKey, relayed.Refused
-	session := table.latest(p, now).session(now)
+	session := table.latestPeer(p, now).session(now)
 	if !session.Before(s.Refused) && !session.Before(s.OtherKey) {
 		s.Refused, s.OtherKey = time.Time{}, time.Time{}
 	}
@@ -212,7 +212,7 @@ func (p *peer) signs(table *peerTable, now time.Time) Signs {
 	if !session.Before(s.RelayedRefused) && !session.Before(s.RelayedOtherKey) {
 		s.RelayedRefused, s.RelayedOtherKey = time.Time{}, time.Time{}
 	}
-	s.Answered = p.t.when(p.answered.Load(), now)
+	s.Answered = p.t.timeOf(p.answered.Load(), now)
 	if u := p.unsent.Load(); u != nil {
 		s.Unsent, s.UnsentAt = u.err, u.at
 	}

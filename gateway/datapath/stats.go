@@ -26,7 +26,7 @@ func (t *Tunnel) Stats() map[[32]byte]Stats {
 	table, now := t.peers.Load(), time.Now()
 	all := make(map[[32]byte]Stats, len(table.byState))
 	for _, p := range table.byState {
-		via := table.latest(p, now)
+		via := table.latestPeer(p, now)
 		s := Stats{Handshake: via.session(now), Received: p.octetsReceived(), Sent: p.octetsSent()}
 		for _, q := range table.siblings[p.state] {
 			s.Received += q.octetsReceived()

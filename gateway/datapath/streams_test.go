@@ -51,7 +51,7 @@ func TestTwoGatewaysCarryStreams(t *testing.T) {
 		ours, from := streams(t, a, b)
 		ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 		defer cancel()
-		c, err := ours.Dial(ctx, b.seen(b.self))
+		c, err := ours.Dial(ctx, b.seenAddr(b.self))
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -74,7 +74,7 @@ func TestTwoGatewaysCarryStreams(t *testing.T) {
 func TestOnlyGatewaysMayOpenStreams(t *testing.T) {
 	eachPlan(t, func(t *testing.T, a, b *side) {
 		_, from := streams(t, a, b)
-		at := netip.AddrPortFrom(b.seen(b.self), streamPort)
+		at := netip.AddrPortFrom(b.seenAddr(b.self), streamPort)
 		dial := func(source netip.Addr) error {
 			ctx, cancel := context.WithTimeout(t.Context(), time.Second)
 			defer cancel()
@@ -117,7 +117,7 @@ func TestStreamsNeedTheConsentOfThePeer(t *testing.T) {
 	}
 	ctx, cancel := context.WithTimeout(t.Context(), 2*time.Second)
 	defer cancel()
-	if c, err := ours.Dial(ctx, b.seen(b.self)); err == nil {
+	if c, err := ours.Dial(ctx, b.seenAddr(b.self)); err == nil {
 		c.Close()
 		t.Error("a has connected")
 	}
@@ -180,7 +180,7 @@ func TestStreamsEndWithTheirEndpoint(t *testing.T) {
 	ours, _ := streams(t, a, b)
 	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 	defer cancel()
-	c, err := ours.Dial(ctx, b.seen(b.self))
+	c, err := ours.Dial(ctx, b.seenAddr(b.self))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -198,7 +198,7 @@ func TestStreamsEndWithTheirEndpoint(t *testing.T) {
 	case <-time.After(time.Minute):
 		t.Error("the connection hangs")
 	}
-	if c, err := ours.Dial(ctx, b.seen(b.self)); err == nil {
+	if c, err := ours.Dial(ctx, b.seenAddr(b.self)); err == nil {
 		c.Close()
 		t.Error("a closed endpoint has connected")
 	}
@@ -239,7 +239,7 @@ func TestAClosedStreamLeavesNothingBehind(t *testing.T) {
 	}
 	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 	defer cancel()
-	c, err := theirs.Dial(ctx, b.seen(b.self))
+	c, err := theirs.Dial(ctx, b.seenAddr(b.self))
 	if err != nil {
 		t.Fatal(err)
 	}

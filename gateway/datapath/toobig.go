@@ -65,7 +65,7 @@ func (o *outbound) splitOrReject(v *packet.View, limit int, peer *natengine.Peer
 	}
 	o.t.engine.Count(peer, natengine.Outbound, natengine.DropTooBig)
 	if o.tap.active() {
-		o.tap.dropped(capture.Tunnel, peer, v.Bytes(), natengine.DropTooBig)
+		o.tap.showDropped(capture.Tunnel, peer, v.Bytes(), natengine.DropTooBig)
 	}
 	packetBuf := o.big.answer[packet.VirtioHeaderLen:]
 	answer, action := o.t.engine.TooBig(v, limit, packetBuf, o.now)

@@ -146,9 +146,9 @@ func (t *Tunnel) Now() time.Duration { return time.Since(t.start) }
 // stamp converts a time to the form in which peers store it. It never returns 0, which means never.
 func (t *Tunnel) stamp(now time.Time) int64 { return max(1, int64(now.Sub(t.start))) }
 
-// when converts the result of stamp back to a time; 0 becomes the zero time. The age of the result
-// is right even if the wall clock was set in between.
-func (t *Tunnel) when(stamp int64, now time.Time) time.Time {
+// timeOf converts the result of stamp back to a time; 0 becomes the zero time. The age of the
+// result is right even if the wall clock was set in between.
+func (t *Tunnel) timeOf(stamp int64, now time.Time) time.Time {
 	if stamp == 0 {
 		return time.Time{}
 	}
@@ -278,7 +278,7 @@ func (t *Tunnel) handshake(key [32]byte, now bool) {
 	if p == nil {
 		return
 	}
-	for _, q := range table.living(p.state) {
+	for _, q := range table.livePeers(p.state) {
 		q.follow(table)
 		if now {
 			q.forgetInitiation()
@@ -291,7 +291,7 @@ func (t *Tunnel) handshake(key [32]byte, now bool) {
 // been made in the meantime stays.
 func (t *Tunnel) Rest(key [32]byte) {
 	if p := t.peer(key); p != nil {
-		for _, q := range t.peers.Load().living(p.state) {
+		for _, q := range t.peers.Load().livePeers(p.state) {
 			(*peerRetransmit.ptr(q.dev)).Del()
 		}
 	}

@@ -100,7 +100,7 @@ type Keeper struct {
 
 	followers map[*queue]bool // queues of the connections on which each change is sent
 	adopted   bool            // Activate has adopted the copied flows, or has stopped waiting for that
-	held      held
+	held      heldPackets
 }
 
 // NewKeeper returns the Keeper of a standby, without flows.
@@ -283,7 +283,7 @@ func (r *receiver) begin(active bool, age time.Duration) {
 		r.k.fresh = &r.table
 		// Another gateway has become active. It also receives and relays the packets.
 		if !r.once && r.from != r.k.held.from {
-			r.k.held = held{from: r.from}
+			r.k.held = heldPackets{from: r.from}
 		}
 	}
 	r.begun = true

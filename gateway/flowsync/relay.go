@@ -69,16 +69,16 @@ func (q *queue) hurries() bool {
 	return len(q.parcels) > 0
 }
 
-// held holds relayed packets, oldest first, until this gateway is active and has adopted the
+// heldPackets holds relayed packets, oldest first, until this gateway is active and has adopted the
 // flows.
-type held struct {
+type heldPackets struct {
 	from   netip.Addr // the gateway that relayed them, or, if there are none, the active gateway
 	all    []parcel
 	octets int
 }
 
 // expire drops the packets that are too old, and returns their number.
-func (h *held) expire(now time.Time) (n int) {
+func (h *heldPackets) expire(now time.Time) (n int) {
 	for n < len(h.all) && now.Sub(h.all[n].at) > relayFor {
 		h.octets -= len(h.all[n].p)
 		n++
@@ -108,8 +108,8 @@ func (k *Keeper) receiveRelayed(one parcel) {
 	k.held.octets += len(one.p)
 }
 
-// lose counts a packet that did not arrive completely on this connection.
-func (r *receiver) lose() {
+// countLost counts a packet that did not arrive completely on this connection.
+func (r *receiver) countLost() {
 	if r.once { // another connection receives the packet, too
 		return
 	}
@@ -132,5 +132,5 @@ func (k *Keeper) injectHeld() {
 		k.running.Inject(one.tunnel, one.p)
 	}
 	k.counts.Relayed += uint64(len(k.held.all))
-	k.held = held{}
+	k.held = heldPackets{}
 }

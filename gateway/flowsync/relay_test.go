@@ -122,7 +122,7 @@ func TestStandbyAcceptsEachPacketOnceFromTwoConnections(t *testing.T) {
 		near, far := net.Pipe()
 		ctx, cancel := context.WithCancel(t.Context())
 		done := make(chan error, 1)
-		go func() { done <- a.send(ctx, &slow{Conn: far}) }()
+		go func() { done <- a.send(ctx, &slowConn{Conn: far}) }()
 		go func() { // receives as Link.copyFrom does
 			r := receiver{k: b, once: once}
 			_ = r.receive(near, func() {})
@@ -273,13 +273,13 @@ func TestUnsentPacketsAreCounted(t *testing.T) {
 	check("no connection left; the caller counts the packet", 0)
 }
 
-// A failing is a connection whose Write waits until it is released, and then fails.
-type failing struct {
-	slow
+// A failingConn is a connection whose Write waits until it is released, and then fails.
+type failingConn struct {
+	slowConn
 	fails atomic.Bool
 }
 
-func (f *failing) Write(b []byte) (int, error) {
+func (f *failingConn) Write(b []byte) (int, error) {
 	if !f.fails.Load() {
 		return f.Conn.Write(b)
 	}
@@ -293,7 +293,7 @@ func (f *failing) Write(b []byte) (int, error) {
 func TestPacketsOfAFailedConnectionAreCounted(t *testing.T) {
 	near, far := net.Pipe()
 	defer near.Close()
-	conn := &failing{slow: slow{Conn: far}}
+	conn := &failingConn{slowConn: slowConn{Conn: far}}
 	e, a, b := newRunning(t, "10.246.0.0/16"), NewKeeper(), NewKeeper()
 	a.Activate(e)
 	done := make(chan error, 1)

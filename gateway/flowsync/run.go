@@ -173,9 +173,9 @@ func (l *Link) change(ctx context.Context, private [32]byte) {
 	l.expired, l.expire = context.WithCancel(ctx)
 }
 
-// keyed returns the TLS configuration for new connections, and a context that ends when they must
-// end.
-func (l *Link) keyed() (*tls.Config, context.Context) {
+// tlsConfig returns the TLS configuration for new connections, and a context that ends when they
+// must end.
+func (l *Link) tlsConfig() (*tls.Config, context.Context) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	return l.config, l.expired
@@ -184,7 +184,7 @@ func (l *Link) keyed() (*tls.Config, context.Context) {
 // copyFrom connects to another gateway and receives its flows, until the connection ends. With
 // once, it ends after the list of all flows; otherwise an active gateway keeps the connection open.
 func (l *Link) copyFrom(ctx context.Context, addr netip.Addr, once bool) {
-	config, expired := l.keyed()
+	config, expired := l.tlsConfig()
 	dialing, cancel := context.WithTimeout(ctx, handshakeTimeout)
 	defer cancel()
 	conn, err := l.o.Dial(dialing, addr)
@@ -306,7 +306,7 @@ func (l *Link) exit(addr netip.Addr) {
 
 // serve sends the flows to another gateway, once that gateway has proved that it has the key.
 func (l *Link) serve(ctx context.Context, conn net.Conn) {
-	config, expired := l.keyed()
+	config, expired := l.tlsConfig()
 	if config == nil {
 		return
 	}

@@ -113,7 +113,7 @@ func (r *receiver) receive(from io.Reader, beat func()) error {
 	incomplete := false // part of a packet has arrived
 	defer func() {
 		if incomplete {
-			r.lose()
+			r.countLost()
 		}
 	}()
 	buffered := bufio.NewReaderSize(from, 64<<10)
