@@ -8,8 +8,8 @@ import (
 	"github.com/isthmus-net/isthmus/fabric"
 )
 
-// An update is the result of one delivery by the Source: a new configuration, or the error that
-// made the newest one invalid.
+// An update is one delivery by the Source: a new configuration, or the error that made the newest
+// one invalid.
 type update struct {
 	config Config
 	err    error

@@ -177,9 +177,9 @@ func newCrowd(t *testing.T, peers int) *crowd {
 	return &crowd{g, e, s.peers, far, socket, network}
 }
 
-// A pod of one peer floods our gateway with PINGs, and so does that peer's gateway. Every PING of
-// every other peer must be answered. Every message of the flood must be answered, or counted as
-// dropped for its peer.
+// A pod and the gateway of one peer flood our gateway with PINGs. Every PING of every other peer
+// must be answered. Every message of the flood must be answered, or counted as dropped for its
+// peer.
 func TestAPINGFloodOfOnePeerDoesNotSlowTheOthers(t *testing.T) {
 	const (
 		peers  = 1000

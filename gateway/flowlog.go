@@ -60,7 +60,7 @@ type FlowRecord struct {
 	// LocalPod is the namespace/name of the pod that has the address Local when the line is
 	// written. It is empty if no pod has it.
 	LocalPod string `json:"localPod,omitempty"`
-	// LocalNode is the node of that pod. If the address Local belongs to a node, it is that node.
+	// LocalNode is the node of that pod, or the node that has the address Local itself.
 	LocalNode string   `json:"localNode,omitempty"`
 	Mapped    string   `json:"mapped,omitempty"`  // our end, as the peer sees it
 	Remote    string   `json:"remote,omitempty"`  // the peer's end of the flow

@@ -123,8 +123,8 @@ func (f *front) metrics(secure *httpserve.Secure) http.Handler {
 	return mux
 }
 
-// readiness returns the response of /readyz. err is the problem of the replica or its data
-// plane.
+// readiness returns the text of /readyz, and whether the replica is ready. err is a problem of the
+// replica or of its data plane.
 func (f *front) readiness(pod string, self, running bool, err error) (text string, ready bool) {
 	switch {
 	case err != nil:

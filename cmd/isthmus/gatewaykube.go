@@ -177,8 +177,8 @@ func (k *kubeGateway) complete() error {
 	return nil
 }
 
-// nodesFollow is how long nodes may take to switch to a gateway that has published its address.
-// The gateway sends handshakes to its peers only after that time.
+// nodesFollow is the time that nodes may take to switch to a gateway that has published its
+// address. The gateway starts handshakes with its peers only after that time.
 const nodesFollow = time.Second
 
 // run runs one replica until ctx ends. It completes options with Source, Beside and the other
@@ -241,7 +241,7 @@ func (k *kubeGateway) run(ctx context.Context, options gateway.Options) error {
 		options.Beside = func(ctx context.Context, r gateway.Running) {
 			front.set(&r)
 			defer front.set(nil)
-			time.AfterFunc(2*nodesFollow, call) // begin handshakes even if no API server has accepted the address by then
+			time.AfterFunc(2*nodesFollow, call) // begin handshakes even if the address could not be published by then
 			announce := sync.OnceFunc(func() { reportActive(ctx, events, replica, log) })
 			replica.Write(ctx, placed, func() (kube.Report, error) {
 				s := r.Status()

@@ -179,8 +179,8 @@ func (s *kubeSite) must(err error) {
 	}
 }
 
-// eventually retries try until it succeeds. It fails the test if that takes too long even for a
-// busy machine.
+// eventually retries try until it succeeds. It fails the test if try still fails after the time
+// limit for a busy machine.
 func (s *kubeSite) eventually(what string, try func() error) {
 	s.t.Helper()
 	const limit = time.Minute

@@ -238,8 +238,8 @@ func (d *requestTimeout) Set(text string) error {
 	return nil
 }
 
-// otherCluster copies the kubeconfig and timeout of local to remote, unless remote has its own.
-// It reports whether a flag selects the other cluster.
+// otherCluster copies the kubeconfig and the timeout of local to remote if no flag sets them for
+// remote. It reports whether a flag selects the other cluster.
 func otherCluster(local, remote *cluster.Access) bool {
 	named := remote.Context != "" || remote.Kubeconfig != ""
 	if named && remote.Kubeconfig == "" {

@@ -121,10 +121,10 @@ func (b *Bind) Close() error {
 	return err
 }
 
-// IgnorePath makes IPv4 datagrams leave unfragmented and without DF, regardless of the path
-// MTU that the kernel has learnt. The kernel also ignores ICMP errors about these datagrams. The
-// default is false. The gateway uses IgnorePath for a path with an implausibly small reported MTU.
-// If the report is true, routers fragment the datagrams, which still arrive.
+// IgnorePath makes IPv4 datagrams leave unfragmented and without DF, regardless of the path MTU
+// that the kernel has learnt. The kernel also ignores ICMP errors about these datagrams. The
+// default is false. The gateway uses IgnorePath if the reported MTU of a path is implausibly small.
+// If the report is true nevertheless, routers fragment the datagrams, and they still arrive.
 func (b *Bind) IgnorePath(ignore bool) error {
 	b.mu.Lock()
 	defer b.mu.Unlock()

@@ -14,9 +14,9 @@ import (
 // memory. A gateway has a few addresses per peer. A cache that is full is emptied.
 const maxEndpoints = 4096
 
-// maxReceive is the maximum number of messages to receive before they are processed; a full
-// Batch is the other limit. Messages of one batch can be coalesced for the pods. With half of
-// this value one TCP stream was a tenth slower; with twice the value it was no faster.
+// maxReceive is the number of messages at which a receive call stops. Messages of one batch can be
+// coalesced for the pods. With half of this value one TCP stream was a tenth slower; with twice the
+// value it was no faster.
 const maxReceive = 384
 
 // overflowSpace is the length of the control message of SO_RXQ_OVFL on a 64-bit machine.

@@ -96,7 +96,7 @@ type Result struct {
 	Path     PathMTU
 }
 
-// Unasked reports whether no PINGs come from the peer. A peer that can reach us sends one every
+// Unasked reports whether the peer's PINGs do not arrive. A peer that can reach us sends one every
 // two seconds, from the network address of its PodCIDR. If the two sides disagree about that
 // network, this side drops the PINGs, and only this side notices.
 func (r *Result) Unasked(now time.Time) bool {
@@ -112,8 +112,8 @@ func (r *Result) Late(now time.Time, intervals int) bool {
 	return now.Sub(r.Answered) > time.Duration(intervals)*interval+r.RTT
 }
 
-// A Port sends and receives messages; datapath.Port implements it. A Port limits the messages from
-// each peer, and thereby the work that a peer can cause in the Monitor.
+// A Port sends and receives messages. datapath.Port implements this interface. A Port limits the
+// messages from each peer, and thereby the work that a peer can cause in the Monitor.
 type Port interface {
 	Receive() (message []byte, from netip.AddrPort, err error) // returns net.ErrClosed after Close
 	Send(message []byte, to netip.AddrPort, size int) error    // pads the packet to size octets; 0: no padding
@@ -168,7 +168,7 @@ type peerState struct {
 	newest time.Time // when the newest answered PING was sent
 
 	away  bool      // the peer has no session, see Sessions
-	back  bool      // the peer has a session again, and has not been pinged since
+	back  bool      // the peer has a session again, but has not been pinged yet
 	tried time.Time // when a handshake was last started
 	rests bool      // wireguard-go does not repeat the last handshake any more
 	waits bool      // the last handshake may still be answered

@@ -658,8 +658,8 @@ func TestCheckRetriesAbsentPeers(t *testing.T) {
 	}
 }
 
-// Data under an unknown session starts a handshake only if the peer does not answer under our
-// session. Otherwise the data proves nothing.
+// Anybody can forge data under an unknown session. So such data starts a handshake only if the peer
+// does not answer under our session.
 func TestUnknownSessionDataStartsAHandshakeOnlyWithASilentPeer(t *testing.T) {
 	bubble(t, func(c *Monitor, l *liqo, result func() Result) {
 		var begun []time.Time

@@ -49,7 +49,7 @@ func (m *Monitor) message(b []byte, from netip.AddrPort) {
 		return
 	}
 	var msg message
-	// Unknown fields are ignored, as Liqo does.
+	// Ignore unknown fields, as Liqo does.
 	if bytes.Count(b, []byte{':'}) > maxColons || json.Unmarshal(b, &msg) != nil {
 		m.reject(rejectMalformed)
 		return

@@ -146,7 +146,7 @@ func (s *pathSearch) limit(base, ceiling int, now time.Time) {
 	}
 }
 
-// begin starts a new search from the beginning, as for a new path.
+// begin starts a new search, as for a new path.
 func (s *pathSearch) begin(now time.Time) {
 	if s.Ceiling == 0 {
 		return
@@ -155,12 +155,12 @@ func (s *pathSearch) begin(now time.Time) {
 	s.raise, s.raised, s.round = pathRaise, now, nil
 }
 
-// end stops the search. While even small messages are not answered, missing answers to large ones
-// prove nothing.
+// end stops the search. It is called when even small messages are not answered, because then a
+// missing answer to a large message proves nothing.
 func (s *pathSearch) end() { s.State, s.round = PathDisabled, nil }
 
-// next returns the probes to send now, if any. every is the interval at which the size in force
-// is confirmed.
+// next returns the probes to send now, or nil. every is the interval at which the size in force is
+// confirmed.
 func (s *pathSearch) next(now time.Time, every time.Duration) []pathProbe {
 	if s.round != nil || s.Ceiling == 0 {
 		return nil
@@ -208,8 +208,9 @@ func (s *pathSearch) probe(kind pathKind, now time.Time) []pathProbe {
 	return s.round
 }
 
-// candidates returns the steps to probe in a round: the largest open one, the size in force if it
-// is open, the smallest one if none is known to pass, and others evenly between the bounds.
+// candidates returns the steps to probe in a round. Only steps between the bounds low and high are
+// open. The result has the largest open step, the size in force if it is open, the smallest step if
+// none is known to pass, and further open ones at even distances.
 func (s *pathSearch) candidates() []int {
 	var steps []int
 	add := func(step int) {

@@ -146,8 +146,8 @@ func TestPathSearchReportsThatTheBaseSizeDoesNotPass(t *testing.T) {
 	}
 }
 
-// If the base size is also the ceiling, no larger size can be tried. The search must leave the
-// state PathError anyway when the path is repaired.
+// If the base size is also the ceiling, no larger size can be probed. When the path is repaired,
+// the search must leave the state PathError nevertheless.
 func TestPathSearchRecoversFromAnErrorAtTheBaseSize(t *testing.T) {
 	var s pathSearch
 	now := time.Now()

@@ -492,8 +492,8 @@ func echoUDP(client *side, from netip.Addr, server *side, dst netip.Addr, n int,
 	return nil
 }
 
-// The configured endpoint of a peer is refused, so nothing is sent there. Once the peer itself
-// sends from that address, its key proves that it is there.
+// If the configured endpoint of a peer is refused, the gateway sends nothing there until the peer
+// sends from that address. Then the peer's key proves that the peer is there.
 func TestNothingIsSentToARefusedEndpointUntilThePeerUsesIt(t *testing.T) {
 	a, b := startGateways(t, &memlink.Network{}, plans[0], datapath.Options{})
 	at := func() netip.AddrPort { return a.tunnel.Stats()[a.peer.Key].Endpoint }

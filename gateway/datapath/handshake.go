@@ -360,12 +360,13 @@ func (h *handshakes) peerOf(m []byte) *peer {
 	return nil
 }
 
-// observe handles a message that the device sends: it updates the timers of the peer's data. If
-// there may be a new session, it wakes the goroutine that sends waiting packets.
+// observe updates the timers of a peer for a message that the device sends. If there may be a new
+// session, it wakes the goroutine that sends waiting packets.
 func (h *handshakes) observe(messageType uint32, m []byte, to conn.Endpoint) {
 	switch messageType {
 	case device.MessageTransportType:
-		// Among other things, the device sends a keepalive after a response to our initiation.
+		// The device sends a keepalive, for example, when it has received the response to our
+		// initiation.
 		if len(m) == device.MessageKeepaliveSize {
 			h.t.recheckSoon()
 		}

@@ -423,8 +423,8 @@ func TestRoamingPeerHasTheBudgetOfOneAddress(t *testing.T) {
 	}
 }
 
-// A peer at an unknown address connects with the help of a cookie. So does a peer whose address
-// is forged in a flood.
+// With a cookie, a peer at an unknown address connects during a flood, and so does a peer whose
+// address the flood forges.
 func TestPeerConnectsWithACookieDuringAFlood(t *testing.T) {
 	for _, forged := range []bool{false, true} {
 		t.Run(fmt.Sprintf("forged=%v", forged), func(t *testing.T) {
@@ -565,9 +565,9 @@ func TestEachRefusedHandshakeIsCounted(t *testing.T) {
 	})
 }
 
-// A peer is known at its configured address and at the address where it was last heard. After its
-// removal it is known nowhere. It moves at most once in two seconds. Behind a relay, it is known
-// only at its own port.
+// A peer has a budget at its configured address and at the address where it was last heard, until
+// it is removed. It moves to another address at most once in two seconds. Behind a relay, it has a
+// budget only at its own port.
 func TestAPeerIsKnownAtItsConfiguredAndLastAddress(t *testing.T) {
 	inPair(t, func(t *testing.T, p *pair, a, b *end) {
 		elsewhere := netip.MustParseAddr("192.0.2.66")

@@ -181,9 +181,9 @@ func (t *Tunnel) replace(private [32]byte) error {
 		return fmt.Errorf("private key: %w", err)
 	}
 	t.withdraw()
-	// If a peer has our own public key, SetPrivateKey removes that peer. While doing so it holds the
-	// lock of its key and waits for the peer's timers, which may in turn wait for that lock. So such
-	// peers are removed before.
+	// If a peer has our own public key, SetPrivateKey removes that peer. Meanwhile it holds the
+	// lock of its key and waits for the peer's timers, which may wait for that lock: a deadlock. So
+	// remove such peers first.
 	own := t.current()
 	t.filterPeers(func(p *peer) bool { return !p.retired.Load() && p.key != device.NoisePublicKey(public) })
 	return own.setPrivate(private, [32]byte(public))

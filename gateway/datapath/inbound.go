@@ -190,9 +190,9 @@ func (in *inbound) enqueue(m []byte, from conn.Endpoint, s *slab) {
 
 // senderOf returns the peer in whose queue a data message waits for decryption: the peer with the
 // message's receiver index, if the message comes from that peer's address. The index alone proves
-// nothing, because an observer on the path can read it and forge messages from elsewhere. All
-// other messages have no peer. They include those of a peer that has just moved, until its first
-// message is decrypted. session reports whether any session has the index.
+// nothing, because an observer on the path can read it and forge messages from elsewhere. All other
+// messages have no peer. Messages of a peer that has just moved also have no peer, until one of
+// them is decrypted. session reports whether any session has the index.
 func (in *inbound) senderOf(m []byte, from conn.Endpoint) (p *peer, session bool) {
 	c, index := &in.sender, binary.LittleEndian.Uint32(m[4:])
 	if c.session && c.index == index && c.from == from {

@@ -6,16 +6,16 @@ import (
 	"golang.zx2c4.com/wireguard/device"
 )
 
-// A plain WireGuard peer changes from our current to our next key at some moment that we do not
-// see. Its sessions with the former key end then, and it starts a handshake only when it has
+// A plain WireGuard peer changes from our current to our next key at a moment that we cannot
+// observe. Its sessions with the former key end then, and it starts a handshake only when it has
 // something to send. So a peer that only answers falls silent. While our key rotates, the tunnel
 // therefore starts handshakes with silent peers itself, using the next key. A peer that still has
 // only the former key refuses such a handshake, and its session continues.
 
 const (
 	// laggardSilence is the time without an answer to data after which a peer counts as silent. It
-	// is longer than most round trips, and short enough that a peer that only answers is hardly
-	// interrupted.
+	// is longer than most round trips, but short enough to keep the interruption of a peer that
+	// only answers short.
 	laggardSilence = 250 * time.Millisecond
 	// laggardLook is the interval at which silent peers are searched while our key rotates. At most
 	// laggardsAtOnce of them get a handshake in one interval: 100 in a second take 2 % of a

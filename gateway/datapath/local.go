@@ -153,8 +153,8 @@ func (l *Local) Close() {
 	l.link.Endpoint.Close()
 }
 
-// attach sets two functions: wake is called after a packet was queued, overflow after a full
-// queue has dropped one.
+// attach sets two functions: wake is called after a packet was queued, and overflow after a packet
+// was dropped because its queue was full.
 func (l *Local) attach(wake, overflow func()) {
 	l.link.overflow.Store(&overflow)
 	l.link.wake.Store(&wake)

@@ -153,10 +153,10 @@ func (o *outbound) readReleased(b *batch) {
 	o.released = o.released[:rest]
 }
 
-// readLocal adds packets of the in-process endpoint. If some stay queued, the batch is not empty,
-// so read will not block. A padded packet, which probes the path MTU, gets a batch of its own.
-// Otherwise its message could be a segment of a UDP superpacket, and virtual links may pass such a
-// segment although they drop a single packet of its size.
+// readLocal adds packets of the in-process endpoint. If any packet stays queued, the batch is not
+// empty, so read will not block. A padded packet, which probes the path MTU, gets a batch of its
+// own. Otherwise its message could be a segment of a UDP superpacket, and virtual links may pass
+// such a segment although they drop a single packet of its size.
 func (o *outbound) readLocal(b *batch) {
 	if o.t.local == nil {
 		return
@@ -307,8 +307,8 @@ func (o *outbound) forward(b *batch, gsoSize int, peer *natengine.PeerState) {
 	o.readKept(b)
 }
 
-// padded returns p, extended by zeros to padTo if that is set. Such a packet is at the beginning
-// of scratch.
+// padded returns p. If padTo is set, it extends p by zeros to that length, in place: such a packet
+// is at the beginning of scratch.
 func (o *outbound) padded(p []byte, limit int) []byte {
 	if size := min(o.padTo, limit); size > len(p) {
 		clear(o.scratch[len(p):size])

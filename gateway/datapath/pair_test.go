@@ -88,8 +88,8 @@ func (w *wire) Send(bufs [][]byte, to conn.Endpoint) error {
 	}
 	delay := w.delay
 	if delay == 0 && len(pass) == 1 && !anyData(pass[0]) {
-		// wireguard-go starts the timer that repeats an initiation only after it has sent the
-		// initiation. An answer must not arrive earlier.
+		// Delay the answer until wireguard-go has started the timer that repeats the initiation. It
+		// starts this timer only after it has sent the initiation.
 		delay = 100 * time.Microsecond
 	}
 	if delay == 0 {

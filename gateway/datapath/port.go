@@ -272,9 +272,10 @@ func (t *Tunnel) toLocal(p *peer, v *packet.View, now time.Duration) natengine.D
 	return why
 }
 
-// useOf reports whether the stack gets a packet, and the reason if the packet counts as dropped.
-// The stack answers ICMP echo requests and handles ICMP errors. It also answers TCP and UDP
-// packets with an ICMP error (RFC 1122, section 3.2.2.1), but those count as dropped.
+// useOf reports whether to pass a packet to the stack. It also returns the reason to count the
+// packet as dropped, or DropNone. The stack answers ICMP echo requests and handles ICMP errors. It
+// also answers TCP and UDP packets with an ICMP error (RFC 1122, section 3.2.2.1), but those count
+// as dropped.
 func useOf(v *packet.View) (stack bool, why natengine.Drop) {
 	_, _, _, fragment := v.Fragment()
 	echo, icmp := uint8(8), packet.ICMP

@@ -169,8 +169,8 @@ func (s *preshared) tryKey() {
 	}
 }
 
-// handleCrossing handles two handshakes that have crossed, so that our last response is void. It is
-// still unknown whether the peer has the new key, so the next response uses the same key.
+// handleCrossing handles two handshakes that have crossed. Our last response is void then, and does
+// not show whether the peer has the new key. So the next response uses the same key.
 func (s *preshared) handleCrossing() {
 	s.mu.Lock()
 	defer s.mu.Unlock()

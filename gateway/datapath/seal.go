@@ -59,8 +59,8 @@ func newSealer(t *Tunnel, shown *tap) sealer {
 	return s
 }
 
-// fit makes room for packets of the given MTU. It never reduces the room, because the previous
-// batch may have left larger packets to be sent.
+// fit makes room for packets of the given MTU. It never reduces the room, because larger packets
+// may be left over from the previous batch.
 func (s *sealer) fit(mtu int) {
 	s.mtu = mtu
 	if mtu > s.large {

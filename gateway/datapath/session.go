@@ -158,8 +158,8 @@ func (p *peer) recordEndpoint(k *device.Keypair, from conn.Endpoint) {
 
 // send sends messages encrypted with k. The device would send them to the endpoint from which the
 // peer last sent anything, including initiations. But an initiation may come from another gateway
-// of the peer's cluster, which does not have this session. So until that gateway has confirmed
-// its own session, send uses the previous endpoint.
+// of the peer's cluster, which does not have this session. So until the other gateway has confirmed
+// a session of its own, send uses the previous endpoint.
 func (p *peer) send(k *device.Keypair, messages [][]byte, now time.Time) error {
 	s, at := p.sessionEndpoint.Load(), endpointOf(p.dev)
 	if s == nil || s.session != *keypairRemote.ptr(k) || sameEndpoint(s.endpoint, at) {
@@ -306,7 +306,8 @@ func (p *peer) session(now time.Time) time.Time {
 	return p.t.timeOf(p.created.Load(), now)
 }
 
-// acknowledge sends a passive keepalive if received data still needs one (section 6.5).
+// acknowledge sends a passive keepalive if data was received and nothing has been sent since
+// (section 6.5).
 func (p *peer) acknowledge() {
 	since := p.unacknowledged.Load()
 	if since == 0 {

@@ -345,8 +345,8 @@ func TestWaitingPacketsStartFewHandshakes(t *testing.T) {
 			time.Sleep(100 * time.Millisecond)
 		}
 		synctest.Wait()
-		// This allows for one in five seconds, the five additional ones, and one at each end of the
-		// time.
+		// Allow one initiation every five seconds, the five additional ones, and one more at each
+		// end of the 90 seconds.
 		if n := len(a.wire.messages(initiations)); n < 15 || n > 90/5+5+2 {
 			t.Errorf("%d initiations in 90 s; want 15 to 25", n)
 		}

@@ -12,9 +12,9 @@ import (
 	"github.com/isthmus-net/isthmus/natengine"
 )
 
-// Signs are observations of a tunnel that may explain why a peer has no session. A zero time
-// means never. Anybody who can forge the peer's address can cause the first three. So Signs are
-// only for explanations, and no decision depends on them.
+// Signs are observations of a tunnel that may explain why a peer has no session. A zero time means
+// never. Anybody who can forge the peer's address can cause the first three. So Signs only explain;
+// no decision depends on them.
 type Signs struct {
 	// OtherKey is the time of the last handshake from the peer's address that was made for another
 	// public key than ours: its mac1 is wrong (section 5.4.4 of the WireGuard paper).

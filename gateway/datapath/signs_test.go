@@ -154,8 +154,8 @@ func TestSignsIgnoreHandshakesFromOtherAddresses(t *testing.T) {
 	})
 }
 
-// A peer may use another session with us than the one we have: another gateway of ours, which no
-// longer exists, made it.
+// A peer may still use its session with another gateway of ours, although that gateway no longer
+// exists.
 func TestDataFromAPeersAddressUnderAnotherSessionIsReported(t *testing.T) {
 	inPair(t, func(t *testing.T, p *pair, a, b *end) {
 		other := p.sibling(t)

@@ -107,7 +107,7 @@ func TestOnlyGatewaysMayOpenStreams(t *testing.T) {
 	})
 }
 
-// If b has not agreed to streams, it answers TCP to its gateway as if streams did not exist.
+// If b has not agreed to streams, its gateway answers TCP as if it did not support streams.
 func TestStreamsNeedTheConsentOfThePeer(t *testing.T) {
 	a, b := startGateways(t, &memlink.Network{}, plans[0], datapath.Options{})
 	ours, from := streams(t, a, b)

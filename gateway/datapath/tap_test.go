@@ -362,7 +362,8 @@ func TestCaptureShowsASuperpacketAndItsSegments(t *testing.T) {
 	}
 }
 
-// superpacketIsCaptured returns false if records were missed, so that the test proves nothing.
+// superpacketIsCaptured returns false if the capture has missed records, because then the test
+// proves nothing.
 func superpacketIsCaptured(t *testing.T) bool {
 	s := newScene(t, plans[0])
 	o := capture.DefaultOptions()

@@ -148,8 +148,8 @@ func (e *end) carry(to *end) {
 	}
 }
 
-// receive reads datagrams of size octets until it has all of sent. It returns the number of
-// messages with more than one datagram.
+// receive reads datagrams of size octets until it has read the octets of sent. It returns the
+// number of messages with more than one datagram.
 func (e *end) receive(t *testing.T, sent []byte, size int) (joined int) {
 	t.Helper()
 	p, oob := make([]byte, 65535), make([]byte, 128)

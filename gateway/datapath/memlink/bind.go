@@ -253,7 +253,7 @@ func (b *Bind) Send(bufs [][]byte, ep conn.Endpoint) error {
 	return nil
 }
 
-// enqueue takes no lock: two Binds that send to each other could deadlock.
+// enqueue takes no lock, because two Binds that send to each other could deadlock.
 func (b *Bind) enqueue(d *datagram) {
 	select {
 	case b.queue <- d:

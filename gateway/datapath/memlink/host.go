@@ -75,8 +75,8 @@ func NewHost(link *Link, o HostOptions) (*Host, error) {
 	return h, nil
 }
 
-// Receive handles packets from the gateway. A test that inspects packets can replace it by
-// OnReceive, with a function that calls Receive.
+// Receive handles packets from the gateway. A test that inspects packets passes to Link.OnReceive a
+// function that calls Receive.
 func (h *Host) Receive(bufs [][]byte) error { return h.ep.receive(bufs) }
 
 // Close closes the stack. The link stays open.
