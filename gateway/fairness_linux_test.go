@@ -372,7 +372,7 @@ func inject(e *fairEnd, b []byte) bool { return e.link.Inject(make([]byte, packe
 // measurement holds measurements of the honest peer.
 type measurement struct {
 	median, worst [2]time.Duration // round trips: of known flows, of new flows
-	lost          [2]float64       // lost shares, 0 to 1, of the same
+	lost          [2]float64       // lost shares, 0 to 1: of known flows, of new flows
 	offered       float64          // share of the stream that the peer managed to send
 	check         [2]check.Result  // of the honest peer about the victim, and the reverse
 	crowd         int              // peers of the crowd that answer the victim's check

@@ -48,14 +48,15 @@ const (
 	// compareInterval is the time between comparisons without an event, in case an event was lost.
 	compareInterval = 10 * time.Second
 
-	// sessionFirst is the time a new peer has for its first handshake. After it, packets for the
-	// peer are dropped instead of queued.
+	// sessionFirst is the time that a new peer has for its first handshake. If it has no session by
+	// then, packets for the peer are dropped instead of queued.
 	sessionFirst = 30 * time.Second
 )
 
 // Run runs a gateway: it applies the Configs of o.Source in the network namespace of the process
 // until ctx ends. At the end it removes its kernel objects, except the unreachable routes for its
-// peers' networks: without these, packets for peers would leave in the clear. Clear removes them.
+// peers' networks. Without these routes, packets for peers would leave in the clear. Clear removes
+// the routes.
 //
 // Run returns an error if it cannot start, for example because the first Config is invalid, or if
 // its TUN disappears. If a later Config is invalid, Run logs that, reports it in status and

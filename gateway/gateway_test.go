@@ -575,8 +575,8 @@ func (s *space) flood(dst string, every time.Duration) (stop func() (sent, got i
 }
 
 // restores checks that a deleted object is restored soon. The kernel's event must cause that,
-// because the gateway by itself compares only every compareInterval. It tries several times, and
-// one quick restoration is enough: the machine may be busy in the others.
+// because the gateway by itself compares only every compareInterval. restores tries several times,
+// and one quick restoration is enough, because the machine may be busy during the other attempts.
 func (s *site) restores(what, dst string, del func() error) {
 	s.t.Helper()
 	before := s.ourObjects()

@@ -171,8 +171,9 @@ func TestEachPeerHasItsOwnMTU(t *testing.T) {
 	}
 }
 
-// With IPv6 in the tunnel, "packet too big" has the same effect. The limit is never below 1280
-// octets: on a path that carries less, the outer packets are fragmented.
+// With IPv6 in the tunnel, ICMPv6 "packet too big" limits only the packets for that peer, as in
+// TestEachPeerHasItsOwnMTU. The limit is never below 1280 octets: on a path that carries less, the
+// outer packets are fragmented.
 func TestEachPeerHasItsOwnMTUOverIPv6(t *testing.T) {
 	needRoot(t)
 	wire := newWire(t)

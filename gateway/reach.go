@@ -23,8 +23,8 @@ const (
 	// rekeyTime is the time for which handshakes with a new preshared key are tried. The peer
 	// receives the key within seconds.
 	rekeyTime = 30 * time.Second
-	// rekeysPerSecond is the maximum number of these handshakes in a second. With more of them,
-	// packets would have to wait.
+	// rekeysPerSecond is the maximum number of handshakes with new preshared keys in a second. More
+	// handshakes would delay packets.
 	rekeysPerSecond = 250
 )
 

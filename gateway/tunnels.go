@@ -25,8 +25,8 @@ import (
 //	of the flow   └─ TUN isthmus1 ─ datapath.Tunnel, key 1 ─ UDP 5872 ══ tunnel 1 of the peer
 //
 // A tunnel carries flows while its own connection check is answered. Each side decides that by
-// itself, so the two need not configure a tunnel, or open a firewall for it, at the same moment.
-// While no tunnel is answered, the first one carries all flows.
+// itself, so the two sides need not configure a tunnel, or open a firewall for it, at the same
+// moment. While no tunnel is answered, the first one carries all flows.
 
 // severalThreshold is the number of intervals without an answer after which a tunnel carries no
 // flows, if the peer has several tunnels. It is less than the five intervals for a single tunnel,
@@ -231,9 +231,9 @@ func theirEnd(p *fabric.GatewayPeer, i int) (fabric.TunnelEnd, bool) {
 	return p.Tunnels[i-1], true
 }
 
-// applyTunnels brings our ends of all tunnels to their desired state, except for their ports.
-// Afterwards it updates the connection checks, which send the first PING at once: before that,
-// the tunnel must know the peer.
+// applyTunnels brings our ends of all tunnels to their desired state, except for their ports. It
+// updates the connection checks last, because they ping a new peer at once, and by then the tunnel
+// must know the peer.
 func (g *gateway) applyTunnels(c Config, s *survey) (errs []error) {
 	for i, e := range g.tunnels {
 		if err := g.apply(i, c, s); err != nil {
@@ -304,8 +304,8 @@ func (g *gateway) workingTunnels(id string, now time.Time) (set fabric.TunnelSet
 }
 
 // cutTunnels removes from each peer the additional tunnels for which we have no end. If a peer
-// equals the one in the list old, the result has the pointer from that list, so that later
-// comparisons need to compare only pointers. peers and old are both sorted by ID.
+// equals the peer with the same ID in old, the result has the pointer from old, so that later
+// comparisons need to compare only pointers. Both lists are sorted by ID.
 func (g *gateway) cutTunnels(peers []*fabric.GatewayPeer, old []peer) []*fabric.GatewayPeer {
 	peers = slices.Clone(peers)
 	j := 0

@@ -63,9 +63,10 @@ var ErrShut = errors.New("this gateway has no mandate to send")
 func New() *Bind { return new(Bind) }
 
 // Listen binds port, or a free port if port is 0. It binds both address families, or the only
-// family of the machine. If the port is occupied, the error is syscall.EADDRINUSE. Each of the
-// returned functions appends available datagrams to a Batch. With wait, it first waits for a
-// datagram. Only one goroutine may call a function. After Close it returns net.ErrClosed.
+// family of the machine. If the port is occupied, the error is syscall.EADDRINUSE. Each returned
+// function receives from one socket: it appends the available datagrams to a Batch. If wait is set
+// and no datagram is available, the function waits for one. Only one goroutine may call the same
+// function. After Close the functions return net.ErrClosed.
 func (b *Bind) Listen(port uint16) ([]func(b *Batch, wait bool) error, uint16, error) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -78,7 +79,7 @@ func (b *Bind) Listen(port uint16) ([]func(b *Batch, wait bool) error, uint16, e
 		if err == nil {
 			b.v4, b.v6 = v4, v6
 			if b.ignore {
-				_ = v4.ignorePath(true) // callers that depend on the result call IgnorePath again
+				_ = v4.ignorePath(true) // ignore an error here: a caller that needs the setting calls IgnorePath again
 			}
 			var receive []func(*Batch, bool) error
 			for _, s := range []*socket{v4, v6} {

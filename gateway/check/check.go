@@ -134,7 +134,7 @@ type Options struct {
 	PathChanged func()
 }
 
-// A Monitor has both roles of the connection check, for all peers.
+// A Monitor pings all peers and answers their PINGs.
 type Monitor struct {
 	port Port
 	o    Options
@@ -184,7 +184,7 @@ type probe struct {
 	answered bool
 }
 
-// Start starts both roles. The Monitor owns port.
+// Start starts a Monitor without peers. The Monitor owns port.
 func Start(port Port, o Options) *Monitor {
 	m := &Monitor{port: port, o: o,
 		fresh: make(chan struct{}, 1), suspects: make(chan [32]byte, burst), done: make(chan struct{}), peers: make(map[string]*peerState), bySource: make(map[netip.Addr]*peerState)}
@@ -196,7 +196,7 @@ func Start(port Port, o Options) *Monitor {
 	return m
 }
 
-// Close ends both roles and closes the port.
+// Close stops the Monitor and closes the port.
 func (m *Monitor) Close() {
 	close(m.done)
 	m.port.Close()

@@ -453,7 +453,7 @@ func TestIncrementalCheckChangesEqualAFullConfiguration(t *testing.T) {
 		for i := range 20 {
 			switch rng.IntN(10) {
 			case 0:
-				gone = append(gone, fmt.Sprint(i)) // it may not exist
+				gone = append(gone, fmt.Sprint(i)) // a peer with this number may not exist
 				delete(now, fmt.Sprint(i))
 			case 1:
 				p := peerOf(i)
@@ -532,8 +532,8 @@ func manyPeers(n int) (peers []Peer) {
 }
 
 // Four thousand peers come back at the same time, and half of the handshakes in the first twenty
-// seconds get lost. They must be repeated at the rate of first handshakes, not at the rate for
-// peers that are away for long.
+// seconds get lost. The lost handshakes must be repeated at the rate of first handshakes, not at
+// the rate for peers that are away for long.
 func TestLostHandshakesAreRetriedSoon(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := Start(newSocket(func([]byte, netip.AddrPort, int) {}), Options{Log: quiet})

@@ -199,8 +199,8 @@ func TestPathSearchSendsFewProbes(t *testing.T) {
 	}
 }
 
-// A Liqo gateway answers the probes, because they are PINGs. A gateway of ours does so, too, and
-// the probes must not exceed its rate limit for PINGs.
+// A Liqo gateway answers the probes, because they are PINGs. An Isthmus gateway answers them, too,
+// and the probes must not exceed its rate limit for PINGs.
 func TestPathSearchWorksWithLiqoAndIsthmus(t *testing.T) {
 	for _, peer := range []string{"Liqo", "Isthmus"} {
 		t.Run(peer, func(t *testing.T) {

@@ -16,15 +16,15 @@ const (
 	// costs of a small and of a full-size message is about the ratio of their processing times.
 	messageCost = 1000
 
-	// quantum is the cost that one peer may use per turn. unknownQuantum is that of all messages
-	// that cannot be attributed to a peer. It is smaller, so that junk gets little processing time,
-	// and above zero, because a peer with a new address sends such messages, too.
+	// quantum is the cost that one peer may use per turn. unknownQuantum is the cost per turn of
+	// all messages that cannot be attributed to a peer. It is small because such messages may be
+	// junk. It is not zero because they may also come from a peer with a new address.
 	quantum        = 64 << 10
 	unknownQuantum = quantum / 4
 
 	// backlogLimit is the limit of the total cost of waiting messages, and thereby of their delay:
-	// about 8,000 small or 3,400 full-size messages. Each queue gets an equal share of it, but at
-	// least leastQueue, so that the first flight of a TCP connection fits.
+	// about 8,000 small or 3,400 full-size messages. Each queue gets an equal share of
+	// backlogLimit, but at least leastQueue, so that the first flight of a TCP connection fits.
 	backlogLimit = 8 << 20
 	leastQueue   = 128 << 10
 	unknownLimit = 256 << 10
@@ -66,7 +66,7 @@ func (w *waitingMessage) cost() int { return messageCost + len(w.b) }
 // A queue holds the waiting messages of one peer, in order of arrival.
 type queue struct {
 	peer     *peer            // nil: messages that cannot be attributed to a peer
-	messages []waitingMessage // those from index first on are waiting
+	messages []waitingMessage // messages from index first on are waiting
 	first    int
 	cost     int    // total cost of the waiting messages
 	deficit  int    // cost that may still be used in this turn
@@ -107,7 +107,7 @@ func (b *backlog) limit(p *peer) int {
 	return max(leastQueue, backlogLimit/len(b.queues))
 }
 
-// begin adds an empty queue for a peer. Its turn comes after those of all other queues.
+// begin adds an empty queue for a peer, after all other queues in the order of turns.
 func (b *backlog) begin(p *peer) *queue {
 	if b.queues == nil {
 		b.queues = make(map[*peer]*queue)

@@ -197,8 +197,8 @@ func TestAPeerAboveItsRateDelaysOnlyItself(t *testing.T) {
 }
 
 // A host on the underlay reads the receiver index of a peer and sends junk with that index from
-// another address. This junk has a small queue of its own. Messages of the peer from a new
-// address are in the same queue until one of them is decrypted.
+// another address. The junk waits in the small queue for messages without a peer. Messages of the
+// peer from a new address wait there as well, until one of them is decrypted.
 func TestJunkWithTheIndexOfAPeerDoesNotAffectThatPeer(t *testing.T) {
 	inPair(t, func(t *testing.T, p *pair, a, b *end) {
 		bad, n := b.wire.Endpoint(netip.MustParseAddrPort("192.0.2.66:9999")), uint64(0)
@@ -227,7 +227,8 @@ func TestJunkWithTheIndexOfAPeerDoesNotAffectThatPeer(t *testing.T) {
 }
 
 // Refused messages use no memory, even if a flooding peer mixes them with messages that wait.
-// Otherwise they would use up the slabs, and messages of other peers would wait in the socket.
+// Otherwise refused messages would use up the slabs, and messages of other peers would wait in the
+// socket.
 func TestRefusedMessagesUseNoMemory(t *testing.T) {
 	inPair(t, func(t *testing.T, p *pair, a, b *end) {
 		c := p.third(t)

@@ -18,7 +18,7 @@ type budget struct {
 	addr   netip.Addr
 	source string // address and port of a source behind a relay; otherwise empty
 	proven bool
-	cookie bool // limits the cookies that we send; with proven, those that we send to addresses of peers
+	cookie bool // limits the cookies that we send: with proven to addresses of peers, without proven to all others
 
 	replies *device.Peer // limits cookie replies to our handshakes with this peer
 }

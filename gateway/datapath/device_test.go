@@ -212,8 +212,9 @@ func TestReadCompletesAPartialChecksum(t *testing.T) {
 	checkPacket(t, b.packet(0), podASee, podB)
 }
 
-// A pod with a tunnel of its own leaves the checksum of the inner packet to the device. The
-// kernel does so for VXLAN and IPIP, and a TUN with TUN_F_CSUM sees it.
+// A pod with a tunnel of its own leaves the checksum of the inner packet to the device. For VXLAN
+// and IPIP the kernel leaves the inner checksum incomplete, and a TUN with TUN_F_CSUM gets such
+// packets.
 func TestReadCompletesTheChecksumInsideAPodsOwnTunnel(t *testing.T) {
 	inner := packettest.IP{Src: netip.MustParseAddr("192.168.1.1"), Dst: netip.MustParseAddr("192.168.1.2"), TTL: 64}
 	tcp := packettest.TCP{SrcPort: 1, DstPort: 2, Flags: packettest.ACK, Data: random(101)}

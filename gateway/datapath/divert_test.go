@@ -78,8 +78,8 @@ func TestDivertWaitsForPacketsInFlight(t *testing.T) {
 	}
 }
 
-// Packets wait for a tunnel that is not up yet. If there is no room for a packet, it is counted
-// as dropped.
+// Reinjected packets wait for a tunnel that is not up yet. If there is no room for a packet, it is
+// counted as dropped.
 func TestReinjectedPacketsWaitForTheTunnel(t *testing.T) {
 	engine := natengine.New(natengine.Config{})
 	tunnel := datapath.New(memlink.NewLink("mem", tunnelMTU), new(memlink.Network).Bind(self), engine, nil, datapath.Options{})

@@ -43,8 +43,8 @@ const (
 	// handshakeBatch is the number of messages that the device receives at once. It has a buffer of
 	// 64 KiB for each.
 	handshakeBatch = 16
-	// deviceHandshakes is the number of messages waiting in the device above which it gets no more.
-	// The device answers them in order of arrival, and demands cookies if 128 wait.
+	// If more than deviceHandshakes messages wait in the device, the device gets no further ones.
+	// It answers messages in order of arrival, and would demand cookies if 128 of them waited.
 	deviceHandshakes = 16
 	// devicePause is the interval at which the length of the device's queue is checked while it is
 	// above deviceHandshakes.
@@ -64,12 +64,12 @@ const (
 	strangerEvery, strangerBurst = time.Second / 200, 100
 	provenEvery, provenBurst     = time.Second / 20, 20
 	guestEvery, guestBurst       = time.Second / 500, 200
-	// Anybody can request cookies, so these have budgets, too.
+	// Anybody can request cookies, so cookies have budgets, too.
 	cookieEvery, cookieBurst = time.Second / 10_000, 200
 
 	// movePause is the minimum time between two moves of a peer to another address. It is the time
 	// in which a budget fills. So a peer that sends from many addresses can use only two budgets:
-	// that of one of them and that of its configured address.
+	// that of one of these addresses and that of its configured address.
 	movePause = knownBurst * knownEvery
 
 	// maxBudgets is the maximum number of budgets of sources without a peer.
@@ -177,8 +177,8 @@ func (h *handshakes) refuse(m []byte, from conn.Endpoint, why natengine.Drop) {
 	}
 }
 
-// next returns a queued message, preferring those of known sources. With wait it waits for one.
-// ok is false if there is none, or if the wire is closed.
+// next returns a queued message, preferring those of known sources. With wait, it waits for a
+// message. ok is false if no message is queued or the wire is closed.
 func (h *handshakes) next(closed <-chan struct{}, wait bool) (m handshake, ok bool) {
 	for {
 		if m, ok = h.known.pop(); ok {
@@ -196,8 +196,8 @@ func (h *handshakes) next(closed <-chan struct{}, wait bool) (m handshake, ok bo
 	}
 }
 
-// receive fills bufs with messages for the device. It waits only for the first one. To the sender
-// of an unproven message it sends a cookie instead.
+// receive fills bufs with messages for the device. It waits only for the first message. An unproven
+// message does not go to the device: receive sends a cookie to its sender.
 func (h *handshakes) receive(closed <-chan struct{}, bufs [][]byte, sizes []int, eps []conn.Endpoint) (int, error) {
 	for handshakesWaiting(h.identity.dev) > deviceHandshakes {
 		select {

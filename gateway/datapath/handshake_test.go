@@ -21,8 +21,8 @@ import (
 	"github.com/isthmus-net/isthmus/natengine"
 )
 
-// latencies are one-way latencies. One and a half round trips after the start of a handshake,
-// both sides may send.
+// latencies are one-way latencies. Both sides may send one and a half round trips after the start
+// of a handshake.
 var latencies = []time.Duration{100 * time.Microsecond, time.Millisecond, 30 * time.Millisecond, 75 * time.Millisecond, 150 * time.Millisecond}
 
 func TestCrossingHandshakesMakeASessionWithinASecond(t *testing.T) {
@@ -466,8 +466,8 @@ func provenFor(to *end, n uint32, from conn.Endpoint) []byte {
 	return m
 }
 
-// Several peers share an address. A host behind that address uses many ports, and gets a cookie
-// for each of them.
+// Several peers share an address. A host behind that address uses many ports, and gets a cookie for
+// each port.
 func TestPortsOfOneAddressShareOneBudget(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		p := newPair(t, orderedKeys(true))
@@ -509,7 +509,7 @@ func TestCookieRepliesHaveTheBudgetOfHandshakes(t *testing.T) {
 		time.Sleep(2 * time.Second) // the budget is full again after the first handshake
 		const n = 5000
 		r := datapath.NewReceiver(b.Tunnel)
-		for i := range uint32(1000) { // a host that forges a's address sends them; they use no budget of cookie replies
+		for i := range uint32(1000) { // a host that forges a's address sends these; they must not use the budget of cookie replies
 			r.Receive([][]byte{initiationFor(b.key.public, i)}, b.wire.Endpoint(a.place))
 		}
 		before := b.drops(natengine.Inbound, natengine.DropHandshakeQueue)

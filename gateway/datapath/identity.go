@@ -181,9 +181,9 @@ func (t *Tunnel) replace(private [32]byte) error {
 		return fmt.Errorf("private key: %w", err)
 	}
 	t.withdraw()
-	// If a peer has our own public key, SetPrivateKey removes that peer. Meanwhile it holds the
-	// lock of its key and waits for the peer's timers, which may wait for that lock: a deadlock. So
-	// remove such peers first.
+	// If a peer has our own public key, SetPrivateKey removes that peer. Meanwhile SetPrivateKey
+	// holds the lock of its key and waits for the timers of the peer, and these may wait for the
+	// same lock. So remove such peers first, to avoid the deadlock.
 	own := t.current()
 	t.filterPeers(func(p *peer) bool { return !p.retired.Load() && p.key != device.NoisePublicKey(public) })
 	return own.setPrivate(private, [32]byte(public))
@@ -336,7 +336,7 @@ func (t *peerTable) livePeers(state *natengine.PeerState) []*peer {
 }
 
 // newestSession returns the newest session that can encrypt for a peer, and the peer of the table
-// to which that session belongs. The keypair is nil if there is no such session.
+// that has this session. The keypair is nil if no session can encrypt for p.
 func (t *peerTable) newestSession(p *peer, now time.Time) (*peer, *device.Keypair) {
 	k := p.sendingKeypair(now)
 	if len(t.siblings) == 0 {

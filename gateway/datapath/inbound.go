@@ -87,9 +87,9 @@ func (in *inbound) receiveAll(next func(b *bind.Batch, wait bool) error) {
 	}
 }
 
-// drain receives until the socket is empty. If one call empties it and the backlog is empty,
-// drain handles the messages at once. Otherwise it adds all of them to the backlog. It blocks
-// only if the backlog is empty.
+// drain receives until the socket is empty. If one call empties the socket and the backlog is
+// empty, drain handles the messages at once. Otherwise drain adds them to the backlog. It waits for
+// a message only if the backlog is empty.
 func (in *inbound) drain(next func(b *bind.Batch, wait bool) error) error {
 	wait := in.backlog.empty()
 	in.sender.session = false // forget it, because addresses and sessions of peers may have changed
@@ -190,8 +190,8 @@ func (in *inbound) enqueue(m []byte, from conn.Endpoint, s *slab) {
 
 // senderOf returns the peer in whose queue a data message waits for decryption: the peer with the
 // message's receiver index, if the message comes from that peer's address. The index alone proves
-// nothing, because an observer on the path can read it and forge messages from elsewhere. All other
-// messages have no peer. Messages of a peer that has just moved also have no peer, until one of
+// nothing, because an observer on the path can read it and forge messages from elsewhere. So a
+// message from another address has no peer. If a peer moves, its messages have no peer until one of
 // them is decrypted. session reports whether any session has the index.
 func (in *inbound) senderOf(m []byte, from conn.Endpoint) (p *peer, session bool) {
 	c, index := &in.sender, binary.LittleEndian.Uint32(m[4:])

@@ -7,10 +7,10 @@ import (
 )
 
 // A plain WireGuard peer changes from our current to our next key at a moment that we cannot
-// observe. Its sessions with the former key end then, and it starts a handshake only when it has
-// something to send. So a peer that only answers falls silent. While our key rotates, the tunnel
-// therefore starts handshakes with silent peers itself, using the next key. A peer that still has
-// only the former key refuses such a handshake, and its session continues.
+// observe. At that moment its sessions with the former key end, and the peer starts a handshake
+// only when it has something to send. So a peer that only answers falls silent. While our key
+// rotates, the tunnel therefore starts handshakes with silent peers itself, using the next key. A
+// peer that still has only the former key refuses such a handshake, and its session continues.
 
 const (
 	// laggardSilence is the time without an answer to data after which a peer counts as silent. It

@@ -117,7 +117,7 @@ func indexOf(in reflect.Type, names ...string) (path []int) {
 }
 
 // refusals are the texts that the device logs when it refuses a handshake message whose mac1 is
-// valid. It reports such a refusal in no other way.
+// valid. The device reports such a refusal in no other way.
 var refusals = [...]string{
 	"Received invalid initiation message from %s",
 	"Received invalid response message from %s",

@@ -164,7 +164,7 @@ func (l *Local) attach(wake, overflow func()) {
 // none. size is the length to which it must be padded, or 0. Packets of the Port have priority:
 // they are few, and they decide whether peers count as connected.
 func (l *Local) next(p []byte) (n, size int) {
-	// Both pops cost one atomic load if the queue is empty, because this runs once per batch.
+	// This runs once per batch, so each pop costs only one atomic load if its queue is empty.
 	if d, ok := l.out.pop(); ok {
 		return copy(p, d.b), d.size
 	}

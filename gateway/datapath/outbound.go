@@ -307,8 +307,8 @@ func (o *outbound) forward(b *batch, gsoSize int, peer *natengine.PeerState) {
 	o.readKept(b)
 }
 
-// padded returns p. If padTo is set, it extends p by zeros to that length, in place: such a packet
-// is at the beginning of scratch.
+// padded returns p, followed by zeros up to the length padTo if that is set. A packet to be padded
+// is at the beginning of scratch, so padded extends it in place.
 func (o *outbound) padded(p []byte, limit int) []byte {
 	if size := min(o.padTo, limit); size > len(p) {
 		clear(o.scratch[len(p):size])

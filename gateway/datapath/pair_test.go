@@ -386,8 +386,8 @@ func (e *end) allDrops() (n uint64, what string) {
 	return n, what
 }
 
-// meet makes the first end start a session. When it returns, both ends have it, and their lists
-// of messages are empty.
+// meet makes the first end start a session. When meet returns, both ends have that session, and
+// their lists of messages are empty.
 func (p *pair) meet(t testing.TB) {
 	t.Helper()
 	a, b := p.ends[0], p.ends[1]
@@ -435,7 +435,7 @@ func (e *end) sendFrom(t testing.TB, b conn.Bind, messages ...[]byte) {
 	synctest.Wait()
 }
 
-// nonces records pairs of index and counter, none of which may repeat. It counts those that did.
+// nonces records pairs of index and counter. No pair may repeat, and nonces counts the repetitions.
 type nonces struct {
 	mu       sync.Mutex
 	seen     map[[12]byte]bool

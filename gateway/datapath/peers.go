@@ -29,10 +29,10 @@ func newPeerTable(peers int) *peerTable {
 	}
 }
 
-// A Peer configures a peer of the tunnel: the corresponding peer of the engine, its public key,
-// and its endpoint. The zero AddrPort keeps the present endpoint. Refused means that nothing may
-// be sent to the last configured endpoint: the tunnel sends nothing to the peer until the peer
-// has sent something, from any address.
+// A Peer configures a peer of the tunnel: the corresponding peer of the engine, its public key, and
+// its endpoint. A zero Endpoint keeps the present endpoint. If Refused is set, nothing may be sent
+// to the last configured endpoint. Then the tunnel sends nothing to the peer until the peer has
+// sent something, from any address.
 type Peer struct {
 	State    *natengine.PeerState
 	Key      [32]byte

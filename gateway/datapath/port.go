@@ -60,7 +60,7 @@ type datagram struct {
 	size int            // outbound: length to which the packet must be padded; 0: no padding
 }
 
-// A party has one queue in turns. It is a peer that is answered, or an address.
+// A party is a peer that is answered, or an address. Each party has its own queue.
 type party struct {
 	peer *peer
 	addr netip.Addr

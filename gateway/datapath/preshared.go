@@ -18,8 +18,8 @@ import (
 //	response made   with the new and the former key in turn, as the peer may have only one
 //	response read   with the key that it was made with, which its tag reveals
 //
-// So a handshake fails at most once, if the peer has only the former key, and is repeated after
-// RekeyTimeout. The previous session stays valid for a minute more. The first session with the
+// If the peer has only the former key, at most one handshake fails. It is repeated after
+// RekeyTimeout, and the previous session stays valid for a minute more. The first session with the
 // new key ends the change, because then both sides have that key.
 
 // PresharedKeys are the preshared keys that handshakes with a peer may use. The zero key means no

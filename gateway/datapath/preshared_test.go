@@ -30,8 +30,8 @@ func (e *end) preshare(t testing.TB, keys datapath.PresharedKeys) {
 func (e *end) preshared() bool { return e.Stats()[e.other.key.public].Preshared }
 
 // Two gateways change their preshared key up to a minute apart, under traffic in both directions.
-// No packet is lost, and at most one handshake. At the end, the session has the new key, and a
-// handshake with the previous key fails.
+// No packet is lost, and at most one handshake fails. At the end, the session has the new key, and
+// a handshake with the previous key fails.
 func TestAPresharedKeyChangesWithoutLoss(t *testing.T) {
 	none, first, second := [32]byte{}, [32]byte{1}, [32]byte{2}
 	for _, change := range [][2][32]byte{{none, first}, {first, second}, {first, none}} {

@@ -11,8 +11,8 @@ import (
 )
 
 // While a preshared key changes, the device's key may change after the device has made a response
-// and before it sends the response. The key with which the response was made must be recorded.
-// Otherwise a session could be reported with a key that it does not have.
+// and before it sends the response. The gateway must record the key with which the response was
+// made. Otherwise it could report a session with a key that the session does not have.
 func TestResponseKeepsThePresharedKeyItWasMadeWith(t *testing.T) {
 	previous, key := [32]byte{1}, [32]byte{2}
 	for name, step := range map[string]func(*device.Peer) error{

@@ -17,9 +17,9 @@ const (
 	headerLen = device.MessageTransportHeaderSize
 	tagLen    = 16
 
-	// The bounds of a batch. All packets of a batch are encrypted before any is sent. Packets wait
-	// here for at most half a millisecond; otherwise they would wait in the queue of the TUN. TCP
-	// was slower with half as many octets, and not faster with twice as many.
+	// The bounds of a batch. All packets of a batch are encrypted before any is sent. So packets
+	// wait here for up to half a millisecond. With smaller batches they would wait in the queue of
+	// the TUN instead. TCP was slower with half as many octets, and not faster with twice as many.
 	slabLen  = 512 << 10 // approximate octets of messages
 	maxBatch = 512       // packets
 )
@@ -161,8 +161,8 @@ func (s *sealer) flush() {
 	if len(s.sealed) == 0 {
 		return
 	}
-	// Record the sending time first. Otherwise it could seem to be later than an immediate answer of
-	// the peer.
+	// Record the sending time before sending. Otherwise the recorded time could be later than that
+	// of an immediate answer of the peer.
 	s.via.recordSent(s.keypair, s.now)
 	if err := s.via.send(s.keypair, s.sealed, s.now); err != nil {
 		reason := natengine.DropTunnelSend

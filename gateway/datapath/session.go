@@ -41,8 +41,8 @@ const (
 	hurriesPerSecond = 100
 
 	// confirmMost is the maximum time for which messages are still sent to the previous address
-	// after the peer has started another session from a new address. It ends earlier with the first
-	// message of the new session, usually within a round trip.
+	// after the peer has started another session from a new address. Messages are sent to the new
+	// address earlier if the first message of the new session arrives, usually within a round trip.
 	confirmMost = time.Second
 
 	silenceTimeout = device.KeepaliveTimeout + device.RekeyTimeout
@@ -388,8 +388,8 @@ func (p *peer) beginHandshake() {
 }
 
 // hurry allows the device to start a handshake within RekeyTimeout of the last one, unless that one
-// has made a session or a limit is reached. hurried reports whether it did, and last is the time of
-// the last handshake. The caller holds mu.
+// has made a session or a limit is reached. hurried reports whether hurry allowed that, and last is
+// the time of the last handshake. The caller holds mu.
 func (p *peer) hurry(now time.Time) (last time.Time, hurried bool) {
 	if created := p.created.Load(); p.hurriedSince != created {
 		p.hurried, p.hurriedSince = 0, created
@@ -422,11 +422,11 @@ func (p *peer) keepPace(last time.Time) {
 	}
 }
 
-// handleCrossing handles two handshakes that have crossed: the peer has answered our initiation,
-// sent roundTrip ago, after the device had dropped it to answer one from the peer. The peer has
-// dropped its own initiation as well, so both sides would start again only after RekeyTimeout.
-// Instead, the side with the lower public key starts a handshake at once. The other side starts one
-// later if that does not help, for example because the peer is not an Isthmus gateway.
+// handleCrossing handles two handshakes that have crossed. Each side has dropped its own initiation
+// to answer that of the other side, so both answers are useless, and both sides would start again
+// only after RekeyTimeout. Instead, the side with the lower public key starts a handshake at once.
+// The other side starts a handshake later if no session exists by then, for example because the
+// peer is not an Isthmus gateway. roundTrip is the time from our initiation to the peer's answer.
 func (p *peer) handleCrossing(roundTrip time.Duration) {
 	if roundTrip >= device.RekeyTimeout {
 		return

@@ -480,7 +480,7 @@ func TestAKeyOfEitherSideMayChange(t *testing.T) {
 			time.Sleep(2*rekeyTimeout + time.Second)
 			e.other.wants(t, 1, 2)
 			e.wants(t, 3, 4)
-			// Handshakes under a key that was not known yet.
+			// These are handshakes under a key that the other end did not know yet.
 			refused := e.drops(natengine.Inbound, natengine.DropHandshakeRefused)
 			if n, what := e.allDrops(); n != refused {
 				t.Errorf("dropped:%s", what)

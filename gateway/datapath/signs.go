@@ -46,7 +46,7 @@ const refusedAfter = 2 * time.Second
 const searchPause = 10 * time.Millisecond
 
 // A place records unexplained messages from one configured address. Peers with the same address
-// share a place. All messages that come through a Service share another one (Tunnel.relayed).
+// share a place. All messages that come through a Service share one more place (Tunnel.relayed).
 type place struct {
 	mu       sync.Mutex
 	otherKey time.Time

@@ -17,8 +17,8 @@ import (
 
 const streamPort = 6443
 
-// streams opens the port for streams of both gateways. b's side echoes, and reports in from the
-// source address of each connection as b sees it.
+// streams opens the port for streams of both gateways. b's side echoes what it receives. The
+// channel from gets the source address of each connection as b sees it.
 func streams(t *testing.T, a, b *side) (ours *datapath.Streams, from chan netip.Addr) {
 	t.Helper()
 	from = make(chan netip.Addr, 16)
@@ -126,8 +126,8 @@ func TestStreamsNeedTheConsentOfThePeer(t *testing.T) {
 	}
 }
 
-// Each connection to an unreachable peer repeats its SYN, and a manager may request many such
-// connections.
+// Even if a manager requests many connections to an unreachable peer, which all repeat their SYN,
+// connections to other peers must work.
 func TestStreamsOfOnePeerLeaveRoomForOthers(t *testing.T) {
 	local, err := datapath.NewLocal(netip.MustParseAddr("169.254.0.1"), netip.Addr{}, 1420)
 	if err != nil {

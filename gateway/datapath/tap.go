@@ -17,8 +17,8 @@ import (
 	"github.com/isthmus-net/isthmus/packet"
 )
 
-// SetCapture makes the tunnel show packets to c, from the next batch on. With nil it stops that.
-// The goroutines of the data path call c, which never blocks them.
+// SetCapture makes the tunnel show packets to c, from the next batch on. With nil, the tunnel shows
+// no more packets. The goroutines of the data path call c, which never blocks them.
 func (t *Tunnel) SetCapture(c *capture.Capture) {
 	if c == nil {
 		t.capture.Store(nil)
@@ -278,8 +278,8 @@ func (p *tap) showDropped(place capture.Place, peer *natengine.PeerState, b []by
 	p.showPacket(place, peer, b, why, dropText(why))
 }
 
-// showPacket shows a packet b with the given comment. If b does not parse, packet captures at most
-// the length of an IP header.
+// showPacket shows a packet b with the given comment. If b does not parse, showPacket captures at
+// most the length of an IP header.
 func (p *tap) showPacket(place capture.Place, peer *natengine.PeerState, b []byte, drop natengine.Drop, comment string) {
 	c := p.to
 	if !c.Wants(place, p.dir, peer, drop) {

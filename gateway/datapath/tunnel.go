@@ -67,7 +67,7 @@ type Tunnel struct {
 	relays       atomic.Pointer[func(netip.Addr) bool] // reports whether an address is a relay's; nil: none is
 	relayed      place                                 // signs of messages that came through relays
 
-	onUnknownSession atomic.Pointer[func(key [32]byte)] // nil: doubts are not reported
+	onUnknownSession atomic.Pointer[func(key [32]byte)] // nil: unknown sessions are not reported
 	searched         atomic.Int64                       // when unknownSession last searched for a peer
 
 	capture atomic.Pointer[captured] // nil: no capture is running
@@ -190,8 +190,8 @@ func (t *Tunnel) listen(port uint16) error {
 	return nil
 }
 
-// unlisten closes the wire and waits for its goroutines. None of them ever waits for t.mu or a
-// device. The caller holds t.mu.
+// unlisten closes the wire and waits for its goroutines. No such goroutine ever waits for t.mu or a
+// device, so this cannot deadlock. The caller holds t.mu.
 func (t *Tunnel) unlisten() error {
 	if t.port == 0 {
 		return nil
@@ -240,10 +240,10 @@ func (t *Tunnel) SetMTU(mtu int) {
 // MTU returns the size of the largest packet in the tunnel, in octets.
 func (t *Tunnel) MTU() int { return int(t.mtu.Load()) }
 
-// SetSources sets the test for the sources of messages. The tunnel drops messages from other
-// sources before it does anything else. The reason is that answers are sent to the source of the
-// last message (roaming), and anybody who has a key may forge a source. Results are cached until
-// the next call of SetSources.
+// SetSources sets the test for the sources of messages. The tunnel drops a message whose source
+// fails the test before it does anything else with the message. The reason is that answers are sent
+// to the source of the last message (roaming), and anybody who has a key may forge a source.
+// Results are cached until the next call of SetSources.
 func (t *Tunnel) SetSources(allowed func(netip.Addr) bool) { t.sourceFilter.Store(&allowed) }
 
 // SetRelays sets the test for addresses from which our own Services relay messages of peers. The

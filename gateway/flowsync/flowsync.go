@@ -140,9 +140,9 @@ type Counts struct {
 }
 
 // Activate makes this gateway the active one. From now on, flows are the gateway's own flows.
-// They adopt the copied flows, established ones first. Activate returns the number of adopted
-// flows when all are adopted, or after adoptMost; adoption then continues in the background.
-// Flows that still arrive on open connections are adopted, too.
+// Activate adds the copied flows to them, established ones first. Activate returns the number of
+// adopted flows when all are adopted, or after adoptMost; adoption then continues in the
+// background. Flows that still arrive on open connections are adopted, too.
 func (k *Keeper) Activate(flows Flows) (adopted int) {
 	k.mu.Lock()
 	before := k.counts.Adopted

@@ -222,8 +222,8 @@ func TestFlowsSurviveFailoversAndRestarts(t *testing.T) {
 	eventually(t, "copy with another key is followed", func() bool { return a.State().Copied == 0 })
 }
 
-// In a planned move, the previous gateway still opens flows while the next one is already active.
-// Those flows are adopted, too.
+// In a planned move, the previous gateway still opens flows while the next gateway is already
+// active. The next gateway adopts these flows, too.
 func TestLateFlowsOfThePreviousGatewayAreAdopted(t *testing.T) {
 	p := newPlace()
 	p.set(one, true, 1)
@@ -292,8 +292,8 @@ func TestFlowsAreSentOnlyToHoldersOfTheKey(t *testing.T) {
 		listener = p.at[one]
 		return listener != nil
 	})
-	// Strangers that send nothing, or anything, do not take the place of a gateway. In this test all
-	// of them have the same address.
+	// Connections of strangers, whatever these send, do not take the place of a gateway. In this
+	// test all of them have the same address.
 	var open []net.Conn
 	for i := range 2 * addressMost {
 		conn, err := net.Dial("tcp4", listener.Addr().String())

@@ -19,10 +19,10 @@ type parcel struct {
 	at     time.Time // when this gateway received the parcel; zero if this gateway is the one that relays it
 }
 
-// Relay sends a packet for a peer to all gateways that copy the flows of this one. The gateway
-// that becomes active sends it on to the peer. p starts with the virtio header; Relay copies p
-// and never blocks. It reports whether any gateway copies the flows. For each of them that cannot
-// get the packet, Counts.Unsent increases.
+// Relay sends a packet for a peer to all gateways that copy the flows of this one. The gateway that
+// becomes active sends it on to the peer. p starts with the virtio header; Relay copies p and never
+// blocks. It reports whether any gateway copies the flows. For each gateway that cannot get the
+// packet, Counts.Unsent increases.
 func (k *Keeper) Relay(tunnel int, p []byte) bool {
 	one := parcel{tunnel: tunnel, p: slices.Clone(p)}
 	k.mu.Lock()
@@ -35,8 +35,8 @@ func (k *Keeper) Relay(tunnel int, p []byte) bool {
 	return len(k.followers) > 0
 }
 
-// follow adds the queue of a connection to those that get the packets of Relay. end removes it
-// and drops the packets that still wait in it.
+// follow adds the queue of a connection to those that get the packets of Relay. end removes the
+// queue and drops the packets that still wait in it.
 func (k *Keeper) follow(q *queue) (end func()) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
@@ -72,7 +72,7 @@ func (q *queue) hurries() bool {
 // heldPackets holds relayed packets, oldest first, until this gateway is active and has adopted the
 // flows.
 type heldPackets struct {
-	from   netip.Addr // the gateway that relayed them, or, if there are none, the active gateway
+	from   netip.Addr // the gateway that relayed the packets; without packets, the active gateway
 	all    []parcel
 	octets int
 }

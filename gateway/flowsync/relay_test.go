@@ -55,7 +55,7 @@ func TestRelayedPacketsReachTheNextGateway(t *testing.T) {
 	}
 	eventually(t, "packets that wait", func() bool { return held() == len(want) })
 	b.mu.Lock()
-	for i := range b.held.all { // keep them from expiring on a busy machine
+	for i := range b.held.all { // keep the packets from expiring on a busy machine
 		b.held.all[i].at = time.Now()
 	}
 	b.mu.Unlock()
@@ -93,8 +93,8 @@ func TestOnlyAFollowingConnectionAcceptsPackets(t *testing.T) {
 	}
 }
 
-// A gatedList delays the first list of all flows until it is released. Later lists are not
-// delayed.
+// A gatedList delays the first list of all flows until the test allows that list. It does not delay
+// later lists.
 type gatedList struct {
 	running
 	listed atomic.Bool   // the first list has begun
@@ -273,7 +273,7 @@ func TestUnsentPacketsAreCounted(t *testing.T) {
 	check("no connection left; the caller counts the packet", 0)
 }
 
-// A failingConn is a connection whose Write waits until it is released, and then fails.
+// A failingConn is a connection whose Write waits until the test releases it, and then fails.
 type failingConn struct {
 	slowConn
 	fails atomic.Bool

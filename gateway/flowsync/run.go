@@ -36,7 +36,7 @@ const (
 // take the place of gateways, whose addresses come from the API server.
 const (
 	strangersMost = 8  // connections from addresses that belong to no gateway
-	strangersRate = 10 // such connections accepted per second: a TLS handshake takes CPU time that packets need
+	strangersRate = 10 // such connections accepted per second; limited because a TLS handshake takes CPU time that packets need
 	strangersOnce = 16 // burst of such connections
 	addressMost   = 2  // connections from one address
 )
@@ -73,10 +73,10 @@ func NewLink(k *Keeper, o Options) *Link {
 	return &Link{k: k, o: o, settled: make(chan struct{}), incoming: make(map[netip.Addr]int), strange: rate.NewLimiter(strangersRate, strangersOnce)}
 }
 
-// Await waits until the gateways known at the start have sent their flows, for at most a second.
-// An active gateway that restarts has lost its flows, but a standby has a copy of them. A standby
-// that has all flows of the active gateway does not wait: another gateway may have ended, and
-// would never answer.
+// Await waits until the gateways known at the start have sent their flows, for at most a second. An
+// active gateway that restarts has lost its flows, but a standby has a copy of them. A standby that
+// has all flows of the active gateway does not wait for further gateways, because a gateway that
+// has ended would never answer.
 func (l *Link) Await(ctx context.Context) {
 	if l.k.hasList() {
 		return
@@ -182,7 +182,8 @@ func (l *Link) tlsConfig() (*tls.Config, context.Context) {
 }
 
 // copyFrom connects to another gateway and receives its flows, until the connection ends. With
-// once, it ends after the list of all flows; otherwise an active gateway keeps the connection open.
+// once, copyFrom ends the connection after the list of all flows. Otherwise the connection to an
+// active gateway stays open for the changes.
 func (l *Link) copyFrom(ctx context.Context, addr netip.Addr, once bool) {
 	config, expired := l.tlsConfig()
 	dialing, cancel := context.WithTimeout(ctx, handshakeTimeout)

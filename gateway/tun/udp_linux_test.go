@@ -31,8 +31,9 @@ type end struct {
 	from, to, damaged atomic.Int64 // superpackets from the kernel and to it; packets that are neither single nor super
 }
 
-// newEnd makes an end whose kernel has the address addr. The other end sees pods as seen, and
-// this end sees the other end's pods as remote.
+// newEnd makes an end whose kernel has the address addr. pods is the network of its pods, and seen
+// is that network as the other end sees it. remote is the network of the other end as this end sees
+// it.
 func newEnd(t *testing.T, addr, pods, seen, remote string) *end {
 	t.Helper()
 	e := &end{namespace: newNamespace(t), engine: natengine.New(natengine.Config{})}
