@@ -282,7 +282,7 @@ func TestAWallClockStepDisconnectsNoPeer(t *testing.T) {
 			now = stepped(t, now, d)
 			for _, p := range c.peers {
 				was := session{since: now.Add(-time.Hour), heard: now}
-				if is := was.after(stats[p.PublicKey], now); is.down != old {
+				if is := was.updatedFrom(stats[p.PublicKey], now); is.down != old {
 					t.Fatalf("clock stepped by %v, old session %t: down %t", d, old, is.down)
 				}
 			}

@@ -473,8 +473,8 @@ func schedstat() map[string][2]time.Duration {
 }
 
 // cpuShare returns the share of the wanted processor time that the process got. Only one thread of
-// the process runs at a time, so got compares the longest waiting time of a thread with the total
-// running time.
+// the process runs at a time, so cpuShare compares the longest waiting time of a thread with the
+// total running time.
 func cpuShare(before, after map[string][2]time.Duration) float64 {
 	var ran, waited time.Duration
 	for name, now := range after {
@@ -649,8 +649,8 @@ func (f *fairness) nobodys(reason natengine.Drop) uint64 {
 // podsRate is the number of packets per second of the flood: more than the victim can write.
 const podsRate = 100_000
 
-// pingsRate is the number of PINGs per second of the flood: four times the rate that failed the
-// checks of 4,000 peers when all peers shared one queue.
+// pingsRate is the number of PINGs per second of the flood: four times the rate at which the checks
+// of 4,000 peers failed when all peers shared one queue.
 const pingsRate = 20_000
 
 func (f *fairness) ofPods() uint64 {

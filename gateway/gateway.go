@@ -160,8 +160,8 @@ type gateway struct {
 	published atomic.Pointer[current] // stored by the loop, read by any goroutine
 }
 
-// open makes everything that can fail before the first packet. When it returns, nothing has
-// changed outside the process and its unnamed namespace.
+// open does everything that can fail before the first packet. When it returns, nothing has changed
+// outside the process and its unnamed namespace.
 func open(o Options, c Config) (_ *gateway, err error) {
 	g := &gateway{log: o.Log, version: o.Version, started: time.Now(), ready: o.Ready, mandate: o.Mandate, keeper: o.Flows, podNetwork: o.PodNetwork,
 		wake: make(chan struct{}, 1), done: make(chan struct{})}

@@ -11,8 +11,8 @@ import (
 	"github.com/isthmus-net/isthmus/internal/kernel/rtnl"
 )
 
-// locatedAddrs holds the addresses of the last locate, so that the next one need not build the Site
-// again while nothing has changed.
+// locatedAddrs holds the addresses that the last call of locate used. While these have not changed,
+// locate need not build the Site again.
 type locatedAddrs struct {
 	site, all fabric.Site
 	own       []netip.Addr

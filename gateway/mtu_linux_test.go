@@ -232,8 +232,8 @@ func TestEachPeerHasItsOwnMTUOverIPv6(t *testing.T) {
 
 // A path drops large packets without an ICMP error, like a bridge whose port has a smaller MTU.
 // Such a bridge passes superpackets of any size, so the test makes the kernel segment WireGuard's
-// before. Both sides must find out and inform their senders. When the path is repaired, they must
-// return to the full size.
+// superpackets before the bridge. Both sides must find out and inform their senders. When the path
+// is repaired, they must return to the full size.
 func TestABlackHoleIsDetectedAndCleared(t *testing.T) {
 	needRoot(t)
 	wire := newWire(t)

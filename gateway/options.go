@@ -28,8 +28,8 @@ type Config struct {
 	// PodNetwork holds the nodes and pods of the cluster. Only a gateway that uses its Pod's network
 	// needs it (Options.PodNetwork).
 	PodNetwork fabric.PodNetwork
-	// Preshared holds the preshared keys by cluster ID. They apply to all tunnels to a peer. It is
-	// never modified.
+	// Preshared holds the preshared keys by cluster ID. A key applies to all tunnels to its peer.
+	// The map is never modified.
 	Preshared map[string]datapath.PresharedKeys
 
 	// The fields below are read only once, when the gateway starts.

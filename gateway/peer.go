@@ -43,11 +43,11 @@ type session struct {
 	stats    datapath.Stats // at the last update
 }
 
-// after returns the session, updated from stats. Both now and the time of the handshake have
+// updatedFrom returns the session, updated from stats. Both now and the time of the handshake have
 // monotonic clock readings, so a step of the wall clock does not change an age. down depends only
 // on the age of the handshake, not on heard: WireGuard accepts no messages of a session older
 // than check.SessionGone.
-func (s session) after(stats datapath.Stats, now time.Time) session {
+func (s session) updatedFrom(stats datapath.Stats, now time.Time) session {
 	s.stats = stats
 	if stats.Received != s.received {
 		s.received, s.heard = stats.Received, now
@@ -96,7 +96,7 @@ func (p *peer) lastHeard() (last time.Time) {
 // updateSessions updates the sessions of the peer. stats holds, for each tunnel, the stats by
 // public key.
 func (p *peer) updateSessions(stats []map[[32]byte]datapath.Stats, now time.Time) {
-	p.session = p.session.after(stats[0][p.PublicKey], now)
+	p.session = p.session.updatedFrom(stats[0][p.PublicKey], now)
 	if len(p.Tunnels) == 0 {
 		p.further = nil
 		return
@@ -109,7 +109,7 @@ func (p *peer) updateSessions(stats []map[[32]byte]datapath.Stats, now time.Time
 		if i < len(was) && was[i].key == key {
 			s = was[i]
 		}
-		p.further[i] = s.after(stats[i+1][key], now)
+		p.further[i] = s.updatedFrom(stats[i+1][key], now)
 	}
 }
 

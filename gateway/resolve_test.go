@@ -341,7 +341,7 @@ func TestAPeerIsDownWithoutASession(t *testing.T) {
 	begin := time.Unix(1_700_000_000, 0)
 	s := session{since: begin}
 	at := func(seconds int, stats datapath.Stats) bool {
-		s = s.after(stats, begin.Add(time.Duration(seconds)*time.Second))
+		s = s.updatedFrom(stats, begin.Add(time.Duration(seconds)*time.Second))
 		return s.down
 	}
 	handshake := datapath.Stats{Handshake: begin.Add(40 * time.Second), Received: 148}

@@ -38,8 +38,8 @@ func (s *space) traceroute(method, dst string) (hops []string) {
 	return hops
 }
 
-// probe sends one probe and returns the address that answers, or "*" if none does in time. last
-// reports that the answer is no ICMP error of a hop.
+// probe sends one probe and returns the address that answers, or "*" if none does in time. last is
+// true if the answer is not an ICMP error of a hop.
 func (s *space) probe(method string, dst netip.Addr, ttl int, wait time.Duration) (from string, last bool) {
 	s.t.Helper()
 	ctx, cancel := context.WithTimeout(context.Background(), wait)

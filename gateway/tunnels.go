@@ -287,7 +287,7 @@ func (e tunnelView) status(tunnel int, now time.Time) TunnelStatus {
 }
 
 // workingTunnels returns the set of tunnels that carry the flows of a peer. The empty set means the
-// first tunnel, which is always so for a peer with a single tunnel.
+// first tunnel. For a peer with a single tunnel, the set is always empty.
 func (g *gateway) workingTunnels(id string, now time.Time) (set fabric.TunnelSet) {
 	for i, e := range g.tunnels[1:] {
 		if e.observe(id).State == check.Connected {

@@ -56,8 +56,8 @@ A lab exists until "isthmus-lab down" or a reboot.
 	return root
 }
 
-// needsRoot adds to do a check that the user is root. Other users would see only some of the
-// processes of a lab.
+// needsRoot returns a function that checks that the user is root, and then calls do. Other users
+// would see only some of the processes of a lab.
 func needsRoot(do func(*cobra.Command, []string) error) func(*cobra.Command, []string) error {
 	return func(cmd *cobra.Command, args []string) error {
 		if os.Geteuid() != 0 {

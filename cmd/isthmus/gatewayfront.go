@@ -142,8 +142,8 @@ func (f *front) readiness(pod string, self, running bool, err error) (text strin
 	return "ok, standby for " + pod, true
 }
 
-// withRunning returns a handler that runs handler with the lock held for reading. It sends the
-// response only after it has released the lock, so that a slow client does not delay set.
+// withRunning returns a handler that runs handler with the lock held for reading. The response is
+// sent only after the lock is released, so that a slow client does not delay set.
 func (f *front) withRunning(handler http.HandlerFunc) http.HandlerFunc {
 	return func(w http.ResponseWriter, r *http.Request) {
 		answer := answer{header: w.Header(), code: http.StatusOK}

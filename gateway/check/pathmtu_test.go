@@ -180,8 +180,8 @@ func TestPathSearchDoesNotMistakeAnOutageForABlackHole(t *testing.T) {
 	}
 }
 
-// A confirmation limit one message of the size in force and one small message per interval. A
-// peer that does not answer gets none.
+// A confirmation takes one message of the size in force and one small message per interval. A peer
+// that does not answer gets none.
 func TestPathSearchSendsFewProbes(t *testing.T) {
 	var s pathSearch
 	now := time.Now()

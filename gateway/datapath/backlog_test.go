@@ -121,8 +121,8 @@ type arrival struct {
 	from conn.Endpoint
 }
 
-// socket simulates a socket in which all batches wait, one after the other. It is closed after
-// the last one.
+// socket returns the receive function of a simulated socket, in which all batches wait, one after
+// the other. The socket closes after the last batch.
 func socket(batches [][]arrival) func(*bind.Batch, bool) error {
 	return func(b *bind.Batch, wait bool) error {
 		if len(batches) == 0 {

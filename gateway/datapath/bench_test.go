@@ -13,7 +13,7 @@ import (
 )
 
 // outShapes returns links by the name of an outbound traffic pattern. A link repeats its packets,
-// and pauses (ErrAgain) after every so many.
+// and pauses (ErrAgain) after a fixed number of them.
 func outShapes() map[string]*scriptLink {
 	shapes := map[string]*scriptLink{}
 	add := func(name string, every int, packets ...[]byte) {

@@ -212,9 +212,8 @@ func TestReadCompletesAPartialChecksum(t *testing.T) {
 	checkPacket(t, b.packet(0), podASee, podB)
 }
 
-// A pod with a tunnel of its own leaves the checksum of the inner packet to the device. For VXLAN
-// and IPIP the kernel leaves the inner checksum incomplete, and a TUN with TUN_F_CSUM gets such
-// packets.
+// A pod may have a tunnel of its own, with VXLAN or IPIP. Then its kernel leaves the checksum of
+// the inner packet incomplete, and a TUN with TUN_F_CSUM gets such packets.
 func TestReadCompletesTheChecksumInsideAPodsOwnTunnel(t *testing.T) {
 	inner := packettest.IP{Src: netip.MustParseAddr("192.168.1.1"), Dst: netip.MustParseAddr("192.168.1.2"), TTL: 64}
 	tcp := packettest.TCP{SrcPort: 1, DstPort: 2, Flags: packettest.ACK, Data: random(101)}

@@ -40,8 +40,8 @@ const (
 	otherHandshakes = 512
 	// At most one in cookieShare places of a stack holds a message whose sender only gets a cookie.
 	cookieShare = 4
-	// handshakeBatch is the number of messages that the device receives at once. It has a buffer of
-	// 64 KiB for each.
+	// handshakeBatch is the number of messages that the device receives at once. The device has a
+	// buffer of 64 KiB for each message.
 	handshakeBatch = 16
 	// If more than deviceHandshakes messages wait in the device, the device gets no further ones.
 	// It answers messages in order of arrival, and would demand cookies if 128 of them waited.
@@ -83,8 +83,9 @@ const (
 // called concurrently.
 type Wire interface {
 	// Listen opens a port; 0 means any free one. It returns a receive function for each of its
-	// sockets, and the port. A receive function appends the waiting datagrams to b; with wait, it
-	// first waits for one. Only one goroutine may call it. It returns net.ErrClosed after Close.
+	// sockets, and the port. A receive function appends the waiting datagrams to b. If wait is set
+	// and no datagram waits, it waits for one. Only one goroutine may call the same receive
+	// function. After Close the functions return net.ErrClosed.
 	Listen(port uint16) ([]func(b *bind.Batch, wait bool) error, uint16, error)
 	// Close closes the sockets that Listen opened. Listen may be called again.
 	Close() error

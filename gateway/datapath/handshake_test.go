@@ -692,8 +692,8 @@ func TestTheQueueOfKnownHandshakesIsBoundedAndCounted(t *testing.T) {
 	}
 }
 
-// Handshakes that were made for another key, or that exceed the budget of their source, do not
-// take the place of one from a peer at another address.
+// Handshakes that were made for another key, or that exceed the budget of their source, do not take
+// the place of a handshake from a peer at another address.
 func TestForgedHandshakesDisplaceNoHandshakeOfAPeer(t *testing.T) {
 	victim, honest, elsewhere := crowdAt(0), crowdAt(1), netip.MustParseAddrPort("192.0.2.66:1")
 	key, ours := [32]byte{1}, [32]byte{}

@@ -456,7 +456,7 @@ func FuzzReceive(f *testing.F) {
 	var delivered atomic.Uint64
 	b.link.OnReceive(func([][]byte) error { delivered.Add(1); return nil })
 	r, from := datapath.NewReceiver(b.Tunnel), b.wire.Endpoint(a.place)
-	// octets are messages, each preceded by its length. If its bit in seal is set, a message is
+	// octets are messages, each preceded by its length. A message whose bit in seal is set is
 	// encrypted as the content of a data message.
 	f.Fuzz(func(t *testing.T, octets []byte, seal uint8) {
 		var batch [][]byte

@@ -14,8 +14,8 @@ import (
 
 const (
 	// laggardSilence is the time without an answer to data after which a peer counts as silent. It
-	// is longer than most round trips, but short enough to keep the interruption of a peer that
-	// only answers short.
+	// is longer than most round trips, but short enough that a peer that only answers is
+	// interrupted only briefly.
 	laggardSilence = 250 * time.Millisecond
 	// laggardLook is the interval at which silent peers are searched while our key rotates. At most
 	// laggardsAtOnce of them get a handshake in one interval: 100 in a second take 2 % of a

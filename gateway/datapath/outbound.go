@@ -224,7 +224,7 @@ func (o *outbound) parse(p []byte) (gsoSize int, drop natengine.Drop) {
 
 // translate passes the parsed packet to the engine and acts on the verdict. local is true for a
 // packet of the in-process endpoint. Such a packet is sent even to a peer that counts as down,
-// because its answer shows that the peer is back.
+// because an answer to the packet shows that the peer is back.
 func (o *outbound) translate(b *batch, gsoSize int, local bool) {
 	if !b.timed {
 		o.now, b.timed = o.t.Now(), true

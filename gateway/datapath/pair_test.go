@@ -25,7 +25,7 @@ import (
 )
 
 // A wire is the network interface of one end. A test can use it to observe, drop and delay the
-// messages that the end sends. It has two sockets, and so two receiving goroutines, like a
+// messages that the end sends. A wire has two sockets, and so two receiving goroutines, like a
 // gateway with an IPv4 and an IPv6 socket.
 type wire struct {
 	*memlink.Bind

@@ -43,8 +43,8 @@ func (PresharedKeys) LogValue() slog.Value { return slog.StringValue(hidden) }
 
 const hidden = "(preshared keys)"
 
-// presharedGrace is the time allowed for a handshake that is in progress when the key changes:
-// the longest time from when the device reads the key until there is a session.
+// presharedGrace is the time allowed for a handshake that is in progress when the key changes: the
+// longest time from the moment when the device reads the key until there is a session.
 const presharedGrace = time.Second
 
 // preshared holds the preshared keys of one peer of a device. Methods may be called concurrently.

@@ -12,8 +12,8 @@ const (
 	// session with its new key. Packets may be on their way for that long.
 	retiredGrace = 10 * time.Second
 	// retiredMost is the time for which sessions with a former key continue if no session is made
-	// with the new key. It is enough for three handshakes. A longer time would hide a wrong key, and
-	// would keep the session of somebody who stole the former key.
+	// with the new key. It is enough for three handshakes. A longer time would hide a wrong key,
+	// and would keep alive the session of somebody who stole the former key.
 	retiredMost = 15 * time.Second
 	// maxRetired is the maximum number of retired peers that a peer may have: two for each identity.
 	maxRetired = 4

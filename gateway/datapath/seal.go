@@ -70,8 +70,8 @@ func (s *sealer) fit(mtu int) {
 	}
 }
 
-// slotFor returns the octets of slab that the message of a packet uses: a multiple of a cache
-// line.
+// slotFor returns the number of octets of slab that the message of a packet uses: a multiple of a
+// cache line.
 func slotFor(size int) int {
 	return (headerLen + size + device.PaddingMultiple - 1 + tagLen + 63) &^ 63
 }

@@ -28,9 +28,9 @@ func (t *Tunnel) SetCapture(c *capture.Capture) {
 	t.link.Wake() // the outbound goroutine may be waiting for the first packet of a batch
 }
 
-// captured is a capture with the UDP port for generated headers. It is the port at the start of
-// the capture: querying the current port could deadlock with a socket that is being closed and
-// waits for this goroutine.
+// captured is a capture with the UDP port for generated headers. The port is the one at the start
+// of the capture, because querying the current port could deadlock with a socket that is being
+// closed and waits for this goroutine.
 type captured struct {
 	*capture.Capture
 	port uint16
@@ -261,8 +261,8 @@ func shorten(b []byte) bool {
 	return true
 }
 
-// headersOf returns the number of octets of a packet that are headers. In an ICMP error they
-// include the quoted headers without options.
+// headersOf returns the length of the headers of a packet, in octets. For an ICMP error it includes
+// the headers of the quoted packet without their options.
 func headersOf(v *packet.View) int {
 	n := v.PayloadOffset()
 	if v.IsICMPError() {
