@@ -67,7 +67,8 @@ func (f *front) serve(metricsAddr string, secure *httpserve.Secure, statusAddr s
 	return servers.Close, nil
 }
 
-// private returns the handler for clients that may read the status, which includes the metrics.
+// private returns the handler at the status address. A client that may read the status may also
+// read the metrics.
 func (f *front) private() http.Handler {
 	mux := http.NewServeMux()
 	mux.HandleFunc("GET /metrics", f.withRunning(f.scrape))

@@ -287,8 +287,7 @@ func (h *handshakes) admit(m []byte, from conn.Endpoint, peers int, now time.Tim
 	return natengine.DropHandshakeQueue, false
 }
 
-// noMAC2 is the second MAC of a message that was made without a cookie, as most messages of a
-// flood are.
+// noMAC2 is the mac2 of a message that was made without a cookie.
 var noMAC2 [16]byte
 
 // sendCookie answers a message with a cookie. It ignores errors, because the sender repeats the

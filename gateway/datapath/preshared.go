@@ -107,7 +107,8 @@ func (s *preshared) useKey(key [32]byte) {
 	s.next, *peerPreshared.ptr(s.dev) = key, key
 }
 
-// settle ends a change of the key. The caller holds s.mu.
+// settle ends a change of the key. grace is the maximum remaining time of handshakes in progress,
+// which may still use another key. The caller holds s.mu.
 func (s *preshared) settle(grace time.Duration) {
 	s.useKey(s.keys.Key)
 	s.settled, s.since = true, time.Now().Add(grace)

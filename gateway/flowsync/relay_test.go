@@ -171,7 +171,8 @@ func TestStandbyAcceptsEachPacketOnceFromTwoConnections(t *testing.T) {
 	}
 }
 
-// Packets that wait for this gateway to become active are limited in size and time.
+// While packets wait for this gateway to become active, their total size and their waiting time are
+// limited.
 func TestWaitingRelayedPacketsAreBounded(t *testing.T) {
 	k := NewKeeper()
 	p := make([]byte, 60000)

@@ -64,13 +64,13 @@ type Link struct {
 	expired    context.Context
 	expire     context.CancelFunc // ends the connections that use config
 	incoming   map[netip.Addr]int // number of connections from each address
-	strange    *rate.Limiter      // limits connections from addresses that belong to no gateway
+	strangers  *rate.Limiter      // limits connections from addresses that belong to no gateway
 	lastLogged string             // last logged error
 }
 
 // NewLink returns a Link, which Run starts.
 func NewLink(k *Keeper, o Options) *Link {
-	return &Link{k: k, o: o, settled: make(chan struct{}), incoming: make(map[netip.Addr]int), strange: rate.NewLimiter(strangersRate, strangersOnce)}
+	return &Link{k: k, o: o, settled: make(chan struct{}), incoming: make(map[netip.Addr]int), strangers: rate.NewLimiter(strangersRate, strangersOnce)}
 }
 
 // Await waits until the gateways known at the start have sent their flows, for at most a second. An
@@ -289,7 +289,7 @@ func (l *Link) enter(addr netip.Addr) bool {
 			strangers += n
 		}
 	}
-	if l.incoming[addr] >= addressMost || !known && (strangers >= strangersMost || !l.strange.Allow()) {
+	if l.incoming[addr] >= addressMost || !known && (strangers >= strangersMost || !l.strangers.Allow()) {
 		return false
 	}
 	l.incoming[addr]++
