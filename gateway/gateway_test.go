@@ -599,16 +599,16 @@ func (s *site) restores(what, dst string, del func() error) {
 	s.t.Fatalf("%s: %s back after %v only", s.name, what, took)
 }
 
-// onlyRefuses checks that an ended gateway has left only rules and unreachable routes. peers
-// reports whether addr belongs to a peer, so that packets for it must be refused.
-func (s *space) onlyRefuses(addr string, peers bool) {
+// onlyRefuses checks that an ended gateway has left only rules and unreachable routes. If forPeer
+// is set, addr belongs to a peer, and packets for addr must be refused.
+func (s *space) onlyRefuses(addr string, forPeer bool) {
 	s.t.Helper()
 	for _, o := range s.ourObjects() {
 		if strings.HasPrefix(o, "link ") {
 			s.t.Errorf("%s: left %s", s.name, o)
 		}
 	}
-	if r, err := s.nl.RouteGet(net.ParseIP(addr)); peers && !errors.Is(err, unix.EHOSTUNREACH) {
+	if r, err := s.nl.RouteGet(net.ParseIP(addr)); forPeer && !errors.Is(err, unix.EHOSTUNREACH) {
 		s.t.Errorf("%s: packets for %s are not refused: %v %v", s.name, addr, r, err)
 	}
 }

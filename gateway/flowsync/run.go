@@ -257,7 +257,7 @@ func (l *Link) accept(ctx context.Context, listener net.Listener, group *sync.Wa
 			if failures++; failures > 100 || errors.Is(err, net.ErrClosed) {
 				return err
 			}
-			time.Sleep(checkInterval) // for example, no file descriptor may be left
+			time.Sleep(checkInterval) // accept may keep failing for a while, for example if no file descriptor is free
 			continue
 		}
 		failures = 0
