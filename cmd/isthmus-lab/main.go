@@ -67,7 +67,6 @@ func needsRoot(do func(*cobra.Command, []string) error) func(*cobra.Command, []s
 	}
 }
 
-// addProgramFlag adds --isthmus.
 func addProgramFlag(f *pflag.FlagSet, path *string) {
 	f.StringVar(path, "isthmus", "", "path of the program isthmus (default: in the directory of this program)")
 }
@@ -94,7 +93,6 @@ func program(path string) (string, error) {
 
 const defaultName = "lab"
 
-// addNameFlag adds --name.
 func addNameFlag(cmd *cobra.Command, name *string) {
 	cmd.Flags().StringVar(name, "name", defaultName, "name of the lab; several labs may exist at a time")
 	_ = cmd.RegisterFlagCompletionFunc("name", func(*cobra.Command, []string, string) ([]string, cobra.ShellCompDirective) {

@@ -45,7 +45,6 @@ func (m *metricsFlags) secure(kubeconfig string, log *slog.Logger) (*httpserve.S
 	return &httpserve.Secure{TLS: tls, Guard: reviewer.Guard}, nil
 }
 
-// complete validates the flags.
 func (m *metricsFlags) complete() error {
 	if m.certDir != "" && !m.on {
 		return cli.Usage("--metrics-cert-dir needs --metrics-secure")

@@ -228,7 +228,6 @@ func (s *socket) ignorePath(ignore bool) (err error) {
 
 func (s *socket) port() uint16 { return s.conn.LocalAddr().(*net.UDPAddr).AddrPort().Port() }
 
-// close closes a socket, which may be nil.
 func (s *socket) close() error {
 	if s == nil {
 		return nil

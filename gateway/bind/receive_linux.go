@@ -165,7 +165,6 @@ func (in *receiver) endpoint(source []byte) *endpoint {
 	return e
 }
 
-// addrPort converts a sockaddr.
 func addrPort(name []byte) netip.AddrPort {
 	port := binary.BigEndian.Uint16(name[2:])
 	if binary.NativeEndian.Uint16(name) == unix.AF_INET {

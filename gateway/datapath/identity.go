@@ -378,7 +378,6 @@ func (s *preshared) current() PresharedKeys {
 	return s.keys
 }
 
-// key returns the public key of the identity.
 func (id *identity) key() [32]byte { return *id.public.Load() }
 
 // latestPeer returns the peer with the newest session, among p and the other peers for the same

@@ -308,7 +308,6 @@ func (in *inbound) open() {
 	r.messages, r.octets = r.messages[:0], 0
 }
 
-// openFor decrypts the current run with the keypair k of p.
 func (in *inbound) openFor(p *peer, k *device.Keypair) {
 	r := &in.run
 	aead := *keypairReceive.ptr(k)

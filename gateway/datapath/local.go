@@ -256,7 +256,6 @@ func destination(b []byte) netip.Addr {
 	return netip.AddrFrom16([16]byte(b[24:40]))
 }
 
-// call runs the stored function, unless it is nil.
 func (l *localLink) call(f *atomic.Pointer[func()]) {
 	if f := f.Load(); f != nil {
 		(*f)()

@@ -183,7 +183,6 @@ func (s *Streams) Dial(ctx context.Context, to netip.Addr) (net.Conn, error) {
 	return newStream(queue, ep), nil
 }
 
-// close ends all streams.
 func (s *Streams) close() {
 	s.stack.Destroy()
 	s.link.wake.Store(nil)

@@ -296,7 +296,6 @@ func (l *Link) enter(addr netip.Addr) bool {
 	return true
 }
 
-// exit undoes one call of enter.
 func (l *Link) exit(addr netip.Addr) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
