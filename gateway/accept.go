@@ -8,8 +8,8 @@ import (
 	"github.com/isthmus-net/isthmus/fabric"
 )
 
-// An update is the result of one delivery by the Source: a new configuration, or the error that
-// made the newest one invalid.
+// An update is one delivery by the Source: a new configuration, or the error that made the newest
+// one invalid.
 type update struct {
 	config Config
 	err    error
@@ -80,7 +80,7 @@ func (l *loop) accept(c Config) error {
 	l.locate(want, gw.Site)
 	survey := l.survey(c, want, false)
 	if err := l.setRules(&survey); err != nil {
-		l.locate(l.now.wanted(), l.now.config.Gateway.Site)
+		l.locate(l.now.wantedPeers(), l.now.config.Gateway.Site)
 		return err
 	}
 	if l.now.generation > 0 {
@@ -103,14 +103,15 @@ func (l *loop) accept(c Config) error {
 	l.now.config, l.now.configErr = c, nil
 	l.publish()
 	if l.flows != nil {
-		l.flows.name(gw.Peers)
+		l.flows.setNames(gw.Peers)
 	}
-	// The rules are in force, and the TUNs have not been read yet.
+	// Adopt the flows of the previous active gateway now: the rules that translate them are in
+	// force, and no packet has been read from the TUNs.
 	if l.acting {
 		l.adopt()
 	}
 	l.put(&survey)
-	l.now.generation++ // last, so that a caller who sees the generation sees all of it in force
+	l.now.generation++ // last: a caller that sees the new generation relies on all of it being in force
 	l.now.reloaded = time.Now()
 	l.publish()
 	l.log.Info("configuration in force", "generation", l.now.generation, "peers", len(gw.Peers))
@@ -121,7 +122,7 @@ func (l *loop) accept(c Config) error {
 // DNS answer or a roaming peer. remeasure reports whether routes to peers may have changed as well.
 // After a failed attempt reapply applies everything, changed or not.
 func (l *loop) reapply(remeasure bool) {
-	peers := l.now.wanted()
+	peers := l.now.wantedPeers()
 	l.locate(peers, l.now.config.Gateway.Site)
 	survey := l.survey(l.now.config, peers, remeasure)
 	if err := l.setRules(&survey); err != nil {

@@ -52,9 +52,9 @@ func (g *gateway) captureHandler() http.Handler {
 			return
 		}
 		g.log.Info("capture started", "options", options.Query().Encode())
-		g.show(c)
+		g.setCapture(c)
 		defer func() {
-			g.show(nil)
+			g.setCapture(nil)
 			g.capturing.Store(nil)
 			s := c.Summary()
 			g.log.Info("capture ended", "packets", s.Packets, "missed", s.Missed, "reason", s.Ended)
@@ -73,8 +73,8 @@ func (g *gateway) captureHandler() http.Handler {
 	return mux
 }
 
-// show starts (or, with nil, stops) copying the packets of all tunnels to a capture.
-func (g *gateway) show(c *capture.Capture) {
+// setCapture makes all tunnels copy their packets to c. With nil it ends that.
+func (g *gateway) setCapture(c *capture.Capture) {
 	for _, e := range g.tunnels {
 		e.SetCapture(c)
 	}

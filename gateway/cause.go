@@ -25,11 +25,12 @@ type Cause struct {
 
 // The maximum ages of an observation that counts as evidence.
 const (
-	// recently is for events that a live peer causes every two seconds, such as PINGs.
-	recently = 6 * time.Second
-	// ofLate is for events that an unconnected peer causes every five seconds, such as handshakes.
-	// While many peers are away, their handshakes are rarer (gateway/check/away.go).
-	ofLate = 20 * time.Second
+	// packetAge applies to events that a live peer causes every two seconds, such as PINGs.
+	packetAge = 6 * time.Second
+	// handshakeAge applies to events that an unconnected peer causes every five seconds, such as
+	// handshakes. While many peers are away, each one's handshakes are rarer
+	// (gateway/check/away.go).
+	handshakeAge = 20 * time.Second
 )
 
 // evidence is everything that is known about one peer when its Cause is determined.
@@ -56,10 +57,9 @@ type ranges struct{ pods, external netip.Prefix }
 
 func (n ranges) String() string { return fmt.Sprintf("%v and %v", n.pods, n.external) }
 
-// since reports whether an event happened at most atMost ago. at is its time; the zero time is
-// never recent.
-func (e *evidence) since(at time.Time, atMost time.Duration) bool {
-	return !at.IsZero() && e.now.Sub(at) <= atMost
+// recent reports whether an event happened at most limit ago. A zero time is never recent.
+func (e *evidence) recent(event time.Time, limit time.Duration) bool {
+	return !event.IsZero() && e.now.Sub(event) <= limit
 }
 
 // cause returns the Cause that fits the evidence. If several fit, it returns the first in this
@@ -75,14 +75,14 @@ func (e *evidence) cause() Cause {
 	if e.hidden {
 		source = e.configured + " (our Service hides the source of what comes from there)"
 	}
-	connected := e.since(e.heard, recently) // then a session exists, and signs of failed handshakes do not matter
+	connected := e.recent(e.heard, packetAge) // a session exists, so failed handshakes explain nothing
 	// PINGs from the peer use addresses that both sides agree on. If they arrive, packets dropped
 	// for other addresses come from single pods and do not explain missing answers.
-	agreed := e.since(e.check.Asked, recently)
+	agreed := e.recent(e.check.Asked, packetAge)
 	switch {
 	case e.failed != nil:
 		return Cause{v1alpha1.CauseNotApplied, fmt.Sprintf("the kernel of this gateway refuses a part of the peer's configuration (retried every second): %s", strings.Join(texts(e.failed), "; "))}
-	case e.check.State == check.Connected && e.check.Unasked(e.now) && e.since(e.source, recently):
+	case e.check.State == check.Connected && e.check.Unasked(e.now) && e.recent(e.source, packetAge):
 		return Cause{v1alpha1.CauseRangesDisagree, fmt.Sprintf("the peer answers, but its own connection check does not arrive; its packets from addresses outside %v, "+
 			"the peer's networks here, are dropped (source); the clusters disagree about the peer's PodCIDR%s", e.remote, compare)}
 	case e.check.State == check.Connected && e.check.Path.State == check.PathError:
@@ -97,35 +97,35 @@ func (e *evidence) cause() Cause {
 		return Cause{v1alpha1.CauseEndpointName, fmt.Sprintf("%v; correct the DNS record, or the peer's endpoint", e.unresolved)}
 	case e.check.State == check.Connecting:
 		return Cause{v1alpha1.CauseConnecting, fmt.Sprintf("waiting for the first answer of %s", source)}
-	case e.signs.Unsent != nil && e.since(e.signs.UnsentAt, ofLate):
+	case e.signs.Unsent != nil && e.recent(e.signs.UnsentAt, handshakeAge):
 		return Cause{v1alpha1.CauseSendError, fmt.Sprintf("the kernel of this gateway cannot send to %s: %s; %s", sentTo, kernelText(e.signs.Unsent), sendRemedy(e.signs.Unsent))}
-	case !connected && e.since(e.signs.OtherKey, ofLate):
+	case !connected && e.recent(e.signs.OtherKey, handshakeAge):
 		return Cause{v1alpha1.CauseWrongKey, fmt.Sprintf("handshakes from %s are for another public key than this gateway's: the peer has an old or wrong key of this cluster; "+
 			"compare it with the key in `isthmus status --gateway -o wide` here", source)}
-	case !connected && e.since(e.signs.Refused, ofLate):
+	case !connected && e.recent(e.signs.Refused, handshakeAge):
 		return Cause{v1alpha1.CauseWrongKey, fmt.Sprintf("handshakes from %s are for this gateway's key, but not from the peer's key that is configured here: "+
 			"this cluster has an old or wrong key of the peer, or the peer's clock was set back", source)}
-	// An answer less than a second younger than the session is the one that created the session.
-	case e.since(e.signs.Answered, ofLate) && e.signs.Answered.Sub(e.handshake) > time.Second:
+	// An answer sent within a second after the session was made is the one that made it.
+	case e.recent(e.signs.Answered, handshakeAge) && e.signs.Answered.Sub(e.handshake) > time.Second:
 		return Cause{v1alpha1.CauseAnswersLost, fmt.Sprintf("handshakes of the peer arrive, but our answers do not arrive at %s: a firewall of this cluster or of the peer drops UDP in that direction", source)}
-	case !connected && e.alone && e.since(e.signs.RelayedOtherKey, ofLate):
+	case !connected && e.alone && e.recent(e.signs.RelayedOtherKey, handshakeAge):
 		return Cause{v1alpha1.CauseWrongKey, fmt.Sprintf("nothing comes from %s, but handshakes for another key than this gateway's come through our Service, which hides their source "+
 			"(externalTrafficPolicy: Local does not): if they are this peer's, it has an old or wrong key of this cluster; compare it with the key in `isthmus status --gateway -o wide` here", source)}
-	case !connected && e.alone && e.since(e.signs.RelayedRefused, ofLate):
+	case !connected && e.alone && e.recent(e.signs.RelayedRefused, handshakeAge):
 		return Cause{v1alpha1.CauseWrongKey, fmt.Sprintf("nothing comes from %s, but handshakes for this gateway's key, from a key that no peer has here or from a clock that was set back, "+
 			"come through our Service, which hides their source (externalTrafficPolicy: Local does not): if they are this peer's, this cluster has an old or wrong key of it", source)}
-	case e.handshake.IsZero() && e.heard.IsZero() && e.since(e.signs.Earlier, ofLate):
+	case e.handshake.IsZero() && e.heard.IsZero() && e.recent(e.signs.Earlier, handshakeAge):
 		return Cause{v1alpha1.CauseNoAnswer, fmt.Sprintf("our handshakes are not answered, but messages of an earlier session come from %s: the peer runs and still uses that session; "+
 			"either its key here is wrong, or our packets do not arrive; its next handshake, within half a minute, shows which", source)}
 	case e.handshake.IsZero() && e.heard.IsZero():
 		return Cause{v1alpha1.CauseNoAnswer, fmt.Sprintf("nothing has ever come from %s: its gateway does not run, the address or port is wrong, or a firewall drops UDP on the path; "+
-			"allow UDP to that port in both clusters%s", source, e.relayed())}
+			"allow UDP to that port in both clusters%s", source, e.relayedHint())}
 	case !connected:
-		return Cause{v1alpha1.CausePeerSilent, fmt.Sprintf("nothing has come from %s%s: its gateway has stopped, or a firewall has dropped UDP on the path since then%s", source, e.sinceHeard(), e.relayed())}
-	case !agreed && e.since(e.source, recently):
+		return Cause{v1alpha1.CausePeerSilent, fmt.Sprintf("nothing has come from %s%s: its gateway has stopped, or a firewall has dropped UDP on the path since then%s", source, e.sinceHeard(), e.relayedHint())}
+	case !agreed && e.recent(e.source, packetAge):
 		return Cause{v1alpha1.CauseRangesDisagree, fmt.Sprintf("the peer sends from addresses outside %v, its networks here, so its packets are dropped (source): "+
 			"the two clusters disagree about the peer's networks%s", e.remote, compare)}
-	case !agreed && e.since(e.destination, recently):
+	case !agreed && e.recent(e.destination, packetAge):
 		return Cause{v1alpha1.CauseRangesDisagree, fmt.Sprintf("the peer sends to addresses outside %v, our networks at the peer, so its packets are dropped (destination): "+
 			"the two clusters disagree about this cluster's networks%s", e.local, compare)}
 	}
@@ -133,10 +133,10 @@ func (e *evidence) cause() Cause {
 		"check there what arrives and what is dropped (source, destination): `isthmus status --gateway`, or the log of Liqo's gateway if the peer is a Liqo"}
 }
 
-// relayed returns a second possible explanation to append to a message: if handshakes with a
+// relayedHint returns a second possible explanation to append to a message: if handshakes with a
 // wrong key arrive through a Service, any of the unconnected peers may have sent them.
-func (e *evidence) relayed() string {
-	if !e.since(e.signs.RelayedOtherKey, ofLate) && !e.since(e.signs.RelayedRefused, ofLate) {
+func (e *evidence) relayedHint() string {
+	if !e.recent(e.signs.RelayedOtherKey, handshakeAge) && !e.recent(e.signs.RelayedRefused, handshakeAge) {
 		return ""
 	}
 	return "; or it is the peer that sends handshakes with a wrong key, of this gateway or of its own, through our Service, which hides their source (externalTrafficPolicy: Local does not)"
@@ -193,14 +193,14 @@ func (g *gateway) causeOf(v *view, failed error, now time.Time) Cause {
 	first := v.primary()
 	e := evidence{
 		now: now, check: first.check, endpoint: first.stats.Endpoint, hidden: g.hidden(first.stats.Endpoint), configured: hostPort(v.Endpoint, v.Port), unresolved: v.unresolved,
-		failed: failedOf(v.ID, failed), handshake: first.stats.Handshake, heard: v.heard(), alone: v.alone,
+		failed: failedOf(v.ID, failed), handshake: first.stats.Handshake, heard: v.lastHeard(), alone: v.alone,
 		remote: ranges{v.Remote.PodSeen, v.Remote.ExternalSeen}, local: ranges{v.Local.PodSeen, v.Local.ExternalSeen},
 	}
 	if v.state != nil {
 		e.signs = g.tunnels[0].Signs(v.state)
-		e.source = g.drops.last(v.state, natengine.Inbound, natengine.DropSource)
-		e.destination = g.drops.last(v.state, natengine.Inbound, natengine.DropDestination)
-		if m := g.drops.last(v.state, natengine.Inbound, natengine.DropNoMapping); m.After(e.destination) {
+		e.source = g.drops.lastIncrease(v.state, natengine.Inbound, natengine.DropSource)
+		e.destination = g.drops.lastIncrease(v.state, natengine.Inbound, natengine.DropDestination)
+		if m := g.drops.lastIncrease(v.state, natengine.Inbound, natengine.DropNoMapping); m.After(e.destination) {
 			e.destination = m
 		}
 	}

@@ -149,9 +149,9 @@ func TestCauseIgnoresErrorsAboutOtherPeers(t *testing.T) {
 }
 
 func TestOutageOfASinglePeerIsRecognized(t *testing.T) {
-	g := without(t, alphaBravo, charlie)
+	g := newTestLoop(t, alphaBravo, charlie)
 	for _, tc := range []struct{ first, second check.State }{{check.Connected, check.Connected}, {check.Disconnected, check.Connected}, {check.Connected, check.Disconnected}, {check.Disconnected, check.Connecting}} {
-		g.tunnels[0].finds(map[string]check.State{g.now.peers[0].ID: tc.first, g.now.peers[1].ID: tc.second})
+		g.tunnels[0].setStates(map[string]check.State{g.now.peers[0].ID: tc.first, g.now.peers[1].ID: tc.second})
 		for i, v := range g.views(g.now, g.engine.Stats()) {
 			lost, other := []check.State{tc.first, tc.second}[i], []check.State{tc.second, tc.first}[i]
 			if lost != check.Connected && v.alone != (other == check.Connected) {
@@ -162,7 +162,7 @@ func TestOutageOfASinglePeerIsRecognized(t *testing.T) {
 }
 
 func TestDropTimesAreRecordedAndDeletedWithTheirPeer(t *testing.T) {
-	g := without(t, alphaBravo, charlie)
+	g := newTestLoop(t, alphaBravo, charlie)
 	begin := time.Now()
 	g.tick(begin)
 	if s := g.status(0); len(s.Peers[0].Drops) != 0 {
@@ -194,12 +194,12 @@ func TestDropTimesAreRecordedAndDeletedWithTheirPeer(t *testing.T) {
 }
 
 func TestMetricShowsTheReasonWhileAPeerIsDisconnected(t *testing.T) {
-	g := without(t, alphaBravo)
+	g := newTestLoop(t, alphaBravo)
 	const series = "isthmus_peer_reason{"
 	if text := g.scrape(t); !strings.Contains(text, series+`peer="`+bravo+`",reason="`+v1alpha1.CauseConnecting+`"} 1`+"\n") {
 		t.Errorf("no reason of a peer that has not answered:\n%s", text)
 	}
-	g.tunnels[0].finds(map[string]check.State{bravo: check.Connected})
+	g.tunnels[0].setStates(map[string]check.State{bravo: check.Connected})
 	if text := g.scrape(t); strings.Contains(text, series) {
 		t.Error("a reason of a peer that answers")
 	}
@@ -211,7 +211,7 @@ func TestMetricShowsTheReasonWhileAPeerIsDisconnected(t *testing.T) {
 }
 
 func TestTraceReportsAPeerThatIsDown(t *testing.T) {
-	g := without(t, alphaBravo)
+	g := newTestLoop(t, alphaBravo)
 	trace := func() (steps []TraceStep) {
 		w := httptest.NewRecorder()
 		g.statusHandler().ServeHTTP(w, httptest.NewRequest(http.MethodGet, "/trace?src=10.244.1.1&dst=10.246.1.1&protocol=tcp", nil))
@@ -221,7 +221,7 @@ func TestTraceReportsAPeerThatIsDown(t *testing.T) {
 		return steps
 	}
 	for state, want := range map[check.State]string{check.Disconnected: v1alpha1.CauseNoAnswer + ": nothing has ever come from", check.Connected: ""} {
-		g.tunnels[0].finds(map[string]check.State{bravo: state})
+		g.tunnels[0].setStates(map[string]check.State{bravo: state})
 		if s := trace()[0]; s.PeerName != "bravo" || s.Drop != "" || !strings.HasPrefix(s.PeerDown, want) || want == "" && s.PeerDown != "" {
 			t.Errorf("%s: %+v", state, s)
 		}

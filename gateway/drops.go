@@ -25,12 +25,12 @@ type dropKey struct {
 
 type dropSeen struct {
 	count uint64
-	at    time.Time // when look last saw the counter increase
+	at    time.Time // when poll last saw the counter increase
 }
 
-// look polls all drop counters; it takes no lock of the engine. It stores no entry for a counter
+// poll reads all drop counters; it takes no lock of the engine. It stores no entry for a counter
 // that is 0, and deletes the entries of removed peers.
-func (d *dropTimes) look(e *natengine.Engine, now time.Time) {
+func (d *dropTimes) poll(e *natengine.Engine, now time.Time) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	if d.seen == nil {
@@ -62,16 +62,16 @@ func (d *dropTimes) look(e *natengine.Engine, now time.Time) {
 	}
 }
 
-// last returns the time when look last saw the counter increase, or zero if it never did.
-func (d *dropTimes) last(peer *natengine.PeerState, direction natengine.Direction, reason natengine.Drop) time.Time {
+// lastIncrease returns the time when poll last saw the counter increase, or zero if it never did.
+func (d *dropTimes) lastIncrease(peer *natengine.PeerState, direction natengine.Direction, reason natengine.Drop) time.Time {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	return d.seen[dropKey{peer, direction, reason}].at
 }
 
-// lastOf returns the time of the counter's last increase. If count, its present value, is higher
-// than at the last look, that time is now.
-func (d *dropTimes) lastOf(peer *natengine.PeerState, direction natengine.Direction, reason natengine.Drop, count uint64, now time.Time) time.Time {
+// increaseTime returns the time of the counter's last increase. count is its present value; if that
+// is not the value that poll last saw, the result is now.
+func (d *dropTimes) increaseTime(peer *natengine.PeerState, direction natengine.Direction, reason natengine.Drop, count uint64, now time.Time) time.Time {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	if seen := d.seen[dropKey{peer, direction, reason}]; seen.count == count {

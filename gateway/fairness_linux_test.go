@@ -107,11 +107,12 @@ var (
 	victimMapped   = netip.MustParseAddr("10.90.0.9") // mapped address of a host that is no pod; each flow to it has state
 )
 
-// nthPods and nthExternal return the networks of a peer as the victim sees them.
+// nthPods returns the remapped PodCIDR of a peer as the victim sees it.
 func nthPods(n int) netip.Prefix {
 	return netip.PrefixFrom(netip.AddrFrom4([4]byte{11, byte(n >> 4), byte(n << 4)}), 20)
 }
 
+// nthExternal returns the ExternalCIDR of a peer as the victim sees it.
 func nthExternal(n int) netip.Prefix {
 	return netip.PrefixFrom(netip.AddrFrom4([4]byte{100, 64 + byte(n>>8), byte(n)}), 24)
 }
@@ -287,7 +288,7 @@ func newFairness(t *testing.T) *fairness {
 	f.at = netip.AddrPortFrom(netip.MustParseAddr("127.0.0.1"), f.victim.Port())
 	f.victim.link.OnReceive(f.answer)
 	f.honest, honestLocal = f.peer(honestID, 0)
-	f.honest.link.OnReceive(f.came)
+	f.honest.link.OnReceive(f.receiveAnswers)
 	f.hostile, _ = f.peer(hostileID, 0)
 	back, _ := f.peer(backID, 0)
 	crowdPort, meet := startCrowd(t, f.peers)
@@ -345,8 +346,8 @@ func (f *fairness) answer(bufs [][]byte) error {
 	return nil
 }
 
-// came acts as the honest peer's pods: it records the answers.
-func (f *fairness) came(bufs [][]byte) error {
+// receiveAnswers acts as the honest peer's pods: it records the answers.
+func (f *fairness) receiveAnswers(bufs [][]byte) error {
 	n := binary.BigEndian.Uint64(bufs[1][28:])
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -368,18 +369,18 @@ func fairPacket(peer int, to netip.Addr, port uint16, number uint64, size int) [
 
 func inject(e *fairEnd, b []byte) bool { return e.link.Inject(make([]byte, packet.VirtioHeaderLen), b) }
 
-// noticed holds measurements of the honest peer.
-type noticed struct {
+// measurement holds measurements of the honest peer.
+type measurement struct {
 	median, worst [2]time.Duration // round trips: of known flows, of new flows
-	lost          [2]float64       // lost shares, 0 to 1, of the same
+	lost          [2]float64       // lost shares, 0 to 1: of known flows, of new flows
 	offered       float64          // share of the stream that the peer managed to send
 	check         [2]check.Result  // of the honest peer about the victim, and the reverse
 	crowd         int              // peers of the crowd that answer the victim's check
 	got           float64          // share of the wanted processor time that the process got
 }
 
-// notice measures the honest peer for the time d.
-func (f *fairness) notice(d time.Duration) (r noticed) {
+// measure measures the honest peer for the time d.
+func (f *fairness) measure(d time.Duration) (r measurement) {
 	f.mu.Lock()
 	clear(f.sent)
 	f.rtts = [2][]time.Duration{}
@@ -418,7 +419,7 @@ func (f *fairness) notice(d time.Duration) (r noticed) {
 		}
 		time.Sleep(time.Millisecond)
 	}
-	r.got = got(before, schedstat())
+	r.got = cpuShare(before, schedstat())
 	octets := float64(f.octets.Load())
 	if bursts > 0 {
 		r.offered = octets / float64(bursts*streamBurst*streamLen)
@@ -471,10 +472,10 @@ func schedstat() map[string][2]time.Duration {
 	return all
 }
 
-// got returns the share of the wanted processor time that the process got. Only one of its
-// threads runs at a time, so it compares the longest waiting time of a thread with the total
-// running time.
-func got(before, after map[string][2]time.Duration) float64 {
+// cpuShare returns the share of the wanted processor time that the process got. Only one thread of
+// the process runs at a time, so cpuShare compares the longest waiting time of a thread with the
+// total running time.
+func cpuShare(before, after map[string][2]time.Duration) float64 {
 	var ran, waited time.Duration
 	for name, now := range after {
 		ran += now[0] - before[name][0]
@@ -483,9 +484,9 @@ func got(before, after map[string][2]time.Duration) float64 {
 	return float64(ran) / float64(max(1, ran+waited))
 }
 
-// bad returns the reason why a quiet time is too bad to be compared with an attack; empty: it is
-// not. crowd is the size of the crowd.
-func (r *noticed) bad(crowd int) string {
+// bad returns the reason why the quiet time r cannot be compared with an attack; empty: it can.
+// crowd is the size of the crowd.
+func (r *measurement) bad(crowd int) string {
 	switch {
 	case r.lost[0] > 0.02 || r.lost[1] > 0.05 || r.offered < 0.95:
 		return fmt.Sprintf("even in quiet %.0f %% of echoes and %.0f %% of new flows were lost, and %.0f %% of the stream arrived", 100*r.lost[0], 100*r.lost[1], 100*r.offered)
@@ -499,9 +500,9 @@ func (r *noticed) bad(crowd int) string {
 	return ""
 }
 
-// suffers returns the harms that an attack did to the honest peer, compared with the quiet time
+// harms returns the harms that an attack did to the honest peer, compared with the quiet time
 // before it.
-func (r *noticed) suffers(quiet *noticed) (list []string) {
+func (r *measurement) harms(quiet *measurement) (list []string) {
 	for kind, name := range []string{"echoes", "new flows"} {
 		if most := 10*quiet.median[kind] + 60*time.Millisecond; r.median[kind] > most {
 			list = append(list, fmt.Sprintf("%s take %v: want %v at most", name, r.median[kind], most))
@@ -538,8 +539,9 @@ type attack struct {
 	handled func(f *fairness) uint64
 }
 
-// paced calls send a thousand times a second, each time with the number of messages that are due.
-func paced(stop <-chan struct{}, perSecond int, send func(n int) int) (sent int) {
+// sendPaced calls send a thousand times a second, each time with the number of messages that are
+// due.
+func sendPaced(stop <-chan struct{}, perSecond int, send func(n int) int) (sent int) {
 	for begin, due := time.Now(), 0; ; time.Sleep(time.Millisecond) {
 		select {
 		case <-stop:
@@ -573,15 +575,15 @@ func batches(w *bind.Bind, to netip.AddrPort, next func(n int) [][]byte) func(n 
 	}
 }
 
-// same returns a function that returns the same message n times.
-func same(m []byte) func(n int) [][]byte {
+// repeat returns a function that returns the same message n times.
+func repeat(m []byte) func(n int) [][]byte {
 	batch := slices.Repeat([][]byte{m}, 64)
 	return func(n int) [][]byte { return batch[:n] }
 }
 
-// sealed returns at least n messages of the hostile peer with the packet b. Afterwards its wire
-// continues to record instead of sending: if it sent a keepalive after these messages were
-// sealed, all of them would count as replays.
+// sealed returns at least n encrypted messages of the hostile peer, each with the packet b.
+// Afterwards the wire of the hostile peer still records instead of sending. Otherwise the peer
+// could send a keepalive with a later counter, and then all these messages would count as replays.
 func (f *fairness) sealed(b []byte, n int) (all [][]byte) {
 	for f.hostile.wire.record(true); len(all) < n; all = append(all, f.hostile.wire.record(true)...) {
 		for range 400 {
@@ -609,9 +611,10 @@ func (f *fairness) flood(b []byte, rate int) func(n int) int {
 	})
 }
 
-// stranger returns a function that sends messages, made by next, from a socket at the address at.
-func (f *fairness) stranger(at netip.Addr, next func() []byte) func(n int) int {
-	c, err := net.DialUDP("udp4", net.UDPAddrFromAddrPort(netip.AddrPortFrom(at, 0)), net.UDPAddrFromAddrPort(f.at))
+// stranger returns a function that sends messages, made by next, from a socket with the address
+// src.
+func (f *fairness) stranger(src netip.Addr, next func() []byte) func(n int) int {
+	c, err := net.DialUDP("udp4", net.UDPAddrFromAddrPort(netip.AddrPortFrom(src, 0)), net.UDPAddrFromAddrPort(f.at))
 	if err != nil {
 		f.t.Fatal(err)
 	}
@@ -646,8 +649,8 @@ func (f *fairness) nobodys(reason natengine.Drop) uint64 {
 // podsRate is the number of packets per second of the flood: more than the victim can write.
 const podsRate = 100_000
 
-// pingsRate is the number of PINGs per second of the flood: four times the rate that failed the
-// checks of 4,000 peers when all peers shared one queue.
+// pingsRate is the number of PINGs per second of the flood: four times the rate at which the checks
+// of 4,000 peers failed when all peers shared one queue.
 const pingsRate = 20_000
 
 func (f *fairness) ofPods() uint64 {
@@ -667,7 +670,7 @@ func (f *fairness) ofHandshakes() uint64 {
 var attacks = []attack{
 	{"a pod of the hostile peer sends 100,000 small packets a second", podsRate, (*fairness).podsFlood, (*fairness).ofPods},
 	{"in addition, its gateway sends 100,000 messages that cannot be decrypted", 2 * podsRate, func(f *fairness) func(n int) int {
-		pods, gateway := f.podsFlood(), batches(f.hostile.wire.Bind, f.at, same(f.hostile.wire.junk()))
+		pods, gateway := f.podsFlood(), batches(f.hostile.wire.Bind, f.at, repeat(f.hostile.wire.junk()))
 		return func(n int) int { return pods(n/2) + gateway(n/2) }
 	}, (*fairness).ofPods},
 	{"in addition, a host on the underlay sends 100,000 with the index of the honest peer", 2 * podsRate, func(f *fairness) func(n int) int {
@@ -676,7 +679,7 @@ var attacks = []attack{
 			f.t.Fatal(err)
 		}
 		f.t.Cleanup(func() { _ = elsewhere.Close() })
-		pods, host := f.podsFlood(), batches(elsewhere, f.at, same(f.honest.wire.junk()))
+		pods, host := f.podsFlood(), batches(elsewhere, f.at, repeat(f.honest.wire.junk()))
 		return func(n int) int { return pods(n/2) + host(n/2) }
 	}, func(f *fairness) uint64 {
 		return f.ofPods() + f.nobodys(natengine.DropReceiveQueue) + f.charged(honestID, false, natengine.DropTunnelForged)
@@ -816,39 +819,40 @@ func (f *fairness) run() {
 // if it was.
 func (f *fairness) attack(a *attack) (failed []string, busy string) {
 	send := f.prepare(a)
-	quiet := f.notice(f.quiet)
+	quiet := f.measure(f.quiet)
 	if busy = quiet.bad(f.crowd); busy != "" {
 		return nil, busy
 	}
 	before, full := a.handled(f), f.nobodys(natengine.DropSocketBuffer)
 	stop, done := make(chan struct{}), make(chan int)
-	go func() { done <- paced(stop, a.rate, send) }()
-	r := f.notice(f.time)
+	go func() { done <- sendPaced(stop, a.rate, send) }()
+	r := f.measure(f.time)
 	close(stop)
 	sent := <-done
-	failed = r.suffers(&quiet)
-	// All messages are counted when the queues are empty. The kernel reports drops of the socket
-	// only with the next message, and counts up to 64 datagrams that it has joined as one.
-	var missing, most int
+	failed = r.harms(&quiet)
+	// Wait until the queues are empty, because only then are all messages counted. The kernel
+	// reports drops of the socket only with the next message, and counts up to 64 datagrams that it
+	// has joined as one.
+	var missing, limit int
 	for end := time.Now().Add(3 * time.Second); time.Now().Before(end); time.Sleep(20 * time.Millisecond) {
 		inject(f.honest, fairPacket(honestID, victimPod, fairPort, 2, 36))
-		missing, most = sent-int(a.handled(f)-before), int(f.nobodys(natengine.DropSocketBuffer)-full)*64
-		if missing <= most {
+		missing, limit = sent-int(a.handled(f)-before), int(f.nobodys(natengine.DropSocketBuffer)-full)*64
+		if missing <= limit {
 			break
 		}
 	}
-	if missing < 0 || missing > most {
-		failed = append(failed, fmt.Sprintf("%d of %d messages are counted nowhere, %d were lost in the socket at most", missing, sent, most))
+	if missing < 0 || missing > limit {
+		failed = append(failed, fmt.Sprintf("%d of %d messages are counted nowhere, %d were lost in the socket at most", missing, sent, limit))
 	}
 	f.rows = append(f.rows, fmt.Sprintf("| nothing | | %s | %.0f %% | %s, %d of %d | |", quiet.times(), 100*quiet.offered, quiet.check[0].State, quiet.crowd, f.crowd),
-		fmt.Sprintf("| %s | %d | %s | %.0f %% | %s, %d of %d | %.0f %% |", a.name, sent, r.times(), 100*r.offered, r.check[0].State, r.crowd, f.crowd, 100*float64(sent-max(0, missing-most))/float64(max(1, sent))))
+		fmt.Sprintf("| %s | %d | %s | %.0f %% | %s, %d of %d | %.0f %% |", a.name, sent, r.times(), 100*r.offered, r.check[0].State, r.crowd, f.crowd, 100*float64(sent-max(0, missing-limit))/float64(max(1, sent))))
 	if len(failed) > 0 && r.got < 0.5 {
 		return failed, fmt.Sprintf("the process got %.0f %% of the processor time that it could have used", 100*r.got)
 	}
 	return failed, ""
 }
 
-func (r *noticed) times() string {
+func (r *measurement) times() string {
 	var cells []string
 	for kind := range r.median {
 		cells = append(cells, fmt.Sprintf("%.1f ms, %.0f ms, %.1f %%", r.median[kind].Seconds()*1000, r.worst[kind].Seconds()*1000, 100*r.lost[kind]))
@@ -859,15 +863,15 @@ func (r *noticed) times() string {
 // restart measures how soon a restarted peer is connected again during an attack.
 func (f *fairness) restart(a *attack) (failed []string, busy string) {
 	time.Sleep(100 * time.Millisecond) // a device accepts one initiation of a peer in 20 ms
-	quiet := f.returns()
+	quiet := f.reconnectTime()
 	if quiet > time.Second {
 		return nil, fmt.Sprintf("even in quiet a peer is back after %v", quiet)
 	}
 	stop, done := make(chan struct{}), make(chan int)
 	send := f.prepare(a)
-	go func() { done <- paced(stop, a.rate, send) }()
+	go func() { done <- sendPaced(stop, a.rate, send) }()
 	time.Sleep(500 * time.Millisecond)
-	took := f.returns()
+	took := f.reconnectTime()
 	close(stop)
 	sent := <-done
 	f.rows = append(f.rows, fmt.Sprintf("| a peer starts again while %s | %d | back after %v, quiet %v | | | | |", a.name, sent, took.Round(time.Millisecond), quiet.Round(time.Millisecond)))
@@ -877,8 +881,8 @@ func (f *fairness) restart(a *attack) (failed []string, busy string) {
 	return failed, ""
 }
 
-// returns returns the time from the start of a peer to its first answer.
-func (f *fairness) returns() time.Duration {
+// reconnectTime returns the time from the start of a peer to its first answer.
+func (f *fairness) reconnectTime() time.Duration {
 	port := f.backPort()
 	begin := time.Now()
 	e, _ := f.peer(backID, port)

@@ -141,7 +141,7 @@ func runCrowd(t *testing.T, peers int) {
 		to := control.Dst.To4()
 		if i := int(binary.BigEndian.Uint16(to[2:])) - crowdFirst; i >= 0 && i < len(c.peers) {
 			c.mu.Lock()
-			c.take(c.peers[i], b[:size])
+			c.handle(c.peers[i], b[:size])
 			c.mu.Unlock()
 		}
 	}
@@ -173,8 +173,8 @@ func (c *fairCrowd) turns() {
 	}
 }
 
-// take handles a message that a peer has received.
-func (c *fairCrowd) take(p *crowdPeer, m []byte) {
+// handle processes a message that a peer has received.
+func (c *fairCrowd) handle(p *crowdPeer, m []byte) {
 	switch index := binary.LittleEndian.Uint32(m[4:]); m[0] {
 	case noise.InitiationType:
 		index = uint32(len(p.receive) + 1)
@@ -220,6 +220,6 @@ func (c *fairCrowd) message(p *crowdPeer, from, to netip.Addr, text []byte) {
 }
 
 func (c *fairCrowd) send(p *crowdPeer, m []byte) {
-	// If it is lost, the peer will send it again.
+	// Ignore the error: handshakes and PINGs are repeated.
 	_, _ = c.conn.WriteTo(slices.Clip(m), &ipv4.ControlMessage{Src: crowdAddr(p.n).AsSlice()}, net.UDPAddrFromAddrPort(c.victim))
 }

@@ -39,7 +39,7 @@ type flowLog struct {
 	queue   chan natengine.FlowEvent
 	omitted atomic.Uint64
 	limit   *rate.Limiter
-	file    *reopened
+	file    *logFile
 	names   atomic.Pointer[map[string]string] // names of the peers by cluster ID; the map is never modified
 	// owner returns the pod or node that has an address of this cluster. It is nil if the log has
 	// no owners.
@@ -57,10 +57,10 @@ type FlowRecord struct {
 	Direction string    `json:"direction,omitempty"` // "outbound" or "inbound": of the flow's first packet, or of the refused packet
 	Protocol  string    `json:"protocol,omitempty"`
 	Local     string    `json:"local,omitempty"` // our end of the flow
-	// LocalPod is the namespace/name of the pod that has the address Local when the line is written,
-	// if any.
+	// LocalPod is the namespace/name of the pod that has the address Local when the line is
+	// written. It is empty if no pod has it.
 	LocalPod string `json:"localPod,omitempty"`
-	// LocalNode is the node of that pod. If the address Local belongs to a node, it is that node.
+	// LocalNode is the node of that pod, or the node that has the address Local itself.
 	LocalNode string   `json:"localNode,omitempty"`
 	Mapped    string   `json:"mapped,omitempty"`  // our end, as the peer sees it
 	Remote    string   `json:"remote,omitempty"`  // the peer's end of the flow
@@ -85,8 +85,8 @@ func openFlowLog(c FlowLog, owner func(netip.Addr) fabric.Owner, log *slog.Logge
 	}, nil
 }
 
-// name sets the names of the peers. It may be called while run runs.
-func (l *flowLog) name(peers []*fabric.GatewayPeer) {
+// setNames sets the names of the peers. It may be called while run runs.
+func (l *flowLog) setNames(peers []*fabric.GatewayPeer) {
 	names := make(map[string]string, len(peers))
 	for _, p := range peers {
 		names[p.ID] = p.Name
@@ -197,14 +197,14 @@ func endOf(a netip.AddrPort) string {
 	return end(a)
 }
 
-// reopened is a file opened for appending. follow opens it again after log rotation.
-type reopened struct {
+// logFile is a file opened for appending. follow opens it again after log rotation.
+type logFile struct {
 	name string
 	io.WriteCloser
 }
 
-func reopen(name string) (*reopened, error) {
-	r := &reopened{name: name}
+func reopen(name string) (*logFile, error) {
+	r := &logFile{name: name}
 	if name == "-" {
 		r.WriteCloser = standard{os.Stdout}
 		return r, nil
@@ -212,14 +212,14 @@ func reopen(name string) (*reopened, error) {
 	return r, r.open()
 }
 
-func (r *reopened) open() (err error) {
+func (r *logFile) open() (err error) {
 	r.WriteCloser, err = os.OpenFile(r.name, os.O_WRONLY|os.O_CREATE|os.O_APPEND, 0o600)
 	return err
 }
 
 // follow opens the file again if its name now refers to another file or to none, as after log
 // rotation.
-func (r *reopened) follow() error {
+func (r *logFile) follow() error {
 	f, ok := r.WriteCloser.(*os.File)
 	if !ok {
 		return nil

@@ -31,7 +31,7 @@ func startFlowLog(t *testing.T, c FlowLog) (l *flowLog, stop func()) {
 		t.Fatal(err)
 	}
 	done, ended := make(chan struct{}), make(chan struct{})
-	l.name([]*fabric.GatewayPeer{{ID: "b", Name: "name of b"}})
+	l.setNames([]*fabric.GatewayPeer{{ID: "b", Name: "name of b"}})
 	go func() { l.run(done); close(ended) }()
 	return l, func() { close(done); <-ended }
 }
@@ -155,9 +155,9 @@ func TestGatewayFailsToStartIfTheFlowLogCannotBeOpened(t *testing.T) {
 	}
 }
 
-// BenchmarkFlowLog measures a packet's way through the engine, without a flow log and with one
-// that writes to a file. The packets belong to a known flow, to a pod, to a new flow each, or are
-// refused. Compare results of one run only:
+// BenchmarkFlowLog measures the time of a packet in the engine, without a flow log and with one
+// that writes to a file. There are four kinds of packets: of one known NAPT flow, from a pod, of a
+// new flow each, and refused ones. Compare only results of the same run:
 //
 //	for i in 1 2 3 4 5 6; do go test -run '^$' -bench FlowLog ./gateway; done
 func BenchmarkFlowLog(b *testing.B) {
@@ -193,7 +193,7 @@ func BenchmarkFlowLog(b *testing.B) {
 						b.Fatal(err)
 					}
 					done, ended := make(chan struct{}), make(chan struct{})
-					l.name([]*fabric.GatewayPeer{{ID: "b", Name: "name of b"}})
+					l.setNames([]*fabric.GatewayPeer{{ID: "b", Name: "name of b"}})
 					go func() { l.run(done); close(ended) }()
 					defer func() { close(done); <-ended }()
 					e.Observe(l.observe, on.Sample)

@@ -45,17 +45,18 @@ const (
 	// compareDelay is the time during which the loop collects the netlink events that one change
 	// causes. It is short enough to restore a deleted route well within a second.
 	compareDelay = 100 * time.Millisecond
-	// compareInterval is the time between comparisons without an event, in case one was lost.
+	// compareInterval is the time between comparisons without an event, in case an event was lost.
 	compareInterval = 10 * time.Second
 
-	// sessionFirst is the time a new peer has for its first handshake. After it, packets for the
-	// peer are dropped instead of queued.
+	// sessionFirst is the time that a new peer has for its first handshake. If it has no session by
+	// then, packets for the peer are dropped instead of queued.
 	sessionFirst = 30 * time.Second
 )
 
 // Run runs a gateway: it applies the Configs of o.Source in the network namespace of the process
 // until ctx ends. At the end it removes its kernel objects, except the unreachable routes for its
-// peers' networks: without these, packets for peers would leave in the clear. Clear removes them.
+// peers' networks. Without these routes, packets for peers would leave in the clear. Clear removes
+// the routes.
 //
 // Run returns an error if it cannot start, for example because the first Config is invalid, or if
 // its TUN disappears. If a later Config is invalid, Run logs that, reports it in status and
@@ -159,8 +160,8 @@ type gateway struct {
 	published atomic.Pointer[current] // stored by the loop, read by any goroutine
 }
 
-// open makes everything that can fail before the first packet. When it returns, nothing has
-// changed outside the process and its unnamed namespace.
+// open does everything that can fail before the first packet. When it returns, nothing has changed
+// outside the process and its unnamed namespace.
 func open(o Options, c Config) (_ *gateway, err error) {
 	g := &gateway{log: o.Log, version: o.Version, started: time.Now(), ready: o.Ready, mandate: o.Mandate, keeper: o.Flows, podNetwork: o.PodNetwork,
 		wake: make(chan struct{}, 1), done: make(chan struct{})}

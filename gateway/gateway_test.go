@@ -42,7 +42,7 @@ import (
 // process of its own: this binary, started with the environment variable childConfig.
 const childConfig = "ISTHMUS_TEST_GATEWAY_CONFIG"
 
-// childBegins is the environment variable that tells a gateway when it becomes active:
+// childBegins is the environment variable that determines when a gateway becomes active:
 // beginsLater or beginsAtOnce. Without it, the gateway is active from its start.
 const (
 	childBegins  = "ISTHMUS_TEST_GATEWAY_BEGINS"
@@ -88,8 +88,8 @@ func child(dir string) int {
 		fmt.Fprintln(os.Stderr, "error:", err)
 		return 1
 	}
-	err = left()
-	for end := time.Now().Add(patience); err != nil && time.Now().Before(end); err = left() {
+	err = leftovers()
+	for end := time.Now().Add(patience); err != nil && time.Now().Before(end); err = leftovers() {
 		time.Sleep(10 * time.Millisecond) // goroutines and threads need a moment to end
 	}
 	if err != nil {
@@ -99,8 +99,8 @@ func child(dir string) int {
 	return 0
 }
 
-// left returns an error that describes what a gateway has left behind in its process.
-func left() error {
+// leftovers returns an error that describes what a gateway has left behind in its process.
+func leftovers() error {
 	if err := goleak.Find(goleak.IgnoreAnyFunction("os/signal.loop"), goleak.IgnoreAnyFunction("os/signal.signal_recv")); err != nil {
 		return fmt.Errorf("left behind: %w", err)
 	}
@@ -173,14 +173,14 @@ func (s *space) must(err error) {
 	}
 }
 
-// in runs fn in the namespace.
-func (s *space) in(fn func() error) error {
+// runIn runs fn in the namespace.
+func (s *space) runIn(fn func() error) error {
 	return rtnl.Do(s.file, fn)
 }
 
 func (s *space) do(fn func() error) {
 	s.t.Helper()
-	s.must(s.in(fn))
+	s.must(s.runIn(fn))
 }
 
 func (s *space) link(name string) netlink.Link {
@@ -404,7 +404,7 @@ func (s *site) eventually(what string, try func() error) {
 func (s *space) get(url string) (string, error) {
 	var body string
 	dial := func(ctx context.Context, network, addr string) (c net.Conn, err error) {
-		err = s.in(func() error {
+		err = s.runIn(func() error {
 			c, err = (&net.Dialer{}).DialContext(ctx, network, addr)
 			return err
 		})
@@ -575,18 +575,18 @@ func (s *space) flood(dst string, every time.Duration) (stop func() (sent, got i
 }
 
 // restores checks that a deleted object is restored soon. The kernel's event must cause that,
-// because the gateway by itself compares only every compareInterval. It tries several times, and
-// one quick restoration is enough: the machine may be busy in the others.
+// because the gateway by itself compares only every compareInterval. restores tries several times,
+// and one quick restoration is enough, because the machine may be busy during the other attempts.
 func (s *site) restores(what, dst string, del func() error) {
 	s.t.Helper()
-	before := s.ours()
+	before := s.ourObjects()
 	var took time.Duration
 	for range 5 {
 		s.eventually(what+" not deleted", del)
 		start := time.Now()
 		s.pod.ping(dst)
 		s.eventually(what+" not back", func() error {
-			if now := s.ours(); len(now) != len(before) {
+			if now := s.ourObjects(); len(now) != len(before) {
 				return fmt.Errorf("have %q, had %q", now, before)
 			}
 			return nil
@@ -599,16 +599,16 @@ func (s *site) restores(what, dst string, del func() error) {
 	s.t.Fatalf("%s: %s back after %v only", s.name, what, took)
 }
 
-// onlyRefuses checks that an ended gateway has left only rules and unreachable routes. peers
-// reports whether addr belongs to a peer, so that packets for it must be refused.
-func (s *space) onlyRefuses(addr string, peers bool) {
+// onlyRefuses checks that an ended gateway has left only rules and unreachable routes. If forPeer
+// is set, addr belongs to a peer, and packets for addr must be refused.
+func (s *space) onlyRefuses(addr string, forPeer bool) {
 	s.t.Helper()
-	for _, o := range s.ours() {
+	for _, o := range s.ourObjects() {
 		if strings.HasPrefix(o, "link ") {
 			s.t.Errorf("%s: left %s", s.name, o)
 		}
 	}
-	if r, err := s.nl.RouteGet(net.ParseIP(addr)); peers && !errors.Is(err, unix.EHOSTUNREACH) {
+	if r, err := s.nl.RouteGet(net.ParseIP(addr)); forPeer && !errors.Is(err, unix.EHOSTUNREACH) {
 		s.t.Errorf("%s: packets for %s are not refused: %v %v", s.name, addr, r, err)
 	}
 }
@@ -617,13 +617,13 @@ func (s *space) onlyRefuses(addr string, peers bool) {
 func (s *space) clear() {
 	s.t.Helper()
 	s.do(func() error { return Clear(false, slog.New(slog.DiscardHandler)) })
-	if left := s.ours(); len(left) > 0 {
+	if left := s.ourObjects(); len(left) > 0 {
 		s.t.Errorf("%s: left %q", s.name, left)
 	}
 }
 
-// ours lists the gateway's kernel objects in the host's namespace.
-func (s *space) ours() []string {
+// ourObjects lists the gateway's kernel objects in the host's namespace.
+func (s *space) ourObjects() []string {
 	s.t.Helper()
 	var all []string
 	links, err := s.nl.LinkList()
@@ -859,13 +859,13 @@ func TestGatewaysJoinClustersWithTheSamePodCIDR(t *testing.T) {
 		a.pod.ping("10.246.1.10")
 		b.pod.ping("10.250.1.10")
 		rules := 0
-		for _, o := range a.ours() {
+		for _, o := range a.ourObjects() {
 			if strings.HasPrefix(o, "ip rule") {
 				rules++
 			}
 		}
 		if rules != 1 {
-			t.Errorf("%d rules: %q", rules, a.ours())
+			t.Errorf("%d rules: %q", rules, a.ourObjects())
 		}
 	})
 	t.Run("SIGTERM leaves unreachable routes and Clear removes them", func(t *testing.T) {
@@ -926,7 +926,7 @@ func TestStandbyGatewaySendsNothingUntilItBegins(t *testing.T) {
 		return nil
 	}
 	a.eventually("not prepared", prepared)
-	if len(a.ours()) == 0 {
+	if len(a.ourObjects()) == 0 {
 		t.Error("it has prepared nothing in the kernel")
 	}
 	a.do(func() error { // no socket is open
@@ -936,7 +936,7 @@ func TestStandbyGatewaySendsNothingUntilItBegins(t *testing.T) {
 		}
 		return err
 	})
-	silent := a.pod.pinger("10.246.1.10") // its packets do not make the gateway send
+	silent := a.pod.pinger("10.246.1.10") // a gateway that is not active must not send its packets
 	for seq := range 20 {
 		a.must(silent.send(seq, 8))
 	}
@@ -952,7 +952,7 @@ func TestStandbyGatewaySendsNothingUntilItBegins(t *testing.T) {
 	a.must(p.cmd.Process.Signal(syscall.SIGUSR1))
 	a.pod.ping("10.246.1.10")
 	b.pod.ping("10.250.1.10")
-	// Nor are its packets sent later.
+	// The active gateway must not send those packets later.
 	if seq, err := silent.receive(time.Now().Add(100 * time.Millisecond)); err == nil {
 		t.Errorf("ping %d was answered", seq)
 	}
@@ -1003,7 +1003,7 @@ func TestFailedStartReportsTheReasonAndLeavesNothing(t *testing.T) {
 		if !strings.Contains(p.text(), want) || p.cmd.ProcessState.ExitCode() != 1 {
 			t.Errorf("want %q and exit code 1, got %v:\n%s", want, p.cmd.ProcessState, p.text())
 		}
-		if left := a.ours(); len(left) > 0 {
+		if left := a.ourObjects(); len(left) > 0 {
 			t.Errorf("left %q", left)
 		}
 	}

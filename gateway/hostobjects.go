@@ -11,9 +11,9 @@ import (
 	"github.com/isthmus-net/isthmus/internal/kernel/rtnl"
 )
 
-// located holds the addresses of the last locate, so that the next one need not build the Site
-// again while nothing has changed.
-type located struct {
+// locatedAddrs holds the addresses that the last call of locate used. While these have not changed,
+// locate need not build the Site again.
+type locatedAddrs struct {
 	site, all fabric.Site
 	own       []netip.Addr
 }
@@ -33,7 +33,7 @@ func (l *loop) locate(peers []*fabric.GatewayPeer, site fabric.Site) {
 		}
 	}
 	if was := &l.located; was.own == nil || !slices.Equal(addrs, was.own) || !site.Equal(was.site) {
-		l.located = located{site, site.WithRelays(addrs, "an address of the gateway's own host"), addrs}
+		l.located = locatedAddrs{site, site.WithRelays(addrs, "an address of the gateway's own host"), addrs}
 	}
 	if !l.resolver.set(peers, l.located.all) {
 		return
@@ -74,7 +74,7 @@ func (l *loop) put(s *survey) {
 	// Without its packet filter, the overlay would accept packets from anybody. So remove the
 	// overlay.
 	if errors.Is(err, rtnl.ErrFilter) {
-		if _, err := l.host.Apply(l.left()); err != nil {
+		if _, err := l.host.Apply(l.remainingObjects()); err != nil {
 			errs = append(errs, err)
 		}
 	}
@@ -99,8 +99,8 @@ func (l *loop) put(s *survey) {
 	l.publish()
 }
 
-// fewNodes is the number of nodes whose routes are queried for their MTU. Some CNIs set the MTU
-// on a Pod's routes instead of its device, but all nodes have the same.
+// fewNodes is the number of nodes whose routes are queried for their MTU. Some CNIs set the MTU on
+// a Pod's routes instead of its device, but the MTU is the same for all nodes.
 const fewNodes = 16
 
 // objectsFor returns the desired kernel objects for the peers, and the nodes and networks that a

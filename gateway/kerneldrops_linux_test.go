@@ -16,7 +16,7 @@ func TestKernelDropsAreCounted(t *testing.T) {
 		t.Skip(err)
 	}
 	defer namespace.Close()
-	g, text := without(t), ""
+	g, text := newTestLoop(t), ""
 	if err := rtnl.Do(namespace, func() error {
 		if _, err := net.Dial("udp", "192.0.2.1:9"); err == nil {
 			t.Error("a namespace without devices has a route")

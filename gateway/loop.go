@@ -19,7 +19,7 @@ type loop struct {
 	now      current
 	acting   bool // this gateway is active: Options.Begin is nil or closed
 	adopted  bool
-	located  located
+	located  locatedAddrs
 	objects  kernel.State      // the last desired objects on the gateway's host
 	delivery fabric.PodDecider // used only if podNetwork
 }
@@ -54,7 +54,7 @@ func (l *loop) close() error {
 	l.servers.Close()
 	var err error
 	if l.now.generation > 0 { // otherwise keep the objects of the previous gateway
-		_, err = l.host.Apply(l.left())
+		_, err = l.host.Apply(l.remainingObjects())
 	}
 	l.resolver.close()
 	l.wg.Wait()
@@ -67,12 +67,12 @@ func (l *loop) close() error {
 	return err
 }
 
-// left returns the kernel objects that stay when the gateway ends.
-func (l *loop) left() kernel.State {
+// remainingObjects returns the kernel objects that stay when the gateway ends.
+func (l *loop) remainingObjects() kernel.State {
 	if l.podNetwork {
-		return fabric.GatewayPodLeft(l.now.wanted())
+		return fabric.GatewayPodLeft(l.now.wantedPeers())
 	}
-	return fabric.GatewayHostLeft(l.now.wanted())
+	return fabric.GatewayHostLeft(l.now.wantedPeers())
 }
 
 // adopt takes over the flows of the previous gateway. It does so only once.
@@ -86,8 +86,8 @@ func (l *loop) adopt() {
 	}
 }
 
-// first applies the first configuration. Unlike later ones, it must apply completely.
-func (l *loop) first(c Config) error {
+// applyFirst applies the first configuration. Unlike later ones, it must apply completely.
+func (l *loop) applyFirst(c Config) error {
 	if err := l.accept(c); err != nil {
 		return fmt.Errorf("configuration: %w", err)
 	}
@@ -106,7 +106,7 @@ func (l *loop) begin(c Config) error {
 	}
 	newer := l.now.configErr // reason why a newer configuration than c was rejected; nil: none was
 	l.now.peers, l.now.generation = nil, 0
-	if err := l.first(c); err != nil {
+	if err := l.applyFirst(c); err != nil {
 		return err
 	}
 	if prepared {
@@ -128,7 +128,7 @@ func (l *loop) run(ctx context.Context, c Config, updates <-chan update, o Optio
 		case <-begin:
 			begin = nil
 		default:
-			start = l.first
+			start = l.applyFirst
 		}
 	}
 	if err := start(c); err != nil {
@@ -209,7 +209,7 @@ func (l *loop) tick(now time.Time) {
 	changed := false
 	for i := range peers {
 		p, was := &peers[i], &l.now.peers[i]
-		p.look(stats, now)
+		p.updateSessions(stats, now)
 		down := p.down()
 		if down != was.down() {
 			if down {
@@ -221,7 +221,7 @@ func (l *loop) tick(now time.Time) {
 		if p.state != nil {
 			p.state.SetDown(down)
 		}
-		l.resolver.setHeard(p.ID, now.Sub(p.heard()) < silence)
+		l.resolver.setHeard(p.ID, now.Sub(p.lastHeard()) < silence)
 		// A peer that roamed and then fell silent may have returned to its configured endpoint.
 		at, _ := l.resolver.endpoint(p.ID)
 		for i, s := range p.sessions {
@@ -237,7 +237,7 @@ func (l *loop) tick(now time.Time) {
 				l.tunnels[0].checker.OtherPath(p.ID)
 			}
 		}
-		changed = changed || p.inUse != l.working(p.ID, now)
+		changed = changed || p.inUse != l.workingTunnels(p.ID, now)
 	}
 	l.rekey(peers, now)
 	l.now.peers = peers
@@ -245,7 +245,7 @@ func (l *loop) tick(now time.Time) {
 	if changed {
 		l.compareSoon()
 	}
-	l.drops.look(l.engine, now)
+	l.drops.poll(l.engine, now)
 	l.resolver.tick(now)
 	l.reach(stats, now)
 }

@@ -41,7 +41,7 @@ func (c *collector) adjust() {
 	}
 }
 
-// gcPercent returns the GOGC to use with live octets of reachable heap.
+// gcPercent returns the value of GOGC for a heap of which live octets are reachable.
 func gcPercent(live uint64) int {
 	return int(min(100, max(minGCPercent, 100*maxGarbage/max(live, 1))))
 }

@@ -105,11 +105,11 @@ func (m *metrics) observeRTT(_ string, rtt time.Duration) { m.rtt.Observe(rtt.Se
 // immutable value that the control loop publishes, and counters under the lock of at most one
 // peer at a time.
 func (m *metrics) Gather() ([]*dto.MetricFamily, error) {
-	return Gatherers{prometheus.GathererFunc(m.own), m.registry}.Gather()
+	return Gatherers{prometheus.GathererFunc(m.scrapeFamilies), m.registry}.Gather()
 }
 
-// own returns the series that are computed at each scrape.
-func (m *metrics) own() ([]*dto.MetricFamily, error) {
+// scrapeFamilies returns the series that are computed at each scrape.
+func (m *metrics) scrapeFamilies() ([]*dto.MetricFamily, error) {
 	s := scrape{families: make(map[*family]*dto.MetricFamily)}
 	now, stats := m.gateway.current(), m.gateway.engine.Stats()
 	m.ofGateway(&s, now, stats)

@@ -40,7 +40,7 @@ type underlay struct {
 	addr netip.Addr
 	mtu  int  // MTU of the path, in octets; 0: unknown
 	last int  // the tunnel MTU that was last derived from this path, in octets; 0: none yet
-	six  bool // the tunnel carries IPv6
+	ipv6 bool // the tunnel carries IPv6
 }
 
 // leastMTU returns the size of the largest packet that every path to the peer should carry.
@@ -56,34 +56,34 @@ func inner6(p *fabric.GatewayPeer) bool {
 	return p.AllowedIPs[0].Addr().Is6() || p.AllowedIPs[1].Addr().Is6()
 }
 
-// autoMTUs derives MTUs from paths. The result each has, for every path, the size of the largest
-// packet that fits into one outer packet. The result tunnel is the device's MTU: the largest of
-// these, or last if no path is known. A path that is no longer known keeps its last value. A path
-// that was never known counts as Ethernet.
-func autoMTUs(paths []underlay, last int) (tunnel int, each []int) {
-	each = make([]int, len(paths))
+// autoMTUs derives MTUs from the paths to the peers. pathMTUs has, for each path, the size of the
+// largest packet that fits into one outer packet. tunnel is the MTU of the device: the largest of
+// these sizes, or last if no path is known. A path that is no longer known keeps its last value. A
+// path that was never known counts as Ethernet.
+func autoMTUs(paths []underlay, last int) (tunnel int, pathMTUs []int) {
+	pathMTUs = make([]int, len(paths))
 	for i := range paths {
-		tunnel = max(tunnel, paths[i].inner())
+		tunnel = max(tunnel, paths[i].innerMTU())
 	}
 	tunnel = cmp.Or(tunnel, last, defaultMTU)
 	for i := range paths {
-		mtu := min(cmp.Or(paths[i].inner(), defaultMTU), tunnel)
+		mtu := min(cmp.Or(paths[i].innerMTU(), defaultMTU), tunnel)
 		if mtu < tunnel {
 			mtu -= mtu % padding
 		}
-		each[i] = mtu
+		pathMTUs[i] = mtu
 	}
-	return tunnel, each
+	return tunnel, pathMTUs
 }
 
-// inner returns the size of the largest packet that fits into one outer packet on this path, or 0
-// if the path was never known.
-func (w *underlay) inner() int {
+// innerMTU returns the size of the largest packet that fits into one outer packet on this path, or
+// 0 if the path was never known.
+func (w *underlay) innerMTU() int {
 	if w.mtu == 0 {
 		return w.last
 	}
 	least := minAutoMTU
-	if w.six {
+	if w.ipv6 {
 		least = minAutoMTU6
 	}
 	return min(max(w.mtu-overheadTo(w.addr), least), maxAutoMTU)
@@ -168,9 +168,9 @@ func (l *loop) measurePaths(peers []peer, all bool) (tunnel int) {
 		} else if !addr.IsValid() {
 			p.queried, p.kernel = netip.Addr{}, 0
 		}
-		paths[i] = underlay{addr: p.queried, mtu: p.kernel, last: p.pathInner, six: inner6(p.GatewayPeer)}
+		paths[i] = underlay{addr: p.queried, mtu: p.kernel, last: p.pathInner, ipv6: inner6(p.GatewayPeer)}
 	}
-	ignore := slices.ContainsFunc(paths, func(w underlay) bool { return w.addr.Is4() && w.mtu != 0 && w.mtu < w.inner()+overhead4 })
+	ignore := slices.ContainsFunc(paths, func(w underlay) bool { return w.addr.Is4() && w.mtu != 0 && w.mtu < w.innerMTU()+overhead4 })
 	for _, e := range l.tunnels {
 		if err := e.wire.IgnorePath(ignore); err != nil {
 			l.log.Warn("cannot change how the socket handles the path MTU", "ignored", ignore, "error", err)

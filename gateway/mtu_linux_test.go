@@ -132,8 +132,8 @@ func TestEachPeerHasItsOwnMTU(t *testing.T) {
 		t.Errorf("%s errors were sent", n)
 	}
 
-	// Packets that may be fragmented are: by the pod's kernel once it has learned the MTU, and by
-	// the engine for a sender that ignores it.
+	// A packet without DF arrives whatever its size. The pod's kernel fragments it once that kernel
+	// has learned the MTU. If the sender ignores the MTU, the engine fragments it.
 	cut := a.pod.pinger("10.248.1.10")
 	raw, err := cut.conn.SyscallConn()
 	if err != nil {
@@ -171,8 +171,9 @@ func TestEachPeerHasItsOwnMTU(t *testing.T) {
 	}
 }
 
-// With IPv6 in the tunnel, "packet too big" has the same effect. The limit is never below 1280
-// octets: on a path that carries less, the outer packets are fragmented.
+// With IPv6 in the tunnel, ICMPv6 "packet too big" limits only the packets for that peer, as in
+// TestEachPeerHasItsOwnMTU. The limit is never below 1280 octets: on a path that carries less, the
+// outer packets are fragmented.
 func TestEachPeerHasItsOwnMTUOverIPv6(t *testing.T) {
 	needRoot(t)
 	wire := newWire(t)
@@ -231,8 +232,8 @@ func TestEachPeerHasItsOwnMTUOverIPv6(t *testing.T) {
 
 // A path drops large packets without an ICMP error, like a bridge whose port has a smaller MTU.
 // Such a bridge passes superpackets of any size, so the test makes the kernel segment WireGuard's
-// before. Both sides must find out and inform their senders. When the path is repaired, they must
-// return to the full size.
+// superpackets before the bridge. Both sides must find out and inform their senders. When the path
+// is repaired, they must return to the full size.
 func TestABlackHoleIsDetectedAndCleared(t *testing.T) {
 	needRoot(t)
 	wire := newWire(t)

@@ -28,8 +28,8 @@ type Config struct {
 	// PodNetwork holds the nodes and pods of the cluster. Only a gateway that uses its Pod's network
 	// needs it (Options.PodNetwork).
 	PodNetwork fabric.PodNetwork
-	// Preshared holds the preshared keys by cluster ID. They apply to all tunnels to a peer. It is
-	// never modified.
+	// Preshared holds the preshared keys by cluster ID. A key applies to all tunnels to its peer.
+	// The map is never modified.
 	Preshared map[string]datapath.PresharedKeys
 
 	// The fields below are read only once, when the gateway starts.
@@ -84,10 +84,10 @@ type Options struct {
 	Owner func(netip.Addr) fabric.Owner
 
 	// Calls, if not nil, is closed when this gateway may start handshakes with its peers without a
-	// packet to send. A handshake makes a peer send to this gateway instead of the previous one,
-	// which is too early while the nodes still use the previous one. Until Calls is closed, the
-	// gateway starts a handshake only when a node sends a packet, and it answers handshakes that
-	// peers start.
+	// packet to send. A handshake makes a peer send to this gateway instead of the previous one.
+	// That would be too early while the nodes still use the previous gateway. Until Calls is
+	// closed, the gateway starts a handshake only when a node sends a packet, and it answers
+	// handshakes that peers start.
 	Calls <-chan struct{}
 
 	// Gate, if not nil, is called right before each system call that sends to a peer. While it
@@ -123,10 +123,10 @@ func (r Running) Status() Status { return r.g.status(0) }
 // Ready returns the reason why the gateway carries no packets, or nil.
 func (r Running) Ready() error { return r.g.unready() }
 
-// Yield prepares for another gateway to become active. From now on this gateway sends no packets
-// to peers: it relays those that nodes send to peers to the gateways that copy its flows
-// (Options.Flows). It still delivers packets from peers until it ends. When Yield returns, no
-// packet is on its way to a peer.
+// Yield prepares for another gateway to become active. From now on this gateway sends no packets to
+// peers. If a node sends a packet to a peer, this gateway relays the packet to the gateways that
+// copy its flows (Options.Flows). It delivers packets from peers until it ends. When Yield returns,
+// no packet is on its way to a peer.
 func (r Running) Yield() { r.g.yield() }
 
 // StatusHandler returns the handler of /status, /trace and the other paths that are served at

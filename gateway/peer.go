@@ -21,7 +21,7 @@ type peer struct {
 	at                  netip.AddrPort   // address of its configured endpoint; zero: unknown
 	refused             bool             // the address in use is now refused: send nothing more there
 	queried             netip.Addr       // address for which the kernel was queried for the path MTU; zero: none
-	kernel              int              // the kernel's path MTU to asked, in octets; 0: no path
+	kernel              int              // the kernel's path MTU to queried, in octets; 0: no path
 	pathInner           int              // largest packet in the tunnel that this path MTU allows, in octets
 	mtu                 int              // largest packet to the peer; less than pathInner if the path silently drops larger ones
 	inUse               fabric.TunnelSet // tunnels that carry flows; empty: tunnel 0
@@ -43,11 +43,11 @@ type session struct {
 	stats    datapath.Stats // at the last update
 }
 
-// after returns the session, updated from stats. Both now and the time of the handshake have
+// updatedFrom returns the session, updated from stats. Both now and the time of the handshake have
 // monotonic clock readings, so a step of the wall clock does not change an age. down depends only
 // on the age of the handshake, not on heard: WireGuard accepts no messages of a session older
 // than check.SessionGone.
-func (s session) after(stats datapath.Stats, now time.Time) session {
+func (s session) updatedFrom(stats datapath.Stats, now time.Time) session {
 	s.stats = stats
 	if stats.Received != s.received {
 		s.received, s.heard = stats.Received, now
@@ -82,9 +82,9 @@ func (p *peer) down() bool {
 	return true
 }
 
-// heard returns the time when an authenticated message last came from the peer in any tunnel, or
-// zero if none came.
-func (p *peer) heard() (last time.Time) {
+// lastHeard returns the time when an authenticated message last came from the peer in any tunnel,
+// or zero if none came.
+func (p *peer) lastHeard() (last time.Time) {
 	for _, s := range p.sessions {
 		if s.heard.After(last) {
 			last = s.heard
@@ -93,9 +93,10 @@ func (p *peer) heard() (last time.Time) {
 	return last
 }
 
-// look updates the sessions of the peer. stats holds, for each tunnel, the stats by public key.
-func (p *peer) look(stats []map[[32]byte]datapath.Stats, now time.Time) {
-	p.session = p.session.after(stats[0][p.PublicKey], now)
+// updateSessions updates the sessions of the peer. stats holds, for each tunnel, the stats by
+// public key.
+func (p *peer) updateSessions(stats []map[[32]byte]datapath.Stats, now time.Time) {
+	p.session = p.session.updatedFrom(stats[0][p.PublicKey], now)
 	if len(p.Tunnels) == 0 {
 		p.further = nil
 		return
@@ -108,12 +109,12 @@ func (p *peer) look(stats []map[[32]byte]datapath.Stats, now time.Time) {
 		if i < len(was) && was[i].key == key {
 			s = was[i]
 		}
-		p.further[i] = s.after(stats[i+1][key], now)
+		p.further[i] = s.updatedFrom(stats[i+1][key], now)
 	}
 }
 
-// wanted returns the desired state of all peers. The caller owns the slice.
-func (c current) wanted() []*fabric.GatewayPeer {
+// wantedPeers returns the desired state of all peers. The caller owns the slice.
+func (c current) wantedPeers() []*fabric.GatewayPeer {
 	all := make([]*fabric.GatewayPeer, len(c.peers))
 	for i, p := range c.peers {
 		all[i] = p.GatewayPeer
@@ -154,7 +155,7 @@ func (l *loop) survey(c Config, want []*fabric.GatewayPeer, remeasure bool) surv
 		if p.GatewayPeer == nil || p.PublicKey != w.PublicKey {
 			p.session = session{since: now}
 		}
-		p.GatewayPeer, p.inUse, p.forgotten = w, l.working(w.ID, now), false
+		p.GatewayPeer, p.inUse, p.forgotten = w, l.workingTunnels(w.ID, now), false
 		p.preshared = c.Preshared[w.ID]
 	}
 	s.removed = append(s.removed, old[j:]...)
@@ -221,7 +222,7 @@ type view struct {
 	*peer
 	tunnels    []tunnelView // all tunnels to the peer, in order
 	nat        natengine.PeerStats
-	translated bool           // nat is valid: the engine may already have deleted a peer that others still have
+	translated bool           // nat is valid; false if the engine has deleted the peer already, but the tunnels still have it
 	resolved   netip.AddrPort // address of the configured endpoint
 	unresolved error          // reason why resolved is missing or outdated; nil: it is neither
 	alone      bool           // every other peer is connected
@@ -263,8 +264,8 @@ func (v *view) presharedID() (id string) {
 	return id
 }
 
-// lags reports whether a session with the peer does not use our next key yet, or whether there is
-// no session. next has our next key for each tunnel.
+// lags reports whether the peer does not use our next key yet: a session uses an older key, or
+// there is no session. next has our next key for each tunnel.
 func (v *view) lags(next [][32]byte) bool {
 	moved := false
 	for i, e := range v.tunnels {
@@ -289,8 +290,8 @@ func (v *view) octets() (received, sent uint64) {
 	return received, sent
 }
 
-// views returns a view of each peer of the current state, now, in the same order. stats are the
-// engine's statistics.
+// views returns a view of each peer in the state now, in the same order. stats are the engine's
+// statistics.
 func (g *gateway) views(now current, stats natengine.Stats) []view {
 	views, at := make([]view, len(now.peers)), make(map[string]int, len(now.peers))
 	for i := range now.peers {

@@ -20,10 +20,10 @@ import (
 	"github.com/isthmus-net/isthmus/packet"
 )
 
-// changing returns a gateway without a kernel, with a second tunnel and no configuration yet. Its
-// connection checks never get an answer.
-func changing(t *testing.T) *loop {
-	g := without(t)
+// newChangingLoop returns a gateway without a kernel, with a second tunnel and no configuration
+// yet. Its connection checks never get an answer.
+func newChangingLoop(t *testing.T) *loop {
+	g := newTestLoop(t)
 	second := &tunnelEnd{
 		Tunnel:  g.tunnels[0].Beside(memlink.NewLink("mem1", 1440), bind.New(), nil, nil),
 		checker: check.Start(make(silent), check.Options{Log: quiet}),
@@ -36,8 +36,8 @@ func changing(t *testing.T) *loop {
 	return g
 }
 
-// take applies a configuration as accept, reapply and put do, but without a kernel.
-func (l *loop) take(t *testing.T, c Config, remeasure bool) kernel.State {
+// applyConfig applies a configuration as accept, reapply and put do, but without a kernel.
+func (l *loop) applyConfig(t *testing.T, c Config, remeasure bool) kernel.State {
 	t.Helper()
 	want := l.cutTunnels(c.Gateway.Peers, l.now.peers)
 	l.resolver.set(want, c.Gateway.Site)
@@ -118,7 +118,7 @@ func TestIncrementalPeerChangesEqualAFullConfiguration(t *testing.T) {
 	)
 	mtuTo := func(a netip.Addr, _ map[int]int) (int, error) { return 1500 - mtus[a], nil }
 	base[3].PublicKey = [32]byte(theirs)
-	g := changing(t)
+	g := newChangingLoop(t)
 	g.mtuTo = mtuTo
 	for step := range 900 {
 		remeasure := false
@@ -213,7 +213,7 @@ func TestIncrementalPeerChangesEqualAFullConfiguration(t *testing.T) {
 			happened["ways"]++
 		}
 
-		ref := changing(t) // the new gateway; it shares only resolved addresses and measured MTUs
+		ref := newChangingLoop(t) // the new gateway; it shares only resolved addresses and measured MTUs
 		ref.resolver, ref.mtuTo = g.resolver, mtuTo
 		ref.now.mtu, ref.now.peers = g.now.mtu, slices.Clone(g.now.peers)
 		for i := range ref.now.peers {
@@ -228,13 +228,13 @@ func TestIncrementalPeerChangesEqualAFullConfiguration(t *testing.T) {
 					states[p.ID] = check.Connected
 				}
 			}
-			e.finds(states)
+			e.setStates(states)
 		}
 		if rng.IntN(4) == 0 { // the Site changes before this configuration, as when a lookup is refused in between
-			g.resolver.set(g.now.wanted(), fabric.Site{})
+			g.resolver.set(g.now.wantedPeers(), fabric.Site{})
 		}
-		objects := g.take(t, c, remeasure)
-		wantObjects := ref.take(t, c, remeasure)
+		objects := g.applyConfig(t, c, remeasure)
+		wantObjects := ref.applyConfig(t, c, remeasure)
 		for _, p := range g.now.peers {
 			if p.refused {
 				happened["refused"]++
@@ -267,10 +267,10 @@ func TestIncrementalPeerChangesEqualAFullConfiguration(t *testing.T) {
 	}
 }
 
-// linesWithout returns the lines of some that are not in others.
-func linesWithout(some, others []string) (all []string) {
-	for _, s := range some {
-		if !slices.Contains(others, s) {
+// linesWithout returns the lines of a that are not in b.
+func linesWithout(a, b []string) (all []string) {
+	for _, s := range a {
+		if !slices.Contains(b, s) {
 			all = append(all, s+"\n")
 		}
 	}
@@ -281,7 +281,7 @@ func linesWithout(some, others []string) (all []string) {
 // again.
 func TestPathMTUsAreMeasuredAgainAfterRulesWereRefused(t *testing.T) {
 	for _, remeasure := range []bool{true, false} {
-		g := without(t, alphaBravo, charlie)
+		g := newTestLoop(t, alphaBravo, charlie)
 		g.now.config.MTU = 1440
 		p := *g.now.peers[1].GatewayPeer
 		p.Rules = g.now.peers[0].Rules // the engine refuses the same rules for two peers

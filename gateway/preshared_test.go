@@ -10,7 +10,7 @@ import (
 
 // A changed preshared key is set in all tunnels of its peer, and in those of no other peer.
 func TestAPresharedKeyReachesAllTunnelsOfItsPeer(t *testing.T) {
-	g := changing(t)
+	g := newChangingLoop(t)
 	in := fabric.Intent{ClusterID: "11111111-0000-4000-8000-000000000000"}
 	for _, p := range crowdOf(3) {
 		k := p.PublicKey
@@ -20,8 +20,8 @@ func TestAPresharedKeyReachesAllTunnelsOfItsPeer(t *testing.T) {
 	}
 	c := Config{MTU: 1440, PrivateKey: key(40), Tunnels: 2}
 	c.Gateway, _ = fabric.GatewayFor(in)
-	g.take(t, c, false)
-	g.take(t, c, false)
+	g.applyConfig(t, c, false)
+	g.applyConfig(t, c, false)
 	if g.now.applyErr != nil || len(g.now.peers) != 3 {
 		t.Fatalf("%d peers: want 3; %v", len(g.now.peers), g.now.applyErr)
 	}
@@ -37,7 +37,7 @@ func TestAPresharedKeyReachesAllTunnelsOfItsPeer(t *testing.T) {
 				t.Errorf("tunnel %d did not get the keys, but %d peers", i, len(got))
 			}
 		}
-		g.take(t, c, false)
+		g.applyConfig(t, c, false)
 		if s := g.survey(c, c.Gateway.Peers, false); len(s.other) > 0 {
 			t.Errorf("unchanged keys were set again for peers %v", s.other)
 		}

@@ -23,8 +23,8 @@ const (
 	// rekeyTime is the time for which handshakes with a new preshared key are tried. The peer
 	// receives the key within seconds.
 	rekeyTime = 30 * time.Second
-	// rekeysPerSecond is the maximum number of these handshakes in a second. With more of them,
-	// packets would have to wait.
+	// rekeysPerSecond is the maximum number of handshakes with new preshared keys in a second. More
+	// handshakes would delay packets.
 	rekeysPerSecond = 250
 )
 
@@ -52,9 +52,9 @@ func (g *gateway) rekey(peers []peer, now time.Time) {
 	}
 }
 
-// reach starts handshakes with the peers whose public keys try lists, and stops attempts to reach
-// the peers that rest lists. It spreads the calls over most of a second, so that packets do not
-// wait for many handshakes at once.
+// reach starts a handshake with each peer whose public key is in try, and stops the attempts to
+// reach each peer whose public key is in rest. It spreads the calls over most of a second, so that
+// packets do not wait for many handshakes at once.
 func (e *tunnelEnd) reach(try, rest [][32]byte, done <-chan struct{}) {
 	pause := time.NewTicker(900 * time.Millisecond / time.Duration(len(try)+len(rest)))
 	defer pause.Stop()

@@ -50,7 +50,7 @@ type resolver struct {
 	site  fabric.Site
 	index *fabric.SiteIndex // made from site
 
-	// sources is read by allowed. set replaces it; a stored value is never modified.
+	// set replaces sources, and allowed reads them. A stored value is never modified.
 	sources atomic.Pointer[sources]
 }
 
@@ -119,7 +119,7 @@ func (r *resolver) set(peers []*fabric.GatewayPeer, site fabric.Site) (changed b
 		}
 		l.port, l.round = p.Port, r.round
 		if renamed || !same {
-			r.try(p.ID, l)
+			r.recheck(p.ID, l)
 		}
 	}
 	if len(r.peers) > len(peers) {
@@ -155,9 +155,9 @@ func (r *resolver) allowed(addr netip.Addr) bool {
 // relaysFrom reports whether Services relay messages of peers from an address.
 func (r *resolver) relaysFrom(addr netip.Addr) bool { return r.sources.Load().index.RelaysFrom(addr) }
 
-// try checks a location against the Site: it gives up an address in use that the Site refuses,
+// recheck checks a location against the Site: it gives up an address in use that the Site refuses,
 // and starts to use a literal address that the Site allows.
-func (r *resolver) try(id string, l *location) {
+func (r *resolver) recheck(id string, l *location) {
 	if l.latest.IsValid() && r.index.CheckEndpoint(l.latest) != "" {
 		l.latest = netip.Addr{}
 	}
@@ -227,13 +227,13 @@ func (r *resolver) setHeard(id string, heard bool) {
 	if !heard && !l.silent {
 		l.next = time.Time{} // look it up at once
 	}
-	if l.silent = !heard; l.silent && l.take() {
+	if l.silent = !heard; l.silent && l.useLatest() {
 		go r.changed()
 	}
 }
 
-// take starts to use the latest answer, and reports whether the address has changed.
-func (l *location) take() bool {
+// useLatest starts to use the latest answer, and reports whether the address has changed.
+func (l *location) useLatest() bool {
 	if !l.latest.IsValid() || l.latest == l.addr {
 		return false
 	}
@@ -271,7 +271,7 @@ func (r *resolver) resolve(id string, l *location) {
 	} else {
 		l.err, l.latest = nil, answer
 	}
-	changed := (!l.addr.IsValid() || l.silent) && l.take()
+	changed := (!l.addr.IsValid() || l.silent) && l.useLatest()
 	if l.next = time.Now().Add(lookupInterval); l.silent || l.err != nil {
 		l.next = time.Now().Add(lookupRetry)
 	}

@@ -190,8 +190,8 @@ func TestFailedLookupKeepsTheAddressAndIsRepeated(t *testing.T) {
 	})
 }
 
-// here is a cluster with two nodes, an API server, and the gateway's own host.
-var here = fabric.Site{Networks: []fabric.SiteNetwork{
+// ourSite is the Site of a cluster with two nodes, an API server, and the gateway's own host.
+var ourSite = fabric.Site{Networks: []fabric.SiteNetwork{
 	{Prefix: netip.MustParsePrefix("10.244.0.0/18"), What: "our PodCIDR"},
 	{Prefix: netip.MustParsePrefix("10.96.0.0/12"), What: "our ServiceCIDR"},
 	{Prefix: netip.MustParsePrefix("10.246.0.0/16"), What: "which is reached through the tunnel itself"},
@@ -200,9 +200,9 @@ var here = fabric.Site{Networks: []fabric.SiteNetwork{
 	With([]netip.Addr{netip.MustParseAddr("198.51.100.9")}, "an API server of ours").
 	With([]netip.Addr{netip.MustParseAddr("::ffff:192.0.2.77")}, "an address of the gateway's own host")
 
-// judged maps addresses to a part of the reason why no peer's gateway can be there; empty: it can
-// be there.
-var judged = map[string]string{
+// refusals maps an address to a part of the reason why no peer's gateway can have that address;
+// empty: it can.
+var refusals = map[string]string{
 	"192.0.2.1": "", "10.0.0.1": "", "100.64.1.1": "", "2001:db8::1": "", "fd00::1": "", "64:ff9b::c000:201": "", "2002:c000:201::1": "",
 
 	"0.0.0.0": "0.0.0.0/8", "0.1.2.3": "0.0.0.0/8", "127.0.0.1": "loopback", "127.9.9.9": "loopback", "169.254.169.254": "link-local", "169.254.0.1": "link-local",
@@ -222,10 +222,10 @@ var judged = map[string]string{
 }
 
 func TestLiteralEndpointsAndDNSAnswersPassTheSameChecks(t *testing.T) {
-	for text, why := range judged {
+	for text, why := range refusals {
 		resolving(t, func(r *resolver, n *names, step func(int), _ func() string) {
 			n.set(nil, text)
-			r.set([]*fabric.GatewayPeer{{ID: "literal", Endpoint: text, Port: 1}, {ID: "name", Endpoint: "gw.example", Port: 1}}, here)
+			r.set([]*fabric.GatewayPeer{{ID: "literal", Endpoint: text, Port: 1}, {ID: "name", Endpoint: "gw.example", Port: 1}}, ourSite)
 			step(1)
 			for _, id := range []string{"literal", "name"} {
 				at, err := r.endpoint(id)
@@ -241,7 +241,7 @@ func TestLiteralEndpointsAndDNSAnswersPassTheSameChecks(t *testing.T) {
 	// An IPv4-mapped IPv6 address is handled as the IPv4 address.
 	resolving(t, func(r *resolver, n *names, step func(int), _ func() string) {
 		n.set(nil, "::ffff:127.0.0.1", "::ffff:198.51.100.7", "fe80::1%eth0")
-		r.set([]*fabric.GatewayPeer{{ID: "name", Endpoint: "gw.example", Port: 1}}, here)
+		r.set([]*fabric.GatewayPeer{{ID: "name", Endpoint: "gw.example", Port: 1}}, ourSite)
 		step(1)
 		if at, err := r.endpoint("name"); err == nil || at.IsValid() {
 			t.Errorf("mapped: %v, %v", at, err)
@@ -257,7 +257,7 @@ func TestLiteralEndpointsAndDNSAnswersPassTheSameChecks(t *testing.T) {
 func TestChooseNeverReturnsARefusedAddress(t *testing.T) {
 	rng := rand.New(rand.NewPCG(1, 2))
 	var pool []netip.Addr
-	for text := range judged {
+	for text := range refusals {
 		pool = append(pool, netip.MustParseAddr(text))
 	}
 	slices.SortFunc(pool, netip.Addr.Compare)
@@ -276,11 +276,11 @@ func TestChooseNeverReturnsARefusedAddress(t *testing.T) {
 			answers = append(answers, one())
 		}
 		current := one()
-		got, err := choose(answers, current, here.Index())
-		fine := slices.ContainsFunc(answers, func(a netip.Addr) bool { return here.CheckEndpoint(a) == "" })
+		got, err := choose(answers, current, ourSite.Index())
+		fine := slices.ContainsFunc(answers, func(a netip.Addr) bool { return ourSite.CheckEndpoint(a) == "" })
 		switch {
-		case got.IsValid() && here.CheckEndpoint(got) != "":
-			t.Fatalf("%v, in use %v: %v, although %s", answers, current, got, here.CheckEndpoint(got))
+		case got.IsValid() && ourSite.CheckEndpoint(got) != "":
+			t.Fatalf("%v, in use %v: %v, although %s", answers, current, got, ourSite.CheckEndpoint(got))
 		case got.IsValid() == (err != nil), got.IsValid() != fine:
 			t.Fatalf("%v, in use %v: %v, %v", answers, current, got, err)
 		}
@@ -291,7 +291,7 @@ func TestChooseNeverReturnsARefusedAddress(t *testing.T) {
 func TestDNSRebindingIsRefused(t *testing.T) {
 	resolving(t, func(r *resolver, n *names, step func(int), at func() string) {
 		n.set(nil, "192.0.2.1")
-		r.set(named1("gw.example"), here)
+		r.set(named1("gw.example"), ourSite)
 		step(1)
 		for _, answer := range []string{"127.0.0.1", "169.254.169.254", "10.96.0.1", "198.51.100.9", "64:ff9b::7f00:1"} {
 			n.set(nil, answer)
@@ -314,10 +314,10 @@ func TestAnEndpointAddressIsDroppedWhenItBecomesOurs(t *testing.T) {
 	resolving(t, func(r *resolver, n *names, step func(int), _ func() string) {
 		peers := append(named1("gw.example"), &fabric.GatewayPeer{ID: "c", Endpoint: "192.0.2.1", Port: 1})
 		n.set(nil, "192.0.2.1")
-		r.set(peers, here)
+		r.set(peers, ourSite)
 		r.setHeard("b", true)
 		step(2)
-		ours := here.With([]netip.Addr{netip.MustParseAddr("192.0.2.1")}, "a node of ours")
+		ours := ourSite.With([]netip.Addr{netip.MustParseAddr("192.0.2.1")}, "a node of ours")
 		r.set(peers, ours)
 		for _, id := range []string{"b", "c"} {
 			if at, err := r.endpoint(id); at.IsValid() || err == nil || !strings.Contains(err.Error(), "192.0.2.1 is a node of ours") || !r.refused(id) {
@@ -330,7 +330,7 @@ func TestAnEndpointAddressIsDroppedWhenItBecomesOurs(t *testing.T) {
 		if at, err := r.endpoint("b"); at.String() != "192.0.2.3:5871" || err != nil || r.refused("b") || n.queries == before {
 			t.Errorf("afterwards: %v, %v", at, err)
 		}
-		r.set(peers, here)
+		r.set(peers, ourSite)
 		if at, err := r.endpoint("c"); at.String() != "192.0.2.1:1" || err != nil || r.refused("c") {
 			t.Errorf("the node is gone: %v, %v", at, err)
 		}
@@ -341,7 +341,7 @@ func TestAPeerIsDownWithoutASession(t *testing.T) {
 	begin := time.Unix(1_700_000_000, 0)
 	s := session{since: begin}
 	at := func(seconds int, stats datapath.Stats) bool {
-		s = s.after(stats, begin.Add(time.Duration(seconds)*time.Second))
+		s = s.updatedFrom(stats, begin.Add(time.Duration(seconds)*time.Second))
 		return s.down
 	}
 	handshake := datapath.Stats{Handshake: begin.Add(40 * time.Second), Received: 148}

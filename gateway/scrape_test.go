@@ -40,7 +40,7 @@ func crowdOf(n int) []fabric.Peer {
 func BenchmarkScrape(b *testing.B) {
 	for _, n := range []int{10, 100, 1000, 4000} {
 		b.Run(fmt.Sprintf("peers=%d", n), func(b *testing.B) {
-			g := without(b, crowdOf(n)...)
+			g := newTestLoop(b, crowdOf(n)...)
 			for i, p := range g.now.peers {
 				g.metrics.observeRTT(p.ID, 1e6)
 				if i%4 == 0 {
@@ -66,7 +66,7 @@ func BenchmarkScrape(b *testing.B) {
 // An idle peer has no series for events that have not happened, and none for an address family
 // that it does not use.
 func TestAScrapeOmitsSeriesThatAreAlwaysZero(t *testing.T) {
-	g := without(t, crowdOf(50)...)
+	g := newTestLoop(t, crowdOf(50)...)
 	text := g.scrape(t)
 	for _, absent := range []string{"isthmus_drops_total", "isthmus_peer_nat_session_events_total", "isthmus_peer_too_big_total",
 		"isthmus_probe_rejected_total", `family="ipv6"`, "isthmus_peer_probe_rtt"} {
@@ -87,7 +87,7 @@ func TestAScrapeOmitsSeriesThatAreAlwaysZero(t *testing.T) {
 // The series are written without the checks of a Prometheus registry, so the test makes these
 // checks.
 func TestAScrapePassesTheChecksOfARegistry(t *testing.T) {
-	g := without(t, crowdOf(50)...)
+	g := newTestLoop(t, crowdOf(50)...)
 	for i, p := range g.now.peers {
 		for d, reason := range natengine.Drops() {
 			if (i+d)%3 == 0 {
@@ -125,7 +125,7 @@ func TestAScrapePassesTheChecksOfARegistry(t *testing.T) {
 }
 
 func TestGatherersRefuseAMetricNameUsedTwice(t *testing.T) {
-	g := without(t, crowdOf(1)...)
+	g := newTestLoop(t, crowdOf(1)...)
 	if _, err := (Gatherers{g.metrics, g.metrics}).Gather(); err == nil {
 		t.Error("two sources of the same families are one answer")
 	}
@@ -133,7 +133,7 @@ func TestGatherersRefuseAMetricNameUsedTwice(t *testing.T) {
 
 // A scrape while peers are added and removed is consistent, and blocks nothing.
 func TestScrapesAreConsistentWhilePeersChange(t *testing.T) {
-	g := without(t, crowdOf(40)...)
+	g := newTestLoop(t, crowdOf(40)...)
 	stop := make(chan struct{})
 	var group sync.WaitGroup
 	for range 2 {
@@ -153,7 +153,7 @@ func TestScrapesAreConsistentWhilePeersChange(t *testing.T) {
 	}
 	for i := range 20 {
 		peers := decided(t, fabric.Intent{ClusterID: "11111111-0000-4000-8000-000000000000", Peers: crowdOf(20 + i)}).Peers
-		// As the control loop does in accept and put.
+		// Change the peers as the control loop does in accept and put.
 		survey := g.survey(Config{MTU: 1440, PrivateKey: g.now.config.PrivateKey}, peers, false)
 		if err := g.setRules(&survey); err != nil {
 			t.Error(err)

@@ -198,10 +198,10 @@ type FlowStatus struct {
 // are immutable.
 func (g *gateway) current() current { return *g.published.Load() }
 
-// failed returns the errors that may keep a peer's packets from being delivered: the parts of the
+// failures returns the errors that may keep a peer's packets from being delivered: the parts of the
 // configuration that could not be applied, and, for a gateway in a Pod, the reason why it cannot
 // reach the peer's networks or its own node.
-func (c *current) failed(peer fabric.Origin) error {
+func (c *current) failures(peer fabric.Origin) error {
 	err := c.applyErr
 	for _, p := range c.undelivered {
 		if p.Origin == peer || p.Origin == (fabric.Origin{Kind: "Node", Name: c.config.PodNetwork.Node}) {
@@ -305,7 +305,7 @@ func (g *gateway) status(flows int) Status {
 // peerStatus returns the status of a peer. next holds our next public key for each tunnel; it is
 // nil while no key rotates.
 func (g *gateway) peerStatus(p *view, now *current, next [][32]byte, at time.Time) PeerStatus {
-	first, cause := p.primary(), g.causeOf(p, now.failed(p.Origin), at)
+	first, cause := p.primary(), g.causeOf(p, now.failures(p.Origin), at)
 	ps := PeerStatus{
 		ID: p.ID, Name: p.Name,
 		State: first.check.State, Reason: cause.Reason, Message: cause.Text, Since: first.check.Since,
@@ -330,7 +330,7 @@ func (g *gateway) peerStatus(p *view, now *current, next [][32]byte, at time.Tim
 	if p.unresolved != nil {
 		ps.Problem = p.unresolved.Error()
 	}
-	if heard := p.heard(); !heard.IsZero() {
+	if heard := p.lastHeard(); !heard.IsZero() {
 		ps.LastHeard = &heard
 	}
 	if h := first.stats.Handshake; !h.IsZero() {
@@ -364,7 +364,7 @@ func (g *gateway) appendDrops(list []DropStatus, peer *natengine.PeerState, d na
 		if n == 0 {
 			continue
 		}
-		at := g.drops.lastOf(peer, d, r, n, time.Now())
+		at := g.drops.increaseTime(peer, d, r, n, time.Now())
 		list = append(list, DropStatus{Direction: d.String(), Reason: r.String(), Packets: n, Text: r.Explain(), LastSeen: &at})
 	}
 	return list

@@ -57,14 +57,15 @@ func (s silent) Send([]byte, netip.AddrPort, int) error { return nil }
 
 func (s silent) Close() { close(s) }
 
-// without returns a gateway without a kernel. Everything except host and datapath is real.
-func without(t testing.TB, peers ...fabric.Peer) *loop {
+// newTestLoop returns the loop of a gateway that does not use the kernel. Everything except its
+// host and the links is real.
+func newTestLoop(t testing.TB, peers ...fabric.Peer) *loop {
 	t.Helper()
-	return withPort(t, make(silent), peers...)
+	return newTestLoopWithPort(t, make(silent), peers...)
 }
 
-// withPort is like without, with a given port for the connection check.
-func withPort(t testing.TB, port silent, peers ...fabric.Peer) *loop {
+// newTestLoopWithPort is like newTestLoop, with a given port for the connection check.
+func newTestLoopWithPort(t testing.TB, port silent, peers ...fabric.Peer) *loop {
 	t.Helper()
 	g := &loop{gateway: &gateway{log: quiet, version: "v1", started: time.Now(), host: new(rtnl.Kernel), wake: make(chan struct{}, 1)}}
 	g.engine = natengine.New(natengine.Config{Self4: fabric.GatewayAddr, Self6: fabric.GatewayAddr6, MaxFlows: 1000})
@@ -113,8 +114,8 @@ func (l *loop) put0(t testing.TB, peers ...fabric.Peer) {
 	l.publish()
 }
 
-// finds makes the connection check of a tunnel report the given states of peers.
-func (e *tunnelEnd) finds(states map[string]check.State) {
+// setStates makes the connection check of a tunnel report the given states of peers.
+func (e *tunnelEnd) setStates(states map[string]check.State) {
 	e.observe = func(id string) check.Result {
 		r := e.checker.Observe(id)
 		r.State = cmp.Or(states[id], r.State)
@@ -146,7 +147,7 @@ func (g *gateway) send(t *testing.T, d natengine.Direction, src, dst string, spo
 
 func TestMetricsCountPacketsDropsFlowsAndProbes(t *testing.T) {
 	port := make(silent)
-	g := withPort(t, port, alphaBravo, charlie)
+	g := newTestLoopWithPort(t, port, alphaBravo, charlie)
 	for range 3 {
 		if !g.send(t, natengine.Outbound, "10.244.1.1", "10.246.1.1", 1, 2) {
 			t.Fatal("pod to pod dropped")
@@ -239,7 +240,7 @@ func (g *gateway) scrape(t *testing.T) string {
 }
 
 func TestSeriesVanishWithTheirPeer(t *testing.T) {
-	g := without(t, alphaBravo, charlie)
+	g := newTestLoop(t, alphaBravo, charlie)
 	g.metrics.observeRTT(bravo, time.Millisecond)
 	g.send(t, natengine.Outbound, "192.168.0.1", "10.246.1.1", 1, 2)
 	if !strings.Contains(g.scrape(t), bravo) {
@@ -256,7 +257,7 @@ func TestSeriesVanishWithTheirPeer(t *testing.T) {
 
 // A removed peer disappears from the engine a moment before it disappears from the list of peers.
 func TestScrapeDuringAPeerRemovalIsConsistent(t *testing.T) {
-	g := without(t, alphaBravo, charlie)
+	g := newTestLoop(t, alphaBravo, charlie)
 	if err := g.engine.Change(nil, []string{g.now.peers[1].ID}); err != nil {
 		t.Fatal(err)
 	}
@@ -269,7 +270,7 @@ func TestScrapeDuringAPeerRemovalIsConsistent(t *testing.T) {
 }
 
 func TestStatusIsJSONWithoutSecrets(t *testing.T) {
-	g := without(t, alphaBravo)
+	g := newTestLoop(t, alphaBravo)
 	g.send(t, natengine.Outbound, "192.168.0.1", "10.246.1.1", 1, 2)
 	g.send(t, natengine.Outbound, "10.244.1.1", "10.99.0.1", 1, 2)
 	w := httptest.NewRecorder()
@@ -301,7 +302,7 @@ func TestStatusIsJSONWithoutSecrets(t *testing.T) {
 }
 
 func TestEngineStatusAndTraceShowAPeerWithoutSessionAsDown(t *testing.T) {
-	g := without(t, alphaBravo, charlie)
+	g := newTestLoop(t, alphaBravo, charlie)
 	q := TraceQuery{Src: netip.MustParseAddrPort("10.244.1.1:1"), Dst: netip.MustParseAddrPort("10.246.1.1:80"), Protocol: "tcp"}
 	for _, tc := range []struct {
 		after time.Duration
@@ -412,7 +413,7 @@ func TestTraceShowsPeerAndTranslation(t *testing.T) {
 }
 
 func TestStatusListsRefusedObjects(t *testing.T) {
-	g := without(t, alphaBravo)
+	g := newTestLoop(t, alphaBravo)
 	g.now.config.Refused = []fabric.Problem{{Origin: fabric.Origin{Kind: "TunnelEndpoint", Name: "x"}, Field: "spec.endpointIP", Message: "is empty"}}
 	g.publish()
 	s := g.status(0)

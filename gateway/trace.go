@@ -243,13 +243,13 @@ func TraceOffline(c Config, q TraceQuery) ([]TraceStep, error) {
 		return nil, err
 	}
 	steps, err := Trace(e, q, 0)
-	named(steps, c.Gateway.Peers, func(p *fabric.GatewayPeer) (string, string) { return p.ID, p.Name })
+	addNames(steps, c.Gateway.Peers, func(p *fabric.GatewayPeer) (string, string) { return p.ID, p.Name })
 	return steps, err
 }
 
-// named adds the names of the peers to the steps. The function identify, called with a peer,
+// addNames adds the names of the peers to the steps. The function identify, called with a peer,
 // returns the peer's ID and name.
-func named[P any](steps []TraceStep, peers []P, identify func(P) (id, name string)) {
+func addNames[P any](steps []TraceStep, peers []P, identify func(P) (id, name string)) {
 	for i := range steps {
 		for _, p := range peers {
 			if id, name := identify(p); id == steps[i].Peer {

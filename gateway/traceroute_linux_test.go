@@ -38,8 +38,8 @@ func (s *space) traceroute(method, dst string) (hops []string) {
 	return hops
 }
 
-// probe sends one probe and returns the address that answers, or "*" if none does in time. last
-// reports that the answer is no ICMP error of a hop.
+// probe sends one probe and returns the address that answers, or "*" if none does in time. last is
+// true if the answer is not an ICMP error of a hop.
 func (s *space) probe(method string, dst netip.Addr, ttl int, wait time.Duration) (from string, last bool) {
 	s.t.Helper()
 	ctx, cancel := context.WithTimeout(context.Background(), wait)
@@ -104,7 +104,7 @@ func (s *space) probe(method string, dst netip.Addr, ttl int, wait time.Duration
 				return err
 			}}
 			dialing.Go(func() {
-				err := s.in(func() error {
+				err := s.runIn(func() error {
 					c, err := d.DialContext(ctx, "tcp", netip.AddrPortFrom(dst, port).String())
 					if err == nil {
 						c.Close()
@@ -214,10 +214,10 @@ func TestTracerouteThroughTwoGateways(t *testing.T) {
 	}
 }
 
-// Two gateways send a packet back and forth, because each has mapped an address for the other
-// that leads to the other's mapped address. Both kernels decrement the TTL, so one packet crosses
-// the tunnel at most TTL times. It also causes at most one ICMP "time exceeded", which must find
-// its way back through all the flows to the sender.
+// Two gateways send a packet back and forth, because each has a mapped endpoint whose real address
+// is the mapped endpoint of the other cluster. Both kernels decrement the TTL, so one packet
+// crosses the tunnel at most TTL times. It also causes at most one ICMP "time exceeded", which must
+// find its way back through all the flows to the sender.
 func TestALoopBetweenGatewaysEndsByTTL(t *testing.T) {
 	needRoot(t)
 	wire := newWire(t)

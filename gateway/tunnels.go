@@ -25,8 +25,8 @@ import (
 //	of the flow   └─ TUN isthmus1 ─ datapath.Tunnel, key 1 ─ UDP 5872 ══ tunnel 1 of the peer
 //
 // A tunnel carries flows while its own connection check is answered. Each side decides that by
-// itself, so the two need not configure a tunnel, or open a firewall for it, at the same moment.
-// While no tunnel is answered, the first one carries all flows.
+// itself, so the two sides need not configure a tunnel, or open a firewall for it, at the same
+// moment. While no tunnel is answered, the first one carries all flows.
 
 // severalThreshold is the number of intervals without an answer after which a tunnel carries no
 // flows, if the peer has several tunnels. It is less than the five intervals for a single tunnel,
@@ -111,10 +111,10 @@ func (g *gateway) startTunnels(c Config) error {
 // discard drops the packets that wait in the TUNs of a standby gateway, so that it sends no old
 // packets when it becomes active.
 func (g *gateway) discard() {
-	const most = 1000 // the queue of a TUN holds 500
+	const limit = 1000 // the queue of a TUN holds 500
 	b := make([]byte, packet.VirtioHeaderLen+1<<16)
 	for _, e := range g.tunnels {
-		for range most {
+		for range limit {
 			if _, err := e.link.Read(b, false); err != nil {
 				break
 			}
@@ -231,35 +231,35 @@ func theirEnd(p *fabric.GatewayPeer, i int) (fabric.TunnelEnd, bool) {
 	return p.Tunnels[i-1], true
 }
 
-// applyTunnels brings our ends of all tunnels to their desired state, except for their ports.
-// Afterwards it updates the connection checks, which send the first PING at once: before that,
-// the tunnel must know the peer.
+// applyTunnels brings our ends of all tunnels to their desired state, except for their ports. It
+// updates the connection checks last, because they ping a new peer at once, and by then the tunnel
+// must know the peer.
 func (g *gateway) applyTunnels(c Config, s *survey) (errs []error) {
 	for i, e := range g.tunnels {
 		if err := g.apply(i, c, s); err != nil {
 			errs = append(errs, err)
 		}
-		checks, without := checkPeers(i, s.peers, s.other)
+		checks, absent := checkPeers(i, s.peers, s.other)
 		if s.all {
 			e.checker.Set(checks)
 		} else {
 			for j := range s.removed {
-				without = append(without, s.removed[j].ID)
+				absent = append(absent, s.removed[j].ID)
 			}
-			e.checker.Change(checks, without)
+			e.checker.Change(checks, absent)
 		}
 	}
 	return errs
 }
 
-// checkPeers returns the connection-check settings of the peers that have tunnel i, among those
-// with the given indexes. without has the IDs of the peers among them that do not have it.
-func checkPeers(i int, peers []peer, indexes []int) (all []check.Peer, without []string) {
+// checkPeers looks at the peers with the given indexes. It returns the connection-check settings of
+// those that have tunnel i, and in absent the IDs of those that do not.
+func checkPeers(i int, peers []peer, indexes []int) (all []check.Peer, absent []string) {
 	for _, j := range indexes {
 		p := &peers[j]
 		theirs, ok := theirEnd(p.GatewayPeer, i)
 		if !ok {
-			without = append(without, p.ID)
+			absent = append(absent, p.ID)
 			continue
 		}
 		to := check.Peer{ID: p.ID, Probe: p.Probe, Allowed: p.AllowedIPs, Key: theirs.PublicKey, Endpoint: p.Endpoint, Port: theirs.Port}
@@ -270,7 +270,7 @@ func checkPeers(i int, peers []peer, indexes []int) (all []check.Peer, without [
 		}
 		all = append(all, to)
 	}
-	return all, without
+	return all, absent
 }
 
 // status returns the status of one of several tunnels to a peer.
@@ -286,9 +286,9 @@ func (e tunnelView) status(tunnel int, now time.Time) TunnelStatus {
 	return s
 }
 
-// working returns the set of tunnels that carry the flows of a peer. The empty set means the
-// first tunnel, which is always so for a peer with a single tunnel.
-func (g *gateway) working(id string, now time.Time) (set fabric.TunnelSet) {
+// workingTunnels returns the set of tunnels that carry the flows of a peer. The empty set means the
+// first tunnel. For a peer with a single tunnel, the set is always empty.
+func (g *gateway) workingTunnels(id string, now time.Time) (set fabric.TunnelSet) {
 	for i, e := range g.tunnels[1:] {
 		if e.observe(id).State == check.Connected {
 			set = set.With(i + 1)
@@ -304,8 +304,8 @@ func (g *gateway) working(id string, now time.Time) (set fabric.TunnelSet) {
 }
 
 // cutTunnels removes from each peer the additional tunnels for which we have no end. If a peer
-// equals the one in the list old, the result has the pointer from that list, so that later
-// comparisons need to compare only pointers. peers and old are both sorted by ID.
+// equals the peer with the same ID in old, the result has the pointer from old, so that later
+// comparisons need to compare only pointers. Both lists are sorted by ID.
 func (g *gateway) cutTunnels(peers []*fabric.GatewayPeer, old []peer) []*fabric.GatewayPeer {
 	peers = slices.Clone(peers)
 	j := 0

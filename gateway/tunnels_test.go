@@ -13,8 +13,8 @@ import (
 // withTwoTunnels returns a gateway with two tunnels to one peer, and that peer.
 func withTwoTunnels(t *testing.T) (*loop, *peer) {
 	t.Helper()
-	g := changing(t)
-	g.take(t, Config{MTU: 1440, PrivateKey: key(40), Gateway: decided(t, fabric.Intent{ClusterID: "11111111-0000-4000-8000-000000000000", Peers: []fabric.Peer{twoTunnels(crowdOf(1)[0])}})}, true)
+	g := newChangingLoop(t)
+	g.applyConfig(t, Config{MTU: 1440, PrivateKey: key(40), Gateway: decided(t, fabric.Intent{ClusterID: "11111111-0000-4000-8000-000000000000", Peers: []fabric.Peer{twoTunnels(crowdOf(1)[0])}})}, true)
 	if len(g.now.peers) != 1 || len(g.now.peers[0].Tunnels) != 1 {
 		t.Fatalf("%+v; want a peer with a further tunnel", g.now.peers)
 	}
@@ -47,7 +47,7 @@ func TestFlowsUseTunnelsThatAnswer(t *testing.T) {
 	} {
 		g.tunnels[0].observe = func(string) check.Result { return check.Result{State: tc.first, Answered: now.Add(-tc.answered)} }
 		g.tunnels[1].observe = func(string) check.Result { return check.Result{State: tc.second} }
-		if got := g.working(p.ID, now); got != tc.want {
+		if got := g.workingTunnels(p.ID, now); got != tc.want {
 			t.Errorf("%s: flows are in the tunnels %b; want %b", tc.name, got, tc.want)
 		}
 		p.inUse = tc.want
@@ -74,21 +74,21 @@ func TestAPeerIsDownOnlyWithoutASessionInAllTunnels(t *testing.T) {
 	fresh := func(at time.Time, received uint64) datapath.Stats {
 		return datapath.Stats{Handshake: at, Received: received}
 	}
-	p.look(stats(datapath.Stats{}, datapath.Stats{}), begin)
+	p.updateSessions(stats(datapath.Stats{}, datapath.Stats{}), begin)
 
 	at := begin.Add(time.Minute)
-	p.look(stats(datapath.Stats{}, fresh(at, 1)), at)
-	if p.down() || !p.heard().Equal(at) {
-		t.Errorf("with a session in the second tunnel alone: down %v, heard %v", p.down(), p.heard().Sub(begin))
+	p.updateSessions(stats(datapath.Stats{}, fresh(at, 1)), at)
+	if p.down() || !p.lastHeard().Equal(at) {
+		t.Errorf("with a session in the second tunnel alone: down %v, heard %v", p.down(), p.lastHeard().Sub(begin))
 	}
 	at = begin.Add(time.Hour)
-	p.look(stats(fresh(at, 1), fresh(begin.Add(time.Minute), 1)), at)
-	if p.down() || !p.heard().Equal(at) {
-		t.Errorf("with a session in the first tunnel alone: down %v, heard %v", p.down(), p.heard().Sub(begin))
+	p.updateSessions(stats(fresh(at, 1), fresh(begin.Add(time.Minute), 1)), at)
+	if p.down() || !p.lastHeard().Equal(at) {
+		t.Errorf("with a session in the first tunnel alone: down %v, heard %v", p.down(), p.lastHeard().Sub(begin))
 	}
-	p.look(stats(fresh(at, 1), fresh(begin.Add(time.Minute), 1)), at.Add(check.SessionGone+time.Second))
-	if !p.down() || !p.heard().Equal(at) {
-		t.Errorf("without a session in any tunnel: down %v, heard %v", p.down(), p.heard().Sub(begin))
+	p.updateSessions(stats(fresh(at, 1), fresh(begin.Add(time.Minute), 1)), at.Add(check.SessionGone+time.Second))
+	if !p.down() || !p.lastHeard().Equal(at) {
+		t.Errorf("without a session in any tunnel: down %v, heard %v", p.down(), p.lastHeard().Sub(begin))
 	}
 }
 

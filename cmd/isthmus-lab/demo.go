@@ -55,7 +55,7 @@ of them fails.`,
 					return cli.Usage("%w", err)
 				}
 				o.Kube = func(ctx context.Context) (string, error) { return kubetest.BuildNodes(ctx, cmd.ErrOrStderr()) }
-				kube.UseLogger(slog.New(slog.DiscardHandler)) // otherwise the client library would complain
+				kube.UseLogger(slog.New(slog.DiscardHandler)) // without a logger, the client library prints a warning
 				return downHint(demo.RunKubernetes(cmd.Context(), o), o.Name)
 			}
 			fmt.Fprintln(o.Out, "Two clusters joined by files, then three with API servers, all on this machine, with real traffic between their pods.")
@@ -78,7 +78,7 @@ type building struct {
 	cancel context.CancelFunc
 	done   chan struct{}
 	shown  *gate
-	dir    string // may be read once done is closed, like err
+	dir    string // dir and err may be read once done is closed
 	err    error
 }
 
@@ -92,7 +92,7 @@ func build(ctx context.Context, progress io.Writer) *building {
 	return b
 }
 
-// wait shows the progress from now on, and returns the directory of the finished programs.
+// wait prints the progress until the build ends, and returns the directory of the programs.
 func (b *building) wait(ctx context.Context) (string, error) {
 	b.shown.open()
 	select {

@@ -94,7 +94,7 @@ func up(ctx context.Context, out io.Writer, spec lab.Spec, binary string, bare b
 	return show(out, l)
 }
 
-// downHint adds to an error about an existing lab the command to remove it.
+// downHint adds the command that removes the lab to the error that the lab exists already.
 func downHint(err error, name string) error {
 	if errors.Is(err, lab.ErrExists) {
 		return fmt.Errorf("%w; \"isthmus-lab show --name %s\" shows it, \"isthmus-lab down --name %s\" removes it", err, name, name)
@@ -102,8 +102,7 @@ func downHint(err error, name string) error {
 	return err
 }
 
-// startServer runs the lab's web server in a process of its own, which continues after this one
-// has ended.
+// startServer starts the lab's web server, a child process that continues after this process ends.
 func startServer(ctx context.Context, l *lab.Lab) error {
 	self, err := os.Executable()
 	if err != nil {
@@ -120,7 +119,7 @@ func startServer(ctx context.Context, l *lab.Lab) error {
 	if err := cmd.Start(); err != nil {
 		return err
 	}
-	stop := context.AfterFunc(ctx, func() { _ = cmd.Process.Kill() }) // killing it ends the read below
+	stop := context.AfterFunc(ctx, func() { _ = cmd.Process.Kill() }) // killing the child ends the read below
 	defer stop()
 	if line, err := io.ReadAll(stdout); err != nil || string(line) != serving {
 		_ = cmd.Process.Kill() // the child may still be running
@@ -137,7 +136,7 @@ func newServeCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:    "serve",
 		Short:  "Serve HTTP in the pods and servers of a lab, until ended",
-		Hidden: true, // "up" starts this command
+		Hidden: true, // users do not run this command: "up" does
 		Args:   cobra.NoArgs,
 		RunE: needsRoot(func(cmd *cobra.Command, _ []string) error {
 			l, err := lab.Open(name)
@@ -196,7 +195,7 @@ func newDownCommand() *cobra.Command {
 	return cmd
 }
 
-// row is a lab in a list.
+// row is one lab in the output of "list".
 type row struct {
 	Name     string `json:"name"`
 	Clusters int    `json:"clusters"`

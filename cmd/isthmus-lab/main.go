@@ -56,8 +56,8 @@ A lab exists until "isthmus-lab down" or a reboot.
 	return root
 }
 
-// needsRoot returns a function that fails unless the user is root. Other users would see only
-// some of the processes of a lab.
+// needsRoot returns a function that checks that the user is root, and then calls do. Other users
+// would see only some of the processes of a lab.
 func needsRoot(do func(*cobra.Command, []string) error) func(*cobra.Command, []string) error {
 	return func(cmd *cobra.Command, args []string) error {
 		if os.Geteuid() != 0 {
@@ -67,7 +67,6 @@ func needsRoot(do func(*cobra.Command, []string) error) func(*cobra.Command, []s
 	}
 }
 
-// addProgramFlag adds --isthmus.
 func addProgramFlag(f *pflag.FlagSet, path *string) {
 	f.StringVar(path, "isthmus", "", "path of the program isthmus (default: in the directory of this program)")
 }
@@ -94,7 +93,6 @@ func program(path string) (string, error) {
 
 const defaultName = "lab"
 
-// addNameFlag adds --name.
 func addNameFlag(cmd *cobra.Command, name *string) {
 	cmd.Flags().StringVar(name, "name", defaultName, "name of the lab; several labs may exist at a time")
 	_ = cmd.RegisterFlagCompletionFunc("name", func(*cobra.Command, []string, string) ([]string, cobra.ShellCompDirective) {
@@ -103,10 +101,10 @@ func addNameFlag(cmd *cobra.Command, name *string) {
 	})
 }
 
-// completeHosts completes the names of hosts. most is the maximum number of arguments.
-func completeHosts(name *string, most int) cobra.CompletionFunc {
+// completeHosts completes the names of hosts, for up to limit arguments.
+func completeHosts(name *string, limit int) cobra.CompletionFunc {
 	return func(_ *cobra.Command, args []string, _ string) (hosts []string, _ cobra.ShellCompDirective) {
-		if l, err := lab.Open(*name); err == nil && len(args) < most {
+		if l, err := lab.Open(*name); err == nil && len(args) < limit {
 			for _, h := range l.Hosts() {
 				hosts = append(hosts, h.Name)
 			}

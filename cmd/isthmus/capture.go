@@ -136,7 +136,7 @@ func captureTo(ctx context.Context, out io.Writer, query string) (s capture.Summ
 	}
 	stop := context.AfterFunc(ctx, func() {
 		if c, ok := conn.(*net.UnixConn); ok {
-			_ = c.CloseWrite() // asks the gateway to stop, and still permits to read the rest
+			_ = c.CloseWrite() // asks the gateway to stop; the rest of the file can still be read
 		}
 	})
 	defer stop()

@@ -179,7 +179,7 @@ func TestCommandLinePeersTwoClusters(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	peer := func(from, to string, more ...string) []string { // the loopback addresses of these API servers must be chosen explicitly
+	peer := func(from, to string, more ...string) []string { // peer refuses loopback addresses unless a flag sets them
 		args := []string{"peer", "--context", from, "--remote-context", to}
 		for flag, name := range map[string]string{"--server": from, "--remote-server": to} {
 			args = append(args, flag, contexts.Clusters[contexts.Contexts[name].Cluster].Server)

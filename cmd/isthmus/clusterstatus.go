@@ -8,8 +8,8 @@ import (
 	"github.com/isthmus-net/isthmus/internal/inspect"
 )
 
-// aboutCluster reports whether `isthmus status` or `isthmus trace` is about a cluster, and not
-// about the gateway on this machine. Flags decide. Without any, it is about a cluster if there
+// aboutCluster reports whether `isthmus status` or `isthmus trace` shows a cluster rather than the
+// gateway on this machine. Flags decide. Without such a flag, the command shows a cluster if there
 // is a kubeconfig or the program runs in a Pod.
 func aboutCluster(cmd *cobra.Command) bool {
 	for _, flag := range []string{"gateway", "address", "flows"} { // not every command has all of these flags

@@ -34,11 +34,11 @@ type tracePath struct {
 	Verdict string `json:"verdict"`
 }
 
-// hopOtherSide is the name of a hop that represents the peer's cluster if that cluster is not
-// queried. It ends a path that works up to there.
+// hopOtherSide is the name of the last hop of a path that works in this cluster, if the peer's
+// cluster is not queried.
 const hopOtherSide = "other side"
 
-// A pathHop is a hop. The gateway's hop also has the gateway's step.
+// A pathHop is one hop of a tracePath. Step is set only for a gateway.
 type pathHop struct {
 	health.Hop
 	Step *gateway.TraceStep `json:"step,omitempty"`
@@ -47,7 +47,7 @@ type pathHop struct {
 // clusterTrace is one run of `isthmus trace` on clusters.
 type clusterTrace struct {
 	ctx           context.Context
-	query         gateway.TraceQuery // its addresses are not set
+	query         gateway.TraceQuery // without addresses: SRC and DST may be names
 	local, remote *cluster.Cluster   // remote is nil if the other cluster is not queried
 }
 
@@ -84,9 +84,10 @@ func (t *clusterTrace) run(cmd *cobra.Command, local, remote cluster.Access, src
 	return err
 }
 
-// paths returns the path of the packet and the path of its answer, or only one of them.
+// paths returns the path of the packet and the path of its answer. It returns only one of them if
+// the user asked for one direction or the gateway drops the packet.
 func (t *clusterTrace) paths(src, dst string) ([]tracePath, error) {
-	from, err := t.end(t.local, src)
+	from, err := t.findPlace(t.local, src)
 	if err != nil {
 		return nil, fmt.Errorf("source: %w", err)
 	}
@@ -94,14 +95,14 @@ func (t *clusterTrace) paths(src, dst string) ([]tracePath, error) {
 	if err != nil {
 		return nil, fmt.Errorf("destination: %w", err)
 	}
-	out, step, err := t.out(from, to)
+	out, step, err := t.followPacket(from, to)
 	if err != nil {
 		return nil, err
 	}
 	if t.query.Direction == "out" || step == nil {
 		return []tracePath{out}, nil
 	}
-	in, err := t.back(from, to, step)
+	in, err := t.followAnswer(from, to, step)
 	if err != nil {
 		return nil, err
 	}
@@ -111,8 +112,8 @@ func (t *clusterTrace) paths(src, dst string) ([]tracePath, error) {
 	return []tracePath{out, in}, nil
 }
 
-// end finds one end of the path in the cluster to which it belongs.
-func (t *clusterTrace) end(c *cluster.Cluster, name string) (place.Place, error) {
+// findPlace finds SRC or DST in the cluster to which it belongs. name is an address or a name.
+func (t *clusterTrace) findPlace(c *cluster.Cluster, name string) (place.Place, error) {
 	if !strings.Contains(name, "/") {
 		addr, err := gateway.ParseTraceAddr(name)
 		if err != nil {
@@ -123,9 +124,8 @@ func (t *clusterTrace) end(c *cluster.Cluster, name string) (place.Place, error)
 	return place.Find(t.ctx, c, name)
 }
 
-// destination finds the destination and its address in this cluster. If the other cluster is
-// queried, a name is resolved there. The exception is the name of a Service that this cluster
-// imports.
+// destination finds DST, with its address as this cluster sees it. If the other cluster is queried,
+// a name is resolved there, unless it is the name of a Service that this cluster imports.
 func (t *clusterTrace) destination(name string) (place.Place, error) {
 	if place.IsImportedName(name) {
 		peer := ""
@@ -135,7 +135,7 @@ func (t *clusterTrace) destination(name string) (place.Place, error) {
 		return place.Imported(t.ctx, t.local, name, peer)
 	}
 	if !strings.Contains(name, "/") || t.remote == nil {
-		return t.end(t.local, name)
+		return t.findPlace(t.local, name)
 	}
 	p, err := place.Find(t.ctx, t.remote, name)
 	if err != nil {
@@ -145,9 +145,9 @@ func (t *clusterTrace) destination(name string) (place.Place, error) {
 	return p, err
 }
 
-// out follows the packet. The second result is the gateway's step, or nil if the gateway drops the
-// packet.
-func (t *clusterTrace) out(from, to place.Place) (w tracePath, sent *gateway.TraceStep, err error) {
+// followPacket follows the packet from its source to the tunnel, and through the other cluster if
+// that cluster is queried. sent is the gateway's step, or nil if the gateway drops the packet.
+func (t *clusterTrace) followPacket(from, to place.Place) (w tracePath, sent *gateway.TraceStep, err error) {
 	w = tracePath{Direction: "out", Protocol: t.query.Protocol, From: from.String(), To: to.String()}
 	if err := w.add(inspect.NodeHop(t.ctx, t.local, from.Node)); err != nil {
 		return w, nil, err
@@ -167,17 +167,18 @@ func (t *clusterTrace) out(from, to place.Place) (w tracePath, sent *gateway.Tra
 			Text: "not checked; --remote-context also checks the path in that cluster", Source: "nobody"}})
 		return w.finish(), step, nil
 	}
-	arrived, err := t.arrive(&w, t.remote, step)
+	arrived, err := t.followArrival(&w, t.remote, step)
 	if err != nil || arrived == nil {
 		return w.finish(), step, err
 	}
 	return w.finish(), step, nil
 }
 
-// arrive follows a packet that the other gateway has sent, through its own cluster to the Pod's
-// node.
-func (t *clusterTrace) arrive(w *tracePath, c *cluster.Cluster, sent *gateway.TraceStep) (*gateway.TraceStep, error) {
-	src, dst, err := after(sent)
+// followArrival follows a packet in cluster c, from the tunnel to the destination's node. sent is
+// the step of the other cluster's gateway. The result is the step of c's gateway, or nil if that
+// gateway drops the packet.
+func (t *clusterTrace) followArrival(w *tracePath, c *cluster.Cluster, sent *gateway.TraceStep) (*gateway.TraceStep, error) {
+	src, dst, err := addrsAfter(sent)
 	if err != nil {
 		return nil, err
 	}
@@ -191,7 +192,7 @@ func (t *clusterTrace) arrive(w *tracePath, c *cluster.Cluster, sent *gateway.Tr
 	if step.Action == "deliver" {
 		return step, nil
 	}
-	_, dst, err = after(step)
+	_, dst, err = addrsAfter(step)
 	if err != nil {
 		return nil, err
 	}
@@ -207,10 +208,10 @@ func (t *clusterTrace) arrive(w *tracePath, c *cluster.Cluster, sent *gateway.Tr
 	return step, w.add(inspect.NodeHop(t.ctx, c, place.Node))
 }
 
-// back follows the answer to a packet that the gateway has sent.
-func (t *clusterTrace) back(from, to place.Place, sent *gateway.TraceStep) (w tracePath, err error) {
+// followAnswer follows the answer to a packet that the gateway has sent.
+func (t *clusterTrace) followAnswer(from, to place.Place, sent *gateway.TraceStep) (w tracePath, err error) {
 	w = tracePath{Direction: "in", Protocol: t.query.Protocol, From: to.String(), To: from.String()}
-	src, _, err := after(sent)
+	src, _, err := addrsAfter(sent)
 	if err != nil {
 		return w, err
 	}
@@ -223,7 +224,7 @@ func (t *clusterTrace) back(from, to place.Place, sent *gateway.TraceStep) (w tr
 		if err := w.add(inspect.TunnelHop(t.ctx, t.local, sent.Peer)); err != nil {
 			return w, err
 		}
-		_, err := t.arrive(&w, t.local, &gateway.TraceStep{NewSrc: to.Addr.String(), NewDst: src.String()})
+		_, err := t.followArrival(&w, t.local, &gateway.TraceStep{NewSrc: to.Addr.String(), NewDst: src.String()})
 		if w.finish(); w.Arrives {
 			w.Verdict += ", if " + safetext.Of(nameOrID(sent.PeerName, sent.Peer)) + " sends it, which was not checked"
 		}
@@ -233,7 +234,7 @@ func (t *clusterTrace) back(from, to place.Place, sent *gateway.TraceStep) (w tr
 	if err != nil {
 		return w, err
 	}
-	as, own, err := after(seen)
+	as, own, err := addrsAfter(seen)
 	if err != nil { // the peer's gateway drops the answer
 		w.Verdict = "no answer: the packet does not arrive"
 		return w, nil //nolint:nilerr // the verdict has the reason
@@ -255,17 +256,17 @@ func (t *clusterTrace) back(from, to place.Place, sent *gateway.TraceStep) (w tr
 	if err := w.add(inspect.TunnelHop(t.ctx, t.remote, step.Peer)); err != nil {
 		return w, err
 	}
-	_, err = t.arrive(&w, t.local, step)
+	_, err = t.followArrival(&w, t.local, step)
 	return w.finish(), err
 }
 
 func mustAfterDst(s *gateway.TraceStep) netip.AddrPort {
-	_, dst, _ := after(s) // cannot fail: s was parsed before
+	_, dst, _ := addrsAfter(s) // cannot fail: s was parsed before
 	return dst
 }
 
-// after returns the addresses that a packet has when it leaves the gateway.
-func after(s *gateway.TraceStep) (src, dst netip.AddrPort, err error) {
+// addrsAfter returns the addresses that a packet has when it leaves the gateway.
+func addrsAfter(s *gateway.TraceStep) (src, dst netip.AddrPort, err error) {
 	if src, err = gateway.ParseTraceAddr(s.NewSrc); err != nil {
 		return src, dst, err
 	}
@@ -335,8 +336,8 @@ func (w *tracePath) add(h health.Hop, err error) error {
 	return nil
 }
 
-// finish ends a path at the first hop that is broken or unknown. An unknown node does not end
-// it: no Pod may be known there.
+// finish sets the verdict by the first hop that is broken or unknown. A node whose state is unknown
+// does not count, because the address may belong to a machine without a Pod.
 func (w *tracePath) finish() tracePath {
 	w.Arrives, w.Verdict = true, "it arrives"
 	if w.Direction == "in" {

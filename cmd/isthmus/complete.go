@@ -14,11 +14,11 @@ import (
 // nothing.
 const completionTime = 2 * time.Second
 
-// withPrefix returns the words in all that start with begin.
-func withPrefix(all []string, begin string) ([]string, cobra.ShellCompDirective) {
+// withPrefix returns the words that begin with prefix, as a completion.
+func withPrefix(words []string, prefix string) ([]string, cobra.ShellCompDirective) {
 	var fit []string
-	for _, w := range all {
-		if strings.HasPrefix(w, begin) {
+	for _, w := range words {
+		if strings.HasPrefix(w, prefix) {
 			fit = append(fit, w)
 		}
 	}

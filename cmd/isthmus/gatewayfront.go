@@ -24,12 +24,12 @@ type front struct {
 	own     *prometheus.Registry // metrics of the replica
 	idle    *prometheus.Registry // metrics of the process; a running gateway registers the same metrics itself
 
-	mu      sync.RWMutex // held for reading while running is in use
+	mu      sync.RWMutex // held for reading while a request uses the running gateway
 	running *gateway.Running
 }
 
-// set replaces the running gateway. A nil argument means that none runs. It waits until no request
-// uses the previous one.
+// set replaces the running gateway; nil means that none runs. set waits for the requests that still
+// use the previous gateway.
 func (f *front) set(r *gateway.Running) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -67,11 +67,12 @@ func (f *front) serve(metricsAddr string, secure *httpserve.Secure, statusAddr s
 	return servers.Close, nil
 }
 
-// private returns the handler for clients that may read the status, which includes the metrics.
+// private returns the handler at the status address. A client that may read the status may also
+// read the metrics.
 func (f *front) private() http.Handler {
 	mux := http.NewServeMux()
-	mux.HandleFunc("GET /metrics", f.using(f.scrape))
-	mux.HandleFunc("/", f.using(f.status))
+	mux.HandleFunc("GET /metrics", f.withRunning(f.scrape))
+	mux.HandleFunc("/", f.withRunning(f.status))
 	return mux
 }
 
@@ -83,14 +84,14 @@ func (f *front) scrape(w http.ResponseWriter, r *http.Request) {
 	promhttp.HandlerFor(all, promhttp.HandlerOpts{DisableCompression: true}).ServeHTTP(w, r)
 }
 
-// capture serves a capture. A capture may last long, so unlike the status it must not hold the
-// lock, for which set would have to wait.
+// capture serves a capture. It does not hold the lock meanwhile: a capture may take long, and set
+// waits for the lock.
 func (f *front) capture(w http.ResponseWriter, r *http.Request) {
 	f.mu.RLock()
 	running := f.running
 	f.mu.RUnlock()
 	if running == nil {
-		f.using(f.status)(w, r)
+		f.withRunning(f.status)(w, r)
 		return
 	}
 	running.CaptureHandler().ServeHTTP(w, r)
@@ -98,7 +99,7 @@ func (f *front) capture(w http.ResponseWriter, r *http.Request) {
 
 func (f *front) metrics(secure *httpserve.Secure) http.Handler {
 	mux := http.NewServeMux()
-	mux.Handle("GET /metrics", secure.Guarded(f.using(f.scrape)))
+	mux.Handle("GET /metrics", secure.Guarded(f.withRunning(f.scrape)))
 	// The process is alive if it answers. It must not be killed because a peer or the API
 	// server is unavailable.
 	mux.HandleFunc("GET /healthz", func(w http.ResponseWriter, _ *http.Request) { fmt.Fprintln(w, "ok") })
@@ -123,8 +124,8 @@ func (f *front) metrics(secure *httpserve.Secure) http.Handler {
 	return mux
 }
 
-// readiness returns the response of /readyz. err is the problem of the replica or its data
-// plane.
+// readiness returns the text of /readyz, and whether the replica is ready. err is a problem of the
+// replica or of its data plane.
 func (f *front) readiness(pod string, self, running bool, err error) (text string, ready bool) {
 	switch {
 	case err != nil:
@@ -142,9 +143,9 @@ func (f *front) readiness(pod string, self, running bool, err error) (text strin
 	return "ok, standby for " + pod, true
 }
 
-// using calls handler with f.running locked, and sends the response after unlocking, so that a
-// slow client does not delay the end of the gateway.
-func (f *front) using(handler http.HandlerFunc) http.HandlerFunc {
+// withRunning returns a handler that runs handler with the lock held for reading. The response is
+// sent only after the lock is released, so that a slow client does not delay set.
+func (f *front) withRunning(handler http.HandlerFunc) http.HandlerFunc {
 	return func(w http.ResponseWriter, r *http.Request) {
 		answer := answer{header: w.Header(), code: http.StatusOK}
 		f.mu.RLock()

@@ -165,7 +165,7 @@ func (k *kubeGateway) complete() error {
 	case k.hostNetwork && k.votes:
 		return cli.Usage("--votes cannot be combined with --host-network: nodes vote only for gateways with their own network")
 	case k.hostNetwork:
-		node = "" // packets leave through the host's network
+		node = "" // the overlay does not end in this Pod
 	case node == "":
 		return cli.Usage("NODE_NAME is not set; want the name of the Node of this Pod (downward API, spec.nodeName), or --host-network")
 	case !ip.Unmap().Is4():
@@ -177,8 +177,8 @@ func (k *kubeGateway) complete() error {
 	return nil
 }
 
-// nodesFollow is how long nodes may take to switch to a gateway that has published its address.
-// The gateway sends handshakes to its peers only after that time.
+// nodesFollow is the time that nodes may take to switch to a gateway that has published its
+// address. The gateway starts handshakes with its peers only after that time.
 const nodesFollow = time.Second
 
 // run runs one replica until ctx ends. It completes options with Source, Beside and the other
@@ -220,7 +220,7 @@ func (k *kubeGateway) run(ctx context.Context, options gateway.Options) error {
 	defer unwatch()
 	options.PodNetwork, options.Gate = !k.hostNetwork, replica.MaySend
 	options.InBand = k.inBand(replica)
-	link := flowsync.NewLink(options.Flows, k.links(replica))
+	link := flowsync.NewLink(options.Flows, k.linkOptions(replica))
 	linked, unlink := context.WithCancel(context.WithoutCancel(ctx))
 	var linking sync.WaitGroup
 	linking.Go(func() { link.Run(linked) })
@@ -241,7 +241,7 @@ func (k *kubeGateway) run(ctx context.Context, options gateway.Options) error {
 		options.Beside = func(ctx context.Context, r gateway.Running) {
 			front.set(&r)
 			defer front.set(nil)
-			time.AfterFunc(2*nodesFollow, call) // begin handshakes even if no API server has accepted the address by then
+			time.AfterFunc(2*nodesFollow, call) // begin handshakes even if the address could not be published by then
 			announce := sync.OnceFunc(func() { reportActive(ctx, events, replica, log) })
 			replica.Write(ctx, placed, func() (kube.Report, error) {
 				s := r.Status()
@@ -266,16 +266,16 @@ func (k *kubeGateway) run(ctx context.Context, options gateway.Options) error {
 	}
 	err = replica.Run(ctx, serve, func() error { return gateway.Clear(options.PodNetwork, log) })
 	if err != nil && ctx.Err() == nil { // the last message of this process
-		if eventErr := events.Warn(ctx, "Failed", ended(err)); eventErr != nil {
+		if eventErr := events.Warn(ctx, "Failed", endedMessage(err)); eventErr != nil {
 			log.Warn("cannot send an Event about the failure", "error", eventErr)
 		}
 	}
 	return err
 }
 
-// ended returns the message of an Event about a gateway that ended with an error. The log has
-// the whole error.
-func ended(err error) string {
+// endedMessage returns the message of an Event about a gateway that ended with an error. The log
+// has the whole error.
+func endedMessage(err error) string {
 	return "the gateway ended: " + kubeerr.Plain("the API server", err).Error()
 }
 
@@ -288,9 +288,9 @@ func presharedOf(keys map[string]kube.PresharedKey) map[string]datapath.Preshare
 	return all
 }
 
-// links returns the options for the connections by which the gateways of the installation copy
-// flows.
-func (k *kubeGateway) links(replica *kube.Gateway) flowsync.Options {
+// linkOptions returns the options for the connections by which the gateways of the installation
+// copy flows.
+func (k *kubeGateway) linkOptions(replica *kube.Gateway) flowsync.Options {
 	return flowsync.Options{
 		Listen: func() (net.Listener, error) {
 			return net.ListenTCP("tcp", net.TCPAddrFromAddrPort(netip.AddrPortFrom(k.source.PodIP, flowsync.Port)))
@@ -302,7 +302,7 @@ func (k *kubeGateway) links(replica *kube.Gateway) flowsync.Options {
 	}
 }
 
-// inBand returns the options for managers that use the tunnel.
+// inBand returns the options for the managers' connections to API servers through the tunnel.
 func (k *kubeGateway) inBand(replica *kube.Gateway) *gateway.InBand {
 	return &gateway.InBand{
 		Listen: func() (net.Listener, error) {

@@ -70,7 +70,7 @@ func newKubeSite(t *testing.T, c *lab.Cluster) *kubeSite {
 		t.Fatalf("install: %v\n%s", err, out)
 	}
 	s.identity()
-	s.within("default ServiceAccount", func() error {
+	s.eventually("default ServiceAccount", func() error {
 		return s.client.Get(t.Context(), client.ObjectKey{Namespace: deploy.Namespace, Name: "default"}, &corev1.ServiceAccount{})
 	})
 	for i, n := range c.Nodes {
@@ -156,7 +156,7 @@ func (r *replica) running() bool {
 // ready waits for a successful /readyz and returns its text.
 func (s *kubeSite) ready(i int) (text string) {
 	s.t.Helper()
-	s.within(replicaName(i)+" ready", func() (err error) {
+	s.eventually(replicaName(i)+" ready", func() (err error) {
 		text, err = s.Nodes[i].Get(s.t.Context(), "http://127.0.0.1:5872/readyz")
 		return err
 	})
@@ -179,9 +179,9 @@ func (s *kubeSite) must(err error) {
 	}
 }
 
-// within retries try until it succeeds. It fails the test if that takes too long even for a
-// busy machine.
-func (s *kubeSite) within(what string, try func() error) {
+// eventually retries try until it succeeds. It fails the test if try still fails after the time
+// limit for a busy machine.
+func (s *kubeSite) eventually(what string, try func() error) {
 	s.t.Helper()
 	const limit = time.Minute
 	for begin := time.Now(); ; time.Sleep(20 * time.Millisecond) {
@@ -206,7 +206,7 @@ func (s *kubeSite) publicKey() string {
 	return string(secret.Data["publicKey"])
 }
 
-// view has the networks of a cluster, each with the network by which its peer replaces it.
+// A view has the networks of one cluster, and the networks to which the peer remaps them.
 type view struct{ pod, podAtPeer, external, externalAtPeer string }
 
 func (s *kubeSite) tunnelEndpoint(mine, its view, peer *kubeSite) *v1alpha1.TunnelEndpoint {
@@ -232,7 +232,7 @@ func (s *kubeSite) status(name string) v1alpha1.TunnelEndpointStatus {
 
 func (s *kubeSite) connected(name, gatewayIP string) {
 	s.t.Helper()
-	s.within("connection to "+name, func() error {
+	s.eventually("connection to "+name, func() error {
 		if got := s.status(name); got.Connection.Status != v1alpha1.Connected || got.GatewayIP != gatewayIP {
 			return fmt.Errorf("%+v", got)
 		}
@@ -263,9 +263,9 @@ func (s *kubeSite) versions() map[string]string {
 	return all
 }
 
-// pinging sends pings until stop is called. stop returns the number of pings sent, and the
+// startPings sends pings until stop is called. stop returns the number of pings sent, and the
 // number of those without an answer.
-func pinging(t *testing.T, from *lab.Host, to netip.Addr) (stop func() (sent, lost int)) {
+func startPings(t *testing.T, from *lab.Host, to netip.Addr) (stop func() (sent, lost int)) {
 	ctx, cancel := context.WithCancel(t.Context())
 	var group sync.WaitGroup
 	sent, lost := 0, 0
@@ -333,7 +333,7 @@ func TestGatewaysReadTheirConfigurationFromAPIServers(t *testing.T) {
 	begin := time.Now()
 	a.must(a.client.Create(t.Context(), a.tunnelEndpoint(viewA, viewB, b)))
 	b.must(b.client.Create(t.Context(), b.tunnelEndpoint(viewB, viewA, a)))
-	a.within("first ping", func() error {
+	a.eventually("first ping", func() error {
 		_, err := a.Pods[0].Ping(t.Context(), podB)
 		return err
 	})
@@ -364,7 +364,7 @@ func TestGatewaysReadTheirConfigurationFromAPIServers(t *testing.T) {
 
 	marked := func(t *testing.T, active int) {
 		t.Helper()
-		a.within("labels", func() error {
+		a.eventually("labels", func() error {
 			var pods corev1.PodList
 			a.must(a.client.List(t.Context(), &pods, client.InNamespace(deploy.Namespace)))
 			for _, p := range pods.Items {
@@ -418,7 +418,7 @@ func TestGatewaysReadTheirConfigurationFromAPIServers(t *testing.T) {
 	t.Run("an endpoint that becomes an address of ours is abandoned until the peer connects", func(t *testing.T) {
 		ours := func(are bool) {
 			t.Helper()
-			a.within("what the status says of b's endpoint", func() error {
+			a.eventually("what the status says of b's endpoint", func() error {
 				text, err := a.Nodes[0].Get(t.Context(), "http://127.0.0.1:5873/status")
 				if says := strings.Contains(text, fmt.Sprintf("endpoint %v: %[1]v is a node of ours", b.Nodes[0].Addr)); err == nil && says != are {
 					err = errors.New(text)
@@ -431,7 +431,7 @@ func TestGatewaysReadTheirConfigurationFromAPIServers(t *testing.T) {
 		node.Status.Addresses = []corev1.NodeAddress{{Type: corev1.NodeExternalIP, Address: b.Nodes[0].Addr.String()}}
 		a.must(a.client.Status().Update(t.Context(), node))
 		ours(true)
-		a.within("b shows itself", func() error {
+		a.eventually("b shows itself", func() error {
 			_, err := a.Pods[0].Ping(t.Context(), podB)
 			return err
 		})
@@ -440,11 +440,11 @@ func TestGatewaysReadTheirConfigurationFromAPIServers(t *testing.T) {
 	})
 
 	t.Run("an invalid TunnelEndpoint affects no other", func(t *testing.T) {
-		stop := pinging(t, a.Pods[0].Host, podB)
+		stop := startPings(t, a.Pods[0].Host, podB)
 		broken := a.tunnelEndpoint(viewA, viewB, b) // has the networks and the key of b
 		broken.Name, broken.Spec.ClusterIdentity = "mallory", v1alpha1.ClusterIdentity{ClusterID: "mallory", ClusterName: "mallory"}
 		a.must(a.client.Create(t.Context(), broken))
-		a.within("refusal", func() error {
+		a.eventually("refusal", func() error {
 			s := a.status("mallory")
 			c := meta.FindStatusCondition(s.Conditions, v1alpha1.ConditionAccepted)
 			if c == nil || c.Status != metav1.ConditionFalse || c.Reason != "Invalid" || !strings.Contains(c.Message, "spec.backend_config.publicKey: is also the key of cluster") {
@@ -470,7 +470,7 @@ func TestGatewaysReadTheirConfigurationFromAPIServers(t *testing.T) {
 		time.Sleep(time.Second) // give the metrics time to count the write
 		generation := a.metric(0, "isthmus_config_generation")
 		beforeA, before := a.versions(), b.versions()
-		stop := pinging(t, a.Pods[0].Host, podB)
+		stop := startPings(t, a.Pods[0].Host, podB)
 		a.must(a.server.Freeze())
 		time.Sleep(15 * time.Second)
 		if text := a.ready(0); !strings.Contains(text, "active") {
@@ -540,14 +540,14 @@ func TestGatewaysReadTheirConfigurationFromAPIServers(t *testing.T) {
 			t.Errorf("before: %v\n%s", err, out)
 		}
 		a1 = a.start(0)
-		a.within("standby", func() error {
+		a.eventually("standby", func() error {
 			text, err := a.Nodes[0].Get(t.Context(), "http://127.0.0.1:5872/readyz")
 			if err == nil && !strings.Contains(text, "standby for gateway-2") {
 				err = errors.New(text)
 			}
 			return err
 		})
-		a.within("no leftovers", func() error {
+		a.eventually("no leftovers", func() error {
 			out, _ := a.Nodes[0].Command(t.Context(), "ip", "route", "show", "table", "4200").Output()
 			rules, _ := a.Nodes[0].Command(t.Context(), "ip", "rule").Output()
 			if len(out) > 0 || strings.Contains(string(rules), "4200") {
@@ -586,13 +586,13 @@ func TestGatewaysReadTheirConfigurationFromAPIServers(t *testing.T) {
 		a2 = a.start(1)
 		a.ready(1)
 		var lease coordinationv1.Lease
-		a.within("edit of the Lease", func() error {
+		a.eventually("edit of the Lease", func() error {
 			a.must(a.client.Get(t.Context(), client.ObjectKey{Namespace: deploy.Namespace, Name: "isthmus-gateway"}, &lease))
 			name := "gateway-2"
 			lease.Spec.HolderIdentity = &name
 			return a.client.Update(t.Context(), &lease)
 		})
-		a.within("the former one as a standby", func() error {
+		a.eventually("the former one as a standby", func() error {
 			if text := a.ready(0); !strings.Contains(text, "standby for gateway-2") || !a1.running() {
 				return errors.New(text)
 			}
@@ -608,7 +608,7 @@ func TestGatewaysReadTheirConfigurationFromAPIServers(t *testing.T) {
 	t.Run("a deleted key Secret is recreated with the same key", func(t *testing.T) {
 		key := b.publicKey()
 		b.must(b.client.Delete(t.Context(), &corev1.Secret{ObjectMeta: metav1.ObjectMeta{Namespace: deploy.Namespace, Name: "wireguard-pubkey"}}))
-		b.within("Secret", func() error {
+		b.eventually("Secret", func() error {
 			return b.client.Get(t.Context(), client.ObjectKey{Namespace: deploy.Namespace, Name: "wireguard-pubkey"}, &corev1.Secret{})
 		})
 		if got := b.publicKey(); got != key {
@@ -621,7 +621,7 @@ func TestGatewaysReadTheirConfigurationFromAPIServers(t *testing.T) {
 		b.must(b.client.Get(t.Context(), client.ObjectKey{Namespace: deploy.Namespace, Name: "wireguard-pubkey"}, &secret))
 		secret.Data["privateKey"] = []byte(base64.StdEncoding.EncodeToString([]byte("short")))
 		b.must(b.client.Update(t.Context(), &secret))
-		b.within("report", func() error {
+		b.eventually("report", func() error {
 			text, err := b.Nodes[0].Get(t.Context(), "http://127.0.0.1:5873/status")
 			if err == nil && !strings.Contains(text, "data.privateKey: has 5 bytes") {
 				err = errors.New(text)
@@ -677,7 +677,7 @@ func TestGatewayNamesTheInvalidFlag(t *testing.T) {
 
 func TestEventOfAFailedGatewayContainsNoLibraryText(t *testing.T) {
 	err := fmt.Errorf("Lease: %w", &url.Error{Op: "Get", URL: "https://10.96.0.1:443/apis/coordination.k8s.io/v1", Err: io.ErrUnexpectedEOF})
-	if got, want := ended(err), "the gateway ended: Lease: the API server closes the connection"; got != want {
+	if got, want := endedMessage(err), "the gateway ended: Lease: the API server closes the connection"; got != want {
 		t.Errorf("%q, want %q", got, want)
 	}
 }

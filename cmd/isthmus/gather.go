@@ -69,8 +69,8 @@ summary.md lists everything that could not be read, with the reason. The exit co
 	return cmd
 }
 
-// writeNew creates a file that only its owner may read, and fills it. After an error the file
-// does not exist.
+// writeNew creates a file that only its owner may read, and fills it. If that fails, writeNew
+// removes the file.
 func writeNew(name string, write func(io.Writer) error) (err error) {
 	f, err := os.OpenFile(name, os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o600)
 	if err != nil {

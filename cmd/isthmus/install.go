@@ -188,7 +188,7 @@ func (f *installFlags) values(cmd *cobra.Command) (chart.Values, error) {
 		if repository == "" || !byDigest && tag == "" {
 			return nil, cli.Usage("--image %q: want a name with a tag or a digest, such as %s:v1.0.0", f.image, defaultRepository)
 		}
-		for key, value := range map[string]string{"repository": repository, "tag": tag, "digest": digest} { // keeps the pull policy
+		for key, value := range map[string]string{"repository": repository, "tag": tag, "digest": digest} { // do not replace the whole map: it also has the pull policy
 			chart.Set(values, value, "image", key)
 		}
 	}
@@ -238,8 +238,8 @@ func (d *requestTimeout) Set(text string) error {
 	return nil
 }
 
-// otherCluster copies the kubeconfig and timeout of local to remote, unless remote has its own.
-// It reports whether a flag selects the other cluster.
+// otherCluster copies the kubeconfig and the timeout of local to remote if no flag sets them for
+// remote. It reports whether a flag selects the other cluster.
 func otherCluster(local, remote *cluster.Access) bool {
 	named := remote.Context != "" || remote.Kubeconfig != ""
 	if named && remote.Kubeconfig == "" {

@@ -150,7 +150,7 @@ func TestUnreachableClusterAndWrongUsageExitWithCodeTwo(t *testing.T) {
 		{[]string{"status", "-o", "xml"}, `--output "xml": want wide, json or yaml`},
 		{[]string{"status", "extra"}, "arguments \"extra\": want isthmus status"},
 		{[]string{"statsu"}, "Did you mean this?\n\tstatus"},
-		{[]string{"status", "--addres", "x"}, "unknown flag: --addres; did you mean --address?"}, //nolint:misspell // a slip is what is answered
+		{[]string{"status", "--addres", "x"}, "unknown flag: --addres; did you mean --address?"}, //nolint:misspell // the test needs a misspelt flag
 		{[]string{"status", "--flows", "many"}, `--flows "many": want a number`},
 		{[]string{"peer", "--remote-context", "b", "--timeout", "soon"}, `--timeout "soon": want a duration such as 90s or 5m`},
 		{[]string{"trace", "10.0.0.1", "10.0.0.2", "--direction", "up"}, `--direction "up": want out or in`},

@@ -158,8 +158,8 @@ func (f *managerFlags) complete() (err error) {
 	return checkProfileAddress(f.profileAddress)
 }
 
-// completeIPAM returns an error if the IPAM would be open without client certificates, unless a
-// flag permits that.
+// completeIPAM validates the flags of the IPAM, and reads its certificates. The IPAM needs client
+// certificates unless --ipam-plain is set.
 func (f *managerFlags) completeIPAM() (err error) {
 	if f.options.IPAMService != "" {
 		if f.options.PodIP, err = netip.ParseAddr(os.Getenv("POD_IP")); err != nil {

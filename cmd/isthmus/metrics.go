@@ -23,8 +23,9 @@ func (m *metricsFlags) add(f *pflag.FlagSet) {
 	f.StringVar(&m.certDir, "metrics-cert-dir", "", "directory with tls.crt and tls.key for --metrics-secure (default: a self-signed certificate)")
 }
 
-// secure returns the access control that asks the API server about each request. kubeconfig selects
-// the API server as for owncluster.RESTConfig. The result is nil without --metrics-secure.
+// secure returns an access control that asks the API server whether the client of each request may
+// read metrics. kubeconfig selects the API server as for owncluster.RESTConfig. The result is nil
+// without --metrics-secure.
 func (m *metricsFlags) secure(kubeconfig string, log *slog.Logger) (*httpserve.Secure, error) {
 	if !m.on {
 		return nil, nil
@@ -44,7 +45,6 @@ func (m *metricsFlags) secure(kubeconfig string, log *slog.Logger) (*httpserve.S
 	return &httpserve.Secure{TLS: tls, Guard: reviewer.Guard}, nil
 }
 
-// complete validates the flags.
 func (m *metricsFlags) complete() error {
 	if m.certDir != "" && !m.on {
 		return cli.Usage("--metrics-cert-dir needs --metrics-secure")

@@ -90,7 +90,7 @@ func fetch(from *lab.Host, url, token string) (code int, text string, err error)
 	return res.StatusCode, string(body), err
 }
 
-// Requests from another node represent those of a pod in the host network, or of any other
+// Requests from another node stand for those of a pod in the host network, or of any other
 // host.
 func TestMetricsAndStatusAreNotReachableFromOtherHosts(t *testing.T) {
 	if testing.Short() {
@@ -138,7 +138,7 @@ func TestMetricsAndStatusAreNotReachableFromOtherHosts(t *testing.T) {
 	loopback := netip.MustParseAddr("127.0.0.1")
 	status := func(t *testing.T) {
 		t.Helper()
-		s.within("isthmus status --gateway", func() error {
+		s.eventually("isthmus status --gateway", func() error {
 			cmd := first.Command(t.Context(), "/proc/self/exe", "status", "--gateway")
 			cmd.Env = append(os.Environ(), beProgram+"=1")
 			out, err := cmd.CombinedOutput()
@@ -157,7 +157,7 @@ func TestMetricsAndStatusAreNotReachableFromOtherHosts(t *testing.T) {
 			defer s.component(c.host, c.addr, c.account, c.args...)()
 		}
 		for _, c := range components {
-			s.within(c.args[0], func() error {
+			s.eventually(c.args[0], func() error {
 				text, err := c.host.Get(t.Context(), urlFor("http", loopback, c.metrics, "/metrics"))
 				if err == nil && !strings.Contains(text, c.series) {
 					err = fmt.Errorf("no %s", c.series)
@@ -174,11 +174,11 @@ func TestMetricsAndStatusAreNotReachableFromOtherHosts(t *testing.T) {
 				}
 			}
 		}
-		s.within("the kubelet reaches the manager's health", func() error {
+		s.eventually("the kubelet reaches the manager's health", func() error {
 			_, err := other.Get(t.Context(), urlFor("http", s.Control.Addr, 5877, "/readyz"))
 			return err
 		})
-		s.within("the kubelet of the gateway's node", func() error {
+		s.eventually("the kubelet of the gateway's node", func() error {
 			_, err := first.Get(t.Context(), urlFor("http", loopback, 5872, "/readyz"))
 			return err
 		})
@@ -212,7 +212,7 @@ func TestMetricsAndStatusAreNotReachableFromOtherHosts(t *testing.T) {
 				{"a wrong token", "wrong", http.StatusUnauthorized, "does not know this token"},
 				{"a token without the right", stranger, http.StatusForbidden, "may not get /metrics"},
 			} {
-				s.within(c.args[0]+" to "+want.who, func() error {
+				s.eventually(c.args[0]+" to "+want.who, func() error {
 					code, text, err := fetch(other, url, want.token)
 					if err == nil && (code != want.code || !strings.Contains(text, want.text)) {
 						err = fmt.Errorf("%d %.300s", code, text)
@@ -221,7 +221,7 @@ func TestMetricsAndStatusAreNotReachableFromOtherHosts(t *testing.T) {
 				})
 			}
 			if c.host == first {
-				s.within("the kubelet", func() error {
+				s.eventually("the kubelet", func() error {
 					code, text, err := fetch(other, urlFor("https", c.addr, c.metrics, "/readyz"), "")
 					if err == nil && code != http.StatusOK && c.metrics == 5872 { // the agent is not required to be ready
 						err = fmt.Errorf("%d %s", code, text)

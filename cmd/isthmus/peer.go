@@ -122,7 +122,7 @@ func join(cmd *cobra.Command, a *cluster.Cluster, remote cluster.Access, o peeri
 	return err
 }
 
-// aboutOne returns an error for flags that require two clusters if only one was selected.
+// aboutOne returns an error if the command is about one cluster but has a flag for joining two.
 func aboutOne(cmd *cobra.Command, name string) error {
 	for _, flag := range []string{"name", "remote-name", "replace", "services", "in-band", "server", "remote-server", "remote-namespace"} {
 		if cmd.Flags().Changed(flag) {

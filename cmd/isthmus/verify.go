@@ -192,8 +192,8 @@ func watchLoss(cmd *cobra.Command, a, b *cluster.Cluster, o verify.Options, outp
 	return lossError(last, err)
 }
 
-// lossError returns the error of --continuous: that of verify.Run or, if there is none, an
-// error if packets were lost or none was sent.
+// lossError returns the error of a run with --continuous: err of verify.Run if it is set, and
+// otherwise an error if packets were lost or no packet was sent.
 func lossError(losses []verify.Loss, err error) error {
 	sent, lost := 0, 0
 	for _, l := range losses {

@@ -11,11 +11,12 @@ const (
 	slabAlign = 64 // the offset of each datagram in a slab is a multiple of a cache line
 )
 
-// A Batch holds received datagrams one after the other in its own memory. The kernel may have
-// joined several datagrams of one size. The caller may read and change the octets until Reset.
-// A Batch must not be used concurrently. The zero value is empty.
+// A Batch holds received datagrams in memory of its own, one after the other. Next splits datagrams
+// that the kernel has joined. The caller may read and change the octets until Reset. A Batch must
+// not be used concurrently. The zero value is empty.
 type Batch struct {
-	// More means that the last call stopped at its limit. The socket may have more datagrams.
+	// More reports that the last receive call stopped at its limit, so the socket may have more
+	// datagrams.
 	More bool
 	// Lost is the number of datagrams that the kernel dropped because the socket was full, as
 	// reported since Reset. The kernel counts several joined datagrams as one.

@@ -1,9 +1,9 @@
 // Package bind is the UDP side of a tunnel on Linux.
 //
-// One sendmsg(2) with UDP_SEGMENT sends many datagrams of one size without copying them
-// together. Received datagrams are stored one after the other in a Batch. The kernel may have
-// joined some of them (UDP_GRO). The data path processes them in the Batch without a copy. All
-// datagrams of one remote address share one endpoint value.
+// One sendmsg(2) with UDP_SEGMENT sends many datagrams of one size without copying them into one
+// buffer. Received datagrams are stored one after the other in a Batch. The kernel may have joined
+// some of them (UDP_GRO). The data path processes them in the Batch without a copy. All datagrams
+// of one remote address share one endpoint value.
 //
 //	datapath ── Send ───► sendmsg, UDP_SEGMENT ──► socket ══ peer
 //	datapath ◄─ Batch ─── recvmsg, UDP_GRO ◄────── socket ══ peer
@@ -25,11 +25,11 @@ import (
 )
 
 const (
-	// sendBuffer and receiveBuffer are the sizes of the socket buffers, in octets. sendBuffer
-	// is the size that wireguard-go requests. All peers share the receive buffer in order of
-	// arrival, so its size bounds the time that a message waits behind those of other peers. It
-	// holds some ten thousand small messages. The receiver drains it into per-peer queues much
-	// faster than it decrypts. A size above net.core.{r,w}mem_max requires CAP_NET_ADMIN.
+	// sendBuffer and receiveBuffer are the sizes of the socket buffers, in octets. sendBuffer is
+	// the size that wireguard-go requests. All peers share the receive buffer in order of arrival,
+	// so its size bounds the time that a message waits behind those of other peers. The receive
+	// buffer holds some ten thousand small messages. The receiver drains it into per-peer queues
+	// much faster than it decrypts. A size above net.core.{r,w}mem_max requires CAP_NET_ADMIN.
 	sendBuffer    = 7 << 20
 	receiveBuffer = 4 << 20
 
@@ -63,9 +63,10 @@ var ErrShut = errors.New("this gateway has no mandate to send")
 func New() *Bind { return new(Bind) }
 
 // Listen binds port, or a free port if port is 0. It binds both address families, or the only
-// family of the machine. If the port is occupied, the error is syscall.EADDRINUSE. Each of the
-// returned functions appends available datagrams to a Batch. With wait, it first waits for a
-// datagram. Only one goroutine may call a function. After Close it returns net.ErrClosed.
+// family of the machine. If the port is occupied, the error is syscall.EADDRINUSE. Each returned
+// function receives from one socket: it appends the available datagrams to a Batch. If wait is set
+// and no datagram is available, the function waits for one. Only one goroutine may call the same
+// function. After Close the functions return net.ErrClosed.
 func (b *Bind) Listen(port uint16) ([]func(b *Batch, wait bool) error, uint16, error) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -78,7 +79,7 @@ func (b *Bind) Listen(port uint16) ([]func(b *Batch, wait bool) error, uint16, e
 		if err == nil {
 			b.v4, b.v6 = v4, v6
 			if b.ignore {
-				_ = v4.ignorePath(true) // callers that depend on the result call IgnorePath again
+				_ = v4.ignorePath(true) // ignore an error here: a caller that needs the setting calls IgnorePath again
 			}
 			var receive []func(*Batch, bool) error
 			for _, s := range []*socket{v4, v6} {
@@ -121,10 +122,10 @@ func (b *Bind) Close() error {
 	return err
 }
 
-// IgnorePath makes IPv4 datagrams leave unfragmented and without DF, regardless of the path
-// MTU that the kernel has learnt. The kernel also ignores ICMP errors about these datagrams. The
-// default is false. The gateway uses IgnorePath for a path with an implausibly small reported MTU.
-// If the report is true, routers fragment the datagrams, which still arrive.
+// IgnorePath makes IPv4 datagrams leave unfragmented and without DF, regardless of the path MTU
+// that the kernel has learnt. The kernel also ignores ICMP errors about these datagrams. The
+// default is false. The gateway uses IgnorePath if the reported MTU of a path is implausibly small.
+// If the report is true nevertheless, routers fragment the datagrams, and they still arrive.
 func (b *Bind) IgnorePath(ignore bool) error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -227,7 +228,6 @@ func (s *socket) ignorePath(ignore bool) (err error) {
 
 func (s *socket) port() uint16 { return s.conn.LocalAddr().(*net.UDPAddr).AddrPort().Port() }
 
-// close closes a socket, which may be nil.
 func (s *socket) close() error {
 	if s == nil {
 		return nil

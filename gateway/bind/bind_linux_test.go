@@ -15,7 +15,7 @@ import (
 	"golang.zx2c4.com/wireguard/conn"
 )
 
-// end is a Bind with goroutines that receive from it, as the device has.
+// end is a Bind and the goroutines that receive from it.
 type end struct {
 	*Bind
 	port uint16
@@ -437,7 +437,7 @@ func TestEmptyDatagramsAreReceived(t *testing.T) {
 	}
 }
 
-// A socket that is opened later must have the same setting.
+// IgnorePath must also apply to sockets that are opened later.
 func TestPathMTUDiscoveryCanBeIgnored(t *testing.T) {
 	b := New()
 	t.Cleanup(func() { _ = b.Close() })

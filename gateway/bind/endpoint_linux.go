@@ -12,9 +12,9 @@ import (
 )
 
 // endpoint is the remote address of a peer, together with the local address at which the last
-// datagram from it arrived. Replies leave from this local address, because a NAT or firewall
-// in front of the peer expects it. All users of an endpoint share one value. It is immutable,
-// except for cleared and refused.
+// datagram from it arrived. Replies leave from this local address, because a NAT or firewall in
+// front of the peer expects it. All users of an endpoint share one value, which is immutable except
+// for cleared and refused.
 type endpoint struct {
 	dst     netip.AddrPort
 	src     netip.Addr // zero: the kernel chooses

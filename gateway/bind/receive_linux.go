@@ -14,9 +14,9 @@ import (
 // memory. A gateway has a few addresses per peer. A cache that is full is emptied.
 const maxEndpoints = 4096
 
-// maxReceive is the maximum number of messages to receive before they are processed; a full
-// Batch is the other limit. Messages of one batch can be coalesced for the pods. With half of
-// this value one TCP stream was a tenth slower; with twice the value it was no faster.
+// maxReceive is the number of messages at which a receive call stops. Messages of one batch can be
+// coalesced for the pods. With half of this value one TCP stream was a tenth slower; with twice the
+// value it was no faster.
 const maxReceive = 384
 
 // overflowSpace is the length of the control message of SO_RXQ_OVFL on a 64-bit machine.
@@ -165,7 +165,6 @@ func (in *receiver) endpoint(source []byte) *endpoint {
 	return e
 }
 
-// addrPort converts a sockaddr.
 func addrPort(name []byte) netip.AddrPort {
 	port := binary.BigEndian.Uint16(name[2:])
 	if binary.NativeEndian.Uint16(name) == unix.AF_INET {
@@ -195,8 +194,8 @@ func withZone(a netip.Addr, name []byte) netip.Addr {
 	return a
 }
 
-// zoneID returns the interface index of an address's zone, or 0 if there is none or it is
-// unknown.
+// zoneID returns the interface index of an address's zone. It returns 0 if the address has no zone
+// or the interface does not exist.
 func zoneID(a netip.Addr) uint32 {
 	if a.Zone() == "" {
 		return 0

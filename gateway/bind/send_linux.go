@@ -11,7 +11,8 @@ import (
 // gsoSpace is the size of UDP_SEGMENT as a control message on a 64-bit machine.
 const gsoSpace = 24
 
-// sender is the scratch memory of one Send. Each peer has a goroutine that sends.
+// sender is the scratch memory of one Send. A pool provides it, because Send may be called
+// concurrently.
 type sender struct {
 	header  unix.Msghdr
 	iovecs  [maxSegments]unix.Iovec

@@ -51,8 +51,8 @@ func (p Place) String() string { return placeNames[p] }
 // buffers: it fills one while it writes the other.
 const bufferSize = 1 << 20
 
-// flushInterval is the longest time that a packet waits for the reader. When many packets
-// arrive, they wait less.
+// flushInterval is the longest time that a packet waits for the reader. A buffer that is half full
+// is written at once.
 const flushInterval = 100 * time.Millisecond
 
 // A Capture records packets until it reaches one of its bounds, or until End. All methods
@@ -134,8 +134,8 @@ func (c *Capture) Add(p Place, dir natengine.Direction, length int, comment stri
 	}
 }
 
-// End ends the capture. The argument reason is the reason to report. Only the reason of the first
-// call counts.
+// End ends the capture and records the reason. If the capture has ended already, its first reason
+// stays.
 func (c *Capture) End(reason string) {
 	c.mu.Lock()
 	defer c.mu.Unlock()

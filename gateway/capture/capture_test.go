@@ -89,9 +89,9 @@ func add(c *Capture, n int) {
 
 func TestCaptureEndsAtItsBounds(t *testing.T) {
 	for name, tc := range map[string]struct {
-		set  func(*Options)
-		ends string
-		most int // maximum number of packets
+		set   func(*Options)
+		ends  string
+		limit int // maximum number of packets
 	}{
 		"packets":  {func(o *Options) { o.Packets = 3 }, "packets", 3},
 		"bytes":    {func(o *Options) { o.Bytes = 4096 }, "bytes", 40},
@@ -111,11 +111,11 @@ func TestCaptureEndsAtItsBounds(t *testing.T) {
 				}
 				add(c, 1)
 				s := c.Summary()
-				if s.Ended != tc.ends || s.Packets == 0 || s.Packets > tc.most || s.Missed != 0 {
+				if s.Ended != tc.ends || s.Packets == 0 || s.Packets > tc.limit || s.Missed != 0 {
 					t.Errorf("%+v", s)
 				}
-				if most := int(min(o.Bytes, 1<<20)) + 4*(8*8+12); file.Len() > most { // plus the statistics at the end
-					t.Errorf("%d octets, want at most %d", file.Len(), most)
+				if limit := int(min(o.Bytes, 1<<20)) + 4*(8*8+12); file.Len() > limit { // plus the statistics at the end
+					t.Errorf("%d octets, want at most %d", file.Len(), limit)
 				}
 			})
 		})

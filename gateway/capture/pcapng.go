@@ -37,7 +37,7 @@ const (
 
 var le = binary.LittleEndian
 
-// block appends a block of this kind, whose body fill appends.
+// block appends a block of the given kind. fill appends the block's body.
 func block(b []byte, kind uint32, fill func([]byte) []byte) []byte {
 	start := len(b)
 	b = le.AppendUint32(b, kind)

@@ -10,37 +10,37 @@ import (
 	"github.com/isthmus-net/isthmus/gateway/datapath"
 )
 
-// A handshake shows whether a peer that was away has returned. wireguard-go by itself would start
-// one every five seconds for each peer that is away. With a thousand such peers this takes 3 % of
-// a core and delays packets. So each of them gets one handshake at first, and afterwards all of
-// them together get a few a second (leastPerSecond). A peer that returns starts a handshake
-// itself, and is answered at once.
+// A handshake shows whether a peer that was away has returned. wireguard-go would start one every
+// five seconds for each peer that is away. With a thousand such peers this takes 3 % of a core and
+// delays packets. So each of these peers gets one handshake at first. Afterwards all of them
+// together get a few a second (slowRate). A peer that returns also starts a handshake itself, which
+// is answered at once.
 //
-// If only some handshakes are answered, the others may have been lost: on a busy machine, the
-// queue of handshakes overflows, or wireguard-go demands cookies because it believes that it is
-// under load. Then unanswered handshakes are started again at a higher rate (mostPerSecond), as
-// long as some are answered.
+// If only some handshakes are answered, the others may have been lost: on a busy machine, the queue
+// of handshakes overflows, or wireguard-go demands cookies because it believes that it is under
+// load. So while some handshakes are answered, unanswered ones are repeated at a higher rate
+// (fastRate).
 const (
 	// SessionGone is the age of the last handshake at which its session counts as gone. WireGuard
 	// refuses a session after 180 s (REJECT_AFTER_TIME), and starts to renew it after 120 s.
 	SessionGone = 195 * time.Second
 
 	awayAfter         = 2 * time.Second // a new peer without a session counts as away after this time
-	mostPerSecond     = 250             // handshakes per second with peers that were never tried; with more, packets would have to wait
-	leastPerSecond    = 20              // handshakes per second with all other peers that are away
-	handshakePatience = 3 * time.Second // wait for an answer; after five seconds wireguard-go would try again by itself
-	handshakesLost    = 8               // repeat at mostPerSecond if at most this many handshakes fail for each answered one
+	fastRate          = 250             // handshakes per second with peers that have had none; more would delay packets
+	slowRate          = 20              // handshakes per second with all other peers that are away
+	handshakePatience = 3 * time.Second // maximum wait for an answer; must be shorter than the 5 s after which wireguard-go repeats
+	handshakesLost    = 8               // use fastRate if at most this many handshakes fail for each answered one
 	handshakesOver    = 8               // seconds over which answers are averaged
 )
 
-// Sessions updates which peers have a WireGuard session, from stats by public key. It must be
-// called once a second. It returns the public keys of the peers to start a handshake with now
-// (try), and of the peers with which wireguard-go must not start handshakes by itself any more
-// (rest). If few peers are away, wireguard-go need not be stopped.
+// Sessions records which peers have a WireGuard session, from stats by public key. Call it once a
+// second. The results are public keys. The caller must now start a handshake with each peer in try.
+// It must stop wireguard-go from repeating handshakes with each peer in rest; there are none if few
+// peers are away.
 func (m *Monitor) Sessions(stats map[[32]byte]datapath.Stats, now time.Time) (try, rest [][32]byte) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	var away []*checked
+	var away []*peerState
 	answered, lost := 0.0, 0.0
 	for _, p := range m.peers {
 		s := stats[p.Key]
@@ -48,7 +48,7 @@ func (m *Monitor) Sessions(stats map[[32]byte]datapath.Stats, now time.Time) (tr
 		case !never && now.Sub(s.Handshake) <= SessionGone:
 			if p.away {
 				p.away, p.back = false, true
-				m.look()
+				m.wakeSender()
 			}
 			if p.waits {
 				p.waits = false
@@ -57,7 +57,7 @@ func (m *Monitor) Sessions(stats map[[32]byte]datapath.Stats, now time.Time) (tr
 			continue
 		case p.away:
 		case !never:
-			p.away, p.tried, p.rests = true, now, false // wireguard-go has tried until now
+			p.away, p.tried, p.rests = true, now, false // until now wireguard-go has repeated handshakes
 		case now.Sub(p.begun) <= awayAfter:
 			continue
 		default:
@@ -75,13 +75,13 @@ func (m *Monitor) Sessions(stats map[[32]byte]datapath.Stats, now time.Time) (tr
 	}
 	m.answers.answered += (answered - m.answers.answered) / handshakesOver
 	m.answers.lost += (lost - m.answers.lost) / handshakesOver
-	again := leastPerSecond
+	again := slowRate
 	if a := m.answers; a.answered*handshakesOver > 1 && a.lost <= handshakesLost*a.answered {
-		again = mostPerSecond
+		again = fastRate
 	}
 	pause := max(device.RekeyTimeout, time.Duration(len(away))*time.Second/time.Duration(again))
-	slices.SortFunc(away, func(a, b *checked) int { return cmp.Or(a.tried.Compare(b.tried), cmp.Compare(a.ID, b.ID)) })
-	first := mostPerSecond
+	slices.SortFunc(away, func(a, b *peerState) int { return cmp.Or(a.tried.Compare(b.tried), cmp.Compare(a.ID, b.ID)) })
+	first := fastRate
 	for _, p := range away { // the sort puts peers that were never tried first
 		left, due := &again, now.Sub(p.tried) >= pause
 		if p.tried.IsZero() {
@@ -90,7 +90,7 @@ func (m *Monitor) Sessions(stats map[[32]byte]datapath.Stats, now time.Time) (tr
 		switch {
 		case due && *left > 0:
 			if *left--; left == &first {
-				again = min(again, max(first, leastPerSecond))
+				again = min(again, max(first, slowRate))
 			}
 			p.tried, p.rests, p.waits = now, false, true
 			try = append(try, p.Key)
@@ -115,11 +115,11 @@ func (m *Monitor) TestSession(key [32]byte) {
 	}
 }
 
-// test pings a peer reported by TestSession, and starts a handshake if no answer comes. WireGuard
-// alone would start one only after 15 seconds.
-func (m *Monitor) test(key [32]byte) {
+// testSession pings a peer reported by TestSession, and starts a handshake if no answer comes.
+// Without that, WireGuard would start one only after 15 seconds.
+func (m *Monitor) testSession(key [32]byte) {
 	m.mu.Lock()
-	var p *checked
+	var p *peerState
 	for _, q := range m.peers {
 		if q.Key == key {
 			p = q
@@ -129,7 +129,7 @@ func (m *Monitor) test(key [32]byte) {
 	if p == nil {
 		return
 	}
-	m.ping([]*checked{p})
+	m.ping([]*peerState{p})
 	m.mu.Lock()
 	sent, wait := p.sent[(p.n-1)%window].at, testPatience+p.result.RTT
 	m.mu.Unlock()

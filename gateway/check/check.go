@@ -28,10 +28,10 @@ import (
 // 113. Liqo accepts up to 1024.
 const MaxMessage = 512
 
-// Liqo's connection check uses UDP port 12345 of the gateways' own addresses, with one JSON
-// object in each message. Each side sends a PING every two seconds and answers a PING with a
-// PONG. Messages and states are exactly Liqo's, because Liqo derives the readiness of a virtual
-// node from them. The Monitor accepts fewer PONGs than Liqo does (see take).
+// Liqo's connection check uses UDP port 12345 of the gateways' own addresses, with one JSON object
+// in each message. Each side sends a PING every two seconds and answers a PING with a PONG.
+// Messages and states are exactly Liqo's, because Liqo derives the readiness of a virtual node from
+// them. The Monitor accepts fewer PONGs than Liqo does (see acceptPong).
 const (
 	interval        = 2 * time.Second
 	threshold       = 5 // intervals without an answer after which the peer counts as lost
@@ -41,8 +41,8 @@ const (
 	// window is the number of PINGs over which loss is measured: those of the last minute.
 	window = 30
 
-	// slots is the number of turns, each slotTime long, in an interval. Each peer is pinged in one
-	// turn: PINGs to a thousand peers at once would overflow the queue of the in-process endpoint
+	// slots is the number of turns in an interval; a turn lasts slotTime. Each peer has one turn,
+	// because PINGs to a thousand peers at once would overflow the queue of the in-process endpoint
 	// and delay packets on the same processor.
 	slots    = 100
 	slotTime = interval / slots
@@ -96,7 +96,7 @@ type Result struct {
 	Path     PathMTU
 }
 
-// Unasked reports whether no PINGs come from the peer. A peer that can reach us sends one every
+// Unasked reports whether the peer's PINGs do not arrive. A peer that can reach us sends one every
 // two seconds, from the network address of its PodCIDR. If the two sides disagree about that
 // network, this side drops the PINGs, and only this side notices.
 func (r *Result) Unasked(now time.Time) bool {
@@ -112,8 +112,8 @@ func (r *Result) Late(now time.Time, intervals int) bool {
 	return now.Sub(r.Answered) > time.Duration(intervals)*interval+r.RTT
 }
 
-// A Port sends and receives messages; datapath.Port implements it. A Port limits the messages from
-// each peer, and thereby the work that a peer can cause in the Monitor.
+// A Port sends and receives messages. datapath.Port implements this interface. A Port limits the
+// messages from each peer, and thereby the work that a peer can cause in the Monitor.
 type Port interface {
 	Receive() (message []byte, from netip.AddrPort, err error) // returns net.ErrClosed after Close
 	Send(message []byte, to netip.AddrPort, size int) error    // pads the packet to size octets; 0: no padding
@@ -134,7 +134,7 @@ type Options struct {
 	PathChanged func()
 }
 
-// A Monitor has both roles of the connection check, for all peers.
+// A Monitor pings all peers and answers their PINGs.
 type Monitor struct {
 	port Port
 	o    Options
@@ -151,16 +151,16 @@ type Monitor struct {
 	answered atomic.Uint64 // number of answered PINGs
 
 	mu       sync.Mutex
-	peers    map[string]*checked
-	bySource map[netip.Addr]*checked // peers by the source address of their PINGs
-	slots    [slots][]*checked
+	peers    map[string]*peerState
+	bySource map[netip.Addr]*peerState // peers by the source address of their PINGs
+	slots    [slots][]*peerState
 	// answers holds moving averages of the handshakes per second that peers answered and did not
 	// answer (see Sessions).
 	answers struct{ answered, lost float64 }
 }
 
-// checked is the Monitor's state of one peer.
-type checked struct {
+// peerState is the Monitor's state of one peer.
+type peerState struct {
 	Peer
 	result Result
 	slot   int
@@ -168,9 +168,9 @@ type checked struct {
 	newest time.Time // when the newest answered PING was sent
 
 	away  bool      // the peer has no session, see Sessions
-	back  bool      // the peer has a session again, and was not pinged since then
+	back  bool      // the peer has a session again, but has not been pinged yet
 	tried time.Time // when a handshake was last started
-	rests bool      // wireguard-go was stopped from repeating the last handshake
+	rests bool      // wireguard-go does not repeat the last handshake any more
 	waits bool      // the last handshake may still be answered
 
 	sent [window]probe // ring buffer of the last PINGs
@@ -184,10 +184,10 @@ type probe struct {
 	answered bool
 }
 
-// Start starts both roles. The Monitor owns port.
+// Start starts a Monitor without peers. The Monitor owns port.
 func Start(port Port, o Options) *Monitor {
 	m := &Monitor{port: port, o: o,
-		fresh: make(chan struct{}, 1), suspects: make(chan [32]byte, burst), done: make(chan struct{}), peers: make(map[string]*checked), bySource: make(map[netip.Addr]*checked)}
+		fresh: make(chan struct{}, 1), suspects: make(chan [32]byte, burst), done: make(chan struct{}), peers: make(map[string]*peerState), bySource: make(map[netip.Addr]*peerState)}
 	if o.Hold != nil {
 		m.hold(o.Hold)
 	}
@@ -196,7 +196,7 @@ func Start(port Port, o Options) *Monitor {
 	return m
 }
 
-// Close ends both roles and closes the port.
+// Close stops the Monitor and closes the port.
 func (m *Monitor) Close() {
 	close(m.done)
 	m.port.Close()
@@ -220,7 +220,7 @@ func (m *Monitor) Set(peers []Peer) {
 	m.Change(peers, removed)
 }
 
-// Change does the same as Set, but is given only the changed and the removed peers.
+// Change adds or updates the given peers, and removes those with the cluster IDs in removed.
 func (m *Monitor) Change(peers []Peer, removed []string) {
 	now := time.Now()
 	m.mu.Lock()
@@ -230,7 +230,7 @@ func (m *Monitor) Change(peers []Peer, removed []string) {
 			m.forget(p)
 		}
 	}
-	var anew []*checked
+	var anew []*peerState
 	for i := range peers {
 		was := m.peers[peers[i].ID]
 		if was != nil {
@@ -240,7 +240,7 @@ func (m *Monitor) Change(peers []Peer, removed []string) {
 			}
 			m.forget(was)
 		}
-		p := &checked{Peer: peers[i], begun: now, result: Result{State: Connecting, Since: now}}
+		p := &peerState{Peer: peers[i], begun: now, result: Result{State: Connecting, Since: now}}
 		p.limit(p.BaseMTU, p.MaxMTU, now)
 		anew = append(anew, p)
 	}
@@ -254,15 +254,15 @@ func (m *Monitor) Change(peers []Peer, removed []string) {
 		m.bySource[p.Allowed[0].Addr()] = p // the address that gateway.gatewayOf derives, too
 		m.slots[p.slot] = append(m.slots[p.slot], p)
 		p.away = i >= burst
-		m.look()
+		m.wakeSender()
 	}
 }
 
-// moved applies a new key or endpoint of a peer, and reports whether the peer keeps its state. It
-// keeps its state in two cases: after a rotation of the key, because sessions survive that, and
-// if it is connected while the configured endpoint of its gateway changes. In the second case it
-// is pinged at once, and counts as lost only after the usual threshold. The caller holds m.mu.
-func (m *Monitor) moved(p *checked, to Peer, now time.Time) bool {
+// moved applies a new key or endpoint to a peer, and reports whether the peer keeps its state. The
+// peer keeps its state after a rotation of the key, because sessions survive that. It also keeps
+// its state if it is connected and only the configured endpoint of its gateway changes. Then it is
+// pinged at once, and counts as lost only after the usual threshold. The caller holds m.mu.
+func (m *Monitor) moved(p *peerState, to Peer, now time.Time) bool {
 	from := p.Peer
 	rotated := from
 	rotated.Key = to.Key
@@ -275,22 +275,22 @@ func (m *Monitor) moved(p *checked, to Peer, now time.Time) bool {
 	if rotated != to {
 		p.back = true
 		p.path.begin(now)
-		m.look()
+		m.wakeSender()
 	}
 	return true
 }
 
 // forget removes a peer. The caller holds m.mu.
-func (m *Monitor) forget(p *checked) {
+func (m *Monitor) forget(p *peerState) {
 	delete(m.peers, p.ID)
 	if m.bySource[p.Allowed[0].Addr()] == p {
 		delete(m.bySource, p.Allowed[0].Addr())
 	}
-	m.slots[p.slot] = slices.DeleteFunc(m.slots[p.slot], func(other *checked) bool { return other == p })
+	m.slots[p.slot] = slices.DeleteFunc(m.slots[p.slot], func(other *peerState) bool { return other == p })
 }
 
-// look makes send ping new peers.
-func (m *Monitor) look() {
+// wakeSender makes the goroutine of send ping new peers.
+func (m *Monitor) wakeSender() {
 	select {
 	case m.fresh <- struct{}{}:
 	default:
@@ -306,7 +306,7 @@ func (m *Monitor) hold(released <-chan struct{}) {
 		case <-m.done:
 		}
 		m.held.Store(false)
-		m.look()
+		m.wakeSender()
 	})
 }
 
@@ -359,7 +359,7 @@ func (m *Monitor) send() {
 		case <-m.fresh:
 			m.pingNew()
 		case key := <-m.suspects:
-			m.test(key)
+			m.testSession(key)
 		case <-turns.C:
 			now := int(time.Since(began) / slotTime)
 			for turn = max(turn, now-slots+1); turn <= now; turn++ {
@@ -373,7 +373,7 @@ func (m *Monitor) send() {
 	}
 }
 
-// idle returns the number of turns from turn on in which no peer is pinged.
+// idle returns the number of successive turns, from turn on, in which no peer is pinged.
 func (m *Monitor) idle(turn int) int {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -387,7 +387,7 @@ func (m *Monitor) idle(turn int) int {
 
 // due returns the peers to ping in a turn. It leaves out new peers whose first PING is delayed or
 // was sent a moment ago.
-func (m *Monitor) due(turn int) (peers []*checked) {
+func (m *Monitor) due(turn int) (peers []*peerState) {
 	now := time.Now()
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -412,7 +412,7 @@ func (m *Monitor) pingNew() {
 	if now.Before(m.more) || m.held.Load() {
 		return
 	}
-	var peers []*checked
+	var peers []*peerState
 	m.mu.Lock()
 	for _, p := range m.peers {
 		if !p.back && p.n > 0 {
@@ -420,7 +420,7 @@ func (m *Monitor) pingNew() {
 		}
 		if len(peers) == burst {
 			m.more = now.Add(slotTime)
-			time.AfterFunc(slotTime, m.look)
+			time.AfterFunc(slotTime, m.wakeSender)
 			break
 		}
 		p.back = false
@@ -430,9 +430,9 @@ func (m *Monitor) pingNew() {
 	m.ping(peers)
 }
 
-// ping pings peers. For a peer that is away, the PING only counts as sent: the packet could only
-// occupy memory until there is a session.
-func (m *Monitor) ping(peers []*checked) {
+// ping pings peers. For a peer that is away it only counts a PING, because a packet would occupy
+// memory until there is a session.
+func (m *Monitor) ping(peers []*peerState) {
 	type ping struct {
 		to   netip.AddrPort
 		text []byte
@@ -453,7 +453,7 @@ func (m *Monitor) ping(peers []*checked) {
 	}
 	m.mu.Unlock()
 	for _, p := range pings {
-		_ = m.port.Send(p.text, p.to, 0) // after an error the answer will be missing, which counts
+		_ = m.port.Send(p.text, p.to, 0) // ignore the error: the missing answer counts as loss
 	}
 }
 
@@ -475,7 +475,7 @@ func (m *Monitor) findLate(now time.Time) {
 
 // loss returns the share of unanswered PINGs, and the number of PINGs that it is based on. PINGs
 // of the last interval may still be answered, so they do not count.
-func (p *checked) loss(now time.Time) (share float64, sent int) {
+func (p *peerState) loss(now time.Time) (share float64, sent int) {
 	lost := 0
 	for _, s := range p.sent[:min(p.n, window)] {
 		if !s.answered && now.Sub(s.at) < interval {

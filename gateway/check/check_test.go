@@ -224,8 +224,8 @@ func TestCheckRestartsOnlyForAChangedPeer(t *testing.T) {
 	})
 }
 
-// A connected peer whose gateway moves is reported neither as lost nor as new before the time
-// that every peer has for an answer.
+// If the gateway of a connected peer moves, the peer stays connected. If there is no answer at the
+// new address, it counts as lost after the usual time.
 func TestCheckKeepsTheStateOfAConnectedPeerThatMoves(t *testing.T) {
 	bubble(t, func(c *Monitor, l *liqo, result func() Result) {
 		time.Sleep(2500 * time.Millisecond)
@@ -356,7 +356,7 @@ func FuzzCheckMessage(f *testing.F) {
 				t.Errorf("sent %q, %v", out, err)
 			}
 		})
-		c := &Monitor{port: s, o: Options{Log: quiet}, peers: map[string]*checked{}, bySource: map[netip.Addr]*checked{}}
+		c := &Monitor{port: s, o: Options{Log: quiet}, peers: map[string]*peerState{}, bySource: map[netip.Addr]*peerState{}}
 		c.Set([]Peer{bravoPeer})
 		from := netip.MustParseAddrPort("10.246.0.0:9")
 		if probe {
@@ -437,7 +437,7 @@ func TestCheckSpreadsItsPingsOverTheInterval(t *testing.T) {
 func TestIncrementalCheckChangesEqualAFullConfiguration(t *testing.T) {
 	rng := rand.New(rand.NewPCG(14, 3))
 	fresh := func() *Monitor {
-		return &Monitor{o: Options{Log: quiet}, peers: make(map[string]*checked), bySource: make(map[netip.Addr]*checked)}
+		return &Monitor{o: Options{Log: quiet}, peers: make(map[string]*peerState), bySource: make(map[netip.Addr]*peerState)}
 	}
 	peerOf := func(i int) Peer {
 		p := manyPeers(i + 1)[i]
@@ -453,7 +453,7 @@ func TestIncrementalCheckChangesEqualAFullConfiguration(t *testing.T) {
 		for i := range 20 {
 			switch rng.IntN(10) {
 			case 0:
-				gone = append(gone, fmt.Sprint(i)) // it may not exist
+				gone = append(gone, fmt.Sprint(i)) // a peer with this number may not exist
 				delete(now, fmt.Sprint(i))
 			case 1:
 				p := peerOf(i)
@@ -532,8 +532,8 @@ func manyPeers(n int) (peers []Peer) {
 }
 
 // Four thousand peers come back at the same time, and half of the handshakes in the first twenty
-// seconds get lost. They must be repeated at the rate of first handshakes, not at the rate for
-// peers that are away for long.
+// seconds get lost. The lost handshakes must be repeated at the rate of first handshakes, not at
+// the rate for peers that are away for long.
 func TestLostHandshakesAreRetriedSoon(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := Start(newSocket(func([]byte, netip.AddrPort, int) {}), Options{Log: quiet})
@@ -559,7 +559,7 @@ func TestLostHandshakesAreRetriedSoon(t *testing.T) {
 			time.Sleep(time.Second)
 			synctest.Wait()
 			keys, _ := c.Sessions(stats, time.Now())
-			if len(keys) > mostPerSecond+leastPerSecond {
+			if len(keys) > fastRate+slowRate {
 				t.Fatalf("%d handshakes in a second", len(keys))
 			}
 			if try(keys); time.Since(begin) > 10*time.Minute {
@@ -581,7 +581,7 @@ func TestLostHandshakesAreRetriedSoon(t *testing.T) {
 				}
 			}
 			keys, _ := c.Sessions(stats, time.Now())
-			if d := time.Since(begin); d > 3*time.Minute && len(keys) > leastPerSecond {
+			if d := time.Since(begin); d > 3*time.Minute && len(keys) > slowRate {
 				t.Fatalf("%d handshakes in a second with peers that are dead", len(keys))
 			}
 		}
@@ -622,7 +622,7 @@ func TestCheckRetriesAbsentPeers(t *testing.T) {
 				}
 				stats[here.Key] = datapath.Stats{Endpoint: here.Probe, Handshake: now.Add(-2 * time.Minute)}
 				try, rest := c.Sessions(stats, now)
-				if len(try) > mostPerSecond || len(try) > leastPerSecond && now.Sub(begin) > 5*time.Second {
+				if len(try) > fastRate || len(try) > slowRate && now.Sub(begin) > 5*time.Second {
 					t.Fatalf("%d handshakes in a second", len(try))
 				}
 				for _, key := range try {
@@ -658,8 +658,8 @@ func TestCheckRetriesAbsentPeers(t *testing.T) {
 	}
 }
 
-// Data under an unknown session starts a handshake only if the peer does not answer under our
-// session. Otherwise the data proves nothing.
+// Anybody can forge data under an unknown session. So such data starts a handshake only if the peer
+// does not answer under our session.
 func TestUnknownSessionDataStartsAHandshakeOnlyWithASilentPeer(t *testing.T) {
 	bubble(t, func(c *Monitor, l *liqo, result func() Result) {
 		var begun []time.Time

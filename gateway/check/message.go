@@ -49,7 +49,7 @@ func (m *Monitor) message(b []byte, from netip.AddrPort) {
 		return
 	}
 	var msg message
-	// Unknown fields are ignored, as Liqo does.
+	// Ignore unknown fields, as Liqo does.
 	if bytes.Count(b, []byte{':'}) > maxColons || json.Unmarshal(b, &msg) != nil {
 		m.reject(rejectMalformed)
 		return
@@ -63,7 +63,7 @@ func (m *Monitor) message(b []byte, from netip.AddrPort) {
 	case "PING":
 		m.answer(msg, from)
 	case "PONG":
-		m.take(msg, stamp, from)
+		m.acceptPong(msg, stamp, from)
 	default:
 		m.reject(rejectType)
 	}
@@ -85,7 +85,7 @@ func (m *Monitor) answer(msg message, from netip.AddrPort) {
 		p.result.Asked = time.Now()
 		if p.away {
 			p.back, p.away = true, false // the PING arrived, so there is a session
-			m.look()
+			m.wakeSender()
 		}
 	}
 	m.mu.Unlock()
@@ -94,14 +94,14 @@ func (m *Monitor) answer(msg message, from netip.AddrPort) {
 		return
 	}
 	m.answered.Add(1)
-	_ = m.port.Send(text, from, 0) // after an error the peer notices that the answer is missing
+	_ = m.port.Send(text, from, 0) // ignore the error: the peer counts the missing answer as loss
 }
 
-// take handles a PONG. It accepts only a PONG that comes from the pinged address and repeats the
-// time of one of our own PINGs to the nanosecond. So a peer can neither answer for another peer
+// acceptPong handles a PONG. It accepts only a PONG that comes from the pinged address and repeats
+// the time of one of our own PINGs to the nanosecond. So a peer can neither answer for another peer
 // nor forge a round-trip time. That time is measured from our own record of the PING, so steps of
 // the wall clock do not matter.
-func (m *Monitor) take(msg message, stamp time.Time, from netip.AddrPort) {
+func (m *Monitor) acceptPong(msg message, stamp time.Time, from netip.AddrPort) {
 	now := time.Now()
 	m.mu.Lock()
 	p := m.peers[msg.ClusterID]

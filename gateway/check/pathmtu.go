@@ -17,13 +17,13 @@ import (
 //
 // PLPMTU, the size in force, is the size of an IP packet in the tunnel. Three things differ from
 // the RFC. A search starts with the largest size rather than the base, because a TCP connection
-// never raises the segment size of its first second. Several sizes are probed at once, because a
-// probe carries no user data. After a size was lowered, larger ones are probed again after half a
-// minute, or after ten minutes if that has failed before.
+// keeps the segment size with which it starts. Several sizes are probed at once, because a probe
+// carries no user data. After the size in force was lowered, larger sizes are probed again after
+// half a minute, or after ten minutes if such an attempt has failed before.
 const (
-	// pathTimeout plus the round trip is PROBE_TIMER (RFC 8899, section 5.1.1). A round ends earlier
-	// if the small message that it sends last is answered: then it ends pathMoment plus pathTrips
-	// round trips after its beginning.
+	// pathTimeout plus the round trip is PROBE_TIMER (RFC 8899, section 5.1.1). A round ends
+	// earlier if its last message, which is small, is answered: pathMoment plus pathTrips round
+	// trips after the round began.
 	pathTimeout = time.Second
 	pathMoment  = pathTimeout / 5
 	pathTrips   = 4
@@ -67,7 +67,7 @@ const (
 type PathMTU struct {
 	State   PathState `json:"state"`
 	Bytes   int       `json:"bytes"`   // largest IP packet in the tunnel that the path carries
-	Ceiling int       `json:"ceiling"` // largest that it should carry, according to the kernel
+	Ceiling int       `json:"ceiling"` // largest IP packet that it should carry, according to the kernel
 	Since   time.Time `json:"since"`   // when Bytes last changed
 	// Confirmed is the time when a packet of Bytes octets was last answered, or zero if none ever
 	// was.
@@ -88,18 +88,18 @@ type pathProbe struct {
 // zero value does nothing until a ceiling is set.
 type pathSearch struct {
 	PathMTU
-	floor  int           // BASE_PLPMTU
-	base   int           // BaseMTU; floor is the smaller of base and the ceiling
-	raise  time.Duration // PMTU_RAISE_TIMER
-	raised time.Time     // when the timer last started
-	fell   time.Time     // when Bytes was last lowered
+	floor   int           // BASE_PLPMTU
+	base    int           // BaseMTU; floor is the smaller of base and the ceiling
+	raise   time.Duration // PMTU_RAISE_TIMER
+	raised  time.Time     // when the timer last started
+	lowered time.Time     // when Bytes was last lowered
 
-	// The bounds of the search, as steps: low is the largest that passes, -1 for none; high is the
-	// smallest that does not pass.
+	// The bounds of the search, as numbers of steps (see the method steps). low is the largest size
+	// known to pass; -1: none. high is the smallest size known not to pass.
 	low, high   int
 	unconfirmed bool // a round suggests that the size in force must be lowered; another one has to confirm that
 
-	round []pathProbe // being sent; nil: none
+	round []pathProbe // messages of the current round; nil: no round
 	began time.Time
 	kind  pathKind
 }
@@ -108,7 +108,7 @@ type pathKind uint8
 
 const (
 	pathConfirm  pathKind = iota // does the path still carry the size in force?
-	pathSearches                 // find the largest size that it carries
+	pathSearches                 // what is the largest size that it carries?
 	pathUpwards                  // does it carry a larger size now?
 )
 
@@ -146,7 +146,7 @@ func (s *pathSearch) limit(base, ceiling int, now time.Time) {
 	}
 }
 
-// begin starts a new search from the beginning, as for a new path.
+// begin starts a new search, as for a new path.
 func (s *pathSearch) begin(now time.Time) {
 	if s.Ceiling == 0 {
 		return
@@ -155,12 +155,12 @@ func (s *pathSearch) begin(now time.Time) {
 	s.raise, s.raised, s.round = pathRaise, now, nil
 }
 
-// end stops the search. While even small messages are not answered, missing answers to large ones
-// prove nothing.
+// end stops the search. It is called when even small messages are not answered, because then a
+// missing answer to a large message proves nothing.
 func (s *pathSearch) end() { s.State, s.round = PathDisabled, nil }
 
-// next returns the probes to send now, if any. every is the interval at which the size in force
-// is confirmed.
+// next returns the probes to send now, or nil. every is the interval at which the size in force is
+// confirmed.
 func (s *pathSearch) next(now time.Time, every time.Duration) []pathProbe {
 	if s.round != nil || s.Ceiling == 0 {
 		return nil
@@ -208,8 +208,9 @@ func (s *pathSearch) probe(kind pathKind, now time.Time) []pathProbe {
 	return s.round
 }
 
-// candidates returns the steps to probe in a round: the largest open one, the size in force if it
-// is open, the smallest one if none is known to pass, and others evenly between the bounds.
+// candidates returns the steps to probe in a round. Only steps between the bounds low and high are
+// open. The result has the largest open step, the size in force if it is open, the smallest step if
+// none is known to pass, and further open ones at even distances.
 func (s *pathSearch) candidates() []int {
 	var steps []int
 	add := func(step int) {
@@ -228,8 +229,8 @@ func (s *pathSearch) candidates() []int {
 	return steps
 }
 
-// answer records the answer to the message that was sent at a time, and reports whether that
-// message belongs to the round.
+// answer records the answer to the message with the time sent, and reports whether that message
+// belongs to the round.
 func (s *pathSearch) answer(sent time.Time) bool {
 	for i := range s.round {
 		if p := &s.round[i]; p.at.Equal(sent) && !p.answered {
@@ -240,8 +241,9 @@ func (s *pathSearch) answer(sent time.Time) bool {
 	return false
 }
 
-// look evaluates the round if it is finished, and reports whether the size in force has changed.
-func (s *pathSearch) look(now time.Time, rtt time.Duration) (changed bool) {
+// evaluate evaluates the round if it is finished, and reports whether the size in force has
+// changed.
+func (s *pathSearch) evaluate(now time.Time, rtt time.Duration) (changed bool) {
 	if s.round == nil {
 		return false
 	}
@@ -264,7 +266,7 @@ func (s *pathSearch) look(now time.Time, rtt time.Duration) (changed bool) {
 	if best >= s.Bytes {
 		s.Confirmed, s.unconfirmed = now, false
 	}
-	if !control { // not even a control message was answered, so sizes say nothing
+	if !control { // not even a control message was answered, so the loss does not depend on the size
 		return false
 	}
 	if s.kind == pathConfirm {
@@ -276,8 +278,8 @@ func (s *pathSearch) look(now time.Time, rtt time.Duration) (changed bool) {
 	return s.conclude(round, best, now)
 }
 
-// conclude narrows the search by the answers to a round, of which best is the largest. It reports
-// whether the size in force has changed.
+// conclude narrows the search. best is the largest size that was answered in the round. conclude
+// reports whether the size in force has changed.
 func (s *pathSearch) conclude(round []pathProbe, best int, now time.Time) (changed bool) {
 	if best != 0 {
 		s.low = max(s.low, s.stepOf(best))
@@ -302,10 +304,10 @@ func (s *pathSearch) conclude(round []pathProbe, best int, now time.Time) (chang
 	}
 	s.unconfirmed = false
 	if size < s.Bytes {
-		if s.raise = pathRaise; !s.fell.IsZero() && now.Sub(s.fell) < pathRaiseMost {
+		if s.raise = pathRaise; !s.lowered.IsZero() && now.Sub(s.lowered) < pathRaiseMost {
 			s.raise = pathRaiseMost
 		}
-		s.fell = now
+		s.lowered = now
 	}
 	if changed = size != s.Bytes; changed {
 		s.Bytes, s.Since = size, now
@@ -322,9 +324,9 @@ func (s *pathSearch) conclude(round []pathProbe, best int, now time.Time) (chang
 }
 
 // limit sets the bounds of the search for the path MTU to a peer.
-func (p *checked) limit(base, most int, now time.Time) {
-	p.BaseMTU, p.MaxMTU = base, most
-	p.path.limit(base, most, now)
+func (p *peerState) limit(base, ceiling int, now time.Time) {
+	p.BaseMTU, p.MaxMTU = base, ceiling
+	p.path.limit(base, ceiling, now)
 }
 
 // OtherPath starts a new search, because packets to a peer take another path from now on.
@@ -363,7 +365,7 @@ func (m *Monitor) searchPaths(now time.Time) {
 	every := max(interval, time.Duration(len(m.peers))*time.Second/pathRate)
 	for id, p := range m.peers {
 		was := p.path.PathMTU
-		if p.path.look(now, p.result.RTT) {
+		if p.path.evaluate(now, p.result.RTT) {
 			changed = true
 			m.o.Log.Warn("path MTU changed", "peer", id, "from", was.Bytes, "to", p.path.Bytes, "ceiling", p.path.Ceiling)
 		} else if was.State != PathError && p.path.State == PathError {
@@ -381,14 +383,14 @@ func (m *Monitor) searchPaths(now time.Time) {
 	}
 	m.mu.Unlock()
 	for _, ping := range pings {
-		_ = m.port.Send(ping.text, ping.to, ping.size) // after an error the answer will be missing, which counts
+		_ = m.port.Send(ping.text, ping.to, ping.size) // ignore the error: the missing answer counts as loss
 	}
 	if changed {
 		m.o.PathChanged()
 	}
 }
 
-func (m *Monitor) enter(p *checked, s State, now time.Time) {
+func (m *Monitor) enter(p *peerState, s State, now time.Time) {
 	p.result.State, p.result.Since = s, now
 	if s == Connected {
 		p.path.begin(now)

@@ -19,22 +19,22 @@ const minAutoMTU = 1200
 // bravoPath is bravoPeer with bounds for the search.
 var bravoPath = func(p Peer) Peer { p.BaseMTU, p.MaxMTU = minAutoMTU, 1440; return p }(bravoPeer)
 
-// path is a path that silently drops packets larger than takes, and a share of all packets at
-// random.
+// path is a path that silently drops packets larger than limit octets, and a share of all packets
+// at random.
 type path struct {
-	takes int
+	limit int
 	loss  float64
 	rng   *rand.Rand
 }
 
-func (p *path) passes(size int) bool { return size <= p.takes && p.rng.Float64() >= p.loss }
+func (p *path) passes(size int) bool { return size <= p.limit && p.rng.Float64() >= p.loss }
 
-// drive runs a search for the time d. after is the time from when on the size in force was want
-// without interruption, and messages is the number of probes.
+// drive runs a search for d. after is the time until the size in force became want and stayed so.
+// messages is the number of messages sent.
 func drive(s *pathSearch, p *path, now *time.Time, d time.Duration, want int) (after time.Duration, messages int) {
 	begin, since := *now, *now
 	for end := now.Add(d); now.Before(end); *now = now.Add(pathLook) {
-		s.look(*now, 20*time.Millisecond)
+		s.evaluate(*now, 20*time.Millisecond)
 		for _, probe := range s.next(*now, interval) {
 			messages++
 			if p.passes(probe.size) {
@@ -57,23 +57,23 @@ func TestPathSearchFindsThePathMTU(t *testing.T) {
 		if rng.IntN(4) == 0 {
 			ceiling = 1200 + rng.IntN(7740)
 		}
-		takes := 1200 + rng.IntN(ceiling+100-1200)
-		want := min(takes-takes%padding, ceiling)
-		if takes >= ceiling {
+		limit := 1200 + rng.IntN(ceiling+100-1200)
+		want := min(limit-limit%padding, ceiling)
+		if limit >= ceiling {
 			want = ceiling
 		}
 		var s pathSearch
 		now := time.Now()
-		p := &path{takes, 0, rng}
+		p := &path{limit, 0, rng}
 		s.limit(minAutoMTU, ceiling, now)
 		s.begin(now)
 		after, _ := drive(&s, p, &now, 20*time.Second, want)
 		if s.Bytes != want || s.State != PathSearchComplete || after > 8*time.Second {
-			t.Fatalf("ceiling %d, path takes %d: %+v after %v, want %d", ceiling, takes, s.PathMTU, after, want)
+			t.Fatalf("ceiling %d, path limit %d: %+v after %v, want %d", ceiling, limit, s.PathMTU, after, want)
 		}
-		if p.takes = ceiling; want < ceiling { // the path is repaired
+		if p.limit = ceiling; want < ceiling { // the path is repaired
 			if after, _ := drive(&s, p, &now, time.Minute, ceiling); s.Bytes != ceiling || after > pathRaise+2*time.Second {
-				t.Fatalf("ceiling %d, path took %d: %+v after %v, want all of it", ceiling, takes, s.PathMTU, after)
+				t.Fatalf("ceiling %d, path took %d: %+v after %v, want all of it", ceiling, limit, s.PathMTU, after)
 			}
 		}
 	}
@@ -89,12 +89,12 @@ func TestPathSearchDetectsABlackHoleWithinSeconds(t *testing.T) {
 		s.limit(minAutoMTU, 1440, now)
 		s.begin(now)
 		drive(&s, p, &now, 10*time.Second+time.Duration(rng.IntN(16))*pathLook, 1440)
-		p.takes = 1200 + rng.IntN(240)
+		p.limit = 1200 + rng.IntN(240)
 		begin := now
-		for s.Bytes > p.takes {
+		for s.Bytes > p.limit {
 			drive(&s, p, &now, pathLook, 0)
 			if now.Sub(begin) > 10*time.Second {
-				t.Fatalf("path takes %d: %+v after ten seconds", p.takes, s.PathMTU)
+				t.Fatalf("path limit %d: %+v after ten seconds", p.limit, s.PathMTU)
 			}
 		}
 		worst = max(worst, now.Sub(begin))
@@ -135,7 +135,7 @@ func TestPathSearchReportsThatTheBaseSizeDoesNotPass(t *testing.T) {
 	if s.State != PathError || s.Bytes != minAutoMTU {
 		t.Errorf("%+v", s.PathMTU)
 	}
-	p.takes = 1340
+	p.limit = 1340
 	drive(&s, p, &now, 40*time.Second, 0)
 	if s.State != PathSearchComplete || s.Bytes != 1328 {
 		t.Errorf("afterwards %+v", s.PathMTU)
@@ -146,8 +146,8 @@ func TestPathSearchReportsThatTheBaseSizeDoesNotPass(t *testing.T) {
 	}
 }
 
-// If the base size is also the ceiling, no larger size can be tried. The search must leave the
-// state PathError anyway when the path is repaired.
+// If the base size is also the ceiling, no larger size can be probed. When the path is repaired,
+// the search must leave the state PathError nevertheless.
 func TestPathSearchRecoversFromAnErrorAtTheBaseSize(t *testing.T) {
 	var s pathSearch
 	now := time.Now()
@@ -158,7 +158,7 @@ func TestPathSearchRecoversFromAnErrorAtTheBaseSize(t *testing.T) {
 	if s.State != PathError {
 		t.Fatalf("%+v, want %s", s.PathMTU, PathError)
 	}
-	p.takes = 1500
+	p.limit = 1500
 	drive(&s, p, &now, pathRetry+2*time.Second, 1200)
 	if s.State != PathSearchComplete || s.Bytes != 1200 {
 		t.Errorf("%+v after it has healed, want %s", s.PathMTU, PathSearchComplete)
@@ -172,7 +172,7 @@ func TestPathSearchDoesNotMistakeAnOutageForABlackHole(t *testing.T) {
 	s.limit(minAutoMTU, 1440, now)
 	s.begin(now)
 	drive(&s, p, &now, 10*time.Second, 0)
-	p.takes = -1
+	p.limit = -1
 	for range 20 {
 		if drive(&s, p, &now, 500*time.Millisecond, 0); s.Bytes != 1440 {
 			t.Fatalf("%+v", s.PathMTU)
@@ -180,8 +180,8 @@ func TestPathSearchDoesNotMistakeAnOutageForABlackHole(t *testing.T) {
 	}
 }
 
-// A confirmation takes one message of the size in force and one small message per interval. A
-// peer that does not answer gets none.
+// A confirmation takes one message of the size in force and one small message per interval. A peer
+// that does not answer gets none.
 func TestPathSearchSendsFewProbes(t *testing.T) {
 	var s pathSearch
 	now := time.Now()
@@ -199,14 +199,14 @@ func TestPathSearchSendsFewProbes(t *testing.T) {
 	}
 }
 
-// A Liqo gateway answers the probes, because they are PINGs. A gateway of ours does so, too, and
-// the probes must not exceed its rate limit for PINGs.
+// A Liqo gateway answers the probes, because they are PINGs. An Isthmus gateway answers them, too,
+// and the probes must not exceed its rate limit for PINGs.
 func TestPathSearchWorksWithLiqoAndIsthmus(t *testing.T) {
 	for _, peer := range []string{"Liqo", "Isthmus"} {
 		t.Run(peer, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				var mu sync.Mutex
-				takes, changes := 1340, 0
+				limit, changes := 1340, 0
 				l := &liqo{delay: 7 * time.Millisecond}
 				receive := func(b []byte) { l.receive(b, bravoPeer.Probe, 0) }
 				if peer == "Isthmus" {
@@ -237,7 +237,7 @@ func TestPathSearchWorksWithLiqoAndIsthmus(t *testing.T) {
 				l.socket = newSocket(func(b []byte, _ netip.AddrPort, size int) {
 					mu.Lock()
 					defer mu.Unlock()
-					if size <= takes {
+					if size <= limit {
 						receive(b)
 					}
 				})
@@ -258,12 +258,12 @@ func TestPathSearchWorksWithLiqoAndIsthmus(t *testing.T) {
 				time.Sleep(10 * time.Second)
 				wants(1328, PathSearchComplete)
 				mu.Lock()
-				takes = 1500
+				limit = 1500
 				mu.Unlock()
 				time.Sleep(pathRaise)
 				wants(1440, PathSearchComplete)
 				mu.Lock()
-				takes = 1250
+				limit = 1250
 				mu.Unlock()
 				time.Sleep(10 * time.Second)
 				wants(1248, PathSearchComplete)

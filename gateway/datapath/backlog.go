@@ -16,15 +16,15 @@ const (
 	// costs of a small and of a full-size message is about the ratio of their processing times.
 	messageCost = 1000
 
-	// quantum is the cost that one peer may use per turn. Messages that cannot be attributed to a
-	// peer have a smaller quantum: junk gets at most a fifth of the time of a peer, while messages
-	// of a peer with a new address still pass.
+	// quantum is the cost that one peer may use per turn. unknownQuantum is the cost per turn of
+	// all messages that cannot be attributed to a peer. It is small because such messages may be
+	// junk. It is not zero because they may also come from a peer with a new address.
 	quantum        = 64 << 10
 	unknownQuantum = quantum / 4
 
 	// backlogLimit is the limit of the total cost of waiting messages, and thereby of their delay:
-	// about 8,000 small or 3,400 full-size messages. Each queue gets an equal share of it, but at
-	// least leastQueue, so that the first flight of a TCP connection fits.
+	// about 8,000 small or 3,400 full-size messages. Each queue gets an equal share of
+	// backlogLimit, but at least leastQueue, so that the first flight of a TCP connection fits.
 	backlogLimit = 8 << 20
 	leastQueue   = 128 << 10
 	unknownLimit = 256 << 10
@@ -54,19 +54,19 @@ type slab struct {
 	waiting int
 }
 
-// waiting is a data message in the queue of a peer.
-type waiting struct {
+// waitingMessage is a data message in the queue of a peer.
+type waitingMessage struct {
 	b    []byte
 	from conn.Endpoint
 	in   *slab
 }
 
-func (w *waiting) cost() int { return messageCost + len(w.b) }
+func (w *waitingMessage) cost() int { return messageCost + len(w.b) }
 
 // A queue holds the waiting messages of one peer, in order of arrival.
 type queue struct {
-	peer     *peer     // nil: messages that cannot be attributed to a peer
-	messages []waiting // those from index first on are waiting
+	peer     *peer            // nil: messages that cannot be attributed to a peer
+	messages []waitingMessage // messages from index first on are waiting
 	first    int
 	cost     int    // total cost of the waiting messages
 	deficit  int    // cost that may still be used in this turn
@@ -85,7 +85,7 @@ func (b *backlog) empty() bool { return b.first == nil }
 
 // push adds a message to the queue of p. A nil p stands for messages without a peer, which share a
 // queue. The message must be the last one in its slab. push returns false if there is no room.
-func (b *backlog) push(p *peer, w waiting) bool {
+func (b *backlog) push(p *peer, w waitingMessage) bool {
 	q := b.queues[p]
 	if q == nil {
 		q = b.begin(p)
@@ -107,7 +107,7 @@ func (b *backlog) limit(p *peer) int {
 	return max(leastQueue, backlogLimit/len(b.queues))
 }
 
-// begin adds an empty queue for a peer, which has its turn after all others.
+// begin adds an empty queue for a peer, after all other queues in the order of turns.
 func (b *backlog) begin(p *peer) *queue {
 	if b.queues == nil {
 		b.queues = make(map[*peer]*queue)
@@ -143,7 +143,7 @@ func (b *backlog) append(q *queue) {
 }
 
 // pop removes and returns the next message in turn. The backlog must not be empty.
-func (b *backlog) pop() waiting {
+func (b *backlog) pop() waitingMessage {
 	for b.first.deficit <= 0 {
 		q := b.first
 		b.first = q.next
@@ -152,7 +152,7 @@ func (b *backlog) pop() waiting {
 	}
 	q := b.first
 	w := q.messages[q.first]
-	q.messages[q.first] = waiting{}
+	q.messages[q.first] = waitingMessage{}
 	q.first++
 	q.cost -= w.cost()
 	q.deficit -= w.cost()

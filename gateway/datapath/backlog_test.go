@@ -15,8 +15,8 @@ import (
 	"github.com/isthmus-net/isthmus/natengine"
 )
 
-// from returns a message of size octets that belongs to peer n; 0: to no peer.
-func from(n byte, size int) []byte {
+// messageFrom returns a message of size octets that belongs to peer n; 0: to no peer.
+func messageFrom(n byte, size int) []byte {
 	m := make([]byte, size)
 	m[0] = n
 	return m
@@ -27,13 +27,13 @@ func TestBacklogMessageWaitsAtMostOneTurnOfEachOtherPeer(t *testing.T) {
 	var b datapath.Backlog
 	for range 20_000 {
 		for peer := range byte(floods + 1) {
-			b.Push(from(peer, 64))
+			b.Push(messageFrom(peer, 64))
 		}
 	}
 	for range 100 {
 		b.Pop()
 	}
-	b.Push(from(200, 1452))
+	b.Push(messageFrom(200, 1452))
 	cost := 0
 	for m := b.Pop(); m[0] != 200; m = b.Pop() {
 		cost += len(m) + datapath.MessageCost
@@ -51,7 +51,7 @@ func TestBacklogSharesTimeByMessageCost(t *testing.T) {
 	got := map[byte]int{}
 	for range 50_000 {
 		for peer, size := range sizes {
-			b.Push(from(peer, size))
+			b.Push(messageFrom(peer, size))
 		}
 		m := b.Pop()
 		got[m[0]] += len(m) + datapath.MessageCost
@@ -90,7 +90,7 @@ func TestTheBacklogKeepsOrderAndBounds(t *testing.T) {
 			pop()
 			continue
 		}
-		m := from(byte(rng.IntN(12)), 5+rng.IntN(1500))
+		m := messageFrom(byte(rng.IntN(12)), 5+rng.IntN(1500))
 		binary.BigEndian.PutUint32(m[1:], i)
 		peer := m[0]
 		limit := datapath.UnknownLimit
@@ -121,8 +121,8 @@ type arrival struct {
 	from conn.Endpoint
 }
 
-// socket simulates a socket in which all batches wait, one after the other. It is closed after
-// the last one.
+// socket returns the receive function of a simulated socket, in which all batches wait, one after
+// the other. The socket closes after the last batch.
 func socket(batches [][]arrival) func(*bind.Batch, bool) error {
 	return func(b *bind.Batch, wait bool) error {
 		if len(batches) == 0 {
@@ -144,9 +144,9 @@ func socket(batches [][]arrival) func(*bind.Batch, bool) error {
 	}
 }
 
-// flooded lets end b receive batches that each have 300 messages of a flood and one message of a.
-// For each message of a, it returns the number of flood messages that were handled before it.
-func flooded(t *testing.T, b, a *end, batches int, flood func() arrival) (before []int) {
+// messagesBefore makes end b receive batches that each have 300 messages of a flood and one message
+// of a. For each message of a, it returns the number of flood messages that were handled before it.
+func messagesBefore(t *testing.T, b, a *end, batches int, flood func() arrival) (before []int) {
 	t.Helper()
 	all := make([][]arrival, batches)
 	rng, at := rand.New(rand.NewPCG(1, 2)), b.wire.Endpoint(a.place)
@@ -174,7 +174,7 @@ func TestAPeerAboveItsRateDelaysOnlyItself(t *testing.T) {
 	inPair(t, func(t *testing.T, p *pair, a, b *end) {
 		c := p.third(t)
 		at, sent := b.wire.Endpoint(c.place), 0
-		before := flooded(t, b, a, 60, func() arrival {
+		before := messagesBefore(t, b, a, 60, func() arrival {
 			sent++
 			return arrival{c.Seal(b.key.public, numbered(podOf(2), podOf(1), 1, 60)), at}
 		})
@@ -197,8 +197,8 @@ func TestAPeerAboveItsRateDelaysOnlyItself(t *testing.T) {
 }
 
 // A host on the underlay reads the receiver index of a peer and sends junk with that index from
-// another address. This junk has a small queue of its own. Messages of the peer from a new
-// address are in the same queue until one of them is decrypted.
+// another address. The junk waits in the small queue for messages without a peer. Messages of the
+// peer from a new address wait there as well, until one of them is decrypted.
 func TestJunkWithTheIndexOfAPeerDoesNotAffectThatPeer(t *testing.T) {
 	inPair(t, func(t *testing.T, p *pair, a, b *end) {
 		bad, n := b.wire.Endpoint(netip.MustParseAddrPort("192.0.2.66:9999")), uint64(0)
@@ -208,7 +208,7 @@ func TestJunkWithTheIndexOfAPeerDoesNotAffectThatPeer(t *testing.T) {
 			m[20] ^= 1
 			return arrival{m, bad}
 		}
-		if before := flooded(t, b, a, 60, junk); len(before) != 60 {
+		if before := messagesBefore(t, b, a, 60, junk); len(before) != 60 {
 			t.Fatalf("%d messages of the honest peer arrived: want 60", len(before))
 		}
 		if n := b.state(t, "0").Drops(natengine.Inbound, natengine.DropReceiveQueue); n != 0 {
@@ -220,14 +220,15 @@ func TestJunkWithTheIndexOfAPeerDoesNotAffectThatPeer(t *testing.T) {
 			t.Errorf("%d counted as forged, %d as receive_queue: want %d together", forged, queue, n)
 		}
 		a.place = netip.MustParseAddrPort("192.0.2.77:4711") // a moves
-		if before := flooded(t, b, a, 200, junk); len(before) < 100 || b.Stats()[a.key.public].Endpoint != a.place {
+		if before := messagesBefore(t, b, a, 200, junk); len(before) < 100 || b.Stats()[a.key.public].Endpoint != a.place {
 			t.Errorf("%d messages arrived of a peer that has moved, and it is at %s for us", len(before), b.Stats()[a.key.public].Endpoint)
 		}
 	})
 }
 
 // Refused messages use no memory, even if a flooding peer mixes them with messages that wait.
-// Otherwise they would use up the slabs, and messages of other peers would wait in the socket.
+// Otherwise refused messages would use up the slabs, and messages of other peers would wait in the
+// socket.
 func TestRefusedMessagesUseNoMemory(t *testing.T) {
 	inPair(t, func(t *testing.T, p *pair, a, b *end) {
 		c := p.third(t)

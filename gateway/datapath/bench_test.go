@@ -12,8 +12,8 @@ import (
 	"github.com/isthmus-net/isthmus/internal/cputime"
 )
 
-// outShapes returns outbound traffic patterns by name: the packets that the link repeats, and how
-// many of them it returns before it has no more.
+// outShapes returns links by the name of an outbound traffic pattern. A link repeats its packets,
+// and pauses (ErrAgain) after a fixed number of them.
 func outShapes() map[string]*scriptLink {
 	shapes := map[string]*scriptLink{}
 	add := func(name string, every int, packets ...[]byte) {
@@ -168,7 +168,7 @@ func BenchmarkGateways(b *testing.B) {
 		}
 		return nil
 	})
-	pod, remote := from.pod, to.seen(to.pod)
+	pod, remote := from.pod, to.seenAddr(to.pod)
 	for _, tc := range []struct {
 		name    string
 		window  int // packets in flight
@@ -194,7 +194,7 @@ func BenchmarkGateways(b *testing.B) {
 					select {
 					case <-arrived:
 					case <-time.After(time.Second):
-						b.Fatalf("lost: %s", lost(network, from, to))
+						b.Fatalf("lost: %s", lossReport(network, from, to))
 					}
 				}
 			}

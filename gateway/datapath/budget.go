@@ -18,7 +18,7 @@ type budget struct {
 	addr   netip.Addr
 	source string // address and port of a source behind a relay; otherwise empty
 	proven bool
-	cookie bool // limits the cookies that we send; with proven, those that we send to addresses of peers
+	cookie bool // limits the cookies that we send: with proven to addresses of peers, without proven to all others
 
 	replies *device.Peer // limits cookie replies to our handshakes with this peer
 }
@@ -55,9 +55,9 @@ func (b *budgets) spend(k budget, now time.Time, every time.Duration, burst int)
 }
 
 // peersAt returns the number of peers at an address: the peers whose last authentic message came
-// from it. If there are none, it returns 1 if the address is the configured endpoint of a peer.
-// Anybody may send from the address of a relay. So for a relay the result is the number of peers
-// whose last message came from that address and port.
+// from it. An address from which no peer has sent, but which is the configured endpoint of a peer,
+// counts as one peer. Anybody may send from the address of a relay. So for a relay the result is
+// the number of peers whose last message came from that address and port.
 func (t *Tunnel) peersAt(source netip.AddrPort) (n int) {
 	if n = t.locations.atAddr(source.Addr()); n == 0 && t.peers.Load().byAddr[source.Addr()] != nil {
 		n = 1

@@ -12,12 +12,12 @@ import (
 	"github.com/isthmus-net/isthmus/natengine"
 )
 
-// silent is a Link that never has a packet.
-type silent struct{ Link }
+// silentLink is a Link that never has a packet.
+type silentLink struct{ Link }
 
-func (silent) MTU() int     { return 1440 }
-func (silent) Wake()        {}
-func (silent) Close() error { return nil }
+func (silentLink) MTU() int     { return 1440 }
+func (silentLink) Wake()        {}
+func (silentLink) Close() error { return nil }
 
 // After any changes, additions and removals of peers, an incrementally updated tunnel must equal
 // a new one that gets all peers at once.
@@ -33,7 +33,7 @@ func TestIncrementalTunnelChangesEqualAFullConfiguration(t *testing.T) {
 	}
 	states := engine.Peers()
 	open := func() *Tunnel {
-		tunnel := New(silent{}, bind.New(), engine, nil, Options{})
+		tunnel := New(silentLink{}, bind.New(), engine, nil, Options{})
 		t.Cleanup(func() { _ = tunnel.Close() })
 		return tunnel
 	}

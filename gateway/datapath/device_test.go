@@ -26,7 +26,8 @@ import (
 
 var self = netip.MustParseAddr("169.254.0.1")
 
-// rules returns our rules for a peer whose own pods use the same range as it sees our pods in.
+// rules returns our rules for a peer that uses 10.71.0.0/16 itself and also sees our pods in that
+// range.
 func rules(id string) natengine.Peer {
 	return natengine.Peer{
 		ID:             id,
@@ -211,8 +212,8 @@ func TestReadCompletesAPartialChecksum(t *testing.T) {
 	checkPacket(t, b.packet(0), podASee, podB)
 }
 
-// A pod with a tunnel of its own leaves the checksum of the inner packet to the device. The
-// kernel does so for VXLAN and IPIP, and a TUN with TUN_F_CSUM sees it.
+// A pod may have a tunnel of its own, with VXLAN or IPIP. Then its kernel leaves the checksum of
+// the inner packet incomplete, and a TUN with TUN_F_CSUM gets such packets.
 func TestReadCompletesTheChecksumInsideAPodsOwnTunnel(t *testing.T) {
 	inner := packettest.IP{Src: netip.MustParseAddr("192.168.1.1"), Dst: netip.MustParseAddr("192.168.1.2"), TTL: 64}
 	tcp := packettest.TCP{SrcPort: 1, DstPort: 2, Flags: packettest.ACK, Data: random(101)}
@@ -362,7 +363,7 @@ func TestReadAlsoWaitsForPacketsOfTheEndpoint(t *testing.T) {
 	}
 }
 
-// The engine must not be given the time at which the wait for a packet began.
+// The engine must get the time after Read has waited for a packet, not the time before.
 func TestReadPassesTheTimeAfterTheWaitToTheEngine(t *testing.T) {
 	synctest.Test(t, readAsksForTheTimeAfterEachWait)
 }

@@ -61,16 +61,16 @@ func (o *outbound) readInjected(b *batch) {
 		if n == 0 {
 			return
 		}
-		o.outbound(b, o.scratch[:n])
+		o.handlePacket(b, o.scratch[:n])
 	}
 }
 
 // parcels is a first-in, first-out queue of packets.
 type parcels struct {
-	some   atomic.Bool // the queue is not empty; lets most batches skip the lock
-	mu     sync.Mutex
-	all    [][]byte
-	octets int
+	nonEmpty atomic.Bool // lets most batches skip the lock
+	mu       sync.Mutex
+	all      [][]byte
+	octets   int
 }
 
 func (q *parcels) push(p []byte) bool {
@@ -81,14 +81,14 @@ func (q *parcels) push(p []byte) bool {
 	}
 	q.all = append(q.all, append([]byte(nil), p...))
 	q.octets += len(p)
-	q.some.Store(true)
+	q.nonEmpty.Store(true)
 	return true
 }
 
 // pop removes the oldest packet, copies it into p, and returns its length. It returns 0 if the
 // queue is empty.
 func (q *parcels) pop(p []byte) int {
-	if !q.some.Load() {
+	if !q.nonEmpty.Load() {
 		return 0
 	}
 	q.mu.Lock()
@@ -98,7 +98,7 @@ func (q *parcels) pop(p []byte) int {
 	q.all[0] = nil
 	if q.all = q.all[1:]; len(q.all) == 0 {
 		q.all = nil
-		q.some.Store(false)
+		q.nonEmpty.Store(false)
 	}
 	return n
 }

@@ -37,7 +37,7 @@ func TestDivertedPacketsCanBeReinjectedUnaltered(t *testing.T) {
 func TestDivertWaitsForPacketsInFlight(t *testing.T) {
 	for range 5 {
 		a, b := startGateways(t, &memlink.Network{}, plans[0], datapath.Options{})
-		p := plain(udp4(at(a.pod, 9), at(b.seen(b.pod), 9), make([]byte, 400)))
+		p := plain(udp4(at(a.pod, 9), at(b.seenAddr(b.pod), 9), make([]byte, 400)))
 		stop := make(chan struct{})
 		var flood sync.WaitGroup
 		for range 4 {
@@ -78,8 +78,8 @@ func TestDivertWaitsForPacketsInFlight(t *testing.T) {
 	}
 }
 
-// Packets wait for a tunnel that is not up yet. If there is no room for a packet, it is counted
-// as dropped.
+// Reinjected packets wait for a tunnel that is not up yet. If there is no room for a packet, it is
+// counted as dropped.
 func TestReinjectedPacketsWaitForTheTunnel(t *testing.T) {
 	engine := natengine.New(natengine.Config{})
 	tunnel := datapath.New(memlink.NewLink("mem", tunnelMTU), new(memlink.Network).Bind(self), engine, nil, datapath.Options{})

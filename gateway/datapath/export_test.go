@@ -22,7 +22,7 @@ const MaxInjected = maxInjected
 // Read and Write are the two halves of a Tunnel between link and engine, without encryption and
 // decryption.
 
-// Attach adds an in-process endpoint to the tunnel, whose Close will close it.
+// Attach adds an in-process endpoint to the tunnel. The tunnel's Close closes it as well.
 func (t *Tunnel) Attach(local *Local) {
 	t.local = local
 	local.attach(t.link.Wake, func() {})
@@ -45,7 +45,7 @@ type buffers struct {
 	n      int // number of full buffers
 }
 
-func (b *buffers) most() int { return len(b.bufs[0]) - b.offset - 31 }
+func (b *buffers) maxSize() int { return len(b.bufs[0]) - b.offset - 31 }
 
 func (b *buffers) take(_ *natengine.PeerState, p []byte) (more bool) {
 	b.sizes[b.n] = copy(b.bufs[b.n][b.offset:], p)
@@ -69,7 +69,7 @@ func (t *Tunnel) Write(bufs [][]byte, offset int) (int, error) {
 	for _, p := range t.peers.Load().byState {
 		from = p
 	}
-	if err := w.packets(from, w.bufs); err != nil {
+	if err := w.writePackets(from, w.bufs); err != nil {
 		return 0, err
 	}
 	return len(bufs), nil
@@ -94,39 +94,39 @@ func (t *Tunnel) Keypair(key [32]byte) *device.Keypair {
 	if p == nil {
 		return nil
 	}
-	return peerKeypairs.of(p.dev).Current()
+	return peerKeypairs.ptr(p.dev).Current()
 }
 
 // Unconfirmed reports whether there is a session with the peer that the peer has started and not
 // yet confirmed.
 func (t *Tunnel) Unconfirmed(key [32]byte) bool {
-	return keypairsNext.of(peerKeypairs.of(t.peer(key).dev)).Load() != nil
+	return keypairsNext.ptr(peerKeypairs.ptr(t.peer(key).dev)).Load() != nil
 }
 
 // Initiator reports whether this side started the session.
-func Initiator(k *device.Keypair) bool { return *keypairInitiator.of(k) }
+func Initiator(k *device.Keypair) bool { return *keypairInitiator.ptr(k) }
 
 // Created returns the creation time of a session.
-func Created(k *device.Keypair) time.Time { return *keypairCreated.of(k) }
+func Created(k *device.Keypair) time.Time { return *keypairCreated.ptr(k) }
 
 // SetNonce sets the next nonce of a session.
-func SetNonce(k *device.Keypair, n uint64) { keypairNonce.of(k).Store(n) }
+func SetNonce(k *device.Keypair, n uint64) { keypairNonce.ptr(k).Store(n) }
 
 // Seal returns a data message with the given content and the next nonce of the session.
 func (t *Tunnel) Seal(key [32]byte, content []byte) []byte {
 	k := t.Keypair(key)
-	return SealWith(k, keypairNonce.of(k).Add(1)-1, content)
+	return SealWith(k, keypairNonce.ptr(k).Add(1)-1, content)
 }
 
 // SealWith returns a data message with the given nonce and content.
 func SealWith(k *device.Keypair, counter uint64, content []byte) []byte {
 	m := make([]byte, headerLen, headerLen+len(content)+tagLen)
 	binary.LittleEndian.PutUint32(m, device.MessageTransportType)
-	binary.LittleEndian.PutUint32(m[4:], *keypairRemote.of(k))
+	binary.LittleEndian.PutUint32(m[4:], *keypairRemote.ptr(k))
 	binary.LittleEndian.PutUint64(m[8:], counter)
 	var nonce [12]byte
 	binary.LittleEndian.PutUint64(nonce[4:], counter)
-	return (*keypairSend.of(k)).Seal(m, nonce[:], content, nil)
+	return (*keypairSend.ptr(k)).Seal(m, nonce[:], content, nil)
 }
 
 // Initiation returns a valid handshake initiation.
@@ -198,7 +198,7 @@ func (t *Tunnel) WithoutFinalizers() {
 	}
 }
 
-// WithoutFinalizers does the same for one peer.
+// WithoutFinalizers removes the finalizer of one peer.
 func WithoutFinalizers(p *device.Peer) {
 	for _, name := range []string{"inbound", "outbound"} {
 		f := reflect.ValueOf(p).Elem().FieldByName("queue").FieldByName(name)
@@ -231,7 +231,7 @@ func (b *Backlog) Push(m []byte) bool {
 		p = new(peer)
 		b.peers[int(m[0])] = p
 	}
-	return b.b.push(p, waiting{m, nil, &b.slab})
+	return b.b.push(p, waitingMessage{m, nil, &b.slab})
 }
 
 func (b *Backlog) Pop() []byte { return b.b.pop().b }
@@ -317,7 +317,7 @@ func (t *Tunnel) Replay(key [32]byte) Replay { return Replay{t.peer(key), t.Keyp
 func (r Replay) First(counter uint64) bool {
 	in := newInbound(r.p.t)
 	in.run.messages = []message{{b: make([]byte, headerLen+1), counter: counter, from: endpointOf(r.p.dev)}}
-	from, _ := in.first(r.p, r.k)
+	from, _ := in.refuseReplays(r.p, r.k)
 	return from != nil
 }
 

@@ -87,8 +87,8 @@ type side struct {
 	pod, pod2, node, external, self netip.Addr // addresses in this cluster
 }
 
-// seen returns an address of this cluster as the other cluster sees it.
-func (s *side) seen(a netip.Addr) netip.Addr {
+// seenAddr returns an address of this cluster as the other cluster sees it.
+func (s *side) seenAddr(a netip.Addr) netip.Addr {
 	for _, e := range s.rules.Endpoints {
 		if e.Real == a {
 			return e.Seen
@@ -208,8 +208,8 @@ func checkHealthy(t *testing.T, sides ...*side) {
 	}
 }
 
-// lost describes all packets that were dropped anywhere; "" if there are none.
-func lost(network *memlink.Network, sides ...*side) string {
+// lossReport describes all packets that were dropped anywhere; "" if there are none.
+func lossReport(network *memlink.Network, sides ...*side) string {
 	var out []string
 	add := func(what string, n uint64) {
 		if n > 0 {
@@ -271,7 +271,7 @@ func transfer(ctx context.Context, client *side, from netip.Addr, server *side, 
 		}
 		served <- end{c, err}
 	}()
-	c, err := client.host.DialTCP(ctx, from, netip.AddrPortFrom(server.seen(to), port))
+	c, err := client.host.DialTCP(ctx, from, netip.AddrPortFrom(server.seenAddr(to), port))
 	if err != nil {
 		return fmt.Errorf("dial: %w", err)
 	}
@@ -334,7 +334,7 @@ func TestTwoGatewaysCarryTCPUnaltered(t *testing.T) {
 				}
 			}
 			// b receives every octet that a has sent through the tunnel.
-			if l := lost(network, a, b); l != "" {
+			if l := lossReport(network, a, b); l != "" {
 				t.Logf("lost on the way and sent again by TCP: %s", l)
 			} else {
 				var ap, ab, bp, bb uint64
@@ -470,7 +470,7 @@ func echoUDP(client *side, from netip.Addr, server *side, dst netip.Addr, n int,
 		return err
 	}
 	defer c.Close()
-	to := udpAddr(netip.AddrPortFrom(server.seen(dst), port).String())
+	to := udpAddr(netip.AddrPortFrom(server.seenAddr(dst), port).String())
 	got := make([]byte, 2000)
 	for i := range n {
 		want := random(1 + i*27%1390)
@@ -492,8 +492,8 @@ func echoUDP(client *side, from netip.Addr, server *side, dst netip.Addr, n int,
 	return nil
 }
 
-// The configured endpoint of a peer is refused, so nothing is sent there. Once the peer itself
-// sends from that address, its key proves that it is there.
+// If the configured endpoint of a peer is refused, the gateway sends nothing there until the peer
+// sends from that address. Then the peer's key proves that the peer is there.
 func TestNothingIsSentToARefusedEndpointUntilThePeerUsesIt(t *testing.T) {
 	a, b := startGateways(t, &memlink.Network{}, plans[0], datapath.Options{})
 	at := func() netip.AddrPort { return a.tunnel.Stats()[a.peer.Key].Endpoint }
@@ -533,12 +533,12 @@ func pings(t *testing.T, a, b *side) {
 		s        *side
 		from, to netip.Addr
 	}{
-		{"pod to pod", a, a.pod, b.seen(b.pod)},
-		{"and back", b, b.pod, a.seen(a.pod)},
-		{"node to pod", a, a.node, b.seen(b.pod2)},
-		{"pod to external endpoint", a, a.pod2, b.seen(b.external)},
-		{"pod to the gateway's endpoint", a, a.pod, b.seen(b.self)},
-		{"node to the gateway's endpoint", b, b.node, a.seen(a.self)},
+		{"pod to pod", a, a.pod, b.seenAddr(b.pod)},
+		{"and back", b, b.pod, a.seenAddr(a.pod)},
+		{"node to pod", a, a.node, b.seenAddr(b.pod2)},
+		{"pod to external endpoint", a, a.pod2, b.seenAddr(b.external)},
+		{"pod to the gateway's endpoint", a, a.pod, b.seenAddr(b.self)},
+		{"node to the gateway's endpoint", b, b.node, a.seenAddr(a.self)},
 	} {
 		if _, err := tc.s.host.Ping(ctx, tc.from, tc.to, random(1000)); err != nil {
 			t.Errorf("%s: %v", tc.name, err)
@@ -554,7 +554,7 @@ func bigPings(t *testing.T, a, b *side) {
 	ctx, cancel := context.WithTimeout(context.Background(), 2*time.Minute)
 	defer cancel()
 	for _, from := range []netip.Addr{a.pod, a.node} { // translated statelessly, and by NAPT
-		for _, to := range []netip.Addr{b.seen(b.pod), b.seen(b.external), b.seen(b.self)} {
+		for _, to := range []netip.Addr{b.seenAddr(b.pod), b.seenAddr(b.external), b.seenAddr(b.self)} {
 			if _, err := a.host.Ping(ctx, from, to, random(5000)); err != nil {
 				t.Errorf("%v -> %v: %v", from, to, err)
 			}
@@ -577,7 +577,7 @@ func connectionCheck(t *testing.T, a, b *side) {
 			theirs.Send(bytes.Replace(m, []byte("PING"), []byte("PONG"), 1), from, 0)
 		}
 	}()
-	to := netip.AddrPortFrom(b.seen(b.self), 12345)
+	to := netip.AddrPortFrom(b.seenAddr(b.self), 12345)
 	if err := ours.Send([]byte("PING"), to, 0); err != nil {
 		t.Fatal(err)
 	}
@@ -639,14 +639,14 @@ func TestRuleChangeInTheMiddleOfATransferLosesNothing(t *testing.T) {
 		}
 		wg.Go(func() { // UDP: a lost datagram is not sent again
 			if err := echoUDP(a, a.node, b, b.pod, 300, false, nil); err != nil {
-				t.Errorf("UDP: %v; lost: %s", err, lost(network, a, b))
+				t.Errorf("UDP: %v; lost: %s", err, lossReport(network, a, b))
 			}
 		})
 		wg.Wait()
 	}
 	close(stop)
 	changing.Wait()
-	t.Logf("%d rule changes; lost: %s", changes.Load(), lost(network, a, b))
+	t.Logf("%d rule changes; lost: %s", changes.Load(), lossReport(network, a, b))
 	for _, s := range []*side{a, b} {
 		for _, dir := range []natengine.Direction{natengine.Outbound, natengine.Inbound} {
 			for _, d := range natengine.Drops() {
@@ -680,7 +680,7 @@ func TestTwoGatewaysCoalesceUDPIfEnabled(t *testing.T) {
 	}
 	defer s.Close()
 	const n = 300
-	to := netip.AddrPortFrom(b.seen(b.pod), 7)
+	to := netip.AddrPortFrom(b.seenAddr(b.pod), 7)
 	got, buf := 0, make([]byte, 2000)
 	for i := 0; i < n; i += 20 {
 		for j := range 20 {

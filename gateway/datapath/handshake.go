@@ -34,16 +34,17 @@ import (
 
 const (
 	// knownHandshakes and otherHandshakes are the capacities of the two stacks. The first one holds
-	// one handshake each of a thousand peers, which may all start at once when this gateway returns.
+	// a handshake from each of a thousand peers, because all of them may start at once when this
+	// gateway returns.
 	knownHandshakes = 1024
 	otherHandshakes = 512
 	// At most one in cookieShare places of a stack holds a message whose sender only gets a cookie.
 	cookieShare = 4
-	// handshakeBatch is the number of messages that the device receives at once. It has a buffer of
-	// 64 KiB for each.
+	// handshakeBatch is the number of messages that the device receives at once. The device has a
+	// buffer of 64 KiB for each message.
 	handshakeBatch = 16
-	// deviceHandshakes is the number of messages waiting in the device above which it gets no more.
-	// The device answers them in order of arrival, and demands cookies if 128 wait.
+	// If more than deviceHandshakes messages wait in the device, the device gets no further ones.
+	// It answers messages in order of arrival, and would demand cookies if 128 of them waited.
 	deviceHandshakes = 16
 	// devicePause is the interval at which the length of the device's queue is checked while it is
 	// above deviceHandshakes.
@@ -63,12 +64,12 @@ const (
 	strangerEvery, strangerBurst = time.Second / 200, 100
 	provenEvery, provenBurst     = time.Second / 20, 20
 	guestEvery, guestBurst       = time.Second / 500, 200
-	// Anybody can request cookies, so these have budgets, too.
+	// Anybody can request cookies, so cookies have budgets, too.
 	cookieEvery, cookieBurst = time.Second / 10_000, 200
 
 	// movePause is the minimum time between two moves of a peer to another address. It is the time
 	// in which a budget fills. So a peer that sends from many addresses can use only two budgets:
-	// that of one of them and that of its configured address.
+	// that of one of these addresses and that of its configured address.
 	movePause = knownBurst * knownEvery
 
 	// maxBudgets is the maximum number of budgets of sources without a peer.
@@ -82,8 +83,9 @@ const (
 // called concurrently.
 type Wire interface {
 	// Listen opens a port; 0 means any free one. It returns a receive function for each of its
-	// sockets, and the port. A receive function appends the waiting datagrams to b; with wait, it
-	// first waits for one. Only one goroutine may call it. It returns net.ErrClosed after Close.
+	// sockets, and the port. A receive function appends the waiting datagrams to b. If wait is set
+	// and no datagram waits, it waits for one. Only one goroutine may call the same receive
+	// function. After Close the functions return net.ErrClosed.
 	Listen(port uint16) ([]func(b *bind.Batch, wait bool) error, uint16, error)
 	// Close closes the sockets that Listen opened. Listen may be called again.
 	Close() error
@@ -176,8 +178,8 @@ func (h *handshakes) refuse(m []byte, from conn.Endpoint, why natengine.Drop) {
 	}
 }
 
-// next returns a queued message, preferring those of known sources. With wait it waits for one.
-// ok is false if there is none, or if the wire is closed.
+// next returns a queued message, preferring those of known sources. With wait, it waits for a
+// message. ok is false if no message is queued or the wire is closed.
 func (h *handshakes) next(closed <-chan struct{}, wait bool) (m handshake, ok bool) {
 	for {
 		if m, ok = h.known.pop(); ok {
@@ -195,8 +197,8 @@ func (h *handshakes) next(closed <-chan struct{}, wait bool) (m handshake, ok bo
 	}
 }
 
-// receive fills bufs with messages for the device. It waits only for the first one. To the sender
-// of an unproven message it sends a cookie instead.
+// receive fills bufs with messages for the device. It waits only for the first message. An unproven
+// message does not go to the device: receive sends a cookie to its sender.
 func (h *handshakes) receive(closed <-chan struct{}, bufs [][]byte, sizes []int, eps []conn.Endpoint) (int, error) {
 	for handshakesWaiting(h.identity.dev) > deviceHandshakes {
 		select {
@@ -221,7 +223,7 @@ func (h *handshakes) receive(closed <-chan struct{}, bufs [][]byte, sizes []int,
 		if h.forgot(m.b[:m.n]) {
 			continue
 		}
-		h.choose(m.b[:m.n])
+		h.chooseKey(m.b[:m.n])
 		sizes[n], eps[n] = copy(bufs[n], m.b[:m.n]), m.from
 		if n++; n == len(bufs) {
 			return n, nil
@@ -233,9 +235,9 @@ func (h *handshakes) receive(closed <-chan struct{}, bufs [][]byte, sizes []int,
 // not. peers is the number of peers at the source address. If the message exceeds its budget,
 // unproven reports whether its sender gets a cookie.
 //
-// A cookie reply carries no MAC. So it must refer to an initiation of ours, and uses a budget of
-// that peer. If it used the budget of its source address, somebody who forges that address could
-// keep the peer's cookies from us.
+// A cookie reply carries no MAC. So admit accepts it only if it refers to an initiation of ours,
+// and charges the peer to which we sent that initiation. If admit charged the source address
+// instead, somebody who forges that address could keep the peer's cookies from us.
 func (h *handshakes) admit(m []byte, from conn.Endpoint, peers int, now time.Time) (why natengine.Drop, unproven bool) {
 	t, checker := h.t, h.identity.checker.Load()
 	if m[0] == device.MessageCookieReplyType {
@@ -285,12 +287,11 @@ func (h *handshakes) admit(m []byte, from conn.Endpoint, peers int, now time.Tim
 	return natengine.DropHandshakeQueue, false
 }
 
-// noMAC2 is the second MAC of a message that was made without a cookie, as most messages of a
-// flood are.
+// noMAC2 is the mac2 of a message that was made without a cookie.
 var noMAC2 [16]byte
 
-// sendCookie answers a message with a cookie. If the cookie is lost, the sender will send another
-// message.
+// sendCookie answers a message with a cookie. It ignores errors, because the sender repeats the
+// message if no cookie arrives.
 func (h *handshakes) sendCookie(msg *handshake) {
 	m := msg.b[:msg.n]
 	reply, err := h.identity.checker.Load().CreateReply(m, binary.LittleEndian.Uint32(m[4:]), msg.from.DstToBytes())
@@ -342,7 +343,7 @@ func (h *handshakes) Send(bufs [][]byte, to conn.Endpoint) error {
 	err := h.t.wire.Send(bufs, to)
 	if err != nil && alone {
 		if p := h.peerOf(m); p != nil {
-			p.fail(err, time.Now())
+			p.recordFailure(err, time.Now())
 		}
 	}
 	return err
@@ -359,20 +360,21 @@ func (h *handshakes) peerOf(m []byte) *peer {
 	return nil
 }
 
-// observe handles a message that the device sends: it updates the timers of the peer's data. If
-// there may be a new session, it wakes the goroutine that sends waiting packets.
+// observe updates the timers of a peer for a message that the device sends. If there may be a new
+// session, it wakes the goroutine that sends waiting packets.
 func (h *handshakes) observe(messageType uint32, m []byte, to conn.Endpoint) {
 	switch messageType {
 	case device.MessageTransportType:
-		// Among other things, the device sends a keepalive after a response to our initiation.
+		// The device sends a keepalive, for example, when it has received the response to our
+		// initiation.
 		if len(m) == device.MessageKeepaliveSize {
-			h.t.lookSoon()
+			h.t.recheckSoon()
 		}
 	case device.MessageCookieReplyType:
-		h.t.answered(binary.LittleEndian.Uint32(m[4:]), to)
+		h.t.recordAnswer(binary.LittleEndian.Uint32(m[4:]), to)
 	case device.MessageInitiationType, device.MessageResponseType:
 		if messageType == device.MessageResponseType {
-			h.t.answered(binary.LittleEndian.Uint32(m[8:]), to)
+			h.t.recordAnswer(binary.LittleEndian.Uint32(m[8:]), to)
 		}
 		p := h.peerOf(m)
 		if p == nil {
@@ -380,10 +382,10 @@ func (h *handshakes) observe(messageType uint32, m []byte, to conn.Endpoint) {
 		}
 		index := binary.LittleEndian.Uint32(m[4:])
 		if messageType == device.MessageResponseType {
-			p.preshared.responded(index)
-			p.called.Store(&called{to, time.Now()})
+			p.preshared.recordResponse(index)
+			p.initiated.Store(&answeredInitiation{to, time.Now()})
 		}
-		p.sentAny()
+		p.recordAnySent()
 		h.crossings.Lock()
 		defer h.crossings.Unlock()
 		if messageType == device.MessageInitiationType {
@@ -391,7 +393,7 @@ func (h *handshakes) observe(messageType uint32, m []byte, to conn.Endpoint) {
 			p.begun = initiation{index, time.Now()}
 			return
 		}
-		p.receivedAny() // the device responds only to authentic initiations
+		p.recordAnyReceived() // the device responds only to authentic initiations
 		p.answers.Add(1)
 		p.answered.Store(h.t.stamp(time.Now()))
 		if time.Since(p.begun.at) < device.RekeyTimeout {
@@ -414,8 +416,8 @@ func (h *handshakes) forgot(m []byte) bool {
 		return false
 	}
 	delete(h.forgotten, index)
-	p.preshared.crossed()
-	p.crossed(time.Since(p.begun.at))
+	p.preshared.handleCrossing()
+	p.handleCrossing(time.Since(p.begun.at))
 	return true
 }
 

@@ -21,8 +21,8 @@ import (
 	"github.com/isthmus-net/isthmus/natengine"
 )
 
-// latencies are one-way latencies. One and a half round trips after the start of a handshake,
-// both sides may send.
+// latencies are one-way latencies. Both sides may send one and a half round trips after the start
+// of a handshake.
 var latencies = []time.Duration{100 * time.Microsecond, time.Millisecond, 30 * time.Millisecond, 75 * time.Millisecond, 150 * time.Millisecond}
 
 func TestCrossingHandshakesMakeASessionWithinASecond(t *testing.T) {
@@ -76,8 +76,8 @@ func crossing(t *testing.T, lower bool, latency time.Duration) {
 	}
 }
 
-// On a path with a longer latency than any real one, the session takes a number of round trips
-// instead of a second.
+// Even if the latency is longer than on any real path, the session is made within a few round
+// trips, not only after seconds.
 func TestCrossingHandshakesMakeASessionOnASlowPath(t *testing.T) {
 	for _, lower := range []bool{true, false} {
 		for _, latency := range []time.Duration{200 * time.Millisecond, 300 * time.Millisecond, 600 * time.Millisecond} {
@@ -101,8 +101,8 @@ func TestCrossingHandshakesMakeASessionOnASlowPath(t *testing.T) {
 	}
 }
 
-// An initiation that has not crossed another one is not repeated early: a's initiations were
-// lost, and the peer that is reachable again starts a handshake.
+// An initiation is repeated early only if it has crossed another one. Here a's initiations are
+// lost, and then b starts a handshake.
 func TestHandshakeThatDidNotCrossIsNotRepeatedEarly(t *testing.T) {
 	for _, lower := range []bool{true, false} {
 		t.Run(fmt.Sprintf("lower key %v", lower), func(t *testing.T) {
@@ -294,8 +294,8 @@ func (p *pair) floodFromElsewhere(t *testing.T, to *end) {
 	p.flood(t, to, func(m [][]byte) { _ = bad.Send(m, to.wire.Endpoint(to.place)) })
 }
 
-// cookied reports whether an initiation was made with a cookie.
-func cookied(m message) bool { return string(m.b[132:]) != string(make([]byte, 16)) }
+// hasCookie reports whether an initiation was made with a cookie.
+func hasCookie(m message) bool { return string(m.b[132:]) != string(make([]byte, 16)) }
 
 // A peer at its known address is answered at once while initiations from other addresses flood
 // the gateway.
@@ -356,7 +356,7 @@ func TestAKnownPeerBehindARelayReconnectsDuringAFlood(t *testing.T) {
 	}
 }
 
-// roam makes a peer of the end to send 40,000 initiations in ten seconds: 20 from each of 2,000
+// roam sends 40,000 initiations from e to the other end in ten seconds: 20 from each of 2,000
 // addresses. At each address it first sends a data message.
 func (e *end) roam(t *testing.T, to *end, nth func(i int) netip.AddrPort) {
 	t.Helper()
@@ -423,8 +423,8 @@ func TestRoamingPeerHasTheBudgetOfOneAddress(t *testing.T) {
 	}
 }
 
-// A peer at an unknown address connects with the help of a cookie. So does a peer whose address
-// is forged in a flood.
+// With a cookie, a peer at an unknown address connects during a flood, and so does a peer whose
+// address the flood forges.
 func TestPeerConnectsWithACookieDuringAFlood(t *testing.T) {
 	for _, forged := range []bool{false, true} {
 		t.Run(fmt.Sprintf("forged=%v", forged), func(t *testing.T) {
@@ -443,7 +443,7 @@ func TestPeerConnectsWithACookieDuringAFlood(t *testing.T) {
 				time.Sleep(rekeyTimeout + mostJitter + time.Second)
 				b.wants(t, 1)
 				list := a.wire.messages(initiations)
-				if len(list) != 2 || cookied(list[0]) || !cookied(list[1]) {
+				if len(list) != 2 || hasCookie(list[0]) || !hasCookie(list[1]) {
 					t.Errorf("%d initiations: want two, of which the second shows the cookie", len(list))
 				}
 				if n := b.drops(natengine.Inbound, natengine.DropHandshakeQueue); n < 1000 {
@@ -454,7 +454,8 @@ func TestPeerConnectsWithACookieDuringAFlood(t *testing.T) {
 	}
 }
 
-// provenFor is like initiationFor, with a valid cookie of the end to for a source.
+// provenFor is like initiationFor, but the initiation carries the cookie that its receiver would
+// issue to the source from.
 func provenFor(to *end, n uint32, from conn.Endpoint) []byte {
 	m := initiationFor(to.key.public, n)
 	var g device.CookieGenerator
@@ -465,8 +466,8 @@ func provenFor(to *end, n uint32, from conn.Endpoint) []byte {
 	return m
 }
 
-// Several peers share an address. A host behind that address uses many ports, and gets a cookie
-// for each of them.
+// Several peers share an address. A host behind that address uses many ports, and gets a cookie for
+// each port.
 func TestPortsOfOneAddressShareOneBudget(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		p := newPair(t, orderedKeys(true))
@@ -508,7 +509,7 @@ func TestCookieRepliesHaveTheBudgetOfHandshakes(t *testing.T) {
 		time.Sleep(2 * time.Second) // the budget is full again after the first handshake
 		const n = 5000
 		r := datapath.NewReceiver(b.Tunnel)
-		for i := range uint32(1000) { // a host that forges a's address sends them; they use no budget of cookie replies
+		for i := range uint32(1000) { // a host that forges a's address sends these; they must not use the budget of cookie replies
 			r.Receive([][]byte{initiationFor(b.key.public, i)}, b.wire.Endpoint(a.place))
 		}
 		before := b.drops(natengine.Inbound, natengine.DropHandshakeQueue)
@@ -552,7 +553,7 @@ func TestEachRefusedHandshakeIsCounted(t *testing.T) {
 		var g device.CookieGenerator
 		g.Init(b.key.public)
 		g.AddMacs(response)
-		b.tell(t, s, initiationFor(a.key.public, 1), initiationFor(b.key.public, 2), response)
+		b.sendFrom(t, s, initiationFor(a.key.public, 1), initiationFor(b.key.public, 2), response)
 		for reason, want := range map[natengine.Drop]uint64{natengine.DropHandshakeKey: 1, natengine.DropHandshakeRefused: 2} {
 			if n := b.drops(natengine.Inbound, reason); n != want {
 				t.Errorf("%d counted as %s: want %d", n, reason, want)
@@ -564,9 +565,9 @@ func TestEachRefusedHandshakeIsCounted(t *testing.T) {
 	})
 }
 
-// A peer is known at its configured address and at the address where it was last heard. After its
-// removal it is known nowhere. It moves at most once in two seconds. Behind a relay, it is known
-// only at its own port.
+// A peer has a budget at its configured address and at the address where it was last heard, until
+// it is removed. It moves to another address at most once in two seconds. Behind a relay, it has a
+// budget only at its own port.
 func TestAPeerIsKnownAtItsConfiguredAndLastAddress(t *testing.T) {
 	inPair(t, func(t *testing.T, p *pair, a, b *end) {
 		elsewhere := netip.MustParseAddr("192.0.2.66")
@@ -691,8 +692,8 @@ func TestTheQueueOfKnownHandshakesIsBoundedAndCounted(t *testing.T) {
 	}
 }
 
-// Handshakes that were made for another key, or that exceed the budget of their source, do not
-// take the place of one from a peer at another address.
+// Handshakes that were made for another key, or that exceed the budget of their source, do not take
+// the place of a handshake from a peer at another address.
 func TestForgedHandshakesDisplaceNoHandshakeOfAPeer(t *testing.T) {
 	victim, honest, elsewhere := crowdAt(0), crowdAt(1), netip.MustParseAddrPort("192.0.2.66:1")
 	key, ours := [32]byte{1}, [32]byte{}

@@ -7,8 +7,8 @@ import "sync"
 //
 // Under overload, a first-in first-out queue would be full of messages that are too old: a peer
 // without an answer starts again after RekeyTimeout, and then an answer to its earlier initiation
-// is worthless. If the device needed longer than that for a full queue, all its answers would be
-// worthless, and no peer would ever connect.
+// is worthless. If the device needed longer than RekeyTimeout for a full queue, all its answers
+// would be worthless, and no peer would ever connect.
 //
 // Methods may be called concurrently.
 type handshakeStack struct {
@@ -20,8 +20,8 @@ type handshakeStack struct {
 	n     int
 }
 
-func newHandshakeStack(most int) *handshakeStack {
-	return &handshakeStack{ready: make(chan struct{}, 1), ring: make([]handshake, most)}
+func newHandshakeStack(size int) *handshakeStack {
+	return &handshakeStack{ready: make(chan struct{}, 1), ring: make([]handshake, size)}
 }
 
 // push adds a message. If the stack is full, it drops the oldest one. An unproven message may use

@@ -84,7 +84,7 @@ func (w *countingWire) Send(bufs [][]byte, _ conn.Endpoint) error {
 // a flood.
 func TestAHandshakeWaitsForAtMostOneCookie(t *testing.T) {
 	wire := &countingWire{Wire: bind.New()}
-	tunnel := New(silent{}, wire, natengine.New(natengine.Config{}), nil, Options{})
+	tunnel := New(silentLink{}, wire, natengine.New(natengine.Config{}), nil, Options{})
 	defer tunnel.Close()
 	h, from := tunnel.current().bind, wire.Endpoint(netip.MustParseAddrPort("192.0.2.66:1"))
 	initiation := handshake{from: from, n: device.MessageInitiationSize}

@@ -95,7 +95,7 @@ func TestEachBadMessageIsCountedOnceWithItsReason(t *testing.T) {
 				p.third(t)
 				s := p.stranger(t, "192.0.2.66")
 				for i := range kind.n {
-					b.tell(t, s, kind.from(a, i))
+					b.sendFrom(t, s, kind.from(a, i))
 				}
 				var n uint64
 				if kind.known {
@@ -124,7 +124,7 @@ func TestAReplayedMessageIsRefusedFromAnyAddress(t *testing.T) {
 		again := func() {
 			t.Helper()
 			for _, m := range recorded {
-				b.tell(t, s, m.b, m.b)
+				b.sendFrom(t, s, m.b, m.b)
 				if err := s.Send([][]byte{m.b}, b.wire.Endpoint(netip.MustParseAddrPort("[2001:db8::2]:5871"))); err != nil {
 					t.Fatal(err) // this message went to b's other socket
 				}
@@ -159,7 +159,7 @@ func TestForgedMessagesDoNotMoveTheReplayWindow(t *testing.T) {
 		for n := range 100 {
 			m := datapath.SealWith(a.session(), uint64(1<<50+n*10000), numbered(a.from, a.to, 9, 100))
 			m[len(m)-1] ^= 0x80
-			b.tell(t, s, m)
+			b.sendFrom(t, s, m)
 		}
 		a.send(t, 1)
 		b.wants(t, 1)
@@ -180,7 +180,7 @@ func TestReplayWindowAcceptsEightThousandMessagesInAnyOrder(t *testing.T) {
 		b.on = func(number uint32) { counts[number]++ }
 		for range 3 {
 			for i := 0; i < n; i += 100 {
-				b.tell(t, s, messages[i:i+100]...)
+				b.sendFrom(t, s, messages[i:i+100]...)
 			}
 		}
 		for i := range uint32(n) {
@@ -192,7 +192,7 @@ func TestReplayWindowAcceptsEightThousandMessagesInAnyOrder(t *testing.T) {
 			t.Errorf("%d counted as replayed: want %d", d, 2*n)
 		}
 		old := datapath.SealWith(a.session(), 1<<20, numbered(podOf(0), a.to, 1<<20, 60))
-		b.tell(t, s, old, datapath.SealWith(a.session(), 1<<20-8128, numbered(podOf(0), a.to, 1, 60)), datapath.SealWith(a.session(), 1<<20-8129, numbered(podOf(0), a.to, 2, 60)))
+		b.sendFrom(t, s, old, datapath.SealWith(a.session(), 1<<20-8128, numbered(podOf(0), a.to, 1, 60)), datapath.SealWith(a.session(), 1<<20-8129, numbered(podOf(0), a.to, 2, 60)))
 		if counts[1<<20] != 1 || counts[1] != 2 || counts[2] != 1 {
 			t.Error("the window has another size than 8128")
 		}
@@ -228,9 +228,9 @@ func TestAPacketWithAnotherPeersSourceIsDropped(t *testing.T) {
 				}
 				own, foreign, dst := netip.MustParseAddr(tc.own), netip.MustParseAddr(tc.foreign), netip.MustParseAddr(tc.dst)
 				s := p.stranger(t, "192.0.2.66")
-				b.tell(t, s, a.Seal(b.key.public, numbered(own, dst, 1, 100)), c.Seal(b.key.public, numbered(foreign, dst, 2, 100)))
+				b.sendFrom(t, s, a.Seal(b.key.public, numbered(own, dst, 1, 100)), c.Seal(b.key.public, numbered(foreign, dst, 2, 100)))
 				b.wants(t, 1, 2)
-				b.tell(t, s, a.Seal(b.key.public, numbered(foreign, dst, 3, 100)), c.Seal(b.key.public, numbered(own, dst, 4, 100)))
+				b.sendFrom(t, s, a.Seal(b.key.public, numbered(foreign, dst, 3, 100)), c.Seal(b.key.public, numbered(own, dst, 4, 100)))
 				b.wants(t)
 				for _, id := range []string{"0", "2"} {
 					if n := b.state(t, id).Drops(natengine.Inbound, natengine.DropSource); n != 1 {
@@ -246,8 +246,7 @@ func TestAPacketWithAnotherPeersSourceIsDropped(t *testing.T) {
 }
 
 // A range moves from one peer to another while packets of the first peer arrive. Each packet is
-// checked either against the old rules or against the new ones, never with the key of one and the
-// rules of the other.
+// checked against the old rules or against the new ones, and never against a mixture of both.
 func TestAMovingRangeIsNeverCheckedAgainstMixedRules(t *testing.T) {
 	p := newPair(t, orderedKeys(true))
 	a, b := p.ends[0], p.ends[1]
@@ -334,7 +333,7 @@ func TestFloodOfOnePeerDoesNotAffectAnother(t *testing.T) {
 					for j := range flood / 100 {
 						batch = append(batch, kind.from(c, i*flood/100+j))
 					}
-					b.tell(t, s, batch...)
+					b.sendFrom(t, s, batch...)
 					time.Sleep(time.Second / 100)
 				}
 				b.wants(t, want...)
@@ -457,7 +456,7 @@ func FuzzReceive(f *testing.F) {
 	var delivered atomic.Uint64
 	b.link.OnReceive(func([][]byte) error { delivered.Add(1); return nil })
 	r, from := datapath.NewReceiver(b.Tunnel), b.wire.Endpoint(a.place)
-	// octets are messages, each preceded by its length. If its bit in seal is set, a message is
+	// octets are messages, each preceded by its length. A message whose bit in seal is set is
 	// encrypted as the content of a data message.
 	f.Fuzz(func(t *testing.T, octets []byte, seal uint8) {
 		var batch [][]byte

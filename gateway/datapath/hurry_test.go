@@ -7,8 +7,8 @@ import (
 )
 
 // The first handshakes of a gateway that has just become active get lost while a Service still
-// sends to the previous gateway. If packets wait, the gateway repeats the handshake earlier than
-// the device, which would repeat it after five seconds.
+// sends to the previous gateway. If packets wait, the gateway repeats the handshake soon. The
+// device by itself would repeat it only after five seconds.
 func TestALostHandshakeIsRetriedSoonForWaitingPackets(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		p := newPair(t, orderedKeys(true))

@@ -23,7 +23,7 @@ import (
 // Each key of ours is an identity with a device of its own, because a device has only one static
 // key. All identities share the socket. A handshake message belongs to the identity for whose
 // public key its mac1 was made. Any other message belongs to the device that knows the receiver
-// index. Two devices choose the same index only once in 2^32.
+// index. The probability that two devices choose the same index is 2^-32.
 //
 // So several peers, of different devices, may correspond to one peer of the engine. The one with
 // the newest session encrypts.
@@ -181,11 +181,11 @@ func (t *Tunnel) replace(private [32]byte) error {
 		return fmt.Errorf("private key: %w", err)
 	}
 	t.withdraw()
-	// If a peer has our own public key, SetPrivateKey removes that peer. While doing so it holds the
-	// lock of its key and waits for the peer's timers, which may in turn wait for that lock. So such
-	// peers are removed before.
+	// If a peer has our own public key, SetPrivateKey removes that peer. Meanwhile SetPrivateKey
+	// holds the lock of its key and waits for the timers of the peer, and these may wait for the
+	// same lock. So remove such peers first, to avoid the deadlock.
 	own := t.current()
-	t.keep(func(p *peer) bool { return !p.retired.Load() && p.key != device.NoisePublicKey(public) })
+	t.filterPeers(func(p *peer) bool { return !p.retired.Load() && p.key != device.NoisePublicKey(public) })
 	return own.setPrivate(private, [32]byte(public))
 }
 
@@ -214,7 +214,7 @@ func (t *Tunnel) prepare(private [32]byte) error {
 			t.options.Logger.Errorf("peer %s: %v", state.ID(), err)
 			continue
 		}
-		table.byDevice[q.dev], table.also[state] = q, append(slices.Clone(table.also[state]), q)
+		table.byDevice[q.dev], table.siblings[state] = q, append(slices.Clone(table.siblings[state]), q)
 	}
 	t.publish(table)
 	for _, p := range table.byDevice {
@@ -242,7 +242,7 @@ func newTwin(id *identity, p *peer) (*peer, error) {
 	}
 	q := newPeer(id, p.state, p.key, dev, nil)
 	q.gateway.Store(p.gateway.Load())
-	q.preshared.set(p.preshared.wanted())
+	q.preshared.set(p.preshared.current())
 	if e := endpointOf(p.dev); e != nil {
 		dev.SetEndpointFromPacket(e)
 	}
@@ -255,7 +255,7 @@ func (t *Tunnel) withdraw() {
 	if ids.next == nil {
 		return
 	}
-	t.keep(func(p *peer) bool { return p.identity != ids.next })
+	t.filterPeers(func(p *peer) bool { return p.identity != ids.next })
 	t.ids.Store(&identities{current: ids.current})
 	ids.next.dev.Close()
 }
@@ -266,7 +266,7 @@ func (t *Tunnel) promote() {
 	ids := t.ids.Load()
 	old := t.peers.Load()
 	table := newPeerTable(len(old.byState))
-	for state, all := range old.also {
+	for state, all := range old.siblings {
 		for _, p := range all {
 			switch {
 			case p.identity == ids.current:
@@ -274,7 +274,7 @@ func (t *Tunnel) promote() {
 			case !p.retired.Load():
 				table.byState[state], table.addrs[p] = p, old.addrs[old.byState[state]]
 			default:
-				table.also[state] = append(table.also[state], p)
+				table.siblings[state] = append(table.siblings[state], p)
 			}
 			table.byDevice[p.dev] = p
 		}
@@ -283,14 +283,15 @@ func (t *Tunnel) promote() {
 	t.publish(table)
 	t.ids.Store(&identities{current: ids.next})
 	ids.current.dev.Close()
-	t.lookSoon()
+	t.recheckSoon()
 }
 
-// keep removes from the table all peers for which may returns false. The caller holds t.mu.
-func (t *Tunnel) keep(may func(p *peer) bool) {
+// filterPeers removes from the table all peers for which valid returns false. The caller holds
+// t.mu.
+func (t *Tunnel) filterPeers(valid func(p *peer) bool) {
 	table := t.peers.Load().clone()
 	for dev, p := range table.byDevice {
-		if may(p) {
+		if valid(p) {
 			continue
 		}
 		delete(table.byDevice, dev)
@@ -298,34 +299,35 @@ func (t *Tunnel) keep(may func(p *peer) bool) {
 			delete(table.byState, p.state)
 			delete(table.addrs, p)
 		}
-		table.without(p)
+		table.removeSibling(p)
 	}
 	t.publish(table)
 }
 
-// clone returns a copy of the table that may be modified, except for the slices in its field also.
+// clone returns a copy of the table. The caller may modify the copy, except for the slices in
+// siblings.
 func (t *peerTable) clone() *peerTable {
-	return &peerTable{byState: maps.Clone(t.byState), also: maps.Clone(t.also), byDevice: maps.Clone(t.byDevice),
+	return &peerTable{byState: maps.Clone(t.byState), siblings: maps.Clone(t.siblings), byDevice: maps.Clone(t.byDevice),
 		addrs: maps.Clone(t.addrs), byAddr: t.byAddr}
 }
 
-// without removes a peer from t.also.
-func (t *peerTable) without(p *peer) {
-	rest := slices.DeleteFunc(slices.Clone(t.also[p.state]), func(q *peer) bool { return q == p })
-	if t.also[p.state] = rest; len(rest) == 0 {
-		delete(t.also, p.state)
+// removeSibling removes a peer from t.siblings.
+func (t *peerTable) removeSibling(p *peer) {
+	rest := slices.DeleteFunc(slices.Clone(t.siblings[p.state]), func(q *peer) bool { return q == p })
+	if t.siblings[p.state] = rest; len(rest) == 0 {
+		delete(t.siblings, p.state)
 	}
 }
 
-// living returns the peers of a state that may start handshakes, which excludes retired ones. The
+// livePeers returns the peers of a state that are not retired, and so may start handshakes. The
 // caller owns the slice.
-func (t *peerTable) living(state *natengine.PeerState) []*peer {
+func (t *peerTable) livePeers(state *natengine.PeerState) []*peer {
 	p := t.byState[state]
 	if p == nil {
 		return nil
 	}
 	all := []*peer{p}
-	for _, q := range t.also[state] {
+	for _, q := range t.siblings[state] {
 		if !q.retired.Load() {
 			all = append(all, q)
 		}
@@ -333,59 +335,58 @@ func (t *peerTable) living(state *natengine.PeerState) []*peer {
 	return all
 }
 
-// newest returns the newest session that can encrypt for a peer, and the peer in the table that
-// has it. The keypair is nil if there is none.
-func (t *peerTable) newest(p *peer, now time.Time) (*peer, *device.Keypair) {
-	k := p.sending(now)
-	if len(t.also) == 0 {
+// newestSession returns the newest session that can encrypt for a peer, and the peer of the table
+// that has this session. The keypair is nil if no session can encrypt for p.
+func (t *peerTable) newestSession(p *peer, now time.Time) (*peer, *device.Keypair) {
+	k := p.sendingKeypair(now)
+	if len(t.siblings) == 0 {
 		return p, k
 	}
 	via := p
 	consider := func(q *peer) {
-		other := q.sending(now)
-		if other != nil && (k == nil || keypairCreated.of(other).After(*keypairCreated.of(k))) {
+		other := q.sendingKeypair(now)
+		if other != nil && (k == nil || keypairCreated.ptr(other).After(*keypairCreated.ptr(k))) {
 			via, k = q, other
 		}
 	}
 	if main := t.byState[p.state]; main != nil && main != p {
 		consider(main)
 	}
-	for _, q := range t.also[p.state] {
+	for _, q := range t.siblings[p.state] {
 		consider(q)
 	}
 	return via, k
 }
 
-// follow sets the endpoint of the peer's device to that of another peer for the same engine peer,
-// if that one has a newer session.
+// follow copies the endpoint of the peer with the newest session. Only peers that stand for the
+// same engine peer as p count.
 func (p *peer) follow(table *peerTable) {
-	if len(table.also) == 0 {
+	if len(table.siblings) == 0 {
 		return
 	}
-	if via, k := table.newest(p, time.Now()); via != p && k != nil {
+	if via, k := table.newestSession(p, time.Now()); via != p && k != nil {
 		if e := endpointOf(via.dev); e != nil {
 			p.dev.SetEndpointFromPacket(e)
 		}
 	}
 }
 
-// wanted returns the keys that set last set.
-func (s *preshared) wanted() PresharedKeys {
+// current returns the keys of the last call of set.
+func (s *preshared) current() PresharedKeys {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return s.keys
 }
 
-// key returns the public key of the identity.
 func (id *identity) key() [32]byte { return *id.public.Load() }
 
-// latest returns the peer with the newest session, among p and the other peers for the same engine
-// peer.
-func (t *peerTable) latest(p *peer, now time.Time) *peer {
-	if len(t.also) == 0 {
+// latestPeer returns the peer with the newest session, among p and the other peers for the same
+// engine peer.
+func (t *peerTable) latestPeer(p *peer, now time.Time) *peer {
+	if len(t.siblings) == 0 {
 		return p
 	}
-	for _, q := range append([]*peer{t.byState[p.state]}, t.also[p.state]...) {
+	for _, q := range append([]*peer{t.byState[p.state]}, t.siblings[p.state]...) {
 		if q != nil && q.session(now).After(p.session(now)) {
 			p = q
 		}
@@ -393,7 +394,9 @@ func (t *peerTable) latest(p *peer, now time.Time) *peer {
 	return p
 }
 
-// octetsReceived and octetsSent return the octets of WireGuard messages of a peer, including
-// those of the peers that it has replaced.
-func (p *peer) octetsReceived() uint64 { return p.received0.Load() + peerReceived.of(p.dev).Load() }
-func (p *peer) octetsSent() uint64     { return p.sent0.Load() + peerSent.of(p.dev).Load() }
+// octetsReceived returns the number of octets of WireGuard messages from a peer, including those
+// that its replaced predecessors received.
+func (p *peer) octetsReceived() uint64 { return p.received0.Load() + peerReceived.ptr(p.dev).Load() }
+
+// octetsSent is the counterpart of octetsReceived for messages to a peer.
+func (p *peer) octetsSent() uint64 { return p.sent0.Load() + peerSent.ptr(p.dev).Load() }

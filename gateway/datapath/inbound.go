@@ -36,7 +36,7 @@ type inbound struct {
 	write writer
 
 	backlog backlog
-	taken   []*slab // for each message taken from the backlog that is being decrypted, its slab
+	taken   []*slab // slabs of the messages taken from the backlog and not released yet, one entry per message
 
 	source struct { // result of the last sourceAllowed
 		from    conn.Endpoint
@@ -87,9 +87,9 @@ func (in *inbound) receiveAll(next func(b *bind.Batch, wait bool) error) {
 	}
 }
 
-// drain receives until the socket is empty. If one call empties it and the backlog is empty,
-// drain handles the messages at once. Otherwise it adds all of them to the backlog. It blocks
-// only if the backlog is empty.
+// drain receives until the socket is empty. If one call empties the socket and the backlog is
+// empty, drain handles the messages at once. Otherwise drain adds them to the backlog. It waits for
+// a message only if the backlog is empty.
 func (in *inbound) drain(next func(b *bind.Batch, wait bool) error) error {
 	wait := in.backlog.empty()
 	in.sender.session = false // forget it, because addresses and sessions of peers may have changed
@@ -117,7 +117,7 @@ func (in *inbound) drain(next func(b *bind.Batch, wait bool) error) error {
 		}
 		wait = false
 		for !s.Empty() {
-			if m, from := s.Next(); in.sort(m, from) {
+			if m, from := s.Next(); in.classify(m, from) {
 				in.enqueue(m, from, s)
 			}
 		}
@@ -175,10 +175,10 @@ func (in *inbound) enqueue(m []byte, from conn.Endpoint, s *slab) {
 	// just moved.
 	if !session {
 		in.refuse(nil, m, from, natengine.DropTunnelSession)
-		in.t.strange(from, in.now)
+		in.t.unknownSession(from, in.now)
 		return
 	}
-	if in.backlog.push(p, waiting{m, from, s}) {
+	if in.backlog.push(p, waitingMessage{m, from, s}) {
 		return
 	}
 	var state *natengine.PeerState
@@ -190,9 +190,9 @@ func (in *inbound) enqueue(m []byte, from conn.Endpoint, s *slab) {
 
 // senderOf returns the peer in whose queue a data message waits for decryption: the peer with the
 // message's receiver index, if the message comes from that peer's address. The index alone proves
-// nothing, because an observer on the path can read it and forge messages from elsewhere. All
-// other messages have no peer. They include those of a peer that has just moved, until its first
-// message is decrypted. session reports whether any session has the index.
+// nothing, because an observer on the path can read it and forge messages from elsewhere. So a
+// message from another address has no peer. If a peer moves, its messages have no peer until one of
+// them is decrypted. session reports whether any session has the index.
 func (in *inbound) senderOf(m []byte, from conn.Endpoint) (p *peer, session bool) {
 	c, index := &in.sender, binary.LittleEndian.Uint32(m[4:])
 	if c.session && c.index == index && c.from == from {
@@ -234,7 +234,7 @@ func (in *inbound) work() {
 
 // accept handles one message of a batch. After the last one, the caller must call open.
 func (in *inbound) accept(m []byte, from conn.Endpoint) {
-	if in.sort(m, from) {
+	if in.classify(m, from) {
 		in.add(m, from)
 	}
 }
@@ -249,9 +249,9 @@ func (in *inbound) add(m []byte, from conn.Endpoint) {
 	in.run.messages = append(in.run.messages, message{b: m, counter: binary.LittleEndian.Uint64(m[8:]), from: from})
 }
 
-// sort reports whether a message is data. It queues handshakes for the device, and refuses all
-// other messages.
-func (in *inbound) sort(m []byte, from conn.Endpoint) bool {
+// classify reports whether a message is data. It queues a handshake message for the device, and
+// refuses any other message.
+func (in *inbound) classify(m []byte, from conn.Endpoint) bool {
 	if !in.sourceAllowed(from) {
 		in.refuse(nil, m, from, natengine.DropTunnelSource)
 		return false
@@ -266,7 +266,7 @@ func (in *inbound) sort(m []byte, from conn.Endpoint) bool {
 	case messageType == device.MessageTransportType:
 		in.refuse(nil, m, from, natengine.DropTunnelShort)
 	case len(m) != 0 && len(m) == handshakeLen(messageType):
-		if in.tap.on() {
+		if in.tap.active() {
 			in.tap.to.handshake(in.t, natengine.Inbound, m, from, natengine.DropNone)
 		}
 		in.t.identityOf(m).bind.offer(m, from, in.now)
@@ -296,22 +296,21 @@ func (in *inbound) open() {
 		return
 	}
 	dev, k := in.t.lookup(r.index)
-	if p := in.t.peers.Load().byDevice[dev]; p != nil && k != nil && fresh(k, in.now) {
+	if p := in.t.peers.Load().byDevice[dev]; p != nil && k != nil && isFresh(k, in.now) {
 		in.openFor(p, k)
 	} else {
 		for i := range r.messages {
 			in.refuse(nil, r.messages[i].b, r.messages[i].from, natengine.DropTunnelSession)
 		}
-		in.t.strange(r.messages[len(r.messages)-1].from, in.now)
+		in.t.unknownSession(r.messages[len(r.messages)-1].from, in.now)
 	}
 	clear(r.messages)
 	r.messages, r.octets = r.messages[:0], 0
 }
 
-// openFor decrypts the current run with the keypair k of p.
 func (in *inbound) openFor(p *peer, k *device.Keypair) {
 	r := &in.run
-	aead := *keypairReceive.of(k)
+	aead := *keypairReceive.ptr(k)
 	for i := range r.messages {
 		m := &r.messages[i]
 		binary.LittleEndian.PutUint64(in.nonce[4:], m.counter)
@@ -323,19 +322,19 @@ func (in *inbound) openFor(p *peer, k *device.Keypair) {
 			m.b = m.b[:headerLen+len(opened)]
 		}
 	}
-	from, data := in.first(p, k)
+	from, data := in.refuseReplays(p, k)
 	if from == nil {
 		return
 	}
-	p.recordEndpoint(k, from) // before anything is sent, because send uses the result
+	p.recordEndpoint(k, from) // before any answer is sent, because send uses the recorded endpoint
 	p.dev.SetEndpointFromPacket(from)
 	in.t.locations.note(p, from, in.now)
-	peerReceived.of(p.dev).Add(uint64(r.octets))
-	p.received(k, in.now, data)
+	peerReceived.ptr(p.dev).Add(uint64(r.octets))
+	p.recordReceived(k, in.now, data)
 	for i := range r.messages {
 		m := &r.messages[i]
 		if len(m.b) <= headerLen { // nil if refused; otherwise a keepalive
-			if in.tap.on() && m.b != nil {
+			if in.tap.active() && m.b != nil {
 				in.showKeepalive(p.state, m)
 			}
 			continue
@@ -345,27 +344,27 @@ func (in *inbound) openFor(p *peer, k *device.Keypair) {
 			in.refuse(p.state, m.b, m.from, natengine.DropMalformed)
 			continue
 		}
-		if in.tap.on() {
+		if in.tap.active() {
 			in.show(p.state, m, size)
 		}
 		r.packets = append(r.packets, m.b[headerLen:headerLen+size])
 	}
 	if len(r.packets) > 0 {
-		// packets counts dropped packets itself, and the outbound goroutine notices when the link has
-		// ended.
-		_ = in.write.packets(p, r.packets)
+		// Ignore the error: dropped packets are already counted, and the outbound goroutine notices
+		// when the link has ended.
+		_ = in.write.writePackets(p, r.packets)
 		clear(r.packets)
 		r.packets = r.packets[:0]
 	}
 }
 
-// first refuses the replayed messages of the current run. It returns the endpoint of the last
-// message that is no replay, or nil if all are replays. It also reports whether any such message is
-// more than a keepalive. It ignores messages that failed decryption, so forged ones do not move the
-// replay window.
-func (in *inbound) first(p *peer, k *device.Keypair) (from conn.Endpoint, data bool) {
+// refuseReplays refuses the replayed messages of the current run. It returns the endpoint of the
+// last message that is no replay, or nil if all are replays. It also reports whether any such
+// message is more than a keepalive. It ignores messages that failed decryption, so forged ones do
+// not move the replay window.
+func (in *inbound) refuseReplays(p *peer, k *device.Keypair) (from conn.Endpoint, data bool) {
 	r := &in.run
-	window := keypairWindow.of(k)
+	window := keypairWindow.ptr(k)
 	p.windows.Lock()
 	defer p.windows.Unlock()
 	for i := range r.messages {
@@ -387,8 +386,8 @@ func (in *inbound) first(p *peer, k *device.Keypair) (from conn.Endpoint, data b
 // refuse counts a refused message and shows it to a capture.
 func (in *inbound) refuse(peer *natengine.PeerState, m []byte, from conn.Endpoint, why natengine.Drop) {
 	in.t.engine.Count(peer, natengine.Inbound, why)
-	if in.tap.on() && !in.tap.to.Narrow() {
-		in.tap.outer(peer, m, from, why)
+	if in.tap.active() && !in.tap.to.Narrow() {
+		in.tap.showOuter(peer, m, from, why)
 	}
 }
 
@@ -397,14 +396,14 @@ func (in *inbound) refuse(peer *natengine.PeerState, m []byte, from conn.Endpoin
 func (in *inbound) show(peer *natengine.PeerState, m *message, size int) {
 	p := m.b[headerLen : headerLen+size]
 	if headers, wanted := in.tap.wantsInner(peer, p, false, time.Duration(in.t.stamp(in.now))); wanted {
-		in.tap.outer(peer, m.b[:len(m.b)+tagLen], m.from, natengine.DropNone)
-		in.tap.showInner(peer, p, headers)
+		in.tap.showOuter(peer, m.b[:len(m.b)+tagLen], m.from, natengine.DropNone)
+		in.tap.addInner(peer, p, headers)
 	}
 }
 
 func (in *inbound) showKeepalive(peer *natengine.PeerState, m *message) {
 	if !in.tap.to.Narrow() {
-		in.tap.outer(peer, m.b[:len(m.b)+tagLen], m.from, natengine.DropNone)
+		in.tap.showOuter(peer, m.b[:len(m.b)+tagLen], m.from, natengine.DropNone)
 	}
 }
 

@@ -6,16 +6,16 @@ import (
 	"golang.zx2c4.com/wireguard/device"
 )
 
-// A plain WireGuard peer changes from our current to our next key at some moment that we do not
-// see. Its sessions with the former key end then, and it starts a handshake only when it has
-// something to send. So a peer that only answers falls silent. While our key rotates, the tunnel
-// therefore starts handshakes with silent peers itself, using the next key. A peer that still has
-// only the former key refuses such a handshake, and its session continues.
+// A plain WireGuard peer changes from our current to our next key at a moment that we cannot
+// observe. At that moment its sessions with the former key end, and the peer starts a handshake
+// only when it has something to send. So a peer that only answers falls silent. While our key
+// rotates, the tunnel therefore starts handshakes with silent peers itself, using the next key. A
+// peer that still has only the former key refuses such a handshake, and its session continues.
 
 const (
 	// laggardSilence is the time without an answer to data after which a peer counts as silent. It
-	// is longer than most round trips, and short enough that a peer that only answers is hardly
-	// interrupted.
+	// is longer than most round trips, but short enough that a peer that only answers is
+	// interrupted only briefly.
 	laggardSilence = 250 * time.Millisecond
 	// laggardLook is the interval at which silent peers are searched while our key rotates. At most
 	// laggardsAtOnce of them get a handshake in one interval: 100 in a second take 2 % of a
@@ -48,7 +48,7 @@ func (t *Tunnel) lookForLaggards() {
 // laggards returns the peers of the next identity that have no session and whose current session
 // is silent, at most laggardsAtOnce. The caller holds t.mu.
 func (t *peerTable) laggards(next *identity, now time.Time) (all []*peer) {
-	for state, others := range t.also {
+	for state, others := range t.siblings {
 		p := t.byState[state]
 		if p == nil { // the current identity has no such peer, because its public key is one of ours
 			continue
@@ -64,7 +64,7 @@ func (t *peerTable) laggards(next *identity, now time.Time) (all []*peer) {
 				continue
 			}
 			pause := min(time.Duration(max(1, q.introductions))*laggardPause, device.RekeyTimeout)
-			if len(all) == laggardsAtOnce || q.sending(now) != nil || now.Sub(q.introduced) < pause {
+			if len(all) == laggardsAtOnce || q.sendingKeypair(now) != nil || now.Sub(q.introduced) < pause {
 				continue
 			}
 			q.introduced = now
@@ -86,13 +86,13 @@ func (p *peer) introduce(table *peerTable) {
 	p.follow(table)
 	p.forgetInitiation()
 	_ = p.dev.SendHandshakeInitiation(false) // the device logs an error itself
-	(*peerRetransmit.of(p.dev)).Del()
+	(*peerRetransmit.ptr(p.dev)).Del()
 }
 
 // forgetInitiation lets the device start a handshake even within RekeyTimeout of the last one.
 func (p *peer) forgetInitiation() {
-	mu := peerHandshakeMu.of(p.dev)
+	mu := peerHandshakeMu.ptr(p.dev)
 	mu.Lock()
 	defer mu.Unlock()
-	*peerInitiated.of(p.dev) = time.Time{}
+	*peerInitiated.ptr(p.dev) = time.Time{}
 }

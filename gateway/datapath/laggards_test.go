@@ -7,8 +7,8 @@ import (
 	"github.com/isthmus-net/isthmus/internal/noise"
 )
 
-// If a thousand peers fall silent at once, they do not cause a burst of handshakes, and each gets
-// its turn.
+// If hundreds of peers fall silent at once, they do not cause a burst of handshakes, and each peer
+// gets its turn.
 func TestSilentPeersGetHandshakesInTurn(t *testing.T) {
 	const peers, minutes = 300, 2
 	tunnel, own, _ := benchTunnel(t, PresharedKeys{}, peers)
@@ -38,7 +38,7 @@ func TestSilentPeersGetHandshakesInTurn(t *testing.T) {
 		}
 	}
 	for _, p := range next.peers(table) {
-		if turns[p] < 10*minutes { // with room for all, a peer would have one turn in five seconds: 12 a minute
+		if turns[p] < 10*minutes { // without laggardsAtOnce, a peer would have one turn in five seconds: 12 a minute
 			t.Errorf("a peer had %d turns in %d minutes", turns[p], minutes)
 		}
 	}

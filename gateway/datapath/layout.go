@@ -49,8 +49,8 @@ func fieldOf[S, F any](names ...string) field[S, F] {
 	return field[S, F]{offset}
 }
 
-// of returns a pointer to the field in s.
-func (f field[S, F]) of(s *S) *F { return (*F)(unsafe.Add(unsafe.Pointer(s), f.offset)) }
+// ptr returns a pointer to the field in s.
+func (f field[S, F]) ptr(s *S) *F { return (*F)(unsafe.Add(unsafe.Pointer(s), f.offset)) }
 
 // The fields of a Keypair do not change after lookup can find it, with two exceptions. Nonces
 // come from an atomic counter that the device uses as well, so no nonce is used twice. The replay
@@ -117,7 +117,7 @@ func indexOf(in reflect.Type, names ...string) (path []int) {
 }
 
 // refusals are the texts that the device logs when it refuses a handshake message whose mac1 is
-// valid. It reports such a refusal in no other way.
+// valid. The device reports such a refusal in no other way.
 var refusals = [...]string{
 	"Received invalid initiation message from %s",
 	"Received invalid response message from %s",
@@ -127,15 +127,15 @@ var refusals = [...]string{
 // is unknown or belongs to a handshake in progress. lookup takes the read lock of the device's
 // index table.
 func lookup(d *device.Device, index uint32) (*device.Peer, *device.Keypair) {
-	entry := deviceIndexTable.of(d).Lookup(index)
-	return *entryPeer.of(&entry), *entryKeypair.of(&entry)
+	entry := deviceIndexTable.ptr(d).Lookup(index)
+	return *entryPeer.ptr(&entry), *entryKeypair.ptr(&entry)
 }
 
 // endpointOf returns the endpoint to which the device sends messages for a peer, or nil if it is
 // unknown.
 func endpointOf(p *device.Peer) conn.Endpoint {
-	mu := peerEndpointMu.of(p)
+	mu := peerEndpointMu.ptr(p)
 	mu.Lock()
 	defer mu.Unlock()
-	return *peerEndpoint.of(p)
+	return *peerEndpoint.ptr(p)
 }

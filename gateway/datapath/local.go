@@ -153,8 +153,8 @@ func (l *Local) Close() {
 	l.link.Endpoint.Close()
 }
 
-// attach sets two functions: wake is called after a packet was queued, overflow after a full
-// queue has dropped one.
+// attach sets two functions: wake is called after a packet was queued, and overflow after a packet
+// was dropped because its queue was full.
 func (l *Local) attach(wake, overflow func()) {
 	l.link.overflow.Store(&overflow)
 	l.link.wake.Store(&wake)
@@ -164,7 +164,7 @@ func (l *Local) attach(wake, overflow func()) {
 // none. size is the length to which it must be padded, or 0. Packets of the Port have priority:
 // they are few, and they decide whether peers count as connected.
 func (l *Local) next(p []byte) (n, size int) {
-	// Both pops cost one atomic load if the queue is empty, because this runs once per batch.
+	// This runs once per batch, so each pop costs only one atomic load if its queue is empty.
 	if d, ok := l.out.pop(); ok {
 		return copy(p, d.b), d.size
 	}
@@ -239,11 +239,11 @@ func (l *localLink) WritePackets(pkts stack.PacketBufferList) (int, tcpip.Error)
 		if l.out.push(datagram{at: netip.AddrPortFrom(destination(b), 0), by: l.answers.Load(), b: b}) {
 			queued++
 		} else {
-			l.called(&l.overflow)
+			l.call(&l.overflow)
 		}
 	}
 	if queued > 0 {
-		l.called(&l.wake)
+		l.call(&l.wake)
 	}
 	return queued, nil
 }
@@ -256,8 +256,7 @@ func destination(b []byte) netip.Addr {
 	return netip.AddrFrom16([16]byte(b[24:40]))
 }
 
-// called calls the stored function, unless it is nil.
-func (l *localLink) called(f *atomic.Pointer[func()]) {
+func (l *localLink) call(f *atomic.Pointer[func()]) {
 	if f := f.Load(); f != nil {
 		(*f)()
 	}

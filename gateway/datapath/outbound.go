@@ -66,13 +66,13 @@ func (o *outbound) run() {
 // A sink consumes the packets of a batch, one after the other.
 type sink interface {
 	// take consumes one complete packet, with final checksums and no larger than the MTU of its
-	// peer. p may have capacity for padding, up to most octets in total. The sink may modify p until
-	// take returns. more reports whether there is room for another packet.
+	// peer. p may have capacity for padding, up to maxSize octets in total. The sink may modify p
+	// until take returns. more reports whether there is room for another packet.
 	take(peer *natengine.PeerState, p []byte) (more bool)
 
-	// most returns the size of the largest packet that the sink accepts now, in octets. It may grow
-	// while the batch is empty.
-	most() int
+	// maxSize returns the size of the largest packet that the sink accepts now, in octets. It may
+	// grow while the batch is empty.
+	maxSize() int
 }
 
 // A batch is the set of packets of one read. It ends when the link has no more packets or the
@@ -110,7 +110,7 @@ func (o *outbound) read(b *batch) error {
 				err = nil
 				o.tap.begin()
 				o.readLocal(b)
-				if o.readInjected(b); o.t.look.Load() {
+				if o.readInjected(b); o.t.recheck.Load() {
 					break
 				}
 				continue
@@ -126,7 +126,7 @@ func (o *outbound) read(b *batch) error {
 			}
 			continue
 		}
-		o.outbound(b, o.scratch[:n])
+		o.handlePacket(b, o.scratch[:n])
 	}
 	o.traffic.flush()
 	return err
@@ -153,10 +153,10 @@ func (o *outbound) readReleased(b *batch) {
 	o.released = o.released[:rest]
 }
 
-// readLocal adds packets of the in-process endpoint. If some stay queued, the batch is not empty,
-// so read will not block. A padded packet gets a batch of its own: otherwise the kernel could
-// send its message as a segment of a UDP superpacket, which passes virtual links that would drop
-// a packet of its size.
+// readLocal adds packets of the in-process endpoint. If any packet stays queued, the batch is not
+// empty, so read will not block. A padded packet, which probes the path MTU, gets a batch of its
+// own. Otherwise its message could be a segment of a UDP superpacket, and virtual links may pass
+// such a segment although they drop a single packet of its size.
 func (o *outbound) readLocal(b *batch) {
 	if o.t.local == nil {
 		return
@@ -185,8 +185,8 @@ func (o *outbound) readLocal(b *batch) {
 	}
 }
 
-// outbound handles one packet from the link. p starts with the virtio header.
-func (o *outbound) outbound(b *batch, p []byte) {
+// handlePacket handles one packet from the link. p starts with the virtio header.
+func (o *outbound) handlePacket(b *batch, p []byte) {
 	if err := o.header.Decode(p); err != nil {
 		o.discard(p[min(len(p), packet.VirtioHeaderLen):], natengine.DropVirtioHeader)
 		return
@@ -205,8 +205,8 @@ func (o *outbound) outbound(b *batch, p []byte) {
 // discard counts a packet that is dropped before it reaches the engine.
 func (o *outbound) discard(p []byte, why natengine.Drop) {
 	o.t.engine.Count(nil, natengine.Outbound, why)
-	if o.tap.on() {
-		o.tap.dropped(capture.BeforeNAT, nil, p, why)
+	if o.tap.active() {
+		o.tap.showDropped(capture.BeforeNAT, nil, p, why)
 	}
 }
 
@@ -224,16 +224,16 @@ func (o *outbound) parse(p []byte) (gsoSize int, drop natengine.Drop) {
 
 // translate passes the parsed packet to the engine and acts on the verdict. local is true for a
 // packet of the in-process endpoint. Such a packet is sent even to a peer that counts as down,
-// because its answer shows that the peer is back.
+// because an answer to the packet shows that the peer is back.
 func (o *outbound) translate(b *batch, gsoSize int, local bool) {
 	if !b.timed {
 		o.now, b.timed = o.t.Now(), true
 	}
-	if o.tap.on() {
+	if o.tap.active() {
 		o.tap.saveHeaders(&o.view)
 	}
 	v := o.t.engine.Outbound(&o.view, o.now)
-	if o.tap.on() {
+	if o.tap.active() {
 		o.show(v, gsoSize, local)
 	}
 	if v.Action != natengine.Forward {
@@ -261,16 +261,16 @@ func (o *outbound) show(v natengine.Verdict, gsoSize int, local bool) {
 	if gsoSize > 0 {
 		segments = (o.view.Len() - o.view.PayloadOffset() + gsoSize - 1) / gsoSize
 	}
-	o.tap.translated(&o.view, v, drop, segments, nil, o.now)
+	o.tap.showTranslated(&o.view, v, drop, segments, nil, o.now)
 }
 
 // release adds the fragments that the engine released together with the current packet.
 func (o *outbound) release(b *batch, v natengine.Verdict) {
 	for _, p := range v.Released() {
-		if most := limit(b, v.Peer); len(p) > most {
-			// It cannot fail, because the fragment was parsed when it arrived.
+		if mtu := limit(b, v.Peer); len(p) > mtu {
+			// Parse cannot fail, because the fragment was parsed when it arrived.
 			if o.view.Parse(p, packet.ChecksumComplete) == nil {
-				o.splitOrReject(&o.view, most, v.Peer)
+				o.splitOrReject(&o.view, mtu, v.Peer)
 			}
 			continue
 		}
@@ -285,17 +285,17 @@ func (o *outbound) forward(b *batch, gsoSize int, peer *natengine.PeerState) {
 	if gsoSize == 0 {
 		o.view.CompleteChecksum()
 		p := o.view.Bytes()
-		if most := limit(b, peer); len(p) > most {
-			o.tooBig(b, 0, most, peer)
+		if mtu := limit(b, peer); len(p) > mtu {
+			o.tooBig(b, 0, mtu, peer)
 			return
 		}
-		b.add(peer, o.padded(p, b.to.most()))
+		b.add(peer, o.padded(p, b.to.maxSize()))
 		o.traffic.add(peer, 1, len(p))
 		return
 	}
 	headers := o.view.PayloadOffset()
-	if most := limit(b, peer); headers+gsoSize > most {
-		o.tooBig(b, gsoSize, most, peer)
+	if mtu := limit(b, peer); headers+gsoSize > mtu {
+		o.tooBig(b, gsoSize, mtu, peer)
 		return
 	}
 	if err := o.segmenter.Reset(&o.view, gsoSize); err != nil {
@@ -307,10 +307,10 @@ func (o *outbound) forward(b *batch, gsoSize int, peer *natengine.PeerState) {
 	o.readKept(b)
 }
 
-// padded returns p, extended by zeros to padTo if that is set. Such a packet is at the beginning
-// of scratch.
-func (o *outbound) padded(p []byte, most int) []byte {
-	if size := min(o.padTo, most); size > len(p) {
+// padded returns p, followed by zeros up to the length padTo if that is set. A packet to be padded
+// is at the beginning of scratch, so padded extends it in place.
+func (o *outbound) padded(p []byte, limit int) []byte {
+	if size := min(o.padTo, limit); size > len(p) {
 		clear(o.scratch[len(p):size])
 		return o.scratch[:size]
 	}

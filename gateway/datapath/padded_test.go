@@ -15,7 +15,7 @@ import (
 	"github.com/isthmus-net/isthmus/packet/packettest"
 )
 
-// Send with a size pads the packet that it would otherwise send with zeros.
+// With a size, Send adds zeros to the packet that it sends without a size.
 func TestSendPadsPacketsWithZeros(t *testing.T) {
 	local, err := datapath.NewLocal(self, self6, 1420)
 	if err != nil {

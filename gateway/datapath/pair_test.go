@@ -25,7 +25,7 @@ import (
 )
 
 // A wire is the network interface of one end. A test can use it to observe, drop and delay the
-// messages that the end sends. It has two sockets, and so two receiving goroutines, like a
+// messages that the end sends. A wire has two sockets, and so two receiving goroutines, like a
 // gateway with an IPv4 and an IPv6 socket.
 type wire struct {
 	*memlink.Bind
@@ -88,8 +88,8 @@ func (w *wire) Send(bufs [][]byte, to conn.Endpoint) error {
 	}
 	delay := w.delay
 	if delay == 0 && len(pass) == 1 && !anyData(pass[0]) {
-		// wireguard-go starts the timer that repeats an initiation only after it has sent the
-		// initiation. An answer must not arrive earlier.
+		// Delay the answer until wireguard-go has started the timer that repeats the initiation. It
+		// starts this timer only after it has sent the initiation.
 		delay = 100 * time.Microsecond
 	}
 	if delay == 0 {
@@ -247,8 +247,7 @@ func (p *pair) sibling(t testing.TB) *end {
 	return e
 }
 
-// third returns a third gateway, which is another peer of the second end, and makes a session
-// between the two.
+// third returns a third gateway, which is another peer of the second end and has a session with it.
 func (p *pair) third(t testing.TB) *end {
 	t.Helper()
 	a, b := p.ends[0], p.ends[1]
@@ -387,8 +386,8 @@ func (e *end) allDrops() (n uint64, what string) {
 	return n, what
 }
 
-// meet makes the first end start a session. When it returns, both ends have it, and their lists
-// of messages are empty.
+// meet makes the first end start a session. When meet returns, both ends have that session, and
+// their lists of messages are empty.
 func (p *pair) meet(t testing.TB) {
 	t.Helper()
 	a, b := p.ends[0], p.ends[1]
@@ -427,8 +426,8 @@ func (p *pair) stranger(t testing.TB, addr string) *memlink.Bind {
 	return b
 }
 
-// tell sends messages to an end, from the socket b.
-func (e *end) tell(t testing.TB, b conn.Bind, messages ...[]byte) {
+// sendFrom sends messages to an end, from the socket b.
+func (e *end) sendFrom(t testing.TB, b conn.Bind, messages ...[]byte) {
 	t.Helper()
 	if err := b.Send(messages, e.wire.Endpoint(e.place)); err != nil {
 		t.Fatal(err)
@@ -436,7 +435,7 @@ func (e *end) tell(t testing.TB, b conn.Bind, messages ...[]byte) {
 	synctest.Wait()
 }
 
-// nonces records pairs of index and counter, none of which may repeat. It counts those that did.
+// nonces records pairs of index and counter. No pair may repeat, and nonces counts the repetitions.
 type nonces struct {
 	mu       sync.Mutex
 	seen     map[[12]byte]bool

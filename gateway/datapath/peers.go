@@ -14,7 +14,7 @@ import (
 // A peerTable holds the peers of a tunnel. It is immutable after it is published.
 type peerTable struct {
 	byState  map[*natengine.PeerState]*peer   // peers of the current identity
-	also     map[*natengine.PeerState][]*peer // peers of the next identity, and retired peers
+	siblings map[*natengine.PeerState][]*peer // peers of the next identity, and retired peers
 	byDevice map[*device.Peer]*peer           // all peers
 	addrs    map[*peer]netip.Addr             // configured address of each peer
 	byAddr   map[netip.Addr]*place            // places by configured address
@@ -23,16 +23,16 @@ type peerTable struct {
 func newPeerTable(peers int) *peerTable {
 	return &peerTable{
 		byState:  make(map[*natengine.PeerState]*peer, peers),
-		also:     make(map[*natengine.PeerState][]*peer),
+		siblings: make(map[*natengine.PeerState][]*peer),
 		byDevice: make(map[*device.Peer]*peer, peers),
 		addrs:    make(map[*peer]netip.Addr, peers),
 	}
 }
 
-// A Peer configures a peer of the tunnel: the corresponding peer of the engine, its public key,
-// and its endpoint. The zero AddrPort keeps the present endpoint. Refused means that nothing may
-// be sent to the last configured endpoint: the tunnel sends nothing to the peer until the peer
-// has sent something, from any address.
+// A Peer configures a peer of the tunnel: the corresponding peer of the engine, its public key, and
+// its endpoint. A zero Endpoint keeps the present endpoint. If Refused is set, nothing may be sent
+// to the last configured endpoint. Then the tunnel sends nothing to the peer until the peer has
+// sent something, from any address.
 type Peer struct {
 	State    *natengine.PeerState
 	Key      [32]byte
@@ -58,8 +58,8 @@ func (t *Tunnel) SetPeers(peers []Peer) error {
 	return t.set(newPeerTable(len(peers)), peers)
 }
 
-// Change does the same as SetPeers, but is given only the changed and new peers, and those to
-// remove.
+// Change adds or updates the given peers, and removes the peers with the given states. For
+// everything else see SetPeers.
 func (t *Tunnel) Change(changed []Peer, removed []*natengine.PeerState) error {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -84,11 +84,11 @@ func (t *Tunnel) Change(changed []Peer, removed []*natengine.PeerState) error {
 	}
 	for _, state := range removed {
 		if p := table.byState[state]; p != nil {
-			for _, q := range append(table.also[state], p) {
+			for _, q := range append(table.siblings[state], p) {
 				delete(table.byDevice, q.dev)
 			}
 			delete(table.byState, state)
-			delete(table.also, state)
+			delete(table.siblings, state)
 			delete(table.addrs, p)
 		}
 	}
@@ -110,9 +110,9 @@ func (t *Tunnel) set(table *peerTable, peers []Peer) error {
 			fresh = append(fresh, p)
 		}
 		table.byState[want.State], table.byDevice[p.dev], table.addrs[p] = p, p, want.Endpoint.Addr().Unmap()
-		for _, q := range old.also[want.State] {
+		for _, q := range old.siblings[want.State] {
 			if q.retired.Load() && !q.stopped { // member stops a retired peer whose key is in use again
-				table.byDevice[q.dev], table.also[want.State] = q, append(slices.Clone(table.also[want.State]), q)
+				table.byDevice[q.dev], table.siblings[want.State] = q, append(slices.Clone(table.siblings[want.State]), q)
 			}
 		}
 		t.retireFor(table, old, p)
@@ -126,7 +126,7 @@ func (t *Tunnel) set(table *peerTable, peers []Peer) error {
 				q.dev.SetEndpointFromPacket(endpointOf(p.dev))
 				fallthrough
 			default:
-				table.byDevice[q.dev], table.also[want.State] = q, append(slices.Clone(table.also[want.State]), q)
+				table.byDevice[q.dev], table.siblings[want.State] = q, append(slices.Clone(table.siblings[want.State]), q)
 			}
 		}
 		t.place(table, want)
@@ -137,12 +137,12 @@ func (t *Tunnel) set(table *peerTable, peers []Peer) error {
 	for _, p := range fresh {
 		if t.up {
 			p.dev.Start() // not earlier, so that its first message finds the peer in the table
-			if table.replaces(p) {
+			if table.hasRetired(p) {
 				p.initiation.arm(0)
 			}
 		}
 	}
-	t.lookSoon()
+	t.recheckSoon()
 	return errors.Join(errs...)
 }
 
@@ -157,7 +157,7 @@ func (t *Tunnel) member(table, old *peerTable, id *identity, want Peer) (p *peer
 	// The former key of a retired peer is in use again, by the same or another peer.
 	if p = old.byDevice[dev]; p != nil && p.retired.Load() {
 		delete(table.byDevice, dev)
-		table.without(p)
+		table.removeSibling(p)
 		p.stop()
 		id.dev.RemovePeer(key)
 		dev, p = nil, nil
@@ -179,16 +179,16 @@ func (t *Tunnel) member(table, old *peerTable, id *identity, want Peer) (p *peer
 	return newPeer(id, want.State, key, dev, p), true, nil
 }
 
-// replaces reports whether a peer has retired predecessors, which have former keys.
-func (t *peerTable) replaces(p *peer) bool {
-	return slices.ContainsFunc(t.also[p.state], func(q *peer) bool { return q.retired.Load() })
+// hasRetired reports whether a peer has retired predecessors, which have former keys.
+func (t *peerTable) hasRetired(p *peer) bool {
+	return slices.ContainsFunc(t.siblings[p.state], func(q *peer) bool { return q.retired.Load() })
 }
 
 // place sets the endpoint of a peer, the addresses of its gateway and its preshared keys. The
 // caller holds t.mu.
 func (t *Tunnel) place(table *peerTable, want Peer) {
 	was, placed := t.endpoints[want.Key]
-	for _, p := range append([]*peer{table.byState[want.State]}, table.also[want.State]...) {
+	for _, p := range append([]*peer{table.byState[want.State]}, table.siblings[want.State]...) {
 		p.gateway.Store(&want.Gateway)
 		p.streams.Store(want.Streams)
 		if !p.retired.Load() {
@@ -207,10 +207,10 @@ func (t *Tunnel) place(table *peerTable, want Peer) {
 	}
 }
 
-// clearEndpoint makes the device forget was, the configured endpoint of a peer. If the peer has
-// roamed, it keeps its new endpoint, because it has authenticated itself there.
-func clearEndpoint(dev *device.Peer, was netip.AddrPort) {
-	if at, ok := endpointOf(dev).(interface{ AddrPort() netip.AddrPort }); ok && at.AddrPort() == was {
+// clearEndpoint makes the device forget the endpoint of a peer if it is the configured one. If the
+// peer has roamed, it keeps its new endpoint, because it has authenticated itself there.
+func clearEndpoint(dev *device.Peer, configured netip.AddrPort) {
+	if at, ok := endpointOf(dev).(interface{ AddrPort() netip.AddrPort }); ok && at.AddrPort() == configured {
 		dev.SetEndpointFromPacket(nil)
 	}
 }
@@ -223,8 +223,8 @@ func (t *Tunnel) publish(table *peerTable) {
 		if now == p {
 			continue
 		}
-		// Stop it before it is removed: if a timer started a handshake with a removed peer, the index
-		// would stay in the device's table for ever.
+		// Stop the peer before it is removed: if a timer started a handshake with a removed peer,
+		// the index would stay in the device's table for ever.
 		p.stop()
 		if now != nil {
 			continue

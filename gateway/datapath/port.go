@@ -36,8 +36,8 @@ const (
 // concurrent use.
 type bucket struct{ paid atomic.Int64 } // value of Tunnel.Now at which the bucket will be full
 
-// take takes n tokens if the bucket has so many. The bucket gains rate tokens a second and holds
-// at most burst.
+// take removes n tokens from the bucket and returns true, or returns false if the bucket has fewer.
+// The bucket gains rate tokens a second and holds at most burst.
 func (b *bucket) take(now time.Duration, n, rate, burst int64) bool {
 	interval := int64(time.Second) / rate
 	for {
@@ -60,7 +60,7 @@ type datagram struct {
 	size int            // outbound: length to which the packet must be padded; 0: no padding
 }
 
-// A party identifies one queue in turns: that of a peer that is answered, or that of an address.
+// A party is a peer that is answered, or an address. Each party has its own queue.
 type party struct {
 	peer *peer
 	addr netip.Addr
@@ -151,17 +151,17 @@ func (t *turns) peek() datagram {
 type Port struct {
 	local   *Local
 	number  uint16
-	most    int // maximum length of a message in octets; longer ones are truncated
+	maxLen  int // maximum length of a message in octets; longer ones are truncated
 	in      turns
 	arrived chan struct{} // wakes Receive: in may have a datagram
 	closed  chan struct{}
 	once    sync.Once
 }
 
-// Listen opens the port number. most is the maximum length of a message in octets; a longer message
-// is truncated. An endpoint can have only one Port.
-func (l *Local) Listen(number uint16, most int) (*Port, error) {
-	p := &Port{local: l, number: number, most: most, arrived: make(chan struct{}, 1), closed: make(chan struct{})}
+// Listen opens the port number. maxLen is the maximum length of a message in octets; a longer
+// message is truncated. An endpoint can have only one Port.
+func (l *Local) Listen(number uint16, maxLen int) (*Port, error) {
+	p := &Port{local: l, number: number, maxLen: maxLen, arrived: make(chan struct{}, 1), closed: make(chan struct{})}
 	if l.closed.Load() {
 		return nil, net.ErrClosed
 	}
@@ -206,9 +206,9 @@ func (p *Port) Send(message []byte, to netip.AddrPort, size int) error {
 	}
 	link := p.local.link
 	if p.local.out.push(datagram{at: to, b: b, size: size}) {
-		link.called(&link.wake)
+		link.call(&link.wake)
 	} else {
-		link.called(&link.overflow)
+		link.call(&link.overflow)
 	}
 	return nil
 }
@@ -229,7 +229,7 @@ func (p *Port) offer(v *packet.View) natengine.Drop {
 	// Parse has checked the length field.
 	size := int(binary.BigEndian.Uint16(v.Bytes()[v.TransportOffset()+4:]))
 	message := v.Bytes()[v.PayloadOffset() : v.TransportOffset()+size]
-	d := datagram{at: netip.AddrPortFrom(v.Src(), v.SrcPort()), b: bytes.Clone(message[:min(len(message), p.most)])}
+	d := datagram{at: netip.AddrPortFrom(v.Src(), v.SrcPort()), b: bytes.Clone(message[:min(len(message), p.maxLen)])}
 	if !p.in.push(d) {
 		return natengine.DropLocalQueue
 	}
@@ -256,7 +256,7 @@ func (t *Tunnel) toLocal(p *peer, v *packet.View, now time.Duration) natengine.D
 		}
 		return port.offer(v)
 	}
-	if streams := t.local.streams.Load(); p.streams.Load() && streams.has(v) {
+	if streams := t.local.streams.Load(); p.streams.Load() && streams.isSegment(v) {
 		return streams.deliver(p, v, now)
 	}
 	if !p.others.take(now, int64(1+len(v.Bytes())/otherLen), otherRate, otherBurst) {
@@ -272,9 +272,10 @@ func (t *Tunnel) toLocal(p *peer, v *packet.View, now time.Duration) natengine.D
 	return why
 }
 
-// useOf reports whether the stack gets a packet, and the reason if the packet counts as dropped.
-// The stack answers ICMP echo requests and handles ICMP errors. It also answers TCP and UDP
-// packets with an ICMP error (RFC 1122, section 3.2.2.1), but those count as dropped.
+// useOf reports whether to pass a packet to the stack. It also returns the reason to count the
+// packet as dropped, or DropNone. The stack answers ICMP echo requests and handles ICMP errors. It
+// also answers TCP and UDP packets with an ICMP error (RFC 1122, section 3.2.2.1), but those count
+// as dropped.
 func useOf(v *packet.View) (stack bool, why natengine.Drop) {
 	_, _, _, fragment := v.Fragment()
 	echo, icmp := uint8(8), packet.ICMP

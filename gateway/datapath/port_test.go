@@ -22,8 +22,8 @@ var endpointSeen = netip.MustParseAddr("10.90.0.1")
 
 // --- queues and token buckets
 
-// For random calls of push and pop, addresses are served in turn, the datagrams of each stay in
-// order, and none uses the room of another.
+// For random calls of push and pop, addresses are served in turn, the datagrams of an address stay
+// in order, and no address uses the room of another.
 func TestFairQueueServesAddressesAlternately(t *testing.T) {
 	rng := rand.New(rand.NewPCG(24, 1))
 	var turns datapath.Turns
@@ -280,7 +280,7 @@ func TestEndpointCountsPacketsThatItDoesNotAnswer(t *testing.T) {
 	}
 }
 
-// A peer can choose its source addresses, and so the destinations of answers. All answers to it
+// A peer can choose its source addresses, and so the destinations of answers. All answers to a peer
 // must share one queue anyway.
 func TestAnswersToOnePeerShareOneQueueForAllItsAddresses(t *testing.T) {
 	local, err := datapath.NewLocal(self, netip.Addr{}, 1420)

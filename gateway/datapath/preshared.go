@@ -18,8 +18,8 @@ import (
 //	response made   with the new and the former key in turn, as the peer may have only one
 //	response read   with the key that it was made with, which its tag reveals
 //
-// So a handshake fails at most once, if the peer has only the former key, and is repeated after
-// RekeyTimeout. The previous session stays valid for a minute more. The first session with the
+// If the peer has only the former key, at most one handshake fails. It is repeated after
+// RekeyTimeout, and the previous session stays valid for a minute more. The first session with the
 // new key ends the change, because then both sides have that key.
 
 // PresharedKeys are the preshared keys that handshakes with a peer may use. The zero key means no
@@ -43,8 +43,8 @@ func (PresharedKeys) LogValue() slog.Value { return slog.StringValue(hidden) }
 
 const hidden = "(preshared keys)"
 
-// presharedGrace is the time allowed for a handshake that is in progress when the key changes:
-// the longest time from when the device reads the key until there is a session.
+// presharedGrace is the time allowed for a handshake that is in progress when the key changes: the
+// longest time from the moment when the device reads the key until there is a session.
 const presharedGrace = time.Second
 
 // preshared holds the preshared keys of one peer of a device. Methods may be called concurrently.
@@ -86,36 +86,37 @@ func (s *preshared) set(keys PresharedKeys) {
 		return
 	}
 	s.keys, s.settled, s.certain = keys, false, nil
-	if s.use(keys.Key); !keys.Changing {
+	if s.useKey(keys.Key); !keys.Changing {
 		s.settle(grace)
 	}
 }
 
-// use sets the device's key. A response that the device has made but not sent keeps its key, so
-// use records that key in made. The caller holds s.mu.
-func (s *preshared) use(key [32]byte) {
-	mu := peerHandshakeMu.of(s.dev)
+// useKey sets the device's key. A response that the device has made but not sent keeps its key, so
+// useKey records that key in made. The caller holds s.mu.
+func (s *preshared) useKey(key [32]byte) {
+	mu := peerHandshakeMu.ptr(s.dev)
 	mu.Lock()
 	defer mu.Unlock()
-	index := *peerIndex.of(s.dev)
-	if k := keypairsNext.of(peerKeypairs.of(s.dev)).Load(); index == 0 && k != nil {
-		index = *keypairLocal.of(k)
+	index := *peerIndex.ptr(s.dev)
+	if k := keypairsNext.ptr(peerKeypairs.ptr(s.dev)).Load(); index == 0 && k != nil {
+		index = *keypairLocal.ptr(k)
 	}
 	if index != s.made.index {
 		s.made = keyOfResponse{index, s.next}
 	}
-	s.next, *peerPreshared.of(s.dev) = key, key
+	s.next, *peerPreshared.ptr(s.dev) = key, key
 }
 
-// settle ends a change of the key. The caller holds s.mu.
+// settle ends a change of the key. grace is the maximum remaining time of handshakes in progress,
+// which may still use another key. The caller holds s.mu.
 func (s *preshared) settle(grace time.Duration) {
-	s.use(s.keys.Key)
+	s.useKey(s.keys.Key)
 	s.settled, s.since = true, time.Now().Add(grace)
 }
 
-// responded records that the device sends a response, given its sender index. It then selects the
-// key for the next response.
-func (s *preshared) responded(index uint32) {
+// recordResponse records that the device sends a response, given its sender index. It then selects
+// the key for the next response.
+func (s *preshared) recordResponse(index uint32) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.sent = s.next; index == s.made.index {
@@ -124,15 +125,15 @@ func (s *preshared) responded(index uint32) {
 	switch {
 	case s.settled || !s.keys.Changing:
 	case s.sent == s.keys.Key:
-		s.use(s.keys.Previous)
+		s.useKey(s.keys.Previous)
 	default:
-		s.use(s.keys.Key)
+		s.useKey(s.keys.Key)
 	}
 }
 
-// confirmed records that the peer has used k, the session of the last response. So the peer has the
-// preshared key of that session.
-func (s *preshared) confirmed(k *device.Keypair) {
+// recordConfirmation records that the peer has used k, the session of the last response. So the
+// peer has the preshared key of that session.
+func (s *preshared) recordConfirmation(k *device.Keypair) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.keys.Changing && !s.settled && s.sent == s.keys.Key {
@@ -141,8 +142,8 @@ func (s *preshared) confirmed(k *device.Keypair) {
 	}
 }
 
-// choose sets the device's key to the one that was used in a response m of the peer.
-func (s *preshared) choose(private *device.NoisePrivateKey, m []byte) {
+// chooseKey sets the device's key to the one that was used in a response m of the peer.
+func (s *preshared) chooseKey(private *device.NoisePrivateKey, m []byte) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.settled || !s.keys.Changing {
@@ -153,7 +154,7 @@ func (s *preshared) choose(private *device.NoisePrivateKey, m []byte) {
 	case ok && r.madeWith(s.keys.Key):
 		s.settle(0)
 	case ok && r.madeWith(s.keys.Previous):
-		s.use(s.keys.Previous)
+		s.useKey(s.keys.Previous)
 		time.AfterFunc(presharedGrace, s.tryKey)
 	}
 }
@@ -165,21 +166,21 @@ func (s *preshared) tryKey() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.keys.Changing && !s.settled {
-		s.use(s.keys.Key)
+		s.useKey(s.keys.Key)
 	}
 }
 
-// crossed handles two handshakes that have crossed, so that our last response is void. It is
-// still unknown whether the peer has the new key, so the next response uses the same key.
-func (s *preshared) crossed() {
+// handleCrossing handles two handshakes that have crossed. Our last response is void then, and does
+// not show whether the peer has the new key. So the next response uses the same key.
+func (s *preshared) handleCrossing() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	switch {
 	case s.settled || !s.keys.Changing:
 	case s.sent == s.keys.Previous:
-		s.use(s.keys.Previous)
+		s.useKey(s.keys.Previous)
 	default: // the new key; the keys may have changed since that response
-		s.use(s.keys.Key)
+		s.useKey(s.keys.Key)
 	}
 }
 
@@ -188,21 +189,21 @@ func (s *preshared) crossed() {
 func (s *preshared) protects(k *device.Keypair) (id string, ok bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	ok = k != nil && s.keys.Key != [32]byte{} && (k == s.certain || s.settled && !keypairCreated.of(k).Before(s.since))
+	ok = k != nil && s.keys.Key != [32]byte{} && (k == s.certain || s.settled && !keypairCreated.ptr(k).Before(s.since))
 	if ok {
 		id = s.keys.ID
 	}
 	return id, ok
 }
 
-// choose makes the device use the right preshared key for a response m, before it reads m.
-func (h *handshakes) choose(m []byte) {
+// chooseKey makes the device use the right preshared key for a response m, before it reads m.
+func (h *handshakes) chooseKey(m []byte) {
 	if m[0] != device.MessageResponseType {
 		return
 	}
 	dev, _ := lookup(h.identity.dev, binary.LittleEndian.Uint32(m[8:]))
 	if p := h.t.peers.Load().byDevice[dev]; p != nil {
-		p.preshared.choose(h.identity.private.Load(), m)
+		p.preshared.chooseKey(h.identity.private.Load(), m)
 	}
 }
 
@@ -214,10 +215,10 @@ type response struct {
 
 // readResponse repeats the device's processing of a response, up to the preshared key.
 func readResponse(dev *device.Peer, private *device.NoisePrivateKey, m []byte) (r response, ok bool) {
-	mu := peerHandshakeMu.of(dev)
+	mu := peerHandshakeMu.ptr(dev)
 	mu.RLock()
-	r.chain, r.hash = *peerChain.of(dev), *peerHash.of(dev)
-	ephemeral := *peerEphemeral.of(dev)
+	r.chain, r.hash = *peerChain.ptr(dev), *peerHash.ptr(dev)
+	ephemeral := *peerEphemeral.ptr(dev)
 	mu.RUnlock()
 	theirs := m[12:44]
 	r.mix(theirs)

@@ -47,7 +47,7 @@ func BenchmarkPresharedKey(b *testing.B) {
 				if err != nil {
 					b.Fatal(err)
 				}
-				tunnel.peers.Load().byDevice[dev].preshared.responded(response.Sender)
+				tunnel.peers.Load().byDevice[dev].preshared.recordResponse(response.Sender)
 			}
 		})
 		if name == "one" {
@@ -67,7 +67,7 @@ func BenchmarkPresharedKey(b *testing.B) {
 			defer reportProcessorTime(b)()
 			for i := range b.N {
 				m := responses[i%benchPeers]
-				tunnel.current().bind.choose(m)
+				tunnel.current().bind.chooseKey(m)
 				var msg device.MessageResponse
 				if _, err := binary.Decode(m, binary.LittleEndian, &msg); err != nil {
 					b.Fatal(err)
@@ -90,7 +90,7 @@ func benchTunnel(t testing.TB, keys PresharedKeys, n int) (*Tunnel, *ecdh.Privat
 	if err := engine.SetPeers(rules); err != nil {
 		t.Fatal(err)
 	}
-	tunnel, own := New(silent{}, bind.New(), engine, nil, Options{}), noise.NewKey()
+	tunnel, own := New(silentLink{}, bind.New(), engine, nil, Options{}), noise.NewKey()
 	t.Cleanup(func() { _ = tunnel.Close() })
 	if err := tunnel.SetKeys([32]byte(own.Bytes()), [32]byte{}); err != nil {
 		t.Fatal(err)

@@ -30,8 +30,8 @@ func (e *end) preshare(t testing.TB, keys datapath.PresharedKeys) {
 func (e *end) preshared() bool { return e.Stats()[e.other.key.public].Preshared }
 
 // Two gateways change their preshared key up to a minute apart, under traffic in both directions.
-// No packet is lost, and at most one handshake. At the end, the session has the new key, and a
-// handshake with the previous key fails.
+// No packet is lost, and at most one handshake fails. At the end, the session has the new key, and
+// a handshake with the previous key fails.
 func TestAPresharedKeyChangesWithoutLoss(t *testing.T) {
 	none, first, second := [32]byte{}, [32]byte{1}, [32]byte{2}
 	for _, change := range [][2][32]byte{{none, first}, {first, second}, {first, none}} {
@@ -165,9 +165,9 @@ func exchanges(t *testing.T, a, b *end, rng *rand.Rand) {
 	}
 }
 
-// The side that gets a new preshared key first has then read a response with the previous key. Once
-// both sides have the new key, two handshakes are enough to use it, even if the two sides start
-// them in turn.
+// The side that gets a new preshared key first receives one more response with the previous key.
+// Once both sides have the new key, two handshakes are enough to use it, even if the two sides
+// start them in turn.
 func TestAlternatingHandshakesAdoptANewPresharedKey(t *testing.T) {
 	inPair(t, func(t *testing.T, _ *pair, a, b *end) {
 		keys := shareFirst(t, a, b)
@@ -261,9 +261,9 @@ func TestASessionReportsItsPresharedKey(t *testing.T) {
 }
 
 // A quantum attacker records all messages between two sides and can compute all X25519 private
-// keys. That decrypts every message of a session without a preshared key, and none of a session
-// with one. The gateway's status shows which sessions have one. TestPresharedKeys in test/fleet
-// does the same with a whole peering.
+// keys. With these keys the attacker decrypts every message of a session without a preshared key,
+// and no message of a session with one. The gateway's status shows which sessions have one.
+// TestPresharedKeys in test/fleet checks this for a whole peering.
 func TestQuantumAttackerDecryptsNoSessionWithAPresharedKey(t *testing.T) {
 	for _, agreed := range []bool{false, true} {
 		for _, changing := range []bool{false, true} {
@@ -318,7 +318,7 @@ func recorded(t *testing.T, agreed, changing bool) {
 
 	initiation, h := noise.Initiate(far, static.PublicKey(), time.Now())
 	h.Preshared = psk
-	a.tell(t, there, initiation)
+	a.sendFrom(t, there, initiation)
 	time.Sleep(time.Second)
 	answers := a.wire.messages(func(m []byte) bool { return m[0] == noise.ResponseType })
 	if len(answers) != 1 {
@@ -333,7 +333,7 @@ func recorded(t *testing.T, agreed, changing bool) {
 	for n := range uint32(packets) {
 		m := session.SealPadded(numbered(podOf(1), podOf(0), n, 100))
 		capture = append(capture, append([]byte(nil), m...))
-		a.tell(t, there, m)
+		a.sendFrom(t, there, m)
 		a.send(t, n)
 		time.Sleep(time.Millisecond)
 	}

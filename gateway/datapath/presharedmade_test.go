@@ -11,8 +11,8 @@ import (
 )
 
 // While a preshared key changes, the device's key may change after the device has made a response
-// and before it sends the response. The key with which the response was made must be recorded.
-// Otherwise a session could be reported with a key that it does not have.
+// and before it sends the response. The gateway must record the key with which the response was
+// made. Otherwise it could report a session with a key that the session does not have.
 func TestResponseKeepsThePresharedKeyItWasMadeWith(t *testing.T) {
 	previous, key := [32]byte{1}, [32]byte{2}
 	for name, step := range map[string]func(*device.Peer) error{
@@ -47,18 +47,18 @@ func TestResponseKeepsThePresharedKeyItWasMadeWith(t *testing.T) {
 				}
 				return response.Sender
 			}
-			s.responded(answer())
+			s.recordResponse(answer())
 			if s.sent != key || s.next != previous {
 				t.Fatalf("the first response has key %d, the next one would have %d", s.sent[0], s.next[0])
 			}
 			index := answer()
 			s.tryKey()
 			s.tryKey()
-			s.responded(index)
+			s.recordResponse(index)
 			if s.sent != previous || s.next != key {
 				t.Errorf("a response with the previous key counts as one with key %d, the next one would have %d", s.sent[0], s.next[0])
 			}
-			s.responded(answer())
+			s.recordResponse(answer())
 			if s.sent != key {
 				t.Errorf("the response after it has key %d", s.sent[0])
 			}
@@ -74,7 +74,7 @@ func TestCrossingHandshakesUseNoReplacedKey(t *testing.T) {
 		s := p.preshared
 		s.sent = [32]byte{1}
 		s.set(PresharedKeys{Key: [32]byte{3}, Previous: [32]byte{2}, Changing: true})
-		if s.crossed(); s.next != [32]byte{3} {
+		if s.handleCrossing(); s.next != [32]byte{3} {
 			t.Errorf("the next response has key %d", s.next[0])
 		}
 	}

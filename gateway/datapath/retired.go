@@ -12,8 +12,8 @@ const (
 	// session with its new key. Packets may be on their way for that long.
 	retiredGrace = 10 * time.Second
 	// retiredMost is the time for which sessions with a former key continue if no session is made
-	// with the new key. It is enough for three handshakes. A longer time would hide a wrong key, and
-	// would keep the session of somebody who stole the former key.
+	// with the new key. It is enough for three handshakes. A longer time would hide a wrong key,
+	// and would keep alive the session of somebody who stole the former key.
 	retiredMost = 15 * time.Second
 	// maxRetired is the maximum number of retired peers that a peer may have: two for each identity.
 	maxRetired = 4
@@ -25,15 +25,15 @@ const (
 // because somebody may have stolen the former key. retire returns false if there is no session to
 // keep. The caller holds t.mu.
 func (p *peer) retire() bool {
-	k := peerKeypairs.of(p.dev)
-	if k.Current() == nil && keypairsNext.of(k).Load() == nil {
+	k := peerKeypairs.ptr(p.dev)
+	if k.Current() == nil && keypairsNext.ptr(k).Load() == nil {
 		return false
 	}
-	mu := peerHandshakeMu.of(p.dev)
+	mu := peerHandshakeMu.ptr(p.dev)
 	mu.Lock()
-	clear(peerStatic.of(p.dev)[:]) // without it the device neither starts nor answers handshakes
+	clear(peerStatic.ptr(p.dev)[:]) // without it the device neither starts nor answers handshakes
 	mu.Unlock()
-	(*peerRetransmit.of(p.dev)).Del()
+	(*peerRetransmit.ptr(p.dev)).Del()
 	p.retiredAt = time.Now()
 	p.retired.Store(true)
 	return true
@@ -53,9 +53,9 @@ func (t *Tunnel) retireFor(table, old *peerTable, fresh *peer) {
 			t.endpoints[fresh.key] = at
 		}
 	}
-	for _, p := range old.living(fresh.state) {
+	for _, p := range old.livePeers(fresh.state) {
 		if table.byDevice[p.dev] == nil && p.retire() {
-			table.byDevice[p.dev], table.also[fresh.state] = p, append(slices.Clone(table.also[fresh.state]), p)
+			table.byDevice[p.dev], table.siblings[fresh.state] = p, append(slices.Clone(table.siblings[fresh.state]), p)
 		}
 	}
 	if t.sweep == nil {
@@ -69,13 +69,13 @@ func (t *Tunnel) retireFor(table, old *peerTable, fresh *peer) {
 // maxRetired. The caller holds t.mu.
 func (t *peerTable) limitRetired(state *natengine.PeerState) {
 	retired := 0
-	for _, p := range slices.Backward(t.also[state]) {
+	for _, p := range slices.Backward(t.siblings[state]) {
 		if !p.retired.Load() {
 			continue
 		}
 		if retired++; retired > maxRetired {
 			delete(t.byDevice, p.dev)
-			t.without(p)
+			t.removeSibling(p)
 		}
 	}
 }
@@ -94,20 +94,20 @@ func (t *Tunnel) sweepRetired() {
 		if now.Sub(p.retiredAt) >= retiredMost {
 			return false
 		}
-		k := peerKeypairs.of(p.dev)
-		current, next := k.Current(), keypairsNext.of(k).Load()
-		if (current == nil || !fresh(current, now)) && (next == nil || !fresh(next, now)) {
+		k := peerKeypairs.ptr(p.dev)
+		current, next := k.Current(), keypairsNext.ptr(k).Load()
+		if (current == nil || !isFresh(current, now)) && (next == nil || !isFresh(next, now)) {
 			return false
 		}
-		for _, q := range table.living(p.state) {
-			if q.sending(now) != nil && p.replaced.IsZero() {
+		for _, q := range table.livePeers(p.state) {
+			if q.sendingKeypair(now) != nil && p.replaced.IsZero() {
 				p.replaced = now
 			}
 		}
 		return p.replaced.IsZero() || now.Sub(p.replaced) < retiredGrace
 	}
 	removed := make(map[*peer]bool)
-	for _, all := range table.also {
+	for _, all := range table.siblings {
 		for _, p := range all {
 			switch {
 			case !p.retired.Load():
@@ -119,7 +119,7 @@ func (t *Tunnel) sweepRetired() {
 		}
 	}
 	if len(removed) > 0 {
-		t.keep(func(p *peer) bool { return !removed[p] })
+		t.filterPeers(func(p *peer) bool { return !removed[p] })
 	}
 	if left {
 		t.sweep.Reset(retiredLook)

@@ -14,13 +14,13 @@ import (
 	"github.com/isthmus-net/isthmus/natengine"
 )
 
-// rotating is an end whose key rotates.
-type rotating struct {
+// rotatingEnd is an end whose key rotates.
+type rotatingEnd struct {
 	*end
 	now, next key
 }
 
-func (r *rotating) set(t testing.TB, now, next key) {
+func (r *rotatingEnd) set(t testing.TB, now, next key) {
 	t.Helper()
 	if err := r.SetKeys(now.private, next.private); err != nil {
 		t.Fatal(err)
@@ -29,7 +29,7 @@ func (r *rotating) set(t testing.TB, now, next key) {
 	r.WithoutFinalizers()
 }
 
-// learn tells an end the new key of its peer.
+// learn gives an end the new key of its peer.
 func (e *end) learn(t testing.TB, k key) {
 	t.Helper()
 	if err := e.Change([]datapath.Peer{{State: e.engine.Peers()[0], Key: k.public, Endpoint: e.other.place}}, nil); err != nil {
@@ -38,16 +38,16 @@ func (e *end) learn(t testing.TB, k key) {
 	e.WithoutFinalizers()
 }
 
-// own returns our public key in the session with a peer, given the peer's current key.
-func (e *end) own(k key) [32]byte { return e.Stats()[k.public].Own }
+// ownKey returns our public key in the session with a peer, given the peer's current key.
+func (e *end) ownKey(k key) [32]byte { return e.Stats()[k.public].Own }
 
-// steps runs actions at their times while both ends send a packet every 10 ms, until the time
-// until. All packets must arrive.
-func steps(t *testing.T, a, b *end, until time.Duration, actions map[time.Duration]func()) {
+// steps runs actions at their times, for the duration d, while both ends send a packet every 10 ms.
+// All packets must arrive.
+func steps(t *testing.T, a, b *end, d time.Duration, actions map[time.Duration]func()) {
 	t.Helper()
 	const step = 10 * time.Millisecond
 	var want []uint32
-	for now := time.Duration(0); now < until; now += step {
+	for now := time.Duration(0); now < d; now += step {
 		if f := actions[now]; f != nil {
 			f()
 		}
@@ -88,23 +88,23 @@ func TestARotationLosesNoPacket(t *testing.T) {
 						if !lower {
 							a, b = b, a
 						}
-						r, next := &rotating{end: a, now: a.key}, numberedKey(7)
+						r, next := &rotatingEnd{end: a, now: a.key}, numberedKey(7)
 						steps(t, a, b, at+later+40*time.Second, map[time.Duration]func(){
 							at: func() { r.set(t, a.key, next) },
 							at + later + 10*time.Millisecond: func() {
-								if a.own(b.key) != a.key.public {
+								if a.ownKey(b.key) != a.key.public {
 									t.Error("the session before is not of the previous key")
 								}
 								b.learn(t, next)
 							},
 							at + later + 10*time.Second: func() {
-								if a.own(b.key) != next.public {
+								if a.ownKey(b.key) != next.public {
 									t.Error("the peer has not moved")
 								}
 								r.set(t, next, key{})
 							},
 						})
-						if a.own(b.key) != next.public || a.Peers() != 1 || b.Peers() != 1 {
+						if a.ownKey(b.key) != next.public || a.Peers() != 1 || b.Peers() != 1 {
 							t.Errorf("in the end %d and %d peers of devices", a.Peers(), b.Peers())
 						}
 					})
@@ -119,7 +119,7 @@ func TestBothSidesRotateAtOnce(t *testing.T) {
 	for _, order := range [][2]time.Duration{{0, 0}, {0, 300}, {300, 0}, {0, 15000}, {15000, 0}} {
 		t.Run(fmt.Sprint(order), func(t *testing.T) {
 			inPair(t, func(t *testing.T, _ *pair, a, b *end) {
-				ra, rb := &rotating{end: a, now: a.key}, &rotating{end: b, now: b.key}
+				ra, rb := &rotatingEnd{end: a, now: a.key}, &rotatingEnd{end: b, now: b.key}
 				nextA, nextB := numberedKey(7), numberedKey(8)
 				steps(t, a, b, 60*time.Second, map[time.Duration]func(){
 					time.Second:                           func() { ra.set(t, a.key, nextA); rb.set(t, b.key, nextB) },
@@ -128,7 +128,7 @@ func TestBothSidesRotateAtOnce(t *testing.T) {
 					32 * time.Second:                      func() { ra.set(t, nextA, key{}) },
 					33 * time.Second:                      func() { rb.set(t, nextB, key{}) },
 				})
-				if a.own(nextB) != nextA.public || b.own(nextA) != nextB.public {
+				if a.ownKey(nextB) != nextA.public || b.ownKey(nextA) != nextB.public {
 					t.Error("the session is not of both new keys")
 				}
 			})
@@ -140,12 +140,12 @@ func TestBothSidesRotateAtOnce(t *testing.T) {
 // learned it.
 func TestRotationsInARowLoseNoPacket(t *testing.T) {
 	inPair(t, func(t *testing.T, _ *pair, a, b *end) {
-		ra, rb := &rotating{end: a, now: a.key}, &rotating{end: b, now: b.key}
+		ra, rb := &rotatingEnd{end: a, now: a.key}, &rotatingEnd{end: b, now: b.key}
 		actions := make(map[time.Duration]func())
 		for i := range uint32(15) {
 			at := 20 * time.Second * time.Duration(i)
-			for j, r := range []*rotating{ra, rb} {
-				other := []*rotating{ra, rb}[1-j]
+			for j, r := range []*rotatingEnd{ra, rb} {
+				other := []*rotatingEnd{ra, rb}[1-j]
 				next := numberedKey(100 + 2*i + uint32(j))
 				actions[at+time.Duration(j)*7*time.Second] = func() { r.set(t, r.now, next) }
 				actions[at+time.Duration(j)*7*time.Second+300*time.Millisecond] = func() { other.learn(t, next) }
@@ -210,7 +210,7 @@ func TestARotationCanBeReverted(t *testing.T) {
 func TestOctetCountersOfAPeerNeverDecrease(t *testing.T) {
 	inPair(t, func(t *testing.T, _ *pair, a, b *end) {
 		next := numberedKey(7)
-		r := &rotating{end: a, now: a.key}
+		r := &rotatingEnd{end: a, now: a.key}
 		var last datapath.Stats
 		look := func() {
 			t.Helper()
@@ -246,8 +246,8 @@ func TestRotationReachesAPassiveWireGuardGoPeer(t *testing.T) {
 
 // rotateBesideWireGuardGo rotates the key of a gateway whose peer runs wireguard-go. The gateway
 // sends a packet in each step. The peer either answers each packet or sends packets by itself.
-// Packets may be lost for at most the duration most.
-func rotateBesideWireGuardGo(t *testing.T, answers bool, most time.Duration) {
+// Packets may be lost for at most maxLoss.
+func rotateBesideWireGuardGo(t *testing.T, answers bool, maxLoss time.Duration) {
 	synctest.Test(t, func(t *testing.T) {
 		keys := orderedKeys(true)
 		p := newPair(t, keys)
@@ -280,7 +280,7 @@ func rotateBesideWireGuardGo(t *testing.T, answers bool, most time.Duration) {
 			t.Fatal(err)
 		}
 		next := numberedKey(7)
-		r := &rotating{end: a, now: a.key}
+		r := &rotatingEnd{end: a, now: a.key}
 		const all = 4000
 		for n := range uint32(all) {
 			switch n {
@@ -304,8 +304,8 @@ func rotateBesideWireGuardGo(t *testing.T, answers bool, most time.Duration) {
 		a.mu.Lock()
 		defer a.mu.Unlock()
 		for way, got := range map[string]int{"from": len(a.got), "to": len(packets.got)} {
-			if lost := all - got; lost < 0 || lost > int(most/wireGuardStep)+1 {
-				t.Errorf("%d packets %s the peer lost: want %d at most", lost, way, most/wireGuardStep+1)
+			if lost := all - got; lost < 0 || lost > int(maxLoss/wireGuardStep)+1 {
+				t.Errorf("%d packets %s the peer lost: want %d at most", lost, way, maxLoss/wireGuardStep+1)
 			}
 		}
 	})
@@ -315,7 +315,7 @@ func rotateBesideWireGuardGo(t *testing.T, answers bool, most time.Duration) {
 // peer gets such handshakes at growing intervals.
 func TestOnlySilentPeersGetHandshakesWithTheNextKey(t *testing.T) {
 	inPair(t, func(t *testing.T, _ *pair, a, b *end) {
-		r, next := &rotating{end: a, now: a.key}, numberedKey(7)
+		r, next := &rotatingEnd{end: a, now: a.key}, numberedKey(7)
 		b.on = func(n uint32) { b.send(t, n) }
 		r.set(t, a.key, next)
 		time.Sleep(20 * time.Second)
@@ -377,13 +377,13 @@ func TestANewActiveGatewayAcceptsTheNextKeyAtOnce(t *testing.T) {
 // handshake.
 func TestUnansweredDataOfAReplacedSessionStartsNoHandshake(t *testing.T) {
 	inPair(t, func(t *testing.T, _ *pair, a, b *end) {
-		r, next := &rotating{end: a, now: a.key}, numberedKey(7)
+		r, next := &rotatingEnd{end: a, now: a.key}, numberedKey(7)
 		r.set(t, a.key, next)
 		a.send(t, 1)
 		time.Sleep(10 * time.Millisecond)
 		b.learn(t, next)
 		time.Sleep(time.Second)
-		if b.wants(t, 1); a.own(b.key) != next.public {
+		if b.wants(t, 1); a.ownKey(b.key) != next.public {
 			t.Fatal("the peer has not moved")
 		}
 		a.wire.forget()

@@ -17,9 +17,9 @@ const (
 	headerLen = device.MessageTransportHeaderSize
 	tagLen    = 16
 
-	// The bounds of a batch. All packets of a batch are encrypted before any is sent. Packets wait
-	// here for at most half a millisecond; otherwise they would wait in the queue of the TUN. TCP
-	// was slower with at most half of the octets, and not faster with twice as many.
+	// The bounds of a batch. All packets of a batch are encrypted before any is sent. So packets
+	// wait here for up to half a millisecond. With smaller batches they would wait in the queue of
+	// the TUN instead. TCP was slower with half as many octets, and not faster with twice as many.
 	slabLen  = 512 << 10 // approximate octets of messages
 	maxBatch = 512       // packets
 )
@@ -54,13 +54,13 @@ type sealer struct {
 }
 
 func newSealer(t *Tunnel, shown *tap) sealer {
-	s := sealer{t: t, tap: shown, expiry: time.AfterFunc(time.Hour, t.lookSoon)}
+	s := sealer{t: t, tap: shown, expiry: time.AfterFunc(time.Hour, t.recheckSoon)}
 	s.expiry.Stop()
 	return s
 }
 
-// fit makes room for packets of the given MTU. It never reduces the room, because the previous
-// batch may have left larger packets to be sent.
+// fit makes room for packets of the given MTU. It never reduces the room, because larger packets
+// may be left over from the previous batch.
 func (s *sealer) fit(mtu int) {
 	s.mtu = mtu
 	if mtu > s.large {
@@ -70,15 +70,15 @@ func (s *sealer) fit(mtu int) {
 	}
 }
 
-// slotFor returns the octets of slab that the message of a packet uses: a multiple of a cache
-// line.
+// slotFor returns the number of octets of slab that the message of a packet uses: a multiple of a
+// cache line.
 func slotFor(size int) int {
 	return (headerLen + size + device.PaddingMultiple - 1 + tagLen + 63) &^ 63
 }
 
-// most implements sink. The goroutine may have waited long for the first packet of a batch, so
-// most reads the MTU anew for it.
-func (s *sealer) most() int {
+// maxSize implements sink. It reads the MTU anew for the first packet of a batch, because the
+// goroutine may have waited long for that packet.
+func (s *sealer) maxSize() int {
 	if s.taken == 0 {
 		s.fit(s.t.MTU())
 	}
@@ -111,7 +111,7 @@ func (s *sealer) turnTo(state *natengine.PeerState, p *peer) {
 	if p == nil {
 		return
 	}
-	if s.via, s.keypair = s.table.newest(p, s.now); s.keypair == nil || len(p.staged.ring) == 0 {
+	if s.via, s.keypair = s.table.newestSession(p, s.now); s.keypair == nil || len(p.staged.ring) == 0 {
 		return
 	}
 	s.expire(p)
@@ -127,9 +127,9 @@ func (s *sealer) turnTo(state *natengine.PeerState, p *peer) {
 // it has waited for a session. seal returns false if the session has no nonce left.
 func (s *sealer) seal(p []byte, received bool) bool {
 	k := s.keypair
-	counter := keypairNonce.of(k).Add(1) - 1
+	counter := keypairNonce.ptr(k).Add(1) - 1
 	if counter >= device.RejectAfterMessages {
-		keypairNonce.of(k).Store(device.RejectAfterMessages)
+		keypairNonce.ptr(k).Store(device.RejectAfterMessages)
 		s.flush()
 		s.keypair = nil
 		return false
@@ -140,18 +140,18 @@ func (s *sealer) seal(p []byte, received bool) bool {
 	m := s.slab[s.used : s.used+s.slot : s.used+s.slot]
 	s.used += slotFor(len(p))
 	binary.LittleEndian.PutUint32(m, device.MessageTransportType)
-	binary.LittleEndian.PutUint32(m[4:], *keypairRemote.of(k))
+	binary.LittleEndian.PutUint32(m[4:], *keypairRemote.ptr(k))
 	binary.LittleEndian.PutUint64(m[8:], counter)
 	binary.LittleEndian.PutUint64(s.nonce[4:], counter)
-	shown := s.tap.on() && s.tap.inner(s.state, p, received)
+	shown := s.tap.active() && s.tap.showInner(s.state, p, received)
 	if padded := min((len(p)+device.PaddingMultiple-1)&^(device.PaddingMultiple-1), s.mtu); padded > len(p) {
 		plain := m[headerLen : headerLen+padded]
 		clear(plain[copy(plain, p):])
 		p = plain
 	}
-	s.sealed = append(s.sealed, (*keypairSend.of(k)).Seal(m[:headerLen], s.nonce[:], p, nil))
+	s.sealed = append(s.sealed, (*keypairSend.ptr(k)).Seal(m[:headerLen], s.nonce[:], p, nil))
 	if shown {
-		s.tap.outer(s.state, s.sealed[len(s.sealed)-1], endpointOf(s.via.dev), natengine.DropNone)
+		s.tap.showOuter(s.state, s.sealed[len(s.sealed)-1], endpointOf(s.via.dev), natengine.DropNone)
 	}
 	return true
 }
@@ -161,16 +161,16 @@ func (s *sealer) flush() {
 	if len(s.sealed) == 0 {
 		return
 	}
-	// Record the sending time first. Otherwise it could seem to be later than an immediate answer of
-	// the peer.
-	s.via.sent(s.keypair, s.now)
+	// Record the sending time before sending. Otherwise the recorded time could be later than that
+	// of an immediate answer of the peer.
+	s.via.recordSent(s.keypair, s.now)
 	if err := s.via.send(s.keypair, s.sealed, s.now); err != nil {
 		reason := natengine.DropTunnelSend
 		if errors.Is(err, bind.ErrShut) {
 			reason = natengine.DropNoMandate
 		}
 		s.count(s.state, bind.Unsent(err, len(s.sealed)), reason)
-		s.via.fail(err, s.now)
+		s.via.recordFailure(err, s.now)
 	}
 	clear(s.sealed)
 	s.sealed, s.used = s.sealed[:0], 0
@@ -180,14 +180,14 @@ func (s *sealer) flush() {
 // next batch.
 func (s *sealer) finish() {
 	s.flush()
-	if s.t.look.Swap(false) && len(s.staged) > 0 {
+	if s.t.recheck.Swap(false) && len(s.staged) > 0 {
 		s.sendStaged()
 	}
 	s.taken, s.table, s.state, s.peer, s.via, s.keypair = 0, nil, nil, nil, nil, nil
 }
 
-// sendStaged sends or expires the waiting packets of all peers. It runs when the first packet of
-// a peer has started to wait, and when lookSoon was called: after a new session, or by the expiry
+// sendStaged sends or expires the waiting packets of all peers. It runs when the first packet of a
+// peer has started to wait, and when recheckSoon was called: after a new session, or by the expiry
 // timer.
 func (s *sealer) sendStaged() {
 	s.begin()
@@ -211,8 +211,8 @@ func (s *sealer) sendStaged() {
 func (s *sealer) stage(p []byte) {
 	if s.peer == nil {
 		s.count(s.state, 1, natengine.DropPeerDown)
-		if s.tap.on() {
-			s.tap.dropped(capture.Tunnel, s.state, p, natengine.DropPeerDown)
+		if s.tap.active() {
+			s.tap.showDropped(capture.Tunnel, s.state, p, natengine.DropPeerDown)
 		}
 		return
 	}
@@ -220,12 +220,12 @@ func (s *sealer) stage(p []byte) {
 	if len(s.peer.staged.ring) == 0 && !slices.Contains(s.staged, s.peer) {
 		s.staged = append(s.staged, s.peer)
 		s.t.waiting.Store(true)
-		s.t.look.Store(true) // a session may have been made in the meantime
+		s.t.recheck.Store(true) // a session may have been made in the meantime
 	}
 	s.count(s.state, s.peer.staged.push(p, time.Duration(at)), natengine.DropTunnelQueue)
 	s.peer.requestHandshake(at)
 	// It is not known which of our keys the peer has, so each identity tries.
-	for _, q := range s.table.also[s.state] {
+	for _, q := range s.table.siblings[s.state] {
 		if !q.retired.Load() {
 			q.requestHandshake(at)
 		}

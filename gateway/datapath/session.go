@@ -41,8 +41,8 @@ const (
 	hurriesPerSecond = 100
 
 	// confirmMost is the maximum time for which messages are still sent to the previous address
-	// after the peer has started another session from a new address. It ends earlier with the first
-	// message of the new session, usually within a round trip.
+	// after the peer has started another session from a new address. Messages are sent to the new
+	// address earlier if the first message of the new session arrives, usually within a round trip.
 	confirmMost = time.Second
 
 	silenceTimeout = device.KeepaliveTimeout + device.RekeyTimeout
@@ -87,21 +87,21 @@ type peer struct {
 
 	unanswered     atomic.Int64 // time of the first data sent after the last message received; 0: all data was answered
 	unacknowledged atomic.Int64 // time of the first data received after the last message sent; 0: all data was acknowledged
-	more           atomic.Bool  // further data was received after unacknowledged
+	more           atomic.Bool  // more data was received after the time in unacknowledged
 	requested      atomic.Int64 // time of the last request for a handshake
 	answers        atomic.Int64 // number of the peer's handshakes that the device answered
 	answered       atomic.Int64 // time of the last such answer
 	created        atomic.Int64 // creation time of the last session; stored by the method session
-	unsent         atomic.Pointer[unsent]
+	unsent         atomic.Pointer[sendFailure]
 	location       atomic.Pointer[location] // written only by locationCounts
 	removed        bool                     // the peer was removed; guarded by locationCounts.mu
-	renewed        atomic.Int64             // creation time of the session for which received last requested a handshake
+	renewed        atomic.Int64             // creation time of the session for which recordReceived last requested a handshake
 	checkRequested atomic.Int64             // when it was last reported that the peer may have another session
 
 	// sessionEndpoint is the session under which the peer last sent, with its endpoint. It is nil
 	// if a configuration has set the endpoint since then.
 	sessionEndpoint atomic.Pointer[sessionEndpoint]
-	called          atomic.Pointer[called] // the peer's last answered initiation
+	initiated       atomic.Pointer[answeredInitiation] // the peer's last answered initiation
 
 	crossedAt atomic.Int64 // value of answers when two handshakes last crossed
 	begun     initiation   // our last initiation, guarded by handshakes.crossings
@@ -120,10 +120,10 @@ func newPeer(id *identity, state *natengine.PeerState, key device.NoisePublicKey
 	if old != nil {
 		p.windows, p.preshared = old.windows, old.preshared
 	}
-	p.keepalive.timer = time.AfterFunc(time.Hour, func() { p.act(&p.keepalive, p.acknowledge) })
-	p.silence.timer = time.AfterFunc(time.Hour, func() { p.act(&p.silence, p.breakSilence) })
-	p.initiation.timer = time.AfterFunc(time.Hour, func() { p.act(&p.initiation, p.begin) })
-	p.crossing.timer = time.AfterFunc(time.Hour, func() { p.act(&p.crossing, p.uncross) })
+	p.keepalive.timer = time.AfterFunc(time.Hour, func() { p.runDeadline(&p.keepalive, p.acknowledge) })
+	p.silence.timer = time.AfterFunc(time.Hour, func() { p.runDeadline(&p.silence, p.breakSilence) })
+	p.initiation.timer = time.AfterFunc(time.Hour, func() { p.runDeadline(&p.initiation, p.beginHandshake) })
+	p.crossing.timer = time.AfterFunc(time.Hour, func() { p.runDeadline(&p.crossing, p.uncross) })
 	for _, d := range p.deadlines() {
 		d.timer.Stop()
 	}
@@ -141,15 +141,16 @@ type sessionEndpoint struct {
 	endpoint conn.Endpoint
 }
 
-// called is an initiation that was answered: its source and the time.
-type called struct {
+// An answeredInitiation is the source of an initiation that we answered, and the time of the
+// answer.
+type answeredInitiation struct {
 	from conn.Endpoint
 	at   time.Time
 }
 
 // recordEndpoint records the endpoint from which messages of the session k come.
 func (p *peer) recordEndpoint(k *device.Keypair, from conn.Endpoint) {
-	session := *keypairRemote.of(k)
+	session := *keypairRemote.ptr(k)
 	if was := p.sessionEndpoint.Load(); was == nil || was.session != session || !sameEndpoint(was.endpoint, from) {
 		p.sessionEndpoint.Store(&sessionEndpoint{session, from})
 	}
@@ -157,18 +158,18 @@ func (p *peer) recordEndpoint(k *device.Keypair, from conn.Endpoint) {
 
 // send sends messages encrypted with k. The device would send them to the endpoint from which the
 // peer last sent anything, including initiations. But an initiation may come from another gateway
-// of the peer's cluster, which does not have this session. So until that gateway has confirmed
-// its own session, send uses the previous endpoint.
+// of the peer's cluster, which does not have this session. So until the other gateway has confirmed
+// a session of its own, send uses the previous endpoint.
 func (p *peer) send(k *device.Keypair, messages [][]byte, now time.Time) error {
 	s, at := p.sessionEndpoint.Load(), endpointOf(p.dev)
-	if s == nil || s.session != *keypairRemote.of(k) || sameEndpoint(s.endpoint, at) {
+	if s == nil || s.session != *keypairRemote.ptr(k) || sameEndpoint(s.endpoint, at) {
 		return p.dev.SendBuffers(messages)
 	}
-	if c := p.called.Load(); c != nil && sameEndpoint(c.from, at) && now.Sub(c.at) > confirmMost {
+	if c := p.initiated.Load(); c != nil && sameEndpoint(c.from, at) && now.Sub(c.at) > confirmMost {
 		return p.dev.SendBuffers(messages)
 	}
 	for _, m := range messages {
-		peerSent.of(p.dev).Add(uint64(len(m)))
+		peerSent.ptr(p.dev).Add(uint64(len(m)))
 	}
 	return p.identity.bind.Send(messages, s.endpoint)
 }
@@ -207,8 +208,8 @@ func (d *deadline) arm(after time.Duration) {
 	}
 }
 
-// act runs f, the function of the deadline d. f may arm d again.
-func (p *peer) act(d *deadline, f func()) {
+// runDeadline runs f, the function of the deadline d. f may arm d again.
+func (p *peer) runDeadline(d *deadline, f func()) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if !p.stopped {
@@ -217,49 +218,49 @@ func (p *peer) act(d *deadline, f func()) {
 	}
 }
 
-// sending returns the keypair that encrypts messages to the peer, or nil if no keypair is usable
-// (section 6.1).
-func (p *peer) sending(now time.Time) *device.Keypair {
-	k := peerKeypairs.of(p.dev).Current()
-	if k == nil || !fresh(k, now) || keypairNonce.of(k).Load() >= device.RejectAfterMessages {
+// sendingKeypair returns the keypair that encrypts messages to the peer, or nil if no keypair is
+// usable (section 6.1).
+func (p *peer) sendingKeypair(now time.Time) *device.Keypair {
+	k := peerKeypairs.ptr(p.dev).Current()
+	if k == nil || !isFresh(k, now) || keypairNonce.ptr(k).Load() >= device.RejectAfterMessages {
 		return nil
 	}
 	return k
 }
 
-// fresh reports whether k is young enough to send and accept messages.
-func fresh(k *device.Keypair, now time.Time) bool {
-	return now.Sub(*keypairCreated.of(k)) < device.RejectAfterTime
+// isFresh reports whether k is young enough to send and accept messages.
+func isFresh(k *device.Keypair, now time.Time) bool {
+	return now.Sub(*keypairCreated.ptr(k)) < device.RejectAfterTime
 }
 
-// sent records that data was sent under k at the time now.
-func (p *peer) sent(k *device.Keypair, now time.Time) {
+// recordSent records that data was sent under k at the time now.
+func (p *peer) recordSent(k *device.Keypair, now time.Time) {
 	at := p.t.stamp(now)
-	p.sentAny()
+	p.recordAnySent()
 	if p.unanswered.Load() == 0 {
 		p.unanswered.Store(at)
 		p.silence.arm(silenceTimeout + jitter())
 	}
-	initiator := *keypairInitiator.of(k) && now.Sub(*keypairCreated.of(k)) > device.RekeyAfterTime
-	if initiator || keypairNonce.of(k).Load() > device.RekeyAfterMessages {
+	initiator := *keypairInitiator.ptr(k) && now.Sub(*keypairCreated.ptr(k)) > device.RekeyAfterTime
+	if initiator || keypairNonce.ptr(k).Load() > device.RekeyAfterMessages {
 		p.requestHandshake(at)
 	}
 }
 
-// sentAny records that an authenticated message was sent to the peer, which therefore needs no
-// keepalive.
-func (p *peer) sentAny() {
+// recordAnySent records that an authenticated message was sent to the peer, which therefore needs
+// no keepalive.
+func (p *peer) recordAnySent() {
 	if p.unacknowledged.Load() != 0 {
 		p.more.Store(false)
 		p.unacknowledged.Store(0)
 	}
 }
 
-// received records that messages, none of them a replay, were received under k at the time now.
-// data is true if one of them was more than a keepalive.
-func (p *peer) received(k *device.Keypair, now time.Time, data bool) {
+// recordReceived records that messages, none of them a replay, were received under k at the time
+// now. data is true if one of them was more than a keepalive.
+func (p *peer) recordReceived(k *device.Keypair, now time.Time, data bool) {
 	at := p.t.stamp(now)
-	p.receivedAny()
+	p.recordAnyReceived()
 	if data {
 		if p.unacknowledged.Load() == 0 {
 			p.unacknowledged.Store(at)
@@ -269,43 +270,44 @@ func (p *peer) received(k *device.Keypair, now time.Time, data bool) {
 		}
 	}
 	if p.dev.ReceivedWithKeypair(k) { // we were responder, and this is the first message under k
-		p.confirmed()
-		p.preshared.confirmed(k)
+		p.recordConfirmation()
+		p.preshared.recordConfirmation(k)
 	}
-	created := *keypairCreated.of(k)
-	if *keypairInitiator.of(k) && now.Sub(created) > lastMinute &&
-		peerKeypairs.of(p.dev).Current() == k && p.renewed.Swap(p.t.stamp(created)) != p.t.stamp(created) {
+	created := *keypairCreated.ptr(k)
+	if *keypairInitiator.ptr(k) && now.Sub(created) > lastMinute &&
+		peerKeypairs.ptr(p.dev).Current() == k && p.renewed.Swap(p.t.stamp(created)) != p.t.stamp(created) {
 		p.requested.Store(0)
 		p.requestHandshake(at)
 	}
 }
 
-// receivedAny records that the peer has sent an authenticated message.
-func (p *peer) receivedAny() {
+// recordAnyReceived records that the peer has sent an authenticated message.
+func (p *peer) recordAnyReceived() {
 	if p.unanswered.Load() != 0 {
 		p.unanswered.Store(0)
 	}
 }
 
-// confirmed imitates the device's own receiver when a session is confirmed, so that the device
-// stops repeating its initiation.
-func (p *peer) confirmed() {
-	(*peerRetransmit.of(p.dev)).Del()
-	peerAttempts.of(p.dev).Store(0)
-	p.t.lookSoon()
+// recordConfirmation imitates the device's own receiver when a session is confirmed, so that the
+// device stops repeating its initiation.
+func (p *peer) recordConfirmation() {
+	(*peerRetransmit.ptr(p.dev)).Del()
+	peerAttempts.ptr(p.dev).Store(0)
+	p.t.recheckSoon()
 }
 
 // session returns the creation time of the current session, or of the last one if the device has
 // erased its keys. It returns zero if there was no session. The session's age by the monotonic
-// clock decides whether messages are sent and accepted (see fresh).
+// clock decides whether messages are sent and accepted (see isFresh).
 func (p *peer) session(now time.Time) time.Time {
-	if k := peerKeypairs.of(p.dev).Current(); k != nil {
-		p.created.Store(p.t.stamp(*keypairCreated.of(k)))
+	if k := peerKeypairs.ptr(p.dev).Current(); k != nil {
+		p.created.Store(p.t.stamp(*keypairCreated.ptr(k)))
 	}
-	return p.t.when(p.created.Load(), now)
+	return p.t.timeOf(p.created.Load(), now)
 }
 
-// acknowledge sends a passive keepalive if received data still needs one (section 6.5).
+// acknowledge sends a passive keepalive if data was received and nothing has been sent since
+// (section 6.5).
 func (p *peer) acknowledge() {
 	since := p.unacknowledged.Load()
 	if since == 0 {
@@ -317,7 +319,7 @@ func (p *peer) acknowledge() {
 	}
 	more := p.more.Swap(false)
 	p.unacknowledged.Store(0)
-	if p.t.peers.Load().latest(p, time.Now()) != p {
+	if p.t.peers.Load().latestPeer(p, time.Now()) != p {
 		return // another, newer session carries our data, and the peer may have dropped this one
 	}
 	p.dev.SendKeepalive()
@@ -335,21 +337,21 @@ func (p *peer) breakSilence() {
 	}
 	// If a session was made after the data was sent, the wait starts with that session: its
 	// handshake was an answer.
-	if k := peerKeypairs.of(p.dev).Current(); k != nil {
-		since = max(since, p.t.stamp(*keypairCreated.of(k)))
+	if k := peerKeypairs.ptr(p.dev).Current(); k != nil {
+		since = max(since, p.t.stamp(*keypairCreated.ptr(k)))
 	}
 	if left := silenceTimeout - time.Duration(p.t.stamp(time.Now())-since); left > 0 {
 		p.silence.arm(left)
 		return
 	}
 	p.unanswered.Store(0)
-	if p.t.peers.Load().latest(p, time.Now()) != p {
+	if p.t.peers.Load().latestPeer(p, time.Now()) != p {
 		return // another, newer session carries our data, and has its own timer
 	}
 	if e := endpointOf(p.dev); e != nil {
 		e.ClearSrc() // a wrong source address may be the cause
 	}
-	p.begin()
+	p.beginHandshake()
 }
 
 // requestHandshake requests a handshake. A timer's goroutine creates the initiation, because that
@@ -361,12 +363,13 @@ func (p *peer) requestHandshake(now int64) {
 	}
 }
 
-// begin starts a handshake. The device refuses to start one within RekeyTimeout of the last one.
-// If it then has no handshake in progress either, begin runs again later.
-func (p *peer) begin() {
+// beginHandshake starts a handshake. The device refuses that within RekeyTimeout of the last
+// handshake. If no handshake is in progress although the device refuses a new one, beginHandshake
+// runs again later.
+func (p *peer) beginHandshake() {
 	table := p.t.peers.Load()
 	if p.retired.Load() {
-		for _, q := range table.living(p.state) {
+		for _, q := range table.livePeers(p.state) {
 			q.initiation.arm(0)
 		}
 		return
@@ -379,52 +382,52 @@ func (p *peer) begin() {
 	if hurried {
 		p.keepPace(last)
 	}
-	if !(*peerRetransmit.of(p.dev)).IsPending() && p.sending(time.Now()) == nil {
+	if !(*peerRetransmit.ptr(p.dev)).IsPending() && p.sendingKeypair(time.Now()) == nil {
 		p.initiation.arm(requestInterval)
 	}
 }
 
-// hurry allows the device to start a handshake within RekeyTimeout of the last one, if that one
-// has made no session. If it allows that, it returns the time of the last one and true. The
-// caller holds mu.
+// hurry allows the device to start a handshake within RekeyTimeout of the last one, unless that one
+// has made a session or a limit is reached. hurried reports whether hurry allowed that, and last is
+// the time of the last handshake. The caller holds mu.
 func (p *peer) hurry(now time.Time) (last time.Time, hurried bool) {
 	if created := p.created.Load(); p.hurriedSince != created {
 		p.hurried, p.hurriedSince = 0, created
 	}
-	if p.hurried == hurries || p.sending(now) != nil {
+	if p.hurried == hurries || p.sendingKeypair(now) != nil {
 		return last, false
 	}
-	lock := peerHandshakeMu.of(p.dev)
+	lock := peerHandshakeMu.ptr(p.dev)
 	lock.Lock()
 	defer lock.Unlock()
-	last = *peerInitiated.of(p.dev)
+	last = *peerInitiated.ptr(p.dev)
 	since := now.Sub(last)
 	if since < hurryAfter || since > device.RekeyTimeout-hurryAfter || !p.t.hurry.Allow() {
 		return last, false
 	}
 	p.hurried++
-	*peerInitiated.of(p.dev) = time.Time{}
+	*peerInitiated.ptr(p.dev) = time.Time{}
 	return last, true
 }
 
 // keepPace keeps the hurried handshake from delaying the device's next one: it sets back the times
 // that the device has recorded. last is the time of the handshake before the hurried one.
 func (p *peer) keepPace(last time.Time) {
-	lock := peerHandshakeMu.of(p.dev)
+	lock := peerHandshakeMu.ptr(p.dev)
 	lock.Lock()
 	defer lock.Unlock()
-	*peerInitiated.of(p.dev) = last
-	if t := *peerRetransmit.of(p.dev); t.IsPending() {
+	*peerInitiated.ptr(p.dev) = last
+	if t := *peerRetransmit.ptr(p.dev); t.IsPending() {
 		t.Mod(device.RekeyTimeout - time.Since(last) + jitter())
 	}
 }
 
-// crossed handles two handshakes that have crossed: the peer has answered our initiation, sent
-// roundTrip ago, after the device had dropped it to answer one from the peer. The peer has
-// dropped its own initiation as well, so both sides would start again only after RekeyTimeout.
-// Instead, the side with the lower public key starts a handshake at once. The other side starts
-// one later if that does not help, for example because the peer is not an Isthmus gateway.
-func (p *peer) crossed(roundTrip time.Duration) {
+// handleCrossing handles two handshakes that have crossed. Each side has dropped its own initiation
+// to answer that of the other side, so both answers are useless, and both sides would start again
+// only after RekeyTimeout. Instead, the side with the lower public key starts a handshake at once.
+// The other side starts a handshake later if no session exists by then, for example because the
+// peer is not an Isthmus gateway. roundTrip is the time from our initiation to the peer's answer.
+func (p *peer) handleCrossing(roundTrip time.Duration) {
 	if roundTrip >= device.RekeyTimeout {
 		return
 	}
@@ -437,11 +440,11 @@ func (p *peer) crossed(roundTrip time.Duration) {
 }
 
 func (p *peer) uncross() {
-	if p.answers.Load() != p.crossedAt.Load() || p.sending(time.Now()) != nil || !(*peerRetransmit.of(p.dev)).IsPending() {
+	if p.answers.Load() != p.crossedAt.Load() || p.sendingKeypair(time.Now()) != nil || !(*peerRetransmit.ptr(p.dev)).IsPending() {
 		return
 	}
-	p.dev.ExpireCurrentKeypairs() // none of them is usable; without them the device starts a new handshake
-	p.begin()
+	p.dev.ExpireCurrentKeypairs() // no keypair is usable; without keypairs the device starts a new handshake
+	p.beginHandshake()
 }
 
 // jitter returns a random delay, so that peers do not start handshakes at the same moment.

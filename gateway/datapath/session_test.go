@@ -29,7 +29,7 @@ const (
 	mostJitter          = time.Second/3 + 1e6 // section 6.1, in whole milliseconds
 )
 
-// wantMessages fails the test unless an end has sent messages of a kind exactly at the times at
+// wantMessages fails the test unless an end has sent messages of a kind exactly at the given times
 // after begin, to the millisecond.
 func wantMessages(t *testing.T, e *end, what string, kind func([]byte) bool, begin time.Time, at ...time.Duration) {
 	t.Helper()
@@ -47,8 +47,8 @@ func wantMessages(t *testing.T, e *end, what string, kind func([]byte) bool, beg
 	}
 }
 
-// until sleeps until the duration after has passed since begin.
-func until(begin time.Time, after time.Duration) { time.Sleep(time.Until(begin.Add(after))) }
+// sleepUntil sleeps until d has passed since begin.
+func sleepUntil(begin time.Time, d time.Duration) { time.Sleep(time.Until(begin.Add(d))) }
 
 func TestAPassiveKeepaliveAnswersDataAfterTenSeconds(t *testing.T) {
 	inPair(t, func(t *testing.T, _ *pair, a, b *end) {
@@ -100,7 +100,7 @@ func TestTheInitiatorRekeysWhenItSendsAfter120Seconds(t *testing.T) {
 	inPair(t, func(t *testing.T, _ *pair, a, b *end) {
 		begin := datapath.Created(a.session())
 		for _, at := range []int{119, 120, 121} {
-			until(begin, time.Duration(at)*time.Second)
+			sleepUntil(begin, time.Duration(at)*time.Second)
 			a.send(t, uint32(at))
 			synctest.Wait()
 			b.send(t, uint32(at)) // so that the age of the session is a's only reason to rekey
@@ -134,9 +134,9 @@ func TestTheResponderNeverRekeysByTime(t *testing.T) {
 func TestTheInitiatorThatOnlyReceivesRekeysAfter165SecondsOnce(t *testing.T) {
 	inPair(t, func(t *testing.T, _ *pair, a, b *end) {
 		begin := datapath.Created(a.session())
-		until(begin, rejectAfterTime-keepaliveTimeout-rekeyTimeout)
+		sleepUntil(begin, rejectAfterTime-keepaliveTimeout-rekeyTimeout)
 		b.send(t, 1)
-		until(begin, 166*time.Second)
+		sleepUntil(begin, 166*time.Second)
 		wantMessages(t, a, "initiations at 165 s", initiations, begin)
 		a.wire.dropAll(initiations)
 		b.send(t, 2)
@@ -212,7 +212,7 @@ func TestMessagesFromRefusedSourcesAreDropped(t *testing.T) {
 		s := p.stranger(t, "192.0.2.9")
 		before := b.Stats()
 		b.SetSources(func(addr netip.Addr) bool { return addr != netip.MustParseAddr("192.0.2.9") })
-		b.tell(t, s, datapath.SealWith(a.session(), 100, numbered(b.to, podOf(1), 7, 100)))
+		b.sendFrom(t, s, datapath.SealWith(a.session(), 100, numbered(b.to, podOf(1), 7, 100)))
 		b.wants(t)
 		if n := b.drops(natengine.Inbound, natengine.DropTunnelSource); n != 1 {
 			t.Errorf("%d counted: want 1", n)
@@ -223,7 +223,7 @@ func TestMessagesFromRefusedSourcesAreDropped(t *testing.T) {
 			}
 		}
 		b.SetSources(func(netip.Addr) bool { return true }) // the cached result must no longer be used
-		b.tell(t, s, datapath.SealWith(a.session(), 101, numbered(b.to, podOf(1), 8, 100)))
+		b.sendFrom(t, s, datapath.SealWith(a.session(), 101, numbered(b.to, podOf(1), 8, 100)))
 		b.wants(t, 8)
 	})
 }
@@ -232,10 +232,10 @@ func TestNothingIsAcceptedWithTheLastNonces(t *testing.T) {
 	inPair(t, func(t *testing.T, p *pair, a, b *end) {
 		s := p.stranger(t, "192.0.2.9")
 		packet := numbered(b.to, podOf(1), 7, 100)
-		b.tell(t, s, datapath.SealWith(a.session(), rejectAfterMessages-1, packet))
+		b.sendFrom(t, s, datapath.SealWith(a.session(), rejectAfterMessages-1, packet))
 		b.wants(t, 7)
 		for _, n := range []uint64{rejectAfterMessages, 1<<64 - 1} {
-			b.tell(t, s, datapath.SealWith(a.session(), n, packet))
+			b.sendFrom(t, s, datapath.SealWith(a.session(), n, packet))
 		}
 		b.wants(t)
 		if n := b.drops(natengine.Inbound, natengine.DropTunnelReplay); n != 2 {
@@ -249,13 +249,13 @@ func TestNothingIsSealedOrAcceptedAfter180Seconds(t *testing.T) {
 		begin := datapath.Created(b.session())
 		a.wire.dropAll(initiations)
 		b.wire.dropAll(initiations)
-		until(begin, rejectAfterTime-time.Microsecond)
+		sleepUntil(begin, rejectAfterTime-time.Microsecond)
 		b.send(t, 1)
 		synctest.Wait()
 		a.wants(t, 1)
 		late := datapath.SealWith(b.session(), 1000, numbered(a.to, podOf(0), 2, 100))
-		until(datapath.Created(a.session()), rejectAfterTime)
-		a.tell(t, p.stranger(t, "192.0.2.9"), late)
+		sleepUntil(datapath.Created(a.session()), rejectAfterTime)
+		a.sendFrom(t, p.stranger(t, "192.0.2.9"), late)
 		a.wants(t)
 		if n := a.drops(natengine.Inbound, natengine.DropTunnelSession); n != 1 {
 			t.Errorf("%d counted for a session that has ended: want 1", n)
@@ -345,8 +345,8 @@ func TestWaitingPacketsStartFewHandshakes(t *testing.T) {
 			time.Sleep(100 * time.Millisecond)
 		}
 		synctest.Wait()
-		// This allows for one in five seconds, the five additional ones, and one at each end of the
-		// time.
+		// Allow one initiation every five seconds, the five additional ones, and one more at each
+		// end of the 90 seconds.
 		if n := len(a.wire.messages(initiations)); n < 15 || n > 90/5+5+2 {
 			t.Errorf("%d initiations in 90 s; want 15 to 25", n)
 		}
@@ -480,7 +480,7 @@ func TestAKeyOfEitherSideMayChange(t *testing.T) {
 			time.Sleep(2*rekeyTimeout + time.Second)
 			e.other.wants(t, 1, 2)
 			e.wants(t, 3, 4)
-			// Handshakes under a key that was not known yet.
+			// These are handshakes under a key that the other end did not know yet.
 			refused := e.drops(natengine.Inbound, natengine.DropHandshakeRefused)
 			if n, what := e.allDrops(); n != refused {
 				t.Errorf("dropped:%s", what)
@@ -527,7 +527,7 @@ func TestAPeerMayRoam(t *testing.T) {
 			}
 		}
 		s := p.stranger(t, "192.0.2.40") // the peer's new address
-		b.tell(t, s, a.Seal(b.key.public, numbered(podOf(0), a.to, 3, 100)))
+		b.sendFrom(t, s, a.Seal(b.key.public, numbered(podOf(0), a.to, 3, 100)))
 		if at := b.Stats()[a.key.public].Endpoint; at.Addr().String() != "192.0.2.40" {
 			t.Errorf("the peer is at %s: want 192.0.2.40", at)
 		}

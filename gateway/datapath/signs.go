@@ -12,9 +12,9 @@ import (
 	"github.com/isthmus-net/isthmus/natengine"
 )
 
-// Signs are observations of a tunnel that may explain why a peer has no session. A zero time
-// means never. Anybody who can forge the peer's address can cause the first three. So Signs are
-// only for explanations, and no decision depends on them.
+// Signs are observations of a tunnel that may explain why a peer has no session. A zero time means
+// never. Anybody who can forge the peer's address can cause the first three. So Signs only explain;
+// no decision depends on them.
 type Signs struct {
 	// OtherKey is the time of the last handshake from the peer's address that was made for another
 	// public key than ours: its mac1 is wrong (section 5.4.4 of the WireGuard paper).
@@ -46,7 +46,7 @@ const refusedAfter = 2 * time.Second
 const searchPause = 10 * time.Millisecond
 
 // A place records unexplained messages from one configured address. Peers with the same address
-// share a place. All messages that come through a Service share another one (Tunnel.relayed).
+// share a place. All messages that come through a Service share one more place (Tunnel.relayed).
 type place struct {
 	mu       sync.Mutex
 	otherKey time.Time
@@ -108,10 +108,10 @@ func (t *Tunnel) recordHandshake(m []byte, from conn.Endpoint, ours bool) {
 	p.index, p.arrived = binary.LittleEndian.Uint32(m[4:]), now
 }
 
-// strange handles data of an unknown session. If it comes from a peer's address, the peer may
-// have dropped our session and use one with another gateway of ours. Anybody can forge such data
-// (see OnUnknownSession).
-func (t *Tunnel) strange(from conn.Endpoint, now time.Time) {
+// unknownSession handles data of an unknown session. If the data comes from a peer's address, the
+// peer may have dropped our session and use one with another gateway of ours. Anybody can forge
+// such data (see OnUnknownSession).
+func (t *Tunnel) unknownSession(from conn.Endpoint, now time.Time) {
 	addr := from.DstIP().Unmap()
 	table := t.peers.Load()
 	if p := table.byAddr[addr]; p != nil {
@@ -137,7 +137,7 @@ func (t *Tunnel) strange(from conn.Endpoint, now time.Time) {
 // test of the session, at most once in RekeyTimeout.
 func (p *peer) checkSession(now time.Time) {
 	at := p.t.stamp(now)
-	if p.sending(now) == nil {
+	if p.sendingKeypair(now) == nil {
 		p.requestHandshake(at)
 		return
 	}
@@ -149,9 +149,9 @@ func (p *peer) checkSession(now time.Time) {
 	(*f)(p.key)
 }
 
-// answered records that the device answers a handshake, which index identifies: by a response or,
-// under load, by a cookie.
-func (t *Tunnel) answered(index uint32, to conn.Endpoint) {
+// recordAnswer records that the device answers a handshake, which index identifies: by a response
+// or, under load, by a cookie.
+func (t *Tunnel) recordAnswer(index uint32, to conn.Endpoint) {
 	p := t.placeAt(to.DstIP())
 	if p == nil {
 		return
@@ -183,26 +183,26 @@ func placesOf(addrs map[*peer]netip.Addr, old map[netip.Addr]*place) map[netip.A
 	return all
 }
 
-// unsent is an error of the kernel when a message was sent, and its time.
-type unsent struct {
+// sendFailure is an error of the kernel when a message was sent, and its time.
+type sendFailure struct {
 	err error
 	at  time.Time
 }
 
-// fail records the error with which messages to a peer could not be sent. It keeps an error for a
+// recordFailure records the error of sending messages to a peer. It replaces an error only after a
 // second, so that a flood of failing messages costs little.
-func (p *peer) fail(err error, now time.Time) {
+func (p *peer) recordFailure(err error, now time.Time) {
 	if was := p.unsent.Load(); was == nil || now.Sub(was.at) > time.Second {
-		p.unsent.Store(&unsent{err, now})
+		p.unsent.Store(&sendFailure{err, now})
 	}
 }
 
-// signs returns the signs of a peer, without those that a later session has made obsolete.
+// signs returns the signs of a peer. It omits signs that a later session has made obsolete.
 func (p *peer) signs(table *peerTable, now time.Time) Signs {
 	s := table.byAddr[table.addrs[p]].signs(now)
 	relayed := p.t.relayed.signs(now)
 	s.RelayedOtherKey, s.RelayedRefused = relayed.OtherKey, relayed.Refused
-	session := table.latest(p, now).session(now)
+	session := table.latestPeer(p, now).session(now)
 	if !session.Before(s.Refused) && !session.Before(s.OtherKey) {
 		s.Refused, s.OtherKey = time.Time{}, time.Time{}
 	}
@@ -212,7 +212,7 @@ func (p *peer) signs(table *peerTable, now time.Time) Signs {
 	if !session.Before(s.RelayedRefused) && !session.Before(s.RelayedOtherKey) {
 		s.RelayedRefused, s.RelayedOtherKey = time.Time{}, time.Time{}
 	}
-	s.Answered = p.t.when(p.answered.Load(), now)
+	s.Answered = p.t.timeOf(p.answered.Load(), now)
 	if u := p.unsent.Load(); u != nil {
 		s.Unsent, s.UnsentAt = u.err, u.at
 	}

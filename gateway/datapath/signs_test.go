@@ -13,8 +13,8 @@ import (
 	"github.com/isthmus-net/isthmus/gateway/datapath"
 )
 
-// strangers runs a test in a bubble, with two gateways that have no session.
-func strangers(t *testing.T, test func(t *testing.T, a, b *end)) {
+// inUnconnectedPair runs a test in a bubble, with two gateways that have no session.
+func inUnconnectedPair(t *testing.T, test func(t *testing.T, a, b *end)) {
 	t.Helper()
 	synctest.Test(t, func(t *testing.T) {
 		p := newPair(t, orderedKeys(true))
@@ -28,7 +28,7 @@ func (e *end) signs() datapath.Signs {
 }
 
 func TestBothSidesDetectAWrongKey(t *testing.T) {
-	strangers(t, func(t *testing.T, a, b *end) {
+	inUnconnectedPair(t, func(t *testing.T, a, b *end) {
 		b.setPeer(t, numberedKey(9), a.place) // b has a wrong key for a
 		begin := time.Now()
 		a.Handshake(b.key.public)
@@ -54,7 +54,7 @@ func TestBothSidesDetectAWrongKey(t *testing.T) {
 }
 
 func TestAnsweredHandshakesAreNotCountedAsRefused(t *testing.T) {
-	strangers(t, func(t *testing.T, a, b *end) {
+	inUnconnectedPair(t, func(t *testing.T, a, b *end) {
 		b.wire.dropAll(everything) // the answers do not arrive
 		for range 4 {
 			a.Handshake(b.key.public)
@@ -82,7 +82,7 @@ func TestSignsIncludeKernelSendErrors(t *testing.T) {
 			t.Errorf("data: %+v", s)
 		}
 	})
-	strangers(t, func(t *testing.T, a, b *end) {
+	inUnconnectedPair(t, func(t *testing.T, a, b *end) {
 		a.wire.refuse = everything
 		a.Handshake(b.key.public)
 		if s := a.signs(); !errors.Is(s.Unsent, unix.EMSGSIZE) {
@@ -111,7 +111,7 @@ func TestSignsIncludeDataOfAnEarlierSession(t *testing.T) {
 // A Service with externalTrafficPolicy: Cluster replaces the source of each message by an address
 // of a node.
 func TestRelayedHandshakesAreReportedSeparately(t *testing.T) {
-	strangers(t, func(t *testing.T, a, b *end) {
+	inUnconnectedPair(t, func(t *testing.T, a, b *end) {
 		elsewhere, other := netip.MustParseAddrPort("192.0.2.77:5871"), numberedKey(9)
 		b.SetRelays(func(addr netip.Addr) bool { return addr == a.place.Addr() })
 		begin := time.Now()
@@ -142,7 +142,7 @@ func TestRelayedHandshakesAreReportedSeparately(t *testing.T) {
 }
 
 func TestSignsIgnoreHandshakesFromOtherAddresses(t *testing.T) {
-	strangers(t, func(t *testing.T, a, b *end) {
+	inUnconnectedPair(t, func(t *testing.T, a, b *end) {
 		b.setPeer(t, a.key, netip.MustParseAddrPort("192.0.2.77:5871")) // b has another address for a
 		other := numberedKey(9)
 		a.setPeer(t, other, b.place)
@@ -154,8 +154,8 @@ func TestSignsIgnoreHandshakesFromOtherAddresses(t *testing.T) {
 	})
 }
 
-// A peer may use another session with us than the one we have: another gateway of ours, which no
-// longer exists, made it.
+// A peer may still use its session with another gateway of ours, although that gateway no longer
+// exists.
 func TestDataFromAPeersAddressUnderAnotherSessionIsReported(t *testing.T) {
 	inPair(t, func(t *testing.T, p *pair, a, b *end) {
 		other := p.sibling(t)
@@ -191,8 +191,8 @@ func TestSignsIgnoreForgedDataFromOtherAddresses(t *testing.T) {
 		b.OnUnknownSession(func([32]byte) { reported++ })
 		forged := make([]byte, 64)
 		forged[0] = 4
-		b.tell(t, p.stranger(t, "192.0.2.9"), forged)             // from an address without a peer
-		b.tell(t, p.stranger(t, a.place.Addr().String()), forged) // from the peer's address, but another port
+		b.sendFrom(t, p.stranger(t, "192.0.2.9"), forged)             // from an address without a peer
+		b.sendFrom(t, p.stranger(t, a.place.Addr().String()), forged) // from the peer's address, but another port
 		if reported != 0 {
 			t.Errorf("reported %d times", reported)
 		}

@@ -153,8 +153,8 @@ func TestPacketsWaitingForOnePeerDoNotDelayAnother(t *testing.T) {
 	})
 }
 
-// The packets that waited are sent in one batch. The wire refuses a part of them. Those are
-// counted, and the others arrive.
+// The packets that waited are sent in one batch. The wire refuses some of them. The refused packets
+// are counted, and the others arrive.
 func TestOnlyRefusedMessagesCountAsUnsent(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		p := newPair(t, orderedKeys(true))

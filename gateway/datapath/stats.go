@@ -26,16 +26,16 @@ func (t *Tunnel) Stats() map[[32]byte]Stats {
 	table, now := t.peers.Load(), time.Now()
 	all := make(map[[32]byte]Stats, len(table.byState))
 	for _, p := range table.byState {
-		via := table.latest(p, now)
+		via := table.latestPeer(p, now)
 		s := Stats{Handshake: via.session(now), Received: p.octetsReceived(), Sent: p.octetsSent()}
-		for _, q := range table.also[p.state] {
+		for _, q := range table.siblings[p.state] {
 			s.Received += q.octetsReceived()
 			s.Sent += q.octetsSent()
 		}
 		if !s.Handshake.IsZero() {
 			s.Own = via.identity.key()
 		}
-		s.PresharedID, s.Preshared = via.preshared.protects(peerKeypairs.of(via.dev).Current())
+		s.PresharedID, s.Preshared = via.preshared.protects(peerKeypairs.ptr(via.dev).Current())
 		if e := endpointOf(via.dev); e != nil {
 			if at, ok := e.(interface{ AddrPort() netip.AddrPort }); ok {
 				s.Endpoint = at.AddrPort()

@@ -96,7 +96,7 @@ func (s *stream) Close() error {
 	s.once.Do(func() {
 		_ = s.SetDeadline(time.Unix(1, 0))
 		_ = s.ep.Shutdown(tcpip.ShutdownWrite)
-		for end := time.Now().Add(streamClosing); s.closing() && time.Now().Before(end); {
+		for end := time.Now().Add(streamClosing); s.isClosing() && time.Now().Before(end); {
 			time.Sleep(streamClosing / 50)
 		}
 		s.ep.Abort()
@@ -105,9 +105,9 @@ func (s *stream) Close() error {
 	return nil
 }
 
-// closing reports whether the other end has not yet received all data or has not yet closed its
+// isClosing reports whether the other end has not yet received all data or has not yet closed its
 // direction.
-func (s *stream) closing() bool {
+func (s *stream) isClosing() bool {
 	switch tcp.EndpointState(s.ep.State()) {
 	case tcp.StateEstablished, tcp.StateFinWait1, tcp.StateFinWait2, tcp.StateCloseWait, tcp.StateClosing, tcp.StateLastAck:
 		return true
@@ -183,16 +183,15 @@ func (s *Streams) Dial(ctx context.Context, to netip.Addr) (net.Conn, error) {
 	return newStream(queue, ep), nil
 }
 
-// close ends all streams.
 func (s *Streams) close() {
 	s.stack.Destroy()
 	s.link.wake.Store(nil)
 	s.link.Endpoint.Close()
 }
 
-// has reports whether a packet is a TCP segment of streams: to our port, or of a connection to
-// the peer's port.
-func (s *Streams) has(v *packet.View) bool {
+// isSegment reports whether a packet is a TCP segment of a stream: to our port, or of a connection
+// to the peer's port.
+func (s *Streams) isSegment(v *packet.View) bool {
 	_, _, _, fragment := v.Fragment()
 	return s != nil && v.Proto() == packet.TCP && !fragment && (v.DstPort() == s.number || v.SrcPort() == s.number)
 }

@@ -17,8 +17,8 @@ import (
 
 const streamPort = 6443
 
-// streams opens the port for streams of both gateways. b's side echoes, and reports in from the
-// source address of each connection as b sees it.
+// streams opens the port for streams of both gateways. b's side echoes what it receives. The
+// channel from gets the source address of each connection as b sees it.
 func streams(t *testing.T, a, b *side) (ours *datapath.Streams, from chan netip.Addr) {
 	t.Helper()
 	from = make(chan netip.Addr, 16)
@@ -51,7 +51,7 @@ func TestTwoGatewaysCarryStreams(t *testing.T) {
 		ours, from := streams(t, a, b)
 		ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 		defer cancel()
-		c, err := ours.Dial(ctx, b.seen(b.self))
+		c, err := ours.Dial(ctx, b.seenAddr(b.self))
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -74,7 +74,7 @@ func TestTwoGatewaysCarryStreams(t *testing.T) {
 func TestOnlyGatewaysMayOpenStreams(t *testing.T) {
 	eachPlan(t, func(t *testing.T, a, b *side) {
 		_, from := streams(t, a, b)
-		at := netip.AddrPortFrom(b.seen(b.self), streamPort)
+		at := netip.AddrPortFrom(b.seenAddr(b.self), streamPort)
 		dial := func(source netip.Addr) error {
 			ctx, cancel := context.WithTimeout(t.Context(), time.Second)
 			defer cancel()
@@ -107,7 +107,7 @@ func TestOnlyGatewaysMayOpenStreams(t *testing.T) {
 	})
 }
 
-// If b has not agreed to streams, it answers TCP to its gateway as if streams did not exist.
+// If b has not agreed to streams, its gateway answers TCP as if it did not support streams.
 func TestStreamsNeedTheConsentOfThePeer(t *testing.T) {
 	a, b := startGateways(t, &memlink.Network{}, plans[0], datapath.Options{})
 	ours, from := streams(t, a, b)
@@ -117,7 +117,7 @@ func TestStreamsNeedTheConsentOfThePeer(t *testing.T) {
 	}
 	ctx, cancel := context.WithTimeout(t.Context(), 2*time.Second)
 	defer cancel()
-	if c, err := ours.Dial(ctx, b.seen(b.self)); err == nil {
+	if c, err := ours.Dial(ctx, b.seenAddr(b.self)); err == nil {
 		c.Close()
 		t.Error("a has connected")
 	}
@@ -126,8 +126,8 @@ func TestStreamsNeedTheConsentOfThePeer(t *testing.T) {
 	}
 }
 
-// Each connection to an unreachable peer repeats its SYN, and a manager may request many such
-// connections.
+// Even if a manager requests many connections to an unreachable peer, which all repeat their SYN,
+// connections to other peers must work.
 func TestStreamsOfOnePeerLeaveRoomForOthers(t *testing.T) {
 	local, err := datapath.NewLocal(netip.MustParseAddr("169.254.0.1"), netip.Addr{}, 1420)
 	if err != nil {
@@ -180,7 +180,7 @@ func TestStreamsEndWithTheirEndpoint(t *testing.T) {
 	ours, _ := streams(t, a, b)
 	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 	defer cancel()
-	c, err := ours.Dial(ctx, b.seen(b.self))
+	c, err := ours.Dial(ctx, b.seenAddr(b.self))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -198,7 +198,7 @@ func TestStreamsEndWithTheirEndpoint(t *testing.T) {
 	case <-time.After(time.Minute):
 		t.Error("the connection hangs")
 	}
-	if c, err := ours.Dial(ctx, b.seen(b.self)); err == nil {
+	if c, err := ours.Dial(ctx, b.seenAddr(b.self)); err == nil {
 		c.Close()
 		t.Error("a closed endpoint has connected")
 	}
@@ -239,7 +239,7 @@ func TestAClosedStreamLeavesNothingBehind(t *testing.T) {
 	}
 	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 	defer cancel()
-	c, err := theirs.Dial(ctx, b.seen(b.self))
+	c, err := theirs.Dial(ctx, b.seenAddr(b.self))
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -17,8 +17,8 @@ import (
 	"github.com/isthmus-net/isthmus/packet"
 )
 
-// SetCapture makes the tunnel show packets to c, from the next batch on. With nil it stops that.
-// The goroutines of the data path call c, which never blocks them.
+// SetCapture makes the tunnel show packets to c, from the next batch on. With nil, the tunnel shows
+// no more packets. The goroutines of the data path call c, which never blocks them.
 func (t *Tunnel) SetCapture(c *capture.Capture) {
 	if c == nil {
 		t.capture.Store(nil)
@@ -28,9 +28,9 @@ func (t *Tunnel) SetCapture(c *capture.Capture) {
 	t.link.Wake() // the outbound goroutine may be waiting for the first packet of a batch
 }
 
-// captured is a capture with the UDP port for generated headers. It is the port at the start of
-// the capture: querying the current port could deadlock with a socket that is being closed and
-// waits for this goroutine.
+// captured is a capture with the UDP port for generated headers. The port is the one at the start
+// of the capture, because querying the current port could deadlock with a socket that is being
+// closed and waits for this goroutine.
 type captured struct {
 	*capture.Capture
 	port uint16
@@ -44,8 +44,8 @@ const (
 	tapWhole = 2048
 )
 
-// tap shows the packets of one goroutine to a capture. It owns its scratch memory. While no
-// capture runs, to is nil, and no method except begin and on may be called.
+// tap shows the packets of one goroutine to a capture. It owns its scratch memory. While no capture
+// runs, call only its methods begin and active.
 type tap struct {
 	t   *Tunnel
 	dir natengine.Direction
@@ -76,8 +76,8 @@ type tap struct {
 // begin loads the capture. It is called once per batch.
 func (p *tap) begin() { p.to = p.t.capture.Load() }
 
-// on reports whether a capture is running.
-func (p *tap) on() bool { return p.to != nil }
+// active reports whether a capture is running.
+func (p *tap) active() bool { return p.to != nil }
 
 // saveHeaders saves the headers of a packet or run before the engine changes them.
 func (p *tap) saveHeaders(v *packet.View) {
@@ -91,9 +91,9 @@ func (p *tap) saveHeaders(v *packet.View) {
 	p.size, p.checksum, p.before = v.Len(), v.Checksum(), natengine.TupleOf(v, p.dir)
 }
 
-// translated shows a packet before and after the engine. segments is the number of packets that it
-// has in the tunnel. tail holds the payloads of the second and later packets of a run.
-func (p *tap) translated(v *packet.View, verdict natengine.Verdict, drop natengine.Drop, segments int, tail [][]byte, now time.Duration) {
+// showTranslated shows a packet before and after the engine. segments is the number of packets that
+// it has in the tunnel. tail holds the payloads of the second and later packets of a run.
+func (p *tap) showTranslated(v *packet.View, verdict natengine.Verdict, drop natengine.Drop, segments int, tail [][]byte, now time.Duration) {
 	c := p.to
 	after := p.before
 	if verdict.Action == natengine.Forward || verdict.Action == natengine.Deliver {
@@ -261,8 +261,8 @@ func shorten(b []byte) bool {
 	return true
 }
 
-// headersOf returns the number of octets of a packet that are headers. In an ICMP error they
-// include the quoted headers without options.
+// headersOf returns the length of the headers of a packet, in octets. For an ICMP error it includes
+// the headers of the quoted packet without their options.
 func headersOf(v *packet.View) int {
 	n := v.PayloadOffset()
 	if v.IsICMPError() {
@@ -273,14 +273,14 @@ func headersOf(v *packet.View) int {
 	return min(n, len(v.Bytes()))
 }
 
-// dropped shows a packet that was dropped outside the engine.
-func (p *tap) dropped(place capture.Place, peer *natengine.PeerState, b []byte, why natengine.Drop) {
-	p.packet(place, peer, b, why, dropText(why))
+// showDropped shows a packet that was dropped outside the engine.
+func (p *tap) showDropped(place capture.Place, peer *natengine.PeerState, b []byte, why natengine.Drop) {
+	p.showPacket(place, peer, b, why, dropText(why))
 }
 
-// packet shows a packet b with the given comment. If b does not parse, packet captures at most
-// the length of an IP header.
-func (p *tap) packet(place capture.Place, peer *natengine.PeerState, b []byte, drop natengine.Drop, comment string) {
+// showPacket shows a packet b with the given comment. If b does not parse, showPacket captures at
+// most the length of an IP header.
+func (p *tap) showPacket(place capture.Place, peer *natengine.PeerState, b []byte, drop natengine.Drop, comment string) {
 	c := p.to
 	if !c.Wants(place, p.dir, peer, drop) {
 		return
@@ -299,13 +299,13 @@ func (p *tap) packet(place capture.Place, peer *natengine.PeerState, b []byte, d
 	p.add(place, len(b), comment, p.keep(headers), b, nil, nil)
 }
 
-// inner shows an outbound packet as it is inside the tunnel, and reports whether the capture wants
-// it. translated is true if the packet is a part of the one that passed the engine last. Whether
-// the capture wants that one is already known.
-func (p *tap) inner(peer *natengine.PeerState, b []byte, translated bool) bool {
+// showInner shows an outbound packet as it is inside the tunnel, and reports whether the capture
+// wants it. translated is true if the packet is a part of the packet that passed the engine last;
+// then showInner does not check the packet's ends again.
+func (p *tap) showInner(peer *natengine.PeerState, b []byte, translated bool) bool {
 	headers, wanted := p.wantsInner(peer, b, translated && p.wanted, 0)
 	if wanted {
-		p.showInner(peer, b, headers)
+		p.addInner(peer, b, headers)
 	}
 	return wanted
 }
@@ -321,7 +321,7 @@ func (p *tap) wantsInner(peer *natengine.PeerState, b []byte, known bool, now ti
 	return headers, known || !c.Narrow() || p.wantsEnds(b, now)
 }
 
-func (p *tap) showInner(peer *natengine.PeerState, b []byte, headers int) {
+func (p *tap) addInner(peer *natengine.PeerState, b []byte, headers int) {
 	if !p.to.Wants(capture.Tunnel, p.dir, peer, natengine.DropNone) {
 		return
 	}
@@ -360,9 +360,9 @@ func (p *tap) wantsEnds(b []byte, now time.Duration) bool {
 	return wanted
 }
 
-// outer shows a WireGuard message. Of a data message it captures only the header, because its
+// showOuter shows a WireGuard message. Of a data message it captures only the header, because its
 // packet is captured inside the tunnel.
-func (p *tap) outer(peer *natengine.PeerState, m []byte, endpoint conn.Endpoint, drop natengine.Drop) {
+func (p *tap) showOuter(peer *natengine.PeerState, m []byte, endpoint conn.Endpoint, drop natengine.Drop) {
 	if p.to.Wants(capture.Underlay, p.dir, peer, drop) {
 		p.to.message(p.dir, p.nameOf(peer), m, endpoint, drop)
 	}

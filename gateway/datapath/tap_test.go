@@ -132,7 +132,7 @@ func newScene(t testing.TB, p plan) *scene {
 	t.Helper()
 	network := &memlink.Network{}
 	a, b := startGateways(t, network, p, datapath.Options{})
-	s := &scene{a: a, b: b, atA: make(chan []byte, 1000), atB: make(chan []byte, 1000), secret: []byte("what a pod says to another"), remote: b.seen(b.pod2), seenRemote: a.seen(a.pod)}
+	s := &scene{a: a, b: b, atA: make(chan []byte, 1000), atB: make(chan []byte, 1000), secret: []byte("what a pod says to another"), remote: b.seenAddr(b.pod2), seenRemote: a.seenAddr(a.pod)}
 	collect := func(to chan []byte) func([][]byte) error {
 		return func(bufs [][]byte) error {
 			select {
@@ -176,7 +176,7 @@ func arrived(t testing.TB, received chan []byte) []byte {
 // before. The other side may deliver a superpacket in any number of pieces.
 func (s *scene) settle(t testing.TB) {
 	t.Helper()
-	if !s.a.link.Inject(s.datagram(s.a.node, s.b.seen(s.b.external))) {
+	if !s.a.link.Inject(s.datagram(s.a.node, s.b.seenAddr(s.b.external))) {
 		t.Fatal("the link's queue is full")
 	}
 	for !bytes.Contains(arrived(t, s.atB), s.secret) {
@@ -208,7 +208,7 @@ func TestCaptureShowsAPacketAtEachPointWithItsVerdict(t *testing.T) {
 			if missed != 0 {
 				t.Errorf("%d were missed", missed)
 			}
-			natted := a.seen(a.node)
+			natted := a.seenAddr(a.node)
 			headers := 28
 			if a.pod.Is6() {
 				headers = 48
@@ -362,7 +362,8 @@ func TestCaptureShowsASuperpacketAndItsSegments(t *testing.T) {
 	}
 }
 
-// superpacketIsCaptured returns false if records were missed, so that the test proves nothing.
+// superpacketIsCaptured returns false if the capture has missed records, because then the test
+// proves nothing.
 func superpacketIsCaptured(t *testing.T) bool {
 	s := newScene(t, plans[0])
 	o := capture.DefaultOptions()
@@ -459,7 +460,7 @@ func TestTsharkReadsACapture(t *testing.T) {
 		}
 		return string(out)
 	}
-	node, natted := s.a.node.String(), s.a.seen(s.a.node).String()
+	node, natted := s.a.node.String(), s.a.seenAddr(s.a.node).String()
 	for _, tc := range []struct{ filter, want string }{
 		{"frame.interface_name == \"before-nat\" && ip.src == " + node, "before-nat|0x00000002|" + node + "|5300|peer beta; NAPT " + node + " -> " + natted},
 		{"frame.interface_name == \"after-nat\" && udp.dstport == 5300 && ip.src == " + natted, "after-nat|0x00000002|" + natted + "|5300|peer beta; NAPT"},

@@ -16,16 +16,16 @@ type tooBig struct {
 
 // limit returns the size of the largest packet that may be sent to the peer in this batch.
 func limit(b *batch, peer *natengine.PeerState) int {
-	most := b.to.most()
+	size := b.to.maxSize()
 	if mtu := peer.MTU(); mtu != 0 {
-		return min(mtu, most)
+		return min(mtu, size)
 	}
-	return most
+	return size
 }
 
 // tooBig handles a translated packet, or a superpacket with segments of gsoSize octets, that is
 // larger than limit. If the sender allows it, tooBig fragments the packet. Otherwise it drops the
-// packet and answers with an ICMP error, unless a standard forbids that.
+// packet and answers with an ICMP error, unless an RFC forbids the error.
 func (o *outbound) tooBig(b *batch, gsoSize, limit int, peer *natengine.PeerState) {
 	if gsoSize == 0 {
 		o.splitOrReject(&o.view, limit, peer)
@@ -64,8 +64,8 @@ func (o *outbound) splitOrReject(v *packet.View, limit int, peer *natengine.Peer
 		return true
 	}
 	o.t.engine.Count(peer, natengine.Outbound, natengine.DropTooBig)
-	if o.tap.on() {
-		o.tap.dropped(capture.Tunnel, peer, v.Bytes(), natengine.DropTooBig)
+	if o.tap.active() {
+		o.tap.showDropped(capture.Tunnel, peer, v.Bytes(), natengine.DropTooBig)
 	}
 	packetBuf := o.big.answer[packet.VirtioHeaderLen:]
 	answer, action := o.t.engine.TooBig(v, limit, packetBuf, o.now)
@@ -76,7 +76,7 @@ func (o *outbound) splitOrReject(v *packet.View, limit int, peer *natengine.Peer
 			o.t.engine.Count(peer, natengine.Inbound, natengine.DropTUNWrite)
 		}
 	case natengine.Deliver:
-		if o.t.local != nil { // nil: there is no such endpoint, so a host has forged the source
+		if o.t.local != nil { // without an in-process endpoint, the source was forged
 			o.t.local.deliver(nil, answer)
 		}
 	}

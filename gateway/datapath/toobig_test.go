@@ -23,8 +23,8 @@ func smallPeer() natengine.Peer {
 	return p
 }
 
-// cuttable clears DF in a packet with a virtio header.
-func cuttable(p []byte) []byte {
+// withoutDF clears DF in a packet with a virtio header.
+func withoutDF(p []byte) []byte {
 	h := header.IPv4(p[packet.VirtioHeaderLen:])
 	h.SetFlagsFragmentOffset(0, 0)
 	h.SetChecksum(0)
@@ -32,8 +32,8 @@ func cuttable(p []byte) []byte {
 	return p
 }
 
-// joined reassembles the fragments of one datagram.
-func joined(t *testing.T, fragments [][]byte) []byte {
+// reassembled reassembles the fragments of one datagram.
+func reassembled(t *testing.T, fragments [][]byte) []byte {
 	t.Helper()
 	whole := bytes.Clone(fragments[0])
 	for i, f := range fragments {
@@ -100,7 +100,7 @@ func TestReadAnswersAPacketThatIsTooBigForItsPeer(t *testing.T) {
 func TestReadFragmentsLargePacketsIfAllowed(t *testing.T) {
 	payload := random(4000)
 	e := newEngine(t, smallPeer())
-	link := newScript(cuttable(plain(udp4(at(podA, 4000), at(podB, 80), payload))), plain(udp4(at(podA, 1), at(podB, 2), []byte("after"))))
+	link := newScript(withoutDF(plain(udp4(at(podA, 4000), at(podB, 80), payload))), plain(udp4(at(podA, 1), at(podB, 2), []byte("after"))))
 	d := newDevice(t, link, e, datapath.Options{})
 	b := newBuffers(2, 2048) // too few buffers, so the other fragments come in the next batch
 	var got [][]byte
@@ -113,7 +113,7 @@ func TestReadFragmentsLargePacketsIfAllowed(t *testing.T) {
 	if len(got) != 5 || !bytes.HasSuffix(got[4], []byte("after")) {
 		t.Fatalf("%d packets", len(got))
 	}
-	whole := joined(t, got[:4])
+	whole := reassembled(t, got[:4])
 	checkPacket(t, whole, podASee, podB)
 	if !bytes.HasSuffix(whole, payload) || header.IPv4(whole).ID() != 9 {
 		t.Error("the datagram differs")
@@ -127,14 +127,14 @@ func TestReadFragmentsLargePacketsIfAllowed(t *testing.T) {
 
 func TestReadFragmentsTheSegmentsOfASuperpacket(t *testing.T) {
 	payload := random(3*1400 + 100)
-	d := newDevice(t, newScript(cuttable(super4(at(podA, 4000), at(podB, 80), 0, 1400, payload))), newEngine(t, smallPeer()), datapath.Options{})
+	d := newDevice(t, newScript(withoutDF(super4(at(podA, 4000), at(podB, 80), 0, 1400, payload))), newEngine(t, smallPeer()), datapath.Options{})
 	b := newBuffers(16, 2048)
 	if n := read(t, d, b); n != 7 {
 		t.Fatalf("%d packets, want 3 of two fragments and one whole", n)
 	}
 	var got []byte
 	for i := range 3 {
-		whole := joined(t, [][]byte{b.packet(2 * i), b.packet(2*i + 1)})
+		whole := reassembled(t, [][]byte{b.packet(2 * i), b.packet(2*i + 1)})
 		checkPacket(t, whole, podASee, podB)
 		if header.IPv4(whole).ID() == 0 {
 			t.Error("fragments without an identification")
@@ -164,7 +164,7 @@ func TestBufferSizeLimitsPacketsWithoutAPeerMTU(t *testing.T) {
 
 // A fragment that the engine held is fragmented again if it is too big for the peer.
 func TestReleasedFragmentsAreFragmentedAgain(t *testing.T) {
-	whole := cuttable(plain(udp4(at(nodeA, 4000), at(podB, 80), random(2800))))[packet.VirtioHeaderLen:]
+	whole := withoutDF(plain(udp4(at(nodeA, 4000), at(podB, 80), random(2800))))[packet.VirtioHeaderLen:]
 	pieces := fragments(whole, 1400)
 	d := newDevice(t, newScript(plain(pieces[2]), plain(pieces[1]), plain(pieces[0])), newEngine(t, smallPeer()), datapath.Options{})
 	b := newBuffers(16, 2048)
@@ -176,7 +176,7 @@ func TestReleasedFragmentsAreFragmentedAgain(t *testing.T) {
 	for _, i := range order {
 		sorted = append(sorted, b.packet(i))
 	}
-	checkPacket(t, joined(t, sorted), netip.MustParseAddr("10.71.0.0"), podB)
+	checkPacket(t, reassembled(t, sorted), netip.MustParseAddr("10.71.0.0"), podB)
 }
 
 // The in-process endpoint knows only the tunnel's MTU. Its packets that exceed the peer's MTU are

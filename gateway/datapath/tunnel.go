@@ -67,8 +67,8 @@ type Tunnel struct {
 	relays       atomic.Pointer[func(netip.Addr) bool] // reports whether an address is a relay's; nil: none is
 	relayed      place                                 // signs of messages that came through relays
 
-	onUnknownSession atomic.Pointer[func(key [32]byte)] // nil: doubts are not reported
-	searched         atomic.Int64                       // when strange last searched for a peer
+	onUnknownSession atomic.Pointer[func(key [32]byte)] // nil: unknown sessions are not reported
+	searched         atomic.Int64                       // when unknownSession last searched for a peer
 
 	capture atomic.Pointer[captured] // nil: no capture is running
 
@@ -77,7 +77,7 @@ type Tunnel struct {
 
 	hurry   *rate.Limiter // limits handshakes within RekeyTimeout (peer.hurry)
 	waiting atomic.Bool   // some packets wait for a session
-	look    atomic.Bool   // check them: they may have a session now, or have waited too long
+	recheck atomic.Bool   // check the waiting packets: they may have a session now, or have waited too long
 	out     outbound      // state of the outbound goroutine
 	running sync.WaitGroup
 	ended   chan struct{} // closed when the link has ended, or by Close
@@ -146,9 +146,9 @@ func (t *Tunnel) Now() time.Duration { return time.Since(t.start) }
 // stamp converts a time to the form in which peers store it. It never returns 0, which means never.
 func (t *Tunnel) stamp(now time.Time) int64 { return max(1, int64(now.Sub(t.start))) }
 
-// when converts the result of stamp back to a time; 0 becomes the zero time. The age of the result
-// is right even if the wall clock was set in between.
-func (t *Tunnel) when(stamp int64, now time.Time) time.Time {
+// timeOf converts the result of stamp back to a time; 0 becomes the zero time. The age of the
+// result is right even if the wall clock was set in between.
+func (t *Tunnel) timeOf(stamp int64, now time.Time) time.Time {
 	if stamp == 0 {
 		return time.Time{}
 	}
@@ -190,8 +190,8 @@ func (t *Tunnel) listen(port uint16) error {
 	return nil
 }
 
-// unlisten closes the wire and waits for its goroutines. None of them ever waits for t.mu or a
-// device. The caller holds t.mu.
+// unlisten closes the wire and waits for its goroutines. No such goroutine ever waits for t.mu or a
+// device, so this cannot deadlock. The caller holds t.mu.
 func (t *Tunnel) unlisten() error {
 	if t.port == 0 {
 		return nil
@@ -240,10 +240,10 @@ func (t *Tunnel) SetMTU(mtu int) {
 // MTU returns the size of the largest packet in the tunnel, in octets.
 func (t *Tunnel) MTU() int { return int(t.mtu.Load()) }
 
-// SetSources sets the test for the sources of messages. The tunnel drops messages from other
-// sources before it does anything else. The reason is that answers are sent to the source of the
-// last message (roaming), and anybody who has a key may forge a source. Results are cached until
-// the next call of SetSources.
+// SetSources sets the test for the sources of messages. The tunnel drops a message whose source
+// fails the test before it does anything else with the message. The reason is that answers are sent
+// to the source of the last message (roaming), and anybody who has a key may forge a source.
+// Results are cached until the next call of SetSources.
 func (t *Tunnel) SetSources(allowed func(netip.Addr) bool) { t.sourceFilter.Store(&allowed) }
 
 // SetRelays sets the test for addresses from which our own Services relay messages of peers. The
@@ -278,7 +278,7 @@ func (t *Tunnel) handshake(key [32]byte, now bool) {
 	if p == nil {
 		return
 	}
-	for _, q := range table.living(p.state) {
+	for _, q := range table.livePeers(p.state) {
 		q.follow(table)
 		if now {
 			q.forgetInitiation()
@@ -291,8 +291,8 @@ func (t *Tunnel) handshake(key [32]byte, now bool) {
 // been made in the meantime stays.
 func (t *Tunnel) Rest(key [32]byte) {
 	if p := t.peer(key); p != nil {
-		for _, q := range t.peers.Load().living(p.state) {
-			(*peerRetransmit.of(q.dev)).Del()
+		for _, q := range t.peers.Load().livePeers(p.state) {
+			(*peerRetransmit.ptr(q.dev)).Del()
 		}
 	}
 }
@@ -336,11 +336,11 @@ func (t *Tunnel) Close() error {
 	return err
 }
 
-// lookSoon makes the outbound goroutine check the packets that wait for a session, if there are
+// recheckSoon makes the outbound goroutine check the packets that wait for a session, if there are
 // any.
-func (t *Tunnel) lookSoon() {
+func (t *Tunnel) recheckSoon() {
 	if t.waiting.Load() {
-		t.look.Store(true)
+		t.recheck.Store(true)
 		t.link.Wake()
 	}
 }

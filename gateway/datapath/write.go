@@ -35,17 +35,17 @@ func newWriter(t *Tunnel, shown *tap) writer {
 	return writer{t: t, tap: shown, traffic: traffic{direction: natengine.Inbound}}
 }
 
-// packets translates packets from one peer, in order. It modifies them and does not keep them. A
-// dropped packet is counted and is no error. os.ErrClosed means that the link is closed.
-func (w *writer) packets(from *peer, packets [][]byte) error {
+// writePackets translates packets from one peer, in order. It modifies them and does not keep them.
+// A dropped packet is counted and is no error. os.ErrClosed means that the link is closed.
+func (w *writer) writePackets(from *peer, packets [][]byte) error {
 	peer := from.state
 	w.from, w.now, w.closed = from, w.t.Now(), false
 	w.coalescer.UDP = w.t.coalesceUDP.Load()
 	for _, b := range packets {
 		if err := w.coalescer.Add(b); err != nil {
 			w.t.engine.Count(peer, natengine.Inbound, dropOf(err))
-			if w.tap.on() {
-				w.tap.dropped(capture.BeforeNAT, peer, b, dropOf(err))
+			if w.tap.active() {
+				w.tap.showDropped(capture.BeforeNAT, peer, b, dropOf(err))
 			}
 		}
 	}
@@ -57,7 +57,7 @@ func (w *writer) packets(from *peer, packets [][]byte) error {
 		w.ahead.Fetch()
 	}
 	for i := range runs {
-		w.run(peer, &runs[i])
+		w.handleRun(peer, &runs[i])
 	}
 	w.traffic.flush()
 	w.coalescer.Reset()
@@ -67,15 +67,15 @@ func (w *writer) packets(from *peer, packets [][]byte) error {
 	return nil
 }
 
-// run translates one run and delivers it. The key that decrypted its packets identifies the peer.
-// The engine drops packets whose source address does not belong to that peer.
-func (w *writer) run(peer *natengine.PeerState, run *packet.Run) {
-	if w.tap.on() {
+// handleRun translates one run and delivers it. The key that decrypted its packets identifies the
+// peer. The engine drops packets whose source address does not belong to that peer.
+func (w *writer) handleRun(peer *natengine.PeerState, run *packet.Run) {
+	if w.tap.active() {
 		w.tap.saveHeaders(&run.View)
 	}
 	v := w.t.engine.InboundFrom(peer, &run.View, w.now)
-	if w.tap.on() {
-		w.tap.translated(&run.View, v, v.Drop, run.Segments, run.Tail, w.now)
+	if w.tap.active() {
+		w.tap.showTranslated(&run.View, v, v.Drop, run.Segments, run.Tail, w.now)
 	}
 	switch v.Action {
 	case natengine.Forward:
@@ -99,7 +99,7 @@ func (w *writer) run(peer *natengine.PeerState, run *packet.Run) {
 		if v.Action == natengine.Deliver {
 			w.deliver(v.Peer, p)
 		} else {
-			w.written(v.Peer, 1, w.writeLink(packet.VirtioHeader{}, p, nil))
+			w.countRefused(v.Peer, 1, w.writeLink(packet.VirtioHeader{}, p, nil))
 		}
 	}
 }
@@ -110,11 +110,11 @@ func (w *writer) writeRun(peer *natengine.PeerState, run *packet.Run) {
 	err := w.writeLink(run.Header, run.View.Bytes(), run.Tail)
 	if run.Segments > 1 && run.View.Proto() == packet.UDP && errors.Is(err, syscall.EINVAL) {
 		w.t.coalesceUDP.Store(false)
-		w.each(peer, run, func(p []byte) { w.written(peer, 1, w.writeLink(packet.VirtioHeader{}, p, nil)) })
+		w.each(peer, run, func(p []byte) { w.countRefused(peer, 1, w.writeLink(packet.VirtioHeader{}, p, nil)) })
 		return
 	}
-	if w.written(peer, run.Segments, err); err != nil && w.tap.on() {
-		w.tap.dropped(capture.AfterNAT, peer, run.View.Bytes(), natengine.DropTUNWrite)
+	if w.countRefused(peer, run.Segments, err); err != nil && w.tap.active() {
+		w.tap.showDropped(capture.AfterNAT, peer, run.View.Bytes(), natengine.DropTUNWrite)
 	}
 }
 
@@ -127,8 +127,8 @@ func (w *writer) writeLink(h packet.VirtioHeader, head []byte, tail [][]byte) er
 	return err
 }
 
-// written counts packets that the link has refused.
-func (w *writer) written(peer *natengine.PeerState, packets int, err error) {
+// countRefused counts packets that the link has refused.
+func (w *writer) countRefused(peer *natengine.PeerState, packets int, err error) {
 	if err == nil {
 		return
 	}
@@ -175,7 +175,7 @@ func (w *writer) deliver(peer *natengine.PeerState, p []byte) {
 		return
 	}
 	w.t.engine.Count(peer, natengine.Inbound, why)
-	if w.tap.on() {
-		w.tap.dropped(capture.AfterNAT, peer, p, why)
+	if w.tap.active() {
+		w.tap.showDropped(capture.AfterNAT, peer, p, why)
 	}
 }

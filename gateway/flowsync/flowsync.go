@@ -100,7 +100,7 @@ type Keeper struct {
 
 	followers map[*queue]bool // queues of the connections on which each change is sent
 	adopted   bool            // Activate has adopted the copied flows, or has stopped waiting for that
-	held      held
+	held      heldPackets
 }
 
 // NewKeeper returns the Keeper of a standby, without flows.
@@ -140,9 +140,9 @@ type Counts struct {
 }
 
 // Activate makes this gateway the active one. From now on, flows are the gateway's own flows.
-// They adopt the copied flows, established ones first. Activate returns the number of adopted
-// flows when all are adopted, or after adoptMost; adoption then continues in the background.
-// Flows that still arrive on open connections are adopted, too.
+// Activate adds the copied flows to them, established ones first. Activate returns the number of
+// adopted flows when all are adopted, or after adoptMost; adoption then continues in the
+// background. Flows that still arrive on open connections are adopted, too.
 func (k *Keeper) Activate(flows Flows) (adopted int) {
 	k.mu.Lock()
 	before := k.counts.Adopted
@@ -181,8 +181,8 @@ func (k *Keeper) Activate(flows Flows) (adopted int) {
 	return int(k.counts.Adopted - before)
 }
 
-// adoptAll adopts those flows of a table that are established, or those that are not. It returns
-// false if the gateway was deactivated meanwhile.
+// adoptAll adopts the established flows of a table, or with established false all others. It
+// returns false if the gateway was deactivated meanwhile.
 func (k *Keeper) adoptAll(t table, established bool, changes int) bool {
 	for peer, flows := range t.flows {
 		for id, state := range flows {
@@ -283,7 +283,7 @@ func (r *receiver) begin(active bool, age time.Duration) {
 		r.k.fresh = &r.table
 		// Another gateway has become active. It also receives and relays the packets.
 		if !r.once && r.from != r.k.held.from {
-			r.k.held = held{from: r.from}
+			r.k.held = heldPackets{from: r.from}
 		}
 	}
 	r.begun = true
@@ -299,15 +299,15 @@ func (r *receiver) flow(peer string, f natengine.Flow, ended bool) {
 			r.k.adopt(peer, f)
 		}
 	case ended:
-		r.into().remove(peer, f)
-	case !r.into().put(peer, f):
+		r.target().remove(peer, f)
+	case !r.target().put(peer, f):
 		r.k.counts.Omitted++
 	}
 }
 
-// into returns the table to which the flows of the connection belong: a table of its own until
-// the list is complete, and then the copy. The caller holds mu.
-func (r *receiver) into() *table {
+// target returns the table that receives the flows of the connection. Until the list is complete,
+// that is the table of the receiver; afterwards it is the copy. The caller holds mu.
+func (r *receiver) target() *table {
 	if r.all {
 		return &r.k.copy
 	}
@@ -341,9 +341,9 @@ func (r *receiver) beat() {
 	}
 }
 
-// over reports whether this gateway became active and then a standby again since the list began.
-// The copy lacks the flows received while it was active, so the receiver needs a new list.
-func (r *receiver) over() bool {
+// missedFlows reports whether this gateway became active and then a standby again since the list
+// began. The copy lacks the flows received in between, so the receiver needs a new list.
+func (r *receiver) missedFlows() bool {
 	r.k.mu.Lock()
 	defer r.k.mu.Unlock()
 	return r.k.running == nil && r.k.changes != r.changes

@@ -114,7 +114,7 @@ func (p *place) start(t *testing.T, k *Keeper, own netip.Addr) (l *Link, stop fu
 			p.mu.Lock()
 			listener := p.at[to]
 			p.mu.Unlock()
-			if to == vanished {
+			if to == vanishedAddr {
 				<-ctx.Done()
 				return nil, ctx.Err()
 			}
@@ -150,8 +150,8 @@ func (p *place) start(t *testing.T, k *Keeper, own netip.Addr) (l *Link, stop fu
 
 var one, two = netip.MustParseAddr("10.0.0.1"), netip.MustParseAddr("10.0.0.2")
 
-// vanished is the address of a gateway that has ended: it does not answer.
-var vanished = netip.MustParseAddr("10.0.0.3")
+// vanishedAddr is the address of a gateway that has ended: it does not answer.
+var vanishedAddr = netip.MustParseAddr("10.0.0.3")
 
 func eventually(t *testing.T, what string, is func() bool) {
 	t.Helper()
@@ -222,8 +222,8 @@ func TestFlowsSurviveFailoversAndRestarts(t *testing.T) {
 	eventually(t, "copy with another key is followed", func() bool { return a.State().Copied == 0 })
 }
 
-// In a planned move, the previous gateway still opens flows while the next one is already active.
-// Those flows are adopted, too.
+// In a planned move, the previous gateway still opens flows while the next gateway is already
+// active. The next gateway adopts these flows, too.
 func TestLateFlowsOfThePreviousGatewayAreAdopted(t *testing.T) {
 	p := newPlace()
 	p.set(one, true, 1)
@@ -292,8 +292,8 @@ func TestFlowsAreSentOnlyToHoldersOfTheKey(t *testing.T) {
 		listener = p.at[one]
 		return listener != nil
 	})
-	// Strangers that send nothing, or anything, do not take the place of a gateway. In this test all
-	// of them have the same address.
+	// Connections of strangers, whatever these send, do not take the place of a gateway. In this
+	// test all of them have the same address.
 	var open []net.Conn
 	for i := range 2 * addressMost {
 		conn, err := net.Dial("tcp4", listener.Addr().String())
@@ -309,7 +309,7 @@ func TestFlowsAreSentOnlyToHoldersOfTheKey(t *testing.T) {
 			t.Errorf("a stranger received %q", b)
 		}
 	}
-	time.Sleep(2 * look)
+	time.Sleep(2 * checkInterval)
 	if n := b.State().Copied; n != 0 {
 		t.Errorf("a gateway with another key has %d flows", n)
 	}
@@ -352,7 +352,7 @@ func TestAwaitDoesNotWaitForTheActiveGatewayToStop(t *testing.T) {
 func TestAStandbyWithAllFlowsDoesNotAwaitAVanishedGateway(t *testing.T) {
 	p := newPlace()
 	p.set(one, true, 1)
-	p.set(vanished, false, 1)
+	p.set(vanishedAddr, false, 1)
 	p.set(two, false, 1)
 	running, a, b := newRunning(t, "10.246.0.0/16"), NewKeeper(), NewKeeper()
 	running.open(t, 0)
@@ -451,13 +451,13 @@ func TestAStandbyThatWasActiveNeedsANewFlowList(t *testing.T) {
 	}
 }
 
-// slow is a connection whose other end reads only when it is allowed to.
-type slow struct {
+// slowConn is a connection whose other end reads only when it is allowed to.
+type slowConn struct {
 	net.Conn
 	may sync.Mutex
 }
 
-func (s *slow) Write(b []byte) (int, error) {
+func (s *slowConn) Write(b []byte) (int, error) {
 	s.may.Lock()
 	defer s.may.Unlock()
 	return s.Conn.Write(b)
@@ -465,12 +465,12 @@ func (s *slow) Write(b []byte) (int, error) {
 
 // SetWriteDeadline does nothing: on a busy machine a write of the test may take longer than the
 // deadline.
-func (s *slow) SetWriteDeadline(time.Time) error { return nil }
+func (s *slowConn) SetWriteDeadline(time.Time) error { return nil }
 
 func TestTooSlowStandbyGetsTheWholeListAgain(t *testing.T) {
 	near, far := net.Pipe()
 	defer near.Close()
-	conn := &slow{Conn: far}
+	conn := &slowConn{Conn: far}
 	e, a, b := newRunning(t, "10.246.0.0/16"), NewKeeper(), NewKeeper()
 	a.Activate(e)
 	ctx, cancel := context.WithCancel(t.Context())

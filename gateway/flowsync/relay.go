@@ -19,10 +19,10 @@ type parcel struct {
 	at     time.Time // when this gateway received the parcel; zero if this gateway is the one that relays it
 }
 
-// Relay sends a packet for a peer to all gateways that copy the flows of this one. The gateway
-// that becomes active sends it on to the peer. p starts with the virtio header; Relay copies p
-// and never blocks. It reports whether any gateway copies the flows. For each of them that cannot
-// get the packet, Counts.Unsent increases.
+// Relay sends a packet for a peer to all gateways that copy the flows of this one. The gateway that
+// becomes active sends it on to the peer. p starts with the virtio header; Relay copies p and never
+// blocks. It reports whether any gateway copies the flows. For each gateway that cannot get the
+// packet, Counts.Unsent increases.
 func (k *Keeper) Relay(tunnel int, p []byte) bool {
 	one := parcel{tunnel: tunnel, p: slices.Clone(p)}
 	k.mu.Lock()
@@ -35,8 +35,8 @@ func (k *Keeper) Relay(tunnel int, p []byte) bool {
 	return len(k.followers) > 0
 }
 
-// follow adds the queue of a connection to those that get the packets of Relay. end removes it
-// and drops the packets that still wait in it.
+// follow adds the queue of a connection to those that get the packets of Relay. end removes the
+// queue and drops the packets that still wait in it.
 func (k *Keeper) follow(q *queue) (end func()) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
@@ -69,16 +69,16 @@ func (q *queue) hurries() bool {
 	return len(q.parcels) > 0
 }
 
-// held holds relayed packets, oldest first, until this gateway is active and has adopted the
+// heldPackets holds relayed packets, oldest first, until this gateway is active and has adopted the
 // flows.
-type held struct {
-	from   netip.Addr // the gateway that relayed them, or, if there are none, the active gateway
+type heldPackets struct {
+	from   netip.Addr // the gateway that relayed the packets; without packets, the active gateway
 	all    []parcel
 	octets int
 }
 
 // expire drops the packets that are too old, and returns their number.
-func (h *held) expire(now time.Time) (n int) {
+func (h *heldPackets) expire(now time.Time) (n int) {
 	for n < len(h.all) && now.Sub(h.all[n].at) > relayFor {
 		h.octets -= len(h.all[n].p)
 		n++
@@ -108,8 +108,8 @@ func (k *Keeper) receiveRelayed(one parcel) {
 	k.held.octets += len(one.p)
 }
 
-// lose counts a packet that did not arrive completely on this connection.
-func (r *receiver) lose() {
+// countLost counts a packet that did not arrive completely on this connection.
+func (r *receiver) countLost() {
 	if r.once { // another connection receives the packet, too
 		return
 	}
@@ -132,5 +132,5 @@ func (k *Keeper) injectHeld() {
 		k.running.Inject(one.tunnel, one.p)
 	}
 	k.counts.Relayed += uint64(len(k.held.all))
-	k.held = held{}
+	k.held = heldPackets{}
 }

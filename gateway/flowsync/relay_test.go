@@ -55,7 +55,7 @@ func TestRelayedPacketsReachTheNextGateway(t *testing.T) {
 	}
 	eventually(t, "packets that wait", func() bool { return held() == len(want) })
 	b.mu.Lock()
-	for i := range b.held.all { // keep them from expiring on a busy machine
+	for i := range b.held.all { // keep the packets from expiring on a busy machine
 		b.held.all[i].at = time.Now()
 	}
 	b.mu.Unlock()
@@ -72,7 +72,7 @@ func TestRelayedPacketsReachTheNextGateway(t *testing.T) {
 }
 
 // If a gateway has two connections to the active one, it accepts packets only from the connection
-// that follows.
+// that stays open after the list of flows.
 func TestOnlyAFollowingConnectionAcceptsPackets(t *testing.T) {
 	for name, once := range map[string]bool{"follows": false, "asks": true} {
 		var b bytes.Buffer
@@ -93,25 +93,26 @@ func TestOnlyAFollowingConnectionAcceptsPackets(t *testing.T) {
 	}
 }
 
-// A gatedList delays the first list of all flows until it is released. Later lists are not
-// delayed.
+// A gatedList delays the first list of all flows until the test allows that list. It does not delay
+// later lists.
 type gatedList struct {
 	running
-	other atomic.Bool   // the first list has begun
-	begun chan struct{} // closed when the first list begins
-	may   chan struct{}
+	listed atomic.Bool   // the first list has begun
+	begun  chan struct{} // closed when the first list begins
+	may    chan struct{}
 }
 
 func (g *gatedList) EachFlow(f func(peer string, flow natengine.Flow), between func() bool) {
-	if !g.other.Swap(true) {
+	if !g.listed.Swap(true) {
 		close(g.begun)
 		<-g.may
 	}
 	g.running.EachFlow(f, between)
 }
 
-// A starting standby requests the flows of all gateways. As soon as it knows which one is active,
-// it also follows that one. During that time, packets arrive on two connections.
+// A starting standby requests the flows of all gateways. As soon as it knows which gateway is
+// active, it opens a second connection to that one, for the changes. For a while, packets arrive on
+// both connections.
 func TestStandbyAcceptsEachPacketOnceFromTwoConnections(t *testing.T) {
 	before := &gatedList{running: newRunning(t, "10.246.0.0/16"), begun: make(chan struct{}), may: make(chan struct{})}
 	after, a, b := newRunning(t, "10.246.0.0/16"), NewKeeper(), NewKeeper()
@@ -121,8 +122,8 @@ func TestStandbyAcceptsEachPacketOnceFromTwoConnections(t *testing.T) {
 		near, far := net.Pipe()
 		ctx, cancel := context.WithCancel(t.Context())
 		done := make(chan error, 1)
-		go func() { done <- a.send(ctx, &slow{Conn: far}) }()
-		go func() { // does the same as Link.ask
+		go func() { done <- a.send(ctx, &slowConn{Conn: far}) }()
+		go func() { // receives as Link.copyFrom does
 			r := receiver{k: b, once: once}
 			_ = r.receive(near, func() {})
 			r.close()
@@ -170,7 +171,8 @@ func TestStandbyAcceptsEachPacketOnceFromTwoConnections(t *testing.T) {
 	}
 }
 
-// Packets that wait for this gateway to become active are limited in size and time.
+// While packets wait for this gateway to become active, their total size and their waiting time are
+// limited.
 func TestWaitingRelayedPacketsAreBounded(t *testing.T) {
 	k := NewKeeper()
 	p := make([]byte, 60000)
@@ -197,8 +199,8 @@ func TestWaitingRelayedPacketsAreBounded(t *testing.T) {
 	}
 }
 
-// If another gateway becomes active, it gets the packets as well, so this one drops them. A
-// second connection to the gateway that relayed them is not a sign of that.
+// If another gateway becomes active, it gets the packets as well, so this one drops them. A second
+// connection to the gateway that relayed the packets does not mean that another gateway is active.
 func TestStandbyDropsWaitingPacketsWhenAnotherGatewayIsActive(t *testing.T) {
 	k := NewKeeper()
 	first, second := netip.MustParseAddr("10.244.1.254"), netip.MustParseAddr("10.244.2.254")
@@ -272,13 +274,13 @@ func TestUnsentPacketsAreCounted(t *testing.T) {
 	check("no connection left; the caller counts the packet", 0)
 }
 
-// A failing is a connection whose Write waits until it is released, and then fails.
-type failing struct {
-	slow
+// A failingConn is a connection whose Write waits until the test releases it, and then fails.
+type failingConn struct {
+	slowConn
 	fails atomic.Bool
 }
 
-func (f *failing) Write(b []byte) (int, error) {
+func (f *failingConn) Write(b []byte) (int, error) {
 	if !f.fails.Load() {
 		return f.Conn.Write(b)
 	}
@@ -292,7 +294,7 @@ func (f *failing) Write(b []byte) (int, error) {
 func TestPacketsOfAFailedConnectionAreCounted(t *testing.T) {
 	near, far := net.Pipe()
 	defer near.Close()
-	conn := &failing{slow: slow{Conn: far}}
+	conn := &failingConn{slowConn: slowConn{Conn: far}}
 	e, a, b := newRunning(t, "10.246.0.0/16"), NewKeeper(), NewKeeper()
 	a.Activate(e)
 	done := make(chan error, 1)

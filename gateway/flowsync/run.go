@@ -24,8 +24,8 @@ const purpose = "isthmus gateway flows"
 
 // Timing of connections.
 const (
-	look             = 250 * time.Millisecond // interval between checks of the list of other gateways
-	again            = time.Second            // pause after a connection has ended or failed
+	checkInterval    = 250 * time.Millisecond // interval between checks of the list of other gateways
+	retryPause       = time.Second            // pause after a connection has ended or failed
 	listenAgain      = 5 * time.Second
 	handshakeTimeout = 3 * time.Second
 	readTimeout      = 5 * beatInterval
@@ -36,7 +36,7 @@ const (
 // take the place of gateways, whose addresses come from the API server.
 const (
 	strangersMost = 8  // connections from addresses that belong to no gateway
-	strangersRate = 10 // such connections accepted per second: a TLS handshake takes CPU time that packets need
+	strangersRate = 10 // such connections accepted per second; limited because a TLS handshake takes CPU time that packets need
 	strangersOnce = 16 // burst of such connections
 	addressMost   = 2  // connections from one address
 )
@@ -64,19 +64,19 @@ type Link struct {
 	expired    context.Context
 	expire     context.CancelFunc // ends the connections that use config
 	incoming   map[netip.Addr]int // number of connections from each address
-	strange    *rate.Limiter      // limits connections from addresses that belong to no gateway
+	strangers  *rate.Limiter      // limits connections from addresses that belong to no gateway
 	lastLogged string             // last logged error
 }
 
 // NewLink returns a Link, which Run starts.
 func NewLink(k *Keeper, o Options) *Link {
-	return &Link{k: k, o: o, settled: make(chan struct{}), incoming: make(map[netip.Addr]int), strange: rate.NewLimiter(strangersRate, strangersOnce)}
+	return &Link{k: k, o: o, settled: make(chan struct{}), incoming: make(map[netip.Addr]int), strangers: rate.NewLimiter(strangersRate, strangersOnce)}
 }
 
-// Await waits until the gateways known at the start have sent their flows, for at most a second.
-// An active gateway that restarts has lost its flows, but a standby has a copy of them. A standby
-// that has all flows of the active gateway does not wait: another gateway may have ended, and
-// would never answer.
+// Await waits until the gateways known at the start have sent their flows, for at most a second. An
+// active gateway that restarts has lost its flows, but a standby has a copy of them. A standby that
+// has all flows of the active gateway does not wait for further gateways, because a gateway that
+// has ended would never answer.
 func (l *Link) Await(ctx context.Context) {
 	if l.k.hasList() {
 		return
@@ -103,7 +103,7 @@ func (l *Link) Run(ctx context.Context) {
 	var unfollow context.CancelFunc = func() {}
 	ended := make(chan netip.Addr)
 	next := make(map[netip.Addr]time.Time)
-	tick := time.NewTicker(look)
+	tick := time.NewTicker(checkInterval)
 	defer tick.Stop()
 	for {
 		if p := l.o.Key(); p != private && p != ([32]byte{}) {
@@ -148,7 +148,7 @@ func (l *Link) Run(ctx context.Context) {
 			unfollow()
 			return
 		case addr := <-ended:
-			if next[addr] = time.Now().Add(again); addr == following {
+			if next[addr] = time.Now().Add(retryPause); addr == following {
 				following = netip.Addr{}
 			}
 		case now := <-tick.C:
@@ -173,18 +173,19 @@ func (l *Link) change(ctx context.Context, private [32]byte) {
 	l.expired, l.expire = context.WithCancel(ctx)
 }
 
-// keyed returns the TLS configuration for new connections, and a context that ends when they must
-// end.
-func (l *Link) keyed() (*tls.Config, context.Context) {
+// tlsConfig returns the TLS configuration for new connections, and a context that ends when they
+// must end.
+func (l *Link) tlsConfig() (*tls.Config, context.Context) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	return l.config, l.expired
 }
 
 // copyFrom connects to another gateway and receives its flows, until the connection ends. With
-// once, it ends after the list of all flows; otherwise an active gateway keeps the connection open.
+// once, copyFrom ends the connection after the list of all flows. Otherwise the connection to an
+// active gateway stays open for the changes.
 func (l *Link) copyFrom(ctx context.Context, addr netip.Addr, once bool) {
-	config, expired := l.keyed()
+	config, expired := l.tlsConfig()
 	dialing, cancel := context.WithTimeout(ctx, handshakeTimeout)
 	defer cancel()
 	conn, err := l.o.Dial(dialing, addr)
@@ -256,7 +257,7 @@ func (l *Link) accept(ctx context.Context, listener net.Listener, group *sync.Wa
 			if failures++; failures > 100 || errors.Is(err, net.ErrClosed) {
 				return err
 			}
-			time.Sleep(look) // for example, no file descriptor may be left
+			time.Sleep(checkInterval) // accept may keep failing for a while, for example if no file descriptor is free
 			continue
 		}
 		failures = 0
@@ -288,14 +289,13 @@ func (l *Link) enter(addr netip.Addr) bool {
 			strangers += n
 		}
 	}
-	if l.incoming[addr] >= addressMost || !known && (strangers >= strangersMost || !l.strange.Allow()) {
+	if l.incoming[addr] >= addressMost || !known && (strangers >= strangersMost || !l.strangers.Allow()) {
 		return false
 	}
 	l.incoming[addr]++
 	return true
 }
 
-// exit undoes one call of enter.
 func (l *Link) exit(addr netip.Addr) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -306,7 +306,7 @@ func (l *Link) exit(addr netip.Addr) {
 
 // serve sends the flows to another gateway, once that gateway has proved that it has the key.
 func (l *Link) serve(ctx context.Context, conn net.Conn) {
-	config, expired := l.keyed()
+	config, expired := l.tlsConfig()
 	if config == nil {
 		return
 	}

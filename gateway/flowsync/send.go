@@ -82,11 +82,11 @@ func (k *Keeper) send(ctx context.Context, conn net.Conn) error {
 		if err := k.sendRunning(ctx, conn, w, running, changes); !errors.Is(err, errLost) {
 			return err
 		}
-		// A flood of flows must not make this loop send one list after the other.
+		// Pause, so that a flood of flows does not make this loop send one list after the other.
 		select {
 		case <-ctx.Done():
 			return ctx.Err()
-		case <-time.After(again):
+		case <-time.After(retryPause):
 		}
 	}
 }

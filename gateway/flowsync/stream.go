@@ -113,7 +113,7 @@ func (r *receiver) receive(from io.Reader, beat func()) error {
 	incomplete := false // part of a packet has arrived
 	defer func() {
 		if incomplete {
-			r.lose()
+			r.countLost()
 		}
 	}()
 	buffered := bufio.NewReaderSize(from, 64<<10)
@@ -133,7 +133,7 @@ func (r *receiver) receive(from io.Reader, beat func()) error {
 			return err
 		}
 		kind, rest := body[0], body[1:n]
-		if r.begun && r.over() {
+		if r.begun && r.missedFlows() {
 			return errors.New("this gateway has been active since")
 		}
 		if !r.begun && kind != frameBegin {

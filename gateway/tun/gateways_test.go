@@ -173,7 +173,7 @@ func BenchmarkKernelsThroughTwoGateways(b *testing.B) {
 			b.Fatal(err)
 		}
 	}
-	// The CPU time of both gateways and both ends of TCP. It depends less on other programs
-	// than the throughput does.
+	// Report the CPU time of both gateways and both ends of TCP, because it depends less on other
+	// programs than the throughput does.
 	b.ReportMetric((cputime.Used(b)-before).Seconds()*1e9/float64(b.N*len(buf)*8), "cpu-s/Gbit")
 }

@@ -31,8 +31,9 @@ type end struct {
 	from, to, damaged atomic.Int64 // superpackets from the kernel and to it; packets that are neither single nor super
 }
 
-// newEnd makes an end whose kernel has the address addr. The other end sees pods as seen, and
-// this end sees the other end's pods as remote.
+// newEnd makes an end whose kernel has the address addr. pods is the network of its pods, and seen
+// is that network as the other end sees it. remote is the network of the other end as this end sees
+// it.
 func newEnd(t *testing.T, addr, pods, seen, remote string) *end {
 	t.Helper()
 	e := &end{namespace: newNamespace(t), engine: natengine.New(natengine.Config{})}
@@ -148,8 +149,8 @@ func (e *end) carry(to *end) {
 	}
 }
 
-// receive reads datagrams of size octets until it has all of sent. It returns the number of
-// messages with more than one datagram.
+// receive reads datagrams of size octets until it has read the octets of sent. It returns the
+// number of messages with more than one datagram.
 func (e *end) receive(t *testing.T, sent []byte, size int) (joined int) {
 	t.Helper()
 	p, oob := make([]byte, 65535), make([]byte, 128)

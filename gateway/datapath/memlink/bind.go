@@ -150,19 +150,19 @@ func (b *Bind) open(port uint16) (closed chan struct{}, actual uint16, err error
 	return b.closed, port, nil
 }
 
-// receive waits for a datagram, then passes up to most datagrams to take, until take returns
-// false or none waits.
-func (b *Bind) receive(closed <-chan struct{}, most int, take func(i int, d *datagram) (more bool)) (int, error) {
+// receive waits for a datagram. It calls handle with up to limit datagrams, until handle returns
+// false or no datagram waits.
+func (b *Bind) receive(closed <-chan struct{}, limit int, handle func(i int, d *datagram) (more bool)) (int, error) {
 	select {
 	case <-closed:
 		return 0, net.ErrClosed
 	case d := <-b.queue:
 		i := 0
 		for {
-			more := take(i, d)
+			more := handle(i, d)
 			d.big = nil
 			datagrams.Put(d)
-			if i++; i == most || !more {
+			if i++; i == limit || !more {
 				return i, nil
 			}
 			select {
@@ -253,7 +253,7 @@ func (b *Bind) Send(bufs [][]byte, ep conn.Endpoint) error {
 	return nil
 }
 
-// enqueue takes no lock: two Binds that send to each other could deadlock.
+// enqueue takes no lock, because two Binds that send to each other could deadlock.
 func (b *Bind) enqueue(d *datagram) {
 	select {
 	case b.queue <- d:

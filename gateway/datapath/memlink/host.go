@@ -75,8 +75,8 @@ func NewHost(link *Link, o HostOptions) (*Host, error) {
 	return h, nil
 }
 
-// Receive handles packets from the gateway. A test that inspects packets can replace it by
-// OnReceive, with a function that calls Receive.
+// Receive handles packets from the gateway. A test that inspects packets passes to Link.OnReceive a
+// function that calls Receive.
 func (h *Host) Receive(bufs [][]byte) error { return h.ep.receive(bufs) }
 
 // Close closes the stack. The link stays open.
@@ -222,7 +222,8 @@ func (e *hostEndpoint) WritePackets(pkts stack.PacketBufferList) (int, tcpip.Err
 					hdr.GSOType = gsoTCPv6
 				}
 				hdr.GSOSize = gso.MSS
-				// The kernel may set it like this for forwarded packets.
+				// For forwarded packets the kernel may also set HdrLen to the length of the whole
+				// packet.
 				hdr.HdrLen = uint16(pkt.Size())
 				e.superOut.Add(1)
 			}
