@@ -544,7 +544,9 @@ func BenchmarkSweep(b *testing.B) {
 	})
 }
 
-// BenchmarkFlowMemory reports the octets of heap per flow, and the engine's own figure, for 1,048,576 flows. The variants are:
+// BenchmarkFlowMemory reports the octets of heap per flow, and the engine's own figure, for
+// 1,048,576 flows. The variants are:
+//
 //   - flows of a few hosts with few ports, like those of nodes
 //   - flows that each have their own inside port
 //   - flows that each have their own inside host and port, which need 32 peers for enough ports
