@@ -114,7 +114,7 @@ func TestPeeringWithLiqoAsDocumented(t *testing.T) {
 		"LIQO_TENANT": a.tenant(b), "OUR_TENANT": b.tenant(a), "OUR_SERVER": a.server.URL(), "LIQO_SERVER": b.server.URL(),
 		"OUR_CA": text(a.server.CA()), "LIQO_CA": text(b.server.CA()), "LIQO_CERT": text(cert), "LIQO_KEY": text(key),
 	}
-	for range 2 { // the second time, all of the first must be gone
+	for range 2 { // the second round proves that the first one left nothing behind
 		atLiqo := parsed(t, files["at-liqo.yaml"], env)
 		b.apply(atLiqo)
 		env["TOKEN"] = b.token(t, b.tenant(a), "isthmus-peer")
