@@ -229,7 +229,7 @@ func TestEngineKeepsAtomicFragments(t *testing.T) {
 	}
 }
 
-// The following tests are not about such differences: both translators behave alike.
+// In the following tests, both translators behave alike.
 
 func TestEngineAndKernelKeepEchoesWithTheSameIdentifierApart(t *testing.T) {
 	x := bothRemapped(t)

@@ -29,8 +29,8 @@ var traffic = []struct {
 }
 
 // Each cell is a request and its answer. The receiver must see the source that docs/nat.md
-// promises. The sender must get an answer of the request's size from the address to which it sent
-// the request.
+// promises. The answer must have the request's size, and must come from the address to which the
+// sender sent the request.
 func TestTrafficMatrixHoldsInEveryCell(t *testing.T) {
 	w := shared.get(t)
 	page := matrixPage(t, w)
@@ -54,8 +54,8 @@ var hostPlan = plan{
 	},
 }
 
-// The cells are the same, with gateways on the host network in one cluster and gateway Pods in
-// the other.
+// This test has the same cells, but one cluster has gateways on the host network and the other has
+// gateway Pods.
 func TestTrafficReachesEveryTargetWithAHostNetworkGateway(t *testing.T) {
 	if fixture.skip != "" {
 		t.Skip(fixture.skip)
