@@ -272,7 +272,7 @@ func (t *flowTable) purge(r *rule, pause func()) {
 	}
 }
 
-// purgeSome purges some entries of the table, the first of which has index first.
+// purgeSome purges the given entries of the table; first is the index of entries[0].
 func (t *flowTable) purgeSome(first uint32, entries []entry, r *rule) {
 	locked := false
 	for n := range entries {

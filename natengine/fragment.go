@@ -186,9 +186,9 @@ func (c *translation) joined(fragments [][]byte) Verdict {
 	return verdict
 }
 
-// join stores v. If v was the last missing fragment, it returns all fragments of the datagram
-// in arbitrary order: v itself, and copies of the others, which the caller owns. Otherwise it
-// returns nil, and a copy of v is held unless it was dropped.
+// join stores v. If v was the last missing fragment, it returns all fragments of the datagram in
+// arbitrary order: v itself, and copies of the others, which the caller owns. If fragments are
+// still missing, it returns nil and, unless it drops v, holds a copy of v.
 func (s *fragmentStore) join(v *packet.View, now tick, e *Engine) (fragments [][]byte, drop Drop) {
 	s.mu.Lock()
 	defer s.mu.Unlock()

@@ -249,8 +249,8 @@ func TestFragmentsOfTwoHostsAreNotMixed(t *testing.T) {
 	left, _ = sendAll(t, e, Outbound, other, []int{2, 0, 1}, 0)
 	reassembled(t, left)
 
-	// Inbound, the NAPT address and a mapped address may be translated to the same host. It
-	// must receive only complete datagrams.
+	// Inbound datagrams to the NAPT address and to a mapped address may go to the same host. That
+	// host must receive only complete datagrams.
 	out(t, e, udp("192.168.7.7:4444", "10.71.0.5:53"), 0)
 	_, one = datagram("10.71.0.5:53", "10.246.0.0:4444", 78)
 	_, other = datagram("10.71.0.5:53", "10.247.0.9:80", 78)

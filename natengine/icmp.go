@@ -71,7 +71,8 @@ func (c *translation) inboundError() Verdict {
 		return c.refuse(drop)
 	}
 	near, to := addrOf(q.Src()), addrOf(q.Dst())
-	// An error goes to the sender of the quoted packet, and we sent that packet to this peer.
+	// The error must go to the sender of the quoted packet, and that packet must have gone to this
+	// peer.
 	if known, _ := r.rule.isRemote(to); near != c.near || !known {
 		return c.refuse(DropICMPError)
 	}

@@ -353,7 +353,7 @@ func TestNewMappingTakesThePortOfTheOldestHalfOpenFlow(t *testing.T) {
 	refused(t, e, Outbound, udp("192.168.1.4:4000", "10.71.0.5:53"), 0, DropPortsExhausted)
 }
 
-// A mapping with several flows becomes free when all of them have ended.
+// The port of a mapping with several flows becomes free when all of these flows have ended.
 func TestEvictionContinuesUntilAPortIsFree(t *testing.T) {
 	e := newEngine(t, Config{MaxFlowsPerHost: 1 << 20}, peerB())
 	var v packet.View

@@ -3,12 +3,12 @@
 //
 //	go run ./benchmarks/peers -peers 10,100,1000,4000
 //
-// The real gateway runs in a process and a network namespace of its own. One program in another
-// namespace simulates the peers. Each peer has its own address, key, WireGuard session and
-// connection check. As with Liqo, it answers every PING and sends one every two seconds. The peers
+// The real gateway runs as a separate process in its own network namespace. This program simulates
+// the peers in another namespace. Each peer has its own address, key, WireGuard session and
+// connection check. Like Liqo, a peer answers every PING and sends one every two seconds. The peers
 // start no handshake and do no path MTU discovery. The configuration does not come from an API
-// server; benchmarks/agents measures that part. As in a cluster, the gateway's status is read once
-// a second. The command needs root and iproute2.
+// server; benchmarks/agents measures that part. The program reads the gateway's status once a
+// second, as happens in a cluster. The command needs root and iproute2.
 package main
 
 import (

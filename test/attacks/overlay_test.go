@@ -108,7 +108,8 @@ func (s *site) counterproof(t *testing.T) {
 	i.victim.arrives(t, "from a node", func() error { return i.send("from a node") })
 }
 
-// masquerade gives a pod's packets to a network the node's source address, as some CNIs do.
+// masquerade makes a node translate the source of a pod's packets to the network to, as some CNIs
+// do. The new source is the node's address.
 func (s *site) masquerade(t *testing.T, p *lab.Pod, to netip.Prefix) {
 	t.Helper()
 	rules := fmt.Sprintf("table ip cni { chain p { type nat hook postrouting priority 100; ip saddr %v ip daddr %v masquerade; }; }", p.Addr, to)

@@ -72,7 +72,7 @@ func TestRFC5780BehaviourDiscovery(t *testing.T) {
 			t.Errorf("seen as %v, want port 39999 for the first alone", seen)
 		}
 	})
-	// A packet that filtering drops must be counted as a normal drop with its reason.
+	// The gateway must count each packet that filtering drops, under the drop's reason.
 	t.Run("filtered packets are counted", func(t *testing.T) {
 		n, err := s.Metric(t.Context(), s.Cluster("a"), "isthmus_drops_total", `direction="inbound"`, `reason="no_flow"`)
 		if must(t, err); n < 6 { // three clients, and for each at least two filtered answers: from another port and from another address

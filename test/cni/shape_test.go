@@ -26,9 +26,9 @@ type shape struct {
 
 	// vpc is true if pods have addresses of the nodes' own subnet.
 	vpc bool
-	// own imitates an address management of the CNI that ignores the podCIDRs of nodes: it gives
-	// the pods other addresses. nil: pods keep the lab's addresses, from a part of the PodCIDR for
-	// each node.
+	// own gives the pods other addresses, for a CNI that ignores the podCIDRs of nodes and has its
+	// own IPAM. If own is nil, pods keep the lab's addresses, from a part of the PodCIDR for each
+	// node.
 	own func(c *lab.Cluster)
 	// open is true if the CNI does not work with a FORWARD policy of DROP, so that its users must
 	// set the policy to ACCEPT.

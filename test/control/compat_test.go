@@ -65,7 +65,7 @@ func TestPeeringWithImitatedLiqo(t *testing.T) {
 	manager.remap(map[string]string{"10.244.0.0/16": "10.64.0.0/16", "10.245.0.0/16": "10.65.0.0/16"})
 	theirs := &liqo{id: b.id, client: b.client, manager: manager}
 	play(t, theirs)
-	a.startManager("--services", "--external-cidr", "10.245.0.0/16") // as long as the PodCIDR, like Liqo's choice
+	a.startManager("--services", "--external-cidr", "10.245.0.0/16") // Liqo too chooses an ExternalCIDR of the PodCIDR's length
 
 	steps := func(t *testing.T, golden string, join, part func(), under func(t *testing.T)) {
 		foreign(t, b, a, "Established")
@@ -260,7 +260,7 @@ func applyFile(ctx context.Context, c client.Client, path string) error {
 	return nil
 }
 
-// introduce does the same as Liqo's control plane before two clusters are joined: it creates a
+// introduce acts as Liqo's control plane before two clusters are joined: it creates a
 // tenant namespace at s for the peer, the peer's permissions in it, and the identity of s at the
 // peer.
 func introduce(t *testing.T, s, peer *site) {

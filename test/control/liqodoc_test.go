@@ -59,7 +59,7 @@ func parsed(t *testing.T, file string, env map[string]string) (all []*unstructur
 	return all
 }
 
-// apply does the same as kubectl apply. For an object with a status, it also applies the status.
+// apply applies objects as kubectl apply does, and also applies the status of an object.
 func (s *site) apply(objects []*unstructured.Unstructured) {
 	s.t.Helper()
 	for _, o := range objects {
@@ -81,7 +81,7 @@ func (s *site) apply(objects []*unstructured.Unstructured) {
 	}
 }
 
-// remove does the same as kubectl delete, which waits.
+// remove deletes objects as kubectl delete does, and waits until they are gone.
 func (s *site) remove(objects ...*unstructured.Unstructured) {
 	s.t.Helper()
 	for _, o := range slices.Backward(objects) {
@@ -148,7 +148,7 @@ func TestPeeringWithLiqoAsDocumented(t *testing.T) {
 	}
 }
 
-// token does the same as kubectl create token.
+// token returns a token of a ServiceAccount, as kubectl create token does.
 func (s *site) token(t *testing.T, namespace, account string) string {
 	t.Helper()
 	hours := int64(2160 * 3600)

@@ -108,7 +108,7 @@ func (m moment) await(t *testing.T, a, b *site, do func()) func() bool {
 	t.Helper()
 	at := m.at(a, b)
 	ctx, cancel := context.WithTimeout(t.Context(), patience)
-	// The watch must begin with the present state. Otherwise it could report an event of the
+	// Begin the watch with the present state, because an older watch could report events of the
 	// previous peering.
 	now := m.list.DeepCopyObject().(client.ObjectList)
 	if err := at.client.List(ctx, now); err != nil {

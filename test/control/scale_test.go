@@ -280,7 +280,7 @@ func (r *remote) networkConfig() *v1alpha1.NetworkConfig {
 	}
 }
 
-// each calls f for all objects of a kind and their changes until ctx ends.
+// each calls f with every object of a kind. Until ctx ends, it calls f again after each change.
 func each(ctx context.Context, c client.WithWatch, list client.ObjectList, f func(client.Object)) {
 	for ctx.Err() == nil {
 		watch, err := c.Watch(ctx, list)

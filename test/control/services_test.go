@@ -833,7 +833,7 @@ func (f *seller) testObjectsOfOthers(t *testing.T) {
 	if err := f.a.client.Delete(t.Context(), &list.Items[0]); err != nil {
 		t.Fatal(err)
 	}
-	s.Subsets[0].Endpoints[0].Zone = "z" // causes an event, because the deletion of the slice causes none
+	s.Subsets[0].Endpoints[0].Zone = "z" // causes an event, by which the manager notices the deleted slice; the deletion itself causes none
 	offer()
 	f.untilServed("cart", "once the slice is gone", f.here("10.244.0.10"))
 	for range 2 { // foreign labels stay, and cause no writes

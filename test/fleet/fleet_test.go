@@ -84,8 +84,8 @@ func clusterSpec(podCIDR string, nodes int) lab.ClusterSpec {
 	return lab.ClusterSpec{PodCIDR: netip.MustParsePrefix(podCIDR), Nodes: nodes}
 }
 
-// inPods makes the gateways of a cluster Pods with their own networks. Otherwise they use their
-// nodes' networks.
+// inPods makes the gateways of a cluster Pods with their own networks. By default a fleet's
+// gateways use their nodes' networks.
 func inPods(spec lab.ClusterSpec) lab.ClusterSpec {
 	spec.GatewayPods = min(spec.Nodes, 2)
 	return spec

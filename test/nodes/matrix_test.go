@@ -143,7 +143,7 @@ func byGateway(t *testing.T, c *kubenodes.Cluster) []placed {
 	return []placed{{at, "gateway's node"}, {otherThan(at, c), "other node"}}
 }
 
-// otherThan returns the first other node of a cluster, if it has several.
+// otherThan returns the first node of the cluster that is not n, or n if there is no other.
 func otherThan(n *kubenodes.Node, c *kubenodes.Cluster) *kubenodes.Node {
 	if n == c.Nodes[0] && len(c.Nodes) > 1 {
 		return c.Nodes[1]

@@ -100,7 +100,8 @@ type smallCluster struct {
 
 var smallClusters = []smallCluster{{"two nodes", 2}, {"one node", 1}}
 
-// inSmall are the faults that are measured in small clusters too, with the least number of nodes.
+// inSmall has the faults that are measured in small clusters too, by the number of nodes that each
+// needs at least.
 var inSmall = map[string]int{
 	"active gateway killed by SIGKILL":              1,
 	"active gateway frozen for 5 s":                 1,

@@ -92,7 +92,8 @@ var shortfalls = map[string]target{
 	"node of the active gateway hears no other node for 5 s": {udp: figure{2, 3}},                    // 1.68, 1.79 s
 	"node of the active gateway hears none of them for 5 s":  {udp: figure{2, 3}, tcp: figure{3, 3}}, // 1.63, 1.69 s; 2.10, 2.12 s
 
-	// The pause lasts as long as the fault: votes do not depend on packets from peers.
+	// The pause lasts as long as the fault, because no gateway takes over: votes do not depend on
+	// packets from peers.
 	"node of the active gateway hears no node of the peer for 5 s": {udp: figure{5.5, 5.5}, tcp: figure{6.5, 6.5}}, // 5.02, 5.03 s; 6.05, 6.06 s
 	// The pause lasts as long as the fault, because the agents with read-only directories cannot
 	// vote for another gateway.
