@@ -91,10 +91,10 @@ func wordOf(dir Direction, proto uint8, nearPort, remotePort uint16) uint64 {
 	return uint64(nearPort)<<nearShift[dir] | uint64(remotePort)<<remoteShift | uint64(proto)<<protoShift
 }
 
-// query reports whether an ICMP message of type kind is a query, and returns the type of the
-// query's request. Queries are the requests and replies of echo and, in IPv4, of timestamp,
-// information and address mask.
-func query(kind uint8) (request uint8, isQuery bool) {
+// query returns, for an ICMP query of type kind, the type of the request, and whether kind itself
+// is that request. Queries are the requests and replies of echo and, in IPv4, of timestamp,
+// information and address mask. For any other message the result has no meaning.
+func query(kind uint8) (request uint8, isRequest bool) {
 	switch kind {
 	case 0: // echo reply
 		return 8, false
@@ -109,8 +109,8 @@ func query(kind uint8) (request uint8, isQuery bool) {
 // flow of its own request, and a request finds no flow that the other side opened (RFC 5508,
 // REQ-1).
 func queryPort(kind uint8, dir Direction) uint16 {
-	request, isQuery := query(kind)
-	if !isQuery {
+	request, isRequest := query(kind)
+	if !isRequest {
 		dir = 1 - dir
 	}
 	return uint16(dir)<<8 | uint16(request)

@@ -50,8 +50,8 @@ func tcp(src, dst string, flags uint8) []byte {
 	return packettest.Build(packettest.IP{Src: s.Addr(), Dst: d.Addr()}, packettest.TCP{SrcPort: s.Port(), DstPort: d.Port(), Flags: flags})
 }
 
-// out and in send a packet that must pass, and return its source and destination after
-// translation.
+// out sends a packet to the tunnel, which must pass, and returns its source and destination after
+// translation. in does that for a packet from the tunnel.
 func out(t testing.TB, e *Engine, b []byte, now tick) (src, dst netip.AddrPort) {
 	t.Helper()
 	return pass(t, e, Outbound, b, now)

@@ -155,7 +155,7 @@ func begins(v *packet.View) Drop {
 		if !v.IsICMPQuery() {
 			return DropProtocol
 		}
-		if _, isQuery := query(v.ICMPType()); !isQuery {
+		if _, isRequest := query(v.ICMPType()); !isRequest {
 			return DropNoFlow
 		}
 	}

@@ -237,8 +237,8 @@ func (t *ruleTable) find(id string) (at int, found bool) {
 	return slices.BinarySearchFunc(t.rules, id, func(r *rule, id string) int { return cmp.Compare(r.spec.ID, id) })
 }
 
-// specs returns the rules of all peers, with those of changed added or replaced and those of
-// removed dropped.
+// specs returns the rules of all peers after a change: it adds or replaces the rules in changed,
+// and leaves out those of the peers in removed.
 func (t *ruleTable) specs(changed []Peer, removed []string) []Peer {
 	out := make(map[string]bool, len(changed)+len(removed))
 	for _, id := range removed {
@@ -256,10 +256,10 @@ func (t *ruleTable) specs(changed []Peer, removed []string) []Peer {
 	return append(all, changed...)
 }
 
-// with returns a copy of t with the rules of changed added or replaced and those of removed
-// dropped. The copy equals the table that compile would build from all peers. Its time depends only
-// on the difference, except for copies of memory and for the IPv6 networks. with returns nil if the
-// caller must compile: on an error, or if remotes4 needs a new table.
+// with returns a copy of t after a change: it adds or replaces the rules in changed, and leaves out
+// those of the peers in removed. The copy equals the table that compile would build from all peers.
+// Its time depends only on the difference, except for copies of memory and for the IPv6 networks.
+// with returns nil if the caller must compile: on an error, or if remotes4 needs a new table.
 func (t *ruleTable) with(changed []Peer, removed []string, self [2]addr, state func(id string) *PeerState) *ruleTable {
 	next := *t
 	var out []*rule

@@ -227,9 +227,9 @@ func runSoaks(ctx context.Context, mtu int, binary, fork, selection string, d ti
 	return b.soak(ctx, selection, d)
 }
 
-// selected reports whether the selection includes a peer. The selection is a list with commas. A
-// word that is a peer's full name selects that peer; any other word selects the peers whose names
-// contain the word. An empty selection includes all peers.
+// selected reports whether the selection includes a peer. A selection is a list of words, separated
+// by commas. A word that is a peer's full name selects that peer; any other word selects the peers
+// whose names contain the word. An empty selection includes all peers.
 func selected(name, selection string) bool {
 	return selection == "" || slices.ContainsFunc(strings.Split(selection, ","), func(w string) bool {
 		exact := slices.ContainsFunc(peers, func(p peer) bool { return p.name == w })

@@ -16,7 +16,7 @@ import (
 type figure struct {
 	name           string
 	format         string
-	largerIsBetter bool    // larger is better
+	largerIsBetter bool
 	margin         float64 // tolerated excess over the worst recorded ratio; zero: not checked
 	value          func(sample) float64
 }

@@ -77,8 +77,8 @@ func peerOf(i int, moved bool) fabric.Peer {
 }
 
 // A crowd is the remote side of all peers. Each peer has its own key, address and session. Like
-// Liqo, it answers PINGs of the connection check and sends one every two seconds. It starts no
-// handshakes.
+// Liqo, a peer answers PINGs of the connection check and sends one every two seconds. A peer starts
+// no handshakes.
 type crowd struct {
 	sockets    [2]*ipv4.PacketConn
 	remotePeer []*remotePeer

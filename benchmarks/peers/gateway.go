@@ -130,7 +130,7 @@ func profile(c command) {
 // A process is the parent's handle of the gateway process.
 type process struct {
 	stdin  io.WriteCloser
-	forced chan struct{} // receives when a configuration is applied
+	forced chan struct{} // gets a value when the gateway has applied a configuration
 	pid    int
 	end    func()
 }

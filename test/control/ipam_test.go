@@ -56,8 +56,9 @@ func (p *managerPod) end(signal syscall.Signal) {
 }
 
 // Of two managers, the IPAM's Service must always point to the leader. A virtual kubelet keeps one
-// connection, as in Liqo. After the other manager has taken over, it must get answers again. The
-// test plays kube-proxy: it directs each new connection to the address in the EndpointSlice.
+// connection, as in Liqo. That kubelet must get answers again after the other manager has taken
+// over. The test plays kube-proxy: it directs each new connection to the address in the
+// EndpointSlice.
 func TestIPAMServicePointsToTheLeader(t *testing.T) {
 	t.Parallel()
 	s := newSites(t, "10.244.0.0/16")[0]

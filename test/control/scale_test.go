@@ -95,9 +95,9 @@ func TestManyPeerings(t *testing.T) {
 	}
 	profiled()
 	w.figure("one more peer: CPU beside that at rest, ms", "%.0f", 1000*cost.Seconds()/float64(later))
-	// The manager writes the status of a Peering between once and once per step, depending on the
-	// speed of other changes. Its other writes are the same for each peer, apart from conflicts,
-	// which are random.
+	// The manager may write the status of a Peering only once, or once for each step, depending on
+	// the speed of other changes. It makes the same other writes for each peer. The number of
+	// conflicts is random.
 	if cost, first := another.writes()-another.conflicts(), one.writes()-one.conflicts(); cost > 2*first {
 		t.Errorf("the last peer cost %d writes, the first one %d", cost, first)
 	}

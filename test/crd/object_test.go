@@ -145,7 +145,7 @@ Latency|string|1|.status.connection.latency.value
 Connection status|string|0|.status.connection.status
 Age|date|0|.metadata.creationTimestamp
 `,
-		// Clients show a kind without columns with its age.
+		// If a kind has no columns, clients show its age.
 		"NatMapping": `natmappings natmapping NatMappingList Cluster [liqo] [] status=true
 `,
 		"IpamStorage": `ipamstorages ipamstorage IpamStorageList Cluster [liqo] [] status=false

@@ -247,7 +247,7 @@ func writes(ctx context.Context, c *fleet.Cluster) (map[string]float64, error) {
 func addPod(t *testing.T, c *fleet.Cluster, on *lab.Pod) *lab.Pod {
 	t.Helper()
 	host := c.PodCIDR.Masked().Addr().As4()
-	for i := range 4 { // the last address of the PodCIDR, minus 55
+	for i := range 4 { // 55 below the last address of the PodCIDR
 		host[i] |= byte(0xff >> max(0, min(8, c.PodCIDR.Bits()-8*i)))
 	}
 	host[3] -= 55
