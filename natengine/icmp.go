@@ -106,11 +106,11 @@ func (c *translation) inboundError() Verdict {
 	return c.forward(local, samePort)
 }
 
-// outboundError translates an error about a packet that the peer sent. The outer source
-// identifies the reporting host. A pod gets its address as the peer sees it, the end of the
-// flow gets the address that the peer used, and the gateway itself gets the address under
-// which the peer checks it. Any other host gets the NAPT address. None of these addresses
-// needs a flow, and a traceroute can distinguish them.
+// outboundError translates an error about a packet that the peer sent. The new outer source
+// identifies the host that reports the error. For a pod, it is the pod's address as the peer sees
+// it. For the end of the flow, it is the address that the peer used. For the gateway itself, it is
+// the address under which the peer checks the gateway. For any other host, it is the NAPT address.
+// None of these addresses needs a flow, and a traceroute can distinguish them.
 func (c *translation) outboundError() Verdict {
 	r, src := c.r, c.near
 	var q packet.Quote

@@ -50,7 +50,8 @@ func TestCheckNamesRegressions(t *testing.T) {
 	}
 }
 
-// A check passes early if every figure is within its limit, and continues if one is not.
+// If every figure is within its limit, a check passes early. If a figure is not, the check measures
+// more rounds.
 func TestExceededLimitTriggersMoreRounds(t *testing.T) {
 	was := recording{[]measured{{"here", samples(5, 3, 60)}}}
 	for _, c := range []struct {

@@ -165,8 +165,8 @@ func liqoRights(t *testing.T, a, b *site) client.Client {
 	return c
 }
 
-// honest gives a another peer, c, without an API server. The test itself writes c's NetworkConfig
-// and c's answer.
+// honest adds another peer, c, to cluster a. c has no API server, so the test itself writes c's
+// NetworkConfig and c's answer.
 func honest(t *testing.T, a *site) *site {
 	t.Helper()
 	c := &site{t: t, name: "c", id: "cccc0000-1111-4222-8333-000000000002", podCIDR: "10.160.0.0/16"}

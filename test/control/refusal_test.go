@@ -241,8 +241,8 @@ func testEndpointRefused(_ *testing.T, x *messages) {
 	x.joined()
 }
 
-// Consent must apply only to the networks that the administrator has seen. To repeat `isthmus peer`
-// must give no consent, and a consent to other networks must be refused.
+// Consent must apply only to the networks that the administrator has seen. A repeated `isthmus
+// peer` must not give consent, and the command must refuse a consent to other networks.
 func testConsent(t *testing.T, x *messages) {
 	before := x.a.tunnelEndpoint(x.b)
 	x.b.reconfigure("10.32.0.0/13")

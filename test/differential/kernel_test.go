@@ -157,7 +157,7 @@ func (k *kernel) sendFor(t *testing.T, wait time.Duration, from side, packets ..
 }
 
 // refuses injects a packet that the kernel should drop, and then the packet after, which it should
-// forward. To wait for the second packet is faster than to wait for a timeout. refuses returns the
+// forward. Waiting for the second packet is faster than waiting for a timeout. refuses returns the
 // packets that arrived before the second one.
 func (k *kernel) refuses(t *testing.T, from side, b, after []byte) (through [][]byte) {
 	t.Helper()

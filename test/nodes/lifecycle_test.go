@@ -86,8 +86,8 @@ func TestLifecycle(t *testing.T) {
 	t.Run("move", func(t *testing.T) {
 		w.lives(t, "gateway moved by hand", func() { today.section(t, "Move the gateway") })
 	})
-	// test/fleet tests the restore itself. This test restarts all components at the same time; to
-	// peer again must then change nothing.
+	// test/fleet tests the restore itself. This test restarts all components at the same time.
+	// After that, `isthmus peer` must change nothing.
 	t.Run("restart", func(t *testing.T) {
 		w.lives(t, "everything restarted", func() { today.section(t, "Restore") })
 		w.lives(t, "everything of both restarted at once", func() {
