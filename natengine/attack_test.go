@@ -13,7 +13,7 @@ import (
 )
 
 // A witness is a conversation that must continue during an attack. It holds a packet for each
-// direction and the translated packet that is expected.
+// direction and the expected translation of that packet.
 type witness struct {
 	name     string
 	sent     [directions][]byte
@@ -21,8 +21,8 @@ type witness struct {
 	stateful bool
 }
 
-// witnesses returns established flows of every kind with peers b and c: of pods, nodes and
-// mapped endpoints.
+// witnesses returns established flows of every kind with peers b and c. The flows belong to pods,
+// nodes and mapped endpoints.
 func witnesses(t testing.TB, e *Engine) (list []witness) {
 	t.Helper()
 	add := func(name string, first Direction, stateful bool, out, back []byte) {
@@ -53,8 +53,8 @@ func ping(src, dst string, id uint16, reply bool) []byte {
 	return packettest.Build(packettest.IP{Src: ip(src), Dst: ip(dst)}, packettest.Echo{ID: id, Reply: reply})
 }
 
-// resume checks that the conversation continues with the same octets, so with the same addresses
-// and ports.
+// resume checks that both packets of the conversation still have the same translation, octet for
+// octet.
 func (w *witness) resume(t testing.TB, e *Engine, now time.Duration) {
 	t.Helper()
 	for dir := range directions {
@@ -69,8 +69,8 @@ func sendAt(t testing.TB, e *Engine, dir Direction, b []byte, now time.Duration)
 	return send(t, e, dir, b, tickOf(now))
 }
 
-// newcomers checks that new flows can be opened: from hosts of ours that had no flows, and
-// from pods of the peers to our endpoint.
+// newcomers checks that hosts of ours without flows can open flows to the peers, and that pods of
+// the peers can open flows to our endpoint.
 func newcomers(t testing.TB, e *Engine, i int, now time.Duration, peers ...string) {
 	t.Helper()
 	for _, far := range peers {
@@ -130,8 +130,8 @@ func attacks() []attack {
 	}
 }
 
-// Peer c or one of its hosts attacks. Established flows must continue unchanged, also those
-// with c. Other hosts and other peers must be able to open new flows, and memory must stay
+// Peer c or one of its hosts attacks. All established flows must continue unchanged, including
+// those with c. Other hosts and other peers must be able to open new flows, and memory must stay
 // within its bounds. After the attack everything must recover.
 func TestAttacksDoNotAffectOtherFlowsHostsAndPeers(t *testing.T) {
 	for name, c := range map[string]Config{
@@ -178,8 +178,8 @@ func TestAttacksDoNotAffectOtherFlowsHostsAndPeers(t *testing.T) {
 	}
 }
 
-// run sends 6000 packets of the attack, a thousand a second, and checks the other flows
-// in between.
+// run sends 6000 packets of the attack, a thousand a second. After every 500 packets it checks the
+// other flows.
 func (a *attack) run(t *testing.T, e *Engine, list []witness) (now time.Duration) {
 	for i := range 6000 {
 		now = time.Duration(i) * time.Millisecond
@@ -219,8 +219,8 @@ func whole(t *testing.T, e *Engine, id int, now time.Duration) {
 	}
 }
 
-// All hosts of c together may fill c's share with answered flows. Only c must suffer from
-// that; b must keep its whole share.
+// The hosts of c fill c's whole share with established flows. New flows of c must then be refused,
+// but b must keep its whole share.
 func TestPeerFullOfEstablishedFlowsDoesNotAffectOtherPeers(t *testing.T) {
 	e := newEngine(t, Config{MaxFlows: 1000, MaxFlowsPerHost: 100}, peerB(), peerC())
 	list := witnesses(t, e)
@@ -239,8 +239,8 @@ func TestPeerFullOfEstablishedFlowsDoesNotAffectOtherPeers(t *testing.T) {
 	}
 }
 
-// The memory for flows and fragments that are never completed must really be bounded, not only
-// their count.
+// Flows and fragments that are never completed must stay within the bound of memory, and not only
+// within the bound of their number.
 func TestFloodsDoNotGrowTheHeap(t *testing.T) {
 	heap := func() uint64 {
 		var m runtime.MemStats
@@ -273,8 +273,8 @@ func TestFloodsDoNotGrowTheHeap(t *testing.T) {
 	runtime.KeepAlive(e)
 }
 
-// probes returns the number of slots that a lookup in the indexes of a peer reads: the mean,
-// and the length of the longest run of non-empty slots.
+// probes returns how many slots lookups in the indexes of a peer read: the mean per lookup, and the
+// length of the longest run of non-empty slots.
 func probes(p *PeerState) (mean float64, longest int) {
 	total, filled := 0, 0
 	for dir := range p.flows.index {
@@ -319,11 +319,11 @@ func openAll(t testing.TB, tuples []conversation) *PeerState {
 	return e.Peers()[0]
 }
 
-// Lookups of all these tuples must be as fast as of random ones: sequential tuples, tuples
-// with equal low or high bits, tuples with correlated ends, and tuples that collide in another
-// engine.
+// Each of the following sets of tuples must be looked up as fast as random tuples: sequential
+// tuples, tuples with equal low or high bits, tuples with correlated ends, tuples that collide in
+// another engine.
 func TestAdversarialTuplesDoNotSlowLookups(t *testing.T) {
-	const n = 24_000 // just below the size at which the index grows, where lookups are slowest
+	const n = 24_000 // just below the size at which the index grows; lookups are slowest there
 	base := conversation{local: 0xac100001, localPort: 4000, remote: 0x0a000007, remotePort: 443}
 	tuples := func(change func(c *conversation, i uint32)) (list []conversation) {
 		for i := range uint32(n) {
@@ -360,7 +360,7 @@ func TestAdversarialTuplesDoNotSlowLookups(t *testing.T) {
 
 	other := newEngine(t, Config{}, benchPeers(1)...).Peers()[0]
 	var colliding []conversation
-	for i := uint32(0); len(colliding) < n; i++ { // all have their first slot at a few places of each shard
+	for i := uint32(0); len(colliding) < n; i++ { // all have their first slot among a few slots of each shard
 		c := conversation{local: 0xac100000 | mix(i)>>12, localPort: uint16(i), remote: 0x0a000000 | mix(i)&0xffff, remotePort: uint16(i >> 16)}
 		k := keyOf(Outbound, addr4(c.local), addr4(c.remote), packet.UDP, c.localPort, c.remotePort)
 		if k.hash(&other.flows.keys)&0xff == 0x55 && c.localPort >= firstUserPort {
@@ -374,7 +374,7 @@ func TestReopenedConnectionMayBeEvicted(t *testing.T) {
 	e := newEngine(t, Config{MaxFlows: 2}, peerB())
 	seen := established(t, e, "192.168.1.1:4000", "10.71.0.5:80", 0)
 	out(t, e, udp("192.168.1.2:4000", "10.71.0.5:53"), 0)
-	out(t, e, udp("192.168.1.3:4000", "10.71.0.5:53"), 0) // evicts the second flow, and on the way finds that the first is established
+	out(t, e, udp("192.168.1.3:4000", "10.71.0.5:53"), 0) // evicts the second flow; the eviction finds that the first is established and skips it
 	in(t, e, tcp("10.71.0.5:80", seen.String(), packettest.RST), 0)
 	out(t, e, tcp("192.168.1.1:4000", "10.71.0.5:80", packettest.SYN), 0)
 	e.Sweep(0)

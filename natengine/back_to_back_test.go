@@ -14,8 +14,8 @@ import (
 
 var gatewayAddr = netip.MustParseAddr("169.254.0.1")
 
-// side is one cluster of a pair: its networks, the networks under which the other side sees
-// these, and the engine of its gateway.
+// side is one cluster of a pair: its networks, the ranges to which the other side remaps these
+// networks, and the engine of its gateway.
 type side struct {
 	pods, podsSeen, external, externalSeen netip.Prefix
 	endpoints                              []natengine.Endpoint
@@ -69,9 +69,9 @@ func cross(t testing.TB, from, to *side, b []byte) []byte {
 	return v.Bytes()
 }
 
-// Requests pass through two gateways, and replies return. The reply must arrive at the socket
-// that sent the request, from the socket that received it. This is tested for all masks and
-// for the four combinations of remapping, and for both sides using the same range.
+// Requests pass through two gateways, and replies return. The reply must arrive at the socket that
+// sent the request, and its source must be the destination of the request. The test covers all
+// masks, the four combinations of remapping, and two sides that use the same range.
 func TestReplyTranslationUndoesRequestTranslation(t *testing.T) {
 	rng := rand.New(rand.NewPCG(3, 4))
 	tried := 0
@@ -179,8 +179,8 @@ func talk(t *testing.T, w *world, a, b *side) {
 	}
 }
 
-// swapped returns the reply with its ports, or identifier, set to answer the packet that
-// arrived.
+// swapped returns a reply to the packet that arrived: it sets the ports, or the identifier, of
+// reply.
 func swapped(reply packettest.Body, arrived packettest.Packet) packettest.Body {
 	switch b := reply.(type) {
 	case packettest.UDP:
@@ -256,9 +256,9 @@ func TestPingOfTheInProcessEndpointIsDelivered(t *testing.T) {
 	}
 }
 
-// Cluster A maps a pod of C as an endpoint for B (docs/liqo-v0.md, section 7.4). A packet from
-// B's tunnel must enter C's tunnel with both translations. The reply and an ICMP error must
-// undo both.
+// Cluster A maps a pod of C as an endpoint for B (docs/liqo-v0.md, section 7.4). A packet from B's
+// tunnel must enter C's tunnel with source and destination translated. For the reply and for an
+// ICMP error, both translations must be undone.
 func TestTransitToAThirdClusterTranslatesBothEnds(t *testing.T) {
 	e := natengine.New(natengine.Config{})
 	addr, prefixes := netip.MustParseAddr, func(s string) []netip.Prefix { return []netip.Prefix{netip.MustParsePrefix(s)} }

@@ -16,8 +16,7 @@ import (
 	"github.com/isthmus-net/isthmus/packet/packettest"
 )
 
-// benchPeers returns n peers, like those of a Liqo fabric in which all clusters have the same
-// PodCIDR.
+// benchPeers returns n peers whose clusters all have the same PodCIDR.
 func benchPeers(n int) []Peer {
 	var peers []Peer
 	for i := range n {
@@ -55,8 +54,8 @@ func BenchmarkPrefixMap(b *testing.B) {
 	})
 }
 
-// benchPrefixMap runs BenchmarkPrefixMap with peers that all see pod as seen. remote returns
-// addresses of a peer's pods.
+// benchPrefixMap runs BenchmarkPrefixMap with peers that all see our pod under the address seen.
+// remote returns addresses of a peer's pods.
 func benchPrefixMap(b *testing.B, peersOf func(int) []Peer, pod, seen netip.Addr, remote func(peer, i int) netip.Addr) {
 	for _, peers := range []int{1, 10, 100} {
 		out, back := peersOf(peers), peersOf(peers)
@@ -102,8 +101,8 @@ type conversation struct {
 	localPort, remotePort uint16
 }
 
-// spread returns the i-th of a million different conversations. They have few inside ends with
-// many remote ends each, as those of nodes do.
+// spread returns the i-th of a million different conversations. Like those of nodes, they have few
+// inside ends, each with many remote ends.
 func spread(i int) conversation {
 	return conversation{
 		local: 0xac100000 + uint32(i&0xff), localPort: uint16(1024 + i>>8&0x7f),
@@ -151,9 +150,9 @@ func orderOf(n int) []uint32 {
 	return order
 }
 
-// BenchmarkNAPTHit measures a packet of a known flow, chosen at random. The packets are
-// processed one by one, as the gateway's TUN reader does, and in batches, as its tunnel
-// receivers do. The variant "without" measures the cost outside the engine.
+// BenchmarkNAPTHit measures a packet of a known flow, chosen at random. The packets are processed
+// one by one, as the gateway's TUN reader does, and in batches, as its tunnel receivers do. The
+// variant "without" does not call the engine, so its time is the cost of the benchmark itself.
 func BenchmarkNAPTHit(b *testing.B) {
 	for _, n := range []int{1_000, 100_000, 1_000_000} {
 		e := benchEngine(b, Config{}, benchPeers(1))
@@ -198,9 +197,9 @@ func BenchmarkNAPTHit(b *testing.B) {
 	}
 }
 
-// BenchmarkTwoCores measures an outbound packet and its reply. One goroutine processes both,
-// or each of two goroutines processes one direction of the same flows. In both cases ns/op is
-// the time of a pair.
+// BenchmarkTwoCores measures an outbound packet and its reply. In one variant a goroutine processes
+// both. In the other, two goroutines process one direction each, of the same flows. In both
+// variants ns/op is the time of a packet and its reply.
 func BenchmarkTwoCores(b *testing.B) {
 	for _, n := range []int{1_000, 1_000_000} {
 		e := benchEngine(b, Config{}, benchPeers(1))
@@ -288,8 +287,8 @@ func BenchmarkHitBesideInserts(b *testing.B) {
 	b.ReportMetric(float64(<-opened)/float64(b.N), "new-flows/op")
 }
 
-// BenchmarkNAPTInsert opens new flows, starting again with an empty table when it is full.
-// to-a-million includes the growth of all tables.
+// BenchmarkNAPTInsert opens new flows. When the table is full, it starts again with an empty one.
+// The variant to-a-million includes the growth of all tables.
 func BenchmarkNAPTInsert(b *testing.B) {
 	for _, c := range []struct {
 		name string
@@ -341,12 +340,12 @@ func BenchmarkNAPTInsert(b *testing.B) {
 			}
 		}
 		b.ReportMetric(float64(b.Elapsed().Nanoseconds())/float64(b.N)/1e6, "ns/flow")
-		b.ReportMetric(float64(longest.Microseconds()), "longest-us") // for 64 flows, including other activity of the machine
+		b.ReportMetric(float64(longest.Microseconds()), "longest-us") // longest time for 64 flows, including other activity of the machine
 	})
 }
 
-// ownPorts returns conversations that each have their own inside port. Those of ownHosts each
-// have their own inside host and port.
+// ownPorts returns conversations that each have their own inside port. The conversations of
+// ownHosts each have their own inside host too.
 func ownPorts(i int) conversation {
 	c := spread(i)
 	c.localPort, c.local = uint16(1024+i%60_000), 0xac100000+uint32(i%16)
@@ -378,10 +377,10 @@ func BenchmarkEvict(b *testing.B) {
 	}
 }
 
-// BenchmarkUnderAttack measures a packet of one of 100,000 established flows, while a part of
-// all packets attacks a full table. Half of the attack's packets open flows from random hosts
-// and ports to random addresses, each of which evicts another flow. The others have no peer,
-// are not permitted, or are malformed. No packet of an established flow may be lost.
+// BenchmarkUnderAttack measures a packet of one of 100,000 established flows, while some of the
+// packets belong to an attack on a full table. Half of the attack's packets open flows from random
+// hosts and ports to random addresses, and each of these flows evicts another one. The others have
+// no peer, are not permitted, or are malformed. No packet of an established flow may be lost.
 func BenchmarkUnderAttack(b *testing.B) {
 	const flows, halfOpen = 100_000, 20_000
 	e := benchEngine(b, Config{MaxFlows: flows + halfOpen}, benchPeers(1))
@@ -444,16 +443,15 @@ func BenchmarkUnderAttack(b *testing.B) {
 			}
 		})
 	}
-	if s := e.Stats().Peers[0]; s.Created > flows+halfOpen && s.Evicted == 0 { // a few iterations do not fill the table
+	if s := e.Stats().Peers[0]; s.Created > flows+halfOpen && s.Evicted == 0 { // with few iterations, the table never fills
 		b.Errorf("nothing was evicted: %+v", s)
 	}
 }
 
 // BenchmarkCollection measures a packet of a known flow, chosen at random, while the garbage
-// collector runs all the time. Entries hold no pointers, so a flow must cost the collector
-// nothing. gc-µs is the duration of a whole collection, and pause-µs the longest time for
-// which the world was stopped. worst-µs and p99.99-ns are times of packets, including other
-// activity of the machine.
+// collector runs all the time. Entries hold no pointers, so a flow must cost the collector nothing.
+// gc-µs is the duration of a whole collection, and pause-µs is the longest stop of all goroutines.
+// worst-µs and p99.99-ns are times per packet; they include other activity of the machine.
 func BenchmarkCollection(b *testing.B) {
 	for _, n := range []int{1_000, 1_000_000} {
 		b.Run(fmt.Sprintf("flows=%d", n), func(b *testing.B) {
@@ -510,8 +508,9 @@ func BenchmarkCollection(b *testing.B) {
 	}
 }
 
-// BenchmarkSweep sweeps a million flows in three states: no flow can have expired; each flow
-// must be examined because its chunk has changed; all flows have expired.
+// BenchmarkSweep sweeps a million flows. In the first variant no flow can have expired. In the
+// second, each flow must be examined because its chunk has changed. In the third, all flows have
+// expired.
 func BenchmarkSweep(b *testing.B) {
 	b.Run("nothing", func(b *testing.B) {
 		e := benchEngine(b, Config{}, benchPeers(1))
@@ -546,10 +545,13 @@ func BenchmarkSweep(b *testing.B) {
 }
 
 // BenchmarkFlowMemory reports the octets of heap per flow, and the engine's own figure, for
-// 1,048,576 flows. The variants are: flows of a few hosts with few ports, like those of nodes;
-// flows that each have their own inside port; flows that each have their own inside host and
-// port, which need 32 peers for enough ports; flows to a mapped endpoint that each have their
-// own remote host; and flows of a few hosts over IPv6.
+// 1,048,576 flows. The variants are:
+//
+//   - flows of a few hosts with few ports, like those of nodes
+//   - flows that each have their own inside port
+//   - flows that each have their own inside host and port, which need 32 peers for enough ports
+//   - flows to a mapped endpoint that each have their own remote host
+//   - flows of a few hosts over IPv6
 func BenchmarkFlowMemory(b *testing.B) {
 	const n = 1 << 20
 	packets := func(open func(b *testing.B, e *Engine, of func(int) conversation), of func(int) conversation) func(*testing.B, *Engine) {

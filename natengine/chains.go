@@ -2,8 +2,8 @@ package natengine
 
 import "unsafe"
 
-// pool is an array of values, numbered from 1; number 0 means no value. Values never move: the
-// pool grows by one chunk at a time, so that no caller waits while all values are copied.
+// pool is an array of values, numbered from 1; number 0 means no value. The pool grows by one chunk
+// at a time and never moves a value, so no caller waits for a copy of the whole pool.
 type pool[T any] struct {
 	chunks []*[poolChunk]T
 	used   uint32
@@ -13,7 +13,7 @@ const poolChunk = 64
 
 func (p *pool[T]) at(number uint32) *T { return &p.chunks[(number-1)/poolChunk][(number-1)%poolChunk] }
 
-// add returns the number of a new value, which was never used before.
+// add returns a number that was never used before, for a new value.
 func (p *pool[T]) add() uint32 {
 	if p.used%poolChunk == 0 {
 		p.chunks = append(p.chunks, new([poolChunk]T))

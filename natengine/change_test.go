@@ -33,7 +33,7 @@ func TestEngineAfterChangesEqualsANewEngineWithAllPeers(t *testing.T) {
 		}
 		return p
 	}
-	var addrs []netip.Addr // addresses at the edges of networks and next to these
+	var addrs []netip.Addr // first and last addresses of networks, and their neighbours
 	ask := func(p Peer) {
 		for _, net := range slices.Concat(p.RemotePods, p.RemoteExternal) {
 			first := net.Addr()
@@ -82,7 +82,7 @@ func TestEngineAfterChangesEqualsANewEngineWithAllPeers(t *testing.T) {
 				removed = append(removed, id)
 				delete(next, id)
 				continue
-			case 1: // only networks that do not exist, or all networks of another peer that is removed
+			case 1: // only networks that do not exist, or all networks of a peer that is removed
 				if other := fmt.Sprint("peer", rng.IntN(12)); found && other != id && !slices.Contains(removed, other) && !slices.ContainsFunc(changed, func(p Peer) bool { return p.ID == other }) {
 					old.RemotePods, old.RemoteExternal = now[other].RemotePods, now[other].RemoteExternal
 					removed = append(removed, other)
@@ -145,8 +145,8 @@ func TestEngineAfterChangesEqualsANewEngineWithAllPeers(t *testing.T) {
 	}
 }
 
-// The path MTU of a peer may change at any time, and hosts on the underlay can cause such
-// changes.
+// Hosts on the underlay can change the path MTU of a peer at any time. Such a change must not cost
+// a flow or a fragment.
 func TestMTUChangeKeepsFlowsAndFragments(t *testing.T) {
 	p := peer46()
 	p.MSS, p.MTU = 1360, 1400
@@ -179,8 +179,8 @@ func TestMTUChangeKeepsFlowsAndFragments(t *testing.T) {
 	reassembled(t, left)
 }
 
-// Between the steps the lock must be free, so that another peer, and also this peer, can open
-// a flow.
+// Between the steps the lock must be free, so that every peer, including the changed one, can open
+// flows.
 func TestRuleChangeEndsFlowsInSteps(t *testing.T) {
 	const flows = 5 * chunkSize
 	e := newEngine(t, Config{MaxFlows: 2 * flows, MaxFlowsPerPeer: 2 * flows, MaxFlowsPerHost: 2 * flows}, peerB(), peerC())

@@ -11,23 +11,23 @@
 //	           b@A    ─► e       mapped endpoint, flow                  b@A   ─► x@B
 //
 // The notation is that of Liqo's fabric: Pa@B are A's pods as B sees them, natIP is the network
-// address of Pa@B, and x@B is an address of A's ExternalCIDR as B sees it. Only addresses of our
-// own side are rewritten: the source of outbound packets and the destination of inbound ones. All
-// lookups are by peer and direction. Two peers may see us under the same range, and a peer and we
-// may see each other under the same range. So a packet in the tunnel may have the same address as
-// source and destination. Therefore no rule may treat the two as an unordered pair, and there is
-// no LAND check.
+// address of Pa@B, and x@B is an address of A's ExternalCIDR as B sees it. The engine rewrites only
+// addresses of our own side: the source of outbound packets and the destination of inbound ones.
+// All lookups are by peer and direction. Two peers may see us under the same range, and a peer and
+// we may see each other under the same range. So a packet in the tunnel may have the same address
+// as source and as destination. Therefore no rule may treat source and destination as an unordered
+// pair, and the engine has no check against LAND attacks.
 //
 // # The path of a packet
 //
-// Outbound finds the peer by the destination, Inbound by the source, both by prefix. A pod that is
-// mapped 1:1 needs no more than that, and no state. For all other packets the general path
-// continues with ICMP errors (by the packet they quote), flows, mapped endpoints and NAPT. A packet
-// that no rule permits is dropped, and counted by a reason of verdict.go. A peer reaches only our
-// pods and mapped endpoints. A packet is rewritten completely or, if it is dropped, not at all. The
-// engine ignores the TTL, DSCP, ECN, IP options and the IP identification: the kernels on either
-// side of the gateway decrement the TTL. The engine does not check sizes either. The caller does,
-// and gets the ICMP error from TooBig if a packet exceeds the peer's MTU.
+// Outbound finds the peer by the destination, Inbound by the source, both by prefix. A packet of a
+// pod that is mapped 1:1 needs only this lookup, and no state. All other packets take the general
+// path, which handles ICMP errors (by the packet they quote), flows, mapped endpoints and NAPT. The
+// engine drops a packet that no rule permits, and counts it under a reason of verdict.go. A peer
+// reaches only our pods and mapped endpoints. A packet that is dropped is not changed. The engine
+// ignores the TTL, DSCP, ECN, IP options and the IP identification: the kernels on either side of
+// the gateway decrement the TTL. The engine does not check sizes either. The caller checks them
+// and, if a packet exceeds the peer's MTU, calls TooBig for the ICMP error.
 //
 // Rules are an immutable table behind an atomic pointer. Each peer has a table of flows, which
 // survives a change of rules. A lookup takes no lock; a new flow takes the mutex of its peer.
@@ -57,28 +57,30 @@
 // A flow is half-open until packets were seen in both directions (for TCP, packets with ACK). A TCP
 // flow is half-open again after a RST or two FINs. An established flow is never evicted. Each peer
 // and each host has a queue of its half-open flows, oldest first, so an eviction takes constant
-// time. The next Sweep puts a closed connection back into these queues.
+// time. When a connection closes, the next Sweep puts its flow back into these queues.
 //
 // Each peer has its own flow table, fragment stores and share. So a flood from or to one peer
 // cannot displace or block the flows of another. If MaxFlowsPerPeer times the number of peers
 // exceeds MaxFlows, a peer may use free flows beyond its share. When a peer below its equal share
 // needs a flow, half-open flows of a peer above its share are evicted. Established flows beyond a
-// share stay, so the other peers together always have at least MaxFlows - MaxFlowsPerPeer.
+// share are not evicted. Even then, the other peers together have at least MaxFlows -
+// MaxFlowsPerPeer.
 //
 // The host of a flow is the one that opens it: our host for a NAPT flow, the peer's for a flow to a
 // mapped endpoint. The nodes of a peer count as one host, because they share its NAPT address. Each
 // IPv6 address counts as a host; a sender with many addresses is limited by the bound of its peer.
 // A mapping needs a flow, so the quota of a host also limits its ports at the NAPT address, by
 // default to a quarter (RFC 6888, REQ-4). When all ports of a protocol are in use, a new mapping
-// takes the port of the oldest half-open flow. It fails only if all flows are established. Flows of
-// forged sources stay half-open, so they cannot use up the ports.
+// takes the port of the oldest half-open flow. Without a half-open flow, the new mapping fails.
+// Flows of forged sources stay half-open, so they cannot use up the ports.
 //
-// Timeouts: UDP 300 s, TCP 7,440 s established and otherwise 240 s, ICMP 60 s, other protocols
-// 300 s. Packets of either direction refresh a flow; RSTs and ICMP errors do not. Timeouts below
-// the minimum of the RFCs are accepted, because operators control both ends of a tunnel;
-// Config.Warnings lists them. A UDP flow without an answer has the same timeout: no RFC requires a
-// shorter one, and the flow can be evicted because it is half-open. An unsolicited SYN to the NAPT
-// address is dropped without an answer, so that a simultaneous open can succeed (RFC 5382, REQ-4).
+// The timeouts are 300 s for UDP, 7,440 s for established and 240 s for other TCP connections, 60 s
+// for ICMP, and 300 s for other protocols. Packets of either direction refresh a flow; RSTs and
+// ICMP errors do not. Timeouts below the minimum of the RFCs are accepted, because operators
+// control both ends of a tunnel; Config.Warnings lists them. A UDP flow without an answer has the
+// same timeout as an answered one. No RFC requires a shorter timeout, and the engine can evict the
+// flow because it is half-open. An unsolicited SYN to the NAPT address is dropped without an
+// answer, so that a simultaneous open can succeed (RFC 5382, REQ-4).
 //
 // # Ports
 //

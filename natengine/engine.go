@@ -81,9 +81,9 @@ func (c Config) withDefaults() Config {
 	return c
 }
 
-// Warnings returns a text for each setting that is in force but may do harm: a timeout shorter
-// than the RFCs demand, or bounds that contradict each other. For the zero value it returns
-// nothing.
+// Warnings returns a text for each setting that the engine accepts although it may do harm: a
+// timeout shorter than the RFCs demand, or bounds that contradict each other. For the zero value it
+// returns nothing.
 func (c Config) Warnings() (warnings []string) {
 	warn := func(format string, args ...any) { warnings = append(warnings, fmt.Sprintf(format, args...)) }
 	t := c.Timeouts
@@ -123,8 +123,8 @@ type Engine struct {
 	rules     atomic.Pointer[ruleTable]
 	config    Config
 	lifetimes lifetimes
-	self      [2]addr // the in-process endpoint by family; the zero addr matches no address
-	router    [2]addr // the gateway's kernel by family; the zero addr matches no address
+	self      [2]addr // the in-process endpoint by family; zero for none
+	router    [2]addr // the gateway's kernel by family; zero for none
 	seed      maphash.Seed
 	total     atomic.Int64  // flows of all peers, including those about to be opened
 	share     atomic.Int64  // each peer's equal share of MaxFlows
@@ -136,7 +136,7 @@ type Engine struct {
 
 	mu               sync.Mutex // guards the fields below, and serialises SetPeers and Change
 	peers            map[string]*PeerState
-	quota, hostQuota int // the values that were set last
+	quota, hostQuota int // the quotas in force
 }
 
 // New returns an engine without peers, which drops every packet.
@@ -171,9 +171,9 @@ func New(c Config) *Engine {
 // different length, an address mapped twice), SetPeers changes nothing. It then returns an
 // error that names every peer and rule at fault.
 //
-// Before it returns, it ends the flows that the new rules do not permit; the others keep their
-// ports. It ends flows in steps, between which packets can open new flows. A change of only
-// MSS and MTU examines no flow and drops no fragment. SetPeers copies peers.
+// Before it returns, SetPeers ends the flows that the new rules do not permit. All other flows keep
+// their ports. SetPeers ends flows in steps, and between the steps packets can open new flows. If
+// only MSS and MTU change, it examines no flow and drops no fragment. SetPeers copies peers.
 func (e *Engine) SetPeers(peers []Peer) error {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -196,9 +196,9 @@ func (e *Engine) setPeers(peers []Peer) error {
 	return nil
 }
 
-// Change is SetPeers for some peers: it adds or replaces those in changed, removes those in
-// removed, and keeps all others. Its cost does not depend on the number of other peers, apart
-// from copied memory and the table of IPv6 networks.
+// Change is SetPeers for some peers. It adds or replaces the peers in changed, removes those in
+// removed, and keeps all others. The time of a change does not depend on the number of other peers,
+// except for the copies of the rule tables and the rebuilt table of IPv6 networks.
 func (e *Engine) Change(changed []Peer, removed []string) error {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -217,8 +217,8 @@ func (e *Engine) Change(changed []Peer, removed []string) error {
 	return nil
 }
 
-// state returns a function that returns the PeerState of an ID. If there is none, the function
-// makes one and adds it to fresh.
+// state returns a function that returns the PeerState of an ID. For a new ID, that function makes a
+// PeerState and adds it to fresh.
 func (e *Engine) state(fresh *[]*PeerState) func(id string) *PeerState {
 	return func(id string) *PeerState {
 		p := e.peers[id]
@@ -231,8 +231,8 @@ func (e *Engine) state(fresh *[]*PeerState) func(id string) *PeerState {
 	}
 }
 
-// publish puts table into force. rules are the rules that are new in it, and fresh its new
-// peers. publish ends the peers in removed.
+// publish puts table into force and ends the peers in removed. rules are the rules that the old
+// table does not have, and fresh are the peers that it does not have.
 func (e *Engine) publish(table *ruleTable, rules []*rule, fresh []*PeerState, removed []string) {
 	share, quota, hostQuota := e.config.quotas(len(table.rules))
 	bounded := rules
@@ -307,9 +307,9 @@ func (e *Engine) CountMany(p *PeerState, dir Direction, d Drop, n uint64) {
 // a second. A call during another call does nothing.
 func (e *Engine) Sweep(now time.Duration) { e.SweepInSteps(now, func() {}) }
 
-// SweepInSteps is Sweep in steps of about 50 microseconds. Between the steps it calls pause,
-// without any lock. If pause sleeps, packets on the same processor need not wait until all
-// flows, perhaps a million, are examined.
+// SweepInSteps is Sweep in steps of about 50 microseconds. After each step it calls pause, without
+// holding a lock. A pause that sleeps lets packets on the same processor pass before all flows,
+// perhaps a million, are examined.
 func (e *Engine) SweepInSteps(now time.Duration, pause func()) {
 	if !e.sweeping.TryLock() {
 		return

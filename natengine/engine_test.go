@@ -99,7 +99,7 @@ func TestSetPeersRefusesContradictions(t *testing.T) {
 func TestRulesAreKeyedByPeerAndDirection(t *testing.T) { // docs/liqo-v0.md, section 7.5
 	b, c := peerB(), peerC() // both see us under the same range
 	b.RemotePods = pfxs("10.246.0.0/16")
-	c.RemotePods = pfxs("10.247.0.0/16") // our ExternalCIDR, as c sees it, is also the network of c's pods
+	c.RemotePods = pfxs("10.247.0.0/16") // our ExternalCIDR, as c sees it, is also the range of c's pods
 	e := newEngine(t, Config{}, b, c)
 	src, dst := out(t, e, udp("10.244.1.1:1", "10.246.1.1:1"), 0)
 	wantEnd(t, src, "10.246.1.1:1")
@@ -110,7 +110,8 @@ func TestRulesAreKeyedByPeerAndDirection(t *testing.T) { // docs/liqo-v0.md, sec
 	wantEnd(t, dst, "192.168.7.7:1")
 }
 
-// A peer must reach only our pods, by the addresses that it knows, and mapped endpoints.
+// A peer must reach only our pods and mapped endpoints, both by the addresses under which it sees
+// them.
 func TestPacketsThatNoRulePermitsAreRefused(t *testing.T) {
 	e := newEngine(t, Config{}, peerB(), peerC())
 	for _, c := range []struct {
@@ -155,7 +156,8 @@ func TestPacketsThatNoRulePermitsAreRefused(t *testing.T) {
 	}
 }
 
-// 10.0.0.0/8 contains no special-purpose address, 0.0.0.0/1 contains several networks of them.
+// 10.0.0.0/8 contains no special-purpose address, but 0.0.0.0/1 contains several networks of such
+// addresses.
 func TestSpecialAddressesInsideAWidePrefixAreRefused(t *testing.T) {
 	p := Peer{ID: "b", RemotePods: pfxs("128.0.0.0/1"), Pods: []Remap{{pfx("0.0.0.0/1"), pfx("128.0.0.0/1")}}}
 	e := newEngine(t, Config{}, p)
@@ -225,8 +227,8 @@ func TestMSSIsClampedInBothDirections(t *testing.T) {
 	}
 }
 
-// A superpacket from the TUN has the sum of the pseudo-header in its checksum field. NAT must
-// keep it such a sum.
+// A superpacket from the TUN has the sum of the pseudo-header in its checksum field. After NAT the
+// field must have the sum of the new pseudo-header.
 func TestPartialChecksumsStayPartial(t *testing.T) {
 	e := newEngine(t, Config{}, peerB())
 	out(t, e, tcp("192.168.9.9:4000", "10.71.0.5:80", packettest.SYN), 0) // occupies the port, so that the next flow gets another one
@@ -339,8 +341,8 @@ func TestPeerStateAndCountersSurviveRuleChanges(t *testing.T) {
 	}
 }
 
-// Neither a packet of a known flow nor opening a flow may allocate, apart from the growth of
-// tables.
+// A packet of a known flow must not allocate memory. A packet that opens a flow may do so only when
+// a table grows.
 func TestForwardingAndOpeningFlowsDoNotAllocate(t *testing.T) {
 	p := peerB()
 	p.MSS = 1300
@@ -472,8 +474,8 @@ func TestConcurrentPacketsRuleChangesAndSweepsStayConsistent(t *testing.T) {
 	}
 }
 
-// checkTables checks the consistency of all tables: each flow must be in both indexes, each
-// mapping must be counted correctly, and nothing else may exist.
+// checkTables checks the consistency of all tables: each flow must be in both indexes, each mapping
+// must be counted correctly, and the tables must contain nothing else.
 func (e *Engine) checkTables(t testing.TB) {
 	t.Helper()
 	total := 0
@@ -508,7 +510,8 @@ func (e *Engine) checkTables(t testing.TB) {
 					t.Errorf("flow %d has mapping %d", i, n)
 				}
 			}
-			// A connection that was closed or reopened returns to the queues with the next sweep.
+			// Only a TCP flow may be half-open and not yet queued: after a close or a reopening,
+			// the next sweep queues it.
 			if queued[i] != (word&stateQueued != 0) || halfOpen(word) && !queued[i] && protoOf(word) != packet.TCP {
 				t.Errorf("flow %d is half-open: %v, in the queues: %v, marked so: %v", i, halfOpen(word), queued[i], word&stateQueued != 0)
 			}
@@ -582,8 +585,8 @@ func (e *Engine) checkTables(t testing.TB) {
 	}
 }
 
-// checkQueues returns the flows in the peer's queues. The queues of its hosts must contain the
-// same flows in the same order.
+// checkQueues returns the flows in the peer's queues. It checks that the queues of the peer's hosts
+// contain the same flows in the same order.
 func (t *flowTable) checkQueues(tb testing.TB) map[uint32]bool {
 	tb.Helper()
 	walk := func(head uint32, which int) (list []uint32) {

@@ -10,9 +10,8 @@ import (
 // source in place to the address under which the peer sees it. A discarded packet is not
 // changed. now comes from a monotonic clock, read once per batch.
 //
-// This function handles the common case, a pod that is mapped 1:1 over IPv4; outbound6 does
-// the same for IPv6. All other packets go to outbound, which could also handle the common
-// case.
+// This function handles the common case, a pod that is mapped 1:1 over IPv4; outbound6 does the
+// same for IPv6. All other packets go to outbound, which handles every packet, but slower.
 func (e *Engine) Outbound(v *packet.View, now time.Duration) Verdict {
 	t := e.rules.Load()
 	if !v.Is4() {
@@ -46,10 +45,10 @@ func (e *Engine) Inbound(v *packet.View, now time.Duration) Verdict {
 	return e.InboundFrom(nil, v, now)
 }
 
-// InboundFrom is Inbound for a packet that was decrypted with the key of peer p. If the source
-// is not an address of p, it drops the packet as DropSource. A single rule table decides about
-// source and destination. So no packet sees a half-applied change that moves a range from one
-// peer to another.
+// InboundFrom is Inbound for a packet that was decrypted with the key of peer p. If the source is
+// not an address of p, it drops the packet as DropSource. One rule table decides about both source
+// and destination. So when a change moves a range from one peer to another, no packet sees half of
+// that change.
 //
 // A fragment is held until its datagram is complete. Then v becomes the datagram, in memory
 // that the caller owns, and is forwarded. An IPv6 datagram larger than 1,280 octets leaves in
@@ -144,7 +143,7 @@ func (e *Engine) inbound6(p *PeerState, v *packet.View, t *ruleTable, now time.D
 }
 
 // map6 is a 1:1 map of IPv6 for the fast path. noMap6 matches no address, because its mask is 0 and
-// its from is not. It is the map of the rules that the fast path must not apply.
+// its from is not. Rules that need the general path have it as their map.
 type map6 struct{ mask, from, to addr }
 
 var noMap6 = map6{from: addr{lo: 1}}
@@ -162,8 +161,8 @@ func (e *Engine) known(v *packet.View, r *remote, dir Direction, src, dst addr, 
 	if !v.HasPorts() || r.guarded {
 		return Verdict{}, false
 	}
-	// k and f are filled in place. Copying a struct whose words were just stored stalls until
-	// they have left the store buffer, which takes longer than a hash.
+	// k and f are filled in place, because copying a struct right after storing its words stalls
+	// until these have left the store buffer. That takes longer than a hash.
 	var k key
 	nearPort, farPort := v.SrcPort(), v.DstPort()
 	if dir == Outbound {

@@ -18,13 +18,13 @@ func tickOf(now time.Duration) tick { return tick(now >> tickShift) }
 
 func ticks(d time.Duration) int32 { return int32(min(d>>tickShift+1, 1<<30)) }
 
-// since returns the ticks from earlier to t. The result is negative if the batches of two
-// goroutines overtook each other.
+// since returns the ticks from earlier to t. The result may be negative, because each goroutine
+// reads the clock once per batch.
 func (t tick) since(earlier tick) int32 { return int32(t - earlier) }
 
 func duration(ticks int32) time.Duration { return time.Duration(ticks) << tickShift }
 
-// flowKind is the way in which a flow was opened.
+// flowKind says which side opened a flow, and to which kind of address.
 type flowKind uint8
 
 const (
@@ -37,13 +37,12 @@ const (
 //	outbound  local  ─► remote   becomes  mapped ─► remote
 //	inbound   remote ─► mapped   becomes  remote ─► local
 //
-// In each direction one of our two addresses is matched and the other is written.
-// entry.near[dir] is matched and entry.near[1-dir] is written, so the code is the same for
-// both directions.
+// In direction dir, a packet matches the flow by entry.near[dir], and entry.near[1-dir] replaces
+// that address. So the code is the same for both directions.
 //
-// An entry is one cache line. Its words are written only under the table's mutex, while seq is
-// odd, and read without a lock. Only the state bits and seen also change at other times, when
-// a packet of either direction arrives.
+// An entry is one cache line. Writers hold the table's mutex and make seq odd while they write.
+// Readers take no lock. The state bits and seen are exceptions: each packet of the flow may update
+// them without the mutex.
 type entry struct {
 	near   [directions][2]atomic.Uint64 // local address, mapped address
 	remote [2]atomic.Uint64
@@ -76,9 +75,8 @@ func kindOf(word uint64) flowKind {
 	return naptFlow
 }
 
-// key is one tuple of a flow, as it is matched in one direction: our address, the remote
-// address, and the ports and protocol. The ports and protocol are at the same bit positions as
-// in entry.word.
+// key is the tuple by which the packets of one direction find a flow: our address, the remote
+// address, and the ports and the protocol. word has these at the same bits as entry.word.
 type key struct {
 	near, remote addr
 	word         uint64
@@ -93,10 +91,10 @@ func wordOf(dir Direction, proto uint8, nearPort, remotePort uint16) uint64 {
 	return uint64(nearPort)<<nearShift[dir] | uint64(remotePort)<<remoteShift | uint64(proto)<<protoShift
 }
 
-// query returns the type of the request that belongs to an ICMP query of type kind, and
-// whether the message itself is the request. Queries are echo and, in IPv4, timestamp,
-// information and address mask.
-func query(kind uint8) (request uint8, isQuery bool) {
+// query returns, for an ICMP query of type kind, the type of the request, and whether kind itself
+// is that request. Queries are the requests and replies of echo and, in IPv4, of timestamp,
+// information and address mask. For any other message the result has no meaning.
+func query(kind uint8) (request uint8, isRequest bool) {
 	switch kind {
 	case 0: // echo reply
 		return 8, false
@@ -111,8 +109,8 @@ func query(kind uint8) (request uint8, isQuery bool) {
 // flow of its own request, and a request finds no flow that the other side opened (RFC 5508,
 // REQ-1).
 func queryPort(kind uint8, dir Direction) uint16 {
-	request, isQuery := query(kind)
-	if !isQuery {
+	request, isRequest := query(kind)
+	if !isRequest {
 		dir = 1 - dir
 	}
 	return uint16(dir)<<8 | uint16(request)
@@ -132,14 +130,14 @@ func newHashKeys() (keys hashKeys) {
 	return keys
 }
 
-// hash mixes by multiplications whose factors are both secret. This is the construction of
-// wyhash, which Go's own maps use on processors without AES instructions. Without the keys
-// nobody can choose tuples that collide. It is faster than maphash because all values stay in
-// registers.
+// hash mixes by multiplications. Both factors of each depend on secret keys. This is the
+// construction of wyhash, which Go's own maps use on processors without AES instructions. Without
+// the keys nobody can choose tuples that collide. It is faster than maphash because all values stay
+// in registers.
 func (keys *hashKeys) hash(nearHi, nearLo, remoteHi, remoteLo, word uint64) uint64 {
 	near := mix(nearHi^keys[0], nearLo^keys[1])
 	remote := mix(remoteHi^keys[2], remoteLo^keys[3])
-	ports := mix(word^keys[4], keys[5]) // sequential ports need two rounds; this one runs in parallel
+	ports := mix(word^keys[4], keys[5]) // sequential ports need two rounds; this one runs in parallel to the others
 	return mix(near^ports, remote)
 }
 

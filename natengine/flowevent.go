@@ -14,7 +14,7 @@ type FlowChange uint8
 const (
 	FlowOpened  FlowChange = iota // a flow has begun
 	FlowClosed                    // a flow has ended
-	FlowRefused                   // a packet was discarded, by the rules or because a bound is reached
+	FlowRefused                   // a packet was discarded: no rule permits it, or a bound is reached
 )
 
 // String returns "opened", "closed" or "refused".
@@ -60,13 +60,13 @@ type flowEvents struct {
 type observer struct {
 	f      func(FlowEvent)
 	sample uint64
-	others atomic.Uint64 // counts the events that belong to no flow of the table
+	others atomic.Uint64 // number of events that belong to no flow of the table
 }
 
-// Observe reports flows to f from now on: if sample is n, one flow in n. A nil f ends the reports.
-// If the opening of a flow is reported, its closing is too. f is called on the packet path with
-// locks held, so it must neither block nor call the engine. A packet of a known flow, or of a pod
-// that is mapped 1:1, costs no more than without an observer.
+// Observe makes the engine call f for one flow in sample, from now on. A nil f ends the calls. If f
+// gets the opening of a flow, it also gets the closing. f is called on the packet path with locks
+// held, so it must neither block nor call the engine. A packet of a known flow, or of a pod that is
+// mapped 1:1, costs no more than without an observer.
 func (e *Engine) Observe(f func(FlowEvent), sample int) {
 	if f == nil {
 		e.events.observer.Store(nil)
@@ -108,7 +108,7 @@ func (t *flowTable) report(i uint32, change FlowChange, dir Direction, end FlowE
 	o.f(ev)
 }
 
-// refused reports a discarded packet, which must not have been translated, to the observer.
+// refused reports a discarded packet to the observer. v must not be translated.
 func (e *Engine) refused(v *packet.View, p *PeerState, dir Direction, d Drop) {
 	o := e.events.observer.Load()
 	if o == nil || !o.sampled() {
@@ -122,10 +122,9 @@ func (e *Engine) refused(v *packet.View, p *PeerState, dir Direction, d Drop) {
 	o.f(ev)
 }
 
-// connects clamps the MSS of a SYN from or to a pod and reports the connection to the
-// observer. The SYN has just been translated without a flow, and near is our end before the
-// translation. For a peer without an MSS bound no connection is reported, because the fast
-// path does not look for SYNs then.
+// connects clamps the MSS of a SYN from or to a pod and reports the connection to the observer. The
+// SYN was translated 1:1, without a flow; near is our end before that. If the peer has no MSS
+// bound, the fast path does not look for SYNs, so no connection is reported.
 func (e *Engine) connects(v *packet.View, r *remote, dir Direction, near addr) {
 	v.ClampMSS(mssFor(r.mss, v.Is4()))
 	o := e.events.observer.Load()

@@ -77,8 +77,8 @@ func TestFlowEventsCoverOpenCloseAndRefusal(t *testing.T) {
 	want("nobody is told any more")
 }
 
-// The open flows must be those that were reported as opened and not as closed. A sample must
-// contain both the opening and the closing of a flow, or neither.
+// The flows that were reported as opened, but not as closed, must be the flows that are open. A
+// sample must contain both the opening and the closing of a flow, or neither.
 func TestFlowEventsMatchTheOpenFlows(t *testing.T) {
 	for _, sample := range []int{1, 7} {
 		rng := rand.New(rand.NewPCG(1, uint64(sample)))

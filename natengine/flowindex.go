@@ -4,9 +4,9 @@ import (
 	"sync/atomic"
 )
 
-// index finds entries by the hash of one of their tuples. It is a hash table with open
-// addressing and linear probing. Its shards grow one at a time, so that no insert waits while
-// more than a sixteenth of the table is copied.
+// index finds entries by the hash of one of their tuples. It is a hash table with open addressing
+// and linear probing. Its sixteen shards grow one at a time, so an insert copies at most a
+// sixteenth of the table.
 type index struct {
 	slots   [shards]atomic.Pointer[slots]
 	_       [64]byte
@@ -26,11 +26,12 @@ type filling struct {
 	filled int // slots in use or with a tombstone
 }
 
-// slots is an array of (low 32 bits of the hash) << 32 | (index of the entry + 1). A search
-// ends at an empty slot, 0, but continues after a tombstone. A flow never moves to another
-// slot of the array, so a search without lock cannot miss it. Slots are accessed atomically,
-// except for reads with mu and in an array that is not yet published. The exceptions matter
-// because a plain store takes a tenth of the time, and most stores are copies into new arrays.
+// slots is an array of (low 32 bits of the hash) << 32 | (index of the entry + 1). A search ends at
+// an empty slot, 0, but continues after a tombstone. A flow never moves to another slot of the
+// array, so a search without lock cannot miss it. All accesses are atomic, with two exceptions:
+// reads by the holder of mu, and accesses to an array that is not yet published. The second
+// matters, because a plain store takes a tenth of the time and most stores are copies into new
+// arrays.
 type slots struct{ list []uint64 }
 
 const tombstone = 1 << 32
@@ -72,8 +73,8 @@ func (x *index) insert(h uint64, i uint32) {
 }
 
 // room returns the slots of a shard, with room for one more entry and at most three quarters
-// filled. If necessary, it copies them into a new array. The new array is larger, or has the
-// same size if it is enough to drop the tombstones. Sizes are 2^n and 3*2^n.
+// filled. If necessary, it copies them into a new array. The new array is larger, unless dropping
+// the tombstones makes enough room. Sizes are 2^n and 3*2^n.
 func (x *index) room(shard uint64) *slots {
 	old, fill := x.slots[shard].Load(), &x.filling[shard]
 	if old != nil && (fill.filled+1)*4 <= len(old.list)*3 {

@@ -2,8 +2,8 @@ package natengine
 
 import "github.com/isthmus-net/isthmus/packet"
 
-// State bits of a flow. For TCP a direction counts as seen after a segment with ACK, so both
-// directions together mean an established connection. For other protocols any packet counts.
+// State bits of a flow. A TCP segment sets the bit of its direction only if it has an ACK, so both
+// bits mean an established connection. A packet of another protocol always sets that bit.
 const (
 	stateLive     = 1 << iota // the entry is in use
 	stateEndpoint             // the kind is endpointFlow, otherwise naptFlow
@@ -19,10 +19,10 @@ const (
 	stateTCP  = stateSeen | stateFin | stateRst
 )
 
-// halfOpen reports whether a flow is not, or no longer, established. Such flows may be
-// evicted. A TCP connection with one FIN is still in use. A RST may be an off-path forgery, so
-// the connection remains until the transitory timeout, and another segment revives it (RFC
-// 6146, section 3.5.2.2; RFC 7857, section 2).
+// halfOpen reports whether a flow is not, or no longer, established. A half-open flow may be
+// evicted. A TCP connection with one FIN is still in use, so it counts as established. A RST may be
+// an off-path forgery, so its connection is not removed: it becomes half-open, and the next segment
+// without RST makes it established again (RFC 6146, section 3.5.2.2; RFC 7857, section 2).
 func halfOpen(word uint64) bool {
 	if word&stateSeen != stateSeen {
 		return true
@@ -73,12 +73,12 @@ func (l *lifetimes) of(word uint64) int32 {
 	return l.generic
 }
 
-// touch updates a flow's state and the time of its last packet. Packets of both directions
-// refresh the flow. RFC 4787, REQ-6 demands this outbound and allows it inbound. Inbound it is
-// safe, because only packets of an authenticated peer match the exact tuple. Conntrack at real
-// Liqo peers does the same. A RST does not refresh a flow (RFC 7857, section 2), unless it
-// ends an established connection: then it starts the transitory timeout (RFC 6146, section
-// 3.5.2.2).
+// touch updates a flow's state and the time of its last packet. Packets of both directions refresh
+// the flow. RFC 4787, REQ-6 demands this outbound and allows it inbound. Inbound it is safe,
+// because only packets of an authenticated peer match the exact tuple. Linux conntrack, which
+// Liqo's gateways use, also refreshes a flow by packets of both directions. A RST does not refresh
+// a flow (RFC 7857, section 2), with one exception: a RST in an established connection starts the
+// transitory timeout (RFC 6146, section 3.5.2.2).
 func (t *flowTable) touch(m *match, v *packet.View, dir Direction, now tick) {
 	word := m.word
 	refresh := v.TCPFlags()&packet.TCPRst == 0 || !halfOpen(word)

@@ -7,9 +7,9 @@ import (
 	"unsafe"
 )
 
-// flowTable holds the flows of one peer. Readers take no lock. They search an index, whose
-// slots never move and whose arrays are replaced as a whole, and find an entry, whose chunk
-// never moves. Writers hold mu.
+// flowTable holds the flows of one peer. Writers hold mu. Readers take no lock, because nothing
+// that they follow moves: an index replaces its arrays as a whole and never moves a slot, and a
+// chunk of entries stays at its address.
 type flowTable struct {
 	keys   hashKeys
 	total  *atomic.Int64 // flows of all peers
@@ -23,9 +23,9 @@ type flowTable struct {
 	mu      sync.Mutex
 	live    atomic.Int64         // entries in use; changed under mu
 	used    uint32               // number of entries that were ever in use
-	free    uint32               // first of the entries that are no longer in use; linked by side.links
+	free    uint32               // first unused entry that was in use before, as index + 1; linked by side.links
 	waiting [waitingQueues]queue // half-open flows of the peer
-	entered uint32               // counts the flows that have entered a queue; wraps
+	entered uint32               // number of flows that have entered a queue; wraps
 	hosts   [2]hostTable         // by flowKind: our hosts with NAPT flows, the peer's with endpoint flows
 	napt    napt
 
@@ -38,22 +38,20 @@ const (
 	chunkSize = 1 << chunkBits
 )
 
-// chunk holds 256 entries. The fields that only writers need are in separate arrays, so that a
-// hit touches one cache line. A chunk takes 23 KiB, which is affordable for a thousand peers
-// with one or two flows each. Chunks that started smaller and grew made every hit 1 to 2 ns
-// slower.
+// chunk holds 256 entries. The fields that only writers need are in separate arrays, so that a hit
+// touches one cache line. A chunk takes 23 KiB, which is affordable for a thousand peers with one
+// or two flows each. With chunks that grow, every hit took 1 to 2 ns longer.
 type chunk struct {
 	entries *[chunkSize]entry
 	sides   *[chunkSize]side
-	orders  *[chunkSize]uint32 // see flowTable.order; separate, so that sides fill their size class
+	orders  *[chunkSize]uint32 // see flowTable.order; separate, so that the array of sides fills a size class of the allocator
 	sweep   *sweepState
 }
 
 // sweepState records when a chunk must be swept next. A sweep skips chunks that have not
 // changed and in which no flow can have expired.
 type sweepState struct {
-	// due is dueNow, dueAfter, dueNever, or dueAt | the tick at which the first flow may
-	// expire.
+	// due is one of the constants below, or dueAt | the tick at which the first flow may expire.
 	due      atomic.Uint64
 	halfOpen int // half-open flows at the last sweep; used only by the sweeper
 }
@@ -154,14 +152,15 @@ func (e *entry) keyAt(dir Direction) key {
 	}
 }
 
-// hash returns the hash of keyAt without copying the key. The caller holds mu.
+// hash returns the hash of the entry's key, without making the key. The caller holds mu.
 func (e *entry) hash(dir Direction, keys *hashKeys) uint64 {
 	near, word := &e.near[dir], e.word.Load()&matchMask[dir]
 	return keys.hash(near[0].Load(), near[1].Load(), e.remote[0].Load(), e.remote[1].Load(), word)
 }
 
-// insert adds a flow, neither of whose tuples may be in the table. The flow's host, its port
-// at the NAPT address and total already count it. The caller holds mu.
+// insert adds a flow, neither of whose tuples may be in the table. The caller must already have
+// counted the flow: in its host, in its port at the NAPT address, and in total. The caller holds
+// mu.
 func (t *flowTable) insert(local, mapped, remote addr, word uint64, host uint32, now tick) match {
 	i, fresh := t.take()
 	e := t.entry(i)
@@ -189,8 +188,8 @@ func (t *flowTable) insert(local, mapped, remote addr, word uint64, host uint32,
 	return match{entry: e, index: i, word: word}
 }
 
-// set writes only the words that differ. An atomic store is an exchange and takes as long as
-// twenty loads. The upper words of IPv4 addresses and the NAPT address rarely change.
+// set writes only the words that differ. An atomic store takes as long as twenty loads, and the
+// upper words of IPv4 addresses and the NAPT address rarely change.
 func set(words *[2]atomic.Uint64, a addr) {
 	if words[0].Load() != a.hi {
 		words[0].Store(a.hi)
@@ -226,10 +225,10 @@ func (t *flowTable) addChunk() {
 	t.slab.Store(&slab)
 }
 
-// remove deletes a live flow and releases its port. The observer gets the reason why. The
-// caller holds mu.
-func (t *flowTable) remove(i uint32, why FlowEnd) {
-	t.report(i, FlowClosed, Outbound, why)
+// remove deletes a live flow, releases its port and reports the reason to the observer. The caller
+// holds mu.
+func (t *flowTable) remove(i uint32, reason FlowEnd) {
+	t.report(i, FlowClosed, Outbound, reason)
 	t.follow(i, true)
 	e, s := t.entry(i), t.side(i)
 	t.dequeue(i, true)
@@ -257,10 +256,10 @@ func (t *flowTable) remove(i uint32, why FlowEnd) {
 const purgeStep = 32
 
 // purge ends the flows that rule r does not permit, or all flows if r is nil. It reads flows
-// without the lock. It takes the lock only to end flows, at most purgeStep at a time, so a new
-// flow waits for no more than that. between is called after each step, without the lock. r
-// must already be the rule for new flows.
-func (t *flowTable) purge(r *rule, between func()) {
+// without the lock. It takes the lock only to end flows, at most purgeStep at a time, so a new flow
+// waits for no more than one step. After each step it calls pause, without the lock. r must already
+// be the rule for new flows.
+func (t *flowTable) purge(r *rule, pause func()) {
 	slab := t.slab.Load()
 	if slab == nil {
 		return
@@ -268,12 +267,12 @@ func (t *flowTable) purge(r *rule, between func()) {
 	for c, chunk := range *slab {
 		for first := 0; first < chunkSize; first += purgeStep {
 			t.purgeSome(uint32(c<<chunkBits|first), chunk.entries[first:first+purgeStep], r)
-			between()
+			pause()
 		}
 	}
 }
 
-// purgeSome purges some entries of the table, the first of which has index first.
+// purgeSome purges the given entries of the table; first is the index of entries[0].
 func (t *flowTable) purgeSome(first uint32, entries []entry, r *rule) {
 	locked := false
 	for n := range entries {
@@ -355,7 +354,7 @@ func (t *flowTable) sweep(l *lifetimes, now tick, step *sweepStep) (removed int)
 // sweepChunk sweeps one chunk. due is the new value for sweepState.due.
 func (t *flowTable) sweepChunk(c uint32, entries *[chunkSize]entry, l *lifetimes, now tick) (halfOpens, removed int, due uint64) {
 	locked := false
-	left := int32(math.MaxInt32) // ticks until the first flow may expire
+	left := int32(math.MaxInt32) // ticks until the first flow of the chunk may expire
 	for n := range entries {
 		e := &entries[n]
 		word := e.word.Load()
@@ -380,8 +379,8 @@ func (t *flowTable) sweepChunk(c uint32, entries *[chunkSize]entry, l *lifetimes
 			defer t.mu.Unlock()
 			locked = true
 		}
-		// Check again: a packet may have refreshed the flow, or the flow may have ended or been
-		// replaced, before we had the lock.
+		// Check again: before we had the lock, a packet may have refreshed the flow, or another
+		// flow may have replaced it.
 		i := c<<chunkBits | uint32(n)
 		word = e.word.Load()
 		if word&stateLive == 0 {

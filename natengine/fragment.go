@@ -8,10 +8,10 @@ import (
 
 // # Inbound
 //
-// A peer's fragments are held until their datagram is complete, whichever rule applies to them.
-// The node behind the gateway reassembles for all peers and pods in one small memory (nf_defrag,
-// by default 4 MiB and 30 s). So it must never receive an incomplete datagram from a peer. A
-// complete datagram is joined, filtered and translated like an unfragmented packet.
+// The engine holds a peer's fragments until their datagram is complete, whichever rule applies to
+// them. The node behind the gateway reassembles for all peers and pods in one small memory
+// (nf_defrag, by default 4 MiB and 30 s). So it must never receive an incomplete datagram from a
+// peer. A complete datagram is joined, filtered and translated like an unfragmented packet.
 //
 //	IPv4   leaves as one packet without DF; the kernel fragments it again if a link requires it
 //	IPv6   leaves in fragments of 1,280 octets, because no router may fragment it
@@ -19,10 +19,11 @@ import (
 // # Outbound
 //
 // Later fragments have no ports. A 1:1 map needs no ports and translates each fragment as it
-// arrives. Otherwise the decision about the first fragment applies to the whole datagram. This
-// decision is stored until all octets of the datagram have passed. Later fragments that arrive
-// before the first one are copied and held. Outbound fragments are not reassembled: the receiver
-// does that, and the peer's gateway bounds the fragments of our pods.
+// arrives. Where no 1:1 map applies, the decision about the first fragment applies to the whole
+// datagram. The engine stores it until all octets of the datagram have passed. Later fragments that
+// arrive before the first one are copied and held. Outbound fragments are not reassembled, because
+// the receiver does that. Against a flood of them by our pods, the peer's gateway has its own
+// bounds.
 //
 // # Both directions
 //
@@ -35,19 +36,19 @@ import (
 //	  ends the datagram at another offset, or      and this one, are dropped until its entry
 //	  is a second, different first fragment        expires (RFC 5722, section 4)
 //
-// A datagram may reuse an identification while fragments of an earlier datagram are missing. Then
-// the new one is dropped and not mixed with the earlier one (RFC 4963). Outbound, two hosts behind
-// the NAPT address may use the same identification, which is not rewritten. Then the earlier
-// datagram passes and the other is dropped. Outbound fragments under a 1:1 map are not compared:
-// the map needs no port, and the receiver reassembles them.
+// A datagram may reuse an identification while fragments of an earlier datagram are missing. The
+// engine then drops the new datagram, so that it is not mixed with the earlier one (RFC 4963). Two
+// of our hosts behind the NAPT address may also use the same identification, which the engine does
+// not rewrite. The earlier datagram then passes, and the later one is dropped. Outbound fragments
+// under a 1:1 map are not compared: the map needs no port, and the receiver reassembles them.
 
-// fragmentStore holds the incomplete datagrams of one peer and direction. Config has its three
-// bounds. At a bound the oldest datagram is evicted, and DropFragmentStoreFull counts each of
-// its held fragments. Refusing new datagrams instead would let a flood of incomplete ones
-// block the store. Eviction does little harm, because a datagram whose fragments all arrive
-// needs its entry only for milliseconds. One source may use a quarter of the store. At that
-// bound its own oldest datagram is evicted, so that a flood of one host does not displace the
-// datagrams of other hosts.
+// fragmentStore holds the incomplete datagrams of one peer and direction. Config sets bounds on
+// datagrams, octets and fragments. At the bound on datagrams or octets, the oldest datagram is
+// evicted, and DropFragmentStoreFull counts each of its held fragments. Refusing new datagrams
+// instead would let a flood of incomplete ones block the store. Eviction does little harm, because
+// a datagram without lost fragments needs its entry only for milliseconds. One source may use a
+// quarter of the store. Beyond that, its own oldest datagram is evicted, so that a flood of one
+// host does not displace the datagrams of other hosts.
 type fragmentStore struct {
 	mu    sync.Mutex
 	rule  *rule                        // outbound: the rule under which the stored decisions were made
@@ -58,7 +59,7 @@ type fragmentStore struct {
 	bytes int
 	lost  func(d Drop, n int) // counts held fragments that are dropped
 
-	// Entries for reuse, so that a datagram whose fragments arrive in order causes no garbage.
+	// Entries for reuse. With them a datagram whose fragments arrive in order allocates nothing.
 	idleSets  []*fragmentSet
 	idleHosts []*fragmentHost
 }
@@ -66,8 +67,8 @@ type fragmentStore struct {
 // hostShare is the divisor for the part of the store that one source may use.
 const hostShare = 4
 
-// fragmentKey identifies a datagram. The protocol is part of the key in IPv4 (RFC 791), but
-// not in IPv6 (RFC 8200).
+// fragmentKey identifies a datagram. For IPv4 the key includes the protocol (RFC 791), for IPv6 it
+// does not (RFC 8200).
 type fragmentKey struct {
 	src, dst addr
 	id       uint32
@@ -81,8 +82,8 @@ type fragmentHost struct {
 	bytes int
 }
 
-// fragmentList is a list of datagrams, oldest first. Each datagram has links for two lists;
-// kind selects one of these, ofAll or ofHost.
+// fragmentList is a list of datagrams, oldest first. Each datagram is in two lists, ofAll and
+// ofHost; kind is the one of them that this list is.
 type fragmentList struct {
 	oldest, newest *fragmentSet
 }
@@ -175,7 +176,7 @@ func (c *translation) joined(fragments [][]byte) Verdict {
 		_, _, id, _ := c.v.Fragment()
 		pieces := w.Split6(minMTU6, id)
 		if len(pieces) == 0 || w.Parse(pieces[0], packet.ChecksumComplete) != nil {
-			return c.refuse(DropFragment) // the headers do not fit into a fragment
+			return c.refuse(DropFragment) // the headers do not fit into one fragment
 		}
 		if rest := pieces[1:]; len(rest) > 0 {
 			verdict.released = &rest
@@ -185,9 +186,9 @@ func (c *translation) joined(fragments [][]byte) Verdict {
 	return verdict
 }
 
-// join stores v. If v was the last missing fragment, it returns all fragments of the datagram
-// in arbitrary order: v itself, and copies of the others, which the caller owns. Otherwise it
-// returns nil, and a copy of v is held unless it was dropped.
+// join stores v. If v was the last missing fragment, it returns all fragments of the datagram in
+// arbitrary order: v itself, and copies of the others, which the caller owns. If fragments are
+// still missing, it returns nil and, unless it drops v, holds a copy of v.
 func (s *fragmentStore) join(v *packet.View, now tick, e *Engine) (fragments [][]byte, drop Drop) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -210,9 +211,9 @@ func (s *fragmentStore) join(v *packet.View, now tick, e *Engine) (fragments [][
 	return nil, DropNone
 }
 
-// fragment records an outbound fragment. done is true if the caller has nothing left to do:
-// the fragment follows the first one, waits for it, or is refused. Otherwise the packet is the
-// first fragment, and the caller must find its flow and call firstFragment.
+// fragment records an outbound fragment. If the packet is the first fragment, done is false, and
+// the caller must find its flow and call firstFragment. Any other fragment is forwarded by the
+// stored decision, held until there is one, or refused; done is then true.
 func (c *translation) fragment() (verdict Verdict, done bool) {
 	s := &c.r.peer.fragments[Outbound]
 	var to addr
@@ -234,10 +235,10 @@ func (c *translation) fragment() (verdict Verdict, done bool) {
 	return c.forward(to, samePort), true
 }
 
-// firstFragment stores the decision on the datagram whose first outbound fragment is the
-// packet. The packet must not be translated yet. firstFragment returns the fragments that
-// waited for the decision, translated. The returned drop may differ from the given one,
-// because another datagram may already occupy the key after translation.
+// firstFragment stores the decision on a datagram whose first outbound fragment is the packet. The
+// packet must not be translated yet. firstFragment translates the fragments that waited for the
+// decision and returns them. The returned drop may differ from the argument, because another
+// datagram may already have the key after translation.
 func (c *translation) firstFragment(to addr, drop Drop) (*[][]byte, Drop) {
 	s := &c.r.peer.fragments[Outbound]
 	held, drop := s.decide(c.v, c.r.rule, to, drop)
@@ -269,7 +270,7 @@ func (s *fragmentStore) decision(v *packet.View) (to addr, decided bool, drop Dr
 }
 
 // admit records fragment v, to which rule r applies, and returns the decision on its datagram.
-// If there is no decision yet, admit copies and holds a later fragment.
+// Without a decision, admit holds a copy of v, unless v is a first fragment.
 func (s *fragmentStore) admit(v *packet.View, r *rule, now tick, e *Engine) (to addr, decided bool, drop Drop) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -295,9 +296,8 @@ func (s *fragmentStore) admit(v *packet.View, r *rule, now tick, e *Engine) (to 
 	return to, decided, drop
 }
 
-// decide stores the decision on the datagram of v and returns the fragments that waited for
-// it. It stores nothing if the datagram's entry was evicted, or removed together with its
-// rule.
+// decide stores the decision on the datagram of v and returns the fragments that waited for it. It
+// stores nothing if the entry of the datagram is gone, because of an eviction or a new rule.
 func (s *fragmentStore) decide(v *packet.View, r *rule, to addr, drop Drop) (held [][]byte, _ Drop) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -320,19 +320,19 @@ func (s *fragmentStore) decide(v *packet.View, r *rule, to addr, drop Drop) (hel
 	return held, drop
 }
 
-// outdated reports whether a rule that permits other flows has just replaced r. A decision by
-// r must then not be stored.
+// outdated reports whether a rule that permits other flows has replaced r since the caller loaded
+// the table. If so, the caller must not store a decision by r.
 func (s *fragmentStore) outdated(r *rule) bool {
 	return s.rule != r && (s.rule == nil || !s.rule.spec.sameFlows(r.spec))
 }
 
-// hold copies v until other fragments arrive. It reports false if there is no room.
+// hold keeps a copy of v until the other fragments arrive. It reports false if there is no room.
 func (s *fragmentStore) hold(set *fragmentSet, v *packet.View, e *Engine) bool {
 	n, limit := v.Len(), e.config.MaxFragmentBytes
 	if len(set.held) >= e.config.MaxFragmentsPerSet || n > limit {
 		return false
 	}
-	// A datagram may exceed the share of its source, but then it is the source's only one.
+	// A datagram may exceed the part for one source if it is the only one of its source.
 	for victim := set.host.own.oldest; victim != nil && set.host.bytes+n > limit/hostShare; {
 		next := victim.links[ofHost].next
 		if victim != set {
@@ -423,8 +423,8 @@ func pop[T any](list *[]*T) *T {
 
 // remove deletes an entry. It counts each fragment that the entry still held as dropped, for the
 // reason why.
-func (s *fragmentStore) remove(set *fragmentSet, why Drop) {
-	s.lost(why, len(s.release(set)))
+func (s *fragmentStore) remove(set *fragmentSet, reason Drop) {
+	s.lost(reason, len(s.release(set)))
 	h := set.host
 	s.all.unlink(set, ofAll)
 	h.own.unlink(set, ofHost)
@@ -452,9 +452,9 @@ func (s *fragmentStore) sweep(now tick, lifetime int32) {
 	s.expire(now, lifetime)
 }
 
-// setRule makes r the rule for further decisions. If differs is true, it forgets the decisions
-// of the previous rule. Inbound, no decision is made before a datagram is complete, so only
-// the removal of the peer has an effect.
+// setRule makes r the rule for further decisions. If differs is true, it forgets the decisions of
+// the previous rule. An inbound store has no decisions on incomplete datagrams, so only a nil r has
+// an effect: it empties the store.
 func (s *fragmentStore) setRule(r *rule, differs bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()

@@ -249,8 +249,8 @@ func TestFragmentsOfTwoHostsAreNotMixed(t *testing.T) {
 	left, _ = sendAll(t, e, Outbound, other, []int{2, 0, 1}, 0)
 	reassembled(t, left)
 
-	// Inbound, the NAPT address and a mapped address may be translated to the same host. It
-	// must receive only complete datagrams.
+	// Inbound datagrams to the NAPT address and to a mapped address may go to the same host. That
+	// host must receive only complete datagrams.
 	out(t, e, udp("192.168.7.7:4444", "10.71.0.5:53"), 0)
 	_, one = datagram("10.71.0.5:53", "10.246.0.0:4444", 78)
 	_, other = datagram("10.71.0.5:53", "10.247.0.9:80", 78)
@@ -345,8 +345,8 @@ func TestContradictoryOutboundFragmentsEndTheDatagram(t *testing.T) { // RFC 572
 	}
 }
 
-// This fragment has the same octets as the last one, but states that more follow. It is not a
-// duplicate, so no further fragment of the datagram may pass.
+// This fragment has the same octets as the last one, but its More bit says that further fragments
+// follow. It is not a duplicate, so no further fragment of the datagram may pass.
 func TestRepeatedLastFragmentWithTheMoreBitEndsTheDatagram(t *testing.T) {
 	for _, v6 := range []bool{false, true} {
 		for _, lies := range []bool{false, true} {
@@ -506,8 +506,8 @@ func TestHeldFragmentsOfOneHostLeaveRoomForOtherHosts(t *testing.T) {
 	}
 }
 
-// Under any concurrency each fragment must be forwarded or counted once, and nothing may
-// remain in the store.
+// Fragments arrive concurrently, and the rules change. Each fragment must be forwarded or counted
+// once, and nothing may remain in the store.
 func TestConcurrentFragmentsAreForwardedOrCountedDuringRuleChanges(t *testing.T) {
 	e := newEngine(t, Config{MaxFragmentSets: 16, MaxFragmentBytes: 30_000, MaxFragmentsPerSet: 4}, peer46())
 	changed := peer46()
@@ -602,7 +602,7 @@ func elsewhere() Peer {
 	return p
 }
 
-// A packet may have been checked by the old rules just before they are replaced.
+// A packet may load the old rules just before new ones replace them.
 func TestFragmentsAreTranslatedByTheNewRule(t *testing.T) {
 	e := newEngine(t, Config{}, peerB())
 	_, fragments := datagram("192.168.1.1:4000", "10.71.0.5:53", 77)

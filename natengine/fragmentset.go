@@ -9,15 +9,15 @@ import (
 
 type fragmentSet struct {
 	key     fragmentKey // before translation
-	after   fragmentKey // after translation, once decided
+	after   fragmentKey // key after translation; set only with a decision
 	host    *fragmentHost
 	born    tick
-	decided bool   // outbound: there is a decision; inbound: only for a dropped datagram
-	to      addr   // the decision: our end, written to every fragment
-	drop    Drop   // or the reason to drop every fragment
+	decided bool   // outbound: there is a decision; inbound: the datagram is dropped
+	to      addr   // the decision, if it is to forward: the new address of our end
+	drop    Drop   // the decision, if it is to drop: the reason
 	first   uint64 // first 8 octets after the IP header: ports and, except for TCP, the checksum
 	held    [][]byte
-	seen    []span // parts that have arrived, in order and not adjacent
+	seen    []span // parts that have arrived, in order; adjacent parts are merged
 	total   int    // octets of the whole datagram, 0 while the last fragment is missing
 	links   [2]links
 }
@@ -25,8 +25,8 @@ type fragmentSet struct {
 // span is a part of a datagram, in units of 8 octets. to is exclusive.
 type span struct{ from, to uint16 }
 
-// contradicts reports whether v cannot belong to the same datagram as the earlier fragments. v
-// ends at offset end, in octets, and more is its flag "more fragments".
+// contradicts reports whether v cannot belong to the same datagram as the earlier fragments. end is
+// the offset at which v ends, in octets; more is v's flag "more fragments".
 func (set *fragmentSet) contradicts(v *packet.View, end int, more bool) bool {
 	reached := 0
 	if n := len(set.seen); n > 0 {
@@ -62,10 +62,10 @@ const (
 // fitting is the position of a fragment in its datagram.
 type fitting struct {
 	span
-	at   int // index in fragmentSet.seen
-	end  int // offset of the fragment's end, in octets
-	last bool
-	kind placement
+	index int // index in fragmentSet.seen
+	end   int // offset of the fragment's end, in octets
+	last  bool
+	kind  placement
 }
 
 // fit finds the position of v among the fragments that have arrived.
@@ -77,7 +77,7 @@ func (set *fragmentSet) fit(v *packet.View) fitting {
 		f.kind = duplicate // its datagram was dropped
 		return f
 	}
-	if f.at, f.kind = set.place(f.span); set.contradicts(v, end, more) {
+	if f.index, f.kind = set.place(f.span); set.contradicts(v, end, more) {
 		f.kind = contradiction
 	}
 	return f
@@ -85,7 +85,7 @@ func (set *fragmentSet) fit(v *packet.View) fitting {
 
 // enter records the arrival of v, which must be fresh.
 func (set *fragmentSet) enter(v *packet.View, f fitting) {
-	set.cover(f.at, f.span)
+	set.cover(f.index, f.span)
 	if f.from == 0 {
 		set.first = firstOctets(v)
 	}
@@ -116,32 +116,32 @@ func (set *fragmentSet) completes(f fitting) bool {
 
 // place returns the index of part in set.seen and its placement among the parts that have
 // arrived.
-func (set *fragmentSet) place(part span) (at int, kind placement) {
-	for at < len(set.seen) && set.seen[at].to <= part.from {
-		at++
+func (set *fragmentSet) place(part span) (index int, kind placement) {
+	for index < len(set.seen) && set.seen[index].to <= part.from {
+		index++
 	}
 	switch {
-	case at == len(set.seen) || part.to <= set.seen[at].from:
-		return at, fresh
-	case set.seen[at].from <= part.from && part.to <= set.seen[at].to:
-		return at, duplicate
+	case index == len(set.seen) || part.to <= set.seen[index].from:
+		return index, fresh
+	case set.seen[index].from <= part.from && part.to <= set.seen[index].to:
+		return index, duplicate
 	}
-	return at, contradiction
+	return index, contradiction
 }
 
-// cover records the arrival of part, which place found to be fresh at index at.
-func (set *fragmentSet) cover(at int, part span) {
-	left := at > 0 && set.seen[at-1].to == part.from
-	right := at < len(set.seen) && set.seen[at].from == part.to
+// cover records the arrival of part, for which place returned index and fresh.
+func (set *fragmentSet) cover(index int, part span) {
+	left := index > 0 && set.seen[index-1].to == part.from
+	right := index < len(set.seen) && set.seen[index].from == part.to
 	switch {
 	case left && right:
-		set.seen[at-1].to = set.seen[at].to
-		set.seen = slices.Delete(set.seen, at, at+1)
+		set.seen[index-1].to = set.seen[index].to
+		set.seen = slices.Delete(set.seen, index, index+1)
 	case left:
-		set.seen[at-1].to = part.to
+		set.seen[index-1].to = part.to
 	case right:
-		set.seen[at].from = part.from
+		set.seen[index].from = part.from
 	default:
-		set.seen = slices.Insert(set.seen, at, part)
+		set.seen = slices.Insert(set.seen, index, part)
 	}
 }

@@ -13,8 +13,8 @@ import (
 	"github.com/isthmus-net/isthmus/packet/packettest"
 )
 
-// fuzzRules returns rule sets that cover all cases: with and without remapping, coinciding
-// ranges, pods as endpoints, wide prefixes and prefixes of one address, both families.
+// fuzzRules returns rule sets of both families, with and without remapping. Some have coinciding
+// ranges, pods as endpoints, wide prefixes, or prefixes of one address.
 func fuzzRules() [][]Peer {
 	six := peerB()
 	six.RemotePods = append(six.RemotePods, pfx("fd71::/64"))
@@ -154,7 +154,7 @@ func judgeForwarded(t *testing.T, e *Engine, peers []Peer, dir Direction, v *pac
 	for _, end := range p.Endpoints {
 		allowed = allowed || dir == Outbound && near == end.Seen || dir == Inbound && near == end.Real
 	}
-	if dir == Inbound && !allowed { // then there must be a flow that one of our hosts opened
+	if dir == Inbound && !allowed { // without a rule for it, there must be a flow that one of our hosts opened
 		allowed = slices.ContainsFunc(e.Flows(100), func(f FlowInfo) bool { return f.Peer == p.ID && f.Local.Addr() == near }) || v.LaterFragment()
 	}
 	if !allowed {
@@ -171,10 +171,10 @@ func judgeForwarded(t *testing.T, e *Engine, peers []Peer, dir Direction, v *pac
 	}
 }
 
-// FuzzSetPeers decodes rules from octets and sets them in an engine that already has rules.
-// Refused rules must change nothing, and the error must name each peer at fault. Accepted
-// rules must contain no contradiction and must map every remote network to its peer. The
-// engine must hold a copy.
+// FuzzSetPeers decodes rules from octets and sets them in an engine that already has rules. If the
+// engine refuses the rules, nothing may change, and the error must name each peer at fault. If it
+// accepts them, they must contain no contradiction and must map every remote network to its peer.
+// The engine must not share memory with the caller's rules.
 func FuzzSetPeers(f *testing.F) {
 	for _, rules := range fuzzRules() {
 		f.Add(encodeRules(rules))
@@ -312,15 +312,15 @@ func decodeRules(b []byte) (peers []Peer) {
 	return peers
 }
 
-// FuzzFragments sends pieces of datagrams through the fragment store: with any offset and
-// length, repeated, overlapping, with other octets than the datagram, with another first
-// fragment, and with pauses.
+// FuzzFragments sends pieces of datagrams through the fragment store. The pieces have any offset
+// and length, may repeat or overlap, and may arrive after pauses. Forged pieces differ from the
+// datagram in an octet, in a port or in the More bit.
 //
-// Outbound, a piece that leaves must be translated like a first fragment that left with the
-// same identification. Nothing else in it may change, and it must cover no transport header
-// but its own. If no piece was forged and all octets left, the receiver must be able to
-// reassemble the datagram with translated ports. Inbound, only complete datagrams may leave.
-// If no piece was forged, they must equal the datagram that was sent.
+// Outbound, each piece that leaves must have the same new source as the first fragment with its
+// identification. Nothing else in the piece may change, and it must not cover the transport header
+// of another piece. If no piece was forged and all octets left, the receiver must be able to
+// reassemble the datagram with translated ports. Inbound, only complete datagrams may leave. If no
+// piece was forged, they must equal the datagram that was sent.
 func FuzzFragments(f *testing.F) {
 	f.Add([]byte{0, 60}, []byte{0, 20, 0, 20, 20, 0, 40, 40, 0})
 	f.Add([]byte{1, 60}, []byte{40, 40, 0, 20, 20, 0, 0, 20, 0})
@@ -355,7 +355,7 @@ type pieces struct {
 	dir    Direction
 	whole  []byte // the datagram, from our host or to its mapped port
 	now    time.Duration
-	forged [2]bool // by identification: some piece did not come from the datagram
+	forged [2]bool // by identification: whether a piece that differs from the datagram was sent
 	sent   []packettest.Packet
 	left   []packettest.Packet
 }
@@ -411,26 +411,26 @@ func (s *pieces) open(t *testing.T) {
 	}
 }
 
-// send sends at most n octets of the datagram, starting at off. The bits of how change the
-// piece: bit 0 changes octets, bit 1 uses another port of ours, bit 2 sends a second later,
+// send sends at most n octets of the datagram, starting at off. The bits of changes alter
+// the piece: bit 0 changes octets, bit 1 uses another port of ours, bit 2 sends a second later,
 // bit 3 uses another identification, bit 4 inverts the More bit.
-func (s *pieces) send(t *testing.T, off, n int, how byte) {
+func (s *pieces) send(t *testing.T, off, n int, changes byte) {
 	p := packettest.MustDecode(s.whole)
 	data := slices.Clone(s.whole[p.TransportOffset:])
 	off = min(off, len(data)&^7)
 	n = min(n, len(data)-off)
-	id := how >> 3 & 1
-	if how&1 != 0 && n > 0 {
+	id := changes >> 3 & 1
+	if changes&1 != 0 && n > 0 {
 		data[off+n/2-n/2%8] ^= 0x55
 	}
-	if how&2 != 0 {
+	if changes&2 != 0 {
 		data[2*s.dir+1] ^= 1 // port 4001
 	}
-	if how&4 != 0 {
+	if changes&4 != 0 {
 		s.now += time.Second
 	}
-	more := (off+n < len(data)) != (how&16 != 0)
-	s.forged[id] = s.forged[id] || how&(1|2|16) != 0
+	more := (off+n < len(data)) != (changes&16 != 0)
+	s.forged[id] = s.forged[id] || changes&(1|2|16) != 0
 	b := fragmentOf(s.whole, p, data[off:off+n], off, more, uint32(id)+1)
 	var v packet.View
 	if v.Parse(b, packet.ChecksumComplete) != nil {
@@ -564,8 +564,8 @@ func (s *pieces) judge(t *testing.T) {
 	}
 }
 
-// became reports whether p may be the translation of the fragment sent: only ports and
-// checksum may differ.
+// became reports whether p may be the translation of the fragment sent, in which only ports and
+// checksum may change.
 func became(sent, p packettest.Packet) bool {
 	if sent.FragmentID != p.FragmentID || sent.FragmentOffset != p.FragmentOffset || sent.More != p.More || len(sent.Transport) != len(p.Transport) ||
 		sent.TTL != p.TTL {

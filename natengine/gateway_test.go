@@ -6,7 +6,7 @@ import (
 	"github.com/isthmus-net/isthmus/packet"
 )
 
-// Behind NAPT a node of ours has the same address as our gateway at the peer.
+// Behind NAPT, the peer sees our nodes under the same address as our gateway.
 func TestOnlyTheGatewayMayConnectToThePeersGateway(t *testing.T) {
 	b := peerB()
 	b.Gateway = ip("10.72.0.1")

@@ -6,8 +6,8 @@ import (
 	"time"
 )
 
-// A Flow is a copy of one peer's flow, which another engine can adopt. It is comparable. Only
-// engines of the same version understand each other's Flows.
+// A Flow is a copy of one peer's flow, which another engine can adopt. It is comparable. Both
+// engines must be of the same version.
 type Flow struct {
 	local, mapped, remote addr
 	word                  uint64 // as entry.word, but with no state bits other than stateOfFlow
@@ -19,8 +19,8 @@ const FlowSize = 56
 // stateOfFlow are the state bits that a Flow keeps.
 const stateOfFlow = stateEndpoint | stateTCP
 
-// Identity returns f without its state, and that state. Two Flows with the same identity are
-// one flow at two times.
+// Identity returns f without its state bits, and these bits. Two Flows with the same identity are
+// copies of one flow at different times.
 func (f Flow) Identity() (id Flow, state uint8) {
 	id, state = f, uint8(f.word&stateTCP)
 	id.word &^= stateTCP
@@ -51,7 +51,7 @@ func FlowFrom(b []byte) Flow {
 	return Flow{addr{word(0), word(1)}, addr{word(2), word(3)}, addr{word(4), word(5)}, word(6)}
 }
 
-// valid reports whether the fields of f are consistent, so that an engine could have such a
+// valid reports whether the fields of f are consistent: whether an engine could contain such a
 // flow.
 func (f Flow) valid() bool {
 	family := f.local.family()
@@ -80,10 +80,10 @@ type follower struct {
 	f func(peer string, flow Flow, ended bool)
 }
 
-// Follow calls f for every flow that opens or ends from now on. When a flow becomes
-// established or closes, f is called at the next Sweep. The calls for one flow are in order. f
-// is called on the packet path with locks held, so it must neither block nor call the engine.
-// stop ends the calls; those in progress may still complete after it.
+// Follow calls f for every flow that opens or ends from now on. It calls f for a flow that has
+// become established, or has closed, at the next Sweep. The calls for one flow are in order. f is
+// called on the packet path with locks held, so it must neither block nor call the engine. stop
+// ends the calls, but does not wait for a call in progress.
 func (e *Engine) Follow(f func(peer string, flow Flow, ended bool)) (stop func()) {
 	own := &follower{f}
 	e.changeFollowers(func(all []*follower) []*follower { return append(all, own) })
@@ -117,10 +117,10 @@ func (t *flowTable) follow(i uint32, ended bool) {
 	}
 }
 
-// EachFlow calls f with every flow. Like a follower, f is called with locks held and in order
-// with the followers' calls. After every 256 flows or fewer, EachFlow calls between, without
-// any lock. It ends when between returns false.
-func (e *Engine) EachFlow(f func(peer string, flow Flow), between func() bool) {
+// EachFlow calls f with every flow. Like a follower, f is called with locks held and in order with
+// the followers' calls. After at most 256 flows, EachFlow calls pause, without holding a lock. It
+// ends when pause returns false.
+func (e *Engine) EachFlow(f func(peer string, flow Flow), pause func() bool) {
 	for _, p := range e.Peers() {
 		t := &p.flows
 		slab := t.slab.Load()
@@ -137,7 +137,7 @@ func (e *Engine) EachFlow(f func(peer string, flow Flow), between func() bool) {
 				}
 			}
 			t.mu.Unlock()
-			if !between() {
+			if !pause() {
 				return
 			}
 		}
@@ -145,10 +145,10 @@ func (e *Engine) EachFlow(f func(peer string, flow Flow), between func() bool) {
 }
 
 // Adopt takes over a flow of another engine, with its state, as if its last packet had just
-// arrived. It returns DropNone if the engine now has the flow; opened is false if the engine
-// already had it. Any other Drop means that the flow was not adopted: the rules do not permit
-// it, another flow has one of its tuples or its port, or there is no room. Adopt changes and
-// evicts no existing flow.
+// arrived. If it returns DropNone, the engine has the flow; opened is false if it already had the
+// flow before. Any other Drop means that the flow was not adopted: the rules do not permit it,
+// another flow has one of its tuples or its port, or there is no room. Adopt changes and evicts no
+// existing flow.
 func (e *Engine) Adopt(peer string, f Flow, now time.Duration) (opened bool, drop Drop) {
 	p := e.Peer(peer)
 	if p == nil {

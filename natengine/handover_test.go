@@ -30,7 +30,8 @@ func (c flowCopy) report(peer string, f natengine.Flow, ended bool) {
 	}
 }
 
-// summaries counts the flows of an engine by the values that decide about the next packet.
+// summaries counts the flows of an engine by the fields that determine the translation of the next
+// packet.
 func summaries(e *natengine.Engine) map[string]int {
 	all := map[string]int{}
 	for _, f := range e.Flows(1 << 20) {
@@ -83,7 +84,7 @@ func TestAdoptedFlowsContinueInAnotherEngine(t *testing.T) {
 		}
 		for peer, flows := range have {
 			for _, f := range slices.SortedFunc(maps.Values(flows), func(a, b natengine.Flow) int {
-				return bytes.Compare(b.Append(nil), a.Append(nil)) // another order than that in which they opened
+				return bytes.Compare(b.Append(nil), a.Append(nil)) // not the order in which they were opened
 			}) {
 				f = natengine.FlowFrom(f.Append(nil))
 				if opened, drop := other.Adopt(peer, f, now); !opened || drop != natengine.DropNone {
@@ -123,8 +124,7 @@ func TestAdoptedFlowsContinueInAnotherEngine(t *testing.T) {
 	}
 }
 
-// next returns the next packets of a flow, to and from the peer. It returns none for an ICMP
-// query.
+// next returns a next packet of the flow for each direction. It returns none for an ICMP query.
 func next(f natengine.FlowInfo) (both [2][]byte) {
 	for dir, ends := range [2][2]netip.AddrPort{{f.Local, f.Remote}, {f.Remote, f.Mapped}} {
 		var body packettest.Body
@@ -192,7 +192,7 @@ func TestAdoptRefusesImpossibleFlows(t *testing.T) {
 	for i := range 10 {
 		open(full, fmt.Sprintf("192.168.2.%d", i), "10.71.0.6")
 	}
-	open(clash, "192.168.2.1", "10.71.0.6") // it keeps its port, so the adopted flow's port is occupied
+	open(clash, "192.168.2.1", "10.71.0.6") // this flow keeps its port, so the adopted flow's port is occupied
 	open(clash, "192.168.1.1", "10.71.0.5")
 	open(taken, "192.168.2.1", "10.71.0.6")
 	elsewhere.Pods = []natengine.Remap{remapOf("10.244.0.0/16", "10.248.0.0/16")}

@@ -33,7 +33,7 @@ func TestHostilePacketsGetTheExpectedVerdicts(t *testing.T) {
 	table := hostileTable{t: t}
 	for n, line := range strings.Split(strings.TrimSuffix(string(text), "\n"), "\n") {
 		table.line = n + 1
-		if strings.HasPrefix(line, "\t\t") { // octets, which are generated again
+		if strings.HasPrefix(line, "\t\t") { // a line of octets, which read generates again
 			continue
 		}
 		fmt.Fprintln(&out, line)
@@ -68,11 +68,11 @@ type hostileTable struct {
 	name    string
 	engine  *Engine
 	now     tick
-	results map[string]int // results for the packets of the last send line, with one packet per length for a sweep
+	results map[string]int // number of packets of the last send line by result; a sweep sends one packet per length
 	left    [][]byte
 }
 
-// read executes a line and returns the lines of octets that belong below it.
+// read executes a line and returns the lines of octets to write below it.
 func (h *hostileTable) read(line string) string {
 	word, rest, _ := strings.Cut(line, "\t")
 	switch rest = strings.TrimSpace(rest); word {
@@ -204,8 +204,7 @@ func build(text string) (packets [][]byte, err error) {
 	return packets, nil
 }
 
-// builder parses a description word by word. It panics on an error, and build returns that
-// error.
+// builder parses a description word by word. It panics with an error, which build returns.
 type builder struct{ words []string }
 
 func (b *builder) next() string {

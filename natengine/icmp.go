@@ -6,18 +6,19 @@ import (
 	"github.com/isthmus-net/isthmus/packet"
 )
 
-// An ICMP error is translated by the packet that it quotes. An inbound error quotes a packet
-// of ours, with our end as the peer sees it; the quote is translated back. An outbound error
-// quotes a packet of the peer and is translated in the opposite direction. The outer header is
-// translated to match the quote. An error opens, refreshes and ends no flow (RFC 4787, REQ-12;
-// RFC 5508, REQ-4 to 6). Its type and code do not change.
+// The packet that an ICMP error quotes determines the translation of the error. An inbound error
+// quotes a packet that we sent, as the peer saw it; the engine translates our end in the quote
+// back. An outbound error quotes a packet of the peer after translation; the engine changes our end
+// in the quote to the address that the peer used. In both cases it translates the outer header to
+// match the quote. An error opens, refreshes and ends no flow (RFC 4787, REQ-12; RFC 5508, REQ-4 to
+// 6). Its type and code do not change.
 //
 //	inbound    peer's router ─► mapped   quoting  mapped ─► remote      mapped becomes local, twice
 //	outbound   our router ─► remote      quoting  remote ─► local       local becomes mapped; our router: see outboundError
 
 // quote parses and checks the quoted packet. It drops a redirect, as Linux does
-// (nf_nat_icmp_reply_translation), because the gateway that a redirect names is not an address
-// of the other side.
+// (nf_nat_icmp_reply_translation), because a redirect names a gateway by an address that is not
+// valid on the other side.
 func quote(v *packet.View, q *packet.Quote) Drop {
 	switch err := v.Quote(q); {
 	case errors.Is(err, packet.ErrICMPChecksum), errors.Is(err, packet.ErrHeaderChecksum):
@@ -70,7 +71,8 @@ func (c *translation) inboundError() Verdict {
 		return c.refuse(drop)
 	}
 	near, to := addrOf(q.Src()), addrOf(q.Dst())
-	// An error goes to the sender of the quoted packet, and we sent that packet to this peer.
+	// The error must go to the sender of the quoted packet, and that packet must have gone to this
+	// peer.
 	if known, _ := r.rule.isRemote(to); near != c.near || !known {
 		return c.refuse(DropICMPError)
 	}
@@ -104,11 +106,11 @@ func (c *translation) inboundError() Verdict {
 	return c.forward(local, samePort)
 }
 
-// outboundError translates an error about a packet that the peer sent. The outer source
-// identifies the reporting host. A pod gets its address as the peer sees it, the end of the
-// flow gets the address that the peer used, and the gateway itself gets the address under
-// which the peer checks it. Any other host gets the NAPT address. None of these addresses
-// needs a flow, and a traceroute can distinguish them.
+// outboundError translates an error about a packet that the peer sent. The new outer source
+// identifies the host that reports the error. For a pod, it is the pod's address as the peer sees
+// it. For the end of the flow, it is the address that the peer used. For the gateway itself, it is
+// the address under which the peer checks the gateway. For any other host, it is the NAPT address.
+// None of these addresses needs a flow, and a traceroute can distinguish them.
 func (c *translation) outboundError() Verdict {
 	r, src := c.r, c.near
 	var q packet.Quote

@@ -54,9 +54,9 @@ func hosts(is4 bool, pods netip.Prefix) (pod, other, node netip.Addr) {
 }
 
 // b sends a packet of any kind to a, and a host on the path or at the end answers with an ICMP
-// error of any type. b must receive that error with unchanged type, code, pointer and
-// extensions. The error must quote exactly the octets that b sent, whatever both gateways have
-// translated. It must not open, refresh or end a flow.
+// error of any type. b must receive that error with unchanged type, code, pointer and extensions.
+// The error must quote exactly the octets that b sent: the gateways must have undone all their
+// translations. It must not open, refresh or end a flow.
 func TestICMPErrorsQuoteTheSendersOwnPacket(t *testing.T) {
 	rng := rand.New(rand.NewPCG(30, 31))
 	tried := map[string]int{}
@@ -120,7 +120,7 @@ func TestICMPErrorsQuoteTheSendersOwnPacket(t *testing.T) {
 		var behind []byte
 		extension := []byte{0x20, 0, 0xab, 0xcd, 0, 8, 1, 1, 1, 2, 3, 4}
 		if f.extensible {
-			if cut < p.TransportOffset+8 { // ports must not read as zeros from the padding
+			if cut < p.TransportOffset+8 { // otherwise the padding would read as ports that are 0
 				cut = min(p.TransportOffset+8, len(arrived))
 				fault.Quote = arrived[:cut]
 			}
@@ -191,8 +191,9 @@ func sumField(p packettest.Packet) (field, whole int) {
 	return 0, 0
 }
 
-// rival opens a flow of another host that occupies the port at the NAPT address that the next
-// packet would get. It does nothing for a protocol without ports, which only one host can use.
+// rival opens a flow of another host, which occupies the port at the NAPT address that the next
+// packet would get. For a protocol without ports it does nothing, because only one host can use
+// such a protocol.
 func rival(t *testing.T, from, to *side, h packettest.IP, body packettest.Body, src, dst netip.Addr) {
 	t.Helper()
 	if _, ok := body.(packettest.Raw); ok {
@@ -254,7 +255,7 @@ func TestDamagedICMPErrorsAreDropped(t *testing.T) { // RFC 5508, REQ-3
 		}
 		message := packettest.Build(packettest.IP{Src: podA, Dst: p.Src}, f)
 		at := packettest.MustDecode(message).TransportOffset
-		bit := rng.IntN(8 * (len(message) - at - 1)) // not in the type, because that would be another kind of message
+		bit := rng.IntN(8 * (len(message) - at - 1)) // not in the type, because a changed type makes another kind of message
 		message[at+1+bit/8] ^= 1 << (bit % 8)
 		var v packet.View
 		if err := v.Parse(message, packet.ChecksumComplete); err != nil {

@@ -180,8 +180,8 @@ func TestTimeExceededFromANodeComesFromTheNAPTAddress(t *testing.T) {
 	}
 }
 
-// The kernel of the gateway's namespace is a hop of its own. The peer must see it under the
-// address at which it checks the gateway.
+// The kernel of the gateway's namespace is a hop too. The peer must see it under the address at
+// which it checks the gateway.
 func TestTimeExceededFromTheGatewayComesFromItsMappedAddress(t *testing.T) {
 	p := peerB()
 	p.RemotePods = append(p.RemotePods, pfx("fd71::/64"))

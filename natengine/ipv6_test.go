@@ -76,7 +76,8 @@ func TestIPv6PrefixMapsOfAnyLengthCoverTheWholePrefix(t *testing.T) {
 	}
 }
 
-// They must be unreachable both as pods of a wide prefix and as mapped endpoints.
+// The addresses of metadata services must be unreachable both as pods of a wide prefix and as
+// mapped endpoints.
 func TestMetadataServicesAreUnreachable(t *testing.T) {
 	wide := Peer{ID: "b", RemotePods: pfxs("2001:db8::/32"), Pods: []Remap{{pfx("fd00::/8"), pfx("fc00::/8")}}, External: pfxs("fe00::/16")}
 	e := newEngine(t, Config{}, wide)
@@ -197,9 +198,9 @@ func TestIPv4AndIPv6OfOnePeerAreIndependent(t *testing.T) {
 	}
 }
 
-// A message that contains addresses of a link in its body must not pass from any source. An
-// echo has an identifier that NAPT can change. All other messages pass only if nothing but
-// addresses must change.
+// A message with addresses of a link in its body must not pass from any source. An echo has an
+// identifier, so it passes through NAPT too. Any other message passes only between pods, where just
+// its addresses change.
 func TestPermittedICMPv6MessagesPass(t *testing.T) {
 	e := newEngine(t, Config{}, peerSix())
 	message := func(kind byte, src, dst string) []byte {

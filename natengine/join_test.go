@@ -13,7 +13,7 @@ import (
 	"github.com/isthmus-net/isthmus/packet/packettest"
 )
 
-// joinEnds are the possible destinations of a peer's datagram.
+// joinEnds has a datagram of a peer for each kind of destination.
 var joinEnds = []struct{ name, src, dst string }{
 	{"pod", "10.71.0.5:4000", "10.246.1.1:53"},
 	{"pod, IPv6", "[fd71::5]:4000", "[fd46::7]:53"},
@@ -104,10 +104,9 @@ func TestJoinedDatagramMayBeFragmentedAgain(t *testing.T) {
 	packettest.Check(t, left[0], packettest.ValidChecksums())
 }
 
-// The store is flooded with incomplete datagrams, through the prefix map, to a mapped endpoint
-// and to the NAPT address. None of their fragments may leave, the store must stay within its
-// bounds, and each fragment must be counted. Datagrams of another pod of the same peer, and of
-// another peer, must still arrive.
+// Incomplete datagrams to pods, to a mapped endpoint and to the NAPT address flood the store. None
+// of their fragments may leave, the store must stay within its bounds, and each fragment must be
+// counted. Datagrams of another pod of the same peer, and of another peer, must still arrive.
 func TestNodeReceivesNoIncompleteDatagramFromAPeer(t *testing.T) {
 	for name, parts := range map[string][]int{"only the first": {0}, "only the last": {2}, "the middle missing": {0, 2}, "only the middle": {1}} {
 		for _, spoofs := range []bool{false, true} { // the flood comes from one pod of the peer, or from forged sources by its gateway
@@ -207,7 +206,8 @@ func TestInboundFragmentsBeyondTheBoundOfADatagramAreDropped(t *testing.T) {
 	}
 }
 
-// The largest datagram in fragments of the smallest path arrives under the default bounds.
+// With the default bounds, a datagram of the maximum size must pass even when the smallest path MTU
+// has cut it.
 func TestLargestDatagramIsJoined(t *testing.T) {
 	e := joinEngine(t, Config{})
 	whole := packettest.Build(packettest.IP{Src: ip("10.71.0.5"), Dst: ip("10.246.1.1")}, packettest.UDP{SrcPort: 1, DstPort: 2, Data: make([]byte, 65535-28)})

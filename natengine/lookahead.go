@@ -24,8 +24,8 @@ type Lookahead struct {
 	wanted [lookaheadMax]wanted
 }
 
-// wanted is one pending lookup. It records where the search begins and, once the slots are in
-// the cache, the entry where it will end.
+// wanted is one pending lookup. It records the slot at which the search begins and, once the slots
+// are in the cache, the entry that the search will find.
 type wanted struct {
 	table *flowTable
 	slots *slots
@@ -82,8 +82,8 @@ func (l *Lookahead) Add(v *packet.View) {
 	}
 }
 
-// flowsOf returns the remote whose flows may include tuple k. It returns nil if there is none,
-// or if our end is mapped 1:1 and needs no flow.
+// flowsOf returns the remote whose flows may include tuple k. It returns nil if no peer has the
+// remote address, or if our end is mapped 1:1 and needs no flow.
 func (t *ruleTable) flowsOf(k *key, is4 bool, dir Direction) *remote {
 	if is4 {
 		r := t.remotes4.lookup(uint32(k.remote.lo))
@@ -99,9 +99,8 @@ func (t *ruleTable) flowsOf(k *key, is4 bool, dir Direction) *remote {
 	return r
 }
 
-// Fetch loads the table entries for the added packets into the cache. The loads of one loop
-// are independent, so the processor overlaps as many as it can. Prefetch instructions were not
-// faster.
+// Fetch loads the table entries for the added packets into the cache. Each loop's loads are
+// independent of each other, so the processor overlaps them. Prefetch instructions were not faster.
 func (l *Lookahead) Fetch() {
 	batch := l.wanted[:l.n]
 	for i := range batch {

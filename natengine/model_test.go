@@ -21,23 +21,23 @@ import (
 	"github.com/isthmus-net/isthmus/packet/packettest"
 )
 
-// model is a second implementation of the whole stateful engine, based on the reference for
-// single packets. It has bounds, eviction, rule changes, sweeps and counters, all as lists
-// that are searched linearly. If the engine has a choice, of a port or of the flow to evict,
-// the model observes the engine's choice and checks whether it is allowed.
+// model is a second implementation of the whole stateful engine, based on the reference for single
+// packets. It implements bounds, eviction, rule changes, sweeps and counters with lists and linear
+// searches. Where the engine may choose a port or the flow to evict, the model reads the choice and
+// checks that it is allowed.
 type model struct {
 	reference
 	config natengine.Config
 	now    time.Duration
 	swept  time.Duration
-	ledger map[string]*ledger   // by peer ID, "" for no peer
+	ledger map[string]*ledger   // counters by peer ID; those with "" are of packets without a peer
 	listed []natengine.FlowInfo // the engine's flows after the packet under test
 	have   map[identity]bool    // identities of listed
 	wrong  error                // error about a wrong eviction
 	recent [2][][]byte          // forwarded packets by direction, the newest last
 	log    func(what string)    // called with each command
 	seen   map[string]int       // number of occurrences of each outcome
-	loose  map[*refFlow]bool    // flows established since the last sweep; once closed, they may be evicted only after the next sweep
+	loose  map[*refFlow]bool    // flows that were established at some time since the last sweep; if closed, they may be evicted, but need not be
 	engine *natengine.Engine
 }
 
@@ -111,7 +111,7 @@ const (
 	cmdWait
 	cmdWaitLong
 	cmdSweep
-	cmdSend     // this value and all above
+	cmdSend     // this value and all larger ones
 	numCommands = 64
 )
 
@@ -203,7 +203,7 @@ func modelPeers(c command) []natengine.Peer {
 	if has(3, 0) {
 		c2.RemotePods[0] = netip.MustParsePrefix("10.71.64.0/18")
 	}
-	if has(3, 1) { // the in-process endpoint has an address among the pods
+	if has(3, 1) { // the in-process endpoint has an address in the PodCIDR
 		c2.Pods[0] = remapOf("169.254.0.0/20", "10.250.0.0/20")
 	}
 	if has(3, 2) {
@@ -280,7 +280,7 @@ func (m *model) setRules(c command) error {
 	return m.compare(m.engine.Flows(1 << 20))
 }
 
-// adopt applies new rules: it ends the flows that they do not permit.
+// adopt sets new rules and ends the flows that they do not permit.
 func (m *model) adopt(peers []natengine.Peer) {
 	before := m.ledger
 	m.ledger = map[string]*ledger{"": before[""]}
@@ -339,10 +339,10 @@ func (f *refFlow) owner() netip.Addr {
 	return f.local.Addr()
 }
 
-// makeRoom admits a flow if the bounds allow it. At a bound, the oldest half-open flow is
-// evicted: of the same host, or of the same peer. If MaxFlows is reached and this peer is
-// below its share, a flow of a peer above its share is evicted. A flow that was established
-// and has closed since the last sweep may be evicted, but the engine need not find it.
+// makeRoom admits a flow if the bounds allow it. At a bound, the oldest half-open flow is evicted:
+// of the same host, or of the same peer. If MaxFlows is reached and this peer is below its share, a
+// flow of a peer above its share is evicted. A flow that has closed since the last sweep may be
+// evicted, but it need not be, because the engine queues it at the next sweep.
 func (m *model) makeRoom(f *refFlow) natengine.Drop {
 	byPeer := map[string][]*refFlow{}
 	var ofHost []*refFlow
@@ -396,7 +396,7 @@ func (m *model) makeRoom(f *refFlow) natengine.Drop {
 		m.wrong = fmt.Errorf("%v was evicted and is established", victim.identity())
 	}
 	m.flows = slices.DeleteFunc(m.flows, func(g *refFlow) bool { return g == victim })
-	m.lately = append(m.lately, victim)
+	m.justEvicted = append(m.justEvicted, victim)
 	m.ledger[victim.peer].evicted++
 	m.ledger[f.peer].created++
 	return natengine.DropNone
@@ -464,7 +464,6 @@ func icmpQuery(kind uint8, id uint16) []byte {
 	return b
 }
 
-// answer returns a reply to packet p.
 func (m *model) answer(c command, p packettest.Packet) []byte {
 	h := packettest.IP{Src: p.Dst, Dst: p.Src}
 	switch {
@@ -480,7 +479,7 @@ func (m *model) answer(c command, p packettest.Packet) []byte {
 	return packettest.Build(h, packettest.Raw{Proto: p.Proto, Data: []byte("answer, whatever it was")})
 }
 
-// fault returns an ICMP error about a packet, whose quote is cut somewhere.
+// fault returns an ICMP error that quotes a random part of the packet about.
 func (m *model) fault(c command, about []byte, src, dst netip.Addr) []byte {
 	header, kinds := 20, []uint8{3, 11, 12, 4, 5, 3, 3, 11}
 	if src.Is6() {
@@ -510,7 +509,7 @@ func (m *model) send(c command) error {
 	for _, f := range m.listed {
 		m.have[identityOf(f)] = true
 	}
-	m.lately = nil
+	m.justEvicted = nil
 	err := m.judge(dir, in, out, got, m.now)
 	if err = cmp.Or(m.wrong, err); err != nil {
 		return err
@@ -532,7 +531,7 @@ func (m *model) send(c command) error {
 		m.ledger[peer.ID].drops[dir][got.Drop]++
 	} else if !isError(p) {
 		m.recent[dir] = append(m.recent[dir], out)
-		if dir == natengine.Outbound && c[6]>>5 == 0 && p.Flags&packettest.RST == 0 { // a RST may have ended the packet's flow
+		if dir == natengine.Outbound && c[6]>>5 == 0 && p.Flags&packettest.RST == 0 { // not after a RST, which may have ended the packet's flow
 			return m.tooBig(&v, in)
 		}
 	}
@@ -793,9 +792,10 @@ func randomCommands(rng *rand.Rand, n int) []command {
 
 var long = flag.Bool("long", false, "forty times the random commands for engine and model")
 
-// Random commands drive engine and model together: packets of every kind in both directions
-// and families, pauses from zero to hours, sweeps and new rules. The bounds are reached. After
-// each command, the verdict, octets, flows and counters must be equal.
+// Random commands drive engine and model together. They send packets of every kind in both
+// directions and families, pause from zero to hours, sweep and set new rules. There are enough
+// packets to reach each bound. After each command, the verdict, octets, flows and counters must be
+// equal.
 func TestEngineAgreesWithModel(t *testing.T) {
 	seeds, length := 200, 500
 	switch {
@@ -828,8 +828,8 @@ func TestEngineAgreesWithModel(t *testing.T) {
 	}
 }
 
-// Four goroutines send such packets concurrently, while time passes, sweeps run and rules
-// change. Afterwards the tables must be consistent, and no two flows may have the same tuple.
+// Four goroutines send random packets of commands concurrently, while time passes, sweeps run and
+// rules change. Afterwards the tables must be consistent, and no two flows may have the same tuple.
 // After all flows have expired, no port or host may be in use.
 func TestConcurrentPacketsLeaveTheTablesConsistent(t *testing.T) {
 	for _, c := range []natengine.Config{{}, {MaxFlows: 40, MaxFlowsPerHost: 6}, {MaxFlows: 30, MaxFlowsPerPeer: 25, RandomPorts: true}} {
@@ -931,10 +931,10 @@ func FuzzConversation(f *testing.F) {
 }
 
 // FuzzICMPError sends errors about packets that were forwarded. The fuzzer chooses type, code,
-// second word and length of the quote, changes octets of the quote and appends octets to it.
-// The errors must not open, refresh or end a flow. A discarded error must be unchanged. An
-// error that passes must show our end alike in header and quote, and only addresses, ports and
-// checksums may have changed.
+// second word and length of the quote, changes octets of the quote and appends octets to it. The
+// errors must not open, refresh or end a flow. A discarded error must be unchanged. An error that
+// passes must have the same address of our end in its header and in its quote. Only addresses,
+// ports and checksums may have changed.
 func FuzzICMPError(f *testing.F) {
 	for which := range byte(14) {
 		f.Add(which, uint8(3), uint8(4), uint32(1400), uint16(28), []byte{}, []byte{})
@@ -982,8 +982,8 @@ func FuzzICMPError(f *testing.F) {
 	})
 }
 
-// conversation lists packets that open flows of every kind, and a packet of a pod, with their
-// replies.
+// conversation lists packets that open flows of every kind, a packet of a pod, and the replies to
+// all of these.
 var conversation = []command{
 	{cmdSend, 14, 0, 0, 0, 2, 1, 1}, {cmdSend, 15, 0, 0, 0, 1, 2, 1}, // UDP from a node, to the NAPT address
 	{cmdSend, 14, 0, 1, 3, 3, 2, 0}, {cmdSend, 14, 1, 0, 9, 5, 0, 1}, {cmdSend, 14, 2, 1, 11, 0, 0, 0}, {cmdSend, 14, 3, 0, 0, 5, 1, 1},

@@ -7,8 +7,8 @@ import (
 	"github.com/isthmus-net/isthmus/packet"
 )
 
-// path is the engine's knowledge of the path to one peer: the size of the largest packet, and
-// the allowance for ICMP errors about larger packets.
+// path holds, for the path to one peer, the size of the largest packet and the allowance for ICMP
+// errors about larger packets.
 type path struct {
 	mtu  atomic.Int32
 	next atomic.Int64 // time at which the allowance is full again, as a time.Duration
@@ -16,20 +16,20 @@ type path struct {
 	errorsSent, errorsLimited, fragmented atomic.Uint64
 }
 
-// MTU returns the size in octets of the largest IP packet that may be sent to the peer. It is
-// Peer.MTU of the rules in force, 0 for no bound. The engine does not enforce it, because only
-// the caller knows the size of segments; see TooBig.
+// MTU returns the size in octets of the largest IP packet that may be sent to the peer. MTU is
+// Peer.MTU of the rules in force, 0 for no bound. The engine does not enforce it, because only the
+// caller knows the size of segments; see TooBig.
 func (p *PeerState) MTU() int { return int(p.path.mtu.Load()) }
 
 // CountFragmented counts a packet that the caller has cut into fragments because it was too big.
 func (p *PeerState) CountFragmented() { p.path.fragmented.Add(1) }
 
-// errorBurst is the maximum number of errors in one burst.
+// errorBurst is the maximum number of errors that may be sent at once.
 const errorBurst = 100
 
 // allowError takes one error from the peer's allowance and reports whether it may be sent (RFC
 // 1812, section 4.3.2.8; RFC 4443, section 2.4f). The allowance is a token bucket of size
-// errorBurst. It is stored as the time at which the bucket is full again.
+// errorBurst. Its state is the time at which the bucket is full again.
 func (p *path) allowError(now, interval time.Duration) bool {
 	for {
 		old := p.next.Load()
@@ -51,14 +51,14 @@ func (p *path) allowError(now, interval time.Duration) bool {
 // the error is the packet's destination, an address that every filter on the path back
 // expects.
 //
-// The action is Forward for an error to send to the link, and Deliver for one to the
-// in-process endpoint. It is Discard if there is no error. This happens if none may be sent
-// about this packet (see packet.View.TooBig), or if Config.MaxErrorsPerSecond is reached. It
-// also happens if the sender is unknown, as for a fragment without ports behind the NAPT
-// address. v is not changed, and the caller counts the drop of v.
+// The action is Forward for an error to send to the link, and Deliver for one to the in-process
+// endpoint. The action is Discard, without an error, in three cases: no error may be sent about
+// this packet (see packet.View.TooBig), Config.MaxErrorsPerSecond is reached, or the sender is
+// unknown, as for a fragment without ports behind the NAPT address. v is not changed, and the
+// caller counts the drop of v.
 //
-// TooBig first makes the error as the peer would make it, about the packet in the tunnel. It
-// then translates it like any inbound error, so the error opens, refreshes and ends no flow.
+// TooBig first makes the error that the peer would send about the packet in the tunnel. It then
+// translates that error like any inbound one, so the error opens, refreshes and ends no flow.
 func (e *Engine) TooBig(v *packet.View, mtu int, buf []byte, now time.Duration) ([]byte, Action) {
 	n := v.TooBig(buf, mtu)
 	if n == 0 {
@@ -72,7 +72,7 @@ func (e *Engine) TooBig(v *packet.View, mtu int, buf []byte, now time.Duration) 
 	if w.Parse(buf[:n], packet.ChecksumComplete) != nil {
 		return nil, Discard
 	}
-	// With a trace, inboundError counts nothing.
+	// The Trace keeps inboundError from counting anything.
 	c := translation{e: e, v: &w, r: r, dir: Inbound, now: tickOf(now), near: destination(&w), far: source(&w), tr: &Trace{}}
 	verdict := c.inboundError()
 	if verdict.Action == Discard {

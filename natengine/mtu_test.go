@@ -9,7 +9,7 @@ import (
 	"github.com/isthmus-net/isthmus/packet/packettest"
 )
 
-// tooBig sends b outbound and then requests the error about it.
+// tooBig sends b outbound, then calls TooBig for it and returns the result.
 func tooBig(t testing.TB, e *Engine, b []byte, mtu int, now time.Duration) ([]byte, Action) {
 	t.Helper()
 	var v packet.View
@@ -25,8 +25,8 @@ func tooBig(t testing.TB, e *Engine, b []byte, mtu int, now time.Duration) ([]by
 	return answer, action
 }
 
-// Every sender must get the error at its own address, about the packet as it sent it. The
-// source of the error must be the packet's destination.
+// Every sender must get the error at its own address, and the error must quote the packet that it
+// sent, untranslated. The source of the error must be the packet's destination.
 func TestTooBigQuotesTheSendersOwnPacket(t *testing.T) {
 	p := peerB()
 	p.RemotePods = append(p.RemotePods, pfx("fd71::/64"))
@@ -112,8 +112,8 @@ func TestTooBigIsNotSentForICMPErrorsAndLaterFragments(t *testing.T) {
 	}
 }
 
-// Behind the NAPT address the sender of a later fragment is unknown. The packet must have no
-// other effect.
+// Behind the NAPT address the sender of a later fragment is unknown. TooBig must return no error
+// and count nothing.
 func TestTooBigIsNotSentForUnknownSendersBehindNAPT(t *testing.T) {
 	p := peerB()
 	p.RemotePods = append(p.RemotePods, pfx("fd71::/64"))

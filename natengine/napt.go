@@ -32,10 +32,10 @@ func classOf(proto uint8, is4 bool) portClass {
 	return noPorts
 }
 
-// napt allocates ports at the NAPT addresses of one peer. The mapping is endpoint-independent
-// (RFC 4787, REQ-1; RFC 5382, REQ-1; RFC 5508, REQ-1): one inside address and port has one
-// outside port towards all addresses of the peer, for as long as any of its flows lives. No
-// two mappings of a class share a port (RFC 4787, REQ-3). The table's mutex guards all fields.
+// napt allocates ports at the NAPT addresses of one peer. The mapping is endpoint-independent (RFC
+// 4787, REQ-1; RFC 5382, REQ-1; RFC 5508, REQ-1): while an inside address and port has a flow, it
+// has one outside port towards all addresses of the peer. No two mappings of a class share a port
+// (RFC 4787, REQ-3). The table's mutex guards all fields.
 type napt struct {
 	seed     maphash.Seed
 	mappings pool[mapping]
@@ -48,7 +48,7 @@ type napt struct {
 
 // A mapping is the port at the NAPT address that belongs to one inside host and port.
 type mapping struct {
-	host         uint32 // number in flowTable.hosts; the host has a flow as long as the mapping has one
+	host         uint32 // number in flowTable.hosts; stays valid, because each flow of the mapping is a flow of the host
 	port, mapped uint16
 	use          uint32 // number of flows that use the mapping << 2 | class
 	next         uint32 // next number in the chain or in the free list
@@ -83,8 +83,8 @@ func (n *napt) find(host uint32, port uint16, class portClass) uint32 {
 	return i
 }
 
-// hold adds a flow to the mapping of an inside host and port, and returns the mapped port. It
-// makes the mapping if there is none. ok is false if no port is free.
+// hold adds a flow to the mapping of an inside host and port, and returns the mapped port. If there
+// is no mapping, hold makes one. ok is false if no port is free.
 func (n *napt) hold(host uint32, port uint16, class portClass, family int) (mapped uint16, ok bool) {
 	if i := n.find(host, port, class); i != 0 {
 		m := n.mappings.at(i)
@@ -130,8 +130,8 @@ func (n *napt) add(host uint32, port uint16, class portClass, family int, mapped
 	n.live++
 }
 
-// preview returns the result of hold without its effects. If the port is random, hold will
-// return another one.
+// preview returns the result of hold without its effects. If that port is random, a later hold
+// returns another one.
 func (n *napt) preview(host uint32, port uint16, class portClass, family int) (mapped uint16, ok bool) {
 	if i := n.find(host, port, class); i != 0 {
 		return n.mappings.at(i).mapped, true
@@ -174,7 +174,7 @@ func (n *napt) bytes() int {
 	return size
 }
 
-// portSet is a bitmap of the ports in use. It also counts them by range and parity.
+// portSet is a bitmap of the ports in use. used has their number by range and parity.
 type portSet struct {
 	taken [1 << 16 / 64]uint64
 	used  [2][2]uint32
@@ -227,12 +227,12 @@ func (c portClass) limit() int {
 	return 1<<16 - 1
 }
 
-// choose picks a free port. Unless random is set, it picks want if that is free. Otherwise it
-// picks a random port of the same range, 0-1023 or 1024-65535, and if possible of the same
-// parity (RFC 4787, REQ-3a, 3b and 4; RFC 6056; RFC 7857, section 9). If the well-known range
-// is full, a well-known port gets a user port. The reverse never happens, because some servers
-// trust a well-known source port as that of a privileged process. Identifiers of ICMP queries
-// have neither range nor parity.
+// choose picks a free port. Unless random is set, it picks want if that is free. If want is in use,
+// or random is set, choose picks a random port of the same range, 0-1023 or 1024-65535, and if
+// possible of the same parity (RFC 4787, REQ-3a, 3b and 4; RFC 6056; RFC 7857, section 9). If the
+// well-known range is full, a well-known port gets a user port. A user port never gets a well-known
+// one, because some servers take a well-known source port for that of a privileged process.
+// Identifiers of ICMP queries have neither range nor parity.
 func (s *portSet) choose(want uint16, class portClass, random bool) (port uint16, ok bool) {
 	if !random && !s.has(want) && (want != 0 || class == icmpIDs) {
 		return want, true
@@ -252,9 +252,8 @@ func (s *portSet) choose(want uint16, class portClass, random bool) (port uint16
 // odd).
 var portCount = [2][2]uint32{{511, 512}, {32256, 32256}}
 
-// inRange picks a random free port of a range, of the wanted parity if possible. It scans only
-// if the counts show a free port, so a flood of new flows costs little when all ports are
-// taken.
+// inRange picks a random free port of a range, of the wanted parity if possible. It scans only if
+// the counts show a free port, so that a flood of new flows costs little when all ports are in use.
 func (s *portSet) inRange(r portRange, parity uint16) (port uint16, ok bool) {
 	first, last := uint32(1), uint32(firstUserPort-1)
 	if r == user {

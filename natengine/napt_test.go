@@ -50,8 +50,8 @@ func tcp(src, dst string, flags uint8) []byte {
 	return packettest.Build(packettest.IP{Src: s.Addr(), Dst: d.Addr()}, packettest.TCP{SrcPort: s.Port(), DstPort: d.Port(), Flags: flags})
 }
 
-// out and in send a packet that must pass, and return its source and destination after
-// translation.
+// out sends a packet to the tunnel, which must pass, and returns its source and destination after
+// translation. in does that for a packet from the tunnel.
 func out(t testing.TB, e *Engine, b []byte, now tick) (src, dst netip.AddrPort) {
 	t.Helper()
 	return pass(t, e, Outbound, b, now)
@@ -147,7 +147,7 @@ func TestRuleChangeEndsForbiddenFlows(t *testing.T) {
 	}
 }
 
-// A goroutine may process a packet with the old table after the new rules are published.
+// A goroutine that has loaded the old table may use it after the new rules are published.
 func TestAPacketInFlightCannotBypassNewRules(t *testing.T) {
 	e := newEngine(t, Config{}, peerB())
 	old := e.rules.Load()
@@ -164,8 +164,8 @@ func TestAPacketInFlightCannotBypassNewRules(t *testing.T) {
 	}
 }
 
-// At the pod both addresses have the same tuple. A client that uses them one after the other
-// from one port has two flows with equal tuples there.
+// A client can reach a mapped pod by the pod's own address and by the mapped one. At the pod,
+// packets to either address have the same tuple if they come from the same port.
 func TestMappedPodRepliesFromTheAddressThatTheClientUsedLast(t *testing.T) {
 	p := peerSix()
 	p.Endpoints = append(p.Endpoints, Endpoint{ip("10.244.3.3"), ip("10.247.0.33")}, Endpoint{ip("fd44::3"), ip("fd47::33")})
@@ -188,7 +188,7 @@ func TestMappedPodRepliesFromTheAddressThatTheClientUsedLast(t *testing.T) {
 		{"[fd71::5]:4000", "[fd44::3]:80", "[fd46::3]:80", "[fd47::33]:80"},
 	} {
 		type step struct {
-			to     bool // the direct or the mapped address
+			to     bool // destination: direct or mapped
 			packet func(from, to string) []byte
 		}
 		for name, c := range map[string]struct {
@@ -301,8 +301,8 @@ func allAnswered(e *Engine) {
 	e.Peers()[0].flows.each(func(_ uint32, f *entry, _ uint64) { f.word.Or(stateSeen) })
 }
 
-// A pod of ours that forges sources looks like many hosts. The flows of the ports that it
-// takes are never answered.
+// A pod of ours that forges sources can take all ports, because it looks like many hosts. But none
+// of its flows is ever answered.
 func TestNewMappingTakesThePortOfTheOldestHalfOpenFlow(t *testing.T) {
 	e := newEngine(t, Config{}, peer46(), peerC())
 	answered := established(t, e, "192.168.1.1:4000", "10.71.0.5:443", 0)
@@ -310,7 +310,7 @@ func TestNewMappingTakesThePortOfTheOldestHalfOpenFlow(t *testing.T) {
 	in(t, e, udp("10.71.0.5:53", spoken.String()), 0)
 	out(t, e, tcp("192.168.1.1:4001", "10.71.0.5:443", packettest.SYN), 0) // half-open, of another class
 	out(t, e, udp("[fd01::1]:4000", "[fd71::5]:53"), 0)                    // of another family
-	in(t, e, udp("10.71.0.5:4000", "10.247.0.9:80"), 0)                    // without a port at the NAPT address; all three are older than the flood
+	in(t, e, udp("10.71.0.5:4000", "10.247.0.9:80"), 0)                    // without a port at the NAPT address; like the two flows above, older than the flood
 	b := e.Peers()[0]
 	var v packet.View
 	tmpl := udp("192.168.1.1:4000", "10.71.0.5:53")
@@ -345,15 +345,15 @@ func TestNewMappingTakesThePortOfTheOldestHalfOpenFlow(t *testing.T) {
 	endpoint, _ := out(t, e, udp("192.168.7.7:80", "10.71.0.5:4000"), 0)
 	wantEnd(t, endpoint, "10.247.0.9:80")
 	e.checkTables(t)
-	// A well-known port may be replaced by a port of either range, a user port never by a
-	// well-known one.
+	// An inside host with a well-known port may get a port of either range. One with a user port
+	// must get a user port.
 	low, _ := out(t, e, udp("192.168.1.3:53", "10.71.0.5:53"), 0)
 	wantEnd(t, low, "10.246.0.0:53")
 	allAnswered(e)
 	refused(t, e, Outbound, udp("192.168.1.4:4000", "10.71.0.5:53"), 0, DropPortsExhausted)
 }
 
-// A mapping with several flows becomes free when all of them have ended.
+// The port of a mapping with several flows becomes free when all of these flows have ended.
 func TestEvictionContinuesUntilAPortIsFree(t *testing.T) {
 	e := newEngine(t, Config{MaxFlowsPerHost: 1 << 20}, peerB())
 	var v packet.View
@@ -437,7 +437,7 @@ func TestWellKnownPortGetsAUserPortWhenItsRangeIsFull(t *testing.T) {
 	}
 }
 
-// Exactly one port is free, and every search range must find it.
+// Exactly one port is free, and a search from any start must find it.
 func TestScanFindsEveryFreePort(t *testing.T) {
 	for free := range 300 {
 		var s portSet
@@ -624,8 +624,8 @@ func TestTCPFlowsEndAfterTheTimeoutOfTheirState(t *testing.T) { // RFC 5382, REQ
 	}
 }
 
-// An answer could disturb a simultaneous open. The open succeeds when the peer sends its SYN
-// again (RFC 5382, REQ-4).
+// An answer could make the peer give up a simultaneous open. Without one, the peer sends its SYN
+// again, and the open succeeds (RFC 5382, REQ-4).
 func TestUnsolicitedSYNIsDroppedSilently(t *testing.T) {
 	e := newEngine(t, Config{}, peerB())
 	refused(t, e, Inbound, tcp("10.71.0.5:80", "10.246.0.0:4000", packettest.SYN), 0, DropNoFlow)
@@ -634,8 +634,8 @@ func TestUnsolicitedSYNIsDroppedSilently(t *testing.T) {
 	wantEnd(t, dst, "192.168.1.1:4000")
 }
 
-// After a restart of the engine, the inside host opens the flow again, with the same port if
-// that is free.
+// After a restart of the engine, the next segment of the inside host opens the flow again. The flow
+// gets the same port if that is free.
 func TestConnectionContinuesAfterItsFlowIsLost(t *testing.T) {
 	e := newEngine(t, Config{}, peerB())
 	refused(t, e, Inbound, tcp("10.71.0.5:80", "10.246.0.0:4000", packettest.ACK), 0, DropNoFlow)
@@ -648,13 +648,13 @@ func TestConnectionContinuesAfterItsFlowIsLost(t *testing.T) {
 	}
 }
 
-// A gateway that has lost its flows must not send packets of a mapped endpoint from the NAPT
-// address in mid-connection. The client would answer with a RST to that address, which would
-// be translated back into the connection.
+// After the loss of the flow, the endpoint's next segment must not leave with the NAPT address as
+// its source. The client would answer that with a RST to the NAPT address, and NAPT would translate
+// the RST into one that ends the endpoint's connection.
 func TestMappedEndpointKeepsItsConnectionAfterTheFlowIsLost(t *testing.T) {
 	const client, seen, real = "10.71.0.5:4000", "10.247.0.9:80", "192.168.7.7:80"
 	for _, flags := range []uint8{packettest.ACK, packettest.ACK | packettest.PSH, packettest.SYN | packettest.ACK, packettest.FIN | packettest.ACK, 0} {
-		e := newEngine(t, Config{}, peerB()) // without any flow
+		e := newEngine(t, Config{}, peerB()) // a new engine without the flow
 		refused(t, e, Outbound, tcp(real, client, flags), 0, DropNoFlow)
 		if s := e.Stats(); s.Flows != 0 {
 			t.Fatalf("flags %#x: %d flows", flags, s.Flows)

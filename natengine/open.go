@@ -18,7 +18,7 @@ type opening struct {
 	room          room
 }
 
-// open adds the flow that the packet begins. k is the packet's tuple, and the address other
+// open adds the flow that the packet begins. k is the packet's tuple, and other is the address that
 // replaces our end. If another packet has opened the flow in the meantime, open returns that flow.
 func (c *translation) open(kind flowKind, k *key, other addr) (match, Drop) {
 	o := opening{
@@ -42,9 +42,9 @@ func (c *translation) open(kind flowKind, k *key, other addr) (match, Drop) {
 	return f, drop
 }
 
-// enter adds the flow to the table; Engine.total already counts it. opened is false if the
-// flow existed. If only another peer can make room, enter undoes its work and returns
-// DropFlowTableFull.
+// enter adds the flow to the table; Engine.total already counts it. opened is false if the flow
+// existed. If only the eviction of another peer's flow can make room, enter undoes its work and
+// returns DropFlowTableFull.
 func (o *opening) enter() (f match, opened bool, drop Drop) {
 	r, t := o.r.rule, &o.r.peer.flows
 	t.mu.Lock()
@@ -53,20 +53,20 @@ func (o *opening) enter() (f match, opened bool, drop Drop) {
 		return f, false, DropNoFlow // the rules have just changed
 	}
 	room := o.room
-	var late []uint32 // expired flows in the way, which a trace leaves in the table
+	var stale []uint32 // expired flows with a tuple of the new one, which a trace leaves in the table
 	if f, ok := t.find(o.dir, o.k); ok {
 		if !f.expired(&o.e.lifetimes, o.now) {
 			o.tr.known(&f)
 			return f, false, DropNone
 		}
 		room = roomFree // the flow replaces the expired one
-		late = o.expire(&f, late)
+		stale = o.expire(&f, stale)
 	}
 	port := o.k.nearPort(o.dir)
 	if o.kind == endpointFlow || o.class == noPorts {
-		// Another flow may have the tuple of the replies: a flow that the endpoint itself began,
-		// or behind the NAPT address the flow of another host that uses the same protocol
-		// towards the same remote address.
+		// Another flow may have the tuple of the replies. It may be a flow that the endpoint itself
+		// began. Behind the NAPT address, it may be the flow of another host that uses the same
+		// protocol towards the same remote address.
 		back := keyOf(1-o.dir, o.other, o.far, protoOf(o.k.word), port, o.k.remotePort())
 		if f, ok := t.find(1-o.dir, &back); ok {
 			if !f.expired(&o.e.lifetimes, o.now) {
@@ -76,20 +76,20 @@ func (o *opening) enter() (f match, opened bool, drop Drop) {
 				return match{}, false, DropProtocol
 			}
 			room = roomFree
-			late = o.expire(&f, late)
+			stale = o.expire(&f, stale)
 		}
 	}
 	quota := r.peer.quota.Load()
 	if o.tr != nil {
-		f, drop = o.preview(t, room, quota, late)
+		f, drop = o.preview(t, room, quota, stale)
 		return f, false, drop
 	}
 	hosts := &t.hosts[o.kind]
 	h := hosts.hold(o.owner)
 	family, mappedPort := o.local.family(), port
 	hasPort := o.kind == naptFlow && o.class != noPorts
-	// Each eviction also frees an entry for the new flow. The host's own flow is evicted first,
-	// so that a host at its bound takes no port from other hosts.
+	// Each eviction also frees an entry for the new flow. A host at its quota first loses a flow of
+	// its own, so that it does not take a port from other hosts.
 	evicted := false
 	if hosts.at(h).flows > hosts.quota {
 		if evicted = t.evict(hosts.at(h)); !evicted {
@@ -126,25 +126,25 @@ func (o *opening) enter() (f match, opened bool, drop Drop) {
 	return f, true, DropNone
 }
 
-// expire removes an expired flow that has a tuple of the new flow. With a trace, it leaves the
-// expired flow in the table and adds it to the list late.
-func (o *opening) expire(f *match, late []uint32) []uint32 {
+// expire removes an expired flow that has a tuple of the new flow. For a trace, it leaves the flow
+// in the table and only appends it to stale.
+func (o *opening) expire(f *match, stale []uint32) []uint32 {
 	if o.tr == nil {
 		t := &o.r.peer.flows
 		t.remove(f.index, FlowExpired)
 		t.expired.Add(1)
 		return nil
 	}
-	if slices.Contains(late, f.index) {
-		return late // both of its tuples are in the way
+	if slices.Contains(stale, f.index) {
+		return stale // it has both tuples of the new flow
 	}
-	return append(late, f.index)
+	return append(stale, f.index)
 }
 
-// begins returns DropNone for a packet that may open a flow: a TCP segment without RST, an
-// ICMP request, or any packet of another protocol. A TCP segment in mid-connection may open
-// one, so that connections survive the loss of the table if their port can be kept. flowOut
-// demands more of mapped endpoints.
+// begins returns DropNone for a packet that may open a flow: a TCP segment without RST, an ICMP
+// request, or any packet of another protocol. A TCP segment need not be a SYN, so that connections
+// survive the loss of the table if they can keep their port. For packets of a mapped endpoint,
+// flowOut has a further condition.
 func begins(v *packet.View) Drop {
 	switch classOf(v.Proto(), v.Is4()) {
 	case tcpPorts:
@@ -155,7 +155,7 @@ func begins(v *packet.View) Drop {
 		if !v.IsICMPQuery() {
 			return DropProtocol
 		}
-		if _, isQuery := query(v.ICMPType()); !isQuery {
+		if _, isRequest := query(v.ICMPType()); !isRequest {
 			return DropNoFlow
 		}
 	}

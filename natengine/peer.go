@@ -5,9 +5,9 @@ import (
 	"sync/atomic"
 )
 
-// PeerState is the engine's state of one peer: flows, held fragments and counters. There is
-// one per peer ID. It survives rule changes until the peer is removed. All methods may be
-// called concurrently.
+// PeerState is the engine's state of one peer: flows, held fragments and counters. Each peer ID has
+// one PeerState, which survives rule changes until the peer is removed. All methods may be called
+// concurrently.
 type PeerState struct {
 	id    string
 	down  atomic.Bool

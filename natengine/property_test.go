@@ -24,7 +24,7 @@ type world struct {
 	rng         *rand.Rand
 	is4         bool
 	peers       []natengine.Peer
-	near, far   []netip.Addr // our addresses, addresses of peers
+	near, far   []netip.Addr // near are our addresses, far those of peers
 	nearAtPeers []netip.Addr // our addresses as peers see them
 }
 
@@ -60,7 +60,7 @@ func (w *world) in(p netip.Prefix) netip.Addr {
 	}
 }
 
-// bits returns a random prefix length; short and long ones occur too.
+// bits returns a random prefix length, sometimes a very short or long one.
 func (w *world) bits() int {
 	if w.is4 {
 		return 1 + w.rng.IntN(32)
@@ -201,7 +201,7 @@ func (w *world) header(src, dst netip.Addr) packettest.IP {
 	return h
 }
 
-// about returns an ICMP error that quotes a forwarded packet, cut somewhere.
+// about returns an ICMP error that quotes a random part of a forwarded packet.
 func (w *world) about(quote []byte, src, dst netip.Addr) []byte {
 	header := 20
 	kinds := []uint8{3, 3, 3, 11, 12, 4, 5}
@@ -293,9 +293,9 @@ func (w *world) converse(t *testing.T, e *natengine.Engine, r *reference, n int)
 	return seen
 }
 
-// Engine and reference are compared over random rules and random packets: all four
-// combinations of remapping, masks that differ between the two sides, coinciding ranges, both
-// families.
+// Engine and reference get the same random rules and random packets and must agree. The rules
+// include all four combinations of remapping, masks that differ between the two sides, coinciding
+// ranges and both families.
 func TestEngineAgreesWithReference(t *testing.T) {
 	for _, self := range []netip.Addr{netip.MustParseAddr("169.254.0.1"), netip.MustParseAddr("fd00::1")} {
 		t.Run(map[bool]string{true: "IPv4", false: "IPv6"}[self.Is4()], func(t *testing.T) {

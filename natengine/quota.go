@@ -7,9 +7,9 @@ import (
 	"unsafe"
 )
 
-// hostTable counts the flows of each host of one peer and orders them for eviction. The table
-// for NAPT flows has our hosts, the table for flows to mapped endpoints has the peer's. A host
-// is in the table as long as it has a flow. The flow table's mutex guards all fields.
+// hostTable counts the flows of each host of one peer and orders them for eviction. The table for
+// NAPT flows has our hosts, the table for flows to mapped endpoints has the peer's. A host without
+// a flow is not in the table. The flow table's mutex guards all fields.
 type hostTable struct {
 	flows   *flowTable
 	kind    flowKind
@@ -19,12 +19,12 @@ type hostTable struct {
 	live    int
 	free    uint32
 	quota   uint32 // maximum number of flows of a host
-	full    int    // hosts at the quota, among those with numbers up to counted
+	full    int    // number of hosts at the quota, among the hosts with numbers up to counted
 	counted uint32 // last host that full includes; math.MaxUint32 for all; see setHostQuota
 }
 
 // A host keeps its flows in a list: first those in the eviction queue, oldest first, then the
-// others. The host's address is not stored, but read from the first flow.
+// others. The host's address is that of the first flow; host does not store it again.
 type host struct {
 	flows  uint32
 	head   uint32 // first flow of the list; its link prev leads to the last flow
@@ -63,8 +63,8 @@ func (t *hostTable) find(a addr) uint32 {
 	return i
 }
 
-// hold adds a flow to the count of a host. The caller must check the quota. Before it looks up
-// another host, it must enter the flow into the host's list or release it.
+// hold adds a flow to the count of a host. The caller must check the quota. Before the table looks
+// up another host, the caller must enter the flow into the host's list or call release.
 func (t *hostTable) hold(a addr) (number uint32) {
 	if number = t.find(a); number == 0 {
 		if number = t.free; number != 0 {
@@ -100,22 +100,22 @@ func (t *hostTable) release(number uint32, a addr) {
 
 func (t *hostTable) link(i uint32) *link { return t.flows.link(i, queueOfHost) }
 
-// enter adds flow i to the list of its host. A flow that waits for eviction is added behind
-// the others in the eviction queue, any other flow at the end.
-func (t *hostTable) enter(h *host, i uint32, waits bool) {
+// enter adds flow i to the list of its host. A queued flow becomes the last flow of the eviction
+// queue, any other flow the last of the whole list.
+func (t *hostTable) enter(h *host, i uint32, queued bool) {
 	l, number := t.link(i), i+1
 	after := h.queued
 	switch {
 	case h.head == 0:
 		*l = link{prev: number}
 		h.head = number
-	case waits && after == 0:
+	case queued && after == 0:
 		first := t.link(h.head - 1)
 		*l = link{prev: first.prev, next: h.head}
 		first.prev, h.head = number, number
 	default:
 		first := t.link(h.head - 1)
-		if !waits {
+		if !queued {
 			after = first.prev
 		}
 		before := t.link(after - 1)
@@ -126,7 +126,7 @@ func (t *hostTable) enter(h *host, i uint32, waits bool) {
 		}
 		first.prev = number
 	}
-	if waits {
+	if queued {
 		h.queued = number
 	}
 }
@@ -160,8 +160,8 @@ func (t *hostTable) setQuota(quota uint32) {
 	}
 }
 
-// count counts some more of the hosts that have reached the quota. setQuota restarts this count.
-// count returns true if hosts are left to count.
+// count examines some more hosts and counts those that have reached the quota. setQuota restarts
+// this count. count returns true if there are more hosts to examine.
 func (t *hostTable) count() (more bool) {
 	for range hostsAtOnce {
 		if t.counted >= t.hosts.used {
@@ -175,7 +175,8 @@ func (t *hostTable) count() (more bool) {
 	return true
 }
 
-// hostsAtOnce is the number of hosts that are counted while new flows of the peer wait: 30 µs.
+// hostsAtOnce is the number of hosts that count examines while new flows of the peer wait: 30 µs of
+// work.
 const hostsAtOnce = 1 << 13
 
 func (t *hostTable) bytes() int {
@@ -195,9 +196,9 @@ const (
 
 type queue struct{ head, tail uint32 }
 
-// A peer has, for each family, one queue for ICMP queries, and one for each range of TCP ports
-// and of UDP ports at the NAPT address. One more queue is for flows without such a port. Of
-// two flows in different queues, order shows which has waited longer.
+// For each family, a peer has one queue for ICMP queries, and one for each range of the TCP and UDP
+// ports at the NAPT address. The last queue is for flows without such a port. Among flows of
+// different queues, flowTable.order shows which has waited longest.
 const (
 	withoutPort   = 4 * int(noPorts)
 	waitingQueues = withoutPort + 1
@@ -215,8 +216,8 @@ func waitingIn(class portClass, family int, r portRange) int {
 	return (family*int(noPorts)+int(class))*2 + int(r)
 }
 
-// waitingFor returns the queues of flows whose ports could be mapped to an inside port; see
-// portSet.choose.
+// waitingFor returns the queues with the flows whose ports portSet.choose may pick for an inside
+// port.
 func waitingFor(class portClass, family int, port uint16) waitingSet {
 	set := waitingSet(1) << waitingIn(class, family, user)
 	if rangeOf(port) == wellKnown {
@@ -248,9 +249,9 @@ func (t *flowTable) longest(heads *[waitingQueues]uint32) int {
 	return found
 }
 
-// heads returns the flows among which longest chooses. For a host h, that is only the host's flow
-// that has waited longest. If h is nil, they are the first flows of the peer's queues in the set.
-// The caller holds mu.
+// heads returns the flows among which longest chooses. If h is nil, these are the first flows of
+// the peer's queues in set. For a host h, it is only the host's flow that has waited longest. The
+// caller holds mu.
 func (t *flowTable) heads(h *host, set waitingSet) (heads [waitingQueues]uint32) {
 	if h != nil {
 		if h.queued != 0 {
@@ -334,8 +335,8 @@ func (t *flowTable) dequeue(i uint32, ended bool) {
 	}
 }
 
-// requeue enqueues a flow that is half-open and dequeues one that is not. So closed
-// connections can be evicted again. The caller holds mu.
+// requeue enqueues a flow that is half-open, such as a closed connection, and dequeues one that is
+// not. The caller holds mu.
 func (t *flowTable) requeue(i uint32, word uint64) {
 	switch queued := word&stateQueued != 0; {
 	case halfOpen(word) && !queued:
@@ -354,9 +355,9 @@ const evictSteps = 32
 // holds mu.
 func (t *flowTable) evict(h *host) bool { return t.evictFrom(h, allWaiting) }
 
-// evictPort removes the peer's oldest half-open flow among those whose port could be mapped to
-// the given inside port. The removed flow's port is then free, unless other flows share it. The
-// caller holds mu.
+// evictPort removes the peer's oldest half-open flow among those whose ports portSet.choose may
+// pick for the given inside port. The removed flow's port is then free, unless other flows share
+// it. The caller holds mu.
 func (t *flowTable) evictPort(class portClass, family int, port uint16) bool {
 	return t.evictFrom(nil, waitingFor(class, family, port))
 }
@@ -379,15 +380,15 @@ func (t *flowTable) evictFrom(h *host, set waitingSet) bool {
 	return false
 }
 
-// evictable reports whether evictFrom would find a flow if the flows in late were already
-// removed. The caller holds mu.
-func (t *flowTable) evictable(h *host, set waitingSet, late []uint32) bool {
+// evictable reports whether evictFrom would find a flow if the flows in stale were already removed.
+// The caller holds mu.
+func (t *flowTable) evictable(h *host, set waitingSet, stale []uint32) bool {
 	which := queueOfPeer
 	if h != nil {
 		which = queueOfHost
 	}
 	heads := t.heads(h, set)
-	for range evictSteps + len(late) {
+	for range evictSteps + len(stale) {
 		i := t.longest(&heads)
 		if i < 0 {
 			break
@@ -397,7 +398,7 @@ func (t *flowTable) evictable(h *host, set waitingSet, late []uint32) bool {
 		if word&stateQueued == 0 {
 			break
 		}
-		if halfOpen(word) && !slices.Contains(late, at-1) {
+		if halfOpen(word) && !slices.Contains(stale, at-1) {
 			return true
 		}
 		heads[i] = t.link(at-1, which).next
@@ -420,14 +421,14 @@ func (c *Config) quotas(n int) (share, peer, host int) {
 	return share, peer, min(host, peer)
 }
 
-// Bounds of the default for MaxFlowsPerHost. The upper bound is a quarter of the ports of a
-// protocol, so that no host can take all ports.
+// Range of the default of MaxFlowsPerHost. The upper bound is a quarter of the ports of a protocol,
+// so that no host can take all ports.
 const (
 	minHostQuota = 1 << 10
 	maxHostQuota = 1 << 14
 )
 
-// room is the way to get an entry for a new flow.
+// room says how a new flow gets an entry.
 type room uint8
 
 const (
@@ -436,11 +437,11 @@ const (
 	roomOwn                   // evict a flow of the same peer
 )
 
-// reserve counts a new flow of p against MaxFlows. The caller must undo the count if the flow
-// is not opened. If dry is set, reserve counts nothing.
-func (e *Engine) reserve(p *PeerState, dry bool) room {
+// reserve counts a new flow of p against MaxFlows. If the flow is not opened, the caller must undo
+// the count. With dryRun, reserve counts nothing.
+func (e *Engine) reserve(p *PeerState, dryRun bool) room {
 	n := e.total.Load() + 1
-	if !dry {
+	if !dryRun {
 		n = e.total.Add(1)
 	}
 	switch {
@@ -453,17 +454,17 @@ func (e *Engine) reserve(p *PeerState, dry bool) room {
 }
 
 // displace ends a half-open flow of a peer above its share in favour of p, which is below its
-// share. If dry is set, it only reports whether there is such a flow. The caller must hold no
-// peer's mu, because displace locks the mu of another peer.
-func (e *Engine) displace(p *PeerState, dry bool) bool {
+// share. With dryRun, it only reports whether there is such a flow. The caller must hold no peer's
+// mu, because displace locks the mu of another peer.
+func (e *Engine) displace(p *PeerState, dryRun bool) bool {
 	share := e.share.Load()
 	rules := e.rules.Load().rules
 	// A flood usually continues, so the peer that yielded last is tried first.
 	first := int(e.yielded.Load())
 	for i := range rules {
 		at := (first + i) % len(rules)
-		if other := rules[at].peer; other != p && other.flows.live.Load() > share && other.flows.yield(dry) {
-			if !dry {
+		if other := rules[at].peer; other != p && other.flows.live.Load() > share && other.flows.yield(dryRun) {
+			if !dryRun {
 				e.yielded.Store(uint32(at))
 			}
 			return true
@@ -472,21 +473,21 @@ func (e *Engine) displace(p *PeerState, dry bool) bool {
 	return false
 }
 
-// yield ends the oldest half-open flow in favour of another peer. If dry is set, it only
-// reports whether there is such a flow.
-func (t *flowTable) yield(dry bool) bool {
+// yield ends the oldest half-open flow in favour of another peer. With dryRun, it only reports
+// whether there is such a flow.
+func (t *flowTable) yield(dryRun bool) bool {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	if dry {
+	if dryRun {
 		return t.evictable(nil, allWaiting, nil)
 	}
 	return t.evict(nil)
 }
 
-// setHostQuota sets the quota of hosts, with immediate effect. Before it returns, it counts
-// the hosts that have reached the quota. It does so in steps, because new flows need the lock.
-// between is called after each step, without the lock.
-func (p *PeerState) setHostQuota(quota uint32, between func()) {
+// setHostQuota sets the quota of hosts, with immediate effect. Before it returns, it counts the
+// hosts that have reached the quota. It does so in steps, because new flows need the lock. After
+// each step it calls pause, without the lock.
+func (p *PeerState) setHostQuota(quota uint32, pause func()) {
 	t := &p.flows
 	for kind := range t.hosts {
 		hosts := &t.hosts[kind]
@@ -494,7 +495,7 @@ func (p *PeerState) setHostQuota(quota uint32, between func()) {
 		hosts.setQuota(quota)
 		for hosts.count() {
 			t.mu.Unlock()
-			between()
+			pause()
 			t.mu.Lock()
 		}
 		t.mu.Unlock()

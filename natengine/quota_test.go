@@ -46,8 +46,8 @@ func TestRemoteHostsHaveAQuota(t *testing.T) {
 	}
 	refused(t, e, Inbound, udp("10.71.0.5:3", "10.247.0.9:80"), 0, DropHostQuota)
 	in(t, e, udp("10.71.0.6:3", "10.247.0.9:80"), 0)
-	// The endpoint only answered the flows of others. It may open flows, with a quota of its
-	// own.
+	// Until now the endpoint has only answered flows, which count for the peer's hosts. It may
+	// still open as many flows as its own quota permits.
 	out(t, e, udp("192.168.7.7:9", "10.71.0.5:9"), 0)
 	if s := e.Stats().Peers[0]; s.Hosts != 3 || s.HostsAtQuota != 1 {
 		t.Errorf("%+v", s)
@@ -129,8 +129,8 @@ func TestLowerQuotaTakesEffectForNewFlows(t *testing.T) {
 	e.checkTables(t)
 }
 
-// Between the steps the lock must be free, and flows that open and end meanwhile must be
-// counted once.
+// Between the steps the lock must be free. A flow that opens or ends between two steps must be
+// counted correctly.
 func TestHostsAreCountedInStepsWhenTheirQuotaChanges(t *testing.T) {
 	const hosts = 3 * hostsAtOnce
 	e := newEngine(t, Config{MaxFlows: 4 * hosts, MaxFlowsPerHost: 3}, peerC())
@@ -181,7 +181,7 @@ func TestPeerBelowItsShareEvictsAFlowOfAPeerAboveItsShare(t *testing.T) {
 	for i := range 60 {
 		out(t, e, udp(fmt.Sprintf("192.168.2.1:%d", 1000+i), "10.71.0.5:53"), 0)
 	}
-	s := e.Stats() // b is at its share; beyond that it must evict its own flows, as c must
+	s := e.Stats() // b has reached its share; for a further flow it must evict one of its own, and so must c
 	if s.Flows != 100 || s.Peers[0].Flows != 50 || s.Peers[0].Evicted != 10 || s.Peers[1].Flows != 50 {
 		t.Errorf("%+v", s)
 	}
@@ -224,7 +224,7 @@ func TestMaxFlowsIsNeverExceeded(t *testing.T) {
 				one, two := e.Peers()[0], e.Peers()[1]
 				n, rest := one.flows.live.Load(), two.flows.live.Load()
 				if one.flows.live.Load() != n {
-					continue // not a snapshot of one instant: one peer may have shrunk after it was read, and two have grown
+					continue // Stats reads the peers one after the other, so the sum may exceed the bound
 				}
 				if n += rest; n > bound+4 {
 					t.Errorf("%d flows", n)

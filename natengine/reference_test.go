@@ -12,19 +12,19 @@ import (
 	"github.com/isthmus-net/isthmus/packet/packettest"
 )
 
-// reference is a second implementation of the engine, slow and simple, with maps and netip. It
-// was written from docs/liqo-v0.md (section 7) and the RFCs, and shares no line with the
-// engine. It returns the expected outcome for a packet. If the engine may choose the port of a
-// new NAPT flow, the reference checks that the port is allowed, and then uses it.
+// reference is a second implementation of the engine, slow and simple, with maps and netip. It was
+// written from docs/liqo-v0.md (section 7) and the RFCs, and shares no line with the engine. For
+// each packet it computes the expected outcome. Where the engine may choose the port of a new NAPT
+// flow, the reference checks that the port is allowed, and then uses the same port.
 type reference struct {
-	self     []netip.Addr
-	timeouts natengine.Timeouts
-	peers    []natengine.Peer
-	flows    []*refFlow                    // in the order in which they were opened; expired flows stay until sweep
-	room     func(*refFlow) natengine.Drop // reports whether the bounds admit one more flow; nil for no bounds
-	expired  func(*refFlow)                // called with each expired flow; may be nil
-	random   bool                          // Config.RandomPorts
-	lately   []*refFlow                    // flows that were evicted for the flow being opened
+	self        []netip.Addr
+	timeouts    natengine.Timeouts
+	peers       []natengine.Peer
+	flows       []*refFlow                    // in the order of opening; an expired flow stays until sweep removes it
+	room        func(*refFlow) natengine.Drop // DropNone if the bounds admit one more flow; nil for no bounds
+	expired     func(*refFlow)                // called with each expired flow; may be nil
+	random      bool                          // Config.RandomPorts
+	justEvicted []*refFlow                    // flows that were evicted for the flow being opened
 }
 
 type refFlow struct {
@@ -36,7 +36,7 @@ type refFlow struct {
 	seen                  time.Duration
 	acked, finished       map[natengine.Direction]bool
 	reset                 bool
-	settled               bool // was established at some time
+	settled               bool // the flow was established at some time
 }
 
 // refQuery distinguishes the ICMP queries of one identifier by the type of the request and by
@@ -51,8 +51,8 @@ var noQuery = refQuery{request: 255}
 
 var requests = map[uint8]uint8{0: 8, 8: 8, 14: 13, 13: 13, 16: 15, 15: 15, 18: 17, 17: 17, 129: 128, 128: 128}
 
-// queryOf returns the query that a packet of direction dir belongs to. For other protocols it
-// is zero.
+// queryOf returns the ICMP query that a packet of direction dir belongs to, or zero for a packet of
+// another protocol.
 func queryOf(p packettest.Packet, dir natengine.Direction) refQuery {
 	switch {
 	case !isICMP(p):
@@ -172,8 +172,8 @@ func isRequest(p packettest.Packet) bool {
 	return isQuery(p) && (p.Type == 8 || p.Type == 13 || p.Type == 15 || p.Type == 17 || p.Type == 128)
 }
 
-// hasPorts reports whether packets of several hosts can be distinguished behind one address:
-// TCP, UDP and ICMP queries.
+// hasPorts reports whether p has a port or identifier, by which NAPT distinguishes hosts: TCP, UDP
+// and ICMP.
 func hasPorts(p packettest.Packet) bool { return p.Proto == 6 || p.Proto == 17 || isICMP(p) }
 
 // tuple returns our end and the peer's end of a packet.
@@ -262,8 +262,8 @@ func (r *reference) pass(f *refFlow, dir natengine.Direction, p packettest.Packe
 	return o
 }
 
-// open adds the flow that a packet of direction dir opens, if there is room. If another flow
-// has the other tuple of the new flow, it returns clash.
+// open adds the flow that a packet of direction dir opens, if there is room. If another flow has
+// the tuple of the new flow's replies, open returns clash.
 func (r *reference) open(f *refFlow, dir natengine.Direction, clash natengine.Drop, now time.Duration) natengine.Drop {
 	tuples := []natengine.Direction{dir}
 	if clash != natengine.DropNone {
@@ -379,8 +379,8 @@ func (r *reference) learn(f *refFlow, port uint16) error {
 	want := f.local.Port()
 	icmp := f.proto == 1 || f.proto == 58
 	taken := false
-	for _, g := range slices.Concat(r.flows, r.lately) {
-		gone := slices.Contains(r.lately, g) // the port of an evicted flow may be in use or free
+	for _, g := range slices.Concat(r.flows, r.justEvicted) {
+		gone := slices.Contains(r.justEvicted, g) // the port of an evicted flow may be in use or free
 		if g == f || g.endpoint || g.peer != f.peer || g.proto != f.proto || g.mapped.Addr() != f.mapped.Addr() {
 			continue
 		}
@@ -465,8 +465,8 @@ func (r *reference) inbound(p packettest.Packet, now time.Duration) outcome {
 	return r.pass(f, natengine.Inbound, p, now)
 }
 
-// leave ends a client's flow to the mapped address of a pod, because the client now uses the
-// pod's own address.
+// leave ends the flow of a client to the mapped address of pod, if the client's packet p to the
+// pod's own address has the same ports.
 func (r *reference) leave(peer natengine.Peer, p packettest.Packet, pod netip.Addr, now time.Duration) {
 	near, remote := tuple(p, natengine.Inbound)
 	f := r.find(peer.ID, p.Proto, queryOf(p, natengine.Inbound), natengine.Outbound, netip.AddrPortFrom(pod, near.Port()), remote, now)
@@ -585,8 +585,8 @@ func (r *reference) outboundError(peer natengine.Peer, p packettest.Packet, now 
 	return o
 }
 
-// judge compares the engine's result with the expected outcome: the verdict, our end, and that
-// nothing else has changed.
+// judge compares the engine's result with the expected outcome. It checks the verdict and our end,
+// and that nothing else has changed.
 func (r *reference) judge(dir natengine.Direction, in, out []byte, v natengine.Verdict, now time.Duration) error {
 	p := packettest.MustDecode(in)
 	var want outcome

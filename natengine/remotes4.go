@@ -6,19 +6,20 @@ import (
 	"slices"
 )
 
-// remotes4 finds the remote of an IPv4 address in one to three loads: by 16 bits, by 8 more
-// for prefixes longer than /16, and by 8 more for prefixes longer than /24. bart, which
-// compile uses, would also work, but remotes4 makes Outbound a third faster. Remote prefixes
-// never overlap, so no longest-prefix match is needed.
+// remotes4 finds the remote of an IPv4 address in one to three loads. The first load uses 16 bits
+// of the address, the second 8 more if there are prefixes longer than /16, and the third the last 8
+// if there are prefixes longer than /24. It makes Outbound a third faster than bart, which
+// compile uses for the taken prefixes. Remote prefixes never overlap, so no longest-prefix match is
+// needed.
 type remotes4 struct {
-	root    [1 << 16]uint16 // index in remotes, 0 for none; or deeper | index in nodes
+	root    [1 << 16]uint16 // by the first 16 bits: index in remotes, 0 for none; or deeper | index in nodes
 	nodes   [][256]uint16
 	remotes []*remote // the first is nil
 	free    []uint16  // indexes in remotes that are no longer in use; insert takes the last
-	removed int       // networks removed since the table was made; their nodes may be empty
+	removed int       // number of networks removed since the table was made; their nodes may be empty
 }
 
-const deeper = 1 << 15 // bounds IPv4 prefixes and nodes to 32,767 each; compile checks that
+const deeper = 1 << 15 // so at most 32,767 IPv4 prefixes and as many nodes; compile checks both bounds
 
 func (t *remotes4) lookup(a uint32) *remote { return t.remotes[t.number(a)] }
 
@@ -32,9 +33,9 @@ func (t *remotes4) number(a uint32) uint16 {
 	return x
 }
 
-// own gives t, a shallow copy of another table, its own memory, so that this many networks can
-// be inserted. It returns false and copies nothing if the nodes might run out, or if most of
-// them belong to removed networks. The caller then compiles a new table.
+// own gives t, a shallow copy of another table, its own memory, with room for the given number of
+// further networks. It returns false and copies nothing if there might be too few nodes, or if most
+// nodes belong to removed networks. The caller must then compile a new table.
 func (t *remotes4) own(networks int) bool {
 	if t.removed > len(t.remotes) || len(t.nodes)+2*networks >= deeper {
 		return false
@@ -54,7 +55,7 @@ func (t *remotes4) insert(p netip.Prefix, r *remote) {
 	t.fill(p, x)
 }
 
-// remove deletes an inserted network.
+// remove deletes a network, which must be in the table.
 func (t *remotes4) remove(p netip.Prefix) {
 	a4 := p.Addr().As4()
 	x := t.number(binary.BigEndian.Uint32(a4[:]))

@@ -39,7 +39,7 @@ func TestRFC4787_REQ3_NoPortIsOverloaded(t *testing.T) {
 	owner := map[string]string{}
 	for host := range 250 {
 		from := fmt.Sprintf("192.168.1.%d:4000", host)
-		seen := source(b.out(datagram(from, fmt.Sprintf("10.71.128.%d:53", host)))) // different destinations do not make the port reusable
+		seen := source(b.out(datagram(from, fmt.Sprintf("10.71.128.%d:53", host)))) // a flow to another destination must not share the port
 		if other := owner[seen]; other != "" {
 			t.Fatalf("%s is %s and %s", seen, other, from)
 		}
@@ -155,8 +155,9 @@ func TestRFC4787_REQ8_FilteringIsAddressAndPortDependent(t *testing.T) {
 	want(t, destination(b.in(datagram(theirOther+":54", seen))), node1+":4000")
 }
 
-// The addresses under which a peer sees us are valid only at that peer. Here they belong to no
-// host, neither as a destination nor, from the tunnel, as a source.
+// The addresses under which a peer sees us are valid only at that peer. On our side they belong to
+// no host. So a packet to such an address, or from such an address out of the tunnel, must be
+// dropped.
 func TestRFC4787_REQ9_HairpinIsRefused(t *testing.T) {
 	b := newBox(t, natengine.Config{})
 	seen := source(b.out(datagram(node1+":4000", theirPod+":53")))
@@ -182,8 +183,9 @@ func TestRFC4787_REQ10_PayloadsAreNotInspected(t *testing.T) {
 	}
 }
 
-// Four hosts must be mapped and filtered alike: the first host with a port, one that must get
-// another port, one at a full table and one after the rules changed.
+// Four hosts must be mapped and filtered alike: the first host with a port, a host that must get
+// another port, a host that opens its flow when the table is full, and a host after a change of the
+// rules.
 func TestRFC4787_REQ11_BehaviorIsTheSameUnderAllConditions(t *testing.T) {
 	b := newBox(t, natengine.Config{MaxFlows: 64})
 	classify := func(host string) {
@@ -253,8 +255,8 @@ func TestRFC4787_REQ12b_DestinationUnreachableIsTranslated(t *testing.T) {
 	}
 }
 
-// tooBig sends a packet of 1400 octets. It returns the packet and its translation, whose size
-// gateway/datapath compares with the path MTU.
+// tooBig sends a packet of 1400 octets. It returns the packet and its translation. gateway/datapath
+// compares the size of a translated packet with the path MTU.
 func tooBig(b *box, from string, df bool) (sent []byte, v packet.View) {
 	b.Helper()
 	f, to := netip.MustParseAddrPort(from), netip.MustParseAddrPort(theirPod+":53")

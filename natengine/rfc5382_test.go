@@ -94,8 +94,8 @@ func TestRFC5382_REQ3_FilteringIsAddressAndPortDependent(t *testing.T) {
 	}
 }
 
-// The drop must be silent, so that a simultaneous open can follow: our SYN, and then the
-// peer's SYN again.
+// The drop must be silent, so that a simultaneous open can still succeed. Here our SYN follows, and
+// then the peer sends its SYN again.
 func TestRFC5382_REQ4_UnsolicitedSYNIsDroppedSilently(t *testing.T) {
 	b := newBox(t, natengine.Config{})
 	for range 6 {

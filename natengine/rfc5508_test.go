@@ -54,7 +54,7 @@ func TestRFC5508_REQ2a_TimerIsConfigurable(t *testing.T) {
 	})
 }
 
-// quotation returns a box, and a packet of node1 as the peer received it from that box.
+// quotation returns a box and a packet that node1 sent through it, as the peer receives the packet.
 func quotation(t *testing.T) (b *box, sent []byte) {
 	b = newBox(t, natengine.Config{})
 	b.out(datagram(node2+":4000", theirPod+":53"))
@@ -125,8 +125,8 @@ func TestRFC5508_REQ4_InboundErrorIsTranslatedOrDropped(t *testing.T) {
 	before := b.stats()
 	for _, quote := range [][]byte{
 		datagram(natAddress+":4001", theirPod+":53"),                                                      // the mapping does not exist
-		datagram(natAddress+":4000", theirOther+":53"),                                                    // the mapping exists, but sent nothing to this destination
-		datagram(ourEndpoint+":80", theirPod+":4000"),                                                     // a mapped endpoint that sent nothing
+		datagram(natAddress+":4000", theirOther+":53"),                                                    // the mapping exists, but no packet went to this destination
+		datagram(ourEndpoint+":80", theirPod+":4000"),                                                     // the mapped endpoint has sent nothing
 		packettest.Fragments(datagram(natAddress+":4000", theirPod+":53", make([]byte, 64)...), 32, 1)[1], // a fragment without ports
 	} {
 		b.refuse(natengine.Inbound, about(theirPod, packettest.MustDecode(quote).Src.String(), 3, 3, quote), natengine.DropICMPError)
@@ -179,7 +179,7 @@ func TestRFC5508_REQ5_OutboundErrorIsTranslatedOrDropped(t *testing.T) {
 	}
 }
 
-// So the output of a traceroute through a gateway stays readable.
+// A traceroute through a gateway then shows a different address for each hop.
 func TestRFC5508_REQ5c_ErrorOfAnIntermediateNodeHasItsMappedOrTheNAPTAddress(t *testing.T) {
 	b := newBox(t, natengine.Config{})
 	probe := datagram(theirPod+":40000", "10.244.1.1:33434")
@@ -201,7 +201,7 @@ func TestRFC5508_REQ6_ErrorsNeitherRefreshNorEndAQuery(t *testing.T) {
 		for kind := range uint8(13) {
 			_, _ = b.judge(natengine.Inbound, about(theirPod, natAddress, kind, 0, ping(natAddress, theirPod, id)))
 		}
-		b.wait(-30 * time.Second) // so that the timeout counts from the request
+		b.wait(-30 * time.Second) // back to the time of the request, from which the timeout counts
 		return pong(theirPod, natAddress, id)
 	})
 }
@@ -249,8 +249,8 @@ func TestRFC5508_REQ11_OtherMessagesNeedA1To1Map(t *testing.T) {
 	}
 }
 
-// A query with identifier 0 opens a flow whose tuple equals that of a message without
-// identifier. The message must not match that flow.
+// A query with identifier 0 opens a flow. A message without identifier has the same tuple, but must
+// not match that flow.
 func TestRFC5508_REQ11_OtherMessagesMatchNoFlow(t *testing.T) {
 	for _, c := range []struct {
 		name, node, nat, peer string
@@ -281,8 +281,9 @@ func TestRFC5508_REQ11_OtherMessagesMatchNoFlow(t *testing.T) {
 	}
 }
 
-// Queries with one identifier must be distinguished by their type and by the side that sends
-// the request. This also applies to the queries of one host, which keep the same identifier.
+// The engine must distinguish queries with the same identifier by their type and by the side that
+// sends the request. It must do so even for two queries of one host, which both keep the
+// identifier.
 func TestRFC5508_REQ1_AReplyMatchesOnlyItsOwnRequest(t *testing.T) {
 	b := newBox(t, natengine.Config{})
 	b.out(ping(node2, theirPod, 7)) // so that the identifier must change

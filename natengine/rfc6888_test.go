@@ -33,8 +33,8 @@ func TestRFC6888_REQ4_OneHostCannotTakeAllPorts(t *testing.T) {
 	want(t, destination(b.in(datagram(theirPod+":53", seen))), node2+":4000")
 }
 
-// A port may be reused at once, because filtering is by address and port: late packets for the
-// previous user must not reach the new one.
+// A port may be reused at once, because filtering is by address and port. So late packets for the
+// previous user of the port do not reach the new one.
 func TestRFC6888_REQ8_APortMayBeReusedAtOnce(t *testing.T) {
 	b := newBox(t, natengine.Config{})
 	want(t, source(b.out(datagram(node1+":4000", theirPod+":53"))), natAddress+":4000")

@@ -9,8 +9,8 @@ import (
 	"github.com/isthmus-net/isthmus/packet/packettest"
 )
 
-// The test follows figure 1. It checks the state that each segment leads to, both in the
-// status and by the remaining time.
+// The test follows figure 1. After each segment it checks the state that Flows returns and the time
+// after which the flow ends.
 func TestRFC7857_2_TCPSessionsFollowTheStateDiagram(t *testing.T) {
 	for _, c := range []struct {
 		name  string
@@ -87,8 +87,8 @@ func TestRFC7857_2_2_AForgedRSTDoesNotEndTheConnection(t *testing.T) {
 	})
 }
 
-// The RFC allows several hosts to share a port towards different destinations.
-// Endpoint-independent mapping does not.
+// The RFC allows several hosts to share a port towards different destinations. The engine does not,
+// because its mapping is endpoint-independent.
 func TestRFC7857_3_PortsDoNotOverlap(t *testing.T) {
 	b := newBox(t, natengine.Config{})
 	first := source(b.out(datagram(node1+":4000", theirPod+":53")))
@@ -163,8 +163,8 @@ func TestRFC7857_7_1_OutboundErrorsAndRSTsRefreshNoFlow(t *testing.T) {
 	})
 }
 
-// A port is kept if possible. Otherwise the new port must be random within its whole range
-// (RFC 6056, section 4). With RandomPorts no port is kept.
+// A mapping keeps its inside port if that is free. If not, its port must be random within the whole
+// range (RFC 6056, section 4). With RandomPorts every port is random.
 func TestRFC7857_9_ReplacementPortsAreRandom(t *testing.T) {
 	for _, always := range []bool{false, true} {
 		b := newBox(t, natengine.Config{RandomPorts: always})

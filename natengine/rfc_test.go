@@ -70,7 +70,8 @@ func (b *box) judge(dir natengine.Direction, raw []byte) ([]byte, natengine.Verd
 	return v.Bytes(), verdict
 }
 
-// out and in send a packet that must pass. They verify its checksums and return it as it left.
+// out sends a packet to the tunnel, which must pass, verifies its checksums and returns the packet
+// that leaves. in does the same for a packet from the tunnel.
 func (b *box) out(raw []byte) packettest.Packet { b.Helper(); return b.pass(natengine.Outbound, raw) }
 func (b *box) in(raw []byte) packettest.Packet  { b.Helper(); return b.pass(natengine.Inbound, raw) }
 
@@ -155,8 +156,8 @@ func (b *box) connect(from, to string) string {
 	return seen
 }
 
-// source and destination return the ends of a packet. For an ICMP query, the identifier
-// replaces the port.
+// source returns the source of a packet with its port, or with the identifier of an ICMP query.
+// destination returns the destination in the same form.
 func source(p packettest.Packet) string {
 	return netip.AddrPortFrom(p.Src, max(p.SrcPort, p.ICMPID)).String()
 }
@@ -197,8 +198,8 @@ func lasts(t *testing.T, c natengine.Config, d time.Duration, open func(b *box) 
 	}
 }
 
-// outFragments sends fragments and reassembles the datagram that leaves. It returns its source
-// and its payload.
+// outFragments sends fragments and reassembles the datagram that leaves. It returns that datagram's
+// source and payload.
 func (b *box) outFragments(fragments [][]byte) (src netip.Addr, transport []byte) {
 	b.Helper()
 	var left []packettest.Packet

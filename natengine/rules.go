@@ -20,9 +20,9 @@ type Peer struct {
 	RemotePods     []netip.Prefix // Pb@A: the peer's pods as we see them; destinations outbound, sources inbound
 	RemoteExternal []netip.Prefix // Xb@A: like RemotePods, but packets from there open no flow (section 7.3)
 	Pods           []Remap        // Pa -> Pa@B, at most one per family; To's network address is the NAPT address
-	External       []netip.Prefix // Xa@B: our external networks as the peer sees them
-	Endpoints      []Endpoint     // the only mappings of addresses in External
-	MSS            uint16         // upper bound for the MSS of IPv4 SYNs both ways, 20 less for IPv6; 0 = no bound
+	External       []netip.Prefix // Xa@B: our external networks as the peer sees them; they contain every Endpoint.Seen
+	Endpoints      []Endpoint     // maps single addresses in External; the peer reaches no other address there
+	MSS            uint16         // upper bound for the MSS of SYNs in both directions over IPv4, 20 less over IPv6; 0 = no bound
 	MTU            uint16         // largest IP packet towards the peer in octets, see PeerState.MTU; 0 = no bound
 	// Gateway is the address of the peer's gateway in RemoteExternal. Behind NAPT the peer
 	// cannot distinguish our nodes from our gateway, so only the in-process endpoint may open
@@ -56,9 +56,9 @@ func (t *ruleTable) remote(a netip.Addr) *remote {
 	return t.remotes6.lookup(addrOf(a))
 }
 
-// remote is the rule tables' entry for the addresses of one peer. Lookups find it by the
-// destination outbound and by the source inbound. It copies the fields of the rule that the
-// fast path reads, so that for IPv4 they are in one cache line.
+// remote is the entry of a rule table for addresses of one peer: the destination of an outbound
+// packet, the source of an inbound one. It has copies of the rule's fields that the fast path
+// reads; those for IPv4 are in one cache line.
 type remote struct {
 	out, in   map4
 	mss       uint16
@@ -70,8 +70,8 @@ type remote struct {
 	_         [48]byte // pads the struct to three cache lines, so that the allocator aligns it to a cache line
 }
 
-// map4 is a 1:1 map of IPv4. noMap4 matches no address, because its mask is 0 and its from is 1. It
-// is the map of the rules that the fast path must not apply.
+// map4 is a 1:1 map of IPv4. noMap4 matches no address, because its mask is 0 and its from is 1.
+// Rules that need the general path have it as their map.
 type map4 struct{ mask, from, to uint32 }
 
 var noMap4 = map4{from: 1}
@@ -80,12 +80,12 @@ var noMap4 = map4{from: 1}
 type rule struct {
 	peer      *PeerState
 	spec      Peer
-	self      [2]addr   // by family: the in-process endpoint, never a pod, even inside a PodCIDR
+	self      [2]addr   // by family: the in-process endpoint, which is not a pod even if its address is in the PodCIDR
 	pods      [2]podMap // by family
 	external  []prefix
 	seen      map[addr]addr     // Endpoint.Seen -> Endpoint.Real
 	targets   map[addr]struct{} // Endpoint.Real
-	endpoints map[addr]struct{} // Endpoint.Real inside Pods.From: flows take precedence over the map; see turn
+	endpoints map[addr]struct{} // each Endpoint.Real in Pods.From; for these addresses flows take precedence over the map, see endReplaced
 	remotes   []remotePrefix
 	gateway   [2]addr // by family: Endpoint.Seen of the in-process endpoint
 	theirs    addr    // Peer.Gateway; zero if there is none
@@ -111,8 +111,8 @@ type podMap struct {
 	single bool
 }
 
-// natAddr returns the NAPT address: the network address of Pa@B (docs/liqo-v0.md, section
-// 7.2). NAPT translates every source that is not a pod to this address.
+// natAddr returns the NAPT address: the network address of Pa@B (docs/liqo-v0.md, section 7.2).
+// NAPT gives this source address to all packets that do not come from a pod.
 func (m *podMap) natAddr() addr { return m.to.net }
 
 // mapOut returns the address under which the peer sees our pod a. The network address of the
@@ -153,9 +153,9 @@ func (r *rule) isRemote(a addr) (remote, pods bool) {
 	return false, false
 }
 
-// keeps reports whether to refuse a TCP connection to the peer's gateway because it does not
-// come from our gateway. Only a gateway may connect to a gateway.
-func (r *rule) keeps(proto uint8, local, peer addr) bool {
+// guardsGateway reports whether r forbids a TCP connection because it goes to the peer's gateway,
+// but not from ours. Only a gateway may connect to a gateway.
+func (r *rule) guardsGateway(proto uint8, local, peer addr) bool {
 	return peer == r.theirs && proto == packet.TCP && local != r.self[local.family()]
 }
 
@@ -171,7 +171,7 @@ func (r *rule) permits(kind flowKind, proto uint8, local, mapped, peer addr) boo
 		return ok && at == local && pods
 	}
 	_, pod := m.mapOut(local)
-	return m.ok && mapped == m.natAddr() && (!pod || local == r.self[local.family()]) && !r.keeps(proto, local, peer)
+	return m.ok && mapped == m.natAddr() && (!pod || local == r.self[local.family()]) && !r.guardsGateway(proto, local, peer)
 }
 
 // compile builds the table for peers. state returns the PeerState of an ID. The error names
@@ -219,8 +219,8 @@ func compile(peers []Peer, self [2]addr, state func(id string) *PeerState) (*rul
 	return t, nil
 }
 
-// owner returns the name of the first network in peers that overlaps p. p is a network of the
-// last peer.
+// owner returns the name of the first network in peers that overlaps p, for an error about p, a
+// network of the last peer.
 func owner(peers []Peer, p netip.Prefix) string {
 	for _, other := range peers {
 		for _, net := range slices.Concat(other.RemotePods, other.RemoteExternal) {
@@ -237,8 +237,8 @@ func (t *ruleTable) find(id string) (at int, found bool) {
 	return slices.BinarySearchFunc(t.rules, id, func(r *rule, id string) int { return cmp.Compare(r.spec.ID, id) })
 }
 
-// specs returns the rules of all peers, with those of changed added or replaced and those of
-// removed dropped.
+// specs returns the rules of all peers after a change: it adds or replaces the rules in changed,
+// and leaves out those of the peers in removed.
 func (t *ruleTable) specs(changed []Peer, removed []string) []Peer {
 	out := make(map[string]bool, len(changed)+len(removed))
 	for _, id := range removed {
@@ -256,10 +256,10 @@ func (t *ruleTable) specs(changed []Peer, removed []string) []Peer {
 	return append(all, changed...)
 }
 
-// with returns a copy of t with the rules of changed added or replaced and those of removed
-// dropped. The copy equals the table that compile would build from all peers. The cost depends
-// only on the difference, apart from copied memory and the IPv6 networks. with returns nil if
-// the caller must compile: on an error, or if remotes4 needs a new table.
+// with returns a copy of t after a change: it adds or replaces the rules in changed, and leaves out
+// those of the peers in removed. The copy equals the table that compile would build from all peers.
+// Its time depends only on the difference, except for copies of memory and for the IPv6 networks.
+// with returns nil if the caller must compile: on an error, or if remotes4 needs a new table.
 func (t *ruleTable) with(changed []Peer, removed []string, self [2]addr, state func(id string) *PeerState) *ruleTable {
 	next := *t
 	var out []*rule
@@ -279,7 +279,7 @@ func (t *ruleTable) with(changed []Peer, removed []string, self [2]addr, state f
 		}
 		remove(changed[i].ID)
 	}
-	for _, r := range out { // before networks are added, because one may move from one peer to another
+	for _, r := range out { // before the new networks are added, because a network may move from one peer to another
 		for _, net := range r.remotePrefixes() {
 			next.taken = next.taken.DeletePersist(net)
 		}
@@ -466,7 +466,7 @@ func (t *ruleTable) add4(r *rule) (six bool) {
 	return six
 }
 
-// add6 rebuilds the IPv6 table from all rules, because its hash tables cannot grow.
+// add6 builds the IPv6 table anew from all rules, because hash tables of remotes6 cannot grow.
 func (t *ruleTable) add6() {
 	var six []remote6
 	for _, r := range t.rules {
@@ -481,11 +481,11 @@ func (t *ruleTable) add6() {
 	t.remotes6 = newRemotes6(six)
 }
 
-// each calls insert for each network of the peer, with the entry for that network's addresses.
+// each calls insert with each network of the peer and the entry for that network's addresses.
 func (r *rule) each(insert func(netip.Prefix, *remote)) {
 	base := remote{out: noMap4, in: noMap4, out6: noMap6, in6: noMap6, mss: r.spec.MSS, guarded: r.guarded, peer: r.peer, rule: r}
 	general := r.guarded || len(r.endpoints) > 0 // every packet takes the general path
-	if m := &r.pods[0]; m.ok && !general {       // a one-address prefix matches nothing: the fast path skips the network address
+	if m := &r.pods[0]; m.ok && !general {       // a prefix of one address matches nothing, because that is the network address, which the fast path skips
 		mask, from, to := uint32(m.from.mask.lo), uint32(m.from.net.lo), uint32(m.to.net.lo)
 		base.in, base.out = map4{mask, to, from}, map4{mask, from, to}
 	}

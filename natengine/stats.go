@@ -7,7 +7,7 @@ import (
 	"github.com/isthmus-net/isthmus/packet"
 )
 
-// Stats is a snapshot for metrics and status. Its numbers are not all taken at the same
+// Stats is a snapshot for metrics and status. The engine does not read all numbers at the same
 // instant.
 type Stats struct {
 	Flows, MaxFlows int
@@ -32,10 +32,11 @@ type PeerStats struct {
 	Bytes           int // octets of memory
 
 	MTU int // largest packet towards the peer in octets, 0 for no bound
-	// Packets so far that were too big: answered by an ICMP error (ErrorsSent), not answered
-	// because of the rate limit (ErrorsLimited), and cut into fragments (Fragmented).
+	// Numbers of packets so far that were too big: answered by an ICMP error (ErrorsSent), not
+	// answered because of the rate limit (ErrorsLimited), and cut into fragments (Fragmented).
 	ErrorsSent, ErrorsLimited, Fragmented uint64
-	// Flows so far: opened; ended as FlowExpired or FlowReplaced; FlowEvicted; FlowPurged.
+	// Numbers of flows so far: opened (Created), ended as FlowExpired or FlowReplaced (Expired),
+	// ended as FlowEvicted (Evicted), and ended as FlowPurged (Purged).
 	Created, Expired, Evicted, Purged uint64
 }
 
@@ -143,9 +144,9 @@ type FlowInfo struct {
 	Idle, Left time.Duration  // since the last packet and until the timeout, both at the time of the last Sweep
 }
 
-// Flows returns up to max flows, peer by peer, in no order within a peer. It takes no lock; a
-// flow that begins or ends at that moment may be missing.
-func (e *Engine) Flows(max int) []FlowInfo {
+// Flows returns up to limit flows, peer by peer. The order of a peer's flows is undefined. Flows
+// takes no lock, so a flow that begins or ends at that moment may be missing.
+func (e *Engine) Flows(limit int) []FlowInfo {
 	now := tick(e.swept.Load())
 	var flows []FlowInfo
 	for _, p := range e.Peers() {
@@ -155,7 +156,7 @@ func (e *Engine) Flows(max int) []FlowInfo {
 		}
 		for _, c := range *slab {
 			for i := range c.entries {
-				if len(flows) >= max {
+				if len(flows) >= limit {
 					return flows
 				}
 				if f, ok := c.entries[i].info(&e.lifetimes, now); ok {

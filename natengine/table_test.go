@@ -8,8 +8,8 @@ import (
 	"github.com/isthmus-net/isthmus/packet"
 )
 
-// checkIndex compares an index with the expected entries. A search from its first slot must
-// find every entry, nothing else may exist, and the counters of each shard must be correct.
+// checkIndex compares an index with the expected entries. A search must find every expected entry,
+// the index must have no other entry, and the counters of each shard must be correct.
 func checkIndex(t *testing.T, x *index, want map[uint32]uint64) {
 	t.Helper()
 	for i, h := range want {
@@ -89,9 +89,9 @@ func TestIndexFindsEveryEntry(t *testing.T) {
 	}
 }
 
-// The memory per flow is computed with these loads. A growing index is at least half full.
-// When flows come and go, the load may fall to 5/12, because tombstones may make the index
-// grow once more.
+// The package comment computes the memory per flow with these loads. An index that only grows is at
+// least half full. When flows come and go, tombstones may make the index grow once more, so its
+// load may fall to 5/12.
 func TestIndexIsAtLeastFiveTwelfthsFull(t *testing.T) {
 	var x index
 	const n = 50_000
@@ -180,7 +180,7 @@ func TestSweepHoldsNoLockDuringPauses(t *testing.T) {
 		}
 	}
 	for i := range early {
-		packetOf(i, later) // refreshes these flows
+		packetOf(i, later) // refreshes a flow that the sweep has not reached
 	}
 	pauses := 0
 	e.SweepInSteps(301*time.Second, func() {

@@ -44,7 +44,7 @@ func protoName(p uint8) string {
 	return fmt.Sprintf("proto %d", p)
 }
 
-// Trace describes the engine's decision about a packet and the reasons for it, for people.
+// Trace describes, for people, the engine's decision about a packet and the reasons for it.
 type Trace struct {
 	Direction Direction
 	Peer      string // "" if no peer has the address
@@ -83,10 +83,10 @@ func (t Trace) String() string {
 	return b.String()
 }
 
-// Trace decides about a copy of the packet as Outbound or Inbound would, always on the general
-// path. It changes neither the packet nor a flow, a counter or a port. For a new NAPT flow
-// whose port cannot be kept, the port in After is only an example. v must not be the head of a
-// run.
+// Trace returns the decision that Outbound or Inbound would make about the packet. It works on a
+// copy and always takes the general path. It changes neither the packet nor a flow, a counter or a
+// port. If a new NAPT flow cannot keep its port, the port in After is only an example. v must not
+// be the head of a run.
 func (e *Engine) Trace(v *packet.View, dir Direction, now time.Duration) Trace {
 	tr := Trace{Direction: dir, Before: TupleOf(v, dir)}
 	tr.After = tr.Before
@@ -124,8 +124,8 @@ func TupleOf(v *packet.View, dir Direction) Tuple {
 	return Tuple{v.Proto(), netip.AddrPortFrom(v.Src(), src), netip.AddrPortFrom(v.Dst(), dst)}
 }
 
-// The general path calls the methods below to record the rule that it followed. They do
-// nothing on a nil Trace.
+// The general path calls the following methods to record the rule that it applied. They do nothing
+// on a nil Trace.
 
 func (t *Trace) prefixMap(r *rule, family int) {
 	if t != nil {
@@ -164,37 +164,37 @@ func (t *Trace) describe(kind flowKind, local, mapped addr) {
 	}
 }
 
-// preview does for a trace what enter does, but changes nothing. It ignores the expired flows in
-// the list late. The caller holds mu.
-func (o *opening) preview(t *flowTable, room room, quota int64, late []uint32) (match, Drop) {
+// preview returns the result that enter would have, for a trace, and changes nothing. It ignores
+// the expired flows in stale. The caller holds mu.
+func (o *opening) preview(t *flowTable, room room, quota int64, stale []uint32) (match, Drop) {
 	o.tr.Flow = "new"
 	o.tr.describe(o.kind, o.local, o.mapped)
 	hosts := &t.hosts[o.kind]
 	h := hosts.find(o.owner)
-	flows, ofHost := t.live.Load()-int64(len(late)), uint32(0)
+	flows, ofHost := t.live.Load()-int64(len(stale)), uint32(0)
 	if h != 0 {
 		ofHost = hosts.at(h).flows
-		for _, i := range late {
+		for _, i := range stale {
 			if t.side(i).host == h && kindOf(t.entry(i).word.Load()) == o.kind {
 				ofHost--
 			}
 		}
 	}
 	evicts := ofHost >= hosts.quota
-	if evicts && !t.evictable(hosts.at(h), allWaiting, late) {
+	if evicts && !t.evictable(hosts.at(h), allWaiting, stale) {
 		return match{}, DropHostQuota
 	}
 	port := o.k.nearPort(o.dir)
 	if o.kind == naptFlow && o.class != noPorts {
 		var ok bool
 		if port, ok = t.napt.preview(h, port, o.class, o.local.family()); !ok {
-			if evicts = t.evictable(nil, waitingFor(o.class, o.local.family(), o.k.nearPort(o.dir)), late); !evicts {
+			if evicts = t.evictable(nil, waitingFor(o.class, o.local.family(), o.k.nearPort(o.dir)), stale); !evicts {
 				return match{}, DropPortsExhausted
 			}
-			port = o.k.nearPort(o.dir) // an example: an eviction would free another port
+			port = o.k.nearPort(o.dir) // only an example, because the eviction would free another port
 		}
 	}
-	if !evicts && (room != roomFree || flows >= quota) && (room == roomElsewhere && flows < quota || !t.evictable(nil, allWaiting, late)) {
+	if !evicts && (room != roomFree || flows >= quota) && (room == roomElsewhere && flows < quota || !t.evictable(nil, allWaiting, stale)) {
 		return match{}, DropFlowTableFull
 	}
 	return match{word: uint64(port) << nearShift[1-o.dir], other: o.other}, DropNone

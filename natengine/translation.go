@@ -12,11 +12,11 @@ type translation struct {
 	now  tick
 	near addr   // our end of the packet before translation
 	far  addr   // the peer's end
-	tr   *Trace // nil, or the trace to fill; then v is a copy, and nothing but v and tr may change
+	tr   *Trace // the trace to fill, or nil; with a trace, v is a copy, and nothing but v and tr may change
 }
 
-// outbound is the general path of a packet to the tunnel. r is the remote of its destination,
-// or nil. If tr is not nil, v must be a copy, and nothing but v and tr changes.
+// outbound is the general path of a packet to the tunnel. r is the remote of its destination, or
+// nil. If tr is not nil, outbound fills tr and changes nothing else but v, which must be a copy.
 func (e *Engine) outbound(v *packet.View, r *remote, now tick, tr *Trace) Verdict {
 	c := translation{e: e, v: v, r: r, dir: Outbound, now: now, near: source(v), far: destination(v), tr: tr}
 	src := c.near
@@ -50,37 +50,37 @@ func (e *Engine) outbound(v *packet.View, r *remote, now tick, tr *Trace) Verdic
 	return c.place(c.flowOut(m, seen))
 }
 
-// flowOut finds or opens the flow of an outbound packet and returns its new source. A reply of
-// a mapped endpoint gets the address that the peer used. A pod without a flow gets seen, its
-// address by the prefix map. Every other source gets the NAPT address. seen is zero if the
+// flowOut finds or opens the flow of an outbound packet and returns its new source. A reply of a
+// mapped endpoint gets the address that the peer used. A pod without a flow gets podSeen, its
+// address by the prefix map. Every other source gets the NAPT address. podSeen is zero if the
 // source is not a pod.
-func (c *translation) flowOut(m *podMap, seen addr) (to addr, port int, drop Drop) {
+func (c *translation) flowOut(m *podMap, podSeen addr) (to addr, port int, drop Drop) {
 	k, ok := c.key()
 	if ok {
 		if f, ok := c.find(&k); ok {
 			return c.follow(&f)
 		}
 	}
-	if c.r.rule.keeps(c.v.Proto(), c.near, c.far) {
+	if c.r.rule.guardsGateway(c.v.Proto(), c.near, c.far) {
 		return addr{}, samePort, DropLocalSource
 	}
-	if seen != (addr{}) {
+	if podSeen != (addr{}) {
 		// If the pod's address is also the NAPT address, a NAPT flow may already have this
 		// tuple.
 		if m.single && ok {
-			back := keyOf(Inbound, seen, c.far, c.v.Proto(), k.nearPort(Outbound), k.remotePort())
+			back := keyOf(Inbound, podSeen, c.far, c.v.Proto(), k.nearPort(Outbound), k.remotePort())
 			if f, ok := c.r.peer.flows.find(Inbound, &back); ok && !f.expired(&c.e.lifetimes, c.now) {
 				return addr{}, samePort, DropFlowClash
 			}
 		}
 		c.tr.prefixMap(c.r.rule, c.near.family())
-		return seen, samePort, DropNone
+		return podSeen, samePort, DropNone
 	}
 	if !m.ok {
-		return addr{}, samePort, DropSource // the peer sees us under no address of this family
+		return addr{}, samePort, DropSource // we have no address of this family at the peer
 	}
 	if c.midConnection() && c.r.rule.isTarget(c.near) {
-		return addr{}, samePort, DropNoFlow // the client knows another source than the NAPT address
+		return addr{}, samePort, DropNoFlow // the flow is lost; the client would not accept the NAPT address as the source
 	}
 	return c.begin(naptFlow, &k, m.natAddr())
 }
@@ -111,16 +111,16 @@ func (e *Engine) inbound(v *packet.View, r *remote, now tick, tr *Trace) Verdict
 		return c.refuse(drop)
 	}
 	if pod && !r.rule.pods[c.near.family()].single {
-		c.turn(local)
+		c.endReplaced(local)
 		tr.prefixMapIn(r.rule, c.near.family())
 		return c.pass(local)
 	}
 	return c.place(c.flowIn(local, endpoint))
 }
 
-// reach finds the target of an inbound packet: a pod by the prefix map, or a mapped endpoint.
-// For the NAPT address it returns neither and no drop, because packets to that address need a
-// flow.
+// reach finds the target of an inbound packet: a pod by the prefix map, or a mapped endpoint. If
+// the destination is the NAPT address, it returns no target and no drop, because such a packet
+// needs a flow.
 func (c *translation) reach() (local addr, pod bool, endpoint addr, drop Drop) {
 	r, dst := c.r.rule, c.near
 	m := &r.pods[dst.family()]
@@ -144,10 +144,10 @@ func (e *Engine) offLimits(a addr, is4 bool) bool {
 	return unreachable(a, is4) || a == e.self[a.family()]
 }
 
-// flowIn finds or opens the flow of an inbound packet and returns its new destination. pod is
-// the pod whose address is also the NAPT address, or zero; it receives packets without a flow.
-// endpoint is the mapped endpoint, or zero. Only the pods of the peer may open a flow to an
-// endpoint (docs/liqo-v0.md, section 7.3).
+// flowIn finds or opens the flow of an inbound packet and returns its new destination. If pod is
+// not zero, that pod receives packets without a flow. If endpoint is not zero, it is the mapped
+// endpoint. Only the pods of the peer may open a flow to an endpoint (docs/liqo-v0.md, section
+// 7.3).
 func (c *translation) flowIn(pod, endpoint addr) (to addr, port int, drop Drop) {
 	k, ok := c.key()
 	if ok {
@@ -156,7 +156,7 @@ func (c *translation) flowIn(pod, endpoint addr) (to addr, port int, drop Drop) 
 		}
 	}
 	if pod != (addr{}) {
-		c.turn(pod)
+		c.endReplaced(pod)
 		c.tr.prefixMapIn(c.r.rule, c.near.family())
 		return pod, samePort, DropNone
 	}
@@ -166,12 +166,13 @@ func (c *translation) flowIn(pod, endpoint addr) (to addr, port int, drop Drop) 
 	return c.begin(endpointFlow, &k, endpoint)
 }
 
-// turn ends a flow to a mapped address of the pod if the flow's client now uses the pod's own
-// address from the same port. At the pod, the packets for both addresses have the same tuple, so
-// the pod's answer does not show which address the client used. The answer leaves from the address
-// that the client used last. A packet that cannot open a flow ends none. A segment other than a SYN
-// does not end an established flow either, because it is a late segment of an earlier connection.
-func (c *translation) turn(pod addr) {
+// endReplaced ends a flow to a mapped address of the pod if the flow's client now uses the pod's
+// own address from the same port. At the pod, packets to either address have the same tuple, so an
+// answer of the pod does not show which of them the client used. Therefore an answer leaves from
+// the address that the client used last. A packet that cannot open a flow ends no flow. Neither
+// does a segment other than a SYN end an established flow, because it is a late segment of an
+// earlier connection.
+func (c *translation) endReplaced(pod addr) {
 	if c.tr != nil || !c.r.rule.isEndpoint(pod) || begins(c.v) != DropNone {
 		return
 	}
@@ -229,8 +230,8 @@ func (c *translation) touch(f *match) (to addr, port int, drop Drop) {
 	return f.other, int(f.otherPort(c.dir)), DropNone
 }
 
-// begin opens a flow for the packet and translates our end to the address other. It drops a packet
-// that is not permitted to open a flow.
+// begin opens a flow for the packet and returns the address and port that replace our end; the
+// address is other. For a packet that may not open a flow it returns the reason to drop it.
 func (c *translation) begin(kind flowKind, k *key, other addr) (to addr, port int, drop Drop) {
 	if drop := begins(c.v); drop != DropNone {
 		return addr{}, samePort, drop
@@ -242,9 +243,9 @@ func (c *translation) begin(kind flowKind, k *key, other addr) (to addr, port in
 	return c.touch(&f)
 }
 
-// place ends the general path: it rewrites the packet to the chosen address and port, or
-// refuses it. If the packet is an outbound first fragment, the decision also applies to the
-// other fragments of the datagram.
+// place ends the general path: it rewrites the packet to the chosen address and port, or refuses
+// it. If the packet is an outbound first fragment, place also stores the decision for the other
+// fragments of the datagram.
 func (c *translation) place(to addr, port int, drop Drop) Verdict {
 	var released *[][]byte
 	if c.tr == nil && c.v.IsFragment() {
@@ -335,9 +336,9 @@ func mssFor(mss uint16, is4 bool) uint16 {
 	return mss - 20
 }
 
-// linkScope reports whether v is an ICMPv6 message that never leaves its link: multicast
-// listener or neighbour discovery (RFC 4890, section 4.3.3). Its body also contains addresses,
-// which forwarding would leave untranslated.
+// linkScope reports whether v is an ICMPv6 message that never leaves its link: multicast listener
+// or neighbour discovery (RFC 4890, section 4.3.3). The body of such a message also contains
+// addresses, which the engine does not translate.
 func linkScope(v *packet.View) bool {
 	if v.Is4() || v.Proto() != packet.ICMPv6 {
 		return false

@@ -11,11 +11,11 @@ import (
 	"github.com/isthmus-net/isthmus/packet/packettest"
 )
 
-// The kernels on either side decrement the TTL. The engine must not change any field of the IP
-// header except one address and the checksum. This includes type of service with DSCP and ECN,
-// total length, identification, DF, TTL and options, and in IPv6 traffic class, flow label,
-// hop limit and extension headers. It applies to the 1:1 path and the NAPT path, in both
-// directions and families.
+// In the IP header, the engine must change only one address and the checksum. All other fields must
+// stay: type of service with DSCP and ECN, total length, identification, DF, TTL and options, and
+// in IPv6 traffic class, flow label, hop limit and extension headers. This must hold for 1:1 maps
+// and for NAPT, in both directions and families. The TTL stays because the kernels on either side
+// decrement it.
 func TestIPHeaderFieldsAreUnchanged(t *testing.T) {
 	rng := rand.New(rand.NewPCG(36, 37))
 	for _, is4 := range []bool{true, false} {

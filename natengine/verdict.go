@@ -44,7 +44,7 @@ func (a Action) String() string {
 // Verdict is the engine's decision about one packet.
 type Verdict struct {
 	Action Action
-	Drop   Drop       // the reason, only with Discard
+	Drop   Drop       // the reason of a Discard, otherwise DropNone
 	Peer   *PeerState // nil if no peer has the address
 
 	released *[][]byte // a pointer, so that a Verdict has three words and is returned in registers

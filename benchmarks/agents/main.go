@@ -1,8 +1,8 @@
 // Command agents measures the cost of one route agent, or of one gateway Pod, in a large cluster.
 // It runs the real process against a real API server with the requested number of Nodes, Pods and
-// peers. The initial Nodes, Pods and TunnelEndpoints are written directly into etcd in the API
-// server's storage format, which takes a few seconds. Every later change goes through the API
-// server.
+// peers. It writes the initial Nodes, Pods and TunnelEndpoints directly into etcd, in the API
+// server's storage format, because that takes only a few seconds. Every later change goes through
+// the API server.
 //
 //	go run ./benchmarks/agents -out benchmarks/agents/after.md   # a route agent, all sizes; run it again after an interruption
 //	go run ./benchmarks/agents -role gateway
@@ -35,8 +35,9 @@ import (
 	"github.com/isthmus-net/isthmus/internal/testbin"
 )
 
-// inside is the environment variable that marks the process inside the network namespace.
-const inside = "BENCHMARK_NAMESPACE"
+// insideEnv is the environment variable by which the program knows that it runs inside the network
+// namespace.
+const insideEnv = "BENCHMARK_NAMESPACE"
 
 func main() {
 	log.SetFlags(log.Ltime)
@@ -54,7 +55,7 @@ func main() {
 	if o.changes, err = regexp.Compile(*changes); err != nil {
 		log.Fatal(err)
 	}
-	if os.Getenv(inside) == "" {
+	if os.Getenv(insideEnv) == "" {
 		if err := reexec(o.program); err != nil {
 			log.Fatal(err)
 		}
@@ -105,7 +106,7 @@ func reexec(program string) error {
 		return err
 	}
 	cmd := exec.Command("/proc/self/exe", append(os.Args[1:], "-isthmus", program)...)
-	cmd.Env = append(os.Environ(), inside+"=1")
+	cmd.Env = append(os.Environ(), insideEnv+"=1")
 	cmd.Stdout, cmd.Stderr = os.Stdout, os.Stderr
 	cmd.SysProcAttr = &syscall.SysProcAttr{Cloneflags: syscall.CLONE_NEWNET, Pdeathsig: syscall.SIGTERM}
 	if err := cmd.Run(); errors.As(err, new(*exec.ExitError)) {

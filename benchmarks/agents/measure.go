@@ -35,10 +35,10 @@ const (
 )
 
 const (
-	restTime = 30 * time.Second
-	repeats  = 10                     // runs of each change
-	apart    = 400 * time.Millisecond // pause between two changes, so that the process handles each separately
-	quiet    = time.Second            // interval in which a settled process uses almost no CPU
+	restTime      = 30 * time.Second
+	repeats       = 10                     // runs of each change
+	changePause   = 400 * time.Millisecond // pause between two changes, without which the process would handle both at once
+	quietInterval = time.Second            // interval in which a settled process uses almost no CPU
 )
 
 // A result holds the figures of one cluster size. All sizes have the same rows.
@@ -96,7 +96,7 @@ func measureSize(ctx context.Context, s size, o options) (r *result, err error) 
 		return nil, err
 	}
 	defer p.tap.listener.Close()
-	if err := p.move(ctx); err != nil { // the TunnelEndpoints need an active gateway
+	if err := p.move(ctx); err != nil { // otherwise the TunnelEndpoints have no active gateway
 		return nil, err
 	}
 	if err := p.start(o.program, user); err != nil {
@@ -177,7 +177,7 @@ func (p *subject) settle(ctx context.Context) error {
 		select {
 		case <-ctx.Done():
 			return ctx.Err()
-		case <-time.After(quiet):
+		case <-time.After(quietInterval):
 		}
 		if busy := (cpu(p.pid) - before).Seconds() / time.Since(begin).Seconds(); busy < p.idle*1.5+0.003 {
 			return nil
@@ -245,7 +245,7 @@ func (p *subject) measure(ctx context.Context, r *result) error {
 			if err := c.do(ctx, i); err != nil {
 				return fmt.Errorf("%s: %w", c.what, err)
 			}
-			time.Sleep(apart)
+			time.Sleep(changePause)
 		}
 		if err := p.settle(ctx); err != nil {
 			return err
@@ -265,7 +265,7 @@ func (p *subject) measure(ctx context.Context, r *result) error {
 	return nil
 }
 
-// profile records with perf(1) where the process spends its time, until done is called.
+// profile starts a perf(1) profile of the process; done ends it.
 func (p *subject) profile(ctx context.Context, what string) (done func() error, err error) {
 	if p.profiles == "" {
 		return func() error { return nil }, nil
@@ -278,7 +278,7 @@ func (p *subject) profile(ctx context.Context, what string) (done func() error, 
 	return func() error {
 		_ = cmd.Process.Signal(os.Interrupt)
 		err := cmd.Wait()
-		if cmd.ProcessState.Exited() || cmd.ProcessState.Sys().(syscall.WaitStatus).Signal() == syscall.SIGINT { // perf was interrupted on purpose
+		if cmd.ProcessState.Exited() || cmd.ProcessState.Sys().(syscall.WaitStatus).Signal() == syscall.SIGINT { // perf ended because done interrupted it
 			return nil
 		}
 		return fmt.Errorf("perf: %w", err)
@@ -297,7 +297,7 @@ func (p *subject) count(command string) (n int) {
 	return n
 }
 
-// A change is one measured operation. do receives the number of runs before this one.
+// A change is one measured operation. do gets the number of earlier runs of the change.
 type change struct {
 	what  string
 	times int // runs; 0: the constant repeats
@@ -350,13 +350,13 @@ func (p *subject) all() []change {
 			return p.merge(ctx, te(i), true, map[string]any{"status": p.status(i, p.moves%2, 100+i)})
 		}},
 		{"an endpoint is mapped for a peer", 0, func(ctx context.Context, i int) error {
-			return p.inState(ctx, func(b ipam.State) (ipam.State, error) {
+			return p.changeIPAM(ctx, func(b ipam.State) (ipam.State, error) {
 				b, _, err := b.MapEndpoint(p.endpoint(i).Spec.ClusterIdentity.ClusterID, netip.AddrFrom4([4]byte{172, 20, 0, byte(i)}))
 				return b, err
 			})
 		}},
 		{"a peer answers otherwise", 0, func(ctx context.Context, i int) error {
-			return p.inState(ctx, func(b ipam.State) (ipam.State, error) {
+			return p.changeIPAM(ctx, func(b ipam.State) (ipam.State, error) {
 				seen := netip.PrefixFrom(netip.AddrFrom4([4]byte{10, byte(i % 2 << 5), 0, 0}), ownPods.Bits())
 				return b.Answered(p.endpoint(0).Spec.ClusterIdentity.ClusterID, seen, netip.Prefix{}), nil
 			})
@@ -366,7 +366,7 @@ func (p *subject) all() []change {
 			pod, external := remote(p.peers + i)
 			want := ipam.Request{ID: id, WantPod: netip.MustParsePrefix(pod), WantExternal: netip.MustParsePrefix(external)}
 			want.Pod, want.External = want.WantPod, want.WantExternal
-			return p.inState(ctx, func(b ipam.State) (ipam.State, error) {
+			return p.changeIPAM(ctx, func(b ipam.State) (ipam.State, error) {
 				b, _, err := b.Allocate(want)
 				return b, err
 			})
@@ -388,7 +388,7 @@ func (p *subject) all() []change {
 				return err
 			}
 			id := p.endpoint(p.peers + i).Spec.ClusterIdentity.ClusterID
-			return p.inState(ctx, func(b ipam.State) (ipam.State, error) { return b.Release(id), nil })
+			return p.changeIPAM(ctx, func(b ipam.State) (ipam.State, error) { return b.Release(id), nil })
 		}},
 	}
 	if p.role == gatewayRole {
@@ -397,8 +397,8 @@ func (p *subject) all() []change {
 	return append(all, change{"the gateway moves", 2, func(ctx context.Context, _ int) error { p.moves++; return p.move(ctx) }})
 }
 
-// inState changes the IPAM state in the way the manager does.
-func (w *world) inState(ctx context.Context, f func(ipam.State) (ipam.State, error)) error {
+// changeIPAM changes the IPAM state by the function that the manager uses.
+func (w *world) changeIPAM(ctx context.Context, f func(ipam.State) (ipam.State, error)) error {
 	_, err := w.ipam.Update(ctx, f)
 	return err
 }
@@ -418,7 +418,7 @@ func (p *subject) move(ctx context.Context) error {
 		return err
 	}
 	if p.moves == 0 {
-		return nil // fill has already written this gateway into the TunnelEndpoints
+		return nil // fill has already made this gateway the active one in the TunnelEndpoints
 	}
 	for i := range p.peers {
 		te := &v1alpha1.TunnelEndpoint{ObjectMeta: metav1.ObjectMeta{Namespace: "default", Name: fmt.Sprintf("peer-%d", i)}}

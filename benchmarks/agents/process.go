@@ -14,8 +14,8 @@ import (
 	"time"
 )
 
-// cpu returns the CPU time of a process's live threads. The time of threads that have ended is
-// missing, but threads of a Go program hardly ever end.
+// cpu returns the CPU time of a process's live threads. It omits threads that have ended, but
+// threads of a Go program hardly ever end.
 func cpu(pid int) (sum time.Duration) {
 	files, _ := filepath.Glob(fmt.Sprintf("/proc/%d/task/*/schedstat", pid))
 	for _, name := range files {

@@ -11,7 +11,8 @@ import (
 	"github.com/isthmus-net/isthmus/benchmarks/internal/measure"
 )
 
-// figures is the content of a results file: where it was measured, and one column for each size.
+// figures is the content of a results file: the machine and commit of the run, and one column for
+// each size.
 type figures struct {
 	where string
 	all   []*result
@@ -39,7 +40,7 @@ func (s size) String() string {
 	return fmt.Sprintf("%d nodes, %d pods, %d peers", s.nodes, s.nodes*s.pods, s.peers)
 }
 
-// rows returns the row names in the order of the first size that has them.
+// rows returns the names of all rows. The first size that has a row determines its place.
 func (f figures) rows() (all []string) {
 	for _, r := range f.all {
 		for _, row := range r.rows {

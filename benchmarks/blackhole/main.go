@@ -1,7 +1,7 @@
 // Blackhole measures how long a TCP stream between two pods stalls when the path between the
-// gateways starts to drop large datagrams silently. The underlay's MTU goes from 1500 to 1280
-// with ICMP filtered, and back. wireguard-go without NAT, with the same MTU, is measured for
-// comparison.
+// gateways starts to drop large datagrams silently. It changes the underlay's MTU from 1500 to
+// 1280, with ICMP filtered, and back. For comparison it also measures wireguard-go with the same
+// MTU and without NAT.
 //
 //	go run ./benchmarks/blackhole -isthmus bin/isthmus -rounds 3
 //
@@ -44,10 +44,10 @@ const (
 	wgPort       = 51820
 
 	tick = 50 * time.Millisecond
-	// give is the longest stall before a stream counts as stuck.
-	give = 20 * time.Second
-	// back is the time for which a stream is observed after the path has recovered.
-	back = 45 * time.Second
+	// stuckAfter is the longest stall after which a stream still counts as recovered.
+	stuckAfter = 20 * time.Second
+	// observation is the time for which the stream is observed after the path has recovered.
+	observation = 45 * time.Second
 )
 
 func main() {
@@ -79,9 +79,9 @@ func main() {
 type result struct {
 	before, during, after float64       // Mbit/s
 	still                 time.Duration // stall of the stream after the path MTU fell
-	stuck                 bool          // the stream did not recover within give
-	healed                time.Duration // from the recovery of the path to that of the stream; 0: the stream was running already
-	mtu                   time.Duration // from the recovery of the path until the MTU towards the peer was back
+	stuck                 bool          // the stream did not recover within stuckAfter
+	healed                time.Duration // from the recovery of the path until the stream runs again; 0: it was running already
+	mtu                   time.Duration // from the recovery of the path until the gateway uses the larger MTU towards the peer again
 	gap                   time.Duration // longest pause of the stream after the path recovered
 }
 
@@ -108,7 +108,7 @@ func measure(ctx context.Context, name, binary string) (r result, err error) {
 	}
 	defer func() { err = errors.Join(err, l.Down()) }()
 	a, b := l.Clusters[0], l.Clusters[1]
-	for _, c := range l.Clusters { // a veth pair passes superpackets of any size: segment them before
+	for _, c := range l.Clusters { // segment superpackets here, because a veth pair passes them at any size
 		if err := c.Nodes[0].Do(func() error {
 			return withLink("eth0", func(l netlink.Link) error { return netlink.LinkSetGSOMaxSegs(l, 1) })
 		}); err != nil {
@@ -145,34 +145,34 @@ func measure(ctx context.Context, name, binary string) (r result, err error) {
 		})
 	}
 
-	got, end, err := stream(ctx, a.Pods[0].Host, b.Pods[0].Host, target)
+	received, end, err := stream(ctx, a.Pods[0].Host, b.Pods[0].Host, target)
 	if err != nil {
 		return r, err
 	}
 	defer end()
 	time.Sleep(5 * time.Second)
-	r.before = rate(got, 3*time.Second)
+	r.before = rate(received, 3*time.Second)
 
 	if err := path(narrow); err != nil {
 		return r, err
 	}
-	flows := r.before * 1e6 / 8 * tick.Seconds() / 20 // octets in a tick at a twentieth of the earlier rate
+	flows := r.before * 1e6 / 8 * tick.Seconds() / 20 // a stream runs if each tick has these octets: a twentieth of the earlier rate
 	begin := time.Now()
-	r.still, r.stuck = flowing(got, begin.Add(tick), flows, give)
+	r.still, r.stuck = flowing(received, begin.Add(tick), flows, stuckAfter)
 	time.Sleep(2 * time.Second)
-	r.during = rate(got, 3*time.Second)
+	r.during = rate(received, 3*time.Second)
 
 	if err := path(wide); err != nil {
 		return r, err
 	}
 	begin = time.Now()
 	if r.stuck {
-		r.healed, _ = flowing(got, begin, flows, back)
+		r.healed, _ = flowing(received, begin, flows, observation)
 	}
-	quiet, was := time.Now(), got()
-	for time.Since(begin) < back {
+	quiet, was := time.Now(), received()
+	for time.Since(begin) < observation {
 		time.Sleep(tick)
-		if now := got(); now != was {
+		if now := received(); now != was {
 			was, quiet = now, time.Now()
 		}
 		r.gap = max(r.gap, time.Since(quiet))
@@ -185,12 +185,13 @@ func measure(ctx context.Context, name, binary string) (r result, err error) {
 		}
 	}
 	time.Sleep(2 * time.Second)
-	r.after = rate(got, 3*time.Second)
+	r.after = rate(received, 3*time.Second)
 	return r, nil
 }
 
-// stream sends from one pod to the other at full speed. got returns the octets received so far.
-func stream(ctx context.Context, from, to *lab.Host, target netip.Addr) (got func() uint64, end func(), err error) {
+// stream sends from one pod to the other at full speed. received returns the octets that have
+// arrived so far.
+func stream(ctx context.Context, from, to *lab.Host, target netip.Addr) (received func() uint64, end func(), err error) {
 	listener, err := to.Listen("tcp", ":7000")
 	if err != nil {
 		return nil, nil, err
@@ -232,19 +233,19 @@ type zeros struct{}
 func (zeros) Read(p []byte) (int, error) { return len(p), nil }
 
 // rate measures the receive rate over d, in Mbit/s.
-func rate(got func() uint64, d time.Duration) float64 {
-	begin, was := time.Now(), got()
+func rate(received func() uint64, d time.Duration) float64 {
+	begin, was := time.Now(), received()
 	time.Sleep(d)
-	return float64(got()-was) * 8 / 1e6 / time.Since(begin).Seconds()
+	return float64(received()-was) * 8 / 1e6 / time.Since(begin).Seconds()
 }
 
 // flowing waits until at least the given number of octets arrives in each of four ticks in a row.
 // It returns the time from begin to the first of these ticks.
-func flowing(got func() uint64, begin time.Time, octets float64, timeout time.Duration) (after time.Duration, stuck bool) {
-	was, row := got(), 0
+func flowing(received func() uint64, begin time.Time, octets float64, timeout time.Duration) (after time.Duration, stuck bool) {
+	was, row := received(), 0
 	for {
 		time.Sleep(tick)
-		now := got()
+		now := received()
 		if row++; float64(now-was) < octets {
 			row = 0
 		}
@@ -320,7 +321,8 @@ func startWireGuardGo(ctx context.Context, a, b *lab.Cluster) (stop func(), err 
 	return stop, nil
 }
 
-// wireguardGo runs a gateway process: only the WireGuard device of the version in our go.mod.
+// wireguardGo runs the gateway process for comparison: a WireGuard device of the wireguard-go in
+// our go.mod, and nothing else.
 func wireguardGo(uapi string) error {
 	t, err := tun.CreateTUN("wg0", tunnelMTU)
 	if err != nil {

@@ -1,12 +1,12 @@
 // Command capture measures the cost of a packet capture and of the flow log. It sends the same
-// traffic between two pods of two clusters with both off and with each on, interleaved in one
-// run.
+// traffic between two pods of two clusters in all variants: with capture and flow log off, and with
+// each of them on. The variants are interleaved in one run.
 //
 //	go run ./benchmarks/capture -isthmus bin/isthmus -rounds 7 -write docs/capture.md
 //
 // The capture runs on the sender's gateway and its output is discarded. The flow log runs on both
 // gateways. The variant "off" appears twice, so that the table shows the measurement noise. The
-// command needs root. It prints the table, or writes it between the two marks of a page.
+// command needs root. It prints the table, or writes it into a page, between two marks.
 package main
 
 import (
@@ -30,10 +30,10 @@ import (
 	"github.com/isthmus-net/isthmus/internal/lab"
 )
 
-// The table of a page stands between these lines.
+// The marks in a page, between which write puts the table.
 const begin, end = "<!-- measured by go run ./benchmarks/capture -->\n", "<!-- end of what was measured -->\n"
 
-// A variant is a row of the table.
+// A variant is a setting of capture and flow log, and a row of the table.
 type variant struct {
 	name    string
 	flowLog bool
@@ -192,7 +192,7 @@ func startCapture(ctx context.Context, c *lab.Cluster, binary string, args []str
 	if err := cmd.Start(); err != nil {
 		return nil, err
 	}
-	head := make([]byte, 4) // the file header arrives when the capture starts
+	head := make([]byte, 4) // the file header arrives as soon as the capture has started
 	if _, err := out.Read(head); err != nil {
 		return nil, errors.Join(fmt.Errorf("the capture did not begin: %w", err), cmd.Wait())
 	}

@@ -70,10 +70,11 @@ round by round: above 1 is better for throughput and packets, below 1 for CPU an
 // A variant is the placement of gateways and pods.
 type variant struct {
 	inPods bool // the gateways are Pods
-	beside bool // the pods are on the nodes of the active gateways
+	beside bool // the pods, too, are on the nodes of the active gateways
 }
 
-// variants are the columns of the table. Each pair is compared.
+// variants are the columns of the table, which compares the first with the second and the third
+// with the fourth.
 var variants = []variant{{false, true}, {true, true}, {false, false}, {true, false}}
 
 func (v variant) String() string {
@@ -149,7 +150,7 @@ func run(ctx context.Context, rounds int, d time.Duration) (text string, err err
 }
 
 // connect peers the clusters in pairs and starts the load servers. stop ends the servers; the
-// caller calls it also after an error.
+// caller must call it even after an error.
 func connect(ctx context.Context, f *fleet.Fleet, self string) (paths map[variant]path, stop func(), err error) {
 	var servers []*os.Process
 	stop = func() {

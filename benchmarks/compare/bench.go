@@ -20,7 +20,7 @@ import (
 	"github.com/isthmus-net/isthmus/internal/lab"
 )
 
-// A bench is the lab and the settings that all peers share.
+// A bench is the lab in which all peers run, and the settings that they share.
 type bench struct {
 	lab       *lab.Lab
 	self      string // path of this program
@@ -55,7 +55,7 @@ func (n *node) seenPod() netip.Addr {
 	return netip.AddrFrom4(a)
 }
 
-// tunnelMTU subtracts IPv4, UDP and WireGuard headers, rounded as in Liqo.
+// tunnelMTU subtracts 60 octets, as Liqo does, for the headers of IPv4, UDP and WireGuard.
 func (b *bench) tunnelMTU() int { return b.mtu - 60 }
 
 // missing returns the reason why a peer cannot be measured, or the empty string.

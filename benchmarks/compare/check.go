@@ -12,26 +12,28 @@ import (
 	"github.com/isthmus-net/isthmus/benchmarks/internal/measure"
 )
 
-// A check decides whether Isthmus became slower, on a machine whose speed drifts. It compares
-// ratios to a reference that the same run has measured. It uses the ratio of the two medians of a
-// run, because the reference varies more than Isthmus. A figure is worse only when
+// A check decides whether Isthmus became slower, on a machine whose speed drifts. For each figure
+// it divides the median of Isthmus by the median of a reference, which the same run has measured.
+// Ratios of single rounds would vary more, because the reference varies more than Isthmus. A figure
+// is worse only when
 //
-//   - this ratio exceeds the worst of all recorded runs by more than the figure's margin, and
+//   - this ratio is worse than in each recorded run, by more than the figure's margin, and
 //   - a rank test of the single rounds against all recorded rounds is significant at 1 %.
 //
-// Runs at different hours, added with -record, show the check the drift of the machine itself.
+// Record runs at different hours (-record), so that the recording includes the drift of the
+// machine.
 
-// reference is the peer whose figures are the divisor: the baseline restricted to the number of
-// processors that Isthmus uses. On more processors, the baseline's CPU time depends on whether an
-// idle processor is free at each hand-over of a packet. The spread of its CPU per Gbit is then
-// 6.4 % instead of 3.9 %.
+// reference is the peer by whose figures a check divides: the baseline, on as many processors as
+// Isthmus uses. On more processors, the baseline's CPU time depends on whether an idle processor is
+// free at each hand-over of a packet. The spread of its CPU per Gbit is then 6.4 % instead of 3.9
+// %.
 const reference = "the same, GOMAXPROCS=1"
 
 const (
-	fewest      = 3    // fewest rounds after which a check can pass
-	fewestRuns  = 3    // fewest recorded runs for which a figure's own margin applies
-	untried     = 0.50 // minimum margin with fewer recorded runs
-	significant = 0.01 // probability of such a difference by chance, for one figure
+	minRounds       = 3    // fewest rounds after which a check can pass
+	minRecordedRuns = 3    // fewest recorded runs for which a figure's own margin applies
+	minMargin       = 0.50 // minimum margin with fewer recorded runs than minRecordedRuns
+	significant     = 0.01 // significance level of the rank test, for one figure
 )
 
 // A recording is the file of earlier runs.
@@ -72,21 +74,21 @@ func record(file string, m measured) error {
 
 // A finding is the result of the check for one figure of one peer.
 type finding struct {
-	peer   string
-	figure figure
-	now    float64   // ratio of the medians
-	then   []float64 // the ratio of each recorded run
-	limit  float64   // the worst ratio that is still acceptable
-	beyond bool      // now is worse than limit
-	p      float64   // probability that rounds as bad as these occur by chance
+	peer           string
+	figure         figure
+	current        float64   // ratio of the medians in this run
+	recorded       []float64 // the ratio of each recorded run
+	limit          float64   // the worst ratio that is still acceptable
+	worseThanLimit bool
+	p              float64 // probability that rounds as bad as these occur by chance
 }
 
 // worse reports whether there is a regression.
-func (f finding) worse() bool { return f.beyond && f.p <= significant }
+func (f finding) worse() bool { return f.worseThanLimit && f.p <= significant }
 
 func (f finding) String() string {
 	return fmt.Sprintf("%s, %s: %.2fx of %s; recorded were %.2fx to %.2fx, and %.2fx would still do (p = %.4f)",
-		f.peer, f.figure.name, f.now, reference, slices.Min(f.then), slices.Max(f.then), f.limit, f.p)
+		f.peer, f.figure.name, f.current, reference, slices.Min(f.recorded), slices.Max(f.recorded), f.limit, f.p)
 }
 
 // compare compares all figures of Isthmus that both the run and the recording contain.
@@ -96,28 +98,28 @@ func compare(all []sample, was recording) (findings []finding) {
 			continue
 		}
 		for _, f := range figures {
-			now, rounds := ratioOfMedians(all, p.name, f)
-			found := finding{peer: p.name, figure: f, now: now}
+			current, rounds := ratioOfMedians(all, p.name, f)
+			found := finding{peer: p.name, figure: f, current: current}
 			var recordedRounds []float64
 			for _, r := range was.Runs {
 				if ratio, rounds := ratioOfMedians(r.Samples, p.name, f); rounds != nil {
-					found.then = append(found.then, ratio)
+					found.recorded = append(found.recorded, ratio)
 					recordedRounds = append(recordedRounds, rounds...)
 				}
 			}
-			if rounds == nil || found.then == nil || f.margin == 0 {
+			if rounds == nil || found.recorded == nil || f.margin == 0 {
 				continue
 			}
 			margin := f.margin
-			if len(found.then) < fewestRuns {
-				margin = max(margin, untried)
+			if len(found.recorded) < minRecordedRuns {
+				margin = max(margin, minMargin)
 			}
-			if f.more {
-				found.limit = slices.Min(found.then) / (1 + margin)
-				found.beyond, found.p = now < found.limit, rankTest(recordedRounds, rounds)
+			if f.largerIsBetter {
+				found.limit = slices.Min(found.recorded) / (1 + margin)
+				found.worseThanLimit, found.p = current < found.limit, rankTest(recordedRounds, rounds)
 			} else {
-				found.limit = slices.Max(found.then) * (1 + margin)
-				found.beyond, found.p = now > found.limit, rankTest(rounds, recordedRounds)
+				found.limit = slices.Max(found.recorded) * (1 + margin)
+				found.worseThanLimit, found.p = current > found.limit, rankTest(rounds, recordedRounds)
 			}
 			findings = append(findings, found)
 		}
@@ -140,10 +142,10 @@ func ratioOfMedians(all []sample, peer string, f figure) (ratio float64, rounds 
 	return measure.Median(rounds), rounds
 }
 
-// inLimits reports whether a check can pass now: no figure exceeds its limit. Otherwise the
-// caller measures more rounds.
+// inLimits reports whether a check can pass now: no figure is worse than its limit. If it returns
+// false, the caller measures more rounds.
 func inLimits(findings []finding) bool {
-	return !slices.ContainsFunc(findings, func(f finding) bool { return f.beyond })
+	return !slices.ContainsFunc(findings, func(f finding) bool { return f.worseThanLimit })
 }
 
 // checkFindings returns an error that names every figure that became worse. It writes inconclusive
@@ -157,7 +159,7 @@ func checkFindings(w io.Writer, findings []finding) error {
 		switch {
 		case f.worse():
 			errs = append(errs, errors.New(f.String()))
-		case f.beyond:
+		case f.worseThanLimit:
 			fmt.Fprintf(w, "not clear: %v\n", f)
 		}
 	}

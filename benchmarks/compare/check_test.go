@@ -23,8 +23,8 @@ func samples(n int, tcp, memory float64) (all []sample) {
 func TestCheckNamesRegressions(t *testing.T) {
 	was := recording{[]measured{{"in the morning", samples(5, 3, 60)}, {"in the evening", samples(5, 2.8, 64)}}}
 	for name, c := range map[string]struct {
-		now  []sample
-		want []string // substrings of the error; none: no error
+		current []sample
+		want    []string // substrings of the error; none: no error
 	}{
 		"the same":               {samples(5, 3, 60), nil},
 		"better":                 {samples(5, 5, 30), nil},
@@ -37,7 +37,7 @@ func TestCheckNamesRegressions(t *testing.T) {
 		"nothing to compare for": {samples(5, 3, 60)[:1], []string{"nothing to compare with"}},
 	} {
 		t.Run(name, func(t *testing.T) {
-			err := checkFindings(io.Discard, compare(c.now, was))
+			err := checkFindings(io.Discard, compare(c.current, was))
 			if (err == nil) != (c.want == nil) {
 				t.Fatalf("error %v", err)
 			}
@@ -50,7 +50,8 @@ func TestCheckNamesRegressions(t *testing.T) {
 	}
 }
 
-// A check passes early if every figure is within its limit, and continues if one is not.
+// If every figure is within its limit, a check passes early. If a figure is not, the check measures
+// more rounds.
 func TestExceededLimitTriggersMoreRounds(t *testing.T) {
 	was := recording{[]measured{{"here", samples(5, 3, 60)}}}
 	for _, c := range []struct {
@@ -65,8 +66,8 @@ func TestExceededLimitTriggersMoreRounds(t *testing.T) {
 
 func TestCheckIgnoresTailLatencies(t *testing.T) {
 	was := []sample{{Peer: reference, P99: 100, P999: 100}, {Peer: "isthmus without USO", P99: 100, P999: 100}}
-	now := []sample{{Peer: reference, P99: 100, P999: 100}, {Peer: "isthmus without USO", P99: 900, P999: 900}}
-	if findings := compare(now, recording{[]measured{{"here", was}}}); len(findings) != 0 {
+	current := []sample{{Peer: reference, P99: 100, P999: 100}, {Peer: "isthmus without USO", P99: 900, P999: 900}}
+	if findings := compare(current, recording{[]measured{{"here", was}}}); len(findings) != 0 {
 		t.Errorf("%v", findings)
 	}
 }
@@ -82,7 +83,7 @@ func TestCheckUsesMarginsOnlyAfterThreeRecordedRuns(t *testing.T) {
 	var was recording
 	for n := 1; n <= 4; n++ {
 		was.Runs = append(was.Runs, measured{"here", run(0.3)})
-		if err := checkFindings(io.Discard, compare(run(0.3*1.2), was)); (err != nil) != (n >= fewestRuns) {
+		if err := checkFindings(io.Discard, compare(run(0.3*1.2), was)); (err != nil) != (n >= minRecordedRuns) {
 			t.Errorf("a fifth more CPU than in %d runs: %v", n, err)
 		}
 	}
@@ -90,8 +91,9 @@ func TestCheckUsesMarginsOnlyAfterThreeRecordedRuns(t *testing.T) {
 
 // The simulated machine behaves like the one on which the limits were measured: each run has its
 // own base level for the reference and for Isthmus, and each round adds noise. The check must
-// rarely report an unchanged speed as worse. A single figure detects 25 % more CPU in about every
-// second check, and a gateway has several figures. It detects 40 % more CPU nearly always.
+// rarely report an unchanged speed as worse. If the CPU time grows by 25 %, a single figure must
+// detect that in about every second check; a gateway has several figures. If it grows by 40 %, the
+// figure must detect that nearly always.
 func TestCheckDistinguishesDriftFromRegression(t *testing.T) {
 	rng := rand.New(rand.NewPCG(1, 2))
 	run := func(n int, slower float64) (all []sample) {
@@ -114,7 +116,7 @@ func TestCheckDistinguishesDriftFromRegression(t *testing.T) {
 			count  *int
 		}{{1, &alarms}, {1.25, &quarters}, {1.4, &fifths}} {
 			all := run(9, c.slower)
-			if early := all[:2*fewest]; inLimits(compare(early, was)) {
+			if early := all[:2*minRounds]; inLimits(compare(early, was)) {
 				all = early
 			}
 			if checkFindings(io.Discard, compare(all, was)) != nil {

@@ -24,12 +24,12 @@ import (
 
 // A crowd is the additional load of a gateway beside the measured peer.
 type crowd struct {
-	peers int // configured but unreachable
+	peers int // additional peers, configured but unreachable
 	flows int // NAPT flows to the measured peer
 }
 
 // configure adds the peers of a crowd to the node's configuration and raises its flow limit. undo
-// reverts both.
+// removes the peers and restores the limit.
 func (c crowd) configure(n *node) (undo func() error, err error) {
 	gateway, objects := filepath.Join(n.cluster.ConfigDir, "gateway.yaml"), filepath.Join(n.cluster.ConfigDir, "crowd.yaml")
 	was, err := os.ReadFile(gateway)

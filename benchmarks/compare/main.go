@@ -1,12 +1,12 @@
-// Command compare measures Isthmus and other ways to join two pod networks, interleaved in one
-// run and between the same two pods on this machine.
+// Command compare measures Isthmus and other software that joins two pod networks. All measurements
+// run on this machine, between the same two pods and interleaved in one run.
 //
 //	go run ./benchmarks/compare -rounds 5 -out benchmarks
 //
 // It builds one lab of two clusters with a node and a pod each. In each round it starts one peer
 // after the other (the peer_*.go files), applies the same load to each, and stops it. Figures are
-// medians with minimum and maximum. The machine's speed drifts, so quote the ratios to
-// wireguard-go with kernel NETMAP, which the same run measures.
+// medians with minimum and maximum. The machine's speed drifts, so quote ratios instead of figures.
+// Their divisor is the figure of wireguard-go with kernel NETMAP in the same run.
 //
 // It needs root and, for the NETMAP peer, nft.
 package main
@@ -33,9 +33,9 @@ import (
 
 const wgPort = 5871
 
-// A start connects the two nodes of the bench with one peer's software. After an error, the
-// result still lists all that was started.
-type start func(context.Context, *bench) (*running, error)
+// A starter connects the two nodes of the bench with one peer's software. Even after an error, it
+// returns all that it has started, for the cleanup.
+type starter func(context.Context, *bench) (*running, error)
 
 type running struct {
 	target   netip.Addr    // address at which pod A reaches pod B
@@ -44,11 +44,11 @@ type running struct {
 	cleanup  []func() error
 }
 
-// A peer is one way to join the two networks.
+// A peer is one of the compared programs or configurations.
 type peer struct {
 	name  string
 	needs string // a required program; the peer is skipped without it
-	start start
+	start starter
 }
 
 // peers are the rows of the table.
@@ -67,7 +67,7 @@ var peers = []peer{
 	{"isthmus", "", isthmus(crowd{})}, // default settings: with UDP offload on kernels where it is known to work
 }
 
-// tailscale is a placeholder for the path of the program of ../tailscale, which is an option.
+// tailscale stands for the program of ../tailscale in peer.needs; an option has the program's path.
 const tailscale = "tailscale"
 
 const baseline = "wireguard-go + NETMAP"
@@ -119,14 +119,14 @@ func main() {
 		}
 		return
 	}
-	most := flag.Int("rounds", 5, "rounds; each measures every peer once")
+	maxRounds := flag.Int("rounds", 5, "rounds; each measures every peer once")
 	d := flag.Duration("duration", 2*time.Second, "duration of one load")
 	mtu := flag.Int("mtu", 1500, "MTU of the underlay")
 	binary := flag.String("isthmus", "bin/isthmus", "the isthmus binary")
 	fork := flag.String("tailscale", "", "the program of benchmarks/tailscale; without it its peers are left out")
-	only := flag.String("peers", "", "only these peers, comma separated; a word that is no name means all whose names contain it")
+	selection := flag.String("peers", "", "only these peers, comma separated; a word that is no name means all whose names contain it")
 	flag.Func("also", "another build of isthmus to measure in the same rounds: NAME=PATH[,ARGUMENT...]; may be repeated", func(text string) error {
-		p, err := another(text)
+		p, err := otherBuild(text)
 		peers = append(peers, p)
 		return err
 	})
@@ -139,13 +139,13 @@ func main() {
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	defer stop()
 	if *soak > 0 {
-		if err := runSoaks(ctx, *mtu, *binary, *fork, *only, *soak); err != nil {
+		if err := runSoaks(ctx, *mtu, *binary, *fork, *selection, *soak); err != nil {
 			log.Fatal(err)
 		}
 		return
 	}
-	if (*recorded != "" || *recordIn != "") && *only == "" {
-		*only = checked
+	if (*recorded != "" || *recordIn != "") && *selection == "" {
+		*selection = checked
 	}
 	if *out != "" { // fail before the measurements, not after them
 		if err := os.MkdirAll(*out, 0o755); err != nil {
@@ -159,9 +159,9 @@ func main() {
 		if was, err = readRecording(*recorded); err != nil {
 			log.Fatal(err)
 		}
-		enough = func(all []sample) bool { return rounds(all) >= fewest && inLimits(compare(all, was)) }
+		enough = func(all []sample) bool { return rounds(all) >= minRounds && inLimits(compare(all, was)) }
 	}
-	all, err := run(ctx, *most, *d, *mtu, *binary, *fork, *only, enough)
+	all, err := run(ctx, *maxRounds, *d, *mtu, *binary, *fork, *selection, enough)
 	where := describe(*mtu, rounds(all), *d)
 	if err == nil {
 		err = report(all, where, *mtu, *out)
@@ -177,9 +177,9 @@ func main() {
 	}
 }
 
-// run measures the peers selected by only, round by round. It stops when enough returns true, or
-// after most rounds.
-func run(ctx context.Context, most int, d time.Duration, mtu int, binary, fork, only string, enough func([]sample) bool) (all []sample, err error) {
+// run measures the peers of the selection, round by round. It stops when enough returns true, or
+// after maxRounds.
+func run(ctx context.Context, maxRounds int, d time.Duration, mtu int, binary, fork, selection string, enough func([]sample) bool) (all []sample, err error) {
 	b, err := newBench(ctx, mtu, binary, fork)
 	if err != nil {
 		return nil, err
@@ -192,12 +192,12 @@ func run(ctx context.Context, most int, d time.Duration, mtu int, binary, fork, 
 	}
 	defer stopLoad()
 
-	for round := range most {
+	for round := range maxRounds {
 		if enough(all) {
 			break
 		}
 		for _, p := range peers {
-			if !wanted(p.name, only) {
+			if !selected(p.name, selection) {
 				continue
 			}
 			if missing := b.missing(p.needs); missing != "" {
@@ -212,26 +212,26 @@ func run(ctx context.Context, most int, d time.Duration, mtu int, binary, fork, 
 			}
 			s.Peer, s.Round = p.name, round
 			all = append(all, s)
-			log.Printf("round %d/%d  %-24s %s", round+1, most, p.name, s)
+			log.Printf("round %d/%d  %-24s %s", round+1, maxRounds, p.name, s)
 		}
 	}
 	return all, nil
 }
 
-func runSoaks(ctx context.Context, mtu int, binary, fork, only string, d time.Duration) (err error) {
+func runSoaks(ctx context.Context, mtu int, binary, fork, selection string, d time.Duration) (err error) {
 	b, err := newBench(ctx, mtu, binary, fork)
 	if err != nil {
 		return err
 	}
 	defer func() { err = errors.Join(err, b.lab.Down()) }()
-	return b.soak(ctx, only, d)
+	return b.soak(ctx, selection, d)
 }
 
-// wanted reports whether the list only selects a peer. An empty list selects all peers. A word
-// that is a peer's full name selects that peer; any other word selects the peers whose names
-// contain it.
-func wanted(name, only string) bool {
-	return only == "" || slices.ContainsFunc(strings.Split(only, ","), func(w string) bool {
+// selected reports whether the selection includes a peer. A selection is a list of words, separated
+// by commas. A word that is a peer's full name selects that peer; any other word selects the peers
+// whose names contain the word. An empty selection includes all peers.
+func selected(name, selection string) bool {
+	return selection == "" || slices.ContainsFunc(strings.Split(selection, ","), func(w string) bool {
 		exact := slices.ContainsFunc(peers, func(p peer) bool { return p.name == w })
 		return name == w || !exact && strings.Contains(name, w)
 	})
@@ -245,7 +245,7 @@ type sample struct {
 	TCP4   float64
 	TCP2   float64 // one stream in each direction; sum
 	CPU    float64 // CPU seconds of both gateways per Gbit, over all TCP loads
-	Rate   float64 // the highest rate of 64 octet datagrams of which 99.5 % arrive, thousands a second
+	Rate   float64 // highest rate at which 99.5 % of the datagrams of 64 octets arrive, thousands a second
 	Flood  float64 // received 64 octet datagrams, thousands a second
 	FloodC float64 // CPU microseconds of both gateways per received datagram
 	Paced  float64 // CPU microseconds per datagram, at 20 000 datagrams a second
@@ -261,7 +261,7 @@ func (s sample) String() string {
 		s.TCP1, s.TCP4, s.TCP2, s.CPU, s.Rate, s.Flood, s.Paced, s.P50, s.P99, s.RSS)
 }
 
-func (b *bench) measure(ctx context.Context, up start, d time.Duration) (s sample, err error) {
+func (b *bench) measure(ctx context.Context, up starter, d time.Duration) (s sample, err error) {
 	r, err := up(ctx, b)
 	if r != nil && !r.back.IsValid() {
 		r.back = b.nodes[0].pod.Addr

@@ -16,13 +16,13 @@ import (
 // isthmus is our gateway in a user's configuration: a process and a network namespace for each
 // node, with NAT, default deny, counters and connection checks. args are added to its command
 // line.
-func isthmus(c crowd, args ...string) start {
+func isthmus(c crowd, args ...string) starter {
 	return func(ctx context.Context, b *bench) (*running, error) { return b.isthmus(ctx, b.binary, c, args) }
 }
 
-// another parses the option for a second build of isthmus to compare with: NAME=PATH, optionally
-// followed by comma-separated arguments for its gateway.
-func another(text string) (peer, error) {
+// otherBuild parses the option that adds a second build of isthmus to the comparison: NAME=PATH,
+// optionally followed by arguments for its gateway, separated by commas.
+func otherBuild(text string) (peer, error) {
 	name, rest, ok := strings.Cut(text, "=")
 	if !ok || name == "" || rest == "" {
 		return peer{}, fmt.Errorf("%q; want NAME=PATH[,ARGUMENT...]", text)
@@ -34,7 +34,7 @@ func another(text string) (peer, error) {
 }
 
 // isthmusTunnels is isthmus with several tunnels between the two clusters.
-func isthmusTunnels(tunnels int, args ...string) start {
+func isthmusTunnels(tunnels int, args ...string) starter {
 	return func(ctx context.Context, b *bench) (*running, error) {
 		if err := b.setTunnels(tunnels); err != nil {
 			return nil, err
@@ -90,12 +90,11 @@ func (b *bench) isthmus(ctx context.Context, binary string, c crowd, args []stri
 	if err := b.lab.Join(a.cluster, z.cluster, o); err != nil {
 		return r, err
 	}
-	// The gateways are not stopped through r.gateways: the lab waits for them and checks their exit
-	// status.
+	// The lab stops the gateways, because it waits for them and checks their exit status.
 	r.cleanup = append(r.cleanup, func() error {
 		r.gateways = nil
 		errs := []error{b.lab.StopGateways(), b.lab.Unjoin(a.cluster, z.cluster)}
-		for _, n := range b.nodes { // a stopped gateway still blocks its peers' networks, which later peers of the table need
+		for _, n := range b.nodes { // a stopped gateway leaves routes that block its peers' networks; later peers of the table need these networks
 			errs = append(errs, b.run(context.WithoutCancel(ctx), n.host, "", binary, "gateway", "--cleanup"))
 		}
 		return errors.Join(errs...)

@@ -28,7 +28,7 @@ type wgOptions struct {
 
 // wireguardGo is the unmodified wireguard-go of our go.mod, or Tailscale's fork, with its own TUN
 // and sockets. It runs as a process in each node's host namespace.
-func wireguardGo(o wgOptions) start {
+func wireguardGo(o wgOptions) starter {
 	return func(ctx context.Context, b *bench) (*running, error) {
 		program := []string{b.self, "wireguard-go"}
 		if o.fork {
@@ -74,8 +74,9 @@ func wireguardGo(o wgOptions) start {
 	}
 }
 
-// prefixNAT returns kernel NETMAP as nftables rules (docs/liqo-v0.md, section 7.3). They map the
-// own source prefix to the one under which the peer sees us, and the reverse for replies.
+// prefixNAT returns kernel NETMAP as nftables rules (docs/liqo-v0.md, section 7.3). They translate
+// sources from own, our prefix, to seen, the prefix under which the peer sees us, and undo that for
+// replies.
 func prefixNAT(dev string, own, seen, remote netip.Prefix) string {
 	return strings.NewReplacer("DEV", dev, "OWN", own.String(), "SEEN", seen.String(), "REMOTE", remote.String()).Replace(`
 table ip bench {

@@ -11,11 +11,11 @@ import (
 
 // Sizes of the plot in pixels.
 const (
-	plotLabel  = 210 // space left of the bars
-	plotWidth  = 420 // length of the longest bar
-	plotBar    = 13
-	plotFigure = 26 // height of a figure's heading
-	plotMost   = 4  // bars are cut off at this ratio
+	plotLabel    = 210 // space left of the bars
+	plotWidth    = 420 // length of the longest bar
+	plotBar      = 13
+	plotFigure   = 26 // height of a figure's heading
+	plotMaxRatio = 4  // bars are cut off at this ratio
 )
 
 // plot draws the ratios to the baseline as SVG: a group of bars for each figure. The bar is the
@@ -26,7 +26,7 @@ func plot(all []sample, names []string, where string) []byte {
 	y := 50
 	for _, f := range figures {
 		better := "less is better"
-		if f.more {
+		if f.largerIsBetter {
 			better = "more is better"
 		}
 		y += plotFigure
@@ -62,4 +62,4 @@ func plot(all []sample, names []string, where string) []byte {
 }
 
 // plotX returns the length of the bar for a ratio.
-func plotX(ratio float64) float64 { return min(ratio, plotMost) / plotMost * plotWidth }
+func plotX(ratio float64) float64 { return min(ratio, plotMaxRatio) / plotMaxRatio * plotWidth }

@@ -19,8 +19,8 @@ func pairs(n, m, u int) (x, y []float64) {
 	return x, y
 }
 
-// The critical values are those printed in statistics textbooks for a one-sided test at 1 %: the
-// largest U, counted from the smaller side, that is significant.
+// The critical values come from statistics textbooks, for a one-sided test at 1 %. Each is the
+// largest significant U, where U counts the pairs against the expected order.
 func TestRankTestMatchesPublishedCriticalValues(t *testing.T) {
 	for _, c := range []struct{ n, m, critical int }{
 		{3, 7, 0}, {3, 10, 1}, {4, 5, 0}, {4, 10, 3}, {5, 5, 1}, {5, 8, 4}, {5, 10, 6}, {6, 6, 3}, {7, 9, 9}, {8, 8, 9}, {9, 10, 16}, {10, 10, 19},

@@ -14,11 +14,11 @@ import (
 
 // A figure is one measured quantity: a row of the table.
 type figure struct {
-	name   string
-	format string
-	more   bool    // larger is better
-	margin float64 // tolerated excess over the worst recorded ratio; zero: not checked
-	value  func(sample) float64
+	name           string
+	format         string
+	largerIsBetter bool
+	margin         float64 // tolerated excess over the worst recorded ratio; zero: not checked
+	value          func(sample) float64
 }
 
 // The margins reflect how far ratios to -check's reference moved without a code change, in five
@@ -49,13 +49,14 @@ var figures = []figure{
 	{"peak memory, MiB", "%.0f", false, memory, func(s sample) float64 { return s.RSS }},
 }
 
-// describe states where and how a run was measured, to make its figures comparable later.
+// describe returns the machine, the versions and the settings of a run, so that later runs can be
+// compared with it.
 func describe(mtu, rounds int, d time.Duration) string {
 	return fmt.Sprintf("%s; underlay MTU %d, TCP by %s, %d interleaved rounds, %v a load", measure.Where(), mtu, congestionControl(), rounds, d)
 }
 
 // congestionControl returns the kernel's TCP congestion control, which the pods' namespaces
-// inherit. It matters because BBR paces where CUBIC fills queues.
+// inherit. It affects the figures, because BBR paces its packets and CUBIC fills queues.
 func congestionControl() string {
 	name, err := os.ReadFile("/proc/sys/net/ipv4/tcp_congestion_control")
 	if err != nil {

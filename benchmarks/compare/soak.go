@@ -19,16 +19,16 @@ import (
 	"github.com/isthmus-net/isthmus/benchmarks/internal/load"
 )
 
-// A soak sends verifiable traffic through one peer for a long time: TCP streams from a seeded
-// generator in both directions, each soakStream long, and numbered UDP datagrams in both
-// directions at soakPace per second. The receiver compares every octet with the expected one.
+// A soak sends traffic that can be verified through one peer for a long time, in both directions.
+// It consists of TCP streams from a seeded generator, each soakStream long, and of soakPace
+// numbered UDP datagrams per second. The receiver compares every octet with the expected one.
 
 const (
 	soakTCPPort  = 5204
 	soakUDPPort  = 5205
 	soakStream   = 200 << 20 // octets of one connection in each direction
 	soakStreams  = 2         // concurrent streams
-	soakRate     = 20 << 20  // octets per second of each stream and direction; low enough that no queue drops packets
+	soakRate     = 20 << 20  // octets per second of each stream and direction; so low that no queue drops packets
 	soakPace     = 1000      // datagrams a second
 	soakLate     = 100 * time.Millisecond
 	soakDatagram = 1000 // octets
@@ -244,7 +244,7 @@ func soakDatagrams(addr string, end time.Time) (res soakResult, err error) {
 	for sent := uint64(0); time.Now().Before(end); {
 		due := start.Add(time.Duration(sent) * time.Second / soakPace)
 		time.Sleep(time.Until(due))
-		if late := time.Since(due); late > soakLate { // the machine stalled: sending the backlog at once would overflow any queue
+		if late := time.Since(due); late > soakLate { // the machine stalled; skip the backlog, because it would overflow a queue
 			start = start.Add(late)
 		}
 		if _, err := c.Write(datagram(sent)); err == nil {
@@ -258,7 +258,7 @@ func soakDatagrams(addr string, end time.Time) (res soakResult, err error) {
 }
 
 // soak runs a soak through every selected peer and prints the results.
-func (b *bench) soak(ctx context.Context, only string, d time.Duration) error {
+func (b *bench) soak(ctx context.Context, selection string, d time.Duration) error {
 	server, err := load.Start(ctx, b.nodes[1].pod.Host, nil, b.self, "load", "soak-server")
 	if err != nil {
 		return err
@@ -268,7 +268,7 @@ func (b *bench) soak(ctx context.Context, only string, d time.Duration) error {
 		_, _ = server.Wait()
 	}()
 	for _, p := range peers {
-		if !wanted(p.name, only) || b.missing(p.needs) != "" {
+		if !selected(p.name, selection) || b.missing(p.needs) != "" {
 			continue
 		}
 		r, err := p.start(ctx, b)

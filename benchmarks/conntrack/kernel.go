@@ -40,8 +40,8 @@ func kernel(rules string) func(flows int) (figures, error) {
 		if err != nil {
 			return f, err
 		}
-		// A slab cache that has grown by one object per flow holds conntrack data: the entry or its
-		// extension.
+		// A slab cache that has grown by one object per flow has conntrack's entries or their
+		// extensions.
 		for name, now := range after {
 			if was := before[name]; now.objects-was.objects > flows*9/10 {
 				f.octets += float64((now.objects-was.objects)*now.size) / float64(flows)
@@ -87,7 +87,7 @@ func newRouter(rules string) (*router, error) {
 		if out, err := nft.CombinedOutput(); err != nil {
 			return nil, fmt.Errorf("nft: %w\n%s", err, out)
 		}
-		// No entry may expire during the measurement.
+		// With the default timeout, entries would expire during the measurement.
 		if err := os.WriteFile("/proc/sys/net/netfilter/nf_conntrack_udp_timeout", []byte("600"), 0); err != nil {
 			return nil, err
 		}

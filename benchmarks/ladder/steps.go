@@ -5,8 +5,8 @@ import (
 	"strings"
 )
 
-// A source locates a figure in benchmark output and converts it to one packet. Benchmarks count
-// in different units: per superpacket, per segment, per datagram or per bit.
+// A source says where a step's figure is in the benchmark output, and how to convert it to the cost
+// of one packet. Benchmarks count per superpacket, per segment, per datagram or per bit.
 type source struct {
 	pkg    string  // the package's folder in the module
 	bench  string  // name as `go test` prints it, without "Benchmark"
@@ -15,13 +15,13 @@ type source struct {
 	allocs float64 // one packet's share of allocs/op
 }
 
-// absent reports whether this shape of traffic has no benchmark.
+// absent reports whether no benchmark measures the step with this kind of packet.
 func (s source) absent() bool { return s.bench == "" }
 
 // A step is a row of the table.
 type step struct {
 	name, what string
-	aside      bool   // for comparison only: not part of the data path, where packets travel in batches
+	aside      bool   // for comparison only: the data path does not do this step, because it handles packets in batches
 	super      source // one of the 45 segments of a TCP superpacket: 1,420 octets, of which 1,368 or 1,380 are payload
 	single     source // a packet of 64 octets that is not part of a superpacket
 }
@@ -37,8 +37,8 @@ func perSuper(pkg, bench string) source {
 // in one operation of the benchmark.
 func perPacket(pkg, bench, unit string, n float64) source { return source{pkg, bench, unit, 1, 1 / n} }
 
-// steps are the rows of the ladder. A step contains other steps only if its text mentions them.
-// Remap and NAPT are alternatives.
+// steps are the rows of the ladder. A step's figure includes other steps only if its text mentions
+// them. A packet needs either the remap step or the NAPT step.
 var steps = []step{
 	{name: "parse", what: "prove all lengths, find the ports",
 		super: perSuper("packet", "Parse/TCP4"), single: perPacket("packet", "Parse/UDP4", "ns/op", 1)},
@@ -87,8 +87,8 @@ func packages() (all []string) {
 	return all
 }
 
-// pattern returns the -test.bench value that runs exactly the benchmarks that the steps need of a
-// package.
+// pattern returns the value of -test.bench that selects exactly those benchmarks of a package that
+// the steps need.
 func pattern(pkg string) string {
 	var all []string
 	seen := map[string]bool{}

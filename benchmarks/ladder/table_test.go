@@ -49,7 +49,7 @@ func TestReadIgnoresLinesThatAreNotResults(t *testing.T) {
 	}
 }
 
-// The expected values are computed by hand from the files in testdata.
+// The expected values were computed by hand from the files in testdata.
 func TestTableConvertsAllFiguresToOneUnit(t *testing.T) {
 	text := table(recorded(t), "somewhere", 3)
 	row := map[string][]string{}
@@ -90,7 +90,8 @@ func TestMissingListsBenchmarksWithoutFigures(t *testing.T) {
 	}
 }
 
-// Renaming a benchmark must fail here, and not leave a gap in the table.
+// If somebody renames a benchmark, this test must fail, because otherwise the table would only have
+// a gap.
 func TestStepsNameExistingBenchmarks(t *testing.T) {
 	for _, s := range steps {
 		for _, from := range []source{s.super, s.single} {

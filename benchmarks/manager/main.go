@@ -4,12 +4,12 @@
 //	go run ./benchmarks/manager -peers 500,1000
 //	go run ./benchmarks/manager -services # 1,000 services of ten peers, whose pods are replaced
 //
-// It runs TestManyPeerings of test/control and formats its figures as a table. That test has the
-// real manager, two real API servers and peers that answer. One of the API servers acts as the
-// API server of every peer and identifies each peer by its certificate. With -services, the
-// command runs TestManyServices with two managers. Other log output goes to standard error. The
-// command needs the programs that internal/kubetest builds. With 500 peers it takes about five
-// minutes on two processors.
+// It runs TestManyPeerings of test/control and formats its figures as a table. That test runs the
+// real manager and two real API servers, and simulates peers that answer. One API server is the
+// manager's own. The other acts as the API server of every peer, each with its own certificate.
+// With -services, the command runs TestManyServices with two managers. Other log output goes to
+// standard error. The command needs the programs that internal/kubetest builds. With 500 peers it
+// takes about five minutes on two processors.
 package main
 
 import (
@@ -39,7 +39,7 @@ func main() {
 	defer stop()
 	var heads, remarks, rows []string // rows of the table, in order
 	cells := make(map[string][]string)
-	take := func(kind, text string) {
+	handle := func(kind, text string) {
 		row, cell, _ := strings.Cut(text, " = ")
 		switch {
 		case kind == "column":
@@ -54,7 +54,7 @@ func main() {
 		}
 	}
 	if *shared {
-		if err := run(ctx, take, "TestManyServices", "-profiles="+*profiles); err != nil {
+		if err := run(ctx, handle, "TestManyServices", "-profiles="+*profiles); err != nil {
 			log.Fatal(err)
 		}
 		*text = ""
@@ -66,7 +66,7 @@ func main() {
 		}
 		heads = append(heads, fmt.Sprintf("%d peers", n))
 		log.Printf("%d peers:", n)
-		if err := run(ctx, take, "TestManyPeerings", fmt.Sprintf("-peers=%d", n), "-profiles="+*profiles); err != nil {
+		if err := run(ctx, handle, "TestManyPeerings", fmt.Sprintf("-peers=%d", n), "-profiles="+*profiles); err != nil {
 			log.Fatal(err)
 		}
 	}
@@ -79,9 +79,9 @@ func main() {
 	}
 }
 
-// run runs one test. It passes lines that begin with one of three words to take, and logs the
-// others.
-func run(ctx context.Context, take func(kind, text string), test string, flags ...string) error {
+// run runs one test. It calls handle for each output line that begins with one of three words, and
+// logs all other lines.
+func run(ctx context.Context, handle func(kind, text string), test string, flags ...string) error {
 	args := []string{"test", "./control", "-run", "^" + test + "$", "-count=1", "-v", "-timeout=60m", "-long"}
 	cmd := exec.CommandContext(ctx, "go", append(args, flags...)...)
 	cmd.Dir, cmd.Stderr = "test", os.Stderr
@@ -99,7 +99,7 @@ func run(ctx context.Context, take func(kind, text string), test string, flags .
 		}
 		_, text, _ = strings.Cut(text, ": ")
 		if kind, rest, _ := strings.Cut(text, " "); slices.Contains([]string{"figure", "column", "remark"}, kind) {
-			take(kind, rest)
+			handle(kind, rest)
 		} else {
 			log.Print("- " + text)
 		}

@@ -88,7 +88,7 @@ func command(ctx context.Context, h *lab.Host, format string, args ...any) error
 	return nil
 }
 
-// standIn returns the name of the remote pod's device to a node that can have the gateway.
+// standIn returns the name of the remote pod's device that leads to a gateway node.
 func standIn(node int) string { return fmt.Sprintf("standin%d", node) }
 
 // standIn creates a gateway's kernel objects on its node. The remote pod replies through the
@@ -132,8 +132,8 @@ func (c *cluster) listen(ctx context.Context) (stop func(), err error) {
 	return stop, nil
 }
 
-// become configures the nodes for a variant, and waits for the first reply.
-func (c *cluster) become(ctx context.Context, v variant) error {
+// configure configures the nodes for a variant, and waits for the first reply.
+func (c *cluster) configure(ctx context.Context, v variant) error {
 	const table = "inet others"
 	for _, n := range c.Nodes {
 		program := fmt.Sprintf("add table %s; delete table %[1]s", table)
@@ -144,7 +144,7 @@ func (c *cluster) become(ctx context.Context, v variant) error {
 			return fmt.Errorf("%s: nft: %w: %s", n, err, out)
 		}
 	}
-	if err := c.with(v.filter); err != nil {
+	if err := c.reset(v.filter); err != nil {
 		return err
 	}
 	if err := c.apply(c.intent(len(c.Nodes), 1, gatewayNodes[0])); err != nil {
@@ -154,14 +154,14 @@ func (c *cluster) become(ctx context.Context, v variant) error {
 	return err
 }
 
-// intent returns the intent that each agent would receive from its source, for the given number
-// of nodes and peers, all behind the gateway of one node. Only three of the nodes and the first
-// of the peers exist.
+// intent returns the intent that each agent would receive from its source, for the given number of
+// nodes and peers, all behind the gateway of one node. Of these, only three nodes and the first
+// peer exist in the lab.
 func (c *cluster) intent(nodes, peers, gateway int) (in fabric.NodeIntent) {
 	for _, n := range c.Nodes {
 		in.Nodes = append(in.Nodes, fabric.ClusterNode{Name: n.Name, Addrs: []netip.Addr{n.Addr}, PodCIDRs: []netip.Prefix{n.PodCIDR}})
 	}
-	for i := len(in.Nodes); i < nodes; i++ { // its slice of the PodCIDR is not used by any node of the lab
+	for i := len(in.Nodes); i < nodes; i++ { // a node that is not in the lab, with a slice of the PodCIDR that no node of the lab uses
 		in.Nodes = append(in.Nodes, fabric.ClusterNode{Name: fmt.Sprintf("away-%d", i),
 			Addrs:    []netip.Addr{netip.AddrFrom4([4]byte{192, 168, byte(i >> 8), byte(i)})},
 			PodCIDRs: []netip.Prefix{netip.PrefixFrom(netip.AddrFrom4([4]byte{10, 67, byte(i), 0}), 24)}})
@@ -183,8 +183,8 @@ func (c *cluster) intent(nodes, peers, gateway int) (in fabric.NodeIntent) {
 	return in
 }
 
-// with resets all nodes, with the filter or without it.
-func (c *cluster) with(filter bool) error {
+// reset makes all nodes start again, with the filter or without it.
+func (c *cluster) reset(filter bool) error {
 	return c.each(func(a *agent) error { return a.open(filter) })
 }
 
@@ -241,7 +241,7 @@ func (a *agent) close() error {
 }
 
 // open removes all kernel objects of the route agent. Without the filter, the agent does not even
-// check whether a filter exists.
+// look for one in later changes.
 func (a *agent) open(filter bool) error {
 	return a.do(func() (err error) {
 		if a.kernel != nil {

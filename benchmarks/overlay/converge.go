@@ -21,11 +21,11 @@ import (
 
 const (
 	probePort  = 5300
-	probePause = 200 * time.Microsecond // between two datagrams
+	probePause = 200 * time.Microsecond // between two datagrams of a probe
 	probeLimit = 30 * time.Second
 	repeats    = 4 // runs of a change in each round; the round's figure is their median
-	// settling is the pause between two changes. The kernel frees the rules of the previous change
-	// in the background, and the next change would wait for that.
+	// settling is the pause between two changes. Without it the next change would wait until the
+	// kernel, in the background, has freed the rules of the previous one.
 	settling = 200 * time.Millisecond
 )
 
@@ -34,13 +34,13 @@ var sizes = []int{10, 200}
 
 // The measured changes.
 const (
-	moves     = "the gateway moves to another node"           // the filter does not change, but is compared
-	joins     = "a peer is added whose networks were granted" // as above: the filter contains the networks from their allocation on
+	moves     = "the gateway moves to another node"           // the agents compare the filter and find it unchanged
+	joins     = "a peer is added whose networks were granted" // as above, because the filter contains the networks since their allocation
 	allocates = "a peer is added and granted at once"         // the filter changes
 )
 
-// measureConvergence measures the time from a change at all agents until the first reply reaches
-// the pod.
+// measureConvergence measures the time from the moment when all agents get a change until the first
+// reply reaches the pod.
 func (c *cluster) measureConvergence(rounds int) (string, error) {
 	p, err := c.newProbe()
 	if err != nil {
@@ -54,12 +54,12 @@ func (c *cluster) measureConvergence(rounds int) (string, error) {
 			var times [2][]float64 // without and with the filter
 			for round := range rounds {
 				for i := range times {
-					with := (i + round) % 2
-					ms, err := c.converge(p, change, size, with == 1)
+					reset := (i + round) % 2
+					ms, err := c.converge(p, change, size, reset == 1)
 					if err != nil {
 						return "", fmt.Errorf("%s, %d nodes and peers: %w", change, size, err)
 					}
-					times[with] = append(times[with], ms)
+					times[reset] = append(times[reset], ms)
 				}
 				log.Printf("round %d/%d  %s, %d nodes and peers: %.1f and %.1f ms", round+1, rounds, change, size, times[0][round], times[1][round])
 			}
@@ -71,7 +71,7 @@ func (c *cluster) measureConvergence(rounds int) (string, error) {
 
 // converge returns the median time of several runs of a change, in ms.
 func (c *cluster) converge(p *probe, change string, size int, filter bool) (float64, error) {
-	if err := c.with(filter); err != nil {
+	if err := c.reset(filter); err != nil {
 		return 0, err
 	}
 	var all []float64
@@ -91,7 +91,7 @@ func (c *cluster) converge(p *probe, change string, size int, filter bool) (floa
 			return 0, err
 		}
 		time.Sleep(settling)
-		took, err := p.until(to, func() error { return c.apply(after) })
+		took, err := p.timeUntilReply(to, func() error { return c.apply(after) })
 		if err != nil {
 			return 0, err
 		}
@@ -162,9 +162,9 @@ func (p *probe) answer(conn net.PacketConn, node int64) {
 	}
 }
 
-// until performs a change and returns the time from its start to the first reply through the
-// gateway on a node. The change has ended when until returns.
-func (p *probe) until(node int, change func() error) (time.Duration, error) {
+// timeUntilReply makes a change and returns the time from its start to the first reply through the
+// gateway on node. It returns only after the change has ended.
+func (p *probe) timeUntilReply(node int, change func() error) (time.Duration, error) {
 	p.active.Store(int64(node))
 	p.turn++ // identifies late replies of earlier changes
 	stop, stopped := make(chan struct{}), make(chan struct{})
@@ -176,7 +176,7 @@ func (p *probe) until(node int, change func() error) (time.Duration, error) {
 			case <-stop:
 				return
 			case <-time.After(probePause):
-				_, _ = p.pod.Write(b) // refused while there is no route
+				_, _ = p.pod.Write(b) // fails while there is no route
 			}
 		}
 	}()

@@ -73,13 +73,13 @@ func run(ctx context.Context, rounds int, d time.Duration, only string) (text st
 	return text, err
 }
 
-// A variant is the configuration of the nodes for one column.
 type variant struct {
 	filter bool
 	tracks bool // another user on the nodes enables connection tracking
 }
 
-// variants are the columns of the table. Each pair is compared.
+// variants are the columns of the table, which compares the first with the second and the third
+// with the fourth.
 var variants = []variant{{false, false}, {true, false}, {false, true}, {true, true}}
 
 func (v variant) String() string {
@@ -114,7 +114,7 @@ func (c *cluster) measureTraffic(ctx context.Context, rounds int, d time.Duratio
 
 // traffic measures a variant once. It returns the values in the order of figures.
 func (c *cluster) traffic(ctx context.Context, v variant, d time.Duration) ([]float64, error) {
-	if err := c.become(ctx, v); err != nil {
+	if err := c.configure(ctx, v); err != nil {
 		return nil, err
 	}
 	got, err := load.Traffic(ctx, c.pod.Host, c.self, remotePod, d)

@@ -3,13 +3,13 @@
 //
 //	go run ./benchmarks/packets -rounds 5
 //
-// There is a cluster for each number of peers. Its first node has the configuration of
-// fabric.NodeFor for gateways in Pods: routes, and packet filter sets for two networks of each
-// peer. One more cluster has no route agent. The nodes of all clusters track connections and
-// masquerade. Figures are CPU time on one processor from a pod's send call to the arrival,
-// including the pod's own part. The clusters take turns of a thousand packets, so that other load
-// on the machine affects all of them alike. Ratios are computed for each round. The command needs
-// root and iproute2.
+// The program makes a cluster for each number of peers. On its first node, it applies the
+// configuration of fabric.NodeFor for gateways in Pods: routes, and packet filter sets for two
+// networks of each peer. One more cluster has no such configuration. The nodes of all clusters
+// track connections and masquerade. A figure is the CPU time, on one processor, from a pod's send
+// call to the arrival of the packet, including the time in the pod's own namespace. The clusters
+// take turns of a thousand packets, so that other load on the machine affects all of them alike.
+// Ratios are computed for each round. The command needs root and iproute2.
 package main
 
 import (
@@ -68,7 +68,7 @@ const (
 type row struct {
 	*lab.Cluster
 	name    string
-	flows   []*load.Flow // by kind; nil: this row sends no packets of the kind
+	flows   []*load.Flow // by kind of packet; nil: this row sends none of that kind
 	samples [][]float64  // by kind and round
 }
 
@@ -91,7 +91,7 @@ func run(ctx context.Context, rounds int, numbers []int) (table string, err erro
 		peers := 0
 		if i < len(numbers) {
 			peers, r.name = numbers[i], strconv.Itoa(numbers[i])
-			k, err := r.become(peers)
+			k, err := r.configure(peers)
 			if err != nil {
 				return "", fmt.Errorf("%d peers: %w", peers, err)
 			}
@@ -110,7 +110,7 @@ func run(ctx context.Context, rounds int, numbers []int) (table string, err erro
 		}
 		rows = append(rows, r)
 	}
-	err = rows[0].Nodes[0].Do(func() error { // the thread ends with Do, as StayOnOneProcessor requires
+	err = rows[0].Nodes[0].Do(func() error { // Do ends with its thread, as StayOnOneProcessor requires
 		if err := load.StayOnOneProcessor(); err != nil {
 			return err
 		}
@@ -189,11 +189,11 @@ func remote(i int) (pod, external netip.Prefix) {
 	return netip.PrefixFrom(netip.AddrFrom4([4]byte{100, byte(64 + i>>8), byte(i), 0}), 24), netip.PrefixFrom(netip.AddrFrom4([4]byte{11, byte(i >> 8), byte(i), 0}), 24)
 }
 
-// gateway returns the pod on the second node, whose address is used as the gateway Pod's.
+// gateway returns the pod that stands for the gateway Pod, on the second node.
 func (r *row) gateway() *lab.Pod { return r.Pods[len(r.Pods)-1] }
 
-// become configures the first node for the given number of peers.
-func (r *row) become(peers int) (k *rtnl.Kernel, err error) {
+// configure configures the first node for the given number of peers.
+func (r *row) configure(peers int) (k *rtnl.Kernel, err error) {
 	self := r.Nodes[0]
 	in := fabric.NodeIntent{
 		Self: self.Name, OnlyPods: true, Trusted: true, Allocations: fabric.Allocations{OwnPods: []netip.Prefix{localPods}}, UnderlayDevices: []string{"eth0"},

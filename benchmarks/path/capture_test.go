@@ -10,9 +10,9 @@ import (
 )
 
 // BenchmarkCapture measures the cost of a capture at the sender: without a capture, with a filter
-// for another pod, with all headers, and with all octets. Each capture has a reader. Packets that
-// were lost because the reader was too slow are logged. Compare within one run, and repeat the
-// sequence:
+// for another pod, with all headers, and with all octets. Each capture has a reader. The benchmark
+// logs the number of packets that were lost because the reader was too slow. Compare only figures
+// of one run, and repeat the whole run:
 //
 //	for i in 1 2 3 4 5 6; do go test -run '^$' -bench Capture -benchtime 1s ./benchmarks/path; done
 func BenchmarkCapture(b *testing.B) {

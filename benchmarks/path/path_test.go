@@ -1,13 +1,13 @@
-// Package path benchmarks the complete data path in memory, from one cluster's TUN to the
-// other's, without a kernel and without root. The path is parsing, NAT, segmentation and
-// encryption, and the reverse.
+// Package path benchmarks the complete data path in memory, from one cluster's TUN to the other's,
+// without a kernel and without root. The sender parses, translates, segments and encrypts each
+// packet, and the receiver undoes these steps.
 //
 //	go test -run '^$' -bench . ./benchmarks/path
 //
-// Benchmark names contain the parameters. Each benchmark changes one parameter of
+// A benchmark's name contains its parameters, which differ in one from
 // size=64/nat=pod/flows=1/peers=1. A packet of 62140 octets is a TCP superpacket, which is
-// segmented for the tunnel and coalesced behind it. It counts as its 45 segments. Sender and
-// receiver are one process: cpu-ns/packet is the sum of both gateways, and the packet rate
+// segmented for the tunnel and coalesced behind it. It counts as its 45 segments. Because sender
+// and receiver are one process, cpu-ns/packet is the sum of both gateways, and the packet rate
 // depends on the machine's number of processors.
 package path
 
@@ -118,8 +118,8 @@ func run(b *testing.B, l load, prepare func(from *gateway)) {
 		per = segments
 	}
 	size := int64(len(packets[0]) - virtioLen)
-	// A superpacket that arrives in parts has more headers: the received octets may exceed the
-	// octets sent, never the reverse.
+	// A superpacket that arrives in parts has more headers, so there may be more octets received
+	// than sent, but not fewer.
 	sent, window := int64(0), max(1, inFlight/per)
 	wait := func(open int64) {
 		for sent*size-received.Load() > open*size {

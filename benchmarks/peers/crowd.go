@@ -35,7 +35,7 @@ var (
 
 const (
 	maxPeers     = 4096
-	peerPort     = 51820 // a moved peer uses the next port
+	peerPort     = 51820 // first port of a peer; a moved peer uses the port after it
 	checkPort    = 12345
 	pingInterval = 2 * time.Second // Liqo's interval
 	pingBatches  = 100             // the peers are divided into batches, to spread their PINGs over the interval
@@ -77,21 +77,21 @@ func peerOf(i int, moved bool) fabric.Peer {
 }
 
 // A crowd is the remote side of all peers. Each peer has its own key, address and session. Like
-// Liqo, it answers PINGs of the connection check and sends one every two seconds. It starts no
-// handshakes.
+// Liqo, a peer answers PINGs of the connection check and sends one every two seconds. A peer starts
+// no handshakes.
 type crowd struct {
-	sockets [2]*ipv4.PacketConn
-	far     []*far
+	sockets    [2]*ipv4.PacketConn
+	remotePeer []*remotePeer
 
 	mu       sync.Mutex
 	answered map[int]time.Time // time of the first PONG that peer i received since reset
 }
 
-// far is the remote side of one peer.
-type far struct {
+// remotePeer is the state of one simulated peer.
+type remotePeer struct {
 	key     *ecdh.PrivateKey
 	addr    net.IP
-	ping    netip.AddrPort // address inside the tunnel from which it sends PINGs
+	ping    netip.AddrPort // address inside the tunnel from which the peer sends PINGs
 	mu      sync.Mutex
 	current *noise.Session
 	next    [256]*noise.Session // sessions by the low octet of the index
@@ -105,7 +105,7 @@ type far struct {
 func newCrowd(host *lab.Host) (*crowd, error) {
 	c := &crowd{answered: make(map[int]time.Time)}
 	for i := range maxPeers {
-		c.far = append(c.far, &far{key: keyOf(i), addr: plus(firstEndpoint, uint32(i)).AsSlice(),
+		c.remotePeer = append(c.remotePeer, &remotePeer{key: keyOf(i), addr: plus(firstEndpoint, uint32(i)).AsSlice(),
 			ping: netip.AddrPortFrom(peerOf(i, false).Remote.PodSeen.Addr(), checkPort)})
 	}
 	for i := range c.sockets {
@@ -159,18 +159,18 @@ func (c *crowd) receive(socket int) {
 			continue
 		}
 		i := int(binary.BigEndian.Uint32(dst.Unmap().AsSlice()) - binary.BigEndian.Uint32(firstEndpoint.AsSlice()))
-		if i >= len(c.far) || n < 8 {
+		if i >= len(c.remotePeer) || n < 8 {
 			continue
 		}
 		if out := c.message(i, socket, buf[:n], from); out != nil {
-			c.write(c.far[i], out)
+			c.write(c.remotePeer[i], out)
 		}
 	}
 }
 
 // message handles a message to peer i and returns the answer.
 func (c *crowd) message(i, socket int, m []byte, from net.Addr) []byte {
-	f := c.far[i]
+	f := c.remotePeer[i]
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	switch {
@@ -201,7 +201,7 @@ func (c *crowd) message(i, socket int, m []byte, from net.Addr) []byte {
 	return nil
 }
 
-func (c *crowd) write(f *far, m []byte) {
+func (c *crowd) write(f *remotePeer, m []byte) {
 	_, _ = c.sockets[f.socket].WriteTo(m, &ipv4.ControlMessage{Src: f.addr}, f.gateway) // may be lost like any datagram
 }
 
@@ -256,8 +256,8 @@ func (c *crowd) ping(ctx context.Context) {
 			return
 		case <-turns.C:
 		}
-		for i := turn % pingBatches; i < len(c.far); i += pingBatches {
-			f := c.far[i]
+		for i := turn % pingBatches; i < len(c.remotePeer); i += pingBatches {
+			f := c.remotePeer[i]
 			f.mu.Lock()
 			var m []byte
 			if f.current != nil {
@@ -288,10 +288,10 @@ func (c *crowd) note(i int) {
 	}
 }
 
-// reset clears the answer times. It moves the first peers to their second port, and all others to
-// their first.
+// reset clears the answer times. It moves the first peers, as many as moved, to their second port,
+// and all others to their first.
 func (c *crowd) reset(moved int) {
-	for i, f := range c.far {
+	for i, f := range c.remotePeer {
 		f.mu.Lock()
 		f.socket, f.moved = min(1, max(0, moved-i)), i < moved
 		f.mu.Unlock()
@@ -301,8 +301,8 @@ func (c *crowd) reset(moved int) {
 	clear(c.answered)
 }
 
-// wait waits until n peers have received an answer. It returns the times at which half of them
-// and all of them had one.
+// wait waits until n peers have received an answer. It returns the times at which half of these
+// peers, and all of them, had an answer.
 func (c *crowd) wait(ctx context.Context, n int) (half, all time.Time, err error) {
 	for {
 		c.mu.Lock()
@@ -324,7 +324,7 @@ func (c *crowd) wait(ctx context.Context, n int) (half, all time.Time, err error
 
 // move moves a peer to its second port.
 func (c *crowd) move(i int) {
-	f := c.far[i]
+	f := c.remotePeer[i]
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	f.socket, f.moved = 1, true
@@ -344,7 +344,7 @@ func (c *crowd) has(i int) bool {
 	return ok
 }
 
-// spread returns the times at which half of the peers and all of them had received an answer.
+// spread returns the times at which half of the peers, and all of them, had an answer.
 func spread(answered map[int]time.Time) (half, all time.Time) {
 	times := slices.SortedFunc(maps.Values(answered), time.Time.Compare)
 	return times[len(times)/2], times[len(times)-1]

@@ -28,12 +28,12 @@ const (
 type command struct {
 	Peers   int    // number of peers to configure
 	Moved   int    // number of peers, from the first, that use their second port
-	Profile string // instead: write a CPU profile to this file
+	Profile string // if not empty, write a CPU profile to this file instead
 	Seconds int
 }
 
-// inForce is the line that the gateway process prints when it has applied a configuration.
-const inForce = "in force"
+// appliedLine is the line that the gateway process prints when it has applied a configuration.
+const appliedLine = "in force"
 
 // printing is a log handler that prints a line for each applied configuration, and errors.
 type printing struct{ slog.Handler }
@@ -41,7 +41,7 @@ type printing struct{ slog.Handler }
 func (h printing) Handle(ctx context.Context, r slog.Record) error {
 	switch {
 	case r.Message == "configuration in force":
-		fmt.Println(inForce)
+		fmt.Println(appliedLine)
 	case r.Level >= slog.LevelError:
 		return h.Handler.Handle(ctx, r)
 	}
@@ -51,7 +51,7 @@ func (h printing) Handle(ctx context.Context, r slog.Record) error {
 func (h printing) WithAttrs(a []slog.Attr) slog.Handler { return printing{h.Handler.WithAttrs(a)} }
 
 // beGateway is the gateway process. It runs the real gateway, but reads its configuration from
-// standard input instead of API objects. As in a cluster, its status is read once a second.
+// standard input instead of API objects. As in a cluster, something reads its status once a second.
 func beGateway() error {
 	if os.Getenv("GOMAXPROCS") == "" {
 		runtime.GOMAXPROCS(max(1, runtime.GOMAXPROCS(0)/2)) // as cmd/isthmus does, decision 5
@@ -130,7 +130,7 @@ func profile(c command) {
 // A process is the parent's handle of the gateway process.
 type process struct {
 	stdin  io.WriteCloser
-	forced chan struct{} // receives when a configuration is applied
+	forced chan struct{} // gets a value when the gateway has applied a configuration
 	pid    int
 	end    func()
 }

@@ -3,12 +3,12 @@
 //
 //	go run ./benchmarks/peers -peers 10,100,1000,4000
 //
-// The real gateway runs in a process and a network namespace of its own. One program in another
-// namespace simulates the peers. Each peer has its own address, key, WireGuard session and
-// connection check. As with Liqo, it answers every PING and sends one every two seconds. The
-// peers start no handshake and do no path MTU discovery. The configuration does not come from an
-// API server, whose part benchmarks/agents measures. As in a cluster, the status is read once a
-// second. The command needs root and iproute2.
+// The real gateway runs as a separate process in its own network namespace. This program simulates
+// the peers in another namespace. Each peer has its own address, key, WireGuard session and
+// connection check. Like Liqo, a peer answers every PING and sends one every two seconds. The peers
+// start no handshake and do no path MTU discovery. The configuration does not come from an API
+// server; benchmarks/agents measures that part. The program reads the gateway's status once a
+// second, as happens in a cluster. The command needs root and iproute2.
 package main
 
 import (
@@ -70,10 +70,10 @@ type bench struct {
 	crowd *crowd
 	rows  []string // names of the table's rows, in order
 	cells map[string][]string
-	only  string // parts to measure, comma-separated; empty: all
+	only  string // parts to measure, separated by commas; empty: all
 }
 
-// measures reports whether a part is to be measured.
+// measures reports whether the selection includes a part.
 func (b *bench) measures(part string) bool {
 	return b.only == "" || slices.Contains(strings.Split(b.only, ","), part)
 }
@@ -146,7 +146,7 @@ func (b *bench) start(ctx context.Context, n, moved int) (*process, error) {
 	p := &process{stdin: in, forced: make(chan struct{}, 16), pid: cmd.Process.Pid}
 	go func() {
 		for lines := bufio.NewScanner(out); lines.Scan(); {
-			if lines.Text() == inForce {
+			if lines.Text() == appliedLine {
 				p.forced <- struct{}{}
 			}
 		}
@@ -162,11 +162,12 @@ func (b *bench) start(ctx context.Context, n, moved int) (*process, error) {
 	return p, nil
 }
 
-// many is the maximum number of runs of a single change. Several runs are needed to distinguish
-// its cost from the cost at rest.
-const many = 20
+// maxRuns is the maximum number of runs of a single change. One run could not distinguish the cost
+// of the change from the cost at rest.
+const maxRuns = 20
 
-// settle is the wait after a change. All periodic work, which runs once a second, runs in it.
+// settle is the wait after a change. It is long enough for all periodic work, which runs once a
+// second.
 const settle = time.Second
 
 func (b *bench) measure(ctx context.Context, n int, rest time.Duration, profiles string) error {
@@ -221,7 +222,7 @@ func (b *bench) measure(ctx context.Context, n int, rest time.Duration, profiles
 	}
 	if b.measures("scrape") {
 		var octets int64
-		cost, err := p.cost(ctx, many, func(int) (err error) { octets, err = scrape(); return err })
+		cost, err := p.cost(ctx, maxRuns, func(int) (err error) { octets, err = scrape(); return err })
 		if err != nil {
 			return err
 		}
@@ -231,7 +232,7 @@ func (b *bench) measure(ctx context.Context, n int, rest time.Duration, profiles
 
 	moved := 0
 	if b.measures("change") {
-		times := min(many, n) // a peer can move only once: a second move changes nothing and is never reported as applied
+		times := min(maxRuns, n) // a peer can move only once: a second move changes nothing and is never reported as applied
 		if err := profile("change", time.Duration(times)*2*settle); err != nil {
 			return err
 		}
@@ -251,11 +252,11 @@ func (b *bench) measure(ctx context.Context, n int, rest time.Duration, profiles
 		}
 		b.addCell(n, "a peer's endpoint changes: CPU, ms", "%s", cost)
 		b.addCell(n, "a peer's endpoint changes: in force after, s", "%.3f", took)
-		if err := profile("come", many*3*settle); err != nil {
+		if err := profile("come", maxRuns*3*settle); err != nil {
 			return err
 		}
 		took = 0
-		cost, err = p.cost(ctx, many, func(int) error {
+		cost, err = p.cost(ctx, maxRuns, func(int) error {
 			b.crowd.forget(n)
 			begin := time.Now()
 			if err := p.apply(ctx, command{Peers: n + 1, Moved: moved}); err != nil {
@@ -266,7 +267,7 @@ func (b *bench) measure(ctx context.Context, n int, rest time.Duration, profiles
 					return err
 				}
 			}
-			took += time.Since(begin).Seconds() / many
+			took += time.Since(begin).Seconds() / maxRuns
 			if err := sleep(ctx, settle); err != nil {
 				return err
 			}
@@ -314,9 +315,9 @@ func (b *bench) measure(ctx context.Context, n int, rest time.Duration, profiles
 	return nil
 }
 
-// cost returns the CPU time of do in ms, less the CPU time of the process at rest, with the
-// standard error. It measures the rest before each run, because the cost at rest changes with the
-// machine's load.
+// cost returns the CPU time of do in ms, with its standard error. It subtracts the CPU time that
+// the process would have used at rest. It measures that anew before each run, because it changes
+// with the machine's load.
 func (p *process) cost(ctx context.Context, times int, do func(i int) error) (string, error) {
 	var costs []float64
 	for i := range times {

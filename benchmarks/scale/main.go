@@ -4,13 +4,14 @@
 //	go run ./benchmarks/scale
 //	go run ./benchmarks/scale -pools 10.0.0.0/8,11.0.0.0/8 -lengths 16
 //
-// It allocates from the manager's IPAM until that refuses, first with an ExternalCIDR of the
-// PodCIDR's length, as Liqo chooses it, then with the ExternalCIDR that the IPAM chooses. With
+// It allocates networks from the manager's IPAM until the IPAM refuses. It does so twice: with an
+// ExternalCIDR of the PodCIDR's length, as Liqo chooses it, and with the ExternalCIDR that the IPAM
+// chooses. With
 //
 //	go run ./benchmarks/scale -growth
 //
-// it prints the cost of one more allocation among many peers with the same PodCIDR: the decision,
-// and the comparison and encoding of the states. It needs no root.
+// it prints the cost of one more allocation among many peers with the same PodCIDR. The table has
+// the cost of the decision, and that of comparing and encoding the states. It needs no root.
 package main
 
 import (
@@ -96,7 +97,7 @@ func fill(pod netip.Prefix, pools []netip.Prefix, asLong bool) error {
 			if strings.Contains(err.Error(), "is free in the pools") {
 				why = "the pools are used up"
 			}
-			since := last[(n+1)%len(last)] // time of the oldest kept allocation
+			since := last[(n+1)%len(last)] // CPU time at the oldest allocation in last
 			if n < len(last) {
 				since = last[0]
 			}
@@ -107,10 +108,10 @@ func fill(pod netip.Prefix, pools []netip.Prefix, asLong bool) error {
 	}
 }
 
-// grown lists the measured numbers of peers, with the PodCIDR of all clusters and pools that have
-// room for that many peers. The PodCIDR is a /16 unless the IPv4 address space is too small for
-// that.
-var grown = []struct {
+// growthCases lists the measured numbers of peers. Each has the PodCIDR of all clusters, and pools
+// with room for that many peers. The PodCIDR is a /16 if the IPv4 address space has room for so
+// many of them.
+var growthCases = []struct {
 	peers int
 	pod   string
 	pools []string
@@ -122,13 +123,13 @@ var grown = []struct {
 	{4000, "10.244.0.0/20", []string{"10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10", "11.0.0.0/8"}},
 }
 
-// more is the number of additional peers whose allocations are measured, one after the other.
-const more = 5
+// extraPeers is the number of additional peers whose allocations are measured, one after the other.
+const extraPeers = 5
 
 // grow prints the cost of an allocation as the IPAM state grows.
 func grow() error {
 	rows := [][]string{{""}, {"PodCIDR of all"}, {"an allocation is decided: CPU, ms"}, {"the changed objects are found: CPU, ms"}, {"the IPAM state is written: CPU, ms"}, {"the IPAM state is read: CPU, ms"}, {"octets of the IPAM state"}}
-	for _, g := range grown {
+	for _, g := range growthCases {
 		pod := netip.MustParsePrefix(g.pod)
 		var pools []netip.Prefix
 		for _, text := range g.pools {
@@ -147,19 +148,19 @@ func grow() error {
 			}
 			return err
 		}
-		for n := range g.peers - more {
+		for n := range g.peers - extraPeers {
 			if err := allocate(n); err != nil {
 				return fmt.Errorf("%d peers: %w", n, err)
 			}
 		}
 		was, begin := b, cpu()
-		for n := range more {
-			if err := allocate(g.peers - more + n); err != nil {
+		for n := range extraPeers {
+			if err := allocate(g.peers - extraPeers + n); err != nil {
 				return fmt.Errorf("%d peers: %w", g.peers, err)
 			}
 		}
 		decided := cpu()
-		for range more {
+		for range extraPeers {
 			ipam.Delta(was, b)
 		}
 		compared := cpu()
@@ -176,7 +177,7 @@ func grow() error {
 		ms := func(d time.Duration, n int) string {
 			return strconv.FormatFloat(d.Seconds()*1000/float64(n), 'f', 2, 64)
 		}
-		for i, cell := range []string{fmt.Sprintf("%d peers", g.peers), "/" + strconv.Itoa(pod.Bits()), ms(decided-begin, more), ms(compared-decided, more), ms(written-compared, 1), ms(read-written, 1), strconv.Itoa(len(text))} {
+		for i, cell := range []string{fmt.Sprintf("%d peers", g.peers), "/" + strconv.Itoa(pod.Bits()), ms(decided-begin, extraPeers), ms(compared-decided, extraPeers), ms(written-compared, 1), ms(read-written, 1), strconv.Itoa(len(text))} {
 			rows[i] = append(rows[i], cell)
 		}
 	}

@@ -34,7 +34,7 @@ const patience = expect.Patience
 // An attack is a row of the table with its test.
 type attack struct {
 	attacker, attempt string
-	now               string // the defense, or the remaining effect
+	now               string // the defense, or the effect that remains
 	open              bool   // the attack is still possible
 	run               func(t *testing.T, s *site)
 }
@@ -42,13 +42,13 @@ type attack struct {
 // A chapter is a group of attacks with a common preparation.
 type chapter struct {
 	title   string
-	prepare func(t *testing.T, s *site) // nil: no preparation; prepare registers functions that revert its changes with s.after
+	prepare func(t *testing.T, s *site) // nil: no preparation; prepare reverts its changes by functions that it passes to s.after
 	attacks []attack
-	closes  bool // the attacks stop traffic by design, so the talks end before this chapter
+	closes  bool // the attacks stop traffic even if the defense works, so the talks end before this chapter
 }
 
-// chapters returns all chapters in an order in which none affects the next. The last one stops
-// traffic.
+// chapters returns all chapters, ordered so that no chapter affects a later one. The last chapter
+// stops traffic.
 func chapters() []chapter {
 	return []chapter{overlayChapter(), podChapter(), tunnelChapter(), inBandChapter(), claimChapter(), servicesChapter(), rightsChapter(), serverChapter(), insideChapter(),
 		partingChapter(), closingChapter()}
@@ -69,7 +69,7 @@ func run(m *testing.M) int {
 
 func TestAttacks(t *testing.T) { runChapters(t, newSite(t, true)) }
 
-// Gateways on their nodes' network (--host-network) withstand the same attacks.
+// Gateways on their nodes' network (--host-network) must withstand the same attacks.
 func TestAttacksOnTheNodeNetwork(t *testing.T) {
 	if !*long {
 		t.Skip("takes minutes: -long runs it")

@@ -24,7 +24,7 @@ import (
 
 type spec = v1alpha1.NetworkConfigSpec
 
-// claims is the state of c's NetworkConfig before the attack.
+// claims is the state before an attack on c's NetworkConfig.
 type claims struct {
 	client client.Client
 	good   spec
@@ -73,7 +73,7 @@ func (s *site) verdict(t *testing.T, c client.Client) (accepted metav1.Condition
 func (s *site) stopManagerOfC(t *testing.T) *claims {
 	t.Helper()
 	must(t, s.c.Stop(fleet.Manager))
-	f := &claims{client: clientFor(t, as(t, s.c, s.a), s.c.Client), had: endpointOf(t, s.a, s.c).Spec}
+	f := &claims{client: clientFor(t, configAs(t, s.c, s.a), s.c.Client), had: endpointOf(t, s.a, s.c).Spec}
 	f.good = s.mine(t, f.client).Spec
 	s.after(func(t *testing.T) {
 		if err := s.c.Start(t.Context(), fleet.Manager); err != nil {
@@ -86,9 +86,9 @@ func (s *site) stopManagerOfC(t *testing.T) *claims {
 	return f
 }
 
-// claim writes a changed NetworkConfig. It checks that cluster a refuses it for the given reason,
-// or that the API server rejects it if reason is empty. It also checks that no TunnelEndpoint or
-// allocation of cluster a changes. Then it restores the honest NetworkConfig.
+// claim writes a changed NetworkConfig and checks that cluster a refuses it for the given reason.
+// If reason is empty, the API server must reject the NetworkConfig. claim also checks that no
+// TunnelEndpoint or allocation of cluster a changes. Then it restores the honest NetworkConfig.
 func (s *site) claim(t *testing.T, f *claims, reason string, change func(*spec)) {
 	t.Helper()
 	b, allocations := endpointOf(t, s.a, s.b), s.allocations(t)
@@ -137,14 +137,14 @@ func (s *site) allocations(t *testing.T) string {
 	return fmt.Sprintf("%+v", list.Items[0].Spec.ClusterSubnets)
 }
 
-// ledAway returns the nodes of cluster a that route an address to a peer.
-func (s *site) ledAway(t *testing.T, addr netip.Addr) (nodes []string) {
+// divertingNodes returns the nodes of cluster a that route an address to a peer.
+func (s *site) divertingNodes(t *testing.T, addr netip.Addr) (nodes []string) {
 	t.Helper()
 	for _, n := range s.a.Nodes {
 		must(t, n.Do(func() error {
 			routes, err := netlink.RouteGet(addr.AsSlice())
 			if err != nil || len(routes) == 0 {
-				return nil //nolint:nilerr // unreachable is not led away either
+				return nil //nolint:nilerr // an unreachable address is not routed to a peer
 			}
 			link, err := net.InterfaceByIndex(routes[0].LinkIndex)
 			if err == nil && strings.HasPrefix(link.Name, "isthmus") {
@@ -167,7 +167,7 @@ func claimChapter() chapter {
 		return attack{attacker: "c, accepted", attempt: attempt, now: now, run: func(t *testing.T, s *site) {
 			s.claim(t, f, reason, change(t, s))
 			if addr != "" {
-				if nodes := s.ledAway(t, netip.MustParseAddr(addr)); nodes != nil {
+				if nodes := s.divertingNodes(t, netip.MustParseAddr(addr)); nodes != nil {
 					t.Errorf("%s is led to a peer by %v", addr, nodes)
 				}
 			}
@@ -247,20 +247,20 @@ func (s *site) deleteAndClaim(t *testing.T, f *claims) {
 	must(t, f.client.Delete(t.Context(), nc))
 	again := &v1alpha1.NetworkConfig{ObjectMeta: metav1.ObjectMeta{Namespace: nc.Namespace, Name: nc.Name, Labels: nc.Labels}, Spec: *f.good.DeepCopy()}
 	again.Spec.PodCIDR, again.Spec.ExternalCIDR = "172.21.0.0/16", "172.22.0.0/16"
-	eventually(t, "the new NetworkConfig", func() error { return f.client.Create(t.Context(), again.DeepCopy()) }) // fails as long as the old object has finalizers
+	eventually(t, "the new NetworkConfig", func() error { return f.client.Create(t.Context(), again.DeepCopy()) }) // fails until the old object has no finalizers
 	if got := s.verdict(t, f.client); got.Reason != v1alpha1.ReasonConsent {
 		t.Errorf("%s %s: %s", got.Status, got.Reason, got.Message)
 	}
-	if nodes := s.ledAway(t, netip.MustParseAddr("172.21.0.1")); nodes != nil {
+	if nodes := s.divertingNodes(t, netip.MustParseAddr("172.21.0.1")); nodes != nil {
 		t.Errorf("led to c by %v", nodes)
 	}
 	s.recovered(t, f)
-	s.backAgain(t, f)
+	s.reconnected(t, f)
 }
 
-// backAgain waits until cluster a has its previous TunnelEndpoint for cluster c, and pods of
+// reconnected waits until cluster a has its former TunnelEndpoint for cluster c again, and pods of
 // cluster a reach cluster c.
-func (s *site) backAgain(t *testing.T, f *claims) {
+func (s *site) reconnected(t *testing.T, f *claims) {
 	t.Helper()
 	eventually(t, "the TunnelEndpoint of c as it was", func() error {
 		var list v1alpha1.TunnelEndpointList
@@ -288,7 +288,7 @@ func (s *site) deleteUnderTraffic(t *testing.T, f *claims) {
 	t.Helper()
 	s.reachesC(t)
 	networks := []netip.Prefix{netip.MustParsePrefix("172.20.0.0/22"), external(t, s.a, s.c)}
-	k := newTap(t, s.Lab.Underlay, of(networks...))
+	k := newTap(t, s.Lab.Underlay, inNetworks(networks...))
 	addr := s.seen(t, s.a, s.c, s.podOfC().Addr)
 	nc := s.mine(t, f.client)
 	must(t, f.client.Delete(t.Context(), nc))
@@ -307,7 +307,7 @@ func (s *site) deleteUnderTraffic(t *testing.T, f *claims) {
 	}
 	again := &v1alpha1.NetworkConfig{ObjectMeta: metav1.ObjectMeta{Namespace: nc.Namespace, Name: nc.Name, Labels: nc.Labels}, Spec: f.good}
 	eventually(t, "the new NetworkConfig", func() error { return f.client.Create(t.Context(), again.DeepCopy()) })
-	s.backAgain(t, f)
+	s.reconnected(t, f)
 }
 
 func (s *site) restless(t *testing.T, f *claims) {
@@ -324,7 +324,7 @@ func (s *site) restless(t *testing.T, f *claims) {
 	t.Logf("%d changes", n)
 	s.works(t)
 	s.recovered(t, f)
-	s.backAgain(t, f)
+	s.reconnected(t, f)
 }
 
 func (s *site) atGatewayOfB(t *testing.T, f *claims) {
@@ -340,5 +340,5 @@ func (s *site) atGatewayOfB(t *testing.T, f *claims) {
 		t.Errorf("b was %+v, and is %+v", b, now)
 	}
 	s.recovered(t, f)
-	s.backAgain(t, f)
+	s.reconnected(t, f)
 }

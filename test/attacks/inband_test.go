@@ -84,8 +84,8 @@ func gatewayAddrs(t *testing.T, at, of *fleet.Cluster) []netip.Addr {
 	return []netip.Addr{pods.Addr(), external(t, at, of).Addr().Next()}
 }
 
-// syns returns more connection requests than a peer may have at once. If they arrive, the gateway
-// refuses and counts some of them.
+// syns returns more TCP connection requests than a gateway accepts from one peer at once. If they
+// arrive, the gateway refuses some of them and counts these.
 func syns(src netip.Addr, to netip.AddrPort) (packets [][]byte) {
 	be := binary.BigEndian
 	for i := range 4 * inband.OpeningBurst {
@@ -99,14 +99,14 @@ func syns(src netip.Addr, to netip.AddrPort) (packets [][]byte) {
 	return packets
 }
 
-// notAsked checks that the packets of do do not reach a's in-band port as connection requests of
-// b. If more than a few did, the gateway would refuse and count some.
-func (s *site) notAsked(t *testing.T, do func()) {
+// noRequests calls send, and checks that its packets do not count as connection requests of b at
+// a's in-band port. If more than a few of them did, the gateway would refuse and count some.
+func (s *site) noRequests(t *testing.T, send func()) {
 	t.Helper()
 	const refused = "isthmus_peer_in_band_refused_total"
 	before := s.metric(t, refused, fmt.Sprintf("peer=%q", s.b.ID))
-	do()
-	s.works(t) // by then, the packets of do have been processed
+	send()
+	s.works(t) // when s.works returns, the gateway has processed the packets of send
 	if n := s.metric(t, refused, fmt.Sprintf("peer=%q", s.b.ID)) - before; n > 0 {
 		t.Errorf("%v connections of b were refused, so they had arrived", n)
 	}
@@ -117,7 +117,7 @@ func inBandSpoofed(t *testing.T, s *site) {
 	sources := append(gatewayAddrs(t, s.a, s.b), gatewayAddrs(t, s.b, s.a)...)
 	sources = append(sources, gatewayAddrs(t, s.b, s.c)...)
 	sources = append(sources, s.b.Nodes[0].PodCIDR.Addr(), netip.MustParseAddr("10.244.128.0"), netip.MustParseAddr("169.254.0.1"))
-	s.notAsked(t, func() {
+	s.noRequests(t, func() {
 		for _, src := range sources {
 			for _, p := range syns(src, to) {
 				if err := sendRaw(pod, p); err != nil && !refusedLocally(err) {
@@ -131,7 +131,7 @@ func inBandSpoofed(t *testing.T, s *site) {
 func inBandOfAnother(t *testing.T, s *site) {
 	to := s.inBandPort(t, s.c)
 	own := gatewayAddrs(t, s.a, s.c)
-	s.notAsked(t, func() {
+	s.noRequests(t, func() {
 		packets := append(syns(own[0], to), syns(own[1], to)...)
 		s.grows(t, len(packets), "isthmus_drops_total", `direction="inbound"`, func() { must(t, s.rogue.send(packets...)) })
 		for _, src := range gatewayAddrs(t, s.a, s.b) {

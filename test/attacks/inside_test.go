@@ -26,11 +26,11 @@ import (
 	"github.com/isthmus-net/isthmus/internal/lab"
 )
 
-// asUnprivileged is an environment variable. It makes this program listen on the abstract Unix
-// address in its value, until standard input ends.
+// asUnprivileged is an environment variable whose value is an abstract Unix address. With it, this
+// program listens on that address until standard input ends.
 const asUnprivileged = "ATTACKS_HOLD"
 
-// hold implements asUnprivileged.
+// hold is the program with asUnprivileged: it listens on address.
 func hold(address string) int {
 	l, err := net.Listen("unix", address)
 	if err != nil {
@@ -116,7 +116,7 @@ func twoManagers(t *testing.T, s *site) {
 
 func nodeInAPeersNetwork(t *testing.T, s *site) {
 	addr := s.seen(t, s.a, s.b, s.podOfB().Addr)
-	k := newTap(t, s.Lab.Underlay, of(netip.MustParsePrefix(addr.String()+"/32")))
+	k := newTap(t, s.Lab.Underlay, inNetworks(netip.MustParsePrefix(addr.String()+"/32")))
 	name := s.a.Nodes[s.third()].Name
 	patch := func(addrs ...string) {
 		t.Helper()
@@ -133,7 +133,7 @@ func nodeInAPeersNetwork(t *testing.T, s *site) {
 	patch(own, addr.String())
 	defer patch(own)
 	eventually(t, "a problem that names the Node", func() error {
-		text, err := s.whoDelivers(t, s.other)
+		text, err := s.deliveryStatus(t, s.other)
 		if err == nil && (!strings.Contains(text, addr.String()) || !strings.Contains(text, name)) {
 			err = fmt.Errorf("%s", text)
 		}
@@ -149,9 +149,9 @@ func nodeInAPeersNetwork(t *testing.T, s *site) {
 	}
 }
 
-// whoDelivers returns the status of the component that finds the node of a pod for packets of
-// peers. That is the gateway if it is a Pod, otherwise the route agent of the given node.
-func (s *site) whoDelivers(t *testing.T, node int) (string, error) {
+// deliveryStatus returns the status of the component that chooses the node to which packets of
+// peers go: the gateway if it is a Pod, otherwise the route agent of the given node.
+func (s *site) deliveryStatus(t *testing.T, node int) (string, error) {
 	t.Helper()
 	if s.inPod() {
 		return s.host().Get(t.Context(), "http://127.0.0.1:5873/status")
@@ -176,14 +176,14 @@ func podOfAnother(t *testing.T, s *site) {
 	})
 	addr := s.seen(t, s.b, s.a, victim.Addr)
 	eventually(t, "who delivers names it", func() error {
-		text, err := s.whoDelivers(t, s.gateway)
+		text, err := s.deliveryStatus(t, s.gateway)
 		if err == nil && !strings.Contains(text, "Pod default/thief: status.podIPs: is "+victim.Addr.String()) {
 			err = errors.New(text)
 		}
 		return err
 	})
 	for range tries {
-		_, _ = s.podOfB().PingWith(t.Context(), addr, lab.PingOptions{Wait: grace}) // an error is fine: the thief may receive the packet
+		_, _ = s.podOfB().PingWith(t.Context(), addr, lab.PingOptions{Wait: grace}) // ignore an error, because the thief may receive the packet
 	}
 	if n := len(k.packets()); n > 0 {
 		t.Errorf("%d packets for %s come to %s", n, victim, s.a.Nodes[s.other])
@@ -233,7 +233,7 @@ func closingChapter() chapter {
 // (NFT_TABLE_F_OWNER), so that no other process can change the table.
 func filterTaken(t *testing.T, s *site) {
 	if !s.inPod() {
-		return // routeagent has this test for an agent
+		return // for an agent, package routeagent has this test
 	}
 	if _, err := exec.LookPath("nft"); err != nil {
 		t.Skip("needs the command nft: 'make deps' installs it")
@@ -252,8 +252,8 @@ func filterTaken(t *testing.T, s *site) {
 		eventually(t, "a gateway that is ready again", func() error { _, err := s.gatewayReady(t); return err })
 	}()
 	eventually(t, "a gateway that is not ready", func() error {
-		// This is repeated, because the gateway recreates a deleted table at once, and the first
-		// process to create the table owns it.
+		// The attacker must try this several times. The gateway recreates a deleted table at once,
+		// and the process that creates the table first owns it.
 		if _, err := fmt.Fprintf(in, "delete table inet %[1]s; add table inet %[1]s { flags owner; }\n", kernel.FilterTable); err != nil {
 			t.Fatal(err)
 		}
@@ -265,7 +265,7 @@ func filterTaken(t *testing.T, s *site) {
 		return nil
 	})
 	i := s.asPod(t, s.a.Nodes[s.third()].Host, s.addr())
-	i.run(t) // not even a node's packet arrives: without the filter there is no overlay
+	i.run(t) // even a legitimate node's packet does not arrive, because without the filter there is no overlay
 }
 
 // gatewayReady returns the response of the gateway's /readyz.

@@ -99,7 +99,7 @@ func (s *site) reachGateway(t *testing.T, from *lab.Host) {
 func underlay(n *lab.Node) netip.Addr { return n.Addr }
 
 // counterproof checks that the packets of asRemote and asPod arrive if a legitimate node sends
-// them. Otherwise the attacks could fail for other reasons.
+// them. If these did not arrive, the attacks would prove nothing.
 func (s *site) counterproof(t *testing.T) {
 	t.Helper()
 	i := s.asRemote(t, s.host(), underlay)
@@ -108,7 +108,8 @@ func (s *site) counterproof(t *testing.T) {
 	i.victim.arrives(t, "from a node", func() error { return i.send("from a node") })
 }
 
-// masquerade imitates some CNIs: packets of a pod to a network get the node's source address.
+// masquerade makes a node translate the source of a pod's packets to the network to, as some CNIs
+// do. The new source is the node's address.
 func (s *site) masquerade(t *testing.T, p *lab.Pod, to netip.Prefix) {
 	t.Helper()
 	rules := fmt.Sprintf("table ip cni { chain p { type nat hook postrouting priority 100; ip saddr %v ip daddr %v masquerade; }; }", p.Addr, to)

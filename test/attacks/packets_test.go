@@ -105,8 +105,8 @@ func sendUDP(from *lab.Host, to netip.AddrPort, payload []byte) error {
 	return err
 }
 
-// refusedLocally reports whether the sending host's kernel refused to send. This stops an attack
-// as well.
+// refusedLocally reports whether the kernel of the sending host refused to send the packet. Such a
+// refusal stops an attack too.
 func refusedLocally(err error) bool {
 	for _, e := range []error{unix.EPERM, unix.EHOSTUNREACH, unix.ENETUNREACH, unix.ECONNREFUSED, unix.EACCES, unix.EINVAL} {
 		if errors.Is(err, e) {
@@ -184,8 +184,8 @@ func (v *victim) stopped(t *testing.T, marker string, send func() error) {
 	}
 }
 
-// arrives is the opposite of stopped: it checks that a legitimate packet of the same kind
-// arrives.
+// arrives checks that a packet of send, marked by marker, arrives. It is for legitimate packets of
+// the same kind as those of stopped.
 func (v *victim) arrives(t *testing.T, marker string, send func() error) {
 	t.Helper()
 	eventually(t, marker, func() error {
@@ -212,7 +212,7 @@ type tap struct {
 
 const maxSeen = 4096
 
-// newTap captures packets that match until the test or the chapter ends.
+// newTap captures the packets that match accepts, until the end of the test or subtest.
 func newTap(t *testing.T, at *lab.Host, match func(ip []byte) bool) *tap {
 	t.Helper()
 	k := &tap{fd: -1, stop: make(chan struct{}), done: make(chan struct{})}
@@ -254,9 +254,9 @@ func (k *tap) packets() [][]byte {
 	return k.seen[:len(k.seen):len(k.seen)]
 }
 
-// of matches packets with an address in one of the networks. It checks only the outer header of
-// VXLAN and WireGuard packets.
-func of(networks ...netip.Prefix) func([]byte) bool {
+// inNetworks returns a match function for packets with an address in one of the networks. It checks
+// only the outer header of VXLAN and WireGuard packets.
+func inNetworks(networks ...netip.Prefix) func([]byte) bool {
 	return func(ip []byte) bool {
 		for _, n := range networks {
 			if n.Contains(netip.AddrFrom4([4]byte(ip[12:16]))) || n.Contains(netip.AddrFrom4([4]byte(ip[16:20]))) {

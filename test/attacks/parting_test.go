@@ -66,15 +66,15 @@ func twinOfB(t *testing.T, s *site) {
 	if after := secret(); after != before {
 		t.Error("a's identity at b was replaced")
 	}
-	must(t, clientFor(t, as(t, s.b, s.a), s.b.Client).List(t.Context(), &v1alpha1.NetworkConfigList{}, client.InNamespace(tenant(s.b))))
+	must(t, clientFor(t, configAs(t, s.b, s.a), s.b.Client).List(t.Context(), &v1alpha1.NetworkConfigList{}, client.InNamespace(tenant(s.b))))
 }
 
 func unpeerByForce(t *testing.T, s *site) {
-	c := clientFor(t, as(t, s.c, s.a), s.c.Client)
+	c := clientFor(t, configAs(t, s.c, s.a), s.c.Client)
 	s.identityOfC = c
 	must(t, s.c.Stop("manager")) // c does not cooperate
-	// The finalizers simulate a peer that can still add them. An earlier row shows that a peer
-	// cannot.
+	// The finalizers simulate a peer that can still add finalizers, although an earlier row shows
+	// that no peer can.
 	for _, name := range []string{identity(s.a).UniqueName(), identity(s.c).UniqueName()} {
 		eventually(t, "a finalizer", func() error {
 			var nc v1alpha1.NetworkConfig

@@ -144,11 +144,11 @@ func (s *site) recorded(t *testing.T, n int) [][]byte {
 func replays(t *testing.T, s *site) {
 	before := endpointOf(t, s.a, s.b).Status.Connection.PeerConfiguration
 	to := netip.AddrPortFrom(s.a.Nodes[s.gateway].Addr, wireGuardPort)
-	messages := s.recorded(t, 20) // a packet may contain several messages, because the sender's kernel has not segmented it yet
+	messages := s.recorded(t, 20) // a packet may contain several messages, because the tap sees it before the kernel segments it
 	s.grows(t, 5, "isthmus_drops_total", `reason="tunnel_replay"`, func() {
 		for _, m := range messages {
 			must(t, sendRaw(s.Lab.Underlay, m))
-			must(t, sendUDP(s.b.Control.Host, to, m[28:])) // this is a host where a peer's gateway could run
+			must(t, sendUDP(s.b.Control.Host, to, m[28:])) // from the control plane's host, which could run a gateway of the peer
 		}
 	})
 	after := endpointOf(t, s.a, s.b).Status.Connection.PeerConfiguration
@@ -187,8 +187,8 @@ func shrinkPath(t *testing.T, s *site) {
 	s.wholeMessages(t, n, b)
 }
 
-// wholeMessages checks that a message of more than 576 octets leaves for b's gateway, and no
-// fragment.
+// wholeMessages checks that a message of more than 576 octets, but no fragment, leaves for b's
+// gateway.
 func (s *site) wholeMessages(t *testing.T, n *lab.Node, b netip.Addr) {
 	t.Helper()
 	k := newTap(t, n.Host, func(ip []byte) bool {

@@ -86,7 +86,7 @@ func patch(body string, paths ...string) (all []request) {
 func rightsChapter() chapter {
 	const liqo = "/apis/net.liqo.io/v1alpha1"
 	asC := func(requests func(*site) []request) func(*testing.T, *site) {
-		return func(t *testing.T, s *site) { forbidden(t, as(t, s.c, s.a), requests(s)...) }
+		return func(t *testing.T, s *site) { forbidden(t, configAs(t, s.c, s.a), requests(s)...) }
 	}
 	return chapter{title: "With a peer's identity at the API server", prepare: func(t *testing.T, s *site) { s.stopManagerOfC(t) }, attacks: []attack{
 		{attacker: "c's identity at a", attempt: "reads Secrets, Pods, Nodes, the IPAM state, TunnelEndpoints, Peerings and the namespace of b", now: "forbidden",
@@ -146,7 +146,7 @@ func rightsChapter() chapter {
 // refusedWith checks that the API server rejects a change of c's NetworkConfig.
 func (s *site) refusedWith(t *testing.T, what string, change func(*v1alpha1.NetworkConfig)) {
 	t.Helper()
-	c := clientFor(t, as(t, s.c, s.a), s.c.Client)
+	c := clientFor(t, configAs(t, s.c, s.a), s.c.Client)
 	err := s.edit(t, c, change)
 	if !apierrors.IsForbidden(err) && !apierrors.IsInvalid(err) && !apierrors.IsRequestEntityTooLargeError(err) {
 		t.Errorf("%s: %v; want a refusal", what, err)
@@ -231,14 +231,15 @@ func greatManagedFields(t *testing.T, s *site) {
 			nc.ManagedFields = append(nc.ManagedFields, entry(fmt.Sprintf("x%d", i), metav1.ManagedFieldsOperationApply, fields(100, strings.Repeat("x", 10))))
 		}
 	})
-	// The server accepts the unmodified managed fields of a real manager.
-	c := clientFor(t, as(t, s.c, s.a), s.c.Client)
+	// As a check of the test itself, the server must accept the unmodified managed fields of a real
+	// manager.
+	c := clientFor(t, configAs(t, s.c, s.a), s.c.Client)
 	must(t, s.edit(t, c, func(nc *v1alpha1.NetworkConfig) { nc.Spec.BackendConfig["x"] = fmt.Sprint(time.Now().UnixNano()) }))
 	must(t, s.edit(t, c, func(nc *v1alpha1.NetworkConfig) { delete(nc.Spec.BackendConfig, "x") }))
 }
 
 func manyObjects(t *testing.T, s *site) {
-	c := clientFor(t, as(t, s.c, s.a), s.c.Client)
+	c := clientFor(t, configAs(t, s.c, s.a), s.c.Client)
 	like := s.mine(t, c)
 	var group sync.WaitGroup
 	names := make(chan int)
@@ -269,7 +270,7 @@ func manyObjects(t *testing.T, s *site) {
 }
 
 func tokens(t *testing.T, s *site) {
-	c := clientFor(t, as(t, s.c, s.a), s.c.Client)
+	c := clientFor(t, configAs(t, s.c, s.a), s.c.Client)
 	account := &corev1.ServiceAccount{ObjectMeta: metav1.ObjectMeta{Namespace: tenant(s.c), Name: peerAccount}}
 	const day = int64(24 * time.Hour / time.Second)
 	for what, spec := range map[string]authenticationv1.TokenRequestSpec{
@@ -286,7 +287,7 @@ func tokens(t *testing.T, s *site) {
 }
 
 func floodOfRequests(t *testing.T, s *site) {
-	config := as(t, s.c, s.a)
+	config := configAs(t, s.c, s.a)
 	c, err := rest.HTTPClientFor(config)
 	must(t, err)
 	defer c.CloseIdleConnections()
@@ -331,7 +332,7 @@ func floodOfRequests(t *testing.T, s *site) {
 }
 
 func manyWatches(t *testing.T, s *site) {
-	config := as(t, s.c, s.a)
+	config := configAs(t, s.c, s.a)
 	c, err := rest.HTTPClientFor(config)
 	must(t, err)
 	defer c.CloseIdleConnections()
@@ -364,7 +365,7 @@ func (s *site) componentOf(t *testing.T, account string) (*rest.Config, client.C
 	token := &authenticationv1.TokenRequest{}
 	sa := &corev1.ServiceAccount{ObjectMeta: metav1.ObjectMeta{Namespace: fleet.Namespace, Name: account}}
 	must(t, s.a.Client.SubResource("token").Create(t.Context(), sa, token))
-	config := rest.AnonymousClientConfig(as(t, s.c, s.a)) // keeps the address and the CA, but not c's identity
+	config := rest.AnonymousClientConfig(configAs(t, s.c, s.a)) // keeps the address and the CA, but not c's identity
 	config.Dial = s.a.Control.Dial
 	config.BearerToken = token.Status.Token
 	return config, clientFor(t, config, s.a.Client)

@@ -65,8 +65,8 @@ func (s *site) impostor(t *testing.T, handle http.HandlerFunc) *impostor {
 	return i
 }
 
-// identitySecret changes the identity that cluster a uses at cluster c. It registers a function
-// in s.restore that restores the original and waits until cluster a uses it.
+// identitySecret changes the identity that cluster a uses at cluster c. It adds a function to
+// s.restore that restores the former identity and waits until cluster a uses it again.
 func (s *site) identitySecret(t *testing.T, change func(*clientcmdapi.Cluster)) {
 	t.Helper()
 	key := client.ObjectKey{Namespace: tenant(s.c), Name: api.DefaultIdentitySecret}
@@ -142,7 +142,7 @@ func serverChapter() chapter {
 			})},
 		{attacker: "a host on the path", attempt: "answers in place of the peer's API server, with another certificate", now: "the token is not sent", run: withSecret(func(t *testing.T, s *site) {
 			i := s.impostor(t, func(http.ResponseWriter, *http.Request) {})
-			s.identitySecret(t, func(c *clientcmdapi.Cluster) { c.Server = i.url }) // the certificate authority stays
+			s.identitySecret(t, func(c *clientcmdapi.Cluster) { c.Server = i.url }) // the certificate authority does not change
 			s.identityIs(t, metav1.ConditionFalse, "")
 			if n := i.tokens.Load(); n > 0 {
 				t.Errorf("%d requests with the token", n)
@@ -157,7 +157,7 @@ func serverChapter() chapter {
 				http.Redirect(w, r, "http://127.0.0.1:8099"+r.URL.Path, http.StatusTemporaryRedirect)
 			})
 			s.identitySecret(t, func(c *clientcmdapi.Cluster) { c.Server, c.CertificateAuthorityData = i.url, i.ca })
-			s.asked(t, i)
+			s.requested(t, i)
 			s.identityIs(t, metav1.ConditionFalse, "")
 			if n := led.Load(); n > 0 {
 				t.Errorf("%d requests were led away", n)
@@ -189,8 +189,8 @@ func serverChapter() chapter {
 	}}
 }
 
-// asked waits until a's manager has sent a request to the impostor.
-func (s *site) asked(t *testing.T, i *impostor) {
+// requested waits until a's manager has sent a request to the impostor.
+func (s *site) requested(t *testing.T, i *impostor) {
 	t.Helper()
 	eventually(t, "a request", func() error {
 		if i.requests.Load() == 0 {
@@ -247,7 +247,7 @@ func (s *site) answer(t *testing.T, change func(*v1alpha1.NetworkConfig)) (undo 
 	write(change)
 	return func() {
 		write(func(nc *v1alpha1.NetworkConfig) { nc.Status = was.Status })
-		s.backAgain(t, &claims{had: had})
+		s.reconnected(t, &claims{had: had})
 		must(t, s.a.WaitReady(t.Context(), s.c, patience))
 	}
 }
@@ -261,7 +261,7 @@ func answersWithTheInternet(t *testing.T, s *site) {
 		return nil
 	})
 	time.Sleep(grace)
-	if nodes := s.ledAway(t, netip.MustParseAddr("8.8.8.8")); nodes != nil {
+	if nodes := s.divertingNodes(t, netip.MustParseAddr("8.8.8.8")); nodes != nil {
 		t.Errorf("8.8.8.8 is led to c by %v", nodes)
 	}
 	s.works(t)

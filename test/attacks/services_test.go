@@ -24,11 +24,11 @@ import (
 // The clusters share the services of namespace shared, but not those of namespace closed.
 const shared, closed = "shared", "closed"
 
-// seller is c exporting services to cluster a, with c's identity.
+// seller writes exports of cluster c to cluster a, with c's identity.
 type seller struct {
 	*site
 	client client.Client
-	pod    string // address at cluster a of the pod of cluster b behind b's service "shop"
+	pod    string // address under which cluster a reaches the pod behind b's service "shop"
 }
 
 // shareServices exports the service shop from cluster b and waits until cluster a has imported
@@ -46,7 +46,7 @@ func (s *site) shareServices(t *testing.T) *seller {
 		must(t, s.b.Client.Create(t.Context(), o))
 	}
 	s.stopManagerOfC(t)
-	f := &seller{site: s, client: clientFor(t, as(t, s.c, s.a), s.c.Client), pod: s.seen(t, s.a, s.b, s.podOfB().Addr).String()}
+	f := &seller{site: s, client: clientFor(t, configAs(t, s.c, s.a), s.c.Client), pod: s.seen(t, s.a, s.b, s.podOfB().Addr).String()}
 	f.serves(t, "shop", f.pod)
 	s.after(func(t *testing.T) {
 		must(t, client.IgnoreNotFound(s.b.Client.Delete(t.Context(), &mcs.ServiceExport{ObjectMeta: metav1.ObjectMeta{Namespace: shared, Name: "shop"}})))
@@ -55,7 +55,7 @@ func (s *site) shareServices(t *testing.T) *seller {
 	return f
 }
 
-// here returns the address at cluster a of a pod of cluster c.
+// here returns the address under which cluster a reaches a pod of cluster c.
 func (f *seller) here(t *testing.T, addr string) string {
 	t.Helper()
 	return f.seen(t, f.a, f.c, netip.MustParseAddr(addr)).String()
@@ -376,7 +376,7 @@ func (f *seller) beyondItsObjects(t *testing.T) {
 		denied(t, what, f.client.Update(t.Context(), o))
 	}
 	path := "/apis/isthmus.net/v1alpha1/namespaces/"
-	forbidden(t, as(t, f.c, f.a), slices.Concat(patch(`{"status":{"refused":[]}}`, path+tenant(f.c)+"/peerservices/services-0/status", path+tenant(f.b)+"/peerservices/services-0"),
+	forbidden(t, configAs(t, f.c, f.a), slices.Concat(patch(`{"status":{"refused":[]}}`, path+tenant(f.c)+"/peerservices/services-0/status", path+tenant(f.b)+"/peerservices/services-0"),
 		get("/apis/isthmus.net/v1alpha1/peerservices", path+tenant(f.b)+"/peerservices", "/apis/multicluster.x-k8s.io/v1beta1/serviceimports",
 			"/apis/discovery.k8s.io/v1/endpointslices"))...)
 }
@@ -396,8 +396,8 @@ func (f *seller) flap(t *testing.T) {
 	f.withdraw(t, s)
 }
 
-// managerWritesServices checks with the manager's token that its permission to write Services
-// does not permit more than intended.
+// managerWritesServices checks, with the manager's token, that the manager can write only the
+// Services that it should.
 func managerWritesServices(t *testing.T, s *site) {
 	_, c := s.componentOf(t, deploy.ManagerServiceAccount)
 	ours := map[string]string{api.LabelService: "x"}

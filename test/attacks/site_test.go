@@ -47,8 +47,8 @@ type site struct {
 	identityOfC client.Client // c's client for cluster a, in the chapter that un-peers cluster c
 }
 
-// madeUpByC returns a filter for leaks that an attacker causes by sending crafted packets from
-// c's nodes to the overlay of other clusters. c itself sends no such packets.
+// madeUpByC returns a filter for packets in the clear that an attacker has crafted: packets from
+// c's nodes to the overlay of another cluster. Isthmus in cluster c sends no such packets.
 func madeUpByC(c *fleet.Cluster) func(lab.Leak) bool {
 	return func(l lab.Leak) bool {
 		return slices.ContainsFunc(c.Nodes, func(n *lab.Node) bool { return n.Name == l.Node }) &&
@@ -130,19 +130,19 @@ func (s *site) podOfA(node int) *lab.Pod { return podOn(s.a, node) }
 func (s *site) podOfB() *lab.Pod         { return s.b.Pods[len(s.b.Pods)-1] }
 func (s *site) podOfC() *lab.Pod         { return s.c.Pods[len(s.c.Pods)-1] }
 
-// host returns the host with the sockets of a's active gateway, and addr the gateway's address on
-// it: the address of its Pod or of its node.
+// host returns the host with the sockets of a's active gateway. addr returns the gateway's address
+// there: that of its Pod or of its node.
 func (s *site) host() *lab.Host  { return s.a.GatewayHost(s.gateway) }
 func (s *site) addr() netip.Addr { return s.a.GatewayAddr(s.gateway) }
 
 // inPod reports whether the gateways of a are Pods.
 func (s *site) inPod() bool { return len(s.a.GatewayPods) > 0 }
 
-// seen returns the address under which cluster at reaches a pod's address of another cluster.
-func (s *site) seen(t *testing.T, at, of *fleet.Cluster, addr netip.Addr) (seen netip.Addr) {
+// seen returns the address under which the cluster local reaches a pod of another cluster.
+func (s *site) seen(t *testing.T, local, remote *fleet.Cluster, addr netip.Addr) (seen netip.Addr) {
 	t.Helper()
 	eventually(t, "networks agreed upon", func() (err error) {
-		seen, err = at.Seen(t.Context(), of, addr)
+		seen, err = local.Seen(t.Context(), remote, addr)
 		return err
 	})
 	return seen
@@ -233,16 +233,16 @@ func identity(c *fleet.Cluster) v1alpha1.ClusterIdentity {
 // tenant returns the name of the namespace for a peer.
 func tenant(of *fleet.Cluster) string { return identity(of).TenantNamespace() }
 
-// as returns a client configuration for the API server of cluster at, with the identity of
-// cluster who. Connections start at who's control plane, because pods and the test process cannot
-// reach API servers.
-func as(t *testing.T, who, at *fleet.Cluster) *rest.Config {
+// configAs returns a client configuration for a cluster's API server with the identity of its peer.
+// Connections start at the peer's control plane, because pods and the test process cannot reach API
+// servers.
+func configAs(t *testing.T, peer, cluster *fleet.Cluster) *rest.Config {
 	t.Helper()
 	var secret corev1.Secret
-	must(t, who.Client.Get(t.Context(), client.ObjectKey{Namespace: tenant(at), Name: api.DefaultIdentitySecret}, &secret))
+	must(t, peer.Client.Get(t.Context(), client.ObjectKey{Namespace: tenant(cluster), Name: api.DefaultIdentitySecret}, &secret))
 	config, err := clientcmd.RESTConfigFromKubeConfig(secret.Data[api.SecretKubeconfig])
 	must(t, err)
-	config.Dial, config.QPS = who.Control.Dial, -1
+	config.Dial, config.QPS = peer.Control.Dial, -1
 	return config
 }
 
@@ -282,7 +282,8 @@ func presharedOf(t *testing.T, c, with *fleet.Cluster) [32]byte {
 	return state.Use.Secret
 }
 
-// metric returns the sum of a metric's series of a's active gateway.
+// metric returns the sum of those series of a metric of a's active gateway that have the given
+// labels.
 func (s *site) metric(t *testing.T, name string, labels ...string) float64 {
 	t.Helper()
 	n, err := s.a.Metric(t.Context(), name, labels...)

@@ -21,12 +21,12 @@ import (
 	"github.com/isthmus-net/isthmus/internal/noise"
 )
 
-// A rogue is an attacker who runs c's gateway, with its key and its address, and sends arbitrary
-// packets to cluster a.
+// A rogue is an attacker with the key and the address of c's gateway, who sends arbitrary packets
+// to cluster a.
 type rogue struct {
 	socket  net.Conn
 	session *noise.Session
-	pod     netip.Addr // address at cluster a of a pod of cluster c
+	pod     netip.Addr // address under which cluster a reaches a pod of cluster c
 }
 
 // becomeGateway stops c's gateways and replaces them by a rogue.
@@ -194,7 +194,7 @@ func gatewayItself(t *testing.T, s *site) {
 	}
 }
 
-// external returns the network that a cluster uses for the ExternalCIDR of another cluster.
+// external returns the network under which a cluster reaches the ExternalCIDR of another cluster.
 func external(t *testing.T, at, of *fleet.Cluster) netip.Prefix {
 	t.Helper()
 	p, err := at.Peering(t.Context(), of)
@@ -215,7 +215,7 @@ func mappedForAnother(t *testing.T, s *site) {
 }
 
 func unallocated(t *testing.T, s *site) {
-	nobody := netip.MustParseAddr("10.244.200.9") // not an address of any node's network: these are 10.244.0.0/24 to 10.244.2.0/24
+	nobody := netip.MustParseAddr("10.244.200.9") // outside of all nodes' networks, 10.244.0.0/24 to 10.244.2.0/24
 	k := newTap(t, s.Lab.Underlay, func(ip []byte) bool { return netip.AddrFrom4([4]byte(ip[16:20])) == nobody })
 	must(t, s.rogue.send(datagram(from(s.rogue.pod), netip.AddrPortFrom(s.seen(t, s.c, s.a, nobody), victimPort), t.Name())))
 	to, v := s.toPod(t)
@@ -258,7 +258,7 @@ func fragments(t *testing.T, s *site) {
 	i := s.asRemote(t, nil, func(n *lab.Node) netip.Addr { return s.seen(t, s.c, s.a, inside(n)) })
 	marker := t.Name()[:20] // short enough to be completely in the second fragment
 	whole := udp(9, i.to.Port(), i.packet(marker))
-	const cut = 64 // octets of the UDP, VXLAN, Ethernet and IP headers, roughly
+	const cut = 64 // octets of the first fragment: about the UDP, VXLAN, Ethernet and IP headers
 	id := uint16(77)
 	fragment := func(offset int, flags uint16, b []byte) []byte {
 		return ipv4(s.rogue.pod, i.to.Addr(), unix.IPPROTO_UDP, header{id: id, fragment: flags | uint16(offset/8)}, b)
@@ -272,7 +272,7 @@ func fragments(t *testing.T, s *site) {
 		id++
 		return s.rogue.send(fragment(0, more, harmless[:cut]), fragment(0, more, whole[:cut]), fragment(cut, 0, whole[cut:]))
 	})
-	// Overlapping fragments to a pod: no combination of them arrives.
+	// No combination of overlapping fragments to a pod may arrive.
 	to, v := s.toPodBeside(t)
 	first, second := udp(9, to.Port(), []byte("the first, into which another one is put, octet by octet")), []byte("mixed in by the second...")
 	fragment = func(offset int, flags uint16, b []byte) []byte {

@@ -1,15 +1,14 @@
-// Package behaviour tests the NAT with an independent client, which determines the kind of NAT
-// in front of it. The client is coturn's turnutils_natdiscovery, which implements RFC 5780.
-// Coturn's server has the two addresses and two ports that the RFC requires. The real gateways
-// are between client and server.
+// Package behaviour tests the NAT with an independent program: coturn's turnutils_natdiscovery,
+// which determines the kind of a NAT by RFC 5780. Coturn's server has the two addresses and two
+// ports that the RFC requires. The real gateways are between client and server.
 //
 //	a-pod1  10.244.0.11 ┐                                                     ┌ turnserver in b-pod1
 //	a-onprem, a-node2   ┴ a-node1 ═ isthmus gateway ══ isthmus gateway ═ b-node1 ┘ 10.50.32.11 and .77, ports 3478 and 3479
 //	c-pod1   10.60.0.11 ─ c-node1 ═ isthmus gateway ══════╝
 //
-// The server sends its other address to the client in the body of a message. The client must
-// be able to use that address, so neither a nor c remaps b. b sees a's pods as 10.246.0.0/16,
-// and c's pods without remapping.
+// The server sends its second address to the client in the body of a message, which no NAT
+// translates. So that the client can use that address, neither a nor c remaps b. b sees a's pods as
+// 10.246.0.0/16, and c's pods without remapping.
 //
 // The client uses only UDP. For TCP, tcp_test.go lets two kernels open a connection
 // simultaneously.
@@ -29,7 +28,7 @@ import (
 
 var long = flag.Bool("long", false, "also wait for the end of a UDP mapping, five minutes")
 
-// Possible conclusions of the client, in its own words.
+// Conclusions of the client, as it prints them.
 const (
 	noNAT                      = "No NAT"
 	mappingEndpointIndependent = "NAT with Endpoint Independent Mapping"
@@ -51,13 +50,14 @@ func TestRFC5780BehaviourDiscovery(t *testing.T) {
 		{"node without a gateway", "a-node2", natIP, mappingEndpointIndependent, filteringByAddressAndPort, false},
 		{"server outside the cluster", "a-onprem", natIP, mappingEndpointIndependent, filteringByAddressAndPort, false},
 	} {
-		checks = append(checks, s.ask(t.Context(), c, uint16(40000+100*i))...)
+		checks = append(checks, s.startDiscoveries(t.Context(), c, uint16(40000+100*i))...)
 	}
 	for _, c := range checks {
 		t.Run(c.name, c.run)
 	}
 
-	// RFC 4787, REQ-3: no overloading. Both hosts use this port, and only one of them keeps it.
+	// RFC 4787, REQ-3: no overloading. Both hosts use the same port, so only one of them may keep
+	// it.
 	t.Run("two nodes with one port have different mappings", func(t *testing.T) {
 		var seen []netip.AddrPort
 		for _, from := range []string{"a-node1", "a-node2"} {
@@ -72,10 +72,10 @@ func TestRFC5780BehaviourDiscovery(t *testing.T) {
 			t.Errorf("seen as %v, want port 39999 for the first alone", seen)
 		}
 	})
-	// A packet that filtering drops must be counted as a normal drop with its reason.
+	// The gateway must count each packet that filtering drops, under the drop's reason.
 	t.Run("filtered packets are counted", func(t *testing.T) {
 		n, err := s.Metric(t.Context(), s.Cluster("a"), "isthmus_drops_total", `direction="inbound"`, `reason="no_flow"`)
-		if must(t, err); n < 6 { // three clients, each filtered at least on another port and on another address
+		if must(t, err); n < 6 { // three clients, and for each at least two filtered answers: from another port and from another address
 			t.Errorf("%v packets were counted as no_flow", n)
 		}
 	})
@@ -94,9 +94,9 @@ type check struct {
 	run  func(t *testing.T)
 }
 
-// ask starts all discoveries of c concurrently, each from another port above first. It returns
-// the checks of the conclusions.
-func (s *site) ask(ctx context.Context, c client, first uint16) (checks []check) {
+// startDiscoveries starts all discoveries of c concurrently, each from a separate port, first or
+// higher. It returns functions that check the conclusions.
+func (s *site) startDiscoveries(ctx context.Context, c client, first uint16) (checks []check) {
 	discover := func(name string, missed int, judge func(t *testing.T, r *report, local netip.AddrPort), flags ...string) {
 		first++
 		port := first
@@ -116,8 +116,8 @@ func (s *site) ask(ctx context.Context, c client, first uint16) (checks []check)
 		}})
 	}
 	lifetime := func(name string, seconds int, alive bool) {
-		// After the silence the client requests, from another socket, an answer to the mapping
-		// of the first socket (RFC 5780, section 4.6).
+		// After a pause the client sends a request from a second socket, and asks for the answer at
+		// the mapping of the first socket (RFC 5780, section 4.6).
 		missed := 0
 		if seconds > 60 {
 			missed = -1
@@ -148,7 +148,7 @@ func (s *site) ask(ctx context.Context, c client, first uint16) (checks []check)
 			t.Errorf("want the conclusion %q", c.filter)
 		}
 	}, "-f")
-	// The address under which b sees a host of a exists only in b. In a it has no route.
+	// The address under which b sees a host of a is valid only in b. In a there is no route to it.
 	if missed = 2; c.hairpin {
 		missed = 0
 	}

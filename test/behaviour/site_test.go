@@ -25,7 +25,7 @@ var (
 	podsOfB  = netip.MustParsePrefix("10.50.32.0/20")
 	podsOfC  = netip.MustParsePrefix("10.60.0.0/18")
 	podsAatB = netip.MustParsePrefix("10.246.0.0/16")
-	second   = netip.MustParseAddr("10.50.32.77") // second address of the server; the first is that of b-pod1
+	second   = netip.MustParseAddr("10.50.32.77") // second address of the server; the first is the address of b-pod1
 )
 
 // patience is the maximum time to wait for an expected event on a busy machine.
@@ -126,9 +126,9 @@ func (r *report) says(conclusion string) bool { return strings.Contains(r.text, 
 
 var reflexive = regexp.MustCompile(`reflexive addr: (\S+)`)
 
-// discoverAgain repeats discover until exactly missed answers are missing, at most five times.
-// Another number means that the machine was busy. Each attempt uses a port that is higher by
-// step. If missed is -1, it runs discover only once.
+// discoverAgain repeats discover until the number of requests without an answer is missed, at most
+// five times. Any other number means that the machine was busy. The port increases by step with
+// each attempt. If missed is -1, it runs discover once, with any number.
 func (s *site) discoverAgain(ctx context.Context, from string, local, step uint16, missed int, flags ...string) (r *report, port uint16, err error) {
 	for again := range uint16(5) {
 		port = local + step*again

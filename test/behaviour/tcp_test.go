@@ -11,11 +11,10 @@ import (
 	"github.com/isthmus-net/isthmus/internal/lab"
 )
 
-// RFC 5382, REQ-2 and REQ-4, with TCP of real kernels at both ends. A pod of b connects to a
-// node of a, which is behind NAPT and has not sent a packet yet. The pod's SYN must be dropped
-// silently and not refused, so that the pod repeats it. Then the node connects to the pod,
-// from the port that the pod uses as destination. The SYNs must cross and result in one
-// connection.
+// RFC 5382, REQ-2 and REQ-4, with TCP of real kernels at both ends. A pod of b connects to a node
+// of a, which is behind NAPT and has not sent a packet yet. The gateway must drop the pod's SYN
+// without an answer, so that the pod repeats it. Then the node connects to the pod, from the port
+// to which the pod connects. The two SYNs must result in one connection.
 func TestRFC5382SimultaneousOpenThroughNAPT(t *testing.T) {
 	s := newSite(t)
 	node, pod := s.Cluster("a").Nodes[1], s.Cluster("b").Pods[1]
@@ -51,8 +50,8 @@ func TestRFC5382SimultaneousOpenThroughNAPT(t *testing.T) {
 			}
 		}
 	}
-	// The calls are made one after the other, so that a repeated SYN cannot be mistaken for
-	// that of the other call.
+	// The calls are made one after the other, so that a repeated SYN of one call cannot be mistaken
+	// for a SYN of the other.
 	there := call(pod.Host, netip.AddrPortFrom(pod.Addr, podPort), netip.AddrPortFrom(natIP, nodePort), 3*patience)
 	dropped(1)
 	here := call(node.Host, netip.AddrPortFrom(node.Addr, nodePort), netip.AddrPortFrom(pod.Addr, podPort), 3*patience)

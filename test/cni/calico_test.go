@@ -8,7 +8,7 @@ import (
 )
 
 // calicoVXLAN imitates Calico with a VXLAN pool and natOutgoing. Calico allocates blocks of 64
-// addresses to nodes on demand and ignores node.spec.podCIDR. It has:
+// addresses to nodes on demand and ignores node.spec.podCIDR. The shape has:
 //   - vxlan.calico with VNI 4096 on port 4789,
 //   - a route for each pod, whose next hop 169.254.1.1 is answered by proxy ARP, and a blackhole for
 //     the rest of a block (felix/dataplane/linux/vxlan_mgr.go, routetable),
@@ -63,8 +63,8 @@ var calicoBGP = &shape{
 	},
 }
 
-// calicoBlock returns the block of node i, from the middle of the pool. The last node has the first
-// block.
+// calicoBlock returns the block of node i. The last node has the first block of the pool, all
+// others have blocks in its middle.
 func calicoBlock(c *lab.Cluster, i int) netip.Prefix {
 	middle := plus(c.PodCIDR.Addr(), 1<<(31-c.PodCIDR.Bits()))
 	return netip.PrefixFrom(plus(middle, 64*(len(c.Nodes)-1-i)), 26)
@@ -80,7 +80,6 @@ func calicoBlocks(c *lab.Cluster) {
 	}
 }
 
-// routedNode returns the setup of a node with a device, a route and proxy ARP for each pod.
 func routedNode(c *lab.Cluster, i int, prefix string, mtu int) (d nodeSetup) {
 	d.pods = map[*lab.Pod][]string{}
 	d.later = map[string]string{}

@@ -24,9 +24,9 @@ import (
 // lasting is the time for which TestChaosLeaksNoPacketAndChangesNoForeignObject repeats each fault.
 const lasting = 60 * time.Second
 
-// While pods of both clusters exchange datagrams, one fault is repeated for a minute. No packet for
-// a peer may leave in the clear, no foreign object may change, and everything has to work
-// afterwards. The test logs how many packets each fault costs, but does not limit the number.
+// While pods of both clusters exchange datagrams, the test repeats one fault for a minute. No
+// packet for a peer may leave in the clear, no foreign object may change, and all traffic must work
+// afterwards. The test logs the number of packets that each fault costs, but does not limit it.
 func TestChaosLeaksNoPacketAndChangesNoForeignObject(t *testing.T) {
 	if !*long {
 		t.Skip("it takes five minutes for each pair: -long")
@@ -63,7 +63,7 @@ func (w *world) faults() []chaos {
 		{"an object of Isthmus in a kernel is deleted or changed", 500 * time.Millisecond, func(t *testing.T, _ int) {
 			t.Helper()
 			c := w.sides[rng.IntN(2)]
-			w.harm(t, rng, c.Nodes[rng.IntN(len(c.Nodes))])
+			w.damage(t, rng, c.Nodes[rng.IntN(len(c.Nodes))])
 		}},
 		{"a route agent is killed", 3 * time.Second, func(t *testing.T, i int) {
 			t.Helper()
@@ -224,7 +224,8 @@ func newDatagrams(t *testing.T, from, to *lab.Pod, at netip.Addr) *datagrams {
 	return s
 }
 
-// end returns a report on lost datagrams: in total, and between each event and the next one.
+// end stops the datagrams and reports the losses: in total, and between each event and the next
+// one.
 func (s *datagrams) end(events []time.Time) string {
 	s.stop()
 	time.Sleep(500 * time.Millisecond) // for answers that are still on the way
@@ -245,8 +246,8 @@ func (s *datagrams) end(events []time.Time) string {
 		s.name, lost, len(s.sent), len(events), float64(lost)/float64(len(events)), after[len(after)/2], after[len(after)-1], s.pause.Seconds())
 }
 
-// harm deletes or changes one object of Isthmus on a node.
-func (w *world) harm(t *testing.T, rng *rand.Rand, n *lab.Node) {
+// damage deletes or changes one object of Isthmus on a node.
+func (w *world) damage(t *testing.T, rng *rand.Rand, n *lab.Node) {
 	t.Helper()
 	const objects = `
 ip rule | grep 'proto 7[12]' | sed 's/^\([0-9]*\):.*/ip rule del priority \1/'
@@ -288,7 +289,7 @@ func (w *world) change(t *testing.T, c *fleet.Cluster, what int) {
 		must(t, c.Client.Create(ctx, &node))
 		w.address(t, c, n.Name, n.Addr)
 		must(t, c.Launch(agent))
-	case 2: // another address, and then the first one again
+	case 2: // change the address, and then change it back
 		other := plus(n.Addr, 100)
 		must(t, batch(ctx, n.Host, "ip", []string{fmt.Sprintf("addr add %v/24 dev eth0", other)}))
 		w.address(t, c, n.Name, other)

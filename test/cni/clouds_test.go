@@ -10,12 +10,13 @@ import (
 
 // awsVPC imitates Amazon's VPC CNI. Pods have secondary addresses of their node's interfaces, in
 // the nodes' subnet. The node reaches a pod by rule 512 and a route in the main table. Rule 1024
-// sends marked packets to the main table: packets that came by eth0 for a node's own address, and
-// packets of pods to addresses outside of the VPC (pkg/networkutils/network.go). A pod on a second
-// interface leaves by that interface's table, by rule 1536 (cmd/routed-eni-cni-plugin/driver). Pods
-// know 169.254.1.1 by a permanent neighbour. AWS-SNAT-CHAIN-0 translates the source of packets that
-// leave the VPC. The VPC drops packets from an interface with a source that the interface does not
-// have (docs.aws.amazon.com, "source/destination checks").
+// sends marked packets to the main table. Two kinds are marked: packets that arrive at eth0 for the
+// node's own address, and packets of pods to addresses outside of the VPC
+// (pkg/networkutils/network.go). Rule 1536 sends the packets of a pod on a second interface to that
+// interface's table (cmd/routed-eni-cni-plugin/driver). Pods have a permanent neighbour entry for
+// 169.254.1.1. AWS-SNAT-CHAIN-0 translates the source of packets that leave the VPC. The VPC drops
+// packets whose source is not an address of the interface that sends them (docs.aws.amazon.com,
+// "source/destination checks").
 var awsVPC = &shape{
 	name:       "AWS VPC CNI",
 	source:     "aws/amazon-vpc-cni-k8s: pkg/networkutils/network.go, cmd/routed-eni-cni-plugin/driver, docs/cni-proposal.md; source/destination checks of EC2",
@@ -101,9 +102,9 @@ COMMIT
 	},
 }
 
-// gkeNative imitates VPC-native GKE: the node's address has the prefix length 32, and all packets
-// go to the router, which knows the alias range of each node. Each pod has a device gke and a
-// route, and ip-masq-agent does not translate packets to private networks (cloud.google.com,
+// gkeNative imitates VPC-native GKE. The node's address has the prefix length 32, so the node sends
+// all packets to the router, which knows the alias range of each node. Each pod has a device gke
+// and a route, and ip-masq-agent does not translate packets to private networks (cloud.google.com,
 // "VPC-native clusters", "IP masquerade agent").
 var gkeNative = &shape{
 	name:   "GKE VPC-native",
@@ -157,8 +158,9 @@ func plainPods(c *lab.Cluster, n *lab.Node) (all []*lab.Pod) {
 }
 
 // vpcNode returns the setup of a node whose pods have addresses in the node's subnet. In the cloud,
-// the network fabric knows the location of pods; here the node answers ARP for them. With a MAC
-// address, pods know their gateway by a permanent neighbour, otherwise by proxy ARP.
+// the network fabric knows the location of pods; here the node answers ARP for them. If gateway is
+// a MAC address, pods have a permanent neighbour entry with it. If gateway is empty, pods find it
+// by proxy ARP.
 func vpcNode(c *lab.Cluster, i int, prefix string, mtu int, gateway string) nodeSetup {
 	n := c.Nodes[i]
 	d := nodeSetup{pods: map[*lab.Pod][]string{}, later: map[string]string{"ipv4/neigh/eth0/proxy_delay": "0"}}
@@ -181,8 +183,8 @@ func vpcNode(c *lab.Cluster, i int, prefix string, mtu int, gateway string) node
 	return d
 }
 
-// sourceCheck returns the rules of a cloud's underlay: a node can send only packets from its own
-// addresses, and receives only packets for these.
+// sourceCheck returns the rules of a cloud's underlay: a node can send packets only from its own
+// addresses, and receives packets only for them.
 func sourceCheck(n *lab.Node, known ...string) string {
 	name := strings.ReplaceAll(n.Name, "-", "_")
 	return fmt.Sprintf(`table netdev cloud_%[1]s {
@@ -192,8 +194,8 @@ func sourceCheck(n *lab.Node, known ...string) string {
 `, name, n.Name, n.Addr, strings.Join(known, ", "))
 }
 
-// masqueradeAgent returns the chain of ip-masq-agent, which masquerades packets to all networks but
-// these.
+// masqueradeAgent returns the chain of ip-masq-agent, which masquerades packets to destinations
+// outside of the given networks.
 func masqueradeAgent(chain string, networks ...string) string {
 	var b strings.Builder
 	fmt.Fprintf(&b, "*nat\n:%[1]s -\n-A POSTROUTING -m comment --comment \"ip-masq-agent: ensure nat POSTROUTING directs all non-LOCAL destination traffic to our custom chain\" -m addrtype ! --dst-type LOCAL -j %[1]s\n", chain)

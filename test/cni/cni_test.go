@@ -1,13 +1,13 @@
 // Package cni tests Isthmus beside the networks that CNIs make. It runs whole clusters
 // (internal/fleet) whose nodes are set up as the documents of a CNI describe, with the CNI's
 // masquerading, packet filter, routes and underlay. Two clusters with different shapes send each
-// other packets, and each receiver reports the source that it saw. The traffic inside each shape,
+// other packets, and each receiver reports the source that it saw. The traffic inside each cluster,
 // and the state of its nodes, must be the same before Isthmus runs, while it runs, and after
 // "--cleanup".
 //
-// Most shapes run no program of their CNI. A shape is one file, or part of one, which names the
-// documents or sources that it imitates. docs/cni.md is generated from the assertions of the tests:
-// go test ./cni -run Page -update, in test/. It needs root.
+// Most shapes run no program of their CNI. Each shape names the documents or sources that it
+// imitates. docs/cni.md is generated from the assertions of the tests: go test ./cni -run Page
+// -update, in test/. It needs root.
 package cni
 
 import (
@@ -36,9 +36,9 @@ func TestMain(m *testing.M) { os.Exit(programs.Run(m, &binary, &kube)) }
 // shapes are all shapes, in the order of the rows in docs/cni.md.
 var shapes = []*shape{flannelReal, flannelVXLAN, flannelHostGW, calicoVXLAN, calicoBGP, weave, canal, cilium, kubenetAKS, azureCNI, awsVPC, gkeNative, ovnKubernetes, kindnet, twoNetworks}
 
-// pairs are the tested combinations of two clusters: with different PodCIDRs and prefix lengths,
-// and with each kind of packet filter, reverse path filter and location of gateways in at least one
-// pair. Without -long only the first pair is tested.
+// pairs are the tested combinations of two clusters, with different PodCIDRs and prefix lengths.
+// Each kind of packet filter, reverse path filter and location of gateways is in at least one pair.
+// Without -long the tests use only the first pair.
 var pairs = [][2]plan{
 	{{shape: flannelVXLAN, podCIDR: "10.244.0.0/16", filter: legacy, drop: true, strict: true},
 		{shape: calicoVXLAN, podCIDR: "10.244.64.0/18", filter: nft, drop: true, strict: true}},
@@ -72,7 +72,7 @@ func TestIsthmusWorksBesideEachCNI(t *testing.T) {
 			w := up(t, plans, 2)
 			for i, p := range plans {
 				judge(t, p, w.matrix(t, i))
-				w.named(t, i)
+				w.reportsNodes(t, i)
 			}
 			w.unchanged(t, "while Isthmus runs", false)
 			w.end(t)
@@ -81,7 +81,7 @@ func TestIsthmusWorksBesideEachCNI(t *testing.T) {
 	}
 }
 
-// A shape whose own traffic does not work would not prove anything.
+// The traffic inside a cluster must work without Isthmus, because otherwise its shape is wrong.
 func TestEveryCNISetupWorksWithoutIsthmus(t *testing.T) {
 	if !*long {
 		t.Skip("what runs without -long is tried there")
@@ -91,7 +91,7 @@ func TestEveryCNISetupWorksWithoutIsthmus(t *testing.T) {
 	}
 	for _, s := range shapes {
 		if s.run != nil {
-			continue // it needs an API server
+			continue // flannel needs an API server
 		}
 		t.Run(s.name, func(t *testing.T) {
 			w := &world{nodes: 2, listeners: map[*lab.Host]*listener{}}
@@ -108,7 +108,7 @@ func TestEveryCNISetupWorksWithoutIsthmus(t *testing.T) {
 			}()
 			must(t, w.prepare(t.Context(), l))
 			for i, c := range l.Clusters {
-				must(t, w.lookBefore(t.Context(), i, c))
+				must(t, w.recordBefore(t.Context(), i, c))
 			}
 		})
 	}

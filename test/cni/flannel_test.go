@@ -81,8 +81,7 @@ func bridgedNode(c *lab.Cluster, i int, bridge string, mtu int) (d nodeSetup) {
 	return d
 }
 
-// byNodes returns routes to the networks of the other nodes via the nodes' addresses in the
-// underlay.
+// byNodes returns a route to each other node's network, via that node's address in the underlay.
 func byNodes(c *lab.Cluster, i int) (lines []string) {
 	for j, n := range c.Nodes {
 		if j != i {

@@ -102,7 +102,6 @@ func flannelPath(dir string, flavour filter) string {
 	return bin
 }
 
-// flannelProgram builds test/flannel at the first call, and returns the path of the program.
 var flannelProgram = sync.OnceValues(func() (string, error) {
 	program := filepath.Join(filepath.Dir(binary), "flanneld")
 	cmd := exec.Command("go", "build", "-C", "../flannel", "-trimpath", "-o", program, ".")

@@ -17,10 +17,10 @@ import (
 	"github.com/isthmus-net/isthmus/internal/lab"
 )
 
-// Sources that a receiver may see.
+// The kinds of sources that a receiver may see.
 const (
 	asPod     = "pod"     // the pod's address as the receiver's cluster sees it, translated one to one
-	asNetwork = "network" // the first address of the sender's PodCIDR as the receiver sees it: the source of all senders that are not pods
+	asNetwork = "network" // the first address of the sender's PodCIDR as the receiver sees it; NAPT gives it to all senders that are not pods
 	asNode    = "receiver's node"
 	noAnswer  = "no answer"
 )
@@ -68,7 +68,7 @@ func (w *world) matrix(t *testing.T, i int) []*cell {
 	var cells []*cell
 	for j := range where {
 		pods = append(pods, placed{"pod on " + where[j], from.Pods[2*j].Host, from.Pods[2*j].Addr})
-		if to.PodCIDR.Contains(to.Pods[2*j].Addr) { // otherwise peers do not reach the pod
+		if to.PodCIDR.Contains(to.Pods[2*j].Addr) { // only then do peers reach the pod
 			receivers = append(receivers, placed{"pod on " + where[j], to.Pods[2*j].Host, to.Pods[2*j].Addr})
 		} else {
 			mapped = append(mapped, placed{"pod on " + where[j] + " as mapped endpoint", to.Pods[2*j].Host, to.Pods[2*j].Addr})
@@ -84,7 +84,7 @@ func (w *world) matrix(t *testing.T, i int) []*cell {
 		return s
 	}
 	network := seen(to, from, from.PodCIDR.Addr())
-	// A sender of the cluster from, with its columns.
+	// A sender is a host that sends, with the columns of its cells.
 	type sender struct {
 		placed
 
@@ -167,9 +167,9 @@ func (w *world) matrix(t *testing.T, i int) []*cell {
 	return cells
 }
 
-// named checks that the agents report exactly the nodes that have pods with addresses outside of
-// the PodCIDR.
-func (w *world) named(t *testing.T, i int) {
+// reportsNodes checks that the agents report exactly the nodes that have pods with addresses
+// outside of the PodCIDR.
+func (w *world) reportsNodes(t *testing.T, i int) {
 	t.Helper()
 	c := w.sides[i]
 	for _, n := range c.Nodes {
@@ -190,13 +190,11 @@ func (w *world) named(t *testing.T, i int) {
 	}
 }
 
-// cellPatience is the time for which an exchange is repeated until it succeeds. Busy machines need
-// it. A cell without an answer takes all of it.
+// cellPatience is the maximum time for which the test repeats an exchange, because a busy machine
+// may lose packets. A cell that expects no answer takes all of that time.
 const cellPatience = 30 * time.Second
 
-// shows returns the source that a server outside of the cluster sees of a peer's packets. A policy
-// that accepts only pods has no rule for such a server. Only the rules of Isthmus make it
-// reachable.
+// shows returns the source of a peer's packets as a server outside of the cluster sees it.
 func (p plan) shows(sender string) string {
 	if p.shape.translates {
 		return asNode
@@ -204,8 +202,7 @@ func (p plan) shows(sender string) string {
 	return sender
 }
 
-// behindNode is the address of node 1 in the network of the server outside of the cluster
-// (internal/lab).
+// behindNode is the address of node 1 in the network of the outside server (internal/lab).
 var behindNode = netip.MustParseAddr("192.168.77.1")
 
 // outside is the name of the endpoint outside of both clusters. It is behind node 1, where the
@@ -213,7 +210,7 @@ var behindNode = netip.MustParseAddr("192.168.77.1")
 const outside = "server outside of the cluster"
 
 // pod returns the address of a pod as another cluster sees it. first is the first address of the
-// PodCIDR as that cluster sees it.
+// pod's PodCIDR, also as that other cluster sees it.
 func pod(a netip.Addr, of *fleet.Cluster, first netip.Addr) netip.Addr {
 	if !of.PodCIDR.Contains(a) {
 		return netip.Addr{}

@@ -13,9 +13,9 @@ import (
 var kindnet = ptp("kindnet")
 
 // twoNetworks is a cluster that has grown: the podCIDR of the last node is in a second network.
-// kube-controller-manager has one --cluster-cidr per family, but a MultiCIDRRangeAllocator and
-// several clouds have more. Peers know only one network for all pods of a cluster. To peers, pods
-// in another network are like nodes.
+// kube-controller-manager allows one --cluster-cidr per family, but a MultiCIDRRangeAllocator and
+// several clouds allow more. Peers know only one PodCIDR of a cluster, so for them pods in the
+// second network are like nodes.
 var twoNetworks = func() *shape {
 	s := ptp("kindnet, pods in two networks")
 	s.form = "as kindnet; the other node's podCIDR is of " + secondNetwork.String() + ", not of the installation's PodCIDR"
@@ -63,10 +63,10 @@ func ptp(name string) *shape {
 }
 
 // weave imitates Weave Net: one layer 2 network over all nodes, with a bridge and a bridge address
-// on each node. Weave allocates the addresses itself, and podCIDRs mean nothing. WEAVE masquerades
-// packets that leave that network, and packets that enter it (weaveworks/weave: net/ipam,
-// net/expose.go, net/bridge.go). Weave's data path is Open vSwitch with VXLAN on port 6784; here a
-// VXLAN device of the kernel is a port of the bridge, with MTU 1376 as in Weave.
+// on each node. Weave allocates the addresses itself and ignores podCIDRs. Its chain WEAVE
+// masquerades packets that leave that network, and packets that enter it (weaveworks/weave:
+// net/ipam, net/expose.go, net/bridge.go). Weave's data path is Open vSwitch with VXLAN on port
+// 6784; here a VXLAN device of the kernel is a port of the bridge, with MTU 1376 as in Weave.
 var weave = &shape{
 	name:   "Weave Net",
 	source: "weaveworks/weave: net/bridge.go, net/expose.go, ipam; weave.works, \"Fast Datapath\"",
@@ -130,7 +130,8 @@ COMMIT
 //   - CILIUM_POST_nat, which masquerades packets that leave the pods' networks by a device that is not
 //     Cilium's (pkg/datapath/iptables/iptables.go).
 //
-// eBPF host routing and masquerading in eBPF bypass the host's tables, and cannot be imitated.
+// The shape cannot imitate eBPF host routing and masquerading in eBPF, because they bypass the
+// host's tables.
 var cilium = &shape{
 	name:   "Cilium, tunnel",
 	source: "cilium/cilium: pkg/datapath/iptables/iptables.go, bpf/bpf_lxc.c; docs.cilium.io, \"Routing\", \"Masquerading\"",
@@ -146,11 +147,11 @@ var cilium = &shape{
 			"link set cilium_host up",
 			"link set cilium_net up",
 			fmt.Sprintf("link add cilium_vxlan address %s mtu 1450 type vxlan id 2 dev eth0 local %v dstport 8472 nolearning", mac(i), n.Addr),
-			fmt.Sprintf("addr add %v/32 dev cilium_vxlan", at(i)), // with this address cilium_vxlan has a source for masquerading, which Cilium takes from cilium_host
+			fmt.Sprintf("addr add %v/32 dev cilium_vxlan", at(i)), // gives cilium_vxlan a source for masquerading; Cilium uses the address of cilium_host for it
 			"link set cilium_vxlan up",
 		}
 		for j, other := range c.Nodes {
-			if j != i { // eBPF does this behind cilium_host
+			if j != i { // in Cilium, an eBPF program behind cilium_host does this
 				d.ip = append(d.ip,
 					fmt.Sprintf("neigh add %v lladdr %s dev cilium_vxlan nud permanent", at(j), mac(j)),
 					fmt.Sprintf("route add %v via %v dev cilium_vxlan onlink src %v", other.PodCIDR, at(j), at(i)))
@@ -197,10 +198,10 @@ COMMIT
 // (ovn-org/ovn-kubernetes: go-controller/pkg/node, docs/design/local-gateway...).
 //
 // The shape does not use Open vSwitch. A namespace with a bridge, and with VXLAN instead of GENEVE,
-// replaces the logical router and switches. ovn-k8s-mp0 is an internal port of Open vSwitch, which
-// is a device kind of its own; here it is a macvlan, because its kind must only differ from that of
-// pods' devices. With shared gateways, pods' packets never reach the host's tables, and that cannot
-// be imitated.
+// replaces the logical router and switches. ovn-k8s-mp0 is an internal port of Open vSwitch, a
+// separate kind of device. Here it is a macvlan, which is enough, because its kind must only differ
+// from that of pods' devices. The shape cannot imitate shared gateways, with which pods' packets
+// never reach the host's tables.
 var ovnKubernetes = &shape{
 	name:   "OVN-Kubernetes, local gateways",
 	source: "ovn-org/ovn-kubernetes: go-controller/pkg/node/management-port_linux.go, gateway_localnet.go; ovn-kubernetes.io, \"Gateway modes\"",

@@ -22,27 +22,27 @@ type shape struct {
 	name   string
 	source string // document or source that it imitates
 	form   string // short description for the table
-	set    string // settings that users must change; empty: none
+	set    string // settings of the CNI that users must change; empty: none
 
 	// vpc is true if pods have addresses of the nodes' own subnet.
 	vpc bool
-	// own imitates an address management of the CNI that ignores the podCIDRs of nodes: it gives
-	// the pods other addresses. nil: pods keep the lab's addresses, from a part of the PodCIDR for
-	// each node.
+	// own gives the pods other addresses, for a CNI that ignores the podCIDRs of nodes and has its
+	// own IPAM. If own is nil, pods keep the lab's addresses, from a part of the PodCIDR for each
+	// node.
 	own func(c *lab.Cluster)
-	// open is true if the CNI needs a FORWARD chain that accepts packets, and its users provide
-	// that.
+	// open is true if the CNI does not work with a FORWARD policy of DROP, so that its users must
+	// set the policy to ACCEPT.
 	open bool
 	// translates is true if nodes masquerade all packets that they forward to addresses outside of
 	// the cluster. A server there then sees the node instead of the peer.
 	translates bool
 	// run starts real programs of the CNI, and returns when they are ready; nil: there are none.
 	run func(ctx context.Context, c *fleet.Cluster, f filter) error
-	// node returns the setup of node i. It may include its pods and the underlay.
+	// node returns the setup of node i. The setup may include the node's pods and the underlay.
 	node func(c *lab.Cluster, i int) nodeSetup
 }
 
-// A filter is the kind of program that writes a node's packet filter.
+// A filter is the kind of packet filter that the CNI and kube-proxy write on a node.
 type filter string
 
 const (
@@ -83,10 +83,10 @@ type plan struct {
 	podCIDR string
 	filter  filter
 	drop    bool // FORWARD has the policy DROP
-	strict  bool // rp_filter is strict everywhere
+	strict  bool // rp_filter is strict on all devices of the nodes
 	host    bool // gateways use their node's network; otherwise they are Pods
 
-	cluster string // its name, once it is made
+	cluster string // name of the cluster; empty before the cluster is made
 }
 
 func (p plan) String() string {
@@ -103,8 +103,8 @@ func (p plan) String() string {
 	return text
 }
 
-// wear sets up the nodes of a cluster.
-func (p plan) wear(ctx context.Context, l *lab.Lab, c *lab.Cluster) error {
+// setUp sets up the nodes of a cluster.
+func (p plan) setUp(ctx context.Context, l *lab.Lab, c *lab.Cluster) error {
 	if p.shape.own != nil {
 		p.shape.own(c)
 	}
@@ -290,7 +290,8 @@ func sysctls(h *lab.Host, settings map[string]string) error {
 	})
 }
 
-// volatile matches the parts that change by themselves: counters, and the time in a comment.
+// volatile matches the parts of a state that change without any action, such as counters and the
+// time in a comment.
 var volatile = regexp.MustCompile(`(?m)^#.*\n| state \w+| <[A-Z_,-]+>| counter packets \d+ bytes \d+|\[\d+:\d+\]|^.*\b(REACHABLE|STALE|DELAY|PROBE|FAILED|INCOMPLETE)\b.*\n`)
 
 // stateOf returns everything on a node that a CNI, kube-proxy or a person may have made.

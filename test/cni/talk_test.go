@@ -18,7 +18,8 @@ import (
 	"github.com/isthmus-net/isthmus/internal/ping"
 )
 
-// port is the port on which all listeners return the source of a message, by TCP and UDP.
+// port is the TCP and UDP port of all listeners, which answer a message with the source that they
+// see.
 const port = 8080
 
 // A talk is a kind of exchange between two hosts.
@@ -54,11 +55,11 @@ type listener struct {
 	pings map[string]netip.Addr
 }
 
-// listen starts a listener. at is the address of its sockets. Most programs in pods listen at all
-// addresses; some listen only at their POD_IP.
-func listen(h *lab.Host, at netip.Addr) (*listener, error) {
+// listen starts a listener. Its sockets listen only at addr. Most programs in pods listen at all
+// addresses, but some listen only at their POD_IP.
+func listen(h *lab.Host, addr netip.Addr) (*listener, error) {
 	l := &listener{host: h, pings: map[string]netip.Addr{}}
-	address := netip.AddrPortFrom(at, port).String()
+	address := netip.AddrPortFrom(addr, port).String()
 	tcp, err := h.Listen("tcp4", address)
 	if err != nil {
 		return nil, err
@@ -212,9 +213,9 @@ func (l *listener) ping(ctx context.Context, h *lab.Host, from, to netip.Addr, o
 	return saw, errors.New("an answer, but the listener saw no ping")
 }
 
-// patiently repeats ask until there is an answer, for at most the time atMost.
-func patiently(ctx context.Context, h *lab.Host, from, to netip.Addr, k talk, l *listener, atMost time.Duration) (saw netip.Addr, err error) {
-	end := time.Now().Add(atMost)
+// patiently repeats ask until there is an answer, but not for longer than timeout.
+func patiently(ctx context.Context, h *lab.Host, from, to netip.Addr, k talk, l *listener, timeout time.Duration) (saw netip.Addr, err error) {
+	end := time.Now().Add(timeout)
 	for {
 		attempt, cancel := context.WithTimeout(ctx, min(3*time.Second, max(time.Until(end), 500*time.Millisecond)))
 		saw, err = ask(attempt, h, from, to, k, l)

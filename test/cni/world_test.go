@@ -73,7 +73,7 @@ func up(t *testing.T, plans [2]plan, nodes int) *world {
 	}
 	for i, c := range w.sides {
 		must(t, c.WaitReady(t.Context(), w.sides[1-i], patience))
-		w.first(t, c)
+		w.activateFirst(t, c)
 	}
 	return w
 }
@@ -95,9 +95,9 @@ func (w *world) spec(word string) lab.Spec {
 	return spec
 }
 
-// first makes the gateway of node 1 active, because the server outside of the cluster is behind
-// that node.
-func (w *world) first(t *testing.T, c *fleet.Cluster) {
+// activateFirst makes the gateway of node 1 active, because the server outside of the cluster is
+// behind that node.
+func (w *world) activateFirst(t *testing.T, c *fleet.Cluster) {
 	t.Helper()
 	if at, err := c.ActiveGateway(t.Context()); err != nil || at == 0 {
 		must(t, err)
@@ -126,7 +126,7 @@ func (w *world) prepare(ctx context.Context, l *lab.Lab) error {
 	w.before = make([]side, len(l.Clusters))
 	for i, c := range l.Clusters {
 		w.plans[i].cluster = c.Name
-		if err := w.plans[i].wear(ctx, l, c); err != nil {
+		if err := w.plans[i].setUp(ctx, l, c); err != nil {
 			return err
 		}
 		for _, p := range c.Pods {
@@ -154,12 +154,12 @@ func (w *world) network(ctx context.Context, c *fleet.Cluster) error {
 			return err
 		}
 	}
-	return w.lookBefore(ctx, i, c.Cluster)
+	return w.recordBefore(ctx, i, c.Cluster)
 }
 
-// lookBefore records the state and the traffic of a cluster before Isthmus runs.
-func (w *world) lookBefore(ctx context.Context, i int, c *lab.Cluster) (err error) {
-	if w.before[i], err = w.look(ctx, c); err != nil {
+// recordBefore records the state and the traffic of a cluster before Isthmus runs.
+func (w *world) recordBefore(ctx context.Context, i int, c *lab.Cluster) (err error) {
+	if w.before[i], err = w.observe(ctx, c); err != nil {
 		return err
 	}
 	for _, line := range w.before[i].traffic {
@@ -185,8 +185,8 @@ func (w *world) close() {
 	}
 }
 
-// look returns the present state of a cluster's nodes, and the traffic inside the cluster.
-func (w *world) look(ctx context.Context, c *lab.Cluster) (s side, err error) {
+// observe returns the present state of a cluster's nodes, and the traffic inside the cluster.
+func (w *world) observe(ctx context.Context, c *lab.Cluster) (s side, err error) {
 	s.traffic = w.traffic(ctx, c)
 	for _, n := range c.Nodes {
 		state, err := stateOf(ctx, n)
@@ -246,7 +246,7 @@ func (w *world) traffic(ctx context.Context, c *lab.Cluster) []string {
 	return slices.DeleteFunc(lines, func(s string) bool { return s == "" })
 }
 
-// end stops Isthmus on all nodes and removes everything of it.
+// end stops Isthmus on all nodes and removes all its objects.
 func (w *world) end(t *testing.T) {
 	t.Helper()
 	for i, c := range w.sides {
@@ -275,7 +275,7 @@ func (w *world) unchanged(t *testing.T, when string, all bool) (same bool) {
 	t.Helper()
 	same = true
 	for i, c := range w.sides {
-		now, err := w.look(t.Context(), c.Cluster)
+		now, err := w.observe(t.Context(), c.Cluster)
 		must(t, err)
 		for j, line := range w.before[i].traffic {
 			if now.traffic[j] != line {

@@ -37,10 +37,11 @@ var update = flag.Bool("update", false, "write the golden files anew")
 
 const liqoKey = "AQIDBAUGBwgJCgsMDQ4PEBESExQVFhcYGRobHB0eHyA="
 
-// TestPeeringWithImitatedLiqo peers with a cluster of Liqo v0.9.4, which a liqo simulates on an API
-// server with Liqo's CRDs. Its PodCIDR is one half of ours. First Isthmus is alone, with a Peering
-// and an identity in Liqo's form. Then Isthmus replaces the network-manager under Liqo's control
-// plane: there are ForeignClusters, and Liqo's crd-replicator replicates for it.
+// TestPeeringWithImitatedLiqo peers with a cluster of Liqo v0.9.4. The type liqo simulates that
+// cluster on an API server with Liqo's CRDs. Its PodCIDR is one half of ours. First our cluster has
+// only Isthmus, with a Peering and an identity in Liqo's form. Then our cluster has Liqo's control
+// plane too, in which Isthmus replaces the network-manager: there are ForeignClusters, and Liqo's
+// crd-replicator replicates for Isthmus.
 func TestPeeringWithImitatedLiqo(t *testing.T) {
 	t.Parallel()
 	sites := planSites(t, "10.244.0.0/16")
@@ -64,7 +65,7 @@ func TestPeeringWithImitatedLiqo(t *testing.T) {
 	manager.remap(map[string]string{"10.244.0.0/16": "10.64.0.0/16", "10.245.0.0/16": "10.65.0.0/16"})
 	theirs := &liqo{id: b.id, client: b.client, manager: manager}
 	play(t, theirs)
-	a.startManager("--services", "--external-cidr", "10.245.0.0/16") // as long as the PodCIDR, like Liqo's choice
+	a.startManager("--services", "--external-cidr", "10.245.0.0/16") // Liqo too chooses an ExternalCIDR of the PodCIDR's length
 
 	steps := func(t *testing.T, golden string, join, part func(), under func(t *testing.T)) {
 		foreign(t, b, a, "Established")
@@ -176,8 +177,8 @@ func newLiqoSite(t *testing.T) *site {
 	return s
 }
 
-// refusedByCommands runs commands with a Liqo cluster, as if it had Isthmus. No command may install
-// anything there, or advise to install Isthmus.
+// refusedByCommands runs commands of Isthmus with a Liqo cluster as the peer. No command may
+// install anything there, or advise to install Isthmus.
 func refusedByCommands(t *testing.T, a, liqo *site) {
 	t.Helper()
 	kubeconfig := filepath.Join(liqo.dir, "admin.kubeconfig")
@@ -200,7 +201,7 @@ func refusedByCommands(t *testing.T, a, liqo *site) {
 		}
 		return strings.Join(all, "\n")
 	}
-	liqo.eventually("the namespaces of every cluster", func() (string, bool) { // the controllers have just started
+	liqo.eventually("the namespaces of every cluster", func() (string, bool) { // Liqo's controllers, which make these namespaces, have just started
 		was := everything()
 		time.Sleep(2 * time.Second)
 		return was, was == everything()
@@ -259,7 +260,7 @@ func applyFile(ctx context.Context, c client.Client, path string) error {
 	return nil
 }
 
-// introduce does the same as Liqo's control plane before two clusters are joined: it creates a
+// introduce acts as Liqo's control plane before two clusters are joined: it creates a
 // tenant namespace at s for the peer, the peer's permissions in it, and the identity of s at the
 // peer.
 func introduce(t *testing.T, s, peer *site) {
@@ -286,8 +287,7 @@ func introduce(t *testing.T, s, peer *site) {
 				Annotations: map[string]string{"discovery.liqo.io/certificate-expire-time": fmt.Sprint(time.Now().Add(time.Hour).Unix())}},
 			Data: map[string][]byte{"private-key": key, "certificate": cert, "apiServerUrl": []byte(peer.server.URL()),
 				"apiServerCa": peer.server.CA(), "namespace": []byte(peer.tenant(s))}},
-		// An administrator who creates a Peering with Liqo by hand permits the manager to read the
-		// identity.
+		// For a Peering with Liqo, the administrator must permit the manager to read the identity.
 		&rbacv1.Role{ObjectMeta: metav1.ObjectMeta{Namespace: tenant, Name: "identity"}, Rules: []rbacv1.PolicyRule{
 			{APIGroups: []string{""}, Resources: []string{"secrets"}, ResourceNames: []string{isthmus.DefaultIdentitySecret}, Verbs: []string{"get", "list", "watch"}}}},
 		&rbacv1.RoleBinding{ObjectMeta: metav1.ObjectMeta{Namespace: tenant, Name: "identity"},
@@ -380,12 +380,12 @@ func testLiqoChanges(a, b *site, m *liqoManager) {
 		})
 	}
 	for _, change := range []struct{ address, port string }{{"gateway.liqo.example", "30871"}, {"203.0.113.2", "5871"}} {
-		m.say(func(s *liqoSpec) {
+		m.publish(func(s *liqoSpec) {
 			s.EndpointIP, s.BackendConfig = change.address, map[string]string{"publicKey": liqoKey, "port": change.port}
 		})
 		agreedWithLiqo(a, b, m)
 	}
-	// An edit of the copy here is overwritten by the sender.
+	// The sender overwrites an edit of its copy at a.
 	copied := types.NamespacedName{Namespace: a.tenant(b), Name: a.cluster().UniqueName()}
 	if err := a.edit(&v1alpha1.NetworkConfig{}, copied, false, func(o client.Object) {
 		o.(*v1alpha1.NetworkConfig).Spec.EndpointIP = "198.51.100.66"
@@ -399,9 +399,9 @@ func testLiqoChanges(a, b *site, m *liqoManager) {
 	agreedWithLiqo(a, b, m)
 }
 
-// testLiqoRemembers changes our PodCIDR. Liqo repeats its answer to the previous one. If the new
-// PodCIDR has the same length, the answer fits. If it has another length, nothing is applied, and
-// the Peering has the reason.
+// testLiqoRemembers changes our PodCIDR. Liqo then repeats its answer to the previous PodCIDR. If
+// the new one has the same length, that answer fits. If it has another length, our cluster applies
+// nothing, and the Peering has the reason.
 func testLiqoRemembers(a, b *site, m *liqoManager) {
 	a.t.Helper()
 	a.reconfigure("10.222.0.0/16")
@@ -620,7 +620,7 @@ func testIPAM(t *testing.T, a, b *site) {
 	mapped(all)
 	a.killManager()
 	a.restartManager()
-	// After the manager was killed, the requesters are still known.
+	// After a kill, the manager must still know which client requested which address.
 	if _, err := newKubeletAt(t, a.ipam, "127.0.0.77").call("UnmapEndpointIP", b.id, "192.0.2.10"); err == nil || !strings.Contains(err.Error(), "another caller") {
 		t.Errorf("another caller unmaps: %v", err)
 	}

@@ -149,8 +149,8 @@ func TestPeeredClustersReachTheExpectedObjects(t *testing.T) {
 	}
 }
 
-// testChanges changes values that a publishes, and measures the time until they are in the
-// TunnelEndpoints of the peers.
+// testChanges changes values that a publishes, and logs the time until the peers' TunnelEndpoints
+// have them.
 func testChanges(t *testing.T, a *site, peers ...*site) {
 	service := func(change func(*corev1.Service)) func() error {
 		return func() error {
@@ -285,7 +285,8 @@ func agreed(t *testing.T, sites ...*site) {
 	})
 }
 
-// wrong returns the deviations from the expected state in s, as far as it concerns another cluster.
+// wrong compares all objects of s for its peering with another cluster, and returns the differences
+// from the expected state.
 func (s *site) wrong(other *site) (all []string) {
 	complain := func(format string, args ...any) {
 		all = append(all, s.name+" about "+other.name+": "+fmt.Sprintf(format, args...))
@@ -307,7 +308,8 @@ func (s *site) wrong(other *site) (all []string) {
 		}
 	}
 
-	// Our NetworkConfig and theirs, each here and at the peer.
+	// Both NetworkConfigs, each in the cluster that publishes it and in the cluster that gets the
+	// copy.
 	original, sent := s.networkConfig(s.tenant(other), other), other.networkConfig(other.tenant(s), other)
 	answered, received := other.networkConfig(other.tenant(s), s), s.networkConfig(s.tenant(other), s)
 	if original == nil || sent == nil || answered == nil || received == nil {
@@ -327,7 +329,7 @@ func (s *site) wrong(other *site) (all []string) {
 	owner("the original", original.OwnerReferences)
 	secret := &corev1.Secret{}
 	s.get(types.NamespacedName{Namespace: installed, Name: "wireguard-pubkey"}, secret)
-	same("spec of the original", withoutWords(original.Spec), v1alpha1.NetworkConfigSpec{
+	same("spec of the original", withoutKeyExchange(original.Spec), v1alpha1.NetworkConfigSpec{
 		RemoteCluster: other.cluster(), PodCIDR: s.podCIDR, ExternalCIDR: ipamStorage.ExternalCIDR,
 		EndpointIP: fmt.Sprintf("203.0.113.%d", s.name[0]-'a'+1), BackendType: "wireguard",
 		BackendConfig: v1alpha1.BackendConfig{"port": "5871", "publicKey": string(secret.Data["publicKey"])},
@@ -367,7 +369,7 @@ func (s *site) wrong(other *site) (all []string) {
 		LocalExternalCIDR: original.Spec.ExternalCIDR, LocalNATExternalCIDR: original.Status.ExternalCIDRNAT,
 		RemotePodCIDR: answered.Spec.PodCIDR, RemoteNATPodCIDR: answered.Status.PodCIDRNAT,
 		RemoteExternalCIDR: answered.Spec.ExternalCIDR, RemoteNATExternalCIDR: answered.Status.ExternalCIDRNAT,
-		EndpointIP: answered.Spec.EndpointIP, BackendType: "wireguard", BackendConfig: withoutWords(answered.Spec).BackendConfig,
+		EndpointIP: answered.Spec.EndpointIP, BackendType: "wireguard", BackendConfig: withoutKeyExchange(answered.Spec).BackendConfig,
 	})
 	same("own half of the TunnelEndpoint in the peer's",
 		[]string{te.Spec.LocalPodCIDR, te.Spec.LocalNATPodCIDR, te.Spec.LocalExternalCIDR, te.Spec.LocalNATExternalCIDR},
@@ -378,7 +380,7 @@ func (s *site) wrong(other *site) (all []string) {
 		complain("the TunnelEndpoint is not owned by the original: %+v", te.OwnerReferences)
 	}
 
-	// The networks by which each cluster sees the other.
+	// The networks under which each cluster reaches the other.
 	podSeen, externalSeen := seenAs(original.Status.PodCIDRNAT, s.podCIDR), seenAs(original.Status.ExternalCIDRNAT, ipamStorage.ExternalCIDR)
 	podHere, externalHere := seenAs(answered.Status.PodCIDRNAT, other.podCIDR), seenAs(answered.Status.ExternalCIDRNAT, answered.Spec.ExternalCIDR)
 	same("IpamStorage about the peer", ipamStorage.ClusterSubnets[other.id], v1alpha1.Subnets{
@@ -403,7 +405,7 @@ func (s *site) wrong(other *site) (all []string) {
 	})
 	same("labels of the NatMapping", mapping.Labels, map[string]string{"clusterID": other.id, "net.liqo.io/natmapping": "true"})
 
-	// The Peering reports all of this.
+	// The Peering must report each step of the exchange as done.
 	for _, step := range []string{
 		isthmus.ConditionReady, isthmus.ConditionIdentity, isthmus.ConditionPublished, isthmus.ConditionAnswered,
 		isthmus.ConditionPeerConfig, isthmus.ConditionTunnelEndpoint, isthmus.ConditionConnected,
@@ -464,7 +466,7 @@ func prefix(s string) netip.Prefix {
 	return p
 }
 
-// seenAs returns the network that a NAT field means. None means the original network.
+// seenAs returns the network in a NAT field, or the original network if the field is None.
 func seenAs(nat, network string) string {
 	if nat == v1alpha1.None {
 		return network
@@ -474,8 +476,8 @@ func seenAs(nat, network string) string {
 
 func sorted[T cmp.Ordered](all []T) []T { return slices.Sorted(slices.Values(all)) }
 
-// withoutWords removes the fields for the exchange of a preshared key from a spec.
-func withoutWords(spec v1alpha1.NetworkConfigSpec) v1alpha1.NetworkConfigSpec {
+// withoutKeyExchange removes the fields for the exchange of a preshared key from a spec.
+func withoutKeyExchange(spec v1alpha1.NetworkConfigSpec) v1alpha1.NetworkConfigSpec {
 	spec.BackendConfig = spec.BackendConfig.DeepCopy()
 	maps.DeleteFunc(spec.BackendConfig, func(name, _ string) bool {
 		return strings.HasPrefix(name, "kem") || name == v1alpha1.ConfigKeyProof

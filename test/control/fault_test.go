@@ -203,7 +203,7 @@ func testRevoked(t *testing.T, a, b *site) {
 		t.Fatal(err)
 	}
 	began := time.Now()
-	if !*long { // the API server forgets the token after ten seconds and rejects the next write; the next watch begins within 45
+	if !*long { // after ten seconds the API server rejects a write with the token; without a write, only the next watch would fail, up to 45 s later
 		time.Sleep(11 * time.Second)
 		change := func(o client.Object) {
 			o.(*corev1.Service).Status.LoadBalancer.Ingress = []corev1.LoadBalancerIngress{{IP: "203.0.113.66"}}
@@ -234,8 +234,8 @@ func testRevoked(t *testing.T, a, b *site) {
 	agreed(t, a, b)
 }
 
-// testCapped lets a's token at b expire. b's API server grants tokens for one hour instead of 90
-// days.
+// testCapped lets a's token at b expire. b's API server issues tokens for at most one hour,
+// although a requests 90 days.
 func testCapped(t *testing.T, a, b *site) {
 	secret := &corev1.Secret{}
 	key := types.NamespacedName{Namespace: a.tenant(b), Name: a.peering(b).Spec.IdentitySecretName}
@@ -310,7 +310,8 @@ func testOneLeavesByCommand(t *testing.T, a, b *site) {
 		err := b.client.Get(t.Context(), types.NamespacedName{Name: b.tenant(a)}, &corev1.Namespace{})
 		return fmt.Sprint(err), client.IgnoreNotFound(err) == nil && err != nil
 	})
-	// a cannot check any more that none of its objects is left at b.
+	// a has no permissions at b any more, so it cannot check that none of its objects is left
+	// there.
 	if out, err := a.isthmus("unpeer", "--kubeconfig", a.kubeconfig, "--timeout", "10s", b.name); err == nil || !strings.Contains(out, "--force does not wait for the other cluster") {
 		t.Fatalf("un-peering without rights at the peer: %v\n%s", err, out)
 	}

@@ -37,10 +37,10 @@ import (
 	"github.com/isthmus-net/isthmus/internal/kubetest"
 )
 
-// TestHostilePeerAffectsNoOtherPeer lets b attack a in two ways. b has the permissions that Liqo's
-// control plane would grant it at a, which are more than those of `isthmus peer`. It also writes
-// arbitrary answers in its own cluster. c is another peer of a, and must not be affected.
-// testdata/hostile.txt lists the result of each input.
+// TestHostilePeerAffectsNoOtherPeer lets b attack a in two ways. First, b writes at a, with the
+// permissions that Liqo's control plane would grant it, which are more than those of `isthmus
+// peer`. Second, b writes arbitrary answers to a in its own cluster. c is another peer of a, and
+// must not be affected. testdata/hostile.txt lists the result of each input.
 func TestHostilePeerAffectsNoOtherPeer(t *testing.T) {
 	t.Parallel()
 	sites := newSites(t, "10.244.0.0/16", "10.128.0.0/14")
@@ -87,7 +87,7 @@ func TestHostilePeerAffectsNoOtherPeer(t *testing.T) {
 	}{
 		{"largest objects", f.testGreat},
 		{"continuous updates", f.testUpdates},
-		{"repeated deletion and creation", f.testComings},
+		{"repeated deletion and creation", f.testRecreation},
 		{"hundreds of objects", f.testMany},
 	} {
 		t.Run(part.name, func(t *testing.T) {
@@ -101,7 +101,7 @@ func TestHostilePeerAffectsNoOtherPeer(t *testing.T) {
 	}
 }
 
-// A foe is the hostile peer b of a.
+// A foe is b, the hostile peer, with its view of a.
 type foe struct {
 	a, b, c         *site
 	namespace, name string        // namespace and name of b's NetworkConfig at a
@@ -165,7 +165,8 @@ func liqoRights(t *testing.T, a, b *site) client.Client {
 	return c
 }
 
-// honest gives a peer to a that has no cluster. The test writes its NetworkConfig and its answer.
+// honest adds another peer, c, to cluster a. c has no API server, so the test itself writes c's
+// NetworkConfig and c's answer.
 func honest(t *testing.T, a *site) *site {
 	t.Helper()
 	c := &site{t: t, name: "c", id: "cccc0000-1111-4222-8333-000000000002", podCIDR: "10.160.0.0/16"}
@@ -211,7 +212,7 @@ func (f *foe) mine() *v1alpha1.NetworkConfig {
 	return nc
 }
 
-// claim writes the valid NetworkConfig of b with a change.
+// claim changes b's valid NetworkConfig and writes it to a.
 func (f *foe) claim(change func(*v1alpha1.NetworkConfigSpec)) error {
 	f.a.t.Helper()
 	return f.edit(f.mine, func(nc *v1alpha1.NetworkConfig) {
@@ -222,8 +223,8 @@ func (f *foe) claim(change func(*v1alpha1.NetworkConfigSpec)) error {
 	})
 }
 
-// edit changes the NetworkConfig that read returns. It tries again after conflicts with writes of
-// our finalizers and status.
+// edit changes the NetworkConfig that read returns. It tries again after conflicts, because a's
+// manager writes finalizers and status.
 func (f *foe) edit(read func() *v1alpha1.NetworkConfig, change func(*v1alpha1.NetworkConfig)) error {
 	f.a.t.Helper()
 	for {
@@ -256,7 +257,7 @@ func (f *foe) applied() map[string]string {
 	return versions
 }
 
-// unmoved fails the test unless all versions are equal to before.
+// unmoved fails the test if a version differs from that in before.
 func (f *foe) unmoved(what string, before map[string]string) {
 	f.a.t.Helper()
 	time.Sleep(100 * time.Millisecond) // time for changes that might follow the refusal
@@ -343,7 +344,7 @@ func (f *foe) testClaims(t *testing.T) (table []string) {
 	further := base64.StdEncoding.EncodeToString(bytes.Repeat([]byte{9}, 32))
 	for _, test := range []struct {
 		name    string
-		outcome string // "form": the API server refuses it; "meaning": a's manager refuses it; "taken": it is accepted and harmless
+		outcome string // "form": the API server refuses the input; "meaning": a's manager refuses it; "taken": it is accepted and harmless
 		field   string // the field that the refusal must name
 		change  func(*spec)
 	}{
@@ -411,7 +412,7 @@ func (f *foe) testClaims(t *testing.T) (table []string) {
 		{"tunnels", "taken", "", config("tunnels", "5872:"+further)},
 		{"backend_config of a megabyte", "form", "spec.backend_config", config("x", strings.Repeat("x", 1<<20))},
 		{"backend_config with 17 keys", "form", "spec.backend_config", func(n *spec) {
-			*n = withoutWords(*n)
+			*n = withoutKeyExchange(*n)
 			for i := range 15 {
 				n.BackendConfig[fmt.Sprint(i)] = ""
 			}
@@ -537,7 +538,7 @@ func (f *foe) testObjects(t *testing.T) (table []string) {
 		t.Fatal(err)
 	}
 
-	// b may write our NetworkConfig, too. Its changes are undone.
+	// Liqo's permissions let b write our NetworkConfig, too. a must undo these changes.
 	for _, test := range []struct {
 		name string
 		do   func(original func() *v1alpha1.NetworkConfig) error
@@ -559,7 +560,7 @@ func (f *foe) testObjects(t *testing.T) (table []string) {
 			}
 			return fmt.Sprintf("%+v", nc), nc.Spec.PodCIDR == f.a.podCIDR && nc.Labels["liqo.io/replication"] == "true" && len(nc.Finalizers) == 2
 		})
-		// b has no manager any more, so the test answers the new NetworkConfig.
+		// The test must answer the new NetworkConfig itself, because b has no manager any more.
 		f.answer(f.agreed.LocalNATPodCIDR, f.agreed.LocalNATExternalCIDR)
 		f.settled()
 		table = append(table, f.row(test.name, "undone", "-", ""))
@@ -621,7 +622,8 @@ func (f *foe) answer(pod, external string) {
 	})
 }
 
-// testAnswers writes arbitrary answers at b, whose administrator has replaced the CRD.
+// testAnswers writes arbitrary answers at b, after a replacement of b's CRD by one that accepts
+// them.
 func (f *foe) testAnswers(t *testing.T) (table []string) {
 	crd := &apiextensions.CustomResourceDefinition{}
 	text, err := os.ReadFile("../../internal/kubetest/liqo/net.liqo.io_networkconfigs.yaml")
@@ -632,7 +634,7 @@ func (f *foe) testAnswers(t *testing.T) (table []string) {
 		t.Fatal(err)
 	}
 	f.lax(crd)
-	for _, test := range []struct{ name, pod, external, field string }{ // no field: b may answer this
+	for _, test := range []struct{ name, pod, external, field string }{ // no field: a accepts the answer
 		{"answer of another length", "10.64.0.0/20", "None", "status.podCIDRNAT"},
 		{"answer empty", "", "None", "podCIDRNAT"},
 		{"answer none", "none", "None", "status.podCIDRNAT"},
@@ -773,8 +775,8 @@ func (f *foe) events() int {
 	return len(list.Items)
 }
 
-// testComings repeatedly deletes and creates the NetworkConfig.
-func (f *foe) testComings(t *testing.T) {
+// testRecreation repeatedly deletes and creates the NetworkConfig.
+func (f *foe) testRecreation(t *testing.T) {
 	ipamStorage := f.a.ipamStorage().ClusterSubnets[f.b.id]
 	for range 15 {
 		nc := f.mine()
@@ -880,7 +882,7 @@ func (f *foe) writes() (n int) {
 	return n
 }
 
-// quiet fails the test unless a's manager comes to rest, where it only renews its Lease.
+// quiet fails the test unless a's manager stops writing, except for renewals of its Lease.
 func (f *foe) quiet() {
 	f.a.t.Helper()
 	f.a.eventually("rest of the manager of a", func() (string, bool) {
@@ -891,7 +893,7 @@ func (f *foe) quiet() {
 	})
 }
 
-// leases returns how often a manager can have renewed its Lease since a time. It does so every two
+// leases returns the maximum number of Lease renewals by a manager since a time, at one in two
 // seconds.
 func leases(since time.Time) int { return int(time.Since(since)/(2*time.Second)) + 1 }
 
@@ -931,7 +933,7 @@ func goldenTable(t *testing.T, path string, table []string) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	// An API server of 1.31 writes other words after the field, and no value.
+	// After the name of the field, an API server of 1.31 writes another text, without the value.
 	same := func(line string) string { return line }
 	if strings.Contains(have, `Invalid value: "string"`) || strings.Contains(have, `Invalid value: "null"`) {
 		words := regexp.MustCompile(`(Invalid value|Too long): .*`)

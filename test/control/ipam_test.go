@@ -23,8 +23,8 @@ import (
 	"github.com/isthmus-net/isthmus/internal/kubetest"
 )
 
-// A managerPod is one of several managers. pod is the address of its Pod, from a network for
-// documentation, because an EndpointSlice may not contain loopback addresses. The manager really
+// A managerPod is one of several managers. pod is its address in the EndpointSlice, which may not
+// contain loopback addresses, so pod is from a network for documentation. The manager actually
 // listens at listen.
 type managerPod struct {
 	s           *site
@@ -55,9 +55,10 @@ func (p *managerPod) end(signal syscall.Signal) {
 	_ = p.cmd.Wait()
 }
 
-// The Service of the IPAM always points to the leader of two managers. A virtual kubelet with one
-// connection, like Liqo's, is answered again after the other manager has taken over. The test plays
-// kube-proxy: it directs each new connection to the address in the EndpointSlice.
+// Of two managers, the IPAM's Service must always point to the leader. A virtual kubelet keeps one
+// connection, as in Liqo. That kubelet must get answers again after the other manager has taken
+// over. The test plays kube-proxy: it directs each new connection to the address in the
+// EndpointSlice.
 func TestIPAMServicePointsToTheLeader(t *testing.T) {
 	t.Parallel()
 	s := newSites(t, "10.244.0.0/16")[0]
@@ -78,7 +79,7 @@ func TestIPAMServicePointsToTheLeader(t *testing.T) {
 	if got, to := slice(); to != "" || got.Labels[discoveryv1.LabelServiceName] != "isthmus-ipam" {
 		t.Fatalf("before a manager leads: %+v", got)
 	} else if err := s.client.Patch(t.Context(), &got, client.RawPatch(types.MergePatchType, []byte(`{"metadata":{"annotations":{"meta.helm.sh/release-name":"isthmus"}}}`))); err != nil {
-		t.Fatal(err) // Helm adds such annotations to all installed objects
+		t.Fatal(err) // Helm adds annotations like these to all objects that it installs
 	}
 	pods := map[string]*managerPod{}
 	for i := range 2 {
@@ -113,7 +114,8 @@ func TestIPAMServicePointsToTheLeader(t *testing.T) {
 	}
 	t.Cleanup(func() { _ = conn.Close() })
 	k := &kubelet{t, conn}
-	// served waits until the kubelet is answered, and returns the manager that the Service points to.
+	// served waits until the kubelet gets an answer, and returns the manager to which the Service
+	// points.
 	served := func(what string, since time.Time) *managerPod {
 		t.Helper()
 		s.eventually("an answer "+what, func() (string, bool) {
@@ -126,8 +128,8 @@ func TestIPAMServicePointsToTheLeader(t *testing.T) {
 	}
 	leads := served("at the start", time.Now())
 
-	// If somebody writes another address into the slice, it is corrected. A second installation does
-	// not remove the endpoint.
+	// The leader must correct a wrong address in the slice. A second installation must not remove
+	// the endpoint.
 	wrong, _ := slice()
 	before := wrong.DeepCopy()
 	wrong.Endpoints[0].Addresses[0] = "192.0.2.99"
@@ -141,7 +143,7 @@ func TestIPAMServicePointsToTheLeader(t *testing.T) {
 		t.Errorf("the second installation changes the EndpointSlice: %+v", now)
 	}
 
-	// The leader ends in an orderly way, as in an upgrade.
+	// The leader ends by SIGTERM, as in an upgrade.
 	began := time.Now()
 	leads.end(syscall.SIGTERM)
 	after := served("after the end of the one that led", began)
@@ -161,8 +163,8 @@ func TestIPAMServicePointsToTheLeader(t *testing.T) {
 		t.Fatal("the Service still leads to a manager that is gone")
 	}
 
-	// The last manager ends in an orderly way. It marks its endpoint as not ready, because another Pod
-	// may soon have its address.
+	// The last manager ends by SIGTERM. It marks its endpoint as not ready, because another Pod may
+	// soon have its address.
 	pods[func() string { _, to := slice(); return to }()].end(syscall.SIGTERM)
 	s.eventually("an endpoint that is not ready", func() (string, bool) {
 		got, _ := slice()

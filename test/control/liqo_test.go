@@ -27,8 +27,8 @@ import (
 )
 
 // A liqo simulates Liqo v0.9.4 in one cluster: the crd-replicator and, unless Isthmus replaces it,
-// the network-manager. It reads, writes, refuses and forgets the same as recorded from Liqo. It
-// shares no code with Isthmus, not even types: it uses the objects' JSON.
+// the network-manager. Its reads, writes, refusals and omissions are those that we recorded from
+// Liqo. It shares no code with Isthmus, not even types, and works on the JSON of objects.
 type liqo struct {
 	id      string
 	client  client.Client
@@ -42,21 +42,21 @@ type liqo struct {
 
 // A liqoManager has the configuration of a network-manager, and its IPAM.
 type liqoManager struct {
-	granted map[string][2]string // by peer: its PodCIDR and ExternalCIDR as used here; entries never change
+	granted map[string][2]string // allocated networks by peer: its PodCIDR and ExternalCIDR as used here; entries never change
 
 	mu       sync.Mutex
 	config   liqoSpec          // the published spec, without the receiver
 	remapped map[string]string // networks of peers that are remapped, and their replacements
 }
 
-// say changes the published configuration.
-func (m *liqoManager) say(change func(*liqoSpec)) {
+// publish changes the published configuration.
+func (m *liqoManager) publish(change func(*liqoSpec)) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	change(&m.config)
 }
 
-// remap makes the IPAM replace these networks of new peers by others.
+// remap makes the IPAM replace networks of future peers by others.
 func (m *liqoManager) remap(networks map[string]string) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -114,8 +114,8 @@ type liqoForeign struct {
 	} `json:"status"`
 }
 
-// phase reports whether an incoming or outgoing peering is established, and whether one is enabled
-// at all.
+// phase reports whether an incoming or outgoing peering is established, and whether one is enabled,
+// established or not.
 func (f *liqoForeign) phase() (established, enabled bool) {
 	for _, c := range f.Status.PeeringConditions {
 		if c.Type == "IncomingPeering" || c.Type == "OutgoingPeering" {
@@ -138,8 +138,8 @@ const (
 	creatorFinalizer    = "tunnelendpointcreator.net.liqo.io"
 )
 
-// run works until ctx ends. Liqo works on events; run repeats its work all the time, which has the
-// same result.
+// run does Liqo's work until ctx ends. Liqo reacts to events. run repeats all work all the time,
+// which has the same result.
 func (l *liqo) run(ctx context.Context) {
 	for ctx.Err() == nil {
 		foreigns, err := listOf(ctx, l.client, foreignKind)
@@ -373,8 +373,8 @@ func (l *liqo) create(ctx context.Context, fc *unstructured.Unstructured, f *liq
 	return nil
 }
 
-// answer processes the NetworkConfig of the peer. Its deletion has no effect, because Liqo looks
-// for the peer in the wrong namespace.
+// answer processes the NetworkConfig of the peer. A deletion of that NetworkConfig has no effect,
+// because Liqo looks for the peer in the wrong namespace.
 func (l *liqo) answer(ctx context.Context, nc, fc *unstructured.Unstructured, id string) error {
 	if nc.GetDeletionTimestamp() != nil {
 		if controllerutil.RemoveFinalizer(nc, creatorFinalizer) {
@@ -419,7 +419,8 @@ func noneIf(none bool, s string) string {
 	return s
 }
 
-// grant is the IPAM: a known peer gets its first networks again, even if its claim has changed.
+// grant allocates networks as Liqo's IPAM does: a known peer gets its first networks again, even if
+// it now advertises others.
 func (m *liqoManager) grant(id string, spec liqoSpec) (pod, external string, err error) {
 	if g, ok := m.granted[id]; ok {
 		return g[0], g[1], nil
@@ -475,7 +476,7 @@ func (l *liqo) process(ctx context.Context, nc *unstructured.Unstructured, remot
 	for k, v := range remote.Spec.BackendConfig {
 		spec["backend_config"].(map[string]any)[k] = v
 	}
-	if err := liqoGatewayTakes(spec); err != nil {
+	if err := liqoGatewayError(spec); err != nil {
 		return err
 	}
 	switch {
@@ -497,9 +498,9 @@ func (l *liqo) process(ctx context.Context, nc *unstructured.Unstructured, remot
 	return nil
 }
 
-// liqoGatewayTakes returns the error with which Liqo's gateway or its WireGuard driver would refuse
-// a TunnelEndpoint.
-func liqoGatewayTakes(spec map[string]any) error {
+// liqoGatewayError returns the error with which Liqo's gateway or its WireGuard driver would refuse
+// a TunnelEndpoint, or nil.
+func liqoGatewayError(spec map[string]any) error {
 	for _, field := range []string{"localPodCIDR", "localExternalCIDR", "remotePodCIDR", "remoteExternalCIDR"} {
 		if _, err := netip.ParsePrefix(spec[field].(string)); err != nil {
 			return fmt.Errorf("TunnelEndpoint: %s: %w", field, err)

@@ -59,7 +59,7 @@ func parsed(t *testing.T, file string, env map[string]string) (all []*unstructur
 	return all
 }
 
-// apply does the same as kubectl apply. For an object with a status, it also applies the status.
+// apply applies objects as kubectl apply does, and also applies the status of an object.
 func (s *site) apply(objects []*unstructured.Unstructured) {
 	s.t.Helper()
 	for _, o := range objects {
@@ -81,7 +81,7 @@ func (s *site) apply(objects []*unstructured.Unstructured) {
 	}
 }
 
-// remove does the same as kubectl delete, which waits.
+// remove deletes objects as kubectl delete does, and waits until they are gone.
 func (s *site) remove(objects ...*unstructured.Unstructured) {
 	s.t.Helper()
 	for _, o := range slices.Backward(objects) {
@@ -114,7 +114,7 @@ func TestPeeringWithLiqoAsDocumented(t *testing.T) {
 		"LIQO_TENANT": a.tenant(b), "OUR_TENANT": b.tenant(a), "OUR_SERVER": a.server.URL(), "LIQO_SERVER": b.server.URL(),
 		"OUR_CA": text(a.server.CA()), "LIQO_CA": text(b.server.CA()), "LIQO_CERT": text(cert), "LIQO_KEY": text(key),
 	}
-	for range 2 { // the second time, all of the first must be gone
+	for range 2 { // the second round proves that the first one left nothing behind
 		atLiqo := parsed(t, files["at-liqo.yaml"], env)
 		b.apply(atLiqo)
 		env["TOKEN"] = b.token(t, b.tenant(a), "isthmus-peer")
@@ -148,7 +148,7 @@ func TestPeeringWithLiqoAsDocumented(t *testing.T) {
 	}
 }
 
-// token does the same as kubectl create token.
+// token returns a token of a ServiceAccount, as kubectl create token does.
 func (s *site) token(t *testing.T, namespace, account string) string {
 	t.Helper()
 	hours := int64(2160 * 3600)

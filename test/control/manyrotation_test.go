@@ -16,8 +16,8 @@ import (
 	"github.com/isthmus-net/isthmus/manager/exchange"
 )
 
-// An agreement is a peer's knowledge of our public key and of the exchange of preshared keys with
-// us.
+// An agreement is a peer's state of its key exchange with us: our public key and the preshared
+// keys.
 type agreement struct {
 	mu    sync.Mutex // held while a change is handled
 	key   string     // our public key
@@ -90,7 +90,7 @@ func (w *world) rotate(peers []*remote, idle float64) {
 		})
 		return time.Since(began)
 	}
-	told := until("our next key at all peers", len(peers), func(_ *remote, a *agreement) bool { return a.key == next })
+	messages := until("our next key at all peers", len(peers), func(_ *remote, a *agreement) bool { return a.key == next })
 	renewed := until("new preshared keys", len(former), func(r *remote, a *agreement) bool {
 		return former[r] != "" && a.state.Use.ID != former[r] && a.state.Pending == nil
 	})
@@ -106,7 +106,7 @@ func (w *world) rotate(peers []*remote, idle float64) {
 	}
 	w.figure("our key rotates: CPU, s", "%.2f", cost)
 	w.figure("our key rotates: CPU of the API server, s", "%.1f", (w.home.apiServerCPU() - server).Seconds())
-	w.figure("our key rotates: all peers have the next key after, s", "%.1f", told.Seconds())
+	w.figure("our key rotates: all peers have the next key after, s", "%.1f", messages.Seconds())
 	w.figure("our key rotates: peers with a preshared key; all renewed after, s", "%s", fmt.Sprintf("%d; %.1f", len(former), renewed.Seconds()))
 	w.figure("our key rotates: writes for each", "%.1f", float64(asked.writes())/float64(len(peers)))
 	w.figure("our key rotates: writes of preshared keys; KiB in each", "%s", fmt.Sprintf("%d; %d", asked["home patch secrets"], size>>10))

@@ -37,8 +37,8 @@ import (
 
 // TestManyServices makes one cluster import services from several peers, and replaces their pods.
 // It prints the managers' cost, and the time until the importer's EndpointSlices are correct. One
-// peer is a cluster with a real manager. The test plays the others: it writes their PeerServices
-// with their permissions, as rarely as a manager would.
+// peer is a cluster with a real manager. The test simulates the other peers: it writes their
+// PeerServices with their permissions, no more often than a manager would.
 func TestManyServices(t *testing.T) {
 	peers, services, pods, replaced, over, rest := 3, 8, 4, 12, 2*time.Second, 5*time.Second
 	if *long {
@@ -119,7 +119,7 @@ type market struct {
 	fromB     *tap        // connections of b's manager
 
 	mu      sync.Mutex
-	written map[change]time.Time // changes that must arrive, and when each was written
+	written map[change]time.Time // changes that must arrive, with the time when each was written
 }
 
 // await records changes that must arrive.
@@ -152,7 +152,7 @@ func (m *market) join(peers, number, pods int) {
 		remotes[i] = newRemote(6 * i) // these have a /20 or a /16
 	}
 	inParallel(t, remotes, m.prepare)
-	m.play(remotes)
+	m.simulate(remotes)
 	inParallel(t, remotes, func(r *remote) error {
 		return home.client.Create(t.Context(), &isthmus.Peering{
 			ObjectMeta: metav1.ObjectMeta{Name: r.UniqueName()},
@@ -162,10 +162,10 @@ func (m *market) join(peers, number, pods int) {
 			},
 		})
 	})
-	m.exporters = []*exporter{m.newExporter(b.name, m.moved(b.cluster().UniqueName()), number, pods)}
+	m.exporters = []*exporter{m.newExporter(b.name, m.translationOf(b.cluster().UniqueName()), number, pods)}
 	m.exporters[0].keepSlices(b)
 	for _, r := range remotes {
-		x := m.newExporter(r.ClusterName, m.moved(r.UniqueName()), number, pods)
+		x := m.newExporter(r.ClusterName, m.translationOf(r.UniqueName()), number, pods)
 		x.keepShards(m.rights(r), r.TenantNamespace())
 		m.exporters = append(m.exporters, x)
 	}
@@ -197,9 +197,9 @@ func (m *market) join(peers, number, pods int) {
 	})
 }
 
-// moved waits until a Peering has networks, and returns the translation of the peer's pods at the
-// importer.
-func (m *market) moved(peering string) (move services.Remap) {
+// translationOf waits until a Peering has networks, and returns the translation of the peer's pods
+// at the importer.
+func (m *market) translationOf(peering string) (move services.Remap) {
 	m.t.Helper()
 	m.home.eventually("networks of "+peering, func() (string, bool) {
 		p := &isthmus.Peering{}
@@ -255,17 +255,17 @@ func (m *market) rights(r *remote) client.Client {
 type exporter struct {
 	m    *market
 	name string
-	move services.Remap // translation of its pods' addresses at the importer
+	move services.Remap // translation of the exporter's pods at the importer
 
 	every time.Duration                                                               // pause between two writes
 	unit  func(service int) string                                                    // name of the object for a service
-	write func(ctx context.Context, unit string, all []isthmus.ExportedService) error // writes an object; all has its services
+	write func(ctx context.Context, unit string, all []isthmus.ExportedService) error // writes the object unit with the services all
 	begin func()                                                                      // exports all services
 
 	mu       sync.Mutex
 	services []isthmus.ExportedService // each has one subset
-	pods     uint32                    // number of pods so far
-	changed  map[string][]change       // by object; not written yet
+	pods     uint32                    // number of pods created so far
+	changed  map[string][]change       // changes that are not written yet, by object
 }
 
 // newExporter returns an exporter with number services of pods pods each.
@@ -307,8 +307,8 @@ func (x *exporter) open() (all []change) {
 	return all
 }
 
-// add begins to replace the oldest pods of a service: the new pods are ready, and the old ones
-// terminate.
+// add begins a replacement of the oldest pods of a service: it adds ready pods, and marks as many
+// old ones as terminating.
 func (x *exporter) add(service, pods int) {
 	x.edit(service, func(endpoints []isthmus.ExportedEndpoint) (now []isthmus.ExportedEndpoint, all []change) {
 		for i := range endpoints[:pods] {
@@ -323,7 +323,7 @@ func (x *exporter) add(service, pods int) {
 	})
 }
 
-// remove removes the pods that add made terminate.
+// remove removes the pods that add marked as terminating.
 func (x *exporter) remove(service, pods int) {
 	x.edit(service, func(endpoints []isthmus.ExportedEndpoint) (now []isthmus.ExportedEndpoint, all []change) {
 		for _, e := range endpoints[:pods] {
@@ -337,7 +337,7 @@ func (x *exporter) edit(service int, f func([]isthmus.ExportedEndpoint) ([]isthm
 	x.mu.Lock()
 	defer x.mu.Unlock()
 	subset := &x.services[service].Subsets[0]
-	endpoints, all := f(slices.Clone(subset.Endpoints)) // a copy, because the previous list may be being written
+	endpoints, all := f(slices.Clone(subset.Endpoints)) // a copy, because run may be writing the previous list
 	x.services[service].Subsets = []isthmus.EndpointSubset{{Targets: subset.Targets, Endpoints: endpoints}}
 	unit := x.unit(service)
 	x.changed[unit] = append(x.changed[unit], all...)
@@ -375,8 +375,8 @@ func (x *exporter) run(ctx context.Context) {
 	}
 }
 
-// keepShards lets the test play an exporter's manager: it writes PeerServices at the importer as a
-// manager would, which collects changes for 200 ms.
+// keepShards simulates an exporter's manager: the exporter writes PeerServices at the importer.
+// Like a manager, it collects changes for 200 ms.
 func (x *exporter) keepShards(c client.Client, namespace string) {
 	x.every = 200 * time.Millisecond
 	x.unit = func(service int) string { return services.ShardOf(keyFor(x.services[service])) }
@@ -411,7 +411,7 @@ func (x *exporter) keepSlices(s *site) {
 	ctx := x.m.t.Context()
 	x.every = 10 * time.Millisecond
 	x.unit = func(service int) string { return x.services[service].Name }
-	sliceOf := make(map[string]*discoveryv1.EndpointSlice) // for each object, only one goroutine at a time writes its entry
+	sliceOf := make(map[string]*discoveryv1.EndpointSlice) // only one goroutine at a time writes the entry of an object
 	for _, service := range x.services {
 		name := service.Name
 		sliceOf[name] = &discoveryv1.EndpointSlice{
@@ -453,23 +453,23 @@ func endpointsOf(s isthmus.ExportedService) (all []discoveryv1.Endpoint) {
 	return all
 }
 
-// replace replaces pods of the exporters in turn, each time of another service. The replacements
-// are spread over a time; if over is 0, all happen at once.
-func (m *market) replace(pods int, over time.Duration, all ...*exporter) {
+// replace replaces pods of the exporters in turn, each time of another service. It spreads the
+// replacements evenly over duration; if duration is 0, it makes all at once.
+func (m *market) replace(pods int, duration time.Duration, all ...*exporter) {
 	m.t.Helper()
 	number := len(all[0].services)
-	if over == 0 {
+	if duration == 0 {
 		for _, f := range []func(x *exporter, service, pods int){(*exporter).add, (*exporter).remove} {
 			for _, x := range all {
 				for service := range number {
 					f(x, service, max(1, pods/len(all)/number))
 				}
 			}
-			m.come()
+			m.waitForChanges()
 		}
 		return
 	}
-	pace := over / time.Duration(pods)
+	pace := duration / time.Duration(pods)
 	later := int(time.Second / pace) // an old pod ends one second after its successor is ready
 	ticker := time.NewTicker(pace)
 	defer ticker.Stop()
@@ -484,8 +484,8 @@ func (m *market) replace(pods int, over time.Duration, all ...*exporter) {
 	}
 }
 
-// come waits until all changes are written and have arrived.
-func (m *market) come() {
+// waitForChanges waits until all changes are written and have arrived.
+func (m *market) waitForChanges() {
 	m.t.Helper()
 	m.home.eventually("all changes", func() (string, bool) {
 		unwritten := 0
@@ -502,7 +502,7 @@ func (m *market) come() {
 }
 
 // phase runs f and prints its cost: the time until all its changes have arrived, and the work of
-// the managers until no more is written.
+// the managers until nobody writes any more.
 func (m *market) phase(name string, f func()) {
 	m.t.Helper()
 	m.mu.Lock()
@@ -516,7 +516,7 @@ func (m *market) phase(name string, f func()) {
 	began := time.Now()
 	f()
 	made := time.Since(began)
-	m.come()
+	m.waitForChanges()
 	m.settle()
 	profiled()
 	cpu, theirs, server = m.home.cpu()-cpu, m.b.cpu()-theirs, m.home.apiServerCPU()-server
@@ -570,7 +570,7 @@ func (m *market) remark(format string, args ...any) {
 	m.t.Logf("remark "+format, args...)
 }
 
-// rest checks that nothing is written for a while, and prints the managers' cost during that time.
+// rest checks that for the duration d nobody writes, and prints the managers' cost in that time.
 func (m *market) rest(what string, d time.Duration) {
 	m.t.Helper()
 	m.audits.next()
@@ -626,7 +626,7 @@ func (m *market) right() {
 	}
 }
 
-// A sight has the endpoints that a watch has shown.
+// A sight has the endpoints of the objects as a watch has last reported them.
 type sight struct {
 	mu             sync.Mutex
 	of             map[string]map[netip.Addr]bool // by object: addresses, and whether they are ready
@@ -642,7 +642,7 @@ func (s *sight) see(object string, octets int, endpoints map[netip.Addr]bool) {
 		s.of, s.at = make(map[string]map[netip.Addr]bool), make(map[change]time.Time)
 	}
 	before, now := s.of[object], time.Now()
-	if !maps.Equal(before, endpoints) { // equal endpoints mean that the watch has restarted
+	if !maps.Equal(before, endpoints) { // equal endpoints: the watch has restarted
 		s.events++
 		s.octets += octets
 	}
@@ -677,7 +677,8 @@ func (s *sight) missing(all map[change]time.Time) (n int) {
 	return n
 }
 
-// took returns the sorted times until changes were seen, without those not seen yet.
+// took returns, sorted, the times from writing the changes until the watch showed them. It omits
+// changes that the watch has not shown yet.
 func (s *sight) took(all map[change]time.Time) (took []time.Duration) {
 	s.mu.Lock()
 	defer s.mu.Unlock()

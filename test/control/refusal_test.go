@@ -22,10 +22,10 @@ import (
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 )
 
-// TestRefusalMessagesNameTheCauseOnBothSides makes b claim things that a refuses, one after the
-// other. It records the messages on both sides: `isthmus status`, the column REASON of `kubectl get
-// peerings`, and `isthmus peer`, which can also consent to b's new claim. testdata/refusals.txt has
-// all messages.
+// TestRefusalMessagesNameTheCauseOnBothSides makes b advertise networks, keys and endpoints that a
+// refuses, one after the other. It records the messages on both sides: those of `isthmus status`,
+// the column REASON of `kubectl get peerings`, and those of `isthmus peer`, with which an
+// administrator can consent to a new network of b. testdata/refusals.txt has all messages.
 func TestRefusalMessagesNameTheCauseOnBothSides(t *testing.T) {
 	t.Parallel()
 	sites := newSites(t, "10.244.0.0/16", "10.244.64.0/18")
@@ -40,14 +40,14 @@ func TestRefusalMessagesNameTheCauseOnBothSides(t *testing.T) {
 	}
 	a.startManager()
 	b.startManager()
-	x := &told{a: a, b: b}
-	x.says("the clusters are peered", 0, "peer", "--remote-kubeconfig", b.kubeconfig)
+	x := &messages{a: a, b: b}
+	x.run("the clusters are peered", 0, "peer", "--remote-kubeconfig", b.kubeconfig)
 	x.reason(isthmus.ReasonConnected, isthmus.ReasonConnected)
 	honest(t, a) // adds c, another peer of a
 
 	for _, part := range []struct {
 		name string
-		run  func(*testing.T, *told)
+		run  func(*testing.T, *messages)
 	}{
 		{"a key that c has", testKeyTaken},
 		{"an endpoint that is a node of a", testEndpointRefused},
@@ -69,8 +69,8 @@ func TestRefusalMessagesNameTheCauseOnBothSides(t *testing.T) {
 	goldenTable(t, "testdata/refusals.txt", slices.Concat([]string{"# what is wrong | who says it | what"}, x.lines))
 }
 
-// told collects messages for administrators.
-type told struct {
+// messages collects messages for administrators.
+type messages struct {
 	a, b     *site
 	scenario string
 	lines    []string
@@ -88,7 +88,7 @@ var changing = []struct {
 
 // add records a line without the values that differ between runs. It checks that a line is a single
 // message that fits into an Event.
-func (x *told) add(who, line string) {
+func (x *messages) add(who, line string) {
 	x.a.t.Helper()
 	for _, c := range changing {
 		line = c.of.ReplaceAllString(line, c.is)
@@ -99,9 +99,9 @@ func (x *told) add(who, line string) {
 	x.lines = append(x.lines, fmt.Sprintf("%s | %s | %s", x.scenario, who, line))
 }
 
-// says runs a command at a, and records the lines of its output about claims and errors under the
-// scenario.
-func (x *told) says(scenario string, code int, args ...string) string {
+// run runs a command at a. It records the errors, and the lines about advertised networks, of its
+// output under scenario.
+func (x *messages) run(scenario string, code int, args ...string) string {
 	x.a.t.Helper()
 	x.scenario = scenario
 	out, err := x.a.isthmus(append(args, "--kubeconfig", x.a.kubeconfig)...)
@@ -122,7 +122,7 @@ func (x *told) says(scenario string, code int, args ...string) string {
 }
 
 // status records the lines of `isthmus status` about the peering of a and b, on both sides.
-func (x *told) status(reasonA, reasonB string) {
+func (x *messages) status(reasonA, reasonB string) {
 	x.a.t.Helper()
 	x.a.condition(x.b, isthmus.ConditionReady, metav1.ConditionFalse, reasonA)
 	status := metav1.ConditionFalse
@@ -152,7 +152,7 @@ func (x *told) status(reasonA, reasonB string) {
 }
 
 // reason checks the column REASON of `kubectl get peerings`.
-func (x *told) reason(reasonA, reasonB string) {
+func (x *messages) reason(reasonA, reasonB string) {
 	x.a.t.Helper()
 	for s, want := range map[*site]string{x.a: reasonA, x.b: reasonB} {
 		other := x.a
@@ -202,7 +202,7 @@ func (s *site) change(o client.Object, key types.NamespacedName, status bool, ch
 	}
 }
 
-func (x *told) joined() {
+func (x *messages) joined() {
 	x.a.t.Helper()
 	x.a.ready(x.b)
 	x.b.ready(x.a)
@@ -216,7 +216,7 @@ func (x *told) joined() {
 	})
 }
 
-func testKeyTaken(_ *testing.T, x *told) {
+func testKeyTaken(_ *testing.T, x *messages) {
 	name := types.NamespacedName{Namespace: installed, Name: "wireguard-pubkey"}
 	var own []byte
 	x.b.change(&corev1.Secret{}, name, false, func(o client.Object) {
@@ -229,7 +229,7 @@ func testKeyTaken(_ *testing.T, x *told) {
 	x.joined()
 }
 
-func testEndpointRefused(_ *testing.T, x *told) {
+func testEndpointRefused(_ *testing.T, x *messages) {
 	at := func(address string) {
 		x.b.change(&corev1.Service{}, types.NamespacedName{Namespace: installed, Name: "isthmus-gateway"}, true, func(o client.Object) {
 			o.(*corev1.Service).Status.LoadBalancer.Ingress = []corev1.LoadBalancerIngress{{IP: address}}
@@ -241,15 +241,15 @@ func testEndpointRefused(_ *testing.T, x *told) {
 	x.joined()
 }
 
-// Consent applies only to a claim that the administrator has seen: repeating `isthmus peer` gives
-// no consent, and consent to another claim is refused.
-func testConsent(t *testing.T, x *told) {
+// Consent must apply only to the networks that the administrator has seen. A repeated `isthmus
+// peer` must not give consent, and the command must refuse a consent to other networks.
+func testConsent(t *testing.T, x *messages) {
 	before := x.a.tunnelEndpoint(x.b)
 	x.b.reconfigure("10.32.0.0/13")
 	x.status(v1alpha1.ReasonConsent, v1alpha1.ReasonConsent)
-	out := x.says(x.scenario, 1, "peer", "b")
-	x.says(x.scenario, 1, "peer", "--remote-kubeconfig", x.b.kubeconfig)
-	x.says(x.scenario, 1, "peer", "b", "--consent", "10.32.0.0/14,"+before.Spec.RemoteExternalCIDR)
+	out := x.run(x.scenario, 1, "peer", "b")
+	x.run(x.scenario, 1, "peer", "--remote-kubeconfig", x.b.kubeconfig)
+	x.run(x.scenario, 1, "peer", "b", "--consent", "10.32.0.0/14,"+before.Spec.RemoteExternalCIDR)
 	if p := x.a.peering(x.b); p.Spec.Claims.Consent != nil || x.a.tunnelEndpoint(x.b).ResourceVersion != before.ResourceVersion {
 		t.Fatalf("nobody has agreed: %+v", p.Spec.Claims.Consent)
 	}
@@ -257,15 +257,15 @@ func testConsent(t *testing.T, x *told) {
 	if command == nil {
 		t.Fatalf("no command in\n%s", out)
 	}
-	x.says(x.scenario, 0, strings.Fields(command[1])...)
+	x.run(x.scenario, 0, strings.Fields(command[1])...)
 	x.joined()
 	if te := x.a.tunnelEndpoint(x.b); te.Spec.RemotePodCIDR != "10.32.0.0/13" {
 		t.Errorf("the TunnelEndpoint has %s", te.Spec.RemotePodCIDR)
 	}
-	x.says(x.scenario, 0, strings.Fields(command[1])...) // the same consent again changes nothing
+	x.run(x.scenario, 0, strings.Fields(command[1])...) // the same consent again changes nothing
 }
 
-func testPoolsExhausted(_ *testing.T, x *told) {
+func testPoolsExhausted(_ *testing.T, x *messages) {
 	x.a.reconfigure("10.244.0.0/16", "--pools", "10.244.0.0/15")
 	x.joined()
 	x.b.reconfigure("11.0.0.0/12")
@@ -276,8 +276,8 @@ func testPoolsExhausted(_ *testing.T, x *told) {
 	x.joined()
 }
 
-func testAlwaysRemap(t *testing.T, x *told) {
-	x.says(x.scenario, 0, "peer", "b", "--always-remap", "--allow-claim", "203.0.112.0/20")
+func testAlwaysRemap(t *testing.T, x *messages) {
+	x.run(x.scenario, 0, "peer", "b", "--always-remap", "--allow-claim", "203.0.112.0/20")
 	x.joined()
 	p := x.a.peering(x.b)
 	if n := p.Status.Remote; n.PodCIDR == n.PodCIDRSeen || !p.Spec.Claims.AlwaysRemap || !slices.Equal(p.Spec.Claims.Allowed, []string{"203.0.112.0/20"}) {
@@ -285,7 +285,7 @@ func testAlwaysRemap(t *testing.T, x *told) {
 	}
 }
 
-func testIdentityRefused(_ *testing.T, x *told) {
+func testIdentityRefused(_ *testing.T, x *messages) {
 	name := types.NamespacedName{Namespace: x.a.tenant(x.b), Name: isthmus.DefaultIdentitySecret}
 	x.a.change(&corev1.Secret{}, name, false, func(o client.Object) {
 		secret := o.(*corev1.Secret)
@@ -293,11 +293,11 @@ func testIdentityRefused(_ *testing.T, x *told) {
 		secret.Data[isthmus.SecretKubeconfig] = text
 	})
 	x.status(isthmus.ReasonSecretInvalid, isthmus.ReasonConnected)
-	x.says(x.scenario, 0, "peer", "--remote-kubeconfig", x.b.kubeconfig)
+	x.run(x.scenario, 0, "peer", "--remote-kubeconfig", x.b.kubeconfig)
 	x.joined()
 }
 
-func testPinMismatch(t *testing.T, x *told) {
+func testPinMismatch(t *testing.T, x *messages) {
 	p := x.a.peering(x.b)
 	was := p.Annotations[isthmus.AnnotationPeerUID]
 	pin := func(uid string) {
@@ -306,7 +306,7 @@ func testPinMismatch(t *testing.T, x *told) {
 		})
 	}
 	pin("that-of-another")
-	x.says(x.scenario, 1, "peer", "--remote-kubeconfig", x.b.kubeconfig)
+	x.run(x.scenario, 1, "peer", "--remote-kubeconfig", x.b.kubeconfig)
 	if c := meta.FindStatusCondition(x.a.peering(x.b).Status.Conditions, isthmus.ConditionReady); c.Status != metav1.ConditionTrue {
 		t.Errorf("the refusal changed something: %+v", c)
 	}

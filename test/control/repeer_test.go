@@ -90,7 +90,7 @@ func TestRepeatedPeeringLeaksNothing(t *testing.T) {
 	})
 }
 
-// usage is the resources that a manager uses.
+// usage holds the amounts of resources that a manager uses.
 type usage struct {
 	goroutines int
 	memory     int // resident

@@ -30,7 +30,8 @@ type moment struct {
 func atA(a, _ *site) *site { return a }
 func atB(_, b *site) *site { return b }
 
-// ours and theirs distinguish the two NetworkConfigs in a cluster.
+// ours reports whether a NetworkConfig is the one that its cluster publishes. theirs reports
+// whether it is the peer's copy.
 func ours(o client.Object) bool   { return o.GetLabels()[v1alpha1.LabelReplication] == "true" }
 func theirs(o client.Object) bool { return o.GetLabels()[v1alpha1.LabelOriginID] != "" }
 
@@ -42,7 +43,8 @@ func deleted(is func(client.Object) bool) func(watch.EventType, client.Object) b
 	return func(e watch.EventType, o client.Object) bool { return e == watch.Deleted && is(o) }
 }
 
-// leaves matches the beginning of a deletion. Without finalizers, this is also its end.
+// leaves matches the first event of a deletion. For an object without finalizers, that is the
+// removal itself.
 func leaves(is func(client.Object) bool) func(watch.EventType, client.Object) bool {
 	return func(e watch.EventType, o client.Object) bool { return is(o) && (e == watch.Deleted || going(o)) }
 }
@@ -94,20 +96,20 @@ var parting = []moment{
 	{"networks released", atA, &isthmus.NetworkAllocationList{}, seen(func(o client.Object) bool { return o.(*isthmus.NetworkAllocation).Spec.ReleasedAt != "" })},
 	{"NatMapping gone", atA, &v1alpha1.NatMappingList{}, deleted(whatever)},
 	{"finalizer of the replicator removed", atA, &v1alpha1.NetworkConfigList{}, func(e watch.EventType, o client.Object) bool {
-		return ours(o) && going(o) && (e == watch.Deleted || !holds(v1alpha1.FinalizerReplicator)(o)) // this finalizer may have been the last one
+		return ours(o) && going(o) && (e == watch.Deleted || !holds(v1alpha1.FinalizerReplicator)(o)) // if it was the last finalizer, the object is already gone
 	}},
 	{"original gone", atA, &v1alpha1.NetworkConfigList{}, deleted(ours)},
 	{"Peering gone", atA, &isthmus.PeeringList{}, deleted(whatever)},
 }
 
-// await begins to watch for a moment. When the moment comes, it calls then at once. The returned
-// function waits for that, and reports whether the moment has come.
-func (m moment) await(t *testing.T, a, b *site, then func()) func() bool {
+// await starts a watch for the moment and returns. As soon as the moment comes, the watch calls do.
+// The returned function waits for that call, and reports whether the moment has come.
+func (m moment) await(t *testing.T, a, b *site, do func()) func() bool {
 	t.Helper()
 	at := m.at(a, b)
 	ctx, cancel := context.WithTimeout(t.Context(), patience)
-	// The watch begins now. Otherwise the moment could be one of the previous peering that the IPAM
-	// state still shows.
+	// Begin the watch with the present state, because an older watch could report events of the
+	// previous peering.
 	now := m.list.DeepCopyObject().(client.ObjectList)
 	if err := at.client.List(ctx, now); err != nil {
 		t.Fatal(err)
@@ -122,7 +124,7 @@ func (m moment) await(t *testing.T, a, b *site, then func()) func() bool {
 		defer w.Stop()
 		for e := range w.ResultChan() {
 			if o, ok := e.Object.(client.Object); ok && m.is(e.Type, o) {
-				then()
+				do()
 				came <- true
 				return
 			}

@@ -35,8 +35,8 @@ import (
 )
 
 // manyUsers is the group of our identities at the peers of TestManyPeerings. All peers are on one
-// API server, each with its own tenant namespace, user and client certificate. So the manager has
-// one connection for each, as if each had its own API server.
+// API server, each with its own tenant namespace, user and client certificate. So the manager has a
+// separate connection for each peer, as if each peer had its own API server.
 const manyUsers = "peers"
 
 // Flags of TestManyPeerings are for benchmarks/manager.
@@ -46,8 +46,8 @@ var (
 )
 
 // TestManyPeerings gives one manager many peerings, 20 or, with -long, 500. Their networks overlap
-// ours and each other. The test prints the cost. The API servers' audit logs count the manager's
-// requests, by its user names.
+// ours and each other. The test prints the cost. It counts the manager's requests in the audit logs
+// of the API servers, by the manager's user names.
 func TestManyPeerings(t *testing.T) {
 	number, rest := 20, 10*time.Second
 	if *long {
@@ -68,7 +68,7 @@ func TestManyPeerings(t *testing.T) {
 	later := min(laterPeers, number-2)
 	first, most, last := peers[:1], peers[1:number-later], peers[number-later:]
 	inParallel(t, peers, w.prepare)
-	w.play(peers)
+	w.simulate(peers)
 	home.startManager("--pprof-address", home.address()+":6060")
 	w.settle()
 	p := w.home.load()
@@ -80,7 +80,7 @@ func TestManyPeerings(t *testing.T) {
 	profiled()
 	before, so := w.home.load(), number-later
 	t.Logf("%d peerings: %v; %.1f goroutines for each", so, before, float64(before.goroutines-p.goroutines)/float64(so))
-	w.ranges(number - later)
+	w.checkNetworks(number - later)
 
 	profiled = w.profile("rest")
 	idle := w.atRest("at rest", rest)
@@ -95,8 +95,9 @@ func TestManyPeerings(t *testing.T) {
 	}
 	profiled()
 	w.figure("one more peer: CPU beside that at rest, ms", "%.0f", 1000*cost.Seconds()/float64(later))
-	// The status of a Peering is written once or once for each step, depending on how fast the other
-	// objects change. All other writes are the same for each peer. The number of conflicts is random.
+	// The manager may write the status of a Peering only once, or once for each step, depending on
+	// the speed of other changes. It makes the same other writes for each peer. The number of
+	// conflicts is random.
 	if cost, first := another.writes()-another.conflicts(), one.writes()-one.conflicts(); cost > 2*first {
 		t.Errorf("the last peer cost %d writes, the first one %d", cost, first)
 	}
@@ -112,7 +113,7 @@ func TestManyPeerings(t *testing.T) {
 	if most := max(300, number*6/10); before.memory > most<<20 {
 		t.Errorf("%d MiB of memory; want less than %d", before.memory>>20, most)
 	}
-	w.ranges(number)
+	w.checkNetworks(number)
 
 	profiled = w.profile("change")
 	w.change(most[:min(len(most), changes)], idle)
@@ -129,8 +130,8 @@ func TestManyPeerings(t *testing.T) {
 	w.rotate(peers, idle)
 }
 
-// A remote is a cluster that joins ours, with the values that it publishes and the answer that its
-// manager would give us.
+// A remote is a simulated peer, with the values that it publishes and its answer to our
+// NetworkConfig.
 type remote struct {
 	v1alpha1.ClusterIdentity
 	user, namespace string // our user and tenant namespace at the peer
@@ -155,7 +156,7 @@ func newRemote(i int) *remote {
 		pod, external = network(10, 244), network(172, 24)
 	}
 	key := sha256.Sum256([]byte(r.ClusterID))
-	key[31] &= 0x7f // as in every public key
+	key[31] &= 0x7f // a public key is below 2^255
 	r.spec = v1alpha1.NetworkConfigSpec{
 		RemoteCluster: v1alpha1.ClusterIdentity{ClusterID: "aaaa0000-1111-4222-8333-000000000000", ClusterName: "a"},
 		PodCIDR:       pod, ExternalCIDR: external, EndpointIP: fmt.Sprintf("198.18.%d.%d", i/256, i%256), BackendType: v1alpha1.BackendWireGuard,
@@ -225,9 +226,9 @@ func (w *world) prepare(r *remote) error {
 	return nil
 }
 
-// play plays the managers of the peers: each writes its NetworkConfig here, and answers ours as
-// soon as that exists. play also records when our Peerings become Ready.
-func (w *world) play(peers []*remote) {
+// simulate acts as the managers of the peers: each writes its NetworkConfig into our cluster, and
+// answers ours as soon as ours exists. simulate also records when our Peerings become Ready.
+func (w *world) simulate(peers []*remote) {
 	byNamespace := map[string]*remote{}
 	for _, r := range peers {
 		byNamespace[r.namespace] = r
@@ -279,7 +280,7 @@ func (r *remote) networkConfig() *v1alpha1.NetworkConfig {
 	}
 }
 
-// each calls f for all objects of a kind and their changes until ctx ends.
+// each calls f with every object of a kind. Until ctx ends, it calls f again after each change.
 func each(ctx context.Context, c client.WithWatch, list client.ObjectList, f func(client.Object)) {
 	for ctx.Err() == nil {
 		watch, err := c.Watch(ctx, list)
@@ -295,9 +296,9 @@ func each(ctx context.Context, c client.WithWatch, list client.ObjectList, f fun
 	}
 }
 
-// peer creates the Peerings with some peers, and waits until they are Ready and nothing is written
-// any more. It prints the cost, and returns the requests to the API servers and the CPU time of the
-// manager, without its CPU time at rest. idle is that as a fraction of one processor.
+// peer creates the Peerings with some peers, and waits until they are Ready and nobody writes any
+// more. It prints the cost, and returns the requests to the API servers and the manager's CPU time
+// beyond that at rest. idle is the CPU time at rest, as a fraction of one processor.
 func (w *world) peer(what string, peers []*remote, idle float64) (tally, time.Duration) {
 	w.t.Helper()
 	w.audits.next()
@@ -358,8 +359,8 @@ func (w *world) unready(peers []*remote) string {
 	return "all are by now"
 }
 
-// ranges checks that the networks that peers have here do not overlap.
-func (w *world) ranges(number int) {
+// checkNetworks checks that the networks allocated for number peers do not overlap.
+func (w *world) checkNetworks(number int) {
 	w.t.Helper()
 	var list v1alpha1.TunnelEndpointList
 	if err := w.home.client.List(w.t.Context(), &list); err != nil {
@@ -404,8 +405,8 @@ func (w *world) settle() {
 	}
 }
 
-// atRest checks that nothing is written for a while, and prints the other requests. It returns the
-// CPU time used, as a fraction of one processor.
+// atRest checks that for the duration d nobody writes, and prints the other requests. It returns
+// the manager's CPU time as a fraction of one processor.
 func (w *world) atRest(what string, d time.Duration) float64 {
 	w.t.Helper()
 	w.audits.next()
@@ -430,12 +431,13 @@ func (w *world) atRest(what string, d time.Duration) float64 {
 // laterPeers is the number of peers that join one by one after all others.
 const laterPeers = 5
 
-// changes is the number of peers that change. It must be large enough for the resolution of the
-// kernel's CPU time.
+// changes is the number of peers that change. With fewer, the CPU time of a change would be below
+// the resolution of the kernel.
 const changes = 40
 
-// change gives peers a new endpoint, each one after the TunnelEndpoint of the previous peer has its
-// new endpoint. It prints the cost of one change, without the manager's cost at rest.
+// change gives peers a new endpoint, one peer after the other: it waits until a peer's
+// TunnelEndpoint has the new endpoint before it continues. It prints the cost of one change beyond
+// the manager's cost at rest.
 func (w *world) change(peers []*remote, idle float64) {
 	w.t.Helper()
 	w.audits.next()
@@ -473,7 +475,7 @@ func (w *world) figure(name, format string, v any) {
 }
 
 // profile begins a CPU profile of the manager, if profiles are requested. The returned function
-// waits for its end, and adds a memory profile.
+// waits for the end of that profile, and adds a memory profile.
 func (w *world) profile(what string) func() {
 	w.t.Helper()
 	if *manyProfiles == "" {
@@ -506,7 +508,7 @@ func (w *world) profile(what string) func() {
 }
 
 // restarted waits until a restarted manager has listed the NetworkConfigs of each peer. It checks
-// that the manager has written nothing but its session.
+// that the manager has written only newSession.
 func (w *world) restarted(began time.Time, number int) {
 	w.t.Helper()
 	leads := time.Since(began)
@@ -626,8 +628,8 @@ func value(text, name string) (n int) {
 	return n
 }
 
-// A tally counts requests by origin, verb and resource, and by status code if they failed: "home
-// patch peerings/status=409".
+// A tally counts requests by origin, verb and resource. The key of failed requests also has their
+// status code: "home patch peerings/status=409".
 type tally map[string]int
 
 // patched is the key for the total octets of all patches of the IpamStorage.
@@ -644,8 +646,8 @@ func (c tally) writes() (n int) {
 	return n
 }
 
-// newSession is the write with which a starting manager prevents further writes of the previous
-// one.
+// newSession is the first write of a manager. After it, the API server refuses further writes of
+// the previous manager.
 const newSession = "home patch ipamstorages"
 
 // began returns the number of watches, counted when they end, and of all other requests.
@@ -698,7 +700,7 @@ func (c tally) per(number int) string {
 // audits counts the manager's requests.
 type audits struct {
 	t    *testing.T
-	sum  tally                // since the last call of next
+	sum  tally                // requests since the last call of next
 	logs map[string]*auditLog // by origin
 }
 
@@ -800,7 +802,7 @@ func (l *auditLog) read(where string, to tally) error {
 	}
 }
 
-// inParallel calls f for each of the peers, for sixteen at a time.
+// inParallel calls f with each peer, in at most sixteen goroutines at a time.
 func inParallel(t *testing.T, peers []*remote, f func(*remote) error) {
 	t.Helper()
 	var group sync.WaitGroup

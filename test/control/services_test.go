@@ -53,7 +53,7 @@ func TestHostileServicesAffectNoOtherNamespace(t *testing.T) {
 	peer(t, a, b, "--services", "prod,missing,kube-system,"+installed+","+a.tenant(b))
 	c := honest(t, a)
 
-	// The policies accept the writes for an honest service, both of the peer and of the manager.
+	// For an honest service, the policies must accept the writes of both the peer and the manager.
 	serve(b, "shop", "10.244.1.5")
 	f := &seller{foe: &foe{a: a, b: b, c: c, namespace: a.tenant(b)}, peer: identityOf(t, b, a)}
 	f.untilServed("shop", "that is 10.244.1.5", f.here("10.244.1.5"))
@@ -69,10 +69,10 @@ func TestHostileServicesAffectNoOtherNamespace(t *testing.T) {
 		{"permissions of the manager", f.testManagersRights},
 		{"names and metadata", f.testNamesAndMetadata},
 		{"exports", f.testExports},
-		{"as many exports as allowed", f.testMuch},
+		{"as many exports as allowed", f.testBounds},
 		{"wrong ages", f.testAge},
 		{"flapping endpoint", f.testFlapping},
-		{"repeated deletion and creation", f.testComings},
+		{"repeated deletion and creation", f.testReplacement},
 		{"foreign objects", f.testObjectsOfOthers},
 	} {
 		t.Run(part.name, func(t *testing.T) {
@@ -116,11 +116,11 @@ type seller struct {
 func (f *seller) here(address string) string {
 	f.a.t.Helper()
 	remote := f.a.peering(f.b).Status.Remote
-	moved, ok := services.Remap{From: netip.MustParsePrefix(remote.PodCIDR), To: f.network()}.Map(netip.MustParseAddr(address))
+	translationOf, ok := services.Remap{From: netip.MustParsePrefix(remote.PodCIDR), To: f.network()}.Map(netip.MustParseAddr(address))
 	if !ok {
 		f.a.t.Fatalf("%s is no pod of b, which has %s", address, remote.PodCIDR)
 	}
-	return moved.String()
+	return translationOf.String()
 }
 
 // network returns the network of b's pods at a.
@@ -228,8 +228,8 @@ func (f *seller) gone(name string) {
 	})
 }
 
-// harmless fails the test unless all objects that a's manager made are in namespace prod, no
-// Service has a selector, and all endpoints are pods of their source cluster.
+// harmless fails the test unless all objects of a's manager are in namespace prod, none of its
+// Services has a selector, and each endpoint is a pod of the cluster that exports it.
 func (f *seller) harmless() {
 	f.a.t.Helper()
 	var all corev1.ServiceList
@@ -322,7 +322,8 @@ func (f *seller) testManagersRights(t *testing.T) {
 		forbidden(t, what, c.Create(t.Context(), o))
 	}
 
-	// It may neither change foreign objects, nor change its own objects into forbidden ones.
+	// The manager may neither change foreign objects, nor change its own objects into forbidden
+	// ones.
 	serve(a, "own", "10.244.3.3")
 	derived := types.NamespacedName{Namespace: "prod", Name: services.DerivedName(services.Key{Namespace: "prod", Name: "shop"})}
 	var list discoveryv1.EndpointSliceList
@@ -416,7 +417,7 @@ func (f *seller) testNamesAndMetadata(t *testing.T) {
 		forbidden(t, what+" on one that is there", f.edit(object("services-14"), change))
 	}
 
-	// Metadata that a's own tools added is kept, and does not block the peer's writes.
+	// Metadata that tools of a have added must stay, and must not block the peer's writes.
 	there := object("services-14")
 	text := `{"metadata":{"labels":{"of":"a"},"annotations":{"of":"a"},"finalizers":["example.com/a"],"ownerReferences":[{"apiVersion":"v1","kind":"ConfigMap","name":"x","uid":"x"}]}}`
 	if err := f.a.client.Patch(ctx, there, client.RawPatch(types.MergePatchType, []byte(text))); err != nil {
@@ -462,7 +463,7 @@ func (f *seller) testExports(t *testing.T) {
 	table := []string{"# input, what refuses it (form: the API server; meaning: the manager), reason, message"}
 	for i, test := range []struct {
 		name   string
-		reason string // expected reason of the refusal, without faulty endpoints being served; "form": the API server refuses; empty: accepted
+		reason string // expected reason of the refusal, and then no faulty endpoint may be served; "form": the API server refuses; empty: accepted
 		change func(*service)
 	}{
 		{"an address with a prefix, 0.0.0.0/0", "form", address("0.0.0.0/0")},
@@ -604,7 +605,7 @@ func (f *seller) testExports(t *testing.T) {
 		}
 	}
 
-	// Each service belongs into one object, so that no service is in two objects.
+	// A service's name determines its object, so that no service is in two objects.
 	s := exported("astray", "10.244.0.9")
 	wrong := isthmus.PeerServicesPrefix + "0"
 	if services.ShardOf(keyFor(s)) == wrong {
@@ -638,8 +639,8 @@ func (f *seller) external(host byte) string {
 	return netip.AddrFrom4(bytes).String()
 }
 
-// testMuch exports more than a peer may export, and then as much as it may.
-func (f *seller) testMuch(t *testing.T) {
+// testBounds exports more than a peer may export, and then exactly as much as it may.
+func (f *seller) testBounds(t *testing.T) {
 	addresses := func(n int) (all []string) {
 		for i := range n {
 			all = append(all, fmt.Sprintf("10.244.%d.%d", i/250, i%250))
@@ -682,8 +683,9 @@ func (f *seller) testMuch(t *testing.T) {
 	}
 	f.gone("great")
 
-	// An honest exporter has 128 services with long names and metadata, and all of them are refused.
-	// The managedFields of both writers stay within the limit of the policy.
+	// In the worst case, an honest exporter has 128 services with long names and metadata, and a
+	// refuses all of them. Even then the managedFields of both writers must stay within the limit
+	// of the policy.
 	all := many(128, "secret")
 	for i := range all {
 		s := &all[i]
@@ -737,7 +739,8 @@ func (f *seller) testAge(t *testing.T) {
 	s.SessionAffinity = string(corev1.ServiceAffinityClientIP)
 	both := []string{"10.244.3.4", f.here("10.244.0.9")}
 
-	// A time in the future counts as now. So the service is younger than ours, and ours decides.
+	// A time in the future counts as now. So b's export is younger than ours, and ours determines
+	// the Service.
 	s.Since = "2100-01-01T00:00:00Z"
 	if err := f.offer(s); err != nil {
 		t.Fatal(err)
@@ -749,8 +752,8 @@ func (f *seller) testAge(t *testing.T) {
 	}
 	conflict(metav1.ConditionTrue, "it differs in "+f.b.name)
 
-	// An older export decides about ports and affinity, even if its time is wrong. The condition of
-	// our export names its cluster.
+	// The older export determines ports and affinity, even if its time is wrong. The condition of
+	// our export must name the cluster of that export.
 	s.Since = "1970-01-01T00:00:00Z"
 	s.Ports[0].Port = 81
 	if err := f.offer(s); err != nil {
@@ -766,8 +769,7 @@ func (f *seller) testAge(t *testing.T) {
 	conflict(metav1.ConditionFalse, "")
 }
 
-// testExportWithoutService exports a name at b for which there is no Service, and which is not a
-// valid label value.
+// testExportWithoutService exports a name at b that has no Service and is not a valid label value.
 func (f *seller) testExportWithoutService(t *testing.T) {
 	long := &mcs.ServiceExport{ObjectMeta: metav1.ObjectMeta{Namespace: "secret", Name: strings.Repeat("x", 64)}}
 	if err := f.b.client.Create(t.Context(), long); err != nil {
@@ -831,7 +833,7 @@ func (f *seller) testObjectsOfOthers(t *testing.T) {
 	if err := f.a.client.Delete(t.Context(), &list.Items[0]); err != nil {
 		t.Fatal(err)
 	}
-	s.Subsets[0].Endpoints[0].Zone = "z" // the change causes an event; the deletion of the slice does not
+	s.Subsets[0].Endpoints[0].Zone = "z" // causes an event, by which the manager notices the deleted slice; the deletion itself causes none
 	offer()
 	f.untilServed("cart", "once the slice is gone", f.here("10.244.0.10"))
 	for range 2 { // foreign labels stay, and cause no writes
@@ -849,7 +851,7 @@ func (f *seller) testObjectsOfOthers(t *testing.T) {
 		t.Errorf("labels of the derived Service: %v", derived.Labels)
 	}
 	imported := &mcs.ServiceImport{ObjectMeta: metav1.ObjectMeta{Namespace: "prod", Name: "cart"}}
-	label(imported, "null") // the ServiceImport is foreign now, so all our objects that depend on it must be deleted
+	label(imported, "null") // makes the ServiceImport foreign, so the manager must delete all its objects that depend on it
 	f.a.eventually("an end of what depends on the ServiceImport", func() (string, bool) {
 		have, _ := f.served("cart")
 		service := f.a.get(client.ObjectKeyFromObject(derived), &corev1.Service{})
@@ -888,7 +890,8 @@ func (f *seller) testObjectsOfOthers(t *testing.T) {
 	f.testTimes(t)
 }
 
-// testTimes writes times that would make it impossible for all managers to read a list.
+// testTimes writes times that managers cannot parse. A single such object would make each list
+// unreadable.
 func (f *seller) testTimes(t *testing.T) {
 	export := &mcs.ServiceExport{ObjectMeta: metav1.ObjectMeta{Namespace: "secret", Name: "clock"}}
 	if err := f.a.client.Create(t.Context(), export); err != nil {
@@ -950,8 +953,8 @@ func (f *seller) testFlapping(t *testing.T) {
 	f.gone("flag")
 }
 
-// testComings repeatedly deletes an export, and creates a different one.
-func (f *seller) testComings(t *testing.T) {
+// testReplacement repeatedly deletes an export, and creates a different one.
+func (f *seller) testReplacement(t *testing.T) {
 	s := exported("ghost")
 	name := services.ShardOf(keyFor(s))
 	var last string
@@ -986,8 +989,9 @@ func (f *seller) testComings(t *testing.T) {
 	f.a.ready(f.b)
 }
 
-// If an Isthmus does not share services, its peers have no permission to write PeerServices. The
-// peering still becomes Ready, and services are shared once Isthmus is installed with them.
+// If a cluster does not share services, its peers have no permission to write PeerServices. Even so
+// the peering must become Ready. As soon as Isthmus is installed with services there, the clusters
+// must share services.
 func TestPeeringIsReadyIfThePeerDoesNotShareServices(t *testing.T) {
 	t.Parallel()
 	sites := planSites(t, "10.244.0.0/16", "10.128.0.0/14")
@@ -1040,7 +1044,7 @@ func TestPeeringIsReadyIfThePeerDoesNotShareServices(t *testing.T) {
 	f.untilServed("shop", "that of a", "10.244.1.5")
 	a.condition(b, isthmus.ConditionServicesShared, metav1.ConditionTrue, isthmus.ReasonShared)
 
-	// Without the feature, a withdraws its exported services.
+	// If services are turned off at a, a must withdraw its exported services.
 	if out, err := a.isthmus("install", "--without-workloads", "--services=false", "--kubeconfig", a.kubeconfig, "--cluster-name", a.name, "--cluster-id", a.id); err != nil {
 		t.Fatalf("isthmus install --services=false: %v\n%s", err, out)
 	}

@@ -1,6 +1,6 @@
 // Package control tests the control plane as a whole: clusters with real API servers, with the real
-// manager as a process, peered by the real command line. The test plays the gateways: it writes the
-// objects that a gateway writes. Package internal/fleet tests whole clusters with packets.
+// manager as a process, peered by the real command line. The tests act as the gateways: they write
+// the objects that a gateway writes. Package internal/fleet tests whole clusters with packets.
 package control
 
 import (
@@ -71,15 +71,15 @@ type site struct {
 	services   bool     // whether Isthmus is installed with the sharing of services
 	via        string   // address by which the manager reaches the API server; empty: the server's own
 
-	own                   string // result of address, once called
+	own                   string // result of address; empty before its first call
 	health, metrics, ipam string // addresses of the manager
 
 	manager *exec.Cmd
 	ended   chan struct{}
 }
 
-// newSites starts clusters called a, b, ... with the given PodCIDRs. It installs Isthmus and plays
-// their gateways.
+// newSites starts clusters called a, b, ... with the given PodCIDRs. It installs Isthmus and acts
+// as their gateways.
 func newSites(t *testing.T, podCIDRs ...string) []*site {
 	t.Helper()
 	sites := planSites(t, podCIDRs...)
@@ -216,13 +216,13 @@ func (s *site) restartManager() {
 	defer log.Close()
 	args := append([]string{"manager", "--kubeconfig", identity, "--namespace", installed, "--pod-cidr", s.podCIDR,
 		"--health-address", s.health, "--metrics-address", s.metrics, "--ipam-address", s.ipam, "--ipam-plain",
-		"--ipam-allow", "10.96.0.1/32,10.130.0.0/16"}, s.args...) // endpoints that the tests' virtual kubelet maps
+		"--ipam-allow", "10.96.0.1/32,10.130.0.0/16"}, s.args...) // for the endpoints that the tests' virtual kubelet maps
 	if !slices.Contains(s.args, "--service-cidr") {
 		args = append(args, s.serviceNetwork()...)
 	}
 	s.manager = exec.Command(binary, args...)
 	s.manager.Stdout, s.manager.Stderr = log, log
-	s.manager.Env = append(os.Environ(), "POD_NAME=isthmus-manager-0", "POD_UID=0") // a restarted container keeps its Pod's Lease
+	s.manager.Env = append(os.Environ(), "POD_NAME=isthmus-manager-0", "POD_UID=0") // stays the same after a restart, so that the manager keeps its Lease
 	s.manager.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}
 	started := time.Now()
 	if err := s.manager.Start(); err != nil {
@@ -255,7 +255,7 @@ func (s *site) serviceNetwork() []string {
 
 func (s *site) log() string { return filepath.Join(s.dir, "manager.log") }
 
-// killManager kills the manager, so that it cannot end in an orderly way.
+// killManager kills the manager by SIGKILL, so that it cannot release its Lease.
 func (s *site) killManager() {
 	if s.manager != nil {
 		_ = s.manager.Process.Kill()
@@ -264,14 +264,15 @@ func (s *site) killManager() {
 	}
 }
 
-// killHard does the same as killManager, for goroutines other than the test's. The process is dead
-// when it returns. restartManager then waits for the process.
+// killHard is killManager for goroutines other than the test's: it does not change s.manager. The
+// process is dead when it returns.
 func (s *site) killHard() {
 	_ = s.manager.Process.Kill()
 	<-s.ended
 }
 
-// stopManager ends the manager in an orderly way, so that another one can lead at once.
+// stopManager ends the manager by SIGTERM. The manager releases its Lease, so another one can lead
+// at once.
 func (s *site) stopManager() {
 	s.t.Helper()
 	if err := s.manager.Process.Signal(syscall.SIGTERM); err != nil {
@@ -294,8 +295,8 @@ func (s *site) reconfigure(podCIDR string, args ...string) {
 	s.startManager(args...)
 }
 
-// forget removes the IPAM state of peers that have left, so that the next test gets networks as for
-// clusters that never met.
+// forget removes the IPAM state of peers that have left, so that the next test gets the same
+// networks as for new peers.
 func (s *site) forget() {
 	s.t.Helper()
 	s.eventually("no memory of former peers", func() (string, bool) {
@@ -380,8 +381,8 @@ func (s *site) identity(account string) string {
 	return path
 }
 
-// isthmus runs the program. The API servers and managers have loopback addresses. So flags must
-// tell peers that they can reach each other there.
+// isthmus runs the program. The API servers have loopback addresses, so it adds the flags that
+// permit such addresses for peers.
 func (s *site) isthmus(args ...string) (string, error) {
 	if args[0] == "peer" && slices.Contains(args, "--remote-kubeconfig") {
 		for flag, of := range map[string]string{"--server": "--kubeconfig", "--remote-server": "--remote-kubeconfig"} {
@@ -469,17 +470,18 @@ func (s *site) has(other *site, kind string) metav1.Condition {
 // patience bounds the time for which a test waits for an expected event on a busy machine.
 const patience = 90 * time.Second
 
-// prompt bounds the time of operations that normally take moments, on a busy machine.
+// prompt is the time limit, on a busy machine, for operations that normally take less than a
+// second.
 const prompt = 30 * time.Second
 
-// eventually waits until f returns true. The text that f returns describes the present state, for
-// the error message.
+// eventually waits until f returns true. f also returns a text about the present state, for the
+// error message.
 func (s *site) eventually(what string, f func() (have string, ok bool)) {
 	s.t.Helper()
 	s.within(patience, what, f)
 }
 
-// within does the same as eventually, with another time limit.
+// within is eventually with another time limit.
 func (s *site) within(limit time.Duration, what string, f func() (have string, ok bool)) {
 	s.t.Helper()
 	have, ok := f()
@@ -491,7 +493,7 @@ func (s *site) within(limit time.Duration, what string, f func() (have string, o
 	}
 }
 
-// in makes the sites report to the subtest t until it ends.
+// in makes the sites report failures to the subtest t until t ends.
 func in(t *testing.T, sites ...*site) {
 	for _, s := range sites {
 		before := s.t
@@ -579,7 +581,8 @@ func disjoin(sites ...*site) {
 	}
 }
 
-// forgetEachOther does the same as disjoin, and then ends the holds of the clusters' networks.
+// forgetEachOther calls disjoin, and then frees the clusters' networks, which would be held for a
+// day.
 func forgetEachOther(sites ...*site) {
 	disjoin(sites...)
 	for _, s := range sites {

@@ -61,8 +61,8 @@ func TestCoreDNSServesTheAddedZone(t *testing.T) {
 	}
 }
 
-// remembers checks that the cache does not store a missing name of our zone, but stores one of
-// another zone.
+// remembers checks the cache for names that do not exist: it must not store those of our zone, but
+// must store those of other zones.
 func remembers(t *testing.T, file string, keys []string, tokens []caddyfile.Token) {
 	t.Helper()
 	c := caddy.NewTestController("dns", "")

@@ -26,8 +26,7 @@ func table(s *server) string {
 // kindOf returns the kind of an object.
 func kindOf(obj object) string { return obj["kind"].(string) }
 
-// Objects that Liqo v0.9.4 stored are neither refused nor changed, and none of their fields is
-// dropped.
+// The API server must store objects of Liqo v0.9.4 unchanged, with all their fields.
 func TestGoldenDocumentsAreStoredUnchanged(t *testing.T) {
 	all := servers(t)
 	for name, obj := range goldens(t) {
@@ -175,9 +174,8 @@ func TestOmittedFieldsAreStoredWithTheirDefaults(t *testing.T) {
 	}
 }
 
-// Liqo's IPAM answers a known cluster with its previous networks, even if the cluster's own
-// networks have changed. Such an answer is invalid, but it must not prevent the cluster from
-// publishing its new networks.
+// Even if a known cluster has changed its networks, Liqo's IPAM gives it the same answer as before.
+// Such an answer is invalid, but it must not prevent the cluster from publishing its new networks.
 func TestAnswerToPreviousNetworksDoesNotBlockChangesOfTheSpec(t *testing.T) {
 	s, nc := servers(t)["NetworkConfig"], goldens(t)["networkconfig-local"]
 	stored, errs := s.put(nc)

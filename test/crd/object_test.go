@@ -60,8 +60,8 @@ func get(obj object, path string) any {
 	return v
 }
 
-// A rule is one x-kubernetes-validations entry of a CRD. path is the place of its error, without
-// keys of maps and indices of lists.
+// A rule is one x-kubernetes-validations entry of a CRD. path is the field that its error names,
+// without keys of maps and indices of lists.
 type rule struct{ kind, path, message string }
 
 var subscript = regexp.MustCompile(`\[[^\]]*\]`)
@@ -92,8 +92,8 @@ func walk(s *structuralschema.Structural, path string, visit func(path string, s
 }
 
 // Without these bounds, only etcd would limit the size of an object and the cost of its rules. Two
-// fields are exempt, because only a manager writes them and no rule can afford them: the gobs of
-// Liqo's allocator, and the keys in each of 16,384 endpoints.
+// fields are exempt: the gobs of Liqo's allocator, and the keys in each of 16,384 endpoints. Only a
+// manager writes them, and rules about them would exceed the cost budget.
 func TestEveryStringListAndMapIsBounded(t *testing.T) {
 	all := servers(t)
 	for _, s := range ours(t) {
@@ -145,7 +145,7 @@ Latency|string|1|.status.connection.latency.value
 Connection status|string|0|.status.connection.status
 Age|date|0|.metadata.creationTimestamp
 `,
-		// A kind without columns of its own is shown with its age.
+		// If a kind has no columns, clients show its age.
 		"NatMapping": `natmappings natmapping NatMappingList Cluster [liqo] [] status=true
 `,
 		"IpamStorage": `ipamstorages ipamstorage IpamStorageList Cluster [liqo] [] status=false

@@ -29,9 +29,9 @@ func serverOfPeerServices(t *testing.T) *server {
 	return newServer(t, "testdata/crds/isthmus.net_peerservices.yaml")
 }
 
-// A value that a peer must not write into a service is refused with the name of the field. The
-// schema does not check to whom an address belongs: the importer's manager translates and checks
-// addresses.
+// The API server must refuse each value that a peer must not write into a service, and name the
+// field. The schema does not check to whom an address belongs, because the importer's manager does
+// that.
 func TestEachInvalidFieldOfAServiceIsRefused(t *testing.T) {
 	s := serverOfPeerServices(t)
 	const services = "spec.services"

@@ -305,8 +305,9 @@ func offer(s *server, golden, changed object, f string) field.ErrorList {
 	return errs
 }
 
-// Each object is refused for the expected reason. Each rule of the CRDs refuses some object at the
-// rule's own field, because a rule that never refuses anything might not work at all.
+// The API server must refuse each object for the expected reason. Each rule of the CRDs must refuse
+// at least one object, at the rule's own field. A rule that never refuses anything might not work
+// at all.
 func TestEachRuleRefusesSomeHostileObject(t *testing.T) {
 	all, docs := servers(t), goldens(t)
 	var todo []rule

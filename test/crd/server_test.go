@@ -28,9 +28,9 @@ import (
 // An object is a custom resource as the API server handles it.
 type object = map[string]any
 
-// A server does the same with the objects of one kind as an API server between decoding a request
-// and storing the object, with the API server's own code. Validation ratcheting is off: each write
-// is validated as if no object existed, except by rules that use oldSelf.
+// A server handles objects of one kind as an API server does, from decoding a request to storing
+// the object, with the API server's own code. Validation ratcheting is off, so an update is
+// validated like a creation, except by rules that use oldSelf.
 type server struct {
 	crd        *apiextensions.CustomResourceDefinition
 	structural *structuralschema.Structural
@@ -115,7 +115,7 @@ func (s *server) decode(obj object) (object, []string) {
 	return obj, dropped
 }
 
-// create does the same as a POST. It returns the object as it would be stored.
+// create handles a POST. It returns the object as it would be stored.
 func (s *server) create(obj object) (object, field.ErrorList) {
 	obj, _ = s.decode(obj)
 	if s.subStatus {
@@ -124,7 +124,7 @@ func (s *server) create(obj object) (object, field.ErrorList) {
 	return obj, s.validate(obj, nil)
 }
 
-// update does the same as a PUT on the object.
+// update handles a PUT on the object.
 func (s *server) update(obj, old object) (object, field.ErrorList) {
 	obj, _ = s.decode(obj)
 	if s.subStatus {
@@ -136,7 +136,7 @@ func (s *server) update(obj, old object) (object, field.ErrorList) {
 	return obj, s.validate(obj, old)
 }
 
-// updateStatus does the same as a PUT on the status subresource.
+// updateStatus handles a PUT on the status subresource.
 func (s *server) updateStatus(obj, old object) (object, field.ErrorList) {
 	if !s.subStatus {
 		return nil, field.ErrorList{field.NotFound(field.NewPath("status"), nil)}
@@ -164,7 +164,7 @@ func (s *server) validate(obj, old object) field.ErrorList {
 	errs = append(errs, objectmeta.Validate(context.Background(), nil, obj, s.structural, false)...)
 	errs = append(errs, listtype.ValidateListSetsAndMaps(nil, s.structural, obj)...)
 	for _, err := range errs {
-		// The API server does not run the rules if the object does not fit the schema.
+		// The API server does not evaluate the rules if the object does not fit the schema.
 		switch err.Type {
 		case field.ErrorTypeNotSupported, field.ErrorTypeRequired, field.ErrorTypeTooLong, field.ErrorTypeTooMany, field.ErrorTypeTypeInvalid:
 			return errs

@@ -22,7 +22,8 @@ func TestEngineEqualsKernelNETMAP(t *testing.T) {
 	}
 }
 
-// conversations are run on every plan. Each is run twice, begun by either side.
+// conversations are the exchanges that the tests run on every plan, twice each: once begun by A and
+// once by B.
 var conversations = []struct {
 	name string
 	run  func(x *exchange, from side)
@@ -301,9 +302,9 @@ func (x *exchange) tcpBetween(client side, src, dst netip.Addr, reset bool) {
 	say(120, 529, ack, "")
 }
 
-// errorsAbout sends a packet and then every ICMP error that its receiver might send about it.
-// The error quotes all of the packet, or a few octets of its payload, but at least eight.
-// conntrack ignores an error that quotes only the header.
+// errorsAbout sends a packet and then every ICMP error that its receiver might send about it. The
+// error quotes the whole packet, or its header and at least eight octets of payload, because
+// conntrack ignores an error that quotes less.
 func (x *exchange) errorsAbout(from side, b []byte) {
 	x.Helper()
 	got := x.send(from, b)[0]
@@ -316,8 +317,8 @@ func (x *exchange) errorsAbout(from side, b []byte) {
 			{unreachable, 3, 0}, {unreachable, 13, 0}, {unreachable, fragmentationNeeded, 1280}, {timeExceeded, 0, 0}, {timeExceeded, 1, 0}, {parameterProblem, 0, 20 << 24}, {4, 0, 0},
 		} {
 			back := x.send(from.other(), icmpAbout(got, me, e.kind, e.code, e.rest, quote))[0]
-			// The sender must see its own packet in the quote. Only values that the receiver's
-			// side saw differently may differ.
+			// The sender must see its own packet in the quote. Only the values that were translated
+			// on the path may differ.
 			inner := segment(back)[8:]
 			if source(inner) != source(b) || destination(inner) != destination(b) {
 				x.Errorf("error %d/%d quotes %v -> %v, sent was %v -> %v", e.kind, e.code, source(inner), destination(inner), source(b), destination(b))

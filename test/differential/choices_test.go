@@ -11,7 +11,7 @@ import (
 )
 
 // The tests of this file assert where the engine deliberately differs from the kernel. Each test
-// asserts the behaviour of both, so that a change of either is noticed.
+// asserts the behaviour of both, so that it fails if either changes.
 //
 //   - TTL: the kernel decrements it at each hop. The engine leaves this to the kernel on
 //     either side of its TUN.
@@ -126,7 +126,7 @@ func TestEngineTranslatesICMPErrorsThatQuoteOnlyTheIPHeader(t *testing.T) {
 	arrived := x.send(A, sent)[0]
 	for _, quote := range []int{0, 3, 4, 7} {
 		e := icmpAbout(arrived, destination(arrived), unreachable, 3, 0, quote)
-		if quote < 4 { // the quote has no ports, so no flow can be found
+		if quote < 4 { // the quote has no ports, by which the engine could find a flow
 			x.untranslated(B, e)
 		} else if out := x.kernel.drops(x.T, B, e); len(out) > 0 { // the flow can be found, but the kernel does not translate so short a quote
 			x.Errorf("a quote of %d octets: the kernel was expected to drop the error:\n%s", quote, dump(out))
@@ -157,8 +157,8 @@ func TestEngineUpdatesAQuotedTCPChecksumIfPresent(t *testing.T) {
 	}
 }
 
-// icmpAboutSeen returns the error that A's pod must receive: about the packet as the pod sent
-// it, from the address to which it was sent.
+// icmpAboutSeen returns the error that A's pod must receive. It quotes the packet as the pod sent
+// it, and comes from the address to which the pod sent it.
 func icmpAboutSeen(sent []byte, kind, code uint8, rest uint32, quote int) []byte {
 	return icmpAbout(sent, destination(sent), kind, code, rest, quote)
 }
@@ -240,8 +240,8 @@ func TestEngineUsesTheNetworkAddressOnlyForNAPT(t *testing.T) {
 		t.Errorf("to the NAPT address without a flow: %v\n%s", o.drops, dump(o.out))
 	}
 
-	// As a source it is not a pod either. Both translators show the same address, and the
-	// engine chooses its own port.
+	// The network address is not a pod as a source either. Both translators show the NAPT address,
+	// each with its own port.
 	src, dst = x.plan.pods[A].Addr(), x.plan.podSeen(B, 7)
 	x.sendNAPT(A, ip(header{}, src, dst, protoUDP, udp(src, dst, x.freshPort(), 53, nil)))
 }

@@ -63,8 +63,8 @@ func (e *engines) send(t *testing.T, from side, packets ...[]byte) (o outcome) {
 	return o
 }
 
-// sendPartial is send for one packet with a partial checksum, as a TUN delivers it. The
-// checksum is completed before the packet enters the tunnel, as the segmenter does.
+// sendPartial is send for one packet with a partial checksum, as a TUN delivers it. It completes
+// the checksum before the packet enters the tunnel, as the gateway does.
 func (e *engines) sendPartial(t *testing.T, from side, b []byte) (o outcome) {
 	t.Helper()
 	for _, w := range e.cross(t, from, natengine.Outbound, packet.ChecksumPartial, b, &o) {
@@ -74,9 +74,9 @@ func (e *engines) sendPartial(t *testing.T, from side, b []byte) (o outcome) {
 	return o
 }
 
-// cross passes one packet through one engine and returns the packets that come out. These are
-// the packet or none, fragments that waited for it, or the datagram that it completed. b is
-// not changed.
+// cross passes one packet through one engine and returns the packets that come out. Besides the
+// translated packet these may be fragments that waited for it, or the datagram that it completed.
+// cross does not change b.
 func (e *engines) cross(t *testing.T, at side, dir natengine.Direction, sum packet.ChecksumState, b []byte, o *outcome) [][]byte {
 	t.Helper()
 	e.now += time.Millisecond

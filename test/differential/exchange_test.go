@@ -21,7 +21,7 @@ type exchange struct {
 	plan    plan
 	kernel  *kernel
 	engines *engines
-	port    *uint16 // last port used; a new one for each flow, so that conntrack never sees a flow twice
+	port    *uint16 // the last used port; each flow gets a new one, so that conntrack never sees a flow twice
 }
 
 func newExchange(t *testing.T, p plan, rules func(plan, side) string) *exchange {
@@ -49,10 +49,10 @@ func (x *exchange) pods(from side, n int) (src, dst netip.Addr) {
 }
 
 // send sends packets of one sender to the other side through both translators, and returns the
-// packets that arrived. Both must produce the same octets, in the tunnel and at the end. For
-// several packets or fragments, only the datagrams are compared, because conntrack reassembles
-// and fragments them again. The engine translates outbound fragments as they arrive and joins
-// inbound ones.
+// packets that arrived. Both must produce the same octets, in the tunnel and at the end. If there
+// are several packets or fragments, send compares only the datagrams, because the translators cut
+// them differently: conntrack reassembles a datagram and fragments it again, and the engine
+// translates outbound fragments as they arrive and joins inbound ones.
 func (x *exchange) send(from side, packets ...[]byte) (arrived [][]byte) {
 	x.Helper()
 	o := x.engines.send(x.T, from, packets...)
@@ -124,7 +124,7 @@ func (x *exchange) checkAddresses(from side, sent, wire, out []byte) {
 	switch {
 	case dst == p.mapped(to):
 		wantDst = p.endpoint(to)
-	case dst == p.natIP(to): // a reply to a source that is not a pod; the case itself checks it
+	case dst == p.natIP(to): // a reply to a source that is not a pod; its test checks the address
 		wantDst = arrives
 	default:
 		wantDst = move(dst, p.podsSeen[to], p.pods[to])

@@ -77,7 +77,7 @@ func joined(p netip.Prefix, host string) netip.Addr {
 	return netip.AddrFrom16(b)
 }
 
-// newKernel6 does for IPv6 what newKernel does for IPv4.
+// newKernel6 is newKernel for IPv6.
 func newKernel6(t *testing.T, p plan6, rules func(plan6, side) string) *kernel {
 	hosts.Need(t, "nft")
 	k := &kernel{}
@@ -263,8 +263,8 @@ func TestEngineEqualsKernelOverIPv6(t *testing.T) {
 	}
 }
 
-// An IPv6 router does not reassemble fragments. Nor do outbound prefix maps. Inbound, the
-// datagram must be the same.
+// For a kernel that only routes and for outbound prefix maps, fragments must stay as they are.
+// Inbound, the engine joins fragments, so only the datagrams must be equal.
 func TestEngineEqualsKernelOnFragmentsOverIPv6(t *testing.T) {
 	for i, p := range plans6 {
 		t.Run(p.name, func(t *testing.T) {
@@ -324,7 +324,7 @@ func (x *exchange6) random(t *testing.T, rng *rand.Rand) {
 		body = packettest.Echo{ID: x.port, Seq: 1, Data: data}
 		answer = packettest.Echo{ID: x.port, Seq: 1, Reply: true, Data: data}
 	default:
-		if shown == x.plan.podsSeen[from].Addr() || dst == x.plan.mapped(to) { // there, each pair of hosts has only one flow
+		if shown == x.plan.podsSeen[from].Addr() || dst == x.plan.mapped(to) { // with these addresses, each pair of hosts has only one flow
 			body = packettest.UDP{SrcPort: x.port, DstPort: remotePort, Data: data}
 			break
 		}

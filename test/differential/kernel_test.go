@@ -18,13 +18,12 @@ type kernel struct {
 	wire [2]*hosts.Raw // at each gateway's wan device, to receive packets from the other gateway
 }
 
-// patience is the maximum time to wait for a packet. Packets usually arrive within
-// microseconds. On a busy machine the kernel leaves them to a thread that must wait for a
-// processor.
+// patience is the maximum time to wait for a packet. Packets usually arrive within microseconds. On
+// a busy machine, a kernel thread handles them, and that thread must wait for a processor.
 const patience = 30 * time.Second
 
-// hopsToWire and hopsToPod are the numbers by which the kernel has decremented the TTL of a
-// packet in the tunnel and at the end.
+// hopsToWire and hopsToPod are the numbers by which the kernel has decremented a packet's TTL, in the
+// tunnel and at the receiving pod.
 const (
 	hopsToWire = 1
 	hopsToPod  = 2
@@ -43,8 +42,8 @@ func newKernel(t *testing.T, p plan, rules func(plan, side) string) *kernel {
 	mac := func(h *hosts.Host, dev string) net.HardwareAddr { return h.Link(dev).Attrs().HardwareAddr }
 	for _, s := range []side{A, B} {
 		g := gateways[s]
-		// The next hops do not exist; their MAC addresses are configured. So there is no ARP,
-		// and no gateway has an address that could take part.
+		// The next hops do not exist, but permanent neighbour entries have their MAC addresses. So
+		// there is no ARP, and no gateway needs an address of its own.
 		lan, wan := netip.MustParseAddr("169.254.77.1"), netip.MustParseAddr("169.254.77.2")
 		g.Route(netip.MustParsePrefix("0.0.0.0/0"), lan, "lan")
 		g.Neighbour(lan, mac(pods[s], "eth0"), "lan")
@@ -72,8 +71,7 @@ func remember(g *hosts.Host) {
 	}
 }
 
-// statefulRules returns the rules of docs/liqo-v0.md, section 7.3, and of the reference for
-// the NAT requirements: NETMAP and SNAT by conntrack.
+// statefulRules returns the rules of docs/liqo-v0.md, section 7.3: NETMAP and SNAT by conntrack.
 func statefulRules(p plan, s side) string {
 	r := s.other()
 	var post, pre []string
@@ -158,9 +156,9 @@ func (k *kernel) sendFor(t *testing.T, wait time.Duration, from side, packets ..
 	return wire, out
 }
 
-// refuses injects a packet that the kernel should drop, and then the packet after, which it
-// should forward. Waiting for the second packet is faster than waiting for a timeout. It
-// returns the other packets that arrived at the other pod.
+// refuses injects a packet that the kernel should drop, and then the packet after, which it should
+// forward. Waiting for the second packet is faster than waiting for a timeout. refuses returns the
+// packets that arrived before the second one.
 func (k *kernel) refuses(t *testing.T, from side, b, after []byte) (through [][]byte) {
 	t.Helper()
 	to := k.pods[from.other()]

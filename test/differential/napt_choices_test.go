@@ -26,7 +26,7 @@ import (
 //     is still translated.
 //   - Packets that may not begin a flow: the engine drops them. The kernel forwards them
 //     untranslated, with the node's own address.
-//   - Redirects: the kernel drops those of flows that it translates, the engine drops all.
+//   - Redirects: the engine drops all. The kernel drops only those about flows that it translates.
 //   - Atomic fragments of IPv6 (RFC 6946): the engine does not change them, conntrack
 //     removes the fragment header.
 //   - SCTP: the kernel translates its ports. The engine does not know them, and lets only
@@ -218,8 +218,8 @@ func TestEngineKeepsAtomicFragments(t *testing.T) {
 			t.Errorf("%v: engine, dropped %v\n%s", src, o.drops, dump(o.out))
 			continue
 		}
-		// If it is a single packet, the kernel reassembles it and has no reason to fragment it
-		// again.
+		// If the datagram fits into one packet, the kernel reassembles it and has no reason to
+		// fragment it again.
 		k.pods[B].Drain(t)
 		k.pods[A].Send(t, atomic)
 		got := receive(t, k.pods[B], patience)
@@ -229,7 +229,7 @@ func TestEngineKeepsAtomicFragments(t *testing.T) {
 	}
 }
 
-// The following tests are not about such differences: both translators behave alike.
+// In the following tests, both translators behave alike.
 
 func TestEngineAndKernelKeepEchoesWithTheSameIdentifierApart(t *testing.T) {
 	x := bothRemapped(t)

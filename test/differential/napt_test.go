@@ -42,7 +42,7 @@ func (x *exchange) reply(to side, f flow, build func(arrived []byte) [][]byte) [
 	x.Helper()
 	o := x.engines.send(x.T, to, build(f.engine)...)
 	wire, out := x.kernel.send(x.T, to, build(f.kernel)...)
-	if b := build(f.engine)[0]; !isError(b) { // in an ICMP error, portsAt does not find the port of the quote
+	if b := build(f.engine)[0]; !isError(b) { // not for ICMP errors, because portsAt does not find the port in the quote
 		x.sameButPort(to, "reply on the wire", o.wire, wire, hopsToWire, false)
 	}
 	if len(o.out) == 0 {

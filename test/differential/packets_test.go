@@ -22,7 +22,7 @@ const (
 	protoTest = 253 // RFC 3692: for experiments; no implementation knows its header
 
 	echoReply, unreachable, redirect, echoRequest, timeExceeded, parameterProblem = 0, 3, 5, 8, 11, 12
-	fragmentationNeeded                                                           = 4 // code of type unreachable
+	fragmentationNeeded                                                           = 4 // a code of the type unreachable
 
 	fin, syn, rst, psh, ack = 1, 2, 4, 8, 16
 

@@ -41,8 +41,8 @@ type plan struct {
 	extSeen  [2]netip.Prefix
 }
 
-// plans are: all four combinations of remapping, both sides remapped to the same range, masks
-// of different length, and masks that do not end at an octet.
+// plans has all four combinations of remapping, and a plan in which both sides are remapped to the
+// same range. Other plans have masks of different lengths, and masks that do not end at an octet.
 var plans = []plan{
 	newPlan("none remapped", "10.1.0.0/16", "", "10.2.0.0/16", ""),
 	newPlan("A remapped", "10.244.0.0/16", "10.246.0.0/16", "10.50.0.0/16", ""),

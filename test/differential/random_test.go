@@ -7,8 +7,8 @@ import (
 	"testing"
 )
 
-// randomRounds is the number of rounds per plan. It is large enough for every combination of
-// protocol, size and options to meet every pair of masks, and all rounds take a few seconds.
+// randomRounds is the number of rounds per plan. With it, every combination of protocol, size and
+// options occurs with every pair of masks, and all rounds take a few seconds.
 const randomRounds = 150
 
 // Each round has its own random generator, so -run with the plan and the number repeats a

@@ -17,10 +17,11 @@ var long = flag.Bool("long", false, "thirty seeds of random conversations instea
 // packet and ICMP errors about it.
 const talkSteps = 1200
 
-// Many whole conversations are interleaved at random: from pods and from nodes, from hosts
-// that use the same ports, with everything that can happen to packets on their path. Only the
-// NAPT port may differ. The test learns each translator's port from the first packet of a
-// flow. The port must then stay the same, and the test replaces it before it compares octets.
+// The test interleaves many whole conversations at random. They come from pods and from nodes, and
+// from hosts that use the same ports. Packets may be fragmented, repeated, reordered and answered
+// by ICMP errors. The results of the two translators may differ only in the NAPT port. The test
+// learns each translator's port from the first packet of a flow. The port must then stay the same,
+// and the test replaces it before it compares octets.
 func TestEngineEqualsKernelOnRandomConversations(t *testing.T) {
 	all := slices.Clone(plans)
 	for _, p := range plans6 {
@@ -41,8 +42,8 @@ func TestEngineEqualsKernelOnRandomConversations(t *testing.T) {
 	if worlds < 2*len(all) { // a test failed, or -run selected only some of the tests
 		return
 	}
-	// Every outcome must have occurred, so that a change of the generator cannot make the test
-	// empty.
+	// Every outcome must have occurred, because otherwise a change of the generator could make the
+	// test empty.
 	for _, what := range []string{
 		"TCP SYN", "TCP SYNACK", "TCP ACK", "TCP PSHACK", "TCP FINACK", "TCP RSTACK", "UDP asks", "UDP answers", "echo asks",
 		"echo answers", "other asks", "other answers", "pod", "pod to endpoint", "node", "node to endpoint", "endpoint",
@@ -65,8 +66,8 @@ type world struct {
 	steps int
 	seen  map[string]int // number of occurrences of each outcome, over all worlds
 
-	inside map[end]netip.AddrPort // engine: the inside end that each NAPT port belongs to
-	mapped map[end]uint16         // engine: the NAPT port of each inside end
+	inside map[end]netip.AddrPort // the inside end to which the engine has allocated a NAPT port
+	mapped map[end]uint16         // the NAPT port that the engine has allocated to an inside end
 }
 
 // An end is one end of a flow: its own address and port, or those at the NAPT address.
@@ -87,7 +88,7 @@ type talk struct {
 	napt   bool           // the client is not a pod
 	tcp    tcpTalk
 	opens  int            // the value of tcp.opens that was last handled
-	opened bool           // seen and own are known
+	opened bool           // the first packet has set seen and own
 	own    netip.Addr     // the server's own address
 	seen   [judges]uint16 // the client's port as the server sees it
 }
@@ -172,7 +173,7 @@ func (w *world) step() {
 				c.opened = false // the kernel may choose another port now, the engine may not
 			}
 			w.count(c, flagNames(s.flags))
-			w.say(c, s.from == client, func(src, dst netip.AddrPort) []byte {
+			w.sendDatagram(c, s.from == client, func(src, dst netip.AddrPort) []byte {
 				return tcp(src.Addr(), dst.Addr(), src.Port(), dst.Port(), s.seq, s.ack, s.flags, s.options, s.data)
 			})
 		}
@@ -185,7 +186,7 @@ func (w *world) step() {
 	}
 	bare, sequence := w.rng.IntN(8) == 0 && !w.plan.v6(), w.rng.Uint32N(1<<16)
 	w.count(c, map[bool]string{true: "asks", false: "answers"}[forward])
-	w.say(c, forward, func(src, dst netip.AddrPort) []byte {
+	w.sendDatagram(c, forward, func(src, dst netip.AddrPort) []byte {
 		switch c.proto {
 		case protoUDP:
 			s := udp(src.Addr(), dst.Addr(), src.Port(), dst.Port(), data)
@@ -226,9 +227,9 @@ func flagNames(flags uint8) (s string) {
 	return s
 }
 
-// say sends one datagram of a talk, whole or in fragments. Sometimes it also sends an ICMP
+// sendDatagram sends one datagram of a talk, whole or in fragments. Sometimes it also sends an ICMP
 // error about the datagram.
-func (w *world) say(c *talk, forward bool, build func(src, dst netip.AddrPort) []byte) {
+func (w *world) sendDatagram(c *talk, forward bool, build func(src, dst netip.AddrPort) []byte) {
 	w.Helper()
 	w.ids++
 	h := header{tos: byte(w.rng.Uint32()), ttl: byte(5 + w.rng.IntN(250)), id: w.ids}
@@ -373,7 +374,7 @@ func (w *world) complain(c *talk, forward bool, sent, arrived [judges][]byte) {
 	}
 }
 
-// refused sends, from the receiver of a datagram, a packet that both translators must drop.
+// refused makes the receiver of a datagram send a packet that both translators must drop.
 func (w *world) refused(c *talk, forward bool, arrived [judges][]byte) {
 	w.Helper()
 	from := c.side

@@ -23,7 +23,7 @@ const (
 	tcpClosed    tcpState = iota
 	tcpSynSent            // the client has sent a SYN
 	tcpSynSynced          // both have sent a SYN: a simultaneous open
-	tcpSynSimult          // and the client has answered
+	tcpSynSimult          // after tcpSynSynced, the client has answered
 	tcpSynRecv            // the server has answered
 	tcpOpen
 	tcpOver // both FINs are acknowledged
@@ -81,7 +81,7 @@ func (c *tcpTalk) step(rng *rand.Rand) []*tcpSegment {
 	}
 	switch c.state {
 	case tcpClosed, tcpOver, tcpReset:
-		if c.state == tcpOver && chance(30) { // as if the last acknowledgement was lost
+		if c.state == tcpOver && chance(30) { // as if the last acknowledgement had been lost
 			return again(rng.IntN(2))
 		}
 		c.next = [2]uint32{c.next[client] + 1e6 + rng.Uint32N(1e6), rng.Uint32()}
@@ -132,8 +132,8 @@ func (c *tcpTalk) step(rng *rand.Rand) []*tcpSegment {
 	return s
 }
 
-// data returns random data in the given percentage of calls, otherwise none. Sometimes the
-// data does not fit into one packet.
+// data returns random data with a probability of percent, otherwise none. Sometimes the data does
+// not fit into one packet.
 func (c *tcpTalk) data(rng *rand.Rand, percent int) []byte {
 	if rng.IntN(100) >= percent {
 		return nil

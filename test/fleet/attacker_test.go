@@ -38,9 +38,9 @@ func (c *correspondence) opened() (n int, certain bool) {
 	return n, certain
 }
 
-// correspond opens a session with a's active gateway in place of b's gateways, because a real
-// gateway does not reveal its ephemeral keys. It kills b's gateways. It exchanges data with a pod
-// of cluster a, with the given preshared key, and captures the packets.
+// correspond kills b's gateways and opens a session with a's active gateway in their place, because
+// a real gateway does not reveal its ephemeral keys. With the given preshared key, it exchanges
+// data with a pod of cluster a and captures the packets.
 func correspond(t *testing.T, a, b *fleet.Cluster, preshared [32]byte) *correspondence {
 	t.Helper()
 	was, pod := active(t, b), a.Pods[0]
@@ -68,8 +68,8 @@ func correspond(t *testing.T, a, b *fleet.Cluster, preshared [32]byte) *correspo
 		return err
 	}))
 	defer socket.Close()
-	// receive calls is for each message until is returns nil.
-	receive := func(is func([]byte) error) error {
+	// receive calls accept for each message until accept returns nil.
+	receive := func(accept func([]byte) error) error {
 		must(t, socket.SetReadDeadline(time.Now().Add(time.Second)))
 		last := errors.New("no message")
 		for b := make([]byte, 65536); ; {
@@ -77,7 +77,7 @@ func correspond(t *testing.T, a, b *fleet.Cluster, preshared [32]byte) *correspo
 			if err != nil {
 				return errors.Join(err, last)
 			}
-			if last = is(b[:n]); last == nil {
+			if last = accept(b[:n]); last == nil {
 				return nil
 			}
 		}
@@ -112,7 +112,7 @@ func correspond(t *testing.T, a, b *fleet.Cluster, preshared [32]byte) *correspo
 	c := &correspondence{text: strings.Repeat("attack at dawn. ", 20)}
 	port, size, echoes := uint16(echo.LocalAddr().(*net.UDPAddr).Port), 0, 0
 	sent := uint16(0)
-	eventually(t, "ten echoes", func() error { // echoes through the second tunnel do not arrive here
+	eventually(t, "ten echoes", func() error { // repeat, because echoes through the second tunnel do not arrive here
 		m := session.SealPadded(packettest.Build(packettest.IP{Src: src, Dst: dst, TTL: 64},
 			packettest.UDP{SrcPort: 5000 + sent%1000, DstPort: port, Data: []byte(c.text)}))
 		sent, size = sent+1, len(m)
@@ -179,7 +179,7 @@ func correspond(t *testing.T, a, b *fleet.Cluster, preshared [32]byte) *correspo
 // until between reads them, so a tap is suitable only for little traffic.
 type tap int
 
-// tapOn opens a tap on the host in which do runs functions.
+// tapOn opens a tap on a host, in which do runs functions.
 func tapOn(t *testing.T, do func(func() error) error) tap {
 	t.Helper()
 	fd := -1

@@ -18,7 +18,7 @@ import (
 // A cause is a fault of one peer, with the reasons that the two gateways report.
 type cause struct {
 	fault       string // name in docs/troubleshooting.md
-	here, there string // the reasons at cluster a and at the peer; empty: that gateway cannot report any
+	here, there string // the reasons at cluster a and at the peer; empty: that gateway cannot report a reason
 	before      bool   // the fault exists before the peer's gateway first starts
 	breaks      func(t *testing.T, s *causeSite)
 	heals       func(t *testing.T, s *causeSite)
@@ -30,7 +30,7 @@ type causeSite struct {
 	a, b *lab.Cluster // b is the peer with the current fault
 }
 
-// edit replaces regular expressions in one cluster's configuration file about another.
+// edit replaces matches of regular expressions in a cluster's configuration file for a peer.
 func edit(t *testing.T, at, about *lab.Cluster, pairs ...[2]string) {
 	t.Helper()
 	path := lab.PeerFile(at, about)

@@ -15,8 +15,8 @@ import (
 	"github.com/isthmus-net/isthmus/internal/lab"
 )
 
-// Two properties protect every fleet. Nodes refuse packets to an allocated network without a
-// TunnelEndpoint, and the sniffer sees such a packet if it gets out anyway.
+// Nodes must refuse packets to an allocated network that has no TunnelEndpoint. If such a packet
+// leaves a node anyway, the sniffer must report it, because the other tests rely on the sniffer.
 func TestNodesRefuseAllocatedNetworksAndSnifferReportsLeaks(t *testing.T) {
 	f := up(t, lab.Spec{Clusters: []lab.ClusterSpec{clusterSpec("10.244.0.0/16", 2), clusterSpec("10.244.64.0/19", 2)}})
 	a, b := f.Clusters[0], f.Clusters[1]

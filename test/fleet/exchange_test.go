@@ -91,9 +91,9 @@ var stages = []stage{
 	{"the former key is erased", false, &corev1.SecretList{}, stored(func(x keyExchange, s postquantum.State) bool { return s.Use.ID != x.before && !s.Changing() }), higherManager},
 }
 
-// await starts to wait for a stage. As soon as the stage is visible, then is called. The returned
-// function waits for that call and returns its error.
-func (s stage) await(t *testing.T, x keyExchange, then func() error) func() error {
+// await starts to wait for a stage and returns. As soon as the stage is visible, it calls do. The
+// returned function waits for that call and returns its error.
+func (s stage) await(t *testing.T, x keyExchange, do func() error) func() error {
 	t.Helper()
 	at := x.lower
 	if s.higher {
@@ -110,7 +110,7 @@ func (s stage) await(t *testing.T, x keyExchange, then func() error) func() erro
 		defer events.Stop()
 		for e := range events.ResultChan() {
 			if o, ok := e.Object.(client.Object); ok && e.Type != watch.Deleted && s.is(x, o) {
-				came <- then()
+				came <- do()
 				return
 			}
 		}
@@ -130,8 +130,8 @@ func networkConfig(t *testing.T, at *fleet.Cluster, labels client.MatchingLabels
 	return &list.Items[0]
 }
 
-// begins makes the lower side start an exchange. It changes the answer that the lower side has
-// already accepted, in the lower side's copy of the other side's NetworkConfig.
+// begins makes the lower side start an exchange. For that, it changes an answer that the lower side
+// has already accepted: the one in its copy of the other side's NetworkConfig.
 func (x keyExchange) begins(t *testing.T) {
 	t.Helper()
 	answer := networkConfig(t, x.lower, client.MatchingLabels{v1alpha1.LabelOriginID: x.higher.ID})

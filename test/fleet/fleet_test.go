@@ -2,7 +2,7 @@
 // servers fail. The clusters have their own API servers, managers, gateways and route agents, and
 // are peered by `isthmus peer`. The tests need root.
 //
-// With -long, faults last as long as the project promises to tolerate them. Otherwise they are
+// With -long, faults last as long as the project promises to tolerate them. Without -long they are
 // shorter.
 package fleet
 
@@ -34,8 +34,8 @@ var binary, kube string
 func TestMain(m *testing.M) { os.Exit(programs.Run(m, &binary, &kube)) }
 
 // seats limits the number of fleets that run at the same time. Each needs a dozen processes and a
-// GiB of memory per cluster. Two fleets beside other packages' tests overload two cores and make
-// tests fail.
+// GiB of memory per cluster. Two fleets beside the tests of other packages would overload two
+// cores, and tests would fail.
 var seats = make(chan struct{}, 1)
 
 // up creates a fleet for the test. It makes the test run in parallel with others. If the test
@@ -84,8 +84,8 @@ func clusterSpec(podCIDR string, nodes int) lab.ClusterSpec {
 	return lab.ClusterSpec{PodCIDR: netip.MustParsePrefix(podCIDR), Nodes: nodes}
 }
 
-// inPods makes the gateways of a cluster Pods with their own networks. Otherwise they use their
-// nodes' networks.
+// inPods makes the gateways of a cluster Pods with their own networks. By default a fleet's
+// gateways use their nodes' networks.
 func inPods(spec lab.ClusterSpec) lab.ClusterSpec {
 	spec.GatewayPods = min(spec.Nodes, 2)
 	return spec
@@ -160,15 +160,15 @@ func podOn(t *testing.T, c *fleet.Cluster, i int) *lab.Pod {
 	return nil
 }
 
-// firstPing sends echo requests every 100 ms, later less often, until one is answered. It returns
-// the time until the answer.
+// firstPing sends echo requests until one gets an answer, at first every 100 ms, later less often.
+// It returns the time until the answer.
 func firstPing(ctx context.Context, from *lab.Host, to func() (netip.Addr, error)) (time.Duration, error) {
 	begin := time.Now()
 	for wait := 100 * time.Millisecond; ; {
 		addr, err := to()
 		if err == nil {
 			_, err = from.PingWith(ctx, addr, lab.PingOptions{Wait: wait})
-			wait = min(wait+wait/20, 5*time.Second) // in case an answer needs more time
+			wait = min(wait+wait/20, 5*time.Second) // because an answer may need more time
 		}
 		if err == nil {
 			return time.Since(begin), nil

@@ -20,9 +20,9 @@ import (
 	"github.com/isthmus-net/isthmus/internal/lab"
 )
 
-// Connections with state in a gateway survive the loss of the gateway, if a standby takes over or
-// if the gateway restarts and remains active. In cluster a, the nodes vote for the active
-// gateway; in cluster b, the Lease decides. The mapped endpoint requires a loose reverse path
+// Connections with state in a gateway must survive the loss of the gateway, whether a standby takes
+// over or the gateway restarts and remains active. In cluster a, the nodes vote for the active
+// gateway; in cluster b, the Lease determines it. The mapped endpoint requires a loose reverse path
 // filter.
 func TestConnectionsSurviveTheLossOfAGateway(t *testing.T) {
 	f := upWith(t, fleet.Options{Votes: true, Spec: lab.Spec{RPFilter: lab.RPFilterLoose, Clusters: []lab.ClusterSpec{
@@ -60,7 +60,7 @@ func TestConnectionsSurviveTheLossOfAGateway(t *testing.T) {
 					return nil
 				})
 			}
-			goOn(t, all, fmt.Sprintf("the gateway of %s %s", c, end.name))
+			requireContinued(t, all, fmt.Sprintf("the gateway of %s %s", c, end.name))
 			// With votes, the standby may take over before the restarted gateway is ready.
 			if now := active(t, c); end.restarts != (now == was) && !(end.restarts && c == a) {
 				t.Errorf("the gateway of %s %s: then %s is active, before %s", c, end.name, c.Nodes[now], c.Nodes[was])
@@ -148,10 +148,10 @@ func errOr(err, other error) error {
 	return err
 }
 
-// dialogues starts dialogues between two clusters that have state in a gateway of cluster a.
-// Nodes of cluster a connect to pods of cluster b, all from the same port, so NAPT must change
-// all of these ports but one. A pod of cluster b connects to a mapped endpoint of cluster a, once
-// with the pod and once with the endpoint as the sending side.
+// dialogues starts dialogues between two clusters that have state in a gateway of cluster a. Nodes
+// of cluster a connect to pods of cluster b. All use the same source port, so NAPT must change it
+// for all nodes but one. A pod of cluster b connects to a mapped endpoint of cluster a, once with
+// the pod and once with the endpoint as the sending side.
 func dialogues(t *testing.T, a, b *fleet.Cluster) (all []*dialogue) {
 	t.Helper()
 	const port = 40404
@@ -177,8 +177,8 @@ func dialogues(t *testing.T, a, b *fleet.Cluster) (all []*dialogue) {
 	return all
 }
 
-// goOn checks that all dialogues continue without a new connection.
-func goOn(t *testing.T, all []*dialogue, after string) {
+// requireContinued checks that all dialogues continue without a new connection.
+func requireContinued(t *testing.T, all []*dialogue, after string) {
 	t.Helper()
 	for _, d := range all {
 		before, begin := d.echoes.Load(), time.Now()
@@ -248,8 +248,8 @@ func (l tcpServer) connect(t *testing.T, from *lab.Host, src netip.AddrPort, at 
 	return near, far
 }
 
-// A udpServer has a connected socket for each client, as a TCP server does. So datagrams from a
-// changed address or port are not answered.
+// A udpServer has a connected socket for each client, as a TCP server does. So it does not answer
+// datagrams whose source address or port has changed.
 type udpServer struct {
 	net.PacketConn
 	host *lab.Host
@@ -268,8 +268,8 @@ func listenUDP(t *testing.T, h *lab.Host, addr netip.Addr) server {
 
 func (udpServer) network() string { return "UDP" }
 
-// A udpConn ignores errors of refused packets: nodes refuse packets for a peer while no gateway
-// is active. TCP would retransmit them.
+// A udpConn ignores errors about refused packets, as TCP does, which retransmits them. Nodes refuse
+// packets for a peer while no gateway is active.
 type udpConn struct{ net.Conn }
 
 func (c udpConn) Write(b []byte) (int, error) {

@@ -29,12 +29,12 @@ import (
 	"github.com/isthmus-net/isthmus/test/internal/hosts"
 )
 
-// takeover is the longest permitted interruption when the active gateway of a side dies; the
-// Lease lasts 7 s. With -long, on a machine without other load, half of it is permitted.
+// takeover is the longest permitted interruption when the active gateway of a side dies; the Lease
+// lasts 7 s. With -long, which needs a machine without other load, only half of it is permitted.
 const takeover = 30 * time.Second
 
-// The nodes use strict reverse path filters, so that packets fail if a takeover changes the path
-// in one direction only.
+// The nodes use strict reverse path filters. If a takeover changes the path in only one direction,
+// these filters drop packets.
 func TestGatewayFaults(t *testing.T) {
 	f := up(t, lab.Spec{RPFilter: lab.RPFilterStrict, Clusters: []lab.ClusterSpec{
 		inPods(clusterSpec("10.244.0.0/16", 3)), clusterSpec("10.240.0.0/12", 2),
@@ -126,8 +126,8 @@ func TestGatewayFaults(t *testing.T) {
 		begin := time.Now()
 		must(t, a.Kill(fleet.Gateway(0)))
 		must(t, a.Kill(fleet.Gateway(1)))
-		// First, `isthmus status` must report GatewaySilent because of the Pods' phases. This is before
-		// the Lease expires and the manager reports the outage.
+		// Even before the Lease expires and the manager reports the outage, `isthmus status` must
+		// report GatewaySilent, because of the Pods' phases.
 		for {
 			if out, err := f.Isthmus(ctx, "status", "--context", a.Name); err != nil && strings.Contains(out, "GatewaySilent") {
 				t.Logf("after %.1f s:\n%s", time.Since(begin).Seconds(), out)
@@ -159,7 +159,7 @@ func TestGatewayFaults(t *testing.T) {
 		was := active(t, a)
 		standby := 1 - was
 		must(t, a.Stop(fleet.Gateway(standby)))
-		phase(t, a, standby, corev1.PodSucceeded) // so that the active gateway knows that the standby has not taken over
+		phase(t, a, standby, corev1.PodSucceeded) // tells the active gateway that the standby has not taken over
 		during := startTraffic(t, a, b)
 		heal := cut(t, a, a.Nodes[was])
 		time.Sleep(outage())

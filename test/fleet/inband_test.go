@@ -88,7 +88,7 @@ func changesInBand(t *testing.T, f *fleet.Fleet, inBand func(*testing.T)) {
 	})
 	t.Run("FailoverIsAnnouncedThroughTheTunnel", func(t *testing.T) {
 		failOver(t, a)
-		told(t, a, b)
+		waitForAddress(t, a, b)
 		ready(t, a, b)
 	})
 	t.Run("AddressChangeIsAnnouncedThroughTheTunnel", func(t *testing.T) {
@@ -101,7 +101,7 @@ func changesInBand(t *testing.T, f *fleet.Fleet, inBand func(*testing.T)) {
 		before = service.DeepCopy()
 		delete(service.Annotations, v1alpha1.AnnotationOverrideAddress)
 		must(t, b.Client.Patch(t.Context(), &service, client.MergeFrom(before)))
-		told(t, b, a)
+		waitForAddress(t, b, a)
 		ready(t, a, b)
 	})
 	t.Run("ConditionNamesTheCommandIfBothSidesFailOver", func(t *testing.T) {
@@ -125,7 +125,7 @@ func partsInBand(t *testing.T, f *fleet.Fleet, inBand func(*testing.T)) {
 	t.Run("OneSideUnpeers", func(t *testing.T) {
 		isthmus(t, f, "unpeer", "--context", a.Name, b.Name)
 		eventually(t, "a has deleted its NetworkConfig at b", func() error {
-			return gone(t, b, v1alpha1.LabelOriginID, a.ID)
+			return requireGone(t, b, v1alpha1.LabelOriginID, a.ID)
 		})
 		tunnelDown(t, b, a, "the peer has un-peered")
 		lists(t, a, map[string]bool{}, b)
@@ -149,7 +149,7 @@ func partsInBand(t *testing.T, f *fleet.Fleet, inBand func(*testing.T)) {
 				return err
 			})
 			for _, label := range []string{v1alpha1.LabelReplicated, v1alpha1.LabelReplication} {
-				eventually(t, "nothing is left", func() error { return gone(t, c, label, "true") })
+				eventually(t, "nothing is left", func() error { return requireGone(t, c, label, "true") })
 			}
 		}
 	})
@@ -157,7 +157,7 @@ func partsInBand(t *testing.T, f *fleet.Fleet, inBand func(*testing.T)) {
 		inBand(t)
 		isthmus(t, f, "unpeer", "--context", a.Name, "--remote-context", b.Name)
 		for _, c := range f.Clusters {
-			must(t, gone(t, c, v1alpha1.LabelReplicated, "true"))
+			must(t, requireGone(t, c, v1alpha1.LabelReplicated, "true"))
 		}
 	})
 }
@@ -185,8 +185,8 @@ func managerReachesPods(t *testing.T, c *fleet.Cluster) {
 	}
 }
 
-// tunnelDown waits until the Peering reports that `isthmus peer --in-band` is needed, with the
-// given reason.
+// tunnelDown waits until the Peering reports, with the given reason, that the administrator must
+// run `isthmus peer --in-band`.
 func tunnelDown(t *testing.T, at, of *fleet.Cluster, why string) {
 	t.Helper()
 	eventually(t, "a reason at "+at.Name, func() error { return saysTunnelDown(t, at, of, why) })
@@ -257,8 +257,8 @@ func inBandIsClosed(t *testing.T, a, b *fleet.Cluster) {
 	}
 }
 
-// told waits until b uses the current address of a's gateway.
-func told(t *testing.T, a, b *fleet.Cluster) {
+// waitForAddress waits until b uses the current address of a's gateway.
+func waitForAddress(t *testing.T, a, b *fleet.Cluster) {
 	t.Helper()
 	eventually(t, "the address of the active gateway of "+a.Name+" at "+b.Name, func() error {
 		i, err := a.ActiveGateway(t.Context())
@@ -287,8 +287,8 @@ func startGateways(t *testing.T, c *fleet.Cluster) {
 	}
 }
 
-// gone returns an error if a NetworkConfig with the label exists.
-func gone(t *testing.T, c *fleet.Cluster, label, value string) error {
+// requireGone returns an error if a NetworkConfig with the label exists.
+func requireGone(t *testing.T, c *fleet.Cluster, label, value string) error {
 	var list v1alpha1.NetworkConfigList
 	err := c.Client.List(t.Context(), &list, client.MatchingLabels{label: value})
 	if err == nil && len(list.Items) > 0 {

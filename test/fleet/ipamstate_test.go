@@ -21,10 +21,10 @@ import (
 	"github.com/isthmus-net/isthmus/internal/lab"
 )
 
-// After any edit of the IpamStorage and the NetworkAllocation, no packet may leave in the clear,
-// as the sniffer checks. This includes edits while no manager runs and agents are killed. Nodes
-// continue to work, and the manager restores the IPAM state. An orderly un-peering removes the
-// peer from the IPAM state.
+// Whatever somebody edits in the IpamStorage and the NetworkAllocation, no packet may leave in the
+// clear, as the sniffer checks. The edits also happen while no manager runs and agents are killed.
+// Nodes must continue to work, and the manager must restore the IPAM state. Only un-peering may
+// remove the peer from the IPAM state.
 func TestIPAMStateEditsLeakNoPlaintext(t *testing.T) {
 	f := up(t, lab.Spec{Clusters: []lab.ClusterSpec{inPods(clusterSpec("10.244.0.0/16", 2)), inPods(clusterSpec("10.244.64.0/19", 2))}})
 	a, b := f.Clusters[0], f.Clusters[1]
@@ -140,7 +140,7 @@ func TestIPAMStateEditsLeakNoPlaintext(t *testing.T) {
 		t.Errorf("in the clear: %v", leaks)
 	}
 
-	// After un-peering, pods that still send to the former peer must not send in the clear. Nodes
+	// After un-peering, packets of pods to the former peer must not leave in the clear. Nodes
 	// refuse the peer's networks until the manager releases these.
 	allocated = allocation()
 	whilePinging(t, from.Host, to, func() { isthmus(t, f, "unpeer", "--context", a.Name, "--remote-context", b.Name) })
@@ -192,7 +192,7 @@ func TestIPAMStateEditsLeakNoPlaintext(t *testing.T) {
 		t.Errorf("released: %+v", o.Spec)
 	}
 
-	// Deleting the CRD of Peerings un-peers, too.
+	// Deleting the CRD of Peerings must un-peer, too.
 	peer(t, f, a, b)
 	podsToPods(t, a, b)
 	whilePinging(t, from.Host, seen(t, a, b, podOn(t, b, 0).Addr), func() {

@@ -18,9 +18,9 @@ import (
 	"github.com/isthmus-net/isthmus/test/internal/hosts"
 )
 
-// watched lists faults of TestDiagnoseNamesEachFault whose reports are checked also while the
-// fault lasts. may lists the additional reports, as CLUSTER/HOP REASON, that are acceptable until
-// diagnose has evidence for the right one.
+// watched lists faults of TestDiagnoseNamesEachFault whose reports TestReportsAgreeWithTraffic
+// checks while they last. may lists the additional reports, as CLUSTER/HOP REASON, that are
+// acceptable until diagnose has evidence for the right one.
 var watched = []struct {
 	fault string
 	may   []string
@@ -57,8 +57,8 @@ type moment struct {
 	Metrics  string
 }
 
-// Reports must agree with the traffic. While pods reach each other, the Peering is ready. Only
-// the actual fault is reported, while it lasts and after its repair.
+// Reports must agree with the traffic. While pods reach each other, the Peering must be ready.
+// While a fault lasts, the reports may name only this fault, and after its repair none.
 func TestReportsAgreeWithTraffic(t *testing.T) {
 	if !*long {
 		t.Skip("it takes ten minutes: -long")

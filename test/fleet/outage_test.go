@@ -109,7 +109,7 @@ func TestControlPlaneOutage(t *testing.T) {
 			cancel()
 			must(t, err)
 			t.Logf("%s -> %s answers %.2f s after the restart of the gateways without an API server", from, to, took.Seconds())
-			carriesOn(t, a, was)
+			forwardsFromSnapshot(t, a, was)
 			says(t, a, 1-was, 5872, "/readyz", "503")
 			says(t, a, 1-was, 5872, "/metrics", "isthmus_gateway_from_snapshot 0\n", "isthmus_gateway_active 0\n")
 		}
@@ -162,9 +162,9 @@ func TestControlPlaneOutage(t *testing.T) {
 	})
 }
 
-// carriesOn waits until the gateway on node i reports at all its endpoints that it forwards from
-// its snapshot.
-func carriesOn(t *testing.T, c *fleet.Cluster, i int) {
+// forwardsFromSnapshot waits until all HTTP endpoints of the gateway on node i report that it
+// forwards from its snapshot.
+func forwardsFromSnapshot(t *testing.T, c *fleet.Cluster, i int) {
 	t.Helper()
 	const words = "carrying on since "
 	says(t, c, i, 5872, "/readyz", "503", words)
@@ -190,7 +190,7 @@ func says(t *testing.T, c *fleet.Cluster, i, port int, path string, words ...str
 	})
 }
 
-// both is traffic in both directions: between nodes without the active gateway, and between nodes
+// both is two traffics: remote between nodes without the active gateway, and near between nodes
 // with it.
 type both struct{ remote, near *traffic }
 
@@ -199,7 +199,7 @@ func startTraffic(t *testing.T, a, b *fleet.Cluster) both {
 	from, to := remotePod(t, a), remotePod(t, b)
 	back, forth := podOn(t, b, active(t, b)), podOn(t, a, active(t, a))
 	r := both{talk(t, from, to, seen(t, a, b, to.Addr)), talk(t, back, forth, seen(t, b, a, forth.Addr))}
-	time.Sleep(time.Second) // so that there is traffic before the fault
+	time.Sleep(time.Second) // let traffic run before the fault
 	return r
 }
 

@@ -12,8 +12,8 @@ import (
 	"github.com/isthmus-net/isthmus/routeagent"
 )
 
-// A firewall on one node drops its VXLAN packets. `isthmus status` must name this node and not
-// the other one, and must report nothing after the firewall is removed.
+// A firewall on one node drops its VXLAN packets. `isthmus status` must name this node and no
+// other, and after the removal of the firewall it must report no fault.
 func TestStatusNamesNodeWithBrokenOverlay(t *testing.T) {
 	if !*long {
 		t.Skip("takes two minutes; see -long")

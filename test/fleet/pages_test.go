@@ -36,8 +36,8 @@ func chapterOf(t *testing.T, page, chapter string) (lines []string) {
 	return lines
 }
 
-// named creates a Pod object with a name that the pages use.
-func (s *troubleSite) named(t *testing.T, c *fleet.Cluster, namespace, name string, at *lab.Pod) {
+// createPod creates a Pod object with a name that the pages use.
+func (s *troubleSite) createPod(t *testing.T, c *fleet.Cluster, namespace, name string, at *lab.Pod) {
 	t.Helper()
 	must(t, c.Client.Create(t.Context(), &corev1.Namespace{ObjectMeta: object("", namespace)}))
 	must(t, c.Client.Delete(t.Context(), &corev1.Pod{ObjectMeta: object(metav1.NamespaceDefault, at.Name)}))
@@ -58,8 +58,8 @@ func TestCommandsOfThePagesWorkOnClusters(t *testing.T) {
 	spec.Clusters[0].Name, spec.Clusters[1].Name = "paris", "oslo"
 	f := up(t, spec)
 	s := &troubleSite{Fleet: f, a: f.Clusters[0], b: f.Clusters[1]}
-	s.named(t, s.a, "shop", "web-0", s.a.Pods[0])
-	s.named(t, s.b, "db", "postgres-0", s.b.Pods[0])
+	s.createPod(t, s.a, "shop", "web-0", s.a.Pods[0])
+	s.createPod(t, s.b, "db", "postgres-0", s.b.Pods[0])
 	lines := chapterOf(t, "README.md", "Use it on clusters")
 	apart := slices.IndexFunc(lines, func(line string) bool { return strings.HasPrefix(line, "isthmus unpeer ") })
 	if apart < 0 {

@@ -21,8 +21,8 @@ import (
 	"github.com/isthmus-net/isthmus/internal/lab"
 )
 
-// Of these three clusters, a and b overlap with different prefix lengths and have gateways that
-// are ordinary Pods. The underlay has the MTU of a cloud network.
+// There are three clusters. The networks of a and b overlap with different prefix lengths, and the
+// gateways of a and b are ordinary Pods. The underlay has the MTU of a cloud network.
 func TestPeering(t *testing.T) {
 	f := up(t, lab.Spec{MTU: 1450, Clusters: []lab.ClusterSpec{
 		inPods(clusterSpec("10.244.0.0/16", 3)), inPods(clusterSpec("10.244.128.0/18", 2)), clusterSpec("172.20.0.0/22", 2),
@@ -171,8 +171,8 @@ func largePackets(t *testing.T, at, of *fleet.Cluster) {
 	addr := seen(t, at, of, to.Addr)
 	for _, size := range []int{1000, 1300, 1350, 1372, 1400, 1422, 1472, 3000, 8000, 30000} {
 		if _, err := from.PingWith(t.Context(), addr, lab.PingOptions{Size: size, Wait: 20 * time.Second}); err != nil {
-			// The first packet may be lost because path MTU discovery learns from it. The second packet
-			// must arrive.
+			// The first packet may be lost, because path MTU discovery may need it. The second
+			// packet must arrive.
 			if _, err := from.PingWith(t.Context(), addr, lab.PingOptions{Size: size, Wait: 20 * time.Second}); err != nil {
 				t.Errorf("%d octets: %v", size, err)
 			}

@@ -70,7 +70,7 @@ func plainPeer(t *testing.T, a, b *fleet.Cluster) *lab.Pod {
 			must(t, b.Stop(name))
 		}
 	}
-	ipCommand(t, node.Host, "rule", "flush") // removes the agents' rules; the rule for table local stays
+	ipCommand(t, node.Host, "rule", "flush") // removes the agents' rules, but not the rule for table local
 	ipCommand(t, node.Host, "rule", "add", "lookup", "main", "pref", "32766")
 	// Without this rule, probes of a's gateway, which nobody answers here, would leave in the clear.
 	nft(t, node.Host, "flush ruleset; add table ip plain; add chain ip plain forward { type filter hook forward priority 0; policy drop; }")

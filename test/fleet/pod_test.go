@@ -15,9 +15,9 @@ import (
 	"github.com/isthmus-net/isthmus/internal/lab"
 )
 
-// A gateway Pod accepts overlay packets only from nodes, and peers cannot reach it although its
-// address is in the PodCIDR. The test sends a node's packet before and after the forged ones.
-// Both must arrive, so a forged packet cannot be missing only because it is slow.
+// A gateway Pod must accept overlay packets only from nodes. Peers must not reach it, although its
+// address is in the PodCIDR. The test sends a node's packet before and after the forged ones. When
+// both have arrived, a forged packet that has not arrived was dropped.
 func gatewaysPodIsClosed(t *testing.T, a, b *fleet.Cluster) {
 	t.Helper()
 	gateway := a.GatewayPods[active(t, a)]

@@ -96,7 +96,7 @@ func TestPresharedKeys(t *testing.T) {
 		traffic := talk(t, from, to, at)
 		restore()
 		begin := time.Now()
-		must(t, b.Kill(fleet.Manager)) // a restart avoids its growing retry interval
+		must(t, b.Kill(fleet.Manager)) // restarts the manager, because its retry interval has grown
 		must(t, b.Start(t.Context(), fleet.Manager))
 		exchange = preshared(t, a, b, "")
 		t.Logf("a preshared key after %.1f s", time.Since(begin).Seconds())
@@ -248,8 +248,8 @@ func states(t *testing.T, c *fleet.Cluster) map[string]postquantum.State {
 	return all
 }
 
-// noKeyIsShown checks that no output of the clusters contains a secret key, including the keys in
-// former.
+// noKeyIsShown checks that no output of the clusters contains a secret key, neither a current key
+// nor one in former.
 func noKeyIsShown(t *testing.T, f *fleet.Fleet, former ...keyring.Ring) {
 	t.Helper()
 	var private [][32]byte

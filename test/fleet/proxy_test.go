@@ -122,7 +122,7 @@ func TestPeeringThroughAProxy(t *testing.T) {
 	eventually(t, "the address at a", func() error { return endpointIs(t, a, b, "192.0.2.99") })
 	isthmus(t, f, "unpeer", "--context", a.Name, "--remote-context", b.Name)
 	for _, c := range f.Clusters {
-		must(t, gone(t, c, v1alpha1.LabelReplicated, "true"))
+		must(t, requireGone(t, c, v1alpha1.LabelReplicated, "true"))
 	}
 }
 

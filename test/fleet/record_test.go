@@ -169,7 +169,7 @@ func TestRecord(t *testing.T) {
 		defer tick.Stop()
 		for ctx.Err() == nil {
 			for _, of := range []*fleet.Cluster{a, b} {
-				r.scrape(t.Context(), of) // the last scrape must be complete, too
+				r.scrape(t.Context(), of) // a complete last scrape, even after the end of the traffic
 			}
 			r.scrapes++
 			select {

@@ -59,7 +59,8 @@ func TestPeerIsNotAllocatedANetworkThatANodeUses(t *testing.T) {
 	podsToPods(t, b, a)
 	reach("beside the peering")
 
-	// A route that is added later does not interrupt the peering, but the Peering reports it.
+	// A later route to the peer's network must not interrupt the peering, but the Peering must
+	// report it.
 	later := netip.PrefixFrom(netip.MustParsePrefix(networks.PodCIDRSeen).Addr(), 23).String()
 	ip(t, a.Nodes[1].Host, "route add blackhole %s", later)
 	overlap := fmt.Sprintf("%s here, overlaps a network of node %s, %s", networks.PodCIDRSeen, a.Nodes[1].Name, later)
@@ -69,7 +70,7 @@ func TestPeerIsNotAllocatedANetworkThatANodeUses(t *testing.T) {
 	ip(t, a.Nodes[1].Host, "route del blackhole %s", later)
 	untilSays(t, a, b, api.ReasonConnected, "traffic can flow")
 
-	// When a Node is deleted, its report is deleted, too.
+	// When a Node is deleted, its report must be deleted, too.
 	node := a.Nodes[1].Name
 	must(t, a.Kill(fleet.Agent(1)))
 	must(t, a.Client.Delete(t.Context(), &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: node}}))

@@ -40,9 +40,9 @@ func TestRotation(t *testing.T) {
 	}
 
 	t.Run("RepeatedRotationsLoseNoPacket", func(t *testing.T) {
-		// Other load on the machine may cause losses in only one of the two runs, so the short form
-		// permits some and has three attempts. A rotation that closed a tunnel for a second would lose
-		// ten times as many.
+		// Other load on the machine may cause losses in only one of the two runs, so without -long
+		// the test permits some and has three attempts. A rotation that closed a tunnel for a
+		// second would lose ten times as many.
 		length, every, streams, allowed, tries := 30*time.Second, 10*time.Second, 4, int64(300), 3
 		if *long {
 			length, every, streams, allowed, tries = 10*time.Minute, 20*time.Second, 50, 0, 1
@@ -95,7 +95,7 @@ func TestRotation(t *testing.T) {
 			return nil
 		})
 		_, err := firstPing(t.Context(), from.Host, func() (netip.Addr, error) { return at, nil })
-		must(t, err) // traffic passes with the former key, because the manager has not published the next one
+		must(t, err) // traffic must pass with the former key, because the manager has not published the next one
 		out, err := f.Isthmus(t.Context(), "rotate-key", "--context", a.Name)
 		if err != nil || !strings.Contains(out, "0 of 1 peers have moved; waiting for b") {
 			t.Errorf("%v: %s", err, out)
@@ -226,8 +226,8 @@ type loss struct{ sent, lost int64 }
 func (l loss) String() string { return fmt.Sprintf("%d of %d datagrams lost", l.lost, l.sent) }
 
 // echoes sends 1,000 datagrams a second to a pod that echoes them. In addition, TCP streams
-// transfer 6.5 Mbit/s in total, and none of them may break. If again is not nil, it is called at
-// the given interval.
+// transfer 6.5 Mbit/s in total, and none of them may break. If again is not nil, echoes calls it at
+// the interval every.
 func echoes(t *testing.T, from, to *lab.Pod, at netip.Addr, streams int, length, every time.Duration, again func()) loss {
 	t.Helper()
 	echo, err := to.ListenPacket("udp4", to.Addr.String()+":0")

@@ -17,8 +17,8 @@ import (
 
 // Two clusters with the same PodCIDR export a service, and a third cluster imports it from both.
 // Each cluster must reach every endpoint that it lists. If an exporter loses its gateways, its
-// endpoints become unready in the other clusters. If it is un-peered from a cluster, they
-// disappear there.
+// endpoints must become unready in the other clusters. If it is un-peered from a cluster, its
+// endpoints must disappear there.
 func TestThreeClustersShareAService(t *testing.T) {
 	f := upWith(t, fleet.Options{Services: true, Spec: lab.Spec{Clusters: []lab.ClusterSpec{
 		inPods(clusterSpec("10.244.0.0/16", 2)), clusterSpec("10.244.0.0/16", 1), clusterSpec("10.240.0.0/12", 1),

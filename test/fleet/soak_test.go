@@ -130,11 +130,11 @@ func connect(t *testing.T, from *lab.Host, to *lab.Pod, at netip.Addr) {
 	}
 }
 
-// A sample holds the values of all series at one time, by name.
+// A sample holds the values of all series at one time, by the name of the series.
 type sample map[string]float64
 
-// held lists the metrics of a process in a sample, with the unit of the series and the divisor to
-// that unit.
+// held lists the metrics of a process in a sample. A series has the value of a metric divided by
+// per, in the given unit.
 var held = []struct {
 	metric, unit string
 	per          float64
@@ -305,7 +305,8 @@ func (h *history) plot() []byte {
 `, left+width+60, gap+len(panels)*(height+gap)+10, b.String(), left+width-30, gap+len(panels)*(height+gap), h.at[len(h.at)-1].Round(time.Minute))
 }
 
-// Growth must be detected. A cache that fills during the first quarter is not growth.
+// The test of the soak itself: it must detect growth, but must ignore a cache that fills during the
+// first quarter.
 func TestSoakDetectsGrowth(t *testing.T) {
 	of := func(value func(i int) float64) (h history) {
 		for i := range 40 {

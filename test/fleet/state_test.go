@@ -132,8 +132,8 @@ func inventory(ctx context.Context, c *fleet.Cluster) ([]string, error) {
 }
 
 // firstInventory returns the inventory of a cluster after its components have completed their
-// start. A ready component may still change objects; for example, a new leader writes its
-// networks.
+// start. Before that, even a ready component may change objects; for example, a new leader writes
+// its networks.
 func firstInventory(t *testing.T, c *fleet.Cluster) []string {
 	t.Helper()
 	var has []string
@@ -187,8 +187,8 @@ func sameInventory(t *testing.T, c *fleet.Cluster, had []string) {
 	})
 }
 
-// endHolds releases the networks of removed peers at once, by the documented edit of the IPAM
-// state. Otherwise nodes keep them for a day.
+// endHolds frees the networks of removed peers at once, by the documented edit of the IPAM state.
+// Without it, nodes hold them for a day.
 func endHolds(t *testing.T, c *fleet.Cluster) {
 	t.Helper()
 	eventually(t, "an IPAM state of cluster "+c.Name+" without networks that are held", func() error {
@@ -242,12 +242,12 @@ func writes(ctx context.Context, c *fleet.Cluster) (map[string]float64, error) {
 }
 
 // addPod adds a second address to a pod and describes it to the cluster as a new pod. The address
-// is at the end of the PodCIDR, outside of all nodes' networks, as a CNI with its own IPAM may
-// choose it.
+// is at the end of the PodCIDR, outside of all nodes' networks. A CNI with its own IPAM may choose
+// such an address.
 func addPod(t *testing.T, c *fleet.Cluster, on *lab.Pod) *lab.Pod {
 	t.Helper()
 	host := c.PodCIDR.Masked().Addr().As4()
-	for i := range 4 { // the last address of the PodCIDR, minus 55
+	for i := range 4 { // 55 below the last address of the PodCIDR
 		host[i] |= byte(0xff >> max(0, min(8, c.PodCIDR.Bits()-8*i)))
 	}
 	host[3] -= 55

@@ -19,7 +19,7 @@ import (
 
 const (
 	pingInterval   = 50 * time.Millisecond
-	pingWait       = 3 * time.Second // end counts an answer after this time as a lost ping
+	pingWait       = 3 * time.Second // a ping without an answer in this time counts as lost
 	streamInterval = 20 * time.Millisecond
 	streamChunk    = 16 << 10 // octets each streamInterval: 6.5 Mbit/s
 )
@@ -58,8 +58,8 @@ func talk(t *testing.T, from, to *lab.Pod, at netip.Addr) *traffic {
 	return r
 }
 
-// stream starts only the TCP connection of a traffic, with chunk octets each streamInterval. It
-// returns the contexts for ping.
+// stream starts only the TCP connection of a traffic, with chunk octets each streamInterval. ctx
+// and pings are the contexts for the method ping.
 func stream(t *testing.T, from, to *lab.Pod, at netip.Addr, chunk int) (r *traffic, ctx, pings context.Context) {
 	t.Helper()
 	listener, err := to.Listen("tcp4", to.Addr.String()+":0")
@@ -147,7 +147,8 @@ func (r *traffic) receive() {
 	}
 }
 
-// ping sends pings until ctx ends. Pings that are waiting then may be answered until pings ends.
+// ping sends pings until ctx ends. Pings without an answer at that time may be answered until pings
+// ends.
 func (r *traffic) ping(pings, ctx context.Context, from *lab.Host, to netip.Addr) {
 	var group sync.WaitGroup
 	defer group.Wait()

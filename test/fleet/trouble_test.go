@@ -38,10 +38,10 @@ type hop struct{ Cluster, Hop, State, Reason, Text string }
 
 func (h hop) String() string { return strings.TrimSpace(h.Cluster + "/" + h.Hop + " " + h.Reason) }
 
-// diagnose runs `isthmus diagnose` in cluster a, with access to b if both is true. broken lists
-// the broken hops, starting with the one to repair first. says is the text of that hop, or of all
+// diagnose runs `isthmus diagnose` in cluster a, with access to b if both is true. broken lists the
+// broken hops, and begins with the one to repair first. text is the text of that hop, or of all
 // hops if none is broken.
-func diagnose(ctx context.Context, f *fleet.Fleet, a, b *fleet.Cluster, both bool) (broken []string, says string, err error) {
+func diagnose(ctx context.Context, f *fleet.Fleet, a, b *fleet.Cluster, both bool) (broken []string, text string, err error) {
 	args := []string{"diagnose", "--context", a.Name, "-o", "json"}
 	if both {
 		args = append(args, "--remote-context", b.Name)
@@ -54,7 +54,7 @@ func diagnose(ctx context.Context, f *fleet.Fleet, a, b *fleet.Cluster, both boo
 		return nil, "", fmt.Errorf("isthmus %v: %w (%w)\n%s", args, failed, err, out)
 	}
 	for _, h := range d.Hops {
-		says += h.Text + "\n"
+		text += h.Text + "\n"
 		if h.State == "broken" {
 			broken = append(broken, h.String())
 		}
@@ -64,12 +64,12 @@ func diagnose(ctx context.Context, f *fleet.Fleet, a, b *fleet.Cluster, both boo
 	}
 	if d.Broken != nil { // the hop to repair first need not be the first on the path
 		i := slices.Index(broken, d.Broken.String())
-		broken[0], broken[i], says = broken[i], broken[0], d.Broken.Text
+		broken[0], broken[i], text = broken[i], broken[0], d.Broken.Text
 	}
 	if failed == nil != (len(broken) == 0) && !slices.ContainsFunc(d.Hops, func(h hop) bool { return h.State == "unknown" || h.State == "waits" }) {
 		return nil, "", fmt.Errorf("exit code 0 is %v, broken are %v", failed == nil, broken)
 	}
-	return broken, says, nil
+	return broken, text, nil
 }
 
 // A witness records the reports of a fault in one run, all from cluster a.
@@ -184,16 +184,16 @@ func traceOf(ctx context.Context, s *troubleSite, from, to string) string {
 		return "exit code 2"
 	}
 	where, _, _ := strings.Cut(ways[0].Verdict, ": ")
-	where, _, _ = strings.Cut(where, "; ") // the packet leaves this cluster, and its path in the other one was not checked
+	where, _, _ = strings.Cut(where, "; ") // after "; ", the output reports that it did not check the path in the other cluster
 	if rest := strings.SplitN(ways[0].Verdict, ": ", 3); where == "the peer is down" && len(rest) == 3 {
 		where += ": " + rest[1]
 	}
 	return where
 }
 
-// diagnose must name each fault, with access to one side and to both, and nothing else. After the
-// repair it must report nothing. It must not report harmless changes, during which pods reach
-// each other.
+// For each fault, diagnose must name this fault and nothing else, with access to one side and to
+// both. After the repair it must report nothing. It must not report harmless changes, after which
+// pods still reach each other.
 func TestDiagnoseNamesEachFault(t *testing.T) {
 	hosts.Need(t, "nft", "setpriv")
 	f := up(t, lab.Spec{Clusters: []lab.ClusterSpec{clusterSpec("10.244.0.0/16", 2), clusterSpec("10.244.0.0/16", 2)}})
@@ -249,7 +249,7 @@ func TestDiagnoseNamesEachFault(t *testing.T) {
 			}
 			begin := time.Now()
 			tr.breaks(t, s)
-			named(t, s, tr, fine)
+			waitForDiagnosis(t, s, tr, fine)
 			w := witness{Seconds: int(time.Since(begin).Seconds()), Load: load(t)}
 			if !tr.unasked {
 				w.Event = warnings(t.Context(), a, begin)
@@ -273,12 +273,12 @@ func TestDiagnoseNamesEachFault(t *testing.T) {
 			tr.heals(t, s)
 			fine(t)
 			if tr.alone == "" && tr.says != "" {
-				unsaid(t, s, tr)
+				waitForSilence(t, s, tr)
 			}
 			w.Healed = int(time.Since(mending).Seconds())
 			if !t.Failed() {
 				saw[tr.fault] = w
-				if *update { // a run may cover only some of the faults, or end early
+				if *update { // write after each fault, because a run may cover only some of the faults, or end early
 					text, err := json.MarshalIndent(saw, "", "  ")
 					must(t, err)
 					must(t, os.WriteFile(witnessed, append(text, '\n'), 0o644))
@@ -365,8 +365,8 @@ func vacantAddr(c *fleet.Cluster) netip.Addr {
 
 var observe = flag.Bool("observe", false, "go on with the next fault after one that is not named rightly")
 
-// named waits until diagnose names a fault as expected, and nothing else.
-func named(t *testing.T, s *troubleSite, tr *trouble, fine func(*testing.T)) {
+// waitForDiagnosis waits until diagnose names a fault as expected, and nothing else.
+func waitForDiagnosis(t *testing.T, s *troubleSite, tr *trouble, fine func(*testing.T)) {
 	t.Helper()
 	is := func(both bool, hop string) {
 		t.Helper()
@@ -411,8 +411,8 @@ func named(t *testing.T, s *troubleSite, tr *trouble, fine func(*testing.T)) {
 	}
 }
 
-// unsaid waits until a harmless fault is no longer mentioned.
-func unsaid(t *testing.T, s *troubleSite, tr *trouble) {
+// waitForSilence waits until diagnose no longer mentions a harmless fault.
+func waitForSilence(t *testing.T, s *troubleSite, tr *trouble) {
 	t.Helper()
 	eventually(t, "the end of "+tr.says, func() error {
 		if _, says, err := diagnose(t.Context(), s.Fleet, s.a, s.b, false); err != nil || strings.Contains(says, tr.says) {

@@ -33,7 +33,7 @@ type troubleSite struct {
 	*fleet.Fleet
 	a, b  *fleet.Cluster
 	saved client.Object // object that a fault has removed, for its repair
-	node  int           // index of the node with the fault
+	node  int           // index of the node with the fault, in cluster a
 	pulse func()        // ends background activity of the fault
 }
 
@@ -109,8 +109,8 @@ func (s *troubleSite) slow(t *testing.T, c *fleet.Cluster) {
 	}()
 }
 
-// tooLarge makes the underlay drop large packets silently. A nil node means packets of all
-// gateways.
+// tooLarge makes the underlay drop large packets silently. If from is nil, this affects packets of
+// all gateways, otherwise packets of that node.
 func tooLarge(t *testing.T, s *troubleSite, from *lab.Node, size int) {
 	t.Helper()
 	of := ""
@@ -120,16 +120,16 @@ func tooLarge(t *testing.T, s *troubleSite, from *lab.Node, size int) {
 	filter(t, s.Lab.Underlay, fmt.Sprintf("add chain ip fault on { type filter hook forward priority 0; }; add rule ip fault on %sip length > %d udp dport 5871 drop", of, size))
 }
 
-// without restarts a component after running a shell command that breaks it; see SetPrelude.
-func without(t *testing.T, c *fleet.Cluster, name, how string) {
+// restartBroken restarts a component behind a shell command that breaks it; see SetPrelude.
+func restartBroken(t *testing.T, c *fleet.Cluster, name, how string) {
 	t.Helper()
 	must(t, c.Kill(name))
 	c.SetPrelude(name, how)
 	must(t, c.Launch(name))
 }
 
-// with restarts a component without such a command.
-func with(t *testing.T, c *fleet.Cluster, name string) {
+// restartIntact restarts a component without such a command.
+func restartIntact(t *testing.T, c *fleet.Cluster, name string) {
 	t.Helper()
 	must(t, c.Kill(name))
 	c.SetPrelude(name, "")
@@ -166,11 +166,11 @@ func otherAddress(n *lab.Node) netip.Addr {
 // cluster a.
 type trouble struct {
 	fault string // name in docs/troubleshooting.md
-	// alone is the only broken hop that diagnose finds with access to cluster a only, as CLUSTER/HOP
-	// or CLUSTER/HOP REASON. both is the hop that it finds with access to both sides. Empty: no hop
-	// is broken.
+	// alone is the only broken hop that diagnose finds with access to cluster a only, as
+	// CLUSTER/HOP or CLUSTER/HOP REASON. both is the hop that it finds with access to both sides.
+	// An empty value means that no hop is broken.
 	alone, both string
-	says        string // text of the hop, beside its reason
+	says        string // text of the broken hop, in addition to its reason
 	unasked     bool   // a's API server does not respond
 	deaf        bool   // b's API server does not respond
 	ready       bool   // packets pass, so the peering stays READY
@@ -233,7 +233,8 @@ func startAll(t *testing.T, c *fleet.Cluster) {
 }
 
 // hinderAll restarts all gateways of a cluster with a shell command that breaks them. It does not
-// wait until they are ready: broken gateways may exit, and a kubelet would restart them.
+// wait until they are ready, because a broken gateway may exit, and then a kubelet would restart
+// it.
 func hinderAll(t *testing.T, c *fleet.Cluster, how string) {
 	t.Helper()
 	killAll(t, c)
@@ -300,9 +301,9 @@ func object(namespace, name string) metav1.ObjectMeta {
 	return metav1.ObjectMeta{Namespace: namespace, Name: name}
 }
 
-// dated changes the dates in the identity's token: how long ago it was issued, and how long it is
-// still valid.
-func dated(t *testing.T, s *troubleSite, o *corev1.Secret, issued, left time.Duration) {
+// setDates changes the dates in the identity's token: it was issued some time ago, and is valid for
+// some further time.
+func setDates(t *testing.T, s *troubleSite, o *corev1.Secret, issued, left time.Duration) {
 	t.Helper()
 	config, err := clientcmd.Load(o.Data[isthmusv1.SecretKubeconfig])
 	must(t, err)
@@ -314,7 +315,7 @@ func dated(t *testing.T, s *troubleSite, o *corev1.Secret, issued, left time.Dur
 	must(t, err)
 }
 
-// peerAgain runs `isthmus peer` again, to repair what this command can repair.
+// peerAgain runs `isthmus peer` again, which repairs some faults.
 func peerAgain(t *testing.T, s *troubleSite) {
 	isthmus(t, s.Fleet, "peer", "--context", s.a.Name, "--remote-context", s.b.Name)
 }
@@ -363,7 +364,7 @@ var troubles = []trouble{
 		breaks: func(t *testing.T, s *troubleSite) {
 			change(t, s.a, identitySecret(t, s), func(o *corev1.Secret) {
 				s.saved = o.DeepCopy()
-				dated(t, s, o, 2*time.Hour, -time.Hour)
+				setDates(t, s, o, 2*time.Hour, -time.Hour)
 			})
 		},
 		heals: func(t *testing.T, s *troubleSite) {
@@ -374,7 +375,7 @@ var troubles = []trouble{
 		fault: "the Secret with the identity is immutable, and its token is about to expire", says: "is not renewed",
 		breaks: func(t *testing.T, s *troubleSite) {
 			change(t, s.a, identitySecret(t, s), func(o *corev1.Secret) {
-				dated(t, s, o, 50*time.Minute, 10*time.Minute)
+				setDates(t, s, o, 50*time.Minute, 10*time.Minute)
 				o.Immutable = new(true)
 			})
 		},
@@ -413,9 +414,9 @@ var troubles = []trouble{
 		fault: "a route agent's Pod lacks CAP_NET_ADMIN", alone: "a/route agents", both: "a/route agents", says: "CAP_NET_ADMIN",
 		breaks: func(t *testing.T, s *troubleSite) {
 			s.far(t)
-			without(t, s.a, fleet.Agent(s.node), `set -- setpriv --bounding-set=-net_admin "$@"`)
+			restartBroken(t, s.a, fleet.Agent(s.node), `set -- setpriv --bounding-set=-net_admin "$@"`)
 		},
-		heals: func(t *testing.T, s *troubleSite) { with(t, s.a, fleet.Agent(s.node)) },
+		heals: func(t *testing.T, s *troubleSite) { restartIntact(t, s.a, fleet.Agent(s.node)) },
 	},
 	{
 		fault: "the peer revoked this cluster's rights", alone: "a/publishing Forbidden", both: "a/publishing Forbidden",
@@ -889,17 +890,17 @@ var troubles = []trouble{
 		fault: "the disk of a node is full, and its route agent starts again", says: "SnapshotNotKept",
 		breaks: func(t *testing.T, s *troubleSite) {
 			s.far(t)
-			without(t, s.a, fleet.Agent(s.node), fullDisk(s.a, fleet.Agent(s.node)))
+			restartBroken(t, s.a, fleet.Agent(s.node), fullDisk(s.a, fleet.Agent(s.node)))
 		},
-		heals: func(t *testing.T, s *troubleSite) { with(t, s.a, fleet.Agent(s.node)) },
+		heals: func(t *testing.T, s *troubleSite) { restartIntact(t, s.a, fleet.Agent(s.node)) },
 	},
 	{
 		fault: "the state directory of a route agent is read-only, and it starts again", says: "read-only file system",
 		breaks: func(t *testing.T, s *troubleSite) {
 			s.far(t)
-			without(t, s.a, fleet.Agent(s.node), "mount -t tmpfs -o ro none "+s.a.StateDirectory(fleet.Agent(s.node)))
+			restartBroken(t, s.a, fleet.Agent(s.node), "mount -t tmpfs -o ro none "+s.a.StateDirectory(fleet.Agent(s.node)))
 		},
-		heals: func(t *testing.T, s *troubleSite) { with(t, s.a, fleet.Agent(s.node)) },
+		heals: func(t *testing.T, s *troubleSite) { restartIntact(t, s.a, fleet.Agent(s.node)) },
 	},
 	{
 		fault:  "this cluster's own API server is slow",

@@ -20,8 +20,8 @@ import (
 	"github.com/isthmus-net/isthmus/test/internal/hosts"
 )
 
-// With votes, a standby takes over without an API server. A gateway that reaches the API server,
-// but not most nodes, must stop forwarding.
+// With votes, a standby must be able to take over without an API server. A gateway that reaches the
+// API server, but not most nodes, must stop forwarding.
 func TestVotesElectTheGateway(t *testing.T) {
 	f := upWith(t, fleet.Options{Votes: true, Spec: lab.Spec{RPFilter: lab.RPFilterStrict, Clusters: []lab.ClusterSpec{
 		inPods(clusterSpec("10.244.0.0/16", 3)), clusterSpec("10.240.0.0/12", 2),
@@ -179,7 +179,7 @@ func TestVotesElectTheGateway(t *testing.T) {
 	})
 }
 
-// tookOver waits until the Lease contains the reason why its holder is active.
+// tookOver waits until the Lease has the given reason why its holder is active.
 func tookOver(t *testing.T, c *fleet.Cluster, reason string) {
 	t.Helper()
 	eventually(t, "the reason of the takeover", func() error {

@@ -32,9 +32,9 @@ func wantGateways(t *testing.T, c *fleet.Cluster, replicas int32) {
 
 const pendingGateway = "gateway-pending"
 
-// noStandby replaces the Pod of a's standby by a pending Pod. waits sets its status as the
-// scheduler or a kubelet would.
-func noStandby(t *testing.T, s *troubleSite, waits func(*corev1.PodStatus)) {
+// noStandby replaces the Pod of a's standby by a pending Pod. setStatus sets the pending Pod's
+// status as the scheduler or a kubelet would.
+func noStandby(t *testing.T, s *troubleSite, setStatus func(*corev1.PodStatus)) {
 	t.Helper()
 	s.far(t)
 	wantGateways(t, s.a, 2)
@@ -44,7 +44,7 @@ func noStandby(t *testing.T, s *troubleSite, waits func(*corev1.PodStatus)) {
 	p.Labels = map[string]string{"app.kubernetes.io/name": "gateway", "app.kubernetes.io/component": "networking"} // the labels that the Deployment sets
 	must(t, s.a.Client.Create(t.Context(), p))
 	p.Status.Phase = corev1.PodPending
-	waits(&p.Status)
+	setStatus(&p.Status)
 	must(t, s.a.Client.Status().Update(t.Context(), p))
 }
 

@@ -51,7 +51,7 @@ const (
 	atMostTime = 300 * time.Millisecond // duration of a flood at the maximum rate
 
 	pingEvery = 50 * time.Millisecond
-	pingWait  = 10 * time.Second // a ping takes less than a second; the stall for which this test was written took 47 s
+	pingWait  = 10 * time.Second // a ping normally takes less than a second
 )
 
 var (
@@ -60,14 +60,14 @@ var (
 	podsOfC = netip.MustParsePrefix("10.60.0.0/18")
 )
 
-// overflow are the drop reasons of handshakes when there are too many. Handshakes within the
-// budgets are answered or refused.
+// overflow are the reasons for drops of handshakes in a flood. Within its budgets the gateway refuses
+// them, beyond its budgets it drops them unread.
 var overflow = []string{"handshake_queue", "handshake_key", "handshake_refused"}
 
 // A flood is a kind of messages that a test sends.
 type flood struct {
 	name   string
-	reason string // label of isthmus_drops_total that counts each message; empty: they may be counted only by the reasons in overflow
+	reason string // the label reason under which isthmus_drops_total counts each message; empty: the gateway may count it only under the reasons in overflow
 	next   func() []byte
 }
 
@@ -77,8 +77,8 @@ func TestAHostilePeerDoesNotAffectAnHonestOne(t *testing.T) {
 	for _, f := range s.floods(t) {
 		t.Run(f.name, func(t *testing.T) {
 			p := s.flood(t, f, floodRate, floodTime)
-			// A stall loses nearly all pings. A machine that is busy with other tests may lose a single
-			// one, and has less throughput. So the throughput is only reported.
+			// A stall loses nearly all pings. A machine that is busy with other tests may lose a
+			// single ping, and has less throughput, so the test only logs the throughput.
 			if p.lost > p.pings/4 {
 				t.Errorf("%d of %d pings lost", p.lost, p.pings)
 			}
@@ -339,8 +339,8 @@ func (r *recorder) listen(t *testing.T, at *lab.Node, from netip.Addr) {
 			}
 			n, _, err := unix.Recvfrom(fd, buf, 0)
 			const headers = 20 + 8
-			// Datagrams that the kernel has joined are left out, because the length of a single one is not
-			// known here.
+			// Skip datagrams that the kernel has joined, because the recorder does not know the
+			// length of each.
 			if err != nil || n < headers+noise.HeaderLen+noise.TagLen || n > 1500 || buf[9] != unix.IPPROTO_UDP ||
 				!bytes.Equal(buf[12:16], from.AsSlice()) || buf[headers] != noise.DataType ||
 				bytes.Contains(buf[headers+8:n], buf[headers:headers+8]) { // the start of a message occurs again, so datagrams were joined
@@ -425,8 +425,9 @@ func (s *site) during(t *testing.T, name string, f func()) phase {
 	return p
 }
 
-// flood sends messages of a kind: rate a second or, with 0, as fast as possible. Each message
-// must be counted with the reason of its kind or as receive_queue, and none with another reason.
+// flood sends messages of a kind: rate a second or, with 0, as fast as possible. The gateway must
+// count each message under the reason of its kind or as receive_queue, and none under another
+// reason.
 func (s *site) flood(t *testing.T, f flood, rate int, d time.Duration) phase {
 	f.next() // the first call may take long
 	before, lostBefore := s.drops(t), s.kernelDrops(t)

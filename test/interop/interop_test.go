@@ -4,8 +4,8 @@
 //
 //	pod a ── node of A ═ isthmus gateway ══ UDP ══ wireguard-go ─ cluster B, as A sees it
 //
-// A real gateway of B would translate b@A to b. The peer simply owns b@A, so the packets in the
-// tunnel are the same.
+// A real gateway of B would translate b@A to b. Here the peer itself has the address b@A, which
+// makes no difference to the packets in the tunnel.
 package interop
 
 import (
@@ -53,7 +53,7 @@ var (
 	endpointX = netip.MustParseAddr("10.248.0.9")   // x@B: the address at which B reaches it
 	serverX   = netip.MustParseAddr("10.249.0.5")   // x@A: the address at which A reaches an endpoint of B
 
-	natIPofA = podsAatB.Addr() // source, as B sees it, of everything in A that is no pod
+	natIPofA = podsAatB.Addr() // source, as B sees it, of packets from hosts of A that are not pods
 	natIPofB = podsBatA.Addr()
 	checkA   = extAatB.Addr().Next()
 	checkB   = extBatA.Addr().Next()
@@ -99,7 +99,7 @@ func (s *site) step(name string, f func(*site)) {
 	})
 }
 
-// newSite starts both sides and waits until each has heard from the other.
+// newSite starts both sides and waits until each has received a message of the other.
 func newSite(t *testing.T) *site {
 	hosts.Need(t, "wireguard-go")
 	if _, err := os.Stat("/dev/net/tun"); err != nil {
@@ -336,9 +336,9 @@ func sentAt(raw string) (time.Time, error) {
 	return ping.TimeStamp, err
 }
 
-// withoutBursts returns the times that have no other time within a microsecond: those of the
-// connection check. Probes of the path MTU are several PINGs whose time stamps differ by a
-// nanosecond.
+// withoutBursts returns the times that have no other time within a microsecond. These are times of
+// the connection check. A probe of the path MTU consists of several PINGs, whose time stamps differ
+// by a nanosecond.
 func withoutBursts(said []time.Time) (alone []time.Time) {
 	said = slices.SortedFunc(slices.Values(said), time.Time.Compare)
 	for i, at := range said {
@@ -389,8 +389,8 @@ func (s *site) ourPings() {
 		}
 		said = append(said, sent)
 	}
-	// Check only the median of the intervals: on a busy machine, one is longer and the next one
-	// shorter.
+	// Check only the median of the intervals, because on a busy machine single intervals may be
+	// longer or shorter.
 	var gaps []time.Duration
 	said = withoutBursts(said)
 	for i := range said[2:] { // the first PING is sent early, because a new peer is pinged before its turn
@@ -413,7 +413,7 @@ func (s *site) ourPings() {
 func (s *site) ourPongs() {
 	c := s.peer.ListenUDP(netip.AddrPortFrom(natIPofB, checkPort))
 	to := netip.AddrPortFrom(checkA, checkPort)
-	// The answer is the same object, whatever clusterID it contains.
+	// The answer must have the clusterID of the PING, whatever that is.
 	for _, id := range []string{idA, idB, "somebody-else"} {
 		m := message{ClusterID: id, MsgType: "PING", TimeStamp: time.Now().Truncate(0)}
 		got, from := askPong(s.T, c, to, m)
@@ -537,8 +537,8 @@ func (s *site) tcpBothWays() {
 	s.transfer(s.peer, bAtA, s.pod, netip.AddrPortFrom(aAtB, 8080), netip.AddrPortFrom(a, 8080), bAtA)
 }
 
-// nodeToPod connects from the node's own address. Its address in the pod network would count as a
-// pod's.
+// nodeToPod connects from the node's own address, because its address in the pod network would
+// count as a pod.
 func (s *site) nodeToPod() {
 	s.transfer(s.node, nodeUnderlay, s.peer, netip.AddrPortFrom(bAtA, 8081), netip.AddrPortFrom(bAtA, 8081), natIPofA)
 }
@@ -551,8 +551,8 @@ func (s *site) peerToEndpoint() {
 	s.transfer(s.peer, bAtA, s.pod, netip.AddrPortFrom(endpointX, 8083), netip.AddrPortFrom(endpoint, 8083), bAtA)
 }
 
-// transfer opens a connection and sends ten megabytes in each direction at the same time,
-// comparing hashes. The server must see the client's address as seen.
+// transfer opens a connection and sends ten megabytes in each direction at the same time, comparing
+// hashes. The server must see the client under the address seen.
 func (s *site) transfer(client *hosts.Host, src netip.Addr, server *hosts.Host, dst, listen netip.AddrPort, seen netip.Addr) {
 	s.Helper()
 	const size = 10 << 20
@@ -722,8 +722,8 @@ func (s *site) nothing(c *net.UDPConn) {
 	}
 }
 
-// silence checks that the peer counts as lost ten seconds after its last answer (docs/liqo-v0.md,
-// section 8), so it is the slowest step.
+// silence checks that the gateway reports the peer as lost ten seconds after its last answer
+// (docs/liqo-v0.md, section 8).
 func (s *site) silence() {
 	before, _ := s.responder.heard()
 	s.eventually("one more PING", func() error {

@@ -20,11 +20,11 @@ import (
 
 var long = flag.Bool("long", false, "rotate the key for ten minutes")
 
-// Limits of the loss in a rotation. When the peer replaces our key, it drops the sessions with
-// the former key. So it loses packets in flight, and packets that arrive until its next packet
-// has made a session: at most those of two round trips (WireGuard's paper, section 5.4.3). A
-// round trip is shorter than the interval between datagrams here, so that is one datagram for
-// each round trip.
+// Limits of the loss in a rotation. When the peer replaces our key, it drops the sessions with the
+// former key. So it loses the packets in flight, and those that arrive before its next packet has
+// started a session: together at most the packets of two round trips (WireGuard's paper, section
+// 5.4.3). A round trip is shorter than the interval between datagrams here, so that is one datagram
+// for each round trip.
 //
 // A peer that only answers starts no handshake. The gateway starts one within 350 ms after the
 // peer's last answer.
@@ -39,9 +39,9 @@ const (
 func TestRotationWithWireGuardGo(t *testing.T) {
 	s := newSite(t)
 	s.handshake()
-	// A machine that does other work may lose more datagrams in a single run. So the short form
-	// allows more of them, and three tries. If the tunnel were closed from the peer's change until
-	// the end of the rotation, more than a hundred would be lost.
+	// A machine that does other work may lose more datagrams in a single run. So without -long, the
+	// test allows more of them, and three tries. It would still detect a tunnel that is closed from
+	// the peer's change until the end of the rotation, because that would lose more than a hundred.
 	length, every, settle, streams, busy, tries := 15*time.Second, 5*time.Second, time.Second, 4, 20, 3
 	if *long {
 		length, every, settle, streams, busy, tries = 10*time.Minute, 20*time.Second, 10*time.Second, 50, 0, 1
@@ -124,8 +124,9 @@ func (l loss) String() string {
 }
 
 // traffic sends datagrams from the peer to pod a, one per interval, and counts the echoes.
-// Meanwhile TCP streams run, none of which may break. With answers, the pod sends and the peer
-// echoes, so the peer's WireGuard starts no handshake. traffic calls again once in each period.
+// Meanwhile TCP streams run, none of which may break. If answers is true, the pod sends and the
+// peer echoes, so that the peer's WireGuard starts no handshake. traffic calls again once in each
+// period of length every.
 func (s *site) traffic(length, every time.Duration, streams int, answers bool, again func()) loss {
 	s.Helper()
 	const port = 7

@@ -40,8 +40,8 @@ for clusters whose nodes vote on the active gateway.
 
 `
 
-// After each fault, traffic must recover without intervention. No packet may leave in the clear
-// meanwhile.
+// After each fault, traffic must recover without intervention. Until then, no packet may leave in
+// the clear.
 func TestTrafficRecoversAfterEachFault(t *testing.T) {
 	w := shared.get(t)
 	if !*all {
@@ -285,8 +285,8 @@ func whileBlocked(rules string) fault {
 	}
 }
 
-// onNodes returns a fault that runs the command begin on all nodes, then meanwhile after five
-// seconds, then the command end on all nodes.
+// onNodes returns a fault that runs the command begin on all nodes, waits five seconds, calls
+// meanwhile, and then runs the command end on all nodes.
 func onNodes(begin, end string, meanwhile func() error) fault {
 	return func(ctx context.Context, c *kubenodes.Cluster) (err error) {
 		run := func(line string) {

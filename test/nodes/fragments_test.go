@@ -25,8 +25,8 @@ import (
 )
 
 // The gateway of a hostile peer sends incomplete datagrams to a pod for longer than the 30 s for
-// which a node's kernel keeps their fragments. Fragmented datagrams of another peer and of local
-// pods, which the same kernel reassembles, must arrive as without the attack.
+// which a node's kernel keeps their fragments. The same kernel reassembles fragmented datagrams of
+// another peer and of local pods. These must arrive as without the attack.
 //
 //	c's gateway ─ incomplete datagrams ─┐
 //	pod of b ──── 4,000 octets ─────────┴─ a's gateway (a Pod) ═ VXLAN ═ node of a: nf_defrag ─ pod
@@ -200,8 +200,8 @@ func (w *fragmentWorld) flood(ctx context.Context, rate int, parts [][]int) (sen
 	})
 }
 
-// fragment returns one of the three fragments of a datagram to the flooded pod. Datagrams differ
-// in their identification or in their source, a pod of c.
+// fragment returns one of the three fragments of a datagram to the flooded pod. Any two datagrams
+// differ in the identification, or in the source, which is a pod of c.
 func (w *fragmentWorld) fragment(part int) []byte {
 	const size, more = 1200, 0x2000
 	be, b := binary.BigEndian, make([]byte, 20+size)
@@ -249,9 +249,8 @@ func (w *fragmentWorld) inGateway(c *kubenodes.Cluster, p *corev1.Pod, f func() 
 	})
 }
 
-// fragmentDrops returns the number of inbound packets that a's gateway has dropped. These are
-// fragments of incomplete datagrams. On a busy machine, tunnel messages of the flood may be
-// dropped as well.
+// fragmentDrops returns the number of inbound packets that a's gateway has dropped. These packets
+// are fragments of incomplete datagrams and, on a busy machine, also tunnel messages of the flood.
 func (w *fragmentWorld) fragmentDrops(t *testing.T) (n int) {
 	t.Helper()
 	p, err := w.a.ActiveGateway(t.Context())

@@ -26,8 +26,8 @@ import (
 // to this machine's containerd and to a registry.
 var elsewhere = regexp.MustCompile(`^(make image-load|skopeo )`)
 
-// The commands of docs/install.md have the documented effects. Cluster paris has kubeadm's
-// ConfigMap with the PodCIDR, because install reads it.
+// The commands of docs/install.md must have the documented effects. Cluster paris has kubeadm's
+// ConfigMap, from which install reads the PodCIDR.
 func TestCommandsOfInstallPageWork(t *testing.T) {
 	if fixture.skip != "" {
 		t.Skip(fixture.skip)
@@ -39,8 +39,8 @@ func TestCommandsOfInstallPageWork(t *testing.T) {
 		t.Skip("needs kubectl (Debian's package kubernetes-client)")
 	}
 	dir := t.TempDir()
-	// The nodes run the image that the page builds. The other names are those that the program and
-	// the chart use by default.
+	// The nodes run one image under several names: the name of the image that the page builds, and
+	// the default names of the program and of the chart.
 	build, _, _ := strings.Cut(chapter(t, "install.md", "The image"), "\n")
 	if out, err := exec.CommandContext(t.Context(), "sh", "-exc", "cd ../..\n"+strings.Replace(build, "make ", "make BIN="+dir+" ", 1)).CombinedOutput(); err != nil {
 		t.Fatalf("%v\n%s", err, out)

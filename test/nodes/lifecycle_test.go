@@ -47,7 +47,7 @@ var lifecyclePlan = plan{
 	},
 }
 
-// The commands of docs/lifecycle.md have the documented effects, on clusters like those of an
+// The commands of docs/lifecycle.md must have the documented effects, on clusters like those of an
 // installer.
 func TestLifecycle(t *testing.T) {
 	if fixture.skip != "" {
@@ -86,8 +86,8 @@ func TestLifecycle(t *testing.T) {
 	t.Run("move", func(t *testing.T) {
 		w.lives(t, "gateway moved by hand", func() { today.section(t, "Move the gateway") })
 	})
-	// The restore itself is tested in test/fleet. Here, all components are restarted at the same
-	// time, and peering again must change nothing.
+	// test/fleet tests the restore itself. This test restarts all components at the same time.
+	// After that, `isthmus peer` must change nothing.
 	t.Run("restart", func(t *testing.T) {
 		w.lives(t, "everything restarted", func() { today.section(t, "Restore") })
 		w.lives(t, "everything of both restarted at once", func() {
@@ -191,7 +191,7 @@ func (w *world) meet(t *testing.T) {
 	must(t, w.b.Watch(ctx, w.sniffer, w.a))
 }
 
-// part ends the sniffer's watch before the peers' networks are released.
+// part ends the sniffer's watch. Call it before the peers' networks are released.
 func (w *world) part(t *testing.T) {
 	t.Helper()
 	w.noPlaintext(t)
@@ -234,9 +234,9 @@ func (w *world) lives(t *testing.T, what string, do func()) {
 	w.noPlaintext(t)
 }
 
-// upgrade first replaces the components of one cluster one by one, so that each new component
-// works beside old ones. Then it runs the commands of the page. As on the page, CRDs and RBAC
-// objects come first, because they are compatible with both versions.
+// upgrade first replaces the components of one cluster one by one, to test each new component
+// beside old ones. Then it runs the commands of the page. As on the page, CRDs and RBAC objects
+// come first, because they are compatible with both versions.
 func (w *world) upgrade(t *testing.T, sh *shell) {
 	t.Helper()
 	sh.run(t, "kubectl --context oslo apply --server-side --force-conflicts -f deploy/crds -f deploy/rbac")
@@ -344,8 +344,8 @@ func lineWith(t *testing.T, lines, begin string) string {
 // text.
 type state map[string]bool
 
-// kept lists kinds that the API server, its controllers and kubelets change all the time.
-var kept = []string{"Event", "Lease", "EndpointSlice", "Endpoints", "ControllerRevision", "PodMetrics", "NodeMetrics"}
+// changing lists kinds that the API server, its controllers and kubelets change all the time.
+var changing = []string{"Event", "Lease", "EndpointSlice", "Endpoints", "ControllerRevision", "PodMetrics", "NodeMetrics"}
 
 // commands print the network settings of a node, one per line.
 var commands = []string{"ip -o link", "ip -o addr", "ip route show table all", "ip -6 route show table all", "ip rule", "ip -6 rule", "nft list ruleset", "iptables-save"}
@@ -364,7 +364,7 @@ func stateOf(t *testing.T, c *kubenodes.Cluster) state {
 		version, err := schema.ParseGroupVersion(list.GroupVersion)
 		must(t, err)
 		for _, r := range list.APIResources {
-			if !slices.Contains(r.Verbs, "list") || slices.Contains(kept, r.Kind) {
+			if !slices.Contains(r.Verbs, "list") || slices.Contains(changing, r.Kind) {
 				continue
 			}
 			found, err := objects.Resource(version.WithResource(r.Name)).List(t.Context(), metav1.ListOptions{})

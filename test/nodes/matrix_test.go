@@ -29,8 +29,8 @@ var traffic = []struct {
 }
 
 // Each cell is a request and its answer. The receiver must see the source that docs/nat.md
-// promises. The sender must get an answer of the request's size from the address to which it sent
-// the request.
+// promises. The answer must have the request's size, and must come from the address to which the
+// sender sent the request.
 func TestTrafficMatrixHoldsInEveryCell(t *testing.T) {
 	w := shared.get(t)
 	page := matrixPage(t, w)
@@ -54,8 +54,8 @@ var hostPlan = plan{
 	},
 }
 
-// The cells are the same, with gateways on the host network in one cluster and gateway Pods in
-// the other.
+// This test has the same cells, but one cluster has gateways on the host network and the other has
+// gateway Pods.
 func TestTrafficReachesEveryTargetWithAHostNetworkGateway(t *testing.T) {
 	if fixture.skip != "" {
 		t.Skip(fixture.skip)
@@ -143,7 +143,7 @@ func byGateway(t *testing.T, c *kubenodes.Cluster) []placed {
 	return []placed{{at, "gateway's node"}, {otherThan(at, c), "other node"}}
 }
 
-// otherThan returns the first other node of a cluster, if it has several.
+// otherThan returns the first node of the cluster that is not n, or n if there is no other.
 func otherThan(n *kubenodes.Node, c *kubenodes.Cluster) *kubenodes.Node {
 	if n == c.Nodes[0] && len(c.Nodes) > 1 {
 		return c.Nodes[1]

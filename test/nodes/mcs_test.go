@@ -27,8 +27,8 @@ import (
 
 var suite = flag.String("suite", "", "a checkout of kubernetes-sigs/mcs-api, whose conformance suite is run (make test-mcs)")
 
-// ofPods is the only spec that cannot pass with address translation: it expects that the
-// importer's DNS returns the addresses that pods have in the exporting cluster.
+// ofPods is the only spec that cannot pass with address translation, because it expects the
+// importer's DNS to return the addresses that pods have in the exporting cluster.
 const ofPods = "headless service should return the ready endpoint addresses of all the backing pods"
 
 // This test runs the unmodified conformance suite of the Multi-Cluster Services API, from the
@@ -49,8 +49,8 @@ func TestConformanceOfMultiClusterServices(t *testing.T) {
 		fails string
 	}{
 		{name: "disjoint PodCIDRs", pods: [2]string{"10.244.0.0/16", "10.20.0.0/16"}},
-		// With equal addresses, a spec could pass by accident: it expects the address of a pod of
-		// cluster a, and a pod of cluster b with the same address answers.
+		// With equal addresses, a spec could pass by accident: it expects an answer of a pod of
+		// cluster a, and a pod of cluster b with the same address sends it.
 		{name: "the same PodCIDR, no address used twice", pods: samePlan.pods, upper: true, fails: ofPods},
 		{name: "the same PodCIDR, addresses used twice", pods: samePlan.pods, fails: ofPods},
 	} {
@@ -134,8 +134,8 @@ type spec struct {
 	Message         string
 }
 
-// runSuite runs the suite and returns the specs that were not skipped. In the suite, cluster a
-// exports, and in some specs also b.
+// runSuite runs the suite and returns the specs that were not skipped. In the suite, cluster a is
+// the exporter, and in some specs cluster b is a second exporter.
 func (w *world) runSuite(t *testing.T, program string, flags ...string) (specs []spec) {
 	t.Helper()
 	dir := t.TempDir()

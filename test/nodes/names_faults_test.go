@@ -69,8 +69,8 @@ const (
 	goneLong = 150 * time.Second
 )
 
-// If two clusters export a service, its name must be answered as long as one of them serves it.
-// The only exception is the time until the failed exporter's endpoints are removed.
+// If two clusters export a service and one of them fails, requests to the service's name must still
+// get answers, except until the endpoints of the failed exporter are removed.
 func TestServicesByNameSurviveFaults(t *testing.T) {
 	w := namesWorld(t, samePlan)
 	ctx := t.Context()
@@ -149,7 +149,7 @@ func TestServicesByNameSurviveFaults(t *testing.T) {
 				}()
 			}
 			r := s.during(t, fault.do, fault.after.answer)
-			left := w.left(t, fault.after)
+			left := w.unexpected(t, fault.after)
 			leaks := w.sniffer.Take()
 			line := fmt.Sprintf("| %s | %s | %s | %d |\n", fault.name, r, left, len(leaks))
 			t.Log(line)
@@ -280,7 +280,7 @@ func (r shopping) String() string {
 // during causes a fault and waits until the given clusters answer again.
 func (s *shopper) during(t *testing.T, do func(context.Context) error, then []string) (r shopping) {
 	t.Helper()
-	away := true // b did not answer before the fault
+	away := true // initially true if b did not answer before the fault
 	for _, second := range s.since(t, time.Now().Add(-3*time.Second)) {
 		away = away && second.Answered["b"] == 0
 	}
@@ -381,7 +381,7 @@ func (w *world) override(ctx context.Context, network netip.Prefix) error {
 	err := wait.PollUntilContextCancel(ctx, 20*time.Millisecond, true, func(ctx context.Context) (bool, error) {
 		var p *isthmus.Peering
 		if p, last = w.a.Peering(ctx, w.b); last != nil {
-			return false, nil //nolint:nilerr // the wait goes on, and its error says this one
+			return false, nil //nolint:nilerr // the wait continues; if it fails, its error includes this one
 		}
 		patch := fmt.Appendf(nil, `{"spec":{"overrides":{"podCIDR":%q}}}`, network)
 		last = w.a.Client.Patch(ctx, p, client.RawPatch(types.MergePatchType, patch))
@@ -426,9 +426,9 @@ func sharedIn(ctx context.Context, c *kubenodes.Cluster) (map[string]int, error)
 	return all, err
 }
 
-// left waits until both clusters have the expected objects for the service. It returns additional
-// objects.
-func (w *world) left(t *testing.T, s serving) string {
+// unexpected waits until both clusters have the expected objects for the service, and returns all
+// other objects for it.
+func (w *world) unexpected(t *testing.T, s serving) string {
 	t.Helper()
 	var left, lacking []string
 	err := wait.PollUntilContextTimeout(t.Context(), 200*time.Millisecond, patience, true, func(ctx context.Context) (bool, error) {

@@ -85,8 +85,8 @@ func fetchByName(t *testing.T, from *kubenodes.Cluster, n *kubenodes.Node, name 
 	}
 }
 
-// Pods resolve names of imported services by the cluster's own CoreDNS once the Corefile has the
-// zone. The uninstallation restores the previous state.
+// When the Corefile has the zone, pods must resolve names of imported services by the cluster's own
+// CoreDNS. The uninstallation must restore the former Corefile.
 func TestNamesOfImportedServicesAreResolvedUntilUninstall(t *testing.T) {
 	w := namesWorld(t, samePlan)
 	before := map[*kubenodes.Cluster]state{w.a: stateOf(t, w.a), w.b: stateOf(t, w.b)}

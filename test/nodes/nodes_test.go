@@ -175,7 +175,7 @@ func makeWorld(ctx context.Context, p plan) (w *world, err error) {
 	if w, err = makeClusters(ctx, p, fixture.image); err != nil {
 		return nil, err
 	}
-	set, made := w.set, w // on an error, the result is nil
+	set, made := w.set, w // copies for the cleanup, because an error sets the result w to nil
 	step("the nodes are ready")
 	defer func() {
 		if err != nil {
@@ -284,7 +284,7 @@ func address(ctx context.Context, c *kubenodes.Cluster, name string) (addr netip
 	err = wait.PollUntilContextCancel(ctx, 50*time.Millisecond, true, func(ctx context.Context) (bool, error) {
 		var p corev1.Pod
 		if last = c.Client.Get(ctx, client.ObjectKey{Namespace: "default", Name: name}, &p); last != nil {
-			return false, nil //nolint:nilerr // the wait goes on, and its error says this one
+			return false, nil //nolint:nilerr // the wait continues; if it fails, its error includes this one
 		}
 		last = fmt.Errorf("pod %s: %s", name, p.Status.Phase)
 		for _, condition := range p.Status.Conditions {

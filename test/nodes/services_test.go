@@ -25,8 +25,8 @@ import (
 )
 
 // The test imitates a multi-cluster service controller. It creates a Service whose endpoints are
-// pods of the other cluster, at their addresses in this cluster. In both modes of kube-proxy,
-// kube-proxy translates the addresses first, and the gateway afterwards.
+// pods of the other cluster, at their addresses in this cluster. In either of its modes, kube-proxy
+// translates the addresses first, and then the gateway translates them.
 func TestAServiceMayHaveRemotePodsAsEndpoints(t *testing.T) {
 	w := shared.get(t)
 	for _, pair := range [][2]*kubenodes.Cluster{{w.a, w.b}, {w.b, w.a}} {
@@ -147,8 +147,8 @@ func TestTheIPAMIsReachableThroughItsService(t *testing.T) {
 	}
 }
 
-// belongsToPods sends an IPAM request, as Liqo's virtual kubelets do, until it is answered:
-// kube-proxy may apply the address late.
+// belongsToPods sends an IPAM request, as Liqo's virtual kubelets do. It repeats the request until
+// it gets an answer, because kube-proxy may apply the address late.
 func belongsToPods(ctx context.Context, dial func(context.Context, string) (net.Conn, error), to, ip string) (bool, error) {
 	ctx, cancel := context.WithTimeout(ctx, patience)
 	defer cancel()

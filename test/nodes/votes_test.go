@@ -51,7 +51,7 @@ average over the minute before the first time.
 |---|---|---|---|---|---|---|
 `
 
-// If nodes vote on the active gateway, traffic recovers faster, and no packet leaves in the
+// If nodes vote on the active gateway, traffic must recover faster, and no packet may leave in the
 // clear. A run with only some faults updates only their rows of the page.
 func TestTrafficRecoversWhereNodesVote(t *testing.T) {
 	if fixture.skip != "" {
@@ -69,7 +69,7 @@ func TestTrafficRecoversWhereNodesVote(t *testing.T) {
 	w.measure(t, w.votesFaults())
 }
 
-// The same faults in clusters that are too small for a vote.
+// This test has the same faults, in clusters that are too small for a vote.
 func TestTrafficRecoversInSmallClusters(t *testing.T) {
 	if fixture.skip != "" {
 		t.Skip(fixture.skip)
@@ -100,7 +100,8 @@ type smallCluster struct {
 
 var smallClusters = []smallCluster{{"two nodes", 2}, {"one node", 1}}
 
-// inSmall are the faults that are measured in small clusters too, with the least number of nodes.
+// inSmall has the faults that are measured in small clusters too, by the number of nodes that each
+// needs at least.
 var inSmall = map[string]int{
 	"active gateway killed by SIGKILL":              1,
 	"active gateway frozen for 5 s":                 1,
@@ -165,7 +166,7 @@ func (w *world) measure(t *testing.T, faults []votesFault) {
 			}
 			slack := 1.0
 			if *rounds < 5 {
-				slack = 4 // the median of few rounds on a busy machine has a large error
+				slack = 4 // because the median of a few rounds on a busy machine has a large error
 			}
 			if most := targetOf(fault, rows[undisturbed].lost).times(slack); !most.met(row) {
 				t.Errorf("want at most %+v", most) // the row is written to the page anyway
@@ -213,8 +214,8 @@ func TestConsecutiveRolloutsBreakNoConnection(t *testing.T) {
 }
 
 // fresh waits until all route agents and gateways of cluster a are ready, and three nodes vote if a
-// has three. It replaces Pods whose container has ended before, because a kubelet delays each
-// restart of a container longer.
+// has three. It replaces Pods whose container has ended at some time, because a kubelet delays each
+// restart of a container for longer than the one before.
 func (w *world) fresh(t *testing.T) {
 	t.Helper()
 	var last error
@@ -444,7 +445,8 @@ func (w *world) replaceNodes(ctx context.Context, c *kubenodes.Cluster) error {
 	})(ctx, c)
 }
 
-// whileDeaf drops all packets from some addresses on the active gateway's node for a duration.
+// whileDeaf returns a fault: for a duration, the active gateway's node drops all packets from some
+// addresses.
 func whileDeaf(d time.Duration, of func(active *kubenodes.Node) []netip.Addr) fault {
 	return toActive(func(ctx context.Context, _ *kubenodes.Cluster, _ *corev1.Pod, n *kubenodes.Node) error {
 		var from []string

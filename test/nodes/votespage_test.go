@@ -84,7 +84,7 @@ type target struct{ lost, udp, tcp figure }
 // shortfalls lists the faults that miss the usual target, with a higher limit for the figures
 // concerned. The comments contain the measured figures of the page.
 var shortfalls = map[string]target{
-	// TCP retransmits at growing intervals, so it notices late that packets pass again.
+	// TCP retransmits at growing intervals, so it resumes late after packets pass again.
 	"node of the active gateway crashes, and boots":            {tcp: figure{2, 3}}, // 1.63, 1.92 s
 	"all nodes but the client's replaced, one after the other": {tcp: figure{2, 3}}, // 1.62, 1.86 s
 
@@ -92,10 +92,11 @@ var shortfalls = map[string]target{
 	"node of the active gateway hears no other node for 5 s": {udp: figure{2, 3}},                    // 1.68, 1.79 s
 	"node of the active gateway hears none of them for 5 s":  {udp: figure{2, 3}, tcp: figure{3, 3}}, // 1.63, 1.69 s; 2.10, 2.12 s
 
-	// The pause lasts as long as the fault: votes do not depend on packets from peers.
+	// The pause lasts as long as the fault, because no gateway takes over: votes do not depend on
+	// packets from peers.
 	"node of the active gateway hears no node of the peer for 5 s": {udp: figure{5.5, 5.5}, tcp: figure{6.5, 6.5}}, // 5.02, 5.03 s; 6.05, 6.06 s
-	// The pause lasts as long as the fault: only the previous gateway gets the votes of these
-	// agents.
+	// The pause lasts as long as the fault, because the agents with read-only directories cannot
+	// vote for another gateway.
 	"state directories of two of three route agents read-only for 5 s, and the active gateway killed by SIGKILL": {udp: figure{1.5, 7}, tcp: figure{3, 9}}, // 0.97, 5.15 s; 1.60, 6.99 s
 
 	// The Lease decides. A killed process restarts on its node; a frozen one stays active for up to 7 s.
@@ -107,8 +108,8 @@ var shortfalls = map[string]target{
 }
 
 // usual returns the target of a fault without a shortfall. A planned change may lose no more than
-// undisturbed traffic, plus plannedMargin. After other faults, traffic must recover within 1.5 s,
-// and within 3 s in the worst case.
+// undisturbed traffic, plus plannedMargin. After other faults, traffic must recover within 1.5 s in
+// the median, and within 3 s in the worst case.
 func usual(f votesFault, calm figure) target {
 	if f.planned {
 		return target{lost: figure{calm[0] + plannedMargin, calm[1] + plannedMargin}}

@@ -47,8 +47,8 @@ func receivers(t *testing.T) map[string]any {
 	return config.Receivers
 }
 
-// read starts the receiver as a collector does. It returns the attributes and times of the
-// records from a file, as soon as there are as many as wanted.
+// read starts the receiver as a collector does. It returns the attributes and times of the records
+// from a file, as soon as there are want records.
 func read(t *testing.T, config any, file string, want int) (all []map[string]any, times []time.Time) {
 	t.Helper()
 	factory := filelogreceiver.NewFactory()

@@ -14,8 +14,8 @@ import (
 	"github.com/isthmus-net/isthmus/packet/packettest"
 )
 
-// Names of the differences. gopacket is a dissector and decodes as much as it can. Package
-// packet decides which packets may pass.
+// Names of the differences. There are differences because gopacket is a dissector, which decodes as
+// much as it can, while package packet decides which packets may pass.
 const (
 	// gopacket accepts these packets, package packet refuses them.
 	truncated     = "packet shorter than its length field"
@@ -240,7 +240,7 @@ func TestParsersAgreeOnRandomOctets(t *testing.T) {
 	t.Log(seen)
 }
 
-// The packets are those in the table of package natengine.
+// The packets come from natengine/testdata/hostile.txt.
 func TestParsersAgreeOnHostilePackets(t *testing.T) {
 	text, err := os.ReadFile("../../natengine/testdata/hostile.txt")
 	if err != nil {

@@ -77,8 +77,8 @@ func TestParsersAgreeOnQuotedPackets(t *testing.T) {
 	}
 }
 
-// readQuote decodes a quoted packet with gopacket. The IP header must be whole. After it, the
-// fields that are present are decoded.
+// readQuote decodes a quoted packet with gopacket. The IP header must be whole. After the header,
+// readQuote decodes the fields that are present.
 func readQuote(b []byte, v4 bool) (q quoted, ok bool) {
 	var f feedback
 	var next layers.IPProtocol
@@ -86,9 +86,9 @@ func readQuote(b []byte, v4 bool) (q quoted, ok bool) {
 	if v4 {
 		var ip layers.IPv4
 		err := ip.DecodeFromBytes(b, &f)
-		// Package packet does not parse options in a quote but skips them, and ignores a length
-		// of 0 there. gopacket has decoded the rest of the header, except for the addresses,
-		// before it parses the options.
+		// Package packet refuses a quote with a total length of 0, which gopacket accepts. In a
+		// quote, package packet does not parse options. gopacket refuses some options, before it
+		// decodes the addresses, so padding replaces all options for a second attempt.
 		if ip.Contents == nil || b[0]>>4 != 4 || b[2] == 0 && b[3] == 0 {
 			return q, false
 		}
@@ -131,8 +131,8 @@ func readQuote(b []byte, v4 bool) (q quoted, ok bool) {
 	return q, true
 }
 
-// chain skips the whole extension headers. If the quote ends within one, next is that header,
-// and there is no body.
+// chain skips the extension headers that are completely in the quote. If the quote ends within one,
+// next is that header, and there is no body.
 func chain(next layers.IPProtocol, body []byte) (layers.IPProtocol, []byte, bool) {
 	for n := 0; ; n++ {
 		var f feedback

@@ -69,7 +69,7 @@ func like(rng *rand.Rand, a netip.Addr) netip.Addr {
 }
 
 type change struct {
-	src, dst             netip.Addr // zero: change nothing
+	src, dst             netip.Addr // new addresses; zero: change nothing
 	srcPort, dstPort, id uint16
 }
 
@@ -231,8 +231,8 @@ func TestTranslatedPacketsHaveChecksumsThatGopacketVerifies(t *testing.T) {
 	}
 }
 
-// checksums returns an error that names the checksum that gopacket finds wrong. p may be a
-// partial decode, because the layers are decoded again.
+// checksums returns an error that names the first checksum that gopacket finds wrong. p may be
+// incomplete, because checksums decodes the layers again.
 func checksums(b []byte, p *theirs) error {
 	check := func(name string, l interface {
 		VerifyChecksum() (error, gopacket.ChecksumVerificationResult)

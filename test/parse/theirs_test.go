@@ -112,7 +112,7 @@ func (p *theirs) read6(b []byte) {
 		return
 	case p.err != nil && hopByHop:
 		p.err = nil
-		p.allow(options) // if the header is not whole, walk will notice it
+		p.allow(options) // if the header is not whole, walk detects that
 	case p.err != nil && ip.Length == 0:
 		p.err = nil
 		p.allow(noPayload)

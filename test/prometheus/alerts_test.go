@@ -101,7 +101,7 @@ var faults = []struct {
 	after   int
 	series  map[string]string // new samples by the beginning of the series' name
 	summary string            // a part of the alert's summary
-	beside  []string          // other alerts that the same fault fires
+	beside  []string          // other alerts that the same fault makes fire
 }{
 	{alert: "IsthmusPeerDown", after: 2, series: map[string]string{`isthmus_peer_up`: "0"}, summary: "peer p"},
 	{alert: "IsthmusPeerLossy", after: 5, series: map[string]string{`isthmus_peer_probe_loss_ratio`: "0.2"}, summary: "20%"},

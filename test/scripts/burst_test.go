@@ -28,8 +28,8 @@ func burstDatagram(n, size int) []byte {
 }
 
 // burst sends datagrams as superpackets, which stay whole up to the receiving pod if every part of
-// the path can carry them. First it sends datagrams of one octet until one arrives, for at most
-// patience. Then it requires all datagrams of the superpackets to arrive.
+// the path can carry them. First it sends datagrams of one octet until one arrives, but for no
+// longer than patience. Then all datagrams of the superpackets must arrive.
 func (s *script) burst(_ *testscript.TestScript, _ bool, args []string) error {
 	if len(args) != 4 {
 		return errUsage

@@ -8,9 +8,8 @@
 //	rate ADDR SIZE MS  finds the highest rate of such datagrams without loss, by trials of MS milliseconds
 //	rtt ADDR MS        measures round trips, one datagram at a time
 //
-// Each prints one JSON object on standard output. A program that is called as "PROGRAM load
-// WORD..." passes the words to Main. Start and Run call the program in this way inside a host of
-// a lab.
+// Each prints one JSON object on standard output. Start and Run call a benchmark program as
+// "PROGRAM load WORD..." inside a host of a lab, and that program passes the words to Main.
 package load
 
 import (
@@ -179,8 +178,8 @@ func sink() error {
 	}
 }
 
-// messages is a batch of datagrams for one recvmmsg or sendmmsg call. With single datagrams, the
-// load generator would be the bottleneck instead of the tunnel.
+// messages is a batch of datagrams for one recvmmsg or sendmmsg call. With one call per datagram,
+// the load generator would be the bottleneck, not the tunnel.
 type messages struct {
 	headers []mmsghdr
 	names   []unix.RawSockaddrInet4
@@ -260,7 +259,7 @@ func sendTCP(addr string, streams int, d time.Duration) (Result, error) {
 			_ = c.SetDeadline(start.Add(d))
 			for time.Since(start) < d {
 				if _, err := c.Write(buf); err != nil {
-					break // the deadline is the regular end
+					break // the deadline has passed, which is the regular end
 				}
 			}
 			_ = c.SetDeadline(time.Now().Add(10 * time.Second))
@@ -321,7 +320,7 @@ func sendUDP(addr string, size int, d time.Duration, pps int) (Result, error) {
 
 func readSink(c net.Conn) (packets, bytes uint64, err error) {
 	buf := make([]byte, 64)
-	for err == nil { // skip late answers to earlier questions
+	for err == nil { // skip late answers to earlier datagrams
 		_ = c.SetReadDeadline(time.Now().Add(time.Millisecond))
 		_, err = c.Read(buf)
 	}

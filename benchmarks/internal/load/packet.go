@@ -22,7 +22,7 @@ const (
 	packets     = 100_000
 )
 
-// PerPacket measures the CPU time per datagram of a Flow, in ns.
+// PerPacket opens a Flow with these arguments and returns its CPU time per datagram, in ns.
 func PerPacket(from *lab.Host, src, dst netip.Addr, to *lab.Host, listen netip.AddrPort, device string) (ns float64, err error) {
 	f, err := OpenFlow(from, src, dst, to, listen, device)
 	if err != nil {
@@ -42,18 +42,18 @@ func PerPacket(from *lab.Host, src, dst netip.Addr, to *lab.Host, listen netip.A
 	return ns, err
 }
 
-// StayOnOneProcessor binds the calling thread to one processor. The thread must not run other
-// code afterwards, so call it in lab.Host.Do, whose threads are not reused.
+// StayOnOneProcessor binds the calling thread to one processor. Call it in lab.Host.Do, because the
+// thread must not run other code afterwards, and threads of Do are not reused.
 func StayOnOneProcessor() error {
 	var cpus unix.CPUSet
 	cpus.Set(0)
 	return os.NewSyscallError("sched_setaffinity", unix.SchedSetaffinity(0, &cpus))
 }
 
-// A Flow sends datagrams from one host to another. The kernel processes each datagram from the
-// send call to the arrival within that call, on one thread and one processor, because links
-// between namespaces deliver packets in the sender's softirq. Other load on the machine affects
-// the CPU time only through the caches. Nobody reads the datagrams, so no process wakes up.
+// A Flow sends datagrams from one host to another. Links between namespaces deliver packets in the
+// sender's softirq. So the kernel does all work for a datagram, until its arrival, within the send
+// call, on one thread and one processor. Other load on the machine affects the CPU time only
+// through the caches. Nobody reads the datagrams, so no process wakes up.
 type Flow struct {
 	fd           int
 	unread       net.PacketConn
@@ -62,9 +62,9 @@ type Flow struct {
 	before, sent uint64
 }
 
-// OpenFlow opens a Flow. It also opens a socket at the address listen, to which the datagrams are
-// sent when they arrive at the device. If the device carries an overlay, this is the destination
-// of the outer datagrams.
+// OpenFlow opens a Flow. It also opens a socket at the address listen, the destination of the
+// datagrams as they arrive at device. If device carries an overlay, listen is the destination of
+// the outer datagrams.
 func OpenFlow(from *lab.Host, src, dst netip.Addr, to *lab.Host, listen netip.AddrPort, device string) (f *Flow, err error) {
 	f = &Flow{fd: -1, to: to, device: device}
 	if f.before, err = received(to, device); err != nil {

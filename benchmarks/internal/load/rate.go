@@ -9,9 +9,9 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// The highest rate without loss is found as in RFC 2544, section 26.1: trials at a steady rate,
-// then a bisection between a rate that passed and one that failed. A flood would instead show how
-// the scheduler divides the CPU between processes.
+// losslessRate searches as in RFC 2544, section 26.1: it makes trials at a steady rate, and bisects
+// between a rate that passed and one that failed. The rate of a flood would depend on the division
+// of the CPU between sender, gateways and receiver.
 
 const (
 	arriving = 0.995 // fraction that must arrive for a trial to pass
@@ -90,7 +90,7 @@ sending:
 		for due := int(pps * elapsed.Seconds()); sent < due; {
 			batch := messages{headers: out.headers[:min(len(out.headers), due-sent)]}
 			n, err := batch.transfer(raw.Write, unix.SYS_SENDMMSG)
-			if err != nil { // buffer full, or an ICMP error for an earlier datagram: the trial sends too little
+			if err != nil { // buffer full, or an ICMP error for an earlier datagram; the trial fails, because it has sent too little
 				break sending
 			}
 			sent += n

@@ -28,7 +28,7 @@ func TestHighestRateIsAccurateToTheLastBisection(t *testing.T) {
 // A trial passes if at least 99.5 % of the datagrams arrive, and the count arrives without delay.
 func TestTrialFailsOnLossOrQueueing(t *testing.T) {
 	for name, c := range map[string]struct {
-		lose  int           // lose one of this many
+		lose  int           // lose one datagram of this many; 0: lose none
 		delay time.Duration // of the answer
 		want  bool
 	}{
@@ -67,8 +67,8 @@ func TestTrialFailsOnLossOrQueueing(t *testing.T) {
 				t.Fatal(err)
 			}
 			defer conn.Close()
-			// The rate is low and the trial long, to tolerate a pause of a busy machine. A longer pause
-			// can only turn a pass into a failure, never a failure into a pass.
+			// The rate is low and the trial long, to tolerate a pause of a busy machine. A longer
+			// pause can make a good trial fail, but never makes a bad trial pass.
 			got, d, end := false, time.Second, time.Now()
 			if c.want {
 				d, end = 4*time.Second, time.Now().Add(2*time.Minute)

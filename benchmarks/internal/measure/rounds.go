@@ -11,15 +11,15 @@ import (
 // Samples are figures, indexed by variant, figure and round.
 type Samples [][][]float64
 
-// Rounds measures every variant once per round. Each round starts with a different variant, so
-// that no variant always follows the same one. one measures a variant and must always return the
+// Rounds measures every variant once per round. Each round starts with a different variant, so that
+// no variant always follows the same one. measureOne measures a variant and must always return the
 // same number of figures.
-func Rounds(rounds int, variants []string, one func(variant int) ([]float64, error)) (Samples, error) {
+func Rounds(rounds int, variants []string, measureOne func(variant int) ([]float64, error)) (Samples, error) {
 	s := make(Samples, len(variants))
 	for round := range rounds {
 		for i := range variants {
 			index := (i + round) % len(variants)
-			got, err := one(index)
+			got, err := measureOne(index)
 			if err != nil {
 				return nil, fmt.Errorf("%s: %w", variants[index], err)
 			}

@@ -2,8 +2,8 @@
 // with raw packet sockets at their edges. The namespaces are unnamed, so the kernel removes them
 // with the test process, however it ends.
 //
-// The package is independent of Isthmus and shares no code with internal/lab, because it is used
-// to check Isthmus.
+// The package shares no code with Isthmus, not even with internal/lab, because tests use it to
+// check Isthmus.
 package hosts
 
 import (

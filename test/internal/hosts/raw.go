@@ -33,8 +33,7 @@ func (h *Host) Raw6(dev string, far net.HardwareAddr) *Raw {
 	return h.open(dev, far, ethIPv6)
 }
 
-// Tap opens dev for capturing in both directions, for devices such as tunnels whose outgoing
-// packets matter as well.
+// Tap opens dev for capturing in both directions.
 func (h *Host) Tap(dev string) *Raw {
 	h.t.Helper()
 	return h.open(dev, nil, htons(unix.ETH_P_ALL))
@@ -47,7 +46,7 @@ func (h *Host) open(dev string, far net.HardwareAddr, proto uint16) *Raw {
 		if r.fd, err = unix.Socket(unix.AF_PACKET, unix.SOCK_DGRAM|unix.SOCK_CLOEXEC, int(proto)); err != nil {
 			return os.NewSyscallError("socket", err)
 		}
-		// Packets from other devices that arrived before the bind are discarded below.
+		// Receive discards packets that arrived from other devices before the bind.
 		return os.NewSyscallError("bind", unix.Bind(r.fd, &unix.SockaddrLinklayer{Protocol: proto, Ifindex: r.index}))
 	}), "packet socket on "+dev)
 	h.t.Cleanup(func() { unix.Close(r.fd) })

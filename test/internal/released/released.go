@@ -11,8 +11,8 @@ import (
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 )
 
-// EndHolds frees the held networks. It edits the NetworkAllocations as a user would. Nodes then
-// stop refusing these networks. After an error, which may be a conflict, call it again.
+// EndHolds frees the held networks. It edits the NetworkAllocations as a user would, so that nodes
+// stop refusing these networks. Its error may be a conflict; then call it again.
 func EndHolds(ctx context.Context, c client.Client) error {
 	var allocations isthmus.NetworkAllocationList
 	if err := c.List(ctx, &allocations); err != nil {
