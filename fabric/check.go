@@ -61,7 +61,7 @@ func CheckClusterID(id string) string {
 	}
 	for i := range len(id) {
 		if c := id[i]; !isAlphanumeric(c) && (i == 0 || i == len(id)-1 || c != '-' && c != '_' && c != '.') {
-			return quote(id) + " has a character that does not belong there; " + want
+			return quote(id) + " has an invalid character; " + want
 		}
 	}
 	return ""

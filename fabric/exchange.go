@@ -182,10 +182,10 @@ func TunnelEndpointFor(original, copied *v1alpha1.NetworkConfig, peer v1alpha1.C
 	at := placesInExchange(originOf(original), originOf(copied))
 	var r report
 	if !original.Status.Processed {
-		r.addAt(at.localAnswer, "is false; want the peer's answer")
+		r.addAt(at.localAnswer, "is false; want true: the peer has not answered yet")
 	}
 	if !copied.Status.Processed {
-		r.addAt(at.remoteAnswer, "is false; want our answer")
+		r.addAt(at.remoteAnswer, "is false; want true: this cluster has not answered yet")
 	}
 	if id := original.Spec.RemoteCluster.ClusterID; id != peer.ClusterID {
 		r.addAt(at.id, "is %s; want %s, the peer", quote(id), quote(peer.ClusterID))
@@ -217,9 +217,9 @@ func placesInExchange(ours, theirs Origin) places {
 		name:               placeIn(ours, "spec.cluster.clusterName"),
 		localAnswer:        placeIn(ours, "status.processed"),
 		localPod:           place{ours, "spec.podCIDR", "our PodCIDR"},
-		localPodSeen:       place{ours, "status.podCIDRNAT", "our PodCIDR as the peer answered it"},
+		localPodSeen:       place{ours, "status.podCIDRNAT", "our PodCIDR as the peer uses it"},
 		localExternal:      place{ours, "spec.externalCIDR", "our ExternalCIDR"},
-		localExternalSeen:  place{ours, "status.externalCIDRNAT", "our ExternalCIDR as the peer answered it"},
+		localExternalSeen:  place{ours, "status.externalCIDRNAT", "our ExternalCIDR as the peer uses it"},
 		remoteAnswer:       placeIn(theirs, "status.processed"),
 		remotePod:          place{theirs, "spec.podCIDR", "the peer's PodCIDR"},
 		remotePodSeen:      place{theirs, "status.podCIDRNAT", "the peer's PodCIDR as used here"},

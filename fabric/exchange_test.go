@@ -248,9 +248,9 @@ func TestTunnelEndpointForRefusesInvalidAnswers(t *testing.T) {
 		want   []string
 	}{
 		"not answered by the peer": {func(original, _ *v1alpha1.NetworkConfig) { original.Status = v1alpha1.NetworkConfigStatus{} },
-			[]string{"NetworkConfig tenant/bravo-924e89: status.processed: is false; want the peer's answer"}},
+			[]string{"NetworkConfig tenant/bravo-924e89: status.processed: is false; want true: the peer has not answered yet"}},
 		"not answered by us": {func(_, copied *v1alpha1.NetworkConfig) { copied.Status.Processed = false },
-			[]string{"NetworkConfig tenant/alpha-9d9b8a: status.processed: is false; want our answer"}},
+			[]string{"NetworkConfig tenant/alpha-9d9b8a: status.processed: is false; want true: this cluster has not answered yet"}},
 		"addressed to another cluster": {func(original, _ *v1alpha1.NetworkConfig) { original.Spec.RemoteCluster.ClusterID = idC },
 			[]string{`NetworkConfig tenant/bravo-924e89: spec.cluster.clusterID: is "` + idC + `"; want "` + idB + `", the peer`}},
 		"answer of another length": {func(original, _ *v1alpha1.NetworkConfig) { original.Status.PodCIDRNAT = "10.250.0.0/24" },
@@ -263,7 +263,7 @@ func TestTunnelEndpointForRefusesInvalidAnswers(t *testing.T) {
 			[]string{"NetworkConfig tenant/bravo-924e89: status.podCIDRNAT: 127.0.0.0/16 overlaps 127.0.0.0/8 (loopback); want a network that pods can have"}},
 		"one network for both of ours": {func(original, _ *v1alpha1.NetworkConfig) {
 			original.Status.PodCIDRNAT, original.Status.ExternalCIDRNAT = "10.9.0.0/16", "10.9.0.0/16"
-		}, []string{"NetworkConfig tenant/bravo-924e89: status.externalCIDRNAT: 10.9.0.0/16 overlaps our PodCIDR as the peer answered it, 10.9.0.0/16; want a network of its own"}},
+		}, []string{"NetworkConfig tenant/bravo-924e89: status.externalCIDRNAT: 10.9.0.0/16 overlaps our PodCIDR as the peer uses it, 10.9.0.0/16; want a network of its own"}},
 		"the peer's pods remapped onto ours": {func(_, copied *v1alpha1.NetworkConfig) { copied.Status.PodCIDRNAT = "None" },
 			[]string{"NetworkConfig tenant/alpha-9d9b8a: spec.podCIDR: 10.244.0.0/18 overlaps our PodCIDR, 10.244.0.0/16; want a network of its own"}},
 		"no key": {func(_, copied *v1alpha1.NetworkConfig) { copied.Spec.BackendConfig = nil },

@@ -158,9 +158,9 @@ func TestPeerFromRefusesInvalidTunnelEndpoints(t *testing.T) {
 		want   []string
 	}{
 		{func(s *spec) { s.ClusterIdentity.ClusterID = "" }, []string{"spec.clusterIdentity.clusterID: is empty" + idWant}},
-		{func(s *spec) { s.ClusterIdentity.ClusterID = "b/c" }, []string{`spec.clusterIdentity.clusterID: "b/c" has a character that does not belong there` + idWant}},
-		{func(s *spec) { s.ClusterIdentity.ClusterID = "-b" }, []string{`spec.clusterIdentity.clusterID: "-b" has a character that does not belong there` + idWant}},
-		{func(s *spec) { s.ClusterIdentity.ClusterID = "b\x1b[2J" }, []string{`spec.clusterIdentity.clusterID: "b\x1b[2J" has a character that does not belong there` + idWant}},
+		{func(s *spec) { s.ClusterIdentity.ClusterID = "b/c" }, []string{`spec.clusterIdentity.clusterID: "b/c" has an invalid character` + idWant}},
+		{func(s *spec) { s.ClusterIdentity.ClusterID = "-b" }, []string{`spec.clusterIdentity.clusterID: "-b" has an invalid character` + idWant}},
+		{func(s *spec) { s.ClusterIdentity.ClusterID = "b\x1b[2J" }, []string{`spec.clusterIdentity.clusterID: "b\x1b[2J" has an invalid character` + idWant}},
 		{func(s *spec) { s.ClusterIdentity.ClusterID = strings.Repeat("b", 64) }, []string{`spec.clusterIdentity.clusterID: "` + strings.Repeat("b", 64) + `" has 64 characters` + idWant}},
 		{func(s *spec) { s.ClusterIdentity.ClusterName = "b\nravo" }, []string{`spec.clusterIdentity.clusterName: "b\nravo" has a character that cannot be printed; want at most 253 printable characters`}},
 		{func(s *spec) { s.ClusterIdentity.ClusterName = strings.Repeat("ä", 127) }, []string{`spec.clusterIdentity.clusterName: "` + strings.Repeat("ä", 50) + `"... has 254 bytes; want at most 253 printable characters`}},

@@ -170,7 +170,7 @@ func endpointsFor(p *Peer) ([]natengine.Endpoint, []Problem) {
 		case m.Real.Is4() != m.Seen.Is4():
 			r.add(field, "%v and %v are of different families; want addresses of one family", m.Real, m.Seen)
 		case m.Real == self.Real:
-			r.add(field, "%v is not the address that the connection check of cluster %s uses; want %v, the first host of %v", m.Seen, quote(p.ID), self.Seen, external)
+			r.add(field, "%v is not the address of the connection check of cluster %s; want %v, the first host of %v", m.Seen, quote(p.ID), self.Seen, external)
 		case m.Seen == self.Seen:
 			r.add(field, "%v is the gateway's own address, the first host of %v; want another address", m.Seen, external)
 		case checkReal(m.Real) != "":

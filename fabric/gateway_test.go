@@ -308,7 +308,7 @@ func TestGatewayForLeavesOutInvalidMappings(t *testing.T) {
 		{"one mapping twice", []Mapping{good}, nil},
 		{"no address", []Mapping{{}}, []string{at + `invalid IP"]: has no address; want an endpoint and the address at which cluster "` + idB + `" sees it`}},
 		{"the gateway's own address at another place", []Mapping{m("169.254.0.1", "10.247.0.7")},
-			[]string{at + `169.254.0.1"]: 10.247.0.7 is not the address that the connection check of cluster "` + idB + `" uses; want 10.247.0.1, the first host of 10.247.0.0/16`}},
+			[]string{at + `169.254.0.1"]: 10.247.0.7 is not the address of the connection check of cluster "` + idB + `"; want 10.247.0.1, the first host of 10.247.0.0/16`}},
 		{"an endpoint at the gateway's own address", []Mapping{m("172.30.0.1", "10.247.0.1")},
 			[]string{at + `172.30.0.1"]: 10.247.0.1 is the gateway's own address, the first host of 10.247.0.0/16; want another address`}},
 		{"outside Xa@B", []Mapping{m("172.30.0.1", "10.246.0.5")},

@@ -295,19 +295,19 @@ func TestNodeRefusesTrafficWithoutARouteToTheGateway(t *testing.T) {
 				in.Nodes[0].Addrs = []netip.Addr{ip("fd00::11")}
 				in.Tunnels[0].Gateway = ip("fd00::11")
 			},
-			[]string{"Node n1: status.addresses: has no InternalIP of IPv4; want one, because the overlay between nodes runs over IPv4"},
+			[]string{"Node n1: status.addresses: has no IPv4 InternalIP; want one, because the overlay between nodes runs over IPv4"},
 		},
 		"our node has no IPv4": {
 			func(in *NodeIntent) { in.Nodes[1].Addrs = nil },
-			[]string{"Node n2: status.addresses: has no InternalIP of IPv4; want one, because the overlay between nodes runs over IPv4"},
+			[]string{"Node n2: status.addresses: has no IPv4 InternalIP; want one, because the overlay between nodes runs over IPv4"},
 		},
 		"our node has the overlay address of an older node": {
 			func(in *NodeIntent) { in.Nodes[1].Addrs, in.Nodes[1].Created = []netip.Addr{ip("10.30.1.13")}, 2 },
-			[]string{"Node n2: status.addresses: 10.30.1.13 and 172.30.1.13 of Node n3 would both have 240.30.1.13 in the overlay; want addresses that differ in the last three octets"},
+			[]string{"Node n2: status.addresses: 10.30.1.13 and 172.30.1.13 of Node n3 map to the same overlay address, 240.30.1.13; want addresses that differ in the last three octets"},
 		},
 		"our node cannot have an overlay address": {
 			func(in *NodeIntent) { in.Nodes[1].Addrs = []netip.Addr{ip("11.0.0.0")} },
-			[]string{"Node n2: status.addresses: 11.0.0.0 would have 240.0.0.0 in the overlay, which no host can have; want another address"},
+			[]string{"Node n2: status.addresses: 11.0.0.0 maps to the overlay address 240.0.0.0, which is not a valid address of a host; want another InternalIP"},
 		},
 	} {
 		in := nodeIntent(t, "n2")

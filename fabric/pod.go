@@ -185,7 +185,7 @@ func (d *nodeDecision) toNodes(in PodNetwork) {
 	for _, n := range d.nodes {
 		o, hop := Origin{Kind: "Node", Name: n.Name}, n.Underlay()
 		if !hop.IsValid() {
-			d.problem(o, "status.addresses", "has no InternalIP of IPv4; want one, because the overlay between nodes runs over IPv4")
+			d.problem(o, "status.addresses", "has no IPv4 InternalIP; want one, because the overlay between nodes runs over IPv4")
 			continue
 		}
 		if first, clash := taken[hop]; clash {

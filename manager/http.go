@@ -25,7 +25,7 @@ func listen(o Options, mgr ctrl.Manager, waits *atomic.Pointer[string]) (*httpse
 		ctx, cancel := context.WithTimeout(r.Context(), time.Second)
 		defer cancel()
 		if !mgr.GetCache().WaitForCacheSync(ctx) {
-			http.Error(w, "the caches are not filled yet", http.StatusServiceUnavailable)
+			http.Error(w, "the manager has not read all objects yet", http.StatusServiceUnavailable)
 			return
 		}
 		if why := waits.Load(); why != nil {

@@ -100,7 +100,7 @@ func (c Config) Warnings() (warnings []string) {
 		{"fragment", t.Fragment, minFragmentTimeout, "RFC 6146, section 3.4; it is raised to that"},
 	} {
 		if rule.have > 0 && rule.have < rule.least {
-			warn("timeout of %s is %v; want at least %v (%s)", rule.name, rule.have, rule.least, rule.rfc)
+			warn("the timeout of %s is %v; want at least %v (%s)", rule.name, rule.have, rule.least, rule.rfc)
 		}
 	}
 	if t.Fragment > maxFragmentTimeout {
@@ -108,10 +108,10 @@ func (c Config) Warnings() (warnings []string) {
 	}
 	d := c.withDefaults()
 	if d.MaxFlowsPerPeer > d.MaxFlows {
-		warn("a peer may have %d flows, but all peers together %d", d.MaxFlowsPerPeer, d.MaxFlows)
+		warn("the limit of flows of a peer is %d, above the limit of all peers together, %d", d.MaxFlowsPerPeer, d.MaxFlows)
 	}
 	if d.MaxFlowsPerHost >= udpPorts.limit() {
-		warn("a host may have %d flows; with so many, one host can take all ports of the NAPT address", d.MaxFlowsPerHost)
+		warn("the limit of flows of a host is %d; with so many, one host can take all ports of the NAPT address", d.MaxFlowsPerHost)
 	}
 	return warnings
 }

@@ -55,7 +55,7 @@ func newUpCommand() *cobra.Command {
 	f.IntVar(&nodes, "nodes", 1, "nodes per cluster; the gateway runs on the first")
 	f.IntVar(&pods, "pods", 2, "pods per node")
 	f.StringVar(&podCIDR, "pod-cidr", "10.244.0.0/16", "PodCIDR of every cluster")
-	f.IntVar(&spec.Tunnels, "tunnels", 1, "tunnels between each two gateways, 1 to 16")
+	f.IntVar(&spec.Tunnels, "tunnels", 1, "tunnels between each pair of gateways, 1 to 16")
 	f.IntVar(&spec.MTU, "mtu", 1500, "MTU of the underlay")
 	cli.AddChoiceFlag(cmd, &filter, "rp-filter", string(lab.RPFilterLoose), "reverse path filter of the nodes", string(lab.RPFilterOff), string(lab.RPFilterLoose), string(lab.RPFilterStrict))
 	f.BoolVar(&bare, "bare", false, "write the gateways' configuration, but do not start them")

@@ -80,7 +80,7 @@ func (k *kubeGateway) addFlags(f *pflag.FlagSet) {
 	k.secure.add(f)
 	f.StringVar(&k.statusAddr, "status-address", file.DefaultStatusAddress, "TCP address of /status and /trace; empty disables it")
 	f.StringVar(&k.flowLog.File, "flow-log", "", "file for a line of JSON for each flow that opens, closes or is refused; - means standard output")
-	f.IntVar(&k.flowLog.Sample, "flow-log-sample", 1, "log one of this many flows")
+	f.IntVar(&k.flowLog.Sample, "flow-log-sample", 1, "log one flow in this many")
 	f.IntVar(&k.flowLog.PerSecond, "flow-log-per-second", gateway.DefaultFlowLogRate, "maximum lines a second")
 	f.BoolVar(&k.hostNetwork, "host-network", false, "the Pod has hostNetwork: true; the gateway creates its own network namespace on the node")
 	f.DurationVar(&k.rotateKeys, "rotate-keys", 0, "age at which the WireGuard key is rotated; 0: only by isthmus rotate-key")

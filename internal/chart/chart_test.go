@@ -134,7 +134,7 @@ func TestErrorsNameInvalidValues(t *testing.T) {
 		{Values{"workloads": "yes"}, "value workloads: want true or false"},
 		{Values{"gateway": Values{"replicas": 1.5}}, "value gateway.replicas: want a whole number"},
 		{Values{"gateway": Values{"service": Values{"nodePort": 99999.0}}}, "value gateway.service.nodePort: want a number from 0 to 65535"},
-		{Values{"gateway": Values{"service": Values{"nodePort": 65534.0}, "tunnels": 3.0}}, "value gateway.service.nodePort: want ports for 3 tunnels"},
+		{Values{"gateway": Values{"service": Values{"nodePort": 65534.0}, "tunnels": 3.0}}, "value gateway.service.nodePort: want a lower port, because the last of 3 tunnels would exceed 65535"},
 		{Values{"gateway": Values{"service": Values{"type": "Nodeport"}}}, `value gateway.service.type: want one of ["" "NodePort"`},
 		{Values{"manager": Values{"replicas": -1.0}}, "value manager.replicas: want a number from 0 upwards"},
 		{Values{"manager": Values{"extraArgs": []any{"--a", 3.0}}}, "value manager.extraArgs[1]: want text"},

@@ -114,7 +114,7 @@ func TestUnparsableCorefileIsAnError(t *testing.T) {
 		"":                              "empty",
 		"# nothing":                     "empty",
 		".:53 {\n forward . 9.9.9.9\n}": "not 0 times",
-		".:53 {\n kubernetes {\n pods insecure\n }\n}":                        "has no zones of its own",
+		".:53 {\n kubernetes {\n pods insecure\n }\n}":                        "names no zones",
 		".:53 {\n kubernetes a {\n }\n kubernetes b {\n }\n}":                 "not 2 times",
 		".:53 {\n kubernetes a {\n multicluster other.zone\n }\n}":            "already has the option multicluster",
 		".:53 {\n kubernetes a {\n multicluster\n }\n}":                       "already has the option multicluster",

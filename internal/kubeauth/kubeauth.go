@@ -144,7 +144,7 @@ func (r *Reviewer) decide(req *http.Request) decision {
 		case <-q.done:
 			return q.decision
 		case <-req.Context().Done():
-			return decision{code: http.StatusServiceUnavailable, why: "gave up"}
+			return decision{code: http.StatusServiceUnavailable, why: "the client ended the request before the API server answered"}
 		}
 	}
 	// A token that was allowed before is exempt, so that a flood does not lock its client out.

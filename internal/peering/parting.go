@@ -338,7 +338,7 @@ func (f *teardown) freeNetworkConfigs(ctx context.Context) error {
 func (f *teardown) deleteCopies(ctx context.Context) error {
 	for _, o := range []client.Object{&v1alpha1.NetworkConfig{}, &isthmus.PeerServices{}} {
 		if err := f.Client.DeleteAllOf(ctx, o, client.InNamespace(f.namespace)); client.IgnoreNotFound(err) != nil && !meta.IsNoMatchError(err) {
-			return f.Explain("delete what the peer has in "+f.namespace, err)
+			return f.Explain("delete the peer's objects in "+f.namespace, err)
 		}
 	}
 	return nil

@@ -117,7 +117,7 @@ func (r *NetworkConfigReconciler) Reconcile(ctx context.Context, req ctrl.Reques
 		return ctrl.Result{}, fmt.Errorf("peer %s: %w", req.Name, err)
 	}
 	for i := range others {
-		r.Log.Info("deleted a second NetworkConfig for the same peer", "peer", req.Name, "namespace", peer.LocalNamespace, "name", others[i].Name)
+		r.Log.Info("deleted an additional NetworkConfig for the same peer", "peer", req.Name, "namespace", peer.LocalNamespace, "name", others[i].Name)
 		err = errors.Join(err, r.remove(ctx, &others[i]))
 	}
 	err = errors.Join(err, r.free(ctx, peer, current))

@@ -165,7 +165,7 @@ func (r *reader) entry(spec *isthmus.NetworkAllocationSpec, own Config) (p *acco
 	case 2:
 		p.Allocation = Allocation{Pod: r.network("spec.networks", has[0]), External: r.network("spec.networks", has[1])}
 	default:
-		r.fail("spec.networks", "has %d networks that are not held; want two, for pods and for mapped endpoints, or none", len(has))
+		r.fail("spec.networks", "has %d networks that are not in spec.held; want two, for pods and for mapped endpoints, or none", len(has))
 	}
 	if p.Pod.IsValid() != p.External.IsValid() || p.Pod.Addr().BitLen() != p.External.Addr().BitLen() || p.Pod.Overlaps(p.External) {
 		r.fail("spec.networks", "has %q; want two networks of one family that do not overlap", has)

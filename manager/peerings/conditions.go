@@ -352,7 +352,7 @@ func connectedCondition(s peeringState) condition {
 	case because != nil && because.Reason == v1alpha1.CauseWrongKey && s.missedKey():
 		return no(because.Reason, "%s; the key of our gateway rotated, and %s had no session with the new one when the rotation ended", because.Message, s.who())
 	case s.missedKey() && s.published.status != metav1.ConditionTrue && (because == nil || slices.Contains(silent, because.Reason)):
-		return no(isthmus.ReasonKeyMissed, "the key of our gateway rotated, and %s had not moved to the new one when the rotation ended; the tunnel is down until its manager reads our NetworkConfig", s.who())
+		return no(isthmus.ReasonKeyMissed, "the key of our gateway rotated, and %s did not use the new one when the rotation ended; the tunnel is down until its manager reads our NetworkConfig", s.who())
 	case because != nil:
 		return condition{because.Status, because.Reason, because.Message}
 	case c.Status == v1alpha1.Connected && s.key.required && exchange.PresharedIn(te) == "":
