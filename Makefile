@@ -41,7 +41,7 @@ image: ## Build bin/isthmus-image.tar, an OCI image for PLATFORMS (linux/amd64,l
 		-version $(VERSION) -revision "$$(git rev-parse HEAD 2>/dev/null)" -created $(CREATED) -out $(BIN)/isthmus-image.tar
 
 .PHONY: image-load
-image-load: ## Put bin/isthmus-image.tar into containerd by CTR ("ctr -n k8s.io"), where kubelets find it
+image-load: ## Import bin/isthmus-image.tar into containerd, by the command CTR ("ctr -n k8s.io")
 	$(CTR) images import $(BIN)/isthmus-image.tar
 
 # Root and TUN are asked for before anything is built; what has to be built, and for how long, is said before it begins.
@@ -50,8 +50,8 @@ demo: ## Clusters with the same PodCIDR on this machine: two joined by files, th
 	@if [ "$$(id -u)" -ne 0 ]; then \
 		echo "make demo needs root, because it makes network namespaces and TUN devices: try 'sudo make demo'"; exit 1; fi
 	@if ! [ -c /dev/net/tun ]; then \
-		echo "make demo needs /dev/net/tun for the gateways' TUN devices, and it is not here: try 'modprobe tun'"; exit 1; fi
-	@echo "make demo: clusters on this machine, two joined by files, then three with API servers, with real traffic: under a minute once all is built."
+		echo "make demo needs /dev/net/tun for the gateways' TUN devices, but it is missing: try 'modprobe tun'"; exit 1; fi
+	@echo "make demo: clusters on this machine, two joined by files, then three with API servers, with real traffic: under a minute once everything is built."
 	@[ -x $(BIN)/isthmus-lab ] || echo "First it builds isthmus and isthmus-lab: two to five minutes on two cores, once."
 	@[ -n "$$ISTHMUS_KUBE" ] || ls -d $(BIN)/kube-v* >/dev/null 2>&1 || \
 		echo "While the first part runs, it begins to build etcd, kube-apiserver and kube-controller-manager from source: four to eight minutes on two cores, once."
@@ -120,7 +120,7 @@ test-cni: build deps kube ## All shapes of pod networks beside Isthmus, with fau
 	go test -C test -count=1 -timeout=90m -v ./cni -long
 
 .PHONY: test-votes
-test-votes: ## Search millions of states of gateways and voters for two mandates, and for each deliberate bug (an hour or two)
+test-votes: ## Search millions of states of gateways and voters for two active gateways, and for each deliberate bug (an hour or two)
 	go test -count=1 -timeout=4h ./internal/mandate -whole -most 4000000
 
 SOAK ?= 4h
@@ -155,7 +155,7 @@ test-helm: ## Compare the chart as Helm renders it with what isthmus install app
 	go test -C test/helm ./...
 
 .PHONY: test-prometheus
-test-prometheus: ## Have Prometheus judge the alerts and the queries of the dashboard (builds its engine, a minute once)
+test-prometheus: ## Have Prometheus evaluate the alerts and the queries of the dashboard (builds its engine, a minute once)
 	go test -C test/prometheus ./...
 
 .PHONY: test-otel
@@ -200,10 +200,10 @@ $(GOLANGCI): internal/tools/go.mod internal/tools/go.sum
 	go build -C internal/tools -o $(CURDIR)/$@ github.com/golangci/golangci-lint/v2/cmd/golangci-lint
 
 .PHONY: bench
-bench: build deps $(FORK) ## What each step of a packet's way costs, then the comparison with other gateways between pods (root, 25 minutes)
+bench: build deps $(FORK) ## Measure the cost of each step of the data path, then compare with other gateways between pods (root, 25 minutes)
 	@go run ./benchmarks/ladder -out benchmarks/ladder.md
 	@if [ "$$(id -u)" -ne 0 ]; then echo "the comparison needs root: 'sudo make bench'"; else \
-		command -v nebula >/dev/null || apt-get install -y -qq --no-install-recommends nebula >/dev/null || echo "no nebula: it is left out"; \
+		command -v nebula >/dev/null || apt-get install -y -qq --no-install-recommends nebula >/dev/null || echo "nebula is not installed, so it is not measured"; \
 		$(COMPARE) -rounds $(ROUNDS) -out benchmarks; fi
 
 .PHONY: bench-check
@@ -211,7 +211,7 @@ bench-check: build deps ## Fail where the ratios to wireguard-go are worse than 
 	@$(COMPARE) -rounds 9 -duration 1s -check benchmarks/compare.json
 
 .PHONY: bench-record
-bench-record: build deps ## Add a run of now to benchmarks/compare.json, so that bench-check knows how ratios move by themselves (root, 4 minutes)
+bench-record: build deps ## Add a run to benchmarks/compare.json, from which bench-check knows the normal variation of the ratios (root, 4 minutes)
 	@$(COMPARE) -rounds 5 -duration 1s -record benchmarks/compare.json
 
 # Tailscale's fork of wireguard-go, a peer of the comparison, from a module of its own.

@@ -280,7 +280,7 @@ func (r *report) together(localPod, localExternal, remotePod, remoteExternal pai
 
 func (r *report) apart(at place, p netip.Prefix, otherAt place, other netip.Prefix) {
 	if p.Overlaps(other) {
-		r.addAt(at, "%v overlaps %s, %v; want a network of its own", p, otherAt.words, other)
+		r.addAt(at, "%v overlaps %s, %v; want networks that do not overlap", p, otherAt.words, other)
 	}
 }
 

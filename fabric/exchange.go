@@ -119,14 +119,14 @@ func CheckClaim(c Claim, receiver Receiver, neighbours Neighbours) (refusals []R
 	case ourKey(c.PublicKey):
 		refuse(v1alpha1.ReasonKeyConflict, keyField, "is the public key of the receiver itself; want that of the sender's gateway")
 	case slices.Contains(neighbours.TakenKeys, c.PublicKey):
-		refuse(v1alpha1.ReasonKeyConflict, keyField, "is the key of another peer of the receiver; want a key for each cluster")
+		refuse(v1alpha1.ReasonKeyConflict, keyField, "is the key of another peer of the receiver; want a different key for each cluster")
 	}
 	for i, t := range c.Tunnels {
 		switch {
 		case ourKey(t.PublicKey):
 			refuse(v1alpha1.ReasonKeyConflict, tunnelsField, "tunnel %d has a public key of the receiver itself; want one of the sender's gateway", i+1)
 		case slices.Contains(neighbours.TakenKeys, t.PublicKey):
-			refuse(v1alpha1.ReasonKeyConflict, tunnelsField, "tunnel %d has the key of another peer of the receiver; want keys for each cluster", i+1)
+			refuse(v1alpha1.ReasonKeyConflict, tunnelsField, "tunnel %d has the key of another peer of the receiver; want different keys for each cluster", i+1)
 		}
 	}
 	if i := slices.IndexFunc(theirs, ourPort); i >= 0 && sameHost(c.Endpoint, receiver.Endpoint) {

@@ -429,7 +429,7 @@ func TestNodeReportsOverlappingPodCIDRsOfTwoNodes(t *testing.T) {
 	in := nodeIntent(t, "n1")
 	in.Nodes[2].PodCIDRs = []netip.Prefix{pfx("10.244.2.0/25")}
 	n, problems := NodeFor(in)
-	wantTexts(t, problems, "Node n3: spec.podCIDRs: 10.244.2.0/25 overlaps a network of Node n2; want one of its own")
+	wantTexts(t, problems, "Node n3: spec.podCIDRs: 10.244.2.0/25 overlaps a network of Node n2; want networks that do not overlap")
 	for _, want := range []string{"10.244.2.0/24 via 240.30.1.12", "10.244.3.5/32 via 240.30.1.13", "10.244.2.99/32 via 240.30.1.13"} {
 		if !strings.Contains(n.String(), want) {
 			t.Errorf("no %s in\n%s", want, n)

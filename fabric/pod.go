@@ -189,7 +189,7 @@ func (d *nodeDecision) toNodes(in PodNetwork) {
 			continue
 		}
 		if first, clash := taken[hop]; clash {
-			d.problem(o, "status.addresses", "%v is also an address of Node %s; want an address of its own", hop, first)
+			d.problem(o, "status.addresses", "%v is also an address of Node %s; want a different address", hop, first)
 			continue
 		}
 		d.overlay[n.Name] = hop

@@ -139,7 +139,7 @@ func (e *evidence) relayed() string {
 	if !e.since(e.signs.RelayedOtherKey, ofLate) && !e.since(e.signs.RelayedRefused, ofLate) {
 		return ""
 	}
-	return "; or this peer sends the handshakes with a wrong key that our Service delivers without their source (externalTrafficPolicy: Local shows it)"
+	return "; or the handshakes with a wrong key that arrive through our Service, which hides their source, are from this peer (externalTrafficPolicy: Local shows the source)"
 }
 
 func (e *evidence) sinceHeard() string {

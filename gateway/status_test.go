@@ -164,7 +164,7 @@ func TestMetricsCountPacketsDropsFlowsAndProbes(t *testing.T) {
 # HELP isthmus_config_generation Configurations applied since the start.
 # TYPE isthmus_config_generation gauge
 isthmus_config_generation 1
-# HELP isthmus_nat_sessions NAT flows.
+# HELP isthmus_nat_sessions Current NAT flows.
 # TYPE isthmus_nat_sessions gauge
 isthmus_nat_sessions 1
 # HELP isthmus_nat_sessions_limit Limit of NAT flows.

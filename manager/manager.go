@@ -431,7 +431,7 @@ func untilDone(ctx context.Context, log *slog.Logger, f func() error) bool {
 		if err == nil {
 			return true
 		}
-		log.Error("cannot start yet; retrying", "error", err, "in", pause.String())
+		log.Error("the manager cannot start yet; retrying", "error", err, "in", pause.String())
 		select {
 		case <-ctx.Done():
 			return false

@@ -192,14 +192,14 @@ func (l *loop) withFiles(limits []kernel.Limit, unsaved error) []kernel.Limit {
 	})
 	if unsaved != nil {
 		limits = append(limits, kernel.Limit{Reason: kernel.LimitSnapshot, Message: fmt.Sprintf(
-			"%v; until this is repaired, the node refuses the networks of peers after a reboot only once the API server answers", unsaved)})
+			"%v; until this is repaired, the node does not refuse the networks of peers between a reboot and the first answer of the API server", unsaved)})
 	}
 	if l.opts.Voter == nil {
 		return limits
 	}
 	if err := l.opts.Voter.Err(); err != nil {
 		limits = append(limits, kernel.Limit{Reason: kernel.LimitVote, Message: fmt.Sprintf(
-			"%v; until this is repaired, a gateway needs a majority of the other nodes' votes", err)})
+			"%v; until this is repaired, this node does not vote, and a gateway needs its majority of votes from the other nodes", err)})
 	}
 	return limits
 }

@@ -196,12 +196,12 @@ func (p *tap) newComment(verdict natengine.Verdict, drop natengine.Drop, after n
 	case drop != natengine.DropNone:
 		b.WriteString("; " + dropText(drop))
 	case verdict.Action == natengine.Hold:
-		b.WriteString("; a fragment that waits for others of its datagram")
+		b.WriteString("; a fragment that waits for the rest of its datagram")
 	case verdict.Action == natengine.Deliver:
 		b.WriteString("; for the gateway itself")
 	}
 	if n := len(verdict.Released()); n > 0 {
-		fmt.Fprintf(&b, "; %d more fragments of its datagram go on", n)
+		fmt.Fprintf(&b, "; %d more fragments of its datagram are forwarded", n)
 	}
 	return b.String()
 }

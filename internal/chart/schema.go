@@ -176,7 +176,7 @@ func checkNetworks(values Values) error {
 		default:
 			for _, other := range slices.Sorted(maps.Keys(own)) {
 				if p.Overlaps(own[other]) {
-					wrong = append(wrong, fmt.Errorf("value %s: %v overlaps %s, %v; want a network of its own", name, p, other, own[other]))
+					wrong = append(wrong, fmt.Errorf("value %s: %v overlaps %s, %v; want networks that do not overlap", name, p, other, own[other]))
 				}
 			}
 			if !strings.HasSuffix(name, "]") {

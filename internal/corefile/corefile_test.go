@@ -139,7 +139,7 @@ func TestUnparsableCorefileIsAnError(t *testing.T) {
 		".:53 {\n kubernetes a\u00a0b {\n }\n}":                               "ASCII",
 		".:53 {\n kubernetes a\rb {\n }\n}":                                   "ASCII",
 		"import":                                                              "import without a name",
-		".:53 {\n kubernetes a clusterset.local {\n multicluster b clusterset.local " + markZone + "\n }\n}": "other zones by now",
+		".:53 {\n kubernetes a clusterset.local {\n multicluster b clusterset.local " + markZone + "\n }\n}": "were changed",
 		".:53 {\n kubernetes a {\n multicluster clusterset.local " + markZone + "\n }\n}":                    "among its zones",
 		".:53 {\n kubernetes a clusterset.local {\n multicluster clusterset.local " + mark + "?\n }\n}":      "was changed",
 		".:53 {\n kubernetes a {\n pods insecure " + mark + "\n }\n}":                                        "is not on the line of plugin kubernetes",

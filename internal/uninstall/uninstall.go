@@ -128,7 +128,7 @@ func Run(ctx context.Context, c *cluster.Cluster, o Options) error {
 	if err := removeObjects(ctx, c, o, objects); err != nil {
 		return err
 	}
-	o.Report(fmt.Sprintf("%s: Isthmus is gone", c))
+	o.Report(fmt.Sprintf("%s: Isthmus is uninstalled", c))
 	return nil
 }
 

@@ -358,7 +358,7 @@ func check(c Request) *fabric.Refusal {
 	case c.Pod.Addr().BitLen() != c.External.Addr().BitLen():
 		return invalid("spec.externalCIDR", "%v is not of the same family as spec.podCIDR, %v; want networks of one family", c.External, c.Pod)
 	case c.Pod.Overlaps(c.External):
-		return invalid("spec.externalCIDR", "%v overlaps spec.podCIDR, %v; want a network of its own", c.External, c.Pod)
+		return invalid("spec.externalCIDR", "%v overlaps spec.podCIDR, %v; want networks that do not overlap", c.External, c.Pod)
 	}
 	return nil
 }

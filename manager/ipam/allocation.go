@@ -112,7 +112,7 @@ func FromAllocations(own Config, all []isthmus.NetworkAllocationSpec) (State, []
 		p, local, held := r.entry(spec, own)
 		for _, n := range []netip.Prefix{p.Pod, p.External} {
 			if n.IsValid() && taken.overlaps(n) {
-				r.fail("spec.networks", "%v overlaps another network of a peer; want one of its own", n)
+				r.fail("spec.networks", "%v overlaps another network of a peer; want networks that do not overlap", n)
 			}
 			taken = taken.with(n)
 		}
@@ -223,7 +223,7 @@ func (b *State) restore(p *account, m *isthmus.MappedEndpoint, local netip.Prefi
 	case ip.BitLen() != external.Addr().BitLen() || ip == gatewayAddr(external):
 		return fmt.Errorf("%v cannot be mapped into our ExternalCIDR, %v", ip, external)
 	case bad != nil || !external.Contains(addr) || addr == external.Addr() || addr == firstHost(external) || addr == lastAddr(external):
-		return fmt.Errorf("%s cannot stand for an endpoint; want an address in %v, except its first two and its last", quote(m.Address), external)
+		return fmt.Errorf("%s cannot be the address of an endpoint; want an address in %v, except its first two and its last", quote(m.Address), external)
 	case owned && owner != ip, !owned && b.endpoints[ip] != nil:
 		return fmt.Errorf("%v is already mapped to another address than %v, or that address belongs to another endpoint", ip, addr)
 	case !owned && len(b.endpoints) >= MaxEndpoints-1:

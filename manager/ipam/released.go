@@ -267,7 +267,7 @@ func (b State) Age(now time.Time, named func(id string) bool) (next State, aband
 
 // heldObstacle describes a network that is held for a peer.
 func heldObstacle(id string, network netip.Prefix, released time.Time) obstacle {
-	return obstacle{name: "a network that is held until " + until(released) + " after it was released by ",
+	return obstacle{name: "a network that is held until " + until(released) + ", because it was released by ",
 		whose: "peer " + id, anonymous: "another peer", prefix: network}
 }
 

@@ -45,7 +45,7 @@ func TestReleasedNetworksAreHeldForADay(t *testing.T) {
 	}
 	wanted := claim("c", had.Pod.String(), "10.51.0.0/16")
 	wanted.WantPod = had.Pod
-	if _, _, err := left.Allocate(wanted); err == nil || !strings.Contains(err.Error(), "is held until 2026-11-26T12:00:00Z after it was released by another peer, "+had.Pod.String()) {
+	if _, _, err := left.Allocate(wanted); err == nil || !strings.Contains(err.Error(), "is held until 2026-11-26T12:00:00Z, because it was released by another peer, "+had.Pod.String()) {
 		t.Errorf("an override: %v", err)
 	}
 	back, again := allocate(t, left, claim("b", "10.244.0.0/16", "10.50.0.0/16"))

@@ -108,7 +108,7 @@ func TestRefusalsNameTheRequestTheNetworksInForceAndTheRemedy(t *testing.T) {
 			who + " answers our NetworkConfig tenant/bravo-924e89: status.podCIDRNAT: is long" + inForce + "the peer's manager must answer with networks of the same length"},
 		{"answers that do not fit", func(s *peeringState) { s.original.Status.ExternalCIDRNAT = "10.70.0.0/16" }, isthmus.ConditionTunnelEndpoint, isthmus.ReasonInvalid,
 			"our NetworkConfig and that of " + who + " contradict each other: NetworkConfig tenant/bravo-924e89: status.externalCIDRNAT: 10.70.0.0/16 overlaps our PodCIDR as the peer uses it, " +
-				"10.70.0.0/16; want a network of its own" + stays + "set spec.overrides of the Peerings, or isthmus unpeer here"},
+				"10.70.0.0/16; want networks that do not overlap" + stays + "set spec.overrides of the Peerings, or isthmus unpeer here"},
 
 		{"an identity that is revoked", func(s *peeringState) {
 			s.identity = s.aboutPeer(no(isthmus.ReasonUnauthorized, "https://b says: Unauthorized; run isthmus peer again"))

@@ -39,7 +39,7 @@ const (
 	ReasonKeyConflict  = "KeyConflict"   // the public key belongs to us or to another peer
 	ReasonEndpoint     = "BadEndpoint"   // the gateway's address is reserved, or inside a network of ours or of a peer
 	ReasonExhausted    = "Exhausted"     // the pools have no free network of that length
-	ReasonConsent      = "ConsentNeeded" // the claim changed and needs new addresses; an administrator has to agree
+	ReasonConsent      = "ConsentNeeded" // the advertised networks changed and need new addresses; an administrator has to agree
 	ReasonCIDRConflict = "CIDRConflict"  // the network that spec.overrides of the Peering demands is not free
 	ReasonAmbiguous    = "Ambiguous"     // the sender has more than one NetworkConfig here
 )

@@ -388,7 +388,7 @@ func TestLoadReportsEachProblem(t *testing.T) {
 		{next("-"), []string{gw + "nextPrivateKeyFile: next.key: no such file or directory"}},
 		{next("secret"), []string{gw + "nextPrivateKeyFile: the content of next.key is not base64; want 32 bytes in 44 base64 characters"}},
 		{next(keyText(0)), []string{gw + "nextPrivateKeyFile: the content of next.key is all zero; want a key"}},
-		{next(keyText('k')), []string{gw + "nextPrivateKeyFile: the content of next.key is the key of privateKeyFile; want another key, or no such field"}},
+		{next(keyText('k')), []string{gw + "nextPrivateKeyFile: the content of next.key is the key of privateKeyFile; want another key, or remove the field"}},
 		{map[string]string{"gateway.yaml": gatewayYAML + "nextPrivateKeyFile: next.key\n", "private.key": "", "next.key": ""}, []string{
 			gw + "nextPrivateKeyFile: the content of next.key has 0 bytes; want 32 bytes in 44 base64 characters",
 			gw + "privateKeyFile: the content of private.key has 0 bytes; want 32 bytes in 44 base64 characters",
