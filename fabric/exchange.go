@@ -188,7 +188,7 @@ func TunnelEndpointFor(original, copied *v1alpha1.NetworkConfig, peer v1alpha1.C
 		r.addAt(at.remoteAnswer, "is false; want true: this cluster has not answered yet")
 	}
 	if id := original.Spec.RemoteCluster.ClusterID; id != peer.ClusterID {
-		r.addAt(at.id, "is %s; want %s, the peer", quote(id), quote(peer.ClusterID))
+		r.addAt(at.id, "is %s; want %s, the ID of the peer", quote(id), quote(peer.ClusterID))
 	}
 	if len(r.problems) > 0 {
 		return v1alpha1.TunnelEndpointSpec{}, SortProblems(r.problems)

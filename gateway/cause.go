@@ -86,8 +86,8 @@ func (e *evidence) cause() Cause {
 		return Cause{v1alpha1.CauseRangesDisagree, fmt.Sprintf("the peer answers, but its packets from addresses outside %v, the networks by which this cluster knows it, "+
 			"are dropped (source), also its connection check; the two clusters disagree about the peer's PodCIDR%s", e.remote, compare)}
 	case e.check.State == check.Connected && e.check.Path.State == check.PathError:
-		return Cause{v1alpha1.CausePathMTU, fmt.Sprintf("the peer answers, but packets of %d octets, which every path should carry, do not arrive at %s, and no ICMP error comes back; "+
-			"with WireGuard and outer headers they have %d octets; repair the link that drops them", e.check.Path.Bytes, source, e.check.Path.Bytes+overheadTo(e.endpoint.Addr()))}
+		return Cause{v1alpha1.CausePathMTU, fmt.Sprintf("the peer answers, but packets of %d octets do not arrive at %s, and no ICMP error comes back; every path should carry packets of this size, "+
+			"which is %d octets with WireGuard and outer headers; repair the link that drops them", e.check.Path.Bytes, source, e.check.Path.Bytes+overheadTo(e.endpoint.Addr()))}
 	case e.check.State == check.Connected && e.check.Path.Narrow():
 		return Cause{v1alpha1.CauseNarrowPath, fmt.Sprintf("the peer answers, but the path to it drops larger packets silently, so this gateway sends packets of at most %d octets instead of %d; "+
 			"allow ICMP \"fragmentation needed\" and \"packet too big\" on the path, or repair the link", e.check.Path.Bytes, e.check.Path.Ceiling)}

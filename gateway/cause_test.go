@@ -47,7 +47,7 @@ func TestCauseReportsTheFirstProblemToFix(t *testing.T) {
 		{"the peer answers, and the path drops packets of the base size", func(e *evidence) {
 			session(e)
 			e.check.State, e.check.Path = check.Connected, check.PathMTU{State: check.PathError, Bytes: 1200, Ceiling: 1440}
-		}, v1alpha1.CausePathMTU, "they have 1260 octets"},
+		}, v1alpha1.CausePathMTU, "which is 1260 octets"},
 		{"configured a moment ago", func(e *evidence) { e.check.State = check.Connecting }, v1alpha1.CauseConnecting, "192.0.2.9:5871"},
 		{"our kernel refuses the configuration", func(e *evidence) {
 			session(e)

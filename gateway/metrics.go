@@ -49,7 +49,7 @@ var (
 	familySegments   = counter("udp_segmentation_refused_total", "Sends that the kernel refused to segment (UDP_SEGMENT, EIO): the route has no checksum offload, or uses IPsec. Messages were then sent one by one.")
 	familyDrops      = counter("drops_total", "Packets dropped, by reason; peer is empty when no peer has the address.", "direction", "peer", "reason")
 
-	familyInfo       = gauge("peer_info", "Always 1; the name of the peer.", "peer", "name")
+	familyInfo       = gauge("peer_info", "Always 1; the labels have the name and the ID of the peer.", "peer", "name")
 	familyUp         = gauge("peer_up", "1 if the peer answers the connection check.", "peer")
 	familyReason     = gauge("peer_reason", "1 for the reason why packets do not pass in both directions, or only with a smaller MTU (NarrowPath); no series without a problem.", "peer", "reason")
 	familyRxBytes    = counter("peer_receive_bytes_total", "Octets of IP packets from the peer.", "peer")
@@ -72,7 +72,7 @@ var (
 	familyPeerLimit  = gauge("peer_nat_sessions_limit", "Limit of NAT flows of the peer.", "peer")
 	familyFlowEvents = counter("peer_nat_session_events_total", "NAT flows created, expired, evicted because the limit was reached, and purged because new rules do not permit them.", "event", "peer")
 
-	familyInBandConns   = gauge("peer_in_band_connections", "Connections between managers and API servers in the tunnel: of our manager to the peer's API server (ours), and the other way (theirs).", "peer", "side")
+	familyInBandConns   = gauge("peer_in_band_connections", "Connections between managers and API servers in the tunnel: from our manager to the peer's API server (ours), or from the peer's manager to our API server (theirs).", "peer", "side")
 	familyInBandRx      = counter("peer_in_band_receive_bytes_total", "Octets from the peer in connections between managers and API servers in the tunnel.", "peer")
 	familyInBandTx      = counter("peer_in_band_transmit_bytes_total", "Octets to the peer in connections between managers and API servers in the tunnel.", "peer")
 	familyInBandRefused = counter("peer_in_band_refused_total", "Connections between managers and API servers in the tunnel that were refused, by reason: too many, or too many a second (connections); our API server cannot be reached (api_server); the peer's gateway refuses (peer); the tunnel is down (tunnel).", "peer", "reason")

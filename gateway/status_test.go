@@ -170,7 +170,7 @@ isthmus_nat_sessions 1
 # HELP isthmus_nat_sessions_limit Limit of NAT flows.
 # TYPE isthmus_nat_sessions_limit gauge
 isthmus_nat_sessions_limit 1000
-# HELP isthmus_peer_info Always 1; the name of the peer.
+# HELP isthmus_peer_info Always 1; the labels have the name and the ID of the peer.
 # TYPE isthmus_peer_info gauge
 isthmus_peer_info{name="bravo",peer="22222222-0000-4000-8000-000000000000"} 1
 isthmus_peer_info{name="charlie",peer="33333333-0000-4000-8000-000000000000"} 1

@@ -79,7 +79,7 @@ func TestSetPeersRefusesContradictions(t *testing.T) {
 		{"127.0.0.1 is not an address that a peer may reach", func(b, c *Peer) { b.Endpoints[1].Real = ip("127.0.0.1") }},
 		{"not of one family", func(b, c *Peer) { b.Endpoints[1].Real = ip("fd00::1") }},
 		{"without address", func(b, c *Peer) { b.Endpoints[1].Real = netip.Addr{} }},
-		{"peer b: named twice", func(b, c *Peer) { c.ID = "b" }},
+		{"peer b: appears twice", func(b, c *Peer) { c.ID = "b" }},
 		{"peer without ID", func(b, c *Peer) { c.ID = "" }},
 		{"peer b: MSS 20 is too small", func(b, c *Peer) { b.MSS = 20 }},
 	} {

@@ -160,8 +160,8 @@ var drops = [numDrops]struct{ label, text string }{
 	DropHandshakeQueue:    {"handshake_queue", "the source exceeded its rate of handshakes without a cookie, or the queue is full"},
 	DropReceiveQueue:      {"receive_queue", "the peer exceeded its share of the decryption queue, or too many messages belong to no peer"},
 	DropSocketBuffer:      {"socket_buffer", "the kernel's buffer of the UDP socket was full"},
-	DropHandshakeKey:      {"handshake_key", "the handshake was made for another public key than ours"},
-	DropHandshakeRefused:  {"handshake_refused", "the handshake is from an unknown key, replayed, or answers no handshake of ours"},
+	DropHandshakeKey:      {"handshake_key", "the handshake is for another public key than that of this gateway"},
+	DropHandshakeRefused:  {"handshake_refused", "the handshake is from an unknown key, replayed, or answers no handshake of this gateway"},
 }
 
 // Drops returns every reason except DropNone, in the order of the constants.

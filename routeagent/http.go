@@ -231,7 +231,7 @@ func Families() []*metric.Family { return families.Families() }
 var (
 	familyReady    = families.Gauge("route_agent_ready", "1 if the desired state is applied.")
 	familyApplied  = families.Gauge("route_agent_last_apply_timestamp_seconds", "When the desired state was last applied completely; no series before the first time.")
-	familyProblems = families.Gauge("route_agent_problems", "Objects that were refused in whole or in part, and functions that foreign rules break.")
+	familyProblems = families.Gauge("route_agent_problems", "Objects that were refused in whole or in part, and functions that rules of other programs break.")
 	familyOverlay  = families.Gauge("route_agent_overlay_up", "1 if the gateway is reached through the overlay, 0 if packets get lost there in at least one direction although the underlay works; no series while this is unknown.", "gateway")
 	familyObjects  = families.Gauge("route_agent_objects", "Desired kernel objects, by kind.", "kind")
 	familyRepaired = families.Counter("route_agent_drift_repaired_total", "Kernel objects set or removed because another program had changed them.")

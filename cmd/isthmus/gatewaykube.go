@@ -107,7 +107,7 @@ func (k *kubeGateway) complete() error {
 		return cli.Usage("--tunnels %d: the last would listen on port %d (--port is %d); want ports up to 65535", k.tunnels, last, k.port)
 	}
 	if p := kube.QuestionPort; int(k.port) <= p && p < int(k.port)+k.tunnels {
-		return cli.Usage("--port %d: a tunnel would use port %d, on which gateways ask each other whether they are active; want other ports", k.port, p)
+		return cli.Usage("--port %d: a tunnel would use port %d, which gateways use for messages to each other; want other ports", k.port, p)
 	}
 	if k.mtu != "auto" {
 		n, err := strconv.Atoi(k.mtu)

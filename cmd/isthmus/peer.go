@@ -31,8 +31,8 @@ objects and renews a revoked identity. If a different cluster has the ID and nam
 that was peered before, the command refuses it.
 
 At the end it shows for each network whether the other side uses it unchanged or
-remaps it, and why. If a peer later advertises other networks and would get new addresses, the
-agreed networks stay in force until you agree. With the NAME of a Peering or of the other
+remaps it, and why. If a peer later advertises other networks and would get new addresses,
+the agreed networks stay in force until you agree. With the NAME of a Peering or of the other
 cluster, the command shows the changed networks, and needs only this cluster. --consent agrees
 to exactly these networks, and fails if the peer has changed them meanwhile.
 

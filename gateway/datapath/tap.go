@@ -421,7 +421,7 @@ func (c *captured) message(dir natengine.Direction, peer string, m []byte, endpo
 	var comment string
 	switch {
 	case messageNames[kind] == "":
-		comment = "no WireGuard message"
+		comment = "not a WireGuard message"
 	case kind == device.MessageTransportType && len(m) == headerLen+tagLen:
 		comment = "keepalive"
 	default:

@@ -382,7 +382,7 @@ func (s *show) failover() error {
 		return fmt.Errorf("the TCP connection did not survive the takeover: %w", err)
 	}
 	sent, lost, pause := pings.stop()
-	s.ok("the TCP connection goes on through the standby")
+	s.ok("the TCP connection continues through the standby")
 	s.ok("%s answers again, through %s: %d of %d pings lost, the longest pause was %.1f s", to, s.a.Nodes[now], lost, sent, pause.Seconds())
 	return s.a.Start(s.ctx, fleet.Gateway(active))
 }

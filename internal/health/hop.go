@@ -170,7 +170,7 @@ func PeeringHops(cluster string, p *isthmus.Peering, before []Hop) (hops []Hop) 
 			hop.Reason, hop.Text, hop.Since = safetext.Of(condition.Reason), safetext.Cut(condition.Message, safetext.Message), &condition.LastTransitionTime
 			switch {
 			case manager != nil:
-				hop.State, hop.Text = Unknown, "not up to date, because no manager is active; it was: "+hop.Reason+": "+hop.Text
+				hop.State, hop.Text = Unknown, "not up to date, because no manager is active; last known: "+hop.Reason+": "+hop.Text
 			case gateway != nil && (step == isthmus.ConditionConnected || step == isthmus.ConditionReady):
 				hop.State, hop.Text = Waits, "unknown while no gateway is active"
 			case isthmus.Limited(condition):

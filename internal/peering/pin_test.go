@@ -57,7 +57,7 @@ func TestACopiedClusterIdentityIsRefused(t *testing.T) {
 	if err == nil {
 		t.Fatal("the twin was accepted")
 	}
-	clustertest.Contains(t, err.Error(), "pin-a: context c leads to a cluster with the name and ID pin-b (pin-B-0000), but Peering "+name+" was created with another cluster of that name and ID", "UID "+twin.UID+", not "+p.B.UID, "certificate authority sha256:", "--replace")
+	clustertest.Contains(t, err.Error(), "pin-a: context c is a cluster with the name and ID pin-b (pin-B-0000), but Peering "+name+" was created with another cluster of that name and ID", "UID "+twin.UID+", not "+p.B.UID, "certificate authority sha256:", "--replace")
 	if changed := diff(before, everything(t, p)); changed != nil || p.Reported() != "" {
 		t.Errorf("the refusal changed %v", changed)
 	}

@@ -24,7 +24,7 @@ func metrics(string) (string, error) {
 5872, the route agent on 5874. [security.md](security.md) describes who may read them. The chart has a PodMonitor for each
 component (` + "`metrics.podMonitor`" + `), alerts (` + "`metrics.prometheusRule`" + `) and a Grafana dashboard (` + "`metrics.dashboard`" + `).
 
-A counter of drops, events or results has no series before the first one, nor has a timestamp before its event.
+A counter of drops, events or results has no series before the first one. A timestamp has none before its event.
 A metric of a peer exists as long as the peer is configured. "Receive" and "inbound" mean from the
 tunnel, "transmit" and "outbound" towards it. The label ` + "`peer`" + ` is the cluster ID, which ` + "`isthmus_peer_info`" + ` joins with the name.
 There is no CPU time by peer, because all peers share the goroutines that move packets; ` + "`process_cpu_seconds_total`" + ` has that of the gateway, which the

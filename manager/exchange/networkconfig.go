@@ -323,7 +323,7 @@ func setOriginal(nc *v1alpha1.NetworkConfig, peer peers.Peer, spec v1alpha1.Netw
 // The peer may create objects in its tenant namespace, even with that name.
 func notOurs(nc *v1alpha1.NetworkConfig, peer peers.Peer) string {
 	if origin, ok := nc.Labels[v1alpha1.LabelOriginID]; ok && !metav1.IsControlledBy(nc, peer.Owner) {
-		return fmt.Sprintf("NetworkConfig %s/%s has the name of ours, but comes from cluster %q (label %s); delete it",
+		return fmt.Sprintf("NetworkConfig %s/%s has the name of our NetworkConfig, but is from cluster %q (label %s); delete it",
 			nc.Namespace, nc.Name, origin, v1alpha1.LabelOriginID)
 	}
 	return ""

@@ -290,7 +290,7 @@ func TestInvalidAllocationsAreLeftOut(t *testing.T) {
 		"a time":              {isthmus.NetworkAllocationSpec{ClusterID: "c", UnusedSince: "2026-11-28T24:00:00Z"}, "spec.unusedSince"},
 		"an answer":           {isthmus.NetworkAllocationSpec{ClusterID: "c", Seen: &isthmus.NetworkPair{PodCIDR: "x"}}, "spec.seen"},
 		"an endpoint":         {isthmus.NetworkAllocationSpec{ClusterID: "c", Seen: seen, Endpoints: []isthmus.MappedEndpoint{{IP: "x", Address: "10.245.0.9"}}}, "spec.endpoints[0]"},
-		"an address":          {isthmus.NetworkAllocationSpec{ClusterID: "c", Seen: seen, Endpoints: []isthmus.MappedEndpoint{{IP: "198.51.100.7", Address: "10.9.0.9"}}}, "cannot stand for an endpoint"},
+		"an address":          {isthmus.NetworkAllocationSpec{ClusterID: "c", Seen: seen, Endpoints: []isthmus.MappedEndpoint{{IP: "198.51.100.7", Address: "10.9.0.9"}}}, "cannot be the address of an endpoint"},
 		"an address of two":   {isthmus.NetworkAllocationSpec{ClusterID: "c", Seen: seen, Endpoints: []isthmus.MappedEndpoint{{IP: "198.51.100.7", Address: "10.245.0.9"}, {IP: "198.51.100.8", Address: "10.245.0.9"}}}, "another endpoint"},
 		"two addresses of it": {isthmus.NetworkAllocationSpec{ClusterID: "c", Seen: seen, Endpoints: []isthmus.MappedEndpoint{{IP: "198.51.100.7", Address: "10.245.0.8"}, {IP: "198.51.100.7", Address: "10.245.0.9"}}}, "another address"},
 	} {

@@ -356,7 +356,7 @@ func (s *Store) reread(ctx context.Context) error {
 		s.publish(*next)
 	} else if was := state.Spec(); known { // the State is known, so the change can be logged
 		if change := patchOf("", diff(&was, &s.object.Spec)); change != nil {
-			s.log.Warn("IpamStorage was changed or deleted by somebody else; writing it again, because it is only a copy; use isthmus unpeer, or edit NetworkAllocations",
+			s.log.Warn("another client has changed or deleted the IpamStorage, which is only a copy of the IPAM state; writing it again; use isthmus unpeer, or edit NetworkAllocations",
 				"name", s.object.Name, "change", string(change[:min(len(change), 1000)]))
 		}
 	}

@@ -356,7 +356,7 @@ func connectedCondition(s peeringState) condition {
 	case because != nil:
 		return condition{because.Status, because.Reason, because.Message}
 	case c.Status == v1alpha1.Connected && s.key.required && exchange.PresharedIn(te) == "":
-		return no(isthmus.ReasonNoKey, "spec.postQuantum is Required, but the gateway reports a session without a preshared key; an existing session ends within three minutes, but a gateway of an older version keeps using none")
+		return no(isthmus.ReasonNoKey, "spec.postQuantum is Required, but the gateway reports a session without a preshared key; if the problem lasts longer than three minutes, upgrade the gateways, because older versions use no preshared key")
 	case c.Status == v1alpha1.Connected && s.key.fieldsProblem() != "":
 		return yes(isthmus.ReasonConnected, "the gateway hears the peer; "+s.key.fieldsProblem())
 	case c.Status == v1alpha1.Connected:

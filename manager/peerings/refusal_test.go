@@ -86,7 +86,7 @@ func TestRefusalsNameTheRequestTheNetworksInForceAndTheRemedy(t *testing.T) {
 			refuses + "spec.backend_config.publicKey: is the key of another peer of the receiver" + inForce +
 				"replace the key of our gateway (isthmus rotate-key --now), or at bravo un-peer the cluster that has the same key"},
 		{"our claim needs consent", theyRefuse(v1alpha1.ReasonConsent, "spec.podCIDR: is 10.244.0.0/16 now"), isthmus.ConditionAnswered, v1alpha1.ReasonConsent,
-			refuses + "spec.podCIDR: is 10.244.0.0/16 now" + inForce + "somebody at bravo has to agree: isthmus peer alpha --consent 10.244.0.0/16,10.245.0.0/16"},
+			refuses + "spec.podCIDR: is 10.244.0.0/16 now" + inForce + "an administrator of bravo has to agree: isthmus peer alpha --consent 10.244.0.0/16,10.245.0.0/16"},
 		{"our endpoint is refused", theyRefuse(v1alpha1.ReasonEndpoint, "spec.endpointIP: is a node"), isthmus.ConditionAnswered, v1alpha1.ReasonEndpoint,
 			refuses + "spec.endpointIP: is a node" + inForce +
 				"publish another address: annotation liqo.io/override-address of our gateway's Service, or spec.overrides.address of Peering here"},
