@@ -252,7 +252,7 @@ func TestTunnelEndpointForRefusesInvalidAnswers(t *testing.T) {
 		"not answered by us": {func(_, copied *v1alpha1.NetworkConfig) { copied.Status.Processed = false },
 			[]string{"NetworkConfig tenant/alpha-9d9b8a: status.processed: is false; want true: this cluster has not answered yet"}},
 		"addressed to another cluster": {func(original, _ *v1alpha1.NetworkConfig) { original.Spec.RemoteCluster.ClusterID = idC },
-			[]string{`NetworkConfig tenant/bravo-924e89: spec.cluster.clusterID: is "` + idC + `"; want "` + idB + `", the peer`}},
+			[]string{`NetworkConfig tenant/bravo-924e89: spec.cluster.clusterID: is "` + idC + `"; want "` + idB + `", the ID of the peer`}},
 		"answer of another length": {func(original, _ *v1alpha1.NetworkConfig) { original.Status.PodCIDRNAT = "10.250.0.0/24" },
 			[]string{"NetworkConfig tenant/bravo-924e89: status.podCIDRNAT: 10.250.0.0/24 differs in length from our PodCIDR, 10.244.0.0/16; want a /16"}},
 		"answer of another family": {func(original, _ *v1alpha1.NetworkConfig) { original.Status.ExternalCIDRNAT = "fd00::/16" },

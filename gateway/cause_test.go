@@ -130,8 +130,8 @@ func TestCauseReportsTheFirstProblemToFix(t *testing.T) {
 }
 
 func TestCauseIgnoresErrorsAboutOtherPeers(t *testing.T) {
-	failed := errors.Join(fmt.Errorf("peer 1: its public key is our own"), errors.Join(errors.New("peer 22: x")))
-	for id, want := range map[string]string{"1": "peer 1: its public key is our own", "2": "", "22": "peer 22: x"} {
+	failed := errors.Join(fmt.Errorf("peer 1: its public key is the key of this gateway"), errors.Join(errors.New("peer 22: x")))
+	for id, want := range map[string]string{"1": "peer 1: its public key is the key of this gateway", "2": "", "22": "peer 22: x"} {
 		got := ""
 		if err := failedOf(id, failed); err != nil {
 			got = err.Error()

@@ -63,7 +63,7 @@ func TestSetPeersRefusesContradictions(t *testing.T) {
 		{"peer b: remote network 10.71.0.0/16 overlaps", func(b, c *Peer) { b.RemoteExternal = b.RemotePods }},
 		{"peer b: pods: 10.244.0.0/16 -> 10.246.0.0/17 has masks of different length", func(b, c *Peer) { b.Pods[0].To = pfx("10.246.0.0/17") }},
 		{"peer b: pods: 10.244.0.0/16 -> fd00::/16 is not of one family", func(b, c *Peer) { b.Pods[0].To = pfx("fd00::/16") }},
-		{"peer b: pods: 10.250.0.0/16 -> 10.251.0.0/16 is a second map", func(b, c *Peer) {
+		{"peer b: pods: 10.250.0.0/16 -> 10.251.0.0/16 is the second remap of its address family", func(b, c *Peer) {
 			b.Pods = append(b.Pods, Remap{pfx("10.250.0.0/16"), pfx("10.251.0.0/16")})
 		}},
 		{"peer b: remote pods: 10.71.0.1/16 has host bits set", func(b, c *Peer) { b.RemotePods = pfxs("10.71.0.1/16") }},

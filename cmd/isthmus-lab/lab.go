@@ -278,7 +278,7 @@ func show(out io.Writer, l *lab.Lab) error {
 	flag := hint(l.Name)
 	from, to := l.Clusters[0], l.Clusters[len(l.Clusters)-1]
 	gateway := from.Gateway()
-	fmt.Fprintf(out, "\nThe configuration of the gateway of cluster %s: %s\nand what it prints: %s\n\nTry:\n",
+	fmt.Fprintf(out, "\nConfiguration of the gateway of cluster %s: %s\nLog of this gateway: %s\n\nTry:\n",
 		from, from.ConfigDir, l.GatewayLog(from))
 	if _, joined := l.View(from, to); joined && len(from.Pods) > 0 && len(to.Pods) > 0 {
 		seen, err := l.Seen(from, to, to.Pods[0].Addr)

@@ -233,7 +233,7 @@ func UnnameServices(ctx context.Context, c *cluster.Cluster, keepDefinitions boo
 			return err
 		}
 		if corefile.Multicluster(dns.Corefile()) {
-			needs = "the " + dns.Where() + " has the option multicluster, and without this object CoreDNS answers for no Service"
+			needs = "the " + dns.Where() + " has the option multicluster, and without this object CoreDNS does not answer for any Service"
 		}
 	}
 	if len(ours) > 0 && !keepDefinitions { // otherwise services were never on

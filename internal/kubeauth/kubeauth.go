@@ -233,9 +233,9 @@ func (r *Reviewer) cannot(kind string, err error) decision {
 	}
 	r.mu.Unlock()
 	if mayLog {
-		want := "an API server that answers"
+		want := "check that the API server answers"
 		if apierrors.IsForbidden(err) {
-			want = "the rights that `isthmus install --metrics-auth` gives"
+			want = "run `isthmus install --metrics-auth`, which gives the rights"
 		}
 		r.log.Warn("cannot authorize requests for metrics; refusing them", "kind", kind, "error", err, "remedy", want)
 	}

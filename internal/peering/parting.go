@@ -120,7 +120,7 @@ func teardownOf(ctx context.Context, c *cluster.Cluster, match func(*isthmus.Pee
 	for i := range namespaces.Items {
 		if left(&namespaces.Items[i]) {
 			if f.namespace != "" {
-				return nil, fmt.Errorf("%s: the name matches the namespaces %s and %s; use the part of one of them after liqo-tenant-", c, f.namespace, namespaces.Items[i].Name)
+				return nil, fmt.Errorf("%s: the name matches the namespaces %s and %s; use one of these names without liqo-tenant-", c, f.namespace, namespaces.Items[i].Name)
 			}
 			f.namespace = namespaces.Items[i].Name
 		}

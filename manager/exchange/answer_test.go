@@ -78,7 +78,7 @@ func TestRefusalsNameTheFieldWithTheInvalidNetwork(t *testing.T) {
 		{"special", func(nc *v1alpha1.NetworkConfig) { nc.Spec.PodCIDR, nc.Spec.ExternalCIDR = "100::/64", "fd00::/64" },
 			"Invalid: spec.podCIDR: 100::/64 overlaps 100::/64 (discard-only, RFC 6666); want a network that pods can have"},
 		{"addressed", func(nc *v1alpha1.NetworkConfig) { nc.Spec.RemoteCluster.ClusterID = "another" },
-			"Invalid: spec.cluster.clusterID: is \"another\"; want " + a.Self.ClusterID + ", the receiver"},
+			"Invalid: spec.cluster.clusterID: is \"another\"; want " + a.Self.ClusterID + ", the ID of the receiver"},
 		{"origin", func(nc *v1alpha1.NetworkConfig) { nc.Labels[v1alpha1.LabelOriginID] = bravo.Cluster.ClusterID },
 			"WrongOrigin: metadata.labels[liqo.io/originID]: is \"" + bravo.Cluster.ClusterID + "\", but namespace " + a.Prefix +
 				"-tenant-origin is for cluster " + a.Prefix + ".origin"},

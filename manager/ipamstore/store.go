@@ -48,11 +48,11 @@ import (
 var errNotLoaded = errors.New("the IPAM state is not loaded yet")
 
 // errUnread means that another manager has written, and that its writes must be read first.
-var errUnread = apierrors.NewConflict(schema.GroupResource{Group: v1alpha1.GroupVersion.Group, Resource: "ipamstorages"}, "", errors.New("another manager has written"))
+var errUnread = apierrors.NewConflict(schema.GroupResource{Group: v1alpha1.GroupVersion.Group, Resource: "ipamstorages"}, "", errors.New("another manager has changed the IPAM state"))
 
 // errNotAllocated means that NetworkAllocations lack a part of the State, so Refresh must be called
 // again.
-var errNotAllocated = errors.New("NetworkAllocations do not have the IPAM state yet")
+var errNotAllocated = errors.New("the IPAM state is not written into NetworkAllocations yet")
 
 // A Store stores one State. Its methods may be called concurrently.
 type Store struct {

@@ -257,7 +257,7 @@ func peerConfigCondition(s peeringState) condition {
 	case s.tenant != "": // no NetworkConfig can arrive here
 		return no(isthmus.ReasonWaitingPeer, "%s", s.tenant)
 	case s.withdrew():
-		return no(isthmus.ReasonPeerWithdrew, "%s has deleted its NetworkConfig in namespace %s: it un-peered, or its tenant namespace was deleted; isthmus unpeer %s, or isthmus peer for both clusters",
+		return no(isthmus.ReasonPeerWithdrew, "%s has deleted its NetworkConfig in namespace %s: it un-peered, or its tenant namespace was deleted; run isthmus unpeer %s, or isthmus peer for both clusters",
 			s.who(), s.peering.Spec.TenantNamespace.Local, s.peering.Name)
 	}
 	return no(isthmus.ReasonWaitingPeer, "the peer has not published its NetworkConfig in namespace %s yet", s.peering.Spec.TenantNamespace.Local)

@@ -79,7 +79,7 @@ func TestRefusalsNameTheRequestTheNetworksInForceAndTheRemedy(t *testing.T) {
 		{"two NetworkConfigs", func(s *peeringState) { s.copies = append(s.copies, s.copies[0]) }, isthmus.ConditionPeerConfig, isthmus.ReasonAmbiguous,
 			who + " has more than one NetworkConfig in namespace tenant" + stays + "delete all but one of them"},
 		{"a peer that went", func(s *peeringState) { s.copies[0].DeletionTimestamp = &metav1.Time{Time: time.Unix(1, 0)} }, isthmus.ConditionPeerConfig, isthmus.ReasonPeerWithdrew,
-			who + " has deleted its NetworkConfig in namespace tenant: it un-peered, or its tenant namespace was deleted; isthmus unpeer here, or isthmus peer for both clusters"},
+			who + " has deleted its NetworkConfig in namespace tenant: it un-peered, or its tenant namespace was deleted; run isthmus unpeer here, or isthmus peer for both clusters"},
 
 		{"our key is another's there", theyRefuse(v1alpha1.ReasonKeyConflict, "spec.backend_config.publicKey: is the key of another peer of the receiver"),
 			isthmus.ConditionAnswered, v1alpha1.ReasonKeyConflict,

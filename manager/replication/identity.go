@@ -74,7 +74,7 @@ func identityFrom(s *corev1.Secret) (id identity, err error) {
 			return identity{}, fmt.Errorf("%s and %s: both are needed; Liqo's identities for EKS are not supported", liqoCert, liqoKey)
 		}
 	default:
-		return identity{}, fmt.Errorf("has neither the key %s nor %s, %s and %s", isthmus.SecretKubeconfig, liqoServer, liqoCert, liqoKey)
+		return identity{}, fmt.Errorf("has neither the key %s nor the keys %s, %s and %s", isthmus.SecretKubeconfig, liqoServer, liqoCert, liqoKey)
 	}
 	if err := id.complete(); err != nil {
 		return identity{}, err
