@@ -113,7 +113,7 @@ type Options struct {
 
 // errAgain ends a run because the kinds that the cluster serves have changed. Run then starts
 // another run.
-var errAgain = errors.New("ForeignClusters, ServiceCIDRs or the kinds of shared services have come or gone")
+var errAgain = errors.New("the kinds ForeignCluster, ServiceCIDR or those of shared services were installed or removed")
 
 // lostLease is the text of an error that controller-runtime does not export.
 const lostLease = "leader election lost"

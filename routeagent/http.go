@@ -139,7 +139,7 @@ func (a *agent) serveStarted() (*httpserve.Servers, error) {
 	err := s.ListenOwner("started", startedSocket(a.opts.Pod), http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
 		if !a.has.Load() {
 			if err := a.canFollow(); err != nil {
-				http.Error(w, "another agent runs here, and "+err.Error(), http.StatusServiceUnavailable)
+				http.Error(w, "another agent runs on this node, and "+err.Error(), http.StatusServiceUnavailable)
 				return
 			}
 		}

@@ -136,7 +136,7 @@ func newServeCommand() *cobra.Command {
 	var name string
 	cmd := &cobra.Command{
 		Use:    "serve",
-		Short:  "Serve HTTP in the pods and servers of a lab, until ended",
+		Short:  "Serve HTTP in the pods and servers of a lab, until interrupted",
 		Hidden: true, // "up" starts this command
 		Args:   cobra.NoArgs,
 		RunE: needsRoot(func(cmd *cobra.Command, _ []string) error {

@@ -197,7 +197,7 @@ func TestUninstallKeepsForeignObjects(t *testing.T) {
 	must(t, n.Client.Create(t.Context(), export))
 	n.uninstall()
 	n.wants("with an export", n.corefile, true, false, false)
-	if !n.reported.Has("serviceexports.multicluster.x-k8s.io stays: there are ServiceExports that are not ours: default/shop") {
+	if !n.reported.Has("serviceexports.multicluster.x-k8s.io stays: it has ServiceExports of other programs: default/shop") {
 		t.Errorf("it says %v", n.reported)
 	}
 	must(t, n.Client.Delete(t.Context(), export))
@@ -220,7 +220,7 @@ func TestUninstallKeepsForeignObjects(t *testing.T) {
 	}
 	n.uninstall()
 	n.wants("with two imports", n.corefile, false, true, false)
-	if !n.reported.Has("stays: there are ServiceImports that are not ours: default/theirs;") {
+	if !n.reported.Has("stays: it has ServiceImports of other programs: default/theirs;") {
 		t.Errorf("it says %v", n.reported)
 	}
 	if err := n.Client.Get(t.Context(), client.ObjectKeyFromObject(derived), derived); client.IgnoreNotFound(err) != nil || err == nil {

@@ -196,7 +196,7 @@ func (f *teardown) deletePeering(ctx context.Context, o UnpeerOptions) error {
 		}
 	}
 	if o.Force {
-		o.Report(fmt.Sprintf("%s: not waiting for %s; our objects may stay %s", f.Cluster, safetext.Of(f.peer.ClusterName), f.remains))
+		o.Report(fmt.Sprintf("%s: not waiting for %s; our objects may remain %s", f.Cluster, safetext.Of(f.peer.ClusterName), f.remains))
 	}
 	if err := f.Client.Delete(ctx, p); client.IgnoreNotFound(err) != nil {
 		return f.Explain("delete Peering "+f.peering, err)

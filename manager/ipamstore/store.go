@@ -295,7 +295,7 @@ func (s *Store) put(ctx context.Context, state ipam.State) error {
 		s.object.Spec, s.synced = state.Spec(), false // the IpamStorage has this state, but the Store does not
 		return err
 	default:
-		s.log.Warn("cannot write NetworkAllocations; nodes refuse released networks until then", "error", err)
+		s.log.Warn("cannot write NetworkAllocations; nodes refuse released networks until a write succeeds", "error", err)
 		// The next Refresh tries again.
 	}
 	return nil

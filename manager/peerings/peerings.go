@@ -322,7 +322,7 @@ func (r *Reconciler) force(ctx context.Context, s *peeringState, now time.Time) 
 	case s.ending:
 		why = "namespace " + nc.Namespace + " is being deleted, and our identity at the peer with it"
 	case peer.Abandoned(now):
-		why = fmt.Sprintf("the peer's API server is reached through the tunnel alone, which closes %v after the Peering was deleted", peers.InBandPatience)
+		why = fmt.Sprintf("the peer's API server is reached only through the tunnel, which closes %v after the Peering was deleted", peers.InBandPatience)
 	default:
 		return nil
 	}
