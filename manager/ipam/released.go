@@ -194,7 +194,7 @@ func (b *State) tooManyHeld(id string, before []replaced) *fabric.Refusal {
 	case !grown || len(b.replaced) <= maxReplaced:
 		return nil
 	}
-	return refuse(v1alpha1.ReasonExhausted, "", "too many networks were replaced within %v, and each stays reserved that long; keep the current networks, or change them after %s",
+	return refuse(v1alpha1.ReasonExhausted, "", "too many networks were replaced within %v, and each stays held that long; keep the current networks, or change them after %s",
 		fabric.ReleaseHold, until(full[0].released))
 }
 
