@@ -216,7 +216,7 @@ func TestPeerFromRefusesInvalidTunnelEndpoints(t *testing.T) {
 		{func(s *spec) { s.EndpointIP = "127.0.0.1" }, []string{"spec.endpointIP: 127.0.0.1 is in 127.0.0.0/8 (loopback)" + endpointWant}},
 		{func(s *spec) { s.EndpointIP = "0.0.0.0" }, []string{"spec.endpointIP: 0.0.0.0 is in 0.0.0.0/8 (this network, RFC 1122)" + endpointWant}},
 		{func(s *spec) { s.EndpointIP = "224.0.0.1" }, []string{"spec.endpointIP: 224.0.0.1 is in 224.0.0.0/4 (multicast)" + endpointWant}},
-		{func(s *spec) { s.EndpointIP = "fe80::1%eth0" }, []string{`spec.endpointIP: "fe80::1%eth0" has a zone` + endpointWant}},
+		{func(s *spec) { s.EndpointIP = "fe80::1%eth0" }, []string{`spec.endpointIP: "fe80::1%eth0" has an IPv6 zone` + endpointWant}},
 		{func(s *spec) { s.EndpointIP = "::ffff:192.0.2.2" }, []string{`spec.endpointIP: "::ffff:192.0.2.2" is an IPv4 address in IPv6 form; want 192.0.2.2`}},
 		{func(s *spec) { s.EndpointIP = "10.246.0.9" }, []string{"spec.endpointIP: 10.246.0.9 is inside 10.246.0.0/16 (spec.remoteNATPodCIDR), which is reached through the tunnel itself; want an address outside"}},
 		{func(s *spec) { s.EndpointIP = "10.247.0.9" }, []string{"spec.endpointIP: 10.247.0.9 is inside 10.247.0.0/16 (spec.remoteNATExternalCIDR), which is reached through the tunnel itself; want an address outside"}},

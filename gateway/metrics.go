@@ -42,7 +42,7 @@ var (
 	familyMTU        = gauge("tunnel_mtu_bytes", "MTU of the tunnel device: the largest of all peers.")
 	familySessions   = gauge("nat_sessions", "Current NAT flows.")
 	familyLimit      = gauge("nat_sessions_limit", "Limit of NAT flows.")
-	familyNATBytes   = gauge("nat_memory_bytes", "Memory of NAT flows and held fragments.")
+	familyNATBytes   = gauge("nat_memory_bytes", "Memory of NAT flows and of fragments that wait for the rest of their datagrams.")
 	familyRejected   = counter("probe_rejected_total", "Messages of the connection check that were ignored, by reason.", "reason")
 	familyFiltered   = counter("filter_drops_total", "Packets that the packet filter of the gateway's Pod dropped, by reason, since its table was made.", "reason")
 	familyKernel     = counter("kernel_ip_drops_total", "Packets that the kernel dropped in the network namespace of the TUN, by reason. In a Pod this includes messages of the tunnel and of the overlay.", "reason")

@@ -148,7 +148,7 @@ var drops = [numDrops]struct{ label, text string }{
 	DropLocalRate:         {"local_rate", "the peer exceeded its rate of packets to the in-process endpoint"},
 	DropLocalPort:         {"local_port", "the in-process endpoint does not listen on this UDP port"},
 	DropLocalProtocol:     {"local_protocol", "the in-process endpoint does not speak this protocol or does not answer this kind of message"},
-	DropTunnelSend:        {"tunnel_send", "the sealed message could not be sent"},
+	DropTunnelSend:        {"tunnel_send", "the encrypted message could not be sent"},
 	DropNoMandate:         {"no_mandate", "this gateway may not send, because another one may be active"},
 	DropTunnelForged:      {"tunnel_forged", "the message does not authenticate under the key of its session"},
 	DropTunnelReplay:      {"tunnel_replay", "the message was received before, or is older than the replay window"},
