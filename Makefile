@@ -77,7 +77,7 @@ test-oldest: ## Tests of the control plane on Kubernetes 1.31 (builds it once, 4
 NODES := containerd:containerd runc:runc nft:nftables iptables:iptables conntrack:conntrack kubectl:kubernetes-client
 
 .PHONY: deps-nodes
-deps-nodes: ## Install containerd and CNI plugins, and build kubelet and its like, for test-nodes and demo-kubernetes (5 to 10 minutes, once)
+deps-nodes: ## Install containerd and CNI plugins, and build kubelet and the other programs of a node, for test-nodes and demo-kubernetes (5 to 10 minutes, once)
 	@missing=; for c in $(NODES); do command -v "$${c%%:*}" >/dev/null || missing="$$missing $${c##*:}"; done; \
 	[ -x /usr/lib/cni/bridge ] || missing="$$missing containernetworking-plugins"; \
 	if [ -n "$$missing" ]; then \
@@ -88,7 +88,7 @@ deps-nodes: ## Install containerd and CNI plugins, and build kubelet and its lik
 	@go run ./cmd/isthmus-lab kube --nodes
 
 .PHONY: demo-kubernetes
-demo-kubernetes: deps-nodes build ## Two clusters with real kubelets: install, peer, a Service of the other one by its name, with times (root)
+demo-kubernetes: deps-nodes build ## Two clusters with real kubelets: install, peer, and call a Service of the other cluster by its name, with times (root)
 	@$(BIN)/isthmus-lab demo --kubernetes
 
 .PHONY: test-nodes
@@ -116,7 +116,7 @@ test-mcs: deps-mcs ## The conformance suite of the Multi-Cluster Services API fr
 	go test -C test -count=1 -timeout=120m -v ./nodes -all -run 'TestConformanceOfMultiClusterServices/$(RUN)' -suite "$(abspath $(SUITE))"
 
 .PHONY: test-cni
-test-cni: build deps kube ## All shapes of pod networks beside Isthmus, with faults of a minute (root, an hour)
+test-cni: build deps kube ## Test Isthmus beside the pod network of each CNI, with faults for a minute (root, an hour)
 	go test -C test -count=1 -timeout=90m -v ./cni -long
 
 .PHONY: test-votes
@@ -126,7 +126,7 @@ test-votes: ## Search millions of states of gateways and voters for two active g
 SOAK ?= 4h
 
 .PHONY: soak
-soak: build deps kube ## Three clusters for SOAK with traffic and churn: memory, goroutines, descriptors, flows and objects stay flat (root)
+soak: build deps kube ## Run three clusters for SOAK with traffic and changes, and check that memory, goroutines, descriptors, flows and objects do not grow (root)
 	go test -C test -count=1 -timeout=0 -v ./fleet -run '^TestSoak$$' -soak $(SOAK)
 
 # qemu's user mode has no netlink for nftables and policy rules, so no gateway runs in a namespace here: the
@@ -207,7 +207,7 @@ bench: build deps $(FORK) ## Measure the cost of each step of the data path, the
 		$(COMPARE) -rounds $(ROUNDS) -out benchmarks; fi
 
 .PHONY: bench-check
-bench-check: build deps ## Fail where the ratios to wireguard-go are worse than those recorded in benchmarks/compare.json (root, 2 to 6 minutes)
+bench-check: build deps ## Fail if the ratios to wireguard-go are worse than those recorded in benchmarks/compare.json (root, 2 to 6 minutes)
 	@$(COMPARE) -rounds 9 -duration 1s -check benchmarks/compare.json
 
 .PHONY: bench-record
@@ -219,16 +219,16 @@ $(FORK): benchmarks/tailscale/go.mod benchmarks/tailscale/main.go
 	go build -C benchmarks/tailscale -o $(CURDIR)/$@ .
 
 .PHONY: fuzz
-fuzz: ## Every fuzz target of the packages FUZZ (all), one after the other, FUZZTIME each (30s), and what they cover
+fuzz: ## Run each fuzz target of the packages FUZZ (all) for FUZZTIME (30s), and print the coverage
 	@test/fuzz.sh $(FUZZTIME) $(FUZZ)
 
 .PHONY: generate
-generate: ## Regenerate what is generated (deepcopy, CRDs, messages of the IPAM)
+generate: ## Regenerate generated files (deepcopy, CRDs, the IPAM's protocol, reference pages)
 	go generate ./...
 
 # Compared with the files as they were, not with git: uncommitted work is not an error, stale output is.
 .PHONY: generate-check
-generate-check: ## Fail when `make generate` would change a file
+generate-check: ## Fail if `make generate` would change a file
 	@set -e; before=$$(mktemp); after=$$(mktemp); trap 'rm -f "$$before" "$$after"' EXIT; \
 	sums() { find . \( -path ./.git -o -path ./$(BIN) \) -prune -o -type f -exec sha256sum {} + | sort -k2; }; \
 	sums > "$$before"; $(MAKE) --no-print-directory generate; sums > "$$after"; \
