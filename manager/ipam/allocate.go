@@ -172,7 +172,7 @@ func (b State) allocateFor(c Request) (State, Allocation, error) {
 	for _, a := range placements {
 		if !c.Consented && a.needsConsent() && !b.overlapsOwn(a.had) {
 			return b, Allocation{}, refuse(v1alpha1.ReasonConsent, "spec."+a.field,
-				"is now %v; the receiver keeps %v for it, and would use %v once spec.claims.consent of its Peering has podCIDR %v and externalCIDR %v",
+				"is now %v; the receiver still uses %v for the previous network, and needs consent to use %v: want podCIDR %v and externalCIDR %v in spec.claims.consent of the receiver's Peering",
 				a.claim, a.had, a.got, c.Pod, c.External)
 		}
 	}
