@@ -41,7 +41,7 @@ image: ## Build bin/isthmus-image.tar, an OCI image for PLATFORMS (linux/amd64,l
 		-version $(VERSION) -revision "$$(git rev-parse HEAD 2>/dev/null)" -created $(CREATED) -out $(BIN)/isthmus-image.tar
 
 .PHONY: image-load
-image-load: ## Put bin/isthmus-image.tar into containerd by CTR ("ctr -n k8s.io"), where kubelets find it
+image-load: ## Import bin/isthmus-image.tar into containerd, by the command CTR ("ctr -n k8s.io")
 	$(CTR) images import $(BIN)/isthmus-image.tar
 
 # Root and TUN are asked for before anything is built; what has to be built, and for how long, is said before it begins.
@@ -50,8 +50,8 @@ demo: ## Clusters with the same PodCIDR on this machine: two joined by files, th
 	@if [ "$$(id -u)" -ne 0 ]; then \
 		echo "make demo needs root, because it makes network namespaces and TUN devices: try 'sudo make demo'"; exit 1; fi
 	@if ! [ -c /dev/net/tun ]; then \
-		echo "make demo needs /dev/net/tun for the gateways' TUN devices, and it is not here: try 'modprobe tun'"; exit 1; fi
-	@echo "make demo: clusters on this machine, two joined by files, then three with API servers, with real traffic: under a minute once all is built."
+		echo "make demo needs /dev/net/tun for the gateways' TUN devices, but it is missing: try 'modprobe tun'"; exit 1; fi
+	@echo "make demo: clusters on this machine, two joined by files, then three with API servers, with real traffic: under a minute once everything is built."
 	@[ -x $(BIN)/isthmus-lab ] || echo "First it builds isthmus and isthmus-lab: two to five minutes on two cores, once."
 	@[ -n "$$ISTHMUS_KUBE" ] || ls -d $(BIN)/kube-v* >/dev/null 2>&1 || \
 		echo "While the first part runs, it begins to build etcd, kube-apiserver and kube-controller-manager from source: four to eight minutes on two cores, once."
@@ -77,7 +77,7 @@ test-oldest: ## Tests of the control plane on Kubernetes 1.31 (builds it once, 4
 NODES := containerd:containerd runc:runc nft:nftables iptables:iptables conntrack:conntrack kubectl:kubernetes-client
 
 .PHONY: deps-nodes
-deps-nodes: ## Install containerd and CNI plugins, and build kubelet and its like, for test-nodes and demo-kubernetes (5 to 10 minutes, once)
+deps-nodes: ## Install containerd and CNI plugins, and build kubelet and the other programs of a node, for test-nodes and demo-kubernetes (5 to 10 minutes, once)
 	@missing=; for c in $(NODES); do command -v "$${c%%:*}" >/dev/null || missing="$$missing $${c##*:}"; done; \
 	[ -x /usr/lib/cni/bridge ] || missing="$$missing containernetworking-plugins"; \
 	if [ -n "$$missing" ]; then \
@@ -88,7 +88,7 @@ deps-nodes: ## Install containerd and CNI plugins, and build kubelet and its lik
 	@go run ./cmd/isthmus-lab kube --nodes
 
 .PHONY: demo-kubernetes
-demo-kubernetes: deps-nodes build ## Two clusters with real kubelets: install, peer, a Service of the other one by its name, with times (root)
+demo-kubernetes: deps-nodes build ## Two clusters with real kubelets: install, peer, and call a Service of the other cluster by its name, with times (root)
 	@$(BIN)/isthmus-lab demo --kubernetes
 
 .PHONY: test-nodes
@@ -116,17 +116,17 @@ test-mcs: deps-mcs ## The conformance suite of the Multi-Cluster Services API fr
 	go test -C test -count=1 -timeout=120m -v ./nodes -all -run 'TestConformanceOfMultiClusterServices/$(RUN)' -suite "$(abspath $(SUITE))"
 
 .PHONY: test-cni
-test-cni: build deps kube ## All shapes of pod networks beside Isthmus, with faults of a minute (root, an hour)
+test-cni: build deps kube ## Test Isthmus beside the pod network of each CNI, with faults for a minute (root, an hour)
 	go test -C test -count=1 -timeout=90m -v ./cni -long
 
 .PHONY: test-votes
-test-votes: ## Search millions of states of gateways and voters for two mandates, and for each deliberate bug (an hour or two)
+test-votes: ## Search millions of states of gateways and voters for two active gateways, and for each deliberate bug (an hour or two)
 	go test -count=1 -timeout=4h ./internal/mandate -whole -most 4000000
 
 SOAK ?= 4h
 
 .PHONY: soak
-soak: build deps kube ## Three clusters for SOAK with traffic and churn: memory, goroutines, descriptors, flows and objects stay flat (root)
+soak: build deps kube ## Run three clusters for SOAK with traffic and changes, and check that memory, goroutines, descriptors, flows and objects do not grow (root)
 	go test -C test -count=1 -timeout=0 -v ./fleet -run '^TestSoak$$' -soak $(SOAK)
 
 # qemu's user mode has no netlink for nftables and policy rules, so no gateway runs in a namespace here: the
@@ -155,7 +155,7 @@ test-helm: ## Compare the chart as Helm renders it with what isthmus install app
 	go test -C test/helm ./...
 
 .PHONY: test-prometheus
-test-prometheus: ## Have Prometheus judge the alerts and the queries of the dashboard (builds its engine, a minute once)
+test-prometheus: ## Have Prometheus evaluate the alerts and the queries of the dashboard (builds its engine, a minute once)
 	go test -C test/prometheus ./...
 
 .PHONY: test-otel
@@ -200,18 +200,18 @@ $(GOLANGCI): internal/tools/go.mod internal/tools/go.sum
 	go build -C internal/tools -o $(CURDIR)/$@ github.com/golangci/golangci-lint/v2/cmd/golangci-lint
 
 .PHONY: bench
-bench: build deps $(FORK) ## What each step of a packet's way costs, then the comparison with other gateways between pods (root, 25 minutes)
+bench: build deps $(FORK) ## Measure the cost of each step of the data path, then compare with other gateways between pods (root, 25 minutes)
 	@go run ./benchmarks/ladder -out benchmarks/ladder.md
 	@if [ "$$(id -u)" -ne 0 ]; then echo "the comparison needs root: 'sudo make bench'"; else \
-		command -v nebula >/dev/null || apt-get install -y -qq --no-install-recommends nebula >/dev/null || echo "no nebula: it is left out"; \
+		command -v nebula >/dev/null || apt-get install -y -qq --no-install-recommends nebula >/dev/null || echo "nebula is not installed, so it is not measured"; \
 		$(COMPARE) -rounds $(ROUNDS) -out benchmarks; fi
 
 .PHONY: bench-check
-bench-check: build deps ## Fail where the ratios to wireguard-go are worse than those recorded in benchmarks/compare.json (root, 2 to 6 minutes)
+bench-check: build deps ## Fail if the ratios to wireguard-go are worse than those recorded in benchmarks/compare.json (root, 2 to 6 minutes)
 	@$(COMPARE) -rounds 9 -duration 1s -check benchmarks/compare.json
 
 .PHONY: bench-record
-bench-record: build deps ## Add a run of now to benchmarks/compare.json, so that bench-check knows how ratios move by themselves (root, 4 minutes)
+bench-record: build deps ## Add a run to benchmarks/compare.json, from which bench-check knows the normal variation of the ratios (root, 4 minutes)
 	@$(COMPARE) -rounds 5 -duration 1s -record benchmarks/compare.json
 
 # Tailscale's fork of wireguard-go, a peer of the comparison, from a module of its own.
@@ -219,16 +219,16 @@ $(FORK): benchmarks/tailscale/go.mod benchmarks/tailscale/main.go
 	go build -C benchmarks/tailscale -o $(CURDIR)/$@ .
 
 .PHONY: fuzz
-fuzz: ## Every fuzz target of the packages FUZZ (all), one after the other, FUZZTIME each (30s), and what they cover
+fuzz: ## Run each fuzz target of the packages FUZZ (all) for FUZZTIME (30s), and print the coverage
 	@test/fuzz.sh $(FUZZTIME) $(FUZZ)
 
 .PHONY: generate
-generate: ## Regenerate what is generated (deepcopy, CRDs, messages of the IPAM)
+generate: ## Regenerate generated files (deepcopy, CRDs, the IPAM's protocol, reference pages)
 	go generate ./...
 
 # Compared with the files as they were, not with git: uncommitted work is not an error, stale output is.
 .PHONY: generate-check
-generate-check: ## Fail when `make generate` would change a file
+generate-check: ## Fail if `make generate` would change a file
 	@set -e; before=$$(mktemp); after=$$(mktemp); trap 'rm -f "$$before" "$$after"' EXIT; \
 	sums() { find . \( -path ./.git -o -path ./$(BIN) \) -prune -o -type f -exec sha256sum {} + | sort -k2; }; \
 	sums > "$$before"; $(MAKE) --no-print-directory generate; sums > "$$after"; \

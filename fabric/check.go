@@ -61,7 +61,7 @@ func CheckClusterID(id string) string {
 	}
 	for i := range len(id) {
 		if c := id[i]; !isAlphanumeric(c) && (i == 0 || i == len(id)-1 || c != '-' && c != '_' && c != '.') {
-			return quote(id) + " has a character that does not belong there; " + want
+			return quote(id) + " has an invalid character; " + want
 		}
 	}
 	return ""
@@ -281,7 +281,7 @@ func (r *report) checkOverlaps(localPod, localExternal, remotePod, remoteExterna
 
 func (r *report) apart(at place, p netip.Prefix, otherAt place, other netip.Prefix) {
 	if p.Overlaps(other) {
-		r.addAt(at, "%v overlaps %s, %v; want a network of its own", p, otherAt.words, other)
+		r.addAt(at, "%v overlaps %s, %v; want networks that do not overlap", p, otherAt.words, other)
 	}
 }
 

@@ -84,12 +84,12 @@ func checkWith(addr netip.Addr, site func(netip.Addr) string) string {
 		return "there is no address"
 	}
 	if addr.Zone() != "" {
-		return quote(addr.String()) + " has a zone" // which may be any text
+		return quote(addr.String()) + " has an IPv6 zone" // which may be any text
 	}
 	addr = addr.Unmap() // the kernel sends packets for an IPv4-mapped address by IPv4
 	if v4, kind := embedded(addr); kind != "" {
 		if wrong := checkWith(v4, site); wrong != "" {
-			return fmt.Sprintf("%v leads to %v (%s): %s", addr, v4, kind, wrong)
+			return fmt.Sprintf("%v contains the IPv4 address %v (%s): %s", addr, v4, kind, wrong)
 		}
 	}
 	for _, ranges := range [][]specialRange{specialRanges, metadataRanges, endpointRanges} {

@@ -12,8 +12,8 @@ import (
 func TestClaimFromRefusesEndpointsThatNoGatewayCanHave(t *testing.T) {
 	for text, why := range map[string]string{
 		"240.0.0.9": "240.0.0.9 is in 240.0.0.0/4 (reserved, RFC 1112)", "100.100.100.200": "Alibaba", "fd00:ec2::254": "Amazon",
-		"::1": "::/8", "64:ff9b::7f00:1": "64:ff9b::7f00:1 leads to 127.0.0.1 (NAT64, RFC 6052): 127.0.0.1 is in 127.0.0.0/8 (loopback)",
-		"2002:a9fe:a9fe::": "leads to 169.254.169.254 (6to4, RFC 3056)", "::ffff:192.0.2.1": "want 192.0.2.1", "fe80::1%\x1b[2J": `"fe80::1%\x1b[2J" has a zone`,
+		"::1": "::/8", "64:ff9b::7f00:1": "64:ff9b::7f00:1 contains the IPv4 address 127.0.0.1 (NAT64, RFC 6052): 127.0.0.1 is in 127.0.0.0/8 (loopback)",
+		"2002:a9fe:a9fe::": "contains the IPv4 address 169.254.169.254 (6to4, RFC 3056)", "::ffff:192.0.2.1": "want 192.0.2.1", "fe80::1%\x1b[2J": `"fe80::1%\x1b[2J" has an IPv6 zone`,
 	} {
 		nc := fromBravo()
 		nc.Spec.EndpointIP = text

@@ -119,14 +119,14 @@ func CheckClaim(c Claim, receiver Receiver, neighbours Neighbours) (refusals []R
 	case ourKey(c.PublicKey):
 		refuse(v1alpha1.ReasonKeyConflict, keyField, "is the public key of the receiver itself; want that of the sender's gateway")
 	case slices.Contains(neighbours.TakenKeys, c.PublicKey):
-		refuse(v1alpha1.ReasonKeyConflict, keyField, "is the key of another peer of the receiver; want a key for each cluster")
+		refuse(v1alpha1.ReasonKeyConflict, keyField, "is the key of another peer of the receiver; want a different key for each cluster")
 	}
 	for i, t := range c.Tunnels {
 		switch {
 		case ourKey(t.PublicKey):
 			refuse(v1alpha1.ReasonKeyConflict, tunnelsField, "tunnel %d has a public key of the receiver itself; want one of the sender's gateway", i+1)
 		case slices.Contains(neighbours.TakenKeys, t.PublicKey):
-			refuse(v1alpha1.ReasonKeyConflict, tunnelsField, "tunnel %d has the key of another peer of the receiver; want keys for each cluster", i+1)
+			refuse(v1alpha1.ReasonKeyConflict, tunnelsField, "tunnel %d has the key of another peer of the receiver; want different keys for each cluster", i+1)
 		}
 	}
 	if i := slices.IndexFunc(theirs, ourPort); i >= 0 && sameHost(c.Endpoint, receiver.Endpoint) {
@@ -183,13 +183,13 @@ func TunnelEndpointFor(original, copied *v1alpha1.NetworkConfig, peer v1alpha1.C
 	at := placesInExchange(originOf(original), originOf(copied))
 	var r report
 	if !original.Status.Processed {
-		r.addAt(at.localAnswer, "is false; want the peer's answer")
+		r.addAt(at.localAnswer, "is false; want true: the peer has not answered yet")
 	}
 	if !copied.Status.Processed {
-		r.addAt(at.remoteAnswer, "is false; want our answer")
+		r.addAt(at.remoteAnswer, "is false; want true: this cluster has not answered yet")
 	}
 	if id := original.Spec.RemoteCluster.ClusterID; id != peer.ClusterID {
-		r.addAt(at.id, "is %s; want %s, the peer", quote(id), quote(peer.ClusterID))
+		r.addAt(at.id, "is %s; want %s, the ID of the peer", quote(id), quote(peer.ClusterID))
 	}
 	if len(r.problems) > 0 {
 		return v1alpha1.TunnelEndpointSpec{}, SortProblems(r.problems)
@@ -218,9 +218,9 @@ func placesInExchange(ours, theirs Origin) places {
 		name:               placeIn(ours, "spec.cluster.clusterName"),
 		localAnswer:        placeIn(ours, "status.processed"),
 		localPod:           place{ours, "spec.podCIDR", "our PodCIDR"},
-		localPodSeen:       place{ours, "status.podCIDRNAT", "our PodCIDR as the peer answered it"},
+		localPodSeen:       place{ours, "status.podCIDRNAT", "our PodCIDR as the peer uses it"},
 		localExternal:      place{ours, "spec.externalCIDR", "our ExternalCIDR"},
-		localExternalSeen:  place{ours, "status.externalCIDRNAT", "our ExternalCIDR as the peer answered it"},
+		localExternalSeen:  place{ours, "status.externalCIDRNAT", "our ExternalCIDR as the peer uses it"},
 		remoteAnswer:       placeIn(theirs, "status.processed"),
 		remotePod:          place{theirs, "spec.podCIDR", "the peer's PodCIDR"},
 		remotePodSeen:      place{theirs, "status.podCIDRNAT", "the peer's PodCIDR as used here"},

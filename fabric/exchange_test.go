@@ -132,9 +132,9 @@ func TestCheckClaimRefusesConflictingClaims(t *testing.T) {
 			"KeyConflict spec.backend_config.tunnels: tunnel 3 has a public key of the receiver itself; want one of the sender's gateway",
 		}},
 		"another peer's key": {func(*Claim) {}, Neighbours{TakenKeys: [][32]byte{keyOf(2)}},
-			[]string{"KeyConflict spec.backend_config.publicKey: is the key of another peer of the receiver; want a key for each cluster"}},
+			[]string{"KeyConflict spec.backend_config.publicKey: is the key of another peer of the receiver; want a different key for each cluster"}},
 		"another peer's key for an additional tunnel": {func(c *Claim) { c.Tunnels = []TunnelEnd{{keyOf(3), 5872}, {keyOf(4), 5873}} }, Neighbours{TakenKeys: [][32]byte{keyOf(4)}},
-			[]string{"KeyConflict spec.backend_config.tunnels: tunnel 2 has the key of another peer of the receiver; want keys for each cluster"}},
+			[]string{"KeyConflict spec.backend_config.tunnels: tunnel 2 has the key of another peer of the receiver; want different keys for each cluster"}},
 		"a pod of ours": {func(c *Claim) { c.Endpoint = "10.244.3.4" }, Neighbours{},
 			[]string{"BadEndpoint spec.endpointIP: 10.244.3.4 is inside 10.244.0.0/16, the receiver's PodCIDR; want an address outside"}},
 		"a Service of ours": {func(c *Claim) { c.Endpoint = "10.96.0.1" }, Neighbours{},
@@ -248,11 +248,11 @@ func TestTunnelEndpointForRefusesInvalidAnswers(t *testing.T) {
 		want   []string
 	}{
 		"not answered by the peer": {func(original, _ *v1alpha1.NetworkConfig) { original.Status = v1alpha1.NetworkConfigStatus{} },
-			[]string{"NetworkConfig tenant/bravo-924e89: status.processed: is false; want the peer's answer"}},
+			[]string{"NetworkConfig tenant/bravo-924e89: status.processed: is false; want true: the peer has not answered yet"}},
 		"not answered by us": {func(_, copied *v1alpha1.NetworkConfig) { copied.Status.Processed = false },
-			[]string{"NetworkConfig tenant/alpha-9d9b8a: status.processed: is false; want our answer"}},
+			[]string{"NetworkConfig tenant/alpha-9d9b8a: status.processed: is false; want true: this cluster has not answered yet"}},
 		"addressed to another cluster": {func(original, _ *v1alpha1.NetworkConfig) { original.Spec.RemoteCluster.ClusterID = idC },
-			[]string{`NetworkConfig tenant/bravo-924e89: spec.cluster.clusterID: is "` + idC + `"; want "` + idB + `", the peer`}},
+			[]string{`NetworkConfig tenant/bravo-924e89: spec.cluster.clusterID: is "` + idC + `"; want "` + idB + `", the ID of the peer`}},
 		"answer of another length": {func(original, _ *v1alpha1.NetworkConfig) { original.Status.PodCIDRNAT = "10.250.0.0/24" },
 			[]string{"NetworkConfig tenant/bravo-924e89: status.podCIDRNAT: 10.250.0.0/24 differs in length from our PodCIDR, 10.244.0.0/16; want a /16"}},
 		"answer of another family": {func(original, _ *v1alpha1.NetworkConfig) { original.Status.ExternalCIDRNAT = "fd00::/16" },
@@ -263,9 +263,9 @@ func TestTunnelEndpointForRefusesInvalidAnswers(t *testing.T) {
 			[]string{"NetworkConfig tenant/bravo-924e89: status.podCIDRNAT: 127.0.0.0/16 overlaps 127.0.0.0/8 (loopback); want a network that pods can have"}},
 		"one network for both of ours": {func(original, _ *v1alpha1.NetworkConfig) {
 			original.Status.PodCIDRNAT, original.Status.ExternalCIDRNAT = "10.9.0.0/16", "10.9.0.0/16"
-		}, []string{"NetworkConfig tenant/bravo-924e89: status.externalCIDRNAT: 10.9.0.0/16 overlaps our PodCIDR as the peer answered it, 10.9.0.0/16; want a network of its own"}},
+		}, []string{"NetworkConfig tenant/bravo-924e89: status.externalCIDRNAT: 10.9.0.0/16 overlaps our PodCIDR as the peer uses it, 10.9.0.0/16; want networks that do not overlap"}},
 		"the peer's pods remapped onto ours": {func(_, copied *v1alpha1.NetworkConfig) { copied.Status.PodCIDRNAT = "None" },
-			[]string{"NetworkConfig tenant/alpha-9d9b8a: spec.podCIDR: 10.244.0.0/18 overlaps our PodCIDR, 10.244.0.0/16; want a network of its own"}},
+			[]string{"NetworkConfig tenant/alpha-9d9b8a: spec.podCIDR: 10.244.0.0/18 overlaps our PodCIDR, 10.244.0.0/16; want networks that do not overlap"}},
 		"no key": {func(_, copied *v1alpha1.NetworkConfig) { copied.Spec.BackendConfig = nil },
 			[]string{
 				"NetworkConfig tenant/alpha-9d9b8a: spec.backend_config.port: is absent; want a UDP port from 1 to 65535",

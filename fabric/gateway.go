@@ -170,7 +170,7 @@ func endpointsFor(p *Peer) ([]natengine.Endpoint, []Problem) {
 		case m.Real.Is4() != m.Seen.Is4():
 			r.add(field, "%v and %v are of different families; want addresses of one family", m.Real, m.Seen)
 		case m.Real == self.Real:
-			r.add(field, "%v is not the address that the connection check of cluster %s uses; want %v, the first host of %v", m.Seen, quote(p.ID), self.Seen, external)
+			r.add(field, "%v is not the address of the connection check of cluster %s; want %v, the first host of %v", m.Seen, quote(p.ID), self.Seen, external)
 		case m.Seen == self.Seen:
 			r.add(field, "%v is the gateway's own address, the first host of %v; want another address", m.Seen, external)
 		case checkReal(m.Real) != "":
@@ -344,14 +344,14 @@ func (k *keeper) check(p *Peer) []Problem {
 		r.addAt(at.publicKey, "is our own public key; want that of cluster %s", quote(p.ID))
 	}
 	if other := k.keys[p.PublicKey]; other != nil {
-		r.addAt(at.publicKey, "is also the key of cluster %s (%s); want a key for each cluster", quote(other.ID), other.Origin)
+		r.addAt(at.publicKey, "is also the key of cluster %s (%s); want a different key for each cluster", quote(other.ID), other.Origin)
 	}
 	for i, t := range p.Tunnels {
 		if slices.Contains(k.own, t.PublicKey) {
 			r.addAt(at.tunnels, "tunnel %d has our own public key; want one of cluster %s", i+1, quote(p.ID))
 		}
 		if other := k.keys[t.PublicKey]; other != nil {
-			r.addAt(at.tunnels, "tunnel %d has a key of cluster %s (%s); want keys for each cluster", i+1, quote(other.ID), other.Origin)
+			r.addAt(at.tunnels, "tunnel %d has a key of cluster %s (%s); want different keys for each cluster", i+1, quote(other.ID), other.Origin)
 		}
 	}
 	localPod, localExternal, remotePod, remoteExternal := p.pairs(at)
@@ -365,7 +365,7 @@ func (k *keeper) check(p *Peer) []Problem {
 	for _, n := range []pair{remotePod, remoteExternal} {
 		for _, l := range k.local {
 			if n.seen.Overlaps(l.prefix) && l.prefix != p.Local.Pod && l.prefix != p.Local.External { // Peer.check covers the peer's own networks
-				r.addAt(n.at(), "%v overlaps %v, which is %s for cluster %s (%s); want a network of its own",
+				r.addAt(n.at(), "%v overlaps %v, which is %s for cluster %s (%s); want networks that do not overlap",
 					n.seen, l.prefix, l.name(), quote(l.peer.ID), l.peer.Origin)
 			}
 		}

@@ -235,13 +235,13 @@ func TestGatewayForRefusesConflictingPeers(t *testing.T) {
 		{"our own ID", func(p *Peer) { p.ID = idA }, `TunnelEndpoint tenant/c: spec.clusterIdentity.clusterID: "` + idA + `" is our own cluster ID; want the ID of the remote cluster`, "b"},
 		{"another peer's ID", func(p *Peer) { p.ID = idB }, `TunnelEndpoint tenant/c: spec.clusterIdentity.clusterID: "` + idB + `" is also the cluster of TunnelEndpoint tenant/b; want one TunnelEndpoint for each cluster`, "b"},
 		{"our own key", func(p *Peer) { p.PublicKey = keyOf(1) }, `TunnelEndpoint tenant/c: spec.backend_config.publicKey: is our own public key; want that of cluster "` + idC + `"`, "b"},
-		{"another peer's key", func(p *Peer) { p.PublicKey = keyOf('b') }, `TunnelEndpoint tenant/c: spec.backend_config.publicKey: is also the key of cluster "` + idB + `" (TunnelEndpoint tenant/b); want a key for each cluster`, "b"},
+		{"another peer's key", func(p *Peer) { p.PublicKey = keyOf('b') }, `TunnelEndpoint tenant/c: spec.backend_config.publicKey: is also the key of cluster "` + idB + `" (TunnelEndpoint tenant/b); want a different key for each cluster`, "b"},
 		{"a different PodCIDR of ours", func(p *Peer) { p.Local.Pod = pfx("10.243.0.0/16") }, "", "bc"},
 		{"a different ExternalCIDR of ours", func(p *Peer) { p.Local.External = pfx("10.243.0.0/16") }, "", "bc"},
 		{"a network of ours equal to another peer's", func(p *Peer) { p.Local.Pod = pfx("10.246.0.0/16") }, `TunnelEndpoint tenant/c: spec.localPodCIDR: 10.246.0.0/16 overlaps 10.246.0.0/16 of cluster "` + idB + `" (TunnelEndpoint tenant/b: spec.remoteNATPodCIDR); want a network that no peer has here`, "b"},
 		{"the peer's network equals one of ours towards another peer", func(p *Peer) {
 			p.Local.Pod, p.Remote.PodSeen = pfx("10.243.0.0/16"), pfx("10.244.0.0/16")
-		}, `TunnelEndpoint tenant/c: spec.remotePodCIDR: 10.244.0.0/16 overlaps 10.244.0.0/16, which is our PodCIDR for cluster "` + idB + `" (TunnelEndpoint tenant/b); want a network of its own`, "b"},
+		}, `TunnelEndpoint tenant/c: spec.remotePodCIDR: 10.244.0.0/16 overlaps 10.244.0.0/16, which is our PodCIDR for cluster "` + idB + `" (TunnelEndpoint tenant/b); want networks that do not overlap`, "b"},
 		{"overlapping PodCIDRs", func(p *Peer) { p.Remote.PodSeen = pfx("10.246.0.0/16") }, `TunnelEndpoint tenant/c: spec.remoteNATPodCIDR: 10.246.0.0/16 overlaps 10.246.0.0/16 of cluster "` + idB + `" (TunnelEndpoint tenant/b: spec.remoteNATPodCIDR); want a network that no other peer has here`, "b"},
 		{"a PodCIDR that overlaps an ExternalCIDR", func(p *Peer) {
 			p.Remote.Pod, p.Remote.PodSeen = pfx("10.247.9.0/24"), pfx("10.247.9.0/24")
@@ -260,13 +260,13 @@ func TestGatewayForRefusesConflictingPeers(t *testing.T) {
 		{"the key of an additional tunnel of ours for an additional tunnel", func(p *Peer) { p.Tunnels = []TunnelEnd{{keyOf(10), 5872}} },
 			`TunnelEndpoint tenant/c: spec.backend_config.tunnels: tunnel 1 has our own public key; want one of cluster "` + idC + `"`, "b"},
 		{"another peer's key for an additional tunnel", func(p *Peer) { p.Tunnels = []TunnelEnd{{keyOf('b'), 5872}} },
-			`TunnelEndpoint tenant/c: spec.backend_config.tunnels: tunnel 1 has a key of cluster "` + idB + `" (TunnelEndpoint tenant/b); want keys for each cluster`, "b"},
-		{"the key of another peer's additional tunnel", func(p *Peer) { p.PublicKey = keyOf(20) }, `TunnelEndpoint tenant/c: spec.backend_config.publicKey: is also the key of cluster "` + idB + `" (TunnelEndpoint tenant/b); want a key for each cluster`, "b"},
+			`TunnelEndpoint tenant/c: spec.backend_config.tunnels: tunnel 1 has a key of cluster "` + idB + `" (TunnelEndpoint tenant/b); want different keys for each cluster`, "b"},
+		{"the key of another peer's additional tunnel", func(p *Peer) { p.PublicKey = keyOf(20) }, `TunnelEndpoint tenant/c: spec.backend_config.publicKey: is also the key of cluster "` + idB + `" (TunnelEndpoint tenant/b); want a different key for each cluster`, "b"},
 		{"keys of additional tunnels that another peer has", func(p *Peer) { p.Tunnels = []TunnelEnd{{keyOf(8), 5872}, {keyOf(20), 5873}} },
-			`TunnelEndpoint tenant/c: spec.backend_config.tunnels: tunnel 2 has a key of cluster "` + idB + `" (TunnelEndpoint tenant/b); want keys for each cluster`, "b"},
+			`TunnelEndpoint tenant/c: spec.backend_config.tunnels: tunnel 2 has a key of cluster "` + idB + `" (TunnelEndpoint tenant/b); want different keys for each cluster`, "b"},
 		{"invalid tunnels", func(p *Peer) { p.Tunnels = []TunnelEnd{{keyOf(8), 0}} },
 			"TunnelEndpoint tenant/c: spec.backend_config.tunnels: tunnel 1 has port 0; want a UDP port from 1 to 65535", "b"},
-		{"older than the conflicting peer", func(p *Peer) { p.PublicKey, p.Created = keyOf('b'), 1000 }, `TunnelEndpoint tenant/b: spec.backend_config.publicKey: is also the key of cluster "` + idC + `" (TunnelEndpoint tenant/c); want a key for each cluster`, "c"},
+		{"older than the conflicting peer", func(p *Peer) { p.PublicKey, p.Created = keyOf('b'), 1000 }, `TunnelEndpoint tenant/b: spec.backend_config.publicKey: is also the key of cluster "` + idC + `" (TunnelEndpoint tenant/c); want a different key for each cluster`, "c"},
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			b, c := peer(t, idB, nil), peer(t, idC, apart)
@@ -308,7 +308,7 @@ func TestGatewayForLeavesOutInvalidMappings(t *testing.T) {
 		{"one mapping twice", []Mapping{good}, nil},
 		{"no address", []Mapping{{}}, []string{at + `invalid IP"]: has no address; want an endpoint and the address at which cluster "` + idB + `" sees it`}},
 		{"the gateway's own address at another place", []Mapping{m("169.254.0.1", "10.247.0.7")},
-			[]string{at + `169.254.0.1"]: 10.247.0.7 is not the address that the connection check of cluster "` + idB + `" uses; want 10.247.0.1, the first host of 10.247.0.0/16`}},
+			[]string{at + `169.254.0.1"]: 10.247.0.7 is not the address of the connection check of cluster "` + idB + `"; want 10.247.0.1, the first host of 10.247.0.0/16`}},
 		{"an endpoint at the gateway's own address", []Mapping{m("172.30.0.1", "10.247.0.1")},
 			[]string{at + `172.30.0.1"]: 10.247.0.1 is the gateway's own address, the first host of 10.247.0.0/16; want another address`}},
 		{"outside Xa@B", []Mapping{m("172.30.0.1", "10.246.0.5")},

@@ -251,16 +251,16 @@ func (d *nodeDecision) findOverlays() {
 	for _, n := range d.nodes {
 		o, addr := Origin{Kind: "Node", Name: n.Name}, n.Underlay()
 		if !addr.IsValid() {
-			d.problem(o, "status.addresses", "has no InternalIP of IPv4; want one, because the overlay between nodes runs over IPv4")
+			d.problem(o, "status.addresses", "has no IPv4 InternalIP; want one, because the overlay between nodes runs over IPv4")
 			continue
 		}
 		overlay := OverlayAddr(addr)
 		if host := overlay.As4(); host == [4]byte{240, 0, 0, 0} || host == [4]byte{240, 255, 255, 255} {
-			d.problem(o, "status.addresses", "%v would have %v in the overlay, which no host can have; want another address", addr, overlay)
+			d.problem(o, "status.addresses", "%v maps to the overlay address %v, which is not a valid address of a host; want another InternalIP", addr, overlay)
 			continue
 		}
 		if first, clash := taken[overlay]; clash {
-			d.problem(o, "status.addresses", "%v and %v of Node %s would both have %v in the overlay; want addresses that differ in the last three octets",
+			d.problem(o, "status.addresses", "%v and %v of Node %s map to the same overlay address, %v; want addresses that differ in the last three octets",
 				addr, first.Underlay(), first.Name, overlay)
 			continue
 		}

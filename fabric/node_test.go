@@ -295,19 +295,19 @@ func TestNodeRefusesTrafficWithoutARouteToTheGateway(t *testing.T) {
 				in.Nodes[0].Addrs = []netip.Addr{ip("fd00::11")}
 				in.Tunnels[0].Gateway = ip("fd00::11")
 			},
-			[]string{"Node n1: status.addresses: has no InternalIP of IPv4; want one, because the overlay between nodes runs over IPv4"},
+			[]string{"Node n1: status.addresses: has no IPv4 InternalIP; want one, because the overlay between nodes runs over IPv4"},
 		},
 		"our node has no IPv4": {
 			func(in *NodeIntent) { in.Nodes[1].Addrs = nil },
-			[]string{"Node n2: status.addresses: has no InternalIP of IPv4; want one, because the overlay between nodes runs over IPv4"},
+			[]string{"Node n2: status.addresses: has no IPv4 InternalIP; want one, because the overlay between nodes runs over IPv4"},
 		},
 		"our node has the overlay address of an older node": {
 			func(in *NodeIntent) { in.Nodes[1].Addrs, in.Nodes[1].Created = []netip.Addr{ip("10.30.1.13")}, 2 },
-			[]string{"Node n2: status.addresses: 10.30.1.13 and 172.30.1.13 of Node n3 would both have 240.30.1.13 in the overlay; want addresses that differ in the last three octets"},
+			[]string{"Node n2: status.addresses: 10.30.1.13 and 172.30.1.13 of Node n3 map to the same overlay address, 240.30.1.13; want addresses that differ in the last three octets"},
 		},
 		"our node cannot have an overlay address": {
 			func(in *NodeIntent) { in.Nodes[1].Addrs = []netip.Addr{ip("11.0.0.0")} },
-			[]string{"Node n2: status.addresses: 11.0.0.0 would have 240.0.0.0 in the overlay, which no host can have; want another address"},
+			[]string{"Node n2: status.addresses: 11.0.0.0 maps to the overlay address 240.0.0.0, which is not a valid address of a host; want another InternalIP"},
 		},
 	} {
 		in := nodeIntent(t, "n2")
@@ -429,7 +429,7 @@ func TestNodeReportsOverlappingPodCIDRsOfTwoNodes(t *testing.T) {
 	in := nodeIntent(t, "n1")
 	in.Nodes[2].PodCIDRs = []netip.Prefix{pfx("10.244.2.0/25")}
 	n, problems := NodeFor(in)
-	wantTexts(t, problems, "Node n3: spec.podCIDRs: 10.244.2.0/25 overlaps a network of Node n2; want one of its own")
+	wantTexts(t, problems, "Node n3: spec.podCIDRs: 10.244.2.0/25 overlaps a network of Node n2; want networks that do not overlap")
 	for _, want := range []string{"10.244.2.0/24 via 240.30.1.12", "10.244.3.5/32 via 240.30.1.13", "10.244.2.99/32 via 240.30.1.13"} {
 		if !strings.Contains(n.String(), want) {
 			t.Errorf("no %s in\n%s", want, n)

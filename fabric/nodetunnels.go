@@ -194,7 +194,7 @@ func (d *nodeDecision) addPods(pods []NodePod, own []netip.Prefix) {
 				at, other, overlaps = find(p)
 			}
 			if overlaps && other != n.Name {
-				d.problem(Origin{Kind: "Node", Name: n.Name}, "spec.podCIDRs", "%v overlaps a network of Node %s; want one of its own", p, other)
+				d.problem(Origin{Kind: "Node", Name: n.Name}, "spec.podCIDRs", "%v overlaps a network of Node %s; want networks that do not overlap", p, other)
 			}
 			if overlaps {
 				continue

@@ -185,11 +185,11 @@ func (d *nodeDecision) toNodes(in PodNetwork) {
 	for _, n := range d.nodes {
 		o, hop := Origin{Kind: "Node", Name: n.Name}, n.Underlay()
 		if !hop.IsValid() {
-			d.problem(o, "status.addresses", "has no InternalIP of IPv4; want one, because the overlay between nodes runs over IPv4")
+			d.problem(o, "status.addresses", "has no IPv4 InternalIP; want one, because the overlay between nodes runs over IPv4")
 			continue
 		}
 		if first, clash := taken[hop]; clash {
-			d.problem(o, "status.addresses", "%v is also an address of Node %s; want an address of its own", hop, first)
+			d.problem(o, "status.addresses", "%v is also an address of Node %s; want a different address", hop, first)
 			continue
 		}
 		d.overlay[n.Name] = hop

@@ -136,10 +136,10 @@ func (r *report) tunnels(at place, key [32]byte, port uint16, further []TunnelEn
 		}
 		for j, other := range all[:i] {
 			if t.Port == other.Port && t.Port != 0 {
-				r.addAt(at, "tunnel %d has port %d, which tunnel %d has; want a port for each", i, t.Port, j)
+				r.addAt(at, "tunnel %d has port %d, which tunnel %d has; want a different port for each tunnel", i, t.Port, j)
 			}
 			if t.PublicKey == other.PublicKey && t.PublicKey != ([32]byte{}) {
-				r.addAt(at, "tunnel %d has the public key of tunnel %d; want a key for each", i, j)
+				r.addAt(at, "tunnel %d has the public key of tunnel %d; want a different key for each tunnel", i, j)
 			}
 		}
 	}

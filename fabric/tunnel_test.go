@@ -117,11 +117,11 @@ func TestPeersWithInvalidTunnelsAreRefused(t *testing.T) {
 		{"5872:", []string{"tunnel 1 has a key that has 0 bytes; " + keyWant}},
 		{entry(5872, 3) + ",5873:" + keyText(4)[:40], []string{"tunnel 2 has a key that has 30 bytes; " + keyWant}},
 		{entry(5872, 3) + "\n", []string{"tunnel 1 has a key that is not base64; " + keyWant}},
-		{entry(5871, 3), []string{"tunnel 1 has port 5871, which tunnel 0 has; want a port for each"}},
-		{entry(5872, 2), []string{"tunnel 1 has the public key of tunnel 0; want a key for each"}},
+		{entry(5871, 3), []string{"tunnel 1 has port 5871, which tunnel 0 has; want a different port for each tunnel"}},
+		{entry(5872, 2), []string{"tunnel 1 has the public key of tunnel 0; want a different key for each tunnel"}},
 		{entry(5872, 3) + "," + entry(5873, 4) + "," + entry(5872, 3), []string{
-			"tunnel 3 has port 5872, which tunnel 1 has; want a port for each",
-			"tunnel 3 has the public key of tunnel 1; want a key for each",
+			"tunnel 3 has port 5872, which tunnel 1 has; want a different port for each tunnel",
+			"tunnel 3 has the public key of tunnel 1; want a different key for each tunnel",
 		}},
 	} {
 		te := endpointB()

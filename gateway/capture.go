@@ -43,7 +43,7 @@ func (g *gateway) captureHandler() http.Handler {
 			known = append(known, strings.TrimSpace(p.Name+" "+p.ID))
 		}
 		if _, ok := names[options.Peer]; options.Peer != "" && !ok {
-			http.Error(w, "peer "+options.Peer+" is not one of this gateway's: "+strings.Join(known, ", "), http.StatusNotFound)
+			http.Error(w, "peer "+options.Peer+" is unknown; want one of "+strings.Join(known, ", "), http.StatusNotFound)
 			return
 		}
 		c := capture.New(options, "isthmus "+g.version, names)

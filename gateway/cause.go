@@ -73,7 +73,7 @@ func (e *evidence) cause() Cause {
 	}
 	source := sentTo
 	if e.hidden {
-		source = e.configured + " (our Service hides the source of what comes from there)"
+		source = e.configured + " (our Service hides the source address of its packets)"
 	}
 	connected := e.recent(e.heard, packetAge) // a session exists, so failed handshakes explain nothing
 	// PINGs from the peer use addresses that both sides agree on. If they arrive, packets dropped
@@ -83,11 +83,11 @@ func (e *evidence) cause() Cause {
 	case e.failed != nil:
 		return Cause{v1alpha1.CauseNotApplied, fmt.Sprintf("the kernel of this gateway refuses a part of the peer's configuration (retried every second): %s", strings.Join(texts(e.failed), "; "))}
 	case e.check.State == check.Connected && e.check.Unasked(e.now) && e.recent(e.source, packetAge):
-		return Cause{v1alpha1.CauseRangesDisagree, fmt.Sprintf("the peer answers, but its own connection check does not arrive; its packets from addresses outside %v, "+
-			"the peer's networks here, are dropped (source); the clusters disagree about the peer's PodCIDR%s", e.remote, compare)}
+		return Cause{v1alpha1.CauseRangesDisagree, fmt.Sprintf("the peer answers, but its packets from addresses outside %v, the networks by which this cluster knows it, "+
+			"are dropped (source), also its connection check; the two clusters disagree about the peer's PodCIDR%s", e.remote, compare)}
 	case e.check.State == check.Connected && e.check.Path.State == check.PathError:
-		return Cause{v1alpha1.CausePathMTU, fmt.Sprintf("the peer answers, but packets of %d octets, which every path should carry, do not arrive at %s, and no ICMP error comes back; "+
-			"with WireGuard and outer headers they have %d octets; repair the link that drops them", e.check.Path.Bytes, source, e.check.Path.Bytes+overheadTo(e.endpoint.Addr()))}
+		return Cause{v1alpha1.CausePathMTU, fmt.Sprintf("the peer answers, but packets of %d octets do not arrive at %s, and no ICMP error comes back; every path should carry packets of this size, "+
+			"which is %d octets with WireGuard and outer headers; repair the link that drops them", e.check.Path.Bytes, source, e.check.Path.Bytes+overheadTo(e.endpoint.Addr()))}
 	case e.check.State == check.Connected && e.check.Path.Narrow():
 		return Cause{v1alpha1.CauseNarrowPath, fmt.Sprintf("the peer answers, but the path to it drops larger packets silently, so this gateway sends packets of at most %d octets instead of %d; "+
 			"allow ICMP \"fragmentation needed\" and \"packet too big\" on the path, or repair the link", e.check.Path.Bytes, e.check.Path.Ceiling)}
@@ -109,11 +109,11 @@ func (e *evidence) cause() Cause {
 	case e.recent(e.signs.Answered, handshakeAge) && e.signs.Answered.Sub(e.handshake) > time.Second:
 		return Cause{v1alpha1.CauseAnswersLost, fmt.Sprintf("handshakes of the peer arrive, but our answers do not arrive at %s: a firewall of this cluster or of the peer drops UDP in that direction", source)}
 	case !connected && e.alone && e.recent(e.signs.RelayedOtherKey, handshakeAge):
-		return Cause{v1alpha1.CauseWrongKey, fmt.Sprintf("nothing comes from %s, but handshakes for another key than this gateway's come through our Service, which hides their source "+
-			"(externalTrafficPolicy: Local does not): if they are this peer's, it has an old or wrong key of this cluster; compare it with the key in `isthmus status --gateway -o wide` here", source)}
+		return Cause{v1alpha1.CauseWrongKey, fmt.Sprintf("nothing comes from %s, but our Service delivers handshakes for another public key than this gateway's, and hides their source "+
+			"(externalTrafficPolicy: Local shows it): if they are from this peer, it has an old or wrong key of this cluster; compare it with the key in `isthmus status --gateway -o wide` here", source)}
 	case !connected && e.alone && e.recent(e.signs.RelayedRefused, handshakeAge):
-		return Cause{v1alpha1.CauseWrongKey, fmt.Sprintf("nothing comes from %s, but handshakes for this gateway's key, from a key that no peer has here or from a clock that was set back, "+
-			"come through our Service, which hides their source (externalTrafficPolicy: Local does not): if they are this peer's, this cluster has an old or wrong key of it", source)}
+		return Cause{v1alpha1.CauseWrongKey, fmt.Sprintf("nothing comes from %s, but our Service delivers handshakes that this gateway refuses, because no peer here has their key or the sender's clock was set back, "+
+			"and hides their source (externalTrafficPolicy: Local shows it): if they are from this peer, this cluster has an old or wrong key of the peer, or the peer's clock was set back", source)}
 	case e.handshake.IsZero() && e.heard.IsZero() && e.recent(e.signs.Earlier, handshakeAge):
 		return Cause{v1alpha1.CauseNoAnswer, fmt.Sprintf("our handshakes are not answered, but messages of an earlier session come from %s: the peer runs and still uses that session; "+
 			"either its key here is wrong, or our packets do not arrive; its next handshake, within half a minute, shows which", source)}
@@ -123,13 +123,13 @@ func (e *evidence) cause() Cause {
 	case !connected:
 		return Cause{v1alpha1.CausePeerSilent, fmt.Sprintf("nothing has come from %s%s: its gateway has stopped, or a firewall has dropped UDP on the path since then%s", source, e.sinceHeard(), e.relayedHint())}
 	case !agreed && e.recent(e.source, packetAge):
-		return Cause{v1alpha1.CauseRangesDisagree, fmt.Sprintf("the peer sends from addresses outside %v, its networks here, so its packets are dropped (source): "+
+		return Cause{v1alpha1.CauseRangesDisagree, fmt.Sprintf("the peer sends from addresses outside %v, the networks by which this cluster knows it, so its packets are dropped (source): "+
 			"the two clusters disagree about the peer's networks%s", e.remote, compare)}
 	case !agreed && e.recent(e.destination, packetAge):
-		return Cause{v1alpha1.CauseRangesDisagree, fmt.Sprintf("the peer sends to addresses outside %v, our networks at the peer, so its packets are dropped (destination): "+
+		return Cause{v1alpha1.CauseRangesDisagree, fmt.Sprintf("the peer sends to addresses outside %v, the networks by which it should know this cluster, so its packets are dropped (destination): "+
 			"the two clusters disagree about this cluster's networks%s", e.local, compare)}
 	}
-	return Cause{v1alpha1.CauseProbeUnanswered, "unanswered: messages of the peer arrive, but no answer to the connection check, for an unknown reason: our packets may be lost on the path, or dropped by the peer; " +
+	return Cause{v1alpha1.CauseProbeUnanswered, "unanswered: messages of the peer arrive, but no answer to the connection check: our packets may be lost on the path, or dropped by the peer; " +
 		"check there what arrives and what is dropped (source, destination): `isthmus status --gateway`, or the log of Liqo's gateway if the peer is a Liqo"}
 }
 
@@ -139,7 +139,7 @@ func (e *evidence) relayedHint() string {
 	if !e.recent(e.signs.RelayedOtherKey, handshakeAge) && !e.recent(e.signs.RelayedRefused, handshakeAge) {
 		return ""
 	}
-	return "; or it is the peer that sends handshakes with a wrong key, of this gateway or of its own, through our Service, which hides their source (externalTrafficPolicy: Local does not)"
+	return "; or the handshakes with a wrong key that arrive through our Service, which hides their source, are from this peer (externalTrafficPolicy: Local shows the source)"
 }
 
 func (e *evidence) sinceHeard() string {
@@ -163,7 +163,7 @@ func sendRemedy(err error) string {
 	case errors.Is(err, unix.EPERM), errors.Is(err, unix.EACCES):
 		return "a packet filter rule of this host refuses it: allow outgoing UDP"
 	case errors.Is(err, unix.ENETUNREACH), errors.Is(err, unix.EHOSTUNREACH), errors.Is(err, unix.ENETDOWN):
-		return "add a route to it on this host, or set the link up"
+		return "add a route to that address on this host, or set the link up"
 	case errors.Is(err, unix.EMSGSIZE):
 		return "the path MTU is below the tunnel's MTU: set a smaller MTU"
 	}

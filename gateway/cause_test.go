@@ -47,7 +47,7 @@ func TestCauseReportsTheFirstProblemToFix(t *testing.T) {
 		{"the peer answers, and the path drops packets of the base size", func(e *evidence) {
 			session(e)
 			e.check.State, e.check.Path = check.Connected, check.PathMTU{State: check.PathError, Bytes: 1200, Ceiling: 1440}
-		}, v1alpha1.CausePathMTU, "they have 1260 octets"},
+		}, v1alpha1.CausePathMTU, "which is 1260 octets"},
 		{"configured a moment ago", func(e *evidence) { e.check.State = check.Connecting }, v1alpha1.CauseConnecting, "192.0.2.9:5871"},
 		{"our kernel refuses the configuration", func(e *evidence) {
 			session(e)
@@ -71,10 +71,10 @@ func TestCauseReportsTheFirstProblemToFix(t *testing.T) {
 		{"our answers to handshakes are lost", func(e *evidence) { e.signs.Answered, e.heard = ago(3), ago(3) }, v1alpha1.CauseAnswersLost, "drops UDP in that direction"},
 		{"our answers to handshakes are lost while an older session lasts", func(e *evidence) { session(e); e.signs.Answered = ago(3) }, v1alpha1.CauseAnswersLost, "drops UDP in that direction"},
 		{"the answer that made the session", func(e *evidence) { session(e); e.handshake, e.signs.Answered = ago(3), ago(3) }, v1alpha1.CauseProbeUnanswered, "arrive"},
-		{"a handshake for another key through a Service", func(e *evidence) { e.alone, e.signs.RelayedOtherKey = true, ago(3) }, v1alpha1.CauseWrongKey, "for another key than this gateway's come through our Service"},
+		{"a handshake for another key through a Service", func(e *evidence) { e.alone, e.signs.RelayedOtherKey = true, ago(3) }, v1alpha1.CauseWrongKey, "our Service delivers handshakes for another public key than this gateway's"},
 		{"a handshake from another key through a Service", func(e *evidence) {
 			e.alone, e.handshake, e.heard, e.signs.RelayedRefused = true, ago(60), ago(12), ago(3)
-		}, v1alpha1.CauseWrongKey, "from a key that no peer has here"},
+		}, v1alpha1.CauseWrongKey, "because no peer here has their key"},
 		{"somebody else's handshakes by way of a Service beside a session", func(e *evidence) { session(e); e.alone, e.signs.RelayedRefused = true, ago(3) }, v1alpha1.CauseProbeUnanswered, "arrive"},
 		{"somebody else's by way of a Service, and answers that are lost", func(e *evidence) { e.signs.Answered, e.heard, e.signs.RelayedOtherKey = ago(3), ago(12), ago(3) }, v1alpha1.CauseAnswersLost, "drops UDP in that direction"},
 		{"a handshake for another key through a Service, with two silent peers", func(e *evidence) { e.signs.RelayedOtherKey = ago(3) }, v1alpha1.CauseNoAnswer, "with a wrong key"},
@@ -82,7 +82,7 @@ func TestCauseReportsTheFirstProblemToFix(t *testing.T) {
 		{"nothing ever received", func(*evidence) {}, v1alpha1.CauseNoAnswer, "nothing has ever come from 192.0.2.9:5871"},
 		{"nothing received since a session a minute ago", func(e *evidence) { e.handshake, e.heard = ago(60), ago(12) }, v1alpha1.CausePeerSilent, "since 11:59:48 UTC"},
 		{"nothing received any more through a Service that hides the source", func(e *evidence) { e.handshake, e.heard, e.hidden = ago(60), ago(12), true }, v1alpha1.CausePeerSilent,
-			"nothing has come from gw.example:5871 (our Service hides the source of what comes from there) since"},
+			"nothing has come from gw.example:5871 (our Service hides the source address of its packets) since"},
 		{"our firewall refuses messages to such a Service", func(e *evidence) { e.hidden, e.signs.Unsent, e.signs.UnsentAt = true, unix.EPERM, ago(2) }, v1alpha1.CauseSendError, "send to 192.0.2.9:5871:"},
 		{"nothing received since a session an hour ago", func(e *evidence) { e.handshake, e.heard = ago(3600), ago(3500) }, v1alpha1.CausePeerSilent, "since 11:01:40 UTC"},
 		{"packets from outside the peer's networks", func(e *evidence) { session(e); e.source = ago(1) }, v1alpha1.CauseRangesDisagree, "the peer's networks; compare the TunnelEndpoints"},
@@ -130,8 +130,8 @@ func TestCauseReportsTheFirstProblemToFix(t *testing.T) {
 }
 
 func TestCauseIgnoresErrorsAboutOtherPeers(t *testing.T) {
-	failed := errors.Join(fmt.Errorf("peer 1: its public key is our own"), errors.Join(errors.New("peer 22: x")))
-	for id, want := range map[string]string{"1": "peer 1: its public key is our own", "2": "", "22": "peer 22: x"} {
+	failed := errors.Join(fmt.Errorf("peer 1: its public key is the key of this gateway"), errors.Join(errors.New("peer 22: x")))
+	for id, want := range map[string]string{"1": "peer 1: its public key is the key of this gateway", "2": "", "22": "peer 22: x"} {
 		got := ""
 		if err := failedOf(id, failed); err != nil {
 			got = err.Error()

@@ -114,7 +114,7 @@ func (g Gatherers) Gather() (all []*dto.MetricFamily, err error) {
 	slices.SortFunc(all, func(a, b *dto.MetricFamily) int { return cmp.Compare(a.GetName(), b.GetName()) })
 	for i := 1; i < len(all); i++ {
 		if all[i].GetName() == all[i-1].GetName() {
-			return nil, fmt.Errorf("metric %s comes from two sources", all[i].GetName())
+			return nil, fmt.Errorf("metric %s has two sources; want one", all[i].GetName())
 		}
 	}
 	return all, err

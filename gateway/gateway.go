@@ -185,7 +185,7 @@ func open(o Options, c Config) (_ *gateway, err error) {
 		mtu = defaultMTU
 	}
 	for _, w := range c.NAT.Warnings() {
-		o.Log.Warn("a setting of NAT may do harm", "warning", w)
+		o.Log.Warn("a NAT setting may cause problems", "warning", w)
 	}
 	g.engine = natengine.New(engineConfig(c))
 	g.metrics = newMetrics(g)

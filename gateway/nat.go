@@ -32,16 +32,16 @@ func (r running) Inject(tunnel int, p []byte) { r.tunnels[min(tunnel, len(r.tunn
 // The bounds of the NAT engine, and the use of each. Every bound has a series of its own, so that
 // an alert can compare use and bound.
 var (
-	familyPeerHalfOpen  = gauge("peer_nat_sessions_half_open", "NAT flows of the peer that may be evicted at a limit.", "peer")
-	familyHosts         = gauge("peer_nat_hosts", "Hosts with NAT flows: ours with NAPT flows, the peer's with flows to mapped endpoints.", "peer")
+	familyPeerHalfOpen  = gauge("peer_nat_sessions_half_open", "Half-open NAT flows of the peer, which are evicted first when a limit is reached.", "peer")
+	familyHosts         = gauge("peer_nat_hosts", "Hosts with NAT flows: hosts of this cluster with NAPT flows, and hosts of the peer with flows to mapped endpoints.", "peer")
 	familyHostsFull     = gauge("peer_nat_hosts_at_limit", "Hosts that have reached their limit of NAT flows.", "peer")
 	familyHostLimit     = gauge("peer_nat_host_sessions_limit", "Limit of NAT flows of one host with the peer.", "peer")
 	familyPorts         = gauge("peer_nat_ports", "Ports, or ICMP identifiers, in use at the NAPT address.", "family", "peer", "protocol")
 	familyPortsLimit    = gauge("nat_ports_limit", "Limit of ports, or ICMP identifiers, of a NAPT address.", "protocol")
-	familyFragments     = gauge("peer_nat_fragmented_datagrams", "Incomplete datagrams, both directions.", "peer")
-	familyFragmentBytes = gauge("peer_nat_fragment_bytes", "Octets of held fragments, both directions.", "peer")
-	familyFragmentLimit = gauge("nat_fragmented_datagrams_limit", "Limit of incomplete datagrams of one peer, both directions.")
-	familyFragmentRoom  = gauge("nat_fragment_bytes_limit", "Limit of octets of held fragments of one peer, both directions.")
+	familyFragments     = gauge("peer_nat_fragmented_datagrams", "Fragmented datagrams that wait for missing fragments, both directions.", "peer")
+	familyFragmentBytes = gauge("peer_nat_fragment_bytes", "Octets of fragments held until their datagram is complete, both directions.", "peer")
+	familyFragmentLimit = gauge("nat_fragmented_datagrams_limit", "Limit of fragmented datagrams of one peer that wait for missing fragments, both directions.")
+	familyFragmentRoom  = gauge("nat_fragment_bytes_limit", "Limit of the octets of fragments that are held for one peer, both directions.")
 	familyFragmentsEach = gauge("nat_datagram_fragments_limit", "Limit of held fragments of one datagram.")
 	familyErrorsLimit   = gauge("nat_icmp_errors_per_second_limit", "Limit of ICMP errors that the gateway sends, per peer.")
 	familyTimeout       = gauge("nat_timeout_seconds", "How long a NAT flow, or a held fragment, lasts without a packet.", "of")

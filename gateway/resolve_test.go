@@ -209,16 +209,16 @@ var refusals = map[string]string{
 	"224.0.0.1": "multicast", "239.1.1.1": "multicast", "240.0.0.1": "240.0.0.0/4", "255.255.255.255": "broadcast",
 	"::": "::/8", "::1": "::/8", "fe80::1": "link-local", "febf::1": "link-local", "ff02::1": "multicast", "100::1": "discard",
 	"::7f00:1": "::/8", "64:ff9b:1::7f00:1": "::/8", "::ffff:0:7f00:1": "::/8",
-	"64:ff9b::7f00:1": "leads to 127.0.0.1 (NAT64, RFC 6052): 127.0.0.1 is in 127.0.0.0/8", "64:ff9b::a9fe:a9fe": "leads to 169.254.169.254",
-	"2002:7f00:1::1": "leads to 127.0.0.1 (6to4, RFC 3056)", "2002:a9fe:a9fe::1": "leads to 169.254.169.254", "2002:e000:1::": "leads to 224.0.0.1",
-	"2001:0:c000:201::80ff:fffe": "leads to 127.0.0.1 (Teredo, RFC 4380)",
+	"64:ff9b::7f00:1": "contains the IPv4 address 127.0.0.1 (NAT64, RFC 6052): 127.0.0.1 is in 127.0.0.0/8", "64:ff9b::a9fe:a9fe": "contains the IPv4 address 169.254.169.254",
+	"2002:7f00:1::1": "contains the IPv4 address 127.0.0.1 (6to4, RFC 3056)", "2002:a9fe:a9fe::1": "contains the IPv4 address 169.254.169.254", "2002:e000:1::": "contains the IPv4 address 224.0.0.1",
+	"2001:0:c000:201::80ff:fffe": "contains the IPv4 address 127.0.0.1 (Teredo, RFC 4380)",
 
 	"fd00:ec2::254": "Amazon", "fd20:ce::254": "Google", "100.100.100.200": "Alibaba", "168.63.129.16": "Azure", "192.0.0.192": "Oracle",
 
 	"10.244.3.4": "inside 10.244.0.0/18, our PodCIDR", "10.96.0.1": "inside 10.96.0.0/12, our ServiceCIDR", "fd00:244:0:12::1": "our PodCIDR",
 	"10.246.0.1": "inside 10.246.0.0/16, which is reached through the tunnel itself", "198.51.100.7": "a node of ours", "2001:db8:7::7": "a node of ours",
 	"198.51.100.9": "an API server of ours", "192.0.2.77": "an address of the gateway's own host",
-	"64:ff9b::af4:304": "leads to 10.244.3.4", "2002:c633:6409::": "leads to 198.51.100.9 (6to4, RFC 3056): 198.51.100.9 is an API server of ours",
+	"64:ff9b::af4:304": "contains the IPv4 address 10.244.3.4", "2002:c633:6409::": "contains the IPv4 address 198.51.100.9 (6to4, RFC 3056): 198.51.100.9 is an API server of ours",
 }
 
 func TestLiteralEndpointsAndDNSAnswersPassTheSameChecks(t *testing.T) {

@@ -165,13 +165,13 @@ func TestMetricsCountPacketsDropsFlowsAndProbes(t *testing.T) {
 # HELP isthmus_config_generation Configurations applied since the start.
 # TYPE isthmus_config_generation gauge
 isthmus_config_generation 1
-# HELP isthmus_nat_sessions NAT flows.
+# HELP isthmus_nat_sessions Current NAT flows.
 # TYPE isthmus_nat_sessions gauge
 isthmus_nat_sessions 1
 # HELP isthmus_nat_sessions_limit Limit of NAT flows.
 # TYPE isthmus_nat_sessions_limit gauge
 isthmus_nat_sessions_limit 1000
-# HELP isthmus_peer_info Always 1; the name of the peer.
+# HELP isthmus_peer_info Always 1; the labels have the name and the ID of the peer.
 # TYPE isthmus_peer_info gauge
 isthmus_peer_info{name="bravo",peer="22222222-0000-4000-8000-000000000000"} 1
 isthmus_peer_info{name="charlie",peer="33333333-0000-4000-8000-000000000000"} 1

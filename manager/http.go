@@ -26,7 +26,7 @@ func listen(o Options, mgr ctrl.Manager, waitReason *atomic.Pointer[string]) (*h
 		ctx, cancel := context.WithTimeout(r.Context(), time.Second)
 		defer cancel()
 		if !mgr.GetCache().WaitForCacheSync(ctx) {
-			http.Error(w, "the caches are not filled yet", http.StatusServiceUnavailable)
+			http.Error(w, "the manager has not read all objects yet", http.StatusServiceUnavailable)
 			return
 		}
 		if why := waitReason.Load(); why != nil {

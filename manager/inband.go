@@ -28,15 +28,15 @@ func (l *leader) dialInBand(ctx context.Context, peer string) (net.Conn, error) 
 	var secret corev1.Secret
 	name := types.NamespacedName{Namespace: l.Namespace, Name: keyring.SecretName}
 	if err := cache.Get(ctx, name, &secret); err != nil {
-		return nil, refuse("the key of our gateway: %v", err)
+		return nil, refuse("cannot read the key of our gateway: %v", err)
 	}
 	ring, _, err := keyring.Read(secret.Data)
 	if err != nil {
-		return nil, refuse("the key of our gateway: Secret %s cannot be read", name)
+		return nil, refuse("cannot read the key of our gateway in Secret %s", name)
 	}
 	var services corev1.ServiceList
 	if err := cache.List(ctx, &services, client.InNamespace(l.Namespace)); err != nil {
-		return nil, refuse("the Service of our gateway: %v", err)
+		return nil, refuse("cannot read the Service of our gateway: %v", err)
 	}
 	var failed []error
 	for _, addr := range gatewayAddrs(services.Items) {
@@ -47,7 +47,7 @@ func (l *leader) dialInBand(ctx context.Context, peer string) (net.Conn, error) 
 		failed = append(failed, err)
 	}
 	if failed == nil {
-		return nil, refuse("the Service of our gateway does not name one")
+		return nil, refuse("the Service of our gateway does not name the active gateway")
 	}
 	return nil, refuse("our gateway does not answer: %v", failed[0])
 }

@@ -68,12 +68,12 @@ func (s *ipamService) writeEndpoint(ctx context.Context) error {
 	have := &discoveryv1.EndpointSlice{}
 	if err := s.reader.Get(ctx, client.ObjectKey{Namespace: s.namespace, Name: s.name}, have); err != nil {
 		if apierrors.IsNotFound(err) { // we have no permission to create an EndpointSlice
-			return fmt.Errorf("EndpointSlice %s of the IPAM's Service is gone: apply the chart again", s.name)
+			return fmt.Errorf("EndpointSlice %s of the IPAM's Service is missing; apply the chart again", s.name)
 		}
 		return fmt.Errorf("EndpointSlice of the IPAM's Service: %w", err)
 	}
 	if have.Labels[discoveryv1.LabelServiceName] != s.name || len(have.Ports) == 0 {
-		return fmt.Errorf("EndpointSlice %s of the IPAM's Service: want the label %s=%s and a port, as the chart has them: apply it again", s.name, discoveryv1.LabelServiceName, s.name)
+		return fmt.Errorf("EndpointSlice %s of the IPAM's Service: want the label %s=%s and a port; apply the chart again", s.name, discoveryv1.LabelServiceName, s.name)
 	}
 	ready := func(e discoveryv1.Endpoint) bool { return ptr.Deref(e.Conditions.Ready, true) }
 	if e := have.Endpoints; len(e) == 1 && len(e[0].Addresses) == 1 && e[0].Addresses[0] == s.addr.String() && ready(e[0]) {

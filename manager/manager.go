@@ -113,7 +113,7 @@ type Options struct {
 
 // errAgain ends a run because the kinds that the cluster serves have changed. Run then starts
 // another run.
-var errAgain = errors.New("ForeignClusters, ServiceCIDRs or the kinds of shared services have come or gone")
+var errAgain = errors.New("the kinds ForeignCluster, ServiceCIDR or those of shared services were installed or removed")
 
 // lostLease is the text of an error that controller-runtime does not export.
 const lostLease = "leader election lost"
@@ -431,7 +431,7 @@ func untilDone(ctx context.Context, log *slog.Logger, f func() error) bool {
 		if err == nil {
 			return true
 		}
-		log.Error("cannot start yet; retrying", "error", err, "in", pause.String())
+		log.Error("the manager cannot start yet; retrying", "error", err, "in", pause.String())
 		select {
 		case <-ctx.Done():
 			return false

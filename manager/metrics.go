@@ -36,7 +36,7 @@ var (
 	familyExpiry    = families.Gauge("manager_identity_expiry_timestamp_seconds", "When the identity at the peer expires. Only of the active manager; no series if it does not expire.", "peer")
 	familyRenewal   = families.Gauge("manager_identity_renewal_timestamp_seconds", "When the manager begins to renew the token of the identity at the peer: after a tenth of its lifetime. No series for a certificate.", "peer")
 	familyAddresses = families.Gauge("ipam_addresses", "Addresses of a pool for peers' networks, used and free; our own networks count as used.", "pool", "state")
-	familyLeft      = families.Gauge("ipam_peers_left", "Number of further peers, with networks as large as ours, for which the pools have room; 0 while ours are unknown.")
+	familyLeft      = families.Gauge("ipam_peers_left", "Number of additional peers for which the pools have room, if their networks are as large as this cluster's; 0 while these are unknown.")
 	familyExpired   = families.Counter("ipam_mappings_expired_total", "Mappings that ended because the Pod, node, Service or peer behind them was gone.")
 	familyShared    = families.Gauge("services_exported", "Services of this cluster with a valid ServiceExport. Only of the active manager, with --services.")
 	familyImported  = families.Gauge("services_imported", "Services of a peer that this cluster serves.", "peer")

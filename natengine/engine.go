@@ -97,21 +97,21 @@ func (c Config) Warnings() (warnings []string) {
 		{"transitory TCP", t.TCPTransitory, 4 * time.Minute, "RFC 5382, REQ-5"},
 		{"closing TCP", t.TCPClosing, 4 * time.Minute, "RFC 5382, REQ-5"},
 		{"ICMP", t.ICMP, time.Minute, "RFC 5508, REQ-2"},
-		{"fragment", t.Fragment, minFragmentTimeout, "RFC 6146, section 3.4; it is raised to that"},
+		{"fragment", t.Fragment, minFragmentTimeout, "RFC 6146, section 3.4; the minimum is used instead"},
 	} {
 		if rule.have > 0 && rule.have < rule.least {
-			warn("timeout of %s is %v; want at least %v (%s)", rule.name, rule.have, rule.least, rule.rfc)
+			warn("the timeout of %s is %v; want at least %v (%s)", rule.name, rule.have, rule.least, rule.rfc)
 		}
 	}
 	if t.Fragment > maxFragmentTimeout {
-		warn("timeout of fragment is %v; it is lowered to %v", t.Fragment, maxFragmentTimeout)
+		warn("the timeout of fragment is %v; the maximum, %v, is used instead", t.Fragment, maxFragmentTimeout)
 	}
 	d := c.withDefaults()
 	if d.MaxFlowsPerPeer > d.MaxFlows {
-		warn("a peer may have %d flows, but all peers together %d", d.MaxFlowsPerPeer, d.MaxFlows)
+		warn("the limit of flows of a peer is %d, above the limit of all peers together, %d", d.MaxFlowsPerPeer, d.MaxFlows)
 	}
 	if d.MaxFlowsPerHost >= udpPorts.limit() {
-		warn("a host may have %d flows; with so many, one host can take all ports of the NAPT address", d.MaxFlowsPerHost)
+		warn("the limit of flows of a host is %d; with so many, one host can take all ports of the NAPT address", d.MaxFlowsPerHost)
 	}
 	return warnings
 }

@@ -63,23 +63,23 @@ func TestSetPeersRefusesContradictions(t *testing.T) {
 		{"peer b: remote network 10.71.0.0/16 overlaps", func(b, c *Peer) { b.RemoteExternal = b.RemotePods }},
 		{"peer b: pods: 10.244.0.0/16 -> 10.246.0.0/17 has masks of different length", func(b, c *Peer) { b.Pods[0].To = pfx("10.246.0.0/17") }},
 		{"peer b: pods: 10.244.0.0/16 -> fd00::/16 is not of one family", func(b, c *Peer) { b.Pods[0].To = pfx("fd00::/16") }},
-		{"peer b: pods: 10.250.0.0/16 -> 10.251.0.0/16 is a second map", func(b, c *Peer) {
+		{"peer b: pods: 10.250.0.0/16 -> 10.251.0.0/16 is the second remap of its address family", func(b, c *Peer) {
 			b.Pods = append(b.Pods, Remap{pfx("10.250.0.0/16"), pfx("10.251.0.0/16")})
 		}},
 		{"peer b: remote pods: 10.71.0.1/16 has host bits set", func(b, c *Peer) { b.RemotePods = pfxs("10.71.0.1/16") }},
-		{"peer b: external: 0.0.0.0/0 is everything", func(b, c *Peer) { b.External = pfxs("0.0.0.0/0") }},
+		{"peer b: external: 0.0.0.0/0 contains all addresses", func(b, c *Peer) { b.External = pfxs("0.0.0.0/0") }},
 		{"peer b: external: invalid prefix", func(b, c *Peer) { b.External = make([]netip.Prefix, 1) }},
 		{"peer b: remote pods: ::/64 contains IPv4-mapped addresses", func(b, c *Peer) { b.RemotePods = pfxs("::/64") }},
 		{"peer b: external: 10.246.128.0/17 overlaps the pods as the peer sees them", func(b, c *Peer) { b.External = pfxs("10.246.128.0/17") }},
-		{"peer b: endpoint 10.247.0.9 -> 192.168.7.8: 192.168.7.7 is seen there already", func(b, c *Peer) {
+		{"peer b: endpoint 10.247.0.9 -> 192.168.7.8: 192.168.7.7 is already the address of another endpoint", func(b, c *Peer) {
 			b.Endpoints = append(b.Endpoints, Endpoint{ip("192.168.7.8"), ip("10.247.0.9")})
 		}},
 		{"peer b: endpoint 10.99.0.9 -> 192.168.7.7: 10.99.0.9 is not in the external networks", func(b, c *Peer) { b.Endpoints[1].Seen = ip("10.99.0.9") }},
-		{"169.254.169.254 may not be reached by a peer", func(b, c *Peer) { b.Endpoints[1].Real = ip("169.254.169.254") }},
-		{"127.0.0.1 may not be reached by a peer", func(b, c *Peer) { b.Endpoints[1].Real = ip("127.0.0.1") }},
+		{"169.254.169.254 is not an address that a peer may reach", func(b, c *Peer) { b.Endpoints[1].Real = ip("169.254.169.254") }},
+		{"127.0.0.1 is not an address that a peer may reach", func(b, c *Peer) { b.Endpoints[1].Real = ip("127.0.0.1") }},
 		{"not of one family", func(b, c *Peer) { b.Endpoints[1].Real = ip("fd00::1") }},
 		{"without address", func(b, c *Peer) { b.Endpoints[1].Real = netip.Addr{} }},
-		{"peer b: named twice", func(b, c *Peer) { c.ID = "b" }},
+		{"peer b: appears twice", func(b, c *Peer) { c.ID = "b" }},
 		{"peer without ID", func(b, c *Peer) { c.ID = "" }},
 		{"peer b: MSS 20 is too small", func(b, c *Peer) { b.MSS = 20 }},
 	} {

@@ -269,7 +269,7 @@ func TestWarningsNameShortTimeoutsAndContradictoryBounds(t *testing.T) {
 		Timeouts: Timeouts{UDP: minute, TCPEstablished: time.Hour, TCPTransitory: minute, TCPClosing: minute, ICMP: time.Second, Generic: time.Second, Fragment: time.Second}}
 	all := strings.Join(c.Warnings(), "\n")
 	for _, want := range []string{"UDP is 1m0s; want at least 2m0s (RFC 4787", "established TCP is 1h0m0s", "transitory TCP is 1m0s", "closing TCP is 1m0s", "ICMP is 1s",
-		"fragment is 1s", "a peer may have 20 flows, but all peers together 10", "a host may have 70000 flows"} {
+		"fragment is 1s", "the limit of flows of a peer is 20, above the limit of all peers together, 10", "the limit of flows of a host is 70000"} {
 		if !strings.Contains(all, want) {
 			t.Errorf("no %q in\n%s", want, all)
 		}

@@ -189,7 +189,7 @@ func compile(peers []Peer, self [2]addr, state func(id string) *PeerState) (*rul
 			errs = append(errs, fmt.Errorf("peer %s: %w", p.ID, err))
 		}
 		if ids[p.ID] {
-			errs = append(errs, fmt.Errorf("peer %s: named twice", p.ID))
+			errs = append(errs, fmt.Errorf("peer %s: appears twice", p.ID))
 		}
 		ids[p.ID] = true
 		for _, remote := range slices.Concat(p.RemotePods, p.RemoteExternal) {
@@ -331,7 +331,7 @@ func checkPrefix(p netip.Prefix) error {
 	case p != p.Masked():
 		return fmt.Errorf("%v has host bits set", p)
 	case p.Bits() == 0:
-		return fmt.Errorf("%v is everything", p)
+		return fmt.Errorf("%v contains all addresses", p)
 	case p.Addr().Is6() && p.Overlaps(netip.MustParsePrefix("::ffff:0:0/96")):
 		return fmt.Errorf("%v contains IPv4-mapped addresses", p)
 	}
@@ -358,7 +358,7 @@ func (p Peer) check(self [2]addr) (errs []error) {
 			continue
 		}
 		if f := addrOf(m.To.Addr()).family(); family[f] {
-			fail("pods: %v is a second map of its family", m)
+			fail("pods: %v is the second remap of its address family; want one for each family", m)
 		} else {
 			family[f] = true
 		}
@@ -382,7 +382,7 @@ func (p Peer) check(self [2]addr) (errs []error) {
 			continue
 		}
 		if other, ok := at[e.Seen]; ok && other != e.Real {
-			fail("endpoint %v: %v is seen there already", e, other)
+			fail("endpoint %v: %v is already the address of another endpoint", e, other)
 		}
 		at[e.Seen] = e.Real
 	}
@@ -401,7 +401,7 @@ func (p Peer) checkEndpoint(e Endpoint, self [2]addr) error {
 	case e.Real.Zone() != "" || e.Real.Is4In6() || e.Seen.Is4In6():
 		return errors.New("not a plain address")
 	case addrOf(e.Real) != self[addrOf(e.Real).family()] && unreachable(addrOf(e.Real), e.Real.Is4()):
-		return fmt.Errorf("%v may not be reached by a peer", e.Real)
+		return fmt.Errorf("%v is not an address that a peer may reach", e.Real)
 	}
 	for _, x := range p.External {
 		if x.Contains(e.Seen) {

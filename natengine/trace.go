@@ -76,7 +76,7 @@ func (t Trace) String() string {
 	case Discard:
 		line("drop", "%v: %s", t.Drop, t.Drop.Explain())
 	case Hold:
-		line("hold", "a fragment that waits for others of its datagram")
+		line("hold", "a fragment that waits for the rest of its datagram")
 	default:
 		line(t.Action.String(), "%v", t.After)
 	}

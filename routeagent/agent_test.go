@@ -830,7 +830,7 @@ func TestAnAgentReportsProblems(t *testing.T) {
 			return nil
 		})
 	}
-	status(`"ready": true`, "would both have 240.30.1.11 in the overlay", "ip rule add priority 419 to 10.246.0.0/16")
+	status(`"ready": true`, "map to the same overlay address, 240.30.1.11", "ip rule add priority 419 to 10.246.0.0/16")
 
 	if err := n.Do(func() error { return os.WriteFile("/proc/sys/net/ipv4/ip_forward", []byte("0"), 0) }); err != nil {
 		t.Fatal(err)

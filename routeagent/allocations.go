@@ -64,7 +64,7 @@ func (g *allocations) read(now fabric.Allocations) []fabric.Problem {
 		some += fmt.Sprintf(" and %d more", more)
 	}
 	return []fabric.Problem{{Origin: fabric.Origin{Kind: "NetworkAllocation"}, Field: "spec.networks", Message: fmt.Sprintf(
-		"%s: the named object no longer has these networks, and has not freed them; the node keeps refusing them outside of the tunnel; restore them, or add them to spec.freed of that object, with the present time in milliseconds as revision", some)}}
+		"%s: the named object no longer has these networks, and has not freed them, so the node still refuses them outside of the tunnel; restore them, or add them to spec.freed of that object, with the current time in milliseconds as revision", some)}}
 }
 
 // freed reports whether the object that named had.Network has freed it since, or, if that object is

@@ -155,7 +155,7 @@ func (l *loop) findDiverted(self string, look bool, added []netip.Prefix) []fabr
 		return nil
 	}
 	return []fabric.Problem{{Origin: fabric.Origin{Kind: "Node", Name: self}, Message: fmt.Sprintf(
-		"packets for %v, a network of a peer, are routed to device %s and dropped, because a foreign routing rule comes before ours (ip rule); give that rule a priority after %d, or exclude networks of peers from it",
+		"packets for %v, a network of a peer, are routed to device %s and dropped, because a routing rule of another program precedes that of Isthmus (ip rule); give that rule a priority above %d, or exclude networks of peers from it",
 		l.diverted, l.divertedTo, kernel.RefuseRulePriority)}}
 }
 
@@ -192,14 +192,14 @@ func (l *loop) withFiles(limits []kernel.Limit, unsaved error) []kernel.Limit {
 	})
 	if unsaved != nil {
 		limits = append(limits, kernel.Limit{Reason: kernel.LimitSnapshot, Message: fmt.Sprintf(
-			"%v; until this is repaired, the node refuses the networks of peers after a reboot only once the API server answers", unsaved)})
+			"%v; until this is repaired, the node does not refuse the networks of peers between a reboot and the first answer of the API server", unsaved)})
 	}
 	if l.opts.Voter == nil {
 		return limits
 	}
 	if err := l.opts.Voter.Err(); err != nil {
 		limits = append(limits, kernel.Limit{Reason: kernel.LimitVote, Message: fmt.Sprintf(
-			"%v; until this is repaired, a gateway needs a majority of the other nodes' votes", err)})
+			"%v; until this is repaired, this node does not vote, and a gateway needs its majority of votes from the other nodes", err)})
 	}
 	return limits
 }
@@ -221,5 +221,5 @@ func (l *loop) outOfReach(remotePod netip.Addr, in fabric.NodeIntent) []kernel.L
 		return nil
 	}
 	return []kernel.Limit{{Reason: kernel.LimitGateway, Message: fmt.Sprintf(
-		"device %s leads to pods of other nodes, but is a %s like the devices of pods, so the packet filter cannot tell other nodes from pods: while the gateway's Pod runs here, other nodes do not reach it; want gateways with --host-network", name, kind)}}
+		"device %s leads to pods of other nodes, but is a %s like the devices of pods, so the packet filter cannot distinguish other nodes from pods: while the gateway's Pod runs on this node, other nodes do not reach it; want gateways with --host-network", name, kind)}}
 }

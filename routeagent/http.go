@@ -139,7 +139,7 @@ func (a *agent) serveStarted() (*httpserve.Servers, error) {
 	err := s.ListenOwner("started", startedSocket(a.opts.Pod), http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
 		if !a.manages.Load() {
 			if err := a.canFollow(); err != nil {
-				http.Error(w, "another agent runs here, and "+err.Error(), http.StatusServiceUnavailable)
+				http.Error(w, "another agent runs on this node, and "+err.Error(), http.StatusServiceUnavailable)
 				return
 			}
 		}
@@ -231,7 +231,7 @@ func Families() []*metric.Family { return families.Families() }
 var (
 	familyReady    = families.Gauge("route_agent_ready", "1 if the desired state is applied.")
 	familyApplied  = families.Gauge("route_agent_last_apply_timestamp_seconds", "When the desired state was last applied completely; no series before the first time.")
-	familyProblems = families.Gauge("route_agent_problems", "Objects that were refused in whole or in part, and functions that foreign rules break.")
+	familyProblems = families.Gauge("route_agent_problems", "Objects that were refused in whole or in part, and functions that rules of other programs break.")
 	familyOverlay  = families.Gauge("route_agent_overlay_up", "1 if the gateway is reached through the overlay, 0 if packets get lost there in at least one direction although the underlay works; no series while this is unknown.", "gateway")
 	familyObjects  = families.Gauge("route_agent_objects", "Desired kernel objects, by kind.", "kind")
 	familyRepaired = families.Counter("route_agent_drift_repaired_total", "Kernel objects set or removed because another program had changed them.")

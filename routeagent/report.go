@@ -46,12 +46,12 @@ func (a *agent) report(before, now state, changes kernel.Plan) {
 	}
 	for _, l := range now.limits {
 		if !slices.Contains(before.limits, l) {
-			a.log.Warn("this node supports less than other nodes", "reason", l.Reason, "message", l.Message)
+			a.log.Warn("a function is limited on this node", "reason", l.Reason, "message", l.Message)
 		}
 	}
 	for _, l := range before.limits {
 		if !slices.Contains(now.limits, l) {
-			a.log.Info("limit of this node is gone", "reason", l.Reason, "message", l.Message)
+			a.log.Info("a function is no longer limited on this node", "reason", l.Reason, "message", l.Message)
 		}
 	}
 	for _, p := range now.problems {
@@ -61,7 +61,7 @@ func (a *agent) report(before, now state, changes kernel.Plan) {
 	}
 	for _, p := range before.problems {
 		if !slices.Contains(now.problems, p) {
-			a.log.Info("invalid object is gone", "problem", p.Error())
+			a.log.Info("an invalid object was corrected or deleted", "problem", p.Error())
 		}
 	}
 }

@@ -75,7 +75,7 @@ func (l *loop) recall() {
 	}
 	saved, err := readSnapshot(l.opts.StateDirectory)
 	if err != nil {
-		l.log.Error("cannot read the snapshot; keeping the present routes until the API server answers", "error", err)
+		l.log.Error("cannot read the snapshot; keeping the current routes until the API server answers", "error", err)
 		l.last.err = err
 		return
 	}

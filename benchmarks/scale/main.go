@@ -33,7 +33,7 @@ func main() {
 	log.SetFlags(0)
 	lengths := flag.String("lengths", "14,16,18,20", "lengths of the PodCIDR")
 	pools := flag.String("pools", "", "pools (default: those of the manager)")
-	growth := flag.Bool("growth", false, "say what a grant costs among 10 to 4,000 peers instead, whatever -lengths and -pools say")
+	growth := flag.Bool("growth", false, "measure allocations among 10 to 4,000 peers instead, and ignore -lengths and -pools")
 	flag.Parse()
 	if *growth {
 		if err := grow(); err != nil {

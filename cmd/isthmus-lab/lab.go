@@ -55,7 +55,7 @@ func newUpCommand() *cobra.Command {
 	f.IntVar(&nodes, "nodes", 1, "nodes per cluster; the gateway runs on the first")
 	f.IntVar(&pods, "pods", 2, "pods per node")
 	f.StringVar(&podCIDR, "pod-cidr", "10.244.0.0/16", "PodCIDR of every cluster")
-	f.IntVar(&spec.Tunnels, "tunnels", 1, "tunnels between each two gateways, 1 to 16")
+	f.IntVar(&spec.Tunnels, "tunnels", 1, "tunnels between each pair of gateways, 1 to 16")
 	f.IntVar(&spec.MTU, "mtu", 1500, "MTU of the underlay")
 	cli.AddChoiceFlag(cmd, &filter, "rp-filter", string(lab.RPFilterLoose), "reverse path filter of the nodes", string(lab.RPFilterOff), string(lab.RPFilterLoose), string(lab.RPFilterStrict))
 	f.BoolVar(&bare, "bare", false, "write the gateways' configuration, but do not start them")
@@ -135,8 +135,8 @@ func newServeCommand() *cobra.Command {
 	var name string
 	cmd := &cobra.Command{
 		Use:    "serve",
-		Short:  "Serve HTTP in the pods and servers of a lab, until ended",
-		Hidden: true, // users do not run this command: "up" does
+		Short:  "Serve HTTP in the pods and servers of a lab, until interrupted",
+		Hidden: true, // "up" starts this command
 		Args:   cobra.NoArgs,
 		RunE: needsRoot(func(cmd *cobra.Command, _ []string) error {
 			l, err := lab.Open(name)
@@ -277,7 +277,7 @@ func show(out io.Writer, l *lab.Lab) error {
 	flag := hint(l.Name)
 	from, to := l.Clusters[0], l.Clusters[len(l.Clusters)-1]
 	gateway := from.Gateway()
-	fmt.Fprintf(out, "\nThe configuration of the gateway of cluster %s: %s\nand what it prints: %s\n\nTry:\n",
+	fmt.Fprintf(out, "\nConfiguration of the gateway of cluster %s: %s\nLog of this gateway: %s\n\nTry:\n",
 		from, from.ConfigDir, l.GatewayLog(from))
 	if _, joined := l.View(from, to); joined && len(from.Pods) > 0 && len(to.Pods) > 0 {
 		seen, err := l.Seen(from, to, to.Pods[0].Addr)

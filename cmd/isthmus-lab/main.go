@@ -61,7 +61,7 @@ A lab exists until "isthmus-lab down" or a reboot.
 func needsRoot(do func(*cobra.Command, []string) error) func(*cobra.Command, []string) error {
 	return func(cmd *cobra.Command, args []string) error {
 		if os.Geteuid() != 0 {
-			return cli.Usage("%s needs root, since a lab is network namespaces and the processes in them: try sudo", cmd.CommandPath())
+			return cli.Usage("%s needs root, to make network namespaces; run it with sudo", cmd.CommandPath())
 		}
 		return do(cmd, args)
 	}
@@ -86,7 +86,7 @@ func program(path string) (string, error) {
 	}
 	beside, err := exec.LookPath(filepath.Join(filepath.Dir(self), "isthmus"))
 	if err != nil {
-		return "", cli.Usage("no program isthmus in %s, where this one is: make build puts both into bin/, and --isthmus PATH names another", filepath.Dir(self))
+		return "", cli.Usage("no program isthmus in %s, the directory of this program; run make build, or set --isthmus to its path", filepath.Dir(self))
 	}
 	return beside, nil
 }

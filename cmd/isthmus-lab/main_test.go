@@ -68,7 +68,7 @@ func TestLabUsesTheNamedOrTheNeighbouringProgram(t *testing.T) {
 		t.Fatal(err)
 	}
 	dir := filepath.Dir(self)
-	if _, err := program(""); err == nil || !strings.Contains(err.Error(), "no program isthmus in "+dir) || !strings.Contains(err.Error(), "--isthmus PATH") {
+	if _, err := program(""); err == nil || !strings.Contains(err.Error(), "no program isthmus in "+dir) || !strings.Contains(err.Error(), "set --isthmus to its path") {
 		t.Errorf("none is there: %v", err)
 	}
 	if err := os.WriteFile(filepath.Join(dir, "isthmus"), nil, 0o755); err != nil {

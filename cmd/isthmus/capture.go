@@ -80,7 +80,7 @@ of the active gateway. The gateway logs the user and the filter of each capture.
 				defer f.Close()
 				out = f
 			} else if isTerminal(out) {
-				return cli.Usage("the file would go to the terminal; want --write FILE, or a pipe such as | tshark -r -")
+				return cli.Usage("standard output is a terminal; want --write FILE, or a pipe such as | tshark -r -")
 			}
 			summary, err := captureTo(cmd.Context(), out, query.Encode())
 			if err != nil {
@@ -93,7 +93,7 @@ of the active gateway. The gateway logs the user and the filter of each capture.
 	f := cmd.Flags()
 	f.StringVarP(&file, "write", "w", "-", "file to write, readable only by its owner; - means standard output")
 	f.StringVar(&options.Peer, "peer", "", "only packets of the peer with this name or cluster ID")
-	cli.AddChoiceFlag(cmd, &direction, "direction", "", "out means towards the tunnel, in from it (default both)", "out", "in")
+	cli.AddChoiceFlag(cmd, &direction, "direction", "", "only packets in this direction: out is towards the tunnel, in is from the tunnel (default both)", "out", "in")
 	f.StringSliceVar(&places, "at", nil, "places: "+strings.Join(capture.PlaceNames(), ", ")+" (default all)")
 	f.BoolVar(&options.Dropped, "dropped", false, "only dropped packets")
 	f.StringSliceVar(&drops, "drop", nil, "only packets dropped for these reasons, such as no_flow (label reason of isthmus_drops_total)")
@@ -122,7 +122,7 @@ func captureTo(ctx context.Context, out io.Writer, query string) (s capture.Summ
 	resp, err := client.Get("http://gateway/capture?" + query)
 	switch {
 	case errors.Is(err, syscall.ECONNREFUSED):
-		err = errors.New("nothing listens there (is the gateway running, in this network namespace?)")
+		err = errors.New("nothing listens there; check that the gateway runs in this network namespace")
 	case errors.Is(err, syscall.ECONNRESET), errors.Is(err, io.EOF), errors.Is(err, syscall.EPIPE):
 		err = errors.New("the gateway refuses this user; want root, or the user that the gateway runs as")
 	}
@@ -144,7 +144,7 @@ func captureTo(ctx context.Context, out io.Writer, query string) (s capture.Summ
 		return s, cli.Unreachable(fmt.Errorf("capture: %w", err))
 	}
 	if err := json.Unmarshal([]byte(resp.Trailer.Get(gateway.CaptureSummary)), &s); err != nil {
-		return s, cli.Unreachable(fmt.Errorf("the gateway has ended in the middle of the capture: %w", err))
+		return s, cli.Unreachable(fmt.Errorf("the gateway ended during the capture: %w", err))
 	}
 	return s, nil
 }

@@ -218,7 +218,7 @@ func TestCommandLinePeersTwoClusters(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	run(1, "a: Peering b-|has an identity at b until|not peered within 300ms|a: Ready is Unknown (Unknown): the manager has not checked it yet|b: Ready",
+	run(1, "a: Peering b-|got a new identity at b, valid until|not peered within 300ms|a: Ready is Unknown (Unknown): the manager has not checked it yet|b: Ready",
 		peer("a", "b", "--timeout", "300ms")...)
 	run(1, "PEERING|b-|manager m\n|the manager has not checked it yet", "status", "--context", "a")
 

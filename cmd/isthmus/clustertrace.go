@@ -217,7 +217,7 @@ func (t *clusterTrace) followAnswer(from, to place.Place, sent *gateway.TraceSte
 	}
 	if own, seen := from.Addr, src; from.Pod == "" && own.Addr() != seen.Addr() {
 		w.Hops = append(w.Hops, pathHop{Hop: health.Hop{Cluster: t.local.String(), Name: "gateway", State: health.Works,
-			Text: fmt.Sprintf("the sender is not a Pod, so the packet leaves with the source %v, and its answer returns by the same flow", seen), Source: "rules"}})
+			Text: fmt.Sprintf("the sender is not a Pod, so the gateway replaces its address by %v; the answer belongs to the same NAT flow", seen), Source: "rules"}})
 		return w.finish(), nil
 	}
 	if t.remote == nil || t.remote.Identity.ClusterID != sent.Peer {
@@ -226,7 +226,7 @@ func (t *clusterTrace) followAnswer(from, to place.Place, sent *gateway.TraceSte
 		}
 		_, err := t.followArrival(&w, t.local, &gateway.TraceStep{NewSrc: to.Addr.String(), NewDst: src.String()})
 		if w.finish(); w.Arrives {
-			w.Verdict += ", if " + safetext.Of(nameOrID(sent.PeerName, sent.Peer)) + " sends it, which was not checked"
+			w.Verdict += ", if " + safetext.Of(nameOrID(sent.PeerName, sent.Peer)) + " sends the answer, which was not checked"
 		}
 		return w, err
 	}
@@ -349,7 +349,7 @@ func (w *tracePath) finish() tracePath {
 		}
 		w.Arrives = false
 		if h.Name == hopOtherSide {
-			w.Leaves, w.Verdict = true, fmt.Sprintf("it leaves for %s; its path there was not checked", h.Cluster)
+			w.Leaves, w.Verdict = true, fmt.Sprintf("it leaves for %s; its path in that cluster was not checked", h.Cluster)
 			break
 		}
 		reason := h.Text

@@ -22,7 +22,7 @@ func TestAPathEndsAtTheFirstBrokenHop(t *testing.T) {
 		{"the answer", tracePath{Direction: "in", Hops: []pathHop{hop("tunnel", health.Works, "")}}, true, false, "the answer arrives"},
 		{"from no Pod", tracePath{Direction: "out", Hops: []pathHop{hop("node", health.Unknown, ""), hop("tunnel", health.Works, "")}}, true, false, "it arrives"},
 		{"the other side was not asked", tracePath{Direction: "out", Hops: []pathHop{hop("tunnel", health.Works, ""), hop(hopOtherSide, health.Unknown, "")}}, false, true,
-			"it leaves for paris; its path there was not checked"},
+			"it leaves for paris; its path in that cluster was not checked"},
 		{"it does not leave for the other side", tracePath{Direction: "out", Hops: []pathHop{hop("tunnel", health.Broken, "PeerSilent"), hop(hopOtherSide, health.Unknown, "")}}, false, false,
 			"the peer is down: PeerSilent: why"},
 		{"the peer is down", tracePath{Hops: []pathHop{hop("node", health.Works, ""), hop("tunnel", health.Broken, "PeerSilent")}}, false, false, "the peer is down: PeerSilent: why"},

@@ -87,7 +87,7 @@ its node's network; its probes then need "host: 127.0.0.1" instead.`,
 	}
 	cmd.Flags().StringVar(&dir, "config", "", "directory with the configuration of a gateway without a cluster")
 	cli.AddChoiceFlag(cmd, &level, "log-level", "info", "minimum level of log lines", "debug", "info", "warn", "error")
-	cli.AddChoiceFlag(cmd, &udpOffload, "udp-offload", "auto", "exchange many UDP packets with the kernel at once (Linux 6.2 and later); auto is on from Linux 6.18 on", "auto", "on", "off")
+	cli.AddChoiceFlag(cmd, &udpOffload, "udp-offload", "auto", "send and receive many UDP packets in one system call, which needs Linux 6.2; auto means on from Linux 6.18 on", "auto", "on", "off")
 	cmd.Flags().Lookup("udp-offload").NoOptDefVal = "on"
 	cmd.Flags().StringVar(&profileAddress, "pprof-address", "", "loopback TCP address of /debug/pprof, such as 127.0.0.1:6060; empty disables it")
 	cmd.Flags().BoolVar(&cleanup, "cleanup", false, "remove the kernel objects of a gateway that has ended, and exit")

@@ -171,7 +171,7 @@ func (f *front) status(w http.ResponseWriter, r *http.Request) {
 	if f.running == nil {
 		pod, _ := f.replica.Active()
 		flows := f.flows.State()
-		reason := fmt.Sprintf("this gateway is a standby; the active one is Pod %s; the copy of its NAT flows has %d, and was complete %.1f s ago", pod, flows.Copied, flows.Age.Seconds())
+		reason := fmt.Sprintf("this gateway is a standby; the active one is Pod %s; %d of its NAT flows are copied here, and the copy was complete %.1f s ago", pod, flows.Copied, flows.Age.Seconds())
 		if pod == "" {
 			reason = "no gateway is active yet"
 		}

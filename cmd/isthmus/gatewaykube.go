@@ -67,7 +67,7 @@ func (k *kubeGateway) addFlags(f *pflag.FlagSet) {
 	f.StringVar(&k.kubeconfig, "kubeconfig", "", "kubeconfig file (default: the Pod's ServiceAccount)")
 	f.StringVar(&k.namespace, "namespace", "", "namespace of the installation (default: $POD_NAMESPACE, else "+deploy.Namespace+")")
 	f.StringVar(&k.cluster.ClusterID, "cluster-id", "", "ID of this cluster (default: the one in the ConfigMap that isthmus install writes, else the UID of kube-system)")
-	f.StringVar(&k.cluster.ClusterName, "cluster-name", "", "name of this cluster, for people")
+	f.StringVar(&k.cluster.ClusterName, "cluster-name", "", "display name of this cluster, for status and logs")
 	f.Uint16Var(&k.port, "port", file.DefaultListenPort, "UDP port of WireGuard")
 	f.IntVar(&k.tunnels, "tunnels", 1, "at most this many tunnels to one peer, 1 to 16, on UDP ports from --port upwards")
 	f.StringVar(&k.mtu, "mtu", "auto", "MTU of the tunnel in octets, or auto: from the paths to the peers")
@@ -80,12 +80,12 @@ func (k *kubeGateway) addFlags(f *pflag.FlagSet) {
 	k.secure.add(f)
 	f.StringVar(&k.statusAddr, "status-address", file.DefaultStatusAddress, "TCP address of /status and /trace; empty disables it")
 	f.StringVar(&k.flowLog.File, "flow-log", "", "file for a line of JSON for each flow that opens, closes or is refused; - means standard output")
-	f.IntVar(&k.flowLog.Sample, "flow-log-sample", 1, "log one of this many flows")
+	f.IntVar(&k.flowLog.Sample, "flow-log-sample", 1, "log one flow in this many")
 	f.IntVar(&k.flowLog.PerSecond, "flow-log-per-second", gateway.DefaultFlowLogRate, "maximum lines a second")
 	f.BoolVar(&k.hostNetwork, "host-network", false, "the Pod has hostNetwork: true; the gateway creates its own network namespace on the node")
 	f.DurationVar(&k.rotateKeys, "rotate-keys", 0, "age at which the WireGuard key is rotated; 0: only by isthmus rotate-key")
 	f.DurationVar(&k.patience, "rotation-patience", 7*24*time.Hour, "how long a rotation waits for peers that do not use the published new key yet, at least 1h; 0: without limit")
-	f.BoolVar(&k.votes, "votes", false, "let nodes vote which gateway is active, if there are at least three")
+	f.BoolVar(&k.votes, "votes", false, "let nodes vote on which gateway is active, if there are at least three")
 	f.StringVar(&k.stateDirectory, "state-directory", "", "directory for the private key and the configuration, which a restarted gateway uses until the API server answers; empty disables it")
 }
 
@@ -107,7 +107,7 @@ func (k *kubeGateway) complete() error {
 		return cli.Usage("--tunnels %d: the last would listen on port %d (--port is %d); want ports up to 65535", k.tunnels, last, k.port)
 	}
 	if p := kube.QuestionPort; int(k.port) <= p && p < int(k.port)+k.tunnels {
-		return cli.Usage("--port %d: a tunnel would use port %d, on which gateways ask each other whether they are active; want other ports", k.port, p)
+		return cli.Usage("--port %d: a tunnel would use port %d, which gateways use for messages to each other; want other ports", k.port, p)
 	}
 	if k.mtu != "auto" {
 		n, err := strconv.Atoi(k.mtu)

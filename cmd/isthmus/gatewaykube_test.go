@@ -387,7 +387,7 @@ func TestGatewaysReadTheirConfigurationFromAPIServers(t *testing.T) {
 	t.Run("Pods and Service name the active gateway", func(t *testing.T) { marked(t, 0) })
 
 	t.Run("both gateways report since when and why one is active", func(t *testing.T) {
-		for i, want := range []string{"\nactive for ", "this gateway is a standby; the active one is Pod gateway-1; the copy of its NAT flows has 0, and was complete "} {
+		for i, want := range []string{"\nactive for ", "this gateway is a standby; the active one is Pod gateway-1; 0 of its NAT flows are copied here, and the copy was complete "} {
 			cmd := a.Nodes[i].Command(t.Context(), "/proc/self/exe", "status", "--gateway")
 			cmd.Env = append(os.Environ(), beProgram+"=1")
 			if out, _ := cmd.CombinedOutput(); !strings.Contains(string(out), want) || i == 0 && !strings.Contains(string(out), "s, epoch 1: no gateway was active\n") {

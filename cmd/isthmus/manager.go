@@ -207,7 +207,7 @@ func network(flag, text string) (netip.Prefix, error) {
 
 func apart(flag string, p netip.Prefix, otherFlag string, other netip.Prefix) error {
 	if p.IsValid() && other.IsValid() && p.Overlaps(other) {
-		return cli.Usage("--%s %v: overlaps --%s, %v; want a network of its own", flag, p, otherFlag, other)
+		return cli.Usage("--%s %v: overlaps --%s, %v; want networks that do not overlap", flag, p, otherFlag, other)
 	}
 	return nil
 }

@@ -30,13 +30,13 @@ the identity at the other cluster, and a Peering. When repeated, it restores mis
 objects and renews a revoked identity. If a different cluster has the ID and name of one
 that was peered before, the command refuses it.
 
-At the end it shows for each claimed network whether the other side uses it unchanged or
-remaps it, and why. If a peer later changes its claim and would get new addresses, the
-agreed networks stay in force until you agree. With the NAME of a Peering or of the other
-cluster the command shows the changed claim, and needs only this cluster. --consent agrees
-to exactly that claim, and fails if the peer has changed it meanwhile.
+At the end it shows for each network whether the other side uses it unchanged or
+remaps it, and why. If a peer later advertises other networks and would get new addresses,
+the agreed networks stay in force until you agree. With the NAME of a Peering or of the other
+cluster, the command shows the changed networks, and needs only this cluster. --consent agrees
+to exactly these networks, and fails if the peer has changed them meanwhile.
 
-The exit code is 1 if the clusters were not joined in time, or if a claim waits for
+The exit code is 1 if the clusters were not joined in time, or if changed networks wait for
 consent. The command prints what is missing, and on which side.`,
 		Example: `  isthmus peer --context paris --remote-context oslo
   isthmus peer --context paris oslo
@@ -49,7 +49,7 @@ consent. The command prints what is missing, and on which side.`,
 			case !both && len(args) == 0:
 				return cli.Usage("want --remote-context or --remote-kubeconfig to join another cluster, or the NAME of a Peering to show it")
 			case both && len(args) > 0:
-				return cli.Usage("%q: want either the NAME of a Peering to show it, or the other cluster to join it", args[0])
+				return cli.Usage("%q: want either the NAME of a Peering, to show it, or --remote-context, to join two clusters", args[0])
 			case o.Timeout < 0:
 				return cli.Usage("--timeout %v: want a duration, or 0 not to wait", o.Timeout)
 			}
@@ -100,7 +100,7 @@ consent. The command prints what is missing, and on which side.`,
 	cmd.Flags().StringVar(&remote.Server, "remote-server", "", "URL by which this cluster reaches the other cluster's API server (default from the kubeconfig)")
 	cmd.Flags().StringVar(&o.Name, "name", "", "name of the Peering in this cluster (default the other cluster's name and six digits)")
 	cmd.Flags().StringVar(&o.RemoteName, "remote-name", "", "name of the Peering in the other cluster")
-	cmd.Flags().BoolVar(&o.Replace, "replace", false, "join a recreated cluster in place of the old one, and revoke the rights of the old one. A cluster that only got a new certificate authority needs it only if that cluster's identity at its peer is no longer valid")
+	cmd.Flags().BoolVar(&o.Replace, "replace", false, "join a recreated cluster in place of the old one, and revoke the rights of the old one. Also needed if a cluster has a new certificate authority and its identity at the peer is no longer valid")
 	chosen.add(cmd)
 	cmd.Flags().StringSliceVar(&o.Services, "services", nil, "namespaces whose exported Services the clusters share (spec.services); '*' means all, '' none")
 	cmd.Flags().BoolVar(&inBand, "in-band", false, "connect the managers to each other's API servers through the tunnel (spec.inBand), so only UDP between the gateways has to be open")
@@ -126,7 +126,7 @@ func join(cmd *cobra.Command, a *cluster.Cluster, remote cluster.Access, o peeri
 func aboutOne(cmd *cobra.Command, name string) error {
 	for _, flag := range []string{"name", "remote-name", "replace", "services", "in-band", "server", "remote-server", "remote-namespace"} {
 		if cmd.Flags().Changed(flag) {
-			return cli.Usage("--%s is only for joining two clusters; add --remote-context, or leave it out to show the Peering %s", flag, name)
+			return cli.Usage("--%s is only for joining two clusters; add --remote-context to join them, or remove --%[1]s to show the Peering %[2]s", flag, name)
 		}
 	}
 	return nil
@@ -154,7 +154,7 @@ func (f *claimFlags) add(cmd *cobra.Command) {
 	flags.StringSliceVar(&f.allowed, "allow-claim", nil,
 		"public network that this cluster accepts from the other one unchanged (spec.claims.allowed)")
 	flags.BoolVar(&f.alwaysRemap, "always-remap", false, "this cluster remaps both networks of the other one (spec.claims.alwaysRemap)")
-	flags.StringVar(&f.consent, "consent", "", "PODCIDR,EXTERNALCIDR: agree to exactly this claim of the other cluster (spec.claims.consent)")
+	flags.StringVar(&f.consent, "consent", "", "PODCIDR,EXTERNALCIDR: agree to exactly these networks of the other cluster (spec.claims.consent)")
 }
 
 // claims parses the flags.

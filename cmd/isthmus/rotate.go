@@ -19,7 +19,7 @@ Nothing has to be done in the other clusters.
 
 During a rotation the gateway accepts the current and the new key. Peers get the new
 public key from the manager, and each switches to it without losing packets. When all have
-switched, or when the gateway's patience ends (--rotation-patience), only the new key
+switched, or after the gateway's --rotation-patience, only the new key
 remains. The preshared keys are renewed, too.
 
 Use --now for a key that may be stolen. The new key replaces all keys of the Secret at
@@ -29,7 +29,7 @@ a peer, that peer stays out of reach. A gateway that is cut off from its API ser
 accepts the old key until it reads the Secret.
 
 Use --abort to drop the new key while no peer knows it, for example if a gateway does
-not accept it. Later there is no way back: a peer that has switched no longer accepts
+not accept it. Later it is not possible: a peer that has switched no longer accepts
 the old key.`,
 		Example:           "  isthmus rotate-key --context paris --wait 5m",
 		Args:              cobra.NoArgs,

@@ -101,7 +101,7 @@ func request(ctx context.Context, address, path string) ([]byte, error) {
 			err = u.Err
 		}
 		if errors.Is(err, syscall.ECONNREFUSED) {
-			err = fmt.Errorf("nothing listens there (is the gateway running, in this network namespace?)")
+			err = fmt.Errorf("nothing listens there; check that the gateway runs in this network namespace")
 		}
 		return nil, cli.Unreachable(fmt.Errorf("gateway at %s: %w", address, err))
 	}
@@ -135,10 +135,10 @@ func printStatus(w io.Writer, s gateway.Status, wide bool) error {
 		fmt.Fprintln(w)
 	}
 	for _, e := range s.Config.Errors {
-		fmt.Fprintf(w, "configuration not in force: %s\n", e)
+		fmt.Fprintf(w, "the newest configuration is not in force: %s\n", e)
 	}
 	for _, e := range s.Config.Problems {
-		fmt.Fprintf(w, "not applied, trying again: %s\n", e)
+		fmt.Fprintf(w, "not applied, retrying: %s\n", e)
 	}
 	for _, e := range s.Config.Refused {
 		fmt.Fprintf(w, "left out: %s\n", e)
@@ -166,7 +166,7 @@ func printStatus(w io.Writer, s gateway.Status, wide bool) error {
 		}
 		for _, t := range p.Tunnels {
 			if !t.InUse && t.State != check.Connecting && p.State == check.Connected {
-				fmt.Fprintf(w, "%s: tunnel %d is not used, because its connection check gets no answer: is its UDP port open at both ends?\n",
+				fmt.Fprintf(w, "%s: tunnel %d is not used, because its connection check gets no answer; open its UDP port in both clusters\n",
 					nameOrID(p.Name, p.ID), t.Tunnel)
 			}
 		}
@@ -175,7 +175,7 @@ func printStatus(w io.Writer, s gateway.Status, wide bool) error {
 		return err
 	}
 	for _, o := range s.Waiting {
-		fmt.Fprintf(w, "%s waits for its peer\n", o)
+		fmt.Fprintf(w, "%s is not used, because its cluster is not a peer yet\n", o)
 	}
 	return printFlows(w, s)
 }

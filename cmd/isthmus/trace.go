@@ -117,7 +117,7 @@ is not checked.`,
 	cmd.Flags().Bool("gateway", false, "use the gateway on this machine, not the cluster")
 	addAddressFlag(cmd, &address)
 	cmd.Flags().StringVar(&dir, "config", "", "use the configuration in this directory instead of a cluster or the running gateway")
-	cli.AddChoiceFlag(cmd, &direction, "direction", "", "out means towards the tunnel, in from it; with a kubeconfig, show only the packet (out) or only its answer (in)", "out", "in")
+	cli.AddChoiceFlag(cmd, &direction, "direction", "", "direction of the packet: out is towards the tunnel, in is from the tunnel; with a kubeconfig, show only the packet (out) or only its answer (in)", "out", "in")
 	cli.AddOutputFlag(cmd, &output, "print for programs")
 	return cmd
 }

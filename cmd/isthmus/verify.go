@@ -216,7 +216,7 @@ func newProbeCommand() *cobra.Command {
 	var idle time.Duration
 	cmd := &cobra.Command{
 		Use:    "probe",
-		Short:  "Echo packets, and send those that a client of a loopback port requests (the Pods of isthmus verify run it)",
+		Short:  "Echo packets, and send the packets that a client requests at a loopback port (the Pods of isthmus verify run this command)",
 		Hidden: true,
 		Args:   cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {

@@ -57,7 +57,7 @@ type Bind struct {
 }
 
 // ErrShut is the error of Send when Gate returns false.
-var ErrShut = errors.New("this gateway has no mandate to send")
+var ErrShut = errors.New("this gateway may not send, because another one may be active")
 
 // New returns a closed Bind.
 func New() *Bind { return new(Bind) }

@@ -35,10 +35,10 @@ var places = [...]Place{BeforeNAT, AfterNAT, Tunnel, Underlay}
 var placeNames = [numPlaces]string{"before-nat", "after-nat", "tunnel", "underlay"}
 
 var placeTexts = [numPlaces]string{
-	"as the NAT engine got it: outbound from the TUN, inbound out of the tunnel; superpackets whole",
-	"as the NAT engine left it: outbound towards the tunnel, inbound for the TUN; superpackets whole",
-	"inside of the tunnel, packet by packet: what is sealed for the peer, or was opened",
-	"WireGuard messages outside; IP and UDP headers are made from the socket's addresses, and of data the header alone is kept, with zeros behind it",
+	"before NAT: outbound packets as read from the TUN, inbound packets after decryption; superpackets are not segmented",
+	"after NAT: outbound packets before encryption, inbound packets as written to the TUN; superpackets are not segmented",
+	"inside the tunnel: each packet before encryption, or after decryption",
+	"WireGuard messages outside the tunnel: IP and UDP headers are made from the socket's addresses; of data messages only the header is kept, followed by zeros",
 }
 
 // PlaceNames returns the names of all places.
@@ -190,7 +190,7 @@ func (c *Capture) WriteTo(ctx context.Context, w io.Writer, flush func() error) 
 				err = flush()
 			}
 			if err != nil {
-				c.End("reader gone")
+				c.End("the reader has closed the connection")
 				return err
 			}
 		}

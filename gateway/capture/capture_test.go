@@ -129,7 +129,7 @@ func (deaf) Write([]byte) (int, error) { return 0, errors.New("gone") }
 func TestCaptureEndsWhenItsReaderFailsOrLeaves(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := New(DefaultOptions(), "test", nil)
-		if err := c.WriteTo(t.Context(), deaf{}, func() error { return nil }); err == nil || c.Summary().Ended != "reader gone" {
+		if err := c.WriteTo(t.Context(), deaf{}, func() error { return nil }); err == nil || c.Summary().Ended != "the reader has closed the connection" {
 			t.Errorf("%v, %+v", err, c.Summary())
 		}
 		c = New(DefaultOptions(), "test", nil)

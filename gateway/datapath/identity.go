@@ -234,7 +234,7 @@ func (t *Tunnel) prepare(private [32]byte) error {
 // The caller holds t.mu.
 func newTwin(id *identity, p *peer) (*peer, error) {
 	if p.key == *id.public.Load() {
-		return nil, errors.New("its public key is our next one")
+		return nil, errors.New("its public key is the next key of this gateway")
 	}
 	dev, err := id.dev.NewPeer(p.key)
 	if err != nil {

@@ -50,7 +50,7 @@ type Local struct {
 // both; the zero Addr means none. mtu is in octets. Larger packets are sent as fragments.
 func NewLocal(addr4, addr6 netip.Addr, mtu int) (*Local, error) {
 	if addr4.IsValid() && !addr4.Is4() || addr6.IsValid() && !addr6.Is6() || !addr4.IsValid() && !addr6.IsValid() {
-		return nil, fmt.Errorf("in-process endpoint: addresses %v, %v: want IPv4, IPv6", addr4, addr6)
+		return nil, fmt.Errorf("in-process endpoint: addresses %v, %v: want an IPv4 address, then an IPv6 address", addr4, addr6)
 	}
 	l := &Local{
 		stack: stack.New(stack.Options{

@@ -151,7 +151,7 @@ func (t *Tunnel) set(table *peerTable, peers []Peer) error {
 func (t *Tunnel) member(table, old *peerTable, id *identity, want Peer) (p *peer, isNew bool, err error) {
 	key := device.NoisePublicKey(want.Key)
 	if key == *id.public.Load() {
-		return nil, false, errors.New("its public key is our own")
+		return nil, false, errors.New("its public key is the key of this gateway")
 	}
 	dev := id.dev.LookupPeer(key)
 	// The former key of a retired peer is in use again, by the same or another peer.

@@ -196,12 +196,12 @@ func (p *tap) newComment(verdict natengine.Verdict, drop natengine.Drop, after n
 	case drop != natengine.DropNone:
 		b.WriteString("; " + dropText(drop))
 	case verdict.Action == natengine.Hold:
-		b.WriteString("; a fragment that waits for others of its datagram")
+		b.WriteString("; a fragment that waits for the rest of its datagram")
 	case verdict.Action == natengine.Deliver:
 		b.WriteString("; for the gateway itself")
 	}
 	if n := len(verdict.Released()); n > 0 {
-		fmt.Fprintf(&b, "; %d more fragments of its datagram go on", n)
+		fmt.Fprintf(&b, "; %d more fragments of its datagram are forwarded", n)
 	}
 	return b.String()
 }
@@ -421,7 +421,7 @@ func (c *captured) message(dir natengine.Direction, peer string, m []byte, endpo
 	var comment string
 	switch {
 	case messageNames[kind] == "":
-		comment = "no WireGuard message"
+		comment = "not a WireGuard message"
 	case kind == device.MessageTransportType && len(m) == headerLen+tagLen:
 		comment = "keepalive"
 	default:

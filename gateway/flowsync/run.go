@@ -166,7 +166,7 @@ func (l *Link) change(ctx context.Context, private [32]byte) {
 		l.expire()
 	}
 	if err != nil {
-		l.o.Log.Error("flow copies between gateways are off", "error", err)
+		l.o.Log.Error("gateways do not copy flows from each other", "error", err)
 		return
 	}
 	l.config = c

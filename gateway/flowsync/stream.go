@@ -134,7 +134,7 @@ func (r *receiver) receive(from io.Reader, beat func()) error {
 		}
 		kind, rest := body[0], body[1:n]
 		if r.begun && r.missedFlows() {
-			return errors.New("this gateway has been active since")
+			return errors.New("this gateway has become active meanwhile")
 		}
 		if !r.begun && kind != frameBegin {
 			return fmt.Errorf("a frame of kind %d before the first list", kind)

@@ -96,7 +96,7 @@ func (s *schema) check(value any, path string) error {
 			return nil
 		}
 		if ok, err := regexp.MatchString(s.Pattern, v); err != nil || !ok {
-			return errors.Join(err, wrong("text like "+s.Pattern))
+			return errors.Join(err, wrong("text that matches "+s.Pattern))
 		}
 	case float64:
 		return s.checkNumber(v, slices.Contains(types, any("integer")), wrong)
@@ -176,7 +176,7 @@ func checkNetworks(values Values) error {
 		default:
 			for _, other := range slices.Sorted(maps.Keys(own)) {
 				if p.Overlaps(own[other]) {
-					wrong = append(wrong, fmt.Errorf("value %s: %v overlaps %s, %v; want a network of its own", name, p, other, own[other]))
+					wrong = append(wrong, fmt.Errorf("value %s: %v overlaps %s, %v; want networks that do not overlap", name, p, other, own[other]))
 				}
 			}
 			if !strings.HasSuffix(name, "]") {
@@ -197,7 +197,7 @@ func checkNetworks(values Values) error {
 	tunnels := number(Get(values, "gateway", "tunnels"))
 	for _, path := range [][]string{{"gateway", "port"}, {"gateway", "service", "nodePort"}} {
 		if first := number(Get(values, path...)); first > 0 && first+tunnels-1 > math.MaxUint16 {
-			wrong = append(wrong, fmt.Errorf("value %s: want ports for %d tunnels, from it up to 65535", strings.Join(path, "."), tunnels))
+			wrong = append(wrong, fmt.Errorf("value %s: want a lower port, because the last of %d tunnels would exceed 65535", strings.Join(path, "."), tunnels))
 		}
 	}
 	return errors.Join(wrong...)

@@ -155,7 +155,7 @@ func report(w io.Writer, results []result, tests *tally, interrupted error) (ok 
 		fmt.Fprintf(w, "skipped: %s\n", reason)
 	}
 	for _, name := range tests.flaky {
-		fmt.Fprintf(w, "flaky: %s (it failed once, and passed when it ran again alone: mend it)\n", name)
+		fmt.Fprintf(w, "flaky: %s failed once, and passed when it ran again alone; repair it\n", name)
 	}
 	for _, f := range tests.failures {
 		fmt.Fprintf(w, "failed: %s\n", f)

@@ -12,7 +12,7 @@ import (
 // kinds describes the accepted values of pflag's types. Our own types describe themselves.
 var kinds = map[string]string{
 	"int": "a number", "int32": "a number", "int64": "a number", "uint16": "a number from 0 to 65535",
-	"bool": "true or false", "duration": "a duration such as 90s or 5m", "intSlice": "numbers, with commas between them",
+	"bool": "true or false", "duration": "a duration such as 90s or 5m", "intSlice": "numbers separated by commas",
 }
 
 // flagError replaces pflag's errors, which use programmers' terms, by errors for users.

@@ -203,7 +203,7 @@ func (c *Cluster) notInstalled(ctx context.Context) error {
 		when = "it is being deleted; once it is gone, "
 	}
 	if c.Client.List(ctx, &peerings) == nil && len(peerings.Items) > 0 {
-		more = fmt.Sprintf(" with the same choices as before, and its %d Peerings work again. To remove Isthmus instead, run `isthmus uninstall --context %s --image IMAGE`", len(peerings.Items), c.Context)
+		more = fmt.Sprintf(" with the same flags as before; then its %d Peerings work again. To remove Isthmus instead, run `isthmus uninstall --context %s --image IMAGE`", len(peerings.Items), c.Context)
 	}
 	return fmt.Errorf("%s: namespace %s has no ConfigMap with the identity of the cluster: %srun `isthmus install --context %s --cluster-name NAME`%s",
 		c, c.Namespace, when, c.Context, more)
@@ -245,10 +245,10 @@ var (
 // CheckIdentity returns an error for a name or ID from which no object names can be made.
 func CheckIdentity(i v1alpha1.ClusterIdentity) error {
 	if !clusterName.MatchString(i.ClusterName) {
-		return fmt.Errorf("cluster name %s: want lower case letters, digits and '-', at most 44, since namespaces are called after it", safetext.Of(i.ClusterName))
+		return fmt.Errorf("cluster name %s: want at most 44 lower-case letters, digits and '-', because names of namespaces contain it", safetext.Of(i.ClusterName))
 	}
 	if !clusterID.MatchString(i.ClusterID) {
-		return fmt.Errorf("cluster ID %s: want letters, digits, '-', '_' and '.', at most 63, such as a UUID", safetext.Of(i.ClusterID))
+		return fmt.Errorf("cluster ID %s: want at most 63 letters, digits, '-', '_' and '.', such as a UUID", safetext.Of(i.ClusterID))
 	}
 	return nil
 }

@@ -112,7 +112,7 @@ func Remove(text string) (string, error) {
 	}
 	first, last := k.option[0], k.option[len(k.option)-1]
 	if len(k.option) != 2 || !isZone(last) {
-		return "", fmt.Errorf("line %d: the option %s has other zones by now; remove %s by hand", first.line, option, Zone)
+		return "", fmt.Errorf("line %d: the zones of the option %s were changed; remove %s by hand", first.line, option, Zone)
 	}
 	begin := strings.LastIndexByte(text[:first.start], '\n') + 1
 	if strings.TrimSpace(text[begin:first.start]) != "" || k.after.line == last.line {
@@ -204,7 +204,7 @@ func readPlugin(d []token) (plugin, error) {
 		k.zones, rest = append(k.zones, rest[0]), rest[1:]
 	}
 	if len(k.zones) == 0 {
-		return k, fmt.Errorf("line %d: plugin kubernetes has no zones of its own; list those of its server block", k.name.line)
+		return k, fmt.Errorf("line %d: plugin kubernetes names no zones; want those of its server block after its name", k.name.line)
 	}
 	if len(rest) == 0 {
 		return k, nil

@@ -39,7 +39,7 @@ func connect(ctx context.Context, from, to *lab.Host, seen netip.Addr) (echo fun
 			return err
 		}
 		if got, err := lines.ReadString('\n'); err != nil || got != line+"\n" {
-			return errors.Join(err, fmt.Errorf("%q came back as %q", line, got))
+			return errors.Join(err, fmt.Errorf("sent %q, got %q back", line, got))
 		}
 		return nil
 	}

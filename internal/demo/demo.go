@@ -90,14 +90,14 @@ func runFleet(n *narrator, kube string, elapsed time.Duration) (err error) {
 	return s.play([]step{
 		{"Three clusters, one PodCIDR", func() error { return s.build(kube) }},
 		{"Peer a and b with one command", s.peer},
-		{"Peer the others, and look at what was agreed", s.peerOthers},
-		{"Pod to pod, from and to nodes without a gateway, all six directions", s.podToPod},
+		{"Peer the other pairs, and show the agreed networks", s.peerOthers},
+		{"Pod to pod, on nodes without a gateway, in all six directions", s.podToPod},
 		{"A node reaches a remote pod", s.nodeToPod},
 		{"A server outside the cluster, mapped for a peer", s.mapped},
 		{"A large download", s.download},
-		{"What is not allowed is refused, and counted", s.refused},
+		{"Forbidden packets are dropped and counted", s.refused},
 		{"Status", s.status},
-		{"The gateway of a dies, the standby takes over", s.failover},
+		{"The gateway of a is killed, and the standby takes over", s.failover},
 		{"Un-peer a and c", s.unpeer},
 	})
 }
@@ -223,7 +223,7 @@ func (s *show) peerOthers() error {
 			return err
 		}
 	}
-	s.printf("\nWho sees whose pods where:\n")
+	s.printf("\nThe networks by which each cluster reaches the others:\n")
 	for _, local := range s.fleet.Clusters {
 		for _, peer := range s.fleet.Clusters {
 			if local == peer {
@@ -236,7 +236,7 @@ func (s *show) peerOthers() error {
 			if err != nil {
 				return err
 			}
-			s.printf("  %s calls the pods of %s %-14s and its mapped endpoints %s", local, peer, p.Status.Remote.PodCIDRSeen, p.Status.Remote.ExternalCIDRSeen)
+			s.printf("  %s reaches the pods of %s at %-14s and its mapped endpoints at %s", local, peer, p.Status.Remote.PodCIDRSeen, p.Status.Remote.ExternalCIDRSeen)
 		}
 	}
 	for _, list := range []struct{ command, path string }{
@@ -281,7 +281,7 @@ func (s *show) podToPod() error {
 			}
 		}
 	}
-	s.printf("The one who answers sees the caller under an address of its own cluster's choice, and can call back.")
+	s.printf("The receiver sees the sender at an address that the receiver's cluster chose, and can connect back to it.")
 	return nil
 }
 
@@ -308,7 +308,7 @@ func (s *show) nodeToPod() error {
 			return err
 		}
 	}
-	s.printf("Nodes have no address that b could know: they share the network address of a's range at b.")
+	s.printf("The nodes of a have no addresses of their own at b: they share the first address of a's network there.")
 	return nil
 }
 
@@ -381,7 +381,7 @@ func (s *show) failover() error {
 		return fmt.Errorf("the TCP connection did not survive the takeover: %w", err)
 	}
 	sent, lost, pause := pings.stop()
-	s.ok("the TCP connection goes on through the standby")
+	s.ok("the TCP connection continues through the standby")
 	s.ok("%s answers again, through %s: %d of %d pings lost, the longest pause was %.1f s", to, s.a.Nodes[now], lost, sent, pause.Seconds())
 	return s.a.Start(s.ctx, fleet.Gateway(active))
 }
@@ -400,7 +400,7 @@ func (s *show) unpeer() error {
 	if _, err := s.a.Pods[0].PingWith(s.ctx, seen, lab.PingOptions{Wait: 300 * time.Millisecond}); err == nil {
 		return fmt.Errorf("%v still answers", seen)
 	}
-	s.ok("%s -> %s: no answer any more", s.a.Pods[0], to)
+	s.ok("%s -> %s: no longer answers", s.a.Pods[0], to)
 	if err := s.talkTo(s.a, s.b); err != nil {
 		return err
 	}

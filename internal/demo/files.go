@@ -50,9 +50,9 @@ func runFiles(n *narrator) (err error) {
 	return n.play([]step{
 		{"Two clusters with the same PodCIDR, and plain routing", p.routing},
 		{"Joined by two files, without an API server", p.join},
-		{"What the kernel has to do with it", p.kernel},
-		{"What becomes of a packet, asked at both gateways", p.trace},
-		{"Something is broken on purpose: a wrong key", p.fault},
+		{"Neither WireGuard nor NAT of the kernel is used", p.kernel},
+		{"Trace a packet at both gateways", p.trace},
+		{"A wrong key, set on purpose", p.fault},
 	})
 }
 
@@ -80,8 +80,8 @@ func (p *pair) routing() error {
 	if !strings.HasPrefix(got, p.a.Pods[1].String()) {
 		return fmt.Errorf("http://%v from %s: %q; want an answer of cluster a's own %s", to.Addr, from, got, p.a.Pods[1])
 	}
-	p.printf("  %s is at %v. A pod of cluster a that asks for http://%[2]v hears: %q.", to, to.Addr, got)
-	p.printf("  Cluster a has a pod with that address itself. No route helps.")
+	p.printf("  %s is at %v. A pod of cluster a that requests http://%[2]v gets: %q.", to, to.Addr, got)
+	p.printf("  Cluster a has a pod with the same address, so no route can reach the one in b.")
 	return nil
 }
 
@@ -93,7 +93,7 @@ func (p *pair) join() error {
 	if err := p.lab.StartGateways(p.ctx, p.Binary); err != nil {
 		return err
 	}
-	p.printf("  $ isthmus gateway --config DIR      # for each: gateway.yaml, private.key, and a file about the other")
+	p.printf("  $ isthmus gateway --config DIR      # for each: gateway.yaml, private.key, and a file that describes the other cluster")
 	from, to := p.a.Pods[0], p.b.Pods[1]
 	seen, err := p.lab.Seen(p.a, p.b, to.Addr)
 	if err != nil {
@@ -135,7 +135,7 @@ func (p *pair) answers(from *lab.Pod, addr netip.Addr) error {
 func (p *pair) kernel() error {
 	module := "is not loaded"
 	if _, err := os.Stat("/sys/module/wireguard"); err == nil {
-		module = "is there, and not used"
+		module = "is loaded, and not used"
 	}
 	p.printf("  The kernel's module wireguard %s.", module)
 	for _, c := range p.lab.Clusters {
@@ -186,7 +186,7 @@ func (p *pair) fault() error {
 	if err := rewrite(path, bad); err != nil {
 		return err
 	}
-	p.printf("  In %s, somebody puts another publicKey of b.", filepath.Base(path))
+	p.printf("  %s gets a wrong publicKey of b.", filepath.Base(path))
 	begin := time.Now()
 	ctx, cancel := context.WithTimeout(p.ctx, faultTimeout)
 	defer cancel()
@@ -207,7 +207,7 @@ func (p *pair) fault() error {
 	if err == nil {
 		return fmt.Errorf("isthmus status --gateway has the exit code 0 while a peer is not connected:\n%s", output)
 	}
-	p.ok("b's gateway names the fault after %.0f s: a has a wrong key of b. Its exit code is not 0", time.Since(begin).Seconds())
+	p.ok("after %.0f s, isthmus status at b's gateway reports that a has a wrong key of b, and its exit code is not 0", time.Since(begin).Seconds())
 	if err := rewrite(path, good); err != nil {
 		return err
 	}

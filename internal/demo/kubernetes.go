@@ -238,9 +238,17 @@ func (k *kubernetes) names() error {
 		return answers == enough, nil
 	})
 	if err != nil {
-		return fmt.Errorf("CoreDNS does not answer for clusterset.local: %w; the last error is %w\n%s", err, last, k.set.Clusters[0].Explain())
+		return fmt.Errorf("CoreDNS does not answer for clusterset.local: %w; the last error is %s\n%s", err, errorText(last), k.set.Clusters[0].Explain())
 	}
 	return nil
+}
+
+// errorText returns the text of err, which may be nil.
+func errorText(err error) string {
+	if err == nil {
+		return "none"
+	}
+	return err.Error()
 }
 
 // export exports the web server of b as a Service, and waits until the pod in cluster a gets its
@@ -290,7 +298,7 @@ func (k *kubernetes) untilAnswered(server string) (body string, err error) {
 		return last == nil && strings.Contains(body, server), nil
 	})
 	if err != nil {
-		return "", fmt.Errorf("%s: no answer of %s: %w; the last answer is %q, the last error %w\n%s", demoPage, server, err, body, last, k.set.Clusters[0].Explain())
+		return "", fmt.Errorf("%s: no answer of %s: %w; the last answer is %q, the last error is %s\n%s", demoPage, server, err, body, errorText(last), k.set.Clusters[0].Explain())
 	}
 	return body, nil
 }
@@ -329,7 +337,7 @@ func (k *kubernetes) fail() error {
 		time.Sleep(50 * time.Millisecond)
 	}
 	fmt.Fprintf(k.Out, "  %d requests, one after the other, each for a second at most\n", requests)
-	fmt.Fprintf(k.Out, "  %d of them got no answer, the last %.1f s after the crash: then the endpoints in b left rotation\n", unanswered, last.Seconds())
+	fmt.Fprintf(k.Out, "  %d of them got no answer, the last %.1f s after the crash; from then on, only endpoints in a are used\n", unanswered, last.Seconds())
 	return nil
 }
 

@@ -20,7 +20,7 @@ func (s *show) mapped() error {
 	if err != nil {
 		return err
 	}
-	s.printf("%s, %v, is no pod. The IPAM of b is asked over gRPC, as Liqo's virtual kubelet does: a reaches it at %v.", server, server.Addr, seen)
+	s.printf("%s, %v, is not a pod. The IPAM of b maps it for a, on a request by gRPC like that of Liqo's virtual kubelet: a reaches it at %v.", server, server.Addr, seen)
 	from, err := s.a.RemotePod(s.ctx)
 	if err != nil {
 		return err
@@ -55,8 +55,8 @@ func (s *show) refused() error {
 		why    string
 		reason natengine.Drop
 	}{
-		{nobody, "an address of b's ExternalCIDR that is mapped to nothing", natengine.DropNoMapping},
-		{pods.Addr(), "the address that nodes share, without a flow of theirs", natengine.DropNoFlow},
+		{nobody, "an address of b's ExternalCIDR to which nothing is mapped", natengine.DropNoMapping},
+		{pods.Addr(), "the address that the nodes of b share, without a flow of such a node", natengine.DropNoFlow},
 	} {
 		labels := []string{fmt.Sprintf("direction=%q", natengine.Inbound), fmt.Sprintf("peer=%q", s.a.ID), fmt.Sprintf("reason=%q", attempt.reason)}
 		before, err := s.b.Metric(s.ctx, metricDrops, labels...)

@@ -252,7 +252,7 @@ func (g *gathering) pods(ctx context.Context) (all []corev1.Pod) {
 		all = append(all, p)
 	}
 	if agents > maxAgents {
-		g.miss(fmt.Sprintf("logs and status of %d more route agents", agents-maxAgents), fmt.Errorf("the archive takes %d, those that are not ready first", maxAgents))
+		g.miss(fmt.Sprintf("logs and status of %d more route agents", agents-maxAgents), fmt.Errorf("the archive has at most %d route agents, beginning with those that are not ready", maxAgents))
 	}
 	return all
 }
@@ -388,7 +388,7 @@ func (g *gathering) summary(status, diagnosis string, pods []corev1.Pod) []byte 
 			fmt.Fprintf(&b, "| %s | %s | %v | %d | %s | %s |\n", safetext.Of(p.Name), safetext.Of(p.Spec.NodeName), cluster.PodReady(p), restarts, safetext.Of(c.Image), end)
 		}
 	}
-	fmt.Fprint(&b, "\n## What could not be read\n\n")
+	fmt.Fprint(&b, "\n## Not read\n\n")
 	if len(g.missing) == 0 {
 		fmt.Fprint(&b, "Nothing: the archive is complete.\n")
 	}

@@ -28,7 +28,7 @@ func FirstProblem(p *isthmus.Peering) *metav1.Condition {
 		Message: "the manager has not checked it yet"}
 	ready := meta.FindStatusCondition(p.Status.Conditions, isthmus.ConditionReady)
 	if ready != nil && max(ready.ObservedGeneration, p.Status.ObservedGeneration) < p.Generation {
-		unseen.Message = "the manager has not checked its current version yet"
+		unseen.Message = "the manager has not checked the newest version of the Peering yet"
 		return unseen
 	}
 	for _, t := range append(Steps[:len(Steps):len(Steps)], isthmus.ConditionReady) {

@@ -48,7 +48,7 @@ func (s *Servers) ListenPrivate(label, address string, secure *Secure, handler h
 	}
 	addr, err := s.listen(label, address, nil, handler)
 	if tcp, ok := addr.(*net.TCPAddr); ok && !tcp.IP.IsLoopback() {
-		s.log.Warn("everybody who reaches this address can read it; use a loopback address, or --metrics-secure for metrics",
+		s.log.Warn("this address has no access control; use a loopback address, or --metrics-secure for metrics",
 			"server", label, "address", address)
 	}
 	return addr, err

@@ -139,7 +139,7 @@ func TestPublicAddressWithoutTLSCausesAWarning(t *testing.T) {
 		if _, err := s.ListenPrivate("metrics", address, nil, http.NotFoundHandler()); err != nil {
 			t.Fatal(err)
 		}
-		if got := strings.Contains(log.String(), "everybody who reaches this address"); got != warns {
+		if got := strings.Contains(log.String(), "this address has no access control"); got != warns {
 			t.Errorf("%q: %q", address, log.String())
 		}
 		s.Close()

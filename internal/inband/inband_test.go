@@ -180,7 +180,7 @@ func TestAManagerGetsTheReasonForARefusedConnection(t *testing.T) {
 		name, peer, want string
 		set              func()
 	}{
-		{"another peer", "c", "our gateway does not see spec.inBand in both Peerings", func() {}},
+		{"another peer", "c", "the Peerings of both clusters need spec.inBand", func() {}},
 		{"no tunnel", "b", "tunnel to the peer is down", func() { w.down.Store(true) }},
 		{"the peer has not agreed", "b", "spec.inBand", func() { w.down.Store(false); w.refuses.Store(true) }},
 	} {

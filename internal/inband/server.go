@@ -308,7 +308,7 @@ func (s *Server) serve(ours context.Context, id string, c net.Conn) {
 	p := s.peers[id]
 	s.mu.Unlock()
 	if p == nil {
-		_ = answer(c, "our gateway does not see spec.inBand in both Peerings (Liqo does not have it)")
+		_ = answer(c, "the Peerings of both clusters need spec.inBand, which Liqo does not support")
 		return
 	}
 	if !p.take(&p.ours) {
@@ -329,7 +329,7 @@ func (s *Server) serve(ours context.Context, id string, c net.Conn) {
 	if err != nil {
 		p.refused[reasonPeer].Add(1)
 		s.o.Log.Debug("in-band: connect to the peer", "peer", id, "error", err)
-		_ = answer(c, "the peer's gateway does not let our manager through: the peer's Peering has to have spec.inBand, too")
+		_ = answer(c, "the peer's gateway refuses our manager; set spec.inBand in the peer's Peering, too")
 		return
 	}
 	if err := answer(c, ""); err != nil {

@@ -198,7 +198,7 @@ func TestUninstallKeepsForeignObjects(t *testing.T) {
 	must(t, n.Client.Create(t.Context(), export))
 	n.uninstall()
 	n.wants("with an export", n.corefile, true, false, false)
-	if !n.reported.Has("serviceexports.multicluster.x-k8s.io stays: there are ServiceExports that are not ours: default/shop") {
+	if !n.reported.Has("serviceexports.multicluster.x-k8s.io stays: it has ServiceExports of other programs: default/shop") {
 		t.Errorf("it says %v", n.reported)
 	}
 	must(t, n.Client.Delete(t.Context(), export))
@@ -221,7 +221,7 @@ func TestUninstallKeepsForeignObjects(t *testing.T) {
 	}
 	n.uninstall()
 	n.wants("with two imports", n.corefile, false, true, false)
-	if !n.reported.Has("stays: there are ServiceImports that are not ours: default/theirs;") {
+	if !n.reported.Has("stays: it has ServiceImports of other programs: default/theirs;") {
 		t.Errorf("it says %v", n.reported)
 	}
 	if err := n.Client.Get(t.Context(), client.ObjectKeyFromObject(derived), derived); client.IgnoreNotFound(err) != nil || err == nil {
@@ -299,7 +299,7 @@ func TestConfigureDNSRefusesUnsafeCorefiles(t *testing.T) {
 		{"coredns/coredns:1.11.3", n.corefile, "CoreDNS 1.11.3 is too old for clusterset.local: want 1.12.2 or later"},
 		{"eks/coredns:v1.11.4-eksbuild.2", n.corefile, "CoreDNS 1.11.4 is too old"},
 		{"localhost:5000/coredns@sha256:" + strings.Repeat("a", 64), n.corefile, "does not show the version of CoreDNS"},
-		{"rancher/mirrored-coredns-coredns:1.12.3", strange, "has no zones of its own"},
+		{"rancher/mirrored-coredns-coredns:1.12.3", strange, "names no zones"},
 	} {
 		n.setImage(why.image)
 		n.setCorefile(why.text)
@@ -313,7 +313,7 @@ func TestConfigureDNSRefusesUnsafeCorefiles(t *testing.T) {
 		}
 	}
 	must(t, n.install(install.Options{Values: servicesOn}))
-	if !n.reported.Has("CoreDNS does not answer for clusterset.local: Corefile in ConfigMap kube-system/coredns: line 7: plugin kubernetes has no zones of its own") {
+	if !n.reported.Has("CoreDNS does not answer for clusterset.local: Corefile in ConfigMap kube-system/coredns: line 7: plugin kubernetes names no zones") {
 		t.Errorf("it says %v", n.reported)
 	}
 	n.wants("without --configure-dns", strange, true, true, true)

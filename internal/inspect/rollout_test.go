@@ -81,7 +81,7 @@ func TestADeletedNamespaceIsReportedWithTheRepair(t *testing.T) {
 		}
 		return err.Error()
 	}
-	clustertest.Contains(t, report(), "identity of the cluster: run `isthmus install --context a --cluster-name NAME` with the same choices as before, and its ", " Peerings work again. To remove Isthmus instead, run `isthmus uninstall --context a --image IMAGE`")
+	clustertest.Contains(t, report(), "identity of the cluster: run `isthmus install --context a --cluster-name NAME` with the same flags as before; then its ", " Peerings work again. To remove Isthmus instead, run `isthmus uninstall --context a --image IMAGE`")
 
 	kept := &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Namespace: p.A.Namespace, Name: "kept", Finalizers: []string{"test.isthmus.net/kept"}}}
 	must(t, p.A.Client.Create(t.Context(), kept))

@@ -178,7 +178,7 @@ func querySOA(conn net.Conn, zone string) (dnsmessage.RCode, error) {
 	case err != nil:
 		return 0, err
 	case header.ID != id || !header.Response:
-		return 0, errors.New("the answer is to another question")
+		return 0, errors.New("the answer is for another query")
 	}
 	return header.RCode, nil
 }

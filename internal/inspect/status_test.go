@@ -48,7 +48,7 @@ func TestFirstProblemIsTheEarliestFailedCondition(t *testing.T) {
 	}{
 		{"all is well", 1, conditions("True"), ""},
 		{"not looked at yet", 1, nil, "Ready is Unknown (Unknown): the manager has not checked it yet"},
-		{"of an older generation", 2, conditions("True"), "Ready is Unknown (Unknown): the manager has not checked its current version yet"},
+		{"of an older generation", 2, conditions("True"), "Ready is Unknown (Unknown): the manager has not checked the newest version of the Peering yet"},
 		{"the earliest step counts", 1, conditions("False(NotReady) x", "Connected=Unknown(Unknown)", "Published=False(Forbidden) quota"), "Published is False (Forbidden): quota"},
 		{"Ready knows better", 1, conditions("False(Conflict) another Peering", "IdentityReady=Unknown(Unknown)"), "Ready is False (Conflict): another Peering"},
 		{"only Ready", 1, conditions("False(LocalSetup) no key"), "Ready is False (LocalSetup): no key"},

@@ -47,7 +47,7 @@ func NodeHop(ctx context.Context, c *cluster.Cluster, node string) (health.Hop, 
 	case found.Refuses[node] != "":
 		hop.State, hop.Text = health.Broken, fmt.Sprintf("Node %s: %s", safetext.Of(node), found.Refuses[node])
 	default:
-		hop.Text = fmt.Sprintf("Node %s: its route agent is ready, so rules and overlay lead to the gateway and back", safetext.Of(node))
+		hop.Text = fmt.Sprintf("Node %s: its route agent is ready, so packets reach the gateway and return", safetext.Of(node))
 	}
 	if !hop.FollowsGateway {
 		return hop, nil

@@ -454,7 +454,7 @@ func TestPodCIDRIsReadFromTheCluster(t *testing.T) {
 		{ObjectMeta: metav1.ObjectMeta{Name: "n2"}, Spec: corev1.NodeSpec{PodCIDR: "10.50.9.0/24"}},
 	}
 	_, _, err := podCIDR(t.Context(), c, nodes, nil)
-	if err == nil || !strings.Contains(err.Error(), "want --pod-cidr") || !strings.Contains(err.Error(), "it may be 10.50.0.0/16") {
+	if err == nil || !strings.Contains(err.Error(), "want --pod-cidr") || !strings.Contains(err.Error(), "the network of all pods may be 10.50.0.0/16") {
 		t.Errorf("when nothing says it: %v", err)
 	}
 	must(t, client.IgnoreAlreadyExists(c.Client.Create(t.Context(), &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: "kube-flannel"}})))

@@ -67,7 +67,7 @@ func planServices(ctx context.Context, c *cluster.Cluster, chosen chart.Values, 
 	configure := o.ConfigureDNS != nil && *o.ConfigureDNS
 	if !WithServices(chosen) {
 		if configure {
-			return nil, fmt.Errorf("%s: --configure-dns needs --services, because services by name are off", c)
+			return nil, fmt.Errorf("%s: --configure-dns needs --services, because this cluster does not share services by name", c)
 		}
 		return nil, nil
 	}
@@ -233,7 +233,7 @@ func UnnameServices(ctx context.Context, c *cluster.Cluster, keepDefinitions boo
 			return err
 		}
 		if corefile.Multicluster(dns.Corefile()) {
-			needs = "the " + dns.Where() + " has the option multicluster, and without this object CoreDNS answers for no Service"
+			needs = "the " + dns.Where() + " has the option multicluster, and without this object CoreDNS does not answer for any Service"
 		}
 	}
 	if len(ours) > 0 && !keepDefinitions { // if Isthmus applied no objects, services were never on
@@ -328,7 +328,7 @@ func othersNeed(ctx context.Context, c *cluster.Cluster, crd *unstructured.Unstr
 	if len(foreign) == 0 {
 		return "", nil
 	}
-	return fmt.Sprintf("there are %ss that are not ours: %s; delete it when nobody needs them: kubectl delete crd %s", kind, safetext.FirstFew(foreign, ", "), crd.GetName()), nil
+	return fmt.Sprintf("it has %ss of other programs: %s; delete the CRD when they are no longer needed: kubectl delete crd %s", kind, safetext.FirstFew(foreign, ", "), crd.GetName()), nil
 }
 
 // servicesManifests returns the additional objects for `isthmus install --print`.

@@ -164,7 +164,7 @@ func podCIDRFrom(ctx context.Context, c *cluster.Cluster, sources []podSource, n
 	}
 	hint := "Nodes have no podCIDR"
 	if len(nodeCIDRs) > 0 {
-		hint = fmt.Sprintf("a node has %v, so it may be %v", nodeCIDRs[0], cover(nodeCIDRs))
+		hint = fmt.Sprintf("a node has the podCIDR %v, so the network of all pods may be %v", nodeCIDRs[0], cover(nodeCIDRs))
 	}
 	return netip.Prefix{}, "", fmt.Errorf("%s: cannot detect the network of all pods: %s; want --pod-cidr",
 		c, strings.Join(append([]string{hint}, outside...), "; "))

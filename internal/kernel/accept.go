@@ -141,7 +141,7 @@ func (a Accept) command(remove bool, _ string) string {
 	}
 	if a.Program == NFT {
 		if remove {
-			return fmt.Sprintf("nft -a list chain %s %s %s; nft delete rule %[1]s %[2]s %[3]s handle N of each that says %s", a.Family, a.Table, a.Chain, acceptComment)
+			return fmt.Sprintf("nft -a list chain %s %s %s; nft delete rule %[1]s %[2]s %[3]s handle N of each rule with comment %s", a.Family, a.Table, a.Chain, acceptComment)
 		}
 		add := fmt.Sprintf("add rule %s %s %s %%s counter accept comment \"%%s\"", a.Family, a.Table, a.Chain)
 		return "nft '" + strings.Join(a.format(add, `iifname "isthmus*"`, `oifname "isthmus*"`, "ip saddr ", "ip daddr ", "meta l4proto "), "; ") + "'"

@@ -328,13 +328,13 @@ func (f Filter) Chains() []FilterChain {
 // DropReasons are the reasons for which rules of a Filter and of a Bridge drop packets, each with
 // an explanation for users.
 var DropReasons = []struct{ Reason, Explain string }{
-	{"in_the_clear", "a packet for a peer would leave by a foreign device"},
+	{"in_the_clear", "a packet for a peer would leave the node outside the tunnel"},
 	{"forged_source", "a pod sends from an address of a peer or of another node's pod, or sends to a peer from an address that the node does not route to this pod"},
 	{"peer_to_node", "a peer sends to the node itself, or to a NodePort or hostPort"},
-	{"overlay_source", "a packet to the overlay's port has neither a node nor a gateway as source, or came by a device that does not lead to its source"},
+	{"overlay_source", "the source of a packet to the overlay's port is neither a node nor a gateway, or is not reachable by the device on which the packet arrived"},
 	{"overlay_port", "a pod or a peer sends to the overlay's port"},
 	{"bridged_overlay_port", "a pod on a bridge sends to a gateway's overlay port, possibly with VLAN tags"},
-	{"overlay_stranger", "neither or both addresses of a packet in the overlay belong to peers"},
+	{"overlay_stranger", "not exactly one address of a packet in the overlay belongs to a peer"},
 }
 
 // A FilterSet is a set of a table. The fields have the terms of nft(8).

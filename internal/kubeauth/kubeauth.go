@@ -144,7 +144,7 @@ func (r *Reviewer) decide(req *http.Request) decision {
 		case <-q.done:
 			return q.decision
 		case <-req.Context().Done():
-			return decision{code: http.StatusServiceUnavailable, why: "gave up"}
+			return decision{code: http.StatusServiceUnavailable, why: "the client ended the request before the API server answered"}
 		}
 	}
 	// A token that was allowed before is exempt, so that a flood does not lock its client out.
@@ -234,9 +234,9 @@ func (r *Reviewer) unavailable(kind string, err error) decision {
 	}
 	r.mu.Unlock()
 	if mayLog {
-		want := "an API server that answers"
+		want := "check that the API server answers"
 		if apierrors.IsForbidden(err) {
-			want = "the rights that `isthmus install --metrics-auth` gives"
+			want = "run `isthmus install --metrics-auth`, which gives the rights"
 		}
 		r.log.Warn("cannot authorize requests for metrics; refusing them", "kind", kind, "error", err, "remedy", want)
 	}

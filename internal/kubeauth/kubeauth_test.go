@@ -286,7 +286,7 @@ func TestWithoutAnAPIServerAccessIsDenied(t *testing.T) {
 	if code, text := g.request(scraper); code != http.StatusServiceUnavailable || !strings.Contains(text, "cannot check the token at the API server") {
 		t.Errorf("frozen: %d %q", code, text)
 	}
-	if log := g.log.String(); !strings.Contains(log, "an API server that answers") {
+	if log := g.log.String(); !strings.Contains(log, "check that the API server answers") {
 		t.Errorf("log: %s", log)
 	}
 	must(t, w.server.Thaw())

@@ -103,13 +103,13 @@ func (c *Cluster) rolledOut(ctx context.Context) error {
 	for _, d := range deployments.Items {
 		want := *d.Spec.Replicas
 		if s := d.Status; s.ObservedGeneration < d.Generation || s.UpdatedReplicas != want || s.ReadyReplicas != want || s.Replicas != want {
-			return fmt.Errorf("deployment %s: %d of %d replicas are ready, %d of the newest kind", d.Name, s.ReadyReplicas, want, s.UpdatedReplicas)
+			return fmt.Errorf("deployment %s: %d of %d replicas are ready, %d are of the newest revision", d.Name, s.ReadyReplicas, want, s.UpdatedReplicas)
 		}
 	}
 	for _, d := range daemons.Items {
 		if s := d.Status; s.ObservedGeneration < d.Generation || s.DesiredNumberScheduled != int32(len(c.Nodes)) ||
 			s.NumberReady != s.DesiredNumberScheduled || s.UpdatedNumberScheduled != s.DesiredNumberScheduled {
-			return fmt.Errorf("daemon set %s: on %d of %d nodes ready, on %d of the newest kind", d.Name, s.NumberReady, len(c.Nodes), s.UpdatedNumberScheduled)
+			return fmt.Errorf("daemon set %s: ready on %d of %d nodes, of the newest revision on %d", d.Name, s.NumberReady, len(c.Nodes), s.UpdatedNumberScheduled)
 		}
 	}
 	return nil

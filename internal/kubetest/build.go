@@ -213,7 +213,7 @@ func lock(ctx context.Context, path string, progress io.Writer) (unlock func(), 
 			return nil, &os.PathError{Op: "lock", Path: path, Err: err}
 		}
 		if tries%50 == 0 {
-			fmt.Fprintln(progress, "kube: another process builds them, waiting for it")
+			fmt.Fprintln(progress, "kube: waiting for another process that builds them")
 		}
 		select {
 		case <-ctx.Done():
@@ -363,7 +363,7 @@ func (r *reporter) report() {
 	stage := r.stage
 	if r.done >= 100 && r.done < r.all { // the rate of the first hundred packages is no good estimate
 		left := time.Since(r.since) / time.Duration(r.done) * time.Duration(r.all-r.done)
-		stage += fmt.Sprintf("; about %v left, and the linking", left.Round(10*time.Second))
+		stage += fmt.Sprintf("; about %v left, then linking", left.Round(10*time.Second))
 	}
 	r.printLine(stage)
 }

@@ -154,7 +154,7 @@ func (s Spec) withDefaults() (Spec, error) {
 			bad("cluster name %q: want a letter and up to %d letters and digits, lower case", c.Name, maxClusterName-1)
 		}
 		if names[c.Name] {
-			bad("two clusters are called %q", c.Name)
+			bad("two clusters have the name %q", c.Name)
 		}
 		names[c.Name] = true
 		c.Tunnels = cmp.Or(c.Tunnels, s.Tunnels)

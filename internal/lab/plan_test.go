@@ -77,7 +77,7 @@ func TestSpecErrorsNameEachMistake(t *testing.T) {
 		"mtu 100":                             {MTU: 100, Clusters: Clusters(1)},
 		"rp_filter":                           {RPFilter: "sometimes", Clusters: Clusters(1)},
 		`cluster name "toolonganame"`:         {Clusters: []ClusterSpec{{Name: "toolonganame"}}},
-		`two clusters are called "x"`:         {Clusters: []ClusterSpec{{Name: "x"}, {Name: "x"}}},
+		`two clusters have the name "x"`:      {Clusters: []ClusterSpec{{Name: "x"}, {Name: "x"}}},
 		"has host bits set; want 10.1.0.0/16": {Clusters: []ClusterSpec{{PodCIDR: p("10.1.2.0/16")}}},
 		"overlaps 172.30.0.0/16":              {Clusters: []ClusterSpec{{PodCIDR: p("172.30.0.0/20")}}},
 		"IPv4 only":                           {Clusters: []ClusterSpec{{PodCIDR: p("fd00::/64")}}},

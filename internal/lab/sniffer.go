@@ -88,7 +88,7 @@ const maxLeaks = 100
 func (r Report) String() string {
 	text := fmt.Sprintf("underlay watched: %d packets, %d of them in the clear", r.Packets, r.Leaked)
 	if r.Excused > 0 {
-		text += fmt.Sprintf(", and %d more by what docs/security.md says is left", r.Excused)
+		text += fmt.Sprintf(", and %d more that docs/security.md lists as remaining risks", r.Excused)
 	}
 	return text
 }

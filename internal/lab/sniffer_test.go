@@ -158,7 +158,7 @@ func TestSnifferChecksALeakAgainAfterRefresh(t *testing.T) {
 		t.Errorf("%d leaks are excused", n)
 	}
 	err := s.Close()
-	if err == nil || !strings.Contains(err.Error(), "3 of them in the clear, and 3 more by what docs/security.md says is left; want none:") || strings.Count(err.Error(), "a-node1, which must not show 10.246.0.0/16: UDP 10.244.0.11:") != 3 {
+	if err == nil || !strings.Contains(err.Error(), "3 of them in the clear, and 3 more that docs/security.md lists as remaining risks; want none:") || strings.Count(err.Error(), "a-node1, which must not show 10.246.0.0/16: UDP 10.244.0.11:") != 3 {
 		t.Errorf("error %v", err)
 	}
 	if again := s.Close(); again == nil || again.Error() != err.Error() {

@@ -145,16 +145,16 @@ func (s *side) checkConsent(ctx context.Context) error {
 		return nil
 	}
 	if !s.exists {
-		return fmt.Errorf("%s: there is no Peering with %s yet, so there is no claim to agree to", s.Cluster, s.peer.Cluster)
+		return fmt.Errorf("%s: there is no Peering with %s yet, so there are no networks to agree to", s.Cluster, s.peer.Cluster)
 	}
 	have, err := s.claimed(ctx)
 	switch {
 	case err != nil:
 		return err
 	case have == nil:
-		return fmt.Errorf("%s: %s has no NetworkConfig in namespace %s, so there is no claim to agree to", s.Cluster, s.peer.Cluster, s.namespace)
+		return fmt.Errorf("%s: %s has no NetworkConfig in namespace %s, so there are no networks to agree to", s.Cluster, s.peer.Cluster, s.namespace)
 	case *have != *want:
-		return fmt.Errorf("%s: --consent names the claim %v, but %s now claims %v; nothing was agreed to; `isthmus peer %s` shows the new claim and its effect",
+		return fmt.Errorf("%s: --consent names %v, but %s now advertises %v; nothing was agreed to; `isthmus peer %s` shows the new networks and their effect",
 			s.Cluster, *want, s.peer.Cluster, *have, s.peering.Name)
 	}
 	return nil

@@ -38,9 +38,9 @@ func TestConsentCoversOnlyTheCurrentClaim(t *testing.T) {
 		}
 	}
 	refused(agree("nobody", claim), "consent-a: no such peering: no Peering and no peer is called nobody")
-	refused(agree("consent-b", claim), "consent-a: consent-b has no NetworkConfig in namespace "+p.B.Identity.TenantNamespace(), "there is no claim to agree to")
+	refused(agree("consent-b", claim), "consent-a: consent-b has no NetworkConfig in namespace "+p.B.Identity.TenantNamespace(), "there are no networks to agree to")
 	_, err := Peer(t.Context(), p.A, clustertest.ConnectTo(t, cluster.Access{Kubeconfig: clustertest.Kubeconfigs.B}), PeerOptions{Timeout: clustertest.Patient, Report: p.Report, Claims: Claims{Consent: &claim}})
-	refused(err, "there is no Peering with b yet, so there is no claim to agree to")
+	refused(err, "there is no Peering with b yet, so there are no networks to agree to")
 
 	nc := &v1alpha1.NetworkConfig{
 		ObjectMeta: metav1.ObjectMeta{Namespace: p.B.Identity.TenantNamespace(), Name: p.A.Identity.UniqueName(),
@@ -49,7 +49,7 @@ func TestConsentCoversOnlyTheCurrentClaim(t *testing.T) {
 			BackendType: v1alpha1.BackendWireGuard, BackendConfig: v1alpha1.BackendConfig{v1alpha1.ConfigPort: "5871", v1alpha1.ConfigPublicKey: "AQIDBAUGBwgJCgsMDQ4PEBESExQVFhcYGRobHB0eHyA="}},
 	}
 	must(t, p.A.Client.Create(t.Context(), nc))
-	refused(agree("consent-b", claim), "--consent names the claim 10.48.0.0/14,10.60.0.0/20, but consent-b now claims 10.48.0.0/14,10.61.0.0/20; nothing was agreed to",
+	refused(agree("consent-b", claim), "--consent names 10.48.0.0/14,10.60.0.0/20, but consent-b now advertises 10.48.0.0/14,10.61.0.0/20; nothing was agreed to",
 		"`isthmus peer "+p.B.Identity.UniqueName()+"` shows")
 
 	claim.External = netip.MustParsePrefix("10.61.0.0/20")

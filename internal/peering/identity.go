@@ -58,7 +58,7 @@ func (s *side) giveIdentity(ctx context.Context) (report string, err error) {
 		return "", err
 	}
 	until := token.Status.ExpirationTimestamp.Time
-	return fmt.Sprintf("%s: has an identity at %s until %s (%s); %s", s.Cluster, s.peer.Cluster, until.UTC().Format(time.DateOnly), life(time.Until(until)), wrong), nil
+	return fmt.Sprintf("%s: got a new identity at %s, valid until %s (%s), because %s", s.Cluster, s.peer.Cluster, until.UTC().Format(time.DateOnly), life(time.Until(until)), wrong), nil
 }
 
 // life formats a duration in days or hours.
@@ -190,7 +190,7 @@ func (s *side) tokenProblem(ctx context.Context, token string) (string, error) {
 	case apierrors.IsForbidden(err): // the token is valid, but has no permission to review itself
 		return "", nil
 	case err != nil:
-		return "", s.Explain("review of the identity it gave", err)
+		return "", s.Explain("check of the new identity", err)
 	}
 	return "", nil
 }

@@ -121,7 +121,7 @@ func teardownOf(ctx context.Context, c *cluster.Cluster, match func(*isthmus.Pee
 	for i := range namespaces.Items {
 		if matchNamespace(&namespaces.Items[i]) {
 			if f.namespace != "" {
-				return nil, fmt.Errorf("%s: the name matches the namespaces %s and %s; use the part of one of them after liqo-tenant-", c, f.namespace, namespaces.Items[i].Name)
+				return nil, fmt.Errorf("%s: the name matches the namespaces %s and %s; use one of these names without liqo-tenant-", c, f.namespace, namespaces.Items[i].Name)
 			}
 			f.namespace = namespaces.Items[i].Name
 		}
@@ -197,7 +197,7 @@ func (f *teardown) deletePeering(ctx context.Context, o UnpeerOptions) error {
 		}
 	}
 	if o.Force {
-		o.Report(fmt.Sprintf("%s: not waiting for %s; our objects may stay %s", f.Cluster, safetext.Of(f.peer.ClusterName), f.remains))
+		o.Report(fmt.Sprintf("%s: not waiting for %s; our objects may remain %s", f.Cluster, safetext.Of(f.peer.ClusterName), f.remains))
 	}
 	if err := f.Client.Delete(ctx, p); client.IgnoreNotFound(err) != nil {
 		return f.Explain("delete Peering "+f.peering, err)
@@ -339,7 +339,7 @@ func (f *teardown) freeNetworkConfigs(ctx context.Context) error {
 func (f *teardown) deleteCopies(ctx context.Context) error {
 	for _, o := range []client.Object{&v1alpha1.NetworkConfig{}, &isthmus.PeerServices{}} {
 		if err := f.Client.DeleteAllOf(ctx, o, client.InNamespace(f.namespace)); client.IgnoreNotFound(err) != nil && !meta.IsNoMatchError(err) {
-			return f.Explain("delete what the peer has in "+f.namespace, err)
+			return f.Explain("delete the peer's objects in "+f.namespace, err)
 		}
 	}
 	return nil

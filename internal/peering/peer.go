@@ -372,7 +372,7 @@ func (w *waiter) missing(timeout time.Duration) error {
 		case c != nil:
 			errs = append(errs, fmt.Errorf("%s: %s", s.Cluster, health.Sentence(c)))
 		case s.inBand && !s.carried:
-			errs = append(errs, fmt.Errorf("%s: the NetworkConfig for %s does not have inBand yet; check that the manager runs", s.Cluster, s.peer.Cluster))
+			errs = append(errs, fmt.Errorf("%s: the NetworkConfig for %s does not have backend_config.inBand yet; check that the manager runs", s.Cluster, s.peer.Cluster))
 		}
 	}
 	return errors.Join(errs...)

@@ -32,7 +32,7 @@ func TestPeerReportsEachStepAndIsIdempotent(t *testing.T) {
 	t.Log("\n" + reported)
 	clustertest.Contains(t, reported,
 		"story-a: namespace liqo-tenant-story-b-", " created, with the rights of story-b in it",
-		"story-a: has an identity at story-b until ", " days); it had none",
+		"story-a: got a new identity at story-b, valid until ", " days), because it had none",
 		"story-b: Peering story-a-", " created",
 		"story-a: identity accepted by story-b", "story-b sees story-a's pods 10.244.0.0/16 as 10.246.0.0/16",
 		"story-b: connected to story-a, 700µs", "story-a and story-b are peered, after ")
@@ -83,7 +83,7 @@ func TestPeerRepairsWhatIsMissing(t *testing.T) {
 		{"the identity is revoked", func() error {
 			return p.B.Client.Delete(t.Context(), object(&corev1.ServiceAccount{}, inB, peerAccount))
 		},
-			"repair-a: has an identity at repair-b until ", []string{"repair-a: *v1.Secret isthmus-identity", "repair-b: *v1.ServiceAccount isthmus-peer"}},
+			"repair-a: got a new identity at repair-b, valid until ", []string{"repair-a: *v1.Secret isthmus-identity", "repair-b: *v1.ServiceAccount isthmus-peer"}},
 		{"the Secret is broken", func() error {
 			return p.B.Client.Patch(t.Context(), object(&corev1.Secret{}, inB, isthmus.DefaultIdentitySecret),
 				client.RawPatch("application/merge-patch+json", []byte(`{"data":{"kubeconfig":"e30="}}`)))

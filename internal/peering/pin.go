@@ -82,7 +82,7 @@ func (s *side) checkPin(ctx context.Context, replace bool) error {
 		}
 		wrong = append(wrong, "it has no valid identity at this cluster, which would prove that only its authority changed")
 	}
-	return fmt.Errorf("%s: context %s leads to a cluster with the name and ID %s (%s), but Peering %s was created with another cluster of that name and ID: %s. "+
+	return fmt.Errorf("%s: context %s is a cluster with the name and ID %s (%s), but Peering %s was created with another cluster of that name and ID: %s. "+
 		"The Peering and the rights of the old cluster stay in force. "+
 		"If the cluster was recreated, or its certificate authority changed, --replace revokes the rights of the old one and joins this one",
 		s.Cluster, s.peer.Context, safetext.Of(s.peer.Identity.ClusterName), safetext.Of(s.peer.Identity.ClusterID), s.peering.Name, strings.Join(wrong, "; "))

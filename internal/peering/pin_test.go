@@ -57,7 +57,7 @@ func TestACopiedClusterIdentityIsRefused(t *testing.T) {
 	if err == nil {
 		t.Fatal("the twin was accepted")
 	}
-	clustertest.Contains(t, err.Error(), "pin-a: context c leads to a cluster with the name and ID pin-b (pin-B-0000), but Peering "+name+" was created with another cluster of that name and ID", "UID "+twin.UID+", not "+p.B.UID, "certificate authority sha256:", "--replace")
+	clustertest.Contains(t, err.Error(), "pin-a: context c is a cluster with the name and ID pin-b (pin-B-0000), but Peering "+name+" was created with another cluster of that name and ID", "UID "+twin.UID+", not "+p.B.UID, "certificate authority sha256:", "--replace")
 	if changed := diff(before, everything(t, p)); changed != nil || p.Reported() != "" {
 		t.Errorf("the refusal changed %v", changed)
 	}
@@ -66,7 +66,7 @@ func TestACopiedClusterIdentityIsRefused(t *testing.T) {
 	// If a person chooses to replace b, b loses its rights.
 	_, err = Peer(t.Context(), p.A, twin, PeerOptions{Replace: true, Timeout: clustertest.Patient, Report: p.Report})
 	must(t, err)
-	clustertest.Contains(t, p.Reported(), "pin-a: the rights of the previous pin-b are revoked", "pin-a: has an identity at pin-b until ", twin.UID)
+	clustertest.Contains(t, p.Reported(), "pin-a: the rights of the previous pin-b are revoked", "pin-a: got a new identity at pin-b, valid until ", twin.UID)
 	for begin := time.Now(); !apierrors.IsUnauthorized(mayList()); time.Sleep(100 * time.Millisecond) {
 		if time.Since(begin) > clustertest.Patient {
 			t.Fatal("the identity of the replaced cluster still works")
@@ -102,7 +102,7 @@ func TestANewAuthorityIsAcceptedFromTheSameCluster(t *testing.T) {
 	p.Reported()
 	_, err = Peer(t.Context(), p.A, rotated, PeerOptions{Timeout: clustertest.Patient, Report: p.Report})
 	must(t, err)
-	clustertest.Contains(t, p.Reported(), "authority-a: has an identity at authority-b until ", "the old one was for another server, proxy or certificate authority")
+	clustertest.Contains(t, p.Reported(), "authority-a: got a new identity at authority-b, valid until ", "the old one was for another server, proxy or certificate authority")
 	if must(t, p.A.Client.Get(t.Context(), account, &is)); is.UID != was.UID {
 		t.Error("the account of b was revoked")
 	}

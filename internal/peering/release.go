@@ -60,7 +60,7 @@ func ReleaseGateway(ctx context.Context, c *cluster.Cluster, o ReleaseOptions) e
 		if err = c.Explain("eviction of Pod "+active.Name, err); !unserved(err) {
 			return err
 		}
-		o.Report(fmt.Sprintf("it is not known whether the eviction has arrived: %v", err))
+		o.Report(fmt.Sprintf("unknown whether the API server has executed the eviction: %v", err))
 	default:
 		o.Report(fmt.Sprintf("Pod %s on node %s is evicted, and hands over", safetext.Of(active.Name), safetext.OrDash(active.Spec.NodeName)))
 	}
@@ -78,7 +78,7 @@ func ReleaseGateway(ctx context.Context, c *cluster.Cluster, o ReleaseOptions) e
 		}
 		select {
 		case <-ctx.Done():
-			return fmt.Errorf("%s: no other gateway was seen to be active: %w", c, errors.Join(context.Cause(ctx), unread))
+			return fmt.Errorf("%s: no other gateway became active: %w", c, errors.Join(context.Cause(ctx), unread))
 		case <-time.After(cluster.PollInterval):
 		}
 	}
@@ -97,7 +97,7 @@ func releasable(active string, pods []corev1.Pod) (*corev1.Pod, error) {
 	gateways := health.Components{Pods: pods}.Gateways()
 	i := slices.IndexFunc(gateways, func(p *corev1.Pod) bool { return p.Name == active })
 	if i < 0 {
-		return nil, fmt.Errorf("the active gateway is %s, which is no Pod of the installation", safetext.Of(active))
+		return nil, fmt.Errorf("the active gateway is %s, which is not a Pod of the installation", safetext.Of(active))
 	}
 	if !gateways[i].DeletionTimestamp.IsZero() {
 		return nil, fmt.Errorf("the active gateway, Pod %s, is already being deleted", safetext.Of(active))

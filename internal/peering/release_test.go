@@ -150,7 +150,7 @@ func TestAGatewayIsReleasedOnlyToAReadyStandby(t *testing.T) {
 	if refusing.refusals != 3 {
 		t.Errorf("%d of 3 refusals", refusing.refusals)
 	}
-	clustertest.Contains(t, p.Reported(), "it is not known whether the eviction has arrived: release-a: eviction of Pod gateway-1: etcd is slow\nPod gateway-2 on node n2 is active after ", ", epoch 2")
+	clustertest.Contains(t, p.Reported(), "unknown whether the API server has executed the eviction: release-a: eviction of Pod gateway-1: etcd is slow\nPod gateway-2 on node n2 is active after ", ", epoch 2")
 	h, err := cluster.HolderOf(t.Context(), c, isthmus.LeaseGateway, true)
 	must(t, err)
 	if want := (isthmus.Takeover{Pod: "gateway-2", Reason: isthmus.TakeoverReleased, Previous: "gateway-1"}); h.Takeover == nil || *h.Takeover != want || h.Epoch != 2 || h.Since == nil {

@@ -36,7 +36,7 @@ type RotateOptions struct {
 const rotateLook = time.Second
 
 // errRotating is returned when the rotation has not finished in time.
-var errRotating = errors.New("the rotation is not over")
+var errRotating = errors.New("the rotation is not complete")
 
 // RotateKey starts a rotation of the WireGuard key of a cluster, unless one is in progress, and
 // reports its progress.
@@ -106,7 +106,7 @@ func abortRotation(ctx context.Context, c *cluster.Cluster, secret *corev1.Secre
 	case ring.Next == ([32]byte{}):
 		return fmt.Errorf("%s: no rotation of the key is in progress", c)
 	case ring.Published:
-		return fmt.Errorf("%s: peers already get the key %s, and those that use it no longer accept the current one; let the rotation end, then begin another one if needed", c, shortKey(ring.Next))
+		return fmt.Errorf("%s: peers already have the new key %s, and those that use it no longer accept the current one; wait until the rotation ends, then begin another one if needed", c, shortKey(ring.Next))
 	}
 	want := secret.DeepCopy()
 	want.Data = keyring.Abandon(secret.Data)
@@ -115,7 +115,7 @@ func abortRotation(ctx context.Context, c *cluster.Cluster, secret *corev1.Secre
 	}
 	text := fmt.Sprintf("the rotation is aborted: the key stays %s, and no peer got %s", shortKey(ring.Private), shortKey(ring.Next))
 	if fabric.PublicKeys(ring.Next, 1)[0] == ring.Offered {
-		text += fmt.Sprintf("; gateways do not use that key again; for a rotation, put another one into Secret %s", keyring.OfferName)
+		text += fmt.Sprintf("; gateways do not use that key again; to rotate to another key, put it into Secret %s", keyring.OfferName)
 	} else {
 		text += "; if the age of the key began the rotation, the gateway begins another one within seconds; to prevent that, set the chart's value gateway.rotateKeys to 0s first"
 	}
@@ -138,7 +138,7 @@ func rotation(ctx context.Context, c *cluster.Cluster, began, ring keyring.Ring,
 		return fmt.Sprintf("the key is rotated: %s", shortKey(ring.Private)), true, nil
 	}
 	if ring.Next != began.Next {
-		return "another key has replaced the next one", true, nil
+		return "another new key has replaced the one of this rotation", true, nil
 	}
 	since := ""
 	if begun := ring.NextSince; !begun.IsZero() && now.Sub(begun) > time.Minute {
@@ -146,13 +146,13 @@ func rotation(ctx context.Context, c *cluster.Cluster, began, ring keyring.Ring,
 	}
 	head := fmt.Sprintf("the key %s rotates to %s%s", shortKey(ring.Private), shortKey(ring.Next), since)
 	if !ring.Published {
-		return head + ": waiting for the gateway to answer to the new key", false, nil
+		return head + ": waiting for the gateway to accept the new key", false, nil
 	}
 	moved, lagging, err := movedTo(ctx, c, fabric.PublicKeys(ring.Next, 1)[0])
 	if err != nil {
 		return "", false, err
 	}
-	text = fmt.Sprintf("%s: %d of %d peers have moved", head, moved, moved+len(lagging))
+	text = fmt.Sprintf("%s: %d of %d peers use the new key", head, moved, moved+len(lagging))
 	if len(lagging) > 0 {
 		text += "; waiting for " + strings.Join(lagging, ", ")
 	}

@@ -94,7 +94,7 @@ func TestForcedUnpeerListsLeftoversAtThePeer(t *testing.T) {
 	p.Reported()
 	p.Managers[0].Keep("force-b is away")
 	must(t, Unpeer(t.Context(), p.A, nil, UnpeerOptions{Name: "force-b", Force: true, Timeout: clustertest.Patient, Report: p.Report}))
-	clustertest.Contains(t, p.Reported(), "force-a: not waiting for force-b; our objects may stay at force-b, "+p.B.Server+": NetworkConfig force-b-",
+	clustertest.Contains(t, p.Reported(), "force-a: not waiting for force-b; our objects may remain at force-b, "+p.B.Server+": NetworkConfig force-b-",
 		" in namespace "+p.A.Identity.TenantNamespace(), "force-a is no longer peered with force-b")
 	if !clustertest.Deleted(t, p.A, &corev1.Namespace{}, p.B.Identity.TenantNamespace()) || clustertest.Deleted(t, p.B, &corev1.Namespace{}, p.A.Identity.TenantNamespace()) {
 		t.Error("want the namespace of a gone, and that of b untouched")

@@ -45,7 +45,7 @@ func Config(private [32]byte, purpose string) (*tls.Config, error) {
 					return nil
 				}
 			}
-			return errors.New("the other end has another key")
+			return errors.New("the other gateway or manager has another key")
 		},
 	}, nil
 }

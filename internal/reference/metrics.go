@@ -24,9 +24,11 @@ func metrics(string) (string, error) {
 5872, the route agent on 5874. [security.md](security.md) describes who may read them. The chart has a PodMonitor for each
 component (` + "`metrics.podMonitor`" + `), alerts (` + "`metrics.prometheusRule`" + `) and a Grafana dashboard (` + "`metrics.dashboard`" + `).
 
-Counters of drops, events or results, and timestamps, have a series from the first event on. Metrics of a peer last as long as it
-is configured. "Receive" and "inbound" mean from the tunnel, "transmit" and "outbound" towards it. The label ` + "`peer`" + ` is the cluster ID, which ` + "`isthmus_peer_info`" + ` joins with the name.
-There is no CPU time by peer, because all peers share the goroutines that move packets.
+A counter of drops, events or results has no series before the first one. A timestamp has none before its event.
+A metric of a peer exists as long as the peer is configured. "Receive" and "inbound" mean from the
+tunnel, "transmit" and "outbound" towards it. The label ` + "`peer`" + ` is the cluster ID, which ` + "`isthmus_peer_info`" + ` joins with the name.
+There is no CPU time by peer, because all peers share the goroutines that move packets; ` + "`process_cpu_seconds_total`" + ` has that of the gateway, which the
+dashboard divides by packets.
 
 `)
 	for _, c := range []struct {

@@ -144,7 +144,7 @@ func gatewayFile(root string) (string, error) {
 	b.WriteString("# gateway.yaml\n\n")
 	fmt.Fprintf(&b, generated, "internal/source/file")
 	b.WriteString("`isthmus gateway --config DIR` reads this object, and beside it the peers' TunnelEndpoints and NatMappings as `kubectl get -o yaml`\n" +
-		"prints them. A field that is not in this list is an error. Changes take effect without a restart, where the log does not say otherwise.\n\n" +
+		"prints them. A field that is not in this list is an error. Changes take effect without a restart, unless the log reports that one is needed.\n\n" +
 		"| field | type | meaning |\n| --- | --- | --- |\n")
 	ast.Inspect(f, func(n ast.Node) bool {
 		spec, ok := n.(*ast.TypeSpec)

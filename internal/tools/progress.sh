@@ -1,6 +1,6 @@
 #!/bin/sh
-# progress.sh ARG... runs `go build -v ARG...` and says every few seconds how far it is, so that a slow build does not look
-# like a hanging one. What the compiler has to say is passed on.
+# progress.sh ARG... runs `go build -v ARG...` and prints its progress every few seconds, so that a slow build does not look
+# like a hanging one. It prints the compiler's messages, too.
 { go build -v "$@" 2>&1 || echo "build failed"; } | {
 	modules=0 packages=0 last=$(date +%s)
 	while IFS= read -r line; do

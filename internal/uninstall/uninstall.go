@@ -128,7 +128,7 @@ func Run(ctx context.Context, c *cluster.Cluster, o Options) error {
 	if err := removeObjects(ctx, c, o, objects); err != nil {
 		return err
 	}
-	o.Report(fmt.Sprintf("%s: Isthmus is gone", c))
+	o.Report(fmt.Sprintf("%s: Isthmus is uninstalled", c))
 	return nil
 }
 
@@ -240,7 +240,7 @@ func unpeerAll(ctx context.Context, c *cluster.Cluster, o Options) error {
 	for i := range list.Items {
 		p := &list.Items[i]
 		if manager.Name == "" {
-			o.Report(fmt.Sprintf("%s: no manager is active (%s), so our objects stay %s", c, manager.Problem, peering.RemainsOf(ctx, c, p)))
+			o.Report(fmt.Sprintf("%s: no manager is active (%s), so our objects remain %s", c, manager.Problem, peering.RemainsOf(ctx, c, p)))
 			if err := peering.Abandon(ctx, c, p); err != nil {
 				return err
 			}

@@ -338,7 +338,7 @@ func connect(ctx context.Context, network string, to netip.AddrPort) (net.Conn, 
 type slowError struct{ received, total int }
 
 func (e slowError) Error() string {
-	return fmt.Sprintf("too slow: about %d of %d octets came back, and no more within %v, or not all within %v", e.received, e.total, attempt, maxTransferTime)
+	return fmt.Sprintf("too slow: about %d of %d octets came back; want further octets within %v, and all within %v", e.received, e.total, attempt, maxTransferTime)
 }
 
 func overTCP(ctx context.Context, to netip.AddrPort, size int) (from netip.Addr, err error) {

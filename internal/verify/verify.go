@@ -80,7 +80,7 @@ func Run(ctx context.Context, local, remote *cluster.Cluster, o Options) (report
 		err = errors.Join(err, errs[0], errs[1])
 	}()
 	for _, s := range sites {
-		o.Report(s.summary(fmt.Sprintf("making Pods isthmus-verify-%s-...", run), fmt.Sprintf("adding a container isthmus-verify-%s to Pods", run)))
+		o.Report(s.summary(fmt.Sprintf("creating Pods isthmus-verify-%s-...", run), fmt.Sprintf("adding a container isthmus-verify-%s to Pods", run)))
 	}
 	var errs [2]error
 	each(sites, func(i int, s *site) {

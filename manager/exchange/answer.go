@@ -154,7 +154,7 @@ func (r *answerReconciler) reconcile(ctx context.Context, req ctrl.Request) erro
 	answer := v1alpha1.NetworkConfigStatus{Processed: true}
 	answer.PodCIDRNAT, answer.ExternalCIDRNAT = fabric.AnswerFor(claim, allocation.Pod, allocation.External)
 	return r.write(ctx, nc, answer, metav1.Condition{Status: metav1.ConditionTrue, Reason: v1alpha1.ReasonAnswered,
-		Message: fmt.Sprintf("podCIDR is %v here, externalCIDR %v", allocation.Pod, allocation.External)})
+		Message: fmt.Sprintf("the receiver uses %v for podCIDR and %v for externalCIDR", allocation.Pod, allocation.External)})
 }
 
 // passing reports whether a change of the IPAM state may end the refusal.

@@ -64,7 +64,7 @@ func TestRefusalsNameTheFieldWithTheInvalidNetwork(t *testing.T) {
 		{"our-key", func(nc *v1alpha1.NetworkConfig) { nc.Spec.BackendConfig["publicKey"] = managertest.KeyText(1) },
 			"KeyConflict: spec.backend_config.publicKey: is the public key of the receiver itself; want that of the sender's gateway"},
 		{"peers-key", func(nc *v1alpha1.NetworkConfig) { nc.Spec.BackendConfig["publicKey"] = managertest.KeyText(2) },
-			"KeyConflict: spec.backend_config.publicKey: is the key of another peer of the receiver; want a key for each cluster"},
+			"KeyConflict: spec.backend_config.publicKey: is the key of another peer of the receiver; want a different key for each cluster"},
 		{"pod", func(nc *v1alpha1.NetworkConfig) { nc.Spec.EndpointIP = "10.244.1.1" },
 			"BadEndpoint: spec.endpointIP: 10.244.1.1 is inside 10.244.0.0/16, the receiver's PodCIDR; want an address outside"},
 		{"service", func(nc *v1alpha1.NetworkConfig) { nc.Spec.EndpointIP = "10.96.0.1" },
@@ -78,7 +78,7 @@ func TestRefusalsNameTheFieldWithTheInvalidNetwork(t *testing.T) {
 		{"special", func(nc *v1alpha1.NetworkConfig) { nc.Spec.PodCIDR, nc.Spec.ExternalCIDR = "100::/64", "fd00::/64" },
 			"Invalid: spec.podCIDR: 100::/64 overlaps 100::/64 (discard-only, RFC 6666); want a network that pods can have"},
 		{"addressed", func(nc *v1alpha1.NetworkConfig) { nc.Spec.RemoteCluster.ClusterID = "another" },
-			"Invalid: spec.cluster.clusterID: is \"another\"; want " + a.Self.ClusterID + ", the receiver"},
+			"Invalid: spec.cluster.clusterID: is \"another\"; want " + a.Self.ClusterID + ", the ID of the receiver"},
 		{"origin", func(nc *v1alpha1.NetworkConfig) { nc.Labels[v1alpha1.LabelOriginID] = bravo.Cluster.ClusterID },
 			"WrongOrigin: metadata.labels[liqo.io/originID]: is \"" + bravo.Cluster.ClusterID + "\", but namespace " + a.Prefix +
 				"-tenant-origin is for cluster " + a.Prefix + ".origin"},
@@ -166,7 +166,7 @@ func TestClaimingAnotherPeersKeyIsRefused(t *testing.T) {
 	owner := a.partner("owner", 3).claims("10.66.0.0/16", "10.67.0.0/16").publish().answer("None", "None")
 	owner.joined()
 	edit(a, older.copied(), func(nc *v1alpha1.NetworkConfig) { nc.Spec.BackendConfig["publicKey"] = managertest.KeyText(3) })
-	older.untilAccepted("KeyConflict: spec.backend_config.publicKey: is the key of another peer of the receiver; want a key for each cluster (None None)")
+	older.untilAccepted("KeyConflict: spec.backend_config.publicKey: is the key of another peer of the receiver; want a different key for each cluster (None None)")
 	owner.untilAccepted("None None")
 	// A key that its owner replaces or removes is free.
 	edit(a, owner.copied(), func(nc *v1alpha1.NetworkConfig) { nc.Spec.BackendConfig["publicKey"] = managertest.KeyText(4) })
@@ -174,7 +174,7 @@ func TestClaimingAnotherPeersKeyIsRefused(t *testing.T) {
 	edit(a, owner.copied(), func(nc *v1alpha1.NetworkConfig) { nc.Spec.BackendConfig["tunnels"] = "5872:" + managertest.KeyText(5) })
 	a.Until("the TunnelEndpoint has the further key", func() bool { return owner.Endpoint().Spec.BackendConfig["tunnels"] != "" })
 	edit(a, older.copied(), func(nc *v1alpha1.NetworkConfig) { nc.Spec.BackendConfig["publicKey"] = managertest.KeyText(5) })
-	older.untilAccepted("KeyConflict: spec.backend_config.publicKey: is the key of another peer of the receiver; want a key for each cluster (None None)")
+	older.untilAccepted("KeyConflict: spec.backend_config.publicKey: is the key of another peer of the receiver; want a different key for each cluster (None None)")
 	edit(a, owner.copied(), func(nc *v1alpha1.NetworkConfig) { delete(nc.Spec.BackendConfig, "tunnels") })
 	older.untilAccepted("None None")
 	a.Until("the TunnelEndpoint has the new key", func() bool { return owner.Endpoint().Spec.BackendConfig["publicKey"] == managertest.KeyText(4) })
@@ -191,7 +191,7 @@ func TestOlderPeerCannotTakeAKeyByListingItAmongItsTunnels(t *testing.T) {
 	edit(a, thief.copied(), func(nc *v1alpha1.NetworkConfig) {
 		nc.Spec.BackendConfig["tunnels"] = "5872:" + managertest.KeyText(7) + ",5873:" + managertest.KeyText(3)
 	})
-	thief.untilAccepted("KeyConflict: spec.backend_config.tunnels: tunnel 2 has the key of another peer of the receiver; want keys for each cluster (None None)")
+	thief.untilAccepted("KeyConflict: spec.backend_config.tunnels: tunnel 2 has the key of another peer of the receiver; want different keys for each cluster (None None)")
 	if after := thief.Endpoint(); after.ResourceVersion != before.ResourceVersion {
 		t.Errorf("the thief's TunnelEndpoint has changed: %+v", after.Spec.BackendConfig)
 	}
@@ -213,7 +213,7 @@ func TestAKeyBelongsToTheFirstAcceptedPeer(t *testing.T) {
 	thief.untilAccepted("None None")
 	owner := a.partner("owner", 3).claims("10.66.0.0/16", "10.67.0.0/16")
 	owner.untilAccepted("None None")
-	const refused = "KeyConflict: spec.backend_config.publicKey: is the key of another peer of the receiver; want a key for each cluster (None None)"
+	const refused = "KeyConflict: spec.backend_config.publicKey: is the key of another peer of the receiver; want a different key for each cluster (None None)"
 	steal := func() {
 		t.Helper()
 		edit(a, thief.copied(), func(nc *v1alpha1.NetworkConfig) { nc.Spec.BackendConfig["publicKey"] = managertest.KeyText(3) })
@@ -267,7 +267,7 @@ func TestKeyBelongsToThePeerThatProvesPossession(t *testing.T) {
 	proofOf := func(p *partner) string {
 		return keyring.Prove(next, 1, p.Cluster.ClusterID, a.Self.ClusterID, published)
 	}
-	const refused = "KeyConflict: spec.backend_config.publicKey: is the key of another peer of the receiver; want a key for each cluster (None None)"
+	const refused = "KeyConflict: spec.backend_config.publicKey: is the key of another peer of the receiver; want a different key for each cluster (None None)"
 	claim(thief, public, "")
 	a.Until("the thief's tunnel has the key", func() bool { return thief.Endpoint().Spec.BackendConfig[v1alpha1.ConfigPublicKey] == public })
 	claim(owner, public, "")
@@ -313,7 +313,7 @@ func TestOwnerKeepsAProvenKeyWhenOurKeyRotates(t *testing.T) {
 	thief.joined()
 	a.facts.change(func(f *facts.Facts) { f.PublicKey, f.Keys.Private = fabric.PublicKeys(next, 1)[0], next })
 	claim(thief, next)
-	thief.untilAccepted("KeyConflict: spec.backend_config.publicKey: is the key of another peer of the receiver; want a key for each cluster (None None)")
+	thief.untilAccepted("KeyConflict: spec.backend_config.publicKey: is the key of another peer of the receiver; want a different key for each cluster (None None)")
 	a.Always("the owner has its tunnel", func() bool { return owner.Endpoint() != nil && accepted(owner.copied()) == "None None" })
 	// The key is free for another peer once the owner has a new one.
 	edit(a, owner.copied(), func(nc *v1alpha1.NetworkConfig) {
@@ -372,7 +372,7 @@ func TestRefusedClaimDoesNotHoldItsKey(t *testing.T) {
 	})
 	a.partner("owner", 3).claims("10.66.0.0/16", "10.67.0.0/16").untilAccepted("None None")
 	edit(a, refused.copied(), func(nc *v1alpha1.NetworkConfig) { nc.Spec.EndpointIP = "192.0.2.2" })
-	refused.untilAccepted("KeyConflict: spec.backend_config.publicKey: is the key of another peer of the receiver; want a key for each cluster")
+	refused.untilAccepted("KeyConflict: spec.backend_config.publicKey: is the key of another peer of the receiver; want a different key for each cluster")
 
 	a.Stop()
 	one, other := a.partner("one", 7), a.partner("other", 7)

@@ -21,8 +21,8 @@ func TestChangedClaimWaitsForConsent(t *testing.T) {
 	before := p.joined()
 	had, _ := a.store.State().AllocationOf(p.Cluster.ClusterID)
 
-	const consentNeeded = "ConsentNeeded: spec.podCIDR: is now %s; the receiver keeps 10.50.0.0/18 for it, and would use %s once spec.claims.consent of its Peering has " +
-		"podCIDR %s and externalCIDR 10.60.0.0/20"
+	const consentNeeded = "ConsentNeeded: spec.podCIDR: is now %s; the receiver still uses 10.50.0.0/18 for the previous network, and needs consent to use %s: want " +
+		"podCIDR %s and externalCIDR 10.60.0.0/20 in spec.claims.consent of the receiver's Peering"
 	needsConsent := func(claim, use string) string {
 		return strings.NewReplacer("now %s", "now "+claim, "use %s", "use "+use, "podCIDR %s and", "podCIDR "+claim+" and").Replace(consentNeeded)
 	}

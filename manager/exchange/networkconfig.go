@@ -117,7 +117,7 @@ func (r *NetworkConfigReconciler) Reconcile(ctx context.Context, req ctrl.Reques
 		return ctrl.Result{}, fmt.Errorf("peer %s: %w", req.Name, err)
 	}
 	for i := range others {
-		r.Log.Info("deleted a second NetworkConfig for the same peer", "peer", req.Name, "namespace", peer.LocalNamespace, "name", others[i].Name)
+		r.Log.Info("deleted an additional NetworkConfig for the same peer", "peer", req.Name, "namespace", peer.LocalNamespace, "name", others[i].Name)
 		err = errors.Join(err, r.remove(ctx, &others[i]))
 	}
 	err = errors.Join(err, r.free(ctx, peer, current))
@@ -324,7 +324,7 @@ func setOriginal(nc *v1alpha1.NetworkConfig, peer peers.Peer, spec v1alpha1.Netw
 // object is ours. The peer may create objects in its tenant namespace, even with that name.
 func notOurs(nc *v1alpha1.NetworkConfig, peer peers.Peer) string {
 	if origin, ok := nc.Labels[v1alpha1.LabelOriginID]; ok && !metav1.IsControlledBy(nc, peer.Owner) {
-		return fmt.Sprintf("NetworkConfig %s/%s has the name of ours, but comes from cluster %q (label %s); delete it",
+		return fmt.Sprintf("NetworkConfig %s/%s has the name of our NetworkConfig, but is from cluster %q (label %s); delete it",
 			nc.Namespace, nc.Name, origin, v1alpha1.LabelOriginID)
 	}
 	return ""

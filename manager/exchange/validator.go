@@ -29,7 +29,7 @@ type Validator struct {
 func (v Validator) validate(ctx context.Context, peer peers.Peer, nc *v1alpha1.NetworkConfig) (fabric.Claim, []fabric.Refusal, error) {
 	claim, problems := fabric.ClaimFrom(nc, fabric.Origin{})
 	if id := nc.Spec.RemoteCluster.ClusterID; id != v.Peers.Self {
-		problems = append(problems, fabric.Problem{Field: "spec.cluster.clusterID", Message: fmt.Sprintf("is %q; want %s, the receiver", id, v.Peers.Self)})
+		problems = append(problems, fabric.Problem{Field: "spec.cluster.clusterID", Message: fmt.Sprintf("is %q; want %s, the ID of the receiver", id, v.Peers.Self)})
 	}
 	if len(problems) > 0 {
 		var refusals []fabric.Refusal

@@ -98,7 +98,7 @@ func (k *Keeper) Facts(context.Context) (Facts, error) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	if !k.known {
-		return Facts{}, errors.New("the facts of this cluster have not been gathered yet")
+		return Facts{}, errors.New("the networks and the endpoint of this cluster have not been determined yet")
 	}
 	return k.facts, nil
 }
@@ -158,7 +158,7 @@ var networksChanged = predicate.Funcs{UpdateFunc: func(e event.UpdateEvent) bool
 func (k *Keeper) Reconcile(ctx context.Context, _ ctrl.Request) (ctrl.Result, error) {
 	facts, err := k.gather(ctx)
 	if err != nil {
-		return ctrl.Result{}, fmt.Errorf("facts of this cluster: %w", err)
+		return ctrl.Result{}, fmt.Errorf("networks and endpoint of this cluster: %w", err)
 	}
 	k.mu.Lock()
 	defer k.mu.Unlock()
@@ -175,7 +175,7 @@ func (k *Keeper) Reconcile(ctx context.Context, _ ctrl.Request) (ctrl.Result, er
 	}
 	k.reportIgnored(facts.Ignored)
 	k.facts, k.known = facts, true
-	k.Log.Info("facts of this cluster", "podCIDR", facts.PodCIDR, "serviceCIDR", facts.ServiceCIDR, "moreServices", facts.MoreServices, "externalCIDR", facts.ExternalCIDR,
+	k.Log.Info("networks and endpoint of this cluster", "podCIDR", facts.PodCIDR, "serviceCIDR", facts.ServiceCIDR, "moreServices", facts.MoreServices, "externalCIDR", facts.ExternalCIDR,
 		"endpoint", facts.Endpoint, "port", facts.Port, "tunnels", 1+len(facts.Tunnels), "nodes", len(facts.Nodes), "reached", len(facts.Reached))
 	for _, c := range k.subscribers {
 		select {

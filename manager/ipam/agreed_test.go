@@ -22,7 +22,7 @@ func TestOurPreviousNetworksInUseAreNotReallocated(t *testing.T) {
 	if g.Pod.Overlaps(was.PodCIDR) || g.External != pfx("10.60.0.0/16") {
 		t.Errorf("d gets %v and %v", g.Pod, g.External)
 	}
-	if both, err := b.Explain(d); err != nil || both[0].Why != "it overlaps a previous network of ours that some peer still uses, 10.244.0.0/16" {
+	if both, err := b.Explain(d); err != nil || both[0].Why != "it overlaps a previous network of this cluster that a peer still uses, 10.244.0.0/16" {
 		t.Errorf("%v, %v", both, err)
 	}
 

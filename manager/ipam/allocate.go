@@ -172,7 +172,7 @@ func (b State) allocateFor(c Request) (State, Allocation, error) {
 	for _, a := range placements {
 		if !c.Consented && a.needsConsent() && !b.overlapsOwn(a.had) {
 			return b, Allocation{}, refuse(v1alpha1.ReasonConsent, "spec."+a.field,
-				"is now %v; the receiver keeps %v for it, and would use %v once spec.claims.consent of its Peering has podCIDR %v and externalCIDR %v",
+				"is now %v; the receiver still uses %v for the previous network, and needs consent to use %v: want podCIDR %v and externalCIDR %v in spec.claims.consent of the receiver's Peering",
 				a.claim, a.had, a.got, c.Pod, c.External)
 		}
 	}
@@ -358,7 +358,7 @@ func check(c Request) *fabric.Refusal {
 	case c.Pod.Addr().BitLen() != c.External.Addr().BitLen():
 		return invalid("spec.externalCIDR", "%v is not of the same family as spec.podCIDR, %v; want networks of one family", c.External, c.Pod)
 	case c.Pod.Overlaps(c.External):
-		return invalid("spec.externalCIDR", "%v overlaps spec.podCIDR, %v; want a network of its own", c.External, c.Pod)
+		return invalid("spec.externalCIDR", "%v overlaps spec.podCIDR, %v; want networks that do not overlap", c.External, c.Pod)
 	}
 	return nil
 }

@@ -112,7 +112,7 @@ func FromAllocations(own Config, all []isthmus.NetworkAllocationSpec) (State, []
 		p, local, held := r.entry(spec, own)
 		for _, n := range []netip.Prefix{p.Pod, p.External} {
 			if n.IsValid() && taken.overlaps(n) {
-				r.fail("spec.networks", "%v overlaps another network of a peer; want one of its own", n)
+				r.fail("spec.networks", "%v overlaps another network of a peer; want networks that do not overlap", n)
 			}
 			taken = taken.with(n)
 		}
@@ -165,7 +165,7 @@ func (r *reader) entry(spec *isthmus.NetworkAllocationSpec, own Config) (p *acco
 	case 2:
 		p.Allocation = Allocation{Pod: r.network("spec.networks", has[0]), External: r.network("spec.networks", has[1])}
 	default:
-		r.fail("spec.networks", "has %d networks that are not held; want two, for pods and for mapped endpoints, or none", len(has))
+		r.fail("spec.networks", "has %d networks that are not in spec.held; want two, for pods and for mapped endpoints, or none", len(has))
 	}
 	if p.Pod.IsValid() != p.External.IsValid() || p.Pod.Addr().BitLen() != p.External.Addr().BitLen() || p.Pod.Overlaps(p.External) {
 		r.fail("spec.networks", "has %q; want two networks of one family that do not overlap", has)
@@ -223,7 +223,7 @@ func (b *State) restore(p *account, m *isthmus.MappedEndpoint, local netip.Prefi
 	case ip.BitLen() != external.Addr().BitLen() || ip == gatewayAddr(external):
 		return fmt.Errorf("%v cannot be mapped into our ExternalCIDR, %v", ip, external)
 	case bad != nil || !external.Contains(addr) || addr == external.Addr() || addr == firstHost(external) || addr == lastAddr(external):
-		return fmt.Errorf("%s cannot stand for an endpoint; want an address in %v, except its first two and its last", quote(m.Address), external)
+		return fmt.Errorf("%s cannot be the address of an endpoint; want an address in %v, except its first two and its last", quote(m.Address), external)
 	case owned && owner != ip, !owned && b.endpoints[ip] != nil:
 		return fmt.Errorf("%v is already mapped to another address than %v, or that address belongs to another endpoint", ip, addr)
 	case !owned && len(b.endpoints) >= MaxEndpoints-1:

@@ -230,7 +230,7 @@ func (b *State) obstacles(yield func(obstacle) bool) {
 		return
 	}
 	for _, p := range b.own.Agreed {
-		if !yield(obstacle{name: "a previous network of ours that some peer still uses", prefix: p, previous: true}) {
+		if !yield(obstacle{name: "a previous network of this cluster that a peer still uses", prefix: p, previous: true}) {
 			return
 		}
 	}

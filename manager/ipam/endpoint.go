@@ -236,7 +236,7 @@ func (b *State) checkEndpoint(ip netip.Addr) error {
 	case !ip.IsValid() || ip.Zone() != "" || ip.Is4In6():
 		return fmt.Errorf("endpoint %v: is not a plain IP address (no zone, not IPv4-mapped); %s", ip, want)
 	case b.own.ExternalCIDR.Contains(ip):
-		return fmt.Errorf("endpoint %v: is in our ExternalCIDR, %v, whose addresses stand for endpoints; %s", ip, b.own.ExternalCIDR, want)
+		return fmt.Errorf("endpoint %v: is in our ExternalCIDR, %v, to whose addresses endpoints are mapped; %s", ip, b.own.ExternalCIDR, want)
 	case ip == gatewayAddr(b.own.ExternalCIDR):
 		return nil
 	}

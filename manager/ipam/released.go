@@ -194,7 +194,7 @@ func (b *State) tooManyHeld(id string, before []replaced) *fabric.Refusal {
 	case !grown || len(b.replaced) <= maxReplaced:
 		return nil
 	}
-	return refuse(v1alpha1.ReasonExhausted, "", "too many networks were replaced within %v, and each is held that long; keep the present networks, or change them after %s",
+	return refuse(v1alpha1.ReasonExhausted, "", "too many networks were replaced within %v, and each stays held that long; keep the current networks, or change them after %s",
 		fabric.ReleaseHold, until(full[0].released))
 }
 
@@ -267,7 +267,7 @@ func (b State) Age(now time.Time, named func(id string) bool) (next State, aband
 
 // heldObstacle describes a network that is held for a peer.
 func heldObstacle(id string, network netip.Prefix, released time.Time) obstacle {
-	return obstacle{name: "a network that is held until " + until(released) + " after it was released by ",
+	return obstacle{name: "a network that is held until " + until(released) + ", because it was released by ",
 		whose: "peer " + id, anonymous: "another peer", prefix: network}
 }
 

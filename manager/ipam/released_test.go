@@ -45,7 +45,7 @@ func TestReleasedNetworksAreHeldForADay(t *testing.T) {
 	}
 	wanted := claim("c", had.Pod.String(), "10.51.0.0/16")
 	wanted.WantPod = had.Pod
-	if _, _, err := left.Allocate(wanted); err == nil || !strings.Contains(err.Error(), "is held until 2026-11-26T12:00:00Z after it was released by another peer, "+had.Pod.String()) {
+	if _, _, err := left.Allocate(wanted); err == nil || !strings.Contains(err.Error(), "is held until 2026-11-26T12:00:00Z, because it was released by another peer, "+had.Pod.String()) {
 		t.Errorf("an override: %v", err)
 	}
 	back, again := allocate(t, left, claim("b", "10.244.0.0/16", "10.50.0.0/16"))
@@ -290,7 +290,7 @@ func TestInvalidAllocationsAreLeftOut(t *testing.T) {
 		"a time":              {isthmus.NetworkAllocationSpec{ClusterID: "c", UnusedSince: "2026-11-28T24:00:00Z"}, "spec.unusedSince"},
 		"an answer":           {isthmus.NetworkAllocationSpec{ClusterID: "c", Seen: &isthmus.NetworkPair{PodCIDR: "x"}}, "spec.seen"},
 		"an endpoint":         {isthmus.NetworkAllocationSpec{ClusterID: "c", Seen: seen, Endpoints: []isthmus.MappedEndpoint{{IP: "x", Address: "10.245.0.9"}}}, "spec.endpoints[0]"},
-		"an address":          {isthmus.NetworkAllocationSpec{ClusterID: "c", Seen: seen, Endpoints: []isthmus.MappedEndpoint{{IP: "198.51.100.7", Address: "10.9.0.9"}}}, "cannot stand for an endpoint"},
+		"an address":          {isthmus.NetworkAllocationSpec{ClusterID: "c", Seen: seen, Endpoints: []isthmus.MappedEndpoint{{IP: "198.51.100.7", Address: "10.9.0.9"}}}, "cannot be the address of an endpoint"},
 		"an address of two":   {isthmus.NetworkAllocationSpec{ClusterID: "c", Seen: seen, Endpoints: []isthmus.MappedEndpoint{{IP: "198.51.100.7", Address: "10.245.0.9"}, {IP: "198.51.100.8", Address: "10.245.0.9"}}}, "another endpoint"},
 		"two addresses of it": {isthmus.NetworkAllocationSpec{ClusterID: "c", Seen: seen, Endpoints: []isthmus.MappedEndpoint{{IP: "198.51.100.7", Address: "10.245.0.8"}, {IP: "198.51.100.7", Address: "10.245.0.9"}}}, "another address"},
 	} {

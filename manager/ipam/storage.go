@@ -252,7 +252,7 @@ func (r *reader) peers(subnets map[string]v1alpha1.Subnets, own *Config) map[str
 			prefix netip.Prefix
 		}{{".remotePodCIDR", p.Pod}, {".remoteExternalCIDR", p.External}} {
 			if n.prefix.IsValid() && allocated.overlaps(n.prefix) {
-				r.fail(field+n.field, "%v overlaps another network of a peer; want one of its own", n.prefix)
+				r.fail(field+n.field, "%v overlaps another network of a peer; want networks that do not overlap", n.prefix)
 			}
 			allocated = allocated.with(n.prefix)
 		}
@@ -286,7 +286,7 @@ func (r *reader) endpoints(mappings map[string]v1alpha1.EndpointMapping, externa
 		case gateway:
 			continue // derived from the answers
 		case !external.Contains(addr) || addr == external.Addr() || addr == first || addr == lastAddr(external):
-			r.fail(field+".ExternalCIDROriginalIP", "%v cannot stand for an endpoint; want an address in %v, except its first two and its last", addr, external)
+			r.fail(field+".ExternalCIDROriginalIP", "%v cannot be the address of an endpoint; want an address in %v, except its first two and its last", addr, external)
 		case owners[addr] != "":
 			r.fail(field+".ExternalCIDROriginalIP", "%v is already the address of endpoint %s; want another address", addr, owners[addr])
 		}

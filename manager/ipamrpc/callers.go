@@ -101,7 +101,7 @@ func (c *callers) admit(name string, now time.Time) error {
 			maps.DeleteFunc(c.known, func(_ string, l *rate.Limiter) bool { return l.TokensAt(now) >= burst })
 		}
 		if len(c.known) >= maxCallers {
-			return fmt.Errorf("the IPAM has %d callers already", maxCallers)
+			return fmt.Errorf("the IPAM already has %d callers, which is the limit", maxCallers)
 		}
 		limiter = rate.NewLimiter(perSecond, burst)
 		c.known[name] = limiter

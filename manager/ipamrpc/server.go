@@ -224,7 +224,7 @@ func (s *server) getHomePodIP(_ context.Context, in *GetHomePodIPRequest) (*GetH
 		ip, err = s.store.State().HomePodIP(in.GetClusterID(), ip)
 	}
 	if err != nil {
-		return nil, s.refuse("home address of pod", in, err)
+		return nil, s.refuse("original address of pod", in, err)
 	}
 	return &GetHomePodIPResponse{HomeIP: ip.String()}, nil
 }

@@ -227,7 +227,7 @@ func (s *Store) adopt(state ipam.State, session int64, before map[string]allocat
 				own = c
 			}
 		} else if lost := s.lacks(a.spec, state.NetworksOf(id), before[name].spec.Revision); len(lost) > 0 {
-			s.log.Error("NetworkAllocation was changed by somebody else and lacks networks in use; restoring it; use isthmus unpeer instead",
+			s.log.Error("another client has removed networks in use from the NetworkAllocation; restoring it; to free networks, use isthmus unpeer",
 				"name", name, "networks", lost)
 			continue
 		}
@@ -288,7 +288,7 @@ func (s *Store) freedManually(state ipam.State) ipam.State {
 		})
 	})
 	if len(ended) > 0 {
-		s.log.Warn("released networks are no longer held, because somebody freed them in the NetworkAllocation", "networks", ended)
+		s.log.Warn("released networks are no longer held, because another client freed them in the NetworkAllocation", "networks", ended)
 	}
 	return next
 }

@@ -48,11 +48,11 @@ import (
 var errNotLoaded = errors.New("the IPAM state is not loaded yet")
 
 // errUnread means that another manager has written, and that its writes must be read first.
-var errUnread = apierrors.NewConflict(schema.GroupResource{Group: v1alpha1.GroupVersion.Group, Resource: "ipamstorages"}, "", errors.New("another manager has written"))
+var errUnread = apierrors.NewConflict(schema.GroupResource{Group: v1alpha1.GroupVersion.Group, Resource: "ipamstorages"}, "", errors.New("another manager has changed the IPAM state"))
 
 // errNotAllocated means that NetworkAllocations lack a part of the State, so Refresh must be called
 // again.
-var errNotAllocated = errors.New("NetworkAllocations do not have the IPAM state yet")
+var errNotAllocated = errors.New("the IPAM state is not written into NetworkAllocations yet")
 
 // A Store stores one State. Its methods may be called concurrently.
 type Store struct {
@@ -296,7 +296,7 @@ func (s *Store) put(ctx context.Context, state ipam.State) error {
 		s.object.Spec, s.synced = state.Spec(), false // the IpamStorage has this state, but the Store does not
 		return err
 	default:
-		s.log.Warn("cannot write NetworkAllocations; nodes refuse released networks until then", "error", err)
+		s.log.Warn("cannot write NetworkAllocations; nodes refuse released networks until a write succeeds", "error", err)
 		// The next Refresh tries again.
 	}
 	return nil
@@ -357,7 +357,7 @@ func (s *Store) reread(ctx context.Context) error {
 		s.publish(*next)
 	} else if was := state.Spec(); known { // the State is known, so the change can be logged
 		if change := patchOf("", diff(&was, &s.object.Spec)); change != nil {
-			s.log.Warn("IpamStorage was changed or deleted by somebody else; writing it again, because it is only a copy; use isthmus unpeer, or edit NetworkAllocations",
+			s.log.Warn("another client has changed or deleted the IpamStorage, which is only a copy of the IPAM state; writing it again; use isthmus unpeer, or edit NetworkAllocations",
 				"name", s.object.Name, "change", string(change[:min(len(change), 1000)]))
 		}
 	}

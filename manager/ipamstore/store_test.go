@@ -531,7 +531,7 @@ func TestEditsOfTheIpamStorageAreReverted(t *testing.T) {
 				if g, _ := now.State().AllocationOf("b"); g.Pod != pfx("10.246.0.0/16") || !now.State().Mapped("b", netip.MustParseAddr("198.51.100.7")) || len(now.State().NetworksOf("d")) > 0 {
 					t.Errorf("%s: b has %v, %v; d %v", when, g, now.State().Allocation("b"), now.State().NetworksOf("d"))
 				}
-				if now.agree(); now == h && !strings.Contains(h.logged(), "IpamStorage was changed or deleted by somebody else") {
+				if now.agree(); now == h && !strings.Contains(h.logged(), "another client has changed or deleted the IpamStorage") {
 					t.Errorf("%s: log: %s", when, h.logged())
 				}
 			}

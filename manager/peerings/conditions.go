@@ -257,7 +257,7 @@ func peerConfigCondition(s peeringState) condition {
 	case s.tenant != "": // no NetworkConfig can arrive here
 		return no(isthmus.ReasonWaitingPeer, "%s", s.tenant)
 	case s.withdrew():
-		return no(isthmus.ReasonPeerWithdrew, "%s has deleted its NetworkConfig in namespace %s: it un-peered, or its tenant namespace was deleted; isthmus unpeer %s, or isthmus peer for both clusters",
+		return no(isthmus.ReasonPeerWithdrew, "%s has deleted its NetworkConfig in namespace %s: it un-peered, or its tenant namespace was deleted; run isthmus unpeer %s, or isthmus peer for both clusters",
 			s.peerName(), s.peering.Spec.TenantNamespace.Local, s.peering.Name)
 	}
 	return no(isthmus.ReasonWaitingPeer, "the peer has not published its NetworkConfig in namespace %s yet", s.peering.Spec.TenantNamespace.Local)
@@ -352,11 +352,11 @@ func connectedCondition(s peeringState) condition {
 	case because != nil && because.Reason == v1alpha1.CauseWrongKey && s.missedKey():
 		return no(because.Reason, "%s; the key of our gateway rotated, and %s had no session with the new one when the rotation ended", because.Message, s.peerName())
 	case s.missedKey() && s.published.status != metav1.ConditionTrue && (because == nil || slices.Contains(silentCauses, because.Reason)):
-		return no(isthmus.ReasonKeyMissed, "the key of our gateway rotated, and %s had not moved to the new one when the rotation ended; the tunnel is down until its manager reads our NetworkConfig", s.peerName())
+		return no(isthmus.ReasonKeyMissed, "the key of our gateway rotated, and %s did not use the new one when the rotation ended; the tunnel is down until its manager reads our NetworkConfig", s.peerName())
 	case because != nil:
 		return condition{because.Status, because.Reason, because.Message}
 	case c.Status == v1alpha1.Connected && s.key.required && exchange.PresharedIn(te) == "":
-		return no(isthmus.ReasonNoKey, "spec.postQuantum is Required, but the gateway reports a session without a preshared key; an existing session ends within three minutes, but a gateway of an older version keeps using none")
+		return no(isthmus.ReasonNoKey, "spec.postQuantum is Required, but the gateway reports a session without a preshared key; if the problem lasts longer than three minutes, upgrade the gateways, because older versions use no preshared key")
 	case c.Status == v1alpha1.Connected && s.key.fieldsProblem() != "":
 		return yes(isthmus.ReasonConnected, "the gateway hears the peer; "+s.key.fieldsProblem())
 	case c.Status == v1alpha1.Connected:

@@ -92,7 +92,7 @@ func TestInBandUnpeeringReportsItsDeadlineAndRemainingObjects(t *testing.T) {
 	s.original = s.original.DeepCopy()
 	s.original.Finalizers = []string{v1alpha1.FinalizerReplicator}
 	got := waitingFor(s, left.Time)
-	for _, want := range []string{"NetworkConfig " + s.peering.Spec.TenantNamespace.Remote + "/" + s.original.Name, isthmus.AnnotationForce, "the closing of the tunnel at 12:00:30Z"} {
+	for _, want := range []string{"NetworkConfig " + s.peering.Spec.TenantNamespace.Remote + "/" + s.original.Name, isthmus.AnnotationForce, "when the tunnel is closed, at 12:00:30Z"} {
 		if !strings.Contains(got, want) {
 			t.Errorf("%q lacks %q", got, want)
 		}

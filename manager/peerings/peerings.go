@@ -322,7 +322,7 @@ func (r *Reconciler) force(ctx context.Context, s *peeringState, now time.Time) 
 	case s.ending:
 		why = "namespace " + nc.Namespace + " is being deleted, and our identity at the peer with it"
 	case peer.Abandoned(now):
-		why = fmt.Sprintf("the peer's API server is reached through the tunnel alone, which closes %v after the Peering was deleted", peers.InBandPatience)
+		why = fmt.Sprintf("the peer's API server is reached only through the tunnel, which closes %v after the Peering was deleted", peers.InBandPatience)
 	default:
 		return nil
 	}
@@ -367,7 +367,7 @@ func waitingFor(s peeringState, now time.Time) string {
 	case controllerutil.ContainsFinalizer(nc, v1alpha1.FinalizerReplicator):
 		suffix := ""
 		if peer.InBand {
-			suffix = fmt.Sprintf(", and so does the closing of the tunnel at %s", peer.Left.Add(peers.InBandPatience).UTC().Format(time.TimeOnly+"Z"))
+			suffix = fmt.Sprintf("; the wait also ends when the tunnel is closed, at %s", peer.Left.Add(peers.InBandPatience).UTC().Format(time.TimeOnly+"Z"))
 		}
 		all = append(all, fmt.Sprintf("the peer's API server to delete NetworkConfig %s/%s there (%s); the annotation %s=true ends the wait and leaves it there%s",
 			s.peering.Spec.TenantNamespace.Remote, nc.Name, s.peerProblem(), isthmus.AnnotationForce, suffix))

@@ -44,7 +44,7 @@ func (k keyState) why() string {
 	case postquantum.Malformed:
 		return "the peer publishes neither an ML-KEM key nor an answer to one"
 	case postquantum.Other:
-		return "the peer has not answered our present key yet"
+		return "the peer has not answered our current key yet"
 	case postquantum.Altered:
 		return "the peer's message has a wrong tag, because it was changed or belongs to another exchange"
 	case postquantum.Changed:

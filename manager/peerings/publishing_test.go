@@ -179,7 +179,9 @@ func TestPeerCannotSquatTheNameOfOurNetworkConfig(t *testing.T) {
 	w.Create(squatter)
 	w.Gateway("192.0.2.1")
 	w.Create(p.Peering)
-	w.Until("the Peering names it", func() bool { return strings.Contains(p.Message(isthmus.ConditionReady), "has the name of ours") })
+	w.Until("the Peering names it", func() bool {
+		return strings.Contains(p.Message(isthmus.ConditionReady), "has the name of our NetworkConfig")
+	})
 	w.Always("it stays as it is", func() bool { return p.Original().Labels[v1alpha1.LabelOriginID] == p.Cluster.ClusterID })
 	w.OK(w.API().Delete(w.Ctx, squatter))
 	w.Until("ours comes when it is gone", func() bool { nc := p.Original(); return nc != nil && metav1.IsControlledBy(nc, p.Peering) })

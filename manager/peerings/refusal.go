@@ -58,7 +58,7 @@ func (s *peeringState) refused(requester, request, remedy string) string {
 
 // refusedByPeer returns the message of the peer's refusal of our networks.
 func (s *peeringState) refusedByPeer(verb, request, remedy string) string {
-	tail := "nothing is in force"
+	tail := "no networks are in force"
 	if te := s.endpoint; te != nil && te.DeletionTimestamp.IsZero() {
 		tail = fmt.Sprintf("in force: our podCIDR %s, our externalCIDR %s", asSeen(te.Spec.LocalPodCIDR, te.Spec.LocalNATPodCIDR),
 			asSeen(te.Spec.LocalExternalCIDR, te.Spec.LocalNATExternalCIDR))
@@ -80,9 +80,9 @@ func (s *peeringState) inForce() string {
 			asSeen(te.Spec.RemoteExternalCIDR, te.Spec.RemoteNATExternalCIDR))
 	}
 	if s.allocation != (ipam.Allocation{}) {
-		return fmt.Sprintf("nothing is in force; %v and %v are reserved for it here", s.allocation.Pod, s.allocation.External)
+		return fmt.Sprintf("no networks are in force; %v and %v are reserved for it here", s.allocation.Pod, s.allocation.External)
 	}
-	return "nothing is in force"
+	return "no networks are in force"
 }
 
 func asSeen(own, nat string) string { return own + " " + as(own, nat) }
@@ -157,7 +157,7 @@ func (s *peeringState) remedyHere(nc *v1alpha1.NetworkConfig, reason string) str
 	case v1alpha1.ReasonConsent:
 		return fmt.Sprintf("to agree: isthmus peer %s --consent %s,%s", peering, nc.Spec.PodCIDR, nc.Spec.ExternalCIDR)
 	case v1alpha1.ReasonKeyConflict:
-		return peer + " has to replace the key of its gateway (isthmus rotate-key --now)"
+		return peer + " has to replace the key of its gateway: isthmus rotate-key --now there, or, if it runs Liqo, delete its Secret wireguard-pubkey and restart its gateway and its network manager"
 	case v1alpha1.ReasonEndpoint:
 		return fmt.Sprintf("%s has to publish another address: annotation %s of its gateway's Service, or spec.overrides.address of its Peering with us",
 			peer, v1alpha1.AnnotationOverrideAddress)
@@ -176,9 +176,9 @@ func (s *peeringState) remedyAtPeer(reason string) string {
 	peering, peer := s.peering.Name, s.peering.Spec.Cluster.ClusterName
 	switch reason {
 	case v1alpha1.ReasonConsent:
-		return fmt.Sprintf("somebody at %s has to agree: isthmus peer %s --consent %s,%s", peer, s.self.ClusterName, s.original.Spec.PodCIDR, s.original.Spec.ExternalCIDR)
+		return fmt.Sprintf("an administrator of %s has to agree: isthmus peer %s --consent %s,%s", peer, s.self.ClusterName, s.original.Spec.PodCIDR, s.original.Spec.ExternalCIDR)
 	case v1alpha1.ReasonKeyConflict:
-		return "replace the key of our gateway (isthmus rotate-key --now), or un-peer the cluster that has the same key at " + peer
+		return "replace the key of our gateway (isthmus rotate-key --now), or at " + peer + " un-peer the cluster that has the same key"
 	case v1alpha1.ReasonEndpoint:
 		return fmt.Sprintf("publish another address: annotation %s of our gateway's Service, or spec.overrides.address of Peering %s",
 			v1alpha1.AnnotationOverrideAddress, peering)

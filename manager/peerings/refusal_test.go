@@ -47,7 +47,7 @@ func TestRefusalsNameTheRequestTheNetworksInForceAndTheRemedy(t *testing.T) {
 			s.keyOwner = "charlie (c) has it, by TunnelEndpoint tenant-c/charlie"
 		}, isthmus.ConditionPeerConfig, v1alpha1.ReasonKeyConflict,
 			requests + "spec.backend_config.publicKey: is the key of another peer (charlie (c) has it, by TunnelEndpoint tenant-c/charlie)" + stays +
-				"bravo has to replace the key of its gateway (isthmus rotate-key --now)"},
+				"bravo has to replace the key of its gateway: isthmus rotate-key --now there, or, if it runs Liqo, delete its Secret wireguard-pubkey and restart its gateway and its network manager"},
 		{"a key of low order", weRefuse(v1alpha1.ReasonInvalid, "spec.backend_config.publicKey: is a point of low order"),
 			isthmus.ConditionPeerConfig, v1alpha1.ReasonInvalid,
 			requests + "spec.backend_config.publicKey: is a point of low order" + stays + "bravo has to correct that field; to end the peering, run isthmus unpeer here"},
@@ -69,24 +69,24 @@ func TestRefusalsNameTheRequestTheNetworksInForceAndTheRemedy(t *testing.T) {
 			weRefuse(v1alpha1.ReasonExhausted, "spec.podCIDR: no /16 is free")(s)
 			s.endpoint = nil
 		}, isthmus.ConditionPeerConfig, v1alpha1.ReasonExhausted,
-			requests + "spec.podCIDR: no /16 is free; nothing is in force; enlarge the pools (isthmus manager --pools), set spec.overrides of Peering here, or un-peer another cluster"},
+			requests + "spec.podCIDR: no /16 is free; no networks are in force; enlarge the pools (isthmus manager --pools), set spec.overrides of Peering here, or un-peer another cluster"},
 		{"a wanted network that is taken", func(s *peeringState) {
 			weRefuse(v1alpha1.ReasonCIDRConflict, "spec.overrides.podCIDR: overlaps")(s)
 			s.endpoint, s.allocation = nil, ipam.Allocation{Pod: netip.MustParsePrefix("10.9.0.0/18"), External: netip.MustParsePrefix("10.8.0.0/20")}
 		}, isthmus.ConditionPeerConfig, v1alpha1.ReasonCIDRConflict,
-			requests + "spec.overrides.podCIDR: overlaps; nothing is in force; 10.9.0.0/18 and 10.8.0.0/20 are reserved for it here; " +
+			requests + "spec.overrides.podCIDR: overlaps; no networks are in force; 10.9.0.0/18 and 10.8.0.0/20 are reserved for it here; " +
 				"correct spec.overrides of Peering here, or reserve the network (isthmus manager --reserved)"},
 		{"two NetworkConfigs", func(s *peeringState) { s.copies = append(s.copies, s.copies[0]) }, isthmus.ConditionPeerConfig, isthmus.ReasonAmbiguous,
 			who + " has more than one NetworkConfig in namespace tenant" + stays + "delete all but one of them"},
 		{"a peer that went", func(s *peeringState) { s.copies[0].DeletionTimestamp = &metav1.Time{Time: time.Unix(1, 0)} }, isthmus.ConditionPeerConfig, isthmus.ReasonPeerWithdrew,
-			who + " has deleted its NetworkConfig in namespace tenant: it un-peered, or its tenant namespace was deleted; isthmus unpeer here, or isthmus peer for both clusters"},
+			who + " has deleted its NetworkConfig in namespace tenant: it un-peered, or its tenant namespace was deleted; run isthmus unpeer here, or isthmus peer for both clusters"},
 
 		{"our key is another's there", theyRefuse(v1alpha1.ReasonKeyConflict, "spec.backend_config.publicKey: is the key of another peer of the receiver"),
 			isthmus.ConditionAnswered, v1alpha1.ReasonKeyConflict,
 			refuses + "spec.backend_config.publicKey: is the key of another peer of the receiver" + inForce +
-				"replace the key of our gateway (isthmus rotate-key --now), or un-peer the cluster that has the same key at bravo"},
+				"replace the key of our gateway (isthmus rotate-key --now), or at bravo un-peer the cluster that has the same key"},
 		{"our claim needs consent", theyRefuse(v1alpha1.ReasonConsent, "spec.podCIDR: is 10.244.0.0/16 now"), isthmus.ConditionAnswered, v1alpha1.ReasonConsent,
-			refuses + "spec.podCIDR: is 10.244.0.0/16 now" + inForce + "somebody at bravo has to agree: isthmus peer alpha --consent 10.244.0.0/16,10.245.0.0/16"},
+			refuses + "spec.podCIDR: is 10.244.0.0/16 now" + inForce + "an administrator of bravo has to agree: isthmus peer alpha --consent 10.244.0.0/16,10.245.0.0/16"},
 		{"our endpoint is refused", theyRefuse(v1alpha1.ReasonEndpoint, "spec.endpointIP: is a node"), isthmus.ConditionAnswered, v1alpha1.ReasonEndpoint,
 			refuses + "spec.endpointIP: is a node" + inForce +
 				"publish another address: annotation liqo.io/override-address of our gateway's Service, or spec.overrides.address of Peering here"},
@@ -107,8 +107,8 @@ func TestRefusalsNameTheRequestTheNetworksInForceAndTheRemedy(t *testing.T) {
 			isthmus.ConditionAnswered, v1alpha1.ReasonInvalid,
 			who + " answers our NetworkConfig tenant/bravo-924e89: status.podCIDRNAT: is long" + inForce + "the peer's manager must answer with networks of the same length"},
 		{"answers that do not fit", func(s *peeringState) { s.original.Status.ExternalCIDRNAT = "10.70.0.0/16" }, isthmus.ConditionTunnelEndpoint, isthmus.ReasonInvalid,
-			"our NetworkConfig and that of " + who + " contradict each other: NetworkConfig tenant/bravo-924e89: status.externalCIDRNAT: 10.70.0.0/16 overlaps our PodCIDR as the peer answered it, " +
-				"10.70.0.0/16; want a network of its own" + stays + "set spec.overrides of the Peerings, or isthmus unpeer here"},
+			"our NetworkConfig and that of " + who + " contradict each other: NetworkConfig tenant/bravo-924e89: status.externalCIDRNAT: 10.70.0.0/16 overlaps our PodCIDR as the peer uses it, " +
+				"10.70.0.0/16; want networks that do not overlap" + stays + "set spec.overrides of the Peerings, or isthmus unpeer here"},
 
 		{"an identity that is revoked", func(s *peeringState) {
 			s.identity = s.aboutPeer(no(isthmus.ReasonUnauthorized, "https://b says: Unauthorized; run isthmus peer again"))

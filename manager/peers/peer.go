@@ -185,7 +185,7 @@ func (p Peers) find(ctx context.Context, index, value string) (Peer, error) {
 func (p Peers) Conflict(ctx context.Context, peering *isthmus.Peering) (string, error) {
 	id, ns := peering.Spec.Cluster.ClusterID, peering.Spec.TenantNamespace.Local
 	if id == p.Self {
-		return fmt.Sprintf("spec.cluster.clusterID: %s is this cluster itself; want that of another one", id), nil
+		return fmt.Sprintf("spec.cluster.clusterID: %s is this cluster itself; want the ID of another cluster", id), nil
 	}
 	for _, same := range []struct{ index, value, what string }{
 		{IndexClusterID, id, "is for the same cluster"},

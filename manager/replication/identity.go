@@ -74,7 +74,7 @@ func identityFrom(s *corev1.Secret) (id identity, err error) {
 			return identity{}, fmt.Errorf("%s and %s: both are needed; Liqo's identities for EKS are not supported", liqoCert, liqoKey)
 		}
 	default:
-		return identity{}, fmt.Errorf("has neither the key %s nor %s, %s and %s", isthmus.SecretKubeconfig, liqoServer, liqoCert, liqoKey)
+		return identity{}, fmt.Errorf("has neither the key %s nor the keys %s, %s and %s", isthmus.SecretKubeconfig, liqoServer, liqoCert, liqoKey)
 	}
 	if err := id.complete(); err != nil {
 		return identity{}, err
@@ -133,7 +133,7 @@ func fromKubeconfig(b []byte) (identity, error) {
 	case user.Impersonate != "" || user.ImpersonateUID != "" || len(user.ImpersonateGroups)+len(user.ImpersonateUserExtra) > 0:
 		return identity{}, refused(context.AuthInfo, "as", "impersonation is not supported")
 	case cluster.InsecureSkipTLSVerify:
-		return identity{}, fmt.Errorf("cluster %q: insecure-skip-tls-verify: refused: whoever intercepts the connection would get the token; use certificate-authority-data",
+		return identity{}, fmt.Errorf("cluster %q: insecure-skip-tls-verify: refused: an interceptor of the connection would get the token; use certificate-authority-data",
 			context.Cluster)
 	case cluster.CertificateAuthority != "":
 		return identity{}, fmt.Errorf("cluster %q: certificate-authority: refused: a Secret must not read files; use certificate-authority-data",
@@ -161,7 +161,7 @@ func (id *identity) complete() error {
 	case id.token == "" && id.cert == "":
 		return errors.New("has neither a token nor a client certificate")
 	case strings.ContainsFunc(id.token, func(r rune) bool { return r <= ' ' || r > '~' }):
-		return errors.New("token: has characters that no token has")
+		return errors.New("token: has characters that are invalid in a token")
 	}
 	id.server = strings.TrimRight(id.server, "/")
 	if id.proxy != "" {

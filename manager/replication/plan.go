@@ -129,7 +129,7 @@ func (v view) published() Condition {
 	case !v.listed:
 		return Condition{metav1.ConditionUnknown, isthmus.ReasonPublishing, "our copy at the peer was not read yet"}
 	case !replicated(v.original, v.peer.ID):
-		return no("no NetworkConfig %s for the peer in namespace %s here", name, v.peer.LocalNamespace)
+		return no("this cluster has no NetworkConfig %s for the peer in namespace %s", name, v.peer.LocalNamespace)
 	case c == nil:
 		return no("%s does not exist yet", where)
 	case !c.DeletionTimestamp.IsZero():

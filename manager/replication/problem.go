@@ -112,7 +112,7 @@ func failure(server string, err error) Condition {
 	reason, text := diagnose(err)
 	remedy := remedies[reason]
 	if cert := (*tls.CertificateVerificationError)(nil); errors.As(err, &cert) {
-		remedy = "if its CA has changed, run isthmus peer again with a kubeconfig that has the new CA; otherwise somebody intercepts the connection"
+		remedy = "if its CA has changed, run isthmus peer again with a kubeconfig that has the new CA; otherwise, the connection may be intercepted"
 	}
 	if apierrors.IsAlreadyExists(err) { // the object exists, but our watch does not show it
 		remedy = "the existing object is the peer's own: delete it there"

@@ -81,7 +81,7 @@ func TestDiagnoseReturnsReasonAndTextForEachError(t *testing.T) {
 		}
 	}
 	for _, err := range []error{&tls.CertificateVerificationError{Err: x509.UnknownAuthorityError{}}, overNetwork(1, &tls.CertificateVerificationError{Err: expired})} {
-		if c := failure("https://b", err); !strings.HasSuffix(c.Message, "; if its CA has changed, run isthmus peer again with a kubeconfig that has the new CA; otherwise somebody intercepts the connection") {
+		if c := failure("https://b", err); !strings.HasSuffix(c.Message, "; if its CA has changed, run isthmus peer again with a kubeconfig that has the new CA; otherwise, the connection may be intercepted") {
 			t.Errorf("a wrong certificate: %s", c.Message)
 		}
 	}

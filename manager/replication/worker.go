@@ -163,7 +163,7 @@ func (w *worker) takeSecret(ctx context.Context, c change) bool {
 	var secret *corev1.Secret
 	switch {
 	case apierrors.IsForbidden(c.err) && w.link == nil: // with a link, the cause may be an API server that has just started
-		return without(isthmus.ReasonSecretMissing, "%s: we may not read it: %s; run isthmus peer again", where, quote(c.err.Error()))
+		return without(isthmus.ReasonSecretMissing, "%s: the manager is not allowed to read it: %s; run isthmus peer again", where, quote(c.err.Error()))
 	case c.err != nil:
 		w.log.Warn("cannot watch the peer's identity Secret", "secret", where, "error", c.err)
 		return false

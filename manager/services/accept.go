@@ -166,7 +166,7 @@ func invalid(s isthmus.ExportedService) string {
 		return "a service of type ClusterSetIP must have a port"
 	}
 	if len(s.Ports) > maxPorts || len(s.Subsets) > isthmus.MaxSubsets || count(s) > isthmus.MaxExportedEndpoints {
-		return "more ports, subsets or endpoints than the definition allows"
+		return "more ports, subsets or endpoints than the CRD PeerServices allows"
 	}
 	if s.SessionAffinity != "" && s.SessionAffinity != "None" && s.SessionAffinity != "ClientIP" || s.SessionAffinitySeconds < 0 || s.SessionAffinitySeconds > 86400 {
 		return "sessionAffinity has to be None or ClientIP, for at most 86400 seconds"

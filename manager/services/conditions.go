@@ -94,7 +94,7 @@ func (c *Controller) readiness(ctx context.Context, g gathered, conflicts map[st
 		}
 		switch {
 		case c.board.omits(id, g.key):
-			failed = append(failed, fmt.Sprintf("cluster %s: PeerServices %s is full of older exports", name, ShardOf(g.key)))
+			failed = append(failed, fmt.Sprintf("cluster %s: PeerServices %s has no room for it, because older exports fill it", name, ShardOf(g.key)))
 		case !looked, sharing.Condition.Status == "", sharing.Condition.Reason == isthmus.ReasonSharing:
 			pending = append(pending, name)
 		case sharing.Condition.Status != metav1.ConditionTrue:

@@ -109,7 +109,7 @@ func twoManagers(t *testing.T, s *site) {
 		return err
 	})
 	time.Sleep(5 * grace)
-	if after := holder(); after != before || strings.Contains(out.String(), "facts of this cluster") {
+	if after := holder(); after != before || strings.Contains(out.String(), "networks and endpoint of this cluster") {
 		t.Errorf("%s led, and now %s does:\n%s", before, after, out)
 	}
 }

@@ -27,7 +27,7 @@ const (
 	mustBeReachable = "must be reachable from another cluster"
 	mustBeIP        = "must be an IP address"
 	mustBeKey       = "publicKey must be a WireGuard public key"
-	mustBeTunnels   = "tunnels must be 1 to 15 times PORT:PUBLICKEY"
+	mustBeTunnels   = "tunnels must be 1 to 15 entries PORT:PUBLICKEY"
 	mustBePort      = "port must be a UDP port"
 	mustBeLabel     = "must be usable as a label value"
 	mustBeName      = "must be usable at the beginning of an object name"
@@ -92,7 +92,7 @@ func refusals() []refusal {
 		for _, v := range []string{"10.128.0.0/17", "10.246.0.0/15", "fd00::/16"} {
 			add(nc, f, v, "must have the address family and prefix length of spec."+strings.TrimSuffix(strings.TrimPrefix(f, "status."), "NAT"))
 		}
-		all = append(all, refusal{nc, []change{set(absent, at(f)...)}, "status", "must be set, to None if need be"})
+		all = append(all, refusal{nc, []change{set(absent, at(f)...)}, "status", "must be set if processed is true"})
 	}
 	for _, c := range []struct{ golden, pod, external, field string }{
 		{nc, "spec.podCIDR", "spec.externalCIDR", "spec.externalCIDR"},
@@ -186,13 +186,13 @@ func refusals() []refusal {
 	for _, v := range []string{"fast", "7", "7 ms", "7.5ms", "7ns", "ms", "n/a", "7ms\n", "1h7ms", "+7ms"} {
 		add(te, "status.connection.latency.value", v, "must be N/A or a whole number of ms or μs")
 	}
-	add(te, "status.connection.latency.timestamp", "2026-01-01t00:00:00z", "must be a time that Go parses")
+	add(te, "status.connection.latency.timestamp", "2026-01-01t00:00:00z", "must be a time")
 	for _, golden := range []string{nc, te, nm} {
 		add(golden, "status.conditions", []any{condition("Ready"), condition("Ready")}, "Duplicate value")
 		for _, at := range []string{"2026-01-01t00:00:00z", "2026-01-01T00:00:00+99:99", "2026-01-01T00:00:00.5z"} {
 			c := condition("Ready")
 			c["lastTransitionTime"] = at
-			add(golden, "status.conditions", []any{c}, "must be a time that Go parses")
+			add(golden, "status.conditions", []any{c}, "must be a time")
 		}
 		all = append(all, refusal{golden, []change{set([]any{condition("not a type")}, "status", "conditions")}, "status.conditions.type", "should match"})
 		all = append(all, refusal{golden, []change{set([]any{object{"type": "Ready"}}, "status", "conditions")}, "status.conditions.reason", "Required value"})

@@ -203,7 +203,7 @@ func TestGatewayFaults(t *testing.T) {
 			return nil
 		})
 		t.Logf("the standby took over after %.1f s", time.Since(begin).Seconds())
-		says(t, a, was, 5872, "/readyz", "503", "silent: ")
+		says(t, a, was, 5872, "/readyz", "503", "not sending: ")
 		filter(t, a.GatewayHost(was), "")
 		heal()
 		begin = time.Now()

@@ -126,7 +126,7 @@ func untilKnown(t *testing.T, c *fleet.Cluster) {
 		if err != nil {
 			return err
 		}
-		known := regexp.MustCompile(`facts of this cluster.*"reached":(\d+)`).FindAllStringSubmatch(string(log), -1)
+		known := regexp.MustCompile(`networks and endpoint of this cluster.*"reached":(\d+)`).FindAllStringSubmatch(string(log), -1)
 		if want := strconv.Itoa(len(ipam.MergeReached(all))); len(known) == 0 || known[len(known)-1][1] != want {
 			return fmt.Errorf("it knows %v; want %s of %v", known, want, all)
 		}

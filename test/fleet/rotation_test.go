@@ -97,7 +97,7 @@ func TestRotation(t *testing.T) {
 		_, err := firstPing(t.Context(), from.Host, func() (netip.Addr, error) { return at, nil })
 		must(t, err) // traffic must pass with the former key, because the manager has not published the next one
 		out, err := f.Isthmus(t.Context(), "rotate-key", "--context", a.Name)
-		if err != nil || !strings.Contains(out, "0 of 1 peers have moved; waiting for b") {
+		if err != nil || !strings.Contains(out, "0 of 1 peers use the new key; waiting for b") {
 			t.Errorf("%v: %s", err, out)
 		}
 		former = append(former, ringOf(t, a))

@@ -329,7 +329,7 @@ func followed(t *testing.T, s *troubleSite) {
 		{[]string{"default/" + from.Name, "default/" + to.Name + ":80", "--remote-context", s.b.Name},
 			[]string{there.String() + ":80", "becomes " + to.Addr.String() + ":80", "Node " + to.Node.Name + ": its route agent is ready", "tcp answer", "it arrives", "the answer arrives"}},
 		{[]string{"default/" + from.Name, "svc/there:80", "--remote-context", s.b.Name}, []string{there.String() + ":8080", "becomes " + to.Addr.String() + ":8080", "it arrives"}},
-		{[]string{s.a.Nodes[0].Addr.String(), there.String(), "icmp", "--remote-context", s.b.Name}, []string{"no Pod of this cluster has the address", "it arrives", "returns by the same flow"}},
+		{[]string{s.a.Nodes[0].Addr.String(), there.String(), "icmp", "--remote-context", s.b.Name}, []string{"no Pod of this cluster has the address", "it arrives", "belongs to the same NAT flow"}},
 	} {
 		out, err := s.Isthmus(t.Context(), append([]string{"trace", "--context", s.a.Name}, c.args...)...)
 		if err != nil {

@@ -134,7 +134,7 @@ func TestVotesElectTheGateway(t *testing.T) {
 		for i := range 2 {
 			must(t, a.Kill(fleet.Agent(i)))
 		}
-		says(t, a, was, 5872, "/readyz", "503", "silent: this gateway has no majority of the 3 nodes that vote")
+		says(t, a, was, 5872, "/readyz", "503", "not sending: this gateway has no majority of the 3 nodes that vote")
 		for i := range 2 {
 			must(t, a.Start(t.Context(), fleet.Agent(i)))
 		}

@@ -56,7 +56,7 @@ type ConfigValue = string
 // +kubebuilder:validation:XValidation:rule="!('publicKey' in self) || self['publicKey'].matches('^[A-Za-z0-9+/]{42}[AEIMQUYcgkosw048]=$')",message="publicKey must be a WireGuard public key: 32 octets in base64, which are 44 characters",reason=FieldValueInvalid
 // +kubebuilder:validation:XValidation:rule="!('publicKey' in self) || !self['publicKey'].matches('^A+=*$')",message="publicKey must not be zero",reason=FieldValueInvalid
 // +kubebuilder:validation:XValidation:rule="!('port' in self) || (self['port'].matches('^[1-9][0-9]{0,4}$') && int(self['port']) <= 65535)",message="port must be a UDP port from 1 to 65535, in decimal without leading zeros",reason=FieldValueInvalid
-// +kubebuilder:validation:XValidation:rule="!('tunnels' in self) || (self['tunnels'] + ',').matches('^(([1-9][0-9]{0,3}|[1-5][0-9]{4}|6([0-4][0-9]{3}|5([0-4][0-9]{2}|5([0-2][0-9]|3[0-5])))):[A-Za-z0-9+/]{42}[AEIMQUYcgkosw048]=,){1,15}$')",message="tunnels must be 1 to 15 times PORT:PUBLICKEY with commas between them, each with a UDP port and a WireGuard public key",reason=FieldValueInvalid
+// +kubebuilder:validation:XValidation:rule="!('tunnels' in self) || (self['tunnels'] + ',').matches('^(([1-9][0-9]{0,3}|[1-5][0-9]{4}|6([0-4][0-9]{3}|5([0-4][0-9]{2}|5([0-2][0-9]|3[0-5])))):[A-Za-z0-9+/]{42}[AEIMQUYcgkosw048]=,){1,15}$')",message="tunnels must be 1 to 15 entries PORT:PUBLICKEY, separated by commas, each with a UDP port and a WireGuard public key",reason=FieldValueInvalid
 // +kubebuilder:validation:XValidation:rule="!('tunnels' in self) || !self['tunnels'].matches(':A+=')",message="no public key in tunnels may be zero",reason=FieldValueInvalid
 // +kubebuilder:object:generate=false
 type BackendConfig map[string]ConfigValue

@@ -25,7 +25,7 @@ type NatMappingSpec struct {
 
 // EndpointMap maps addresses of endpoints to addresses in the ExternalCIDR.
 // +kubebuilder:validation:MaxProperties=16384
-// +kubebuilder:validation:XValidation:rule="self.all(e, isIP(e) && (ip(e).isGlobalUnicast() && !e.startsWith('0.') || e == '169.254.0.1'))",message="keys must be unicast IP addresses, not unspecified, not loopback, and not link-local but for 169.254.0.1",reason=FieldValueInvalid
+// +kubebuilder:validation:XValidation:rule="self.all(e, isIP(e) && (ip(e).isGlobalUnicast() && !e.startsWith('0.') || e == '169.254.0.1'))",message="keys must be unicast IP addresses, not unspecified, not loopback, and not link-local except 169.254.0.1",reason=FieldValueInvalid
 // +kubebuilder:object:generate=false
 type EndpointMap map[string]IPAddress
 
@@ -41,7 +41,7 @@ type NatMappingStatus struct {
 	// +patchStrategy=merge
 	// +patchMergeKey=type
 	// +kubebuilder:validation:MaxItems=16
-	// +kubebuilder:validation:XValidation:rule="self.all(c, c.lastTransitionTime.getFullYear() > 0)",message="lastTransitionTime must be a time that Go parses, such as 2026-11-27T12:00:00Z",reason=FieldValueInvalid
+	// +kubebuilder:validation:XValidation:rule="self.all(c, c.lastTransitionTime.getFullYear() > 0)",message="lastTransitionTime must be a time, such as 2026-11-27T12:00:00Z",reason=FieldValueInvalid
 	Conditions []metav1.Condition `json:"conditions,omitempty" patchStrategy:"merge" patchMergeKey:"type"`
 }
 

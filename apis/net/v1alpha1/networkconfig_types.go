@@ -24,7 +24,7 @@ type NetworkConfigSpec struct {
 
 // NetworkConfigStatus is the receiver's answer. The receiver writes it into the copy, and the
 // sender's replicator copies it to the original.
-// +kubebuilder:validation:XValidation:rule="!self.processed || (has(self.podCIDRNAT) && has(self.externalCIDRNAT))",message="podCIDRNAT and externalCIDRNAT must be set, to None if need be, once processed is true",reason=FieldValueRequired
+// +kubebuilder:validation:XValidation:rule="!self.processed || (has(self.podCIDRNAT) && has(self.externalCIDRNAT))",message="podCIDRNAT and externalCIDRNAT must be set if processed is true; None means that the network is not remapped",reason=FieldValueRequired
 type NetworkConfigStatus struct {
 	// Processed is true when the receiver has answered. Both NAT fields are set at the same time.
 	// +kubebuilder:default=false
@@ -44,7 +44,7 @@ type NetworkConfigStatus struct {
 	// +patchStrategy=merge
 	// +patchMergeKey=type
 	// +kubebuilder:validation:MaxItems=16
-	// +kubebuilder:validation:XValidation:rule="self.all(c, c.lastTransitionTime.getFullYear() > 0)",message="lastTransitionTime must be a time that Go parses, such as 2026-11-27T12:00:00Z",reason=FieldValueInvalid
+	// +kubebuilder:validation:XValidation:rule="self.all(c, c.lastTransitionTime.getFullYear() > 0)",message="lastTransitionTime must be a time, such as 2026-11-27T12:00:00Z",reason=FieldValueInvalid
 	Conditions []metav1.Condition `json:"conditions,omitempty" patchStrategy:"merge" patchMergeKey:"type"`
 }
 

@@ -90,7 +90,7 @@ type ConnectionLatency struct {
 	Value string `json:"value,omitempty"`
 	// Timestamp is the time of the measurement. It is absent if there is none.
 	// +optional
-	// +kubebuilder:validation:XValidation:rule="self.getFullYear() > 0",message="must be a time that Go parses, such as 2026-11-27T12:00:00Z",reason=FieldValueInvalid
+	// +kubebuilder:validation:XValidation:rule="self.getFullYear() > 0",message="must be a time, such as 2026-11-27T12:00:00Z",reason=FieldValueInvalid
 	Timestamp *metav1.Time `json:"timestamp,omitempty"`
 }
 
@@ -160,7 +160,7 @@ type TunnelEndpointStatus struct {
 	// +patchStrategy=merge
 	// +patchMergeKey=type
 	// +kubebuilder:validation:MaxItems=16
-	// +kubebuilder:validation:XValidation:rule="self.all(c, c.lastTransitionTime.getFullYear() > 0)",message="lastTransitionTime must be a time that Go parses, such as 2026-11-27T12:00:00Z",reason=FieldValueInvalid
+	// +kubebuilder:validation:XValidation:rule="self.all(c, c.lastTransitionTime.getFullYear() > 0)",message="lastTransitionTime must be a time, such as 2026-11-27T12:00:00Z",reason=FieldValueInvalid
 	Conditions []metav1.Condition `json:"conditions,omitempty" patchStrategy:"merge" patchMergeKey:"type"`
 }
 

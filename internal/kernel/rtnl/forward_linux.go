@@ -399,7 +399,7 @@ func refusal(a kernel.Accept, err error) kernel.Limit {
 		remedy = "`iifname \"isthmus*\" accept` and `oifname \"isthmus*\" accept` in the configuration of that process"
 	}
 	return kernel.Limit{Reason: kernel.LimitUncertain, Message: fmt.Sprintf(
-		"%v drops packets that none of its rules accepts, and ours cannot be added (%v), so packets between pods and peers may be dropped; want %s", a, err, remedy)}
+		"%v drops packets that none of its rules accepts, and Isthmus cannot add a rule (%v), so packets between pods and peers may be dropped; want %s", a, err, remedy)}
 }
 
 // masqueradeCost describes the effect of masquerading pods, for messages.
@@ -444,7 +444,7 @@ func earlyNAT() (all []kernel.Limit) {
 				continue
 			}
 			all = append(all, kernel.Limit{Reason: kernel.LimitMasqueraded, Message: fmt.Sprintf(
-				"chain %s of table %s %s has priority %d, before ours, so its masquerading of pods cannot be exempted; %s; want a priority of %d or more",
+				"chain %s of table %s %s has priority %d, so it masquerades pods before Isthmus can exempt them; %s; want a priority of %d or more",
 				chain.Name, kind, chain.Table.Name, *chain.Priority, masqueradeCost, kernel.SourceNATPriority)})
 		}
 	}

@@ -75,7 +75,7 @@ func legacyLimits(want kernel.SourceNAT) []kernel.Limit {
 	}
 	why := "because no visible rule accepts them"
 	if f := t.forwarding(); f.unchangeable && f.refuses {
-		why += ", and ours cannot be added without the node's " + legacyLock
+		why += ", and Isthmus cannot add a rule without the node's " + legacyLock
 	}
 	return []kernel.Limit{{Reason: kernel.LimitForwarding, Message: "chain FORWARD of iptables-legacy drops packets between pods and peers, " + why +
 		"; want `iptables-legacy -A FORWARD -i isthmus+ -j ACCEPT`, and the same with -o, before the rule that drops them"}}

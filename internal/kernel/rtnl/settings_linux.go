@@ -93,12 +93,12 @@ func (k *Kernel) write(v kernel.Setting) error {
 	}
 	proc, own := ownProc()
 	if own != nil {
-		return fmt.Errorf("%w, and no procfs of our own: %w (want CAP_SYS_ADMIN and Linux 5.2)", err, own)
+		return fmt.Errorf("%w, and cannot mount another procfs: %w; want CAP_SYS_ADMIN and Linux 5.2 or later", err, own)
 	}
 	defer unix.Close(proc)
 	fd, err := unix.Openat(proc, "sys/"+v.Path, unix.O_WRONLY|unix.O_CLOEXEC, 0)
 	if err != nil {
-		return fmt.Errorf("%s in a procfs of our own: %w", v.Path, err)
+		return fmt.Errorf("%s in the mounted procfs: %w", v.Path, err)
 	}
 	f := os.NewFile(uintptr(fd), v.Path)
 	defer f.Close()

@@ -280,7 +280,7 @@ func (l *loader) strictProblems(origin fabric.Origin, errs []error) bool {
 		case "unknown field":
 			what = "is not a field of this kind; want it removed or spelled as documented"
 		case "duplicate field":
-			what = "is given twice; want it once"
+			what = "appears twice; want it once"
 		}
 		l.problem(origin, field, "%s", what)
 	}

@@ -149,7 +149,7 @@ func parse(contents []content, key func(name string) content) (Snapshot, error) 
 	}
 	if name := snapshot.File.NextPrivateKeyFile; name != "" {
 		if snapshot.NextKey = l.privateKey(fieldNextKey, key(name)); snapshot.NextKey != (PrivateKey{}) && snapshot.NextKey == snapshot.PrivateKey {
-			l.problem(l.gateways[0].origin, fieldNextKey, "the content of %s is the key of privateKeyFile; want another key, or no such field", printable(name))
+			l.problem(l.gateways[0].origin, fieldNextKey, "the content of %s is the key of privateKeyFile; want another key, or remove the field", printable(name))
 		}
 	}
 	snapshot.Gateway = l.decide(snapshot.File, snapshot.PrivateKey)

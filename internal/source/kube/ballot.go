@@ -275,7 +275,7 @@ func staleList(list voting.List, v voting.View) string {
 	if v.Newest <= list.Version+1 {
 		return ""
 	}
-	return fmt.Sprintf("the list of voters from the Lease %s has version %d, but the nodes have stored version %d, as after a restore of the Lease; make sure that no gateway sends, then set its annotation %s to {\"version\":%d}",
+	return fmt.Sprintf("the list of voters in the Lease %s has version %d, but the nodes have stored version %d; the Lease was probably restored from a backup; make sure that no gateway sends, then set the annotation %s of the Lease to {\"version\":%d}",
 		isthmus.LeaseGateway, list.Version, v.Newest, isthmus.AnnotationVoters, v.Newest+1)
 }
 

@@ -31,7 +31,7 @@ var (
 	familyMemory    = families.Gauge("gateway_from_snapshot", "1 if this gateway runs with the snapshot in its state directory, because the API server does not answer.")
 	familyLeftOut   = families.Gauge("gateway_left_out_objects", "Objects that are ignored, in whole or in part, because they are invalid.", "kind")
 	familyTakeovers = families.Counter("gateway_takeovers_total", "How often this gateway became active, by reason: Released (the previous one ended in order or gave up its votes), NotHeard (by the nodes that vote), Expired (its Lease), NoneActive, Resumed (after a restart), or Unknown.", "reason")
-	familyEpoch     = families.Gauge("gateway_epoch", "Epoch of the active gateway, as far as this one knows: each takeover has a higher one.")
+	familyEpoch     = families.Gauge("gateway_epoch", "Epoch of the active gateway, as known to this gateway; each takeover increases it.")
 	familySince     = families.Gauge("gateway_active_since_timestamp_seconds", "When this gateway became active. A standby has no series.")
 	familyWrites    = families.Counter("gateway_api_writes_total", "Writes to the API server, by kind of object and by result.", "kind", "result")
 	familyStandbys  = families.Gauge("gateway_standbys", "Other gateways that answer the active one. Where nodes vote, isthmus_gateway_voters_heard shows whether they can take over. A standby, and a gateway without another Pod, has no series.")

@@ -222,7 +222,7 @@ func TestWatchNodeDeliversEachChangeOnce(t *testing.T) {
 	if !reflect.DeepEqual(n2, want) {
 		t.Errorf("node %+v", n2)
 	}
-	if got := full.problems[0].Error(); got != "TunnelEndpoint default/c: spec.remoteNATPodCIDR: 10.65.0.0/16 overlaps spec.localPodCIDR, 10.64.0.0/14; want a network of its own" {
+	if got := full.problems[0].Error(); got != "TunnelEndpoint default/c: spec.remoteNATPodCIDR: 10.65.0.0/16 overlaps spec.localPodCIDR, 10.64.0.0/14; want networks that do not overlap" {
 		t.Error(got)
 	}
 

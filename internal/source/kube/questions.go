@@ -211,7 +211,7 @@ func (q *questioner) run(ctx context.Context) {
 				}(ended)
 			} else if again = now.Add(listenAgain); !logged {
 				logged = true
-				q.log.Warn("cannot ask other gateways whether they are active: two could be active during an API server outage", "error", err)
+				q.log.Warn("cannot ask other gateways whether they are active; during an API server outage, two gateways could be active", "error", err)
 			}
 		}
 		if n := strangers.Open(); n > 0 {

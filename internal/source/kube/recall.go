@@ -77,7 +77,7 @@ func (w *nodeWatch) recall(ctx context.Context, elected signal, deliver func(fab
 			if h.Epoch <= m.Epoch || !slices.ContainsFunc(in.Gateways, func(g fabric.GatewayPod) bool { return g.Addr == h.Addr && !g.HostNetwork }) {
 				continue
 			}
-			w.log.Info("following the elected gateway, based on the state from before the start", "pod", h.Pod, "epoch", h.Epoch)
+			w.log.Info("using the elected gateway that the saved state names", "pod", h.Pod, "epoch", h.Epoch)
 			m.Epoch, in.Gateway = h.Epoch, h.Addr
 			deliver(in, nil)
 		}

@@ -70,7 +70,7 @@ func (r *NodeReporter) named(err error) error {
 	case meta.IsNoMatchError(err):
 		err = fmt.Errorf("the API server does not know NodeNetworks; install the CRDs (`isthmus install`): %w", err)
 	case apierrors.IsInvalid(err):
-		err = fmt.Errorf("the API server's definition of NodeNetworks refuses it; if the upgrade left that out (crds.install=false), install the CRDs of this version: %w", err)
+		err = fmt.Errorf("the installed CRD of NodeNetworks rejects the report; install the CRDs of this version, which an upgrade with crds.install=false leaves out: %w", err)
 	}
 	if err != nil {
 		return fmt.Errorf("NodeNetworks %s/%s: %w", r.namespace, r.node, err)

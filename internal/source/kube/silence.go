@@ -21,13 +21,13 @@ func (e *election) silence() string {
 		return ""
 	case e.lacking:
 		if why := staleList(e.list, e.votes.View()); why != "" {
-			return "silent: " + why
+			return "not sending: " + why
 		}
-		return fmt.Sprintf("silent: this gateway has no majority of the %d nodes that vote, %s; they have to answer at UDP port %d", len(e.list.Voters), strings.Join(slices.Sorted(maps.Keys(e.list.Voters)), ", "), voting.Port)
+		return fmt.Sprintf("not sending: this gateway has no majority of the %d nodes that vote, %s; they have to answer at UDP port %d", len(e.list.Voters), strings.Join(slices.Sorted(maps.Keys(e.list.Voters)), ", "), voting.Port)
 	case e.unanswered == "":
 		return ""
 	}
-	return fmt.Sprintf("silent: this gateway cannot renew the Lease %s, and Pod %s, which may have taken over, does not answer at UDP port %d", isthmus.LeaseGateway, e.unanswered, QuestionPort)
+	return fmt.Sprintf("not sending: this gateway cannot renew the Lease %s, and Pod %s, which may have taken over, does not answer at UDP port %d", isthmus.LeaseGateway, e.unanswered, QuestionPort)
 }
 
 // unansweredGrace is how long a standby stays ready although too few voters answer. A message may

@@ -45,10 +45,10 @@ imagePullSecrets:
 those of the previous one, and renders templates in any order. So each template with values that an older chart lacks begins with this. */}}
 {{- define "isthmus.check" -}}
 {{- if hasKey .Values.routeAgent "maxUnavailable" }}
-{{- fail "value routeAgent.maxUnavailable: it has become routeAgent.maxSurge; want --reset-then-reuse-values in place of --reuse-values, and --set routeAgent.maxUnavailable=null where it was chosen" }}
+{{- fail "value routeAgent.maxUnavailable: renamed to routeAgent.maxSurge; want --reset-then-reuse-values instead of --reuse-values, and --set routeAgent.maxUnavailable=null if you had set it" }}
 {{- end }}
 {{- /* With 0 no agent could be replaced. */}}
 {{- if not (regexFind "^[1-9]" (printf "%v" .Values.routeAgent.maxSurge)) }}
-{{- fail "value routeAgent.maxSurge: want how many nodes, or a share of them such as 10%, and not 0" }}
+{{- fail "value routeAgent.maxSurge: want a number of nodes, or a percentage of them such as 10%, but not 0" }}
 {{- end }}
 {{- end }}
