@@ -4,12 +4,12 @@
 //	go run ./benchmarks/manager -peers 500,1000
 //	go run ./benchmarks/manager -services # 1,000 services of ten peers, whose pods are replaced
 //
-// It runs TestManyPeerings of test/control and formats its figures as a table. That test has the
-// real manager, two real API servers and peers that answer. One of the API servers acts as the
-// API server of every peer and identifies each peer by its certificate. With -services, the
-// command runs TestManyServices with two managers. Other log output goes to standard error. The
-// command needs the programs that internal/kubetest builds. With 500 peers it takes about five
-// minutes on two processors.
+// It runs TestManagerHandlesManyPeerings of test/control and formats its figures as a table. That
+// test has the real manager, two real API servers and peers that answer. One of the API servers
+// acts as the API server of every peer and identifies each peer by its certificate. With -services,
+// the command runs TestClusterImportsManyServices with two managers. Other log output goes to
+// standard error. The command needs the programs that internal/kubetest builds. With 500 peers it
+// takes about five minutes on two processors.
 package main
 
 import (
@@ -54,7 +54,7 @@ func main() {
 		}
 	}
 	if *shared {
-		if err := run(ctx, take, "TestManyServices", "-profiles="+*profiles); err != nil {
+		if err := run(ctx, take, "TestClusterImportsManyServices", "-profiles="+*profiles); err != nil {
 			log.Fatal(err)
 		}
 		*text = ""
@@ -66,7 +66,7 @@ func main() {
 		}
 		heads = append(heads, fmt.Sprintf("%d peers", n))
 		log.Printf("%d peers:", n)
-		if err := run(ctx, take, "TestManyPeerings", fmt.Sprintf("-peers=%d", n), "-profiles="+*profiles); err != nil {
+		if err := run(ctx, take, "TestManagerHandlesManyPeerings", fmt.Sprintf("-peers=%d", n), "-profiles="+*profiles); err != nil {
 			log.Fatal(err)
 		}
 	}

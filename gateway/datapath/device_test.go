@@ -213,7 +213,7 @@ func TestReadCompletesAPartialChecksum(t *testing.T) {
 
 // A pod with a tunnel of its own leaves the checksum of the inner packet to the device. The
 // kernel does so for VXLAN and IPIP, and a TUN with TUN_F_CSUM sees it.
-func TestReadCompletesTheChecksumInsideAPodsOwnTunnel(t *testing.T) {
+func TestReadCompletesTheInnerChecksumOfATunnelledPacket(t *testing.T) {
 	inner := packettest.IP{Src: netip.MustParseAddr("192.168.1.1"), Dst: netip.MustParseAddr("192.168.1.2"), TTL: 64}
 	tcp := packettest.TCP{SrcPort: 1, DstPort: 2, Flags: packettest.ACK, Data: random(101)}
 	outer := packettest.IP{Src: podA, Dst: podB, TTL: 64}
@@ -333,7 +333,7 @@ func TestReadReleasesHeldFragmentsAfterTheFirst(t *testing.T) {
 	}
 }
 
-func TestReadAlsoWaitsForPacketsOfTheEndpoint(t *testing.T) {
+func TestReadReturnsPacketsOfTheLocalEndpoint(t *testing.T) {
 	link := newScript()
 	local, err := datapath.NewLocal(self, netip.Addr{}, 1420)
 	if err != nil {
@@ -363,7 +363,7 @@ func TestReadAlsoWaitsForPacketsOfTheEndpoint(t *testing.T) {
 }
 
 // The engine must not be given the time at which the wait for a packet began.
-func TestReadPassesTheTimeAfterTheWaitToTheEngine(t *testing.T) {
+func TestReadPassesTheArrivalTimeToTheEngine(t *testing.T) {
 	synctest.Test(t, readAsksForTheTimeAfterEachWait)
 }
 
@@ -725,7 +725,7 @@ func TestCloseDuringWriteAndRead(t *testing.T) {
 	}
 }
 
-func TestLocalCarriesIPv6(t *testing.T) {
+func TestLocalEndpointCarriesIPv6(t *testing.T) {
 	local, err := datapath.NewLocal(self, self6, 1420)
 	if err != nil {
 		t.Fatal(err)

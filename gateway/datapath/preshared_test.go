@@ -262,8 +262,8 @@ func TestASessionReportsItsPresharedKey(t *testing.T) {
 
 // A quantum attacker records all messages between two sides and can compute all X25519 private
 // keys. That decrypts every message of a session without a preshared key, and none of a session
-// with one. The gateway's status shows which sessions have one. TestPresharedKeys in test/fleet
-// does the same with a whole peering.
+// with one. The gateway's status shows which sessions have one.
+// TestPresharedKeysAreExchangedAndUsed in test/fleet does the same with a whole peering.
 func TestQuantumAttackerDecryptsNoSessionWithAPresharedKey(t *testing.T) {
 	for _, agreed := range []bool{false, true} {
 		for _, changing := range []bool{false, true} {

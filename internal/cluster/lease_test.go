@@ -19,7 +19,7 @@ var must = expect.NoError
 
 // A displayed holder is judged by the API server's clock, at the time of the request. An action
 // that requires that there is no holder needs both clocks to agree that the Lease has expired.
-func TestLeaseIsExpiredForActionsOnlyByBothClocks(t *testing.T) {
+func TestActionsNeedALeaseThatExpiredByBothClocks(t *testing.T) {
 	for _, tc := range []struct {
 		name         string
 		ago, took    time.Duration // by our clock: the time from the renewal to the request, and from the request to the response

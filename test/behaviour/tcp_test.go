@@ -16,7 +16,7 @@ import (
 // silently and not refused, so that the pod repeats it. Then the node connects to the pod,
 // from the port that the pod uses as destination. The SYNs must cross and result in one
 // connection.
-func TestRFC5382SimultaneousOpenThroughNAPT(t *testing.T) {
+func TestRFC5382SimultaneousOpenSucceedsThroughNAPT(t *testing.T) {
 	s := newSite(t)
 	node, pod := s.Cluster("a").Nodes[1], s.Cluster("b").Pods[1]
 	natIP := podsAatB.Addr()

@@ -37,11 +37,11 @@ var update = flag.Bool("update", false, "write the golden files anew")
 
 const liqoKey = "AQIDBAUGBwgJCgsMDQ4PEBESExQVFhcYGRobHB0eHyA="
 
-// TestPeeringWithImitatedLiqo peers with a cluster of Liqo v0.9.4, which a liqo simulates on an API
-// server with Liqo's CRDs. Its PodCIDR is one half of ours. First Isthmus is alone, with a Peering
-// and an identity in Liqo's form. Then Isthmus replaces the network-manager under Liqo's control
-// plane: there are ForeignClusters, and Liqo's crd-replicator replicates for it.
-func TestPeeringWithImitatedLiqo(t *testing.T) {
+// TestIsthmusPeersWithImitatedLiqo peers with a cluster of Liqo v0.9.4, which a liqo simulates on
+// an API server with Liqo's CRDs. Its PodCIDR is one half of ours. First Isthmus is alone, with a
+// Peering and an identity in Liqo's form. Then Isthmus replaces the network-manager under Liqo's
+// control plane: there are ForeignClusters, and Liqo's crd-replicator replicates for it.
+func TestIsthmusPeersWithImitatedLiqo(t *testing.T) {
 	t.Parallel()
 	sites := planSites(t, "10.244.0.0/16")
 	a := sites[0]

@@ -34,21 +34,21 @@ import (
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 )
 
-// manyUsers is the group of our identities at the peers of TestManyPeerings. All peers are on one
-// API server, each with its own tenant namespace, user and client certificate. So the manager has
-// one connection for each, as if each had its own API server.
+// manyUsers is the group of our identities at the peers of TestManagerHandlesManyPeerings. All
+// peers are on one API server, each with its own tenant namespace, user and client certificate. So
+// the manager has one connection for each, as if each had its own API server.
 const manyUsers = "peers"
 
-// Flags of TestManyPeerings are for benchmarks/manager.
+// Flags of TestManagerHandlesManyPeerings are for benchmarks/manager.
 var (
-	manyPeers    = flag.Int("peers", 0, "number of peerings of TestManyPeerings; 0: 20, or 500 with -long")
-	manyProfiles = flag.String("profiles", "", "directory for profiles of the manager of TestManyPeerings, of each thing it does; empty: none")
+	manyPeers    = flag.Int("peers", 0, "number of peerings of TestManagerHandlesManyPeerings; 0: 20, or 500 with -long")
+	manyProfiles = flag.String("profiles", "", "directory for profiles of the manager of TestManagerHandlesManyPeerings, of each thing it does; empty: none")
 )
 
-// TestManyPeerings gives one manager many peerings, 20 or, with -long, 500. Their networks overlap
-// ours and each other. The test prints the cost. The API servers' audit logs count the manager's
-// requests, by its user names.
-func TestManyPeerings(t *testing.T) {
+// TestManagerHandlesManyPeerings gives one manager many peerings, 20 or, with -long, 500. Their
+// networks overlap ours and each other. The test prints the cost. The API servers' audit logs count
+// the manager's requests, by its user names.
+func TestManagerHandlesManyPeerings(t *testing.T) {
 	number, rest := 20, 10*time.Second
 	if *long {
 		number, rest = 500, time.Minute
@@ -170,7 +170,7 @@ func newRemote(i int) *remote {
 	return r
 }
 
-// A world has the clusters of TestManyPeerings.
+// A world has the clusters of TestManagerHandlesManyPeerings.
 type world struct {
 	t          *testing.T
 	home, away *site

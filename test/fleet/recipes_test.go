@@ -26,7 +26,7 @@ const recipes = "docs/recipes.md"
 
 // The commands and objects of docs/recipes.md have the documented effects. Commands that need
 // containers are skipped; internal/pages lists their tests.
-func TestRecipes(t *testing.T) {
+func TestCommandsOfRecipesPageWork(t *testing.T) {
 	spec := lab.Spec{Clusters: []lab.ClusterSpec{clusterSpec("10.244.0.0/16", 1), clusterSpec("10.244.0.0/16", 1), clusterSpec("10.244.0.0/16", 1)}}
 	for i, name := range []string{"paris", "oslo", "rome"} {
 		spec.Clusters[i].Name = name

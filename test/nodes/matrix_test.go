@@ -31,7 +31,7 @@ var traffic = []struct {
 // Each cell is a request and its answer. The receiver must see the source that docs/nat.md
 // promises. The sender must get an answer of the request's size from the address to which it sent
 // the request.
-func TestTrafficMatrixHoldsInEveryCell(t *testing.T) {
+func TestEveryCellOfTheTrafficMatrixPasses(t *testing.T) {
 	w := shared.get(t)
 	page := matrixPage(t, w)
 	w.noPlaintext(t)
