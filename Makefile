@@ -113,7 +113,7 @@ RUN   ?=
 .PHONY: test-mcs
 test-mcs: deps-mcs ## The conformance suite of the Multi-Cluster Services API from SUITE, a checkout of kubernetes-sigs/mcs-api (root, an hour)
 	@[ -d "$(SUITE)/conformance" ] || { echo "SUITE=$(SUITE): want a checkout of https://github.com/kubernetes-sigs/mcs-api"; exit 1; }
-	go test -C test -count=1 -timeout=120m -v ./nodes -all -run 'TestConformanceOfMultiClusterServices/$(RUN)' -suite "$(abspath $(SUITE))"
+	go test -C test -count=1 -timeout=120m -v ./nodes -all -run 'TestServicesPassTheMultiClusterConformanceSuite/$(RUN)' -suite "$(abspath $(SUITE))"
 
 .PHONY: test-cni
 test-cni: build deps kube ## Test Isthmus beside the pod network of each CNI, with faults for a minute (root, an hour)
@@ -168,7 +168,7 @@ test-coredns: ## Have CoreDNS read the Corefiles that isthmus install writes (bu
 
 .PHONY: record
 record: deps ## Record the metrics of three clusters with traffic and faults, for test-prometheus (root, seven minutes)
-	cd test && go test ./fleet -count=1 -run '^TestRecord$$' -v -record $(CURDIR)/test/prometheus/testdata/fleet.gz
+	cd test && go test ./fleet -count=1 -run '^TestRecordDashboardData$$' -v -record $(CURDIR)/test/prometheus/testdata/fleet.gz
 
 .PHONY: lint
 lint: $(GOLANGCI) ## golangci-lint over both modules; links, words and widths of documents, and subjects of commits

@@ -11,7 +11,7 @@ import (
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 )
 
-func TestAllocationsCombineAllObjects(t *testing.T) {
+func TestAllocationsFromCombinesAllObjects(t *testing.T) {
 	now := time.UnixMilli(1_800_000_000_000)
 	object := func(name string, revision int64, networks ...string) (o isthmus.NetworkAllocation) {
 		o.Name, o.Spec = name, isthmus.NetworkAllocationSpec{ClusterID: name, Revision: revision, Networks: networks}

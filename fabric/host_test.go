@@ -100,7 +100,7 @@ func TestPlanPrintsShellCommands(t *testing.T) {
 
 // A gateway that stops leaves the same objects as a killed one, without the routes through its
 // veth. Without peers it leaves nothing.
-func TestGatewayHostLeavesOnlyRefusalsBehind(t *testing.T) {
+func TestStoppedGatewayHostLeavesOnlyUnreachableRoutes(t *testing.T) {
 	peers := []*GatewayPeer{{ID: "b", AllowedIPs: [2]netip.Prefix{pfx("10.246.0.0/16"), pfx("fd00:1::/48")}}}
 	const want = `ip route replace unreachable 10.246.0.0/16 table 4200 metric 420000 proto 71
 ip -6 route replace unreachable fd00:1::/48 table 4200 metric 420000 proto 71

@@ -157,7 +157,7 @@ func TestPodsOutsideThePodCIDRAreReported(t *testing.T) {
 	}
 }
 
-func TestElsewhereIsAnAddressOutsideOurNodesPodCIDRs(t *testing.T) {
+func TestRemotePodAddrIsOutsideOurNodesPodCIDRs(t *testing.T) {
 	in := podIntent(t, "n1")
 	in.OwnPods = []netip.Prefix{pfx("fd00::/48"), pfx("10.244.0.0/16")}
 	if got := in.RemotePodAddr(); got != ip("10.244.0.254") {
@@ -173,7 +173,7 @@ func TestElsewhereIsAnAddressOutsideOurNodesPodCIDRs(t *testing.T) {
 	}
 }
 
-func TestCarriersAreTheDestinationsOfOuterPackets(t *testing.T) {
+func TestCarriersReturnsTheDestinationsOfOuterPackets(t *testing.T) {
 	for _, tc := range []struct {
 		in           NodeIntent
 		outer, nodes string
@@ -437,7 +437,7 @@ func TestNodeReportsOverlappingPodCIDRsOfTwoNodes(t *testing.T) {
 	}
 }
 
-func TestNodeMissingFromTheClusterOnlyRefusesPackets(t *testing.T) {
+func TestNodeWithoutANodeObjectRefusesPeerTraffic(t *testing.T) {
 	n, problems := NodeFor(nodeIntent(t, "n7"))
 	wantTexts(t, problems, "Node n7: does not exist; want the name of the Node on which the agent runs")
 	if got, want := n.String(), RefusingState([]netip.Prefix{pfx("10.246.0.0/16"), pfx("10.247.0.0/16")}).String(); got != want {
@@ -572,7 +572,7 @@ func TestOverlayMTUFitsPacketsOfTheTunnel(t *testing.T) {
 	}
 }
 
-func TestInOrderReportsHostBits(t *testing.T) {
+func TestPrefixesWithHostBitsAreNotInOrder(t *testing.T) {
 	rng := rand.New(rand.NewPCG(1, 2))
 	all := []netip.Prefix{{}, netip.PrefixFrom(netip.IPv4Unspecified(), 40)}
 	for range 10_000 {

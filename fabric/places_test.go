@@ -11,7 +11,7 @@ import (
 
 // After any sequence of changes, PodPlaces returns the same as lists of all nodes and pods. A
 // change that is not reported does not affect the result of Network.
-func TestPodPlacesMatchTheLists(t *testing.T) {
+func TestPodPlacesEqualAListOfAllNodesAndPods(t *testing.T) {
 	rng := rand.New(rand.NewPCG(1, 2))
 	own := ip("10.244.0.250")
 	for round := range 300 {
@@ -123,7 +123,7 @@ func ownerIn(n PodNetwork, addr netip.Addr) (o Owner) {
 	return o
 }
 
-func TestPodPlacesKnowAdditionalSourcesOfANode(t *testing.T) {
+func TestPodPlacesReturnAdditionalSourcesOfANode(t *testing.T) {
 	p := PodPlaces{Self: "n0"}
 	from := []netip.Addr{netip.MustParseAddr("10.244.9.64")}
 	if !p.SetSources("n1", from) || p.SetSources("n1", from) {
@@ -142,7 +142,7 @@ func TestPodPlacesKnowAdditionalSourcesOfANode(t *testing.T) {
 	}
 }
 
-func TestPodPlacesKnowTheRoutesOfTheGatewayNode(t *testing.T) {
+func TestPodPlacesReturnOnlyTheRoutesOfTheirOwnNode(t *testing.T) {
 	p := PodPlaces{Self: "n0"}
 	p.SetNode(ClusterNode{Name: "n0"})
 	p.SetNode(ClusterNode{Name: "n1"})

@@ -104,7 +104,7 @@ func oneGateway(t testing.TB, self, gateway string) NodeIntent {
 
 // A node forwards and refuses the same packets whether TunnelEndpoints name the gateway, or the
 // gateway reports itself. Only the next hop differs.
-func TestSelfReportedGatewayEqualsGatewayNamedByTunnelEndpoints(t *testing.T) {
+func TestSelfReportedGatewayGetsTheSameRules(t *testing.T) {
 	for _, self := range []string{"n1", "n2"} {
 		in := oneGateway(t, self, "10.244.1.254")
 		n, problems := NodeFor(in)
@@ -388,7 +388,7 @@ func TestGatewayPodDeliversOnlyThroughTheOverlay(t *testing.T) {
 	}
 }
 
-func TestGatewayPodLeavesOnlyRefusalsBehind(t *testing.T) {
+func TestStoppedGatewayPodLeavesOnlyUnreachableRoutes(t *testing.T) {
 	left := GatewayPodLeft(gatewayPeers(t))
 	const want = `ip route replace unreachable 10.246.0.0/16 table 4202 metric 420000 proto 71
 ip route replace unreachable 10.247.0.0/16 table 4202 metric 420000 proto 71

@@ -180,7 +180,7 @@ func newCrowd(t *testing.T, peers int) *crowd {
 // A pod and the gateway of one peer flood our gateway with PINGs. Every PING of every other peer
 // must be answered. Every message of the flood must be answered, or counted as dropped for its
 // peer.
-func TestAPINGFloodOfOnePeerDoesNotSlowTheOthers(t *testing.T) {
+func TestPINGFloodOfOnePeerDoesNotSlowOtherPeers(t *testing.T) {
 	const (
 		peers  = 1000
 		rounds = 20 // number of rounds; in each one, the following numbers of PINGs are sent:

@@ -27,9 +27,9 @@ import (
 	"github.com/isthmus-net/isthmus/packet/packettest"
 )
 
-// The crowd of TestOneHostilePeerAmongThousands consists of all other peers of the victim. It is
-// a process of its own. Each of its peers has an address of the loopback network, makes a session
-// with the victim, sends a PING every two seconds and answers the victim's PINGs.
+// The crowd of TestOneHostilePeerBarelyAffectsAnHonestPeer consists of all other peers of the
+// victim. It is a process of its own. Each of its peers has an address of the loopback network,
+// makes a session with the victim, sends a PING every two seconds and answers the victim's PINGs.
 
 const (
 	crowdChild = "ISTHMUS_FAIRNESS_CROWD" // environment variable with the number of peers; set in the crowd's process
@@ -44,7 +44,7 @@ func crowdAddr(n int) netip.Addr { return netip.AddrFrom4([4]byte{127, 64, byte(
 // returns a function that passes the victim's address to the process, which then starts
 // handshakes.
 func startCrowd(t *testing.T, peers int) (port uint16, meet func(victim netip.AddrPort)) {
-	cmd := exec.CommandContext(t.Context(), os.Args[0], "-test.run=^TestOneHostilePeerAmongThousands$")
+	cmd := exec.CommandContext(t.Context(), os.Args[0], "-test.run=^TestOneHostilePeerBarelyAffectsAnHonestPeer$")
 	cmd.Env = append(os.Environ(), fmt.Sprintf("%s=%d", crowdChild, peers))
 	cmd.Stderr = os.Stderr
 	in, err := cmd.StdinPipe()

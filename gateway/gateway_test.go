@@ -910,7 +910,7 @@ func TestGatewaysJoinClustersOverIPv6(t *testing.T) {
 	}
 }
 
-func TestStandbyGatewaySendsNothingUntilItBegins(t *testing.T) {
+func TestStandbyGatewaySendsNothingUntilItIsActive(t *testing.T) {
 	needRoot(t)
 	wire := newWire(t)
 	a, b := newSite(t, "a", 1, wire, 1500), newSite(t, "b", 2, wire, 1500)
@@ -962,7 +962,7 @@ func TestStandbyGatewaySendsNothingUntilItBegins(t *testing.T) {
 	b.stop()
 }
 
-func TestGatewayActiveFromItsStartAppliesItsConfigurationOnce(t *testing.T) {
+func TestGatewayThatStartsActiveAppliesItsConfigurationOnce(t *testing.T) {
 	needRoot(t)
 	wire := newWire(t)
 	a, b := newSite(t, "a", 1, wire, 1500), newSite(t, "b", 2, wire, 1500)

@@ -234,7 +234,7 @@ func TestEachPeerHasItsOwnMTUOverIPv6(t *testing.T) {
 // Such a bridge passes superpackets of any size, so the test makes the kernel segment WireGuard's
 // superpackets before the bridge. Both sides must find out and inform their senders. When the path
 // is repaired, they must return to the full size.
-func TestABlackHoleIsDetectedAndCleared(t *testing.T) {
+func TestPathMTUFollowsABlackHoleAndItsRepair(t *testing.T) {
 	needRoot(t)
 	wire := newWire(t)
 	a, b := newSite(t, "a", 1, wire, 1500), newSite(t, "b", 2, wire, 1500)

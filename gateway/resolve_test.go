@@ -86,7 +86,7 @@ func resolving(t *testing.T, test func(r *resolver, n *names, step func(seconds 
 	})
 }
 
-func TestEndpointAtAServiceRelayCountsAsHidden(t *testing.T) {
+func TestPeerBehindAServiceRelayHasAHiddenAddress(t *testing.T) {
 	resolving(t, func(r *resolver, _ *names, _ func(int), _ func() string) {
 		node := netip.MustParseAddrPort("10.244.1.1:8531")
 		r.set(named1("192.0.2.1"), fabric.Site{Relays: map[netip.Addr]bool{node.Addr(): true}})
@@ -390,8 +390,9 @@ func TestSourceLookupDoesNotScanAllPeers(t *testing.T) {
 	}
 }
 
-// BenchmarkMayCome measures the check of a message's source, for messages of many peers in turn.
-func BenchmarkMayCome(b *testing.B) {
+// BenchmarkSourceCheck measures the check of a message's source, for messages of many peers in
+// turn.
+func BenchmarkSourceCheck(b *testing.B) {
 	for _, n := range []int{10, 1000, 4000} {
 		b.Run(fmt.Sprintf("peers=%d", n), func(b *testing.B) {
 			var peers []*fabric.GatewayPeer

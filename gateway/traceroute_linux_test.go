@@ -179,7 +179,7 @@ func (s *space) quotes(b []byte, dst netip.Addr, method string, source, port int
 // our node, our gateway, the other gateway (with the address that the connection check uses), the
 // other node, and the pod. The other node answers with the NAPT address or, if its kernel uses an
 // address of the PodCIDR, with that one.
-func TestTracerouteThroughTwoGateways(t *testing.T) {
+func TestTracerouteShowsEveryHop(t *testing.T) {
 	needRoot(t)
 	for _, six := range []bool{false, true} {
 		t.Run(fmt.Sprintf("IPv6 %t", six), func(t *testing.T) {

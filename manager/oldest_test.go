@@ -186,7 +186,7 @@ func TestManagerPeersIfServiceCIDRsAreNotServed(t *testing.T) {
 
 // If managers cannot read the cluster's configuration, the leader is not ready and reports the
 // reason. The standby is ready, because it has no work.
-func TestLeaderThatCannotBeginIsNotReady(t *testing.T) {
+func TestLeaderIsNotReadyUntilItReadsTheConfiguration(t *testing.T) {
 	w := bare(t)
 	old := startOldServer(t)
 	const configuration = "/api/v1/namespaces/kube-system/configmaps/kubeadm-config"

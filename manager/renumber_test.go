@@ -73,7 +73,7 @@ func (s *side) claims(other *side) *v1alpha1.NetworkConfig {
 
 // While the peer's manager is stopped, its answer to our previous networks does not count for our
 // present networks.
-func TestAnswerCountsOnlyForTheNetworksItWasGivenFor(t *testing.T) {
+func TestAnswerToOurPreviousNetworksIsIgnored(t *testing.T) {
 	a, b := twoSides(t)
 	ready(a, b)
 	before := a.peer.Endpoint().Spec

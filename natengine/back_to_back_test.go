@@ -259,7 +259,7 @@ func TestPingOfTheInProcessEndpointIsDelivered(t *testing.T) {
 // Cluster A maps a pod of C as an endpoint for B (docs/liqo-v0.md, section 7.4). A packet from B's
 // tunnel must enter C's tunnel with source and destination translated. For the reply and for an
 // ICMP error, both translations must be undone.
-func TestTransitToAThirdClusterTranslatesBothEnds(t *testing.T) {
+func TestPacketsToAThirdClusterAreTranslatedTwice(t *testing.T) {
 	e := natengine.New(natengine.Config{})
 	addr, prefixes := netip.MustParseAddr, func(s string) []netip.Prefix { return []netip.Prefix{netip.MustParsePrefix(s)} }
 	pods := netip.MustParsePrefix("10.244.0.0/16")

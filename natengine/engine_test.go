@@ -185,7 +185,7 @@ func TestPrefixMapNeverReachesTheInProcessEndpoint(t *testing.T) {
 	refused(t, e, Inbound, b, 0, DropDestination)
 }
 
-func TestOneAddressPrefixServesAsPodAndNAPTAddress(t *testing.T) {
+func TestPodAddressCanAlsoBeTheNAPTAddress(t *testing.T) {
 	p := Peer{ID: "b", RemotePods: pfxs("10.71.0.0/16"), Pods: []Remap{{pfx("10.244.1.1/32"), pfx("10.246.1.1/32")}}}
 	e := newEngine(t, Config{}, p)
 	src, _ := out(t, e, udp("10.244.1.1:1", "10.71.0.5:2"), 0)

@@ -142,7 +142,7 @@ func TestFragmentsToTheInProcessEndpointAreDelivered(t *testing.T) {
 	}
 }
 
-func TestFragmentsAreDroppedWithTheFirst(t *testing.T) {
+func TestFragmentsAreDroppedIfTheFirstIsDropped(t *testing.T) {
 	e := newEngine(t, Config{}, peerB())
 	_, fragments := datagram("10.71.0.5:53", "10.246.0.0:4000", 77) // there is no flow
 	for n, i := range []int{1, 0, 2} {

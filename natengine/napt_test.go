@@ -832,7 +832,7 @@ func TestChooseFindsEveryFreePort(t *testing.T) {
 	}
 }
 
-func TestEveryPortIsRandomWithRandomPorts(t *testing.T) { // RFC 6056
+func TestRandomPortsOptionRandomizesEveryPort(t *testing.T) { // RFC 6056
 	e := newEngine(t, Config{RandomPorts: true}, peerB())
 	kept, seen := 0, map[uint16]bool{}
 	for i := 1; i <= 50; i++ {

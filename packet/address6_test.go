@@ -25,7 +25,7 @@ func cornerAddr(rng *rand.Rand) (hi, lo uint64, a netip.Addr) {
 	return hi, lo, netip.AddrFrom16(b)
 }
 
-func TestIPv6AddressesInTwoWordsAreReadAndWritten(t *testing.T) {
+func TestIPv6AddressesRoundTripAsTwoWords(t *testing.T) {
 	rng := newRand(6)
 	bodies := []packettest.Body{
 		packettest.TCP{SrcPort: 1, DstPort: 2, Flags: packettest.ACK, Data: []byte("abc")},

@@ -121,7 +121,7 @@ func TestJoinRefusesDatagramsAboveTheMaximumLength(t *testing.T) {
 	}
 }
 
-func TestSplit6FragmentsJoinToThePacket(t *testing.T) {
+func TestJoinUndoesSplit6(t *testing.T) {
 	rng := rand.New(rand.NewPCG(41, 2))
 	split := 0
 	for range 2000 {

@@ -37,7 +37,7 @@ func reassemble(t testing.TB, fragments [][]byte) (first packettest.Packet, data
 	return first, data, more
 }
 
-func TestSplitFragmentsJoinToThePacket(t *testing.T) {
+func TestJoinUndoesSplit(t *testing.T) {
 	rng := newRand(20)
 	for range 3000 {
 		h := randIP(rng, false)
@@ -159,7 +159,7 @@ func TestTooBigMatchesGoldenErrors(t *testing.T) {
 // The error must quote as much of the packet as fits 576 octets (RFC 1812, section 4.3.2.3) or
 // 1280 (RFC 4443, section 2.4c). It must not contain a next-hop MTU below the minimum for
 // hosts.
-func TestTooBigQuotesWhatFitsAndBoundsTheMTU(t *testing.T) {
+func TestTooBigErrorHasABoundedQuoteAndMTU(t *testing.T) {
 	rng := newRand(21)
 	dst := bytes.Repeat([]byte{0xee}, packet.MaxTooBig)
 	for range 3000 {

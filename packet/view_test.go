@@ -322,7 +322,7 @@ func TestParseAcceptsOptions(t *testing.T) {
 
 // The sum of the pseudo-header is zero, so the field may be 0 or 0xffff, which are both zero in
 // ones' complement.
-func TestPartialChecksumOfEitherZeroIsValid(t *testing.T) {
+func TestPartialChecksumMayBeZeroOrFFFF(t *testing.T) {
 	h, s := ip4(), packettest.TCP{SrcPort: 1, DstPort: 2}
 	sum := ^packettest.InternetChecksum(h.Src.AsSlice(), []byte{10, 2, 0, 0, 0, 6, 0, 20})
 	h.Dst = netip.AddrFrom4([4]byte{10, 2, byte(^sum >> 8), byte(^sum)})

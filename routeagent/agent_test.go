@@ -694,7 +694,7 @@ func TestUpgradeFromAnAgentWithOtherRulePrioritiesKeepsTrafficFlowing(t *testing
 
 // A killed gateway leaves routes that refuse traffic. They must not interfere when another node has
 // the gateway.
-func TestEveryNodeFollowsAMovedGateway(t *testing.T) {
+func TestEveryNodeRoutesToAMovedGateway(t *testing.T) {
 	t.Parallel()
 	c := newCluster(t, 3)
 	c.start(c.Nodes...)

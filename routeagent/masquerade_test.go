@@ -68,7 +68,7 @@ func services(at string, pods netip.Prefix) []string {
 // Whatever a CNI masquerades, and by which program, pods and peers see each other's addresses,
 // directly and through a Service. If a node translates packets for other hosts, their source is the
 // node's own address.
-func TestPodsKeepTheirAddressesBehindEveryMasquerade(t *testing.T) {
+func TestPodsKeepTheirAddressesDespiteMasqueradeRules(t *testing.T) {
 	t.Parallel()
 	for name, commands := range masquerades(localPods) {
 		t.Run(name, func(t *testing.T) {

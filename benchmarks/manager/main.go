@@ -4,10 +4,10 @@
 //	go run ./benchmarks/manager -peers 500,1000
 //	go run ./benchmarks/manager -services # 1,000 services of ten peers, whose pods are replaced
 //
-// It runs TestManyPeerings of test/control and formats its figures as a table. That test runs the
+// It runs TestManagerHandlesManyPeerings of test/control and formats its figures as a table. That test runs the
 // real manager and two real API servers, and simulates peers that answer. One API server is the
 // manager's own. The other acts as the API server of every peer, each with its own certificate.
-// With -services, the command runs TestManyServices with two managers. Other log output goes to
+// With -services, the command runs TestClusterImportsManyServices with two managers. Other log output goes to
 // standard error. The command needs the programs that internal/kubetest builds. With 500 peers it
 // takes about five minutes on two processors.
 package main
@@ -54,7 +54,7 @@ func main() {
 		}
 	}
 	if *shared {
-		if err := run(ctx, handle, "TestManyServices", "-profiles="+*profiles); err != nil {
+		if err := run(ctx, handle, "TestClusterImportsManyServices", "-profiles="+*profiles); err != nil {
 			log.Fatal(err)
 		}
 		*text = ""
@@ -66,7 +66,7 @@ func main() {
 		}
 		heads = append(heads, fmt.Sprintf("%d peers", n))
 		log.Printf("%d peers:", n)
-		if err := run(ctx, handle, "TestManyPeerings", fmt.Sprintf("-peers=%d", n), "-profiles="+*profiles); err != nil {
+		if err := run(ctx, handle, "TestManagerHandlesManyPeerings", fmt.Sprintf("-peers=%d", n), "-profiles="+*profiles); err != nil {
 			log.Fatal(err)
 		}
 	}

@@ -62,7 +62,7 @@ func TestInvalidLabOptionsAreUsageErrors(t *testing.T) {
 	}
 }
 
-func TestLabUsesTheNamedOrTheNeighbouringProgram(t *testing.T) {
+func TestLabFindsTheProgramByFlagOrBesideItself(t *testing.T) {
 	self, err := os.Executable()
 	if err != nil {
 		t.Fatal(err)

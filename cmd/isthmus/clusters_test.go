@@ -169,7 +169,7 @@ func TestStatusReportsTheClusterIfThereIsOne(t *testing.T) {
 	diagnose(gateway, "--flows", "3")
 }
 
-func TestCommandLinePeersTwoClusters(t *testing.T) {
+func TestCommandsPeerTwoClusters(t *testing.T) {
 	if testing.Short() {
 		t.Skip("starts two API servers")
 	}

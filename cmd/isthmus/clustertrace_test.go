@@ -37,7 +37,7 @@ func TestAPathEndsAtTheFirstBrokenHop(t *testing.T) {
 	}
 }
 
-func TestRequestTimeoutsAreParsedLikeKubectl(t *testing.T) {
+func TestRequestTimeoutsAreParsedAsInKubectl(t *testing.T) {
 	for text, want := range map[string]string{"30s": "30s", "5": "5s", "1m": "1m0s", "0": ""} {
 		var d requestTimeout
 		if err := d.Set(text); err != nil || d.String() != want {

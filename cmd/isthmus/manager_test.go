@@ -7,7 +7,7 @@ import (
 	"github.com/isthmus-net/isthmus/internal/cli"
 )
 
-func TestManagerNamesTheFlagThatIsWrong(t *testing.T) {
+func TestManagerNamesTheInvalidFlag(t *testing.T) {
 	for _, c := range []struct{ args, want string }{
 		{"--pod-cidr 10.244.0.0", `--pod-cidr "10.244.0.0": want a network`},
 		{"--pod-cidr 10.244.0.1/16", `--pod-cidr "10.244.0.1/16": has host bits set; want 10.244.0.0/16`},

@@ -13,7 +13,7 @@ import (
 	"github.com/isthmus-net/isthmus/internal/verify"
 )
 
-func TestExitCodesOfContinuousVerify(t *testing.T) {
+func TestContinuousVerifyReturnsTheExpectedExitCode(t *testing.T) {
 	for _, c := range []struct {
 		name   string
 		losses []verify.Loss

@@ -39,7 +39,7 @@ func TestABatchIsSplitIntoMessages(t *testing.T) {
 
 // Received messages must stay in place while more are received, because they wait in the
 // memory of a batch.
-func TestMessagesStayUntilReset(t *testing.T) {
+func TestReceivedMessagesStayUnchangedUntilReset(t *testing.T) {
 	var b Batch
 	var taken [][]byte
 	for i := 0; b.Space() != nil; i++ {
@@ -66,7 +66,7 @@ func TestMessagesStayUntilReset(t *testing.T) {
 
 // The next messages reuse the memory of messages that were not kept. Kept messages do not
 // change.
-func TestOnlyKeptMessagesUseMemory(t *testing.T) {
+func TestBatchReusesTheMemoryOfDiscardedMessages(t *testing.T) {
 	rng := rand.New(rand.NewPCG(1, 2))
 	var b Batch
 	var kept [][]byte

@@ -183,7 +183,7 @@ func TestRepliesUseTheRequestedAddressAsSource(t *testing.T) {
 	}
 }
 
-func TestARemovedLocalAddressIsForgotten(t *testing.T) {
+func TestSendStopsUsingARemovedLocalAddress(t *testing.T) {
 	a, b := newEnd(t), newEnd(t)
 	to := newEndpoint(netip.AddrPortFrom(netip.MustParseAddr("127.0.0.1"), b.port), netip.MustParseAddr("192.0.2.1"))
 	if err := a.Send([][]byte{{1}, {2}}, to); err != nil {
@@ -230,7 +230,7 @@ func TestASendErrorCountsTheUnsentDatagrams(t *testing.T) {
 
 // Send must call the gate right before each system call. While the gate is shut, nothing may
 // leave, even if the same Send has already sent datagrams.
-func TestNothingIsSentThroughAClosedGate(t *testing.T) {
+func TestSendStopsWhenTheGateCloses(t *testing.T) {
 	onOneProcessor(t)
 	var calls, open int // calls of the gate, and the number of them that find it open
 	a, b := &Bind{Gate: func() bool { calls++; return calls <= open }}, newEnd(t)
@@ -295,7 +295,7 @@ func TestNothingIsSentThroughAClosedGate(t *testing.T) {
 	}
 }
 
-func TestEndpointIsOneValuePerRemoteAddress(t *testing.T) {
+func TestDatagramsOfOneAddressShareAnEndpoint(t *testing.T) {
 	a, b := newEnd(t), newEnd(t)
 	to := b.at(t, "127.0.0.1")
 	var first conn.Endpoint

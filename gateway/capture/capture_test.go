@@ -16,7 +16,7 @@ import (
 	"github.com/isthmus-net/isthmus/packet"
 )
 
-func TestParseReversesQuery(t *testing.T) {
+func TestOptionsRoundTripThroughTheQuery(t *testing.T) {
 	o := Options{
 		Places: []Place{Underlay, BeforeNAT}, Directions: []natengine.Direction{natengine.Inbound}, Peer: "beta",
 		Drops: []natengine.Drop{natengine.DropNoFlow, natengine.DropTooBig}, Dropped: true, Proto: packet.TCP, Snap: 96, Packets: 7, Bytes: 8192, Duration: 3 * time.Second,
@@ -87,7 +87,7 @@ func add(c *Capture, n int) {
 	}
 }
 
-func TestCaptureEndsAtItsBounds(t *testing.T) {
+func TestCaptureEndsAtItsLimits(t *testing.T) {
 	for name, tc := range map[string]struct {
 		set   func(*Options)
 		ends  string
@@ -126,7 +126,7 @@ type deaf struct{}
 
 func (deaf) Write([]byte) (int, error) { return 0, errors.New("gone") }
 
-func TestCaptureEndsWhenItsReaderFailsOrLeaves(t *testing.T) {
+func TestCaptureEndsWhenItsReaderFailsOrDisconnects(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := New(DefaultOptions(), "test", nil)
 		if err := c.WriteTo(t.Context(), deaf{}, func() error { return nil }); err == nil || c.Summary().Ended != "the reader has closed the connection" {
@@ -142,7 +142,7 @@ func TestCaptureEndsWhenItsReaderFailsOrLeaves(t *testing.T) {
 	})
 }
 
-func TestPacketBlockFitsPacketRoom(t *testing.T) {
+func TestPacketRoomHoldsAnyPacketBlock(t *testing.T) {
 	for size := range 9 {
 		for comment := range 9 {
 			b := packetBlock(nil, Tunnel, time.Now(), natengine.Inbound, size, 1, strings.Repeat("c", comment), make([]byte, size))

@@ -120,7 +120,7 @@ func bubbleWith(t *testing.T, silent bool, test func(c *Monitor, l *liqo, result
 	})
 }
 
-func TestCheckSendsLiqosObjectEveryTwoSeconds(t *testing.T) {
+func TestCheckSendsLiqosMessageEveryTwoSeconds(t *testing.T) {
 	bubble(t, func(c *Monitor, l *liqo, result func() Result) {
 		begin := time.Now()
 		time.Sleep(20*time.Second + time.Millisecond)
@@ -249,7 +249,7 @@ func TestCheckKeepsTheStateOfAConnectedPeerThatMoves(t *testing.T) {
 	})
 }
 
-func TestCheckAnswersAPingWithTheSameObject(t *testing.T) {
+func TestCheckEchoesTheContentsOfAPing(t *testing.T) {
 	bubble(t, func(c *Monitor, l *liqo, result func() Result) {
 		// The source (the sender's NAPT address), the cluster ID and the clock are up to the sender.
 		from := netip.MustParseAddrPort("10.246.0.0:33333")
@@ -592,7 +592,7 @@ func TestLostHandshakesAreRetriedSoon(t *testing.T) {
 // A peer without a session gets no PINGs, which count as lost anyway. It gets a handshake every
 // five seconds or, with many such peers, its share of 20 a second; then wireguard-go is kept from
 // starting more. A peer that has a session again is pinged at once.
-func TestCheckRetriesAbsentPeers(t *testing.T) {
+func TestCheckLimitsHandshakesWithAbsentPeers(t *testing.T) {
 	for _, tc := range []struct {
 		peers int
 		pause time.Duration

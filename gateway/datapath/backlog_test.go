@@ -22,7 +22,7 @@ func messageFrom(n byte, size int) []byte {
 	return m
 }
 
-func TestBacklogMessageWaitsAtMostOneTurnOfEachOtherPeer(t *testing.T) {
+func TestBacklogServesPeersInTurn(t *testing.T) {
 	const floods = 5
 	var b datapath.Backlog
 	for range 20_000 {

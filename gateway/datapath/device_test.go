@@ -214,7 +214,7 @@ func TestReadCompletesAPartialChecksum(t *testing.T) {
 
 // A pod may have a tunnel of its own, with VXLAN or IPIP. Then its kernel leaves the checksum of
 // the inner packet incomplete, and a TUN with TUN_F_CSUM gets such packets.
-func TestReadCompletesTheChecksumInsideAPodsOwnTunnel(t *testing.T) {
+func TestReadCompletesTheInnerChecksumOfATunnelledPacket(t *testing.T) {
 	inner := packettest.IP{Src: netip.MustParseAddr("192.168.1.1"), Dst: netip.MustParseAddr("192.168.1.2"), TTL: 64}
 	tcp := packettest.TCP{SrcPort: 1, DstPort: 2, Flags: packettest.ACK, Data: random(101)}
 	outer := packettest.IP{Src: podA, Dst: podB, TTL: 64}
@@ -334,7 +334,7 @@ func TestReadReleasesHeldFragmentsAfterTheFirst(t *testing.T) {
 	}
 }
 
-func TestReadAlsoWaitsForPacketsOfTheEndpoint(t *testing.T) {
+func TestReadReturnsPacketsOfTheLocalEndpoint(t *testing.T) {
 	link := newScript()
 	local, err := datapath.NewLocal(self, netip.Addr{}, 1420)
 	if err != nil {
@@ -364,7 +364,7 @@ func TestReadAlsoWaitsForPacketsOfTheEndpoint(t *testing.T) {
 }
 
 // The engine must get the time after Read has waited for a packet, not the time before.
-func TestReadPassesTheTimeAfterTheWaitToTheEngine(t *testing.T) {
+func TestReadPassesTheArrivalTimeToTheEngine(t *testing.T) {
 	synctest.Test(t, readAsksForTheTimeAfterEachWait)
 }
 
@@ -726,7 +726,7 @@ func TestCloseDuringWriteAndRead(t *testing.T) {
 	}
 }
 
-func TestLocalCarriesIPv6(t *testing.T) {
+func TestLocalEndpointCarriesIPv6(t *testing.T) {
 	local, err := datapath.NewLocal(self, self6, 1420)
 	if err != nil {
 		t.Fatal(err)

@@ -25,7 +25,7 @@ import (
 // of a handshake.
 var latencies = []time.Duration{100 * time.Microsecond, time.Millisecond, 30 * time.Millisecond, 75 * time.Millisecond, 150 * time.Millisecond}
 
-func TestCrossingHandshakesMakeASessionWithinASecond(t *testing.T) {
+func TestSimultaneousHandshakesMakeASessionWithinASecond(t *testing.T) {
 	for _, lower := range []bool{true, false} {
 		for _, latency := range latencies {
 			t.Run(fmt.Sprintf("lower key %v, round trip %v", lower, 2*latency), func(t *testing.T) {
@@ -78,7 +78,7 @@ func crossing(t *testing.T, lower bool, latency time.Duration) {
 
 // Even if the latency is longer than on any real path, the session is made within a few round
 // trips, not only after seconds.
-func TestCrossingHandshakesMakeASessionOnASlowPath(t *testing.T) {
+func TestSimultaneousHandshakesMakeASessionOnASlowPath(t *testing.T) {
 	for _, lower := range []bool{true, false} {
 		for _, latency := range []time.Duration{200 * time.Millisecond, 300 * time.Millisecond, 600 * time.Millisecond} {
 			t.Run(fmt.Sprintf("lower key %v, round trip %v", lower, 2*latency), func(t *testing.T) {
@@ -103,7 +103,7 @@ func TestCrossingHandshakesMakeASessionOnASlowPath(t *testing.T) {
 
 // An initiation is repeated early only if it has crossed another one. Here a's initiations are
 // lost, and then b starts a handshake.
-func TestHandshakeThatDidNotCrossIsNotRepeatedEarly(t *testing.T) {
+func TestHandshakeOfOnlyOneSideIsNotRepeatedEarly(t *testing.T) {
 	for _, lower := range []bool{true, false} {
 		t.Run(fmt.Sprintf("lower key %v", lower), func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
@@ -128,7 +128,7 @@ func TestHandshakeThatDidNotCrossIsNotRepeatedEarly(t *testing.T) {
 }
 
 // A change of our key may change which side starts again first.
-func TestCrossingHandshakesMakeASessionAfterAKeyChange(t *testing.T) {
+func TestSimultaneousHandshakesMakeASessionAfterAKeyChange(t *testing.T) {
 	for _, lower := range []bool{true, false} {
 		t.Run(fmt.Sprintf("lower key before %v", lower), func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
@@ -204,7 +204,7 @@ func (p *packets) Close() error {
 	return nil
 }
 
-func TestHandshakesCrossingWireGuardGoMakeASessionWithinASecond(t *testing.T) {
+func TestSimultaneousHandshakesWithWireGuardGoMakeASession(t *testing.T) {
 	for _, lower := range []bool{true, false} {
 		for _, latency := range append(latencies[:4:4], 90*time.Millisecond) {
 			t.Run(fmt.Sprintf("lower key %v, round trip %v", lower, 2*latency), func(t *testing.T) {
@@ -375,7 +375,7 @@ func (e *end) roam(t *testing.T, to *end, nth func(i int) netip.AddrPort) {
 
 // A peer that roams has the budget of only one address at a time. Its other initiations use the
 // budget of strangers. Meanwhile, a restarted peer is connected again at once.
-func TestRoamingPeerHasTheBudgetOfOneAddress(t *testing.T) {
+func TestRoamingPeerGetsTheHandshakeBudgetOfOneAddress(t *testing.T) {
 	relay := netip.MustParseAddr("198.18.255.1")
 	for _, tc := range []struct {
 		name string
@@ -501,7 +501,7 @@ func TestPortsOfOneAddressShareOneBudget(t *testing.T) {
 
 // A peer knows one index of ours, that of its session, and could flood us with cookie replies to
 // that index.
-func TestCookieRepliesHaveTheBudgetOfHandshakes(t *testing.T) {
+func TestCookieRepliesOfAPeerAreRateLimited(t *testing.T) {
 	inPair(t, func(t *testing.T, p *pair, a, b *end) {
 		reply := make([]byte, device.MessageCookieReplySize)
 		reply[0] = device.MessageCookieReplyType
@@ -676,7 +676,7 @@ func crowdAt(i int) netip.AddrPort {
 	return netip.AddrPortFrom(netip.AddrFrom4([4]byte{192, 0, 2, byte(i + 1)}), 1)
 }
 
-func TestTheQueueOfKnownHandshakesIsBoundedAndCounted(t *testing.T) {
+func TestHandshakesBeyondTheQueueAreCounted(t *testing.T) {
 	const peers, each = 60, 20 // each is the burst of an address
 	d, e := crowd(t, peers)
 	r, wire := datapath.NewReceiver(d), &memlink.Bind{}

@@ -247,7 +247,7 @@ func TestAPacketWithAnotherPeersSourceIsDropped(t *testing.T) {
 
 // A range moves from one peer to another while packets of the first peer arrive. Each packet is
 // checked against the old rules or against the new ones, and never against a mixture of both.
-func TestAMovingRangeIsNeverCheckedAgainstMixedRules(t *testing.T) {
+func TestMovedNetworkIsNeverCheckedAgainstMixedRules(t *testing.T) {
 	p := newPair(t, orderedKeys(true))
 	a, b := p.ends[0], p.ends[1]
 	a.Handshake(b.key.public)

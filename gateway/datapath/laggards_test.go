@@ -46,7 +46,7 @@ func TestSilentPeersGetHandshakesInTurn(t *testing.T) {
 
 // A peer without a counterpart in the current identity, because its public key is one of ours,
 // does not count as a laggard.
-func TestPeerOfOnlyTheNextIdentityIsNotALaggard(t *testing.T) {
+func TestPeerWithOnlyTheNextIdentityIsNotALaggard(t *testing.T) {
 	tunnel, own, _ := benchTunnel(t, PresharedKeys{}, 1)
 	if err := tunnel.SetKeys([32]byte(own.Bytes()), [32]byte(noise.NewKey().Bytes())); err != nil {
 		t.Fatal(err)

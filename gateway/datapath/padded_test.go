@@ -55,7 +55,7 @@ func TestSendPadsPacketsWithZeros(t *testing.T) {
 
 // A padded packet arrives without its padding. Its message is as long as that of a packet of the
 // stated size, even if the MTU towards the peer is smaller.
-func TestPaddedPacketsHaveTheirStatedLength(t *testing.T) {
+func TestPaddingGivesMessagesTheRequestedLength(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		p := newPair(t, orderedKeys(true))
 		p.meet(t)

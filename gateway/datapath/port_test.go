@@ -70,7 +70,7 @@ func TestFairQueueServesAddressesAlternately(t *testing.T) {
 	}
 }
 
-func TestTurnsAreBoundedButEachNewAddressMayQueueADatagram(t *testing.T) {
+func TestFullFairQueueAcceptsADatagramOfANewAddress(t *testing.T) {
 	var turns datapath.Turns
 	addr := func(i int) netip.AddrPort {
 		return netip.AddrPortFrom(netip.AddrFrom4([4]byte{10, 0, byte(i >> 8), byte(i)}), 1)
@@ -130,7 +130,7 @@ func datagramFrom(from netip.Addr, text string) []byte {
 
 // Only the peer's gateway may send messages, at a limited rate. No other packets of the peer use
 // up that rate.
-func TestPortAcceptsOnlyGatewayMessages(t *testing.T) {
+func TestPortAcceptsOnlyMessagesOfThePeersGateway(t *testing.T) {
 	gateway, probe := netip.MustParseAddr("10.71.0.0"), netip.MustParseAddr("10.90.8.1")
 	local, err := datapath.NewLocal(self, netip.Addr{}, 1420)
 	if err != nil {
@@ -282,7 +282,7 @@ func TestEndpointCountsPacketsThatItDoesNotAnswer(t *testing.T) {
 
 // A peer can choose its source addresses, and so the destinations of answers. All answers to a peer
 // must share one queue anyway.
-func TestAnswersToOnePeerShareOneQueueForAllItsAddresses(t *testing.T) {
+func TestAnswersToAllAddressesOfAPeerShareOneQueue(t *testing.T) {
 	local, err := datapath.NewLocal(self, netip.Addr{}, 1420)
 	if err != nil {
 		t.Fatal(err)
@@ -312,7 +312,7 @@ func TestAnswersToOnePeerShareOneQueueForAllItsAddresses(t *testing.T) {
 
 // The limit of a peer does not depend on how its messages are interleaved with other messages.
 // For example, anybody may send messages with an unknown index in between.
-func TestEndpointLimitHoldsForInterleavedMessages(t *testing.T) {
+func TestEndpointRateLimitHoldsForInterleavedMessages(t *testing.T) {
 	inPair(t, func(t *testing.T, p *pair, a, b *end) {
 		external := netip.MustParsePrefix(pairPlan[1].external)
 		withEndpoint := rulesOf(1, 0)

@@ -263,7 +263,7 @@ func TestASessionReportsItsPresharedKey(t *testing.T) {
 // A quantum attacker records all messages between two sides and can compute all X25519 private
 // keys. With these keys the attacker decrypts every message of a session without a preshared key,
 // and no message of a session with one. The gateway's status shows which sessions have one.
-// TestPresharedKeys in test/fleet checks this for a whole peering.
+// TestPresharedKeysAreExchangedAndUsed in test/fleet checks this for a whole peering.
 func TestQuantumAttackerDecryptsNoSessionWithAPresharedKey(t *testing.T) {
 	for _, agreed := range []bool{false, true} {
 		for _, changing := range []bool{false, true} {

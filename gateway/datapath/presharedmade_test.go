@@ -13,7 +13,7 @@ import (
 // While a preshared key changes, the device's key may change after the device has made a response
 // and before it sends the response. The gateway must record the key with which the response was
 // made. Otherwise it could report a session with a key that the session does not have.
-func TestResponseKeepsThePresharedKeyItWasMadeWith(t *testing.T) {
+func TestResponseRecordsThePresharedKeyThatItUses(t *testing.T) {
 	previous, key := [32]byte{1}, [32]byte{2}
 	for name, step := range map[string]func(*device.Peer) error{
 		"before its session": func(*device.Peer) error { return nil },
@@ -68,7 +68,7 @@ func TestResponseKeepsThePresharedKeyItWasMadeWith(t *testing.T) {
 
 // If two handshakes cross after the keys were replaced, the next response uses one of the current
 // keys.
-func TestCrossingHandshakesUseNoReplacedKey(t *testing.T) {
+func TestSimultaneousHandshakesUseNoReplacedKey(t *testing.T) {
 	tunnel, _, _ := benchTunnel(t, PresharedKeys{Key: [32]byte{1}}, 1)
 	for _, p := range tunnel.peers.Load().byDevice {
 		s := p.preshared

@@ -115,7 +115,7 @@ func TestARotationLosesNoPacket(t *testing.T) {
 }
 
 // Both sides rotate at the same time and learn each other's next key in any order.
-func TestBothSidesRotateAtOnce(t *testing.T) {
+func TestSimultaneousRotationsOfBothSidesSucceed(t *testing.T) {
 	for _, order := range [][2]time.Duration{{0, 0}, {0, 300}, {300, 0}, {0, 15000}, {15000, 0}} {
 		t.Run(fmt.Sprint(order), func(t *testing.T) {
 			inPair(t, func(t *testing.T, _ *pair, a, b *end) {
@@ -138,7 +138,7 @@ func TestBothSidesRotateAtOnce(t *testing.T) {
 
 // A rotation starts every 20 seconds. The next key becomes current some time after the peer has
 // learned it.
-func TestRotationsInARowLoseNoPacket(t *testing.T) {
+func TestConsecutiveRotationsLoseNoPacket(t *testing.T) {
 	inPair(t, func(t *testing.T, _ *pair, a, b *end) {
 		ra, rb := &rotatingEnd{end: a, now: a.key}, &rotatingEnd{end: b, now: b.key}
 		actions := make(map[time.Duration]func())

@@ -76,7 +76,7 @@ func TestDataReplacesAKeepalive(t *testing.T) {
 	})
 }
 
-func TestSecondKeepaliveAcknowledgesFurtherData(t *testing.T) {
+func TestFurtherDataIsAnsweredByASecondKeepalive(t *testing.T) {
 	inPair(t, func(t *testing.T, _ *pair, a, b *end) {
 		begin := time.Now()
 		a.send(t, 1)
@@ -131,7 +131,7 @@ func TestTheResponderNeverRekeysByTime(t *testing.T) {
 	})
 }
 
-func TestTheInitiatorThatOnlyReceivesRekeysAfter165SecondsOnce(t *testing.T) {
+func TestAReceivingInitiatorRekeysOnceAfter165Seconds(t *testing.T) {
 	inPair(t, func(t *testing.T, _ *pair, a, b *end) {
 		begin := datapath.Created(a.session())
 		sleepUntil(begin, rejectAfterTime-keepaliveTimeout-rekeyTimeout)
@@ -291,7 +291,7 @@ func TestAHandshakeStartsAfter15SecondsWithoutAnAnswer(t *testing.T) {
 	})
 }
 
-func TestNoHandshakeBeginsWhileAnswersCome(t *testing.T) {
+func TestNoHandshakeBeginsWhileThePeerAnswers(t *testing.T) {
 	inPair(t, func(t *testing.T, _ *pair, a, b *end) {
 		begin := time.Now()
 		for n := range uint32(100) {
@@ -466,7 +466,7 @@ func TestHandshakesWithAnInvalidKeyAreNotRetriedForever(t *testing.T) {
 	})
 }
 
-func TestAKeyOfEitherSideMayChange(t *testing.T) {
+func TestPeersReconnectAfterAKeyChangeOfEitherSide(t *testing.T) {
 	inPair(t, func(t *testing.T, _ *pair, a, b *end) {
 		for i, e := range []*end{a, b, a} {
 			e.key = numberedKey(uint32(20 + i))
@@ -619,7 +619,7 @@ func stream(t *testing.T, p *pair, packets int, every int, rekey func(), beside 
 	}
 }
 
-func TestAMillionPacketsCrossRekeysInOrder(t *testing.T) {
+func TestAMillionPacketsArriveInOrderDuringRekeys(t *testing.T) {
 	inPair(t, func(t *testing.T, p *pair, a, b *end) {
 		packets := 500_000 // in each direction
 		if testing.Short() || raceEnabled {
@@ -674,7 +674,7 @@ func TestNoNonceIsUsedTwice(t *testing.T) {
 
 // --- closing
 
-func TestCloseLeavesNothingBehindAtAnyTime(t *testing.T) {
+func TestCloseAtAnyTimeLeaksNoGoroutine(t *testing.T) {
 	for _, during := range []string{"nothing", "a handshake", "data that waits", "traffic", "a change of the port"} {
 		t.Run(during, func(t *testing.T) {
 			for range 5 {
@@ -721,7 +721,7 @@ func TestCloseLeavesNothingBehindAtAnyTime(t *testing.T) {
 	}
 }
 
-func TestAChangeOfThePortDoesNotHang(t *testing.T) {
+func TestChangingTheListenPortDoesNotHang(t *testing.T) {
 	inPair(t, func(t *testing.T, p *pair, a, b *end) {
 		done := make(chan struct{})
 		var busy sync.WaitGroup
@@ -784,7 +784,7 @@ func TestTimersOfAPeerEndBeforeTheDeviceForgetsIt(t *testing.T) {
 // While a peer is replaced by another peer with the same key, some inbound goroutines may still
 // use the old peer while others already use the new one. Together they must accept each counter
 // only once.
-func TestTheReplayWindowIsSharedWhileItsPeerIsReplaced(t *testing.T) {
+func TestReplacingAPeerKeepsItsReplayWindow(t *testing.T) {
 	inPair(t, func(t *testing.T, _ *pair, a, b *end) {
 		before := a.Replay(b.key.public)
 		renamed := a.rules

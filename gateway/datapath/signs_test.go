@@ -156,7 +156,7 @@ func TestSignsIgnoreHandshakesFromOtherAddresses(t *testing.T) {
 
 // A peer may still use its session with another gateway of ours, although that gateway no longer
 // exists.
-func TestDataFromAPeersAddressUnderAnotherSessionIsReported(t *testing.T) {
+func TestDataOfAnUnknownSessionFromAPeersAddressIsReported(t *testing.T) {
 	inPair(t, func(t *testing.T, p *pair, a, b *end) {
 		other := p.sibling(t)
 		var reported []time.Time
@@ -201,7 +201,7 @@ func TestSignsIgnoreForgedDataFromOtherAddresses(t *testing.T) {
 
 // A gateway that has just started, and has nothing to send, starts a handshake as soon as its
 // peer sends data.
-func TestDataFromAPeersAddressWithoutASessionStartsAHandshake(t *testing.T) {
+func TestDataOfAPeerStartsAHandshakeAfterARestart(t *testing.T) {
 	inPair(t, func(t *testing.T, p *pair, a, b *end) {
 		time.Sleep(rekeyTimeout)
 		b.Close()

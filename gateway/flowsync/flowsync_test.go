@@ -320,7 +320,7 @@ func TestFlowsAreSentOnlyToHoldersOfTheKey(t *testing.T) {
 // A starting standby does not know yet which gateway is active. Await waits until it has the
 // active gateway's flows. The connection to that gateway stays open, and Await must not wait for
 // its end.
-func TestAwaitDoesNotWaitForTheActiveGatewayToStop(t *testing.T) {
+func TestAwaitReturnsWhileTheActiveGatewayRuns(t *testing.T) {
 	p := newPlace()
 	p.set(one, false, 1)
 	p.set(two, false, 1)
@@ -567,7 +567,7 @@ func TestReceiverGetsTheFlowsOfTheSender(t *testing.T) {
 	}
 }
 
-func TestCopyFromAStandbyReplacesNoExistingCopy(t *testing.T) {
+func TestFlowsFromAStandbyDoNotReplaceACopy(t *testing.T) {
 	flows := randomFlows(t)
 	k := NewKeeper()
 	tell := func(active bool, age time.Duration, n int) int {
@@ -598,7 +598,7 @@ func TestCopyFromAStandbyReplacesNoExistingCopy(t *testing.T) {
 }
 
 // A standby is ready when it has all flows of the active gateway, or after the maximum wait.
-func TestAStandbyIsReadyWithTheFlowsOfTheActiveGateway(t *testing.T) {
+func TestStandbyIsReadyOnceItHasAllFlows(t *testing.T) {
 	list := func(k *Keeper, active bool) (end func()) {
 		r := receiver{k: k}
 		r.begin(active, 0)

@@ -73,7 +73,7 @@ func TestRelayedPacketsReachTheNextGateway(t *testing.T) {
 
 // If a gateway has two connections to the active one, it accepts packets only from the connection
 // that stays open after the list of flows.
-func TestOnlyAFollowingConnectionAcceptsPackets(t *testing.T) {
+func TestOneTimeRequestAcceptsNoPackets(t *testing.T) {
 	for name, once := range map[string]bool{"follows": false, "asks": true} {
 		var b bytes.Buffer
 		w := writer{bufio.NewWriter(&b)}

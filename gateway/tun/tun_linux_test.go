@@ -450,7 +450,7 @@ func TestWakeEndsABlockedRead(t *testing.T) {
 	}
 }
 
-func TestWakesBeforeReadEndOneWaitingRead(t *testing.T) {
+func TestEarlierWakesEndOnlyTheNextWaitingRead(t *testing.T) {
 	d := newNamespace(t).open(t, "tuntest0", mtu, Options{})
 	p := make([]byte, 2000)
 	d.Wake()

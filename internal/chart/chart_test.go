@@ -515,7 +515,7 @@ func privileges(t *testing.T, pod map[string]any) string {
 
 // The chart's folder files/ contains symbolic links to folders outside of it, which Helm follows.
 // If a checkout turns a link into a plain file, alerts and dashboard are empty without an error.
-func TestChartLinksLeadToNonemptyFolders(t *testing.T) {
+func TestChartLinksPointToNonemptyFolders(t *testing.T) {
 	entries, err := os.ReadDir("../../deploy/chart/isthmus/files")
 	if err != nil || len(entries) == 0 {
 		t.Fatalf("%d, %v", len(entries), err)

@@ -20,7 +20,7 @@ var must = expect.NoError
 // For a displayed holder, the API server's clock at the time of the request decides whether the
 // Lease has expired. An action that requires the lack of a holder waits until the Lease has expired
 // by both clocks.
-func TestLeaseIsExpiredForActionsOnlyByBothClocks(t *testing.T) {
+func TestActionsNeedALeaseThatExpiredByBothClocks(t *testing.T) {
 	for _, tc := range []struct {
 		name            string
 		ago, took       time.Duration // by our clock: the time from the renewal to the request, and from the request to the response

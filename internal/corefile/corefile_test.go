@@ -220,7 +220,7 @@ func TestAddExcludesZoneFromNegativeCache(t *testing.T) {
 	}
 }
 
-func TestServesFindsZoneAsCoreDNSDoes(t *testing.T) {
+func TestServesMatchesZonesLikeCoreDNS(t *testing.T) {
 	for in, want := range map[string]bool{
 		".:53 {\n kubernetes cluster.local ClusterSet.local. {\n multicluster clusterset.local.\n }\n}":                                true,
 		".:53 {\n kubernetes a {\n }\n}\nclusterset.local:53 {\n kubernetes clusterset.local {\n multicluster clusterset.local\n }\n}": true,

@@ -10,7 +10,7 @@ type pair struct{ k, v int }
 
 func key(p pair) int { return p.k }
 
-func TestOfKeepsTheInputOrder(t *testing.T) {
+func TestDiffKeepsTheInputOrder(t *testing.T) {
 	have := []pair{{1, 1}, {2, 1}, {3, 1}}
 	want := []pair{{5, 1}, {2, 2}, {3, 1}, {4, 1}}
 	add, replace, remove := Of(have, want, key)
@@ -19,7 +19,7 @@ func TestOfKeepsTheInputOrder(t *testing.T) {
 	}
 }
 
-func TestOfIsEmptyForEqualInputs(t *testing.T) {
+func TestDiffIsEmptyForEqualInputs(t *testing.T) {
 	same := []pair{{1, 1}, {2, 2}}
 	if add, replace, remove := Of(same, same, key); len(add)+len(replace)+len(remove) != 0 {
 		t.Fatalf("add %v, replace %v, remove %v", add, replace, remove)
@@ -28,7 +28,7 @@ func TestOfIsEmptyForEqualInputs(t *testing.T) {
 
 // Elements at the beginning and the end that are equal in both lists are skipped only if that does
 // not change the result.
-func TestOfComparesAllElements(t *testing.T) {
+func TestDiffComparesAllElements(t *testing.T) {
 	rng := rand.New(rand.NewPCG(3, 4))
 	for range 50_000 {
 		have := make([]pair, rng.IntN(8))
@@ -53,7 +53,7 @@ func TestOfComparesAllElements(t *testing.T) {
 }
 
 // The result, applied to a map in the obvious way, turns have into want.
-func TestOfTurnsHaveIntoWant(t *testing.T) {
+func TestDiffTurnsHaveIntoWant(t *testing.T) {
 	rng := rand.New(rand.NewPCG(1, 2))
 	list := func() []pair {
 		l := make([]pair, rng.IntN(8))

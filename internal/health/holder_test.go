@@ -74,7 +74,7 @@ func TestLeaseThatIsNotRenewedHasNoHolder(t *testing.T) {
 }
 
 // A Lease stays valid for some seconds after the last container of its holder has ended.
-func TestAHolderWhosePodEndedIsNotActive(t *testing.T) {
+func TestLeaseHolderWithATerminatedPodIsNotActive(t *testing.T) {
 	pod := func(name string, phase corev1.PodPhase, containers ...corev1.ContainerState) corev1.Pod {
 		p := corev1.Pod{ObjectMeta: metav1.ObjectMeta{Name: name}, Status: corev1.PodStatus{Phase: phase}}
 		for _, s := range containers {

@@ -207,7 +207,7 @@ func TestMixedVersionsAreReported(t *testing.T) {
 
 // A right that only another version requires is no fault, unless a component that lacks it is
 // broken.
-func TestRightsOfAnotherVersionMatterOnlyForABrokenComponent(t *testing.T) {
+func TestMissingRightOfAnotherVersionIsNoFault(t *testing.T) {
 	pod := func(account, version string) corev1.Pod {
 		return corev1.Pod{ObjectMeta: metav1.ObjectMeta{Labels: map[string]string{labelVersion: version}}, Spec: corev1.PodSpec{ServiceAccountName: account}}
 	}
@@ -241,7 +241,7 @@ func TestRightsOfAnotherVersionMatterOnlyForABrokenComponent(t *testing.T) {
 
 // The node controller marks the Pods of a node that it does not hear as not ready, without a
 // message.
-func TestHopsNameTheProblemsOfPodsOnNodesThatAreNotReady(t *testing.T) {
+func TestHopsNameUnreadyPodsOfUnreadyNodes(t *testing.T) {
 	pod := func(name, account string) corev1.Pod {
 		return corev1.Pod{ObjectMeta: metav1.ObjectMeta{Name: name}, Spec: corev1.PodSpec{NodeName: "n1", ServiceAccountName: account},
 			Status: corev1.PodStatus{Phase: corev1.PodRunning, Conditions: []corev1.PodCondition{{Type: corev1.PodReady, Status: corev1.ConditionFalse}}}}

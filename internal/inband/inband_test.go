@@ -352,7 +352,7 @@ func (f far) Close() error {
 	return nil
 }
 
-func TestConnectionCountsUntilBothSidesAreClosed(t *testing.T) {
+func TestConnectionIsCountedUntilBothSidesClose(t *testing.T) {
 	w := newWorld(t)
 	w.Set(agreed)
 	ours, theirs := net.Pipe()

@@ -134,7 +134,7 @@ func TestGatewayThatTheManagerReportsSilentIsBroken(t *testing.T) {
 	}
 }
 
-func TestADiagnosisIsPrintedExactly(t *testing.T) {
+func TestDiagnosisPrintsTheExpectedText(t *testing.T) {
 	at := metav1.Time{Time: time.Date(2026, 11, 22, 12, 0, 0, 0, time.UTC)}
 	d := &health.Diagnosis{Hops: []health.Hop{{Cluster: "a", Name: health.HopManager, State: health.Works, Text: "m-1 is active", Since: &at},
 		{Cluster: "a", Peering: "b-1a2b3c\x1b", Name: "tunnel", State: health.Broken, Reason: "WrongKey", Text: "another key", Since: &at}}, NotAsked: []string{"the other side"}}
@@ -189,7 +189,7 @@ func TestJoinedErrorIsForbiddenOnlyIfEachPartIs(t *testing.T) {
 }
 
 // This test runs the checks against an API server, where a test manager renews the Leases.
-func TestDiagnoseAsksBothSides(t *testing.T) {
+func TestDiagnoseQueriesBothSides(t *testing.T) {
 	t.Parallel()
 	p := clustertest.NewPair(t, "diagnose")
 	for _, c := range []*cluster.Cluster{p.A, p.B} { // without installed RBAC objects, the components would lack their rights

@@ -58,7 +58,7 @@ func TestServiceCheckSendsAValidDNSQuery(t *testing.T) {
 	}
 }
 
-func TestServiceCountsSeparateImportedRefusedAndWaiting(t *testing.T) {
+func TestServiceCountsDistinguishImportedRefusedAndWaiting(t *testing.T) {
 	peerServices := func(observed int64, refused ...string) *isthmus.PeerServices {
 		p := &isthmus.PeerServices{ObjectMeta: metav1.ObjectMeta{Generation: 2}, Spec: isthmus.PeerServicesSpec{Services: []isthmus.ExportedService{
 			{Namespace: "prod", Name: "shop"}, {Namespace: "prod", Name: "cart"}, {Namespace: "dev", Name: "shop"}}}}

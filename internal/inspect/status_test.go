@@ -74,7 +74,7 @@ func TestAReadyPeeringShowsItsProblems(t *testing.T) {
 	}
 }
 
-func TestStatusIsPrintedExactly(t *testing.T) {
+func TestStatusPrintsTheExpectedText(t *testing.T) {
 	peerings := []isthmus.Peering{
 		{ObjectMeta: metav1.ObjectMeta{Name: "b-1a2b3c", Generation: 1}, Spec: isthmus.PeeringSpec{Cluster: v1alpha1.ClusterIdentity{ClusterID: "B", ClusterName: "b"},
 			TenantNamespace: isthmus.TenantNamespace{Local: "liqo-tenant-b-1a2b3c"}},

@@ -8,7 +8,7 @@ import (
 	"testing"
 )
 
-func TestAroundNetworksCoverEveryRemoteAddress(t *testing.T) {
+func TestAroundListsEveryBlockThatOverlapsARemoteNetwork(t *testing.T) {
 	rng := rand.New(rand.NewPCG(1, 2))
 	for range 50 {
 		var all []netip.Prefix

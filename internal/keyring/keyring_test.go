@@ -86,7 +86,7 @@ func TestRotationStepDependsOnSecretAndObservations(t *testing.T) {
 	}
 }
 
-func TestRotationKeepsTheKeyThatGatewaysShare(t *testing.T) {
+func TestRotationKeepsTheSharedKeyOfTheGateways(t *testing.T) {
 	private, next, after := keyring.New(), keyring.New(), keyring.New()
 	first := secretOf(private)
 	begun := keyring.Begin(first, next, start)

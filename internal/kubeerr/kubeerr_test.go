@@ -65,7 +65,7 @@ func TestRequestWithoutAResponseIsExplained(t *testing.T) {
 }
 
 // The test uses the error that client-go really creates.
-func TestBrokenWatchIsNotAResponse(t *testing.T) {
+func TestBrokenWatchIsExplained(t *testing.T) {
 	for name, tc := range map[string]struct {
 		lost bool
 		want string

@@ -131,7 +131,7 @@ func TestCommandsAndSocketsRunInsideTheHost(t *testing.T) {
 	}
 }
 
-func TestDoNeverMovesTheMainThread(t *testing.T) {
+func TestDoKeepsTheMainThreadInItsNamespace(t *testing.T) {
 	l := up(t, Spec{Clusters: Clusters(1)})
 	// There are so many goroutines that the scheduler has to use every thread of the process.
 	var group sync.WaitGroup

@@ -48,7 +48,7 @@ const (
 	found      = 4_000_000 // maximum number of worlds within which a bug must be found
 )
 
-func TestNeverTwoMandates(t *testing.T) {
+func TestNoTwoGatewaysHaveAMandate(t *testing.T) {
 	for name, s := range systems {
 		t.Run(name, func(t *testing.T) {
 			bound := 0
@@ -192,7 +192,7 @@ func (p *pair) isFree(now Time) bool {
 	return answer.Granted
 }
 
-func TestFinalAnswerBindsUntilTheHolderKnowsTheNextVoter(t *testing.T) {
+func TestFinalAnswerAppliesUntilTheHolderKnowsTheNextVoter(t *testing.T) {
 	p := newPair(t)
 	p.g.Claim(1 * time.Second)
 	_, answer := p.asks(1 * time.Second)
@@ -247,7 +247,7 @@ func TestReleaseByAnEarlierGatewayProcessIsIgnored(t *testing.T) {
 }
 
 // After two changes of the list, a majority of the first list may not know the last one.
-func TestAGatewayWithAnOldListGetsNoMandate(t *testing.T) {
+func TestGatewayWithAnOldVoterListGetsNoMandate(t *testing.T) {
 	lists := []List{list(0, 0, 1, 2), list(1, 0, 1), list(2, 1)}
 	voters := make(map[ID]*Voter)
 	for _, id := range lists[0].Voters {
@@ -297,7 +297,7 @@ func TestAGatewayWithAnOldListGetsNoMandate(t *testing.T) {
 }
 
 // After any history, one gateway gets a mandate and keeps it, once all messages arrive.
-func TestOneGatewayFinallyGetsAMandate(t *testing.T) {
+func TestOneGatewayEventuallyGetsAMandate(t *testing.T) {
 	random := rand.New(rand.NewPCG(26, 11))
 	for round := range 200 {
 		s := systems[[]string{"one voter", "a voter ends", "of three promises one is lost", "a gateway releases", "two voters", "three voters"}[round%6]]
@@ -325,7 +325,7 @@ func TestOneGatewayFinallyGetsAMandate(t *testing.T) {
 	}
 }
 
-func TestGatewayAcceptsALaterRefusalOfTheSameAsk(t *testing.T) {
+func TestGatewayAcceptsALaterRefusalOfTheSameRequest(t *testing.T) {
 	p := newPair(t)
 	holder := Ask{Kind: Claim, From: "b", Epoch: 100, Sent: 1, Nonce: 9, Heard: p.v.incarnation}
 	if !p.v.Receive(holder, time.Second).Granted {
@@ -383,7 +383,7 @@ func TestAnEndedMandateReleasesReachableVoters(t *testing.T) {
 	}
 }
 
-func TestVoterGrantsItsVoteOnlyByTheRules(t *testing.T) {
+func TestVoterGrantsItsVoteOnlyToValidRequests(t *testing.T) {
 	stored := Promise{Epoch: 5, Holder: "a", List: 3}
 	last := Ask{Kind: Claim, From: "a", Epoch: 5, List: 3, Sent: time.Second, Nonce: 1, Heard: 7}
 	for _, tc := range []struct {
@@ -420,7 +420,7 @@ func TestVoterGrantsItsVoteOnlyByTheRules(t *testing.T) {
 
 // The gateway counts votes by its proposed list once two of the three voters of the current
 // list have stored the proposed list's version.
-func TestNextListCountsOnceAMajorityHasStoredIt(t *testing.T) {
+func TestNextVoterListAppliesOnceAMajorityHasStoredIt(t *testing.T) {
 	before, next, now := list(1, 0, 1, 2), list(2, 0, 1, 2, 3), time.Second
 	g, voters := NewGateway("a", Usual, 1, before), make(map[ID]*Voter)
 	for _, id := range next.Voters {
@@ -470,7 +470,7 @@ func TestNextListCountsOnceAMajorityHasStoredIt(t *testing.T) {
 }
 
 // Another gateway has written the foreign list, so that gateway has a mandate or will get one.
-func TestListOfAnotherGatewayEndsTheMandate(t *testing.T) {
+func TestVoterListOfAnotherGatewayEndsTheMandate(t *testing.T) {
 	for _, tc := range []struct {
 		name            string
 		proposes, reads List

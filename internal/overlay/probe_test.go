@@ -6,7 +6,7 @@ import (
 	"time"
 )
 
-func TestTheOverlayIsBrokenOnlyIfTheUnderlayWorks(t *testing.T) {
+func TestOverlayIsReportedBrokenOnlyIfTheUnderlayWorks(t *testing.T) {
 	now := time.Date(2026, 11, 22, 12, 0, 0, 0, time.UTC)
 	for _, c := range []struct {
 		rounds string // one letter per round; o: both answered, u: only the underlay, O: only the overlay, -: none

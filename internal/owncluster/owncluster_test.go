@@ -6,7 +6,7 @@ import (
 	corev1 "k8s.io/api/core/v1"
 )
 
-func TestFlagIsReadFromTheFirstPodWithIt(t *testing.T) {
+func TestFlagReturnsTheValueOfTheFirstMatchingPod(t *testing.T) {
 	pod := func(command, args []string) corev1.Pod {
 		return corev1.Pod{Spec: corev1.PodSpec{Containers: []corev1.Container{{Command: command, Args: args}}}}
 	}

@@ -113,7 +113,7 @@ func TestEveryCommandOnAPageIsTestedOrListedWithAReason(t *testing.T) {
 	}
 }
 
-func TestOfFindsIndentedAndFencedCommands(t *testing.T) {
+func TestCommandsAreFoundInIndentedAndFencedBlocks(t *testing.T) {
 	page := filepath.Join(t.TempDir(), "page.md")
 	if err := os.WriteFile(page, []byte(strings.ReplaceAll("# One\n\n    isthmus peer --context a \\\n      b  # why\n    output\n\nisthmus is text.\n\n## Two\n\n'''\n"+
 		"$ kubectl apply -f - <<EOF\nmake nothing\nEOF\nhelm list\n'''\n", "'''", "```")), 0o600); err != nil {

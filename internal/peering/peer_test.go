@@ -53,7 +53,7 @@ story-a and story-b are peered already, nothing changed`
 	}
 }
 
-func TestPeerRepairsWhatIsMissing(t *testing.T) {
+func TestPeerCommandRepairsABrokenPeering(t *testing.T) {
 	t.Parallel()
 	p := clustertest.NewPair(t, "repair")
 	must(t, peerUp(t, p))

@@ -47,7 +47,7 @@ func boundedClient(t *testing.T, p *clustertest.Pair) client.Client {
 	}
 }
 
-func TestAPeerMayWriteOnlyItsOwnSmallObject(t *testing.T) {
+func TestAPeerMayWriteOnlyItsOwnBoundedObject(t *testing.T) {
 	t.Parallel()
 	p := clustertest.NewPair(t, "room")
 	peer := boundedClient(t, p)

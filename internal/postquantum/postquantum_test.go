@@ -78,7 +78,7 @@ func meet(a, b *side) bool {
 	return false
 }
 
-func TestTwoSidesAgreeInThreeMessages(t *testing.T) {
+func TestKeyExchangeTakesThreeMessages(t *testing.T) {
 	a, b := newSide("a", 1), newSide("b", 2)
 	want := []postquantum.Progress{postquantum.NotOffers, postquantum.Waiting, postquantum.Agreed, postquantum.Agreed}
 	for i, s := range []*side{a, b, a, b} {

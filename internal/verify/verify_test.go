@@ -47,7 +47,7 @@ func TestThePlanHasEveryPairInBothDirections(t *testing.T) {
 	}
 }
 
-func TestOnlyFlagSelectsTheNamedChecks(t *testing.T) {
+func TestParseOnlySelectsTheNamedChecks(t *testing.T) {
 	a, b := ends("a", 2), ends("b", 2)
 	for words, keeps := range map[string]func(Check) bool{
 		"tcp":         func(c Check) bool { return c.Protocol == TCP },
@@ -263,7 +263,7 @@ func TestASlowTransferIsNotReportedLost(t *testing.T) {
 
 // Anybody can reach an echo. So it must not trust a length, and must not send more than it
 // received.
-func TestAnEchoDoesNotTrustTheStatedLength(t *testing.T) {
+func TestEchoSendsNoMoreThanItReceived(t *testing.T) {
 	echo, _ := serve(t)
 	addr := fmt.Sprintf("127.0.0.1:%d", echo)
 	c, err := net.Dial("tcp", addr)
@@ -522,7 +522,7 @@ func TestInterruptingAContinuousRunIsNotAnError(t *testing.T) {
 	})
 }
 
-func TestGivenPodsMustBeValidAndUnique(t *testing.T) {
+func TestCheckPodsAcceptsOnlyValidUniqueNames(t *testing.T) {
 	for text, good := range map[string]bool{"shop/web-0": true, "shop/web-0,db/web-0": true, "web-0": false, "/web-0": false, "shop/": false, "shop/web/0": false, "a/b,a/b": false, "Shop/web": false} {
 		if err := CheckPods(strings.Split(text, ",")); (err == nil) != good {
 			t.Errorf("%s: %v", text, err)

@@ -15,10 +15,10 @@ import (
 	"github.com/isthmus-net/isthmus/internal/mandate"
 )
 
-// BenchmarkBeatAtRest measures one beat in a cluster of 100 nodes with nine voters: the work of
+// BenchmarkIdleBeat measures one beat in a cluster of 100 nodes with nine voters: the work of
 // the active gateway, of one standby, and of all voters. A beat takes place every
 // mandate.Usual.Beat.
-func BenchmarkBeatAtRest(b *testing.B) {
+func BenchmarkIdleBeat(b *testing.B) {
 	key := KeyOf(private)
 	nodes := make(map[string]netip.Addr)
 	voters, list := make(map[netip.Addr]*Voter), List{Version: 1, Voters: make(map[string]netip.Addr)}

@@ -325,7 +325,7 @@ func TestOwnerKeepsAProvenKeyWhenOurKeyRotates(t *testing.T) {
 
 // A peer that proves possession of two keys gets each of them back, but only from a peer that has
 // no proof for that key.
-func TestOnlyKeysWithoutProofAreTakenBack(t *testing.T) {
+func TestPeerLosesOnlyKeysThatItDoesNotProve(t *testing.T) {
 	a := newAnswering(t)
 	ours, shared := keyring.New(), keyring.New()
 	published, keys := fabric.PublicKeys(ours, 1)[0], fabric.PublicKeys(shared, 2)
@@ -360,7 +360,7 @@ func TestOnlyKeysWithoutProofAreTakenBack(t *testing.T) {
 
 // A refused claim does not hold its key. If two peers claim a key at the same time, exactly one
 // gets it.
-func TestRefusedClaimDoesNotHoldItsKey(t *testing.T) {
+func TestRefusedClaimDoesNotReserveItsKey(t *testing.T) {
 	a := newAnswering(t)
 	refused := a.partner("refused", 2)
 	nc := refused.claim("10.64.0.0/18", "10.65.0.0/20")

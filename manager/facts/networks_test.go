@@ -58,7 +58,7 @@ func (p *podReader) List(_ context.Context, list client.ObjectList, options ...c
 	return nil
 }
 
-func TestPodCIDRWithoutAnyPodIsReportedAsMissing(t *testing.T) {
+func TestPodCIDRThatContainsNoPodIsReported(t *testing.T) {
 	node := func(podCIDRs ...string) corev1.Node {
 		return corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "n" + podCIDRs[0]}, Spec: corev1.NodeSpec{PodCIDRs: podCIDRs}}
 	}

@@ -306,7 +306,7 @@ func TestConfigureReportsConflictsAndKeepsAllocations(t *testing.T) {
 	}
 }
 
-func TestExternalCIDRStaysOnceAPeerKnowsIt(t *testing.T) {
+func TestExternalCIDRChangesOnlyIfItConflicts(t *testing.T) {
 	b := configured(t, ours())
 	for _, c := range []Config{
 		{PodCIDR: pfx("10.200.0.0/16"), ServiceCIDR: pfx("10.245.0.0/16")},   // covers the ExternalCIDR

@@ -53,7 +53,7 @@ reservedSubnets:
 serviceCIDR: 10.96.0.0/12
 `
 
-func TestSpecIsReadableAndComplete(t *testing.T) {
+func TestSpecIsReadableYAMLWithAllFields(t *testing.T) {
 	c := ours()
 	c.Reserved = append(c.Reserved, pfx("172.30.0.0/16"))
 	b := configured(t, c)

@@ -249,7 +249,7 @@ func TestOnlyTheRequesterMayUnmapAfterARestart(t *testing.T) {
 // A kubelet that is identified by its address gets a new address when its Pod is recreated.
 // Mappings that it requested from the old address must not stay for ever. Mappings of a kubelet
 // that still exists must stay.
-func TestMappingCanBeRemovedOnceItsRequesterPodIsGone(t *testing.T) {
+func TestMappingCanBeRemovedAfterItsRequesterPodIsDeleted(t *testing.T) {
 	if testing.Short() {
 		t.Skip("needs an API server")
 	}

@@ -221,7 +221,7 @@ func TestPeeringConditionsReportTheFirstProblem(t *testing.T) {
 	}
 }
 
-func TestStatusHasNetworksOfBothSidesAsTheOwnerAndThePeerUseThem(t *testing.T) {
+func TestStatusShowsEachNetworkAsBothSidesSeeIt(t *testing.T) {
 	status := statusFor(agreedState(t))
 	want := isthmus.PeeringStatus{
 		Local:    isthmus.Networks{PodCIDR: "10.244.0.0/16", PodCIDRSeen: "10.70.0.0/16", ExternalCIDR: "10.245.0.0/16", ExternalCIDRSeen: "10.245.0.0/16"},

@@ -195,7 +195,7 @@ func TestOlderOfTwoPeeringsForOneClusterIsUsed(t *testing.T) {
 	rival.WaitForReason(isthmus.ConditionReady, isthmus.ReasonUnknown) // its replicator reports nothing in this test
 }
 
-func TestStatusStaysUntilTheReplicatorHasCheckedThePeer(t *testing.T) {
+func TestPeeringStaysReadyUntilThePeerIsChecked(t *testing.T) {
 	w := newWorld(t, false)
 	w.Gateway("192.0.2.1")
 	p := w.peer("b")

@@ -19,7 +19,7 @@ import (
 	"github.com/isthmus-net/isthmus/manager/managertest"
 )
 
-func TestPublishedNetworkConfigHasLiqosForm(t *testing.T) {
+func TestPublishedNetworkConfigHasLiqosFormat(t *testing.T) {
 	w := newWorld(t, false)
 	w.Gateway("192.0.2.1")
 	p := w.peer("b")

@@ -18,7 +18,7 @@ import (
 
 // The cases are all refusals between two clusters, each as both clusters report it. The message has
 // the request, the networks in force, and the remedy.
-func TestRefusalsNameTheRequestTheNetworksInForceAndTheRemedy(t *testing.T) {
+func TestRefusalMessagesNameTheRequestAndTheRemedy(t *testing.T) {
 	const (
 		requests = "bravo (bbbbbbbb-2222-4222-8222-222222222222) requests in NetworkConfig tenant/alpha-111111: "
 		refuses  = "bravo (bbbbbbbb-2222-4222-8222-222222222222) refuses our NetworkConfig tenant/bravo-924e89: "

@@ -92,7 +92,7 @@ func (s *script) during(t *testing.T, d time.Duration) (all []change) {
 	return all
 }
 
-func TestFollowSendsOneWatchAndOneRequestAMinuteAtRest(t *testing.T) {
+func TestIdleFollowSendsOneWatchAndOneRequestAMinute(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		s := &script{watching: untilEnd}
 		all := s.during(t, 2*life-time.Minute)

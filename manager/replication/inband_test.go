@@ -13,7 +13,7 @@ import (
 	"github.com/isthmus-net/isthmus/internal/inband"
 )
 
-func TestIdentityMustFitInBandSettingOfThePeering(t *testing.T) {
+func TestIdentityMustMatchTheInBandSetting(t *testing.T) {
 	kubeconfig := func(server string) identity {
 		return identity{endpoint: endpoint{server: server, proxy: "http://proxy:1"}, token: "t", user: "isthmus-peer"}
 	}

@@ -70,7 +70,7 @@ func move(to string) func(*v1alpha1.NetworkConfig) {
 	return func(o *v1alpha1.NetworkConfig) { o.Spec.EndpointIP = to }
 }
 
-func TestSpecAndStatusAreReplicatedAsByLiqo(t *testing.T) {
+func TestReplicatorCopiesSpecAndStatusLikeLiqo(t *testing.T) {
 	for name, identity := range map[string]func(*pair) map[string][]byte{
 		"token": (*pair).byToken, "certificate": (*pair).byCert, "Liqo's Secret": (*pair).byLiqo,
 	} {
@@ -639,7 +639,7 @@ func TestRestartedReplicatorContinuesFromAnyStep(t *testing.T) {
 	})
 }
 
-func TestReplicatorWritesNothingAtRest(t *testing.T) {
+func TestIdleReplicatorWritesNothing(t *testing.T) {
 	p := established(t, (*pair).byToken)
 	p.awaitUpToDate()
 	p.eventually(func() string {

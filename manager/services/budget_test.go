@@ -54,7 +54,7 @@ func TestPeerThatChangesAllServicesDoesNotDelayOtherPeers(t *testing.T) {
 	}
 }
 
-func TestEachPeerHasItsOwnBudgetThatRefills(t *testing.T) {
+func TestBudgetsOfPeersAreSeparateAndRefill(t *testing.T) {
 	b, now := budgets{}, time.Now()
 	large := &isthmus.ExportedService{Subsets: []isthmus.EndpointSubset{{Endpoints: make([]isthmus.ExportedEndpoint, isthmus.MaxExportedEndpoints)}}}
 	n := 0

@@ -390,7 +390,7 @@ func TestRemapKeepsHostBits(t *testing.T) {
 	}
 }
 
-func TestShardsOfKeepsBoundsAndPlacesOrOmitsEachExport(t *testing.T) {
+func TestEachExportIsInAShardOrReportedAsOmitted(t *testing.T) {
 	var exports []isthmus.ExportedService
 	for i := range 3000 {
 		s := service(time.Duration(i)*time.Second, "10.244.0.1")

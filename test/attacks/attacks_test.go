@@ -67,10 +67,10 @@ func run(m *testing.M) int {
 	return programs.Run(m, &isthmus, &kube)
 }
 
-func TestAttacks(t *testing.T) { runChapters(t, newSite(t, true)) }
+func TestAttacksFail(t *testing.T) { runChapters(t, newSite(t, true)) }
 
 // Gateways on their nodes' network (--host-network) must withstand the same attacks.
-func TestAttacksOnTheNodeNetwork(t *testing.T) {
+func TestAttacksFailOnTheNodeNetwork(t *testing.T) {
 	if !*long {
 		t.Skip("takes minutes: -long runs it")
 	}

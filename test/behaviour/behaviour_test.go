@@ -36,7 +36,7 @@ const (
 	filteringByAddressAndPort  = "NAT with Address and Port Dependent Filtering"
 )
 
-func TestRFC5780BehaviourDiscovery(t *testing.T) {
+func TestRFC5780ProbesFindTheExpectedBehaviour(t *testing.T) {
 	needCoturn(t)
 	s := newSite(t)
 	s.serve(t, s.Cluster("b").Pods[0])

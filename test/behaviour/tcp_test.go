@@ -15,7 +15,7 @@ import (
 // of a, which is behind NAPT and has not sent a packet yet. The gateway must drop the pod's SYN
 // without an answer, so that the pod repeats it. Then the node connects to the pod, from the port
 // to which the pod connects. The two SYNs must result in one connection.
-func TestRFC5382SimultaneousOpenThroughNAPT(t *testing.T) {
+func TestRFC5382SimultaneousOpenSucceedsThroughNAPT(t *testing.T) {
 	s := newSite(t)
 	node, pod := s.Cluster("a").Nodes[1], s.Cluster("b").Pods[1]
 	natIP := podsAatB.Addr()

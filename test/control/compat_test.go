@@ -37,12 +37,12 @@ var update = flag.Bool("update", false, "write the golden files anew")
 
 const liqoKey = "AQIDBAUGBwgJCgsMDQ4PEBESExQVFhcYGRobHB0eHyA="
 
-// TestPeeringWithImitatedLiqo peers with a cluster of Liqo v0.9.4. The type liqo simulates that
+// TestIsthmusPeersWithImitatedLiqo peers with a cluster of Liqo v0.9.4. The type liqo simulates that
 // cluster on an API server with Liqo's CRDs. Its PodCIDR is one half of ours. First our cluster has
 // only Isthmus, with a Peering and an identity in Liqo's form. Then our cluster has Liqo's control
 // plane too, in which Isthmus replaces the network-manager: there are ForeignClusters, and Liqo's
 // crd-replicator replicates for Isthmus.
-func TestPeeringWithImitatedLiqo(t *testing.T) {
+func TestIsthmusPeersWithImitatedLiqo(t *testing.T) {
 	t.Parallel()
 	sites := planSites(t, "10.244.0.0/16")
 	a := sites[0]

@@ -22,9 +22,9 @@ import (
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 )
 
-// TestPeeredClustersReachTheExpectedObjects tests the exchange of NetworkConfigs on real API
+// TestPeeringCreatesTheExpectedObjects tests the exchange of NetworkConfigs on real API
 // servers. It checks every object on each side, for clusters with many combinations of networks.
-func TestPeeredClustersReachTheExpectedObjects(t *testing.T) {
+func TestPeeringCreatesTheExpectedObjects(t *testing.T) {
 	t.Parallel()
 	sites := newSites(t, "10.244.0.0/16", "10.128.0.0/14", "172.20.0.0/20")
 	a, b, c := sites[0], sites[1], sites[2]

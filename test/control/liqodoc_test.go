@@ -92,8 +92,8 @@ func (s *site) remove(objects ...*unstructured.Unstructured) {
 	}
 }
 
-// TestPeeringWithLiqoAsDocumented follows docs/liqo.md twice, from the start to Ready and back.
-func TestPeeringWithLiqoAsDocumented(t *testing.T) {
+// TestDocumentedPeeringWithLiqoWorks follows docs/liqo.md twice, from the start to Ready and back.
+func TestDocumentedPeeringWithLiqoWorks(t *testing.T) {
 	t.Parallel()
 	files := manifests(t)
 	a := newSites(t, "10.244.0.0/16")[0]

@@ -35,11 +35,11 @@ import (
 	"github.com/isthmus-net/isthmus/manager/services"
 )
 
-// TestManyServices makes one cluster import services from several peers, and replaces their pods.
+// TestClusterImportsManyServices makes one cluster import services from several peers, and replaces their pods.
 // It prints the managers' cost, and the time until the importer's EndpointSlices are correct. One
 // peer is a cluster with a real manager. The test simulates the other peers: it writes their
 // PeerServices with their permissions, no more often than a manager would.
-func TestManyServices(t *testing.T) {
+func TestClusterImportsManyServices(t *testing.T) {
 	peers, services, pods, replaced, over, rest := 3, 8, 4, 12, 2*time.Second, 5*time.Second
 	if *long {
 		peers, services, pods, replaced, over, rest = 10, 100, 20, 1000, 30*time.Second, time.Minute
@@ -108,7 +108,7 @@ type change struct {
 	ready bool       // false: it must be removed
 }
 
-// A market has the clusters of TestManyServices.
+// A market has the clusters of TestClusterImportsManyServices.
 type market struct {
 	*world
 	b         *site       // the peer with a real manager

@@ -34,21 +34,21 @@ import (
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 )
 
-// manyUsers is the group of our identities at the peers of TestManyPeerings. All peers are on one
+// manyUsers is the group of our identities at the peers of TestManagerHandlesManyPeerings. All peers are on one
 // API server, each with its own tenant namespace, user and client certificate. So the manager has a
 // separate connection for each peer, as if each peer had its own API server.
 const manyUsers = "peers"
 
-// Flags of TestManyPeerings are for benchmarks/manager.
+// Flags of TestManagerHandlesManyPeerings are for benchmarks/manager.
 var (
-	manyPeers    = flag.Int("peers", 0, "number of peerings of TestManyPeerings; 0: 20, or 500 with -long")
-	manyProfiles = flag.String("profiles", "", "directory for profiles of the manager of TestManyPeerings, of each thing it does; empty: none")
+	manyPeers    = flag.Int("peers", 0, "number of peerings of TestManagerHandlesManyPeerings; 0: 20, or 500 with -long")
+	manyProfiles = flag.String("profiles", "", "directory for profiles of the manager of TestManagerHandlesManyPeerings, of each thing it does; empty: none")
 )
 
-// TestManyPeerings gives one manager many peerings, 20 or, with -long, 500. Their networks overlap
+// TestManagerHandlesManyPeerings gives one manager many peerings, 20 or, with -long, 500. Their networks overlap
 // ours and each other. The test prints the cost. It counts the manager's requests in the audit logs
 // of the API servers, by the manager's user names.
-func TestManyPeerings(t *testing.T) {
+func TestManagerHandlesManyPeerings(t *testing.T) {
 	number, rest := 20, 10*time.Second
 	if *long {
 		number, rest = 500, time.Minute
@@ -171,7 +171,7 @@ func newRemote(i int) *remote {
 	return r
 }
 
-// A world has the clusters of TestManyPeerings.
+// A world has the clusters of TestManagerHandlesManyPeerings.
 type world struct {
 	t          *testing.T
 	home, away *site

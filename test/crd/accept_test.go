@@ -237,7 +237,7 @@ func salt(x any, s *structuralschema.Structural, places *int) {
 
 // CEL rules have a cost budget for each object. The largest object that the schema allows must not
 // exceed the budget; otherwise the schema's bounds are wrong.
-func TestLargestObjectsStayWithinTheBudgetOfTheRules(t *testing.T) {
+func TestLargestObjectsStayWithinTheCostBudgetOfTheRules(t *testing.T) {
 	if raceEnabled {
 		t.Skip("six minutes with the race detector; CI runs it without")
 	}

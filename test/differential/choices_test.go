@@ -163,7 +163,7 @@ func icmpAboutSeen(sent []byte, kind, code uint8, rest uint32, quote int) []byte
 	return icmpAbout(sent, destination(sent), kind, code, rest, quote)
 }
 
-func TestEngineKeepsTheReporterOfAnICMPErrorVisible(t *testing.T) {
+func TestEngineKeepsTheSenderOfAnICMPErrorVisible(t *testing.T) {
 	x := bothRemapped(t)
 	src, dst := x.pods(A, 11)
 	sent := ip(header{}, src, dst, protoUDP, udp(src, dst, x.freshPort(), 53, []byte("question")))
@@ -249,7 +249,7 @@ func TestEngineUsesTheNetworkAddressOnlyForNAPT(t *testing.T) {
 // The engine refuses the following packets. The kernel refuses them too, except for the ICMP
 // error with a wrong checksum, which it forwards untranslated.
 
-func TestUnmappedAddressOfTheExternalCIDRIsRefusedByBoth(t *testing.T) {
+func TestEngineAndKernelRefuseUnmappedExternalAddresses(t *testing.T) {
 	x := bothRemapped(t)
 	src, dst := x.plan.pod(A, 8), nth(x.plan.extSeen[B], 99)
 	x.dropped(A, natengine.DropNoMapping, ip(header{}, src, dst, protoUDP, udp(src, dst, x.freshPort(), 53, nil)))
@@ -261,7 +261,7 @@ func TestPacketToNoPeerDoesNotEnterTheTunnel(t *testing.T) {
 	x.dropped(A, natengine.DropNoPeer, ip(header{}, src, dst, protoUDP, udp(src, dst, x.freshPort(), 53, nil)))
 }
 
-func TestRedirectIsRefusedByBoth(t *testing.T) {
+func TestEngineAndKernelRefuseRedirects(t *testing.T) {
 	x := bothRemapped(t)
 	src, dst := x.pods(A, 12)
 	arrived := x.send(A, ip(header{}, src, dst, protoUDP, udp(src, dst, x.freshPort(), 53, nil)))[0]

@@ -35,7 +35,7 @@ const takeover = 30 * time.Second
 
 // The nodes use strict reverse path filters. If a takeover changes the path in only one direction,
 // these filters drop packets.
-func TestGatewayFaults(t *testing.T) {
+func TestTrafficRecoversFromGatewayFaults(t *testing.T) {
 	f := up(t, lab.Spec{RPFilter: lab.RPFilterStrict, Clusters: []lab.ClusterSpec{
 		inPods(clusterSpec("10.244.0.0/16", 3)), clusterSpec("10.240.0.0/12", 2),
 	}})

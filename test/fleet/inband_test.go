@@ -24,7 +24,7 @@ import (
 )
 
 // The control planes of these two clusters can reach each other only through the tunnel.
-func TestInBandControl(t *testing.T) {
+func TestControlPlanesWorkThroughTheTunnel(t *testing.T) {
 	f := upWith(t, fleet.Options{Services: true, Spec: lab.Spec{Clusters: []lab.ClusterSpec{
 		inPods(clusterSpec("10.244.0.0/16", 2)), clusterSpec("10.244.128.0/18", 2),
 	}}})

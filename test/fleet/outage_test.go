@@ -13,7 +13,7 @@ import (
 )
 
 // None of the components that fail here forwards packets, so no packet may be lost.
-func TestControlPlaneOutage(t *testing.T) {
+func TestControlPlaneOutageLosesNoPacket(t *testing.T) {
 	f := up(t, lab.Spec{Clusters: []lab.ClusterSpec{
 		clusterSpec("10.244.0.0/16", 3), clusterSpec("10.244.64.0/19", 2),
 	}})

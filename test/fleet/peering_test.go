@@ -23,7 +23,7 @@ import (
 
 // There are three clusters. The networks of a and b overlap with different prefix lengths, and the
 // gateways of a and b are ordinary Pods. The underlay has the MTU of a cloud network.
-func TestPeering(t *testing.T) {
+func TestThreeClustersPeerAndUnpeer(t *testing.T) {
 	f := up(t, lab.Spec{MTU: 1450, Clusters: []lab.ClusterSpec{
 		inPods(clusterSpec("10.244.0.0/16", 3)), inPods(clusterSpec("10.244.128.0/18", 2)), clusterSpec("172.20.0.0/22", 2),
 	}})
@@ -52,7 +52,7 @@ func TestPeering(t *testing.T) {
 	t.Run("MappedEndpointIsReached", func(t *testing.T) { mappedEndpoint(t, a, b) })
 	t.Run("GatewayPodAcceptsOverlayOnlyFromNodesAndNothingFromPeers", func(t *testing.T) { gatewaysPodIsClosed(t, a, b) })
 	t.Run("LargePacketsAndStreamsArriveComplete", func(t *testing.T) { largePackets(t, a, b); largePackets(t, c, b) })
-	t.Run("NoObjectIsWrittenAtRest", func(t *testing.T) { atRest(t, f) })
+	t.Run("NoObjectIsWrittenWhenIdle", func(t *testing.T) { atRest(t, f) })
 	t.Run("NothingIsLeftAfterUnpeer", func(t *testing.T) {
 		during := startTraffic(t, a, c)
 		isthmus(t, f, "unpeer", "--context", "a", "--remote-context", "b")

@@ -29,10 +29,10 @@ import (
 	"github.com/isthmus-net/isthmus/internal/postquantum"
 )
 
-// TestPresharedKeys tests the lifecycle of a preshared key between two clusters with two tunnels.
-// At first, cluster b has no preshared keys: its components may not access the Secret, as in an
-// older version.
-func TestPresharedKeys(t *testing.T) {
+// TestPresharedKeysAreExchangedAndUsed tests the lifecycle of a preshared key between two clusters
+// with two tunnels. At first, cluster b has no preshared keys: its components may not access the
+// Secret, as in an older version.
+func TestPresharedKeysAreExchangedAndUsed(t *testing.T) {
 	tunnels := func(spec lab.ClusterSpec) lab.ClusterSpec {
 		spec.Tunnels = 2
 		return spec

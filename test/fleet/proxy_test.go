@@ -75,7 +75,7 @@ func (p *connectProxy) carried(from, to netip.Addr) bool {
 
 // The command and the managers must reach the API servers only through the proxy-url of the
 // kubeconfig.
-func TestPeeringThroughAProxy(t *testing.T) {
+func TestPeeringWorksThroughAProxy(t *testing.T) {
 	f := up(t, lab.Spec{Clusters: []lab.ClusterSpec{clusterSpec("10.244.0.0/16", 1), clusterSpec("10.244.0.0/16", 1)}})
 	a, b := f.Clusters[0], f.Clusters[1]
 	pairs := [][2]*fleet.Cluster{{a, b}, {b, a}}

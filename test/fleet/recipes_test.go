@@ -26,7 +26,7 @@ const recipes = "docs/recipes.md"
 
 // The commands and objects of docs/recipes.md must have the documented effects. This test skips
 // commands that need containers; internal/pages lists the tests for those.
-func TestRecipes(t *testing.T) {
+func TestCommandsOfRecipesPageWork(t *testing.T) {
 	spec := lab.Spec{Clusters: []lab.ClusterSpec{clusterSpec("10.244.0.0/16", 1), clusterSpec("10.244.0.0/16", 1), clusterSpec("10.244.0.0/16", 1)}}
 	for i, name := range []string{"paris", "oslo", "rome"} {
 		spec.Clusters[i].Name = name

@@ -114,10 +114,10 @@ func (r *recording) write(file string) error {
 	return os.WriteFile(file, b.Bytes(), 0o644)
 }
 
-// TestRecord runs a cluster with two peers for some minutes, with traffic and a sequence of
-// faults, and writes the recording. It asserts nothing: the tests of the dashboard use the
-// recording.
-func TestRecord(t *testing.T) {
+// TestRecordDashboardData runs a cluster with two peers for some minutes, with traffic and a
+// sequence of faults, and writes the recording. It asserts nothing: the tests of the dashboard use
+// the recording.
+func TestRecordDashboardData(t *testing.T) {
 	if *record == "" {
 		t.Skip("takes six minutes and is asked for by -record FILE: `make record`")
 	}

@@ -28,7 +28,7 @@ var unused = map[string]string{
 	"isthmus-manager: update peerings/finalizers.isthmus.net":              "asked for by the admission plugin OwnerReferencesPermissionEnforcement, as on OpenShift",
 	"isthmus-manager: update networkconfigs/finalizers.net.liqo.io":        "the same",
 	"isthmus-manager: update foreignclusters/finalizers.discovery.liqo.io": "the same, with Liqo's control plane",
-	"isthmus-manager: list foreignclusters.discovery.liqo.io":              "with Liqo's control plane: TestPeeringWithImitatedLiqo in test/control",
+	"isthmus-manager: list foreignclusters.discovery.liqo.io":              "with Liqo's control plane: TestIsthmusPeersWithImitatedLiqo in test/control",
 	"isthmus-manager: watch foreignclusters.discovery.liqo.io":             "the same",
 	"isthmus-manager: get namespaces":                                      "where no ConfigMap says who the cluster is: TestIdentifyPrefersFlagsThenConfigMapThenKubeSystem in package manager",
 	"isthmus-manager: get configmaps":                                      "without --pod-cidr: TestClusterNetworksAreDetected in package manager/facts",
@@ -40,7 +40,7 @@ var unused = map[string]string{
 	"isthmus-route-agent: create events.events.k8s.io":                     "when something keeps it from working: TestDiagnoseNamesEachFault",
 	"isthmus-route-agent: patch events.events.k8s.io":                      "the same, told again",
 	"isthmus-gateway: get namespaces":                                      "where no ConfigMap says who the cluster is",
-	"isthmus-gateway: patch secrets":                                       "when the number of tunnels changes: TestTunnels",
+	"isthmus-gateway: patch secrets":                                       "when the number of tunnels changes: TestPeersUseTheSmallerNumberOfTunnels",
 	"isthmus-peer: create serviceaccounts/token":                           "when a tenth of a token's life is over: TestAPeersTokensAreBoundToThisClusterAndExpire in internal/peering",
 }
 

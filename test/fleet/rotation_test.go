@@ -22,8 +22,8 @@ import (
 	"github.com/isthmus-net/isthmus/internal/lab"
 )
 
-// TestRotation rotates the keys of two clusters. The first one has gateways in Pods.
-func TestRotation(t *testing.T) {
+// TestClustersRotateTheirKeys rotates the keys of two clusters. The first one has gateways in Pods.
+func TestClustersRotateTheirKeys(t *testing.T) {
 	two := func(spec lab.ClusterSpec) lab.ClusterSpec {
 		spec.Tunnels = 2
 		return spec

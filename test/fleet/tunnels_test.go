@@ -17,7 +17,7 @@ import (
 
 // The gateways of these three clusters have three, two and one tunnels. Between two clusters, the
 // smaller number is in use.
-func TestTunnels(t *testing.T) {
+func TestPeersUseTheSmallerNumberOfTunnels(t *testing.T) {
 	several := func(n int, spec lab.ClusterSpec) lab.ClusterSpec {
 		spec.Tunnels = n
 		return spec

@@ -75,7 +75,7 @@ type site struct {
 	keyFile     string // file with keyA
 }
 
-func TestInteropWithWireGuardGo(t *testing.T) {
+func TestGatewayInteroperatesWithWireGuardGo(t *testing.T) {
 	s := newSite(t)
 	s.step("handshake", (*site).handshake)
 	s.step("connection check: our PING", (*site).ourPings)

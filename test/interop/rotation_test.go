@@ -34,9 +34,9 @@ const (
 	lostByAnswering = 35 + lostByRotation
 )
 
-// TestRotationWithWireGuardGo rotates the gateway's key. Its peer replaces the key as Liqo's
-// gateway does: it removes the former peer and adds the new one.
-func TestRotationWithWireGuardGo(t *testing.T) {
+// TestRotationLosesFewPacketsWithWireGuardGo rotates the gateway's key. Its peer replaces the key
+// as Liqo's gateway does: it removes the former peer and adds the new one.
+func TestRotationLosesFewPacketsWithWireGuardGo(t *testing.T) {
 	s := newSite(t)
 	s.handshake()
 	// A machine that does other work may lose more datagrams in a single run. So without -long, the

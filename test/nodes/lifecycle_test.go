@@ -49,7 +49,7 @@ var lifecyclePlan = plan{
 
 // The commands of docs/lifecycle.md must have the documented effects, on clusters like those of an
 // installer.
-func TestLifecycle(t *testing.T) {
+func TestCommandsOfLifecyclePageWork(t *testing.T) {
 	if fixture.skip != "" {
 		t.Skip(fixture.skip)
 	}

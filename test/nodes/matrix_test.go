@@ -31,7 +31,7 @@ var traffic = []struct {
 // Each cell is a request and its answer. The receiver must see the source that docs/nat.md
 // promises. The answer must have the request's size, and must come from the address to which the
 // sender sent the request.
-func TestTrafficMatrixHoldsInEveryCell(t *testing.T) {
+func TestEveryCellOfTheTrafficMatrixPasses(t *testing.T) {
 	w := shared.get(t)
 	page := matrixPage(t, w)
 	w.noPlaintext(t)

@@ -33,7 +33,7 @@ const ofPods = "headless service should return the ready endpoint addresses of a
 
 // This test runs the unmodified conformance suite of the Multi-Cluster Services API, from the
 // checkout given by -suite. docs/mcs-conformance.md shows the results.
-func TestConformanceOfMultiClusterServices(t *testing.T) {
+func TestServicesPassTheMultiClusterConformanceSuite(t *testing.T) {
 	if *suite == "" {
 		t.Skip("it needs the suite: -suite PATH (make test-mcs SUITE=PATH)")
 	}

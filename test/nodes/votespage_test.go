@@ -139,7 +139,7 @@ func (most target) met(r votesRow) bool {
 }
 
 // The figures on the page must meet the targets, or the limits in shortfalls.
-func TestFaultsMeetTargetsWhereNodesVote(t *testing.T) {
+func TestRecoveryMeetsTargetsWhenNodesVote(t *testing.T) {
 	rows := votesRows(t)
 	calm := rows[undisturbed].lost
 	for _, fault := range pageFaults() {

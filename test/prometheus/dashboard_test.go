@@ -9,7 +9,8 @@ import (
 
 const (
 	dashboardFile = "../../deploy/monitoring/dashboard.json"
-	// recordingFile contains the samples that TestRecord in test/fleet scraped (`make record`).
+	// recordingFile contains the samples that TestRecordDashboardData in test/fleet scraped (`make
+	// record`).
 	recordingFile = "testdata/fleet.gz"
 )
 

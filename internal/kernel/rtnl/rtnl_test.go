@@ -444,7 +444,7 @@ func TestTheLockSurvivesChangesOfThePacketFilter(t *testing.T) {
 }
 
 // The tables that we make by netlink equal those that nft(8) makes from the printed command.
-func TestFilterMatchesItsText(t *testing.T) {
+func TestFilterEqualsItsPrintedCommand(t *testing.T) {
 	n := open(t, RouteAgent)
 	if _, err := exec.LookPath("nft"); err != nil {
 		t.Skip(err)
@@ -1141,7 +1141,7 @@ func TestPodsOnABridgeCannotImpersonateANode(t *testing.T) {
 
 // While the kernel's state cannot be read, Bridged reports the Bridge of a previous process, not
 // the wanted one.
-func TestBridgedReportsTheExistingBridgeUntilTheFirstRead(t *testing.T) {
+func TestBridgedReportsThePreviousBridgeBeforeTheFirstRead(t *testing.T) {
 	n := open(t, RouteAgent)
 	bridges := []Bridge{BridgeFor([]netip.Addr{via4}, nil)}
 	unreadable := State{Bridges: bridges, Links: []Link{{Name: strings.Repeat("x", 200)}}}

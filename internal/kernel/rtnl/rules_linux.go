@@ -12,8 +12,9 @@ import (
 	"github.com/isthmus-net/isthmus/internal/kernel"
 )
 
-// exprsOf returns the expressions of a rule in a table of a family. TestFilterMatchesItsText
-// compares them with the expressions that nft(8) makes from the rule's text.
+// exprsOf returns the expressions of a rule in a table of a family.
+// TestFilterEqualsItsPrintedCommand compares them with the expressions that nft(8) makes from the
+// rule's text.
 func exprsOf(family nftables.TableFamily, rule kernel.FilterRule) []expr.Any {
 	c := compiler{family: family}
 	for _, term := range rule {

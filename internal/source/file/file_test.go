@@ -185,7 +185,7 @@ func TestNextKeyIsReadWhileGatewayFileNamesIt(t *testing.T) {
 	want(n, PrivateKey{})
 }
 
-func TestPrivateKeyDoesNotPrint(t *testing.T) {
+func TestPrivateKeyIsNotPrinted(t *testing.T) {
 	key := PrivateKey([]byte(strings.Repeat("k", 32)))
 	s := Snapshot{PrivateKey: key, NextKey: key}
 	if text, err := yaml.Marshal(s); err != nil || strings.Contains(string(text), "107") || !strings.Contains(string(text), hiddenKey) {

@@ -132,7 +132,7 @@ func TestWatchReportsAnInvalidDirectoryOnce(t *testing.T) {
 	})
 }
 
-func TestWatchReportsAnErrorAtTheStart(t *testing.T) {
+func TestWatchReportsAMissingDirectory(t *testing.T) {
 	dir := filepath.Join(t.TempDir(), "later")
 	synctest.Test(t, func(t *testing.T) {
 		w := watch(t, dir)
@@ -218,7 +218,7 @@ func TestWatchFollowsAConfigMap(t *testing.T) {
 
 // A file is replaced by one with the same name, time and size, or with the same name, time and
 // inode. Watch must notice both replacements.
-func TestWatchNoticesAFileReplacedWithItsOldTime(t *testing.T) {
+func TestWatchNoticesAReplacementWithTheSameTimestamp(t *testing.T) {
 	dir := writeDir(t, valid(nil))
 	peers := filepath.Join(dir, "peers.yaml")
 	synctest.Test(t, func(t *testing.T) {

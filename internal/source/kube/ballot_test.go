@@ -29,7 +29,7 @@ import (
 )
 
 // From any list to any other list, each step changes one voter.
-func TestTheListChangesByOneVoterAtATime(t *testing.T) {
+func TestVoterListChangesByOneVoterAtATime(t *testing.T) {
 	random := rand.New(rand.NewPCG(26, 11))
 	some := func(version byte) map[string]netip.Addr {
 		all := make(map[string]netip.Addr)
@@ -157,7 +157,7 @@ func (h fakeVoter) Holder() voting.Holder    { return h.holder }
 
 // A node follows the newer of two gateways: the gateway that the Service names, or the gateway
 // that reported to the node that it has the votes.
-func TestANodeFollowsTheNewerGateway(t *testing.T) {
+func TestNodeUsesTheNewerOfTwoGateways(t *testing.T) {
 	key := voting.KeyOf([32]byte{1}).Public().(ed25519.PublicKey)
 	gateways := []fabric.GatewayPod{
 		{Addr: netip.MustParseAddr("10.244.0.9"), Host: netip.MustParseAddr("172.30.1.11")},
@@ -359,7 +359,7 @@ func TestAGatewayYieldsBeforeItReleasesTheVotes(t *testing.T) {
 // A standby may give its list a newer version only if its list differs from the nodes' list by
 // at most one voter. An older list may share no voter with the list that elects the active
 // gateway.
-func TestStandbyAdvancesTheListInTheLeaseByOneStepOnly(t *testing.T) {
+func TestStandbyAdvancesTheVoterListByOneVoterOnly(t *testing.T) {
 	all := make(map[string]netip.Addr)
 	for i, name := range []string{"a", "b", "c"} {
 		all[name] = netip.AddrFrom4([4]byte{192, 0, 2, byte(i)})
@@ -567,7 +567,7 @@ func TestNodesElectAgainAfterAMissingNodeReturns(t *testing.T) {
 
 // A pending fence may already use the version of the next list, so no other list may be
 // proposed.
-func TestNoListIsProposedWhileAFenceIsPending(t *testing.T) {
+func TestNoVoterListIsProposedWhileAFenceIsPending(t *testing.T) {
 	s := newThreeVoters(t, 2)
 	moved := maps.Clone(s.nodes)
 	moved["a"] = s.addrOf(50)
@@ -584,7 +584,7 @@ func TestNoListIsProposedWhileAFenceIsPending(t *testing.T) {
 
 // A gateway that fell silent and becomes active again reports the reason for that, and not the
 // reason of its first election.
-func TestGatewayReportsWhyItIsActiveAgainAfterSilence(t *testing.T) {
+func TestGatewayReportsWhyItBecameActiveAgain(t *testing.T) {
 	e := electionWith(new(storedLease), "me", nil, quiet)
 	e.votes = &ballot{}
 	e.list = voting.List{Version: 1, Voters: map[string]netip.Addr{"a": {}, "b": {}, "c": {}}}

@@ -50,7 +50,7 @@ var self = v1alpha1.ClusterIdentity{ClusterID: "id-self", ClusterName: "self"}
 
 // The addresses of our own cluster do not change the result for a peer. They are added to a
 // result that was made without them.
-func TestAddingTheSiteLaterGivesTheSameGateway(t *testing.T) {
+func TestAddingTheSiteLaterChangesNoDecision(t *testing.T) {
 	private := [32]byte{8, 200}
 	endpoints := []v1alpha1.TunnelEndpoint{endpoint(1), endpoint(2), endpoint(3)}
 	endpoints[2].Spec.RemoteNATPodCIDR = endpoints[1].Spec.RemoteNATPodCIDR // peer 3 is refused, because peer 2 has this network

@@ -37,7 +37,7 @@ func (s *countedStatus) Patch(ctx context.Context, o client.Object, p client.Pat
 
 // Liqo's CRD drops the conditions. Still, the status follows the gateway, even after a write
 // that changed nothing, and the gateway writes nothing while its state is unchanged.
-func TestAStatusWithoutConditionsFollowsTheGateway(t *testing.T) {
+func TestStatusIsUpdatedEvenIfTheCRDDropsConditions(t *testing.T) {
 	s := newAPIServer(t)
 	crds, err := kubetest.LiqoCRDs()
 	if err != nil {

@@ -19,7 +19,7 @@ import (
 	"github.com/isthmus-net/isthmus/internal/keyring"
 )
 
-func TestNextKeyIsUnknownToPeersIfAllConnectedPeersLag(t *testing.T) {
+func TestPeersAreUnawareOfAKeyIfAllConnectedPeersLag(t *testing.T) {
 	peer := func(id string, status v1alpha1.ConnectionStatus) PeerReport {
 		return PeerReport{ID: id, Status: status}
 	}

@@ -22,7 +22,7 @@ import (
 	"github.com/isthmus-net/isthmus/internal/keyring"
 )
 
-func TestDecideWhetherAGatewayMaySend(t *testing.T) {
+func TestDecideReturnsWhetherAGatewayMaySend(t *testing.T) {
 	holder := func(confirmed bool, others ...account) view {
 		return view{leaseState: leaseState{holds: true, confirmed: confirmed, transition: 5}, others: others}
 	}
@@ -628,7 +628,7 @@ func TestAtMostOneGatewaySendsWhilePodsAreReplaced(t *testing.T) {
 // A gateway that is not listed yet counts only after it has answered a question. Until then the
 // holder does not report its silence to that gateway. Afterwards that gateway may act on the
 // silence, because the silent holder sends nothing before it has a promise of that gateway.
-func TestUnlistedGatewayCountsOnceItAnswers(t *testing.T) {
+func TestUnlistedGatewayCountsOnlyAfterItAnswers(t *testing.T) {
 	now := time.Now()
 	known := acquaintance{Transition: 3, Others: map[string]netip.Addr{"b": netip.MustParseAddr("10.0.0.2")}}
 	a := electionWith(nil, "a", nil, quiet)
