@@ -454,7 +454,7 @@ func TestPodCIDRIsReadFromTheCluster(t *testing.T) {
 		{ObjectMeta: metav1.ObjectMeta{Name: "n2"}, Spec: corev1.NodeSpec{PodCIDR: "10.50.9.0/24"}},
 	}
 	_, _, err := podCIDR(t.Context(), c, nodes, nil)
-	if err == nil || !strings.Contains(err.Error(), "want --pod-cidr") || !strings.Contains(err.Error(), "the network of all pods may be 10.50.0.0/16") {
+	if err == nil || !strings.Contains(err.Error(), "repeat with --pod-cidr NETWORK") || !strings.Contains(err.Error(), "the network of all pods may be 10.50.0.0/16") {
 		t.Errorf("when nothing says it: %v", err)
 	}
 	must(t, client.IgnoreAlreadyExists(c.Client.Create(t.Context(), &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: "kube-flannel"}})))
@@ -484,7 +484,7 @@ func TestPodCIDRIsReadFromTheCluster(t *testing.T) {
 	}
 	// A network that does not contain all Pods and nodes is rejected.
 	outside := []address{pods[0], {"x/out", netip.MustParseAddr("10.7.1.7")}}
-	if _, _, err = podCIDR(t.Context(), c, nodes, outside); err == nil || !strings.Contains(err.Error(), ": 10.50.0.0/16 does not contain 10.7.1.7 of Pod x/out") || !strings.Contains(err.Error(), "want --pod-cidr") {
+	if _, _, err = podCIDR(t.Context(), c, nodes, outside); err == nil || !strings.Contains(err.Error(), ": 10.50.0.0/16 does not contain 10.7.1.7 of Pod x/out") || !strings.Contains(err.Error(), "repeat with --pod-cidr NETWORK") {
 		t.Errorf("when a Pod is elsewhere: %v", err)
 	}
 	nodes[1].Spec.PodCIDR = "10.51.9.0/24"

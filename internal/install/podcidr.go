@@ -166,7 +166,7 @@ func podCIDRFrom(ctx context.Context, c *cluster.Cluster, sources []podSource, n
 	if len(nodeCIDRs) > 0 {
 		hint = fmt.Sprintf("a node has the podCIDR %v, so the network of all pods may be %v", nodeCIDRs[0], cover(nodeCIDRs))
 	}
-	return netip.Prefix{}, "", fmt.Errorf("%s: cannot detect the network of all pods: %s; want --pod-cidr",
+	return netip.Prefix{}, "", fmt.Errorf("%s: cannot detect the network of all pods: %s; repeat with --pod-cidr NETWORK",
 		c, strings.Join(append([]string{hint}, outside...), "; "))
 }
 

@@ -1,6 +1,7 @@
 package main
 
 import (
+	"fmt"
 	"encoding/json"
 	"os"
 	"regexp"
@@ -58,6 +59,7 @@ func TestEachAlertHasARunbook(t *testing.T) {
 		Groups []struct {
 			Rules []struct {
 				Alert       string
+				Expr, For   string
 				Labels      map[string]string
 				Annotations map[string]string
 			}
@@ -79,6 +81,10 @@ func TestEachAlertHasARunbook(t *testing.T) {
 			}
 			if !strings.Contains(string(document), "\n## "+r.Alert+"\n") {
 				t.Errorf("docs/alerts.md has no %s", r.Alert)
+			}
+			row := fmt.Sprintf("| [%s](#%s) | `%s`, %s |\n", r.Alert, strings.ToLower(r.Alert), r.Expr, strings.Replace(r.For, "m", " min", 1))
+			if critical := r.Labels["severity"] == "critical"; critical != strings.Contains(string(document), row) || !critical && strings.Contains(string(document), "| ["+r.Alert+"]") {
+				t.Errorf("the table of critical alerts in docs/alerts.md is wrong about %s", r.Alert)
 			}
 			if r.Labels["severity"] == "" || r.Annotations["summary"] == "" || r.Annotations["description"] == "" {
 				t.Errorf("%s lacks severity, summary or description", r.Alert)
