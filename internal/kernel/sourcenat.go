@@ -54,8 +54,8 @@ const SourceNATPriority = 0
 // of the node. The gateway may have no route to such an address.
 //
 // Packets from a peer to a pod keep their source, too, because some CNIs masquerade packets from
-// outside of the cluster. If the packets were sent to a Service that is a mapped endpoint,
-// kube-proxy decides.
+// outside of the cluster. If the peer sent them to a mapped endpoint that is a Service, kube-proxy
+// chooses the source.
 //
 // The set of remote networks is matched last, because that costs the first packet of a flow 300 ns
 // with a thousand peers.

@@ -418,8 +418,8 @@ func TestFollowLogsALockErrorOnce(t *testing.T) {
 	}
 }
 
-// Changes of the packet filter by root do not break the lock: a table with its name but without an
-// owner is replaced, and a table that a process owns stays.
+// The lock is an nftables table with an owner. Root may change the packet filter without breaking it:
+// we replace a table of that name without an owner, and keep a table that a process owns.
 func TestTheLockSurvivesChangesOfThePacketFilter(t *testing.T) {
 	n := open(t, RouteAgent)
 	if _, err := exec.LookPath("nft"); err != nil {
