@@ -64,8 +64,8 @@ type GatewayPeer struct {
 //
 // The gateway's own address is always mapped to the first host of Xa@B, with or without a
 // NatMapping for it: the peer sends its connection check there and nowhere else. A NatMapping that
-// puts 169.254.0.1 at another address is a leftover of an earlier peering (Liqo never changes its
-// answers) and is refused, because every check of the peer would otherwise stay unanswered.
+// puts 169.254.0.1 at another address is a leftover of an earlier peering, because Liqo never
+// changes its answers. GatewayFor refuses it, or no check of the peer would get an answer.
 func GatewayFor(in Intent) (Gateway, []Problem) {
 	var (
 		gw       = Gateway{ClusterID: in.ClusterID, ClusterName: in.ClusterName}

@@ -7,7 +7,7 @@
 // It runs TestManyPeerings of test/control and formats its figures as a table. That test runs the
 // real manager and two real API servers, and simulates peers that answer. One API server is the
 // manager's own. The other acts as the API server of every peer, each with its own certificate.
-// With -services, the command runs TestManyServices with two managers. Other log output goes to
+// With -services, the command runs TestManyServices with two managers. The log of the test goes to
 // standard error. The command needs the programs that internal/kubetest builds. With 500 peers it
 // takes about five minutes on two processors.
 package main

@@ -44,7 +44,7 @@ type Loss struct {
 	Lost     int       `json:"lost"`
 	Last     time.Time `json:"last,omitzero"` // when a packet was last lost; zero: never
 	Why      string    `json:"why,omitempty"` // reason of the last loss
-	NotAsked int       `json:"notAsked"`      // how often the sender could not be asked to send
+	NotAsked int       `json:"notAsked"`      // checks without a result; see Result.Unknown
 	WhyNot   string    `json:"whyNot,omitempty"`
 }
 

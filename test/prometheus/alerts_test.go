@@ -48,7 +48,7 @@ var well = map[string]string{
 	`isthmus_peer_probe_loss_ratio{instance="gw",job="g",namespace="n",peer="p"}`:                                      "0x400",
 	`isthmus_peer_tunnel_up{instance="gw",job="g",namespace="n",peer="p",tunnel="1"}`:                                  "1x400",
 	`isthmus_peer_path_mtu_bytes{instance="gw",job="g",namespace="n",peer="p"}`:                                        "1420x400",
-	`isthmus_peer_expected_mtu_bytes{instance="gw",job="g",namespace="n",peer="p"}`:                                         "1420x400",
+	`isthmus_peer_expected_mtu_bytes{instance="gw",job="g",namespace="n",peer="p"}`:                                    "1420x400",
 	`isthmus_drops_total{instance="gw",job="g",namespace="n",peer="p",direction="in",reason="ttl"}`:                    "0+6x400",
 	`isthmus_drops_total{instance="gw",job="g",namespace="n",peer="",direction="in",reason="x"}`:                       "0+6000x400",
 	`isthmus_drops_total{instance="gw",job="g",namespace="n",peer="",direction="in",reason="socket_buffer"}`:           "0+6x400",
@@ -153,7 +153,8 @@ var faults = []struct {
 
 const faultAt = 100
 
-// world returns the series of well, changed by a fault, in the notation of promqltest.
+// world returns the series of a healthy cluster (well) with the changes of a fault, in the notation of
+// promqltest.
 func world(t *testing.T, fault map[string]string) string {
 	t.Helper()
 	series := maps.Clone(well)

@@ -47,10 +47,10 @@ const (
 	ReasonInvalid    = v1alpha1.ReasonInvalid
 )
 
-// The first latency is written when the connection is established. Later ones are written at
-// most once per latencyInterval, and only if the latency has changed by more than a fifth and
-// by at least latencyStep. So the stored value is correct to a fifth or to a millisecond, and
-// an idle peer causes no writes.
+// The first latency is written when the connection is established. Later ones are written at most
+// once per latencyInterval, and only if the latency has changed by more than a fifth and by at
+// least latencyStep. So the stored value is off by at most a fifth or latencyStep, and an idle peer
+// causes no writes.
 const (
 	latencyInterval = 30 * time.Second
 	latencyStep     = time.Millisecond
