@@ -43,7 +43,7 @@ type NodeIntent struct {
 	Allocations
 	// Allocated are the networks of peers for which a node refuses packets: the networks that
 	// NetworkAllocations name, and those that they named earlier and have not freed. The agent
-	// remembers the latter and sets the field.
+	// remembers the earlier networks and sets the field.
 	Allocated []netip.Prefix
 }
 

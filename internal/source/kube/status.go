@@ -214,7 +214,7 @@ func statusFor(te *v1alpha1.TunnelEndpoint, node netip.Addr, r Report, p PeerRep
 	}
 	if p.Status == v1alpha1.Connecting && was.Status == v1alpha1.Connected && acceptedCurrent(te) {
 		// The previous gateway had contact with this peer under the same configuration. Its
-		// result stays until this gateway has a result of its own.
+		// result stays until this gateway has checked the peer.
 		want.Connection, p.Reason = was, ""
 	}
 	meta.SetStatusCondition(&want.Conditions, metav1.Condition{Type: v1alpha1.ConditionAccepted, Status: metav1.ConditionTrue,
