@@ -359,8 +359,8 @@ func (d *nodeDecision) addFilter(ownPods []netip.Prefix, in NodeIntent) {
 	d.node.Filters = []kernel.Filter{filter}
 }
 
-// addSourceNAT preserves the addresses of pods towards peers, whatever their CNI masquerades. It
-// also accepts packets of pods and of our node's gateways in foreign forward chains, see
+// addSourceNAT preserves the addresses of pods towards peers, even if the CNI would masquerade
+// them. It also accepts packets of pods and of our node's gateways in foreign forward chains, see
 // kernel.Accept.
 func (d *nodeDecision) addSourceNAT(in NodeIntent, ownPods []netip.Prefix) {
 	if len(d.node.Devices) == 0 {

@@ -309,7 +309,7 @@ func asNobody(t *testing.T, namespace *os.File, fn func() error) error {
 	})
 }
 
-// An unprivileged process cannot keep an agent from running, whatever names it binds.
+// An unprivileged process cannot keep an agent from running by binding any socket name.
 func TestAnUnprivilegedProcessCannotHoldTheLock(t *testing.T) {
 	if os.Getuid() != 0 {
 		t.Skip("needs root")
