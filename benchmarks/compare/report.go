@@ -21,7 +21,7 @@ type figure struct {
 	value          func(sample) float64
 }
 
-// The margins are the largest changes of a ratio (figure divided by the reference's) without a
+// The margins follow from the changes of the ratios (figure divided by the reference's) without a
 // change of code, in five runs of two hours on a machine with other work (2026-11). CPU time for
 // bulk traffic moves least. Small packets cost more when their threads must wait for a processor.
 // Throughput and round trips depend on the scheduling of processes, so only a factor of two is an

@@ -1,7 +1,7 @@
 // Package keyring reads and writes the Secret with the gateway's WireGuard keys, and decides
 // the steps of their rotation:
 //
-//	rotate-key, or old key ─► Secret has a next key ─► gateways respond to both ─► peers get the next key
+//	command, or age ─► Secret has a next key ─► gateways respond to both ─► peers get the next key
 //	                                                                            │ all have moved, or patience ends
 //	                   current key ◄─────────── next key becomes current ◄──────┘
 //
