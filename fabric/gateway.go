@@ -59,13 +59,13 @@ type GatewayPeer struct {
 // we see it, overlaps a network of the other peer or one of our own networks towards the other
 // peer. Our own networks can differ between peers during a change, because each peer answers the
 // change separately. Of two conflicting peers the first by age, then ID, then origin is accepted.
-// An invalid mapping is left out alone: its address does not answer, and the peer's pods stay
-// connected. Problems are sorted.
+// GatewayFor omits only an invalid mapping, not its peer: the mapped address does not answer, but
+// the peer's pods stay connected. Problems are sorted.
 //
 // The gateway's own address is always mapped to the first host of Xa@B, with or without a
 // NatMapping for it: the peer sends its connection check there and nowhere else. A NatMapping that
-// puts 169.254.0.1 at another address is a leftover of an earlier peering (Liqo never changes its
-// answers) and is refused, because every check of the peer would otherwise stay unanswered.
+// puts 169.254.0.1 at another address is a leftover of an earlier peering, because Liqo never
+// changes its answers. GatewayFor refuses it, or no check of the peer would get an answer.
 func GatewayFor(in Intent) (Gateway, []Problem) {
 	var (
 		gw       = Gateway{ClusterID: in.ClusterID, ClusterName: in.ClusterName}
@@ -295,8 +295,8 @@ func (k *keeper) drop(p *Peer) {
 }
 
 // site adds the networks of accepted peers to a Site: our own networks, and the networks that the
-// host routes into the tunnel. An endpoint inside the latter would route the tunnel's own packets
-// into the tunnel.
+// host routes into the tunnel. If an endpoint were in such a network, the host would route the
+// tunnel's own packets into the tunnel.
 func (k *keeper) site(s Site) Site {
 	s.Networks = append(slices.Grow([]SiteNetwork(nil), len(s.Networks)+len(k.local)+len(k.nets)), s.Networks...)
 	for _, l := range k.local {

@@ -160,8 +160,8 @@ func GatewayHostLeft(peers []*GatewayPeer) (left kernel.State) {
 }
 
 // gatewaySettings returns the sysctls of the gateway's namespace, and of the veth on the host:
-//   - The namespace forwards. For IPv4 that is set per device, not by ip_forward: netlink can set
-//     the former, and a container's /proc/sys is read-only.
+//   - The namespace forwards. For IPv4 that is set per device by netlink. ip_forward would need
+//     /proc/sys, which is read-only in a container.
 //   - Reverse path filtering is off: the engine checks sources, and the filter would drop a peer's
 //     packet for another peer's mapped endpoint.
 //   - Redirects are off, because a packet may leave by the TUN through which it came.

@@ -59,9 +59,9 @@ func OverlayAddr(node netip.Addr) netip.Addr {
 // on another node, a peer that GatewayFor refuses) the node refuses the packets as soon as the
 // network is allocated. It also refuses packets of a peer to pods that the overlay does not reach.
 //
-// GatewayFor decides which peers are valid, as in the gateway. An address of a node inside a peer's
-// network is ignored. If two nodes have the same overlay address, the older one keeps it. If our
-// node is not among in.Nodes, the State only refuses packets, and a Problem reports that.
+// GatewayFor decides which peers are valid, as in the gateway. NodeFor ignores an address of a node
+// inside a peer's network. If two nodes have the same overlay address, the older one keeps it. If
+// our node is not among in.Nodes, the State only refuses packets, and a Problem reports that.
 func NodeFor(in NodeIntent) (kernel.State, []Problem) { return new(Decider).NodeFor(in) }
 
 // A Decider computes the state for successive intents. It caches the results for the networks of
@@ -359,8 +359,8 @@ func (d *nodeDecision) addFilter(ownPods []netip.Prefix, in NodeIntent) {
 	d.node.Filters = []kernel.Filter{filter}
 }
 
-// addSourceNAT preserves the addresses of pods towards peers, whatever their CNI masquerades. It
-// also accepts packets of pods and of our node's gateways in foreign forward chains, see
+// addSourceNAT preserves the addresses of pods towards peers, even if the CNI would masquerade
+// them. It also accepts packets of pods and of our node's gateways in foreign forward chains, see
 // kernel.Accept.
 func (d *nodeDecision) addSourceNAT(in NodeIntent, ownPods []netip.Prefix) {
 	if len(d.node.Devices) == 0 {

@@ -463,7 +463,7 @@ func TestNodeDoesNotDependOnTheOrderOfItsInput(t *testing.T) {
 	}
 }
 
-// Packets to a pod and the pod's answers take the same path, whatever the nodes' networks are.
+// Packets to a pod and the pod's answers take the same path for all kinds of node networks.
 func TestGatewayNodeRoutesEachPodToThePodsNode(t *testing.T) {
 	rng := rand.New(rand.NewPCG(3, 4))
 	names := []string{"n1", "n2", "n3"}

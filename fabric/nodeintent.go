@@ -43,7 +43,7 @@ type NodeIntent struct {
 	Allocations
 	// Allocated are the networks of peers for which a node refuses packets: the networks that
 	// NetworkAllocations name, and those that they named earlier and have not freed. The agent
-	// remembers the latter and sets the field.
+	// remembers the earlier networks and sets the field.
 	Allocated []netip.Prefix
 }
 
@@ -161,8 +161,8 @@ func (in *NodeIntent) nextHops() []GatewayPod {
 
 // Carriers returns two lists. outer are the destinations of our node's outer packets, from which
 // the agent learns the MTU. nodes are addresses of nodes, from which the agent learns the underlay
-// devices. If all gateways are Pods, these are the active gateways' Pods and the nodes of all
-// gateways; otherwise the nodes with which ours exchanges packets are added.
+// devices. If all gateways are Pods, outer has the active gateways' Pods, and nodes has the nodes
+// of all gateways. Otherwise both also have the nodes with which ours exchanges packets.
 func (in *NodeIntent) Carriers() (outer, nodes []netip.Addr) {
 	at := slices.IndexFunc(in.Nodes, func(n ClusterNode) bool { return n.Name == in.Self })
 	if at < 0 {

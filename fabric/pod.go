@@ -30,10 +30,10 @@ func GatewayMAC(pod netip.Addr) kernel.MAC { return OverlayMAC("gateway " + pod.
 //	eth0 ═ VXLAN ═ isthmus.vxlan ─ table 4200 ─► isthmus0 (TUN)
 //	                     ◄──────── table 4201 ───────┘
 //
-// inUse and tunnels are as in GatewayHostFor, mtu is the MTU of the TUNs and underlayMTU the MTU of
-// the device with the Pod's address. Nothing else is forwarded, and packets that the Pod itself
-// sends to a peer are refused. The overlay finds nodes by their addresses in the underlay. Outer
-// packets are accepted only from nodes:
+// inUse and tunnels are as in GatewayHostFor. mtu is the MTU of the TUNs, and underlayMTU that of
+// the device with the Pod's address. The Pod forwards no other packets, and refuses packets that it
+// sends to a peer itself. The overlay finds nodes by their addresses in the underlay. Outer packets
+// are accepted only from nodes:
 //   - from their InternalIPs,
 //   - from the pod addresses that a node's agent reports as its own, because a CNI may masquerade
 //     packets from a node to pods,

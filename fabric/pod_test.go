@@ -199,8 +199,8 @@ func TestGatewayAddressThatIsNoGatewayPodIsRefused(t *testing.T) {
 }
 
 // A node accepts forwarded outer packets of its own gateway Pods, and the flows that they
-// replicate, whatever foreign filters drop. On a node without a gateway Pod, the other gateways do
-// not matter.
+// replicate, even if foreign filters would drop them. On a node without a gateway Pod, the other
+// gateways do not matter.
 func TestANodeAcceptsTrafficForwardedForItsOwnGateways(t *testing.T) {
 	for node, want := range map[string]kernel.Accept{
 		"n1": {Gateways: "10.244.1.254", Elsewhere: "10.244.2.254"}, "n2": {Gateways: "10.244.2.254", Elsewhere: "10.244.1.254"}, "n3": {},

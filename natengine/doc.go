@@ -62,9 +62,9 @@
 // Each peer has its own flow table, fragment stores and share. So a flood from or to one peer
 // cannot displace or block the flows of another. If MaxFlowsPerPeer times the number of peers
 // exceeds MaxFlows, a peer may use free flows beyond its share. When a peer below its equal share
-// needs a flow, half-open flows of a peer above its share are evicted. Established flows beyond a
-// share are not evicted. Even then, the other peers together have at least MaxFlows -
-// MaxFlowsPerPeer.
+// needs a flow, half-open flows of a peer above its share are evicted. Established flows are not
+// evicted, so a peer may stay above its share. The other peers together still have at least
+// MaxFlows - MaxFlowsPerPeer.
 //
 // The host of a flow is the one that opens it: our host for a NAPT flow, the peer's for a flow to a
 // mapped endpoint. The nodes of a peer count as one host, because they share its NAPT address. Each

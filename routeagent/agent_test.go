@@ -701,7 +701,7 @@ func TestEveryNodeRoutesToAMovedGateway(t *testing.T) {
 	n1, n2, n3 := c.Nodes[0], c.Nodes[1], c.Nodes[2]
 	c.ping(c.pod(2).Host, remotePod)
 
-	// Node 1 loses its gateway. Node 2 gets a stand-in, with its second pod as the remote cluster.
+	// The gateway moves from node 1 to node 2, where the second pod represents the remote cluster.
 	c.run(n1.Host, "ip route del %v table %d metric 0", remotePods, kernel.GatewayTable)
 	far := c.Pods[3]
 	c.standIn(n2, far.Host)

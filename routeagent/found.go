@@ -34,13 +34,13 @@ type pathCache struct {
 // underlay returns the devices of the underlay, and the smallest MTU on the paths of outer packets.
 // The devices are the one with the node's address and those by which the node reaches other nodes.
 // The smallest MTU need not be the MTU of the device with the address: a CNI may have its own
-// overlay, and the address may be on lo. The device's MTU is used only if no path is known. If look
-// is false and the addresses are the same as before, underlay returns the cached result.
-func (l *loop) underlay(own netip.Addr, in fabric.NodeIntent, look bool) ([]string, int, error) {
+// overlay, and the address may be on lo. The device's MTU is used only if no path is known. If
+// refresh is false and the addresses are the same as before, underlay returns the cached result.
+func (l *loop) underlay(own netip.Addr, in fabric.NodeIntent, refresh bool) ([]string, int, error) {
 	outer, nodes := in.Carriers()
 	w := &l.paths
 	many := len(outer) > manyPaths && time.Since(w.at) < limitsInterval
-	if same := w.own == own && slices.Equal(w.outer, outer) && slices.Equal(w.nodes, nodes); same && (!look || many) {
+	if same := w.own == own && slices.Equal(w.outer, outer) && slices.Equal(w.nodes, nodes); same && (!refresh || many) {
 		return w.devices, w.mtu, nil
 	}
 	device, mtu, err := l.kernel.DeviceOf(own)
@@ -64,11 +64,11 @@ func (l *loop) underlay(own netip.Addr, in fabric.NodeIntent, look bool) ([]stri
 }
 
 // bridges returns the bridges by which our node reaches gateways' Pods, on this node or another,
-// and those ports of the bridges that lead to other nodes. If look is false and the gateways are
+// and those ports of the bridges that lead to other nodes. If refresh is false and the gateways are
 // the same as before, it returns the cached result.
-func (l *loop) bridges(in fabric.NodeIntent, look bool) (names, uplinks []string) {
+func (l *loop) bridges(in fabric.NodeIntent, refresh bool) (names, uplinks []string) {
 	w, gateways := &l.paths, in.Senders()
-	if !look && slices.Equal(w.gateways, gateways) {
+	if !refresh && slices.Equal(w.gateways, gateways) {
 		return w.bridges, w.uplinks
 	}
 	for _, g := range gateways {
@@ -116,13 +116,13 @@ func forwards() error {
 const manyNetworks = 16
 
 // findDiverted reports one network of a peer for which a foreign rule or route diverts packets from
-// our routes. Our packet filter drops these packets. Unless look is true, it checks only the
+// our routes. Our packet filter drops these packets. Unless refresh is true, it checks only the
 // networks in added.
-func (l *loop) findDiverted(self string, look bool, added []netip.Prefix) []fabric.Problem {
+func (l *loop) findDiverted(self string, refresh bool, added []netip.Prefix) []fabric.Problem {
 	refused := func(p netip.Prefix) (int, bool) {
 		return slices.BinarySearchFunc(l.decided.refused, p, netip.Prefix.Compare)
 	}
-	if _, found := refused(l.diverted); look || !found {
+	if _, found := refused(l.diverted); refresh || !found {
 		l.diverted = netip.Prefix{}
 	}
 	names := make(map[int]string)
@@ -135,7 +135,7 @@ func (l *loop) findDiverted(self string, look bool, added []netip.Prefix) []fabr
 		}
 		return l.diverted.IsValid()
 	}
-	if look { // continue after the last network of the previous call, or at the network that was found then
+	if refresh { // continue after the last network of the previous call, or at the network that was found then
 		first, _ := refused(l.nextLookup)
 		for i := range min(manyNetworks, len(l.decided.refused)) {
 			p := l.decided.refused[(first+i)%len(l.decided.refused)]
@@ -170,17 +170,17 @@ type reach struct {
 }
 
 // limits returns the restrictions that rules of other programs cause. Without peers there are none.
-// It returns the cached result unless look is true or something else requires a new probe.
-func (l *loop) limits(node kernel.State, in fabric.NodeIntent, look bool) []kernel.Limit {
+// It returns the cached result unless refresh is true or something else requires a new probe.
+func (l *loop) limits(node kernel.State, in fabric.NodeIntent, refresh bool) []kernel.Limit {
 	if len(node.SourceNAT) == 0 || node.SourceNAT[0].Remote == "" {
 		l.reach = reach{}
 		return nil
 	}
 	remotePod := in.RemotePodAddr()
-	if look = look || l.reach.remotePod != remotePod || l.reach.bridged != in.Bridged || !remotePod.IsValid(); look {
+	if refresh = refresh || l.reach.remotePod != remotePod || l.reach.bridged != in.Bridged || !remotePod.IsValid(); refresh {
 		l.reach = reach{remotePod, in.Bridged, l.outOfReach(remotePod, in)}
 	}
-	return append(l.kernel.Limits(node.SourceNAT[0], look), l.reach.limits...)
+	return append(l.kernel.Limits(node.SourceNAT[0], refresh), l.reach.limits...)
 }
 
 // withFiles replaces the Limits about files in which the node keeps state. Traffic does not depend

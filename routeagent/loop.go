@@ -102,8 +102,8 @@ func (l *loop) compare(want wanted, events bool) (changes kernel.Plan, ok bool) 
 	now := state{revision: want.revision, node: before.node, refused: before.refused, applied: before.applied, limits: before.limits}
 	// Do not probe again only because the intent is new. Foreign routes change without an event to
 	// which we subscribe, so probe from time to time.
-	look := events || time.Since(l.looked) > limitsInterval || before.err != nil
-	if look {
+	refresh := events || time.Since(l.looked) > limitsInterval || before.err != nil
+	if refresh {
 		l.looked = time.Now()
 	}
 	l.read(*want.intent, want.revision)
@@ -118,10 +118,10 @@ func (l *loop) compare(want wanted, events bool) (changes kernel.Plan, ok bool) 
 	} else {
 		var unknownMTU, err error
 		if addr := in.Nodes[self].Underlay(); addr.IsValid() {
-			in.UnderlayDevices, in.UnderlayMTU, unknownMTU = l.underlay(addr, in, look)
+			in.UnderlayDevices, in.UnderlayMTU, unknownMTU = l.underlay(addr, in, refresh)
 		}
 		in.Routes = want.hops
-		in.Bridges, in.Uplinks = l.bridges(in, look)
+		in.Bridges, in.Uplinks = l.bridges(in, refresh)
 		in.Bridged = l.kernel.Bridged()
 		l.decide(in)
 		now.node, now.problems = l.decided.node, slices.Clone(l.decided.problems)
@@ -140,13 +140,13 @@ func (l *loop) compare(want wanted, events bool) (changes kernel.Plan, ok bool) 
 			closing, failed := l.kernel.Apply(now.node)
 			changes, err = append(changes, closing...), errors.Join(fmt.Errorf("no traffic of peers is carried: %w", err), failed)
 		}
-		now.problems = append(now.problems, l.findDiverted(in.Self, look, added)...)
+		now.problems = append(now.problems, l.findDiverted(in.Self, refresh, added)...)
 		if len(in.Bridges) > 0 && l.kernel.Bridged() != in.Bridged {
 			l.requestComparison() // the packet filter depends on the Bridge
 		}
 		now.err = errors.Join(err, unknownMTU, forwards())
 		accepted := slices.ContainsFunc(changes, func(o kernel.Op) bool { _, isAccept := o.Object.(kernel.Accept); return isAccept })
-		now.limits = l.limits(now.node, in, look || accepted)
+		now.limits = l.limits(now.node, in, refresh || accepted)
 	}
 	unsaved := l.save(l.decided.refused)
 	now.limits = l.withFiles(now.limits, unsaved)

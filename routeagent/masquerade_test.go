@@ -295,9 +295,9 @@ func TestForeignRouteForOneOfManyPeerNetworksIsReported(t *testing.T) {
 	}
 	l.decided.refused = in.Refused()
 	elsewhere := in.Allocated[4*manyNetworks+3]
-	finds := func(look bool, added ...netip.Prefix) (reported bool) {
+	finds := func(refresh bool, added ...netip.Prefix) (reported bool) {
 		t.Helper()
-		for _, p := range l.findDiverted(in.Self, look, added) {
+		for _, p := range l.findDiverted(in.Self, refresh, added) {
 			if reported = true; !strings.Contains(p.Message, elsewhere.String()) {
 				t.Errorf("it reports %v", p)
 			}

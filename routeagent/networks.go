@@ -99,7 +99,7 @@ func (t *reporter) readAndReport(ctx context.Context) (wait time.Duration, probl
 	if state := t.current(); state.revision == 0 {
 		return 0, nil, nil // the refused networks are not known yet; the first comparison requests another call
 	}
-	now, problems, err := t.look(own)
+	now, problems, err := t.gather(own)
 	if o := t.lastOverlay(); o.Broken || o.Back.Broken {
 		since, _ := o.fails()
 		now.BrokenOverlay = fabric.BrokenOverlay{Gateway: o.Gateway, Since: since.UTC().Truncate(time.Second), Back: !o.Broken}
@@ -212,9 +212,9 @@ func madeAt(in *fabric.NodeIntent, name string) int64 {
 	return 0
 }
 
-// look reads the node's networks and the other content of the report, except BrokenOverlay and
+// gather reads the node's networks and the other content of the report, except BrokenOverlay and
 // Refused.
-func (a *agent) look(own []netip.Prefix) (fabric.NodeNetworks, []fabric.Problem, error) {
+func (a *agent) gather(own []netip.Prefix) (fabric.NodeNetworks, []fabric.Problem, error) {
 	have, err := rtnl.Networks()
 	if err != nil {
 		return fabric.NodeNetworks{}, nil, fmt.Errorf("networks of the node: %w", err)

@@ -1,11 +1,11 @@
-// Blackhole measures how long a TCP stream between two pods stalls when the path between the
-// gateways starts to drop large datagrams silently. It changes the underlay's MTU from 1500 to
+// Command blackhole measures how long a TCP stream between two pods stalls when the path between
+// the gateways starts to drop large datagrams silently. It changes the underlay's MTU from 1500 to
 // 1280, with ICMP filtered, and back. For comparison it also measures wireguard-go with the same
 // MTU and without NAT.
 //
 //	go run ./benchmarks/blackhole -isthmus bin/isthmus -rounds 3
 //
-// It needs root, and prints a line for each round.
+// The command needs root, and prints a line for each round.
 package main
 
 import (

@@ -6,7 +6,7 @@
 //
 // The capture runs on the sender's gateway and its output is discarded. The flow log runs on both
 // gateways. The variant "off" appears twice, so that the table shows the measurement noise. The
-// command needs root. It prints the table, or writes it into a page, between two marks.
+// command needs root. It prints the table. With -write, it replaces the table in a page.
 package main
 
 import (

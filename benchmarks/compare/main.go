@@ -3,10 +3,10 @@
 //
 //	go run ./benchmarks/compare -rounds 5 -out benchmarks
 //
-// It builds one lab of two clusters with a node and a pod each. In each round it starts one peer
-// after the other (the peer_*.go files), applies the same load to each, and stops it. Figures are
+// It builds one lab of two clusters with a node and a pod each. In each round it runs one program
+// after the other (in the code: peers, peer_*.go) and applies the same load to each. Figures are
 // medians with minimum and maximum. The machine's speed drifts, so quote ratios instead of figures.
-// Their divisor is the figure of wireguard-go with kernel NETMAP in the same run.
+// The report divides each figure by that of wireguard-go with kernel NETMAP in the same run.
 //
 // It needs root and, for the NETMAP peer, nft.
 package main

@@ -1,9 +1,9 @@
 package main
 
-// rankTest is the exact one-sided test of Mann and Whitney (Wilcoxon's rank sum test). If x and y
-// have the same distribution, the result is the probability that x is at least as far above y as
-// here. A tie counts as a pair in which y is larger, so ties can only increase the result. The
-// result is 1 if x or y is empty.
+// rankTest is the exact one-sided test of Mann and Whitney (Wilcoxon's rank sum test). The result
+// is the p-value: if x and y had the same distribution, the probability that samples of x are at
+// least as far above those of y as these. A tie counts as a pair in which y is larger, so ties can
+// only increase the result. The result is 1 if x or y is empty.
 func rankTest(x, y []float64) float64 {
 	above := 0 // number of pairs in which x is larger: the statistic U
 	for _, a := range x {

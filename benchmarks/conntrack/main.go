@@ -7,8 +7,8 @@
 // address. The packets come from 50 hosts with 1,000 ports each, to as many destinations as the
 // flows require. For the kernel, the program writes packets to a TUN in a network namespace. The
 // kernel forwards them through nftables to a second TUN that nobody reads, all within the write
-// call. The program subtracts the cost that is not the flow table's: for the kernel that of a
-// packet without conntrack, for the engine that of building and parsing a packet.
+// call. The program subtracts the costs outside of the flow table: in the kernel, forwarding a
+// packet without conntrack; in the engine, building and parsing a packet.
 //
 // Rounds are interleaved; figures are medians with minimum and maximum. The command needs root
 // and nft. It does not change net.netfilter.nf_conntrack_max, which is a setting of the whole

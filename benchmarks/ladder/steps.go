@@ -28,7 +28,7 @@ type step struct {
 
 const segments = 45 // per superpacket in these benchmarks
 
-// perSuper returns the source of a cost that occurs once per superpacket, whatever its length.
+// perSuper returns the source of a cost that occurs once per superpacket of any length.
 func perSuper(pkg, bench string) source {
 	return source{pkg, bench, "ns/op", 1. / segments, 1. / segments}
 }

@@ -6,9 +6,9 @@
 //	go run ./benchmarks/overlay -rounds 5
 //
 // The nodes have the configuration of fabric.NodeFor, applied by internal/kernel/rtnl as in the
-// route agent. No route agent runs, because it would restore the filter that a variant omits. The
-// filter uses the kernel's connection tracking, which kube-proxy or the CNI enables on most nodes
-// anyway. Therefore there are two pairs of columns: nodes with and without other users of
+// route agent. No route agent runs, because it would restore the filter in the variant without it.
+// The filter uses the kernel's connection tracking, which kube-proxy or the CNI enables on most
+// nodes anyway. Therefore there are two pairs of columns: nodes with and without other users of
 // connection tracking.
 //
 // Figures are medians with minimum and maximum; ratios are computed for each round. The command

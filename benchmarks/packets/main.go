@@ -1,5 +1,6 @@
 // Command packets measures the cost of a forwarded packet on a node with a route agent, with 0 to
-// 10,000 peers. It measures a packet to no peer, and a packet to a peer through the overlay.
+// 10,000 peers. It measures packets to an address outside of all peers, and packets to a peer
+// through the overlay.
 //
 //	go run ./benchmarks/packets -rounds 5
 //

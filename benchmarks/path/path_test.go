@@ -4,7 +4,7 @@
 //
 //	go test -run '^$' -bench . ./benchmarks/path
 //
-// A benchmark's name contains its parameters, which differ in one from
+// A benchmark's name contains its parameters. Each benchmark changes one parameter of
 // size=64/nat=pod/flows=1/peers=1. A packet of 62140 octets is a TCP superpacket, which is
 // segmented for the tunnel and coalesced behind it. It counts as its 45 segments. Because sender
 // and receiver are one process, cpu-ns/packet is the sum of both gateways, and the packet rate

@@ -1,6 +1,7 @@
 // Command tailscale runs Tailscale's fork of wireguard-go as a peer of the comparison in
-// ../compare. It is a separate module, so that its dependencies stay out of ours. Its arguments
-// are the text for IpcSet and the MTU. It creates the TUN wg0 and prints "ready".
+// ../compare. It is a separate module, so that its dependencies stay out of ours. Its arguments are
+// the device's configuration in WireGuard's UAPI format, and the MTU. It creates the TUN wg0 and
+// prints "ready".
 package main
 
 import (

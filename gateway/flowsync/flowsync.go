@@ -5,9 +5,9 @@
 //	standby ─────────────────► a gateway that has just started and has no flows: its copy
 //	active, as it ends ──────► standby      packets that nodes still send to it
 //
-// All gateways of an installation share the WireGuard private key. Both ends of a connection
-// prove that they have a key derived from it. When the private key is replaced, connections end
-// and are made again with the next key; copies stay.
+// All gateways of an installation share the WireGuard private key. Both ends of a connection prove
+// that they have a key derived from it. When the private key is replaced, gateways reconnect with
+// the next key and keep their copies.
 package flowsync
 
 import (

@@ -118,7 +118,7 @@ func TestEachImportRuleDetectsItsViolation(t *testing.T) {
 	}
 }
 
-// load parses every Go file of the main module, whatever its build constraints. It skips nested
+// load parses every Go file of the main module, regardless of build constraints. It skips nested
 // modules.
 func load(t *testing.T, root string) (files []File) {
 	t.Helper()

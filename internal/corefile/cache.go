@@ -17,7 +17,7 @@ import (
 //	}
 const denialLine = "disable denial " + Zone + " "
 
-// A cache is the plugin cache of the server that answers for the zone.
+// A cache describes the lines of plugin cache in the server block that answers for the zone.
 type cache struct {
 	name   token
 	args   []token

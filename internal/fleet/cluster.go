@@ -53,7 +53,7 @@ func (c *Cluster) startServer(ctx context.Context, kube string, audit bool) erro
 // restartServer starts a new control plane without the state of the previous one. The sniffer
 // queries the new one afterwards.
 func (c *Cluster) restartServer(ctx context.Context, o Options) error {
-	c.remotes.mu.Lock() // the sniffer must not query the previous server meanwhile
+	c.remotes.mu.Lock() // keeps the sniffer from querying the previous server
 	defer c.remotes.mu.Unlock()
 	c.remotes.networks = nil
 	return c.startServer(ctx, o.Kube, o.Audit)

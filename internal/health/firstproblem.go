@@ -36,9 +36,8 @@ func FirstProblem(p *isthmus.Peering) *metav1.Condition {
 		if c == nil || IsTrue(p, t) {
 			continue
 		}
-		// An early condition may be unknown while Ready has a reason of its own: the Peering is
-		// being deleted, or conflicts with another Peering. Otherwise Ready repeats the early
-		// condition.
+		// An early condition may be unknown while Ready has a different reason: the Peering is being
+		// deleted, or conflicts with another Peering. Otherwise Ready repeats the early condition.
 		if c.Status == metav1.ConditionUnknown && ready != nil && ready.Status == metav1.ConditionFalse && !strings.HasPrefix(ready.Message, t+": ") {
 			return ready
 		}

@@ -60,10 +60,9 @@ func ended(p *corev1.Pod) bool {
 }
 
 // HolderOf returns the holder of a Lease at the time now. It counts from the time at which the API
-// server received the last renewal, if that is known, because the holder's clock may be wrong.
-// exact means that now, too, is a time of the API server's clock. If exact is set, the Lease ends
-// after its stated duration. If it is not set, the Lease ends half a minute later, because the
-// clocks may differ.
+// server received the last renewal, if that is known, because the holder's clock may be wrong. If
+// exact is true, now is a time of the API server's clock, and the Lease ends after its stated
+// duration. If exact is false, the Lease ends half a minute later, because the clocks may differ.
 func HolderOf(name string, lease *coordinationv1.Lease, now time.Time, exact bool) Holder {
 	l := lease.Spec
 	if l.HolderIdentity == nil || *l.HolderIdentity == "" {

@@ -42,8 +42,8 @@ var unrelated = []string{"MissingClusterDNS", "DNSConfigForming"}
 // LastWarnings returns the latest warning about each Pod that still applies. It skips old warnings,
 // warnings from before the Pod was ready, and warnings that their reporter has revoked by an Event
 // in revocations. A warning of our own components takes precedence over those of a kubelet, which
-// only repeat that the Pod is not ready. now is by the API server's clock, which determines the age
-// of an Event. The Events of one Pod are ordered by its node's clock, which sets all their times.
+// only repeat that the Pod is not ready. now is a time of the API server's clock; it determines the
+// age of an Event. Events of one Pod are compared by the clock of its node, which sets their times.
 func LastWarnings(warnings, revocations []corev1.Event, pods []corev1.Pod, now time.Time) map[string]string {
 	after := make(map[string]time.Time)
 	for i := range pods {

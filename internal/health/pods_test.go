@@ -135,7 +135,7 @@ func TestOutdatedWarningsAreHidden(t *testing.T) {
 			Conditions: []corev1.PodCondition{{Type: corev1.PodReady, Status: corev1.ConditionFalse, LastTransitionTime: metav1.NewTime(now.Add(-ago))}}}}}
 	}
 	disk, kubelet := event(5*time.Minute, "isthmus.net/route-agent", "no space left"), event(4*time.Minute, "kubelet", "Back-off")
-	// The API server's clock determines the age of an Event, whatever the writer's clock shows.
+	// The API server's clock determines the age of an Event; the writer's clock does not.
 	taken := func(e corev1.Event, ago time.Duration) corev1.Event {
 		at := metav1.NewTime(now.Add(-ago))
 		e.CreationTimestamp, e.ManagedFields = metav1.Time{Time: at.Add(-time.Hour)}, []metav1.ManagedFieldsEntry{{Time: &at}}

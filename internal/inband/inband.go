@@ -3,10 +3,9 @@
 //	manager ─ CONNECT ─► gateway ═ tunnel ═ gateway of the peer ─► API server of the peer
 //	        └────────────── TLS, from end to end ───────────────┘
 //
-// The gateways copy octets. They take no part in the TLS between a manager and an API server,
-// and know no token. The connection from a manager to its gateway has its own TLS, in which
-// both prove that they know the gateways' private key. Managers use Dial, and gateways use
-// Server.
+// The gateways copy octets. They can read neither the TLS between a manager and an API server nor
+// the token inside it. The connection from a manager to its gateway has its own TLS, in which both
+// prove that they know the gateways' private key. Managers use Dial, and gateways use Server.
 package inband
 
 import (

@@ -26,8 +26,8 @@ const annotationHurried = "isthmus.net/hurried"
 const hurryAfter = 3 * time.Second
 
 // Hurry changes a definition whose deletion takes long, so that the API server's controller
-// continues the deletion. The controller gives up if another writer interferes. It continues at
-// the next change, or else after five minutes (apiextensions-apiserver,
+// continues the deletion. The controller pauses after a conflict with another writer. It continues
+// at the next change of the definition, or after five minutes (apiextensions-apiserver,
 // pkg/controller/finalizer; seen in Kubernetes 1.31.0).
 func Hurry(ctx context.Context, c *cluster.Cluster, going *unstructured.Unstructured) error {
 	if since := going.GetDeletionTimestamp(); since == nil || time.Since(since.Time) < hurryAfter {

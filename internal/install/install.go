@@ -1,6 +1,6 @@
 // Package install installs Isthmus in a cluster, for `isthmus install`. It detects the properties
 // of the cluster, renders the chart, applies it, and waits until the components run. A second run
-// changes nothing, or repairs what is missing.
+// restores missing or changed objects and otherwise changes nothing.
 package install
 
 import (

@@ -191,7 +191,8 @@ func ipv4Networks(text string) (all []netip.Prefix) {
 	return all
 }
 
-// around returns the network in all that contains all others. It returns false if there is none.
+// around returns the network that contains all the other given networks. It returns false if none
+// does.
 func around(all []netip.Prefix) (netip.Prefix, bool) {
 	i := slices.IndexFunc(all, func(p netip.Prefix) bool {
 		return !slices.ContainsFunc(all, func(n netip.Prefix) bool { return !holds(p, n) })

@@ -171,11 +171,11 @@ func (c FilterChain) Kind() string {
 // this namespace (isthmus.host, or the TUNs isthmus0 and so on).
 //
 // A peer may send to pods and to mapped endpoints. The node itself accepts only two kinds of
-// packets from peers: answers, and packets to its own addresses outside of the pods' networks. The
-// node receives the latter only for mapped endpoints. The rules make this check twice. The first
-// check precedes foreign rules that translate the destination. Otherwise the ports of Services
-// (NodePort) and of pods (hostPort), which exist at all addresses of a node, would lead to pods,
-// nodes and hosts that a peer may not reach.
+// packets from peers: answers, and packets to its own addresses outside of the pods' networks. Such
+// an address gets packets from peers only if it is a mapped endpoint. The rules make this check
+// twice. The first check precedes foreign rules that translate the destination. Otherwise the ports
+// of Services (NodePort) and of pods (hostPort), which exist at all addresses of a node, would lead
+// to pods, nodes and hosts that a peer may not reach.
 //
 // Inside the overlay, either the source or the destination of a packet belongs to a peer, but not
 // both. The exception is an answer to a packet for a NodePort of the gateway's node: that node has

@@ -158,8 +158,7 @@ const (
 	Throw                        // the next rule of policy routing decides
 )
 
-// Devs returns the Dev of a multipath route over several devices, to which the kernel distributes
-// the flows.
+// Devs returns the value of Dev for a multipath route. The kernel distributes flows over the devices.
 func Devs(names ...string) string {
 	return strings.Join(slices.Sorted(slices.Values(names)), " ")
 }

@@ -49,13 +49,13 @@ const SourceNATPriority = 0
 //
 // A pod of another node keeps its address if the packet comes through the overlay. If it comes by
 // another path, for example to a NodePort, the answers have to return to this node, so the source
-// becomes the node's own address. The same holds for hosts that are not pods. A MASQUERADE of
-// kube-proxy would instead use an address of the overlay's device or, if that has none, any address
-// of the node. The gateway may have no route to such an address.
+// becomes the node's own address. A host that is not a pod is handled in the same way. A MASQUERADE
+// of kube-proxy would instead use an address of the overlay's device or, if that has none, any
+// address of the node. The gateway may have no route to such an address.
 //
 // Packets from a peer to a pod keep their source, too, because some CNIs masquerade packets from
-// outside of the cluster. If the packets were sent to a Service that is a mapped endpoint,
-// kube-proxy decides.
+// outside of the cluster. If the peer sent them to a mapped endpoint that is a Service, kube-proxy
+// chooses the source.
 //
 // The set of remote networks is matched last, because that costs the first packet of a flow 300 ns
 // with a thousand peers.

@@ -1,7 +1,7 @@
 // Package keyring reads and writes the Secret with the gateway's WireGuard keys, and decides
 // the steps of their rotation:
 //
-//	rotate-key, age ─► Secret has a next key ─► gateways respond to both ─► peers get the next key
+//	command, or age ─► Secret has a next key ─► gateways respond to both ─► peers get the next key
 //	                                                                            │ all have moved, or patience ends
 //	                   current key ◄─────────── next key becomes current ◄──────┘
 //
@@ -58,8 +58,8 @@ type Ring struct {
 	// the first private key. Rotations do not change it, because gateways do not all read the
 	// Secret at the same moment.
 	Gateways [32]byte
-	// Offered is the public key of the last key that was taken from the Secret OfferName. That
-	// key is not taken twice, so that a key that has been replaced does not return.
+	// Offered is the public key of the last key that was taken from the Secret OfferName. The same key
+	// is not taken again, because it may have been replaced since.
 	Offered          [32]byte
 	Since, NextSince time.Time // zero: unknown
 	Published        bool      // FieldNextPublic is present
@@ -273,7 +273,7 @@ type Seen struct {
 // A Step is the next write to the Secret during a rotation.
 type Step string
 
-// The steps. Each comment names the function that makes the data to write.
+// The steps of a rotation. The comment of a step names the function that returns the data to write.
 const (
 	Nothing  Step = ""
 	Start    Step = "start"    // Begin with a new key

@@ -4,7 +4,7 @@
 //
 //	Authorization: Bearer TOKEN ─ TokenReview ─► user, groups ─ SubjectAccessReview ─► may get /metrics
 //
-// If the API server does not answer, the request is refused. A decision is valid for a minute,
+// If the API server does not answer, the request is refused. A decision is cached for a minute,
 // even if the token is revoked in that time.
 package kubeauth
 

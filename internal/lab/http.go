@@ -63,7 +63,7 @@ func (h *Host) Serve(address string, handler http.Handler) (stop func() error, e
 // ServeHosts starts the lab's web server on port 80 of all pods and on-prem servers. It runs
 // until the lab is removed. It answers
 //
-//	/           "a-pod1 sees 10.246.0.11": its own name and the caller's address
+//	/           "a-pod1 sees 10.246.0.11": the server's name and the caller's address
 //	/bytes?n=N  N octets
 //
 // and accepts a PUT of any data to /bytes.

@@ -17,12 +17,12 @@
 //
 // Every box and every pod is a namespace. The package creates everything through netlink inside
 // these namespaces, so the machine's own devices, routes and firewall do not change. As with the
-// ptp CNI plugin, a pod has a veth pair to its node, an address with length 32 and a default
-// route through the node. A node forwards packets. It has a part of the PodCIDR, a default route
-// to the underlay's router, and routes to the pods of the cluster's other nodes. The gateway runs
-// on node 1. That node also leads to a server outside the cluster, which the cluster's pods reach
-// by its own address. The router has routes only to the nodes' networks. A packet with a pod's
-// address that leaves a node unencapsulated is lost.
+// ptp CNI plugin, a pod has a veth pair to its node, an address with length 32 and a default route
+// through the node. A node forwards packets. It has a part of the PodCIDR, a default route to the
+// underlay's router, and routes to the pods of the cluster's other nodes. The gateway runs on node
+// 1. That node also routes to a server outside the cluster (on-prem), whose address the cluster's
+// pods use without translation. The router has routes only to the nodes' networks. A packet with a
+// pod's address that leaves a node unencapsulated is lost.
 //
 // A lab belongs to the process that created it. After that process has ended in any way, the next
 // Up of any process removes the lab, unless it was declared persistent.

@@ -45,9 +45,9 @@
 //
 // If M is two or more steps after L, a list between them was in force. Then a majority of L's
 // successor had stored a newer version than L's, and by rule 3 refuses asks with L. The gateway
-// with a mandate by L would still count older votes. But by rule 8 only that gateway could
-// propose the next list, and it counts by the next list from then on. Any other gateway needs
-// voters that were free.
+// with a mandate by L would still count older votes. But by rule 8 only that gateway could propose
+// the next list, and it counts by the next list from then on. Any other gateway can get the votes
+// only of free voters.
 //
 // Epochs order successive mandates, so that nodes and peers can follow the latest. Epochs alone do
 // not exclude two mandates at the same time. A voter that lost its promise may accept a lower epoch
@@ -59,8 +59,8 @@
 //
 // # Outside this package
 //
-// Package internal/source/kube switches between votes and the Lease. With a list without
-// voters, no gateway gets a mandate. One weakness remains: an ask may be in transit until its
-// sender has lost its mandate, and then reach a voter without a promise. That voter then
-// promises its vote by an old list.
+// Package internal/source/kube switches between votes and the Lease. With a list without voters, no
+// gateway gets a mandate. One weakness remains: a delayed ask may reach a voter that has lost its
+// promise, after the sender has lost its mandate. That voter then promises its vote by the ask's
+// list, which may be old.
 package mandate

@@ -1,6 +1,6 @@
 // Package noise implements both sides of WireGuard's handshake and its data messages, from the
-// WireGuard paper (section 5.4). Tests use it for messages that no real implementation would
-// send. Benchmarks use it for thousands of peers that share all state except keys.
+// WireGuard paper (section 5.4). Tests use it for messages that no real implementation would send.
+// Benchmarks simulate thousands of peers with it, which share all state except keys.
 package noise
 
 import (

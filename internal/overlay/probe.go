@@ -4,10 +4,10 @@
 // the other end answers with an ICMP error. The answer takes the underlay, so the probe tests one
 // direction. A second datagram takes the underlay both ways. The second datagram is the control: if
 // it gets no answer either, the other end may be down or may never answer, so the probe shows
-// nothing about the overlay. Both answers are subject to the same rate limits of the other kernel
-// (icmp_ratelimit, icmp_msgs_per_sec). An attacker who exhausts these can hide the state of the
-// overlay but cannot make it look broken. Both answers quote random ports, which a pod would have
-// to guess to make a broken overlay look intact.
+// nothing about the overlay. The rate limits of the kernel at the other end (icmp_ratelimit,
+// icmp_msgs_per_sec) apply to both answers alike. An attacker who exhausts these limits can hide
+// the state of the overlay, but cannot make a working overlay look broken. Both answers quote
+// random ports, which a pod would have to guess to make a broken overlay look intact.
 //
 // The counter of the overlay device shows whether packets come back through the overlay. If none
 // come while pods send, the caller sends datagrams with a TTL that expires at the peer's gateway.

@@ -3,7 +3,8 @@
 // The managers do the rest. It also rotates the key of a cluster, moves its active gateway, and
 // reviews the networks that a peer advertises.
 //
-// Every operation can be repeated: a second run changes nothing, or repairs what is missing.
+// Every operation can be repeated: a second run restores missing objects and otherwise changes
+// nothing.
 package peering
 
 import (

@@ -1,19 +1,20 @@
 // Package postquantum agrees with a peer on a preshared key. An attacker who records traffic now
-// and has a quantum computer later cannot compute the key. It is an ML-KEM-768 exchange (FIPS 203)
-// by published objects.
+// and has a quantum computer later cannot compute the key. The exchange is ML-KEM-768 (FIPS 203).
+// Its messages are fields of API objects.
 //
 //	lower cluster ID  ── key ────────────►  higher cluster ID
 //	                  ◄─ answer, its tag ──
 //	                  ── tag ────────────►
 //
-// Each side keeps a State, and Step advances the State by the peer's publication. A side's own
-// publication is a function of its State. So a manager that stores the State before it
-// publishes may stop at any point and continue from there. Each tag proves that its sender has
-// the preshared key. Neither side uses the key before it has seen the other side's tag.
+// Each side keeps a State. Step computes the next State from the fields that the peer has
+// published. The fields that a side publishes are a function of its State. So a manager that stores
+// the State before it publishes may stop at any point and continue from there. Each tag proves that
+// its sender has the preshared key. Neither side uses the key before it has seen the other side's
+// tag.
 //
-// A key or an answer is three times as long as the rest of a State, and is published anyway. So
-// a State stores only its hash, and Step reads the message from the publication. If an answer
-// was stored but not published, it is lost, and another answer replaces it.
+// To save space, a State holds only the hash of its message (key or answer), which is three times
+// as long as the rest. Step reads the message from the fields that this side has published. If a
+// manager stops before it publishes an answer, that answer is lost, and another one replaces it.
 //
 // This package does not authenticate the peer: anybody who may write the peer's objects can act
 // as the peer.

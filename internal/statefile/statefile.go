@@ -1,5 +1,5 @@
 // Package statefile stores the data that a component needs before it can reach the API server:
-// small files in a directory of its own, which only the component's user can read or write.
+// small files, which only the component's user can read or write, in a directory of the component.
 package statefile
 
 import (

@@ -62,11 +62,10 @@ const (
 // keysSecret is the Secret with the gateways' key.
 const keysSecret = "wireguard-pubkey"
 
-// Run removes an installation in an order that leaves nothing behind and leaks no packet:
-// peerings, whose networks the nodes refuse until the end; workloads; their state in the
-// kernels of nodes; objects and definitions; the namespace. Each step determines what is left
-// to do. So the same command continues an interrupted run, and also works if objects were
-// deleted in another order.
+// Run removes an installation in an order that leaves nothing behind and leaks no packet: peerings,
+// whose networks the nodes refuse until the end; workloads; their state in the kernels of nodes;
+// objects and definitions; the namespace. Each step looks for the remaining objects. So the same
+// command continues an interrupted run, and also works if objects were deleted in another order.
 func Run(ctx context.Context, c *cluster.Cluster, o Options) error {
 	if err := c.ReadUID(ctx); err != nil {
 		return err

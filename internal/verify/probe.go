@@ -185,7 +185,7 @@ func readPiece(r io.Reader) ([]byte, error) {
 	if n > maxSize {
 		return nil, fmt.Errorf("%d octets are too many", n)
 	}
-	var b bytes.Buffer // grows with the octets received, whatever length was announced
+	var b bytes.Buffer // grows with the received octets, because the announced length may be forged
 	if _, err := io.CopyN(&b, r, int64(n)); err != nil {
 		return nil, err
 	}

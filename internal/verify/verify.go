@@ -44,7 +44,7 @@ type Loss struct {
 	Lost     int       `json:"lost"`
 	Last     time.Time `json:"last,omitzero"` // when a packet was last lost; zero: never
 	Why      string    `json:"why,omitempty"` // reason of the last loss
-	NotAsked int       `json:"notAsked"`      // how often the sender could not be asked to send
+	NotAsked int       `json:"notAsked"`      // checks without a result; see Result.Unknown
 	WhyNot   string    `json:"whyNot,omitempty"`
 }
 
@@ -205,8 +205,8 @@ func pick(checks []Check, which []int) []Check {
 	return some
 }
 
-// send makes one Pod perform checks. A connection to a node that was lost returns no error, so
-// it has a timeout: the time that the Pod may take, and a margin.
+// send makes one Pod perform checks. If the node of the Pod fails, the connection returns no error.
+// So it has a timeout: the time that the Pod may take, and a margin.
 func (m *member) send(ctx context.Context, checks []Check, once bool) []Result {
 	requests := make([]Request, len(checks))
 	for i, c := range checks {

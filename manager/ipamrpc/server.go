@@ -2,7 +2,7 @@
 // state. Virtual kubelets request the address by which a peer reaches an endpoint of ours, and the
 // address by which we reach a pod of the peer.
 //
-//	caller ─► gate: connections ─► TLS: identity ─► rate ─► guarded? ─► the State, which records the requester
+//	caller ─► gate: connections ─► TLS: identity ─► rate ─► address allowed? ─► State, with the requester
 //
 // Liqo's kubelets use neither authentication nor TLS, so any client that reaches the port could
 // decide which endpoints peers reach. Callers therefore need a client certificate, unless

@@ -12,9 +12,10 @@
 // cluster has no NetworkAllocation yet. A changed resourceVersion of the IpamStorage shows a
 // manager that another manager has allocated networks.
 //
-// A write of another manager is accepted if its session is later than ours and it removes no
-// network without freeing it. Any other change, such as an edit, a deletion or an older backup, is
-// overwritten.
+// Each manager that becomes the leader begins a session, with a number higher than all earlier
+// ones. The Store accepts a write of another manager if its session is later than ours and it
+// removes no network without freeing it. It overwrites any other change, such as an edit, a
+// deletion or an older backup (exceptions: field Session of NetworkAllocationSpec).
 package ipamstore
 
 import (

@@ -2,7 +2,7 @@
 // answers back, as Liqo's crd-replicator does:
 //
 //	         here                                            at the peer
-//	original UniqueName(peer) ── spec, labels once ──► copy UniqueName(peer)
+//	original UniqueName(peer) ── spec; labels at creation ──► copy UniqueName(peer)
 //	in LocalNamespace         ◄──────── status ─────── in RemoteNamespace
 //
 // Each peer has its own worker, a goroutine that owns all state of this peer. So one peer cannot

@@ -44,7 +44,7 @@ type cell struct {
 	talk         talk
 	listener     *listener
 	want         string
-	// The addresses for which asPod, asNetwork and asNode stand in this cell.
+	// The source addresses that the results asPod, asNetwork and asNode mean in this cell.
 	pod, network, node netip.Addr
 
 	saw string

@@ -1,5 +1,5 @@
-// Package hostile floods a real gateway, over real sockets, with messages that a peer or a
-// stranger can send. Meanwhile an honest peer has a TCP stream and pings:
+// Package hostile floods a real gateway, over real sockets, with messages that a peer or a stranger
+// can send. During the flood, an honest peer has a TCP stream and pings:
 //
 //	b: pod ── isthmus gateway ══ underlay ══ isthmus gateway ── pod :a
 //	c: a socket, with the key of a peer ═══╝

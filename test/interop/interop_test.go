@@ -413,7 +413,7 @@ func (s *site) ourPings() {
 func (s *site) ourPongs() {
 	c := s.peer.ListenUDP(netip.AddrPortFrom(natIPofB, checkPort))
 	to := netip.AddrPortFrom(checkA, checkPort)
-	// The answer must have the clusterID of the PING, whatever that is.
+	// The answer must repeat the clusterID of the PING, even if it is unknown.
 	for _, id := range []string{idA, idB, "somebody-else"} {
 		m := message{ClusterID: id, MsgType: "PING", TimeStamp: time.Now().Truncate(0)}
 		got, from := askPong(s.T, c, to, m)

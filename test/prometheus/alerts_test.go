@@ -153,7 +153,8 @@ var faults = []struct {
 
 const faultAt = 100
 
-// world returns the series of well, changed by a fault, in the notation of promqltest.
+// world returns the series of a healthy cluster (well) with the changes of a fault, in the notation of
+// promqltest.
 func world(t *testing.T, fault map[string]string) string {
 	t.Helper()
 	series := maps.Clone(well)

@@ -1,5 +1,5 @@
-// Package scripts runs the scripts of this directory: each one in a lab of its own, with the real
-// isthmus program, on real packets. They need root.
+// Package scripts runs each script of this directory in a separate lab, with the real isthmus
+// program and real packets. The scripts need root.
 //
 // Besides the commands of testscript there are
 //

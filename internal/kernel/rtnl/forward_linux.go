@@ -407,10 +407,10 @@ const masqueradeCost = "peers then see one address for all pods of the node, and
 
 // Limits returns the restrictions for traffic between pods and peers. Foreign rules cause some of
 // them, as far as they can be detected. Others exist because the last Apply could not make an
-// optional object. want is the wanted SourceNAT. If look is false, Limits uses the foreign rules as
-// last read.
-func (k *Kernel) Limits(want kernel.SourceNAT, look bool) []kernel.Limit {
-	if look {
+// optional object. want is the wanted SourceNAT. If refresh is false, Limits uses the foreign rules
+// that it read last.
+func (k *Kernel) Limits(want kernel.SourceNAT, refresh bool) []kernel.Limit {
+	if refresh {
 		k.theirs = append(earlyNAT(), legacyLimits(want)...)
 	}
 	all := slices.Concat(k.unmade, k.theirs)

@@ -309,7 +309,7 @@ func asNobody(t *testing.T, namespace *os.File, fn func() error) error {
 	})
 }
 
-// An unprivileged process cannot keep an agent from running, whatever names it binds.
+// An unprivileged process cannot keep an agent from running by binding any socket name.
 func TestAnUnprivilegedProcessCannotHoldTheLock(t *testing.T) {
 	if os.Getuid() != 0 {
 		t.Skip("needs root")
@@ -418,8 +418,8 @@ func TestFollowLogsALockErrorOnce(t *testing.T) {
 	}
 }
 
-// Changes of the packet filter by root do not break the lock: a table with its name but without an
-// owner is replaced, and a table that a process owns stays.
+// The lock is an nftables table with an owner. Root may change the packet filter without breaking it:
+// we replace a table of that name without an owner, and keep a table that a process owns.
 func TestTheLockSurvivesChangesOfThePacketFilter(t *testing.T) {
 	n := open(t, RouteAgent)
 	if _, err := exec.LookPath("nft"); err != nil {

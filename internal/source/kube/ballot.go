@@ -404,7 +404,7 @@ func (b *ballot) electable(now time.Time) map[string]netip.Addr {
 }
 
 // useful returns the nodes that may vote from now on: the nodes in answering, and those voters in
-// list that exist in nodes and have been silent for less than maxSilence. It adds the latter to
+// list that exist in nodes and have been silent for less than maxSilence. It adds these voters to
 // answering. A silent voter counts as a vote against the holder.
 func (b *ballot) useful(answering, list, nodes map[string]netip.Addr, now time.Time) map[string]netip.Addr {
 	if b.quiet == nil {

@@ -276,10 +276,10 @@ func (e *election) observe(lease *coordinationv1.Lease, now time.Time) {
 	}
 	e.taking = false
 	e.switching = e.switching && version == e.switchedFrom // the request may still reach the API server
-	// Versions of the list only grow. If the Lease was deleted, lacks the annotation or was
-	// restored from an old copy, votes still decide, and the holder writes the list again. If
-	// the Lease decides, a list with voters counts whatever its version, because versions may
-	// start anew after the Lease was deleted.
+	// Versions of the list only grow. If the Lease was deleted, lacks the annotation or was restored
+	// from an old copy, votes still decide, and the holder writes the list again. If the Lease
+	// decides, a list with voters counts in any version, because versions may start anew after the
+	// Lease was deleted.
 	if l := listOf(lease); lease != nil && (l.Version >= e.list.Version || len(l.Voters) > 0 && len(e.list.Voters) == 0) {
 		e.list = l
 	}

@@ -30,8 +30,8 @@ func statusFields(path string, v reflect.Value, f func(path string, v reflect.Va
 	}
 }
 
-// statusFor must write every field of the status, whatever the old value was, unless notOurs lists
-// the field. So a new field fails this test until statusFor writes it or notOurs lists it.
+// statusFor must write every field of the status, with any old value, unless notOurs lists the
+// field. So a new field fails this test until statusFor writes it or notOurs lists it.
 func TestEachFieldOfTheStatusIsWrittenAndCorrected(t *testing.T) {
 	now := time.Date(2026, 11, 22, 12, 0, 0, 0, time.UTC)
 	te := endpoint(1)

@@ -31,7 +31,7 @@ const QuestionPort = 5870
 //	 5  flags    1  flagHolds, flagConfirmed, flagSilent
 //	 6  zero     2
 //	 8  transition  4  of the Lease
-//	12  defers   4  milliseconds after the question, see account
+//	12  defers   4  milliseconds; see account
 //	16  nonce   16  of the question
 //	32  from    16  identity of the sender
 //	48  to      16  identity of the receiver

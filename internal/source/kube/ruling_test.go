@@ -445,8 +445,8 @@ func (p phase) String() string {
 }
 
 // settled is the maximum time from a change until some gateway sends to peers again. The Lease
-// counts as expired leaseDuration after the API server was reached again. A gateway tries to reach
-// the API server every retryPeriod, and each attempt may take leaseTimeout.
+// counts as expired leaseDuration after the API server has become reachable. A gateway tries to
+// reach the API server every retryPeriod, and each attempt may take leaseTimeout.
 const settled = leaseDuration + deferFor + 2*(retryPeriod+leaseTimeout)
 
 // play runs the phases. Every 50 ms it checks that at most one gateway may send to peers, and

@@ -47,10 +47,10 @@ const (
 	ReasonInvalid    = v1alpha1.ReasonInvalid
 )
 
-// The first latency is written when the connection is established. Later ones are written at
-// most once per latencyInterval, and only if the latency has changed by more than a fifth and
-// by at least latencyStep. So the stored value is correct to a fifth or to a millisecond, and
-// an idle peer causes no writes.
+// The first latency is written when the connection is established. Later ones are written at most
+// once per latencyInterval, and only if the latency has changed by more than a fifth and by at
+// least latencyStep. So the stored value is off by at most a fifth or latencyStep, and an idle peer
+// causes no writes.
 const (
 	latencyInterval = 30 * time.Second
 	latencyStep     = time.Millisecond
@@ -214,7 +214,7 @@ func statusFor(te *v1alpha1.TunnelEndpoint, node netip.Addr, r Report, p PeerRep
 	}
 	if p.Status == v1alpha1.Connecting && was.Status == v1alpha1.Connected && acceptedCurrent(te) {
 		// The previous gateway had contact with this peer under the same configuration. Its
-		// result stays until this gateway has a result of its own.
+		// result stays until this gateway has checked the peer.
 		want.Connection, p.Reason = was, ""
 	}
 	meta.SetStatusCondition(&want.Conditions, metav1.Condition{Type: v1alpha1.ConditionAccepted, Status: metav1.ConditionTrue,

@@ -1,4 +1,5 @@
-// Package released frees held networks at once, for tests that cannot wait for a day.
+// Package released frees the networks of removed peers. Nodes refuse such a network for a day, in
+// which no other cluster gets it (fabric.ReleaseHold); tests cannot wait for so long.
 package released
 
 import (
