@@ -159,9 +159,9 @@ func (s *pathSearch) begin(now time.Time) {
 // missing answer to a large message proves nothing.
 func (s *pathSearch) end() { s.State, s.round = PathDisabled, nil }
 
-// next returns the probes to send now, or nil. every is the interval at which the size in force is
-// confirmed.
-func (s *pathSearch) next(now time.Time, every time.Duration) []pathProbe {
+// next returns the probes to send now, or nil. The size in force is confirmed once in
+// confirmInterval.
+func (s *pathSearch) next(now time.Time, confirmInterval time.Duration) []pathProbe {
 	if s.round != nil || s.Ceiling == 0 {
 		return nil
 	}
@@ -178,7 +178,7 @@ func (s *pathSearch) next(now time.Time, every time.Duration) []pathProbe {
 			s.low = -1
 		}
 		return s.probe(pathUpwards, now)
-	case s.State == PathSearchComplete && now.Sub(s.began) >= every:
+	case s.State == PathSearchComplete && now.Sub(s.began) >= confirmInterval:
 		return s.probe(pathConfirm, now)
 	}
 	return nil

@@ -124,9 +124,9 @@ type arrival struct {
 // socket returns the receive function of a simulated socket, in which all batches wait, one after
 // the other. The socket closes after the last batch.
 func socket(batches [][]arrival) func(*bind.Batch, bool) error {
-	return func(b *bind.Batch, wait bool) error {
+	return func(b *bind.Batch, mayBlock bool) error {
 		if len(batches) == 0 {
-			if b.More = false; wait {
+			if b.More = false; mayBlock {
 				return net.ErrClosed
 			}
 			return nil
@@ -247,9 +247,9 @@ func TestRefusedMessagesUseNoMemory(t *testing.T) {
 		var numbers []uint32
 		b.on = func(number uint32) { numbers = append(numbers, number) }
 		r, next, most := datapath.NewReceiver(b.Tunnel), socket(all), 0
-		r.ReceiveAll(func(b *bind.Batch, wait bool) error {
+		r.ReceiveAll(func(b *bind.Batch, mayBlock bool) error {
 			most = max(most, r.Slabs())
-			return next(b, wait)
+			return next(b, mayBlock)
 		})
 		if len(numbers) != int(sent) || !slices.IsSorted(numbers) {
 			t.Errorf("%d of %d packets arrived, in order: %v", len(numbers), sent, slices.IsSorted(numbers))

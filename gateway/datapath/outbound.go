@@ -10,8 +10,8 @@ import (
 )
 
 const (
-	// scratchLen is large enough for any packet. The header starts at scratchPad, so that the packet
-	// starts at a multiple of 16 octets.
+	// scratchLen is large enough for any packet. The header starts at scratchPad, so that the
+	// packet starts at a multiple of 16 octets.
 	scratchPad = 16 - packet.VirtioHeaderLen
 	scratchLen = scratchPad + packet.VirtioHeaderLen + 65535
 
@@ -99,13 +99,13 @@ func (o *outbound) read(b *batch) error {
 	o.readInjected(b)
 	var err error
 	for !b.full {
-		wait := b.n == 0
-		if wait {
+		mayBlock := b.n == 0
+		if mayBlock {
 			b.timed = false // the next packet may come much later, so read the clock again
 			o.divert()
 		}
 		var n int
-		if n, err = o.t.link.Read(o.scratch, wait); err != nil {
+		if n, err = o.t.link.Read(o.scratch, mayBlock); err != nil {
 			if errors.Is(err, ErrWoken) {
 				err = nil
 				o.tap.begin()

@@ -205,8 +205,8 @@ func TestNothingIsSealedWithTheLastNonces(t *testing.T) {
 }
 
 // Answers are sent to the source of the last message. So a message from an address where no
-// gateway of a peer can be is dropped, whatever it contains, and does not change the peer's
-// endpoint.
+// gateway of a peer can be is dropped, regardless of its content, and does not change the
+// peer's endpoint.
 func TestMessagesFromRefusedSourcesAreDropped(t *testing.T) {
 	inPair(t, func(t *testing.T, p *pair, a, b *end) {
 		s := p.stranger(t, "192.0.2.9")

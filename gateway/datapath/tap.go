@@ -17,8 +17,8 @@ import (
 	"github.com/isthmus-net/isthmus/packet"
 )
 
-// SetCapture makes the tunnel show packets to c, from the next batch on. With nil, the tunnel shows
-// no more packets. The goroutines of the data path call c, which never blocks them.
+// SetCapture makes the tunnel show packets to c, from the next batch on. If c is nil, the tunnel
+// shows no more packets. The goroutines of the data path call c, which never blocks them.
 func (t *Tunnel) SetCapture(c *capture.Capture) {
 	if c == nil {
 		t.capture.Store(nil)
@@ -40,7 +40,8 @@ const (
 	// tapHead is the room for the headers of a packet before NAT. An ICMP error, which NAT changes
 	// in more places, fits completely.
 	tapHead = 2048
-	// tapWhole is the maximum size of packets that are traced completely, not only by their headers.
+	// tapWhole is the maximum size of packets that are traced completely, not only by their
+	// headers.
 	tapWhole = 2048
 )
 

@@ -139,10 +139,10 @@ type Counts struct {
 	Unsent    uint64 // packets dropped here instead of being relayed: a connection had no room, or ended
 }
 
-// Activate makes this gateway the active one. From now on, flows are the gateway's own flows.
-// Activate adds the copied flows to them, established ones first. Activate returns the number of
-// adopted flows when all are adopted, or after adoptMost; adoption then continues in the
-// background. Flows that still arrive on open connections are adopted, too.
+// Activate makes this gateway the active one. flows are the flows of its engine. Activate adds the
+// copied flows to them, established ones first, and later the flows that still arrive on open
+// connections. It returns the number of adopted flows when all copied ones are adopted. If that
+// takes longer than adoptMost, it returns earlier, and adoption continues in the background.
 func (k *Keeper) Activate(flows Flows) (adopted int) {
 	k.mu.Lock()
 	before := k.counts.Adopted
@@ -181,8 +181,8 @@ func (k *Keeper) Activate(flows Flows) (adopted int) {
 	return int(k.counts.Adopted - before)
 }
 
-// adoptAll adopts the established flows of a table, or with established false all others. It
-// returns false if the gateway was deactivated meanwhile.
+// adoptAll adopts the established flows of a table if established is true, and otherwise the other
+// flows. It returns false if the gateway was deactivated meanwhile.
 func (k *Keeper) adoptAll(t table, established bool, changes int) bool {
 	for peer, flows := range t.flows {
 		for id, state := range flows {
@@ -269,9 +269,9 @@ type receiver struct {
 	begun   bool   // the first list has begun
 	all     bool   // the list of all flows is complete
 	parcel  []byte // the packet being received, which may consist of several frames
-	// once is set if the connection is needed only for its list of all flows. If the other end is
-	// the active gateway, another connection receives its packets.
-	once bool
+	// listOnly is set if the connection is needed only for its list of all flows. If the other end
+	// is the active gateway, another connection receives its packets.
+	listOnly bool
 }
 
 // begin handles the first frame of a list of all flows. age is the age of the other end's copy.
@@ -282,7 +282,7 @@ func (r *receiver) begin(active bool, age time.Duration) {
 	if r.k.running == nil && active {
 		r.k.fresh = &r.table
 		// Another gateway has become active. It also receives and relays the packets.
-		if !r.once && r.from != r.k.held.from {
+		if !r.listOnly && r.from != r.k.held.from {
 			r.k.held = heldPackets{from: r.from}
 		}
 	}
@@ -332,7 +332,7 @@ func (r *receiver) end() {
 	r.table = table{}
 }
 
-// beat records that the other end has sent everything it has.
+// beat records that the other end has sent everything that it has so far.
 func (r *receiver) beat() {
 	r.k.mu.Lock()
 	defer r.k.mu.Unlock()

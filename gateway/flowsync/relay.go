@@ -110,7 +110,7 @@ func (k *Keeper) receiveRelayed(one parcel) {
 
 // countLost counts a packet that did not arrive completely on this connection.
 func (r *receiver) countLost() {
-	if r.once { // another connection receives the packet, too
+	if r.listOnly { // another connection receives the packet, too
 		return
 	}
 	r.k.mu.Lock()

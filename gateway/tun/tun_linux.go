@@ -224,13 +224,13 @@ func probeOffloads(fd int, o Options) (Offloads, error) {
 
 // Read reads one packet into p, after its virtio header; see datapath.Link. Only one goroutine
 // may read.
-func (d *Device) Read(p []byte, wait bool) (int, error) {
+func (d *Device) Read(p []byte, mayBlock bool) (int, error) {
 	if len(p) == 0 {
 		return 0, fmt.Errorf("tun %s: read: %w", d.name, unix.EINVAL)
 	}
 	d.readBuf = p
 	var err error
-	if wait {
+	if mayBlock {
 		err = d.raw.Read(d.readWait)
 	} else {
 		// This read bypasses the poller, because a deadline that Wake has set must not hide a

@@ -93,7 +93,7 @@ func (w *wire) fromKernel(d *Device, link *memlink.Link) {
 	}
 }
 
-// toKernel writes each packet in several pieces, as runs are written.
+// toKernel writes each packet as several buffers, as the gateway writes runs.
 func (w *wire) toKernel(d *Device, link *memlink.Link) {
 	p := make([]byte, packet.VirtioHeaderLen+65535)
 	for {
