@@ -548,7 +548,7 @@ func sendPaced(stop <-chan struct{}, perSecond int, send func(n int) int) (sent 
 			return sent
 		default:
 		}
-		n := min(int(time.Since(begin).Seconds()*float64(perSecond))-due, perSecond/50) // a longer delay is not made up for
+		n := min(int(time.Since(begin).Seconds()*float64(perSecond))-due, perSecond/50) // after a long delay, skip messages
 		due = int(time.Since(begin).Seconds() * float64(perSecond))
 		if n > 0 {
 			sent += send(n)

@@ -454,7 +454,7 @@ func TestIncrementalCheckChangesEqualAFullConfiguration(t *testing.T) {
 		for i := range 20 {
 			switch rng.IntN(10) {
 			case 0:
-				gone = append(gone, fmt.Sprint(i)) // a peer with this number may not exist
+				gone = append(gone, fmt.Sprint(i)) // there may be no peer with this number
 				delete(now, fmt.Sprint(i))
 			case 1:
 				p := peerOf(i)

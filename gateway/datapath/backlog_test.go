@@ -145,7 +145,7 @@ func socket(batches [][]arrival) func(*bind.Batch, bool) error {
 }
 
 // messagesBefore makes end b receive batches that each have 300 messages of a flood and one message
-// of a. For each message of a, it returns the number of flood messages that were handled before it.
+// from end a. It returns, for each of the latter, the number of flood messages handled before it.
 func messagesBefore(t *testing.T, b, a *end, batches int, flood func() arrival) (before []int) {
 	t.Helper()
 	all := make([][]arrival, batches)
@@ -181,8 +181,8 @@ func TestAPeerAboveItsRateDelaysOnlyItself(t *testing.T) {
 		if len(before) != 60 {
 			t.Fatalf("%d messages of the honest peer arrived: want 60", len(before))
 		}
-		// b drains more than eight batches before it decrypts any, and the eight messages of a cost
-		// less than one turn.
+		// End b drains more than eight batches before it decrypts any message, and the eight
+		// messages from end a cost less than one turn.
 		if n := before[7]; n > 2*datapath.Quantum/datapath.MessageCost {
 			t.Errorf("%d messages of the flood were handled before the first eight of the honest peer", n)
 		}

@@ -97,8 +97,8 @@ type location struct {
 }
 
 // note records the address and port from which a peer has sent. A peer that moves is counted at
-// its new address only movePause after its last move, because it may have used up the budget of
-// the new address, too. If the address is unchanged, note costs one comparison.
+// its new address only movePause after its last move. Otherwise it could use the budgets of many
+// addresses. If the address is unchanged, note costs one comparison.
 func (h *locationCounts) note(p *peer, from conn.Endpoint, now time.Time) {
 	addr := remoteOf(from)
 	if was := p.location.Load(); was == nil || was.addr != addr && now.Sub(was.since) >= movePause {

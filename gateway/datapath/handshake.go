@@ -338,7 +338,7 @@ func (h *handshakes) Send(bufs [][]byte, to conn.Endpoint) error {
 		if c := h.t.capture.Load(); c != nil && (binary.LittleEndian.Uint32(m) != device.MessageTransportType || len(m) == device.MessageKeepaliveSize) {
 			c.handshake(h.t, natengine.Outbound, m, to, natengine.DropNone)
 		}
-		h.observe(binary.LittleEndian.Uint32(m), m, to) // before sending, for the reason given in flush
+		h.observe(binary.LittleEndian.Uint32(m), m, to) // before sending, because an answer may come at once
 	}
 	err := h.t.wire.Send(bufs, to)
 	if err != nil && alone {

@@ -92,7 +92,7 @@ func (in *inbound) receiveAll(receive func(b *bind.Batch, mayBlock bool) error) 
 // a message only if the backlog is empty.
 func (in *inbound) drain(receive func(b *bind.Batch, mayBlock bool) error) error {
 	mayBlock := in.backlog.empty()
-	in.sender.session = false // do not use the cached result: addresses and sessions of peers may have changed
+	in.sender.session = false // the cached result may be outdated
 	for range drainCalls {
 		s := in.room()
 		if s == nil {

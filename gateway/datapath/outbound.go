@@ -155,8 +155,8 @@ func (o *outbound) readReleased(b *batch) {
 
 // readLocal adds packets of the in-process endpoint. If any packet stays queued, the batch is not
 // empty, so read will not block. A padded packet, which probes the path MTU, gets a batch of its
-// own. Otherwise its message could be a segment of a UDP superpacket, and virtual links may pass
-// such a segment although they drop a single packet of its size.
+// own. Otherwise its message could be sent in a UDP superpacket, and virtual links may pass a
+// superpacket although they drop a single packet of that size.
 func (o *outbound) readLocal(b *batch) {
 	if o.t.local == nil {
 		return

@@ -164,7 +164,7 @@ type scriptLink struct {
 	packets [][]byte
 	next    int
 	repeat  bool // repeat the script for ever
-	burst   int  // with repeat: number of packets after which a Read that must not block returns ErrAgain
+	burst   int  // if repeat is set, ErrAgain follows after this number of packets
 	given   int
 
 	written   [][]byte

@@ -109,7 +109,7 @@ type peer struct {
 	// mu is held while a timer's function runs, so that none runs after stop.
 	mu                                       sync.Mutex
 	stopped                                  bool
-	hurried                                  int   // number of handshakes that hurry has allowed since the last session; guarded by mu
+	hurried                                  int   // handshakes that hurry has allowed since the last session; guarded by mu
 	hurriedSince                             int64 // value of created to which hurried applies; guarded by mu
 	keepalive, silence, initiation, crossing deadline
 }
@@ -423,8 +423,8 @@ func (p *peer) keepPace(previous time.Time) {
 }
 
 // handleCrossing handles two handshakes that have crossed. Each side has dropped its own initiation
-// to answer that of the other side, so both answers are useless, and both sides would start again
-// only after RekeyTimeout. Instead, the side with the lower public key starts a handshake at once.
+// to answer the peer's, so both answers are useless. Without handleCrossing, both sides would start
+// again only after RekeyTimeout. The side with the lower public key starts a handshake at once.
 // The other side starts a handshake later if no session exists by then, for example because the
 // peer is not an Isthmus gateway. roundTrip is the time from our initiation to the peer's answer.
 func (p *peer) handleCrossing(roundTrip time.Duration) {

@@ -29,9 +29,8 @@ const (
 	// adoptMost is the maximum time that a new active gateway waits until it has adopted its copy,
 	// because adopting a million flows takes seconds.
 	adoptMost = 250 * time.Millisecond
-	// listMost is the maximum time after its start for which a standby is unready while it waits
-	// for the flows of the active gateway. An active gateway that cannot send them must not block
-	// an update.
+	// A standby is unready while it waits for the flows of the active gateway, but at most for
+	// listMost after its start: an active gateway that cannot send flows must not block an update.
 	listMost = 10 * time.Second
 )
 

@@ -45,7 +45,7 @@ func (k *Keeper) follow(q *queue) (end func()) {
 		k.mu.Lock()
 		defer k.mu.Unlock()
 		delete(k.followers, q)
-		k.counts.Unsent += uint64(len(q.parcels)) // only Relay adds more, and it needs mu
+		k.counts.Unsent += uint64(len(q.parcels)) // only Relay adds more, and Relay needs mu
 	}
 }
 

@@ -28,7 +28,7 @@ type end struct {
 	conn   *net.UDPConn
 	at     netip.AddrPort // address of conn, as the other end sees it
 
-	from, to, damaged atomic.Int64 // superpackets from the kernel and to it; packets that are neither single nor super
+	from, to, damaged atomic.Int64 // superpackets from the kernel and to it; packets that are neither one datagram nor a superpacket
 }
 
 // newEnd makes an end whose kernel has the address addr. pods is the network of its pods, and seen
