@@ -186,7 +186,7 @@ func (r *resolver) recheck(id string, l *location) {
 
 // endpoint returns the address to which packets for the peer are sent. It is zero if the name was
 // never resolved, or if the Site refuses the address. The error is that of the last lookup or the
-// reason of the refusal; it may be set beside a valid address.
+// reason of the refusal. A valid address may come with an error, too.
 func (r *resolver) endpoint(id string) (netip.AddrPort, error) {
 	r.mu.Lock()
 	defer r.mu.Unlock()

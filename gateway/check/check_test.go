@@ -377,8 +377,7 @@ func FuzzCheckMessage(f *testing.F) {
 	})
 }
 
-// Each of a thousand peers is pinged once per interval, and never are many peers pinged at the
-// same time.
+// Each of a thousand peers is pinged once per interval, and many are never pinged at the same time.
 func TestCheckSpreadsItsPingsOverTheInterval(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		const peers = 1000

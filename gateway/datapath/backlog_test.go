@@ -145,7 +145,7 @@ func socket(batches [][]arrival) func(*bind.Batch, bool) error {
 }
 
 // messagesBefore makes end b receive batches that each have 300 messages of a flood and one message
-// from end a. It returns, for each of the latter, the number of flood messages handled before it.
+// from end a. For each message from a, it returns the number of flood messages handled before.
 func messagesBefore(t *testing.T, b, a *end, batches int, flood func() arrival) (before []int) {
 	t.Helper()
 	all := make([][]arrival, batches)

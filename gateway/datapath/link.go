@@ -18,8 +18,8 @@ type Link interface {
 	// has ended.
 	Read(p []byte, mayBlock bool) (int, error)
 	// Wake makes a blocked Read return ErrWoken. If no Read is blocked, the next one that would
-	// block returns ErrWoken. Several calls before that count as one. Everything published before
-	// Wake is visible to the reader after ErrWoken.
+	// block returns ErrWoken. Several calls before ErrWoken count as one. Everything published
+	// before Wake is visible to the reader after ErrWoken.
 	Wake()
 	// Write sends one packet, the concatenation of bufs, which starts with the virtio header. It
 	// does not keep bufs. An error means that this packet was lost; os.ErrClosed means that all

@@ -364,8 +364,8 @@ func (p *peer) requestHandshake(now int64) {
 }
 
 // beginHandshake starts a handshake. The device refuses that within RekeyTimeout of the last
-// handshake. If no handshake is in progress although the device refuses a new one, beginHandshake
-// runs again later.
+// handshake. If the device refuses and no handshake is in progress, beginHandshake runs again
+// later.
 func (p *peer) beginHandshake() {
 	table := p.t.peers.Load()
 	if p.retired.Load() {
@@ -388,8 +388,8 @@ func (p *peer) beginHandshake() {
 }
 
 // hurry allows the device to start a handshake within RekeyTimeout of the last one, unless that one
-// has made a session or a limit is reached. It returns the time of the last handshake, and whether
-// it allows another one. The caller holds mu.
+// has made a session or a limit is reached. It returns the time of the last handshake, and true if
+// another one is allowed. The caller holds mu.
 func (p *peer) hurry(now time.Time) (previous time.Time, hurried bool) {
 	if created := p.created.Load(); p.hurriedSince != created {
 		p.hurried, p.hurriedSince = 0, created

@@ -106,7 +106,7 @@ type Device struct {
 var _ datapath.Link = (*Device)(nil)
 
 // Open creates an interface with the given MTU, in octets, in the network namespace of the
-// calling thread. The interface stays in this namespace, whichever thread uses it later. name
+// calling thread. The interface stays in this namespace, even if another thread uses it later. name
 // has at most 15 octets; the kernel replaces a "%d" in it. Open disables multicast and does
 // not bring the interface up. Close removes the interface.
 func Open(name string, mtu int, o Options) (*Device, error) {
